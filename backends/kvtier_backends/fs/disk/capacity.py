@@ -104,7 +104,8 @@ class FolderSizes:
                 raise
             except BaseException:
                 with self._lock:
-                    counts = self._doubtful.get(name, False) or self._known.get(name, False)
+                    known = not self._shared and self._known.get(name, False)
+                    counts = known or self._doubtful.get(name, False)
                     self.used_bytes -= self.new_bytes * counts
                     self._doubtful[name] = True
                     self._know(name, there=True)

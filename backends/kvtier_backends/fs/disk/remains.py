@@ -34,7 +34,7 @@ def is_absent(root_fd: int, name: str) -> bool:
     """Return True if a listing proves that a name is not there, False if one has it; raises OSError for no listing."""
     folder, _, last = name.rpartition("/")
     try:
-        return last not in _listing(root_fd, folder or ".")
+        return last not in listing(root_fd, folder or ".")
     except (ForeignError, NotADirectoryError):
         return True  # Something else lies in the place of its folder.
     except FileNotFoundError as error:
@@ -43,24 +43,31 @@ def is_absent(root_fd: int, name: str) -> bool:
         raise listed(error) from error
 
 
-def _listing(root_fd: int, folder: str) -> set[str]:
-    """Return the names in a folder. A C library takes ENOENT for the end of a listing, and would leave out the rest."""
+def listing(root_fd: int, folder: str) -> set[str]:
+    """Return the names in a folder, all of them. Raises what `open_folder` does."""
     fd = open_folder(root_fd, folder)
     try:
-        if _getdents is None:
-            return set(os.listdir(fd))
-        names, buffer = set[str](), ctypes.create_string_buffer(_LISTING_BYTES)
-        while (length := _getdents(fd, buffer, _LISTING_BYTES)) > 0:
-            at = 0
-            while at < length:
-                _, _, entry_bytes, _ = _ENTRY.unpack_from(buffer, at)
-                names.add(os.fsdecode(buffer.raw[at + _ENTRY.size : at + entry_bytes].split(b"\0", 1)[0]))
-                at += entry_bytes
-        if length < 0:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        return names
+        return names_in(fd)
     finally:
         os.close(fd)
+
+
+def names_in(fd: int) -> set[str]:
+    """Return the names in an open folder. `os.listdir` takes ENOENT for the end, and would leave out the rest."""
+    if _getdents is None:
+        return set(os.listdir(fd))
+    names, buffer = set[str](), ctypes.create_string_buffer(_LISTING_BYTES)
+    os.lseek(fd, 0, os.SEEK_SET)
+    while (length := _getdents(fd, buffer, _LISTING_BYTES)) > 0:
+        at = 0
+        while at < length:
+            _, _, entry_bytes, _ = _ENTRY.unpack_from(buffer, at)
+            names.add(os.fsdecode(buffer.raw[at + _ENTRY.size : at + entry_bytes].split(b"\0", 1)[0]))
+            at += entry_bytes
+    if length < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    os.lseek(fd, 0, os.SEEK_SET)
+    return names - {".", ".."}
 
 
 def remove_file(root_fd: int, name: str) -> bool:
@@ -154,7 +161,8 @@ class Remains:
             logger.warning(
                 "%s: cannot be removed: %s; %d such files and folders of %.1f MB count as used, and are tried again; "
                 "see %s",
-                *(name, error.strerror, max(1, len(self._names)), self.used_bytes / 1e6, Remedy.IRREMOVABLE),
+                *(name, error.strerror, max(1, len(self._names)), self.used_bytes / 1e6),
+                Remedy.IRREMOVABLE,
             )
 
 

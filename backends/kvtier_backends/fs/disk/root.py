@@ -37,7 +37,7 @@ from kvtier_backends.fs.disk.capacity import SECTOR_BYTES, Disk, FolderSizes, fi
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.disk.quarantine import Quarantine
 from kvtier_backends.fs.disk.reads import ONE_BY_ONE, QueuedReads, Reads, takes_queued
-from kvtier_backends.fs.disk.remains import Beside, Remains, is_absent, listed
+from kvtier_backends.fs.disk.remains import Beside, Remains, is_absent, listed, names_in
 from kvtier_backends.fs.disk.shared_page import SharedPage
 from kvtier_backends.fs.disk.temporaries import Sweep, Writer, next_number, temporary_name, writer_of
 from kvtier_backends.fs.disk.write_budget import WriteBudget
@@ -220,7 +220,7 @@ class Folder:
         try:
             total = os.fstat(fd).st_blocks * SECTOR_BYTES
             sweep = self.sweep(0.0)
-            for name in os.listdir(fd):
+            for name in names_in(fd):
                 counts = not sweep.is_own(name) and f"{folder}/{name}" not in self.remains
                 if counts and (writer_of(name) or is_ours(name)):
                     total += self.taken_bytes(f"{folder}/{name}")

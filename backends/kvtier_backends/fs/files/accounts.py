@@ -86,7 +86,7 @@ class Accounts(Protocol):
         ...
 
     def refused(self) -> None:
-        """Hear that a store found too little room, though all that may go has gone."""
+        """Hear that a store found too little room, though all that may go has gone, or that something was in doubt."""
         ...
 
     def chosen(self, victims: Sequence[Held]) -> None:

@@ -145,11 +145,14 @@ class Eviction:
         """Look at what is in doubt, if it is due, and remove what remains."""
         if self._settling.left_s():
             return
+        if self._index.doubtful or len(self._tier.root.remains) or self._tier.root.sizes.doubtful:
+            self.accounts.refused()  # The page of a shared directory says too much.
         if keys := list(islice(self._index.doubtful, STAMPS_MAX)):
             with self._index.call(keys) as unchanged:
                 for key, allocated_bytes in (await self._tier.lanes.evict.run(self._chunks.look, keys)).items():
                     if key in unchanged and key not in self._claims.leaving:
-                        self.stored(allocated_bytes - self._index.taken_bytes(key))
+                        if allocated_bytes:  # Else whoever has removed it may have told the others.
+                            self.stored(allocated_bytes - self._index.taken_bytes(key))
                         self._index.measured(key, allocated_bytes)
         await self._settling()
         if self._index.doubtful:

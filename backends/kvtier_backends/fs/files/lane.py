@@ -171,16 +171,14 @@ class Chunks:
                 with self._loads_first.storing():
                     self._store(write, share.used_at_ns - index, beside, share)
 
-    def remove(self, keys: Sequence[OffloadKey], removed: list[OffloadKey]) -> OSError | None:
-        """Remove the keys' files, note each one that is surely gone, and return the last error of the others."""
+    def remove(self, keys: Sequence[OffloadKey], removed: dict[OffloadKey, bool]) -> OSError | None:
+        """Remove files, note each that is surely gone and whether it was there; return the last error of the others."""
         last: OSError | None = None
         for key in keys:
             try:
-                self._files.remove(key)
+                removed[key] = self._files.remove(key)
             except OSError as error:
                 last = error
-            else:
-                removed.append(key)
         return last
 
     def evict(self, victims: Sequence[Held], gone: dict[OffloadKey, int]) -> None:

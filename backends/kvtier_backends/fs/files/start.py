@@ -16,7 +16,7 @@ from kvtier.remedies import Remedy
 from kvtier_backends.fs.disk.below import believable_ns, list_folder, open_folder
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES
 from kvtier_backends.fs.disk.checkpoint import CheckpointSchedule
-from kvtier_backends.fs.disk.remains import is_absent, listed
+from kvtier_backends.fs.disk.remains import is_absent, listed, names_in
 from kvtier_backends.fs.files.checkpoint import Checkpoint
 from kvtier_backends.fs.files.eviction import Eviction
 from kvtier_backends.fs.files.index import Held, Index
@@ -151,14 +151,18 @@ class Scan:
             status = os.fstat(fd)
             self._sizes.scanned(folder, status)
             self.seen_bytes += status.st_blocks * SECTOR_BYTES
+            unseen = names_in(fd)
             with os.scandir(fd) as entries:
                 for entry in entries:
+                    unseen.discard(entry.name)
                     if self._stopped:
                         break
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(entry.name)
                     elif (chunk := self._file(folder, entry)) is not None:
                         chunks.append(chunk)
+            if unseen and not self._stopped and not unseen.isdisjoint(names_in(fd)):
+                raise OSError(errno.EIO, "listed in part")
         finally:
             os.close(fd)
         return ([] if self._stopped else folders), chunks

@@ -11,8 +11,8 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kvtier_backends.fs.disk.below import list_folder, lock_file, open_file, sync_folder
-from kvtier_backends.fs.disk.remains import is_absent, listed, remove_file
+from kvtier_backends.fs.disk.below import lock_file, open_file, sync_folder
+from kvtier_backends.fs.disk.remains import is_absent, listed, listing, remove_file
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.disk.temporaries import temporary_name
 from kvtier_backends.fs.segments.segment import HEADER_BYTES, Header, Segment, read_header, write_all
@@ -58,7 +58,7 @@ class SegmentFolder:
 
     def names(self) -> list[str]:
         """Return the names of all segments, in the order that they were made."""
-        names = filter(NAME.fullmatch, list_folder(self.root_fd, self._folder.chunks))
+        names = filter(NAME.fullmatch, listing(self.root_fd, self._folder.chunks))
         return [f"{self._folder.chunks}/{name}" for name in sorted(names)]
 
     def unopened_bytes(self) -> int:
