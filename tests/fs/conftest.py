@@ -283,6 +283,53 @@ def mount_image(outside: None, tmp_path: Path) -> Iterator[Callable[[str, int], 
         subprocess.run(["umount", "-l", str(path)], check=True)
 
 
+class FaultyDisk:
+    """A mounted folder, and the process behind it."""
+
+    def __init__(self, folder: Path, mountpoint: Path) -> None:
+        self.path = mountpoint
+        command = [
+            sys.executable,
+            os.path.join(os.path.dirname(__file__), "faulty_disk.py"),
+            str(folder),
+            str(mountpoint),
+        ]
+        self._server = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert self._server.stdout is not None
+        self.ready = self._server.stdout.readline().strip() == "ready"
+
+    def why_not(self) -> str:
+        return self._server.communicate()[1].strip()
+
+    def tell(self, fault: str) -> None:
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        print(fault, file=self._server.stdin, flush=True)
+        assert self._server.stdout.readline().strip() == fault
+
+    def end(self) -> None:
+        """As when its server dies."""
+        self._server.kill()
+        self._server.communicate()
+
+
+@pytest.fixture
+def disk(outside: None, tmp_path: Path) -> Iterator[FaultyDisk]:
+    if os.geteuid() != 0 or not os.path.exists("/dev/fuse"):
+        pytest.skip("mounting a file system of one's own needs root and FUSE")
+    folder, mountpoint = tmp_path / "behind", tmp_path / "disk"
+    folder.mkdir()
+    mountpoint.mkdir()
+    disk = FaultyDisk(folder, mountpoint)
+    if not disk.ready:
+        pytest.skip(disk.why_not())
+    yield disk
+    disk.end()
+    subprocess.run(["umount", "-l", str(mountpoint)], check=True)
+
+
 @pytest.fixture
 def taken_bytes() -> Callable[[Path], int]:
     return _taken_bytes

@@ -170,9 +170,9 @@ async def test_what_cannot_be_removed_takes_its_room_still(
         patch.setattr(os, "unlink", refuse)
         kept = [key for start in range(0, 4 * ROOM, 4) for key in await stored(tier, lender, keys_of(4, start))]
         assert taken_bytes(root) <= CAPACITY_BYTES
-    assert tier.counters().evictions_failed > 0
-    assert tier.counters().refused["capacity"] > 0
-    assert await lender.recall(tier, kept) == [label(key) for key in kept]
+        assert tier.counters().evictions_failed > 0
+        assert tier.counters().refused["capacity"] > 0
+        assert await lender.recall(tier, kept) == [label(key) for key in kept]
 
 
 async def stored(tier, lender: Lender, keys: list[OffloadKey]) -> list[OffloadKey]:

@@ -517,8 +517,12 @@ async def test_where_no_segment_can_be_removed_no_more_are_given_up(
         await lender.keep(before, keys_of(60, start=100 * number))
         await before.aclose(DEADLINE_S)
 
+    unlink = os.unlink
+
     def refuse(name: str, **kwargs: int | None) -> None:
-        raise OSError(30, "Read-only file system")
+        if name.endswith(".seg"):
+            raise OSError(30, "Read-only file system")
+        unlink(name, **kwargs)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "unlink", refuse)

@@ -16,6 +16,7 @@ import stat
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Literal
 
 from kvtier.backend import NAME_BYTES_MAX, NAMINGS, SEGMENTS_SUFFIX, FileMapper, Lanes
@@ -35,12 +36,13 @@ from kvtier_backends.fs.disk.below import (
     refused,
     unlock_file,
 )
-from kvtier_backends.fs.disk.capacity import SECTOR_BYTES, Disk, FolderSizes
+from kvtier_backends.fs.disk.capacity import SECTOR_BYTES, Disk, FolderSizes, file_bytes_worst
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.disk.quarantine import Quarantine
 from kvtier_backends.fs.disk.reads import ONE_BY_ONE, QueuedReads, Reads, takes_queued
+from kvtier_backends.fs.disk.remains import Beside, Remains, is_absent, listed, names_in
 from kvtier_backends.fs.disk.shared_page import SharedPage
-from kvtier_backends.fs.disk.temporaries import Writer, is_kept, temporary_name, writer_of
+from kvtier_backends.fs.disk.temporaries import Sweep, Writer, is_kept, next_number, temporary_name, writer_of
 from kvtier_backends.fs.disk.write_budget import WriteBudget
 from kvtier_backends.fs.options import LayoutOptions
 
@@ -70,7 +72,9 @@ class Folder:
     """An open root, and where this namespace's files are in it."""
 
     writer: Writer
-    """Who we are in the names of unfinished files; there from `open` on, as are the next four."""
+    """Who we are in the names of unfinished files; there from `open` on, as are the next six."""
+    remains: Remains
+    beside: Beside
     quarantine: Quarantine
     sizes: FolderSizes
     disk: Disk
@@ -84,6 +88,7 @@ class Folder:
         """As the options want it; as is the next."""
         self.write_budget: WriteBudget | None = None
         self._used_fd = -1
+        self._own_from = 0
         self.chunks = mapper.chunks_folder + (SEGMENTS_SUFFIX if options.layout == "segments" else "")
         self.direct = False
         self.reads: Reads = ONE_BY_ONE
@@ -103,6 +108,8 @@ class Folder:
                 self._make_root(root, undo)
                 self.root_fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
                 undo.callback(self.close)
+                self.remains, self.beside = Remains(self.root_fd), Beside(self.beside_bytes)
+                self._own_from = next_number()
                 self.disk = Disk(self.root_fd)
                 self.name_bytes_max = _name_bytes_max(self.root_fd)
                 quarantine, keeps = f"{self._mapper.folder}/{QUARANTINE}", self._options.corrupt == "quarantine"
@@ -110,11 +117,11 @@ class Folder:
                     self._make(name, undo)
                 self._say_it_is_used()
                 self._refuse_links(quarantine)
-                self._settle_config(undo)
                 self.quarantine = Quarantine(self.root_fd, quarantine, self.disk, keeps=keeps)
+                self._settle_config(undo)
                 self.direct = self._try_io(self._options.io)
                 self.reads = self._try_queue()
-                self.sizes = FolderSizes(self._new_folder_bytes())
+                self.sizes = FolderSizes(self._new_folder_bytes(), shared=self._options.shared)
                 self._warn_of_other_layouts()
                 self._warn_of_old_names()
                 undo.pop_all()
@@ -181,14 +188,9 @@ class Folder:
         with open(fd, "rb") as file:
             return file.read(min(bytes_max, os.fstat(fd).st_size))  # As much memory is taken as is asked for.
 
-    def taken_bytes(self, name: str) -> int:
-        """Return a file's room on the disk; 0 without a file."""
-        try:
-            folder, _, base = name.rpartition("/")
-            at = (self._used_fd, base) if folder == self.chunks else (self.root_fd, name)
-            return self.disk.taken_bytes(below.look(*at))  # By the first, also when no descriptor is free.
-        except FileNotFoundError:
-            return 0
+    def sweep(self, now_s: float) -> Sweep:
+        """Return what removes abandoned temporaries at this time."""
+        return Sweep(self.root_fd, self.writer, now_s, self.remains, self._own_from)
 
     def beside_bytes(self) -> int:
         """Return the room of a tier's files beside the chunks: its books, unfinished files, and quarantine.
@@ -201,19 +203,32 @@ class Folder:
         """Return the room of unfinished files among the chunks, with their folder. Raises OSError."""
         return self._measured(self.chunks, lambda _: False)
 
+    def taken_bytes(self, name: str) -> int:
+        """Return a file's room on the disk, 0 if it is proved absent; raises OSError otherwise."""
+        folder, _, base = name.rpartition("/")
+        at = (self._used_fd, base) if folder == self.chunks else (self.root_fd, name)
+        try:
+            status = below.look(*at)  # By the first, also when no descriptor is free.
+        except FileNotFoundError as error:
+            if is_absent(self.root_fd, name):
+                return 0
+            raise listed(error) from error
+        return 0 if stat.S_ISDIR(status.st_mode) else self.disk.taken_bytes(status)
+
     def _measured(self, folder: str, is_ours: Callable[[str], object]) -> int:
         try:
             fd = open_folder(self.root_fd, folder)
-        except FileNotFoundError:
-            return 0
+        except FileNotFoundError as error:
+            if is_absent(self.root_fd, folder):
+                return 0
+            raise listed(error) from error
         try:
             total = os.fstat(fd).st_blocks * SECTOR_BYTES
-            for name in os.listdir(fd):
-                unfinished = writer_of(name)
-                if unfinished != self.writer and (unfinished or is_ours(name)):
-                    with suppress(FileNotFoundError):
-                        status = below.look(fd, name)
-                        total += 0 if stat.S_ISDIR(status.st_mode) else self.disk.taken_bytes(status)
+            sweep = self.sweep(0.0)
+            for name in names_in(fd):
+                counts = not sweep.is_own(name) and f"{folder}/{name}" not in self.remains
+                if counts and (writer_of(name) or is_ours(name)):
+                    total += self.taken_bytes(f"{folder}/{name}")
         finally:
             os.close(fd)
         return total
@@ -221,15 +236,26 @@ class Folder:
     def publish(self, name: str, pieces: Iterable[bytes]) -> None:
         """Put a file of these bytes beside the chunks, in place of what was there, whole or not at all."""
         folder, _, base = name.rpartition("/")
-        temporary = temporary_name(self.writer)
-        with Reached(self.root_fd, folder) as fd:
-            try:
+        temporary, written_bytes = temporary_name(self.writer), 0
+        try:
+            with Reached(self.root_fd, folder) as fd:
                 with open(open_below(fd, temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
-                    file.writelines(pieces)
+                    for piece in pieces:
+                        written_bytes += len(piece)
+                        file.write(piece)
                 below.rename(fd, temporary, base)
-            except BaseException:
-                _quietly(below.unlink, fd, temporary)
-                raise
+        except BaseException:
+            self.remains.remove(f"{folder}/{temporary}", file_bytes_worst(written_bytes, self.disk.block_bytes))
+            self._look_beside(written_bytes)
+            raise
+        self._look_beside(written_bytes)
+
+    def _look_beside(self, added_bytes: int) -> None:
+        """Measure the room beside the chunks; if that fails, so many more bytes count until the next look."""
+        try:
+            self.beside.look()
+        except OSError:
+            self.beside.added(file_bytes_worst(added_bytes, self.disk.block_bytes))
 
     def _make_root(self, root: str, undo: ExitStack) -> None:
         with suppress(FileExistsError):
@@ -309,7 +335,14 @@ class Folder:
         try:
             return below.look(self.root_fd, name).st_blocks * SECTOR_BYTES
         finally:
-            _quietly(below.rmdir, self.root_fd, name)
+            self.remains.remove(name, self.disk.block_bytes, partial(self._remove_folder, name))
+
+    def _remove_folder(self, name: str) -> None:
+        try:
+            below.rmdir(self.root_fd, name)
+        except OSError:
+            if not is_absent(self.root_fd, name):
+                raise
 
     def _settle_config(self, undo: ExitStack) -> None:
         """Leave the names' meaning beside the chunks, as vLLM does, or see that what is there says the same."""
@@ -370,7 +403,7 @@ class Folder:
         try:
             with ExitStack() as stack:
                 folder_fd = stack.enter_context(Reached(self.root_fd, self._mapper.folder))
-                stack.callback(_quietly, below.unlink, folder_fd, name)
+                stack.callback(self.remains.remove, f"{self._mapper.folder}/{name}", self.disk.block_bytes * 2)
                 # Linux makes the file before it refuses the flag.
                 fd = open_below(folder_fd, name, os.O_RDWR | os.O_CREAT | os.O_EXCL | flag)
                 stack.callback(os.close, fd)

@@ -8,16 +8,18 @@ import errno
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import NamedTuple, Self
 
 from kvtier.backend import FileMapper, OffloadKey
 from kvtier_backends.fs.disk import below
 from kvtier_backends.fs.disk.below import NO_LINK, ForeignError, Reached, open_below, sync_folder
-from kvtier_backends.fs.disk.capacity import Disk
+from kvtier_backends.fs.disk.capacity import Disk, file_bytes_worst
 from kvtier_backends.fs.disk.footer import Fault
 from kvtier_backends.fs.disk.lanes import LoadsFirst
 from kvtier_backends.fs.disk.reads import Wanted
+from kvtier_backends.fs.disk.remains import is_absent, listed, remove_file
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.disk.temporaries import temporary_name
 from kvtier_backends.fs.files.discard import Discard, Discarded
@@ -91,6 +93,15 @@ class Found(NamedTuple):
     file_bytes: int
 
 
+class DoubtError(OSError):
+    """A store that has failed, after which the chunk's file may be the new one."""
+
+    def __init__(self, error: OSError, allocated_bytes: int) -> None:
+        """`allocated_bytes`: what the new file takes."""
+        super().__init__(error.errno, error.strerror)
+        self.allocated_bytes = allocated_bytes
+
+
 class Temporary(NamedTuple):
     """A file that is being written, under a name of its own in an open folder."""
 
@@ -118,6 +129,7 @@ class ChunkFiles:
         self._root = folder.root_fd
         self._mapper = mapper
         self._writer = folder.writer
+        self._remains = folder.remains
         self._fsync = fsync
         self._sizes = folder.sizes
         self._disk = folder.disk
@@ -135,11 +147,11 @@ class ChunkFiles:
         """Put a file of these bytes in place of what was there, and return the bytes that it takes on the disk.
 
         `used_at_ns` becomes the file's time, by which files are ordered after a restart. Until it has returned, readers
-        find what was there before; a failure leaves that. (But for a failed sync of the folder: then the new file may
-        be in place, whole.)
+        find what was there before; a failure leaves that. Raises `DoubtError` if the new file may be in place, whole.
         """
         parent, _, base = self._mapper.name(key).rpartition("/")
         folder, temporary, fd = self._create(parent)
+        file_bytes = sum(map(len, buffers))
         with folder as folder_fd:
             try:
                 try:
@@ -147,39 +159,81 @@ class ChunkFiles:
                     os.utime(fd, ns=(used_at_ns, used_at_ns))
                     if self._fsync:
                         os.fsync(fd)
-                    allocated_bytes = self._disk.taken_bytes(os.fstat(fd))
+                    status = os.fstat(fd)
                 finally:
                     os.close(fd)  # Network file systems report a full disk here.
-                # rename last: a reader sees the old chunk or the new one, never half of each.
-                below.rename(folder_fd, temporary, base)
             except BaseException:
-                _drop(folder_fd, temporary)
+                self._drop(f"{parent}/{temporary}", file_bytes_worst(file_bytes, self._disk.block_bytes))
                 raise
-            if self._fsync:
-                sync_folder(folder_fd, ".")
-            self._count(parent, os.fstat(folder_fd))
+            # rename last: a reader sees the old chunk or the new one, never half of each.
+            self._publish(folder_fd, parent, temporary, base, status)
+            allocated_bytes = self._disk.taken_bytes(status)
+            try:
+                if self._fsync:
+                    sync_folder(folder_fd, ".")
+            except OSError as error:
+                raise DoubtError(error, allocated_bytes) from error
+            finally:
+                self._look_at(parent, folder_fd)
         return allocated_bytes
 
-    def remove(self, key: OffloadKey) -> bool:
-        """Remove a chunk's file and the folders that it leaves empty; False if there was none."""
-        try:
-            below.unlink(self._root, self._mapper.name(key))
-        except (NotADirectoryError, ForeignError):
-            return False
-        except FileNotFoundError:
-            self.tidy(key)  # Who has removed it may have left its folders.
-            return False
-        self.tidy(key)
-        return True
+    def remove(self, key: OffloadKey, *, known: bool = False) -> bool:
+        """Remove a chunk's file and the folders that it leaves empty; False if there was none.
 
-    def tidy(self, key: OffloadKey) -> None:
+        `known`: its folders count.
+        """
+        was_there = remove_file(self._root, self._mapper.name(key))
+        self.tidy(key, was_there=was_there or known)  # Whoever has removed it may have left its folders, too.
+        return was_there
+
+    def is_absent(self, key: OffloadKey) -> bool:
+        """Return True if there is proof that a chunk has no file; raises OSError if it may have one."""
+        name = self._mapper.name(key)
+        if is_absent(self._root, name):
+            return True
+        raise listed(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name))
+
+    def tidy(self, key: OffloadKey, *, was_there: bool = False) -> None:
         """Remove the folders above a file that is gone, as far as they are empty: they take room, too."""
-        folder = os.path.dirname(self._mapper.name(key))
-        with suppress(OSError):  # Mostly because it is not empty.
-            while folder != self._chunks:
-                below.rmdir(self._root, folder)
+        self._tidy(os.path.dirname(self._mapper.name(key)), was_there=was_there)
+
+    def _drop(self, temporary: str, taken_bytes: int) -> None:
+        """Remove an unfinished file, and folders that were made for it, now or later."""
+        self._remains.remove(temporary, taken_bytes, partial(self._remove_temporary, temporary))
+
+    def _remove_temporary(self, temporary: str) -> None:
+        self._tidy(os.path.dirname(temporary), was_there=remove_file(self._root, temporary))
+
+    def _tidy(self, folder: str, *, was_there: bool) -> None:
+        while folder != self._chunks:
+            with self._sizes.changing(folder):
+                try:
+                    below.rmdir(self._root, folder)
+                except OSError as error:  # Mostly because it is not empty.
+                    self._sizes.not_removed(folder, error, was_there=was_there)
+                    return
                 self._sizes.removed(folder)
-                folder = os.path.dirname(folder)
+            was_there = True
+            folder = os.path.dirname(folder)
+
+    def settle_folders(self) -> bool:
+        """Remove folders that should have gone, and look at those in doubt; return True if none is left."""
+        for folder in self._sizes.doubtful:
+            with self._sizes.changing(folder), suppress(OSError):  # Then it is still in doubt.
+                self._settle_folder(folder)
+        return not self._sizes.doubtful
+
+    def _settle_folder(self, folder: str) -> None:
+        try:
+            below.rmdir(self._root, folder)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                self._sizes.looked_at(folder, below.look(self._root, folder))
+                self._sizes.proved(folder, absent=False)
+            elif is_absent(self._root, folder):
+                self._sizes.proved(folder, absent=True)
+        else:
+            self._sizes.removed(folder)
 
     def stamp(self, key: OffloadKey, used_at_ns: int) -> None:
         """Have a chunk's file, if there is one, say that it was used then."""
@@ -213,25 +267,42 @@ class ChunkFiles:
         except (FileNotFoundError, NotADirectoryError, ForeignError):
             return None
 
+    def _publish(self, folder_fd: int, parent: str, temporary: str, base: str, file: os.stat_result) -> None:
+        """Give a finished file its name."""
+        try:
+            below.rename(folder_fd, temporary, base)
+        except OSError as error:
+            with suppress(OSError):
+                if os.path.samestat(below.look(folder_fd, base), file):
+                    return  # It is done, whatever was reported.
+            allocated_bytes = self._disk.taken_bytes(file)
+            try:
+                below.unlink(folder_fd, temporary)
+            except OSError:
+                self._drop(f"{parent}/{temporary}", allocated_bytes)
+                raise DoubtError(error, allocated_bytes) from error
+            self._tidy(parent, was_there=True)
+            raise
+
     def _create(self, parent: str) -> Temporary:
         for _ in range(CREATE_ATTEMPTS):
             try:
-                return self._create_in(self._reach(parent))
+                return self._create_in(parent)
             except FileExistsError:
                 continue  # A process of the same id in another container: the next number is ours.
             except FileNotFoundError:
                 if not os.fstat(self._root).st_nlink:
-                    raise  # The root itself is gone. Else who finds a folder empty has removed it.
+                    raise  # The root itself is gone. Otherwise the folder was found empty and removed.
         raise OSError(errno.EAGAIN, VANISHING)
 
-    def _create_in(self, folder: Reached) -> Temporary:
-        name = temporary_name(self._writer)
+    def _create_in(self, parent: str) -> Temporary:
+        folder, name = self._reach(parent), temporary_name(self._writer)
         try:
             fd = open_below(folder.fd, name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | self._direct)
         except BaseException as error:
-            if not isinstance(error, FileExistsError):
-                _drop(folder.fd, name)  # Linux makes the file before it refuses a flag.
             folder.close()
+            if not isinstance(error, FileExistsError):  # Linux makes the file before it refuses a flag.
+                self._drop(f"{parent}/{name}", self._disk.block_bytes)
             raise
         return Temporary(folder, name, fd)
 
@@ -260,9 +331,9 @@ class ChunkFiles:
         with suppress(FileExistsError), self._sizes.making(folder):
             below.mkdir(parent_fd, base)
         made = Reached(parent_fd, base)
-        self._count(folder, os.fstat(made.fd))
+        self._look_at(folder, made.fd)
         if parent:
-            self._count(parent, os.fstat(parent_fd))
+            self._look_at(parent, parent_fd)
         try:
             if self._fsync:
                 sync_folder(parent_fd, ".")
@@ -271,12 +342,12 @@ class ChunkFiles:
             raise
         return made
 
-    def _count(self, folder: str, status: os.stat_result) -> None:
-        """Count the room of a folder, unless somebody has removed it."""
+    def _look_at(self, folder: str, fd: int) -> None:
+        """Count the room of an open folder, unless it was removed."""
+        try:
+            status = os.fstat(fd)
+        except OSError:  # It may have grown.
+            self._sizes.not_looked_at(folder, self._disk.block_bytes)
+            return
         if status.st_nlink:
             self._sizes.looked_at(folder, status)
-
-
-def _drop(folder_fd: int, temporary: str) -> None:
-    with suppress(OSError):  # The error that led here is the one to report.
-        below.unlink(folder_fd, temporary)

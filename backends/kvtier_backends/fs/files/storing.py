@@ -75,7 +75,9 @@ class Storing:
                 if allocated_bytes is not None:
                     added_bytes += allocated_bytes - self._index.taken_bytes(write.key)
                     self._index.stored(Held(write.key, allocated_bytes, share.used_at_ns - index))
-                    if not told:
+                    if write.key in share.doubtful:
+                        self._eviction.doubt([write.key])
+                    if not told or write.key in share.doubtful:
                         self._index.inventory.added(write.key)
         self._eviction.stored(added_bytes)
 
