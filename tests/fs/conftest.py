@@ -21,6 +21,7 @@ from kvtier.backend.keys import OffloadKey
 from kvtier.backend.namespace import FileMapper, Namespace
 from kvtier.testing.conformance import Lender
 from kvtier_backends.fs import FsBackend, FsOptions
+from kvtier_backends.fs.disk import below
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Footer, read_footer
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.segments.segment import HEADER_BYTES
@@ -144,7 +145,10 @@ def seal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dic
 
 
 class SystemCall:
-    """A function of `os` that a test counts, and that sticks or fails: always, or where `only` says so."""
+    """A function of `os` that a test counts, and that sticks or fails: always, or where `only` says so.
+
+    `open` is also that of names of several parts.
+    """
 
     def __init__(
         self,
@@ -164,12 +168,23 @@ class SystemCall:
         if not sticks:
             self._opened.set()
         monkeypatch.setattr(os, name, self)
+        if name == "open":
+            open_beneath = below.open_beneath
+
+            def opened(root_fd: int, name: str, flags: int) -> int:
+                self._come(name, flags)
+                return open_beneath(root_fd, name, flags)
+
+            monkeypatch.setattr(below, "open_beneath", opened)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._come(*args, **kwargs)
+        return self._call(*args, **kwargs)
+
+    def _come(self, *args: Any, **kwargs: Any) -> None:
         self.times += 1
         if self._only(*args, **kwargs):
             self._meet(self._error)
-        return self._call(*args, **kwargs)
 
     def _meet(self, error: int) -> None:
         self._entered.release()

@@ -365,7 +365,7 @@ async def test_a_store_makes_folders_anew_that_are_found_empty_while_it_makes_th
         """Make a folder, but for the first times have somebody remove the one above it before."""
         if len(vanished) < 3:
             with suppress(OSError):
-                os.rmdir(os.path.dirname(path), dir_fd=dir_fd)
+                os.rmdir(os.readlink(f"/proc/self/fd/{dir_fd}"))
                 vanished.append(path)
         mkdir(path, *arguments, dir_fd=dir_fd)
 

@@ -184,7 +184,7 @@ async def test_a_name_that_cannot_be_asked_for_fails_the_store_and_loses_nothing
 ) -> None:
     tier = await open_tier(layout="segments", capacity_bytes=SMALL)
     await lender.keep(tier, keys_of(4))
-    refused = system_call("stat", error=errno.EIO, only=lambda name, **kwargs: str(name).endswith(".seg"))
+    refused = system_call("open", error=errno.EIO, only=lambda name, *args, **how: str(name).endswith(".seg"))
     assert kinds(await tier.store(lender.writes(keys_of(2), version=1))) == ["TransferFailed"] * 2
     refused.let_go()
     assert await lender.recall(tier, keys_of(4)) == [label(key) for key in keys_of(4)]

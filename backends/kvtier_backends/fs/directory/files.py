@@ -32,6 +32,7 @@ from kvtier.backend import (
 )
 from kvtier.errors import ConfigError
 from kvtier_backends.fs.directory.slots import SlotContents, is_segment, is_slot, reason, unreadable
+from kvtier_backends.fs.disk import below
 from kvtier_backends.fs.disk.below import ForeignError, believable_ns, open_file, open_folder
 from kvtier_backends.fs.disk.capacity import taken_bytes
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Fault, Footer, Whole, judge_length, read_footer
@@ -179,17 +180,17 @@ class FsContents:
         if is_slot(file.name) or is_segment(file.name):
             return self._slots.remove(file)
         folder = os.path.dirname(file.name)
-        aside = f"{folder}/{temporary_name(self._writer)}"
+        aside = os.path.join(folder, temporary_name(self._writer))
         try:
-            status = os.stat(file.name, dir_fd=self._fd, follow_symlinks=False)
+            status = below.look(self._fd, file.name)
             if status.st_ino != file.identity or not take_aside(self._fd, file.name, status, aside):
                 return False
-            os.unlink(aside, dir_fd=self._fd)
+            below.unlink(self._fd, aside)
         except FileNotFoundError:
             return False
         with suppress(OSError):  # Mostly: it holds others. A tier that finds its folder missing makes it again.
             while folder.count("/"):
-                os.rmdir(folder, dir_fd=self._fd)
+                below.rmdir(self._fd, folder)
                 folder = os.path.dirname(folder)
         return True
 
@@ -215,25 +216,25 @@ class FsContents:
         folder = self._folders[place.name].folder
         for entry in self._books(place):
             if not entry.startswith(BUDGET) or self._is_idle(f"{folder}/{entry}"):
-                os.unlink(f"{folder}/{entry}", dir_fd=self._fd)
+                below.unlink(self._fd, f"{folder}/{entry}")
         others = [name for name in self._listed(".") if (found := read_folder(name)) and found.folder == folder]
         beside = set(self._listed(folder))
         if not others and beside <= {CONFIG, QUARANTINE}:
             if QUARANTINE in beside:
-                os.rmdir(f"{folder}/{QUARANTINE}", dir_fd=self._fd)
+                below.rmdir(self._fd, f"{folder}/{QUARANTINE}")
             if CONFIG in beside:
-                os.unlink(f"{folder}/{CONFIG}", dir_fd=self._fd)
-            os.rmdir(folder, dir_fd=self._fd)
+                below.unlink(self._fd, f"{folder}/{CONFIG}")
+            below.rmdir(self._fd, folder)
 
     def _remove_empty(self, folder: str, depth: int) -> None:
         """Remove a folder in which there are only folders, to the bottom. Raises `OSError` for any other."""
         if depth:
             for entry in self._listed(folder):
                 self._remove_empty(f"{folder}/{entry}", depth - 1)
-        os.rmdir(folder, dir_fd=self._fd)
+        below.rmdir(self._fd, folder)
 
     def _is_idle(self, name: str) -> bool:
-        return self._now_ns / 1e9 - os.stat(name, dir_fd=self._fd, follow_symlinks=False).st_mtime > BUDGET_IDLE_S
+        return self._now_ns / 1e9 - below.look(self._fd, name).st_mtime > BUDGET_IDLE_S
 
     def close(self) -> None:
         self._slots.close()
@@ -245,7 +246,7 @@ class FsContents:
     def _tells_blocks(self, folder: str) -> bool:
         """Say whether blocks are told there, by a file that has some."""
         with suppress(OSError):
-            return os.stat(f"{folder}/config.json", dir_fd=self._fd).st_blocks > 0
+            return below.look(self._fd, f"{folder}/config.json").st_blocks > 0
         return True
 
     def _model(self, folder: str) -> str:
@@ -304,7 +305,7 @@ class FsContents:
     def _file(self, kind: Kind, name: str, key: OffloadKey | None = None) -> Iterator[StoredFile]:
         """Yield the file, unless it is gone by now."""
         try:
-            status = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+            status = below.look(self._fd, name)
         except FileNotFoundError:
             return
         except OSError as error:
@@ -323,8 +324,8 @@ class FsContents:
 
     def _is_still(self, file: StoredFile, before: os.stat_result) -> bool:
         """Say whether nobody has written into a file or renamed it since: version 0.1.0 does both to those that go."""
-        with suppress(FileNotFoundError, NotADirectoryError):
-            now = os.stat(file.name, dir_fd=self._fd, follow_symlinks=False)
+        with suppress(FileNotFoundError, NotADirectoryError, ForeignError):
+            now = below.look(self._fd, file.name)
             return os.path.samestat(now, before) and now.st_mtime_ns == before.st_mtime_ns
         return False
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from kvtier.backend import Finding, Kind, State, StoredFile
+from kvtier_backends.fs.disk import below
 from kvtier_backends.fs.disk.below import believable_ns, lock_file, open_file
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Fault, Footer, payload_checksum, read_footer
 from kvtier_backends.fs.segments.segment import HEADER_BYTES, Header, ask_ahead, is_later, read_header, write_all
@@ -121,14 +122,14 @@ class SlotContents:
             return False
         write_all(fd, [memoryview(ZEROS)], at)
         if self._is_empty(fd, header):
-            os.unlink(name, dir_fd=self._root_fd)
+            below.unlink(self._root_fd, name)
         return True
 
     def _remove_whole(self, file: StoredFile) -> bool:
         fd = self._opened(file.name, locked=True)
         if os.fstat(fd).st_ino != file.identity or _header(fd) is not None:
             return False
-        os.unlink(file.name, dir_fd=self._root_fd)
+        below.unlink(self._root_fd, file.name)
         return True
 
     def _slot(self, name: str, fd: int, header: Header, place: int) -> Iterator[StoredFile]:

@@ -8,6 +8,7 @@ import threading
 from contextlib import suppress
 from typing import NamedTuple
 
+from kvtier_backends.fs.disk import below
 from kvtier_backends.fs.disk.below import list_folder, open_folder
 from kvtier_backends.fs.disk.capacity import Disk
 
@@ -79,12 +80,12 @@ def _cleared(fd: int, disk: Disk, wanted_bytes: int) -> tuple[int, Cleared]:
     found, cleared = list[tuple[int, str, int]](), Cleared(0, 0)
     for entry in os.listdir(fd):
         with suppress(OSError):  # Another process has removed it.
-            status = os.stat(entry, dir_fd=fd, follow_symlinks=False)
+            status = below.look(fd, entry)
             found.append((status.st_ctime_ns, entry, disk.taken_bytes(status)))  # When it came here: moving sets it.
     for _, entry, freed_bytes in sorted(found):
         if cleared.freed_bytes >= wanted_bytes:
             break
         with suppress(OSError):  # As above, or it cannot be: then chunks go.
-            os.unlink(entry, dir_fd=fd)
+            below.unlink(fd, entry)
             cleared = Cleared(cleared.files + 1, cleared.freed_bytes + freed_bytes)
     return len(found), cleared

@@ -22,10 +22,13 @@ from kvtier.backend import NAME_BYTES_MAX, NAMINGS, SEGMENTS_SUFFIX, FileMapper,
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.memory import PAGE_BYTES, let_go_in_forks, reason
 from kvtier.remedies import Remedy
+from kvtier_backends.fs.disk import below
 from kvtier_backends.fs.disk.below import (
     NO_LINK,
     ForeignError,
+    Reached,
     list_folder,
+    open_below,
     open_file,
     open_folder,
     refuse_others,
@@ -181,7 +184,9 @@ class Folder:
     def taken_bytes(self, name: str) -> int:
         """Return a file's room on the disk; 0 without a file."""
         try:
-            return self.disk.taken_bytes(os.stat(name, dir_fd=self.root_fd, follow_symlinks=False))
+            folder, _, base = name.rpartition("/")
+            at = (self._used_fd, base) if folder == self.chunks else (self.root_fd, name)
+            return self.disk.taken_bytes(below.look(*at))  # By the first, also when no descriptor is free.
         except FileNotFoundError:
             return 0
 
@@ -207,7 +212,7 @@ class Folder:
                 unfinished = writer_of(name)
                 if unfinished != self.writer and (unfinished or is_ours(name)):
                     with suppress(FileNotFoundError):
-                        status = os.stat(name, dir_fd=fd, follow_symlinks=False)
+                        status = below.look(fd, name)
                         total += 0 if stat.S_ISDIR(status.st_mode) else self.disk.taken_bytes(status)
         finally:
             os.close(fd)
@@ -215,15 +220,16 @@ class Folder:
 
     def publish(self, name: str, pieces: Iterable[bytes]) -> None:
         """Put a file of these bytes beside the chunks, in place of what was there, whole or not at all."""
-        temporary = f"{self._mapper.folder}/{temporary_name(self.writer)}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        try:
-            with open(os.open(temporary, flags, 0o644, dir_fd=self.root_fd), "wb") as file:
-                file.writelines(pieces)
-            os.rename(temporary, name, src_dir_fd=self.root_fd, dst_dir_fd=self.root_fd)
-        except BaseException:
-            _quietly(os.unlink, temporary, dir_fd=self.root_fd)
-            raise
+        folder, _, base = name.rpartition("/")
+        temporary = temporary_name(self.writer)
+        with Reached(self.root_fd, folder) as fd:
+            try:
+                with open(open_below(fd, temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+                    file.writelines(pieces)
+                below.rename(fd, temporary, base)
+            except BaseException:
+                _quietly(below.unlink, fd, temporary)
+                raise
 
     def _make_root(self, root: str, undo: ExitStack) -> None:
         with suppress(FileExistsError):
@@ -232,8 +238,8 @@ class Folder:
 
     def _make(self, name: str, undo: ExitStack) -> None:
         with suppress(FileExistsError):
-            os.mkdir(name, dir_fd=self.root_fd)
-            undo.callback(_quietly, os.rmdir, name, dir_fd=self.root_fd)
+            below.mkdir(self.root_fd, name)
+            undo.callback(_quietly, below.rmdir, self.root_fd, name)
         os.close(open_folder(self.root_fd, name))
 
     def _say_it_is_used(self) -> None:
@@ -246,9 +252,9 @@ class Folder:
         """Raise `ForeignError` if there is a link in the place of quarantine, or of something that has chunks."""
         with suppress(FileNotFoundError):
             os.close(open_folder(self.root_fd, quarantine))
-        for name in filter(_OWN.fullmatch, list_folder(self.root_fd, self.chunks)):  # 4,096 at most, or all segments.
+        for name in filter(_OWN.fullmatch, os.listdir(self._used_fd)):  # 4,096 at most, or all segments.
             with suppress(FileNotFoundError):
-                status = os.stat(f"{self.chunks}/{name}", dir_fd=self.root_fd, follow_symlinks=False)
+                status = below.look(self._used_fd, name)
                 if stat.S_ISLNK(status.st_mode):
                     kind = stat.S_IFREG if name.endswith(".seg") else stat.S_IFDIR
                     refuse_others(self.root_fd, f"{self.chunks}/{name}", kind)
@@ -295,15 +301,15 @@ class Folder:
         """Return the room of an empty directory."""
         name = f"{self._mapper.folder}/{temporary_name(self.writer)}"
         try:
-            os.mkdir(name, dir_fd=self.root_fd)
+            below.mkdir(self.root_fd, name)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 return self.disk.block_bytes
             raise
         try:
-            return os.stat(name, dir_fd=self.root_fd).st_blocks * SECTOR_BYTES
+            return below.look(self.root_fd, name).st_blocks * SECTOR_BYTES
         finally:
-            _quietly(os.rmdir, name, dir_fd=self.root_fd)
+            _quietly(below.rmdir, self.root_fd, name)
 
     def _settle_config(self, undo: ExitStack) -> None:
         """Leave the names' meaning beside the chunks, as vLLM does, or see that what is there says the same."""
@@ -311,7 +317,7 @@ class Folder:
         there = self.read(name, CONFIG_BYTES_MAX)
         if there is None:
             self.publish(name, [ours])
-            undo.callback(_quietly, os.unlink, name, dir_fd=self.root_fd)
+            undo.callback(_quietly, below.unlink, self.root_fd, name)
             return
         try:
             same = json.loads(there) == json.loads(ours)
@@ -349,7 +355,7 @@ class Folder:
         if not self.direct or not self._options.load_queue_bytes:
             return ONE_BY_ONE
         with suppress(OSError):
-            fd = os.open(self._mapper.config_name, os.O_RDONLY | os.O_DIRECT | NO_LINK, dir_fd=self.root_fd)
+            fd = open_below(self.root_fd, self._mapper.config_name, os.O_RDONLY | os.O_DIRECT | NO_LINK)
             try:
                 is_disk = os.major(os.fstat(fd).st_dev) != 0  # What is no block device has a number without a driver.
                 if is_disk and takes_queued(fd, memoryview(mmap.mmap(-1, PAGE_BYTES))):
@@ -360,12 +366,13 @@ class Folder:
         return ONE_BY_ONE
 
     def _trial(self, flag: int) -> bool:
-        name = f"{self._mapper.folder}/{temporary_name(self.writer)}"
+        name = temporary_name(self.writer)
         try:
             with ExitStack() as stack:
-                stack.callback(_quietly, os.unlink, name, dir_fd=self.root_fd)
+                folder_fd = stack.enter_context(Reached(self.root_fd, self._mapper.folder))
+                stack.callback(_quietly, below.unlink, folder_fd, name)
                 # Linux makes the file before it refuses the flag.
-                fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | flag, 0o644, dir_fd=self.root_fd)
+                fd = open_below(folder_fd, name, os.O_RDWR | os.O_CREAT | os.O_EXCL | flag)
                 stack.callback(os.close, fd)
                 page = memoryview(mmap.mmap(-1, PAGE_BYTES))
                 page[:] = os.urandom(len(page))
@@ -382,7 +389,7 @@ class Folder:
     def _readable(self, flag: int) -> bool:
         """Try reading alone: a full disk still serves what is on it."""
         try:
-            fd = os.open(self._mapper.config_name, os.O_RDONLY | flag | NO_LINK, dir_fd=self.root_fd)
+            fd = open_below(self.root_fd, self._mapper.config_name, os.O_RDONLY | flag | NO_LINK)
             try:
                 return os.preadv(fd, [mmap.mmap(-1, PAGE_BYTES)], 0) > 0
             finally:
@@ -412,7 +419,7 @@ def _come_back(fd: int) -> bool:
     return sent == received == len(written) and read == written
 
 
-def _quietly(call: Callable[..., None], *args: str, **kwargs: int) -> None:
+def _quietly(call: Callable[..., None], *args: int | str) -> None:
     """Clean up as far as it goes: the error that led here is the one to report."""
     with suppress(OSError):
-        call(*args, **kwargs)
+        call(*args)

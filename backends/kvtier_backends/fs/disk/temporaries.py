@@ -11,6 +11,8 @@ import os
 import re
 from typing import NamedTuple, Self
 
+from kvtier_backends.fs.disk import below
+
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".tmp"
@@ -86,9 +88,9 @@ class Sweep:
             return False
         path = f"{folder}/{name}"
         try:
-            status = os.stat(path, dir_fd=self._root, follow_symlinks=False)
+            status = below.look(self._root, path)
             if self.is_abandoned(name, status.st_mtime):
-                os.unlink(path, dir_fd=self._root)
+                below.unlink(self._root, path)
                 self.removed += 1
         except OSError as error:  # Mostly: its writer has just ended, well or not.
             logger.debug("%s: cannot be swept: %s", path, error.strerror)

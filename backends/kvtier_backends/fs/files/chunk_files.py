@@ -6,14 +6,14 @@ and any thread may call. A failure raises the `OSError` of the system call.
 
 import errno
 import os
-import stat
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import NamedTuple, Self
 
 from kvtier.backend import FileMapper, OffloadKey
-from kvtier_backends.fs.disk.below import NO_LINK, ForeignError, refuse_others, sync_folder
+from kvtier_backends.fs.disk import below
+from kvtier_backends.fs.disk.below import NO_LINK, ForeignError, Reached, open_below, sync_folder
 from kvtier_backends.fs.disk.capacity import Disk
 from kvtier_backends.fs.disk.footer import Fault
 from kvtier_backends.fs.disk.lanes import LoadsFirst
@@ -28,6 +28,8 @@ VANISHING = "folders vanish as fast as they are made"
 
 class OpenChunk:
     """A chunk's file while it is open: reading and discarding mean the same file, whatever its name."""
+
+    __slots__ = ("_discard", "_disk", "_fd", "_name")
 
     def __init__(self, name: str, fd: int, disk: Disk, discard: Discard) -> None:
         """Take over an open descriptor."""
@@ -90,8 +92,9 @@ class Found(NamedTuple):
 
 
 class Temporary(NamedTuple):
-    """A file that is being written, under a name of its own."""
+    """A file that is being written, under a name of its own in an open folder."""
 
+    folder: Reached
     name: str
     fd: int
 
@@ -125,12 +128,7 @@ class ChunkFiles:
     def open(self, key: OffloadKey) -> OpenChunk:
         """Open a chunk's file to read it. A link is no chunk, wherever it leads."""
         name = self._mapper.name(key)
-        try:
-            fd = os.open(name, os.O_RDONLY | NO_LINK | self._direct, dir_fd=self._root)
-        except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENXIO):  # By the latter a socket would pass for a disk that is gone.
-                refuse_others(self._root, name, stat.S_IFREG)
-            raise
+        fd = open_below(self._root, name, os.O_RDONLY | NO_LINK | self._direct)
         return OpenChunk(name, fd, self._disk, self._discard)
 
     def write(self, key: OffloadKey, buffers: Sequence[memoryview], used_at_ns: int) -> int:
@@ -140,37 +138,33 @@ class ChunkFiles:
         find what was there before; a failure leaves that. (But for a failed sync of the folder: then the new file may
         be in place, whole.)
         """
-        name = self._mapper.name(key)
-        parent = os.path.dirname(name)
-        temporary, fd = self._create(parent)
-        try:
+        parent, _, base = self._mapper.name(key).rpartition("/")
+        folder, temporary, fd = self._create(parent)
+        with folder as folder_fd:
             try:
-                self._write_all(fd, buffers)
-                os.utime(fd, ns=(used_at_ns, used_at_ns))
-                if self._fsync:
-                    os.fsync(fd)
-                allocated_bytes = self._disk.taken_bytes(os.fstat(fd))
-            finally:
-                os.close(fd)  # Network file systems report a full disk here.
-            # rename last: a reader sees the old chunk or the new one, never half of each.
-            self._publish(temporary, name)
-        except BaseException:
-            self._drop(temporary)
-            raise
-        try:
+                try:
+                    self._write_all(fd, buffers)
+                    os.utime(fd, ns=(used_at_ns, used_at_ns))
+                    if self._fsync:
+                        os.fsync(fd)
+                    allocated_bytes = self._disk.taken_bytes(os.fstat(fd))
+                finally:
+                    os.close(fd)  # Network file systems report a full disk here.
+                # rename last: a reader sees the old chunk or the new one, never half of each.
+                below.rename(folder_fd, temporary, base)
+            except BaseException:
+                _drop(folder_fd, temporary)
+                raise
             if self._fsync:
-                sync_folder(self._root, parent)
-            self._look_at(parent)
-        except ForeignError:
-            os.unlink(name, dir_fd=self._root)  # It is elsewhere, where nobody would look for it.
-            raise
+                sync_folder(folder_fd, ".")
+            self._count(parent, os.fstat(folder_fd))
         return allocated_bytes
 
     def remove(self, key: OffloadKey) -> bool:
         """Remove a chunk's file and the folders that it leaves empty; False if there was none."""
         try:
-            os.unlink(self._mapper.name(key), dir_fd=self._root)
-        except NotADirectoryError:
+            below.unlink(self._root, self._mapper.name(key))
+        except (NotADirectoryError, ForeignError):
             return False
         except FileNotFoundError:
             self.tidy(key)  # Who has removed it may have left its folders.
@@ -183,14 +177,14 @@ class ChunkFiles:
         folder = os.path.dirname(self._mapper.name(key))
         with suppress(OSError):  # Mostly because it is not empty.
             while folder != self._chunks:
-                os.rmdir(folder, dir_fd=self._root)
+                below.rmdir(self._root, folder)
                 self._sizes.removed(folder)
                 folder = os.path.dirname(folder)
 
     def stamp(self, key: OffloadKey, used_at_ns: int) -> None:
         """Have a chunk's file, if there is one, say that it was used then."""
         with suppress(OSError):  # It is a hint, for after a restart.
-            os.utime(self._mapper.name(key), ns=(used_at_ns, used_at_ns), dir_fd=self._root, follow_symlinks=False)
+            below.date(self._root, self._mapper.name(key), used_at_ns)
 
     def length(self, key: OffloadKey) -> int | None:
         """Return the length of a chunk's file in bytes; None if there is none."""
@@ -203,7 +197,7 @@ class ChunkFiles:
         Opening asks a file server, whatever this machine remembers of the file; looking by name need not.
         """
         try:
-            fd = os.open(self._mapper.name(key), os.O_RDONLY | NO_LINK, dir_fd=self._root)
+            fd = open_below(self._root, self._mapper.name(key), os.O_RDONLY | NO_LINK)
         except OSError:
             status = self._stat(key)
         else:
@@ -215,32 +209,31 @@ class ChunkFiles:
 
     def _stat(self, key: OffloadKey) -> os.stat_result | None:
         try:
-            return os.stat(self._mapper.name(key), dir_fd=self._root, follow_symlinks=False)
-        except (FileNotFoundError, NotADirectoryError):
+            return below.look(self._root, self._mapper.name(key))
+        except (FileNotFoundError, NotADirectoryError, ForeignError):
             return None
 
-    def _publish(self, temporary: str, name: str) -> None:
-        """Rename a file; its new folder may be missing if it was made in another one."""
-        try:
-            os.rename(temporary, name, src_dir_fd=self._root, dst_dir_fd=self._root)
-        except FileNotFoundError:
-            self._make(os.path.dirname(name))
-            os.rename(temporary, name, src_dir_fd=self._root, dst_dir_fd=self._root)
-
     def _create(self, parent: str) -> Temporary:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | self._direct
         for _ in range(CREATE_ATTEMPTS):
-            temporary = f"{parent}/{temporary_name(self._writer)}"
             try:
-                return Temporary(temporary, os.open(temporary, flags, 0o644, dir_fd=self._root))
-            except FileNotFoundError:
-                self._make(parent)  # Only now: most stores find their folder, and save the call.
+                return self._create_in(self._reach(parent))
             except FileExistsError:
                 continue  # A process of the same id in another container: the next number is ours.
-            except OSError:
-                self._drop(temporary)  # Linux makes the file before it refuses a flag.
-                raise
+            except FileNotFoundError:
+                if not os.fstat(self._root).st_nlink:
+                    raise  # The root itself is gone. Else who finds a folder empty has removed it.
         raise OSError(errno.EAGAIN, VANISHING)
+
+    def _create_in(self, folder: Reached) -> Temporary:
+        name = temporary_name(self._writer)
+        try:
+            fd = open_below(folder.fd, name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | self._direct)
+        except BaseException as error:
+            if not isinstance(error, FileExistsError):
+                _drop(folder.fd, name)  # Linux makes the file before it refuses a flag.
+            folder.close()
+            raise
+        return Temporary(folder, name, fd)
 
     def _write_all(self, fd: int, buffers: Sequence[memoryview]) -> None:
         total, done = sum(map(len, buffers)), 0
@@ -254,42 +247,36 @@ class ChunkFiles:
                 raise OSError(errno.EIO, f"wrote {done} of {total} bytes and then none")
             done += wrote
 
-    def _drop(self, temporary: str) -> None:
-        with suppress(OSError):  # The error that led here is the one to report.
-            os.unlink(temporary, dir_fd=self._root)
-
-    def _make(self, folder: str) -> None:
-        parent = os.path.dirname(folder)
-        for _ in range(CREATE_ATTEMPTS):
-            try:
-                self._mkdir(folder)
-                break
-            except FileExistsError:
-                return
-            except FileNotFoundError:
-                if not parent:
-                    raise  # The root itself is gone.
-                self._make(parent)  # Who finds it empty may remove it before there is a folder in it.
-        else:
-            raise OSError(errno.EAGAIN, VANISHING)
-        self._look_at(folder)
-        try:
-            self._look_at(parent)
-        except ForeignError:
-            os.rmdir(folder, dir_fd=self._root)
-            raise
-        if self._fsync:
-            with suppress(FileNotFoundError):  # Removed already: whoever needs it makes it anew.
-                sync_folder(self._root, parent or ".")
-
-    def _mkdir(self, folder: str) -> None:
-        with self._sizes.making(folder):
-            os.mkdir(folder, dir_fd=self._root)
-
-    def _look_at(self, folder: str) -> None:
-        """Count the room of a folder. Raises `ForeignError` if a link is in its place."""
+    def _reach(self, folder: str) -> Reached:
+        """Open a folder, and make it if there is none: most stores find theirs, and save the call."""
         with suppress(FileNotFoundError):
-            status = os.stat(folder, dir_fd=self._root, follow_symlinks=False)
-            if not stat.S_ISDIR(status.st_mode):
-                refuse_others(self._root, folder, stat.S_IFDIR)
+            return Reached(self._root, folder)
+        parent, base = os.path.split(folder)
+        with self._reach(parent) as parent_fd:
+            return self._make(parent_fd, parent, base)
+
+    def _make(self, parent_fd: int, parent: str, base: str) -> Reached:
+        folder = f"{parent}/{base}" if parent else base
+        with suppress(FileExistsError), self._sizes.making(folder):
+            below.mkdir(parent_fd, base)
+        made = Reached(parent_fd, base)
+        self._count(folder, os.fstat(made.fd))
+        if parent:
+            self._count(parent, os.fstat(parent_fd))
+        try:
+            if self._fsync:
+                sync_folder(parent_fd, ".")
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    def _count(self, folder: str, status: os.stat_result) -> None:
+        """Count the room of a folder, unless somebody has removed it."""
+        if status.st_nlink:
             self._sizes.looked_at(folder, status)
+
+
+def _drop(folder_fd: int, temporary: str) -> None:
+    with suppress(OSError):  # The error that led here is the one to report.
+        below.unlink(folder_fd, temporary)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from enum import Enum
 
 from kvtier.remedies import Remedy
-from kvtier_backends.fs.disk.below import open_folder
+from kvtier_backends.fs.disk import below
 from kvtier_backends.fs.disk.footer import Fault
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.disk.temporaries import temporary_name
@@ -46,7 +46,6 @@ class Discard:
             stem = os.path.basename(name).removesuffix(".bin")[:NAME_CHARACTERS_MAX]
             kept = f"{self._quarantine.name}/{stem}.{fault}{temporary_name(self._writer)}"
             with suppress(OSError):  # Such as a user's tidying away the folder, or a link. Then it is deleted.
-                os.close(open_folder(self._root, self._quarantine.name))
                 if not take_aside(self._root, name, os.fstat(fd), kept):
                     return Discarded.REPLACED
                 self._log(fault, f"{name}: corrupt ({fault}); moved to {kept}")
@@ -55,7 +54,7 @@ class Discard:
         try:
             if not take_aside(self._root, name, os.fstat(fd), aside):
                 return Discarded.REPLACED
-            os.unlink(aside, dir_fd=self._root)
+            below.unlink(self._root, aside)
         except FileNotFoundError:
             return Discarded.REPLACED  # Somebody else has discarded it.
         except OSError as error:
@@ -73,12 +72,12 @@ class Discard:
 
 def take_aside(root_fd: int, name: str, file: os.stat_result, aside: str) -> bool:
     """Rename this file; False if the name is another file's by now, which keeps it."""
-    if not os.path.samestat(os.stat(name, dir_fd=root_fd, follow_symlinks=False), file):
+    if not os.path.samestat(below.look(root_fd, name), file):
         return False
-    os.rename(name, aside, src_dir_fd=root_fd, dst_dir_fd=root_fd)
-    if os.path.samestat(os.stat(aside, dir_fd=root_fd, follow_symlinks=False), file):
+    below.rename(root_fd, name, aside)
+    if os.path.samestat(below.look(root_fd, aside), file):
         return True
     with suppress(FileExistsError):  # Newer still: that one stays.
-        os.link(aside, name, src_dir_fd=root_fd, dst_dir_fd=root_fd, follow_symlinks=False)
-    os.unlink(aside, dir_fd=root_fd)
+        below.link(root_fd, aside, name)
+    below.unlink(root_fd, aside)
     return False

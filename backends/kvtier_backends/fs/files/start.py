@@ -13,6 +13,7 @@ from itertools import chain
 
 from kvtier.backend import INVENTORY_BATCH_KEYS, OffloadKey, read_folder
 from kvtier.remedies import Remedy
+from kvtier_backends.fs.disk import below
 from kvtier_backends.fs.disk.below import believable_ns, list_folder, open_folder
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES
 from kvtier_backends.fs.disk.checkpoint import CheckpointSchedule
@@ -192,7 +193,7 @@ class Scan:
 
     def _date(self, folder: str, name: str, time_ns: int) -> None:
         with suppress(OSError):  # Somebody else's.
-            os.utime(f"{folder}/{name}", ns=(time_ns, time_ns), dir_fd=self._root, follow_symlinks=False)
+            below.date(self._root, f"{folder}/{name}", time_ns)
 
 
 class StartScan:

@@ -11,7 +11,8 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kvtier_backends.fs.disk.below import list_folder, lock_file, open_file, sync_folder
+from kvtier_backends.fs.disk import below
+from kvtier_backends.fs.disk.below import ForeignError, list_folder, lock_file, open_below, open_file, sync_folder
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.disk.temporaries import temporary_name
 from kvtier_backends.fs.segments.segment import HEADER_BYTES, Header, Segment, read_header, write_all
@@ -97,22 +98,22 @@ class SegmentFolder:
         except BaseException:
             os.close(fd)
             with suppress(OSError):
-                os.unlink(aside, dir_fd=self.root_fd)
+                below.unlink(self.root_fd, aside)
             raise
         return self._taken(Segment(name, fd, header, own=True, allocated_bytes=self.worst_bytes(slots)))
 
     def has(self, segment: Segment) -> bool:
         """Say whether the next start will find this very file under its name."""
         try:
-            named = os.stat(segment.name, dir_fd=self.root_fd, follow_symlinks=False)
-        except (FileNotFoundError, NotADirectoryError):
+            named = below.look(self.root_fd, segment.name)
+        except (FileNotFoundError, NotADirectoryError, ForeignError):
             return False
         return os.path.samestat(named, os.fstat(segment.fd))
 
     def remove(self, segment: Segment) -> None:
         """Remove a segment of which no slot is in use, if it is there: somebody may have put another in its place."""
         if self.has(segment):
-            os.unlink(segment.name, dir_fd=self.root_fd)
+            below.unlink(self.root_fd, segment.name)
         self.close(segment)
 
     def close(self, segment: Segment) -> None:
@@ -139,7 +140,7 @@ class SegmentFolder:
                 return True  # Somebody else has removed it, and its name may be another one's by now.
             if self._usable(fd, status.st_size) is not None:
                 return False  # It was looked at before it had its content.
-            os.unlink(unusable.name, dir_fd=self.root_fd)
+            below.unlink(self.root_fd, unusable.name)
         finally:
             os.close(fd)
         return True
@@ -159,13 +160,13 @@ class SegmentFolder:
     def _create(self, aside: str) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | self._direct
         try:
-            return os.open(aside, flags, 0o644, dir_fd=self.root_fd)
+            return open_below(self.root_fd, aside, flags)
         except FileNotFoundError:  # Somebody has removed the folder.
             with suppress(FileExistsError):
-                os.mkdir(self._folder.chunks, dir_fd=self.root_fd)
+                below.mkdir(self.root_fd, self._folder.chunks)
             if self._fsync:
                 os.fsync(self.root_fd)
-            return os.open(aside, flags, 0o644, dir_fd=self.root_fd)
+            return open_below(self.root_fd, aside, flags)
 
     def _publish(self, aside: str) -> str:
         """Give a file the next number. A place is taken first, since not every file system has links or swaps."""
@@ -174,17 +175,17 @@ class SegmentFolder:
         while number < NUMBERS_MAX:
             name = f"{self._folder.chunks}/{number:08d}{SUFFIX}"
             with suppress(FileExistsError):  # Another process's, made since.
-                taken = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=self.root_fd)
+                taken = open_below(self.root_fd, name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
                 try:
                     _lock(taken)  # So that nobody takes it for something that is of no use.
-                    os.rename(aside, name, src_dir_fd=self.root_fd, dst_dir_fd=self.root_fd)
+                    below.rename(self.root_fd, aside, name)
                 finally:
                     os.close(taken)
                 try:
                     if self._fsync:
                         sync_folder(self.root_fd, self._folder.chunks)
                 except OSError:
-                    os.unlink(name, dir_fd=self.root_fd)
+                    below.unlink(self.root_fd, name)
                     raise
                 return name
             number += 1
