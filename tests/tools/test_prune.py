@@ -112,6 +112,23 @@ def test_leftovers_go_and_what_is_under_way_stays(store, run_json, root: Path) -
     assert left([dead, old, bad]) == [False] * 3
 
 
+@pytest.mark.parametrize("layout", ["files", "segments"])
+def test_somebody_elses_files_stay_however_old_and_whatever_is_pruned(store, run, root: Path, layout: str) -> None:
+    """Only names that a tier makes are its own, and those of vLLM's unfinished chunks."""
+    (path,) = store([key_of(0)], layout=layout)
+    kept = next(root.glob("*/config.json")).parent / "quarantine"
+    kept.mkdir()
+    folders = {kept, kept.parent, *(folder for folder in path.parents if root in folder.parents)}
+    names = ("notes.txt", "notes.tmp", ".notes.tmp", "notes.bin_1.tmp", "backup.tar", "00000001.seg.tmp")
+    theirs = [folder / name for folder in folders for name in names]
+    for each in theirs:
+        each.write_bytes(b"not yours")
+        age(each, 100)
+    for rule in (["--leftovers"], ["--corrupt"], ["--older-than", "0s"], ["--namespace", namespace_of(path, root)]):
+        assert run("prune", root, *rule, "--yes")[0] == 0
+    assert left([path, *theirs]) == [False] + [True] * len(theirs)
+
+
 def test_empty_folders_go_and_the_tier_makes_them_again(store, run_json, root: Path) -> None:
     files = store(keys_of(2))
     age(files[0], 10)

@@ -37,7 +37,7 @@ from kvtier_backends.fs.disk.below import ForeignError, believable_ns, open_file
 from kvtier_backends.fs.disk.capacity import taken_bytes
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Fault, Footer, Whole, judge_length, read_footer
 from kvtier_backends.fs.disk.root import BOOK, CONFIG_BYTES_MAX, QUARANTINE
-from kvtier_backends.fs.disk.temporaries import SUFFIX, Sweep, Writer, temporary_name
+from kvtier_backends.fs.disk.temporaries import Sweep, Writer, chunk_of_vllms, is_kept, temporary_name, writer_of
 from kvtier_backends.fs.files.discard import take_aside
 from kvtier_backends.fs.options import FsOptions
 
@@ -109,7 +109,7 @@ class FsContents:
         elif part == found.folder:
             yield from self._beside(place, part)
         elif found.kind == "segments":
-            yield from self._slots.files(part) if is_segment(part) else self._file(Kind.TEMPORARY, part)
+            yield from self._slots.files(part) if is_segment(part) else self._file(_kind(part), part)
         else:
             yield from self._walk(part, len(place.name) + 1, NAMINGS[found.kind], DEPTH_MAX)
 
@@ -126,7 +126,7 @@ class FsContents:
             if entry == QUARANTINE:
                 yield from self._kept(f"{folder}/{entry}")
             elif not is_first or self._is_nobody_elses(place, entry):
-                yield from self._file(Kind.TEMPORARY if entry.endswith(SUFFIX) else Kind.BESIDE, f"{folder}/{entry}")
+                yield from self._file(_kind(entry), f"{folder}/{entry}")
 
     def _kept(self, quarantine: str) -> Iterator[StoredFile]:
         try:
@@ -136,7 +136,7 @@ class FsContents:
             return
         yield from self._file(Kind.BESIDE, quarantine)
         for entry in listed:
-            yield from self._file(Kind.LEFTOVER, f"{quarantine}/{entry}")
+            yield from self._file(Kind.LEFTOVER if is_kept(entry) else Kind.BESIDE, f"{quarantine}/{entry}")
 
     def _books(self, place: Place) -> list[str]:
         """Return the names of the books that are this namespace's alone."""
@@ -297,10 +297,12 @@ class FsContents:
         key = naming.key(name[skip:])
         if key is not None:
             yield from self._file(Kind.CHUNK, name, key)
-        elif entry.endswith(SUFFIX):
+        elif _CHUNK.fullmatch(entry):
+            yield from self._file(Kind.CHUNK, name)
+        elif naming.key(chunk_of_vllms(name[skip:])) is not None:
             yield from self._file(Kind.TEMPORARY, name)
         else:
-            yield from self._file(Kind.CHUNK if _CHUNK.fullmatch(entry) else Kind.BESIDE, name)
+            yield from self._file(_kind(entry), name)
 
     def _file(self, kind: Kind, name: str, key: OffloadKey | None = None) -> Iterator[StoredFile]:
         """Yield the file, unless it is gone by now."""
@@ -376,6 +378,11 @@ class FsContents:
             if isinstance(footer, Footer) and judge_length(size_bytes, footer.payload_bytes) is Whole.FOOTED:
                 return footer.payload_bytes
         return None
+
+
+def _kind(name: str) -> Kind:
+    """Tell files that a tier is writing from others that are no chunks, which may be somebody else's."""
+    return Kind.BESIDE if writer_of(os.path.basename(name)) is None else Kind.TEMPORARY
 
 
 def _footer_at_end(fd: int, size_bytes: int) -> Footer | Fault:

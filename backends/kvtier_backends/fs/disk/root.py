@@ -40,7 +40,7 @@ from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.disk.quarantine import Quarantine
 from kvtier_backends.fs.disk.reads import ONE_BY_ONE, QueuedReads, Reads, takes_queued
 from kvtier_backends.fs.disk.shared_page import SharedPage
-from kvtier_backends.fs.disk.temporaries import Writer, temporary_name, writer_of
+from kvtier_backends.fs.disk.temporaries import Writer, is_kept, temporary_name, writer_of
 from kvtier_backends.fs.disk.write_budget import WriteBudget
 from kvtier_backends.fs.options import LayoutOptions
 
@@ -195,7 +195,7 @@ class Folder:
 
         Files that this process is writing do not count, nor do somebody else's files there. Raises OSError.
         """
-        return self._measured(self._mapper.folder, BOOK.fullmatch) + self._measured(self.quarantine.name, bool)
+        return self._measured(self._mapper.folder, BOOK.fullmatch) + self._measured(self.quarantine.name, is_kept)
 
     def unfinished_bytes(self) -> int:
         """Return the room of unfinished files among the chunks, with their folder. Raises OSError."""

@@ -20,6 +20,9 @@ ABANDONED_S = 600.0  # Twenty times a batch's deadline. A file under way is youn
 
 _NAME = re.compile(r"\.([0-9a-f]{8})-([0-9]{1,10})-([0-9]{1,20})-[0-9]{1,20}\.tmp")
 
+_KEPT = re.compile(rf".*\.[a-z]+{_NAME.pattern}", re.DOTALL)
+_VLLMS = re.compile(r"(.+\.bin)_[0-9]{1,19}\.tmp", re.DOTALL)
+
 _numbers = itertools.count()  # The process's own, not a tier's: two tiers may have one directory.
 
 
@@ -64,6 +67,17 @@ def writer_of(name: str) -> Writer | None:
     """Return who writes a temporary of this name; None for any other file."""
     match = _NAME.fullmatch(name)
     return match and Writer(match[1], int(match[2]), int(match[3]))
+
+
+def is_kept(name: str) -> bool:
+    """Say whether a file of this name is a corrupt one that a tier keeps: its name, its fault, and a temporary's."""
+    return _KEPT.fullmatch(name) is not None
+
+
+def chunk_of_vllms(name: str) -> str:
+    """Return the name of the chunk that vLLM writes under this one; empty for any other name."""
+    match = _VLLMS.fullmatch(name)
+    return match[1] if match else ""
 
 
 class Sweep:
