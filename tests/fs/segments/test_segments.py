@@ -8,6 +8,7 @@ import random
 import time
 import tracemalloc
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +24,7 @@ from kvtier.errors import BackendClosed, BackendUnavailable, ConfigError, NoSpac
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs import FsBackend, FsOptions
+from kvtier_backends.fs.directory.files import FsContents
 from kvtier_backends.fs.directory.slots import SlotContents
 from kvtier_backends.fs.disk.capacity import Disk
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
@@ -30,7 +32,7 @@ from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.runs import RUN_SLOTS_MAX
 from kvtier_backends.fs.segments.segment import HEADER_BYTES, Header, read_header
 from kvtier_backends.fs.segments.slots import Held
-from tests.fs.conftest import MakeSystemCall, SystemCall, segments
+from tests.fs.conftest import MakeSystemCall, Mount, SystemCall, segments
 
 ROW_BYTES = 8_192
 SLOT_BYTES = ROW_BYTES + FOOTER_BYTES
@@ -517,3 +519,32 @@ async def test_where_no_segment_can_be_removed_no_more_are_given_up(
         keys = [key for number in range(3) for key in keys_of(60, start=100 * number)]
         assert sum(await tier.probe(keys)) > 90, "a segment has some 80 of these 180"
     assert tier.counters().evictions_failed == 1
+
+
+async def test_slots_that_were_pruned_are_stored_to_again_and_on_a_full_disk_refused(
+    open_tier, lender: Lender, mount: Mount
+) -> None:
+    root = mount("tmpfs", "size=32m")
+    options = {"layout": "segments", "root": str(root / "tier"), "capacity_bytes": 17 << 20}
+    before = await open_tier(**options)
+    await lender.keep(before, keys_of(40))
+    await before.aclose(DEADLINE_S)
+    contents = FsContents.open(str(root / "tier"))
+    (place,) = contents.places()
+    files = [file for part in contents.parts(place) for file in contents.files(place, part)]
+    gone = [file for file in files if file.key in keys_of(20)]
+    assert sum(contents.remove(file) or 0 for file in gone) == sum(file.allocated_bytes for file in gone)
+    contents.close()
+    with (root / "full").open("wb") as full, suppress(OSError):
+        while True:
+            full.write(bytes(1 << 16))
+            full.flush()
+    tier = await open_tier(**options, checkpoint_s=0)
+    assert await lender.recall(tier, keys_of(40)) == ["ChunkMissing"] * 20 + [label(key) for key in keys_of(40)[20:]]
+    outcomes = [
+        outcome for start in range(40, 5_000, 40) for outcome in await tier.store(lender.writes(keys_of(40, start)))
+    ]
+    assert NoSpace in set(map(type, outcomes)) <= {type(None), NoSpace}
+    (root / "full").unlink()
+    await lender.keep(tier, keys_of(20))
+    assert await lender.recall(tier, keys_of(20)) == [label(key) for key in keys_of(20)]

@@ -176,7 +176,7 @@ class FsContents:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # A look at everything must not push out what is used.
             os.close(fd)
 
-    def remove(self, file: StoredFile) -> bool:
+    def remove(self, file: StoredFile) -> int | None:
         if is_slot(file.name) or is_segment(file.name):
             return self._slots.remove(file)
         folder = os.path.dirname(file.name)
@@ -184,15 +184,15 @@ class FsContents:
         try:
             status = below.look(self._fd, file.name)
             if status.st_ino != file.identity or not take_aside(self._fd, file.name, status, aside):
-                return False
+                return None
             below.unlink(self._fd, aside)
         except FileNotFoundError:
-            return False
+            return None
         with suppress(OSError):  # Mostly: it holds others. A tier that finds its folder missing makes it again.
             while folder.count("/"):
                 below.rmdir(self._fd, folder)
                 folder = os.path.dirname(folder)
-        return True
+        return self._taken_bytes(status)
 
     def clear(self, place: Place) -> bool:
         self._slots.close()
