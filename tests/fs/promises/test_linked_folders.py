@@ -19,6 +19,7 @@ from kvtier.testing.conformance.lender import keys_of, label
 from kvtier_backends.fs import FsBackend
 from kvtier_backends.fs.directory.files import FsContents
 from kvtier_backends.fs.disk.below import open_beneath, open_by_parts
+from tests.fs.conftest import MakeSystemCall
 
 DEADLINE_S = 20.0
 CHUNKS = 12
@@ -148,6 +149,22 @@ def test_a_name_is_opened_without_a_link_in_one_call_and_on_any_kernel(tmp_path:
             opened(root_fd, "a/b/none", os.O_RDONLY | os.O_NOFOLLOW)
     finally:
         os.close(root_fd)
+
+
+async def test_a_kernel_without_the_call_refuses_a_link_by_name_too(
+    open_tier, lender: Lender, system_call: MakeSystemCall, root: Path, tmp_path: Path
+) -> None:
+    several = system_call(
+        "open", error=errno.ENOSYS, only=lambda name, *_, **how: not how and "/" in name[1:-1] and name[0] != "/"
+    )
+    tier = await open_tier()
+    await lender.keep(tier, keys_of(2))
+    assert several.times, "it was asked first"
+    for folder in root.glob("*_r0/*"):
+        folder.rename(tmp_path / folder.name)
+        folder.symlink_to(tmp_path / folder.name)
+    assert await lender.recall(tier, keys_of(2)) == ["ChunkMissing"] * 2
+    assert all("is a symbolic link" in str(outcome) for outcome in await tier.store(lender.writes(keys_of(2))))
 
 
 def test_one_module_alone_gives_names_to_the_system() -> None:

@@ -81,14 +81,17 @@ def open_below(root_fd: int, name: str, flags: int, kind: int | None = stat.S_IF
     """
     flags |= os.O_NOFOLLOW
     try:
-        if "/" in name:
+        if "/" not in name:
+            return os.open(name, flags, FILE_MODE, dir_fd=root_fd)
+        try:
             return open_beneath(root_fd, name, flags)
-        return os.open(name, flags, FILE_MODE, dir_fd=root_fd)
+        except OSError as error:
+            if error.errno not in _NO_CALL:
+                raise
+        return open_by_parts(root_fd, name, flags)
     except (FileNotFoundError, FileExistsError):
         raise
-    except OSError as error:
-        if error.errno in _NO_CALL and "/" in name:
-            return open_by_parts(root_fd, name, flags)
+    except OSError:
         refuse_others(root_fd, name, kind)
         raise
 
