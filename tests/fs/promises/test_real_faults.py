@@ -101,7 +101,10 @@ def beginnings(layout: str, system_call: MakeSystemCall) -> list[SystemCall]:
     """Count the system calls with which a load and a store come to the disk."""
     if layout == "segments":
         return [system_call("preadv"), system_call("pwritev")]
-    return [system_call("open", only=lambda path, *_, end=end, **__: path.endswith(end)) for end in (".bin", ".tmp")]
+    return [
+        system_call("open", only=lambda path, *_, **__: path.endswith(".bin")),
+        system_call("open", only=lambda _, flags, *__, **___: flags & os.O_PATH),  # The folder, to write in it.
+    ]
 
 
 async def test_a_mount_whose_server_has_died_is_unavailable(
