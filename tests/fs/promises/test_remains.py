@@ -33,8 +33,8 @@ async def until(true: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-def temporaries(root: Path) -> list[Path]:
-    return [path for path in root.rglob("*.tmp") if path.is_file()]
+def temporaries(root: Path) -> list[str]:
+    return [name for _, _, names in os.walk(root) for name in names if name.endswith(".tmp")]
 
 
 def of_kind(end: str) -> Callable[..., bool]:
