@@ -210,7 +210,8 @@ def open_folder(root: Path, mapper: FileMapper) -> Iterator[Callable[..., Folder
     opened: list[Folder] = []
 
     def open_folder(**options: object) -> Folder:
-        folder = Folder(FsOptions(**{"root": str(root), "layout": "files", **options}).chosen(), mapper)  # type: ignore[arg-type]
+        given = FsOptions(**{"root": str(root), "layout": "files", **options}).chosen()  # type: ignore[arg-type]
+        folder = Folder(given, TierContext("0:fs", mapper, ROW_BYTES))
         folder.open()
         opened.append(folder)
         return folder

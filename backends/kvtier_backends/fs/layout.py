@@ -105,7 +105,7 @@ async def open_tier(options: OptionsT, context: TierContext) -> OpenTier[Options
 
     Raises what `Folder.open` and `make_packing` do; whatever is raised, nothing stays open.
     """
-    root, lanes = Folder(options, context.mapper), start_lanes(options, context.name)
+    root, lanes = Folder(options, context), start_lanes(options, context.name)
     try:
         packing = await lanes.scan.run(_open, root, options, context, lanes)
     except BaseException:

@@ -115,12 +115,13 @@ def test_a_directory_without_permission_is_refused(public_directory: Path) -> No
     script = """
 import os, sys
 from kvtier.errors import ConfigError
-from kvtier.backend.namespace import FileMapper, Namespace
+from kvtier.backend import FileMapper, Namespace, TierContext
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.options import FsOptions
 os.setuid(65534)
 try:
-    Folder(FsOptions(root=sys.argv[1]).chosen(), FileMapper(Namespace(model_name="m"))).open()
+    context = TierContext("0:fs", FileMapper(Namespace(model_name="m")), 4_096)
+    Folder(FsOptions(root=sys.argv[1]).chosen(), context).open()
 except ConfigError as error:
     print(error)
 """

@@ -292,7 +292,8 @@ async def test_the_order_of_use_survives(open_tier, lender: Lender, index_file: 
     await scanned(second)
     await lender.recall(second, [key_of(0)])
     await second.aclose(DEADLINE_S)
-    folder = Folder(FsOptions(root=str(index_file.parents[1]), layout="files").chosen(), mapper)
+    options = FsOptions(root=str(index_file.parents[1]), layout="files").chosen()
+    folder = Folder(options, TierContext("0:fs", mapper, row_bytes))
     await asyncio.to_thread(folder.open)
     kept = read(Checkpoint(folder, mapper, Counters(), row_bytes))
     folder.close()
@@ -395,6 +396,7 @@ async def test_a_writer_that_is_killed_while_it_checkpoints_leaves_a_whole_one(
     await before.aclose(DEADLINE_S)
     program = f"""
 import os, signal, sys
+from kvtier.backend import TierContext
 from kvtier.backend.namespace import FileMapper, Namespace
 from kvtier_backends.fs import FsOptions
 from kvtier_backends.fs.files.checkpoint import Checkpoint
@@ -403,7 +405,7 @@ from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.files.index import Snapshot
 from kvtier_backends.fs.files.recency import Idle
 mapper = FileMapper(Namespace(model_name="org/model"))
-folder = Folder(FsOptions(root=sys.argv[1], layout="files").chosen(), mapper)
+folder = Folder(FsOptions(root=sys.argv[1], layout="files").chosen(), TierContext("0:fs", mapper, 4_096))
 folder.open()
 os.rename = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
 Checkpoint(folder, mapper, Counters(), {row_bytes}).write(Snapshot([], [], Idle(), {{}}), 0)

@@ -35,6 +35,7 @@ from kvtier_backends.fs.directory.slots import SlotContents, is_segment, is_slot
 from kvtier_backends.fs.disk.below import ForeignError, believable_ns, open_file, open_folder
 from kvtier_backends.fs.disk.capacity import taken_bytes
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Fault, Footer, Whole, judge_length, read_footer
+from kvtier_backends.fs.disk.owner import OWNER
 from kvtier_backends.fs.disk.root import BOOK, CONFIG_BYTES_MAX, QUARANTINE
 from kvtier_backends.fs.disk.temporaries import SUFFIX, Sweep, Writer, temporary_name
 from kvtier_backends.fs.files.discard import take_aside
@@ -80,6 +81,7 @@ class FsContents:
             raise ConfigError(f"{root}: {reason(error)}; a directory that can be read accepted") from error
         self._folders = {name: found for name in sorted(names) if (found := read_folder(name)) is not None}
         self._counts_blocks = all(self._tells_blocks(found.folder) for found in self._folders.values())
+        names.pop(OWNER, None)
         if names and not self._folders and not any(map(_OF_MODEL.fullmatch, names)):
             os.close(self._fd)
             raise ConfigError(f"{root}: holds no chunks; the directory that a tier has as its root accepted")
@@ -118,6 +120,8 @@ class FsContents:
         Files that belong to all namespaces count for the first one.
         """
         yield from self._file(Kind.BESIDE, place.name)
+        if place.name == next(iter(self._folders)):
+            yield from self._file(Kind.BESIDE, OWNER)
         is_first = place.name == next(name for name, found in self._folders.items() if found.folder == folder)
         if is_first:
             yield from self._file(Kind.BESIDE, folder)

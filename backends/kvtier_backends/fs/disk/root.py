@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from typing import Literal
 
-from kvtier.backend import NAME_BYTES_MAX, NAMINGS, SEGMENTS_SUFFIX, FileMapper, Lanes
+from kvtier.backend import NAME_BYTES_MAX, NAMINGS, SEGMENTS_SUFFIX, Lanes, TierContext
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.memory import PAGE_BYTES, let_go_in_forks, reason
 from kvtier.remedies import Remedy
@@ -34,6 +34,7 @@ from kvtier_backends.fs.disk.below import (
 )
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES, Disk, FolderSizes
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
+from kvtier_backends.fs.disk.owner import OWNER, Holder, Owner
 from kvtier_backends.fs.disk.quarantine import Quarantine
 from kvtier_backends.fs.disk.reads import ONE_BY_ONE, QueuedReads, Reads, takes_queued
 from kvtier_backends.fs.disk.shared_page import SharedPage
@@ -73,25 +74,30 @@ class Folder:
     disk: Disk
     name_bytes_max: int
     """How long a file's name may be there: 255 bytes mostly, 143 where names are encrypted."""
+    mode: int
+    """Permission bits of folders that the tier makes below the root: the root's own."""
 
-    def __init__(self, options: LayoutOptions, mapper: FileMapper) -> None:
+    def __init__(self, options: LayoutOptions, context: TierContext) -> None:
         """Touch nothing yet."""
         self.root_fd = -1
+        self._owner: Owner | None = None
         self.shared_page: SharedPage | None = None
         """As the options want it; as is the next."""
         self.write_budget: WriteBudget | None = None
         self._used_fd = -1
-        self.chunks = mapper.chunks_folder + (SEGMENTS_SUFFIX if options.layout == "segments" else "")
+        self.chunks = context.mapper.chunks_folder + (SEGMENTS_SUFFIX if options.layout == "segments" else "")
         self.direct = False
         self.reads: Reads = ONE_BY_ONE
         self._options = options
-        self._mapper = mapper
+        self._context = context
+        self._mapper = context.mapper
         let_go_in_forks(self)
 
     def open(self) -> None:
-        """Make missing folders, and find out how files can be written. Blocks.
+        """Become an owner of the root, make missing folders, and find out how files can be written. Blocks.
 
-        Raises `ConfigError` for what the user can mend and `BackendUnavailable` for the rest, and then leaves nothing.
+        Raises `ConfigError` for what the user can mend, such as another owner, and `BackendUnavailable` for the rest,
+        and then leaves nothing.
         """
         self.writer = Writer.this_process()
         root = self._options.root
@@ -100,6 +106,8 @@ class Folder:
                 self._make_root(root, undo)
                 self.root_fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
                 undo.callback(self.close)
+                self.mode = _folders_mode(os.fstat(self.root_fd).st_mode)
+                self._own(root, undo)
                 self.disk = Disk(self.root_fd)
                 self.name_bytes_max = _name_bytes_max(self.root_fd)
                 quarantine, keeps = f"{self._mapper.folder}/{QUARANTINE}", self._options.corrupt == "quarantine"
@@ -156,6 +164,8 @@ class Folder:
         for beside in (self.shared_page, self.write_budget):
             if beside is not None:
                 beside.close()
+        if self._owner is not None:
+            self._owner.let_go()
         if self._used_fd >= 0:
             with suppress(OSError):
                 unlock_file(self._used_fd)  # A fork that has the descriptor, too, would keep the lock.
@@ -190,7 +200,8 @@ class Folder:
 
         Files that this process is writing do not count, nor do somebody else's files there. Raises OSError.
         """
-        return self._measured(self._mapper.folder, BOOK.fullmatch) + self._measured(self.quarantine.name, bool)
+        books_bytes = self._measured(self._mapper.folder, BOOK.fullmatch) + self.taken_bytes(OWNER)
+        return books_bytes + self._measured(self.quarantine.name, bool)
 
     def unfinished_bytes(self) -> int:
         """Return the room of unfinished files among the chunks, with their folder. Raises OSError."""
@@ -225,16 +236,34 @@ class Folder:
             _quietly(os.unlink, temporary, dir_fd=self.root_fd)
             raise
 
+    def make_folder(self, name: str) -> None:
+        """Make a folder with the root's permissions, whatever the umask is. Raises what `os.mkdir` does."""
+        os.mkdir(name, self.mode, dir_fd=self.root_fd)
+        if self.mode & ~stat.S_IRWXU:
+            fd = open_folder(self.root_fd, name)
+            try:
+                with suppress(OSError):  # Not every file system has permissions.
+                    os.fchmod(fd, self.mode)
+            finally:
+                os.close(fd)
+
     def _make_root(self, root: str, undo: ExitStack) -> None:
         with suppress(FileExistsError):
-            os.mkdir(root)
+            os.mkdir(root, stat.S_IRWXU)
             undo.callback(_quietly, os.rmdir, root)
 
     def _make(self, name: str, undo: ExitStack) -> None:
         with suppress(FileExistsError):
-            os.mkdir(name, dir_fd=self.root_fd)
+            self.make_folder(name)
             undo.callback(_quietly, os.rmdir, name, dir_fd=self.root_fd)
         os.close(open_folder(self.root_fd, name))
+
+    def _own(self, root: str, undo: ExitStack) -> None:
+        """Take the root for this tier; wait for an owner that may be closing."""
+        holder = Holder.of(self._context, self.writer, shared=self._options.shared)
+        self._owner = Owner(root, self.root_fd, holder, self.mode & 0o666)
+        self._owner.take()
+        undo.callback(self._owner.let_go, undo=True)
 
     def _say_it_is_used(self) -> None:
         """Lock the folder of chunks along with all who use it: `kvtier prune` removes no empty one that is locked."""
@@ -295,7 +324,7 @@ class Folder:
         """Return the room of an empty directory."""
         name = f"{self._mapper.folder}/{temporary_name(self.writer)}"
         try:
-            os.mkdir(name, dir_fd=self.root_fd)
+            self.make_folder(name)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 return self.disk.block_bytes
@@ -391,6 +420,13 @@ class Folder:
             if flag and error.errno in _REFUSED:
                 return False
             raise
+
+
+def _folders_mode(root_mode: int) -> int:
+    """Return the mode of folders below a root: its own bits, but nothing to write for all the world."""
+    if root_mode & stat.S_ISVTX:  # A directory where everybody makes their own, such as /tmp.
+        return stat.S_IRWXU
+    return stat.S_IRWXU | root_mode & (stat.S_ISGID | stat.S_IRWXG | stat.S_IROTH | stat.S_IXOTH)
 
 
 def _name_bytes_max(root_fd: int) -> int:

@@ -113,6 +113,7 @@ class ChunkFiles:
         """
         self._loads_first = loads_first
         self._root = folder.root_fd
+        self._make_folder = folder.make_folder
         self._mapper = mapper
         self._writer = folder.writer
         self._fsync = fsync
@@ -284,7 +285,7 @@ class ChunkFiles:
 
     def _mkdir(self, folder: str) -> None:
         with self._sizes.making(folder):
-            os.mkdir(folder, dir_fd=self._root)
+            self._make_folder(folder)
 
     def _look_at(self, folder: str) -> None:
         """Count the room of a folder. Raises `ForeignError` if a link is in its place."""

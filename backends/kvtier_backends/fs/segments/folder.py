@@ -162,7 +162,7 @@ class SegmentFolder:
             return os.open(aside, flags, 0o644, dir_fd=self.root_fd)
         except FileNotFoundError:  # Somebody has removed the folder.
             with suppress(FileExistsError):
-                os.mkdir(self._folder.chunks, dir_fd=self.root_fd)
+                self._folder.make_folder(self._folder.chunks)
             if self._fsync:
                 os.fsync(self.root_fd)
             return os.open(aside, flags, 0o644, dir_fd=self.root_fd)
