@@ -292,6 +292,7 @@ class Writer:
         self.pid = 0
         self.done = [0, 0, 0, 0]
         self.wrong: list[str] = []
+        self.refused = ""
 
     async def begin(self, seed: int) -> None:
         assert self._launcher.stdin is not None
@@ -305,6 +306,11 @@ class Writer:
         async with asyncio.timeout(WRITER_DEADLINE_S):
             while self.done[0] <= stored:
                 self._hear(await self._line())
+
+    async def listen(self) -> None:
+        """Hear what it says, until cancelled."""
+        while True:
+            self._hear(await self._line())
 
     async def stop(self) -> None:
         os.kill(self.pid, signal.SIGSTOP)
@@ -340,6 +346,8 @@ class Writer:
     def _hear(self, line: str) -> None:
         if line.startswith("wrong"):
             self.wrong.append(line)
+        elif line.startswith("refused"):
+            self.refused = line
         elif line[0].isdigit():
             self.done = [int(word) for word in line.split()]
 

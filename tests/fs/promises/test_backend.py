@@ -255,11 +255,12 @@ async def test_a_removal_that_nobody_asked_for_is_reported(open_tier, lender: Le
 async def test_a_chunk_that_somebody_else_has_put_there_is_found_and_reported(
     open_tier, lender: Lender, root: Path
 ) -> None:
-    tier, other = await open_tier(), await open_tier()
+    tier, other = await open_tier(), await open_tier(root=str(root.with_name("other")))
     report = tier.watch()
     async with asyncio.timeout(DEADLINE_S):
         assert await anext(report) == ScanDone(complete=True)
         await lender.keep(other, [key_of(5)])
+        shutil.copytree(root.with_name("other"), root, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.json"))
         assert await lender.recall(tier, [key_of(5)]) == [label(key_of(5))]
         assert await anext(report) == Added([key_of(5)])
     assert tier.occupancy() == other.occupancy()

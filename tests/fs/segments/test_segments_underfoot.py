@@ -56,9 +56,9 @@ async def let_go(root: Path) -> None:
             await asyncio.sleep(0.01)
 
 
-async def reopened(tier: FsBackend, open_tier) -> FsBackend:
+async def reopened(tier: FsBackend, open_tier, capacity_bytes: str = SMALL) -> FsBackend:
     assert await tier.aclose(DEADLINE_S) == (0,)
-    return await open_tier(layout="segments", capacity_bytes=SMALL)
+    return await open_tier(layout="segments", capacity_bytes=capacity_bytes)
 
 
 async def test_a_root_that_is_removed_underfoot_costs_the_chunks_of_its_segments_only(
@@ -127,7 +127,7 @@ async def test_only_what_lies_in_the_removed_segment_is_lost(open_tier, lender: 
     there = await tier.probe(keys_of(60))
     assert not any(there)
     kept = [key for key, is_there in zip(keys_of(300), await tier.probe(keys_of(300)), strict=True) if is_there]
-    tier = await reopened(tier, open_tier)
+    tier = await reopened(tier, open_tier, "2MiB")
     assert await lender.recall(tier, kept) == [label(key) for key in kept]
 
 

@@ -13,6 +13,7 @@ import fcntl
 import logging
 import os
 import socket
+import stat
 import struct
 import time
 from contextlib import suppress
@@ -179,10 +180,8 @@ class Owner:
         self._fd = fd
 
     def _write(self, fd: int) -> None:
+        permit(fd, self._mode)
         with suppress(OSError):  # A full disk: the lock is what counts.
-            if os.fstat(fd).st_mode & 0o777 != self._mode:
-                os.fchmod(fd, self._mode)  # The umask has taken bits that those who share the root need.
-        with suppress(OSError):
             content = msgspec.json.encode(self._holder)[:CONTENT_BYTES_MAX]
             os.pwrite(fd, content, 0)
             os.ftruncate(fd, len(content))
@@ -213,6 +212,13 @@ class Owner:
     @staticmethod
     def _lock(fd: int, kind: int) -> None:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, 0, 1, 0))
+
+
+def permit(fd: int, mode: int) -> None:
+    """Give an open file or folder these permissions, which the umask may have cut; another user's keeps its own."""
+    with suppress(OSError):  # Not every file system has permissions.
+        if stat.S_IMODE(os.fstat(fd).st_mode) != mode:
+            os.fchmod(fd, mode)
 
 
 def _named(holder: Holder | None) -> str:

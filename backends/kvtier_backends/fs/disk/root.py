@@ -34,7 +34,7 @@ from kvtier_backends.fs.disk.below import (
 )
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES, Disk, FolderSizes
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
-from kvtier_backends.fs.disk.owner import OWNER, Holder, Owner
+from kvtier_backends.fs.disk.owner import OWNER, Holder, Owner, permit
 from kvtier_backends.fs.disk.quarantine import Quarantine
 from kvtier_backends.fs.disk.reads import ONE_BY_ONE, QueuedReads, Reads, takes_queued
 from kvtier_backends.fs.disk.shared_page import SharedPage
@@ -141,10 +141,12 @@ class Folder:
         name = f"{self._mapper.folder}/{{}}{self.chunks.removeprefix(self._mapper.folder)}"
         try:
             if options.shared:
+                self._let_others_in(name.format("ledger"))
                 boot = hashlib.sha256(self.writer.boot.encode()).digest()[:8]
                 self.shared_page = SharedPage(self.root_fd, name.format("ledger"), boot)
             if (bytes_per_day := options.write_budget_bytes_per_day) is not None:
                 budget_name, unit_bytes = name.format("write-budget"), row_bytes + FOOTER_BYTES
+                self._let_others_in(budget_name)
                 self.write_budget = WriteBudget(
                     self.root_fd, budget_name, bytes_per_day, unit_bytes, time.time_ns, lanes
                 )
@@ -229,7 +231,8 @@ class Folder:
         temporary = f"{self._mapper.folder}/{temporary_name(self.writer)}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         try:
-            with open(os.open(temporary, flags, 0o644, dir_fd=self.root_fd), "wb") as file:
+            with open(os.open(temporary, flags, self.mode & 0o666, dir_fd=self.root_fd), "wb") as file:
+                permit(file.fileno(), self.mode & 0o666)
                 file.writelines(pieces)
             os.rename(temporary, name, src_dir_fd=self.root_fd, dst_dir_fd=self.root_fd)
         except BaseException:
@@ -241,11 +244,8 @@ class Folder:
         os.mkdir(name, self.mode, dir_fd=self.root_fd)
         if self.mode & ~stat.S_IRWXU:
             fd = open_folder(self.root_fd, name)
-            try:
-                with suppress(OSError):  # Not every file system has permissions.
-                    os.fchmod(fd, self.mode)
-            finally:
-                os.close(fd)
+            permit(fd, self.mode)
+            os.close(fd)
 
     def _make_root(self, root: str, undo: ExitStack) -> None:
         with suppress(FileExistsError):
@@ -257,6 +257,12 @@ class Folder:
             self.make_folder(name)
             undo.callback(_quietly, os.rmdir, name, dir_fd=self.root_fd)
         os.close(open_folder(self.root_fd, name))
+
+    def _let_others_in(self, book: str) -> None:
+        """Make a book that those who share the root may write to."""
+        fd = open_file(self.root_fd, book, os.O_RDWR | os.O_CREAT, self.mode & 0o666)
+        permit(fd, self.mode & 0o666)
+        os.close(fd)
 
     def _own(self, root: str, undo: ExitStack) -> None:
         """Take the root for this tier; wait for an owner that may be closing."""
