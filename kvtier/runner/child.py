@@ -125,8 +125,8 @@ async def _beat(owner: Owner, every_s: float) -> None:
 
 
 def main() -> None:
-    for number in GROUP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    for group_signal in GROUP_SIGNALS:
+        signal.signal(group_signal, signal.SIG_IGN)
     fill_standard_streams()
     socket_fd, region_fd, log_level, pid, number, *owner_fds = map(int, sys.argv[1:])
     logging.basicConfig(level=log_level, format="%(asctime)s kvtier runner %(process)d: %(levelname)s %(message)s")

@@ -18,7 +18,9 @@ from kvtier.errors import ChunkMissing, ConfigError, NoSpace
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, label
 from kvtier_backends.fs import FsBackend, FsOptions
+from kvtier_backends.fs.disk import owner
 
+owner.PATIENCE_S = 1.0  # Those that are refused say so soon.
 WORKERS = 4
 BATCH_CHUNKS_MAX = 12
 

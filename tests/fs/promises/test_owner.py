@@ -26,6 +26,7 @@ from kvtier_backends.fs import FsBackend, FsOptions
 from kvtier_backends.fs.disk import owner
 from tests.fs.conftest import ROW_BYTES, MakeSystemCall, Mount, OpenTier, StartWriter
 
+OpenFolder = Callable[..., object]
 DEADLINE_S = 20.0
 LAYOUTS = ["files", "segments"]
 ENGINE = EngineId(os.getpid(), 7)
@@ -52,8 +53,8 @@ def lock_of(root: Path) -> str:
 
 
 def names_this_process(error: BaseException) -> bool:
-    told = str(error)
-    return f"process {os.getpid()} (" in told and " since 20" in told and "{dp_rank}" in told and "shared = true" in told
+    names = f"process {os.getpid()} (", " since 20", "{dp_rank}", "shared = true"
+    return all(name in str(error) for name in names)
 
 
 @pytest.fixture
@@ -77,13 +78,14 @@ def hold(outside: None, root: Path):
     yield hold
     for process in started:
         process.kill()
-        process.communicate()
+        with process:
+            pass
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 async def test_a_second_tier_of_one_root_is_refused_by_name(open_tier: OpenTier, root: Path, layout: str) -> None:
     await open_tier(layout=layout)
-    with pytest.raises(ConfigError, match="^root: ") as refused:
+    with pytest.raises(ConfigError, match=r"^root: ") as refused:
         await open_tier(layout=layout)
     assert names_this_process(refused.value)
 
@@ -127,15 +129,15 @@ async def test_another_path_of_the_directory_is_the_same_root(open_tier: OpenTie
         await open_tier(root=str(link))
 
 
-async def test_another_mount_of_the_directory_is_the_same_root(open_tier: OpenTier, mount: Mount, root: Path) -> None:
+def test_another_mount_of_the_directory_is_the_same_root(open_folder: OpenFolder, mount: Mount, root: Path) -> None:
     base = mount("tmpfs", "size=8m")
-    await open_tier(root=str(base / "tier"))
+    open_folder(root=str(base / "tier"))
     again = root.with_name("again")
     again.mkdir()
     subprocess.run(["mount", "--bind", str(base), str(again)], check=True)
     try:
         with pytest.raises(ConfigError, match="is used by"):
-            await open_tier(root=str(again / "tier"))
+            open_folder(root=str(again / "tier"))
     finally:
         subprocess.run(["umount", str(again)], check=True)
 
@@ -162,7 +164,7 @@ async def test_a_closed_tier_leaves_the_root_to_the_next(open_tier: OpenTier, le
         await tier.aclose(DEADLINE_S)
 
 
-def test_a_killed_owner_leaves_the_root_at_once(open_folder: Callable[..., object], hold) -> None:
+def test_a_killed_owner_leaves_the_root_at_once(open_folder: OpenFolder, hold) -> None:
     process = hold()
     process.kill()
     process.wait()
@@ -241,10 +243,12 @@ async def test_a_fork_of_the_owner_neither_keeps_nor_loses_the_root(open_tier: O
         await open_tier()
     finally:
         os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        await asyncio.to_thread(os.waitpid, pid, 0)
 
 
-async def test_a_failed_start_leaves_no_owner_behind(open_tier: OpenTier, root: Path, system_call: MakeSystemCall) -> None:
+async def test_a_failed_start_leaves_no_owner_behind(
+    open_tier: OpenTier, root: Path, system_call: MakeSystemCall
+) -> None:
     broken = system_call("pwritev", error=5)
     with pytest.raises(Exception, match="Input/output"):
         await open_tier()
@@ -333,16 +337,20 @@ async def test_a_root_never_holds_more_than_its_capacity_however_many_engines(
     options: dict[str, object],
     engines: int,
 ) -> None:
+    root.mkdir()
     writers = [await start_writer(1_200, capacity_bytes=CAPACITY_BYTES, **options) for _ in range(engines)]
     await asyncio.gather(*(writer.begin(seed) for seed, writer in enumerate(writers)))
     ends_at = asyncio.get_running_loop().time() + float(os.environ.get("KVTIER_OWNER_S", "2"))
     most, samples = 0, 0
     hearing = asyncio.gather(*(writer.listen() for writer in writers))
-    while asyncio.get_running_loop().time() < ends_at or not all(one.refused or one.done[0] for one in writers):
-        most, samples = max(most, await asyncio.to_thread(taken_bytes, root)), samples + 1
-        await asyncio.sleep(0.01)
-    hearing.cancel()
-    print(f"{options} {engines}: at most {most:,} of {CAPACITY_BYTES:,} bytes in {samples} samples")
+    try:
+        while asyncio.get_running_loop().time() < ends_at or not all(one.refused or one.done[0] for one in writers):
+            most, samples = max(most, await asyncio.to_thread(taken_bytes, root)), samples + 1
+            await asyncio.sleep(0.01)
+    finally:
+        hearing.cancel()
+        await asyncio.wait([hearing])
+    logging.getLogger(__name__).info("%d engines, %s: at most %d bytes in %d samples", engines, options, most, samples)
     refused = [writer.refused for writer in writers if writer.refused]
     assert len(refused) == (0 if options.get("shared") else engines - 1)
     assert all("is used by tier 0:fs of process" in told for told in refused)

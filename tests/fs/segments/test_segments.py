@@ -23,10 +23,10 @@ from kvtier.errors import BackendClosed, BackendUnavailable, ConfigError, NoSpac
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs import FsBackend, FsOptions
-from kvtier_backends.fs.disk.owner import OWNER
 from kvtier_backends.fs.directory.slots import SlotContents
 from kvtier_backends.fs.disk.capacity import Disk
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
+from kvtier_backends.fs.disk.owner import OWNER
 from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.runs import RUN_SLOTS_MAX
 from kvtier_backends.fs.segments.segment import HEADER_BYTES, Header, read_header
