@@ -100,12 +100,17 @@ class OpenTier(Generic[OptionsT_co]):
         _let_go(self.root, self.lanes)
 
 
-async def open_tier(options: OptionsT, context: TierContext) -> OpenTier[OptionsT]:
+async def open_tier(
+    options: OptionsT, context: TierContext, before: OpenTier[OptionsT] | None = None
+) -> OpenTier[OptionsT]:
     """Start a tier's threads, and open its root and what is kept beside its chunks.
+
+    `before`: the same tier, whose directory is gone.
 
     Raises what `Folder.open` and `make_packing` do; whatever is raised, nothing stays open.
     """
-    root, lanes = Folder(options, context), start_lanes(options, context.name)
+    root = Folder(options, context, None if before is None else before.root.mount)
+    lanes = start_lanes(options, context.name)
     try:
         packing = await lanes.scan.run(_open, root, options, context, lanes)
     except BaseException:
@@ -113,7 +118,8 @@ async def open_tier(options: OptionsT, context: TierContext) -> OpenTier[Options
         raise
     limit_bytes, min_free_bytes = options.capacity_bytes, options.min_free_bytes
     capacity = Capacity(root.disk, limit_bytes=limit_bytes, low_water=options.low_water, min_free_bytes=min_free_bytes)
-    return OpenTier(options, context, root, lanes, packing, capacity)
+    counters = Counters() if before is None else before.counters
+    return OpenTier(options, context, root, lanes, packing, capacity, counters)
 
 
 def _open(root: Folder, options: LayoutOptions, context: TierContext, lanes: TierLanes) -> Packing:

@@ -124,6 +124,10 @@ class Owner:
             self._lock(self._fd, fcntl.F_UNLCK)  # A fork that has the descriptor, too, would keep the lock.
         self.forked()
 
+    def is_seen(self) -> bool:
+        """Return True if whoever comes meets this lock; False if its file was removed."""
+        return self._is_in_place(self._fd)
+
     def forked(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)

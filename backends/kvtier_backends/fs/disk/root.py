@@ -1,7 +1,8 @@
 """The root: a tier's place on the file system, made, checked and tried before the first chunk.
 
-Everything is reached through a descriptor of the root, and never through its path again. If the mount goes away, the
-path leads to the empty directory below it, and chunks would fill the wrong disk.
+Everything is reached through a descriptor of the root. If the mount goes away, the path leads to the empty directory
+below it, and chunks would fill the wrong disk. The path is opened again only when the root is gone, and then a
+directory on a mount below the former one is refused.
 """
 
 import errno
@@ -34,6 +35,7 @@ from kvtier_backends.fs.disk.below import (
 )
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES, Disk, FolderSizes
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
+from kvtier_backends.fs.disk.mounts import UNKNOWN, Mount, mount_of
 from kvtier_backends.fs.disk.owner import OWNER, Holder, Owner, permit
 from kvtier_backends.fs.disk.quarantine import Quarantine
 from kvtier_backends.fs.disk.reads import ONE_BY_ONE, QueuedReads, Reads, takes_queued
@@ -77,9 +79,11 @@ class Folder:
     mode: int
     """Permission bits of folders that the tier makes below the root: the root's own."""
 
-    def __init__(self, options: LayoutOptions, context: TierContext) -> None:
-        """Touch nothing yet."""
+    def __init__(self, options: LayoutOptions, context: TierContext, before: Mount | None = None) -> None:
+        """Touch nothing yet. `before`: the mount that the root was on until it was gone."""
         self.root_fd = -1
+        self.mount = UNKNOWN
+        self._before = before
         self._owner: Owner | None = None
         self.shared_page: SharedPage | None = None
         """As the options want it; as is the next."""
@@ -106,6 +110,7 @@ class Folder:
                 self._make_root(root, undo)
                 self.root_fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
                 undo.callback(self.close)
+                self._check_mount(root)
                 self.mode = _folders_mode(os.fstat(self.root_fd).st_mode)
                 self._own(root, undo)
                 self.disk = Disk(self.root_fd)
@@ -173,6 +178,29 @@ class Folder:
                 unlock_file(self._used_fd)  # A fork that has the descriptor, too, would keep the lock.
         self.forked()
 
+    def is_gone(self) -> bool:
+        """Return True if the root, its folders or its owner's file were removed, or the path leads elsewhere by now.
+
+        So it is if their file system is away.
+        Blocks. A root that was only renamed is there; a mount point without its mount never takes its place.
+        """
+        try:
+            root = os.fstat(self.root_fd)
+            if not root.st_nlink or self._owner is None or not self._owner.is_seen():
+                return True
+            for name in (self._mapper.folder, self.chunks):
+                os.stat(name, dir_fd=self.root_fd, follow_symlinks=False)
+        except OSError:
+            return True
+        with suppress(OSError):  # Nothing there to go to.
+            fd = os.open(self._options.root, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                elsewhere = not os.path.samestat(root, os.fstat(fd))
+                return elsewhere and mount_of(fd).number not in self.mount.below
+            finally:
+                os.close(fd)
+        return False
+
     def forked(self) -> None:
         if self._used_fd >= 0:
             os.close(self._used_fd)
@@ -238,6 +266,12 @@ class Folder:
         except BaseException:
             _quietly(os.unlink, temporary, dir_fd=self.root_fd)
             raise
+
+    def _check_mount(self, root: str) -> None:
+        """Refuse the directory below a mount that is away: chunks would fill the wrong disk."""
+        self.mount = mount_of(self.root_fd)
+        if self._before is not None and self.mount.number in self._before.below:
+            raise BackendUnavailable(f"{root}: its file system is not mounted")
 
     def make_folder(self, name: str) -> None:
         """Make a folder with the root's permissions, whatever the umask is. Raises what `os.mkdir` does."""

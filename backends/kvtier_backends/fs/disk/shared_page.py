@@ -208,6 +208,8 @@ class SharedPage:
     def _locked(self) -> Generator[Page]:
         _lock(self._fd, fcntl.F_WRLCK, _PAGE_LOCK)
         try:
+            if not os.fstat(self._fd).st_nlink:  # Removed: a process that starts now has another.
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
             page = self._current(read_page(os.pread(self._fd, PAGE_BYTES, 0)))
             yield page
             page.generation += 1
