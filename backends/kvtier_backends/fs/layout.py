@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from kvtier.backend import Hint, InventoryQueue, Occupancy, OffloadKey, Outcome, Read, TierContext, Write, in_thread
 from kvtier.errors import BackendClosed, NoSpace
@@ -21,6 +21,14 @@ from kvtier_backends.fs.disk.packing import Packing, make_packing
 from kvtier_backends.fs.disk.quarantine import Cleared
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.options import LayoutOptions
+
+Scarce = Literal["capacity", "disk", "write_budget", "others"]
+_WHY: dict[Scarce, str] = {
+    "capacity": "all of capacity_bytes is in use, by chunks that may not go now",
+    "disk": "the disk has no room, or no more than min_free_bytes",
+    "write_budget": "the day's write budget, write_budget_bytes_per_day, is used up",
+    "others": "other processes have the directory's room, or have promised it to their stores",
+}
 
 OptionsT = TypeVar("OptionsT", bound=LayoutOptions)
 OptionsT_co = TypeVar("OptionsT_co", bound=LayoutOptions, covariant=True)
@@ -63,10 +71,16 @@ class OpenTier(Generic[OptionsT_co]):
         budget = self.root.write_budget
         return chunks if budget is None or not chunks else await budget.take(chunks)
 
-    def refused(self, writes: Sequence[Write], reason: str, why: str) -> list[Outcome]:
+    def refused(self, writes: Sequence[Write], reason: Scarce) -> list[Outcome]:
         """Count chunks that are not stored, and return their outcomes."""
         self.counters.refuse(reason, len(writes))
-        return [NoSpace(f"{write.key.hex()}: {why}") for write in writes]
+        return [NoSpace(f"{write.key.hex()}: {reason}: {_WHY[reason]}") for write in writes]
+
+    def scarce(self, *, others: bool, disk: bool = False) -> Scarce:
+        """Return what is to blame for a store without room, and without chunks that may go for it."""
+        if disk or self.capacity.is_disk_scarcer:
+            return "disk"
+        return "others" if others else "capacity"
 
     async def clear_quarantine(self, wanted_bytes: int, told: Callable[[int], None] = lambda _: None) -> Cleared:
         """Remove corrupt files that were set aside, until so much has gone; the lane tells `told` how much."""

@@ -2,8 +2,8 @@
 
 A directory goes with its disk or mount, or with `rm -rf`. Calls fail then. After a call that failed, the next one looks
 whether the directory is still there. If it is gone, the tier is opened again: folders are made, the root is owned and
-scanned, and only then the call begins. As long as that fails, so do calls, which are few: a breaker is open. Stores look
-every so often, too, because in a root that was emptied not all of them fail.
+scanned, and only then the call begins. As long as that fails, so do calls, which are few: a breaker is open. Stores
+look every so often, too, because in a root that was emptied not all of them fail.
 """
 
 import asyncio
