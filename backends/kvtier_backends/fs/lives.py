@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from kvtier.backend import Fit, InventoryEvent, OffloadKey, Outcome
 from kvtier.errors import BackendUnavailable, ConfigError, TransferFailed
+from kvtier.remedies import Remedy
 from kvtier_backends.fs.layout import Layout, Left, OpenTier, open_tier, until
 
 logger = logging.getLogger(__name__)
@@ -132,7 +133,8 @@ class Lives:
         if self._ended:
             return
         life, name = self.now, self.now.tier.context.name
-        logger.warning("%s: %s is gone: opening it again", name, life.tier.options.root)
+        root = life.tier.options.root
+        logger.warning("%s: %s is gone: opening it again; see %s", name, root, Remedy.UNAVAILABLE)
         self._idle.clear()
         if self._calls and not await until(self._idle.wait(), END_S):
             raise BackendUnavailable(f"{name}: the directory is gone, and calls hang that were begun before")

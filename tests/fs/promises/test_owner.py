@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -349,7 +350,8 @@ async def test_a_root_never_holds_more_than_its_capacity_however_many_engines(
             await asyncio.sleep(0.01)
     finally:
         hearing.cancel()
-        await asyncio.wait([hearing])
+        with suppress(asyncio.CancelledError):
+            await hearing
     logging.getLogger(__name__).info("%d engines, %s: at most %d bytes in %d samples", engines, options, most, samples)
     refused = [writer.refused for writer in writers if writer.refused]
     assert len(refused) == (0 if options.get("shared") else engines - 1)
