@@ -35,7 +35,7 @@ from kvtier_backends.fs.directory.slots import SlotContents, is_segment, is_slot
 from kvtier_backends.fs.disk.below import ForeignError, believable_ns, open_file, open_folder
 from kvtier_backends.fs.disk.capacity import taken_bytes
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Fault, Footer, Whole, judge_length, read_footer
-from kvtier_backends.fs.disk.owner import OWNER
+from kvtier_backends.fs.disk.owner import OWNER, remove_ownerless
 from kvtier_backends.fs.disk.root import BOOK, CONFIG_BYTES_MAX, QUARANTINE
 from kvtier_backends.fs.disk.temporaries import SUFFIX, Sweep, Writer, temporary_name
 from kvtier_backends.fs.files.discard import take_aside
@@ -215,7 +215,10 @@ class FsContents:
         return True
 
     def _clear_beside(self, place: Place) -> None:
-        """Remove a namespace's books, and with the last one of its model what all of them had. Raises `OSError`."""
+        """Remove a namespace's books, with the last one of its model what all of them had, and last the owner's file.
+
+        Raises `OSError`.
+        """
         folder = self._folders[place.name].folder
         for entry in self._books(place):
             if not entry.startswith(BUDGET) or self._is_idle(f"{folder}/{entry}"):
@@ -228,6 +231,8 @@ class FsContents:
             if CONFIG in beside:
                 os.unlink(f"{folder}/{CONFIG}", dir_fd=self._fd)
             os.rmdir(folder, dir_fd=self._fd)
+        if set(self._listed(".")) == {OWNER}:
+            remove_ownerless(self._fd)
 
     def _remove_empty(self, folder: str, depth: int) -> None:
         """Remove a folder in which there are only folders, to the bottom. Raises `OSError` for any other."""

@@ -118,10 +118,10 @@ class Owner:
             return
         with suppress(OSError):
             if undo and self._made and self._is_in_place(self._fd):
-                self._lock(self._fd, fcntl.F_WRLCK)  # Refused if others share it by now: then the file stays.
+                _lock(self._fd, fcntl.F_WRLCK)  # Refused if others share it by now: then the file stays.
                 os.unlink(OWNER, dir_fd=self._root_fd)
         with suppress(OSError):
-            self._lock(self._fd, fcntl.F_UNLCK)  # A fork that has the descriptor, too, would keep the lock.
+            _lock(self._fd, fcntl.F_UNLCK)  # A fork that has the descriptor, too, would keep the lock.
         self.forked()
 
     def is_seen(self) -> bool:
@@ -149,7 +149,7 @@ class Owner:
 
     def _locks(self, fd: int) -> bool:
         try:
-            self._lock(fd, fcntl.F_RDLCK if self._holder.shared else fcntl.F_WRLCK)
+            _lock(fd, fcntl.F_RDLCK if self._holder.shared else fcntl.F_WRLCK)
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EACCES):
                 return False
@@ -173,7 +173,7 @@ class Owner:
         name = temporary_name(Writer.this_process())
         fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._mode, dir_fd=self._root_fd)
         try:
-            self._lock(fd, fcntl.F_WRLCK)
+            _lock(fd, fcntl.F_WRLCK)
             self._write(fd)
             os.rename(name, OWNER, src_dir_fd=self._root_fd, dst_dir_fd=self._root_fd)
         except BaseException:
@@ -213,9 +213,15 @@ class Owner:
             f"{_named(holder)}; {_WAYS_OUT}; see {Remedy.ROOT_IN_USE}"
         )
 
-    @staticmethod
-    def _lock(fd: int, kind: int) -> None:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, 0, 1, 0))
+
+def remove_ownerless(root_fd: int) -> None:
+    """Remove the owner's file unless a tier has the root. Raises `OSError`."""
+    fd = open_file(root_fd, OWNER, os.O_RDWR)
+    try:
+        _lock(fd, fcntl.F_WRLCK)
+        os.unlink(OWNER, dir_fd=root_fd)  # A tier that waits for the lock finds it removed, and makes another.
+    finally:
+        os.close(fd)
 
 
 def permit(fd: int, mode: int) -> None:
@@ -223,6 +229,10 @@ def permit(fd: int, mode: int) -> None:
     with suppress(OSError):  # Not every file system has permissions.
         if stat.S_IMODE(os.fstat(fd).st_mode) != mode:
             os.fchmod(fd, mode)
+
+
+def _lock(fd: int, kind: int) -> None:
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, 0, 1, 0))
 
 
 def _named(holder: Holder | None) -> str:
