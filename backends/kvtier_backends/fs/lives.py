@@ -69,9 +69,8 @@ class Lives:
 
     async def call(self, call: Callable[[Life], Awaitable[T]], *, stores: bool = False) -> T:
         """Do a call on the directory as it is now. Raises `BackendUnavailable` if there is none."""
-        if stores and asyncio.get_running_loop().time() >= self._looked_at + LOOK_EVERY_S:
-            self._doubted = True
-        if self._doubted:
+        looks = stores and asyncio.get_running_loop().time() >= self._looked_at + LOOK_EVERY_S
+        if looks or self._doubted:
             await self._look()
         self._calls += 1
         try:
@@ -121,9 +120,8 @@ class Lives:
     async def _look(self) -> None:
         """Make sure that there is a directory, by opening it again if it is gone."""
         async with self._turn:
-            if not self._doubted:
-                return  # Another call has looked meanwhile.
-            if self._ended or await self.now.tier.lanes.load.run(self.now.tier.root.is_gone):
+            tier = self.now.tier
+            if self._ended or await tier.lanes.load.run(partial(tier.root.is_gone, failed=self._doubted)):
                 await self._end()
                 await self._begin()
             self._doubted = False

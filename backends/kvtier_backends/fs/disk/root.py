@@ -178,11 +178,11 @@ class Folder:
                 unlock_file(self._used_fd)  # A fork that has the descriptor, too, would keep the lock.
         self.forked()
 
-    def is_gone(self) -> bool:
-        """Return True if the root, its folders or its owner's file were removed, or the path leads elsewhere by now.
+    def is_gone(self, *, failed: bool) -> bool:
+        """Return True if the root, its folders or its owner's file were removed, or their file system is away. Blocks.
 
-        So it is if their file system is away.
-        Blocks. A root that was only renamed is there; a mount point without its mount never takes its place.
+        `failed`: calls fail there. Then it is gone, too, if the path leads to another directory by now, which is on no
+        mount below. A root that was only renamed is there.
         """
         try:
             root = os.fstat(self.root_fd)
@@ -193,6 +193,8 @@ class Folder:
         except OSError:
             return True
         with suppress(OSError):  # Nothing there to go to.
+            if not failed:
+                return False
             fd = os.open(self._options.root, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 elsewhere = not os.path.samestat(root, os.fstat(fd))
