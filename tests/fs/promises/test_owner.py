@@ -220,8 +220,8 @@ async def test_two_engines_of_one_process_are_two(root: Path, mapper: FileMapper
 async def test_where_there_are_no_locks_a_root_of_ones_own_works_and_warns(
     open_tier: OpenTier, lender: Lender, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(fcntl, "fcntl", no_locks)
-    tier = await open_tier(layout="segments")
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    tier = await open_tier()
     await lender.keep(tier, keys_of(1))
     assert "no locks on files" in caplog.text
     with pytest.raises(ConfigError, match="a file system with locks on files accepted"):

@@ -4,8 +4,9 @@ The lock is on the directory's own file, so another path or mount of the directo
 when the process dies. A process in uninterruptible I/O keeps it: the same engine's next runner puts a new file in the
 place of the locked one, and so never waits for its predecessor.
 
-A range lock of the open file (`F_OFD_SETLK`): exclusive for one owner, shared for `shared = true`. So a root is never
-both. The file's content names the holder that wrote it last, for messages alone.
+The lock is exclusive for one owner, and shared for `shared = true`. So a root is never both. The file's content names
+the holder that wrote it last, for messages alone. The file stays open for reading only: a file that is open to write
+would keep a disk from being remounted read-only.
 """
 
 import errno
@@ -14,7 +15,6 @@ import logging
 import os
 import socket
 import stat
-import struct
 import time
 from contextlib import suppress
 
@@ -24,7 +24,7 @@ from kvtier.backend import TierContext
 from kvtier.errors import ConfigError, one_line
 from kvtier.memory import let_go_in_forks
 from kvtier.remedies import Remedy
-from kvtier_backends.fs.disk.below import open_file
+from kvtier_backends.fs.disk.below import lock_file, open_file, unlock_file
 from kvtier_backends.fs.disk.temporaries import Writer, temporary_name
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,6 @@ LOOK_EVERY_S = 0.05
 CONTENT_BYTES_MAX = 4_096
 COMMAND_LETTERS_MAX = 120
 
-_FLOCK = struct.Struct("hhqqi0q")  # struct flock of fcntl(2).
 _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 _WAYS_OUT = (
     "give each engine a root of its own, inside vLLM by {dp_rank} or {engine_id} in the path, or set "
@@ -118,10 +117,12 @@ class Owner:
             return
         with suppress(OSError):
             if undo and self._made and self._is_in_place(self._fd):
-                _lock(self._fd, fcntl.F_WRLCK)  # Refused if others share it by now: then the file stays.
+                fcntl.flock(
+                    self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB
+                )  # Refused if others share it by now: then the file stays.
                 os.unlink(OWNER, dir_fd=self._root_fd)
         with suppress(OSError):
-            _lock(self._fd, fcntl.F_UNLCK)  # A fork that has the descriptor, too, would keep the lock.
+            unlock_file(self._fd)  # A fork that has the descriptor, too, would keep the lock.
         self.forked()
 
     def is_seen(self) -> bool:
@@ -130,29 +131,49 @@ class Owner:
 
     def forked(self) -> None:
         if self._fd >= 0:
-            os.close(self._fd)
+            with suppress(OSError):  # A file system in user space that is away says so here.
+                os.close(self._fd)
             self._fd = -1
 
     def _try(self) -> bool:
         """Take the lock if it is free, and write down who has it."""
-        fd = open_file(self._root_fd, OWNER, os.O_RDWR | os.O_CREAT, self._mode)
+        writable = open_file(self._root_fd, OWNER, os.O_RDWR | os.O_CREAT, self._mode)
         try:
-            locked = self._locks(fd)
-            if locked and self._is_in_place(fd):
-                self._made = not os.fstat(fd).st_size
-                self._write(fd)
-                self._fd, fd = fd, -1
-            return self._fd >= 0
+            locked = self._lock(writable)
+            if locked is None:
+                return False
+            if not self._is_in_place(locked):
+                os.close(locked)
+                return False
+            self._made = not os.fstat(writable).st_size
+            self._write(writable)
+            self._fd = locked
+            return True
         finally:
-            if fd >= 0:
+            os.close(writable)
+
+    def _lock(self, writable: int) -> int | None:
+        """Lock the open file; return a descriptor that has the lock, None if another owner has it."""
+        fd = os.open(f"/proc/self/fd/{writable}", os.O_RDONLY)
+        try:
+            if self._locks(fd):
+                return fd
+        except OSError as error:
+            if error.errno != errno.EBADF:  # As NFS says of an exclusive lock on a file that is open to be read.
                 os.close(fd)
+                raise
+            os.dup2(writable, fd, inheritable=False)
+            if self._locks(fd):
+                return fd
+        os.close(fd)
+        return None
 
     def _locks(self, fd: int) -> bool:
         try:
-            _lock(fd, fcntl.F_RDLCK if self._holder.shared else fcntl.F_WRLCK)
+            fcntl.flock(fd, (fcntl.LOCK_SH if self._holder.shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
         except OSError as error:
-            if error.errno in (errno.EAGAIN, errno.EACCES):
-                return False
             if error.errno not in _NO_LOCKS:
                 raise
             if self._holder.shared:
@@ -171,17 +192,20 @@ class Owner:
     def _replace(self) -> None:
         """Put a file of ours in the place of the one that our predecessor has locked."""
         name = temporary_name(Writer.this_process())
-        fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._mode, dir_fd=self._root_fd)
+        writable = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._mode, dir_fd=self._root_fd)
         try:
-            _lock(fd, fcntl.F_WRLCK)
-            self._write(fd)
+            locked = self._lock(writable)
+            assert locked is not None, "a new file is locked"
+            self._fd = locked
+            self._write(writable)
             os.rename(name, OWNER, src_dir_fd=self._root_fd, dst_dir_fd=self._root_fd)
         except BaseException:
-            os.close(fd)
+            self.forked()
             with suppress(OSError):
                 os.unlink(name, dir_fd=self._root_fd)
             raise
-        self._fd = fd
+        finally:
+            os.close(writable)
 
     def _write(self, fd: int) -> None:
         permit(fd, self._mode)
@@ -218,7 +242,7 @@ def remove_ownerless(root_fd: int) -> None:
     """Remove the owner's file unless a tier has the root. Raises `OSError`."""
     fd = open_file(root_fd, OWNER, os.O_RDWR)
     try:
-        _lock(fd, fcntl.F_WRLCK)
+        lock_file(fd)
         os.unlink(OWNER, dir_fd=root_fd)  # A tier that waits for the lock finds it removed, and makes another.
     finally:
         os.close(fd)
@@ -229,10 +253,6 @@ def permit(fd: int, mode: int) -> None:
     with suppress(OSError):  # Not every file system has permissions.
         if stat.S_IMODE(os.fstat(fd).st_mode) != mode:
             os.fchmod(fd, mode)
-
-
-def _lock(fd: int, kind: int) -> None:
-    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, 0, 1, 0))
 
 
 def _named(holder: Holder | None) -> str:
