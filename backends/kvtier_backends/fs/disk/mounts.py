@@ -16,8 +16,8 @@ UNKNOWN = Mount(0, frozenset({0}))  # No directory on it is ever taken in place 
 def mount_of(fd: int) -> Mount:
     """Return the mount of an open directory; `UNKNOWN` where the kernel does not say."""
     try:
-        with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as file:
-            number = next(int(line.split()[1]) for line in file if line.startswith("mnt_id:"))
+        with open(f"/proc/self/fdinfo/{fd}", "rb") as file:
+            number = next(int(line.split()[1]) for line in file if line.startswith(b"mnt_id:"))
         with open("/proc/self/mountinfo", "rb") as file:
             parents = {int(of): int(parent) for of, parent, _ in (line.split(b" ", 2) for line in file)}
     except (OSError, ValueError, StopIteration):
