@@ -31,6 +31,7 @@ class Remedy(Enum):
     UNLISTED = "list-incomplete"
 
     # A tier's directory.
+    ROOT_IN_USE = "root-used-by-another-tier"
     UNREADABLE = "folder-or-segment-unreadable"
     UNUSABLE = "segments-without-chunks-of-this-tier"
     UNDERFOOT = "segment-removed-by-somebody-else"

@@ -225,7 +225,8 @@ def open_folder(root: Path, mapper: FileMapper) -> Iterator[Callable[..., Folder
     opened: list[Folder] = []
 
     def open_folder(**options: object) -> Folder:
-        folder = Folder(FsOptions(**{"root": str(root), "layout": "files", **options}).chosen(), mapper)  # type: ignore[arg-type]
+        given = FsOptions(**{"root": str(root), "layout": "files", **options}).chosen()  # type: ignore[arg-type]
+        folder = Folder(given, TierContext("0:fs", mapper, ROW_BYTES))
         folder.open()
         opened.append(folder)
         return folder
@@ -353,6 +354,7 @@ class Writer:
         self.pid = 0
         self.done = [0, 0, 0, 0]
         self.wrong: list[str] = []
+        self.refused = ""
 
     async def begin(self, seed: int) -> None:
         assert self._launcher.stdin is not None
@@ -366,6 +368,11 @@ class Writer:
         async with asyncio.timeout(WRITER_DEADLINE_S):
             while self.done[0] <= stored:
                 self._hear(await self._line())
+
+    async def listen(self) -> None:
+        """Hear what it says, until cancelled."""
+        while True:
+            self._hear(await self._line())
 
     async def stop(self) -> None:
         os.kill(self.pid, signal.SIGSTOP)
@@ -401,6 +408,8 @@ class Writer:
     def _hear(self, line: str) -> None:
         if line.startswith("wrong"):
             self.wrong.append(line)
+        elif line.startswith("refused"):
+            self.refused = line
         elif line[0].isdigit():
             self.done = [int(word) for word in line.split()]
 

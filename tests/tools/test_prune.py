@@ -83,7 +83,7 @@ def test_a_namespace_goes_as_a_whole_and_others_stay(store, run_json, root: Path
     assert report["files"] == 3
     assert left(ours) == [True] * 3
     assert report["namespaces"] == 1
-    assert {folder.name.split("_")[0] for folder in root.iterdir()} == {"org"}
+    assert {folder.name.split("_")[0] for folder in root.glob("*_*")} == {"org"}
 
 
 def test_rules_are_of_one_namespace_if_one_is_named(store, run_json, root: Path) -> None:
@@ -230,9 +230,9 @@ def test_an_emptied_namespace_leaves_nothing_behind(store, run, root: Path, layo
     store(keys_of(3), layout=layout, **({"corrupt": "quarantine"} if layout == "files" else {}))
     store(keys_of(3), layout=layout, rank=1)
     config, *_ = root.glob("*/config.json")
-    first, second = sorted(path.name for path in root.iterdir() if path != config.parent)
+    first, second = sorted(path.name for path in root.glob("*_*") if path != config.parent)
     assert run("prune", root, "--namespace", first, "--yes")[0] == 0
-    assert sorted(path.name for path in root.iterdir()) == sorted([second, config.parent.name])
+    assert sorted(path.name for path in root.glob("*_*")) == sorted([second, config.parent.name])
     assert run("prune", root, "--to-size", "0B", "--yes")[1].endswith(" removed, and 1 empty namespace\n")
     assert os.listdir(root) == []
 
@@ -248,7 +248,7 @@ def test_a_namespace_that_a_live_engine_uses_keeps_its_folders_and_books(root: P
         assert await tier.aclose(10) == (0,)
 
     asyncio.run(work())
-    (name,) = (path.name for path in root.iterdir() if not (path / "config.json").exists())
+    (name,) = (path.name for path in root.glob("*_*") if not (path / "config.json").exists())
     assert run("prune", root, "--namespace", name, "--yes")[0] == 0
     assert os.listdir(root) == []
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from kvtier.backend import Hint, InventoryQueue, Occupancy, OffloadKey, Outcome, Read, TierContext, Write, in_thread
 from kvtier.errors import BackendClosed, NoSpace
@@ -24,6 +24,13 @@ from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.options import LayoutOptions
 
 LOOK_S = 10.0  # The files beside the chunks are measured so often: they are a dozen.
+Scarce = Literal["capacity", "disk", "write_budget", "others"]
+_WHY: dict[Scarce, str] = {
+    "capacity": "all of capacity_bytes is in use, by chunks that may not go now",
+    "disk": "the disk has no room, or no more than min_free_bytes",
+    "write_budget": "the day's write budget, write_budget_bytes_per_day, is used up",
+    "others": "other processes have the directory's room, or have promised it to their stores",
+}
 
 OptionsT = TypeVar("OptionsT", bound=LayoutOptions)
 OptionsT_co = TypeVar("OptionsT_co", bound=LayoutOptions, covariant=True)
@@ -66,10 +73,16 @@ class OpenTier(Generic[OptionsT_co]):
         budget = self.root.write_budget
         return chunks if budget is None or not chunks else await budget.take(chunks)
 
-    def refused(self, writes: Sequence[Write], reason: str, why: str) -> list[Outcome]:
+    def refused(self, writes: Sequence[Write], reason: Scarce) -> list[Outcome]:
         """Count chunks that are not stored, and return their outcomes."""
         self.counters.refuse(reason, len(writes))
-        return [NoSpace(f"{write.key.hex()}: {why}") for write in writes]
+        return [NoSpace(f"{write.key.hex()}: {reason}: {_WHY[reason]}") for write in writes]
+
+    def scarce(self, *, others: bool, disk: bool = False) -> Scarce:
+        """Return what is to blame for a store without room, and without chunks that may go for it."""
+        if disk or self.capacity.is_disk_scarcer:
+            return "disk"
+        return "others" if others else "capacity"
 
     async def clear_quarantine(self, wanted_bytes: int, told: Callable[[int], None] = lambda _: None) -> Cleared:
         """Remove corrupt files that were set aside, until so much has gone; the lane tells `told` how much."""
@@ -105,12 +118,17 @@ class OpenTier(Generic[OptionsT_co]):
         _let_go(self.root, self.lanes)
 
 
-async def open_tier(options: OptionsT, context: TierContext) -> OpenTier[OptionsT]:
+async def open_tier(
+    options: OptionsT, context: TierContext, before: OpenTier[OptionsT] | None = None
+) -> OpenTier[OptionsT]:
     """Start a tier's threads, and open its root and what is kept beside its chunks.
+
+    `before`: the same tier, whose directory is gone.
 
     Raises what `Folder.open` and `make_packing` do; whatever is raised, nothing stays open.
     """
-    root, lanes = Folder(options, context.mapper), start_lanes(options, context.name)
+    root = Folder(options, context, None if before is None else before.root.mount)
+    lanes = start_lanes(options, context.name)
     try:
         packing = await lanes.scan.run(_open, root, options, context, lanes)
     except BaseException:
@@ -119,7 +137,8 @@ async def open_tier(options: OptionsT, context: TierContext) -> OpenTier[Options
     limit_bytes, min_free_bytes = options.capacity_bytes, options.min_free_bytes
     capacity = Capacity(root.disk, limit_bytes=limit_bytes, low_water=options.low_water, min_free_bytes=min_free_bytes)
     capacity.count(root.beside, root.remains)
-    return OpenTier(options, context, root, lanes, packing, capacity)
+    counters = Counters() if before is None else before.counters
+    return OpenTier(options, context, root, lanes, packing, capacity, counters)
 
 
 def _open(root: Folder, options: LayoutOptions, context: TierContext, lanes: TierLanes) -> Packing:

@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
+from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvtier.backend import Durability, Namespace, backend_class
 from kvtier.config import (
+    PLACES,
     ActionChunks,
     EngineConfig,
     EngineLimits,
@@ -21,6 +23,7 @@ from kvtier.config import (
     TierConfig,
     TierLimits,
     TokensPerSecond,
+    placed,
     settled,
     tier_options,
 )
@@ -110,14 +113,22 @@ def read_options(extra_config: Mapping[str, Any]) -> VllmOptions:
     return decode(VllmOptions, dict(extra_config), WHERE)
 
 
-def engine_config(options: VllmOptions, plan: RowPlan, namespace: Namespace, *, events: bool) -> EngineConfig:
+def places_of(config: OffloadingConfig) -> dict[str, str]:
+    """Return what `{name}` in a tier's paths stands for in this engine: see `PLACES`."""
+    values = str(config.parallel.data_parallel_index), config.engine_id.replace("/", "_")
+    return dict(zip(PLACES, values, strict=True))
+
+
+def engine_config(
+    options: VllmOptions, plan: RowPlan, namespace: Namespace, places: Mapping[str, str], *, events: bool
+) -> EngineConfig:
     """Return the configuration of the engine that these options describe."""
     given: dict[str, Any] = {
         "cpu_bytes_to_use": options.cpu_bytes_to_use,
         "chunk_bytes": plan.chunk_bytes,
         "eviction_policy": options.eviction_policy,
         "secondary_tiers": tuple(
-            _with_medium(tier, f"{WHERE}.secondary_tiers[{index}]")
+            _with_medium(tier, places, f"{WHERE}.secondary_tiers[{index}]")
             for index, tier in enumerate(options.secondary_tiers)
         ),
         "runner": options.runner,
@@ -198,7 +209,9 @@ def read_secondary_options(given: Mapping[str, Any]) -> SecondaryOptions:
     return decode(SecondaryOptions, dict(given), "secondary_tiers[]")
 
 
-def secondary_config(options: SecondaryOptions, namespace: Namespace, *, rows: int, row_bytes: int) -> EngineConfig:
+def secondary_config(
+    options: SecondaryOptions, namespace: Namespace, places: Mapping[str, str], *, rows: int, row_bytes: int
+) -> EngineConfig:
     """Return the configuration of a runner with one tier, over rows that are vLLM's; its paths are absolute."""
     tier = TierConfig(
         type=options.backend,
@@ -212,7 +225,7 @@ def secondary_config(options: SecondaryOptions, namespace: Namespace, *, rows: i
     config = EngineConfig(
         cpu_bytes_to_use=rows * row_bytes,
         chunk_bytes=row_bytes,
-        secondary_tiers=(_with_medium(tier, "secondary_tiers[]"),),
+        secondary_tiers=(_with_medium(tier, places, "secondary_tiers[]"),),
         runner=options.runner,
         namespace=namespace,
         chunk_tokens=_chunk_tokens(namespace),
@@ -227,8 +240,12 @@ def _of(kind: type[TierLimits | EngineLimits], limits: SecondaryLimits) -> dict[
     return {name: getattr(limits, name) for name in names}
 
 
-def _with_medium(tier: TierConfig, where: str) -> TierConfig:
-    """Check a tier's own options, and name its medium: vLLM's requests may choose by it, and its events carry it."""
+def _with_medium(tier: TierConfig, places: Mapping[str, str], where: str) -> TierConfig:
+    """Check a tier's own options, with its paths filled in, and name its medium.
+
+    vLLM's requests may choose by it, and its events carry it.
+    """
+    tier = placed(tier, places)
     tier_options(tier, where)
     if tier.medium is not None:
         return tier

@@ -67,6 +67,7 @@ async def test_other_namespaces_are_left_alone(open_tier, lender: Lender, root: 
     name = FileMapper(Namespace(model_name="org/model", rank=1)).name(key_of(0))
     (root / name).parent.mkdir(parents=True)
     (root / name).write_bytes(bytes(12_288))
+    await tier.aclose(DEADLINE_S)
     assert await scanned(await open_tier()) == ({key_of(0)}, True)
 
 

@@ -28,6 +28,7 @@ from kvtier_backends.fs.directory.files import FsContents
 from kvtier_backends.fs.directory.slots import SlotContents
 from kvtier_backends.fs.disk.capacity import Disk
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
+from kvtier_backends.fs.disk.owner import OWNER
 from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.runs import RUN_SLOTS_MAX
 from kvtier_backends.fs.segments.segment import HEADER_BYTES, Header, read_header
@@ -135,9 +136,13 @@ async def test_a_damaged_checkpoint_of_segments_is_none(
 
 
 async def test_two_tiers_on_one_directory_write_to_segments_of_their_own(open_tier, lender: Lender, root: Path) -> None:
-    """Each reads what the other had stored when it started, and takes none of the other's slots."""
+    """Each reads what the other had stored when it started, and takes none of the other's slots.
+
+    So does a runner that is started in the place of one that hangs. Here the owner's file is removed: nobody guards.
+    """
     first = await open_tier(layout="segments", capacity_bytes="1MiB")
     await lender.keep(first, keys_of(4))
+    (root / OWNER).unlink()
     second = await open_tier(layout="segments", capacity_bytes="4MiB")
     assert await scanned(second) == set(keys_of(4))
     assert await lender.recall(second, keys_of(4)) == [label(key) for key in keys_of(4)]

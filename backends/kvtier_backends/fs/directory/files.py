@@ -36,6 +36,7 @@ from kvtier_backends.fs.disk import below
 from kvtier_backends.fs.disk.below import ForeignError, believable_ns, open_file, open_folder
 from kvtier_backends.fs.disk.capacity import taken_bytes
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Fault, Footer, Whole, judge_length, read_footer
+from kvtier_backends.fs.disk.owner import OWNER, remove_ownerless
 from kvtier_backends.fs.disk.root import BOOK, CONFIG_BYTES_MAX, QUARANTINE
 from kvtier_backends.fs.disk.temporaries import Sweep, Writer, chunk_of_vllms, is_kept, temporary_name, writer_of
 from kvtier_backends.fs.files.discard import take_aside
@@ -81,6 +82,7 @@ class FsContents:
             raise ConfigError(f"{root}: {reason(error)}; a directory that can be read accepted") from error
         self._folders = {name: found for name in sorted(names) if (found := read_folder(name)) is not None}
         self._counts_blocks = all(self._tells_blocks(found.folder) for found in self._folders.values())
+        names.pop(OWNER, None)
         if names and not self._folders and not any(map(_OF_MODEL.fullmatch, names)):
             os.close(self._fd)
             raise ConfigError(f"{root}: holds no chunks; the directory that a tier has as its root accepted")
@@ -119,6 +121,8 @@ class FsContents:
         Files that belong to all namespaces count for the first one.
         """
         yield from self._file(Kind.BESIDE, place.name)
+        if place.name == next(iter(self._folders)):
+            yield from self._file(Kind.BESIDE, OWNER)
         is_first = place.name == next(name for name, found in self._folders.items() if found.folder == folder)
         if is_first:
             yield from self._file(Kind.BESIDE, folder)
@@ -212,7 +216,10 @@ class FsContents:
         return True
 
     def _clear_beside(self, place: Place) -> None:
-        """Remove a namespace's books, and with the last one of its model what all of them had. Raises `OSError`."""
+        """Remove a namespace's books, with the last one of its model what all of them had, and last the owner's file.
+
+        Raises `OSError`.
+        """
         folder = self._folders[place.name].folder
         for entry in self._books(place):
             if not entry.startswith(BUDGET) or self._is_idle(f"{folder}/{entry}"):
@@ -225,6 +232,8 @@ class FsContents:
             if CONFIG in beside:
                 below.unlink(self._fd, f"{folder}/{CONFIG}")
             below.rmdir(self._fd, folder)
+        if set(self._listed(".")) == {OWNER}:
+            remove_ownerless(self._fd)
 
     def _remove_empty(self, folder: str, depth: int) -> None:
         """Remove a folder in which there are only folders, to the bottom. Raises `OSError` for any other."""

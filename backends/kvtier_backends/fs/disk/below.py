@@ -11,6 +11,7 @@ import fcntl
 import os
 import stat
 import struct
+from contextlib import suppress
 from types import TracebackType
 
 from kvtier.errors import ConfigError
@@ -201,11 +202,22 @@ def link(root_fd: int, name: str, new: str) -> None:
         os.link(base, new_base, src_dir_fd=fd, dst_dir_fd=new_fd, follow_symlinks=False)
 
 
-def mkdir(root_fd: int, name: str) -> None:
-    """Make a directory."""
+def mkdir(root_fd: int, name: str, mode: int) -> None:
+    """Make a directory with these permissions, whatever the umask is."""
     folder, _, base = name.rpartition("/")
     with Reached(root_fd, folder) as fd:
-        os.mkdir(base, dir_fd=fd)
+        os.mkdir(base, mode, dir_fd=fd)
+        if mode & ~stat.S_IRWXU:
+            made = open_folder(fd, base)
+            permit(made, mode)
+            os.close(made)
+
+
+def permit(fd: int, mode: int) -> None:
+    """Give an open file or folder these permissions, which the umask may have cut; another user's keeps its own."""
+    with suppress(OSError):  # Not every file system has permissions.
+        if stat.S_IMODE(os.fstat(fd).st_mode) != mode:
+            os.fchmod(fd, mode)
 
 
 def rmdir(root_fd: int, name: str) -> None:

@@ -274,6 +274,13 @@ class Capacity:
         return min(room) - self._kept_bytes if room else None
 
     @property
+    def is_disk_scarcer(self) -> bool:
+        """Whether `min_free_bytes` leaves less room than the limit does."""
+        left_bytes = self._disk.free_bytes - self._min_free_bytes
+        used_bytes = self.used_bytes + self.unseen_bytes
+        return self._min_free_bytes > 0 and (self.limit_bytes is None or left_bytes < self.limit_bytes - used_bytes)
+
+    @property
     def watches_disk(self) -> bool:
         """Whether it matters what others leave free."""
         return self._min_free_bytes > 0

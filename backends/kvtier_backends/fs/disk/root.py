@@ -1,7 +1,8 @@
 """The root: a tier's place on the file system, made, checked and tried before the first chunk.
 
-Everything is reached through a descriptor of the root, and never through its path again. If the mount goes away, the
-path leads to the empty directory below it, and chunks would fill the wrong disk.
+Everything is reached through a descriptor of the root. If the mount goes away, the path leads to the empty directory
+below it, and chunks would fill the wrong disk. The path is opened again only when the root is gone, and then a
+directory on a mount below the former one is refused.
 """
 
 import errno
@@ -19,7 +20,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Literal
 
-from kvtier.backend import NAME_BYTES_MAX, NAMINGS, SEGMENTS_SUFFIX, FileMapper, Lanes
+from kvtier.backend import NAME_BYTES_MAX, NAMINGS, SEGMENTS_SUFFIX, Lanes, TierContext
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.memory import PAGE_BYTES, let_go_in_forks, reason
 from kvtier.remedies import Remedy
@@ -32,12 +33,15 @@ from kvtier_backends.fs.disk.below import (
     open_below,
     open_file,
     open_folder,
+    permit,
     refuse_others,
     refused,
     unlock_file,
 )
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES, Disk, FolderSizes, file_bytes_worst
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
+from kvtier_backends.fs.disk.mounts import UNKNOWN, Mount, mount_of
+from kvtier_backends.fs.disk.owner import OWNER, Holder, Owner
 from kvtier_backends.fs.disk.quarantine import Quarantine
 from kvtier_backends.fs.disk.reads import ONE_BY_ONE, QueuedReads, Reads, takes_queued
 from kvtier_backends.fs.disk.remains import Beside, Remains, is_absent, listed, names_in
@@ -80,26 +84,33 @@ class Folder:
     disk: Disk
     name_bytes_max: int
     """How long a file's name may be there: 255 bytes mostly, 143 where names are encrypted."""
+    mode: int
+    """Permission bits of folders that the tier makes below the root: the root's own."""
 
-    def __init__(self, options: LayoutOptions, mapper: FileMapper) -> None:
-        """Touch nothing yet."""
+    def __init__(self, options: LayoutOptions, context: TierContext, before: Mount | None = None) -> None:
+        """Touch nothing yet. `before`: the mount that the root was on until it was gone."""
         self.root_fd = -1
+        self.mount = UNKNOWN
+        self._before = before
+        self._owner: Owner | None = None
         self.shared_page: SharedPage | None = None
         """As the options want it; as is the next."""
         self.write_budget: WriteBudget | None = None
         self._used_fd = -1
         self._own_from = 0
-        self.chunks = mapper.chunks_folder + (SEGMENTS_SUFFIX if options.layout == "segments" else "")
+        self.chunks = context.mapper.chunks_folder + (SEGMENTS_SUFFIX if options.layout == "segments" else "")
         self.direct = False
         self.reads: Reads = ONE_BY_ONE
         self._options = options
-        self._mapper = mapper
+        self._context = context
+        self._mapper = context.mapper
         let_go_in_forks(self)
 
     def open(self) -> None:
-        """Make missing folders, and find out how files can be written. Blocks.
+        """Become an owner of the root, make missing folders, and find out how files can be written. Blocks.
 
-        Raises `ConfigError` for what the user can mend and `BackendUnavailable` for the rest, and then leaves nothing.
+        Raises `ConfigError` for what the user can mend, such as another owner, and `BackendUnavailable` for the rest,
+        and then leaves nothing.
         """
         self.writer = Writer.this_process()
         root = self._options.root
@@ -108,6 +119,9 @@ class Folder:
                 self._make_root(root, undo)
                 self.root_fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
                 undo.callback(self.close)
+                self._check_mount(root)
+                self.mode = _folders_mode(os.fstat(self.root_fd).st_mode)
+                self._own(root, undo)
                 self.remains, self.beside = Remains(self.root_fd), Beside(self.beside_bytes)
                 self._own_from = next_number()
                 self.disk = Disk(self.root_fd)
@@ -143,10 +157,12 @@ class Folder:
         name = f"{self._mapper.folder}/{{}}{self.chunks.removeprefix(self._mapper.folder)}"
         try:
             if options.shared:
+                self._let_others_in(name.format("ledger"))
                 boot = hashlib.sha256(self.writer.boot.encode()).digest()[:8]
                 self.shared_page = SharedPage(self.root_fd, name.format("ledger"), boot)
             if (bytes_per_day := options.write_budget_bytes_per_day) is not None:
                 budget_name, unit_bytes = name.format("write-budget"), row_bytes + FOOTER_BYTES
+                self._let_others_in(budget_name)
                 self.write_budget = WriteBudget(
                     self.root_fd, budget_name, bytes_per_day, unit_bytes, time.time_ns, lanes
                 )
@@ -166,10 +182,37 @@ class Folder:
         for beside in (self.shared_page, self.write_budget):
             if beside is not None:
                 beside.close()
+        if self._owner is not None:
+            self._owner.let_go()
         if self._used_fd >= 0:
             with suppress(OSError):
                 unlock_file(self._used_fd)  # A fork that has the descriptor, too, would keep the lock.
         self.forked()
+
+    def is_gone(self, *, failed: bool) -> bool:
+        """Return True if the root, its folders or its owner's file were removed, or their file system is away. Blocks.
+
+        `failed`: calls fail there. Then it is gone, too, if the path leads to another directory by now, which is on no
+        mount below. A root that was only renamed is there.
+        """
+        try:
+            root = os.fstat(self.root_fd)
+            if not root.st_nlink or self._owner is None or not self._owner.is_seen():
+                return True
+            for name in (self._mapper.folder, self.chunks):
+                below.look(self.root_fd, name)
+        except OSError:
+            return True
+        with suppress(OSError):  # Nothing there to go to.
+            if not failed:
+                return False
+            fd = os.open(self._options.root, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                elsewhere = not os.path.samestat(root, os.fstat(fd))
+                return elsewhere and mount_of(fd).number not in self.mount.below
+            finally:
+                os.close(fd)
+        return False
 
     def forked(self) -> None:
         if self._used_fd >= 0:
@@ -197,7 +240,8 @@ class Folder:
 
         Files that this process is writing do not count, nor do somebody else's files there. Raises OSError.
         """
-        return self._measured(self._mapper.folder, BOOK.fullmatch) + self._measured(self.quarantine.name, is_kept)
+        books_bytes = self._measured(self._mapper.folder, BOOK.fullmatch) + self.taken_bytes(OWNER)
+        return books_bytes + self._measured(self.quarantine.name, is_kept)
 
     def unfinished_bytes(self) -> int:
         """Return the room of unfinished files among the chunks, with their folder. Raises OSError."""
@@ -240,6 +284,7 @@ class Folder:
         try:
             with Reached(self.root_fd, folder) as fd:
                 with open(open_below(fd, temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+                    permit(file.fileno(), self.mode & 0o666)
                     for piece in pieces:
                         written_bytes += len(piece)
                         file.write(piece)
@@ -257,16 +302,39 @@ class Folder:
         except OSError:
             self.beside.added(file_bytes_worst(added_bytes, self.disk.block_bytes))
 
+    def _check_mount(self, root: str) -> None:
+        """Refuse the directory below a mount that is away: chunks would fill the wrong disk."""
+        self.mount = mount_of(self.root_fd)
+        if self._before is not None and self.mount.number in self._before.below:
+            raise BackendUnavailable(f"{root}: its file system is not mounted")
+
+    def make_folder(self, name: str) -> None:
+        """Make a folder with the root's permissions, whatever the umask is. Raises what `os.mkdir` does."""
+        below.mkdir(self.root_fd, name, self.mode)
+
     def _make_root(self, root: str, undo: ExitStack) -> None:
         with suppress(FileExistsError):
-            os.mkdir(root)
+            os.mkdir(root, stat.S_IRWXU)
             undo.callback(_quietly, os.rmdir, root)
 
     def _make(self, name: str, undo: ExitStack) -> None:
         with suppress(FileExistsError):
-            below.mkdir(self.root_fd, name)
+            self.make_folder(name)
             undo.callback(_quietly, below.rmdir, self.root_fd, name)
         os.close(open_folder(self.root_fd, name))
+
+    def _let_others_in(self, book: str) -> None:
+        """Make a book that those who share the root may write to."""
+        fd = open_file(self.root_fd, book, os.O_RDWR | os.O_CREAT)
+        permit(fd, self.mode & 0o666)
+        os.close(fd)
+
+    def _own(self, root: str, undo: ExitStack) -> None:
+        """Take the root for this tier; wait for an owner that may be closing."""
+        holder = Holder.of(self._context, self.writer, shared=self._options.shared)
+        self._owner = Owner(root, self.root_fd, holder, self.mode & 0o666)
+        self._owner.take()
+        undo.callback(self._owner.let_go, undo=True)
 
     def _say_it_is_used(self) -> None:
         """Lock the folder of chunks along with all who use it: `kvtier prune` removes no empty one that is locked."""
@@ -327,7 +395,7 @@ class Folder:
         """Return the room of an empty directory."""
         name = f"{self._mapper.folder}/{temporary_name(self.writer)}"
         try:
-            below.mkdir(self.root_fd, name)
+            self.make_folder(name)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 return self.disk.block_bytes
@@ -431,6 +499,13 @@ class Folder:
             if flag and error.errno in _REFUSED:
                 return False
             raise
+
+
+def _folders_mode(root_mode: int) -> int:
+    """Return the mode of folders below a root: its own bits, but nothing to write for all the world."""
+    if root_mode & stat.S_ISVTX:  # A directory where everybody makes their own, such as /tmp.
+        return stat.S_IRWXU
+    return stat.S_IRWXU | root_mode & (stat.S_ISGID | stat.S_IRWXG | stat.S_IROTH | stat.S_IXOTH)
 
 
 def _name_bytes_max(root_fd: int) -> int:

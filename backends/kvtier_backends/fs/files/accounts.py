@@ -58,6 +58,11 @@ class Accounts(Protocol):
         """Whether anybody knows what is used. As long as nobody does, nothing goes: it may be that nothing has to."""
         ...
 
+    @property
+    def others_have_room(self) -> bool:
+        """Whether a store may find no room because of other processes."""
+        ...
+
     async def promise(self, reservation: Reservation, wanted_bytes: int) -> None:
         """Promise as much as is free, up to what is wanted in all."""
         ...
@@ -120,6 +125,7 @@ class OwnAccounts:
     """See `Accounts`: a directory that is one tier's own."""
 
     known = True
+    others_have_room = False
 
     def __init__(self, tier: OpenTier[FilesOptions]) -> None:
         self._capacity = tier.capacity
@@ -194,6 +200,10 @@ class SharedAccounts:
     @property
     def known(self) -> bool:
         return not self._page_lost.is_set()
+
+    @property
+    def others_have_room(self) -> bool:
+        return not self.known or self._page.promised_to_others
 
     async def promise(self, reservation: Reservation, wanted_bytes: int) -> None:
         limit_bytes = SIZE_BYTES_MAX if self._capacity.limit_bytes is None else self._capacity.limit_bytes

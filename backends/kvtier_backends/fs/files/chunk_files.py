@@ -127,6 +127,7 @@ class ChunkFiles:
         """
         self._loads_first = loads_first
         self._root = folder.root_fd
+        self._folders_mode = folder.mode
         self._mapper = mapper
         self._writer = folder.writer
         self._remains = folder.remains
@@ -329,7 +330,7 @@ class ChunkFiles:
     def _make(self, parent_fd: int, parent: str, base: str) -> Reached:
         folder = f"{parent}/{base}" if parent else base
         with suppress(FileExistsError), self._sizes.making(folder):
-            below.mkdir(parent_fd, base)
+            below.mkdir(parent_fd, base, self._folders_mode)
         made = Reached(parent_fd, base)
         self._look_at(folder, made.fd)
         if parent:

@@ -48,10 +48,13 @@ class Storing:
                 outcomes, gone = await self._write(allowed)
                 if failed := [index for index, outcome in enumerate(outcomes) if isinstance(outcome, NoSpace)]:
                     await self._try_again(allowed, failed, outcomes)
+                    left = sum(isinstance(outcomes[index], NoSpace) for index in failed)
+                    self._tier.counters.refuse("disk", left)
             finally:
                 self._eviction.release(reservation)
-        outcomes += self._tier.refused(fitting[len(allowed) :], "write_budget", "the day's write budget is used up")
-        outcomes += self._tier.refused(writes[len(fitting) :], "capacity", "no room, and nothing that may go for it")
+        outcomes += self._tier.refused(fitting[len(allowed) :], "write_budget")
+        scarce = self._tier.scarce(others=self._eviction.accounts.others_have_room)
+        outcomes += self._tier.refused(writes[len(fitting) :], scarce)
         return outcomes, gone
 
     async def _write(self, writes: Sequence[Write]) -> tuple[list[Outcome], int]:

@@ -190,7 +190,7 @@ class SegmentFolder:
             return open_below(self.root_fd, aside, flags)
         except FileNotFoundError:  # Somebody has removed the folder.
             with suppress(FileExistsError):
-                below.mkdir(self.root_fd, self._folder.chunks)
+                self._folder.make_folder(self._folder.chunks)
             if self._fsync:
                 os.fsync(self.root_fd)
             return open_below(self.root_fd, aside, flags)

@@ -52,6 +52,11 @@ class Room:
         """Why there are no more slots, if that is not for want of room."""
         return self._growth.error
 
+    @property
+    def disk_is_full(self) -> bool:
+        """Whether the disk has lately had no room for more."""
+        return self._growth.disk_is_full
+
     def begin(self, unusable: Iterable[Unusable]) -> None:
         """Make segments from now on: all that were there are known, and what lies among them and holds nothing."""
         self._leftovers.found(unusable)
