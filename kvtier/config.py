@@ -5,6 +5,7 @@ It is plain data: what was read from a file is sent to the runner's process as i
 
 import json
 import os
+import re
 import sys
 import tomllib
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -41,7 +42,10 @@ ACTION_CHUNKS_MAX = 1 << 16  # An action is one message to the runner, of 40 byt
 QUEUED_ACTIONS_MAX = 1 << 20  # Each is some kilobytes.
 EVENTS_MAX = 1 << 24  # A gigabyte.
 TOKENS_PER_S_MAX = 1e9  # Ten thousand times one GPU: a mistyped unit.
+PLACES = ("dp_rank", "engine_id")  # What `{…}` in a tier's paths may be, inside vLLM.
 LATE_MARGIN_MAX = 100.0  # Times what computing takes: beyond it waiting has no bound worth the name.
+
+_PLACE = re.compile(r"\{[A-Za-z_]\w*\}")
 
 ChunksInFlight = Annotated[int, msgspec.Meta(ge=1, le=CHUNKS_IN_FLIGHT_MAX)]
 ActionChunks = Annotated[int, msgspec.Meta(ge=1, le=ACTION_CHUNKS_MAX)]
@@ -234,11 +238,33 @@ def tier_options(tier: TierConfig, where: str) -> msgspec.Struct:
     except ConfigError as error:
         raise ConfigError(f"{where}.type: {error}") from error
     common = struct_fields(TierConfig).keys() - {"options"}
+    for name in _paths(options).intersection(tier.options):
+        if (place := _PLACE.search(str(tier.options[name]))) is not None:
+            accepted = " and ".join(f"{{{each}}}" for each in PLACES)
+            raise ConfigError(f"{where}.{name}: {place[0]!r} given in a path, {accepted} accepted, inside vLLM alone")
     if taken := sorted(common & struct_fields(options).keys()):
         raise ConfigError(f"{where}.type: {tier.type!r} has options named like fields of every tier: {taken}")
     top = where.rpartition("secondary_tiers")[0].rstrip(".")
     places = partial(struct_paths, EngineConfig, top)
     return decode(options, tier.options, where, siblings=common, places=places)
+
+
+def placed(tier: TierConfig, places: Mapping[str, str]) -> TierConfig:
+    """Return the tier with `{name}` in its paths replaced by the place of this name; `tier_options` refuses others."""
+    options = dict(tier.options)
+    try:
+        paths = _paths(backend_class(tier.type).options_type)
+    except ConfigError:
+        return tier  # `tier_options` says at which path.
+    for name in paths.intersection(options):
+        for place, value in places.items():
+            if isinstance(given := options[name], str):
+                options[name] = given.replace(f"{{{place}}}", value)
+    return replace(tier, options=options)
+
+
+def _paths(options: type[msgspec.Struct]) -> set[str]:
+    return {name for name, field in struct_fields(options).items() if names_a_path(field.type)}
 
 
 def settled(config: EngineConfig, where: str = "") -> EngineConfig:
@@ -259,9 +285,8 @@ def _settled(tier: TierConfig, index: int, runner: str, top: str) -> TierConfig:
             f"{top}runner: {runner!r} given, {needed!r} accepted with secondary_tiers[{index}] of type {tier.type!r}: "
             "its client may crash, or write into memory that it was lent, and must do so in a process of its own"
         )
-    fields = struct_fields(type(options)).items()
-    paths = {name: getattr(options, field.name) for name, field in fields if names_a_path(field.type)}
-    own = {name: path for name, path in paths.items() if name in tier.options}
+    fields = struct_fields(type(options))
+    own = {name: getattr(options, fields[name].name) for name in _paths(type(options)).intersection(tier.options)}
     locality = tier.locality or backend_class(tier.type).locality
     return replace(tier, options=tier.options | own, locality=locality)
 

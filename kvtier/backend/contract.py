@@ -9,6 +9,8 @@ not be installed.
 """
 
 import inspect
+import os
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from enum import Enum
@@ -102,6 +104,17 @@ class Abandoned(NamedTuple):
     transfers: int
 
 
+class EngineId(NamedTuple):
+    """An engine, through all its runners."""
+
+    pid: int  # Of the process that the LLM engine, or the program, runs in.
+    number: int  # Above 0; drawn once for each engine.
+
+    @classmethod
+    def new(cls) -> Self:
+        return cls(os.getpid(), secrets.randbits(62) + 1)
+
+
 class TierContext(NamedTuple):
     """The context in which kvtier opens a tier."""
 
@@ -109,6 +122,7 @@ class TierContext(NamedTuple):
     mapper: FileMapper  # Names every chunk; two namespaces never share a name.
     row_bytes: int  # Length of every buffer that will be lent: a multiple of 4,096.
     retained_share: float = 0.25  # Of its chunks, for `Advised`: what may be retained at once.
+    engine: EngineId | None = None  # A replaced runner opens its tiers for the same engine as the one before it.
 
 
 class Options(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):

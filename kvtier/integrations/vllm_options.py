@@ -12,6 +12,7 @@ import msgspec
 
 from kvtier.backend import Durability, Namespace, backend_class
 from kvtier.config import (
+    PLACES,
     ActionChunks,
     EngineConfig,
     EngineLimits,
@@ -22,6 +23,7 @@ from kvtier.config import (
     TierConfig,
     TierLimits,
     TokensPerSecond,
+    placed,
     settled,
     tier_options,
 )
@@ -48,6 +50,9 @@ Text = Annotated[str, msgspec.Meta(min_length=1)]
 WHERE = "kv_connector_extra_config"
 PACKAGE = "kvtier.integrations.vllm"
 SECOND = "KVTierSecondaryTier"
+ANYWHERE = dict.fromkeys(PLACES, "0")
+"""Stands for the places of an engine where only its options are checked."""
+
 _FIRST_DOOR = '"spec_name": "KVTierOffloadingSpec" puts kvtier in its place, which can do that'
 _WEIGHING = ("prefill_tokens_per_s", "late_margin")  # Options of the first door alone.
 
@@ -149,25 +154,28 @@ def _require_module(given: Mapping[str, Any], name: str, where: str) -> None:
 
 def _checked_options(options: VllmOptions) -> VllmOptions:
     """Check tiers as an engine does; how long its rows are, vLLM alone knows."""
-    engine = {name: getattr(options, name) for name in ("cpu_bytes_to_use", "secondary_tiers", "runner", "limits")}
-    EngineConfig.from_dict({**engine, "chunk_bytes": 1}, WHERE)
+    engine = {name: getattr(options, name) for name in ("cpu_bytes_to_use", "runner", "limits")}
+    tiers = tuple(placed(tier, ANYWHERE) for tier in options.secondary_tiers)
+    EngineConfig.from_dict({**engine, "secondary_tiers": tiers, "chunk_bytes": 1}, WHERE)
     return options
 
 
 def _second(tier: Mapping[str, Any]) -> "SecondaryOptions":
     options = read_secondary_options({name: tier[name] for name in tier.keys() - {"type", "module_path"}})
-    tier_options(TierConfig(type=options.backend, options=options.options), "secondary_tiers[]")
+    tier_options(placed(TierConfig(type=options.backend, options=options.options), ANYWHERE), "secondary_tiers[]")
     return options
 
 
-def engine_config(options: VllmOptions, plan: "RowPlan", namespace: Namespace, *, events: bool) -> EngineConfig:
+def engine_config(
+    options: VllmOptions, plan: "RowPlan", namespace: Namespace, places: Mapping[str, str], *, events: bool
+) -> EngineConfig:
     """Return the configuration of the engine that these options describe."""
     given: dict[str, Any] = {
         "cpu_bytes_to_use": options.cpu_bytes_to_use,
         "chunk_bytes": plan.chunk_bytes,
         "eviction_policy": options.eviction_policy,
         "secondary_tiers": tuple(
-            _with_medium(tier, f"{WHERE}.secondary_tiers[{index}]")
+            _with_medium(tier, places, f"{WHERE}.secondary_tiers[{index}]")
             for index, tier in enumerate(options.secondary_tiers)
         ),
         "runner": options.runner,
@@ -248,7 +256,9 @@ def read_secondary_options(given: Mapping[str, Any]) -> SecondaryOptions:
     return decode(SecondaryOptions, dict(given), "secondary_tiers[]")
 
 
-def secondary_config(options: SecondaryOptions, namespace: Namespace, *, rows: int, row_bytes: int) -> EngineConfig:
+def secondary_config(
+    options: SecondaryOptions, namespace: Namespace, places: Mapping[str, str], *, rows: int, row_bytes: int
+) -> EngineConfig:
     """Return the configuration of a runner with one tier, over rows that are vLLM's; its paths are absolute."""
     tier = TierConfig(
         type=options.backend,
@@ -262,7 +272,7 @@ def secondary_config(options: SecondaryOptions, namespace: Namespace, *, rows: i
     config = EngineConfig(
         cpu_bytes_to_use=rows * row_bytes,
         chunk_bytes=row_bytes,
-        secondary_tiers=(_with_medium(tier, "secondary_tiers[]"),),
+        secondary_tiers=(_with_medium(tier, places, "secondary_tiers[]"),),
         runner=options.runner,
         namespace=namespace,
         chunk_tokens=_chunk_tokens(namespace),
@@ -277,8 +287,12 @@ def _of(kind: type[TierLimits | EngineLimits], limits: SecondaryLimits) -> dict[
     return {name: getattr(limits, name) for name in names}
 
 
-def _with_medium(tier: TierConfig, where: str) -> TierConfig:
-    """Check a tier's own options, and name its medium: vLLM's requests may choose by it, and its events carry it."""
+def _with_medium(tier: TierConfig, places: Mapping[str, str], where: str) -> TierConfig:
+    """Check a tier's own options, with its paths filled in, and name its medium.
+
+    vLLM's requests may choose by it, and its events carry it.
+    """
+    tier = placed(tier, places)
     tier_options(tier, where)
     if tier.medium is not None:
         return tier

@@ -21,6 +21,7 @@ from typing import Self
 
 import msgspec
 
+from kvtier.backend import EngineId
 from kvtier.config import EngineConfig
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.memory import GROUP_SIGNALS, Region, fill_standard_streams, reason, start_thread
@@ -62,14 +63,16 @@ class RunnerProcess:
         self._unsent: deque[tuple[memoryview, int]] = deque()  # A frame's rest, and its number of actions.
 
     @classmethod
-    def start(cls, epoch: int, config: EngineConfig, region_fd: int, environment: Mapping[str, str]) -> Self:
+    def start(
+        cls, epoch: int, config: EngineConfig, region_fd: int, engine: EngineId, environment: Mapping[str, str]
+    ) -> Self:
         """Start a child and give it the configuration; OSError if it cannot be started."""
         fill_standard_streams()  # They may have been closed since the last one was started.
         ours, theirs = socket.socketpair()
         with theirs, _this_process() as owner_fds, ExitStack() as unless_started:
             unless_started.callback(ours.close)
             fds = (theirs.fileno(), region_fd, *owner_fds)
-            given = map(str, (theirs.fileno(), region_fd, wanted_level(), *owner_fds))
+            given = map(str, (theirs.fileno(), region_fd, wanted_level(), *engine, *owner_fds))
             process = subprocess.Popen(  # noqa: S603  # Our own module, with numbers for arguments.
                 [sys.executable, "-P", "-m", "kvtier.runner.child", *given],
                 pass_fds=fds,
@@ -154,6 +157,7 @@ class ProcessBridge(Bridge):
         self._config = config
         self._region = region
         self._region_fd = region.fd
+        self._engine = EngineId.new()
         self._environment = environment()
         self._lock = threading.Lock()  # Around what a child is to be sent; never held across anything that waits.
         fill_standard_streams()
@@ -279,7 +283,7 @@ class ProcessBridge(Bridge):
     def _run_child(self, epoch: int) -> bool:
         """Have one runner from its start to its end; say whether it got as far as open tiers."""
         try:
-            child = RunnerProcess.start(epoch, self._config, self._region_fd, self._environment)
+            child = RunnerProcess.start(epoch, self._config, self._region_fd, self._engine, self._environment)
         except Exception as error:  # noqa: BLE001  # Told to whoever waits for the start; whatever it is, we try again.
             self._fail(OpenFailed(f"the runner's process cannot be started: {reason(error)}", config=False))
             return False

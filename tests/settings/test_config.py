@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvtier.backend.contract import Abandoned, Backend, Durability, Outcome, Read, TierContext, Write
 from kvtier.backend.keys import OffloadKey
@@ -22,6 +23,7 @@ from kvtier.config import (
     PositiveSize,
     TierConfig,
     TierLimits,
+    placed,
     tier_options,
 )
 from kvtier.errors import ConfigError
@@ -233,6 +235,20 @@ def test_tiers_are_named_by_place_and_type_unless_they_have_names() -> None:
 def test_a_tiers_own_options_are_decoded_by_its_backend() -> None:
     tier = decode(TierConfig, {"type": SHELF, "root": "/x", "capacity_bytes": "1.5GB"})
     assert tier_options(tier, "secondary_tiers[0]") == ShelfOptions(root="/x", capacity_bytes=1_500_000_000)
+
+
+def test_places_in_a_path_are_filled_in_inside_vllm_and_refused_elsewhere() -> None:
+    tier = TierConfig(type="fs", options={"root": "/var/kv-{dp_rank}", "layout": "files"})
+    message = (
+        r"^secondary_tiers\[0\]\.root: '\{dp_rank\}' given in a path, \{dp_rank\} and \{engine_id\} accepted, inside"
+    )
+    with pytest.raises(ConfigError, match=message):
+        tier_options(tier, "secondary_tiers[0]")
+    here = placed(tier, {"dp_rank": "3", "engine_id": "blue"})
+    assert here.options == {"root": "/var/kv-3", "layout": "files"}
+    tier_options(here, "secondary_tiers[0]")
+    with pytest.raises(ConfigError, match=r"'\{rank\}' given"):
+        tier_options(placed(replace(tier, options={"root": "/kv/{rank}"}), {"dp_rank": "3"}), "secondary_tiers[0]")
 
 
 def test_the_dummy_tier_needs_no_options() -> None:

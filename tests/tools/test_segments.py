@@ -124,6 +124,7 @@ def test_prune_goes_on_after_a_segment_of_a_live_engine(
     root: Path, store: Callable[..., list[Path]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     of_nobody = store(keys_of(4), model="z", layout="segments")
+    taken_bytes = sum(path.stat().st_blocks * 512 for path in of_nobody)
 
     async def work() -> None:
         tier = await FsBackend.open(
@@ -139,13 +140,27 @@ def test_prune_goes_on_after_a_segment_of_a_live_engine(
     told = capsys.readouterr()
     assert json.loads(told.out) == {
         "files": 4,
-        "bytes": 4 * SLOT_BYTES,
+        "bytes": taken_bytes,
         "namespaces": 1,
         "removed": True,
         "left_out": 3,
     }
     assert "an engine is writing to it" in told.err
     assert not any(path.exists() for path in of_nobody)
+
+
+@pytest.mark.parametrize("size", ["50%", "3%", "0B"])
+def test_a_prune_frees_what_it_says_and_a_tier_stores_there_again(root: Path, store, run_json, size: str) -> None:
+    (segment,) = store(keys_of(40), layout="segments")
+    before = segment.stat().st_blocks * 512
+    report = run_json("prune", root, "--to-size", size, "--yes")
+    left = segment.stat().st_blocks * 512 if segment.exists() else 0
+    assert report["bytes"] == before - left >= report["files"] * SLOT_BYTES
+    assert report["files"] == {"50%": 20, "3%": 39, "0B": 40}[size]
+    assert run_json("verify", root)["checked"] == 40 - report["files"]
+    store(keys_of(40, 40), layout="segments")
+    assert run_json("verify", root)["checked"] == 80 - report["files"]
+    assert sum(path.stat().st_blocks * 512 for path in root.glob("*_segments/*.seg")) >= before
 
 
 @pytest.mark.parametrize("option", ["--corrupt", "--leftovers"])

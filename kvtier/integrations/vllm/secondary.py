@@ -35,7 +35,7 @@ from kvtier.errors import ConfigError
 from kvtier.integrations.vllm.events import INFO_KEYS, Media, config_info, offloading_events
 from kvtier.integrations.vllm.hosts import require_rows_of_all, rows_fd
 from kvtier.integrations.vllm.manager import hint_in
-from kvtier.integrations.vllm.rows import namespace_of, plan_rows
+from kvtier.integrations.vllm.rows import namespace_of, places_of, plan_rows
 from kvtier.integrations.vllm.second_door import TierClient
 from kvtier.integrations.vllm.stats import (
     Stats,
@@ -176,7 +176,7 @@ def _engine_config(spec: OffloadingSpec, rows: memoryview, options: SecondaryOpt
     plan = plan_rows(spec.config, spec.config.canonical_layout, interop=interop)
     namespace = namespace_of(spec.config, plan, revision=options.revision, interop=interop)
     count, row_bytes = rows.shape or (0, 0)
-    return secondary_config(options, namespace, rows=count, row_bytes=row_bytes)
+    return secondary_config(options, namespace, places_of(spec.config), rows=count, row_bytes=row_bytes)
 
 
 def _start(spec: OffloadingSpec, rows: memoryview, config: EngineConfig) -> tuple[Bridge, Region]:

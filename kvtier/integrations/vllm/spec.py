@@ -30,7 +30,7 @@ from kvtier.errors import ConfigError
 from kvtier.integrations.vllm.events import INFO_KEYS
 from kvtier.integrations.vllm.hosts import MET_S, one_host, require_met
 from kvtier.integrations.vllm.manager import STORES_SKIPPED, Offers, VllmManager
-from kvtier.integrations.vllm.rows import namespace_of, plan_rows
+from kvtier.integrations.vllm.rows import namespace_of, places_of, plan_rows
 from kvtier.integrations.vllm.stats import TransferTimes, log_as_vllm, metric_definitions, unregister_earlier
 from kvtier.integrations.vllm.worker import make_worker
 from kvtier.integrations.vllm_options import engine_config, read_options
@@ -50,7 +50,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
         self.replicated_layout = config.replicated_layout  # Read by vLLM: one worker stores for all.
         namespace = namespace_of(config, self._plan, revision=self._options.revision, interop=interop)
         events = self.kv_events_config.enable_kv_cache_events
-        self._engine_config = engine_config(self._options, self._plan, namespace, events=events)
+        self._engine_config = engine_config(self._options, self._plan, namespace, places_of(config), events=events)
         self._manager: VllmManager | None = None
         self._worker: OffloadingWorker | None = None
 

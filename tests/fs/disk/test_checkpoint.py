@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from xxhash import xxh3_64_intdigest
 
+from kvtier.backend import TierContext
 from kvtier.backend.keys import OffloadKey, make_offload_key
 from kvtier.backend.namespace import FileMapper
 from kvtier.testing.conformance import Lender
@@ -55,7 +56,8 @@ def open_layout(root: Path, mapper: FileMapper):
     opened: list[Folder] = []
 
     def open_layout(layout: str) -> Folder:
-        opened.append(Folder(FsOptions(root=str(root), layout=layout).chosen(), mapper))  # type: ignore[arg-type]
+        options = FsOptions(root=str(root), layout=layout).chosen()  # type: ignore[arg-type]
+        opened.append(Folder(options, TierContext("0:fs", mapper, ROW_BYTES)))
         opened[-1].open()
         return opened[-1]
 

@@ -84,8 +84,6 @@ class CheckpointFile:
         self._format = checkpoint_format
         self._ours = (checkpoint_format.magic, VERSION, row_bytes, mapper.fingerprint)
         self._counters = counters
-        self.used_bytes = 0
-        """What it takes more of the disk than it did at the start."""
 
     def bytes_worst(self, chunks: int, preamble_bytes: int = 0) -> int:
         """Return the most that a checkpoint of so many chunks takes of the disk."""
@@ -100,9 +98,7 @@ class CheckpointFile:
         chunks fit.
         """
         try:
-            before_bytes = self._folder.taken_bytes(self._name)
             self._folder.publish(self._name, self._written(lengths, records, preamble))
-            self.used_bytes += self._folder.taken_bytes(self._name) - before_bytes
         except OSError as error:
             self._counters.count("checkpoints_failed")
             logger.warning(

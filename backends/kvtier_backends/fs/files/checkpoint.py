@@ -26,11 +26,6 @@ class Checkpoint:
         self._file = CheckpointFile(folder, mapper, counters, row_bytes, Format(MAGIC, "IQ", BYTES_MAX))
         self.bytes_worst = self._file.bytes_worst
 
-    @property
-    def used_bytes(self) -> int:
-        """The room by which it has grown since the start."""
-        return self._file.used_bytes
-
     def write(self, snapshot: Snapshot, now_ns: int) -> None:
         """Put a checkpoint in place of the last one, whole or not at all; a failure is logged and counted."""
         records = (

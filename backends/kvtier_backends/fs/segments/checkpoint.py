@@ -80,11 +80,6 @@ class SlotCheckpoint:
         """Keep it in an opened folder, beside the namespace's configuration."""
         self._file = CheckpointFile(folder, mapper, counters, row_bytes, Format(MAGIC, FIELDS, BYTES_MAX))
 
-    @property
-    def used_bytes(self) -> int:
-        """The room by which it has grown since the start."""
-        return self._file.used_bytes
-
     def bytes_worst(self, chunks: int, segments: int) -> int:
         """Return the most that a checkpoint of so many chunks takes of the disk."""
         return self._file.bytes_worst(chunks, _PREAMBLE.size + segments * SEGMENT_BYTES_MAX)

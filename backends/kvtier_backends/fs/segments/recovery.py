@@ -13,7 +13,7 @@ from kvtier.backend import INVENTORY_BATCH_KEYS, read_folder
 from kvtier.remedies import Remedy
 from kvtier_backends.fs.disk.below import AHEAD_NS, believable_ns, list_folder
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Fault, Footer, read_footer
-from kvtier_backends.fs.disk.temporaries import Sweep
+from kvtier_backends.fs.disk.remains import is_absent
 from kvtier_backends.fs.layout import OpenTier
 from kvtier_backends.fs.options import SegmentsOptions
 from kvtier_backends.fs.segments.checkpoint import Chunks, Remembered, SlotCheckpoint
@@ -31,7 +31,8 @@ SEQUENCE_MAX = (1 << 63) - 1  # The year 2262, in ns. Greater ones are nobody's,
 class Around(NamedTuple):
     """The tier's files and folders besides segments."""
 
-    taken_bytes: int
+    taken_bytes: int  # Unfinished files, and segments that are not open.
+    measured: bool  # False: it could not be seen how much that is.
     others: int  # Folders of other namespaces, or of this one laid out otherwise.
     swept: int
 
@@ -58,8 +59,6 @@ class Recovery:
         self._now_ns = tier.clock_ns()
         self.opened: list[Segment] = []
         self.unusable: list[Unusable] = []
-        self.unopened_bytes = 0
-        """What segments take that could not be opened."""
         self.failed = 0
         """Segments that could not be opened, and folders that could not be listed."""
         self.stopped = False
@@ -81,12 +80,11 @@ class Recovery:
         for name in names:
             try:
                 found = self._segment_folder.open(name)
-            except FileNotFoundError:
-                continue
             except OSError as error:
-                self.failed += 1
                 with suppress(OSError):
-                    self.unopened_bytes += self._folder.taken_bytes(name)
+                    if isinstance(error, FileNotFoundError) and is_absent(self._folder.root_fd, name):
+                        continue
+                self.failed += 1
                 logger.warning("%s: cannot be opened: %s; see %s", name, error.strerror, Remedy.UNREADABLE)
                 continue
             if isinstance(found, Segment):
@@ -105,13 +103,15 @@ class Recovery:
 
     def look_around(self) -> Around:
         """Measure and sweep what is besides segments, as far as it can be."""
-        sweep = Sweep(self._folder.root_fd, self._folder.writer, self._now_ns / 1e9)
-        taken, names = self.unopened_bytes, list[str]()
+        sweep = self._folder.sweep(self._now_ns / 1e9)
+        taken, measured, names = 0, False, list[str]()
         try:
             for folder in (self._folder.chunks, self._mapper.folder):
                 for name in list_folder(self._folder.root_fd, folder):
                     sweep(folder, name)
-            taken += self._folder.beside_bytes() + self._folder.unfinished_bytes()
+            self._folder.beside.look()
+            taken = self._folder.unfinished_bytes() + self._segment_folder.unopened_bytes()
+            measured = True
             names = list_folder(self._folder.root_fd, ".")
         except OSError as error:
             self.failed += 1
@@ -122,7 +122,7 @@ class Recovery:
                 Remedy.UNREADABLE,
             )
         others = sum(name != self._folder.chunks and read_folder(name) is not None for name in names)
-        return Around(taken, others, sweep.removed)
+        return Around(taken, measured, others, sweep.removed)
 
     def recalled(self) -> Iterator[Recalled]:
         """Yield the chunks of the last checkpoint that lie in opened segments, which have their first slots."""

@@ -7,6 +7,7 @@ u32, zero u32, row length u64, slots u64, namespace fingerprint 32, zeros up to 
 it. Slots follow, each a row and its footer.
 """
 
+import ctypes
 import errno
 import mmap
 import os
@@ -28,6 +29,11 @@ VERSION = 1
 WIPED = memoryview(mmap.mmap(-1, FOOTER_BYTES))  # Aligned zeros, which nobody changes.
 SEGMENT_BYTES_MOST = 8 << 30  # All slots; 10 TiB are then some 1,300 open files.
 AHEAD_SLOTS = 256  # Footers that are asked for before the first of them is read.
+
+_PUNCH_HOLE = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
+
+_fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+_fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 
 _HEAD = struct.Struct("<8sIIQQ32s")
 _CHECKSUM = struct.Struct("<Q")
@@ -136,6 +142,16 @@ class Segment:
                 unlock_file(self.fd)  # A fork that has the descriptor, too, would keep the lock.
             with suppress(OSError):
                 os.close(self.fd)
+
+
+def punch_hole(fd: int, offset: int, size_bytes: int) -> None:
+    """Give the room of these bytes back to the file system; they are zeros then. Raises OSError where it has no holes.
+
+    A chunk that is written there later needs room on the disk again, which may be full by then.
+    """
+    if _fallocate(fd, _PUNCH_HOLE, offset, size_bytes):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 def sync(segments: Iterable[Segment]) -> None:

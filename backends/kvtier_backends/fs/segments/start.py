@@ -13,10 +13,12 @@ from kvtier_backends.fs.options import SegmentsOptions
 from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.checkpoint import SETTLED_NS, SlotCheckpoint, remembered, trusted
 from kvtier_backends.fs.segments.folder import SegmentFolder
-from kvtier_backends.fs.segments.recovery import Recovery, Seen
+from kvtier_backends.fs.segments.recovery import Around, Recovery, Seen
 from kvtier_backends.fs.segments.room import Room
 from kvtier_backends.fs.segments.segment import Segment
 from kvtier_backends.fs.segments.slots import Snapshot
+
+AGAIN_S = 5.0  # After so long, what could not be seen at the start is looked at again.
 
 
 class StartScan:
@@ -29,7 +31,6 @@ class StartScan:
         self.recalled = asyncio.Event()
         """Set once everything that the last checkpoint names is known."""
         self._checkpoint = SlotCheckpoint(tier.root, tier.context.mapper, tier.counters, tier.context.row_bytes)
-        tier.capacity.count(self._checkpoint)
         self._recovery = Recovery(tier, folder, self._checkpoint)
         self._catalog = catalog
         self._segments = catalog.segments
@@ -58,8 +59,7 @@ class StartScan:
         self._failed += recovery.failed
         for segment in recovery.opened:
             self._segments.add(segment, catalog.add(segment.header.slots))
-        self._capacity.other_bytes += around.taken_bytes + sum(each.allocated_bytes for each in recovery.unusable)
-        self._capacity.unseen_bytes = 0
+        self._count(around)
         self._room.begin(recovery.unusable)
         recalled = recovery.recalled() if self._checkpoint_s else iter(())
         while (chunks := await self._lane.run(next, recalled, None)) is not None:
@@ -76,6 +76,14 @@ class StartScan:
         await self._room.shrink()
         self._schedule.ready = True
         self.done.set()
+        while self._capacity.unseen_bytes:
+            await asyncio.sleep(AGAIN_S)
+            self._count(await self._lane.run(recovery.look_around))
+
+    def _count(self, around: Around) -> None:
+        """Count what lies around the open segments. As long as that is unknown, it is all that is on the disk."""
+        if around.measured:
+            self._capacity.other_bytes, self._capacity.unseen_bytes = around.taken_bytes, 0
 
     async def run_checkpoints(self) -> None:
         """Write down what is known every so often."""
