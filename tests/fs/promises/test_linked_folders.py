@@ -64,7 +64,7 @@ def replace_by_a_link(folder: Path, victims: Path, away: Path) -> None:
 def folders_of(root: Path, level: str, mapper: FileMapper) -> list[str]:
     """Return the folders of a tier at one level: its books', its chunks', or those within them."""
     beside = [mapper.folder]
-    chunks = [path.name for path in root.iterdir() if path.name != mapper.folder]
+    chunks = [path.name for path in root.iterdir() if path.is_dir() and path.name != mapper.folder]
     match level:
         case "books":
             return beside
