@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kvtier.engine.metrics import EngineStats, PrimaryStats, TierStats
     from kvtier.engine.steps import StepManager
     from kvtier.engine.tier import TierMatcher
-    from kvtier.errors import BackendUnavailable, ConfigError, EngineClosed, KVTierError, RowsStillRead
+    from kvtier.errors import BackendUnavailable, ConfigError, EngineClosed, KVTierError, RowsStillRead, WrongLoop
     from kvtier.hints import Hint
 
 __version__ = "0.2.0"
@@ -42,6 +42,7 @@ __all__ = [
     "TierMatcher",
     "TierStats",
     "TieringOffloadingManager",
+    "WrongLoop",
     "__version__",
     "make_offload_key",
 ]
@@ -55,7 +56,7 @@ _NAMES_BY_MODULE = {
     "kvtier.engine.metrics": "EngineStats PrimaryStats TierStats",
     "kvtier.engine.steps": "StepManager",
     "kvtier.engine.tier": "TierMatcher",
-    "kvtier.errors": "BackendUnavailable ConfigError EngineClosed KVTierError RowsStillRead",
+    "kvtier.errors": "BackendUnavailable ConfigError EngineClosed KVTierError RowsStillRead WrongLoop",
     "kvtier.hints": "Hint",
 }
 

@@ -5,16 +5,21 @@ It is plain data: what was read from a file is sent to the runner's process as i
 
 import json
 import os
+import re
+import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
 from msgspec.structs import force_setattr, replace
 
-from kvtier.backend import Namespace, backend_class
+from kvtier.backend import BUILT_IN_TYPES, Namespace, backend_class
 from kvtier.errors import ConfigError
 from kvtier.memory import PAGE_BYTES
+from kvtier.policies import require_policy
 from kvtier.settings import (
     Checked,
     Count,
@@ -24,8 +29,10 @@ from kvtier.settings import (
     Share,
     SlowDuration,
     decode,
+    foreign,
     names_a_path,
     struct_fields,
+    struct_paths,
 )
 
 PRIMARY_NAME = "cpu"  # What the primary is called where tiers are told apart by name.
@@ -35,7 +42,10 @@ ACTION_CHUNKS_MAX = 1 << 16  # An action is one message to the runner, of 40 byt
 QUEUED_ACTIONS_MAX = 1 << 20  # Each is some kilobytes.
 EVENTS_MAX = 1 << 24  # A gigabyte.
 TOKENS_PER_S_MAX = 1e9  # Ten thousand times one GPU: a mistyped unit.
+PLACES = ("dp_rank", "engine_id")  # What `{…}` in a tier's paths may be, inside vLLM.
 LATE_MARGIN_MAX = 100.0  # Times what computing takes: beyond it waiting has no bound worth the name.
+
+_PLACE = re.compile(r"\{[A-Za-z_]\w*\}")
 
 ChunksInFlight = Annotated[int, msgspec.Meta(ge=1, le=CHUNKS_IN_FLIGHT_MAX)]
 ActionChunks = Annotated[int, msgspec.Meta(ge=1, le=ACTION_CHUNKS_MAX)]
@@ -84,6 +94,13 @@ class TierConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
     rest: ClassVar[str | None] = "options"
 
+    @classmethod
+    def known_rest(cls) -> Iterable[str]:
+        """Return the options of every built-in type, for suggestions."""
+        for type_name in BUILT_IN_TYPES:
+            with suppress(ConfigError):  # What it needs is not installed.
+                yield from struct_fields(backend_class(type_name).options_type)
+
     type: Text  # As `kvtier.backend.backend_class` knows it.
     name: str = ""  # In metrics and messages; empty becomes "<index>:<type>".
     limits: TierLimits = TierLimits()
@@ -97,6 +114,14 @@ class TierConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 class EngineConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A whole kvtier engine. The names are vLLM's own where the meaning is the same."""
+
+    meant: ClassVar[Mapping[str, str]] = {
+        "tiers": "'secondary_tiers'",
+        "primary": "'cpu_bytes_to_use'",
+        **dict.fromkeys(("block_size", "blocks_per_chunk"), "'chunk_bytes'"),
+        **dict.fromkeys(("cpu_bytes", "memory", "num_cpu_blocks"), "'cpu_bytes_to_use'"),
+        "kv_connector_extra_config": "the fields in it, at the top level",
+    }
 
     cpu_bytes_to_use: PositiveSize  # Memory of the primary, for all workers together.
     chunk_bytes: PositiveSize  # What is stored under one key, of all workers together.
@@ -132,21 +157,24 @@ class EngineConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     def from_dict(cls, mapping: Mapping[str, Any], where: str = "") -> Self:
         """Make a configuration of a mapping, as strictly as of a file; `where` begins the path in messages.
 
-        Raises `ConfigError("<path>: <what was given>, <what is> accepted")`. Tiers' own options are checked when an
-        engine starts.
+        Tiers' own options are checked by their backends, which this imports. Raises
+        `ConfigError("<path>: <what was given>, <what is> accepted")`.
         """
-        return decode(cls, mapping, where)
+        config = decode(cls, mapping, where)
+        _check(config, where)
+        return config
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a configuration from a `.toml` or `.json` file; `ConfigError` names the file and the place in it."""
-        name = os.fspath(path)
-        try:
-            return decode(cls, _parsed(name))
-        except ConfigError as error:
-            raise ConfigError(f"{name}: {error}") from error
-        except RecursionError as error:
-            raise ConfigError(f"{name}: is nested too deeply") from error
+        """Read a configuration from a `.toml` or `.json` file; `ConfigError` names the file and the place in it.
+
+        `type` and `eviction_policy` may name a class of a module beside the file, as `module:Class`.
+        """
+        with _named_in_errors(path):
+            config = decode(cls, read_tables(path))
+            _find_modules_beside(config, path)
+            _check(config)
+            return config
 
     def __post_init__(self) -> None:
         """Check what no field can check alone; name the tiers, and tell the namespace how long a row is."""
@@ -192,6 +220,14 @@ class EngineConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return self.cpu_bytes_to_use // self.row_bytes
 
 
+def read_config(path: str | os.PathLike[str]) -> EngineConfig:
+    """Read a configuration as `load` does, whose tiers' own options may be incomplete: they are not checked."""
+    with _named_in_errors(path):
+        config = decode(EngineConfig, read_tables(path))
+        _find_modules_beside(config, path)
+        return config
+
+
 def tier_options(tier: TierConfig, where: str) -> msgspec.Struct:
     """Decode a tier's own options against its backend, which this imports.
 
@@ -202,43 +238,93 @@ def tier_options(tier: TierConfig, where: str) -> msgspec.Struct:
     except ConfigError as error:
         raise ConfigError(f"{where}.type: {error}") from error
     common = struct_fields(TierConfig).keys() - {"options"}
+    for name in _paths(options).intersection(tier.options):
+        if (place := _PLACE.search(str(tier.options[name]))) is not None:
+            accepted = " and ".join(f"{{{each}}}" for each in PLACES)
+            raise ConfigError(f"{where}.{name}: {place[0]!r} given in a path, {accepted} accepted, inside vLLM alone")
     if taken := sorted(common & struct_fields(options).keys()):
         raise ConfigError(f"{where}.type: {tier.type!r} has options named like fields of every tier: {taken}")
-    return decode(options, tier.options, where, siblings=common)
+    top = where.rpartition("secondary_tiers")[0].rstrip(".")
+    places = partial(struct_paths, EngineConfig, top)
+    return decode(options, tier.options, where, siblings=common, places=places)
 
 
-def settled(config: EngineConfig) -> EngineConfig:
+def placed(tier: TierConfig, places: Mapping[str, str]) -> TierConfig:
+    """Return the tier with `{name}` in its paths replaced by the place of this name; `tier_options` refuses others."""
+    options = dict(tier.options)
+    try:
+        paths = _paths(backend_class(tier.type).options_type)
+    except ConfigError:
+        return tier  # `tier_options` says at which path.
+    for name in paths.intersection(options):
+        for place, value in places.items():
+            if isinstance(given := options[name], str):
+                options[name] = given.replace(f"{{{place}}}", value)
+    return replace(tier, options=options)
+
+
+def _paths(options: type[msgspec.Struct]) -> set[str]:
+    return {name for name, field in struct_fields(options).items() if names_a_path(field.type)}
+
+
+def settled(config: EngineConfig, where: str = "") -> EngineConfig:
     """Return the configuration with what tiers leave to others settled, for runners that start later.
 
     Their `Path` options are absolute, and where no `locality` is given, it is the backend's own. Raises `ConfigError`
     for whatever `tier_options` refuses, and for a runner in which a tier's client must not be.
     """
+    top = f"{where}." if where else ""
     tiers = enumerate(config.secondary_tiers)
-    return replace(config, secondary_tiers=tuple(_settled(tier, index, config.runner) for index, tier in tiers))
+    return replace(config, secondary_tiers=tuple(_settled(tier, index, config.runner, top) for index, tier in tiers))
 
 
-def _settled(tier: TierConfig, index: int, runner: str) -> TierConfig:
-    options = tier_options(tier, f"secondary_tiers[{index}]")
+def _settled(tier: TierConfig, index: int, runner: str, top: str) -> TierConfig:
+    options = tier_options(tier, f"{top}secondary_tiers[{index}]")
     if (needed := backend_class(tier.type).runner) not in (None, runner):
         raise ConfigError(
-            f"runner: {runner!r} given, {needed!r} accepted with secondary_tiers[{index}] of type {tier.type!r}: "
+            f"{top}runner: {runner!r} given, {needed!r} accepted with secondary_tiers[{index}] of type {tier.type!r}: "
             "its client may crash, or write into memory that it was lent, and must do so in a process of its own"
         )
-    fields = struct_fields(type(options)).items()
-    paths = {name: getattr(options, field.name) for name, field in fields if names_a_path(field.type)}
-    own = {name: path for name, path in paths.items() if name in tier.options}
+    fields = struct_fields(type(options))
+    own = {name: getattr(options, fields[name].name) for name in _paths(type(options)).intersection(tier.options)}
     locality = tier.locality or backend_class(tier.type).locality
     return replace(tier, options=tier.options | own, locality=locality)
 
 
-def _parsed(name: str) -> object:
-    """Read a file as untyped data."""
+def _check(config: EngineConfig, where: str = "") -> None:
+    """Raise `ConfigError` for a policy that does not exist, and for whatever `settled` refuses."""
+    try:
+        require_policy(config.eviction_policy)
+    except ConfigError as error:
+        raise ConfigError(f"{where}.{error}" if where else str(error)) from error
+    settled(config, where)
+
+
+def _find_modules_beside(config: EngineConfig, path: str | os.PathLike[str]) -> None:
+    """Let `module:Class` name a module in the file's directory, unless another one has this name."""
+    folder = os.path.dirname(os.path.abspath(path))
+    names = [config.eviction_policy, *(tier.type for tier in config.secondary_tiers)]
+    if any(":" in name for name in names) and folder not in sys.path:
+        sys.path.append(folder)  # The runner's process gets it, too.
+
+
+@contextmanager
+def _named_in_errors(path: str | os.PathLike[str]) -> Generator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{os.fspath(path)}: {error}") from error
+
+
+def read_tables(path: str | os.PathLike[str]) -> object:
+    """Read a `.toml` or `.json` file as untyped data. Raises `ConfigError`, without the file's name."""
+    name = os.fspath(path)
     if not name.endswith((".toml", ".json")):
         raise ConfigError("the file's name ends neither in .toml nor in .json")
     try:
         with open(name, encoding="utf-8") as file:
             text = file.read()
-        return tomllib.loads(text) if name.endswith(".toml") else _json(text)
+        return foreign(tomllib.loads, text) if name.endswith(".toml") else read_json(text)
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -247,8 +333,9 @@ def _parsed(name: str) -> object:
         raise ConfigError(f"is malformed: {error}") from error
 
 
-def _json(text: str) -> object:
-    return json.loads(text, object_pairs_hook=_without_repeats)
+def read_json(text: str) -> object:
+    """Decode JSON in which no name is given twice. Raises `ValueError`."""
+    return foreign(partial(json.loads, object_pairs_hook=_without_repeats), text)
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import ClassVar
 from kvtier.remedies import Remedy
 
 CAUSES_MAX = 16  # Errors behind one another; a ring of them has no end.
+MESSAGE_HEAD_MAX, MESSAGE_TAIL_MAX = 1_200, 600  # Characters: the path stands in front, the remedy at the end.
 
 
 class KVTierError(Exception):
@@ -28,21 +29,33 @@ class KVTierError(Exception):
 
 
 class ConfigError(KVTierError):
-    """A configuration that cannot be used: mend the field that the message names."""
+    """A configuration that cannot be used: mend the field that the message names. The message is one line."""
 
     remedy = Remedy.CONFIGURATION
 
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))  # It may quote anything.
+
 
 class TraceError(KVTierError):
-    """A trace that cannot be read: mend the line that the message names."""
+    """A trace that cannot be read: mend the line that the message names. The message is one line."""
 
     remedy = Remedy.TRACE
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 class EngineClosed(KVTierError):
     """The manager was shut down: this call is a bug of the caller's, or came too late."""
 
     remedy = Remedy.CLOSED
+
+
+class WrongLoop(KVTierError, RuntimeError):
+    """The call was made on another event loop than the engine's: open an engine on each loop."""
+
+    remedy = Remedy.LOOP
 
 
 class RowsStillRead(KVTierError):
@@ -100,7 +113,16 @@ class TransferFailed(ChunkError):
 
 
 def one_line(text: str) -> str:
-    """Write what a message quotes so that it stays on its line: names of files may hold anything."""
+    """Return a message with control characters escaped and its middle cut if it is long: it may quote anything."""
+    if len(text) > MESSAGE_HEAD_MAX + MESSAGE_TAIL_MAX:
+        text = f"{text[:MESSAGE_HEAD_MAX]}…{text[-MESSAGE_TAIL_MAX:]}"
+    return escaped(text)
+
+
+def escaped(text: str) -> str:
+    """Return text with everything escaped that a terminal might obey, such as ESC, U+009B or a change of direction."""
+    if text.isprintable():
+        return text
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 

@@ -31,10 +31,11 @@ class Remedy(Enum):
     UNLISTED = "list-incomplete"
 
     # A tier's directory.
+    ROOT_IN_USE = "root-used-by-another-tier"
     UNREADABLE = "folder-or-segment-unreadable"
     UNUSABLE = "segments-without-chunks-of-this-tier"
     UNDERFOOT = "segment-removed-by-somebody-else"
-    IRREMOVABLE = "segment-cannot-be-removed"
+    IRREMOVABLE = "file-cannot-be-removed"
     CHECKPOINT = "checkpoint-not-written-or-read"
     WRITE_BUDGET = "write-budget-not-put-back"
     SHARED_PAGE = "shared-page-away"
@@ -51,7 +52,10 @@ class Remedy(Enum):
 
     # The program that calls.
     CLOSED = "engine-closed"
+    LOOP = "another-event-loop"
+    CUT = "run-cut-short"
     LENT = "rows-still-read"
+    DROPPED = "engine-not-closed"
     OBSERVER = "observer-raised"
     HINT = "hint-ignored"
 

@@ -12,6 +12,6 @@ RUN apt-get update \
 COPY pyproject.toml README.md LICENSE /src/kvtier/
 COPY kvtier /src/kvtier/kvtier
 COPY backends /src/kvtier/backends
-RUN python3 -m pip install --no-cache-dir '/src/kvtier[redis,seal]' \
+RUN python3 -m pip install --no-cache-dir '/src/kvtier[seal]' \
  && { python3 -c 'import mooncake.store' || python3 -m pip install --no-cache-dir '/src/kvtier[mooncake]'; } \
  && python3 -c 'import mooncake.store, kvtier.integrations.vllm'

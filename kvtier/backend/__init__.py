@@ -1,6 +1,7 @@
 """The contract of a tier, and all that its author needs: `from kvtier.backend import …`, and nothing else."""
 
 from kvtier.backend.contract import (
+    BUILT_IN_TYPES,
     INVENTORY_BATCH_KEYS,
     OPTIONAL,
     Abandoned,
@@ -10,6 +11,7 @@ from kvtier.backend.contract import (
     Counted,
     Described,
     Durability,
+    EngineId,
     Inventory,
     InventoryEvent,
     Limit,
@@ -63,6 +65,7 @@ from kvtier.hints import Hint
 from kvtier.settings import Count, Duration, Index, Path, PositiveDuration, PositiveSize, Share, Size
 
 __all__ = [
+    "BUILT_IN_TYPES",
     "INVENTORY_BATCH_KEYS",
     "MISPLACED",
     "NAME_BYTES_MAX",
@@ -89,6 +92,7 @@ __all__ = [
     "Described",
     "Durability",
     "Duration",
+    "EngineId",
     "FileMapper",
     "Finding",
     "Fit",

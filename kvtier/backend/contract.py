@@ -9,8 +9,10 @@ not be installed.
 """
 
 import inspect
+import os
+import secrets
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import (
     TYPE_CHECKING,
@@ -53,6 +55,15 @@ _BUILT_IN = {
     "object": "kvtier_backends.object:ObjectBackend",
     "redis": "kvtier_backends.redis:RedisBackend",
 }
+BUILT_IN_TYPES = tuple(_BUILT_IN)
+
+_MEANT = {
+    **dict.fromkeys(("directory", "disk", "file", "files", "filesystem", "local", "nfs", "nvme", "ssd"), "'fs'"),
+    **dict.fromkeys(("azure", "az", "bucket", "gcs", "gs", "minio", "s3"), "'object'"),
+    **dict.fromkeys(("cluster", "keydb", "sentinel", "valkey"), "'redis'"),
+    **dict.fromkeys(("cpu", "dram", "host", "memory", "ram"), "the primary, which cpu_bytes_to_use sizes"),
+}
+"""Names that people try for a tier's type, and what is meant."""
 
 
 class Durability(Enum):
@@ -86,6 +97,17 @@ class Abandoned(NamedTuple):
     transfers: int
 
 
+class EngineId(NamedTuple):
+    """An engine, through all its runners."""
+
+    pid: int  # Of the process that the LLM engine, or the program, runs in.
+    number: int  # Above 0; drawn once for each engine.
+
+    @classmethod
+    def new(cls) -> Self:
+        return cls(os.getpid(), secrets.randbits(62) + 1)
+
+
 class TierContext(NamedTuple):
     """The context in which kvtier opens a tier."""
 
@@ -93,6 +115,7 @@ class TierContext(NamedTuple):
     mapper: FileMapper  # Names every chunk; two namespaces never share a name.
     row_bytes: int  # Length of every buffer that will be lent: a multiple of 4,096.
     retained_share: float = 0.25  # Of its chunks, for `Advised`: what may be retained at once.
+    engine: EngineId | None = None  # A replaced runner opens its tiers for the same engine as the one before it.
 
 
 class Options(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -102,6 +125,13 @@ class Options(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
         root: Path
         capacity_bytes: Size | None = None
     """
+
+    def doubts(self) -> Iterable[str]:
+        """Yield what this machine will not bear out, such as a capacity above the disk's size. Blocks.
+
+        Each begins with the option's name. `kvtier config check` shows them.
+        """
+        return ()
 
 
 class Limit(ABC):
@@ -334,7 +364,7 @@ def backend_class(type_name: str) -> type[Backend]:
     module or a requirement is not installed, or the class is no complete `Backend`. Any other error that the module
     raises is a bug there, and comes out as it was raised.
     """
-    return _checked(type_name, find_class("tier type", type_name, _BUILT_IN, ENTRY_POINT_GROUP))
+    return _checked(type_name, find_class("tier type", type_name, _BUILT_IN, ENTRY_POINT_GROUP, _MEANT))
 
 
 def _checked(type_name: str, found: object) -> type[Backend]:

@@ -95,8 +95,10 @@ class Contents(Protocol):
         """Read a chunk and compare it with its footer or seal."""
         ...
 
-    def remove(self, file: StoredFile) -> bool:
-        """Remove this very file; False if it is gone, or another file has taken its name.
+    def remove(self, file: StoredFile) -> int | None:
+        """Remove this very file, and return the bytes that the file system has got back.
+
+        Returns None if it is gone, or another file has taken its name.
 
         Raises `OSError` if it cannot be removed, such as while a kvtier engine is writing to it.
         """

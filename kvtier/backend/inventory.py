@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from typing import Protocol
 
 from kvtier.backend.contract import INVENTORY_BATCH_KEYS, Added, InventoryEvent, Removed, ScanDone
@@ -59,9 +59,17 @@ class InventoryQueue:
         self._closed = True
         self._changed.set()
 
-    async def watch(self) -> AsyncGenerator[InventoryEvent]:
-        """Yield the keys that are there, then `ScanDone` after the scan, then changes, until closed."""
+    def believed(self) -> list[OffloadKey]:
+        """Return the keys that the consumer, if there is one, may take for there."""
+        return [*self._held, *self._lost] if self._wanted else []
+
+    async def watch(self, believed: Iterable[OffloadKey] = ()) -> AsyncGenerator[InventoryEvent]:
+        """Yield the keys that are there, then `ScanDone` after the scan, then changes, until closed.
+
+        `believed`: keys that the consumer takes for there. Those that the scan has not found are reported removed.
+        """
         consumer = self.begin()
+        self._lost.extend(believed)
         try:
             while not self._closed:
                 if (event := self.next_event()) is not None:

@@ -13,19 +13,18 @@ in every version. Checksums have seed 0 (https://github.com/Cyan4973/xxHash/blob
 import base64
 import binascii
 import importlib
-import os
 import struct
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from enum import StrEnum
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-import msgspec
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
 from kvtier.backend.contract import Options
 from kvtier.backend.keys import OffloadKey
 from kvtier.errors import ChunkCorrupt, ChunkError, ChunkMissing, ConfigError
-from kvtier.settings import Path
+from kvtier.settings import SecretName, SecretPath, open_secret, secret_variable
 
 SEAL_BYTES = 128
 SECRET_BYTES = 32
@@ -42,7 +41,6 @@ SUM_BYTES = _SUM.size
 assert _LAYOUT.size + SUM_BYTES == SEAL_BYTES
 
 SealKind = Literal["xxh3", "aes-256-gcm"]
-VariableName = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class SealFault(StrEnum):
@@ -87,10 +85,11 @@ class SealOptions(Options, frozen=True, kw_only=True):
     seal: SealKind = "xxh3"
     """`xxh3` finds damage. `aes-256-gcm` also hides rows, and refuses what somebody without the key has written."""
 
-    seal_key_file: Path | None = None
-    """Keys for `aes-256-gcm`, one a line, each 32 bytes in hex or base64: the first seals, all of them open."""
+    seal_key_file: SecretPath | None = None
+    """Keys for `aes-256-gcm`, one a line, each 32 bytes in hex or base64: the first seals, all of them open.
+    Nobody else may read the file."""
 
-    seal_key_env: VariableName | None = None
+    seal_key_env: SecretName | None = None
     """Name of an environment variable that holds the keys, instead of a file."""
 
     def __post_init__(self) -> None:
@@ -105,6 +104,14 @@ class SealOptions(Options, frozen=True, kw_only=True):
                 + (", not both" if given else "")
             )
 
+    def doubts(self) -> Iterable[str]:
+        """Yield why the keys cannot be read."""
+        try:
+            if self.seal != "xxh3":
+                self._secrets()
+        except ConfigError as error:
+            yield str(error)
+
     def make_seal(self, fingerprint: bytes, row_bytes: int) -> "Seal":
         """Return the seal of a tier with these rows. It reads the keys: not for the loop. Raises `ConfigError`."""
         if self.seal == "xxh3":
@@ -118,11 +125,9 @@ class SealOptions(Options, frozen=True, kw_only=True):
 
     def _secrets(self) -> list[bytes]:
         if self.seal_key_file is not None:
-            return read_secrets(_text_of(self.seal_key_file), f"seal_key_file: {self.seal_key_file}")
-        name = str(self.seal_key_env)
-        if (text := os.environ.get(name)) is None:
-            raise ConfigError(f"seal_key_env: the environment has no variable {name!r}")
-        return read_secrets(text, f"seal_key_env: {name}")
+            return read_secrets(_text_of(self.seal_key_file), "seal_key_file")
+        text = secret_variable("seal_key_env", str(self.seal_key_env)).decode(errors="replace")
+        return read_secrets(text, "seal_key_env")
 
 
 class Seal(ABC):
@@ -259,13 +264,10 @@ def _secret(line: str, where: str) -> bytes:
 
 
 def _text_of(path: str) -> str:
-    try:
-        with open(path, "rb") as file:
-            text = file.read(SECRETS_BYTES_MAX + 1)
-    except OSError as error:
-        raise ConfigError(f"seal_key_file: {path} cannot be read: {error.strerror}") from error
+    with open_secret("seal_key_file", path) as file:
+        text = file.read(SECRETS_BYTES_MAX + 1)
     if len(text) > SECRETS_BYTES_MAX or not text.isascii():
         raise ConfigError(
-            f"seal_key_file: {path} is no list of keys: at most {SECRETS_BYTES_MAX:,} bytes of ASCII accepted"
+            f"seal_key_file: the file is no list of keys: at most {SECRETS_BYTES_MAX:,} bytes of ASCII accepted"
         )
     return text.decode("ascii")

@@ -20,7 +20,7 @@ from kvtier.engine.outbox import Outbox, Transfers
 from kvtier.engine.prefetches import Prefetches
 from kvtier.engine.prefill import PrefillSpeed
 from kvtier.engine.primary import Primary
-from kvtier.engine.requests import PROMOTIONS_MAX, Leases, Request, Search, StepHits, Waited
+from kvtier.engine.requests import NEVER, PROMOTIONS_MAX, Leases, Request, Search, StepHits, Waited
 from kvtier.engine.tier import WHEN_EVICTED, Residency, Tier, TierSpec
 from kvtier.engine.weighing import Weighing
 from kvtier.engine.worth import Worth
@@ -279,12 +279,17 @@ class Ledger:
     def _promote(
         self, key: OffloadKey, tier: Tier, request: Request, others: int | None = None, *, unasked: bool = False
     ) -> LookupResult:
-        """Reserve and lease a row for a key that a tier has; without one it is a miss, never a wait.
+        """Reserve and lease a row for a key that a tier has. Without one it is a miss, or RETRY in a `Turn`.
 
         What the request found before is leased first: a prefix that exceeds the share keeps its leading part.
         Its load is weighed if it is known which `others` have it, too; `unasked`: a further tier may.
         """
-        evicted = self._reserve((key,)) if self._hits.leasable(request, 1) else None
+        turn, evicted = request.turn, None
+        if (turn is None or turn.mine) and self._hits.leasable(request, 1):
+            evicted = self._reserve((key,))
+        if evicted is None and turn is not None:
+            turn.short = True
+            return RETRY
         if evicted is None:
             self.counters.promotions_refused += 1
             return self._miss(key, request, ())
@@ -298,6 +303,32 @@ class Ledger:
         if self.cascades.owes:
             self.cascades.promoted(key, tier.spec, request)
         return self._wait_for(key, request)
+
+    def cut(self, keys: Sequence[OffloadKey], request: Request) -> int:
+        """End a run before these keys, because no row came for them; return how many of them a tier has."""
+        chunks = 0
+        for key in keys:
+            mask = self.residency.mask.get(key, 0)
+            if not any(tier.answer(key, bool(mask & tier.bit), self._now) for tier in self.tiers):
+                break
+            chunks += 1
+        self.counters.promotions_refused += chunks
+        self._miss(keys[0], request, ())
+        return chunks
+
+    def patience_s(self, chunks: int) -> float:
+        """Return how long to wait for chunks: as long as computing them takes, with the margin; NEVER if not known."""
+        return self._worth.patience_s(chunks * self._worth.chunk_s) if self._worth.token_s else NEVER
+
+    def rows_left(self, keys: Collection[OffloadKey] = ()) -> int:
+        """Return how many rows can be had for keys, sooner or later.
+
+        The others are with transfers that hang, or with callers that still read them.
+        """
+        row_key = self.primary.key
+        held = {*self.transfers.pins_overdue(), *self.kept}
+        stuck = {key for row in held if (key := row_key(row)) is not None}
+        return self.primary.rows - self.primary.rows_quarantined - len(stuck.difference(keys))
 
     def _wait_for(self, key: OffloadKey, request: Request) -> LookupResult:
         self._hits.note(request, key)

@@ -1,8 +1,8 @@
 """The asyncio face of a kvtier engine: `TieringOffloadingManager`.
 
-`put` waits for room and for the tiers' budgets, `fetch` for chunks on their way, and both for a reset. A call that
-waits for rows waits for the calls that have them. It holds no rows itself that others wait for, except those that it
-has fetched already.
+`put` waits for room and for the tiers' budgets, `fetch` for room and for chunks in flight, and both for a reset. A call
+that waits for rows waits for the calls that have them. Every call lets the event loop turn, unless the loop has turned
+since the last call, and so does every loop within a call.
 """
 
 # ruff: noqa: SLF001  A face and its steps are one engine.
@@ -11,7 +11,7 @@ has fetched already.
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from itertools import count
 from types import TracebackType
 from typing import Any, ClassVar, Generic, Self, TypeVar
@@ -20,12 +20,14 @@ from prometheus_client import CollectorRegistry
 
 from kvtier.backend import Lanes, OffloadKey, checked_keys, in_thread
 from kvtier.config import EngineConfig
-from kvtier.engine.answers import Event, LookupResult, StorePlan
+from kvtier.engine.answers import Event, StorePlan
+from kvtier.engine.fetches import Fetches
 from kvtier.engine.inbox import Observe
 from kvtier.engine.metrics import EngineStats
 from kvtier.engine.progress import Progress
 from kvtier.engine.steps import StepManager, checked, make_region
 from kvtier.errors import RowsStillRead
+from kvtier.hints import shown
 from kvtier.memory import LentRow, Region, fill_standard_streams
 from kvtier.remedies import Remedy
 from kvtier.runner.bridge import InlineBridge
@@ -33,9 +35,11 @@ from kvtier.runner.tiers import open_tiers
 
 Chunk = bytes | bytearray | memoryview
 
+COPIED_BYTES_MAX = 8 << 20  # In one turn of the loop: a millisecond or two.
 KEYS_NAMED = 3  # In one message, of all that it is about.
 ON_LOOP_BYTES_MAX = 64 << 20  # Of memory to prepare without a thread: some milliseconds' worth.
 
+T = TypeVar("T")
 M = TypeVar("M", bound="TieringOffloadingManager")
 
 logger = logging.getLogger(__name__)
@@ -57,8 +61,8 @@ class TieringOffloadingManager:
         self.config: EngineConfig = steps.config
         self._ledger = steps._ledger
         self._progress = Progress(steps, loop)
+        self._fetches = Fetches(steps, self._progress)
         self._closing: asyncio.Task[int] | None = None
-        self._clearing = False  # A reset has waited for all rows in use: until it is done nobody gets any.
         self._ids = count()
         self._turn = asyncio.Lock()  # To cascade, in order of asking: or a long put would starve among short ones.
         self._resets = asyncio.Lock()
@@ -79,6 +83,9 @@ class TieringOffloadingManager:
             return cls(await begun(config, observer), asyncio.get_running_loop())
 
         return Opening(begin)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}{self.steps._described}>"
 
     @property
     def metrics(self) -> CollectorRegistry:
@@ -107,12 +114,14 @@ class TieringOffloadingManager:
         primary cannot hold more. Keys that are present keep their chunk. Without a `request_id` the call is a request
         of its own. `hint` is the application's word on the request, as `StepManager.on_new_request` takes it.
 
-        A cancelled call has stored some leading part. ValueError for a chunk of the wrong length: nothing was stored.
+        A cancelled call has stored some leading part. ValueError for a chunk of the wrong length, and for a key that is
+        given twice with different bytes; TypeError for what is no chunk or no key: nothing was stored.
         Do not await this call while the same task holds rows of `fetch`, because the call may wait for these rows.
         """
+        await self._progress.turn()
         keys = checked_keys(keys)
-        self._check_chunks(keys, chunks)
-        async with self._one(request_id, hint) as own_id:
+        chunks = self._checked_chunks(keys, chunks)
+        with self._one(request_id, hint) as own_id:
             plan = await self._reserve(keys[: self.config.rows], own_id)
             position = dict(zip(keys, range(len(keys)), strict=True)) if plan.keys else {}
             await self._fill(plan, [chunks[position[key]] for key in plan.keys], own_id)
@@ -125,35 +134,54 @@ class TieringOffloadingManager:
         """Bring the longest leading run of `keys` whose chunks are in any tier into the primary, and lend it.
 
         The answer is a sequence of read-only views, one a key and each `chunk_bytes` long. They are valid inside the
-        `async with`, and released after it. A run longer than the primary can hold gives its leading part. A chunk that
-        fails on its way ends the run before it, and raises nothing. `hint`: as `put` takes it.
+        `async with`, and released after it. A chunk that fails on its way ends the run before it, and raises nothing.
+        `hint`: as `put` takes it.
+
+        The call waits for rows that others hold, in order of asking. It ends its run before the first chunk without a
+        row if nobody holds rows that will come back, as when the run is longer than the primary (see `stream`), or if
+        no waiting call was served for `limits.lease_s`: a task that awaits this call while it holds rows may wait for
+        itself. What was not loaded is counted as `promotions_refused`, and logged once a minute.
 
         Slices and arrays that are made of a view must be gone when the block ends, too. If one is left, the block
         raises `RowsStillRead`, or adds a note to the error that it raised itself. Such a row has no other use until the
         slice has gone. A tensor that `torch.frombuffer` makes of a view cannot be seen, and would read the row's next
         chunk. `get` gives copies.
         """
+        await self._progress.turn()
         keys = checked_keys(keys)
-        async with self._one(request_id, hint) as own_id:
-            rows: list[int] = []
-            lent: list[LentRow] = []
-            try:
-                await self._arrive(keys, own_id, rows)
-                lent += [self.steps.region.lend(row, self.config.chunk_bytes) for row in rows]
-                yield [each.view for each in lent]
-            except BaseException as error:
-                if complaint := self._give_back(keys[: len(rows)], lent, own_id):
-                    error.add_note(complaint)
-                raise
-            if complaint := self._give_back(keys[: len(rows)], lent, own_id):
-                raise RowsStillRead(complaint)
+        with self._one(request_id, hint) as own_id:
+            async with self._lent(keys, own_id) as views:
+                yield views
+
+    async def stream(
+        self, keys: Sequence[OffloadKey], *, request_id: str | None = None, hint: object = None
+    ) -> AsyncGenerator[Sequence[memoryview]]:
+        """Lend the run that `fetch` would, of any length, in parts: `async for rows in engine.stream(keys)`.
+
+        Each part is a sequence of views of the next keys, at most as many as waiting requests may lease. It is brought
+        when it is asked for, as by a `fetch`, and its views are valid until the next part is. Whoever leaves the loop
+        early has given the rows back one turn of the event loop later, and at once with `contextlib.aclosing`.
+        """
+        keys, size = checked_keys(keys), self._ledger.leases.rows_max
+        with self._one(request_id, hint) as own_id:
+            for first in range(0, len(keys), size):
+                await self._progress.turn()
+                part = keys[first : first + size]
+                async with self._lent(part, own_id) as views:
+                    if views:
+                        yield views
+                    if len(views) < len(part):
+                        return
 
     async def get(
         self, keys: Sequence[OffloadKey], *, request_id: str | None = None, hint: object = None
     ) -> list[bytes]:
-        """Return copies of the chunks that `fetch` would lend: of the longest leading run that is anywhere."""
-        async with self.fetch(keys, request_id=request_id, hint=hint) as rows:
-            return [bytes(row) for row in rows]
+        """Return copies of the chunks that `stream` would lend: of the longest leading run that is anywhere."""
+        copies: list[bytes] = []
+        async with aclosing(self.stream(keys, request_id=request_id, hint=hint)) as parts:
+            async for rows in parts:
+                copies += [bytes(row) async for row in self._in_turns(rows)]
+        return copies
 
     async def delete(self, keys: Sequence[OffloadKey], deadline_s: float | None = None) -> bool:
         """Forget keys in the primary and in every tier; waits for all calls that hold their rows.
@@ -161,6 +189,7 @@ class TieringOffloadingManager:
         False if the deadline came first. Then keys that were still held have stayed. The others were forgotten, though
         a tier may not have answered yet.
         """
+        await self._progress.turn()
         held = self.steps.delete(keys)
         try:
             async with asyncio.timeout(self.steps._deadline(deadline_s)):
@@ -176,12 +205,12 @@ class TieringOffloadingManager:
     async def prefetch(self, keys: Sequence[OffloadKey]) -> int:
         """Bring the longest leading run of keys whose chunks are in any tier into the primary; return its length there.
 
-        It holds no rows when it returns. A run longer than the share of leases comes in its leading part. A chunk that
-        fails on its way ends the run before it. After a cancelled call, chunks on their way still come. Of more than a
-        thousand calls at once, the newest return 0.
+        It holds no rows when it returns. A run longer than the share of leases comes in its leading part. The call does
+        not wait for rows: the first chunk without one ends the run, and so does a chunk that fails on its way. After a
+        cancelled call, chunks in flight still come. Of more than a thousand calls at once, the newest return 0.
         """
-        while self._clearing:
-            await self._progress.made()
+        await self._progress.turn()
+        await self._progress.cleared()
         prefetch = self.steps._prefetch(keys)
         try:
             self.steps.end_step()
@@ -209,6 +238,7 @@ class TieringOffloadingManager:
 
     async def drain(self, deadline_s: float | None = None) -> bool:
         """Wait until nothing is under way; False if the deadline came first."""
+        await self._progress.turn()
         return await self._progress.rest(self.steps._deadline(deadline_s))
 
     async def reset(self, deadline_s: float | None = None) -> bool:
@@ -218,17 +248,18 @@ class TieringOffloadingManager:
         if a tier did not end in time: it is out of use until it has proved itself, and its rows stay lent. A cancelled
         call has changed nothing.
         """
+        await self._progress.turn()
         self.steps._check_open()
         async with self._resets:
             try:
                 self._ledger.promoting = False
                 while self._ledger.rows_in_use:
                     await self._progress.made()
-                self._clearing = True
+                self._progress.clearing = True
                 await self.drain(deadline_s)
                 return self.steps._reset()
             finally:
-                self._clearing = False
+                self._progress.clearing = False
                 self.steps.on_reset_flushed()
                 self._progress.stir()
 
@@ -240,10 +271,13 @@ class TieringOffloadingManager:
         Takes at most the deadline for the transfers and once more for the closing. Once begun it goes on, even if
         cancelled. Idempotent.
         """
-        if self._closing is None:
-            if self.steps._closed:
-                return 0
+        if self._closing is None and not self.steps._closed:
+            self._progress.check_loop()
             self._closing = asyncio.ensure_future(self._close(deadline_s))
+        if self._closing is None or self._closing.done():
+            await asyncio.sleep(0)
+            return 0 if self._closing is None else self._closing.result()
+        self._progress.check_loop()
         return await asyncio.shield(self._closing)
 
     async def __aenter__(self) -> Self:
@@ -263,7 +297,7 @@ class TieringOffloadingManager:
         fill_standard_streams()
         region = await cls._region(config, loop)
         try:
-            bridge = InlineBridge(await open_tiers(config), region)
+            bridge = InlineBridge(await open_tiers(config), region, config.limits.close_s)
         except BaseException:
             region.close()
             raise
@@ -314,8 +348,8 @@ class TieringOffloadingManager:
         self._progress.stir()
         return answer
 
-    @asynccontextmanager
-    async def _one(self, request_id: str | None, hint: object = None) -> AsyncGenerator[str]:
+    @contextmanager
+    def _one(self, request_id: str | None, hint: object = None) -> Generator[str]:
         """Give the caller's request, or one for this call alone; it stays known until the call is over."""
         steps = self.steps
         steps._check_open()
@@ -333,32 +367,21 @@ class TieringOffloadingManager:
             if request.finished:
                 steps.end_step()
 
-    async def _arrive(self, keys: Sequence[OffloadKey], request_id: str, rows: list[int]) -> None:
-        """Wait until the leading run of keys is in the primary, and pin it: `rows` are its rows, so far.
-
-        What waiting requests may lease is less than the primary holds. What has come is pinned, leased no more, and so
-        leaves its share to what comes after it.
-        """
-        while True:
-            while self._clearing:
-                await self._progress.made()
-            self.steps._receive()
-            hits, waits = 0, False
-            for key in keys[len(rows) :]:
-                result = self.steps.lookup(key, request_id)
-                if result is LookupResult.MISS:
-                    break
-                if result is not LookupResult.HIT:
-                    waits = True  # And look on, so that the rest sets out, too.
-                elif not waits:
-                    hits += 1
-            if waits:
-                await self._progress.made(loads_of=self.steps._known(request_id))
-                continue
-            rows += self.steps.prepare_load(keys[len(rows) : len(rows) + hits], request_id)
-            self.steps.end_step()
-            if not hits or len(rows) == len(keys):
-                return
+    @asynccontextmanager
+    async def _lent(self, keys: Sequence[OffloadKey], request_id: str) -> AsyncGenerator[Sequence[memoryview]]:
+        """Lend the leading run of keys, once it is here."""
+        rows: list[int] = []
+        lent: list[LentRow] = []
+        try:
+            await self._fetches.arrive(keys, request_id, rows)
+            lent += [self.steps.region.lend(row, self.config.chunk_bytes) for row in rows]
+            yield [each.view for each in lent]
+        except BaseException as error:
+            if complaint := self._give_back(keys[: len(rows)], lent, request_id):
+                error.add_note(complaint)
+            raise
+        if complaint := self._give_back(keys[: len(rows)], lent, request_id):
+            raise RowsStillRead(complaint)
 
     def _give_back(self, keys: Sequence[OffloadKey], lent: Sequence[LentRow], request_id: str) -> str:
         """Give back the rows that a fetch pinned for these keys; say what is wrong if some are still read."""
@@ -377,33 +400,36 @@ class TieringOffloadingManager:
 
     async def _reserve(self, keys: Sequence[OffloadKey], request_id: str) -> StorePlan:
         """Wait for room for the keys, or for as many leading ones as there can be room for."""
-        cascades = self._ledger.cascades
+        ledger, cascades = self._ledger, self._ledger.cascades
         while True:
-            while self._clearing:
-                await self._progress.made()
+            await self._progress.cleared()
             cascades.want(len(keys))
             self.steps.end_step()  # What a step found that nobody ends would be kept for ever.
-            if not any(key in self._ledger.primary.filling for key in keys) and cascades.room(len(keys)):
+            if not any(key in ledger.primary.filling for key in keys) and cascades.room(len(keys)):
                 plan = self.steps.prepare_store(keys, request_id)
                 if plan is not None:
                     return plan
-                if not (self._ledger.rows_in_use or self._ledger.pending or self._ledger.leases.rows):
-                    keys = keys[: len(keys) // 2]  # Nobody will give rows back: some are lost to hung transfers.
+                if len(keys) > (rows := ledger.rows_left(keys)):
+                    keys = keys[:rows]  # The others are lost to hung transfers, or to callers.
+                    continue
+                if not (ledger.rows_in_use or ledger.pending or ledger.leases.rows):
+                    keys = keys[: len(keys) // 2]  # Nobody will give rows back.
                     continue
             await self._progress.made(for_rows=True)
 
     async def _fill(self, plan: StorePlan, chunks: Sequence[Chunk], request_id: str) -> None:
         """Write the chunks, and have them cascade in slices that exceed no limit, unless what does is stuck."""
-        done = 0
+        outbox, done = self._ledger.outbox, 0
         try:
             while done < len(plan.keys):
-                end = min(done + self._ledger.outbox.slice_chunks, len(plan.keys))
+                if done:
+                    await asyncio.sleep(0)
+                end = min(done + outbox.slice_chunks, len(plan.keys))
+                await self._write(plan.rows[done:end], chunks[done:end])
                 async with self._turn:
                     self.steps._check_open()
-                    while self._ledger.pending and not self._ledger.outbox.room(end - done):
+                    while outbox.storing and not outbox.room(end - done):
                         await self._progress.made()
-                for row, chunk in zip(plan.rows[done:end], chunks[done:end], strict=True):
-                    self.steps.region.row(row)[: self.config.chunk_bytes] = chunk
                 self.steps.complete_store(plan.keys[done:end], request_id)
                 done = end
                 self.steps.end_step()
@@ -411,17 +437,52 @@ class TieringOffloadingManager:
             if done < len(plan.keys):
                 self.steps.complete_store(plan.keys[done:], request_id, success=False)
 
+    async def _write(self, rows: Sequence[int], chunks: Sequence[Chunk]) -> None:
+        async for row, chunk in self._in_turns(list(zip(rows, chunks, strict=True))):
+            self.steps._check_open()
+            self.steps.region.row(row)[: self.config.chunk_bytes] = chunk
+
+    async def _in_turns(self, copied: Sequence[T]) -> AsyncGenerator[T]:
+        """Give what is to be copied, a chunk each; the loop turns in between, so that no other task waits for long."""
+        size = max(1, COPIED_BYTES_MAX // self.config.chunk_bytes)
+        for place, each in enumerate(copied):
+            if place and place % size == 0:
+                await asyncio.sleep(0)
+            yield each
+
     def _leading(self, keys: Sequence[OffloadKey]) -> int:
         """Return how many leading keys are in the primary, or are being filled there."""
         row_of = self._ledger.primary.row
         return next((place for place, key in enumerate(keys) if row_of(key) is None), len(keys))
 
-    def _check_chunks(self, keys: Sequence[OffloadKey], chunks: Sequence[Chunk]) -> None:
+    def _checked_chunks(self, keys: Sequence[OffloadKey], chunks: Sequence[Chunk]) -> list[Chunk]:
+        """Return what `put` may write; raise, with the key and the type, for anything that it may not."""
         if len(keys) != len(chunks):
             raise ValueError(f"{len(keys)} keys but {len(chunks)} chunks")
-        for key, chunk in zip(keys, chunks, strict=True):
+        taken: list[Chunk] = [
+            each if type(each) is bytes else _as_bytes(key, each) for key, each in zip(keys, chunks, strict=True)
+        ]
+        for key, chunk in zip(keys, taken, strict=True):
             if len(chunk) != self.config.chunk_bytes:
                 raise ValueError(f"{key.hex()}: a chunk of {len(chunk):,} bytes, not {self.config.chunk_bytes:,}")
+        first = dict(zip(reversed(keys), reversed(taken), strict=True))
+        if len(first) < len(keys):
+            for key, chunk in zip(keys, taken, strict=True):
+                if first[key] != chunk:
+                    raise ValueError(f"{key.hex()}: given twice, with different bytes: a key stands for one chunk")
+        return taken
+
+
+def _as_bytes(key: OffloadKey, chunk: object) -> memoryview:
+    """Return a view of a chunk's bytes."""
+    try:
+        view = memoryview(chunk)  # type: ignore[arg-type]
+        if view.itemsize == 1 and view.c_contiguous:
+            return view.cast("B")
+        given = f"a {type(chunk).__name__} with {'gaps' if view.itemsize == 1 else f'items of {view.itemsize} bytes'}"
+    except TypeError:
+        given = shown(chunk)
+    raise TypeError(f"{key.hex()}: {given} given, bytes or a contiguous buffer of them accepted")
 
 
 class Opening(Generic[M]):

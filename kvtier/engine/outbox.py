@@ -387,6 +387,11 @@ class Outbox:
             if tier.spec.cascade != WHEN_EVICTED
         )
 
+    @property
+    def storing(self) -> bool:
+        """Whether a store is queued or under way within its deadline."""
+        return any(tier.storing for tier in self._tiers)
+
     def loading(self) -> set[OffloadKey]:
         """Return the keys that are on their way from tiers, or are about to be."""
         sent = [each.keys for each in self._transfers.under_way.values() if each.operation is Operation.PROMOTION]

@@ -51,6 +51,8 @@ class Prefetches:
         self._lookup = lookup
         self.waiting: deque[Prefetch] = deque()
         """Those that are not over, the oldest first."""
+        self.ended = 0
+        """How many are over: while this grows, a further step goes on, whether anything comes before it or not."""
 
     def __bool__(self) -> bool:
         return bool(self.waiting)
@@ -108,6 +110,7 @@ class Prefetches:
 
     def _end(self, prefetch: Prefetch) -> None:
         prefetch.over = True
+        self.ended += 1
         prefetch.request.finished = True
         self._leases.end_all(prefetch.request)
         rows = self._primary.rows_of(dict.fromkeys(prefetch.keys[: prefetch.here]))

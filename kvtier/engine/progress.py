@@ -1,16 +1,19 @@
-"""Progress: how coroutines wait for room and for arrivals.
+"""Progress: how coroutines wait for room and for arrivals, and let the loop turn when they need not wait.
 
-All look again whenever something came back or was given back: there is no queue of wishes that could go stale. What
-the runner sends wakes the loop, from whatever thread it comes.
+All look again whenever something came back or was given back. What the runner sends wakes the loop, from whatever
+thread it comes.
 """
 
 # ruff: noqa: SLF001  Whoever waits and the steps that it waits for are one engine.
 # pyright: reportPrivateUsage=false
 
 import asyncio
+import weakref
+from contextlib import suppress
 
 from kvtier.engine.requests import NEVER, Request
 from kvtier.engine.steps import StepManager
+from kvtier.errors import WrongLoop
 
 LEASES_EVERY_S = 0.05  # At most so often leases are looked at: a request that waits renews its own in every step.
 
@@ -20,46 +23,78 @@ class Progress:
 
     def __init__(self, steps: StepManager, loop: asyncio.AbstractEventLoop) -> None:
         self._steps = steps
-        self._loop: asyncio.AbstractEventLoop | None = loop
+        self._loop = loop
         self._next: asyncio.Future[None] | None = None
+        self._stirred = 0
         self._pumping = False
-        steps._bridge.notify = self._wake
+        self._called = False  # In this turn of the loop.
+        self.clearing = False  # A reset has waited for all rows in use: until it is done nobody gets any.
+        wake = weakref.WeakMethod(self._wake)  # A runner outlives an engine that is dropped, and must not keep it.
+        steps._bridge.notify = lambda: None if (alive := wake()) is None else alive()
         steps._given_back = self.stir
         self._wake()
 
+    def check_loop(self) -> None:
+        """Raise `WrongLoop` on any loop but the engine's own, or `EngineClosed` if it is that, too."""
+        if asyncio.get_running_loop() is not self._loop:
+            self._steps._check_open()
+            state = "closed" if self._loop.is_closed() else "another one"
+            raise WrongLoop(
+                f"this kvtier engine belongs to the event loop that opened it, which is {state}: open an engine on "
+                "this loop"
+            )
+
+    async def turn(self) -> None:
+        """Begin a call: let the loop turn, unless it has turned since the last call began.
+
+        A program that calls in a loop, and never has to wait, would otherwise stop all its other tasks.
+        """
+        self.check_loop()
+        if self._called:
+            await asyncio.sleep(0)
+        if not self._called:
+            self._called = True
+            self._loop.call_soon(self._turned)
+
     def stir(self) -> None:
         """Let everybody who waits look again."""
+        self._stirred += 1
         progress, self._next = self._next, None
         if progress is not None and not progress.done():
             progress.set_result(None)
 
-    async def made(self, *, for_rows: bool = False, loads_of: Request | None = None) -> None:
-        """Send what was decided, and wait until something came back or was given back.
+    async def made(self, *, for_rows: bool = False, loads_of: Request | None = None, until: float = NEVER) -> None:
+        """Send what was decided, and wait until something came back or was given back; the loop turns in any case.
 
         Who waits `for_rows` also looks again when leases run out: nobody gives these back. Who waits for the loads of
-        a request, or for a tier's word, looks again when they are late. Where loads were declined, all who wait look
-        again at once. `EngineClosed` if the engine is closed, or was meanwhile.
+        a request, or for a tier's word, looks again when they are late. Where the step itself gave something back, all
+        who wait look again at once. `until` ends the wait. `EngineClosed` if the engine is closed, or was meanwhile.
         """
         steps, ledger = self._steps, self._steps._ledger
-        leased, withdrawals = ledger.leases.rows, ledger.weighing.withdrawals
-        looked_up_at = ledger._now
+        leased, looked_up_at = ledger.leases.rows, ledger._now
+        before = self._stirred, ledger.weighing.withdrawals, ledger.prefetches.ended
         steps.end_step()
         steps._check_open()
-        if for_rows and ledger.leases.rows < leased:
-            return
-        if ledger.weighing.withdrawals != withdrawals:
+        if before != (self._stirred, ledger.weighing.withdrawals, ledger.prefetches.ended):
             self.stir()
-            return
-        if self._next is None:
-            self._next = asyncio.get_running_loop().create_future()
-        timeout_s: float | None = None
-        if for_rows and ledger.leases.ends_at is not None:
-            timeout_s = max(LEASES_EVERY_S, ledger.leases.ends_at - steps._clock())
-        elif loads_of is not None and (late_at := loads_of.late_after(looked_up_at)) < NEVER:
-            timeout_s = max(0.0, late_at - steps._clock())
-        await asyncio.wait((self._next,), timeout=timeout_s)
+            await asyncio.sleep(0)
+        elif for_rows and ledger.leases.rows < leased:
+            await asyncio.sleep(0)
+        else:
+            if self._next is None:
+                self._next = self._loop.create_future()
+            if for_rows and ledger.leases.ends_at is not None:
+                until = min(until, max(steps._clock() + LEASES_EVERY_S, ledger.leases.ends_at))
+            elif loads_of is not None:
+                until = min(until, loads_of.late_after(looked_up_at))
+            await asyncio.wait((self._next,), timeout=None if until == NEVER else max(0.0, until - steps._clock()))
         steps._check_open()
         steps._receive()
+
+    async def cleared(self) -> None:
+        """Wait for the end of a reset that has begun."""
+        while self.clearing:
+            await self.made()
 
     async def rest(self, deadline_s: float) -> bool:
         """Wait until nothing is under way; False if the deadline came first."""
@@ -74,14 +109,15 @@ class Progress:
 
     def _wake(self) -> None:
         """Have the loop take what came; from any thread."""
-        if not self._pumping and self._loop is not None:
+        if not self._pumping:
             self._pumping = True
-            try:
+            with suppress(RuntimeError):  # The loop is closed, and with it all who wait.
                 self._loop.call_soon_threadsafe(self._pump)
-            except RuntimeError:  # The loop is closed, and with it all who wait.
-                self._loop = None
 
     def _pump(self) -> None:
         self._pumping = False  # First: what comes from here on wakes anew.
         self._steps.end_step()
         self.stir()
+
+    def _turned(self) -> None:
+        self._called = False

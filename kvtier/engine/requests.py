@@ -76,6 +76,16 @@ class Search:
         self.sources.pop(key, None)
 
 
+class Turn:
+    """A look-up pass of a call that waits for rows: whether it may take some now, and whether it found too few."""
+
+    __slots__ = ("mine", "short")
+
+    def __init__(self, *, mine: bool) -> None:
+        self.mine = mine
+        self.short = False
+
+
 class Request:
     """One request, from `on_new_request` until it has finished and its last store has completed."""
 
@@ -96,6 +106,7 @@ class Request:
         "retried_in",
         "storing",
         "told",
+        "turn",
         "used",
         "waiting_since",
         "waits",
@@ -128,6 +139,7 @@ class Request:
         self.late_at = NEVER  # When what it waits for is given up.
         self.leased: set[int] = set()
         self._search: Search | None = None
+        self.turn: Turn | None = None  # Set while a call looks up that waits for rows; else a lack of them is a miss.
         self.storing = 0  # Keys reserved and not completed.
         self.finished = False
         self.told = 0  # How many used keys the order and the tiers have heard of at its end.

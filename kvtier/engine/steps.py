@@ -10,12 +10,14 @@ wake-up. The answers wait in the bridge's mailbox. They are applied before look-
 import logging
 import math
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from operator import index
 from types import TracebackType
 from typing import Self
+from warnings import warn
 
 from prometheus_client import CollectorRegistry
 
@@ -66,6 +68,7 @@ class StepManager:
         self._clock = clock
         self._observer = observer
         self._waited = waited
+        self._bug_level = logging.ERROR
         self._bridge = bridge
         self._mailbox = bridge.mailbox
         self._messages_received = 0  # By which who reports figures knows that some may have changed.
@@ -102,7 +105,8 @@ class StepManager:
         seconds for which a request waited for loads.
 
         Raises:
-            ConfigError: the configuration cannot be used; nothing was left behind.
+            ConfigError: the configuration cannot be used, or not all participants have mapped the region; nothing was
+                left behind.
             BackendUnavailable: a tier cannot be opened now.
         """
         if config.runner == "inline":
@@ -115,6 +119,8 @@ class StepManager:
         bridge_class = ThreadBridge if config.runner == "thread" else ProcessBridge
         try:
             config = checked(config)
+            if region is not None:
+                region.require_met()
             region = region or make_region(config)
             bridge = bridge_class(config, region)
         except BaseException:
@@ -130,6 +136,27 @@ class StepManager:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}{self._described}>"
+
+    @property
+    def _described(self) -> str:
+        """What it is, in few words: whether it is closed, its rows, and each tier's name, type and breaker."""
+        primary, closed = self._ledger.primary, " (closed)" * self._closed
+        types = [tier.type for tier in self.config.secondary_tiers]
+        tiers = [
+            f"{tier.spec.name} ({kind}, breaker {tier.breaker.state.value})"
+            for tier, kind in zip(self._ledger.tiers, types, strict=True)
+        ]
+        return f"{closed}: {len(primary.ready):,} of {primary.rows:,} rows ready; tiers: {', '.join(tiers) or 'none'}"
+
+    def __del__(self) -> None:
+        if getattr(self, "_closed", True) or sys.is_finalizing():
+            return
+        what, self._closed = repr(self), True
+        self._bridge.drop()
+        warn(f"{what} was dropped, and never closed; see {Remedy.DROPPED}", ResourceWarning, stacklevel=2, source=self)
 
     # Requests.
 
@@ -211,7 +238,10 @@ class StepManager:
 
     def prepare_load(self, keys: Sequence[OffloadKey], request_id: str) -> list[int]:
         """Pin the rows of keys that were HIT in this step and return them, in order; LookupError for any other key."""
-        return self._ledger.prepare_load(keys, self._request(request_id))
+        rows = self._ledger.prepare_load(keys, self._request(request_id))
+        if self._given_back is not None:  # A share of leases.
+            self._given_back()
+        return rows
 
     def complete_load(self, keys: Sequence[OffloadKey], request_id: str) -> None:  # noqa: ARG002  # Part of the protocol.
         """Say that the LLM engine has read these rows."""
@@ -323,6 +353,8 @@ class StepManager:
             refused = self._bridge.send(actions)
             if refused:
                 self._ledger.refuse(refused)
+                if self._given_back is not None:
+                    self._given_back()
         if self._ledger.transfers.overdue:
             self._watch_quarantine()
 
@@ -358,11 +390,14 @@ class StepManager:
     def drain(self, deadline_s: float | None = None) -> bool:
         """Send all queued actions, and wait until nothing is under way; False if the deadline came first. Blocks."""
         until = time.monotonic() + self._deadline(deadline_s)
-        self.end_step()
-        while self._ledger.pending and (left := until - time.monotonic()) > 0:
-            self._bridge.wait(left)
+        while True:
+            ended = self._ledger.prefetches.ended
             self.end_step()
-        return not self._ledger.pending
+            left = until - time.monotonic()
+            if not self._ledger.pending or left <= 0:
+                return not self._ledger.pending
+            if ended == self._ledger.prefetches.ended:
+                self._bridge.wait(left)
 
     def reset(self, deadline_s: float | None = None) -> bool:
         """Clear the primary; tiers keep their chunks. Blocks until nothing is under way or the deadline comes.
@@ -503,6 +538,8 @@ class StepManager:
                 self._ledger.let_go(each.row)
             else:
                 self._kept.append(each)
+        if len(self._kept) < len(kept) and self._given_back is not None:
+            self._given_back()
 
     def _watch_quarantine(self) -> None:
         """Have the runner replaced when hung transfers hold more rows than we can spare."""
@@ -520,7 +557,15 @@ class StepManager:
             try:
                 self._observer(tier, operation, seconds)
             except Exception:  # The supervisor's edge: a bug in an observer costs no transfer its outcome.
-                logger.exception("the observer raised for a %s of tier %s; see %s", operation, tier, Remedy.OBSERVER)
+                level = self._level_of_bug()
+                logger.log(
+                    level,
+                    "the observer raised for a %s of tier %s; see %s",
+                    operation,
+                    tier,
+                    Remedy.OBSERVER,
+                    exc_info=True,
+                )
 
     def _observe_wait(self, seconds: float) -> None:
         self._metrics.observe_wait(seconds)
@@ -528,7 +573,15 @@ class StepManager:
             try:
                 self._waited(seconds)
             except Exception:  # The supervisor's edge: a bug in an observer costs no request its chunks.
-                logger.exception("the observer raised for a wait of %.3f s; see %s", seconds, Remedy.OBSERVER)
+                level = self._level_of_bug()
+                logger.log(
+                    level, "the observer raised for a wait of %.3f s; see %s", seconds, Remedy.OBSERVER, exc_info=True
+                )
+
+    def _level_of_bug(self) -> int:
+        """Return the level for an observer's bug: it may raise for every transfer, so only the first is an error."""
+        level, self._bug_level = self._bug_level, logging.DEBUG
+        return level
 
     # The end, of all or of what it holds.
 

@@ -2,6 +2,7 @@
 
 from kvtier.memory.prefault import PAGE_BYTES
 from kvtier.memory.region import LentRow, Region, RowLayout
+from kvtier.memory.rendezvous import Apart, mappings, ranges
 from kvtier.memory.this_process import (
     GROUP_SIGNALS,
     file_bytes_max,
@@ -17,6 +18,7 @@ from kvtier.memory.this_process import (
 __all__ = [
     "GROUP_SIGNALS",
     "PAGE_BYTES",
+    "Apart",
     "LentRow",
     "Region",
     "RowLayout",
@@ -24,6 +26,8 @@ __all__ = [
     "fill_standard_streams",
     "is_of_a_limit",
     "let_go_in_forks",
+    "mappings",
+    "ranges",
     "reason",
     "require_descriptors",
     "require_file_bytes",

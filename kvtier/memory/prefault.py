@@ -7,14 +7,18 @@ memory, and refused, before a page is touched. Every page is touched before the 
 
 import ctypes
 import errno
+import logging
 import mmap
 import os
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import NamedTuple
 
 from kvtier.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 PAGE_BYTES = 4_096  # What O_DIRECT, footers and every kernel that kvtier runs on agree on.
 PREFAULT_SLICE_BYTES = 64 << 20  # 0.02 to 0.2 s of the kernel's time: what Ctrl-C waits for.
@@ -116,6 +120,8 @@ def prefault(mapping: mmap.mmap, fd: int | None, first: int = 0) -> None:
     starts = range(0, size_bytes, PREFAULT_SLICE_BYTES)
     turn = first // PREFAULT_SLICE_BYTES
     fill = _populate if _populates(mapping) else _touch
+    size, begun = f"{size_bytes / (1 << 20):,.0f} MiB", time.monotonic()
+    logger.info("taking %s of host memory; the start waits for it", size)  # 3 to 4 s a GiB, at worst.
 
     def fill_slice(start: int) -> None:
         fill(mapping, fd, start, min(PREFAULT_SLICE_BYTES, size_bytes - start))
@@ -123,6 +129,7 @@ def prefault(mapping: mmap.mmap, fd: int | None, first: int = 0) -> None:
     with ThreadPoolExecutor(min(PREFAULT_THREADS_MAX, len(os.sched_getaffinity(0)))) as threads:
         for _ in threads.map(fill_slice, (*starts[turn:], *starts[:turn])):
             pass
+    logger.info("took %s of host memory in %.1f s", size, time.monotonic() - begun)
 
 
 def _populates(mapping: mmap.mmap) -> bool:

@@ -59,10 +59,16 @@ class Region:
     thread.
     """
 
-    __slots__ = ("_resources", "_view", "fd", "row_bytes", "rows")
+    __slots__ = ("_file", "_resources", "_view", "fd", "row_bytes", "rows")
 
     def __init__(
-        self, mapping: mmap.mmap | memoryview, rows: int, row_bytes: int, fd: int | None, resources: ExitStack
+        self,
+        mapping: mmap.mmap | memoryview,
+        rows: int,
+        row_bytes: int,
+        fd: int | None,
+        resources: ExitStack,
+        file: SharedFile | None = None,
     ) -> None:
         """Take over a mapping and its resources. Use `private`, `memfd`, `attach`, `shared` or `over` instead."""
         self.rows = rows
@@ -70,6 +76,7 @@ class Region:
         self.fd = fd  # Names the memory for `attach`; None: it is private, or the region is closed.
         self._view = memoryview(mapping)  # Holds the mapping, and nothing else here does: see close.
         self._resources = resources
+        self._file = file  # Where this is one of several participants.
 
     @classmethod
     def private(cls, rows: int, row_bytes: int, *, prefault: bool = True) -> Self:
@@ -117,6 +124,7 @@ class Region:
         participants: int,
         timeout_s: float = 30.0,
         prefault: bool = True,
+        met_s: float | None = None,
     ) -> Self:
         """Make or join the region that `participants` processes find by `path`, in a tmpfs such as /dev/shm.
 
@@ -125,6 +133,10 @@ class Region:
         directory removes it. Give each start of an engine a path of its own. A participant that finds itself there
         already waits `timeout_s` for the processes of the earlier start to end, and then fails with `ConfigError`. If
         the others' sizes differ, it fails at once. A runner's process attaches, and is no participant.
+
+        With `met_s`, the call waits so long for all others to have mapped it, and then raises `Apart`, before it takes
+        memory. The one who decides what rows hold comes last, and waits: else it would store rows of zeros for
+        participants on another host, who share nothing with it.
         """
         rows_bytes = _rows_bytes(rows, row_bytes)
         if not 0 <= participant < participants <= PARTICIPANTS_MAX:
@@ -133,7 +145,7 @@ class Region:
             file = SharedFile.meet(Meeting(path, rows, row_bytes, participants, participant), timeout_s)
             resources.callback(file.leave)
             start = rows_bytes // participants * participant if prefault else None
-            return cls._map(resources, file.fd, rows, row_bytes, prefault_from=start, file=file)
+            return cls._map(resources, file.fd, rows, row_bytes, prefault_from=start, file=file, met_s=met_s)
 
     @classmethod
     def over(cls, memory: memoryview, rows: int, row_bytes: int) -> Self:
@@ -155,6 +167,7 @@ class Region:
         *,
         prefault_from: int | None,
         file: SharedFile | None = None,
+        met_s: float | None = None,
     ) -> Self:
         if fd is None:
             mapping = mmap.mmap(-1, rows * row_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -164,9 +177,11 @@ class Region:
         advise(mapping)
         if file is not None:
             file.arrive()
+            if met_s is not None:
+                file.require_all(met_s)
         if prefault_from is not None:
             prefault(mapping, fd, prefault_from)
-        return cls(mapping, rows, row_bytes, fd, resources.pop_all())
+        return cls(mapping, rows, row_bytes, fd, resources.pop_all(), file)
 
     @property
     def view(self) -> memoryview:
@@ -184,9 +199,18 @@ class Region:
         """Lend a row's first bytes, to be read."""
         return LentRow(index, self.row(index)[:size_bytes])
 
+    def missing(self) -> list[int]:
+        """Return the other participants that have not mapped the region yet; none if it is not `shared`, or closed."""
+        return [] if self._file is None else self._file.missing()
+
+    def require_met(self) -> None:
+        """Raise `Apart` unless every participant has mapped the region."""
+        if self._file is not None:
+            self._file.require_all(0)
+
     def close(self) -> None:
         """Give the memory back: now, or with the last view of it. May be called again."""
-        self.fd = None
+        self.fd = self._file = None
         self._view.release()
         self._resources.close()
 

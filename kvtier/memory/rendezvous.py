@@ -2,7 +2,8 @@
 
 The file is made without a name, and linked to its path when it is complete. So nobody sees a half-made file, and a
 process that is killed before leaves none. In the last page each participant locks a byte of its own for as long as it
-lives. It sets that byte once it has mapped the file. The participant that sees all bytes set removes the name. Locks
+lives. It sets that byte once it has mapped the file. The participant that sees all bytes set removes the name. Who is
+on another host makes a file there, under the same name, and its byte is never set here. Locks
 end with the process that holds them. So a file without locks was left by dead processes, and the next process that uses
 its directory removes it.
 """
@@ -11,9 +12,11 @@ import errno
 import fcntl
 import math
 import os
+import socket
 import stat
 import struct
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple, Self
 
@@ -28,6 +31,18 @@ PARTICIPANTS_MAX = PAGE_BYTES - _FLAGS_AT  # One byte each in one page.
 _LOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, process.
 _OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # A FIFO of that name must not keep us.
 _POLL_S = 0.005  # Far below the time that an engine takes to start.
+
+
+class Apart(ConfigError):
+    """Some participants have not mapped the file: they see other memory under its name, or are not there."""
+
+    def __init__(self, path: str, missing: Sequence[int], participants: int) -> None:
+        """Name those that are missing."""
+        self.path, self.missing = path, missing
+        super().__init__(
+            f"{path}: participants {ranges(missing)} of {participants} have not mapped it on {socket.gethostname()}:"
+            " run all of them on one host, with one shared memory"
+        )
 
 
 class Meeting(NamedTuple):
@@ -80,10 +95,22 @@ class SharedFile:
     def arrive(self) -> None:
         """Tell the others that this participant has mapped the file; the last one to do so removes its name."""
         os.pwrite(self.fd, b"\x01", self._page + _FLAGS_AT + self._meeting.participant)
-        flags = os.pread(self.fd, self._meeting.participants, self._page + _FLAGS_AT)
         # Refused only by another one who has seen the same and is removing the name.
-        if all(flags) and self._lock(0, 1):
+        if not self.missing() and self._lock(0, 1):
             self._remove_name()
+
+    def missing(self) -> list[int]:
+        """Return the participants that have not mapped the file yet."""
+        flags = os.pread(self.fd, self._meeting.participants, self._page + _FLAGS_AT)
+        return [participant for participant, flag in enumerate(flags) if not flag]
+
+    def require_all(self, timeout_s: float) -> None:
+        """Wait until every participant has mapped the file; raises `Apart` after `timeout_s`."""
+        ends_at = time.monotonic() + timeout_s
+        while missing := self.missing():
+            if time.monotonic() >= ends_at:
+                raise Apart(self._meeting.path, missing, self._meeting.participants)
+            time.sleep(_POLL_S)
 
     def leave(self) -> None:
         """Close the file. The last one to leave before all have arrived removes its name.
@@ -178,6 +205,32 @@ class SharedFile:
                 raise
             return False
         return True
+
+
+def mappings(fd: int, most: int) -> int:
+    """Count the mappings of a file's beginning in all processes whose mappings we may see, up to `most`.
+
+    For a file of other programs, which has no place for participants. 0: /proc does not show even our own.
+    """
+    status = os.fstat(fd)
+    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
+    mapped, count = f" 00000000 {device} {status.st_ino} ".encode(), 0
+    for process in os.listdir("/proc"):
+        if process.isdecimal() and count < most:
+            with suppress(OSError), open(f"/proc/{process}/maps", "rb") as maps:  # It is another user's, or has ended.
+                count += maps.read().count(mapped)
+    return min(count, most)
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Write increasing numbers as people do: 2 to 4, 6."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
 
 
 def _sweep(directory: str) -> None:

@@ -9,10 +9,11 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import ClassVar
 
 from kvtier.config import EngineConfig
-from kvtier.memory import Region
+from kvtier.memory import Region, start_thread
 from kvtier.runner.messages import Action, LocalMessage, Message
 from kvtier.runner.runner import Runner
 from kvtier.runner.tiers import RunnerTier
@@ -63,6 +64,9 @@ class Bridge(ABC):
     def close(self, deadline_s: float) -> int:
         """Close the tiers and end the runner; return how many transfers were left behind. Blocks; idempotent."""
 
+    def drop(self) -> None:  # noqa: B027  # Bridges without a runner have nothing to end.
+        """End the runner, then close the region; wait for neither. Their owner is gone. From any thread."""
+
     def forked(self) -> None:  # noqa: B027  # Most have nothing.
         """Let go, in a forked child, of what ties the runner to its owner; nothing else is called there any more."""
 
@@ -84,9 +88,12 @@ class InlineBridge(Bridge):
 
     kind = "inline"
 
-    def __init__(self, tiers: Sequence[RunnerTier], region: Region) -> None:
+    def __init__(self, tiers: Sequence[RunnerTier], region: Region, close_s: float) -> None:
         super().__init__()
-        clock = asyncio.get_running_loop().time  # In virtual time, too.
+        self._loop = asyncio.get_running_loop()
+        self._region = region
+        self._close_s = close_s
+        clock = self._loop.time  # In virtual time, too.
         self._runner = Runner(tiers, region, lambda message: self._deliver((message,)), clock)
         self._runner.start()
         self._closing: asyncio.Task[int] | None = None
@@ -104,6 +111,22 @@ class InlineBridge(Bridge):
 
     def close(self, deadline_s: float) -> int:  # noqa: ARG002  # It never closes.
         raise RuntimeError("an inline runner is closed by its own loop: await aclose()")
+
+    def drop(self) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._end)
+        except RuntimeError:  # The loop is closed, and with it whatever used a row.
+            self._region.close()
+            with suppress(RuntimeError):  # The process may have no more threads.
+                start_thread(threading.Thread(target=self._close_tiers, name="kvtier-closing", daemon=True))
+
+    def _close_tiers(self) -> None:
+        asyncio.run(self._runner.close_tiers(self._close_s))
+
+    def _end(self) -> None:
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._runner.aclose(self._close_s))
+        self._closing.add_done_callback(lambda _: self._region.close())
 
     async def aclose(self, deadline_s: float) -> int:
         if self._closing is None:

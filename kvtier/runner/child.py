@@ -1,4 +1,4 @@
-"""The runner's own process: `python -m kvtier.runner.child SOCKET_FD REGION_FD LOG_LEVEL [OWNER_PIDFD]`.
+"""The runner's own process: `python -m kvtier.runner.child SOCKET_FD REGION_FD LOG_LEVEL PID NUMBER [OWNER_PIDFD]`.
 
 It imports no torch and never forks. So it starts in well under a second and holds nothing of the engine. It ends when
 its socket does, or its owner. An owner that is killed leaves no process behind, even if a fork of it lives on. Signals
@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Sequence
 import msgspec
 import uvloop
 
+from kvtier.backend import EngineId
 from kvtier.config import EngineConfig
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.memory import GROUP_SIGNALS, Region, fill_standard_streams
@@ -58,7 +59,7 @@ class Owner:
             pass  # The owner is gone: nobody listens.
 
 
-async def serve(owner_socket: socket.socket, region_fd: int, owner_fds: Sequence[int]) -> None:
+async def serve(owner_socket: socket.socket, region_fd: int, engine: EngineId, owner_fds: Sequence[int]) -> None:
     """Open the tiers, run what comes, close them when told to, or when the owner is gone."""
     reader, writer = await asyncio.open_unix_connection(sock=owner_socket, limit=1 << 20)
     owner = Owner(writer)
@@ -69,7 +70,7 @@ async def serve(owner_socket: socket.socket, region_fd: int, owner_fds: Sequence
     if first is None:
         return
     config = msgspec.msgpack.decode(first, type=EngineConfig)
-    opening = asyncio.ensure_future(_opened(config, region_fd))
+    opening = asyncio.ensure_future(_opened(config, region_fd, engine))
     coming = asyncio.ensure_future(read_frame(reader))  # The end, if it comes while a tier hangs in opening.
     await asyncio.wait({opening, coming}, return_when=asyncio.FIRST_COMPLETED)
     if not opening.done():
@@ -93,8 +94,8 @@ async def serve(owner_socket: socket.socket, region_fd: int, owner_fds: Sequence
     await owner.drain()
 
 
-async def _opened(config: EngineConfig, region_fd: int) -> tuple[Region, list[RunnerTier]]:
-    return Region.attach(region_fd, config.rows, config.row_bytes), await open_tiers(config)
+async def _opened(config: EngineConfig, region_fd: int, engine: EngineId) -> tuple[Region, list[RunnerTier]]:
+    return Region.attach(region_fd, config.rows, config.row_bytes), await open_tiers(config, engine)
 
 
 def _end(reader: StreamReader, fd: int) -> None:
@@ -124,14 +125,14 @@ async def _beat(owner: Owner, every_s: float) -> None:
 
 
 def main() -> None:
-    for number in GROUP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    for group_signal in GROUP_SIGNALS:
+        signal.signal(group_signal, signal.SIG_IGN)
     fill_standard_streams()
-    socket_fd, region_fd, log_level, *owner_fds = map(int, sys.argv[1:])
+    socket_fd, region_fd, log_level, pid, number, *owner_fds = map(int, sys.argv[1:])
     logging.basicConfig(level=log_level, format="%(asctime)s kvtier runner %(process)d: %(levelname)s %(message)s")
     loop = uvloop.new_event_loop()
     asyncio.set_event_loop(loop)
-    loop.run_until_complete(serve(socket.socket(fileno=socket_fd), region_fd, owner_fds))
+    loop.run_until_complete(serve(socket.socket(fileno=socket_fd), region_fd, EngineId(pid, number), owner_fds))
     logging.shutdown()
     os._exit(0)  # At once: ending the loop in order would wait for calls that hang in a lane.
 

@@ -231,7 +231,7 @@ class Scanned(_Message, frozen=True, tag="s"):
 
 
 class TierUsage(_Message, frozen=True, tag="u"):
-    """A tier's occupancy, sent about once a second while that changes."""
+    """A tier's occupancy, sent about once a second while that changes, and before the last outcome in flight."""
 
     tier: int
     chunks: int

@@ -21,6 +21,7 @@ from typing import Self
 
 import msgspec
 
+from kvtier.backend import EngineId
 from kvtier.config import EngineConfig
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.memory import GROUP_SIGNALS, Region, fill_standard_streams, reason, start_thread
@@ -62,14 +63,16 @@ class RunnerProcess:
         self._unsent: deque[tuple[memoryview, int]] = deque()  # A frame's rest, and its number of actions.
 
     @classmethod
-    def start(cls, epoch: int, config: EngineConfig, region_fd: int, environment: Mapping[str, str]) -> Self:
+    def start(
+        cls, epoch: int, config: EngineConfig, region_fd: int, engine: EngineId, environment: Mapping[str, str]
+    ) -> Self:
         """Start a child and give it the configuration; OSError if it cannot be started."""
         fill_standard_streams()  # They may have been closed since the last one was started.
         ours, theirs = socket.socketpair()
         with theirs, _this_process() as owner_fds, ExitStack() as unless_started:
             unless_started.callback(ours.close)
             fds = (theirs.fileno(), region_fd, *owner_fds)
-            given = map(str, (theirs.fileno(), region_fd, wanted_level(), *owner_fds))
+            given = map(str, (theirs.fileno(), region_fd, wanted_level(), *engine, *owner_fds))
             process = subprocess.Popen(  # noqa: S603  # Our own module, with numbers for arguments.
                 [sys.executable, "-P", "-m", "kvtier.runner.child", *given],
                 pass_fds=fds,
@@ -152,7 +155,9 @@ class ProcessBridge(Bridge):
         super().__init__()
         assert region.fd is not None, "a process needs a region that can be shared"
         self._config = config
+        self._region = region
         self._region_fd = region.fd
+        self._engine = EngineId.new()
         self._environment = environment()
         self._lock = threading.Lock()  # Around what a child is to be sent; never held across anything that waits.
         fill_standard_streams()
@@ -164,6 +169,7 @@ class ProcessBridge(Bridge):
         self._child: RunnerProcess | None = None  # Takes actions.
         self._newest: RunnerProcess | None = None  # Has a socket of ours.
         self._closing = False
+        self._dropped = False
         self._abandoned = 0
         self._started = threading.Event()
         self._failure: OpenFailed | None = None
@@ -211,14 +217,7 @@ class ProcessBridge(Bridge):
         return True
 
     def close(self, deadline_s: float) -> int:
-        with self._lock:
-            if not self._closing:
-                self._closing = True
-                if self._child is not None:
-                    self._child.queue([Close(deadline_s)])
-                    self._flush(self._child)
-                if self._supervisor.is_alive():
-                    os.eventfd_write(self._wake, 1)
+        self._ask_to_close(deadline_s)
         self._supervisor.join(deadline_s + 1.0)  # It answers within the deadline, or is killed.
         child = self._child
         if child is not None and child.process.poll() is None:
@@ -227,6 +226,20 @@ class ProcessBridge(Bridge):
         if not self._supervisor.is_alive():
             self._forget()
         return self._abandoned
+
+    def drop(self) -> None:
+        self._dropped = True  # The garbage collector may call this from within any line, so it takes no lock.
+        os.eventfd_write(self._wake, 1)
+
+    def _ask_to_close(self, deadline_s: float) -> None:
+        with self._lock:
+            if not self._closing:
+                self._closing = True
+                if self._child is not None:
+                    self._child.queue([Close(deadline_s)])
+                    self._flush(self._child)
+                if self._supervisor.is_alive():
+                    os.eventfd_write(self._wake, 1)
 
     def forked(self) -> None:
         self._closing = True
@@ -252,7 +265,7 @@ class ProcessBridge(Bridge):
         # A runner begins with its starter's mask: what is sent to the whole group does not end it before it ignores it.
         signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
         epoch, failures = 0, 0
-        while not self._closing:
+        while not (self._closing or self._dropped):
             opened = self._run_child(epoch)
             if not self._started.is_set():
                 ended = MemoryError("the runner's process ended before it was open")  # As it does for want of memory.
@@ -263,11 +276,14 @@ class ProcessBridge(Bridge):
             epoch += 1
             if failures and not self._closing:
                 self._pause(RESTART_S[min(failures, len(RESTART_S) - 1)])
+        if self._dropped:
+            self._region.close()
+            self._forget()
 
     def _run_child(self, epoch: int) -> bool:
         """Have one runner from its start to its end; say whether it got as far as open tiers."""
         try:
-            child = RunnerProcess.start(epoch, self._config, self._region_fd, self._environment)
+            child = RunnerProcess.start(epoch, self._config, self._region_fd, self._engine, self._environment)
         except Exception as error:  # noqa: BLE001  # Told to whoever waits for the start; whatever it is, we try again.
             self._fail(OpenFailed(f"the runner's process cannot be started: {reason(error)}", config=False))
             return False
@@ -293,6 +309,8 @@ class ProcessBridge(Bridge):
             ready = dict(poller.poll(silence_s * 250))
             if self._wake in ready:
                 os.eventfd_read(self._wake)
+            if self._dropped:
+                self._ask_to_close(self._config.limits.close_s)
             if ready.get(child.socket.fileno(), 0) & select.POLLOUT:
                 with self._lock:
                     self._flush(child)
@@ -375,7 +393,7 @@ class ProcessBridge(Bridge):
 
     def _pause(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while not self._closing and (left := deadline - time.monotonic()) > 0:
+        while not (self._closing or self._dropped) and (left := deadline - time.monotonic()) > 0:
             poller = select.poll()  # Not select.select, which takes no descriptor above 1,023.
             poller.register(self._wake, select.POLLIN)
             poller.poll(left * 1_000)

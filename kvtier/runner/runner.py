@@ -109,18 +109,21 @@ class Runner:
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + deadline_s
         silent = await asyncio.gather(*(reports.aclose(max(TURNS_S, deadline_s / 2)) for reports in self._reports))
-        left_s = max(0.0, ends_at - loop.time())
-        closings = [asyncio.ensure_future(_awaited(partial(tier.backend.aclose, left_s))) for tier in self._tiers]
+        await self.close_tiers(max(0.0, ends_at - loop.time()))
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=max(TURNS_S, ends_at - loop.time()))
+        return self.under_way + silent.count(False)
+
+    async def close_tiers(self, deadline_s: float) -> None:
+        """Close the tiers alone; if the runner's loop has been closed, on another one."""
+        closings = [asyncio.ensure_future(_awaited(partial(tier.backend.aclose, deadline_s))) for tier in self._tiers]
         if closings:
-            await asyncio.wait(closings, timeout=left_s + TURNS_S)
+            await asyncio.wait(closings, timeout=deadline_s + TURNS_S)
         for tier, closing in zip(self._tiers, closings, strict=True):
             if not closing.done():
                 logger.error("tier %s does not close; see %s", tier.name, Remedy.CLOSING)
             else:
                 _completed(closing, self._logs[tier.name])
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=max(TURNS_S, ends_at - loop.time()))
-        return self.under_way + silent.count(False)
 
     def _spawn(self, action: _Answerable, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(self._see_through(action, work))
@@ -240,7 +243,7 @@ class Runner:
         task = asyncio.ensure_future(call)
         in_time, _ = await asyncio.wait({task}, timeout=tier.deadline_s)
         if not in_time:
-            level = self._logs[tier.name].level(logging.WARNING, Remedy.OVERDUE)
+            level = self._logs[tier.name].level(logging.WARNING, "overdue")
             logger.log(
                 level, "tier %s: %s ran out of time (%g s); see %s", tier.name, what, tier.deadline_s, Remedy.OVERDUE
             )
@@ -337,7 +340,7 @@ def _completed(task: "asyncio.Task[Any]", log: CallLog) -> bool:
         if log.level(logging.INFO, "closed") == logging.INFO:
             logger.info("tier %s: %s", log.name, error)
     elif isinstance(error, BackendError):
-        level = log.level(logging.WARNING, Remedy.UNAVAILABLE)
+        level = log.level(logging.WARNING, "unavailable")
         logger.log(level, "tier %s: %s; see %s", log.name, error, Remedy.UNAVAILABLE)
     else:  # The supervisor's edge: a bug in a tier costs its hits, not the others'.
         level = log.level(logging.ERROR, "raised")

@@ -71,6 +71,12 @@ class ThreadBridge(Bridge):
             self._thread.join()
         return self._abandoned
 
+    def drop(self) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._undo, self._config.limits.close_s)
+        except RuntimeError:  # The loop is closed.
+            self._region.close()
+
     def _close_runner(self, deadline_s: float) -> int:
         """Close the tiers on their loop, if that has not ended before its time; return what was left behind."""
         closing = self._runner.aclose(deadline_s)
@@ -87,14 +93,15 @@ class ThreadBridge(Bridge):
     def _give_up(self) -> None:
         """Have the thread end when it can: nobody waits for the tiers any more."""
         with suppress(RuntimeError):  # The loop is closed.
-            self._loop.call_soon_threadsafe(self._undo)
+            self._loop.call_soon_threadsafe(self._undo, 0.0)
 
-    def _undo(self) -> None:
+    def _undo(self, deadline_s: float) -> None:
         if not self._opening.cancel() and self._opening.exception() is None:
-            self._undoing = self._loop.create_task(self._end(self._opening.result()))
+            self._undoing = self._loop.create_task(self._end(self._opening.result(), deadline_s))
 
-    async def _end(self, runner: Runner) -> None:
-        self._abandoned = await runner.aclose(0)
+    async def _end(self, runner: Runner, deadline_s: float) -> None:
+        self._abandoned = await runner.aclose(deadline_s)
+        self._region.close()
         self._loop.stop()
 
     def _run(self) -> None:

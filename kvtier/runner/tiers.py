@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Coroutine
 from typing import NamedTuple
 
-from kvtier.backend import Backend, FileMapper, TierContext, backend_class
+from kvtier.backend import Backend, EngineId, FileMapper, TierContext, backend_class
 from kvtier.config import EngineConfig, TierConfig, tier_options
 from kvtier.errors import BackendUnavailable
 from kvtier.memory import is_of_a_limit, reason
@@ -84,13 +84,17 @@ class RunnerTier(NamedTuple):
     stores: Budget
 
 
-async def open_tiers(config: EngineConfig) -> list[RunnerTier]:
-    """Open every tier on the running loop. If one fails, those before it are closed and its error is raised."""
-    mapper = FileMapper(config.namespace)
+async def open_tiers(config: EngineConfig, engine: EngineId | None = None) -> list[RunnerTier]:
+    """Open every tier on the running loop. If one fails, those before it are closed and its error is raised.
+
+    `engine`: the engine whose runner this is; None: a new one.
+    """
+    mapper, engine = FileMapper(config.namespace), engine or EngineId.new()
     opened: list[RunnerTier] = []
     try:
         for index, tier in enumerate(config.secondary_tiers):
-            opening = _open_tier(index, tier, mapper, config.row_bytes, config.limits.retained_share)
+            context = TierContext(tier.name, mapper, config.row_bytes, config.limits.retained_share, engine)
+            opening = _open_tier(index, tier, context)
             opened.append(await _in_time(opening, tier, config.limits.open_s))
     except BaseException:
         closings = [tier.backend.aclose(config.limits.close_s) for tier in opened]
@@ -117,11 +121,8 @@ async def _in_time(opening: Coroutine[None, None, RunnerTier], tier: TierConfig,
     return task.result()
 
 
-async def _open_tier(
-    index: int, tier: TierConfig, mapper: FileMapper, row_bytes: int, retained_share: float
-) -> RunnerTier:
+async def _open_tier(index: int, tier: TierConfig, context: TierContext) -> RunnerTier:
     options = tier_options(tier, f"secondary_tiers[{index}]")
-    context = TierContext(tier.name, mapper, row_bytes, retained_share)
     try:
         backend = await backend_class(tier.type).open(options, context)
     except Exception as error:

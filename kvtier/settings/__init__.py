@@ -1,7 +1,9 @@
 """Settings: fields of configuration structs, their units, words for errors, and plug-ins."""
 
-from kvtier.settings.fields import Checked, decode, struct_fields
+from kvtier.settings.fields import Checked, decode, struct_fields, struct_paths
+from kvtier.settings.foreign import foreign
 from kvtier.settings.plugins import find_class, known_names
+from kvtier.settings.secrets import check_secret, open_secret, secret_variable
 from kvtier.settings.units import (
     AGE_S_MAX,
     SIZE_BYTES_MAX,
@@ -12,6 +14,8 @@ from kvtier.settings.units import (
     Path,
     PositiveDuration,
     PositiveSize,
+    SecretName,
+    SecretPath,
     Share,
     Size,
     SlowDuration,
@@ -33,16 +37,23 @@ __all__ = [
     "Path",
     "PositiveDuration",
     "PositiveSize",
+    "SecretName",
+    "SecretPath",
     "Share",
     "Size",
     "SlowDuration",
+    "check_secret",
     "decode",
     "find_class",
+    "foreign",
     "known_names",
     "names_a_path",
+    "open_secret",
     "parse_duration",
     "parse_size",
+    "secret_variable",
     "shown_age",
     "shown_bytes",
     "struct_fields",
+    "struct_paths",
 ]

@@ -7,8 +7,10 @@ way.
 
 import difflib
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
+from itertools import takewhile
 from types import NoneType, UnionType
 from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin
 
@@ -16,7 +18,21 @@ import msgspec
 from msgspec.structs import FieldInfo, force_setattr
 
 from kvtier.errors import ConfigError
-from kvtier.settings.words import accepted, is_list, is_struct, is_table, shown, unwrapped
+from kvtier.settings.words import (
+    accepted,
+    is_list,
+    is_struct,
+    is_table,
+    quoted,
+    secret_in,
+    shown,
+    sort_of,
+    structs_in,
+    unwrapped,
+)
+
+DEPTH_MAX = 32  # Of lists and tables within each other; a tier's options need three.
+KEY_CHARACTERS_MAX = 64  # Of a field's name in a message.
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -31,6 +47,27 @@ class Checked(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     rest: ClassVar[str | None] = None
     """Name of the field, a dict, that takes every key which is no field; None: such a key is a mistake."""
 
+    meant: ClassVar[Mapping[str, str]] = {}
+    """Names that people write for fields: what a message suggests instead."""
+
+    @classmethod
+    def known_rest(cls) -> Iterable[str]:
+        """Return names of keys that `rest` may take, for suggestions. Called only for an error's message."""
+        return ()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in self.__rich_repr__())})"
+
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        """Return the fields without secrets: of what others decode, such as a tier's options, the names alone."""
+        return [(field.name, self._shown(field)) for field in struct_fields(type(self)).values()]
+
+    def _shown(self, field: FieldInfo) -> Any:
+        value = getattr(self, field.name)
+        if field.name == self.rest:
+            return _Verbatim(f"<{', '.join(map(repr, value))}>")
+        return _Verbatim("<not shown>") if value is not None and secret_in(field.type) else value
+
     def __post_init__(self) -> None:
         for name, field in struct_fields(type(self)).items():
             given = getattr(self, field.name)
@@ -39,15 +76,54 @@ class Checked(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
                 force_setattr(self, field.name, value)
 
 
-def decode(cls: type[S], given: object, where: str = "", *, siblings: Iterable[str] = ()) -> S:
+class _Verbatim(str):
+    """Text whose representation is itself."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+class _UnknownFieldError(ConfigError):
+    """A key that is no field: `decode` adds what may be meant by it."""
+
+    def __init__(self, path: str, key: str, known: Iterable[str], meant: str | None) -> None:
+        super().__init__(f"{path}: no such field")
+        self.path, self.key, self.known, self.meant = path, key, sorted(known), meant
+
+
+def decode(
+    cls: type[S],
+    given: object,
+    where: str = "",
+    *,
+    siblings: Iterable[str] = (),
+    places: Callable[[], Iterable[str]] | None = None,
+) -> S:
     """Make a `cls` of a mapping, strictly: unknown fields, wrong types and values out of range are refused.
 
     `where` is the path of the mapping itself, `""` for a whole configuration. `siblings` are valid keys beside it that
-    were decoded elsewhere. Messages name them.
+    were decoded elsewhere. Messages name them. `places` returns the paths of all fields of the whole configuration,
+    where `cls` is a part of it: a message says where a misplaced field belongs.
 
-    Raises `ConfigError("<path>: <what was given>, <what is> accepted")`.
+    Raises `ConfigError("<path>: <what was given>, <what is> accepted")`. No message shows a secret.
     """
-    return _struct(cls, given, where, tuple(siblings))
+    try:
+        return _struct(cls, given, where, tuple(siblings))
+    except _UnknownFieldError as error:
+        message = _unknown(error, list(struct_paths(cls, where) if places is None else places()))
+        raise ConfigError(message) from None
+
+
+def struct_paths(cls: type[msgspec.Struct], where: str = "") -> Iterator[str]:
+    """Yield the paths of all fields of a struct and of those in it, such as `secondary_tiers[].limits.deadline_s`."""
+    for name, field in struct_fields(cls).items():
+        yield _join(where, name)
+        for inner, in_list in structs_in(field.type):
+            yield from struct_paths(inner, _join(where, name) + "[]" * in_list)
+    if issubclass(cls, Checked):
+        yield from (_join(where, name) for name in cls.known_rest())
 
 
 @cache
@@ -63,7 +139,8 @@ def _struct(cls: type[S], given: object, path: str, siblings: tuple[str, ...] = 
     table = _gathered(cls, _table(given, path), path)
     for key in table:
         if key not in fields:
-            raise ConfigError(_unknown(_join(path, key), key, [*siblings, *fields]))
+            meant = cls.meant.get(key) if issubclass(cls, Checked) else None
+            raise _UnknownFieldError(_join(path, key), key, [*siblings, *fields], meant)
     for name, field in fields.items():
         if field.required and name not in table:
             close = difflib.get_close_matches(name, set(_table(given, path)) - fields.keys(), n=1)
@@ -75,7 +152,7 @@ def _struct(cls: type[S], given: object, path: str, siblings: tuple[str, ...] = 
     try:
         return cls(**values)
     except ConfigError as error:  # From `__post_init__`, which knows its fields' names but not their path.
-        raise ConfigError(f"{path}.{error}" if path else str(error)) from error
+        raise ConfigError(f"{path}.{error}" if path else str(error)) from error.__cause__
     except ValueError as error:  # From the `__post_init__` of a struct that is not ours.
         raise ConfigError(f"{path}: {error}" if path else str(error)) from error
 
@@ -113,8 +190,8 @@ def _value(kind: Any, given: Any, path: str) -> Any:
     try:
         value = unit.parse(given) if unit is not None and isinstance(given, str) else _elements(bare, given, path)
         return msgspec.convert(value, kind)
-    except ValueError as error:  # Of which msgspec's ValidationError is one.
-        raise ConfigError(_refusal(path, given, kind)) from error
+    except ValueError:  # Of which msgspec's ValidationError is one. It may show the value.
+        raise ConfigError(_refusal(path, given, kind)) from None
 
 
 def _one_of(union: Any, given: Any, path: str) -> Any:
@@ -142,22 +219,29 @@ def _elements(bare: Any, given: Any, path: str) -> Any:
     return given
 
 
-def _plain(given: Any, path: str) -> Any:
-    """Make a value of builtin types that JSON and msgpack can carry to another process."""
+def _plain(given: Any, path: str, depth: int = 0) -> Any:
+    """Make a value of builtin types that JSON and msgpack can carry to another process.
+
+    Whose option it is, is not known here. It may be a secret: messages say what kind of value it is, and no more.
+    """
+    if depth > DEPTH_MAX:
+        raise ConfigError(f"{path}: nested too deeply; at most {DEPTH_MAX} lists and tables within each other accepted")
     if is_table(given):
-        return {key: _plain(value, _join(path, key)) for key, value in _table(given, path).items()}
+        return {key: _plain(value, _join(path, key), depth + 1) for key, value in _table(given, path).items()}
     if is_list(given):
-        return [_plain(element, f"{path}[{index}]") for index, element in enumerate(given)]
+        return [_plain(element, f"{path}[{index}]", depth + 1) for index, element in enumerate(given)]
     if given is None or isinstance(given, bool):
         return given
     if isinstance(given, int) and not -(1 << 63) <= given < 1 << 64:
-        raise ConfigError(f"{path}: {shown(given)} given, an integer of at most 64 bits accepted")
+        raise ConfigError(
+            f"{path}: an integer of {given.bit_length():,} bits given, an integer of at most 64 bits accepted"
+        )
     if isinstance(given, float) and not math.isfinite(given):
         raise ConfigError(f"{path}: {shown(given)} given, a finite number accepted")
     if isinstance(given, str) and not given.isascii() and any("\ud800" <= letter <= "\udfff" for letter in given):
-        raise ConfigError(f"{path}: {shown(given)} given, text that UTF-8 can encode accepted")
+        raise ConfigError(f"{path}: text with lone surrogates given, text that UTF-8 can encode accepted")
     if not isinstance(given, int | float | str):
-        raise ConfigError(f"{path}: {shown(given)} given, text, a number, true, false, a list or a table accepted")
+        raise ConfigError(f"{path}: {sort_of(given)} given, text, a number, true, false, a list or a table accepted")
     return given
 
 
@@ -167,19 +251,37 @@ def _table(given: object, path: str) -> dict[str, Any]:
     for key in given:
         if not isinstance(key, str):
             raise ConfigError(f"{_join(path, str(key))}: {shown(key)} given as a field's name, text accepted")
-        _plain(key, _join(path, repr(key)))
+        _plain(key, _join(path, key))
     return dict(given)
 
 
 def _join(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key
+    shown_key = key if len(key) <= KEY_CHARACTERS_MAX else f"{key[:KEY_CHARACTERS_MAX]}…"
+    return f"{path}.{shown_key}" if path else shown_key
 
 
 def _refusal(path: str, given: object, kind: Any) -> str:
-    return f"{path}: {shown(given)} given, {accepted(kind)} accepted"
+    if secret := secret_in(kind):
+        return f"{path}: {sort_of(given)} given, {secret} accepted, not the secret itself"
+    unit = unwrapped(kind)[1]
+    meant = unit.respelled(given) if unit is not None and isinstance(given, str) else None
+    hint = f" (did you mean {meant!r}?)" if meant else ""
+    return f"{path}: {shown(given)} given, {accepted(kind)} accepted{hint}"
 
 
-def _unknown(path: str, key: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(key, known, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"{path}: no such field; {hint}Known here: {', '.join(sorted(known))}"
+def _unknown(error: _UnknownFieldError, places: list[str]) -> str:
+    """Return the message for a field that does not exist: one of another place, name or spelling may be meant."""
+    key = error.key[:KEY_CHARACTERS_MAX]
+    index = (re.findall(r"\[\d+\]", error.path) or ["[0]"])[-1]
+    elsewhere = {place.replace("[]", index) for place in places if place.rpartition(".")[2] == key} - {error.path}
+    nearest = max(sorted(elsewhere), key=lambda place: _levels_shared(place, error.path), default=None)
+    leaves = [place.rpartition(".")[2] for place in places]
+    close = difflib.get_close_matches(key, error.known, n=1) or difflib.get_close_matches(key, leaves, n=1)
+    guess = error.meant or (quoted(nearest) if nearest else repr(close[0]) if close else None)
+    hint = f"did you mean {guess}? " if guess else ""
+    return f"{error}; {hint}Known here: {', '.join(error.known)}"
+
+
+def _levels_shared(place: str, path: str) -> int:
+    pairs = zip(place.split("."), path.split("."), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

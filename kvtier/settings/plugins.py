@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 
 from kvtier.errors import ConfigError
+from kvtier.settings.words import quoted
 
 
 def known_names(built_in: Mapping[str, str], group: str) -> tuple[str, ...]:
@@ -16,17 +17,20 @@ def known_names(built_in: Mapping[str, str], group: str) -> tuple[str, ...]:
     return tuple(sorted({*built_in, *entry_points(group=group).names}))
 
 
-def find_class(kind: str, name: str, built_in: Mapping[str, str], group: str) -> object:
+def find_class(
+    kind: str, name: str, built_in: Mapping[str, str], group: str, meant: Mapping[str, str] | None = None
+) -> object:
     """Return what `name` stands for: a key of `built_in` (its value is `module:Class`), an entry point, `module:Class`.
 
-    A built-in name always means the built-in class. `kind` is what messages call it, e.g. "policy". Raises
+    A built-in name always means the built-in class. `kind` is what messages call it, e.g. "policy". `meant` has other
+    names that people try, in small letters, and what messages suggest instead. Raises
     `ConfigError` if there is none, or if its module or what that needs is not installed. Any other error comes out of
     the module as it was raised: it is a bug there. The caller checks what kind of class it is.
     """
-    return _imported(kind, name, _target(kind, name, built_in, group))
+    return _imported(kind, name, _target(kind, name, built_in, group, meant or {}))
 
 
-def _target(kind: str, name: str, built_in: Mapping[str, str], group: str) -> str:
+def _target(kind: str, name: str, built_in: Mapping[str, str], group: str, meant: Mapping[str, str]) -> str:
     if name in built_in:
         return built_in[name]
     if ":" in name:
@@ -34,9 +38,10 @@ def _target(kind: str, name: str, built_in: Mapping[str, str], group: str) -> st
     found = {_class_of(point): point for point in entry_points(group=group, name=name)}
     if not found:
         known = known_names(built_in, group)
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise ConfigError(f'{name!r} is no {kind}; {hint}Known: {", ".join(known)}, or "module:Class"')
+        close = map(repr, difflib.get_close_matches(name.lower(), known, n=1))
+        guess = meant.get(name.lower()) or next(close, None)
+        hint = f"did you mean {guess}? " if guess else ""
+        raise ConfigError(f'{quoted(name)} is no {kind}; {hint}Known: {", ".join(known)}, or "module:Class"')
     if len(found) > 1:
         claims = ", ".join(sorted(f"{target} ({_distribution(point)})" for target, point in found.items()))
         raise ConfigError(f"{kind} {name!r} is claimed by {claims}: write out the one that is meant")

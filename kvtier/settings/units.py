@@ -6,7 +6,7 @@ travels to another process as one. `kvtier.settings.fields` sees the annotation 
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Annotated, NamedTuple
 
@@ -19,6 +19,7 @@ SLOW_S_MIN = 0.1  # On a busy machine a healthy process or mount takes tens of m
 AGE_S_MAX = 10 * 365 * 86_400.0  # Ten years: no chunk is kept as long.
 
 _UNIT = "kvtier_unit"  # Key in `Meta.extra` under which an annotation says how its text is read.
+_HIDDEN = "kvtier_secret"  # Key in `Meta.extra` of options whose value no message shows; its value says what they take.
 
 SIZE_UNITS: dict[str, Decimal] = {
     "B": Decimal(1),
@@ -33,6 +34,11 @@ SIZE_UNITS: dict[str, Decimal] = {
     "GiB": Decimal(1 << 30),
     "TiB": Decimal(1 << 40),
     "PiB": Decimal(1 << 50),
+    "Ki": Decimal(1 << 10),
+    "Mi": Decimal(1 << 20),
+    "Gi": Decimal(1 << 30),
+    "Ti": Decimal(1 << 40),
+    "Pi": Decimal(1 << 50),
     "K": Decimal(1 << 10),
     "M": Decimal(1 << 20),
     "G": Decimal(1 << 30),
@@ -48,12 +54,23 @@ _DURATION_UNITS: dict[str, Decimal] = {
     "d": Decimal(86_400),
 }
 _QUANTITY = re.compile(r"([0-9][0-9_]{0,24}(?:\.[0-9]{1,12})?) ?([A-Za-z]+)")
+_ALMOST = re.compile(r"([0-9][0-9_]{0,24}(?:\.[0-9]{1,12})?) *([A-Za-z]{0,12})")
+_SIZE_WORDS = {"": "B", "byte": "B", "bytes": "B", "gig": "GiB", "gigs": "GiB", "gigabytes": "GB", "megabytes": "MB"}
+_DURATION_WORDS = {
+    "": "s",
+    **dict.fromkeys(("sec", "secs", "second", "seconds"), "s"),
+    **dict.fromkeys(("m", "mins", "minute", "minutes"), "min"),
+    **dict.fromkeys(("hr", "hrs", "hour", "hours"), "h"),
+    **dict.fromkeys(("day", "days"), "d"),
+    **dict.fromkeys(("msec", "millis", "milliseconds"), "ms"),
+}
+"""Units that people write, in small letters, and the ones that are meant."""
 
 
 def parse_size(text: str) -> int:
     """Read `"10GiB"`, `"512 KiB"`, `"10G"` or `"1.5GB"` as bytes, rounded down; ValueError for anything else.
 
-    A letter alone is a power of 1,024, as for coreutils, fio and systemd.
+    A letter alone is a power of 1,024, as for coreutils, fio and systemd; so is `Gi`, as for Kubernetes.
     """
     return int(_quantity(text, SIZE_UNITS))
 
@@ -79,13 +96,31 @@ class Unit(NamedTuple):
 
     parse: Callable[[str], int] | Callable[[str], float] | Callable[[str], str]
     accepted: str  # Ends the sentence "… accepted".
+    units: Mapping[str, Decimal] = {}
+    words: Mapping[str, str] = {}
+
+    def respelled(self, text: str) -> str | None:
+        """Return text with a unit as it was probably meant, such as `10GB` for `10gb`; None if that is not known."""
+        match = _ALMOST.fullmatch(text.strip())
+        if match is None:
+            return None
+        written = match[2].lower()
+        unit = self.words.get(written) or next((unit for unit in self.units if unit.lower() == written), None)
+        return None if unit in (None, match[2]) else f"{match[1]}{unit}"
 
 
 _SIZE = Unit(
     parse_size,
-    'bytes as an integer, or text such as "10GiB" or "1.5 GB" (B, kB to PB, KiB to PiB; K to P are the latter)',
+    'bytes as an integer, or text such as "10GiB" or "1.5 GB" (B, kB to PB, KiB to PiB; K to P and Ki to Pi too)',
+    SIZE_UNITS,
+    _SIZE_WORDS,
 )
-_DURATION = Unit(parse_duration, 'seconds as a number, or text such as "30s" or "500ms" (us, ms, s, min, h, d)')
+_DURATION = Unit(
+    parse_duration,
+    'seconds as a number, or text such as "30s" or "500ms" (us, ms, s, min, h, d)',
+    _DURATION_UNITS,
+    _DURATION_WORDS,
+)
 _PATH = Unit(parse_path, "a path")
 
 Size = Annotated[int, msgspec.Meta(ge=0, le=SIZE_BYTES_MAX, extra={_UNIT: _SIZE})]
@@ -108,6 +143,12 @@ Age = Annotated[float, msgspec.Meta(ge=DURATION_S_MIN, le=AGE_S_MAX, extra={_UNI
 
 Path = Annotated[str, msgspec.Meta(min_length=1, extra={_UNIT: _PATH})]
 """A path in the file system, made absolute once: a process that changes its directory finds it again."""
+
+SecretPath = Annotated[str, msgspec.Meta(min_length=1, extra={_UNIT: _PATH, _HIDDEN: "the path of a file with it"})]
+"""A `Path` of a file with a secret. No message shows it: the commonest slip puts the secret itself there."""
+
+SecretName = Annotated[str, msgspec.Meta(min_length=1, extra={_HIDDEN: "the name of an environment variable with it"})]
+"""The name of an environment variable with a secret; no message shows it either."""
 
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 """A part of a whole: more than 0, at most 1."""
@@ -141,6 +182,12 @@ def shown_age(age_s: float) -> str:
         if age_s >= seconds:
             return f"{age_s / seconds:.1f} {unit}"
     return f"{age_s:.0f} s"
+
+
+def secret_of(meta: msgspec.Meta) -> str | None:
+    """Return in words what an option for a secret accepts; None for any other option."""
+    found = (meta.extra or {}).get(_HIDDEN)
+    return found if isinstance(found, str) else None
 
 
 def _working_directory() -> str:

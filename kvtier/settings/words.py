@@ -1,13 +1,14 @@
 """Words for messages: what a field's annotation accepts, and what was given instead."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
 
 import msgspec
 
-from kvtier.settings.units import Unit, parse_path, unit_of
+from kvtier.errors import escaped
+from kvtier.settings.units import Unit, parse_path, secret_of, unit_of
 
 SHOWN_CHARACTERS_MAX = 80  # Of a given value in a message: enough to find it, and it stays on the line.
 SHOWN_BITS_MAX = 256  # Longer integers are described: Python refuses to write out very long ones.
@@ -28,6 +29,27 @@ def names_a_path(kind: Any) -> bool:
     if unit is not None:
         return unit.parse is parse_path
     return get_origin(bare) in (Union, UnionType) and any(map(names_a_path, get_args(bare)))
+
+
+def secret_in(kind: Any) -> str | None:
+    """Return in words what an annotation for a secret accepts; None if it may be shown."""
+    bare, *metadata = get_args(kind) if get_origin(kind) is Annotated else (kind,)
+    found = next((words for meta in metadata if isinstance(meta, msgspec.Meta) and (words := secret_of(meta))), None)
+    if found is None and get_origin(bare) in (Union, UnionType):
+        return next(filter(None, map(secret_in, get_args(bare))), None)
+    return found
+
+
+def structs_in(kind: Any) -> Iterator[tuple[type[msgspec.Struct], bool]]:
+    """Yield the structs that an annotation takes, and whether each is an element of a list."""
+    bare, _ = unwrapped(kind)
+    if is_struct(bare):
+        yield bare, False
+    elif get_origin(bare) in (Union, UnionType):
+        for member in get_args(bare):
+            yield from structs_in(member)
+    elif get_origin(bare) in (tuple, list):
+        yield from ((inner, True) for inner, _ in structs_in(get_args(bare)[0]))
 
 
 def is_struct(bare: Any) -> TypeGuard[type[msgspec.Struct]]:
@@ -52,8 +74,31 @@ def shown(given: object) -> str:
         return {True: "true", False: "false", None: "nothing"}[given]
     if isinstance(given, int) and given.bit_length() > SHOWN_BITS_MAX:
         return f"an integer of {given.bit_length():,} bits"
-    text = repr(given)
+    if isinstance(given, str):
+        return quoted(given)
+    text = escaped(repr(given))
     return text if len(text) <= SHOWN_CHARACTERS_MAX else text[: SHOWN_CHARACTERS_MAX - 1] + "…"
+
+
+def quoted(text: str) -> str:
+    """Return text in quotes, escaped, cut, and without a user and a password."""
+    text = repr(without_login(text))
+    return text if len(text) <= SHOWN_CHARACTERS_MAX else text[: SHOWN_CHARACTERS_MAX - 1] + "…"
+
+
+def without_login(text: str) -> str:
+    """Return an address without what precedes its `@`, which may be a user and a password."""
+    head, at, rest = text.rpartition("@")
+    return f"…@{rest}" if at and ":" in head else text
+
+
+def sort_of(given: object) -> str:
+    """Say in words what kind of value was given, and nothing of the value."""
+    if is_table(given) or is_list(given) or isinstance(given, bool | NoneType):
+        return shown(given)
+    if isinstance(given, str):
+        return "text"
+    return "a number" if isinstance(given, int | float) else f"a value of type {type(given).__name__}"
 
 
 def accepted(kind: Any) -> str:

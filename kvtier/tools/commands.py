@@ -81,6 +81,12 @@ COMMANDS = {
             "kvtier policies generated --limit 500 --policies lru,s3fifo,opt --sizes 0.05,0.2",
         ),
     ),
+    "config check": Command(
+        "kvtier.tools.configuration",
+        "check",
+        "Check a configuration, and show what holds in the end.",
+        ("kvtier config check kvtier.toml", "kvtier config check kvtier.toml --json"),
+    ),
     "verify": Command(
         "kvtier.tools.directory",
         "verify",
@@ -179,6 +185,7 @@ COMMANDS = {
     ),
 }
 GROUPS = {
+    "config": "Check configurations, kvtier's own and what vLLM is given.",
     "trace": "Look at traces of requests, and make them.",
     "bench": "Measure what this machine can do, and what kvtier makes of it.",
 }

@@ -17,7 +17,7 @@ from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColu
 from rich.text import Text
 
 from kvtier.backend import Contents, Finding, Kind, Place, State, StoredFile, chunk_hash, group_index
-from kvtier.config import EngineConfig, tier_options
+from kvtier.config import read_config, tier_options
 from kvtier.errors import ConfigError, one_line
 from kvtier.settings import shown_age, shown_bytes
 from kvtier.tools import statuses
@@ -28,6 +28,7 @@ from kvtier.tools.outputs import (
     check_outputs,
     console,
     counted,
+    encoded,
     json_array,
     json_output,
     plain_table,
@@ -102,7 +103,7 @@ def _contents(where: str) -> Contents:
         return _kind("object").open(where)
     if not path.endswith((".toml", ".json")) or os.path.isdir(where):
         return _kind("fs").open(where)
-    tiers = [(tier, index) for index, tier in enumerate(EngineConfig.load(path).secondary_tiers) if tier.type in _KINDS]
+    tiers = [(tier, index) for index, tier in enumerate(read_config(path).secondary_tiers) if tier.type in _KINDS]
     named = [(tier, index) for tier, index in tiers if name in ("", tier.name)]
     if len(named) != 1:
         names = ", ".join(f"{path}#{tier.name}" for tier, _ in tiers) or "none"
@@ -408,7 +409,7 @@ def verify(
         else:
             file.write(b'{"files": ')
             json_array(file, unwell)
-            file.write(b",\n " + msgspec.json.encode(tally.summed())[1:] + b"\n")
+            file.write(b",\n " + encoded(tally.summed())[1:] + b"\n")
     found = tally.summed()
     if json_path != STDOUT:
         _show_findings(shown, found)

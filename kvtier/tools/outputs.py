@@ -4,6 +4,7 @@ A screen's lines are as long as the terminal is wide, or as `COLUMNS` says. In a
 there is a program.
 """
 
+import json
 import logging
 import os
 import subprocess
@@ -24,7 +25,7 @@ from rich.style import StyleType
 from rich.table import Table
 from rich.text import Text
 
-from kvtier.errors import ConfigError, KVTierError, one_line
+from kvtier.errors import ConfigError, KVTierError, escaped
 from kvtier.settings.units import SIZE_UNITS
 
 STDOUT = "-"  # As the name of a file, in other programs, too.
@@ -108,7 +109,7 @@ class _Format(logging.Formatter):
 
 def _lines(text: str) -> str:
     """Escape what cannot be shown, but for the ends of lines."""
-    return "\n".join(map(one_line, text.split("\n")))
+    return "\n".join(map(escaped, text.split("\n")))
 
 
 def counted(count: int, what: str) -> str:
@@ -284,13 +285,23 @@ def json_output(path: str | None) -> Generator[BinaryIO | None]:
 def json_array(file: BinaryIO, rows: Iterable[object]) -> None:
     """Write one array, a row a line, as they come: a million of them are not kept in memory."""
     file.write(b"[")
-    file.writelines((b",\n " if number else b"") + msgspec.json.encode(row) for number, row in enumerate(rows))
+    file.writelines((b",\n " if number else b"") + encoded(row) for number, row in enumerate(rows))
     file.write(b"]")
 
 
 def as_json(value: object) -> bytes:
     """Return a value as indented JSON, which ends with a line's end."""
-    return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
+    return msgspec.json.format(encoded(value), indent=1) + b"\n"
+
+
+def encoded(value: object) -> bytes:
+    """Return a value as JSON on one line, in which a terminal obeys nothing: such as C1 is escaped as C0 is."""
+    text = msgspec.json.encode(value).decode()
+    return (text if text.isprintable() else "".join(map(_escaped_in_json, text))).encode()
+
+
+def _escaped_in_json(letter: str) -> str:
+    return letter if letter.isprintable() else json.dumps(letter)[1:-1] if letter != "\x7f" else r"\u007f"
 
 
 def bar(*columns: ProgressColumn) -> Progress:
@@ -345,6 +356,18 @@ def check_directory(what: str, path: str) -> None:
     """Raise `ConfigError` if there is no such directory: a mistyped path must not become one."""
     if not os.path.isdir(path):
         raise ConfigError(f"{what} {path!r}: no such directory; one that is there accepted")
+
+
+def make_directory(what: str, path: str) -> None:
+    """Make a directory for the user alone, if its parent is there; raise `ConfigError` if it is none in the end."""
+    try:
+        with suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+    except (OSError, ValueError) as error:
+        missing = isinstance(error, FileNotFoundError) and path != ""
+        why = "parent directory does not exist" if missing else getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"{what}: cannot create {path!r}: {why}") from error
+    check_directory(what, path)
 
 
 @contextmanager

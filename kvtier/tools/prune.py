@@ -22,7 +22,7 @@ from kvtier.tools.directory import (
     share_of,
     side_by_side,
 )
-from kvtier.tools.outputs import STDOUT, check_outputs, counted, json_array, json_output
+from kvtier.tools.outputs import STDOUT, check_outputs, counted, encoded, json_array, json_output
 
 T = TypeVar("T", int, float)
 
@@ -130,7 +130,7 @@ def prune(
             json_array(file, rows)
             file.write(b",\n ")
         if file is not None:
-            file.write(msgspec.json.encode(sweep.report())[1 if show else 0 :] + b"\n")
+            file.write(encoded(sweep.report())[1 if show else 0 :] + b"\n")
     if json_path != STDOUT:
         typer.echo(sweep.told())
     sweep.left_out.say()
@@ -198,21 +198,24 @@ class Sweep:
     def _swept(self, place: Place) -> Iterator[Removal]:
         now_s = time.time()
         found = readable(self._contents, [place], "removing" if self._remove else "looking", self.left_out)
-        for file, why in side_by_side(self._contents, found, self._deal):
-            if isinstance(why, OSError):
-                self.left_out.add(file.name, why.strerror or str(why))
-            elif why:
+        for file, dealt in side_by_side(self._contents, found, self._deal):
+            if isinstance(dealt, OSError):
+                self.left_out.add(file.name, dealt.strerror or str(dealt))
+            elif dealt is not None:
+                why, freed_bytes = dealt
                 self._files += 1
-                self._freed_bytes += file.allocated_bytes
+                self._freed_bytes += freed_bytes
                 age_s = round(max(0.0, now_s - file.used_at_ns / 1e9), 3)
-                yield Removal(file=file.name, bytes=file.allocated_bytes, age_s=age_s, why=why)
+                yield Removal(file=file.name, bytes=freed_bytes, age_s=age_s, why=why)
 
-    def _deal(self, place: Place, file: StoredFile) -> str | OSError:
+    def _deal(self, place: Place, file: StoredFile) -> tuple[str, int] | OSError | None:
+        """Return why a file goes, and the bytes that this frees; None if it stays."""
         try:
             why = self._rule.dooms(self._contents, place, file)
-            return why if why and (not self._remove or self._contents.remove(file)) else ""
+            freed_bytes = self._contents.remove(file) if why and self._remove else file.allocated_bytes
         except OSError as error:
             return error
+        return (why, freed_bytes) if why and freed_bytes is not None else None
 
     def report(self) -> PruneReport:
         return PruneReport(

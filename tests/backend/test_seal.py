@@ -162,6 +162,7 @@ def test_keys_are_read_from_a_file_in_hex_or_base64(
 ) -> None:
     path = tmp_path / "keys"
     path.write_text(written)
+    path.chmod(0o600)
     options = SealOptions(seal="aes-256-gcm", seal_key_file=str(path))
     sealed = _closed(options.make_seal(FINGERPRINT, ROW_BYTES), key_of(1))
     assert _opened(_with_keys(monkeypatch, NEW), key_of(1), sealed) == chunk(key_of(1), 0, ROW_BYTES)
@@ -184,7 +185,7 @@ def test_options_that_do_not_go_together_are_refused_by_name(options: dict[str, 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "secret", f"{NEW.hex()}\n{NEW.hex()[:-2]}", "=" * 44])
 def test_keys_that_are_none_are_refused_and_never_shown(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv(VARIABLE, text)
-    with pytest.raises(ConfigError, match=f"seal_key_env: {VARIABLE}.*32 bytes in hex or base64") as told:
+    with pytest.raises(ConfigError, match=r"seal_key_env.*32 bytes in hex or base64") as told:
         SealOptions(seal="aes-256-gcm", seal_key_env=VARIABLE).make_seal(FINGERPRINT, ROW_BYTES)
     assert not any(line in str(told.value) for line in text.split())
 
@@ -198,5 +199,6 @@ def test_keys_that_are_not_there_are_a_mistake_of_the_configuration(
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         SealOptions(seal="aes-256-gcm", seal_key_file=str(tmp_path / "none")).make_seal(FINGERPRINT, ROW_BYTES)
     (tmp_path / "image").write_bytes(os.urandom(100_000))
+    (tmp_path / "image").chmod(0o600)
     with pytest.raises(ConfigError, match="bytes of ASCII accepted"):
         SealOptions(seal="aes-256-gcm", seal_key_file=str(tmp_path / "image")).make_seal(FINGERPRINT, ROW_BYTES)

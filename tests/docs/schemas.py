@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from kvtier.tools.bench.figures import Figures
+from kvtier.tools.configuration import CheckedConfig
 from kvtier.tools.directory import DirectoryUsage, ListedChunk, VerifyReport
 from kvtier.tools.prune import PruneReport
 from kvtier.tools.replay.report import Report
@@ -19,6 +20,7 @@ from kvtier.tools.top import EngineNow
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "json.md"
 REPORTS: dict[str, Any] = {
     "policies": dict[str, dict[str, float | dict[str, float]]],  # With --tier one level deeper.
+    "config check": CheckedConfig,
     "verify": VerifyReport,
     "du": DirectoryUsage,
     "ls": list[ListedChunk],

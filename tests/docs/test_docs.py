@@ -37,6 +37,7 @@ from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.engine.steps import Inside
 from kvtier.policies import known_policies
 from kvtier.runner.messages import Code
+from kvtier.settings import decode
 from kvtier.settings.fields import struct_fields
 from kvtier.settings.units import parse_duration, unit_of
 from kvtier.tools import statuses
@@ -148,7 +149,7 @@ def sample(text: str) -> Block:
 
 def decode_configuration(block: Block, table: dict[str, Any]) -> None:
     """Decode a configuration as a replay would; what a fragment leaves out is made up."""
-    config = EngineConfig.from_dict({"cpu_bytes_to_use": "1GiB", "chunk_bytes": "1MiB", **table}, where=block.where)
+    config = decode(EngineConfig, {"cpu_bytes_to_use": "1GiB", "chunk_bytes": "1MiB", **table}, block.where)
     for index, tier in enumerate(rooted(config, "tier", override=False).secondary_tiers):
         if ":" not in tier.type:
             tier_options(tier, f"{block.where} secondary_tiers[{index}]")

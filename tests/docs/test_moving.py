@@ -17,7 +17,7 @@ from kvtier.hints import Hint
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs" / "how-to").glob("move-from-*.md"))
-OPTIONS_IN_VLLM = ROOT / "kvtier" / "integrations" / "vllm" / "options.py"
+OPTIONS_IN_VLLM = ROOT / "kvtier" / "integrations" / "vllm_options.py"
 OF_REQUESTS = {"kv_load_tiers"}  # In vLLM's `kv_transfer_params`.
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

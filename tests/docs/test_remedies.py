@@ -52,6 +52,14 @@ def said() -> Iterator[Said]:
                 yield Said(f"{path.relative_to(ROOT)}:{node.lineno}", str(text), ast.unparse(texts[-1]))
 
 
+def warned() -> Iterator[str]:
+    """Give the remedies in the texts of Python's own warnings."""
+    for path in SHIPPED:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "warn":
+                yield from re.findall(r"Remedy\.[A-Z_]+", ast.unparse(node))
+
+
 def is_loud(node: ast.AST) -> bool:
     """Say whether this is a call of a logger, by whatever name; `math.log` and a task's `exception()` are none."""
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LOUD):
@@ -106,7 +114,7 @@ def test_the_page_has_a_section_for_every_remedy_and_no_other() -> None:
 
 
 def test_every_remedy_is_one_of_something_that_is_said() -> None:
-    used = {one.last for one in SAID} | {f"Remedy.{error.remedy.name}" for error in ERRORS}
+    used = {one.last for one in SAID} | {f"Remedy.{error.remedy.name}" for error in ERRORS} | set(warned())
     assert {f"Remedy.{remedy.name}" for remedy in Remedy} == used
 
 

@@ -12,6 +12,7 @@ from kvtier.config import EngineConfig
 from kvtier.engine.ledger import Ledger
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.engine.steps import Inside, StepManager
+from kvtier.settings import decode
 
 CHUNK_BYTES = 4_096
 PATIENCE_S = 60.0  # For what must happen: a machine under load may take its time.
@@ -36,7 +37,7 @@ def describe(rows: int = 8, *tiers: dict[str, Any], runner: str = "inline", **fi
         "runner": runner,
         "secondary_tiers": tiers,
     }
-    return EngineConfig.from_dict(described | fields, where="the test's")
+    return decode(EngineConfig, described | fields, "the test's")  # Unchecked: an engine's start is.
 
 
 Engine = TieringOffloadingManager | StepManager

@@ -1,5 +1,7 @@
 """What an engine that embeds kvtier asks of it beyond the steps themselves."""
 
+import os
+
 import pytest
 
 from kvtier.backend.keys import OffloadKey, make_offload_key
@@ -63,6 +65,14 @@ def test_an_engine_runs_on_rows_that_other_processes_share(runner):
 def test_rows_of_another_size_are_refused():
     with Region.private(ROWS + 1, PAGE) as region, pytest.raises(ValueError, match="5 rows of 4,096 bytes"):
         StepManager.start(config(), region=region)
+
+
+def test_rows_that_other_processes_have_not_mapped_yet_are_refused():
+    path = new_shared_memory()
+    region = Region.shared(path, ROWS, PAGE, participant=1, participants=3)
+    with pytest.raises(ConfigError, match=f"^{path}: participants 0, 2 of 3 have not mapped it on "):
+        StepManager.start(config(), region=region)
+    assert not os.path.exists(path)
 
 
 def test_a_start_that_fails_gives_the_rows_back():

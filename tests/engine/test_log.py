@@ -35,6 +35,13 @@ async def test_an_engine_says_what_it_is_when_it_starts(open_engine, log, runner
         assert engine.steps._bridge.pid == pid
 
 
+async def test_a_start_says_how_much_memory_it_takes_and_then_how_long_that_took(open_engine, log, runner):
+    await open_engine(512, {"type": "dummy"}, runner=runner)
+    before, after, *_ = log.messages
+    assert before == "taking 2 MiB of host memory; the start waits for it"
+    assert re.fullmatch(r"took 2 MiB of host memory in \d+\.\d s", after)
+
+
 @pytest.mark.parametrize("layout", ["files", "segments"])
 async def test_an_fs_tier_says_what_it_is_and_what_it_has_found(open_engine, log, runner, layout, tmp_path):
     tier = {"type": "fs", "name": "disk", "root": str(tmp_path / "tier"), "layout": layout, "capacity_bytes": "64MiB"}

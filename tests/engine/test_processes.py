@@ -307,12 +307,13 @@ if child == 0:
         "reset": [],
     }
     calls = {name: steps[name] for name in ("take_events", "note_prefill", "demote", "forget", "retain")}
-    others = {"stats", "metrics", "open", "step_manager", "aclose", "fetch"}
+    others = {"stats", "metrics", "open", "step_manager", "aclose", "fetch", "stream"}
     others |= {"start", "areset", "drained"}  # Deprecated.
     assert coroutines.keys() | calls.keys() | others == public(TieringOffloadingManager)
     for name, args in coroutines.items():
         refused(asyncio.run, getattr(face, name)(*args))
     refused(asyncio.run, found(face, [1]))
+    refused(asyncio.run, anext(face.stream([key(1)])))
     for name, args in calls.items():
         refused(getattr(face, name), *args)
     assert engine.stats() == face.stats() == counted

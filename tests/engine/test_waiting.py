@@ -2,6 +2,7 @@
 
 import asyncio
 
+import numpy as np
 import pytest
 
 from kvtier.engine.answers import LookupResult
@@ -9,7 +10,7 @@ from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.errors import EngineClosed
 from kvtier.testing.simulation.audit import audit_quiet
 from kvtier_backends.dummy import forget_store
-from tests.engine.kit import FAULTY, at_rest, chunk, describe, found, key, ledger_in, put
+from tests.engine.kit import FAULTY, at_rest, chunk, describe, found, key, ledger_in, put, settled
 
 pytestmark = pytest.mark.virtual_time
 
@@ -406,6 +407,19 @@ async def test_a_cancelled_closing_goes_on():
     assert now() == 1.0
 
 
+async def test_a_closing_that_is_cancelled_at_once_goes_on():
+    engine = await TieringOffloadingManager.open(describe(4, SLOW))
+    await put(engine, [1])
+    closing = asyncio.ensure_future(engine.aclose())
+    asyncio.get_running_loop().call_soon(closing.cancel)  # In the turn in which it begins.
+    await put(engine, [2])
+    await asyncio.wait([closing])
+    assert closing.cancelled()
+    await asyncio.sleep(10)
+    with pytest.raises(EngineClosed):
+        await put(engine, [3])
+
+
 async def test_an_inline_engine_cannot_be_shut_down_without_its_loop_but_it_can_be_closed_then():
     engine = await TieringOffloadingManager.open(describe(4, SLOW))
     await put(engine, [1])
@@ -438,6 +452,38 @@ async def test_wrong_chunks_are_refused_before_anything_is_stored(open_engine):
     with pytest.raises(ValueError, match="2 keys but 1 chunks"):
         await engine.put([key(1), key(2)], [chunk(1)])
     assert ledger_in(engine).primary.rows_free == 4
+
+
+WRONG = {
+    "None": (None, TypeError, r"None \(NoneType\) given, bytes or a contiguous buffer of them accepted"),
+    "number": (7, TypeError, r"7 \(int\) given"),
+    "text": ("x" * 4_096, TypeError, r"\(str\) given"),
+    "gaps": (memoryview(bytes(2 * 4_096))[::2], TypeError, "a memoryview with gaps given"),
+    "wide items": (memoryview(bytes(8 * 4_096)).cast("d"), TypeError, "a memoryview with items of 8 bytes given"),
+    "other bytes": (bytes(4_096), ValueError, "given twice, with different bytes"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+async def test_what_is_no_chunk_is_refused_by_key_and_type_before_anything_is_stored(open_engine, wrong):
+    engine = await open_engine(4)
+    given, error, words = WRONG[wrong]
+    with pytest.raises(error, match=f"^{key(1).hex()}: .*{words}"):
+        await engine.put([key(2), key(1), key(1)], [chunk(2), chunk(1), given])
+    with pytest.raises(TypeError, match=r"keys\[1\]: 'key' \(str\) given"):
+        await engine.put([key(2), "key"], [chunk(2), chunk(1)])
+    assert ledger_in(engine).primary.rows_free == 4
+    assert settled(engine)
+
+
+async def test_any_buffer_of_bytes_is_a_chunk_and_a_key_may_be_given_twice_with_the_same(open_engine):
+    engine = await open_engine(8)
+    same = [bytearray(chunk(1)), np.frombuffer(chunk(1), np.int8).reshape(64, 64), memoryview(chunk(1)).cast("c")]
+    assert await engine.put([key(1)] * 3, same) == 3
+    for number, each in enumerate(same):
+        await engine.delete([key(1)])
+        assert await engine.put([key(1)], [each]) == 1, number
+        assert await engine.get([key(1)]) == [chunk(1)]
 
 
 async def test_a_cancelled_fetch_leaves_no_pin(open_engine):

@@ -1,23 +1,26 @@
 """Stores, loads and deletes twenty times what there is room for, until it is killed; a test starts it and looks on.
 
 Arguments: what to do as JSON. Each line of its output is what it has done so far, or something that must not be:
-`wrong <key> <what came>`.
+`wrong <key> <what came>`, or `refused <why>` by a tier that is not opened.
 """
 
 import asyncio
 import json
 import os
 import random
+import signal
 import sys
 from typing import Any
 
 from kvtier.backend.contract import TierContext
 from kvtier.backend.namespace import FileMapper, Namespace
-from kvtier.errors import ChunkMissing, NoSpace
+from kvtier.errors import ChunkMissing, ConfigError, NoSpace
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, label
 from kvtier_backends.fs import FsBackend, FsOptions
+from kvtier_backends.fs.disk import owner
 
+owner.PATIENCE_S = 1.0  # Those that are refused say so soon.
 WORKERS = 4
 BATCH_CHUNKS_MAX = 12
 
@@ -56,7 +59,12 @@ async def work(tier: FsBackend, row_bytes: int, keys: int, seed: str, done: dict
 
 async def child(row_bytes: int, keys: int, seed: str, options: dict[str, Any]) -> None:
     context = TierContext("0:fs", FileMapper(Namespace(model_name="org/model")), row_bytes)
-    tier = await FsBackend.open(FsOptions(**{"layout": "files", **options}), context)
+    try:
+        tier = await FsBackend.open(FsOptions(**{"layout": "files", **options}), context)
+    except ConfigError as error:
+        say("refused", error)
+        signal.pause()
+        raise
     done = dict.fromkeys(("stored", "refused", "hits", "misses"), 0)
     async with asyncio.TaskGroup() as group:
         for worker in range(WORKERS):

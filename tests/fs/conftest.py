@@ -21,6 +21,7 @@ from kvtier.backend.keys import OffloadKey
 from kvtier.backend.namespace import FileMapper, Namespace
 from kvtier.testing.conformance import Lender
 from kvtier_backends.fs import FsBackend, FsOptions
+from kvtier_backends.fs.disk import below
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Footer, read_footer
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.segments.segment import HEADER_BYTES
@@ -144,7 +145,10 @@ def seal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dic
 
 
 class SystemCall:
-    """A function of `os` that a test counts, and that sticks or fails: always, or where `only` says so."""
+    """A function of `os` that a test counts, and that sticks or fails: always, or where `only` says so.
+
+    `open` is also that of names of several parts.
+    """
 
     def __init__(
         self,
@@ -164,12 +168,23 @@ class SystemCall:
         if not sticks:
             self._opened.set()
         monkeypatch.setattr(os, name, self)
+        if name == "open":
+            open_beneath = below.open_beneath
+
+            def opened(root_fd: int, name: str, flags: int) -> int:
+                self._come(name, flags)
+                return open_beneath(root_fd, name, flags)
+
+            monkeypatch.setattr(below, "open_beneath", opened)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._come(*args, **kwargs)
+        return self._call(*args, **kwargs)
+
+    def _come(self, *args: Any, **kwargs: Any) -> None:
         self.times += 1
         if self._only(*args, **kwargs):
             self._meet(self._error)
-        return self._call(*args, **kwargs)
 
     def _meet(self, error: int) -> None:
         self._entered.release()
@@ -210,7 +225,8 @@ def open_folder(root: Path, mapper: FileMapper) -> Iterator[Callable[..., Folder
     opened: list[Folder] = []
 
     def open_folder(**options: object) -> Folder:
-        folder = Folder(FsOptions(**{"root": str(root), "layout": "files", **options}).chosen(), mapper)  # type: ignore[arg-type]
+        given = FsOptions(**{"root": str(root), "layout": "files", **options}).chosen()  # type: ignore[arg-type]
+        folder = Folder(given, TierContext("0:fs", mapper, ROW_BYTES))
         folder.open()
         opened.append(folder)
         return folder
@@ -268,6 +284,53 @@ def mount_image(outside: None, tmp_path: Path) -> Iterator[Callable[[str, int], 
         subprocess.run(["umount", "-l", str(path)], check=True)
 
 
+class FaultyDisk:
+    """A mounted folder, and the process behind it."""
+
+    def __init__(self, folder: Path, mountpoint: Path) -> None:
+        self.path = mountpoint
+        command = [
+            sys.executable,
+            os.path.join(os.path.dirname(__file__), "faulty_disk.py"),
+            str(folder),
+            str(mountpoint),
+        ]
+        self._server = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert self._server.stdout is not None
+        self.ready = self._server.stdout.readline().strip() == "ready"
+
+    def why_not(self) -> str:
+        return self._server.communicate()[1].strip()
+
+    def tell(self, fault: str) -> None:
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        print(fault, file=self._server.stdin, flush=True)
+        assert self._server.stdout.readline().strip() == fault
+
+    def end(self) -> None:
+        """As when its server dies."""
+        self._server.kill()
+        self._server.communicate()
+
+
+@pytest.fixture
+def disk(outside: None, tmp_path: Path) -> Iterator[FaultyDisk]:
+    if os.geteuid() != 0 or not os.path.exists("/dev/fuse"):
+        pytest.skip("mounting a file system of one's own needs root and FUSE")
+    folder, mountpoint = tmp_path / "behind", tmp_path / "disk"
+    folder.mkdir()
+    mountpoint.mkdir()
+    disk = FaultyDisk(folder, mountpoint)
+    if not disk.ready:
+        pytest.skip(disk.why_not())
+    yield disk
+    disk.end()
+    subprocess.run(["umount", "-l", str(mountpoint)], check=True)
+
+
 @pytest.fixture
 def taken_bytes() -> Callable[[Path], int]:
     return _taken_bytes
@@ -291,6 +354,7 @@ class Writer:
         self.pid = 0
         self.done = [0, 0, 0, 0]
         self.wrong: list[str] = []
+        self.refused = ""
 
     async def begin(self, seed: int) -> None:
         assert self._launcher.stdin is not None
@@ -304,6 +368,11 @@ class Writer:
         async with asyncio.timeout(WRITER_DEADLINE_S):
             while self.done[0] <= stored:
                 self._hear(await self._line())
+
+    async def listen(self) -> None:
+        """Hear what it says, until cancelled."""
+        while True:
+            self._hear(await self._line())
 
     async def stop(self) -> None:
         os.kill(self.pid, signal.SIGSTOP)
@@ -339,6 +408,8 @@ class Writer:
     def _hear(self, line: str) -> None:
         if line.startswith("wrong"):
             self.wrong.append(line)
+        elif line.startswith("refused"):
+            self.refused = line
         elif line[0].isdigit():
             self.done = [int(word) for word in line.split()]
 

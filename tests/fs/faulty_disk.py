@@ -1,12 +1,15 @@
 """A file system that fails when it is told to, spoken to the kernel over /dev/fuse: `faulty_disk.py FOLDER MOUNTPOINT`.
 
-It shows FOLDER, and says "ready". Then lines come on its standard input: `eio` has reads and writes of files fail,
-`hang` has all requests wait, `well` ends both. When its input ends, so does it, and who waits for it gets ENOTCONN.
+It shows FOLDER, and says "ready". Then lines come on its standard input. `eio` fails reads and writes of files, `hang`
+holds all requests, `EBUSY 20 7` fails 20 % of all requests with that error, by the seed 7: one half of them undone, the
+other half done all the same. `well` ends each of these. When its input ends, so does it, and who waits for it gets
+ENOTCONN.
 """
 
 import ctypes
 import errno
 import os
+import random
 import struct
 import sys
 import threading
@@ -14,6 +17,7 @@ from collections.abc import Callable, Sequence
 
 HEADER = struct.Struct("<IIQQIII4x")
 READ, WRITE = 15, 16
+SURE = {18, 25, 26, 29}  # Releases, and the beginning: nobody hears of their errors.
 NO_REPLY = {2, 36, 42}  # Forgotten nodes and interrupts.
 BUFFER_BYTES = 1 << 20
 WRITE_MAX_BYTES = 128 << 10
@@ -26,6 +30,8 @@ class Disk:
     def __init__(self, folder: str) -> None:
         self.healthy = threading.Condition()
         self.fault = "well"
+        self._listed: dict[int, list[str]] = {}
+        self._dice, self._errno, self._share = random.Random(), 0, 0.0
         self._paths = {1: folder}
         self._nodes = {folder: 1}
         self._calls: dict[int, Callable[[int, bytes], bytes]] = {
@@ -44,14 +50,19 @@ class Disk:
             20: lambda _, body: os.fsync(*struct.unpack_from("<Q", body)) or b"",
             25: lambda _, __: b"",
             26: self._begin,
-            27: lambda _, __: struct.pack("<QII", 0, 0, 0),
+            27: self._open_folder,
             28: self._list,
-            29: lambda _, __: b"",
+            29: self._close_folder,
             30: lambda _, __: b"",
             34: lambda _, __: b"",
             35: self._create,
+            43: self._allocate,
             45: lambda node, body: self._rename(node, *struct.unpack_from("<Q", body), body[16:]),
         }
+
+    def err(self, name: str, percent: str, seed: str) -> None:
+        """Fail so many requests from now on."""
+        self._dice, self._errno, self._share = random.Random(seed), getattr(errno, name), int(percent) / 100
 
     def answer(self, opcode: int, node: int, body: bytes) -> tuple[int, bytes]:
         """Return the error, 0 if there is none, and what the kernel asked for."""
@@ -61,10 +72,21 @@ class Disk:
             return errno.EIO, b""
         if opcode not in self._calls:
             return errno.ENOSYS, b""
+        fails = self.fault.startswith("E") and opcode not in SURE and self._dice.random() < self._share
+        if fails and self._dice.random() < 0.5:
+            return self._errno, b""
         try:
-            return 0, self._calls[opcode](node, body)
+            answer = self._calls[opcode](node, body)
         except OSError as error:
             return error.errno or errno.EIO, b""
+        if fails:
+            self._never_released(opcode, answer)
+            return self._errno, b""
+        return 0, answer
+
+    def _never_released(self, opcode: int, answer: bytes) -> None:
+        if opcode in (14, 35):
+            os.close(*struct.unpack_from("<Q", answer, len(answer) - 16))
 
     def _begin(self, node: int, body: bytes) -> bytes:
         major, _ = struct.unpack_from("<II", body)
@@ -131,10 +153,26 @@ class Disk:
         fd, offset, size = struct.unpack_from("<QQI", body)
         return struct.pack("<II", os.pwrite(fd, body[40 : 40 + size], offset), 0)
 
+    def _allocate(self, node: int, body: bytes) -> bytes:
+        fd, offset, length = struct.unpack_from("<QQQ", body)
+        os.posix_fallocate(fd, offset, length)
+        return b""
+
+    def _open_folder(self, node: int, body: bytes) -> bytes:
+        listing = max(self._listed, default=0) + 1
+        self._listed[listing] = sorted(
+            os.listdir(self._paths[node])
+        )  # At once: no name goes missing between two parts.
+        return struct.pack("<QII", listing, 0, 0)
+
+    def _close_folder(self, node: int, body: bytes) -> bytes:
+        del self._listed[struct.unpack_from("<Q", body)[0]]
+        return b""
+
     def _list(self, node: int, body: bytes) -> bytes:
-        _, offset, size = struct.unpack_from("<QQI", body)
+        listing, offset, size = struct.unpack_from("<QQI", body)
         listed = b""
-        for place, name in enumerate(sorted(os.listdir(self._paths[node]))[offset:], start=offset + 1):
+        for place, name in enumerate(self._listed[listing][offset:], start=offset + 1):
             encoded = name.encode()
             entry = struct.pack("<QQII", place, place, len(encoded), 0) + encoded
             entry += b"\0" * (-len(entry) % 8)
@@ -154,6 +192,8 @@ def listen(disk: Disk) -> None:
     for line in sys.stdin:
         with disk.healthy:
             disk.fault = line.strip()
+            if disk.fault.startswith("E"):
+                disk.err(*disk.fault.split())
             disk.healthy.notify_all()
         print(disk.fault, flush=True)
     os._exit(0)

@@ -2,11 +2,15 @@
 
 import fcntl
 import functools
+import mmap
 import os
 import random
+import re
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +20,7 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.memory.region import Region
-from kvtier.memory.rendezvous import Meeting, SharedFile
+from kvtier.memory.rendezvous import Apart, Meeting, SharedFile, mappings
 
 ROW_BYTES = 4_096
 
@@ -36,6 +40,14 @@ region.row(participant)[:] = bytes([participant + 1]) * 4096
 sys.stdout.write("written\\n"); sys.stdout.flush()
 sys.stdin.readline()
 sys.stdout.write(" ".join(str(region.row(row)[4095]) for row in range(participants)) + "\\n"); sys.stdout.flush()
+sys.stdin.readline()
+"""
+
+MAPS = """
+import mmap, sys
+file = open(sys.argv[1], "r+b")
+mapped = mmap.mmap(file.fileno(), 8_192)
+sys.stdout.write("\\n"); sys.stdout.flush()
 sys.stdin.readline()
 """
 
@@ -257,6 +269,67 @@ def test_participants_that_disagree_are_told_both_sizes(
 def test_a_participant_that_cannot_be_is_refused(participant: int, participants: int, shm_path: str) -> None:
     with pytest.raises(ConfigError, match=f"participant {participant} of {participants}"):
         shared(shm_path, participant, participants)
+
+
+# Those who must be together: the owner starts when all have met, and not at all if some see other memory.
+
+
+def owned(path: str, participants: int, **fields: float) -> Region:
+    """Join as the last participant, who starts only with all others."""
+    return Region.shared(path, 8, ROW_BYTES, participant=participants - 1, participants=participants, **fields)
+
+
+def test_an_owner_starts_when_the_last_of_the_others_has_mapped(shm_path: str) -> None:
+    with ThreadPoolExecutor(1) as threads, shared(shm_path, 0, 3, rows=8) as first:
+        assert first.missing() == [1, 2]
+        owner = threads.submit(owned, shm_path, 3, met_s=60.0)
+        with shared(shm_path, 1, 3, rows=8) as second, owner.result() as region:
+            assert first.missing() == second.missing() == region.missing() == []
+
+
+@pytest.mark.usefixtures("no_descriptor_left")
+def test_an_owner_is_told_which_others_are_on_another_host_and_takes_no_memory(spawn: Spawn, shm_path: str) -> None:
+    """Another directory is what another host's shared memory is: of the same name, and somewhere else."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as elsewhere:
+        far = [spawn(PARTICIPANT, f"{elsewhere}/region", number, 8) for number in (2, 3, 4, 6)]
+        here = [spawn(PARTICIPANT, shm_path, number, 8) for number in (0, 1, 5)]
+        for process in (*far, *here):
+            tell(process)
+            assert process.stdout.readline() + process.stdout.readline() == "ready\nwritten\n"
+        with pytest.raises(Apart) as refused:
+            owned(shm_path, 8, met_s=0.02)
+        assert refused.value.missing == [2, 3, 4, 6]
+        message = rf"^{shm_path}: participants 2 to 4, 6 of 8 have not mapped it on {socket.gethostname()}: "
+        assert re.search(message, str(refused.value))
+        with shared(shm_path, 6, 8, rows=8) as region:
+            assert region.missing() == [2, 3, 4]
+            with pytest.raises(Apart, match="participants 2 to 4 of 8"):
+                region.require_met()
+            for process in (*far, *here):
+                kill(process)
+        os.unlink(f"{elsewhere}/region")
+
+
+def test_memory_without_other_participants_misses_nobody(shm_path: str) -> None:
+    with Region.private(1, ROW_BYTES) as private, shared(shm_path, 0, 1) as alone:
+        assert private.missing() == alone.missing() == []
+
+
+# Rows that another program has mapped, with no place for those who have: vLLM's.
+
+
+def test_mappings_of_a_file_are_counted_in_every_process(spawn: Spawn, shm_path: str) -> None:
+    Path(shm_path).write_bytes(bytes(2 * 4_096))
+    with open(shm_path, "r+b") as file:
+        assert mappings(file.fileno(), 3) == 0
+        with mmap.mmap(file.fileno(), 8_192), mmap.mmap(file.fileno(), 4_096, offset=4_096):
+            assert mappings(file.fileno(), 3) == 1  # Each part is one; only the one with the beginning counts.
+            others = [spawn(MAPS, shm_path) for _ in range(2)]
+            assert [other.stdout.readline() for other in others] == ["\n", "\n"]
+            assert mappings(file.fileno(), 5) == 3
+            kill(others[0])
+            assert mappings(file.fileno(), 5) == 2
+    os.unlink(shm_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"somebody's", bytes(5 * 4_096)])

@@ -40,6 +40,7 @@ class TestObjectWithEveryOptionTheOtherWay(Suites):
         credentials.write_text(
             f"[kv]\naws_access_key_id = {server.access_key}\naws_secret_access_key = {server.secret_key}\n"
         )
+        credentials.chmod(0o600)
         monkeypatch.delenv("AWS_ACCESS_KEY_ID")
         monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
         return {

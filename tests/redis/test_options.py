@@ -76,11 +76,12 @@ def test_what_cannot_be_had_is_refused_by_name(options: dict[str, Any], told: st
 
 def test_a_password_is_read_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "password").write_text("s3cret\n")
+    (tmp_path / "password").chmod(0o600)
     assert RedisOptions(password_file=str(tmp_path / "password")).password() == "s3cret"
     monkeypatch.setenv("KVTIER_TEST_PASSWORD", "other")
     assert RedisOptions(password_env="KVTIER_TEST_PASSWORD").password() == "other"
     assert RedisOptions().password() is None
-    with pytest.raises(ConfigError, match="password_env: the environment has no variable 'KVTIER_TEST_NONE'"):
+    with pytest.raises(ConfigError, match="password_env: the environment has no variable of the given name"):
         RedisOptions(password_env="KVTIER_TEST_NONE").password()
     with pytest.raises(ConfigError, match=r"password_file: .* cannot be read"):
         RedisOptions(password_file=str(tmp_path / "none")).password()
@@ -90,11 +91,12 @@ def test_a_password_that_is_none_is_refused_by_name(tmp_path: Path, monkeypatch:
     path = tmp_path / "password"
     for written in (b"", b"\nsecret", b"s\xffcret", b"secret" * 10_000):
         path.write_bytes(written)
+        path.chmod(0o600)
         with pytest.raises(ConfigError, match=r"password_file: .*password: .* accepted") as refused:
             RedisOptions(password_file=str(path)).password()
         assert "cret" not in str(refused.value)
     monkeypatch.setenv("KVTIER_TEST_PASSWORD", "")
-    with pytest.raises(ConfigError, match=r"password_env: KVTIER_TEST_PASSWORD holds no password: .* accepted"):
+    with pytest.raises(ConfigError, match=r"password_env: the variable holds no password: .* accepted"):
         RedisOptions(password_env="KVTIER_TEST_PASSWORD").password()
     monkeypatch.setenv("KVTIER_TEST_PASSWORD", os.fsdecode(b"s\xffcret"))
     with pytest.raises(ConfigError, match="password_env: "):
@@ -109,11 +111,12 @@ def test_each_of_tlss_files_is_named_when_it_cannot_be_used(tmp_path: Path) -> N
     none, cut, locked = (str(tmp_path / name) for name in ("none", "cut", "locked"))
     (tmp_path / "cut").write_text("-----BEGIN CERTIFICATE-----\n")
     (tmp_path / "locked").write_bytes(key)
+    (tmp_path / "locked").chmod(0o600)
     for options, told in (
         ({"tls_ca_file": none}, f"tls_ca_file: {none} cannot be used: No such file"),
         ({"tls_ca_file": cut}, f"tls_ca_file: {cut} cannot be used"),
-        ({"tls_cert_file": none}, f"tls_cert_file: {none} cannot be used: No such file"),
-        ({"tls_cert_file": cut, "tls_key_file": locked}, f"tls_cert_file: {cut} cannot be used with tls_key_file"),
+        ({"tls_cert_file": none}, "tls_cert_file: the file cannot be read: No such file"),
+        ({"tls_cert_file": cut, "tls_key_file": locked}, "tls_cert_file: cannot be used with tls_key_file"),
     ):
         with pytest.raises(ConfigError, match=re.escape(told)):
             RedisOptions(tls=True, **options).tls_context()

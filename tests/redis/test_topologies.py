@@ -22,11 +22,10 @@ from cryptography.x509.oid import NameOID
 from kvtier.backend import Abandoned, BackendUnavailable, ConfigError, OffloadKey, chunk_hash
 from kvtier.testing.conformance import keys_of, label
 from kvtier_backends.redis import RedisOptions
-from kvtier_backends.redis.link import Link, Refused
+from kvtier_backends.redis.link import Link
 from kvtier_backends.redis.options import Address
 from kvtier_backends.redis.server import Away, Login, Server
 from kvtier_backends.redis.topology import make_topology
-from kvtier_backends.redis.work import target_of
 from tests.redis.servers import PATIENCE_S, Proxy, RedisServer, free_port, until
 from tests.redis.test_faults import QUICK
 from tests.remote.tiers import recalled, recovers
@@ -154,11 +153,6 @@ async def test_a_server_is_reached_by_an_address_of_the_sixth_version(opened, se
         proxy.end()
 
 
-@pytest.mark.parametrize("told", ["::1:7000", "[::1]:7000"])
-def test_a_redirect_to_an_address_of_the_sixth_version_is_understood(told: str) -> None:
-    assert target_of(Refused(f"MOVED 12 {told}"), Address("127.0.0.1", 6_379)) == Address("::1", 7_000)
-
-
 async def test_a_program_with_thousands_of_open_files_uses_it_as_any_other(opened, cluster, server, lender) -> None:
     """`select` takes numbers up to 1,023."""
     with ExitStack() as stack:
@@ -246,6 +240,7 @@ def certified(tmp_path: Path) -> ssl.SSLContext:
     plain = serialization.NoEncryption()
     (tmp_path / "ca.pem").write_bytes(certificate.public_bytes(pem))
     (tmp_path / "key.pem").write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain))
+    (tmp_path / "key.pem").chmod(0o600)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tmp_path / "ca.pem", tmp_path / "key.pem")
     return context
@@ -280,21 +275,12 @@ async def test_a_server_whose_certificate_nobody_vouches_for_is_refused(opened, 
 
 
 async def test_those_who_know_the_topology_are_held_to_their_certificates(opened, certified, cluster, tmp_path) -> None:
-    """Their connections are redis-py's, and see the password, too."""
+    """They see the password, too."""
     front = TLSFront(cluster[0].port, certified)  # Its certificate is that of 127.0.0.1.
     other = f"localhost:{front.address.rpartition(':')[2]}"
-    with pytest.raises(BackendUnavailable, match="certificate verify failed"):
+    with pytest.raises(BackendUnavailable, match="certificate is refused"):
         await opened(other, topology="cluster", tls=True, tls_ca_file=str(tmp_path / "ca.pem"), **QUICK)
     front.close()
-
-
-async def test_what_a_lying_node_says_of_the_cluster_is_no_topology(opened, cluster, lender) -> None:
-    proxy = Proxy(cluster[0].port)
-    for told in (b"+OK\r\n", b"*1\r\n:1\r\n", b"*1\r\n*3\r\n:0\r\n:99999\r\n*2\r\n$1\r\nh\r\n:1\r\n"):
-        proxy.reply = lambda passed, told=told: told if b"127.0.0.1" in passed else passed
-        with pytest.raises(BackendUnavailable):
-            await opened(proxy.address, topology="cluster", **QUICK)
-    proxy.end()
 
 
 def test_a_failure_of_tls_is_not_taken_for_an_error_of_the_systems() -> None:

@@ -105,13 +105,13 @@ MISTAKES: list[tuple[object, str]] = [
     ([], "a list given, a table of fields accepted"),
     ("text", "'text' given, a table of fields accepted"),
     ({1: 2}, "1: 1 given as a field's name, text accepted"),
-    ({"\ud800": 2}, "'\\ud800': '\\ud800' given, text that UTF-8 can encode accepted"),
+    ({"\ud800": 2}, "\\ud800: text with lone surrogates given, text that UTF-8 can encode accepted"),
     ({"leaves": [{"root": "/a"}, {"rot": "/b"}]}, "leaves[1].rot: no such field; did you mean 'root'?"),
     ({"leaf": {"root": "/a", "zzz": 1}}, "leaf.zzz: no such field; Known here: root, size_bytes, wait_s"),
     ({"leaf": {}}, "leaf.root: missing, text required"),
     ({"leaf": {"root": 3}}, "leaf.root: 3 given, text accepted"),
     ({"leaf": {"root": None}}, "leaf.root: nothing given, text accepted"),
-    ({"leaf": {"root": "\ud800"}}, "leaf.root: '\\ud800' given, text that UTF-8 can encode accepted"),
+    ({"leaf": {"root": "\ud800"}}, "leaf.root: text with lone surrogates given, text that UTF-8 can encode accepted"),
     ({"leaf": 3}, "leaf: 3 given, a table of fields accepted"),
     ({"leaves": {"root": "/a"}}, "leaves: a table given, a list, each element a table of fields accepted"),
     ({"leaves": "abc"}, "leaves: 'abc' given, a list, each"),
@@ -179,10 +179,10 @@ def test_keys_that_are_no_fields_go_where_a_struct_has_room_for_them() -> None:
 REST_MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"x": 1, "more": {"x": 2}}, "open[0].x: given twice, here and in open[0].more"),
     ({"x": 1, "more": 3}, "open[0].more: 3 given, a table of fields accepted"),
-    ({"x": {"y": [b"bytes"]}}, "open[0].x.y[0]: b'bytes' given, text, a number"),
+    ({"x": {"y": [b"bytes"]}}, "open[0].x.y[0]: a value of type bytes given, text, a number"),
     ({"x": float("inf")}, "open[0].x: inf given, a finite number accepted"),
-    ({"x": 1 << 64}, "open[0].x: 18446744073709551616 given, an integer of at most 64 bits accepted"),
-    ({"x": {"\udfff": 1}}, "open[0].x.'\\udfff': '\\udfff' given, text that UTF-8 can encode accepted"),
+    ({"x": 1 << 64}, "open[0].x: an integer of 65 bits given, an integer of at most 64 bits accepted"),
+    ({"x": {"\udfff": 1}}, "open[0].x.\\udfff: text with lone surrogates given, text that UTF-8 can encode accepted"),
 ]
 
 

@@ -17,6 +17,7 @@ from kvtier.settings.units import parse_duration, parse_path, parse_size, shown_
         ("512 KiB", 524_288),
         ("1.5GB", 1_500_000_000),
         ("10GiB", 10_737_418_240),
+        ("10Gi", 10_737_418_240),
         ("2TiB", 2_199_023_255_552),
         ("1PB", 10**15),
         ("10G", 10_737_418_240),
@@ -32,7 +33,7 @@ def test_a_size_is_read_as_bytes(text: str, size_bytes: int) -> None:
     assert parse_size(text) == size_bytes
 
 
-UNITLESS = ["", "10", "GiB", "10g", "10Gi", "10gib", "10GIB", "10Gb", "10s"]
+UNITLESS = ["", "10", "GiB", "10g", "10gI", "10gib", "10GIB", "10Gb", "10s"]
 NUMBERLESS = [
     "-1GiB",
     "+1GiB",

@@ -12,6 +12,7 @@ from kvtier.engine.inbox import Inbox
 from kvtier.engine.ledger import Ledger
 from kvtier.engine.outbox import Transfers
 from kvtier.engine.primary import Primary
+from kvtier.engine.progress import Progress
 from kvtier.engine.tier import Tier
 from kvtier.testing.simulation import SimulationFailed, Subject, simulate
 from kvtier.testing.simulation.world import run_seeds
@@ -138,6 +139,26 @@ def test_an_absence_that_is_believed_for_ever_is_found(monkeypatch):
     answer = Tier.answer
     monkeypatch.setattr(Tier, "answer", lambda self, key, known, now: answer(self, key, known, 0.0))
     assert "believes False" in first_failure(range(110, 400))  # The first that meets it is 111.
+
+
+def test_calls_that_do_not_let_the_loop_turn_are_found(monkeypatch):
+    async def no_turn(self):
+        pass
+
+    monkeypatch.setattr(Progress, "turn", no_turn)
+    assert "turns of the loop" in first_failure(range(50))
+
+
+def test_a_call_that_spins_is_found(monkeypatch):
+    made = Progress.made
+
+    async def spin(self, **waits):
+        while "loads_of" in waits:
+            self._steps.end_step()
+        await made(self, **waits)
+
+    monkeypatch.setattr(Progress, "made", spin)
+    assert "ms for the loop to turn" in first_failure(range(50))
 
 
 def test_a_tier_that_loses_what_it_stored_is_found(monkeypatch):

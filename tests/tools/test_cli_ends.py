@@ -133,7 +133,8 @@ def calls() -> Iterator[list[str]]:
             for bad in PLACES
             if bad != "photos" or name != "bench fs"
         )
-    yield from (["replay", "trace.jsonl", "--fs", bad] for bad in PLACES if bad != "photos")
+    made = ("photos", "absent", "a\nb", NOT_TEXT)  # A directory that is there, or can be made.
+    yield from (["replay", "trace.jsonl", "--fs", bad] for bad in (*PLACES, "absent/deeper") if bad not in made)
     for config in (*CONFIGS, "absent.toml", ".", "", "trace.jsonl", NOT_TEXT):
         yield ["replay", "trace.jsonl", "--config", config]
         yield ["bench", "tiers", config]

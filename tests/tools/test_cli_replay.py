@@ -357,7 +357,7 @@ def test_in_virtual_time_an_fs_tier_is_only_modelled(trace: str, tmp_path: Path)
 @pytest.mark.parametrize(
     ("args", "complaint"),
     [
-        (["--fs", "{tmp}/absent"], "--fs '{tmp}/absent': no such directory"),
+        (["--fs", "{tmp}/absent/tier"], "--fs: cannot create '{tmp}/absent/tier': parent directory does not exist"),
         (["--fs", "{tmp}/trace.jsonl.gz"], "--fs '{tmp}/trace.jsonl.gz': no such directory"),
         (["--fs", "{tmp}", "--virtual-time"], "--fs {tmp}: nothing is written in virtual time"),
         (["--config", "{tmp}/absent.toml"], "{tmp}/absent.toml: cannot be read: No such file or directory"),

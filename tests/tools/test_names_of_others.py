@@ -1,6 +1,7 @@
 """Names of traces, files, models and tiers come from others: what a terminal would obey in them is shown, not sent."""
 
 import io
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -58,6 +59,10 @@ def test_a_model_and_files_of_a_directory_are_shown_as_they_are(
     first, second = store(keys_of(2), model=f"org/{NAME}")
     second.rename(second.with_name(f"{NAME}.bin"))
     assert f"org/{SHOWN}" in told("du", root)
+    for command in ("du", "ls"):
+        in_json = told(command, root, "--json")
+        assert r"\u009b2Jc\u202ed" in in_json
+        json.loads(in_json)
     for command in ("ls", "verify"):
         told(command, root)
     assert first.name.removesuffix(".bin")[:8] in told("ls", root)

@@ -83,7 +83,7 @@ def test_a_namespace_goes_as_a_whole_and_others_stay(store, run_json, root: Path
     assert report["files"] == 3
     assert left(ours) == [True] * 3
     assert report["namespaces"] == 1
-    assert {folder.name.split("_")[0] for folder in root.iterdir()} == {"org"}
+    assert {folder.name.split("_")[0] for folder in root.glob("*_*")} == {"org"}
 
 
 def test_rules_are_of_one_namespace_if_one_is_named(store, run_json, root: Path) -> None:
@@ -110,6 +110,23 @@ def test_leftovers_go_and_what_is_under_way_stays(store, run_json, root: Path) -
     assert report["files"] == 3
     assert left([path, live, young]) == [True] * 3
     assert left([dead, old, bad]) == [False] * 3
+
+
+@pytest.mark.parametrize("layout", ["files", "segments"])
+def test_somebody_elses_files_stay_however_old_and_whatever_is_pruned(store, run, root: Path, layout: str) -> None:
+    """Only names that a tier makes are its own, and those of vLLM's unfinished chunks."""
+    (path,) = store([key_of(0)], layout=layout)
+    kept = next(root.glob("*/config.json")).parent / "quarantine"
+    kept.mkdir()
+    folders = {kept, kept.parent, *(folder for folder in path.parents if root in folder.parents)}
+    names = ("notes.txt", "notes.tmp", ".notes.tmp", "notes.bin_1.tmp", "backup.tar", "00000001.seg.tmp")
+    theirs = [folder / name for folder in folders for name in names]
+    for each in theirs:
+        each.write_bytes(b"not yours")
+        age(each, 100)
+    for rule in (["--leftovers"], ["--corrupt"], ["--older-than", "0s"], ["--namespace", namespace_of(path, root)]):
+        assert run("prune", root, *rule, "--yes")[0] == 0
+    assert left([path, *theirs]) == [False] + [True] * len(theirs)
 
 
 def test_empty_folders_go_and_the_tier_makes_them_again(store, run_json, root: Path) -> None:
@@ -213,9 +230,9 @@ def test_an_emptied_namespace_leaves_nothing_behind(store, run, root: Path, layo
     store(keys_of(3), layout=layout, **({"corrupt": "quarantine"} if layout == "files" else {}))
     store(keys_of(3), layout=layout, rank=1)
     config, *_ = root.glob("*/config.json")
-    first, second = sorted(path.name for path in root.iterdir() if path != config.parent)
+    first, second = sorted(path.name for path in root.glob("*_*") if path != config.parent)
     assert run("prune", root, "--namespace", first, "--yes")[0] == 0
-    assert sorted(path.name for path in root.iterdir()) == sorted([second, config.parent.name])
+    assert sorted(path.name for path in root.glob("*_*")) == sorted([second, config.parent.name])
     assert run("prune", root, "--to-size", "0B", "--yes")[1].endswith(" removed, and 1 empty namespace\n")
     assert os.listdir(root) == []
 
@@ -231,7 +248,7 @@ def test_a_namespace_that_a_live_engine_uses_keeps_its_folders_and_books(root: P
         assert await tier.aclose(10) == (0,)
 
     asyncio.run(work())
-    (name,) = (path.name for path in root.iterdir() if not (path / "config.json").exists())
+    (name,) = (path.name for path in root.glob("*_*") if not (path / "config.json").exists())
     assert run("prune", root, "--namespace", name, "--yes")[0] == 0
     assert os.listdir(root) == []
 

@@ -16,6 +16,7 @@ from kvtier.testing.conformance.lender import keys_of, label
 from kvtier.tools.cli import main
 from kvtier_backends.fs import FsBackend, FsOptions
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
+from kvtier_backends.fs.segments.segment import read_header
 
 ROW_BYTES = 8_192
 SLOT_BYTES = ROW_BYTES + FOOTER_BYTES
@@ -123,6 +124,7 @@ def test_prune_goes_on_after_a_segment_of_a_live_engine(
     root: Path, store: Callable[..., list[Path]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     of_nobody = store(keys_of(4), model="z", layout="segments")
+    taken_bytes = sum(path.stat().st_blocks * 512 for path in of_nobody)
 
     async def work() -> None:
         tier = await FsBackend.open(
@@ -138,13 +140,27 @@ def test_prune_goes_on_after_a_segment_of_a_live_engine(
     told = capsys.readouterr()
     assert json.loads(told.out) == {
         "files": 4,
-        "bytes": 4 * SLOT_BYTES,
+        "bytes": taken_bytes,
         "namespaces": 1,
         "removed": True,
         "left_out": 3,
     }
     assert "an engine is writing to it" in told.err
     assert not any(path.exists() for path in of_nobody)
+
+
+@pytest.mark.parametrize("size", ["50%", "3%", "0B"])
+def test_a_prune_frees_what_it_says_and_a_tier_stores_there_again(root: Path, store, run_json, size: str) -> None:
+    (segment,) = store(keys_of(40), layout="segments")
+    before = segment.stat().st_blocks * 512
+    report = run_json("prune", root, "--to-size", size, "--yes")
+    left = segment.stat().st_blocks * 512 if segment.exists() else 0
+    assert report["bytes"] == before - left >= report["files"] * SLOT_BYTES
+    assert report["files"] == {"50%": 20, "3%": 39, "0B": 40}[size]
+    assert run_json("verify", root)["checked"] == 40 - report["files"]
+    store(keys_of(40, 40), layout="segments")
+    assert run_json("verify", root)["checked"] == 80 - report["files"]
+    assert sum(path.stat().st_blocks * 512 for path in root.glob("*_segments/*.seg")) >= before
 
 
 @pytest.mark.parametrize("option", ["--corrupt", "--leftovers"])
@@ -171,6 +187,25 @@ def test_a_segment_with_a_damaged_first_page_goes_when_its_engine_has_gone(
     assert (status, json.loads(out)["files"]) == (0, 1)
     assert run("verify", root)[0] == 0
     assert not list(root.glob("*_segments/*.seg"))
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "slots"),
+    [(ROW_BYTES, 1 << 60), (ROW_BYTES, 1 << 27), (1 << 62, 1), (1 << 44, 2), (0, 1 << 30), (ROW_BYTES, 0), (100, 5)],
+)
+def test_a_first_page_that_speaks_of_more_than_a_segment_can_hold_is_not_believed(
+    root: Path, store: Callable[..., list[Path]], run: Callable[..., tuple[int, str]], row_bytes: int, slots: int
+) -> None:
+    """Its checksum is right: whoever may write there has made it. The file itself is empty but for some pages."""
+    (segment,) = store(keys_of(2), layout="segments")
+    header = read_header(segment.read_bytes()[:HEADER_BYTES])
+    overwrite(segment, 0, header._replace(row_bytes=row_bytes, slots=slots).written())
+    os.truncate(segment, 1 << 41)
+    status, out = run("verify", root, "--json")
+    assert (status, json.loads(out)["corrupt"]) == (1, {"header": 1})
+    assert run("ls", root)[0] == 0
+    assert run("du", root)[0] == 0
+    assert recalled(root, 2) == ["ChunkMissing"] * 2
 
 
 def test_a_segment_of_a_later_format_is_not_corrupt(

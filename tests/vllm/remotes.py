@@ -134,6 +134,7 @@ class Bucket(Remote):
         self._keys.write_text(
             "\n".join(["[default]", *(f"{name.lower()} = {key}" for name, key in credentials.items())])
         )
+        self._keys.chmod(0o600)
 
     def options(self, timeout_s: float) -> Mapping[str, Any]:
         return {

@@ -3,7 +3,7 @@
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.integrations.vllm.options import read_secondary_options
+from kvtier.integrations.vllm_options import read_secondary_options
 from tests.vllm.engines import PROMPT_HITS, Engine, hits, kvtier, prompts, right, tokens
 from tests.vllm.test_secondary import behind_vllm
 

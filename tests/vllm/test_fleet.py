@@ -4,7 +4,7 @@ import pytest
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from kvtier.integrations.vllm.options import read_options
+from kvtier.integrations.vllm_options import read_options
 from tests.docs.fleet import ENGINES, Engine
 
 

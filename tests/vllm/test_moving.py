@@ -10,7 +10,7 @@ import pytest
 import vllm
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
-from kvtier.integrations.vllm.options import read_options
+from kvtier.integrations.vllm_options import read_options
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "move-from-vllm.md").read_text()
 LMCACHES_PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "move-from-lmcache.md").read_text()

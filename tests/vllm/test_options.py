@@ -6,24 +6,25 @@ from msgspec.structs import replace
 from kvtier.backend.namespace import Namespace
 from kvtier.config import EngineLimits, TierLimits
 from kvtier.errors import BackendUnavailable, ConfigError
-from kvtier.integrations.vllm.options import (
+from kvtier.integrations.vllm.secondary import _start
+from kvtier.integrations.vllm_options import (
     ENGINE_ONLY,
     SecondaryLimits,
     read_options,
     read_secondary_options,
     secondary_config,
 )
-from kvtier.integrations.vllm.secondary import _start
 from kvtier_backends.dummy import DummyBackend
 from tests.vllm.engines import Engine
 from tests.vllm.test_secondary import behind_vllm
 
 NAMESPACE = Namespace(model_name="tiny")
+PLACES = {"dp_rank": "1", "engine_id": "blue"}
 
 
 def config_of(limits: dict):
     options = read_secondary_options({"backend": "dummy", "limits": limits})
-    return secondary_config(options, NAMESPACE, rows=8, row_bytes=8_192)
+    return secondary_config(options, NAMESPACE, PLACES, rows=8, row_bytes=8_192)
 
 
 def test_limits_of_the_tier_and_of_its_runner_stand_in_one_table():
@@ -40,8 +41,15 @@ def test_what_is_not_given_is_as_in_an_engine():
 def test_a_relative_root_is_that_of_the_start_wherever_the_owner_goes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options = read_secondary_options({"backend": "fs", "root": "here"})
-    config = secondary_config(options, NAMESPACE, rows=8, row_bytes=8_192)
+    config = secondary_config(options, NAMESPACE, PLACES, rows=8, row_bytes=8_192)
     assert config.secondary_tiers[0].options["root"] == str(tmp_path / "here")
+
+
+@pytest.mark.parametrize(("root", "placed"), [("kv-{dp_rank}", "kv-1"), ("{engine_id}/{dp_rank}", "blue/1")])
+def test_a_root_of_each_engine_has_its_rank_or_its_name(tmp_path, root, placed):
+    options = read_secondary_options({"backend": "fs", "root": f"{tmp_path}/{root}"})
+    config = secondary_config(options, NAMESPACE, PLACES, rows=8, row_bytes=8_192)
+    assert config.secondary_tiers[0].options["root"] == f"{tmp_path}/{placed}"
 
 
 class FarAway(DummyBackend):
@@ -51,7 +59,7 @@ class FarAway(DummyBackend):
 @pytest.mark.parametrize(("given", "locality"), [({}, "REMOTE"), ({"locality": "LOCAL"}, "LOCAL")])
 def test_a_tier_is_where_its_backend_says_unless_its_options_do(given, locality):
     options = read_secondary_options({"backend": f"{__name__}:FarAway"} | given)
-    config = secondary_config(options, NAMESPACE, rows=8, row_bytes=8_192)
+    config = secondary_config(options, NAMESPACE, PLACES, rows=8, row_bytes=8_192)
     assert config.secondary_tiers[0].locality == locality
 
 
@@ -62,7 +70,7 @@ class Crashing(DummyBackend):
 def test_a_tier_that_needs_a_process_is_refused_where_vllms_rows_cannot_be_mapped_there():
     """As in vLLM 0.33 from 1 GiB on: a thread would be taken otherwise."""
     options = read_secondary_options({"backend": f"{__name__}:Crashing"})
-    config = secondary_config(options, NAMESPACE, rows=8, row_bytes=8_192)
+    config = secondary_config(options, NAMESPACE, PLACES, rows=8, row_bytes=8_192)
     rows = memoryview(bytearray(8 * 8_192))
     message = r"^secondary_tiers\[\].backend: '\S+:Crashing' given, which needs .* use kvtier's own connector"
     with pytest.raises(ConfigError, match=message):

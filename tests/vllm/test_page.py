@@ -9,7 +9,7 @@ import msgspec
 from kvtier.config import TierLimits
 from kvtier.hints import IgnoredHints, hint_of
 from kvtier.integrations.vllm import KVTierConnector
-from kvtier.integrations.vllm.options import (
+from kvtier.integrations.vllm_options import (
     SecondaryLimits,
     SecondaryOptions,
     VllmOptions,
@@ -28,7 +28,7 @@ def configurations() -> list[dict]:
 def test_every_configuration_of_the_page_is_accepted():
     *first_door, second_door = [given["kv_connector_extra_config"] for given in configurations()]
     read = [read_options(extra).cpu_bytes_to_use for extra in first_door]
-    assert read == [4 << 30, 256 << 30, 128 << 30, 128 << 30, 64 << 30]
+    assert read == [4 << 30, 256 << 30, 64 << 30, 128 << 30, 128 << 30, 64 << 30]
     (tier,) = second_door["secondary_tiers"]
     options = read_secondary_options({name: tier[name] for name in tier.keys() - VLLMS_OWN})
     assert (options.backend, options.options["capacity_bytes"]) == ("fs", "1TiB")

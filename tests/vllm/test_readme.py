@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvtier.integrations.vllm.options import read_options
+from kvtier.integrations.vllm_options import read_options
 from tests.docs import readme
 from tests.remote.servers import ServerProcess, free_port
 from tests.vllm.test_examples import EXAMPLES, environment

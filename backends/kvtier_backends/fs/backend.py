@@ -2,8 +2,9 @@
 
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, Self
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any, Self, TypeVar
 
 from kvtier.backend import (
     Abandoned,
@@ -11,7 +12,6 @@ from kvtier.backend import (
     Calls,
     Durability,
     FileMapper,
-    Fit,
     Hint,
     InventoryEvent,
     Occupancy,
@@ -28,9 +28,12 @@ from kvtier_backends.fs.counters import FsCounters, by_name
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.files.layout import FilesLayout
 from kvtier_backends.fs.layout import Layout, OpenTier, open_tier
+from kvtier_backends.fs.lives import Life, Lives
 from kvtier_backends.fs.options import FsOptions, LayoutOptions
 from kvtier_backends.fs.segments.layout import SegmentsLayout
-from kvtier_backends.fs.segments.segment import HEADER_BYTES
+from kvtier_backends.fs.segments.segment import HEADER_BYTES, SEGMENT_BYTES_MOST
+
+ItemT = TypeVar("ItemT", Read, Write)
 
 LAYOUTS: dict[str, Callable[[OpenTier[Any]], Layout]] = {"files": FilesLayout, "segments": SegmentsLayout}
 
@@ -63,47 +66,41 @@ class FsBackend(Backend[FsOptions]):
             self.durability = Durability.POWER
         if tier.options.io == "auto" and not tier.root.direct:
             tier.counters.count("buffered_fallback")
-        self._tier = tier
         self._name = tier.context.name
         self._stores = Calls(self._name)
-        self._layout = LAYOUTS[tier.options.layout](tier)
-        self._fit = Fit(tier.context.row_bytes, self._layout.key_bytes_max)
+        self._lives = Lives(tier, LAYOUTS[tier.options.layout])
         self._closed = False
         self._closing_files = threading.Lock()
-        self._layout.begin()
 
     async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         self._check_open()
-        return await self._fit.probe(keys, self._layout.probe)
+        return await self._lives.call(lambda life: life.fit.probe(keys, life.layout.probe))
 
     async def load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
         self._check_open()
-        return await self._fit.load(reads, self._load)
+        return await self._lives.call(lambda life: life.fit.load(reads, partial(self._answer, life.layout.load)))
 
     async def store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
         with self._stores.one():
-            return await self._fit.store(writes, self._store)
+            return await self._lives.call(
+                lambda life: life.fit.store(writes, partial(self._answer, life.layout.store)), stores=True
+            )
 
     async def delete(self, keys: Sequence[OffloadKey]) -> None:
         self._check_open()
-        await self._layout.delete(self._fit.keys(keys))
+        await self._lives.call(lambda life: life.layout.delete(life.fit.keys(keys)))
 
     async def aclose(self, deadline_s: float) -> Abandoned:
         self._closed = True
-        self._layout.inventory.close()
+        self._lives.close()
         ends_at = time.monotonic() + deadline_s
         await self._stores.close(deadline_s)  # A store may need several hops, and the first look to be over.
-        left = await self._layout.aclose(ends_at)
-        if left.transfers + left.others:
-            self._tier.lanes.when_ended(self._close_files)
-        else:
-            self._close_files()
-        await self._layout.ended()
+        left = await self._lives.aclose(ends_at, self._close_files)
         return Abandoned(left.transfers)
 
     def watch(self) -> AsyncIterator[InventoryEvent]:
         """See `Inventory`. A chunk that a cancelled call has stored or deleted is reported, too."""
-        return self._layout.inventory.watch()
+        return self._lives.watch()
 
     def occupancy(self) -> Occupancy:
         """See `Measured`. While the directory is being scanned, it covers what was found so far."""
@@ -127,11 +124,12 @@ class FsBackend(Backend[FsOptions]):
 
     def counts(self) -> dict[str, int]:
         """See `Counted`."""
-        return by_name(self._tier.counters.totals()) | {"retentions_cut": self._layout.retentions_cut}
+        retentions_cut = self._lives.retentions_cut_before + self._layout.retentions_cut
+        return by_name(self.counters()) | {"retentions_cut": retentions_cut}
 
     def description(self) -> dict[str, str]:
         """See `Described`."""
-        options = self._tier.options
+        options = self._lives.now.tier.options
         about = {"root": options.root, "layout": options.layout}
         if options.layout == "files":
             about["naming"] = options.naming
@@ -143,27 +141,28 @@ class FsBackend(Backend[FsOptions]):
 
     def counters(self) -> FsCounters:
         """Return what was counted since the tier was opened."""
-        return self._tier.counters.totals()
+        return self._lives.now.tier.counters.totals()
 
-    def _close_files(self) -> None:
+    @property
+    def _layout(self) -> Layout:
+        return self._lives.now.layout
+
+    def _close_files(self, life: Life) -> None:
         """Let go of every descriptor, and of the locks; idempotent. No lane may be in a call; any thread may call."""
         with self._closing_files:  # A second end may come while the last thread is at it.
-            self._layout.close_files()
-            self._tier.root.close()
+            life.close_files()
 
     def _check_open(self) -> None:
         if self._closed:
             raise BackendClosed(f"{self._name}: closed")
 
-    async def _load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
-        return self._answered(*await self._layout.load(reads))
-
-    async def _store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
-        return self._answered(*await self._layout.store(writes))
-
-    def _answered(self, outcomes: list[Outcome], gone: int) -> list[Outcome]:
+    async def _answer(
+        self, call: Callable[[Sequence[ItemT]], Awaitable[tuple[list[Outcome], int]]], items: Sequence[ItemT]
+    ) -> Sequence[Outcome]:
+        outcomes, gone = await call(items)
         if outcomes and gone == len(outcomes):
             raise BackendUnavailable(f"{self._name}: the file system is away: {outcomes[-1]}") from outcomes[-1]
+        self._lives.note(outcomes)
         return outcomes
 
 
@@ -177,4 +176,9 @@ def _require_room_for_a_chunk(options: LayoutOptions, row_bytes: int) -> None:
                 f"{name}: {given_bytes:,} bytes given, at least one chunk's {chunk_bytes:,} (its row and a footer)"
                 " accepted: nothing could ever be stored"
             )
+    if options.layout == "segments" and chunk_bytes > SEGMENT_BYTES_MOST:
+        raise ConfigError(
+            f"chunk_bytes: chunks of {chunk_bytes:,} bytes with their footers given, at most {SEGMENT_BYTES_MOST:,} "
+            'accepted with layout = "segments": a segment is no longer'
+        )
     require_file_bytes(chunk_bytes + (HEADER_BYTES if options.layout == "segments" else 0))

@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from kvtier.backend import Hint, InventoryQueue, Occupancy, OffloadKey, Outcome, Read, TierContext, Write, in_thread
 from kvtier.errors import BackendClosed, NoSpace
@@ -19,8 +19,18 @@ from kvtier_backends.fs.disk.capacity import Capacity
 from kvtier_backends.fs.disk.lanes import TierLanes, start_lanes
 from kvtier_backends.fs.disk.packing import Packing, make_packing
 from kvtier_backends.fs.disk.quarantine import Cleared
+from kvtier_backends.fs.disk.remains import PAUSE_S_LEAST, PAUSE_S_MOST
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.options import LayoutOptions
+
+LOOK_S = 10.0  # The files beside the chunks are measured so often: they are a dozen.
+Scarce = Literal["capacity", "disk", "write_budget", "others"]
+_WHY: dict[Scarce, str] = {
+    "capacity": "all of capacity_bytes is in use, by chunks that may not go now",
+    "disk": "the disk has no room, or no more than min_free_bytes",
+    "write_budget": "the day's write budget, write_budget_bytes_per_day, is used up",
+    "others": "other processes have the directory's room, or have promised it to their stores",
+}
 
 OptionsT = TypeVar("OptionsT", bound=LayoutOptions)
 OptionsT_co = TypeVar("OptionsT_co", bound=LayoutOptions, covariant=True)
@@ -63,10 +73,16 @@ class OpenTier(Generic[OptionsT_co]):
         budget = self.root.write_budget
         return chunks if budget is None or not chunks else await budget.take(chunks)
 
-    def refused(self, writes: Sequence[Write], reason: str, why: str) -> list[Outcome]:
+    def refused(self, writes: Sequence[Write], reason: Scarce) -> list[Outcome]:
         """Count chunks that are not stored, and return their outcomes."""
         self.counters.refuse(reason, len(writes))
-        return [NoSpace(f"{write.key.hex()}: {why}") for write in writes]
+        return [NoSpace(f"{write.key.hex()}: {reason}: {_WHY[reason]}") for write in writes]
+
+    def scarce(self, *, others: bool, disk: bool = False) -> Scarce:
+        """Return what is to blame for a store without room, and without chunks that may go for it."""
+        if disk or self.capacity.is_disk_scarcer:
+            return "disk"
+        return "others" if others else "capacity"
 
     async def clear_quarantine(self, wanted_bytes: int, told: Callable[[int], None] = lambda _: None) -> Cleared:
         """Remove corrupt files that were set aside, until so much has gone; the lane tells `told` how much."""
@@ -74,13 +90,13 @@ class OpenTier(Generic[OptionsT_co]):
 
         def clear() -> None:
             cleared[0] = self.root.quarantine.clear(wanted_bytes)
+            self.root.beside.added(-cleared[0].freed_bytes)
             told(cleared[0].freed_bytes)
 
         try:
             await in_thread(self.lanes.store, clear)
         finally:
             self.counters.count("quarantine_evicted", cleared[0].files)
-            self.capacity.other_bytes -= cleared[0].freed_bytes
         return cleared[0]
 
     async def end_transfers(self, ends_at: float) -> tuple[int, int]:
@@ -90,8 +106,10 @@ class OpenTier(Generic[OptionsT_co]):
         """
         lanes, budget = self.lanes, self.root.write_budget
         loads, stores = await asyncio.gather(lanes.load.aclose(left_s(ends_at)), lanes.store.aclose(left_s(ends_at)))
-        if budget is not None and not stores:
-            with suppress(BackendClosed):  # Closed before.
+        with suppress(BackendClosed):  # Closed before.
+            if len(self.root.remains):
+                lanes.evict.submit(self.root.remains.again)
+            if budget is not None and not stores:
                 lanes.evict.submit(budget.put_back)
         return loads, stores
 
@@ -100,12 +118,17 @@ class OpenTier(Generic[OptionsT_co]):
         _let_go(self.root, self.lanes)
 
 
-async def open_tier(options: OptionsT, context: TierContext) -> OpenTier[OptionsT]:
+async def open_tier(
+    options: OptionsT, context: TierContext, before: OpenTier[OptionsT] | None = None
+) -> OpenTier[OptionsT]:
     """Start a tier's threads, and open its root and what is kept beside its chunks.
+
+    `before`: the same tier, whose directory is gone.
 
     Raises what `Folder.open` and `make_packing` do; whatever is raised, nothing stays open.
     """
-    root, lanes = Folder(options, context.mapper), start_lanes(options, context.name)
+    root = Folder(options, context, None if before is None else before.root.mount)
+    lanes = start_lanes(options, context.name)
     try:
         packing = await lanes.scan.run(_open, root, options, context, lanes)
     except BaseException:
@@ -113,7 +136,9 @@ async def open_tier(options: OptionsT, context: TierContext) -> OpenTier[Options
         raise
     limit_bytes, min_free_bytes = options.capacity_bytes, options.min_free_bytes
     capacity = Capacity(root.disk, limit_bytes=limit_bytes, low_water=options.low_water, min_free_bytes=min_free_bytes)
-    return OpenTier(options, context, root, lanes, packing, capacity)
+    capacity.count(root.beside, root.remains)
+    counters = Counters() if before is None else before.counters
+    return OpenTier(options, context, root, lanes, packing, capacity, counters)
 
 
 def _open(root: Folder, options: LayoutOptions, context: TierContext, lanes: TierLanes) -> Packing:
@@ -182,6 +207,52 @@ class Layout(Protocol):
     async def ended(self) -> None:
         """Wait for what ran beside the calls, and raise what was wrong with it, if anything was."""
         ...
+
+
+class Settling:
+    """Remains are removed again, what is in doubt is looked at, and what is beside the chunks is measured.
+
+    Belongs to the loop's thread, and works in the lane for what is behind the calls.
+    """
+
+    def __init__(self, tier: OpenTier[LayoutOptions], settle: Callable[[], bool] = lambda: True) -> None:
+        """`settle`: settles what else is in doubt, in the lane, and returns True if nothing is left."""
+        self._tier = tier
+        self._settle = settle
+        self._failed = False
+        self._pause_s = 0.0
+        self._due_s = time.monotonic() + LOOK_S
+
+    def left_s(self) -> float:
+        """Return the time until it is due."""
+        return left_s(self._due_s)
+
+    def wanted(self) -> bool:
+        """Hear that something is in doubt; return True if it is due sooner than before."""
+        self._failed = True
+        due_s = time.monotonic() + max(PAUSE_S_LEAST, self._pause_s)
+        sooner, self._due_s = due_s < self._due_s, min(self._due_s, due_s)
+        return sooner
+
+    async def __call__(self) -> None:
+        """Settle what can be settled, if it is due."""
+        if self.left_s():
+            return
+        self._due_s = time.monotonic() + LOOK_S  # For calls that come meanwhile.
+        failed, self._failed = self._failed, False
+        well = await self._tier.lanes.evict.run(self._work) and not failed
+        self._tier.counters.count("evictions_failed", self._tier.root.remains.take_failed())
+        self._pause_s = 0.0 if well else min(PAUSE_S_MOST, max(PAUSE_S_LEAST, 2 * self._pause_s))
+        self._due_s = time.monotonic() + (self._pause_s or LOOK_S)
+
+    def _work(self) -> bool:
+        root = self._tier.root
+        root.remains.again()
+        try:
+            root.beside.look()
+        except OSError:
+            return False
+        return self._settle() and not len(root.remains)
 
 
 class Background:

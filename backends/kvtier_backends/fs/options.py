@@ -1,5 +1,7 @@
 """A tier's options: those of both layouts, those of files alone, and the choice of the layout."""
 
+import os
+from collections.abc import Iterable, Mapping
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
@@ -27,6 +29,11 @@ _WITH_SEGMENTS = {
 
 class DiskOptions(SealOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The options of both layouts."""
+
+    meant: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("dir", "directory", "folder", "path", "root_dir"), "'root'"),
+        **dict.fromkeys(("max_size", "size", "size_bytes"), "'capacity_bytes'"),
+    }
 
     root: Path
     """Its parent must exist. A directory is one engine's own; others may read it."""
@@ -72,6 +79,19 @@ class DiskOptions(SealOptions, frozen=True, forbid_unknown_fields=True, kw_only=
             raise ConfigError(
                 f"checkpoint_s: {self.checkpoint_s:g} s given, 0 (never) or at least {CHECKPOINT_S_MIN:g} s accepted"
             )
+
+    def doubts(self) -> Iterable[str]:
+        """Yield why the root cannot be made, or what its disk is too small for."""
+        yield from super().doubts()
+        parent = os.path.dirname(os.path.normpath(self.root))
+        try:
+            disk = os.statvfs(self.root if os.path.lexists(self.root) else parent)
+        except OSError as error:
+            yield f"root: cannot create {self.root}: its parent directory: {error.strerror}"
+            return
+        disk_bytes = disk.f_blocks * disk.f_frsize  # 0 where a file system does not say.
+        if 0 < disk_bytes < (self.capacity_bytes or 0):
+            yield f"capacity_bytes: {self.capacity_bytes:,} given, but the disk of {self.root} has {disk_bytes:,} bytes"
 
 
 class SegmentsOptions(DiskOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -21,6 +21,7 @@ from obstore.store import AzureStore, GCSStore, ObjectStore, S3Store
 
 from kvtier.backend import SEAL_BYTES, FileMapper, OffloadKey, SealFault, of_another_version
 from kvtier.errors import ConfigError
+from kvtier.settings import check_secret, open_secret
 from kvtier_backends.object.options import ObjectOptions
 
 SEAL_NAME = "kvtier"  # Of the metadata that has the seal: `x-amz-meta-kvtier` on S3.
@@ -187,6 +188,8 @@ def make_store(options: ObjectOptions, retries: int = 0) -> ObjectStore:
     try:
         return _makers[target.scheme](options, target.bucket, common)
     except STORE_ERRORS as error:
+        if target.scheme == "gs" and options.credentials_file is not None:  # Its words may show what is in the file.
+            raise ConfigError("credentials_file: the file is no service account's") from None
         raise ConfigError(f"url: {options.url!r} cannot be used: {trouble_of(error).why}") from error
 
 
@@ -205,6 +208,7 @@ def _s3(options: ObjectOptions, bucket: str, common: dict[str, Any]) -> ObjectSt
 
 def _gcs(options: ObjectOptions, bucket: str, common: dict[str, Any]) -> ObjectStore:
     if options.credentials_file is not None:
+        check_secret("credentials_file", options.credentials_file)
         common = {**common, "service_account": options.credentials_file}
     return GCSStore(bucket, **common)
 
@@ -224,16 +228,14 @@ def _s3_credentials(path: str, profile: str) -> Callable[[], dict[str, Any]]:
     def read() -> dict[str, Any]:
         found = configparser.RawConfigParser(default_section="")
         try:
-            with open(path, encoding="utf-8") as file:
-                found.read_file(file)
-        except OSError as error:
-            raise ConfigError(f"credentials_file: {path} cannot be read: {error.strerror}") from error
+            with open_secret("credentials_file", path) as file:
+                found.read_string(file.read().decode())
         except (configparser.Error, UnicodeDecodeError):  # Their words show the file's.
-            raise ConfigError(f"credentials_file: {path} is no credentials file of S3's") from None
+            raise ConfigError("credentials_file: the file is no credentials file of S3's") from None
         section = dict(found[profile]) if found.has_section(profile) else {}
         if not (section.get("aws_access_key_id") and section.get("aws_secret_access_key")):
             raise ConfigError(
-                f"credentials_file: {path} has no profile {profile!r} with aws_access_key_id and aws_secret_access_key"
+                f"credentials_file: no profile {profile!r} with aws_access_key_id and aws_secret_access_key in the file"
             )
         return {
             "access_key_id": section["aws_access_key_id"],

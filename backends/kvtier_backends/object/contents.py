@@ -114,18 +114,18 @@ class ObjectContents:
             return fault
         return _opened(self._options.make_seal(told.fingerprint, told.row_bytes), key, body, footer)
 
-    def remove(self, file: StoredFile) -> bool:
+    def remove(self, file: StoredFile) -> int | None:
         """An object that is stored anew between the look and the removal goes, too: stores cannot compare for us."""
         name = self._prefix + file.name
         try:
             if _identity(obstore.head(self._store, name)) != file.identity:
-                return False
+                return None
             obstore.delete(self._store, name)
         except FileNotFoundError:
-            return False
+            return None
         except STORE_ERRORS as error:
             raise OSError(errno.EIO, trouble_of(error).why) from error
-        return True
+        return file.allocated_bytes
 
     def clear(self, place: Place) -> bool:  # noqa: ARG002
         """Do nothing: a bucket has no folders and no books."""

@@ -1,14 +1,15 @@
 """An object tier's options: its bucket, the chunks that it believes, and the number of requests at once."""
 
 import re
-from typing import Annotated, Literal, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Annotated, ClassVar, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
 
 from kvtier.backend import SealOptions
 from kvtier.errors import ConfigError
-from kvtier.settings import Duration, Index, Path, PositiveDuration, PositiveSize
+from kvtier.settings import Duration, Index, PositiveDuration, PositiveSize, SecretPath, check_secret
 
 REQUESTS_MAX = 1_024  # Each is a connection: more of them meet the limits of the process before those of a store.
 PREFIX_BYTES_MAX = 256  # Of the 1,024 that a name may have.
@@ -39,6 +40,11 @@ class Target(NamedTuple):
 class ObjectOptions(SealOptions, frozen=True, kw_only=True):
     """A bucket and how it is used. The bucket's own configuration decides its cost, and when objects expire."""
 
+    meant: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("bucket", "prefix", "path", "container", "root"), "'url', such as 's3://bucket/prefix'"),
+        **dict.fromkeys(("access_key", "secret_key", "access_key_id", "secret_access_key"), "'credentials_file'"),
+    }
+
     url: Text
     """`s3://bucket/prefix`, `gs://bucket/prefix` or `az://container/prefix`; the prefix may be missing."""
 
@@ -51,9 +57,9 @@ class ObjectOptions(SealOptions, frozen=True, kw_only=True):
     account: Text | None = None
     """Azure's storage account; nothing: as `AZURE_STORAGE_ACCOUNT_NAME` says."""
 
-    credentials_file: Path | None = None
-    """S3: a shared credentials file, read anew every five minutes. Google: the JSON file of a service account.
-    Nothing: the environment's, or the machine's own."""
+    credentials_file: SecretPath | None = None
+    """S3: a shared credentials file, read again every five minutes. Google: the JSON file of a service account. Nobody
+    else may read it. Nothing: the environment's, or the machine's own."""
 
     profile: Text | None = None
     """Part of an S3 credentials file; nothing: `default`."""
@@ -107,12 +113,21 @@ class ObjectOptions(SealOptions, frozen=True, kw_only=True):
                 f"unverified: 'accept' given with seal = {self.seal!r}, which is there to refuse what nobody has sealed"
             )
 
+    def doubts(self) -> Iterable[str]:
+        """Yield why the seal's keys or the credentials cannot be read."""
+        yield from super().doubts()
+        try:
+            if self.credentials_file is not None:
+                check_secret("credentials_file", self.credentials_file)
+        except ConfigError as error:
+            yield str(error)
+
     def target(self) -> Target:
         """Return the bucket that the URL names. Raises `ConfigError`."""
         try:
             parts = urlsplit(self.url)
-        except ValueError as error:
-            raise ConfigError(f"url: no URL given, {error}; 's3://bucket/prefix' accepted") from error
+        except ValueError:  # It may show a user and a password.
+            raise ConfigError("url: no URL given, 's3://bucket/prefix' accepted") from None
         if "@" in parts.netloc:
             raise ConfigError("url: credentials given, none accepted: credentials_file or the environment has them")
         if (scheme := _SCHEMES.get(parts.scheme)) is None:

@@ -18,12 +18,17 @@ from concurrent.futures import Future
 from typing import Any
 
 from kvtier.backend import Lanes
+from kvtier.errors import one_line
 from kvtier_backends.redis.options import Address
 
 AHEAD_BYTES = 4_096  # What is read beyond a row's end: its seal, and the next reply's head. It is copied, a row is not.
 PARTS_MAX = 512  # Of one sendmsg; the system takes 1,024.
 END = b"\r\n"
 MICROSECONDS = 1_000_000
+TEXT_BYTES_MAX = 1_024  # Of a host's name or a node's id; a name in the DNS has 253.
+DIGITS_MAX = 18  # Fewer than 2^60: nothing is longer, and Python counts as far.
+DEPTH_MAX = 8  # Of arrays in arrays; a table of slots has 4.
+ERROR_CHARACTERS_MAX = 400  # Of a server's error that we show.
 
 _TIMEVAL = struct.Struct("@ll")
 
@@ -168,6 +173,33 @@ class Link:
             count -= passed
         self._expect_end()
 
+    def length(self, kind: bytes) -> int | None:
+        """Read the head of an array (`*`) or of bulk bytes (`$`): how much follows; None for a null."""
+        head = self.head()
+        return None if head == kind + b"-1" else number_in(head, kind)
+
+    def text(self) -> bytes | None:
+        """Read a bulk reply of at most `TEXT_BYTES_MAX`; None for a null."""
+        length = self.length(b"$")
+        if length is None:
+            return None
+        if length > TEXT_BYTES_MAX:
+            raise Lost(f"the server answers {length:,} bytes where a name was asked for")
+        text = bytearray(length)
+        self.fill([memoryview(text)])
+        return bytes(text)
+
+    def pass_over(self, count: int, depth: int = 1) -> None:
+        """Read so many values of any kind for nothing. Takes no memory; time alone bounds it."""
+        if depth > DEPTH_MAX:
+            raise Lost(f"the server answers arrays in arrays, more than {DEPTH_MAX}")
+        for _ in range(count):
+            head = self.head()
+            if head[:1] == b"$" and head != b"$-1":
+                self.skip(number_in(head, b"$"))
+            elif head[:1] == b"*" and head != b"*-1":
+                self.pass_over(number_in(head, b"*"), depth + 1)
+
     def _expect_end(self) -> None:
         while self._end - self._start < len(END):
             self._read_ahead()
@@ -205,8 +237,16 @@ class Link:
 
 
 def refusal_of(line: bytes) -> Refused:
-    """Return the error that a reply's first line says."""
-    return Refused(line[1:].decode("utf-8", "replace"))
+    """Return the error that a reply's first line says, fit to be shown."""
+    return Refused(one_line(line[1:].decode("utf-8", "replace")[:ERROR_CHARACTERS_MAX]))
+
+
+def number_in(head: bytes, kind: bytes) -> int:
+    """Return the number of a reply's head of this kind; raises `Lost` for any other head."""
+    digits = head[1:]
+    if head[:1] != kind or not digits.isdigit() or len(digits) > DIGITS_MAX:
+        raise Lost(f"the server answers {head[:32]!r} where {kind.decode()} and a number were expected")
+    return int(digits)
 
 
 def request(*words: bytes) -> bytes:

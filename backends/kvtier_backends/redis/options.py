@@ -2,14 +2,26 @@
 
 import os
 import ssl
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import msgspec
 
 from kvtier.backend import SealOptions
 from kvtier.errors import ConfigError
-from kvtier.settings import Age, Index, Path, PositiveDuration, PositiveSize
+from kvtier.settings import (
+    Age,
+    Index,
+    Path,
+    PositiveDuration,
+    PositiveSize,
+    SecretName,
+    SecretPath,
+    check_secret,
+    open_secret,
+    secret_variable,
+)
 
 PORT, SENTINEL_PORT = 6_379, 26_379
 PORT_MAX = (1 << 16) - 1
@@ -35,8 +47,22 @@ class Address(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
+def told_address(host: str, port: str) -> Address | None:
+    """Return the address that a server names; None if it is no host with a port from 1 to 65,535.
+
+    A server never names a path: that would send us, and our password, to any socket of this machine.
+    """
+    is_port = port.isascii() and port.isdecimal() and len(port) <= len(str(PORT_MAX)) and 1 <= int(port) <= PORT_MAX
+    return Address(host, int(port)) if is_port and host != "?" and _is_host(host) else None
+
+
 class RedisOptions(SealOptions, frozen=True, kw_only=True):
     """Servers and how they are used. How much they hold, and what goes for room, is the servers' own configuration."""
+
+    meant: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("address", "endpoint", "host", "hosts", "nodes", "port", "server", "url"), "'servers'"),
+        "password": "'password_file' or 'password_env'",
+    }
 
     servers: Annotated[tuple[Text, ...], msgspec.Meta(min_length=1)] = ("127.0.0.1:6379",)
     """`host:port` or `unix:/path`. With several, each chunk's name says whose it is: all engines give the same list."""
@@ -53,10 +79,10 @@ class RedisOptions(SealOptions, frozen=True, kw_only=True):
     username: Text | None = None
     """User of an access list; nothing: the server's default user."""
 
-    password_file: Path | None = None
-    """File whose first line is the password."""
+    password_file: SecretPath | None = None
+    """File whose first line is the password. Nobody else may read it."""
 
-    password_env: Text | None = None
+    password_env: SecretName | None = None
     """Name of an environment variable that holds the password, instead of a file."""
 
     db: Index = 0
@@ -68,10 +94,10 @@ class RedisOptions(SealOptions, frozen=True, kw_only=True):
     tls_ca_file: Path | None = None
     """Certificates of those who may have signed the servers'; nothing: the system's."""
 
-    tls_cert_file: Path | None = None
+    tls_cert_file: SecretPath | None = None
     """Our own certificate, where servers ask for one."""
 
-    tls_key_file: Path | None = None
+    tls_key_file: SecretPath | None = None
     """Its key; nothing: it is in the certificate's file."""
 
     prefix: Prefix = "kvtier/"
@@ -139,6 +165,15 @@ class RedisOptions(SealOptions, frozen=True, kw_only=True):
         if self.tls_key_file is not None and self.tls_cert_file is None:
             raise ConfigError("tls_key_file: given without tls_cert_file")
 
+    def doubts(self) -> Iterable[str]:
+        """Yield why the seal's keys, the password or the files for TLS cannot be read."""
+        yield from super().doubts()
+        for read in (self.password, self.tls_context):
+            try:
+                read()
+            except ConfigError as error:
+                yield str(error)
+
     def addresses(self) -> tuple[Address, ...]:
         """Return where `servers` are."""
         port = SENTINEL_PORT if self.topology == "sentinel" else PORT
@@ -147,17 +182,12 @@ class RedisOptions(SealOptions, frozen=True, kw_only=True):
     def password(self) -> str | None:
         """Read the password: not for the loop. Raises `ConfigError`."""
         if self.password_env is not None:
-            if (text := os.environb.get(os.fsencode(self.password_env))) is None:
-                raise ConfigError(f"password_env: the environment has no variable {self.password_env!r}")
-            return _password(text, f"password_env: {self.password_env}")
+            return _password(secret_variable("password_env", self.password_env), "password_env: the variable")
         if self.password_file is None:
             return None
-        try:
-            with open(self.password_file, "rb") as file:
-                line = file.readline(PASSWORD_BYTES_MAX + 2)
-        except OSError as error:
-            raise ConfigError(f"password_file: {self.password_file} cannot be read: {error.strerror}") from error
-        return _password(line.rstrip(b"\r\n"), f"password_file: {self.password_file}")
+        with open_secret("password_file", self.password_file) as file:
+            line = file.readline(PASSWORD_BYTES_MAX + 2)
+        return _password(line.rstrip(b"\r\n"), "password_file: the file")
 
     def tls_context(self) -> ssl.SSLContext | None:
         """Read the files for TLS: not for the loop. Raises `ConfigError`."""
@@ -167,16 +197,21 @@ class RedisOptions(SealOptions, frozen=True, kw_only=True):
             context = ssl.create_default_context(cafile=self.tls_ca_file)
         except OSError as error:  # Of which ssl.SSLError is one.
             raise ConfigError(f"tls_ca_file: {self.tls_ca_file} cannot be used: {error.strerror}") from error
-        try:
-            if self.tls_cert_file is not None:  # With a passphrase of its own: or the terminal would be asked for one.
-                context.load_cert_chain(self.tls_cert_file, self.tls_key_file, password="")
-        except OSError as error:
-            key = "" if self.tls_key_file is None else f" with tls_key_file {self.tls_key_file}"
-            raise ConfigError(
-                f"tls_cert_file: {self.tls_cert_file} cannot be used{key}: {error.strerror}; "
-                "a certificate and its key without a passphrase, both in PEM, accepted"
-            ) from error
+        if self.tls_cert_file is not None:
+            self._load_certificate(context, self.tls_cert_file)
         return context
+
+    def _load_certificate(self, context: ssl.SSLContext, path: str) -> None:
+        key = "tls_cert_file" if self.tls_key_file is None else "tls_key_file"
+        check_secret(key, self.tls_key_file or path)
+        try:  # With a passphrase of its own: or the terminal would be asked for one.
+            context.load_cert_chain(path, self.tls_key_file, password="")
+        except OSError as error:
+            both = "" if self.tls_key_file is None else " with tls_key_file"
+            raise ConfigError(
+                f"tls_cert_file: cannot be used{both}: {error.strerror}; a certificate and its key without a "
+                "passphrase, both in PEM, accepted"
+            ) from None
 
 
 def _password(line: bytes, where: str) -> str:
@@ -203,12 +238,12 @@ def _address(text: str, where: str, port: int) -> Address:
     if not colon or text.endswith("]") or (text.count(":") > 1 and not text.startswith("[")):
         host, number = text, str(port)
     name = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if not number.isdecimal() or not 1 <= int(number) <= PORT_MAX or not _is_host(name):
+    if (address := told_address(name, number)) is None:
         raise ConfigError(f"{where}: {text!r} given, 'host:port' or 'unix:/path' accepted")
-    return Address(name, int(number))
+    return address
 
 
 def _is_host(name: str) -> bool:
     with suppress(UnicodeError):  # A part of it is empty, or too long.
-        return bool(name.encode("idna")) and not any(mark.isspace() or mark in "[]" for mark in name)
+        return bool(name.encode("idna")) and name.isprintable() and not set(name) & set(" []/@")
     return False

@@ -34,13 +34,14 @@ class NotLetIn(Away):
 class Login:
     """The login of a connection: a user, a database and TLS, read once. Making it blocks."""
 
-    def __init__(self, options: RedisOptions) -> None:
-        """Read password and certificates; raises `ConfigError`."""
-        self.username = options.username
-        self.password = options.password()
+    def __init__(self, options: RedisOptions, *, at_sentinels: bool = False) -> None:
+        """Read password and certificates; raises `ConfigError`. Sentinels get a password only if they want it."""
+        wanted = options.sentinel_login or not at_sentinels
+        self.username = options.username if wanted else None
+        self.password = options.password() if wanted else None
         self.tls: ssl.SSLContext | None = options.tls_context()
         self._password_option = "password_file" if options.password_env is None else "password_env"
-        self._greeting = self._greetings(options.db)
+        self._greeting = self._greetings(0 if at_sentinels else options.db)
 
     def _greetings(self, db: int) -> list[tuple[bytes, bytes]]:
         """Return requests, and what answers them."""

@@ -1,25 +1,24 @@
 """Which server has a chunk: by its name alone, behind Sentinel, or in a cluster.
 
-redis-py, the extra `kvtier[redis]`, says which server is the primary and which node has which slots. For servers that
-are given one by one it is not needed.
+What a sentinel or a node says is read as it comes, bounded and typed: nothing that it names is believed before.
 """
 
-import importlib
-import ssl
 import threading
 import time
 from abc import ABC, abstractmethod
 from binascii import crc_hqx
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TypeVar
 
 from xxhash import xxh3_64_intdigest
 
-from kvtier.errors import ConfigError
-from kvtier_backends.redis.options import Address, RedisOptions
+from kvtier_backends.redis.link import Link, Lost, Refused, number_in, request
+from kvtier_backends.redis.options import Address, RedisOptions, told_address
 from kvtier_backends.redis.server import Away, Login, Server
+
+A = TypeVar("A")
 
 SLOTS = 16_384  # Of every cluster (https://redis.io/docs/latest/operate/oss_and_stack/reference/cluster-spec/).
 
@@ -67,6 +66,31 @@ class Topology(ABC):
                 self._next_try_at = time.monotonic() + self.options.retry_s
         finally:
             self._renewing.release()
+
+    def _first_answer(
+        self, servers: Sequence[Server], words: Sequence[bytes], read: Callable[[Link], A], who: str = ""
+    ) -> A:
+        """Ask one server after the other, each for as long as a connection may take. Raises `Away` with all reasons."""
+        reasons: list[str] = []
+        for server in servers:
+            try:
+                link, _ = server.borrow(time.monotonic() + self.options.connect_timeout_s)
+            except Away as error:
+                reasons.append(str(error))
+                continue
+            try:
+                link.send([request(*words)])
+                answer = read(link)
+            except (Lost, Refused) as error:
+                reasons.append(f"{server.address}: {self.login.hide(str(error))}")
+                server.drop(link)
+            except BaseException:
+                server.drop(link)
+                raise
+            else:
+                server.give_back(link)
+                return answer
+        raise Away(who + "; ".join(reasons))
 
     def known(self) -> list[Server]:
         """Return every server that is used, or that somebody was sent to since the last refresh."""
@@ -124,7 +148,8 @@ class Watched(Topology):
 
     def __init__(self, options: RedisOptions, login: Login) -> None:
         super().__init__(options, login)
-        self._redis = _library("sentinel")
+        at_sentinels = Login(options, at_sentinels=True)
+        self._sentinels = [Server(address, at_sentinels, options) for address in options.addresses()]
         self._primary: Server | None = None
 
     def server_of(self, name: bytes) -> Server:  # noqa: ARG002
@@ -132,23 +157,17 @@ class Watched(Topology):
         return self._primary
 
     def refresh(self) -> None:
-        options = self.options
-        given = _client_options(self._redis, options, self.login)
-        if not options.sentinel_login:
-            given |= {"password": None, "username": None}
-        sentinel: Any = self._redis.sentinel.Sentinel(
-            [tuple(address) for address in options.addresses()], sentinel_kwargs=given
-        )
-        try:
-            host, port = sentinel.discover_master(options.sentinel_primary)
-        except self._redis.exceptions.RedisError as error:
-            raise Away(f"sentinels: {self.login.hide(str(error))}") from None
-        finally:
-            for client in sentinel.sentinels:
-                client.close()
-        self._primary = self.at(Address(str(host), int(port)))
+        name = (self.options.sentinel_primary or "").encode()
+        words = (b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", name)
+        address = self._first_answer(self._sentinels, words, _primary_told, "sentinels: ")
+        self._primary = self.at(address)
         self.forget_all_but({self._primary})
         self.stale = False
+
+    def close(self) -> int:
+        for sentinel in self._sentinels:
+            sentinel.close()
+        return super().close()
 
 
 class Slotted(Topology):
@@ -158,44 +177,18 @@ class Slotted(Topology):
 
     def __init__(self, options: RedisOptions, login: Login) -> None:
         super().__init__(options, login)
-        self._redis = _library("cluster")
         self._slots: list[Server] = []
 
     def server_of(self, name: bytes) -> Server:
         return self._slots[_slot(name)]
 
     def refresh(self) -> None:
-        seeds = dict.fromkeys([*(server.address for server in self.known()), *self.options.addresses()])
-        reasons: list[str] = []
-        for seed in seeds:
-            try:
-                self._slots = self._asked(seed)
-            except (Away, self._redis.exceptions.RedisError) as error:
-                reasons.append(f"{seed}: {self.login.hide(str(error))}")
-            else:
-                self.forget_all_but(set(self._slots))
-                self.stale = False
-                return
-        raise Away("; ".join(reasons))
-
-    def _asked(self, seed: Address) -> list[Server]:
-        given = _client_options(self._redis, self.options, self.login)
-        client: Any = self._redis.Redis(host=seed.host, port=seed.port, **given)
-        try:
-            ranges = client.execute_command("CLUSTER", "SLOTS")  # Two words: the library leaves the reply as it is.
-        finally:
-            client.close()
-        first = self.at(seed)
-        slots = [first] * SLOTS  # Of slots that nobody has, the seed says so itself.
-        try:
-            for start, end, (host, port, *_), *_ in ranges:
-                server = self.at(Address(_text(host) or seed.host, int(port)))
-                slots[start : end + 1] = [server] * (end + 1 - start)
-        except (TypeError, ValueError):
-            raise Away("what it says of the cluster's slots is no list of them") from None
-        if len(slots) != SLOTS:
-            raise Away("what it says of the cluster's slots are slots that no cluster has")
-        return slots
+        seeds = dict.fromkeys([*self.known(), *map(self.at, self.options.addresses())])
+        slots = self._first_answer(list(seeds), (b"CLUSTER", b"SLOTS"), _slots_told)
+        servers = {address: self.at(address) for address in set(slots)}
+        self._slots = [servers[address] for address in slots]
+        self.forget_all_but(set(self._slots))
+        self.stale = False
 
 
 def make_topology(options: RedisOptions, login: Login) -> Topology:
@@ -215,34 +208,50 @@ def _slot(name: bytes) -> int:
     return crc_hqx(name[start + 1 : end] if tagged else name, 0) % SLOTS
 
 
-def _library(module: str) -> Any:
+def _primary_told(link: Link) -> Address:
+    """Read a sentinel's answer: a host and a port."""
+    length = link.length(b"*")
+    if length is None:
+        raise Lost("it watches no primary of this name")
+    if length == 2 and (address := told_address(_text(link.text()), _text(link.text()))):
+        return address
+    raise Lost("what it says of the primary is no address")
+
+
+def _slots_told(link: Link) -> list[Address]:
+    """Read a node's table: who has which slots. A slot that the table gives to nobody is its own: it says so itself."""
+    slots = [link.address] * SLOTS
+    for _ in range(_length(link, 0, SLOTS)):
+        parts = _length(link, 3)
+        start, end = number_in(link.head(), b":"), number_in(link.head(), b":")
+        if not start <= end < SLOTS:
+            raise Lost(f"it speaks of slots {start:,} to {end:,}, and a cluster has {SLOTS:,}")
+        facts = _length(link, 2)
+        node = _node_told(_text(link.text()), number_in(link.head(), b":"), link.address)
+        link.pass_over(facts - 2)
+        link.pass_over(parts - 3)  # Its replicas.
+        slots[start : end + 1] = [node] * (end + 1 - start)
+    return slots
+
+
+def _node_told(host: str, port: int, asked: Address) -> Address:
+    """Return where a node is. Without a host it is where the one is that was asked; "?" is known to nobody yet."""
+    if host == "?":
+        return asked
+    if (address := told_address(host or asked.host, str(port))) is None:
+        raise Lost(f"it names a node at {host!r} and port {port:,}, which is no address")
+    return address
+
+
+def _length(link: Link, least: int, most: int | None = None) -> int:
+    length = link.length(b"*")
+    if length is None or length < least or (most is not None and length > most):
+        raise Lost("what it says of the cluster's slots is no list of them")
+    return length
+
+
+def _text(given: bytes | None) -> str:
     try:
-        importlib.import_module(f"redis.{module}")
-        return importlib.import_module("redis")
-    except ImportError as error:
-        raise ConfigError(f"topology: needs the extra kvtier[redis]: {error}") from error
-
-
-def _client_options(library: Any, options: RedisOptions, login: Login) -> dict[str, Any]:
-    given: dict[str, Any] = {
-        "username": login.username,
-        "password": login.password,
-        "socket_timeout": options.connect_timeout_s,
-        "socket_connect_timeout": options.connect_timeout_s,
-        "retry": library.retry.Retry(library.backoff.NoBackoff(), 0),  # Whoever asks has others to ask.
-        "protocol": 2,
-    }
-    if login.tls is not None:
-        given |= {
-            "ssl": True,
-            "ssl_check_hostname": True,  # As our own connections do; some versions of the library do not by themselves.
-            "ssl_ca_certs": options.tls_ca_file,
-            "ssl_certfile": options.tls_cert_file,
-            "ssl_keyfile": options.tls_key_file,
-            "ssl_min_version": ssl.TLSVersion.TLSv1_2,
-        }
-    return given
-
-
-def _text(given: object) -> str:
-    return given.decode() if isinstance(given, bytes) else str(given or "")
+        return (given or b"").decode()
+    except UnicodeDecodeError:
+        raise Lost(f"it names a host {given!r}") from None

@@ -23,8 +23,8 @@ from kvtier.backend import (
     Write,
 )
 from kvtier_backends.redis.counters import RedisCounters
-from kvtier_backends.redis.link import END, Buffer, Link, Lost, Refused, refusal_of, request
-from kvtier_backends.redis.options import Address
+from kvtier_backends.redis.link import END, Buffer, Link, Lost, Refused, number_in, refusal_of, request
+from kvtier_backends.redis.options import Address, told_address
 from kvtier_backends.redis.server import Away, Server
 
 ASKED_MAX = 1_024  # Small requests on the way at once: their replies fit what a socket holds.
@@ -153,7 +153,7 @@ class Loads(Work[Outcome]):
         head = link.head()
         if head == b"$-1":
             return ChunkMissing(key.hex())
-        length = bulk_bytes(head)
+        length = number_in(head, b"$")
         if length != self._seal.sealed_bytes:
             outcome = self._faulty(index, key, SealFault.LENGTH)
             if length > SKIPPED_BYTES_MAX:
@@ -324,13 +324,6 @@ def _heard_asking(link: Link) -> Refused | None:
     return None
 
 
-def bulk_bytes(head: bytes) -> int:
-    """Return how many bytes follow a bulk reply's head; raises `Lost` if it is none."""
-    if head[:1] != b"$" or not head[1:].isdigit():
-        raise Lost(f"the server answers {head[:32]!r} where a value was asked for")
-    return int(head[1:])
-
-
 def beside_of(link: Link, seal: Seal, count: int, turn: int) -> memoryview:
     """Return one of `count` buffers for a seal's calls; they are the link's, and the same each time."""
     if len(link.memory) < seal.beside_bytes * count:
@@ -339,6 +332,10 @@ def beside_of(link: Link, seal: Seal, count: int, turn: int) -> memoryview:
 
 
 def target_of(refusal: Refused, asked: Address) -> Address:
-    """Return where an error of a cluster's sends us; without a host, another port of the same one."""
-    host, _, port = str(refusal).split(" ")[-1].rpartition(":")
-    return Address(host.strip("[]") or asked.host, int(port)) if port.isdecimal() else asked
+    """Return where an error of a cluster's sends us: without a host, to another port of the same one.
+
+    One that names no address sends us nowhere else.
+    """
+    words = str(refusal).split(" ")
+    host, _, port = words[2].rpartition(":") if len(words) == 3 else ("", "", "")
+    return told_address(host.strip("[]") or asked.host, port) or asked

@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from kvtier.integrations.vllm.hosts import require_one_node
 from kvtier.integrations.vllm.manager import VllmManager
 from kvtier.integrations.vllm.prefill import PrefillMeter, step_tokens
 
@@ -24,6 +25,7 @@ class KVTierConnector(OffloadingConnector):
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        require_one_node(vllm_config)
         super().__init__(vllm_config, role, kv_cache_config)
         manager = None if self.connector_scheduler is None else self.connector_scheduler.manager
         self._meter: PrefillMeter | None = None

@@ -12,7 +12,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping i
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvtier.backend import Group, Namespace
+from kvtier.config import PLACES
 from kvtier.errors import ConfigError
+
+
+def places_of(config: OffloadingConfig) -> dict[str, str]:
+    """Return what `{name}` in a tier's paths stands for in this engine: see `PLACES`."""
+    values = str(config.parallel.data_parallel_index), config.engine_id.replace("/", "_")
+    return dict(zip(PLACES, values, strict=True))
 
 
 class RowPlan(NamedTuple):

@@ -32,9 +32,9 @@ from kvtier.engine.requests import by_position
 from kvtier.engine.steps import say_start
 from kvtier.errors import ConfigError
 from kvtier.integrations.vllm.events import INFO_KEYS, Media, config_info, offloading_events
+from kvtier.integrations.vllm.hosts import require_rows_of_all, rows_fd
 from kvtier.integrations.vllm.manager import hint_in
-from kvtier.integrations.vllm.options import SecondaryOptions, read_secondary_options, secondary_config
-from kvtier.integrations.vllm.rows import namespace_of, plan_rows
+from kvtier.integrations.vllm.rows import namespace_of, places_of, plan_rows
 from kvtier.integrations.vllm.second_door import TierClient
 from kvtier.integrations.vllm.stats import (
     Stats,
@@ -45,6 +45,7 @@ from kvtier.integrations.vllm.stats import (
     tier_metric_definitions,
     unregister_earlier,
 )
+from kvtier.integrations.vllm_options import SecondaryOptions, read_secondary_options, secondary_config
 from kvtier.memory import Region
 from kvtier.runner.bridge import Bridge
 from kvtier.runner.process import ProcessBridge
@@ -67,6 +68,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         log_as_vllm()
         options = read_secondary_options(given)
         config = _engine_config(offloading_spec, primary_kv_view, options)
+        require_rows_of_all(offloading_spec)
         bridge, self._region = _start(offloading_spec, primary_kv_view, config)
         events = offloading_spec.kv_events_config.enable_kv_cache_events and options.enable_kv_events
         self._config = config
@@ -160,7 +162,7 @@ def _engine_config(spec: OffloadingSpec, rows: memoryview, options: SecondaryOpt
     plan = plan_rows(spec.config, spec.config.canonical_layout, interop=interop)
     namespace = namespace_of(spec.config, plan, revision=options.revision, interop=interop)
     count, row_bytes = rows.shape or (0, 0)
-    return secondary_config(options, namespace, rows=count, row_bytes=row_bytes)
+    return secondary_config(options, namespace, places_of(spec.config), rows=count, row_bytes=row_bytes)
 
 
 def _start(spec: OffloadingSpec, rows: memoryview, config: EngineConfig) -> tuple[Bridge, Region]:
@@ -195,8 +197,8 @@ def _check_thread(config: EngineConfig) -> None:
 
 def _rows_fd(spec: OffloadingSpec, size_bytes: int) -> int | None:
     """Return the descriptor of vLLM's rows; None if they are not in one file (as vLLM 0.33 has them from 1 GiB on)."""
-    fd = getattr(getattr(spec, "_scheduler_mmap", None), "fd", None)
-    return fd if isinstance(fd, int) and os.fstat(fd).st_size == size_bytes else None
+    fd = rows_fd(spec)
+    return fd if fd is not None and os.fstat(fd).st_size == size_bytes else None
 
 
 def _unpacked(job: TransferJob) -> tuple[int, Sequence[OffloadKey], list[int], str]:

@@ -1,7 +1,8 @@
 """KVTierOffloadingSpec: what vLLM's offloading connector makes, once in the scheduler and once in every worker.
 
 The two meet in shared memory: whoever comes first makes the region of rows, under a name that goes away when all have
-mapped it. The scheduler's side owns the engine and starts its runner; a worker's side copies between rows and KV cache.
+mapped it. The scheduler's side, which vLLM makes last, does not start before. It owns the engine and starts its runner;
+a worker's side copies between rows and KV cache.
 
 A store's way: the scheduler calls `VllmManager.prepare_store`, which reserves rows. vLLM tells its workers the rows'
 numbers, and `VllmWorker.submit_store` copies blocks into them. When all workers have reported it, the scheduler calls
@@ -9,6 +10,7 @@ numbers, and `VllmWorker.submit_store` copies blocks into them. When all workers
 has a tier fill a row if need be, `prepare_load`, `VllmWorker.submit_load` and `complete_load`.
 """
 
+from functools import partial
 from typing import Any
 
 from vllm.v1.kv_offload.base import (
@@ -25,11 +27,12 @@ from kvtier.config import EngineConfig
 from kvtier.engine.steps import StepManager
 from kvtier.errors import ConfigError
 from kvtier.integrations.vllm.events import INFO_KEYS
+from kvtier.integrations.vllm.hosts import MET_S, one_host, require_met
 from kvtier.integrations.vllm.manager import STORES_SKIPPED, Offers, VllmManager
-from kvtier.integrations.vllm.options import engine_config, read_options
-from kvtier.integrations.vllm.rows import namespace_of, plan_rows
+from kvtier.integrations.vllm.rows import namespace_of, places_of, plan_rows
 from kvtier.integrations.vllm.stats import TransferTimes, log_as_vllm, metric_definitions, unregister_earlier
 from kvtier.integrations.vllm.worker import make_worker
+from kvtier.integrations.vllm_options import engine_config, read_options
 from kvtier.memory import Region
 
 
@@ -46,7 +49,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
         self.replicated_layout = config.replicated_layout  # Read by vLLM: one worker stores for all.
         namespace = namespace_of(config, self._plan, revision=self._options.revision, interop=interop)
         events = self.kv_events_config.enable_kv_cache_events
-        self._engine_config = engine_config(self._options, self._plan, namespace, events=events)
+        self._engine_config = engine_config(self._options, self._plan, namespace, places_of(config), events=events)
         self._manager: VllmManager | None = None
         self._worker: OffloadingWorker | None = None
 
@@ -65,7 +68,9 @@ class KVTierOffloadingSpec(OffloadingSpec):
 
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
-            region = self._region(participant=self.config.parallel.world_size)  # Workers go by their ranks, below it.
+            workers = self.config.parallel.world_size
+            with one_host(workers):
+                region = self._region(participant=workers, met_s=MET_S)  # Workers go by their ranks, below it.
             times = TransferTimes()
             engine = StepManager.start(
                 self._engine_config, region=region, observer=times.observe, waited=times.observe_wait
@@ -79,7 +84,8 @@ class KVTierOffloadingSpec(OffloadingSpec):
                 _require_certified(kv_caches, portable=self.config.parallel.is_parallelism_agnostic)
             region = self._region(participant=self._plan.rank)
             try:
-                self._worker = make_worker(kv_caches, region, self._plan, self.blocks_per_chunk)
+                met = partial(require_met, region, self.config.parallel.world_size)
+                self._worker = make_worker(kv_caches, region, self._plan, self.blocks_per_chunk, met)
             except BaseException:
                 region.close()
                 raise
@@ -89,7 +95,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
         options = self._options
         return Offers(options.store_threshold, options.max_tracker_size) if options.store_threshold > 1 else None
 
-    def _region(self, participant: int) -> Region:
+    def _region(self, participant: int, met_s: float | None = None) -> Region:
         """Join the rows that scheduler and workers of this engine share; each takes a part of the pre-faulting."""
         config: EngineConfig = self._engine_config
         return Region.shared(
@@ -98,6 +104,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
             config.row_bytes,
             participant=participant,
             participants=self.config.parallel.world_size + 1,
+            met_s=met_s,
         )
 
 

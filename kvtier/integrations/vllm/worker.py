@@ -27,10 +27,12 @@ if TYPE_CHECKING:
     import torch
 
 
-def make_worker(kv_caches: VllmKVCaches, region: Region, plan: RowPlan, blocks_per_chunk: int) -> OffloadingWorker:
+def make_worker(
+    kv_caches: VllmKVCaches, region: Region, plan: RowPlan, blocks_per_chunk: int, require_met: Callable[[], None]
+) -> OffloadingWorker:
     """Make the worker for the device that the KV cache is on; it owns the region from now on.
 
-    The rows are pinned where that device is a CUDA one.
+    The rows are pinned where that device is a CUDA one. `require_met` is called before the first transfer.
     """
     memory = CpuMemory(region, pin_with=cuda_runtime() if kv_caches.tensors[0].tensor.is_cuda else None)
 
@@ -38,7 +40,7 @@ def make_worker(kv_caches: VllmKVCaches, region: Region, plan: RowPlan, blocks_p
         memory.close()
         region.close()
 
-    return VllmWorker(kv_caches, memory.rows, plan, blocks_per_chunk, release)
+    return VllmWorker(kv_caches, memory.rows, plan, blocks_per_chunk, release, require_met)
 
 
 class VllmWorker(OffloadingWorker):
@@ -51,16 +53,22 @@ class VllmWorker(OffloadingWorker):
         plan: RowPlan,
         blocks_per_chunk: int,
         release: Callable[[], None],
+        require_met: Callable[[], None] | None = None,
     ) -> None:
-        """`rows` is (rows, row_bytes), int8; `release` gives it back, when nothing copies any more."""
+        """`rows` is (rows, row_bytes), int8; `release` gives it back, when nothing copies any more.
+
+        `require_met` raises if the scheduler has other rows: those of a worker that was started again, for instance.
+        """
         slots = rows if plan.canonical else rows[:, plan.slot_start : plan.slot_start + plan.worker_chunk_bytes]
         self._transfers = TransferWorker(
             canonical_caches(kv_caches), slots, blocks_per_chunk=blocks_per_chunk, canonical=plan.canonical
         )
         self._blocks_per_chunk = blocks_per_chunk
         self._release = release
+        self._require_met = require_met  # Until it was called once.
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
+        self._begin()
         self._transfers.submit_store(job_id, list(self._groups(src_spec, dst_spec)))
         return True
 
@@ -71,6 +79,7 @@ class VllmWorker(OffloadingWorker):
         dst_spec: GPULoadStoreSpec,
         expedited: bool = False,  # vLLM 0.33's; loads never queue behind stores.
     ) -> bool:
+        self._begin()
         self._transfers.submit_load(job_id, list(self._groups(dst_spec, src_spec)))
         return True
 
@@ -92,6 +101,12 @@ class VllmWorker(OffloadingWorker):
     def shutdown(self) -> None:
         self._transfers.close()
         self._release()
+
+    def _begin(self) -> None:
+        """Before the first transfer, be sure that it goes where the scheduler looks."""
+        if self._require_met is not None:
+            self._require_met()
+            self._require_met = None
 
     def _groups(self, blocks: GPULoadStoreSpec, rows: LoadStoreSpec) -> Iterator[GroupBlocks]:
         """Part a job's blocks and rows into groups: a group's first chunk may begin before its first block."""

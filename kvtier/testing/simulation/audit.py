@@ -16,6 +16,7 @@ from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.engine.outbox import Operation, Transfer
 from kvtier.engine.steps import StepManager
 from kvtier.engine.tier import WHEN_EVICTED, Tier
+from kvtier.testing.simulation.turns import check_turn
 
 
 def _unheard(transfers: list[Transfer]) -> None:
@@ -31,6 +32,7 @@ class AuditedSteps(StepManager):
 
     def end_step(self) -> None:
         super().end_step()
+        check_turn()
         if not self._closed:
             self.audits += 1
             audit(self._ledger)

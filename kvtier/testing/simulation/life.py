@@ -53,6 +53,7 @@ class LifeUnderWay:
         finally:
             self._count(engine)
             await self._stop()
+            engine.steps.forked()  # As good as gone: a crash closes nothing.
 
     def _users(self, engine: AuditedManager) -> list["asyncio.Task[Any]"]:
         """Set everybody going who uses the engine in this life."""

@@ -1,4 +1,7 @@
-"""Asyncio programs that use one engine at once: they put, fetch, hold, cancel, delete and reset, as their seed says."""
+"""Asyncio programs that use one engine at once: they put, fetch, stream, hold, cancel, delete and reset by their seed.
+
+Now and then one calls many times in a row, without a pause, or awaits a fetch while it holds the rows of another.
+"""
 
 import asyncio
 import random
@@ -10,6 +13,7 @@ from kvtier.backend import OffloadKey
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.engine.tier import TierMatcher
 from kvtier.errors import EngineClosed
+from kvtier.testing.simulation.turns import TurningLoop
 from kvtier.testing.simulation.witness import chunk_of
 
 
@@ -56,6 +60,7 @@ class Program:
         self._name = seed
         self._random = random.Random(seed)
         self._hints = random.Random(f"{seed}, hints")  # Apart: a seed is the same story but for its hints.
+        self._reads = random.Random(f"{seed}, reads")
         self._counts = counts
         self._number = 0
 
@@ -102,12 +107,40 @@ class Program:
 
     async def _fetch(self) -> None:
         keys = self._some_keys()
+        read = self._reads.choices((self._stream, self._insist, None), (2, 1, 7))[0]
+        if read is not None:
+            await read(keys)
+        nested = self._some_keys() if self._reads.random() < 0.1 else ()
         async with self._engine.fetch(keys, request_id=self._begin(), hint=self._hint()) as rows:
             self._compare(keys, rows)
+            if nested:
+                async with self._engine.fetch(nested) as more:
+                    self._compare(nested, more)
             await asyncio.sleep(self._random.uniform(0, self._habits.hold_s))
             self._compare(keys, rows)
             self._counts["chunks fetched"] += len(rows)
         self._finish()
+
+    async def _stream(self, keys: Sequence[OffloadKey]) -> None:
+        """Read in parts, sometimes not to the end."""
+        done, leaves = 0, self._reads.random() < 0.2
+        async for rows in self._engine.stream(keys):
+            self._compare(keys[done:], rows)
+            done += len(rows)
+            self._counts["chunks streamed"] += len(rows)
+            if leaves:
+                return
+            await asyncio.sleep(self._reads.uniform(0, self._habits.hold_s))
+            self._compare(keys[done - len(rows) :], rows)
+
+    async def _insist(self, keys: Sequence[OffloadKey]) -> None:
+        """Call again and again, as somebody does who waits for chunks in his own way."""
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, TurningLoop)
+        calls, begun = self._reads.choice((2, 20)), loop.turns
+        for _ in range(calls):
+            self._counts["chunks found by insisting"] += len(await self._engine.get(keys))
+        assert loop.turns - begun >= calls - 1, f"{calls} calls in {loop.turns - begun} turns of the loop"
 
     async def _tell(self) -> None:
         """Say something of keys that some request used, uses or will use."""

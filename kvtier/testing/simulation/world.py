@@ -22,8 +22,9 @@ from kvtier.errors import BackendError, KVTierError
 from kvtier.testing.simulation.audit import AuditedManager
 from kvtier.testing.simulation.life import PATIENCE_S, LifeUnderWay
 from kvtier.testing.simulation.scenario import Scenario, Subject, book_name, draw
+from kvtier.testing.simulation.turns import TurningLoop
 from kvtier.testing.simulation.witness import Book, Truth, chunk_of, open_book
-from kvtier.testing.virtual_time import VirtualTimeError, VirtualTimeLoop
+from kvtier.testing.virtual_time import VirtualTimeError
 
 SEEDS_A_JOB = 50  # About a second's work: a progress bar moves, and a job costs nothing beside it.
 PATIENT = TierLimits(deadline_s=PATIENCE_S)  # A device as slow as it likes may show what it has.
@@ -152,8 +153,9 @@ class _World:
     def _run(self, work: Any) -> None:
         """Run one life on a loop of its own; what its callbacks raise is raised here."""
         errors: list[BaseException] = []
-        with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        with asyncio.Runner(loop_factory=TurningLoop) as runner:
             loop = runner.get_loop()
+            assert isinstance(loop, TurningLoop)
             loop.set_exception_handler(lambda _, context: errors.extend(_errors_of(context)))
             try:
                 runner.run(work)
@@ -161,6 +163,7 @@ class _World:
                 self._times.append(loop.time())
         if errors:
             raise errors[0]
+        assert not loop.complaint, loop.complaint
 
     def _restart(self) -> None:
         """Expect nothing of tiers that keep nothing beyond their engine."""

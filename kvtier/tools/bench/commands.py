@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.progress import TimeElapsedColumn, TimeRemainingColumn
 
-from kvtier.config import EngineConfig, TierConfig
+from kvtier.config import EngineConfig, TierConfig, read_config
 from kvtier.errors import ConfigError
 from kvtier.memory import PAGE_BYTES
 from kvtier.settings import parse_size
@@ -134,7 +134,7 @@ def tiers(
     keys that nobody else has. All of it is removed at the end.
     """
     size_bytes = sizes("--size", size, most=MOVED_BYTES_MAX)[0]
-    engine = EngineConfig.load(config)
+    engine = read_config(config)
     if not engine.secondary_tiers:
         raise ConfigError(f"{config}: secondary_tiers: none given, at least one accepted: there is nothing to measure")
     check_outputs(json_path)

@@ -16,6 +16,7 @@ import xxhash
 
 from kvtier.errors import TraceError
 from kvtier.hints import IgnoredHints, hint_of
+from kvtier.settings import foreign
 from kvtier.tools.replay.traces import Request, trace_lines
 
 TOKEN_MAX = (1 << 63) - 1
@@ -116,8 +117,8 @@ def _json_rows(path: str) -> Iterator[tuple[int, Prompt]]:
     decode = msgspec.json.Decoder(Prompt).decode
     for number, line in trace_lines(path):
         try:
-            yield number, decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            yield number, foreign(decode, line)
+        except ValueError as error:
             raise TraceError(f"{path}, line {number}: {error}; given {line[:60].decode(errors='replace')!r}") from error
 
 

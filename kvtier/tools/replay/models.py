@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from kvtier.errors import ConfigError
+from kvtier.settings import foreign
 
 KV_BYTES_MAX = 1 << 30  # For a token. A thousand times what the largest models take.
 LAYERS_MAX = 10_000
@@ -50,15 +51,16 @@ def kv_bytes_per_token(model: str) -> int:
     path = os.path.join(model, "config.json") if os.path.isdir(model) else model
     try:
         with open(path, "rb") as file:
-            config = msgspec.json.decode(file.read(), type=dict[str, Any])
-        nested = config.get("text_config")  # Of a model that sees.
-        return _bytes(config | nested if isinstance(nested, dict) else config)
+            config = foreign(msgspec.json.Decoder(dict[str, Any]).decode, file.read())
     except OSError as error:
         raise ConfigError(
             f"--model {path}: cannot be read: {error.strerror}; a model's config.json accepted"
         ) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(f"--model {path}: {error}; a model's config.json accepted") from error
+    try:
+        nested = config.get("text_config")  # Of a model that sees.
+        return _bytes(config | nested if isinstance(nested, dict) else config)
     except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ConfigError(
             f"--model {path}: it does not say what its KV cache takes ({error}); --kv-bytes-per-token accepted instead"

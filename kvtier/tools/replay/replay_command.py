@@ -12,12 +12,12 @@ import uvloop
 from msgspec.structs import replace
 from rich.progress import MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from kvtier.config import EngineConfig
+from kvtier.config import EngineConfig, read_config
 from kvtier.errors import ConfigError
 from kvtier.testing.virtual_time import VirtualTimeLoop
 from kvtier.tools import statuses
 from kvtier.tools.commands import JsonOption, LimitOption, PlotOption, StrictOption
-from kvtier.tools.outputs import bar, busy, check_directory, check_outputs, temporary_directory, write_json
+from kvtier.tools.outputs import bar, busy, check_outputs, make_directory, temporary_directory, write_json
 from kvtier.tools.replay.replay import CONCURRENCY, CONCURRENCY_MAX, GPU_NAME, ChunkSource, Replay, Tally
 from kvtier.tools.replay.report import ModelPart, Report, make_report, print_report
 from kvtier.tools.replay.setup import check_room, check_roots, default_config, rooted, settings_of, without_root
@@ -245,9 +245,9 @@ def real_replay(options: Options, stack: ExitStack) -> Prepared:
     if options.config_path is None:
         config = default_config(options.extent, options.concurrency)
     else:
-        config = EngineConfig.load(options.config_path)
+        config = read_config(options.config_path)
     if options.fs is not None:
-        check_directory("--fs", options.fs)
+        make_directory("--fs", options.fs)
         config = rooted(config, options.fs, override=True)
     else:
         check_roots(config)
@@ -271,7 +271,7 @@ def virtual_replay(options: Options) -> Prepared:
     if options.config_path is None:
         config = default_model(options.extent, options.requests.block_tokens, options.prefill.slots)
         return modelled_replay(options, config, DEFAULT_SOURCE)
-    return modelled_replay(options, EngineConfig.load(options.config_path), os.path.basename(options.config_path))
+    return modelled_replay(options, read_config(options.config_path), os.path.basename(options.config_path))
 
 
 def modelled_replay(options: Options, config: EngineConfig, source: str) -> Prepared:

@@ -32,6 +32,7 @@ import zstandard
 from kvtier.errors import TraceError
 from kvtier.hints import Hint
 from kvtier.remedies import Remedy
+from kvtier.settings import foreign
 from kvtier.tools.outputs import replacing
 
 BLOCK_TOKENS = 512  # Mooncake's own; a trace with another size says so in its meta line.
@@ -118,7 +119,7 @@ class Trace:
         for number, line in islice(trace_lines(self.path), self._lines_before, stop):
             try:
                 request, wrong_hint = _request(decode, line)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            except ValueError as error:
                 raise TraceError(
                     f"{self.path}, line {number}: {error}; given {_excerpt(line)}, expected one JSON object a line, "
                     f"such as {_EXAMPLE}"
@@ -167,15 +168,15 @@ def _compressing(file: BinaryIO, path: str) -> AbstractContextManager[_Writer]:
 
 def _meta(line: bytes) -> dict[str, Any] | None:
     try:
-        return msgspec.json.decode(line, type=_MetaLine).meta
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return foreign(msgspec.json.Decoder(_MetaLine).decode, line).meta
+    except ValueError:
         return None  # A request, or a line that iterating will refuse.
 
 
 def _request(decode: Callable[[bytes], Request], line: bytes) -> tuple[Request, str]:
     """Return a line's request, and why it has lost its hint, if it has: no request fails for that."""
     try:
-        return decode(line), ""
+        return foreign(decode, line), ""
     except msgspec.DecodeError as error:
         if f'"{HINT}"'.encode() not in line:
             raise
@@ -185,7 +186,7 @@ def _request(decode: Callable[[bytes], Request], line: bytes) -> tuple[Request, 
 def _table(line: bytes, error: msgspec.DecodeError) -> dict[str, Any]:
     """Return a line's fields, also where a number is out of msgspec's range; raises `error` if it is no table."""
     try:
-        table: object = json.loads(line)
+        table: object = foreign(json.loads, line)
     except ValueError:
         raise error from None
     if not isinstance(table, dict):

@@ -43,6 +43,7 @@ from kvtier.engine.metrics import EngineStats
 from kvtier.errors import ConfigError, TraceError
 from kvtier.memory import PAGE_BYTES
 from kvtier.policies import LRU
+from kvtier.settings import foreign
 from kvtier.tools.replay.replay import GPU_NAME, ChunkSource, Client, Tally, task_group
 from kvtier.tools.replay.report import Figure, ModelPart
 from kvtier.tools.replay.setup import FOOTER_BYTES, chunk_bytes_on_disk, fs_options, primary_rows
@@ -324,10 +325,10 @@ def read_bench(path: str) -> BenchReport:
     accepted = f"a report of {COMMAND} --json accepted"
     try:
         with open(path, "rb") as file:
-            report = msgspec.json.decode(file.read(), type=BenchReport)
+            report = foreign(msgspec.json.Decoder(BenchReport).decode, file.read())
     except OSError as error:
         raise ConfigError(f"--bench {path}: cannot be read: {error.strerror}; {accepted}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(f"--bench {path}: {error}; {accepted}") from error
     if report.command != COMMAND:
         raise ConfigError(f"--bench {path}: a report of {report.command!r} given, {accepted}")

@@ -6,9 +6,11 @@ from array import array
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from xxhash import xxh3_64_intdigest
 
+from kvtier.backend import TierContext
 from kvtier.backend.keys import OffloadKey, make_offload_key
 from kvtier.backend.namespace import FileMapper
 from kvtier.testing.conformance import Lender
@@ -54,7 +56,8 @@ def open_layout(root: Path, mapper: FileMapper):
     opened: list[Folder] = []
 
     def open_layout(layout: str) -> Folder:
-        opened.append(Folder(FsOptions(root=str(root), layout=layout).chosen(), mapper))  # type: ignore[arg-type]
+        options = FsOptions(root=str(root), layout=layout).chosen()  # type: ignore[arg-type]
+        opened.append(Folder(options, TierContext("0:fs", mapper, ROW_BYTES)))
         opened[-1].open()
         return opened[-1]
 
@@ -91,7 +94,8 @@ def test_a_checkpoint_of_segments_is_what_version_0_1_0_wrote(
     same_boot, segments, chunks = checkpoint.read()
     assert same_boot
     assert segments == [("x/00000001.seg", 0, 2, 1_699_999_999_000_000_000), ("x/00000002.seg", 2, 1, 0)]
-    assert list(chunks) == [[slots.Held(KEYS[0], 0, 7, USED_AT_NS[0]), slots.Held(KEYS[1], 2, 9, USED_AT_NS[1])]]
+    assert chunks.keys(np.arange(2)) == list(KEYS)
+    assert [column.tolist() for column in chunks[:3]] == [[0, 2], [7, 9], list(USED_AT_NS)]
     keys: list[OffloadKey | None] = [KEYS[0], None, KEYS[1]]
     path.unlink()
     snapshot = slots.Snapshot(keys, array("Q", [7, 0, 9]), array("q", [USED_AT_NS[0], 0, USED_AT_NS[1]]), frozenset())

@@ -14,6 +14,7 @@ import pytest
 from kvtier.backend.namespace import FileMapper
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier_backends.fs import FsOptions
+from kvtier_backends.fs.disk.owner import OWNER
 from kvtier_backends.fs.disk.root import Folder
 
 OpenFolder = Callable[..., Folder]
@@ -26,11 +27,11 @@ def entries(root: Path) -> list[str]:
 def test_a_missing_root_is_made_with_its_config(open_folder: OpenFolder, mapper: FileMapper, root: Path) -> None:
     folder = open_folder()
     assert (root / mapper.config_name).read_bytes() == mapper.config_bytes
-    assert entries(root) == sorted([mapper.folder, mapper.config_name, folder.chunks])
+    assert entries(root) == sorted([OWNER, mapper.folder, mapper.config_name, folder.chunks])
 
 
 def test_opening_again_changes_nothing(open_folder: OpenFolder, mapper: FileMapper, root: Path) -> None:
-    open_folder()
+    open_folder().close()
     before = (root / mapper.config_name).stat()
     open_folder()
     assert (root / mapper.config_name).stat().st_mtime_ns == before.st_mtime_ns
@@ -44,9 +45,10 @@ def test_other_files_in_the_root_are_left_alone(open_folder: OpenFolder, root: P
 
 
 def test_direct_io_is_found_where_it_works(open_folder: OpenFolder) -> None:
-    assert open_folder(io="auto").direct
-    assert open_folder(io="direct").direct
-    assert not open_folder(io="buffered").direct
+    for io, direct in {"auto": True, "direct": True, "buffered": False}.items():
+        folder = open_folder(io=io)
+        assert folder.direct is direct
+        folder.close()
 
 
 def test_a_config_written_in_another_style_is_the_same(open_folder: OpenFolder, mapper: FileMapper, root: Path) -> None:
@@ -115,12 +117,13 @@ def test_a_directory_without_permission_is_refused(public_directory: Path) -> No
     script = """
 import os, sys
 from kvtier.errors import ConfigError
-from kvtier.backend.namespace import FileMapper, Namespace
+from kvtier.backend import FileMapper, Namespace, TierContext
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.options import FsOptions
 os.setuid(65534)
 try:
-    Folder(FsOptions(root=sys.argv[1]).chosen(), FileMapper(Namespace(model_name="m"))).open()
+    context = TierContext("0:fs", FileMapper(Namespace(model_name="m")), 4_096)
+    Folder(FsOptions(root=sys.argv[1]).chosen(), context).open()
 except ConfigError as error:
     print(error)
 """

@@ -17,6 +17,9 @@ from tests.fs.conftest import MakeSystemCall
 CAPACITY_BYTES = 24 * (8_192 + 4_096 + 8_192) + 65_536 + FOLDER_BYTES
 
 
+KEPT = tuple(f"{name}.zeroed.01234567-1-2-3.tmp" for name in "abc")
+
+
 def quarantine_of(root: Path, mapper: FileMapper) -> Path:
     return root / mapper.folder / "quarantine"
 
@@ -122,7 +125,7 @@ async def test_they_go_for_a_segment_too_where_the_disk_is_full(
 def kept(open_folder: Callable[..., Folder], root: Path, mapper: FileMapper) -> Quarantine:
     """Three files in quarantine, of which the second by name is the oldest there."""
     quarantine, came_ns = open_folder(corrupt="quarantine").quarantine, 0
-    for name in ("b", "a", "c"):
+    for name in KEPT[1], KEPT[0], KEPT[2]:
         path = quarantine_of(root, mapper) / name
         path.write_bytes(b"bad" * 4_096)
         while path.stat().st_ctime_ns <= came_ns:  # The kernel's clock for it has some milliseconds only.
@@ -134,13 +137,13 @@ def kept(open_folder: Callable[..., Folder], root: Path, mapper: FileMapper) -> 
 
 def test_the_oldest_goes_first_and_no_more_than_is_needed(kept: Quarantine, root: Path, mapper: FileMapper) -> None:
     assert kept.clear(12_288) == (1, 12_288)
-    assert sorted(os.listdir(quarantine_of(root, mapper))) == ["a", "c"]
+    assert sorted(os.listdir(quarantine_of(root, mapper))) == [KEPT[0], KEPT[2]]
     assert kept.clear(12_289) == (2, 24_576)
     assert kept.empty
 
 
 def test_what_people_have_tidied_away_is_no_room(kept: Quarantine, root: Path, mapper: FileMapper) -> None:
-    for name in "abc":
+    for name in KEPT:
         (quarantine_of(root, mapper) / name).unlink()
     assert not kept.empty  # It has not looked.
     assert kept.clear(1) == (0, 0)

@@ -241,6 +241,7 @@ def test_reads_are_queued_on_a_disk_unless_the_kernel_refuses(open_folder, monke
     if not folder.direct or not os.major(os.fstat(folder.root_fd).st_dev):
         pytest.skip("chunks are not on a disk with direct I/O here")
     assert isinstance(folder.reads, QueuedReads)
+    folder.close()
     monkeypatch.setattr(Context, "start", refuse)
     assert open_folder().reads is ONE_BY_ONE
 

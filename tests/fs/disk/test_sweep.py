@@ -154,6 +154,7 @@ async def test_a_quarantined_file_is_not_swept(open_tier, lender: Lender, root: 
     await lender.keep(tier, [key_of(0)])
     path_of(key_of(0)).write_bytes(b"bad")
     assert await lender.recall(tier, [key_of(0)]) == ["ChunkCorrupt"]
+    await tier.aclose(DEADLINE_S)
     again = await open_tier()
     await scan(again)
     assert len(list((root / mapper.folder / "quarantine").iterdir())) == 1

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import shutil
 import signal
 import struct
 import subprocess
@@ -188,11 +189,10 @@ def test_one_that_cannot_be_written_leaves_the_last(
 
 
 async def test_the_tier_answers_from_it_before_it_has_scanned_anything(
-    open_tier, lender: Lender, system_call: MakeSystemCall, monkeypatch: pytest.MonkeyPatch
+    open_tier, lender: Lender, root: Path, taken_bytes, system_call: MakeSystemCall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = await open_tier()
     await lender.keep(before, keys_of(3))
-    occupied = before.occupancy()
     await before.aclose(DEADLINE_S)
     listing = system_call("scandir", sticks=True)
     tier = await open_tier()
@@ -210,7 +210,7 @@ async def test_the_tier_answers_from_it_before_it_has_scanned_anything(
     assert await lender.recall(tier, keys_of(3)) == [label(key) for key in keys_of(3)]
     listing.let_go()
     assert await next_of(report) == ScanDone(complete=True)
-    assert tier.occupancy() == occupied
+    assert tier.occupancy() == (3, taken_bytes(root), None, 0)
     assert tier.counters().checkpoint_chunks == 3
     await report.aclose()
 
@@ -239,9 +239,11 @@ async def test_the_scan_corrects_it(
     assert set(gone.keys) == {key_of(0), key_of(1)}
     await report.aclose()
     assert list(await tier.probe(keys_of(6))) == [False, False, True, True, True, True]
+    found = tier.occupancy()
+    await tier.aclose(DEADLINE_S)
     fresh = await open_tier(checkpoint_s=0)
     assert await scanned(fresh) == set(keys_of(6)[2:])
-    assert tier.occupancy() == fresh.occupancy()
+    assert fresh.occupancy() == found
 
 
 async def test_what_happens_beside_the_scan_is_not_corrected(
@@ -292,14 +294,17 @@ async def test_the_order_of_use_survives(open_tier, lender: Lender, index_file: 
     await scanned(second)
     await lender.recall(second, [key_of(0)])
     await second.aclose(DEADLINE_S)
-    folder = Folder(FsOptions(root=str(index_file.parents[1]), layout="files").chosen(), mapper)
+    options = FsOptions(root=str(index_file.parents[1]), layout="files").chosen()
+    folder = Folder(options, TierContext("0:fs", mapper, row_bytes))
     await asyncio.to_thread(folder.open)
     kept = read(Checkpoint(folder, mapper, Counters(), row_bytes))
     folder.close()
     assert [chunk.key for chunk in kept] == [key_of(number) for number in (0, 1, 3, 2)]
 
 
-async def test_one_is_written_every_so_often(open_tier, lender: Lender, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_is_written_every_so_often(
+    open_tier, lender: Lender, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     publish, published = Folder.publish, threading.Semaphore(0)
 
     def publish_and_say(folder: Folder, name: str, pieces: Iterable[bytes]) -> None:
@@ -312,7 +317,8 @@ async def test_one_is_written_every_so_often(open_tier, lender: Lender, monkeypa
     monkeypatch.setattr(Folder, "publish", publish_and_say)
     for _ in range(2):  # The first may have begun before the chunks were stored.
         assert await asyncio.to_thread(published.acquire, timeout=DEADLINE_S)
-    another = await open_tier()  # As after a kill: the first has not closed.
+    copy = shutil.copytree(root, root.with_name("copy"))  # As after a kill: the first has not closed.
+    another = await open_tier(root=str(copy))
     await scanned(another)
     assert another.counters().checkpoint_chunks == 3
 
@@ -395,6 +401,7 @@ async def test_a_writer_that_is_killed_while_it_checkpoints_leaves_a_whole_one(
     await before.aclose(DEADLINE_S)
     program = f"""
 import os, signal, sys
+from kvtier.backend import TierContext
 from kvtier.backend.namespace import FileMapper, Namespace
 from kvtier_backends.fs import FsOptions
 from kvtier_backends.fs.files.checkpoint import Checkpoint
@@ -403,7 +410,7 @@ from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.files.index import Snapshot
 from kvtier_backends.fs.files.recency import Idle
 mapper = FileMapper(Namespace(model_name="org/model"))
-folder = Folder(FsOptions(root=sys.argv[1], layout="files").chosen(), mapper)
+folder = Folder(FsOptions(root=sys.argv[1], layout="files").chosen(), TierContext("0:fs", mapper, 4_096))
 folder.open()
 os.rename = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
 Checkpoint(folder, mapper, Counters(), {row_bytes}).write(Snapshot([], [], Idle(), {{}}), 0)

@@ -127,16 +127,18 @@ def test_without_its_quarantine_a_file_is_deleted(
 
 
 def test_a_quarantine_has_a_limit_that_outlives_the_tier(
-    opened: Callable[..., Discard], mapper: FileMapper, root: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+    open_folder: Callable[..., Folder], mapper: FileMapper, root: Path, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quarantine, "FILES_MAX", 3)
     outcomes: list[Discarded] = []
     for _ in range(2):
-        gone = opened(corrupt="quarantine")
+        folder = open_folder(corrupt="quarantine")
+        gone = Discard(folder)
         for _ in range(2):
             put(path, b"bad")
             with path.open("rb") as file:
                 outcomes.append(gone(mapper.name(KEY), file.fileno(), Fault.PAYLOAD))
+        folder.close()
     assert outcomes == [Discarded.QUARANTINED] * 3 + [Discarded.DELETED]
     assert len(list(quarantine_of(root, mapper).iterdir())) == 3
 

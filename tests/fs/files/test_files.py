@@ -211,9 +211,9 @@ def test_folders_are_made_only_when_they_are_missing(
     made: list[str] = []
     mkdir = os.mkdir
 
-    def count(name: str, **kwargs: int) -> None:
+    def count(name: str, *args: int, **kwargs: int) -> None:
         made.append(name)
-        mkdir(name, **kwargs)
+        mkdir(name, *args, **kwargs)
 
     monkeypatch.setattr(os, "mkdir", count)
     files.write(KEY, buffers, 0)
@@ -228,9 +228,9 @@ def test_a_folder_that_vanishes_is_made_again(
 ) -> None:
     mkdir, left = os.mkdir, [3]
 
-    def make_and_lose(name: str, *, dir_fd: int) -> None:
-        mkdir(name, dir_fd=dir_fd)
-        if name.count("/") == 2 and left[0]:
+    def make_and_lose(name: str, mode: int, *, dir_fd: int) -> None:
+        mkdir(name, mode, dir_fd=dir_fd)
+        if name == path.parent.name and left[0]:
             left[0] -= 1
             os.rmdir(name, dir_fd=dir_fd)
 
@@ -240,13 +240,13 @@ def test_a_folder_that_vanishes_is_made_again(
 
 
 def test_folders_that_vanish_for_ever_are_an_error(
-    files: ChunkFiles, buffers: list[memoryview], monkeypatch: pytest.MonkeyPatch
+    files: ChunkFiles, path: Path, buffers: list[memoryview], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mkdir = os.mkdir
 
-    def make_and_lose(name: str, *, dir_fd: int) -> None:
-        mkdir(name, dir_fd=dir_fd)
-        if name.count("/") == 2:
+    def make_and_lose(name: str, mode: int, *, dir_fd: int) -> None:
+        mkdir(name, mode, dir_fd=dir_fd)
+        if name == path.parent.name:
             os.rmdir(name, dir_fd=dir_fd)
 
     monkeypatch.setattr(os, "mkdir", make_and_lose)

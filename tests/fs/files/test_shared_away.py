@@ -171,7 +171,7 @@ async def test_a_page_that_is_away_costs_stores_and_nothing_else(
         while failing.times < asked + 3:  # What goes on beside the calls has met it, and goes on.
             await asyncio.sleep(0.01)
     failing.let_go()
-    await back(tier._tier.root.shared_page)
+    await back(tier._lives.now.tier.root.shared_page)
     for first in range(16, 1_600, 16):
         await lender.keep(tier, keys_of(16, first))
         lender.take_back()
@@ -188,7 +188,7 @@ async def test_a_tier_whose_page_was_away_from_its_first_count_on_is_filled_when
     with pytest.raises(BackendUnavailable):
         await tier.store(lender.writes(keys_of(16)))
     system_calls.let_go()
-    await back(tier._tier.root.shared_page)
+    await back(tier._lives.now.tier.root.shared_page)
     async with asyncio.timeout(DEADLINE_S):
         while set(await tier.store(lender.writes(keys_of(16)))) != {None}:
             await asyncio.sleep(0.01)
@@ -199,7 +199,7 @@ async def test_what_the_page_was_not_told_it_is_told_when_it_is_back(
 ) -> None:
     monkeypatch.setattr(eviction, "STAMP_EVERY_S", 0.01)
     tier = await open_tier(shared=True, capacity_bytes=CAPACITY_BYTES)
-    page = tier._tier.root.shared_page
+    page = tier._lives.now.tier.root.shared_page
     await lender.keep(tier, keys_of(4))
     stored = threading.Event()
     renamed = system_call("rename", only=lambda *_, **__: stored.set() is not None)
@@ -222,7 +222,7 @@ async def test_a_folder_that_cannot_be_read_does_not_count_as_empty(
     monkeypatch.setattr(accounts, "AGAIN_S_LEAST", 0.01)
     one = await open_tier(shared=True, capacity_bytes=CAPACITY_BYTES)
     await lender.keep(one, keys_of(16))
-    page = one._tier.root.shared_page
+    page = one._lives.now.tier.root.shared_page
     used_bytes, _ = await asyncio.to_thread(page.taken)
     failing = system_call("scandir", error=errno.EIO)
     other = await open_tier(shared=True, capacity_bytes=CAPACITY_BYTES)

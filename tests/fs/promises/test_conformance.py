@@ -32,7 +32,6 @@ LAID_OUT = [{"naming": "vllm"}, {"naming": "flat"}, {"layout": "segments"}]
 class Suites(
     BackendConformance,
     DurableBackendConformance,
-    NamespacedConformance,
     InventoryConformance,
     MeasuredConformance,
     DescribedConformance,
@@ -66,16 +65,36 @@ class Suites(
     async def backend(self, reopen):
         return await reopen()
 
-    @pytest.fixture
-    async def neighbour(self, backend, root):
-        context = tier_context(self.chunk_bytes, model_name="other")
-        tier = await FsBackend.open(self.options(root), context)
-        yield tier
-        await tier.aclose(10)
-
 
 class TestFs(Suites):
     """One file a chunk."""
+
+
+class TestNamespacesOfASharedRoot(NamespacedConformance):
+    """A root that is not shared has one tier, and so one namespace at a time."""
+
+    chunk_bytes = 8_192
+
+    @pytest.fixture
+    async def open_one(self, tmp_path):
+        opened = []
+
+        async def open_one(**named):
+            options = FsOptions(root=str(tmp_path), shared=True)
+            opened.append(await FsBackend.open(options, tier_context(self.chunk_bytes, **named)))
+            return opened[-1]
+
+        yield open_one
+        for tier in opened:
+            await tier.aclose(10)
+
+    @pytest.fixture
+    async def backend(self, open_one):
+        return await open_one()
+
+    @pytest.fixture
+    async def neighbour(self, backend, open_one):
+        return await open_one(model_name="other")
 
 
 class TestSegments(Suites):

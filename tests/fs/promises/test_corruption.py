@@ -152,24 +152,25 @@ async def test_a_file_of_a_namespace_with_the_same_names_is_a_miss(
     open_tier, lender: Lender, root: Path, row_bytes: int, other: dict[str, object]
 ) -> None:
     """What vLLM leaves out of its names is in the footer's fingerprint."""
-    ours = await open_tier()
     mapper = FileMapper(Namespace(model_name="org/model", **other))  # type: ignore[arg-type]
     theirs = await FsBackend.open(FsOptions(root=str(root), layout="files"), TierContext("1:fs", mapper, row_bytes))
     await lender.keep(theirs, [KEY])
     await theirs.aclose(10)
+    ours = await open_tier()
     assert await lender.recall(ours, [KEY]) == ["ChunkCorrupt"]
     assert ours.counters().corrupt == {"namespace": 1}
 
 
 async def test_rows_of_another_length_are_misses(open_tier, lender: Lender, root: Path, mapper, row_bytes: int) -> None:
     ours = await open_tier()
+    await lender.keep(ours, [key_of(2)])
+    await ours.aclose(10)
     theirs = await FsBackend.open(FsOptions(root=str(root), layout="files"), TierContext("1:fs", mapper, 4 * row_bytes))
     longer = Lender(4 * row_bytes)
     await longer.keep(theirs, [KEY])
-    await lender.keep(ours, [key_of(2)])
-    assert await lender.recall(ours, [KEY]) == ["ChunkCorrupt"]
     assert await longer.recall(theirs, [key_of(2)]) == ["ChunkCorrupt"]
     await theirs.aclose(10)
+    assert await lender.recall(await open_tier(), [KEY]) == ["ChunkCorrupt"]
 
 
 async def test_quarantine_keeps_the_file_as_it_was(open_tier, lender: Lender, path_of, root: Path, mapper) -> None:

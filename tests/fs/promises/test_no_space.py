@@ -1,5 +1,6 @@
 """A full disk is an answer for each chunk that does not fit, on a disk that is really full."""
 
+import asyncio
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -10,6 +11,7 @@ import pytest
 from kvtier.errors import NoSpace
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import keys_of, label
+from tests.fs.conftest import MakeSystemCall
 
 CHUNKS = 48  # More than fit.
 
@@ -30,6 +32,7 @@ async def test_a_full_disk_refuses_what_does_not_fit_and_keeps_the_rest(
     assert {type(outcome) for outcome in outcomes} == {type(None), NoSpace}
     assert all("No space left on device" in str(outcome) for outcome in outcomes if outcome)
     kept = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is None]
+    assert tier.counters().refused == {"disk": CHUNKS - len(kept)}
     assert temporaries(root) == []
     assert tier.occupancy().chunks == len(kept)
     expected = [label(key) if key in kept else "ChunkMissing" for key in keys]
@@ -42,6 +45,42 @@ async def test_a_full_disk_refuses_what_does_not_fit_and_keeps_the_rest(
     await tier.delete(kept)
     await lender.keep(tier, kept[:2])
     assert await lender.recall(tier, kept[:2]) == [label(key) for key in kept[:2]]
+
+
+@pytest.mark.parametrize(
+    ("options", "scarce", "field"),
+    [
+        ({"layout": "files", "capacity_bytes": "128KiB"}, "capacity", "capacity_bytes"),
+        ({"layout": "segments", "capacity_bytes": "128KiB"}, "capacity", "capacity_bytes"),
+        ({"layout": "segments", "min_free_bytes": "900TiB"}, "disk", "min_free_bytes"),
+        ({"layout": "files", "min_free_bytes": "900TiB"}, "disk", "min_free_bytes"),
+        ({"layout": "segments", "write_budget_bytes_per_day": "64KiB"}, "write_budget", "write_budget_bytes_per_day"),
+    ],
+)
+async def test_a_refused_chunk_says_what_is_scarce(
+    open_tier, lender: Lender, options: dict[str, object], scarce: str, field: str
+) -> None:
+    tier = await open_tier(**options)
+    refused = [outcome for outcome in await tier.store(lender.writes(keys_of(CHUNKS))) if outcome]
+    assert refused
+    assert all(isinstance(outcome, NoSpace) and f": {scarce}: " in str(outcome) for outcome in refused)
+    assert field in str(refused[0])
+    assert tier.counters().refused == {scarce: len(refused)}
+
+
+async def test_room_that_others_have_been_promised_is_told_apart_from_a_full_directory(
+    open_tier, lender: Lender, system_call: MakeSystemCall
+) -> None:
+    options = {"shared": True, "capacity_bytes": "256KiB", "naming": "flat"}
+    first, second = await open_tier(**options), await open_tier(**options)
+    stuck = system_call("pwritev", sticks=True)
+    storing = asyncio.create_task(first.store(lender.writes(keys_of(CHUNKS))))
+    await stuck.wait_entered()
+    (outcome,) = await second.store(lender.writes(keys_of(1, start=100)))
+    assert ": others: " in str(outcome)
+    assert second.counters().refused == {"others": 1}
+    stuck.let_go()
+    await storing
 
 
 @pytest.mark.parametrize("layout", ["files", "segments"])

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
+from kvtier.backend.contract import TierContext
+from kvtier.backend.namespace import FileMapper, Namespace
 from kvtier.errors import ConfigError
-from kvtier_backends.fs import FsOptions
+from kvtier_backends.fs import FsBackend, FsOptions
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.options import DiskOptions, FilesOptions, SegmentsOptions
 
@@ -72,3 +74,14 @@ def test_what_is_not_given_has_the_layouts_defaults() -> None:
     files = FsOptions(root="/x", layout="files")
     for name in FILES_ALONE:
         assert getattr(files, name) == getattr(FilesOptions(root="/x"), name)
+
+
+async def test_a_capacity_above_the_disks_size_is_said_and_the_tier_opens(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    context = TierContext("fs", FileMapper(Namespace(model_name="m")), 4_096)
+    for capacity_bytes, said in ((1 << 60, True), (1 << 20, False)):
+        caplog.clear()
+        tier = await FsBackend.open(FsOptions(root=str(tmp_path), capacity_bytes=capacity_bytes), context)
+        await tier.aclose(10)
+        assert ("but the disk of" in caplog.text) is said

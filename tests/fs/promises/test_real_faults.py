@@ -9,8 +9,7 @@ import errno
 import logging
 import os
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,52 +19,9 @@ from kvtier.errors import BackendUnavailable
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import keys_of, label
 from tests.engine.kit import describe, put
-from tests.fs.conftest import MakeSystemCall, SystemCall
+from tests.fs.conftest import FaultyDisk, MakeSystemCall, SystemCall
 
 PATIENCE_S = 30.0
-SERVER = Path(__file__).parents[1] / "faulty_disk.py"
-
-
-class FaultyDisk:
-    """A mounted folder, and the process behind it."""
-
-    def __init__(self, folder: Path, mountpoint: Path) -> None:
-        self.path = mountpoint
-        command = [sys.executable, str(SERVER), str(folder), str(mountpoint)]
-        self._server = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        assert self._server.stdout is not None
-        self.ready = self._server.stdout.readline().strip() == "ready"
-
-    def why_not(self) -> str:
-        return self._server.communicate()[1].strip()
-
-    def tell(self, fault: str) -> None:
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        print(fault, file=self._server.stdin, flush=True)
-        assert self._server.stdout.readline().strip() == fault
-
-    def end(self) -> None:
-        """As when its server dies."""
-        self._server.kill()
-        self._server.communicate()
-
-
-@pytest.fixture
-def disk(outside: None, tmp_path: Path) -> Iterator[FaultyDisk]:
-    if os.geteuid() != 0 or not os.path.exists("/dev/fuse"):
-        pytest.skip("mounting a file system of one's own needs root and FUSE")
-    folder, mountpoint = tmp_path / "behind", tmp_path / "disk"
-    folder.mkdir()
-    mountpoint.mkdir()
-    disk = FaultyDisk(folder, mountpoint)
-    if not disk.ready:
-        pytest.skip(disk.why_not())
-    yield disk
-    disk.end()
-    subprocess.run(["umount", "-l", str(mountpoint)], check=True)
 
 
 @pytest.fixture(params=["files", "segments"])
@@ -145,7 +101,10 @@ def beginnings(layout: str, system_call: MakeSystemCall) -> list[SystemCall]:
     """Count the system calls with which a load and a store come to the disk."""
     if layout == "segments":
         return [system_call("preadv"), system_call("pwritev")]
-    return [system_call("open", only=lambda path, *_, end=end, **__: path.endswith(end)) for end in (".bin", ".tmp")]
+    return [
+        system_call("open", only=lambda path, *_, **__: path.endswith(".bin")),
+        system_call("open", only=lambda _, flags, *__, **___: flags & os.O_PATH),  # The folder, to write in it.
+    ]
 
 
 async def test_a_mount_whose_server_has_died_is_unavailable(

@@ -20,12 +20,10 @@ def temporaries(root: Path) -> list[Path]:
     return list(root.rglob("*.tmp"))
 
 
-@pytest.mark.parametrize("layout", ["files", "segments"])
 async def test_two_processes_that_write_the_same_keys_leave_whole_chunks(
-    open_tier, lender: Lender, root: Path, row_bytes: int, layout: str
+    open_tier, lender: Lender, root: Path, row_bytes: int
 ) -> None:
-    """In segments each writes to its own, of which a third knows what it found when it started."""
-    tier = await open_tier(layout=layout)
+    tier = await open_tier(shared=True)
     keys = keys_of(KEYS)
     for version in (1, 2):
         lender.writes(keys, version)  # To know their chunks again.
@@ -33,7 +31,7 @@ async def test_two_processes_that_write_the_same_keys_leave_whole_chunks(
     arguments = [str(root), str(row_bytes)]
     writers = [
         await asyncio.create_subprocess_exec(
-            *(sys.executable, script, *arguments, str(version), str(KEYS), str(ROUNDS), layout),
+            *(sys.executable, script, *arguments, str(version), str(KEYS), str(ROUNDS)),
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
         for version in (1, 2)
@@ -48,7 +46,7 @@ async def test_two_processes_that_write_the_same_keys_leave_whole_chunks(
     assert await ended == [0, 0]
     whole = {label(key, version) for key in keys for version in (1, 2)}
     assert seen <= {*whole, "ChunkMissing"}
-    after = await open_tier(layout=layout)
+    after = await open_tier(shared=True)
     assert set(await lender.recall(after, keys)) <= whole
     assert tier.counters().corrupt == after.counters().corrupt == {}
     assert temporaries(root) == []

@@ -2,6 +2,7 @@
 
 from contextlib import AbstractContextManager
 
+import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -10,7 +11,7 @@ from kvtier.backend.keys import OffloadKey
 from kvtier.policies import LRU
 from kvtier.testing.conformance.lender import key_of, keys_of
 from kvtier_backends.fs.segments.catalog import Catalog
-from kvtier_backends.fs.segments.slots import FreeSlots, Held
+from kvtier_backends.fs.segments.slots import FreeSlots, Held, Recalled
 
 FILE_SLOTS = 8
 KEYS = 3  # Few, and hardly fewer slots: they are fought over.
@@ -42,18 +43,23 @@ class CatalogMachine(RuleBasedStateMachine):
         self.least: dict[OffloadKey, int] = {}  # The oldest that may be found: what a store has answered None for.
         self.deleting: set[OffloadKey] = set()
         self.policy = False
+        self.checkpoint: list[Held] = []  # Of any moment before.
         self.in_use: dict[int, AbstractContextManager[None]] = {}  # By the slot that is stored to.
         self.catalog = self.started()
 
     def started(self) -> Catalog:
-        """Read the footers of a disk as a start does."""
+        """Recall a checkpoint and read the footers of a disk, as a start does."""
         catalog = Catalog(LRU(100) if self.policy else None)
         catalog.add(len(self.disk.footers))
+        if self.checkpoint:
+            keys, *columns = zip(*self.checkpoint, strict=True)
+            slots, sequences, used_at_ns = map(np.array, columns)
+            flags = np.ones(len(keys), np.uint8)
+            catalog.recall(Recalled(list(keys), slots, sequences.astype(np.uint64), used_at_ns, flags))
         for slot, footer in self.disk.footers.items():
+            catalog.looked(slot, 1, [] if footer is None else [Held(footer[0], slot, footer[1], footer[1])])
             if footer is None:
                 catalog.free.add(slot)
-            else:
-                catalog.found(Held(footer[0], slot, footer[1], footer[1]))
         catalog.scan_ended(complete=True)
         return catalog
 
@@ -152,6 +158,10 @@ class CatalogMachine(RuleBasedStateMachine):
                 self.deleting.discard(key)
                 if key not in self.catalog and key not in under_way:
                     assert key not in self.disk.newest(), "a deleted key would come back"
+
+    @rule()
+    def remember(self) -> None:
+        self.checkpoint = list(self.catalog.snapshot().held())
 
     @rule()
     def kill(self) -> None:

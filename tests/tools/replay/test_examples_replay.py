@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.config import EngineConfig
+from kvtier.config import read_config
 from kvtier.tools.replay.traces import Request, write_trace
 
 pytestmark = pytest.mark.usefixtures("outside")
@@ -47,7 +47,7 @@ def test_an_embedded_engine_needs_no_directory_of_ones_own() -> None:
 
 
 def test_the_conversations_configuration_is_what_it_says() -> None:
-    config = EngineConfig.load(EXAMPLES / "conversation.toml")
+    config = read_config(EXAMPLES / "conversation.toml")
     assert (config.rows, config.chunk_bytes) == (9_140, 16 << 10)
     assert [tier.type for tier in config.secondary_tiers] == ["fs"]
     assert "root" not in config.secondary_tiers[0].options

@@ -9,8 +9,9 @@ import pytest
 
 from kvtier.config import EngineConfig, TierConfig
 from kvtier.errors import ConfigError
+from kvtier.settings import decode
 from kvtier.testing.conformance import Lender, keys_of, tier_context
-from kvtier.tools.outputs import check_directory
+from kvtier.tools.outputs import check_directory, make_directory
 from kvtier.tools.replay.setup import (
     PRIMARY_ROWS_MIN,
     check_room,
@@ -29,7 +30,7 @@ HOUR = Extent(requests=12_031, block_references=288_500, unique_blocks=182_790, 
 
 
 def engine(*tiers: dict[str, Any]) -> EngineConfig:
-    return EngineConfig.from_dict({"cpu_bytes_to_use": "1MiB", "chunk_bytes": "16KiB", "secondary_tiers": tiers})
+    return decode(EngineConfig, {"cpu_bytes_to_use": "1MiB", "chunk_bytes": "16KiB", "secondary_tiers": tiers})
 
 
 def roots(config: EngineConfig) -> list[object]:
@@ -135,3 +136,15 @@ def test_what_a_tier_of_either_layout_will_take_of_the_disk_is_known_before(
     asyncio.run(store())
     taken = sum(path.lstat().st_blocks * 512 for path in tmp_path.rglob("*"))
     assert 0.85 * expected < taken < 1.15 * expected
+
+
+def test_a_directory_for_chunks_is_made_for_its_user_alone_where_its_parent_is(tmp_path: Path) -> None:
+    path = tmp_path / "chunks"
+    for _ in range(2):
+        make_directory("--fs", str(path))
+        assert path.stat().st_mode & 0o777 == 0o700
+    with pytest.raises(ConfigError, match=r"--fs: cannot create .*: parent directory does not exist"):
+        make_directory("--fs", str(tmp_path / "absent" / "chunks"))
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="no such directory"):
+        make_directory("--fs", str(tmp_path / "file"))

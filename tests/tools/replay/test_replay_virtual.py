@@ -11,6 +11,7 @@ from kvtier.config import EngineConfig
 from kvtier.engine.manager import ON_LOOP_BYTES_MAX
 from kvtier.errors import ConfigError, TraceError
 from kvtier.memory import PAGE_BYTES
+from kvtier.settings import decode
 from kvtier.testing.virtual_time import run
 from kvtier.tools.replay.replay import ChunkSource, Tally
 from kvtier.tools.replay.study import measure
@@ -44,8 +45,8 @@ def prompts(*prompts: tuple[float, Sequence[int]]) -> list[Request]:
 
 
 def engine(rows: int, *tiers: dict[str, Any], chunk_bytes: int = MIB) -> EngineConfig:
-    return EngineConfig.from_dict(
-        {"cpu_bytes_to_use": rows * chunk_bytes, "chunk_bytes": chunk_bytes, "secondary_tiers": tiers}
+    return decode(
+        EngineConfig, {"cpu_bytes_to_use": rows * chunk_bytes, "chunk_bytes": chunk_bytes, "secondary_tiers": tiers}
     )
 
 

@@ -14,6 +14,7 @@ from kvtier.config import EngineConfig
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.errors import ConfigError
 from kvtier.policies import LRU
+from kvtier.settings import decode
 from kvtier.testing.virtual_time import run
 from kvtier.tools.bench.figures import Figures, Row, load, this_machine
 from kvtier.tools.cli import main
@@ -47,8 +48,8 @@ EXTENT = measure(WORKLOAD)
 
 
 def engine(*tiers: dict[str, Any], rows: int = ROWS, chunk_bytes: int = MIB) -> EngineConfig:
-    return EngineConfig.from_dict(
-        {"cpu_bytes_to_use": rows * chunk_bytes, "chunk_bytes": chunk_bytes, "secondary_tiers": tiers}
+    return decode(
+        EngineConfig, {"cpu_bytes_to_use": rows * chunk_bytes, "chunk_bytes": chunk_bytes, "secondary_tiers": tiers}
     )
 
 
@@ -423,7 +424,7 @@ def test_the_reports_model_is_what_was_used_with_where_it_is_from(
     assert gpu == {"cache_blocks": 7}
     assert cpu == {"capacity_bytes": 80 * MIB, "chunks": told["engine"]["rows"], "eviction_policy": "lru"}
     assert left_out == {"not_modelled": ["ttl_s"]}
-    config = EngineConfig.from_dict(tomllib.loads(CONFIG.format(capacity="100MiB")))
+    config = decode(EngineConfig, tomllib.loads(CONFIG.format(capacity="100MiB")))
     used = [tier.options for tier in scale_model(config, bench=read_bench(bench_file)).config.secondary_tiers]
     for figures, options in ((disk | room, used[0]), (remote, used[1])):
         assert figures["load_bytes_per_s"] // 256 == options["bandwidth_bytes_per_s"]

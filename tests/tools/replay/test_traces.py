@@ -105,7 +105,7 @@ def test_what_follows_the_limit_is_not_read(trace_file: TraceFile) -> None:
         (b'{"session_id": "\xff"}', "utf-8"),
         (b"[0, 1, 2]", "Expected `object`, got `array`"),
         (b'{"meta": {"block_size": 16}}', "missing required field"),
-        (b'{"further": ' * 10_000, "recursion"),
+        (b'{"further": ' * 10_000, "nested too deeply"),
         (b"\x00\x01\x02", "malformed"),
     ],
 )

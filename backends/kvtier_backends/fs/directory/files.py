@@ -31,12 +31,15 @@ from kvtier.backend import (
     read_folder,
 )
 from kvtier.errors import ConfigError
+from kvtier.settings import foreign
 from kvtier_backends.fs.directory.slots import SlotContents, is_segment, is_slot, reason, unreadable
+from kvtier_backends.fs.disk import below
 from kvtier_backends.fs.disk.below import ForeignError, believable_ns, open_file, open_folder
 from kvtier_backends.fs.disk.capacity import taken_bytes
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Fault, Footer, Whole, judge_length, read_footer
+from kvtier_backends.fs.disk.owner import OWNER, remove_ownerless
 from kvtier_backends.fs.disk.root import BOOK, CONFIG_BYTES_MAX, QUARANTINE
-from kvtier_backends.fs.disk.temporaries import SUFFIX, Sweep, Writer, temporary_name
+from kvtier_backends.fs.disk.temporaries import Sweep, Writer, chunk_of_vllms, is_kept, temporary_name, writer_of
 from kvtier_backends.fs.files.discard import take_aside
 from kvtier_backends.fs.options import FsOptions
 
@@ -80,6 +83,7 @@ class FsContents:
             raise ConfigError(f"{root}: {reason(error)}; a directory that can be read accepted") from error
         self._folders = {name: found for name in sorted(names) if (found := read_folder(name)) is not None}
         self._counts_blocks = all(self._tells_blocks(found.folder) for found in self._folders.values())
+        names.pop(OWNER, None)
         if names and not self._folders and not any(map(_OF_MODEL.fullmatch, names)):
             os.close(self._fd)
             raise ConfigError(f"{root}: holds no chunks; the directory that a tier has as its root accepted")
@@ -108,7 +112,7 @@ class FsContents:
         elif part == found.folder:
             yield from self._beside(place, part)
         elif found.kind == "segments":
-            yield from self._slots.files(part) if is_segment(part) else self._file(Kind.TEMPORARY, part)
+            yield from self._slots.files(part) if is_segment(part) else self._file(_kind(part), part)
         else:
             yield from self._walk(part, len(place.name) + 1, NAMINGS[found.kind], DEPTH_MAX)
 
@@ -118,6 +122,8 @@ class FsContents:
         Files that belong to all namespaces count for the first one.
         """
         yield from self._file(Kind.BESIDE, place.name)
+        if place.name == next(iter(self._folders)):
+            yield from self._file(Kind.BESIDE, OWNER)
         is_first = place.name == next(name for name, found in self._folders.items() if found.folder == folder)
         if is_first:
             yield from self._file(Kind.BESIDE, folder)
@@ -125,7 +131,7 @@ class FsContents:
             if entry == QUARANTINE:
                 yield from self._kept(f"{folder}/{entry}")
             elif not is_first or self._is_nobody_elses(place, entry):
-                yield from self._file(Kind.TEMPORARY if entry.endswith(SUFFIX) else Kind.BESIDE, f"{folder}/{entry}")
+                yield from self._file(_kind(entry), f"{folder}/{entry}")
 
     def _kept(self, quarantine: str) -> Iterator[StoredFile]:
         try:
@@ -135,7 +141,7 @@ class FsContents:
             return
         yield from self._file(Kind.BESIDE, quarantine)
         for entry in listed:
-            yield from self._file(Kind.LEFTOVER, f"{quarantine}/{entry}")
+            yield from self._file(Kind.LEFTOVER if is_kept(entry) else Kind.BESIDE, f"{quarantine}/{entry}")
 
     def _books(self, place: Place) -> list[str]:
         """Return the names of the books that are this namespace's alone."""
@@ -175,23 +181,23 @@ class FsContents:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # A look at everything must not push out what is used.
             os.close(fd)
 
-    def remove(self, file: StoredFile) -> bool:
+    def remove(self, file: StoredFile) -> int | None:
         if is_slot(file.name) or is_segment(file.name):
             return self._slots.remove(file)
         folder = os.path.dirname(file.name)
-        aside = f"{folder}/{temporary_name(self._writer)}"
+        aside = os.path.join(folder, temporary_name(self._writer))
         try:
-            status = os.stat(file.name, dir_fd=self._fd, follow_symlinks=False)
+            status = below.look(self._fd, file.name)
             if status.st_ino != file.identity or not take_aside(self._fd, file.name, status, aside):
-                return False
-            os.unlink(aside, dir_fd=self._fd)
+                return None
+            below.unlink(self._fd, aside)
         except FileNotFoundError:
-            return False
+            return None
         with suppress(OSError):  # Mostly: it holds others. A tier that finds its folder missing makes it again.
             while folder.count("/"):
-                os.rmdir(folder, dir_fd=self._fd)
+                below.rmdir(self._fd, folder)
                 folder = os.path.dirname(folder)
-        return True
+        return self._taken_bytes(status)
 
     def clear(self, place: Place) -> bool:
         self._slots.close()
@@ -211,29 +217,34 @@ class FsContents:
         return True
 
     def _clear_beside(self, place: Place) -> None:
-        """Remove a namespace's books, and with the last one of its model what all of them had. Raises `OSError`."""
+        """Remove a namespace's books, with the last one of its model what all of them had, and last the owner's file.
+
+        Raises `OSError`.
+        """
         folder = self._folders[place.name].folder
         for entry in self._books(place):
             if not entry.startswith(BUDGET) or self._is_idle(f"{folder}/{entry}"):
-                os.unlink(f"{folder}/{entry}", dir_fd=self._fd)
+                below.unlink(self._fd, f"{folder}/{entry}")
         others = [name for name in self._listed(".") if (found := read_folder(name)) and found.folder == folder]
         beside = set(self._listed(folder))
         if not others and beside <= {CONFIG, QUARANTINE}:
             if QUARANTINE in beside:
-                os.rmdir(f"{folder}/{QUARANTINE}", dir_fd=self._fd)
+                below.rmdir(self._fd, f"{folder}/{QUARANTINE}")
             if CONFIG in beside:
-                os.unlink(f"{folder}/{CONFIG}", dir_fd=self._fd)
-            os.rmdir(folder, dir_fd=self._fd)
+                below.unlink(self._fd, f"{folder}/{CONFIG}")
+            below.rmdir(self._fd, folder)
+        if set(self._listed(".")) == {OWNER}:
+            remove_ownerless(self._fd)
 
     def _remove_empty(self, folder: str, depth: int) -> None:
         """Remove a folder in which there are only folders, to the bottom. Raises `OSError` for any other."""
         if depth:
             for entry in self._listed(folder):
                 self._remove_empty(f"{folder}/{entry}", depth - 1)
-        os.rmdir(folder, dir_fd=self._fd)
+        below.rmdir(self._fd, folder)
 
     def _is_idle(self, name: str) -> bool:
-        return self._now_ns / 1e9 - os.stat(name, dir_fd=self._fd, follow_symlinks=False).st_mtime > BUDGET_IDLE_S
+        return self._now_ns / 1e9 - below.look(self._fd, name).st_mtime > BUDGET_IDLE_S
 
     def close(self) -> None:
         self._slots.close()
@@ -245,15 +256,16 @@ class FsContents:
     def _tells_blocks(self, folder: str) -> bool:
         """Say whether blocks are told there, by a file that has some."""
         with suppress(OSError):
-            return os.stat(f"{folder}/config.json", dir_fd=self._fd).st_blocks > 0
+            return below.look(self._fd, f"{folder}/config.json").st_blocks > 0
         return True
 
     def _model(self, folder: str) -> str:
         try:
             with open(open_file(self._fd, f"{folder}/config.json"), "rb") as file:
-                return str(json.loads(file.read(CONFIG_BYTES_MAX))["model_name"])
+                name = foreign(json.loads, file.read(CONFIG_BYTES_MAX))["model_name"]
         except (OSError, ValueError, KeyError, TypeError):
             return ""
+        return name if isinstance(name, str) else ""
 
     def _listed(self, name: str) -> dict[str, bool]:
         """Return a folder's names, and whether each is a folder; nothing if it is gone, or none."""
@@ -296,15 +308,17 @@ class FsContents:
         key = naming.key(name[skip:])
         if key is not None:
             yield from self._file(Kind.CHUNK, name, key)
-        elif entry.endswith(SUFFIX):
+        elif _CHUNK.fullmatch(entry):
+            yield from self._file(Kind.CHUNK, name)
+        elif naming.key(chunk_of_vllms(name[skip:])) is not None:
             yield from self._file(Kind.TEMPORARY, name)
         else:
-            yield from self._file(Kind.CHUNK if _CHUNK.fullmatch(entry) else Kind.BESIDE, name)
+            yield from self._file(_kind(entry), name)
 
     def _file(self, kind: Kind, name: str, key: OffloadKey | None = None) -> Iterator[StoredFile]:
         """Yield the file, unless it is gone by now."""
         try:
-            status = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+            status = below.look(self._fd, name)
         except FileNotFoundError:
             return
         except OSError as error:
@@ -323,8 +337,8 @@ class FsContents:
 
     def _is_still(self, file: StoredFile, before: os.stat_result) -> bool:
         """Return True if the file still has its name and was not written since."""
-        with suppress(FileNotFoundError, NotADirectoryError):
-            now = os.stat(file.name, dir_fd=self._fd, follow_symlinks=False)
+        with suppress(FileNotFoundError, NotADirectoryError, ForeignError):
+            now = below.look(self._fd, file.name)
             return os.path.samestat(now, before) and now.st_mtime_ns == before.st_mtime_ns
         return False
 
@@ -375,6 +389,11 @@ class FsContents:
             if isinstance(footer, Footer) and judge_length(size_bytes, footer.payload_bytes) is Whole.FOOTED:
                 return footer.payload_bytes
         return None
+
+
+def _kind(name: str) -> Kind:
+    """Tell files that a tier is writing from others that are no chunks, which may be somebody else's."""
+    return Kind.BESIDE if writer_of(os.path.basename(name)) is None else Kind.TEMPORARY
 
 
 def _footer_at_end(fd: int, size_bytes: int) -> Footer | Fault:

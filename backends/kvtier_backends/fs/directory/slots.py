@@ -7,11 +7,21 @@ They remove nothing in it. A slot's identity is its sequence number, which no la
 import os
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 from kvtier.backend import Finding, Kind, State, StoredFile
+from kvtier_backends.fs.disk import below
 from kvtier_backends.fs.disk.below import believable_ns, lock_file, open_file
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Fault, Footer, payload_checksum, read_footer
-from kvtier_backends.fs.segments.segment import HEADER_BYTES, Header, ask_ahead, is_later, read_header, write_all
+from kvtier_backends.fs.segments.segment import (
+    HEADER_BYTES,
+    Header,
+    ask_ahead,
+    is_later,
+    punch_hole,
+    read_header,
+    write_all,
+)
 
 _SEGMENT = re.compile(r".*/[0-9]{8}\.seg", re.DOTALL)
 _SLOT = re.compile(r"(.*/[0-9]{8}\.seg)#([0-9]+)", re.DOTALL)
@@ -97,39 +107,45 @@ class SlotContents:
             return Finding(State.UNREADABLE, reason(error))
         return finding
 
-    def remove(self, file: StoredFile) -> bool:
-        """Wipe a slot's footer, and remove the segment when nothing is left in it; remove what is no segment.
+    def remove(self, file: StoredFile) -> int | None:
+        """Wipe a slot and give its room back; remove a segment in which nothing is left, and what is no segment.
 
-        Raises `BlockingIOError` if an engine is writing to it.
+        Returns the bytes that the file system has got back: 0 for a slot where it has no holes. Raises
+        `BlockingIOError` if an engine is writing to it.
         """
         try:
             return self._wipe(file, *_split(file.name)) if is_slot(file.name) else self._remove_whole(file)
         except FileNotFoundError:
-            return False
+            return None
         except BlockingIOError as error:
             raise BlockingIOError(
                 error.errno, "an engine is writing to it; run this again when that has ended"
             ) from error
 
-    def _wipe(self, file: StoredFile, name: str, place: int) -> bool:
+    def _wipe(self, file: StoredFile, name: str, place: int) -> int | None:
         fd = self._opened(name, locked=True)
         header = _header(fd)
         if header is None:
-            return False
+            return None
         at = header.footer_offset(place)
         if _identity(os.pread(fd, FOOTER_BYTES, at)) != file.identity:
-            return False
+            return None
+        taken_bytes = self._taken_bytes(os.fstat(fd))
         write_all(fd, [memoryview(ZEROS)], at)
         if self._is_empty(fd, header):
-            os.unlink(name, dir_fd=self._root_fd)
-        return True
+            below.unlink(self._root_fd, name)
+            return taken_bytes
+        with suppress(OSError):  # A file system without holes: the next chunk there takes the same room.
+            punch_hole(fd, header.offset(place), header.slot_bytes)
+        return max(0, taken_bytes - self._taken_bytes(os.fstat(fd)))
 
-    def _remove_whole(self, file: StoredFile) -> bool:
+    def _remove_whole(self, file: StoredFile) -> int | None:
         fd = self._opened(file.name, locked=True)
-        if os.fstat(fd).st_ino != file.identity or _header(fd) is not None:
-            return False
-        os.unlink(file.name, dir_fd=self._root_fd)
-        return True
+        status = os.fstat(fd)
+        if status.st_ino != file.identity or _header(fd) is not None:
+            return None
+        below.unlink(self._root_fd, file.name)
+        return self._taken_bytes(status)
 
     def _slot(self, name: str, fd: int, header: Header, place: int) -> Iterator[StoredFile]:
         slot = f"{name}#{place}"

@@ -1,19 +1,43 @@
 """Files and folders below the root: the tier's own, no link that leads elsewhere, no pipe that nobody writes to.
 
-The root itself may be a link, which is followed once. Files below it have names that everybody knows. Without these
-checks, somebody who can put a link there could have this process write or remove other files.
+The root itself may be a link, which is followed once. Names below it are known to everybody. So only this module passes
+a name with a folder's descriptor to the system, and no part of the name is followed if it is a link. Names are opened
+in one call. For other calls the folder is opened, and the last part of the name is used on its descriptor.
 """
 
+import ctypes
 import errno
 import fcntl
 import os
 import stat
+import struct
 from contextlib import suppress
+from types import TracebackType
 
 from kvtier.errors import ConfigError
 
 NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK  # A pipe or a device opens at once, or fails; a regular file does not care.
 AHEAD_NS = 3_600_000_000_000  # As much as an hour, two machines' clocks may differ.
+
+_OPENAT2 = 437  # On every machine. Linux has it since 5.6; some containers refuse it.
+_BENEATH = 0x08 | 0x04  # RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS
+_NO_CALL = {errno.ENOSYS, errno.EPERM}  # The answers of an older kernel, and of a container.
+FILE_MODE = 0o644
+_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW  # To reach what is in it.
+
+_syscall = ctypes.CDLL(None, use_errno=True).syscall  # Without `argtypes`, which cost a microsecond a call.
+
+
+class _Hows(dict[int, bytes]):
+    """By flags, struct open_how of linux/openat2.h: flags, mode, resolve. Made once, since each load needs one."""
+
+    def __missing__(self, flags: int) -> bytes:
+        mode = FILE_MODE if flags & os.O_CREAT else 0
+        self[flags] = how = struct.pack("=QQQ", flags | os.O_CLOEXEC, mode, _BENEATH)
+        return how
+
+
+_hows = _Hows()
 
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
@@ -30,16 +54,79 @@ class ForeignError(OSError):
     """Something else lies where the tier's own belongs; says what, where, and what to do."""
 
 
-def open_file(root_fd: int, name: str, flags: int = os.O_RDONLY, mode: int = 0o644) -> int:
+class Reached:
+    """The descriptor of a folder below another, to use one-part names on; an empty name is the other itself."""
+
+    __slots__ = ("_opened", "fd")
+
+    def __init__(self, root_fd: int, folder: str) -> None:
+        """Open it. Raises `ForeignError` if something else lies there or on the way, and what `os.open` does."""
+        self.fd = open_below(root_fd, folder, _FOLDER, stat.S_IFDIR) if folder else root_fd
+        self._opened = bool(folder)
+
+    def __enter__(self) -> int:
+        return self.fd
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._opened:
+            os.close(self.fd)
+
+
+def open_below(root_fd: int, name: str, flags: int, kind: int | None = stat.S_IFREG) -> int:
+    """Open what has this name, if no part of it is a link. `kind`: the kind that is expected; None: any.
+
+    Raises `ForeignError` instead of the `OSError` of `os.open` if the reason is another kind, there or on the way.
+    """
+    flags |= os.O_NOFOLLOW
+    try:
+        if "/" not in name:
+            return os.open(name, flags, FILE_MODE, dir_fd=root_fd)
+        try:
+            return open_beneath(root_fd, name, flags)
+        except OSError as error:
+            if error.errno not in _NO_CALL:
+                raise
+        return open_by_parts(root_fd, name, flags)
+    except (FileNotFoundError, FileExistsError):
+        raise
+    except OSError:
+        refuse_others(root_fd, name, kind)
+        raise
+
+
+def open_beneath(root_fd: int, name: str, flags: int) -> int:
+    """Open a name of several parts in one call. Raises OSError of ENOSYS or EPERM where there is no such call."""
+    path = name.encode("utf-8", "surrogateescape")
+    while True:
+        fd: int = _syscall(_OPENAT2, root_fd, path, _hows[flags], 24)
+        if fd >= 0:
+            return fd
+        if (number := ctypes.get_errno()) != errno.EINTR:
+            raise OSError(number, os.strerror(number), name)
+
+
+def open_by_parts(root_fd: int, name: str, flags: int) -> int:
+    """Open it folder by folder, on any kernel. Raises likewise."""
+    *folders, base = filter(None, name.split("/")) if "/" in name else [name]
+    opened = [root_fd]
+    try:
+        for folder in folders:
+            opened.append(os.open(folder, _FOLDER, dir_fd=opened[-1]))
+        return os.open(base, flags, FILE_MODE, dir_fd=opened[-1])
+    finally:
+        for fd in opened[1:]:
+            os.close(fd)
+
+
+def open_file(root_fd: int, name: str, flags: int = os.O_RDONLY) -> int:
     """Open a regular file. A file for writing must have no second name, which might be somebody else's.
 
     Raises `ForeignError` for anything else that lies there, and what `os.open` does.
     """
-    try:
-        fd = os.open(name, flags | NO_LINK, mode, dir_fd=root_fd)
-    except OSError:
-        refuse_others(root_fd, name, stat.S_IFREG)
-        raise
+    fd = open_below(root_fd, name, flags | NO_LINK)
     try:
         status = os.fstat(fd)
         _check(status, name, stat.S_IFREG)
@@ -53,11 +140,7 @@ def open_file(root_fd: int, name: str, flags: int = os.O_RDONLY, mode: int = 0o6
 
 def open_folder(root_fd: int, name: str) -> int:
     """Open a directory to list it, or to reach what is in it. Raises likewise."""
-    try:
-        return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=root_fd)
-    except OSError:
-        refuse_others(root_fd, name, stat.S_IFDIR)
-        raise
+    return open_below(root_fd, name, os.O_RDONLY | os.O_DIRECTORY, stat.S_IFDIR)
 
 
 def list_folder(root_fd: int, name: str) -> list[str]:
@@ -78,6 +161,72 @@ def sync_folder(root_fd: int, name: str) -> None:
         os.close(fd)
 
 
+def look(root_fd: int, name: str) -> os.stat_result:
+    """Return the status of what has this name: a link's own."""
+    if "/" not in name:
+        return os.stat(name, dir_fd=root_fd, follow_symlinks=False)
+    fd = open_below(root_fd, name, os.O_PATH, None)  # Of a missing file, one call tells.
+    try:
+        return os.fstat(fd)
+    finally:
+        os.close(fd)
+
+
+def date(root_fd: int, name: str, time_ns: int) -> None:
+    """Set the times of a file."""
+    folder, _, base = name.rpartition("/")
+    with Reached(root_fd, folder) as fd:
+        os.utime(base, ns=(time_ns, time_ns), dir_fd=fd, follow_symlinks=False)
+
+
+def unlink(root_fd: int, name: str) -> None:
+    """Remove a file."""
+    folder, _, base = name.rpartition("/")
+    with Reached(root_fd, folder) as fd:
+        os.unlink(base, dir_fd=fd)
+
+
+def rename(root_fd: int, name: str, new: str) -> None:
+    """Rename a file in place of what had the new name."""
+    folder, _, base = name.rpartition("/")
+    new_folder, _, new_base = new.rpartition("/")
+    with Reached(root_fd, folder) as fd, Reached(root_fd, new_folder) as new_fd:
+        os.rename(base, new_base, src_dir_fd=fd, dst_dir_fd=new_fd)
+
+
+def link(root_fd: int, name: str, new: str) -> None:
+    """Give a file a second name; raises `FileExistsError` if something has it."""
+    folder, _, base = name.rpartition("/")
+    new_folder, _, new_base = new.rpartition("/")
+    with Reached(root_fd, folder) as fd, Reached(root_fd, new_folder) as new_fd:
+        os.link(base, new_base, src_dir_fd=fd, dst_dir_fd=new_fd, follow_symlinks=False)
+
+
+def mkdir(root_fd: int, name: str, mode: int) -> None:
+    """Make a directory with these permissions, whatever the umask is."""
+    folder, _, base = name.rpartition("/")
+    with Reached(root_fd, folder) as fd:
+        os.mkdir(base, mode, dir_fd=fd)
+        if mode & ~stat.S_IRWXU:
+            made = open_folder(fd, base)
+            permit(made, mode)
+            os.close(made)
+
+
+def permit(fd: int, mode: int) -> None:
+    """Give an open file or folder these permissions, which the umask may have cut; another user's keeps its own."""
+    with suppress(OSError):  # Not every file system has permissions.
+        if stat.S_IMODE(os.fstat(fd).st_mode) != mode:
+            os.fchmod(fd, mode)
+
+
+def rmdir(root_fd: int, name: str) -> None:
+    """Remove an empty directory."""
+    folder, _, base = name.rpartition("/")
+    with Reached(root_fd, folder) as fd:
+        os.rmdir(base, dir_fd=fd)
+
+
 def lock_file(fd: int, *, wait: bool = False) -> None:
     """Lock a file against all others who open it; without `wait`, raises `BlockingIOError` if it is locked."""
     fcntl.flock(fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -88,10 +237,24 @@ def unlock_file(fd: int) -> None:
     fcntl.flock(fd, fcntl.LOCK_UN)
 
 
-def refuse_others(root_fd: int, name: str, kind: int) -> None:
-    """Raise `ForeignError` if something of another kind lies there."""
-    with suppress(FileNotFoundError):
-        _check(os.stat(name, dir_fd=root_fd, follow_symlinks=False), name, kind)
+def refuse_others(root_fd: int, name: str, kind: int | None) -> None:
+    """Raise `ForeignError` if something of another kind lies there, or anything but folders on the way."""
+    parts = [part for part in name.split("/") if part]
+    for count in range(1, len(parts)):
+        _refuse_others(root_fd, "/".join(parts[:count]), stat.S_IFDIR)
+    if kind is not None:
+        _refuse_others(root_fd, name, kind)
+
+
+def _refuse_others(root_fd: int, name: str, kind: int) -> None:
+    try:
+        fd = open_by_parts(root_fd, name, os.O_PATH | os.O_NOFOLLOW)
+    except OSError:
+        return  # There is none, or no telling.
+    try:
+        _check(os.fstat(fd), name, kind)
+    finally:
+        os.close(fd)
 
 
 def refused(root: str, error: ForeignError) -> ConfigError:

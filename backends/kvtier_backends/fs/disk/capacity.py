@@ -4,6 +4,7 @@ The file system's allocation counts: of chunks' files, whole or not, of director
 reservation is for the most that a chunk can take. The real allocation is known when the chunk is there.
 """
 
+import errno
 import os
 import threading
 from collections.abc import Generator
@@ -16,6 +17,8 @@ SECTOR_BYTES = 512  # The unit of st_blocks, whatever the file system's own.
 FRAGMENT_BYTES_MOST = 64 << 10  # No local file system has larger ones; a file server's are no blocks.
 EXTENTS_INLINE = 4  # Of a file on ext4; more of them take blocks of their own,
 EXTENTS_PER_BLOCK = 340  # each with so many.
+STRIPES = 64
+KNOWN_MAX = 4_096  # Half a megabyte. Another lane finds a directory made or gone within milliseconds.
 FOLDERS_NEW = 2  # Above a chunk's file,
 FOLDERS_GROWN = 2  # and above these some that grow by a block, also where a new one takes nothing (XFS).
 
@@ -71,35 +74,64 @@ class FolderSizes:
     any thread.
     """
 
-    def __init__(self, new_bytes: int) -> None:
-        """`new_bytes`: the room of an empty directory there."""
+    def __init__(self, new_bytes: int, *, shared: bool = False) -> None:
+        """`new_bytes`: the room of an empty directory there; `shared`: others make and remove directories, too."""
+        self._shared = shared
+        self._known: dict[str, bool] = {}  # The last that were made, looked at or removed: whether they are there.
         self.new_bytes = new_bytes
         self.used_bytes = 0
         self.scanned_bytes = 0
         """Of those, what the scan has found."""
         self._other: dict[str, int] = {}
+        self._doubtful: dict[str, bool] = {}  # Whether the name counts, and no longer does when it is proved absent.
+        self._unlooked: dict[str, int] = {}  # The room by which each may have grown since it could be looked at.
         self._seen: set[str] | None = set()  # While the scan runs: it must not count again what a store has counted.
         self._lock = threading.Lock()
+        self._changing = [threading.Lock() for _ in range(STRIPES)]  # By names: what is done with one is in order.
 
     @contextmanager
     def making(self, name: str) -> Generator[None]:
-        """Count a directory that is made in the block, from before it is there."""
-        with self._lock:
-            self.used_bytes += self.new_bytes
-        try:
-            yield
-        except BaseException:
+        """Count a directory that is made in the block, from before it is there. After an error it is in doubt."""
+        with self.changing(name):
             with self._lock:
-                self.used_bytes -= self.new_bytes
-            raise
-        with self._lock:
-            self._other.pop(name, None)
-            if self._seen is not None:
-                self._seen.add(name)
+                self.used_bytes += self.new_bytes
+            try:
+                yield
+            except FileExistsError:
+                with self._lock:
+                    self.used_bytes -= self.new_bytes
+                    self._know(name, there=True)
+                raise
+            except BaseException:
+                with self._lock:
+                    known = not self._shared and self._known.get(name, False)
+                    counts = known or self._doubtful.get(name, False)
+                    self.used_bytes -= self.new_bytes * counts
+                    self._doubtful[name] = True
+                    self._know(name, there=True)
+                raise
+            with self._lock:
+                self.used_bytes -= self.new_bytes * self._doubtful.pop(name, False)
+                self._know(name, there=True)
+                self._other.pop(name, None)
+                if self._seen is not None:
+                    self._seen.add(name)
+
+    def changing(self, name: str) -> threading.Lock:
+        """Return the lock under which a directory is made or removed, and that is counted."""
+        return self._changing[hash(name) % STRIPES]
 
     def looked_at(self, name: str, status: os.stat_result) -> None:
         """Count the bytes that a directory has grown by since the last look."""
         self._settle(name, status)
+        with self._lock:
+            self.used_bytes -= self._unlooked.pop(name, 0)
+
+    def not_looked_at(self, name: str, grown_bytes: int) -> None:
+        """Count bytes by which a directory may have grown, as it could not be looked at."""
+        with self._lock:
+            self.used_bytes += grown_bytes
+            self._unlooked[name] = self._unlooked.get(name, 0) + grown_bytes
 
     def scanned(self, name: str, status: os.stat_result) -> None:
         """Count a directory that the scan has come to."""
@@ -108,6 +140,9 @@ class FolderSizes:
     def removed(self, name: str) -> None:
         """Give back what a directory took."""
         with self._lock:
+            self._doubtful.pop(name, None)
+            self._know(name, there=False)
+            self.used_bytes -= self._unlooked.pop(name, 0)
             taken = self._other.pop(name, self.new_bytes)
             if self._seen is None:
                 self.used_bytes -= taken
@@ -115,10 +150,43 @@ class FolderSizes:
                 self._seen.discard(name)
                 self.used_bytes -= taken
 
+    def not_removed(self, name: str, error: OSError, *, was_there: bool) -> None:
+        """Hear that removing a directory has failed: it may be gone all the same, or should go later.
+
+        `was_there`: just before, unless another lane or process has removed it. Then it counts no longer.
+        """
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            return
+        with self._lock:
+            counts = was_there and not self._shared and self._known.get(name, True)
+            if counts or len(self._doubtful) < KNOWN_MAX:
+                self._doubtful[name] = self._doubtful.get(name, False) or counts
+
+    @property
+    def doubtful(self) -> list[str]:
+        """Directories that may be there or not, or should go; and those to be looked at."""
+        with self._lock:
+            return [*self._doubtful, *self._unlooked]
+
+    def proved(self, name: str, *, absent: bool) -> None:
+        """Hear that a directory in doubt is in use, or absent."""
+        if absent and self._doubtful.get(name):
+            self.removed(name)
+        with self._lock:
+            self._doubtful.pop(name, None)
+            if absent:
+                self.used_bytes -= self._unlooked.pop(name, 0)
+
     def scan_ended(self) -> None:
         """From now on every directory has been counted."""
         with self._lock:
             self._seen = None
+
+    def _know(self, name: str, *, there: bool) -> None:
+        self._known.pop(name, None)
+        self._known[name] = there
+        if len(self._known) > KNOWN_MAX:
+            del self._known[next(iter(self._known))]
 
     def _settle(self, name: str, status: os.stat_result) -> int:
         taken = status.st_blocks * SECTOR_BYTES
@@ -144,9 +212,14 @@ class Used(Protocol):
 
 def chunk_bytes_worst(file_bytes: int, block_bytes: int, folder_bytes: int) -> int:
     """Return the most that a chunk's file can take: as fragmented as can be, and the first one in its folders."""
+    return file_bytes_worst(file_bytes, block_bytes) + FOLDERS_GROWN * block_bytes + FOLDERS_NEW * folder_bytes
+
+
+def file_bytes_worst(file_bytes: int, block_bytes: int) -> int:
+    """Return the most that a file can take: as fragmented as can be."""
     blocks = -(-file_bytes // block_bytes)
     maps = 0 if blocks <= EXTENTS_INLINE else -(-blocks // EXTENTS_PER_BLOCK)
-    return (blocks + maps + FOLDERS_GROWN) * block_bytes + FOLDERS_NEW * folder_bytes
+    return (blocks + maps) * block_bytes
 
 
 class Reservation:
@@ -199,6 +272,13 @@ class Capacity:
         if self._min_free_bytes:
             room.append(self._disk.free_bytes - self._min_free_bytes - self.reserved_bytes)
         return min(room) - self._kept_bytes if room else None
+
+    @property
+    def is_disk_scarcer(self) -> bool:
+        """Whether `min_free_bytes` leaves less room than the limit does."""
+        left_bytes = self._disk.free_bytes - self._min_free_bytes
+        used_bytes = self.used_bytes + self.unseen_bytes
+        return self._min_free_bytes > 0 and (self.limit_bytes is None or left_bytes < self.limit_bytes - used_bytes)
 
     @property
     def watches_disk(self) -> bool:

@@ -53,6 +53,25 @@ class Format(NamedTuple):
         return self.record(KEY_BYTES_MAX).size
 
 
+class Records(NamedTuple):
+    """The chunks of a checkpoint, packed as they are in the file."""
+
+    content: bytes
+    begin: int  # Of the first, in the content.
+    chunks: int
+    key_bytes: int  # To which each key is padded.
+    form: struct.Struct
+
+    def batches(self) -> Iterator[list[Record]]:
+        """Yield them decoded."""
+        packed = memoryview(self.content)[self.begin : self.begin + self.chunks * self.form.size]
+        records = self.form.iter_unpack(packed)
+        while batch := [
+            (OffloadKey(key[:key_bytes]), *said) for key_bytes, key, *said in islice(records, INVENTORY_BATCH_KEYS)
+        ]:
+            yield batch
+
+
 class CheckpointFile:
     """One namespace's checkpoint, beside its configuration. Blocks; one thread at a time."""
 
@@ -65,8 +84,6 @@ class CheckpointFile:
         self._format = checkpoint_format
         self._ours = (checkpoint_format.magic, VERSION, row_bytes, mapper.fingerprint)
         self._counters = counters
-        self.used_bytes = 0
-        """What it takes more of the disk than it did at the start."""
 
     def bytes_worst(self, chunks: int, preamble_bytes: int = 0) -> int:
         """Return the most that a checkpoint of so many chunks takes of the disk."""
@@ -81,9 +98,7 @@ class CheckpointFile:
         chunks fit.
         """
         try:
-            before_bytes = self._folder.taken_bytes(self._name)
             self._folder.publish(self._name, self._written(lengths, records, preamble))
-            self.used_bytes += self._folder.taken_bytes(self._name) - before_bytes
         except OSError as error:
             self._counters.count("checkpoints_failed")
             logger.warning(
@@ -92,8 +107,8 @@ class CheckpointFile:
         else:
             self._counters.count("checkpoints_written")
 
-    def read(self, preamble: Callable[[memoryview], tuple[T, int]]) -> tuple[T, Iterator[list[Record]]] | None:
-        """Return the last checkpoint's preamble, decoded, and its chunks in batches; None if it is of no use.
+    def read(self, preamble: Callable[[memoryview], tuple[T, int]]) -> tuple[T, Records] | None:
+        """Return the last checkpoint's preamble, decoded, and its chunks; None if it is of no use.
 
         `preamble`: reads one, and says how many bytes it took.
         """
@@ -110,6 +125,8 @@ class CheckpointFile:
         if found is None:
             self._counters.count("checkpoints_ignored")
             logger.info("%s: no checkpoint of this namespace and version, or torn; ignored", self._name)
+        else:
+            self._counters.count("checkpoint_chunks", found[1].chunks)
         return found
 
     def _written(
@@ -130,9 +147,7 @@ class CheckpointFile:
             yield part
         yield _CHECKSUM.pack(total.intdigest())
 
-    def _found(
-        self, content: bytes, preamble: Callable[[memoryview], tuple[T, int]]
-    ) -> tuple[T, Iterator[list[Record]]] | None:
+    def _found(self, content: bytes, preamble: Callable[[memoryview], tuple[T, int]]) -> tuple[T, Records] | None:
         end = len(content) - _CHECKSUM.size
         if end < _HEAD.size or len(content) > self._format.bytes_max:
             return None
@@ -147,16 +162,11 @@ class CheckpointFile:
             return None
         try:
             said, size = preamble(whole[_HEAD.size : end])
-            return said, self._batches(self._format.record(longest).iter_unpack(whole[_HEAD.size + size : end]))
         except (OSError, ValueError, struct.error):  # Whoever has made it knew the checksum, and nothing else.
             return None
-
-    def _batches(self, records: Iterator[Record]) -> Iterator[list[Record]]:
-        while batch := [
-            (OffloadKey(key[:key_bytes]), *said) for key_bytes, key, *said in islice(records, INVENTORY_BATCH_KEYS)
-        ]:
-            self._counters.count("checkpoint_chunks", len(batch))
-            yield batch
+        form, begin = self._format.record(longest), _HEAD.size + size
+        chunks, rest = divmod(end - begin, form.size)
+        return None if rest or chunks < 0 else (said, Records(content, begin, chunks, longest, form))
 
 
 class CheckpointSchedule:

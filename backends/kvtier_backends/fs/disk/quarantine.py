@@ -8,8 +8,10 @@ import threading
 from contextlib import suppress
 from typing import NamedTuple
 
+from kvtier_backends.fs.disk import below
 from kvtier_backends.fs.disk.below import list_folder, open_folder
 from kvtier_backends.fs.disk.capacity import Disk
+from kvtier_backends.fs.disk.temporaries import is_kept
 
 FILES_MAX = 100  # Enough to study what happened; a disk of corrupt files must not stay full of them.
 FOLDER_BYTES = 32 << 10  # By which their names may make the folder grow: 150 bytes each, in blocks that are half full.
@@ -33,7 +35,7 @@ class Quarantine:
         self._keeps = keeps
         self._lock = threading.Lock()
         try:
-            self._files = len(list_folder(root_fd, name))
+            self._files = sum(map(is_kept, list_folder(root_fd, name)))
         except OSError:
             self._files = 0  # There is none, or none to look into.
         self._admitted = 0
@@ -77,14 +79,14 @@ class Quarantine:
 def _cleared(fd: int, disk: Disk, wanted_bytes: int) -> tuple[int, Cleared]:
     """Remove files of a folder, the oldest first; return how many there were, and what has gone."""
     found, cleared = list[tuple[int, str, int]](), Cleared(0, 0)
-    for entry in os.listdir(fd):
+    for entry in filter(is_kept, os.listdir(fd)):
         with suppress(OSError):  # Another process has removed it.
-            status = os.stat(entry, dir_fd=fd, follow_symlinks=False)
+            status = below.look(fd, entry)
             found.append((status.st_ctime_ns, entry, disk.taken_bytes(status)))  # When it came here: moving sets it.
     for _, entry, freed_bytes in sorted(found):
         if cleared.freed_bytes >= wanted_bytes:
             break
         with suppress(OSError):  # As above, or it cannot be: then chunks go.
-            os.unlink(entry, dir_fd=fd)
+            below.unlink(fd, entry)
             cleared = Cleared(cleared.files + 1, cleared.freed_bytes + freed_bytes)
     return len(found), cleared

@@ -1,7 +1,8 @@
 """The root: a tier's place on the file system, made, checked and tried before the first chunk.
 
-Everything is reached through a descriptor of the root, and never through its path again. If the mount goes away, the
-path leads to the empty directory below it, and chunks would fill the wrong disk.
+Everything is reached through a descriptor of the root. If the mount goes away, the path leads to the empty directory
+below it, and chunks would fill the wrong disk. The path is opened again only when the root is gone, and then a
+directory on a mount below the former one is refused.
 """
 
 import errno
@@ -16,28 +17,36 @@ import stat
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Literal
 
-from kvtier.backend import NAME_BYTES_MAX, NAMINGS, SEGMENTS_SUFFIX, FileMapper, Lanes
+from kvtier.backend import NAME_BYTES_MAX, NAMINGS, SEGMENTS_SUFFIX, Lanes, TierContext
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.memory import PAGE_BYTES, let_go_in_forks, reason
 from kvtier.remedies import Remedy
+from kvtier.settings import foreign
+from kvtier_backends.fs.disk import below
 from kvtier_backends.fs.disk.below import (
     NO_LINK,
     ForeignError,
-    list_folder,
+    Reached,
+    open_below,
     open_file,
     open_folder,
+    permit,
     refuse_others,
     refused,
     unlock_file,
 )
-from kvtier_backends.fs.disk.capacity import SECTOR_BYTES, Disk, FolderSizes
+from kvtier_backends.fs.disk.capacity import SECTOR_BYTES, Disk, FolderSizes, file_bytes_worst
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
+from kvtier_backends.fs.disk.mounts import UNKNOWN, Mount, mount_of
+from kvtier_backends.fs.disk.owner import OWNER, Holder, Owner
 from kvtier_backends.fs.disk.quarantine import Quarantine
 from kvtier_backends.fs.disk.reads import ONE_BY_ONE, QueuedReads, Reads, takes_queued
+from kvtier_backends.fs.disk.remains import Beside, Remains, is_absent, listed, names_in
 from kvtier_backends.fs.disk.shared_page import SharedPage
-from kvtier_backends.fs.disk.temporaries import Writer, temporary_name, writer_of
+from kvtier_backends.fs.disk.temporaries import Sweep, Writer, is_kept, next_number, temporary_name, writer_of
 from kvtier_backends.fs.disk.write_budget import WriteBudget
 from kvtier_backends.fs.options import LayoutOptions
 
@@ -65,31 +74,41 @@ class Folder:
     """An open root, and where this namespace's files are in it."""
 
     writer: Writer
-    """Who we are in the names of unfinished files; there from `open` on, as are the next four."""
+    """Who we are in the names of unfinished files; there from `open` on, as are the next six."""
+    remains: Remains
+    beside: Beside
     quarantine: Quarantine
     sizes: FolderSizes
     disk: Disk
     name_bytes_max: int
     """How long a file's name may be there: 255 bytes mostly, 143 where names are encrypted."""
+    mode: int
+    """Permission bits of folders that the tier makes below the root: the root's own."""
 
-    def __init__(self, options: LayoutOptions, mapper: FileMapper) -> None:
-        """Touch nothing yet."""
+    def __init__(self, options: LayoutOptions, context: TierContext, before: Mount | None = None) -> None:
+        """Touch nothing yet. `before`: the mount that the root was on until it was gone."""
         self.root_fd = -1
+        self.mount = UNKNOWN
+        self._before = before
+        self._owner: Owner | None = None
         self.shared_page: SharedPage | None = None
         """As the options want it; as is the next."""
         self.write_budget: WriteBudget | None = None
         self._used_fd = -1
-        self.chunks = mapper.chunks_folder + (SEGMENTS_SUFFIX if options.layout == "segments" else "")
+        self._own_from = 0
+        self.chunks = context.mapper.chunks_folder + (SEGMENTS_SUFFIX if options.layout == "segments" else "")
         self.direct = False
         self.reads: Reads = ONE_BY_ONE
         self._options = options
-        self._mapper = mapper
+        self._context = context
+        self._mapper = context.mapper
         let_go_in_forks(self)
 
     def open(self) -> None:
-        """Make missing folders, and find out how files can be written. Blocks.
+        """Become an owner of the root, make missing folders, and find out how files can be written. Blocks.
 
-        Raises `ConfigError` for what the user can mend and `BackendUnavailable` for the rest, and then leaves nothing.
+        Raises `ConfigError` for what the user can mend, such as another owner, and `BackendUnavailable` for the rest,
+        and then leaves nothing.
         """
         self.writer = Writer.this_process()
         root = self._options.root
@@ -98,6 +117,11 @@ class Folder:
                 self._make_root(root, undo)
                 self.root_fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
                 undo.callback(self.close)
+                self._check_mount(root)
+                self.mode = _folders_mode(os.fstat(self.root_fd).st_mode)
+                self._own(root, undo)
+                self.remains, self.beside = Remains(self.root_fd), Beside(self.beside_bytes)
+                self._own_from = next_number()
                 self.disk = Disk(self.root_fd)
                 self.name_bytes_max = _name_bytes_max(self.root_fd)
                 quarantine, keeps = f"{self._mapper.folder}/{QUARANTINE}", self._options.corrupt == "quarantine"
@@ -105,12 +129,14 @@ class Folder:
                     self._make(name, undo)
                 self._say_it_is_used()
                 self._refuse_links(quarantine)
-                self._settle_config(undo)
                 self.quarantine = Quarantine(self.root_fd, quarantine, self.disk, keeps=keeps)
+                self._settle_config(undo)
                 self.direct = self._try_io(self._options.io)
                 self.reads = self._try_queue()
-                self.sizes = FolderSizes(self._new_folder_bytes())
+                self.sizes = FolderSizes(self._new_folder_bytes(), shared=self._options.shared)
                 self._warn_of_other_layouts()
+                for doubt in self._options.doubts():
+                    logger.warning("%s: %s; see %s", root, doubt, Remedy.CONFIGURATION)
                 undo.pop_all()
         except ForeignError as error:
             raise refused(root, error) from error
@@ -130,10 +156,12 @@ class Folder:
         name = f"{self._mapper.folder}/{{}}{self.chunks.removeprefix(self._mapper.folder)}"
         try:
             if options.shared:
+                self._let_others_in(name.format("ledger"))
                 boot = hashlib.sha256(self.writer.boot.encode()).digest()[:8]
                 self.shared_page = SharedPage(self.root_fd, name.format("ledger"), boot)
             if (bytes_per_day := options.write_budget_bytes_per_day) is not None:
                 budget_name, unit_bytes = name.format("write-budget"), row_bytes + FOOTER_BYTES
+                self._let_others_in(budget_name)
                 self.write_budget = WriteBudget(
                     self.root_fd, budget_name, bytes_per_day, unit_bytes, time.time_ns, lanes
                 )
@@ -153,10 +181,37 @@ class Folder:
         for beside in (self.shared_page, self.write_budget):
             if beside is not None:
                 beside.close()
+        if self._owner is not None:
+            self._owner.let_go()
         if self._used_fd >= 0:
             with suppress(OSError):
                 unlock_file(self._used_fd)  # A fork that has the descriptor, too, would keep the lock.
         self.forked()
+
+    def is_gone(self, *, failed: bool) -> bool:
+        """Return True if the root, its folders or its owner's file were removed, or their file system is away. Blocks.
+
+        `failed`: calls fail there. Then it is gone, too, if the path leads to another directory by now, which is on no
+        mount below. A root that was only renamed is there.
+        """
+        try:
+            root = os.fstat(self.root_fd)
+            if not root.st_nlink or self._owner is None or not self._owner.is_seen():
+                return True
+            for name in (self._mapper.folder, self.chunks):
+                below.look(self.root_fd, name)
+        except OSError:
+            return True
+        with suppress(OSError):  # Nothing there to go to.
+            if not failed:
+                return False
+            fd = os.open(self._options.root, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                elsewhere = not os.path.samestat(root, os.fstat(fd))
+                return elsewhere and mount_of(fd).number not in self.mount.below
+            finally:
+                os.close(fd)
+        return False
 
     def forked(self) -> None:
         if self._used_fd >= 0:
@@ -175,63 +230,110 @@ class Folder:
         with open(fd, "rb") as file:
             return file.read(min(bytes_max, os.fstat(fd).st_size))  # As much memory is taken as is asked for.
 
-    def taken_bytes(self, name: str) -> int:
-        """Return a file's room on the disk; 0 without a file."""
-        try:
-            return self.disk.taken_bytes(os.stat(name, dir_fd=self.root_fd, follow_symlinks=False))
-        except FileNotFoundError:
-            return 0
+    def sweep(self, now_s: float) -> Sweep:
+        """Return what removes abandoned temporaries at this time."""
+        return Sweep(self.root_fd, self.writer, now_s, self.remains, self._own_from)
 
     def beside_bytes(self) -> int:
         """Return the room of a tier's files beside the chunks: its books, unfinished files, and quarantine.
 
         Files that this process is writing do not count, nor do somebody else's files there. Raises OSError.
         """
-        return self._measured(self._mapper.folder, BOOK.fullmatch) + self._measured(self.quarantine.name, bool)
+        books_bytes = self._measured(self._mapper.folder, BOOK.fullmatch) + self.taken_bytes(OWNER)
+        return books_bytes + self._measured(self.quarantine.name, is_kept)
 
     def unfinished_bytes(self) -> int:
         """Return the room of unfinished files among the chunks, with their folder. Raises OSError."""
         return self._measured(self.chunks, lambda _: False)
 
+    def taken_bytes(self, name: str) -> int:
+        """Return a file's room on the disk, 0 if it is proved absent; raises OSError otherwise."""
+        folder, _, base = name.rpartition("/")
+        at = (self._used_fd, base) if folder == self.chunks else (self.root_fd, name)
+        try:
+            status = below.look(*at)  # By the first, also when no descriptor is free.
+        except FileNotFoundError as error:
+            if is_absent(self.root_fd, name):
+                return 0
+            raise listed(error) from error
+        return 0 if stat.S_ISDIR(status.st_mode) else self.disk.taken_bytes(status)
+
     def _measured(self, folder: str, is_ours: Callable[[str], object]) -> int:
         try:
             fd = open_folder(self.root_fd, folder)
-        except FileNotFoundError:
-            return 0
+        except FileNotFoundError as error:
+            if is_absent(self.root_fd, folder):
+                return 0
+            raise listed(error) from error
         try:
             total = os.fstat(fd).st_blocks * SECTOR_BYTES
-            for name in os.listdir(fd):
-                unfinished = writer_of(name)
-                if unfinished != self.writer and (unfinished or is_ours(name)):
-                    with suppress(FileNotFoundError):
-                        status = os.stat(name, dir_fd=fd, follow_symlinks=False)
-                        total += 0 if stat.S_ISDIR(status.st_mode) else self.disk.taken_bytes(status)
+            sweep = self.sweep(0.0)
+            for name in names_in(fd):
+                counts = not sweep.is_own(name) and f"{folder}/{name}" not in self.remains
+                if counts and (writer_of(name) or is_ours(name)):
+                    total += self.taken_bytes(f"{folder}/{name}")
         finally:
             os.close(fd)
         return total
 
     def publish(self, name: str, pieces: Iterable[bytes]) -> None:
         """Put a file of these bytes beside the chunks, in place of what was there, whole or not at all."""
-        temporary = f"{self._mapper.folder}/{temporary_name(self.writer)}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        folder, _, base = name.rpartition("/")
+        temporary, written_bytes = temporary_name(self.writer), 0
         try:
-            with open(os.open(temporary, flags, 0o644, dir_fd=self.root_fd), "wb") as file:
-                file.writelines(pieces)
-            os.rename(temporary, name, src_dir_fd=self.root_fd, dst_dir_fd=self.root_fd)
+            with Reached(self.root_fd, folder) as fd:
+                with open(open_below(fd, temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+                    permit(file.fileno(), self.mode & 0o666)
+                    for piece in pieces:
+                        written_bytes += len(piece)
+                        file.write(piece)
+                below.rename(fd, temporary, base)
         except BaseException:
-            _quietly(os.unlink, temporary, dir_fd=self.root_fd)
+            self.remains.remove(f"{folder}/{temporary}", file_bytes_worst(written_bytes, self.disk.block_bytes))
+            self._look_beside(written_bytes)
             raise
+        self._look_beside(written_bytes)
+
+    def _look_beside(self, added_bytes: int) -> None:
+        """Measure the room beside the chunks; if that fails, so many more bytes count until the next look."""
+        try:
+            self.beside.look()
+        except OSError:
+            self.beside.added(file_bytes_worst(added_bytes, self.disk.block_bytes))
+
+    def _check_mount(self, root: str) -> None:
+        """Refuse the directory below a mount that is away: chunks would fill the wrong disk."""
+        self.mount = mount_of(self.root_fd)
+        if self._before is not None and self.mount.number in self._before.below:
+            raise BackendUnavailable(f"{root}: its file system is not mounted")
+
+    def make_folder(self, name: str) -> None:
+        """Make a folder with the root's permissions, whatever the umask is. Raises what `os.mkdir` does."""
+        below.mkdir(self.root_fd, name, self.mode)
 
     def _make_root(self, root: str, undo: ExitStack) -> None:
         with suppress(FileExistsError):
-            os.mkdir(root)
+            os.mkdir(root, stat.S_IRWXU)
             undo.callback(_quietly, os.rmdir, root)
 
     def _make(self, name: str, undo: ExitStack) -> None:
         with suppress(FileExistsError):
-            os.mkdir(name, dir_fd=self.root_fd)
-            undo.callback(_quietly, os.rmdir, name, dir_fd=self.root_fd)
+            self.make_folder(name)
+            undo.callback(_quietly, below.rmdir, self.root_fd, name)
         os.close(open_folder(self.root_fd, name))
+
+    def _let_others_in(self, book: str) -> None:
+        """Make a book that those who share the root may write to."""
+        fd = open_file(self.root_fd, book, os.O_RDWR | os.O_CREAT)
+        permit(fd, self.mode & 0o666)
+        os.close(fd)
+
+    def _own(self, root: str, undo: ExitStack) -> None:
+        """Take the root for this tier; wait for an owner that may be closing."""
+        holder = Holder.of(self._context, self.writer, shared=self._options.shared)
+        self._owner = Owner(root, self.root_fd, holder, self.mode & 0o666)
+        self._owner.take()
+        undo.callback(self._owner.let_go, undo=True)
 
     def _say_it_is_used(self) -> None:
         """Lock the folder of chunks along with all who use it: `kvtier prune` removes no empty one that is locked."""
@@ -243,9 +345,9 @@ class Folder:
         """Raise `ForeignError` if there is a link in the place of quarantine, or of something that has chunks."""
         with suppress(FileNotFoundError):
             os.close(open_folder(self.root_fd, quarantine))
-        for name in filter(_OWN.fullmatch, list_folder(self.root_fd, self.chunks)):  # 4,096 at most, or all segments.
+        for name in filter(_OWN.fullmatch, os.listdir(self._used_fd)):  # 4,096 at most, or all segments.
             with suppress(FileNotFoundError):
-                status = os.stat(f"{self.chunks}/{name}", dir_fd=self.root_fd, follow_symlinks=False)
+                status = below.look(self._used_fd, name)
                 if stat.S_ISLNK(status.st_mode):
                     kind = stat.S_IFREG if name.endswith(".seg") else stat.S_IFDIR
                     refuse_others(self.root_fd, f"{self.chunks}/{name}", kind)
@@ -278,15 +380,22 @@ class Folder:
         """Return the room of an empty directory."""
         name = f"{self._mapper.folder}/{temporary_name(self.writer)}"
         try:
-            os.mkdir(name, dir_fd=self.root_fd)
+            self.make_folder(name)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 return self.disk.block_bytes
             raise
         try:
-            return os.stat(name, dir_fd=self.root_fd).st_blocks * SECTOR_BYTES
+            return below.look(self.root_fd, name).st_blocks * SECTOR_BYTES
         finally:
-            _quietly(os.rmdir, name, dir_fd=self.root_fd)
+            self.remains.remove(name, self.disk.block_bytes, partial(self._remove_folder, name))
+
+    def _remove_folder(self, name: str) -> None:
+        try:
+            below.rmdir(self.root_fd, name)
+        except OSError:
+            if not is_absent(self.root_fd, name):
+                raise
 
     def _settle_config(self, undo: ExitStack) -> None:
         """Leave the names' meaning beside the chunks, as vLLM does, or see that what is there says the same."""
@@ -294,10 +403,10 @@ class Folder:
         there = self.read(name, CONFIG_BYTES_MAX)
         if there is None:
             self.publish(name, [ours])
-            undo.callback(_quietly, os.unlink, name, dir_fd=self.root_fd)
+            undo.callback(_quietly, below.unlink, self.root_fd, name)
             return
         try:
-            same = json.loads(there) == json.loads(ours)
+            same = foreign(json.loads, there) == json.loads(ours)
         except ValueError:  # vLLM writes in place: this may be the half that a killed one left.
             logger.warning("%s/%s: not JSON; written anew; see %s", self._options.root, name, Remedy.REWRITTEN)
             self.publish(name, [ours])
@@ -332,7 +441,7 @@ class Folder:
         if not self.direct or not self._options.load_queue_bytes:
             return ONE_BY_ONE
         with suppress(OSError):
-            fd = os.open(self._mapper.config_name, os.O_RDONLY | os.O_DIRECT | NO_LINK, dir_fd=self.root_fd)
+            fd = open_below(self.root_fd, self._mapper.config_name, os.O_RDONLY | os.O_DIRECT | NO_LINK)
             try:
                 is_disk = os.major(os.fstat(fd).st_dev) != 0  # What is no block device has a number without a driver.
                 if is_disk and takes_queued(fd, memoryview(mmap.mmap(-1, PAGE_BYTES))):
@@ -343,12 +452,13 @@ class Folder:
         return ONE_BY_ONE
 
     def _trial(self, flag: int) -> bool:
-        name = f"{self._mapper.folder}/{temporary_name(self.writer)}"
+        name = temporary_name(self.writer)
         try:
             with ExitStack() as stack:
-                stack.callback(_quietly, os.unlink, name, dir_fd=self.root_fd)
+                folder_fd = stack.enter_context(Reached(self.root_fd, self._mapper.folder))
+                stack.callback(self.remains.remove, f"{self._mapper.folder}/{name}", self.disk.block_bytes * 2)
                 # Linux makes the file before it refuses the flag.
-                fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | flag, 0o644, dir_fd=self.root_fd)
+                fd = open_below(folder_fd, name, os.O_RDWR | os.O_CREAT | os.O_EXCL | flag)
                 stack.callback(os.close, fd)
                 page = memoryview(mmap.mmap(-1, PAGE_BYTES))
                 page[:] = os.urandom(len(page))
@@ -365,7 +475,7 @@ class Folder:
     def _readable(self, flag: int) -> bool:
         """Try reading alone: a full disk still serves what is on it."""
         try:
-            fd = os.open(self._mapper.config_name, os.O_RDONLY | flag | NO_LINK, dir_fd=self.root_fd)
+            fd = open_below(self.root_fd, self._mapper.config_name, os.O_RDONLY | flag | NO_LINK)
             try:
                 return os.preadv(fd, [mmap.mmap(-1, PAGE_BYTES)], 0) > 0
             finally:
@@ -374,6 +484,13 @@ class Folder:
             if flag and error.errno in _REFUSED:
                 return False
             raise
+
+
+def _folders_mode(root_mode: int) -> int:
+    """Return the mode of folders below a root: its own bits, but nothing to write for all the world."""
+    if root_mode & stat.S_ISVTX:  # A directory where everybody makes their own, such as /tmp.
+        return stat.S_IRWXU
+    return stat.S_IRWXU | root_mode & (stat.S_ISGID | stat.S_IRWXG | stat.S_IROTH | stat.S_IXOTH)
 
 
 def _name_bytes_max(root_fd: int) -> int:
@@ -395,7 +512,7 @@ def _come_back(fd: int) -> bool:
     return sent == received == len(written) and read == written
 
 
-def _quietly(call: Callable[..., None], *args: str, **kwargs: int) -> None:
+def _quietly(call: Callable[..., None], *args: int | str) -> None:
     """Clean up as far as it goes: the error that led here is the one to report."""
     with suppress(OSError):
-        call(*args, **kwargs)
+        call(*args)

@@ -102,10 +102,14 @@ class SharedPage:
         Raises `BackendUnavailable` if all slots are taken, and `OSError` where there are no such locks.
         """
         self._root_fd, self._name, self._boot = root_fd, name, boot
+        self.used_bytes = 0
+        """As the page said when it was last read."""
         self._slot = -1
         self._lost_at_s: float | None = None  # When a call failed, and none has succeeded since.
         self._seen = 0, 0  # When the page was begun, and its generation, as far as we have seen.
         self._promised_bytes = 0  # As our slot says, whatever has become of the page.
+        self.promised_to_others = False
+        """Whether others had room promised when we last asked for some."""
         self._threads = threading.Lock()
         self._evictors = threading.Lock()
         self._fd = open_file(root_fd, name, os.O_RDWR | os.O_CREAT)
@@ -134,6 +138,7 @@ class SharedPage:
         with self._page() as page:
             if not self._is_sure(page):
                 return None
+            self.promised_to_others = sum(page.reserved_bytes) > page.reserved_bytes[self._slot]
             free_bytes = limit_bytes - page.used_bytes - sum(page.reserved_bytes)
             granted_bytes = max(0, min(wanted_bytes, free_bytes))
             page.reserved_bytes[self._slot] += granted_bytes
@@ -208,9 +213,12 @@ class SharedPage:
     def _locked(self) -> Generator[Page]:
         _lock(self._fd, fcntl.F_WRLCK, _PAGE_LOCK)
         try:
+            if not os.fstat(self._fd).st_nlink:  # Removed: a process that starts now has another.
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
             page = self._current(read_page(os.pread(self._fd, PAGE_BYTES, 0)))
             yield page
             page.generation += 1
+            self.used_bytes = page.used_bytes
             os.pwrite(self._fd, _written(page), 0)
             self._seen, self._promised_bytes = (page.begun_ns, page.generation), page.reserved_bytes[self._slot]
         finally:

@@ -11,12 +11,19 @@ import os
 import re
 from typing import NamedTuple, Self
 
+from kvtier_backends.fs.disk import below
+from kvtier_backends.fs.disk.capacity import SECTOR_BYTES
+from kvtier_backends.fs.disk.remains import Remains
+
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".tmp"
 ABANDONED_S = 600.0  # Twenty times a batch's deadline. A file under way is younger: a chunk is written in one call.
 
-_NAME = re.compile(r"\.([0-9a-f]{8})-([0-9]{1,10})-([0-9]{1,20})-[0-9]{1,20}\.tmp")
+_NAME = re.compile(r"\.([0-9a-f]{8})-([0-9]{1,10})-([0-9]{1,20})-([0-9]{1,20})\.tmp")
+
+_KEPT = re.compile(rf".*\.[a-z]+{_NAME.pattern}", re.DOTALL)
+_VLLMS = re.compile(r"(.+\.bin)_[0-9]{1,19}\.tmp", re.DOTALL)
 
 _numbers = itertools.count()  # The process's own, not a tier's: two tiers may have one directory.
 
@@ -58,10 +65,31 @@ def temporary_name(writer: Writer) -> str:
     return f".{writer.boot}-{writer.pid}-{writer.started}-{next(_numbers)}{SUFFIX}"
 
 
+def next_number() -> int:
+    """Return a number that no temporary of this process has: those made before have smaller ones."""
+    return next(_numbers)
+
+
 def writer_of(name: str) -> Writer | None:
     """Return who writes a temporary of this name; None for any other file."""
     match = _NAME.fullmatch(name)
     return match and Writer(match[1], int(match[2]), int(match[3]))
+
+
+def _number_of(name: str) -> int:
+    match = _NAME.fullmatch(name)
+    return int(match[4]) if match else 0
+
+
+def is_kept(name: str) -> bool:
+    """Say whether a file of this name is a corrupt one that a tier keeps: its name, its fault, and a temporary's."""
+    return _KEPT.fullmatch(name) is not None
+
+
+def chunk_of_vllms(name: str) -> str:
+    """Return the name of the chunk that vLLM writes under this one; empty for any other name."""
+    match = _VLLMS.fullmatch(name)
+    return match[1] if match else ""
 
 
 class Sweep:
@@ -72,9 +100,16 @@ class Sweep:
     a live writer that one store, which then fails: its rename finds no file.
     """
 
-    def __init__(self, root_fd: int, here: Writer, now_s: float) -> None:
-        """`here`: who we are; `now_s`: the time, since the epoch."""
+    def __init__(
+        self, root_fd: int, here: Writer, now_s: float, remains: Remains | None = None, own_from: int = 0
+    ) -> None:
+        """`here`: who we are; `now_s`: the time, since the epoch; `remains`: counts what cannot be removed.
+
+        `own_from`: temporaries of this process with smaller numbers are another tier's, live or closed.
+        """
         self.removed = 0
+        self._remains = remains
+        self._own_from = own_from
         self._root = root_fd
         self._here = here
         self._now_s = now_s
@@ -86,22 +121,27 @@ class Sweep:
             return False
         path = f"{folder}/{name}"
         try:
-            status = os.stat(path, dir_fd=self._root, follow_symlinks=False)
+            status = below.look(self._root, path)
             if self.is_abandoned(name, status.st_mtime):
-                os.unlink(path, dir_fd=self._root)
+                if self._remains is None:
+                    below.unlink(self._root, path)
+                elif not self._remains.remove(path, status.st_blocks * SECTOR_BYTES):
+                    return True
                 self.removed += 1
         except OSError as error:  # Mostly: its writer has just ended, well or not.
             logger.debug("%s: cannot be swept: %s", path, error.strerror)
         return True
 
     def is_own(self, name: str) -> bool:
-        """Say whether a name is that of a temporary of this process."""
-        return writer_of(name) == self._here
+        """Return True for a temporary that this process may be writing."""
+        return writer_of(name) == self._here and _number_of(name) >= self._own_from
 
     def is_abandoned(self, name: str, changed_s: float) -> bool:
         """Say whether nobody is writing a temporary of this name, which may be another program's."""
         writer = writer_of(name)
-        if writer is None or writer.boot != self._here.boot:
+        if self.is_own(name):
+            return False
+        if writer is None or writer.boot != self._here.boot or writer == self._here:
             return abs(self._now_s - changed_s) > ABANDONED_S
         if writer not in self._alive:
             self._alive[writer] = started_at(writer.pid) == writer.started

@@ -58,6 +58,11 @@ class Accounts(Protocol):
         """Whether anybody knows what is used. As long as nobody does, nothing goes: it may be that nothing has to."""
         ...
 
+    @property
+    def others_have_room(self) -> bool:
+        """Whether a store may find no room because of other processes."""
+        ...
+
     async def promise(self, reservation: Reservation, wanted_bytes: int) -> None:
         """Promise as much as is free, up to what is wanted in all."""
         ...
@@ -86,7 +91,7 @@ class Accounts(Protocol):
         ...
 
     def refused(self) -> None:
-        """Hear that a store found too little room, though all that may go has gone."""
+        """Hear that a store found too little room, though all that may go has gone, or that something was in doubt."""
         ...
 
     def chosen(self, victims: Sequence[Held]) -> None:
@@ -101,8 +106,8 @@ class Accounts(Protocol):
         """Return the bytes to evict before stores have to wait."""
         ...
 
-    def shown_bytes(self, known_bytes: int) -> int:
-        """Return the chunks' bytes, of which so many are known."""
+    def shown_bytes(self) -> int:
+        """Return the bytes that the directory takes, as far as is known."""
         ...
 
     async def scan_began(self) -> None: ...
@@ -120,9 +125,12 @@ class OwnAccounts:
     """See `Accounts`: a directory that is one tier's own."""
 
     known = True
+    others_have_room = False
 
     def __init__(self, tier: OpenTier[FilesOptions]) -> None:
         self._capacity = tier.capacity
+        self._scan_failed = False
+        self._scan_began_s = 0.0
 
     async def promise(self, reservation: Reservation, wanted_bytes: int) -> None:
         reservation.bytes += self._capacity.reserve(wanted_bytes - reservation.bytes)
@@ -154,17 +162,19 @@ class OwnAccounts:
     async def surplus_bytes(self) -> int:
         return self._capacity.surplus_bytes()
 
-    def shown_bytes(self, known_bytes: int) -> int:
-        return known_bytes
+    def shown_bytes(self) -> int:
+        return self._capacity.used_bytes
 
     async def scan_began(self) -> None:
-        pass
+        self._scan_began_s = time.monotonic()
 
     async def scan_ended(self, seen_bytes: int | None) -> None:
-        pass
+        self._scan_failed = seen_bytes is None
 
     async def until_scan_is_wanted(self) -> bool:
-        return False
+        if self._scan_failed:  # What it could not see counts as much as may be there.
+            await asyncio.sleep(max(AGAIN_S_LEAST, AGAIN_TIMES * (time.monotonic() - self._scan_began_s)))
+        return self._scan_failed
 
 
 class SharedAccounts:
@@ -175,7 +185,7 @@ class SharedAccounts:
         self._tier = tier
         self._page = page
         self._capacity = tier.capacity
-        self._sizes = tier.root.sizes
+        self._sizes, self._remains = tier.root.sizes, tier.root.remains
         self._telling = threading.Lock()
         self._released_bytes = 0  # Of promises, which the page was not told yet,
         self._untold_bytes = 0  # and of what has come and gone.
@@ -190,6 +200,10 @@ class SharedAccounts:
     @property
     def known(self) -> bool:
         return not self._page_lost.is_set()
+
+    @property
+    def others_have_room(self) -> bool:
+        return not self.known or self._page.promised_to_others
 
     async def promise(self, reservation: Reservation, wanted_bytes: int) -> None:
         limit_bytes = SIZE_BYTES_MAX if self._capacity.limit_bytes is None else self._capacity.limit_bytes
@@ -243,10 +257,8 @@ class SharedAccounts:
         self._heard(known=taken is not None)
         return 0 if taken is None else self._capacity.surplus_of(*taken)
 
-    def shown_bytes(self, known_bytes: int) -> int:
-        """Others may have removed some of what is known, so that it might be more than fits."""
-        limit_bytes = self._capacity.limit_bytes
-        return known_bytes if limit_bytes is None else min(known_bytes, limit_bytes)
+    def shown_bytes(self) -> int:
+        return self._page.used_bytes
 
     async def scan_began(self) -> None:
         self._scan_began_s = time.monotonic()
@@ -308,7 +320,7 @@ class SharedAccounts:
         """
         with self._telling:
             released_bytes += self._released_bytes
-            folders_bytes = self._sizes.used_bytes - self._sizes.scanned_bytes
+            folders_bytes = self._sizes.used_bytes - self._sizes.scanned_bytes + self._remains.used_bytes
             news_bytes = self._untold_bytes + folders_bytes - self._folders_told_bytes
             self._released_bytes, self._untold_bytes, self._folders_told_bytes = 0, 0, folders_bytes
         try:

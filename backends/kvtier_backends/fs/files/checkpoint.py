@@ -26,11 +26,6 @@ class Checkpoint:
         self._file = CheckpointFile(folder, mapper, counters, row_bytes, Format(MAGIC, "IQ", BYTES_MAX))
         self.bytes_worst = self._file.bytes_worst
 
-    @property
-    def used_bytes(self) -> int:
-        """The room by which it has grown since the start."""
-        return self._file.used_bytes
-
     def write(self, snapshot: Snapshot, now_ns: int) -> None:
         """Put a checkpoint in place of the last one, whole or not at all; a failure is logged and counted."""
         records = (
@@ -41,6 +36,6 @@ class Checkpoint:
 
     def read(self) -> Iterator[list[Held]]:
         """Yield the last checkpoint's chunks, newest first, in batches; nothing if no checkpoint can be used."""
-        _, batches = self._file.read(lambda _: (None, 0)) or (None, ())
-        for batch in batches:
+        found = self._file.read(lambda _: (None, 0))
+        for batch in () if found is None else found[1].batches():
             yield [Held(key, sectors * SECTOR_BYTES, used_at_ns) for key, sectors, used_at_ns in batch]

@@ -6,18 +6,20 @@ and any thread may call. A failure raises the `OSError` of the system call.
 
 import errno
 import os
-import stat
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import NamedTuple, Self
 
 from kvtier.backend import FileMapper, OffloadKey
-from kvtier_backends.fs.disk.below import NO_LINK, ForeignError, refuse_others, sync_folder
-from kvtier_backends.fs.disk.capacity import Disk
+from kvtier_backends.fs.disk import below
+from kvtier_backends.fs.disk.below import NO_LINK, ForeignError, Reached, open_below, sync_folder
+from kvtier_backends.fs.disk.capacity import Disk, file_bytes_worst
 from kvtier_backends.fs.disk.footer import Fault
 from kvtier_backends.fs.disk.lanes import LoadsFirst
 from kvtier_backends.fs.disk.reads import Wanted
+from kvtier_backends.fs.disk.remains import is_absent, listed, remove_file
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.disk.temporaries import temporary_name
 from kvtier_backends.fs.files.discard import Discard, Discarded
@@ -28,6 +30,8 @@ VANISHING = "folders vanish as fast as they are made"
 
 class OpenChunk:
     """A chunk's file while it is open: reading and discarding mean the same file, whatever its name."""
+
+    __slots__ = ("_discard", "_disk", "_fd", "_name")
 
     def __init__(self, name: str, fd: int, disk: Disk, discard: Discard) -> None:
         """Take over an open descriptor."""
@@ -89,9 +93,19 @@ class Found(NamedTuple):
     file_bytes: int
 
 
-class Temporary(NamedTuple):
-    """A file that is being written, under a name of its own."""
+class DoubtError(OSError):
+    """A store that has failed, after which the chunk's file may be the new one."""
 
+    def __init__(self, error: OSError, allocated_bytes: int) -> None:
+        """`allocated_bytes`: what the new file takes."""
+        super().__init__(error.errno, error.strerror)
+        self.allocated_bytes = allocated_bytes
+
+
+class Temporary(NamedTuple):
+    """A file that is being written, under a name of its own in an open folder."""
+
+    folder: Reached
     name: str
     fd: int
 
@@ -113,8 +127,10 @@ class ChunkFiles:
         """
         self._loads_first = loads_first
         self._root = folder.root_fd
+        self._folders_mode = folder.mode
         self._mapper = mapper
         self._writer = folder.writer
+        self._remains = folder.remains
         self._fsync = fsync
         self._sizes = folder.sizes
         self._disk = folder.disk
@@ -125,72 +141,105 @@ class ChunkFiles:
     def open(self, key: OffloadKey) -> OpenChunk:
         """Open a chunk's file to read it. A link is no chunk, wherever it leads."""
         name = self._mapper.name(key)
-        try:
-            fd = os.open(name, os.O_RDONLY | NO_LINK | self._direct, dir_fd=self._root)
-        except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENXIO):  # By the latter a socket would pass for a disk that is gone.
-                refuse_others(self._root, name, stat.S_IFREG)
-            raise
+        fd = open_below(self._root, name, os.O_RDONLY | NO_LINK | self._direct)
         return OpenChunk(name, fd, self._disk, self._discard)
 
     def write(self, key: OffloadKey, buffers: Sequence[memoryview], used_at_ns: int) -> int:
         """Put a file of these bytes in place of what was there, and return the bytes that it takes on the disk.
 
         `used_at_ns` becomes the file's time, by which files are ordered after a restart. Until it has returned, readers
-        find what was there before; a failure leaves that. (But for a failed sync of the folder: then the new file may
-        be in place, whole.)
+        find what was there before; a failure leaves that. Raises `DoubtError` if the new file may be in place, whole.
         """
-        name = self._mapper.name(key)
-        parent = os.path.dirname(name)
-        temporary, fd = self._create(parent)
-        try:
+        parent, _, base = self._mapper.name(key).rpartition("/")
+        folder, temporary, fd = self._create(parent)
+        file_bytes = sum(map(len, buffers))
+        with folder as folder_fd:
             try:
-                self._write_all(fd, buffers)
-                os.utime(fd, ns=(used_at_ns, used_at_ns))
-                if self._fsync:
-                    os.fsync(fd)
-                allocated_bytes = self._disk.taken_bytes(os.fstat(fd))
-            finally:
-                os.close(fd)  # Network file systems report a full disk here.
+                try:
+                    self._write_all(fd, buffers)
+                    os.utime(fd, ns=(used_at_ns, used_at_ns))
+                    if self._fsync:
+                        os.fsync(fd)
+                    status = os.fstat(fd)
+                finally:
+                    os.close(fd)  # Network file systems report a full disk here.
+            except BaseException:
+                self._drop(f"{parent}/{temporary}", file_bytes_worst(file_bytes, self._disk.block_bytes))
+                raise
             # rename last: a reader sees the old chunk or the new one, never half of each.
-            self._publish(temporary, name)
-        except BaseException:
-            self._drop(temporary)
-            raise
-        try:
-            if self._fsync:
-                sync_folder(self._root, parent)
-            self._look_at(parent)
-        except ForeignError:
-            os.unlink(name, dir_fd=self._root)  # It is elsewhere, where nobody would look for it.
-            raise
+            self._publish(folder_fd, parent, temporary, base, status)
+            allocated_bytes = self._disk.taken_bytes(status)
+            try:
+                if self._fsync:
+                    sync_folder(folder_fd, ".")
+            except OSError as error:
+                raise DoubtError(error, allocated_bytes) from error
+            finally:
+                self._look_at(parent, folder_fd)
         return allocated_bytes
 
-    def remove(self, key: OffloadKey) -> bool:
-        """Remove a chunk's file and the folders that it leaves empty; False if there was none."""
-        try:
-            os.unlink(self._mapper.name(key), dir_fd=self._root)
-        except NotADirectoryError:
-            return False
-        except FileNotFoundError:
-            self.tidy(key)  # Who has removed it may have left its folders.
-            return False
-        self.tidy(key)
-        return True
+    def remove(self, key: OffloadKey, *, known: bool = False) -> bool:
+        """Remove a chunk's file and the folders that it leaves empty; False if there was none.
 
-    def tidy(self, key: OffloadKey) -> None:
+        `known`: its folders count.
+        """
+        was_there = remove_file(self._root, self._mapper.name(key))
+        self.tidy(key, was_there=was_there or known)  # Whoever has removed it may have left its folders, too.
+        return was_there
+
+    def is_absent(self, key: OffloadKey) -> bool:
+        """Return True if there is proof that a chunk has no file; raises OSError if it may have one."""
+        name = self._mapper.name(key)
+        if is_absent(self._root, name):
+            return True
+        raise listed(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name))
+
+    def tidy(self, key: OffloadKey, *, was_there: bool = False) -> None:
         """Remove the folders above a file that is gone, as far as they are empty: they take room, too."""
-        folder = os.path.dirname(self._mapper.name(key))
-        with suppress(OSError):  # Mostly because it is not empty.
-            while folder != self._chunks:
-                os.rmdir(folder, dir_fd=self._root)
+        self._tidy(os.path.dirname(self._mapper.name(key)), was_there=was_there)
+
+    def _drop(self, temporary: str, taken_bytes: int) -> None:
+        """Remove an unfinished file, and folders that were made for it, now or later."""
+        self._remains.remove(temporary, taken_bytes, partial(self._remove_temporary, temporary))
+
+    def _remove_temporary(self, temporary: str) -> None:
+        self._tidy(os.path.dirname(temporary), was_there=remove_file(self._root, temporary))
+
+    def _tidy(self, folder: str, *, was_there: bool) -> None:
+        while folder != self._chunks:
+            with self._sizes.changing(folder):
+                try:
+                    below.rmdir(self._root, folder)
+                except OSError as error:  # Mostly because it is not empty.
+                    self._sizes.not_removed(folder, error, was_there=was_there)
+                    return
                 self._sizes.removed(folder)
-                folder = os.path.dirname(folder)
+            was_there = True
+            folder = os.path.dirname(folder)
+
+    def settle_folders(self) -> bool:
+        """Remove folders that should have gone, and look at those in doubt; return True if none is left."""
+        for folder in self._sizes.doubtful:
+            with self._sizes.changing(folder), suppress(OSError):  # Then it is still in doubt.
+                self._settle_folder(folder)
+        return not self._sizes.doubtful
+
+    def _settle_folder(self, folder: str) -> None:
+        try:
+            below.rmdir(self._root, folder)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                self._sizes.looked_at(folder, below.look(self._root, folder))
+                self._sizes.proved(folder, absent=False)
+            elif is_absent(self._root, folder):
+                self._sizes.proved(folder, absent=True)
+        else:
+            self._sizes.removed(folder)
 
     def stamp(self, key: OffloadKey, used_at_ns: int) -> None:
         """Have a chunk's file, if there is one, say that it was used then."""
         with suppress(OSError):  # It is a hint, for after a restart.
-            os.utime(self._mapper.name(key), ns=(used_at_ns, used_at_ns), dir_fd=self._root, follow_symlinks=False)
+            below.date(self._root, self._mapper.name(key), used_at_ns)
 
     def length(self, key: OffloadKey) -> int | None:
         """Return the length of a chunk's file in bytes; None if there is none."""
@@ -203,7 +252,7 @@ class ChunkFiles:
         Opening asks a file server, whatever this machine remembers of the file; looking by name need not.
         """
         try:
-            fd = os.open(self._mapper.name(key), os.O_RDONLY | NO_LINK, dir_fd=self._root)
+            fd = open_below(self._root, self._mapper.name(key), os.O_RDONLY | NO_LINK)
         except OSError:
             status = self._stat(key)
         else:
@@ -215,32 +264,48 @@ class ChunkFiles:
 
     def _stat(self, key: OffloadKey) -> os.stat_result | None:
         try:
-            return os.stat(self._mapper.name(key), dir_fd=self._root, follow_symlinks=False)
-        except (FileNotFoundError, NotADirectoryError):
+            return below.look(self._root, self._mapper.name(key))
+        except (FileNotFoundError, NotADirectoryError, ForeignError):
             return None
 
-    def _publish(self, temporary: str, name: str) -> None:
-        """Rename a file; its new folder may be missing if it was made in another one."""
+    def _publish(self, folder_fd: int, parent: str, temporary: str, base: str, file: os.stat_result) -> None:
+        """Give a finished file its name."""
         try:
-            os.rename(temporary, name, src_dir_fd=self._root, dst_dir_fd=self._root)
-        except FileNotFoundError:
-            self._make(os.path.dirname(name))
-            os.rename(temporary, name, src_dir_fd=self._root, dst_dir_fd=self._root)
+            below.rename(folder_fd, temporary, base)
+        except OSError as error:
+            with suppress(OSError):
+                if os.path.samestat(below.look(folder_fd, base), file):
+                    return  # It is done, whatever was reported.
+            allocated_bytes = self._disk.taken_bytes(file)
+            try:
+                below.unlink(folder_fd, temporary)
+            except OSError:
+                self._drop(f"{parent}/{temporary}", allocated_bytes)
+                raise DoubtError(error, allocated_bytes) from error
+            self._tidy(parent, was_there=True)
+            raise
 
     def _create(self, parent: str) -> Temporary:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | self._direct
         for _ in range(CREATE_ATTEMPTS):
-            temporary = f"{parent}/{temporary_name(self._writer)}"
             try:
-                return Temporary(temporary, os.open(temporary, flags, 0o644, dir_fd=self._root))
-            except FileNotFoundError:
-                self._make(parent)  # Only now: most stores find their folder, and save the call.
+                return self._create_in(parent)
             except FileExistsError:
                 continue  # A process of the same id in another container: the next number is ours.
-            except OSError:
-                self._drop(temporary)  # Linux makes the file before it refuses a flag.
-                raise
+            except FileNotFoundError:
+                if not os.fstat(self._root).st_nlink:
+                    raise  # The root itself is gone. Otherwise the folder was found empty and removed.
         raise OSError(errno.EAGAIN, VANISHING)
+
+    def _create_in(self, parent: str) -> Temporary:
+        folder, name = self._reach(parent), temporary_name(self._writer)
+        try:
+            fd = open_below(folder.fd, name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | self._direct)
+        except BaseException as error:
+            folder.close()
+            if not isinstance(error, FileExistsError):  # Linux makes the file before it refuses a flag.
+                self._drop(f"{parent}/{name}", self._disk.block_bytes)
+            raise
+        return Temporary(folder, name, fd)
 
     def _write_all(self, fd: int, buffers: Sequence[memoryview]) -> None:
         total, done = sum(map(len, buffers)), 0
@@ -254,42 +319,36 @@ class ChunkFiles:
                 raise OSError(errno.EIO, f"wrote {done} of {total} bytes and then none")
             done += wrote
 
-    def _drop(self, temporary: str) -> None:
-        with suppress(OSError):  # The error that led here is the one to report.
-            os.unlink(temporary, dir_fd=self._root)
-
-    def _make(self, folder: str) -> None:
-        parent = os.path.dirname(folder)
-        for _ in range(CREATE_ATTEMPTS):
-            try:
-                self._mkdir(folder)
-                break
-            except FileExistsError:
-                return
-            except FileNotFoundError:
-                if not parent:
-                    raise  # The root itself is gone.
-                self._make(parent)  # Who finds it empty may remove it before there is a folder in it.
-        else:
-            raise OSError(errno.EAGAIN, VANISHING)
-        self._look_at(folder)
-        try:
-            self._look_at(parent)
-        except ForeignError:
-            os.rmdir(folder, dir_fd=self._root)
-            raise
-        if self._fsync:
-            with suppress(FileNotFoundError):  # Removed already: whoever needs it makes it anew.
-                sync_folder(self._root, parent or ".")
-
-    def _mkdir(self, folder: str) -> None:
-        with self._sizes.making(folder):
-            os.mkdir(folder, dir_fd=self._root)
-
-    def _look_at(self, folder: str) -> None:
-        """Count the room of a folder. Raises `ForeignError` if a link is in its place."""
+    def _reach(self, folder: str) -> Reached:
+        """Open a folder, and make it if there is none: most stores find theirs, and save the call."""
         with suppress(FileNotFoundError):
-            status = os.stat(folder, dir_fd=self._root, follow_symlinks=False)
-            if not stat.S_ISDIR(status.st_mode):
-                refuse_others(self._root, folder, stat.S_IFDIR)
+            return Reached(self._root, folder)
+        parent, base = os.path.split(folder)
+        with self._reach(parent) as parent_fd:
+            return self._make(parent_fd, parent, base)
+
+    def _make(self, parent_fd: int, parent: str, base: str) -> Reached:
+        folder = f"{parent}/{base}" if parent else base
+        with suppress(FileExistsError), self._sizes.making(folder):
+            below.mkdir(parent_fd, base, self._folders_mode)
+        made = Reached(parent_fd, base)
+        self._look_at(folder, made.fd)
+        if parent:
+            self._look_at(parent, parent_fd)
+        try:
+            if self._fsync:
+                sync_folder(parent_fd, ".")
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    def _look_at(self, folder: str, fd: int) -> None:
+        """Count the room of an open folder, unless it was removed."""
+        try:
+            status = os.fstat(fd)
+        except OSError:  # It may have grown.
+            self._sizes.not_looked_at(folder, self._disk.block_bytes)
+            return
+        if status.st_nlink:
             self._sizes.looked_at(folder, status)

@@ -11,8 +11,9 @@ from contextlib import suppress
 from enum import Enum
 
 from kvtier.remedies import Remedy
-from kvtier_backends.fs.disk.below import open_folder
+from kvtier_backends.fs.disk import below
 from kvtier_backends.fs.disk.footer import Fault
+from kvtier_backends.fs.disk.remains import is_absent
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.disk.temporaries import temporary_name
 
@@ -36,31 +37,39 @@ class Discard:
     def __init__(self, folder: Folder) -> None:
         """Discard in an opened folder, as its options say."""
         self._root = folder.root_fd
+        self._disk = folder.disk
         self._writer = folder.writer
         self._quarantine = folder.quarantine
+        self._beside, self._remains = folder.beside, folder.remains
         self._warned: set[Fault] = set()
 
     def __call__(self, name: str, fd: int, fault: Fault) -> Discarded:
-        """Discard the file that is open as `fd` and was found under `name`."""
+        """Discard the file that is open as `fd` and was found under `name`. Raises what `fstat` does."""
+        file = os.fstat(fd)
+        taken_bytes = self._disk.taken_bytes(file)
         if self._quarantine.admit():
             stem = os.path.basename(name).removesuffix(".bin")[:NAME_CHARACTERS_MAX]
             kept = f"{self._quarantine.name}/{stem}.{fault}{temporary_name(self._writer)}"
-            with suppress(OSError):  # Such as a user's tidying away the folder, or a link. Then it is deleted.
-                os.close(open_folder(self._root, self._quarantine.name))
-                if not take_aside(self._root, name, os.fstat(fd), kept):
+            try:
+                if not take_aside(self._root, name, file, kept):
                     return Discarded.REPLACED
+            except OSError:  # Such as a user's tidying away the folder, or a link. Then it is deleted.
+                self._beside.added(taken_bytes)  # It may have been moved: the next look tells.
+            else:
                 self._log(fault, f"{name}: corrupt ({fault}); moved to {kept}")
                 return Discarded.QUARANTINED
         aside = f"{os.path.dirname(name)}/{temporary_name(self._writer)}"
         try:
-            if not take_aside(self._root, name, os.fstat(fd), aside):
+            if not take_aside(self._root, name, file, aside):
                 return Discarded.REPLACED
-            os.unlink(aside, dir_fd=self._root)
-        except FileNotFoundError:
-            return Discarded.REPLACED  # Somebody else has discarded it.
         except OSError as error:
+            self._remains.remove(aside, taken_bytes)
+            with suppress(OSError):
+                if isinstance(error, FileNotFoundError) and is_absent(self._root, name):
+                    return Discarded.REPLACED  # Somebody else has discarded it.
             self._log(fault, f"{name}: corrupt ({fault}) and cannot be discarded: {error.strerror}")
             return Discarded.LEFT
+        self._remains.remove(aside, taken_bytes)
         self._log(fault, f"{name}: corrupt ({fault}); deleted")
         return Discarded.DELETED
 
@@ -73,12 +82,12 @@ class Discard:
 
 def take_aside(root_fd: int, name: str, file: os.stat_result, aside: str) -> bool:
     """Rename this file; False if the name is another file's by now, which keeps it."""
-    if not os.path.samestat(os.stat(name, dir_fd=root_fd, follow_symlinks=False), file):
+    if not os.path.samestat(below.look(root_fd, name), file):
         return False
-    os.rename(name, aside, src_dir_fd=root_fd, dst_dir_fd=root_fd)
-    if os.path.samestat(os.stat(aside, dir_fd=root_fd, follow_symlinks=False), file):
+    below.rename(root_fd, name, aside)
+    if os.path.samestat(below.look(root_fd, aside), file):
         return True
     with suppress(FileExistsError):  # Newer still: that one stays.
-        os.link(aside, name, src_dir_fd=root_fd, dst_dir_fd=root_fd, follow_symlinks=False)
-    os.unlink(aside, dir_fd=root_fd)
+        below.link(root_fd, aside, name)
+    below.unlink(root_fd, aside)
     return False

@@ -1,9 +1,10 @@
 """Eviction of files: in the background before room is needed, and in a store's own lane when that was not enough."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 
 from kvtier.backend import OffloadKey, in_thread, in_threads
 from kvtier.errors import BackendClosed, BackendUnavailable
@@ -12,7 +13,7 @@ from kvtier_backends.fs.disk.lanes import share_out
 from kvtier_backends.fs.files.accounts import Accounts, Removal
 from kvtier_backends.fs.files.index import Held, Index
 from kvtier_backends.fs.files.lane import Chunks
-from kvtier_backends.fs.layout import OpenTier
+from kvtier_backends.fs.layout import OpenTier, Settling
 from kvtier_backends.fs.options import FilesOptions
 
 STAMPS_MAX = 4_096  # Uses are collected before they are written: so many,
@@ -36,10 +37,16 @@ class Eviction:
         self._chosen: list[Held] = []  # Files that the background has still to remove.
         self.stamps = Stamps(tier, index, chunks)
         self._scanned = False
+        self._settling = Settling(tier, chunks.settle_folders)
 
     def used_bytes(self) -> int:
-        """Return the chunks' bytes, with those that are being removed."""
-        return self.accounts.shown_bytes(self._index.used_bytes + self._capacity.leaving_bytes)
+        """Return the bytes that the directory takes, with those that are being removed and those in doubt."""
+        return self.accounts.shown_bytes()
+
+    def doubt(self, keys: Iterable[OffloadKey]) -> None:
+        """Have files looked at that may have gone, or may be others."""
+        self._index.doubtful.update(keys)
+        self._want_settling()
 
     async def reserve(self, wanted_bytes: int, least_bytes: int, incoming: Sequence[OffloadKey]) -> Reservation:
         """Promise room, as much of what is wanted as there is or can be made; less than `least_bytes` is of no use."""
@@ -50,6 +57,9 @@ class Eviction:
             await in_thread(self._tier.lanes.store, self._capacity.look)
         try:
             await self.accounts.promise(reservation, wanted_bytes)
+            if reservation.bytes < wanted_bytes and self._tier.root.remains.used_bytes:
+                await self._settling()
+                await self.accounts.promise(reservation, wanted_bytes)
             if reservation.bytes < wanted_bytes and await self._clear_quarantine(wanted_bytes - reservation.bytes):
                 await self.accounts.promise(reservation, wanted_bytes)
             for _ in range(ROUNDS_MAX):
@@ -92,6 +102,8 @@ class Eviction:
 
     def check(self) -> None:
         """See whether there is so much that some of it should go before the next store."""
+        if len(self._tier.root.remains):
+            self._want_settling()
         if self._scanned and self.accounts.may_have_surplus():
             self._wake.set()
 
@@ -100,10 +112,10 @@ class Eviction:
         found_bytes = self._index.scanned(batch)
         self._capacity.unseen_bytes = max(0, self._capacity.unseen_bytes - found_bytes)
 
-    def scan_ended(self) -> None:
-        """From now on all chunks are known: a surplus is evicted at once."""
+    def scan_ended(self, *, complete: bool) -> None:
+        """From now on all chunks are known, but for those that could not be seen: a surplus is evicted at once."""
         self._scanned = True
-        self._capacity.unseen_bytes = 0
+        self._capacity.unseen_bytes = 0 if complete else self._tier.root.disk.used_bytes
         self._wake.set()
 
     async def run(self) -> None:
@@ -114,6 +126,7 @@ class Eviction:
                     await self._wake.wait()
             self._wake.clear()
             with suppress(BackendUnavailable):  # The shared page is away: it is asked again after a pause.
+                await self._settle()
                 await self._remove_surplus()
                 self._choose_expired()
                 await self._remove_chosen()
@@ -121,7 +134,29 @@ class Eviction:
 
     def _pause_s(self) -> float:
         ttl_s = self._tier.options.ttl_s
-        return STAMP_EVERY_S if ttl_s is None else min(STAMP_EVERY_S, max(ttl_s / 16, 0.01))
+        pause_s = STAMP_EVERY_S if ttl_s is None else min(STAMP_EVERY_S, max(ttl_s / 16, 0.01))
+        return min(pause_s, self._settling.left_s())
+
+    def _want_settling(self) -> None:
+        if self._settling.wanted():
+            self._wake.set()
+
+    async def _settle(self) -> None:
+        """Look at what is in doubt, if it is due, and remove what remains."""
+        if self._settling.left_s():
+            return
+        if self._index.doubtful or len(self._tier.root.remains) or self._tier.root.sizes.doubtful:
+            self.accounts.refused()  # The page of a shared directory says too much.
+        if keys := list(islice(self._index.doubtful, STAMPS_MAX)):
+            with self._index.call(keys) as unchanged:
+                for key, allocated_bytes in (await self._tier.lanes.evict.run(self._chunks.look, keys)).items():
+                    if key in unchanged and key not in self._claims.leaving:
+                        if allocated_bytes:  # Else whoever has removed it may have told the others.
+                            self.stored(allocated_bytes - self._index.taken_bytes(key))
+                        self._index.measured(key, allocated_bytes)
+        await self._settling()
+        if self._index.doubtful:
+            self._settling.wanted()
 
     async def _remove_surplus(self) -> None:
         while self._scanned and (surplus_bytes := await self.accounts.surplus_bytes()) > 0:
@@ -203,6 +238,7 @@ class Eviction:
             self._capacity.leaving_bytes -= victim.allocated_bytes
             if victim.key not in removal.gone and victim.key not in spared:
                 self._index.stays(victim)
+                self.doubt([victim.key])
                 self._tier.counters.count("evictions_failed")
         for chunk in removal.used:
             self._index.stays(chunk)

@@ -103,6 +103,8 @@ class Index:
         self._shared: dict[int, int] = {}
         self._calls: list[set[OffloadKey]] = []  # Under way, each with its keys that were not stored since it began.
         self._order = Order(policy or ColdEnd(self._entries, is_live), self._is_idle, clock_ns)
+        self.doubtful: set[OffloadKey] = set()
+        """Keys whose files may have gone, or may take another room."""
         self._scanning = True
         self._removed_in_scan: set[OffloadKey] = set()
 
@@ -162,6 +164,16 @@ class Index:
         (self._order.touch if is_live(entry) else self._order.insert)(key)
         del self._entries[key]  # So that their order is that of their last use.
         self._note(key, entry | LIVE)
+
+    def measured(self, key: OffloadKey, allocated_bytes: int) -> None:
+        """Note the room that a chunk in doubt was seen to take; 0: it has no file, and the consumer hears of it."""
+        self.doubtful.discard(key)
+        if not allocated_bytes:
+            self.lost(key)
+        elif key in self._entries:
+            entry = self._entries[key]
+            self.used_bytes += allocated_bytes - self.taken_bytes(key)
+            self._note(key, entry - (entry & SECTORS) + allocated_bytes // SECTOR_BYTES)
 
     def rank(self, keys: Iterable[OffloadKey], hint: Hint | None = None) -> None:
         """Renew the recency of those keys, in prefix order, that are known: used together, the head is the newest.
@@ -313,3 +325,4 @@ class Index:
         self.used_bytes -= self.taken_bytes(key)
         self._entries.pop(key, None)
         self._unloadable.pop(key, None)
+        self.doubtful.discard(key)

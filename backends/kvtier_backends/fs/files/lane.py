@@ -19,7 +19,7 @@ from kvtier_backends.fs.disk.footer import FOOTER_BYTES, GONE, LEFT_ALONE, Fault
 from kvtier_backends.fs.disk.lanes import Pages, share_chunks
 from kvtier_backends.fs.disk.packing import Packing
 from kvtier_backends.fs.disk.reads import Wanted
-from kvtier_backends.fs.files.chunk_files import ChunkFiles, Found, OpenChunk
+from kvtier_backends.fs.files.chunk_files import ChunkFiles, DoubtError, Found, OpenChunk
 from kvtier_backends.fs.files.discard import Discarded
 from kvtier_backends.fs.files.index import Held, is_later
 from kvtier_backends.fs.layout import OpenTier
@@ -40,7 +40,8 @@ class LoadShare:
     outcomes: list[Outcome] = field(default_factory=list[Outcome])
     allocated_bytes: list[int | None] = field(default_factory=list[int | None])  # None: not loaded, or not measured.
     left: set[OffloadKey] = field(default_factory=set[OffloadKey])  # Keys whose files are of no use here, and stay.
-    kept_bytes: int = 0  # Of corrupt files that are there still: quarantined, or not to be moved.
+    irremovable: set[OffloadKey] = field(default_factory=set[OffloadKey])  # Keys of corrupt files that stay for now.
+    kept_bytes: int = 0  # Of corrupt files that were quarantined.
     gone: int = 0  # Failures that say that the whole file system is away.
 
 
@@ -72,8 +73,7 @@ class OpenShare:
             try:
                 self._opened[index] = chunk = self._files.open(read.key)
             except FileNotFoundError:
-                self._outcomes[index] = ChunkMissing(f"{read.key.hex()}: no file")
-                self._files.tidy(read.key)  # Who has removed it may have left its folders.
+                self._missing(index)
             except (NotADirectoryError, ForeignError):
                 self._outcomes[index] = ChunkMissing(f"{read.key.hex()}: no file")
             except OSError as error:
@@ -104,6 +104,16 @@ class OpenShare:
             except OSError as error:
                 self._fail(index, error, opened=True)
 
+    def _missing(self, index: int) -> None:
+        key = self._share.reads[index].key
+        try:
+            self._files.is_absent(key)
+        except OSError as error:  # It may be there, and then takes room.
+            self._fail(index, error)
+            return
+        self._outcomes[index] = ChunkMissing(f"{key.hex()}: no file")
+        self._files.tidy(key)  # Whoever has removed it may have left its folders.
+
     def _fail(self, index: int, error: OSError, *, opened: bool = False) -> None:
         key = self._share.reads[index].key
         if opened and error.errno == errno.ESTALE:  # Another host has removed it: a file server keeps no open file.
@@ -124,6 +134,7 @@ class StoreShare:
     used_at_ns: int  # The head's time; each of the others is a little older, so that it goes before the head.
     outcomes: list[Outcome] = field(default_factory=list[Outcome])
     allocated_bytes: list[int | None] = field(default_factory=list[int | None])  # None: not stored.
+    doubtful: set[OffloadKey] = field(default_factory=set[OffloadKey])  # Keys of failed stores that may be in place.
     gone: int = 0
 
 
@@ -160,23 +171,21 @@ class Chunks:
                 with self._loads_first.storing():
                     self._store(write, share.used_at_ns - index, beside, share)
 
-    def remove(self, keys: Sequence[OffloadKey], removed: list[OffloadKey]) -> OSError | None:
-        """Remove the keys' files, note each one that is surely gone, and return the last error of the others."""
+    def remove(self, keys: Sequence[OffloadKey], removed: dict[OffloadKey, bool]) -> OSError | None:
+        """Remove files, note each that is surely gone and whether it was there; return the last error of the others."""
         last: OSError | None = None
         for key in keys:
             try:
-                self._files.remove(key)
+                removed[key] = self._files.remove(key)
             except OSError as error:
                 last = error
-            else:
-                removed.append(key)
         return last
 
     def evict(self, victims: Sequence[Held], gone: dict[OffloadKey, int]) -> None:
         """Remove victims, and note what each has given back."""
         for victim in victims:
             with suppress(OSError):  # It is there still, and the caller counts it so.
-                gone[victim.key] = victim.allocated_bytes if self._files.remove(victim.key) else 0
+                gone[victim.key] = victim.allocated_bytes if self._files.remove(victim.key, known=True) else 0
 
     def evict_unused(
         self, victims: Sequence[Held], gone: dict[OffloadKey, int], used: list[Held], *, now_ns: int
@@ -185,15 +194,30 @@ class Chunks:
         for victim in victims:
             try:
                 found = self._files.look(victim.key)
-                if found is None:
+                if found is None and self._files.is_absent(victim.key):
                     self._files.tidy(victim.key)
                     gone[victim.key] = 0  # Whoever removed it has had the room.
-                elif self._is_used(found, victim, now_ns):
+                elif found is not None and self._is_used(found, victim, now_ns):
                     used.append(Held(victim.key, found.allocated_bytes, found.used_at_ns))
                 else:
-                    gone[victim.key] = found.allocated_bytes if self._files.remove(victim.key) else 0
+                    there_bytes = victim.allocated_bytes if found is None else found.allocated_bytes
+                    gone[victim.key] = there_bytes if self._files.remove(victim.key) else 0
             except OSError:
                 continue  # As above.
+
+    def look(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, int]:
+        """Return the room of each key's file, 0 without a file; keys of which neither is sure are left out."""
+        sure: dict[OffloadKey, int] = {}
+        for key in keys:
+            with suppress(OSError):
+                found = self._files.look(key)
+                if found is not None or self._files.is_absent(key):
+                    sure[key] = 0 if found is None else found.allocated_bytes
+        return sure
+
+    def settle_folders(self) -> bool:
+        """See `ChunkFiles`."""
+        return self._files.settle_folders()
 
     def stamp(self, used_at_ns: Mapping[OffloadKey, int]) -> None:
         """Have files say when they were used."""
@@ -229,8 +253,10 @@ class Chunks:
         try:
             allocated_bytes = self._files.write(key, self._packing.places(row, beside), used_at_ns)
         except OSError as error:
+            if isinstance(error, DoubtError):
+                share.doubtful.add(key)
             share.gone += error.errno in GONE
-            share.allocated_bytes.append(None)
+            share.allocated_bytes.append(error.allocated_bytes if isinstance(error, DoubtError) else None)
             share.outcomes.append(failure(key, error))
         else:
             share.allocated_bytes.append(allocated_bytes)
@@ -253,7 +279,10 @@ class Chunks:
         discarded = chunk.discard(fault)
         if counter := _COUNTED.get(discarded):
             self._counters.count(counter)
+        if discarded is Discarded.QUARANTINED:
             share.kept_bytes += chunk.allocated_bytes()
+        elif discarded is Discarded.LEFT:
+            share.irremovable.add(key)
         self._files.tidy(key)
         return ChunkCorrupt(f"{key.hex()}: {fault}: a file of {file_bytes:,} bytes for a row of {self._row_bytes:,}")
 

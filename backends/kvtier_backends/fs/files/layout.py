@@ -71,7 +71,7 @@ class FilesLayout:
 
     async def delete(self, keys: Sequence[OffloadKey]) -> None:
         parts = share_out(keys, self._lanes.store.count, PROBES_MAX)
-        removed: list[OffloadKey] = []
+        removed: dict[OffloadKey, bool] = {}
         note = self._index.lost
         with self._index.call(keys) as unchanged:
             try:
@@ -80,7 +80,10 @@ class FilesLayout:
                 )
                 note = self._index.removed
             finally:
-                self._eviction.stored(-sum(map(self._index.taken_bytes, removed)))
+                self._eviction.doubt(key for key in keys if key in self._index and key not in removed)
+                self._eviction.stored(
+                    -sum(self._index.taken_bytes(key) for key, was_there in removed.items() if was_there)
+                )
                 for key in unchanged.intersection(removed):
                     note(key)
         for error in filter(None, errors):

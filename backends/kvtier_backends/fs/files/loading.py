@@ -48,14 +48,14 @@ class Loading:
     def _note(self, shares: Sequence[LoadShare], unchanged: set[OffloadKey]) -> None:
         used: list[OffloadKey] = []
         for share in reversed(shares):  # Tail first: a prefix outlives its continuation.
-            self._tier.capacity.other_bytes += share.kept_bytes
+            self._tier.root.beside.added(share.kept_bytes)
             done = list(zip(share.reads, share.outcomes, share.allocated_bytes, strict=False))
             for read, outcome, allocated_bytes in reversed(done):
                 key = read.key
                 # One that was never known may have a file all the same: one that is refused, and takes room.
                 if isinstance(outcome, ChunkCorrupt) or (isinstance(outcome, ChunkMissing) and key in self._index):
                     if key in unchanged and key not in share.left:  # What is left takes its room, until it goes for it.
-                        self._index.lost(key)
+                        self._lost(key, is_there=key in share.irremovable)
                 elif outcome is None and key in self._index:
                     self._index.used(key)
                     used.append(key)
@@ -64,3 +64,10 @@ class Loading:
                     used.append(key)
         self._eviction.used(used[::-1])
         self._eviction.check()
+
+    def _lost(self, key: OffloadKey, *, is_there: bool) -> None:
+        taken_bytes = self._index.taken_bytes(key)
+        self._index.lost(key)
+        if is_there:
+            self._index.stays(Held(key, taken_bytes, loadable=False))
+            self._eviction.doubt([key])

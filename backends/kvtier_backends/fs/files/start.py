@@ -13,10 +13,11 @@ from itertools import chain
 
 from kvtier.backend import INVENTORY_BATCH_KEYS, OffloadKey, read_folder
 from kvtier.remedies import Remedy
+from kvtier_backends.fs.disk import below
 from kvtier_backends.fs.disk.below import believable_ns, list_folder, open_folder
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES
 from kvtier_backends.fs.disk.checkpoint import CheckpointSchedule
-from kvtier_backends.fs.disk.temporaries import Sweep
+from kvtier_backends.fs.disk.remains import is_absent, listed, names_in
 from kvtier_backends.fs.files.checkpoint import Checkpoint
 from kvtier_backends.fs.files.eviction import Eviction
 from kvtier_backends.fs.files.index import Held, Index
@@ -56,11 +57,11 @@ class Scan:
         self.others = 0
         """Folders of other namespaces, or of ours named otherwise: left alone."""
         folder, self._now_ns = tier.root, tier.clock_ns()
-        self._sweep = Sweep(folder.root_fd, folder.writer, self._now_ns / 1e9)
+        self._sweep = folder.sweep(self._now_ns / 1e9)
         self._folder = folder
         self._root = folder.root_fd
         self._disk = folder.disk
-        self._sizes = folder.sizes
+        self._sizes, self._remains = folder.sizes, folder.remains
         self._mapper = tier.context.mapper
         self._takes = takes
         self._stopped = False
@@ -106,9 +107,8 @@ class Scan:
         try:
             for name in list_folder(self._root, self._mapper.folder):
                 self._sweep(self._mapper.folder, name)
-            beside_bytes = self._folder.beside_bytes()
-            self.other_bytes += beside_bytes
-            self.seen_bytes += beside_bytes
+            self._folder.beside.look()
+            self.seen_bytes += self._folder.beside.used_bytes + self._folder.remains.used_bytes
             others = [name for name in list_folder(self._root, ".") if name != chunks_folder and read_folder(name)]
         except OSError as error:
             self.failed += 1
@@ -133,8 +133,9 @@ class Scan:
         try:
             names, chunks = self._list(folder)
         except OSError as error:
-            if error.errno in _REMOVED:
-                return
+            with suppress(OSError):
+                if error.errno in _REMOVED and is_absent(self._root, folder):
+                    return
             self.failed += 1
             logger.warning("%s: cannot be listed: %s; see %s", folder, error.strerror, Remedy.UNREADABLE)
             return
@@ -151,14 +152,18 @@ class Scan:
             status = os.fstat(fd)
             self._sizes.scanned(folder, status)
             self.seen_bytes += status.st_blocks * SECTOR_BYTES
+            unseen = names_in(fd)
             with os.scandir(fd) as entries:
                 for entry in entries:
+                    unseen.discard(entry.name)
                     if self._stopped:
                         break
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(entry.name)
                     elif (chunk := self._file(folder, entry)) is not None:
                         chunks.append(chunk)
+            if unseen and not self._stopped and not unseen.isdisjoint(names_in(fd)):
+                raise OSError(errno.EIO, "listed in part")
         finally:
             os.close(fd)
         return ([] if self._stopped else folders), chunks
@@ -169,11 +174,14 @@ class Scan:
         key = None if temporary else self._mapper.key(f"{folder}/{entry.name}")
         try:
             status = entry.stat(follow_symlinks=False)
-        except FileNotFoundError:
-            return None
+        except FileNotFoundError as error:
+            if is_absent(self._root, f"{folder}/{entry.name}"):
+                return None
+            raise listed(error) from error
         taken_bytes = self._disk.taken_bytes(status)
         if key is None:
-            if temporary and not self._sweep.is_own(entry.name):  # What we write now has been reserved.
+            # What this process writes now has been reserved.
+            if temporary and not self._sweep.is_own(entry.name) and f"{folder}/{entry.name}" not in self._remains:
                 self.seen_bytes += taken_bytes
                 self.other_bytes += taken_bytes
             return None
@@ -192,7 +200,7 @@ class Scan:
 
     def _date(self, folder: str, name: str, time_ns: int) -> None:
         with suppress(OSError):  # Somebody else's.
-            os.utime(f"{folder}/{name}", ns=(time_ns, time_ns), dir_fd=self._root, follow_symlinks=False)
+            below.date(self._root, f"{folder}/{name}", time_ns)
 
 
 class StartScan:
@@ -213,7 +221,6 @@ class StartScan:
         self._checkpoint = checkpoint = Checkpoint(
             tier.root, tier.context.mapper, tier.counters, tier.context.row_bytes
         )
-        self._capacity.count(checkpoint)
         checkpoint_s = 0 if tier.options.shared else tier.options.checkpoint_s
         if checkpoint_s:
             self._capacity.keep_free(checkpoint.bytes_worst(tier.chunks_most))
@@ -273,7 +280,8 @@ class StartScan:
         counters.count("scan_failed", scan.failed)
         counters.count("scan_swept", scan.swept)
         counters.count("scan_others", scan.others)
-        self._capacity.other_bytes += scan.other_bytes
-        self._tier.root.sizes.scan_ended()
+        self._capacity.other_bytes = scan.other_bytes
+        if not scan.failed:
+            self._tier.root.sizes.scan_ended()
         self._index.scan_ended(complete=scan.failed == 0 and not self._tier.options.shared)
-        self._eviction.scan_ended()
+        self._eviction.scan_ended(complete=scan.failed == 0)

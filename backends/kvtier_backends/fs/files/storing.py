@@ -48,10 +48,13 @@ class Storing:
                 outcomes, gone = await self._write(allowed)
                 if failed := [index for index, outcome in enumerate(outcomes) if isinstance(outcome, NoSpace)]:
                     await self._try_again(allowed, failed, outcomes)
+                    left = sum(isinstance(outcomes[index], NoSpace) for index in failed)
+                    self._tier.counters.refuse("disk", left)
             finally:
                 self._eviction.release(reservation)
-        outcomes += self._tier.refused(fitting[len(allowed) :], "write_budget", "the day's write budget is used up")
-        outcomes += self._tier.refused(writes[len(fitting) :], "capacity", "no room, and nothing that may go for it")
+        outcomes += self._tier.refused(fitting[len(allowed) :], "write_budget")
+        scarce = self._tier.scarce(others=self._eviction.accounts.others_have_room)
+        outcomes += self._tier.refused(writes[len(fitting) :], scarce)
         return outcomes, gone
 
     async def _write(self, writes: Sequence[Write]) -> tuple[list[Outcome], int]:
@@ -75,7 +78,9 @@ class Storing:
                 if allocated_bytes is not None:
                     added_bytes += allocated_bytes - self._index.taken_bytes(write.key)
                     self._index.stored(Held(write.key, allocated_bytes, share.used_at_ns - index))
-                    if not told:
+                    if write.key in share.doubtful:
+                        self._eviction.doubt([write.key])
+                    if not told or write.key in share.doubtful:
                         self._index.inventory.added(write.key)
         self._eviction.stored(added_bytes)
 

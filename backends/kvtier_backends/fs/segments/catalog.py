@@ -1,8 +1,9 @@
 """The catalog: which slots are free, held, or under way from one to the other. Owned by the loop's thread.
 
-A slot is free (its footer is zeros), under way (a store has it), held (it has a key's newest chunk), or outdated. It
-has only keys whose footer was read or written. So it is exact: after the scan, a key that it does not have is absent.
-Slots of another process's segments are held at most.
+A slot is free (its footer is zeros), under way (a store has it), held (it has a key's newest chunk), or outdated. After
+the scan it is exact: it has the keys whose footers were read or written, and any other key is absent. During the scan,
+slots are held by candidates, too: chunks that the checkpoint names. Nothing is decided by a candidate, and its slot is
+neither written nor wiped until its footer has been read. Slots of another process's segments are held at most.
 """
 
 import time
@@ -12,7 +13,7 @@ from kvtier.backend import Hint, InventoryQueue, OffloadKey
 from kvtier.policies import HintedOrder, KeyOrder, LinkedLRU, NumberOrder, Policy
 from kvtier_backends.fs.disk.claims import InUse
 from kvtier_backends.fs.segments.runs import Segments
-from kvtier_backends.fs.segments.slots import FreeSlots, Held, Outdated, Slots, Snapshot
+from kvtier_backends.fs.segments.slots import FreeSlots, Held, Outdated, Recalled, Slots, Snapshot
 
 
 class Catalog:
@@ -61,6 +62,15 @@ class Catalog:
     def is_foreign(self, slot: int) -> bool:
         """Say whether a held slot is another process's: read, and nothing else."""
         return slot in self._slots.foreign
+
+    def is_candidate(self, slot: int) -> bool:
+        """Return True if the checkpoint alone says what a slot holds."""
+        return self._slots.is_candidate(slot)
+
+    def has_candidate(self, keys: Iterable[OffloadKey]) -> bool:
+        """Return True if the checkpoint alone says where the chunk of one of these keys is."""
+        slots = map(self._slots.of.get, keys) if self.scanning else ()
+        return any(slot is not None and self.is_candidate(slot) for slot in slots)
 
     def unsettled(self) -> list[int]:
         """Return the slots of which a footer may say something else than this."""
@@ -120,7 +130,7 @@ class Catalog:
         self._under_way.discard(slot)
         self.outdated.clear(slot)
         old = self._slots.of.get(key)
-        if old is not None and self._slots.sequences[old] > sequence:
+        if old is not None and self._slots.sequences[old] > sequence and not self.is_candidate(old):
             self.outdated.retire(slot, key)
             return
         was_live = old is not None and self._slots.is_live(old)
@@ -189,12 +199,35 @@ class Catalog:
         """Return the keys whose last use was before that time and that nothing keeps."""
         return [key for key in self._slots.unused_since(before_ns) if not self._is_kept(key)]
 
+    def recall(self, chunks: Recalled) -> None:
+        """Hold the chunks that a checkpoint names. What a store has brought since is newer than a candidate."""
+        added, others = self._slots.recall(chunks)
+        self._last_sequence = max(self._last_sequence, int(chunks.sequences.max()))
+        for key in added:
+            self.inventory.added(key)
+        for index in others:
+            if not chunks.candidates[index] and self._slots.keys[chunks.slots[index]] is None:
+                self.found(chunks.held(index))
+
+    def looked(self, first: int, count: int, chunks: Iterable[Held]) -> None:
+        """Correct what the checkpoint said of a range of slots by all chunks that their footers name."""
+        candidates = self._slots.end_candidates(first, count)
+        for chunk in chunks:
+            if candidates.get(chunk.slot) == chunk.key and self.sequence(chunk.slot) == chunk.sequence:
+                del candidates[chunk.slot]
+        for key in candidates.values():
+            self._release(key)
+            self.inventory.lost(key)
+        for chunk in chunks:
+            if self._slots.keys[chunk.slot] is None:
+                self.found(chunk)
+
     def found(self, chunk: Held, *, foreign: bool = False) -> None:
         """Note the footer of a slot that no store has been given since the start."""
         key, slot, sequence, _ = chunk
         self._last_sequence = max(self._last_sequence, sequence)
         old = self._slots.of.get(key)
-        if old is not None and self._slots.sequences[old] >= sequence:
+        if old is not None and self._slots.sequences[old] >= sequence and not self.is_candidate(old):
             if not foreign:
                 self.outdated.retire(slot, key)
             return
@@ -290,7 +323,7 @@ class Catalog:
 
     def _leave(self, slot: int, key: OffloadKey) -> None:
         """Have nothing held in a slot whose key gets another."""
-        if slot not in self._slots.foreign:
+        if slot not in self._slots.foreign and not self.is_candidate(slot):
             self.outdated.retire(slot, key)
         self._slots.leave(slot)
 
@@ -302,7 +335,8 @@ class Catalog:
         return self._slots.forget(key)
 
     def _drop(self, key: OffloadKey) -> None:
-        foreign = self._slots.of[key] in self._slots.foreign
-        slot = self._release(key)
-        if not foreign:
+        slot = self._slots.of[key]
+        stays = slot in self._slots.foreign or self.is_candidate(slot)
+        self._release(key)
+        if not stays:
             self.outdated.retire(slot, key)

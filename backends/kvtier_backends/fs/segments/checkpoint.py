@@ -1,7 +1,7 @@
-"""The checkpoint of segments: the place of each chunk. It is believed for segments that were not written since.
+"""The checkpoint of segments: the place of each chunk. It is the truth for segments that were not written since.
 
 A segment was not written since if its file has the time in the checkpoint, to the nanosecond, on the same boot of the
-same machine. For other segments, a checkpoint says only when their chunks were used last.
+same machine. In other segments, a chunk that the checkpoint names is a candidate until its footer has been read.
 
 In the framing of `disk.checkpoint`: a preamble of boot 32, segments u64, for each segment the length of its name u16,
 its name, its first slot u64, its slots u64, its time in ns u64 (0: do not trust); of each chunk its slot u64, its
@@ -12,16 +12,19 @@ import hashlib
 import os
 import struct
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvtier.backend import FileMapper
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.backend import FileMapper, OffloadKey
 from kvtier_backends.fs.counters import Counters
-from kvtier_backends.fs.disk.checkpoint import CheckpointFile, Format
+from kvtier_backends.fs.disk.checkpoint import CheckpointFile, Format, Records
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.disk.temporaries import boot_id
 from kvtier_backends.fs.segments.segment import Segment
-from kvtier_backends.fs.segments.slots import Held, Snapshot
+from kvtier_backends.fs.segments.slots import Snapshot
 
 MAGIC = b"\x89kvtsix\n"
 FIELDS = "QQQ"
@@ -33,6 +36,7 @@ SETTLED_NS = 1_000_000_000  # A file's time says nothing of what was written so 
 _PREAMBLE = struct.Struct("<32sQ")
 _NAME_BYTES = struct.Struct("<H")
 _SEGMENT = struct.Struct("<QQQ")
+_LENGTH_BYTES = 1  # Of a key's length, before the key.
 
 
 class Remembered(NamedTuple):
@@ -44,12 +48,29 @@ class Remembered(NamedTuple):
     written_at_ns: int  # 0: not to be trusted.
 
 
+class Chunks(NamedTuple):
+    """The chunks of a checkpoint, by column: millions of them make no objects but their keys, when these are wanted."""
+
+    slots: NDArray[np.uint64]
+    sequences: NDArray[np.uint64]
+    used_at_ns: NDArray[np.uint64]
+    lengths: NDArray[np.uint8]
+    records: Records
+
+    def keys(self, chosen: NDArray[np.intp]) -> list[OffloadKey]:
+        """Return the keys of chosen chunks."""
+        content, begin, _, _, form = self.records
+        places = begin + _LENGTH_BYTES + chosen * form.size
+        ends = places + self.lengths[chosen]
+        return [OffloadKey(content[at:end]) for at, end in zip(places.tolist(), ends.tolist(), strict=True)]
+
+
 class Memory(NamedTuple):
     """The content of a checkpoint."""
 
     same_boot: bool
     segments: list[Remembered]
-    chunks: Iterator[list[Held]]
+    chunks: Chunks
 
 
 class SlotCheckpoint:
@@ -58,11 +79,6 @@ class SlotCheckpoint:
     def __init__(self, folder: Folder, mapper: FileMapper, counters: Counters, row_bytes: int) -> None:
         """Keep it in an opened folder, beside the namespace's configuration."""
         self._file = CheckpointFile(folder, mapper, counters, row_bytes, Format(MAGIC, FIELDS, BYTES_MAX))
-
-    @property
-    def used_bytes(self) -> int:
-        """The room by which it has grown since the start."""
-        return self._file.used_bytes
 
     def bytes_worst(self, chunks: int, segments: int) -> int:
         """Return the most that a checkpoint of so many chunks takes of the disk."""
@@ -73,13 +89,13 @@ class SlotCheckpoint:
         lengths = Counter(len(key) for key in snapshot.keys if key is not None)
         self._file.write(lengths, snapshot.held(), lambda whole: _preamble(segments, whole=whole))
 
-    def read(self) -> Memory:
-        """Return the content of the last checkpoint; nothing if no checkpoint can be used."""
+    def read(self) -> Memory | None:
+        """Return the content of the last checkpoint; None if no checkpoint can be used."""
         found = self._file.read(_read_preamble)
         if found is None:
-            return Memory(same_boot=False, segments=[], chunks=iter(()))
-        (same_boot, segments), batches = found
-        return Memory(same_boot, segments, ([Held(*record) for record in batch] for batch in batches))
+            return None
+        (same_boot, segments), records = found
+        return Memory(same_boot, segments, _columns(records))
 
 
 def remembered(segments: Sequence[Segment], before_ns: int) -> list[Remembered]:
@@ -101,6 +117,21 @@ def remembered(segments: Sequence[Segment], before_ns: int) -> list[Remembered]:
 def trusted(segments: Sequence[Remembered], unsettled: set[str]) -> list[Remembered]:
     """Return segments as they are, but for those that are unsettled: these are not to be trusted."""
     return [each._replace(written_at_ns=0) if each.name in unsettled else each for each in segments]
+
+
+def _columns(records: Records) -> Chunks:
+    fields_at = _LENGTH_BYTES + records.key_bytes
+    row = np.dtype(
+        {
+            "names": ["length", "slot", "sequence", "used_at_ns"],
+            "formats": ["u1", "<u8", "<u8", "<u8"],
+            "offsets": [0, fields_at, fields_at + 8, fields_at + 16],
+            "itemsize": records.form.size,
+        }
+    )
+    table = np.frombuffer(records.content, row, records.chunks, records.begin)
+    lengths = np.minimum(table["length"], records.key_bytes).astype(np.uint8)
+    return Chunks(table["slot"], table["sequence"], table["used_at_ns"], lengths, records)
 
 
 def _preamble(segments: Sequence[Remembered], *, whole: bool) -> bytes:

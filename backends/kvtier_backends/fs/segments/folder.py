@@ -11,7 +11,9 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kvtier_backends.fs.disk.below import list_folder, lock_file, open_file, sync_folder
+from kvtier_backends.fs.disk import below
+from kvtier_backends.fs.disk.below import ForeignError, lock_file, open_below, open_file, sync_folder
+from kvtier_backends.fs.disk.remains import is_absent, listed, listing, remove_file
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.disk.temporaries import temporary_name
 from kvtier_backends.fs.segments.segment import HEADER_BYTES, Header, Segment, read_header, write_all
@@ -57,8 +59,14 @@ class SegmentFolder:
 
     def names(self) -> list[str]:
         """Return the names of all segments, in the order that they were made."""
-        names = filter(NAME.fullmatch, list_folder(self.root_fd, self._folder.chunks))
+        names = filter(NAME.fullmatch, listing(self.root_fd, self._folder.chunks))
         return [f"{self._folder.chunks}/{name}" for name in sorted(names)]
+
+    def unopened_bytes(self) -> int:
+        """Return the room of segments that are not open here; raises OSError if it cannot be known."""
+        known = {segment.name for segment in self._opened}
+        others = (name for name in self.names() if name not in known and name not in self._folder.remains)
+        return sum(map(self._folder.taken_bytes, others))
 
     def open(self, name: str) -> Segment | Unusable:
         """Open a segment, to write if nobody else does. Raises `FileNotFoundError` if it is gone, or goes just now."""
@@ -82,7 +90,7 @@ class SegmentFolder:
         """Make a segment of so many free slots, whole or not at all."""
         header = self.header(slots)
         aside = f"{self._folder.chunks}/{temporary_name(self._folder.writer)}"
-        fd = self._create(aside)
+        fd = self._create(aside, slots)
         try:
             os.posix_fallocate(fd, 0, header.file_bytes)
             if not _lock(fd):
@@ -93,26 +101,35 @@ class SegmentFolder:
             if self._fsync:
                 _write_zeros(fd, HEADER_BYTES, header.file_bytes)
                 os.fsync(fd)
-            name = self._publish(aside)
+            name = self._publish(aside, fd, slots)
         except BaseException:
             os.close(fd)
-            with suppress(OSError):
-                os.unlink(aside, dir_fd=self.root_fd)
+            self._drop(aside, slots)
             raise
         return self._taken(Segment(name, fd, header, own=True, allocated_bytes=self.worst_bytes(slots)))
 
     def has(self, segment: Segment) -> bool:
-        """Say whether the next start will find this very file under its name."""
-        try:
-            named = os.stat(segment.name, dir_fd=self.root_fd, follow_symlinks=False)
-        except (FileNotFoundError, NotADirectoryError):
+        """Return True if the next start will find this very file under its name; raises OSError for a doubt."""
+        status = os.fstat(segment.fd)
+        if not status.st_nlink:
             return False
-        return os.path.samestat(named, os.fstat(segment.fd))
+        try:
+            named = below.look(self.root_fd, segment.name)
+        except (NotADirectoryError, ForeignError):
+            return False
+        except FileNotFoundError as error:
+            if is_absent(self.root_fd, segment.name):
+                return False  # Renamed.
+            raise listed(error) from error
+        return os.path.samestat(named, status)
 
     def remove(self, segment: Segment) -> None:
-        """Remove a segment of which no slot is in use, if it is there: somebody may have put another in its place."""
-        if self.has(segment):
-            os.unlink(segment.name, dir_fd=self.root_fd)
+        """Remove a segment of which no slot is in use, if it is there: somebody may have put another in its place.
+
+        Until it has gone it stays open and locked. Raises OSError if it may be there still; it can be called again.
+        """
+        if not segment.closed and self.has(segment):
+            remove_file(self.root_fd, segment.name)
         self.close(segment)
 
     def close(self, segment: Segment) -> None:
@@ -130,7 +147,7 @@ class SegmentFolder:
         try:
             fd = open_file(self.root_fd, unusable.name, os.O_RDWR)
         except FileNotFoundError:
-            return True
+            return is_absent(self.root_fd, unusable.name)
         try:
             if not _lock(fd):
                 return False
@@ -139,7 +156,7 @@ class SegmentFolder:
                 return True  # Somebody else has removed it, and its name may be another one's by now.
             if self._usable(fd, status.st_size) is not None:
                 return False  # It was looked at before it had its content.
-            os.unlink(unusable.name, dir_fd=self.root_fd)
+            remove_file(self.root_fd, unusable.name)
         finally:
             os.close(fd)
         return True
@@ -156,39 +173,62 @@ class SegmentFolder:
             return None
         return header
 
-    def _create(self, aside: str) -> int:
+    def _create(self, aside: str, slots: int) -> int:
+        try:
+            return self._create_in_folder(aside)
+        except OSError:
+            self._drop(aside, slots)
+            raise
+
+    def _drop(self, name: str, slots: int) -> None:
+        """Remove a file that was to be a segment, or count it until it has gone."""
+        self._folder.remains.remove(name, self.worst_bytes(slots))
+
+    def _create_in_folder(self, aside: str) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | self._direct
         try:
-            return os.open(aside, flags, 0o644, dir_fd=self.root_fd)
+            return open_below(self.root_fd, aside, flags)
         except FileNotFoundError:  # Somebody has removed the folder.
             with suppress(FileExistsError):
-                os.mkdir(self._folder.chunks, dir_fd=self.root_fd)
+                self._folder.make_folder(self._folder.chunks)
             if self._fsync:
                 os.fsync(self.root_fd)
-            return os.open(aside, flags, 0o644, dir_fd=self.root_fd)
+            return open_below(self.root_fd, aside, flags)
 
-    def _publish(self, aside: str) -> str:
+    def _publish(self, aside: str, fd: int, slots: int) -> str:
         """Give a file the next number. A place is taken first, since not every file system has links or swaps."""
         names = self.names()
         number = int(names[-1][-len("00000000.seg") : -len(SUFFIX)]) + 1 if names else 1
         while number < NUMBERS_MAX:
             name = f"{self._folder.chunks}/{number:08d}{SUFFIX}"
-            with suppress(FileExistsError):  # Another process's, made since.
-                taken = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=self.root_fd)
+            if name not in self._folder.remains:
                 try:
-                    _lock(taken)  # So that nobody takes it for something that is of no use.
-                    os.rename(aside, name, src_dir_fd=self.root_fd, dst_dir_fd=self.root_fd)
-                finally:
-                    os.close(taken)
-                try:
-                    if self._fsync:
-                        sync_folder(self.root_fd, self._folder.chunks)
+                    self._take_place(aside, name, fd)
+                except FileExistsError:  # Another process's, made since.
+                    pass
                 except OSError:
-                    os.unlink(name, dir_fd=self.root_fd)
+                    self._drop(name, slots)
                     raise
-                return name
+                else:
+                    return name
             number += 1
         raise OSError(errno.ENOSPC, "no numbers are left for segments")
+
+    def _take_place(self, aside: str, name: str, fd: int) -> None:
+        """Rename the file that is open as `fd` to a name that is free."""
+        taken = open_below(self.root_fd, name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            _lock(taken)  # So that nobody takes it for something that is of no use.
+            try:
+                below.rename(self.root_fd, aside, name)
+            except OSError:
+                named = below.look(self.root_fd, name)
+                if not os.path.samestat(named, os.fstat(fd)):  # Else it is done, whatever was reported.
+                    raise
+        finally:
+            os.close(taken)
+        if self._fsync:
+            sync_folder(self.root_fd, self._folder.chunks)
 
 
 def _write_zeros(fd: int, start: int, end: int) -> None:

@@ -18,6 +18,8 @@ from kvtier_backends.fs.segments.storing import SlotStoring
 from kvtier_backends.fs.segments.wiping import Wiping
 
 SCAN_PATIENCE_S = 0.5  # So long after the start a call waits for the scan of what it needs, if it needs it.
+# And for the checkpoint: five million chunks on a busy machine. A miss now would be believed for `answer_ttl_s`.
+RECALL_PATIENCE_S = 10.0
 
 
 class SegmentsLayout:
@@ -40,7 +42,7 @@ class SegmentsLayout:
         self._storing = SlotStoring(tier, catalog, self._room, self._losses)
         self._start = StartScan(tier, catalog, folder, self._room)
         self._background = Background()
-        self._patient_until = time.monotonic() + SCAN_PATIENCE_S
+        self._begun = time.monotonic()
 
     def begin(self) -> None:
         start = self._start
@@ -52,7 +54,10 @@ class SegmentsLayout:
         return [key in self._catalog for key in keys]
 
     async def load(self, reads: Sequence[Read]) -> tuple[list[Outcome], int]:
-        await self._are_known([read.key for read in reads])
+        keys = [read.key for read in reads]
+        await self._are_known(keys)
+        if self._catalog.has_candidate(keys):  # A later chunk of the key may lie where nobody has looked yet.
+            await self._is_scanned()
         try:
             return await self._loading(reads)
         finally:
@@ -88,8 +93,8 @@ class SegmentsLayout:
         return self._catalog.retentions_cut
 
     def occupancy(self) -> Occupancy:
-        chunks, slot_bytes = len(self._catalog), self._tier.context.row_bytes + FOOTER_BYTES
-        return Occupancy(chunks, chunks * slot_bytes, self._tier.capacity.limit_bytes)
+        capacity = self._tier.capacity
+        return Occupancy(len(self._catalog), capacity.used_bytes, capacity.limit_bytes, capacity.reserved_bytes)
 
     async def aclose(self, ends_at: float) -> Left:
         self._start.stop()
@@ -113,9 +118,11 @@ class SegmentsLayout:
         await self._background.ended()
 
     async def _are_known(self, keys: Sequence[OffloadKey]) -> None:
+        if not all(key in self._catalog for key in keys) and not self._start.recalled.is_set():
+            await until(self._start.recalled.wait(), self._begun + RECALL_PATIENCE_S - time.monotonic())
         if not all(key in self._catalog for key in keys):
             await self._is_scanned()
 
     async def _is_scanned(self) -> None:
         if not self._start.done.is_set():
-            await until(self._start.done.wait(), self._patient_until - time.monotonic())
+            await until(self._start.done.wait(), self._begun + SCAN_PATIENCE_S - time.monotonic())

@@ -81,6 +81,9 @@ class SlotLoading:
 
     def _judge(self, key: OffloadKey, slot: int, fault: Fault) -> Outcome:
         """Say what it means that a chunk's slot does not have it, and have a corrupt one go."""
+        if self._catalog.is_candidate(slot):
+            self._catalog.lost(key)
+            return ChunkMissing(f"{key.hex()}: not there any more")
         if self._catalog.is_foreign(slot):
             self._catalog.lost(key)  # Its writer has put another there.
             return ChunkMissing(f"{key.hex()}: replaced by another process")

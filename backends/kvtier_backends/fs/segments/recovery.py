@@ -2,24 +2,24 @@
 
 import logging
 import os
-from array import array
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import chain, groupby
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvtier.backend import INVENTORY_BATCH_KEYS, read_folder
 from kvtier.remedies import Remedy
-from kvtier_backends.fs.disk.below import believable_ns, list_folder
+from kvtier_backends.fs.disk.below import AHEAD_NS, believable_ns, list_folder
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Fault, Footer, read_footer
-from kvtier_backends.fs.disk.temporaries import Sweep
+from kvtier_backends.fs.disk.remains import is_absent
 from kvtier_backends.fs.layout import OpenTier
 from kvtier_backends.fs.options import SegmentsOptions
-from kvtier_backends.fs.segments.checkpoint import Memory, Remembered, SlotCheckpoint
+from kvtier_backends.fs.segments.checkpoint import Chunks, Remembered, SlotCheckpoint
 from kvtier_backends.fs.segments.folder import SegmentFolder, Unusable
 from kvtier_backends.fs.segments.segment import Segment
-from kvtier_backends.fs.segments.slots import Held
+from kvtier_backends.fs.segments.slots import Held, Recalled
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,8 @@ SEQUENCE_MAX = (1 << 63) - 1  # The year 2262, in ns. Greater ones are nobody's,
 class Around(NamedTuple):
     """The tier's files and folders besides segments."""
 
-    taken_bytes: int
+    taken_bytes: int  # Unfinished files, and segments that are not open.
+    measured: bool  # False: it could not be seen how much that is.
     others: int  # Folders of other namespaces, or of this one laid out otherwise.
     swept: int
 
@@ -40,6 +41,7 @@ class Seen(NamedTuple):
     """Some slots, and what is known of them."""
 
     held: Sequence[Held] = ()
+    looked: tuple[int, int] = (0, 0)  # The first slot whose footer was read, and how many.
     foreign: bool = False  # Of another process: the chunks are read, and nothing else.
     free: Sequence[tuple[int, int]] = ()  # Runs: the first slot, and how many.
     torn: Sequence[tuple[int, Fault]] = ()
@@ -57,11 +59,11 @@ class Recovery:
         self._now_ns = tier.clock_ns()
         self.opened: list[Segment] = []
         self.unusable: list[Unusable] = []
-        self.unopened_bytes = 0
-        """What segments take that could not be opened."""
         self.failed = 0
         """Segments that could not be opened, and folders that could not be listed."""
         self.stopped = False
+        self._untouched: list[Segment] = []  # As the checkpoint says.
+        self._taken = np.zeros(0, np.uint8)  # By slot: 1 if the checkpoint names a chunk there.
         self._folder = tier.root
         self._mapper = tier.context.mapper
         self._segment_folder = segment_folder
@@ -78,12 +80,11 @@ class Recovery:
         for name in names:
             try:
                 found = self._segment_folder.open(name)
-            except FileNotFoundError:
-                continue
             except OSError as error:
-                self.failed += 1
                 with suppress(OSError):
-                    self.unopened_bytes += self._folder.taken_bytes(name)
+                    if isinstance(error, FileNotFoundError) and is_absent(self._folder.root_fd, name):
+                        continue
+                self.failed += 1
                 logger.warning("%s: cannot be opened: %s; see %s", name, error.strerror, Remedy.UNREADABLE)
                 continue
             if isinstance(found, Segment):
@@ -102,13 +103,15 @@ class Recovery:
 
     def look_around(self) -> Around:
         """Measure and sweep what is besides segments, as far as it can be."""
-        sweep = Sweep(self._folder.root_fd, self._folder.writer, self._now_ns / 1e9)
-        taken, names = self.unopened_bytes, list[str]()
+        sweep = self._folder.sweep(self._now_ns / 1e9)
+        taken, measured, names = 0, False, list[str]()
         try:
             for folder in (self._folder.chunks, self._mapper.folder):
                 for name in list_folder(self._folder.root_fd, folder):
                     sweep(folder, name)
-            taken += self._folder.beside_bytes() + self._folder.unfinished_bytes()
+            self._folder.beside.look()
+            taken = self._folder.unfinished_bytes() + self._segment_folder.unopened_bytes()
+            measured = True
             names = list_folder(self._folder.root_fd, ".")
         except OSError as error:
             self.failed += 1
@@ -119,92 +122,89 @@ class Recovery:
                 Remedy.UNREADABLE,
             )
         others = sum(name != self._folder.chunks and read_folder(name) is not None for name in names)
-        return Around(taken, others, sweep.removed)
+        return Around(taken, measured, others, sweep.removed)
 
-    def recovered(self, *, recall: bool) -> Iterator[Seen]:
-        """Yield the chunks of the opened segments, which have their first slots. `recall`: read the checkpoint."""
-        memory = self._checkpoint.read() if recall else Memory(same_boot=False, segments=[], chunks=iter(()))
-        yield from recovered(self.opened, memory, self._folder.root_fd, self._now_ns, lambda: self.stopped)
-
-
-def recovered(
-    opened: Sequence[Segment], memory: Memory, root_fd: int, now_ns: int, stopped: Callable[[], bool]
-) -> Iterator[Seen]:
-    """Yield the chunks of segments: first believed ones of the checkpoint, then those in other segments' footers."""
-    segments = {segment.name: segment for segment in opened}
-    remembered = sorted(
-        (each for each in memory.segments if _is_there(segments, each)), key=lambda each: each.first_slot
-    )
-    untouched = [each for each in remembered if memory.same_boot and _is_untouched(segments[each.name], each)]
-    held_places = {each.name: bytearray(each.slots) for each in untouched}
-    last_uses = {each.name: LastUses(each.slots) for each in remembered if each.name not in held_places}
-    recalled = _recalled(memory.chunks, segments, remembered, held_places, last_uses, now_ns)
-    free = (Seen(free=_runs(segments[name].first_slot, places)) for name, places in held_places.items())
-    others = (segment for segment in opened if segment.name not in held_places)
-    footers = (_footers_of(segment, last_uses.pop(segment.name, None), root_fd, now_ns) for segment in others)
-    for seen in chain(recalled, free, chain.from_iterable(footers)):
-        if stopped():
+    def recalled(self) -> Iterator[Recalled]:
+        """Yield the chunks of the last checkpoint that lie in opened segments, which have their first slots."""
+        memory = self._checkpoint.read()
+        if memory is None:
             return
-        yield seen
+        segments = {segment.name: segment for segment in self.opened}
+        there = [each for each in memory.segments if _is_there(segments, each)]
+        there.sort(key=lambda each: each.first_slot)
+        if not there:
+            return
+        if memory.same_boot:
+            self._untouched = [segments[each.name] for each in there if _is_untouched(segments[each.name], each)]
+        self._taken = np.zeros(max(segment.first_slot + segment.header.slots for segment in self.opened), np.uint8)
+        places = _Places(there, [segments[each.name] for each in there], set(self._untouched))
+        for batch in places.recalled(memory.chunks, self._now_ns):
+            if self.stopped:
+                return
+            self._taken[batch.slots] = 1
+            yield batch
+
+    def recovered(self) -> Iterator[Seen]:
+        """Yield the free slots of segments that nobody has written to since, then what other segments' footers say."""
+        for segment in self._untouched:
+            if self.stopped:
+                return  # The chunks may not all have been recalled: what looks free may not be.
+            first = segment.first_slot
+            yield Seen(free=_runs(first, self._taken[first : first + segment.header.slots]))
+        for segment in self.opened:
+            if segment not in self._untouched:
+                for seen in _footers_of(segment, self._folder.root_fd, self._now_ns):
+                    if self.stopped:
+                        return
+                    yield seen
 
 
-def _recalled(
-    chunks: Iterator[list[Held]],
-    segments: dict[str, Segment],
-    remembered: Sequence[Remembered],
-    held_places: dict[str, bytearray],
-    last_uses: dict[str, "LastUses"],
-    now_ns: int,
-) -> Iterator[Seen]:
-    """Yield the chunks that are there because the checkpoint says so, and note the places; of others, the last use."""
-    first_slots = [each.first_slot for each in remembered]
-    for batch in chunks:
-        held: list[Held] = []
-        for chunk in batch:
-            index = bisect_right(first_slots, chunk.slot) - 1
-            if index < 0 or (place := chunk.slot - first_slots[index]) >= remembered[index].slots:
-                continue  # Its segment has gone.
-            name, used_at_ns = remembered[index].name, believable_ns(chunk.used_at_ns, now_ns)
-            if (places := held_places.get(name)) is not None:
-                places[place] = 1
-                held.append(chunk._replace(slot=segments[name].first_slot + place, used_at_ns=used_at_ns))
-            else:
-                last_uses[name].note(place, chunk.sequence, used_at_ns)
-        yield Seen(held)
+class _Places:
+    """The slots of a checkpoint's segments, where they are today."""
 
+    def __init__(self, there: Sequence[Remembered], segments: Sequence[Segment], untouched: set[Segment]) -> None:
+        """`there`: in the order of their first slots, `segments` in the same."""
+        self._firsts = np.array([each.first_slot for each in there], np.uint64)
+        self._counts = np.array([each.slots for each in there], np.uint64)
+        self._firsts_now = np.array([segment.first_slot for segment in segments], np.int64)
+        self._candidates = np.array([segment not in untouched for segment in segments], np.uint8)
 
-class LastUses:
-    """The last uses of a segment's chunks, by their places, as far as a checkpoint says."""
-
-    def __init__(self, slots: int) -> None:
-        self._sequences = array("Q", bytes(8 * slots))
-        self._used_at_ns = array("q", bytes(8 * slots))
-
-    def note(self, place: int, sequence: int, used_at_ns: int) -> None:
-        self._sequences[place] = sequence
-        self._used_at_ns[place] = used_at_ns
-
-    def of(self, place: int, sequence: int) -> int:
-        """Return when the chunk with this sequence number was last used; if that is unknown, when it was stored."""
-        return self._used_at_ns[place] if self._sequences[place] == sequence else sequence
+    def recalled(self, chunks: Chunks, now_ns: int) -> Iterator[Recalled]:
+        """Yield the chunks that have a place, in batches."""
+        for start in range(0, len(chunks.slots), INVENTORY_BATCH_KEYS):
+            slots = chunks.slots[start : start + INVENTORY_BATCH_KEYS]
+            index = np.searchsorted(self._firsts, slots, side="right").astype(np.intp) - 1
+            places = slots - self._firsts[index]
+            sequences = chunks.sequences[start : start + INVENTORY_BATCH_KEYS]
+            good = np.flatnonzero((index >= 0) & (places < self._counts[index]) & (sequences <= SEQUENCE_MAX))
+            index, places = index[good], places[good].astype(np.int64)
+            used_at_ns = chunks.used_at_ns[start + good]
+            used_at_ns[used_at_ns > now_ns + AHEAD_NS] = now_ns
+            if len(good):
+                yield Recalled(
+                    chunks.keys(start + good),
+                    self._firsts_now[index] + places,
+                    sequences[good],
+                    used_at_ns.astype(np.int64),
+                    self._candidates[index],
+                )
 
 
 def _is_there(segments: dict[str, Segment], remembered: Remembered) -> bool:
     segment = segments.get(remembered.name)
-    return segment is not None and segment.header.slots == remembered.slots
+    return segment is not None and segment.own and segment.header.slots == remembered.slots
 
 
 def _is_untouched(segment: Segment, remembered: Remembered) -> bool:
-    trusted = segment.own and remembered.written_at_ns > 0
-    return trusted and os.fstat(segment.fd).st_mtime_ns == remembered.written_at_ns
+    return remembered.written_at_ns > 0 and os.fstat(segment.fd).st_mtime_ns == remembered.written_at_ns
 
 
-def _footers_of(segment: Segment, last_uses: LastUses | None, root_fd: int, now_ns: int) -> Iterator[Seen]:
-    """Yield a segment's footers, in batches."""
-    last_uses = last_uses or LastUses(segment.header.slots)
+def _footers_of(segment: Segment, root_fd: int, now_ns: int) -> Iterator[Seen]:
+    """Yield a segment's footers, in batches; a chunk counts as used when it was stored."""
     for start in range(0, segment.header.slots, INVENTORY_BATCH_KEYS):
         count = min(INVENTORY_BATCH_KEYS, segment.header.slots - start)
-        taken, held, torn, distrusted = bytearray(count), list[Held](), list[tuple[int, Fault]](), ""
+        taken, held, torn = np.zeros(count, np.uint8), list[Held](), list[tuple[int, Fault]]()
+        distrusted = ""
         try:
             for index, page in enumerate(segment.footers(root_fd, start, count)):
                 if bytes(page) == ZEROS:
@@ -216,14 +216,15 @@ def _footers_of(segment: Segment, last_uses: LastUses | None, root_fd: int, now_
                 elif isinstance(footer, Fault):
                     torn.append((slot, footer))
                 else:
-                    used_at_ns = believable_ns(last_uses.of(start + index, footer.sequence), now_ns)
-                    held.append(Held(footer.key, slot, footer.sequence, used_at_ns))
+                    held.append(Held(footer.key, slot, footer.sequence, believable_ns(footer.sequence, now_ns)))
         except OSError as error:
             logger.warning("%s: cannot be looked through: %s; see %s", segment.name, error.strerror, Remedy.UNREADABLE)
-            yield Seen(distrusted=segment.name, failed=True)
+            unread = segment.first_slot + start, segment.header.slots - start
+            yield Seen(looked=unread, distrusted=segment.name, failed=True)
             return
         if segment.own:
-            yield Seen(held, False, _runs(segment.first_slot + start, taken), torn, distrusted)
+            first = segment.first_slot + start
+            yield Seen(held, (first, count), free=_runs(first, taken), torn=torn, distrusted=distrusted)
         else:
             yield Seen(held, foreign=True)
 
@@ -238,11 +239,8 @@ def _footer_in(page: memoryview, segment: Segment) -> Footer | Fault:
     return Fault.FOOTER if footer.sequence > SEQUENCE_MAX else footer
 
 
-def _runs(first_slot: int, taken: bytearray) -> list[tuple[int, int]]:
+def _runs(first_slot: int, taken: NDArray[np.uint8]) -> list[tuple[int, int]]:
     """Return the runs of places that nothing is in."""
-    runs: list[tuple[int, int]] = []
-    for is_taken, places in groupby(range(len(taken)), taken.__getitem__):
-        if not is_taken:
-            run = list(places)
-            runs.append((first_slot + run[0], len(run)))
-    return runs
+    edges = np.flatnonzero(np.diff(taken, prepend=np.uint8(1), append=np.uint8(1)))
+    starts, ends = edges[::2], edges[1::2]
+    return list(zip((first_slot + starts).tolist(), (ends - starts).tolist(), strict=True))

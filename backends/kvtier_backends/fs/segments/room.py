@@ -5,27 +5,23 @@ system is taken a segment at a time, and given back only when there is too much.
 """
 
 import asyncio
-import logging
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 
 from kvtier.backend import OffloadKey, in_thread
 from kvtier.memory import file_bytes_max
-from kvtier.remedies import Remedy
 from kvtier_backends.fs.disk.footer import FULL
-from kvtier_backends.fs.layout import OpenTier
+from kvtier_backends.fs.layout import OpenTier, Settling
 from kvtier_backends.fs.options import SegmentsOptions
 from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.checkpoint import RECORD_BYTES_MAX
 from kvtier_backends.fs.segments.folder import SegmentFolder, Unusable
-from kvtier_backends.fs.segments.segment import HEADER_BYTES, Segment
+from kvtier_backends.fs.segments.segment import HEADER_BYTES, SEGMENT_BYTES_MOST, Segment
 from kvtier_backends.fs.segments.wiping import Wiping
 
-logger = logging.getLogger(__name__)
-
-SEGMENT_BYTES_LEAST = 16 << 20  # The first one's; each makes the tier twice as large,
-SEGMENT_BYTES_MOST = 8 << 30  # up to this: 10 TiB are then some 1,300 open files.
+SEGMENT_BYTES_LEAST = 16 << 20  # The first one's; each makes the tier twice as large, up to `SEGMENT_BYTES_MOST`.
 SYNCED_BYTES_MOST = 64 << 20  # With fsync they are written all over first, for which stores wait.
 FULL_PAUSE_S = 10.0  # A full disk is asked again after so long.
 TICK_S = 10.0
@@ -47,6 +43,7 @@ class Room:
         self._growth = Growth(tier, catalog, folder, self._leftovers)
         self._capacity = tier.capacity
         self._counters = tier.counters
+        self._settling = Settling(tier)
         self._ttl_s = ttl_s = tier.options.ttl_s
         self._tick_s = TICK_S if ttl_s is None else min(TICK_S, max(ttl_s / 16, 0.01))
 
@@ -54,6 +51,11 @@ class Room:
     def error(self) -> OSError | None:
         """Why there are no more slots, if that is not for want of room."""
         return self._growth.error
+
+    @property
+    def disk_is_full(self) -> bool:
+        """Whether the disk has lately had no room for more."""
+        return self._growth.disk_is_full
 
     def begin(self, unusable: Iterable[Unusable]) -> None:
         """Make segments from now on: all that were there are known, and what lies among them and holds nothing."""
@@ -88,9 +90,10 @@ class Room:
     async def run(self) -> None:
         """Give back what is too much, and let go what was not used for long, until cancelled."""
         while True:
+            await self._settling()
             await self.shrink()
             self._expire()
-            await asyncio.sleep(self._tick_s)
+            await asyncio.sleep(min(self._tick_s, self._settling.left_s()))
 
     async def shrink(self) -> None:
         """Remove segments as long as they take more than they may."""
@@ -129,13 +132,11 @@ class Room:
         return False
 
     def _remove_file(self, segment: Segment) -> None:
-        """Remove a segment that nobody uses. Blocks, in a lane; only one at a time."""
-        try:
-            self._folder.remove(segment)
-        except OSError as error:
-            logger.warning("%s: cannot be removed: %s; see %s", segment.name, error.strerror, Remedy.IRREMOVABLE)
-            self._counters.count("evictions_failed")
-            self._capacity.other_bytes += segment.allocated_bytes
+        """Remove a segment that nobody uses, now or later. Blocks, in a lane; only one at a time."""
+        remove = partial(self._folder.remove, segment)
+        remains = self._tier.root.remains
+        remains.remove(segment.name, segment.allocated_bytes, remove)
+        self._counters.count("evictions_failed", remains.take_failed())
 
 
 class Leftovers:
@@ -156,15 +157,18 @@ class Leftovers:
 
     async def remove(self) -> bool:
         """Remove one of them; False if none can be removed."""
+        remains = self._tier.root.remains
+        if remains.used_bytes and await in_thread(self._tier.lanes.store, remains.again):
+            return True
         return await self._remove_unusable() or await self._remove_quarantined()
 
     async def _remove_unusable(self) -> bool:
-        while self._unusable:
-            unusable = self._unusable.pop()
+        for unusable in list(self._unusable):
             removed = False
             with suppress(OSError):  # Then it takes its room still.
                 removed = await in_thread(self._tier.lanes.store, self._folder.remove_unusable, unusable)
             if removed:
+                self._unusable.remove(unusable)
                 self._tier.capacity.other_bytes -= unusable.allocated_bytes
                 return True
         return False

@@ -7,6 +7,7 @@ u32, zero u32, row length u64, slots u64, namespace fingerprint 32, zeros up to 
 it. Slots follow, each a row and its footer.
 """
 
+import ctypes
 import errno
 import mmap
 import os
@@ -26,7 +27,13 @@ HEADER_BYTES = PAGE_BYTES
 MAGIC = b"\x89kvtseg\n"
 VERSION = 1
 WIPED = memoryview(mmap.mmap(-1, FOOTER_BYTES))  # Aligned zeros, which nobody changes.
+SEGMENT_BYTES_MOST = 8 << 30  # All slots; 10 TiB are then some 1,300 open files.
 AHEAD_SLOTS = 256  # Footers that are asked for before the first of them is read.
+
+_PUNCH_HOLE = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
+
+_fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+_fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 
 _HEAD = struct.Struct("<8sIIQQ32s")
 _CHECKSUM = struct.Struct("<Q")
@@ -63,14 +70,19 @@ class Header(NamedTuple):
 
 
 def read_header(page: bytes) -> Header | None:
-    """Read a segment's first page; None if it is damaged, of another version, or no first page."""
+    """Read a segment's first page; None if it is damaged, of another version, or no first page.
+
+    One that speaks of more than a segment can hold is damaged, too: its checksum keeps no secret.
+    """
     if len(page) != HEADER_BYTES:
         return None
     magic, version, _, row_bytes, slots, fingerprint = _HEAD.unpack_from(page)
     (checksum,) = _CHECKSUM.unpack_from(page, _CHECKSUM_AT)
     if (magic, version) != (MAGIC, VERSION) or checksum != xxh3_64_intdigest(page[:_CHECKSUM_AT]):
         return None
-    return Header(row_bytes, slots, fingerprint)
+    header = Header(row_bytes, slots, fingerprint)
+    whole = slots and row_bytes and not row_bytes % PAGE_BYTES
+    return header if whole and header.file_bytes <= HEADER_BYTES + SEGMENT_BYTES_MOST else None
 
 
 def is_later(page: bytes) -> bool:
@@ -130,6 +142,16 @@ class Segment:
                 unlock_file(self.fd)  # A fork that has the descriptor, too, would keep the lock.
             with suppress(OSError):
                 os.close(self.fd)
+
+
+def punch_hole(fd: int, offset: int, size_bytes: int) -> None:
+    """Give the room of these bytes back to the file system; they are zeros then. Raises OSError where it has no holes.
+
+    A chunk that is written there later needs room on the disk again, which may be full by then.
+    """
+    if _fallocate(fd, _PUNCH_HOLE, offset, size_bytes):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 def sync(segments: Iterable[Segment]) -> None:

@@ -11,6 +11,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvtier.backend import OffloadKey
 
@@ -24,6 +25,20 @@ class Held(NamedTuple):
     slot: int
     sequence: int
     used_at_ns: int
+
+
+class Recalled(NamedTuple):
+    """Chunks that a checkpoint names, in today's slots."""
+
+    keys: list[OffloadKey]
+    slots: NDArray[np.int64]
+    sequences: NDArray[np.uint64]
+    used_at_ns: NDArray[np.int64]
+    candidates: NDArray[np.uint8]
+    """By chunk: 1 if its footer is still to be read; 0 if nobody has written to its segment since."""
+
+    def held(self, index: int) -> Held:
+        return Held(self.keys[index], *(int(column[index]) for column in self[1:4]))
 
 
 class Snapshot(NamedTuple):
@@ -53,6 +68,7 @@ class Slots:
         self.foreign: set[int] = set()
         """Slots of another process: read, and nothing else."""
         self._idle: bytearray | None = bytearray()  # By slot: held from before, not used since; None after the scan.
+        self._candidates = bytearray()  # By slot: held if the checkpoint is right; empty after the scan.
 
     def add(self, count: int) -> int:
         """Take in so many; return the first one's number."""
@@ -62,6 +78,7 @@ class Slots:
         self.used_at_ns.extend([0] * count)
         if self._idle is not None:
             self._idle.extend(bytes(count))
+            self._candidates.extend(bytes(count))
         return first
 
     def hold(self, chunk: Held) -> None:
@@ -78,13 +95,45 @@ class Slots:
         self.hold(chunk)
         self._idle[chunk.slot] = 1
 
+    def recall(self, chunks: Recalled) -> tuple[list[OffloadKey], list[int]]:
+        """Hold a checkpoint's chunks, idle; return their keys, and the indices of chunks whose key is held already."""
+        assert self._idle is not None
+        of, held = self.of, self.keys
+        others: list[int] = []
+        for index, (key, slot) in enumerate(zip(chunks.keys, chunks.slots.tolist(), strict=True)):
+            if key in of or held[slot] is not None:
+                others.append(index)
+            else:
+                of[key] = slot
+                held[slot] = key
+        taken = np.delete(np.arange(len(chunks.keys)), others)
+        slots = chunks.slots[taken]
+        np.frombuffer(self.sequences, np.uint64)[slots] = chunks.sequences[taken]
+        np.frombuffer(self.used_at_ns, np.int64)[slots] = np.maximum(chunks.used_at_ns[taken], 1)
+        np.frombuffer(self._idle, np.uint8)[slots] = 1
+        np.frombuffer(self._candidates, np.uint8)[slots] = chunks.candidates[taken]
+        return ([chunks.keys[index] for index in taken] if others else chunks.keys), others
+
+    def is_candidate(self, slot: int) -> bool:
+        """Return True if the checkpoint alone says what a slot holds."""
+        return bool(self._candidates) and self._candidates[slot] != 0
+
+    def end_candidates(self, first: int, count: int) -> dict[int, OffloadKey]:
+        """Return the candidates in a range of slots, whose footers are known now. None of them is one any more."""
+        if not count:
+            return {}
+        flags = np.frombuffer(self._candidates, np.uint8)[first : first + count]
+        slots = (np.flatnonzero(flags) + first).tolist()
+        flags[:] = 0
+        return {slot: key for slot in slots if (key := self.keys[slot]) is not None}
+
     def leave(self, slot: int) -> None:
         """Note that a slot holds nothing any more; its key has another one by now."""
         self.keys[slot] = None
         self.used_at_ns[slot] = 0
         self.foreign.discard(slot)
         if self._idle is not None:
-            self._idle[slot] = 0
+            self._idle[slot] = self._candidates[slot] = 0
 
     def forget(self, key: OffloadKey) -> int:
         """Note that nothing is held of this key any more; return where it was."""
@@ -109,6 +158,7 @@ class Slots:
         assert self._idle is not None
         slots = np.flatnonzero(np.frombuffer(bytes(self._idle), dtype=np.uint8))
         self._idle = None
+        self._candidates = bytearray()
         newest_first = np.argsort(np.array(self.used_at_ns, dtype=np.int64)[slots], kind="stable")[::-1]
         return memoryview(slots[newest_first].tobytes()).cast("q")  # Read one by one: a list is as large as the rest.
 

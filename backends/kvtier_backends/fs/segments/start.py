@@ -1,6 +1,7 @@
 """The start-up scan of segments, and their checkpoints: the part on the loop's thread, which notes what was read.
 
-Until a slot has been read, no key has it. Blocking work runs in a lane of its own: see `recovery`.
+The chunks of the last checkpoint are known first, and the footers correct them. Blocking work runs in a lane of its
+own: see `recovery`.
 """
 
 import asyncio
@@ -12,10 +13,12 @@ from kvtier_backends.fs.options import SegmentsOptions
 from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.checkpoint import SETTLED_NS, SlotCheckpoint, remembered, trusted
 from kvtier_backends.fs.segments.folder import SegmentFolder
-from kvtier_backends.fs.segments.recovery import Recovery, Seen
+from kvtier_backends.fs.segments.recovery import Around, Recovery, Seen
 from kvtier_backends.fs.segments.room import Room
 from kvtier_backends.fs.segments.segment import Segment
 from kvtier_backends.fs.segments.slots import Snapshot
+
+AGAIN_S = 5.0  # After so long, what could not be seen at the start is looked at again.
 
 
 class StartScan:
@@ -25,8 +28,9 @@ class StartScan:
         """Scan in the lane for that."""
         self.done = asyncio.Event()
         """Set once everything that was there at the start is known."""
+        self.recalled = asyncio.Event()
+        """Set once everything that the last checkpoint names is known."""
         self._checkpoint = SlotCheckpoint(tier.root, tier.context.mapper, tier.counters, tier.context.row_bytes)
-        tier.capacity.count(self._checkpoint)
         self._recovery = Recovery(tier, folder, self._checkpoint)
         self._catalog = catalog
         self._segments = catalog.segments
@@ -45,6 +49,7 @@ class StartScan:
     def stop(self) -> None:
         """Have the scan end soon."""
         self._recovery.stopped = True
+        self.recalled.set()
 
     async def run(self) -> None:
         """Find out what is there, once."""
@@ -54,10 +59,13 @@ class StartScan:
         self._failed += recovery.failed
         for segment in recovery.opened:
             self._segments.add(segment, catalog.add(segment.header.slots))
-        self._capacity.other_bytes += around.taken_bytes + sum(each.allocated_bytes for each in recovery.unusable)
-        self._capacity.unseen_bytes = 0
+        self._count(around)
         self._room.begin(recovery.unusable)
-        found = recovery.recovered(recall=self._checkpoint_s > 0)
+        recalled = recovery.recalled() if self._checkpoint_s else iter(())
+        while (chunks := await self._lane.run(next, recalled, None)) is not None:
+            catalog.recall(chunks)
+        self.recalled.set()
+        found = recovery.recovered()
         while (seen := await self._lane.run(next, found, None)) is not None:
             self._note(seen)
         counters.count("scan_skipped", len(recovery.unusable))
@@ -68,6 +76,14 @@ class StartScan:
         await self._room.shrink()
         self._schedule.ready = True
         self.done.set()
+        while self._capacity.unseen_bytes:
+            await asyncio.sleep(AGAIN_S)
+            self._count(await self._lane.run(recovery.look_around))
+
+    def _count(self, around: Around) -> None:
+        """Count what lies around the open segments. As long as that is unknown, it is all that is on the disk."""
+        if around.measured:
+            self._capacity.other_bytes, self._capacity.unseen_bytes = around.taken_bytes, 0
 
     async def run_checkpoints(self) -> None:
         """Write down what is known every so often."""
@@ -99,8 +115,11 @@ class StartScan:
         return self._checkpoint.bytes_worst(len(self._catalog), len(self._segments.all))
 
     def _note(self, seen: Seen) -> None:
-        for chunk in seen.held:
-            self._catalog.found(chunk, foreign=seen.foreign)
+        if seen.foreign:
+            for chunk in seen.held:
+                self._catalog.found(chunk, foreign=True)
+        else:
+            self._catalog.looked(*seen.looked, seen.held)
         for first, count in seen.free:
             self._catalog.free.add(first, count)
         for slot, fault in seen.torn:

@@ -65,12 +65,13 @@ class SlotStoring:
                 raise
             self._catalog.give_back(slots[len(allowed) :])
             outcomes, gone = await self._write(allowed, slots[: len(allowed)])
-        outcomes += self._tier.refused(fitting[len(allowed) :], "write_budget", "the day's write budget is used up")
+        outcomes += self._tier.refused(fitting[len(allowed) :], "write_budget")
         without = writes[len(fitting) :]
         if (error := self._room.error) is not None and without:
             outcomes += [failure(write.key, error) for write in without]
             return outcomes, gone + len(without) * (error.errno in GONE)
-        outcomes += self._tier.refused(without, "capacity", "no room, and nothing that may go for it")
+        others = not all(segment.own for segment in self._catalog.segments.all)
+        outcomes += self._tier.refused(without, self._tier.scarce(others=others, disk=self._room.disk_is_full))
         return outcomes, gone
 
     async def _write(self, writes: Sequence[Write], slots: Sequence[int]) -> tuple[list[Outcome], int]:

@@ -1,16 +1,18 @@
 """Options inside vLLM, of both doors, and the engine's configuration that follows from them.
 
 The first door is kvtier in the place of vLLM's manager: its options are vLLM's `kv_connector_extra_config`. The second
-is one kvtier tier behind vLLM's own manager: its options are an element of vLLM's `secondary_tiers`.
+is one kvtier tier behind vLLM's own manager: its options are an element of vLLM's `secondary_tiers`. No module of
+vLLM's is imported here, so `kvtier config check` reads them on any machine.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
 
 from kvtier.backend import Durability, Namespace, backend_class
 from kvtier.config import (
+    PLACES,
     ActionChunks,
     EngineConfig,
     EngineLimits,
@@ -21,11 +23,11 @@ from kvtier.config import (
     TierConfig,
     TierLimits,
     TokensPerSecond,
+    placed,
     settled,
     tier_options,
 )
 from kvtier.errors import ConfigError
-from kvtier.integrations.vllm.rows import RowPlan
 from kvtier.policies import require_policy
 from kvtier.settings import (
     Checked,
@@ -38,10 +40,19 @@ from kvtier.settings import (
     decode,
     struct_fields,
 )
+from kvtier.settings.words import is_list, is_table, shown
+
+if TYPE_CHECKING:  # It imports vLLM, without which options can be checked.
+    from kvtier.integrations.vllm.rows import RowPlan
 
 Text = Annotated[str, msgspec.Meta(min_length=1)]
 
 WHERE = "kv_connector_extra_config"
+PACKAGE = "kvtier.integrations.vllm"
+SECOND = "KVTierSecondaryTier"
+ANYWHERE = dict.fromkeys(PLACES, "0")
+"""Stands for the places of an engine where only its options are checked."""
+
 _FIRST_DOOR = '"spec_name": "KVTierOffloadingSpec" puts kvtier in its place, which can do that'
 _WEIGHING = ("prefill_tokens_per_s", "late_margin")  # Options of the first door alone.
 
@@ -110,14 +121,61 @@ def read_options(extra_config: Mapping[str, Any]) -> VllmOptions:
     return decode(VllmOptions, dict(extra_config), WHERE)
 
 
-def engine_config(options: VllmOptions, plan: RowPlan, namespace: Namespace, *, events: bool) -> EngineConfig:
+def is_line(given: object) -> bool:
+    """Return True for the value of vLLM's `--kv-transfer-config`, False for a configuration of kvtier's own."""
+    return is_table(given) and not {"kv_connector", WHERE}.isdisjoint(given)
+
+
+def read_line(given: Any) -> "VllmOptions | tuple[SecondaryOptions, ...]":
+    """Check the value of vLLM's `--kv-transfer-config`; return the options of its door. Raises `ConfigError`."""
+    for name in sorted(given.keys() & struct_fields(VllmOptions).keys()):
+        raise ConfigError(f"{name}: no such field; did you mean '{WHERE}.{name}'?")
+    extra: Any = given.get(WHERE)
+    if not is_table(extra):
+        raise ConfigError(f"{WHERE}: missing, a table of fields required")
+    if extra.get("spec_name") == "KVTierOffloadingSpec":
+        if given.get("kv_connector") == "KVTierConnector":
+            _require_module(given, "kv_connector_module_path", "")
+        _require_module(extra, "spec_module_path", f"{WHERE}.")
+        return _checked_options(read_options(extra))
+    tiers: Any = extra.get("secondary_tiers")
+    ours = [one for one in tiers if is_table(one) and one.get("type") == SECOND] if is_list(tiers) else []
+    if not ours:
+        raise ConfigError(f"{WHERE}.spec_name: nothing of kvtier's given, 'KVTierOffloadingSpec' accepted")
+    for tier in ours:
+        _require_module(tier, "module_path", "secondary_tiers[].")
+    return tuple(_second(tier) for tier in ours)
+
+
+def _require_module(given: Mapping[str, Any], name: str, where: str) -> None:
+    if given.get(name) != PACKAGE:
+        raise ConfigError(f"{where}{name}: {shown(given.get(name))} given, {PACKAGE!r} accepted")
+
+
+def _checked_options(options: VllmOptions) -> VllmOptions:
+    """Check tiers as an engine does; how long its rows are, vLLM alone knows."""
+    engine = {name: getattr(options, name) for name in ("cpu_bytes_to_use", "runner", "limits")}
+    tiers = tuple(placed(tier, ANYWHERE) for tier in options.secondary_tiers)
+    EngineConfig.from_dict({**engine, "secondary_tiers": tiers, "chunk_bytes": 1}, WHERE)
+    return options
+
+
+def _second(tier: Mapping[str, Any]) -> "SecondaryOptions":
+    options = read_secondary_options({name: tier[name] for name in tier.keys() - {"type", "module_path"}})
+    tier_options(placed(TierConfig(type=options.backend, options=options.options), ANYWHERE), "secondary_tiers[]")
+    return options
+
+
+def engine_config(
+    options: VllmOptions, plan: "RowPlan", namespace: Namespace, places: Mapping[str, str], *, events: bool
+) -> EngineConfig:
     """Return the configuration of the engine that these options describe."""
     given: dict[str, Any] = {
         "cpu_bytes_to_use": options.cpu_bytes_to_use,
         "chunk_bytes": plan.chunk_bytes,
         "eviction_policy": options.eviction_policy,
         "secondary_tiers": tuple(
-            _with_medium(tier, f"{WHERE}.secondary_tiers[{index}]")
+            _with_medium(tier, places, f"{WHERE}.secondary_tiers[{index}]")
             for index, tier in enumerate(options.secondary_tiers)
         ),
         "runner": options.runner,
@@ -198,7 +256,9 @@ def read_secondary_options(given: Mapping[str, Any]) -> SecondaryOptions:
     return decode(SecondaryOptions, dict(given), "secondary_tiers[]")
 
 
-def secondary_config(options: SecondaryOptions, namespace: Namespace, *, rows: int, row_bytes: int) -> EngineConfig:
+def secondary_config(
+    options: SecondaryOptions, namespace: Namespace, places: Mapping[str, str], *, rows: int, row_bytes: int
+) -> EngineConfig:
     """Return the configuration of a runner with one tier, over rows that are vLLM's; its paths are absolute."""
     tier = TierConfig(
         type=options.backend,
@@ -212,7 +272,7 @@ def secondary_config(options: SecondaryOptions, namespace: Namespace, *, rows: i
     config = EngineConfig(
         cpu_bytes_to_use=rows * row_bytes,
         chunk_bytes=row_bytes,
-        secondary_tiers=(_with_medium(tier, "secondary_tiers[]"),),
+        secondary_tiers=(_with_medium(tier, places, "secondary_tiers[]"),),
         runner=options.runner,
         namespace=namespace,
         chunk_tokens=_chunk_tokens(namespace),
@@ -227,8 +287,12 @@ def _of(kind: type[TierLimits | EngineLimits], limits: SecondaryLimits) -> dict[
     return {name: getattr(limits, name) for name in names}
 
 
-def _with_medium(tier: TierConfig, where: str) -> TierConfig:
-    """Check a tier's own options, and name its medium: vLLM's requests may choose by it, and its events carry it."""
+def _with_medium(tier: TierConfig, places: Mapping[str, str], where: str) -> TierConfig:
+    """Check a tier's own options, with its paths filled in, and name its medium.
+
+    vLLM's requests may choose by it, and its events carry it.
+    """
+    tier = placed(tier, places)
     tier_options(tier, where)
     if tier.medium is not None:
         return tier

@@ -1,0 +1,120 @@
+"""`kvtier config check`: the effective configuration, and what this machine will not bear out of it."""
+
+import re
+import sys
+import tomllib
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from kvtier.backend import Options
+from kvtier.config import EngineConfig, TierConfig, read_json, read_tables, tier_options
+from kvtier.errors import ConfigError, one_line
+from kvtier.integrations.vllm_options import SecondaryOptions, VllmOptions, is_line, read_line
+from kvtier.settings import foreign
+from kvtier.settings.words import is_list, is_table, secret_in, without_login
+from kvtier.tools import statuses
+from kvtier.tools.commands import JsonOption
+from kvtier.tools.outputs import STDOUT, check_outputs, encoded, plain_table, write_json
+
+HIDDEN = "(not shown)"
+Config = EngineConfig | VllmOptions | tuple[SecondaryOptions, ...]
+SECRET_NAME = re.compile(r"(?i)pass|secret|token|credential|(?:^|_)key(?:$|_)")  # Options of tiers that are not ours.
+
+
+class CheckedConfig(msgspec.Struct, frozen=True):
+    """A configuration in the end, with defaults and without secrets."""
+
+    configuration: dict[str, Any]
+    doubts: list[str]  # What this machine will not bear out.
+
+
+def check(
+    path: Annotated[str, typer.Argument(metavar="FILE|-", help="TOML, JSON, or vLLM's --kv-transfer-config.")],
+    json_path: JsonOption = None,
+) -> None:
+    """Check a configuration, and show its fields with defaults, without secrets. Status 1: not for this machine."""
+    check_outputs(json_path, None)
+    config = _read(path)
+    doubts = list(_doubts(config))
+    told = _told({"secondary_tiers": config} if isinstance(config, tuple) else config)
+    table = plain_table("field", "value")
+    for name, value in _flat(told, ""):
+        table.add_row(name, value)
+    write_json(json_path, CheckedConfig(told, doubts)).print(table)
+    for doubt in doubts:
+        typer.echo(one_line(f"kvtier: {path}: {doubt}"), err=True)
+    if doubts:
+        raise typer.Exit(statuses.DATA_WRONG)
+
+
+def _read(path: str) -> Config:
+    try:
+        tables = _stdin() if path == STDOUT else read_tables(path)
+        if is_line(tables):
+            return read_line(tables)
+        return EngineConfig.from_dict(tables) if path == STDOUT else EngineConfig.load(path)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ConfigError(f"{path}: is malformed: {error}") from error
+    except ConfigError as error:
+        named = str(error).startswith(f"{path}: ")
+        raise ConfigError(f"{'' if named else f'{path}: '}{error}") from error
+
+
+def _stdin() -> object:
+    text = sys.stdin.read()
+    return read_json(text) if text.lstrip().startswith("{") else foreign(tomllib.loads, text)
+
+
+def _tiers(config: Config) -> Iterator[tuple[str, Any]]:
+    """Yield the path of each tier, and its options, decoded."""
+    tiers: Sequence[TierConfig | SecondaryOptions] = config if isinstance(config, tuple) else config.secondary_tiers
+    for index, tier in enumerate(tiers):
+        where = f"secondary_tiers[{index}]"
+        yield where, tier_options(_tier(tier), where)
+
+
+def _tier(tier: TierConfig | SecondaryOptions) -> TierConfig:
+    return tier if isinstance(tier, TierConfig) else TierConfig(type=tier.backend, options=tier.options)
+
+
+def _doubts(config: Config) -> Iterator[str]:
+    for where, options in _tiers(config):
+        if isinstance(options, Options):
+            yield from (f"{where}.{doubt}" for doubt in options.doubts())
+
+
+def _told(value: Any) -> Any:
+    """Return a value as plain data, without secrets; a tier's own options stand beside its other fields."""
+    if is_table(value):
+        return {name: _told(inner) for name, inner in value.items()}
+    if is_list(value):
+        return [_told(element) for element in value]
+    if not isinstance(value, msgspec.Struct):
+        return value
+    told = {
+        field.encode_name: _shown(field, getattr(value, field.name)) for field in msgspec.structs.fields(type(value))
+    }
+    if isinstance(value, TierConfig | SecondaryOptions):
+        del told["options"]
+        told |= _told(tier_options(_tier(value), "secondary_tiers[]"))
+    return told
+
+
+def _shown(field: msgspec.structs.FieldInfo, value: Any) -> Any:
+    if not isinstance(value, str):
+        return _told(value)
+    return HIDDEN if secret_in(field.type) or SECRET_NAME.search(field.name) else without_login(value)
+
+
+def _flat(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    if is_table(value) and value:
+        for name, inner in value.items():
+            yield from _flat(inner, f"{path}.{name}" if path else name)
+    elif is_list(value) and any(map(is_table, value)):
+        for index, inner in enumerate(value):
+            yield from _flat(inner, f"{path}[{index}]")
+    else:
+        yield path, encoded(value).decode()

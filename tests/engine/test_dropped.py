@@ -1,0 +1,94 @@
+"""An engine that is dropped and was never closed says so, and ends what it started, without waiting for it."""
+
+import asyncio
+import gc
+import time
+import warnings
+import weakref
+
+import pytest
+
+from kvtier.engine.manager import TieringOffloadingManager
+from kvtier.engine.steps import StepManager
+from tests.engine.kit import PATIENCE_S, describe, found, put, store
+
+
+@pytest.fixture
+def disk(tmp_path):
+    return {"type": "fs", "root": str(tmp_path / "tier")}
+
+
+@pytest.fixture
+def told():
+    """Collect what is said of engines that are dropped."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", ResourceWarning)
+        yield said
+
+
+def dropped(said, gone):
+    """Wait until the engine has gone, and return what was said of it."""
+    ends_at = time.monotonic() + PATIENCE_S
+    while gone() is not None and time.monotonic() < ends_at:  # A runner's thread may be about to wake it.
+        gc.collect()
+    assert gone() is None
+    return [str(each.message) for each in said if each.category is ResourceWarning and "kvtier" in str(each.message)]
+
+
+@pytest.mark.parametrize("kind", ["thread", pytest.param("process", marks=pytest.mark.outside)])
+def test_steps_that_are_dropped_are_named_and_leave_nothing(nothing_left, told, disk, kind):
+    engine = StepManager.start(describe(8, disk, runner=kind))
+    store(engine, range(2))
+    gone = weakref.ref(engine)
+    del engine
+    (said,) = dropped(told, gone)
+    assert "<StepManager: 2 of 8 rows ready; tiers: 0:fs (fs, breaker closed)> was dropped" in said
+    assert "#engine-not-closed" in said
+
+
+def test_an_engine_that_its_loop_drops_is_named_and_leaves_nothing(nothing_left, told, disk, runner):
+    async def main():
+        engine = await TieringOffloadingManager.open(describe(8, disk, runner=runner))
+        assert await put(engine, range(2)) == 2
+        assert await engine.drain()
+        await asyncio.sleep(0.1)  # What a loop is about to call, it keeps.
+        gone = weakref.ref(engine.steps)
+        del engine
+        (said,) = dropped(told, gone)
+        assert "StepManager: 2 of 8 rows ready" in said
+        again = await TieringOffloadingManager.open(describe(8, disk, runner=runner))
+        async with again:
+            assert await found(again, range(2)) == 2
+
+    asyncio.run(main())
+
+
+def test_an_engine_whose_loop_is_closed_leaves_nothing_either(nothing_left, told, disk, runner):
+    async def main():
+        engine = await TieringOffloadingManager.open(describe(8, disk, runner=runner))
+        assert await put(engine, range(2)) == 2
+        return engine
+
+    engine = asyncio.run(main())
+    gone = weakref.ref(engine.steps)
+    del engine
+    assert len(dropped(told, gone)) == 1
+
+
+def test_an_engine_that_was_closed_is_dropped_in_silence(nothing_left, told, disk, runner):
+    async def main():
+        async with TieringOffloadingManager.open(describe(8, disk, runner=runner)) as engine:
+            await put(engine, range(2))
+            return weakref.ref(engine.steps)
+
+    assert dropped(told, asyncio.run(main())) == []
+
+
+async def test_an_engine_and_its_steps_say_what_they_are(open_engine, disk):
+    engine = await open_engine(8, disk, {"type": "dummy", "name": "far"})
+    await put(engine, range(2))
+    tiers = "2 of 8 rows ready; tiers: 0:fs (fs, breaker closed), far (dummy, breaker closed)"
+    assert repr(engine) == f"<TieringOffloadingManager: {tiers}>"
+    assert repr(engine.steps) == f"<StepManager: {tiers}>"
+    await engine.aclose()
+    assert repr(engine) == f"<TieringOffloadingManager (closed): {tiers}>"

@@ -1,0 +1,282 @@
+"""Calls that find no row: fetch waits in order of asking, stream reads a run of any length, and what is cut is said."""
+
+import asyncio
+import logging
+from contextlib import aclosing
+
+import pytest
+
+from kvtier.engine.manager import TieringOffloadingManager
+from kvtier.errors import EngineClosed, RowsStillRead
+from kvtier.testing.simulation.audit import audit_quiet
+from tests.engine.kit import at_rest, chunk, describe, found, key, ledger_in, put
+
+pytestmark = pytest.mark.virtual_time
+
+SLOW = {"type": "dummy", "latency_s": 1.0}
+HOLD_S = 2.0
+
+
+def now():
+    return asyncio.get_running_loop().time()
+
+
+def keys_of(numbers):
+    return [key(number) for number in numbers]
+
+
+async def filled(open_engine, rows, chunks, **fields):
+    """Open an engine whose tier holds more chunks than the primary, which holds none."""
+    engine = await open_engine(rows, SLOW, **fields)
+    for first in range(0, chunks, rows):
+        assert await put(engine, range(first, min(first + rows, chunks))) == min(rows, chunks - first)
+    assert await engine.reset()
+    return engine
+
+
+async def held(engine, numbers, seconds=HOLD_S):
+    """Fetch, hold the rows for a while, and return how many there were."""
+    async with engine.fetch(keys_of(numbers)) as rows:
+        await asyncio.sleep(seconds)
+        assert [bytes(row) for row in rows] == [chunk(number) for number in numbers[: len(rows)]]
+        return len(rows)
+
+
+def refused(engine):
+    return engine.stats().primary.promotions_refused
+
+
+async def test_many_fetches_at_once_get_all_that_each_alone_would_get(open_engine):
+    engine = await filled(open_engine, 256, 640)
+    async with asyncio.timeout(300):
+        counts = await asyncio.gather(*(held(engine, range(20 * task, 20 * task + 20)) for task in range(32)))
+    assert counts == [20] * 32
+    assert refused(engine) == 0
+    assert await at_rest(engine)
+    audit_quiet(engine)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
+async def test_fetches_of_nearly_all_rows_are_served_in_order_of_asking(open_engine, share):
+    engine = await filled(open_engine, 16, 80, limits={"lease_share": share, "lease_s": 10})
+    served = []
+
+    async def fetch(task):
+        async with engine.fetch(keys_of(range(16 * task, 16 * task + 12))) as rows:
+            served.append((task, len(rows)))
+            await asyncio.sleep(HOLD_S)
+
+    async with asyncio.timeout(1_000):
+        await asyncio.gather(*(fetch(task) for task in range(5)))
+    assert served == [(task, 12) for task in range(5)]
+    assert await at_rest(engine)
+
+
+async def test_a_fetch_waits_longer_than_a_lease_in_a_line_that_moves(open_engine):
+    engine = await filled(open_engine, 8, 80, limits={"lease_s": 10})
+    begun = now()
+    counts = await asyncio.gather(*(held(engine, range(8 * task, 8 * task + 8), 6.0) for task in range(10)))
+    assert counts == [8] * 10
+    assert now() - begun > 60
+
+
+async def test_a_fetch_of_what_the_primary_has_passes_the_line(open_engine):
+    engine = await filled(open_engine, 8, 24)
+    async with engine.fetch(keys_of(range(8))):
+        waiting = asyncio.ensure_future(found(engine, range(8, 16)))
+        await asyncio.sleep(1)
+        begun = now()
+        assert await found(engine, range(8)) == 8
+        assert await found(engine, [1_000]) == 0  # A chunk that no tier has needs no row either.
+        assert now() == begun
+        assert not waiting.done()
+    assert await waiting == 8
+
+
+async def test_a_task_that_waits_for_its_own_rows_ends_with_what_there_is(open_engine, caplog):
+    engine = await filled(open_engine, 8, 24, limits={"lease_s": 10})
+    with caplog.at_level(logging.WARNING):
+        async with engine.fetch(keys_of(range(6))) as rows:
+            begun = now()
+            assert await found(engine, range(8, 14)) == 2
+            assert now() - begun == pytest.approx(12, abs=1)
+            assert await found(engine, range(16, 24)) == 2
+            assert [bytes(row) for row in rows] == [chunk(number) for number in range(6)]
+    assert refused(engine) == 4 + 6
+    assert ["4 chunks that tiers have were not fetched" in message for message in caplog.messages] == [True]
+    assert await at_rest(engine)
+
+
+async def test_tasks_that_wait_for_each_other_all_give_up_after_one_lease(open_engine):
+    engine = await filled(open_engine, 16, 160, limits={"lease_s": 10})
+
+    async def greedy(task):
+        async with engine.fetch([key(20 * task)]):
+            await asyncio.sleep(5)
+            return await found(engine, range(20 * task + 1, 20 * task + 20))
+
+    begun = now()
+    async with asyncio.timeout(100):
+        counts = await asyncio.gather(*(greedy(task) for task in range(8)))
+    assert max(counts) >= 8
+    assert now() - begun < 5 + 2 * 10 + 5
+    assert await at_rest(engine)
+
+
+async def test_a_fetch_that_knows_what_computing_takes_waits_no_longer_than_that(open_engine):
+    engine = await filled(open_engine, 8, 24, limits={"lease_s": 1_000}, prefill_tokens_per_s=1.0, chunk_tokens=2)
+    async with engine.fetch(keys_of(range(8))):
+        begun = now()
+        assert await found(engine, range(8, 16)) == 0
+        assert now() - begun == pytest.approx(8 * 2 * 1.5)
+
+
+async def test_a_run_longer_than_the_primary_is_cut_at_once_and_counted(open_engine):
+    engine = await filled(open_engine, 8, 24)
+    begun = now()
+    assert await found(engine, range(24)) == 8
+    assert now() == begun + 2  # Two shares of leases.
+    assert refused(engine) == 16
+
+
+async def test_a_fetch_that_is_cancelled_in_the_line_leaves_its_place_to_the_next(open_engine):
+    engine = await filled(open_engine, 8, 24)
+    async with engine.fetch(keys_of(range(8))):
+        first, second = (asyncio.ensure_future(held(engine, range(begin, begin + 8))) for begin in (8, 16))
+        await asyncio.sleep(1)
+        first.cancel()
+        await asyncio.wait({first})
+    assert await second == 8
+    assert await at_rest(engine)
+
+
+async def test_a_fetch_in_the_line_hears_that_the_engine_closed():
+    async with TieringOffloadingManager.open(describe(8, SLOW)) as engine:
+        await put(engine, range(8))
+        await put(engine, range(8, 16))
+        assert await engine.reset()
+        async with engine.fetch(keys_of(range(8))):
+            waiting = asyncio.ensure_future(found(engine, range(8, 16)))
+            await asyncio.sleep(1)
+            await engine.aclose()
+            with pytest.raises(EngineClosed):
+                await waiting
+
+
+async def test_put_takes_rows_though_fetches_wait_for_their_share_of_them(open_engine):
+    engine = await filled(open_engine, 16, 48, limits={"lease_share": 0.25})
+    fetching = [asyncio.ensure_future(found(engine, range(16 * task, 16 * task + 8))) for task in range(3)]
+    await asyncio.sleep(0.5)
+    begun = now()
+    assert await put(engine, range(100, 104)) == 4
+    assert now() == begun
+    assert await asyncio.gather(*fetching) == [8] * 3
+
+
+async def test_a_prefetch_does_not_wait_for_rows(open_engine):
+    engine = await filled(open_engine, 8, 24)
+    async with engine.fetch(keys_of(range(8))):
+        begun = now()
+        assert await engine.prefetch(keys_of(range(8, 16))) == 0
+        assert now() == begun
+
+
+# Streams.
+
+
+async def read(engine, numbers):
+    """Read a run in parts, hold every byte against what was put, and return the parts' lengths."""
+    lengths, numbers = [], list(numbers)
+    async for rows in engine.stream(keys_of(numbers)):
+        begun = sum(lengths)
+        assert [bytes(row) for row in rows] == [chunk(number) for number in numbers[begun : begun + len(rows)]]
+        lengths.append(len(rows))
+    return lengths
+
+
+async def test_a_stream_reads_a_run_of_any_length_in_parts(open_engine):
+    engine = await filled(open_engine, 16, 100)
+    assert await read(engine, range(100)) == [8] * 12 + [4]
+    assert await read(engine, range(95, 120)) == [5]
+    assert await read(engine, [1_000]) == []
+    assert await read(engine, []) == []
+    assert refused(engine) == 0
+    assert await at_rest(engine)
+    audit_quiet(engine)
+
+
+async def test_streams_at_once_read_all_of_their_runs(open_engine):
+    engine = await filled(open_engine, 16, 160)
+    runs = await asyncio.gather(*(read(engine, range(40 * task, 40 * task + 40)) for task in range(4)))
+    assert [sum(run) for run in runs] == [40] * 4
+
+
+async def test_get_copies_a_run_of_any_length(open_engine):
+    engine = await filled(open_engine, 16, 100)
+    assert await engine.get(keys_of(range(120))) == [chunk(number) for number in range(100)]
+
+
+async def test_the_views_of_a_part_are_gone_when_the_next_part_is_asked_for(open_engine):
+    engine = await filled(open_engine, 16, 24)
+    last = None
+    async for rows in engine.stream(keys_of(range(24))):
+        if last is not None:
+            with pytest.raises(ValueError, match="released"):
+                last[0][0]
+        last = rows
+    assert await at_rest(engine)
+
+
+async def test_who_keeps_a_slice_of_a_part_is_told_so_when_the_next_is_asked_for(open_engine):
+    engine = await filled(open_engine, 16, 24)
+    parts = engine.stream(keys_of(range(24)))
+    kept = [(await anext(parts))[0][:8]]
+    with pytest.raises(RowsStillRead, match="1 of 8 rows"):
+        await anext(parts)
+    assert chunk(0).startswith(bytes(kept[0]))
+    kept.clear()
+    assert await at_rest(engine)
+
+
+async def test_who_leaves_a_stream_early_gives_the_rows_back(open_engine):
+    engine = await filled(open_engine, 16, 24)
+    async for _ in engine.stream(keys_of(range(24))):
+        break
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert ledger_in(engine).rows_in_use == 0
+    async with aclosing(engine.stream(keys_of(range(24)))) as parts:
+        async for _ in parts:
+            break
+    assert ledger_in(engine).rows_in_use == 0
+    assert await at_rest(engine)
+    audit_quiet(engine)
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.5, 1.5, 2.5])
+async def test_a_stream_that_is_cancelled_gives_the_rows_back(open_engine, after_s):
+    engine = await filled(open_engine, 16, 24)
+
+    async def read_slowly():
+        async for _ in engine.stream(keys_of(range(24))):
+            await asyncio.sleep(1)
+
+    reading = asyncio.ensure_future(read_slowly())
+    await asyncio.sleep(after_s)
+    reading.cancel()
+    await asyncio.wait({reading})
+    assert reading.cancelled()
+    assert await at_rest(engine)
+    audit_quiet(engine)
+
+
+async def test_a_stream_may_belong_to_a_request_of_the_callers_and_ends_with_the_engine(open_engine):
+    engine = await filled(open_engine, 16, 24)
+    engine.steps.on_new_request("r", [])
+    assert [len(rows) async for rows in engine.stream(keys_of(range(24)), request_id="r")] == []
+    engine.steps.on_request_finished("r")
+    parts = engine.stream(keys_of(range(24)))
+    assert len(await anext(parts)) == 8
+    await engine.aclose()
+    with pytest.raises(EngineClosed):
+        await anext(parts)

@@ -1,0 +1,202 @@
+"""A directory that goes away and comes back, empty or as it was: the tier works again without a restart."""
+
+import asyncio
+import os
+import shutil
+import subprocess
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from kvtier.backend import BackendUnavailable, FileMapper, InventoryEvent, Removed
+from kvtier.errors import ConfigError
+from kvtier.testing.conformance import Lender
+from kvtier.testing.conformance.lender import keys_of, label
+from kvtier_backends.fs import FsBackend, lives
+from kvtier_backends.fs.disk.owner import OWNER
+from tests.fs.conftest import Mount, OpenTier
+
+DEADLINE_S = 20.0
+LAYOUTS = [{"layout": "segments"}, {"layout": "files"}, {"layout": "files", "shared": True}]
+OLD, NEW = keys_of(3), keys_of(3, start=10)
+
+pytestmark = pytest.mark.parametrize("options", LAYOUTS, ids=lambda options: "-".join(options))
+
+
+@pytest.fixture
+async def tier(open_tier: OpenTier, lender: Lender, options: dict[str, object]) -> FsBackend:
+    tier = await open_tier(capacity_bytes="4MiB", **options)
+    await lender.keep(tier, OLD)
+    return tier
+
+
+async def trial(tier: FsBackend, lender: Lender) -> bool:
+    """Store as a breaker's trial does: whatever fails, another one comes later."""
+    try:
+        return list(await tier.store(lender.writes(NEW))) == [None] * len(NEW)
+    except BackendUnavailable:
+        return False
+
+
+async def works_again(tier: FsBackend, lender: Lender) -> bool:
+    """The first trial may find that the directory is gone, and the next one opens it."""
+    stored = await trial(tier, lender) or await trial(tier, lender)
+    return stored and await lender.recall(tier, NEW) == [label(key) for key in NEW]
+
+
+def rmtree(path: Path) -> None:
+    """Remove a tree, also one in which the tier makes a file meanwhile."""
+    while path.exists():
+        with suppress(OSError):
+            shutil.rmtree(path)
+
+
+def remove_root(root: Path, mapper: FileMapper) -> None:
+    rmtree(root)
+
+
+def remove_root_and_make_it(root: Path, mapper: FileMapper) -> None:
+    rmtree(root)
+    root.mkdir()
+
+
+def empty_root(root: Path, mapper: FileMapper) -> None:
+    for path in root.iterdir():
+        rmtree(path) if path.is_dir() else path.unlink()
+
+
+def remove_books(root: Path, mapper: FileMapper) -> None:
+    rmtree(root / mapper.folder)
+
+
+def remove_chunks(root: Path, mapper: FileMapper) -> None:
+    for path in root.glob(f"{mapper.chunks_folder}*"):
+        rmtree(path)
+
+
+@pytest.mark.parametrize(
+    "remove",
+    [remove_root, remove_root_and_make_it, empty_root, remove_books, remove_chunks],
+    ids=lambda one: one.__name__,
+)
+async def test_what_is_removed_is_made_again_and_its_chunks_are_misses(
+    tier: FsBackend,
+    lender: Lender,
+    root: Path,
+    mapper: FileMapper,
+    remove: Callable[[Path, FileMapper], None],
+    open_tier: OpenTier,
+    options: dict[str, object],
+    taken_bytes: Callable[[Path], int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = collected(tier)
+    await asyncio.wait_for(until_scanned(told), DEADLINE_S)
+    monkeypatch.setattr(lives, "LOOK_EVERY_S", 0.0)
+    remove(root, mapper)
+    assert await works_again(tier, lender)
+    if remove is not remove_books:
+        assert await lender.recall(tier, OLD) == ["ChunkMissing"] * len(OLD)
+        assert not any(await tier.probe(OLD))
+        await asyncio.wait_for(until_removed(told, set(OLD)), DEADLINE_S)
+    assert 0 < taken_bytes(root) <= 4 << 20
+    with pytest.raises(ConfigError, match="is used by"):  # It is owned again.
+        await open_tier(shared=not options.get("shared", False))
+    await told.task_ends()
+
+
+class Told(list[InventoryEvent]):
+    task: "asyncio.Task[None]"
+    came: asyncio.Event
+
+    async def task_ends(self) -> None:
+        self.task.cancel()
+        await asyncio.wait([self.task])
+
+
+def collected(tier: FsBackend) -> Told:
+    told = Told()
+    told.came = asyncio.Event()
+
+    async def listen(events: AsyncIterator[InventoryEvent]) -> None:
+        async for event in events:
+            told.append(event)
+            told.came.set()
+
+    told.task = asyncio.create_task(listen(tier.watch()))
+    return told
+
+
+async def until_scanned(told: Told) -> None:
+    while not any(type(event).__name__ == "ScanDone" for event in told):
+        await told.came.wait()
+        told.came.clear()
+
+
+async def until_removed(told: Told, keys: set[bytes]) -> None:
+    while not keys <= {key for event in told if isinstance(event, Removed) for key in event.keys}:
+        await told.came.wait()
+        told.came.clear()
+
+
+async def test_a_directory_that_comes_back_full_has_its_chunks(tier: FsBackend, lender: Lender, root: Path) -> None:
+    kept = root.with_name("kept")
+    shutil.copytree(root, kept)
+    rmtree(root)
+    root.mkdir(mode=0o000)
+    assert not await trial(tier, lender)
+    root.rmdir()
+    kept.rename(root)
+    assert await works_again(tier, lender)
+    assert await lender.recall(tier, OLD) == [label(key) for key in OLD]
+
+
+async def test_a_renamed_root_goes_on_being_used(tier: FsBackend, lender: Lender, root: Path) -> None:
+    away = root.with_name("away")
+    root.rename(away)
+    assert await works_again(tier, lender)
+    assert not root.exists()
+    away.rename(root)
+    assert await lender.recall(tier, OLD + NEW) == [label(key) for key in OLD + NEW]
+
+
+async def test_a_new_directory_that_another_tier_has_taken_is_left_to_it(
+    tier: FsBackend, lender: Lender, root: Path, open_tier: OpenTier, options: dict[str, object]
+) -> None:
+    rmtree(root)
+    other = await open_tier(shared=not options.get("shared", False))
+    for _ in range(2):
+        assert not await trial(tier, lender)
+    with pytest.raises(BackendUnavailable, match="is used by tier 0:fs"):
+        await tier.probe(OLD)
+    await other.aclose(DEADLINE_S)
+    assert await works_again(tier, lender)
+
+
+async def test_an_unmounted_mount_point_is_never_filled(
+    open_tier: OpenTier, lender: Lender, mount: Mount, options: dict[str, object]
+) -> None:
+    place = mount("tmpfs", "size=32m")
+    root = place / "tier"
+    tier = await open_tier(root=str(root), capacity_bytes="4MiB", **options)
+    await lender.keep(tier, OLD)
+    rmtree(root)
+    await asyncio.to_thread(subprocess.run, ["umount", "-l", place], check=True)
+    for _ in range(3):
+        assert not await trial(tier, lender)
+    assert os.listdir(place) == []
+    await asyncio.to_thread(subprocess.run, ["mount", "-t", "tmpfs", "-o", "size=32m", "none", place], check=True)
+    assert await works_again(tier, lender)
+    assert OWNER in os.listdir(root)
+
+
+async def test_a_tier_whose_directory_is_gone_can_be_closed(
+    tier: FsBackend, lender: Lender, root: Path, options: dict[str, object]
+) -> None:
+    rmtree(root)
+    root.write_bytes(b"a file in its place")
+    for _ in range(2):
+        assert not await trial(tier, lender)
+    assert await tier.aclose(DEADLINE_S) == (0,)

@@ -1,0 +1,143 @@
+"""What could not be removed takes room until it is gone, and no error is taken for a proof that it is."""
+
+import asyncio
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvtier.backend.namespace import FileMapper
+from kvtier.testing.conformance import Lender
+from kvtier.testing.conformance.lender import key_of, keys_of, label
+from kvtier_backends.fs import layout as fs_layout
+from tests.fs.conftest import MakeSystemCall
+
+DEADLINE_S = 30.0
+CAPACITY_BYTES = 1 << 20
+LAYOUTS = ["files", "segments"]
+TakenBytes = Callable[[Path], int]
+
+
+@pytest.fixture(autouse=True)
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look often at what is in doubt."""
+    for name in ("LOOK_S", "PAUSE_S_LEAST", "PAUSE_S_MOST"):
+        monkeypatch.setattr(fs_layout, name, 0.01)
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not true():  # A disk tells nobody that a file is gone.
+            await asyncio.sleep(0.001)
+
+
+def temporaries(root: Path) -> list[str]:
+    return [name for _, _, names in os.walk(root) for name in names if name.endswith(".tmp")]
+
+
+def of_kind(end: str) -> Callable[..., bool]:
+    return lambda path, *_, **__: str(path).endswith(end)
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.EBUSY, errno.ENOENT])
+async def test_an_unfinished_file_counts_until_it_can_be_removed(
+    open_tier, lender: Lender, root: Path, taken_bytes: TakenBytes, system_call: MakeSystemCall, error: int
+) -> None:
+    tier = await open_tier()
+    await lender.keep(tier, keys_of(2))
+    rename = system_call("rename", error=errno.EIO, only=of_kind(".tmp"))
+    unlink = system_call("unlink", error=error, only=of_kind(".tmp"))
+    outcomes = await tier.store(lender.writes(keys_of(4, start=10)))
+    assert [type(outcome).__name__ for outcome in outcomes] == ["TransferFailed"] * 4
+    assert len(temporaries(root)) == 4
+    assert tier.occupancy().used_bytes >= taken_bytes(root)
+    rename.let_go()
+    unlink.let_go()
+    await until(lambda: not temporaries(root))
+    await until(lambda: tier.occupancy().used_bytes == taken_bytes(root))
+    await until(lambda: tier.counters().evictions_failed >= 4)
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOENT])
+async def test_a_file_that_is_reported_as_missing_counts_until_it_is_gone(
+    open_tier, lender: Lender, root: Path, taken_bytes: TakenBytes, system_call: MakeSystemCall, error: int
+) -> None:
+    tier = await open_tier(capacity_bytes=CAPACITY_BYTES)
+    unlink = system_call("unlink", error=error, only=of_kind(".bin"))
+    for start in range(0, 200, 10):
+        await tier.store(lender.writes(keys_of(10, start)))
+        assert taken_bytes(root) <= CAPACITY_BYTES
+    unlink.let_go()
+    await lender.keep(tier, keys_of(4, start=900))
+    assert taken_bytes(root) <= CAPACITY_BYTES
+
+
+async def test_a_load_of_a_file_that_is_reported_as_missing_fails_and_forgets_nothing(
+    open_tier, lender: Lender, system_call: MakeSystemCall
+) -> None:
+    tier = await open_tier()
+    await lender.keep(tier, keys_of(1))
+    missing = system_call("open", error=errno.ENOENT, only=of_kind(".bin"))
+    assert await lender.recall(tier, keys_of(1)) == ["TransferFailed"]
+    missing.let_go()
+    assert await lender.recall(tier, keys_of(1)) == [label(key_of(0))]
+
+
+async def test_a_chunk_that_is_in_place_though_its_store_has_failed_counts(
+    open_tier, lender: Lender, root: Path, taken_bytes: TakenBytes, system_call: MakeSystemCall
+) -> None:
+    tier = await open_tier(fsync=True)
+    await lender.keep(tier, keys_of(1))
+    system_call("fsync", error=errno.EIO, only=lambda fd: os.path.isdir(f"/proc/self/fd/{fd}"))
+    assert [type(one).__name__ for one in await tier.store(lender.writes(keys_of(1), version=1))] == ["TransferFailed"]
+    assert await lender.recall(tier, keys_of(1)) == [label(key_of(0), 1)]
+    assert tier.occupancy().used_bytes == taken_bytes(root)
+
+
+async def test_a_segment_that_is_reported_as_missing_is_not_lost(
+    open_tier, lender: Lender, root: Path, taken_bytes: TakenBytes, system_call: MakeSystemCall
+) -> None:
+    tier = await open_tier(layout="segments", capacity_bytes=CAPACITY_BYTES)
+    await lender.keep(tier, keys_of(4))
+    missing = system_call("stat", error=errno.ENOENT, only=of_kind(".seg"))
+    assert [type(one).__name__ for one in await tier.store(lender.writes(keys_of(2, 10)))] == ["TransferFailed"] * 2
+    missing.let_go()
+    await lender.keep(tier, keys_of(2, 10))
+    assert await lender.recall(tier, keys_of(4)) == [label(key) for key in keys_of(4)]
+    assert tier.counters().segments_lost == 0
+    assert taken_bytes(root) <= CAPACITY_BYTES
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+async def test_chunks_go_for_a_large_file_in_the_place_of_the_tiers_own(
+    open_tier, lender: Lender, root: Path, mapper: FileMapper, taken_bytes: TakenBytes, layout: str
+) -> None:
+    tier = await open_tier(layout=layout, capacity_bytes=CAPACITY_BYTES)
+    for start in range(0, 60, 10):
+        await tier.store(lender.writes(keys_of(10, start)))
+    (root / mapper.config_name).write_bytes(bytes(CAPACITY_BYTES // 2))
+    await until(lambda: taken_bytes(root) <= CAPACITY_BYTES)
+    assert tier.occupancy().used_bytes >= taken_bytes(root)
+
+
+async def test_room_that_could_not_be_seen_at_the_start_counts_as_all_there_may_be_until_it_is_seen(
+    open_tier, lender: Lender, root: Path, taken_bytes: TakenBytes, system_call: MakeSystemCall, monkeypatch
+) -> None:
+    monkeypatch.setattr("kvtier_backends.fs.files.accounts.AGAIN_S_LEAST", 0.01)
+    monkeypatch.setattr("kvtier_backends.fs.files.accounts.AGAIN_TIMES", 0)
+    before = await open_tier(capacity_bytes=CAPACITY_BYTES)
+    for start in range(0, 60, 10):
+        await before.store(lender.writes(keys_of(10, start)))
+    await before.aclose(DEADLINE_S)
+    listing = system_call("scandir", error=errno.EIO)
+    tier = await open_tier(capacity_bytes=CAPACITY_BYTES, checkpoint_s=0)
+    for start in range(100, 200, 10):
+        await tier.store(lender.writes(keys_of(10, start)))
+        assert taken_bytes(root) <= CAPACITY_BYTES
+    listing.let_go()
+    async with asyncio.timeout(DEADLINE_S):
+        while any(await tier.store(lender.writes(keys_of(4, start=900)))):
+            await asyncio.sleep(0.001)
+    assert taken_bytes(root) <= CAPACITY_BYTES

@@ -1,0 +1,224 @@
+"""Answers off the wire are bounded and typed before they are used: addresses, tables of slots, lengths."""
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from kvtier.backend import BackendUnavailable
+from kvtier.testing.conformance import keys_of
+from kvtier_backends.redis import RedisOptions
+from kvtier_backends.redis.link import Refused, refusal_of
+from kvtier_backends.redis.options import Address
+from kvtier_backends.redis.server import Away, Login
+from kvtier_backends.redis.topology import SLOTS, Topology, make_topology
+from kvtier_backends.redis.work import target_of
+from tests.redis.test_faults import QUICK
+
+PASSWORD = "KVTIER_TEST_PASSWORD"
+ASKED = Address("10.0.0.1", 6_379)
+WHOLE = f":0\r\n:{SLOTS - 1}\r\n".encode()
+OTHERS = b":1\r\n"  # To every other command: what a chunk that is not there is answered.
+
+
+class Node:
+    """A server that answers a command as the test says, and greetings as they should be."""
+
+    def __init__(self, answers: dict[bytes, bytes]) -> None:
+        self.answers = {b"AUTH": b"+OK\r\n", b"PING": b"+PONG\r\n"} | answers
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=self._serve, args=(self._listener.accept()[0],), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        with client, suppress(OSError), client.makefile("rb") as asked:
+            while count := asked.readline()[1:]:
+                words = [asked.read(int(asked.readline()[1:]) + 2)[:-2] for _ in range(int(count))]
+                client.sendall(self.answers.get(b" ".join(words[:2]), self.answers.get(words[0], OTHERS)))
+
+
+@pytest.fixture
+def node(request: pytest.FixtureRequest) -> Iterator[type[Node]]:
+    """Start nodes that end with the test."""
+
+    def start(answers: dict[bytes, bytes]) -> Node:
+        started = Node(answers)
+        request.addfinalizer(started.close)
+        return started
+
+    return start
+
+
+@pytest.fixture
+def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """Listen on a Unix socket that nobody has named to the tier."""
+    monkeypatch.chdir(tmp_path)  # A path is short.
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("trap")
+        listener.listen()
+        listener.setblocking(False)
+        yield listener
+
+
+def slots(*nodes: bytes, of: bytes = WHOLE) -> bytes:
+    """Return a table with one range."""
+    return b"*1\r\n*%d\r\n%b%b" % (2 + len(nodes), of, b"".join(nodes))
+
+
+def at(host: bytes | None, port: int) -> bytes:
+    """Return a node of a table, with an id and without further names."""
+    named = b"$-1" if host is None else b"$%d\r\n%b" % (len(host), host)
+    return b"*4\r\n%b\r\n:%d\r\n$2\r\nid\r\n*0\r\n" % (named, port)
+
+
+@pytest.fixture
+def told_by(request: pytest.FixtureRequest) -> Callable[..., Topology]:
+    """Return what knows the servers by a node alone."""
+
+    def told_by(node: Node, **about: object) -> Topology:
+        options = RedisOptions(servers=(f"127.0.0.1:{node.port}",), **about, **QUICK)
+        topology = make_topology(options, Login(options))
+        request.addfinalizer(topology.close)
+        return topology
+
+    return told_by
+
+
+CLUSTER = {"topology": "cluster"}
+SENTINEL = {"topology": "sentinel", "sentinel_primary": "cache"}
+
+
+@pytest.mark.parametrize("kind", [b"MOVED", b"ASK"])
+async def test_a_redirect_to_a_path_is_not_followed(node, trap, opened, monkeypatch, lender, kind) -> None:
+    monkeypatch.setenv(PASSWORD, "right")
+    moved = b"-%b 1 trap:0\r\n" % kind
+    lying = node({b"EXISTS": moved})
+    lying.answers[b"CLUSTER SLOTS"] = slots(at(None, lying.port))
+    tier = await opened(f"127.0.0.1:{lying.port}", topology="cluster", password_env=PASSWORD, **QUICK)
+    with pytest.raises(BackendUnavailable):
+        await tier.probe(keys_of(3))
+    with pytest.raises(BlockingIOError):
+        trap.accept()
+
+
+async def test_a_table_or_a_sentinel_that_names_a_path_is_refused(node, trap, opened, monkeypatch) -> None:
+    monkeypatch.setenv(PASSWORD, "right")
+    lying = node({b"CLUSTER SLOTS": slots(at(b"trap", 0)), b"SENTINEL": b"*2\r\n$4\r\ntrap\r\n$1\r\n0\r\n"})
+    for about in (CLUSTER, SENTINEL):
+        with pytest.raises(BackendUnavailable):
+            await opened(f"127.0.0.1:{lying.port}", password_env=PASSWORD, **about, **QUICK)
+    with pytest.raises(BlockingIOError):
+        trap.accept()
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        slots(at(b"h", 1), of=b":0\r\n:%d\r\n" % (1 << 40)),
+        slots(at(b"h", 1), of=b":0\r\n:%d\r\n" % SLOTS),
+        slots(at(b"h", 1), of=b":-1\r\n:5\r\n"),
+        slots(at(b"h", 1), of=b":9\r\n:5\r\n"),
+        slots(at(b"h", 1), of=b":%b\r\n:5\r\n" % (b"9" * 4_000)),
+        slots(at(b"h", -1)),
+        slots(at(b"h", 65_536)),
+        slots(at(b"h\x1b[2J", 1)),
+        slots(at(b"h\0", 1)),
+        slots(at(b"a b", 1)),
+        slots(at(b"/tmp/socket", 1)),
+        slots(at(b"\xff", 1)),
+        slots(at(b"h" * 300, 1)),
+        slots(),
+        b"*1\r\n*3\r\n%b$1\r\nh\r\n" % WHOLE,
+        b"*1\r\n*3\r\n%b*2\r\n$99999999999\r\nh" % WHOLE,
+        b"*%d\r\n" % (1 << 60),
+        b"*99999\r\n" + b"*3\r\n" * 9_999,
+        b"*1\r\n" * 100_000,
+        b"*1\r\n*4\r\n" + WHOLE + at(b"h", 1) + b"*1\r\n" * 100_000,
+        b"*-1\r\n",
+        b"+OK\r\n",
+        b"-ERR \x1b]0;title\x07\r\n",
+    ],
+)
+def test_a_table_that_no_cluster_has_is_refused(node, told_by, told) -> None:
+    topology = told_by(node({b"CLUSTER SLOTS": told}), **CLUSTER)
+    with pytest.raises(Away) as refused:
+        topology.refresh()
+    assert str(refused.value).isprintable()
+    assert len(str(refused.value)) < 1_000
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        b"*2\r\n$1\r\nh\r\n$5\r\n65536\r\n",
+        b"*2\r\n$0\r\n\r\n$1\r\n1\r\n",
+        b"*3\r\n$1\r\nh\r\n$1\r\n1\r\n:1\r\n",
+        b"*-1\r\n",
+    ],
+)
+def test_a_sentinel_that_names_no_address_is_refused(node, told_by, told) -> None:
+    with pytest.raises(Away, match="sentinels"):
+        told_by(node({b"SENTINEL": told}), **SENTINEL).refresh()
+
+
+def test_a_sentinel_gets_no_password_unless_it_wants_one(node, told_by, monkeypatch) -> None:
+    monkeypatch.setenv(PASSWORD, "geheim")
+    sentinel = node({b"SENTINEL": b"*2\r\n$9\r\n127.0.0.1\r\n$4\r\n6379\r\n", b"AUTH": b"-ERR no password is set\r\n"})
+    topology = told_by(sentinel, password_env=PASSWORD, **SENTINEL)
+    topology.refresh()
+    assert topology.server_of(b"name").address == Address("127.0.0.1", 6_379)
+    with pytest.raises(Away, match="no password is set"):
+        told_by(sentinel, password_env=PASSWORD, sentinel_login=True, **SENTINEL).refresh()
+
+
+@pytest.mark.parametrize(
+    ("host", "where"),
+    [(None, "127.0.0.1"), (b"", "127.0.0.1"), (b"::1", "::1"), (b"node-1.example", "node-1.example")],
+)
+def test_a_table_names_hosts_or_means_the_one_that_was_asked(node, told_by, host, where) -> None:
+    topology = told_by(node({b"CLUSTER SLOTS": slots(at(host, 7_000), at(b"replica", 7_001))}), **CLUSTER)
+    topology.refresh()
+    assert topology.server_of(b"name").address == Address(where, 7_000)
+
+
+def test_slots_of_a_node_whose_host_is_unknown_stay_with_the_one_that_was_asked(node, told_by) -> None:
+    asked = node({b"CLUSTER SLOTS": slots(at(b"?", 7_000))})
+    topology = told_by(asked, **CLUSTER)
+    topology.refresh()
+    assert topology.server_of(b"name").address == Address("127.0.0.1", asked.port)
+
+
+@pytest.mark.parametrize("told", ["::1:7000", "[::1]:7000"])
+def test_a_redirect_to_an_address_of_the_sixth_version_is_understood(told: str) -> None:
+    assert target_of(Refused(f"MOVED 12 {told}"), ASKED) == Address("::1", 7_000)
+
+
+def test_a_redirect_without_a_host_means_another_port_of_the_same_one() -> None:
+    assert target_of(Refused("MOVED 12 :7000"), ASKED) == Address("10.0.0.1", 7_000)
+
+
+@pytest.mark.parametrize(
+    "told",
+    ["", "12", "12 h", "12 h:", "12 h:0", "12 h:65536", "12 h:٣", "12 ?:7000", "12 /a:1", "12 h\x1b:1", "12 a b:1"],
+)
+def test_a_redirect_that_names_no_address_leads_nowhere_else(told: str) -> None:
+    assert target_of(Refused(f"MOVED {told}"), ASKED) == ASKED
+
+
+def test_a_servers_error_is_short_and_printable_wherever_it_is_shown() -> None:
+    said = str(refusal_of(b"-ERR \x1b[2J\x9b" + b"x" * 4_000))
+    assert said.isprintable()
+    assert said.startswith("ERR ")
+    assert len(said) < 500

@@ -1,0 +1,143 @@
+"""Secrets: no message, log line, traceback or repr shows them, and files with one are for their owner alone."""
+
+import os
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvtier.backend import BUILT_IN_TYPES, backend_class
+from kvtier.backend.seal import SealOptions
+from kvtier.config import EngineConfig, TierConfig, tier_options
+from kvtier.errors import ConfigError
+from kvtier.settings import open_secret, struct_fields
+from kvtier.settings.words import secret_in
+
+SECRET = "hunter2" * 10
+AES = {"seal": "aes-256-gcm"}
+NEEDED: dict[str, dict[str, Any]] = {"fs": {"root": "/tmp"}, "object": {"url": "s3://bucket"}}
+WITH: dict[str, dict[str, Any]] = {
+    "seal_key_env": AES,
+    "seal_key_file": AES,
+    "tls_cert_file": {"tls": True},
+    "tls_key_file": {"tls": True, "tls_cert_file": "/none"},
+}
+
+
+def options_with_secrets() -> Iterator[tuple[str, str]]:
+    for type_name in BUILT_IN_TYPES:
+        for name, field in struct_fields(backend_class(type_name).options_type).items():
+            if secret_in(field.type):
+                yield type_name, name
+
+
+def shown(raised: BaseException) -> str:
+    """Return all that a log shows of an error: with its causes."""
+    return "".join(traceback.format_exception(raised))
+
+
+def use(given: dict[str, Any]) -> None:
+    """Load a configuration and read every secret that it names, as an engine's start does."""
+    tiers = [given]
+    config = EngineConfig.from_dict(
+        {"cpu_bytes_to_use": 4_096, "chunk_bytes": 1, "runner": "process", "secondary_tiers": tiers}
+    )
+    options: Any = tier_options(config.secondary_tiers[0], "secondary_tiers[0]")
+    assert "hunter2" not in repr(config) + repr(options)
+    for doubt in options.doubts():
+        raise ConfigError(doubt)
+    options.make_seal(b"\0" * 32, 4_096)
+
+
+SLIPS = [
+    SECRET,
+    f"{SECRET}\0",
+    f"{SECRET}\ud800",
+    [SECRET],
+    {SECRET: 1},
+    int(SECRET[:20].encode().hex(), 16),
+    b"hunter2",
+]
+
+
+@pytest.mark.parametrize(("type_name", "name"), list(options_with_secrets()))
+@pytest.mark.parametrize("given", SLIPS, ids=range(len(SLIPS)))
+def test_a_secret_in_the_place_of_its_name_is_refused_and_never_shown(type_name: str, name: str, given: Any) -> None:
+    with pytest.raises(ConfigError, match=name) as refused:
+        use({"type": type_name, **NEEDED.get(type_name, {}), **WITH.get(name, {}), name: given})
+    assert "hunter2" not in shown(refused.value)
+    assert not isinstance(given, int) or str(given) not in shown(refused.value)
+
+
+def test_every_option_whose_name_speaks_of_a_secret_hides_its_value() -> None:
+    for type_name in BUILT_IN_TYPES:
+        for name, field in struct_fields(backend_class(type_name).options_type).items():
+            speaks = name.endswith("_env") or any(word in name for word in ("key_", "password", "credential", "secret"))
+            assert bool(secret_in(field.type)) == (speaks or name == "tls_cert_file"), (type_name, name)
+
+
+@pytest.mark.parametrize(
+    ("type_name", "options"),
+    [
+        ("redis", {"servers": f"redis://user:{SECRET}@host:6379"}),
+        ("redis", {"servers": [f"redis://user:{SECRET}@host:6379"]}),
+        ("redis", {"password": SECRET}),
+        ("object", {"url": f"s3://key:{SECRET}@bucket/x"}),
+        ("object", {"url": f"s3://key:{SECRET}@[bucket/x"}),
+        ("object", {"url": "s3://bucket", "endpoint": f"https://key:{SECRET}@host"}),
+        ("object", {"url": "s3://bucket", "secret_access_key": SECRET}),
+    ],
+)
+def test_a_password_in_an_address_or_in_a_made_up_option_is_not_shown(type_name: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        tier_options(TierConfig(type=type_name, options=options), "secondary_tiers[0]")
+    assert "hunter2" not in str(refused.value)
+    assert "hunter2" not in repr(TierConfig(type=type_name, options=options))
+
+
+def test_a_repr_shows_what_is_no_secret() -> None:
+    options = tier_options(TierConfig(type="redis", options={"password_env": "NAME", "db": 3}), "tier")
+    assert "db=3" in repr(options)
+    assert "NAME" not in repr(options)
+    assert msgspec.structs.asdict(options)["password_env"] == "NAME"
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o604, 0o640, 0o660, 0o620, 0o444])
+def test_a_file_that_others_can_read_or_write_is_refused_with_the_command_that_mends_it(
+    tmp_path: Path, mode: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text("ab" * 32)
+    path.chmod(mode)
+    if os.geteuid() == 0:
+        os.chown(path, 1_000, 1_000)
+    with pytest.raises(ConfigError) as refused:
+        SealOptions(**AES, seal_key_file=str(path)).make_seal(b"\0" * 32, 4_096)  # type: ignore[arg-type]
+    assert f"its mode is {mode:04o}; chmod 600 it, or mount the Secret with defaultMode: 0400" in str(refused.value)
+    assert str(path) not in shown(refused.value)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files of root's")
+@pytest.mark.parametrize("mode", [0o400, 0o440, 0o600, 0o640])
+def test_a_secret_that_kubernetes_mounts_for_a_group_is_read_through_its_links(tmp_path: Path, mode: int) -> None:
+    """With an `fsGroup`, the kubelet lets the group read what root owns, whatever `defaultMode` says."""
+    folder = tmp_path / "..2026_01_01"
+    folder.mkdir()
+    (folder / "keys").write_text("ab" * 32)
+    (folder / "keys").chmod(mode)
+    (tmp_path / "..data").symlink_to(folder.name)
+    (tmp_path / "keys").symlink_to("..data/keys")
+    with open_secret("seal_key_file", str(tmp_path / "keys")) as file:
+        assert file.read() == b"ab" * 32
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files of root's")
+@pytest.mark.parametrize("mode", [0o644, 0o444, 0o660])
+def test_a_secret_of_roots_that_everybody_can_read_or_a_group_can_write_is_refused(tmp_path: Path, mode: int) -> None:
+    (tmp_path / "keys").write_text("ab" * 32)
+    (tmp_path / "keys").chmod(mode)
+    with pytest.raises(ConfigError, match="others can read or change the file"):
+        open_secret("seal_key_file", str(tmp_path / "keys"))

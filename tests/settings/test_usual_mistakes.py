@@ -1,0 +1,107 @@
+"""Usual mistakes in a configuration: each is refused by field and value, and the message has a remedy."""
+
+import re
+from typing import Any
+
+import pytest
+
+from kvtier.config import EngineConfig
+from kvtier.errors import ConfigError
+
+FS: dict[str, Any] = {"type": "fs", "root": "/mnt/kvtier"}
+TIER = "secondary_tiers[0]"
+
+
+def engine(**changes: Any) -> dict[str, Any]:
+    return {"cpu_bytes_to_use": "1MiB", "chunk_bytes": "16KiB", **changes}
+
+
+def tier(**changes: Any) -> dict[str, Any]:
+    return engine(secondary_tiers=[{**FS, **changes}])
+
+
+def of_type(name: str, **options: Any) -> dict[str, Any]:
+    return engine(secondary_tiers=[{"type": name, **options}])
+
+
+MISTAKES: list[tuple[dict[str, Any], str, str]] = [
+    # Units.
+    (engine(cpu_bytes_to_use="10gb"), "cpu_bytes_to_use: '10gb' given", "did you mean '10GB'?"),
+    (engine(cpu_bytes_to_use="10 gigs"), "cpu_bytes_to_use: '10 gigs' given", "did you mean '10GiB'?"),
+    (engine(cpu_bytes_to_use="1073741824"), "cpu_bytes_to_use: '1073741824' given", "did you mean '1073741824B'?"),
+    (engine(cpu_bytes_to_use=1.5), "cpu_bytes_to_use: 1.5 given", "bytes as an integer"),
+    (engine(cpu_bytes_to_use=-1), "cpu_bytes_to_use: -1 given", "at least 1"),
+    (engine(limits={"lease_s": "5m"}), "limits.lease_s: '5m' given", "did you mean '5min'?"),
+    (engine(limits={"lease_s": "10 seconds"}), "limits.lease_s: '10 seconds' given", "did you mean '10s'?"),
+    (tier(ttl_s="7days"), f"{TIER}.ttl_s: '7days' given", "did you mean '7d'?"),
+    (tier(capacity_bytes="2tb"), f"{TIER}.capacity_bytes: '2tb' given", "did you mean '2TB'?"),
+    (tier(capacity_bytes=0), f"{TIER}.capacity_bytes: 0 given", "at least 1"),
+    # A field on another level.
+    (engine(root="/x"), "root: no such field", f"did you mean '{TIER}.root'?"),
+    (engine(capacity_bytes="1GiB"), "capacity_bytes: no such field", f"did you mean '{TIER}.capacity_bytes'?"),
+    (engine(shared=True), "shared: no such field", f"did you mean '{TIER}.shared'?"),
+    (engine(fsync=True), "fsync: no such field", f"did you mean '{TIER}.fsync'?"),
+    (engine(lease_s=3), "lease_s: no such field", "did you mean 'limits.lease_s'?"),
+    (engine(model_name="m"), "model_name: no such field", "did you mean 'namespace.model_name'?"),
+    (engine(deadline_s=3), "deadline_s: no such field", f"did you mean '{TIER}.limits.deadline_s'?"),
+    (tier(deadline_s=3), f"{TIER}.deadline_s: no such field", f"did you mean '{TIER}.limits.deadline_s'?"),
+    (tier(lease_s=3), f"{TIER}.lease_s: no such field", "did you mean 'limits.lease_s'?"),
+    (tier(cpu_bytes_to_use=1), f"{TIER}.cpu_bytes_to_use: no such field", "did you mean 'cpu_bytes_to_use'?"),
+    (tier(limits={"root": "/x"}), f"{TIER}.limits.root: no such field", f"did you mean '{TIER}.root'?"),
+    (tier(limits={"lease_s": 1}), f"{TIER}.limits.lease_s: no such field", "did you mean 'limits.lease_s'?"),
+    # Names.
+    (engine(cpu_byte_to_use=1), "cpu_byte_to_use: no such field", "did you mean 'cpu_bytes_to_use'?"),
+    (engine(tiers=[FS]), "tiers: no such field", "did you mean 'secondary_tiers'?"),
+    (engine(block_size=16), "block_size: no such field", "did you mean 'chunk_bytes'?"),
+    (engine(num_cpu_blocks=1000), "num_cpu_blocks: no such field", "did you mean 'cpu_bytes_to_use'?"),
+    (engine(eviction_policy="lruu"), "eviction_policy: 'lruu' is no policy", "did you mean 'lru'?"),
+    (engine(eviction_policy="LRU"), "eviction_policy: 'LRU' is no policy", "did you mean 'lru'?"),
+    (engine(runner="fork"), "runner: 'fork' given", "'inline' or 'thread' or 'process' accepted"),
+    (tier(capacity="1GiB"), f"{TIER}.capacity: no such field", "did you mean 'capacity_bytes'?"),
+    (of_type("fs", path="/x"), f"{TIER}.path: no such field", "did you mean 'root'?"),
+    (of_type("fs", root_dir="/x"), f"{TIER}.root_dir: no such field", "did you mean 'root'?"),
+    (of_type("redis", host="h"), f"{TIER}.host: no such field", "did you mean 'servers'?"),
+    (of_type("redis", password="hunter2"), f"{TIER}.password: no such field", "'password_file' or 'password_env'"),
+    (of_type("object", bucket="b"), f"{TIER}.bucket: no such field", "did you mean 'url', such as 's3://bucket"),
+    # Types of tiers.
+    (of_type("disk", root="/x"), f"{TIER}.type: 'disk' is no tier type", "did you mean 'fs'?"),
+    (of_type("nvme", root="/x"), f"{TIER}.type: 'nvme' is no tier type", "did you mean 'fs'?"),
+    (of_type("s3", url="s3://b"), f"{TIER}.type: 's3' is no tier type", "did you mean 'object'?"),
+    (of_type("valkey"), f"{TIER}.type: 'valkey' is no tier type", "did you mean 'redis'?"),
+    (of_type("ram"), f"{TIER}.type: 'ram' is no tier type", "did you mean the primary, which cpu_bytes_to_use sizes?"),
+    (engine(secondary_tiers=[{"root": "/x"}]), f"{TIER}.type: missing", "text"),
+    # What is missing, of the wrong type, or does not go together.
+    (of_type("fs"), f"{TIER}.root: missing", "a path"),
+    (of_type("object"), f"{TIER}.url: missing", "text"),
+    (engine(secondary_tiers=FS), "secondary_tiers: a table given", "a list"),
+    (tier(fsync="true"), f"{TIER}.fsync: 'true' given", "true or false accepted"),
+    (tier(layout="segments", shared=True), f"{TIER}.shared: no such field with layout", "layout = 'files' has it"),
+    (tier(seal="aes-256-gcm"), f"{TIER}.seal: 'aes-256-gcm' given", "seal_key_file or seal_key_env"),
+    (of_type("redis", servers="10.0.0.1:6379"), f"{TIER}.servers: '10.0.0.1:6379' given", "a list"),
+    (of_type("mooncake"), "runner: 'thread' given", "'process' accepted"),
+]
+
+
+@pytest.mark.parametrize(("given", "begins", "remedy"), MISTAKES, ids=[begins for _, begins, _ in MISTAKES])
+def test_a_usual_mistake_is_refused_with_its_field_its_value_and_a_remedy(
+    given: dict[str, Any], begins: str, remedy: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        EngineConfig.from_dict(given)
+    message = str(refused.value)
+    assert message.startswith(begins)
+    assert remedy in message
+    assert "hunter2" not in message
+    assert not re.search(r"/work|site-packages", message)
+
+
+@pytest.mark.parametrize("where", ["", "kv_connector_extra_config"])
+def test_a_remedys_path_begins_where_the_mistakes_path_does(where: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        EngineConfig.from_dict(engine(secondary_tiers=[FS, {**FS, "deadline_s": 1}]), where)
+    top = f"{where}." if where else ""
+    assert f"did you mean '{top}secondary_tiers[1].limits.deadline_s'?" in str(refused.value)
+
+
+def test_units_of_kubernetes_are_understood() -> None:
+    assert EngineConfig.from_dict(engine(cpu_bytes_to_use="10Gi")).cpu_bytes_to_use == 10 << 30

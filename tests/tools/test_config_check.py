@@ -1,0 +1,144 @@
+"""`kvtier config check`: kvtier's own files and vLLM's line, with what holds in the end."""
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.tools.cli import main
+
+TOML = """
+cpu_bytes_to_use = "1MiB"
+chunk_bytes = "16KiB"
+[[secondary_tiers]]
+type = "fs"
+root = "{folder}/tier"
+capacity_bytes = "{capacity}"
+[[secondary_tiers]]
+type = "redis"
+password_env = "KVTIER_TEST_PASSWORD"
+"""
+PACKAGE = "kvtier.integrations.vllm"
+Run = Callable[..., tuple[int, str, str]]
+
+
+def line(tier: dict[str, Any], **extra: Any) -> str:
+    """Return the value of `--kv-transfer-config` for kvtier in the place of vLLM's manager."""
+    first = {"spec_name": "KVTierOffloadingSpec", "spec_module_path": PACKAGE, "cpu_bytes_to_use": "1GiB"}
+    return json.dumps(
+        {
+            "kv_connector": "KVTierConnector",
+            "kv_connector_module_path": PACKAGE,
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {**first, "secondary_tiers": [tier], **extra},
+        }
+    )
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    def run(*args: object, given: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.stdin", io.StringIO(given))
+        with pytest.raises(SystemExit) as ended:
+            main(["config", "check", *map(str, args)])
+        return (int(ended.value.code or 0), *capsys.readouterr())
+
+    return run
+
+
+def test_what_holds_in_the_end_is_shown_with_defaults_and_without_secrets(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVTIER_TEST_PASSWORD", "hunter2")
+    path = tmp_path / "kvtier.toml"
+    path.write_text(TOML.format(folder=tmp_path, capacity="1MiB"))
+    status, out, err = run(path)
+    assert (status, err) == (0, "")
+    fields = dict(row.split(maxsplit=1) for row in out.splitlines()[1:])
+    assert fields["secondary_tiers[0].root"].strip() == f'"{tmp_path}/tier"'
+    assert fields["secondary_tiers[0].layout"].strip() == '"segments"'
+    assert fields["secondary_tiers[1].limits.deadline_s"].strip() == "30.0"
+    assert "PASSWORD" not in out
+    _, in_json, _ = run(path, "--json")
+    assert json.loads(in_json)["configuration"]["secondary_tiers"][1]["password_env"] == "(not shown)"
+
+
+def test_what_this_machine_will_not_bear_out_is_said_with_a_status_of_its_own(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "kvtier.toml"
+    path.write_text(TOML.format(folder=tmp_path / "absent", capacity="1MiB"))
+    status, _, err = run(path)
+    assert status == 1
+    assert "secondary_tiers[0].root: cannot create" in err
+    assert "secondary_tiers[1].password_env: the environment has no variable" in err
+    path.write_text(TOML.format(folder=tmp_path, capacity="900PiB"))
+    status, _, err = run(path)
+    assert status == 1
+    assert "secondary_tiers[0].capacity_bytes: 1,013,309,916,158,361,600 given, but the disk of" in err
+
+
+def test_vllms_line_is_checked_from_a_file_and_from_stdin(run: Run, tmp_path: Path) -> None:
+    text = line({"type": "fs", "root": str(tmp_path / "tier")})
+    path = tmp_path / "line.json"
+    path.write_text(text)
+    assert run(path)[0] == run("-", given=text)[0] == 0
+    _, out, _ = run("-", "--json", given=text)
+    assert json.loads(out)["configuration"]["runner"] == "process"
+
+
+def test_a_tier_behind_vllms_own_manager_is_checked(run: Run, tmp_path: Path) -> None:
+    tier = {"type": "KVTierSecondaryTier", "module_path": PACKAGE, "backend": "fs", "root": str(tmp_path)}
+    status, out, _ = run("-", given=line(tier, spec_name="TieringOffloadingSpec"))
+    assert status == 0
+    assert "secondary_tiers[0].layout" in out
+    status, _, err = run("-", given=line({**tier, "rot": 1}, spec_name="TieringOffloadingSpec"))
+    assert status == 2
+    assert "rot: no such field; did you mean 'root'?" in err
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (line({"type": "fs"}), "kv_connector_extra_config.secondary_tiers[0].root: missing, a path"),
+        (line({"type": "disk", "root": "/x"}), "kv_connector_extra_config.secondary_tiers[0].type: 'disk' is no tier"),
+        (
+            line({"type": "dummy"}, deadline_s=3),
+            "did you mean 'kv_connector_extra_config.secondary_tiers[0].limits.d",
+        ),
+        (line({"type": "dummy"}, spec_module_path="kvtier"), "spec_module_path: 'kvtier' given, 'kvtier.integrations"),
+        (line({"type": "dummy"}, spec_name="KVTier"), "spec_name: nothing of kvtier's given, 'KVTierOffloadingSpec'"),
+        (line({"type": "mooncake"}, runner="thread"), "kv_connector_extra_config.runner: 'thread' given, 'process'"),
+        (
+            '{"kv_connector": "KVTierConnector", "cpu_bytes_to_use": 1}',
+            "did you mean 'kv_connector_extra_config.cpu",
+        ),
+        ('{"kv_connector": "KVTierConnector"}', "kv_connector_extra_config: missing"),
+        ("{", "is malformed"),
+        ("[" * 100_000, "is malformed"),
+        ("cpu_bytes_to_use = 1", "chunk_bytes: missing"),
+        ("", "cpu_bytes_to_use: missing"),
+    ],
+    ids=range(12),
+)
+def test_what_is_wrong_with_a_line_is_refused_by_its_path(run: Run, given: str, told: str) -> None:
+    status, out, err = run("-", given=given)
+    assert (status, out) == (2, "")
+    assert told in err
+
+
+@pytest.mark.usefixtures("outside")
+def test_a_class_of_a_module_beside_the_file_is_found_from_anywhere(tmp_path: Path) -> None:
+    (tmp_path / "own_tier_beside.py").write_text("from kvtier_backends.dummy import DummyBackend as Own\n")
+    path = tmp_path / "kvtier.toml"
+    path.write_text(
+        'cpu_bytes_to_use = "1MiB"\nchunk_bytes = "16KiB"\nrunner = "process"\n'
+        '[[secondary_tiers]]\ntype = "own_tier_beside:Own"\n'
+    )
+    command = [sys.executable, "-I", "-m", "kvtier"]
+    for args in (["config", "check", str(path)], ["bench", "tiers", str(path), "--size", "64KiB", "--rounds", "1"]):
+        done = subprocess.run([*command, *args], capture_output=True, text=True, cwd="/", check=False)
+        assert done.returncode == 0, done.stderr
