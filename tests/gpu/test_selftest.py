@@ -12,14 +12,14 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from kvtier.tools.selftest.model import TINY, PagedCache, Transformer
+from kvtier.tools.selftest.report import FirstToken, Report, goals_of, winners
 
 from kvtier.tools.bench.figures import Row
 from kvtier.tools.commands import run
 from kvtier.tools.selftest import checks, children, command, model, speed
 from kvtier.tools.selftest.checks import Check
 from kvtier.tools.selftest.device import Device, NotHere, Way, Wrong
-from kvtier.tools.selftest.model import TINY, PagedCache, Transformer
-from kvtier.tools.selftest.report import FirstToken, Report, goals_of, winners
 from tests.gpu.modelled import Modelled
 
 pytestmark = pytest.mark.usefixtures("outside")
