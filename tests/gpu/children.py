@@ -1,9 +1,8 @@
 """Child processes of tests: for memory that several register, and for errors that end a CUDA context."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from typing import Any
 
 ANSWER_S = 120.0  # torch takes seconds to be imported, and a context as long to be made.
@@ -34,13 +33,10 @@ class Child:
 
 
 @contextmanager
-def child(work: Callable[..., None], *arguments: object) -> Iterator[Child]:
+def child(work: Callable[..., None], *arguments: object) -> Generator[Child]:
     """Give a running child, which is killed at the end."""
     made = Child(work, *arguments)
     try:
         yield made
     finally:
         made.end()
-
-
-__all__ = ["Child", "Connection", "child"]

@@ -9,7 +9,7 @@ import ctypes
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from functools import partial
 
 import pytest
@@ -74,7 +74,7 @@ def current(device: object = None) -> Stream:
 
 
 @contextlib.contextmanager
-def on(stream: Stream) -> Iterator[None]:
+def on(stream: Stream) -> Generator[None]:
     before, HERE.stream = current(), stream
     try:
         yield
@@ -120,5 +120,5 @@ def model(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.cuda, "Stream", Stream)
     patch.setattr(torch.cuda, "Event", Event)
     patch.setattr(torch.cuda, "stream", on)
-    patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    patch.setattr(torch.cuda, "device", contextlib.nullcontext)
     patch.setattr(torch.cuda, "current_stream", current)

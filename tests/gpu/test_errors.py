@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any, cast
 
 import pytest
@@ -19,7 +20,7 @@ from kvtier.memory import Region
 from kvtier.tools.selftest.caches import plain_caches, random_bytes, require_same
 from kvtier.tools.selftest.checks import submit, transfer
 from kvtier.tools.selftest.device import Device, host
-from tests.gpu.children import Connection, child
+from tests.gpu.children import child
 
 PAGES, PAGE_BYTES = 24, 64 << 10
 EVERYTHING = [GroupBlocks(range(PAGES), range(PAGES))]

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 
 import pytest
@@ -35,7 +35,7 @@ Place = tuple[torch.Tensor, torch.Tensor, TransferWorker]
 
 
 @contextmanager
-def cache_and_slots(device: Device) -> Iterator[Place]:
+def cache_and_slots(device: Device) -> Generator[Place]:
     """Give one layer's cache, as many slots as it has pages, and a worker between them."""
     layer = plain_caches(1, PAGES, PAGE_BYTES, device.place)
     with worker_and_rows(device, layer, PAGES) as (worker, rows):

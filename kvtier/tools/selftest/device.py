@@ -56,7 +56,7 @@ class Device:
         work()
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
-        return lambda: not done.query()
+        return lambda: not done.query()  # type: ignore[no-untyped-call]
 
     def synchronize(self) -> None:
         """Wait until all work of the device is done."""
