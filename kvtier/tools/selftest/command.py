@@ -19,7 +19,7 @@ from kvtier.tools.outputs import bar, check_outputs, plain_table, write_json
 if TYPE_CHECKING:  # Imported when the command runs: it needs torch.
     from kvtier.tools.selftest.device import Device
 
-LIMIT_S = 300.0  # All of it takes seconds. A device that hangs must be reported, too.
+LIMIT_S = 120.0  # All of it takes seconds. A device that hangs must be reported, too.
 
 Outcome = Literal["kept", "broken", "skipped"]
 

@@ -303,8 +303,8 @@ def test_a_benchmark_that_left_the_tiers_layout_out_is_refused(bench_file: str) 
         (b"rows", "malformed"),
         (b'{"requests": 3}', "missing required field `command`"),
         (
-            b'{"command": "kvtier bench tiers", "rows": []}',
-            "a report of 'kvtier bench tiers' given, a report of kvtier",
+            b'{"command": "kvtier selftest", "rows": []}',
+            "a report of 'kvtier selftest' given, a report of kvtier",
         ),
         (b'{"command": "kvtier bench fs", "rows": []}', "no figure of 'load' with layout segments"),
     ],
