@@ -48,7 +48,6 @@ class Remedy(Enum):
     # A GPU.
     UNPINNED = "memory-not-pinned"
     UNBATCHED = "no-batched-copies"
-    UNGATHERED = "gather-kernel-not-tested"
 
     # The program that calls.
     CLOSED = "engine-closed"

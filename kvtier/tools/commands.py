@@ -153,12 +153,6 @@ COMMANDS = {
         "Make a trace from token ids.",
         ("kvtier trace convert tokens.jsonl --output converted.jsonl --block-tokens 16",),
     ),
-    "bench cpu": Command(
-        "kvtier.tools.bench.commands",
-        "cpu",
-        "Measure memory copies and checksums.",
-        ("kvtier bench cpu --no-pages --chunk-sizes 64K --rounds 1",),
-    ),
     "bench fs": Command(
         "kvtier.tools.bench.commands",
         "fs",
@@ -181,7 +175,7 @@ COMMANDS = {
         "kvtier.tools.selftest.command",
         "selftest",
         "Prove on this machine's GPU that every byte comes back.",
-        ("kvtier selftest", "kvtier selftest --device cpu --parts bytes --json report.json"),
+        ("kvtier selftest", "kvtier selftest --device cpu --json report.json"),
     ),
 }
 GROUPS = {

@@ -36,10 +36,10 @@ from kvtier.tools.bench.figures import (
     interleaved,
     load,
     print_figures,
+    rate_of,
     row_of,
     this_machine,
 )
-from kvtier.tools.bench.memory import rate_of
 from kvtier.tools.bench.whole import PRIMARY_SHARES, Drive, new_keys, wait
 from kvtier.tools.outputs import write_json
 from tests.mooncake.pools import Pool

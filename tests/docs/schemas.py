@@ -14,7 +14,7 @@ from kvtier.tools.prune import PruneReport
 from kvtier.tools.replay.report import Report
 from kvtier.tools.replay.size_command import SizeReport
 from kvtier.tools.replay.trace_commands import TraceInfo
-from kvtier.tools.selftest.report import Report as SelftestReport
+from kvtier.tools.selftest.command import SelftestReport
 from kvtier.tools.top import EngineNow
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "json.md"
@@ -30,7 +30,6 @@ REPORTS: dict[str, Any] = {
     "size": SizeReport,
     "trace info": TraceInfo,
     "selftest": SelftestReport,
-    "bench cpu": Figures,
     "bench fs": Figures,
     "bench tiers": Figures,
 }

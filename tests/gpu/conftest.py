@@ -1,16 +1,34 @@
-"""The device that `make test-gpu DEVICE=…` names; the CPU, for a dry run, where it names none."""
+"""The device that `make test-gpu DEVICE=…` names, by each way to copy; the CPU, for a dry run, if it names none."""
 
+import copy
 import os
+from functools import partial
 
 import pytest
 
-from kvtier.tools.selftest.device import Device, device_named
+from kvtier.kvcache.transfer.cuda import copiers_with
+from kvtier.tools.selftest.device import Device
 from tests.gpu.modelled import Modelled, model
 
 
 @pytest.fixture(scope="session")
-def device(outside: None) -> Device:
-    return device_named(os.environ.get("KVTIER_DEVICE", "cpu"))
+def device() -> Device:
+    return Device(os.environ.get("KVTIER_DEVICE", "cpu"))
+
+
+@pytest.fixture(params=["as transfers choose", "through a buffer", "modelled"])
+def each_device(request: pytest.FixtureRequest, device: Device, monkeypatch: pytest.MonkeyPatch) -> Device:
+    """The device by both ways to copy, and a modelled one."""
+    if request.param == "modelled":
+        model(monkeypatch)
+        return Modelled()
+    if request.param == "as transfers choose":
+        return device
+    if not device.has_streams or device.way == request.param:
+        pytest.skip(f"{device.name} copies {device.way}")
+    buffered = copy.copy(device)
+    buffered.copiers = partial(copiers_with, device=device.place, copy=None)
+    return buffered
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
-"""A device that is modelled: host memory behind streams that are threads, and `torch.cuda` as far as transfers use it.
+"""A modelled device: host memory behind streams that are threads, and the part of `torch.cuda` that transfers use.
 
-What is launched on a stream is done later, by the stream's thread, as on a real device; so what kvtier tells a device,
-and in which order, runs here as it would there. How fast it is says nothing.
+A stream's thread does later what is launched on the stream, as a real device does. So kvtier's own calls, and their
+order, run here as they would there.
 """
 
 import contextlib
@@ -9,13 +9,16 @@ import ctypes
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator
+from functools import partial
 
 import pytest
 import torch
 
 from kvtier.kvcache.transfer.cuda import Descriptors, copiers_with
-from kvtier.tools.selftest.device import Way
+from kvtier.tools.selftest.device import Device
+
+SPIN_S = 0.2  # Longer than a thread waits for its turn, unless the machine is very busy: then a check tries again.
 
 
 class Stream:
@@ -26,10 +29,10 @@ class Stream:
     def __init__(self, device: object = None, priority: int = 0) -> None:
         self.cuda_stream = id(self)
         self.of_handle[self.cuda_stream] = self
-        self._told = queue.SimpleQueue[Callable[[], None]]()
+        self._told = queue.SimpleQueue[Callable[[], object]]()
         threading.Thread(target=self._serve, daemon=True).start()
 
-    def tell(self, work: Callable[[], None]) -> None:
+    def tell(self, work: Callable[[], object]) -> None:
         self._told.put(work)
 
     def wait_event(self, event: "Event") -> None:
@@ -71,7 +74,7 @@ def current(device: object = None) -> Stream:
 
 
 @contextlib.contextmanager
-def on(stream: Stream) -> Iterator[None]:
+def on(stream: Stream) -> Generator[None]:
     before, HERE.stream = current(), stream
     try:
         yield
@@ -91,27 +94,21 @@ def batches(copies: Descriptors, handle: int, stable: bool) -> None:
     Stream.of_handle[handle].tell(move)
 
 
-class Modelled:
-    """The device, with a way to copy of the test's own or the one that is right."""
+class Modelled(Device):
+    """The device, with batched copies that are right unless a test gives others."""
 
-    name = "modelled"
-    has_streams = True
-    pin_with: object | None = None
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self.has_streams = True
+        self.copiers = partial(copiers_with, device=self.place, copy=batches)
+        self.spin_s = SPIN_S
 
-    def __init__(self, ways: Sequence[Way] = ()) -> None:
-        self.place = torch.device("cpu")
-        self.ways = ways or (Way("batched", lambda sides: copiers_with(sides, self.place, batches)),)
-
-    def launch(self, work: Callable[[], None]) -> None:
+    def launch_late(self, work: Callable[[], object]) -> Callable[[], bool]:
+        current().tell(lambda: time.sleep(self.spin_s))  # The kernel that spins: it is what takes the time.
         current().tell(work)
-
-    def spin(self, seconds: float) -> None:
-        current().tell(lambda: time.sleep(seconds))  # As a kernel that spins: it is what takes the time.
-
-    def mark(self) -> Callable[[], bool]:
-        event = Event()
-        event.record()
-        return event.query
+        done = Event()
+        done.record()
+        return lambda: not done.query()
 
     def synchronize(self) -> None:
         for stream in list(Stream.of_handle.values()):
@@ -123,5 +120,5 @@ def model(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.cuda, "Stream", Stream)
     patch.setattr(torch.cuda, "Event", Event)
     patch.setattr(torch.cuda, "stream", on)
-    patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    patch.setattr(torch.cuda, "device", contextlib.nullcontext)
     patch.setattr(torch.cuda, "current_stream", current)

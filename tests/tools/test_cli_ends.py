@@ -81,7 +81,7 @@ def whole(name: str) -> list[str]:
         "bench tiers": ["good.toml"],
         "policies": ["trace.jsonl"],
         "replay": ["trace.jsonl"],
-        "selftest": ["--device", "cpu", "--parts", "bytes"],
+        "selftest": ["--device", "cpu"],
         "size": ["trace.jsonl", "--kv-bytes-per-token", "8"],
         "top": ["1", "--once"],
         "completion": ["bash"],
@@ -106,7 +106,6 @@ def calls() -> Iterator[list[str]]:
     for name in BENCHES:
         yield from ([*whole(name), "--rounds", bad] for bad in NUMBERS)
     for name, option in (
-        *(("bench cpu", each) for each in ("--chunk-sizes", "--device")),
         *(("bench fs", each) for each in ("--chunk-sizes", "--size", "--depths", "--io", "--layouts", "--namings")),
         *(("bench tiers", each) for each in ("--size",)),
         ("policies", "--sizes"),
@@ -265,7 +264,7 @@ def ended(
     return ran.returncode, (ran.stdout or b"").decode(), ran.stderr.decode()
 
 
-BENCH = ["bench", "cpu", "--no-pages", "--chunk-sizes", "64KiB", "--rounds", "1"]
+BENCH = ["bench", "fs", "{place}", "--chunk-sizes", "8KiB", "--size", "64KiB", "--layouts", "segments", "--rounds", "1"]
 WRITES = {
     "policies": ["policies", "{place}/trace.jsonl", "--policies", "lru"],
     "replay": ["replay", "{place}/trace.jsonl", "--virtual-time"],
@@ -370,17 +369,17 @@ main()
 
 
 @pytest.mark.usefixtures("outside")
-def test_without_torch_bench_cpu_says_what_to_do() -> None:
-    status, out, err = ended("bench", "cpu", "--rounds", "1", program=WITHOUT_TORCH)
+def test_without_torch_the_self_test_says_what_to_do() -> None:
+    status, out, err = ended("selftest", program=WITHOUT_TORCH)
     assert (status, out) == (2, "")
-    assert err.startswith("kvtier: --pages: torch cannot be loaded")
-    assert "pip install 'kvtier[torch]', or --no-pages" in err
+    assert err.startswith("kvtier: torch cannot be loaded")
+    assert "pip install 'kvtier[torch]'" in err
     assert err.count("\n") == 1
 
 
 @pytest.mark.usefixtures("outside")
-def test_without_a_cuda_device_bench_cpu_says_so() -> None:
-    status, out, err = ended("bench", "cpu", "--rounds", "1", "--device", "cuda", CUDA_VISIBLE_DEVICES="")
+def test_without_a_cuda_device_the_self_test_says_so() -> None:
+    status, out, err = ended("selftest", CUDA_VISIBLE_DEVICES="")
     assert (status, out) == (2, "")
     assert err.startswith("kvtier: --device cuda: torch ")
     assert err.count("\n") == 1

@@ -19,7 +19,7 @@ from kvtier.config import EngineConfig, TierConfig, read_config
 from kvtier.errors import ConfigError
 from kvtier.memory import PAGE_BYTES
 from kvtier.settings import parse_size
-from kvtier.tools.bench import files, memory, whole
+from kvtier.tools.bench import files, whole
 from kvtier.tools.bench.figures import (
     ROUNDS,
     ROUNDS_MAX,
@@ -47,29 +47,6 @@ MOVED_BYTES_MAX = 16 << 30  # By one measurement; it is in memory at once, and t
 
 Work = Callable[[Callable[[], None]], Iterator[Row]]
 """Measure, calling what is given after every measurement."""
-
-
-def cpu(
-    chunk_sizes: Annotated[str, typer.Option(help="Chunk sizes, with commas between them.")] = "64KiB,512KiB,2MiB",
-    pages: Annotated[
-        bool, typer.Option("--pages/--no-pages", help="Copies between KV caches and rows, too, which takes torch.")
-    ] = True,
-    device: Annotated[str, typer.Option(help="Where the KV caches are: cpu, or cuda.")] = "cpu",
-    rounds: RoundsOption = DEFAULT_ROUNDS,
-    json_path: JsonOption = None,
-) -> None:
-    """Measure memory copies and checksums, beside a plain memcpy."""
-    found = _chunk_sizes(chunk_sizes)
-    (place, *_) = names("--device", device, ("cpu", "cuda"))
-    pages_on = place if pages else None
-    check_outputs(json_path)
-    memory.check_pages(pages_on)
-    run_bench(
-        "kvtier bench cpu",
-        lambda step: memory.measure_memory(found, rounds, step, pages_on=pages_on),
-        memory.memory_steps(found, rounds, pages_on=pages_on),
-        json_path=json_path,
-    )
 
 
 def fs(

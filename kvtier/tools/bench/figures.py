@@ -10,6 +10,7 @@ import os
 import platform
 import random
 import statistics
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -134,6 +135,17 @@ def interleaved(
         for side in sides if number else ():
             measured.setdefault(side.name, []).append(figures[side.name])
     return measured
+
+
+def rate_of(work: Callable[[], object], moved_bytes: int, clock: Callable[[], float] = time.perf_counter) -> Measure:
+    """Return a measurement of the work's rate in MB/s."""
+
+    def measure() -> float:
+        begun = clock()
+        work()
+        return moved_bytes / 1e6 / (clock() - begun)
+
+    return measure
 
 
 def measured_rows(

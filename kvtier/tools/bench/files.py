@@ -32,8 +32,7 @@ from kvtier.backend import (
 from kvtier.errors import ConfigError, NoSpace
 from kvtier.memory import Region
 from kvtier.settings import decode, shown_bytes
-from kvtier.tools.bench.figures import Measure, Pair, Row, Setting, Side, measured_rows, rows_of, steps_of
-from kvtier.tools.bench.memory import rate_of
+from kvtier.tools.bench.figures import Measure, Pair, Row, Setting, Side, measured_rows, rate_of, rows_of, steps_of
 from kvtier.tools.bench.raw import Fio, NewFiles, RawFile, Way, takes_direct
 from kvtier.tools.outputs import check_directory
 from kvtier.tools.replay.setup import taken_bytes

@@ -5,6 +5,7 @@ itself (`Limit`), or a memcpy. What load costs stands beside the same without it
 Python, waits and steps beside stores.
 """
 
+import ctypes
 import os
 import statistics
 import time
@@ -24,8 +25,7 @@ from kvtier.engine.steps import StepManager
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.memory import Region
 from kvtier.settings import shown_bytes
-from kvtier.tools.bench.figures import Pair, Row, Setting, Side, measured_rows, row_of, steps_of
-from kvtier.tools.bench.memory import plain_copies, rate_of
+from kvtier.tools.bench.figures import Pair, Row, Setting, Side, measured_rows, rate_of, row_of, steps_of
 from kvtier.tools.bench.raw import RawFile, takes_direct
 from kvtier.tools.replay.report import Distribution, distribution
 
@@ -338,8 +338,24 @@ def _limits(
     if limit is not None:
         stack.callback(limit.close)
         return (rate_of(limit.read, drive.moved_bytes), rate_of(limit.write, drive.moved_bytes)), limit.limit_is
-    measure = rate_of(plain_copies(rows[drive.chunks :], rows[: drive.chunks]), drive.moved_bytes)
+    measure = rate_of(_plain_copies(rows[drive.chunks :], rows[: drive.chunks]), drive.moved_bytes)
     return (measure, measure), "memcpy"
+
+
+def _plain_copies(sources: Sequence[memoryview], targets: Sequence[memoryview]) -> Callable[[], None]:
+    """Return a copy of buffer by buffer with memcpy alone, between addresses that are looked up here."""
+    pairs = [(_address(target), _address(source)) for target, source in zip(targets, sources, strict=True)]
+    size = len(sources[0])
+
+    def copy() -> None:
+        for target, source in pairs:
+            ctypes.memmove(target, source, size)
+
+    return copy
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 def _rows(config: EngineConfig, moved_as: str, times: Times, measured: Mapping[str, Sequence[float]]) -> Iterator[Row]:

@@ -1,1 +1,1 @@
-"""The self-test: whether every byte comes back from this machine's device, how fast, and what a hit saves."""
+"""The self-test: does every byte come back from this machine's device, in order, and how fast."""

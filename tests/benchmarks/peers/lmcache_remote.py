@@ -47,10 +47,10 @@ from kvtier.tools.bench.figures import (
     interleaved,
     load,
     print_figures,
+    rate_of,
     row_of,
     this_machine,
 )
-from kvtier.tools.bench.memory import rate_of
 from kvtier.tools.outputs import write_json
 from tests.benchmarks.peers.side_by_side import new_keys
 from tests.mooncake.pools import Pool

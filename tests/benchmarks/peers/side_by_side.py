@@ -23,11 +23,11 @@ from kvtier.tools.bench.figures import (
     interleaved,
     load,
     print_figures,
+    rate_of,
     row_of,
     this_machine,
 )
 from kvtier.tools.bench.files import FULL_SETS, LAYOUTS, OVERHEAD_BYTES, MeasuredTier, TierCase
-from kvtier.tools.bench.memory import rate_of
 from kvtier.tools.outputs import write_json
 
 CALLS = 16  # Requests at once, each of whose chunks are one call.

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.tools.bench.commands import run_bench
-from kvtier.tools.bench.figures import Figures, Row, load, print_by_chunk, this_machine
+from kvtier.tools.bench.figures import Figures, Row, load, print_by_chunk, print_figures, this_machine
 from kvtier.tools.bench.files import LAYOUTS
 from kvtier.tools.cli import main
 from kvtier.tools.commands import COMMANDS
@@ -39,7 +40,6 @@ class Counting(DummyBackend):
         await super().delete(keys)
         Counting.at_once -= 1
 """
-CPU = ["cpu", "--no-pages", "--chunk-sizes", "64KiB", "--rounds", 1]
 FS = ["--chunk-sizes", "8KiB", "--size", "64KiB", "--rounds", "2"]
 
 
@@ -80,23 +80,6 @@ def no_fio(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
 
 
 # What is measured.
-
-
-def test_copies_stand_beside_a_memcpy(measured: Callable[..., dict[str, Any]]) -> None:
-    told = measured("cpu", "--chunk-sizes", "64KiB", "--no-pages", "--rounds", 1)
-    assert operations(told) == {"write rows", "read rows", "checksum"}
-    assert {row["chunk_bytes"] for row in told["rows"]} == {65_536}
-    assert told["command"] == "kvtier bench cpu"
-    assert len(told["machine"]["load_before"]) == len(told["machine"]["load_after"]) == 3
-
-
-def test_copies_of_kv_pages_are_measured_both_ways(
-    measured: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in (("PAGE_SIZES", (16 << 10,)), ("LAYERS", (2,)), ("MOVED_BYTES", 1 << 20)):
-        monkeypatch.setattr(f"kvtier.tools.bench.copies.{name}", value)
-    told = measured("cpu", "--chunk-sizes", "64KiB", "--rounds", 1)
-    assert {"store KV pages", "load KV pages"} < operations(told)
 
 
 @pytest.mark.usefixtures("outside")
@@ -177,34 +160,23 @@ def test_each_tier_of_a_configuration_is_measured_through_an_engine(
 # What is written and shown.
 
 
-def test_the_table_names_the_operation_the_limit_and_the_machines_load(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
-    assert run(*CPU) == 0
+def test_the_table_names_the_operation_the_limit_and_the_machines_load(capsys: pytest.CaptureFixture[str]) -> None:
+    print_figures(figures_of_three_operations(), Console(width=160))
+    shown = capsys.readouterr().out
+    for words in ("store 1", "128 KiB", "pwritev of one file", "Medians of 3 rounds", "load of the machine"):
+        assert words in shown
+
+
+def test_json_is_written_as_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = figures_of_three_operations().rows
+    run_bench("bench", lambda step: iter(rows), 1, json_path=str(tmp_path / "out.json"))
+    assert "pwritev of one file" in capsys.readouterr().out
+    run_bench("bench", lambda step: iter(rows), 1, json_path="-")
     shown = capsys.readouterr()
-    for words in ("write rows", "64 KiB", "memcpy of as many bytes", "Medians of 1 rounds", "load of the machine"):
-        assert words in shown.out
+    told, written = json.loads(shown.out), json.loads((tmp_path / "out.json").read_text())
+    assert told["rows"] == written["rows"] == json.loads(msgspec.json.encode(rows))
+    assert len(told["machine"]["load_before"]) == len(told["machine"]["load_after"]) == 3
     assert shown.err == ""
-
-
-def test_figures_for_standard_output_go_there_alone(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert run(*CPU, "--json", "-") == 0
-    shown = capsys.readouterr()
-    assert json.loads(shown.out)["command"] == "kvtier bench cpu"
-    assert shown.err == ""
-
-
-def test_json_is_written_as_asked(tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    assert run(*CPU, "--json", out) == 0
-    assert [row["operation"] for row in json.loads(out.read_text())["rows"]] == [
-        "write rows",
-        "read rows",
-        "checksum",
-    ]
 
 
 def figures_of_three_operations() -> Figures:
@@ -251,12 +223,11 @@ def test_the_screen_has_a_column_for_each_chunk_size_and_marks_what_is_unsure(
     ("args", "complaint"),
     [
         (["fs", "{tmp}", "--depths", "many"], "--depths 'many': expected numbers from 1 to 64"),
-        (["cpu", "--no-pages", "--json", "{tmp}/absent/out"], "--json {tmp}/absent/out: No such file or directory"),
-        (["cpu", "--chunk-sizes", "5000"], "--chunk-sizes '5000': expected multiples of 4,096 bytes"),
-        (["cpu", "--device", "tpu"], "--device 'tpu': expected one or more of cpu, cuda"),
+        (["fs", "{tmp}", "--json", "{tmp}/absent/out"], "--json {tmp}/absent/out: No such file or directory"),
+        (["fs", "{tmp}", "--chunk-sizes", "5000"], "--chunk-sizes '5000': expected multiples of 4,096 bytes"),
         (["fs", "{tmp}/absent"], "DIR '{tmp}/absent': no such directory"),
         (["fs", "{tmp}", "--size", "lots"], "--size 'lots': expected sizes with commas between them"),
-        pytest.param(["fs", "{tmp}", "--size", "16GiB"], "GiB are needed", marks=pytest.mark.outside),
+        pytest.param(["fs", "{tmp}", "--size", "16GiB"], "TiB are needed", marks=pytest.mark.outside),
         (["fs", "{tmp}", "--layouts", "piles"], "--layouts 'piles': expected one or more of files"),
         (["fs", "{tmp}", "--io", "psychic"], "--io 'psychic': expected one or more of auto, direct, buffered"),
         (["tiers", "{tmp}/absent.toml"], "{tmp}/absent.toml: cannot be read"),

@@ -303,7 +303,10 @@ def test_a_benchmark_that_left_the_tiers_layout_out_is_refused(bench_file: str) 
         (None, "cannot be read: No such file or directory; a report of kvtier bench fs --json accepted"),
         (b"rows", "malformed"),
         (b'{"requests": 3}', "missing required field `command`"),
-        (b'{"command": "kvtier bench cpu", "rows": []}', "a report of 'kvtier bench cpu' given, a report of kvtier"),
+        (
+            b'{"command": "kvtier selftest", "rows": []}',
+            "a report of 'kvtier selftest' given, a report of kvtier",
+        ),
         (b'{"command": "kvtier bench fs", "rows": []}', "no figure of 'load' with layout segments"),
     ],
     ids=["absent", "no_json", "a_replays", "another_bench", "empty"],

@@ -1,0 +1,42 @@
+"""Child processes of tests: for memory that several register, and for errors that end a CUDA context."""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from multiprocessing import get_context
+from typing import Any
+
+ANSWER_S = 120.0  # torch takes seconds to be imported, and a context as long to be made.
+SPAWN = get_context("spawn")  # A fork would inherit a CUDA context that it may not use.
+
+
+class Child:
+    """A process that runs `work(connection, …)`, seen from its parent."""
+
+    def __init__(self, work: Callable[..., None], *arguments: object) -> None:
+        self._connection, theirs = SPAWN.Pipe()
+        self.process = SPAWN.Process(target=work, args=(theirs, *arguments), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def tell(self, word: object) -> None:
+        self._connection.send(word)
+
+    def answer(self) -> Any:
+        """Return what the child sends next. Raises `EOFError` if it has ended."""
+        assert self._connection.poll(ANSWER_S), "the child hangs"
+        return self._connection.recv()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self._connection.close()
+
+
+@contextmanager
+def child(work: Callable[..., None], *arguments: object) -> Generator[Child]:
+    """Give a running child, which is killed at the end."""
+    made = Child(work, *arguments)
+    try:
+        yield made
+    finally:
+        made.end()

@@ -1,0 +1,140 @@
+"""Errors that end a CUDA context, each in a child: a transfer then fails and says so, or the driver ends the process.
+
+A transfer that is reported as made, or hangs, is a fault. So is the end of a process by Python.
+"""
+
+import ctypes
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any, cast
+
+import pytest
+import torch
+
+from kvtier.kvcache.transfer import Direction, GroupBlocks, TransferWorker
+from kvtier.kvcache.transfer.cuda import BatchedCopy, Descriptors, batched_copy, copiers_with
+from kvtier.memory import Region
+from kvtier.tools.selftest.caches import plain_caches, random_bytes, require_same
+from kvtier.tools.selftest.checks import submit, transfer
+from kvtier.tools.selftest.device import Device, NotHere, host
+from tests.gpu.children import child
+
+PAGES, PAGE_BYTES = 24, 64 << 10
+EVERYTHING = [GroupBlocks(range(PAGES), range(PAGES))]
+WAIT_S = 60.0  # A transfer takes milliseconds.
+FAR = 1 << 46  # An address this much further on is in no allocation.
+DEVICE_BYTES = 256 << 20  # A child without memory gets this much of the device: its caches, and no buffer more.
+
+pytestmark = [
+    pytest.mark.usefixtures("outside"),
+    pytest.mark.skipif(os.environ.get("KVTIER_DEVICE") != "cuda", reason="only a CUDA device has a context"),
+]
+
+
+def in_a_child(parent: Connection, work: Callable[[Device], str]) -> None:
+    """Do the work, send its result, and end at once: a context that has ended cannot be taken down in order."""
+    try:
+        parent.send(work(Device("cuda")))
+    except NotHere as reason:
+        parent.send(f"skip: {reason}")
+    except BaseException as error:  # noqa: BLE001  # The parent reports it.
+        parent.send(f"wrong: {type(error).__name__}: {error}")
+    os._exit(0)
+
+
+def failure(spoil: Callable[[Device], object], device: Device) -> str:
+    """Spoil the context or the copies, and store; return how that failed."""
+    caches = plain_caches(1, PAGES, PAGE_BYTES, device.place)
+    with Region.private(PAGES, PAGE_BYTES) as region, host.CpuMemory(region, pin_with=device.pin_with) as memory:
+        worker = TransferWorker(caches, memory.rows, copiers=device.copiers)
+        try:
+            spoil(device)
+            submit(worker, Direction.STORE, EVERYTHING)
+        except RuntimeError as error:
+            return f"refused: {error}"
+        assert worker.wait([1], WAIT_S), "the transfer hangs"
+        (result,) = worker.poll()
+        assert result.error is not None, "a transfer that could not be made is reported as made"
+        return f"failed: {result.error}"
+
+
+def fail_in_a_kernel(device: Device) -> None:
+    private: Any = torch
+    private._assert_async(torch.zeros(1, device=device.place))  # As compiled models call it.
+
+
+def reset(device: Device) -> None:
+    """End this process's context; the contexts of other processes go on."""
+    major = str(torch.version.cuda).split(".", maxsplit=1)[0]
+    try:
+        runtime = ctypes.CDLL(f"libcudart.so.{major}")
+    except OSError as error:  # A torch that has it linked in.
+        raise NotHere(f"no shared CUDA runtime: {error}") from error
+    runtime.cudaDeviceReset()
+
+
+def copy_astray(device: Device) -> str:
+    batches = batched_copy(device.place)
+    assert batches is not None
+
+    def astray(copies: Descriptors, stream: int, stable: bool) -> None:
+        batches(copies._replace(targets=copies.targets + FAR), stream, stable)
+
+    device.copiers = partial(copiers_with, device=device.place, copy=cast("BatchedCopy", astray))
+    return failure(lambda device: None, device)
+
+
+def without_memory(device: Device) -> str:
+    """Take all memory that torch may have of the device, store, give it back, and store again."""
+    cuda: Any = torch.cuda
+    total: int = cuda.get_device_properties(device.place).total_memory
+    cuda.set_per_process_memory_fraction(DEVICE_BYTES / total, device.place)
+    caches, right = plain_caches(1, PAGES, PAGE_BYTES, device.place), random_bytes((PAGES, PAGE_BYTES), 1)
+    caches.tensors[0].copy_(right)
+    with (
+        Region.private(PAGES, PAGE_BYTES) as region,
+        host.CpuMemory(region, pin_with=device.pin_with) as memory,
+        TransferWorker(caches, memory.rows, copiers=device.copiers) as worker,
+    ):
+        taken = list[torch.Tensor]()
+        for size_bytes in (32 << 20, 4 << 20, 1 << 20):
+            with suppress(torch.OutOfMemoryError):
+                while True:
+                    taken.append(torch.empty(size_bytes, dtype=torch.int8, device=device.place))
+        submit(worker, Direction.STORE, EVERYTHING)
+        assert worker.wait([1], WAIT_S), "the transfer hangs"
+        (first,) = worker.poll()
+        taken.clear()
+        cuda.empty_cache()
+        memory.rows.zero_()
+        transfer(worker, Direction.STORE, EVERYTHING)
+        require_same("rows of a store after memory ran out", memory.rows, right)
+    return "made" if first.error is None else f"failed: {first.error}"
+
+
+@pytest.mark.parametrize(
+    "work",
+    [copy_astray, partial(failure, fail_in_a_kernel), partial(failure, reset), without_memory],
+    ids=["a bad address", "a kernel that fails", "a reset", "no memory"],
+)
+def test_a_transfer_after_an_error_is_never_reported_as_made_and_does_not_hang(
+    work: Callable[[Device], str], device: Device, request: pytest.FixtureRequest
+) -> None:
+    may_be_ended = request.node.callspec.id in ("a bad address", "a reset")  # The driver may touch what is gone.
+    may_be_made = work is without_memory
+    if work is copy_astray and device.way != "batched":
+        pytest.skip("only batches are given addresses")
+    with child(in_a_child, work) as made:
+        try:
+            result = str(made.answer())
+        except EOFError:
+            made.process.join()
+            assert may_be_ended
+            assert (made.process.exitcode or 0) < 0, "ended by Python"
+            return
+    if result.startswith("skip: "):
+        pytest.skip(result)
+    assert result.startswith(("failed: ", "refused: ")) or (may_be_made and result == "made"), result

@@ -1,0 +1,115 @@
+"""Host memory on the device: registered by several processes, in slices, and refused."""
+
+import logging
+import os
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+
+from kvtier.kvcache.transfer import Direction, GroupBlocks, TransferWorker
+from kvtier.memory import Region, RowLayout
+from kvtier.remedies import Remedy
+from kvtier.tools.selftest.caches import plain_caches, random_bytes, require_same
+from kvtier.tools.selftest.checks import transfer
+from kvtier.tools.selftest.device import Device, host
+from tests.gpu.children import child
+
+PROCESSES = 3
+PAGES, PAGE_BYTES = 24, 64 << 10
+SLICE_BYTES = 1 << 20  # Several rows.
+LAYOUT = RowLayout(slot_bytes=PAGE_BYTES, workers=PROCESSES)
+BACKWARDS = [GroupBlocks(range(PAGES), list(reversed(range(PAGES))))]
+HUGE_BYTES = {"cpu": 256 << 20, "cuda": 32 << 30}
+HUGE_ROW_BYTES = 2 << 20
+HUGE_SHARE = 0.4  # Of the memory that is free now: the rest is the machine's.
+OUT_OF_MEMORY = 2  # As cudaHostRegister answers.
+
+
+def there_and_back(device: Device, slots: torch.Tensor, right: torch.Tensor, groups: list[GroupBlocks]) -> None:
+    """Store known blocks, compare their rows, load them again and compare the blocks."""
+    caches = plain_caches(1, len(right), right.shape[1], device.place)
+    (cache,) = caches.tensors
+    (group,) = groups
+    with TransferWorker(caches, slots) as worker:
+        cache.copy_(right)
+        transfer(worker, Direction.STORE, groups)
+        require_same("rows", slots[list(map(int, group.rows))], right)
+        cache.zero_()
+        transfer(worker, Direction.LOAD, groups)
+        require_same("blocks", cache, right)
+
+
+def share(parent: Connection, memory_file: str, rank: int, device_name: str) -> None:
+    """Use one slot of every row, in a process of its own, before and after another process is killed."""
+    device = Device(device_name)
+    with (
+        Region.attach(os.open(memory_file, os.O_RDWR), PAGES, LAYOUT.row_bytes) as region,
+        host.CpuMemory(region, pin_with=device.pin_with, pin_slice_bytes=SLICE_BYTES) as memory,
+    ):
+        for number in range(2):
+            right = random_bytes((PAGES, PAGE_BYTES), PROCESSES * number + rank)
+            there_and_back(device, memory.slots(LAYOUT, rank), right, BACKWARDS)
+            parent.send(memory.pinned)
+            parent.recv()
+
+
+@pytest.mark.usefixtures("outside")
+def test_several_processes_register_one_region_and_one_that_is_killed_costs_the_others_nothing(device: Device) -> None:
+    with Region.memfd(PAGES, LAYOUT.row_bytes) as region, ExitStack() as stack:
+        memory_file = f"/proc/{os.getpid()}/fd/{region.fd}"
+        made = [stack.enter_context(child(share, memory_file, rank, device.name)) for rank in range(PROCESSES)]
+        assert [each.answer() for each in made] == [device.has_streams] * PROCESSES
+        with host.CpuMemory(region, pin_with=device.pin_with, pin_slice_bytes=SLICE_BYTES) as memory:  # And a fourth.
+            assert memory.pinned == device.has_streams
+            for rank in range(PROCESSES):
+                right = random_bytes((PAGES, PAGE_BYTES), rank).flip(0)
+                require_same(f"slots of process {rank}", memory.slots(LAYOUT, rank), right)
+        made[-1].process.kill()
+        for each in made[:-1]:
+            each.tell("again")
+        assert [each.answer() for each in made[:-1]] == [device.has_streams] * (PROCESSES - 1)
+
+
+def free_bytes() -> int:
+    with open("/proc/meminfo") as lines:
+        fields = dict(line.split(":") for line in lines)
+    return int(fields["MemAvailable"].split()[0]) * 1_024
+
+
+def test_a_huge_region_is_registered_in_slices_and_rows_at_their_edges_come_back(device: Device) -> None:
+    size_bytes = int(min(HUGE_BYTES[device.name], HUGE_SHARE * free_bytes()))
+    rows, slice_bytes = size_bytes // HUGE_ROW_BYTES, min(4 << 30, size_bytes // 4)
+    slice_rows = slice_bytes // HUGE_ROW_BYTES
+    edges = sorted({0, rows - 1, *(edge + side for edge in range(slice_rows, rows, slice_rows) for side in (-1, 0))})
+    with (
+        Region.private(rows, HUGE_ROW_BYTES) as region,
+        host.CpuMemory(region, pin_with=device.pin_with, pin_slice_bytes=slice_bytes) as memory,
+    ):
+        assert memory.pinned == device.has_streams
+        right = random_bytes((len(edges), HUGE_ROW_BYTES), 1)
+        there_and_back(device, memory.rows, right, [GroupBlocks(range(len(edges)), edges)])
+
+
+class Refusing:
+    """A driver whose limit is reached."""
+
+    def cudaHostRegister(self, address: int, size_bytes: int, flags: int, /) -> int:  # noqa: N802
+        return OUT_OF_MEMORY
+
+    def cudaHostUnregister(self, address: int, /) -> int:  # noqa: N802
+        return 0
+
+
+def test_copies_of_memory_that_cannot_be_registered_are_right(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        caplog.at_level(logging.WARNING),
+        Region.private(PAGES, PAGE_BYTES) as region,
+        host.CpuMemory(region, pin_with=Refusing()) as memory,
+    ):
+        assert not memory.pinned
+        there_and_back(device, memory.rows, random_bytes((PAGES, PAGE_BYTES), 1), BACKWARDS)
+    refused, *others = (record.getMessage() for record in caplog.records)
+    assert refused.endswith(str(Remedy.UNPINNED))
+    assert ["rows are not pinned" in other for other in others] == [True] * device.has_streams
