@@ -79,7 +79,7 @@ $(VENV)/prometheus/root/usr/bin:
 # Real traces are no part of the project: beside it, or where KVTIER_TRACES says. Without them these tests are skipped.
 # Each by itself to the next worker that is free: most of them are in one file.
 test-traces: $(INSTALLED)  ## compare policies, hints, cascades and sizes with their figures on real traces: four minutes
-	KVTIER_ALL_TRACES=1 $(PYTEST) --dist worksteal -o faulthandler_timeout=0 -m "traces and outside" tests/tools
+	KVTIER_ALL_TRACES=1 $(PYTEST) --dist worksteal -o faulthandler_timeout=0 -m "traces and outside" tests/tools tests/frozen
 
 # A class of tests stays in one worker: the tests of a class share servers. SERVERS=debian: with Debian's servers instead.
 REMOTE_PYTEST := env OMP_NUM_THREADS=1 LD_LIBRARY_PATH=$(REMOTE_LIBS) KVTIER_MIXED_OPERATIONS=$(OPERATIONS) \

@@ -1,0 +1,94 @@
+"""The frozen figures: what no change of the code's shape may change.
+
+    .venv/bin/python -m tests.frozen.freeze
+
+writes `frozen.json` again: hit ratios on generated and real traces, public names, and the promises of the conformance
+suite. Run it with a change that is meant to change one of them; the diff then shows which.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import kvtier
+import kvtier.backend
+from kvtier.testing import conformance
+from tests.tools.replay.real import AGENTIC, CONVERSATION, MINI_SWE
+
+FROZEN = Path(__file__).parent / "frozen.json"
+ROOT = Path(__file__).parents[2]
+POLICIES = "fifo,lru,arc,s3fifo,density,opt"
+REPLAYED = ("requests", "chunk_references", "hits", "bytes", "wrong_chunks", "tiers")
+
+Figures = dict[str, Any]
+
+
+def names() -> Figures:
+    """Return the public names of the two packages that users import from."""
+    return {module.__name__: sorted(module.__all__) for module in (kvtier, kvtier.backend)}
+
+
+def promises() -> list[str]:
+    """Return every promise of the conformance suite, by its class and name."""
+    suites = [value for name, value in vars(conformance).items() if name.endswith("Conformance")]
+    return sorted({f"{suite.__name__}.{name}" for suite in suites for name in dir(suite) if name.startswith("test_")})
+
+
+def policies(trace: str, *options: str) -> Figures:
+    """Return hit ratios of policies over a trace."""
+    return told("policies", trace, *options)
+
+
+def replayed(trace: str, *options: str) -> Figures:
+    """Return the counts of a replay in virtual time with seed 0."""
+    report = told("replay", trace, "--virtual-time", "--seed", "0", *options)
+    return {name: report[name] for name in REPLAYED}
+
+
+def told(*command: str) -> Figures:
+    """Return the JSON that a command of this checkout prints."""
+    line = [sys.executable, "-m", "kvtier", *command, "--quiet", "--json", "-"]
+    return json.loads(subprocess.run(line, cwd=ROOT, check=True, capture_output=True).stdout)
+
+
+GENERATED: dict[str, Callable[[], Figures]] = {
+    "policies": lambda: policies("generated", "--limit", "800", "--policies", POLICIES, "--sizes", "0.01,0.05,0.2"),
+    "cascades": lambda: policies(
+        "generated", "--limit", "800", "--policies", "lru,density", "--sizes", "0.05", "--tier", "0.2",
+        "--cascades", "store,evict,second_use",
+    ),
+    "replay": lambda: replayed("generated", "--limit", "400"),
+}  # fmt: skip
+"""Figures on the generated workload."""
+
+REAL: dict[str, tuple[str, Callable[[str], Figures]]] = {
+    "conversation": (CONVERSATION, lambda path: policies(path, "--policies", POLICIES, "--sizes", "0.05,0.25")),
+    "conversation, cascades": (
+        CONVERSATION,
+        lambda path: policies(
+            path, "--policies", "lru", "--sizes", "0.05", "--tier", "0.1", "--cascades", "store,evict"
+        ),
+    ),
+    "conversation, replay": (CONVERSATION, lambda path: replayed(path, "--limit", "600")),
+    "mini_swe": (MINI_SWE, lambda path: policies(path, "--policies", POLICIES, "--sizes", "0.05,0.25")),
+    "agents": (AGENTIC, lambda path: policies(path, "--policies", "lru,density", "--sizes", "0.01", "--limit", "6000")),
+}
+"""Figures on real traces, with the file that each needs."""
+
+
+def main(folder: Path) -> None:
+    """Write the file again."""
+    frozen = {
+        "names": names(),
+        "promises": promises(),
+        "generated": {name: figures() for name, figures in GENERATED.items()},
+        "real": {name: figures(str(folder / file)) for name, (file, figures) in REAL.items()},
+    }
+    FROZEN.write_text(json.dumps(frozen, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(*sys.argv[1:]) if sys.argv[1:] else ROOT.parent / "shared" / "traces")
