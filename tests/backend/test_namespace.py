@@ -376,7 +376,7 @@ def test_any_model_name_makes_one_plain_folder(tmp_path: Path, model_name: str) 
     [
         ({"model_name": ""}, "model_name: ''"),
         ({"model_name": "a\0b"}, "model_name: 'a\\x00b' given, a name without NUL"),
-        ({"model_name": "\udc80"}, "model_name: '\\udc80' given, text that UTF-8 can encode"),
+        ({"model_name": "\udc80"}, "model_name: text with lone surrogates given, text that UTF-8 can encode"),
         ({"model_name": "é" * 121}, "model_name: makes a folder's name of 258 bytes, at most 255"),
         ({"model_name": "m", "rank": -1}, "rank: -1 given"),
         ({"model_name": "m", "tp_size": 0}, "tp_size: 0 given"),

@@ -58,6 +58,11 @@ def names_this_process(error: BaseException) -> bool:
     return all(name in str(error) for name in names)
 
 
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, "PATIENCE_S", 0.2)
+
+
 @pytest.fixture
 def hold(outside: None, root: Path):
     """Start a process that has the root open; return it."""
@@ -173,8 +178,9 @@ def test_a_killed_owner_leaves_the_root_at_once(open_folder: OpenFolder, hold) -
 
 
 async def test_a_start_waits_for_an_owner_that_is_closing(
-    open_tier: OpenTier, hold, caplog: pytest.LogCaptureFixture
+    open_tier: OpenTier, hold, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(owner, "PATIENCE_S", DEADLINE_S)
     process = hold()
     with caplog.at_level(logging.INFO):
         opening = asyncio.create_task(open_tier())
@@ -185,11 +191,8 @@ async def test_a_start_waits_for_an_owner_that_is_closing(
     assert caplog.text.count("waiting up to") == 1
 
 
-async def test_an_owner_that_stays_is_named_after_the_wait(
-    open_tier: OpenTier, hold, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_owner_that_stays_is_named_after_the_wait(open_tier: OpenTier, hold) -> None:
     process = hold()
-    monkeypatch.setattr(owner, "PATIENCE_S", 0.2)
     with pytest.raises(ConfigError, match=rf"process {process.pid} \(.*python.* on .* since \d{{4}}-"):
         await open_tier()
 
@@ -208,9 +211,8 @@ async def test_a_replaced_runner_never_waits_for_the_one_that_hangs(root: Path, 
     await tier.aclose(DEADLINE_S)
 
 
-async def test_two_engines_of_one_process_are_two(root: Path, mapper: FileMapper, hold, monkeypatch) -> None:
+async def test_two_engines_of_one_process_are_two(root: Path, mapper: FileMapper, hold) -> None:
     hold(engine=EngineId(os.getpid(), 1))
-    monkeypatch.setattr(owner, "PATIENCE_S", 0.0)
     with pytest.raises(ConfigError, match="is used by"):
         await FsBackend.open(
             FsOptions(root=str(root)), TierContext("0:fs", mapper, ROW_BYTES, engine=EngineId(os.getpid(), 2))

@@ -98,6 +98,18 @@ def test_a_name_in_letters_that_the_pictures_font_lacks_is_no_warning(tmp_path: 
     write_replay_picture(str(tmp_path / "replay.png"), report_of(tally_of(20), trace="跟踪.jsonl"))
 
 
+def test_what_the_primary_refused_is_in_the_json_and_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    tally = tally_of(1)
+    refused = {"stores": 3, "promotions": 4}
+    tally.samples[-1] = tally.samples[-1]._replace(tiers={"cpu": TierTotals(1, 1, 1, refused=refused)})
+    report = report_of(tally)
+    assert json.loads(as_json(report))["tiers"]["cpu"]["refused"] == refused
+    print_report(report, Console(width=200))
+    shown = capsys.readouterr().out
+    assert "stores 3" in shown
+    assert "promotions 4" in shown
+
+
 def test_nothing_replayed_is_a_report_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     report = report_of(Tally(100), interrupted=True)
     told = json.loads(as_json(report))

@@ -67,8 +67,8 @@ class Holder(msgspec.Struct, frozen=True, omit_defaults=True):
         return self._is_of(other.engine) and self.tier == other.tier and self.process != other.process
 
     def stays_while(self, other: "Holder") -> bool:
-        """Return True if both are in one process or engine: waiting for one would hold up the other."""
-        return self.process == other.process or (self._is_of(other.engine) and self.tier != other.tier)
+        """Return True if both are tiers of one engine, of which neither closes before the other has opened."""
+        return self._is_of(other.engine) and self.tier != other.tier
 
     def _is_of(self, engine: int) -> bool:
         return bool(engine) and self.engine == engine
