@@ -59,9 +59,10 @@ def kvtier(disk: Path | None = None, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def kvtier_files(disk: Path, **changes: Any) -> dict[str, Any]:
+def kvtier_files(disk: Path, *, shared: bool = False, **changes: Any) -> dict[str, Any]:
     """Return the same with one file a chunk, as vLLM has them."""
-    return kvtier(None, secondary_tiers=[{"type": "fs", "layout": "files", "root": str(disk)}], **changes)
+    tier = {"type": "fs", "layout": "files", "root": str(disk), "shared": shared}
+    return kvtier(None, secondary_tiers=[tier], **changes)
 
 
 class Engine:

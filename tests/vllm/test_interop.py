@@ -22,7 +22,7 @@ def ours(disk, **changes) -> dict:
 
 
 def folders(disk) -> set[str]:
-    return {path.name for path in disk.iterdir()}
+    return {path.name for path in disk.iterdir() if path.is_dir()}
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -12,7 +12,7 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.integrations.vllm import require_known_version
-from tests.vllm.engines import PROMPT_HITS, Engine, fill, hits, kvtier, prompts, right, tokens
+from tests.vllm.engines import PROMPT_HITS, Engine, fill, hits, kvtier, kvtier_files, prompts, right, tokens
 from tests.vllm.leftovers import leftovers, runners, wait_until_gone
 
 ROOT = Path(__file__).parents[2]
@@ -117,18 +117,30 @@ def test_two_engines_share_one_directory_at_the_same_time(llama, disk, tmp_path)
     asked = prompts(4)
     expected = right(llama, asked)
     script = tmp_path / "other.py"
-    script.write_text(KILLED.replace("while True", "for _ in range(6)").replace("seed=os.getpid()", "seed=1"))
+    ends = KILLED.replace("while True", "for _ in range(6)").replace("seed=os.getpid()", "seed=1")
+    script.write_text(
+        ends.replace("kvtier,", "kvtier_files,").replace(
+            "kvtier(sys.argv[2])", "kvtier_files(sys.argv[2], shared=True)"
+        )
+    )
     path = os.pathsep.join([str(ROOT), str(ROOT / "backends")])
     command = [sys.executable, str(script), llama, str(disk), "1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path}) as other:
-        with Engine(llama, kvtier(disk, cpu_bytes_to_use="5MiB")) as engine:
+        with Engine(llama, kvtier_files(disk, shared=True, cpu_bytes_to_use="5MiB")) as engine:
             while other.poll() is None:
                 assert tokens(engine.answer(asked)) == expected
             assert tokens(engine.answer(asked)) == expected
         assert other.returncode == 0
-    with Engine(llama, kvtier(disk)) as engine:
+    with Engine(llama, kvtier_files(disk, shared=True)) as engine:
         assert tokens(answers := engine.answer(asked)) == expected
         assert hits(answers) == [PROMPT_HITS] * 4
+
+
+def test_a_second_engine_on_a_root_that_is_not_shared_is_refused_by_the_name_of_the_first(llama, disk):
+    with Engine(llama, kvtier(disk)) as engine:
+        with pytest.raises(ConfigError, match=rf"process {os.getpid()} .*\{{dp_rank\}}.*shared = true"):
+            Engine(llama, kvtier(disk))
+        assert tokens(engine.answer(prompts(2))) == right(llama, prompts(2))
 
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0.0rc1", "dev"])
