@@ -4,11 +4,13 @@ import asyncio
 import errno
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from kvtier.backend.namespace import FileMapper
+from kvtier.errors import BackendUnavailable
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs import FsBackend
@@ -109,7 +111,7 @@ async def test_a_segment_that_is_reported_as_missing_is_not_lost(
 ) -> None:
     tier = await open_tier(layout="segments", capacity_bytes=CAPACITY_BYTES)
     await lender.keep(tier, keys_of(4))
-    missing = system_call("stat", error=errno.ENOENT, only=of_kind(".seg"))
+    missing = system_call("open", error=errno.ENOENT, only=of_kind(".seg"))
     assert [type(one).__name__ for one in await tier.store(lender.writes(keys_of(2, 10)))] == ["TransferFailed"] * 2
     missing.let_go()
     await lender.keep(tier, keys_of(2, 10))
@@ -149,3 +151,25 @@ async def test_room_that_could_not_be_seen_at_the_start_counts_as_all_there_may_
         while any(await tier.store(lender.writes(keys_of(4, start=900)))):
             await asyncio.sleep(0.001)
     assert taken_bytes(root) <= CAPACITY_BYTES
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("error", [errno.EBUSY, errno.EIO, errno.ENOENT])
+async def test_a_disk_that_errs_is_not_taken_for_one_that_is_gone(
+    open_tier, lender: Lender, system_call: MakeSystemCall, layout: str, error: int
+) -> None:
+    tier = await open_tier(layout=layout)
+    await lender.keep(tier, keys_of(2))
+    before = tier._lives.now
+    calls = [
+        system_call(name, error=error, only=lambda name, *_, **__: not isinstance(name, int))
+        for name in ("stat", "open")
+    ]
+    for _ in range(3):
+        await lender.recall(tier, keys_of(2))
+        with suppress(BackendUnavailable):
+            await tier.store(lender.writes(keys_of(2, 10)))
+    for call in calls:
+        call.let_go()
+    await lender.keep(tier, keys_of(2, 10))
+    assert tier._lives.now is before
