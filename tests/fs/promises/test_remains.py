@@ -173,3 +173,30 @@ async def test_a_disk_that_errs_is_not_taken_for_one_that_is_gone(
         call.let_go()
     await lender.keep(tier, keys_of(2, 10))
     assert tier._lives.now is before
+
+
+async def test_a_deletion_that_fails_on_what_was_never_stored_takes_nothing_off(
+    open_tier, lender: Lender, root: Path, taken_bytes: TakenBytes, system_call: MakeSystemCall
+) -> None:
+    tier = await open_tier(checkpoint_s=0)
+    await lender.keep(tier, keys_of(1))
+    unlink = system_call(
+        "open", error=errno.EBUSY, only=lambda name, flags, *_, **__: "/" in str(name) and flags & os.O_PATH
+    )
+    await tier.delete(keys_of(4, start=10))
+    unlink.let_go()
+    await until(lambda: tier._lives.now.tier.root.sizes.doubtful == [])
+    assert counted_bytes(tier) == taken_bytes(root)
+
+
+async def test_folders_that_a_failed_store_has_made_go(
+    open_tier, lender: Lender, root: Path, taken_bytes: TakenBytes, system_call: MakeSystemCall
+) -> None:
+    tier = await open_tier(checkpoint_s=0)
+    await lender.keep(tier, keys_of(1))
+    before = taken_bytes(root)
+    mkdir = system_call("mkdir", error=errno.EBUSY, only=lambda name, *_, **__: str(name).endswith("_g0"))
+    assert None not in await tier.store(lender.writes(keys_of(4, start=10)))
+    assert taken_bytes(root) >= before
+    mkdir.let_go()
+    await until(lambda: counted_bytes(tier) == taken_bytes(root) == before)

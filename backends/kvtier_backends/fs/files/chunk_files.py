@@ -228,7 +228,7 @@ class ChunkFiles:
                 with self._sizes.changing(folder):
                     gone = self._settle_folder(folder)
                 if gone:
-                    self._tidy(os.path.dirname(folder), was_there=True)
+                    self._tidy(os.path.dirname(folder), was_there=False)
         return not self._sizes.doubtful
 
     def _settle_folder(self, folder: str) -> bool:
