@@ -12,6 +12,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -76,8 +77,13 @@ def names_in(fd: int) -> set[str]:
 
 def remove_file(root_fd: int, name: str) -> bool:
     """Remove a file; False if it may not have been there. Raises OSError if it may be there still."""
+
+    def unlink() -> bool:
+        below.unlink(root_fd, name)
+        return True
+
     try:
-        return called(lambda: below.unlink(root_fd, name) is None, root_fd, name) is not None
+        return called(unlink, root_fd, name) is not None
     except (NotADirectoryError, ForeignError):
         return False
     except OSError:
@@ -93,13 +99,11 @@ def called(call: Callable[[], T], root_fd: int, name: str) -> T | None:
     `listed`. It raises any other error of the call at once.
     """
     for _ in range(CALLS_MAX):
-        try:
+        with suppress(FileNotFoundError):
             return call()
-        except FileNotFoundError as error:
-            if is_absent(root_fd, name):
-                return None
-            last = error
-    raise listed(last) from last
+        if is_absent(root_fd, name):
+            return None
+    raise listed(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name))
 
 
 def listed(error: OSError) -> OSError:
