@@ -113,7 +113,7 @@ def test_a_disk_that_errs_holds_no_more_than_the_capacity_and_is_as_before_when_
     try:
         with looks.looking():
             all_do(engines, "work")
-            until(lambda: _taken_bytes(behind) > CAPACITY_BYTES * 0.6)
+            until(lambda: _taken_bytes(behind) > CAPACITY_BYTES * 0.4)
             disk.tell(f"{error} {percent} {SEED}")
             time.sleep(ERRING_S / 2)  # Not to wait for anything: for so long it errs.
             all_do(engines, "rest")
