@@ -1,8 +1,8 @@
 """Stores, loads and deletes on a disk that fails, until it is told to rest; a test starts it and looks on.
 
-Argument: what to do as JSON. Lines on its standard input: `work`; `rest` ends the calls; `used` asks for the metric of
-used bytes; `again` closes the tier and opens it until that succeeds; `store` stores four chunks and loads them. Each is
-answered with a line when it is done. A chunk that loads with wrong bytes ends the process.
+Argument: what to do as JSON. Lines on its standard input: `work`; `rest` ends the calls; `used` asks for the
+used bytes by the tier's accounts; `again` closes the tier and opens it until that succeeds; `store` stores four chunks
+and loads them. Each is answered with a line when it is done. A chunk that loads with wrong bytes ends the process.
 """
 
 import asyncio
@@ -59,7 +59,12 @@ class Storm:
 
     async def used(self) -> int:
         assert self._tier is not None
-        return self._tier.occupancy().used_bytes
+        tier = self._tier._lives.now.tier
+        page = tier.root.shared_page
+        if page is None:
+            return tier.capacity.used_bytes
+        taken = await asyncio.to_thread(page.taken)
+        return taken[0] if taken else 0
 
     async def store(self) -> int:
         assert self._tier is not None

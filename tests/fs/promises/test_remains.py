@@ -4,13 +4,16 @@ import asyncio
 import errno
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from kvtier.backend.namespace import FileMapper
+from kvtier.errors import BackendUnavailable
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
+from kvtier_backends.fs import FsBackend
 from kvtier_backends.fs import layout as fs_layout
 from tests.fs.conftest import MakeSystemCall
 
@@ -37,6 +40,11 @@ def temporaries(root: Path) -> list[str]:
     return [name for _, _, names in os.walk(root) for name in names if name.endswith(".tmp")]
 
 
+def counted_bytes(tier: FsBackend) -> int:
+    """Return what counts as used of the capacity."""
+    return tier._lives.now.tier.capacity.used_bytes
+
+
 def of_kind(end: str) -> Callable[..., bool]:
     return lambda path, *_, **__: str(path).endswith(end)
 
@@ -47,16 +55,18 @@ async def test_an_unfinished_file_counts_until_it_can_be_removed(
 ) -> None:
     tier = await open_tier()
     await lender.keep(tier, keys_of(2))
+    before_bytes = tier.occupancy().used_bytes
     rename = system_call("rename", error=errno.EIO, only=of_kind(".tmp"))
     unlink = system_call("unlink", error=error, only=of_kind(".tmp"))
     outcomes = await tier.store(lender.writes(keys_of(4, start=10)))
     assert [type(outcome).__name__ for outcome in outcomes] == ["TransferFailed"] * 4
     assert len(temporaries(root)) == 4
-    assert tier.occupancy().used_bytes >= taken_bytes(root)
+    assert tier.occupancy().used_bytes > before_bytes
+    assert counted_bytes(tier) >= taken_bytes(root)
     rename.let_go()
     unlink.let_go()
     await until(lambda: not temporaries(root))
-    await until(lambda: tier.occupancy().used_bytes == taken_bytes(root))
+    await until(lambda: counted_bytes(tier) == taken_bytes(root))
     await until(lambda: tier.counters().evictions_failed >= 4)
 
 
@@ -93,7 +103,7 @@ async def test_a_chunk_that_is_in_place_though_its_store_has_failed_counts(
     system_call("fsync", error=errno.EIO, only=lambda fd: os.path.isdir(f"/proc/self/fd/{fd}"))
     assert [type(one).__name__ for one in await tier.store(lender.writes(keys_of(1), version=1))] == ["TransferFailed"]
     assert await lender.recall(tier, keys_of(1)) == [label(key_of(0), 1)]
-    assert tier.occupancy().used_bytes == taken_bytes(root)
+    assert counted_bytes(tier) == taken_bytes(root)
 
 
 async def test_a_segment_that_is_reported_as_missing_is_not_lost(
@@ -101,7 +111,7 @@ async def test_a_segment_that_is_reported_as_missing_is_not_lost(
 ) -> None:
     tier = await open_tier(layout="segments", capacity_bytes=CAPACITY_BYTES)
     await lender.keep(tier, keys_of(4))
-    missing = system_call("stat", error=errno.ENOENT, only=of_kind(".seg"))
+    missing = system_call("open", error=errno.ENOENT, only=of_kind(".seg"))
     assert [type(one).__name__ for one in await tier.store(lender.writes(keys_of(2, 10)))] == ["TransferFailed"] * 2
     missing.let_go()
     await lender.keep(tier, keys_of(2, 10))
@@ -119,7 +129,7 @@ async def test_chunks_go_for_a_large_file_in_the_place_of_the_tiers_own(
         await tier.store(lender.writes(keys_of(10, start)))
     (root / mapper.config_name).write_bytes(bytes(CAPACITY_BYTES // 2))
     await until(lambda: taken_bytes(root) <= CAPACITY_BYTES)
-    assert tier.occupancy().used_bytes >= taken_bytes(root)
+    assert counted_bytes(tier) >= taken_bytes(root)
 
 
 async def test_room_that_could_not_be_seen_at_the_start_counts_as_all_there_may_be_until_it_is_seen(
@@ -141,3 +151,52 @@ async def test_room_that_could_not_be_seen_at_the_start_counts_as_all_there_may_
         while any(await tier.store(lender.writes(keys_of(4, start=900)))):
             await asyncio.sleep(0.001)
     assert taken_bytes(root) <= CAPACITY_BYTES
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("error", [errno.EBUSY, errno.EIO, errno.ENOENT])
+async def test_a_disk_that_errs_is_not_taken_for_one_that_is_gone(
+    open_tier, lender: Lender, system_call: MakeSystemCall, layout: str, error: int
+) -> None:
+    tier = await open_tier(layout=layout)
+    await lender.keep(tier, keys_of(2))
+    before = tier._lives.now
+    calls = [
+        system_call(name, error=error, only=lambda name, *_, **__: not isinstance(name, int))
+        for name in ("stat", "open")
+    ]
+    for _ in range(3):
+        await lender.recall(tier, keys_of(2))
+        with suppress(BackendUnavailable):
+            await tier.store(lender.writes(keys_of(2, 10)))
+    for call in calls:
+        call.let_go()
+    await lender.keep(tier, keys_of(2, 10))
+    assert tier._lives.now is before
+
+
+async def test_a_deletion_that_fails_on_what_was_never_stored_takes_nothing_off(
+    open_tier, lender: Lender, root: Path, taken_bytes: TakenBytes, system_call: MakeSystemCall
+) -> None:
+    tier = await open_tier(checkpoint_s=0)
+    await lender.keep(tier, keys_of(1))
+    unlink = system_call(
+        "open", error=errno.EBUSY, only=lambda name, flags, *_, **__: "/" in str(name) and flags & os.O_PATH
+    )
+    await tier.delete(keys_of(4, start=10))
+    unlink.let_go()
+    await until(lambda: tier._lives.now.tier.root.sizes.doubtful == [])
+    assert counted_bytes(tier) == taken_bytes(root)
+
+
+async def test_folders_that_a_failed_store_has_made_go(
+    open_tier, lender: Lender, root: Path, taken_bytes: TakenBytes, system_call: MakeSystemCall
+) -> None:
+    tier = await open_tier(checkpoint_s=0)
+    await lender.keep(tier, keys_of(1))
+    before = taken_bytes(root)
+    mkdir = system_call("mkdir", error=errno.EBUSY, only=lambda name, *_, **__: str(name).endswith("_g0"))
+    assert None not in await tier.store(lender.writes(keys_of(4, start=10)))
+    assert taken_bytes(root) >= before
+    mkdir.let_go()
+    await until(lambda: counted_bytes(tier) == taken_bytes(root) == before)

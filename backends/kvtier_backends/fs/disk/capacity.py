@@ -153,12 +153,13 @@ class FolderSizes:
     def not_removed(self, name: str, error: OSError, *, was_there: bool) -> None:
         """Hear that removing a directory has failed: it may be gone all the same, or should go later.
 
-        `was_there`: just before, unless another lane or process has removed it. Then it counts no longer.
+        `was_there`: just before, unless another lane or process has removed it. Then it counts no longer. It is asked
+        only about a directory that is not among the last that were made, looked at or removed.
         """
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
             return
         with self._lock:
-            counts = was_there and not self._shared and self._known.get(name, True)
+            counts = not self._shared and self._known.get(name, was_there)
             if counts or len(self._doubtful) < KNOWN_MAX:
                 self._doubtful[name] = self._doubtful.get(name, False) or counts
 

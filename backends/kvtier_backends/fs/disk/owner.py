@@ -25,6 +25,7 @@ from kvtier.memory import let_go_in_forks
 from kvtier.remedies import Remedy
 from kvtier_backends.fs.disk import below
 from kvtier_backends.fs.disk.below import lock_file, open_file, permit, unlock_file
+from kvtier_backends.fs.disk.remains import called
 from kvtier_backends.fs.disk.temporaries import Writer, temporary_name
 
 logger = logging.getLogger(__name__)
@@ -226,9 +227,8 @@ class Owner:
             return None
 
     def _is_in_place(self, fd: int) -> bool:
-        with suppress(FileNotFoundError):
-            return os.path.samestat(below.look(self._root_fd, OWNER), os.fstat(fd))
-        return False
+        named = called(lambda: below.look(self._root_fd, OWNER), self._root_fd, OWNER)
+        return named is not None and os.path.samestat(named, os.fstat(fd))
 
     def _refusal(self, holder: Holder | None) -> ConfigError:
         both = " (all that use a root share it, or none)" if holder and holder.shared != self._holder.shared else ""

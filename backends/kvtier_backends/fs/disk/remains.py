@@ -12,8 +12,9 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from kvtier.remedies import Remedy
 from kvtier_backends.fs.disk import below
@@ -25,6 +26,9 @@ PAUSE_S_LEAST = 0.1  # Before removals are tried again; twice as long after each
 PAUSE_S_MOST = 10.0  # up to this.
 NAMES_MAX = 65_536  # Ten megabytes. Further ones keep their room, and are left to the next start.
 LOG_EVERY_S = 60.0
+CALLS_MAX = 8  # A file may be removed and stored again between a call and the listing, but not for ever.
+
+T = TypeVar("T")
 
 _LISTING_BYTES = 32 << 10
 _ENTRY = struct.Struct("=QqHB")  # Of struct linux_dirent64; its name follows.
@@ -72,16 +76,34 @@ def names_in(fd: int) -> set[str]:
 
 
 def remove_file(root_fd: int, name: str) -> bool:
-    """Remove a file; False if it was not there. Raises OSError if it may be there still."""
-    try:
+    """Remove a file; False if it may not have been there. Raises OSError if it may be there still."""
+
+    def unlink() -> bool:
         below.unlink(root_fd, name)
+        return True
+
+    try:
+        return called(unlink, root_fd, name) is not None
     except (NotADirectoryError, ForeignError):
         return False
-    except OSError as error:
+    except OSError:
         if not is_absent(root_fd, name):
-            raise listed(error) from error
-        return not isinstance(error, FileNotFoundError)
-    return True
+            raise
+        return False
+
+
+def called(call: Callable[[], T], root_fd: int, name: str) -> T | None:
+    """Return the result of a call on a name; None if the name is proved absent.
+
+    Another file may come between the call and the listing. So the call is tried again before it raises the OSError of
+    `listed`. It raises any other error of the call at once.
+    """
+    for _ in range(CALLS_MAX):
+        with suppress(FileNotFoundError):
+            return call()
+        if is_absent(root_fd, name):
+            return None
+    raise listed(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name))
 
 
 def listed(error: OSError) -> OSError:

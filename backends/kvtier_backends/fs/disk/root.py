@@ -39,12 +39,12 @@ from kvtier_backends.fs.disk.below import (
     unlock_file,
 )
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES, Disk, FolderSizes, file_bytes_worst
-from kvtier_backends.fs.disk.footer import FOOTER_BYTES
+from kvtier_backends.fs.disk.footer import FOOTER_BYTES, GONE
 from kvtier_backends.fs.disk.mounts import UNKNOWN, Mount, mount_of
 from kvtier_backends.fs.disk.owner import OWNER, Holder, Owner
 from kvtier_backends.fs.disk.quarantine import Quarantine
 from kvtier_backends.fs.disk.reads import ONE_BY_ONE, QueuedReads, Reads, takes_queued
-from kvtier_backends.fs.disk.remains import Beside, Remains, is_absent, listed, names_in
+from kvtier_backends.fs.disk.remains import Beside, Remains, called, is_absent, names_in
 from kvtier_backends.fs.disk.shared_page import SharedPage
 from kvtier_backends.fs.disk.temporaries import Sweep, Writer, is_kept, next_number, temporary_name, writer_of
 from kvtier_backends.fs.disk.write_budget import WriteBudget
@@ -199,9 +199,10 @@ class Folder:
             if not root.st_nlink or self._owner is None or not self._owner.is_seen():
                 return True
             for name in (self._mapper.folder, self.chunks):
-                below.look(self.root_fd, name)
-        except OSError:
-            return True
+                if called(partial(below.look, self.root_fd, name), self.root_fd, name) is None:
+                    return True
+        except OSError as error:  # A disk that errs is still there, and what is in doubt on it counts on.
+            return error.errno in GONE
         with suppress(OSError):  # Nothing there to go to.
             if not failed:
                 return False
@@ -250,21 +251,13 @@ class Folder:
         """Return a file's room on the disk, 0 if it is proved absent; raises OSError otherwise."""
         folder, _, base = name.rpartition("/")
         at = (self._used_fd, base) if folder == self.chunks else (self.root_fd, name)
-        try:
-            status = below.look(*at)  # By the first, also when no descriptor is free.
-        except FileNotFoundError as error:
-            if is_absent(self.root_fd, name):
-                return 0
-            raise listed(error) from error
-        return 0 if stat.S_ISDIR(status.st_mode) else self.disk.taken_bytes(status)
+        status = called(lambda: below.look(*at), self.root_fd, name)  # By the first, also when no descriptor is free.
+        return 0 if status is None or stat.S_ISDIR(status.st_mode) else self.disk.taken_bytes(status)
 
     def _measured(self, folder: str, is_ours: Callable[[str], object]) -> int:
-        try:
-            fd = open_folder(self.root_fd, folder)
-        except FileNotFoundError as error:
-            if is_absent(self.root_fd, folder):
-                return 0
-            raise listed(error) from error
+        fd = called(lambda: open_folder(self.root_fd, folder), self.root_fd, folder)
+        if fd is None:
+            return 0
         try:
             total = os.fstat(fd).st_blocks * SECTOR_BYTES
             sweep = self.sweep(0.0)

@@ -102,8 +102,6 @@ class SharedPage:
         Raises `BackendUnavailable` if all slots are taken, and `OSError` where there are no such locks.
         """
         self._root_fd, self._name, self._boot = root_fd, name, boot
-        self.used_bytes = 0
-        """As the page said when it was last read."""
         self._slot = -1
         self._lost_at_s: float | None = None  # When a call failed, and none has succeeded since.
         self._seen = 0, 0  # When the page was begun, and its generation, as far as we have seen.
@@ -218,7 +216,6 @@ class SharedPage:
             page = self._current(read_page(os.pread(self._fd, PAGE_BYTES, 0)))
             yield page
             page.generation += 1
-            self.used_bytes = page.used_bytes
             os.pwrite(self._fd, _written(page), 0)
             self._seen, self._promised_bytes = (page.begun_ns, page.generation), page.reserved_bytes[self._slot]
         finally:

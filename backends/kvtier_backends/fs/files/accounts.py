@@ -106,8 +106,8 @@ class Accounts(Protocol):
         """Return the bytes to evict before stores have to wait."""
         ...
 
-    def shown_bytes(self) -> int:
-        """Return the bytes that the directory takes, as far as is known."""
+    def shown_bytes(self, known_bytes: int) -> int:
+        """Return the chunks' bytes, of which so many are known."""
         ...
 
     async def scan_began(self) -> None: ...
@@ -162,8 +162,8 @@ class OwnAccounts:
     async def surplus_bytes(self) -> int:
         return self._capacity.surplus_bytes()
 
-    def shown_bytes(self) -> int:
-        return self._capacity.used_bytes
+    def shown_bytes(self, known_bytes: int) -> int:
+        return known_bytes
 
     async def scan_began(self) -> None:
         self._scan_began_s = time.monotonic()
@@ -257,8 +257,10 @@ class SharedAccounts:
         self._heard(known=taken is not None)
         return 0 if taken is None else self._capacity.surplus_of(*taken)
 
-    def shown_bytes(self) -> int:
-        return self._page.used_bytes
+    def shown_bytes(self, known_bytes: int) -> int:
+        """Return no more than the limit: others may have removed some of what is known."""
+        limit_bytes = self._capacity.limit_bytes
+        return known_bytes if limit_bytes is None else min(known_bytes, limit_bytes)
 
     async def scan_began(self) -> None:
         self._scan_began_s = time.monotonic()

@@ -19,7 +19,7 @@ from kvtier_backends.fs.disk.capacity import Disk, file_bytes_worst
 from kvtier_backends.fs.disk.footer import Fault
 from kvtier_backends.fs.disk.lanes import LoadsFirst
 from kvtier_backends.fs.disk.reads import Wanted
-from kvtier_backends.fs.disk.remains import is_absent, listed, remove_file
+from kvtier_backends.fs.disk.remains import called, is_absent, listed, remove_file
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.disk.temporaries import temporary_name
 from kvtier_backends.fs.files.discard import Discard, Discarded
@@ -138,11 +138,11 @@ class ChunkFiles:
         self._direct = os.O_DIRECT if folder.direct else 0
         self._discard = Discard(folder)
 
-    def open(self, key: OffloadKey) -> OpenChunk:
-        """Open a chunk's file to read it. A link is no chunk, wherever it leads."""
+    def open(self, key: OffloadKey) -> OpenChunk | None:
+        """Open a chunk's file to read it; None without a file. A link is no chunk, wherever it leads."""
         name = self._mapper.name(key)
-        fd = open_below(self._root, name, os.O_RDONLY | NO_LINK | self._direct)
-        return OpenChunk(name, fd, self._disk, self._discard)
+        fd = called(lambda: open_below(self._root, name, os.O_RDONLY | NO_LINK | self._direct), self._root, name)
+        return None if fd is None else OpenChunk(name, fd, self._disk, self._discard)
 
     def write(self, key: OffloadKey, buffers: Sequence[memoryview], used_at_ns: int) -> int:
         """Put a file of these bytes in place of what was there, and return the bytes that it takes on the disk.
@@ -151,7 +151,11 @@ class ChunkFiles:
         find what was there before; a failure leaves that. Raises `DoubtError` if the new file may be in place, whole.
         """
         parent, _, base = self._mapper.name(key).rpartition("/")
-        folder, temporary, fd = self._create(parent)
+        try:
+            folder, temporary, fd = self._create(parent)
+        except BaseException:
+            self._tidy(parent, was_there=False)  # Some of its folders may have been made.
+            raise
         file_bytes = sum(map(len, buffers))
         with folder as folder_fd:
             try:
@@ -220,21 +224,30 @@ class ChunkFiles:
     def settle_folders(self) -> bool:
         """Remove folders that should have gone, and look at those in doubt; return True if none is left."""
         for folder in self._sizes.doubtful:
-            with self._sizes.changing(folder), suppress(OSError):  # Then it is still in doubt.
-                self._settle_folder(folder)
+            with suppress(OSError):  # Then it is still in doubt.
+                with self._sizes.changing(folder):
+                    gone = self._settle_folder(folder)
+                if gone:
+                    self._tidy(os.path.dirname(folder), was_there=False)
         return not self._sizes.doubtful
 
-    def _settle_folder(self, folder: str) -> None:
+    def _settle_folder(self, folder: str) -> bool:
+        """Return True if a folder in doubt is gone."""
         try:
+            if folder == self._chunks:
+                raise OSError(errno.ENOTEMPTY, "the tier's own, which stays")
             below.rmdir(self._root, folder)
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 self._sizes.looked_at(folder, below.look(self._root, folder))
                 self._sizes.proved(folder, absent=False)
-            elif is_absent(self._root, folder):
-                self._sizes.proved(folder, absent=True)
+                return False
+            if not is_absent(self._root, folder):
+                return False
+            self._sizes.proved(folder, absent=True)
         else:
             self._sizes.removed(folder)
+        return True
 
     def stamp(self, key: OffloadKey, used_at_ns: int) -> None:
         """Have a chunk's file, if there is one, say that it was used then."""

@@ -40,8 +40,9 @@ class Eviction:
         self._settling = Settling(tier, chunks.settle_folders)
 
     def used_bytes(self) -> int:
-        """Return the bytes that the directory takes, with those that are being removed and those in doubt."""
-        return self.accounts.shown_bytes()
+        """Return the bytes of chunks, of files that are being removed, and of those that should be gone."""
+        chunks_bytes = self._index.used_bytes + self._capacity.leaving_bytes
+        return self.accounts.shown_bytes(chunks_bytes + self._tier.root.remains.used_bytes)
 
     def doubt(self, keys: Iterable[OffloadKey]) -> None:
         """Have files looked at that may have gone, or may be others."""

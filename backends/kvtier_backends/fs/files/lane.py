@@ -71,14 +71,17 @@ class OpenShare:
                 self._outcomes[index] = ChunkMissing(f"{read.key.hex()}: no file any more")
                 continue
             try:
-                self._opened[index] = chunk = self._files.open(read.key)
-            except FileNotFoundError:
-                self._missing(index)
+                chunk = self._files.open(read.key)
             except (NotADirectoryError, ForeignError):
                 self._outcomes[index] = ChunkMissing(f"{read.key.hex()}: no file")
             except OSError as error:
                 self._fail(index, error)
             else:
+                if chunk is None:
+                    self._outcomes[index] = ChunkMissing(f"{read.key.hex()}: no file")
+                    self._files.tidy(read.key)  # Whoever has removed it may have left its folders.
+                    continue
+                self._opened[index] = chunk
                 yield chunk.wanted(self._packing.places(read.into, self._beside(index)), partial(self._came, index))
 
     def end(self) -> None:
@@ -103,16 +106,6 @@ class OpenShare:
                 self._outcomes[index] = outcome
             except OSError as error:
                 self._fail(index, error, opened=True)
-
-    def _missing(self, index: int) -> None:
-        key = self._share.reads[index].key
-        try:
-            self._files.is_absent(key)
-        except OSError as error:  # It may be there, and then takes room.
-            self._fail(index, error)
-            return
-        self._outcomes[index] = ChunkMissing(f"{key.hex()}: no file")
-        self._files.tidy(key)  # Whoever has removed it may have left its folders.
 
     def _fail(self, index: int, error: OSError, *, opened: bool = False) -> None:
         key = self._share.reads[index].key

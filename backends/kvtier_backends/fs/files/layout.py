@@ -80,11 +80,10 @@ class FilesLayout:
                 )
                 note = self._index.removed
             finally:
-                self._eviction.doubt(key for key in keys if key in self._index and key not in removed)
-                self._eviction.stored(
-                    -sum(self._index.taken_bytes(key) for key, was_there in removed.items() if was_there)
-                )
-                for key in unchanged.intersection(removed):
+                sure = unchanged.intersection(removed)  # Others were stored before they were removed, or since.
+                self._eviction.doubt(key for key in keys if key in self._index and key not in sure)
+                self._eviction.stored(-sum(self._index.taken_bytes(key) for key in sure if removed[key]))
+                for key in sure:
                     note(key)
         for error in filter(None, errors):
             left = len(keys) - len(removed)

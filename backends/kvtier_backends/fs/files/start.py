@@ -17,7 +17,7 @@ from kvtier_backends.fs.disk import below
 from kvtier_backends.fs.disk.below import believable_ns, list_folder, open_folder
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES
 from kvtier_backends.fs.disk.checkpoint import CheckpointSchedule
-from kvtier_backends.fs.disk.remains import is_absent, listed, names_in
+from kvtier_backends.fs.disk.remains import called, is_absent, names_in
 from kvtier_backends.fs.files.checkpoint import Checkpoint
 from kvtier_backends.fs.files.eviction import Eviction
 from kvtier_backends.fs.files.index import Held, Index
@@ -172,12 +172,9 @@ class Scan:
         """Return the room of a file with a chunk's name. The room of our other files is added up."""
         temporary = self._sweep(folder, entry.name)
         key = None if temporary else self._mapper.key(f"{folder}/{entry.name}")
-        try:
-            status = entry.stat(follow_symlinks=False)
-        except FileNotFoundError as error:
-            if is_absent(self._root, f"{folder}/{entry.name}"):
-                return None
-            raise listed(error) from error
+        status = called(lambda: entry.stat(follow_symlinks=False), self._root, f"{folder}/{entry.name}")
+        if status is None:
+            return None
         taken_bytes = self._disk.taken_bytes(status)
         if key is None:
             # What this process writes now has been reserved.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from kvtier_backends.fs.disk import below
 from kvtier_backends.fs.disk.below import ForeignError, lock_file, open_below, open_file, sync_folder
-from kvtier_backends.fs.disk.remains import is_absent, listed, listing, remove_file
+from kvtier_backends.fs.disk.remains import called, is_absent, listing, remove_file
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.disk.temporaries import temporary_name
 from kvtier_backends.fs.segments.segment import HEADER_BYTES, Header, Segment, read_header, write_all
@@ -114,14 +114,10 @@ class SegmentFolder:
         if not status.st_nlink:
             return False
         try:
-            named = below.look(self.root_fd, segment.name)
+            named = called(lambda: below.look(self.root_fd, segment.name), self.root_fd, segment.name)
         except (NotADirectoryError, ForeignError):
             return False
-        except FileNotFoundError as error:
-            if is_absent(self.root_fd, segment.name):
-                return False  # Renamed.
-            raise listed(error) from error
-        return os.path.samestat(named, status)
+        return named is not None and os.path.samestat(named, status)
 
     def remove(self, segment: Segment) -> None:
         """Remove a segment of which no slot is in use, if it is there: somebody may have put another in its place.

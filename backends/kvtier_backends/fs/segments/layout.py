@@ -93,8 +93,9 @@ class SegmentsLayout:
         return self._catalog.retentions_cut
 
     def occupancy(self) -> Occupancy:
-        capacity = self._tier.capacity
-        return Occupancy(len(self._catalog), capacity.used_bytes, capacity.limit_bytes, capacity.reserved_bytes)
+        chunks, slot_bytes = len(self._catalog), self._tier.context.row_bytes + FOOTER_BYTES
+        used_bytes = chunks * slot_bytes + self._tier.root.remains.used_bytes
+        return Occupancy(chunks, used_bytes, self._tier.capacity.limit_bytes)
 
     async def aclose(self, ends_at: float) -> Left:
         self._start.stop()
