@@ -1,6 +1,7 @@
 """A directory that goes away and comes back, empty or as it was: the tier works again without a restart."""
 
 import asyncio
+import errno
 import os
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ from kvtier.testing.conformance.lender import keys_of, label
 from kvtier_backends.fs import FsBackend, lives
 from kvtier_backends.fs.disk.owner import OWNER
 from kvtier_backends.fs.layout import Left
-from tests.fs.conftest import Mount, OpenTier
+from tests.fs.conftest import MakeSystemCall, Mount, OpenTier
 
 DEADLINE_S = 20.0
 LAYOUTS = [{"layout": "segments"}, {"layout": "files"}, {"layout": "files", "shared": True}]
@@ -240,3 +241,19 @@ async def test_a_call_that_is_cancelled_while_the_directory_is_opened_again_keep
     await asyncio.wait([call])
     may_end.set()
     assert await works_again(tier, lender)
+
+
+async def test_an_error_of_the_disk_ends_no_life(
+    tier: FsBackend,
+    lender: Lender,
+    options: dict[str, object],
+    system_call: MakeSystemCall,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An error proves nothing: all chunks would be scanned again, and none be found before."""
+    monkeypatch.setattr(lives, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(lives, "open_tier", None)
+    failing = system_call("stat", error=errno.EIO, only=lambda name, **_: name == OWNER)
+    await lender.keep(tier, NEW)
+    assert failing.times
+    assert await lender.recall(tier, OLD) == [label(key) for key in OLD]

@@ -70,6 +70,7 @@ _LAYOUTS = {
 """The options that use a folder, by how its name ends."""
 
 _REFUSED = {errno.EINVAL, errno.EOPNOTSUPP}  # How file systems say that they have no direct I/O.
+_PROVES_NOTHING = {errno.EIO, errno.EBUSY, errno.EAGAIN, errno.EINTR, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 _OURS_TO_MEND = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENAMETOOLONG}
 
 
@@ -121,7 +122,8 @@ class Folder:
                 self.root_fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
                 undo.callback(self.close)
                 self._check_mount(root)
-                self.mode = _folders_mode(os.fstat(self.root_fd).st_mode)
+                self._status = os.fstat(self.root_fd)
+                self.mode = _folders_mode(self._status.st_mode)
                 self._own(root, undo)
                 self.remains, self.beside = Remains(self.root_fd), Beside(self.beside_bytes)
                 self._own_from = next_number()
@@ -199,19 +201,19 @@ class Folder:
         mount below. A root that was only renamed is there.
         """
         try:
-            root = os.fstat(self.root_fd)
-            if not root.st_nlink or self._owner is None or not self._owner.is_seen():
+            if not os.fstat(self.root_fd).st_nlink or self._owner is None or not self._owner.is_seen():
                 return True
             for name in (self._mapper.folder, self.chunks):
                 below.look(self.root_fd, name)
-        except OSError:
-            return True
+        except OSError as error:
+            if error.errno not in _PROVES_NOTHING:
+                return True
         with suppress(OSError):  # Nothing there to go to.
             if not failed:
                 return False
             fd = os.open(self._options.root, os.O_RDONLY | os.O_DIRECTORY)
             try:
-                elsewhere = not os.path.samestat(root, os.fstat(fd))
+                elsewhere = not os.path.samestat(self._status, os.fstat(fd))
                 return elsewhere and mount_of(fd).number not in self.mount.below
             finally:
                 os.close(fd)
