@@ -136,7 +136,11 @@ class Lives:
         if self._opening is None:
             self._opening = asyncio.create_task(self._next(), name=f"kvtier-{self.now.tier.context.name}-open-again")
             self._opening.add_done_callback(self._opened)
-        await asyncio.shield(self._opening)
+        opening = self._opening
+        await asyncio.wait({opening})
+        if isinstance(error := opening.exception(), BackendUnavailable):
+            raise BackendUnavailable(str(error))  # Its own: the other one would gather the frames of all that wait.
+        opening.result()
 
     def _opened(self, opening: asyncio.Task[None]) -> None:
         self._opening = None  # Its error would hold the buffers of the calls that it was raised in.
