@@ -50,7 +50,7 @@ Text = Annotated[str, msgspec.Meta(min_length=1)]
 WHERE = "kv_connector_extra_config"
 PACKAGE = "kvtier.integrations.vllm"
 SECOND = "KVTierSecondaryTier"
-ANYWHERE: Mapping[str, str] = {name: "0" for name in PLACES}
+ANYWHERE: Mapping[str, str] = dict.fromkeys(PLACES, "0")
 """Stands for the places of an engine where only its options are checked."""
 
 _FIRST_DOOR = '"spec_name": "KVTierOffloadingSpec" puts kvtier in its place, which can do that'

@@ -1,6 +1,7 @@
 """Beginnings and ends: what is refused at the start, what two engines share, what is left when they end."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -136,11 +137,16 @@ def test_two_engines_share_one_directory_at_the_same_time(llama, disk, tmp_path)
         assert hits(answers) == [PROMPT_HITS] * 4
 
 
-def test_a_second_engine_on_a_root_that_is_not_shared_is_refused_by_the_name_of_the_first(llama, disk):
+def test_a_second_engine_on_a_root_that_is_not_shared_is_refused_by_the_name_of_the_first(llama, disk, tmp_path):
+    script = tmp_path / "second.py"
+    script.write_text(KILLED)
+    path = os.pathsep.join([str(ROOT), str(ROOT / "backends")])
+    command = [sys.executable, str(script), llama, str(disk), "1"]
     with Engine(llama, kvtier(disk)) as engine:
-        with pytest.raises(ConfigError, match=rf"process {os.getpid()} .*\{{dp_rank\}}.*shared = true"):
-            Engine(llama, kvtier(disk))
+        second = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path})
         assert tokens(engine.answer(prompts(2))) == right(llama, prompts(2))
+    assert second.returncode != 0
+    assert re.search(rf"is used by tier 0:fs of process {os.getpid()} .*\{{dp_rank\}}.*shared = true", second.stderr)
 
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0.0rc1", "dev"])

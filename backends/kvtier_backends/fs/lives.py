@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from kvtier.backend import Fit, InventoryEvent, OffloadKey, Outcome
 from kvtier.errors import BackendUnavailable, ConfigError, TransferFailed
 from kvtier.remedies import Remedy
-from kvtier_backends.fs.layout import Layout, Left, OpenTier, open_tier, until
+from kvtier_backends.fs.layout import Layout, Left, OpenTier, left_s, open_tier, until
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,7 @@ class Lives:
         self.retentions_cut_before = 0
         self._doubted = False  # A call has failed, and nobody has looked since.
         self._ended = False  # The life is over, and there is no other yet.
+        self._opening: asyncio.Task[None] | None = None  # Ends a life and begins the next, whoever waits for it.
         self._closed = False
         self._turn = asyncio.Lock()
         self._looked_at = asyncio.get_running_loop().time()
@@ -85,6 +86,9 @@ class Lives:
 
     async def aclose(self, ends_at: float, close_files: Callable[[Life], None]) -> Left:
         """End the last life; see there. Raises what was wrong with its tasks, if it was not over before."""
+        if (opening := self._opening) is not None:
+            await asyncio.wait({opening}, timeout=left_s(ends_at))
+            opening.cancel()
         left = await self.now.aclose(ends_at, partial(close_files, self.now))
         with suppress(*[OSError] if self._ended else []):
             await self.now.layout.ended()
@@ -122,10 +126,30 @@ class Lives:
         async with self._turn:
             tier = self.now.tier
             if self._ended or await tier.lanes.load.run(partial(tier.root.is_gone, failed=self._doubted)):
-                await self._end()
-                await self._begin()
+                self._doubted = True  # Other calls wait here until there is another life.
+                await self._open_again()
             self._doubted = False
             self._looked_at = asyncio.get_running_loop().time()
+
+    async def _open_again(self) -> None:
+        """End the life and begin another. A cancelled call leaves both to go on: a life half ended keeps the root."""
+        if self._opening is None:
+            self._opening = asyncio.create_task(self._next(), name=f"kvtier-{self.now.tier.context.name}-open-again")
+            self._opening.add_done_callback(self._opened)
+        opening = self._opening
+        await asyncio.wait({opening})
+        if isinstance(error := opening.exception(), BackendUnavailable):
+            raise BackendUnavailable(str(error))  # Its own: the other one would gather the frames of all that wait.
+        opening.result()
+
+    def _opened(self, opening: asyncio.Task[None]) -> None:
+        self._opening = None  # Its error would hold the buffers of the calls that it was raised in.
+        if not opening.cancelled():
+            opening.exception()  # Perhaps nobody waits for it any more.
+
+    async def _next(self) -> None:
+        await self._end()
+        await self._begin()
 
     async def _end(self) -> None:
         if self._ended:

@@ -1,6 +1,7 @@
 """A directory that goes away and comes back, empty or as it was: the tier works again without a restart."""
 
 import asyncio
+import errno
 import os
 import shutil
 import subprocess
@@ -16,7 +17,8 @@ from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import keys_of, label
 from kvtier_backends.fs import FsBackend, lives
 from kvtier_backends.fs.disk.owner import OWNER
-from tests.fs.conftest import Mount, OpenTier
+from kvtier_backends.fs.layout import Left
+from tests.fs.conftest import MakeSystemCall, Mount, OpenTier
 
 DEADLINE_S = 20.0
 LAYOUTS = [{"layout": "segments"}, {"layout": "files"}, {"layout": "files", "shared": True}]
@@ -200,3 +202,58 @@ async def test_a_tier_whose_directory_is_gone_can_be_closed(
     for _ in range(2):
         assert not await trial(tier, lender)
     assert await tier.aclose(DEADLINE_S) == (0,)
+
+
+async def test_no_call_reaches_a_life_that_is_over(
+    tier: FsBackend, lender: Lender, root: Path, options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lives, "LOOK_EVERY_S", 0.0)
+    rmtree(root)
+    root.write_bytes(b"a file in its place")
+    assert not await trial(tier, lender)  # It was due to look, and no call had failed before.
+    for call in (tier.load(lender.reads(OLD)), tier.probe(OLD), tier.delete(OLD)):
+        with pytest.raises(BackendUnavailable):
+            await call
+
+
+async def test_a_call_that_is_cancelled_while_the_directory_is_opened_again_keeps_no_root(
+    tier: FsBackend,
+    lender: Lender,
+    root: Path,
+    mapper: FileMapper,
+    options: dict[str, object],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The folder of chunks alone is gone: the owner's file stays, locked until the life has ended."""
+    monkeypatch.setattr(lives, "LOOK_EVERY_S", 0.0)
+    ending, may_end, end = asyncio.Event(), asyncio.Event(), lives.Life.aclose
+
+    async def slow_end(life: lives.Life, ends_at: float, close_files: Callable[[], None]) -> Left:
+        ending.set()
+        await may_end.wait()
+        return await end(life, ends_at, close_files)
+
+    monkeypatch.setattr(lives.Life, "aclose", slow_end)
+    remove_chunks(root, mapper)
+    call = asyncio.create_task(trial(tier, lender))
+    await asyncio.wait_for(ending.wait(), DEADLINE_S)
+    call.cancel()
+    await asyncio.wait([call])
+    may_end.set()
+    assert await works_again(tier, lender)
+
+
+async def test_an_error_of_the_disk_ends_no_life(
+    tier: FsBackend,
+    lender: Lender,
+    options: dict[str, object],
+    system_call: MakeSystemCall,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An error proves nothing: all chunks would be scanned again, and none be found before."""
+    monkeypatch.setattr(lives, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(lives, "open_tier", None)
+    failing = system_call("stat", error=errno.EIO, only=lambda name, **_: name == OWNER)
+    await lender.keep(tier, NEW)
+    assert failing.times
+    assert await lender.recall(tier, OLD) == [label(key) for key in OLD]

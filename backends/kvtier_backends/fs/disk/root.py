@@ -118,7 +118,8 @@ class Folder:
                 self.root_fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
                 undo.callback(self.close)
                 self._check_mount(root)
-                self.mode = _folders_mode(os.fstat(self.root_fd).st_mode)
+                self._status = os.fstat(self.root_fd)
+                self.mode = _folders_mode(self._status.st_mode)
                 self._own(root, undo)
                 self.remains, self.beside = Remains(self.root_fd), Beside(self.beside_bytes)
                 self._own_from = next_number()
@@ -195,20 +196,20 @@ class Folder:
         mount below. A root that was only renamed is there.
         """
         try:
-            root = os.fstat(self.root_fd)
-            if not root.st_nlink or self._owner is None or not self._owner.is_seen():
+            if not os.fstat(self.root_fd).st_nlink or self._owner is None or not self._owner.is_seen():
                 return True
             for name in (self._mapper.folder, self.chunks):
                 if called(partial(below.look, self.root_fd, name), self.root_fd, name) is None:
                     return True
         except OSError as error:  # A disk that errs is still there, and what is in doubt on it counts on.
-            return error.errno in GONE
+            if error.errno in GONE:
+                return True
         with suppress(OSError):  # Nothing there to go to.
             if not failed:
                 return False
             fd = os.open(self._options.root, os.O_RDONLY | os.O_DIRECTORY)
             try:
-                elsewhere = not os.path.samestat(root, os.fstat(fd))
+                elsewhere = not os.path.samestat(self._status, os.fstat(fd))
                 return elsewhere and mount_of(fd).number not in self.mount.below
             finally:
                 os.close(fd)
