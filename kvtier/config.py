@@ -34,6 +34,7 @@ from kvtier.settings import (
     struct_fields,
     struct_paths,
 )
+from kvtier.settings.words import secret_in
 
 PRIMARY_NAME = "cpu"  # What the primary is called where tiers are told apart by name.
 ROWS_MAX = (1 << 32) - 1  # Row numbers travel between processes as 32-bit integers.
@@ -241,7 +242,9 @@ def tier_options(tier: TierConfig, where: str) -> msgspec.Struct:
     for name in _paths(options).intersection(tier.options):
         if (place := _PLACE.search(str(tier.options[name]))) is not None:
             accepted = " and ".join(f"{{{each}}}" for each in PLACES)
-            raise ConfigError(f"{where}.{name}: {place[0]!r} given in a path, {accepted} accepted, inside vLLM alone")
+            secret = secret_in(struct_fields(options)[name].type)
+            given = "a place" if secret else repr(place[0])
+            raise ConfigError(f"{where}.{name}: {given} given in a path, {accepted} accepted, inside vLLM alone")
     if taken := sorted(common & struct_fields(options).keys()):
         raise ConfigError(f"{where}.type: {tier.type!r} has options named like fields of every tier: {taken}")
     top = where.rpartition("secondary_tiers")[0].rstrip(".")

@@ -10,9 +10,9 @@ import msgspec
 import typer
 
 from kvtier.backend import Options
-from kvtier.config import EngineConfig, TierConfig, read_json, read_tables, tier_options
+from kvtier.config import EngineConfig, TierConfig, placed, read_json, read_tables, tier_options
 from kvtier.errors import ConfigError, one_line
-from kvtier.integrations.vllm_options import SecondaryOptions, VllmOptions, is_line, read_line
+from kvtier.integrations.vllm_options import ANYWHERE, SecondaryOptions, VllmOptions, is_line, read_line
 from kvtier.settings import foreign
 from kvtier.settings.words import is_list, is_table, secret_in, without_login
 from kvtier.tools import statuses
@@ -71,9 +71,10 @@ def _stdin() -> object:
 def _tiers(config: Config) -> Iterator[tuple[str, Any]]:
     """Yield the path of each tier, and its options, decoded."""
     tiers: Sequence[TierConfig | SecondaryOptions] = config if isinstance(config, tuple) else config.secondary_tiers
+    in_vllm = not isinstance(config, EngineConfig)
     for index, tier in enumerate(tiers):
         where = f"secondary_tiers[{index}]"
-        yield where, tier_options(_tier(tier), where)
+        yield where, tier_options(placed(_tier(tier), ANYWHERE) if in_vllm else _tier(tier), where)
 
 
 def _tier(tier: TierConfig | SecondaryOptions) -> TierConfig:
@@ -99,7 +100,7 @@ def _told(value: Any) -> Any:
     }
     if isinstance(value, TierConfig | SecondaryOptions):
         del told["options"]
-        told |= _told(tier_options(_tier(value), "secondary_tiers[]"))
+        told |= _told(tier_options(placed(_tier(value), ANYWHERE), "secondary_tiers[]"))
     return told
 
 

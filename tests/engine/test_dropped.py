@@ -2,6 +2,8 @@
 
 import asyncio
 import gc
+import logging
+import threading
 import time
 import warnings
 import weakref
@@ -63,7 +65,7 @@ def test_an_engine_that_its_loop_drops_is_named_and_leaves_nothing(nothing_left,
     asyncio.run(main())
 
 
-def test_an_engine_whose_loop_is_closed_leaves_nothing_either(nothing_left, told, disk, runner):
+def test_an_engine_whose_loop_is_closed_leaves_nothing_either(nothing_left, told, disk, runner, caplog):
     async def main():
         engine = await TieringOffloadingManager.open(describe(8, disk, runner=runner))
         assert await put(engine, range(2)) == 2
@@ -73,6 +75,9 @@ def test_an_engine_whose_loop_is_closed_leaves_nothing_either(nothing_left, told
     gone = weakref.ref(engine.steps)
     del engine
     assert len(dropped(told, gone)) == 1
+    for closing in (thread for thread in threading.enumerate() if thread.name == "kvtier-closing"):
+        closing.join()
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def test_an_engine_that_was_closed_is_dropped_in_silence(nothing_left, told, disk, runner):

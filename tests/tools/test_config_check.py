@@ -90,6 +90,21 @@ def test_vllms_line_is_checked_from_a_file_and_from_stdin(run: Run, tmp_path: Pa
     assert json.loads(out)["configuration"]["runner"] == "process"
 
 
+@pytest.mark.parametrize("own", [{}, {"type": "KVTierSecondaryTier", "module_path": PACKAGE, "backend": "fs"}])
+def test_a_place_in_a_path_of_vllms_line_is_accepted(run: Run, tmp_path: Path, own: dict[str, str]) -> None:
+    tier = {"type": "fs", "root": str(tmp_path / "{dp_rank}"), **own}
+    spec = "TieringOffloadingSpec" if own else "KVTierOffloadingSpec"
+    status, out, err = run("-", given=line(tier, spec_name=spec))
+    assert (status, err) == (0, "")
+    assert "secondary_tiers[0].root" in out
+
+
+def test_a_secret_that_looks_like_a_place_is_not_shown(run: Run) -> None:
+    status, out, err = run("-", given=line({"type": "redis", "password_file": "${hunter2}"}))
+    assert status == 2
+    assert "hunter2" not in out + err
+
+
 def test_a_tier_behind_vllms_own_manager_is_checked(run: Run, tmp_path: Path) -> None:
     tier = {"type": "KVTierSecondaryTier", "module_path": PACKAGE, "backend": "fs", "root": str(tmp_path)}
     status, out, _ = run("-", given=line(tier, spec_name="TieringOffloadingSpec"))

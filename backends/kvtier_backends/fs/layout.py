@@ -270,10 +270,14 @@ class Background:
             task.cancel()
 
     async def ended(self) -> None:
-        """Wait for cancelled tasks, and raise what was wrong with one, if anything was."""
-        await asyncio.wait(self._tasks)
+        """Wait for cancelled tasks, and raise what was wrong with one, if anything was.
+
+        Tasks of a loop that is closed end no more: their engine was dropped after it.
+        """
+        if ending := [task for task in self._tasks if not task.done() and not task.get_loop().is_closed()]:
+            await asyncio.wait(ending)
         for task in self._tasks:
-            if not task.cancelled():
+            if task.done() and not task.cancelled():
                 task.result()
 
 
