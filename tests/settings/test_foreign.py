@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvtier.tools.report.command import read_report
 
 from kvtier.backend.contract import TierContext
 from kvtier.backend.namespace import FileMapper, Namespace
@@ -27,11 +26,10 @@ SMALL: dict[str, Any] = {"cpu_bytes_to_use": "1MiB", "chunk_bytes": "16KiB"}
 READERS: dict[str, Callable[[str], Any]] = {
     "configuration.json": EngineConfig.load,
     "configuration.toml": EngineConfig.load,
-    "report.json": read_report,
     "bench.json": read_bench,
     "model.json": kv_bytes_per_token,
     "trace.jsonl": lambda path: list(Trace(path)),
-    "log.jsonl": lambda path: list(Conversion([path])),
+    "log.jsonl": lambda path: list(Conversion([path], 16)),
 }
 
 
