@@ -26,7 +26,7 @@ from kvtier_backends.fs.options import LayoutOptions
 LOOK_S = 10.0  # The files beside the chunks are measured so often: they are a dozen.
 Scarce = Literal["capacity", "disk", "write_budget", "others"]
 _WHY: dict[Scarce, str] = {
-    "capacity": "all of capacity_bytes is in use, by chunks that may not go now",
+    "capacity": "all of capacity_bytes is in use, by chunks that may not go now or by what the scan has not seen yet",
     "disk": "the disk has no room, or no more than min_free_bytes",
     "write_budget": "the day's write budget, write_budget_bytes_per_day, is used up",
     "others": "other processes have the directory's room, or have promised it to their stores",
