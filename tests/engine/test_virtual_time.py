@@ -190,5 +190,10 @@ def test_under_faults_every_request_ends_with_right_bytes_and_no_row_is_lost(ten
             raise
 
 
+@pytest.mark.parametrize("seed", [95, 105, 113])
+def test_fetches_that_wait_for_rows_do_not_wake_each_other_for_ever(seed):
+    run(simulate(seed))
+
+
 def test_the_same_seed_tells_the_same_story():
     assert run(simulate(7)) == run(simulate(7))
