@@ -294,8 +294,7 @@ if child == 0:
         "delete": [[key(1)]],
     }
     answer = {"stats", "metrics", "runners_lost", "events_dropped"}
-    old = {"shutdown"}  # Deprecated: each calls the new one.
-    assert steps.keys() | answer | {"start", "close", "forked"} | old == public(StepManager)
+    assert steps.keys() | answer | {"start", "close", "forked"} == public(StepManager)
     for name, args in steps.items():
         refused(getattr(engine, name), *args)
     coroutines = {
@@ -308,7 +307,6 @@ if child == 0:
     }
     calls = {name: steps[name] for name in ("take_events", "note_prefill", "demote", "forget", "retain")}
     others = {"stats", "metrics", "open", "step_manager", "aclose", "fetch", "stream"}
-    others |= {"start", "areset", "drained"}  # Deprecated.
     assert coroutines.keys() | calls.keys() | others == public(TieringOffloadingManager)
     for name, args in coroutines.items():
         refused(asyncio.run, getattr(face, name)(*args))
