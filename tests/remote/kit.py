@@ -78,7 +78,8 @@ async def became(engine: TieringOffloadingManager, call: Awaitable[object]) -> s
     counters = ledger_in(engine).tiers[0].counters
 
     def totals() -> dict[str, int]:
-        return {"loaded": counters.loaded, "stored": counters.stored, **counters.failures}
+        told = {"loaded": counters.loaded, "stored": counters.stored, "missing": counters.misses}
+        return told | counters.failures
 
     before = totals()
     await call
