@@ -139,9 +139,7 @@ class Fetches:
         if fetch.request.leased:
             self._ledger.leases.end_all(fetch.request)
             self._progress.stir()
-        fetch.request.waits = (
-            False  # Or the step leases its hits again, and all in line wake each other for ever.
-        )
+        fetch.request.waits = False  # Or the step leases its hits again, and all in line wake each other for ever.
 
     def _say_cut(self, chunks: int) -> None:
         self._cut += chunks
