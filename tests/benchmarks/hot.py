@@ -72,9 +72,16 @@ def make_keys() -> Work:
 # The engine's owner.
 
 
+class OwnSteps(Steps):
+    """Steps whose engine is closed with the last reference to a case."""
+
+    def __del__(self) -> None:
+        self.manager.close(0.0)
+
+
 def steps(call: str, *, tiers: int = 0, ready: bool = True) -> Work:
     """Return requests of 32 keys through the step protocol, over and over the same ones."""
-    engine = Steps(ROWS, tiers=tiers)
+    engine = OwnSteps(ROWS, tiers=tiers)
     engine.hold(0)
     batches = engine.new_keys(KEYS)
     if ready:
@@ -84,7 +91,7 @@ def steps(call: str, *, tiers: int = 0, ready: bool = True) -> Work:
 
 def store_and_evict(tiers: int) -> Work:
     """Return stores of keys that are always new, each evicting another, cascaded to some tiers."""
-    engine = Steps(ROWS, tiers=tiers)
+    engine = OwnSteps(ROWS, tiers=tiers)
     engine.hold(0)
     sets = [engine.new_keys(KEYS) for _ in range(2 + ROWS // KEYS)]  # By the time one comes again, it has gone.
 

@@ -82,9 +82,6 @@ class Steps:
         self._random = random.Random(seed)
         self._requests = 0
 
-    def __del__(self) -> None:
-        self.manager.close(0.0)
-
     def hold(self, keys: int) -> None:
         """Have every tier hold so many keys that nobody will ask for, and say that it has no others."""
         for tier in range(len(self.manager.config.secondary_tiers)):
