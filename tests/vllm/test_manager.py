@@ -6,7 +6,7 @@ import pytest
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 
 from kvtier.backend.keys import OffloadKey, make_offload_key
-from kvtier.engine.steps import Inside
+from kvtier.engine.steps import Inside, StepManager
 from kvtier.integrations.vllm.manager import Offers, VllmManager
 from kvtier.integrations.vllm.stats import TransferTimes
 from tests.benchmarks.protocol import Steps
@@ -20,6 +20,20 @@ def engine() -> Steps:
     steps = Steps(ROWS, tiers=1)
     steps.hold(0)
     return steps
+
+
+@pytest.fixture(autouse=True)
+def engines_are_closed(monkeypatch):
+    made = []
+
+    def make(*given, **named):
+        made.append(StepManager(*given, **named))
+        return made[-1]
+
+    monkeypatch.setattr("tests.benchmarks.protocol.StepManager", make)
+    yield
+    for engine in made:
+        engine.close(0.0)
 
 
 class Both:
