@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from contextlib import asynccontextmanager
 
 import pytest
 import uvloop
@@ -123,6 +124,24 @@ async def test_put_stores_all_that_hung_loads_leave_room_for(open_engine):
     assert await put(engine, range(10, 18)) == 7
 
 
+@asynccontextmanager
+async def kept_busy(engine):
+    """Ask for what no tier has, over and over, so that something is pending all the time."""
+
+    async def ask_for_ever(number):
+        await asyncio.sleep(0.3 * number)
+        while True:
+            await found(engine, [404 + number])
+
+    asking = [asyncio.ensure_future(ask_for_ever(number)) for number in range(3)]
+    await asyncio.sleep(0.5)
+    assert ledger_in(engine).pending
+    yield
+    for task in asking:
+        task.cancel()
+    await asyncio.wait(asking)
+
+
 @pytest.mark.virtual_time
 async def test_put_does_not_wait_for_hung_rows_while_others_keep_tiers_busy(open_engine):
     """The engine is never without pending work, and yet nothing that is pending gives a row back."""
@@ -133,20 +152,8 @@ async def test_put_does_not_wait_for_hung_rows_while_others_keep_tiers_busy(open
     await engine.reset()
     assert await found(engine, [1, 2]) == 0
     assert len(ledger_in(engine).primary.quarantined) == 2
-
-    async def ask_for_ever(number):
-        await asyncio.sleep(0.3 * number)
-        while True:
-            await found(engine, [404 + number])
-
-    asking = [asyncio.ensure_future(ask_for_ever(number)) for number in range(3)]
-    await asyncio.sleep(0.5)
-    assert ledger_in(engine).pending
-    async with asyncio.timeout(100):
+    async with kept_busy(engine), asyncio.timeout(100):
         assert await put(engine, range(10, 14)) == 2
-    for task in asking:
-        task.cancel()
-    await asyncio.wait(asking)
 
 
 @pytest.mark.virtual_time
@@ -158,20 +165,8 @@ async def test_put_does_not_wait_for_hung_stores_while_others_keep_tiers_busy(op
     await put(engine, [1, 2])
     await asyncio.sleep(10)
     assert len(ledger_in(engine).transfers.cascade_rows) == 2
-
-    async def ask_for_ever(number):
-        await asyncio.sleep(0.3 * number)
-        while True:
-            await found(engine, [404 + number])
-
-    asking = [asyncio.ensure_future(ask_for_ever(number)) for number in range(3)]
-    await asyncio.sleep(0.5)
-    assert ledger_in(engine).pending
-    async with asyncio.timeout(100):
+    async with kept_busy(engine), asyncio.timeout(100):
         assert await put(engine, range(10, 14)) == 4
-    for task in asking:
-        task.cancel()
-    await asyncio.wait(asking)
 
 
 @pytest.mark.virtual_time
