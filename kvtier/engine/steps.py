@@ -77,7 +77,7 @@ class StepManager:
         self._ledger = ledger_of(config, self._events, self._observe, self._observe_wait)
         self._ready: Mapping[OffloadKey, int] = self._ledger.primary.ready  # What could be loaded now, and its row.
         self._tier_log = TierLog(self._ledger.tiers)
-        self._metrics = Metrics(self._ledger, config.row_bytes, self._events)
+        self._metrics = Metrics(self._ledger, self._events)
         self._requests: dict[str, Request] = {}
         self._calls: Counter[Request] = Counter()  # Calls of the asyncio face under way: they keep a request known.
         self._given_back: Callable[[], None] | None = None  # Called when rows or leases were: somebody may wait for it.
@@ -638,6 +638,7 @@ class Inside:
     def __init__(self, engine: StepManager) -> None:
         self._engine = engine
         self.ledger: Ledger = engine._ledger
+        self.metrics = engine._metrics
         self.ready = self.ledger.primary.ready  # What could be loaded now, and its row.
 
     @property
