@@ -6,7 +6,7 @@ once a transfer, and once a wait.
 
 import platform
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from operator import attrgetter
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
@@ -27,9 +27,10 @@ from kvtier.hints import IgnoredHints
 S = TypeVar("S", contravariant=True)
 
 Labels = tuple[str, ...]
-Reading = float | Mapping[str, float] | Mapping[Labels, float] | None
+Reading = float | dict[str, int] | dict[str, float] | dict[Labels, float] | None
 """One number, one for each value of a metric's labels, or None while there is none."""
 
+_PYTHON = platform.python_version()
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
@@ -119,8 +120,7 @@ def _bytes_moved(tier: Tier) -> dict[str, int]:
 
 def _build(_: object) -> dict[Labels, float]:
     """Return the versions of kvtier, of Python and, in its process, of vLLM."""
-    vllm = getattr(sys.modules.get("vllm"), "__version__", "")
-    return {(__version__, platform.python_version(), vllm): 1.0}
+    return {(__version__, _PYTHON, getattr(sys.modules.get("vllm"), "__version__", "")): 1.0}
 
 
 TRANSFER_SECONDS = Durations(
@@ -374,7 +374,7 @@ def series(table: MetricTable[S], subject: S, *labels: str) -> list[Series]:
 
 def samples(reading: Reading) -> Iterator[tuple[Labels, float]]:
     """Yield each number of a reading with the values of its metric's labels."""
-    if isinstance(reading, Mapping):
+    if isinstance(reading, dict):
         for key, number in reading.items():
             yield (key if isinstance(key, tuple) else (key,)), number
     elif reading is not None:

@@ -8,7 +8,7 @@ comparisons.
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import vllm.envs as envs
@@ -109,10 +109,10 @@ class Stats:
         stats = OffloadingConnectorStats()
         readings = [each.read() for each in self._series]
         if readings != self._last:
-            for each, reading, last in zip(self._series, readings, self._last, strict=True):
+            for index, (reading, last) in enumerate(zip(readings, self._last, strict=True)):
                 if reading != last:
-                    _report(stats, each, reading, last)
-            self._last = [dict(each) if isinstance(each, Mapping) else each for each in readings]  # Many are live.
+                    _report(stats, self._series[index], reading, last)
+                    self._last[index] = reading.copy() if isinstance(reading, dict) else reading  # Many are live.
         for durations, labels, seconds in self._times.take():
             stats.observe_histogram(durations.name, seconds, labels)
         return None if stats.is_empty() else stats
