@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from operator import attrgetter
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 from prometheus_client import CollectorRegistry, Histogram
@@ -24,8 +24,6 @@ from kvtier.engine.primary import Primary
 from kvtier.engine.tier import BreakerState, Tier
 from kvtier.hints import IgnoredHints
 
-S = TypeVar("S", contravariant=True)
-
 Labels = tuple[str, ...]
 Reading = float | dict[str, int] | dict[str, float] | dict[Labels, float] | None
 """One number, one for each value of a metric's labels, or None while there is none."""
@@ -34,22 +32,22 @@ _PYTHON = platform.python_version()
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
-class Metric(NamedTuple, Generic[S]):
-    """One metric, and how to read it from its subject (`S`). Prometheus appends `_total` to a counter's name."""
+class Metric(NamedTuple):
+    """One metric, and how to read it from its subject. Prometheus appends `_total` to a counter's name."""
 
     name: str
     kind: Literal["counter", "gauge"]
     help: str
-    read: Callable[[S], Reading]
+    read: Callable[[Any], Reading]
     labels: Labels = ()  # The labels whose values are the keys of what `read` returns.
 
 
-class MetricTable(NamedTuple, Generic[S]):
+class MetricTable(NamedTuple):
     """The metrics of one kind of subject."""
 
     prefix: str  # Of their names.
     labels: Labels  # The labels that all of them have.
-    metrics: tuple[Metric[S], ...]
+    metrics: tuple[Metric, ...]
 
 
 class Durations(NamedTuple):
@@ -73,17 +71,19 @@ class RunnerFacts(Protocol):
     def hints_ignored(self) -> IgnoredHints: ...
 
 
-def _counter(name: str, about: str, read: Callable[[S], Reading], *labels: str) -> Metric[S]:
-    return Metric(name, "counter", about, read, labels)
+def _counter(name: str, about: str, read: str | Callable[[Any], Reading], *labels: str) -> Metric:
+    """Describe a counter; `read` is the path of an attribute of the subject, or what computes the reading."""
+    return Metric(name, "counter", about, attrgetter(read) if isinstance(read, str) else read, labels)
 
 
-def _gauge(name: str, about: str, read: Callable[[S], Reading], *labels: str) -> Metric[S]:
-    return Metric(name, "gauge", about, read, labels)
+def _gauge(name: str, about: str, read: str | Callable[[Any], Reading], *labels: str) -> Metric:
+    """Describe a gauge, as `_counter` describes a counter."""
+    return Metric(name, "gauge", about, attrgetter(read) if isinstance(read, str) else read, labels)
 
 
-def _counted(name: str, about: str, *labels: str) -> Metric[Any]:
+def _counted(name: str, about: str, *labels: str) -> Metric:
     """Describe the counter of this name among the subject's `counters`."""
-    return _counter(name, about, attrgetter(f"counters.{name}"), *labels)
+    return _counter(name, about, f"counters.{name}", *labels)
 
 
 def row_states(primary: Primary) -> dict[str, int]:
@@ -129,30 +129,26 @@ TRANSFER_SECONDS = Durations(
 WAIT_SECONDS = Durations(
     "kvtier_load_wait_seconds", "Time a request waited for loads, from the first step that found one in flight.", ()
 )
-RUNNER_METRICS: MetricTable[RunnerFacts] = MetricTable(
+RUNNER_METRICS = MetricTable(
     "kvtier_",
     (),
     (
         _gauge("build_info", "1; the labels tell the versions.", _build, "version", "python", "vllm"),
-        _gauge("runner_up", "1 while there is a runner that takes work, else 0.", lambda runner: runner.runner_up),
-        _counter("runners_lost", "Runners that ended too early.", lambda runner: runner.runners_lost),
-        _counter("events_dropped", "Events that were not taken in time.", lambda runner: runner.events_dropped),
-        _counter(
-            "hints_ignored", "Hints, or parts of them, ignored.", lambda each: each.hints_ignored.counts, "reason"
-        ),
+        _gauge("runner_up", "1 while there is a runner that takes work, else 0.", "runner_up"),
+        _counter("runners_lost", "Runners that ended too early.", "runners_lost"),
+        _counter("events_dropped", "Events that were not taken in time.", "events_dropped"),
+        _counter("hints_ignored", "Hints, or parts of them, ignored.", "hints_ignored.counts", "reason"),
     ),
 )
-LEDGER_METRICS: MetricTable[Ledger] = MetricTable(
+LEDGER_METRICS = MetricTable(
     "kvtier_",
     (),
     (
-        _gauge(
-            "prefill_tokens_per_second", "Speed of computing prompts, once known.", lambda e: e.prefill.tokens_per_s
-        ),
-        _counter("computing_saved_seconds", "Computing time that loads have saved.", lambda e: e.counters.saved_s),
+        _gauge("prefill_tokens_per_second", "Speed of computing prompts, once known.", "prefill.tokens_per_s"),
+        _counter("computing_saved_seconds", "Computing time that loads have saved.", "counters.saved_s"),
     ),
 )
-PRIMARY_METRICS: MetricTable[Ledger] = MetricTable(
+PRIMARY_METRICS = MetricTable(
     "kvtier_primary_",
     (),
     (
@@ -162,17 +158,17 @@ PRIMARY_METRICS: MetricTable[Ledger] = MetricTable(
         _counted("stores_refused", "Chunks offered when there was no room."),
         _counted("promotions_refused", "Chunks in a tier for which there was no row."),
         _counted("rows_kept", "Rows that were still read when their fetch ended."),
-        _counter("evictions", "Chunks evicted for room.", lambda ledger: ledger.primary.evictions),
-        _counter("retentions_cut", "Chunks retained too short or not.", lambda ledger: ledger.primary.retentions_cut),
+        _counter("evictions", "Chunks evicted for room.", "primary.evictions"),
+        _counter("retentions_cut", "Chunks retained too short or not.", "primary.retentions_cut"),
         _gauge("rows", "Rows by state; each is in exactly one.", lambda ledger: row_states(ledger.primary), "state"),
         _gauge("rows_held", "Rows that stay when room is made; a row may have several reasons.", _rows_held, "reason"),
-        _gauge("rows_evictable", "Ready rows that nothing holds.", lambda ledger: ledger.primary.rows_evictable),
-        _gauge("row_bytes", "Length of a row.", lambda ledger: ledger.row_bytes),
+        _gauge("rows_evictable", "Ready rows that nothing holds.", "primary.rows_evictable"),
+        _gauge("row_bytes", "Length of a row.", "row_bytes"),
         _gauge("capacity_bytes", "Bytes of all rows.", lambda ledger: ledger.primary.rows * ledger.row_bytes),
         _gauge("used_bytes", "Bytes of the rows that are not free.", _used_bytes),
     ),
 )
-DECISION_METRICS: MetricTable[Tier] = MetricTable(
+DECISION_METRICS = MetricTable(
     "kvtier_tier_",
     ("tier",),
     (
@@ -188,7 +184,7 @@ DECISION_METRICS: MetricTable[Tier] = MetricTable(
 )
 """What a ledger decides for a tier. A tier behind another manager than kvtier's counts none of it."""
 
-TIER_METRICS: MetricTable[Tier] = MetricTable(
+TIER_METRICS = MetricTable(
     "kvtier_tier_",
     ("tier",),
     (
@@ -198,14 +194,14 @@ TIER_METRICS: MetricTable[Tier] = MetricTable(
         _counted("stored", "Chunks that the tier reported as stored."),
         _counted("transfers_failed", "Transfers that failed by the tier's fault."),
         _counted("probes_failed", "Probes that the tier did not answer."),
-        _gauge("loading", "Chunks being loaded.", lambda tier: tier.loading),
+        _gauge("loading", "Chunks being loaded.", "loading"),
         _gauge("storing", "Chunks queued or being stored.", lambda tier: len(tier.storing)),
-        _gauge("chunks", "Chunks held.", lambda tier: tier.chunks),
-        _gauge("used_bytes", "Bytes held.", lambda tier: tier.used_bytes),
-        _gauge("reserved_bytes", "Bytes promised to stores in flight.", lambda tier: tier.reserved_bytes),
-        _gauge("capacity_bytes", "Limit of the bytes held.", lambda tier: tier.capacity_bytes),
+        _gauge("chunks", "Chunks held.", "chunks"),
+        _gauge("used_bytes", "Bytes held.", "used_bytes"),
+        _gauge("reserved_bytes", "Bytes promised to stores in flight.", "reserved_bytes"),
+        _gauge("capacity_bytes", "Limit of the bytes held.", "capacity_bytes"),
         _gauge("breaker", "1 for the circuit breaker's state.", _breaker_states, "state"),
-        _counter("breaker_opened", "Times that the breaker opened.", lambda tier: tier.breaker.opened),
+        _counter("breaker_opened", "Times that the breaker opened.", "breaker.opened"),
         _counter("bytes", "Bytes moved.", _bytes_moved, "operation"),
         _counted("dropped", "Chunks that were never sent to the tier.", "reason"),
         _counted("skipped", "Chunks that were not to be written to the tier, or no longer.", "reason"),
@@ -282,7 +278,7 @@ class Series(NamedTuple):
     """One metric of one subject."""
 
     name: str
-    metric: Metric[Any]
+    metric: Metric
     labels: Labels  # The values of its table's labels.
     read: Callable[[], Reading]
 
@@ -351,9 +347,9 @@ class Metrics(Collector):
         )
 
 
-def described() -> Iterator[tuple[str, Metric[Any], Labels]]:
+def described() -> Iterator[tuple[str, Metric, Labels]]:
     """Yield every metric with its whole name and all its labels."""
-    tables: tuple[MetricTable[Any], ...] = (
+    tables: tuple[MetricTable, ...] = (
         RUNNER_METRICS,
         LEDGER_METRICS,
         PRIMARY_METRICS,
@@ -365,7 +361,7 @@ def described() -> Iterator[tuple[str, Metric[Any], Labels]]:
             yield table.prefix + metric.name, metric, (*table.labels, *metric.labels)
 
 
-def series(table: MetricTable[S], subject: S, *labels: str) -> list[Series]:
+def series(table: MetricTable, subject: object, *labels: str) -> list[Series]:
     """Return a subject's metrics; `labels` are the values of the table's labels."""
     return [
         Series(table.prefix + metric.name, metric, labels, partial(metric.read, subject)) for metric in table.metrics
@@ -381,12 +377,12 @@ def samples(reading: Reading) -> Iterator[tuple[Labels, float]]:
         yield (), reading
 
 
-def _family(name: str, metric: Metric[Any], labels: Labels) -> CounterMetricFamily | GaugeMetricFamily:
+def _family(name: str, metric: Metric, labels: Labels) -> CounterMetricFamily | GaugeMetricFamily:
     kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
     return kind(name, metric.help, labels=labels)
 
 
-def _readings(table: MetricTable[S], subject: S) -> dict[str, Any]:
+def _readings(table: MetricTable, subject: object) -> dict[str, Any]:
     return {metric.name: metric.read(subject) for metric in table.metrics}
 
 

@@ -9,7 +9,6 @@ comparisons.
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import vllm.envs as envs
 from prometheus_client import REGISTRY
@@ -46,7 +45,7 @@ from kvtier.settings import shown_bytes
 
 logger = logging.getLogger(__name__)
 
-_CLIENT_TABLES: tuple[MetricTable[Any], ...] = (RUNNER_METRICS, TIER_METRICS)
+_CLIENT_TABLES: tuple[MetricTable, ...] = (RUNNER_METRICS, TIER_METRICS)
 """The metrics of a tier behind vLLM's own manager, which makes all decisions."""
 
 _ENGINE_TABLES = (*_CLIENT_TABLES, LEDGER_METRICS, PRIMARY_METRICS, DECISION_METRICS)
@@ -191,9 +190,7 @@ def log_as_vllm() -> None:
                 own.setLevel(vllm.getEffectiveLevel())
 
 
-def _definitions(
-    tables: Sequence[MetricTable[Any]], histograms: Sequence[Durations]
-) -> dict[str, OffloadingMetricMetadata]:
+def _definitions(tables: Sequence[MetricTable], histograms: Sequence[Durations]) -> dict[str, OffloadingMetricMetadata]:
     definitions: dict[str, OffloadingMetricMetadata] = {
         table.prefix + metric.name: _METADATA[metric.kind](
             documentation=metric.help, labelnames=(*table.labels, *metric.labels)
