@@ -19,7 +19,6 @@ from kvtier.backend.contract import (
     Occupancy,
     Options,
     Outcome,
-    Ranked,
     Read,
     Removed,
     ScanDone,
@@ -61,7 +60,7 @@ from kvtier.errors import (
     NoSpace,
     TransferFailed,
 )
-from kvtier.hints import Hint
+from kvtier.hints import Advice, Hint
 from kvtier.settings import Count, Duration, Index, Path, PositiveDuration, PositiveSize, Share, Size
 
 __all__ = [
@@ -75,6 +74,7 @@ __all__ = [
     "SEGMENTS_SUFFIX",
     "Abandoned",
     "Added",
+    "Advice",
     "Advised",
     "Attention",
     "Backend",
@@ -119,7 +119,6 @@ __all__ = [
     "Place",
     "PositiveDuration",
     "PositiveSize",
-    "Ranked",
     "Read",
     "Removed",
     "ScanDone",
