@@ -188,7 +188,7 @@ dist: $(INSTALLED)  ## build sdist and wheel into dist/, and try each in empty e
 	$(BIN)/python -m tests.dist dist
 
 simulate: $(INSTALLED)  ## run SEEDS simulated engines under faults, from seed FIRST on, and say what they met
-	$(BIN)/python -m kvtier.testing.simulation --seeds $(SEEDS) --first $(FIRST)
+	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first $(FIRST)
 
 soak: $(INSTALLED)  ## run an hour of a busy engine in virtual time: occupancy, memory, and hits beside the prediction
 	$(BIN)/python -m tests.benchmarks.soak

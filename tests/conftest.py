@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-pytest.register_assert_rewrite("kvtier.testing")
+pytest.register_assert_rewrite("kvtier.testing", "tests.simulation")
 
 from kvtier.testing.virtual_time import VirtualTimeLoop  # noqa: E402  # After its assertions are registered.
 

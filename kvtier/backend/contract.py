@@ -126,6 +126,8 @@ class Options(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
         capacity_bytes: Size | None = None
     """
 
+    meant: ClassVar[Mapping[str, str]] = {"backend": "'type'"}
+
     def doubts(self) -> Iterable[str]:
         """Yield what this machine will not bear out, such as a capacity above the disk's size. Blocks.
 

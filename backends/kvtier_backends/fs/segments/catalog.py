@@ -8,6 +8,7 @@ neither written nor wiped until its footer has been read. Slots of another proce
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 
 from kvtier.backend import Advice, InventoryQueue, OffloadKey
 from kvtier.policies import HintedOrder, KeyOrder, LinkedLRU, NumberOrder, Policy
@@ -215,7 +216,9 @@ class Catalog:
         self._last_sequence = max(self._last_sequence, sequence)
         old = self._slots.of.get(key)
         if old is not None and self._slots.sequences[old] >= sequence and not self.is_candidate(old):
-            if not foreign:
+            if foreign:
+                self._slots.sequences[slot] = sequence  # For `take_over`: this chunk was known.
+            else:
                 self.outdated.retire(slot, key)
             return
         if old is not None:
@@ -225,9 +228,34 @@ class Catalog:
         if foreign:
             self._slots.hold(chunk)
             self._slots.foreign.add(slot)
-        else:
+        elif self.scanning:
             self._slots.hold_idle(chunk)
+        else:
+            self._slots.hold(chunk)
+            self._order.insert_coldest((slot,))
         self.inventory.added(key)
+
+    def take_over(self, first: int, count: int, chunks: Sequence[Held]) -> None:
+        """Own a range of slots that another process wrote until now, by all chunks that their footers name.
+
+        A chunk that was known and has been deleted or replaced since does not come back.
+        """
+        slots, named = self._slots, {chunk.slot: chunk for chunk in chunks}
+        kept: list[Held] = []
+        for slot in range(first, first + count):
+            key, chunk = slots.keys[slot], named.get(slot)
+            if key is not None and chunk is not None and (key, slots.sequences[slot]) == (chunk.key, chunk.sequence):
+                kept.append(named.pop(slot))
+            elif key is not None:
+                self._release(key)
+                self.inventory.lost(key)
+        slots.foreign.difference_update(chunk.slot for chunk in kept)
+        self._order.insert_coldest([chunk.slot for chunk in sorted(kept, key=attrgetter("sequence"), reverse=True)])
+        for slot, chunk in named.items():
+            if slots.sequences[slot] == chunk.sequence:
+                self.outdated.retire(slot, chunk.key)
+            else:
+                self.found(chunk)
 
     def scan_ended(self, *, complete: bool) -> None:
         """Note that every footer has been seen, and from now on chunks may go for room.
