@@ -34,7 +34,7 @@ from kvtier.engine.requests import Position, Request, Waited
 from kvtier.engine.tier import TierMatcher, TierSpec
 from kvtier.engine.tier_log import TierLog
 from kvtier.errors import EngineClosed
-from kvtier.hints import PRIORITY_MAX, RETAIN_S_MAX, shown
+from kvtier.hints import PRIORITY_MAX, RETAIN_S_MAX, Advice, shown
 from kvtier.memory import LentRow, Region, let_go_in_forks, require_descriptors
 from kvtier.policies import require_policy
 from kvtier.remedies import Remedy
@@ -314,7 +314,7 @@ class StepManager:
         A key that is used again is as any other from then on. A tier hears of it at the step's end.
         """
         self._check_open()
-        return self._ledger.demote(checked_keys(keys))
+        return self._ledger.advise(Advice("demote", checked_keys(keys)))
 
     def forget(self, keys: Sequence[OffloadKey]) -> int:
         """Forget keys here and in every tier; return how many are not here any more.
@@ -335,7 +335,7 @@ class StepManager:
         """
         self._check_open()
         taken = checked_keys(keys)
-        return self._ledger.retain(taken, _retained_s(seconds), _priority(priority))
+        return self._ledger.advise(Advice("retain", taken, seconds=_retained_s(seconds), priority=_priority(priority)))
 
     def take_events(self) -> list[Event]:
         """Return the events of chunks since the last call; none unless the configuration says `events`."""

@@ -48,7 +48,7 @@ PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 VARYING = r"[\d.,]+"  # A figure.
 DIAGRAMS = ("flowchart", "sequenceDiagram", "stateDiagram-v2")
-COMMANDS_OF_THE_CHECKOUT = ("make", "git", "pip", "cd", "vllm")  # Or, of the last, what tests inside vLLM run.
+COMMANDS_OF_THE_CHECKOUT = ("make", "git", "pip", "cd", "vllm")  # Tests inside vLLM run those of vLLM.
 BIN = os.path.dirname(sys.executable)
 MAKE_HERE = f"make --directory {ROOT} --old-file .venv/.installed BIN={BIN} DEMO=$PWD/demo"
 """`make` with the interpreter that runs the tests, and with its results in the page's folder."""
@@ -74,7 +74,7 @@ class Block(NamedTuple):
 
     @property
     def of_the_checkout(self) -> bool:
-        return any(command in COMMANDS_OF_THE_CHECKOUT for command in self.commands)
+        return any(one in COMMANDS_OF_THE_CHECKOUT or one.startswith(("tests/", ".venv")) for one in self.commands)
 
 
 NOTHING = Block(ROOT, 0, "text", "", "", is_output=False)
@@ -186,15 +186,17 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest
                 assert other == "text", f"{block.where}: a block of {other!r} is not checked by anything"
 
 
-def test_a_page_only_names_commands_that_make_has() -> None:
+def test_a_page_only_names_commands_that_the_checkout_has() -> None:
     rules = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for page in PAGES:
-        named = set(re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)", page.read_text(), re.MULTILINE))
-        assert {first or second for first, second in named} <= rules, page
+        text = page.read_text()
+        assert set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE)) <= rules, page
+        lanes = re.findall(r"(?:^|[` ])(tests/[a-z]+/(?:run|setup))\b", text, re.MULTILINE)
+        assert all(os.access(ROOT / lane, os.X_OK) for lane in lanes), page
 
 
 def test_the_page_on_contributing_lists_what_ci_runs() -> None:
-    phases = re.findall(r"^phase (make [^#\n]*?) *(?:#.*)?$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    phases = re.findall(r"^phase (\S.*)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
     (listed,) = [
         block.text for block in blocks(DOCS / "how-to" / "contribute.md") if block.text.startswith("make setup\n")
     ]

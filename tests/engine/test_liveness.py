@@ -12,9 +12,9 @@ import pytest
 from kvtier.engine.ledger import LookupResult
 from kvtier.engine.steps import StepManager
 from kvtier.engine.tier import BreakerState
-from kvtier.testing.simulation.audit import audit, audit_quiet
 from tests.engine.hung_mount import release, shut
 from tests.engine.kit import FAULTY, PATIENCE_S, at_rest, describe, found, key, ledger_in, put, until
+from tests.simulation.audit import audit, audit_quiet
 
 DEADLINE_S = 0.3
 COOLDOWN_S = 1.0  # Longer than a busy machine takes for the few calls that must come before its end.

@@ -8,7 +8,7 @@ import pytest
 from kvtier.backend.keys import OffloadKey
 from kvtier.engine.answers import EventLog
 from kvtier.engine.tier import TierSpec
-from kvtier.hints import Hint
+from kvtier.hints import Advice, Hint
 from kvtier.integrations.vllm.second_door import TierClient
 from kvtier.integrations.vllm.stats import Stats, TransferTimes, client_series, tier_metric_definitions
 from kvtier.memory.region import Region
@@ -16,6 +16,7 @@ from kvtier.runner.bridge import Bridge
 from kvtier.runner.messages import (
     Acknowledge,
     Action,
+    Advise,
     Answered,
     Cascade,
     Code,
@@ -24,8 +25,6 @@ from kvtier.runner.messages import (
     Gone,
     Probe,
     Promote,
-    Rank,
-    Retain,
     Returned,
     RunnerBack,
     RunnerGone,
@@ -220,8 +219,8 @@ def test_a_tier_hears_of_a_requests_hint_when_the_request_and_its_stores_are_ove
     assert scene.sent() == []
     scene.hear(finished(store))
     rank, retain = scene.sent()
-    assert (type(rank), rank.hint) == (Rank, Hint(over=True, retain_s=60.0, priority=7, tokens=16))
-    assert (type(retain), unpack_keys(retain.keys), retain.seconds, retain.priority) == (Retain, [A], 60.0, 7)
+    assert (rank.kind, rank.hint) == ("rank", Hint(over=True, retain_s=60.0, priority=7, tokens=16))
+    assert retain.advice() == Advice("retain", [A], seconds=60.0, priority=7)
 
 
 def test_a_hint_that_is_none_is_counted_and_the_request_goes_on():
@@ -325,7 +324,7 @@ def test_a_tier_hears_in_which_order_a_request_used_its_chunks_when_all_are_stor
     scene.client.finish("one")
     assert scene.sent() == []
     scene.hear(finished(load), *map(finished, stores))
-    assert scene.sent() == [Rank(0, pack_keys([A, B, C]))]
+    assert scene.sent() == [Advise.of(0, Advice("rank", [A, B, C]))]
 
 
 def test_a_tier_hears_in_prefix_order_of_what_came_in_any():

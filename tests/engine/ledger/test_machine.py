@@ -20,18 +20,16 @@ from kvtier.engine.ledger import LookupResult
 from kvtier.engine.metrics import row_states
 from kvtier.engine.requests import Request
 from kvtier.engine.tier import WHEN_EVICTED, Tier, TierMatcher
-from kvtier.hints import Hint
+from kvtier.hints import Advice, Hint
 from kvtier.runner.messages import (
     Acknowledge,
     Action,
+    Advise,
     Cascade,
     Code,
-    Demote,
     Gone,
     Probe,
     Promote,
-    Rank,
-    Retain,
     RunnerBack,
     RunnerGone,
     RunnerLost,
@@ -287,11 +285,11 @@ class Engine(RuleBasedStateMachine):
 
     @rule(names=names)
     def demote(self, names: str) -> None:
-        self.ledger.demote(keys_of(names))
+        self.ledger.advise(Advice("demote", keys_of(names)))
 
     @rule(names=names, seconds=st.sampled_from([1.0, 1e9]), priority=st.integers(0, 3))
     def retain(self, names: str, seconds: float, priority: int) -> None:
-        self.ledger.retain(keys_of(names), seconds, priority)
+        self.ledger.advise(Advice("retain", keys_of(names), seconds=seconds, priority=priority))
         self._are_as_any_other(keys_of(names))
 
     @rule(names=names)
@@ -654,7 +652,7 @@ class Engine(RuleBasedStateMachine):
         return Counter(row for lent in everything.values() if isinstance(lent.action, Cascade) for row in lent.rows)
 
     def _lend(self, action: Action) -> None:
-        if isinstance(action, Acknowledge | Rank | Demote | Retain):
+        if isinstance(action, Acknowledge | Advise):
             return
         rows = list(unpack_rows(action.rows)) if isinstance(action, Promote | Cascade) else []
         self.under_way[action.id] = Lent(action, unpack_keys(action.keys), rows, self.epoch)
