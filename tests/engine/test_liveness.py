@@ -13,7 +13,7 @@ from kvtier.engine.ledger import LookupResult
 from kvtier.engine.steps import StepManager
 from kvtier.engine.tier import BreakerState
 from tests.engine.hung_mount import release, shut
-from tests.engine.kit import FAULTY, PATIENCE_S, at_rest, describe, found, key, ledger_in, put, until
+from tests.engine.kit import CHUNK_BYTES, FAULTY, PATIENCE_S, at_rest, describe, found, key, ledger_in, put, until
 from tests.simulation.audit import audit, audit_quiet
 
 DEADLINE_S = 0.3
@@ -233,7 +233,7 @@ async def test_a_tier_that_fails_call_after_call_says_each_kind_of_failure_once_
 
 @pytest.mark.virtual_time
 async def test_waiting_for_a_budget_that_hung_loads_hold_ends_at_the_deadline(open_engine):
-    limits = {"deadline_s": 5, "load_chunks_in_flight": 1, "breaker_failures": 100}
+    limits = {"deadline_s": 5, "load_bytes_in_flight": CHUNK_BYTES, "breaker_failures": 100}
     tier = {"type": FAULTY, "inner": {"type": "dummy"}, "script": {"load": ["hang", "hang"]}, "limits": limits}
     engine = await open_engine(8, tier)
     await put(engine, range(4))
