@@ -46,7 +46,7 @@ def is_outside(request: pytest.FixtureRequest) -> bool:
     return request.node.get_closest_marker("outside") is not None
 
 
-@pytest.mark.parametrize("runner", ["inline", "thread", "process"])
+@pytest.mark.parametrize("runner", ["inline", "process"])
 def test_a_runner_in_a_process_of_its_own_is_outside(request: pytest.FixtureRequest, runner: str) -> None:
     assert is_outside(request) == (runner == "process")
 

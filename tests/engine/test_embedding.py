@@ -24,7 +24,7 @@ def config(**changes: object) -> EngineConfig:
 
 
 @pytest.fixture
-def engine():
+def engine(outside):
     with StepManager.start(config()) as started:
         yield started
 
@@ -44,11 +44,10 @@ def forget_primary(engine: StepManager) -> None:
     engine.on_reset_flushed()
 
 
-@pytest.mark.parametrize("runner", ["thread", "process"])
-def test_an_engine_runs_on_rows_that_other_processes_share(runner):
+def test_an_engine_runs_on_rows_that_other_processes_share(outside):
     meeting = {"path": new_shared_memory(), "rows": ROWS, "row_bytes": PAGE, "participants": 2}
     worker, region = (Region.shared(**meeting, participant=number) for number in range(2))
-    with worker, StepManager.start(config(runner=runner), region=region) as engine:
+    with worker, StepManager.start(config(), region=region) as engine:
         engine.on_new_request("a")
         plan = engine.prepare_store(KEYS[:1], "a")
         worker.row(plan.rows[0])[:] = b"\x07" * PAGE

@@ -87,7 +87,7 @@ def test_vllms_line_is_checked_from_a_file_and_from_stdin(run: Run, tmp_path: Pa
     path.write_text(text)
     assert run(path)[0] == run("-", given=text)[0] == 0
     _, out, _ = run("-", "--json", given=text)
-    assert json.loads(out)["configuration"]["runner"] == "process"
+    assert json.loads(out)["configuration"]["late_margin"] == 1.5
 
 
 @pytest.mark.parametrize("own", [{}, {"type": "KVTierSecondaryTier", "module_path": PACKAGE, "backend": "fs"}])
@@ -126,7 +126,6 @@ def test_a_tier_behind_vllms_own_manager_is_checked(run: Run, tmp_path: Path) ->
         ),
         (line({"type": "dummy"}, spec_module_path="kvtier"), "spec_module_path: 'kvtier' given, 'kvtier.integrations"),
         (line({"type": "dummy"}, spec_name="KVTier"), "spec_name: nothing of kvtier's given, 'KVTierOffloadingSpec'"),
-        (line({"type": "mooncake"}, runner="thread"), "kv_connector_extra_config.runner: 'thread' given, 'process'"),
         (
             '{"kv_connector": "KVTierConnector", "cpu_bytes_to_use": 1}',
             "did you mean 'kv_connector_extra_config.cpu",
@@ -137,7 +136,7 @@ def test_a_tier_behind_vllms_own_manager_is_checked(run: Run, tmp_path: Path) ->
         ("cpu_bytes_to_use = 1", "chunk_bytes: missing"),
         ("", "cpu_bytes_to_use: missing"),
     ],
-    ids=range(12),
+    ids=range(11),
 )
 def test_what_is_wrong_with_a_line_is_refused_by_its_path(run: Run, given: str, told: str) -> None:
     status, out, err = run("-", given=given)

@@ -166,11 +166,11 @@ def _engine_config(spec: OffloadingSpec, rows: memoryview, options: SecondaryOpt
 
 
 def _start(spec: OffloadingSpec, rows: memoryview, config: EngineConfig) -> tuple[Bridge, Region]:
-    """Start the runner: in a process if vLLM's rows can be mapped there, in a thread otherwise.
+    """Start the runner: in a process if it can map vLLM's rows, else in a thread of this one.
 
     Raises `ConfigError` if the thread will not do for the tier.
     """
-    fd = _rows_fd(spec, rows.nbytes) if config.runner == "process" else None
+    fd = _rows_fd(spec, rows.nbytes)
     if fd is None:
         _check_thread(config)
         region = Region.over(rows, config.rows, config.row_bytes)
@@ -185,10 +185,8 @@ def _start(spec: OffloadingSpec, rows: memoryview, config: EngineConfig) -> tupl
 
 def _check_thread(config: EngineConfig) -> None:
     try:
-        settled(replace(config, runner="thread"))
+        settled(replace(config, runner="inline"))
     except ConfigError as error:
-        if config.runner == "thread":
-            raise
         raise ConfigError(
             f"secondary_tiers[].backend: {config.secondary_tiers[0].type!r} given, which needs a process of its own: "
             "vLLM's rows are not in one file here, which another process could map; use kvtier's own connector"
