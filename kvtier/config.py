@@ -7,7 +7,6 @@ import json
 import os
 import re
 import sys
-import tomllib
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -31,6 +30,7 @@ from kvtier.settings import (
     decode,
     foreign,
     names_a_path,
+    read_toml,
     struct_fields,
     struct_paths,
 )
@@ -94,6 +94,7 @@ class TierConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True)
     """One secondary tier, written flat: every key that is no field here is one of the backend's own options."""
 
     rest: ClassVar[str | None] = "options"
+    meant: ClassVar[Mapping[str, str]] = {"backend": "'type'"}
 
     @classmethod
     def known_rest(cls) -> Iterable[str]:
@@ -328,7 +329,7 @@ def read_tables(path: str | os.PathLike[str]) -> object:
     try:
         with open(name, encoding="utf-8") as file:
             text = file.read()
-        return foreign(tomllib.loads, text) if name.endswith(".toml") else read_json(text)
+        return read_toml(text) if name.endswith(".toml") else read_json(text)
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -35,7 +35,7 @@ from kvtier.engine.requests import Position, Request, Waited
 from kvtier.engine.tier import TierMatcher, TierSpec
 from kvtier.engine.tier_log import TierLog
 from kvtier.errors import EngineClosed
-from kvtier.hints import PRIORITY_MAX, RETAIN_S_MAX, shown
+from kvtier.hints import PRIORITY_MAX, RETAIN_S_MAX, Advice, shown
 from kvtier.memory import LentRow, Region, let_go_in_forks, require_descriptors
 from kvtier.policies import require_policy
 from kvtier.remedies import Remedy
@@ -77,7 +77,7 @@ class StepManager:
         self._ledger = ledger_of(config, self._events, self._observe, self._observe_wait)
         self._ready: Mapping[OffloadKey, int] = self._ledger.primary.ready  # What could be loaded now, and its row.
         self._tier_log = TierLog(self._ledger.tiers)
-        self._metrics = Metrics(self._ledger, config.row_bytes, self._events)
+        self._metrics = Metrics(self._ledger, self._events)
         self._requests: dict[str, Request] = {}
         self._calls: Counter[Request] = Counter()  # Calls of the asyncio face under way: they keep a request known.
         self._given_back: Callable[[], None] | None = None  # Called when rows or leases were: somebody may wait for it.
@@ -313,7 +313,7 @@ class StepManager:
         A key that is used again is as any other from then on. A tier hears of it at the step's end.
         """
         self._check_open()
-        return self._ledger.demote(checked_keys(keys))
+        return self._ledger.advise(Advice("demote", checked_keys(keys)))
 
     def forget(self, keys: Sequence[OffloadKey]) -> int:
         """Forget keys here and in every tier; return how many are not here any more.
@@ -334,7 +334,7 @@ class StepManager:
         """
         self._check_open()
         taken = checked_keys(keys)
-        return self._ledger.retain(taken, _retained_s(seconds), _priority(priority))
+        return self._ledger.advise(Advice("retain", taken, seconds=_retained_s(seconds), priority=_priority(priority)))
 
     def take_events(self) -> list[Event]:
         """Return the events of chunks since the last call; none unless the configuration says `events`."""
@@ -637,6 +637,7 @@ class Inside:
     def __init__(self, engine: StepManager) -> None:
         self._engine = engine
         self.ledger: Ledger = engine._ledger
+        self.metrics = engine._metrics
         self.ready = self.ledger.primary.ready  # What could be loaded now, and its row.
 
     @property

@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 from itertools import count, filterfalse, islice
 from typing import Any, Generic, Protocol, TypeVar
 
-from kvtier.hints import Hint
+from kvtier.hints import Advice, Hint
 from kvtier.policies.policy import Hinted
 
 _REST_KEYS = 1  # A conversation goes on without the chunk that was filled in part only.
@@ -240,6 +240,19 @@ class HintedOrder(Generic[K]):
         self._order.grow(capacity)
 
     # Hints.
+
+    def advise(self, advice: Advice[K], now: float) -> None:
+        """Apply advice to keys of this order; `now` by the same clock as the times of what is retained."""
+        match advice.kind:
+            case "rank" if advice.hint is None:
+                self.rank(advice.keys)
+            case "rank":
+                self.end(advice.keys, advice.hint)
+            case "demote":
+                self.demote(advice.keys)
+            case "retain":
+                self.retained.expire(now)
+                self.retain(advice.keys, now + advice.seconds, advice.priority)
 
     def end(self, keys: Sequence[K], hint: Hint | None = None) -> Sequence[K]:
         """Rank the keys of a request that ends, all that it used, with what was said of it.

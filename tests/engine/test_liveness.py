@@ -12,9 +12,9 @@ import pytest
 from kvtier.engine.ledger import LookupResult
 from kvtier.engine.steps import StepManager
 from kvtier.engine.tier import BreakerState
-from kvtier.testing.simulation.audit import audit, audit_quiet
 from tests.engine.hung_mount import release, shut
 from tests.engine.kit import FAULTY, PATIENCE_S, at_rest, describe, found, key, ledger_in, put, until
+from tests.simulation.audit import audit, audit_quiet
 
 DEADLINE_S = 0.3
 COOLDOWN_S = 1.0  # Longer than a busy machine takes for the few calls that must come before its end.
@@ -54,7 +54,7 @@ async def test_a_load_that_hangs_ends_at_its_deadline_as_a_miss(open_engine, mou
         begun = time.monotonic()
         assert await found(engine, [0, 1]) == 0
         assert DEADLINE_S <= time.monotonic() - begun < PATIENCE_S
-        assert ledger_in(engine).tiers[0].counters.failures == {"deadline": 2}
+        assert ledger_in(engine).tiers[0].counters.failed == {"deadline": 2}
         assert not engine.steps.has_pending_work()
     await until(lambda: not ledger_in(engine).primary.quarantined, engine)
     assert await at_rest(engine)
@@ -84,7 +84,7 @@ async def test_a_hung_store_keeps_its_rows_and_stops_no_other(open_engine, mount
         await put(engine, range(4))
         assert await engine.drain(PATIENCE_S)
         hung, other = ledger_in(engine).tiers
-        assert hung.counters.failures == {"deadline": 4}
+        assert hung.counters.failed == {"deadline": 4}
         assert other.counters.stored == 4
         assert len(ledger_in(engine).transfers.cascade_rows) == 4
         assert await put(engine, range(10, 14)) == 4
@@ -205,7 +205,7 @@ async def test_a_deletion_that_hangs_is_counted_and_logged(open_engine, caplog):
     await engine.drain()
     await engine.delete([key(0), key(1)])
     assert await at_rest(engine)
-    assert ledger_in(engine).tiers[0].counters.failures == {"deadline": 2}
+    assert ledger_in(engine).tiers[0].counters.failed == {"deadline": 2}
     assert "a deletion of 2 chunks ran out of time" in caplog.text
     assert await found(engine, [0]) == 0
 

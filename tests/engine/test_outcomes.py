@@ -12,6 +12,7 @@ from kvtier.memory.region import Region
 from kvtier.runner.bridge import Bridge
 from kvtier.runner.messages import (
     Acknowledge,
+    Advise,
     Answered,
     Cascade,
     Code,
@@ -19,7 +20,6 @@ from kvtier.runner.messages import (
     Finished,
     Probe,
     Promote,
-    Rank,
     pack_keys,
     pack_rows,
 )
@@ -74,7 +74,7 @@ def test_what_concerns_a_tier_that_is_not_there_fails_and_costs_no_other(nothing
     with bridge(where) as runner:
         rows = pack_rows([0, 1])
         wrong = [Promote(1, 7, KEYS, rows), Cascade(2, 7, KEYS, rows), Probe(3, 7, KEYS), Delete(4, 7, KEYS)]
-        runner.send([Acknowledge(7), Rank(7, KEYS), *wrong, Cascade(5, 0, KEYS, rows)])
+        runner.send([Acknowledge(7), Advise(7, "rank", KEYS), *wrong, Cascade(5, 0, KEYS, rows)])
         for id_ in (1, 2, 4):
             assert outcome(runner, id_).failures() == {0: Code.UNAVAILABLE, 1: Code.UNAVAILABLE}
         assert outcome(runner, 3).present == b""

@@ -236,5 +236,5 @@ async def test_calls_that_the_closing_cuts_off_alarm_nobody(caplog):
     engine = await TieringOffloadingManager.open(describe(16, {"type": f"{RUDE}:GivesUpItsQueue"}))
     await put(engine, range(8))
     await engine.aclose(0.1)
-    assert ledger_in(engine).tiers[0].counters.failures == {"unavailable": 8}
+    assert ledger_in(engine).tiers[0].counters.failed == {"unavailable": 8}
     assert caplog.messages == []

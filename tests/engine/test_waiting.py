@@ -8,9 +8,9 @@ import pytest
 from kvtier.engine.answers import LookupResult
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.errors import EngineClosed
-from kvtier.testing.simulation.audit import audit_quiet
 from kvtier_backends.dummy import forget_store
 from tests.engine.kit import FAULTY, at_rest, chunk, describe, found, key, ledger_in, put, settled
+from tests.simulation.audit import audit_quiet
 
 pytestmark = pytest.mark.virtual_time
 

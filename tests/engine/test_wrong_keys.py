@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.testing.simulation.audit import audit, audit_quiet
 from tests.engine.kit import CHUNK_BYTES, chunk, found, key, ledger_in, put
+from tests.simulation.audit import audit, audit_quiet
 
 # What a program may give in place of a list of keys, and how the error names it.
 NO_KEYS: dict[str, tuple[Any, str]] = {

@@ -40,7 +40,7 @@ from kvtier.integrations.vllm.stats import (
     Stats,
     Summary,
     TransferTimes,
-    client_readings,
+    client_series,
     log_as_vllm,
     tier_metric_definitions,
     unregister_earlier,
@@ -87,8 +87,8 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self.medium = self._media.medium(tier.spec)
         self.cache_hit_source = self._media.source(tier.spec)
         self.locality = self._media.locality(tier.spec)
-        self._stats = Stats(client_readings(self._client, config.row_bytes), times)
-        self._summary = Summary([tier], config.row_bytes)
+        self._stats = Stats(client_series(self._client), times)
+        self._summary = Summary([tier])
         self._policy = OffloadPolicy.REQUEST_LEVEL if tier.spec.request_level else OffloadPolicy.CHUNK_LEVEL
 
     @classmethod

@@ -14,9 +14,9 @@ from kvtier.engine.outbox import Transfers
 from kvtier.engine.primary import Primary
 from kvtier.engine.progress import Progress
 from kvtier.engine.tier import Tier
-from kvtier.testing.simulation import SimulationFailed, Subject, simulate
-from kvtier.testing.simulation.world import run_seeds
 from kvtier_backends.dummy import DummyBackend
+from tests.simulation import SimulationFailed, Subject, simulate
+from tests.simulation.world import run_seeds
 
 BATCHES = [range(10), *(pytest.param(batch, marks=pytest.mark.outside) for batch in (range(10, 55), range(55, 100)))]
 
@@ -40,7 +40,7 @@ def test_a_seed_tells_one_story_in_every_process():
             [
                 sys.executable,
                 "-c",
-                "import logging; logging.disable(); from kvtier.testing.simulation import simulate\n"
+                "import logging; logging.disable(); from tests.simulation import simulate\n"
                 "print([simulate(seed).digest for seed in range(25)])",
             ],
             env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -86,7 +86,7 @@ def test_a_failure_names_its_seed_and_how_to_see_it_again(monkeypatch):
     monkeypatch.setattr(Primary, "unpin", lambda self, rows: None)
     message = first_failure(range(5))
     seed = message.split(":")[0].removeprefix("seed ")
-    assert f"python -m kvtier.testing.simulation --first {seed} --seeds 1" in message
+    assert f"python -m tests.simulation --first {seed} --seeds 1" in message
 
 
 @pytest.mark.usefixtures("thorough")
@@ -185,7 +185,7 @@ def test_a_tier_that_swaps_chunks_is_found(monkeypatch):
 @pytest.mark.usefixtures("outside")
 def test_a_process_that_is_lost_with_its_seeds_is_said_in_one_sentence():
     tier = '{"type": "tests.engine.rude_tiers:KillsItsProcess"}'
-    command = [sys.executable, "-m", "kvtier.testing.simulation", "--seeds", "2", "--jobs", "1", "--tier", tier]
+    command = [sys.executable, "-m", "tests.simulation", "--seeds", "2", "--jobs", "1", "--tier", tier]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     ran = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert ran.returncode == 3
@@ -195,7 +195,7 @@ def test_a_process_that_is_lost_with_its_seeds_is_said_in_one_sentence():
 
 @pytest.mark.usefixtures("outside")
 def test_figures_for_standard_output_go_there_alone_and_the_table_to_standard_error(tmp_path):
-    command = [sys.executable, "-m", "kvtier.testing.simulation", "--seeds", "1", "--jobs", "1", "--json", "-"]
+    command = [sys.executable, "-m", "tests.simulation", "--seeds", "1", "--jobs", "1", "--json", "-"]
     ran = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
     assert json.loads(ran.stdout)["seeds"] == 1
     assert "seeds a minute" in ran.stderr
@@ -204,7 +204,7 @@ def test_figures_for_standard_output_go_there_alone_and_the_table_to_standard_er
 
 @pytest.mark.usefixtures("outside")
 def test_figures_that_cannot_be_written_are_refused_before_a_seed_is_run(tmp_path):
-    command = [sys.executable, "-m", "kvtier.testing.simulation", "--seeds", "1", "--json", f"{tmp_path}/absent/out"]
+    command = [sys.executable, "-m", "tests.simulation", "--seeds", "1", "--json", f"{tmp_path}/absent/out"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout) == (2, "")
     assert "--json" in ran.stderr

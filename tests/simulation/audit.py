@@ -4,9 +4,6 @@ An auditor reads what is private: a public door to it would be there for nobody 
 one moment between two calls, so `AuditedSteps` makes them whenever a step ends.
 """
 
-# ruff: noqa: SLF001  See above.
-# pyright: reportPrivateUsage=false
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -16,7 +13,7 @@ from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.engine.outbox import Operation, Transfer
 from kvtier.engine.steps import StepManager
 from kvtier.engine.tier import WHEN_EVICTED, Tier
-from kvtier.testing.simulation.turns import check_turn
+from tests.simulation.turns import check_turn
 
 
 def _unheard(transfers: list[Transfer]) -> None:

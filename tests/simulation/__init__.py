@@ -3,11 +3,11 @@
 A seed decides everything: the engine, its tiers, what fails, who uses it and how often it crashes. Tiers and policies
 written elsewhere can take the built-in ones' place. A seed that fails does so again, in the same way:
 
-    python -m kvtier.testing.simulation --seeds 1000
-    python -m kvtier.testing.simulation --first 4711 --seeds 1
+    python -m tests.simulation --seeds 1000
+    python -m tests.simulation --first 4711 --seeds 1
 """
 
-from kvtier.testing.simulation.scenario import Subject
-from kvtier.testing.simulation.world import SimulationFailed, Verdict, simulate
+from tests.simulation.scenario import Subject
+from tests.simulation.world import SimulationFailed, Verdict, simulate
 
 __all__ = ["SimulationFailed", "Subject", "Verdict", "simulate"]

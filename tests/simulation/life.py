@@ -11,12 +11,12 @@ from typing import Any
 from kvtier.backend import OffloadKey
 from kvtier.engine.outbox import Transfer
 from kvtier.engine.steps import Inside
-from kvtier.testing.simulation.audit import AuditedManager, audit_quiet
-from kvtier.testing.simulation.programs import Program
-from kvtier.testing.simulation.scenario import Life, Scenario
-from kvtier.testing.simulation.scheduler import Scheduler
-from kvtier.testing.simulation.witness import Book, Truth
 from kvtier.testing.virtual_time import place
+from tests.simulation.audit import AuditedManager, audit_quiet
+from tests.simulation.programs import Program
+from tests.simulation.scenario import Life, Scenario
+from tests.simulation.scheduler import Scheduler
+from tests.simulation.witness import Book, Truth
 
 PATIENCE_S = 2_000.0  # Of virtual time: a life in which anybody still waits after that has a request that never ends.
 SETTLING_S = 30.0  # Longer than any answer is believed and any breaker cools down.
@@ -130,7 +130,7 @@ class LifeUnderWay:
             self._counts["tier hits"] += tier.counters.hits
             self._counts["breaker opened"] += tier.breaker.opened
             self._counts["cascades dropped"] += sum(tier.counters.dropped.values())
-            self._counts.update({f"failed:{code}": chunks for code, chunks in tier.counters.failures.items()})
+            self._counts.update({f"failed:{code}": chunks for code, chunks in tier.counters.failed.items()})
 
     async def _stop(self) -> None:
         """Stop everything where it is, as the end of a process does, and have the tiers let go of what they keep."""

@@ -30,7 +30,7 @@ from kvtier.backend import (
 from kvtier.errors import BackendError, ChunkCorrupt, ChunkMissing
 from kvtier.testing.faults import FAULTLESS, FaultyBackend, FaultyOptions
 
-WITNESS = "kvtier.testing.simulation.witness:Witness"
+WITNESS = "tests.simulation.witness:Witness"
 CHUNK_UNIT_BYTES = 8
 
 

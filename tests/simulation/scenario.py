@@ -7,9 +7,9 @@ from typing import Any, Literal, NamedTuple
 from kvtier.backend import OffloadKey, make_offload_key
 from kvtier.config import EngineConfig
 from kvtier.engine.tier import TierMatcher
-from kvtier.testing.simulation.programs import Habits, some_hint
-from kvtier.testing.simulation.scheduler import Pace, Prompt
-from kvtier.testing.simulation.witness import WITNESS
+from tests.simulation.programs import Habits, some_hint
+from tests.simulation.scheduler import Pace, Prompt
+from tests.simulation.witness import WITNESS
 
 ROW_BYTES = 4_096
 DOCUMENT_CHUNKS_MAX = 9

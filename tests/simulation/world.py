@@ -19,12 +19,12 @@ from msgspec.structs import replace
 from kvtier.backend import OffloadKey
 from kvtier.config import EngineConfig, TierLimits
 from kvtier.errors import BackendError, KVTierError
-from kvtier.testing.simulation.audit import AuditedManager
-from kvtier.testing.simulation.life import PATIENCE_S, LifeUnderWay
-from kvtier.testing.simulation.scenario import Scenario, Subject, book_name, draw
-from kvtier.testing.simulation.turns import TurningLoop
-from kvtier.testing.simulation.witness import Book, Truth, chunk_of, open_book
 from kvtier.testing.virtual_time import VirtualTimeError
+from tests.simulation.audit import AuditedManager
+from tests.simulation.life import PATIENCE_S, LifeUnderWay
+from tests.simulation.scenario import Scenario, Subject, book_name, draw
+from tests.simulation.turns import TurningLoop
+from tests.simulation.witness import Book, Truth, chunk_of, open_book
 
 SEEDS_A_JOB = 50  # About a second's work: a progress bar moves, and a job costs nothing beside it.
 PATIENT = TierLimits(deadline_s=PATIENCE_S)  # A device as slow as it likes may show what it has.
@@ -55,7 +55,7 @@ def simulate(seed: int, subject: Subject | None = None) -> Verdict:
             world.check_promises()
         except (AssertionError, VirtualTimeError) as error:
             world.clear()
-            again = f"python -m kvtier.testing.simulation --first {seed} --seeds 1"
+            again = f"python -m tests.simulation --first {seed} --seeds 1"
             raise SimulationFailed(f"seed {seed}: {error}\n  again: {again}") from error
         return world.verdict()
 

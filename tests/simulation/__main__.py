@@ -1,4 +1,4 @@
-"""`python -m kvtier.testing.simulation`: many seeds, over all cores, and what they met.
+"""`python -m tests.simulation`: many seeds, over all cores, and what they met.
 
 The exit status is 1 if a seed failed, with the command that shows it again. It is 3 if a process was lost with its
 seeds, and 130 after Ctrl-C, with the report of the seeds that were run.
@@ -22,8 +22,8 @@ from rich.table import Table
 from kvtier.backend import backend_class
 from kvtier.errors import ConfigError
 from kvtier.policies import policy_class
-from kvtier.testing.simulation.scenario import Subject
-from kvtier.testing.simulation.world import Summary, quiet, summaries
+from tests.simulation.scenario import Subject
+from tests.simulation.world import Summary, quiet, summaries
 
 SEEDS_MAX = 1_000_000_000  # They take a month of forty cores.
 FIRST_MAX = (1 << 63) - 1 - SEEDS_MAX  # A tier takes no larger seed.

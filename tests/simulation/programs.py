@@ -13,8 +13,8 @@ from kvtier.backend import OffloadKey
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.engine.tier import TierMatcher
 from kvtier.errors import EngineClosed
-from kvtier.testing.simulation.turns import TurningLoop
-from kvtier.testing.simulation.witness import chunk_of
+from tests.simulation.turns import TurningLoop
+from tests.simulation.witness import chunk_of
 
 
 def some_hint(dice: random.Random) -> object:

@@ -16,7 +16,7 @@ from kvtier.backend import OffloadKey
 from kvtier.engine.answers import LookupResult
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.engine.tier import TierMatcher
-from kvtier.testing.simulation.witness import chunk_of
+from tests.simulation.witness import chunk_of
 
 
 class Prompt(NamedTuple):
