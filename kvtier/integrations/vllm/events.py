@@ -15,7 +15,7 @@ from kvtier.engine.tier import Tier, TierSpec
 _TELLS_WHAT_DID_NOT_COME = "metadata_only" in {field.name for field in fields(OffloadingEvent)}  # From vLLM 0.33 on.
 _SOURCES = {Medium.CPU: CacheHitSource.HOST, Medium.STORAGE: CacheHitSource.DISK}
 
-INFO_KEYS = ("tier", "type", "kvtier_version", "runner", "eviction_policy", "rows", "row_bytes", "namespace", "sharing")
+INFO_KEYS = ("tier", "type", "kvtier_version", "eviction_policy", "rows", "row_bytes", "namespace", "sharing")
 """The labels of vLLM's info metric (`vllm:kv_offload_config_info`)."""
 
 
@@ -71,7 +71,6 @@ def config_info(config: EngineConfig) -> list[dict[str, str | int]]:
     mapper = FileMapper(config.namespace)
     common: dict[str, str | int] = {
         "kvtier_version": __version__,
-        "runner": config.runner,
         "namespace": mapper.folder,
         "sharing": "any parallel size" if mapper.parallel_agnostic else f"this size only: {mapper.why}",
     }
