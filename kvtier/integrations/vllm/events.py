@@ -63,7 +63,8 @@ def offloading_events(
         if event.kind is not EventKind.FAILED:
             yield media.event(event)
         elif _TELLS_WHAT_DID_NOT_COME and absent is not None and (keys := list(filter(absent, event.keys))):
-            yield OffloadingEvent(keys, Medium.CPU, True, metadata_only=True)
+            # pyright reads vLLM 0.32, which does not know the field.
+            yield OffloadingEvent(keys, Medium.CPU, True, metadata_only=True)  # pyright: ignore[reportCallIssue]
 
 
 def config_info(config: EngineConfig) -> list[dict[str, str | int]]:

@@ -84,8 +84,9 @@ class KVTierSecondaryTier(SecondaryTierManager):
         )
         tier = self._client.tier
         self._media = Media([tier])
-        self.medium = self._media.medium(tier.spec)
-        self.cache_hit_source = self._media.source(tier.spec)
+        # vLLM's own tiers set both once a class, and vLLM reads them from instances.
+        self.medium = self._media.medium(tier.spec)  # pyright: ignore[reportAttributeAccessIssue]
+        self.cache_hit_source = self._media.source(tier.spec)  # pyright: ignore[reportAttributeAccessIssue]
         self.locality = self._media.locality(tier.spec)
         self._stats = Stats(client_series(self._client), times)
         self._summary = Summary([tier])
