@@ -107,6 +107,7 @@ class Ledger:
         )
         self.weighing = Weighing(self._worth, self.primary, self.leases, self.outbox, self.tiers)
         self.counters = LedgerCounters()
+        self.row_bytes = limits.row_bytes
         self.hints_ignored = IgnoredHints()
         self.prefetches = Prefetches(self.primary, self.cascades, self.leases, self.outbox, self.lookup)
         self._forgetting: dict[OffloadKey, None] = {}  # What was to be forgotten and is held.
@@ -716,4 +717,5 @@ def _spec_of(tier: TierConfig, config: EngineConfig) -> TierSpec:
         cascade=tier.cascade,
         medium=tier.medium,
         locality=tier.locality,
+        row_bytes=config.row_bytes,
     )

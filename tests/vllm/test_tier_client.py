@@ -10,7 +10,7 @@ from kvtier.engine.answers import EventLog
 from kvtier.engine.tier import TierSpec
 from kvtier.hints import Advice, Hint
 from kvtier.integrations.vllm.second_door import TierClient
-from kvtier.integrations.vllm.stats import Stats, TransferTimes, client_readings, tier_metric_definitions
+from kvtier.integrations.vllm.stats import Stats, TransferTimes, client_series, tier_metric_definitions
 from kvtier.memory.region import Region
 from kvtier.runner.bridge import Bridge
 from kvtier.runner.messages import (
@@ -100,7 +100,7 @@ class Scene:
         self.hear(Answered(probe.id, bytes(present), 0.1))
 
     def counted(self) -> dict[tuple[str, tuple[str, ...]], float]:
-        stats = Stats(client_readings(self.client, 10), self.times).take()
+        stats = Stats(client_series(self.client), self.times).take()
         assert stats is not None
         return {(name, labels): value for name, by in stats.data["data"].items() for labels, value in by.items()}
 
@@ -266,7 +266,7 @@ def test_what_a_lost_runner_had_is_over_when_its_process_is():
     scene.hear(RunnerBack(1), RunnerGone(0))
     assert scene.bridge.admitted == [1]
     assert [(done.job_id, done.whole) for done in scene.client.finished()] == [(1, False)]
-    assert scene.client.tier.counters.failures == {"deadline": 2, "lost": 1}
+    assert scene.client.tier.counters.failed == {"deadline": 2, "lost": 1}
     assert scene.client.tier.storing == set()
     assert scene.client.has(D, "one") is None
     assert scene.counted()["kvtier_runners_lost", ()] == 1
@@ -391,7 +391,7 @@ def test_everything_declared_is_counted_and_nothing_else():
 @pytest.fixture
 def real() -> Iterator[TierClient]:
     """A client of a real runner over four rows."""
-    config = describe(4, {"type": "dummy"}, runner="thread")
+    config = describe(4, {"type": "dummy"})
     with Region.private(4, config.row_bytes) as region:
         bridge = ThreadBridge(config, region)
         spec = TierSpec("0:dummy", 100, 60.0, 3, 60.0, 2)

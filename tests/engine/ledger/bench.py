@@ -58,6 +58,7 @@ class Bench:
         retained_rows_max: int = 0,
         computing_s: float | None = None,
         late_margin: float = 1.5,
+        row_bytes: int = 1,
     ) -> None:
         """`computing_s`: what the LLM engine takes for a chunk, of one token and one byte; None: nobody knows."""
         specs = [self.spec(f"tier{index}") for index in range(tiers)] if isinstance(tiers, int) else tiers
@@ -68,6 +69,7 @@ class Bench:
             action_chunks,
             leaving_rows,
             retained_rows_max=retained_rows_max,
+            row_bytes=row_bytes,
             late_margin=late_margin,
         )
         self.events = EventLog(10_000)

@@ -17,7 +17,7 @@ from kvtier.backend.keys import OffloadKey
 from kvtier.config import PRIMARY_NAME
 from kvtier.engine.answers import EventKind
 from kvtier.engine.ledger import LookupResult
-from kvtier.engine.metrics import ROW_STATES
+from kvtier.engine.metrics import row_states
 from kvtier.engine.requests import Request
 from kvtier.engine.tier import WHEN_EVICTED, Tier, TierMatcher
 from kvtier.hints import Advice, Hint
@@ -476,9 +476,9 @@ class Engine(RuleBasedStateMachine):
     @invariant()
     def each_row_is_in_one_state_and_the_states_add_up(self) -> None:
         primary = self.ledger.primary
-        states = Counter(dict.fromkeys(ROW_STATES, 0))
+        states = Counter(dict.fromkeys(row_states(primary), 0))
         states.update(map(self._state, range(ROWS)))
-        assert {state: count(primary) for state, count in ROW_STATES.items()} == states
+        assert row_states(primary) == states
         evictable = [row for row in primary.ready.values() if not primary.pinned(row)]
         assert primary.rows_evictable == len(evictable)
 

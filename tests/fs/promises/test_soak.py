@@ -2,7 +2,8 @@
 
 A few seconds as it comes. At full size, on the disk that is to be tried:
 
-    make disksoak DIR=/mnt/nvme/soak SOAK_S=600
+    export KVTIER_SOAK_S=600 KVTIER_SOAK_REQUESTS=3000
+    .venv/bin/pytest -s tests/fs/promises/test_soak.py --basetemp=/mnt/nvme/soak
 """
 
 import logging
