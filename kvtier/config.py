@@ -7,7 +7,6 @@ import json
 import os
 import re
 import sys
-import tomllib
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -31,6 +30,7 @@ from kvtier.settings import (
     decode,
     foreign,
     names_a_path,
+    read_toml,
     struct_fields,
     struct_paths,
 )
@@ -94,6 +94,7 @@ class TierConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True)
     """One secondary tier, written flat: every key that is no field here is one of the backend's own options."""
 
     rest: ClassVar[str | None] = "options"
+    meant: ClassVar[Mapping[str, str]] = {"backend": "'type'"}
 
     @classmethod
     def known_rest(cls) -> Iterable[str]:
@@ -128,7 +129,7 @@ class EngineConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     chunk_bytes: PositiveSize  # What is stored under one key, of all workers together.
     eviction_policy: Text = "lru"
     secondary_tiers: tuple[TierConfig, ...] = ()
-    runner: Literal["inline", "thread", "process"] = "thread"
+    runner: Literal["inline", "process"] | None = None  # None: inline where asyncio opens it, else a process.
     namespace: Namespace = Namespace(model_name="default")
     limits: EngineLimits = EngineLimits()
     events: bool = False  # Whether stored, removed and failed chunks are reported.
@@ -145,7 +146,7 @@ class EngineConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             chunk_bytes: int | str,
             eviction_policy: str = "lru",
             secondary_tiers: Sequence[TierConfig | Mapping[str, Any]] = (),
-            runner: Literal["inline", "thread", "process"] = "thread",
+            runner: Literal["inline", "process"] | None = None,
             namespace: Namespace = ...,
             limits: EngineLimits = ...,
             events: bool = False,
@@ -281,9 +282,10 @@ def settled(config: EngineConfig, where: str = "") -> EngineConfig:
     return replace(config, secondary_tiers=tuple(_settled(tier, index, config.runner, top) for index, tier in tiers))
 
 
-def _settled(tier: TierConfig, index: int, runner: str, top: str) -> TierConfig:
+def _settled(tier: TierConfig, index: int, runner: str | None, top: str) -> TierConfig:
     options = tier_options(tier, f"{top}secondary_tiers[{index}]")
-    if (needed := backend_class(tier.type).runner) not in (None, runner):
+    needed = backend_class(tier.type).runner
+    if None not in (needed, runner) and needed != runner:
         raise ConfigError(
             f"{top}runner: {runner!r} given, {needed!r} accepted with secondary_tiers[{index}] of type {tier.type!r}: "
             "its client may crash, or write into memory that it was lent, and must do so in a process of its own"
@@ -327,7 +329,7 @@ def read_tables(path: str | os.PathLike[str]) -> object:
     try:
         with open(name, encoding="utf-8") as file:
             text = file.read()
-        return foreign(tomllib.loads, text) if name.endswith(".toml") else read_json(text)
+        return read_toml(text) if name.endswith(".toml") else read_json(text)
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

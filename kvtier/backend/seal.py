@@ -160,18 +160,6 @@ class XXH3Seal(Seal):
         return None if given.proof == xxh3_128_digest(row) else SealFault.PAYLOAD
 
 
-class Told(NamedTuple):
-    """The claims of a seal about its chunk, whether or not they are true."""
-
-    row_bytes: int
-    fingerprint: bytes  # Of the namespace.
-
-
-def told_by(seal: memoryview | bytes) -> Told:
-    """Read a seal without the tier that has made it. Checks nothing."""
-    return Told(*_LAYOUT.unpack_from(seal)[4:6])
-
-
 def of_another_version(seal: bytes) -> bool:
     """Say whether it is a whole seal of kvtier's, of any length, and of a version that this version does not know."""
     if len(seal) < SEAL_BYTES or seal[PROOF_BYTES : PROOF_BYTES + len(MAGIC)] != MAGIC:

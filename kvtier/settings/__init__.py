@@ -1,7 +1,7 @@
 """Settings: fields of configuration structs, their units, words for errors, and plug-ins."""
 
 from kvtier.settings.fields import Checked, decode, struct_fields, struct_paths
-from kvtier.settings.foreign import foreign
+from kvtier.settings.foreign import foreign, read_toml
 from kvtier.settings.plugins import find_class, known_names
 from kvtier.settings.secrets import check_secret, open_secret, secret_variable
 from kvtier.settings.units import (
@@ -51,6 +51,7 @@ __all__ = [
     "open_secret",
     "parse_duration",
     "parse_size",
+    "read_toml",
     "secret_variable",
     "shown_age",
     "shown_bytes",

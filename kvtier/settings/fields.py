@@ -139,11 +139,13 @@ def _struct(cls: type[S], given: object, path: str, siblings: tuple[str, ...] = 
     table = _gathered(cls, _table(given, path), path)
     for key in table:
         if key not in fields:
-            meant = cls.meant.get(key) if issubclass(cls, Checked) else None
-            raise _UnknownFieldError(_join(path, key), key, [*siblings, *fields], meant)
+            raise _UnknownFieldError(_join(path, key), key, [*siblings, *fields], _meant(cls, key))
     for name, field in fields.items():
         if field.required and name not in table:
-            close = difflib.get_close_matches(name, set(_table(given, path)) - fields.keys(), n=1)
+            others = set(_table(given, path)) - fields.keys()
+            close = [key for key in others if _meant(cls, key) == repr(name)] or difflib.get_close_matches(
+                name, others, n=1
+            )
             hint = f" (did you mean it by {close[0]!r}?)" if close else ""
             raise ConfigError(f"{_join(path, name)}: missing, {accepted(field.type)} required{hint}")
     rest = _rest(cls)  # Its keys were written beside the fields, so that is where a message places them.
@@ -170,6 +172,12 @@ def _gathered(cls: type[msgspec.Struct], table: dict[str, Any], path: str) -> di
         if key in gathered:
             raise ConfigError(f"{_join(path, key)}: given twice, here and in {_join(path, rest)}")
     return kept | {rest: gathered | loose}
+
+
+def _meant(cls: type[msgspec.Struct], key: str) -> str | None:
+    """Return what a message suggests instead of the key, by the struct or one of its bases."""
+    bases = [base for base in cls.__mro__ if issubclass(base, Checked)]
+    return next((base.meant[key] for base in bases if key in base.meant), None)
 
 
 def _rest(cls: type[msgspec.Struct]) -> str | None:

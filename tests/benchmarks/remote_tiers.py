@@ -1,6 +1,6 @@
 """All tiers side by side, through whole engines: `python -m tests.benchmarks.remote_tiers [DIR]`.
 
-It needs the environment of `make test-remote`. Each tier has an engine of its own with its runner in a process, as in
+It needs the environment of `tests/remote/run`. Each tier has an engine of its own with its runner in a process, as in
 vLLM, and a server of its own on this machine's loopback. Tiers take turns in one run; a round's figure is 64 MiB of
 chunks, from the call that stores them until the tier has them, or from the look-up until they are in host memory. The
 limit is the first tier in the same round: 1 is as fast. `KVTIER_REDIS_SERVER` and `KVTIER_S3_ENDPOINT` name other

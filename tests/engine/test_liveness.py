@@ -21,11 +21,6 @@ COOLDOWN_S = 1.0  # Longer than a busy machine takes for the few calls that must
 HUNG_MOUNT = "tests.engine.hung_mount:HungMount"
 
 
-@pytest.fixture(params=["thread", "process"])
-def runner(request):
-    return request.param
-
-
 @pytest.fixture
 def gates(tmp_path):
     folder = tmp_path / "gates"
@@ -59,7 +54,7 @@ async def test_a_load_that_hangs_ends_at_its_deadline_as_a_miss(open_engine, mou
         begun = time.monotonic()
         assert await found(engine, [0, 1]) == 0
         assert DEADLINE_S <= time.monotonic() - begun < PATIENCE_S
-        assert ledger_in(engine).tiers[0].counters.failures == {"deadline": 2}
+        assert ledger_in(engine).tiers[0].counters.failed == {"deadline": 2}
         assert not engine.steps.has_pending_work()
     await until(lambda: not ledger_in(engine).primary.quarantined, engine)
     assert await at_rest(engine)
@@ -89,7 +84,7 @@ async def test_a_hung_store_keeps_its_rows_and_stops_no_other(open_engine, mount
         await put(engine, range(4))
         assert await engine.drain(PATIENCE_S)
         hung, other = ledger_in(engine).tiers
-        assert hung.counters.failures == {"deadline": 4}
+        assert hung.counters.failed == {"deadline": 4}
         assert other.counters.stored == 4
         assert len(ledger_in(engine).transfers.cascade_rows) == 4
         assert await put(engine, range(10, 14)) == 4
@@ -146,9 +141,9 @@ async def test_a_runner_with_too_many_hung_rows_is_replaced_and_they_come_back(o
     assert await found(engine, [3]) == 1
 
 
-def test_a_reset_of_a_hung_engine_ends_at_its_deadline(start_engine, mount, gates, runner):
+def test_a_reset_of_a_hung_engine_ends_at_its_deadline(start_engine, mount, gates):
     mount["limits"] = {"deadline_s": 600}
-    engine = start_engine(8, mount, runner=runner)
+    engine = start_engine(8, mount)
     with shut(gates, "store"):
         store(engine, [1, 2])
         begun = time.monotonic()
@@ -166,9 +161,10 @@ def test_a_reset_of_a_hung_engine_ends_at_its_deadline(start_engine, mount, gate
     assert not ledger_in(engine).primary.quarantined
 
 
-def test_a_shutdown_of_a_hung_engine_ends_at_its_deadline_and_says_what_it_left(mount, gates, runner):
+@pytest.mark.usefixtures("outside")
+def test_a_shutdown_of_a_hung_engine_ends_at_its_deadline_and_says_what_it_left(mount, gates):
     mount["limits"] = {"deadline_s": 600}
-    engine = StepManager.start(describe(8, mount, runner=runner))
+    engine = StepManager.start(describe(8, mount))
     with shut(gates, "store"):
         store(engine, [1, 2])
         begun = time.monotonic()
@@ -209,7 +205,7 @@ async def test_a_deletion_that_hangs_is_counted_and_logged(open_engine, caplog):
     await engine.drain()
     await engine.delete([key(0), key(1)])
     assert await at_rest(engine)
-    assert ledger_in(engine).tiers[0].counters.failures == {"deadline": 2}
+    assert ledger_in(engine).tiers[0].counters.failed == {"deadline": 2}
     assert "a deletion of 2 chunks ran out of time" in caplog.text
     assert await found(engine, [0]) == 0
 

@@ -73,7 +73,7 @@ async def test_a_breaker_opens_cools_down_and_closes(open_engine):
     for number in range(3):
         await put(engine, [number])
         await engine.drain()
-    assert (tier.counters.failures, tier.counters.dropped) == ({"unavailable": 2}, {"breaker": 1})
+    assert (tier.counters.failed, tier.counters.dropped) == ({"unavailable": 2}, {"breaker": 1})
     await asyncio.sleep(60)
     await put(engine, [3])
     await engine.drain()
@@ -173,7 +173,7 @@ async def simulate(seed: int) -> list[object]:
     await asyncio.sleep(60)  # What hangs has come back by now.
     engine.steps.end_step()
     assert settled(engine)
-    story = [now(), done, *((tier.counters.failures, tier.counters.dropped) for tier in ledger_in(engine).tiers)]
+    story = [now(), done, *((tier.counters.failed, tier.counters.dropped) for tier in ledger_in(engine).tiers)]
     assert await engine.aclose() == 0
     with pytest.raises(EngineClosed):
         await put(engine, [1])

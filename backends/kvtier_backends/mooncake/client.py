@@ -12,13 +12,10 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
 from kvtier.backend import BackendUnavailable, ConfigError, Limit, TransferFailed
 from kvtier_backends.mooncake.options import MooncakeOptions
-
-if TYPE_CHECKING:
-    from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
 CONNECT_S_MAX = 1.0
 ZERO_COPY_CHUNKS = 32  # In a call; Mooncake refuses more than some hundreds.
@@ -29,6 +26,25 @@ Move = Callable[[Sequence[str], Sequence[int], int], list[int]]
 TORN = -707  # The read's lease expired: the value may have been overwritten meanwhile.
 
 E = TypeVar("E", bound=BackendUnavailable | TransferFailed)
+
+
+class ReplicateConfig(Protocol):
+    """The options of a store, as Mooncake's package has them."""
+
+    replica_num: int
+
+
+class MooncakeDistributedStore(Protocol):
+    """The methods that this tier calls of Mooncake's client. Each answers a code, or one a key."""
+
+    def setup(self, config: dict[str, object]) -> int: ...
+    def batch_is_exist(self, keys: list[str]) -> list[int]: ...
+    def batch_get_into(self, keys: list[str], buffer_ptrs: list[int], sizes: list[int]) -> list[int]: ...
+    def batch_upsert_from(
+        self, keys: list[str], buffer_ptrs: list[int], sizes: list[int], config: ReplicateConfig
+    ) -> list[int]: ...
+    def batch_remove(self, keys: list[str], force: bool) -> list[int]: ...
+    def close(self) -> int: ...
 
 
 class Meaning(Enum):

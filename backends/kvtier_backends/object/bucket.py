@@ -167,7 +167,7 @@ def footer_of(attributes: Mapping[str, Any]) -> bytes | SealFault | None:
     return footer if len(footer) == SEAL_BYTES else SealFault.FOREIGN
 
 
-def make_store(options: ObjectOptions, retries: int = 0) -> ObjectStore:
+def make_store(options: ObjectOptions) -> ObjectStore:
     """Return obstore's store for a bucket: not for the loop, it reads files. Raises `ConfigError`.
 
     obstore takes from the environment what the options do not set. One try of a request has half of `timeout_s`.
@@ -180,7 +180,7 @@ def make_store(options: ObjectOptions, retries: int = 0) -> ObjectStore:
             "connect_timeout": timedelta(seconds=options.connect_timeout_s),
             "timeout": timedelta(seconds=options.timeout_s / 2),
         },
-        "retry_config": {"max_retries": retries, "retry_timeout": timedelta(seconds=options.timeout_s)},
+        "retry_config": {"max_retries": 0},  # `Requests` retries.,
     }
     try:
         return _makers[target.scheme](options, target.bucket, common)

@@ -10,7 +10,7 @@ each way in kvtier's redis tier (`--lanes`), eight in LMCache's native client. k
 LMCache has no checksum. The figure is kvtier's, the limit LMCache's: above 1, kvtier is faster, or takes less of the
 processor. Processor time is the client's, of all its threads; other programs on the machine change it least.
 
-For Mooncake, its libraries must be found, as `make test-remote` has them: LD_LIBRARY_PATH.
+For Mooncake, its libraries must be found, as `tests/remote/run` has them: LD_LIBRARY_PATH.
 """
 
 import argparse

@@ -57,6 +57,11 @@ class Room:
         """Whether the disk has lately had no room for more."""
         return self._growth.disk_is_full
 
+    @property
+    def changing(self) -> asyncio.Lock:
+        """Held while segments are made or removed."""
+        return self._growth.changing
+
     def begin(self, unusable: Iterable[Unusable]) -> None:
         """Make segments from now on: all that were there are known, and what lies among them and holds nothing."""
         self._leftovers.found(unusable)
