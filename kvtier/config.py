@@ -130,7 +130,7 @@ class EngineConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     chunk_bytes: PositiveSize  # What is stored under one key, of all workers together.
     eviction_policy: Text = "lru"
     secondary_tiers: tuple[TierConfig, ...] = ()
-    runner: Literal["inline", "thread", "process"] = "thread"
+    runner: Literal["inline", "process"] | None = None  # None: inline where asyncio opens it, else a process.
     namespace: Namespace = Namespace(model_name="default")
     limits: EngineLimits = EngineLimits()
     events: bool = False  # Whether stored, removed and failed chunks are reported.
@@ -147,7 +147,7 @@ class EngineConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             chunk_bytes: int | str,
             eviction_policy: str = "lru",
             secondary_tiers: Sequence[TierConfig | Mapping[str, Any]] = (),
-            runner: Literal["inline", "thread", "process"] = "thread",
+            runner: Literal["inline", "process"] | None = None,
             namespace: Namespace = ...,
             limits: EngineLimits = ...,
             events: bool = False,
@@ -283,9 +283,10 @@ def settled(config: EngineConfig, where: str = "") -> EngineConfig:
     return replace(config, secondary_tiers=tuple(_settled(tier, index, config.runner, top) for index, tier in tiers))
 
 
-def _settled(tier: TierConfig, index: int, runner: str, top: str) -> TierConfig:
+def _settled(tier: TierConfig, index: int, runner: str | None, top: str) -> TierConfig:
     options = tier_options(tier, f"{top}secondary_tiers[{index}]")
-    if (needed := backend_class(tier.type).runner) not in (None, runner):
+    needed = backend_class(tier.type).runner
+    if None not in (needed, runner) and needed != runner:
         raise ConfigError(
             f"{top}runner: {runner!r} given, {needed!r} accepted with secondary_tiers[{index}] of type {tier.type!r}: "
             "its client may crash, or write into memory that it was lent, and must do so in a process of its own"

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Self
 from warnings import warn
 
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from kvtier import __version__
@@ -41,7 +42,6 @@ from kvtier.remedies import Remedy
 from kvtier.runner.bridge import Bridge
 from kvtier.runner.messages import RunnerBack, RunnerLost
 from kvtier.runner.process import ProcessBridge
-from kvtier.runner.thread import ThreadBridge
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class StepManager:
         observer: Observe | None = None,
         waited: Waited | None = None,
     ) -> Self:
-        """Start a kvtier engine with its runner in a thread or a process; blocks until its tiers are open.
+        """Start a kvtier engine with its runner in a process; blocks until its tiers are open.
 
         The rows are those of `region`, which other processes may have mapped, too. The region belongs to the engine
         from now on. It is closed with the engine, or with a start that fails. None: the engine makes a region of its
@@ -116,13 +116,12 @@ class StepManager:
                 f"a region of {region.rows:,} rows of {region.row_bytes:,} bytes for a configuration of {config.rows:,}"
                 f" of {config.row_bytes:,}"
             )
-        bridge_class = ThreadBridge if config.runner == "thread" else ProcessBridge
         try:
-            config = checked(config)
+            config = checked(replace(config, runner="process"))
             if region is not None:
                 region.require_met()
             region = region or make_region(config)
-            bridge = bridge_class(config, region)
+            bridge = ProcessBridge(config, region)
         except BaseException:
             if region is not None:
                 region.close()

@@ -166,10 +166,10 @@ async def test_closing_with_a_hung_tier_is_bounded_and_says_what_it_left(runner)
         await put(engine, [2])
 
 
-@pytest.mark.parametrize("runner", ["thread", "process"])
-def test_shutting_down_with_a_hung_tier_is_bounded_and_says_what_it_left(runner):
+@pytest.mark.usefixtures("outside")
+def test_shutting_down_with_a_hung_tier_is_bounded_and_says_what_it_left():
     hung = faulty({"store": ["hang"]}, {"deadline_s": 1_000})
-    with StepManager.start(describe(4, hung, runner=runner)) as engine:
+    with StepManager.start(describe(4, hung)) as engine:
         engine.on_new_request("r")
         plan = engine.prepare_store([key(1)], "r")
         engine.region.row(plan.rows[0])[:] = chunk(1)
@@ -178,10 +178,10 @@ def test_shutting_down_with_a_hung_tier_is_bounded_and_says_what_it_left(runner)
         assert engine.close() == 0
 
 
-@pytest.mark.parametrize("runner", ["thread", "process"])
-def test_a_reset_with_a_hung_tier_is_bounded_and_takes_the_tier_out_of_use(runner):
+@pytest.mark.usefixtures("outside")
+def test_a_reset_with_a_hung_tier_is_bounded_and_takes_the_tier_out_of_use():
     hung = faulty({"store": ["hang"]}, {"deadline_s": 1_000, "breaker_cooldown_s": 1_000})
-    config = describe(4, hung, runner=runner, limits={"quarantine_share": 1.0})
+    config = describe(4, hung, limits={"quarantine_share": 1.0})
     with StepManager.start(config) as engine:
         engine.on_new_request("r")
         plan = engine.prepare_store([key(1)], "r")

@@ -21,11 +21,6 @@ COOLDOWN_S = 1.0  # Longer than a busy machine takes for the few calls that must
 HUNG_MOUNT = "tests.engine.hung_mount:HungMount"
 
 
-@pytest.fixture(params=["thread", "process"])
-def runner(request):
-    return request.param
-
-
 @pytest.fixture
 def gates(tmp_path):
     folder = tmp_path / "gates"
@@ -146,9 +141,9 @@ async def test_a_runner_with_too_many_hung_rows_is_replaced_and_they_come_back(o
     assert await found(engine, [3]) == 1
 
 
-def test_a_reset_of_a_hung_engine_ends_at_its_deadline(start_engine, mount, gates, runner):
+def test_a_reset_of_a_hung_engine_ends_at_its_deadline(start_engine, mount, gates):
     mount["limits"] = {"deadline_s": 600}
-    engine = start_engine(8, mount, runner=runner)
+    engine = start_engine(8, mount)
     with shut(gates, "store"):
         store(engine, [1, 2])
         begun = time.monotonic()
@@ -166,9 +161,10 @@ def test_a_reset_of_a_hung_engine_ends_at_its_deadline(start_engine, mount, gate
     assert not ledger_in(engine).primary.quarantined
 
 
-def test_a_shutdown_of_a_hung_engine_ends_at_its_deadline_and_says_what_it_left(mount, gates, runner):
+@pytest.mark.usefixtures("outside")
+def test_a_shutdown_of_a_hung_engine_ends_at_its_deadline_and_says_what_it_left(mount, gates):
     mount["limits"] = {"deadline_s": 600}
-    engine = StepManager.start(describe(8, mount, runner=runner))
+    engine = StepManager.start(describe(8, mount))
     with shut(gates, "store"):
         store(engine, [1, 2])
         begun = time.monotonic()

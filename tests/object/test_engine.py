@@ -23,7 +23,7 @@ def remote(endpoint: str, bucket: str, **options: object) -> dict[str, object]:
     return {"type": "object", "url": f"s3://{bucket}/kv", "endpoint": endpoint, **options}
 
 
-@pytest.mark.parametrize("runner", ["thread", "process"])
+@pytest.mark.parametrize("runner", ["inline", "process"])
 async def test_what_one_engine_has_stored_another_one_finds(server, bucket, runner) -> None:
     config = describe(64, remote(server.endpoint, bucket), runner=runner)
     async with TieringOffloadingManager.open(config) as engine:
@@ -67,7 +67,7 @@ async def test_a_server_that_fails_costs_hits_and_they_come_back_with_it(own_ser
     server.client.create_bucket(Bucket=bucket)
     limits = {"breaker_cooldown_s": "10ms", "answer_ttl_s": "10ms"}
     quick = {"timeout_s": 0.5, "connect_timeout_s": 0.5, "absent_ttl_s": "10ms"}
-    config = describe(16, remote(server.endpoint, bucket, limits=limits, **quick), runner="thread")
+    config = describe(16, remote(server.endpoint, bucket, limits=limits, **quick), runner="process")
 
     def mend() -> None:
         if how == signal.SIGSTOP:

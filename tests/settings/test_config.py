@@ -89,7 +89,7 @@ def refused(given: dict[str, Any]) -> str:
 def test_a_small_configuration_is_enough() -> None:
     config = EngineConfig.from_dict(SMALL)
     assert config == EngineConfig(cpu_bytes_to_use=1 << 20, chunk_bytes=16 << 10)
-    assert (config.rows, config.row_bytes, config.eviction_policy, config.runner) == (64, 16_384, "lru", "thread")
+    assert (config.rows, config.row_bytes, config.eviction_policy, config.runner) == (64, 16_384, "lru", None)
     assert config.secondary_tiers == ()
     assert config.namespace.model_name == "default"
 
@@ -145,7 +145,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"cpu_bytes_to_use": "2000PiB"}, "cpu_bytes_to_use: '2000PiB' given, bytes as an integer, or text such as"),
     ({"chunk_bytes": 0}, "chunk_bytes: 0 given, bytes as an integer, or text such as"),
     ({"cpu_bytes": 1}, "cpu_bytes: no such field; did you mean 'cpu_bytes_to_use'?"),
-    ({"runner": "fork"}, "runner: 'fork' given, 'inline' or 'thread' or 'process' accepted"),
+    ({"runner": "fork"}, "runner: 'fork' given, 'inline' or 'process' accepted"),
     ({"eviction_policy": ""}, "eviction_policy: '' given, text"),
     ({"eviction_policy": None}, "eviction_policy: nothing given, text"),
     ({"events": "yes"}, "events: 'yes' given, true or false accepted"),
@@ -308,7 +308,7 @@ CONFIGS = st.builds(
     cpu_bytes_to_use=SIZES,
     chunk_bytes=st.integers(1, 1 << 20),
     secondary_tiers=st.lists(TIERS, max_size=3).map(tuple),
-    runner=st.sampled_from(["inline", "thread", "process"]),
+    runner=st.sampled_from([None, "inline", "process"]),
     limits=st.builds(EngineLimits, cascade_share=SHARES, lease_share=SHARES, action_chunks=st.integers(1, 4096)),
     events=st.booleans(),
 )

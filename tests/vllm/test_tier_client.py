@@ -391,7 +391,7 @@ def test_everything_declared_is_counted_and_nothing_else():
 @pytest.fixture
 def real() -> Iterator[TierClient]:
     """A client of a real runner over four rows."""
-    config = describe(4, {"type": "dummy"}, runner="thread")
+    config = describe(4, {"type": "dummy"})
     with Region.private(4, config.row_bytes) as region:
         bridge = ThreadBridge(config, region)
         spec = TierSpec("0:dummy", 100, 60.0, 3, 60.0, 2)

@@ -176,7 +176,7 @@ class VllmManager(OffloadingManager):
         request_id = req_context.req_id
         found = self.engine.lookup(key, request_id)
         if req_context is not self._hits_of:
-            self._hits = self._inside.hits(request_id)
+            self._hits = self._inside.hits(request_id)  # pyright: ignore[reportAttributeAccessIssue]  # Both are bytes.
         self._hits_of = req_context if self._hits else None  # Room may have been made in vain.
         return _RESULTS[found]
 

@@ -26,7 +26,7 @@ class Recorder(LRU):
         self._note("touch", keys)
         super().touch(keys)
 
-    def rank(self, keys):
+    def rank(self, keys, hint=None):
         self._note("rank", keys)
         super().touch(keys)
 

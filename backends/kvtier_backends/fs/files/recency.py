@@ -12,7 +12,7 @@ from itertools import count, islice
 from operator import itemgetter
 from time import monotonic
 
-from kvtier.backend import Advice, OffloadKey
+from kvtier.backend import Advice, Hint, OffloadKey
 from kvtier.policies import HintedOrder, Policy
 
 LISTED_LEAST = 1_024
@@ -47,7 +47,7 @@ class ColdEnd(Policy[OffloadKey]):
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         self._cold.difference_update(keys)
 
-    def rank(self, keys: Sequence[OffloadKey]) -> None:
+    def rank(self, keys: Sequence[OffloadKey], hint: Hint | None = None) -> None:  # noqa: ARG002  # See `evict`.
         self._cold.difference_update(keys)
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
