@@ -8,8 +8,6 @@ from kvtier.kvcache.layout.allocation import (
     RowCaches,
     allocate_rows,
     allocate_tensors,
-    contiguous_refusal,
-    enables_cross_layers_blocks,
     packing_refusal,
 )
 from kvtier.kvcache.layout.axes import AxesOf, CacheAxes, cache_view, layer_views, state_views
@@ -63,8 +61,6 @@ __all__ = [
     "allocate_tensors",
     "cache_view",
     "canonical_kv_caches",
-    "contiguous_refusal",
-    "enables_cross_layers_blocks",
     "group_layers",
     "layer_views",
     "packing_refusal",
