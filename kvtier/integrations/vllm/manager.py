@@ -29,7 +29,7 @@ from kvtier.engine.requests import by_position
 from kvtier.engine.steps import Inside, StepManager
 from kvtier.engine.tier import TierMatcher
 from kvtier.integrations.vllm.events import Media, config_info, offloading_events
-from kvtier.integrations.vllm.stats import Stats, Summary, TransferTimes
+from kvtier.integrations.vllm.stats import ObservedTimes, Stats, Summary
 
 _RESULTS = {
     Answer.MISS: LookupResult.MISS,
@@ -50,7 +50,7 @@ class VllmManager(OffloadingManager):
     `reset_cache` and `shutdown` are the exceptions: they wait for transfers under way, within the engine's `close_s`.
     """
 
-    def __init__(self, engine: StepManager, times: TransferTimes, offers: "Offers | None" = None) -> None:
+    def __init__(self, engine: StepManager, times: ObservedTimes, offers: "Offers | None" = None) -> None:
         """Take over an engine, whose observer `times` is; `shutdown` ends it. Without `offers` each one counts."""
         self.engine = engine
         self._offers = offers

@@ -34,7 +34,7 @@ class StepTokens(NamedTuple):
     decode: int
 
 
-class Prefill(NamedTuple):
+class MeasuredPrefill(NamedTuple):
     """A measured piece of prefill."""
 
     tokens: int
@@ -69,7 +69,7 @@ class PrefillMeter:
         """Note that a step begins, or queues behind those under way."""
         self._under_way.append((step, now))
 
-    def answered(self, now: float) -> Prefill | None:
+    def answered(self, now: float) -> MeasuredPrefill | None:
         """Note that the oldest step under way is answered; return its prefill, if it has one.
 
         Time of decoding does not count. It is taken to be as long as a step that only decodes, but never more than the
@@ -86,9 +86,9 @@ class PrefillMeter:
             self._note_decode(seconds)
         return None
 
-    def _prefill(self, step: StepTokens, seconds: float) -> Prefill:
+    def _prefill(self, step: StepTokens, seconds: float) -> MeasuredPrefill:
         decoding_s = min(self._decode_s or 0.0, seconds * step.decode / (step.prefill + step.decode))
-        return Prefill(step.prefill, seconds - decoding_s)
+        return MeasuredPrefill(step.prefill, seconds - decoding_s)
 
     def _note_decode(self, seconds: float) -> None:
         mean = self._decode_s

@@ -38,7 +38,7 @@ from kvtier.runner.messages import (
 Chunk = tuple[OffloadKey, int]  # A key and its row.
 
 
-class Job:
+class DoorJob:
     """A job of vLLM's manager, sent to the tier in parts: the keys that moved, and how long it took."""
 
     def __init__(self, job_id: int, operation: Operation, request: Request, wanted: int) -> None:
@@ -99,9 +99,9 @@ class TierClient:
         self._events = events
         self._up = True  # There is a runner that takes actions.
         self._requests: dict[str, Request] = {}
-        self._jobs: dict[int, Job] = {}  # By the id of each of its parts whose rows are in use.
+        self._jobs: dict[int, DoorJob] = {}  # By the id of each of its parts whose rows are in use.
         self._begun: list[Action] = []  # Parts that were not sent yet.
-        self._over: list[Job] = []  # And vLLM was not told yet.
+        self._over: list[DoorJob] = []  # And vLLM was not told yet.
 
     @property
     def pending(self) -> bool:
@@ -163,7 +163,7 @@ class TierClient:
             promotions[key] = promotions.get(key, 0) + 1
         tier.loading += len(keys)
         tier.counters.promoted += len(keys)
-        self._begin(Job(job_id, Operation.PROMOTION, request, len(chunks)), chunks)
+        self._begin(DoorJob(job_id, Operation.PROMOTION, request, len(chunks)), chunks)
 
     def store(self, job_id: int, keys: Sequence[OffloadKey], rows: Sequence[int], request_id: str) -> None:
         """Begin to store these rows, but for what the tier has or is getting; what exceeds a limit is not stored.
@@ -180,9 +180,9 @@ class TierClient:
             lacking = {}
         chunks = [(key, row) for key, row in lacking.items() if self._take(key, now)]
         request.storing += 1
-        self._begin(Job(job_id, Operation.CASCADE, request, len(lacking)), chunks)
+        self._begin(DoorJob(job_id, Operation.CASCADE, request, len(lacking)), chunks)
 
-    def finished(self) -> list[Job]:
+    def finished(self) -> list[DoorJob]:
         """Return the jobs that are over and were not told yet."""
         self._receive()
         over, self._over = self._over, []
@@ -252,7 +252,7 @@ class TierClient:
             return ""
         return "overdue" if tier.overdue_rows >= tier.spec.overdue_rows_max else "breaker"
 
-    def _begin(self, job: Job, chunks: Sequence[Chunk]) -> None:
+    def _begin(self, job: DoorJob, chunks: Sequence[Chunk]) -> None:
         """Queue a job's parts; one without any is over."""
         action = Promote if job.operation is Operation.PROMOTION else Cascade
         for start in range(0, len(chunks), self._action_chunks):
@@ -347,7 +347,7 @@ class TierClient:
                 if not job.parts:
                     self._end(job)
 
-    def _end(self, job: Job) -> None:
+    def _end(self, job: DoorJob) -> None:
         job.end()
         self._over.append(job)
         if job.operation is Operation.CASCADE:

@@ -37,9 +37,9 @@ from kvtier.integrations.vllm.manager import hint_in
 from kvtier.integrations.vllm.rows import namespace_of, places_of, plan_rows
 from kvtier.integrations.vllm.second_door import TierClient
 from kvtier.integrations.vllm.stats import (
+    ObservedTimes,
     Stats,
     Summary,
-    TransferTimes,
     client_series,
     log_as_vllm,
     tier_metric_definitions,
@@ -73,7 +73,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         events = offloading_spec.kv_events_config.enable_kv_cache_events and options.enable_kv_events
         self._config = config
         say_start(config, bridge, "vLLM's")
-        times = TransferTimes()
+        times = ObservedTimes()
         self._client = TierClient(
             bridge,
             ledger_of(config, None, times.observe).tiers[0].spec,

@@ -30,7 +30,7 @@ from kvtier.integrations.vllm.events import INFO_KEYS
 from kvtier.integrations.vllm.hosts import MET_S, one_host, require_met
 from kvtier.integrations.vllm.manager import STORES_SKIPPED, Offers, VllmManager
 from kvtier.integrations.vllm.rows import namespace_of, places_of, plan_rows
-from kvtier.integrations.vllm.stats import TransferTimes, log_as_vllm, metric_definitions, unregister_earlier
+from kvtier.integrations.vllm.stats import ObservedTimes, log_as_vllm, metric_definitions, unregister_earlier
 from kvtier.integrations.vllm.worker import make_worker
 from kvtier.integrations.vllm_options import engine_config, read_options
 from kvtier.memory import Region
@@ -71,7 +71,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
             workers = self.config.parallel.world_size
             with one_host(workers):
                 region = self._region(participant=workers, met_s=MET_S)  # Workers go by their ranks, below it.
-            times = TransferTimes()
+            times = ObservedTimes()
             engine = StepManager.start(
                 self._engine_config, region=region, observer=times.observe, waited=times.observe_wait
             )

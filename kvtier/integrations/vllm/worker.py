@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.base import CanonicalKVCaches as VllmKVCaches
 
 from kvtier.integrations.vllm.rows import RowPlan
-from kvtier.kvcache.layout import CanonicalKVCaches, DataRef, PageMapping, Run
+from kvtier.kvcache.layout import CanonicalKVCaches, DataRef, PageMapping, PageRun
 from kvtier.kvcache.transfer import GroupBlocks, TransferWorker
 from kvtier.memory import Region
 from kvtier_backends.cpu import CpuMemory, cuda_runtime
@@ -135,7 +135,7 @@ def _ref(ref: CanonicalKVCacheRef) -> DataRef:
 def _own(size_bytes: int) -> PageMapping:
     """Map a page that vLLM has not certified; it is never moved as a canonical one."""
     return PageMapping(
-        canonical_bytes=size_bytes, local_bytes=size_bytes, runs=(Run(0, 0, size_bytes),), topology_free=False
+        canonical_bytes=size_bytes, local_bytes=size_bytes, runs=(PageRun(0, 0, size_bytes),), topology_free=False
     )
 
 
@@ -144,7 +144,7 @@ def _mapping(mapping: CanonicalPageMapping) -> PageMapping:
         canonical_bytes=mapping.canonical_page_size_bytes,
         local_bytes=mapping.local_page_size_bytes,
         runs=tuple(
-            Run(
+            PageRun(
                 run.local_offset,
                 run.canonical_offset,
                 run.fragment_size,

@@ -18,7 +18,7 @@ from kvtier.kvcache.layout.canonical import (
     canonical_kv_caches,
     with_layout,
 )
-from kvtier.kvcache.layout.mapping import PageMapping, Run, page_mapping
+from kvtier.kvcache.layout.mapping import PageMapping, PageRun, page_mapping
 from kvtier.kvcache.layout.model import (
     AttentionSpec,
     ChunkedLocalSpec,
@@ -52,9 +52,9 @@ __all__ = [
     "MLASpec",
     "MambaSpec",
     "PageMapping",
+    "PageRun",
     "ParallelConfig",
     "RowCaches",
-    "Run",
     "SlidingWindowSpec",
     "UniformSpecs",
     "allocate_rows",

@@ -18,7 +18,7 @@ from kvtier.kvcache.layout.axes import CacheAxes
 from kvtier.kvcache.layout.model import AttentionSpec, LayerSpec, MambaSpec, MLASpec, ParallelConfig
 
 
-class Run(msgspec.Struct, frozen=True):
+class PageRun(msgspec.Struct, frozen=True):
     """Fragment i of `count`: `size_bytes` from `offset + i * stride` on, in the worker's page and in the canonical."""
 
     local_offset: int
@@ -40,7 +40,7 @@ class PageMapping(msgspec.Struct, frozen=True, kw_only=True):
 
     canonical_bytes: int
     local_bytes: int  # Without padding.
-    runs: tuple[Run, ...]
+    runs: tuple[PageRun, ...]
     writers: int = 1  # Workers that hold these very bytes.
     writer_index: int = 0
     topology_free: bool = True  # The canonical bytes are the same for any number of workers.
@@ -118,7 +118,7 @@ def _own_part(size_bytes: int, rank: int, ranks: int) -> PageMapping:
     return PageMapping(
         canonical_bytes=size_bytes * ranks,
         local_bytes=size_bytes,
-        runs=(Run(0, rank * size_bytes, size_bytes),),
+        runs=(PageRun(0, rank * size_bytes, size_bytes),),
         topology_free=False,
     )
 
@@ -127,7 +127,7 @@ def _copy(page_bytes: int, rank: int, ranks: int) -> PageMapping:
     return PageMapping(
         canonical_bytes=page_bytes,
         local_bytes=page_bytes,
-        runs=(Run(0, 0, page_bytes),),
+        runs=(PageRun(0, 0, page_bytes),),
         writers=ranks,
         writer_index=rank,
     )
@@ -164,21 +164,21 @@ class _Dim(msgspec.Struct, frozen=True):
     canonical_stride: int
 
 
-def _runs(dims: list[_Dim], canonical_offset: int, item_bytes: int) -> tuple[Run, ...]:
+def _runs(dims: list[_Dim], canonical_offset: int, item_bytes: int) -> tuple[PageRun, ...]:
     """Return the runs of axes given innermost first: one fragment, its repeats, and runs for all others."""
     size_bytes = item_bytes
     rest = [dim for dim in dims if dim.size > 1]
     while rest and rest[0].local_stride == rest[0].canonical_stride == size_bytes:
         size_bytes *= rest.pop(0).size
     if not rest:
-        return (Run(0, canonical_offset, size_bytes),)
+        return (PageRun(0, canonical_offset, size_bytes),)
     inner, *outer = rest
-    runs = list[Run]()
+    runs = list[PageRun]()
     for indices in product(*(range(dim.size) for dim in reversed(outer))):
         at = list(zip(indices, reversed(outer), strict=True))
         local = sum(index * dim.local_stride for index, dim in at)
         canonical = canonical_offset + sum(index * dim.canonical_stride for index, dim in at)
-        runs.append(Run(local, canonical, size_bytes, inner.size, inner.local_stride, inner.canonical_stride))
+        runs.append(PageRun(local, canonical, size_bytes, inner.size, inner.local_stride, inner.canonical_stride))
     return tuple(runs)
 
 

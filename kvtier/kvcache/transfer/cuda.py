@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from kvtier.kvcache.layout.blocks import storage_of
-from kvtier.kvcache.transfer.jobs import Copier, Direction, Finish, Job
-from kvtier.kvcache.transfer.pages import Indices, Mask, Pages, Piece, Sides, repeated
+from kvtier.kvcache.transfer.jobs import Copier, CopyJob, Direction, Finish
+from kvtier.kvcache.transfer.pages import BlockPages, Indices, Mask, Piece, Sides, repeated
 from kvtier.kvcache.transfer.strided import Strided, copy_alike, strided
 from kvtier.remedies import Remedy
 
@@ -43,7 +43,7 @@ class Descriptors(NamedTuple):
 BatchedCopy = Callable[[Descriptors, int, bool], None]
 """Begins the copies on a stream, by its handle; True: their sources do not change meanwhile."""
 
-DeviceCopy = Callable[[Job], None]
+DeviceCopy = Callable[[CopyJob], None]
 """Begins a transfer's copies on the current stream."""
 
 
@@ -66,7 +66,7 @@ class CudaCopier:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def begin(self, job: Job) -> Finish:
+    def begin(self, job: CopyJob) -> Finish:
         end = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # Who waits for it sleeps.
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._stream.wait_event(cast("torch.cuda.Event", job.mark))
@@ -101,7 +101,7 @@ def copiers_with(sides: Sides, device: torch.device, copy: BatchedCopy | None) -
 def batched(sides: Sides, copy: BatchedCopy) -> DeviceCopy:
     """Return what begins a transfer as copies of single pages, many in one call."""
 
-    def begin(job: Job) -> None:
+    def begin(job: CopyJob) -> None:
         copies = descriptors(sides, job.direction, job.groups)
         stream = torch.cuda.current_stream().cuda_stream
         for first in range(0, len(copies.sizes), BATCH_COPIES_MAX):
@@ -126,7 +126,7 @@ def batched_copy(device: torch.device) -> BatchedCopy | None:
     return copy
 
 
-def descriptors(sides: Sides, direction: Direction, groups: tuple[Pages, ...]) -> Descriptors:
+def descriptors(sides: Sides, direction: Direction, groups: tuple[BlockPages, ...]) -> Descriptors:
     """Return a transfer's copies: page by page, neighbours joined."""
     slots, columns = sides.slots, [(_NONE, _NONE, _NONE, _NONE)]
     for group, pages in zip(sides.pieces, groups, strict=True):
@@ -190,7 +190,7 @@ class StagedCopies:
             for group in sides.pieces
         ]
 
-    def __call__(self, job: Job) -> None:
+    def __call__(self, job: CopyJob) -> None:
         for group, pages in zip(self._groups, job.groups, strict=True):
             for some, buffered in self._in_parts(pages):
                 if job.direction is Direction.STORE:
@@ -198,7 +198,7 @@ class StagedCopies:
                 else:
                     self._load(group, some, buffered)
 
-    def _in_parts(self, pages: Pages) -> Iterator[tuple[Pages, Pages]]:
+    def _in_parts(self, pages: BlockPages) -> Iterator[tuple[BlockPages, BlockPages]]:
         """Yield as many pages at a time as the buffer has chunks for, by their rows and by the buffer's."""
         starts = np.flatnonzero(np.diff(pages.rows, prepend=-1))
         chunks = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(pages.rows)))
@@ -207,7 +207,7 @@ class StagedCopies:
             some = pages.only(part)
             yield some, some._replace(rows=chunks[part] - first)
 
-    def _store(self, group: list[tuple[Piece, Strided]], some: Pages, buffered: Pages) -> None:
+    def _store(self, group: list[tuple[Piece, Strided]], some: BlockPages, buffered: BlockPages) -> None:
         for piece, gather in group:
             moved = buffered.only(self._turn(piece, some))
             copy_alike(Direction.STORE, [gather], moved)
@@ -216,7 +216,7 @@ class StagedCopies:
         for source, target, size in zip(*(column.tolist() for column in copies), strict=True):
             into[target : target + size].copy_(out_of[source : source + size], non_blocking=True)
 
-    def _load(self, group: list[tuple[Piece, Strided]], some: Pages, buffered: Pages) -> None:
+    def _load(self, group: list[tuple[Piece, Strided]], some: BlockPages, buffered: BlockPages) -> None:
         copies = self._whole(group, some, buffered, stores=False)
         into, out_of = _bytes_of(self._buffer), _bytes_of(self._slots)
         for target, source, size in zip(*(column.tolist() for column in copies), strict=True):
@@ -224,7 +224,9 @@ class StagedCopies:
         for _, scatter in group:
             copy_alike(Direction.LOAD, [scatter], buffered)
 
-    def _whole(self, group: list[tuple[Piece, Strided]], some: Pages, buffered: Pages, *, stores: bool) -> Descriptors:
+    def _whole(
+        self, group: list[tuple[Piece, Strided]], some: BlockPages, buffered: BlockPages, *, stores: bool
+    ) -> Descriptors:
         """Return the copies from the buffer to the slots, as offsets into each: whole chunks where pages make them."""
         columns = list[tuple[Indices, Indices, Indices, Indices]]()
         for piece, _ in group:
@@ -235,7 +237,7 @@ class StagedCopies:
             columns.append(_fragments(piece, in_buffer, piece.host_repeats, in_slots, some.rows[turn]))
         return joined(*map(np.concatenate, zip(*columns, strict=True)))
 
-    def _turn(self, piece: Piece, some: Pages) -> Mask:
+    def _turn(self, piece: Piece, some: BlockPages) -> Mask:
         return some.turn(self._blocks_per_chunk, piece.writers, piece.writer_index)
 
 

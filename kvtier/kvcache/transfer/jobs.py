@@ -13,7 +13,7 @@ from enum import Enum
 from typing import NamedTuple, Protocol, Self
 
 from kvtier.errors import TransferFailed
-from kvtier.kvcache.transfer.pages import Pages
+from kvtier.kvcache.transfer.pages import BlockPages
 
 
 class Direction(Enum):
@@ -33,7 +33,7 @@ class TransferResult(NamedTuple):
     error: TransferFailed | None
 
 
-class Job:
+class CopyJob:
     """A transfer: which pages of each group it copies, and which transfers must be done before it."""
 
     __slots__ = ("after", "begun", "direction", "groups", "job_id", "mark", "size_bytes", "touched")
@@ -42,7 +42,7 @@ class Job:
         self,
         job_id: int,
         direction: Direction,
-        groups: tuple[Pages, ...],
+        groups: tuple[BlockPages, ...],
         *,
         size_bytes: int,
         begun: float,
@@ -91,7 +91,7 @@ class Copier(Protocol):
         """Note, from the thread that submits, what the LLM engine's device has been told to do until now."""
         ...
 
-    def begin(self, job: Job) -> Finish:
+    def begin(self, job: CopyJob) -> Finish:
         """Begin a transfer, behind those begun before and behind its mark."""
         ...
 
@@ -101,20 +101,20 @@ class _Waiter(NamedTuple):
     future: asyncio.Future[TransferResult]
 
 
-class Jobs:
+class CopyJobs:
     """All transfers of one worker. Each result is told once: to who awaits it, or to the next poll."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._changed = threading.Condition()
-        self._waiting: dict[Direction, deque[Job]] = {direction: deque() for direction in Direction}
-        self._unfinished = dict[int, Job]()
+        self._waiting: dict[Direction, deque[CopyJob]] = {direction: deque() for direction in Direction}
+        self._unfinished = dict[int, CopyJob]()
         self._results = dict[int, TransferResult]()
         self._waiters = dict[int, _Waiter]()
         self._telling = set[int]()  # Those whose results are on the way to who awaits them.
         self._closed = False
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: CopyJob) -> None:
         """Queue a transfer; `ValueError` for an id that is still about, `RuntimeError` once closed."""
         with self._changed:
             if self._closed:
@@ -127,7 +127,7 @@ class Jobs:
             self._waiting[job.direction].append(job)
             self._changed.notify_all()
 
-    def take(self, directions: Collection[Direction], *, wait: bool) -> Job | None:
+    def take(self, directions: Collection[Direction], *, wait: bool) -> CopyJob | None:
         """Return the next transfer that goes one of these ways.
 
         None once closed and empty or, without `wait`, if none may start.
@@ -141,7 +141,7 @@ class Jobs:
                     return None
                 self._changed.wait()
 
-    def finish(self, job: Job, error: TransferFailed | None) -> None:
+    def finish(self, job: CopyJob, error: TransferFailed | None) -> None:
         """Note that a transfer has ended, and tell of it."""
         result = TransferResult(job.job_id, job.direction, job.size_bytes, self._clock() - job.begun, error)
         with self._changed:

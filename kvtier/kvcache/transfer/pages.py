@@ -20,7 +20,7 @@ import torch
 from kvtier.errors import ConfigError
 from kvtier.kvcache.layout.blocks import offset_bytes, storage_of
 from kvtier.kvcache.layout.canonical import CanonicalKVCaches, DataRef
-from kvtier.kvcache.layout.mapping import Run
+from kvtier.kvcache.layout.mapping import PageRun
 
 Indices = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
@@ -40,7 +40,7 @@ class GroupBlocks(NamedTuple):
 NO_BLOCKS = GroupBlocks((), ())
 
 
-class Pages(NamedTuple):
+class BlockPages(NamedTuple):
     """Page i of a group: one of the LLM engine's blocks, a row, and which of the row's blocks."""
 
     blocks: Indices
@@ -52,16 +52,16 @@ class Pages(NamedTuple):
         turn: Mask = (self.rows * blocks_per_chunk + self.positions) % writers == writer_index
         return turn
 
-    def only(self, mask: Mask) -> "Pages":
+    def only(self, mask: Mask) -> "BlockPages":
         """Return the pages that a mask names."""
-        return Pages(self.blocks[mask], self.rows[mask], self.positions[mask])
+        return BlockPages(self.blocks[mask], self.rows[mask], self.positions[mask])
 
-    def written_by(self, blocks_per_chunk: int, writers: int, writer_index: int) -> "Pages":
+    def written_by(self, blocks_per_chunk: int, writers: int, writer_index: int) -> "BlockPages":
         """Return the pages that are one worker's to write."""
         return self if writers == 1 else self.only(self.turn(blocks_per_chunk, writers, writer_index))
 
 
-def pages_of(group: GroupBlocks, blocks_per_chunk: int, *, num_blocks: int, num_rows: int) -> Pages:
+def pages_of(group: GroupBlocks, blocks_per_chunk: int, *, num_blocks: int, num_rows: int) -> BlockPages:
     """Return a group's pages.
 
     Raises `ValueError`, before anything moves, for blocks or rows that are not there, and where rows are more or fewer
@@ -78,7 +78,7 @@ def pages_of(group: GroupBlocks, blocks_per_chunk: int, *, num_blocks: int, num_
     _require_within("block", blocks, num_blocks)
     _require_within("row", rows, num_rows)
     place = np.arange(skipped, skipped + len(blocks))
-    return Pages(blocks, rows[place // blocks_per_chunk], place % blocks_per_chunk)
+    return BlockPages(blocks, rows[place // blocks_per_chunk], place % blocks_per_chunk)
 
 
 class SlotLayout(NamedTuple):
@@ -186,7 +186,7 @@ def _require_within(what: str, indices: Indices, count: int) -> None:
 
 def _of_ref(caches: CanonicalKVCaches, layout: SlotLayout, ref: DataRef) -> list[Piece]:
     tensor = caches.tensors[ref.tensor]
-    runs: tuple[Run, ...] = (Run(0, 0, ref.page_bytes),)
+    runs: tuple[PageRun, ...] = (PageRun(0, 0, ref.page_bytes),)
     writers, writer_index = 1, 0
     if layout.canonical:
         runs, writers, writer_index = ref.mapping.runs, ref.mapping.writers, ref.mapping.writer_index

@@ -16,7 +16,7 @@ import torch
 from kvtier.errors import ConfigError, TransferFailed
 from kvtier.kvcache.layout.canonical import CanonicalKVCaches
 from kvtier.kvcache.transfer.cuda import cuda_copiers
-from kvtier.kvcache.transfer.jobs import Copier, Direction, Finish, Job, Jobs, TransferResult
+from kvtier.kvcache.transfer.jobs import Copier, CopyJob, CopyJobs, Direction, Finish, TransferResult
 from kvtier.kvcache.transfer.pages import GroupBlocks, Sides, pages_of, pieces_of, slot_layout
 from kvtier.kvcache.transfer.strided import HostCopier
 from kvtier.memory import start_thread
@@ -58,7 +58,7 @@ class TransferWorker:
             )
         self._sides = Sides(pieces_of(caches, self.layout), slots, blocks_per_chunk, caches.num_blocks)
         self._clock = clock
-        self._jobs = Jobs(clock)
+        self._jobs = CopyJobs(clock)
         made = (copiers or _copiers)(self._sides)
         self._copiers: dict[Direction, Copier] = {
             direction: copier for copier in made for direction in copier.directions
@@ -126,7 +126,7 @@ class TransferWorker:
                     written = moved.written_by(sides.blocks_per_chunk, piece.writers, piece.writer_index)
                 size_bytes += piece.page_bytes * len(written.blocks)
         mark = self._copiers[direction].mark()
-        self._jobs.submit(Job(job_id, direction, pages, size_bytes=size_bytes, begun=self._clock(), mark=mark))
+        self._jobs.submit(CopyJob(job_id, direction, pages, size_bytes=size_bytes, begun=self._clock(), mark=mark))
 
 
 def _copiers(sides: Sides) -> list[Copier]:
@@ -142,9 +142,9 @@ def _copiers(sides: Sides) -> list[Copier]:
     return cuda_copiers(sides, device)
 
 
-def _serve(jobs: Jobs, copier: Copier) -> None:
+def _serve(jobs: CopyJobs, copier: Copier) -> None:
     """Take transfers and see them through, until there will be no more."""
-    begun = deque[tuple[Job, Finish]]()
+    begun = deque[tuple[CopyJob, Finish]]()
     while True:
         job = jobs.take(copier.directions, wait=not begun) if len(begun) < copier.ahead else None
         if job is not None:
@@ -156,7 +156,7 @@ def _serve(jobs: Jobs, copier: Copier) -> None:
             return
 
 
-def _begin(copier: Copier, job: Job) -> Finish:
+def _begin(copier: Copier, job: CopyJob) -> Finish:
     """Begin a transfer; if that fails, its end says so."""
     try:
         return copier.begin(job)
@@ -169,7 +169,7 @@ def _begin(copier: Copier, job: Job) -> Finish:
         return fail
 
 
-def _failure(job: Job, finish: Finish) -> TransferFailed | None:
+def _failure(job: CopyJob, finish: Finish) -> TransferFailed | None:
     try:
         finish()
     except Exception as error:  # noqa: BLE001  # As above.
