@@ -20,7 +20,7 @@ from kvtier.kvcache.transfer.pages import BlockPages, Indices, Mask, Piece, Side
 from kvtier.kvcache.transfer.strided import Strided, copy_alike, strided
 from kvtier.remedies import Remedy
 
-BATCH_COPIES_MAX = 8_192  # Of one call; its arguments become lists and arrays of as many addresses.
+BATCH_COPIES_MAX = 8_192  # In one call: its arguments become lists of as many addresses.
 AHEAD = 4  # Transfers begun before the first has ended: the next one's addresses are ready when the device is.
 BUFFER_BYTES_MAX = 64 << 20  # A few milliseconds of a PCIe link; taken from the memory that caches could have.
 WITHOUT_BATCHES = "No batched copies, so chunks go through a buffer on the device: %s; see %s"
@@ -74,13 +74,13 @@ class CudaCopier:
                 self._copy(job)
                 end.record(self._stream)
             except BaseException:
-                self._stream.synchronize()  # A part of it may be under way, and whoever is told takes the rows back.
+                self._stream.synchronize()  # A part may be in flight, and the caller will reuse the rows.
                 raise
         return end.synchronize
 
 
 def cuda_copiers(sides: Sides, device: torch.device) -> list[Copier]:
-    """Return a copier for either way: pages in batches or, without a driver or pinned rows for them, whole chunks."""
+    """Return a copier for each direction: pages in batches or, without driver or pinned rows for them, whole chunks."""
     if not sides.slots.is_pinned():
         logger.warning(WITHOUT_BATCHES, "rows are not pinned", Remedy.UNPINNED)
         return copiers_with(sides, device, None)
@@ -88,18 +88,18 @@ def cuda_copiers(sides: Sides, device: torch.device) -> list[Copier]:
 
 
 def copiers_with(sides: Sides, device: torch.device, copy: BatchedCopy | None) -> list[Copier]:
-    """Return a copier for either way, with these batched copies; None: whole chunks through a buffer."""
+    """Return a copier for each direction, with these batched copies; None: whole chunks through a buffer."""
     copiers = list[Copier]()
     for direction in Direction:
         begin: DeviceCopy = StagedCopies(sides) if copy is None else batched(sides, copy)
         copiers.append(CudaCopier(direction, device, begin))
-    if copy is None:  # The buffers' memory was the LLM engine's stream's, which may still work on it: not behind ours.
+    if copy is None:  # The buffers' memory may still be in use by the LLM engine's stream.
         torch.cuda.synchronize(device)
     return copiers
 
 
 def batched(sides: Sides, copy: BatchedCopy) -> DeviceCopy:
-    """Return what begins a transfer as copies of single pages, many in one call."""
+    """Return a `DeviceCopy` that copies single pages, many in one call."""
 
     def begin(job: CopyJob) -> None:
         copies = descriptors(sides, job.direction, job.groups)
@@ -145,7 +145,7 @@ def descriptors(sides: Sides, direction: Direction, groups: tuple[BlockPages, ..
 def _fragments(
     piece: Piece, one: Indices, repeats: list[tuple[int, int]], slots: Indices, rows: Indices
 ) -> tuple[Indices, Indices, Indices, Indices]:
-    """Return a piece's fragments of pages that are at `one` and at `slots`: both their places, their bytes, their rows.
+    """Return source and target addresses, sizes and rows of a piece's fragments, for pages at `one` and at `slots`.
 
     `repeats` are the piece's on the side of `one`.
     """
@@ -168,7 +168,7 @@ def joined(sources: Indices, targets: Indices, sizes: Indices, rows: Indices) ->
 
 
 class StagedCopies:
-    """Chunks by way of a buffer beside the caches, for devices without batched copies.
+    """Copies of whole chunks through a buffer on the device, where there are no batched copies.
 
     The device gathers pages into chunks, and whole chunks are copied to the host, or the other way round. So there is
     one copy a chunk, in place of one a page and layer. The price is a pass over the device's own memory. A call begins
@@ -185,7 +185,7 @@ class StagedCopies:
         self._blocks_per_chunk = sides.blocks_per_chunk
         buffered = sides._replace(slots=self._buffer)
         self._groups: list[list[tuple[Piece, Strided]]] = [
-            # Whose turn it is follows from the rows, which the buffer does not have.
+            # The writing worker follows from the row, which the buffer does not have.
             [(piece, strided(piece._replace(writers=1, writer_index=0), buffered)) for piece in group]
             for group in sides.pieces
         ]
@@ -199,7 +199,7 @@ class StagedCopies:
                     self._load(group, some, buffered)
 
     def _in_parts(self, pages: BlockPages) -> Iterator[tuple[BlockPages, BlockPages]]:
-        """Yield as many pages at a time as the buffer has chunks for, by their rows and by the buffer's."""
+        """Yield parts whose chunks fit the buffer: the pages by their own rows, and by the buffer's."""
         starts = np.flatnonzero(np.diff(pages.rows, prepend=-1))
         chunks = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(pages.rows)))
         for first in range(0, len(starts), len(self._buffer)):
@@ -277,7 +277,7 @@ def _through(runtime: Any) -> BatchedCopy:
 
 
 def _try_out(copy: BatchedCopy, device: torch.device) -> None:
-    """Copy a few bytes; RuntimeError if that does not work. A driver that is too old says so only when called."""
+    """Copy a few bytes; RuntimeError if that fails. A driver that is too old fails only when called."""
     source = torch.arange(16, dtype=torch.int8, device=device)
     target = torch.zeros_like(source)
     torch.cuda.synchronize(device)
@@ -295,5 +295,5 @@ def _whole(source: torch.Tensor, target: torch.Tensor) -> Descriptors:
 
 
 def _bytes_of(rows: torch.Tensor) -> torch.Tensor:
-    """Return the bytes from the first row's first on, gaps between rows included."""
+    """Return all bytes of the rows, with the gaps between them, as one axis."""
     return rows.as_strided(((rows.shape[0] - 1) * rows.stride(0) + rows.shape[1],), (1,))

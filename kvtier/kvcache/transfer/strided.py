@@ -38,7 +38,7 @@ _memmove = ctypes.PyDLL(None).memmove  # Keeps the GIL: asked back for each page
 _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)  # A size_t as wide takes a third longer.
 _memmove.restype = None
 
-Items = npt.NDArray[Any]  # Of numpy.void: bytes that are moved together, and never looked at.
+Items = npt.NDArray[Any]  # dtype numpy.void: opaque bytes that move together.
 
 
 class HostCopier:
@@ -69,7 +69,7 @@ class Runs(NamedTuple):
     stops: Indices
 
     def parts(self, indices: Indices, pages_max: int) -> Iterator[tuple[int, int, int]]:
-        """Yield parts of runs, so many pages at most: where they begin and end in the order, and their first index."""
+        """Yield parts of runs of up to `pages_max` pages: start and end in the order, and the first index."""
         for start, stop in zip(self.starts.tolist(), self.stops.tolist(), strict=True):
             for first in range(start, stop, pages_max):
                 yield first, min(stop, first + pages_max), int(indices[self.order[first]])
@@ -117,7 +117,7 @@ class Moves(NamedTuple):
 
     from_pages: Indices
     to_pages: Indices
-    runs: Runs  # Of the pages that are copied from.
+    runs: Runs  # Runs of the source pages.
 
 
 class Strided(NamedTuple):
@@ -133,12 +133,12 @@ class Strided(NamedTuple):
 
     @property
     def alike(self) -> tuple[object, ...]:
-        """The key of pieces of the same slots whose pages move alike: all but where they lie."""
+        """The key of pieces of the same slots whose pages move alike: everything except their places."""
         shapes = [(side.pages.dtype, side.pages.shape, side.pages.stride()) for side in (self.local, self.host)]
         return (*shapes, self.writers, self.writer_index)
 
     def moves(self, direction: Direction, pages: BlockPages) -> Moves:
-        """Return which pages go where: of a store, those that are this worker's turn."""
+        """Return source and target pages; of a store, only those that this worker writes."""
         if direction is Direction.STORE:
             turn = pages.written_by(self.blocks_per_chunk, self.writers, self.writer_index)
             return Moves(turn.blocks, self._host_index(turn), runs_of(turn.blocks))
@@ -146,7 +146,7 @@ class Strided(NamedTuple):
         return Moves(index, pages.blocks, runs_of(index, self.host.period))
 
     def sides(self, direction: Direction) -> tuple[StridedSide, StridedSide]:
-        """Return where pages come from, and where they go."""
+        """Return the source and the target."""
         return (self.local, self.host) if direction is Direction.STORE else (self.host, self.local)
 
     def _host_index(self, pages: BlockPages) -> Indices:
@@ -245,7 +245,7 @@ def _move_items(sides: list[tuple[StridedSide, StridedSide]], moves: Moves) -> N
 
 
 def _addresses(sides: list[StridedSide], indices: Indices) -> list[int]:
-    """Return where items of these pages are, side by side of those that are alike, repeats last."""
+    """Return the addresses of these pages' items, side after side, repeats last."""
     items = sides[0].items
     assert items is not None
     firsts = np.array([side.pages.data_ptr() for side in sides])
