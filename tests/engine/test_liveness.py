@@ -8,7 +8,7 @@ import asyncio
 import pytest
 
 from kvtier.engine.ledger import LookupResult
-from tests.engine.kit import FAULTY, at_rest, found, key, ledger_in, put
+from tests.engine.kit import CHUNK_BYTES, FAULTY, at_rest, found, key, ledger_in, put
 
 pytestmark = pytest.mark.virtual_time
 
@@ -67,7 +67,7 @@ async def test_a_tier_that_fails_call_after_call_says_each_kind_of_failure_once_
 
 
 async def test_waiting_for_a_budget_that_hung_loads_hold_ends_at_the_deadline(open_engine):
-    limits = {"deadline_s": 5, "load_chunks_in_flight": 1, "breaker_failures": 100}
+    limits = {"deadline_s": 5, "load_bytes_in_flight": CHUNK_BYTES, "breaker_failures": 100}
     tier = {"type": FAULTY, "inner": {"type": "dummy"}, "script": {"load": ["hang", "hang"]}, "limits": limits}
     engine = await open_engine(8, tier)
     await put(engine, range(4))

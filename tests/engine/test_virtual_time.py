@@ -42,7 +42,7 @@ async def test_chunks_beyond_a_devices_slots_wait_for_the_next_one(open_engine):
 
 @pytest.mark.virtual_time
 async def test_loads_do_not_wait_for_the_budget_of_stores(open_engine):
-    budget = {"store_chunks_in_flight": 1, "load_chunks_in_flight": 1}
+    budget = {"store_chunks_in_flight": 1, "load_bytes_in_flight": CHUNK_BYTES}
     engine = await open_engine(64, {"type": "dummy", "latency_s": 1.0, "limits": budget})
     await put(engine, [0])
     assert await engine.reset()
@@ -57,7 +57,7 @@ async def test_loads_do_not_wait_for_the_budget_of_stores(open_engine):
 
 @pytest.mark.virtual_time
 async def test_loads_queue_for_their_budget_in_order(open_engine):
-    budget = {"load_chunks_in_flight": 1}
+    budget = {"load_bytes_in_flight": CHUNK_BYTES}
     engine = await open_engine(8, {"type": "dummy", "latency_s": 1.0, "limits": budget}, limits={"action_chunks": 1})
     await put(engine, range(3))
     assert await engine.reset()

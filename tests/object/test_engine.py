@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier import Namespace
 from kvtier.engine.manager import TieringOffloadingManager
 from tests.engine.kit import PATIENCE_S, at_rest, describe, found, put
 from tests.remote.engines import costs_hits_alone
@@ -55,7 +56,7 @@ async def test_engines_of_other_models_never_meet(server, bucket) -> None:
         assert await found(engine, range(8)) == 0
     # vLLM gives the same names to rows of another layout: here the seal tells them apart, and the chunk is replaced.
     async with TieringOffloadingManager.open(
-        describe(8, tier, namespace={"model_name": "one", "layout": "LBHNC"})
+        describe(8, tier, namespace=Namespace(model_name="one", layout="LBHNC"))
     ) as engine:
         assert await found(engine, range(8)) == 0
 

@@ -19,7 +19,7 @@ OPERATIONS = 3_400 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 800
 
 
 def remote(*servers: str, prefix: str, **options: object) -> dict[str, object]:
-    return {"type": "redis", "servers": list(servers), "prefix": prefix, **options}
+    return {"type": "redis", "url": f"redis://{','.join(servers)}", "prefix": prefix, **options}
 
 
 @pytest.mark.parametrize("runner", ["inline", "process"])
