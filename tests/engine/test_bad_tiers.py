@@ -30,7 +30,7 @@ async def test_a_tier_that_fails_every_call_costs_its_hits_only(open_engine, run
     assert await found(engine, [0]) == 0
     (tier,) = ledger_in(engine).tiers
     assert tier.breaker.state is BreakerState.OPEN
-    assert (tier.counters.failures, tier.counters.dropped) == ({"unavailable": 8}, {"breaker": 24})
+    assert (tier.counters.failed, tier.counters.dropped) == ({"unavailable": 8}, {"breaker": 24})
     assert await at_rest(engine)
 
 
@@ -61,7 +61,7 @@ async def test_a_flipped_bit_is_a_miss(open_engine, runner):
     await put(engine, range(3))
     assert await engine.reset()
     assert await found(engine, range(3)) == 0
-    assert ledger_in(engine).tiers[0].counters.failures == {"corrupt": 3}
+    assert ledger_in(engine).tiers[0].counters.failed == {"corrupt": 3}
     assert await put(engine, range(3)) == 3
     assert await at_rest(engine)
 
@@ -71,7 +71,7 @@ async def test_a_tier_without_space_drops_what_it_cannot_hold(open_engine, runne
     await put(engine, range(3))
     assert await engine.reset()
     assert await found(engine, range(3)) == 0
-    assert ledger_in(engine).tiers[0].counters.failures == {"no_space": 3}
+    assert ledger_in(engine).tiers[0].counters.failed == {"no_space": 3}
 
 
 @pytest.mark.parametrize("layout", ["files", "segments"])
@@ -84,7 +84,7 @@ async def test_keys_that_are_too_long_cost_their_own_chunks_and_open_no_breaker(
     assert await engine.reset()
     assert await found(engine, range(4)) == 4
     (disk,) = ledger_in(engine).tiers
-    assert (disk.counters.stored, disk.counters.failures, disk.counters.dropped) == (4, {"no_space": 4}, {})
+    assert (disk.counters.stored, disk.counters.failed, disk.counters.dropped) == (4, {"no_space": 4}, {})
 
 
 async def test_a_hung_load_is_a_miss_when_its_time_is_up_and_its_rows_come_back_when_it_does(open_engine, runner):
@@ -93,7 +93,7 @@ async def test_a_hung_load_is_a_miss_when_its_time_is_up_and_its_rows_come_back_
     await put(engine, [1])
     assert await engine.reset()
     assert await found(engine, [1]) == 0
-    assert ledger_in(engine).tiers[0].counters.failures == {"deadline": 1}
+    assert ledger_in(engine).tiers[0].counters.failed == {"deadline": 1}
     assert await put(engine, [2, 3, 4]) == 3
     assert await found(engine, [2, 3]) == 2
     await until(lambda: settled(engine), engine)
@@ -105,7 +105,7 @@ async def test_a_hung_store_keeps_its_rows_readable_until_it_gives_them_back(ope
     engine = await open_engine(2, tier, runner=runner, limits={"quarantine_share": 1.0})
     await put(engine, [1])
     await engine.drain()
-    assert ledger_in(engine).tiers[0].counters.failures == {"deadline": 1}
+    assert ledger_in(engine).tiers[0].counters.failed == {"deadline": 1}
     assert await found(engine, [1]) == 1
     await until(lambda: settled(engine), engine)
     assert await put(engine, [2, 3]) == 2
@@ -124,7 +124,7 @@ async def test_a_hung_deletion_holds_nobody_up_for_longer_than_its_time(open_eng
     engine = await open_engine(4, faulty({"delete": ["hang"]}, {"deadline_s": 0.05}, hang_s=0.5), runner=runner)
     await put(engine, [1])
     await engine.delete([key(1)])
-    assert ledger_in(engine).tiers[0].counters.failures == {"deadline": 1}
+    assert ledger_in(engine).tiers[0].counters.failed == {"deadline": 1}
     assert await found(engine, [1]) == 0
 
 
@@ -166,10 +166,10 @@ async def test_closing_with_a_hung_tier_is_bounded_and_says_what_it_left(runner)
         await put(engine, [2])
 
 
-@pytest.mark.parametrize("runner", ["thread", "process"])
-def test_shutting_down_with_a_hung_tier_is_bounded_and_says_what_it_left(runner):
+@pytest.mark.usefixtures("outside")
+def test_shutting_down_with_a_hung_tier_is_bounded_and_says_what_it_left():
     hung = faulty({"store": ["hang"]}, {"deadline_s": 1_000})
-    with StepManager.start(describe(4, hung, runner=runner)) as engine:
+    with StepManager.start(describe(4, hung)) as engine:
         engine.on_new_request("r")
         plan = engine.prepare_store([key(1)], "r")
         engine.region.row(plan.rows[0])[:] = chunk(1)
@@ -178,10 +178,10 @@ def test_shutting_down_with_a_hung_tier_is_bounded_and_says_what_it_left(runner)
         assert engine.close() == 0
 
 
-@pytest.mark.parametrize("runner", ["thread", "process"])
-def test_a_reset_with_a_hung_tier_is_bounded_and_takes_the_tier_out_of_use(runner):
+@pytest.mark.usefixtures("outside")
+def test_a_reset_with_a_hung_tier_is_bounded_and_takes_the_tier_out_of_use():
     hung = faulty({"store": ["hang"]}, {"deadline_s": 1_000, "breaker_cooldown_s": 1_000})
-    config = describe(4, hung, runner=runner, limits={"quarantine_share": 1.0})
+    config = describe(4, hung, limits={"quarantine_share": 1.0})
     with StepManager.start(config) as engine:
         engine.on_new_request("r")
         plan = engine.prepare_store([key(1)], "r")

@@ -387,7 +387,7 @@ async def test_a_reset_ends_a_prefetch(open_engine):
 
 
 def test_a_prefetch_goes_on_with_the_steps_of_an_engine(start_engine, tmp_path):
-    engine = start_engine(8, fs(tmp_path), runner="thread")
+    engine = start_engine(8, fs(tmp_path))
     engine.on_new_request("r")
     plan = engine.prepare_store(keys(range(4)), "r")
     for number, row in zip(range(4), plan.rows, strict=True):
@@ -549,7 +549,7 @@ def test_a_hint_that_is_right_is_made_of_whatever_it_may_be_made_of():
 
 def test_a_list_of_keys_may_be_changed_as_soon_as_the_call_has_returned(start_engine):
     """The list is the caller's: what the step does with its keys it does with those that it was given."""
-    engine = start_engine(16, {"type": "dummy", "latency_s": 0.05, "capacity_bytes": "1MiB"}, runner="thread")
+    engine = start_engine(16, {"type": "dummy", "latency_s": 0.05, "capacity_bytes": "1MiB"})
     store(engine, range(6))
     assert engine.drain()
     assert engine.reset()

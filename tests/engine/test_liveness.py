@@ -13,17 +13,12 @@ from kvtier.engine.ledger import LookupResult
 from kvtier.engine.steps import StepManager
 from kvtier.engine.tier import BreakerState
 from tests.engine.hung_mount import release, shut
-from tests.engine.kit import FAULTY, PATIENCE_S, at_rest, describe, found, key, ledger_in, put, until
+from tests.engine.kit import CHUNK_BYTES, FAULTY, PATIENCE_S, at_rest, describe, found, key, ledger_in, put, until
 from tests.simulation.audit import audit, audit_quiet
 
 DEADLINE_S = 0.3
 COOLDOWN_S = 1.0  # Longer than a busy machine takes for the few calls that must come before its end.
 HUNG_MOUNT = "tests.engine.hung_mount:HungMount"
-
-
-@pytest.fixture(params=["thread", "process"])
-def runner(request):
-    return request.param
 
 
 @pytest.fixture
@@ -59,7 +54,7 @@ async def test_a_load_that_hangs_ends_at_its_deadline_as_a_miss(open_engine, mou
         begun = time.monotonic()
         assert await found(engine, [0, 1]) == 0
         assert DEADLINE_S <= time.monotonic() - begun < PATIENCE_S
-        assert ledger_in(engine).tiers[0].counters.failures == {"deadline": 2}
+        assert ledger_in(engine).tiers[0].counters.failed == {"deadline": 2}
         assert not engine.steps.has_pending_work()
     await until(lambda: not ledger_in(engine).primary.quarantined, engine)
     assert await at_rest(engine)
@@ -89,7 +84,7 @@ async def test_a_hung_store_keeps_its_rows_and_stops_no_other(open_engine, mount
         await put(engine, range(4))
         assert await engine.drain(PATIENCE_S)
         hung, other = ledger_in(engine).tiers
-        assert hung.counters.failures == {"deadline": 4}
+        assert hung.counters.failed == {"deadline": 4}
         assert other.counters.stored == 4
         assert len(ledger_in(engine).transfers.cascade_rows) == 4
         assert await put(engine, range(10, 14)) == 4
@@ -146,9 +141,9 @@ async def test_a_runner_with_too_many_hung_rows_is_replaced_and_they_come_back(o
     assert await found(engine, [3]) == 1
 
 
-def test_a_reset_of_a_hung_engine_ends_at_its_deadline(start_engine, mount, gates, runner):
+def test_a_reset_of_a_hung_engine_ends_at_its_deadline(start_engine, mount, gates):
     mount["limits"] = {"deadline_s": 600}
-    engine = start_engine(8, mount, runner=runner)
+    engine = start_engine(8, mount)
     with shut(gates, "store"):
         store(engine, [1, 2])
         begun = time.monotonic()
@@ -166,9 +161,10 @@ def test_a_reset_of_a_hung_engine_ends_at_its_deadline(start_engine, mount, gate
     assert not ledger_in(engine).primary.quarantined
 
 
-def test_a_shutdown_of_a_hung_engine_ends_at_its_deadline_and_says_what_it_left(mount, gates, runner):
+@pytest.mark.usefixtures("outside")
+def test_a_shutdown_of_a_hung_engine_ends_at_its_deadline_and_says_what_it_left(mount, gates):
     mount["limits"] = {"deadline_s": 600}
-    engine = StepManager.start(describe(8, mount, runner=runner))
+    engine = StepManager.start(describe(8, mount))
     with shut(gates, "store"):
         store(engine, [1, 2])
         begun = time.monotonic()
@@ -209,7 +205,7 @@ async def test_a_deletion_that_hangs_is_counted_and_logged(open_engine, caplog):
     await engine.drain()
     await engine.delete([key(0), key(1)])
     assert await at_rest(engine)
-    assert ledger_in(engine).tiers[0].counters.failures == {"deadline": 2}
+    assert ledger_in(engine).tiers[0].counters.failed == {"deadline": 2}
     assert "a deletion of 2 chunks ran out of time" in caplog.text
     assert await found(engine, [0]) == 0
 
@@ -233,7 +229,7 @@ async def test_a_tier_that_fails_call_after_call_says_each_kind_of_failure_once_
 
 @pytest.mark.virtual_time
 async def test_waiting_for_a_budget_that_hung_loads_hold_ends_at_the_deadline(open_engine):
-    limits = {"deadline_s": 5, "load_chunks_in_flight": 1, "breaker_failures": 100}
+    limits = {"deadline_s": 5, "load_bytes_in_flight": CHUNK_BYTES, "breaker_failures": 100}
     tier = {"type": FAULTY, "inner": {"type": "dummy"}, "script": {"load": ["hang", "hang"]}, "limits": limits}
     engine = await open_engine(8, tier)
     await put(engine, range(4))

@@ -251,9 +251,8 @@ async def test_what_one_tier_is_too_slow_for_comes_from_another_that_has_it_too(
     assert settled(engine)
 
 
-@pytest.mark.parametrize("runner", ["thread", pytest.param("process", marks=pytest.mark.outside)])
-async def test_a_runners_speed_is_heard_wherever_it_lives(start_engine, runner):
-    engine = start_engine(16, {"type": "dummy"}, runner=runner, prefill_tokens_per_s=1.0)
+async def test_a_runners_speed_is_heard_wherever_it_lives(start_engine):
+    engine = start_engine(16, {"type": "dummy"}, prefill_tokens_per_s=1.0)
     store(engine, range(4))
     await until(lambda: settled(engine), engine)
     assert engine.reset()

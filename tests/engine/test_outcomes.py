@@ -12,6 +12,7 @@ from kvtier.memory.region import Region
 from kvtier.runner.bridge import Bridge
 from kvtier.runner.messages import (
     Acknowledge,
+    Advise,
     Answered,
     Cascade,
     Code,
@@ -19,7 +20,6 @@ from kvtier.runner.messages import (
     Finished,
     Probe,
     Promote,
-    Rank,
     pack_keys,
     pack_rows,
 )
@@ -40,7 +40,7 @@ WHERE = pytest.mark.parametrize("where", ["thread", pytest.param("process", mark
 def bridge(where: str, *tiers: dict[str, object]) -> Iterator[Bridge]:
     """Start a runner; closed at the end."""
     with ExitStack() as at_end:
-        config = describe(ROWS, *(tiers or ({"type": "dummy"},)), runner=where)
+        config = describe(ROWS, *(tiers or ({"type": "dummy"},)))
         make, bridge_class = {"thread": (Region.private, ThreadBridge), "process": (Region.memfd, ProcessBridge)}[where]
         region = at_end.enter_context(make(ROWS, CHUNK_BYTES))
         started: Bridge = bridge_class(config, region)
@@ -74,11 +74,19 @@ def test_what_concerns_a_tier_that_is_not_there_fails_and_costs_no_other(nothing
     with bridge(where) as runner:
         rows = pack_rows([0, 1])
         wrong = [Promote(1, 7, KEYS, rows), Cascade(2, 7, KEYS, rows), Probe(3, 7, KEYS), Delete(4, 7, KEYS)]
-        runner.send([Acknowledge(7), Rank(7, KEYS), *wrong, Cascade(5, 0, KEYS, rows)])
+        runner.send([Acknowledge(7), Advise(7, "rank", KEYS), *wrong, Cascade(5, 0, KEYS, rows)])
         for id_ in (1, 2, 4):
             assert outcome(runner, id_).failures() == {0: Code.UNAVAILABLE, 1: Code.UNAVAILABLE}
         assert outcome(runner, 3).present == b""
         assert outcome(runner, 5).failures() == {}
+
+
+@pytest.mark.parametrize(("tier", "left"), [("EndsItsThreadLater", 1), ("EndsItsThreadAsItCloses", 0)])
+def test_a_runner_whose_tier_has_ended_its_thread_is_closed_all_the_same(nothing_left, tier, left):
+    with bridge("thread", {"type": f"{RUDE}:{tier}"}) as runner:
+        runner.send([Cascade(1, 0, KEYS, pack_rows([0, 1]))])
+        assert runner.wait(PATIENCE_S)
+        assert runner.close(1.0) == left
 
 
 async def test_answers_that_are_no_answers_are_misses(open_engine, runner, tmp_path):

@@ -27,7 +27,7 @@ async def test_more_than_the_primary_holds_comes_back_from_a_tier(open_engine, r
     for first in range(0, 32, 4):
         assert await found(engine, range(first, first + 4)) == 4
     (counters,) = (tier.counters for tier in ledger_in(engine).tiers)
-    assert (counters.stored, counters.dropped, counters.failures) == (32, {}, {})
+    assert (counters.stored, counters.dropped, counters.failed) == (32, {}, {})
     assert ledger_in(engine).counters.hits + counters.hits == 32
     assert await at_rest(engine)
 

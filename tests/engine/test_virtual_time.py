@@ -41,7 +41,7 @@ async def test_chunks_beyond_a_devices_slots_wait_for_the_next_one(open_engine):
 
 @pytest.mark.virtual_time
 async def test_loads_do_not_wait_for_the_budget_of_stores(open_engine):
-    budget = {"store_chunks_in_flight": 1, "load_chunks_in_flight": 1}
+    budget = {"store_chunks_in_flight": 1, "load_bytes_in_flight": CHUNK_BYTES}
     engine = await open_engine(64, {"type": "dummy", "latency_s": 1.0, "limits": budget})
     await put(engine, [0])
     assert await engine.reset()
@@ -56,7 +56,7 @@ async def test_loads_do_not_wait_for_the_budget_of_stores(open_engine):
 
 @pytest.mark.virtual_time
 async def test_loads_queue_for_their_budget_in_order(open_engine):
-    budget = {"load_chunks_in_flight": 1}
+    budget = {"load_bytes_in_flight": CHUNK_BYTES}
     engine = await open_engine(8, {"type": "dummy", "latency_s": 1.0, "limits": budget}, limits={"action_chunks": 1})
     await put(engine, range(3))
     assert await engine.reset()
@@ -73,7 +73,7 @@ async def test_a_breaker_opens_cools_down_and_closes(open_engine):
     for number in range(3):
         await put(engine, [number])
         await engine.drain()
-    assert (tier.counters.failures, tier.counters.dropped) == ({"unavailable": 2}, {"breaker": 1})
+    assert (tier.counters.failed, tier.counters.dropped) == ({"unavailable": 2}, {"breaker": 1})
     await asyncio.sleep(60)
     await put(engine, [3])
     await engine.drain()
@@ -173,7 +173,7 @@ async def simulate(seed: int) -> list[object]:
     await asyncio.sleep(60)  # What hangs has come back by now.
     engine.steps.end_step()
     assert settled(engine)
-    story = [now(), done, *((tier.counters.failures, tier.counters.dropped) for tier in ledger_in(engine).tiers)]
+    story = [now(), done, *((tier.counters.failed, tier.counters.dropped) for tier in ledger_in(engine).tiers)]
     assert await engine.aclose() == 0
     with pytest.raises(EngineClosed):
         await put(engine, [1])

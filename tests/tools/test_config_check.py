@@ -108,7 +108,7 @@ def test_vllms_line_is_checked_from_a_file_and_from_stdin(run: Run, tmp_path: Pa
     path.write_text(text)
     assert run(path)[0] == run("-", given=text)[0] == 0
     _, out, _ = run("-", "--json", given=text)
-    assert json.loads(out)["configuration"]["runner"] == "process"
+    assert json.loads(out)["configuration"]["late_margin"] == 1.5
 
 
 @pytest.mark.parametrize("own", [{}, {"type": "KVTierSecondaryTier", "module_path": PACKAGE, "backend": "fs"}])
@@ -147,7 +147,6 @@ def test_a_tier_behind_vllms_own_manager_is_checked(run: Run, tmp_path: Path) ->
         ),
         (line({"type": "dummy"}, spec_module_path="kvtier"), "spec_module_path: 'kvtier' given, 'kvtier.integrations"),
         (line({"type": "dummy"}, spec_name="KVTier"), "spec_name: nothing of kvtier's given, 'KVTierOffloadingSpec'"),
-        (line({"type": "mooncake"}, runner="thread"), "kv_connector_extra_config.runner: 'thread' given, 'process'"),
         (
             '{"kv_connector": "KVTierConnector", "cpu_bytes_to_use": 1}',
             "did you mean 'kv_connector_extra_config.cpu",
@@ -161,7 +160,7 @@ def test_a_tier_behind_vllms_own_manager_is_checked(run: Run, tmp_path: Path) ->
         (MISNAMED.format(""), "secondary_tiers[0].type: missing, text, of length at least 1 required (did you mean it"),
         (MISNAMED.format('type = "fs"'), "secondary_tiers[0].backend: no such field; did you mean 'type'?"),
     ],
-    ids=range(15),
+    ids=range(14),
 )
 def test_what_is_wrong_with_a_line_is_refused_by_its_path(run: Run, given: str, told: str) -> None:
     status, out, err = run("-", given=given)

@@ -263,8 +263,7 @@ def primary_bytes(size_bytes: int, row_bytes: int) -> int:
 def measure_tier(config: EngineConfig, size_bytes: int, rounds: int, step: Callable[[], None]) -> Iterator[Row]:
     """Yield the rows of an engine's one tier; `step` is called after each measurement."""
     room = min(config.cpu_bytes_to_use, primary_bytes(size_bytes, config.row_bytes))
-    runner = "thread" if config.runner == "inline" else config.runner
-    config = replace(config, cpu_bytes_to_use=room, runner=runner)
+    config = replace(config, cpu_bytes_to_use=room, runner="process")
     with ExitStack() as stack:
         sides, limit_is = _sides(config, size_bytes, stack)
         yield from measured_rows(sides, rounds, partial(_rows, config, limit_is), step)
@@ -342,7 +341,7 @@ def _address(view: memoryview) -> int:
 
 def _rows(config: EngineConfig, limit_is: str, measured: Mapping[str, Sequence[float]]) -> Iterator[Row]:
     (tier,) = config.secondary_tiers
-    settings: dict[str, Setting] = {"tier": tier.name, "runner": config.runner}
+    settings: dict[str, Setting] = {"tier": tier.name}
     stores, loads = dict(settings), dict(settings)
     if tier.type == "fs":
         options: Any = tier_options(tier, "secondary_tiers[]")

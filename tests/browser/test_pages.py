@@ -1,4 +1,4 @@
-"""The pages in a real browser, opened as files: `make test-docs` builds them and finds the browser."""
+"""The pages in a real browser, opened as files: `tests/browser/run` builds them and finds the browser."""
 
 import os
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ BROWSER = Path(os.environ.get("KVTIER_BROWSER", "/nonexistent"))
 
 pytestmark = [
     pytest.mark.outside,
-    pytest.mark.skipif(not BROWSER.exists(), reason="KVTIER_BROWSER names no browser: `make test-docs` finds one"),
+    pytest.mark.skipif(not BROWSER.exists(), reason="KVTIER_BROWSER names no browser: `tests/browser/run` finds one"),
 ]
 
 LOCAL = ("file", "blob", "data")

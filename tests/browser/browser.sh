@@ -8,7 +8,7 @@ for name in chromium-headless-shell chromium chromium-browser google-chrome; do
         exit
     fi
 done
-"$(dirname "${BASH_SOURCE[0]}")/../unpacked.sh" "$1.packages" chromium-headless-shell fonts-dejavu-core || {
+"$(dirname "${BASH_SOURCE[0]}")/../unpack" "$1.packages" chromium-headless-shell fonts-dejavu-core || {
     echo "no browser: Debian's package chromium-headless-shell is not to be had here" >&2
     exit 0
 }

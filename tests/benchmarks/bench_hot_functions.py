@@ -1,4 +1,4 @@
-"""Every hot function by itself; `make bench` runs it, and `make bench-compare` compares it with what was."""
+"""Every hot function by itself; `make bench` runs it. `tests.benchmarks.compare` compares it with the baseline."""
 
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
