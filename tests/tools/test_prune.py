@@ -119,7 +119,16 @@ def test_somebody_elses_files_stay_however_old_and_whatever_is_pruned(store, run
     kept = next(root.glob("*/config.json")).parent / "quarantine"
     kept.mkdir()
     folders = {kept, kept.parent, *(folder for folder in path.parents if root in folder.parents)}
-    names = ("notes.txt", "notes.tmp", ".notes.tmp", "notes.bin_1.tmp", "backup.tar", "00000001.seg.tmp")
+    names = (
+        "notes.txt",
+        "cafe.bin",
+        "feed.bin",
+        "notes.tmp",
+        ".notes.tmp",
+        "notes.bin_1.tmp",
+        "backup.tar",
+        "00000001.seg.tmp",
+    )
     theirs = [folder / name for folder in folders for name in names]
     for each in theirs:
         each.write_bytes(b"not yours")

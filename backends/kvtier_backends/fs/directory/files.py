@@ -48,7 +48,8 @@ DEPTH_MAX = 8  # Folders within folders, as for the scan.
 CONFIG = "config.json"
 BUDGET = "write-budget"
 BUDGET_IDLE_S = 86_400.0  # After a day the budget is whole again, and nobody may write more because its file is gone.
-_CHUNK = re.compile(r"[0-9a-f]*(?:_g[0-9]+)?\.bin")  # By either naming, wherever it lies.
+# A chunk's name by either naming, wherever it lies. vLLM's shortest hash has 8 bytes; `cafe.bin` is not ours.
+_CHUNK = re.compile(r"(?:[0-9a-f]{2}){8,}(?:_g[0-9]+)?\.bin")
 _OF_MODEL = re.compile(r".+_[0-9a-f]{12}", re.DOTALL)  # Beside the folders of a model's chunks, which may be gone.
 ROW_SEARCH_FILES_MAX = 1_000  # A directory with so many files before the first good footer is vLLM's.
 
