@@ -5,7 +5,7 @@ Facts about each slot are in arrays: ten million slots must not take gigabytes.
 
 from array import array
 from bisect import bisect_right, insort
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from operator import itemgetter
 from typing import NamedTuple
@@ -165,7 +165,8 @@ class Slots:
         flags = np.frombuffer(self._idle, np.uint8)
         still = slots[flags[slots] == 1]
         flags[still] = 0
-        return still.tolist()
+        ended: list[int] = still.tolist()
+        return ended
 
     def scan_ended(self) -> None:
         """Free the memory that only the scan needed; no slot is idle."""

@@ -8,11 +8,10 @@ import asyncio
 import logging
 from collections.abc import Iterator, Sequence
 
-from kvtier_backends.fs.disk.checkpoint import CheckpointSchedule
 from kvtier_backends.fs.layout import OpenTier
 from kvtier_backends.fs.options import SegmentsOptions
 from kvtier_backends.fs.segments.catalog import Catalog
-from kvtier_backends.fs.segments.checkpoint import SETTLED_NS, SlotCheckpoint, remembered, trusted
+from kvtier_backends.fs.segments.checkpoint import SETTLED_NS, CheckpointSchedule, SlotCheckpoint, remembered, trusted
 from kvtier_backends.fs.segments.folder import SegmentFolder
 from kvtier_backends.fs.segments.recovery import Around, Recovery, Seen
 from kvtier_backends.fs.segments.room import Room
