@@ -72,9 +72,6 @@ class VllmOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True
     limits: EngineLimits = EngineLimits()
     """Bounds on what the engine takes of the primary, and on how long it waits."""
 
-    runner: Literal["process", "thread"] = "process"
-    """Home of the tiers' I/O. vLLM's scheduler is busy in Python: a thread beside it would wait for the GIL."""
-
     canonical_layout: bool | None = None
     """Canonical pages in rows, the same at every tensor-parallel size. None: where vLLM vouches for them. True: vLLM
     decides more widely, and refuses to start where it cannot. False: each worker's own pages."""
@@ -154,7 +151,7 @@ def _require_module(given: Mapping[str, Any], name: str, where: str) -> None:
 
 def _checked_options(options: VllmOptions) -> VllmOptions:
     """Check tiers as an engine does; how long its rows are, vLLM alone knows."""
-    engine = {name: getattr(options, name) for name in ("cpu_bytes_to_use", "runner", "limits")}
+    engine = {name: getattr(options, name) for name in ("cpu_bytes_to_use", "limits")}
     tiers = tuple(placed(tier, ANYWHERE) for tier in options.secondary_tiers)
     EngineConfig.from_dict({**engine, "secondary_tiers": tiers, "chunk_bytes": 1}, WHERE)
     return options
@@ -178,7 +175,7 @@ def engine_config(
             _with_medium(tier, places, f"{WHERE}.secondary_tiers[{index}]")
             for index, tier in enumerate(options.secondary_tiers)
         ),
-        "runner": options.runner,
+        "runner": "process",
         "namespace": namespace,
         "limits": options.limits,
         "events": events,
@@ -229,7 +226,6 @@ class SecondaryOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only
     cascade: Literal["store"] = "store"
     medium: Literal["CPU", "STORAGE"] | None = None
     locality: Literal["LOCAL", "REMOTE"] | None = None
-    runner: Literal["process", "thread"] = "process"
     enable_kv_events: bool = False
     interop: Literal["vllm"] | None = None
     revision: Text | None = None
@@ -273,7 +269,7 @@ def secondary_config(
         cpu_bytes_to_use=rows * row_bytes,
         chunk_bytes=row_bytes,
         secondary_tiers=(_with_medium(tier, places, "secondary_tiers[]"),),
-        runner=options.runner,
+        runner="process",
         namespace=namespace,
         chunk_tokens=_chunk_tokens(namespace),
         limits=EngineLimits(**_of(EngineLimits, options.limits)),

@@ -38,11 +38,10 @@ STEP_S = 0.0005
 DURABLE = [make_offload_key(index.to_bytes(32, "big")) for index in range(CHUNKS)]
 
 
-def engine(runner: str, root: str) -> StepManager:
+def engine(root: str) -> StepManager:
     config = {
         "cpu_bytes_to_use": ROWS * CHUNK_BYTES,
         "chunk_bytes": CHUNK_BYTES,
-        "runner": runner,
         "secondary_tiers": [
             # Of the flood, no more under way than the device can do in some hundredths of a second.
             {"type": "fs", "root": root, "limits": {"store_bytes_in_flight": 64 * CHUNK_BYTES}}
@@ -174,14 +173,13 @@ def main() -> None:
         raw.measure(0)
         for writers in (1, LANES):
             report(f"plain threads, {writers} writing", partial(raw.measure, 0), partial(raw.measure, writers))
-        for runner in ("thread", "process"):
-            manager = engine(runner, f"{root}/{runner}")
-            for start in range(0, CHUNKS, 64):
-                store(manager, DURABLE[start : start + 64])
-                manager.drain()
-            measure(manager, flooded=False)
-            report(runner, partial(measure, manager, flooded=False), partial(measure, manager, flooded=True))
-            manager.close()
+        manager = engine(f"{root}/tier")
+        for start in range(0, CHUNKS, 64):
+            store(manager, DURABLE[start : start + 64])
+            manager.drain()
+        measure(manager, flooded=False)
+        report("runner", partial(measure, manager, flooded=False), partial(measure, manager, flooded=True))
+        manager.close()
 
 
 if __name__ == "__main__":

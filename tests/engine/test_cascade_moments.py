@@ -68,11 +68,10 @@ async def test_a_clean_end_keeps_everything(open_engine, disk):
 
 
 @pytest.mark.usefixtures("outside")
-@pytest.mark.parametrize("runner", ["thread", "process"])
-async def test_a_clean_end_of_a_synchronous_engine_keeps_everything(disk, runner):
+async def test_a_clean_end_of_a_synchronous_engine_keeps_everything(disk):
     from kvtier.engine.steps import StepManager
 
-    with StepManager.start(describe(8, disk | {"cascade": "evict"}, runner=runner)) as engine:
+    with StepManager.start(describe(8, disk | {"cascade": "evict"})) as engine:
         for number in range(20):
             store(engine, [number])
             assert engine.drain()
@@ -100,7 +99,7 @@ async def test_a_clean_end_keeps_everything_though_the_runner_is_killed_in_it(op
 
 @pytest.mark.usefixtures("outside")
 def test_a_synchronous_engine_waits_at_its_end_for_a_new_runner(start_engine, disk):
-    engine = start_engine(64, disk | {"cascade": "evict"}, runner="process", limits={"close_s": PATIENCE_S})
+    engine = start_engine(64, disk | {"cascade": "evict"}, limits={"close_s": PATIENCE_S})
     store(engine, range(40))
     (runner,) = children()
     os.kill(runner, signal.SIGKILL)

@@ -37,7 +37,7 @@ CHUNK_BYTES = 16_384
 
 
 def pytest_report_header() -> list[str]:
-    return [] if WHY is None else [f"tests/mooncake is left out: {WHY} (make test-remote)"]
+    return [] if WHY is None else [f"tests/mooncake is left out: {WHY} (tests/remote/run)"]
 
 
 @pytest.fixture(scope="session")

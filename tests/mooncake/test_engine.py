@@ -57,11 +57,10 @@ async def test_an_owner_that_fails_costs_hits_and_they_come_back_with_it(own_poo
         await costs_hits_alone(engine, lambda: owner.signal(how), mend)
 
 
-@pytest.mark.parametrize("runner", ["thread", "inline"])
-async def test_a_client_that_may_crash_is_refused_in_the_engines_own_process(pool, prefix, runner) -> None:
-    told = f"runner: '{runner}' given, 'process' accepted with secondary_tiers\\[0\\] of type 'mooncake'"
+async def test_a_client_that_may_crash_is_refused_in_the_engines_own_process(pool, prefix) -> None:
+    told = "runner: 'inline' given, 'process' accepted with secondary_tiers\\[0\\] of type 'mooncake'"
     with pytest.raises(ConfigError, match=told):
-        async with TieringOffloadingManager.open(describe(16, remote(pool.address, prefix), runner=runner)):
+        async with TieringOffloadingManager.open(describe(16, remote(pool.address, prefix), runner="inline")):
             pass
 
 

@@ -25,7 +25,7 @@ CREDENTIALS = {"AWS_ACCESS_KEY_ID": "kvtier-test", "AWS_SECRET_ACCESS_KEY": "kvt
 
 
 def pytest_report_header() -> list[str]:
-    told = "tests/object is left out, but for its options: moto is not installed here (make test-remote has it)"
+    told = "tests/object is left out, but for its options: moto is not installed here (tests/remote/run has it)"
     return [told] if WITHOUT_MOTO else []
 
 

@@ -48,7 +48,7 @@ class TestObjectWithEveryOptionTheOtherWay(Suites):
             "seal": "aes-256-gcm",
             "seal_key_env": KEYS,
             "window_bytes": 1,
-            "ask_requests": 1,
+            "requests": 1,
             "index_chunks": 0,
             "absent_ttl_s": 0,
             "region": "us-east-1",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier import Namespace
 from kvtier.engine.manager import TieringOffloadingManager
 from tests.engine.kit import PATIENCE_S, at_rest, describe, found, put
 from tests.remote.engines import costs_hits_alone
@@ -22,7 +23,7 @@ def remote(endpoint: str, bucket: str, **options: object) -> dict[str, object]:
     return {"type": "object", "url": f"s3://{bucket}/kv", "endpoint": endpoint, **options}
 
 
-@pytest.mark.parametrize("runner", ["thread", "process"])
+@pytest.mark.parametrize("runner", ["inline", "process"])
 async def test_what_one_engine_has_stored_another_one_finds(server, bucket, runner) -> None:
     config = describe(64, remote(server.endpoint, bucket), runner=runner)
     async with TieringOffloadingManager.open(config) as engine:
@@ -55,7 +56,7 @@ async def test_engines_of_other_models_never_meet(server, bucket) -> None:
         assert await found(engine, range(8)) == 0
     # vLLM gives the same names to rows of another layout: here the seal tells them apart, and the chunk is replaced.
     async with TieringOffloadingManager.open(
-        describe(8, tier, namespace={"model_name": "one", "layout": "LBHNC"})
+        describe(8, tier, namespace=Namespace(model_name="one", layout="LBHNC"))
     ) as engine:
         assert await found(engine, range(8)) == 0
 
@@ -66,7 +67,7 @@ async def test_a_server_that_fails_costs_hits_and_they_come_back_with_it(own_ser
     server.client.create_bucket(Bucket=bucket)
     limits = {"breaker_cooldown_s": "10ms", "answer_ttl_s": "10ms"}
     quick = {"timeout_s": 0.5, "connect_timeout_s": 0.5, "absent_ttl_s": "10ms"}
-    config = describe(16, remote(server.endpoint, bucket, limits=limits, **quick), runner="thread")
+    config = describe(16, remote(server.endpoint, bucket, limits=limits, **quick), runner="process")
 
     def mend() -> None:
         if how == signal.SIGSTOP:

@@ -411,7 +411,7 @@ async def test_a_connection_that_has_died_silently_costs_time_and_nothing_else(
 
 async def test_a_body_cut_in_the_middle_is_no_chunk(opened, proxy, lender) -> None:
     """The connection ends behind half of it, each time it is tried."""
-    tier, keys = await opened(endpoint=f"http://{proxy.address}", load_requests=1, **QUICK), keys_of(3)
+    tier, keys = await opened(endpoint=f"http://{proxy.address}", requests=1, **QUICK), keys_of(3)
     await lender.keep(await opened(), keys)
     proxy.piece_bytes = CHUNK_BYTES // 2
     proxy.reply = lambda passed: passed if b"HTTP/1" in passed[:8] else None

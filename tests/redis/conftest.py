@@ -56,13 +56,13 @@ def proxy(server: RedisServer) -> Iterator[Proxy]:
 
 @pytest.fixture
 def names_hang(monkeypatch) -> Iterator[threading.Event]:
-    """Have nobody answer what `localhost` is, as long as the event is not set."""
+    """Leave look-ups of `localhost` unanswered until the event is set."""
     look_up, answered = socket.getaddrinfo, threading.Event()
     answered.set()
 
     def hangs(host: Any, *about: Any, **more: Any) -> Any:
-        if host == "localhost" and not more.get("flags"):  # With one it is only read, and nobody is asked.
-            assert answered.wait(PATIENCE_S), "somebody waits for it"
+        if host == "localhost" and not more.get("flags"):  # Flags mean that no server is asked.
+            assert answered.wait(PATIENCE_S), "a look-up was waited for"
         return look_up(host, *about, **more)
 
     monkeypatch.setattr(socket, "getaddrinfo", hangs)
@@ -88,9 +88,16 @@ async def opened(prefix: str):
     tiers: list[RedisBackend] = []
 
     async def opened(
-        *servers: str, model_name: str = "conformance", chunk_bytes: int = CHUNK_BYTES, **fields: Any
+        *servers: str,
+        scheme: str = "redis",
+        user: str = "",
+        path: str = "",
+        model_name: str = "conformance",
+        chunk_bytes: int = CHUNK_BYTES,
+        **fields: Any,
     ) -> RedisBackend:
-        options = RedisOptions(servers=servers, prefix=prefix, **fields)
+        url = f"{scheme}://{user}{','.join(servers)}{path}"
+        options = RedisOptions(url=url, prefix=prefix, **fields)
         tiers.append(await RedisBackend.open(options, tier_context(chunk_bytes, model_name=model_name)))
         return tiers[-1]
 

@@ -19,10 +19,10 @@ OPERATIONS = 3_400 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 800
 
 
 def remote(*servers: str, prefix: str, **options: object) -> dict[str, object]:
-    return {"type": "redis", "servers": list(servers), "prefix": prefix, **options}
+    return {"type": "redis", "url": f"redis://{','.join(servers)}", "prefix": prefix, **options}
 
 
-@pytest.mark.parametrize("runner", ["thread", "process"])
+@pytest.mark.parametrize("runner", ["inline", "process"])
 async def test_what_one_engine_has_stored_another_one_finds(server, prefix, runner) -> None:
     config = describe(64, remote(server.address, prefix=prefix), runner=runner)
     async with TieringOffloadingManager.open(config) as engine:
@@ -51,7 +51,7 @@ async def test_a_server_that_fails_costs_hits_and_they_come_back_with_it(own_ser
     server = own_server()
     limits = {"breaker_cooldown_s": "10ms", "answer_ttl_s": "10ms"}
     quick = {"timeout_s": 0.3, "connect_timeout_s": 0.3, "retry_s": "1ms"}
-    config = describe(16, remote(server.address, prefix=prefix, limits=limits, **quick), runner="thread")
+    config = describe(16, remote(server.address, prefix=prefix, limits=limits, **quick), runner="process")
 
     def mend() -> None:
         if how == signal.SIGSTOP:

@@ -28,7 +28,12 @@ T = TypeVar("T")
 async def use(prefix: str, seed: int, operations: int, servers: list[str]) -> Counter[str]:
     dice, met = random.Random(seed), Counter[str]()
     options = RedisOptions(
-        servers=tuple(servers), prefix=prefix, timeout_s=1, connect_timeout_s=1, retry_s="10ms", window_bytes="64KiB"
+        url=f"redis://{','.join(servers)}",
+        prefix=prefix,
+        timeout_s=1,
+        connect_timeout_s=1,
+        retry_s="10ms",
+        window_bytes="64KiB",
     )
     tier = await opened(partial(RedisBackend.open, options, tier_context(CHUNK_BYTES)))
     keys = keys_of(KEYS)

@@ -130,7 +130,7 @@ class LifeUnderWay:
             self._counts["tier hits"] += tier.counters.hits
             self._counts["breaker opened"] += tier.breaker.opened
             self._counts["cascades dropped"] += sum(tier.counters.dropped.values())
-            self._counts.update({f"failed:{code}": chunks for code, chunks in tier.counters.failures.items()})
+            self._counts.update({f"failed:{code}": chunks for code, chunks in tier.counters.failed.items()})
 
     async def _stop(self) -> None:
         """Stop everything where it is, as the end of a process does, and have the tiers let go of what they keep."""

@@ -419,7 +419,7 @@ def test_a_bad_configuration_is_refused_in_one_line_that_names_the_field(
         ("cpu_bytes_to_use = ", "is malformed"),
     ],
 )
-@pytest.mark.parametrize("runner", ["inline", "thread", "process"])
+@pytest.mark.parametrize("runner", ["inline", "process"])
 def test_an_absurd_size_is_refused_before_anything_is_allocated(
     trace: str,
     tmp_path: Path,
@@ -455,7 +455,7 @@ def test_a_directory_without_permission_is_refused(trace: str, tmp_path: Path, t
     assert os.listdir(temporary) == []
 
 
-@pytest.mark.parametrize("runner", ["inline", "thread", "process"])
+@pytest.mark.parametrize("runner", ["inline", "process"])
 def test_a_directory_that_takes_no_files_is_refused(
     trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], runner: str
 ) -> None:

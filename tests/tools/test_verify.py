@@ -151,7 +151,7 @@ def test_damage_of_encrypted_chunks_is_found_without_their_keys(
     assert summary(run("verify", root)) == (
         0,
         "3 chunks checked, 0 corrupt, 0 without anything to verify them by, "
-        "3 encrypted: undamaged; who wrote them, only a tier with the key can tell\n",
+        "3 encrypted: undamaged; only a tier with the key can tell who wrote them\n",
     )
     overwrite(4_096 + 5, b"?")(files[0])  # Of a segment, in its first row.
     status, out = run("verify", root, "--json")

@@ -54,7 +54,7 @@ def mismatches() -> Iterator[str]:
 
 def told_of_failed_stores() -> list[tuple[list[int], bool, bool]]:
     """Fail two stores, try one of them again, and return what vLLM is told: keys, removed, of descriptions only."""
-    config = EngineConfig(cpu_bytes_to_use=16_384, chunk_bytes=4_096, events=True, runner="thread")
+    config = EngineConfig(cpu_bytes_to_use=16_384, chunk_bytes=4_096, events=True)
     manager = VllmManager(StepManager.start(config), TransferTimes())
     context = base.ReqContext(req_id="r")
     manager.on_new_request(context)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
-from kvtier.backend import Hint, InventoryQueue, Occupancy, OffloadKey, Outcome, Read, TierContext, Write
+from kvtier.backend import Advice, InventoryQueue, Occupancy, OffloadKey, Outcome, Read, TierContext, Write
 from kvtier.errors import BackendClosed, NoSpace
 from kvtier.policies import LRU, Policy, policy_class
 from kvtier_backends.fs.counters import Counters
@@ -163,11 +163,7 @@ class Layout(Protocol):
 
     async def delete(self, keys: Sequence[OffloadKey]) -> None: ...
 
-    def rank(self, keys: Sequence[OffloadKey], hint: Hint | None = None) -> None: ...
-
-    def demote(self, keys: Sequence[OffloadKey]) -> None: ...
-
-    def retain(self, keys: Sequence[OffloadKey], seconds: float, priority: int) -> None: ...
+    def advise(self, advice: Advice[OffloadKey]) -> None: ...
 
     @property
     def retentions_cut(self) -> int:

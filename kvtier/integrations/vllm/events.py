@@ -15,7 +15,7 @@ from kvtier.engine.tier import Tier, TierSpec
 _TELLS_WHAT_DID_NOT_COME = "metadata_only" in {field.name for field in fields(OffloadingEvent)}  # From vLLM 0.33 on.
 _SOURCES = {Medium.CPU: CacheHitSource.HOST, Medium.STORAGE: CacheHitSource.DISK}
 
-INFO_KEYS = ("tier", "type", "kvtier_version", "runner", "eviction_policy", "rows", "row_bytes", "namespace", "sharing")
+INFO_KEYS = ("tier", "type", "kvtier_version", "eviction_policy", "rows", "row_bytes", "namespace", "sharing")
 """The labels of vLLM's info metric (`vllm:kv_offload_config_info`)."""
 
 
@@ -63,7 +63,8 @@ def offloading_events(
         if event.kind is not EventKind.FAILED:
             yield media.event(event)
         elif _TELLS_WHAT_DID_NOT_COME and absent is not None and (keys := list(filter(absent, event.keys))):
-            yield OffloadingEvent(keys, Medium.CPU, True, metadata_only=True)
+            # pyright reads vLLM 0.32, which does not know the field.
+            yield OffloadingEvent(keys, Medium.CPU, True, metadata_only=True)  # pyright: ignore[reportCallIssue]
 
 
 def config_info(config: EngineConfig) -> list[dict[str, str | int]]:
@@ -71,7 +72,6 @@ def config_info(config: EngineConfig) -> list[dict[str, str | int]]:
     mapper = FileMapper(config.namespace)
     common: dict[str, str | int] = {
         "kvtier_version": __version__,
-        "runner": config.runner,
         "namespace": mapper.folder,
         "sharing": "any parallel size" if mapper.parallel_agnostic else f"this size only: {mapper.why}",
     }

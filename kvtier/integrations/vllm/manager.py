@@ -29,7 +29,7 @@ from kvtier.engine.requests import by_position
 from kvtier.engine.steps import Inside, StepManager
 from kvtier.engine.tier import TierMatcher
 from kvtier.integrations.vllm.events import Media, config_info, offloading_events
-from kvtier.integrations.vllm.stats import Stats, Summary, TransferTimes, engine_readings
+from kvtier.integrations.vllm.stats import Stats, Summary, TransferTimes
 
 _RESULTS = {
     Answer.MISS: LookupResult.MISS,
@@ -60,8 +60,8 @@ class VllmManager(OffloadingManager):
         self._hits: list[OffloadKey] = []  # The ledger's own list of one request's hits in this step.
         self._hits_of: ReqContext | None = None  # That request; None while there are no hits.
         self._media = Media(self._ledger.tiers)
-        self._stats = Stats(engine_readings(engine), times)
-        self._summary = Summary(self._ledger.tiers, engine.config.row_bytes, self._primary)
+        self._stats = Stats(self._inside.metrics.series(), times)
+        self._summary = Summary(self._ledger.tiers, self._ledger)
         self._flush = _Flush()
         self._calls = 0  # That may have changed what is counted.
         self._reported = (-1, -1)  # After so many calls and messages.
@@ -176,14 +176,9 @@ class VllmManager(OffloadingManager):
         request_id = req_context.req_id
         found = self.engine.lookup(key, request_id)
         if req_context is not self._hits_of:
-            self._hits = self._inside.hits(request_id)
+            self._hits = self._inside.hits(request_id)  # pyright: ignore[reportAttributeAccessIssue]  # Both are bytes.
         self._hits_of = req_context if self._hits else None  # Room may have been made in vain.
         return _RESULTS[found]
-
-    def _primary(self) -> tuple[int, int, float]:
-        """Return the chunks that the primary had, those that were found nowhere, and the share of it that is used."""
-        ledger, rows = self._ledger, self.engine.config.rows
-        return ledger.counters.hits, ledger.counters.misses, 1 - ledger.primary.rows_free / rows
 
     def _completed(self, chunks: int) -> None:
         if self._flush.completed(chunks):

@@ -15,13 +15,13 @@ from kvtier.engine.outbox import Operation, Outbox, Transfers
 from kvtier.engine.requests import PROMOTIONS_MAX, Leases, Position, Request, Search
 from kvtier.engine.tier import Residency, Tier, TierSpec
 from kvtier.engine.tier_log import TierLog
-from kvtier.hints import RETAIN_S_MAX, IgnoredHints, hint_of
+from kvtier.hints import RETAIN_S_MAX, Advice, IgnoredHints, hint_of
 from kvtier.memory import let_go_in_forks
 from kvtier.runner.bridge import Bridge
 from kvtier.runner.messages import (
     Acknowledge,
     Action,
-    Advice,
+    Advise,
     Cascade,
     Finished,
     LocalMessage,
@@ -274,7 +274,8 @@ class TierClient:
         self._outbox.end(list(request.used), self.tier, hint)
         if hint is not None and hint.retain_s:
             keys = request.leading(hint.tokens, self._chunk_tokens)
-            self._outbox.retain(keys, self.tier, min(hint.retain_s, RETAIN_S_MAX), hint.priority)
+            retained_s = min(hint.retain_s, RETAIN_S_MAX)
+            self._outbox.advise(self.tier, Advice("retain", keys, seconds=retained_s, priority=hint.priority))
 
     # What comes back.
 
@@ -326,7 +327,7 @@ class TierClient:
     def _refuse(self, actions: Sequence[Action], now: float) -> None:
         """Settle actions that the bridge did not take."""
         self._inbox.refuse(actions, now)
-        self._let_go(action.id for action in actions if not isinstance(action, Acknowledge | Advice))
+        self._let_go(action.id for action in actions if not isinstance(action, Acknowledge | Advise))
 
     def _credit(self, message: Finished) -> None:
         """Enter what moved into the part's job."""

@@ -40,7 +40,7 @@ from kvtier.integrations.vllm.stats import (
     Stats,
     Summary,
     TransferTimes,
-    client_readings,
+    client_series,
     log_as_vllm,
     tier_metric_definitions,
     unregister_earlier,
@@ -84,11 +84,12 @@ class KVTierSecondaryTier(SecondaryTierManager):
         )
         tier = self._client.tier
         self._media = Media([tier])
-        self.medium = self._media.medium(tier.spec)
-        self.cache_hit_source = self._media.source(tier.spec)
+        # vLLM's own tiers set both once a class, and vLLM reads them from instances.
+        self.medium = self._media.medium(tier.spec)  # pyright: ignore[reportAttributeAccessIssue]
+        self.cache_hit_source = self._media.source(tier.spec)  # pyright: ignore[reportAttributeAccessIssue]
         self.locality = self._media.locality(tier.spec)
-        self._stats = Stats(client_readings(self._client, config.row_bytes), times)
-        self._summary = Summary([tier], config.row_bytes)
+        self._stats = Stats(client_series(self._client), times)
+        self._summary = Summary([tier])
         self._policy = OffloadPolicy.REQUEST_LEVEL if tier.spec.request_level else OffloadPolicy.CHUNK_LEVEL
 
     @classmethod
@@ -166,11 +167,11 @@ def _engine_config(spec: OffloadingSpec, rows: memoryview, options: SecondaryOpt
 
 
 def _start(spec: OffloadingSpec, rows: memoryview, config: EngineConfig) -> tuple[Bridge, Region]:
-    """Start the runner: in a process if vLLM's rows can be mapped there, in a thread otherwise.
+    """Start the runner: in a process if it can map vLLM's rows, else in a thread of this one.
 
     Raises `ConfigError` if the thread will not do for the tier.
     """
-    fd = _rows_fd(spec, rows.nbytes) if config.runner == "process" else None
+    fd = _rows_fd(spec, rows.nbytes)
     if fd is None:
         _check_thread(config)
         region = Region.over(rows, config.rows, config.row_bytes)
@@ -185,10 +186,8 @@ def _start(spec: OffloadingSpec, rows: memoryview, config: EngineConfig) -> tupl
 
 def _check_thread(config: EngineConfig) -> None:
     try:
-        settled(replace(config, runner="thread"))
+        settled(replace(config, runner="inline"))
     except ConfigError as error:
-        if config.runner == "thread":
-            raise
         raise ConfigError(
             f"secondary_tiers[].backend: {config.secondary_tiers[0].type!r} given, which needs a process of its own: "
             "vLLM's rows are not in one file here, which another process could map; use kvtier's own connector"

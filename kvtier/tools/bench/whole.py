@@ -261,8 +261,7 @@ def measure_tiers(config: EngineConfig, size_bytes: int, rounds: int, step: Call
     """Yield the rows of every tier of a configuration whose fs tiers have their roots; each tier is alone."""
     for tier in config.secondary_tiers:
         room = min(config.cpu_bytes_to_use, max(PRIMARY_SHARES * size_bytes, 64 * config.row_bytes))
-        runner = "thread" if config.runner == "inline" else config.runner
-        alone = replace(config, secondary_tiers=(tier,), cpu_bytes_to_use=room, runner=runner)
+        alone = replace(config, secondary_tiers=(tier,), cpu_bytes_to_use=room, runner="process")
         times = Times()
         with ExitStack() as stack:
             sides, moved_as = _sides(alone, size_bytes, times, stack)
@@ -360,7 +359,7 @@ def _address(view: memoryview) -> int:
 
 def _rows(config: EngineConfig, moved_as: str, times: Times, measured: Mapping[str, Sequence[float]]) -> Iterator[Row]:
     (tier,) = config.secondary_tiers
-    settings: dict[str, Setting] = {"tier": tier.name, "runner": config.runner}
+    settings: dict[str, Setting] = {"tier": tier.name}
     alone, distributions = "the same with nothing beside it", times.distributions()
     for operation, unit, figure, limit, limit_is in (
         ("store", "MB/s", "store", "write limit", moved_as),

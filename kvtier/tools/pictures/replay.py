@@ -44,12 +44,14 @@ class Course:
         return np.array([value(each.tiers.get(name, _NOTHING)) for each in self._slices], float)
 
     def per_s(self, grown: Numbers) -> Numbers:
-        return grown / np.maximum(np.diff(self.edges), 1e-9)
+        rates: Numbers = grown / np.maximum(np.diff(self.edges), 1e-9)
+        return rates
 
     def so_far(self) -> Numbers:
         """Return the share of the chunk references that were hits, from the beginning to the end of each slice."""
         hits = sum((self.tier(name, lambda tier: tier.hits) for name in self.names), np.zeros(len(self._slices)))
-        return np.cumsum(hits) / np.maximum(np.cumsum(self.references), 1.0)
+        shares: Numbers = np.cumsum(hits) / np.maximum(np.cumsum(self.references), 1.0)
+        return shares
 
 
 def write_replay_picture(path: str, report: Report) -> None:

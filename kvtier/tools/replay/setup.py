@@ -133,7 +133,7 @@ def settings_of(config: EngineConfig) -> dict[str, Any]:
         "rows": config.rows,
         "chunk_bytes": config.chunk_bytes,
         "eviction_policy": config.eviction_policy,
-        "runner": config.runner,
+        "runner": config.runner or "inline",
         "tiers": {tier.name: tier.type for tier in config.secondary_tiers},
         "limits": _changed(config.limits),
         "tier_settings": {

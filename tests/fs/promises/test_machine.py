@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from kvtier.backend import Advice
 from kvtier.backend.contract import TierContext
 from kvtier.backend.keys import NamingKind
 from kvtier.backend.namespace import FileMapper, Namespace
@@ -115,7 +116,7 @@ class Tier(RuleBasedStateMachine):
 
     @rule(which=several)
     def rank(self, which: list[int]) -> None:
-        self.tier.rank([key_of(number) for number in which])
+        self.tier.advise(Advice("rank", [key_of(number) for number in which]))
 
     @rule()
     def reopen(self) -> None:

@@ -134,7 +134,7 @@ def test_each_tier_of_a_configuration_is_measured_through_an_engine(
     root.mkdir()
     config = tmp_path / "engine.toml"
     config.write_text(
-        'cpu_bytes_to_use = "4MiB"\nchunk_bytes = "8KiB"\nrunner = "thread"\n'
+        'cpu_bytes_to_use = "4MiB"\nchunk_bytes = "8KiB"\n'
         f'[[secondary_tiers]]\ntype = "fs"\nroot = "{root}"\n[[secondary_tiers]]\ntype = "dummy"\n'
     )
     told = measured("tiers", config, "--size", "256KiB", "--rounds", 1)
@@ -250,7 +250,7 @@ def test_a_tier_whose_answers_have_grown_old_by_its_turn_is_asked_again(
     monkeypatch.setattr("kvtier.tools.bench.whole.STEPS", 3)
     config = tmp_path / "engine.toml"
     config.write_text(
-        'cpu_bytes_to_use = "4MiB"\nchunk_bytes = "8KiB"\nrunner = "thread"\n'
+        'cpu_bytes_to_use = "4MiB"\nchunk_bytes = "8KiB"\n'
         '[[secondary_tiers]]\ntype = "dummy"\nshared = true\nlatency_s = "10ms"\nlimits = { answer_ttl_s = "5ms" }\n'
     )
     assert "load" in operations(measured("tiers", config, "--size", "256KiB", "--rounds", 1))
@@ -310,8 +310,7 @@ def test_chunks_are_deleted_a_few_calls_at_a_time(
     monkeypatch.syspath_prepend(tmp_path)
     config = tmp_path / "engine.toml"
     config.write_text(
-        'cpu_bytes_to_use = "4MiB"\nchunk_bytes = "8KiB"\nrunner = "thread"\n'
-        '[[secondary_tiers]]\ntype = "counting_tier:Counting"\n'
+        'cpu_bytes_to_use = "4MiB"\nchunk_bytes = "8KiB"\n[[secondary_tiers]]\ntype = "counting_tier:Counting"\n'
     )
     assert measured("tiers", config, "--size", "256KiB", "--rounds", 1)["complete"]
     from counting_tier import Counting  # type: ignore[import-not-found]

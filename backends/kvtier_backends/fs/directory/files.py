@@ -41,7 +41,6 @@ from kvtier_backends.fs.disk.owner import OWNER, remove_ownerless
 from kvtier_backends.fs.disk.root import BOOK, CONFIG_BYTES_MAX
 from kvtier_backends.fs.disk.temporaries import Sweep, Writer, chunk_of_vllms, temporary_name, writer_of
 from kvtier_backends.fs.files.discard import take_aside
-from kvtier_backends.fs.options import FsOptions
 
 SLICE_BYTES = 1 << 20
 DEPTH_MAX = 8  # Folders within folders, as for the scan.
@@ -57,15 +56,9 @@ ROW_SEARCH_FILES_MAX = 1_000  # A directory with so many files before the first 
 class FsContents:
     """A root and the namespaces in it."""
 
-    lanes = 1
-
     @classmethod
     def open(cls, root: str) -> Self:
         return cls(root)
-
-    @classmethod
-    def configured(cls, options: FsOptions) -> Self:
-        return cls(options.root)
 
     def __init__(self, root: str) -> None:
         try:

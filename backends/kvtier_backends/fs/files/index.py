@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from kvtier.backend import Hint, InventoryQueue, OffloadKey
+from kvtier.backend import Advice, InventoryQueue, OffloadKey
 from kvtier.policies import Policy
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES
 from kvtier_backends.fs.disk.claims import Claims
@@ -146,20 +146,13 @@ class Index:
             self.used_bytes += allocated_bytes - self.taken_bytes(key)
             self._note(key, entry - (entry & SECTORS) + allocated_bytes // SECTOR_BYTES)
 
-    def rank(self, keys: Iterable[OffloadKey], hint: Hint | None = None) -> None:
-        """Renew the recency of those keys, in prefix order, that are known: used together, the head is the newest.
-
-        `hint`: they are all that a request has used, which is over, and this was said of it.
-        """
-        self._order.end(self._renewed(keys), hint)
-
-    def demote(self, keys: Iterable[OffloadKey]) -> None:
-        """Have those keys that were used since the start go before others that were, unless they are used again."""
-        self._order.demote([key for key in dict.fromkeys(keys) if self._is_live(key)])
-
-    def retain(self, keys: Iterable[OffloadKey], seconds: float, priority: int, keys_max: int) -> None:
-        """Pass over those keys that are known for so long, as long as no more than `keys_max` are; renew them."""
-        self._order.retain(self._renewed(keys), seconds, priority, keys_max)
+    def advise(self, advice: Advice[OffloadKey], retained_max: int) -> None:
+        """Apply advice to those of its keys that are known. All but a demotion renews their recency."""
+        if advice.kind == "demote":
+            known = [key for key in dict.fromkeys(advice.keys) if self._is_live(key)]
+        else:
+            known = self._renewed(advice.keys)
+        self._order.advise(advice.of(known), retained_max)
 
     @property
     def retentions_cut(self) -> int:

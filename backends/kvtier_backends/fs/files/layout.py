@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 
-from kvtier.backend import Hint, Occupancy, OffloadKey, Outcome, Read, Write, in_threads
+from kvtier.backend import Advice, Occupancy, OffloadKey, Outcome, Read, Write, in_threads
 from kvtier.errors import BackendUnavailable
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.disk.lanes import share_out
@@ -90,17 +90,12 @@ class FilesLayout:
                 f"{self._tier.context.name}: {left} of {len(keys)} files could not be removed"
             ) from error
 
-    def rank(self, keys: Sequence[OffloadKey], hint: Hint | None = None) -> None:
-        self._index.rank(keys, hint)
-        self._eviction.used(keys)
-
-    def demote(self, keys: Sequence[OffloadKey]) -> None:
-        self._index.demote(keys)
-
-    def retain(self, keys: Sequence[OffloadKey], seconds: float, priority: int) -> None:
+    def advise(self, advice: Advice[OffloadKey]) -> None:
         tier, index = self._tier, self._index
         chunk_bytes = max(tier.context.row_bytes + FOOTER_BYTES, index.used_bytes // max(1, len(index)))
-        index.retain(keys, seconds, priority, tier.retained_max(chunk_bytes))
+        index.advise(advice, tier.retained_max(chunk_bytes))
+        if advice.kind == "rank":
+            self._eviction.used(advice.keys)
 
     @property
     def retentions_cut(self) -> int:

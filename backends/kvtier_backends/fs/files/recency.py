@@ -12,7 +12,7 @@ from itertools import count, islice
 from operator import itemgetter
 from time import monotonic
 
-from kvtier.backend import Hint, OffloadKey
+from kvtier.backend import Advice, Hint, OffloadKey
 from kvtier.policies import HintedOrder, Policy
 
 LISTED_LEAST = 1_024
@@ -47,7 +47,7 @@ class ColdEnd(Policy[OffloadKey]):
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         self._cold.difference_update(keys)
 
-    def rank(self, keys: Sequence[OffloadKey]) -> None:
+    def rank(self, keys: Sequence[OffloadKey], hint: Hint | None = None) -> None:  # noqa: ARG002  # See `evict`.
         self._cold.difference_update(keys)
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
@@ -170,25 +170,14 @@ class Order:
         self._policy.touch((key,))
         self._note_use(key)
 
-    def end(self, keys: Sequence[OffloadKey], hint: Hint | None) -> None:
-        """Renew the recency of chunks that are not idle, tail first, without counting a use.
-
-        `hint`: of a request that is over.
-        """
-        if hint is None:
-            self._policy.rank(keys)
-        else:
-            self._take_hints().end(keys, hint)
-
-    def demote(self, keys: Sequence[OffloadKey]) -> None:
-        """Have chunks that are not idle go before others that are not, unless they are used again."""
-        self._take_hints().demote(keys)
-
-    def retain(self, keys: Sequence[OffloadKey], seconds: float, priority: int, keys_max: int) -> None:
-        """Pass over chunks that are not idle for so long, as long as no more than `keys_max` are."""
+    def advise(self, advice: Advice[OffloadKey], retained_max: int) -> None:
+        """Apply advice to chunks that are not idle. `retained_max`: how many chunks may be retained at once."""
+        if not advice.is_hint:
+            self._policy.rank(advice.keys)
+            return
         hinted = self._take_hints()
-        hinted.retained.keys_max = keys_max
-        hinted.retain(keys, monotonic() + seconds, priority)
+        hinted.retained.keys_max = retained_max
+        hinted.advise(advice, monotonic())
 
     @property
     def retentions_cut(self) -> int:

@@ -14,7 +14,7 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.backend import Hint, InventoryQueue, OffloadKey
+from kvtier.backend import Advice, InventoryQueue, OffloadKey
 from kvtier.policies import HintedOrder, KeyOrder, LinkedLRU, NumberOrder, Policy
 from kvtier_backends.fs.disk.claims import InUse
 from kvtier_backends.fs.segments.runs import Segments
@@ -161,32 +161,19 @@ class Catalog:
         else:
             self._order.touch(slots)
 
-    def rank(self, keys: Iterable[OffloadKey], now_ns: int, hint: Hint | None = None) -> None:
-        """Renew the recency of those keys, in prefix order, that are known, without counting a use.
-
-        `hint`: they are all that a request has used, which is over, and this was said of it.
-        """
-        hinted = None if hint is None else self._take_hints()
-        slots, _ = self._renew(keys, now_ns)
+    def advise(self, advice: Advice[OffloadKey], now_ns: int, retained_max: int) -> None:
+        """Apply advice to those of its keys that are known. All but a demotion renews their recency."""
+        hinted = self._take_hints() if advice.is_hint else None
+        if advice.kind == "demote":
+            known = (self._slots.of.get(key) for key in dict.fromkeys(advice.keys))
+            slots = [slot for slot in known if slot is not None and self._slots.is_live(slot)]
+        else:
+            slots, _ = self._renew(advice.keys, now_ns)
         if hinted is None:
             self._order.rank(slots)
         else:
-            hinted.end(slots, hint)
-
-    def demote(self, keys: Iterable[OffloadKey]) -> None:
-        """Have those keys that are known go before others, unless they are used again."""
-        known = [slot for key in dict.fromkeys(keys) if (slot := self._slots.of.get(key)) is not None]
-        self._take_hints().demote(list(filter(self._slots.is_live, known)))
-
-    def retain(self, keys: Iterable[OffloadKey], seconds: float, priority: int, keys_max: int, now_ns: int) -> None:
-        """Pass over those keys that are known for so long, as long as no more than `keys_max` are; they count as used.
-
-        They do not count a use for the policy.
-        """
-        hinted = self._take_hints()
-        hinted.retained.keys_max = keys_max
-        slots, _ = self._renew(keys, now_ns)
-        hinted.retain(slots, self._clock() + seconds, priority)
+            hinted.retained.keys_max = retained_max
+            hinted.advise(advice.of(slots), self._clock())
 
     @property
     def retentions_cut(self) -> int:
