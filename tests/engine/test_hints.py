@@ -43,9 +43,9 @@ def keys(numbers: Iterable[int]) -> list[Any]:
 each_layout = pytest.mark.parametrize("layout", ["segments", "files"])
 
 
-async def test_what_is_over_makes_room_first_in_the_primary_and_in_a_tier(open_engine, tmp_path, runner):
+async def test_what_is_over_makes_room_first_in_the_primary_and_in_a_tier(open_engine, tmp_path):
     """The session that is over is the newest: by recency it would go last."""
-    engine = await open_engine(8, fs(tmp_path), runner=runner)
+    engine = await open_engine(8, fs(tmp_path))
     await put(engine, range(4))
     await put_hinted(engine, range(10, 14), {"over": True})
     assert await at_rest(engine)
@@ -54,10 +54,10 @@ async def test_what_is_over_makes_room_first_in_the_primary_and_in_a_tier(open_e
 
 
 @each_layout
-async def test_a_tier_lets_go_first_of_what_is_over_as_soon_as_it_has_it(open_engine, tmp_path, layout, runner):
+async def test_a_tier_lets_go_first_of_what_is_over_as_soon_as_it_has_it(open_engine, tmp_path, layout):
     """The request ends before its chunks have come to the tier: it hears of the end after them."""
     capacity = 64 * (SLOT_BYTES + (8_192 if layout == "files" else 0)) + 40_000
-    engine = await open_engine(64, fs(tmp_path, layout, capacity_bytes=capacity), runner=runner)
+    engine = await open_engine(64, fs(tmp_path, layout, capacity_bytes=capacity))
     await put(engine, range(8))
     assert await at_rest(engine)
     await put_hinted(engine, range(100, 108), OVER)
@@ -159,9 +159,9 @@ async def test_a_store_finds_room_though_all_that_could_go_is_retained(open_engi
     assert here(engine, range(10, 14)) == [10, 11, 12, 13]
 
 
-async def test_what_is_not_to_be_stored_goes_to_no_tier(open_engine, tmp_path, runner):
+async def test_what_is_not_to_be_stored_goes_to_no_tier(open_engine, tmp_path):
     other = {"type": "dummy", "name": "other"}
-    engine = await open_engine(8, fs(tmp_path), other, runner=runner)
+    engine = await open_engine(8, fs(tmp_path), other)
     await put_hinted(engine, [0, 1], Hint(no_store=True))
     await put_hinted(engine, [2, 3], Hint(no_store=("disk",)))
     await put(engine, [4])
@@ -273,8 +273,8 @@ async def test_whatever_is_said_every_byte_is_right(open_engine, tmp_path, hint)
 # Calls about keys.
 
 
-async def test_what_is_prefetched_is_there_before_it_is_looked_up(open_engine, tmp_path, runner):
-    engine = await open_engine(16, fs(tmp_path), runner=runner)
+async def test_what_is_prefetched_is_there_before_it_is_looked_up(open_engine, tmp_path):
+    engine = await open_engine(16, fs(tmp_path))
     await put(engine, range(6))
     assert await at_rest(engine)
     assert await engine.reset()
@@ -295,8 +295,8 @@ async def test_more_is_prefetched_than_a_window_and_no_more_than_the_share_of_le
     assert await engine.prefetch(keys(range(1_000))) == 1_000
 
 
-async def test_a_prefetch_of_nothing_and_of_strangers_is_over_at_once(open_engine, tmp_path, runner):
-    engine = await open_engine(4, fs(tmp_path), runner=runner)
+async def test_a_prefetch_of_nothing_and_of_strangers_is_over_at_once(open_engine, tmp_path):
+    engine = await open_engine(4, fs(tmp_path))
     assert await engine.prefetch([]) == 0
     assert await engine.prefetch(keys([77])) == 0
     await put(engine, [0, 1])
@@ -412,8 +412,8 @@ async def test_what_was_demoted_makes_room_first(open_engine):
     assert here(engine, range(6)) == [0, 1, 2, 3]
 
 
-async def test_what_is_forgotten_is_nowhere_and_everybody_hears_of_it(open_engine, tmp_path, runner):
-    engine = await open_engine(8, fs(tmp_path), runner=runner, events=True)
+async def test_what_is_forgotten_is_nowhere_and_everybody_hears_of_it(open_engine, tmp_path):
+    engine = await open_engine(8, fs(tmp_path), events=True)
     await put(engine, range(4))
     assert await at_rest(engine)
     engine.take_events()
