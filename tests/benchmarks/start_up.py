@@ -1,4 +1,4 @@
-"""How long a file tier takes to start over many chunks: both namings, with a checkpoint and without one.
+"""How long a file tier takes to start over many files, by either naming.
 
     PYTHONPATH=.:backends python tests/benchmarks/start_up.py DIR --chunks 100000
 
@@ -52,12 +52,12 @@ def fill(root: Path, naming: str, chunks: int) -> None:
             file.truncate(ROW_BYTES + FOOTER_BYTES)
 
 
-async def start(root: str, naming: str, chunks: int, checkpoint_s: float) -> dict[str, float]:
+async def start(root: str, naming: str, chunks: int) -> dict[str, float]:
     """Start a tier, look up the chunks that were stored last, and let the scan end."""
     asked = list(keys(chunks))[-LOOKED_UP:]
     context = TierContext("0:fs", FileMapper(Namespace(model_name="bench")), ROW_BYTES)
     before, begun = memory_bytes(), time.perf_counter()
-    options = FsOptions(root=root, naming=naming, checkpoint_s=checkpoint_s)  # type: ignore[arg-type]
+    options = FsOptions(root=root, naming=naming)  # type: ignore[arg-type]
     tier = await FsBackend.open(options, context)
     measured = {"open_s": time.perf_counter() - begun}
     assert all(await tier.probe(asked))
@@ -71,7 +71,6 @@ async def start(root: str, naming: str, chunks: int, checkpoint_s: float) -> dic
     measured["memory_bytes"] = memory_bytes() - before
     measured["memory_peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1_024 - before
     measured["chunks"] = tier.occupancy().chunks
-    measured["recalled"] = tier.counters().checkpoint_chunks
     begun = time.perf_counter()
     await tier.aclose(DEADLINE_S)
     measured["close_s"] = time.perf_counter() - begun
@@ -107,12 +106,10 @@ def measure(root: Path, naming: str, chunks: int, *, warm: bool) -> None:
     print(
         json.dumps({"naming": naming, "chunks": chunks, "filled_s": round(time.perf_counter() - begun, 1)}), flush=True
     )
-    for checkpoint_s in (0.0, DEADLINE_S, DEADLINE_S):  # The second has none to read, and leaves one for the third.
-        cold = not warm and drop_caches()
-        command = [sys.executable, __file__, str(root), "--start", naming, str(checkpoint_s), "--chunks", str(chunks)]
-        ran = subprocess.run(command, check=True, capture_output=True, text=True)
-        found = json.loads(ran.stdout)
-        print(json.dumps({"naming": naming, "checkpoint_s": checkpoint_s, "cold": cold, **found}), flush=True)
+    cold = not warm and drop_caches()
+    command = [sys.executable, __file__, str(root), "--start", naming, "--chunks", str(chunks)]
+    ran = subprocess.run(command, check=True, capture_output=True, text=True)
+    print(json.dumps({"naming": naming, "cold": cold, **json.loads(ran.stdout)}), flush=True)
 
 
 def main() -> None:
@@ -121,11 +118,10 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=100_000)
     parser.add_argument("--namings", default="vllm,flat")
     parser.add_argument("--warm", action="store_true", help="Leave the kernel's caches as they are.")
-    parser.add_argument("--start", nargs=2, metavar=("NAMING", "CHECKPOINT_S"), help="One start, in this process.")
+    parser.add_argument("--start", metavar="NAMING", help="One start, in this process.")
     given = parser.parse_args()
     if given.start:
-        naming, checkpoint_s = given.start
-        found = asyncio.run(start(str(given.directory), naming, given.chunks, float(checkpoint_s)))
+        found = asyncio.run(start(str(given.directory), given.start, given.chunks))
         print(json.dumps({name: round(value, 4) for name, value in found.items()}))
         return
     for naming in given.namings.split(","):

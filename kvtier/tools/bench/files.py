@@ -76,11 +76,10 @@ class TierCase(NamedTuple):
             "load_lanes": self.depth,
             "store_lanes": self.depth,
             "fsync": self.fsync,
-            "checkpoint_s": 0.0,
         }
         if self.layout == "files":
             return given | {"layout": "files", "naming": self.naming} | more  # Others have no names.
-        return given | {"layout": self.layout} | more
+        return given | {"layout": self.layout, "checkpoint_s": 0.0} | more
 
     def decoded(self, root: str) -> Any:
         """Return them as the tier reads them."""
