@@ -13,7 +13,7 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.integrations.vllm import require_known_version
-from tests.vllm.engines import PROMPT_HITS, Engine, fill, hits, kvtier, kvtier_files, prompts, right, tokens
+from tests.vllm.engines import PROMPT_HITS, Engine, computed, hits, kvtier, kvtier_files, prompts, right, tokens
 from tests.vllm.leftovers import leftovers, runners, wait_until_gone
 
 ROOT = Path(__file__).parents[2]
@@ -57,7 +57,7 @@ def test_after_a_shutdown_nothing_is_left(llama, disk):
         pass
     before = threads(), descriptors()
     for _ in range(3):
-        fill(llama, kvtier(disk), prompts(2))
+        computed(llama, kvtier(disk), prompts(2))
     assert runners() == set()
     assert not {name for name in threads() - before[0] if "kvtier" in name}
     assert {name for name in descriptors() - before[1] if "kvtier" in name or "memfd" in name} == set()
