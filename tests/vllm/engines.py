@@ -4,7 +4,9 @@ import gc
 import multiprocessing
 import random
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
@@ -13,6 +15,8 @@ from typing import Any, NamedTuple, Self
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.engine import utils as engine_processes
 from vllm.v1.executor import multiproc_executor
 
 from kvtier.engine.ledger import Ledger
@@ -33,7 +37,13 @@ FILLED_PROMPTS = 6
 multiprocessing.set_forkserver_preload(
     ["vllm.v1.worker.cpu_worker", "vllm.model_executor.models.registry", "tests.vllm.heap"]
 )
-multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("forkserver")
+multiproc_executor.get_mp_context = engine_processes.get_mp_context = lambda: multiprocessing.get_context("forkserver")
+
+# Each engine looks for Triton's kernels at every name of every module: half of its start. Once will do until modules
+# are added.
+_bind_kernels = CpuPlatform.register_triton_kernel_overrides
+_bind_kernels_of = cache(lambda modules: _bind_kernels())
+CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: _bind_kernels_of(len(sys.modules)))
 
 Prompt = list[int]
 
