@@ -30,6 +30,7 @@ from kvtier.settings import (
     decode,
     foreign,
     names_a_path,
+    option_fields,
     read_toml,
     struct_fields,
     struct_paths,
@@ -39,6 +40,8 @@ from kvtier.settings.words import secret_in
 PRIMARY_NAME = "cpu"  # What the primary is called where tiers are told apart by name.
 ROWS_MAX = (1 << 32) - 1  # Row numbers travel between processes as 32-bit integers.
 CHUNKS_IN_FLIGHT_MAX = 1 << 24  # Some gigabytes of bookkeeping: a larger limit would be none.
+LOADS_IN_FLIGHT_MAX = 4_096  # Chunks of one tier. Bounds bookkeeping where chunks are small: a megabyte of it.
+PROBES_IN_FLIGHT_MAX = 65_536  # Keys of one tier: some megabytes. Beyond it a request computes.
 ACTION_CHUNKS_MAX = 1 << 16  # An action is one message to the runner, of 40 bytes a chunk.
 QUEUED_ACTIONS_MAX = 1 << 20  # Each is some kilobytes.
 EVENTS_MAX = 1 << 24  # A gigabyte.
@@ -65,9 +68,7 @@ class TierLimits(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True)
     deadline_s: PositiveDuration = 30.0  # For a whole batch: 16 MiB at 1 MB/s take half of it. Later is a failure.
     load_bytes_in_flight: PositiveSize = 256 << 20  # A tenth of a second at 2.5 GB/s; more only adds latency.
     store_bytes_in_flight: PositiveSize = 256 << 20  # Apart from loads, so that a flood of stores delays none.
-    load_chunks_in_flight: ChunksInFlight = 4_096  # Bounds bookkeeping where chunks are small: about a megabyte of it.
-    store_chunks_in_flight: ChunksInFlight = 4_096
-    probe_keys_in_flight: ChunksInFlight = 65_536  # Some megabytes; who asks faster than a tier answers computes.
+    store_chunks_in_flight: ChunksInFlight = 4_096  # Bounds bookkeeping where chunks are small: a megabyte of it.
     breaker_failures: Count = 5  # In a row. Fewer would open on a hiccup, more would wait for as many deadlines.
     breaker_cooldown_s: Duration = 5.0  # Until one call is let through to try: a restarted server takes seconds.
     answer_ttl_s: PositiveDuration = 10.0  # Of a probe: others store and delete. Not 0: asking would never end.
@@ -239,7 +240,7 @@ def tier_options(tier: TierConfig, where: str) -> msgspec.Struct:
         options = backend_class(tier.type).options_type
     except ConfigError as error:
         raise ConfigError(f"{where}.type: {error}") from error
-    common = struct_fields(TierConfig).keys() - {"options"}
+    common = option_fields(TierConfig).keys()
     for name in _paths(options).intersection(tier.options):
         if (place := _PLACE.search(str(tier.options[name]))) is not None:
             accepted = " and ".join(f"{{{each}}}" for each in PLACES)

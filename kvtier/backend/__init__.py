@@ -45,7 +45,8 @@ from kvtier.backend.keys import (
 )
 from kvtier.backend.lending import Calls, Fit, Lanes, in_task, in_thread, in_threads, load_each_once, store_each_once
 from kvtier.backend.namespace import NAME_BYTES_MAX, Attention, FileMapper, Group, Namespace, refusal
-from kvtier.backend.seal import SEAL_BYTES, Seal, SealFault, SealOptions, of_another_version
+from kvtier.backend.seal import SEAL_BYTES, Seal, SealFault, of_another_version
+from kvtier.backend.seal_options import SealOptions
 from kvtier.backend.staging import Slots, Staging
 from kvtier.backend.wrapper import Wrapper
 from kvtier.errors import (

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from kvtier.backend import OffloadKey, check_keys
-from kvtier.config import PRIMARY_NAME, EngineConfig, TierConfig
+from kvtier.config import PRIMARY_NAME, PROBES_IN_FLIGHT_MAX, EngineConfig, TierConfig
 from kvtier.engine.answers import HIT, HIT_PENDING, MISS, RETRY, EventKind, EventLog, LookupResult, StorePlan
 from kvtier.engine.cascades import NO_STORE, Cascades
 from kvtier.engine.inbox import Inbox, Observe
@@ -693,7 +693,7 @@ def _spec_of(tier: TierConfig, config: EngineConfig) -> TierSpec:
         name=tier.name,
         store_chunks_max=store_chunks_max,
         answer_ttl_s=limits.answer_ttl_s,
-        asked_keys_max=limits.probe_keys_in_flight,
+        asked_keys_max=PROBES_IN_FLIGHT_MAX,
         breaker_failures=limits.breaker_failures,
         breaker_cooldown_s=limits.breaker_cooldown_s,
         trial_chunks=config.limits.action_chunks,

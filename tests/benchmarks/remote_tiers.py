@@ -40,7 +40,7 @@ from kvtier.tools.bench.figures import (
     row_of,
     this_machine,
 )
-from kvtier.tools.bench.whole import PRIMARY_SHARES, Drive, new_keys, wait
+from kvtier.tools.bench.tiers import PRIMARY_SHARES, Drive, new_keys, wait
 from kvtier.tools.outputs import write_json
 from tests.mooncake.pools import Pool
 from tests.object.servers import MotoServer, S3Server
@@ -64,8 +64,8 @@ def tiers_on(folder: Path, stack: ExitStack, names: Sequence[str]) -> dict[str, 
         "fs, segments": lambda: {"type": "fs", "root": str(new_folder(folder)), "layout": "segments"},
         "fs, files": lambda: {"type": "fs", "root": str(new_folder(folder)), "layout": "files"},
         "fs, shared": lambda: {"type": "fs", "root": str(new_folder(folder)), "shared": True, "capacity_bytes": "8GiB"},
-        "redis": lambda: {"type": "redis", "servers": [redis(folder, stack)]},
-        "redis, aes-256-gcm": lambda: {"type": "redis", "servers": [redis(folder, stack)], **sealed},
+        "redis": lambda: {"type": "redis", "url": f"redis://{redis(folder, stack)}"},
+        "redis, aes-256-gcm": lambda: {"type": "redis", "url": f"redis://{redis(folder, stack)}", **sealed},
         "mooncake": lambda: {"type": "mooncake", "master": pool(folder, stack)},
         "mooncake, aes-256-gcm": lambda: {"type": "mooncake", "master": pool(folder, stack), **sealed},
         "object": lambda: bucket(folder, stack),

@@ -34,7 +34,7 @@ from kvtier.engine.metrics import TRANSFER_SECONDS, WAIT_SECONDS, described
 from kvtier.policies import known_policies
 from kvtier.runner.messages import Code
 from kvtier.settings import decode
-from kvtier.settings.fields import struct_fields
+from kvtier.settings.fields import option_fields, struct_fields
 from kvtier.settings.units import parse_duration, unit_of
 from kvtier.tools import statuses
 from kvtier.tools.commands import COMMANDS, COMMON, JSON, command_line
@@ -252,13 +252,13 @@ STRUCTS: dict[str, type[msgspec.Struct]] = {
 @pytest.mark.parametrize("heading", STRUCTS)
 def test_the_configuration_page_names_every_field_with_its_default(heading: str) -> None:
     written = {name: cells[0] for name, cells in rows_of("configuration.md", heading).items()}
-    assert written == {name: as_written(field) for name, field in struct_fields(STRUCTS[heading]).items()}
+    assert written == {name: as_written(field) for name, field in option_fields(STRUCTS[heading]).items()}
 
 
 def test_the_configuration_page_tells_between_which_bounds_each_duration_and_size_lies() -> None:
     found: dict[str, set[str]] = {}
     for struct in STRUCTS.values():
-        for name, field in struct_fields(struct).items():
+        for name, field in option_fields(struct).items():
             if bounds := bounds_of(field.type):
                 found.setdefault(bounds, set()).add(name)
     written = rows_of("configuration.md", "Bounds of durations and sizes")

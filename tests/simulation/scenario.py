@@ -118,7 +118,7 @@ def _tier(dice: random.Random, seed: int, index: int, subject: Subject) -> dict[
     deadline_s = dice.choice((0.5, 2.0, 10.0))
     limits = {
         "deadline_s": deadline_s,
-        "load_chunks_in_flight": dice.choice((2, 4_096)),
+        "load_bytes_in_flight": dice.choice((2, 4_096)) * ROW_BYTES,
         "store_chunks_in_flight": dice.choice((2, 4_096)),
         "breaker_failures": dice.choice((1, 3)),
         "breaker_cooldown_s": dice.choice((0.0, 1.0)),

@@ -228,7 +228,7 @@ def compare(
 
 def compare_redis(given: Any, folder: str) -> Iterator[Row]:
     server = RedisServer(Path(folder)).start()
-    lanes = {"load_lanes": given.lanes, "store_lanes": given.lanes}
+    lanes = {"lanes": given.lanes}
 
     def forgetting() -> Callable[[], None]:
         """Return what deletes all that is stored from now on."""
@@ -243,7 +243,7 @@ def compare_redis(given: Any, folder: str) -> Iterator[Row]:
         return forget
 
     opened: dict[str, Callable[[Sequence[bytes]], Remote]] = {
-        "kvtier": lambda chunks: Tier("redis", {"servers": [server.address], **lanes}, chunks),
+        "kvtier": lambda chunks: Tier("redis", {"url": f"redis://{server.address}", **lanes}, chunks),
         "LMCache resp:// (C++)": lambda chunks: Connector(f"resp://{server.address}", chunks, save_chunk_meta=False),
         "LMCache redis:// (redis-py)": lambda chunks: Connector(f"redis://{server.address}", chunks),
     }

@@ -32,14 +32,12 @@ class Tier(RuleBasedStateMachine):
     What is `stored` was said to be; the file of what is `damaged` is not what it was.
     """
 
-    @initialize(bounded=st.booleans(), naming=st.sampled_from(["vllm", "flat"]), checkpoint=st.booleans())
-    def begin(self, bounded: bool, naming: NamingKind, checkpoint: bool) -> None:
+    @initialize(bounded=st.booleans(), naming=st.sampled_from(["vllm", "flat"]))
+    def begin(self, bounded: bool, naming: NamingKind) -> None:
         in_memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
         self.root = Path(tempfile.mkdtemp(dir=in_memory))
         self.capacity_bytes = CAPACITY_BYTES if bounded else None
-        self.options = FsOptions(
-            root=str(self.root), naming=naming, capacity_bytes=self.capacity_bytes, checkpoint_s=1_800 * checkpoint
-        )
+        self.options = FsOptions(root=str(self.root), naming=naming, capacity_bytes=self.capacity_bytes)
         self.mapper = FileMapper(Namespace(model_name="machine"), naming)
         self.runner = asyncio.Runner()
         self.lender = Lender(ROW_BYTES)

@@ -36,7 +36,7 @@ class FilesLayout:
         self._lanes = tier.lanes
         self._index = index = Index(tier.policy(), None if options.ttl_s is None else tier.clock_ns)
         self.inventory = index.inventory
-        tier.capacity.count(index, root.sizes, root.quarantine)
+        tier.capacity.count(index, root.sizes)
         self._chunks = chunks = Chunks(tier)
         self._eviction = eviction = Eviction(tier, index, chunks, accounts_of(tier))
         self._loading = Loading(tier, index, chunks, eviction)
@@ -46,8 +46,7 @@ class FilesLayout:
         self._patient_until = time.monotonic() + SCAN_PATIENCE_S
 
     def begin(self) -> None:
-        works = (self._start.run, self._start.run_checkpoints, self._eviction.run)
-        self._background.begin(self._tier.context.name, works)
+        self._background.begin(self._tier.context.name, (self._start.run, self._eviction.run))
 
     async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         answers = [not self._tier.options.shared and key in self._index for key in keys]  # Others remove files, too.
@@ -113,7 +112,6 @@ class FilesLayout:
         self._eviction.stamps.write_before_end()
         loads, stores = await self._tier.end_transfers(ends_at)
         self._start.done.set()  # For stores that still wait: lanes are closed then.
-        self._start.write_last_checkpoint(left_s(ends_at))
         lanes = self._lanes.scan, self._lanes.evict
         others = await asyncio.gather(*(each.aclose(left_s(ends_at)) for each in lanes))
         return Left(loads + stores, sum(others))

@@ -6,15 +6,21 @@ slots are held by candidates, too: chunks that the checkpoint names. Nothing is 
 neither written nor wiped until its footer has been read. Slots of another process's segments are held at most.
 """
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvtier.backend import Advice, InventoryQueue, OffloadKey
 from kvtier.policies import HintedOrder, KeyOrder, LinkedLRU, NumberOrder, Policy
 from kvtier_backends.fs.disk.claims import InUse
 from kvtier_backends.fs.segments.runs import Segments
-from kvtier_backends.fs.segments.slots import FreeSlots, Held, Outdated, Recalled, Slots, Snapshot
+from kvtier_backends.fs.segments.slots import FreeSlots, Held, Outdated, Recalled, Slots, Snapshot, newest_first
+
+IDLE_BATCH = 32_768  # Some 5 ms of the loop.
 
 
 class Catalog:
@@ -29,6 +35,8 @@ class Catalog:
         self.scanning = True
         self._slots = Slots()
         self.inventory = InventoryQueue(self._slots.of)
+        self.idle_batch = IDLE_BATCH if policy is None else sys.maxsize
+        """Idle slots to order at once. Other orders than LRU take the coldest first, so all at once."""
         self._order: NumberOrder = (
             LinkedLRU(0) if policy is None else KeyOrder(policy, self._slots.keys, self._slots.of.get)
         )
@@ -257,12 +265,21 @@ class Catalog:
             else:
                 self.found(chunk)
 
+    def idle(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the slots of chunks that were not used since the start, and their last uses."""
+        return self._slots.idle()
+
+    def order_idle(self, slots: NDArray[np.int64]) -> None:
+        """Insert chunks that were not used since the start below all others in the order, the newest first."""
+        self._order.insert_coldest(self._slots.end_idle(slots))
+
     def scan_ended(self, *, complete: bool) -> None:
         """Note that every footer has been seen, and from now on chunks may go for room.
 
         `complete`: a key that is not known is absent.
         """
-        self._order.insert_coldest(self._slots.end_idle())
+        self.order_idle(newest_first(*self.idle()))
+        self._slots.scan_ended()
         self.scanning = False
         self.inventory.scan_ended(complete=complete)
 

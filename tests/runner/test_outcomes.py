@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from kvtier.engine.manager import TieringOffloadingManager
-from kvtier.errors import BackendUnavailable
 from kvtier.memory.region import Region
 from kvtier.runner.bridge import Bridge
 from kvtier.runner.messages import (
@@ -89,15 +88,6 @@ def test_a_runner_whose_tier_has_ended_its_thread_is_closed_all_the_same(nothing
         assert runner.close(1.0) == left
 
 
-async def test_answers_that_are_no_answers_are_misses(open_engine, runner, tmp_path):
-    rude = {"type": f"{RUDE}:AnswersNonsense", "store": str(tmp_path), "shared": True}
-    engine = await open_engine(4, rude, runner=runner)
-    async with asyncio.timeout(PATIENCE_S):
-        assert await found(engine, [1]) == 0
-        assert await put(engine, [1]) == 1
-        assert await at_rest(engine)
-
-
 async def test_an_observer_that_raises_is_logged_and_costs_no_outcome(nothing_left, caplog):
     def observe(tier: str, operation: str, seconds: float) -> None:
         raise ZeroDivisionError
@@ -112,16 +102,3 @@ async def test_an_observer_that_raises_is_logged_and_costs_no_outcome(nothing_le
         assert await found(engine, [1, 2]) == 2
         assert await at_rest(engine)
     assert len([line for line in caplog.messages if "the observer raised" in line]) == 1
-
-
-async def test_a_tier_whose_opening_cancels_itself_cannot_be_opened(nothing_left, runner):
-    async with asyncio.timeout(PATIENCE_S):
-        with pytest.raises(BackendUnavailable):
-            await TieringOffloadingManager.open(describe(4, {"type": f"{RUDE}:CancelsItsOpening"}, runner=runner))
-
-
-async def test_a_tier_that_does_not_stop_reporting_holds_no_closing_up(runner):
-    engine = await TieringOffloadingManager.open(describe(4, {"type": f"{RUDE}:GoesOnReporting"}, runner=runner))
-    await put(engine, [1])
-    async with asyncio.timeout(PATIENCE_S):
-        assert await engine.aclose(deadline_s=0.2) == 1
