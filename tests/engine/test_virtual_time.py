@@ -10,7 +10,7 @@ from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.engine.tier import BreakerState
 from kvtier.errors import EngineClosed
 from kvtier.testing.virtual_time import run
-from tests.engine.kit import CHUNK_BYTES, FAULTY, client, describe, found, impatient, key, ledger_in, put, settled
+from tests.engine.kit import CHUNK_BYTES, FAULTY, client, describe, found, impatient, ledger_in, put, settled
 
 SEEDS = range(200)
 TENS = [*range(4), *(pytest.param(tens, marks=pytest.mark.outside) for tens in range(4, len(SEEDS) // 10))]
@@ -98,20 +98,6 @@ async def test_a_breaker_opens_tries_and_closes_and_the_metrics_show_it(open_eng
     await put(engine, [4])
     await engine.drain()
     assert (state(), tier.counters.stored, tier.breaker.opened) == ("closed", 1, 2)
-
-
-@pytest.mark.virtual_time
-async def test_a_lease_that_nobody_uses_ends(open_engine):
-    engine = await open_engine(4, {"type": "dummy"}, limits={"lease_s": 30.0})
-    await put(engine, [1])
-    assert await engine.reset()
-    engine.steps.on_new_request("waits")
-    engine.steps.lookup(key(1), "waits")
-    assert await engine.drain()
-    assert ledger_in(engine).leases.rows == 1
-    await asyncio.sleep(30)
-    engine.steps.end_step()
-    assert ledger_in(engine).leases.rows == 0
 
 
 @pytest.mark.virtual_time
