@@ -33,7 +33,7 @@ from kvtier.tools.bench.commands import (
     run_bench,
 )
 from kvtier.tools.bench.figures import Pair, Row, Setting, Side, interleaved, row_of, steps_of
-from kvtier.tools.commands import JsonOption, PlotOption
+from kvtier.tools.options import JsonOption, PlotOption
 from kvtier.tools.outputs import check_outputs
 
 ROWS = 65_536

@@ -33,7 +33,7 @@ from kvtier.tools.bench.figures import (
 )
 from kvtier.tools.bench.files import LAYOUTS, Plan, TierCase, check_room, io_modes
 from kvtier.tools.bench.raw import fio_path
-from kvtier.tools.commands import JsonOption, listed
+from kvtier.tools.options import JsonOption, listed
 from kvtier.tools.outputs import Scratch, bar, check_outputs, write_json
 
 SizeOption = Annotated[str, typer.Option(help="Bytes that one measurement moves.")]
