@@ -10,7 +10,7 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 
-from kvtier.policies import Policy, policy_class
+from kvtier.policies import Hint, Policy, policy_class
 from kvtier.tools.replay.study import measure, policy_hits
 from kvtier.tools.replay.workload import open_trace
 
@@ -30,7 +30,7 @@ class AnyOfThem(Policy[int]):
     def touch(self, keys: Sequence[int]) -> None:
         pass
 
-    def rank(self, keys: Sequence[int]) -> None:
+    def rank(self, keys: Sequence[int], hint: Hint | None = None) -> None:
         pass
 
     def evict(self, count: int, keep: Callable[[int], bool], incoming: Sequence[int] = ()) -> list[int] | None:

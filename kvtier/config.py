@@ -7,7 +7,6 @@ import json
 import os
 import re
 import sys
-import tomllib
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -31,6 +30,8 @@ from kvtier.settings import (
     decode,
     foreign,
     names_a_path,
+    option_fields,
+    read_toml,
     struct_fields,
     struct_paths,
 )
@@ -39,6 +40,8 @@ from kvtier.settings.words import secret_in
 PRIMARY_NAME = "cpu"  # What the primary is called where tiers are told apart by name.
 ROWS_MAX = (1 << 32) - 1  # Row numbers travel between processes as 32-bit integers.
 CHUNKS_IN_FLIGHT_MAX = 1 << 24  # Some gigabytes of bookkeeping: a larger limit would be none.
+LOADS_IN_FLIGHT_MAX = 4_096  # Chunks of one tier. Bounds bookkeeping where chunks are small: a megabyte of it.
+PROBES_IN_FLIGHT_MAX = 65_536  # Keys of one tier: some megabytes. Beyond it a request computes.
 ACTION_CHUNKS_MAX = 1 << 16  # An action is one message to the runner, of 40 bytes a chunk.
 QUEUED_ACTIONS_MAX = 1 << 20  # Each is some kilobytes.
 EVENTS_MAX = 1 << 24  # A gigabyte.
@@ -65,9 +68,7 @@ class TierLimits(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True)
     deadline_s: PositiveDuration = 30.0  # For a whole batch: 16 MiB at 1 MB/s take half of it. Later is a failure.
     load_bytes_in_flight: PositiveSize = 256 << 20  # A tenth of a second at 2.5 GB/s; more only adds latency.
     store_bytes_in_flight: PositiveSize = 256 << 20  # Apart from loads, so that a flood of stores delays none.
-    load_chunks_in_flight: ChunksInFlight = 4_096  # Bounds bookkeeping where chunks are small: about a megabyte of it.
-    store_chunks_in_flight: ChunksInFlight = 4_096
-    probe_keys_in_flight: ChunksInFlight = 65_536  # Some megabytes; who asks faster than a tier answers computes.
+    store_chunks_in_flight: ChunksInFlight = 4_096  # Bounds bookkeeping where chunks are small: a megabyte of it.
     breaker_failures: Count = 5  # In a row. Fewer would open on a hiccup, more would wait for as many deadlines.
     breaker_cooldown_s: Duration = 5.0  # Until one call is let through to try: a restarted server takes seconds.
     answer_ttl_s: PositiveDuration = 10.0  # Of a probe: others store and delete. Not 0: asking would never end.
@@ -94,6 +95,7 @@ class TierConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True)
     """One secondary tier, written flat: every key that is no field here is one of the backend's own options."""
 
     rest: ClassVar[str | None] = "options"
+    meant: ClassVar[Mapping[str, str]] = {"backend": "'type'"}
 
     @classmethod
     def known_rest(cls) -> Iterable[str]:
@@ -128,7 +130,7 @@ class EngineConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     chunk_bytes: PositiveSize  # What is stored under one key, of all workers together.
     eviction_policy: Text = "lru"
     secondary_tiers: tuple[TierConfig, ...] = ()
-    runner: Literal["inline", "thread", "process"] = "thread"
+    runner: Literal["inline", "process"] | None = None  # None: inline where asyncio opens it, else a process.
     namespace: Namespace = Namespace(model_name="default")
     limits: EngineLimits = EngineLimits()
     events: bool = False  # Whether stored, removed and failed chunks are reported.
@@ -145,7 +147,7 @@ class EngineConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             chunk_bytes: int | str,
             eviction_policy: str = "lru",
             secondary_tiers: Sequence[TierConfig | Mapping[str, Any]] = (),
-            runner: Literal["inline", "thread", "process"] = "thread",
+            runner: Literal["inline", "process"] | None = None,
             namespace: Namespace = ...,
             limits: EngineLimits = ...,
             events: bool = False,
@@ -238,7 +240,7 @@ def tier_options(tier: TierConfig, where: str) -> msgspec.Struct:
         options = backend_class(tier.type).options_type
     except ConfigError as error:
         raise ConfigError(f"{where}.type: {error}") from error
-    common = struct_fields(TierConfig).keys() - {"options"}
+    common = option_fields(TierConfig).keys()
     for name in _paths(options).intersection(tier.options):
         if (place := _PLACE.search(str(tier.options[name]))) is not None:
             accepted = " and ".join(f"{{{each}}}" for each in PLACES)
@@ -281,9 +283,10 @@ def settled(config: EngineConfig, where: str = "") -> EngineConfig:
     return replace(config, secondary_tiers=tuple(_settled(tier, index, config.runner, top) for index, tier in tiers))
 
 
-def _settled(tier: TierConfig, index: int, runner: str, top: str) -> TierConfig:
+def _settled(tier: TierConfig, index: int, runner: str | None, top: str) -> TierConfig:
     options = tier_options(tier, f"{top}secondary_tiers[{index}]")
-    if (needed := backend_class(tier.type).runner) not in (None, runner):
+    needed = backend_class(tier.type).runner
+    if None not in (needed, runner) and needed != runner:
         raise ConfigError(
             f"{top}runner: {runner!r} given, {needed!r} accepted with secondary_tiers[{index}] of type {tier.type!r}: "
             "its client may crash, or write into memory that it was lent, and must do so in a process of its own"
@@ -327,7 +330,7 @@ def read_tables(path: str | os.PathLike[str]) -> object:
     try:
         with open(name, encoding="utf-8") as file:
             text = file.read()
-        return foreign(tomllib.loads, text) if name.endswith(".toml") else read_json(text)
+        return read_toml(text) if name.endswith(".toml") else read_json(text)
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -7,10 +7,10 @@ ignored, counted, and logged once. The same struct serves both faces, traces, an
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from reprlib import Repr
 from types import NoneType
-from typing import Annotated, TypeGuard
+from typing import Annotated, Generic, Literal, TypeGuard, TypeVar
 
 import msgspec
 from msgspec.structs import force_setattr
@@ -23,6 +23,9 @@ CLASS_CHARACTERS_MAX = 256
 TIERS_NAMED_MAX = 64
 SHOWN_CHARACTERS_MAX = 120  # Of a value of any type in a message.
 SAID_CHARACTERS_MAX = 64  # Of a name that a client has sent, in the log.
+
+K = TypeVar("K")
+L = TypeVar("L")
 
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
@@ -59,6 +62,31 @@ class Hint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def keeps_out(self, tier: str) -> bool:
         """Say whether the request's chunks are to stay out of the tier of this name."""
         return self.no_store if isinstance(self.no_store, bool) else tier in self.no_store
+
+
+class Advice(msgspec.Struct, Generic[K], frozen=True):
+    """A hint for an eviction order, about keys in prefix order. It is soft, and applied from memory.
+
+    - `rank` renews the keys' recency. With a `hint`, a request that used exactly these keys has ended, and the hint is
+      what was said of it; an empty hint says nothing. Without one, the keys may be of several requests.
+    - `demote` puts the keys before all others, tail first, until they are used again.
+    - `retain` passes over the keys for `seconds`. A higher `priority` (0 to 99) takes the place of a lower one.
+    """
+
+    kind: Literal["rank", "demote", "retain"]
+    keys: Sequence[K]
+    hint: Hint | None = None
+    seconds: float = 0.0
+    priority: int = 0
+
+    @property
+    def is_hint(self) -> bool:
+        """Return False if it only renews recency. An order that tracks hints starts with the first one."""
+        return self.kind != "rank" or self.hint is not None
+
+    def of(self, keys: Sequence[L]) -> "Advice[L]":
+        """Return the same advice about other keys, such as the slots that hold these."""
+        return Advice(self.kind, keys, self.hint, self.seconds, self.priority)
 
 
 class IgnoredHints:

@@ -1,7 +1,8 @@
-"""What every test stands on: its lane, readable assertions, Hypothesis profiles, and a mark for tests in virtual time.
+"""Shared by all tests: lanes, readable assertions, Hypothesis profiles, and a mark for tests in virtual time.
 
-A test of the inner lane (`make test`) lives in this process; whoever starts another one asks for the fixture `outside`.
-Of the others, those that ask for real traces have a lane of their own (`make test-traces`).
+A test of the inner lane (`make test`) stays in this process and imports no torch. A test that starts a process asks for
+the fixture `outside`; folders whose tests need torch or check pages are outside as a whole. Of these tests,
+`make test-all` runs all except those that ask for real traces (`tests/traces/run`).
 """
 
 import asyncio
@@ -10,12 +11,13 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-pytest.register_assert_rewrite("kvtier.testing")
+pytest.register_assert_rewrite("kvtier.testing", "tests.simulation")
 
 from kvtier.testing.virtual_time import VirtualTimeLoop  # noqa: E402  # After its assertions are registered.
 
@@ -25,12 +27,17 @@ settings.register_profile("ci", max_examples=200, deadline=None, suppress_health
 settings.register_profile("nightly", parent=settings.get_profile("ci"), max_examples=5_000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
+HERE = Path(__file__).parent
+OUTSIDE = frozenset(
+    {"browser", "docs", "frozen", "gpu", "kvcache", "monitoring", "vllm"}
+)  # Folders that `make test` does not read.
+NOT_OUTSIDE = "not outside"  # The marks that `make test` asks for.
 SCAN_S = 60.0  # For a start-up scan that must end: a machine under load may take its time.
 STARTS = frozenset({"os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"})
 
 
 class Fence:
-    """The audit hook that keeps the inner lane in its process; it cannot be removed, so it is closed or open."""
+    """The audit hook that keeps the inner lane in its process. Hooks cannot be removed, so it opens and closes."""
 
     closed = False
 
@@ -44,19 +51,24 @@ FENCE = Fence()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "virtual_time: run the test on a VirtualTimeLoop, where sleeping takes no time.")
-    config.addinivalue_line("markers", "outside: left to `make test-all`; it follows from the fixtures of a test.")
-    config.addinivalue_line("markers", "traces: left to `make test-traces` if it is outside; it follows likewise.")
+    config.addinivalue_line("markers", "outside: left to `make test-all`; follows from a test's fixtures and folder.")
+    config.addinivalue_line("markers", "traces: left to `tests/traces/run`; follows from a test's fixtures.")
     sys.addaudithook(FENCE)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # In a shell's background, and in all that it starts.
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Skip folders whose tests are all outside, where none of them is asked for: their imports take seconds."""
+    inner = config.getoption("markexpr") == NOT_OUTSIDE
+    return True if inner and collection_path.parent == HERE and collection_path.name in OUTSIDE else None
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Collect without the garbage collector, and exempt from it what lives as long as the run.
+    """Collect tests without the garbage collector, and exempt modules and tests from it.
 
-    Many tests collect garbage to see what is left. Modules and collected tests would make each of these collections a
-    third of a second long.
+    Many tests collect garbage to see what is left. With modules and tests, each collection would take 0.3 s.
     """
     gc.disable()
     try:
@@ -71,12 +83,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function) and _is_outside(item):
             item.add_marker("outside")
-        if isinstance(item, pytest.Function) and "traces" in item.fixturenames:
-            item.add_marker("traces")
+            if "traces" in item.fixturenames:
+                item.add_marker("traces")
 
 
 def _is_outside(item: pytest.Function) -> bool:
-    if "vllm" in item.path.parts:  # Its own lane, `make test-vllm`: vLLM starts processes as it likes.
+    if item.path.relative_to(HERE).parts[0] in OUTSIDE:
         return True
     runs_elsewhere = hasattr(item, "callspec") and item.callspec.params.get("runner") == "process"
     return runs_elsewhere or not {"outside", "thorough"}.isdisjoint(item.fixturenames)
@@ -93,9 +105,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def patient() -> Iterator[None]:
-    """Have calls of a file tier in this process wait for its start-up scan until it has ended, and not half a second.
+    """Let calls of a file tier wait for its start-up scan to end, instead of half a second.
 
-    What a call that gave up would find is chance: a test whose scan sticks calls `hurry`.
+    The answer of a call that stops waiting would be chance. A test whose scan hangs calls `hurry`.
     """
     with pytest.MonkeyPatch.context() as patch:
         for layout in ("files", "segments"):
@@ -106,7 +118,7 @@ def patient() -> Iterator[None]:
 
 @pytest.fixture
 def hurry(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """From the call on, have nobody wait for the start-up scan of a file tier: it sticks until the test lets it go."""
+    """Return a function after which no call waits for a file tier's start-up scan."""
 
     def hurry() -> None:
         for layout in ("files", "segments"):
@@ -118,12 +130,12 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 @pytest.fixture(scope="session")
 def outside() -> None:
-    """Let a test start processes or mount a file system: it is one of the outer lane (`make test-all`)."""
+    """Let a test start processes or mount a file system; `make test-all` runs it."""
 
 
 @pytest.fixture(scope="session")
 def thorough() -> None:
-    """Let a test take seconds, because what it proves needs so many turns: it is one of the outer lane, too."""
+    """Let a test take seconds, because its promise needs many turns; `make test-all` runs it."""
 
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:

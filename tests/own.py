@@ -1,13 +1,13 @@
-"""What on this machine belongs to this test run: other programs that use kvtier may run beside it.
+"""Tells processes and shared memory of this test run from those of other programs that use kvtier.
 
-A run gives its name to all that it starts, by the environment; so what its processes leave to nobody is known, too.
+The environment carries the run's name to every process that it starts, so orphans are recognised, too.
 """
 
 import itertools
 import os
 import uuid
 
-WORKER = uuid.uuid4().hex  # Of this process: each worker of a parallel run imports this module itself.
+WORKER = uuid.uuid4().hex  # One per process: each worker of a parallel run imports this module itself.
 RUN = f"KVTIER_TEST_RUN={WORKER}"
 os.environ.update([RUN.split("=")])
 
@@ -15,7 +15,7 @@ _numbers = itertools.count()
 
 
 def is_ours(pid: int) -> bool:
-    """Say whether this process, or one that it started, even by others, has this id; one that has ended is nobody's."""
+    """Return True if the id is that of this process or of a descendant that is still running."""
     if pid == os.getpid():
         return True
     try:
@@ -30,12 +30,12 @@ def processes() -> list[int]:
 
 
 def new_shared_memory() -> str:
-    """Return the path of a new file in shared memory. It carries the worker's name: no other worker counts it."""
+    """Return the path of a new file in shared memory. It has the worker's name, so no other worker counts it."""
     return f"/dev/shm/kvtier-test-{WORKER}-{next(_numbers)}"
 
 
 def shared_memory(*words: str) -> set[str]:
-    """Name the files in shared memory whose names hold one of these words, except what other runs have mapped."""
+    """Return the files in shared memory with one of these words in their names, except those that other runs mapped."""
     named = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if any(word in name for word in words)}
     return named - _mapped_by_others() if named else set()
 
@@ -46,7 +46,7 @@ def _mapped_by_others() -> set[str]:
         try:
             with open(f"/proc/{pid}/maps") as file:
                 mapped = {line.split(maxsplit=5)[5].rstrip("\n") for line in file if "/dev/shm/" in line}
-        except OSError:  # It ended while we looked, or belongs to another user.
+        except OSError:  # It ended meanwhile, or belongs to another user.
             continue
         if mapped and not is_ours(pid):
             found |= mapped

@@ -1,4 +1,4 @@
-"""The two lanes: what stays in one process, and what asks to leave it."""
+"""The lanes: tests that stay in one process, tests that leave it, and studies of real traces."""
 
 import os
 import re
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import NOT_OUTSIDE
 from tests.own import WORKER, shared_memory
 from tests.tools.replay.real import AGENTIC, CONVERSATION, MINI_SWE
 
@@ -46,8 +47,8 @@ def is_outside(request: pytest.FixtureRequest) -> bool:
     return request.node.get_closest_marker("outside") is not None
 
 
-@pytest.mark.parametrize("runner", ["inline", "thread", "process"])
-def test_a_runner_in_a_process_of_its_own_is_outside(request: pytest.FixtureRequest, runner: str) -> None:
+@pytest.mark.parametrize("runner", ["inline", "process"])
+def test_a_runner_in_its_own_process_is_outside(request: pytest.FixtureRequest, runner: str) -> None:
     assert is_outside(request) == (runner == "process")
 
 
@@ -55,8 +56,13 @@ def test_a_fixture_that_asks_for_it_takes_its_tests_along(request: pytest.Fixtur
     assert is_outside(request)
 
 
-def test_what_takes_long_is_left_to_the_outer_lane(request: pytest.FixtureRequest, thorough: None) -> None:
+def test_a_test_that_takes_long_is_left_to_the_outer_lane(request: pytest.FixtureRequest, thorough: None) -> None:
     assert is_outside(request)
+
+
+def test_the_inner_lane_imports_no_torch(outside: None) -> None:
+    told = run_pytest("--collect-only", "-q", "-m", NOT_OUTSIDE, "-p", "tests.torch_watch")
+    assert "torch is imported by" not in told
 
 
 @pytest.mark.skipif(find_spec("moto") is not None, reason="their servers are installed here")
@@ -66,11 +72,11 @@ def test_tests_of_remote_tiers_say_that_they_are_left_out_where_their_servers_ar
     for folder in REMOTE:
         assert f"tests/{folder} is left out" in told
     left = {line.strip() for line in told.splitlines() if line.strip().startswith("<Module")}
-    assert left <= {"<Module test_options.py>"}  # What an option may be needs no server.
+    assert left <= {"<Module test_options.py>"}  # The bounds of options need no server.
 
 
-def pytest_told(*options: str, **environment: str) -> str:
-    """Run pytest elsewhere; return what it says. It must be content."""
+def run_pytest(*options: str, **environment: str) -> str:
+    """Run pytest in another process, which must succeed; return what it prints."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
     done = subprocess.run(
         command, check=False, capture_output=True, text=True, cwd=ROOT, env={**os.environ, **environment}
@@ -79,29 +85,24 @@ def pytest_told(*options: str, **environment: str) -> str:
     return done.stdout
 
 
-def marks_of(rule: str) -> str:
-    """Return by which marks a rule of the Makefile chooses its tests."""
-    recipe = re.search(rf'^{rule}:.*\n\t.*\$\(PYTEST\).* -m "(.*)"', (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert recipe
-    return recipe[1]
-
-
-def test_studies_of_real_traces_say_what_they_lack_and_where_it_goes(outside: None, tmp_path: Path) -> None:
+def test_studies_of_real_traces_name_the_files_that_they_lack(outside: None, tmp_path: Path) -> None:
     nowhere = {"KVTIER_TRACES": str(tmp_path), "KVTIER_ALL_TRACES": "1"}
-    told = pytest_told("-rs", "-m", marks_of("test-traces"), "tests/tools", **nowhere)
+    told = run_pytest("-rs", "-m", "traces", "tests/tools", **nowhere)
     assert re.search(r"\d+ skipped, \d+ deselected in", told)
     for name in (AGENTIC, CONVERSATION, MINI_SWE):
         assert f"{name} is not in {tmp_path}: put it there, or name a folder that has it in KVTIER_TRACES" in told
 
 
-def test_each_test_of_real_traces_is_of_one_lane(outside: None) -> None:
+def test_each_test_of_real_traces_is_in_one_lane(outside: None) -> None:
     def chosen(marks: str) -> set[str]:
-        told = pytest_told("--collect-only", "-q", "-m", marks, "tests/tools/replay")
+        told = run_pytest("--collect-only", "-q", "-m", marks, "tests/tools/replay")
         return set(re.findall(r"^tests/.*::.*", told, re.MULTILINE))
 
-    lanes = [chosen(marks_of(rule)) for rule in ("test", "test-all", "test-traces")]
+    recipes = re.findall(r'\$\(PYTEST\) -m "(.*)"', (ROOT / "Makefile").read_text())
+    lanes = [chosen(marks) for marks in (*recipes, "traces")]
+    assert len(lanes) == 3
     assert lanes[2]
-    assert {sum(test in lane for lane in lanes) for test in chosen("traces")} == {1}
+    assert {sum(test in lane for lane in lanes) for test in lanes[2]} == {1}
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ from kvtier.backend.contract import (
     Occupancy,
     Options,
     Outcome,
-    Ranked,
     Read,
     Removed,
     ScanDone,
@@ -28,7 +27,7 @@ from kvtier.backend.contract import (
     backend_class,
     known_types,
 )
-from kvtier.backend.directory import MISPLACED, Contents, Finding, Kind, Place, State, StoredFile
+from kvtier.backend.directory import MISPLACED, Directory, Finding, Kind, Place, State, StoredFile
 from kvtier.backend.inventory import InventoryQueue
 from kvtier.backend.keys import (
     NAMINGS,
@@ -46,7 +45,8 @@ from kvtier.backend.keys import (
 )
 from kvtier.backend.lending import Calls, Fit, Lanes, in_task, in_thread, in_threads, load_each_once, store_each_once
 from kvtier.backend.namespace import NAME_BYTES_MAX, Attention, FileMapper, Group, Namespace, refusal
-from kvtier.backend.seal import SEAL_BYTES, Seal, SealFault, SealOptions, XXH3Seal, of_another_version, told_by
+from kvtier.backend.seal import SEAL_BYTES, Seal, SealFault, of_another_version
+from kvtier.backend.seal_options import SealOptions
 from kvtier.backend.staging import Slots, Staging
 from kvtier.backend.wrapper import Wrapper
 from kvtier.errors import (
@@ -61,7 +61,7 @@ from kvtier.errors import (
     NoSpace,
     TransferFailed,
 )
-from kvtier.hints import Hint
+from kvtier.hints import Advice, Hint
 from kvtier.settings import Count, Duration, Index, Path, PositiveDuration, PositiveSize, Share, Size
 
 __all__ = [
@@ -75,6 +75,7 @@ __all__ = [
     "SEGMENTS_SUFFIX",
     "Abandoned",
     "Added",
+    "Advice",
     "Advised",
     "Attention",
     "Backend",
@@ -86,10 +87,10 @@ __all__ = [
     "ChunkError",
     "ChunkMissing",
     "ConfigError",
-    "Contents",
     "Count",
     "Counted",
     "Described",
+    "Directory",
     "Durability",
     "Duration",
     "EngineId",
@@ -119,7 +120,6 @@ __all__ = [
     "Place",
     "PositiveDuration",
     "PositiveSize",
-    "Ranked",
     "Read",
     "Removed",
     "ScanDone",
@@ -136,7 +136,6 @@ __all__ = [
     "TransferFailed",
     "Wrapper",
     "Write",
-    "XXH3Seal",
     "backend_class",
     "check_keys",
     "checked_keys",
@@ -153,5 +152,4 @@ __all__ = [
     "read_folder",
     "refusal",
     "store_each_once",
-    "told_by",
 ]

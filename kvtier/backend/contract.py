@@ -32,7 +32,7 @@ import msgspec
 from kvtier.backend.keys import OffloadKey
 from kvtier.backend.namespace import FileMapper
 from kvtier.errors import ChunkError, ConfigError
-from kvtier.hints import Hint
+from kvtier.hints import Advice
 from kvtier.settings import Checked, find_class, known_names
 
 if TYPE_CHECKING:  # For the default, which only type checkers hear of: `Backend` alone takes any options.
@@ -126,6 +126,8 @@ class Options(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
         capacity_bytes: Size | None = None
     """
 
+    meant: ClassVar[Mapping[str, str]] = {"backend": "'type'"}
+
     def doubts(self) -> Iterable[str]:
         """Yield what this machine will not bear out, such as a capacity above the disk's size. Blocks.
 
@@ -216,7 +218,7 @@ class Backend(ABC, Generic[OptionsT]):
 
     @classmethod
     def limit(cls, options: OptionsT, rows: Sequence[memoryview]) -> Limit | None:  # noqa: ARG003
-        """Return the limit that `kvtier bench tiers` puts beside the tier, with these rows stored; None: it has none.
+        """Return the limit that `kvtier bench` puts beside the tier, with these rows stored; None: it has none.
 
         Blocks. Raises `ConfigError` and `BackendUnavailable`. It has a default, because it is no promise of an open
         tier.
@@ -279,47 +281,24 @@ class Measured(Protocol):
 
 
 @runtime_checkable
-class Ranked(Protocol):
-    """A tier with an eviction order of its own.
+class Advised(Protocol):
+    """A tier with its own eviction order, which takes advice.
 
     A tier sees only its own loads and stores. It does not see loads that the primary answers, and it sees a long prompt
-    piece by piece. So kvtier tells it of each request that is over.
+    piece by piece. So kvtier advises it at the end of each request, and passes on applications' hints.
+    `kvtier.policies.HintedOrder` applies advice to any order.
     """
 
-    def rank(self, keys: Sequence[OffloadKey]) -> None:
-        """Renew the recency of the keys that the tier holds, in prefix order: the head is evicted last.
+    def advise(self, advice: Advice[OffloadKey]) -> None:
+        """Apply advice to those of its keys that the tier holds, at once and from memory. It counts no use.
 
-        Works at once and from memory. It counts no use. kvtier does not promise that every request is told. The keys
-        may be of several requests.
-        """
-        ...
+        A tier may ignore a kind of advice. No store finds less room because of advice, and no chunk is kept forever.
 
-
-@runtime_checkable
-class Advised(Protocol):
-    """A tier whose eviction order also takes applications' hints: which chunks will be wanted again, and which not.
-
-    It is `Ranked`, too. Hints are soft. A call works at once and from memory, and ignores unknown keys. A tier may
-    leave out what it cannot do. No store finds less room because of a hint, and nothing is kept for ever.
-    `kvtier.policies.HintedOrder` does this for any order.
-    """
-
-    def rank_hinted(self, keys: Sequence[OffloadKey], hint: Hint) -> None:
-        """Do what `rank` does, for a request that ends: `over` demotes keys that no other session has used.
-
-        From the first hint on, every request's end is told here. The hint is empty if nothing was said of the request.
-        """
-        ...
-
-    def demote(self, keys: Sequence[OffloadKey]) -> None:
-        """Evict these keys before all others, tail first, unless they are used again."""
-        ...
-
-    def retain(self, keys: Sequence[OffloadKey], seconds: float, priority: int) -> None:
-        """Do not evict these keys for so long; they are in prefix order, and the head is evicted last.
-
-        At most `TierContext.retained_share` of the tier is retained at once. Keys of a higher priority (0 to 99) take
-        the place of keys of a lower one.
+        - `rank` renews recency; the head of the keys is evicted last. Not every request's end is reported. From the
+          first hint on, each report has a hint, which may be empty. `over` demotes keys that no other session has used.
+        - `demote` evicts the keys before all others, tail first, unless they are used again.
+        - `retain` does not evict the keys for `seconds`; the head is evicted last. At most
+          `TierContext.retained_share` of the tier is retained at once.
         """
         ...
 
@@ -348,7 +327,7 @@ class Described(Protocol):
         ...
 
 
-OPTIONAL: tuple[type[Any], ...] = (Inventory, Measured, Ranked, Advised, Counted, Described)
+OPTIONAL: tuple[type[Any], ...] = (Inventory, Measured, Advised, Counted, Described)
 """Every protocol that a tier may keep beside the contract: what a wrapper passes on."""
 
 

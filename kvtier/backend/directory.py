@@ -1,12 +1,12 @@
-"""A tier's directory, or its bucket, as commands see it: without a kvtier engine, and beside one that uses it.
+"""The directory of an fs tier as commands see it: without a kvtier engine, and next to one that uses it.
 
-If commands can reach a tier's chunks, the tier has a class with the methods of `Contents`. That class knows nothing of
-kvtier's configuration. It reads names, and what is stored with each chunk.
+The fs tier has a class with the methods of `Directory`. It reads file names and the footers stored with the chunks, and
+needs no configuration.
 """
 
 from collections.abc import Iterator
 from enum import Enum
-from typing import Any, NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 from kvtier.backend.keys import OffloadKey
 
@@ -63,20 +63,12 @@ class Finding(NamedTuple):
     fault: str = ""  # The kind of corruption, as the tier counts it, or why there was no reading it.
 
 
-class Contents(Protocol):
-    """A tier's directory or bucket. Blocks. A file is changed only by the methods that say so."""
-
-    lanes: int
-    """Threads that may call `check` and `remove` at once; 1: one thread at a time, whatever it calls."""
+class Directory(Protocol):
+    """A tier's directory. Its methods block. Only `remove` and `clear` change a file."""
 
     @classmethod
     def open(cls, root: str) -> Self:
-        """Open a path or a URL. Raises `ConfigError` if this is no directory of the tier's."""
-        ...
-
-    @classmethod
-    def configured(cls, options: Any) -> Self:
-        """Open the directory or bucket of a tier with these options, a struct of its backend's. Raises likewise."""
+        """Open a path. Raises `ConfigError` if it is not a tier's directory."""
         ...
 
     def places(self) -> list[Place]:

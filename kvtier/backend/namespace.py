@@ -8,7 +8,7 @@ beside a chunk, and compares it before it believes the chunk.
 
 import hashlib
 import json
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from kvtier.backend.keys import GROUP_BYTES, NAMINGS, NamingKind, OffloadKey
 from kvtier.errors import ConfigError
@@ -23,8 +23,17 @@ NAME_BYTES_MAX = 255  # A folder's name on every Linux file system.
 HEADS_OUTERMOST = "BHLNC"  # vLLM's layout with a block's heads outside of its layers.
 
 
+_FACTS = (
+    "tp_size pp_size pcp_size dcp_size rank inference_engine replicated_layout canonical_format layout row_bytes"
+    " parallel_agnostic is_parallelism_agnostic certified kv_heads_per_rank total_kv_heads per_token_head_scales"
+    " v2_model_runner interop"
+)
+
+
 class Group(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One KV-cache group: layers that share blocks."""
+
+    facts: ClassVar[frozenset[str]] = frozenset({"attention"})
 
     tokens_per_block: Count = 16
     layer_names: tuple[str, ...] = ()
@@ -35,8 +44,11 @@ class Namespace(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The facts that decide what a chunk's bytes mean.
 
     The first ones are vLLM's and make up the names. `None` means that a fact is not known. Then sharing between
-    parallel sizes is refused, unless the LLM engine has vouched for it (`is_parallelism_agnostic`).
+    parallel sizes is refused, unless the LLM engine has vouched for it (`is_parallelism_agnostic`). A file names the
+    model, what a chunk covers and its data type. The rest is the embedding program's to know.
     """
+
+    facts: ClassVar[frozenset[str]] = frozenset(_FACTS.split())
 
     model_name: str
     tokens_per_hash: Count = 16

@@ -10,25 +10,18 @@ GCM tag, right behind the ciphertext so that both are one buffer. Magic, version
 in every version. Checksums have seed 0 (https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md).
 """
 
-import base64
-import binascii
-import importlib
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from enum import StrEnum
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
-from kvtier.backend.contract import Options
 from kvtier.backend.keys import OffloadKey
-from kvtier.errors import ChunkCorrupt, ChunkError, ChunkMissing, ConfigError
-from kvtier.settings import SecretName, SecretPath, open_secret, secret_variable
+from kvtier.errors import ChunkCorrupt, ChunkError, ChunkMissing
 
 SEAL_BYTES = 128
 SECRET_BYTES = 32
-SECRETS_BYTES_MAX = 64 << 10  # A thousand keys; a file that is longer is another file.
 
 MAGIC = b"\x89kvseal\n"  # Not text, and damaged by whatever rewrites line ends.
 VERSION = 1
@@ -39,8 +32,6 @@ _SUM = struct.Struct("<Q")
 PROOF_BYTES, SALT_BYTES, NONCE_BYTES, KEY_ID_BYTES = 16, 16, 12, 8
 SUM_BYTES = _SUM.size
 assert _LAYOUT.size + SUM_BYTES == SEAL_BYTES
-
-SealKind = Literal["xxh3", "aes-256-gcm"]
 
 
 class SealFault(StrEnum):
@@ -77,57 +68,6 @@ _WORDS = {
     SealFault.KIND: "sealed with another kind of seal than this tier's option `seal`",
     SealFault.KEY: "sealed with a key that this tier was not given",
 }
-
-
-class SealOptions(Options, frozen=True, kw_only=True):
-    """The seal of rows that leave the host. No key is part of a configuration, which is logged and sent about."""
-
-    seal: SealKind = "xxh3"
-    """`xxh3` finds damage. `aes-256-gcm` also hides rows, and refuses what somebody without the key has written."""
-
-    seal_key_file: SecretPath | None = None
-    """Keys for `aes-256-gcm`, one a line, each 32 bytes in hex or base64: the first seals, all of them open.
-    Nobody else may read the file."""
-
-    seal_key_env: SecretName | None = None
-    """Name of an environment variable that holds the keys, instead of a file."""
-
-    def __post_init__(self) -> None:
-        """Refuse keys that are not used, and a cipher without any."""
-        super().__post_init__()
-        given = [name for name in ("seal_key_file", "seal_key_env") if getattr(self, name) is not None]
-        if self.seal == "xxh3" and given:
-            raise ConfigError(f"{given[0]}: no use with seal = 'xxh3'; seal = 'aes-256-gcm' has keys")
-        if self.seal == "aes-256-gcm" and len(given) != 1:
-            raise ConfigError(
-                "seal: 'aes-256-gcm' given, which needs either seal_key_file or seal_key_env"
-                + (", not both" if given else "")
-            )
-
-    def doubts(self) -> Iterable[str]:
-        """Yield why the keys cannot be read."""
-        try:
-            if self.seal != "xxh3":
-                self._secrets()
-        except ConfigError as error:
-            yield str(error)
-
-    def make_seal(self, fingerprint: bytes, row_bytes: int) -> "Seal":
-        """Return the seal of a tier with these rows. It reads the keys: not for the loop. Raises `ConfigError`."""
-        if self.seal == "xxh3":
-            return XXH3Seal(fingerprint, row_bytes)
-        try:
-            aes = importlib.import_module("kvtier.backend.aes")
-        except ImportError as error:
-            raise ConfigError(f"seal: 'aes-256-gcm' needs the extra kvtier[seal]: {error}") from error
-        made: Seal = aes.AESSeal(fingerprint, row_bytes, self._secrets())
-        return made
-
-    def _secrets(self) -> list[bytes]:
-        if self.seal_key_file is not None:
-            return read_secrets(_text_of(self.seal_key_file), "seal_key_file")
-        text = secret_variable("seal_key_env", str(self.seal_key_env)).decode(errors="replace")
-        return read_secrets(text, "seal_key_env")
 
 
 class Seal(ABC):
@@ -220,18 +160,6 @@ class XXH3Seal(Seal):
         return None if given.proof == xxh3_128_digest(row) else SealFault.PAYLOAD
 
 
-class Told(NamedTuple):
-    """The claims of a seal about its chunk, whether or not they are true."""
-
-    row_bytes: int
-    fingerprint: bytes  # Of the namespace.
-
-
-def told_by(seal: memoryview | bytes) -> Told:
-    """Read a seal without the tier that has made it. Checks nothing."""
-    return Told(*_LAYOUT.unpack_from(seal)[4:6])
-
-
 def of_another_version(seal: bytes) -> bool:
     """Say whether it is a whole seal of kvtier's, of any length, and of a version that this version does not know."""
     if len(seal) < SEAL_BYTES or seal[PROOF_BYTES : PROOF_BYTES + len(MAGIC)] != MAGIC:
@@ -239,35 +167,3 @@ def of_another_version(seal: bytes) -> bool:
     (version,) = _VERSION.unpack_from(seal, PROOF_BYTES + len(MAGIC))
     whole = _SUM.pack(xxh3_64_intdigest(seal[:-SUM_BYTES])) == seal[-SUM_BYTES:]
     return whole and version != VERSION
-
-
-def read_secrets(text: str, where: str) -> list[bytes]:
-    """Read secrets, one a line in hex or base64; empty lines and lines that begin with # are passed over.
-
-    Raises `ConfigError`. Its message begins with `where`, and shows nothing of the secrets.
-    """
-    lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
-    found = [_secret(line, f"{where}, line {number}") for number, line in lines if line and not line.startswith("#")]
-    if not found:
-        raise ConfigError(f"{where}: holds no key; one a line accepted, {SECRET_BYTES} bytes in hex or base64")
-    return found
-
-
-def _secret(line: str, where: str) -> bytes:
-    try:
-        secret = bytes.fromhex(line) if len(line) == 2 * SECRET_BYTES else base64.b64decode(line, validate=True)
-    except (ValueError, binascii.Error):
-        secret = b""
-    if len(secret) != SECRET_BYTES:
-        raise ConfigError(f"{where}: no key; {SECRET_BYTES} bytes in hex or base64 accepted")
-    return secret
-
-
-def _text_of(path: str) -> str:
-    with open_secret("seal_key_file", path) as file:
-        text = file.read(SECRETS_BYTES_MAX + 1)
-    if len(text) > SECRETS_BYTES_MAX or not text.isascii():
-        raise ConfigError(
-            f"seal_key_file: the file is no list of keys: at most {SECRETS_BYTES_MAX:,} bytes of ASCII accepted"
-        )
-    return text.decode("ascii")

@@ -19,7 +19,7 @@ from kvtier.backend.contract import (
     Write,
 )
 from kvtier.backend.keys import OffloadKey
-from kvtier.hints import Hint
+from kvtier.hints import Advice
 
 
 class Wrapper(Backend[OptionsT]):
@@ -38,10 +38,7 @@ class Wrapper(Backend[OptionsT]):
     # inner tier: `isinstance` looks for a protocol's methods without asking `__getattr__`.
     watch: Callable[[], AsyncIterator[InventoryEvent]]
     occupancy: Callable[[], Occupancy]
-    rank: Callable[[Sequence[OffloadKey]], None]
-    rank_hinted: Callable[[Sequence[OffloadKey], Hint], None]
-    demote: Callable[[Sequence[OffloadKey]], None]
-    retain: Callable[[Sequence[OffloadKey], float, int], None]
+    advise: Callable[[Advice[OffloadKey]], None]
     counts: Callable[[], Mapping[str, int]]
     description: Callable[[], Mapping[str, str]]
 

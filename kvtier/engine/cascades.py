@@ -22,6 +22,7 @@ from kvtier.engine.outbox import Outbox
 from kvtier.engine.primary import Primary
 from kvtier.engine.requests import Request
 from kvtier.engine.tier import ON_SECOND_USE, PRESSURE, WHEN_EVICTED, Residency, Tier, TierSpec
+from kvtier.hints import Advice
 
 SEEN_A_ROW = 4  # Keys remembered for each row: what returns later than that is no second use.
 SEEN_MIN = 65_536  # Some megabytes, for a small primary.
@@ -237,7 +238,7 @@ class Cascades:
             if not runner_up:
                 continue
             if keys:  # What the tier has of them is as recent there as what it is sent.
-                self._outbox.rank(keys, tier)
+                self._outbox.advise(tier, Advice("rank", keys))
             if due:
                 self._send(tier, due, now)
 
@@ -303,7 +304,7 @@ class Cascades:
             self._outbox.store(keys[start : start + size][::head_first], tier)
         row_of = self._primary.ready.__getitem__
         if self.demoted and (demoted := [key for key in keys[::head_first] if row_of(key) in self.demoted]):
-            self._outbox.demote(demoted, tier)
+            self._outbox.advise(tier, Advice("demote", demoted))
 
     def _sendable(self, rows: Iterable[int], tier: Tier) -> Sequence[OffloadKey]:
         """Return the keys that a tier is owed of these rows and lacks, in order; it is owed nothing of them any more.

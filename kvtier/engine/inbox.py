@@ -16,15 +16,13 @@ from kvtier.engine.tier import NOT_TRIED, Explored, Residency, Tier
 from kvtier.runner.messages import (
     Acknowledge,
     Action,
+    Advise,
     Answered,
     Code,
-    Demote,
     Finished,
     Found,
     Gone,
     Message,
-    Rank,
-    Retain,
     Returned,
     Scanned,
     TierSpeed,
@@ -93,7 +91,7 @@ class Inbox:
             match action:
                 case Acknowledge():
                     self._outbox.acknowledge(self._tiers[action.tier])
-                case Rank() | Demote() | Retain():
+                case Advise():
                     pass  # The tier goes by what it saw itself.
                 case _:
                     self._settle_whole(action.id, Code.REFUSED, now, lent=False)

@@ -12,7 +12,7 @@ from functools import partial
 from typing import NamedTuple
 
 from kvtier.backend import OffloadKey, check_keys
-from kvtier.config import PRIMARY_NAME, EngineConfig, TierConfig
+from kvtier.config import PRIMARY_NAME, PROBES_IN_FLIGHT_MAX, EngineConfig, TierConfig
 from kvtier.engine.answers import HIT, HIT_PENDING, MISS, RETRY, EventKind, EventLog, LookupResult, StorePlan
 from kvtier.engine.cascades import NO_STORE, Cascades
 from kvtier.engine.inbox import Inbox, Observe
@@ -24,7 +24,7 @@ from kvtier.engine.requests import NEVER, PROMOTIONS_MAX, Leases, Request, Searc
 from kvtier.engine.tier import WHEN_EVICTED, Residency, Tier, TierSpec
 from kvtier.engine.weighing import Weighing
 from kvtier.engine.worth import Worth
-from kvtier.hints import RETAIN_S_MAX, IgnoredHints, hint_of, shortened
+from kvtier.hints import RETAIN_S_MAX, Advice, IgnoredHints, hint_of, shortened
 from kvtier.policies import Policy, policy_class
 from kvtier.runner.messages import Action, Gone, LocalMessage, Message, RunnerBack, RunnerGone, RunnerLost, unpack_keys
 
@@ -107,6 +107,7 @@ class Ledger:
         )
         self.weighing = Weighing(self._worth, self.primary, self.leases, self.outbox, self.tiers)
         self.counters = LedgerCounters()
+        self.row_bytes = limits.row_bytes
         self.hints_ignored = IgnoredHints()
         self.prefetches = Prefetches(self.primary, self.cascades, self.leases, self.outbox, self.lookup)
         self._forgetting: dict[OffloadKey, None] = {}  # What was to be forgotten and is held.
@@ -571,36 +572,24 @@ class Ledger:
             if self.runner_up and request.allows(tier.spec):
                 self.outbox.end(used, tier, hint)
         if hint is not None and hint.retain_s:
-            self._retain(request.leading(hint.tokens, self._chunk_tokens), hint.retain_s, hint.priority, request)
+            keys, seconds = request.leading(hint.tokens, self._chunk_tokens), min(hint.retain_s, RETAIN_S_MAX)
+            self.advise(Advice("retain", keys, seconds=seconds, priority=hint.priority), request)
 
     # What is said of keys.
 
-    def demote(self, keys: Sequence[OffloadKey]) -> int:
-        """Have keys go before all others, here and in tiers, unless they are used again; return how many are here."""
+    def advise(self, advice: Advice[OffloadKey], request: Request | None = None) -> int:
+        """Demote or retain keys, here and in the tiers that the request allows; return how many are so here."""
         self._take_hints()
-        rows = self.primary.rows_of(dict.fromkeys(keys))
-        self.primary.demote(rows)
-        if self.cascades.owes:
+        rows = self.primary.rows_of(dict.fromkeys(advice.keys))
+        if advice.kind == "retain":
+            self.cascades.wanted(rows)
+        elif self.cascades.owes:
             self.cascades.demoted.update(rows)
-        for tier in self.tiers:
-            if self.runner_up:
-                self.outbox.demote(keys, tier)
-        return len(rows)
-
-    def retain(self, keys: Sequence[OffloadKey], seconds: float, priority: int) -> int:
-        """Pass over keys for so long when room is made, here and in tiers; return how many are retained here."""
-        return self._retain(keys, seconds, priority, None)
-
-    def _retain(self, keys: Sequence[OffloadKey], seconds: float, priority: int, request: Request | None) -> int:
-        self._take_hints()
-        rows = self.primary.rows_of(dict.fromkeys(keys))
-        self.cascades.wanted(rows)
-        self.primary.end_retentions(self._now)
-        retained = self.primary.retain(rows, self._now + min(seconds, RETAIN_S_MAX), priority)
+        heeded = self.primary.advise(advice.of(rows), self._now)
         for tier in self.tiers:
             if self.runner_up and (request is None or request.allows(tier.spec)):
-                self.outbox.retain(keys, tier, min(seconds, RETAIN_S_MAX), priority)
-        return retained
+                self.outbox.advise(tier, advice)
+        return heeded
 
     def _take_hints(self) -> None:
         """Have everybody take note of sessions, from the first hint on: what comes from here on is known to be new."""
@@ -719,7 +708,7 @@ def _spec_of(tier: TierConfig, config: EngineConfig) -> TierSpec:
         name=tier.name,
         store_chunks_max=store_chunks_max,
         answer_ttl_s=limits.answer_ttl_s,
-        asked_keys_max=limits.probe_keys_in_flight,
+        asked_keys_max=PROBES_IN_FLIGHT_MAX,
         breaker_failures=limits.breaker_failures,
         breaker_cooldown_s=limits.breaker_cooldown_s,
         trial_chunks=config.limits.action_chunks,
@@ -728,4 +717,5 @@ def _spec_of(tier: TierConfig, config: EngineConfig) -> TierSpec:
         cascade=tier.cascade,
         medium=tier.medium,
         locality=tier.locality,
+        row_bytes=config.row_bytes,
     )

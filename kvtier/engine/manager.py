@@ -16,6 +16,7 @@ from itertools import count
 from types import TracebackType
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from kvtier.backend import Lanes, OffloadKey, checked_keys, in_thread
@@ -79,7 +80,7 @@ class TieringOffloadingManager:
         """
 
         async def begin() -> Self:
-            begun = cls._begun_inline if config.runner == "inline" else cls._begun
+            begun = cls._begun if config.runner == "process" else cls._begun_inline
             return cls(await begun(config, observer), asyncio.get_running_loop())
 
         return Opening(begin)
@@ -293,7 +294,7 @@ class TieringOffloadingManager:
     @classmethod
     async def _begun_inline(cls, config: EngineConfig, observer: Observe | None) -> StepManager:
         loop = asyncio.get_running_loop()
-        config = checked(config)
+        config = checked(replace(config, runner="inline"))
         fill_standard_streams()
         region = await cls._region(config, loop)
         try:

@@ -19,19 +19,15 @@ from kvtier.backend import OffloadKey
 from kvtier.engine.primary import Rows
 from kvtier.engine.requests import Request
 from kvtier.engine.tier import WHEN_EVICTED, Residency, Tier
-from kvtier.hints import Hint
+from kvtier.hints import Advice, Hint
 from kvtier.runner.messages import (
     Acknowledge,
     Action,
-    Advice,
+    Advise,
     Cascade,
     Delete,
-    Demote,
-    PackedKeys,
     Probe,
     Promote,
-    Rank,
-    Retain,
     pack_keys,
     pack_rows,
 )
@@ -223,10 +219,8 @@ class _Waiting(NamedTuple):
     """Advice for a tier that waits for stores of its keys: the tier could not heed it before."""
 
     tier: Tier
-    keys: Sequence[OffloadKey]
-    stores: set[OffloadKey]  # Under way.
-    make: Callable[[PackedKeys], Advice]
-    tail_first: bool
+    advice: Advice[OffloadKey]
+    stores: set[OffloadKey]  # In flight.
 
 
 class Outbox:
@@ -340,34 +334,29 @@ class Outbox:
     def delete(self, keys: Sequence[OffloadKey], tier: Tier) -> None:
         self._deletes.setdefault(tier, []).extend(keys)
 
-    def rank(self, keys: Sequence[OffloadKey], tier: Tier) -> None:
-        """Have the tier renew what it holds of these keys, in prefix order."""
-        self._say(tier, keys, lambda packed: Rank(tier.index, packed))
-
     def end(self, keys: Sequence[OffloadKey], tier: Tier, hint: Hint | None) -> None:
-        """Have the tier hear of a request that is over: which of the keys that it holds, in prefix order, were used.
+        """Queue the end of a request that used these keys, in prefix order.
 
-        From the first hint on, the tier hears of it after the request's stores that are under way. It also hears that
-        this is an end: the session goes on, or is over.
+        Until the first hint of any request, this only renews recency.
         """
-        if hint is None and not self._hinted:
-            self.rank(keys, tier)
-            return
-        self._hinted = True
-        self._advise(tier, keys, lambda packed: Rank(tier.index, packed, hint or _NOTHING_SAID))
+        self._hinted = self._hinted or hint is not None
+        self.advise(tier, Advice("rank", keys, hint or _NOTHING_SAID if self._hinted else None))
 
     def expect_hints(self) -> None:
-        """Have the tiers take note from now on of which session uses what: there are hints."""
+        """Queue an empty hint for each tier, which tracks sessions from then on."""
         self._hinted = True
-        self._advice.extend(Rank(tier.index, pack_keys(()), _NOTHING_SAID) for tier in self._tiers)
+        self._advice.extend(Advise.of(tier.index, Advice("rank", (), _NOTHING_SAID)) for tier in self._tiers)
 
-    def demote(self, keys: Sequence[OffloadKey], tier: Tier) -> None:
-        """Have the tier let those of the keys that it holds, or is getting, go before others."""
-        self._advise(tier, keys, lambda packed: Demote(tier.index, packed))
-
-    def retain(self, keys: Sequence[OffloadKey], tier: Tier, seconds: float, priority: int) -> None:
-        """Have the tier retain those of the keys that it holds, or is getting."""
-        self._advise(tier, keys, lambda packed: Retain(tier.index, packed, seconds, priority), tail_first=False)
+    def advise(self, tier: Tier, advice: Advice[OffloadKey]) -> None:
+        """Queue advice on those of its keys that the tier holds. A hint waits for stores of its keys in flight."""
+        stores = tier.storing.intersection(advice.keys) if advice.is_hint else None
+        if not stores:
+            self._queue_advice(tier, advice)
+            return
+        self._waiting.append(_Waiting(tier, advice, stores))
+        if len(self._waiting) > ADVICE_MAX:
+            oldest = self._waiting.popleft()
+            self._queue_advice(oldest.tier, oldest.advice)
 
     def acknowledge(self, tier: Tier) -> None:
         """Have the runner send the tier's next inventory batch."""
@@ -422,56 +411,25 @@ class Outbox:
         self.runs.clear()
         self._cascades.clear()
 
-    def _advise(
-        self,
-        tier: Tier,
-        keys: Sequence[OffloadKey],
-        make: Callable[[PackedKeys], Advice],
-        *,
-        tail_first: bool = True,
-    ) -> None:
-        """Say what a tier can heed once it has the keys: after the stores of them that are under way."""
-        stores = tier.storing.intersection(keys)
-        if not stores:
-            self._say(tier, keys, make, tail_first=tail_first)
-            return
-        self._waiting.append(_Waiting(tier, keys, stores, make, tail_first))
-        if len(self._waiting) > ADVICE_MAX:
-            self._say_after_all(self._waiting.popleft())
-
     def _advise_waiting(self) -> None:
-        """Say what waited for stores that are over."""
+        """Queue the advice whose stores are finished."""
         waiting, self._waiting = self._waiting, deque()
-        for advice in waiting:
-            advice.stores.intersection_update(advice.tier.storing)
-            if advice.stores:
-                self._waiting.append(advice)
+        for each in waiting:
+            each.stores.intersection_update(each.tier.storing)
+            if each.stores:
+                self._waiting.append(each)
             else:
-                self._say_after_all(advice)
+                self._queue_advice(each.tier, each.advice)
 
-    def _say_after_all(self, advice: _Waiting) -> None:
-        self._say(advice.tier, advice.keys, advice.make, tail_first=advice.tail_first)
-
-    def _say(
-        self,
-        tier: Tier,
-        keys: Sequence[OffloadKey],
-        make: Callable[[PackedKeys], Advice],
-        *,
-        tail_first: bool = True,
-    ) -> None:
-        """Tell a tier of those of the keys that it holds."""
+    def _queue_advice(self, tier: Tier, advice: Advice[OffloadKey]) -> None:
+        keys = advice.keys
         mask, bit, answered, size = self._residency.mask, tier.bit, tier.answered, ADVICE_KEYS_MAX
         if mask.keys().isdisjoint(keys) and answered.isdisjoint(keys):
             return
         held = [key for key in keys if mask.get(key, 0) & bit or key in answered]
-        if len(held) <= size:  # Most are.
-            if held:
-                self._advice.append(make(pack_keys(held)))
-            return
         starts = range(0, len(held), size)
-        for start in reversed(starts) if tail_first else starts:
-            self._advice.append(make(pack_keys(held[start : start + size])))
+        for start in starts if advice.kind == "retain" else reversed(starts):  # The last part applied is the hottest.
+            self._advice.append(Advise.of(tier.index, advice.of(held[start : start + size])))
 
     def _within_limits(self, keys: list[OffloadKey], tier: Tier, now: float) -> list[OffloadKey]:
         """Return those of the keys whose cascade exceeds no limit; the others are dropped, each for the first it meets.

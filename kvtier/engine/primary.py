@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol, cast
 
 from kvtier.backend import OffloadKey
-from kvtier.hints import Hint
+from kvtier.hints import Advice, Hint
 from kvtier.policies import HintedOrder, Leaving, NumberOrder, Policy, number_order
 
 
@@ -262,22 +262,17 @@ class Primary:
         self._come_back(rows)
         return self._hinted.end(rows, hint)
 
-    def demote(self, rows: Sequence[int]) -> None:
-        """Have these rows go before all others, unless they are used again."""
-        self._come_back(rows)
-        self.take_hints().demote(rows)
+    def advise(self, advice: Advice[int], now: float) -> int:
+        """Demote or retain rows; return how many of them are demoted or retained."""
+        self._come_back(advice.keys)
+        hinted = self.take_hints()
+        hinted.advise(advice, now)
+        return sum(map(hinted.retained.__contains__, advice.keys)) if advice.kind == "retain" else len(advice.keys)
 
     def spare(self, rows: Sequence[int]) -> None:
         """Have these rows be as any other, if they were demoted; that counts as no access."""
         self._come_back(rows)
         self.take_hints().spare(rows)
-
-    def retain(self, rows: Sequence[int], until: float, priority: int) -> int:
-        """Pass over these rows until then when room is made, as far as the share allows; return how many these are."""
-        self._come_back(rows)
-        retained = self.take_hints().retained
-        self.take_hints().retain(rows, until, priority)
-        return sum(map(retained.__contains__, rows))
 
     def end_retentions(self, now: float) -> None:
         """Let go of what has been retained for its time."""

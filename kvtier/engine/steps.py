@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Self
 from warnings import warn
 
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from kvtier import __version__
@@ -34,14 +35,13 @@ from kvtier.engine.requests import Position, Request, Waited
 from kvtier.engine.tier import TierMatcher, TierSpec
 from kvtier.engine.tier_log import TierLog
 from kvtier.errors import EngineClosed
-from kvtier.hints import PRIORITY_MAX, RETAIN_S_MAX, shown
+from kvtier.hints import PRIORITY_MAX, RETAIN_S_MAX, Advice, shown
 from kvtier.memory import LentRow, Region, let_go_in_forks, require_descriptors
 from kvtier.policies import require_policy
 from kvtier.remedies import Remedy
 from kvtier.runner.bridge import Bridge
 from kvtier.runner.messages import RunnerBack, RunnerLost
 from kvtier.runner.process import ProcessBridge
-from kvtier.runner.thread import ThreadBridge
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class StepManager:
         self._ledger = ledger_of(config, self._events, self._observe, self._observe_wait)
         self._ready: Mapping[OffloadKey, int] = self._ledger.primary.ready  # What could be loaded now, and its row.
         self._tier_log = TierLog(self._ledger.tiers)
-        self._metrics = Metrics(self._ledger, config.row_bytes, self._events)
+        self._metrics = Metrics(self._ledger, self._events)
         self._requests: dict[str, Request] = {}
         self._calls: Counter[Request] = Counter()  # Calls of the asyncio face under way: they keep a request known.
         self._given_back: Callable[[], None] | None = None  # Called when rows or leases were: somebody may wait for it.
@@ -97,7 +97,7 @@ class StepManager:
         observer: Observe | None = None,
         waited: Waited | None = None,
     ) -> Self:
-        """Start a kvtier engine with its runner in a thread or a process; blocks until its tiers are open.
+        """Start a kvtier engine with its runner in a process; blocks until its tiers are open.
 
         The rows are those of `region`, which other processes may have mapped, too. The region belongs to the engine
         from now on. It is closed with the engine, or with a start that fails. None: the engine makes a region of its
@@ -116,13 +116,12 @@ class StepManager:
                 f"a region of {region.rows:,} rows of {region.row_bytes:,} bytes for a configuration of {config.rows:,}"
                 f" of {config.row_bytes:,}"
             )
-        bridge_class = ThreadBridge if config.runner == "thread" else ProcessBridge
         try:
-            config = checked(config)
+            config = checked(replace(config, runner="process"))
             if region is not None:
                 region.require_met()
             region = region or make_region(config)
-            bridge = bridge_class(config, region)
+            bridge = ProcessBridge(config, region)
         except BaseException:
             if region is not None:
                 region.close()
@@ -314,7 +313,7 @@ class StepManager:
         A key that is used again is as any other from then on. A tier hears of it at the step's end.
         """
         self._check_open()
-        return self._ledger.demote(checked_keys(keys))
+        return self._ledger.advise(Advice("demote", checked_keys(keys)))
 
     def forget(self, keys: Sequence[OffloadKey]) -> int:
         """Forget keys here and in every tier; return how many are not here any more.
@@ -335,7 +334,7 @@ class StepManager:
         """
         self._check_open()
         taken = checked_keys(keys)
-        return self._ledger.retain(taken, _retained_s(seconds), _priority(priority))
+        return self._ledger.advise(Advice("retain", taken, seconds=_retained_s(seconds), priority=_priority(priority)))
 
     def take_events(self) -> list[Event]:
         """Return the events of chunks since the last call; none unless the configuration says `events`."""
@@ -638,6 +637,7 @@ class Inside:
     def __init__(self, engine: StepManager) -> None:
         self._engine = engine
         self.ledger: Ledger = engine._ledger
+        self.metrics = engine._metrics
         self.ready = self.ledger.primary.ready  # What could be loaded now, and its row.
 
     @property

@@ -5,6 +5,7 @@ chunk another hundred bytes.
 """
 
 from collections.abc import Collection, Iterable, KeysView, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -50,6 +51,7 @@ class TierSpec(NamedTuple):
     cascade: str = AT_ONCE  # When chunks are written to it.
     medium: str | None = None
     locality: str | None = None
+    row_bytes: int = 1  # What a chunk takes of the primary.
 
 
 class TierMatcher(NamedTuple):
@@ -64,53 +66,30 @@ class TierMatcher(NamedTuple):
         return medium and locality
 
 
+@dataclass(slots=True)
 class TierCounters:
-    """Totals since the start; chunks unless a name says otherwise."""
+    """Totals since the start; the tables in `kvtier.engine.metrics` say what each counts."""
 
-    __slots__ = (
-        "causes",
-        "declined",
-        "declined_requests",
-        "declined_seconds",
-        "dropped",
-        "expected_seconds",
-        "explored",
-        "failures",
-        "given_up",
-        "hits",
-        "last_cause",
-        "loaded",
-        "loaded_seconds",
-        "misses",
-        "probes_failed",
-        "promoted",
-        "reported",
-        "skipped",
-        "stored",
-        "transfers_failed",
-    )
-
-    def __init__(self) -> None:
-        self.hits = 0  # Loaded by the request whose look-up promoted them from here.
-        self.misses = 0  # Looked up here and not had, once a request and key.
-        self.promoted = 0  # Sent for.
-        self.loaded = 0  # Came.
-        self.declined = 0  # Had, and not sent for: computing them is expected to be faster.
-        self.declined_requests = 0  # Of which anything was declined.
-        self.declined_seconds = 0.0  # That these loads were expected to take.
-        self.explored = 0  # Sent for to see how fast the tier is; nobody waits for them.
-        self.given_up = 0  # Requests that a load came too late for.
-        self.expected_seconds = 0.0  # That loads were expected to take, which have come.
-        self.loaded_seconds = 0.0  # That these loads took.
-        self.stored = 0
-        self.transfers_failed = 0
-        self.probes_failed = 0  # Questions that it did not answer.
-        self.failures: dict[str, int] = {}  # Chunks by code's name.
-        self.causes: dict[str, int] = {}  # Calls of which something failed, by what lay behind it: see `CAUSES`.
-        self.last_cause = ""  # As it was heard.
-        self.reported: dict[str, int] = {}  # What the tier itself has counted, by name.
-        self.dropped: dict[str, int] = {}  # Cascaded chunks that were never sent, by reason.
-        self.skipped: dict[str, int] = {}  # Chunks that were not to be sent, or not any more, by reason.
+    hits: int = 0
+    misses: int = 0
+    promoted: int = 0
+    loaded: int = 0
+    declined: int = 0
+    declined_requests: int = 0
+    declined_seconds: float = 0.0
+    explored: int = 0
+    given_up: int = 0
+    expected_seconds: float = 0.0
+    loaded_seconds: float = 0.0
+    stored: int = 0
+    transfers_failed: int = 0
+    probes_failed: int = 0
+    failed: dict[str, int] = field(default_factory=dict[str, int])  # By a code's name.
+    causes: dict[str, int] = field(default_factory=dict[str, int])  # By one of `CAUSES`.
+    last_cause: str = ""  # Unabridged.
+    reported: dict[str, int] = field(default_factory=dict[str, int])  # By the tier's own name.
+    dropped: dict[str, int] = field(default_factory=dict[str, int])  # By reason.
+    skipped: dict[str, int] = field(default_factory=dict[str, int])  # By reason.
 
     def note(self, counts: Mapping[str, int]) -> None:
         for name, times in counts.items():
@@ -123,7 +102,7 @@ class TierCounters:
         self.skipped[reason] = self.skipped.get(reason, 0) + chunks
 
     def fail(self, code: str, chunks: int) -> None:
-        self.failures[code] = self.failures.get(code, 0) + chunks
+        self.failed[code] = self.failed.get(code, 0) + chunks
 
     def compare(self, expected_s: float, seconds: float) -> None:
         """Count how long a load was expected to take, and how long it took."""

@@ -67,7 +67,7 @@ class _Told:
         counters = self._tier.counters
         unwritten, unanswered = counters.skipped.get(PRESSURE, 0), counters.probes_failed
         told = (self._dropped, self._failed, self._unwritten, self._unanswered)
-        if (counters.dropped, counters.failures, unwritten, unanswered) == told:
+        if (counters.dropped, counters.failed, unwritten, unanswered) == told:
             return
         if losses := self._losses(now):
             logger.warning("tier %s: since the last line %s; see %s", self._name, losses, Remedy.LOSSES)
@@ -88,7 +88,7 @@ class _Told:
         """Say what was lost since this was last asked."""
         counters = self._tier.counters
         dropped, self._dropped = _grown(self._dropped, counters.dropped), dict(counters.dropped)
-        failed, self._failed = _grown(self._failed, counters.failures), dict(counters.failures)
+        failed, self._failed = _grown(self._failed, counters.failed), dict(counters.failed)
         unwritten = counters.skipped.get(PRESSURE, 0)
         skipped, self._unwritten = {PRESSURE: unwritten - self._unwritten}, unwritten
         losses = ((dropped, "were dropped"), (skipped, "left the primary unwritten"), (failed, "failed"))

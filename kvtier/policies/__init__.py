@@ -1,4 +1,4 @@
-"""Eviction policies: the contract, the built-in ones, policies by name, and their orders of small numbers."""
+"""Eviction policies: the contract, built-in policies, policies by name, and orders of small numbers."""
 
 from kvtier.hints import Hint
 from kvtier.policies.density import Density
@@ -7,7 +7,7 @@ from kvtier.policies.hinted import HintedOrder, Retained, Sessions
 from kvtier.policies.leaving import Leaving
 from kvtier.policies.numbered import KeyOrder, LinkedLRU, NumberOrder, number_order
 from kvtier.policies.plain import FIFO, LRU
-from kvtier.policies.policy import Hinted, Policy, known_policies, policy_class, require_policy
+from kvtier.policies.policy import Policy, known_policies, policy_class, require_policy
 
 __all__ = [
     "ARC",
@@ -16,7 +16,6 @@ __all__ = [
     "S3FIFO",
     "Density",
     "Hint",
-    "Hinted",
     "HintedOrder",
     "KeyOrder",
     "Leaving",

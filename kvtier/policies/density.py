@@ -1,36 +1,31 @@
-"""Hit density: evicts what promises the fewest hits for the time that they are waited for, learned from what returns.
+"""Hit density: evicts the keys with the fewest expected hits for the time waited, learned from what returns.
 
-Keys that one request used last share one future. So they are one run, which has their age, label and statistics. The
-cost is then by request more than by key. A run of a conversation goes tail first. Each key that has gone leaves a
-ghost, or only short returns would ever be seen. Time is the count of requests that have ended. So the same calls give
-the same victims.
+Keys that one request used last share one future. So they are one run, with one age, label and statistics: the cost is
+by request more than by key. A run of a conversation goes tail first. Each evicted run leaves a ghost; otherwise only
+short returns would be seen. Time is the count of ended requests, so the same calls give the same victims.
 """
 
-import math
 from array import array
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop
 from itertools import chain, filterfalse, islice
 from typing import Any
 
 from kvtier.hints import Hint
-from kvtier.policies.classes import Classes
+from kvtier.policies.classes import HintLabels
 from kvtier.policies.policy import K, Policy
 from kvtier.policies.returns import STEPS, Branch, Label, Returns
 
-WARM_UP_REQUESTS = 512  # For so long it is an LRU: nothing is known yet.
+WARM_UP_REQUESTS = 512  # Until then it is an LRU: nothing is known yet.
 _WARM_UP_HINTED_REQUESTS = 128  # With hints, something is.
-_GHOST_KEYS = 4  # Times the capacity: how much of what has gone is remembered.
-_OPEN_REQUESTS = 1_024  # A request that did not end while so many did has been given up.
-_OPEN_RUNS = 4_096  # The most that may wait for their requests' ends; when as many were given up, time goes on.
-_REST_KEYS = 1  # A conversation goes on without the chunk that was filled in part only.
-_FOUND_KEYS = 64  # In a run of what was there before the start; nobody knows what belonged together.
-_BUCKETS_PER_E = 2  # How finely an expected time is told apart: by a factor of e^0.5.
-_EXPECTED_S_MAX = 1e6
-_MORE_NUMBERS = 1_024  # At a time.
+_GHOST_KEYS = 4  # Ghosts remember up to this many times the capacity.
+_OPEN_REQUESTS = 1_024  # A request is given up when this many others have ended since it began.
+_OPEN_RUNS = 4_096  # Open runs at most; when as many were given up, time goes on.
+_REST_KEYS = 1  # A conversation goes on without its last chunk, which was only partly filled.
+_FOUND_KEYS = 64  # In a run of keys from before the start, whose requests are unknown.
 
-_AGING = (  # Steps that are looked after at every so many requests: what is old need not age on time.
+_AGING = (  # Steps, and how many requests apart they are looked after: old runs need not age on time.
     (range(5), 1),
     (range(5, 9), 8),
     (range(9, STEPS - 1), 64),
@@ -47,9 +42,9 @@ _PAUSES = tuple(Branch(pause, 50) for pause in range(2 + _PAUSE_STEPS_MAX))
 _LENGTHS = tuple(Branch(length, 50) for length in range(5))
 _PATH_UNKNOWN = (_KINDS[0], _PAUSES[_PAUSE_UNKNOWN], _LENGTHS[0])
 _PATH_SUPERSEDED = (Branch("superseded", 50, 0.1),)
-_CLASS_RUNS = 50
-_FUTURE_RUNS = 10  # What is said of the future tells so much more than the past that few runs outweigh it.
-_FEW = 8  # Runs whose keys are counted one run after the other, which is faster than all at once.
+_FEW = 8  # For up to this many runs, counting each run's keys in turn is faster than counting all at once.
+
+_Part = tuple["_Run", "array[int]"]  # A run, and those of its keys that go.
 
 
 class Density(Policy[K]):
@@ -58,36 +53,35 @@ class Density(Policy[K]):
     It is an LRU for the first `warm_up_requests` that end, and learns meanwhile.
     """
 
+    learns_hints = True
+
     def __init__(self, capacity: int, *, warm_up_requests: int = WARM_UP_REQUESTS) -> None:
         self._capacity = capacity
         self._warm_up_requests = warm_up_requests
         self._numbers: dict[K, int] = {}
-        self._keys: list[K | None] = []
+        self._keys: list[Any] = []
         self._unused: list[int] = []
-        self._order = DensityOrder(capacity, self._keys, numbers=0, warm_up_requests=warm_up_requests)
+        self._order = self.numbered(0, self._keys)
 
     def numbered(self, numbers: int, keys: Sequence[K | None]) -> "DensityOrder":
         """Return the same policy, empty, for an owner whose keys have numbers below `numbers`."""
         return DensityOrder(self._capacity, keys, numbers=numbers, warm_up_requests=self._warm_up_requests)
 
     def insert(self, keys: Sequence[K]) -> None:
-        self._order.insert([self._number(key) for key in keys])
+        self._order.insert(list(map(self._number, keys)))
 
     def touch(self, keys: Sequence[K]) -> None:
         self._order.touch(self._numbers_of(keys))
 
-    def rank(self, keys: Sequence[K]) -> None:
-        self._order.rank(self._numbers_of(keys))
-
-    def rank_hinted(self, keys: Sequence[K], hint: Hint) -> None:
-        self._order.rank_hinted(self._numbers_of(keys), hint)
+    def rank(self, keys: Sequence[K], hint: Hint | None = None) -> None:
+        self._order.rank(self._numbers_of(keys), hint)
 
     def evict(self, count: int, keep: Callable[[K], bool], incoming: Sequence[K] = ()) -> list[K] | None:
-        names = self._keys
-        numbers = self._order.evict(count, lambda number: keep(_present(names[number])), incoming)
+        keys = self._keys
+        numbers = self._order.evict(count, lambda number: keep(keys[number]), incoming)
         if numbers is None:
             return None
-        victims = [_present(names[number]) for number in numbers]
+        victims = [keys[number] for number in numbers]
         self._forget(victims)
         return victims
 
@@ -100,10 +94,9 @@ class Density(Policy[K]):
 
     def _number(self, key: K) -> int:
         if not self._unused:
-            first = len(self._keys)
-            self._keys += [None] * _MORE_NUMBERS
+            self._unused.append(len(self._keys))
+            self._keys.append(None)
             self._order.grow(len(self._keys))
-            self._unused = list(range(len(self._keys) - 1, first - 1, -1))
         number = self._numbers[key] = self._unused.pop()
         self._keys[number] = key
         return number
@@ -115,15 +108,10 @@ class Density(Policy[K]):
             self._unused.append(number)
 
 
-def _present(key: K | None) -> K:
-    assert key is not None, "an order named a number without a key"
-    return key
-
-
 class _Run:
     """Keys that one request used last, head first. It is open until that request ends; then it has a label.
 
-    Once another has its last key it is no more, and has no label. If its last key is evicted it becomes a ghost, which
+    It ends, without a label, when other runs have all its keys. If its last key is evicted it becomes a ghost, which
     ages on.
     """
 
@@ -132,45 +120,48 @@ class _Run:
     def __init__(self, number: int, born: int) -> None:
         self.number = number
         self.born = born  # When it was opened, or began to age.
-        self.keys: array[int] | tuple[()] = ()  # Of these, some may be another's by now.
+        self.keys: array[int] | tuple[()] = ()  # Some of these may be another run's by now.
         self.live = 0  # Keys that it still owns.
-        self.size = 0  # And with those that were evicted: they would have shared the fate of the others.
+        self.size = 0  # The same with evicted keys, which would have shared the fate of the others.
         self.label: Label | None = None
         self.step = 0
         self.turn = 0
         self.pause = _PAUSE_UNKNOWN
-        self.shared = 0  # How many of its keys belong to others, too: its request's first ones, until it ends.
+        self.shared = 0  # How many of its keys others use, too: its request's first ones, until that ends.
 
     def follow(self, earlier: "_Run") -> None:
-        """Take note that a conversation goes on, which ended with `earlier` before."""
+        """Continue the conversation that ended with `earlier` before."""
         self.turn = earlier.turn + 1
         self.pause = 1 + min(_PAUSE_STEPS_MAX, earlier.step // 2)
 
 
 class DensityOrder:
-    """The policy among small numbers: a key's owner is 4 bytes, and so is its place in a run. See `NumberOrder`."""
+    """The policy among small numbers: a key's owner takes 4 bytes, and its place in a run, too. See `NumberOrder`."""
+
+    learns_hints = True
 
     def __init__(
         self, capacity: int, names: Sequence[Hashable | None], *, numbers: int, warm_up_requests: int = WARM_UP_REQUESTS
     ) -> None:
-        """`names`: the key of each number, by which its ghost is known. `numbers`: how many there are at first."""
+        """`names`: the key of each number, which names its ghost. `numbers`: how many there are at first."""
         self._names = names
         self._warm_up_requests = warm_up_requests
         self._ghost_keys_max = _GHOST_KEYS * capacity
-        self._owner = array("I", [_NOBODY]) * numbers  # By key: the number of its run.
+        self._owner = array("I", [_NOBODY]) * numbers  # The number of each key's run.
         self._runs: list[_Run | None] = [None]
-        self._unused: list[int] = []  # Numbers of runs that are no more.
+        self._unused: list[int] = []  # Numbers of ended runs.
         self._open: OrderedDict[_Run, None] = OrderedDict()  # Oldest first, as all of these.
-        self._given_up = 0  # Since time went on last: an owner need not rank.
+        self._given_up = 0  # Open runs since the last tick: an owner need not rank.
         self._settled: OrderedDict[_Run, None] = OrderedDict()  # Resident runs that age.
-        self._cells: dict[int, OrderedDict[_Run, None]] = {}  # Resident runs, by label and step; no cell is empty.
-        self._aging: list[deque[_Run]] = [deque() for _ in range(STEPS)]  # Runs and ghosts; some are no more.
-        self._ghosts: OrderedDict[Hashable, _Run] = OrderedDict()  # By the name of what went last.
+        self._cells: defaultdict[int, OrderedDict[_Run, None]] = defaultdict(OrderedDict)
+        """Resident runs, by label and step; no cell is empty."""
+        self._aging: list[deque[_Run]] = [deque() for _ in range(STEPS)]  # Runs and ghosts; some have ended.
+        self._ghosts: OrderedDict[Hashable, _Run] = OrderedDict()  # By the name of the last key evicted.
         self._ghost_keys = 0
-        self._classes = Classes()
         self._returns = Returns()
+        self._hints = HintLabels(self._returns)
 
-    # What the owner of the keys says.
+    # What an order does.
 
     def insert(self, keys: Sequence[int], after: int | None = None, /) -> None:  # A run has one place.
         if not keys:
@@ -181,7 +172,6 @@ class DensityOrder:
         self._open_run(run, keys)
 
     def insert_coldest(self, keys: Iterable[int], /) -> None:
-        """Take in what was there before the start. Nobody knows what belonged together."""
         found = list(keys)
         for begin in reversed(range(0, len(found), _FOUND_KEYS)):
             run = self._new_run()
@@ -203,11 +193,11 @@ class DensityOrder:
             run.shared = len(keys)
         self._open_run(run, keys)
 
-    def rank(self, keys: Sequence[int], /) -> None:
-        self._end(keys, ())
-
-    def rank_hinted(self, keys: Sequence[int], hint: Hint, /) -> None:
-        branches = self._branches(hint)
+    def rank(self, keys: Sequence[int], hint: Hint | None = None, /) -> None:
+        if hint is None:
+            self._end(keys, ())
+            return
+        branches = self._hints.branches(hint)
         if branches:
             self._warm_up_requests = min(self._warm_up_requests, _WARM_UP_HINTED_REQUESTS)
         self._end(keys, branches, has_future=hint.over or hint.returns_in_s is not None)
@@ -223,13 +213,13 @@ class DensityOrder:
         self,
         count: int,
         keep: Callable[[int], int],
-        incoming: Sequence[Any] = (),  # Ghosts are asked when it comes.
+        incoming: Sequence[Any] = (),  # `insert` recognises ghosts.
         /,
     ) -> list[int] | None:
-        parts = self._tails(count, keep)
-        if sum(len(gone) for _, gone in parts) < count:
-            parts = self._anywhere(count, keep)
-        if sum(len(gone) for _, gone in parts) < count:
+        parts = self._choose(count, keep, _tail, self._coldest_first())
+        if parts is None:  # Then also keys before kept ones, and keys of requests that have not ended.
+            parts = self._choose(count, keep, _anywhere, chain(self._coldest_first(), self._open))
+        if parts is None:
             return None
         victims: list[int] = []
         for run, gone in parts:
@@ -245,10 +235,9 @@ class DensityOrder:
             self._owner[key] = _NOBODY
 
     def grow(self, capacity: int, /) -> None:
-        """Take numbers below `capacity` from now on."""
         self._owner.extend(array("I", [_NOBODY]) * (capacity - len(self._owner)))
 
-    # Runs: who owns which keys.
+    # Runs, and the keys that they own.
 
     def _run(self, number: int) -> _Run:
         run = self._runs[number]
@@ -277,11 +266,11 @@ class DensityOrder:
         if len(self._open) > _OPEN_RUNS:
             self._give_up_open()
             if self._given_up >= _OPEN_RUNS:
-                self._warm_up_requests += 1  # Nothing was learned of a request.
+                self._warm_up_requests += 1  # Nothing was learned from a request.
                 self._tick()
 
     def _owners(self, keys: Sequence[int]) -> Mapping[int, int]:
-        """Return how many of the keys belong to which run."""
+        """Count the keys by the run that owns them."""
         numbers = list(map(self._owner.__getitem__, keys))
         whose = set(numbers)
         if len(whose) > _FEW:
@@ -289,7 +278,7 @@ class DensityOrder:
         return {number: numbers.count(number) for number in whose}
 
     def _take(self, keys: Sequence[int], *, used: bool) -> Mapping[int, int]:
-        """Take the keys from their runs; return how many were whose. What takes them makes itself their owner."""
+        """Take the keys from their runs; return how many each had. The caller gives them another owner."""
         taken = self._owners(keys)
         for number, count in taken.items():
             run = self._run(number)
@@ -303,14 +292,14 @@ class DensityOrder:
         return taken
 
     def _supersede(self, run: _Run) -> None:
-        """Take note that a conversation went on without what is left of a run: its last chunk, filled in part."""
+        """Label what is left of a run whose conversation went on: its last chunk, which was only partly filled."""
         self._leave_cell(run)
         run.label, run.size = self._returns.label(_PATH_SUPERSEDED), run.live
         self._returns.began(run.label, run.live)
         self._enter_cell(run)
 
     def _keys(self, run: _Run) -> "array[int]":
-        """Return what a run owns, head first, and have it forget what is another's by now."""
+        """Return the keys that a run owns, head first, and drop others from its list."""
         assert run.keys, run.number
         if len(run.keys) > run.live:
             owner, number = self._owner, run.number
@@ -318,7 +307,7 @@ class DensityOrder:
         return run.keys
 
     def _close(self, run: _Run) -> None:
-        """End a run that owns nothing."""
+        """End a run that owns no keys."""
         if run.label is None:
             del self._open[run]
         else:
@@ -328,19 +317,19 @@ class DensityOrder:
         self._runs[run.number] = None
         self._unused.append(run.number)
 
-    # A request's end, and age.
+    # The end of a request, and age.
 
     def _end(self, keys: Sequence[int], hints: Sequence[Branch], *, has_future: bool = False) -> None:
-        """Make two runs of what a request has used: what it shares with others, and the rest.
+        """Make two runs of a request's keys: those that it shares with others, and the rest.
 
-        `has_future`: whether the hints say something of the future. Pause and length would only split such a label.
+        `has_future`: the hints tell of the future. Pause and length would only split such a label.
         """
         if not keys:
             return
         runs = list(map(self._run, self._owners(keys)))
         opened = [run for run in runs if run.label is None]
         if not opened and not hints and not any(run.step for run in runs):
-            return  # It has been ranked already, and nobody has come since.
+            return  # It was ranked already, and not used since.
         self._tick()
         turn, pause = max((run.turn, run.pause) for run in opened or runs)
         shared = max(run.shared for run in opened) if opened else sum(run.live for run in runs if run.shared)
@@ -353,7 +342,7 @@ class DensityOrder:
             self._settle(keys[:shared], turn, pause, len(keys), (*hints, _KINDS[_SHARED], *past))
 
     def _settle(self, keys: Sequence[int], turn: int, pause: int, shared: int, path: Sequence[Branch]) -> None:
-        """Make the keys a run that ages; the open run that owns just these, if there is one."""
+        """Make a run of the keys that ages: the open run that owns exactly these, or a new one."""
         run = self._run(self._owner[keys[0]])
         if run.label is None and run.live == run.size == len(keys) and self._keys(run) == array("I", keys):
             del self._open[run]
@@ -382,7 +371,7 @@ class DensityOrder:
                     self._outgrow(step, now)
 
     def _outgrow(self, step: int, now: int) -> None:
-        """Move on what has been in a step for as long as that lasts."""
+        """Move runs that have been in a step for its duration to the next one."""
         aging, older, born_before = self._aging[step], self._aging[step + 1], now - (1 << step)
         outlived = self._returns.outlived
         while aging and aging[0].born <= born_before:
@@ -400,7 +389,7 @@ class DensityOrder:
                 older.append(run)
 
     def _give_up_open(self) -> None:
-        """Let age what belongs to requests that should have ended by now."""
+        """Begin to age the runs of requests that should have ended by now."""
         oldest_born = self._returns.now - _OPEN_REQUESTS
         while self._open and (len(self._open) > _OPEN_RUNS or next(iter(self._open)).born < oldest_born):
             run, _ = self._open.popitem(last=False)
@@ -411,10 +400,7 @@ class DensityOrder:
     def _enter_cell(self, run: _Run) -> None:
         assert run.label is not None
         cell = run.label.first_cell + run.step
-        runs = self._cells.get(cell)
-        if runs is None:
-            runs = self._cells[cell] = OrderedDict()
-        runs[run] = None
+        self._cells[cell][run] = None
 
     def _leave_cell(self, run: _Run) -> None:
         assert run.label is not None
@@ -427,47 +413,36 @@ class DensityOrder:
     # Victims, and the ghosts that they leave.
 
     def _coldest_first(self) -> Iterator[_Run]:
-        """Give the runs in the order in which they go, but for open ones."""
+        """Iterate over the runs in eviction order, except open ones."""
         if self._returns.now < self._warm_up_requests:
             yield from self._settled
         else:
-            # Equal ones go by number: labels of which nothing was seen yet are worth what their parent is.
+            # Equal cells go by number: labels without counts are worth as much as their parents.
             cells = list(zip(map(self._returns.worth.__getitem__, self._cells), self._cells, strict=True))
-            heapify(cells)  # Most calls need but the first few.
+            heapify(cells)  # Most calls need only the first few.
             while cells:
                 yield from self._cells[heappop(cells)[1]]
 
-    def _tails(self, count: int, keep: Callable[[int], int]) -> "list[tuple[_Run, array[int]]]":
-        """Choose up to `count` keys, each run's from its tail up to what is kept."""
-        parts: list[tuple[_Run, array[int]]] = []
-        if not count:
-            return parts
-        for run in self._coldest_first():
-            tail = self._keys(run)[-count:]
-            if any(map(keep, reversed(tail))):
-                kept = next(place for place in range(len(tail) - 1, -1, -1) if keep(tail[place]))
-                tail = tail[kept + 1 :]
-            if tail:
-                parts.append((run, tail))
-                count -= len(tail)
+    def _choose(
+        self,
+        count: int,
+        keep: Callable[[int], int],
+        part_of: "Callable[[array[int], int, Callable[[int], int]], array[int]]",
+        runs: Iterable[_Run],
+    ) -> list[_Part] | None:
+        """Choose `count` keys of these runs, as `part_of` chooses up to that many of one run; None if too few."""
+        parts: list[_Part] = []
+        for run in runs if count else ():
+            part = part_of(self._keys(run), count, keep)
+            if part:
+                parts.append((run, part))
+                count -= len(part)
                 if not count:
                     break
-        return parts
-
-    def _anywhere(self, count: int, keep: Callable[[int], int]) -> "list[tuple[_Run, array[int]]]":
-        """Choose up to `count` keys: what is before kept ones, and what belongs to requests that have not ended."""
-        parts: list[tuple[_Run, array[int]]] = []
-        for run in chain(self._coldest_first(), self._open):
-            gone = list(islice(filterfalse(keep, reversed(self._keys(run))), count))
-            if gone:
-                parts.append((run, array("I", reversed(gone))))
-                count -= len(gone)
-                if not count:
-                    break
-        return parts
+        return None if count else parts
 
     def _retire(self, run: _Run, gone: "array[int]") -> None:
-        """Forget keys of a run, whose `keys` are all its own. The last one to go names the ghost."""
+        """Evict keys of a run, which owns all of its `keys`. The last key to go names the ghost."""
         owner, keys = self._owner, self._keys(run)
         for key in gone:
             owner[key] = _NOBODY
@@ -485,7 +460,7 @@ class DensityOrder:
             self._ghost_keys += run.size
 
     def _recognise(self, keys: Sequence[int], run: _Run) -> None:
-        """Count the returns of runs that have gone: what comes again continues them."""
+        """Count the returns of ghosts among the keys; the new run continues them."""
         ghosts, names = self._ghosts, self._names
         if ghosts.keys().isdisjoint(map(names.__getitem__, keys)):
             return
@@ -500,21 +475,17 @@ class DensityOrder:
         self._ghost_keys -= ghost.size
         ghost.label = None
 
-    # Hints.
 
-    def _branches(self, hint: Hint) -> Sequence[Branch]:
-        """Return the part of a label that a hint is. What it is worth is learned, so nothing of it need be true."""
-        branches: list[Branch] = []
-        if hint.class_:
-            number, was_anothers = self._classes.number(hint.class_)
-            if number is not None:
-                branches.append(Branch(("class", number), _CLASS_RUNS, is_hint=True))
-            if was_anothers:
-                self._returns.forget(branches[0].name)
-        if hint.over:
-            branches.append(Branch("over", _FUTURE_RUNS, is_hint=True))
-        elif hint.returns_in_s is not None:
-            expected_s = min(max(1.0, hint.returns_in_s), _EXPECTED_S_MAX)
-            bucket = round(_BUCKETS_PER_E * math.log(expected_s))
-            branches.append(Branch(("returns", bucket), _FUTURE_RUNS, is_hint=True))
-        return branches
+def _tail(keys: "array[int]", count: int, keep: Callable[[int], int]) -> "array[int]":
+    """Return up to `count` keys from a run's tail up to a kept one, head first."""
+    tail = keys[-count:]
+    if any(map(keep, reversed(tail))):
+        kept = next(place for place in range(len(tail) - 1, -1, -1) if keep(tail[place]))
+        tail = tail[kept + 1 :]
+    return tail
+
+
+def _anywhere(keys: "array[int]", count: int, keep: Callable[[int], int]) -> "array[int]":
+    """Return up to `count` of a run's keys that are not kept, the last ones, head first."""
+    gone = list(islice(filterfalse(keep, reversed(keys)), count))
+    return array("I", reversed(gone))

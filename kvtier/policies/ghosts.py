@@ -1,10 +1,11 @@
-"""Policies with ghosts: ARC and S3-FIFO. They remember keys that they have evicted, and learn from their return."""
+"""Policies with ghosts: ARC and S3-FIFO. They remember evicted keys, and learn from their return."""
 
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import chain, filterfalse, islice, takewhile
 
+from kvtier.hints import Hint
 from kvtier.policies.policy import K, Policy
 
 _USES_MAX = 3  # S3-FIFO's two bits: the main queue gives a key at most this many second chances in a row.
@@ -14,17 +15,17 @@ _USES_FOR_MAIN = 2
 class ARC(Policy[K]):
     """Adaptive replacement: an order of keys used once, one of keys used again, and `capacity` ghosts of both.
 
-    A ghost that is wanted again says that its order deserves more room. A key that `evict` must keep at the cold end of
-    an order is renewed in it, because it is in use.
+    The return of a ghost gives its order more room. A kept key at the cold end of an order is renewed in it, because it
+    is in use.
 
-    Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003. It differs from the paper
-    because an engine makes room for a whole batch at a time. All of a batch's ghost hits move the balance before its
-    first victim is chosen.
+    Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003. Unlike in
+    the paper, an engine makes room for a whole batch. All of a batch's ghost hits move the balance before its first
+    victim is chosen.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._once_target = 0.0  # The paper's p: how many of the resident keys should be ones used once.
+        self._once_target = 0.0  # The paper's p: the target number of resident keys used once.
         self._once: OrderedDict[K, None] = OrderedDict()  # T1; coldest first, as all four.
         self._again: OrderedDict[K, None] = OrderedDict()  # T2
         self._once_ghosts: OrderedDict[K, None] = OrderedDict()  # B1
@@ -52,7 +53,7 @@ class ARC(Policy[K]):
                 del once[key]
                 again[key] = None
 
-    def rank(self, keys: Sequence[K]) -> None:
+    def rank(self, keys: Sequence[K], hint: Hint | None = None) -> None:
         once, again = self._once, self._again
         for key in reversed(keys):
             (again if key in again else once).move_to_end(key)
@@ -63,7 +64,7 @@ class ARC(Policy[K]):
         once_surplus = max(0, math.ceil(len(once) - target))
         once_victims = list(islice(filterfalse(keep, once), min(once_surplus, count)))
         again_victims = list(islice(filterfalse(keep, again), count - len(once_victims)))
-        if len(once_victims) + len(again_victims) < count:  # Too few of one sort may go: the other makes up for it.
+        if len(once_victims) + len(again_victims) < count:  # The other order makes up for kept keys.
             once_victims = list(islice(filterfalse(keep, once), count - len(again_victims)))
             if len(once_victims) + len(again_victims) < count:
                 return None
@@ -78,7 +79,7 @@ class ARC(Policy[K]):
             del (again if key in again else once)[key]
 
     def _rebalanced(self, incoming: Sequence[K]) -> float:
-        """Return what the target becomes when these keys come: each ghost says that its sort was evicted too early."""
+        """Return the target after these keys: each ghost among them moves it towards its order."""
         target = self._once_target
         once_ghosts, again_ghosts = self._once_ghosts, self._again_ghosts
         for key in incoming:
@@ -89,7 +90,7 @@ class ARC(Policy[K]):
         return target
 
     def _trim_ghosts(self) -> None:
-        """Hold the paper's bounds: |T1| + |B1| <= capacity, and all four together <= twice the capacity."""
+        """Keep the paper's bounds: |T1| + |B1| <= capacity, and all four together <= twice the capacity."""
         once_ghosts, again_ghosts = self._once_ghosts, self._again_ghosts
         while once_ghosts and len(self._once) + len(once_ghosts) > self._capacity:
             once_ghosts.popitem(last=False)
@@ -101,9 +102,9 @@ class ARC(Policy[K]):
 class S3FIFO(Policy[K]):
     """A small queue on probation, a main queue with second chances, and ghosts that skip the probation.
 
-    Evicts from probation while that is over its share, else from main. Accesses move nothing, they only count: a touch
-    is cheap, and all the work is in `evict`. What is kept goes round its queue again; so, while all of probation is
-    kept, a call looks at each of its keys once.
+    Evicts from probation while that is above its share, else from main. Accesses move nothing, they only count: a touch
+    is cheap, and all the work is in `evict`. A kept key goes round its queue again. So while all of probation is kept,
+    a call looks at each of its keys once.
 
     Yang, Zhang, Qiu, Yue and Rashmi, "FIFO queues are all you need for cache eviction", SOSP 2023. As there: 10 % of
     the capacity on probation, ghosts for the rest, a counter of two bits, promotion on more than one further use.
@@ -133,7 +134,7 @@ class S3FIFO(Policy[K]):
             if uses < _USES_MAX:
                 queue[key] = uses + 1
 
-    def rank(self, keys: Sequence[K]) -> None:
+    def rank(self, keys: Sequence[K], hint: Hint | None = None) -> None:
         pass
 
     def evict(self, count: int, keep: Callable[[K], bool], incoming: Sequence[K] = ()) -> list[K] | None:
@@ -145,7 +146,7 @@ class S3FIFO(Policy[K]):
         while len(victims) < count:
             if main_is_kept or (len(self._small) >= self._small_share and not small_is_kept):
                 victim = self._small_victim(keep)
-                small_is_kept, main_is_kept = not victim, False  # Main may have got new keys.
+                small_is_kept, main_is_kept = not victim, False  # Main may have new keys.
             else:
                 victim = self._main_victim(keep)
                 main_is_kept = not victim
@@ -158,7 +159,7 @@ class S3FIFO(Policy[K]):
             del (small if key in small else main)[key]
 
     def _small_victim(self, keep: Callable[[K], bool]) -> list[K]:
-        """Move on from probation, used keys to main, until one can go; that becomes a ghost. None if all are kept."""
+        """Take keys from probation, used ones to main, until one can go and becomes a ghost. [] if all are kept."""
         small, ghosts = self._small, self._ghosts
         kept_in_a_row = 0
         while kept_in_a_row < len(small):
@@ -176,7 +177,7 @@ class S3FIFO(Policy[K]):
         return []
 
     def _main_victim(self, keep: Callable[[K], bool]) -> list[K]:
-        """Go round main, each key spending a use, until one without uses can go. None if all are kept."""
+        """Go round main, each key spending a use, until one without uses can go. [] if all are kept."""
         main = self._main
         kept_in_a_row = 0
         while kept_in_a_row < len(main):
@@ -195,7 +196,7 @@ class S3FIFO(Policy[K]):
 def _retire(
     victims: list[K], order: OrderedDict[K, None], ghosts: OrderedDict[K, None], keep: Callable[[K], bool]
 ) -> None:
-    """Turn the victims into ghosts, and renew what was passed over because it is kept."""
+    """Turn the victims into ghosts, and renew the kept keys at the cold end."""
     for key in victims:
         del order[key]
         ghosts[key] = None

@@ -1,51 +1,33 @@
-"""Orders that take hints, whatever their policy: what is over goes first, and what is retained is passed over.
+"""Orders with hints, for any policy: demoted keys go first, and retained keys are passed over.
 
-An order is wrapped when the first hint comes: until then hints cost nothing. What was there before counts as used by
-others, because nobody has looked.
+An order is wrapped when the first hint comes; until then hints cost nothing. Keys inserted before that count as shared,
+because no session was tracked.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import count, filterfalse, islice
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic
 
-from kvtier.hints import Hint
-from kvtier.policies.policy import Hinted
+from kvtier.hints import Advice, Hint
+from kvtier.policies.policy import K, Order
 
-_REST_KEYS = 1  # A conversation goes on without the chunk that was filled in part only.
-_NEW = 0  # As a session: the key came since the first hint, and no request that used it has ended.
+_REST_KEYS = 1  # A conversation goes on without its last chunk, which was only partly filled.
+_NEW = 0  # The session of a key that came since the first hint and that no ended request has used.
 _STALE_MIN = 1_024  # Fewer outdated entries than this are not worth a new heap.
-
-K = TypeVar("K", bound=Hashable)
-
-
-class Order(Protocol[K]):
-    """What is wrapped: a `Policy`, or a `NumberOrder`."""
-
-    def insert(self, keys: Sequence[K], /) -> None: ...
-    def touch(self, keys: Sequence[K], /) -> None: ...
-    def rank(self, keys: Sequence[K], /) -> None: ...
-    def remove(self, keys: Sequence[K], /) -> None: ...
-    def evict(self, count: int, keep: Callable[[K], Any], incoming: Sequence[Any] = (), /) -> list[K] | None: ...
-
-
-class Evict(Protocol[K]):
-    """`Policy.evict`."""
-
-    def __call__(self, count: int, keep: Callable[[K], Any], incoming: Sequence[Any], /) -> list[K] | None: ...
 
 
 class Sessions(Generic[K]):
-    """The sessions of resident keys: which ones several have used, and which are one session's own.
+    """The sessions of resident keys: which keys several sessions have used, and which only one.
 
-    A request continues the session whose last request used its deepest known key, if nothing of that one is left out.
-    What it finds before that, and all that it finds of a session that it branches off from, several have used.
+    A request continues the session whose last request used its deepest known key, if at most the rest of that one is
+    left out. Known keys before that, and all known keys of a session that it branches off from, are shared.
     """
 
     def __init__(self) -> None:
-        self._session: dict[K, int] = {}  # The last request that used a key; a key that is not in here is others'.
-        self._keys: dict[int, int] = {}  # How many keys a request was the last one to use.
+        self._session: dict[K, int] = {}  # The last request that used a key. A key without one is shared.
+        self._keys: dict[int, int] = {}  # The number of keys that a request was the last to use.
         self._numbers = count(_NEW + 1)
         self._shared: set[K] = set()
 
@@ -58,7 +40,7 @@ class Sessions(Generic[K]):
             self._shared.discard(key)
 
     def moved(self, old: K, new: K) -> None:
-        """Take note that a key has another name now."""
+        """Track a key under its new name."""
         if old in self._session:
             self._session[new] = self._session.pop(old)
         if old in self._shared:
@@ -66,8 +48,8 @@ class Sessions(Generic[K]):
             self._shared.add(new)
 
     def ended(self, keys: Sequence[K]) -> list[K]:
-        """Take note of a request's end; return which of its keys no other session has used."""
-        if not keys:  # All that it used has gone meanwhile.
+        """Record the end of a request; return the keys used by its session alone."""
+        if not keys:  # All of its keys have been evicted.
             return []
         before = [self._take(key) for key in keys]
         known = next((place for place in range(len(keys) - 1, -1, -1) if before[place] != _NEW), -1)
@@ -82,7 +64,7 @@ class Sessions(Generic[K]):
         return list(filterfalse(self._shared.__contains__, keys))
 
     def _take(self, key: K) -> int | None:
-        """Take a key from who used it last; None if nobody knows."""
+        """Remove a key from its last request and return that; None if it is not known."""
         number = self._session.pop(key, None)
         if number:
             left = self._keys[number] - 1
@@ -94,17 +76,17 @@ class Sessions(Generic[K]):
 
 
 class Retained(Generic[K]):
-    """Keys that are passed over until their time is over: at most `keys_max`, those of low priority first to go.
+    """Keys to be passed over until their times: at most `keys_max`; low priorities are let go first.
 
-    Time is an argument. The same key retained again stays until the later of both times, with the higher priority.
+    Time is an argument. A key that is retained again stays until the later of both times, with the higher priority.
     """
 
     def __init__(self, keys_max: int) -> None:
         self.keys_max = keys_max
-        self.cut = 0  # Keys that were not retained, or not for all of their time: beyond the share, or for room.
+        self.cut = 0  # Keys that were not retained, or not for all of their time: above the share, or for room.
         self._terms: dict[K, tuple[float, int]] = {}  # Until when, and with which priority.
         self._by_priority: dict[int, OrderedDict[K, None]] = {}  # The first to be let go first; none is empty.
-        self._ends: list[tuple[float, int, K]] = []  # A heap; some are outdated.
+        self._ends: list[tuple[float, int, K]] = []  # A heap; some entries are outdated.
         self._numbers = count()  # Keys need not be comparable.
 
     def __len__(self) -> int:
@@ -117,7 +99,7 @@ class Retained(Generic[K]):
         return iter(self._terms)
 
     def retain(self, keys: Sequence[K], until: float, priority: int) -> None:
-        """Retain keys, in prefix order, or as many leading ones as there is room for; lower priorities give way."""
+        """Retain keys in prefix order, as many leading ones as there is room for; lower priorities give way."""
         room = self.keys_max - len(self._terms)
         taken: list[K] = []
         for key in keys:
@@ -136,14 +118,14 @@ class Retained(Generic[K]):
             self._ends.sort()
 
     def expire(self, now: float) -> None:
-        """Let go of what has had its time."""
+        """Let go of keys whose time has passed."""
         while self._ends and self._ends[0][0] <= now:
             until, _, key = heappop(self._ends)
             if key in self._terms and self._terms[key][0] <= until:
                 self.discard((key,))
 
     def let_go(self, keys: int) -> None:
-        """Let go of so many keys before their time, the lowest priority first."""
+        """Let go of up to `keys` keys before their time, the lowest priority first."""
         for _ in range(min(keys, len(self._terms))):
             self._let_go(min(self._by_priority))
 
@@ -153,7 +135,7 @@ class Retained(Generic[K]):
                 self._leave(key, self._terms.pop(key)[1])
 
     def moved(self, old: K, new: K) -> None:
-        """Take note that a key has another name now."""
+        """Retain a key under its new name."""
         if old in self._terms:
             until, priority = self._terms[old]
             self.discard((old,))
@@ -173,7 +155,7 @@ class Retained(Generic[K]):
             del self._by_priority[priority]
 
     def _displace(self, priority: int) -> bool:
-        """Make room for one key of this priority; False if nothing has a lower one."""
+        """Make room for one key of this priority; False if no retained key has a lower one."""
         lowest = min(self._by_priority, default=priority)
         if lowest >= priority:
             return False
@@ -186,25 +168,26 @@ class Retained(Generic[K]):
 
 
 class HintedOrder(Generic[K]):
-    """An order with hints: it evicts what was demoted first, and what is retained only when there is nothing else.
+    """An order with hints: it evicts demoted keys first, and retained ones only if there are no others.
 
-    A policy that is `Hinted` learns how much a hint at a request's end is worth. For any other policy, the keys of a
-    session that is over are demoted, unless another session has used them. A demoted key that is used again is as any
-    other.
+    A policy that learns hints is told them. For any other policy, the keys of a session that is over are demoted,
+    unless another session has used them. A demoted key that is used again is like any other.
     """
 
-    def __init__(self, order: Order[K], retained_max: int, clock: Callable[[], float] | None = None) -> None:
-        """Wrap an order that may have keys by now. `retained_max`: how many keys may be retained at once.
+    learns_hints = True
 
-        `clock`: whose times `until` are of; None: the owner lets go of what is `retained` for its time.
+    def __init__(self, order: Order[K], retained_max: int, clock: Callable[[], float] | None = None) -> None:
+        """Wrap an order, which may have keys already. `retained_max`: how many keys may be retained at once.
+
+        `clock`: the time of `until`; without it, the owner calls `retained.expire`.
         """
         self._clock = clock
         self.retained = Retained[K](retained_max)
         self._order: Any = order
-        self._sessions = None if isinstance(order, Hinted) else Sessions[K]()
+        self._sessions = None if order.learns_hints else Sessions[K]()
         self._demoted: OrderedDict[K, None] = OrderedDict()  # The first to go first.
 
-    # What says that a key is used, comes or goes.
+    # What an order does.
 
     def insert(self, keys: Sequence[K], after: K | None = None, /) -> None:
         if after is None:
@@ -218,15 +201,15 @@ class HintedOrder(Generic[K]):
         self._order.insert_coldest(keys)
 
     def touch(self, keys: Sequence[K], /) -> None:
-        self._use(keys)
+        self.spare(keys)
         self._order.touch(keys)
 
-    def rank(self, keys: Sequence[K], /) -> None:
-        self._use(keys)
-        self._order.rank(keys)
+    def rank(self, keys: Sequence[K], hint: Hint | None = None, /) -> None:
+        self.spare(keys)
+        self._order.rank(keys, hint)
 
     def move(self, old: K, new: K, /) -> None:
-        self._use((old,))
+        self.spare((old,))
         self._order.move(old, new)
         self.retained.moved(old, new)
         if self._sessions is not None:
@@ -234,26 +217,37 @@ class HintedOrder(Generic[K]):
 
     def remove(self, keys: Sequence[K], /) -> None:
         self._order.remove(keys)
-        self._forget(keys)
+        self.spare(keys)
+        self.retained.discard(keys)
+        self.gone(keys)
 
     def grow(self, capacity: int, /) -> None:
         self._order.grow(capacity)
 
     # Hints.
 
-    def end(self, keys: Sequence[K], hint: Hint | None = None) -> Sequence[K]:
-        """Rank the keys of a request that ends, all that it used, with what was said of it.
+    def advise(self, advice: Advice[K], now: float) -> None:
+        """Apply advice to resident keys. `now` and the times of retained keys are of one clock."""
+        match advice.kind:
+            case "rank" if advice.hint is None:
+                self.rank(advice.keys)
+            case "rank":
+                self.end(advice.keys, advice.hint)
+            case "demote":
+                self.demote(advice.keys)
+            case "retain":
+                self.retained.expire(now)
+                self.retain(advice.keys, now + advice.seconds, advice.priority)
 
-        Return what no other session has used, if its session is over: that is demoted.
+    def end(self, keys: Sequence[K], hint: Hint | None = None) -> Sequence[K]:
+        """Rank all keys of a request that ends; return the keys of its session alone if that is over.
+
+        Those are demoted.
         """
-        self._use(keys)
         if self._sessions is None:
-            if hint is None:
-                self._order.rank(keys)
-            else:
-                self._order.rank_hinted(keys, hint)
+            self.rank(keys, hint)
             return ()
-        self._order.rank(keys)
+        self.rank(keys)
         own = self._sessions.ended(keys)
         if hint is None or not hint.over:
             return ()
@@ -261,20 +255,22 @@ class HintedOrder(Generic[K]):
         return own
 
     def demote(self, keys: Sequence[K]) -> None:
-        """Have these keys go before all others, tail first, unless they are used again."""
+        """Evict these keys before all others, tail first, unless they are used again."""
         self.retained.discard(keys)
         for key in reversed(keys):
             self._demoted[key] = None
             self._demoted.move_to_end(key)
 
-    def spare(self, keys: Iterable[K]) -> None:
-        """Take back that these keys were demoted; that counts as no access."""
-        self._use(keys)
-
     def retain(self, keys: Sequence[K], until: float, priority: int) -> None:
-        """Pass over these keys until then, as far as the share of what is retained allows."""
-        self._use(keys)
+        """Pass over these keys until then, as far as the share of retained keys allows."""
+        self.spare(keys)
         self.retained.retain(keys, until, priority)
+
+    def spare(self, keys: Iterable[K]) -> None:
+        """Undo the demotion of keys, without an access."""
+        if self._demoted:
+            for key in keys:
+                self._demoted.pop(key, None)
 
     # Victims.
 
@@ -285,7 +281,7 @@ class HintedOrder(Generic[K]):
         return victims
 
     def leave(self, count: int, keep: Callable[[K], Any], incoming: Sequence[Any] = (), /) -> list[K] | None:
-        """Choose victims that may `come_back`; until then, or until they have `gone`, their sessions are known."""
+        """Choose victims that may `come_back`. Their sessions are known until then, or until they are `gone`."""
         if self.retained and self._clock is not None:
             self.retained.expire(self._clock())
         victims: list[K] = []
@@ -297,16 +293,16 @@ class HintedOrder(Generic[K]):
                 break
             self.retained.let_go(let_go)
             let_go *= 2
-        self._use(victims)
+        self.spare(victims)
         self.retained.discard(victims)
         return None if part is None else victims
 
     def come_back(self, keys: Sequence[K]) -> None:
-        """Take back in what has left, as the same as before."""
+        """Insert keys that had left, with the sessions that they had."""
         self._order.insert(keys)
 
     def gone(self, keys: Iterable[K]) -> None:
-        """Forget what has left and does not come back."""
+        """Forget the sessions of keys that left for good."""
         if self._sessions is not None:
             self._sessions.gone(keys)
 
@@ -315,25 +311,13 @@ class HintedOrder(Generic[K]):
         return (lambda key: key in retained or keep(key)) if retained else keep
 
     def _evict(self, count: int, keep: Callable[[K], Any], incoming: Sequence[Any]) -> list[K] | None:
-        evict: Evict[K] = self._order.evict
         demoted = list(islice(filterfalse(keep, self._demoted), count))
-        if not demoted:
-            return evict(count, keep, incoming)
         chosen, others = set(demoted), list[K]()
-        if len(demoted) < count:
-            evicted = evict(count - len(demoted), lambda key: key in chosen or keep(key), incoming)
-            if evicted is None:
-                return None
+        if not demoted or len(demoted) < count:
+            keeping = (lambda key: key in chosen or keep(key)) if chosen else keep
+            evicted: list[K] | None = self._order.evict(count - len(demoted), keeping, incoming)
+            if evicted is None or not demoted:
+                return evicted
             others = evicted
         self._order.remove(demoted)
         return demoted + others
-
-    def _use(self, keys: Iterable[K]) -> None:
-        if self._demoted:
-            for key in keys:
-                self._demoted.pop(key, None)
-
-    def _forget(self, keys: Sequence[K]) -> None:
-        self._use(keys)
-        self.retained.discard(keys)
-        self.gone(keys)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import filterfalse
 from typing import Any, Generic
 
+from kvtier.hints import Hint
 from kvtier.policies.hinted import HintedOrder
 from kvtier.policies.numbered import LinkedLRU, NumberOrder
 from kvtier.policies.plain import LRU
@@ -27,6 +28,7 @@ class Leaving(Generic[K]):
     def __init__(self, order: "NumberOrder | Policy[K]", ahead: int) -> None:
         """`ahead`: who have left and are still there, when one goes and another leaves."""
         self._order: Any = order
+        self.learns_hints = order.learns_hints
         self._later = type(order) in _AT_ANY_TIME  # Who leaves in place of others is chosen by the next `leave`.
         self._hinted: HintedOrder[K] | None = None  # The same order, from the first hint on.
         self._ahead = ahead
@@ -91,9 +93,9 @@ class Leaving(Generic[K]):
         self.come_back(keys)
         self._order.touch(keys)
 
-    def rank(self, keys: Sequence[K]) -> None:
+    def rank(self, keys: Sequence[K], hint: Hint | None = None) -> None:
         self.come_back(keys)
-        self._order.rank(keys)
+        self._order.rank(keys, hint)
 
     def move(self, old: K, new: K) -> None:
         self.come_back((old,))

@@ -1,51 +1,47 @@
-"""Orders of small numbers, such as rows and slots: an LRU among the numbers themselves, and any policy of their keys.
+"""Orders of small numbers, such as rows and slots: a linked LRU, and an adapter for any policy of their keys.
 
-Policies speak of keys, because some remember keys that have gone. An LRU remembers none. Numbers need no hashing and no
-entry of their own: 8 bytes each, where an ordered dictionary takes 90 to 140.
+Policies order keys, because some remember evicted keys. An LRU remembers none. Numbers need no hashing and no entries:
+8 bytes each, where an ordered dictionary takes 90 to 140.
 """
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, Protocol
+from typing import Generic, Protocol
 
 from kvtier.hints import Hint
 from kvtier.policies.density import Density
 from kvtier.policies.plain import LRU
-from kvtier.policies.policy import Hinted, K, Policy
+from kvtier.policies.policy import K, Order, Policy
 
 
-class NumberOrder(Protocol):
-    """An order of numbers that each have a key. It promises what `Policy` does.
+class NumberOrder(Order[int], Protocol):
+    """An order of numbers, each with a key. It promises what `Policy` does.
 
-    `incoming` are keys, which have no number yet. `keep` may answer with a count of pins: a number that has any stays.
-    `after` is the number that new ones continue. An order that can do so lets them leave just before it.
+    `incoming` are keys, which have no number yet. `keep` may return a count of pins; a pinned number stays. `after` is
+    the number that new ones continue: if the order can do so, they leave just before it.
     """
 
     def insert(self, keys: Sequence[int], after: int | None = None, /) -> None: ...
     def insert_coldest(self, keys: Iterable[int], /) -> None:
-        """Take in what is colder than all others, if the order can tell; the hottest first."""
+        """Insert numbers colder than all others, hottest first, if the order can do so."""
         ...
 
-    def touch(self, keys: Sequence[int], /) -> None: ...
-    def rank(self, keys: Sequence[int], /) -> None: ...
     def move(self, old: int, new: int, /) -> None:
-        """Count an access to a key that has another number now."""
+        """Count an access to a key whose number has changed."""
         ...
 
-    def remove(self, keys: Sequence[int], /) -> None: ...
-    def evict(self, count: int, keep: Callable[[int], int], incoming: Sequence[Any] = (), /) -> list[int] | None: ...
     def grow(self, capacity: int, /) -> None:
-        """Take numbers below `capacity` from now on."""
+        """Accept numbers below `capacity`."""
         ...
 
 
 def number_order(
     policy: Policy[K], capacity: int, keys: Sequence[K | None], number: Callable[[K], int | None]
 ) -> NumberOrder:
-    """Return the order of a new policy. `keys` says which key each number has, and `number` which a key has."""
-    if type(policy) is LRU:  # Not a subclass: that may do anything.
+    """Return the order of a new policy. `keys` maps each number to its key, and `number` a key to its number."""
+    if type(policy) is LRU:  # A subclass may do anything.
         return LinkedLRU(capacity)
-    if isinstance(policy, Density) and type(policy) is Density:
+    if type(policy) is Density:
         return policy.numbered(capacity, keys)
     return KeyOrder(policy, keys, number)
 
@@ -54,12 +50,11 @@ class LinkedLRU(Policy[int]):
     """An LRU among numbers below `capacity`: two links each."""
 
     def __init__(self, capacity: int) -> None:
-        self._end = capacity  # Stands between the hottest and the coldest.
-        self._hotter = array("I", [capacity]) * (capacity + 1)  # The next hotter one; the end's: the coldest.
+        self._end = capacity  # A sentinel between the hottest and the coldest.
+        self._hotter = array("I", [capacity]) * (capacity + 1)  # The next hotter one; the sentinel's is the coldest.
         self._colder = array("I", [capacity]) * (capacity + 1)
 
     def grow(self, capacity: int) -> None:
-        """Take keys below `capacity` from now on."""
         hotter, colder, end = self._hotter, self._colder, self._end
         coldest, hottest = hotter[end], colder[end]
         for links in (hotter, colder):
@@ -70,7 +65,7 @@ class LinkedLRU(Policy[int]):
         self._end = capacity
 
     def insert(self, keys: Sequence[int], after: int | None = None) -> None:
-        """Make the keys resident, tail first: the hottest, or next colder than `after`, which is resident."""
+        """Make the keys resident, tail first: as the hottest, or next colder than the resident `after`."""
         hotter, colder = self._hotter, self._colder
         above = self._end if after is None else after
         below = colder[above]
@@ -82,7 +77,6 @@ class LinkedLRU(Policy[int]):
         colder[above] = below
 
     def insert_coldest(self, keys: Iterable[int]) -> None:
-        """Make the keys resident, head first, all of them colder than what is."""
         hotter, colder, end = self._hotter, self._colder, self._end
         above = hotter[end]
         for key in keys:
@@ -101,11 +95,10 @@ class LinkedLRU(Policy[int]):
             self.remove(keys)
             self.insert(keys)
 
-    def rank(self, keys: Sequence[int]) -> None:
+    def rank(self, keys: Sequence[int], hint: Hint | None = None) -> None:
         self.touch(keys)
 
     def move(self, old: int, new: int) -> None:
-        """Renew what has another number now."""
         self.remove((old,))
         self.insert((new,))
 
@@ -138,7 +131,7 @@ class LinkedLRU(Policy[int]):
             colder[above] = below
 
     def _are_hottest(self, keys: Sequence[int]) -> bool:
-        """Say whether these lie at the hot end already, in this order: then there is nothing to move."""
+        """Return True if the keys are at the hot end already, in this order."""
         colder = self._colder
         hottest = colder[self._end]
         for key in keys:
@@ -148,11 +141,11 @@ class LinkedLRU(Policy[int]):
         return True
 
     def _lie_together(self, keys: Sequence[int]) -> bool:
-        """Say whether these lie side by side, in this order: most do that one request stored or used."""
+        """Return True if the keys are neighbours, in this order. Most keys of one request are."""
         return list(map(self._colder.__getitem__, keys[:-1])) == [*keys[1:]]
 
     def _move_hottest(self, first: int, last: int) -> None:
-        """Move all from `first` down to `last`, which is not the hottest, to the hot end."""
+        """Move the neighbours from `first` down to `last`, which are not the hottest, to the hot end."""
         hotter, colder, end = self._hotter, self._colder, self._end
         above, below = hotter[first], colder[last]
         hotter[below], colder[above] = above, below
@@ -161,7 +154,7 @@ class LinkedLRU(Policy[int]):
         hotter[first], colder[end] = end, first
 
     def _renew_coldest(self, keep: Callable[[int], int]) -> None:
-        """Renew what is kept at the cold end: or else every call would pass over it again."""
+        """Renew the kept keys at the cold end. Otherwise every call would pass over them again."""
         hotter, end = self._hotter, self._end
         kept: list[int] = []
         key = hotter[end]
@@ -174,18 +167,15 @@ class LinkedLRU(Policy[int]):
 
 
 class KeyOrder(Generic[K]):
-    """A policy of keys that is told, and answers, in their numbers."""
+    """A policy of keys as an order of their numbers."""
 
     def __init__(self, policy: Policy[K], keys: Sequence[K | None], number: Callable[[K], int | None]) -> None:
         self._policy = policy
         self._keys = keys
         self._number = number
-        if isinstance(policy, Hinted):
-            self.rank_hinted = self._rank_hinted
+        self.learns_hints = policy.learns_hints
 
-    rank_hinted: Callable[[Sequence[int], Hint], None]  # Of the instance, and there only if its policy is `Hinted`.
-
-    def insert(self, keys: Sequence[int], after: int | None = None, /) -> None:  # Keys know no place.
+    def insert(self, keys: Sequence[int], after: int | None = None, /) -> None:  # Policies know no places.
         self._policy.insert(self._named(keys))
 
     def insert_coldest(self, keys: Iterable[int], /) -> None:
@@ -194,10 +184,10 @@ class KeyOrder(Generic[K]):
     def touch(self, keys: Sequence[int], /) -> None:
         self._policy.touch(self._named(keys))
 
-    def rank(self, keys: Sequence[int], /) -> None:
-        self._policy.rank(self._named(keys))
+    def rank(self, keys: Sequence[int], hint: Hint | None = None, /) -> None:
+        self._policy.rank(self._named(keys), hint)
 
-    def move(self, old: int, new: int, /) -> None:  # The key is the same.
+    def move(self, old: int, new: int, /) -> None:
         self._policy.touch(self._named((new,)))
 
     def remove(self, keys: Sequence[int], /) -> None:
@@ -209,11 +199,7 @@ class KeyOrder(Generic[K]):
         return None if victims is None else [_known(number(key)) for key in victims]
 
     def grow(self, capacity: int, /) -> None:
-        """See `NumberOrder`: a policy is told at its start how many keys there will be."""
-
-    def _rank_hinted(self, keys: Sequence[int], hint: Hint) -> None:
-        assert isinstance(self._policy, Hinted)
-        self._policy.rank_hinted(self._named(keys), hint)
+        pass  # The policy was given its capacity when it was made.
 
     def _named(self, numbers: Iterable[int]) -> list[K]:
         keys = self._keys

@@ -10,7 +10,7 @@ A name is built in, an installed distribution's, or written out as `module:Class
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Generic, Protocol, TypeGuard, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Generic, Protocol, TypeGuard, TypeVar
 
 from kvtier.errors import ConfigError
 from kvtier.hints import Hint
@@ -36,6 +36,9 @@ class Policy(ABC, Generic[K]):
     never touches, ranks or removes an absent one. No batch names a key twice. The same calls give the same victims.
     """
 
+    learns_hints: ClassVar[bool] = False
+    """True if `rank` heeds its hint. For other policies, the owner demotes the keys of a session that is over."""
+
     @abstractmethod
     def __init__(self, capacity: int) -> None:
         """Start empty. `capacity` (at least 1): the most keys that will ever be resident at once."""
@@ -49,25 +52,25 @@ class Policy(ABC, Generic[K]):
         """Count one access to each of these resident keys, tail first."""
 
     @abstractmethod
-    def rank(self, keys: Sequence[K]) -> None:
+    def rank(self, keys: Sequence[K], hint: Hint | None = None) -> None:
         """Renew the recency of these resident keys, tail first, without counting an access.
 
         Called when a request ends, with all its keys, so that pieces that came at different steps end in prefix
-        order. A policy that does not order by recency ignores it.
+        order. A policy that does not order by recency ignores it. `hint`: what was said of the request's future; only
+        a policy that `learns_hints` is given one.
         """
 
     @abstractmethod
     def evict(self, count: int, keep: Callable[[K], bool], incoming: Sequence[K] = ()) -> list[K] | None:
         """Choose `count` resident keys for which `keep` is false, forget and return them; None if there are fewer.
 
-        None leaves everything as it was, and costs a look at every resident key. An owner that counts the keys that it
-        keeps need not ask.
+        None changes nothing, and costs a look at every resident key. An owner that counts its kept keys need not ask.
 
-        `keep` is asked at most a few times for a key, coldest first. A key that it keeps costs one look a call, not one
-        a victim. A policy may take a key that is kept at the cold end for one in use, and renew it. Then a row that is
-        pinned for long is not passed over again in every call.
+        `keep` is called at most a few times for a key, coldest first. A kept key costs one look a call, not one
+        a victim. A policy may take a kept key at the cold end for one in use, and renew it. Then a row that is pinned
+        for long is not passed over again in every call.
 
-        `incoming`: the keys that the room is for. They are inserted next if this succeeds. A policy with ghosts adapts
+        `incoming`: the keys that need the room. They are inserted next if this succeeds. A policy with ghosts adapts
         to them.
         """
 
@@ -76,17 +79,20 @@ class Policy(ABC, Generic[K]):
         """Forget these resident keys for a reason other than room: a failed store, a reset. They leave no ghosts."""
 
 
-@runtime_checkable
-class Hinted(Protocol):
-    """A policy that also hears what an application says of a request's future."""
+class Order(Protocol[K]):
+    """The calls of a policy, whatever the owner's keys are."""
 
-    def rank_hinted(self, keys: Sequence[Any], hint: Hint, /) -> None:
-        """Do what `rank` does, for a request that ends with a hint."""
-        ...
+    @property
+    def learns_hints(self) -> bool: ...
+    def insert(self, keys: Sequence[K], /) -> None: ...
+    def touch(self, keys: Sequence[K], /) -> None: ...
+    def rank(self, keys: Sequence[K], hint: Hint | None = None, /) -> None: ...
+    def remove(self, keys: Sequence[K], /) -> None: ...
+    def evict(self, count: int, keep: Callable[[K], Any], incoming: Sequence[Any] = (), /) -> list[K] | None: ...
 
 
 def known_policies() -> tuple[str, ...]:
-    """Return the names of all policies, sorted: the built-in ones and those that distributions bring."""
+    """Return the names of all policies, sorted: built-in ones and those of installed distributions."""
     return known_names(_BUILT_IN, ENTRY_POINT_GROUP)
 
 
@@ -94,7 +100,7 @@ def policy_class(name: str) -> type[Policy[Any]]:
     """Return the class of a policy: a built-in name, an entry point's, or `module:Class`.
 
     A built-in name always means the built-in policy. Raises `ConfigError` if there is no such policy, if its module or
-    a package that it needs is not installed, and if it is no complete `Policy`.
+    a required package is not installed, or if it is no complete `Policy`.
     """
     found = find_class("policy", name, _BUILT_IN, ENTRY_POINT_GROUP)
     if not _is_policy(found):
@@ -106,7 +112,7 @@ def policy_class(name: str) -> type[Policy[Any]]:
 
 
 def require_policy(name: str) -> None:
-    """Refuse an option `eviction_policy` that names none: a `ConfigError` that begins with the field to mend."""
+    """Reject an unknown policy of the option `eviction_policy`: the `ConfigError` begins with the option's name."""
     try:
         policy_class(name)
     except ConfigError as error:

@@ -1,29 +1,29 @@
-"""Returns: how likely keys are used again, by label and age, learned from what came back; and what waiting is worth.
+"""Returns: the chance that keys are used again, by label and age, learned from returns; and what waiting is worth.
 
 Ages are counted in requests and grouped in steps: 0, 1, 2 to 3, 4 to 7 and so on. Labels are the leaves of a tree. The
-figures of a label are completed by those of its parent. So a label that was seen rarely is no guess.
+figures of a label are completed by those of its parent, so a rare label is no guess.
 """
 
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 STEPS = 17
-LABELS_MAX = 2_048  # Beyond, none with hints is added: some megabytes, and some milliseconds a halving.
-_WIDTHS = (1, *(1 << step for step in range(STEPS - 1)))  # How many requests a step lasts.
-_PRIOR = 0.05  # The chance of a return in any one step, before anything is known: like an LRU's, 1 / age.
-_PRIOR_RUNS = 500  # How many runs that prior counts for.
-_CHANCE_MAX = 0.9  # What a branch's factor may make of its parent's chances.
-_FRESH_REQUESTS = 128  # So long a label's worth is not computed anew.
-_HALVING_REQUESTS = 4_096  # What was seen counts half after so many requests: workloads drift.
-_DIGITS = 12  # Of an index: labels that know the same are equal, in whatever order it was computed.
+LABELS_MAX = 2_048  # Labels with hints; further ones are ignored. A few MB, and some milliseconds a halving.
+_WIDTHS = (1, *(1 << step for step in range(STEPS - 1)))  # Requests that a step lasts.
+_PRIOR = 0.05  # The chance of a return in a step before anything is known: an LRU's, 1 / age.
+_PRIOR_RUNS = 500  # Runs that the prior counts for.
+_CHANCE_MAX = 0.9  # The most that a branch's factor makes of its parent's chance.
+_FRESH_REQUESTS = 128  # A label's worth is not computed again for this long.
+_HALVING_REQUESTS = 4_096  # Counts are halved this often, because workloads drift.
+_DIGITS = 12  # Of an index: labels with the same counts are equal, whatever the order of computing.
 
 
 class Branch(NamedTuple):
     """A step down the tree of labels: its name, and how far it is believed to resemble its parent."""
 
     name: Hashable
-    trust_runs: int  # How many runs the parent's chances count for.
-    factor: float = 1.0  # By which the chances are thought to differ from the parent's.
+    trust_runs: int  # Runs that the parent's chances count for.
+    factor: float = 1.0  # By which the chances probably differ from the parent's.
     is_hint: bool = False  # Labels without hints are a few hundred at most; with hints, clients make them up.
 
 
@@ -37,8 +37,8 @@ class Label:
         self.branch = branch
         self.first_cell = first_cell  # The cell of step 0; those of the other steps follow.
         self.children: dict[Hashable, Label] = {}
-        self.hits = [0.0] * STEPS  # Keys that came back at this step,
-        self.risks = [0.0] * STEPS  # of so many that could have.
+        self.hits = [0.0] * STEPS  # Keys that were used again in each step,
+        self.risks = [0.0] * STEPS  # of those that could have been.
         self.chances: Sequence[float] = ()
         self.computed_at = self.ranked_at = -_FRESH_REQUESTS
 
@@ -54,7 +54,7 @@ class Returns:
         self._runs = self._keys = 0.0
 
     def label(self, path: Sequence[Branch]) -> Label:
-        """Return the label at the end of a path from the root, or as far along as there are labels to be had."""
+        """Return the label at the end of a path from the root, or the last one on it if no more may be added."""
         label = self._root
         for branch in path:
             if branch.name not in label.children and path[0].is_hint and len(self._labels) >= LABELS_MAX:
@@ -63,7 +63,7 @@ class Returns:
         return label
 
     def forget(self, name: Hashable) -> None:
-        """Forget what was seen of a branch of the root: it means something else from now on."""
+        """Forget the counts of a branch of the root, which gets another meaning."""
         labels = [self._root.children[name]] if name in self._root.children else []
         while labels:
             label = labels.pop()
@@ -72,7 +72,7 @@ class Returns:
             labels += label.children.values()
 
     def began(self, label: Label, keys: int) -> None:
-        """Take note of a new run of so many keys, and make sure of its label's worth."""
+        """Count a new run of `keys` keys, and refresh its label's worth."""
         self._runs += 1
         self._keys += keys
         if self.now - label.ranked_at >= _FRESH_REQUESTS:
@@ -81,7 +81,7 @@ class Returns:
             self.worth[first : first + STEPS] = _indexes(self._chances(label))
 
     def returned(self, label: Label | None, step: int, keys: int) -> None:
-        """Count keys that were used again."""
+        """Count keys that were used again in this step."""
         while label is not None:
             label.hits[step] += keys
             label.risks[step] += keys
@@ -94,7 +94,7 @@ class Returns:
             label = label.parent
 
     def tick(self) -> int:
-        """Count a request that has ended; return how many have."""
+        """Count the end of a request; return the number of ended requests."""
         self.now += 1
         if self.now % _HALVING_REQUESTS == 0:
             self._runs /= 2
@@ -113,7 +113,7 @@ class Returns:
         return label
 
     def _chances(self, label: Label) -> Sequence[float]:
-        """Return the chance of a return in each step: what was seen, completed by the parent's (empirical Bayes)."""
+        """Return the chance of a return in each step: the counts, completed by the parent's (empirical Bayes)."""
         if self.now - label.computed_at >= _FRESH_REQUESTS:
             label.computed_at = self.now
             trust = label.branch.trust_runs * (self._keys / self._runs)
@@ -137,8 +137,7 @@ def _indexes(chances: Sequence[float]) -> list[float]:
     """Return each step's Gittins index: the best ratio of expected hits to expected waiting, over all horizons.
 
     Gittins, "Bandit processes and dynamic allocation indices", 1979. A horizon ends where the later steps are worth
-    less than the earlier ones. One pass from the last step finds them, with a stack of the steps that may still be
-    joined.
+    less than the earlier ones. One pass from the last step finds them, with a stack of steps that may still be joined.
     """
     indexes = [0.0] * len(chances)
     later: list[tuple[float, float, float]] = []  # Expected hits, expected waiting, and the chance to survive them.

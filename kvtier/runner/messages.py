@@ -7,13 +7,13 @@ travel as one bytes object and rows as packed u32: a list of bytes objects takes
 from array import array
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from kvtier.backend import OffloadKey
 from kvtier.errors import ChunkCorrupt, ChunkError, ChunkMissing, NoSpace
-from kvtier.hints import Hint
+from kvtier.hints import Advice, Hint
 
 
 class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
@@ -120,31 +120,22 @@ class Delete(_Message, frozen=True, tag="D"):
     keys: PackedKeys
 
 
-class Rank(_Message, frozen=True, tag="R"):
-    """Have a tier renew these chunks, in prefix order. Nothing comes back.
-
-    With a hint they are those of a request that is over: what was said of it, which may be nothing.
-    """
+class Advise(_Message, frozen=True, tag="A"):
+    """Give a tier `Advice`. There is no answer. A lost one costs only hits."""
 
     tier: int
+    kind: Literal["rank", "demote", "retain"]
     keys: PackedKeys
     hint: Hint | None = None
+    seconds: float = 0.0
+    priority: int = 0
 
+    @classmethod
+    def of(cls, tier: int, advice: Advice[OffloadKey]) -> "Advise":
+        return cls(tier, advice.kind, pack_keys(advice.keys), advice.hint, advice.seconds, advice.priority)
 
-class Demote(_Message, frozen=True, tag="M"):
-    """Have a tier let these chunks go before others. Nothing comes back."""
-
-    tier: int
-    keys: PackedKeys
-
-
-class Retain(_Message, frozen=True, tag="T"):
-    """Have a tier pass over these chunks for so long when it makes room. Nothing comes back."""
-
-    tier: int
-    keys: PackedKeys
-    seconds: float
-    priority: int
+    def advice(self) -> Advice[OffloadKey]:
+        return Advice(self.kind, unpack_keys(self.keys), self.hint, self.seconds, self.priority)
 
 
 class Acknowledge(_Message, frozen=True, tag="K"):
@@ -159,10 +150,7 @@ class Close(_Message, frozen=True, tag="Z"):
     deadline_s: float
 
 
-Advice = Rank | Demote | Retain
-"""What says in which order chunks should go. Nobody waits for it, and what is lost of it costs only that."""
-
-Action = Promote | Cascade | Probe | Delete | Advice | Acknowledge
+Action = Promote | Cascade | Probe | Delete | Advise | Acknowledge
 
 
 # Messages: runner → owner.

@@ -13,26 +13,22 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from kvtier.backend import Advised, Backend, OffloadKey, Outcome, Ranked, Read, Write
+from kvtier.backend import Advised, OffloadKey, Outcome, Read, Write
 from kvtier.errors import BackendClosed, BackendError, cause_of
-from kvtier.hints import Hint
 from kvtier.memory import Region
 from kvtier.remedies import Remedy
 from kvtier.runner.messages import (
     Acknowledge,
     Action,
-    Advice,
+    Advise,
     Answered,
     Cascade,
     Code,
     Delete,
-    Demote,
     Finished,
     Message,
     Probe,
     Promote,
-    Rank,
-    Retain,
     Returned,
     code_of,
     pack_rows,
@@ -96,7 +92,7 @@ class Runner:
                     self._spawn(action, self._probe(action))
                 case Delete():
                     self._spawn(action, self._delete(action))
-                case Rank() | Demote() | Retain() | Acknowledge():
+                case Advise() | Acknowledge():
                     self._tell(action)
 
     @property
@@ -255,33 +251,17 @@ class Runner:
             await asyncio.wait({task})
             _completed(task, self._logs[tier.name])
 
-    def _tell(self, action: Advice | Acknowledge) -> None:
-        """Tell a tier what nobody waits for an answer to."""
+    def _tell(self, action: Advise | Acknowledge) -> None:
+        """Carry out an action that has no answer."""
         try:
             if isinstance(action, Acknowledge):
                 self._reports[action.tier].acknowledge()
-            else:
-                _advise(self._tiers[action.tier].backend, action)
+            elif isinstance(backend := self._tiers[action.tier].backend, Advised):
+                backend.advise(action.advice())
         except (Exception, SystemExit):  # The supervisor's edge: a bug costs the tier's order, nothing else.
             logger.exception(
                 "tier %d: it does not take %s; see %s", action.tier, type(action).__name__, Remedy.CONTRACT
             )
-
-
-def _advise(backend: Backend, advice: Advice) -> None:
-    """Tell a tier in which order chunks should go, as far as it has one of its own."""
-    keys = unpack_keys(advice.keys)
-    match advice:
-        case Rank(hint=Hint() as hint) if isinstance(backend, Advised):
-            backend.rank_hinted(keys, hint)
-        case Rank() if isinstance(backend, Ranked):
-            backend.rank(keys)
-        case Demote() if isinstance(backend, Advised):
-            backend.demote(keys)
-        case Retain(seconds=seconds, priority=priority) if isinstance(backend, Advised):
-            backend.retain(keys, seconds, priority)
-        case _:
-            pass
 
 
 async def _in_time(work: Coroutine[Any, Any, None], deadline_s: float) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Coroutine
 from typing import NamedTuple
 
 from kvtier.backend import Backend, EngineId, FileMapper, TierContext, backend_class
-from kvtier.config import EngineConfig, TierConfig, tier_options
+from kvtier.config import LOADS_IN_FLIGHT_MAX, EngineConfig, TierConfig, tier_options
 from kvtier.errors import BackendUnavailable
 from kvtier.memory import is_of_a_limit, reason
 
@@ -134,6 +134,6 @@ async def _open_tier(index: int, tier: TierConfig, context: TierContext) -> Runn
         tier.name,
         backend,
         limits.deadline_s,
-        Budget(limits.load_bytes_in_flight, limits.load_chunks_in_flight),
+        Budget(limits.load_bytes_in_flight, LOADS_IN_FLIGHT_MAX),
         Budget(limits.store_bytes_in_flight, limits.store_chunks_in_flight),
     )

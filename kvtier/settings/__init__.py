@@ -1,7 +1,7 @@
 """Settings: fields of configuration structs, their units, words for errors, and plug-ins."""
 
-from kvtier.settings.fields import Checked, decode, struct_fields, struct_paths
-from kvtier.settings.foreign import foreign
+from kvtier.settings.fields import Checked, decode, option_fields, struct_fields, struct_paths
+from kvtier.settings.foreign import foreign, read_toml
 from kvtier.settings.plugins import find_class, known_names
 from kvtier.settings.secrets import check_secret, open_secret, secret_variable
 from kvtier.settings.units import (
@@ -49,8 +49,10 @@ __all__ = [
     "known_names",
     "names_a_path",
     "open_secret",
+    "option_fields",
     "parse_duration",
     "parse_size",
+    "read_toml",
     "secret_variable",
     "shown_age",
     "shown_bytes",

@@ -47,6 +47,9 @@ class Checked(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     rest: ClassVar[str | None] = None
     """Name of the field, a dict, that takes every key which is no field; None: such a key is a mistake."""
 
+    facts: ClassVar[frozenset[str]] = frozenset()
+    """Fields that a program sets. In a file or a mapping they do not exist, and neither does `rest`."""
+
     meant: ClassVar[Mapping[str, str]] = {}
     """Names that people write for fields: what a message suggests instead."""
 
@@ -118,7 +121,7 @@ def decode(
 
 def struct_paths(cls: type[msgspec.Struct], where: str = "") -> Iterator[str]:
     """Yield the paths of all fields of a struct and of those in it, such as `secondary_tiers[].limits.deadline_s`."""
-    for name, field in struct_fields(cls).items():
+    for name, field in option_fields(cls).items():
         yield _join(where, name)
         for inner, in_list in structs_in(field.type):
             yield from struct_paths(inner, _join(where, name) + "[]" * in_list)
@@ -128,27 +131,36 @@ def struct_paths(cls: type[msgspec.Struct], where: str = "") -> Iterator[str]:
 
 @cache
 def struct_fields(cls: type[msgspec.Struct]) -> dict[str, FieldInfo]:
-    """Return a struct's fields by the names that they have in a file."""
+    """Return all fields of a struct, by the names that they have in a file."""
     return {field.encode_name: field for field in msgspec.structs.fields(cls)}
+
+
+@cache
+def option_fields(cls: type[msgspec.Struct]) -> dict[str, FieldInfo]:
+    """Return the fields that a file may set."""
+    facts = {*cls.facts, cls.rest} if issubclass(cls, Checked) else set[str | None]()
+    return {name: field for name, field in struct_fields(cls).items() if field.name not in facts}
 
 
 def _struct(cls: type[S], given: object, path: str, siblings: tuple[str, ...] = ()) -> S:
     if isinstance(given, cls):
         return given
-    fields = struct_fields(cls)
-    table = _gathered(cls, _table(given, path), path)
-    for key in table:
-        if key not in fields:
-            meant = cls.meant.get(key) if issubclass(cls, Checked) else None
-            raise _UnknownFieldError(_join(path, key), key, [*siblings, *fields], meant)
+    fields, table = option_fields(cls), _table(given, path)
+    loose = {key: value for key, value in table.items() if key not in fields}
+    rest = cls.rest if issubclass(cls, Checked) else None
+    if loose and rest is None:
+        key = next(iter(loose))
+        raise _UnknownFieldError(_join(path, key), key, [*siblings, *fields], _meant(cls, key))
     for name, field in fields.items():
         if field.required and name not in table:
-            close = difflib.get_close_matches(name, set(_table(given, path)) - fields.keys(), n=1)
-            hint = f" (did you mean it by {close[0]!r}?)" if close else ""
-            raise ConfigError(f"{_join(path, name)}: missing, {accepted(field.type)} required{hint}")
-    rest = _rest(cls)  # Its keys were written beside the fields, so that is where a message places them.
-    paths = {key: path if key == rest else _join(path, key) for key in table}
-    values = {fields[key].name: _value(fields[key].type, value, paths[key]) for key, value in table.items()}
+            raise ConfigError(_missing(cls, field, path, loose))
+    values = {
+        field.name: _value(field.type, table[name], _join(path, name))
+        for name, field in fields.items()
+        if name in table
+    }
+    if loose and rest is not None:  # Written beside the fields, so that is where a message places them.
+        values[rest] = _value(struct_fields(cls)[rest].type, loose, path)
     try:
         return cls(**values)
     except ConfigError as error:  # From `__post_init__`, which knows its fields' names but not their path.
@@ -157,23 +169,18 @@ def _struct(cls: type[S], given: object, path: str, siblings: tuple[str, ...] = 
         raise ConfigError(f"{path}: {error}" if path else str(error)) from error
 
 
-def _gathered(cls: type[msgspec.Struct], table: dict[str, Any], path: str) -> dict[str, Any]:
-    """Move the keys that are no fields into the field that takes the rest, if the struct has one."""
-    rest = _rest(cls)
-    fields = struct_fields(cls)
-    loose = {key: value for key, value in table.items() if key not in fields}
-    if rest is None or not loose:
-        return table
-    kept = {key: value for key, value in table.items() if key in fields}
-    gathered = _table(kept.get(rest, {}), _join(path, rest))
-    for key in loose:
-        if key in gathered:
-            raise ConfigError(f"{_join(path, key)}: given twice, here and in {_join(path, rest)}")
-    return kept | {rest: gathered | loose}
+def _missing(cls: type[msgspec.Struct], field: FieldInfo, path: str, others: Iterable[str]) -> str:
+    name = field.encode_name
+    meant = [key for key in others if _meant(cls, key) == repr(name)]
+    close = meant or difflib.get_close_matches(name, others, n=1)
+    hint = f" (did you mean it by {close[0]!r}?)" if close else ""
+    return f"{_join(path, name)}: missing, {accepted(field.type)} required{hint}"
 
 
-def _rest(cls: type[msgspec.Struct]) -> str | None:
-    return cls.rest if issubclass(cls, Checked) else None
+def _meant(cls: type[msgspec.Struct], key: str) -> str | None:
+    """Return what a message suggests instead of the key, by the struct or one of its bases."""
+    bases = [base for base in cls.__mro__ if issubclass(base, Checked)]
+    return next((base.meant[key] for base in bases if key in base.meant), None)
 
 
 def _value(kind: Any, given: Any, path: str) -> Any:

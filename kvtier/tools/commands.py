@@ -126,17 +126,14 @@ COMMANDS = {
         "Make a trace from token ids.",
         ("kvtier trace convert tokens.jsonl --output converted.jsonl --block-tokens 16",),
     ),
-    "bench fs": Command(
+    "bench": Command(
         "kvtier.tools.bench.commands",
-        "fs",
-        "Measure a directory as an fs tier.",
-        ("kvtier bench fs . --chunk-sizes 128K --size 1M --rounds 1 --layouts segments",),
-    ),
-    "bench tiers": Command(
-        "kvtier.tools.bench.commands",
-        "tiers",
-        "Measure the tiers of a configuration, end to end.",
-        ("kvtier bench tiers kvtier.toml --size 1M --rounds 1 --json bench.json",),
+        "bench",
+        "Measure a directory or the tiers of a configuration.",
+        (
+            "kvtier bench . --chunk-sizes 128K --size 1M --rounds 1",
+            "kvtier bench kvtier.toml --size 1M --rounds 1 --json bench.json",
+        ),
     ),
     "completion": Command(
         "kvtier.tools.commands",
@@ -154,7 +151,6 @@ COMMANDS = {
 GROUPS = {
     "config": "Check configurations, kvtier's own and what vLLM is given.",
     "trace": "Inspect and make traces of requests.",
-    "bench": "Measure what this machine can do, and what kvtier makes of it.",
 }
 HINT = "Exit status: 0 success, 1 bad data found, 2 usage error, 3 I/O or system error; the reference has all."
 REMEDIES = f"Remedies for each message: {PAGE}"

@@ -1,8 +1,8 @@
-"""`kvtier config check`: the effective configuration, and what this machine will not bear out of it."""
+"""`kvtier config check`: the effective configuration, and what would fail on this machine."""
 
+import os
 import re
 import sys
-import tomllib
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
@@ -13,7 +13,7 @@ from kvtier.backend import Options
 from kvtier.config import EngineConfig, TierConfig, placed, read_json, read_tables, tier_options
 from kvtier.errors import ConfigError, one_line
 from kvtier.integrations.vllm_options import ANYWHERE, SecondaryOptions, VllmOptions, is_line, read_line
-from kvtier.settings import foreign
+from kvtier.settings import read_toml
 from kvtier.settings.words import is_list, is_table, secret_in, without_login
 from kvtier.tools import statuses
 from kvtier.tools.options import JsonOption
@@ -25,17 +25,17 @@ SECRET_NAME = re.compile(r"(?i)pass|secret|token|credential|(?:^|_)key(?:$|_)") 
 
 
 class CheckedConfig(msgspec.Struct, frozen=True):
-    """A configuration in the end, with defaults and without secrets."""
+    """The effective configuration, with defaults and without secrets."""
 
     configuration: dict[str, Any]
-    doubts: list[str]  # What this machine will not bear out.
+    doubts: list[str]  # What would fail on this machine.
 
 
 def check(
     path: Annotated[str, typer.Argument(metavar="FILE|-", help="TOML, JSON, or vLLM's --kv-transfer-config.")],
     json_path: JsonOption = None,
 ) -> None:
-    """Check a configuration, and show its fields with defaults, without secrets. Status 1: not for this machine."""
+    """Check a configuration, and show its fields with defaults, without secrets. Status 1: it would fail here."""
     check_outputs(json_path, None)
     config = _read(path)
     doubts = list(_doubts(config))
@@ -65,7 +65,7 @@ def _read(path: str) -> Config:
 
 def _stdin() -> object:
     text = sys.stdin.read()
-    return read_json(text) if text.lstrip().startswith("{") else foreign(tomllib.loads, text)
+    return read_json(text) if text.lstrip().startswith("{") else read_toml(text)
 
 
 def _tiers(config: Config) -> Iterator[tuple[str, Any]]:
@@ -82,9 +82,16 @@ def _tier(tier: TierConfig | SecondaryOptions) -> TierConfig:
 
 
 def _doubts(config: Config) -> Iterator[str]:
+    roots: dict[str, tuple[str, bool]] = {}  # Each root's first tier, and whether that tier shares it.
     for where, options in _tiers(config):
         if isinstance(options, Options):
             yield from (f"{where}.{doubt}" for doubt in options.doubts())
+        if (root := getattr(options, "root", None)) is None:
+            continue
+        shared = getattr(options, "shared", False)
+        first, first_shares = roots.setdefault(os.path.realpath(root), (where, shared))
+        if first != where and not (shared and first_shares):
+            yield f"{where}.root: {root!r} given, a directory that no other tier uses accepted: {first} uses it"
 
 
 def _told(value: Any) -> Any:

@@ -1,22 +1,21 @@
-"""The commands that look at a tier's directory or bucket and change nothing: `verify`, `du` and `ls`."""
+"""The commands that read a tier's directory and change nothing: `verify`, `du` and `ls`."""
 
 import os
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from itertools import islice
-from typing import Annotated, TypeVar, cast
+from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import TimeRemainingColumn
 from rich.text import Text
 
-from kvtier.backend import Contents, Finding, Kind, Place, State, StoredFile, chunk_hash, group_index
+from kvtier.backend import Directory, Finding, Kind, Place, State, StoredFile, chunk_hash, group_index
 from kvtier.config import read_config, tier_options
 from kvtier.errors import ConfigError, one_line
 from kvtier.settings import shown_age, shown_bytes
@@ -28,17 +27,15 @@ from kvtier.tools.outputs import (
     check_outputs,
     console,
     counted,
-    encoded,
-    json_array,
     json_output,
     plain_table,
-    watched,
     write_json,
+    write_rows,
 )
 
-_PROGRESS_FILES = 256  # Between two changes of the bar's words.
-LISTED_MAX = 1_000_000_000_000  # Chunks. No directory holds so many.
-NAMED_MAX = 100  # Files listed for people; all of them are counted, and listed as JSON.
+_PROGRESS_FILES = 256  # Between two updates of the bar.
+LISTED_MAX = 1_000_000_000_000  # Chunks; no directory holds more.
+NAMED_MAX = 100  # Corrupt files named on the screen; the JSON names all of them.
 SHARE = "a share such as 1% or 0.01, above 0 and at most 100%"
 COUNTED = {
     Kind.CHUNK: ("chunks", "bytes"),
@@ -48,29 +45,22 @@ COUNTED = {
 }
 """Names in `du` for the number of each kind's files, and for what they take."""
 
-AT_ONCE = 256  # Files dealt with by several threads before the next are listed.
-_KINDS = {
-    "fs": ("kvtier_backends.fs.directory.files", "FsContents"),
-    "object": ("kvtier_backends.object.contents", "ObjectContents"),
-}
-"""The types of tiers whose chunks these commands reach."""
-
-T = TypeVar("T")
+fs: Any = import_module("kvtier_backends.fs.directory.files")  # By name: tools know no tier.
 
 DirectoryArgument = Annotated[
     str,
     typer.Argument(
         metavar="DIR",
-        help="A tier's root directory; a bucket's URL; or CONFIG, with #TIER behind it where it has several.",
+        help="The root of an fs tier, or CONFIG; CONFIG#TIER names one of several fs tiers.",
     ),
 ]
 NamespaceOption = Annotated[
-    str | None, typer.Option("--namespace", help="Only this one: the name of a folder, as du shows it.")
+    str | None, typer.Option("--namespace", help="Only this namespace: the name of a folder, as du shows it.")
 ]
 
 
 class LeftOut:
-    """Files that a command could not look at, or not remove: it goes on, and says so at its end."""
+    """The files that a command could not read or remove. The command goes on, and reports them at its end."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -80,49 +70,40 @@ class LeftOut:
         self._first = self._first or f"{name}: {why}"
         self.count += 1
 
-    def say(self) -> None:
-        """End the command, with one line on stderr and a status of its own, if anything was left out."""
+    def report(self) -> None:
+        """End the command with one line on stderr and status 1 if any file was left out."""
         if self.count:
             typer.echo(f"kvtier: {one_line(self._first)}; {self.count:,} left out", err=True)
             raise typer.Exit(statuses.DATA_WRONG)
 
 
 @contextmanager
-def opened(where: str) -> Generator[Contents]:
-    """Open a tier's directory, its bucket, or what a configuration says of it."""
-    contents = _contents(where)
+def opened(where: str) -> Generator[Directory]:
+    """Open the directory of an fs tier, by its path or by a configuration. Raises `ConfigError`."""
+    directory: Directory = fs.FsContents.open(_root(where))
     try:
-        yield contents
+        yield directory
     finally:
-        contents.close()
+        directory.close()
 
 
-def _contents(where: str) -> Contents:
+def _root(where: str) -> str:
     path, _, name = where.partition("#")
-    if "://" in where:
-        return _kind("object").open(where)
     if not path.endswith((".toml", ".json")) or os.path.isdir(where):
-        return _kind("fs").open(where)
-    tiers = [(tier, index) for index, tier in enumerate(read_config(path).secondary_tiers) if tier.type in _KINDS]
+        return where
+    tiers = [(tier, index) for index, tier in enumerate(read_config(path).secondary_tiers) if tier.type == "fs"]
     named = [(tier, index) for tier, index in tiers if name in ("", tier.name)]
     if len(named) != 1:
         names = ", ".join(f"{path}#{tier.name}" for tier, _ in tiers) or "none"
-        raise ConfigError(f"{where}: one tier of type {' or '.join(_KINDS)} accepted; the configuration has: {names}")
+        raise ConfigError(f"{where}: one tier of type fs accepted; the configuration has: {names}")
     tier, index = named[0]
-    return _kind(tier.type).configured(tier_options(tier, f"{path}: secondary_tiers[{index}]"))
+    options: Any = tier_options(tier, f"{path}: secondary_tiers[{index}]")
+    return str(options.root)
 
 
-def _kind(tier_type: str) -> type[Contents]:
-    module, name = _KINDS[tier_type]
-    try:
-        return cast("type[Contents]", getattr(import_module(module), name))
-    except ImportError as error:
-        raise ConfigError(f"a bucket needs the extra kvtier[{tier_type}]: {error}") from error
-
-
-def chosen(contents: Contents, namespace: str | None) -> list[Place]:
-    """Return the namespaces that are meant. Raises `ConfigError` if there is none of that name."""
-    places = contents.places()
+def chosen(directory: Directory, namespace: str | None) -> list[Place]:
+    """Return all namespaces, or the one of this name. Raises `ConfigError` if there is none of this name."""
+    places = directory.places()
     if namespace is None:
         return places
     found = [place for place in places if place.name == namespace]
@@ -132,15 +113,15 @@ def chosen(contents: Contents, namespace: str | None) -> list[Place]:
     return found
 
 
-def walked(contents: Contents, places: Sequence[Place], title: str) -> Iterator[tuple[Place, StoredFile]]:
-    """Yield all files of these namespaces, with a bar on stderr where somebody watches."""
+def walked(directory: Directory, places: Sequence[Place], title: str) -> Iterator[tuple[Place, StoredFile]]:
+    """Yield all files of these namespaces; show a bar on a terminal."""
     with bar(TimeRemainingColumn()) as progress:
         task = progress.add_task(title, total=None)
-        parts = [(place, part) for place in places for part in contents.parts(place)]
+        parts = [(place, part) for place in places for part in directory.parts(place)]
         progress.update(task, total=len(parts))
         seen = 0
         for place, part in parts:
-            for file in contents.files(place, part):
+            for file in directory.files(place, part):
                 yield place, file
                 seen += file.kind is not Kind.BESIDE
                 if seen % _PROGRESS_FILES == 0:
@@ -149,32 +130,18 @@ def walked(contents: Contents, places: Sequence[Place], title: str) -> Iterator[
 
 
 def readable(
-    contents: Contents, places: Sequence[Place], title: str, left_out: LeftOut
+    directory: Directory, places: Sequence[Place], title: str, left_out: LeftOut
 ) -> Iterator[tuple[Place, StoredFile]]:
-    """Yield likewise, but for what cannot be read."""
-    for place, file in walked(contents, places, title):
+    """Yield the files that `walked` yields, except unreadable ones, which are added to `left_out`."""
+    for place, file in walked(directory, places, title):
         if file.kind is Kind.UNREADABLE:
             left_out.add(file.name, file.fault)
         else:
             yield place, file
 
 
-def side_by_side(
-    contents: Contents, files: Iterable[tuple[Place, StoredFile]], call: Callable[[Place, StoredFile], T]
-) -> Iterator[tuple[StoredFile, T]]:
-    """Call for each file, by as many threads as its directory takes, and yield what was answered, in order."""
-    if contents.lanes == 1:
-        yield from ((file, call(place, file)) for place, file in files)
-        return
-    left = iter(files)
-    with ThreadPoolExecutor(contents.lanes) as threads:
-        while some := list(islice(left, AT_ONCE)):
-            places, found = zip(*some, strict=True)
-            yield from zip(found, threads.map(call, places, found), strict=True)
-
-
 def share_of(option: str, text: str) -> float:
-    """Read a share of a whole, with or without a percent sign. Raises `ConfigError`."""
+    """Parse a share such as 1% or 0.01. Raises `ConfigError`."""
     try:
         share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
@@ -185,22 +152,22 @@ def share_of(option: str, text: str) -> float:
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """The room that one namespace takes, or all of them. Bytes are those that the file system has allocated."""
+    """The space used by one namespace, or by all. Bytes are those that the file system has allocated."""
 
     chunks: int
     bytes: int  # Of the chunks.
-    temporaries: int  # Stores under way.
+    temporaries: int  # Stores in progress.
     temporary_bytes: int
-    leftovers: int  # Of killed processes, and corrupt files that were kept.
+    leftovers: int  # Left by killed processes, and corrupt files that were kept.
     leftover_bytes: int
-    beside_bytes: int  # Folders, the tier's own books, and room in segments that no chunk takes.
-    allocated_bytes: int  # All of it.
+    beside_bytes: int  # Folders, the tier's own files, and free space in segments.
+    allocated_bytes: int  # The sum.
 
 
 class NamespaceUsage(Usage, frozen=True, kw_only=True):
     """One namespace."""
 
-    model: str  # Empty where no configuration says it.
+    model: str  # Empty if the namespace has no config.json.
 
 
 class DirectoryUsage(Usage, frozen=True, kw_only=True):
@@ -211,17 +178,17 @@ class DirectoryUsage(Usage, frozen=True, kw_only=True):
 
 
 def du(directory: DirectoryArgument, namespace: NamespaceOption = None, json_path: JsonOption = None) -> None:
-    """Show how many chunks each namespace has, and what the file system has allocated to it.
+    """Show the number of chunks of each namespace, and the space that the file system has allocated to it.
 
-    Allocated is all of it: chunks, room in segments that no chunk takes, folders and the tier's own books. Leftovers
-    are what killed processes had under way and corrupt files that were kept: `kvtier prune --leftovers`.
+    Allocated space has chunks, free space in segments, folders and the tier's own files. Leftovers are unfinished
+    stores of killed processes, and corrupt files that were kept. `kvtier prune --leftovers` removes them.
     """
     check_outputs(json_path, None)
     left_out = LeftOut()
-    with opened(directory) as contents:
-        places = chosen(contents, namespace)
+    with opened(directory) as tier:
+        places = chosen(tier, namespace)
         counted: dict[str, Counter[str]] = {place.name: Counter() for place in places}
-        for place, file in readable(contents, places, "counting", left_out):
+        for place, file in readable(tier, places, "counting", left_out):
             if file.kind in COUNTED:
                 files, size = COUNTED[file.kind]
                 counted[place.name].update({files: 1, size: file.allocated_bytes})
@@ -237,7 +204,7 @@ def du(directory: DirectoryArgument, namespace: NamespaceOption = None, json_pat
     if len(rows) != 1:
         table.add_row("total", "", *_cells(found))
     screen.print(table)
-    left_out.say()
+    left_out.report()
 
 
 def _usage(counts: Counter[str]) -> dict[str, int]:
@@ -260,13 +227,13 @@ def _cells(row: Usage) -> list[str]:
 class ListedChunk(msgspec.Struct, frozen=True, kw_only=True):
     """One chunk of the list that `kvtier ls` writes as JSON."""
 
-    hash: str | None  # In hexadecimal; null where the chunk does not say, or lies in the wrong place.
-    group: int | None  # Of the KV cache; null likewise.
-    bytes: int  # On the disk.
+    hash: str | None  # In hexadecimal; null if the chunk's footer is damaged or its file is in the wrong place.
+    group: int | None  # KV-cache group; null if `hash` is.
+    bytes: int  # Allocated on the disk.
     age_s: float  # Since the last use, or the store.
     namespace: str
     file: str  # Relative to the directory; in a segment with its slot.
-    fault: str  # Why no load takes it, as far as a look at its name and kind tells; empty for the others.
+    fault: str  # Why no load takes it, judged without reading it; empty for a good chunk.
 
 
 def ls(
@@ -275,28 +242,23 @@ def ls(
     limit: Annotated[int | None, typer.Option(min=1, max=LISTED_MAX, help="Show at most this many.")] = None,
     json_path: JsonOption = None,
 ) -> None:
-    """List the chunks, as they are found: hash, KV-cache group, size on the disk, time since the last use, namespace.
+    """List the chunks: hash, KV-cache group, size on the disk, time since the last use, namespace.
 
     A link in a chunk's place and a chunk in the wrong place have their fault at the end of the line. `kvtier verify`
-    calls them corrupt. A tier sets a file's time to the chunk's last use at most once an hour. A chunk in a segment or
-    a bucket has only the time of its store. Nothing is kept in memory, so that a million chunks can be listed.
+    calls them corrupt. A tier sets a file's time to the chunk's last use at most once an hour. A chunk in a segment
+    has only the time of its store.
     """
     check_outputs(json_path, None)
     now_s, left_out = time.time(), LeftOut()
-    with opened(directory) as contents, json_output(json_path) as file:
-        found = readable(contents, chosen(contents, namespace), "listing", left_out)
+    with opened(directory) as tier, json_output(json_path) as file:
+        found = readable(tier, chosen(tier, namespace), "listing", left_out)
         rows: Iterator[ListedChunk] = islice(
             (_listed(place, each, now_s) for place, each in found if each.kind is Kind.CHUNK), limit
         )
         if json_path != STDOUT:
-            rows = _told(rows)
-        if file is None:
-            for _ in rows:
-                pass
-        else:
-            json_array(file, rows)
-            file.write(b"\n")
-    left_out.say()
+            rows = _printed(rows)
+        write_rows(file, rows)
+    left_out.report()
 
 
 def _listed(place: Place, file: StoredFile, now_s: float) -> ListedChunk:
@@ -311,8 +273,8 @@ def _listed(place: Place, file: StoredFile, now_s: float) -> ListedChunk:
     )
 
 
-def _told(rows: Iterable[ListedChunk]) -> Iterator[ListedChunk]:
-    """Write each as a line for people, too. A line is never broken: it is to be searched."""
+def _printed(rows: Iterable[ListedChunk]) -> Iterator[ListedChunk]:
+    """Print each row before it is yielded. A line is never broken, so that it can be searched."""
     for row in rows:
         name, group = (row.file, "-") if row.hash is None else (row.hash, row.group)
         size, age = shown_bytes(row.bytes), shown_age(row.age_s)
@@ -321,8 +283,8 @@ def _told(rows: Iterable[ListedChunk]) -> Iterator[ListedChunk]:
         yield row
 
 
-class Unwell(msgspec.Struct, frozen=True, kw_only=True):
-    """A file that is not what was stored, or that there is no telling of."""
+class BadFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A file that is corrupt or cannot be read."""
 
     file: str  # Relative to the directory; in a segment with its slot.
     key: str | None  # In hexadecimal.
@@ -335,10 +297,10 @@ class Verified(msgspec.Struct, frozen=True, kw_only=True):
 
     checked: int
     corrupt: dict[str, int]  # By kind.
-    unverified: int  # Nothing is stored with them that says what they should be.
+    unverified: int  # Stored without a checksum.
     unreadable: int
-    sealed: int  # Encrypted, and as they were written.
-    skipped: int  # Not looked at, by `--sample`.
+    sealed: int  # Encrypted, and undamaged.
+    skipped: int  # Not in the sample.
     read_bytes: int
     seconds: float
 
@@ -346,40 +308,59 @@ class Verified(msgspec.Struct, frozen=True, kw_only=True):
 class VerifyReport(Verified, frozen=True, kw_only=True):
     """The JSON of `kvtier verify`."""
 
-    files: list[Unwell]  # All that is corrupt or unreadable.
+    files: list[BadFile]  # All corrupt and unreadable files.
 
 
-class Tally:
-    """The counts of one `verify`, as it goes."""
+class Verification:
+    """One run of `verify`: its findings and their counts. The first bad files are kept for the screen."""
 
-    def __init__(self, share: float, dice: random.Random) -> None:
-        self.states, self.faults = Counter[State](), Counter[str]()
-        self.skipped = self.read_bytes = 0
+    def __init__(self, directory: Directory, share: float, dice: random.Random) -> None:
+        self.bad: list[BadFile] = []
+        self._directory, self._share, self._dice = directory, share, dice
+        self._states, self._faults = Counter[State](), Counter[str]()
+        self._skipped = self._read_bytes = 0
         self._begun = time.monotonic()
-        self.share, self._dice = share, dice
 
-    def sampled(self, files: Iterable[tuple[Place, StoredFile]]) -> Iterator[tuple[Place, StoredFile]]:
-        """Yield what is to be looked at: each chunk by chance, and all that is wrong at the first glance."""
-        for place, file in files:
-            if file.kind is Kind.CHUNK and not file.fault and self._dice.random() >= self.share:
-                self.skipped += 1
-            else:
-                yield place, file
+    def run(self, places: Sequence[Place]) -> Iterator[BadFile]:
+        """Check the files of these namespaces, and yield the bad ones."""
+        for place, file in walked(self._directory, places, "verifying"):
+            finding = self._check(place, file)
+            if finding is None:
+                continue
+            self._states[finding.state] += 1
+            self._faults[finding.fault] += finding.state is State.CORRUPT
+            if finding.state in (State.CORRUPT, State.UNREADABLE):
+                key = None if file.key is None else file.key.hex()
+                bad = BadFile(file=file.name, key=key, state=finding.state, fault=finding.fault)
+                if len(self.bad) < NAMED_MAX:
+                    self.bad.append(bad)
+                yield bad
 
-    def count(self, file: StoredFile, finding: Finding) -> None:
-        self.states[finding.state] += 1
-        self.faults[finding.fault] += finding.state is State.CORRUPT
-        self.read_bytes += file.size_bytes if file.kind is Kind.CHUNK and not file.fault else 0
+    def _check(self, place: Place, file: StoredFile) -> Finding | None:
+        """Check one file. Return None for a chunk that is not in the sample, and for a file that holds no chunk."""
+        match file.kind:
+            case Kind.CHUNK if not file.fault:
+                if self._dice.random() >= self._share:
+                    self._skipped += 1
+                    return None
+                self._read_bytes += file.size_bytes
+                return self._directory.check(place, file)
+            case Kind.UNREADABLE:
+                return Finding(State.UNREADABLE, file.fault)
+            case Kind.CHUNK | Kind.LOST | Kind.LEFTOVER | Kind.TEMPORARY:
+                return Finding(State.CORRUPT, file.fault) if file.fault else None
+            case Kind.BESIDE:
+                return None
 
     def summed(self) -> Verified:
         return Verified(
-            checked=self.states.total() - self.states[State.GONE] - self.states[State.UNREADABLE],
-            corrupt={fault: count for fault, count in sorted(self.faults.items()) if count},
-            unverified=self.states[State.UNVERIFIED],
-            unreadable=self.states[State.UNREADABLE],
-            sealed=self.states[State.SEALED],
-            skipped=self.skipped,
-            read_bytes=self.read_bytes,
+            checked=self._states.total() - self._states[State.GONE] - self._states[State.UNREADABLE],
+            corrupt={fault: count for fault, count in sorted(self._faults.items()) if count},
+            unverified=self._states[State.UNVERIFIED],
+            unreadable=self._states[State.UNREADABLE],
+            sealed=self._states[State.SEALED],
+            skipped=self._skipped,
+            read_bytes=self._read_bytes,
             seconds=round(time.monotonic() - self._begun, 3),
         )
 
@@ -388,94 +369,37 @@ def verify(
     directory: DirectoryArgument,
     namespace: NamespaceOption = None,
     sample: Annotated[
-        str | None, typer.Option(metavar="SHARE", help="Only this share of the chunks, each by chance: 1%.")
+        str | None, typer.Option(metavar="SHARE", help="Only this share of the chunks, at random: 1%.")
     ] = None,
     json_path: JsonOption = None,
 ) -> None:
     """Read every chunk and compare it with the checksum, key and length that were stored with it.
 
     Exit status 1 if any is corrupt or cannot be read. Files without a footer, which vLLM writes, cannot be verified
-    and are counted. Of encrypted chunks damage is found; who wrote them, only a tier with the key can tell. Nothing is
-    changed: `kvtier prune --corrupt` removes what is corrupt.
+    and are counted. Damage to encrypted chunks is found; only a tier with the key can tell who wrote them. Nothing is
+    changed: `kvtier prune --corrupt` removes corrupt chunks.
     """
     check_outputs(json_path, None)
-    tally = Tally(1.0 if sample is None else share_of("--sample", sample), random.Random())
-    shown: list[Unwell] = []
-    with opened(directory) as contents, json_output(json_path) as file:
-        unwell = _noted(_unwell(contents, chosen(contents, namespace), tally), shown)
-        if file is None:
-            for _ in unwell:
-                pass
-        else:
-            file.write(b'{"files": ')
-            json_array(file, unwell)
-            file.write(b",\n " + encoded(tally.summed())[1:] + b"\n")
-    found = tally.summed()
+    share = 1.0 if sample is None else share_of("--sample", sample)
+    with opened(directory) as tier, json_output(json_path) as file:
+        verification = Verification(tier, share, random.Random())
+        write_rows(file, verification.run(chosen(tier, namespace)), "files", verification.summed)
+    found = verification.summed()
     if json_path != STDOUT:
-        _show_findings(shown, found)
+        _print_findings(verification.bad, found)
     if found.corrupt or found.unreadable:
         raise typer.Exit(statuses.DATA_WRONG)
 
 
-def _unwell(contents: Contents, places: Sequence[Place], tally: Tally) -> Iterator[Unwell]:
-    """Look at everything that is to be looked at: count it, and yield what is not well."""
-    total_bytes = _to_read(contents, places, tally) if watched() else None
-    with bar(DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as progress:
-        task = progress.add_task("verifying", total=total_bytes)
-        files = tally.sampled(_files(contents, places))
-        for file, finding in side_by_side(contents, files, lambda place, file: _found(contents, place, file)):
-            if finding is None:
-                continue
-            tally.count(file, finding)
-            progress.update(task, completed=tally.read_bytes)
-            if finding.state in (State.CORRUPT, State.UNREADABLE):
-                key = None if file.key is None else file.key.hex()
-                yield Unwell(file=file.name, key=key, state=finding.state, fault=finding.fault)
-
-
-def _to_read(contents: Contents, places: Sequence[Place], tally: Tally) -> int:
-    """Return how many bytes are to be read, more or less: what a bar is drawn by."""
-    chunks = (file for _, file in walked(contents, places, "counting") if file.kind is Kind.CHUNK and not file.fault)
-    return int(sum(file.size_bytes for file in chunks) * tally.share)
-
-
-def _files(contents: Contents, places: Sequence[Place]) -> Iterator[tuple[Place, StoredFile]]:
-    for place in places:
-        for part in contents.parts(place):
-            for file in contents.files(place, part):
-                yield place, file
-
-
-def _found(contents: Contents, place: Place, file: StoredFile) -> Finding | None:
-    """Look at a file; None for what holds no chunk, and should not."""
-    match file.kind:
-        case Kind.CHUNK:
-            return Finding(State.CORRUPT, file.fault) if file.fault else contents.check(place, file)
-        case Kind.UNREADABLE:
-            return Finding(State.UNREADABLE, file.fault)
-        case Kind.LOST | Kind.LEFTOVER | Kind.TEMPORARY:
-            return Finding(State.CORRUPT, file.fault) if file.fault else None
-        case Kind.BESIDE:
-            return None
-
-
-def _noted(unwell: Iterator[Unwell], shown: list[Unwell]) -> Iterator[Unwell]:
-    """Yield all of them, and note the first for people."""
-    for each in unwell:
-        if len(shown) < NAMED_MAX:
-            shown.append(each)
-        yield each
-
-
-def _show_findings(shown: list[Unwell], found: Verified) -> None:
+def _print_findings(bad: list[BadFile], found: Verified) -> None:
     screen = console()
     table = plain_table("fault", "file")
-    for each in shown:
+    for each in bad:
         table.add_row(Text(each.fault), Text(each.file))
-    if shown:
+    if bad:
         screen.print(table)
     corrupt = sum(found.corrupt.values())
-    if left := corrupt + found.unreadable - len(shown):
+    if left := corrupt + found.unreadable - len(bad):
         screen.out(f"and {left:,} more", highlight=False)
     kinds = ", ".join(f"{fault} {count:,}" for fault, count in found.corrupt.items())
     seen = f"{found.checked:,} of " if found.skipped else ""
@@ -487,7 +411,7 @@ def _show_findings(shown: list[Unwell], found: Verified) -> None:
     if found.unreadable:
         parts.append(f"{found.unreadable:,} unreadable")
     if found.sealed:
-        parts.append(f"{found.sealed:,} encrypted: undamaged; who wrote them, only a tier with the key can tell")
+        parts.append(f"{found.sealed:,} encrypted: undamaged; only a tier with the key can tell who wrote them")
     screen.out(", ".join(parts), highlight=False)
     rate = round(found.read_bytes / found.seconds) if found.seconds else found.read_bytes
     screen.out(

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from types import TracebackType
@@ -282,11 +282,21 @@ def json_output(path: str | None) -> Generator[BinaryIO | None]:
             yield file
 
 
-def json_array(file: BinaryIO, rows: Iterable[object]) -> None:
-    """Write one array, a row a line, as they come: a million of them are not kept in memory."""
-    file.write(b"[")
+def write_rows(
+    file: BinaryIO | None, rows: Iterable[object], name: str = "", totals: Callable[[], object] | None = None
+) -> None:
+    """Consume rows and write them as they come, one a line: millions of them are not kept in memory.
+
+    Without `totals` they become a JSON array. Otherwise they become the field `name` of an object, whose other fields
+    are those of `totals()`, called after the last row. Without a file the rows are only consumed.
+    """
+    if file is None:
+        for _ in rows:
+            pass
+        return
+    file.write(f'{{"{name}": ['.encode() if totals else b"[")
     file.writelines((b",\n " if number else b"") + encoded(row) for number, row in enumerate(rows))
-    file.write(b"]")
+    file.write(b"],\n " + encoded(totals())[1:] + b"\n" if totals else b"]\n")
 
 
 def as_json(value: object) -> bytes:

@@ -1,4 +1,4 @@
-"""What the hot functions cost, beside what they did when the baseline was stored; `make bench-compare` runs it.
+"""The costs of hot functions beside the stored baseline; exit status 1 if one costs more.
 
     .venv/bin/python -m tests.benchmarks.compare [--write] [--times] [NAME …]
 

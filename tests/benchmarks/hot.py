@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from kvtier.backend import Advice
 from kvtier.backend.keys import OffloadKey, chunk_hash, group_index, make_offload_key
 from kvtier.backend.namespace import FileMapper, Namespace
 from kvtier.engine.steps import Inside
@@ -211,7 +212,7 @@ def catalog_ranks() -> Work:
     keys = keys_of(ROWS)
     catalog = catalog_of(keys)
     parts = [keys[start : start + KEYS_A_REQUEST] for start in range(0, KEYS, KEYS_A_REQUEST)]
-    return lambda: [catalog.rank(part, 10_000) for part in parts]
+    return lambda: [catalog.advise(Advice("rank", part), 10_000, 0) for part in parts]
 
 
 def catalog_evictions() -> Work:

@@ -81,7 +81,7 @@ def main() -> None:
 
 def one_round(side: str, model: str, folder: Path, *, seed: int) -> Served:
     server = RedisServer(folder).start()
-    tier = {"type": "redis", "servers": [server.address], "timeout_s": TIMEOUT_S, "limits": LIMITS}
+    tier = {"type": "redis", "url": f"redis://{server.address}", "timeout_s": TIMEOUT_S, "limits": LIMITS}
     extra = kvtier(secondary_tiers=[tier] if side == "hung" else [])
     try:
         with Engine(model, extra, gpu_blocks=GPU_BLOCKS, max_num_batched_tokens=STEP_TOKENS) as engine:

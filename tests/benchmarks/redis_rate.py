@@ -94,9 +94,9 @@ class Plain:
 async def measure(server: RedisServer, row_bytes: int, count: int, rounds: int) -> None:
     os.environ[KEYS] = "ab" * 32
     tiers = {
-        "redis": RedisOptions(servers=(server.address,), prefix="a/"),
+        "redis": RedisOptions(url=f"redis://{server.address}", prefix="a/"),
         "redis, aes-256-gcm": RedisOptions(
-            servers=(server.address,), prefix="b/", seal="aes-256-gcm", seal_key_env=KEYS
+            url=f"redis://{server.address}", prefix="b/", seal="aes-256-gcm", seal_key_env=KEYS
         ),
     }
     plain, keys = Plain(row_bytes, count), keys_of(count)

@@ -1,6 +1,6 @@
 """All tiers side by side, through whole engines: `python -m tests.benchmarks.remote_tiers [DIR]`.
 
-It needs the environment of `make test-remote`. Each tier has an engine of its own with its runner in a process, as in
+It needs the environment of `tests/remote/run`. Each tier has an engine of its own with its runner in a process, as in
 vLLM, and a server of its own on this machine's loopback. Tiers take turns in one run; a round's figure is 64 MiB of
 chunks, from the call that stores them until the tier has them, or from the look-up until they are in host memory. The
 limit is the first tier in the same round: 1 is as fast. `KVTIER_REDIS_SERVER` and `KVTIER_S3_ENDPOINT` name other
@@ -40,7 +40,7 @@ from kvtier.tools.bench.figures import (
     row_of,
     this_machine,
 )
-from kvtier.tools.bench.whole import PRIMARY_SHARES, Drive, new_keys, wait
+from kvtier.tools.bench.tiers import PRIMARY_SHARES, Drive, new_keys, wait
 from kvtier.tools.outputs import write_json
 from tests.mooncake.pools import Pool
 from tests.object.servers import MotoServer, S3Server
@@ -64,8 +64,8 @@ def tiers_on(folder: Path, stack: ExitStack, names: Sequence[str]) -> dict[str, 
         "fs, segments": lambda: {"type": "fs", "root": str(new_folder(folder)), "layout": "segments"},
         "fs, files": lambda: {"type": "fs", "root": str(new_folder(folder)), "layout": "files"},
         "fs, shared": lambda: {"type": "fs", "root": str(new_folder(folder)), "shared": True, "capacity_bytes": "8GiB"},
-        "redis": lambda: {"type": "redis", "servers": [redis(folder, stack)]},
-        "redis, aes-256-gcm": lambda: {"type": "redis", "servers": [redis(folder, stack)], **sealed},
+        "redis": lambda: {"type": "redis", "url": f"redis://{redis(folder, stack)}"},
+        "redis, aes-256-gcm": lambda: {"type": "redis", "url": f"redis://{redis(folder, stack)}", **sealed},
         "mooncake": lambda: {"type": "mooncake", "master": pool(folder, stack)},
         "mooncake, aes-256-gcm": lambda: {"type": "mooncake", "master": pool(folder, stack), **sealed},
         "object": lambda: bucket(folder, stack),

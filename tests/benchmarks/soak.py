@@ -20,11 +20,11 @@ from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.engine.steps import Inside
 from kvtier.policies import LRU
 from kvtier.testing import virtual_time
-from kvtier.testing.simulation.audit import audit, audit_quiet
-from kvtier.testing.simulation.witness import chunk_of
 from kvtier.tools.replay.study import measure, policy_hits
 from kvtier.tools.replay.traces import Request
 from kvtier.tools.replay.workload import Workload, generate
+from tests.simulation.audit import audit, audit_quiet
+from tests.simulation.witness import chunk_of
 
 CHUNK_BYTES = 4_096
 TIER_SHARE, PRIMARY_SHARE = 1 / 20, 1 / 100  # Of the unique blocks.

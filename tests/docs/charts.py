@@ -1,8 +1,7 @@
 """The charts and tables of the page on performance, from its figures in docs/assets/performance.
 
-`make docs-charts` draws each file of figures. `python -m tests.docs.charts tables` prints the tables that the page must
-have. Ratios are those of `kvtier bench` and of the benchmarks: the median of the
-rounds, the lowest and the highest.
+`python -m tests.docs.charts` draws each file of figures, and `python -m tests.docs.charts tables` prints the page's
+tables. Ratios are those of `kvtier bench` and of the benchmarks: the median of the rounds, the lowest and the highest.
 """
 
 import hashlib

@@ -137,8 +137,10 @@ def secrets_of_the_page() -> dict[str, dict[str, str]]:
 
 def addresses(engine: Engine) -> list[tuple[str, int]]:
     _, options = engine.tiers[1]
-    given = options.servers if hasattr(options, "servers") else (options.master,)
-    return [(host, int(port)) for host, _, port in (one.rpartition(":") for one in given)]
+    if not hasattr(options, "master"):
+        return [tuple(address) for address in options.target().addresses]
+    host, _, port = options.master.rpartition(":")
+    return [(host, int(port))]
 
 
 def of_service(name: str) -> list[Path]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from kvtier.backend import Backend
 from kvtier.backend.keys import make_offload_key
 from kvtier.engine.answers import LookupResult
-from kvtier.engine.metrics import ROW_STATES
+from kvtier.engine.metrics import row_states
 from kvtier.engine.primary import Primary
 from kvtier.engine.steps import StepManager
 from kvtier.engine.tier import Breaker, BreakerState
@@ -62,7 +62,7 @@ class OneRow:
     @property
     def state(self) -> str:
         """The row's state, as the metric `kvtier_primary_rows` has it."""
-        (state,) = (name for name, count in ROW_STATES.items() if count(self.primary))
+        (state,) = (name for name, count in row_states(self.primary).items() if count)
         return state
 
     def reserve(self) -> None:
@@ -111,7 +111,7 @@ def test_the_diagram_of_a_rows_states_is_what_becomes_of_a_row() -> None:
             found.add((before, row.state))
     drawn = changes_drawn("lent-buffers.md")
     assert drawn == {(before, after) for before, after in found if before != after}
-    assert states_of(drawn) == set(ROW_STATES)
+    assert states_of(drawn) == set(row_states(OneRow().primary))
 
 
 # The way of a chunk.

@@ -7,7 +7,6 @@ for lines. Commands of the checkout itself (`make …`) are run by `.ci/run`; he
 the page shows what they print.
 """
 
-import asyncio
 import importlib
 import json
 import os
@@ -25,20 +24,17 @@ import msgspec
 import pytest
 import typer
 from markdown_it import MarkdownIt
-from prometheus_client import CollectorRegistry
 
 import kvtier.errors
 from kvtier.backend.contract import backend_class, known_types
-from kvtier.backend.keys import make_offload_key
 from kvtier.backend.namespace import Group, Namespace
 from kvtier.config import EngineConfig, EngineLimits, TierConfig, TierLimits, tier_options
 from kvtier.engine.answers import EventKind
-from kvtier.engine.manager import TieringOffloadingManager
-from kvtier.engine.steps import Inside
+from kvtier.engine.metrics import TRANSFER_SECONDS, WAIT_SECONDS, described
 from kvtier.policies import known_policies
 from kvtier.runner.messages import Code
 from kvtier.settings import decode
-from kvtier.settings.fields import struct_fields
+from kvtier.settings.fields import option_fields, struct_fields
 from kvtier.settings.units import parse_duration, unit_of
 from kvtier.tools import statuses
 from kvtier.tools.commands import COMMANDS, command_line
@@ -53,7 +49,7 @@ PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 VARYING = r"[\d.,]+"  # A figure.
 DIAGRAMS = ("flowchart", "sequenceDiagram", "stateDiagram-v2")
-COMMANDS_OF_THE_CHECKOUT = ("make", "git", "pip", "cd", "vllm")  # Or, of the last, what tests inside vLLM run.
+COMMANDS_OF_THE_CHECKOUT = ("make", "git", "pip", "cd", "vllm")  # Tests inside vLLM run those of vLLM.
 BIN = os.path.dirname(sys.executable)
 MAKE_HERE = f"make --directory {ROOT} --old-file .venv/.installed BIN={BIN} DEMO=$PWD/demo"
 """`make` with the interpreter that runs the tests, and with its results in the page's folder."""
@@ -79,7 +75,7 @@ class Block(NamedTuple):
 
     @property
     def of_the_checkout(self) -> bool:
-        return any(command in COMMANDS_OF_THE_CHECKOUT for command in self.commands)
+        return any(one in COMMANDS_OF_THE_CHECKOUT or one.startswith(("tests/", ".venv")) for one in self.commands)
 
 
 NOTHING = Block(ROOT, 0, "text", "", "", is_output=False)
@@ -191,15 +187,17 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest
                 assert other == "text", f"{block.where}: a block of {other!r} is not checked by anything"
 
 
-def test_a_page_only_names_commands_that_make_has() -> None:
+def test_a_page_only_names_commands_that_the_checkout_has() -> None:
     rules = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for page in PAGES:
-        named = set(re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)", page.read_text(), re.MULTILINE))
-        assert {first or second for first, second in named} <= rules, page
+        text = page.read_text()
+        assert set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE)) <= rules, page
+        lanes = re.findall(r"(?:^|[` ])(tests/[a-z]+/(?:run|setup))\b", text, re.MULTILINE)
+        assert all(os.access(ROOT / lane, os.X_OK) for lane in lanes), page
 
 
 def test_the_page_on_contributing_lists_what_ci_runs() -> None:
-    phases = re.findall(r"^phase (make [^#\n]*?) *(?:#.*)?$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    phases = re.findall(r"^phase (\S.*)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
     (listed,) = [
         block.text for block in blocks(DOCS / "how-to" / "contribute.md") if block.text.startswith("make setup\n")
     ]
@@ -255,13 +253,13 @@ STRUCTS: dict[str, type[msgspec.Struct]] = {
 @pytest.mark.parametrize("heading", STRUCTS)
 def test_the_configuration_page_names_every_field_with_its_default(heading: str) -> None:
     written = {name: cells[0] for name, cells in rows_of("configuration.md", heading).items()}
-    assert written == {name: as_written(field) for name, field in struct_fields(STRUCTS[heading]).items()}
+    assert written == {name: as_written(field) for name, field in option_fields(STRUCTS[heading]).items()}
 
 
 def test_the_configuration_page_tells_between_which_bounds_each_duration_and_size_lies() -> None:
     found: dict[str, set[str]] = {}
     for struct in STRUCTS.values():
-        for name, field in struct_fields(struct).items():
+        for name, field in option_fields(struct).items():
             if bounds := bounds_of(field.type):
                 found.setdefault(bounds, set()).add(name)
     written = rows_of("configuration.md", "Bounds of durations and sizes")
@@ -312,32 +310,13 @@ def test_the_events_page_names_every_kind() -> None:
 
 
 def test_the_metrics_page_names_every_metric_with_its_kind_and_labels() -> None:
-    async def registry() -> CollectorRegistry:
-        tier = {"type": "dummy", "capacity_bytes": "1MiB"}
-        config = {"cpu_bytes_to_use": 8192, "chunk_bytes": 4096, "runner": "inline", "secondary_tiers": [tier]}
-        async with TieringOffloadingManager.open(EngineConfig.from_dict(config)) as engine:
-            await engine.put([make_offload_key(b"key")], [bytes(4096)])
-            await engine.drain()  # By now the tier has said how full it is.
-            for counters in (tier.counters for tier in Inside(engine.steps).ledger.tiers):
-                counters.drop("budget", 1)
-                counters.skip("no_store", 1)
-                counters.fail("corrupt", 1)
-                counters.blame("EIO")
-                counters.note({"corrupt_payload": 1})
-            engine.steps.on_new_request("bad", hint="no table")
-            return engine.metrics
-
     found = {
-        metric.name + ("_total" if metric.type == "counter" else ""): (metric.type, labels_of(metric.samples))
-        for metric in asyncio.run(registry()).collect()
-    }
+        name + ("_total" if metric.kind == "counter" else ""): (metric.kind, set(labels))
+        for name, metric, labels in described()
+    } | {each.name: ("histogram", set(each.labels)) for each in (TRANSFER_SECONDS, WAIT_SECONDS)}
     headings = ("Of the engine", "Of the primary", "Of each tier")
     written = {name: row for heading in headings for name, row in rows_of("metrics.md", heading).items()}
     assert {name: (cells[0], set(re.findall(r"`(\w+)`", cells[1]))) for name, cells in written.items()} == found
-
-
-def labels_of(samples: list[Any]) -> set[str]:
-    return {label for sample in samples for label in sample.labels} - {"le"}
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -11,7 +11,7 @@ def test_every_test_that_the_page_names_exists() -> None:
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PAGE.read_text())
     assert len(named) > 20
     for path, name in named:
-        assert re.search(rf"^(async )?def {name}\(", (ROOT / path).read_text(), re.MULTILINE), f"{path}::{name}"
+        assert re.search(rf"^ *(async )?def {name}\(", (ROOT / path).read_text(), re.MULTILINE), f"{path}::{name}"
 
 
 def test_every_failure_names_a_test() -> None:

@@ -314,10 +314,9 @@ async def test_valkey_as_it_is_started_serves_engines_as_they_are_configured(
 ) -> None:
     (engine, *_) = [engine for engine in ENGINES if engine.where.startswith(f"{path.name} ")]
     servers = [start(command_of(path, "valkey"), made, tmp_path) for _ in addresses(engine)]
+    url = f"redis://kvtier@{','.join(server.address for server in servers)}"
     try:
-        first, second = (
-            here(engine, made, tmp_path / one, servers=[server.address for server in servers]) for one in "ab"
-        )
+        first, second = (here(engine, made, tmp_path / one, url=url) for one in "ab")
         async with TieringOffloadingManager.open(first) as one:
             assert await put(one, range(32)) == 32
             assert await at_rest(one)

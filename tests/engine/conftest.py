@@ -47,7 +47,7 @@ def nothing_left() -> Iterator[None]:
     assert not left()
 
 
-@pytest.fixture(params=["inline", "thread", "process"])
+@pytest.fixture(params=["inline", "process"])
 def runner(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -70,12 +70,12 @@ Start = Callable[..., StepManager]
 
 
 @pytest.fixture
-def start_engine(nothing_left: None) -> Iterator[Start]:
+def start_engine(outside: None, nothing_left: None) -> Iterator[Start]:
     """Start an engine for a synchronous owner; it is closed at the end, which must leave nothing."""
     started: list[StepManager] = []
 
     def start_engine(rows: int = 8, *tiers: dict[str, Any], **fields: Any) -> StepManager:
-        started.append(StepManager.start(describe(rows, *tiers, **fields)))
+        started.append(StepManager.start(describe(rows, *tiers, runner="process", **fields)))
         return started[-1]
 
     yield start_engine

@@ -29,7 +29,7 @@ def chunk(number: int) -> bytes:
     return number.to_bytes(8, "big") * (CHUNK_BYTES // 8)
 
 
-def describe(rows: int = 8, *tiers: dict[str, Any], runner: str = "inline", **fields: Any) -> EngineConfig:
+def describe(rows: int = 8, *tiers: dict[str, Any], runner: str | None = None, **fields: Any) -> EngineConfig:
     """Describe an engine of so many rows; without a tier given it has none."""
     described = {
         "cpu_bytes_to_use": rows * CHUNK_BYTES,

@@ -53,14 +53,12 @@ class EndsItsThreadAsItCloses(DummyBackend):
 
 
 class Blocks(DummyBackend):
-    """Blocks its loop as it opens, until it is let go, or its process is killed."""
-
-    let_go = threading.Event()
+    """Blocks its loop as it opens, until its process is killed."""
 
     @classmethod
     async def open(cls, options: msgspec.Struct, context):
-        cls.let_go.wait()
-        return await super().open(options, context)
+        threading.Event().wait()
+        raise AssertionError
 
 
 class BlocksOnce(DummyBackend):

@@ -18,7 +18,6 @@ from tests.engine.kit import (
     children,
     describe,
     found,
-    key,
     ledger_in,
     put,
     store,
@@ -68,11 +67,10 @@ async def test_a_clean_end_keeps_everything(open_engine, disk):
 
 
 @pytest.mark.usefixtures("outside")
-@pytest.mark.parametrize("runner", ["thread", "process"])
-async def test_a_clean_end_of_a_synchronous_engine_keeps_everything(disk, runner):
+async def test_a_clean_end_of_a_synchronous_engine_keeps_everything(disk):
     from kvtier.engine.steps import StepManager
 
-    with StepManager.start(describe(8, disk | {"cascade": "evict"}, runner=runner)) as engine:
+    with StepManager.start(describe(8, disk | {"cascade": "evict"})) as engine:
         for number in range(20):
             store(engine, [number])
             assert engine.drain()
@@ -100,7 +98,7 @@ async def test_a_clean_end_keeps_everything_though_the_runner_is_killed_in_it(op
 
 @pytest.mark.usefixtures("outside")
 def test_a_synchronous_engine_waits_at_its_end_for_a_new_runner(start_engine, disk):
-    engine = start_engine(64, disk | {"cascade": "evict"}, runner="process", limits={"close_s": PATIENCE_S})
+    engine = start_engine(64, disk | {"cascade": "evict"}, limits={"close_s": PATIENCE_S})
     store(engine, range(40))
     (runner,) = children()
     os.kill(runner, signal.SIGKILL)
@@ -186,14 +184,6 @@ async def test_a_write_that_fails_costs_its_chunk_and_no_other(open_engine, disk
     there = [number for number in range(60) if await found(engine, [number])]
     assert counted.failed["failed"] > 0
     assert 0 < len(there) < 60
-
-
-async def test_a_deleted_chunk_is_not_written_when_it_would_leave(open_engine, disk):
-    engine = await open_engine(8, disk | {"cascade": "evict"})
-    await put(engine, range(6))
-    assert await engine.delete([key(3)])
-    assert await engine.aclose() == 0
-    assert await kept(disk, range(6)) == [0, 1, 2, 4, 5]
 
 
 @pytest.mark.parametrize("cascade", ["evict", "second_use"])

@@ -51,11 +51,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-async def test_damaged_files_are_misses_that_the_metrics_tell_by_their_kind(
-    open_engine, runner: str, tmp_path: Path
-) -> None:
+async def test_damaged_files_are_misses_that_the_metrics_tell_by_their_kind(open_engine: str, tmp_path: Path) -> None:
     root, damaged = tmp_path / "tier", range(len(DAMAGES))
-    engine = await open_engine(10, {"type": "fs", "name": "disk", "layout": "files", "root": str(root)}, runner=runner)
+    engine = await open_engine(10, {"type": "fs", "name": "disk", "layout": "files", "root": str(root)})
     for numbers in (damaged, range(20, 21), range(30, 40)):  # The last ones push the others out of the primary.
         assert await put(engine, numbers) == len(numbers)
         assert await engine.drain()

@@ -37,9 +37,8 @@ def dropped(said, gone):
     return [str(each.message) for each in said if each.category is ResourceWarning and "kvtier" in str(each.message)]
 
 
-@pytest.mark.parametrize("kind", ["thread", pytest.param("process", marks=pytest.mark.outside)])
-def test_steps_that_are_dropped_are_named_and_leave_nothing(nothing_left, told, disk, kind):
-    engine = StepManager.start(describe(8, disk, runner=kind))
+def test_steps_that_are_dropped_are_named_and_leave_nothing(outside, nothing_left, told, disk):
+    engine = StepManager.start(describe(8, disk))
     store(engine, range(2))
     gone = weakref.ref(engine)
     del engine

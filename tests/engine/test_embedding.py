@@ -24,7 +24,7 @@ def config(**changes: object) -> EngineConfig:
 
 
 @pytest.fixture
-def engine():
+def engine(outside):
     with StepManager.start(config()) as started:
         yield started
 
@@ -44,11 +44,10 @@ def forget_primary(engine: StepManager) -> None:
     engine.on_reset_flushed()
 
 
-@pytest.mark.parametrize("runner", ["thread", "process"])
-def test_an_engine_runs_on_rows_that_other_processes_share(runner):
+def test_an_engine_runs_on_rows_that_other_processes_share(outside):
     meeting = {"path": new_shared_memory(), "rows": ROWS, "row_bytes": PAGE, "participants": 2}
     worker, region = (Region.shared(**meeting, participant=number) for number in range(2))
-    with worker, StepManager.start(config(runner=runner), region=region) as engine:
+    with worker, StepManager.start(config(), region=region) as engine:
         engine.on_new_request("a")
         plan = engine.prepare_store(KEYS[:1], "a")
         worker.row(plan.rows[0])[:] = b"\x07" * PAGE
@@ -115,7 +114,7 @@ def test_a_reset_forgets_requests_that_were_kept_for_their_stores_alone(engine):
     engine.on_new_request("first")  # The id is free again.
 
 
-def test_lost_events_are_counted():
+def test_lost_events_are_counted(outside):
     limits = {"events": 1}
     with StepManager.start(config(events=True, secondary_tiers=(), limits=limits)) as engine:
         store(engine, KEYS[:1], "first")

@@ -8,8 +8,8 @@ import pytest
 
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.errors import EngineClosed, RowsStillRead
-from kvtier.testing.simulation.audit import audit_quiet
 from tests.engine.kit import at_rest, chunk, describe, found, key, ledger_in, put
+from tests.simulation.audit import audit_quiet
 
 pytestmark = pytest.mark.virtual_time
 

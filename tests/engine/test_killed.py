@@ -72,7 +72,7 @@ async def test_a_runner_killed_in_mid_transfer_costs_hits_and_no_byte(open_engin
         await engine.reset()
         await until_serving(engine, 0)
     assert engine.steps.runners_lost == 5
-    assert tier.counters.failures["lost"] > 0
+    assert tier.counters.failed["lost"] > 0
     await until(lambda: settled(engine), engine)
     assert [await found(engine, range(first, first + 8)) for first in range(0, 48, 8)] == [8] * 6
 
@@ -139,7 +139,7 @@ async def test_a_runner_that_holds_few_rows_is_left_alone(open_engine, disk):
         8, hung | {"faults": {"hang_s": 0.5}}, runner="process", limits={"quarantine_share": 0.5}
     )
     await put(engine, [1, 2])
-    await until(lambda: ledger_in(engine).tiers[0].counters.failures, engine)
+    await until(lambda: ledger_in(engine).tiers[0].counters.failed, engine)
     await until(lambda: settled(engine), engine)
     assert engine.steps.runners_lost == 0
 

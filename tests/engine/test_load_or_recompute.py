@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 
-from kvtier.engine.answers import LookupResult
-from tests.engine.kit import CHUNK_BYTES, at_rest, found, key, ledger_in, put, settled, store, until
+from tests.engine.kit import CHUNK_BYTES, at_rest, found, put, settled
 from tests.slow_tier import slow
 
 WEIGHED = {"prefill_tokens_per_s": 100.0, "chunk_tokens": 100}  # A second a chunk.
@@ -249,21 +248,6 @@ async def test_what_one_tier_is_too_slow_for_comes_from_another_that_has_it_too(
     assert now() - begun < 1.0
     assert await engine.drain(deadline_s=1_000)
     assert settled(engine)
-
-
-@pytest.mark.parametrize("runner", ["thread", pytest.param("process", marks=pytest.mark.outside)])
-async def test_a_runners_speed_is_heard_wherever_it_lives(start_engine, runner):
-    engine = start_engine(16, {"type": "dummy"}, runner=runner, prefill_tokens_per_s=1.0)
-    store(engine, range(4))
-    await until(lambda: settled(engine), engine)
-    assert engine.reset()
-    engine.on_reset_flushed()
-    engine.on_new_request("r")
-    assert engine.lookup(key(0), "r") is LookupResult.HIT_PENDING
-    (tier,) = ledger_in(engine).tiers
-    await until(lambda: tier.speed is not None, engine)
-    assert engine.lookup(key(0), "r") is LookupResult.HIT
-    engine.on_request_finished("r")
 
 
 # The machine becomes faster and slower, and prefill is measured.

@@ -65,7 +65,7 @@ async def test_a_tier_that_says_nothing_of_itself_is_told_all_the_same(open_engi
 
 
 async def test_a_wrapped_tier_says_what_the_inner_one_says(open_engine, log, tmp_path):
-    inner = {"type": "fs", "options": {"root": str(tmp_path / "tier")}}
+    inner = {"type": "fs", "root": str(tmp_path / "tier")}
     engine = await open_engine(8, {"type": FAULTY, "name": "own", "inner": inner})
     await until(lambda: lines(log, "tier own"), engine)
     assert lines(log, "tier own")[0].startswith(f"tier own: root {tmp_path}/tier, layout segments; found 0")

@@ -5,7 +5,7 @@ from prometheus_client import generate_latest
 
 from kvtier import __version__
 from kvtier.engine.answers import EventKind, EventLog
-from kvtier.engine.metrics import Metrics
+from kvtier.engine.metrics import Metrics, described
 from kvtier.runner.messages import Code, RunnerLost, TierUsage
 from tests.engine.ledger.bench import Bench
 
@@ -15,7 +15,8 @@ ROW_BYTES = 4_096
 @pytest.fixture
 def engine() -> Bench:
     """An engine of four rows with two tiers: something of everything that is counted has happened."""
-    engine = Bench(rows=4, tiers=[Bench.spec("disk", store_chunks_max=2), Bench.spec("peer", breaker_failures=1)])
+    disk, peer = Bench.spec("disk", store_chunks_max=2), Bench.spec("peer", breaker_failures=1)
+    engine = Bench(rows=4, tiers=[tier._replace(row_bytes=ROW_BYTES) for tier in (disk, peer)], row_bytes=ROW_BYTES)
     engine.knows_all(0)
     engine.knows_all(1)
     engine.holds("xy", tier=0)
@@ -34,7 +35,7 @@ def engine() -> Bench:
 
 def samples(engine: Bench) -> dict[tuple[str, ...], float]:
     """Give every sample by name and labels' values."""
-    metrics = Metrics(engine.ledger, ROW_BYTES)
+    metrics = Metrics(engine.ledger)
     metrics.observe("disk", "load", 0.2)
     return {
         (sample.name.removeprefix("kvtier_"), *sample.labels.values()): sample.value
@@ -75,7 +76,7 @@ def test_an_engine_tells_what_it_is_and_whether_its_runner_is_there(engine: Benc
 
 
 def test_a_row_that_a_hung_store_keeps_after_its_key_was_forgotten_is_quarantined() -> None:
-    engine = Bench(rows=4, tiers=[Bench.spec("disk")])
+    engine = Bench(rows=4, tiers=[Bench.spec("disk")], row_bytes=ROW_BYTES)
     engine.store("ab")
     (late,) = engine.step()
     engine.fail(late, Code.DEADLINE, lent=True)
@@ -164,19 +165,26 @@ def test_latencies_are_observed_once_a_transfer(engine: Bench) -> None:
 
 
 def test_a_registry_is_an_engines_own_and_can_be_scraped(engine: Bench) -> None:
-    for registry in (Metrics(engine.ledger, ROW_BYTES).registry, Metrics(engine.ledger, ROW_BYTES).registry):
+    for registry in (Metrics(engine.ledger).registry, Metrics(engine.ledger).registry):
         assert b'kvtier_tier_hits_total{tier="disk"} 1.0' in generate_latest(registry)
+
+
+def test_every_sample_has_the_labels_that_its_metric_declares(engine: Bench) -> None:
+    declared = {name: set(labels) for name, _, labels in described()}
+    for family in Metrics(engine.ledger).registry.collect():
+        if family.type != "histogram":
+            assert all(sample.labels.keys() == declared[family.name] for sample in family.samples), family.name
 
 
 def test_events_that_nobody_took_are_counted(engine: Bench) -> None:
     events = EventLog(2)
     for _ in range(5):
         events.add(EventKind.STORED, "cpu", engine.keys("a"))
-    registry = Metrics(engine.ledger, ROW_BYTES, events).registry
+    registry = Metrics(engine.ledger, events).registry
     assert registry.get_sample_value("kvtier_events_dropped_total") == 3
 
 
 def test_a_tier_tells_what_it_has_promised(engine: Bench) -> None:
     engine.ledger.apply(TierUsage(0, 10, 40_960, 1 << 20, 8_192))
-    registry = Metrics(engine.ledger, ROW_BYTES).registry
+    registry = Metrics(engine.ledger).registry
     assert registry.get_sample_value("kvtier_tier_reserved_bytes", {"tier": "disk"}) == 8_192

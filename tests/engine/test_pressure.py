@@ -1,6 +1,6 @@
 """Two hundred requests wait for a tier, over a primary that holds a tenth of them: the queue moves, and in order.
 
-The engine is a model (`kvtier.testing.simulation.scheduler`) in virtual time: a step of 20 ms, sixteen requests at a
+The engine is a model (`tests.simulation.scheduler`) in virtual time: a step of 20 ms, sixteen requests at a
 time, so many chunks computed a step. Without leases, waiting requests evict each other's prefixes: what a tier loaded
 for one goes to make room for the next.
 """
@@ -12,10 +12,10 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.testing import virtual_time
-from kvtier.testing.simulation.audit import AuditedManager, audit_quiet
-from kvtier.testing.simulation.scheduler import Pace, Prompt, Scheduler, Served
-from kvtier.testing.simulation.witness import chunk_of
 from tests.engine.kit import CHUNK_BYTES, describe, key, ledger_in
+from tests.simulation.audit import AuditedManager, audit_quiet
+from tests.simulation.scheduler import Pace, Prompt, Scheduler, Served
+from tests.simulation.witness import chunk_of
 
 pytestmark = pytest.mark.virtual_time
 

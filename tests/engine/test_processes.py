@@ -106,7 +106,7 @@ asyncio.run(main())
 
 @pytest.mark.parametrize(
     ("runner", "closed"),
-    [*(("process", closed) for closed in ((0,), (1,), (2,), (0, 1, 2))), ("inline", (0, 1, 2)), ("thread", (0, 1, 2))],
+    [*(("process", closed) for closed in ((0,), (1,), (2,), (0, 1, 2))), ("inline", (0, 1, 2))],
 )
 def test_standard_streams_that_are_closed_are_nobody_elses(run, tmp_path, runner, closed):
     """What is said goes to a file: there may be no other way."""
@@ -249,8 +249,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert ended(runner)
 
 
-@pytest.mark.parametrize("runner", ["thread", "process"])
-def test_every_call_but_for_what_was_counted_is_refused_in_a_fork_of_the_owner_and_goes_on_in_the_owner(run, runner):
+def test_every_call_but_for_what_was_counted_is_refused_in_a_fork_of_the_owner_and_goes_on_in_the_owner(run):
     forked = run(
         FORKED
         + """
@@ -327,27 +326,29 @@ assert engine.drain()
 print(ledger_in(engine).tiers[0].counters.stored, engine.runners_lost)
 assert engine.close() == 0
 """,
-        runner,
     )
     assert output(forked) == ["8", "0"]
 
 
 def test_a_fork_keeps_no_lock_of_an_fs_tier_and_takes_none_away(run, tmp_path):
-    """The engine's runner is a thread, so the fork has all of its descriptors."""
+    """The engine's runner is inline, so the fork has all of its descriptors."""
     forked = run(
         """
-engine = StepManager.start(describe(8, {"type": "fs", "root": root, "layout": "segments"}, runner=runner))
-store(engine, range(4))
-engine.drain()
-child = os.fork()
-if not child:
-    print("forked", flush=True)
-    signal.pause()
-    os._exit(0)
-sys.stdin.readline()
-os.kill(os.getpid(), signal.SIGKILL)
+async def main():
+    tier = {"type": "fs", "root": root, "layout": "segments"}
+    async with TieringOffloadingManager.open(describe(8, tier, runner=runner)) as engine:
+        await put(engine, range(4))
+        await engine.drain()
+        if not os.fork():
+            print("forked", flush=True)
+            signal.pause()
+            os._exit(0)
+        sys.stdin.readline()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
 """,
-        "thread",
+        "inline",
         stdin=subprocess.PIPE,
     )
     assert forked.stdout.readline()
@@ -379,7 +380,6 @@ else:
 """
 
 
-@pytest.mark.parametrize("runner", ["thread", "process"])
 @pytest.mark.parametrize(
     ("limit", "most"),
     [
@@ -388,6 +388,6 @@ else:
         *(("AS", most << 20) for most in (300, 540, 560, 580, 600)),  # At some of these a lane found no memory.
     ],
 )
-def test_an_engine_under_a_limit_works_or_says_at_once_which_one_it_is(run, limit, most, runner):
-    limited = run(LIMITED, runner, limit, str(most))
+def test_an_engine_under_a_limit_works_or_says_at_once_which_one_it_is(run, limit, most):
+    limited = run(LIMITED, "process", limit, str(most))
     assert output(limited) in (["works"], ["refused"])

@@ -15,8 +15,7 @@ from kvtier.errors import BackendUnavailable, ConfigError, EngineClosed
 from kvtier.memory.region import Region
 from kvtier.runner.messages import Probe, RunnerBack, RunnerLost, pack_keys
 from kvtier.runner.process import ProcessBridge
-from tests.engine.kit import CHUNK_BYTES, PATIENCE_S, children, describe, key, ledger_in, put, store
-from tests.engine.rude_tiers import Blocks
+from tests.engine.kit import CHUNK_BYTES, PATIENCE_S, children, describe, key, ledger_in, put
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -89,11 +88,9 @@ def test_a_runner_that_cannot_be_started_is_said_to_be_unavailable(monkeypatch, 
         StepManager.start(describe(4, DUMMY, runner="process"))
 
 
-async def test_an_engine_whose_tier_ends_its_thread_as_it_opens_is_said_to_be_so(runner):
-    if runner == "inline":
-        pytest.skip("there the thread is the caller's own")
+async def test_an_engine_whose_tier_ends_its_runner_as_it_opens_is_said_to_be_so(outside):
     with pytest.raises((OSError, BackendUnavailable)):
-        await TieringOffloadingManager.open(describe(4, DUMMY, {"type": f"{RUDE}:EndsItsThread"}, runner=runner))
+        await TieringOffloadingManager.open(describe(4, DUMMY, {"type": f"{RUDE}:EndsItsThread"}, runner="process"))
 
 
 async def test_an_engine_that_is_entered_is_closed_when_the_block_ends_however_it_does(runner):
@@ -125,42 +122,27 @@ async def test_an_engine_that_is_neither_entered_nor_awaited_does_not_begin(runn
     TieringOffloadingManager.open(describe(4, {"type": "dumy"}, runner=runner))
 
 
-@pytest.mark.parametrize(("tier", "left"), [("EndsItsThreadLater", 1), ("EndsItsThreadAsItCloses", 0)])
-def test_an_engine_whose_tier_has_ended_its_thread_is_closed_all_the_same(tier, left):
-    engine = StepManager.start(describe(4, {"type": f"{RUDE}:{tier}"}, runner="thread"))
-    store(engine, [1])
-    engine.drain(PATIENCE_S)
-    assert engine.close(1.0) == left
-    with pytest.raises(EngineClosed):
-        engine.on_new_request("late")
-
-
-async def test_a_start_ends_though_a_tier_blocks_its_runner_as_it_opens(runner, monkeypatch):
-    """The thread ends when the tier lets go of it; a process is killed."""
-    if runner == "inline":
-        pytest.skip("there the loop is the caller's own")
+async def test_a_start_ends_though_a_tier_blocks_its_runner_as_it_opens(outside, monkeypatch):
     monkeypatch.setattr("kvtier.runner.bridge.START_S", 0.2)
-    limits = {"open_s": 0.1, "close_s": 0.1}
-    try:
-        with pytest.raises(BackendUnavailable, match="blocks"):
-            await TieringOffloadingManager.open(describe(4, {"type": f"{RUDE}:Blocks"}, runner=runner, limits=limits))
-    finally:
-        Blocks.let_go.set()
+    blocking = describe(4, {"type": f"{RUDE}:Blocks"}, runner="process", limits={"open_s": 0.1, "close_s": 0.1})
+    with pytest.raises(BackendUnavailable, match="blocks"):
+        await TieringOffloadingManager.open(blocking)
 
 
-def test_a_start_that_is_interrupted_leaves_nothing(monkeypatch):
-    """Ctrl-C, while a tier in a thread of the engine's opens."""
+@pytest.mark.usefixtures("outside")
+def test_a_start_that_is_interrupted_leaves_nothing(nothing_left):
+    """Ctrl-C, while a tier opens."""
     interrupt = threading.Timer(0.2, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
     interrupt.start()
     with pytest.raises(KeyboardInterrupt):
-        StepManager.start(describe(4, {"type": f"{RUDE}:NeverOpens"}, runner="thread"))
+        StepManager.start(describe(4, {"type": f"{RUDE}:NeverOpens"}))
     interrupt.join()
 
 
-@pytest.mark.parametrize("runner", ["thread", "process"])
+@pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize("after_s", [0, 0.001, 0.01, 0.03, 0.1, 0.2])
-async def test_an_opening_that_is_cancelled_leaves_nothing(runner, after_s):
-    opening = asyncio.ensure_future(TieringOffloadingManager.open(describe(4, DUMMY, runner=runner)))
+async def test_an_opening_that_is_cancelled_leaves_nothing(after_s):
+    opening = asyncio.ensure_future(TieringOffloadingManager.open(describe(4, DUMMY, runner="process")))
     await asyncio.sleep(after_s)
     if opening.cancel():
         await asyncio.wait([opening])
@@ -171,7 +153,7 @@ async def test_an_opening_that_is_cancelled_leaves_nothing(runner, after_s):
 
 async def test_an_inline_engine_needs_a_loop():
     with pytest.raises(ValueError, match="open"):
-        StepManager.start(describe(4))
+        StepManager.start(describe(4, runner="inline"))
 
 
 def sent(bridge):
@@ -254,5 +236,5 @@ async def test_calls_that_the_closing_cuts_off_alarm_nobody(caplog):
     engine = await TieringOffloadingManager.open(describe(16, {"type": f"{RUDE}:GivesUpItsQueue"}))
     await put(engine, range(8))
     await engine.aclose(0.1)
-    assert ledger_in(engine).tiers[0].counters.failures == {"unavailable": 8}
+    assert ledger_in(engine).tiers[0].counters.failed == {"unavailable": 8}
     assert caplog.messages == []

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvtier.engine.answers import Event, EventKind
 from kvtier.engine.ledger import LookupResult
 from kvtier.engine.steps import Inside
 from kvtier.engine.tier import TierMatcher
@@ -15,11 +14,6 @@ from tests.engine.kit import FAULTY, PATIENCE_S, chunk, key, ledger_in, settled
 
 HIT, PENDING, MISS, RETRY = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS, LookupResult.RETRY
 DUMMY = {"type": "dummy"}
-
-
-@pytest.fixture(params=["thread", "process"])
-def runner(request):
-    return request.param
 
 
 @pytest.fixture
@@ -81,8 +75,8 @@ def serve(engine, numbers, request_id):
     return run
 
 
-def test_requests_that_come_again_are_served_from_a_tier(start_engine, runner, tmp_path):
-    engine = start_engine(16, {"type": "fs", "root": str(tmp_path / "tier")}, runner=runner)
+def test_requests_that_come_again_are_served_from_a_tier(start_engine, tmp_path):
+    engine = start_engine(16, {"type": "fs", "root": str(tmp_path / "tier")})
     conversations = [list(range(first, first + 6)) for first in range(0, 48, 6)]
     for numbers in conversations:
         assert serve(engine, numbers, f"first {numbers[0]}") == 0
@@ -95,54 +89,17 @@ def test_requests_that_come_again_are_served_from_a_tier(start_engine, runner, t
     assert ledger_in(engine).counters.hits + tier.counters.hits == 48
 
 
-def test_work_is_pending_until_it_has_come_back(start_engine, runner):
-    engine = start_engine(4, DUMMY, runner=runner)
-    assert not engine.has_pending_work()
-    engine.on_new_request("r")
-    store(engine, [1], "r")
-    assert engine.has_pending_work()
-    assert engine.drain()
-    assert not engine.has_pending_work()
-
-
-def test_a_drain_gives_up_at_its_deadline(start_engine, runner):
-    engine = start_engine(
-        4, {"type": FAULTY, "inner": DUMMY, "script": {"store": ["hang"]}, "faults": {"hang_s": 1.0}}, runner=runner
-    )
+def test_a_drain_gives_up_at_its_deadline(start_engine):
+    engine = start_engine(4, {"type": FAULTY, "inner": DUMMY, "script": {"store": ["hang"]}, "faults": {"hang_s": 1.0}})
     engine.on_new_request("r")
     store(engine, [1], "r")
     assert not engine.drain(deadline_s=0.01)
     assert engine.drain()
 
 
-def test_what_happened_is_told_in_order_and_once(start_engine, runner):
-    engine = start_engine(1, DUMMY, runner=runner, events=True)
-    engine.on_new_request("r")
-    store(engine, [1], "r")
-    assert engine.drain()
-    store(engine, [2], "r")
-    assert engine.drain()
-    assert engine.take_events() == [
-        Event(EventKind.STORED, "cpu", [key(1)]),
-        Event(EventKind.STORED, "0:dummy", [key(1)]),
-        Event(EventKind.REMOVED, "cpu", [key(1)]),
-        Event(EventKind.STORED, "cpu", [key(2)]),
-        Event(EventKind.STORED, "0:dummy", [key(2)]),
-    ]
-    assert engine.take_events() == []
-
-
-def test_nothing_is_told_unless_asked_for(start_engine, runner):
-    engine = start_engine(1, DUMMY, runner=runner)
-    engine.on_new_request("r")
-    store(engine, [1], "r")
-    engine.drain()
-    assert engine.take_events() == []
-
-
-def test_a_store_may_complete_after_its_request_has_finished(start_engine, runner):
+def test_a_store_may_complete_after_its_request_has_finished(start_engine):
     remote = {"type": "dummy", "locality": "REMOTE"}
-    engine = start_engine(4, DUMMY | {"locality": "LOCAL"}, remote, runner=runner)
+    engine = start_engine(4, DUMMY | {"locality": "LOCAL"}, remote)
     engine.on_new_request("r", [TierMatcher(locality="REMOTE")])
     plan = engine.prepare_store([key(1), key(2)], "r")
     for number, row in zip((1, 2), plan.rows, strict=True):
@@ -157,8 +114,8 @@ def test_a_store_may_complete_after_its_request_has_finished(start_engine, runne
     engine.on_new_request("r")
 
 
-def test_what_follows_a_finished_request_is_done_all_the_same(start_engine, runner):
-    engine = start_engine(4, runner=runner)
+def test_what_follows_a_finished_request_is_done_all_the_same(start_engine):
+    engine = start_engine(4)
     engine.on_new_request("r")
     store(engine, [1, 2], "r")
     assert engine.lookup(key(1), "r") is HIT
@@ -170,8 +127,8 @@ def test_what_follows_a_finished_request_is_done_all_the_same(start_engine, runn
     assert settled(engine)
 
 
-def test_a_request_must_be_known_and_only_once(start_engine, runner):
-    engine = start_engine(4, runner=runner)
+def test_a_request_must_be_known_and_only_once(start_engine):
+    engine = start_engine(4)
     with pytest.raises(LookupError, match="'r' is unknown"):
         engine.lookup(key(1), "r")
     engine.on_new_request("r")
@@ -179,9 +136,9 @@ def test_a_request_must_be_known_and_only_once(start_engine, runner):
         engine.on_new_request("r")
 
 
-def test_a_new_request_is_told_whether_a_tier_wants_all_of_it(start_engine, runner):
+def test_a_new_request_is_told_whether_a_tier_wants_all_of_it(start_engine):
     whole = {"type": "dummy", "request_level": True, "medium": "CPU"}
-    engine = start_engine(4, {"type": "dummy", "medium": "STORAGE"}, whole, runner=runner)
+    engine = start_engine(4, {"type": "dummy", "medium": "STORAGE"}, whole)
     assert engine.on_new_request("any")
     assert not engine.on_new_request("storage", [TierMatcher(medium="STORAGE")])
     store(engine, [1], "storage")
@@ -192,36 +149,9 @@ def test_a_new_request_is_told_whether_a_tier_wants_all_of_it(start_engine, runn
     assert [tier.counters.stored for tier in ledger_in(engine).tiers] == [2, 2]
 
 
-def test_a_reset_clears_the_primary_and_promotes_again_once_the_workers_have_flushed(start_engine, runner):
-    engine = start_engine(8, DUMMY, runner=runner)
-    assert serve(engine, [1, 2], "first") == 0
-    assert engine.reset()
-    assert serve(engine, [1, 2, 3], "flushing") == 0
-    assert engine.reset()
-    engine.on_reset_flushed()
-    assert serve(engine, [1, 2, 3], "again") == 3
-
-
-def test_a_reset_in_the_middle_of_a_load_leaves_no_row_lost(start_engine, runner):
-    slow = {"type": "dummy", "latency_s": "20ms"}
-    engine = start_engine(4, slow, runner=runner)
-    serve(engine, [1, 2], "first")
-    assert engine.drain()
-    assert engine.reset()
-    engine.on_reset_flushed()
-    engine.on_new_request("again")
-    assert engine.lookup(key(1), "again") is PENDING
-    engine.end_step()
-    assert engine.lookup(key(2), "again") is PENDING  # Decided, but not sent.
-    assert engine.reset()
-    engine.on_reset_flushed()
-    assert settled(engine)
-    assert prefix(engine, [1, 2], "again") == 2
-
-
-def test_a_reset_that_is_interrupted_is_a_reset_all_the_same(start_engine, runner, interrupted):
+def test_a_reset_that_is_interrupted_is_a_reset_all_the_same(start_engine, interrupted):
     slow = {"type": "dummy", "latency_s": 0.5}
-    engine = start_engine(4, slow, runner=runner, limits={"cascade_share": 1.0})
+    engine = start_engine(4, slow, limits={"cascade_share": 1.0})
     engine.on_new_request("r")
     store(engine, [1, 2], "r")
     engine.end_step()
@@ -235,30 +165,8 @@ def test_a_reset_that_is_interrupted_is_a_reset_all_the_same(start_engine, runne
         engine.end_step()
 
 
-def test_what_is_deleted_is_nowhere_and_what_is_in_use_stays_and_is_named(start_engine, runner):
-    engine = start_engine(4, DUMMY, runner=runner)
-    assert serve(engine, [1, 2, 3], "first") == 0
-    assert engine.drain()
-    engine.on_new_request("second")
-    assert engine.lookup(key(2), "second") is HIT
-    engine.prepare_load([key(2)], "second")
-    assert engine.delete([key(1), key(2), key(9)]) == [key(2)]
-    assert engine.drain()
-    assert prefix(engine, [2, 3], "second") == 2
-    assert prefix(engine, [1], "second") == 0
-    engine.complete_load([key(2)], "second")
-    engine.end_step()
-    assert engine.delete([key(2)]) == []
-    assert engine.drain()
-    assert prefix(engine, [2], "second") == 0
-    assert prefix(engine, [3], "second") == 1
-    engine.on_request_finished("second")
-    engine.end_step()
-    assert settled(engine)
-
-
-def test_the_statistics_say_what_was_counted_and_what_is_held(start_engine, runner):
-    engine = start_engine(3, {"type": "dummy", "name": "far"}, runner=runner, limits={"cascade_share": 1.0})
+def test_the_statistics_say_what_was_counted_and_what_is_held(start_engine):
+    engine = start_engine(3, {"type": "dummy", "name": "far"}, limits={"cascade_share": 1.0})
     for numbers in ([1, 2, 3], [1, 4], [3]):  # The fourth chunk takes the row of the third, which leaves first.
         serve(engine, numbers, f"{numbers}")
         assert engine.drain()
@@ -274,35 +182,9 @@ def test_the_statistics_say_what_was_counted_and_what_is_held(start_engine, runn
     assert (stats.runners_lost, stats.events_dropped) == (0, 0)
 
 
-def test_the_statistics_say_what_is_in_use(start_engine, runner):
-    engine = start_engine(4, DUMMY, runner=runner)
-    engine.on_new_request("r")
-    plan = engine.prepare_store([key(1), key(2)], "r")
-    primary = engine.stats().primary
-    assert (primary.rows_in_use, primary.rows_filling, primary.rows_free) == (2, 2, 2)
-    engine.complete_store(plan.keys, "r", success=False)
-    assert engine.prepare_store([key(number) for number in range(5)], "r") is None
-    primary = engine.stats().primary
-    assert (primary.rows_in_use, primary.rows_free, primary.stores, primary.stores_refused) == (0, 4, 0, 5)
-
-
-def test_a_tier_that_others_use_is_asked(start_engine, runner):
-    engine = start_engine(4, {"type": "dummy", "store": f"shared by {runner}", "shared": True}, runner=runner)
-    engine.on_new_request("first")
-    assert engine.lookup(key(1), "first") is RETRY
-    assert prefix(engine, [1], "first") == 0
-    store(engine, [1], "first")
-    assert engine.drain()
-    assert engine.reset()
-    engine.on_reset_flushed()
-    engine.on_new_request("again")
-    assert prefix(engine, [1], "again") == 1
-    load(engine, [1], "again")
-
-
 @pytest.mark.usefixtures("outside")
 def test_a_step_that_the_bridge_cannot_take_is_dropped_and_counted(start_engine):
-    engine = start_engine(8, DUMMY, runner="process", limits={"queued_actions": 1, "action_chunks": 1})
+    engine = start_engine(8, DUMMY, limits={"queued_actions": 1, "action_chunks": 1})
     engine.on_new_request("r")
     store(engine, [1, 2, 3], "r")
     engine.end_step()
@@ -319,7 +201,6 @@ def test_more_than_the_socket_takes_at_once_arrives_in_the_end(start_engine):
     engine = start_engine(
         4_096,
         DUMMY | {"limits": {"store_chunks_in_flight": 100_000}},
-        runner="process",
         limits={"queued_actions": 100_000, "cascade_share": 1.0, "action_chunks": 1},
     )
     engine.on_new_request("r")
@@ -332,7 +213,7 @@ def test_more_than_the_socket_takes_at_once_arrives_in_the_end(start_engine):
 
 
 def test_what_a_caller_adds_to_the_hits_itself_is_kept_until_the_step_ends(start_engine):
-    engine = start_engine(2, runner="thread")
+    engine = start_engine(2)
     engine.on_new_request("writer")
     assert store(engine, [1, 2], "writer")
     engine.on_new_request("reader")
@@ -352,4 +233,4 @@ def test_what_a_caller_adds_to_the_hits_itself_is_kept_until_the_step_ends(start
 
 def test_the_hits_of_a_request_that_nobody_knows_are_an_error(start_engine):
     with pytest.raises(LookupError, match="nobody"):
-        Inside(start_engine(2, runner="thread")).hits("nobody")
+        Inside(start_engine(2)).hits("nobody")

@@ -200,7 +200,7 @@ async def test_more_prefetches_of_what_is_here_than_a_step_takes_are_drained_at_
 
 
 def test_a_synchronous_drain_does_not_wait_for_prefetches_of_what_is_here(start_engine):
-    engine = start_engine(8, runner="thread")
+    engine = start_engine(8)
     store(engine, range(8))
     for number in range(30):
         engine.prefetch([key(number % 8)])
@@ -222,8 +222,9 @@ def test_calls_on_another_loop_are_refused_by_name():
     assert asyncio.run(_awaited(lambda engine: engine.aclose(), opened)) is None
 
 
+@pytest.mark.usefixtures("outside")
 def test_an_engine_whose_loop_is_closed_can_be_closed_by_its_steps():
-    opened = asyncio.run(opening(runner="thread"))
+    opened = asyncio.run(opening(runner="process"))
     with pytest.raises(WrongLoop, match="which is closed"):
         asyncio.run(found(opened, [1]))
     assert opened.steps.close() == 0

@@ -118,11 +118,11 @@ def open_without_a_name(root: Path) -> int:
 
 @layouts
 async def test_files_that_vanish_under_a_busy_engine_are_misses_that_are_stored_again(
-    open_engine, runner: str, tmp_path: Path, options: dict[str, Any]
+    open_engine: str, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     """No wrong byte comes, no call raises, nothing is left open, and the tier's figures are those of the disk again."""
     root, dice = tmp_path / "tier", random.Random(7)
-    engine = await open_engine(ROWS, tier(root, options), runner=runner)
+    engine = await open_engine(ROWS, tier(root, options))
     tidier = Tidier(root, options, seed=8)
     with tidier.at_work():
         async with asyncio.timeout(PATIENCE_S):

@@ -7,9 +7,10 @@ import pytest
 
 from kvtier.config import EngineConfig
 from kvtier.engine.manager import TieringOffloadingManager
+from kvtier.engine.tier import BreakerState
 from kvtier.errors import EngineClosed
 from kvtier.testing.virtual_time import run
-from tests.engine.kit import CHUNK_BYTES, FAULTY, client, describe, found, impatient, key, ledger_in, put, settled
+from tests.engine.kit import CHUNK_BYTES, FAULTY, client, describe, found, impatient, ledger_in, put, settled
 
 SEEDS = range(200)
 TENS = [*range(4), *(pytest.param(tens, marks=pytest.mark.outside) for tens in range(4, len(SEEDS) // 10))]
@@ -41,7 +42,7 @@ async def test_chunks_beyond_a_devices_slots_wait_for_the_next_one(open_engine):
 
 @pytest.mark.virtual_time
 async def test_loads_do_not_wait_for_the_budget_of_stores(open_engine):
-    budget = {"store_chunks_in_flight": 1, "load_chunks_in_flight": 1}
+    budget = {"store_chunks_in_flight": 1, "load_bytes_in_flight": CHUNK_BYTES}
     engine = await open_engine(64, {"type": "dummy", "latency_s": 1.0, "limits": budget})
     await put(engine, [0])
     assert await engine.reset()
@@ -56,7 +57,7 @@ async def test_loads_do_not_wait_for_the_budget_of_stores(open_engine):
 
 @pytest.mark.virtual_time
 async def test_loads_queue_for_their_budget_in_order(open_engine):
-    budget = {"load_chunks_in_flight": 1}
+    budget = {"load_bytes_in_flight": CHUNK_BYTES}
     engine = await open_engine(8, {"type": "dummy", "latency_s": 1.0, "limits": budget}, limits={"action_chunks": 1})
     await put(engine, range(3))
     assert await engine.reset()
@@ -66,32 +67,37 @@ async def test_loads_queue_for_their_budget_in_order(open_engine):
 
 
 @pytest.mark.virtual_time
-async def test_a_breaker_opens_cools_down_and_closes(open_engine):
-    failing = {"type": FAULTY, "inner": {"type": "dummy"}, "script": {"store": ["unavailable"] * 2}}
+async def test_a_breaker_opens_tries_and_closes_and_the_metrics_show_it(open_engine):
+    failing = {"type": FAULTY, "inner": {"type": "dummy"}, "script": {"store": ["unavailable"] * 3}}
     engine = await open_engine(8, failing | {"limits": {"breaker_failures": 2, "breaker_cooldown_s": 60.0}})
     (tier,) = ledger_in(engine).tiers
+
+    def state():
+        shown = {
+            each.value: engine.metrics.get_sample_value(
+                "kvtier_tier_breaker", {"tier": tier.spec.name, "state": each.value}
+            )
+            for each in BreakerState
+        }
+        (found,) = [name for name, value in shown.items() if value]
+        return found
+
+    assert state() == "closed"
     for number in range(3):
         await put(engine, [number])
         await engine.drain()
-    assert (tier.counters.failures, tier.counters.dropped) == ({"unavailable": 2}, {"breaker": 1})
+    assert state() == "open"
+    assert (tier.counters.failed, tier.counters.dropped) == ({"unavailable": 2}, {"breaker": 1})
     await asyncio.sleep(60)
-    await put(engine, [3])
+    await put(engine, [3])  # The tier still fails.
     await engine.drain()
-    assert tier.counters.stored == 1
-
-
-@pytest.mark.virtual_time
-async def test_a_lease_that_nobody_uses_ends(open_engine):
-    engine = await open_engine(4, {"type": "dummy"}, limits={"lease_s": 30.0})
-    await put(engine, [1])
-    assert await engine.reset()
-    engine.steps.on_new_request("waits")
-    engine.steps.lookup(key(1), "waits")
-    assert await engine.drain()
-    assert ledger_in(engine).leases.rows == 1
-    await asyncio.sleep(30)
-    engine.steps.end_step()
-    assert ledger_in(engine).leases.rows == 0
+    assert state() == "open"
+    await asyncio.sleep(60)
+    assert tier.breaker.admits(now())
+    assert state() == "half_open"
+    await put(engine, [4])
+    await engine.drain()
+    assert (state(), tier.counters.stored, tier.breaker.opened) == ("closed", 1, 2)
 
 
 @pytest.mark.virtual_time
@@ -173,7 +179,7 @@ async def simulate(seed: int) -> list[object]:
     await asyncio.sleep(60)  # What hangs has come back by now.
     engine.steps.end_step()
     assert settled(engine)
-    story = [now(), done, *((tier.counters.failures, tier.counters.dropped) for tier in ledger_in(engine).tiers)]
+    story = [now(), done, *((tier.counters.failed, tier.counters.dropped) for tier in ledger_in(engine).tiers)]
     assert await engine.aclose() == 0
     with pytest.raises(EngineClosed):
         await put(engine, [1])

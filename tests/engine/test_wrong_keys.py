@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.testing.simulation.audit import audit, audit_quiet
 from tests.engine.kit import CHUNK_BYTES, chunk, found, key, ledger_in, put
+from tests.simulation.audit import audit, audit_quiet
 
 # What a program may give in place of a list of keys, and how the error names it.
 NO_KEYS: dict[str, tuple[Any, str]] = {
@@ -68,7 +68,7 @@ async def _goes_on(engine) -> None:
 @wrong
 @few
 def test_a_call_between_steps_refuses_what_is_no_key(start_engine, keys, complaint, asked):
-    engine = start_engine(8, tier(asked), runner="thread")
+    engine = start_engine(8, tier(asked))
     _store(engine, [1, 2, 3], "first")
     calls = (engine.delete, engine.prefetch, engine.forget, engine.demote, lambda keys: engine.retain(keys, 60.0))
     for call in calls:
@@ -84,7 +84,7 @@ def test_a_call_between_steps_refuses_what_is_no_key(start_engine, keys, complai
 @few
 def test_a_step_meets_what_is_no_key_and_the_engine_goes_on(start_engine, bad, asked):
     """A look-up may say that it is nowhere. Whatever else is asked with it raises, and nothing has come of it."""
-    engine = start_engine(8, tier(asked), runner="thread")
+    engine = start_engine(8, tier(asked))
     _store(engine, [1, 2, 3], "first")
     engine.on_new_request("bad")
     _ignored_or_refused(lambda: engine.lookup(bad, "bad"))
@@ -106,7 +106,7 @@ def test_a_step_meets_what_is_no_key_and_the_engine_goes_on(start_engine, bad, a
 
 @few
 def test_a_store_that_is_completed_with_no_key_among_others_can_be_completed_rightly(start_engine, asked):
-    engine = start_engine(8, tier(asked), runner="thread")
+    engine = start_engine(8, tier(asked))
     _store(engine, [1, 2, 3], "first")
     for bad in ("a key", bytearray(key(1))):
         engine.on_new_request(f"{bad}")

@@ -1,4 +1,4 @@
-"""The device that `make test-gpu DEVICE=…` names, by each way to copy; the CPU, for a dry run, if it names none."""
+"""The device that `DEVICE=… tests/gpu/run` names, by each way to copy; the CPU, for a dry run, if it names none."""
 
 import copy
 import os

@@ -12,6 +12,6 @@ def programs(outside: None) -> tuple[str, str]:
     folder = os.environ.get("KVTIER_PROMETHEUS", "")
     found = [shutil.which(name, path=folder) or shutil.which(name) for name in ("prometheus", "promtool")]
     if None in found:
-        pytest.skip("Prometheus is not here: make test-monitoring unpacks Debian's")
+        pytest.skip("Prometheus is not here: tests/monitoring/run unpacks Debian's")
     prometheus, promtool = (str(path) for path in found)
     return prometheus, promtool

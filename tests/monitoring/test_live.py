@@ -67,7 +67,7 @@ def engine_of(folder: Path) -> EngineConfig:
         "faults": {"failed": 0.1, "no_space": 0.1, "corrupt": 0.1},
         "limits": {"store_chunks_in_flight": 8, "breaker_failures": 1_000_000},
     }
-    return describe(ROWS, disk, peer, runner="thread", prefill_tokens_per_s=20.0)
+    return describe(ROWS, disk, peer, prefill_tokens_per_s=20.0)
 
 
 async def work(engine: TieringOffloadingManager) -> None:

@@ -16,7 +16,7 @@ from tests.nfs.machines import NFS_PORT, PATIENCE_S, SERVER, FileServer, Guest, 
 @pytest.fixture(scope="session")
 def network(outside: None) -> Network:
     if "KVTIER_NFS_PROGRAMS" not in os.environ:
-        pytest.skip("its guests and their network are made by `make test-nfs`")
+        pytest.skip("its guests and their network are made by `tests/nfs/run`")
     return Network()
 
 

@@ -42,20 +42,21 @@ def open_engine(mount, folder, until):
 @pytest.mark.parametrize(
     ("mounted", "runner", "tier"),
     [
-        ("soft", "thread", SEGMENTS),
+        ("soft", "inline", SEGMENTS),
         ("soft", "process", SHARED),
-        ("hard", "thread", SHARED),
+        ("hard", "inline", SHARED),
         ("hard", "process", OWN),
     ],
-    ids=["soft-thread-segments", "soft-process-shared", "hard-thread-shared", "hard-process-own"],
+    ids=["soft-inline-segments", "soft-process-shared", "hard-inline-shared", "hard-process-own"],
 )
 def test_a_server_that_stops_costs_hits_and_they_come_back_with_it(
     guests, server: FileServer, open_engine, until, mounted, runner, tier
 ) -> None:
     """Its machine still answers for its connections, and so a client of version 4 waits for ever, with `soft`, too.
 
-    A thread keeps its rows for as long. A runner's process is replaced; it ends at once if it has no locks there, and
-    with it its rows come back. With locks it ends when the server has let go of them: the kernel waits for that.
+    An inline runner keeps its rows for as long. A runner's process is replaced; it ends at once if it has no locks
+    there, and with it its rows come back. With locks it ends when the server has let go of them: the kernel waits for
+    that.
     """
     guest = guests[0]
     engine = open_engine(guest, mounted, runner, tier)
@@ -83,7 +84,7 @@ def test_a_server_out_of_reach_keeps_rows_until_the_clients_time_out_if_there_is
     guests, open_engine, until, mounted, tier
 ) -> None:
     guest = guests[0]
-    engine = open_engine(guest, mounted, "thread", tier)
+    engine = open_engine(guest, mounted, "inline", tier)
     guest.call("cut_off", SERVER, cut=True)
     try:
         assert guest.call("found", engine, 0, 4) == 0
@@ -98,7 +99,7 @@ def test_a_server_out_of_reach_keeps_rows_until_the_clients_time_out_if_there_is
 
 def test_an_engine_is_closed_though_its_server_hangs(guests, server: FileServer, open_engine) -> None:
     guest = guests[0]
-    engine = open_engine(guest, "hard", "thread", SHARED)
+    engine = open_engine(guest, "hard", "inline", SHARED)
     server.signal(signal.SIGSTOP)
     assert guest.call("found", engine, 0, 4) == 0
     assert guest.call("close_engine", engine, deadline_s=1.0) > 0
@@ -113,7 +114,7 @@ def test_a_server_that_is_killed_costs_hits_and_they_come_back_with_the_next_one
     guests, server: FileServer, open_engine, until, mounted, tier, graceless
 ) -> None:
     guest = guests[0]
-    engine = open_engine(guest, mounted, "thread", tier)
+    engine = open_engine(guest, mounted, "inline", tier)
     server.kill()
     assert guest.call("found", engine, 0, 4) == 0
     if mounted == "soft":

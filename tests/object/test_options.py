@@ -11,7 +11,7 @@ from kvtier.config import EngineConfig, settled
 from kvtier.errors import ConfigError
 from kvtier.testing.conformance import key_of, tier_context
 from kvtier_backends.object import ObjectOptions
-from kvtier_backends.object.bucket import Kind, Names, make_store, trouble_of
+from kvtier_backends.object.bucket import Names, TroubleKind, make_store, trouble_of
 from kvtier_backends.object.index import Index
 from kvtier_backends.object.options import Target
 
@@ -56,7 +56,7 @@ def test_a_url_names_a_bucket_and_a_prefix(url: str, target: Target) -> None:
         ({"profile": "kv"}, "profile: given without credentials_file"),
         ({"unverified": "accept", "seal": "aes-256-gcm", "seal_key_env": "A"}, "unverified: 'accept' given with seal"),
         ({"access_key_id": "secret"}, "access_key_id"),
-        ({"load_requests": 0}, "load_requests: 0 given"),
+        ({"requests": 0}, "requests: 0 given"),
     ],
 )
 def test_what_cannot_be_had_is_refused_by_name(options: dict[str, Any], told: str) -> None:
@@ -121,29 +121,32 @@ def _xml(status: str, code: str, message: str = "It says so.") -> str:
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
-        (FileNotFoundError(_xml("404 Not Found", "NoSuchKey")), Kind.MISSING),
+        (FileNotFoundError(_xml("404 Not Found", "NoSuchKey")), TroubleKind.MISSING),
         (
             FileNotFoundError("Object at location x not found: - Server returned status code: 404 Not Found: "),
-            Kind.MISSING,
+            TroubleKind.MISSING,
         ),
-        (FileNotFoundError(_xml("404 Not Found", "NoSuchBucket")), Kind.NO_BUCKET),
-        (GenericError(_xml("404 Not Found", "NoSuchBucket")), Kind.NO_BUCKET),
-        (FileNotFoundError(_xml("404 Not Found", "ContainerNotFound")), Kind.NO_BUCKET),
-        (PermissionDeniedError(_xml("403 Forbidden", "AccessDenied")), Kind.DENIED),
-        (PermissionDeniedError(_xml("403 Forbidden", "RequestTimeTooSkewed")), Kind.DENIED),
-        (PermissionDeniedError(_xml("403 Forbidden", "QuotaExceeded")), Kind.FULL),
-        (GenericError(_xml("400 Bad Request", "ExpiredToken")), Kind.DENIED),
-        (GenericError(_xml("507 Insufficient Storage", "XMinioStorageFull")), Kind.FULL),
-        (GenericError(_xml("503 Service Unavailable", "SlowDown")), Kind.SLOW),
-        (GenericError("status code: 429 Too Many Requests"), Kind.SLOW),
-        (GenericError(_xml("301 Moved Permanently", "PermanentRedirect")), Kind.ELSEWHERE),
-        (GenericError(_xml("500 Internal Server Error", "InternalError")), Kind.AWAY),
-        (GenericError("error sending request for url (http://h/b/x?sig=s3cret)"), Kind.AWAY),
-        (InvalidPathError('Encountered object with invalid path: Path "a//b" contained empty segment'), Kind.LISTED),
-        (ValueError('Could not parse path: Path "a//b" contained empty path segment'), Kind.NAME),
+        (FileNotFoundError(_xml("404 Not Found", "NoSuchBucket")), TroubleKind.NO_BUCKET),
+        (GenericError(_xml("404 Not Found", "NoSuchBucket")), TroubleKind.NO_BUCKET),
+        (FileNotFoundError(_xml("404 Not Found", "ContainerNotFound")), TroubleKind.NO_BUCKET),
+        (PermissionDeniedError(_xml("403 Forbidden", "AccessDenied")), TroubleKind.DENIED),
+        (PermissionDeniedError(_xml("403 Forbidden", "RequestTimeTooSkewed")), TroubleKind.DENIED),
+        (PermissionDeniedError(_xml("403 Forbidden", "QuotaExceeded")), TroubleKind.FULL),
+        (GenericError(_xml("400 Bad Request", "ExpiredToken")), TroubleKind.DENIED),
+        (GenericError(_xml("507 Insufficient Storage", "XMinioStorageFull")), TroubleKind.FULL),
+        (GenericError(_xml("503 Service Unavailable", "SlowDown")), TroubleKind.SLOW),
+        (GenericError("status code: 429 Too Many Requests"), TroubleKind.SLOW),
+        (GenericError(_xml("301 Moved Permanently", "PermanentRedirect")), TroubleKind.ELSEWHERE),
+        (GenericError(_xml("500 Internal Server Error", "InternalError")), TroubleKind.AWAY),
+        (GenericError("error sending request for url (http://h/b/x?sig=s3cret)"), TroubleKind.AWAY),
+        (
+            InvalidPathError('Encountered object with invalid path: Path "a//b" contained empty segment'),
+            TroubleKind.LISTED,
+        ),
+        (ValueError('Could not parse path: Path "a//b" contained empty path segment'), TroubleKind.NAME),
     ],
 )
-def test_each_error_of_a_store_has_its_kind_and_shows_no_secret(error: Exception, kind: Kind) -> None:
+def test_each_error_of_a_store_has_its_kind_and_shows_no_secret(error: Exception, kind: TroubleKind) -> None:
     trouble = trouble_of(error)
     assert trouble.kind is kind
     assert trouble.why

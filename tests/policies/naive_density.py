@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from kvtier.policies import Density, Hint, Hinted, NumberOrder, Policy, number_order
+from kvtier.policies import Density, Hint, NumberOrder, Policy, number_order
 from kvtier.policies.classes import Classes
 
 STEPS = 17
@@ -168,10 +168,10 @@ class NaiveDensity(Policy[Any]):
         for key in keys:
             del self.owner[key]
 
-    def rank(self, keys: Sequence[Any]) -> None:
-        self.end(keys, ())
-
-    def rank_hinted(self, keys: Sequence[Any], hint: Hint) -> None:
+    def rank(self, keys: Sequence[Any], hint: Hint | None = None) -> None:
+        if hint is None:
+            self.end(keys, ())
+            return
         self.warm_up_requests = min(self.warm_up_requests, 128)
         said: list[tuple[str, Hashable]] = []
         number = self.classes.number(hint.class_)[0] if hint.class_ else None
@@ -287,12 +287,8 @@ class NumberedDensity(Policy[int]):
     def touch(self, keys: Sequence[int]) -> None:
         self.order.touch(keys)
 
-    def rank(self, keys: Sequence[int]) -> None:
-        self.order.rank(keys)
-
-    def rank_hinted(self, keys: Sequence[int], hint: Hint) -> None:
-        assert isinstance(self.order, Hinted)
-        self.order.rank_hinted(keys, hint)
+    def rank(self, keys: Sequence[int], hint: Hint | None = None) -> None:
+        self.order.rank(keys, hint)
 
     def evict(self, count: int, keep: Callable[[int], bool], incoming: Sequence[int] = ()) -> list[int] | None:
         return self.order.evict(count, keep, incoming)

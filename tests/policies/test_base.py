@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvtier.policies import ARC, FIFO, LRU, S3FIFO, Density, Hint, Hinted, LinkedLRU, Policy
+from kvtier.policies import ARC, FIFO, LRU, S3FIFO, Density, Hint, LinkedLRU, Policy
 from tests.policies.naive_density import NaiveDensity, NumberedDensity
 
 CAPACITY = 12
@@ -34,7 +34,7 @@ class NaiveFIFO(Policy[int]):
     def touch(self, keys: Sequence[int]) -> None:
         pass
 
-    def rank(self, keys: Sequence[int]) -> None:
+    def rank(self, keys: Sequence[int], hint: Hint | None = None) -> None:
         pass
 
     def evict(self, count: int, keep: Callable[[int], bool], incoming: Sequence[int] = ()) -> list[int] | None:
@@ -55,7 +55,8 @@ class NaiveLRU(NaiveFIFO):
         self.remove(keys)
         self.insert(keys)
 
-    rank = touch
+    def rank(self, keys: Sequence[int], hint: Hint | None = None) -> None:
+        self.touch(keys)
 
     def evict(self, count: int, keep: Callable[[int], bool], incoming: Sequence[int] = ()) -> list[int] | None:
         victims = super().evict(count, keep)
@@ -182,8 +183,7 @@ class DensityMachine(PolicyMachine):
     def rank_hinted(self, keys: list[int], over: bool, returns_in_s: float | None, class_: str | None) -> None:
         hint = Hint(over=over, returns_in_s=returns_in_s, class_=class_)
         for peer in self.peers:
-            assert isinstance(peer, Hinted)
-            peer.rank_hinted([key for key in keys if key in self.resident], hint)
+            peer.rank([key for key in keys if key in self.resident], hint)
 
     @rule(start=st.integers(0, CAPACITY), length=st.integers(1, CAPACITY))
     def use_as_a_request(self, start: int, length: int) -> None:

@@ -48,7 +48,7 @@ def test_whatever_clients_say_labels_are_bounded() -> None:
         first = dice.randrange(ROWS)
         keys = range(first, dice.randint(first + 1, ROWS))
         order.touch(keys)
-        order.rank_hinted(keys, Hint(returns_in_s=10 ** dice.uniform(0, 6), class_=f"client {dice.randrange(60)}"))
+        order.rank(keys, Hint(returns_in_s=10 ** dice.uniform(0, 6), class_=f"client {dice.randrange(60)}"))
     labels = order._returns._labels  # pyright: ignore[reportPrivateUsage]
     assert LABELS_MAX / 2 < len(labels) <= LABELS_MAX + 300
     assert order.evict(ROWS, lambda key: 0) is not None
@@ -77,7 +77,7 @@ def victims_of(returns_in_s: float) -> list[int]:
             order.insert(keys)
             resident.update(keys)
         if hinted:
-            order.rank_hinted(keys, Hint(returns_in_s=returns_in_s))
+            order.rank(keys, Hint(returns_in_s=returns_in_s))
         else:
             order.rank(keys)
     return victims

@@ -1,4 +1,4 @@
-"""Options of the redis tier: what does not go together is refused by name, and secrets are never part of them."""
+"""Options of the redis tier: the URL, what excludes each other, and secrets, which no message shows."""
 
 import os
 import re
@@ -12,63 +12,82 @@ from cryptography.hazmat.primitives.serialization import BestAvailableEncryption
 from kvtier.backend import ConfigError
 from kvtier.config import EngineConfig, settled
 from kvtier_backends.redis import RedisOptions
-from kvtier_backends.redis.options import Address
+from kvtier_backends.redis.options import Address, Target
 
 
 @pytest.mark.parametrize(
-    ("text", "address"),
+    ("url", "target"),
     [
-        ("10.0.0.1:7000", Address("10.0.0.1", 7_000)),
-        ("cache", Address("cache", 6_379)),
-        ("[::1]:7000", Address("::1", 7_000)),
-        ("[::1]", Address("::1", 6_379)),
-        ("::1", Address("::1", 6_379)),
-        ("unix:/run/redis.sock", Address("/run/redis.sock", 0)),
+        ("redis://10.0.0.1:7000", Target((Address("10.0.0.1", 7_000),))),
+        ("redis://kv@cache/2", Target((Address("cache", 6_379),), username="kv", db=2)),
+        ("redis://[::1]:7000,[::1],::2", Target((Address("::1", 7_000), Address("::1", 6_379), Address("::2", 6_379)))),
+        ("rediss://a", Target((Address("a", 6_379),), tls=True)),
+        ("unix:///run/redis.sock", Target((Address("/run/redis.sock", 0),))),
+        ("unix://kv@/run/redis.sock?db=3", Target((Address("/run/redis.sock", 0),), username="kv", db=3)),
+        (
+            "redis+sentinel://a,b:1/cache/2",
+            Target((Address("a", 26_379), Address("b", 1)), "sentinel", db=2, primary="cache"),
+        ),
+        ("rediss+cluster://a,b", Target((Address("a", 6_379), Address("b", 6_379)), "cluster", tls=True)),
     ],
 )
-def test_a_server_is_a_host_and_a_port_or_a_path(text: str, address: Address) -> None:
-    (read,) = RedisOptions(servers=(text,)).addresses()
-    assert read == address
-    assert RedisOptions(servers=(str(read),)).addresses() == (read,)
+def test_a_url_says_where_servers_are_and_how_they_are_used(url: str, target: Target) -> None:
+    assert RedisOptions(url=url, password_env="A").target() == target
 
 
-def test_sentinels_have_a_port_of_their_own() -> None:
-    options = RedisOptions(servers=("a", "b:1"), topology="sentinel", sentinel_primary="cache")
-    assert options.addresses() == (Address("a", 26_379), Address("b", 1))
+SECRETS = [
+    "h:6379,password=secret",
+    "redis://h:6379,password=secret",
+    "redis://h,secret=1",
+    "redis://user:secret@h",
+    "redis://:secret@h",
+    "redis://user:sec@secret@h",
+    "redis://user:1/secret@h",
+    "redis://h?password=secret",
+    "redis://h/0?password=secret",
+    "redis://h/secret",
+    "redis+sentinel://h/cache,password=secret",
+    "redis+sentinel://h/cache/secret",
+    "unix:///path?db=0&password=secret",
+    "unix://user:secret@/path",
+    "http://user:secret@h",
+    "secret",
+]
+
+
+@pytest.mark.parametrize("url", SECRETS)
+def test_no_error_repeats_a_url_that_may_hold_a_secret(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"^url: ") as refused:
+        RedisOptions(url=url, password_env="A")
+    assert "secret" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"servers": ()}, "servers: a list given, a list, of length at least 1"),
-        ({"servers": (":6379",)}, "servers[0]: ':6379' given, 'host:port' or 'unix:/path' accepted"),
-        ({"servers": ("a..b:1",)}, "servers[0]: 'a..b:1' given"),
-        ({"servers": ("a b",)}, "servers[0]: 'a b' given"),
-        ({"servers": ("[::1:1",)}, "servers[0]: '[::1:1' given"),
-        ({"servers": ("x" * 70,)}, "servers[0]: 'xx"),
-        ({"servers": ("unix:/a",), "tls": True}, "tls: true given with the path 'unix:/a'"),
-        ({"servers": ("a:0",)}, "servers[0]: 'a:0' given, 'host:port' or 'unix:/path' accepted"),
-        ({"servers": ("a", "b:x")}, "servers[1]: 'b:x' given"),
-        ({"servers": ("redis://:secret@a:1",)}, "servers[0]: a URL given, 'host:port' accepted"),
-        ({"servers": ("unix:/" + "p" * 107,)}, "servers[0]: a path of 108 bytes given, at most 107 accepted"),
-        ({"servers": ("unix:/a\0b",)}, "servers[0]: 'unix:/a"),
-        ({"topology": "cluster", "prefix": "{a}/"}, "prefix: '{a}/' given, one without braces accepted with topology"),
-        ({"servers": ("a", "a:6379")}, "servers: the same one is given twice"),
-        ({"topology": "sentinel"}, "sentinel_primary: goes with topology = 'sentinel'"),
-        ({"sentinel_primary": "cache"}, "sentinel_primary: goes with topology = 'sentinel'"),
-        ({"sentinel_login": True}, "sentinel_login: goes with topology = 'sentinel'"),
-        ({"topology": "cluster", "db": 1}, "db: 1 given, 0 accepted"),
-        ({"topology": "cluster", "servers": ("unix:/a",)}, "servers: a path given"),
-        ({"username": "kv"}, "username: given without a password"),
+        ({"url": ""}, "url: '' given, text, of length at least 1"),
+        *(
+            ({"url": f"redis://{host}"}, "url: server 1 of it is no 'host:port'")
+            for host in (":6379", "a..b:1", "a b", "[::1:1", "x" * 70, "a:0", "a:65536")
+        ),
+        ({"url": "redis://a,b:x"}, "url: server 2 of it is no 'host:port'"),
+        ({"url": "redis://a,a:6379"}, "url: the same server is given twice"),
+        ({"url": "unix:///" + "p" * 107}, "url: a path of 108 bytes given, at most 107 accepted"),
+        ({"url": "unix:///a\0b"}, "url: a path with a NUL byte given"),
+        ({"url": "redis+cluster://a", "prefix": "{a}/"}, "prefix: '{a}/' given, one without braces accepted"),
+        ({"url": "redis+cluster://a/1"}, "url: a database given, none accepted with a cluster"),
+        ({"url": "redis+sentinel://a"}, "url: no primary named"),
+        ({"sentinel_login": True}, "sentinel_login: goes with redis+sentinel://"),
+        ({"url": "redis://kv@a"}, "url: a user given without a password"),
         ({"password_env": "A", "password_file": "/a"}, "password_env: given beside password_file"),
         ({"password": "secret"}, "password"),
-        ({"tls_ca_file": "/a"}, "tls_ca_file: no use without tls = true"),
-        ({"tls": True, "tls_key_file": "/a"}, "tls_key_file: given without tls_cert_file"),
+        ({"tls_ca_file": "/a"}, "tls_ca_file: no use without rediss://"),
+        ({"url": "rediss://a", "tls_key_file": "/a"}, "tls_key_file: given without tls_cert_file"),
         ({"prefix": "with space/"}, "prefix: 'with space/' given"),
         ({"seal": "aes-256-gcm"}, "seal: 'aes-256-gcm' given, which needs either"),
     ],
 )
-def test_what_cannot_be_had_is_refused_by_name(options: dict[str, Any], told: str) -> None:
+def test_options_that_cannot_be_used_are_refused_by_name(options: dict[str, Any], told: str) -> None:
     with pytest.raises((ConfigError, TypeError), match=re.escape(told)) as refused:
         RedisOptions(**options)
     assert "secret" not in str(refused.value)
@@ -119,7 +138,7 @@ def test_each_of_tlss_files_is_named_when_it_cannot_be_used(tmp_path: Path) -> N
         ({"tls_cert_file": cut, "tls_key_file": locked}, "tls_cert_file: cannot be used with tls_key_file"),
     ):
         with pytest.raises(ConfigError, match=re.escape(told)):
-            RedisOptions(tls=True, **options).tls_context()
+            RedisOptions(url="rediss://a", **options).tls_context()
 
 
 def test_a_remote_backends_tier_is_remote_unless_it_is_said_otherwise() -> None:

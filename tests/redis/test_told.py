@@ -87,8 +87,8 @@ def at(host: bytes | None, port: int) -> bytes:
 def told_by(request: pytest.FixtureRequest) -> Callable[..., Topology]:
     """Return what knows the servers by a node alone."""
 
-    def told_by(node: Node, **about: object) -> Topology:
-        options = RedisOptions(servers=(f"127.0.0.1:{node.port}",), **about, **QUICK)
+    def told_by(node: Node, scheme: str, path: str = "", **about: object) -> Topology:
+        options = RedisOptions(url=f"{scheme}://127.0.0.1:{node.port}{path}", **about, **QUICK)
         topology = make_topology(options, Login(options))
         request.addfinalizer(topology.close)
         return topology
@@ -96,8 +96,8 @@ def told_by(request: pytest.FixtureRequest) -> Callable[..., Topology]:
     return told_by
 
 
-CLUSTER = {"topology": "cluster"}
-SENTINEL = {"topology": "sentinel", "sentinel_primary": "cache"}
+CLUSTER = {"scheme": "redis+cluster"}
+SENTINEL = {"scheme": "redis+sentinel", "path": "/cache"}
 
 
 @pytest.mark.parametrize("kind", [b"MOVED", b"ASK"])
@@ -106,7 +106,7 @@ async def test_a_redirect_to_a_path_is_not_followed(node, trap, opened, monkeypa
     moved = b"-%b 1 trap:0\r\n" % kind
     lying = node({b"EXISTS": moved})
     lying.answers[b"CLUSTER SLOTS"] = slots(at(None, lying.port))
-    tier = await opened(f"127.0.0.1:{lying.port}", topology="cluster", password_env=PASSWORD, **QUICK)
+    tier = await opened(f"127.0.0.1:{lying.port}", scheme="redis+cluster", password_env=PASSWORD, **QUICK)
     with pytest.raises(BackendUnavailable):
         await tier.probe(keys_of(3))
     with pytest.raises(BlockingIOError):

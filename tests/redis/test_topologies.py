@@ -20,12 +20,13 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from kvtier.backend import Abandoned, BackendUnavailable, ConfigError, OffloadKey, chunk_hash
-from kvtier.testing.conformance import keys_of, label
-from kvtier_backends.redis import RedisOptions
+from kvtier.testing.conformance import keys_of, label, tier_context
+from kvtier_backends.redis import RedisBackend, RedisOptions
 from kvtier_backends.redis.link import Link
 from kvtier_backends.redis.options import Address
 from kvtier_backends.redis.server import Away, Login, Server
 from kvtier_backends.redis.topology import make_topology
+from tests.redis.conftest import CHUNK_BYTES
 from tests.redis.servers import PATIENCE_S, Proxy, RedisServer, free_port, until
 from tests.redis.test_faults import QUICK
 from tests.remote.tiers import recalled, recovers
@@ -37,7 +38,7 @@ PASSWORD = "KVTIER_TEST_PASSWORD"
 
 
 def owners(*servers: str, count: int = 4_000) -> list[str]:
-    options = RedisOptions(servers=servers)
+    options = RedisOptions(url=f"redis://{','.join(servers)}")
     topology = make_topology(options, Login(options))
     return [str(topology.server_of(b"name %d" % number).address) for number in range(count)]
 
@@ -65,6 +66,14 @@ async def test_a_dead_server_of_three_costs_its_share_only(opened, own_server, l
     servers[1].start()
     assert (await recalled(tier, lender, keys)).count("ChunkMissing") == told.count("TransferFailed")
     await recovers(tier, lender, keys)
+
+
+async def test_a_server_is_reached_over_a_socket_of_its_host(prefix, another_server, lender) -> None:
+    options = RedisOptions(url=f"unix://{another_server.folder}/socket?db=1", prefix=prefix)
+    tier, keys = await RedisBackend.open(options, tier_context(CHUNK_BYTES)), keys_of(8)
+    await lender.keep(tier, keys)
+    assert await lender.recall(tier, keys) == [label(key) for key in keys]
+    assert await tier.aclose(PATIENCE_S) == Abandoned(0)
 
 
 async def test_a_tier_opens_if_one_of_its_servers_answers(opened, server, lender) -> None:
@@ -98,10 +107,10 @@ async def test_an_access_list_that_lacks_a_command_is_named_at_the_start(
     monkeypatch.setenv(PASSWORD, "right")
     user = ["ACL", "SETUSER", "kv", "on", ">right", "~test-*", "-@all", "+ping", "+exists", "+get", "+set"]
     server.ask(*user)
-    with pytest.raises(ConfigError, match=r"username: .* does not allow UNLINK"):
-        await opened(server.address, username="kv", password_env=PASSWORD)
+    with pytest.raises(ConfigError, match=r"url: .* does not allow its user UNLINK"):
+        await opened(server.address, user="kv@", password_env=PASSWORD)
     server.ask(*user, "+unlink")
-    tier, keys = await opened(server.address, username="kv", password_env=PASSWORD), keys_of(3)
+    tier, keys = await opened(server.address, user="kv@", password_env=PASSWORD), keys_of(3)
     await lender.keep(tier, keys)
     await tier.delete(keys[:1])
     assert await lender.recall(tier, keys) == ["ChunkMissing", *(label(key) for key in keys[1:])]
@@ -122,7 +131,7 @@ async def test_no_password_is_in_what_an_echo_makes_of_it(opened, monkeypatch) -
         threading.Thread(target=_echo, args=(listener,), daemon=True).start()
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(BackendUnavailable, match="does not speak Redis") as refused:
-            await opened(address, username="kv", password_env=PASSWORD, **QUICK)
+            await opened(address, user="kv@", password_env=PASSWORD, **QUICK)
         assert "geheim" not in str(refused.value)
 
 
@@ -133,10 +142,10 @@ def _echo(listener: socket.socket) -> None:
 
 
 async def test_a_database_that_there_is_not_is_a_mistake_of_the_configuration(opened, server, cluster) -> None:
-    with pytest.raises(ConfigError, match=r"^db: .*DB index is out of range"):
-        await opened(server.address, db=1_000)
-    with pytest.raises(ConfigError, match=r"^db: .*SELECT is not allowed in cluster mode"):
-        await opened(cluster[0].address, db=1)
+    with pytest.raises(ConfigError, match=r"^url: .*DB index is out of range"):
+        await opened(server.address, path="/1000")
+    with pytest.raises(ConfigError, match=r"^url: .*SELECT is not allowed in cluster mode"):
+        await opened(cluster[0].address, path="/1")
 
 
 async def test_a_server_is_reached_by_an_address_of_the_sixth_version(opened, server, lender) -> None:
@@ -145,7 +154,7 @@ async def test_a_server_is_reached_by_an_address_of_the_sixth_version(opened, se
     except OSError:
         pytest.skip("this machine has no IPv6")
     try:
-        tier, keys = await opened(proxy.address, load_lanes=1, store_lanes=1), keys_of(12)
+        tier, keys = await opened(proxy.address, lanes=1), keys_of(12)
         await lender.keep(tier, keys)
         assert await lender.recall(tier, keys) == [label(key) for key in keys]
         assert list(await tier.probe(keys)) == [True] * 12
@@ -159,7 +168,7 @@ async def test_a_program_with_thousands_of_open_files_uses_it_as_any_other(opene
         for _ in range(1_100):
             stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
         keys = keys_of(12)
-        for servers, about in ((server.address, {}), (cluster[0].address, {"topology": "cluster"})):
+        for servers, about in ((server.address, {}), (cluster[0].address, {"scheme": "redis+cluster"})):
             tier = await opened(servers, **about)
             for _ in range(2):  # The second time over connections that were kept.
                 await lender.keep(tier, keys)
@@ -247,7 +256,7 @@ def certified(tmp_path: Path) -> ssl.SSLContext:
 
 
 async def test_chunks_travel_over_tls(opened, front, tmp_path, lender) -> None:
-    tier, keys = await opened(front.address, tls=True, tls_ca_file=str(tmp_path / "ca.pem")), keys_of(64)
+    tier, keys = await opened(front.address, scheme="rediss", tls_ca_file=str(tmp_path / "ca.pem")), keys_of(64)
     await lender.keep(tier, keys)
     assert await lender.recall(tier, keys) == [label(key) for key in keys]
     assert list(await tier.probe(keys)) == [True] * 64
@@ -256,7 +265,7 @@ async def test_chunks_travel_over_tls(opened, front, tmp_path, lender) -> None:
 async def test_closing_ends_calls_that_hang_over_tls(opened, own_server, certified, tmp_path, lender) -> None:
     server, keys = own_server(), keys_of(8)
     front = TLSFront(server.port, certified)
-    tier = await opened(front.address, tls=True, tls_ca_file=str(tmp_path / "ca.pem"), timeout_s=600)
+    tier = await opened(front.address, scheme="rediss", tls_ca_file=str(tmp_path / "ca.pem"), timeout_s=600)
     await lender.keep(tier, keys)
     server.signal(signal.SIGSTOP)
     load = asyncio.create_task(tier.load(lender.reads(keys)))
@@ -271,7 +280,7 @@ async def test_closing_ends_calls_that_hang_over_tls(opened, own_server, certifi
 
 async def test_a_server_whose_certificate_nobody_vouches_for_is_refused(opened, front) -> None:
     with pytest.raises(ConfigError, match=r"^tls_ca_file: .*certificate is refused"):
-        await opened(front.address, tls=True)
+        await opened(front.address, scheme="rediss")
 
 
 async def test_those_who_know_the_topology_are_held_to_their_certificates(opened, certified, cluster, tmp_path) -> None:
@@ -279,7 +288,7 @@ async def test_those_who_know_the_topology_are_held_to_their_certificates(opened
     front = TLSFront(cluster[0].port, certified)  # Its certificate is that of 127.0.0.1.
     other = f"localhost:{front.address.rpartition(':')[2]}"
     with pytest.raises(BackendUnavailable, match="certificate is refused"):
-        await opened(other, topology="cluster", tls=True, tls_ca_file=str(tmp_path / "ca.pem"), **QUICK)
+        await opened(other, scheme="rediss+cluster", tls_ca_file=str(tmp_path / "ca.pem"), **QUICK)
     front.close()
 
 
@@ -293,18 +302,18 @@ def test_a_failure_of_tls_is_not_taken_for_an_error_of_the_systems() -> None:
             connection.recv(1 << 16)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        options = RedisOptions(servers=(f"127.0.0.1:{listener.getsockname()[1]}",), tls=True)
+        options = RedisOptions(url=f"rediss://127.0.0.1:{listener.getsockname()[1]}")
         answering = threading.Thread(target=answer_in_the_clear, args=(listener,))
         answering.start()
         with pytest.raises(Away, match="SSL") as failed:
-            Server(options.addresses()[0], Login(options), options).borrow(time.monotonic() + PATIENCE_S)
+            Server(options.target().addresses[0], Login(options), options).borrow(time.monotonic() + PATIENCE_S)
         answering.join()
     assert failed.value.number == 0
 
 
 async def test_a_server_without_tls_is_no_server_with_it(opened, server) -> None:
     with pytest.raises(BackendUnavailable):
-        await opened(server.address, tls=True, **QUICK)
+        await opened(server.address, scheme="rediss", **QUICK)
 
 
 # Sentinel.
@@ -328,7 +337,7 @@ def watched(own_server, tmp_path: Path) -> tuple[RedisServer, RedisServer, Redis
 
 async def test_a_tier_follows_the_primary_that_sentinels_name(opened, watched, lender) -> None:
     primary, replica, sentinel = watched
-    about = {"topology": "sentinel", "sentinel_primary": "cache"}
+    about = {"scheme": "redis+sentinel", "path": "/cache"}
     tier, keys = await opened(sentinel.address, **about, **QUICK), keys_of(12)
     await lender.keep(tier, keys)
     assert primary.ask("DBSIZE") >= 12
@@ -341,7 +350,7 @@ async def test_a_tier_follows_the_primary_that_sentinels_name(opened, watched, l
 def test_a_primary_that_is_none_any_more_is_forgotten(watched) -> None:
     """With its connections, but for those in use: these are closed when they are given back, or with the tier."""
     primary, replica, sentinel = watched
-    options = RedisOptions(servers=(sentinel.address,), topology="sentinel", sentinel_primary="cache")
+    options = RedisOptions(url=f"redis+sentinel://{sentinel.address}/cache")
     topology = make_topology(options, Login(options))
     topology.refresh()
     (old,) = topology.known()
@@ -369,11 +378,11 @@ def closed(links: list[Link]) -> list[bool]:
 
 async def test_a_tier_whose_primary_nobody_knows_does_not_open(opened, watched) -> None:
     with pytest.raises(BackendUnavailable, match="sentinels"):
-        await opened(watched[2].address, topology="sentinel", sentinel_primary="other", **QUICK)
+        await opened(watched[2].address, scheme="redis+sentinel", path="/other", **QUICK)
 
 
 async def test_a_sentinel_is_no_server_of_values(opened, watched) -> None:
-    with pytest.raises(ConfigError, match=r"servers: .* keeps no values"):
+    with pytest.raises(ConfigError, match=r"url: .* keeps no values"):
         await opened(watched[2].address)
 
 
@@ -428,7 +437,7 @@ def stored_as(node: RedisServer, prefix: str, key: OffloadKey) -> bytes | None:
 
 
 async def test_chunks_go_to_the_nodes_that_have_their_slots(opened, cluster, lender) -> None:
-    tier, keys = await opened(cluster[0].address, topology="cluster"), keys_of(60)
+    tier, keys = await opened(cluster[0].address, scheme="redis+cluster"), keys_of(60)
     await lender.keep(tier, keys)
     assert await lender.recall(tier, keys) == [label(key) for key in keys]
     assert list(await tier.probe(keys)) == [True] * 60
@@ -441,14 +450,14 @@ async def test_chunks_go_to_the_nodes_that_have_their_slots(opened, cluster, len
 
 async def test_chunks_of_a_model_with_braces_in_its_name_go_to_every_node(opened, cluster, lender) -> None:
     """Of a name with braces, only what is between them would say where it goes."""
-    tier, keys = await opened(cluster[0].address, topology="cluster", model_name="org/{model}-v1"), keys_of(60)
+    tier, keys = await opened(cluster[0].address, scheme="redis+cluster", model_name="org/{model}-v1"), keys_of(60)
     await lender.keep(tier, keys)
     assert await lender.recall(tier, keys) == [label(key) for key in keys]
     assert min(node.ask("DBSIZE") for node in cluster) >= 10
 
 
 def test_a_cluster_remembers_its_own_nodes_only(nodes) -> None:
-    options = RedisOptions(servers=(nodes[0].address,), topology="cluster")
+    options = RedisOptions(url=f"redis+cluster://{nodes[0].address}")
     topology = make_topology(options, Login(options))
     gone = [topology.at(Address("127.0.0.1", port)) for port in range(1, 6)]  # Somebody was sent there.
     topology.refresh()
@@ -459,7 +468,7 @@ def test_a_cluster_remembers_its_own_nodes_only(nodes) -> None:
 
 async def test_a_slot_that_moves_is_followed_at_every_moment_of_it(opened, cluster, prefix, lender) -> None:
     """ASK while it moves, MOVED afterwards; each chunk is found, and stored, in the same call."""
-    tier, keys = await opened(cluster[0].address, topology="cluster"), keys_of(40)
+    tier, keys = await opened(cluster[0].address, scheme="redis+cluster"), keys_of(40)
     await lender.keep(tier, keys)
     key = next(key for key in keys if stored_as(cluster[0], prefix, key))
     name = stored_as(cluster[0], prefix, key)
@@ -483,12 +492,12 @@ async def test_a_user_who_may_not_ask_while_a_slot_moves_gets_no_answer_that_is_
     for node in cluster:
         node.ask("ACL", "SETUSER", "kv", "on", ">right", "~*", "+@all", "-asking")
     monkeypatch.setenv(PASSWORD, "right")
-    about = {"topology": "cluster", "username": "kv", "password_env": PASSWORD}
-    with pytest.raises(ConfigError, match=r"username: .* does not allow ASKING"):
+    about = {"scheme": "redis+cluster", "user": "kv@", "password_env": PASSWORD}
+    with pytest.raises(ConfigError, match=r"url: .* does not allow its user ASKING"):
         await opened(cluster[0].address, **about)
     for node in cluster:
         node.ask("ACL", "SETUSER", "kv", "+asking")
-    tier, keys = await opened(cluster[0].address, **about, load_lanes=1, store_lanes=1), keys_of(40)
+    tier, keys = await opened(cluster[0].address, **about, lanes=1), keys_of(40)
     for node in cluster:
         node.ask("ACL", "SETUSER", "kv", "-asking")
     await lender.keep(tier, keys)
@@ -505,7 +514,7 @@ async def test_a_user_who_may_not_ask_while_a_slot_moves_gets_no_answer_that_is_
 
 
 async def test_a_node_that_hangs_costs_its_slots_only(opened, cluster, lender) -> None:
-    tier, keys = await opened(cluster[0].address, topology="cluster", **QUICK), keys_of(40)
+    tier, keys = await opened(cluster[0].address, scheme="redis+cluster", **QUICK), keys_of(40)
     await lender.keep(tier, keys)
     cluster[1].signal(signal.SIGSTOP)
     told = await lender.recall(tier, keys)
@@ -515,7 +524,7 @@ async def test_a_node_that_hangs_costs_its_slots_only(opened, cluster, lender) -
 
 async def test_calls_do_not_wait_for_those_who_know_where_slots_are(opened, cluster, names_hang, lender) -> None:
     """Neither a load, whose rows are lent, nor a probe behind it."""
-    tier, keys = await opened(f"localhost:{cluster[0].port}", topology="cluster", **QUICK), keys_of(40)
+    tier, keys = await opened(f"localhost:{cluster[0].port}", scheme="redis+cluster", **QUICK), keys_of(40)
     await lender.keep(tier, keys)
     cluster[1].signal(signal.SIGSTOP)
     names_hang.clear()
@@ -530,7 +539,7 @@ async def test_calls_do_not_wait_for_those_who_know_where_slots_are(opened, clus
 
 
 async def test_a_topology_that_is_another_is_a_mistake_of_the_configuration(opened, cluster, server) -> None:
-    with pytest.raises(ConfigError, match="is one of a cluster: topology = 'cluster'"):
+    with pytest.raises(ConfigError, match="is a node of a cluster"):
         await opened(cluster[0].address)
     with pytest.raises((ConfigError, BackendUnavailable), match="cluster"):
-        await opened(server.address, topology="cluster")
+        await opened(server.address, scheme="redis+cluster")

@@ -1,4 +1,4 @@
-"""Tests of all remote tiers, with their servers; run by `make test-remote`."""
+"""Tests of all remote tiers, with their servers; run by `tests/remote/run`."""
 
 from importlib.util import find_spec
 
@@ -9,5 +9,5 @@ collect_ignore_glob = ["test_*.py"] if LEFT_OUT else ["test_object.py"] if WITHO
 
 def pytest_report_header() -> list[str]:
     return (
-        ["tests/remote is left out: its servers are not installed here (make test-remote has them)"] if LEFT_OUT else []
+        ["tests/remote is left out: its servers are not installed here (tests/remote/run has them)"] if LEFT_OUT else []
     )

@@ -79,7 +79,7 @@ async def became(engine: TieringOffloadingManager, call: Awaitable[object]) -> s
 
     def totals() -> dict[str, int]:
         told = {"loaded": counters.loaded, "stored": counters.stored, "missing": counters.misses}
-        return told | counters.failures
+        return told | counters.failed
 
     before = totals()
     await call

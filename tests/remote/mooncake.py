@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.backend import SEAL_BYTES, FileMapper
+from kvtier.backend.remote import name_prefix
 from kvtier_backends.mooncake import MooncakeOptions
-from kvtier_backends.mooncake.backend import FINGERPRINT_CHARACTERS
 from kvtier_backends.mooncake.client import Meaning, connect, environment, meaning_of
 from tests.mooncake.pools import Pool
 from tests.remote import servers
@@ -94,5 +94,4 @@ class MooncakeRemote(ServerRemote):
         assert self._client.put([self._name(number)], [ctypes.addressof(buffer)], len(value)) == [0]
 
     def _name(self, number: int) -> str:
-        fingerprint = self._mapper.fingerprint.hex()[:FINGERPRINT_CHARACTERS]
-        return f"{PREFIX}{fingerprint}/{self._mapper.name(key(number))}"
+        return name_prefix(PREFIX, self._mapper) + self._mapper.name(key(number))

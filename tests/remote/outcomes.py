@@ -48,7 +48,7 @@ GONE = Became(AWAY, AWAY)
 ONE_PLACE = Became(UNAVAILABLE, UNAVAILABLE)  # Everything is behind one address.
 PLANTED = Became(CORRUPT, STORED)
 PLANTS = dict.fromkeys(sorted(IN_THE_STORE), PLANTED)
-NO_SERVER = "it has no server of its own: see what a hung mount does, and `make test-nfs`"
+NO_SERVER = "it has no server of its own: see what a hung mount does, and `tests/nfs/run`"
 
 OUTCOMES: dict[str, dict[Fault, Became | str]] = {
     "redis": {

@@ -24,7 +24,7 @@ class RedisRemote(ServerRemote):
         address = self.proxy.address if by_proxy else self.server.address
         timeout_s = 0.5 if quick else PATIENCE_S
         times = {"timeout_s": timeout_s, "connect_timeout_s": timeout_s, "retry_s": "1ms"}
-        return {"type": "redis", "servers": [address], **times}
+        return {"type": "redis", "url": f"redis://{address}", **times}
 
     def start(self) -> None:
         self.server.start()

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvtier.backend import Added, FileMapper, Namespace, Occupancy, ScanDone, TierContext
+from kvtier.backend import Added, Advice, FileMapper, Namespace, Occupancy, ScanDone, TierContext
 from kvtier.memory import Region
-from kvtier.runner.messages import Found, Message, Rank, Scanned, TierUsage, pack_keys
+from kvtier.runner.messages import Advise, Found, Message, Scanned, TierUsage, pack_keys
 from kvtier.runner.reports import Reports
 from kvtier.runner.runner import Runner
 from kvtier.runner.speed import SpeedMeter
@@ -135,8 +135,8 @@ async def test_a_tier_that_exits_when_it_is_told_of_an_order_costs_its_order_onl
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     tier = HoldsOne()
-    tier.rank = raises(SystemExit)  # type: ignore[attr-defined]
+    tier.advise = raises(SystemExit)  # type: ignore[attr-defined]
     with Region.private(1, CHUNK_BYTES) as region:
         runner = Runner([RunnerTier("tier", tier, 1.0, Budget(1, 1), Budget(1, 1))], region, lambda _: None)
-        runner.submit([Rank(0, pack_keys([key(1)]))])
-        assert "does not take Rank" in caplog.text
+        runner.submit([Advise.of(0, Advice("rank", [key(1)]))])
+        assert "does not take Advise" in caplog.text

@@ -5,8 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.backend.keys import OffloadKey
+from kvtier.hints import Hint
 from kvtier.runner.messages import (
     Acknowledge,
+    Advise,
     Answered,
     Beat,
     Cascade,
@@ -21,7 +23,6 @@ from kvtier.runner.messages import (
     OpenFailed,
     Probe,
     Promote,
-    Rank,
     Returned,
     Scanned,
     TierUsage,
@@ -37,7 +38,8 @@ ACTIONS = [
     Cascade(2**40, 1, KEYS, ROWS),
     Probe(3, 2, KEYS),
     Delete(4, 0, KEYS),
-    Rank(1, KEYS),
+    Advise(1, "rank", KEYS, Hint(over=True)),
+    Advise(1, "retain", KEYS, seconds=60.0, priority=7),
     Acknowledge(5),
     Close(0.5),
 ]

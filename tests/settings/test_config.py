@@ -3,6 +3,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -88,7 +89,7 @@ def refused(given: dict[str, Any]) -> str:
 def test_a_small_configuration_is_enough() -> None:
     config = EngineConfig.from_dict(SMALL)
     assert config == EngineConfig(cpu_bytes_to_use=1 << 20, chunk_bytes=16 << 10)
-    assert (config.rows, config.row_bytes, config.eviction_policy, config.runner) == (64, 16_384, "lru", "thread")
+    assert (config.rows, config.row_bytes, config.eviction_policy, config.runner) == (64, 16_384, "lru", None)
     assert config.secondary_tiers == ()
     assert config.namespace.model_name == "default"
 
@@ -125,7 +126,7 @@ def test_the_namespace_learns_how_long_a_row_is() -> None:
 
 
 def test_a_namespace_of_other_rows_is_refused() -> None:
-    message = refused(SMALL | {"namespace": {"model_name": "m", "row_bytes": 4_096}})
+    message = refused(SMALL | {"namespace": Namespace(model_name="m", row_bytes=4_096)})
     assert message == "namespace.row_bytes: 4,096 given, but chunk_bytes makes rows of 16,384"
 
 
@@ -144,7 +145,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"cpu_bytes_to_use": "2000PiB"}, "cpu_bytes_to_use: '2000PiB' given, bytes as an integer, or text such as"),
     ({"chunk_bytes": 0}, "chunk_bytes: 0 given, bytes as an integer, or text such as"),
     ({"cpu_bytes": 1}, "cpu_bytes: no such field; did you mean 'cpu_bytes_to_use'?"),
-    ({"runner": "fork"}, "runner: 'fork' given, 'inline' or 'thread' or 'process' accepted"),
+    ({"runner": "fork"}, "runner: 'fork' given, 'inline' or 'process' accepted"),
     ({"eviction_policy": ""}, "eviction_policy: '' given, text"),
     ({"eviction_policy": None}, "eviction_policy: nothing given, text"),
     ({"events": "yes"}, "events: 'yes' given, true or false accepted"),
@@ -169,12 +170,9 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         ({"limits": {name: 1 << 30}}, f"limits.{name}: 1073741824 given, an integer, at least 1 and at most")
         for name in ("action_chunks", "queued_actions", "events")
     ),
-    *(
-        (
-            {"secondary_tiers": [TIER | {"limits": {name: 1 << 30}}]},
-            f"secondary_tiers[0].limits.{name}: 1073741824 given, an integer, at least 1 and at most",
-        )
-        for name in ("load_chunks_in_flight", "store_chunks_in_flight", "probe_keys_in_flight")
+    (
+        {"secondary_tiers": [TIER | {"limits": {"store_chunks_in_flight": 1 << 30}}]},
+        "secondary_tiers[0].limits.store_chunks_in_flight: 1073741824 given, an integer, at least 1 and at most",
     ),
     ({"namespace": {}}, "namespace.model_name: missing, text required"),
     ({"namespace": {"model_name": "a\0"}}, "namespace.model_name: 'a\\x00' given"),
@@ -191,7 +189,8 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"secondary_tiers": [TIER | {"limits": {"deadline_s": 0}}]}, "secondary_tiers[0].limits.deadline_s: 0 given"),
     ({"secondary_tiers": [TIER | {"name": "cpu"}]}, "secondary_tiers[0].name: 'cpu' given, a name of its own accepted"),
     ({"secondary_tiers": [TIER, TIER | {"name": "0:fs"}]}, "secondary_tiers[1].name: '0:fs' given, a name of its own"),
-    ({"secondary_tiers": [TIER | {"options": {"root": "/y"}}]}, "secondary_tiers[0].root: given twice"),
+    ({"secondary_tiers": [TIER | {"options": {"root": "/y"}}]}, "secondary_tiers[0].options: no such field"),
+    ({"namespace": {"model_name": "m", "tp_size": 2}}, "namespace.tp_size: no such field"),
     (
         {"secondary_tiers": [TIER | {"limits": {"store_bytes_in_flight": "12KiB"}}]},
         "secondary_tiers[0].limits.store_bytes_in_flight: 12,288 bytes given, at least one row of 16,384 accepted",
@@ -309,7 +308,7 @@ CONFIGS = st.builds(
     cpu_bytes_to_use=SIZES,
     chunk_bytes=st.integers(1, 1 << 20),
     secondary_tiers=st.lists(TIERS, max_size=3).map(tuple),
-    runner=st.sampled_from(["inline", "thread", "process"]),
+    runner=st.sampled_from([None, "inline", "process"]),
     limits=st.builds(EngineLimits, cascade_share=SHARES, lease_share=SHARES, action_chunks=st.integers(1, 4096)),
     events=st.booleans(),
 )
@@ -319,8 +318,6 @@ CONFIGS = st.builds(
 def test_a_configuration_survives_the_way_to_another_process(config: EngineConfig) -> None:
     assert msgspec.json.decode(msgspec.json.encode(config), type=EngineConfig) == config
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=EngineConfig) == config
-    assert decode(EngineConfig, msgspec.to_builtins(config)) == config
-    assert decode(EngineConfig, json.loads(msgspec.json.encode(config))) == config
 
 
 def test_options_are_sent_as_they_were_given_and_decoded_there() -> None:
@@ -340,7 +337,7 @@ eviction_policy = "s3fifo"
 
 [namespace]
 model_name = "meta-llama/Llama-3.1-8B"
-kv_cache_groups = [{ tokens_per_block = 16, layer_names = ["model.layers.0"], attention = "full_attention" }]
+kv_cache_groups = [{ tokens_per_block = 16, layer_names = ["model.layers.0"] }]
 
 [limits]
 lease_s = "3s"
@@ -372,7 +369,7 @@ def unreadable(path: str | Path) -> str:
 
 def test_toml_and_json_say_the_same(tmp_path: Path) -> None:
     from_toml = EngineConfig.load(write(tmp_path, "engine.toml", TOML))
-    from_json = EngineConfig.load(Path(write(tmp_path, "engine.json", msgspec.json.encode(from_toml))))
+    from_json = EngineConfig.load(Path(write(tmp_path, "engine.json", json.dumps(tomllib.loads(TOML)))))
     assert from_toml == from_json
     assert from_toml.limits.lease_s == 3.0
     assert from_toml.secondary_tiers[0].limits == TierLimits(deadline_s=10.0, load_bytes_in_flight=64 << 20)

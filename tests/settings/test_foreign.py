@@ -69,7 +69,7 @@ def nested(depth: int) -> list[Any]:
         {"secondary_tiers": [{"type": "fs", "root": "/x", HOSTILE: 1}]},
         {"secondary_tiers": [{"type": "fs", "root": "/x", "name": HOSTILE}] * 2},
         {"secondary_tiers": [{"type": "object", "url": f"s3://{HOSTILE}"}]},
-        {"secondary_tiers": [{"type": "redis", "servers": [HOSTILE]}]},
+        {"secondary_tiers": [{"type": "redis", "url": f"redis://{HOSTILE}"}]},
     ],
     ids=range(15),
 )

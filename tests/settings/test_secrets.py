@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from kvtier.backend import BUILT_IN_TYPES, backend_class
-from kvtier.backend.seal import SealOptions
+from kvtier.backend.seal_options import SealOptions
 from kvtier.config import EngineConfig, TierConfig, tier_options
 from kvtier.errors import ConfigError
 from kvtier.settings import open_secret, struct_fields
@@ -82,8 +82,9 @@ def test_every_option_whose_name_speaks_of_a_secret_hides_its_value() -> None:
 @pytest.mark.parametrize(
     ("type_name", "options"),
     [
-        ("redis", {"servers": f"redis://user:{SECRET}@host:6379"}),
-        ("redis", {"servers": [f"redis://user:{SECRET}@host:6379"]}),
+        ("redis", {"url": f"redis://user:{SECRET}@host:6379"}),
+        ("redis", {"url": f"host:6379,password={SECRET}"}),
+        ("redis", {"url": [f"redis://user:{SECRET}@host:6379"]}),
         ("redis", {"password": SECRET}),
         ("object", {"url": f"s3://key:{SECRET}@bucket/x"}),
         ("object", {"url": f"s3://key:{SECRET}@[bucket/x"}),
@@ -99,8 +100,8 @@ def test_a_password_in_an_address_or_in_a_made_up_option_is_not_shown(type_name:
 
 
 def test_a_repr_shows_what_is_no_secret() -> None:
-    options = tier_options(TierConfig(type="redis", options={"password_env": "NAME", "db": 3}), "tier")
-    assert "db=3" in repr(options)
+    options = tier_options(TierConfig(type="redis", options={"password_env": "NAME", "lanes": 3}), "tier")
+    assert "lanes=3" in repr(options)
     assert "NAME" not in repr(options)
     assert msgspec.structs.asdict(options)["password_env"] == "NAME"
 

@@ -56,11 +56,11 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     (engine(num_cpu_blocks=1000), "num_cpu_blocks: no such field", "did you mean 'cpu_bytes_to_use'?"),
     (engine(eviction_policy="lruu"), "eviction_policy: 'lruu' is no policy", "did you mean 'lru'?"),
     (engine(eviction_policy="LRU"), "eviction_policy: 'LRU' is no policy", "did you mean 'lru'?"),
-    (engine(runner="fork"), "runner: 'fork' given", "'inline' or 'thread' or 'process' accepted"),
+    (engine(runner="fork"), "runner: 'fork' given", "'inline' or 'process' accepted"),
     (tier(capacity="1GiB"), f"{TIER}.capacity: no such field", "did you mean 'capacity_bytes'?"),
     (of_type("fs", path="/x"), f"{TIER}.path: no such field", "did you mean 'root'?"),
     (of_type("fs", root_dir="/x"), f"{TIER}.root_dir: no such field", "did you mean 'root'?"),
-    (of_type("redis", host="h"), f"{TIER}.host: no such field", "did you mean 'servers'?"),
+    (of_type("redis", host="h"), f"{TIER}.host: no such field", "did you mean 'url', such as 'redis://host"),
     (of_type("redis", password="hunter2"), f"{TIER}.password: no such field", "'password_file' or 'password_env'"),
     (of_type("object", bucket="b"), f"{TIER}.bucket: no such field", "did you mean 'url', such as 's3://bucket"),
     # Types of tiers.
@@ -77,8 +77,8 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     (tier(fsync="true"), f"{TIER}.fsync: 'true' given", "true or false accepted"),
     (tier(layout="segments", shared=True), f"{TIER}.shared: no such field with layout", "layout = 'files' has it"),
     (tier(seal="aes-256-gcm"), f"{TIER}.seal: 'aes-256-gcm' given", "seal_key_file or seal_key_env"),
-    (of_type("redis", servers="10.0.0.1:6379"), f"{TIER}.servers: '10.0.0.1:6379' given", "a list"),
-    (of_type("mooncake"), "runner: 'thread' given", "'process' accepted"),
+    (of_type("redis", url="10.0.0.1:6379"), f"{TIER}.url: no URL of servers given", "'redis://host:6379'"),
+    (of_type("mooncake") | {"runner": "inline"}, "runner: 'inline' given", "'process' accepted"),
 ]
 
 

@@ -16,9 +16,21 @@ from typing import ClassVar
 import pytest
 from msgspec.structs import replace
 
-from kvtier.backend import Abandoned, Added, Durability, Measured, Read, Removed, ScanDone, Wrapper, Write
+from kvtier.backend import (
+    Abandoned,
+    Added,
+    Advised,
+    Durability,
+    Inventory,
+    Measured,
+    Read,
+    Removed,
+    ScanDone,
+    Wrapper,
+    Write,
+)
 from kvtier.errors import BackendClosed, BackendUnavailable, ChunkMissing, NoSpace
-from kvtier.hints import Hint
+from kvtier.hints import Advice, Hint
 from kvtier.testing.conformance import (
     AdvisedConformance,
     BackendConformance,
@@ -1018,72 +1030,74 @@ class EvictsInSilence(Tier):
                 yield event
 
 
-# Hears of requests that are over.
+# Renews recency.
 
 
 class RanksHeadFirst(Tier):
     breaks = ("test_a_request_that_is_over_leaves_its_head_newest",)
 
-    def rank(self, keys):
-        super().rank(keys[::-1])
+    def advise(self, advice):
+        super().advise(advice.of(advice.keys[::-1]))
 
 
-class DoesNotListen(Tier):
+class IgnoresRenewals(Tier):
     breaks = ("test_what_was_ranked_goes_after_what_was_not",)
 
-    def rank(self, keys):
-        pass
+    def advise(self, advice):
+        if advice.is_hint:
+            super().advise(advice)
 
 
-class CountsWhatItHearsOf(Tier):
+class CountsWhatIsRanked(Tier):
     breaks = ("test_ranking_changes_nothing_that_is_there",)
-    heard = 0
+    ranked = 0
 
-    def rank(self, keys):
-        self.heard += len(keys)
-        super().rank(keys)
+    def advise(self, advice):
+        self.ranked += len(advice.keys)
+        super().advise(advice)
 
     def occupancy(self):
         now = super().occupancy()
-        return now._replace(chunks=now.chunks + self.heard)
+        return now._replace(chunks=now.chunks + self.ranked)
 
 
-# Takes advice.
+# Takes hints.
 
 
-class KeepsWhatIsDemoted(Tier):
+class IgnoresDemotions(Tier):
     breaks = ("test_what_was_demoted_goes_first",)
 
-    def demote(self, keys):
-        pass
+    def advise(self, advice):
+        if advice.kind != "demote":
+            super().advise(advice)
 
 
 class DemotesForEver(Tier):
     breaks = ("test_what_was_demoted_and_is_used_again_is_as_any_other",)
     demoted = ()
 
-    def demote(self, keys):
-        self.demoted = keys
-        super().demote(keys)
-
-    def rank(self, keys):
-        super().rank(keys)
-        super().demote([key for key in keys if key in self.demoted])
+    def advise(self, advice):
+        super().advise(advice)
+        if advice.kind == "demote":
+            self.demoted = advice.keys
+        else:
+            super().advise(Advice("demote", [key for key in advice.keys if key in self.demoted]))
 
 
 class DemotesWhatOthersUse(Tier):
     breaks = ("test_of_a_session_that_is_over_goes_what_no_other_has_used",)
 
-    def rank_hinted(self, keys, hint):
-        super().rank_hinted(keys, hint)
-        super().demote(keys)
+    def advise(self, advice):
+        super().advise(advice)
+        if advice.hint is not None:
+            super().advise(Advice("demote", advice.keys))
 
 
 class TakesRenewalsForEnds(Tier):
     breaks = ("test_of_a_session_that_is_over_goes_what_no_other_has_used",)
 
-    def rank(self, keys):
-        super().rank_hinted(keys, Hint())
+    def advise(self, advice):
+        super().advise(advice if advice.is_hint else Advice("rank", advice.keys, Hint()))
 
 
 class RetainsNothing(Tier):
@@ -1092,48 +1106,49 @@ class RetainsNothing(Tier):
         "test_a_higher_priority_takes_the_place_of_a_lower_one",
     )
 
-    def retain(self, keys, seconds, priority):
-        pass
+    def advise(self, advice):
+        if advice.kind != "retain":
+            super().advise(advice)
 
 
 class RetainsForEver(Tier):
     breaks = ("test_what_was_retained_goes_when_its_time_is_over",)
 
-    def retain(self, keys, seconds, priority):
-        super().retain(keys, 1e9, priority)
+    def advise(self, advice):
+        super().advise(replace(advice, seconds=1e9))
 
 
-class RetainsWhateverThePriority(Tier):
+class IgnoresPriorities(Tier):
     breaks = ("test_a_higher_priority_takes_the_place_of_a_lower_one",)
 
-    def retain(self, keys, seconds, priority):
-        super().retain(keys, seconds, 0)
+    def advise(self, advice):
+        super().advise(replace(advice, priority=0))
 
 
 class KeepsRoomForWhatIsRetained(Tier):
     breaks = ("test_a_store_finds_as_much_room_whatever_is_retained",)
     retained = 0
 
-    def retain(self, keys, seconds, priority):
-        self.retained += len(keys)
-        super().retain(keys, seconds, priority)
+    def advise(self, advice):
+        self.retained += len(advice.keys) if advice.kind == "retain" else 0
+        super().advise(advice)
 
     async def store(self, writes):
         outcomes = list(await super().store(writes))
         return outcomes if self.retained < 8 else [NoSpace("retained")] * len(writes)
 
 
-class CountsWhatItIsAdvised(Tier):
+class CountsWhatIsRetained(Tier):
     breaks = ("test_advice_changes_nothing_that_is_there",)
-    advised = 0
+    retained = 0
 
-    def retain(self, keys, seconds, priority):
-        self.advised += len(keys)
-        super().retain(keys, seconds, priority)
+    def advise(self, advice):
+        self.retained += len(advice.keys) if advice.kind == "retain" else 0
+        super().advise(advice)
 
     def occupancy(self):
         now = super().occupancy()
-        return now._replace(chunks=now.chunks + self.advised)
+        return now._replace(chunks=now.chunks + self.retained)
 
 
 # Counts, and describes itself.
@@ -1243,23 +1258,27 @@ class WrapsAndSaysItIsEmpty(Tier):
     wrap = staticmethod(MeasuresItself)
 
 
-class DoesNotPassOnRanks(Around):
+class DoesNotPassOnEvents(Around):
     def __init__(self, inner):
         super().__init__(inner)
-        if hasattr(inner, "rank"):
-            self.rank = lambda keys: None
+        if isinstance(inner, Inventory):
+            self.watch = self._watch
+
+    async def _watch(self):
+        async for _ in self._inner.watch():
+            yield ScanDone(complete=False)
 
 
-class WrapsAndDoesNotListen(Tier):
-    breaks = ("test_a_wrapper_passes_on_what_is_reported_and_ranked",)
-    wrap = staticmethod(DoesNotPassOnRanks)
+class WrapsAndReportsAnotherScan(Tier):
+    breaks = ("test_a_wrapper_passes_on_what_is_reported",)
+    wrap = staticmethod(DoesNotPassOnEvents)
 
 
 class DoesNotPassOnAdvice(Around):
     def __init__(self, inner):
         super().__init__(inner)
-        if hasattr(inner, "demote"):
-            self.demote = lambda keys: None
+        if isinstance(inner, Advised):
+            self.advise = lambda advice: None
 
 
 class WrapsAndKeepsAdvice(Tier):

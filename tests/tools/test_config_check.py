@@ -23,6 +23,14 @@ capacity_bytes = "{capacity}"
 type = "redis"
 password_env = "KVTIER_TEST_PASSWORD"
 """
+MISNAMED = """
+cpu_bytes_to_use = "1MiB"
+chunk_bytes = "16KiB"
+[[secondary_tiers]]
+backend = "fs"
+root = "/tier"
+{}
+"""
 PACKAGE = "kvtier.integrations.vllm"
 Run = Callable[..., tuple[int, str, str]]
 
@@ -81,13 +89,26 @@ def test_what_this_machine_will_not_bear_out_is_said_with_a_status_of_its_own(ru
     assert "secondary_tiers[0].capacity_bytes: 1,013,309,916,158,361,600 given, but the disk of" in err
 
 
+def test_a_root_of_two_tiers_is_refused_unless_both_share_it(run: Run, tmp_path: Path) -> None:
+    tier = '[[secondary_tiers]]\ntype = "fs"\nlayout = "files"\n'
+    roots = [f'root = "{tmp_path}/tier"\n', f'root = "{tmp_path}/./tier"\n']
+    sizes = 'cpu_bytes_to_use = "1MiB"\nchunk_bytes = "16KiB"\n'
+    status, _, err = run("-", given=sizes + "".join(tier + root for root in roots))
+    assert status == 1
+    assert "secondary_tiers[1].root:" in err
+    assert "secondary_tiers[0] uses it" in err
+    shared = 'shared = true\ncapacity_bytes = "1MiB"\n'
+    status, _, err = run("-", given=sizes + "".join(tier + root + shared for root in roots))
+    assert "uses it" not in err
+
+
 def test_vllms_line_is_checked_from_a_file_and_from_stdin(run: Run, tmp_path: Path) -> None:
     text = line({"type": "fs", "root": str(tmp_path / "tier")})
     path = tmp_path / "line.json"
     path.write_text(text)
     assert run(path)[0] == run("-", given=text)[0] == 0
     _, out, _ = run("-", "--json", given=text)
-    assert json.loads(out)["configuration"]["runner"] == "process"
+    assert json.loads(out)["configuration"]["late_margin"] == 1.5
 
 
 @pytest.mark.parametrize("own", [{}, {"type": "KVTierSecondaryTier", "module_path": PACKAGE, "backend": "fs"}])
@@ -126,7 +147,6 @@ def test_a_tier_behind_vllms_own_manager_is_checked(run: Run, tmp_path: Path) ->
         ),
         (line({"type": "dummy"}, spec_module_path="kvtier"), "spec_module_path: 'kvtier' given, 'kvtier.integrations"),
         (line({"type": "dummy"}, spec_name="KVTier"), "spec_name: nothing of kvtier's given, 'KVTierOffloadingSpec'"),
-        (line({"type": "mooncake"}, runner="thread"), "kv_connector_extra_config.runner: 'thread' given, 'process'"),
         (
             '{"kv_connector": "KVTierConnector", "cpu_bytes_to_use": 1}',
             "did you mean 'kv_connector_extra_config.cpu",
@@ -136,8 +156,11 @@ def test_a_tier_behind_vllms_own_manager_is_checked(run: Run, tmp_path: Path) ->
         ("[" * 100_000, "is malformed"),
         ("cpu_bytes_to_use = 1", "chunk_bytes: missing"),
         ("", "cpu_bytes_to_use: missing"),
+        (".".join(["a"] * 100_000) + " = 1", "is malformed: more than 4,096 dots (at line 1)"),
+        (MISNAMED.format(""), "secondary_tiers[0].type: missing, text, of length at least 1 required (did you mean it"),
+        (MISNAMED.format('type = "fs"'), "secondary_tiers[0].backend: no such field; did you mean 'type'?"),
     ],
-    ids=range(12),
+    ids=range(14),
 )
 def test_what_is_wrong_with_a_line_is_refused_by_its_path(run: Run, given: str, told: str) -> None:
     status, out, err = run("-", given=given)
@@ -154,6 +177,6 @@ def test_a_class_of_a_module_beside_the_file_is_found_from_anywhere(tmp_path: Pa
         '[[secondary_tiers]]\ntype = "own_tier_beside:Own"\n'
     )
     command = [sys.executable, "-I", "-m", "kvtier"]
-    for args in (["config", "check", str(path)], ["bench", "tiers", str(path), "--size", "64KiB", "--rounds", "1"]):
+    for args in (["config", "check", str(path)], ["bench", str(path), "--size", "64KiB", "--rounds", "1"]):
         done = subprocess.run([*command, *args], capture_output=True, text=True, cwd="/", check=False)
         assert done.returncode == 0, done.stderr

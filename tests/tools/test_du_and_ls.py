@@ -34,8 +34,8 @@ def allocated_below(root: Path) -> int:
 
 @pytest.mark.parametrize("naming", ["vllm", "flat", "segments"])
 def test_du_counts_all_that_the_file_system_has_allocated(store, run_json, root: Path, naming: str) -> None:
-    """Room in segments that no chunk takes, folders, books and quarantine included."""
-    layout = {"layout": "segments"} if naming == "segments" else {"naming": naming, "corrupt": "quarantine"}
+    """Room in segments that no chunk takes, folders, and books included."""
+    layout = {"layout": "segments"} if naming == "segments" else {"naming": naming}
     store(keys_of(5), **layout)
     store(keys_of(2), rank=1, **layout)
     report = run_json("du", root)

@@ -36,7 +36,7 @@ def contents_of(path: Path) -> dict[Path, bytes]:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-@pytest.mark.parametrize("place", ["namespace", "first", "quarantine", "segment"])
+@pytest.mark.parametrize("place", ["namespace", "first", "segment"])
 def test_a_command_names_a_link_goes_on_and_leaves_what_it_leads_to(
     root: Path, store: Callable[..., list[Path]], run, elsewhere: Path, place: str, command: tuple[str, ...]
 ) -> None:
@@ -44,7 +44,6 @@ def test_a_command_names_a_link_goes_on_and_leaves_what_it_leads_to(
     link = {
         "namespace": files[0].parent.parent.parent,
         "first": files[0].parent.parent,
-        "quarantine": next(root.glob("*/config.json")).parent / "quarantine",
         "segment": files[0],
     }[place]
     replaced(link, elsewhere)

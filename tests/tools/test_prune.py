@@ -100,26 +100,31 @@ def test_leftovers_go_and_what_is_under_way_stays(store, run_json, root: Path) -
     live, dead = (path.parent / temporary_name(writer) for writer in (here, here._replace(started=1)))
     old = path.with_name(f"{path.name}_123.tmp")
     young = path.with_name(f"{path.name}_456.tmp")
-    folder = next(folder for folder in root.iterdir() if (folder / "config.json").exists())
-    (folder / "quarantine").mkdir()
-    bad = folder / "quarantine" / "bad.zeroed.01234567-1-2-3.tmp"
-    for each in (live, dead, old, young, bad):
+    for each in (live, dead, old, young):
         each.write_bytes(b"half")
     age(old, 1)
     report = run_json("prune", root, "--leftovers", "--yes")
-    assert report["files"] == 3
+    assert report["files"] == 2
     assert left([path, live, young]) == [True] * 3
-    assert left([dead, old, bad]) == [False] * 3
+    assert left([dead, old]) == [False] * 2
 
 
 @pytest.mark.parametrize("layout", ["files", "segments"])
 def test_somebody_elses_files_stay_however_old_and_whatever_is_pruned(store, run, root: Path, layout: str) -> None:
     """Only names that a tier makes are its own, and those of vLLM's unfinished chunks."""
     (path,) = store([key_of(0)], layout=layout)
-    kept = next(root.glob("*/config.json")).parent / "quarantine"
-    kept.mkdir()
-    folders = {kept, kept.parent, *(folder for folder in path.parents if root in folder.parents)}
-    names = ("notes.txt", "notes.tmp", ".notes.tmp", "notes.bin_1.tmp", "backup.tar", "00000001.seg.tmp")
+    beside = next(root.glob("*/config.json")).parent
+    folders = {beside, *(folder for folder in path.parents if root in folder.parents)}
+    names = (
+        "notes.txt",
+        "cafe.bin",
+        "feed.bin",
+        "notes.tmp",
+        ".notes.tmp",
+        "notes.bin_1.tmp",
+        "backup.tar",
+        "00000001.seg.tmp",
+    )
     theirs = [folder / name for folder in folders for name in names]
     for each in theirs:
         each.write_bytes(b"not yours")
@@ -227,7 +232,7 @@ def test_a_list_names_each_file_that_goes_and_why(store, run, run_json, root: Pa
 
 @pytest.mark.parametrize("layout", ["files", "segments"])
 def test_an_emptied_namespace_leaves_nothing_behind(store, run, root: Path, layout: str) -> None:
-    store(keys_of(3), layout=layout, **({"corrupt": "quarantine"} if layout == "files" else {}))
+    store(keys_of(3), layout=layout)
     store(keys_of(3), layout=layout, rank=1)
     config, *_ = root.glob("*/config.json")
     first, second = sorted(path.name for path in root.glob("*_*") if path != config.parent)

@@ -75,7 +75,7 @@ class Redis(Remote):
 
     def options(self, timeout_s: float) -> Mapping[str, Any]:
         times = {"timeout_s": timeout_s, "connect_timeout_s": timeout_s, "retry_s": 0.05}
-        return {"type": "redis", "servers": [self._server.address], **times}
+        return {"type": "redis", "url": f"redis://{self._server.address}", **times}
 
     def fault(self, name: str) -> Fault:
         signalled = self._server.signal

@@ -49,7 +49,7 @@ def test_damaged_files_are_recomputed_and_counted(llama, disk, damage):
             damage(path, dice)
         assert tokens(answers := engine.answer(asked)) == expected
         assert 0 < sum(hits(answers)) < 6 * PROMPT_HITS
-        failures = engine.ledger.tiers[0].counters.failures
+        failures = engine.ledger.tiers[0].counters.failed
         assert sum(failures.values()) >= 6, failures
         engine.settle()
         assert tokens(engine.answer(asked)) == expected
@@ -66,7 +66,7 @@ def test_a_directory_that_is_deleted_under_load(llama, disk):
         assert tokens(engine.answer(second)) == expected[1]
         assert tokens(engine.answer(second)) == expected[1]
         engine.settle()
-        assert sum(engine.ledger.tiers[0].counters.failures.values()) > 0
+        assert sum(engine.ledger.tiers[0].counters.failed.values()) > 0
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_a_disk_that_becomes_read_only(llama, mounted):
         assert sum(hits(answers)) > 0
         assert tokens(engine.answer(second)) == expected[1]
         engine.settle()
-        assert sum(engine.ledger.tiers[0].counters.failures.values()) > 0
+        assert sum(engine.ledger.tiers[0].counters.failed.values()) > 0
 
 
 def faulty(disk: Path, **changes: Any) -> dict[str, Any]:
@@ -139,19 +139,19 @@ def test_a_tier_that_hangs(llama, disk, operation):
     limits = {"deadline_s": 0.5, "breaker_failures": 1}
     tier = ask_thrice(llama, faulty(disk, inner=inner, limits=limits, script={operation: ["hang"] * 50}), asked)
     assert tier.breaker.opened > 0
-    assert (tier.counters.failures.get("deadline", 0) > 0) is (operation != "probe")
+    assert (tier.counters.failed.get("deadline", 0) > 0) is (operation != "probe")
     assert time.monotonic() - begun < 60
 
 
 def test_a_tier_where_everything_fails_now_and_then(llama, disk):
     rates = {"failed": 0.1, "missing": 0.05, "corrupt": 0.05, "no_space": 0.05, "unavailable": 0.05}
     counters = ask_thrice(llama, faulty(disk, faults=rates, seed=3), prompts(8)).counters
-    assert {"failed", "no_space"} <= counters.failures.keys(), counters.failures
+    assert {"failed", "no_space"} <= counters.failed.keys(), counters.failed
 
 
 def test_a_tier_that_fails_every_call(llama, disk):
     counters = ask_thrice(llama, faulty(disk, faults={"unavailable": 1.0}), prompts(4)).counters
-    assert counters.failures.get("unavailable", 0) > 0
+    assert counters.failed.get("unavailable", 0) > 0
     assert counters.dropped.get("breaker", 0) > 0
 
 

@@ -20,7 +20,7 @@ from kvtier.engine.ledger import ledger_of
 from kvtier.engine.metrics import Metrics
 from kvtier.engine.tier import Tier, TierSpec
 from kvtier.integrations.vllm import KVTierOffloadingSpec
-from kvtier.integrations.vllm.stats import Summary, TransferTimes, log_as_vllm, metric_definitions
+from kvtier.integrations.vllm.stats import ObservedTimes, Summary, log_as_vllm, metric_definitions
 from kvtier.runner.wire import LOGGERS
 from tests.vllm.engines import Engine, fill, kvtier, prompts
 
@@ -54,8 +54,8 @@ def test_what_is_counted_goes_through_vllms_own_stats(llama, disk):
 
 def test_every_metric_of_kvtiers_is_declared_to_vllm():
     config = EngineConfig(cpu_bytes_to_use=1 << 20, chunk_bytes=BLOCK_BYTES, namespace=Namespace(model_name="m"))
-    times = TransferTimes()
-    own = Metrics(ledger_of(config, None, times.observe), config.row_bytes).registry
+    times = ObservedTimes()
+    own = Metrics(ledger_of(config, None, times.observe)).registry
     assert metric_definitions().keys() == {family.name for family in own.collect()}
 
 
@@ -228,8 +228,11 @@ def test_a_logger_that_somebody_has_configured_is_left_alone(vllm_log):
 def test_a_tier_behind_vllms_own_manager_says_how_it_goes(vllm_log, monkeypatch):
     monkeypatch.setenv("VLLM_LOG_STATS_INTERVAL", "10")
     log_as_vllm()
-    tier, seconds = Tier(0, TierSpec("disk", 100, 60.0, 3, 60.0, 2)), iter([0.0, 9.0, 11.0, 12.0, 22.0])
-    summary = Summary([tier], 1 << 30, clock=lambda: next(seconds))
+    tier, seconds = (
+        Tier(0, TierSpec("disk", 100, 60.0, 3, 60.0, 2, row_bytes=1 << 30)),
+        iter([0.0, 9.0, 11.0, 12.0, 22.0]),
+    )
+    summary = Summary([tier], clock=lambda: next(seconds))
     tier.counters.stored, tier.counters.loaded, tier.capacity_bytes = 3, 2, 8 << 30
     tier.counters.drop("breaker", 5)
     for _ in range(4):

@@ -1,7 +1,6 @@
 """What may be written into a tier behind vLLM's own manager: its limits, and its runner's."""
 
 import pytest
-from msgspec.structs import replace
 
 from kvtier.backend.namespace import Namespace
 from kvtier.config import EngineLimits, TierLimits
@@ -75,8 +74,6 @@ def test_a_tier_that_needs_a_process_is_refused_where_vllms_rows_cannot_be_mappe
     message = r"^secondary_tiers\[\].backend: '\S+:Crashing' given, which needs .* use kvtier's own connector"
     with pytest.raises(ConfigError, match=message):
         _start(object(), rows, config)
-    with pytest.raises(ConfigError, match=r"^runner: 'thread' given, 'process' accepted"):
-        _start(object(), rows, replace(config, runner="thread"))
 
 
 @pytest.mark.parametrize("name", sorted(ENGINE_ONLY))

@@ -61,11 +61,10 @@ def test_wrong_kv_would_be_seen_in_the_tokens(llama, disk):
         assert tokens(engine.answer(asked)) != expected
 
 
-@pytest.mark.parametrize("runner", ["process", "thread"])
-def test_shared_prefixes_in_random_order_fifty_at_once(llama, disk, runner):
+def test_shared_prefixes_in_random_order_fifty_at_once(llama, disk):
     asked = families(50)
     expected = right(llama, asked)
-    with Engine(llama, kvtier(disk, runner=runner), gpu_blocks=96) as engine:
+    with Engine(llama, kvtier(disk), gpu_blocks=96) as engine:
         assert tokens(engine.answer(asked)) == expected
         assert tokens(warm := engine.answer(asked)) == expected
         assert sum(hits(warm)) >= 0.9 * sum(len(prompt) // 32 * 32 for prompt in asked)

@@ -21,12 +21,11 @@ def tier_of(engine: Engine):
     return engine.manager.secondary_tiers[0]
 
 
-@pytest.mark.parametrize("runner", ["process", "thread"])
-def test_a_prefix_comes_back_after_a_restart(llama, disk, runner):
+def test_a_prefix_comes_back_after_a_restart(llama, disk):
     asked = prompts(6)
     expected = right(llama, asked)
-    assert fill(llama, behind_vllm(disk, runner=runner), asked) == expected
-    with Engine(llama, behind_vllm(disk, runner=runner)) as engine:
+    assert fill(llama, behind_vllm(disk), asked) == expected
+    with Engine(llama, behind_vllm(disk)) as engine:
         assert tokens(answers := engine.answer(asked)) == expected
         assert hits(answers) == [PROMPT_HITS] * 6
         engine.settle()

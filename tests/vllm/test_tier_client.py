@@ -8,14 +8,15 @@ import pytest
 from kvtier.backend.keys import OffloadKey
 from kvtier.engine.answers import EventLog
 from kvtier.engine.tier import TierSpec
-from kvtier.hints import Hint
+from kvtier.hints import Advice, Hint
 from kvtier.integrations.vllm.second_door import TierClient
-from kvtier.integrations.vllm.stats import Stats, TransferTimes, client_readings, tier_metric_definitions
+from kvtier.integrations.vllm.stats import ObservedTimes, Stats, client_series, tier_metric_definitions
 from kvtier.memory.region import Region
 from kvtier.runner.bridge import Bridge
 from kvtier.runner.messages import (
     Acknowledge,
     Action,
+    Advise,
     Answered,
     Cascade,
     Code,
@@ -24,8 +25,6 @@ from kvtier.runner.messages import (
     Gone,
     Probe,
     Promote,
-    Rank,
-    Retain,
     Returned,
     RunnerBack,
     RunnerGone,
@@ -76,7 +75,7 @@ class Scene:
     def __init__(self, *, ttl_s: float = 60.0, scanned: bool = False, **limits: int) -> None:
         spec = TierSpec("kvtier:fs", limits.pop("stores", 100), ttl_s, 3, 60.0, limits.pop("trial", 2), **limits)
         self.bridge = Played()
-        self.times = TransferTimes()
+        self.times = ObservedTimes()
         self.client = TierClient(
             self.bridge, spec, action_chunks=2, observe=self.times.observe, events=EventLog(100), chunk_tokens=16
         )
@@ -101,7 +100,7 @@ class Scene:
         self.hear(Answered(probe.id, bytes(present), 0.1))
 
     def counted(self) -> dict[tuple[str, tuple[str, ...]], float]:
-        stats = Stats(client_readings(self.client, 10), self.times).take()
+        stats = Stats(client_series(self.client), self.times).take()
         assert stats is not None
         return {(name, labels): value for name, by in stats.data["data"].items() for labels, value in by.items()}
 
@@ -220,8 +219,8 @@ def test_a_tier_hears_of_a_requests_hint_when_the_request_and_its_stores_are_ove
     assert scene.sent() == []
     scene.hear(finished(store))
     rank, retain = scene.sent()
-    assert (type(rank), rank.hint) == (Rank, Hint(over=True, retain_s=60.0, priority=7, tokens=16))
-    assert (type(retain), unpack_keys(retain.keys), retain.seconds, retain.priority) == (Retain, [A], 60.0, 7)
+    assert (rank.kind, rank.hint) == ("rank", Hint(over=True, retain_s=60.0, priority=7, tokens=16))
+    assert retain.advice() == Advice("retain", [A], seconds=60.0, priority=7)
 
 
 def test_a_hint_that_is_none_is_counted_and_the_request_goes_on():
@@ -267,7 +266,7 @@ def test_what_a_lost_runner_had_is_over_when_its_process_is():
     scene.hear(RunnerBack(1), RunnerGone(0))
     assert scene.bridge.admitted == [1]
     assert [(done.job_id, done.whole) for done in scene.client.finished()] == [(1, False)]
-    assert scene.client.tier.counters.failures == {"deadline": 2, "lost": 1}
+    assert scene.client.tier.counters.failed == {"deadline": 2, "lost": 1}
     assert scene.client.tier.storing == set()
     assert scene.client.has(D, "one") is None
     assert scene.counted()["kvtier_runners_lost", ()] == 1
@@ -325,7 +324,7 @@ def test_a_tier_hears_in_which_order_a_request_used_its_chunks_when_all_are_stor
     scene.client.finish("one")
     assert scene.sent() == []
     scene.hear(finished(load), *map(finished, stores))
-    assert scene.sent() == [Rank(0, pack_keys([A, B, C]))]
+    assert scene.sent() == [Advise.of(0, Advice("rank", [A, B, C]))]
 
 
 def test_a_tier_hears_in_prefix_order_of_what_came_in_any():
@@ -392,7 +391,7 @@ def test_everything_declared_is_counted_and_nothing_else():
 @pytest.fixture
 def real() -> Iterator[TierClient]:
     """A client of a real runner over four rows."""
-    config = describe(4, {"type": "dummy"}, runner="thread")
+    config = describe(4, {"type": "dummy"})
     with Region.private(4, config.row_bytes) as region:
         bridge = ThreadBridge(config, region)
         spec = TierSpec("0:dummy", 100, 60.0, 3, 60.0, 2)

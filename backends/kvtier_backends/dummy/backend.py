@@ -15,6 +15,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvtier.backend import (
     Abandoned,
+    Advice,
     Backend,
     Calls,
     ChunkCorrupt,
@@ -24,7 +25,6 @@ from kvtier.backend import (
     Duration,
     FileMapper,
     Fit,
-    Hint,
     InventoryEvent,
     InventoryQueue,
     NoSpace,
@@ -85,7 +85,7 @@ class Held:
 
 
 class DummyBackend(Backend[DummyOptions]):
-    """A tier in memory with a device's speed and faults. Offers `Inventory`, `Measured`, `Ranked` and `Advised`."""
+    """A tier in memory with a device's speed and faults. Offers `Inventory`, `Measured` and `Advised`."""
 
     durability = Durability.PROCESS
     options_type = DummyOptions
@@ -204,29 +204,14 @@ class DummyBackend(Backend[DummyOptions]):
     def watch(self) -> AsyncIterator[InventoryEvent]:
         return self._inventory.watch()
 
-    def rank(self, keys: Sequence[OffloadKey]) -> None:
-        """See `Ranked`."""
-        self._store.touch(self._names(keys))
-
-    def rank_hinted(self, keys: Sequence[OffloadKey], hint: Hint) -> None:
-        """See `Advised`."""
-        self._store.end(self._names(keys), hint)
-
-    def demote(self, keys: Sequence[OffloadKey]) -> None:
-        """See `Advised`."""
-        self._store.demote(self._names(keys))
-
-    def retain(self, keys: Sequence[OffloadKey], seconds: float, priority: int) -> None:
-        """See `Advised`."""
+    def advise(self, advice: Advice[OffloadKey]) -> None:
         self._store.retained.keys_max = self._retained_max()
-        self._store.retain(self._names(keys), asyncio.get_running_loop().time() + seconds, priority)
+        names = [self._context.mapper.name(key) for key in advice.keys]
+        self._store.advise(advice.of(names), asyncio.get_running_loop().time())
 
     def _retained_max(self) -> int:
         chunks = (self._options.capacity_bytes or 0) // self._context.row_bytes
         return int(self._context.retained_share * chunks)
-
-    def _names(self, keys: Sequence[OffloadKey]) -> list[str]:
-        return [self._context.mapper.name(key) for key in keys]
 
     def occupancy(self) -> Occupancy:
         return Occupancy(len(self._store.chunks), self._store.used_bytes, self._store.capacity_bytes)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from kvtier.errors import ConfigError
-from kvtier.hints import Hint
+from kvtier.hints import Advice, Hint
 from kvtier.policies import Retained, Sessions
 
 DAY_S = 86_400.0
@@ -198,26 +198,30 @@ class Store:
             if name in self.chunks:
                 self.chunks.move_to_end(name)
 
-    def end(self, names: Sequence[str], hint: Hint) -> None:
-        """Renew the chunks that a request has used, which is over; with what was said of it."""
+    def advise(self, advice: Advice[str], now: float) -> None:
+        """Apply advice to the chunks of these names. All but a demotion makes them the most recently used."""
+        names = [name for name in dict.fromkeys(advice.keys) if name in self.chunks]
+        if advice.kind == "demote":
+            self._demote(names)
+            return
+        self.touch(names)
+        if advice.kind == "retain":
+            self.retained.retain(names, now + advice.seconds, advice.priority)
+        elif advice.hint is not None:
+            self._end(names, advice.hint)
+
+    def _end(self, names: Sequence[str], hint: Hint) -> None:
         if self._sessions is None:
             self._sessions = Sessions()
-        self.touch(names)
-        own = self._sessions.ended([name for name in dict.fromkeys(names) if name in self.chunks])
+        own = self._sessions.ended(names)
         if hint.over:
-            self.demote(own)
+            self._demote(own)
 
-    def demote(self, names: Sequence[str]) -> None:
+    def _demote(self, names: Sequence[str]) -> None:
         """Make the chunks the least recently used, tail first."""
-        demoted = [name for name in dict.fromkeys(names) if name in self.chunks]
-        self.retained.discard(demoted)
-        for name in demoted:
+        self.retained.discard(names)
+        for name in names:
             self.chunks.move_to_end(name, last=False)
-
-    def retain(self, names: Sequence[str], until: float, priority: int) -> None:
-        """Pass over the chunks until then when room is made, and make them the most recently used."""
-        self.touch(names)
-        self.retained.retain([name for name in dict.fromkeys(names) if name in self.chunks], until, priority)
 
     def delete(self, name: str) -> None:
         """Forget a chunk that may be there, as asked."""

@@ -8,11 +8,11 @@ from typing import Any, Self, TypeVar
 
 from kvtier.backend import (
     Abandoned,
+    Advice,
     Backend,
     Calls,
     Durability,
     FileMapper,
-    Hint,
     InventoryEvent,
     Occupancy,
     OffloadKey,
@@ -106,21 +106,8 @@ class FsBackend(Backend[FsOptions]):
         """See `Measured`. While the directory is being scanned, it covers what was found so far."""
         return self._layout.occupancy()
 
-    def rank(self, keys: Sequence[OffloadKey]) -> None:
-        """See `Ranked`."""
-        self._layout.rank(keys)
-
-    def rank_hinted(self, keys: Sequence[OffloadKey], hint: Hint) -> None:
-        """See `Advised`."""
-        self._layout.rank(keys, hint)
-
-    def demote(self, keys: Sequence[OffloadKey]) -> None:
-        """See `Advised`."""
-        self._layout.demote(keys)
-
-    def retain(self, keys: Sequence[OffloadKey], seconds: float, priority: int) -> None:
-        """See `Advised`."""
-        self._layout.retain(keys, seconds, priority)
+    def advise(self, advice: Advice[OffloadKey]) -> None:
+        self._layout.advise(advice)
 
     def counts(self) -> dict[str, int]:
         """See `Counted`."""

@@ -16,9 +16,7 @@ class FsCounters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     sealed_kind: int = 0  # Loads of what is encrypted without the tier being told so, or the other way round: likewise.
     sealed_key: int = 0  # Loads of what is encrypted with a key that the tier was not given: likewise.
     corrupt: dict[str, int] = {}  # Files, by `Fault`.
-    quarantined: int = 0  # Of those; the others were deleted, but for:
-    quarantine_evicted: int = 0  # Quarantined files that went for room.
-    corrupt_left: int = 0  # Could not be moved or deleted.
+    corrupt_left: int = 0  # Of those, files that could not be deleted.
     scan_skipped: int = 0  # Files found at the start that no load would take: a wrong length, or refused.
     scan_swept: int = 0  # Temporaries of dead processes, removed.
     scan_others: int = 0  # Folders of other namespaces, left alone.

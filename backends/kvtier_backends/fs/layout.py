@@ -11,14 +11,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
-from kvtier.backend import Hint, InventoryQueue, Occupancy, OffloadKey, Outcome, Read, TierContext, Write, in_thread
+from kvtier.backend import Advice, InventoryQueue, Occupancy, OffloadKey, Outcome, Read, TierContext, Write
 from kvtier.errors import BackendClosed, NoSpace
 from kvtier.policies import LRU, Policy, policy_class
 from kvtier_backends.fs.counters import Counters
 from kvtier_backends.fs.disk.capacity import Capacity
 from kvtier_backends.fs.disk.lanes import TierLanes, start_lanes
 from kvtier_backends.fs.disk.packing import Packing, make_packing
-from kvtier_backends.fs.disk.quarantine import Cleared
 from kvtier_backends.fs.disk.remains import PAUSE_S_LEAST, PAUSE_S_MOST
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.options import LayoutOptions
@@ -83,21 +82,6 @@ class OpenTier(Generic[OptionsT_co]):
         if disk or self.capacity.is_disk_scarcer:
             return "disk"
         return "others" if others else "capacity"
-
-    async def clear_quarantine(self, wanted_bytes: int, told: Callable[[int], None] = lambda _: None) -> Cleared:
-        """Remove corrupt files that were set aside, until so much has gone; the lane tells `told` how much."""
-        cleared = [Cleared(0, 0)]
-
-        def clear() -> None:
-            cleared[0] = self.root.quarantine.clear(wanted_bytes)
-            self.root.beside.added(-cleared[0].freed_bytes)
-            told(cleared[0].freed_bytes)
-
-        try:
-            await in_thread(self.lanes.store, clear)
-        finally:
-            self.counters.count("quarantine_evicted", cleared[0].files)
-        return cleared[0]
 
     async def end_transfers(self, ends_at: float) -> tuple[int, int]:
         """Wait for loads and stores, at most until then; return how many of each are left.
@@ -179,11 +163,7 @@ class Layout(Protocol):
 
     async def delete(self, keys: Sequence[OffloadKey]) -> None: ...
 
-    def rank(self, keys: Sequence[OffloadKey], hint: Hint | None = None) -> None: ...
-
-    def demote(self, keys: Sequence[OffloadKey]) -> None: ...
-
-    def retain(self, keys: Sequence[OffloadKey], seconds: float, priority: int) -> None: ...
+    def advise(self, advice: Advice[OffloadKey]) -> None: ...
 
     @property
     def retentions_cut(self) -> int:

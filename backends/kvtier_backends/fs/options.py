@@ -12,19 +12,21 @@ from kvtier.errors import ConfigError
 from kvtier.policies import require_policy
 from kvtier.settings import Age, Duration, Path, PositiveSize, Share, Size
 
-CHECKPOINT_S_MIN = 0.01  # More often, a tier of a million chunks would do nothing but write down its index.
+CHECKPOINT_S_MIN = 0.01  # More often, a tier of a million chunks would do nothing but write checkpoints.
 LANES_MAX = 64  # A device that needs more requests at once than this needs another way of asking, not more threads.
 
 Lanes = Annotated[int, msgspec.Meta(ge=1, le=LANES_MAX)]
 
-_WITH_SEGMENTS = {
-    "naming": "chunks in segments have no names",
-    "low_water": "a chunk in a segment goes when its slot is wanted",
-    "shared": "each segment has one writer, who does not hear what others store: give each process a root of its own",
-    "unverified": "every slot has a footer",
-    "corrupt": "a corrupt slot is counted, logged and wiped",
+_LACKS = {
+    "segments": {
+        "naming": "chunks in segments have no names",
+        "low_water": "a chunk in a segment goes when its slot is wanted",
+        "shared": "each segment has one writer: give each process a root of its own",
+        "unverified": "every slot has a footer",
+    },
+    "files": {"checkpoint_s": "the names of the files are the index"},
 }
-"""Why segments have none of the options that files have alone."""
+"""The options that a layout lacks, each with the reason; the other layout has it."""
 
 
 class DiskOptions(SealOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -68,17 +70,10 @@ class DiskOptions(SealOptions, frozen=True, forbid_unknown_fields=True, kw_only=
     fsync: bool = False
     """Whether a store waits until what it wrote is on the device."""
 
-    checkpoint_s: Duration = 1_800.0
-    """How often the index is written down, besides at the end: a start that has it answers at once. 0: never."""
-
     def __post_init__(self) -> None:
-        """Refuse a policy that there is not, and an index that would be written down all the time."""
+        """Refuse an unknown policy."""
         super().__post_init__()
         require_policy(self.eviction_policy)
-        if 0 < self.checkpoint_s < CHECKPOINT_S_MIN:
-            raise ConfigError(
-                f"checkpoint_s: {self.checkpoint_s:g} s given, 0 (never) or at least {CHECKPOINT_S_MIN:g} s accepted"
-            )
 
     def doubts(self) -> Iterable[str]:
         """Yield why the root cannot be made, or what its disk is too small for."""
@@ -100,8 +95,18 @@ class SegmentsOptions(DiskOptions, frozen=True, forbid_unknown_fields=True, kw_o
     layout: ClassVar[Literal["segments"]] = "segments"
     naming: ClassVar[NamingKind] = "vllm"
     shared: ClassVar[bool] = False
-    corrupt: ClassVar[Literal["delete"]] = "delete"
     low_water: ClassVar[float] = 1.0
+
+    checkpoint_s: Duration = 1_800.0
+    """How often the place of each chunk is written down, besides at the end, for the next start. 0: never."""
+
+    def __post_init__(self) -> None:
+        """Refuse an interval in which nothing else could be done."""
+        super().__post_init__()
+        if 0 < self.checkpoint_s < CHECKPOINT_S_MIN:
+            raise ConfigError(
+                f"checkpoint_s: {self.checkpoint_s:g} s given, 0 (never) or at least {CHECKPOINT_S_MIN:g} s accepted"
+            )
 
 
 class FilesOptions(DiskOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -124,9 +129,6 @@ class FilesOptions(DiskOptions, frozen=True, forbid_unknown_fields=True, kw_only
 
     unverified: Literal["accept", "refuse"] = "refuse"
     """What becomes of files without a footer, which vLLM writes: there is no telling whether their bytes are right."""
-
-    corrupt: Literal["delete", "quarantine"] = "delete"
-    """What becomes of a file that is not what it should be: `quarantine` keeps some of them to be looked at."""
 
     def __post_init__(self) -> None:
         """Refuse options that exclude each other."""
@@ -165,23 +167,23 @@ class FsOptions(DiskOptions, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     low_water: Share | None = None
     shared: bool | None = None
     unverified: Literal["accept", "refuse"] | None = None
-    corrupt: Literal["delete", "quarantine"] | None = None
+    checkpoint_s: Duration | None = None
 
     def __post_init__(self) -> None:
         """Choose the layout, fill in what it has, and refuse what it lacks."""
         super().__post_init__()
-        given = [name for name in _WITH_SEGMENTS if getattr(self, name) is not None]
         if self.layout is None:
-            force_setattr(self, "layout", "files" if given else "segments")
-        if self.layout == "segments" and given:
-            raise ConfigError(
-                f"{given[0]}: no such field with layout = 'segments': {_WITH_SEGMENTS[given[0]]}; "
-                "layout = 'files' has it"
-            )
+            of_files = any(getattr(self, name) is not None for name in _LACKS["segments"])
+            force_setattr(self, "layout", "files" if of_files else "segments")
+        other, lacks = ("segments", _LACKS["files"]) if self.layout == "files" else ("files", _LACKS["segments"])
+        for name, why in lacks.items():
+            if getattr(self, name) is not None:
+                raise ConfigError(
+                    f"{name}: no such field with layout = {self.layout!r}: {why}; layout = {other!r} has it"
+                )
         chosen = self.chosen()
-        if isinstance(chosen, FilesOptions):
-            for name in _WITH_SEGMENTS:
-                force_setattr(self, name, getattr(chosen, name))
+        for name in _LACKS[other]:
+            force_setattr(self, name, getattr(chosen, name))
 
     def chosen(self) -> LayoutOptions:
         """Return the options of the layout that is meant."""

@@ -1,9 +1,8 @@
 """A tier in a Mooncake Store, the asynchronous shell: it divides calls, waits for their parts, and gives them up.
 
-A call is moved in parts of at most 16 chunks, some at once. Each part has slots of staging and a thread of its own. If
-the thread is late, the rows are taken back from it, its slots are retired, and the rest of the call fails at once. So
-do the calls that wait for a turn in the same queue. If the master is away, calls in every queue fail: they would wait
-in vain.
+A call moves in parts of at most 16 chunks, some of them at once. Each part has slots of staging and its own thread. If
+the thread is late, its rows are taken back, its slots are retired, and the rest of the call fails at once. Calls that
+wait in the same queue fail, too. If the master is away, the calls in every queue fail.
 """
 
 import asyncio
@@ -11,7 +10,6 @@ import errno
 import math
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -19,12 +17,9 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from kvtier.backend import (
     Abandoned,
-    Backend,
     BackendUnavailable,
-    Calls,
     ConfigError,
     Durability,
-    Fit,
     OffloadKey,
     Outcome,
     Read,
@@ -34,9 +29,8 @@ from kvtier.backend import (
     TransferFailed,
     Write,
     in_task,
-    load_each_once,
-    store_each_once,
 )
+from kvtier.backend.remote import RemoteBackend, name_prefix
 from kvtier_backends.mooncake.client import (
     Client,
     Meaning,
@@ -52,15 +46,14 @@ from kvtier_backends.mooncake.options import MooncakeOptions
 from kvtier_backends.mooncake.threads import Late, Threads
 
 NAMES_A_CALL = 1_024  # Half a millisecond of the master's.
-PART_CHUNKS_MAX = 16  # Mooncake moves four at a time, and its time-outs count for each four.
+PART_CHUNKS_MAX = 16  # Mooncake moves four at a time, each four with its own time-out.
 PART_CHUNKS_MIN = 4
 PART_BYTES_MAX = 16 << 20  # Unless four are more. The first part of a store, and a load's last, is copied alone.
-PART_BYTES_MIN = 8 << 20  # Less is copied before another part would be asked for.
-ASKERS = 3  # Calls that move no bytes, at once: they never queue behind those that do.
-RETIRED_BYTES_MAX = 1 << 40  # Of the address space, of which there are 128 TiB; their memory is given back.
+PART_BYTES_MIN = 8 << 20  # A smaller part is copied before the next would be requested.
+ASKERS = 3  # Concurrent calls that move no bytes: they never queue behind those that do.
+RETIRED_BYTES_MAX = 1 << 40  # Address space only, of 128 TiB: their memory is given back.
 OPEN_S = 30.0  # One try of Mooncake's takes some seconds.
-GIVEN_UP_S = 1.0  # For calls that were given up to say so.
-FINGERPRINT_CHARACTERS = 8  # In names: rows of other layouts have other names.
+GIVEN_UP_S = 1.0  # For calls that were given up to return.
 
 Chunk = TypeVar("Chunk", Read, Write)
 
@@ -70,26 +63,25 @@ class _Lost(NamedTuple):
 
     why: str
     away: bool
-    number: int = errno.ETIMEDOUT  # The system's, for what lies behind it.
+    number: int = errno.ETIMEDOUT  # The system's number for the cause.
 
     def unavailable(self) -> BackendUnavailable:
         return caused(BackendUnavailable(self.why), self.number)
 
 
 class Queue:
-    """Those who wait for a turn, and what was found out meanwhile. A later call tries again."""
+    """Calls that wait for a turn, and the last failure that concerns all of them. A later call tries again."""
 
     def __init__(self, at_once: int) -> None:
-        """Let so many have their turn at once."""
         self.turns = asyncio.Semaphore(at_once)
         self._found: _Lost | None = None
 
     def found(self, lost: _Lost) -> None:
-        """Say that the calls that wait now wait in vain; from any thread."""
+        """Fail the calls that wait now. For any thread."""
         self._found = lost
 
     def since_now(self) -> Callable[[], _Lost | None]:
-        """Return a function that tells, in any thread, what was found after this call."""
+        """Return a function that returns, in any thread, the failure found after this call."""
         known = self._found
         return lambda: None if self._found is known else self._found
 
@@ -100,26 +92,26 @@ class Way(NamedTuple, Generic[Chunk]):
     work: Callable[[Part[Chunk]], Moved]
     staging: Staging
     gate: threading.Semaphore
-    """For the parts that are with Mooncake."""
+    """Limits the parts inside Mooncake."""
 
     queue: Queue
-    """For all parts under way: one more is being copied meanwhile."""
+    """Limits all parts in flight: one more is copied meanwhile."""
 
     at_once: int
     part_chunks: int
 
 
-class MooncakeBackend(Backend[MooncakeOptions]):
+class MooncakeBackend(RemoteBackend[MooncakeOptions]):
     """Chunks as objects of a pool, sealed."""
 
-    durability = Durability.HOST  # Our process may end: others own the memory. Their end costs what they had.
-    locality = "REMOTE"
+    durability = Durability.HOST  # Other processes own the memory. The end of one costs the chunks in its memory.
     runner = "process"
     options_type = MooncakeOptions
+    described = ("master", "protocol", "tenant", "replicas")
 
     @classmethod
     async def open(cls, options: MooncakeOptions, context: TierContext) -> Self:
-        """Ask the master for the way; this process lends no memory."""
+        """Connect to the master. This process lends no memory to the pool."""
         threads = Threads(context.name)
         try:
             client, seal = await threads.run(
@@ -139,11 +131,10 @@ class MooncakeBackend(Backend[MooncakeOptions]):
         self, options: MooncakeOptions, context: TierContext, client: Client, seal: Seal, threads: Threads
     ) -> None:
         """Use `open` instead."""
-        self._name = context.name
-        self._options = options
+        super().__init__(options, context)
         self._mapper = context.mapper
         self._row_bytes = context.row_bytes
-        self._prefix = f"{options.prefix}{context.mapper.fingerprint.hex()[:FINGERPRINT_CHARACTERS]}/"
+        self._prefix = name_prefix(options.prefix, context.mapper)
         self._client: Client | None = client
         self._seal = seal
         self._part_chunks_min = max(1, PART_BYTES_MIN // seal.sealed_bytes)
@@ -152,26 +143,15 @@ class MooncakeBackend(Backend[MooncakeOptions]):
         self._stores: Way[Write] = self._way(store)
         self._asking = Queue(ASKERS)
         self._queues = (self._loads.queue, self._stores.queue, self._asking)
-        self._fit = Fit(context.row_bytes)
-        self._counts = Counter[str]()
-        self._calls = Calls(context.name)
 
-    async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
-        with self._calls.one():
-            return await self._fit.probe(keys, self._probe)
+    async def _load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
+        return await self._move(self._loads, reads)
 
-    async def load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
-        with self._calls.one():
-            return await self._fit.load(reads, partial(load_each_once, call=partial(self._move, self._loads)))
+    async def _store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
+        return await self._move(self._stores, writes)
 
-    async def store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
-        with self._calls.one():
-            return await self._fit.store(writes, partial(store_each_once, call=partial(self._move, self._stores)))
-
-    async def delete(self, keys: Sequence[OffloadKey]) -> None:
-        """Raises `BackendUnavailable` if the master does not answer, or keeps any of the chunks."""
-        with self._calls.one():
-            codes = await self._ask(self._open_client().remove, self._names(self._fit.keys(keys)))
+    async def _delete(self, keys: Sequence[OffloadKey]) -> None:
+        codes = await self._ask(self._open_client().remove, self._names(keys))
         kept = [code for code in codes if code < 0 and meaning_of(code) is not Meaning.MISSING]
         if kept:
             why = f"Mooncake answers {kept[0]} ({meaning_of(kept[0]).value})"
@@ -179,7 +159,10 @@ class MooncakeBackend(Backend[MooncakeOptions]):
             raise caused(error, number_of(kept[0]))
 
     async def aclose(self, deadline_s: float) -> Abandoned:
-        """Calls that are not over by then fail at once. A client of which a call hangs is left to the process's end."""
+        """Close, as the contract says. Calls that miss the deadline fail at once.
+
+        A client with a call that hangs stays open until the process ends.
+        """
         ends_at = time.monotonic() + deadline_s
         left = await self._calls.close(deadline_s)
         if left.transfers:
@@ -197,20 +180,6 @@ class MooncakeBackend(Backend[MooncakeOptions]):
         self._threads.shutdown()
         return left
 
-    def counts(self) -> dict[str, int]:
-        """See `Counted`."""
-        return dict(self._counts)
-
-    def description(self) -> dict[str, str]:
-        """See `Described`."""
-        options = self._options
-        about = {"master": options.master, "protocol": options.protocol, "seal": options.seal}
-        if options.tenant != "default":
-            about["tenant"] = options.tenant
-        if options.replicas > 1:
-            about["replicas"] = str(options.replicas)
-        return about
-
     def _way(self, work: Callable[[Part[Chunk]], Moved]) -> Way[Chunk]:
         options, slot_bytes = self._options, self._seal.sealed_bytes
         chunks = min(PART_CHUNKS_MAX, max(PART_CHUNKS_MIN, PART_BYTES_MAX // self._row_bytes))
@@ -224,7 +193,7 @@ class MooncakeBackend(Backend[MooncakeOptions]):
         return [prefix + name(key) for key in keys]
 
     def _open_client(self) -> Client:
-        assert self._client is not None, "it is closed when no call is under way"
+        assert self._client is not None, "closed only when no call is in flight"
         return self._client
 
     async def _probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
@@ -239,17 +208,17 @@ class MooncakeBackend(Backend[MooncakeOptions]):
             try:
                 codes = await self._threads.run(partial(_in_batches, call, names), _in(self._options.timeout_s))
             except Late:
-                self._counts["late"] += 1
+                self._counts.count("late")
                 late = _Lost(f"{self._name}: {self._too_late()}", away=False)
                 self._asking.found(late)
-                raise late.unavailable()  # noqa: B904  # It has a cause of its own.
+                raise late.unavailable()  # noqa: B904  # It has its own cause.
             if code := next((code for code in codes if code < 0 and meaning_of(code) is Meaning.AWAY), None):
-                self._counts["unreachable"] += len(names)
+                self._counts.count("unreachable", len(names))
                 raise self._found_away(code).unavailable()
         return codes
 
     def _found_away(self, code: int) -> _Lost:
-        """Have all waiting calls fail at once; from any thread."""
+        """Fail all waiting calls. For any thread."""
         why = f"{self._name}: the master {self._options.master} does not answer ({code})"
         away = _Lost(why, away=True, number=number_of(code))
         for queue in self._queues:
@@ -266,7 +235,7 @@ class MooncakeBackend(Backend[MooncakeOptions]):
         if len(movers) == 1:
             await movers[0]
         else:
-            async with asyncio.TaskGroup() as group:  # If it is cancelled, parts that have begun are waited for.
+            async with asyncio.TaskGroup() as group:  # A cancelled group waits for parts that have begun.
                 for mover in movers:
                     group.create_task(mover)
         return whole.outcomes()
@@ -278,7 +247,7 @@ class MooncakeBackend(Backend[MooncakeOptions]):
                     await in_task(self._move_part(way, whole, part))
 
     async def _move_part(self, way: Way[Chunk], whole: "_Whole[Chunk]", part: range) -> None:
-        if time.monotonic() >= whole.ends_at:  # It has waited for so long.
+        if time.monotonic() >= whole.ends_at:  # It has used up its time in the queue.
             whole.lose(self._late(len(part)))
             return
         try:
@@ -294,11 +263,11 @@ class MooncakeBackend(Backend[MooncakeOptions]):
             whole.lose(_Lost(str(error), away=True, number=number or errno.EIO))
             return
         if moved is not None:
-            self._counts += moved.counts
+            self._counts.add(moved.counts)
             whole.take(part, moved)
 
     async def _moved(self, way: Way[Chunk], whole: "_Whole[Chunk]", part: Part[Chunk]) -> Moved | None:
-        """Have a part moved; None: the call is lost, and the part may go on, without its rows."""
+        """Move a part. None: the call is lost, and the part's thread may go on without its rows."""
 
         def ends_at() -> float:
             return whole.ends_at if part.entered_at is None else part.entered_at + self._options.timeout_s
@@ -311,16 +280,16 @@ class MooncakeBackend(Backend[MooncakeOptions]):
         except Late:
             part.slots.retire()
             whole.lose(late := self._late(len(part.names)))
-            if part.inside:  # Else it has only waited, or is being copied.
+            if part.inside:  # A part outside only waits or is copied.
                 way.queue.found(late)
             return None
         finally:
-            part.give_up()  # After what was found: it lets in the next one.
+            part.give_up()  # After `found`: it lets the next part in.
         part.slots.retire(moved.unsafe)
         return moved
 
     def _answered(self, queue: Queue, codes: Sequence[int], took_s: float) -> None:
-        """Tell those who wait what a call of Mooncake's has found out; from any thread."""
+        """Fail waiting calls if an answer of Mooncake's concerns all of them. For any thread."""
         meanings = {meaning_of(code) if code < 0 else None for code in codes}
         if meanings == {Meaning.AWAY}:
             self._found_away(codes[0])
@@ -328,7 +297,7 @@ class MooncakeBackend(Backend[MooncakeOptions]):
             queue.found(_Lost("transfers fail by Mooncake's own time-out", away=False))
 
     def _late(self, chunks: int) -> _Lost:
-        self._counts["late"] += chunks
+        self._counts.count("late", chunks)
         return _Lost(self._too_late(), away=False)
 
     def _too_late(self) -> str:
@@ -336,41 +305,36 @@ class MooncakeBackend(Backend[MooncakeOptions]):
 
 
 class _Whole(Generic[Chunk]):
-    """One call's chunks, and what became of them."""
+    """One call's chunks and their outcomes."""
 
     def __init__(
         self, names: Sequence[str], chunks: Sequence[Chunk], found: Callable[[], _Lost | None], ends_at: float
     ) -> None:
         self.names = names
         self.chunks: Sequence[Chunk] = chunks
-        self.ends_at = ends_at
-        """When no part of it goes to Mooncake any more."""
-
-        self.found = found
-        """What its queue has found since; holds no row."""
-
+        self.ends_at = ends_at  # No part enters Mooncake later.
+        self.found = found  # Returns the queue's failure since the call began; holds no row.
         self._lost: _Lost | None = None
         self._outcomes: dict[int, Outcome] = {}
         self._away = 0
 
     def lost(self) -> _Lost | None:
-        """Say why what waits of it is not tried, by its own or others' findings."""
+        """Return why the rest is not tried, if there is a reason of its own or of its queue."""
         return self._lost or self.found()
 
     def lose(self, lost: _Lost) -> None:
-        """Have the rest not be tried."""
         self._lost = lost
 
     def take(self, part: range, moved: Moved) -> None:
-        """Note the outcome of a part. If nothing of it moved, the rest is lost, too."""
+        """Record a part. If nothing of it moved, the rest is lost, too."""
         self._outcomes.update(zip(part, moved.outcomes, strict=True))
-        if moved.wholly(Meaning.AWAY):  # Which its queue has been told.
+        if moved.wholly(Meaning.AWAY):  # Its queue knows already.
             self._away += len(part)
         elif moved.wholly(Meaning.FAILED, Meaning.AWAY):
             self.lose(_Lost("transfers fail", away=False, number=errno.EIO))
 
     def outcomes(self) -> list[Outcome]:
-        """Return them all. Raises `BackendUnavailable` if there is no answer for any chunk."""
+        """Return all outcomes. Raises `BackendUnavailable` if no chunk has an answer."""
         lost = self.lost()
         if lost is not None and lost.away and self._away == len(self._outcomes):
             raise lost.unavailable()
@@ -383,7 +347,7 @@ class _Whole(Generic[Chunk]):
 
 
 def _prepared(options: MooncakeOptions, context: TierContext) -> tuple[Client, Seal]:
-    """Blocks. Raises `ConfigError` for what is to be mended, and `BackendUnavailable` if no master answers."""
+    """Blocks. Raises `ConfigError`, and `BackendUnavailable` if the master does not answer."""
     seal = options.make_seal(context.mapper.fingerprint, context.row_bytes)
     if options.staging_bytes < 2 * seal.sealed_bytes:
         raise ConfigError(
@@ -406,6 +370,6 @@ def _in_batches(call: Callable[[Sequence[str]], list[int]], names: Sequence[str]
 
 
 def _parts(count: int, way: Way[Any], least: int) -> list[range]:
-    """Divide evenly, so that a part is copied while another is moved, if they are large enough for it."""
+    """Divide evenly, so that one part is copied while another moves, if they are large enough."""
     parts = max(math.ceil(count / way.part_chunks), min(way.at_once, count // least))
     return [range(count * at // parts, count * (at + 1) // parts) for at in range(parts)]

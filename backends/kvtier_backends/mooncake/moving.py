@@ -1,7 +1,7 @@
-"""One part of a call, in a thread that may hang: rows into staging and out, or in and into rows, each checked.
+"""One part of a call, in a thread that may hang: rows through staging, each checked on its way back.
 
-Mooncake may hang, and nobody can make it stop. So its thread touches a row only while a call waits for it, under a
-lock, one row at a time. A call that gives the thread up has its rows at once, whatever the thread does.
+Mooncake may hang and cannot be stopped. So its thread touches a row only while a call waits for it, under a lock, one
+row at a time. A call that gives up the thread gets its rows back at once.
 """
 
 import ctypes
@@ -34,11 +34,11 @@ T = TypeVar("T")
 
 
 class GivenUp(Exception):
-    """This part is not moved any more: nobody waits for it, or another part has shown that it is of no use."""
+    """The part is not moved: its call has given it up, or another part has failed for a reason they share."""
 
 
 class Lent(Generic[Chunk]):
-    """The rows of a part, for a thread, until they are taken away from it."""
+    """The rows of a part, lent to a thread until they are taken back."""
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         self.keys: list[OffloadKey] = [chunk.key for chunk in chunks]
@@ -53,12 +53,12 @@ class Lent(Generic[Chunk]):
             return use(*self._chunks[index])
 
     def check(self) -> None:
-        """Raise `GivenUp` if nobody waits any more."""
+        """Raise `GivenUp` if the rows were taken back."""
         if self._chunks is None:
             raise GivenUp
 
     def take_back(self) -> None:
-        """Take the rows away; waits for the one that is in use, which is a copy in memory."""
+        """Take the rows back. Waits for the row in use, which is a copy in memory."""
         with self._lock:
             self._chunks = None
 
@@ -67,12 +67,12 @@ class Moved(NamedTuple):
     """The outcome of a part."""
 
     outcomes: list[Outcome]
-    unsafe: list[int]  # Slots that bytes may still come to, by their place.
+    unsafe: list[int]  # Places of slots that late bytes may reach.
     counts: Counter[str]
-    meanings: list[Meaning | None]  # Of each code; None: it was none.
+    meanings: list[Meaning | None]  # One for each return code; None for success.
 
     def wholly(self, *meanings: Meaning) -> bool:
-        """Say whether each chunk ended in one of these ways."""
+        """Return True if each chunk ended in one of these ways."""
         return all(meaning in meanings for meaning in self.meanings)
 
 
@@ -82,10 +82,10 @@ class Means(NamedTuple):
     client: Client
     seal: Seal
     gate: threading.Semaphore
-    """For those that are with Mooncake: one part is copied and checked while the next one is moved."""
+    """Limits the parts inside Mooncake: one is copied and checked while the next one moves."""
 
     answered: Callable[[Sequence[int], float], object]
-    """Called with the codes of a call and the seconds that it took, before the next one passes the gate."""
+    """Called with the codes of a call and its duration, before the next one passes the gate."""
 
 
 class Part(Generic[Chunk]):
@@ -94,11 +94,11 @@ class Part(Generic[Chunk]):
     def __init__(
         self, means: Means, names: Sequence[str], lent: Lent[Chunk], slots: Slots, found: Callable[[], object]
     ) -> None:
-        """Take the part's work. `found` returns a reason once trying is of no use; it holds no row."""
+        """`found` returns a reason once trying is useless; it holds no row."""
         self.client, self.seal, self._gate, self._answered = means
         self._found = found
         self._lock = threading.Lock()
-        self.inside = False  # The gate, where it keeps others out.
+        self.inside = False  # Holds the gate.
         self.entered_at: float | None = None
         self.names = names
         self.lent: Lent[Chunk] = lent
@@ -107,7 +107,7 @@ class Part(Generic[Chunk]):
         self.addresses = [ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in slots.views]
 
     def call(self, call: Move, indices: Sequence[int]) -> list[int]:
-        """Have these slots filled or stored, when it is their turn, and return the codes. Raises `GivenUp`."""
+        """Fill or store these slots when the gate opens, and return the codes. Raises `GivenUp`."""
         names, addresses = [self.names[index] for index in indices], [self.addresses[index] for index in indices]
         self._gate.acquire()
         self.inside = True
@@ -115,14 +115,14 @@ class Part(Generic[Chunk]):
             self._enter()
             began = time.monotonic()
             codes = call(names, addresses, self.seal.sealed_bytes)
-            if self.inside:  # Else it was given up long ago: this is no news.
+            if self.inside:  # A part that was given up reports nothing new.
                 self._answered(codes, time.monotonic() - began)
             return codes
         finally:
             self._leave()
 
     def give_up(self) -> None:
-        """Have the thread touch no row any more, and hold nobody up, whether it is over or not."""
+        """Take back the rows and the gate, whether the thread has ended or not."""
         self.lent.take_back()
         self._leave()
 
@@ -140,22 +140,22 @@ class Part(Generic[Chunk]):
             self._gate.release()
 
     def beside(self, index: int) -> memoryview:
-        """Return what a slot has beside the row: the place of the seal, or of all that goes out."""
+        """Return the part of a slot beside the row: for the seal, or for all that is sent."""
         seal = self.seal
         return self.slots.views[index][seal.sealed_bytes - seal.beside_bytes : seal.sealed_bytes]
 
     def is_in(self, index: int, part: memoryview) -> bool:
-        """Say whether a part of what goes out or comes back lies in the slot as it is."""
+        """Return True if a buffer lies in the slot itself."""
         return part.obj is self.slots.views[index].obj
 
     def failed(self, index: int, code: int) -> Outcome:
-        """Return the outcome of a code that says nothing of the chunk itself."""
+        """Return the outcome of a code that does not concern the chunk itself."""
         self.counts["unreachable" if meaning_of(code) is Meaning.AWAY else "transfers_failed"] += 1
         why = f"{self.lent.keys[index].hex()}: Mooncake answers {code} ({meaning_of(code).value})"
         return caused(TransferFailed(why), number_of(code))
 
     def moved(self, outcomes: list[Outcome], codes: Sequence[int]) -> Moved:
-        """Return the outcome, and give back the memory of slots that are not used again."""
+        """Return the result, and give back the memory of slots that are not used again."""
         unsafe = [index for index, code in enumerate(codes) if not has_ended(code)]
         self.slots.empty(unsafe)
         meanings = [None if code >= 0 else meaning_of(code) for code in codes]
@@ -205,17 +205,14 @@ def _stored(part: Part[Write], index: int, code: int) -> Outcome:
 
 
 class _Doubt(NamedTuple):
-    """Bytes that came and are not the chunk: damaged ones, or a mixture while another engine stores the chunk."""
+    """Loaded bytes that are not the chunk: damaged, or a mixture while another engine stores the chunk."""
 
     fault: SealFault
     came: bytes
 
 
 class _Loading:
-    """A load.
-
-    A wrong value is read a second time. If the same bytes come again, the value is wrong in the pool, and is removed.
-    """
+    """A load. A wrong value is read a second time. If the same bytes come again, it is corrupt and is removed."""
 
     def __init__(self, part: Part[Read]) -> None:
         self._part = part
@@ -246,10 +243,10 @@ class _Loading:
             self._outcomes[index] = None
 
     def _open(self, index: int, key: OffloadKey, row: memoryview) -> SealFault | None:
-        """Copy first, then check the copy: whatever comes late to the slot is not in the row.
+        """Copy, then check the copy: bytes that reach the slot later are not in the row.
 
-        A cipher decrypts out of the slot. No byte comes late here. Mooncake has said that these bytes are whole, and a
-        slot whose transfer may go on is never used again.
+        A cipher decrypts out of the slot. That is safe: Mooncake has reported these bytes as complete, and a slot whose
+        transfer may go on is never used again.
         """
         part, beside, at = self._part, self._part.beside(index), 0
         for place in part.seal.places(row, beside):
@@ -269,7 +266,7 @@ class _Loading:
         self._doubts[index] = _Doubt(fault, came)
 
     def _read_again(self, codes: list[int]) -> list[int]:
-        """Settle the doubts, and return all chunks' codes."""
+        """Settle the doubts, and return the codes of all chunks."""
         part, before, self._doubts = self._part, self._doubts, {}
         again = list(before)
         second = part.call(part.client.get, again)
@@ -290,5 +287,5 @@ class _Loading:
 
 
 def copy(source: memoryview, into: memoryview) -> None:
-    """Copy without the GIL, which a slice of a memoryview would keep."""
+    """Copy without the GIL, which a slice assignment would hold."""
     np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))

@@ -8,7 +8,7 @@ from kvtier.backend import SealOptions
 from kvtier.errors import ConfigError
 from kvtier.settings import PositiveDuration, PositiveSize
 
-LANES_MAX = 16  # Of each direction; Mooncake has threads of its own behind each.
+LANES_MAX = 16  # In each direction; Mooncake has more threads behind each.
 REPLICAS_MAX = 16
 PREFIX_BYTES_MAX = 128
 PORT_MAX = (1 << 16) - 1
@@ -20,16 +20,16 @@ Prefix = Annotated[str, msgspec.Meta(max_length=PREFIX_BYTES_MAX, pattern=r"^[!-
 
 
 class MooncakeOptions(SealOptions, frozen=True, kw_only=True):
-    """A master and how its pool is used. How much it holds, and what goes for room, is the pool's own configuration."""
+    """A master and how its pool is used. The pool's own configuration decides its capacity and its eviction."""
 
     master: Text = "127.0.0.1:50051"
-    """`host:port` of the master, which knows where every chunk is."""
+    """`host:port` of the master, which knows the place of every chunk."""
 
     local_host: Text = "127.0.0.1"
     """This host's address on the network of the pool."""
 
     protocol: Literal["tcp", "rdma"] = "tcp"
-    """How bytes travel between this host and those whose memory the pool is."""
+    """Transport between this host and the owners of the pool's memory."""
 
     devices: tuple[Text, ...] = ()
     """RDMA devices, such as `mlx5_0`; nothing: Mooncake chooses."""
@@ -38,22 +38,21 @@ class MooncakeOptions(SealOptions, frozen=True, kw_only=True):
     """Name under which the master counts what is stored, where it has several tenants."""
 
     replicas: Replicas = 1
-    """How many owners keep each chunk."""
+    """Number of owners that keep each chunk."""
 
     prefix: Prefix = "kvtier/"
-    """What every name begins with, so that others can use the pool, too."""
+    """Beginning of every name, so that other programs can use the pool, too."""
 
     staging_bytes: PositiveSize = 256 << 20
-    """At most so much memory between Mooncake and rows, half of it for loads and half for stores."""
+    """Most memory between Mooncake and rows, half of it for loads and half for stores."""
 
     lanes: Lanes = 1
-    """Calls of Mooncake's that move bytes at once, each with threads of its own: so many for loads, and for stores."""
+    """Concurrent calls of Mooncake's that move bytes: as many for loads as for stores."""
 
     timeout_s: PositiveDuration = 5.0
-    """What a call waits at most for a turn, and then once more for the client: later is a failure; rows are free."""
+    """Limit of a call's wait for a turn, and again of its wait for the client. After it, rows are free again."""
 
     def __post_init__(self) -> None:
-        """Refuse options that exclude each other."""
         super().__post_init__()
         host, _, port = self.master.rpartition(":")
         if not host or not port.isdecimal() or not 1 <= int(port) <= PORT_MAX or "/" in host:

@@ -1,4 +1,4 @@
-"""Threads for calls that may never end. A thread that is late is left to its call, and another takes its place."""
+"""Threads for calls that may never end. A late thread is abandoned to its call, and another takes its place."""
 
 import asyncio
 import errno
@@ -12,17 +12,17 @@ from typing import Any, TypeVar
 
 from kvtier.backend import BackendUnavailable, Lanes
 
-LATE_MAX = 64  # Calls that nobody waits for and that are not over: their threads are lost, and the client with them.
+LATE_MAX = 64  # Abandoned calls that still run: with more, the client counts as lost.
 
 T = TypeVar("T")
 
 
 class Late(Exception):
-    """A call was not over in time; it goes on, and what comes of it is nobody's."""
+    """The call missed its deadline. It keeps running and its result is discarded."""
 
 
 class Threads:
-    """As many daemon threads as there are calls under way. Belongs to one event loop."""
+    """One daemon thread for each call in flight. Belongs to one event loop."""
 
     def __init__(self, tier_name: str) -> None:
         self._tier_name = tier_name
@@ -36,9 +36,9 @@ class Threads:
     ) -> T:
         """Return the call's result, or raise its error.
 
-        Raises `Late` when it is `ends_at` by `time.monotonic`, or everybody gives up; `ends_at` may be put off
-        meanwhile. Then, and if the waiting task is cancelled, the call goes on in its thread, and `unwanted` gets its
-        result. Raises `BackendUnavailable` at once while too many calls are late.
+        Raises `Late` at `ends_at`, by `time.monotonic`, which may move meanwhile, or at `give_up`. Then, and if the
+        waiting task is cancelled, the call goes on in its thread, and `unwanted` gets its result. Raises
+        `BackendUnavailable` at once while too many calls are late.
         """
         self.check()
         if self._given_up:
@@ -61,7 +61,7 @@ class Threads:
             if ended:
                 self._idle.append(lanes)
             else:
-                lanes.shutdown(wait=False)  # Its thread ends with the call.
+                lanes.shutdown(wait=False)  # The thread ends with the call.
                 waiting.cancel()
                 if unwanted is not None:
                     job.add_done_callback(partial(_hand_over, unwanted))
@@ -75,17 +75,17 @@ class Threads:
     def check(self) -> None:
         """Raise `BackendUnavailable` if too many calls are late."""
         if len(self._under_way) - len(self._waiting) >= LATE_MAX:
-            why = f"{self._tier_name}: {LATE_MAX} calls of its client are late, and not over"
+            why = f"{self._tier_name}: {LATE_MAX} calls of its client are late and still running"
             raise BackendUnavailable(why) from TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
 
     def give_up(self) -> None:
-        """Have nobody wait any more, from now on: each gets `Late`."""
+        """Raise `Late` in every waiting and later call."""
         self._given_up = True
         for waiting in list(self._waiting):
             waiting.cancel()
 
     async def ended(self, ends_at: float) -> bool:
-        """Wait until no call is under way, and say whether that is so."""
+        """Wait until no call is in flight; return False at the deadline."""
         left = {asyncio.wrap_future(job) for job in list(self._under_way)}
         if left:
             await asyncio.wait(left, timeout=max(0.0, ends_at - time.monotonic()))
@@ -94,7 +94,7 @@ class Threads:
         return not self._under_way
 
     def shutdown(self) -> None:
-        """Let go the threads that have nothing to do."""
+        """End the idle threads."""
         while self._idle:
             self._idle.pop().shutdown(wait=False)
 
@@ -108,5 +108,5 @@ class Threads:
 
 
 def _hand_over(unwanted: Callable[[T], object], job: "Future[T]") -> None:
-    with suppress(Exception):  # What it raised is nobody's, either.
+    with suppress(Exception):  # Its error is discarded, too.
         unwanted(job.result())

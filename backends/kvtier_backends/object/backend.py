@@ -1,11 +1,9 @@
-"""A tier on a bucket, the asynchronous shell: it answers for known keys from memory, and for others by requests."""
+"""A tier on a bucket, the asynchronous shell: it answers for known keys from memory, and asks the bucket for others."""
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
 from typing import Any, NamedTuple, Self, TypeVar
 
 import obstore
@@ -14,13 +12,10 @@ from obstore.store import ObjectStore
 from kvtier.backend import (
     SEAL_BYTES,
     Abandoned,
-    Backend,
     BackendUnavailable,
-    Calls,
     ChunkMissing,
     ConfigError,
     Durability,
-    Fit,
     InventoryEvent,
     Lanes,
     NoSpace,
@@ -34,16 +29,15 @@ from kvtier.backend import (
     Write,
     in_task,
     in_thread,
-    load_each_once,
-    store_each_once,
 )
+from kvtier.backend.remote import RemoteBackend
 from kvtier.remedies import Remedy
 from kvtier_backends.object.bucket import (
     PAGE_KEYS,
     STORE_ERRORS,
-    Kind,
     Names,
     Trouble,
+    TroubleKind,
     attributes_of,
     footer_of,
     make_store,
@@ -57,24 +51,24 @@ logger = logging.getLogger("kvtier.object")
 
 OBJECT_BYTES_MAX = 5 << 30  # In one request, on every store.
 LANES = 4
-INLINE_BYTES_MAX = 4 << 20  # Sealed and checked on the loop: a millisecond. Longer rows keep others waiting.
+INLINE_BYTES_MAX = 4 << 20  # Sealed and checked on the loop: a millisecond. Longer rows would delay other tasks.
 LIST_TRIES = 3
 LIST_RETRY_S = 1.0
-CLOSE_GRACE_S = 1.0  # For requests that were cancelled: obstore takes a millisecond.
+CLOSE_GRACE_S = 1.0  # For cancelled requests: obstore takes a millisecond.
 
 T = TypeVar("T")
 
 
-class ObjectBackend(Backend[ObjectOptions]):
+class ObjectBackend(RemoteBackend[ObjectOptions]):
     """Chunks as objects, each with its seal in its metadata."""
 
-    durability = Durability.POWER  # What a store has answered for it keeps; that is the store's promise.
-    locality = "REMOTE"
+    durability = Durability.POWER  # The object store's own promise.
     options_type = ObjectOptions
+    described = ("url", "endpoint")
 
     @classmethod
     async def open(cls, options: ObjectOptions, context: TierContext) -> Self:
-        """Ask for the first names there are, which tells a wrong configuration; the others are listed meanwhile."""
+        """List the first page of names, which finds a wrong configuration. The others are listed meanwhile."""
         if context.row_bytes > OBJECT_BYTES_MAX:
             raise ConfigError(
                 f"chunk_bytes: rows of {context.row_bytes:,} bytes, at most {OBJECT_BYTES_MAX:,} accepted: "
@@ -95,46 +89,25 @@ class ObjectBackend(Backend[ObjectOptions]):
         self, options: ObjectOptions, context: TierContext, store: ObjectStore, seal: Seal, lanes: Lanes
     ) -> None:
         """Use `open` instead."""
-        self._name = context.name
-        self._options = options
+        self._names = Names(options.target().prefix, context.mapper)
+        super().__init__(options, context, self._names.key_bytes_max)
         self._row_bytes = context.row_bytes
         self._inline = context.row_bytes <= INLINE_BYTES_MAX
-        self._names = Names(options.target().prefix, context.mapper)
-        self._store = store
+        self._bucket = store
         self._seal = seal
         self._lanes = lanes
-        self._fit = Fit(context.row_bytes, self._names.key_bytes_max)
         self._accept_bare = options.unverified == "accept"
-        self._counts: Counter[str] = Counter()
-        self._calls = Calls(context.name)
         self._under_way: set[asyncio.Task[Any]] = set()
         self._besides: list[bytearray] = []
         self._index = Index(options.index_chunks, options.absent_ttl_s, asyncio.get_running_loop().time)
         self._scan: asyncio.Task[None] | None = None
         at_once = max(1, options.window_bytes // context.row_bytes)
-        self._load_turns = Turns(min(options.load_requests, at_once), options.timeout_s)
-        self._store_turns = Turns(min(options.store_requests, at_once), options.timeout_s)
-        self._ask_turns = Turns(options.ask_requests, options.timeout_s)
-
-    async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
-        with self._calls.one():
-            return await self._fit.probe(keys, self._probe)
-
-    async def load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
-        with self._calls.one():
-            return await self._fit.load(reads, partial(load_each_once, call=self._load))
-
-    async def store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
-        with self._calls.one():
-            return await self._fit.store(writes, partial(store_each_once, call=self._store_all))
-
-    async def delete(self, keys: Sequence[OffloadKey]) -> None:
-        """Raises `BackendUnavailable` if any of the keys could not be deleted."""
-        with self._calls.one():
-            await self._whole(self._delete(list(dict.fromkeys(self._fit.keys(keys)))))
+        self._load_turns = Turns(min(options.requests, at_once), options.timeout_s)
+        self._store_turns = Turns(min(options.requests, at_once), options.timeout_s)
+        self._ask_turns = Turns(2 * options.requests, options.timeout_s)
 
     async def aclose(self, deadline_s: float) -> Abandoned:
-        """Calls that are not over by then fail at once: their requests are cancelled."""
+        """Close, as the contract says. Calls that miss the deadline fail at once: their requests are cancelled."""
         self._index.queue.close()
         if self._scan is not None:
             self._scan.cancel()
@@ -151,53 +124,41 @@ class ObjectBackend(Backend[ObjectOptions]):
         return left
 
     def watch(self) -> AsyncIterator[InventoryEvent]:
-        """See `Inventory`."""
         return self._index.queue.watch()
 
-    def counts(self) -> dict[str, int]:
-        """See `Counted`."""
-        return dict(self._counts)
-
-    def description(self) -> dict[str, str]:
-        """See `Described`."""
-        about = {"url": self._options.url, "seal": self._options.seal}
-        if self._options.endpoint is not None:
-            about["endpoint"] = self._options.endpoint
-        return about
-
-    # What is there.
+    # The index of known keys.
 
     async def _begin(self) -> None:
-        """Have the first page listed. Raises `ConfigError` or `BackendUnavailable`."""
+        """List the first page. Raises `ConfigError` or `BackendUnavailable`."""
         (first,) = await self._ask_turns.each([None], self._page)
         page: Sequence[Any] = []
         if not isinstance(first, Trouble):
             page = first
         elif first.mistake:
             raise ConfigError(f"url: {self._options.url!r} cannot be used: {first.why}")
-        elif first.kind is not Kind.LISTED:
+        elif first.kind is not TroubleKind.LISTED:
             raise BackendUnavailable(f"{self._name}: {self._options.url}: {first.why}")
-        else:  # Somebody else's name: no obstacle.
-            self._note_unlisted(first)
-        self._note_listed(page)
+        else:  # Another program's name: no obstacle.
+            self._listing_failed(first)
+        self._listed(page)
         if self._options.index_chunks and page:
             self._scan = asyncio.create_task(self._list_on(page[-1]["path"]))
         else:
             self._index.listing_ended()
 
     async def _page(self, offset: str | None) -> Sequence[Any]:
-        """Return the first page behind a name; empty at the end."""
+        """Return the first page of names after `offset`; empty at the end."""
         with suppress(StopAsyncIteration):
             return await anext(self._listing(offset))
         return []
 
     def _listing(self, offset: str | None) -> AsyncIterator[Sequence[Any]]:
-        # One of its overloads is for arro3, which is not asked for.
+        # One of its overloads is for arro3, which is not installed.
         some = obstore.list  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-        return some(self._store, self._names.folder, offset=offset, chunk_size=PAGE_KEYS)
+        return some(self._bucket, self._names.folder, offset=offset, chunk_size=PAGE_KEYS)
 
     async def _list_on(self, last: str) -> None:
-        """List the other pages. If the list is cut off, wait, and go on from there."""
+        """List the other pages. After an error, wait and continue from the last name."""
         listing, tries = self._listing(last), 0
         try:
             while not self._index.full:
@@ -205,28 +166,28 @@ class ObjectBackend(Backend[ObjectOptions]):
                     page = await anext(listing)
                 except STORE_ERRORS as error:
                     trouble, tries = trouble_of(error), tries + 1
-                    if trouble.kind is Kind.LISTED or tries == LIST_TRIES:
-                        return self._note_unlisted(trouble)
+                    if trouble.kind is TroubleKind.LISTED or tries == LIST_TRIES:
+                        return self._listing_failed(trouble)
                     await asyncio.sleep(LIST_RETRY_S)
                     listing = self._listing(last)
                 else:
                     tries, last = 0, page[-1]["path"]
-                    self._note_listed(page)
+                    self._listed(page)
         except StopAsyncIteration:
             pass
         finally:
             self._index.listing_ended()
 
-    def _note_unlisted(self, trouble: Trouble) -> None:
-        self._counts["listing_failed"] += 1
+    def _listing_failed(self, trouble: Trouble) -> None:
+        self._counts.count("listing_failed")
         logger.warning(
-            "tier %s: not all that it holds is known without asking: %s; see %s",
+            "tier %s: some of its chunks are not known without a request: %s; see %s",
             self._name,
             trouble.why,
             Remedy.UNLISTED,
         )
 
-    def _note_listed(self, page: Sequence[Any]) -> None:
+    def _listed(self, page: Sequence[Any]) -> None:
         for about in page:
             if about["size"] == self._row_bytes and (key := self._names.key(about["path"])) is not None:
                 self._index.listed(key)
@@ -236,25 +197,24 @@ class ObjectBackend(Backend[ObjectOptions]):
         if None not in known:
             return [bool(answer) for answer in known]
         unknown = dict.fromkeys(key for key, answer in zip(keys, known, strict=True) if answer is None)
-        told = await self._whole(self._ask(list(unknown)))
-        return [told.get(key, False) if answer is None else answer for key, answer in zip(keys, known, strict=True)]
+        answers = await self._whole(self._ask(list(unknown)))
+        return [answers.get(key, False) if answer is None else answer for key, answer in zip(keys, known, strict=True)]
 
     async def _ask(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, bool]:
-        """Ask for each key whether its object is there. A key whose request failed counts as absent."""
+        """Ask for each key's object. A key whose request failed counts as absent."""
         answers = self._checked(await self._ask_turns.each(keys, self._head))
-        told = {key: answer is True for key, answer in zip(keys, answers, strict=True)}
         for key, answer in zip(keys, answers, strict=True):
             if answer is True:
                 self._index.there(key)
-            elif answer is False or answer.kind is Kind.MISSING:
+            elif answer is False or answer.kind is TroubleKind.MISSING:
                 self._index.gone(key)
-        return told
+        return {key: answer is True for key, answer in zip(keys, answers, strict=True)}
 
     async def _head(self, key: OffloadKey) -> bool:
-        about = await obstore.head_async(self._store, self._names.name(key))
+        about = await obstore.head_async(self._bucket, self._names.name(key))
         return about["size"] == self._row_bytes
 
-    # Chunks, each in one request.
+    # Chunks, one request each.
 
     async def _load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
         answers = await self._whole(self._get_all(reads))
@@ -268,14 +228,14 @@ class ObjectBackend(Backend[ObjectOptions]):
         return answers
 
     async def _get(self, read: Read) -> "Got":
-        result = await obstore.get_async(self._store, self._names.name(read.key))
+        result = await obstore.get_async(self._bucket, self._names.name(read.key))
         footer = footer_of(result.attributes)
         if isinstance(footer, SealFault):
             return Got(footer)
         if result.meta["size"] != self._row_bytes:
-            return Got(SealFault.LENGTH) if footer is not None else Got(None, bare=True, believed=False)
+            return Got(SealFault.LENGTH) if footer is not None else Got(None, bare=True, accepted=False)
         if footer is None and not self._accept_bare:
-            return Got(None, bare=True, believed=False)
+            return Got(None, bare=True, accepted=False)
         body = memoryview(await result.bytes_async())
         if footer is None:
             read.into[:] = body
@@ -295,22 +255,22 @@ class ObjectBackend(Backend[ObjectOptions]):
 
     def _loaded(self, key: OffloadKey, got: "Got | Trouble") -> Outcome:
         if isinstance(got, Trouble):
-            if got.kind is not Kind.MISSING:
+            if got.kind is not TroubleKind.MISSING:
                 return got.behind(TransferFailed(f"{key.hex()}: {got.why}"))
             self._index.gone(key)
             return ChunkMissing(key.hex())
         if got.bare:
-            self._counts["unverified_accepted" if got.believed else "unverified_refused"] += 1
-        if got.fault is None and got.believed:
+            self._counts.count("unverified_accepted" if got.accepted else "unverified_refused")
+        if got.fault is None and got.accepted:
             self._index.there(key)
             return None
         self._index.gone(key)
         if got.fault is None:
             return ChunkMissing(f"{key.hex()}: an object without a seal; refused")
-        self._counts[f"{'corrupt' if got.fault.corrupt else 'sealed'}_{got.fault}"] += 1
+        self._counts.count(f"{'corrupt' if got.fault.corrupt else 'sealed'}_{got.fault}")
         return got.fault.outcome(key)
 
-    async def _store_all(self, writes: Sequence[Write]) -> Sequence[Outcome]:
+    async def _store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
         answers = await self._whole(self._put_all(writes))
         return [self._stored(write.key, answer) for write, answer in zip(writes, answers, strict=True)]
 
@@ -330,7 +290,7 @@ class ObjectBackend(Backend[ObjectOptions]):
             body, footer = await in_thread(self._lanes, self._closed, write, memoryview(memory))
         try:
             await obstore.put_async(
-                self._store,
+                self._bucket,
                 self._names.name(write.key),
                 body,
                 use_multipart=False,
@@ -341,7 +301,7 @@ class ObjectBackend(Backend[ObjectOptions]):
             self._besides.append(memory)
 
     def _closed(self, write: Write, beside: memoryview) -> tuple[memoryview, bytes]:
-        """Seal a row; return what is the object's body, and the seal."""
+        """Seal a row, and return the object's body and its seal."""
         first = self._seal.close(write.key, write.row, beside)[0]
         return first[: self._row_bytes], bytes(beside[-SEAL_BYTES:])
 
@@ -350,23 +310,28 @@ class ObjectBackend(Backend[ObjectOptions]):
             self._index.there(key)
             return None
         self._index.unknown(key)
-        return answer.behind((NoSpace if answer.kind is Kind.FULL else TransferFailed)(f"{key.hex()}: {answer.why}"))
+        return answer.behind(
+            (NoSpace if answer.kind is TroubleKind.FULL else TransferFailed)(f"{key.hex()}: {answer.why}")
+        )
 
     async def _delete(self, keys: Sequence[OffloadKey]) -> None:
+        await self._whole(self._delete_all(keys))
+
+    async def _delete_all(self, keys: Sequence[OffloadKey]) -> None:
         for key in keys:
             self._index.deleted(key)
         answers = self._checked(await self._ask_turns.each(keys, self._remove))
-        failed = [answer for answer in answers if answer is not None and answer.kind is not Kind.MISSING]
+        failed = [answer for answer in answers if answer is not None and answer.kind is not TroubleKind.MISSING]
         if failed:
             raise failed[0].behind(BackendUnavailable(f"{self._name}: {failed[0].why}"))
 
     async def _remove(self, key: OffloadKey) -> None:
-        await obstore.delete_async(self._store, self._names.name(key))
+        await obstore.delete_async(self._bucket, self._names.name(key))
 
-    # What all of them do.
+    # Common to all calls.
 
     async def _whole(self, call: Coroutine[Any, Any, T]) -> T:
-        """Run a call's requests to their end, also when the call is cancelled. Only `aclose` cuts them short."""
+        """Run a call's requests to their end, even if the call is cancelled. Only `aclose` ends them early."""
 
         async def run() -> T:
             task = asyncio.current_task()
@@ -380,16 +345,16 @@ class ObjectBackend(Backend[ObjectOptions]):
         return await in_task(run())
 
     def _beside(self) -> bytearray:
-        """Return memory for a seal; there is as much of it as requests were under way at once."""
+        """Return memory for a seal. It is kept for later requests."""
         with suppress(IndexError):
             return self._besides.pop()
         return bytearray(self._seal.beside_bytes)
 
     def _checked(self, answers: "list[T | Trouble]") -> "list[T | Trouble]":
-        """Count the troubles; raises `BackendUnavailable` if the bucket as a whole is of no use."""
+        """Count the failures. Raises `BackendUnavailable` if the whole bucket is unusable."""
         for answer in answers:
-            if isinstance(answer, Trouble) and answer.kind is not Kind.MISSING:
-                self._counts[answer.kind.value] += 1
+            if isinstance(answer, Trouble) and answer.kind is not TroubleKind.MISSING:
+                self._counts.count(answer.kind.value)
         if trouble := all_away(answers):
             raise trouble.behind(BackendUnavailable(f"{self._name}: {trouble.why}"))
         return answers
@@ -400,14 +365,13 @@ class Got(NamedTuple):
 
     fault: SealFault | None
     bare: bool = False  # Without a seal.
-    believed: bool = True
+    accepted: bool = True
 
     @property
     def corrupt(self) -> bool:
-        """Whether it is of no use to anybody."""
         return self.fault is not None and self.fault.corrupt
 
 
 def _prepared(options: ObjectOptions, context: TierContext) -> tuple[ObjectStore, Seal]:
-    """Read the files that options name. Blocks."""
+    """Read the files that the options name. Blocks."""
     return make_store(options), options.make_seal(context.mapper.fingerprint, context.row_bytes)

@@ -1,8 +1,7 @@
 """A bucket, as the tier uses it: obstore's store, the names in it, and the meaning of its errors.
 
-obstore says by a type what kind of error it met, and in its words what the server said. A missing bucket has the type
-of a missing object. An expired credential has the type of any other failure. So the server's code is read from the
-words.
+The type of obstore's errors is too coarse: a missing bucket has the type of a missing object, and an expired credential
+that of any other failure. So the server's code is read from the message.
 """
 
 import base64
@@ -24,17 +23,17 @@ from kvtier.errors import ConfigError
 from kvtier.settings import check_secret, open_secret
 from kvtier_backends.object.options import ObjectOptions
 
-SEAL_NAME = "kvtier"  # Of the metadata that has the seal: `x-amz-meta-kvtier` on S3.
-PAGE_KEYS = 1_000  # A store lists no more of them at once.
+SEAL_NAME = "kvtier"  # Metadata with the seal: `x-amz-meta-kvtier` on S3.
+PAGE_KEYS = 1_000  # A store lists no more at once.
 CREDENTIALS_TTL_S = 300.0
 NAME_BYTES_MAX = 1_024  # S3's; Azure's is the same, in characters.
 FOLDERS_BYTES = len("/hhh/hh_g4294967295/")
-WORDS_MAX = 300  # Of a server's message.
+WORDS_MAX = 300  # Characters of a server's message.
 
 E = TypeVar("E", bound=Exception)
 
 STORE_ERRORS = (BaseError, OSError, ValueError)
-"""Every error that obstore raises: some of them are Python's own."""
+"""Every error that obstore raises; some are Python's own."""
 
 _NO_BUCKET = frozenset({"NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted", "InvalidBucketName"})
 _FULL = frozenset({"QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "QuotaExceededException"})
@@ -44,7 +43,7 @@ _DENIED = frozenset({
     "InvalidToken", "RequestTimeTooSkewed", "SignatureDoesNotMatch", "TokenRefreshRequired",
 })  # fmt: skip
 _ELSEWHERE = frozenset({"PermanentRedirect", "TemporaryRedirect", "IllegalLocationConstraintException"})
-_FROM_MACHINE = "/latest/api/token "  # What a machine of Amazon's is asked for first, for credentials.
+_FROM_MACHINE = "/latest/api/token "  # The first request for credentials to a machine of Amazon's.
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _MESSAGE = re.compile(r"<Message>([^<]+)</Message>")
 _STATUS = re.compile(r"status code: (\d{3})")
@@ -53,8 +52,8 @@ _TIMED_OUT = "TimedOut"
 _QUERY = re.compile(r"\?[^\s)]+")
 
 
-class Kind(Enum):
-    """The kinds of trouble with a bucket; the value is the name under which it is counted."""
+class TroubleKind(Enum):
+    """A kind of trouble with a bucket; its value is the name of its counter."""
 
     MISSING = "missing"  # There is no such object.
     NO_BUCKET = "no_bucket"
@@ -62,35 +61,35 @@ class Kind(Enum):
     ELSEWHERE = "elsewhere"  # The bucket is in another region.
     FULL = "no_room"
     SLOW = "slowed_down"  # The store asks for fewer requests.
-    NAME = "name"  # A name of ours that obstore refuses.
-    LISTED = "listed"  # A name in the bucket that obstore refuses: nothing behind it can be listed.
+    NAME = "name"  # obstore rejects a name of ours.
+    LISTED = "listed"  # obstore rejects a name in the bucket, and lists nothing behind it.
     AWAY = "unreachable"  # Anything else: refused, reset, cut off, too late, a server's own error.
 
 
 class Trouble(NamedTuple):
     """The reason why a request failed."""
 
-    kind: Kind
+    kind: TroubleKind
     why: str
-    number: int = 0  # The system's for it, where it has one.
+    number: int = 0  # The system's error number, where there is one.
 
     def behind(self, error: E) -> E:
-        """Return an error of which this is the cause."""
+        """Set this as the cause of an error, and return the error."""
         if self.number:
             error.__cause__ = OSError(self.number, os.strerror(self.number))
         return error
 
     @property
     def mistake(self) -> bool:
-        """Whether, at the start, it is the configuration that has to be mended."""
-        return self.kind in (Kind.NO_BUCKET, Kind.DENIED, Kind.ELSEWHERE, Kind.NAME)
+        """True for trouble that, at the start, is a mistake of the configuration."""
+        return self.kind in (TroubleKind.NO_BUCKET, TroubleKind.DENIED, TroubleKind.ELSEWHERE, TroubleKind.NAME)
 
 
 def trouble_of(error: BaseException) -> Trouble:
-    """Return the meaning of an error of obstore's. Its words have nothing that was sent, such as a signature."""
+    """Return the meaning of an error of obstore's, without anything that was sent, such as a signature."""
     words = str(error).partition("\n\nDebug source")[0]
     if _FROM_MACHINE in words:
-        return Trouble(Kind.DENIED, "no credentials: the environment has none, and the machine gives none")
+        return Trouble(TroubleKind.DENIED, "no credentials: the environment has none, and the machine gives none")
     code, status = _first(_CODE, words), _first(_STATUS, words)
     told = " ".join(part for part in (status, code, _first(_MESSAGE, words)) if part)
     why = told if code else _QUERY.sub("?...", " ".join(words.split()))[:WORDS_MAX]
@@ -98,27 +97,27 @@ def trouble_of(error: BaseException) -> Trouble:
     return Trouble(kind, why or type(error).__name__, _number_of(kind, str(error)))
 
 
-def _kind_of(error: BaseException, code: str, status: str, words: str) -> Kind:
+def _kind_of(error: BaseException, code: str, status: str, words: str) -> TroubleKind:
     if code in _NO_BUCKET:
-        return Kind.NO_BUCKET
+        return TroubleKind.NO_BUCKET
     if code in _FULL or status == "507":
-        return Kind.FULL
+        return TroubleKind.FULL
     if code in _SLOW or status in ("429", "503"):
-        return Kind.SLOW
+        return TroubleKind.SLOW
     if code in _ELSEWHERE or status in ("301", "307") or "Received redirect" in words:
-        return Kind.ELSEWHERE
+        return TroubleKind.ELSEWHERE
     if code in _DENIED or isinstance(error, PermissionDeniedError | UnauthenticatedError):
-        return Kind.DENIED
+        return TroubleKind.DENIED
     if isinstance(error, FileNotFoundError):
-        return Kind.MISSING
+        return TroubleKind.MISSING
     if isinstance(error, InvalidPathError):
-        return Kind.LISTED
-    return Kind.NAME if isinstance(error, ValueError) else Kind.AWAY
+        return TroubleKind.LISTED
+    return TroubleKind.NAME if isinstance(error, ValueError) else TroubleKind.AWAY
 
 
-def _number_of(kind: Kind, words: str) -> int:
-    """Return the system's error number, from obstore's debugging words."""
-    if kind is Kind.DENIED:
+def _number_of(kind: TroubleKind, words: str) -> int:
+    """Return the system's error number, from obstore's debugging text."""
+    if kind is TroubleKind.DENIED:
         return errno.EACCES
     return errno.ETIMEDOUT if _TIMED_OUT in words else int(_first(_NUMBER, words) or 0)
 
@@ -128,10 +127,10 @@ def _first(pattern: re.Pattern[str], words: str) -> str:
 
 
 class Names:
-    """The names of chunks in a bucket: those that vLLM's own `obj` tier gives them there (vLLM 0.33, NIXL 1.5.1).
+    """The names of chunks in a bucket: those of vLLM's own `obj` tier (vLLM 0.33, NIXL 1.5.1).
 
-    vLLM writes two slashes behind its prefix, of which its client sends one; so does this. The empty hash has an empty
-    folder in its name, and no store takes that: it goes.
+    vLLM writes two slashes behind its prefix, and its client sends one; so does this. The empty hash has an empty
+    folder in its name, which no store takes: it is left out.
     """
 
     def __init__(self, prefix: str, mapper: FileMapper) -> None:
@@ -139,21 +138,19 @@ class Names:
         self._prefix = prefix
         self._mapper = mapper
         self.folder = prefix + mapper.chunks_folder
-        """What is listed: all chunks are there."""
         left_bytes = NAME_BYTES_MAX - len(self.folder.encode()) - FOLDERS_BYTES
         self.key_bytes_max = mapper.key_bytes_max(left_bytes)
 
     def name(self, key: OffloadKey) -> str:
-        """Return a chunk's name."""
         return (self._prefix + self._mapper.name(key)).replace("//", "/")
 
     def key(self, name: str) -> OffloadKey | None:
-        """Return the key whose name this is; None for a stranger's."""
+        """Return the key of a name; None if the name is another program's."""
         return self._mapper.key(name[len(self._prefix) :]) if name.startswith(self._prefix) else None
 
 
 def attributes_of(footer: bytes) -> dict[str, str]:
-    """Return the attributes with which an object is stored."""
+    """Return the attributes of an object with this seal."""
     return {SEAL_NAME: base64.b64encode(footer).decode()}
 
 
@@ -165,12 +162,12 @@ def footer_of(attributes: Mapping[str, Any]) -> bytes | SealFault | None:
         footer = base64.b64decode(given, validate=True)
     except (ValueError, binascii.Error):
         return SealFault.FOREIGN
-    if of_another_version(footer):  # Whose object may be of another length, too.
+    if of_another_version(footer):  # Its length may differ, too.
         return SealFault.VERSION
     return footer if len(footer) == SEAL_BYTES else SealFault.FOREIGN
 
 
-def make_store(options: ObjectOptions, retries: int = 0) -> ObjectStore:
+def make_store(options: ObjectOptions) -> ObjectStore:
     """Return obstore's store for a bucket: not for the loop, it reads files. Raises `ConfigError`.
 
     obstore takes from the environment what the options do not set. One try of a request has half of `timeout_s`.
@@ -183,19 +180,19 @@ def make_store(options: ObjectOptions, retries: int = 0) -> ObjectStore:
             "connect_timeout": timedelta(seconds=options.connect_timeout_s),
             "timeout": timedelta(seconds=options.timeout_s / 2),
         },
-        "retry_config": {"max_retries": retries, "retry_timeout": timedelta(seconds=options.timeout_s)},
+        "retry_config": {"max_retries": 0},  # `Requests` retries.,
     }
     try:
         return _makers[target.scheme](options, target.bucket, common)
     except STORE_ERRORS as error:
-        if target.scheme == "gs" and options.credentials_file is not None:  # Its words may show what is in the file.
+        if target.scheme == "gs" and options.credentials_file is not None:  # Its message may show what is in the file.
             raise ConfigError("credentials_file: the file is no service account's") from None
         raise ConfigError(f"url: {options.url!r} cannot be used: {trouble_of(error).why}") from error
 
 
 def _s3(options: ObjectOptions, bucket: str, common: dict[str, Any]) -> ObjectStore:
-    # Deleting many at once is not in every server's S3. A SHA-256 of each body would take as long as sending it, and
-    # says nothing that the seal does not say.
+    # Not every server's S3 can delete many at once. A SHA-256 of each body would take as long as sending it, and proves
+    # nothing that the seal does not prove.
     fields: dict[str, Any] = {"disable_bulk_delete": True, "unsigned_payload": True}
     if options.endpoint is not None:
         fields["endpoint"] = options.endpoint.rstrip("/")
@@ -223,14 +220,14 @@ _makers = {"s3": _s3, "gs": _gcs, "az": _azure}
 
 
 def _s3_credentials(path: str, profile: str) -> Callable[[], dict[str, Any]]:
-    """Return a function that reads a credentials file: now, and again when the credentials have become old."""
+    """Return a function that reads a credentials file, first now and then whenever the credentials have expired."""
 
     def read() -> dict[str, Any]:
         found = configparser.RawConfigParser(default_section="")
         try:
             with open_secret("credentials_file", path) as file:
                 found.read_string(file.read().decode())
-        except (configparser.Error, UnicodeDecodeError):  # Their words show the file's.
+        except (configparser.Error, UnicodeDecodeError):  # Their messages show the file's text.
             raise ConfigError("credentials_file: the file is no credentials file of S3's") from None
         section = dict(found[profile]) if found.has_section(profile) else {}
         if not (section.get("aws_access_key_id") and section.get("aws_secret_access_key")):

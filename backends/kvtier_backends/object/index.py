@@ -1,4 +1,4 @@
-"""The index of a bucket: keys that are known to be there, and for a while keys that are known to be absent."""
+"""The index of a bucket: keys known to be present, and for a while keys known to be absent."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -9,44 +9,42 @@ ABSENT_MAX = 1 << 16  # Keys; some megabytes.
 
 
 class Index:
-    """Hints: others store and delete in the bucket, too. Belongs to the loop's thread."""
+    """Hints, since other engines store and delete in the bucket, too. Belongs to the loop's thread."""
 
     def __init__(self, held_max: int, absent_ttl_s: float, clock: Callable[[], float]) -> None:
-        """Know at most so many keys that are there. Absent keys are remembered for so long."""
-        # In the order they were heard of. A plain dictionary looks for its first key past all that were removed before.
+        # In order of arrival. A plain dictionary scans past all removed keys to find its first one.
         self.held: OrderedDict[OffloadKey, None] = OrderedDict()
         self.queue = InventoryQueue(self.held)
         self._held_max = held_max
-        self._absent: OrderedDict[OffloadKey, float] = OrderedDict()  # When it ends: in that order.
+        self._absent: OrderedDict[OffloadKey, float] = OrderedDict()  # By time of expiry.
         self._absent_ttl_s = absent_ttl_s
         self._clock = clock
-        self._deleted: set[OffloadKey] = set()  # Since the scan began: it may still name them.
+        self._deleted: set[OffloadKey] = set()  # Since the scan began, which may still list them.
 
     @property
     def full(self) -> bool:
-        """Whether nothing more can be known to be there."""
         return len(self.held) >= self._held_max
 
     def knows(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
-        """Say for each key whether it is there; None: unknown."""
+        """Return for each key True, False, or None if it is unknown."""
         self._forget_absent()
         held, absent = self.held, self._absent
         return [True if key in held else False if key in absent else None for key in keys]
 
     def listed(self, key: OffloadKey) -> None:
-        """Note the keys that the start-up list has found."""
+        """Record a key of the start-up scan."""
         if key not in self.held and not self.full and key not in self._deleted:
             self.held[key] = None
             self._absent.pop(key, None)
             self.queue.added(key)
 
     def listing_ended(self) -> None:
-        """Note that the start-up scan is over. Stores of others are not reported, so kvtier goes on asking."""
+        """End the start-up scan. It is never complete: other engines' stores are not reported."""
         self._deleted.clear()
         self.queue.scan_ended(complete=False)
 
     def there(self, key: OffloadKey) -> None:
-        """Note the keys that a call has stored or found."""
+        """Record a key that a call has stored or found."""
         self._absent.pop(key, None)
         if key in self.held or not self._held_max:
             return
@@ -55,13 +53,13 @@ class Index:
         self.held[key] = None
 
     def deleted(self, key: OffloadKey) -> None:
-        """Note the keys that a call deletes."""
+        """Record a key that a call deletes."""
         if self.queue.complete is None:
             self._deleted.add(key)
         self.gone(key)
 
     def gone(self, key: OffloadKey) -> None:
-        """Note the keys that a call has not found."""
+        """Record a key that a call has not found."""
         if key in self.held:
             del self.held[key]
             self.queue.lost(key)
@@ -70,7 +68,7 @@ class Index:
             self._absent[key] = self._clock() + self._absent_ttl_s
 
     def unknown(self, key: OffloadKey) -> None:
-        """Note that a key's state is unknown: a store failed half-way."""
+        """Forget the state of a key whose store failed."""
         self.held.pop(key, None)
         self._absent.pop(key, None)
 

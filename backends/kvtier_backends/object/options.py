@@ -1,4 +1,4 @@
-"""An object tier's options: its bucket, the chunks that it believes, and the number of requests at once."""
+"""An object tier's options: its bucket, the chunks that it accepts, and the number of requests at once."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -11,8 +11,8 @@ from kvtier.backend import SealOptions
 from kvtier.errors import ConfigError
 from kvtier.settings import Duration, Index, PositiveDuration, PositiveSize, SecretPath, check_secret
 
-REQUESTS_MAX = 1_024  # Each is a connection: more of them meet the limits of the process before those of a store.
-PREFIX_BYTES_MAX = 256  # Of the 1,024 that a name may have.
+REQUESTS_MAX = 512  # Each is a connection: more of them meet the limits of the process before those of a store.
+PREFIX_BYTES_MAX = 256  # Of a name's 1,024.
 
 Scheme = Literal["s3", "gs", "az"]
 Text = Annotated[str, msgspec.Meta(min_length=1)]
@@ -30,7 +30,7 @@ _ELSEWHERE = {
 
 
 class Target(NamedTuple):
-    """A place for chunks: a bucket, or a container of Azure's, and what all names there begin with."""
+    """A place for chunks: a bucket, or a container of Azure's, and the beginning of all names there."""
 
     scheme: Scheme
     bucket: str
@@ -58,45 +58,38 @@ class ObjectOptions(SealOptions, frozen=True, kw_only=True):
     """Azure's storage account; nothing: as `AZURE_STORAGE_ACCOUNT_NAME` says."""
 
     credentials_file: SecretPath | None = None
-    """S3: a shared credentials file, read again every five minutes. Google: the JSON file of a service account. Nobody
-    else may read it. Nothing: the environment's, or the machine's own."""
+    """S3: a shared credentials file, read again every five minutes. Google: the JSON file of a service account. No
+    other user may read it. Nothing: the environment's, or the machine's own."""
 
     profile: Text | None = None
     """Part of an S3 credentials file; nothing: `default`."""
 
     unverified: Literal["accept", "refuse"] = "refuse"
-    """What becomes of objects without a seal, which vLLM writes: there is no telling whether their bytes are right."""
+    """Whether objects without a seal, which vLLM writes, are loaded: their bytes cannot be verified."""
 
     index_chunks: Index = 1_000_000
-    """Most chunks that are known without asking, some 200 bytes of memory each. They are listed at the start. 0: none;
-    then every look-up is a request."""
+    """Most chunks in the index, some 200 bytes of memory each. They are listed at the start. 0: none; then every
+    look-up is a request."""
 
     absent_ttl_s: Duration = 10.0
-    """How long a chunk that was not there is not asked for again. Others may have stored it since."""
+    """Time for which a missing chunk is not asked for again, although another engine may have stored it since."""
 
-    load_requests: Requests = 16
-    """Chunks asked for at once. Each request is a connection."""
-
-    store_requests: Requests = 16
-    """Chunks sent at once."""
-
-    ask_requests: Requests = 32
-    """Look-ups and deletions under way at once."""
+    requests: Requests = 16
+    """Chunks loaded at once, and as many stored; twice as many look-ups and deletions. Each request is a connection."""
 
     window_bytes: PositiveSize = 64 << 20
-    """Most bytes of chunks asked for at once, and again of those sent at once: each is in memory twice for a moment.
+    """Most bytes of chunks loaded at once, and as many stored: each is in memory twice for a moment.
 
-    Large chunks lessen the number of requests.
+    With large chunks it reduces the number of requests.
     """
 
     timeout_s: PositiveDuration = 10.0
-    """For all that one call asks, with its retries: later is a failure, and rows are free again."""
+    """Limit of one call, with its retries. A later answer is a failure, and rows are free again."""
 
     connect_timeout_s: PositiveDuration = 2.0
-    """For a connection to be made."""
+    """Limit of making a connection."""
 
     def __post_init__(self) -> None:
-        """Refuse options that exclude each other."""
         super().__post_init__()
         scheme = self.target().scheme
         for name, only in (("region", "s3"), ("account", "az"), ("endpoint", "s3"), ("profile", "s3")):
@@ -109,9 +102,7 @@ class ObjectOptions(SealOptions, frozen=True, kw_only=True):
         if self.profile is not None and self.credentials_file is None:
             raise ConfigError("profile: given without credentials_file, of which it is a part")
         if self.unverified == "accept" and self.seal != "xxh3":
-            raise ConfigError(
-                f"unverified: 'accept' given with seal = {self.seal!r}, which is there to refuse what nobody has sealed"
-            )
+            raise ConfigError(f"unverified: 'accept' given with seal = {self.seal!r}, which refuses unsealed objects")
 
     def doubts(self) -> Iterable[str]:
         """Yield why the seal's keys or the credentials cannot be read."""
@@ -123,7 +114,7 @@ class ObjectOptions(SealOptions, frozen=True, kw_only=True):
             yield str(error)
 
     def target(self) -> Target:
-        """Return the bucket that the URL names. Raises `ConfigError`."""
+        """Return the bucket that the URL names. Raises `ConfigError`, which shows no URL with credentials."""
         try:
             parts = urlsplit(self.url)
         except ValueError:  # It may show a user and a password.

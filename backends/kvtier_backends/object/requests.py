@@ -1,10 +1,10 @@
-"""The requests of one call to a bucket: one for each chunk, side by side, and all over in time.
+"""The requests of one call to a bucket: one for each chunk, concurrently, until one deadline.
 
-Requests are coroutines of obstore's, whose work goes on in threads of its own. A request that takes too long is
-cancelled. obstore then gives up the memory that it was lent. A row is free when its memoryview can be released.
+Requests are coroutines of obstore's, which works in threads of its own. A request that takes too long is cancelled, and
+obstore gives up the memory that it was lent. A row is free when its memoryview can be released.
 
-Every request may be repeated: it reads, or it stores the same chunk. obstore's own retries leave out a connection that
-ends before the answer. So they are off, and this module retries.
+Every request is idempotent. obstore's own retries leave out a connection that ends before the answer. So they are off,
+and this module retries.
 """
 
 import asyncio
@@ -14,36 +14,35 @@ from contextlib import suppress
 from typing import TypeVar
 
 from kvtier.backend import in_task
-from kvtier_backends.object.bucket import STORE_ERRORS, Kind, Trouble, trouble_of
+from kvtier_backends.object.bucket import STORE_ERRORS, Trouble, TroubleKind, trouble_of
 
-RELEASE_S = 0.0005  # Between two looks whether a row is free: obstore does not say so.
-WAITS_S = (0.05, 0.2)  # Before the second try, and before the third. More of them only add to a store's load.
+RELEASE_S = 0.0005  # Interval of checks that a row is free: obstore does not report it.
+WAITS_S = (0.05, 0.2)  # Before the second and the third try. More tries only add to a store's load.
 
 A = TypeVar("A")
 C = TypeVar("C")
 
-OF_ONE_CHUNK = frozenset({Kind.MISSING, Kind.FULL, Kind.NAME})
-"""Trouble that says nothing of the bucket as a whole."""
+OF_ONE_CHUNK = frozenset({TroubleKind.MISSING, TroubleKind.FULL, TroubleKind.NAME})
+"""Trouble with one chunk, not with the whole bucket."""
 
-AGAIN = frozenset({Kind.AWAY, Kind.SLOW})
-"""Trouble that may be over at the next try."""
+AGAIN = frozenset({TroubleKind.AWAY, TroubleKind.SLOW})
+"""Trouble that may pass before the next try."""
 
 
 class Turns:
-    """A number of requests that may be under way at once, of all calls together; first come, first served."""
+    """A limit to the requests in flight, of all calls together; first come, first served."""
 
     def __init__(self, count: int, timeout_s: float) -> None:
-        """Let `count` be under way; a call's are over after so many seconds, in turns or not."""
         self._count = count
         self._timeout_s = timeout_s
         self._free = asyncio.Semaphore(count)
 
     async def each(self, chunks: Sequence[C], ask: Callable[[C], Awaitable[A]]) -> list[A | Trouble]:
-        """Ask for each chunk, and return all answers once the last is there or the time is over.
+        """Ask for each chunk, and return all answers at the last one or at the deadline.
 
-        Nothing that was asked goes on afterwards, cancelled or not.
+        No request is in flight afterwards, cancelled or not.
         """
-        late = Trouble(Kind.AWAY, f"not answered within {self._timeout_s:g} s", errno.ETIMEDOUT)
+        late = Trouble(TroubleKind.AWAY, f"not answered within {self._timeout_s:g} s", errno.ETIMEDOUT)
         answers: list[A | Trouble] = [late] * len(chunks)
         left = iter(range(len(chunks)))
 
@@ -60,7 +59,7 @@ class Turns:
 
 
 async def _answer(ask: Callable[[C], Awaitable[A]], chunk: C) -> A | Trouble:
-    """Ask up to three times, and return the answer or what kept us from one."""
+    """Ask up to three times, and return the answer or the last trouble."""
     waits = iter(WAITS_S)
     while True:
         try:
@@ -74,13 +73,13 @@ async def _answer(ask: Callable[[C], Awaitable[A]], chunk: C) -> A | Trouble:
 
 
 def all_away(answers: Sequence[object]) -> Trouble | None:
-    """Say why the bucket as a whole is of no use; nothing if any chunk says otherwise."""
+    """Return the trouble with the whole bucket, if every request met one."""
     troubles = [answer for answer in answers if isinstance(answer, Trouble) and answer.kind not in OF_ONE_CHUNK]
     return troubles[0] if troubles and len(troubles) == len(answers) else None
 
 
 async def released(view: memoryview) -> None:
-    """Come back when nobody uses a buffer any more through this view of it, however often it is cancelled."""
+    """Wait until a view of a buffer is out of use, however often the call is cancelled."""
     try:
         view.release()
     except BufferError:

@@ -13,12 +13,9 @@ from kvtier.backend import (
     NAMINGS,
     SEAL_BYTES,
     Abandoned,
-    Backend,
     BackendUnavailable,
-    Calls,
     ConfigError,
     Durability,
-    Fit,
     Lanes,
     OffloadKey,
     Outcome,
@@ -29,28 +26,25 @@ from kvtier.backend import (
     Write,
     in_thread,
     in_threads,
-    load_each_once,
-    store_each_once,
 )
-from kvtier_backends.redis.counters import RedisCounters
+from kvtier.backend.remote import RemoteBackend, name_prefix
 from kvtier_backends.redis.options import RedisOptions
 from kvtier_backends.redis.server import Away, Login, Server, check
 from kvtier_backends.redis.topology import Topology, make_topology
 from kvtier_backends.redis.work import Loads, Questions, Stores, Work, exchange
 
-ASK_LANES = 3  # For what is small: it never queues behind rows. One of them may be asking where servers are.
-VALUE_BYTES_MAX = 512 << 20  # As servers are shipped (proto-max-bulk-len).
-PART_BYTES_MIN = 4 << 20  # Of what one lane moves of a call: less is over before another thread has begun.
+ASK_LANES = 3  # For small requests, which never queue behind rows. One of them may be busy asking where servers are.
+VALUE_BYTES_MAX = 512 << 20  # The servers' default (proto-max-bulk-len).
+PART_BYTES_MIN = 4 << 20  # Least share of a call for one lane: a smaller one is done before another thread has begun.
 REDIRECTS_MAX = 3  # Of one chunk: a cluster whose slots move answers after one or two.
-FINGERPRINT_CHARACTERS = 8  # In names: rows of other layouts have other names.
 
 
-class RedisBackend(Backend[RedisOptions]):
+class RedisBackend(RemoteBackend[RedisOptions]):
     """Chunks as values of a server's, sealed."""
 
     durability = Durability.HOST  # Our process may end. What a server's end costs is the server's configuration.
-    locality = "REMOTE"
     options_type = RedisOptions
+    described = ("url",)
 
     @classmethod
     async def open(cls, options: RedisOptions, context: TierContext) -> Self:
@@ -74,66 +68,29 @@ class RedisBackend(Backend[RedisOptions]):
         self, options: RedisOptions, context: TierContext, topology: Topology, seal: Seal, lanes: "TierLanes"
     ) -> None:
         """Use `open` instead."""
-        self._name = context.name
-        self._options = options
-        # Of a name with braces, a cluster looks only between them: every chunk would be on one node.
+        super().__init__(options, context)
+        # A cluster hashes only what is between braces: with them, every chunk would be on one node.
         folder = context.mapper.chunks_folder.replace("{", "%7B")
-        self._prefix = f"{options.prefix}{context.mapper.fingerprint.hex()[:FINGERPRINT_CHARACTERS]}/{folder}/"
+        self._prefix = f"{name_prefix(options.prefix, context.mapper)}{folder}/"
         self._name_of = NAMINGS[context.mapper.naming].name
         self._topology = topology
         self._seal = seal
         self._window = max(1, options.window_bytes // context.row_bytes)
         self._part_chunks = max(1, PART_BYTES_MIN // seal.sealed_bytes)
-        self._fit = Fit(context.row_bytes)
-        self._counters = RedisCounters()
         self._lanes = lanes
-        self._calls = Calls(context.name)
-
-    async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
-        with self._calls.one():
-            return await self._fit.probe(keys, self._probe)
-
-    async def load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
-        with self._calls.one():
-            return await self._fit.load(reads, partial(load_each_once, call=self._load))
-
-    async def store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
-        with self._calls.one():
-            return await self._fit.store(writes, partial(store_each_once, call=self._store))
-
-    async def delete(self, keys: Sequence[OffloadKey]) -> None:
-        """Raises `BackendUnavailable` if a server that has some of the keys is away."""
-        with self._calls.one():
-            work = await self._ask(b"UNLINK", self._names(self._fit.keys(keys)))
-        if work.unreachable:
-            raise BackendUnavailable(f"{self._name}: {next(iter(work.unreachable.values()))}") from work.cause()
 
     async def aclose(self, deadline_s: float) -> Abandoned:
-        """Calls that are not over by then fail at once: their connections are closed."""
+        """Close, as the contract says. Calls that miss the deadline fail at once: their connections are closed."""
         ends_at = time.monotonic() + deadline_s
         every = (self._lanes.load, self._lanes.store, self._lanes.ask)
         try:
             await self._calls.close(deadline_s)  # First: a call may need lanes more than once.
             left = sum(await asyncio.gather(*(lanes.aclose(max(0.0, ends_at - time.monotonic())) for lanes in every)))
-        finally:  # Whoever cancels it waits no longer, either.
+        finally:  # A cancelled close does not wait any longer, either.
             for lanes in every:
                 lanes.shutdown(wait=False, cancel_futures=True)
             self._topology.close()
         return Abandoned(left)
-
-    def counts(self) -> dict[str, int]:
-        """See `Counted`."""
-        return self._counters.totals()
-
-    def description(self) -> dict[str, str]:
-        """See `Described`."""
-        options = self._options
-        about = {"servers": ", ".join(map(str, options.addresses())), "seal": options.seal}
-        if options.topology != "servers":
-            about["topology"] = options.topology
-        if options.tls:
-            about["tls"] = "yes"
-        return about
 
     def _names(self, keys: Sequence[OffloadKey]) -> list[bytes]:
         name_of, prefix = self._name_of, self._prefix
@@ -146,7 +103,7 @@ class RedisBackend(Backend[RedisOptions]):
 
     async def _load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
         names = self._names([read.key for read in reads])
-        work = Loads(names, reads, self._seal, self._window, self._counters)
+        work = Loads(names, reads, self._seal, self._window, self._counts)
         await self._move(work, self._lanes.load, self._part_chunks)
         if work.corrupt:
             await self._ask(b"UNLINK", [names[index] for index in work.corrupt], work.ends_at)
@@ -154,12 +111,17 @@ class RedisBackend(Backend[RedisOptions]):
 
     async def _store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
         keys = [write.key for write in writes]
-        work = Stores(self._names(keys), writes, self._seal, self._window, self._options.ttl_s, self._counters)
+        work = Stores(self._names(keys), writes, self._seal, self._window, self._options.ttl_s, self._counts)
         await self._move(work, self._lanes.store, self._part_chunks)
         return self._outcomes(work, keys)
 
+    async def _delete(self, keys: Sequence[OffloadKey]) -> None:
+        work = await self._ask(b"UNLINK", self._names(keys))
+        if work.unreachable:
+            raise BackendUnavailable(f"{self._name}: {next(iter(work.unreachable.values()))}") from work.cause()
+
     async def _ask(self, command: bytes, names: Sequence[bytes], ends_at: float | None = None) -> Questions:
-        work = Questions(command, names, self._counters)
+        work = Questions(command, names, self._counts)
         work.ends_at = ends_at
         await self._move(work, self._lanes.ask, len(names))
         return work
@@ -176,9 +138,9 @@ class RedisBackend(Backend[RedisOptions]):
             raise BackendUnavailable(f"{self._name}: {work.unreachable[0]}") from work.cause()
 
     async def _move(self, work: Work[Any], lanes: Lanes, part_chunks: int) -> None:
-        """Have every name answered for: by its server, or by another that it sends us to."""
+        """Get an answer for every name, from its server or from another that it redirects to."""
         if self._topology.stale:
-            with suppress(TimeoutError):  # Rows are lent: who does not say it in time says it to later calls.
+            with suppress(TimeoutError):  # Rows are lent: a late answer serves later calls.
                 async with asyncio.timeout(self._options.connect_timeout_s):
                     await self._lanes.ask.run(self._topology.renew)
         await self._exchange(work, lanes, part_chunks, self._topology.places_of(work.names))
@@ -186,7 +148,7 @@ class RedisBackend(Backend[RedisOptions]):
             if not work.redirects or not self._topology.cluster:
                 break
             redirects, work.redirects = work.redirects, {}
-            self._counters.count("redirected", len(redirects))
+            self._counts.count("redirected", len(redirects))
             for asking in (False, True):
                 places: defaultdict[Server, list[int]] = defaultdict(list)
                 for index, to in redirects.items():
@@ -196,7 +158,7 @@ class RedisBackend(Backend[RedisOptions]):
         self._give_up(work)
 
     def _give_up(self, work: Work[Any]) -> None:
-        remedy = "" if self._topology.cluster else "; topology = 'cluster' is accepted with a cluster"
+        remedy = "" if self._topology.cluster else "; redis+cluster:// is accepted with a cluster"
         for index, to in work.redirects.items():
             work.unreachable[index] = f"its slot has moved to {to.address}{remedy}"
         self._topology.stale = self._topology.stale or work.stale or bool(work.unreachable)
@@ -211,12 +173,12 @@ class RedisBackend(Backend[RedisOptions]):
             ]
             for server, some in places.items()
         ]
-        in_turn = chain.from_iterable(zip_longest(*by_server))  # One that hangs does not take every lane before others.
+        in_turn = chain.from_iterable(zip_longest(*by_server))  # A server that hangs must not take every lane.
         await in_threads(lanes, [call for call in in_turn if call is not None])
 
 
 class TierLanes(NamedTuple):
-    """A tier's threads, by what they may be held up by."""
+    """A tier's threads, by what can delay them."""
 
     ask: Lanes
     load: Lanes
@@ -226,16 +188,16 @@ class TierLanes(NamedTuple):
 def _started(options: RedisOptions, name: str, made: ExitStack) -> TierLanes:
     """Start a tier's threads. Clean-up calls go into `made`. RuntimeError: the process may have no more of them."""
     lanes: list[Lanes] = []
-    for what, count in (("ask", ASK_LANES), ("load", options.load_lanes), ("store", options.store_lanes)):
+    for what, count in (("ask", ASK_LANES), ("load", options.lanes), ("store", options.lanes)):
         lanes.append(Lanes(count, f"kvtier-{name}-{what}"))
         made.callback(lanes[-1].shutdown, wait=False)
     return TierLanes(*lanes)
 
 
 def _prepared(options: RedisOptions, context: TierContext, made: ExitStack) -> tuple[Topology, Seal]:
-    """Blocks. Clean-up calls, for a tier that does not open, go into `made`.
+    """Read secrets and find the servers. Blocks. Clean-up calls, for a tier that does not open, go into `made`.
 
-    Raises `ConfigError` for what is to be mended, and `BackendUnavailable` if no server answers.
+    Raises `ConfigError`, and `BackendUnavailable` if no server answers.
     """
     seal = options.make_seal(context.mapper.fingerprint, context.row_bytes)
     topology = make_topology(options, Login(options))
@@ -260,7 +222,7 @@ def _check_servers(topology: Topology, options: RedisOptions) -> None:
 
 
 def _parts(indices: list[int], count: int, least: int) -> list[list[int]]:
-    """Divide among at most `count`, evenly, so that nobody has fewer than `least`, but for the only one."""
+    """Divide evenly into up to `count` parts of at least `least` each, or into a single part."""
     parts = max(1, min(count, len(indices) // max(1, least)))
     size = -(-len(indices) // parts)
     return [indices[start : start + size] for start in range(0, len(indices), size)]

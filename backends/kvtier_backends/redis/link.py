@@ -1,9 +1,8 @@
 """One connection: requests out, replies in, rows straight between the socket and the lent memory.
 
-Every library copies: it reads into a bytes object first. Here the kernel writes into the row itself. When a call has
-returned or raised, nobody writes there any more: a call that fails closes its connection, so nothing can come late. A
-row is one system call. Python's own time-outs would make it one for each piece that comes, and two more to wait for it,
-so the kernel keeps the time. The protocol is RESP2 (https://redis.io/docs/latest/develop/reference/protocol-spec/).
+Client libraries read into a bytes object first and copy. Here the kernel writes into the row itself. Nothing is written
+there after a call has returned or raised: a call that fails closes its connection. A row is one system call. Python's
+own time-outs would need three for each piece, so the kernel keeps the time. The protocol is RESP2 (https://redis.io/docs/latest/develop/reference/protocol-spec/).
 """
 
 import errno
@@ -21,14 +20,14 @@ from kvtier.backend import Lanes
 from kvtier.errors import one_line
 from kvtier_backends.redis.options import Address
 
-AHEAD_BYTES = 4_096  # What is read beyond a row's end: its seal, and the next reply's head. It is copied, a row is not.
-PARTS_MAX = 512  # Of one sendmsg; the system takes 1,024.
+AHEAD_BYTES = 4_096  # Read beyond a row's end, and copied: its seal, and the next reply's head.
+PARTS_MAX = 512  # Buffers of one sendmsg; the system takes 1,024.
 END = b"\r\n"
 MICROSECONDS = 1_000_000
-TEXT_BYTES_MAX = 1_024  # Of a host's name or a node's id; a name in the DNS has 253.
-DIGITS_MAX = 18  # Fewer than 2^60: nothing is longer, and Python counts as far.
-DEPTH_MAX = 8  # Of arrays in arrays; a table of slots has 4.
-ERROR_CHARACTERS_MAX = 400  # Of a server's error that we show.
+TEXT_BYTES_MAX = 1_024  # A host's name or a node's id; a name in the DNS has 253.
+DIGITS_MAX = 18  # Below 2^60: no length is longer.
+DEPTH_MAX = 8  # Nested arrays; a table of slots has 4.
+ERROR_CHARACTERS_MAX = 400  # Shown of a server's error.
 
 _TIMEVAL = struct.Struct("@ll")
 
@@ -36,17 +35,16 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Lost(Exception):
-    """The connection cannot be used any more: nothing is known of what was asked and not answered."""
+    """The connection cannot be used any more. The state of unanswered requests is unknown."""
 
     def __init__(self, why: str, *, late: bool = False, number: int = 0) -> None:
-        """Say why; `late`: time was up; `number`: the system's for it, where it has one."""
         super().__init__(why)
         self.late = late
         self.number = errno.ETIMEDOUT if late else number
 
 
 class Refused(Exception):
-    """An error that the server answered: its first word is its kind."""
+    """An error reply. Its first word is its kind."""
 
     @property
     def kind(self) -> str:
@@ -57,23 +55,19 @@ class Link:
     """A connection, for one thread at a time, until its deadline."""
 
     def __init__(self, opened: socket.socket, address: Address) -> None:
-        """Take over a socket that is connected."""
         self.address = address
-        self.ends_at = 0.0
-        """When what is under way must be over, by `time.monotonic`."""
-        self.memory = bytearray()
-        """For whoever uses the link: a buffer that goes with it."""
+        self.ends_at = 0.0  # Deadline of requests in flight, by `time.monotonic`.
+        self.memory = bytearray()  # A buffer for the user of the link.
         self._socket = opened
         self._scatters = not isinstance(opened, ssl.SSLSocket)  # A TLS socket has no sendmsg and no recvmsg_into.
         if self._scatters:
             opened.settimeout(None)
         self._bytes = bytearray(AHEAD_BYTES)
         self._ahead = memoryview(self._bytes)
-        self._start: int = 0  # Of what was read ahead.
+        self._start: int = 0  # Range of `_bytes` that was read ahead.
         self._end: int = 0
 
     def close(self) -> None:
-        """Close the connection; idempotent."""
         self._socket.close()
 
     @property
@@ -81,23 +75,21 @@ class Link:
         return self._socket.fileno() < 0
 
     def quiet(self) -> bool:
-        """Say whether nothing has come that was not asked for: an end, or a reply that would answer the next request.
-
-        Of a connection on which nothing is under way.
-        """
+        """Return False if anything has arrived on an idle connection: an end, or a reply to no request."""
         waiting = select.poll()
         waiting.register(self._socket, select.POLLIN)
         return self._start == self._end and not waiting.poll(0)
 
     def interrupt(self) -> None:
-        """Have another thread's call fail at once; from any thread."""
+        """Make another thread's call fail at once. For any thread."""
         try:
-            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # TLS's own would have the rest read undecrypted.
+            socket.socket.shutdown(
+                self._socket, socket.SHUT_RDWR
+            )  # TLS's own would leave the rest to be read undecrypted.
         except OSError:
-            return  # It was closed, or never connected.
+            return  # Closed, or never connected.
 
     def send(self, parts: Sequence[Buffer]) -> None:
-        """Send all of it."""
         left = [memoryview(part) for part in parts if len(part)]
         while left:
             sent = self._sent(left[:PARTS_MAX])
@@ -117,7 +109,7 @@ class Link:
             raise _lost(error) from None
 
     def head(self) -> bytes:
-        """Read a reply's first line, without its end; raises `Refused` if it is an error."""
+        """Read a reply's first line, without its end. Raises `Refused` for an error."""
         while (at := self._bytes.find(END, self._start, self._end)) < 0:
             self._read_ahead()
         line = bytes(self._ahead[self._start : at])
@@ -127,7 +119,7 @@ class Link:
         return line
 
     def heads(self, most: int) -> list[bytes]:
-        """Read the first lines of some replies that have no more: at least one, at most so many; errors, too."""
+        """Read one to `most` replies of a single line each, errors included."""
         while self._bytes.find(END, self._start, self._end) < 0:
             self._read_ahead()
         lines = bytes(self._ahead[self._start : self._end]).split(END, most)[:-1]
@@ -146,7 +138,7 @@ class Link:
         """Read a bulk reply's bytes into places, in order, and its end."""
         left = [place for place in (self._taken(place) for place in places) if len(place)]
         while left:
-            # The buffer ahead is empty, else nothing were left.
+            # The buffer ahead is empty here: its bytes went into the places first.
             got = self._received([*left, self._ahead[: len(END)]], socket.MSG_WAITALL)
             while left and got >= len(left[0]):
                 got -= len(left.pop(0))
@@ -164,7 +156,7 @@ class Link:
         return place[ready:]
 
     def skip(self, count: int) -> None:
-        """Read so many bytes of a bulk reply for nothing, and its end."""
+        """Discard a bulk reply of `count` bytes, and its end."""
         while count:
             if self._start == self._end:
                 self._start, self._end = 0, self._received([self._ahead])
@@ -174,7 +166,7 @@ class Link:
         self._expect_end()
 
     def length(self, kind: bytes) -> int | None:
-        """Read the head of an array (`*`) or of bulk bytes (`$`): how much follows; None for a null."""
+        """Read the head of an array (`*`) or a bulk reply (`$`), and return its length; None for a null."""
         head = self.head()
         return None if head == kind + b"-1" else number_in(head, kind)
 
@@ -190,7 +182,7 @@ class Link:
         return bytes(text)
 
     def pass_over(self, count: int, depth: int = 1) -> None:
-        """Read so many values of any kind for nothing. Takes no memory; time alone bounds it."""
+        """Discard `count` values of any kind. Takes no memory; only the deadline bounds it."""
         if depth > DEPTH_MAX:
             raise Lost(f"the server answers arrays in arrays, more than {DEPTH_MAX}")
         for _ in range(count):
@@ -204,7 +196,7 @@ class Link:
         while self._end - self._start < len(END):
             self._read_ahead()
         if not self._bytes.startswith(END, self._start):
-            raise Lost("the server does not speak Redis's protocol: a reply goes on where it should end")
+            raise Lost("the server does not speak Redis's protocol: a reply does not end where it should")
         self._start += len(END)
 
     def _received(self, places: list[memoryview], flags: int = 0) -> int:
@@ -221,10 +213,10 @@ class Link:
         return got
 
     def _limit(self, option: int) -> None:
-        """Have the next call end in time. Raises `Lost` if time is up."""
+        """Set the deadline of the next system call. Raises `Lost` once it has passed."""
         left = self._time_left()
         if self._scatters:
-            given = _TIMEVAL.pack(*divmod(max(1, int(left * MICROSECONDS)), MICROSECONDS))  # Zeros: for ever.
+            given = _TIMEVAL.pack(*divmod(max(1, int(left * MICROSECONDS)), MICROSECONDS))  # Zeros would mean no limit.
             self._socket.setsockopt(socket.SOL_SOCKET, option, given)
         else:
             self._socket.settimeout(left)
@@ -237,12 +229,12 @@ class Link:
 
 
 def refusal_of(line: bytes) -> Refused:
-    """Return the error that a reply's first line says, fit to be shown."""
+    """Return the error of a reply's first line, made printable."""
     return Refused(one_line(line[1:].decode("utf-8", "replace")[:ERROR_CHARACTERS_MAX]))
 
 
 def number_in(head: bytes, kind: bytes) -> int:
-    """Return the number of a reply's head of this kind; raises `Lost` for any other head."""
+    """Return the number in a head of this kind. Raises `Lost` for any other head."""
     digits = head[1:]
     if head[:1] != kind or not digits.isdigit() or len(digits) > DIGITS_MAX:
         raise Lost(f"the server answers {head[:32]!r} where {kind.decode()} and a number were expected")
@@ -250,30 +242,28 @@ def number_in(head: bytes, kind: bytes) -> int:
 
 
 def request(*words: bytes) -> bytes:
-    """Write a request."""
     return b"*%d\r\n" % len(words) + b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in words])
 
 
 class Names:
-    """The addresses of a host's name. The system's look-up has no time-out: it is waited for as long as we like."""
+    """The addresses of a host's name. The system's look-up has no time-out, so it runs in a thread of its own."""
 
     def __init__(self, address: Address) -> None:
-        """Look up nothing yet."""
         self._address = address
         self._lock = threading.Lock()
         self._found: Future[list[Any]] | None = None
 
     def look_up(self, ends_at: float) -> list[Any]:
-        """Return `getaddrinfo`'s answer. Raises `OSError`. One thread looks up at a time, however many wait."""
+        """Return `getaddrinfo`'s answer. Raises `OSError`. Any number of threads wait for one look-up."""
         try:
-            return self._asked(socket.AI_NUMERICHOST)  # Of these nobody has to be asked.
+            return self._asked(socket.AI_NUMERICHOST)  # Needs no look-up.
         except socket.gaierror:
             pass
         with self._lock:
             if self._found is None or self._found.done():
                 lane = Lanes(1, "kvtier-resolve")
                 self._found = lane.submit(self._asked)
-                lane.shutdown(wait=False)  # Its thread ends with the look-up.
+                lane.shutdown(wait=False)  # The thread ends with the look-up.
             found = self._found
         try:
             return found.result(max(0.0, ends_at - time.monotonic()))
@@ -283,12 +273,12 @@ class Names:
     def _asked(self, flags: int = 0) -> list[Any]:
         try:
             return socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM, flags=flags)
-        except (UnicodeError, OverflowError) as error:  # A name or a port that cannot be one; a cluster may tell it.
+        except (UnicodeError, OverflowError) as error:  # An impossible name or port, which a cluster may report.
             raise OSError(f"no address: {error}") from None
 
 
 def connect(address: Address, names: Names, tls: ssl.SSLContext | None, ends_at: float) -> Link:
-    """Make a connection. Raises `OSError`, also for what TLS refuses."""
+    """Make a connection. Raises `OSError`, of which TLS's errors are a kind."""
     opened = _connected(address, names, ends_at)
     try:
         if tls is not None:
@@ -303,10 +293,10 @@ def connect(address: Address, names: Names, tls: ssl.SSLContext | None, ends_at:
 def _connected(address: Address, names: Names, ends_at: float) -> socket.socket:
     if not address.port:
         return _connected_to(socket.AF_UNIX, address.host, ends_at)
-    found, why = names.look_up(ends_at), OSError("its name stands for no address")
+    found, why = names.look_up(ends_at), OSError("its name has no address")
     for tried, (family, _, _, _, where) in enumerate(found):
         now = time.monotonic()
-        try:  # Each has its share of what is left: the first of them may swallow everything.
+        try:  # An equal share of the time left for each: the first might use it all.
             opened = _connected_to(family, where, now + (ends_at - now) / (len(found) - tried))
         except OSError as error:
             why = error
@@ -332,7 +322,7 @@ def _connected_to(family: int, where: Any, ends_at: float) -> socket.socket:
 
 
 def number_of(error: OSError) -> int:
-    """Return the system's number for an error, 0 without one: TLS and look-ups of names have numbers of their own."""
+    """Return the system's number for an error, or 0: TLS and look-ups of names have other numbers."""
     if isinstance(error, TimeoutError):
         return errno.ETIMEDOUT
     return 0 if isinstance(error, ssl.SSLError | socket.gaierror) else error.errno or 0

@@ -1,6 +1,7 @@
-"""A Redis tier's options: the servers, the login, and the number of requests at once."""
+"""A Redis tier's options: the URL of its servers, the secrets, and the number of requests at once."""
 
 import os
+import re
 import ssl
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -12,7 +13,6 @@ from kvtier.backend import SealOptions
 from kvtier.errors import ConfigError
 from kvtier.settings import (
     Age,
-    Index,
     Path,
     PositiveDuration,
     PositiveSize,
@@ -29,10 +29,18 @@ LANES_MAX = 64  # A server is one core: more threads only queue there.
 PATH_BYTES_MAX = 107  # Of a socket (https://man7.org/linux/man-pages/man7/unix.7.html).
 PREFIX_BYTES_MAX = 128
 PASSWORD_BYTES_MAX = 4_096
+ACCEPTED = "'redis://host:6379', or rediss://, unix://, redis+sentinel:// or redis+cluster:// accepted"
 
+Topology = Literal["servers", "sentinel", "cluster"]
 Text = Annotated[str, msgspec.Meta(min_length=1)]
 Lanes = Annotated[int, msgspec.Meta(ge=1, le=LANES_MAX)]
 Prefix = Annotated[str, msgspec.Meta(max_length=PREFIX_BYTES_MAX, pattern=r"^[!-~]*$")]
+
+_TOPOLOGIES: dict[str, Topology] = {"": "servers", "sentinel": "sentinel", "cluster": "cluster"}
+_URL = re.compile(r"(rediss?)(?:\+(sentinel|cluster))?://(?:([^/@]*)@)?([^/@]+)(?:/(.*))?", re.DOTALL)
+_SOCKET = re.compile(r"unix://(?:([^/@]*)@)?(/[^?]+)(?:\?db=([0-9]+))?", re.DOTALL)
+_WORD = re.compile(r"[^\s:/?#@=,;&\0]+")  # A user or a primary. Other programs write passwords behind these characters.
+_DB = re.compile(r"[0-9]{1,9}")
 
 
 class Address(NamedTuple):
@@ -47,6 +55,17 @@ class Address(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
+class Target(NamedTuple):
+    """The servers that a URL names, and how they are used."""
+
+    addresses: tuple[Address, ...]
+    topology: Topology = "servers"
+    tls: bool = False
+    username: str | None = None
+    db: int = 0
+    primary: str = ""  # Name under which sentinels watch it.
+
+
 def told_address(host: str, port: str) -> Address | None:
     """Return the address that a server names; None if it is no host with a port from 1 to 65,535.
 
@@ -57,111 +76,96 @@ def told_address(host: str, port: str) -> Address | None:
 
 
 class RedisOptions(SealOptions, frozen=True, kw_only=True):
-    """Servers and how they are used. How much they hold, and what goes for room, is the servers' own configuration."""
+    """Servers and how they are used. The servers' own configuration decides their capacity and their eviction."""
 
     meant: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(("address", "endpoint", "host", "hosts", "nodes", "port", "server", "url"), "'servers'"),
+        **dict.fromkeys(
+            (
+                "address",
+                "cluster",
+                "db",
+                "endpoint",
+                "host",
+                "hosts",
+                "nodes",
+                "port",
+                "sentinels",
+                "server",
+                "servers",
+            ),
+            "'url', such as 'redis://host:6379/0'",
+        ),
+        **dict.fromkeys(("username", "user"), "'url', such as 'redis://user@host'"),
+        **dict.fromkeys(("tls", "ssl"), "'url', such as 'rediss://host'"),
         "password": "'password_file' or 'password_env'",
     }
 
-    servers: Annotated[tuple[Text, ...], msgspec.Meta(min_length=1)] = ("127.0.0.1:6379",)
-    """`host:port` or `unix:/path`. With several, each chunk's name says whose it is: all engines give the same list."""
-
-    topology: Literal["servers", "sentinel", "cluster"] = "servers"
-    """`sentinel`: `servers` are sentinels, who say where the primary is. `cluster`: some of a cluster's nodes."""
-
-    sentinel_primary: Text | None = None
-    """Name under which the sentinels watch the primary."""
+    url: Text = "redis://127.0.0.1:6379"
+    """`redis://[user@]host[:port][,host…][/db]`, or `rediss://` with TLS. With several servers, each chunk's name
+    decides which one has it: all engines give the same list. `unix:///path[?db=n]`: a socket of this machine.
+    `redis+sentinel://host[,host…]/primary[/db]`: sentinels say where the primary is. `redis+cluster://host[,host…]`:
+    some nodes of a cluster. `rediss+sentinel://` and `rediss+cluster://`: with TLS."""
 
     sentinel_login: bool = False
-    """Whether the sentinels want user and password, too: the same."""
-
-    username: Text | None = None
-    """User of an access list; nothing: the server's default user."""
+    """Whether sentinels want the same user and password."""
 
     password_file: SecretPath | None = None
-    """File whose first line is the password. Nobody else may read it."""
+    """File whose first line is the password. No other user may read it."""
 
     password_env: SecretName | None = None
     """Name of an environment variable that holds the password, instead of a file."""
 
-    db: Index = 0
-    """Number of the database; a cluster has only the first."""
-
-    tls: bool = False
-    """Whether connections are encrypted, and the servers' certificates checked."""
-
     tls_ca_file: Path | None = None
-    """Certificates of those who may have signed the servers'; nothing: the system's."""
+    """Certificates of the authorities that may sign the servers'; nothing: the system's."""
 
     tls_cert_file: SecretPath | None = None
-    """Our own certificate, where servers ask for one."""
+    """Client certificate, where servers ask for one."""
 
     tls_key_file: SecretPath | None = None
-    """Its key; nothing: it is in the certificate's file."""
+    """Key of the client certificate; nothing: it is in the certificate's file."""
 
     prefix: Prefix = "kvtier/"
-    """What every name begins with, so that others can use the servers, too."""
+    """Beginning of every name, so that other programs can use the servers, too."""
 
     ttl_s: Age | None = None
-    """Chunks go so long after they were stored; nothing: when the servers need room."""
+    """Age at which chunks expire; nothing: they go when the servers need room."""
 
-    load_lanes: Lanes = 4
-    """Threads that load, each with a connection of its own."""
-
-    store_lanes: Lanes = 4
-    """Threads that store: others than those that load, so that a load never queues behind stores."""
+    lanes: Lanes = 4
+    """Threads that load, and as many that store, each with its own connection. A load never queues behind stores."""
 
     window_bytes: PositiveSize = 1 << 20
-    """Most bytes of rows that a connection has on their way, and at least one row.
+    """Most bytes of rows in flight on a connection, and at least one row.
 
     A server copies what waits in it, and that costs more the less of it fits its caches. A network wants lanes times
     this as bandwidth times delay: 4 MiB are 10 Gbit/s at 3 ms.
     """
 
     timeout_s: PositiveDuration = 5.0
-    """For all that one call asks of all servers: later is a failure, and rows are free again."""
+    """Limit of one call on all servers. A later answer is a failure, and rows are free again."""
 
     connect_timeout_s: PositiveDuration = 1.0
-    """For a connection to be made."""
+    """Limit of making a connection."""
 
     retry_s: PositiveDuration = 1.0
-    """How long a server that could not be reached is not tried again."""
+    """Pause before an unreachable server is tried again."""
 
     def __post_init__(self) -> None:
-        """Refuse options that exclude each other."""
         super().__post_init__()
-        addresses = self.addresses()
-        if len(set(addresses)) < len(addresses):
-            raise ConfigError("servers: the same one is given twice")
+        target = self.target()
         if self.password_file is not None and self.password_env is not None:
             raise ConfigError("password_env: given beside password_file, one of them accepted")
-        if self.username is not None and self.password_file is None and self.password_env is None:
-            raise ConfigError("username: given without a password, which password_file or password_env has")
-        self._check_topology(addresses)
-        self._check_tls()
-
-    def _check_topology(self, addresses: "tuple[Address, ...]") -> None:
-        if (self.topology == "sentinel") != (self.sentinel_primary is not None):
-            raise ConfigError("sentinel_primary: goes with topology = 'sentinel', which needs it")
-        if self.sentinel_login and self.topology != "sentinel":
-            raise ConfigError("sentinel_login: goes with topology = 'sentinel'")
-        if self.topology != "servers" and not all(address.port for address in addresses):
-            raise ConfigError(f"servers: a path given, 'host:port' accepted with topology = {self.topology!r}")
-        if self.topology == "cluster" and "{" in self.prefix:
+        if target.username is not None and self.password_file is None and self.password_env is None:
+            raise ConfigError("url: a user given without a password, which password_file or password_env has")
+        if self.sentinel_login and target.topology != "sentinel":
+            raise ConfigError("sentinel_login: goes with redis+sentinel://")
+        if target.topology == "cluster" and "{" in self.prefix:
             raise ConfigError(
-                f"prefix: {self.prefix!r} given, one without braces accepted with topology = 'cluster': of a name with "
-                "braces, only what is between them says where it goes"
+                f"prefix: {self.prefix!r} given, one without braces accepted with a cluster: of a name with braces, "
+                "only the part between them selects the node"
             )
-        if self.topology == "cluster" and self.db:
-            raise ConfigError(f"db: {self.db} given, 0 accepted with topology = 'cluster'")
-
-    def _check_tls(self) -> None:
         given = [name for name in ("tls_ca_file", "tls_cert_file", "tls_key_file") if getattr(self, name) is not None]
-        if self.tls and (path := next((str(one) for one in self.addresses() if not one.port), None)):
-            raise ConfigError(f"tls: true given with the path {path!r}, false accepted: a path has no certificate")
-        if given and not self.tls:
-            raise ConfigError(f"{given[0]}: no use without tls = true")
+        if given and not target.tls:
+            raise ConfigError(f"{given[0]}: no use without rediss://")
         if self.tls_key_file is not None and self.tls_cert_file is None:
             raise ConfigError("tls_key_file: given without tls_cert_file")
 
@@ -174,10 +178,24 @@ class RedisOptions(SealOptions, frozen=True, kw_only=True):
             except ConfigError as error:
                 yield str(error)
 
-    def addresses(self) -> tuple[Address, ...]:
-        """Return where `servers` are."""
-        port = SENTINEL_PORT if self.topology == "sentinel" else PORT
-        return tuple(_address(text, f"servers[{index}]", port) for index, text in enumerate(self.servers))
+    def target(self) -> Target:
+        """Return the servers that the URL names. Raises `ConfigError`, which never shows the URL: it may hold a secret.
+
+        Users paste connection strings of other programs, such as `host:6379,password=…`.
+        """
+        if match := _SOCKET.fullmatch(self.url):
+            user, path, db = match.groups()
+            return Target((_socket(path),), username=_word(user, "user"), db=int(db or 0))
+        if (match := _URL.fullmatch(self.url)) is None:
+            raise ConfigError(f"url: no URL of servers given, {ACCEPTED}")
+        scheme, kind, user, hosts, path = match.groups("")
+        topology = _TOPOLOGIES[kind]
+        port = SENTINEL_PORT if topology == "sentinel" else PORT
+        addresses = tuple(_address(host, place, port) for place, host in enumerate(hosts.split(","), 1))
+        if len(set(addresses)) < len(addresses):
+            raise ConfigError("url: the same server is given twice")
+        primary, db = _primary_and_db(path, topology)
+        return Target(addresses, topology, scheme == "rediss", _word(match[3], "user"), db, primary)
 
     def password(self) -> str | None:
         """Read the password: not for the loop. Raises `ConfigError`."""
@@ -191,11 +209,11 @@ class RedisOptions(SealOptions, frozen=True, kw_only=True):
 
     def tls_context(self) -> ssl.SSLContext | None:
         """Read the files for TLS: not for the loop. Raises `ConfigError`."""
-        if not self.tls:
+        if not self.target().tls:
             return None
         try:
             context = ssl.create_default_context(cafile=self.tls_ca_file)
-        except OSError as error:  # Of which ssl.SSLError is one.
+        except OSError as error:  # `ssl.SSLError` is one.
             raise ConfigError(f"tls_ca_file: {self.tls_ca_file} cannot be used: {error.strerror}") from error
         if self.tls_cert_file is not None:
             self._load_certificate(context, self.tls_cert_file)
@@ -204,7 +222,7 @@ class RedisOptions(SealOptions, frozen=True, kw_only=True):
     def _load_certificate(self, context: ssl.SSLContext, path: str) -> None:
         key = "tls_cert_file" if self.tls_key_file is None else "tls_key_file"
         check_secret(key, self.tls_key_file or path)
-        try:  # With a passphrase of its own: or the terminal would be asked for one.
+        try:  # An empty passphrase, or OpenSSL would ask the terminal for one.
             context.load_cert_chain(path, self.tls_key_file, password="")
         except OSError as error:
             both = "" if self.tls_key_file is None else " with tls_key_file"
@@ -222,28 +240,44 @@ def _password(line: bytes, where: str) -> str:
     raise ConfigError(f"{where} holds no password: one line of 1 to {PASSWORD_BYTES_MAX:,} bytes of UTF-8 accepted")
 
 
-def _address(text: str, where: str, port: int) -> Address:
-    if text.startswith("unix:/"):
-        path = text.removeprefix("unix:")
-        if (path_bytes := len(os.fsencode(path))) > PATH_BYTES_MAX:
-            raise ConfigError(f"{where}: a path of {path_bytes} bytes given, at most {PATH_BYTES_MAX} accepted")
-        if "\0" in path:
-            raise ConfigError(f"{where}: {text!r} given, a path without NUL bytes accepted")
-        return Address(path, 0)
-    if "@" in text or "//" in text:
-        raise ConfigError(
-            f"{where}: a URL given, 'host:port' accepted: user, password and TLS have options of their own"
-        )
+def _word(given: str | None, what: str) -> str | None:
+    if given is None or _WORD.fullmatch(given):
+        return given
+    if ":" in given:
+        raise ConfigError("url: a password given, none accepted: password_file or password_env has it")
+    raise ConfigError(f"url: its {what} is no name without punctuation")
+
+
+def _primary_and_db(path: str, topology: Topology) -> tuple[str, int]:
+    primary, _, number = path.partition("/") if topology == "sentinel" else ("", "", path)
+    if topology == "sentinel" and not _WORD.fullmatch(primary):
+        raise ConfigError("url: no primary named, 'redis+sentinel://host:26379/primary' accepted")
+    if topology == "cluster" and number:
+        raise ConfigError("url: a database given, none accepted with a cluster")
+    if number and not _DB.fullmatch(number):
+        raise ConfigError("url: no number of a database behind the servers, such as '/0'")
+    return primary, int(number or 0)
+
+
+def _socket(path: str) -> Address:
+    if (path_bytes := len(os.fsencode(path))) > PATH_BYTES_MAX:
+        raise ConfigError(f"url: a path of {path_bytes} bytes given, at most {PATH_BYTES_MAX} accepted")
+    if "\0" in path:
+        raise ConfigError("url: a path with a NUL byte given")
+    return Address(path, 0)
+
+
+def _address(text: str, place: int, port: int) -> Address:
     host, colon, number = text.rpartition(":")
     if not colon or text.endswith("]") or (text.count(":") > 1 and not text.startswith("[")):
         host, number = text, str(port)
     name = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if (address := told_address(name, number)) is None:
-        raise ConfigError(f"{where}: {text!r} given, 'host:port' or 'unix:/path' accepted")
+        raise ConfigError(f"url: server {place} of it is no 'host:port'; {ACCEPTED}")
     return address
 
 
 def _is_host(name: str) -> bool:
     with suppress(UnicodeError):  # A part of it is empty, or too long.
-        return bool(name.encode("idna")) and name.isprintable() and not set(name) & set(" []/@")
+        return bool(name.encode("idna")) and name.isprintable() and not set(name) & set(" []/@=,;&?#")
     return False

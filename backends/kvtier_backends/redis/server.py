@@ -9,7 +9,7 @@ from kvtier.errors import ConfigError
 from kvtier_backends.redis.link import Link, Lost, Names, Refused, connect, number_of, request
 from kvtier_backends.redis.options import Address, RedisOptions
 
-REPEATED = ", with args"  # What follows it in an error is what was sent.
+REPEATED = ", with args"  # An error repeats the request behind these words.
 NOT_LET_IN = frozenset({"NOAUTH", "WRONGPASS", "NOPERM"})
 
 
@@ -17,65 +17,61 @@ class Away(Exception):
     """The server cannot be used now; nothing was sent."""
 
     def __init__(self, why: str, number: int = 0) -> None:
-        """Say why; `number`: the system's for it, where it has one."""
         super().__init__(why)
-        self.number = number
+        self.number = number  # The system's error number; 0 if there is none.
 
 
 class NotLetIn(Away):
-    """The server refuses us: its passwords or access lists, or our options, have to be mended."""
+    """The server refuses the login: its access lists or our options have to be mended."""
 
     def __init__(self, why: str, option: str) -> None:
-        """Say why, and which option says what is refused."""
         super().__init__(why)
-        self.option = option
+        self.option = option  # The option that is refused.
 
 
 class Login:
-    """The login of a connection: a user, a database and TLS, read once. Making it blocks."""
+    """The login of a connection: a user, a database and TLS, read once. Making one blocks."""
 
     def __init__(self, options: RedisOptions, *, at_sentinels: bool = False) -> None:
-        """Read password and certificates; raises `ConfigError`. Sentinels get a password only if they want it."""
-        wanted = options.sentinel_login or not at_sentinels
-        self.username = options.username if wanted else None
+        """Read password and certificates. Raises `ConfigError`. Sentinels get a password only with `sentinel_login`."""
+        wanted, target = options.sentinel_login or not at_sentinels, options.target()
+        self.username = target.username if wanted else None
         self.password = options.password() if wanted else None
         self.tls: ssl.SSLContext | None = options.tls_context()
         self._password_option = "password_file" if options.password_env is None else "password_env"
-        self._greeting = self._greetings(0 if at_sentinels else options.db)
+        self._greeting = self._greetings(0 if at_sentinels else target.db)
 
     def _greetings(self, db: int) -> list[tuple[bytes, bytes]]:
-        """Return requests, and what answers them."""
+        """Return each request with its expected reply."""
         names = [name.encode() for name in (self.username, self.password) if name is not None]
         greeting = [(request(b"AUTH", *names), b"+OK")] if self.password is not None else []
         if db:
             greeting.append((request(b"SELECT", b"%d" % db), b"+OK"))
-        # Of a server that loads its data, or has too many clients, now and not later.
+        # PING fails now, not later, while a server loads its data or has too many clients.
         return [*greeting, (request(b"PING"), b"+PONG")]
 
     def greet(self, link: Link) -> None:
-        """Log in, and hear whether the server answers. Raises `Lost` and `Refused`, which show no password."""
+        """Log in. Raises `Lost` and `Refused`, which show no password."""
         link.send([b"".join(asked for asked, _ in self._greeting)])
         refusals: list[Refused] = []
         for _, answer in self._greeting:
             try:
-                if link.head() != answer:  # It may be what was sent, password and all: it is not shown.
-                    raise Lost("the server does not speak Redis's protocol: it answers a greeting with something else")
+                if link.head() != answer:  # Not shown: an echo server would send back the password.
+                    raise Lost("the server does not speak Redis's protocol: unexpected answer to a greeting")
             except Refused as refusal:
                 refusals.append(refusal)
         if refusals:  # The first explains the others.
             raise Refused(self.hide(str(refusals[0])))
 
     def to_mend(self, refusal: Refused) -> str | None:
-        """Return the option that is wrong; None if what was refused is not for the user to mend, but for time."""
+        """Return the option to mend; None for a refusal that may pass by itself."""
         words = str(refusal)
-        if "DB index" in words or "SELECT" in words:
-            return "db"
-        if refusal.kind == "NOPERM":
-            return "username"
+        if refusal.kind == "NOPERM" or "DB index" in words or "SELECT" in words:
+            return "url"
         return self._password_option if refusal.kind in NOT_LET_IN or "AUTH" in words or "password" in words else None
 
     def hide(self, told: str) -> str:
-        """Return a server's words without the password: an error may repeat sent bytes, cut off or not."""
+        """Return a server's text without the password: an error may repeat what was sent, cut off or not."""
         told = told.partition(REPEATED)[0]
         return told.replace(self.password, "***") if self.password else told
 
@@ -83,11 +79,10 @@ class Login:
 class Server:
     """Connections to one address. For any thread.
 
-    A server that does not answer is away for a while: nobody waits for it meanwhile, and then one thread tries.
+    A server that does not answer is away for `retry_s`: calls fail at once, and afterwards one thread tries again.
     """
 
     def __init__(self, address: Address, login: Login, options: RedisOptions) -> None:
-        """Connect to nothing yet."""
         self.address = address
         self._names = Names(address)
         self._login = login
@@ -101,7 +96,7 @@ class Server:
         self._why, self._number = "", 0
 
     def borrow(self, ends_at: float) -> tuple[Link, bool]:
-        """Return a connection, and whether it was made just now. Raises `Away`."""
+        """Return a connection, and True if it is new. Raises `Away`."""
         with self._lock:
             self._check_usable()
             link, unfit = self._kept()
@@ -119,7 +114,7 @@ class Server:
         return link, True
 
     def _kept(self) -> tuple[Link | None, list[Link]]:
-        """Take an idle connection, and those that turn out to be of no use any more."""
+        """Return a usable idle connection, if any, and the unusable ones found before it."""
         unfit: list[Link] = []
         while self._idle:
             if (link := self._idle.pop()).quiet():
@@ -128,7 +123,7 @@ class Server:
         return None, unfit
 
     def give_back(self, link: Link) -> None:
-        """Keep a connection on which nothing is under way."""
+        """Keep a connection without requests in flight."""
         with self._lock:
             self._lent.discard(link)
             if not self._closed:
@@ -137,9 +132,9 @@ class Server:
         link.close()
 
     def drop(self, link: Link, why: str = "", *, late: bool = False) -> None:
-        """Close a connection, and those that are idle: the server has ended it, and probably them, too.
+        """Close a connection, and the idle ones: what ended it has probably ended them, too.
 
-        `late`: it has not answered, and is away.
+        `late`: the server missed a deadline and is away.
         """
         with self._lock:
             self._lent.discard(link)
@@ -150,7 +145,7 @@ class Server:
             one.close()
 
     def forget(self) -> bool:
-        """Refuse to lend, and close what is idle; say whether there are connections in use, which go on."""
+        """Lend no more, and close idle connections. Return True if others are still in use."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -160,7 +155,7 @@ class Server:
         return lent
 
     def close(self) -> int:
-        """Do likewise, and have calls that are under way fail; say how many these are."""
+        """Close idle connections, make calls in flight fail, and return how many there are."""
         self.forget()
         with self._lock:
             for link in self._lent:
@@ -184,7 +179,7 @@ class Server:
         with self._lock:
             self._lent.add(link)
             if self._closed:
-                link.interrupt()  # It was closed meanwhile, and waits for nobody.
+                link.interrupt()  # Closed while it connected.
         link.ends_at = ends_at
         try:
             self._login.greet(link)
@@ -207,7 +202,7 @@ class Server:
 
 
 def check(server: Server, prefix: bytes, *, cluster: bool, timeout_s: float) -> None:
-    """Try every request that the tier makes, on one small value. Raises `Away`; `ConfigError` for what is to mend."""
+    """Try every request that the tier makes, on one small value. Raises `Away` and `ConfigError`."""
     name = prefix + b"opened"
     try:
         link, _ = server.borrow(time.monotonic() + timeout_s)
@@ -239,7 +234,7 @@ def _check_request(link: Link, words: tuple[bytes, ...], where: str, *, cluster:
         if head == b"$0":
             link.fill([])
         if words[0] == b"CLUSTER" and not cluster:
-            raise ConfigError(f"topology: {where} is one of a cluster: topology = 'cluster' is accepted with it")
+            raise ConfigError(f"url: {where} is a node of a cluster: redis+cluster:// accepted")
     except Refused as refusal:
         _judge(refusal, words, where, cluster=cluster)
 
@@ -248,10 +243,10 @@ def _judge(refusal: Refused, words: tuple[bytes, ...], where: str, *, cluster: b
     command = words[0].decode()
     if command == "CLUSTER":
         if cluster and "support disabled" in str(refusal):
-            raise ConfigError(f"topology: {where} is no part of a cluster: topology = 'servers' is accepted with it")
+            raise ConfigError(f"url: {where} is no node of a cluster: redis:// accepted")
     elif refusal.kind in NOT_LET_IN:
-        raise ConfigError(f"username: {where} does not allow {command}: {refusal}")
+        raise ConfigError(f"url: {where} does not allow its user {command}: {refusal}")
     elif "unknown command" in str(refusal):
-        raise ConfigError(f"servers: {where} keeps no values (a sentinel?): {refusal}")
+        raise ConfigError(f"url: {where} keeps no values (a sentinel?): {refusal}")
     elif refusal.kind not in ("MOVED", "ASK", "OOM", "WRONGTYPE"):
         raise Away(f"{where}: {refusal}")

@@ -1,6 +1,6 @@
-"""Which server has a chunk: by its name alone, behind Sentinel, or in a cluster.
+"""The server of each chunk: by its name alone, behind Sentinel, or in a cluster.
 
-What a sentinel or a node says is read as it comes, bounded and typed: nothing that it names is believed before.
+Answers of sentinels and nodes are bounded and checked before an address in them is used.
 """
 
 import threading
@@ -24,41 +24,40 @@ SLOTS = 16_384  # Of every cluster (https://redis.io/docs/latest/operate/oss_and
 
 
 class Topology(ABC):
-    """The servers that are known, and whose a name is. For any thread; a `refresh` at a time."""
+    """The known servers, and the server of each name. For any thread; one `refresh` at a time."""
 
     cluster = False
 
     def __init__(self, options: RedisOptions, login: Login) -> None:
         self.options = options
         self.login = login
-        self.stale = False
-        """Whether some server was not what it was taken for."""
+        self.stale = False  # Set once a server turns out to be another than the one expected.
         self._next_try_at = 0.0
         self._renewing = threading.Lock()
         self._servers: dict[Address, Server] = {}
-        self._forgotten: list[Server] = []  # Of which connections are in use still.
+        self._forgotten: list[Server] = []  # Some of their connections are still in use.
         self._lock = threading.Lock()
         self._closed = False
 
     @abstractmethod
     def server_of(self, name: bytes) -> Server:
-        """Return the server that has this name; from memory."""
+        """Return the server of a name, from memory."""
 
     def places_of(self, names: Sequence[bytes]) -> dict[Server, list[int]]:
-        """Return which of these names are whose, by their places; from memory."""
+        """Return the places of these names by server, from memory."""
         places: defaultdict[Server, list[int]] = defaultdict(list)
         for index, name in enumerate(names):
             places[self.server_of(name)].append(index)
         return places
 
     def refresh(self) -> None:
-        """Ask where servers are now; blocks. Raises `Away` if nobody says."""
+        """Ask where servers are now. Blocks. Raises `Away` without an answer."""
         self.stale = False
 
     def renew(self) -> None:
-        """Refresh stale facts, but not again and again. Without a new answer the old facts stay."""
+        """Refresh a stale topology, at most every `retry_s`. Without an answer the old one stays."""
         if not self._renewing.acquire(blocking=False):
-            return  # Somebody is at it, perhaps for long.
+            return  # Another thread does it, and may take long.
         try:
             if self.stale and time.monotonic() >= self._next_try_at:
                 with suppress(Away):
@@ -70,7 +69,7 @@ class Topology(ABC):
     def _first_answer(
         self, servers: Sequence[Server], words: Sequence[bytes], read: Callable[[Link], A], who: str = ""
     ) -> A:
-        """Ask one server after the other, each for as long as a connection may take. Raises `Away` with all reasons."""
+        """Return the first server's answer; each gets `connect_timeout_s`. Raises `Away` with all reasons."""
         reasons: list[str] = []
         for server in servers:
             try:
@@ -93,12 +92,11 @@ class Topology(ABC):
         raise Away(who + "; ".join(reasons))
 
     def known(self) -> list[Server]:
-        """Return every server that is used, or that somebody was sent to since the last refresh."""
+        """Return every server in use, and those that redirects have named since the last refresh."""
         with self._lock:
             return list(self._servers.values())
 
     def at(self, address: Address) -> Server:
-        """Return the server at an address."""
         with self._lock:
             server = self._servers.get(address)
             if server is None:
@@ -108,14 +106,14 @@ class Topology(ABC):
             return server
 
     def forget_all_but(self, servers: Collection[Server]) -> None:
-        """Use no others any more, and keep no connections to them: where servers come and go, there are ever more."""
+        """Forget the other servers and their idle connections, or they would pile up where servers come and go."""
         with self._lock:
             gone = [server for server in self._servers.values() if server not in servers]
             self._servers = {server.address: server for server in servers}
             self._forgotten = [server for server in (*self._forgotten, *gone) if server.forget()]
 
     def close(self) -> int:
-        """Close every connection, those too that are in use; say how many these are."""
+        """Close every connection, and return how many were in use."""
         with self._lock:
             self._closed = True
             every = [*self._servers.values(), *self._forgotten]
@@ -123,7 +121,7 @@ class Topology(ABC):
 
 
 class Listed(Topology):
-    """Servers that are given, each chunk on the one that its name has drawn: rendezvous hashing.
+    """A given list of servers; rendezvous hashing selects the server of each name.
 
     A server that is added or removed takes or leaves its share, and no other chunk changes its place
     (https://doi.org/10.1109/90.663936).
@@ -131,7 +129,7 @@ class Listed(Topology):
 
     def __init__(self, options: RedisOptions, login: Login) -> None:
         super().__init__(options, login)
-        addresses = options.addresses()
+        addresses = options.target().addresses
         self._draws = [(xxh3_64_intdigest(str(address).encode()), self.at(address)) for address in addresses]
 
     def places_of(self, names: Sequence[bytes]) -> dict[Server, list[int]]:
@@ -144,12 +142,12 @@ class Listed(Topology):
 
 
 class Watched(Topology):
-    """One primary, of which sentinels say where it is."""
+    """One primary, whose address sentinels know."""
 
     def __init__(self, options: RedisOptions, login: Login) -> None:
         super().__init__(options, login)
         at_sentinels = Login(options, at_sentinels=True)
-        self._sentinels = [Server(address, at_sentinels, options) for address in options.addresses()]
+        self._sentinels = [Server(address, at_sentinels, options) for address in options.target().addresses]
         self._primary: Server | None = None
 
     def server_of(self, name: bytes) -> Server:  # noqa: ARG002
@@ -157,7 +155,7 @@ class Watched(Topology):
         return self._primary
 
     def refresh(self) -> None:
-        name = (self.options.sentinel_primary or "").encode()
+        name = self.options.target().primary.encode()
         words = (b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", name)
         address = self._first_answer(self._sentinels, words, _primary_told, "sentinels: ")
         self._primary = self.at(address)
@@ -171,7 +169,7 @@ class Watched(Topology):
 
 
 class Slotted(Topology):
-    """A cluster: a name's slot says which node has it."""
+    """A cluster: the slot of a name selects its node."""
 
     cluster = True
 
@@ -183,7 +181,7 @@ class Slotted(Topology):
         return self._slots[_slot(name)]
 
     def refresh(self) -> None:
-        seeds = dict.fromkeys([*self.known(), *map(self.at, self.options.addresses())])
+        seeds = dict.fromkeys([*self.known(), *map(self.at, self.options.target().addresses)])
         slots = self._first_answer(list(seeds), (b"CLUSTER", b"SLOTS"), _slots_told)
         servers = {address: self.at(address) for address in set(slots)}
         self._slots = [servers[address] for address in slots]
@@ -192,16 +190,13 @@ class Slotted(Topology):
 
 
 def make_topology(options: RedisOptions, login: Login) -> Topology:
-    """Return the topology that the options ask for. It has asked no server yet.
-
-    Raises `ConfigError` if the library is not there.
-    """
+    """Return the topology of the URL. It has asked no server yet."""
     kinds: dict[str, type[Topology]] = {"servers": Listed, "sentinel": Watched, "cluster": Slotted}
-    return kinds[options.topology](options, login)
+    return kinds[options.target().topology](options, login)
 
 
 def _slot(name: bytes) -> int:
-    """Return a name's slot; of a name with braces only what is between the first pair counts."""
+    """Return a name's slot. Only the part between the first pair of braces counts, if there is one."""
     start = name.find(b"{")
     end = name.find(b"}", start + 1)
     tagged = start >= 0 and end > start + 1
@@ -215,27 +210,27 @@ def _primary_told(link: Link) -> Address:
         raise Lost("it watches no primary of this name")
     if length == 2 and (address := told_address(_text(link.text()), _text(link.text()))):
         return address
-    raise Lost("what it says of the primary is no address")
+    raise Lost("its answer is no address of a primary")
 
 
 def _slots_told(link: Link) -> list[Address]:
-    """Read a node's table: who has which slots. A slot that the table gives to nobody is its own: it says so itself."""
+    """Read a node's table of slots. A slot that is missing there is asked of this node, which knows better."""
     slots = [link.address] * SLOTS
     for _ in range(_length(link, 0, SLOTS)):
         parts = _length(link, 3)
         start, end = number_in(link.head(), b":"), number_in(link.head(), b":")
         if not start <= end < SLOTS:
-            raise Lost(f"it speaks of slots {start:,} to {end:,}, and a cluster has {SLOTS:,}")
+            raise Lost(f"it names slots {start:,} to {end:,}, and a cluster has {SLOTS:,}")
         facts = _length(link, 2)
         node = _node_told(_text(link.text()), number_in(link.head(), b":"), link.address)
         link.pass_over(facts - 2)
-        link.pass_over(parts - 3)  # Its replicas.
+        link.pass_over(parts - 3)  # The replicas.
         slots[start : end + 1] = [node] * (end + 1 - start)
     return slots
 
 
 def _node_told(host: str, port: int, asked: Address) -> Address:
-    """Return where a node is. Without a host it is where the one is that was asked; "?" is known to nobody yet."""
+    """Return a node's address: an empty host is that of the node asked, and "?" an unknown one."""
     if host == "?":
         return asked
     if (address := told_address(host or asked.host, str(port))) is None:
@@ -246,7 +241,7 @@ def _node_told(host: str, port: int, asked: Address) -> Address:
 def _length(link: Link, least: int, most: int | None = None) -> int:
     length = link.length(b"*")
     if length is None or length < least or (most is not None and length > most):
-        raise Lost("what it says of the cluster's slots is no list of them")
+        raise Lost("its answer is no list of slots")
     return length
 
 

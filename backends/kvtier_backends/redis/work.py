@@ -1,7 +1,7 @@
-"""The requests of one call to servers: one for each chunk, and the meaning of its reply.
+"""The requests of one call: one for each chunk, and the meaning of its reply.
 
-Requests are sent ahead of their replies, as far as the window goes. Each chunk's answer is noted when its reply has
-been read. So a lost connection costs only requests without an answer. They are made again on another connection.
+A window of requests is sent ahead of the replies. Each reply is recorded as it is read. So a lost connection costs only
+the unanswered requests, which are sent again on another connection.
 """
 
 import errno
@@ -22,105 +22,94 @@ from kvtier.backend import (
     TransferFailed,
     Write,
 )
-from kvtier_backends.redis.counters import RedisCounters
+from kvtier.backend.remote import Totals
 from kvtier_backends.redis.link import END, Buffer, Link, Lost, Refused, number_in, refusal_of, request
 from kvtier_backends.redis.options import Address, told_address
 from kvtier_backends.redis.server import Away, Server
 
-ASKED_MAX = 1_024  # Small requests on the way at once: their replies fit what a socket holds.
-SKIPPED_BYTES_MAX = 16 << 20  # Of a value that is too long: beyond it a new connection costs less than reading it.
+ASKED_MAX = 1_024  # Small requests in flight: their replies fit a socket's buffer.
+SKIPPED_BYTES_MAX = 16 << 20  # A longer value costs more to read than a new connection.
 OF_ONE_CHUNK = frozenset({"OOM", "WRONGTYPE", "ERR"})
 NOT_THE_ONE = frozenset({"READONLY", "MASTERDOWN", "CLUSTERDOWN", "MOVED", "NOAUTH"})
 
 ASKING = request(b"ASKING")
 OK = b"+OK"
-SAID = {b":0": False, b":1": True}
+TRUTHS = {b":0": False, b":1": True}
 
 A = TypeVar("A")
 
 
 class Redirect(NamedTuple):
-    """Another server has a chunk: for good, or for this once (`asking`)."""
+    """Another server has a chunk: permanently, or for this request alone (`asking`)."""
 
     address: Address
     asking: bool
 
 
 class Work(ABC, Generic[A]):
-    """One call's chunks by their places in the batch; each place is one thread's at a time."""
+    """One call's chunks by their places in the batch; one thread at a time works on a place."""
 
-    has_rows = False
-    """Whether requests have rows in them, which are not to be copied."""
-
-    window = ASKED_MAX
-    """How many requests may be on their way at once on one connection."""
+    has_rows = False  # Rows must not be copied into a joined request.
+    window = ASKED_MAX  # Requests in flight on one connection.
 
     @property
     def gulp(self) -> int:
-        """How many are sent at once."""
+        """Requests of one send."""
         return max(1, self.window // 2)
 
-    def __init__(self, names: Sequence[bytes], counters: RedisCounters) -> None:
-        """Ask for these names."""
+    def __init__(self, names: Sequence[bytes], counters: Totals) -> None:
         self.names = names
         self.counters = counters
         self.answers: dict[int, A] = {}
-        self.unreachable: dict[int, str] = {}
-        """Why a place has no answer: its server is away."""
-        self.number = 0
-        """The system's number for the last of these reasons that has one."""
+        self.unreachable: dict[int, str] = {}  # Reasons, of places whose server is away.
+        self.number = 0  # The system's error number of the last reason that has one.
         self.redirects: dict[int, Redirect] = {}
-        self.stale = False
-        """Whether a server has said that it is not, or no longer, the right one."""
-        self.ends_at: float | None = None
-        """When all of it is over, on every server; known once a lane has begun."""
+        self.stale = False  # A server has answered that it is not the right one.
+        self.ends_at: float | None = None  # Deadline on every server; set when the first lane begins.
 
     @abstractmethod
     def ask(self, link: Link, index: int, turn: int) -> list[Buffer]:
-        """Return a place's request, one of a `gulp`; `turn` counts these from 0."""
+        """Return a place's request; `turn` is its index in the `gulp`."""
 
     def ask_some(self, link: Link, indices: Sequence[int], *, asking: bool) -> list[Buffer]:
-        """Return the requests of a `gulp` of places."""
         requests = [self.ask(link, place, turn) for turn, place in enumerate(indices)]
         parts = [part for parts in requests for part in ((ASKING, *parts) if asking else parts)]
         return parts if self.has_rows else [b"".join(parts)]
 
     @abstractmethod
     def read(self, link: Link, index: int) -> A:
-        """Read a place's reply. Raises `Refused` for an error; `Lost` if it cannot be read."""
+        """Read a place's reply. Raises `Refused` for an error reply and `Lost` for an unreadable one."""
 
     @abstractmethod
     def refused(self, index: int, refusal: Refused) -> A:
-        """Return the outcome of an error that concerns this chunk alone."""
+        """Return the outcome of an error of this chunk alone."""
 
     def done(self, index: int) -> bool:
-        """Say whether there is nothing to be asked any more for this place, of this server."""
+        """Return True if this server has nothing left to answer for a place."""
         return index in self.answers or index in self.unreachable or index in self.redirects
 
     def fail(self, indices: Sequence[int], why: str, number: int) -> None:
-        """Note that a server did not answer for these places."""
         self.number = number or self.number
         for index in indices:
             self.unreachable[index] = why
 
     def cause(self) -> OSError | None:
-        """Return the system's cause for places without an answer."""
         return OSError(self.number, os.strerror(self.number)) if self.number else None
 
     def hear_some(self, link: Link, indices: Sequence[int], *, asking: bool) -> int:
-        """Read the replies of the first of these places, and return of how many. Raises `Lost`."""
+        """Read replies of the first of these places, and return how many. Raises `Lost`."""
         self.hear(link, indices[0], asking=asking)
         return 1
 
     def hear(self, link: Link, index: int, *, asking: bool) -> None:
-        """Read a place's reply, and note what it says. Raises `Lost`."""
-        not_allowed = _heard_asking(link) if asking else None
+        """Read and record a place's reply. Raises `Lost`."""
+        not_allowed = _read_asking(link) if asking else None
         try:
             self.answers[index] = self.read(link, index)
         except Refused as refusal:
-            self._note(link, index, not_allowed or refusal)
+            self._record(link, index, not_allowed or refusal)
 
-    def _note(self, link: Link, index: int, refusal: Refused) -> None:
+    def _record(self, link: Link, index: int, refusal: Refused) -> None:
         kind = refusal.kind
         self.stale = self.stale or kind in NOT_THE_ONE
         if kind in ("MOVED", "ASK"):
@@ -133,15 +122,14 @@ class Work(ABC, Generic[A]):
 
 
 class Loads(Work[Outcome]):
-    """Chunks into rows, each checked by its seal."""
+    """Loads into rows, each checked by its seal."""
 
     def __init__(
-        self, names: Sequence[bytes], reads: Sequence[Read], seal: Seal, window: int, counters: RedisCounters
+        self, names: Sequence[bytes], reads: Sequence[Read], seal: Seal, window: int, counters: Totals
     ) -> None:
         super().__init__(names, counters)
         self.window = window
-        self.corrupt: list[int] = []
-        """Places whose values are of no use to anybody."""
+        self.corrupt: list[int] = []  # Places whose values are to be deleted.
         self._reads = reads
         self._seal = seal
 
@@ -180,7 +168,7 @@ class Loads(Work[Outcome]):
 
 
 class Stores(Work[Outcome]):
-    """Rows and their seals, each as one value."""
+    """Stores of rows and their seals, each as one value."""
 
     has_rows = True
 
@@ -191,7 +179,7 @@ class Stores(Work[Outcome]):
         seal: Seal,
         window: int,
         ttl_s: float | None,
-        counters: RedisCounters,
+        counters: Totals,
     ) -> None:
         super().__init__(names, counters)
         self.window = window
@@ -222,9 +210,9 @@ class Stores(Work[Outcome]):
 
 
 class Questions(Work[bool]):
-    """Whether names are there (EXISTS), or were until now (UNLINK)."""
+    """Small requests: EXISTS and UNLINK."""
 
-    def __init__(self, command: bytes, names: Sequence[bytes], counters: RedisCounters) -> None:
+    def __init__(self, command: bytes, names: Sequence[bytes], counters: Totals) -> None:
         super().__init__(names, counters)
         self._command = command
 
@@ -233,7 +221,7 @@ class Questions(Work[bool]):
         return [self._head(len(name)), name, END]
 
     def ask_some(self, link: Link, indices: Sequence[int], *, asking: bool) -> list[Buffer]:
-        """Names are mostly of one length: then it is one join, however many there are."""
+        """Join all requests at once where names have one length, as they mostly do."""
         names = [self.names[index] for index in indices]
         if asking or len(set(map(len, names))) != 1:
             return super().ask_some(link, indices, asking=asking)
@@ -244,25 +232,25 @@ class Questions(Work[bool]):
         return b"*2\r\n$6\r\n%b\r\n$%d\r\n" % (self._command, name_bytes)
 
     def hear_some(self, link: Link, indices: Sequence[int], *, asking: bool) -> int:
-        """As many as have come: there may be thousands, of four bytes each."""
+        """Read all replies that have arrived: there may be thousands, of four bytes each."""
         if asking:
             return super().hear_some(link, indices, asking=asking)
         heads = link.heads(len(indices))
-        said = [one for one in map(SAID.get, heads) if one is not None]
-        if len(said) == len(heads):
-            self.answers.update(zip(indices, said, strict=False))
+        answers = [answer for answer in map(TRUTHS.get, heads) if answer is not None]
+        if len(answers) == len(heads):
+            self.answers.update(zip(indices, answers, strict=False))
             return len(heads)
         for index, head in zip(indices, heads, strict=False):
             if head[:1] == b"-":
-                self._note(link, index, refusal_of(head))
+                self._record(link, index, refusal_of(head))
             else:
-                self.answers[index] = self._said(head)
+                self.answers[index] = self._answer(head)
         return len(heads)
 
     def read(self, link: Link, index: int) -> bool:  # noqa: ARG002
-        return self._said(link.head())
+        return self._answer(link.head())
 
-    def _said(self, head: bytes) -> bool:
+    def _answer(self, head: bytes) -> bool:
         if head[:1] != b":":
             raise Lost(f"the server answers {head[:32]!r} to {self._command.decode()}")
         return head != b":0"
@@ -272,14 +260,14 @@ class Questions(Work[bool]):
 
 
 def exchange(server: Server, work: Work[A], indices: Sequence[int], timeout_s: float, *, asking: bool = False) -> None:
-    """Have one server answer for these places, or note that it does not. In a lane; over when the work's time is.
+    """Ask one server for these places, in a lane, until the work's deadline.
 
-    A lost connection is replaced once, and again as long as each new one gets an answer. An idle connection may have
-    been closed long ago. A value that is too long is left behind with its connection.
+    A lost connection is replaced once, and again as long as each new one gets an answer: an idle connection may have
+    been closed long ago. A value that is far too long is left behind with its connection.
     """
     now, left = time.monotonic(), list(indices)
     work.ends_at = ends_at = now + timeout_s if work.ends_at is None else work.ends_at
-    if now >= ends_at:  # Others have used it up: nothing is known of this one.
+    if now >= ends_at:  # Other servers have used it up.
         return work.fail(left, f"{server.address}: no time was left for it", errno.ETIMEDOUT)
     while left:
         try:
@@ -304,7 +292,7 @@ def exchange(server: Server, work: Work[A], indices: Sequence[int], timeout_s: f
 
 
 def _converse(link: Link, work: Work[A], indices: Sequence[int], *, asking: bool) -> None:
-    """Send requests half a window at a time, and read their replies in order."""
+    """Send half a window of requests at a time, and read the replies in order."""
     sent = heard = 0
     while heard < len(indices):
         while sent < len(indices) and sent - heard <= work.window - work.gulp:
@@ -314,8 +302,8 @@ def _converse(link: Link, work: Work[A], indices: Sequence[int], *, asking: bool
         heard += work.hear_some(link, indices[heard:sent], asking=asking)
 
 
-def _heard_asking(link: Link) -> Refused | None:
-    """Read the reply to ASKING, and return what refuses it: the request behind it has a reply of its own."""
+def _read_asking(link: Link) -> Refused | None:
+    """Read the reply to ASKING, and return its error, if any: the request behind it has its own reply."""
     try:
         if (head := link.head()) != OK:
             raise Lost(f"the server answers {head[:32]!r} to ASKING")
@@ -325,17 +313,14 @@ def _heard_asking(link: Link) -> Refused | None:
 
 
 def beside_of(link: Link, seal: Seal, count: int, turn: int) -> memoryview:
-    """Return one of `count` buffers for a seal's calls; they are the link's, and the same each time."""
+    """Return one of `count` buffers for a seal's calls. The link keeps them for later calls."""
     if len(link.memory) < seal.beside_bytes * count:
         link.memory = bytearray(seal.beside_bytes * count)
     return memoryview(link.memory)[seal.beside_bytes * turn : seal.beside_bytes * (turn + 1)]
 
 
 def target_of(refusal: Refused, asked: Address) -> Address:
-    """Return where an error of a cluster's sends us: without a host, to another port of the same one.
-
-    One that names no address sends us nowhere else.
-    """
+    """Return the address in a redirect. Without a host it is another port of the same one; without a port, no other."""
     words = str(refusal).split(" ")
     host, _, port = words[2].rpartition(":") if len(words) == 3 else ("", "", "")
     return told_address(host.strip("[]") or asked.host, port) or asked

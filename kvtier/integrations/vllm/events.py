@@ -15,7 +15,7 @@ from kvtier.engine.tier import Tier, TierSpec
 _TELLS_WHAT_DID_NOT_COME = "metadata_only" in {field.name for field in fields(OffloadingEvent)}  # From vLLM 0.33 on.
 _SOURCES = {Medium.CPU: CacheHitSource.HOST, Medium.STORAGE: CacheHitSource.DISK}
 
-INFO_KEYS = ("tier", "type", "kvtier_version", "runner", "eviction_policy", "rows", "row_bytes", "namespace", "sharing")
+INFO_KEYS = ("tier", "type", "kvtier_version", "eviction_policy", "rows", "row_bytes", "namespace", "sharing")
 """The labels of vLLM's info metric (`vllm:kv_offload_config_info`)."""
 
 
@@ -26,7 +26,7 @@ class Media:
         self._tiers = {tier.spec.name: tier for tier in tiers}
 
     def source(self, tier: TierSpec | None) -> CacheHitSource:
-        """Say where a hit came from: the primary if no tier is given."""
+        """Return the source of a hit: the primary if no tier is given."""
         return _SOURCES[Medium.CPU if tier is None else self.medium(tier)]
 
     def medium(self, tier: TierSpec) -> Medium:
@@ -47,7 +47,7 @@ class Media:
             removed,
             locality=self.locality(tier.spec),
             ownership=event.tier,
-            removal_expected=tier.reports,  # Else vLLM would keep the chunk's description for ever.
+            removal_expected=tier.reports,  # Otherwise vLLM would keep the chunk's description for ever.
         )
 
 
@@ -56,22 +56,22 @@ def offloading_events(
 ) -> Iterator[OffloadingEvent]:
     """Translate events.
 
-    Of failures vLLM hears which chunks are still `absent` from the primary: it keeps a description of each that it has
-    sent for. The rest stays kvtier's own, since nothing that was announced became untrue.
+    A failure is passed on for the chunks that are still `absent` from the primary: vLLM keeps a description of each
+    chunk whose load it asked for. For other chunks nothing that was announced became untrue.
     """
     for event in events:
         if event.kind is not EventKind.FAILED:
             yield media.event(event)
         elif _TELLS_WHAT_DID_NOT_COME and absent is not None and (keys := list(filter(absent, event.keys))):
-            yield OffloadingEvent(keys, Medium.CPU, True, metadata_only=True)
+            # pyright reads vLLM 0.32, which does not know the field.
+            yield OffloadingEvent(keys, Medium.CPU, True, metadata_only=True)  # pyright: ignore[reportCallIssue]
 
 
 def config_info(config: EngineConfig) -> list[dict[str, str | int]]:
-    """Return one mapping for the primary and one for each tier behind it; a label that says nothing there is empty."""
+    """Return the labels of the primary and of each tier behind it; labels that do not apply are left out."""
     mapper = FileMapper(config.namespace)
     common: dict[str, str | int] = {
         "kvtier_version": __version__,
-        "runner": config.runner,
         "namespace": mapper.folder,
         "sharing": "any parallel size" if mapper.parallel_agnostic else f"this size only: {mapper.why}",
     }

@@ -37,10 +37,10 @@ from kvtier.integrations.vllm.manager import hint_in
 from kvtier.integrations.vllm.rows import namespace_of, places_of, plan_rows
 from kvtier.integrations.vllm.second_door import TierClient
 from kvtier.integrations.vllm.stats import (
+    ObservedTimes,
     Stats,
     Summary,
-    TransferTimes,
-    client_readings,
+    client_series,
     log_as_vllm,
     tier_metric_definitions,
     unregister_earlier,
@@ -53,7 +53,7 @@ from kvtier.runner.thread import ThreadBridge
 
 
 class KVTierSecondaryTier(SecondaryTierManager):
-    """One kvtier tier. Calls come from one thread at a time; `drain_jobs` and `shutdown` alone wait."""
+    """One kvtier tier. Calls come from one thread at a time; only `drain_jobs` and `shutdown` wait."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         backpressure_detector: BackpressureDetector | None = None,
         **given: Any,
     ) -> None:
-        """`given` is the tier's configuration, but for vLLM's own fields. Raises `ConfigError`."""
+        """`given` is the tier's configuration without vLLM's own fields. Raises `ConfigError`."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         log_as_vllm()
         options = read_secondary_options(given)
@@ -73,7 +73,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         events = offloading_spec.kv_events_config.enable_kv_cache_events and options.enable_kv_events
         self._config = config
         say_start(config, bridge, "vLLM's")
-        times = TransferTimes()
+        times = ObservedTimes()
         self._client = TierClient(
             bridge,
             ledger_of(config, None, times.observe).tiers[0].spec,
@@ -84,11 +84,12 @@ class KVTierSecondaryTier(SecondaryTierManager):
         )
         tier = self._client.tier
         self._media = Media([tier])
-        self.medium = self._media.medium(tier.spec)
-        self.cache_hit_source = self._media.source(tier.spec)
+        # vLLM's own tiers set both once a class, and vLLM reads them from instances.
+        self.medium = self._media.medium(tier.spec)  # pyright: ignore[reportAttributeAccessIssue]
+        self.cache_hit_source = self._media.source(tier.spec)  # pyright: ignore[reportAttributeAccessIssue]
         self.locality = self._media.locality(tier.spec)
-        self._stats = Stats(client_readings(self._client, config.row_bytes), times)
-        self._summary = Summary([tier], config.row_bytes)
+        self._stats = Stats(client_series(self._client), times)
+        self._summary = Summary([tier])
         self._policy = OffloadPolicy.REQUEST_LEVEL if tier.spec.request_level else OffloadPolicy.CHUNK_LEVEL
 
     @classmethod
@@ -102,7 +103,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         return tuple(key for key in INFO_KEYS if key != "tier")
 
     def config_info(self) -> dict[str, str | int]:  # vLLM 0.33's.
-        """Return the facts of this tier that never change."""
+        """Return this tier's constant labels."""
         _, facts = config_info(self._config)
         return {key: value for key, value in facts.items() if key != "tier"}
 
@@ -166,11 +167,11 @@ def _engine_config(spec: OffloadingSpec, rows: memoryview, options: SecondaryOpt
 
 
 def _start(spec: OffloadingSpec, rows: memoryview, config: EngineConfig) -> tuple[Bridge, Region]:
-    """Start the runner: in a process if vLLM's rows can be mapped there, in a thread otherwise.
+    """Start the runner: in a process if it can map vLLM's rows, else in a thread of this one.
 
     Raises `ConfigError` if the thread will not do for the tier.
     """
-    fd = _rows_fd(spec, rows.nbytes) if config.runner == "process" else None
+    fd = _rows_fd(spec, rows.nbytes)
     if fd is None:
         _check_thread(config)
         region = Region.over(rows, config.rows, config.row_bytes)
@@ -185,10 +186,8 @@ def _start(spec: OffloadingSpec, rows: memoryview, config: EngineConfig) -> tupl
 
 def _check_thread(config: EngineConfig) -> None:
     try:
-        settled(replace(config, runner="thread"))
+        settled(replace(config, runner="inline"))
     except ConfigError as error:
-        if config.runner == "thread":
-            raise
         raise ConfigError(
             f"secondary_tiers[].backend: {config.secondary_tiers[0].type!r} given, which needs a process of its own: "
             "vLLM's rows are not in one file here, which another process could map; use kvtier's own connector"
@@ -202,7 +201,7 @@ def _rows_fd(spec: OffloadingSpec, size_bytes: int) -> int | None:
 
 
 def _unpacked(job: TransferJob) -> tuple[int, Sequence[OffloadKey], list[int], str]:
-    """Return what a job is about, in prefix order: vLLM names what it has stored in any."""
+    """Return a job's id, keys and rows in prefix order, and its request: vLLM's keys are in any order."""
     rows = dict(zip(job.keys, job.chunk_ids.tolist(), strict=True))
     keys = by_position(list(rows), job.req_context.get_offload_key_position)
     return job.job_id, keys, [rows[key] for key in keys], job.req_context.req_id

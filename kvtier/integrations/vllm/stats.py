@@ -1,22 +1,17 @@
 """Stats and log of an engine inside vLLM: its metrics on vLLM's `/metrics`, and a line every so often in vLLM's log.
 
-The metrics have the same names as in kvtier's registry. vLLM carries observations, not totals: counters leave as what
-was added since the last call, gauges when they change. A counter without further labels leaves first as it is, if 0, so
-that its series is there before it counts. vLLM asks once a step, so that nothing here may cost more than
-some dozen comparisons.
+The metrics are those of `kvtier.engine.metrics`. vLLM carries observations, not totals: counters are sent as what was
+added since the last call, gauges when they change. A counter without further labels is first sent as it is, even if 0,
+so that its series exists before it counts. vLLM asks once a step, so nothing here may cost more than some dozen
+comparisons.
 """
 
 import logging
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from itertools import chain
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import vllm.envs as envs
 from prometheus_client import REGISTRY
-from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     OffloadingCounterMetadata,
@@ -25,172 +20,77 @@ from vllm.v1.kv_offload.base import (
     OffloadingMetricMetadata,
 )
 
+from kvtier.engine.ledger import Ledger
 from kvtier.engine.metrics import (
-    BUILD_HELP,
-    BUILD_LABELS,
-    CAUSES_HELP,
-    HELD_HELP,
-    HELD_REASONS,
-    HINTS_IGNORED_HELP,
-    PREFILL_HELP,
-    PRIMARY_COUNTERS,
-    PRIMARY_GAUGES,
-    RETENTIONS_CUT_HELP,
-    ROW_STATES,
-    ROWS_HELP,
-    RUNNER_UP_HELP,
-    SAVED_HELP,
+    DECISION_METRICS,
+    LEDGER_METRICS,
+    PRIMARY_METRICS,
+    RUNNER_METRICS,
     SECONDS,
-    SKIPPED_HELP,
-    TIER_COUNTERS,
-    WAIT_HELP,
-    build_values,
+    TIER_METRICS,
+    TRANSFER_SECONDS,
+    WAIT_SECONDS,
+    Durations,
+    Labels,
+    MetricTable,
+    Reading,
+    Series,
+    samples,
+    series,
 )
-from kvtier.engine.steps import Inside, StepManager
-from kvtier.engine.tier import Breaker, BreakerState, Tier
+from kvtier.engine.tier import Tier
 from kvtier.integrations.vllm.second_door import TierClient
 from kvtier.runner.wire import LOGGERS
 from kvtier.settings import shown_bytes
 
 logger = logging.getLogger(__name__)
 
-Labels = tuple[str, ...]
-_TRANSFER_SECONDS = "kvtier_transfer_seconds"
-_WAIT_SECONDS = "kvtier_load_wait_seconds"
+_CLIENT_TABLES: tuple[MetricTable, ...] = (RUNNER_METRICS, TIER_METRICS)
+"""The metrics of a tier behind vLLM's own manager, which makes all decisions."""
 
-
-class Series(NamedTuple):
-    """A series: one number with its labels, and how to read it now."""
-
-    name: str
-    labels: Labels
-    read: Callable[[], float]
-
-
-class Table(NamedTuple):
-    """A table of counters, one for each key; the key is the last label, and comes with its first count."""
-
-    name: str
-    labels: Labels
-    numbers: Mapping[str, int]
-
-
-class Readings(NamedTuple):
-    """The readings that `Stats` compares with the last ones once a step; made once."""
-
-    counters: Sequence[Series]
-    tables: Sequence[Table]
-    gauges: Sequence[Series]
-
-
-_COUNTERS: dict[str, tuple[str, Labels]] = {
-    **{f"kvtier_primary_{name}": (text, ()) for name, text in PRIMARY_COUNTERS.items()},
-    "kvtier_primary_evictions": ("Chunks evicted for room.", ()),
-    "kvtier_primary_retentions_cut": (RETENTIONS_CUT_HELP, ()),
-    "kvtier_computing_saved_seconds": (SAVED_HELP, ()),
-    "kvtier_runners_lost": ("Runners that ended too early.", ()),
-    "kvtier_events_dropped": ("Events that nobody took in time.", ()),
-    "kvtier_hints_ignored": (HINTS_IGNORED_HELP, ("reason",)),
-    **{f"kvtier_tier_{name}": (text, ("tier",)) for name, text in TIER_COUNTERS.items()},
-    "kvtier_tier_breaker_opened": ("How often the breaker opened.", ("tier",)),
-    "kvtier_tier_bytes": ("Bytes moved.", ("tier", "operation")),
-    "kvtier_tier_dropped": ("Chunks that were never sent to the tier.", ("tier", "reason")),
-    "kvtier_tier_skipped": (SKIPPED_HELP, ("tier", "reason")),
-    "kvtier_tier_failed": ("Chunks that did not move.", ("tier", "reason")),
-    "kvtier_tier_causes": (CAUSES_HELP, ("tier", "cause")),
-    "kvtier_tier_reported": ("What the tier itself has counted.", ("tier", "what")),
-}
-_GAUGES: dict[str, tuple[str, Labels]] = {
-    "kvtier_build_info": (BUILD_HELP, BUILD_LABELS),
-    "kvtier_runner_up": (RUNNER_UP_HELP, ()),
-    "kvtier_prefill_tokens_per_second": (PREFILL_HELP, ()),
-    "kvtier_primary_rows": (ROWS_HELP, ("state",)),
-    "kvtier_primary_rows_held": (HELD_HELP, ("reason",)),
-    **{f"kvtier_primary_{name}": (text, ()) for name, (text, _) in PRIMARY_GAUGES.items()},
-    "kvtier_tier_loading": ("Chunks being loaded.", ("tier",)),
-    "kvtier_tier_storing": ("Chunks queued or being stored.", ("tier",)),
-    "kvtier_tier_chunks": ("Chunks held.", ("tier",)),
-    "kvtier_tier_used_bytes": ("Bytes held.", ("tier",)),
-    "kvtier_tier_capacity_bytes": ("Bytes that may be held.", ("tier",)),
-    "kvtier_tier_reserved_bytes": ("Bytes promised.", ("tier",)),
-    "kvtier_tier_breaker": ("1 for the breaker's state.", ("tier", "state")),
-}
-
-
-_VLLMS_TO_DECIDE = {
-    f"kvtier_tier_{name}"
-    for name in (
-        "declined",
-        "declined_requests",
-        "declined_seconds",
-        "expected_seconds",
-        "explored",
-        "given_up",
-        "hits",
-        "loaded_seconds",
-    )
-}
-"""What a tier behind vLLM's own manager never counts."""
-_OF_A_CLIENT = {
-    "kvtier_build_info",
-    "kvtier_events_dropped",
-    "kvtier_hints_ignored",
-    "kvtier_runner_up",
-    "kvtier_runners_lost",
-}
-"""What is reported there beside the tier's own."""
+_ENGINE_TABLES = (*_CLIENT_TABLES, LEDGER_METRICS, PRIMARY_METRICS, DECISION_METRICS)
+_METADATA = {"counter": OffloadingCounterMetadata, "gauge": OffloadingGaugeMetadata}
 
 
 def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
     """Declare every metric that `Stats` may report; needs no engine."""
-    definitions: dict[str, OffloadingMetricMetadata] = {}
-    for name, (text, labels) in _COUNTERS.items():
-        definitions[name] = OffloadingCounterMetadata(documentation=text, labelnames=labels)
-    for name, (text, labels) in _GAUGES.items():
-        definitions[name] = OffloadingGaugeMetadata(documentation=text, labelnames=labels)
-    definitions[_TRANSFER_SECONDS] = OffloadingHistogramMetadata(
-        documentation="From an action's arrival at the runner to its outcome.",
-        labelnames=("tier", "operation"),
-        buckets=SECONDS,
-    )
-    definitions[_WAIT_SECONDS] = OffloadingHistogramMetadata(documentation=WAIT_HELP, buckets=SECONDS)
-    return definitions
+    return _definitions(_ENGINE_TABLES, (TRANSFER_SECONDS, WAIT_SECONDS))
 
 
 def tier_metric_definitions() -> dict[str, OffloadingMetricMetadata]:
-    """Declare what one tier behind vLLM's own manager reports: of hits, and of what is loaded at all, vLLM decides."""
-    return {
-        name: each
-        for name, each in metric_definitions().items()
-        if name in _OF_A_CLIENT or ("tier" in each.labelnames and name not in _VLLMS_TO_DECIDE)
-    }
+    """Declare what one tier behind vLLM's own manager reports."""
+    return _definitions(_CLIENT_TABLES, (TRANSFER_SECONDS,))
 
 
 def unregister_earlier() -> None:
-    """Have Prometheus's registry forget the metrics of an earlier engine of this process.
+    """Remove the metrics of an earlier engine of this process from Prometheus's registry.
 
-    vLLM asks for definitions right before it registers metrics. From an engine before it, vLLM removes its own by
-    their name, and kvtier's would be refused as there already.
+    vLLM asks for definitions right before it registers metrics. It removes its own of an earlier engine by their name;
+    kvtier's would be refused as duplicates.
     """
     registered = REGISTRY._names_to_collectors  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     for collector in {registered[name] for name in metric_definitions() if name in registered}:
         REGISTRY.unregister(collector)
 
 
-class TransferTimes:
+def client_series(client: TierClient) -> list[Series]:
+    """Return every metric of a tier behind vLLM's own manager, and of its runner."""
+    return [*series(RUNNER_METRICS, client), *series(TIER_METRICS, client.tier, client.tier.spec.name)]
+
+
+class ObservedTimes:
     """The durations of transfers and waits since the last `take`, in seconds; an engine's observers are its methods."""
 
     def __init__(self) -> None:
-        self._seconds: list[tuple[str, Labels, float]] = []
+        self._seconds: list[tuple[Durations, Labels, float]] = []
 
     def observe(self, tier: str, operation: str, seconds: float) -> None:
-        self._seconds.append((_TRANSFER_SECONDS, (tier, operation), seconds))
+        self._seconds.append((TRANSFER_SECONDS, (tier, operation), seconds))
 
     def observe_wait(self, seconds: float) -> None:
-        self._seconds.append((_WAIT_SECONDS, (), seconds))
+        self._seconds.append((WAIT_SECONDS, (), seconds))
 
-    def take(self) -> list[tuple[str, Labels, float]]:
-        """Return of each its metric, the labels' values and the seconds."""
+    def take(self) -> list[tuple[Durations, Labels, float]]:
         taken, self._seconds = self._seconds, []
         return taken
 
@@ -198,151 +98,40 @@ class TransferTimes:
 class Stats:
     """The statistics for vLLM: what has changed since the last `take`."""
 
-    def __init__(self, readings: Readings, times: TransferTimes) -> None:
-        self._readings = readings
+    def __init__(self, series: Sequence[Series], times: ObservedTimes) -> None:
+        self._series = series
         self._times = times
-        self._counted: list[float] = [math.nan] * len(readings.counters)  # Different from any number.
-        self._tables: list[dict[str, int]] = [{} for _ in readings.tables]
-        self._gauged: list[float] = [math.nan] * len(readings.gauges)
+        self._last: list[Reading] = [None] * len(series)
 
     def take(self) -> OffloadingConnectorStats | None:
         """Return what has changed; None if nothing has."""
         stats = OffloadingConnectorStats()
-        counters, tables, gauges = self._readings
-        counted = [series.read() for series in counters]
-        if counted != self._counted:
-            for series, value, last in zip(counters, counted, self._counted, strict=True):
-                if value != last:
-                    stats.increase_counter(series.name, value if math.isnan(last) else value - last, series.labels)
-            self._counted = counted
-        for index, (name, labels, numbers) in enumerate(tables):
-            last_numbers = self._tables[index]
-            if numbers != last_numbers:
-                for key, number in numbers.items():
-                    if added := number - last_numbers.get(key, 0):
-                        stats.increase_counter(name, added, (*labels, key))
-                self._tables[index] = dict(numbers)
-        gauged = [series.read() for series in gauges]
-        if gauged != self._gauged:
-            for series, value, last in zip(gauges, gauged, self._gauged, strict=True):
-                if value != last and value >= 0:  # Below: there is no such number, or not yet.
-                    stats.set_gauge(series.name, value, series.labels)
-            self._gauged = gauged
-        for name, labels, seconds in self._times.take():
-            stats.observe_histogram(name, seconds, labels)
+        readings = [each.read() for each in self._series]
+        if readings != self._last:
+            for index, (reading, last) in enumerate(zip(readings, self._last, strict=True)):
+                if reading != last:
+                    _report(stats, self._series[index], reading, last)
+                    self._last[index] = reading.copy() if isinstance(reading, dict) else reading  # Many are live.
+        for durations, labels, seconds in self._times.take():
+            stats.observe_histogram(durations.name, seconds, labels)
         return None if stats.is_empty() else stats
-
-
-def engine_readings(engine: StepManager) -> Readings:
-    """Return everything that an engine counts."""
-    ledger = Inside(engine).ledger
-    primary = ledger.primary
-    counters = [
-        *(Series(f"kvtier_primary_{name}", (), partial(getattr, ledger.counters, name)) for name in PRIMARY_COUNTERS),
-        Series("kvtier_primary_evictions", (), lambda: primary.evictions),
-        Series("kvtier_primary_retentions_cut", (), lambda: primary.retentions_cut),
-        Series("kvtier_computing_saved_seconds", (), lambda: ledger.counters.saved_s),
-        Series("kvtier_runners_lost", (), lambda: engine.runners_lost),
-        Series("kvtier_events_dropped", (), lambda: engine.events_dropped),
-    ]
-    row_bytes = engine.config.row_bytes
-    gauges = [
-        *runner_gauges(lambda: ledger.runner_up),
-        Series("kvtier_prefill_tokens_per_second", (), lambda: _given(ledger.prefill.tokens_per_s)),
-        *(Series("kvtier_primary_rows", (state,), partial(read, primary)) for state, read in ROW_STATES.items()),
-        *(
-            Series("kvtier_primary_rows_held", (reason,), partial(read, ledger))
-            for reason, read in HELD_REASONS.items()
-        ),
-        *(
-            Series(f"kvtier_primary_{name}", (), partial(read, primary, row_bytes))
-            for name, (_, read) in PRIMARY_GAUGES.items()
-        ),
-    ]
-    tiers = [tier_readings(tier, row_bytes) for tier in ledger.tiers]
-    return Readings(
-        [*counters, *chain.from_iterable(tier.counters for tier in tiers)],
-        [
-            Table("kvtier_hints_ignored", (), ledger.hints_ignored.counts),
-            *chain.from_iterable(tier.tables for tier in tiers),
-        ],
-        [*gauges, *chain.from_iterable(tier.gauges for tier in tiers)],
-    )
-
-
-def client_readings(client: TierClient, row_bytes: int) -> Readings:
-    """Return everything that is counted of a tier behind vLLM's own manager, and of its runner."""
-    runner = [
-        Series("kvtier_runners_lost", (), lambda: client.runners_lost),
-        Series("kvtier_events_dropped", (), lambda: client.events_dropped),
-    ]
-    counted, tables, gauges = tier_readings(client.tier, row_bytes)
-    counters = [series for series in counted if series.name not in _VLLMS_TO_DECIDE]
-    ignored = Table("kvtier_hints_ignored", (), client.hints_ignored.counts)
-    return Readings([*runner, *counters], [ignored, *tables], [*runner_gauges(lambda: client.runner_up), *gauges])
-
-
-def runner_gauges(is_up: Callable[[], bool]) -> list[Series]:
-    """Return what is said of what runs, and whether its runner does."""
-    return [
-        Series("kvtier_build_info", build_values(vllm_version), lambda: 1.0),
-        Series("kvtier_runner_up", (), lambda: float(is_up())),
-    ]
-
-
-def tier_readings(tier: Tier, row_bytes: int) -> Readings:
-    """Return everything that is counted of one tier."""
-    name, counters, breaker = tier.spec.name, tier.counters, tier.breaker
-    label = (name,)
-    return Readings(
-        [
-            *(Series(f"kvtier_tier_{each}", label, partial(getattr, counters, each)) for each in TIER_COUNTERS),
-            Series("kvtier_tier_bytes", (name, "load"), lambda: counters.loaded * row_bytes),
-            Series("kvtier_tier_bytes", (name, "store"), lambda: counters.stored * row_bytes),
-            Series("kvtier_tier_breaker_opened", label, lambda: breaker.opened),
-        ],
-        [
-            Table("kvtier_tier_reported", label, counters.reported),
-            Table("kvtier_tier_dropped", label, counters.dropped),
-            Table("kvtier_tier_skipped", label, counters.skipped),
-            Table("kvtier_tier_failed", label, counters.failures),
-            Table("kvtier_tier_causes", label, counters.causes),
-        ],
-        [
-            Series("kvtier_tier_loading", label, lambda: tier.loading),
-            Series("kvtier_tier_storing", label, lambda: len(tier.storing)),
-            Series("kvtier_tier_chunks", label, lambda: tier.chunks),
-            Series("kvtier_tier_used_bytes", label, lambda: tier.used_bytes),
-            Series("kvtier_tier_reserved_bytes", label, lambda: tier.reserved_bytes),
-            Series("kvtier_tier_capacity_bytes", label, lambda: _given(tier.capacity_bytes)),
-            *(
-                Series("kvtier_tier_breaker", (name, state.value), partial(_is_in, breaker, state))
-                for state in BreakerState
-            ),
-        ],
-    )
 
 
 class Summary:
     """The line in the log: what has changed, as often as vLLM logs its own figures; none while nothing changes."""
 
     def __init__(
-        self,
-        tiers: Sequence[Tier],
-        row_bytes: int,
-        primary: Callable[[], tuple[int, int, float]] | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, tiers: Sequence[Tier], ledger: Ledger | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`primary` returns the chunks that it had, those that were nowhere, and its used share; None: it is vLLM's."""
+        """Without a `ledger` the primary is vLLM's, and the line has nothing of it."""
         self._tiers = tiers
-        self._row_bytes = row_bytes
-        self._primary = primary
+        self._ledger = ledger
         self._clock = clock
         self._due = clock() + envs.VLLM_LOG_STATS_INTERVAL
         self._before = self._counts()
 
     def look(self) -> None:
-        """Log a line, if it is time for one."""
+        """Log a line if it is due."""
         if (now := self._clock()) < self._due:
             return
         self._due = now + envs.VLLM_LOG_STATS_INTERVAL
@@ -353,40 +142,41 @@ class Summary:
             count - before for count, before in zip(counts, self._before, strict=True)
         )
         self._before = counts
-        parts = [f"loaded {shown_bytes(loaded * self._row_bytes)}", f"stored {shown_bytes(stored * self._row_bytes)}"]
-        if self._primary is not None:
+        parts = [f"loaded {shown_bytes(loaded)}", f"stored {shown_bytes(stored)}"]
+        if self._ledger is not None:
             if hits + misses:
                 parts.insert(0, f"hit ratio {hits / (hits + misses):.1%}")
-            parts.append(f"primary {self._primary()[2]:.1%} full")
+            primary = self._ledger.primary
+            parts.append(f"primary {1 - primary.rows_free / primary.rows:.1%} full")
         parts += [_holds(tier) for tier in self._tiers]
         if dropped:
             parts.append(f"{dropped:,} chunks dropped")
         logger.info("kvtier: %s", ", ".join(parts))
 
     def _counts(self) -> tuple[int, ...]:
-        """Return hits, misses, and chunks loaded from tiers, stored in them and dropped on the way there."""
-        hits, misses, _ = (0, 0, math.nan) if self._primary is None else self._primary()
-        counters = [tier.counters for tier in self._tiers]
+        """Return hits, misses, bytes loaded from tiers and stored in them, and chunks dropped before a store."""
+        own = None if self._ledger is None else self._ledger.counters
+        counted = [(tier.counters, tier.spec.row_bytes) for tier in self._tiers]
         return (
-            hits + sum(each.hits for each in counters),
-            misses,
-            sum(each.loaded for each in counters),
-            sum(each.stored for each in counters),
-            sum(sum(each.dropped.values()) for each in counters),
+            (0 if own is None else own.hits) + sum(each.hits for each, _ in counted),
+            0 if own is None else own.misses,
+            sum(each.loaded * row_bytes for each, row_bytes in counted),
+            sum(each.stored * row_bytes for each, row_bytes in counted),
+            sum(sum(each.dropped.values()) for each, _ in counted),
         )
 
 
 class ToVllm(logging.Handler):
-    """A handler that gives records to whatever handlers vLLM's logger has, now or after it was configured anew."""
+    """A handler that gives records to vLLM's handlers, as they are configured at that moment."""
 
     def emit(self, record: logging.LogRecord) -> None:
         logging.getLogger("vllm").handle(record)
 
 
 def log_as_vllm() -> None:
-    """Have kvtier's loggers log as vLLM's does; one that somebody has configured, or vLLM's if nobody has, is left.
+    """Make kvtier's loggers log as vLLM's does. A logger that is configured already is left, and all if vLLM's is not.
 
-    vLLM's own hands nothing on to the root, so that what kvtier logs would come out bare, or not at all.
+    vLLM's logger passes nothing on to the root, so kvtier's records would appear bare, or not at all.
     """
     vllm = logging.getLogger("vllm")
     if not vllm.handlers:
@@ -400,12 +190,32 @@ def log_as_vllm() -> None:
                 own.setLevel(vllm.getEffectiveLevel())
 
 
-def _given(value: float | None) -> float:
-    return -1.0 if value is None else value
+def _definitions(tables: Sequence[MetricTable], histograms: Sequence[Durations]) -> dict[str, OffloadingMetricMetadata]:
+    definitions: dict[str, OffloadingMetricMetadata] = {
+        table.prefix + metric.name: _METADATA[metric.kind](
+            documentation=metric.help, labelnames=(*table.labels, *metric.labels)
+        )
+        for table in tables
+        for metric in table.metrics
+    }
+    for each in histograms:
+        definitions[each.name] = OffloadingHistogramMetadata(
+            documentation=each.help, labelnames=each.labels, buckets=SECONDS
+        )
+    return definitions
 
 
-def _is_in(breaker: Breaker, state: BreakerState) -> float:
-    return float(breaker.state is state)
+def _report(stats: OffloadingConnectorStats, series: Series, reading: Reading, last: Reading) -> None:
+    """Add what has changed of one metric."""
+    before = dict(samples(last))
+    for further, number in samples(reading):
+        if number == before.get(further):
+            continue
+        labels = (*series.labels, *further)
+        if series.metric.kind == "counter":
+            stats.increase_counter(series.name, number - before.get(further, 0), labels)
+        else:
+            stats.set_gauge(series.name, number, labels)
 
 
 def _holds(tier: Tier) -> str:

@@ -20,8 +20,8 @@ Subclass what your tier offers, in a module that pytest collects, and give it op
 - `InventoryConformance`, `MeasuredConformance`: tiers that offer `Inventory`, `Measured`.
 - `BoundedConformance`: tiers that offer `Measured` and have a capacity. Fixture `small`: a tier with room for
   `room_chunks` chunks; `backend` is not needed.
-- `RankedConformance`: tiers that offer `Ranked`, too. Fixture `small` as before, evicting by recency.
-- `AdvisedConformance`: tiers that offer `Advised`, too. Fixture `small` as before.
+- `RankedConformance`: tiers that offer `Advised` and heed `rank`. Fixture `small` as before, evicting by recency.
+- `AdvisedConformance`: tiers that heed hints, too. Fixture `small` as before.
 - `CountedConformance`: tiers that offer `Counted`. Fixture `provoke`: an async function without arguments that makes
   `backend` count something.
 - `DescribedConformance`: tiers that offer `Described`.

@@ -3,11 +3,12 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 from kvtier.backend import (
     INVENTORY_BATCH_KEYS,
     Added,
+    Advice,
     Advised,
     Backend,
     Counted,
@@ -18,7 +19,6 @@ from kvtier.backend import (
     Measured,
     Occupancy,
     OffloadKey,
-    Ranked,
     Removed,
     ScanDone,
     Write,
@@ -280,7 +280,7 @@ class RankedConformance(Promises):
         prefix = keys_of(self.room_chunks // 2)
         for key in prefix:
             await lender.keep(small, [key])
-        rank(small, prefix)
+        advise(small, "rank", prefix)
         newer = 1_000
         while (run := list(await small.probe(prefix)).count(True)) == len(prefix):
             await lender.keep(small, [key_of(newer)])
@@ -292,7 +292,7 @@ class RankedConformance(Promises):
         prefix, others = keys_of(4), keys_of(self.room_chunks // 4, start=100)
         await lender.keep(small, prefix)
         await lender.keep(small, others)
-        rank(small, prefix)
+        advise(small, "rank", prefix)
         newer = 1_000
         while all(await small.probe(others)):
             await lender.keep(small, [key_of(newer)])
@@ -304,8 +304,8 @@ class RankedConformance(Promises):
         keys = keys_of(4)
         await lender.keep(small, keys)
         before = occupancy(small)
-        rank(small, [*keys, *keys_of(4, start=100), keys[0]])
-        rank(small, [])
+        advise(small, "rank", [*keys, *keys_of(4, start=100), keys[0]])
+        advise(small, "rank", [])
         assert occupancy(small) == before
         assert await lender.recall(small, [*keys, key_of(100)]) == [*map(label, keys), "ChunkMissing"]
 
@@ -320,7 +320,7 @@ class AdvisedConformance(Promises):
         older, newer = keys_of(4), keys_of(4, start=100)
         await lender.keep(small, older)
         await lender.keep(small, newer)
-        advised(small).demote(newer)
+        advise(small, "demote", newer)
         await until_some_go(small, lender, newer)
         assert all(await small.probe(older))
 
@@ -329,21 +329,21 @@ class AdvisedConformance(Promises):
         older, newer = keys_of(4), keys_of(4, start=100)
         await lender.keep(small, older)
         await lender.keep(small, newer)
-        advised(small).demote(newer)
-        rank(small, newer)
+        advise(small, "demote", newer)
+        advise(small, "rank", newer)
         await until_some_go(small, lender, older)
         assert all(await small.probe(newer))
 
     async def test_of_a_session_that_is_over_goes_what_no_other_has_used(self, small: Backend, lender: Lender) -> None:
         """The head that two sessions share stays with the one that goes on."""
-        rank_hinted(small, keys_of(1, start=900), Hint(class_="first"))  # From then on a tier takes note of sessions.
+        advise(small, "rank", keys_of(1, start=900), hint=Hint(class_="first"))  # A tier tracks sessions from now on.
         head, ended, other, older = keys_of(2), keys_of(2, start=100), keys_of(2, start=200), keys_of(2, start=300)
         await lender.keep(small, older)
         for own in (ended, other):
             await lender.keep(small, [*head, *own])
-            rank_hinted(small, [*head, *own], Hint())
-            rank(small, [*ended, *own])  # Renewed together, these are no session.
-        rank_hinted(small, [*head, *ended], Hint(over=True))
+            advise(small, "rank", [*head, *own], hint=Hint())
+            advise(small, "rank", [*ended, *own])  # Renewed together, these are no session.
+        advise(small, "rank", [*head, *ended], hint=Hint(over=True))
         await until_some_go(small, lender, older)
         assert not any(await small.probe(ended))
         assert all(await small.probe([*head, *other]))
@@ -352,7 +352,7 @@ class AdvisedConformance(Promises):
         """However many: it is passed over when room is made."""
         keys = keys_of(3)
         await lender.keep(small, keys)
-        advised(small).retain(keys, 3_600.0, 0)
+        advise(small, "retain", keys, seconds=3_600.0, priority=0)
         for number in range(4 * self.room_chunks):
             await lender.keep(small, [key_of(1_000 + number)])
         assert await lender.recall(small, keys) == [*map(label, keys)]
@@ -361,14 +361,14 @@ class AdvisedConformance(Promises):
         """Nothing is kept for ever."""
         keys = keys_of(3)
         await lender.keep(small, keys)
-        advised(small).retain(keys, 0.001, 99)
+        advise(small, "retain", keys, seconds=0.001, priority=99)
         await until_some_go(small, lender, keys)
 
     async def test_a_store_finds_as_much_room_whatever_is_retained(self, small: Backend, lender: Lender) -> None:
         """More than the share is not retained, and the newest chunks are there."""
         keys = keys_of(self.room_chunks)
         await small.store(lender.writes(keys))
-        advised(small).retain(keys, 3_600.0, 99)
+        advise(small, "retain", keys, seconds=3_600.0, priority=99)
         batch = self.room_chunks // 2
         for start in range(1_000, 1_000 + 4 * batch, batch):
             newer = keys_of(batch, start=start)
@@ -381,8 +381,8 @@ class AdvisedConformance(Promises):
         low, high = keys_of(self.room_chunks // 2), keys_of(3, start=100)
         await lender.keep(small, low)
         await lender.keep(small, high)
-        advised(small).retain(low, 3_600.0, 1)
-        advised(small).retain(high, 3_600.0, 2)
+        advise(small, "retain", low, seconds=3_600.0, priority=1)
+        advise(small, "retain", high, seconds=3_600.0, priority=2)
         for number in range(4 * self.room_chunks):
             await lender.keep(small, [key_of(1_000 + number)])
         assert all(await small.probe(high))
@@ -395,22 +395,17 @@ class AdvisedConformance(Promises):
         before = occupancy(small)
         strangers = keys_of(4, start=100)
         for some in ([*keys, *strangers, keys[0]], strangers, []):
-            advised(small).demote(some)
-            advised(small).retain(some, 60.0, 5)
-            rank_hinted(small, some, Hint(over=True, returns_in_s=3.0))
+            advise(small, "demote", some)
+            advise(small, "retain", some, seconds=60.0, priority=5)
+            advise(small, "rank", some, hint=Hint(over=True, returns_in_s=3.0))
         assert occupancy(small) == before
         assert await lender.recall(small, [*keys, key_of(100)]) == [*map(label, keys), "ChunkMissing"]
 
 
-def advised(tier: Backend) -> Advised:
-    """Return the tier as one that takes advice."""
-    assert isinstance(tier, Advised), f"{type(tier).__name__} lacks one of rank_hinted(), demote() and retain()"
-    return tier
-
-
-def rank_hinted(tier: Backend, keys: list[OffloadKey], hint: Hint) -> None:
-    """Say that a request is over that used these keys, and what was said of it."""
-    advised(tier).rank_hinted(keys, hint)
+def advise(tier: Backend, kind: Literal["rank", "demote", "retain"], keys: list[OffloadKey], **about: Any) -> None:
+    """Advise a tier about keys; `about`: the other fields of `Advice`."""
+    assert isinstance(tier, Advised), f"{type(tier).__name__} has no advise()"
+    tier.advise(Advice(kind, keys, **about))
 
 
 async def until_some_go(tier: Backend, lender: Lender, keys: list[OffloadKey]) -> None:
@@ -420,12 +415,6 @@ async def until_some_go(tier: Backend, lender: Lender, keys: list[OffloadKey]) -
         while all(await tier.probe(keys)):
             await lender.keep(tier, [key_of(newer)])
             newer += 1
-
-
-def rank(tier: Backend, keys: list[OffloadKey]) -> None:
-    """Renew these keys."""
-    assert isinstance(tier, Ranked), f"{type(tier).__name__} has no rank()"
-    tier.rank(keys)
 
 
 class CountedConformance(Promises):

@@ -9,6 +9,7 @@ import pytest
 from kvtier.backend import (
     OPTIONAL,
     Abandoned,
+    Advice,
     Advised,
     Backend,
     Calls,
@@ -22,7 +23,6 @@ from kvtier.backend import (
     Occupancy,
     OffloadKey,
     Outcome,
-    Ranked,
     Read,
     ScanDone,
     TierContext,
@@ -61,26 +61,26 @@ class WrapperConformance(Promises):
         assert COUNTS.items() <= wrapper.counts().items()
         assert DESCRIPTION.items() <= wrapper.description().items()
 
-    async def test_a_wrapper_passes_on_what_is_reported_and_ranked(self, wrap: Wrap) -> None:
-        """The inner tier's events come out, and requests that are over are heard of within."""
-        inner = inner_tier(*OPTIONAL)
-        wrapper = wrap(inner)
+    async def test_a_wrapper_passes_on_what_is_reported(self, wrap: Wrap) -> None:
+        """The caller receives the inner tier's events."""
+        wrapper = wrap(inner_tier(*OPTIONAL))
         assert isinstance(wrapper, Inventory)
-        assert isinstance(wrapper, Ranked)
         assert [event async for event in wrapper.watch()] == [ScanDone(complete=True)]
-        wrapper.rank(keys_of(3))
-        assert inner.ranked == keys_of(3)
 
     async def test_a_wrapper_passes_on_advice(self, wrap: Wrap) -> None:
-        """Word by word: what is over, what goes first and what is retained is heard of within."""
+        """The inner tier receives all advice, unchanged."""
         inner = inner_tier(*OPTIONAL)
         wrapper = wrap(inner)
         assert isinstance(wrapper, Advised)
-        hint = Hint(over=True)
-        wrapper.rank_hinted(keys_of(1), hint)
-        wrapper.demote(keys_of(2))
-        wrapper.retain(keys_of(3), 60.0, 7)
-        assert inner.advice == [(keys_of(1), hint), (keys_of(2),), (keys_of(3), 60.0, 7)]
+        given = [
+            Advice("rank", keys_of(1)),
+            Advice("rank", keys_of(1), Hint(over=True)),
+            Advice("demote", keys_of(2)),
+            Advice("retain", keys_of(3), seconds=60.0, priority=7),
+        ]
+        for advice in given:
+            wrapper.advise(advice)
+        assert inner.advice == given
 
     @pytest.mark.parametrize("durability", Durability, ids=lambda durability: durability.name)
     async def test_a_wrapper_promises_no_more_than_what_it_wraps(self, wrap: Wrap, durability: Durability) -> None:
@@ -103,8 +103,7 @@ class Nothing(Backend):
     options_type = msgspec.Struct
 
     def __init__(self) -> None:
-        self.ranked: list[OffloadKey] = []
-        self.advice: list[tuple[Any, ...]] = []
+        self.advice: list[Advice[OffloadKey]] = []
         self._calls = Calls("nothing")
 
     @classmethod
@@ -137,20 +136,9 @@ class _Measures(Nothing):
         return OCCUPANCY
 
 
-class _Ranks(Nothing):
-    def rank(self, keys: Sequence[OffloadKey]) -> None:
-        self.ranked.extend(keys)
-
-
 class _Heeds(Nothing):
-    def rank_hinted(self, keys: Sequence[OffloadKey], hint: Hint) -> None:
-        self.advice.append((keys, hint))
-
-    def demote(self, keys: Sequence[OffloadKey]) -> None:
-        self.advice.append((keys,))
-
-    def retain(self, keys: Sequence[OffloadKey], seconds: float, priority: int) -> None:
-        self.advice.append((keys, seconds, priority))
+    def advise(self, advice: Advice[OffloadKey]) -> None:
+        self.advice.append(advice)
 
 
 class _Counts(Nothing):
@@ -166,7 +154,6 @@ class _Describes(Nothing):
 OFFERING: Mapping[type[Any], type[Nothing]] = {
     Inventory: _Reports,
     Measured: _Measures,
-    Ranked: _Ranks,
     Advised: _Heeds,
     Counted: _Counts,
     Described: _Describes,

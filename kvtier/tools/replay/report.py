@@ -1,7 +1,7 @@
 """The report of a replay, real or simulated: one struct, which is its JSON, and its tables."""
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import msgspec
 import numpy as np
@@ -28,30 +28,6 @@ class Quantiles(msgspec.Struct, frozen=True):
     p99: float
     mean: float
     samples: int
-
-
-class Bin(msgspec.Struct, frozen=True, array_like=True):
-    """Samples at most this long, and longer than the bound below."""
-
-    at_most_s: float
-    samples: int
-
-
-class Distribution(Quantiles, frozen=True):
-    """Quantiles with a histogram; for benchmarks."""
-
-    bins: Sequence[Bin]
-
-
-def distribution(seconds: "array[float]") -> Distribution:
-    exponents = np.ceil(np.log10(np.clip(seconds, 1e-7, 1e6)) * 20)
-    bounds, counts = np.unique(exponents, return_counts=True)
-    bins = [
-        Bin(float(f"{10 ** (bound / 20):.4g}"), int(count))
-        for bound, count in zip(bounds.tolist(), counts.tolist(), strict=True)
-    ]
-    found = quantiles(seconds)
-    return Distribution(found.p50, found.p99, found.mean, found.samples, bins)
 
 
 class TierReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,7 +107,7 @@ def make_report(
             "rows": config.rows,
             "chunk_bytes": config.chunk_bytes,
             "eviction_policy": config.eviction_policy,
-            "runner": config.runner,
+            "runner": config.runner or "inline",
         },
         ttft_s=None if ttft_s is None else {name: quantiles(samples) for name, samples in ttft_s.items()},
         model=model,

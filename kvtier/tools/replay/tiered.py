@@ -15,20 +15,18 @@ from kvtier.engine.answers import LookupResult
 from kvtier.engine.ledger import Ledger, ledger_of
 from kvtier.engine.requests import Request as EngineRequest
 from kvtier.errors import ConfigError
+from kvtier.hints import Advice
 from kvtier.memory import PAGE_BYTES
 from kvtier.policies import Retained, Sessions
 from kvtier.runner.messages import (
-    Acknowledge,
     Action,
+    Advise,
     Cascade,
     Code,
-    Demote,
     Finished,
     Gone,
     Message,
     Promote,
-    Rank,
-    Retain,
     Scanned,
     pack_keys,
     unpack_keys,
@@ -72,44 +70,37 @@ class InstantTier:
         Advice comes first: a runner applies it on arrival, while transfers of the same step end later.
         """
         for action in sorted(actions, key=lambda action: isinstance(action, Promote | Cascade)):
-            if isinstance(action, Acknowledge):
-                continue
-            keys = unpack_keys(action.keys)
             match action:
+                case Advise():
+                    self._advise(action.advice(), now_s)
                 case Promote():
-                    self._touch(keys)
+                    self._touch(unpack_keys(action.keys))
                     yield Finished.of(action.id, {}, 0.0)
                 case Cascade():
-                    yield from self._store(action.id, keys, now_s)
-                case Rank(hint=None):
-                    self._touch(keys)
-                case Rank(hint=hint):
-                    own = self._end_session(keys)
-                    if hint is not None and hint.over:
-                        self._demote(own)
-                case Demote():
-                    self._demote(self._present(keys))
-                case Retain():
-                    self._touch(keys)
-                    self._retained.retain(self._present(keys), now_s + action.seconds, action.priority)
-                case _:
-                    raise AssertionError(action)  # The tier's contents are known: nothing is probed or deleted.
+                    yield from self._store(action.id, unpack_keys(action.keys), now_s)
+                case _:  # An acknowledgement: nothing is probed or deleted, because the tier's contents are known.
+                    pass
 
-    def _present(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
-        return [key for key in dict.fromkeys(keys) if key in self.keys]
+    def _advise(self, advice: Advice[OffloadKey], now_s: float) -> None:
+        keys = [key for key in dict.fromkeys(advice.keys) if key in self.keys]
+        if advice.kind == "demote":
+            self._demote(keys)
+            return
+        self._touch(keys)
+        if advice.kind == "retain":
+            self._retained.retain(keys, now_s + advice.seconds, advice.priority)
+        elif advice.hint is not None:
+            if self._sessions is None:
+                self._sessions = Sessions()
+            own = self._sessions.ended(keys)
+            if advice.hint.over:
+                self._demote(own)
 
     def _touch(self, keys: Sequence[OffloadKey]) -> None:
         """Make the keys that are present the most recently used, tail first."""
         for key in reversed(keys):
             if key in self.keys:
                 self.keys.move_to_end(key)
-
-    def _end_session(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
-        """Record the end of a request; return the keys used by its session alone."""
-        if self._sessions is None:
-            self._sessions = Sessions()
-        self._touch(keys)
-        return self._sessions.ended(self._present(keys))
 
     def _demote(self, keys: Sequence[OffloadKey]) -> None:
         self._retained.discard(keys)

@@ -10,7 +10,7 @@ each way in kvtier's redis tier (`--lanes`), eight in LMCache's native client. k
 LMCache has no checksum. The figure is kvtier's, the limit LMCache's: above 1, kvtier is faster, or takes less of the
 processor. Processor time is the client's, of all its threads; other programs on the machine change it least.
 
-For Mooncake, its libraries must be found, as `make test-remote` has them: LD_LIBRARY_PATH.
+For Mooncake, its libraries must be found, as `tests/remote/run` has them: LD_LIBRARY_PATH.
 """
 
 import argparse
@@ -228,7 +228,7 @@ def compare(
 
 def compare_redis(given: Any, folder: str) -> Iterator[Row]:
     server = RedisServer(Path(folder)).start()
-    lanes = {"load_lanes": given.lanes, "store_lanes": given.lanes}
+    lanes = {"lanes": given.lanes}
 
     def forgetting() -> Callable[[], None]:
         """Return what deletes all that is stored from now on."""
@@ -243,7 +243,7 @@ def compare_redis(given: Any, folder: str) -> Iterator[Row]:
         return forget
 
     opened: dict[str, Callable[[Sequence[bytes]], Remote]] = {
-        "kvtier": lambda chunks: Tier("redis", {"servers": [server.address], **lanes}, chunks),
+        "kvtier": lambda chunks: Tier("redis", {"url": f"redis://{server.address}", **lanes}, chunks),
         "LMCache resp:// (C++)": lambda chunks: Connector(f"resp://{server.address}", chunks, save_chunk_meta=False),
         "LMCache redis:// (redis-py)": lambda chunks: Connector(f"redis://{server.address}", chunks),
     }

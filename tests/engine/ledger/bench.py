@@ -13,6 +13,7 @@ from kvtier.policies import policy_class
 from kvtier.runner.messages import (
     Acknowledge,
     Action,
+    Advise,
     Answered,
     Cascade,
     Code,
@@ -20,7 +21,6 @@ from kvtier.runner.messages import (
     Found,
     Probe,
     Promote,
-    Rank,
     Returned,
     Scanned,
     TierSpeed,
@@ -58,6 +58,7 @@ class Bench:
         retained_rows_max: int = 0,
         computing_s: float | None = None,
         late_margin: float = 1.5,
+        row_bytes: int = 1,
     ) -> None:
         """`computing_s`: what the LLM engine takes for a chunk, of one token and one byte; None: nobody knows."""
         specs = [self.spec(f"tier{index}") for index in range(tiers)] if isinstance(tiers, int) else tiers
@@ -68,6 +69,7 @@ class Bench:
             action_chunks,
             leaving_rows,
             retained_rows_max=retained_rows_max,
+            row_bytes=row_bytes,
             late_margin=late_margin,
         )
         self.events = EventLog(10_000)
@@ -131,12 +133,11 @@ class Bench:
         """End the step and begin the next one so much later; return what was sent that is answered."""
         actions = self.ledger.end_step()
         self.acknowledged += [action.tier for action in actions if isinstance(action, Acknowledge)]
-        self.ranked += [
-            (action.tier, names_of(unpack_keys(action.keys))) for action in actions if isinstance(action, Rank)
-        ]
+        ranks = [action for action in actions if isinstance(action, Advise) and action.kind == "rank"]
+        self.ranked += [(action.tier, names_of(unpack_keys(action.keys))) for action in ranks]
         self.now += seconds
         self.ledger.begin_step(self.now)
-        return [action for action in actions if not isinstance(action, Acknowledge | Rank)]
+        return [action for action in actions if not isinstance(action, Acknowledge) and action not in ranks]
 
     def load(self, names: str, request: Request | None = None) -> list[int]:
         """Load keys, all the way."""

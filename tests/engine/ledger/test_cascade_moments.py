@@ -9,14 +9,13 @@ from kvtier.backend import make_offload_key
 from kvtier.engine.cascades import SEEN_MIN
 from kvtier.engine.ledger import LookupResult
 from kvtier.engine.tier import TierMatcher
-from kvtier.hints import Hint
+from kvtier.hints import Advice, Hint
 from kvtier.runner.messages import (
+    Advise,
     Cascade,
     Code,
-    Demote,
     Gone,
     Promote,
-    Rank,
     RunnerLost,
     pack_keys,
     unpack_keys,
@@ -118,7 +117,7 @@ def test_what_the_tier_has_is_not_written_again_but_renewed_there(evicting):
     engine.knows_all()
     actions = engine.ledger.end_step()
     assert sent(actions) == []
-    assert [names_of(unpack_keys(action.keys)) for action in actions if isinstance(action, Rank)] == ["d"]
+    assert [names_of(unpack_keys(action.keys)) for action in actions if isinstance(action, Advise)] == ["d"]
 
 
 def test_what_leaves_together_ends_no_session_in_the_tier(evicting):
@@ -130,7 +129,7 @@ def test_what_leaves_together_ends_no_session_in_the_tier(evicting):
     engine.holds("d")
     engine.knows_all()
     engine.ledger.finish(request)
-    told = [action for action in engine.ledger.end_step() if isinstance(action, Rank)]
+    told = [action for action in engine.ledger.end_step() if isinstance(action, Advise)]
     assert [(names_of(unpack_keys(rank.keys)), rank.hint) for rank in told] == [
         ("", Hint()),
         ("d", Hint(class_="agent")),
@@ -499,14 +498,14 @@ def test_memory_for_what_is_only_loaded_is_bounded_too(careful):
 def test_what_is_demoted_leaves_first_and_is_written(evicting):
     engine = evicting()
     engine.store("abcd")
-    engine.ledger.demote(keys_of("a"))
+    engine.ledger.advise(Advice("demote", keys_of("a")))
     assert sent(engine.step()) == [(0, "a")]
 
 
 def test_what_is_retained_leaves_last(evicting):
     engine = evicting(retained_rows_max=2)
     engine.store("abc")
-    engine.ledger.retain(keys_of("bc"), 60.0, 5)
+    engine.ledger.advise(Advice("retain", keys_of("bc"), seconds=60.0, priority=5))
     engine.store("d")
     assert sent(engine.step()) == [(0, "a")]
 
@@ -605,7 +604,7 @@ def test_what_is_retained_after_its_session_was_over_is_written_as_any_other(evi
     request = engine.request()
     engine.store("ab", request)
     over(engine, request, {"over": True})
-    engine.ledger.retain(keys_of("a"), 100.0, 50)
+    engine.ledger.advise(Advice("retain", keys_of("a"), seconds=100.0, priority=50))
     engine.ledger.cascades.end()
     assert sent(engine.step()) == [(0, "a")]
 
@@ -665,14 +664,15 @@ def test_what_was_forgotten_while_it_waits_to_be_written_is_not_written(evicting
 
 
 def told(actions):
-    return [names_of(unpack_keys(action.keys)) for action in actions if isinstance(action, Demote)]
+    advice = [action.advice() for action in actions if isinstance(action, Advise)]
+    return [names_of(each.keys) for each in advice if each.kind == "demote"]
 
 
 def test_what_was_demoted_goes_first_in_the_tier_that_it_is_written_to(evicting):
     """Or else it would be the newest there."""
     engine = evicting(rows=8, leaving_rows=2)
     engine.store("abcdefgh")
-    engine.ledger.demote(keys_of("ab"))
+    engine.ledger.advise(Advice("demote", keys_of("ab")))
     writes = engine.step()
     assert sent(writes) == [(0, "ab")]
     assert told(writes) == []
@@ -683,7 +683,7 @@ def test_what_was_demoted_goes_first_in_the_tier_that_it_is_written_to(evicting)
 def test_what_was_demoted_and_is_used_again_is_as_any_other_in_the_tier(evicting):
     engine = evicting(rows=8, leaving_rows=2)
     engine.store("abcdefgh")
-    engine.ledger.demote(keys_of("a"))
+    engine.ledger.advise(Advice("demote", keys_of("a")))
     engine.load("a")
     engine.load("bcdefgh", engine.request("later"))
     for _ in range(2):
@@ -755,7 +755,7 @@ def test_what_is_prefetched_while_its_session_ends_is_as_any_other_when_it_is_he
 def test_what_was_demoted_and_is_prefetched_is_as_any_other_in_the_tier(evicting):
     engine = evicting(rows=8, leaving_rows=2)
     engine.store("abcdefgh")
-    engine.ledger.demote(keys_of("ab"))
+    engine.ledger.advise(Advice("demote", keys_of("ab")))
     engine.ledger.prefetches.begin(keys_of("ab"))
     writes = engine.step()
     assert sent(writes) == [(0, "gh")]
@@ -772,7 +772,7 @@ def test_what_was_demoted_and_a_waiting_prefetch_names_goes_no_sooner_than_other
     engine = evicting(rows=8, leaving_rows=2)
     engine.holds("wxyz")
     engine.store("abcd")
-    engine.ledger.demote(keys_of("ab"))
+    engine.ledger.advise(Advice("demote", keys_of("ab")))
     for name in "wxyz":
         engine.ledger.prefetches.begin(keys_of(name))
     engine.ledger.prefetches.begin(keys_of("ab"))
@@ -797,7 +797,7 @@ def test_what_was_demoted_while_a_request_uses_it_is_as_any_other_when_that_one_
     engine.store("abcdefgh")
     request = engine.request()
     engine.load("ab", request)
-    engine.ledger.demote(keys_of("a"))
+    engine.ledger.advise(Advice("demote", keys_of("a")))
     engine.load("ac", request)
     engine.load("defgh", engine.request("later"))
     writes = engine.step()

@@ -192,7 +192,7 @@ def test_what_the_bridge_does_not_take_is_dropped_and_counted(bench):
     engine.ledger.refuse(engine.step())
     (tier,) = engine.ledger.tiers
     assert tier.counters.dropped == {"bridge": 2}
-    assert tier.counters.failures == {"refused": 2}  # The load and the probe.
+    assert tier.counters.failed == {"refused": 2}  # The load and the probe.
     assert tier.counters.transfers_failed == 0
     assert engine.lookup("x", request) == [MISS]
     assert engine.settled()
@@ -213,7 +213,7 @@ def test_a_chunk_that_did_not_reach_a_tier_is_not_looked_for_there(bench):
     (store,) = engine.step()
     engine.finish(store, {0: Code.NO_SPACE})
     (tier,) = engine.ledger.tiers
-    assert (tier.counters.stored, tier.counters.failures) == (1, {"no_space": 1})
+    assert (tier.counters.stored, tier.counters.failed) == (1, {"no_space": 1})
     engine.stored_alone("xy")
     assert engine.lookup("ab") == [MISS, PENDING]
 
@@ -260,7 +260,7 @@ def test_each_reason_why_a_chunk_did_not_move_is_counted_by_its_name(bench, code
     (store,) = engine.step()
     engine.fail(store, code)
     (tier,) = engine.ledger.tiers
-    assert (tier.counters.failures | tier.counters.dropped) == {
+    assert (tier.counters.failed | tier.counters.dropped) == {
         "bridge" if code is Code.REFUSED else code.name.lower(): 1
     }
     assert tier.counters.transfers_failed == (code in (Code.FAILED, Code.UNAVAILABLE, Code.DEADLINE))

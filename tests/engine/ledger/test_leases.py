@@ -98,18 +98,6 @@ def test_leases_of_all_requests_together_take_no_more_than_their_share(bench):
     assert engine.ledger.leases.rows == 3
 
 
-def test_a_prefix_that_exceeds_the_share_keeps_its_leading_part(bench):
-    engine = bench(rows=8, lease_rows_max=3)
-    engine.holds("cdef")
-    engine.stored_alone("ab")
-    waiting = engine.request()
-    assert engine.lookup("abcdef", waiting) == [HIT, HIT, PENDING, MISS, MISS, MISS]
-    engine.finish_all(engine.step())
-    assert engine.store("stuvwx") is None  # Or the head would go, and the tail would be held for nothing.
-    engine.store("stuvw")
-    assert engine.lookup("abc", waiting) == [HIT, HIT, HIT]
-
-
 def test_the_lease_of_a_failed_promotion_ends(bench):
     engine = bench()
     engine.holds("a")

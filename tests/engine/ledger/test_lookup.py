@@ -100,7 +100,7 @@ def test_a_probe_without_an_answer_is_counted_and_no_transfer(bench):
         (*_, probe) = engine.step()
         engine.answer(probe, answer)
     counters = engine.ledger.tiers[0].counters
-    assert (counters.probes_failed, counters.transfers_failed, counters.failures) == (1, 0, {})
+    assert (counters.probes_failed, counters.transfers_failed, counters.failed) == (1, 0, {})
 
 
 @pytest.mark.parametrize(("code", "counted"), [(Code.DEADLINE, 1), (Code.LOST, 0), (Code.REFUSED, 0)])

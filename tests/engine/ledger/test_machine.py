@@ -17,21 +17,19 @@ from kvtier.backend.keys import OffloadKey
 from kvtier.config import PRIMARY_NAME
 from kvtier.engine.answers import EventKind
 from kvtier.engine.ledger import LookupResult
-from kvtier.engine.metrics import ROW_STATES
+from kvtier.engine.metrics import row_states
 from kvtier.engine.requests import Request
 from kvtier.engine.tier import WHEN_EVICTED, Tier, TierMatcher
-from kvtier.hints import Hint
+from kvtier.hints import Advice, Hint
 from kvtier.runner.messages import (
     Acknowledge,
     Action,
+    Advise,
     Cascade,
     Code,
-    Demote,
     Gone,
     Probe,
     Promote,
-    Rank,
-    Retain,
     RunnerBack,
     RunnerGone,
     RunnerLost,
@@ -287,11 +285,11 @@ class Engine(RuleBasedStateMachine):
 
     @rule(names=names)
     def demote(self, names: str) -> None:
-        self.ledger.demote(keys_of(names))
+        self.ledger.advise(Advice("demote", keys_of(names)))
 
     @rule(names=names, seconds=st.sampled_from([1.0, 1e9]), priority=st.integers(0, 3))
     def retain(self, names: str, seconds: float, priority: int) -> None:
-        self.ledger.retain(keys_of(names), seconds, priority)
+        self.ledger.advise(Advice("retain", keys_of(names), seconds=seconds, priority=priority))
         self._are_as_any_other(keys_of(names))
 
     @rule(names=names)
@@ -478,9 +476,9 @@ class Engine(RuleBasedStateMachine):
     @invariant()
     def each_row_is_in_one_state_and_the_states_add_up(self) -> None:
         primary = self.ledger.primary
-        states = Counter(dict.fromkeys(ROW_STATES, 0))
+        states = Counter(dict.fromkeys(row_states(primary), 0))
         states.update(map(self._state, range(ROWS)))
-        assert {state: count(primary) for state, count in ROW_STATES.items()} == states
+        assert row_states(primary) == states
         evictable = [row for row in primary.ready.values() if not primary.pinned(row)]
         assert primary.rows_evictable == len(evictable)
 
@@ -654,7 +652,7 @@ class Engine(RuleBasedStateMachine):
         return Counter(row for lent in everything.values() if isinstance(lent.action, Cascade) for row in lent.rows)
 
     def _lend(self, action: Action) -> None:
-        if isinstance(action, Acknowledge | Rank | Demote | Retain):
+        if isinstance(action, Acknowledge | Advise):
             return
         rows = list(unpack_rows(action.rows)) if isinstance(action, Promote | Cascade) else []
         self.under_way[action.id] = Lent(action, unpack_keys(action.keys), rows, self.epoch)

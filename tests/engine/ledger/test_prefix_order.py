@@ -138,7 +138,7 @@ def test_what_a_request_used_before_is_not_ranked_again_with_each_piece(bench):
     class Counted(LRU):
         ranks = 0
 
-        def rank(self, keys):
+        def rank(self, keys, hint=None):
             self.ranks += 1
             super().rank(keys)
 

@@ -223,7 +223,7 @@ def test_promotions_are_counted_when_they_are_sent_for_and_when_they_come(bench)
     assert (tier.counters.promoted, tier.counters.loaded, tier.loading) == (3, 0, 3)
     engine.finish(load, {0: Code.FAILED})
     assert (tier.counters.promoted, tier.counters.loaded, tier.loading) == (3, 2, 0)
-    assert tier.counters.failures == {"failed": 1}
+    assert tier.counters.failed == {"failed": 1}
     assert engine.events.take()[-2:] == [
         Event(EventKind.FAILED, "tier0", engine.keys("a"), "failed"),
         Event(EventKind.STORED, "cpu", engine.keys("bc")),

@@ -3,7 +3,7 @@
 from kvtier.engine import outbox
 from kvtier.engine.tier import TierMatcher
 from kvtier.hints import Hint
-from kvtier.runner.messages import Rank, RunnerLost
+from kvtier.runner.messages import Advise, RunnerLost
 
 
 def test_a_tier_hears_of_a_request_that_is_over(bench):
@@ -34,7 +34,7 @@ def test_from_the_first_hint_on_every_end_is_told_as_one(bench):
         engine.lookup("a", request)
         engine.load("a", request)
         engine.ledger.finish(request)
-        said += [action.hint for action in engine.ledger.end_step() if isinstance(action, Rank)]
+        said += [action.hint for action in engine.ledger.end_step() if isinstance(action, Advise)]
     first_of_all = Hint()
     assert said == [None, first_of_all, Hint(over=True), Hint()]
 

@@ -32,7 +32,7 @@ def test_what_a_lost_runner_had_is_lost_and_counted(bench):
     assert not engine.ledger.pending
     assert engine.lookup("a", request) == [MISS]
     (tier,) = engine.ledger.tiers
-    assert tier.counters.failures == {"lost": 3}
+    assert tier.counters.failed == {"lost": 3}
     assert tier.counters.transfers_failed == 0
     assert tier.breaker.admits(engine.now)
 

@@ -26,7 +26,7 @@ class Recorder(LRU):
         self._note("touch", keys)
         super().touch(keys)
 
-    def rank(self, keys):
+    def rank(self, keys, hint=None):
         self._note("rank", keys)
         super().touch(keys)
 
@@ -262,5 +262,5 @@ def test_a_deletion_that_failed_is_counted(bench):
     engine.ledger.delete(engine.keys("a"))
     (delete,) = engine.step()
     engine.fail(delete, Code.UNAVAILABLE)
-    assert engine.ledger.tiers[0].counters.failures == {"unavailable": 1}
+    assert engine.ledger.tiers[0].counters.failed == {"unavailable": 1}
     assert engine.settled()

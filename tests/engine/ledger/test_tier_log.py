@@ -121,7 +121,7 @@ def test_a_chunk_that_is_gone_alarms_nobody(engine: Bench, log: TierLog, heard: 
     log.look(1.0)
     assert heard.messages == []
     counters = engine.ledger.tiers[0].counters
-    assert (counters.causes, counters.failures, counters.misses) == ({}, {}, 1)
+    assert (counters.causes, counters.failed, counters.misses) == ({}, {}, 1)
 
 
 def test_questions_that_a_tier_does_not_answer_are_told_once_a_minute(heard: pytest.LogCaptureFixture) -> None:

@@ -150,7 +150,7 @@ def test_nothing_is_left_of_a_root_that_was_made_in_vain(
 
     monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(BackendUnavailable, match="Input/output error"):
-        open_folder(corrupt="quarantine")
+        open_folder()
     assert not root.exists()
     assert len(os.listdir("/proc/self/fd")) == len(fds)
 

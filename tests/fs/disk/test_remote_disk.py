@@ -30,7 +30,7 @@ def nfs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("nfs")
 @pytest.mark.parametrize("options", WAYS, ids=str)
 async def test_a_directory_on_nfs_is_filled_to_its_capacity(open_tier, lender: Lender, taken_bytes, root, options):
-    tier = await open_tier(capacity_bytes=CAPACITY_BYTES, checkpoint_s=0, **options)
+    tier = await open_tier(capacity_bytes=CAPACITY_BYTES, **options)
     stored = 0
     while not tier.counters().evicted:
         outcomes = await tier.store(lender.writes(keys_of(BATCH_CHUNKS, stored)))

@@ -149,17 +149,6 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert tier.counters().scan_swept == 1
 
 
-async def test_a_quarantined_file_is_not_swept(open_tier, lender: Lender, root: Path, mapper, path_of) -> None:
-    tier = await open_tier(corrupt="quarantine")
-    await lender.keep(tier, [key_of(0)])
-    path_of(key_of(0)).write_bytes(b"bad")
-    assert await lender.recall(tier, [key_of(0)]) == ["ChunkCorrupt"]
-    await tier.aclose(DEADLINE_S)
-    again = await open_tier()
-    await scan(again)
-    assert len(list((root / mapper.folder / "quarantine").iterdir())) == 1
-
-
 async def test_neighbours_are_left_alone_and_counted(
     open_tier, lender: Lender, root: Path, row_bytes: int, caplog: pytest.LogCaptureFixture
 ) -> None:

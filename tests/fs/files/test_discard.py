@@ -8,7 +8,6 @@ import pytest
 
 from kvtier.backend.keys import OffloadKey, make_offload_key
 from kvtier.backend.namespace import FileMapper
-from kvtier_backends.fs.disk import quarantine
 from kvtier_backends.fs.disk.footer import Fault
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.files.discard import Discard, Discarded
@@ -22,11 +21,11 @@ def path(root: Path, path_of: Callable[[OffloadKey], Path]) -> Path:
 
 
 @pytest.fixture
-def opened(open_folder: Callable[..., Folder], path: Path) -> Callable[..., Discard]:
+def opened(open_folder: Callable[..., Folder], path: Path) -> Callable[[], Discard]:
     """Open a folder with one bad file in it."""
 
-    def opened(**options: object) -> Discard:
-        folder = open_folder(**options)
+    def opened() -> Discard:
+        folder = open_folder()
         put(path, b"bad")
         return Discard(folder)
 
@@ -45,52 +44,32 @@ def found_in(folder: Path) -> list[bytes]:
     return sorted(entry.read_bytes() for entry in folder.iterdir())
 
 
-def quarantine_of(root: Path, mapper: FileMapper) -> Path:
-    return root / mapper.folder / "quarantine"
-
-
-def test_a_corrupt_file_is_deleted(opened: Callable[..., Discard], mapper: FileMapper, path: Path) -> None:
+def test_a_corrupt_file_is_deleted(opened: Callable[[], Discard], mapper: FileMapper, path: Path) -> None:
     gone = opened()
     with path.open("rb") as file:
         assert gone(mapper.name(KEY), file.fileno(), Fault.PAYLOAD) is Discarded.DELETED
     assert found_in(path.parent) == []
 
 
-def test_a_corrupt_file_is_kept_in_quarantine(
-    opened: Callable[..., Discard], mapper: FileMapper, root: Path, path: Path
-) -> None:
-    gone = opened(corrupt="quarantine")
-    with path.open("rb") as file:
-        assert gone(mapper.name(KEY), file.fileno(), Fault.PAYLOAD) is Discarded.QUARANTINED
-    assert found_in(path.parent) == []
-    (kept,) = quarantine_of(root, mapper).iterdir()
-    assert kept.read_bytes() == b"bad"
-    assert kept.name.startswith(f"{(b'k' * 32).hex()}.payload.")
-
-
-@pytest.mark.parametrize("corrupt", ["delete", "quarantine"])
 def test_a_file_that_was_replaced_since_it_was_read_stays(
-    opened: Callable[..., Discard], mapper: FileMapper, root: Path, path: Path, corrupt: str
+    opened: Callable[[], Discard], mapper: FileMapper, path: Path
 ) -> None:
-    gone = opened(corrupt=corrupt)
+    gone = opened()
     with path.open("rb") as file:
         put(path, b"good")
         assert gone(mapper.name(KEY), file.fileno(), Fault.PAYLOAD) is Discarded.REPLACED
     assert found_in(path.parent) == [b"good"]
 
 
-@pytest.mark.parametrize("corrupt", ["delete", "quarantine"])
 @pytest.mark.parametrize("newer_still", [False, True])
 def test_a_file_that_is_replaced_at_the_last_moment_stays(
-    opened: Callable[..., Discard],
+    opened: Callable[[], Discard],
     mapper: FileMapper,
-    root: Path,
     path: Path,
-    corrupt: str,
     newer_still: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    gone = opened(corrupt=corrupt)
+    gone = opened()
     rename = os.rename
 
     def replaced_around(*args: str, **kwargs: int) -> None:
@@ -104,11 +83,10 @@ def test_a_file_that_is_replaced_at_the_last_moment_stays(
         monkeypatch.setattr(os, "rename", replaced_around)
         assert gone(mapper.name(KEY), file.fileno(), Fault.PAYLOAD) is Discarded.REPLACED
     assert found_in(path.parent) == [b"better" if newer_still else b"good"]
-    assert corrupt == "delete" or found_in(quarantine_of(root, mapper)) == []
 
 
 def test_a_file_that_somebody_else_has_discarded_is_gone(
-    opened: Callable[..., Discard], mapper: FileMapper, path: Path
+    opened: Callable[[], Discard], mapper: FileMapper, path: Path
 ) -> None:
     gone = opened()
     with path.open("rb") as file:
@@ -116,35 +94,8 @@ def test_a_file_that_somebody_else_has_discarded_is_gone(
         assert gone(mapper.name(KEY), file.fileno(), Fault.PAYLOAD) is Discarded.REPLACED
 
 
-def test_without_its_quarantine_a_file_is_deleted(
-    opened: Callable[..., Discard], mapper: FileMapper, root: Path, path: Path
-) -> None:
-    gone = opened(corrupt="quarantine")
-    quarantine_of(root, mapper).rmdir()
-    with path.open("rb") as file:
-        assert gone(mapper.name(KEY), file.fileno(), Fault.PAYLOAD) is Discarded.DELETED
-    assert found_in(path.parent) == []
-
-
-def test_a_quarantine_has_a_limit_that_outlives_the_tier(
-    open_folder: Callable[..., Folder], mapper: FileMapper, root: Path, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(quarantine, "FILES_MAX", 3)
-    outcomes: list[Discarded] = []
-    for _ in range(2):
-        folder = open_folder(corrupt="quarantine")
-        gone = Discard(folder)
-        for _ in range(2):
-            put(path, b"bad")
-            with path.open("rb") as file:
-                outcomes.append(gone(mapper.name(KEY), file.fileno(), Fault.PAYLOAD))
-        folder.close()
-    assert outcomes == [Discarded.QUARANTINED] * 3 + [Discarded.DELETED]
-    assert len(list(quarantine_of(root, mapper).iterdir())) == 3
-
-
 def test_a_file_that_cannot_be_moved_is_left(
-    opened: Callable[..., Discard], mapper: FileMapper, path: Path, monkeypatch: pytest.MonkeyPatch
+    opened: Callable[[], Discard], mapper: FileMapper, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gone = opened()
 
@@ -158,7 +109,7 @@ def test_a_file_that_cannot_be_moved_is_left(
 
 
 def test_each_kind_is_warned_of_once(
-    opened: Callable[..., Discard], mapper: FileMapper, path: Path, caplog: pytest.LogCaptureFixture
+    opened: Callable[[], Discard], mapper: FileMapper, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     gone = opened()
     for fault in [Fault.PAYLOAD, Fault.PAYLOAD, Fault.SWAPPED, Fault.PAYLOAD]:

@@ -61,11 +61,11 @@ async def test_a_restart_keeps_the_order_of_last_use(open_tier, lender: Lender, 
     for key in keys_of(12):
         found = path_of(key).stat()
         os.utime(path_of(key), ns=(found.st_atime_ns, found.st_mtime_ns - 4 * 3_600 * 10**9))
-    used = await open_tier(checkpoint_s=0)
+    used = await open_tier()
     await scanned(used)
     await lender.recall(used, keys_of(4))
     await used.aclose(DEADLINE_S)
-    tier = await open_tier(capacity_bytes=CAPACITY_BYTES, checkpoint_s=0)
+    tier = await open_tier(capacity_bytes=CAPACITY_BYTES)
     await scanned(tier)
     start = 1_000
     while sum(there := list(await tier.probe(keys_of(12)))) > 4:
@@ -195,7 +195,7 @@ async def test_what_was_not_used_for_long_goes(open_tier, lender: Lender, path_o
     await lender.keep(before, keys_of(3))
     await before.aclose(DEADLINE_S)
     os.utime(path_of(key_of(0)), (1, 1))
-    tier = await open_tier(ttl_s=3_600, checkpoint_s=0)
+    tier = await open_tier(ttl_s=3_600)
     await scanned(tier)
     await lender.keep(tier, [key_of(5)])
     async with asyncio.timeout(DEADLINE_S):
@@ -215,7 +215,7 @@ async def test_a_store_that_waits_for_what_goes_ends_with_the_tier(
     for key in keys:
         os.utime(path_of(key), (1, 1))
     stuck = system_call("unlink", sticks=True, only=lambda name, **kwargs: name.endswith(".bin"))
-    tier = await open_tier(ttl_s=3_600, checkpoint_s=0)
+    tier = await open_tier(ttl_s=3_600)
     await scanned(tier)
     await stuck.wait_entered()
     storing = asyncio.create_task(tier.store(lender.writes(keys)))

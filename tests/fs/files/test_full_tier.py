@@ -3,7 +3,6 @@
 import asyncio
 import fnmatch
 import glob
-import itertools
 import os
 import threading
 from collections.abc import Generator
@@ -103,30 +102,6 @@ async def test_a_cancelled_store_leaves_whole_chunks_and_counts_what_is_there(
     assert tier.counters().corrupt == {}
 
 
-async def test_what_only_an_old_checkpoint_names_leaves_no_room(
-    open_tier, lender: Lender, root: Path, taken_bytes, hurry, system_call: MakeSystemCall
-) -> None:
-    """As after a kill: its chunks have gone for others, of which nobody knows before the scan comes to them."""
-    options = {"naming": "flat", "capacity_bytes": CAPACITY_BYTES}
-    tier = await open_tier(**options)
-    await lender.keep(tier, keys_of(12))
-    await tier.aclose(DEADLINE_S)
-    (index,) = root.glob("*/index*")
-    old = index.read_bytes()
-    tier = await open_tier(**options)
-    for number in range(100, 100 + 2 * ROOM):
-        await lender.keep(tier, [key_of(number)])
-    await tier.aclose(DEADLINE_S)
-    index.write_bytes(old)
-    hurry()
-    listing = system_call("scandir", sticks=True, only=lambda folder: isinstance(folder, int))  # A descriptor's.
-    tier = await open_tier(**options)
-    await listing.wait_entered()  # All that the checkpoint names is known by then.
-    await tier.store(lender.writes(keys_of(12, start=1_000)))
-    assert tier.counters().evicted
-    assert taken_bytes(root) <= CAPACITY_BYTES
-
-
 async def test_a_file_that_takes_more_than_is_wanted_is_counted_until_it_is_gone(
     open_tier,
     lender: Lender,
@@ -137,14 +112,14 @@ async def test_a_file_that_takes_more_than_is_wanted_is_counted_until_it_is_gone
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Though more go with it: what these leave is not taken off."""
-    before = await open_tier(naming="flat", checkpoint_s=0)
+    before = await open_tier(naming="flat")
     await lender.keep(before, keys_of(10))
     await before.aclose(DEADLINE_S)
     large = path_of(key_of(5))
     large.write_bytes(bytes(8 * ROW_BYTES))
     os.utime(large, (1, 1))
     listing = system_call("scandir", sticks=True, only=lambda folder: isinstance(folder, int))  # A descriptor's.
-    tier = await open_tier(naming="flat", capacity_bytes=taken_bytes(root) + 8_192, checkpoint_s=0)
+    tier = await open_tier(naming="flat", capacity_bytes=taken_bytes(root) + 8_192)
     unlink, seen = os.unlink, list[tuple[int, int]]()
 
     def look(name: str, **kwargs: int) -> None:
@@ -165,31 +140,6 @@ async def test_a_file_that_takes_more_than_is_wanted_is_counted_until_it_is_gone
     ((there_bytes, counted_bytes),) = seen
     assert tier.counters().evicted > 1
     assert counted_bytes >= there_bytes
-
-
-async def test_a_full_tier_has_room_for_its_checkpoints(open_tier, lender: Lender, root: Path, taken_bytes) -> None:
-    """Beside the last one, though chunks take all the room that they may."""
-    capacity_bytes, numbers = 1_000 * (ROW_BYTES + FOOTER_BYTES), itertools.count()
-    for _ in range(2):
-        tier = await open_tier(naming="flat", capacity_bytes=capacity_bytes)
-        while tier.counters().evicted < 4:
-            await lender.keep(tier, [key_of(next(numbers))])
-        assert await tier.aclose(DEADLINE_S) == (0,)
-        assert (tier.counters().checkpoints_written, tier.counters().checkpoints_failed) == (1, 0)
-        assert taken_bytes(root) <= capacity_bytes
-
-
-async def test_room_for_checkpoints_is_made_where_chunks_have_taken_it(open_tier, lender: Lender) -> None:
-    """As by a tier that wrote none; and nobody stores anything more."""
-    capacity_bytes, numbers = 300 * (ROW_BYTES + FOOTER_BYTES), itertools.count()
-    before = await open_tier(naming="flat", capacity_bytes=capacity_bytes, checkpoint_s=0)
-    while before.counters().evicted < 4:
-        await lender.keep(before, [key_of(next(numbers))])
-    await before.aclose(DEADLINE_S)
-    tier = await open_tier(naming="flat", capacity_bytes=capacity_bytes, checkpoint_s=0.05)
-    async with asyncio.timeout(DEADLINE_S):
-        while tier.counters().checkpoints_written < 3:
-            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("naming", ["flat", "vllm"])

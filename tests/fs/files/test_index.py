@@ -5,6 +5,7 @@ import tracemalloc
 
 import pytest
 
+from kvtier.backend import Advice
 from kvtier.backend.contract import INVENTORY_BATCH_KEYS, Added, InventoryEvent, Removed, ScanDone
 from kvtier.backend.keys import OffloadKey, make_offload_key
 from kvtier.policies import LRU
@@ -208,7 +209,7 @@ def test_without_a_policy_it_evicts_as_lru_does() -> None:
             elif what < 0.85:
                 index.removed(key)
             elif what < 0.9:
-                index.rank([key_of(number + place) for place in range(5)])
+                index.advise(Advice("rank", [key_of(number + place) for place in range(5)]), 0)
         if what >= 0.9:
             count = dice.randrange(1, 4)
             assert ours.victims(count, nothing, 0) == theirs.victims(count, nothing, 0)

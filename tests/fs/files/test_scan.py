@@ -137,7 +137,7 @@ async def test_an_index_that_is_whole_answers_without_a_system_call(
 async def test_a_folder_that_cannot_be_read_leaves_the_tier_asking(
     open_tier, lender: Lender, path_of: Callable[[OffloadKey], Path], system_call: MakeSystemCall
 ) -> None:
-    before = await open_tier(checkpoint_s=0)
+    before = await open_tier()
     await lender.keep(before, keys_of(2))
     await before.aclose(DEADLINE_S)
     hidden = path_of(key_of(0)).parent.name

@@ -101,7 +101,7 @@ async def test_a_bad_root_is_refused_and_leaves_no_thread(tmp_path: Path, mapper
 
 async def test_opening_and_closing_do_not_block_the_loop(open_tier) -> None:
     with blockbuster_ctx():
-        tier = await open_tier(corrupt="quarantine")
+        tier = await open_tier()
         await tier.aclose(DEADLINE_S)
 
 

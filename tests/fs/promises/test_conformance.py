@@ -232,7 +232,6 @@ class TestFsInMemoryWithEveryOptionTheOtherWay(Suites):
             naming="flat",
             io="buffered",
             fsync=True,
-            corrupt="quarantine",
             unverified="accept",
             load_lanes=1,
             store_lanes=1,

@@ -120,7 +120,7 @@ async def test_a_file_cut_off_anywhere_is_a_miss(opened_once, lender: Lender, pa
 async def test_a_file_of_a_later_format_is_a_miss_and_left_alone(
     open_tier, lender: Lender, path_of, row_bytes: int
 ) -> None:
-    tier = await open_tier(corrupt="delete")
+    tier = await open_tier()
     await lender.keep(tier, keys_of(2))
     page = bytearray(path_of(KEY).read_bytes()[row_bytes:])
     struct.pack_into("<I", page, 8, 3)
@@ -171,21 +171,6 @@ async def test_rows_of_another_length_are_misses(open_tier, lender: Lender, root
     assert await longer.recall(theirs, [key_of(2)]) == ["ChunkCorrupt"]
     await theirs.aclose(10)
     assert await lender.recall(await open_tier(), [KEY]) == ["ChunkCorrupt"]
-
-
-async def test_quarantine_keeps_the_file_as_it_was(open_tier, lender: Lender, path_of, root: Path, mapper) -> None:
-    tier = await open_tier(corrupt="quarantine")
-    await lender.keep(tier, [KEY])
-    Place(path_of(KEY), 0).overwrite(5, b"?")
-    bad = path_of(KEY).read_bytes()
-    assert await lender.recall(tier, [KEY]) == ["ChunkCorrupt"]
-    assert not path_of(KEY).exists()
-    (kept,) = (root / mapper.folder / "quarantine").iterdir()
-    assert kept.read_bytes() == bad
-    assert tier.counters().quarantined == 1
-    await tier.aclose(10)
-    again = await open_tier(corrupt="quarantine")
-    assert list(await again.probe([KEY])) == [False]
 
 
 async def test_a_corrupt_file_that_cannot_be_moved_is_still_a_miss(

@@ -32,14 +32,14 @@ SLACK_BYTES = 64 << 10  # Segments count as fragmented, and a checkpoint may be 
 
 ERRORS = ["EIO", "EBUSY", "EMFILE", "ENOENT", "ENOSPC", "EAGAIN"]
 FILES: dict[str, Any] = {"layout": "files"}
-SEGMENTS: dict[str, Any] = {"layout": "segments"}
+SEGMENTS: dict[str, Any] = {"layout": "segments", "checkpoint_s": 0.5}
 
 
 class Engine:
     """A process with a tier."""
 
     def __init__(self, root: Path, seed: int, options: dict[str, Any]) -> None:
-        given = {"root": str(root), "capacity_bytes": CAPACITY_BYTES, "checkpoint_s": 0.5, **options}
+        given = {"root": str(root), "capacity_bytes": CAPACITY_BYTES, **options}
         asked = {"row_bytes": ROW_BYTES, "keys": KEYS, "seed": seed, "options": given}
         command = [sys.executable, str(Path(__file__).parents[1] / "storm_writer.py"), json.dumps(asked)]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -25,9 +25,9 @@ DEADLINE_S = 20.0
 CHUNKS = 12
 CAPACITY_BYTES = 2 * CHUNKS * (8_192 + 4_096 + 16_384)
 WAYS = {
-    "vllm": {"corrupt": "quarantine"},
-    "flat": {"corrupt": "quarantine", "naming": "flat"},
-    "shared": {"corrupt": "quarantine", "shared": True},
+    "vllm": {"naming": "vllm"},
+    "flat": {"naming": "flat"},
+    "shared": {"shared": True},
     "segments": {"layout": "segments"},
 }
 
@@ -68,8 +68,6 @@ def folders_of(root: Path, level: str, mapper: FileMapper) -> list[str]:
     match level:
         case "books":
             return beside
-        case "quarantine":
-            return [f"{mapper.folder}/quarantine"]
         case "chunks":
             return chunks
     depth = {"outer": 1, "inner": 2}[level]
@@ -79,7 +77,7 @@ def folders_of(root: Path, level: str, mapper: FileMapper) -> list[str]:
 
 LEVELS = [
     *((way, level) for way in WAYS for level in ("books", "chunks")),
-    *((way, level) for way in ("vllm", "flat", "shared") for level in ("quarantine", "outer")),
+    *((way, "outer") for way in ("vllm", "flat", "shared")),
     *((way, "inner") for way in ("vllm", "shared")),
 ]
 
@@ -88,10 +86,8 @@ LEVELS = [
 async def test_nothing_behind_a_link_in_the_place_of_a_folder_is_read_written_or_removed(
     open_tier, lender: Lender, scanned, root: Path, mapper: FileMapper, tmp_path: Path, way: str, level: str
 ) -> None:
-    """By loads, stores, deletes, evictions, stamps, checkpoints, quarantine, or any command."""
-    tier: FsBackend = await open_tier(
-        capacity_bytes=CAPACITY_BYTES, write_budget_bytes_per_day="10GiB", checkpoint_s=3600, **WAYS[way]
-    )
+    """By loads, stores, deletes, evictions, stamps, checkpoints, or any command."""
+    tier: FsBackend = await open_tier(capacity_bytes=CAPACITY_BYTES, write_budget_bytes_per_day="10GiB", **WAYS[way])
     await lender.keep(tier, keys_of(CHUNKS))
     await scanned(tier)
     victims, away = tmp_path / "victims", tmp_path / "away"

@@ -6,7 +6,6 @@ Links that lead out of the directory, pipes that nobody writes to, and second na
 import asyncio
 import os
 import stat
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from kvtier.errors import ChunkMissing, ConfigError
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs import FsBackend
-from kvtier_backends.fs.disk.quarantine import Quarantine
 
 DEADLINE_S = 20.0
 TREASURE = b"not for anybody else" * 400
@@ -86,7 +84,7 @@ async def test_a_second_name_of_somebodys_file_is_not_written_to(
 
 
 @pytest.mark.parametrize("layout", ["files", "segments"])
-@pytest.mark.parametrize("place", ["namespace", "chunks", "quarantine", "first"])
+@pytest.mark.parametrize("place", ["namespace", "chunks", "first"])
 async def test_a_link_in_the_place_of_a_folder_is_refused_by_name(
     open_tier, lender: Lender, root: Path, mapper: FileMapper, treasure: Path, place: str, layout: str
 ) -> None:
@@ -98,7 +96,6 @@ async def test_a_link_in_the_place_of_a_folder_is_refused_by_name(
     path = {
         "namespace": root / mapper.folder,
         "chunks": chunks,
-        "quarantine": root / mapper.folder / "quarantine",
         "first": first,
     }[place]
     if path.exists():
@@ -116,16 +113,15 @@ async def test_the_root_itself_may_be_a_link(open_tier, lender: Lender, tmp_path
     assert list((tmp_path / "disk").rglob("*.bin"))
 
 
-@pytest.mark.parametrize("layout", ["files", "segments"])
 async def test_a_link_in_the_place_of_the_checkpoint_is_not_read_and_is_replaced(
-    open_tier, lender: Lender, scanned, root: Path, mapper: FileMapper, treasure: Path, layout: str
+    open_tier, lender: Lender, scanned, root: Path, mapper: FileMapper, treasure: Path
 ) -> None:
-    before = await open_tier(layout=layout)
+    before = await open_tier(layout="segments")
     await lender.keep(before, keys_of(2))
     await before.aclose(DEADLINE_S)
     (index,) = (root / mapper.folder).glob("index*")
     put("a symbolic link", index, treasure)
-    tier = await open_tier(layout=layout)
+    tier = await open_tier(layout="segments")
     assert await lender.recall(tier, keys_of(2)) == [label(key) for key in keys_of(2)]
     await scanned(tier)  # Before that, the last checkpoint is better than one of what is known.
     assert tier.counters().checkpoints_ignored == 1
@@ -137,44 +133,16 @@ async def test_a_link_in_the_place_of_the_checkpoint_is_not_read_and_is_replaced
 async def test_a_pipe_in_the_place_of_the_checkpoint_holds_up_nothing(
     open_tier, lender: Lender, root: Path, mapper: FileMapper, treasure: Path
 ) -> None:
-    before = await open_tier()
+    before = await open_tier(layout="segments")
     await lender.keep(before, keys_of(2))
     await before.aclose(DEADLINE_S)
     (index,) = (root / mapper.folder).glob("index*")
     put("a named pipe", index, treasure)
-    tier = await open_tier()
+    tier = await open_tier(layout="segments")
     async with asyncio.timeout(DEADLINE_S):
         await lender.keep(tier, keys_of(2))
         while not tier.counters().checkpoints_ignored:
             await asyncio.sleep(0.01)
-
-
-def test_a_quarantine_that_becomes_a_link_keeps_what_it_leads_to(
-    open_folder: Callable[..., object], root: Path, mapper: FileMapper, treasure: Path
-) -> None:
-    quarantine: Quarantine = open_folder(corrupt="quarantine").quarantine  # type: ignore[attr-defined]
-    assert quarantine.admit()
-    path = root / mapper.folder / "quarantine"
-    path.rmdir()
-    path.symlink_to(treasure.parent)
-    assert quarantine.clear(1 << 40) == (0, 0)
-    assert treasure.read_bytes() == TREASURE
-
-
-async def test_a_corrupt_chunk_is_not_kept_where_a_link_leads(
-    open_tier, lender: Lender, root: Path, mapper: FileMapper, treasure: Path
-) -> None:
-    tier = await open_tier(corrupt="quarantine")
-    await lender.keep(tier, keys_of(1))
-    quarantine = root / mapper.folder / "quarantine"
-    quarantine.rmdir()
-    quarantine.symlink_to(treasure.parent)
-    for path in root.rglob("*.bin"):
-        with path.open("r+b") as file:
-            file.write(b"?" * 64)
-    assert await lender.recall(tier, keys_of(1)) == ["ChunkCorrupt"]
-    await tier.aclose(DEADLINE_S)
-    assert os.listdir(treasure.parent) == ["treasure"]
 
 
 @pytest.mark.parametrize("kind", ["a symbolic link", "a named pipe", "a socket"])

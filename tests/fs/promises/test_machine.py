@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from kvtier.backend import Advice
 from kvtier.backend.contract import TierContext
 from kvtier.backend.keys import NamingKind
 from kvtier.backend.namespace import FileMapper, Namespace
@@ -31,14 +32,12 @@ class Tier(RuleBasedStateMachine):
     What is `stored` was said to be; the file of what is `damaged` is not what it was.
     """
 
-    @initialize(bounded=st.booleans(), naming=st.sampled_from(["vllm", "flat"]), checkpoint=st.booleans())
-    def begin(self, bounded: bool, naming: NamingKind, checkpoint: bool) -> None:
+    @initialize(bounded=st.booleans(), naming=st.sampled_from(["vllm", "flat"]))
+    def begin(self, bounded: bool, naming: NamingKind) -> None:
         in_memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
         self.root = Path(tempfile.mkdtemp(dir=in_memory))
         self.capacity_bytes = CAPACITY_BYTES if bounded else None
-        self.options = FsOptions(
-            root=str(self.root), naming=naming, capacity_bytes=self.capacity_bytes, checkpoint_s=1_800 * checkpoint
-        )
+        self.options = FsOptions(root=str(self.root), naming=naming, capacity_bytes=self.capacity_bytes)
         self.mapper = FileMapper(Namespace(model_name="machine"), naming)
         self.runner = asyncio.Runner()
         self.lender = Lender(ROW_BYTES)
@@ -117,7 +116,7 @@ class Tier(RuleBasedStateMachine):
 
     @rule(which=several)
     def rank(self, which: list[int]) -> None:
-        self.tier.rank([key_of(number) for number in which])
+        self.tier.advise(Advice("rank", [key_of(number) for number in which]))
 
     @rule()
     def reopen(self) -> None:

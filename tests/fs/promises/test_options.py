@@ -17,7 +17,6 @@ FILES_ALONE: dict[str, Any] = {
     "low_water": 0.9,
     "shared": False,
     "unverified": "refuse",
-    "corrupt": "delete",
 }
 
 
@@ -41,7 +40,12 @@ def test_what_a_layout_lacks_is_no_field_of_it(name: str) -> None:
         FsOptions(root="/x", layout="segments", **{name: FILES_ALONE[name]})
 
 
-@pytest.mark.parametrize("given", ["1us", "9ms", "2d"])
+def test_files_have_no_checkpoint() -> None:
+    with pytest.raises(ConfigError, match=r"^checkpoint_s: no such field with layout = 'files': .+; layout = 'segm"):
+        FsOptions(root="/x", shared=True, checkpoint_s=60)
+
+
+@pytest.mark.parametrize("given", ["1us", "9ms", "2d", -1])
 def test_an_index_is_written_down_never_or_at_intervals_that_a_disk_can_keep(given: str) -> None:
     with pytest.raises(ConfigError, match=r"^checkpoint_s: .+ given, (0|seconds as a number)"):
         FsOptions(root="/x", checkpoint_s=given)  # type: ignore[arg-type]
@@ -67,7 +71,7 @@ async def test_a_bound_that_no_chunk_fits_is_refused_before_anything_is_made(
 
 def test_all_that_files_have_alone_is_told_of() -> None:
     assert set(FilesOptions.__struct_fields__) - set(DiskOptions.__struct_fields__) == set(FILES_ALONE)
-    assert set(SegmentsOptions.__struct_fields__) == set(DiskOptions.__struct_fields__)
+    assert set(SegmentsOptions.__struct_fields__) - set(DiskOptions.__struct_fields__) == {"checkpoint_s"}
 
 
 def test_what_is_not_given_has_the_layouts_defaults() -> None:

@@ -138,7 +138,7 @@ async def test_a_disk_that_was_remounted_read_only_serves_what_it_has(
     assert await lender.recall(tier, keys_of(3, start=10)) == list(map(label, keys_of(3, start=10)))
 
 
-@pytest.mark.parametrize("runner", ["inline", "thread", "process"])
+@pytest.mark.parametrize("runner", ["inline", "process"])
 async def test_an_engine_whose_disk_was_remounted_read_only_says_so_with_the_cause(
     mount_image: Callable[[str, int], Path], runner: str, layout: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -142,7 +142,7 @@ async def test_room_that_could_not_be_seen_at_the_start_counts_as_all_there_may_
         await before.store(lender.writes(keys_of(10, start)))
     await before.aclose(DEADLINE_S)
     listing = system_call("scandir", error=errno.EIO)
-    tier = await open_tier(capacity_bytes=CAPACITY_BYTES, checkpoint_s=0)
+    tier = await open_tier(capacity_bytes=CAPACITY_BYTES)
     for start in range(100, 200, 10):
         await tier.store(lender.writes(keys_of(10, start)))
         assert taken_bytes(root) <= CAPACITY_BYTES
@@ -178,7 +178,7 @@ async def test_a_disk_that_errs_is_not_taken_for_one_that_is_gone(
 async def test_a_deletion_that_fails_on_what_was_never_stored_takes_nothing_off(
     open_tier, lender: Lender, root: Path, taken_bytes: TakenBytes, system_call: MakeSystemCall
 ) -> None:
-    tier = await open_tier(checkpoint_s=0)
+    tier = await open_tier()
     await lender.keep(tier, keys_of(1))
     unlink = system_call(
         "open", error=errno.EBUSY, only=lambda name, flags, *_, **__: "/" in str(name) and flags & os.O_PATH
@@ -192,7 +192,7 @@ async def test_a_deletion_that_fails_on_what_was_never_stored_takes_nothing_off(
 async def test_folders_that_a_failed_store_has_made_go(
     open_tier, lender: Lender, root: Path, taken_bytes: TakenBytes, system_call: MakeSystemCall
 ) -> None:
-    tier = await open_tier(checkpoint_s=0)
+    tier = await open_tier()
     await lender.keep(tier, keys_of(1))
     before = taken_bytes(root)
     mkdir = system_call("mkdir", error=errno.EBUSY, only=lambda name, *_, **__: str(name).endswith("_g0"))

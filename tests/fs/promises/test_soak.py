@@ -2,7 +2,8 @@
 
 A few seconds as it comes. At full size, on the disk that is to be tried:
 
-    make disksoak DIR=/mnt/nvme/soak SOAK_S=600
+    export KVTIER_SOAK_S=600 KVTIER_SOAK_REQUESTS=3000
+    .venv/bin/pytest -s tests/fs/promises/test_soak.py --basetemp=/mnt/nvme/soak
 """
 
 import logging
@@ -16,6 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvtier.backend import Advice
 from kvtier.backend.contract import Read, TierContext, Write
 from kvtier.backend.keys import OffloadKey, make_offload_key
 from kvtier.backend.namespace import FileMapper
@@ -97,7 +99,7 @@ class Engine:
             outcomes = await self._tier.store([*map(Write, part, self._rows)])
             soak.stored += list(outcomes).count(None)
             soak.refused += len(part) - list(outcomes).count(None)
-        self._tier.rank(keys)
+        self._tier.advise(Advice("rank", keys))
         soak.requests += 1
         soak.references += len(request.hash_ids)
         soak.hits += run

@@ -37,31 +37,29 @@ def date(path: Path, time_s: int) -> None:
 
 
 @pytest.mark.parametrize("time_s", ODD_TIMES_S)
-async def test_a_file_of_any_date_is_a_chunk_like_any_other_and_in_the_checkpoint(
+async def test_a_file_of_any_date_is_a_chunk_like_any_other(
     open_tier, lender: Lender, scanned, path_of, time_s: int
 ) -> None:
-    first = await open_tier(checkpoint_s=0)
+    first = await open_tier()
     await lender.keep(first, keys_of(3))
     await first.aclose(DEADLINE_S)
     date(path_of(key_of(1)), time_s)
-    second = await open_tier()
-    await scanned(second)
-    assert list(await second.probe(keys_of(3))) == [True] * 3
-    await second.aclose(DEADLINE_S)
-    assert (second.counters().checkpoints_written, second.counters().scan_failed) == (1, 0)
-    third = await open_tier()
-    await scanned(third)
-    assert third.counters().checkpoint_chunks == 3
-    assert await lender.recall(third, keys_of(3)) == [label(key) for key in keys_of(3)]
+    for _ in range(2):
+        tier = await open_tier()
+        await scanned(tier)
+        assert list(await tier.probe(keys_of(3))) == [True] * 3
+        assert await lender.recall(tier, keys_of(3)) == [label(key) for key in keys_of(3)]
+        await tier.aclose(DEADLINE_S)
+        assert tier.counters().scan_failed == 0
 
 
 async def test_a_file_from_before_1970_goes_first(open_tier, lender: Lender, scanned, path_of) -> None:
     capacity_bytes = 16 * (8_192 + 4_096)
-    first = await open_tier(capacity_bytes=capacity_bytes, checkpoint_s=0)
+    first = await open_tier(capacity_bytes=capacity_bytes)
     await lender.keep(first, keys_of(4))
     await first.aclose(DEADLINE_S)
     date(path_of(key_of(0)), -HOUR_S)
-    tier = await open_tier(capacity_bytes=capacity_bytes, checkpoint_s=0)
+    tier = await open_tier(capacity_bytes=capacity_bytes)
     await scanned(tier)
     number = 100
     while path_of(key_of(0)).exists():
@@ -84,13 +82,12 @@ async def test_a_file_from_the_future_was_used_when_it_was_first_seen(
     assert await lender.recall(tier, keys_of(2)) == [label(key) for key in keys_of(2)]
 
 
-@pytest.mark.parametrize("checkpoint_s", [0, 1_800])
-async def test_a_file_from_the_future_expires(open_tier, lender: Lender, path_of, checkpoint_s: float) -> None:
-    first = await open_tier(checkpoint_s=checkpoint_s)
+async def test_a_file_from_the_future_expires(open_tier, lender: Lender, path_of) -> None:
+    first = await open_tier()
     await lender.keep(first, keys_of(1))
     await first.aclose(DEADLINE_S)
     date(path_of(key_of(0)), FAR_S)
-    tier = await open_tier(ttl_s=0.05, checkpoint_s=checkpoint_s)
+    tier = await open_tier(ttl_s=0.05)
     async with asyncio.timeout(DEADLINE_S):
         while path_of(key_of(0)).exists():
             await asyncio.sleep(0.01)
@@ -160,7 +157,7 @@ async def test_a_slot_numbered_in_the_future_costs_nothing_but_itself(
 async def test_what_people_see_of_a_file_from_the_future_is_no_later_than_now(
     open_tier, lender: Lender, path_of, root: Path, layout: str
 ) -> None:
-    first = await open_tier(layout=layout, capacity_bytes="1MiB", checkpoint_s=0)
+    first = await open_tier(layout=layout, capacity_bytes="1MiB")
     await lender.keep(first, keys_of(1))
     await first.aclose(DEADLINE_S)
     if layout == "files":

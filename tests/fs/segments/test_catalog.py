@@ -7,6 +7,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvtier.backend import Advice
 from kvtier.backend.keys import OffloadKey
 from kvtier.policies import LRU
 from kvtier.testing.conformance.lender import key_of, keys_of
@@ -131,7 +132,7 @@ class CatalogMachine(RuleBasedStateMachine):
 
     @rule(numbers=st.lists(st.integers(0, KEYS - 1), max_size=4))
     def rank(self, numbers: list[int]) -> None:
-        self.catalog.rank([key_of(number) for number in numbers], self.clock)
+        self.catalog.advise(Advice("rank", [key_of(number) for number in numbers]), self.clock, 0)
 
     @rule(number=st.integers(0, KEYS - 1))
     def delete(self, number: int) -> None:
@@ -265,7 +266,7 @@ def test_what_was_used_longest_ago_goes_first(policy: LRU[OffloadKey] | None) ->
     catalog = Catalog(policy)
     keys = held(catalog, 5)
     catalog.used(keys[:1], 10)
-    catalog.rank([keys[2], keys[1]], 20)
+    catalog.advise(Advice("rank", [keys[2], keys[1]]), 20, 0)
     order: list[OffloadKey] = []
     while slots := catalog.evict(1, ()):
         (gone,) = {key for key in keys if key not in catalog and key not in order}

@@ -7,7 +7,6 @@ import os
 import random
 import time
 import tracemalloc
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,20 +118,6 @@ async def test_what_was_written_since_the_checkpoint_is_looked_at(
     assert list(await tier.probe(keys_of(2))) == [False, False]
     expected = ["ChunkMissing"] * 2 + [label(key, 1) for key in keys_of(3, start=2)]
     assert await lender.recall(tier, keys_of(5)) == expected
-
-
-@pytest.mark.parametrize("damage", [lambda old: old[:-9], lambda old: b"", lambda old: old[:200] + b"\xff" + old[201:]])
-async def test_a_damaged_checkpoint_of_segments_is_none(
-    open_tier, lender: Lender, root: Path, mapper, damage: Callable[[bytes], bytes]
-) -> None:
-    first = await open_tier(layout="segments", capacity_bytes=SMALL)
-    await lender.keep(first, keys_of(5))
-    await first.aclose(DEADLINE_S)
-    (index,) = (root / mapper.folder).glob("index_*_segments")
-    index.write_bytes(damage(index.read_bytes()))
-    tier = await open_tier(layout="segments", capacity_bytes=SMALL)
-    assert await lender.recall(tier, keys_of(5)) == [label(key) for key in keys_of(5)]
-    assert tier.counters().checkpoints_ignored == 1
 
 
 async def test_two_tiers_on_one_directory_write_to_segments_of_their_own(open_tier, lender: Lender, root: Path) -> None:
@@ -274,10 +259,6 @@ async def _deleting(
         ({"shared": True}, "shared: no such field with layout = 'segments': each segment has one writer"),
         ({"naming": "flat"}, "naming: no such field with layout = 'segments': chunks in segments have no names"),
         ({"unverified": "accept"}, "unverified: no such field with layout = 'segments': every slot has a footer"),
-        (
-            {"corrupt": "quarantine"},
-            "corrupt: no such field with layout = 'segments': a corrupt slot is counted",
-        ),
         ({"low_water": 0.9}, "low_water: no such field with layout = 'segments': a chunk in a segment goes when"),
     ],
 )

@@ -13,15 +13,15 @@ BESIDE = Path(__file__).parents[4] / "shared" / "traces"
 
 @pytest.fixture(scope="session")
 def traces() -> Traces:
-    """Return the real traces. What asks for them and takes seconds is of `make test-traces`."""
+    """Return the real traces. What asks for them and takes seconds is of `tests/traces/run`."""
     return Traces(Path(os.environ.get("KVTIER_TRACES") or BESIDE))
 
 
 @pytest.fixture(scope="session")
 def agents(traces: Traces, thorough: None) -> Path:
-    """Return the largest trace's path: it takes minutes, so only `make test-traces` asks for it."""
+    """Return the largest trace's path: it takes minutes, so only `tests/traces/run` asks for it."""
     if "KVTIER_ALL_TRACES" not in os.environ:
-        pytest.skip("takes minutes: make test-traces runs it")
+        pytest.skip("takes minutes: tests/traces/run runs it")
     return traces / AGENTIC
 
 

@@ -28,7 +28,7 @@ def engine_hits(requests: Iterable[Request], policy: str, capacity: int) -> Iter
         "cpu_bytes_to_use": capacity * CHUNK_BYTES,
         "chunk_bytes": CHUNK_BYTES,
         "eviction_policy": policy,
-        "runner": "thread",
+        "runner": "inline",
         "namespace": {"model_name": "study", "tokens_per_hash": BLOCK_TOKENS, "blocks_per_chunk": 1},
     }
     now_s = 0.0

@@ -167,7 +167,7 @@ async def test_bytes_that_are_not_what_was_stored_are_counted_and_named(
     assert set(tally.wrong_keys) <= {source.key(block) for request in requests for block in request.hash_ids}
 
 
-@pytest.mark.parametrize("runner", ["inline", "thread", "process"])
+@pytest.mark.parametrize("runner", ["inline", "process"])
 async def test_through_files_all_chunks_come_back_right_and_a_second_replay_finds_them_there(
     requests: Sequence[Request], tmp_path: Path, runner: str
 ) -> None:

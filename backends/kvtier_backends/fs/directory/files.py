@@ -38,17 +38,17 @@ from kvtier_backends.fs.disk.below import ForeignError, believable_ns, open_file
 from kvtier_backends.fs.disk.capacity import taken_bytes
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Fault, Footer, Whole, judge_length, read_footer
 from kvtier_backends.fs.disk.owner import OWNER, remove_ownerless
-from kvtier_backends.fs.disk.root import BOOK, CONFIG_BYTES_MAX, QUARANTINE
-from kvtier_backends.fs.disk.temporaries import Sweep, Writer, chunk_of_vllms, is_kept, temporary_name, writer_of
+from kvtier_backends.fs.disk.root import BOOK, CONFIG_BYTES_MAX
+from kvtier_backends.fs.disk.temporaries import Sweep, Writer, chunk_of_vllms, temporary_name, writer_of
 from kvtier_backends.fs.files.discard import take_aside
-from kvtier_backends.fs.options import FsOptions
 
 SLICE_BYTES = 1 << 20
 DEPTH_MAX = 8  # Folders within folders, as for the scan.
 CONFIG = "config.json"
 BUDGET = "write-budget"
 BUDGET_IDLE_S = 86_400.0  # After a day the budget is whole again, and nobody may write more because its file is gone.
-_CHUNK = re.compile(r"[0-9a-f]*(?:_g[0-9]+)?\.bin")  # By either naming, wherever it lies.
+# A chunk's name by either naming, wherever it lies. vLLM's shortest hash has 8 bytes; `cafe.bin` is not ours.
+_CHUNK = re.compile(r"(?:[0-9a-f]{2}){8,}(?:_g[0-9]+)?\.bin")
 _OF_MODEL = re.compile(r".+_[0-9a-f]{12}", re.DOTALL)  # Beside the folders of a model's chunks, which may be gone.
 ROW_SEARCH_FILES_MAX = 1_000  # A directory with so many files before the first good footer is vLLM's.
 
@@ -56,15 +56,9 @@ ROW_SEARCH_FILES_MAX = 1_000  # A directory with so many files before the first 
 class FsContents:
     """A root and the namespaces in it."""
 
-    lanes = 1
-
     @classmethod
     def open(cls, root: str) -> Self:
         return cls(root)
-
-    @classmethod
-    def configured(cls, options: FsOptions) -> Self:
-        return cls(options.root)
 
     def __init__(self, root: str) -> None:
         try:
@@ -128,20 +122,8 @@ class FsContents:
         if is_first:
             yield from self._file(Kind.BESIDE, folder)
         for entry in self._listed(folder) if is_first else self._books(place):
-            if entry == QUARANTINE:
-                yield from self._kept(f"{folder}/{entry}")
-            elif not is_first or self._is_nobody_elses(place, entry):
+            if not is_first or self._is_nobody_elses(place, entry):
                 yield from self._file(_kind(entry), f"{folder}/{entry}")
-
-    def _kept(self, quarantine: str) -> Iterator[StoredFile]:
-        try:
-            listed = self._listed(quarantine)
-        except OSError as error:
-            yield unreadable(quarantine, error)
-            return
-        yield from self._file(Kind.BESIDE, quarantine)
-        for entry in listed:
-            yield from self._file(Kind.LEFTOVER if is_kept(entry) else Kind.BESIDE, f"{quarantine}/{entry}")
 
     def _books(self, place: Place) -> list[str]:
         """Return the names of the books that are this namespace's alone."""
@@ -227,9 +209,7 @@ class FsContents:
                 below.unlink(self._fd, f"{folder}/{entry}")
         others = [name for name in self._listed(".") if (found := read_folder(name)) and found.folder == folder]
         beside = set(self._listed(folder))
-        if not others and beside <= {CONFIG, QUARANTINE}:
-            if QUARANTINE in beside:
-                below.rmdir(self._fd, f"{folder}/{QUARANTINE}")
+        if not others and beside <= {CONFIG}:
             if CONFIG in beside:
                 below.unlink(self._fd, f"{folder}/{CONFIG}")
             below.rmdir(self._fd, folder)

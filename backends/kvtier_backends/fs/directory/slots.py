@@ -90,7 +90,7 @@ class SlotContents:
         yield StoredFile(Kind.BESIDE, name, None, rest_bytes, rest_bytes, 0, 0)
 
     def check(self, file: StoredFile) -> Finding:
-        """See `Contents`."""
+        """See `Directory`."""
         name, place = _split(file.name)
         try:
             fd = self._opened(name)

@@ -249,16 +249,10 @@ class Capacity:
         self._parts: list[Used] = []
         self._low_water = low_water
         self._min_free_bytes = min_free_bytes
-        self._kept_free_bytes = 0
-        self._kept_reserved_bytes = 0
 
     def count(self, *parts: Used) -> None:
         """Count what these use, from now on."""
         self._parts += parts
-
-    def keep_free(self, kept_free_bytes: int) -> None:
-        """Have chunks leave so much room for `reserve_kept`."""
-        self._kept_free_bytes = kept_free_bytes
 
     @property
     def used_bytes(self) -> int:
@@ -272,7 +266,7 @@ class Capacity:
             room.append(self.limit_bytes - self.used_bytes - self.reserved_bytes - self.unseen_bytes)
         if self._min_free_bytes:
             room.append(self._disk.free_bytes - self._min_free_bytes - self.reserved_bytes)
-        return min(room) - self._kept_bytes if room else None
+        return min(room) if room else None
 
     @property
     def is_disk_scarcer(self) -> bool:
@@ -302,20 +296,6 @@ class Capacity:
         self.reserved_bytes += granted_bytes
         return granted_bytes
 
-    def reserve_kept(self, wanted_bytes: int) -> bool:
-        """Promise that much, of what is kept free before all else; False if there is less, and then nothing."""
-        free_bytes = self.free_bytes()
-        if free_bytes is not None and free_bytes + self._kept_bytes < wanted_bytes:
-            return False
-        self._kept_reserved_bytes += wanted_bytes
-        self.reserved_bytes += wanted_bytes
-        return True
-
-    def release_kept(self, wanted_bytes: int) -> None:
-        """Take that promise back: its bytes have been counted. Room is kept free for the next one."""
-        self._kept_reserved_bytes -= wanted_bytes
-        self.release(wanted_bytes)
-
     def exchange(self, gone_bytes: int, wanted_bytes: int) -> int:
         """Promise the evicted bytes to the call that made room. The total does not grow, however full the tier is."""
         granted_bytes = min(gone_bytes, wanted_bytes)
@@ -335,18 +315,11 @@ class Capacity:
         """Return likewise what should go if so much is used and promised."""
         surplus = 0
         if self.limit_bytes is not None:
-            limit_bytes = self.limit_bytes - self._kept_bytes
-            low = int(limit_bytes * self._low_water)
-            high = (limit_bytes + low) // 2
+            low = int(self.limit_bytes * self._low_water)
+            high = (self.limit_bytes + low) // 2
             taken = used_bytes + reserved_bytes
             surplus = taken - low if taken > high else 0
         if self._min_free_bytes:
-            least_bytes = self._min_free_bytes + self._kept_bytes
-            lacking = least_bytes + reserved_bytes - self._disk.free_bytes - self.leaving_bytes
+            lacking = self._min_free_bytes + reserved_bytes - self._disk.free_bytes - self.leaving_bytes
             surplus = max(surplus, lacking)
         return surplus
-
-    @property
-    def _kept_bytes(self) -> int:
-        """The bytes that are kept for `reserve_kept`, and that it has not promised yet."""
-        return max(0, self._kept_free_bytes - self._kept_reserved_bytes)

@@ -101,8 +101,8 @@ class Owner:
             holder = self._there()
             if holder is not None and holder.stays_while(self._holder):
                 raise self._refusal(holder)
-            if holder is not None and holder == seen and holder.is_replaced_by(self._holder):
-                self._replace()  # Seen twice: the content is not that of an owner before the one that has the lock.
+            # Seen twice: the content is not that of an owner before the one that has the lock.
+            if holder is not None and holder == seen and holder.is_replaced_by(self._holder) and self._replace(holder):
                 return
             if not until:
                 until = time.monotonic() + PATIENCE_S
@@ -143,13 +143,9 @@ class Owner:
             locked = self._lock(writable)
             if locked is None:
                 return False
-            if not self._is_in_place(locked):
-                os.close(locked)
-                return False
-            self._made = not os.fstat(writable).st_size
+            self._fd, self._made = locked, not os.fstat(writable).st_size
             self._write(writable)
-            self._fd = locked
-            return True
+            return self._keep_if_in_place()  # Last: `_replace` reads the content after it has changed the name.
         finally:
             os.close(writable)
 
@@ -190,9 +186,37 @@ class Owner:
             )
         return True
 
-    def _replace(self) -> None:
-        """Put a file of ours in the place of the one that our predecessor has locked."""
+    def _keep_if_in_place(self) -> bool:
+        """Return True if our locked file is the root's; otherwise let go of it."""
+        in_place = False
+        try:
+            in_place = self._is_in_place(self._fd)
+        finally:
+            if not in_place:
+                self.forked()
+        return in_place
+
+    def _replace(self, predecessor: Holder) -> bool:
+        """Put a file of ours in the place of the one that our predecessor has locked.
+
+        False if another successor came later. Raises `ConfigError` if the predecessor has ended meanwhile and another
+        tier has its file: that one is the owner, and finds its file removed when it next looks.
+        """
         name = temporary_name(Writer.this_process())
+        former = open_file(self._root_fd, OWNER)
+        try:
+            self._put_in_place(name)
+            holder = _content_of(former)
+        finally:
+            os.close(former)
+        if holder != predecessor:
+            self._made = True
+            self.let_go(undo=True)
+            raise self._refusal(holder)
+        return self._keep_if_in_place()
+
+    def _put_in_place(self, name: str) -> None:
+        """Make a file of ours under a temporary name, lock it, and rename it to the owner's."""
         writable = open_file(self._root_fd, name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             locked = self._lock(writable)
@@ -219,12 +243,12 @@ class Owner:
         """Return the holder as the file names it; None if it does not."""
         try:
             fd = open_file(self._root_fd, OWNER)
-            try:
-                return msgspec.json.decode(os.pread(fd, CONTENT_BYTES_MAX, 0), type=Holder)
-            finally:
-                os.close(fd)
-        except (OSError, ValueError, RecursionError):
+        except OSError:
             return None
+        try:
+            return _content_of(fd)
+        finally:
+            os.close(fd)
 
     def _is_in_place(self, fd: int) -> bool:
         named = called(lambda: below.look(self._root_fd, OWNER), self._root_fd, OWNER)
@@ -236,6 +260,13 @@ class Owner:
             f"root: {self._root!r} given, a directory that no other tier uses accepted{both}: it is used by "
             f"{_named(holder)}; {_WAYS_OUT}; see {Remedy.ROOT_IN_USE}"
         )
+
+
+def _content_of(fd: int) -> Holder | None:
+    try:
+        return msgspec.json.decode(os.pread(fd, CONTENT_BYTES_MAX, 0), type=Holder)
+    except (OSError, ValueError, RecursionError):
+        return None
 
 
 def remove_ownerless(root_fd: int) -> None:

@@ -42,19 +42,16 @@ from kvtier_backends.fs.disk.capacity import SECTOR_BYTES, Disk, FolderSizes, fi
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, GONE
 from kvtier_backends.fs.disk.mounts import UNKNOWN, Mount, mount_of
 from kvtier_backends.fs.disk.owner import OWNER, Holder, Owner
-from kvtier_backends.fs.disk.quarantine import Quarantine
 from kvtier_backends.fs.disk.reads import ONE_BY_ONE, QueuedReads, Reads, takes_queued
 from kvtier_backends.fs.disk.remains import Beside, Remains, called, is_absent, names_in
 from kvtier_backends.fs.disk.shared_page import SharedPage
-from kvtier_backends.fs.disk.temporaries import Sweep, Writer, is_kept, next_number, temporary_name, writer_of
+from kvtier_backends.fs.disk.temporaries import Sweep, Writer, next_number, temporary_name, writer_of
 from kvtier_backends.fs.disk.write_budget import WriteBudget
 from kvtier_backends.fs.options import LayoutOptions
 
 logger = logging.getLogger(__name__)
 
 CONFIG_BYTES_MAX = 1 << 20  # Thousands of layer names; anything longer is another program's file.
-
-QUARANTINE = "quarantine"
 
 _OWN = re.compile(r"[0-9a-f]{2,3}|[0-9]{8}\.seg")  # Folders of chunks, and segments.
 BOOK = re.compile(r"config\.json|(?:index|ledger|write-budget)(_r[0-9]+(?:_flat|_segments)?)")
@@ -74,10 +71,9 @@ class Folder:
     """An open root, and where this namespace's files are in it."""
 
     writer: Writer
-    """Who we are in the names of unfinished files; there from `open` on, as are the next six."""
+    """Who we are in the names of unfinished files; there from `open` on, as are the next five."""
     remains: Remains
     beside: Beside
-    quarantine: Quarantine
     sizes: FolderSizes
     disk: Disk
     name_bytes_max: int
@@ -125,12 +121,10 @@ class Folder:
                 self._own_from = next_number()
                 self.disk = Disk(self.root_fd)
                 self.name_bytes_max = _name_bytes_max(self.root_fd)
-                quarantine, keeps = f"{self._mapper.folder}/{QUARANTINE}", self._options.corrupt == "quarantine"
-                for name in (self._mapper.folder, self.chunks, *([quarantine] if keeps else [])):
+                for name in (self._mapper.folder, self.chunks):
                     self._make(name, undo)
                 self._say_it_is_used()
-                self._refuse_links(quarantine)
-                self.quarantine = Quarantine(self.root_fd, quarantine, self.disk, keeps=keeps)
+                self._refuse_links()
                 self._settle_config(undo)
                 self.direct = self._try_io(self._options.io)
                 self.reads = self._try_queue()
@@ -237,12 +231,11 @@ class Folder:
         return Sweep(self.root_fd, self.writer, now_s, self.remains, self._own_from)
 
     def beside_bytes(self) -> int:
-        """Return the room of a tier's files beside the chunks: its books, unfinished files, and quarantine.
+        """Return the room of a tier's files beside the chunks: its books and unfinished files.
 
         Files that this process is writing do not count, nor do somebody else's files there. Raises OSError.
         """
-        books_bytes = self._measured(self._mapper.folder, BOOK.fullmatch) + self.taken_bytes(OWNER)
-        return books_bytes + self._measured(self.quarantine.name, is_kept)
+        return self._measured(self._mapper.folder, BOOK.fullmatch) + self.taken_bytes(OWNER)
 
     def unfinished_bytes(self) -> int:
         """Return the room of unfinished files among the chunks, with their folder. Raises OSError."""
@@ -335,10 +328,8 @@ class Folder:
         with suppress(OSError):  # Not every file server has locks; and what is removed is made again.
             fcntl.flock(self._used_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
-    def _refuse_links(self, quarantine: str) -> None:
-        """Raise `ForeignError` if there is a link in the place of quarantine, or of something that has chunks."""
-        with suppress(FileNotFoundError):
-            os.close(open_folder(self.root_fd, quarantine))
+    def _refuse_links(self) -> None:
+        """Raise `ForeignError` if there is a link in the place of something that has chunks."""
         for name in filter(_OWN.fullmatch, os.listdir(self._used_fd)):  # 4,096 at most, or all segments.
             with suppress(FileNotFoundError):
                 status = below.look(self._used_fd, name)

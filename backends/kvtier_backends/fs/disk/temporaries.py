@@ -22,7 +22,6 @@ ABANDONED_S = 600.0  # Twenty times a batch's deadline. A file under way is youn
 
 _NAME = re.compile(r"\.([0-9a-f]{8})-([0-9]{1,10})-([0-9]{1,20})-([0-9]{1,20})\.tmp")
 
-_KEPT = re.compile(rf".*\.[a-z]+{_NAME.pattern}", re.DOTALL)
 _VLLMS = re.compile(r"(.+\.bin)_[0-9]{1,19}\.tmp", re.DOTALL)
 
 _numbers = itertools.count()  # The process's own, not a tier's: two tiers may have one directory.
@@ -79,11 +78,6 @@ def writer_of(name: str) -> Writer | None:
 def _number_of(name: str) -> int:
     match = _NAME.fullmatch(name)
     return int(match[4]) if match else 0
-
-
-def is_kept(name: str) -> bool:
-    """Say whether a file of this name is a corrupt one that a tier keeps: its name, its fault, and a temporary's."""
-    return _KEPT.fullmatch(name) is not None
 
 
 def chunk_of_vllms(name: str) -> str:

@@ -79,10 +79,6 @@ class Accounts(Protocol):
         """Hear how many bytes a store or a delete of ours has added; below 0 if more has gone."""
         ...
 
-    def cleared(self, freed_bytes: int) -> None:
-        """Hear how many bytes removed corrupt files have given back, which were set aside. Blocks, in a lane."""
-        ...
-
     def remove(self, chunks: Chunks, victims: Sequence[Held], removal: Removal) -> None:
         """Remove files, but for those that others use.
 
@@ -144,9 +140,6 @@ class OwnAccounts:
     def added(self, added_bytes: int) -> None:
         self._capacity.wrote(added_bytes)
 
-    def cleared(self, freed_bytes: int) -> None:
-        pass
-
     def remove(self, chunks: Chunks, victims: Sequence[Held], removal: Removal) -> None:
         chunks.evict(victims, removal.gone)
 
@@ -207,7 +200,6 @@ class SharedAccounts:
 
     async def promise(self, reservation: Reservation, wanted_bytes: int) -> None:
         limit_bytes = SIZE_BYTES_MAX if self._capacity.limit_bytes is None else self._capacity.limit_bytes
-        limit_bytes -= self._tier.root.quarantine.used_bytes  # Which the page does not know of.
         wanted_bytes -= reservation.bytes
         self._heard(
             known=await in_thread(self._tier.lanes.store, self._promise, reservation, wanted_bytes, limit_bytes)
@@ -225,11 +217,6 @@ class SharedAccounts:
         self._capacity.wrote(added_bytes)
         with self._telling:
             self._untold_bytes += added_bytes
-
-    def cleared(self, freed_bytes: int) -> None:
-        with self._telling:
-            self._untold_bytes -= freed_bytes
-        self._tell()
 
     def remove(self, chunks: Chunks, victims: Sequence[Held], removal: Removal) -> None:
         with self._page.evicting():

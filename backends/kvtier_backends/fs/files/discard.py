@@ -1,4 +1,4 @@
-"""Corrupt files: each is deleted or set aside. A good file that has replaced it meanwhile stays.
+"""Corrupt files: each is deleted. A good file that has replaced it meanwhile stays.
 
 No system call removes a name on the condition that it is still a certain file. So the file is renamed aside and looked
 at there. If it is another file than was read, it is put back, unless a newer one has come. For a moment its chunk is
@@ -19,45 +19,30 @@ from kvtier_backends.fs.disk.temporaries import temporary_name
 
 logger = logging.getLogger(__name__)
 
-NAME_CHARACTERS_MAX = 64  # Of the chunk's own name in the quarantined file's; its footer has the whole key.
-
 
 class Discarded(Enum):
-    """The ends that a corrupt file may come to."""
+    """What happened to a corrupt file."""
 
     DELETED = "deleted"
-    QUARANTINED = "quarantined"
-    REPLACED = "replaced"  # By somebody's newer file, which stays.
-    LEFT = "left"  # It could not be moved.
+    REPLACED = "replaced"  # A newer file has its name, and stays.
+    LEFT = "left"  # It could not be renamed.
 
 
 class Discard:
     """Discards files of one folder. Blocks; any thread may call."""
 
     def __init__(self, folder: Folder) -> None:
-        """Discard in an opened folder, as its options say."""
+        """Discard in an opened folder."""
         self._root = folder.root_fd
         self._disk = folder.disk
         self._writer = folder.writer
-        self._quarantine = folder.quarantine
-        self._beside, self._remains = folder.beside, folder.remains
+        self._remains = folder.remains
         self._warned: set[Fault] = set()
 
     def __call__(self, name: str, fd: int, fault: Fault) -> Discarded:
         """Discard the file that is open as `fd` and was found under `name`. Raises what `fstat` does."""
         file = os.fstat(fd)
         taken_bytes = self._disk.taken_bytes(file)
-        if self._quarantine.admit():
-            stem = os.path.basename(name).removesuffix(".bin")[:NAME_CHARACTERS_MAX]
-            kept = f"{self._quarantine.name}/{stem}.{fault}{temporary_name(self._writer)}"
-            try:
-                if not take_aside(self._root, name, file, kept):
-                    return Discarded.REPLACED
-            except OSError:  # Such as a user's tidying away the folder, or a link. Then it is deleted.
-                self._beside.added(taken_bytes)  # It may have been moved: the next look tells.
-            else:
-                self._log(fault, f"{name}: corrupt ({fault}); moved to {kept}")
-                return Discarded.QUARANTINED
         aside = f"{os.path.dirname(name)}/{temporary_name(self._writer)}"
         try:
             if not take_aside(self._root, name, file, aside):

@@ -61,8 +61,6 @@ class Eviction:
             if reservation.bytes < wanted_bytes and self._tier.root.remains.used_bytes:
                 await self._settling()
                 await self.accounts.promise(reservation, wanted_bytes)
-            if reservation.bytes < wanted_bytes and await self._clear_quarantine(wanted_bytes - reservation.bytes):
-                await self.accounts.promise(reservation, wanted_bytes)
             for _ in range(ROUNDS_MAX):
                 short_bytes = wanted_bytes - reservation.bytes
                 if short_bytes <= 0 or not (victims := self._choose(short_bytes, incoming)):
@@ -88,13 +86,10 @@ class Eviction:
 
     async def make_room_on_disk(self, wanted_bytes: int, incoming: Sequence[OffloadKey]) -> int:
         """Remove files because the disk is full, whatever the limit says; return how much went."""
-        cleared_bytes = await self._clear_quarantine(wanted_bytes)
-        if cleared_bytes >= wanted_bytes:
-            return cleared_bytes
-        victims, removal = self._choose(wanted_bytes - cleared_bytes, incoming), Removal()
+        victims, removal = self._choose(wanted_bytes, incoming), Removal()
         if victims:
             await self._remove(victims, removal)
-        return cleared_bytes + removal.gone_bytes
+        return removal.gone_bytes
 
     def used(self, keys: Sequence[OffloadKey]) -> None:
         """Have it written down, behind, that files were used now, in prefix order."""
@@ -161,17 +156,9 @@ class Eviction:
 
     async def _remove_surplus(self) -> None:
         while self._scanned and (surplus_bytes := await self.accounts.surplus_bytes()) > 0:
-            if await self._clear_quarantine(surplus_bytes):
-                continue
             victims = self._choose(surplus_bytes, (), BATCH_FILES)
             if not victims or not await self._remove_behind(victims):
                 return  # Nothing may go, or nothing can be removed: not again before something has changed.
-
-    async def _clear_quarantine(self, wanted_bytes: int) -> int:
-        """Have corrupt files go before any chunk; return how much went."""
-        if not self._scanned or not self.accounts.known or self._tier.root.quarantine.empty:
-            return 0  # Before the scan has counted them, they take room that nobody knows of.
-        return (await self._tier.clear_quarantine(wanted_bytes, self.accounts.cleared)).freed_bytes
 
     def _choose_expired(self) -> None:
         if (ttl_s := self._tier.options.ttl_s) is None:

@@ -5,15 +5,15 @@ an inventory's consumer of changes. In doubt it says that a chunk is there: a lo
 wrongly taken for absent would be lost until the next start.
 """
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from kvtier.backend import Hint, InventoryQueue, OffloadKey
+from kvtier.backend import Advice, InventoryQueue, OffloadKey
 from kvtier.policies import Policy
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES
 from kvtier_backends.fs.disk.claims import Claims
-from kvtier_backends.fs.files.recency import ColdEnd, Idle, Keep, Order
+from kvtier_backends.fs.files.recency import ColdEnd, Keep, Order
 
 REFRESH_MINUTES = 60  # A file's time is set to its last use at most so often.
 SHARED_MAX = 65_536  # Different entries that are remembered to be shared: some megabytes.
@@ -58,31 +58,6 @@ def is_later(time_ns: int, known_ns: int) -> bool:
     return 0 < (minute_of(time_ns) - minute_of(known_ns) & MINUTES) < 1 << (MINUTE_BITS - 1)
 
 
-class Snapshot(NamedTuple):
-    """An index at one moment."""
-
-    keys: list[OffloadKey]
-    entries: list[int]
-    idle: Idle
-    used_at_ns: dict[OffloadKey, int]
-
-    def newest_first(self, now_ns: int) -> Iterator[Held]:
-        """Yield the chunks that a load would likely find, by their last use. Takes about a microsecond a chunk.
-
-        Where no clock has noted the time of a use, it is one just before `now_ns`, in the right order.
-        """
-        unused: dict[OffloadKey, int] = {}
-        for index, (key, entry) in enumerate(zip(reversed(self.keys), reversed(self.entries), strict=True)):
-            if is_live(entry):
-                yield Held(key, (entry & SECTORS) * SECTOR_BYTES, self.used_at_ns.get(key, now_ns - index))
-            else:
-                unused[key] = entry
-        for used_at_ns, key in self.idle.newest_first():
-            idle = unused.pop(key, None)  # None: it was used since, removed, or stands here twice.
-            if idle is not None:
-                yield Held(key, (idle & SECTORS) * SECTOR_BYTES, used_at_ns)
-
-
 class Index:
     """Keys, the room that they take, and whether they were used since the start."""
 
@@ -123,10 +98,6 @@ class Index:
 
     def __contains__(self, key: OffloadKey) -> bool:
         return key in self._entries
-
-    def snapshot(self) -> "Snapshot":
-        """Return the chunks that are there now, for another thread to sort: some 30 ms a million chunks."""
-        return Snapshot(list(self._entries), list(self._entries.values()), *self._order.snapshot())
 
     def taken_bytes(self, key: OffloadKey) -> int:
         """Return the room that a key's file takes, whether or not a load would take it; 0 if none is known."""
@@ -175,20 +146,13 @@ class Index:
             self.used_bytes += allocated_bytes - self.taken_bytes(key)
             self._note(key, entry - (entry & SECTORS) + allocated_bytes // SECTOR_BYTES)
 
-    def rank(self, keys: Iterable[OffloadKey], hint: Hint | None = None) -> None:
-        """Renew the recency of those keys, in prefix order, that are known: used together, the head is the newest.
-
-        `hint`: they are all that a request has used, which is over, and this was said of it.
-        """
-        self._order.end(self._renewed(keys), hint)
-
-    def demote(self, keys: Iterable[OffloadKey]) -> None:
-        """Have those keys that were used since the start go before others that were, unless they are used again."""
-        self._order.demote([key for key in dict.fromkeys(keys) if self._is_live(key)])
-
-    def retain(self, keys: Iterable[OffloadKey], seconds: float, priority: int, keys_max: int) -> None:
-        """Pass over those keys that are known for so long, as long as no more than `keys_max` are; renew them."""
-        self._order.retain(self._renewed(keys), seconds, priority, keys_max)
+    def advise(self, advice: Advice[OffloadKey], retained_max: int) -> None:
+        """Apply advice to those of its keys that are known. All but a demotion renews their recency."""
+        if advice.kind == "demote":
+            known = [key for key in dict.fromkeys(advice.keys) if self._is_live(key)]
+        else:
+            known = self._renewed(advice.keys)
+        self._order.advise(advice.of(known), retained_max)
 
     @property
     def retentions_cut(self) -> int:
@@ -222,7 +186,7 @@ class Index:
         return True
 
     def scanned(self, chunks: Sequence[Held]) -> int:
-        """Note chunks of a checkpoint or of the scan, but none that were stored, used or removed meanwhile.
+        """Note chunks of the scan, but none that were stored, used or removed meanwhile.
 
         Returns how much room that takes which it noted.
         """
@@ -244,13 +208,6 @@ class Index:
             uses.append((chunk.used_at_ns, key))
         self._order.found(uses)
         return noted_bytes
-
-    def vanished(self, keys: Iterable[OffloadKey]) -> None:
-        """Note that the scan has not seen what a checkpoint named; the consumer hears of it."""
-        for key in keys:
-            if key in self._entries and not self._is_live(key):
-                self._drop(key)
-                self.inventory.lost(key)
 
     def scan_ended(self, *, complete: bool) -> None:
         """Note that the scan is over; `complete`: that nothing was left out."""
@@ -297,7 +254,7 @@ class Index:
         return key in self._unloadable if entry is None else not is_live(entry)
 
     def _correct(self, chunk: Held) -> None:
-        """Have a chunk that a checkpoint named take what the scan has seen that it takes."""
+        """Correct the room of a chunk that an earlier scan has found."""
         self._drop(chunk.key)
         self.used_bytes += chunk.allocated_bytes
         if chunk.loadable:

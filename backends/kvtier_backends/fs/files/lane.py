@@ -27,8 +27,6 @@ from kvtier_backends.fs.options import FilesOptions
 
 ROOM_BYTES = FOOTER_BYTES  # Behind the footer; it stays empty unless a file is too long: no call asks for that.
 
-_COUNTED = {Discarded.QUARANTINED: "quarantined", Discarded.LEFT: "corrupt_left"}
-
 
 @dataclass(slots=True)
 class LoadShare:
@@ -41,7 +39,6 @@ class LoadShare:
     allocated_bytes: list[int | None] = field(default_factory=list[int | None])  # None: not loaded, or not measured.
     left: set[OffloadKey] = field(default_factory=set[OffloadKey])  # Keys whose files are of no use here, and stay.
     irremovable: set[OffloadKey] = field(default_factory=set[OffloadKey])  # Keys of corrupt files that stay for now.
-    kept_bytes: int = 0  # Of corrupt files that were quarantined.
     gone: int = 0  # Failures that say that the whole file system is away.
 
 
@@ -269,12 +266,8 @@ class Chunks:
             share.left.add(key)
             return ChunkMissing(f"{key.hex()}: {left.why}; left alone")
         self._counters.corrupt(fault)
-        discarded = chunk.discard(fault)
-        if counter := _COUNTED.get(discarded):
-            self._counters.count(counter)
-        if discarded is Discarded.QUARANTINED:
-            share.kept_bytes += chunk.allocated_bytes()
-        elif discarded is Discarded.LEFT:
+        if chunk.discard(fault) is Discarded.LEFT:
+            self._counters.count("corrupt_left")
             share.irremovable.add(key)
         self._files.tidy(key)
         return ChunkCorrupt(f"{key.hex()}: {fault}: a file of {file_bytes:,} bytes for a row of {self._row_bytes:,}")

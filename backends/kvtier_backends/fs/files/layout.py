@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 
-from kvtier.backend import Hint, Occupancy, OffloadKey, Outcome, Read, Write, in_threads
+from kvtier.backend import Advice, Occupancy, OffloadKey, Outcome, Read, Write, in_threads
 from kvtier.errors import BackendUnavailable
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.disk.lanes import share_out
@@ -36,7 +36,7 @@ class FilesLayout:
         self._lanes = tier.lanes
         self._index = index = Index(tier.policy(), None if options.ttl_s is None else tier.clock_ns)
         self.inventory = index.inventory
-        tier.capacity.count(index, root.sizes, root.quarantine)
+        tier.capacity.count(index, root.sizes)
         self._chunks = chunks = Chunks(tier)
         self._eviction = eviction = Eviction(tier, index, chunks, accounts_of(tier))
         self._loading = Loading(tier, index, chunks, eviction)
@@ -46,8 +46,7 @@ class FilesLayout:
         self._patient_until = time.monotonic() + SCAN_PATIENCE_S
 
     def begin(self) -> None:
-        works = (self._start.run, self._start.run_checkpoints, self._eviction.run)
-        self._background.begin(self._tier.context.name, works)
+        self._background.begin(self._tier.context.name, (self._start.run, self._eviction.run))
 
     async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         answers = [not self._tier.options.shared and key in self._index for key in keys]  # Others remove files, too.
@@ -91,17 +90,12 @@ class FilesLayout:
                 f"{self._tier.context.name}: {left} of {len(keys)} files could not be removed"
             ) from error
 
-    def rank(self, keys: Sequence[OffloadKey], hint: Hint | None = None) -> None:
-        self._index.rank(keys, hint)
-        self._eviction.used(keys)
-
-    def demote(self, keys: Sequence[OffloadKey]) -> None:
-        self._index.demote(keys)
-
-    def retain(self, keys: Sequence[OffloadKey], seconds: float, priority: int) -> None:
+    def advise(self, advice: Advice[OffloadKey]) -> None:
         tier, index = self._tier, self._index
         chunk_bytes = max(tier.context.row_bytes + FOOTER_BYTES, index.used_bytes // max(1, len(index)))
-        index.retain(keys, seconds, priority, tier.retained_max(chunk_bytes))
+        index.advise(advice, tier.retained_max(chunk_bytes))
+        if advice.kind == "rank":
+            self._eviction.used(advice.keys)
 
     @property
     def retentions_cut(self) -> int:
@@ -118,7 +112,6 @@ class FilesLayout:
         self._eviction.stamps.write_before_end()
         loads, stores = await self._tier.end_transfers(ends_at)
         self._start.done.set()  # For stores that still wait: lanes are closed then.
-        self._start.write_last_checkpoint(left_s(ends_at))
         lanes = self._lanes.scan, self._lanes.evict
         others = await asyncio.gather(*(each.aclose(left_s(ends_at)) for each in lanes))
         return Left(loads + stores, sum(others))

@@ -48,7 +48,6 @@ class Loading:
     def _note(self, shares: Sequence[LoadShare], unchanged: set[OffloadKey]) -> None:
         used: list[OffloadKey] = []
         for share in reversed(shares):  # Tail first: a prefix outlives its continuation.
-            self._tier.root.beside.added(share.kept_bytes)
             done = list(zip(share.reads, share.outcomes, share.allocated_bytes, strict=False))
             for read, outcome, allocated_bytes in reversed(done):
                 key = read.key

@@ -6,13 +6,13 @@ becomes the policy's when it is used. With LRU this is one order by last use, th
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from heapq import heapify, heappop, heapreplace, merge
+from collections.abc import Callable, Iterable, Sequence
+from heapq import heapify, heappop, heapreplace
 from itertools import count, islice
 from operator import itemgetter
 from time import monotonic
 
-from kvtier.backend import Hint, OffloadKey
+from kvtier.backend import Advice, Hint, OffloadKey
 from kvtier.policies import HintedOrder, Policy
 
 LISTED_LEAST = 1_024
@@ -47,7 +47,7 @@ class ColdEnd(Policy[OffloadKey]):
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         self._cold.difference_update(keys)
 
-    def rank(self, keys: Sequence[OffloadKey]) -> None:
+    def rank(self, keys: Sequence[OffloadKey], hint: Hint | None = None) -> None:  # noqa: ARG002  # See `evict`.
         self._cold.difference_update(keys)
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
@@ -95,14 +95,6 @@ class Batch:
         self.times_ns = array("q", map(itemgetter(0), newest_first))
         self.keys = list(map(itemgetter(1), newest_first))
 
-    def copy(self) -> "Batch":
-        batch = Batch(())
-        batch.times_ns, batch.keys = self.times_ns[:], self.keys[:]
-        return batch
-
-    def __iter__(self) -> Iterator[Use]:
-        return zip(self.times_ns, self.keys, strict=True)
-
 
 class Idle:
     """Chunks that were not used since the start, by last use.
@@ -141,15 +133,6 @@ class Idle:
     def __len__(self) -> int:
         return sum(len(batch.keys) for _, _, batch in self._heads)
 
-    def copy(self) -> "Idle":
-        """Return one that another thread may read."""
-        idle = Idle()
-        idle._heads = [(time_ns, number, batch.copy()) for time_ns, number, batch in self._heads]
-        return idle
-
-    def newest_first(self) -> Iterator[Use]:
-        return merge(*(batch for _, _, batch in self._heads), key=itemgetter(0), reverse=True)
-
 
 class Order:
     """Victims of one directory; its index says what is there. Belongs to the loop's thread."""
@@ -187,25 +170,14 @@ class Order:
         self._policy.touch((key,))
         self._note_use(key)
 
-    def end(self, keys: Sequence[OffloadKey], hint: Hint | None) -> None:
-        """Renew the recency of chunks that are not idle, tail first, without counting a use.
-
-        `hint`: of a request that is over.
-        """
-        if hint is None:
-            self._policy.rank(keys)
-        else:
-            self._take_hints().end(keys, hint)
-
-    def demote(self, keys: Sequence[OffloadKey]) -> None:
-        """Have chunks that are not idle go before others that are not, unless they are used again."""
-        self._take_hints().demote(keys)
-
-    def retain(self, keys: Sequence[OffloadKey], seconds: float, priority: int, keys_max: int) -> None:
-        """Pass over chunks that are not idle for so long, as long as no more than `keys_max` are."""
+    def advise(self, advice: Advice[OffloadKey], retained_max: int) -> None:
+        """Apply advice to chunks that are not idle. `retained_max`: how many chunks may be retained at once."""
+        if not advice.is_hint:
+            self._policy.rank(advice.keys)
+            return
         hinted = self._take_hints()
-        hinted.retained.keys_max = keys_max
-        hinted.retain(keys, monotonic() + seconds, priority)
+        hinted.retained.keys_max = retained_max
+        hinted.advise(advice, monotonic())
 
     @property
     def retentions_cut(self) -> int:
@@ -252,10 +224,6 @@ class Order:
                 self._policy.remove((key,))
                 self._live -= 1
         return chosen
-
-    def snapshot(self) -> tuple[Idle, dict[OffloadKey, int]]:
-        """Return the keys that were idle at some time and, if there is a clock, when the others were used."""
-        return self._idle.copy(), dict(self._used_at_ns)
 
     def _note_use(self, key: OffloadKey) -> None:
         if self._clock_ns is not None:

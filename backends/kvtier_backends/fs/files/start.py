@@ -1,4 +1,4 @@
-"""The start-up scan of files, and checkpoints: once at the start, and where the directory is shared, again.
+"""The start-up scan of files: once at the start, and where the directory is shared, again.
 
 A tier answers meanwhile. All of it runs in a lane of its own, and none of it is waited for by a tier that closes.
 """
@@ -11,14 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import chain
 
-from kvtier.backend import INVENTORY_BATCH_KEYS, OffloadKey, read_folder
+from kvtier.backend import INVENTORY_BATCH_KEYS, read_folder
 from kvtier.remedies import Remedy
 from kvtier_backends.fs.disk import below
 from kvtier_backends.fs.disk.below import believable_ns, list_folder, open_folder
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES
-from kvtier_backends.fs.disk.checkpoint import CheckpointSchedule
 from kvtier_backends.fs.disk.remains import called, is_absent, names_in
-from kvtier_backends.fs.files.checkpoint import Checkpoint
 from kvtier_backends.fs.files.eviction import Eviction
 from kvtier_backends.fs.files.index import Held, Index
 from kvtier_backends.fs.files.lane import Chunks
@@ -39,13 +37,8 @@ class Scan:
     lent, so a cancelled scan need not wait for its thread.
     """
 
-    def __init__(
-        self, tier: OpenTier[FilesOptions], takes: Callable[[int], bool], recalled: Iterator[list[Held]]
-    ) -> None:
-        """`takes`: whether a load would take a file of this length.
-
-        `recalled`: the chunks of a checkpoint, to be looked for.
-        """
+    def __init__(self, tier: OpenTier[FilesOptions], takes: Callable[[int], bool]) -> None:
+        """`takes`: whether a load would take a file of this length."""
         self.seen_bytes = 0
         """What is taken by all that it has seen, but for strangers' files."""
         self.other_bytes = 0
@@ -65,29 +58,12 @@ class Scan:
         self._mapper = tier.context.mapper
         self._takes = takes
         self._stopped = False
-        self._recalled = recalled
-        self._unseen: set[OffloadKey] = set()  # What was recalled and has not been found yet.
         self._chunks = chain(self._look_around(folder.chunks), self._walk(folder.chunks, DEPTH_MAX))
 
     @property
     def swept(self) -> int:
         """Temporaries of dead processes that were removed."""
         return self._sweep.removed
-
-    def next_recalled(self) -> list[Held]:
-        """Return the next chunks that the checkpoint names; an empty list at the end."""
-        batch = [self._believed(chunk) for chunk in next(self._recalled, None) or []]
-        self._unseen.update(chunk.key for chunk in batch)
-        return batch
-
-    def next_vanished(self) -> list[OffloadKey]:
-        """Return, when all batches have been, the next chunks that were recalled and are not there."""
-        if self.failed or self._stopped:
-            return []  # They may be where it could not look.
-        vanished = [self._unseen.pop() for _ in range(min(len(self._unseen), INVENTORY_BATCH_KEYS))]
-        if not vanished:
-            self._unseen = set()  # What is empty by now has room for all that was recalled.
-        return vanished
 
     def next_batch(self) -> list[Held]:
         """Return the next chunks; an empty list at the end."""
@@ -185,15 +161,10 @@ class Scan:
         self.seen_bytes += taken_bytes
         loadable = self._takes(status.st_size)
         self.skipped += not loadable
-        self._unseen.discard(key)
         used_at_ns = believable_ns(status.st_mtime_ns, self._now_ns)
         if used_at_ns < status.st_mtime_ns:  # Or each start would take it for the newest.
             self._date(folder, entry.name, used_at_ns)
         return Held(key, taken_bytes, used_at_ns, loadable)
-
-    def _believed(self, chunk: Held) -> Held:
-        used_at_ns = believable_ns(chunk.used_at_ns, self._now_ns)
-        return chunk if used_at_ns == chunk.used_at_ns else chunk._replace(used_at_ns=used_at_ns)
 
     def _date(self, folder: str, name: str, time_ns: int) -> None:
         with suppress(OSError):  # Somebody else's.
@@ -201,10 +172,10 @@ class Scan:
 
 
 class StartScan:
-    """The scans of one tier, and its checkpoints. Belongs to the loop's thread."""
+    """The scans of one tier. Belongs to the loop's thread."""
 
     def __init__(self, tier: OpenTier[FilesOptions], index: Index, chunks: Chunks, eviction: Eviction) -> None:
-        """Begin with what the last checkpoint says, if there is one."""
+        """Scan in the lane for that."""
         self.done = asyncio.Event()
         """Set once everything that was there at the start is known."""
         self.gauged = asyncio.Event()
@@ -215,16 +186,7 @@ class StartScan:
         self._eviction = eviction
         self._capacity = tier.capacity
         self._lane = tier.lanes.scan
-        self._checkpoint = checkpoint = Checkpoint(
-            tier.root, tier.context.mapper, tier.counters, tier.context.row_bytes
-        )
-        checkpoint_s = 0 if tier.options.shared else tier.options.checkpoint_s
-        if checkpoint_s:
-            self._capacity.keep_free(checkpoint.bytes_worst(tier.chunks_most))
-        self._schedule = CheckpointSchedule(
-            tier.capacity, tier.counters, lambda: checkpoint.bytes_worst(len(index)), every_s=checkpoint_s
-        )
-        self._scan = self._new_scan(recall=checkpoint_s > 0)
+        self._scan = Scan(tier, chunks.takes)
 
     def stop(self) -> None:
         """Have a scan end soon."""
@@ -242,37 +204,14 @@ class StartScan:
             self.gauged.set()
             if not await accounts.until_scan_is_wanted():
                 return
-            self._scan = self._new_scan(recall=False)
-
-    async def run_checkpoints(self) -> None:
-        """Write down what is known every so often."""
-        await self._schedule.run(
-            lambda: self._lane.run(self._checkpoint.write, self._index.snapshot(), self._tier.clock_ns()),
-            self._eviction.check,  # It may have grown, and there is to be room for the next.
-        )
-
-    def write_last_checkpoint(self, left_s: float) -> None:
-        """Queue it on the lane, behind a scan that is being stopped; only the first closing can."""
-        if left_s:
-            self._schedule.last(
-                lambda: self._lane.submit(self._checkpoint.write, self._index.snapshot(), self._tier.clock_ns())
-            )
-
-    def _new_scan(self, *, recall: bool) -> Scan:
-        recalled = self._checkpoint.read() if recall else iter(())
-        return Scan(self._tier, self._takes, recalled)
+            self._scan = Scan(self._tier, self._takes)
 
     async def _look(self) -> None:
         scan, counters = self._scan, self._tier.counters
-        while batch := await self._lane.run(scan.next_recalled):
-            self._index.scanned(batch)
-        self._schedule.ready = True
         while batch := await self._lane.run(scan.next_batch):
             self._eviction.scanned(batch)
             if len(batch) == INVENTORY_BATCH_KEYS:
                 self.gauged.set()
-        while gone := await self._lane.run(scan.next_vanished):
-            self._index.vanished(gone)
         counters.count("scan_skipped", scan.skipped)
         counters.count("scan_failed", scan.failed)
         counters.count("scan_swept", scan.swept)

@@ -6,14 +6,21 @@ slots are held by candidates, too: chunks that the checkpoint names. Nothing is 
 neither written nor wiped until its footer has been read. Slots of another process's segments are held at most.
 """
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 
-from kvtier.backend import Hint, InventoryQueue, OffloadKey
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.backend import Advice, InventoryQueue, OffloadKey
 from kvtier.policies import HintedOrder, KeyOrder, LinkedLRU, NumberOrder, Policy
 from kvtier_backends.fs.disk.claims import InUse
 from kvtier_backends.fs.segments.runs import Segments
-from kvtier_backends.fs.segments.slots import FreeSlots, Held, Outdated, Recalled, Slots, Snapshot
+from kvtier_backends.fs.segments.slots import FreeSlots, Held, Outdated, Recalled, Slots, Snapshot, newest_first
+
+IDLE_BATCH = 32_768  # Some 5 ms of the loop.
 
 
 class Catalog:
@@ -28,6 +35,8 @@ class Catalog:
         self.scanning = True
         self._slots = Slots()
         self.inventory = InventoryQueue(self._slots.of)
+        self.idle_batch = IDLE_BATCH if policy is None else sys.maxsize
+        """Idle slots to order at once. Other orders than LRU take the coldest first, so all at once."""
         self._order: NumberOrder = (
             LinkedLRU(0) if policy is None else KeyOrder(policy, self._slots.keys, self._slots.of.get)
         )
@@ -152,32 +161,19 @@ class Catalog:
         else:
             self._order.touch(slots)
 
-    def rank(self, keys: Iterable[OffloadKey], now_ns: int, hint: Hint | None = None) -> None:
-        """Renew the recency of those keys, in prefix order, that are known, without counting a use.
-
-        `hint`: they are all that a request has used, which is over, and this was said of it.
-        """
-        hinted = None if hint is None else self._take_hints()
-        slots, _ = self._renew(keys, now_ns)
+    def advise(self, advice: Advice[OffloadKey], now_ns: int, retained_max: int) -> None:
+        """Apply advice to those of its keys that are known. All but a demotion renews their recency."""
+        hinted = self._take_hints() if advice.is_hint else None
+        if advice.kind == "demote":
+            known = (self._slots.of.get(key) for key in dict.fromkeys(advice.keys))
+            slots = [slot for slot in known if slot is not None and self._slots.is_live(slot)]
+        else:
+            slots, _ = self._renew(advice.keys, now_ns)
         if hinted is None:
             self._order.rank(slots)
         else:
-            hinted.end(slots, hint)
-
-    def demote(self, keys: Iterable[OffloadKey]) -> None:
-        """Have those keys that are known go before others, unless they are used again."""
-        known = [slot for key in dict.fromkeys(keys) if (slot := self._slots.of.get(key)) is not None]
-        self._take_hints().demote(list(filter(self._slots.is_live, known)))
-
-    def retain(self, keys: Iterable[OffloadKey], seconds: float, priority: int, keys_max: int, now_ns: int) -> None:
-        """Pass over those keys that are known for so long, as long as no more than `keys_max` are; they count as used.
-
-        They do not count a use for the policy.
-        """
-        hinted = self._take_hints()
-        hinted.retained.keys_max = keys_max
-        slots, _ = self._renew(keys, now_ns)
-        hinted.retain(slots, self._clock() + seconds, priority)
+            hinted.retained.keys_max = retained_max
+            hinted.advise(advice.of(slots), self._clock())
 
     @property
     def retentions_cut(self) -> int:
@@ -228,7 +224,9 @@ class Catalog:
         self._last_sequence = max(self._last_sequence, sequence)
         old = self._slots.of.get(key)
         if old is not None and self._slots.sequences[old] >= sequence and not self.is_candidate(old):
-            if not foreign:
+            if foreign:
+                self._slots.sequences[slot] = sequence  # For `take_over`: this chunk was known.
+            else:
                 self.outdated.retire(slot, key)
             return
         if old is not None:
@@ -238,16 +236,50 @@ class Catalog:
         if foreign:
             self._slots.hold(chunk)
             self._slots.foreign.add(slot)
-        else:
+        elif self.scanning:
             self._slots.hold_idle(chunk)
+        else:
+            self._slots.hold(chunk)
+            self._order.insert_coldest((slot,))
         self.inventory.added(key)
+
+    def take_over(self, first: int, count: int, chunks: Sequence[Held]) -> None:
+        """Own a range of slots that another process wrote until now, by all chunks that their footers name.
+
+        A chunk that was known and has been deleted or replaced since does not come back.
+        """
+        slots, named = self._slots, {chunk.slot: chunk for chunk in chunks}
+        kept: list[Held] = []
+        for slot in range(first, first + count):
+            key, chunk = slots.keys[slot], named.get(slot)
+            if key is not None and chunk is not None and (key, slots.sequences[slot]) == (chunk.key, chunk.sequence):
+                kept.append(named.pop(slot))
+            elif key is not None:
+                self._release(key)
+                self.inventory.lost(key)
+        slots.foreign.difference_update(chunk.slot for chunk in kept)
+        self._order.insert_coldest([chunk.slot for chunk in sorted(kept, key=attrgetter("sequence"), reverse=True)])
+        for slot, chunk in named.items():
+            if slots.sequences[slot] == chunk.sequence:
+                self.outdated.retire(slot, chunk.key)
+            else:
+                self.found(chunk)
+
+    def idle(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the slots of chunks that were not used since the start, and their last uses."""
+        return self._slots.idle()
+
+    def order_idle(self, slots: NDArray[np.int64]) -> None:
+        """Insert chunks that were not used since the start below all others in the order, the newest first."""
+        self._order.insert_coldest(self._slots.end_idle(slots))
 
     def scan_ended(self, *, complete: bool) -> None:
         """Note that every footer has been seen, and from now on chunks may go for room.
 
         `complete`: a key that is not known is absent.
         """
-        self._order.insert_coldest(self._slots.end_idle())
+        self.order_idle(newest_first(*self.idle()))
+        self._slots.scan_ended()
         self.scanning = False
         self.inventory.scan_ended(complete=complete)
 

@@ -1,42 +1,64 @@
-"""The checkpoint of segments: the place of each chunk. It is the truth for segments that were not written since.
+"""The checkpoint of segments: the place of each chunk, in a file. A start answers from it until it has read footers.
 
-A segment was not written since if its file has the time in the checkpoint, to the nanosecond, on the same boot of the
-same machine. In other segments, a chunk that the checkpoint names is a candidate until its footer has been read.
+It is the truth for segments that were not written since, and a head start for others: a torn one, an old one or none
+costs time only. A segment was not written since if its file has the time in the checkpoint, to the nanosecond, on the
+same boot of the same machine. In other segments, a chunk that the checkpoint names is a candidate until its footer has
+been read.
 
-In the framing of `disk.checkpoint`: a preamble of boot 32, segments u64, for each segment the length of its name u16,
-its name, its first slot u64, its slots u64, its time in ns u64 (0: do not trust); of each chunk its slot u64, its
-sequence number u64, its last use in ns since the epoch u64.
+Little-endian: magic 8, version u32, longest key u32, row length u64, namespace fingerprint 32; boot 32, segments u64,
+for each segment the length of its name u16, its name, its first slot u64, its slots u64, its time in ns u64 (0: do not
+trust); for each chunk the length of its key u8, the key padded to the longest, its slot u64, its sequence number u64,
+its last use in ns since the epoch u64; XXH3-64 of all that, u64.
 """
 
+import asyncio
 import hashlib
+import logging
 import os
 import struct
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from xxhash import xxh3_64
 
-from kvtier.backend import FileMapper, OffloadKey
+from kvtier.backend import INVENTORY_BATCH_KEYS, FileMapper, OffloadKey
+from kvtier.errors import BackendClosed
+from kvtier.remedies import Remedy
 from kvtier_backends.fs.counters import Counters
-from kvtier_backends.fs.disk.checkpoint import CheckpointFile, Format, Records
+from kvtier_backends.fs.disk.capacity import Capacity
+from kvtier_backends.fs.disk.footer import SLICE_BYTES
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.disk.temporaries import boot_id
 from kvtier_backends.fs.segments.segment import Segment
 from kvtier_backends.fs.segments.slots import Snapshot
 
+logger = logging.getLogger(__name__)
+
 MAGIC = b"\x89kvtsix\n"
-FIELDS = "QQQ"
+VERSION = 1
+KEY_BYTES_MAX = 68  # Hashes of 64 bytes. Chunks with longer ones are left to the scan.
 BYTES_MAX = 2 << 30  # Twenty-five million chunks of 32-byte hashes. More are left to the scan.
-RECORD_BYTES_MAX = Format(MAGIC, FIELDS, BYTES_MAX).record_bytes_max
 SEGMENT_BYTES_MAX = 512  # Of a segment in it: a name has 255 bytes at most.
 SETTLED_NS = 1_000_000_000  # A file's time says nothing of what was written so shortly before it was looked at.
 
+_HEAD = struct.Struct("<8sIIQ32s")
 _PREAMBLE = struct.Struct("<32sQ")
 _NAME_BYTES = struct.Struct("<H")
 _SEGMENT = struct.Struct("<QQQ")
 _LENGTH_BYTES = 1  # Of a key's length, before the key.
+_CHECKSUM = struct.Struct("<Q")
+
+
+def _record(key_bytes: int) -> struct.Struct:
+    return struct.Struct(f"<B{key_bytes}sQQQ")
+
+
+RECORD_BYTES_MAX = _record(KEY_BYTES_MAX).size
 
 
 class Remembered(NamedTuple):
@@ -55,12 +77,14 @@ class Chunks(NamedTuple):
     sequences: NDArray[np.uint64]
     used_at_ns: NDArray[np.uint64]
     lengths: NDArray[np.uint8]
-    records: Records
+    content: bytes
+    begin: int  # The first record's place in the content.
+    record_bytes: int
 
     def keys(self, chosen: NDArray[np.intp]) -> list[OffloadKey]:
         """Return the keys of chosen chunks."""
-        content, begin, _, _, form = self.records
-        places = begin + _LENGTH_BYTES + chosen * form.size
+        content = self.content
+        places = self.begin + _LENGTH_BYTES + chosen * self.record_bytes
         ends = places + self.lengths[chosen]
         return [OffloadKey(content[at:end]) for at, end in zip(places.tolist(), ends.tolist(), strict=True)]
 
@@ -74,28 +98,132 @@ class Memory(NamedTuple):
 
 
 class SlotCheckpoint:
-    """One namespace's checkpoint. Blocks; one thread at a time."""
+    """One namespace's checkpoint, beside its configuration. Blocks; one thread at a time."""
 
     def __init__(self, folder: Folder, mapper: FileMapper, counters: Counters, row_bytes: int) -> None:
-        """Keep it in an opened folder, beside the namespace's configuration."""
-        self._file = CheckpointFile(folder, mapper, counters, row_bytes, Format(MAGIC, FIELDS, BYTES_MAX))
+        """Use an opened folder."""
+        self._folder = folder
+        self._name = f"{mapper.folder}/index{folder.chunks.removeprefix(mapper.folder)}"
+        self._row_bytes, self._fingerprint = row_bytes, mapper.fingerprint
+        self._counters = counters
 
     def bytes_worst(self, chunks: int, segments: int) -> int:
         """Return the most that a checkpoint of so many chunks takes of the disk."""
-        return self._file.bytes_worst(chunks, _PREAMBLE.size + segments * SEGMENT_BYTES_MAX)
+        preamble_bytes = _PREAMBLE.size + segments * SEGMENT_BYTES_MAX
+        size_bytes = _HEAD.size + preamble_bytes + chunks * RECORD_BYTES_MAX + _CHECKSUM.size
+        block_bytes = self._folder.disk.block_bytes
+        return (min(size_bytes, BYTES_MAX) // block_bytes + 2) * block_bytes  # Its last, and its extents'.
 
     def write(self, segments: Sequence[Remembered], snapshot: Snapshot) -> None:
         """Put a checkpoint in place of the last one, whole or not at all; a failure is logged and counted."""
-        lengths = Counter(len(key) for key in snapshot.keys if key is not None)
-        self._file.write(lengths, snapshot.held(), lambda whole: _preamble(segments, whole=whole))
+        try:
+            self._folder.publish(self._name, self._written(segments, snapshot))
+        except OSError as error:
+            self._counters.count("checkpoints_failed")
+            logger.warning(
+                "%s: the checkpoint cannot be written: %s; see %s", self._name, error.strerror, Remedy.CHECKPOINT
+            )
+        else:
+            self._counters.count("checkpoints_written")
 
     def read(self) -> Memory | None:
         """Return the content of the last checkpoint; None if no checkpoint can be used."""
-        found = self._file.read(_read_preamble)
-        if found is None:
+        try:
+            content = self._folder.read(self._name, BYTES_MAX + 1)
+        except OSError as error:
+            content = b""
+            logger.warning(
+                "%s: the checkpoint cannot be read: %s; see %s", self._name, error.strerror, Remedy.CHECKPOINT
+            )
+        if content is None:
             return None
-        (same_boot, segments), records = found
-        return Memory(same_boot, segments, _columns(records))
+        found = self._found(content)
+        if found is None:
+            self._counters.count("checkpoints_ignored")
+            logger.info("%s: no checkpoint of this namespace and version, or torn; ignored", self._name)
+        else:
+            self._counters.count("checkpoint_chunks", len(found.chunks.slots))
+        return found
+
+    def _written(self, segments: Sequence[Remembered], snapshot: Snapshot) -> Iterator[bytes]:
+        lengths = Counter(len(key) for key in snapshot.keys if key is not None)
+        longest = max((length for length in lengths if length <= KEY_BYTES_MAX), default=0)
+        record = _record(longest)
+        head = _HEAD.pack(MAGIC, VERSION, longest, self._row_bytes, self._fingerprint)
+        most = (BYTES_MAX - len(head) - len(_preamble(segments, whole=False)) - _CHECKSUM.size) // record.size
+        head += _preamble(segments, whole=longest == max(lengths, default=0) and lengths.total() <= most)
+        packed = (record.pack(len(key), key, *said) for key, *said in snapshot.held() if len(key) <= KEY_BYTES_MAX)
+        kept = islice(packed, max(0, most))
+        total = xxh3_64(head)
+        yield head
+        while part := b"".join(islice(kept, INVENTORY_BATCH_KEYS)):
+            total.update(part)
+            yield part
+        yield _CHECKSUM.pack(total.intdigest())
+
+    def _found(self, content: bytes) -> Memory | None:
+        end = len(content) - _CHECKSUM.size
+        if end < _HEAD.size or len(content) > BYTES_MAX:
+            return None
+        magic, version, longest, row_bytes, fingerprint = _HEAD.unpack_from(content)
+        ours = MAGIC, VERSION, self._row_bytes, self._fingerprint
+        if (magic, version, row_bytes, fingerprint) != ours or longest > KEY_BYTES_MAX:
+            return None
+        whole = memoryview(content)
+        total = xxh3_64()
+        for start in range(0, end, SLICE_BYTES):  # In one call, no other thread would run meanwhile.
+            total.update(whole[start : min(start + SLICE_BYTES, end)])
+        if _CHECKSUM.unpack_from(content, end) != (total.intdigest(),):
+            return None
+        try:
+            same_boot, segments, size = _read_preamble(whole[_HEAD.size : end])
+        except (OSError, ValueError, struct.error):  # The checksum is right, and the content is not ours.
+            return None
+        begin, record_bytes = _HEAD.size + size, _record(longest).size
+        chunks, rest = divmod(end - begin, record_bytes)
+        return None if rest or chunks < 0 else Memory(same_boot, segments, _columns(content, begin, chunks, longest))
+
+
+class CheckpointSchedule:
+    """The schedule of a tier's checkpoints: every so often, and at the end. Belongs to the loop's thread."""
+
+    def __init__(
+        self, capacity: Capacity, counters: Counters, bytes_worst: Callable[[], int], *, every_s: float
+    ) -> None:
+        """`bytes_worst`: the most that the next one takes; `every_s`: 0: none is written, nor the last."""
+        self.ready = False
+        """Set once a new one is not worse than the last: the chunks that the last one names are known."""
+        self._capacity = capacity
+        self._counters = counters
+        self._bytes_worst = bytes_worst
+        self._every_s = every_s
+
+    async def run(self, write: Callable[[], Awaitable[None]]) -> None:
+        """Write one every so often, until cancelled."""
+        while self._every_s:
+            await asyncio.sleep(self._every_s)
+            if self.ready and (room_bytes := self._promised_bytes()):
+                try:
+                    await write()
+                finally:
+                    self._capacity.release(room_bytes)
+
+    def last(self, queue: Callable[[], object]) -> None:
+        """Queue the last one on a lane; only the first closing can."""
+        wanted, self.ready = self.ready, False
+        if wanted and self._every_s and self._promised_bytes():
+            with suppress(BackendClosed):
+                queue()
+
+    def _promised_bytes(self) -> int:
+        """Promise room for a new checkpoint; 0 if there is not enough, and the last one stays."""
+        wanted_bytes = self._bytes_worst()
+        granted_bytes = self._capacity.reserve(wanted_bytes)
+        if granted_bytes == wanted_bytes:
+            return wanted_bytes
+        self._capacity.release(granted_bytes)
+        self._counters.count("checkpoints_failed")
+        return 0
 
 
 def remembered(segments: Sequence[Segment], before_ns: int) -> list[Remembered]:
@@ -108,34 +236,34 @@ def remembered(segments: Sequence[Segment], before_ns: int) -> list[Remembered]:
             except OSError:
                 continue  # Another lane has just removed it.
             if not status.st_nlink:
-                continue  # Somebody else has. Another one may have its name by now.
+                continue  # Another process has. Another file may have its name by now.
             trusted_ns = status.st_mtime_ns if 0 < status.st_mtime_ns < before_ns else 0
             found.append(Remembered(segment.name, segment.first_slot, segment.header.slots, trusted_ns))
     return found
 
 
 def trusted(segments: Sequence[Remembered], unsettled: set[str]) -> list[Remembered]:
-    """Return segments as they are, but for those that are unsettled: these are not to be trusted."""
+    """Return the segments, with those that are unsettled marked as not to be trusted."""
     return [each._replace(written_at_ns=0) if each.name in unsettled else each for each in segments]
 
 
-def _columns(records: Records) -> Chunks:
-    fields_at = _LENGTH_BYTES + records.key_bytes
+def _columns(content: bytes, begin: int, chunks: int, key_bytes: int) -> Chunks:
+    fields_at, record_bytes = _LENGTH_BYTES + key_bytes, _record(key_bytes).size
     row = np.dtype(
         {
             "names": ["length", "slot", "sequence", "used_at_ns"],
             "formats": ["u1", "<u8", "<u8", "<u8"],
             "offsets": [0, fields_at, fields_at + 8, fields_at + 16],
-            "itemsize": records.form.size,
+            "itemsize": record_bytes,
         }
     )
-    table = np.frombuffer(records.content, row, records.chunks, records.begin)
-    lengths = np.minimum(table["length"], records.key_bytes).astype(np.uint8)
-    return Chunks(table["slot"], table["sequence"], table["used_at_ns"], lengths, records)
+    table = np.frombuffer(content, row, chunks, begin)
+    lengths = np.minimum(table["length"], key_bytes).astype(np.uint8)
+    return Chunks(table["slot"], table["sequence"], table["used_at_ns"], lengths, content, begin, record_bytes)
 
 
 def _preamble(segments: Sequence[Remembered], *, whole: bool) -> bytes:
-    """`whole`: all that is in them is named; else they are not to be trusted."""
+    """`whole`: all their chunks are named; otherwise they are not to be trusted."""
     parts = [_PREAMBLE.pack(_boot(), len(segments))]
     for name, first_slot, slots, written_at_ns in segments:
         encoded = name.encode()
@@ -147,7 +275,7 @@ def _preamble(segments: Sequence[Remembered], *, whole: bool) -> bytes:
     return b"".join(parts)
 
 
-def _read_preamble(content: memoryview) -> tuple[tuple[bool, list[Remembered]], int]:
+def _read_preamble(content: memoryview) -> tuple[bool, list[Remembered], int]:
     boot, count = _PREAMBLE.unpack_from(content)
     segments: list[Remembered] = []
     at = _PREAMBLE.size
@@ -157,7 +285,7 @@ def _read_preamble(content: memoryview) -> tuple[tuple[bool, list[Remembered]], 
         name = bytes(content[at : at + name_bytes]).decode()
         segments.append(Remembered(name, *_SEGMENT.unpack_from(content, at + name_bytes)))
         at += name_bytes + _SEGMENT.size
-    return (boot == _boot(), segments), at
+    return boot == _boot(), segments, at
 
 
 def _boot() -> bytes:

@@ -62,11 +62,14 @@ class SegmentFolder:
         names = filter(NAME.fullmatch, listing(self.root_fd, self._folder.chunks))
         return [f"{self._folder.chunks}/{name}" for name in sorted(names)]
 
+    def unopened(self) -> list[str]:
+        """Return the names of segments that are not open here, in the same order."""
+        known = {segment.name for segment in self._opened}
+        return [name for name in self.names() if name not in known and name not in self._folder.remains]
+
     def unopened_bytes(self) -> int:
         """Return the room of segments that are not open here; raises OSError if it cannot be known."""
-        known = {segment.name for segment in self._opened}
-        others = (name for name in self.names() if name not in known and name not in self._folder.remains)
-        return sum(map(self._folder.taken_bytes, others))
+        return sum(map(self._folder.taken_bytes, self.unopened()))
 
     def open(self, name: str) -> Segment | Unusable:
         """Open a segment, to write if nobody else does. Raises `FileNotFoundError` if it is gone, or goes just now."""
@@ -85,6 +88,10 @@ class SegmentFolder:
             with suppress(OSError):
                 os.close(fd)
             raise
+
+    def take_over(self, segment: Segment) -> bool:
+        """Lock a segment that another process wrote; False while that process lives, or if the segment was removed."""
+        return _lock(segment.fd) and self.has(segment)
 
     def create(self, slots: int) -> Segment:
         """Make a segment of so many free slots, whole or not at all."""

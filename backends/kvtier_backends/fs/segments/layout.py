@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 
-from kvtier.backend import Hint, Occupancy, OffloadKey, Outcome, Read, Write
+from kvtier.backend import Advice, Occupancy, OffloadKey, Outcome, Read, Write
 from kvtier.errors import BackendClosed
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.layout import Background, Left, OpenTier, left_s, until
@@ -77,16 +77,10 @@ class SegmentsLayout:
         self._catalog.remove(keys)
         await self._wiping.until_wiped(keys)
 
-    def rank(self, keys: Sequence[OffloadKey], hint: Hint | None = None) -> None:
-        self._catalog.rank(keys, self._tier.clock_ns(), hint)
-
-    def demote(self, keys: Sequence[OffloadKey]) -> None:
-        self._catalog.demote(keys)
-
-    def retain(self, keys: Sequence[OffloadKey], seconds: float, priority: int) -> None:
+    def advise(self, advice: Advice[OffloadKey]) -> None:
         tier = self._tier
-        keys_max = tier.retained_max(tier.context.row_bytes + FOOTER_BYTES)
-        self._catalog.retain(keys, seconds, priority, keys_max, tier.clock_ns())
+        retained_max = tier.retained_max(tier.context.row_bytes + FOOTER_BYTES)
+        self._catalog.advise(advice, tier.clock_ns(), retained_max)
 
     @property
     def retentions_cut(self) -> int:

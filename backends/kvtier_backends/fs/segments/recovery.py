@@ -70,14 +70,17 @@ class Recovery:
         self._checkpoint = checkpoint
 
     def open_all(self) -> None:
-        """Open every segment; those that are gone by then, or cannot be read, are not there."""
+        """Open every segment that is not open; those that are gone by then, or cannot be read, are not there."""
+        known, unusable = {each.name for each in self.unusable}, len(self.unusable)
         try:
-            names = self._segment_folder.names()
+            names = self._segment_folder.unopened()
         except OSError as error:
             self.failed += 1
             logger.warning("%s: cannot be listed: %s; see %s", self._folder.chunks, error.strerror, Remedy.UNREADABLE)
             return
         for name in names:
+            if name in known:
+                continue
             try:
                 found = self._segment_folder.open(name)
             except OSError as error:
@@ -91,7 +94,7 @@ class Recovery:
                 self.opened.append(found)
             else:
                 self.unusable.append(found)
-        if self.unusable:
+        if len(self.unusable) > unusable:
             logger.warning(
                 "%s: %d segments hold nothing for this tier (a first page that is damaged, of other rows or of a later "
                 "version), and go before any chunk when their room is wanted: %s; see %s",
@@ -123,6 +126,15 @@ class Recovery:
             )
         others = sum(name != self._folder.chunks and read_folder(name) is not None for name in names)
         return Around(taken, measured, others, sweep.removed)
+
+    def take_over(self, segment: Segment) -> Iterator[Seen] | None:
+        """Lock a segment that another process wrote, to yield what its footers say; None if that is not possible."""
+        try:
+            if not self._segment_folder.take_over(segment):
+                return None
+        except OSError:
+            return None
+        return _footers_of(segment, self._folder.root_fd, self._now_ns)
 
     def recalled(self) -> Iterator[Recalled]:
         """Yield the chunks of the last checkpoint that lie in opened segments, which have their first slots."""
@@ -156,7 +168,7 @@ class Recovery:
                 for seen in _footers_of(segment, self._folder.root_fd, self._now_ns):
                     if self.stopped:
                         return
-                    yield seen
+                    yield seen if segment.own else Seen(seen.held, foreign=True, failed=seen.failed)
 
 
 class _Places:
@@ -222,11 +234,8 @@ def _footers_of(segment: Segment, root_fd: int, now_ns: int) -> Iterator[Seen]:
             unread = segment.first_slot + start, segment.header.slots - start
             yield Seen(looked=unread, distrusted=segment.name, failed=True)
             return
-        if segment.own:
-            first = segment.first_slot + start
-            yield Seen(held, (first, count), free=_runs(first, taken), torn=torn, distrusted=distrusted)
-        else:
-            yield Seen(held, foreign=True)
+        first = segment.first_slot + start
+        yield Seen(held, (first, count), free=_runs(first, taken), torn=torn, distrusted=distrusted)
 
 
 def _footer_in(page: memoryview, segment: Segment) -> Footer | Fault:

@@ -57,6 +57,11 @@ class Room:
         """Whether the disk has lately had no room for more."""
         return self._growth.disk_is_full
 
+    @property
+    def changing(self) -> asyncio.Lock:
+        """Held while segments are made or removed."""
+        return self._growth.changing
+
     def begin(self, unusable: Iterable[Unusable]) -> None:
         """Make segments from now on: all that were there are known, and what lies among them and holds nothing."""
         self._leftovers.found(unusable)
@@ -140,10 +145,7 @@ class Room:
 
 
 class Leftovers:
-    """Files that take room and hold no chunk, which go before any chunk. Belongs to the loop's thread.
-
-    Unusable files in the place of segments, and corrupt files that a tier of files has kept.
-    """
+    """Files that take room and hold no chunk, which go before any chunk. Belongs to the loop's thread."""
 
     def __init__(self, tier: OpenTier[SegmentsOptions], folder: SegmentFolder) -> None:
         """Remove them in the lanes for stores."""
@@ -160,9 +162,6 @@ class Leftovers:
         remains = self._tier.root.remains
         if remains.used_bytes and await in_thread(self._tier.lanes.store, remains.again):
             return True
-        return await self._remove_unusable() or await self._remove_quarantined()
-
-    async def _remove_unusable(self) -> bool:
         for unusable in list(self._unusable):
             removed = False
             with suppress(OSError):  # Then it takes its room still.
@@ -172,9 +171,6 @@ class Leftovers:
                 self._tier.capacity.other_bytes -= unusable.allocated_bytes
                 return True
         return False
-
-    async def _remove_quarantined(self) -> bool:
-        return not self._tier.root.quarantine.empty and (await self._tier.clear_quarantine(1)).files > 0
 
 
 class Making:

@@ -5,20 +5,22 @@ own: see `recovery`.
 """
 
 import asyncio
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 
-from kvtier_backends.fs.disk.checkpoint import CheckpointSchedule
 from kvtier_backends.fs.layout import OpenTier
 from kvtier_backends.fs.options import SegmentsOptions
 from kvtier_backends.fs.segments.catalog import Catalog
-from kvtier_backends.fs.segments.checkpoint import SETTLED_NS, SlotCheckpoint, remembered, trusted
+from kvtier_backends.fs.segments.checkpoint import SETTLED_NS, CheckpointSchedule, SlotCheckpoint, remembered, trusted
 from kvtier_backends.fs.segments.folder import SegmentFolder
 from kvtier_backends.fs.segments.recovery import Around, Recovery, Seen
 from kvtier_backends.fs.segments.room import Room
 from kvtier_backends.fs.segments.segment import Segment
-from kvtier_backends.fs.segments.slots import Snapshot
+from kvtier_backends.fs.segments.slots import Snapshot, newest_first
 
-AGAIN_S = 5.0  # After so long, what could not be seen at the start is looked at again.
+logger = logging.getLogger(__name__)
+
+AGAIN_S = 5.0  # Between two looks at what could not be seen, or was locked, at the start.
 
 
 class StartScan:
@@ -42,6 +44,7 @@ class StartScan:
         self._checkpoint_s = tier.options.checkpoint_s
         self._distrusted: set[str] = set()  # Segments that the next start has to read through.
         self._failed = 0
+        self._added = 0  # Opened segments that the catalog knows.
         self._schedule = CheckpointSchedule(
             tier.capacity, tier.counters, self._checkpoint_bytes_worst, every_s=tier.options.checkpoint_s
         )
@@ -57,8 +60,7 @@ class StartScan:
         await self._lane.run(recovery.open_all)
         around = await self._lane.run(recovery.look_around)
         self._failed += recovery.failed
-        for segment in recovery.opened:
-            self._segments.add(segment, catalog.add(segment.header.slots))
+        self._add_opened()
         self._count(around)
         self._room.begin(recovery.unusable)
         recalled = recovery.recalled() if self._checkpoint_s else iter(())
@@ -72,13 +74,47 @@ class StartScan:
         counters.count("scan_failed", self._failed)
         counters.count("scan_swept", around.swept)
         counters.count("scan_others", around.others)
+        await self._order_idle()
         catalog.scan_ended(complete=not self._failed)
         await self._room.shrink()
         self._schedule.ready = True
         self.done.set()
-        while self._capacity.unseen_bytes:
+        while self._capacity.unseen_bytes or any(not segment.own for segment in self._segments.all):
             await asyncio.sleep(AGAIN_S)
-            self._count(await self._lane.run(recovery.look_around))
+            await self._look_again()
+
+    async def _order_idle(self) -> None:
+        """Order the chunks that were there, in turns: five million are half a second of the loop."""
+        slots = await self._lane.run(newest_first, *self._catalog.idle())
+        for start in range(0, len(slots), self._catalog.idle_batch):
+            self._catalog.order_idle(slots[start : start + self._catalog.idle_batch])
+            await asyncio.sleep(0)
+
+    async def _look_again(self) -> None:
+        """Measure what could not be seen at the start, and take over segments whose locks have been released.
+
+        A process that hangs keeps its locks until it ends: a runner that was replaced, or `kvtier prune`.
+        """
+        async with self._room.changing:  # A segment that is just being made would be taken for another process's.
+            await self._lane.run(self._recovery.open_all)
+            self._add_opened()
+            self._count(await self._lane.run(self._recovery.look_around))
+        for segment in list(self._segments.all):
+            if not segment.own and (found := await self._lane.run(self._recovery.take_over, segment)) is not None:
+                await self._take_over(segment, found)
+
+    async def _take_over(self, segment: Segment, found: Iterator[Seen]) -> None:
+        """Own a segment by what its footers say now. Until all are known, no checkpoint names it."""
+        while (seen := await self._lane.run(next, found, None)) is not None:
+            self._catalog.take_over(*seen.looked, seen.held)
+            self._note_rest(seen)
+        segment.own = True
+        logger.info("%s: taken over from a process that has ended", segment.name)
+
+    def _add_opened(self) -> None:
+        for segment in self._recovery.opened[self._added :]:
+            self._segments.add(segment, self._catalog.add(segment.header.slots))
+        self._added = len(self._recovery.opened)
 
     def _count(self, around: Around) -> None:
         """Count what lies around the open segments. As long as that is unknown, it is all that is on the disk."""
@@ -120,6 +156,10 @@ class StartScan:
                 self._catalog.found(chunk, foreign=True)
         else:
             self._catalog.looked(*seen.looked, seen.held)
+        self._note_rest(seen)
+
+    def _note_rest(self, seen: Seen) -> None:
+        """Record the slots of a range that hold no chunk."""
         for first, count in seen.free:
             self._catalog.free.add(first, count)
         for slot, fault in seen.torn:

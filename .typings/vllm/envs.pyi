@@ -1,1 +1,0 @@
-VLLM_LOG_STATS_INTERVAL: float

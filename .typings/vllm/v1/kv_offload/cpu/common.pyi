@@ -1,3 +1,0 @@
-from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec
-
-class CPULoadStoreSpec(BlockIDsLoadStoreSpec): ...

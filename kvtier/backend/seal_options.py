@@ -1,0 +1,97 @@
+"""The options of a seal: its kind, and where its keys are."""
+
+import base64
+import binascii
+import importlib
+from collections.abc import Iterable
+from typing import Literal
+
+from kvtier.backend.contract import Options
+from kvtier.backend.seal import SECRET_BYTES, Seal, XXH3Seal
+from kvtier.errors import ConfigError
+from kvtier.settings import SecretName, SecretPath, open_secret, secret_variable
+
+SECRETS_BYTES_MAX = 64 << 10  # A thousand keys.
+
+
+class SealOptions(Options, frozen=True, kw_only=True):
+    """The seal of rows that leave the host. No key is part of a configuration, which is logged and sent about."""
+
+    seal: Literal["xxh3", "aes-256-gcm"] = "xxh3"
+    """`xxh3` finds damage. `aes-256-gcm` also hides rows, and refuses what somebody without the key has written."""
+
+    seal_key_file: SecretPath | None = None
+    """Keys for `aes-256-gcm`, one a line, each 32 bytes in hex or base64: the first seals, all of them open.
+    Nobody else may read the file."""
+
+    seal_key_env: SecretName | None = None
+    """Name of an environment variable that holds the keys, instead of a file."""
+
+    def __post_init__(self) -> None:
+        """Refuse keys that are not used, and a cipher without any."""
+        super().__post_init__()
+        given = [name for name in ("seal_key_file", "seal_key_env") if getattr(self, name) is not None]
+        if self.seal == "xxh3" and given:
+            raise ConfigError(f"{given[0]}: no use with seal = 'xxh3'; seal = 'aes-256-gcm' has keys")
+        if self.seal == "aes-256-gcm" and len(given) != 1:
+            raise ConfigError(
+                "seal: 'aes-256-gcm' given, which needs either seal_key_file or seal_key_env"
+                + (", not both" if given else "")
+            )
+
+    def doubts(self) -> Iterable[str]:
+        """Yield why the keys cannot be read."""
+        try:
+            if self.seal != "xxh3":
+                self._secrets()
+        except ConfigError as error:
+            yield str(error)
+
+    def make_seal(self, fingerprint: bytes, row_bytes: int) -> Seal:
+        """Return the seal of a tier with these rows. It reads the keys: not for the loop. Raises `ConfigError`."""
+        if self.seal == "xxh3":
+            return XXH3Seal(fingerprint, row_bytes)
+        try:  # `cryptography` need not be installed.
+            aes = importlib.import_module("kvtier.backend.aes")
+        except ImportError as error:
+            raise ConfigError(f"seal: 'aes-256-gcm' needs the extra kvtier[seal]: {error}") from error
+        made: Seal = aes.AESSeal(fingerprint, row_bytes, self._secrets())
+        return made
+
+    def _secrets(self) -> list[bytes]:
+        if self.seal_key_file is not None:
+            return _read_secrets(_text_of(self.seal_key_file), "seal_key_file")
+        text = secret_variable("seal_key_env", str(self.seal_key_env)).decode(errors="replace")
+        return _read_secrets(text, "seal_key_env")
+
+
+def _read_secrets(text: str, where: str) -> list[bytes]:
+    """Read secrets, one a line in hex or base64; empty lines and lines that begin with # are passed over.
+
+    Raises `ConfigError`. Its message begins with `where`, and shows nothing of the secrets.
+    """
+    lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
+    found = [_secret(line, f"{where}, line {number}") for number, line in lines if line and not line.startswith("#")]
+    if not found:
+        raise ConfigError(f"{where}: holds no key; one a line accepted, {SECRET_BYTES} bytes in hex or base64")
+    return found
+
+
+def _secret(line: str, where: str) -> bytes:
+    try:
+        secret = bytes.fromhex(line) if len(line) == 2 * SECRET_BYTES else base64.b64decode(line, validate=True)
+    except (ValueError, binascii.Error):
+        secret = b""
+    if len(secret) != SECRET_BYTES:
+        raise ConfigError(f"{where}: no key; {SECRET_BYTES} bytes in hex or base64 accepted")
+    return secret
+
+
+def _text_of(path: str) -> str:
+    with open_secret("seal_key_file", path) as file:
+        text = file.read(SECRETS_BYTES_MAX + 1)
+    if len(text) > SECRETS_BYTES_MAX or not text.isascii():
+        raise ConfigError(
+            f"seal_key_file: the file is no list of keys: at most {SECRETS_BYTES_MAX:,} bytes of ASCII accepted"
+        )
+    return text.decode("ascii")

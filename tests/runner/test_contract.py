@@ -1,0 +1,322 @@
+"""The contract of a bridge, inline and to a process: bytes come back, and a bad tier costs its hits only."""
+
+import asyncio
+import time
+
+import pytest
+
+from kvtier.engine.manager import TieringOffloadingManager
+from kvtier.engine.tier import BreakerState
+from kvtier.errors import BackendUnavailable, EngineClosed
+from tests.engine.hung_mount import release, shut
+from tests.engine.kit import FAULTY, PATIENCE_S, at_rest, chunk, describe, found, key, ledger_in, put, until
+from tests.simulation.audit import audit, audit_quiet
+
+DUMMY = {"type": "dummy"}
+RUDE = "tests.engine.rude_tiers"
+DEADLINE_S = 0.3
+
+
+def faulty(script=None, limits=None, **faults):
+    return {"type": FAULTY, "inner": DUMMY, "script": script or {}, "faults": faults, "limits": limits or {}}
+
+
+@pytest.fixture
+def gates(tmp_path):
+    folder = tmp_path / "gates"
+    folder.mkdir()
+    yield str(folder)
+    for operation in ("load", "store"):
+        release(str(folder), operation)
+
+
+@pytest.fixture
+def mount(tmp_path, gates):
+    """A tier whose threads sleep in the kernel while a gate is shut."""
+    limits = {"deadline_s": DEADLINE_S, "breaker_failures": 2}
+    return {
+        "type": "tests.engine.hung_mount:HungMount",
+        "root": str(tmp_path / "mount"),
+        "gates": gates,
+        "limits": limits,
+    }
+
+
+# Bytes come back.
+
+
+@pytest.mark.parametrize("kind", ["dummy", "fs", "faulty"])
+async def test_more_than_the_primary_holds_comes_back_from_a_tier(open_engine, runner, tmp_path, kind):
+    tiers = {"dummy": DUMMY, "fs": {"type": "fs", "root": str(tmp_path / "tier")}, "faulty": faulty()}
+    engine = await open_engine(8, tiers[kind], runner=runner)
+    for first in range(0, 32, 4):
+        assert await put(engine, range(first, first + 4)) == 4
+    assert await engine.drain()
+    for first in range(0, 32, 4):
+        assert await found(engine, range(first, first + 4)) == 4
+    (counters,) = (tier.counters for tier in ledger_in(engine).tiers)
+    assert (counters.stored, counters.dropped, counters.failed) == (32, {}, {})
+    assert ledger_in(engine).counters.hits + counters.hits == 32
+    assert await at_rest(engine)
+
+
+async def test_three_tiers_of_different_speeds_all_get_every_chunk(open_engine, runner, tmp_path):
+    slow = {"type": "dummy", "latency_s": "5ms", "bandwidth_bytes_per_s": "4MiB"}
+    disk = {"type": "fs", "root": str(tmp_path / "tier")}
+    engine = await open_engine(8, DUMMY, disk, slow, runner=runner)
+    for number in range(0, 24, 3):
+        assert await put(engine, range(number, number + 3)) == 3
+    assert await engine.drain()
+    assert [tier.counters.stored for tier in ledger_in(engine).tiers] == [24, 24, 24]
+    assert [tier.chunks for tier in engine.stats().tiers] == [24, 24, 24]
+    assert await found(engine, range(3)) == 3
+    assert await at_rest(engine)
+
+
+async def test_a_chunk_shorter_than_its_row_comes_back_at_its_length(open_engine, runner):
+    engine = await open_engine(2, DUMMY, runner=runner, chunk_bytes=1_000, cpu_bytes_to_use=2 * 4_096)
+    assert await engine.put([key(1)], [chunk(1)[:1_000]]) == 1
+    assert await engine.put([key(2), key(3)], [chunk(2)[:1_000], chunk(3)[:1_000]]) == 2
+    async with engine.fetch([key(1)]) as rows:
+        assert [bytes(row) for row in rows] == [chunk(1)[:1_000]]
+
+
+async def test_keys_of_any_length_are_kept_apart(open_engine, runner, tmp_path):
+    engine = await open_engine(4, {"type": "fs", "root": str(tmp_path / "tier")}, runner=runner)
+    keys = [b"\0\0\0\0", b"/\0\0\0\0", b"..\0\0\0\0", b"a\0\0\0\0", b"A\0\0\0\0", b"\xff" * 36]
+    for number, each in enumerate(keys):
+        assert await engine.put([each], [chunk(number)]) == 1
+    assert await engine.drain()
+    for number, each in enumerate(keys):
+        async with engine.fetch([each]) as rows:
+            assert [bytes(row) for row in rows] == [chunk(number)]
+
+
+async def test_overlapping_keys_of_concurrent_calls_are_never_mixed_up(open_engine, runner):
+    engine = await open_engine(8, DUMMY, runner=runner)
+
+    async def use(first: int) -> None:
+        for turn in range(6):
+            numbers = range((first + turn) % 12, (first + turn) % 12 + 5)
+            await put(engine, numbers)
+            await found(engine, numbers)
+
+    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
+        for first in range(12):
+            tasks.create_task(use(first))
+    assert await at_rest(engine)
+
+
+async def test_the_next_engine_finds_what_one_stored_on_disk(open_engine, runner, tmp_path):
+    disk = {"type": "fs", "root": str(tmp_path / "tier")}
+    engine = await open_engine(8, disk, runner=runner)
+    await put(engine, range(4))
+    assert await engine.aclose() == 0
+    again = await open_engine(8, disk, runner=runner)
+    assert await found(again, range(5)) == 4
+
+
+async def test_a_deleted_chunk_is_gone_from_every_tier(open_engine, runner, tmp_path):
+    engine = await open_engine(8, {"type": "fs", "root": str(tmp_path / "tier")}, DUMMY, runner=runner)
+    await put(engine, range(4))
+    await engine.delete([key(1), key(3), key(99)])
+    assert [await found(engine, [number]) for number in range(4)] == [1, 0, 1, 0]
+    assert await put(engine, [1]) == 1
+    assert await found(engine, [1]) == 1
+    assert await at_rest(engine)
+
+
+async def test_a_prefetched_chunk_is_in_the_primary_before_its_look_up(open_engine, runner):
+    engine = await open_engine(16, DUMMY, runner=runner)
+    await put(engine, range(6))
+    assert await engine.reset()
+    assert await engine.prefetch([key(number) for number in (0, 1, 2, 3, 99, 4)]) == 4
+    assert [number for number in range(6) if key(number) in ledger_in(engine).primary.ready] == [0, 1, 2, 3]
+    assert await at_rest(engine)
+
+
+# A tier that fails.
+
+
+async def test_a_tier_that_fails_every_call_costs_its_hits_and_harms_no_other(open_engine, runner):
+    limits = {"breaker_failures": 2, "breaker_cooldown_s": 1_000}
+    engine = await open_engine(8, faulty(unavailable=1.0, limits=limits), DUMMY, runner=runner)
+    for first in range(0, 32, 4):
+        assert await put(engine, range(first, first + 4)) == 4
+        await engine.drain()
+    failing, healthy = ledger_in(engine).tiers
+    assert failing.breaker.state is BreakerState.OPEN
+    assert (failing.counters.failed, failing.counters.dropped) == ({"unavailable": 8}, {"breaker": 24})
+    assert (healthy.counters.stored, healthy.counters.failed) == (32, {})
+    for first in range(0, 32, 4):
+        assert await found(engine, range(first, first + 4)) == 4
+    assert await at_rest(engine)
+
+
+@pytest.mark.parametrize("fault", ["failed", "missing", "corrupt"])
+async def test_a_load_that_fails_ends_the_run_before_it(open_engine, runner, fault):
+    engine = await open_engine(8, faulty({"load": ["none", fault]}), runner=runner)
+    await put(engine, [1])
+    await put(engine, [2])
+    await engine.drain()
+    await engine.reset()
+    assert await found(engine, [1]) == 1
+    assert await found(engine, [1, 2]) == 1
+    assert await at_rest(engine)
+
+
+async def test_a_flipped_bit_is_a_miss(open_engine, runner):
+    engine = await open_engine(8, {"type": "dummy", "corruption_rate": 1.0}, runner=runner)
+    await put(engine, range(3))
+    assert await engine.reset()
+    assert await found(engine, range(3)) == 0
+    assert ledger_in(engine).tiers[0].counters.failed == {"corrupt": 3}
+    assert await put(engine, range(3)) == 3
+    assert await at_rest(engine)
+
+
+async def test_a_full_tier_drops_the_chunks_that_it_cannot_hold(open_engine, runner):
+    engine = await open_engine(8, faulty(no_space=1.0), runner=runner)
+    await put(engine, range(3))
+    assert await engine.reset()
+    assert await found(engine, range(3)) == 0
+    assert ledger_in(engine).tiers[0].counters.failed == {"no_space": 3}
+
+
+# A tier that hangs. Threads sleep in the kernel, in real time.
+
+
+async def test_rows_of_a_hung_load_are_lent_to_nobody_until_its_thread_returns(open_engine, mount, gates, runner):
+    engine = await open_engine(8, mount, runner=runner, limits={"quarantine_share": 1.0})
+    await put(engine, range(4))
+    assert await engine.reset(PATIENCE_S)
+    with shut(gates, "load"):
+        begun = time.monotonic()
+        assert await found(engine, range(3)) == 0
+        assert time.monotonic() - begun >= DEADLINE_S
+        assert ledger_in(engine).tiers[0].counters.failed == {"deadline": 3}
+        assert not engine.steps.has_pending_work()
+        lost = set(ledger_in(engine).primary.quarantined)
+        assert len(lost) == 3
+        assert await put(engine, range(10, 18)) < 8
+        assert lost.isdisjoint(ledger_in(engine).primary.ready.values())
+        stored = [number for number in range(10, 18) if key(number) in ledger_in(engine).primary.ready]
+        audit(ledger_in(engine))
+    await until(lambda: not ledger_in(engine).primary.quarantined, engine)
+    for number in stored:  # The thread came back and wrote its rows: no other chunk's bytes changed.
+        assert await found(engine, [number]) == 1
+    await until(lambda: not engine.steps.has_pending_work(), engine)
+    audit_quiet(engine)
+
+
+async def test_a_hung_store_keeps_its_rows_and_delays_no_other_tier_and_no_load(
+    open_engine, mount, gates, runner, tmp_path
+):
+    healthy = {"type": "fs", "root": str(tmp_path / "healthy")}
+    engine = await open_engine(16, mount, healthy, runner=runner, limits={"quarantine_share": 1.0})
+    await put(engine, range(20, 24))
+    assert await engine.reset(PATIENCE_S)
+    with shut(gates, "store"):
+        await put(engine, range(4))
+        assert await engine.drain(PATIENCE_S)
+        hung, other = ledger_in(engine).tiers
+        assert hung.counters.failed == {"deadline": 4}
+        assert other.counters.stored == 8
+        assert len(ledger_in(engine).transfers.cascade_rows) == 4
+        assert await found(engine, range(4)) == 4
+        assert await found(engine, range(20, 24)) == 4
+    await until(lambda: not ledger_in(engine).transfers.cascade_rows, engine)
+    assert await at_rest(engine)
+
+
+async def test_a_hung_probe_is_a_miss_at_its_deadline(open_engine, runner, tmp_path):
+    shared = {"type": FAULTY, "inner": {"type": "dummy", "store": str(tmp_path), "shared": True}}
+    hung = shared | {"script": {"probe": ["hang"]}, "limits": {"deadline_s": 0.05}, "faults": {"hang_s": 0.2}}
+    engine = await open_engine(4, hung, runner=runner)
+    assert await found(engine, [1]) == 0
+    assert await put(engine, [1]) == 1
+    assert await at_rest(engine)
+
+
+async def test_a_hung_deletion_delays_no_caller_beyond_its_deadline(open_engine, runner):
+    engine = await open_engine(4, faulty({"delete": ["hang"]}, {"deadline_s": 0.05}, hang_s=0.5), runner=runner)
+    await put(engine, [1])
+    await engine.delete([key(1)])
+    assert ledger_in(engine).tiers[0].counters.failed == {"deadline": 1}
+    assert await found(engine, [1]) == 0
+
+
+async def test_a_reset_with_a_hung_tier_ends_at_its_deadline(open_engine, mount, gates, runner):
+    engine = await open_engine(8, mount | {"limits": {"deadline_s": 600}}, runner=runner)
+    with shut(gates, "store"):
+        await put(engine, [1, 2])
+        begun = time.monotonic()
+        assert not await engine.reset(deadline_s=DEADLINE_S)
+        assert time.monotonic() - begun >= DEADLINE_S
+        assert len(ledger_in(engine).primary.quarantined) == 2
+        assert ledger_in(engine).tiers[0].breaker.state is BreakerState.OPEN
+        assert await put(engine, range(10, 18)) == 6
+        audit(ledger_in(engine))
+    await until(lambda: not ledger_in(engine).primary.quarantined, engine)
+
+
+async def test_closing_with_a_hung_tier_ends_at_its_deadline_and_counts_what_it_left(runner):
+    hung = faulty({"store": ["hang"]}, {"deadline_s": 1_000})
+    engine = await TieringOffloadingManager.open(describe(4, hung, runner=runner))
+    await put(engine, [1])
+    async with asyncio.timeout(PATIENCE_S):
+        assert await engine.aclose(deadline_s=0.2) == 1
+    with pytest.raises(EngineClosed):
+        await put(engine, [2])
+
+
+# A tier that breaks its contract.
+
+
+@pytest.mark.parametrize(
+    "tier", ["AnswersNothing", "AnswersTooLittle", "AnswersNonsense", "Raises", "Cancels", "Exits"]
+)
+async def test_a_tier_that_breaks_its_contract_costs_its_hits_only(open_engine, runner, tier, tmp_path):
+    engine = await open_engine(4, {"type": f"{RUDE}:{tier}", "store": str(tmp_path), "shared": True}, runner=runner)
+    async with asyncio.timeout(PATIENCE_S):
+        assert await found(engine, [9]) == 0
+        assert await put(engine, [1]) == 1
+        await engine.drain()
+        assert await put(engine, [2, 3, 4, 5]) == 4
+        assert await found(engine, [1]) == 0
+        await engine.delete([key(1)])
+        assert await found(engine, [2, 3]) == 2
+    assert ledger_in(engine).tiers[0].counters.transfers_failed > 0
+    assert await at_rest(engine)
+
+
+async def test_a_tier_whose_opening_cancels_itself_cannot_be_opened(nothing_left, runner):
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(BackendUnavailable):
+            await TieringOffloadingManager.open(describe(4, {"type": f"{RUDE}:CancelsItsOpening"}, runner=runner))
+
+
+@pytest.mark.parametrize("tier", ["NeverCloses", "FailsToClose"])
+async def test_a_tier_that_does_not_close_delays_no_other(runner, tier, tmp_path):
+    disk = {"type": "fs", "root": str(tmp_path / "tier")}
+    engine = await TieringOffloadingManager.open(describe(4, {"type": f"{RUDE}:{tier}"}, disk, runner=runner))
+    await put(engine, [1])
+    async with asyncio.timeout(PATIENCE_S):
+        await engine.aclose(deadline_s=0.2)
+    async with TieringOffloadingManager.open(describe(4, disk, runner=runner)) as again:
+        assert await found(again, [1]) == 1
+
+
+async def test_a_tier_that_does_not_stop_reporting_delays_no_closing(runner):
+    engine = await TieringOffloadingManager.open(describe(4, {"type": f"{RUDE}:GoesOnReporting"}, runner=runner))
+    await put(engine, [1])
+    async with asyncio.timeout(PATIENCE_S):
+        assert await engine.aclose(deadline_s=0.2) == 1
+
+
+async def test_the_runner_reports_how_fast_a_tier_is(open_engine, runner):
+    engine = await open_engine(4, DUMMY, runner=runner, prefill_tokens_per_s=1.0)
+    await put(engine, range(3))
+    assert await engine.reset()
+    assert await found(engine, range(3)) == 3
+    await until(lambda: ledger_in(engine).tiers[0].speed is not None, engine)

@@ -1,0 +1,104 @@
+"""Whatever is raised on a transfer's way is its outcome: nobody waits for a job that nobody ends any more."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from kvtier.engine.manager import TieringOffloadingManager
+from kvtier.memory.region import Region
+from kvtier.runner.bridge import Bridge
+from kvtier.runner.messages import (
+    Acknowledge,
+    Advise,
+    Answered,
+    Cascade,
+    Code,
+    Delete,
+    Finished,
+    Probe,
+    Promote,
+    pack_keys,
+    pack_rows,
+)
+from kvtier.runner.process import ProcessBridge
+from kvtier.runner.thread import ThreadBridge
+from tests.engine.kit import CHUNK_BYTES, PATIENCE_S, at_rest, describe, found, key, put
+
+RUDE = "tests.engine.rude_tiers"
+ROWS = 4
+BEYOND = ROWS  # The first row that is not there.
+KEYS = pack_keys([key(1), key(2)])
+
+
+WHERE = pytest.mark.parametrize("where", ["thread", pytest.param("process", marks=pytest.mark.outside)])
+
+
+@contextmanager
+def bridge(where: str, *tiers: dict[str, object]) -> Iterator[Bridge]:
+    """Start a runner; closed at the end."""
+    with ExitStack() as at_end:
+        config = describe(ROWS, *(tiers or ({"type": "dummy"},)))
+        make, bridge_class = {"thread": (Region.private, ThreadBridge), "process": (Region.memfd, ProcessBridge)}[where]
+        region = at_end.enter_context(make(ROWS, CHUNK_BYTES))
+        started: Bridge = bridge_class(config, region)
+        at_end.callback(started.close, PATIENCE_S)
+        yield started
+
+
+def outcome(bridge: Bridge, id_: int) -> Finished | Answered:
+    """Wait for an action's outcome."""
+    told = [message for message in bridge.mailbox if getattr(message, "id", None) == id_]
+    while not told:
+        assert bridge.wait(PATIENCE_S)
+        told = [message for message in bridge.mailbox if getattr(message, "id", None) == id_]
+    assert len(told) == 1
+    return told[0]
+
+
+@WHERE
+@pytest.mark.parametrize("kind", [Promote, Cascade])
+@pytest.mark.parametrize("rows", [[0, BEYOND], [0], [0, 1, 2]], ids=["row beyond", "row too few", "row too many"])
+def test_a_transfer_of_rows_that_are_not_there_fails_and_the_next_one_works(nothing_left, where, kind, rows):
+    with bridge(where) as runner:
+        assert not runner.send([kind(1, 0, KEYS, pack_rows(rows))])
+        assert outcome(runner, 1).failures() == {0: Code.UNAVAILABLE, 1: Code.UNAVAILABLE}
+        runner.send([Cascade(2, 0, KEYS, pack_rows([0, 1]))])
+        assert outcome(runner, 2).failures() == {}
+
+
+@WHERE
+def test_what_concerns_a_tier_that_is_not_there_fails_and_costs_no_other(nothing_left, where):
+    with bridge(where) as runner:
+        rows = pack_rows([0, 1])
+        wrong = [Promote(1, 7, KEYS, rows), Cascade(2, 7, KEYS, rows), Probe(3, 7, KEYS), Delete(4, 7, KEYS)]
+        runner.send([Acknowledge(7), Advise(7, "rank", KEYS), *wrong, Cascade(5, 0, KEYS, rows)])
+        for id_ in (1, 2, 4):
+            assert outcome(runner, id_).failures() == {0: Code.UNAVAILABLE, 1: Code.UNAVAILABLE}
+        assert outcome(runner, 3).present == b""
+        assert outcome(runner, 5).failures() == {}
+
+
+@pytest.mark.parametrize(("tier", "left"), [("EndsItsThreadLater", 1), ("EndsItsThreadAsItCloses", 0)])
+def test_a_runner_whose_tier_has_ended_its_thread_is_closed_all_the_same(nothing_left, tier, left):
+    with bridge("thread", {"type": f"{RUDE}:{tier}"}) as runner:
+        runner.send([Cascade(1, 0, KEYS, pack_rows([0, 1]))])
+        assert runner.wait(PATIENCE_S)
+        assert runner.close(1.0) == left
+
+
+async def test_an_observer_that_raises_is_logged_and_costs_no_outcome(nothing_left, caplog):
+    def observe(tier: str, operation: str, seconds: float) -> None:
+        raise ZeroDivisionError
+
+    async with (
+        asyncio.timeout(PATIENCE_S),
+        TieringOffloadingManager.open(describe(4, {"type": "dummy"}), observer=observe) as engine,
+    ):
+        await put(engine, [1, 2])
+        assert await at_rest(engine)
+        assert await engine.reset()
+        assert await found(engine, [1, 2]) == 2
+        assert await at_rest(engine)
+    assert len([line for line in caplog.messages if "the observer raised" in line]) == 1

@@ -1,0 +1,159 @@
+"""One life of an engine: it is opened and used, and ends calmly, by being closed, or by a crash.
+
+At rest it must owe nothing and believe of each tier what the tier says; a closing must end in time and tell everybody.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from kvtier.backend import OffloadKey
+from kvtier.engine.outbox import Transfer
+from kvtier.engine.steps import Inside
+from kvtier.testing.virtual_time import place
+from tests.simulation.audit import AuditedManager, audit_quiet
+from tests.simulation.programs import Program
+from tests.simulation.scenario import Life, Scenario
+from tests.simulation.scheduler import Scheduler
+from tests.simulation.witness import Book, Truth
+
+PATIENCE_S = 2_000.0  # Of virtual time: a life in which anybody still waits after that has a request that never ends.
+SETTLING_S = 30.0  # Longer than any answer is believed and any breaker cools down.
+
+
+class LifeUnderWay:
+    """One of a scenario's."""
+
+    def __init__(
+        self, scenario: Scenario, books: Sequence[Book], life: Life, number: int, counts: "Counter[str]"
+    ) -> None:
+        """`books`: one a tier. `counts`: what was met is added to it."""
+        self._scenario = scenario
+        self._books = books
+        self._life = life
+        self._number = number
+        self._counts = counts
+
+    async def run(self) -> None:
+        """Open an engine, have it used until this life ends, and stop everything."""
+        life = self._life
+        engine = await AuditedManager.open(self._scenario.config)
+        engine.steps.on_give_up = self._give_up
+        try:
+            users = self._users(engine)
+            patience_s = PATIENCE_S if life.ending == "calm" else life.ends_s
+            done, left = await asyncio.wait(users, timeout=patience_s, return_when=asyncio.FIRST_EXCEPTION)
+            _raise_first(done)
+            if life.ending == "calm":
+                assert not left, f"never ends: {', '.join(place(task.get_coro()) for task in left)}"
+                await self._calm_down(engine)
+            elif life.ending == "close":
+                await self._close(engine, users)
+        finally:
+            self._count(engine)
+            await self._stop()
+            engine.steps.forked()  # As good as gone: a crash closes nothing.
+
+    def _users(self, engine: AuditedManager) -> list["asyncio.Task[Any]"]:
+        """Set everybody going who uses the engine in this life."""
+        life = self._life
+        scheduler = Scheduler(engine, life.prompts, life.pace, resets_s=life.resets_s, seed=self._scenario.seed)
+        programs = [
+            Program(
+                engine,
+                self._scenario.documents,
+                matchers,
+                habits,
+                f"{self._scenario.seed}, life {self._number}, program {index}",
+                self._counts,
+            )
+            for index, (habits, matchers) in enumerate(life.habits)
+        ]
+        return [asyncio.create_task(scheduler.run()), *(asyncio.create_task(program.run()) for program in programs)]
+
+    async def _calm_down(self, engine: AuditedManager) -> None:
+        """Let nothing fail any more, wait until all is at rest, and hold the engine to account."""
+        for _ in range(int(SETTLING_S)):
+            for book in self._books:
+                assert book.witness is not None
+                book.witness.calm()  # Again: a delayed call may hang later.
+            await asyncio.sleep(1.0)
+        assert await engine.drain(PATIENCE_S), "what is under way never ends"
+        await asyncio.sleep(SETTLING_S)
+        await self._rest(engine)
+        audit_quiet(engine)
+        self._check_beliefs(engine)
+        assert await engine.aclose(PATIENCE_S) == 0, "something was left behind at rest"  # All that was owed goes now.
+
+    async def _rest(self, engine: AuditedManager) -> None:
+        """Step until nothing is owed to a tier, or late: what a tier loses is owed to it again."""
+        ledger = Inside(engine.steps).ledger
+        for _ in range(int(PATIENCE_S)):
+            engine.steps.end_step()
+            assert await engine.drain(PATIENCE_S), "what is under way never ends"
+            if not ledger.transfers.overdue and not ledger.cascades.due_rows:
+                return
+            await asyncio.sleep(1.0)
+        raise AssertionError("what is owed is written for ever")
+
+    def _check_beliefs(self, engine: AuditedManager) -> None:
+        """Hold what the engine believes of each tier against the tier's own last words."""
+        ledger, now = Inside(engine.steps).ledger, asyncio.get_running_loop().time()
+        for tier, book in zip(ledger.tiers, self._books, strict=True):
+            for key, truth in book.truth.items():
+                believed = tier.answer(key, bool(ledger.residency.mask.get(key, 0) & tier.bit), now)
+                wrong = (truth is Truth.PRESENT and believed is False) or (truth is Truth.GONE and believed is True)
+                assert not wrong, (
+                    f"{key.hex()} in {tier.spec.name} is {truth.value}, and the engine believes {believed}"
+                )
+
+    async def _close(self, engine: AuditedManager, users: Sequence["asyncio.Task[Any]"]) -> None:
+        """Close the engine while programs use it: within its time, and nobody is left waiting."""
+        loop = asyncio.get_running_loop()
+        begun, close_s = loop.time(), self._scenario.config.limits.close_s
+        users[0].cancel()  # The scheduler: whoever steps an engine does not step on beside its shutdown.
+        await asyncio.wait(users[:1])
+        await engine.aclose()
+        assert loop.time() - begun <= 2 * close_s + 1.0, f"closing took {loop.time() - begun} s"
+        if users[1:]:
+            done, left = await asyncio.wait(users[1:], timeout=PATIENCE_S)
+            _raise_first(done)
+            assert not left, f"not told that the engine closed: {len(left)}"
+
+    def _count(self, engine: AuditedManager) -> None:
+        self._counts["audits"] += engine.steps.audits
+        ledger = Inside(engine.steps).ledger
+        self._counts["primary hits"] += ledger.counters.hits
+        self._counts["promotions refused"] += ledger.counters.promotions_refused
+        for tier in ledger.tiers:
+            self._counts["tier hits"] += tier.counters.hits
+            self._counts["breaker opened"] += tier.breaker.opened
+            self._counts["cascades dropped"] += sum(tier.counters.dropped.values())
+            self._counts.update({f"failed:{code}": chunks for code, chunks in tier.counters.failed.items()})
+
+    async def _stop(self) -> None:
+        """Stop everything where it is, as the end of a process does, and have the tiers let go of what they keep."""
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        for book in self._books:
+            if book.witness is not None:
+                await book.witness.aclose(0)
+                book.witness.count_faults()
+
+    def _give_up(self, under_way: Iterable[Transfer]) -> None:
+        keys: list[list[OffloadKey]] = [[] for _ in self._books]
+        for transfer in under_way:
+            keys[transfer.tier.index] += transfer.keys
+        for book, given_up in zip(self._books, keys, strict=True):
+            book.give_up(given_up)
+
+
+def _raise_first(tasks: Iterable["asyncio.Task[Any]"]) -> None:
+    for task in tasks:
+        error = task.exception()
+        if error is not None:
+            raise error

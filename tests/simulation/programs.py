@@ -1,0 +1,193 @@
+"""Asyncio programs that use one engine at once: they put, fetch, stream, hold, cancel, delete and reset by their seed.
+
+Now and then one calls many times in a row, without a pause, or awaits a fetch while it holds the rows of another.
+"""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, NamedTuple
+
+from kvtier.backend import OffloadKey
+from kvtier.engine.manager import TieringOffloadingManager
+from kvtier.engine.tier import TierMatcher
+from kvtier.errors import EngineClosed
+from tests.simulation.turns import TurningLoop
+from tests.simulation.witness import chunk_of
+
+
+def some_hint(dice: random.Random) -> object:
+    """Give a hint as a client may send it: also one that is none."""
+    return dice.choice(
+        (
+            {"over": True},
+            {"returns_in_s": dice.uniform(0, 20), "class": f"client {dice.randint(0, 9)}"},
+            {"retain_s": dice.uniform(0, 20), "priority": dice.randint(0, 99), "tokens": dice.randint(0, 100)},
+            {"no_store": dice.choice((True, ["tier0"], ["nowhere"]))},
+            {"over": "perhaps"},
+        )
+    )
+
+
+class Habits(NamedTuple):
+    """A program's habits: what it does, how often, and how long it takes."""
+
+    operations: int
+    weights: tuple[int, int, int, int]  # Of put, fetch, delete, reset.
+    cancels: float  # Share of operations that are cancelled half-way.
+    hold_s: float  # The longest that it keeps what it fetched.
+    pause_s: float  # The longest between two operations.
+    hints: float = 0.0  # Share of operations with a hint, good or bad, and with a call about keys after them.
+
+
+class Program:
+    """One of them. `documents` are prefix chains; it uses leading parts of them."""
+
+    def __init__(
+        self,
+        engine: TieringOffloadingManager,
+        documents: Sequence[Sequence[OffloadKey]],
+        matchers: Sequence[TierMatcher] | None,
+        habits: Habits,
+        seed: str,
+        counts: Counter[str],
+    ) -> None:
+        self._engine = engine
+        self._documents = documents
+        self._matchers = matchers
+        self._habits = habits
+        self._name = seed
+        self._random = random.Random(seed)
+        self._hints = random.Random(f"{seed}, hints")  # Apart: a seed is the same story but for its hints.
+        self._reads = random.Random(f"{seed}, reads")
+        self._counts = counts
+        self._number = 0
+
+    async def run(self) -> None:
+        """Do everything, or as much as can be done before the engine is closed."""
+        operations: list[Callable[[], Coroutine[Any, Any, None]]] = [self._put, self._fetch, self._delete, self._reset]
+        for _ in range(self._habits.operations):
+            await asyncio.sleep(self._random.uniform(0, self._habits.pause_s))
+            (operation,) = self._random.choices(operations, self._habits.weights)
+            cancelled_after_s = None
+            if self._random.random() < self._habits.cancels:
+                cancelled_after_s = self._random.choice((0.0, self._random.uniform(0, 1.0)))
+            try:
+                await self._do(operation(), cancelled_after_s)
+                if self._hints.random() < self._habits.hints:
+                    await self._do(self._tell(), cancelled_after_s)
+            except EngineClosed:
+                self._counts["requests told that the engine closed"] += 1
+                return
+            self._counts["operations"] += 1
+        self._finish()
+
+    async def _do(self, work: Coroutine[Any, Any, None], cancelled_after_s: float | None) -> None:
+        if cancelled_after_s is None:
+            await work
+            return
+        task = asyncio.ensure_future(work)
+        await asyncio.wait({task}, timeout=cancelled_after_s)
+        if not task.done():
+            self._counts["cancelled"] += 1
+            task.cancel()
+        await asyncio.wait({task})
+        if not task.cancelled():
+            task.result()
+
+    async def _put(self) -> None:
+        keys, size_bytes = self._some_keys(), self._engine.config.chunk_bytes
+        put = await self._engine.put(
+            keys, [chunk_of(key, size_bytes) for key in keys], request_id=self._begin(), hint=self._hint()
+        )
+        self._finish()
+        assert 0 <= put <= len(keys)
+        self._counts["chunks put"] += put
+
+    async def _fetch(self) -> None:
+        keys = self._some_keys()
+        read = self._reads.choices((self._stream, self._insist, None), (2, 1, 7))[0]
+        if read is not None:
+            await read(keys)
+        nested = self._some_keys() if self._reads.random() < 0.1 else ()
+        async with self._engine.fetch(keys, request_id=self._begin(), hint=self._hint()) as rows:
+            self._compare(keys, rows)
+            if nested:
+                async with self._engine.fetch(nested) as more:
+                    self._compare(nested, more)
+            await asyncio.sleep(self._random.uniform(0, self._habits.hold_s))
+            self._compare(keys, rows)
+            self._counts["chunks fetched"] += len(rows)
+        self._finish()
+
+    async def _stream(self, keys: Sequence[OffloadKey]) -> None:
+        """Read in parts, sometimes not to the end."""
+        done, leaves = 0, self._reads.random() < 0.2
+        async for rows in self._engine.stream(keys):
+            self._compare(keys[done:], rows)
+            done += len(rows)
+            self._counts["chunks streamed"] += len(rows)
+            if leaves:
+                return
+            await asyncio.sleep(self._reads.uniform(0, self._habits.hold_s))
+            self._compare(keys[done - len(rows) :], rows)
+
+    async def _insist(self, keys: Sequence[OffloadKey]) -> None:
+        """Call again and again, as somebody does who waits for chunks in his own way."""
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, TurningLoop)
+        calls, begun = self._reads.choice((2, 20)), loop.turns
+        for _ in range(calls):
+            self._counts["chunks found by insisting"] += len(await self._engine.get(keys))
+        assert loop.turns - begun >= calls - 1, f"{calls} calls in {loop.turns - begun} turns of the loop"
+
+    async def _tell(self) -> None:
+        """Say something of keys that some request used, uses or will use."""
+        document = self._hints.choice(self._documents)
+        keys = document[: self._hints.randint(0, len(document))]
+        match self._hints.choice(("prefetch", "demote", "forget", "retain")):
+            case "prefetch":
+                self._counts["chunks prefetched"] += await self._engine.prefetch(keys)
+            case "demote":
+                self._counts["chunks demoted"] += self._engine.demote(keys)
+            case "forget":
+                self._counts["chunks forgotten"] += self._engine.forget(keys[-2:])
+            case _:
+                seconds, priority = self._hints.uniform(0.1, 10.0), self._hints.randint(0, 99)
+                self._counts["chunks retained"] += self._engine.retain(keys, seconds, priority=priority)
+
+    def _hint(self) -> object:
+        return some_hint(self._hints) if self._hints.random() < self._habits.hints else None
+
+    async def _delete(self) -> None:
+        await self._engine.delete(self._some_keys()[-2:])
+
+    async def _reset(self) -> None:
+        await self._engine.reset()
+        self._counts["resets"] += 1
+
+    def _begin(self) -> str | None:
+        """Begin a request of the program's own, or (None) leave that to the engine."""
+        self._finish()  # What a cancelled operation left.
+        if self._matchers is None:
+            return None
+        self._number += 1
+        self._engine.steps.on_new_request(self._request_id, self._matchers)
+        return self._request_id
+
+    def _finish(self) -> None:
+        self._engine.steps.on_request_finished(self._request_id)
+
+    @property
+    def _request_id(self) -> str:
+        return f"{self._name} {self._number}"
+
+    def _some_keys(self) -> Sequence[OffloadKey]:
+        document = self._random.choice(self._documents)
+        return document[: self._random.randint(1, len(document))]
+
+    def _compare(self, keys: Sequence[OffloadKey], rows: Sequence[memoryview]) -> None:
+        for key, row in zip(keys, rows, strict=False):
+            self._counts["bytes fetched"] += len(row)
+            assert row == chunk_of(key, self._engine.config.chunk_bytes), f"wrong bytes: {key.hex()}"

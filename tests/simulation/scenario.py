@@ -1,0 +1,236 @@
+"""The scenario: all that a seed decides. An engine, its tiers and their faults, who uses it, and how its lives end."""
+
+import random
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+from kvtier.backend import OffloadKey, make_offload_key
+from kvtier.config import EngineConfig
+from kvtier.engine.tier import TierMatcher
+from tests.simulation.programs import Habits, some_hint
+from tests.simulation.scheduler import Pace, Prompt
+from tests.simulation.witness import WITNESS
+
+ROW_BYTES = 4_096
+DOCUMENT_CHUNKS_MAX = 9
+# Listed here: what is installed beside kvtier changes no seed.
+POLICIES = ("arc", "density", "fifo", "lru", "s3fifo")
+
+Ending = Literal["crash", "close", "calm"]
+"""The end of a life: everything stops at once; the engine is closed in mid-use; everybody finishes, nothing fails."""
+
+
+class Subject(NamedTuple):
+    """The tier and the policy to simulate; None: drawn, of what kvtier has."""
+
+    tier: dict[str, Any] | None = None  # A tier's type and options, as in a configuration.
+    policy: str | None = None
+    durable: bool = False  # The tier keeps its chunks when it is closed and opened again; kvtier's own does.
+
+
+class Life(NamedTuple):
+    """One life of the engine, from its opening to its end."""
+
+    habits: Sequence[tuple[Habits, Sequence[TierMatcher] | None]]  # One a program.
+    prompts: Sequence[Prompt]
+    pace: Pace
+    resets_s: Sequence[float]
+    ending: Ending
+    ends_s: float  # When, unless it is calm.
+
+
+class Scenario(NamedTuple):
+    """Everything that is decided before anything runs."""
+
+    seed: int
+    config: EngineConfig
+    durable: bool
+    strict: Sequence[bool]  # Of each tier: what it said is stored must be there at the end.
+    documents: Sequence[Sequence[OffloadKey]]
+    lives: Sequence[Life]
+
+
+def draw(seed: int, subject: Subject) -> Scenario:
+    """Decide everything from the seed."""
+    dice = random.Random(seed)
+    documents = _documents(dice)
+    drawn_policy = dice.choice(POLICIES)
+    tiers = [_tier(dice, seed, index, subject) for index in range(dice.choice((0, 1, 1, 1, 2, 2, 3)))]
+    chunk_bytes = dice.choice((ROW_BYTES, 3_000))
+    for tier in tiers:
+        tier["chunk_bytes"] = chunk_bytes
+    described = {
+        "cpu_bytes_to_use": dice.choice((1, 2, 3, 4, 6, 8, 12)) * ROW_BYTES,
+        "chunk_bytes": chunk_bytes,
+        "eviction_policy": subject.policy or drawn_policy,
+        "runner": "inline",
+        "secondary_tiers": tiers,
+        "limits": {
+            "cascade_share": dice.choice((0.25, 0.5, 1.0)),
+            "leaving_share": random.Random(f"leaving of seed {seed}").choice((0.05, 0.3, 1.0)),
+            "lease_share": dice.choice((0.25, 0.5, 1.0)),
+            "lease_s": dice.choice((0.0, 0.5, 10.0)),
+            "action_chunks": dice.choice((1, 3, 64)),
+            "close_s": dice.choice((0.5, 5.0)),
+        },
+        "events": dice.random() < 0.3,
+        **_weighing(seed),
+    }
+    fatal: tuple[Ending, ...] = ("crash", "crash", "crash", "close")
+    endings: list[Ending] = [*dice.choices(fatal, k=dice.choice((0, 0, 1, 2))), "calm"]
+    return Scenario(
+        seed,
+        EngineConfig.from_dict(described, where=f"seed {seed}"),
+        subject.tier is None or subject.durable,
+        [subject.tier is not None or not _forgets(tier["inner"]) for tier in tiers],
+        documents,
+        [_told(_life(dice, documents, ending, number), seed, number) for number, ending in enumerate(endings)],
+    )
+
+
+def _weighing(seed: int) -> dict[str, Any]:
+    """Choose whether loads are weighed against computing. By dice of its own: a seed is the same story otherwise."""
+    dice = random.Random(f"weighing {seed}")
+    if dice.random() < 0.5:
+        return {}
+    computing_s = dice.choice((0.002, 0.05, 0.5))  # A chunk; devices take from nothing to 0.3 s and more.
+    return {
+        "prefill_tokens_per_s": 1 / computing_s,
+        "chunk_tokens": 1,
+        "late_margin": dice.choice((1.0, 1.5, 4.0)),
+    }
+
+
+def _documents(dice: random.Random) -> list[list[OffloadKey]]:
+    """Make prefix chains, all with the same head."""
+    shared = dice.randint(0, 3)
+    return [
+        [_key(0 if index < shared else document, index) for index in range(dice.randint(1, DOCUMENT_CHUNKS_MAX))]
+        for document in range(1, dice.randint(3, 8))
+    ]
+
+
+def _key(document: int, index: int) -> OffloadKey:
+    return make_offload_key(document.to_bytes(4, "big") + index.to_bytes(4, "big") + bytes(24))
+
+
+def _tier(dice: random.Random, seed: int, index: int, subject: Subject) -> dict[str, Any]:
+    deadline_s = dice.choice((0.5, 2.0, 10.0))
+    limits = {
+        "deadline_s": deadline_s,
+        "load_bytes_in_flight": dice.choice((2, 4_096)) * ROW_BYTES,
+        "store_chunks_in_flight": dice.choice((2, 4_096)),
+        "breaker_failures": dice.choice((1, 3)),
+        "breaker_cooldown_s": dice.choice((0.0, 1.0)),
+        "answer_ttl_s": dice.choice((0.001, 0.5, 5.0)),
+    }
+    device = _device(dice, seed, index)  # Drawn in any case: a seed is the same story but for its subject.
+    whole = dice.random() < 0.2
+    moments = ("store",) if whole else ("store", "evict", "evict", "second_use")
+    return {
+        "type": WITNESS,
+        "name": f"tier{index}",
+        "book": book_name(seed, index),
+        "deadline_s": deadline_s,
+        "inner": device if subject.tier is None else subject.tier,
+        "faults": _faults(dice, deadline_s),
+        "seed": seed,
+        "limits": limits,
+        "request_level": whole,
+        "cascade": random.Random(f"cascade of seed {seed}, tier {index}").choice(moments),
+        "medium": dice.choice((None, "CPU", "STORAGE")),
+        "locality": dice.choice((None, "LOCAL", "REMOTE")),
+    }
+
+
+def book_name(seed: int, index: int) -> str:
+    return f"seed {seed}, tier {index}"
+
+
+def _device(dice: random.Random, seed: int, index: int) -> dict[str, Any]:
+    """Describe a device whose chunks outlive the engine: its store has a name."""
+    return {
+        "type": "dummy",
+        "store": f"simulation: seed {seed}, tier {index}",
+        "latency_s": dice.choice((0.0, 0.001, 0.05, 0.3)),
+        "bandwidth_bytes_per_s": dice.choice((None, 40 * ROW_BYTES, 4_000 * ROW_BYTES)),
+        "concurrency": dice.choice((1, 4)),
+        "capacity_bytes": dice.choice((None, None, 3 * ROW_BYTES, 10 * ROW_BYTES)),
+        "corruption_rate": dice.choice((0.0, 0.0, 0.0, 0.1)),
+        "shared": dice.random() < 0.3,
+        "seed": seed,
+    }
+
+
+def _forgets(device: dict[str, Any]) -> bool:
+    """Say whether a device may lose what it said it had stored, by its own figures."""
+    return device["capacity_bytes"] is not None or device["corruption_rate"] > 0
+
+
+def _faults(dice: random.Random, deadline_s: float) -> dict[str, Any]:
+    """Choose what goes wrong with a tier, and how often: anything from nothing to nearly all."""
+    if dice.random() < 0.25:
+        return {}
+    often = dice.choice((0.02, 0.1, 0.4))
+    kinds = ("unavailable", "late_unavailable", "delay", "hang", "failed", "missing", "corrupt", "no_space")
+    faults: dict[str, Any] = {kind: often for kind in kinds if dice.random() < 0.4}
+    faults["delay_s"] = dice.choice((0.01, 1.0, 2 * deadline_s))
+    faults["hang_s"] = dice.choice((None, 0.5 * deadline_s, 3 * deadline_s))
+    return faults
+
+
+def _life(dice: random.Random, documents: Sequence[Sequence[OffloadKey]], ending: Ending, number: int) -> Life:
+    programs = [(_habits(dice), _matchers(dice)) for _ in range(dice.choice((0, 1, 2, 3)))]
+    scheduled = dice.choice((0, 2, 8)) if programs else 8
+    if scheduled:  # Whoever steps an engine resets it, and nobody beside it.
+        programs = [(habits._replace(weights=(*habits.weights[:3], 0)), chosen) for habits, chosen in programs]
+    prompts = [
+        Prompt(
+            f"life {number}, prompt {index}",
+            _leading_part(dice, documents),
+            dice.uniform(0, 3),
+            _matchers(dice),
+        )
+        for index in range(scheduled)
+    ]
+    pace = Pace(
+        step_s=dice.choice((0.02, 0.2)),
+        running_max=dice.choice((1, 4)),
+        prefill_chunks=dice.choice((1, 8)),
+        load_s=dice.choice((0.0, 0.1)),
+        decode_s=dice.choice((0.0, 0.5)),
+        failed_stores=dice.choice((0.0, 0.0, 0.3)),
+    )
+    resets_s = [dice.uniform(0, 4)] if scheduled and dice.random() < 0.2 else []
+    return Life(programs, prompts, pace, resets_s, ending, dice.uniform(0, 6))
+
+
+def _told(life: Life, seed: int, number: int) -> Life:
+    """Give a life hints, or none: by dice of their own, so that a seed is the same story but for them."""
+    dice = random.Random(f"seed {seed}, life {number}, hints")
+    share = dice.choice((0.0, 0.3, 1.0))
+    return life._replace(
+        habits=[(habits._replace(hints=share), chosen) for habits, chosen in life.habits],
+        prompts=[prompt._replace(hint=some_hint(dice) if dice.random() < share else None) for prompt in life.prompts],
+    )
+
+
+def _habits(dice: random.Random) -> Habits:
+    return Habits(
+        operations=dice.randint(3, 16),
+        weights=(10, 20, dice.choice((0, 2)), dice.choice((0, 0, 1))),
+        cancels=dice.choice((0.0, 0.1, 0.5)),
+        hold_s=dice.choice((0.0, 0.5)),
+        pause_s=dice.choice((0.0, 0.05, 0.5)),
+    )
+
+
+def _matchers(dice: random.Random) -> Sequence[TierMatcher] | None:
+    if dice.random() < 0.7:
+        return None
+    return [TierMatcher(dice.choice((None, "CPU", "STORAGE")), dice.choice((None, "LOCAL", "REMOTE")))]
+
+
+def _leading_part(dice: random.Random, documents: Sequence[Sequence[OffloadKey]]) -> Sequence[OffloadKey]:
+    document = dice.choice(documents)
+    return document[: dice.randint(1, len(document))]

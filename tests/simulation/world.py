@@ -1,0 +1,214 @@
+"""Seeds, from nothing to the verdict: the lives of an engine in virtual time, and what must be true after them.
+
+Each life has an event loop of its own and is audited at every step. Between two lives nothing stays but what the tiers
+keep. After the last one each tier is opened once more, without faults: what it said is stored must load, byte for byte.
+"""
+
+import asyncio
+import hashlib
+import logging
+import signal
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+
+from kvtier.backend import OffloadKey
+from kvtier.config import EngineConfig, TierLimits
+from kvtier.errors import BackendError, KVTierError
+from kvtier.testing.virtual_time import VirtualTimeError
+from tests.simulation.audit import AuditedManager
+from tests.simulation.life import PATIENCE_S, LifeUnderWay
+from tests.simulation.scenario import Scenario, Subject, book_name, draw
+from tests.simulation.turns import TurningLoop
+from tests.simulation.witness import Book, Truth, chunk_of, open_book
+
+SEEDS_A_JOB = 50  # About a second's work: a progress bar moves, and a job costs nothing beside it.
+PATIENT = TierLimits(deadline_s=PATIENCE_S)  # A device as slow as it likes may show what it has.
+
+
+class SimulationFailed(KVTierError):
+    """Something was true that must never be. The message names the seed, and how to see it again."""
+
+
+class Verdict(NamedTuple):
+    """The outcome of one seed."""
+
+    seed: int
+    digest: str  # Of everything that was counted and of when it happened: the same seed, the same digest.
+    counts: Counter[str]
+    virtual_s: float
+
+
+def simulate(seed: int, subject: Subject | None = None) -> Verdict:
+    """Run one seed. Raises `SimulationFailed` if any promise was broken."""
+    scenario = draw(seed, subject or Subject())
+    with ExitStack() as open_books:
+        tiers = range(len(scenario.config.secondary_tiers))
+        books = [open_books.enter_context(open_book(book_name(seed, index))) for index in tiers]
+        world = _World(scenario, books)
+        try:
+            world.live()
+            world.check_promises()
+        except (AssertionError, VirtualTimeError) as error:
+            world.clear()
+            again = f"python -m tests.simulation --first {seed} --seeds 1"
+            raise SimulationFailed(f"seed {seed}: {error}\n  again: {again}") from error
+        return world.verdict()
+
+
+class Summary:
+    """The outcome of some seeds."""
+
+    def __init__(self) -> None:
+        self.seeds = 0
+        self.counts: Counter[str] = Counter()
+        self.virtual_s = 0.0
+        self.failures: list[str] = []
+
+    def add(self, other: "Summary") -> None:
+        self.seeds += other.seeds
+        self.counts.update(other.counts)
+        self.virtual_s += other.virtual_s
+        self.failures += other.failures
+
+
+def run_seeds(seeds: range, subject: Subject) -> Summary:
+    """Run some seeds, one after the other."""
+    summary = Summary()
+    for seed in seeds:
+        summary.seeds += 1
+        try:
+            verdict = simulate(seed, subject)
+        except SimulationFailed as error:
+            summary.failures.append(str(error))
+        else:
+            summary.counts.update(verdict.counts)
+            summary.virtual_s += verdict.virtual_s
+    return summary
+
+
+def summaries(pool: ProcessPoolExecutor, seeds: range, queued: int, subject: Subject) -> Iterator[Summary]:
+    """Give what they came to as it comes, with few jobs queued: a Ctrl-C need not wait for many."""
+    batches = iter(seeds[start : start + SEEDS_A_JOB] for start in range(0, len(seeds), SEEDS_A_JOB))
+    running: set[Future[Summary]] = set()
+    while True:
+        for batch in batches:
+            running.add(pool.submit(run_seeds, batch, subject))
+            if len(running) >= queued:
+                break
+        if not running:
+            return
+        done, running = wait(running, return_when=FIRST_COMPLETED)
+        for future in done:
+            yield future.result()
+
+
+def quiet() -> None:
+    """Leave Ctrl-C to the parent, and faults that were asked for out of the logs."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.disable(logging.CRITICAL)
+
+
+class _World:
+    """The scenario under way."""
+
+    def __init__(self, scenario: Scenario, books: Sequence[Book]) -> None:
+        self._scenario = scenario
+        self._books = books
+        self._counts: Counter[str] = Counter()
+        self._times: list[float] = []
+
+    def live(self) -> None:
+        for number, life in enumerate(self._scenario.lives):
+            self._restart()
+            for book, strict in zip(self._books, self._scenario.strict, strict=True):
+                if not strict:  # The tier may have evicted anything by its own rules, with nobody watching.
+                    book.report(book.keys(Truth.PRESENT), Truth.UNSURE)
+            self._run(LifeUnderWay(self._scenario, self._books, life, number, self._counts).run())
+            for book in self._books:
+                assert not book.violations, "; ".join(book.violations)
+            self._counts[f"ended by {life.ending}"] += 1
+
+    def check_promises(self) -> None:
+        """Open each tier once more, without faults, load what it said is there, and have it forget everything."""
+        self._restart()
+        for index, book in enumerate(self._books):
+            self._run(self._after(index, book))
+
+    def clear(self) -> None:
+        """Have the tiers of a failed seed forget everything, or it would be found in the next one's."""
+        for index in range(len(self._books)):
+            self._run(self._forget(index))
+
+    def verdict(self) -> Verdict:
+        for book in self._books:
+            self._counts.update(book.counts)
+        story = repr((sorted(self._counts.items()), self._times)).encode()
+        return Verdict(self._scenario.seed, hashlib.sha256(story).hexdigest()[:16], self._counts, sum(self._times))
+
+    def _run(self, work: Any) -> None:
+        """Run one life on a loop of its own; what its callbacks raise is raised here."""
+        errors: list[BaseException] = []
+        with asyncio.Runner(loop_factory=TurningLoop) as runner:
+            loop = runner.get_loop()
+            assert isinstance(loop, TurningLoop)
+            loop.set_exception_handler(lambda _, context: errors.extend(_errors_of(context)))
+            try:
+                runner.run(work)
+            finally:
+                self._times.append(loop.time())
+        if errors:
+            raise errors[0]
+        assert not loop.complaint, loop.complaint
+
+    def _restart(self) -> None:
+        """Expect nothing of tiers that keep nothing beyond their engine."""
+        if not self._scenario.durable:
+            for book in self._books:
+                book.truth.clear()
+
+    async def _after(self, index: int, book: Book) -> None:
+        async with await AuditedManager.open(self._sound_config(index)) as engine:
+            promised = sorted(book.keys(Truth.PRESENT))
+            came = sum([await self._came(engine, key) for key in promised])
+            self._counts["chunks promised"] += len(promised)
+            if self._scenario.strict[index]:
+                assert came == len(promised), f"{len(promised) - came} of {len(promised)} promised chunks are lost"
+            await engine.delete(self._all_keys())
+
+    async def _came(self, engine: AuditedManager, key: OffloadKey) -> bool:
+        async with engine.fetch([key]) as rows:
+            size_bytes = self._scenario.config.chunk_bytes
+            assert all(row == chunk_of(key, size_bytes) for row in rows), f"wrong bytes at the end: {key.hex()}"
+            return len(rows) == 1
+
+    async def _forget(self, index: int) -> None:
+        async with await AuditedManager.open(self._sound_config(index)) as engine:
+            await engine.delete(self._all_keys())
+
+    def _all_keys(self) -> list[OffloadKey]:
+        return sorted({key for document in self._scenario.documents for key in document})
+
+    def _sound_config(self, index: int) -> EngineConfig:
+        """Describe an engine over one of the tiers, with nothing that fails."""
+        tier = self._scenario.config.secondary_tiers[index]
+        inner = tier.options["inner"]
+        options = {key: value for key, value in inner.items() if key != "type"}
+        return replace(
+            self._scenario.config,
+            secondary_tiers=(replace(tier, type=inner["type"], options=options, limits=PATIENT),),
+            limits=replace(self._scenario.config.limits, close_s=PATIENCE_S),
+            prefill_tokens_per_s=None,  # What is not worth its load is asked for all the same.
+        )
+
+
+def _errors_of(context: dict[str, Any]) -> list[BaseException]:
+    """Give what a loop's callback raised, but for a tier's failure that nobody heard of because of a crash."""
+    error = context.get("exception")
+    if isinstance(error, BackendError):
+        return []
+    return [error if isinstance(error, BaseException) else AssertionError(str(context.get("message")))]
