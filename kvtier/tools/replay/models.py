@@ -1,7 +1,7 @@
 """Bytes of KV cache for each token, from the `config.json` of a model with plain attention.
 
 Only model types whose layers all keep 16-bit keys and values of their KV heads are accepted: a wrong figure is worse
-than none. For any other model, `--kv-bytes-per-token` takes the figure from vLLM's log.
+than none. Any other model needs `--kv-bytes-per-token`.
 """
 
 import os
