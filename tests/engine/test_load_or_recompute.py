@@ -170,8 +170,7 @@ async def test_one_load_that_was_given_up_is_enough_however_slow_the_tier_has_be
 
 
 @pytest.mark.virtual_time
-@pytest.mark.parametrize("latency_s", [0.001, 0.006, 0.02])
-@pytest.mark.parametrize("slow_s", [0.1, 0.25, 1.0])
+@pytest.mark.parametrize(("latency_s", "slow_s"), [(0.001, 1.0), (0.006, 0.25), (0.02, 0.1)])
 async def test_a_line_that_has_become_thin_costs_one_request_its_time_and_is_used_when_it_is_wide_again(
     open_engine, tmp_path, latency_s, slow_s
 ):
@@ -305,10 +304,10 @@ async def test_on_a_machine_that_becomes_faster_and_slower_a_hit_soon_costs_what
 
 
 @pytest.mark.virtual_time
-@pytest.mark.parametrize("load_s", [0.01, 0.05, 0.09, 0.15])
-async def test_to_see_how_fast_computing_is_costs_a_hundredth(open_engine, load_s):
+@pytest.mark.parametrize(("load_s", "until_s"), [(0.01, 15), (0.05, 20), (0.09, 40), (0.15, 60)])
+async def test_to_see_how_fast_computing_is_costs_a_hundredth(open_engine, load_s, until_s):
     engine = await measured(open_engine, load_s)
-    assert await mean_s(engine, 60, BUSY_S) < 1.02 * (load_s + LAST_S)
+    assert await mean_s(engine, until_s, BUSY_S) < 1.02 * (load_s + LAST_S)
 
 
 @pytest.mark.virtual_time
@@ -335,9 +334,9 @@ async def test_one_step_that_hung_does_not_make_computing_look_slow_for_long(ope
 async def test_who_notes_the_speed_only_once_computes_ever_less_to_see_it_again(open_engine):
     engine = await measured(open_engine)
     computed: list[float] = []
-    while now() < 5_000:
+    while now() < 2_000:
         if not await found(engine, PROMPT):
             computed.append(now())
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(5.0)
         assert await engine.reset()
     assert 1 < len(computed) < 12
