@@ -14,6 +14,7 @@ from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from kvtier.config import EngineConfig, TierConfig, TierLimits
 from kvtier.testing.virtual_time import VirtualTimeLoop
@@ -21,6 +22,7 @@ from kvtier.tools.replay.model import KV_BYTES_PER_TOKEN, scale_model
 from kvtier.tools.replay.replay import ChunkSource, ReplayTally
 from kvtier.tools.replay.traces import Trace
 from kvtier.tools.replay.virtual import Servers, VirtualReplay, arrivals_s, without_tiering_s
+from tests.slow_tier import SLOWING
 
 DISK = "disk"
 DISK_BYTES = 4 << 40
@@ -65,8 +67,6 @@ def config_of(case: Case, chunk_bytes: int, block_tokens: int, servers: Servers)
         "capacity_bytes": DISK_BYTES,
         "loads_first": True,
     }
-    if case.slow:
-        options |= {"slow_at_s": SLOW_AT_S, "slow_for_s": SLOW_FOR_S, "slow_factor": SLOW_FACTOR}
     limits = TierLimits(
         load_bytes_in_flight=1024 * chunk_bytes,
         store_bytes_in_flight=max(chunk_bytes, int(QUEUE_S * store_bytes_per_s)),
@@ -80,11 +80,20 @@ def config_of(case: Case, chunk_bytes: int, block_tokens: int, servers: Servers)
     )
 
 
+def slowing(model: EngineConfig) -> EngineConfig:
+    """Return a scale model whose disk is slow for a while."""
+    (tier,) = model.secondary_tiers
+    slow = {"slow_at_s": SLOW_AT_S, "slow_for_s": SLOW_FOR_S, "slow_factor": SLOW_FACTOR}
+    return replace(model, secondary_tiers=(replace(tier, type=SLOWING["type"], options={**tier.options, **slow}),))
+
+
 def replayed(case: Case) -> Outcome:
     """Replay the trace against one disk."""
     trace, servers = Trace(case.trace, limit=case.limit), Servers()
     chunk_bytes = trace.block_tokens * KV_BYTES_PER_TOKEN
     model = scale_model(config_of(case, chunk_bytes, trace.block_tokens, servers)).config
+    if case.slow:
+        model = slowing(model)
     replay = VirtualReplay(
         trace,
         model,
