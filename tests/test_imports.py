@@ -69,7 +69,7 @@ COMMANDS = {
     "du": "du {root}",
     "ls": "ls {root}",
     "prune": "prune {root} --leftovers",
-    "bench fs": "bench fs {root} --chunk-sizes 8KiB --size 64KiB --rounds 1",
+    "bench": "bench {root} --chunk-sizes 8KiB --size 64KiB --rounds 1",
 }
 
 

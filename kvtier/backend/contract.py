@@ -218,7 +218,7 @@ class Backend(ABC, Generic[OptionsT]):
 
     @classmethod
     def limit(cls, options: OptionsT, rows: Sequence[memoryview]) -> Limit | None:  # noqa: ARG003
-        """Return the limit that `kvtier bench tiers` puts beside the tier, with these rows stored; None: it has none.
+        """Return the limit that `kvtier bench` puts beside the tier, with these rows stored; None: it has none.
 
         Blocks. Raises `ConfigError` and `BackendUnavailable`. It has a default, because it is no promise of an open
         tier.

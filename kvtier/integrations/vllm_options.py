@@ -42,7 +42,7 @@ from kvtier.settings import (
 )
 from kvtier.settings.words import is_list, is_table, shown
 
-if TYPE_CHECKING:  # It imports vLLM, without which options can be checked.
+if TYPE_CHECKING:  # `rows` imports vLLM; options can be checked without it.
     from kvtier.integrations.vllm.rows import RowPlan
 
 Text = Annotated[str, msgspec.Meta(min_length=1)]
@@ -51,7 +51,7 @@ WHERE = "kv_connector_extra_config"
 PACKAGE = "kvtier.integrations.vllm"
 SECOND = "KVTierSecondaryTier"
 ANYWHERE: Mapping[str, str] = dict.fromkeys(PLACES, "0")
-"""Stands for the places of an engine where only its options are checked."""
+"""The places of no engine, to check options alone."""
 
 _FIRST_DOOR = '"spec_name": "KVTierOffloadingSpec" puts kvtier in its place, which can do that'
 _WEIGHING = ("prefill_tokens_per_s", "late_margin")  # Options of the first door alone.
@@ -108,7 +108,7 @@ class VllmOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True
     sync_load_budget_bytes: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse a policy that there is not: before vLLM has allocated anything."""
+        """Refuse an unknown policy before vLLM has allocated anything."""
         super().__post_init__()
         require_policy(self.eviction_policy)
 
@@ -150,7 +150,7 @@ def _require_module(given: Mapping[str, Any], name: str, where: str) -> None:
 
 
 def _checked_options(options: VllmOptions) -> VllmOptions:
-    """Check tiers as an engine does; how long its rows are, vLLM alone knows."""
+    """Check tiers as an engine does; only vLLM knows the length of a row."""
     engine = {name: getattr(options, name) for name in ("cpu_bytes_to_use", "limits")}
     tiers = tuple(placed(tier, ANYWHERE) for tier in options.secondary_tiers)
     EngineConfig.from_dict({**engine, "secondary_tiers": tiers, "chunk_bytes": 1}, WHERE)
@@ -187,7 +187,7 @@ def engine_config(
 
 
 def _chunk_tokens(namespace: Namespace) -> int | None:
-    """Return how many tokens' KV a chunk holds; of a model with several groups, a chunk of the finest of them."""
+    """Return the tokens of a chunk; with several groups, of a chunk of the finest one."""
     finest = min((group.tokens_per_block for group in namespace.kv_cache_groups), default=None)
     return None if finest is None else finest * namespace.blocks_per_chunk
 
@@ -196,7 +196,7 @@ _ENGINE = EngineLimits()
 
 
 class SecondaryLimits(TierLimits, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The limits of a tier behind vLLM's own manager: a tier's and, beside them, those of its runner."""
+    """The limits of a tier behind vLLM's own manager: a tier's, and its runner's."""
 
     action_chunks: ActionChunks = _ENGINE.action_chunks
     queued_actions: QueuedActions = _ENGINE.queued_actions
@@ -209,11 +209,11 @@ class SecondaryLimits(TierLimits, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 ENGINE_ONLY = struct_fields(EngineLimits).keys() - struct_fields(SecondaryLimits).keys()
-"""Limits of an engine that bound the use of the primary: behind vLLM's manager there are none, it is vLLM's."""
+"""Limits of an engine that bound the use of the primary. Behind vLLM's manager the primary is vLLM's."""
 
 
 class SecondaryOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The second door's options, of one kvtier tier: every key that is no field here is the tier's own."""
+    """The second door's options, of one kvtier tier: every key without a field here is the tier's own."""
 
     rest: ClassVar[str | None] = "options"
 
@@ -278,7 +278,7 @@ def secondary_config(
 
 
 def _of(kind: type[TierLimits | EngineLimits], limits: SecondaryLimits) -> dict[str, Any]:
-    """Return those of the limits that are fields of this kind."""
+    """Return the limits that are fields of this kind."""
     names = struct_fields(kind).keys() & struct_fields(SecondaryLimits).keys()
     return {name: getattr(limits, name) for name in names}
 
@@ -286,7 +286,7 @@ def _of(kind: type[TierLimits | EngineLimits], limits: SecondaryLimits) -> dict[
 def _with_medium(tier: TierConfig, places: Mapping[str, str], where: str) -> TierConfig:
     """Check a tier's own options, with its paths filled in, and name its medium.
 
-    vLLM's requests may choose by it, and its events carry it.
+    vLLM's requests choose by the medium, and its events carry it.
     """
     tier = placed(tier, places)
     tier_options(tier, where)

@@ -153,17 +153,14 @@ COMMANDS = {
         "Make a trace from token ids.",
         ("kvtier trace convert tokens.jsonl --output converted.jsonl --block-tokens 16",),
     ),
-    "bench fs": Command(
+    "bench": Command(
         "kvtier.tools.bench.commands",
-        "fs",
-        "Measure a directory as an fs tier.",
-        ("kvtier bench fs . --chunk-sizes 128K --size 1M --rounds 1 --layouts segments",),
-    ),
-    "bench tiers": Command(
-        "kvtier.tools.bench.commands",
-        "tiers",
-        "Measure the tiers of a configuration, end to end.",
-        ("kvtier bench tiers kvtier.toml --size 1M --rounds 1 --json bench.json",),
+        "bench",
+        "Measure a directory or the tiers of a configuration.",
+        (
+            "kvtier bench . --chunk-sizes 128K --size 1M --rounds 1",
+            "kvtier bench kvtier.toml --size 1M --rounds 1 --json bench.json",
+        ),
     ),
     "completion": Command(
         "kvtier.tools.completion",
@@ -181,7 +178,6 @@ COMMANDS = {
 GROUPS = {
     "config": "Check configurations, kvtier's own and what vLLM is given.",
     "trace": "Look at traces of requests, and make them.",
-    "bench": "Measure what this machine can do, and what kvtier makes of it.",
 }
 HINT = "Exit status: 0 well, 1 the data is not, 2 the call is refused, 3 the machine fails; all are in the reference."
 REMEDIES = f"What to do about a message: {PAGE}"

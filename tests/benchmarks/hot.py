@@ -255,7 +255,7 @@ def checksums(chunk_bytes: int) -> Work:
 
 
 def row_views() -> Work:
-    region = Region.private(KEYS, 4_096, prefault=False)
+    region = Region.private(KEYS, 4_096)
     return lambda: [region.row(index) for index in range(KEYS)]
 
 

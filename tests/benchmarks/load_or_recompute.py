@@ -29,6 +29,7 @@ from kvtier.tools.replay.virtual import (
     VirtualReplay,
     scale_model,
 )
+from tests.slow_tier import SLOWING
 
 DISK = "disk"
 DISK_BYTES = 4 << 40
@@ -80,7 +81,9 @@ def config_of(case: Case, chunk_bytes: int, block_tokens: int, prefill: Prefill)
     return EngineConfig(
         cpu_bytes_to_use=case.memory_bytes,
         chunk_bytes=chunk_bytes,
-        secondary_tiers=(TierConfig(type="dummy", name=DISK, limits=limits, options=options),),
+        secondary_tiers=(
+            TierConfig(type=SLOWING["type"] if case.slow else "dummy", name=DISK, limits=limits, options=options),
+        ),
         prefill_tokens_per_s=prefill.tokens_per_s if case.weighed else None,
         chunk_tokens=block_tokens,
     )

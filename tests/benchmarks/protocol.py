@@ -1,13 +1,10 @@
-"""The step protocol on one core: look-ups, stores, loads, and whole steps over more tiers and larger indexes.
+"""The step protocol on one core: look-ups, stores, loads, and whole steps over several tiers and numbers of keys.
 
-What is measured is the CPU time of the owner's thread: neighbours do not count. The limit is what a loop in Python
-takes for as many bare dictionary operations: no engine that keeps its keys in one can be faster. A step is also
-compared with the same step over one tier that holds little: what it costs must not depend on how much tiers hold.
+The figure is processor time of the owner's thread. The limit is a Python loop over the same number of operations on a
+bare dictionary. A step is also compared with the same step over one tier with few keys: its cost must not grow with
+the number of held keys. The runner answers at once, so that outcomes are applied, too.
 
-The engine has no I/O: the runner behind it answers at once that all was done, so that outcomes are applied, too.
-
-    python -m tests.benchmarks.protocol lookup
-    python -m tests.benchmarks.protocol steps --tiers 1,4 --held 10000,1000000
+    python -m tests.benchmarks.protocol
 """
 
 import random
@@ -15,37 +12,26 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Annotated, NamedTuple
-
-import typer
+from typing import NamedTuple
 
 from kvtier.backend import OffloadKey, make_offload_key
 from kvtier.config import EngineConfig, EngineLimits, TierConfig, TierLimits
 from kvtier.engine.steps import StepManager
-from kvtier.errors import ConfigError
 from kvtier.memory import Region
 from kvtier.runner.bridge import Bridge
 from kvtier.runner.messages import Action, Cascade, Delete, Finished, Found, Promote, Scanned, pack_keys
-from kvtier.tools.bench.commands import (
-    DEFAULT_ROUNDS,
-    RoundsOption,
-    numbers,
-    run_bench,
-)
-from kvtier.tools.bench.figures import Pair, Row, Setting, Side, interleaved, row_of, steps_of
-from kvtier.tools.commands import JsonOption, PlotOption
-from kvtier.tools.outputs import check_outputs
+from kvtier.tools.bench.commands import run_bench
+from kvtier.tools.bench.figures import ROUNDS, Pair, Row, Setting, Side, interleaved, row_of, steps_of
 
 ROWS = 65_536
 KEYS_A_REQUEST = 32
 REQUESTS_A_STEP = 64
 CHUNK_BYTES = 4_096
-KEYS_MAX = 10_000_000  # Some gigabytes of memory: each is a key in several tables.
-REPORT_KEYS = 4_096  # As a tier reports what it holds.
+REPORT_KEYS = 4_096  # Of one report of held keys.
 
 
 class Echo(Bridge):
-    """A runner that has done everything by the time it is asked."""
+    """A runner that answers every action at once."""
 
     kind = "echo"
 
@@ -76,14 +62,14 @@ class Steps:
             limits=EngineLimits(cascade_share=1.0),
         )
         self.rows = rows
-        self.region = Region.private(rows, CHUNK_BYTES, prefault=False)
+        self.region = Region.private(rows, CHUNK_BYTES)
         self.bridge = Echo()
         self.manager = StepManager(config, self.region, self.bridge)
         self._random = random.Random(seed)
         self._requests = 0
 
     def hold(self, keys: int) -> None:
-        """Have every tier hold so many keys that nobody will ask for, and say that it has no others."""
+        """Report this number of keys for every tier, and complete its scan. No request uses these keys."""
         for tier in range(len(self.manager.config.secondary_tiers)):
             for start in range(0, keys, REPORT_KEYS):
                 named = [index.to_bytes(32, "big") for index in range(start, min(start + REPORT_KEYS, keys))]
@@ -93,7 +79,7 @@ class Steps:
             self.manager.end_step()
 
     def new_keys(self, count: int | None = None) -> list[list[OffloadKey]]:
-        """Return the keys of as many requests as fill the primary, or of so many keys."""
+        """Return requests of new keys: `count` keys, or enough to fill the primary."""
         return self.random_keys(count or self.rows, self._random)
 
     @staticmethod
@@ -152,7 +138,7 @@ Batches = list[list[OffloadKey]]
 
 
 class Bare:
-    """The dictionary operations that cannot be avoided for as many keys."""
+    """The dictionary operations that no engine can avoid."""
 
     def __init__(self, batches: Batches) -> None:
         self.table = OrderedDict((key, 0) for keys in batches for key in keys)
@@ -164,7 +150,7 @@ class Bare:
                 get(key)
 
     def store(self, batches: Batches) -> None:
-        """Put keys in, and as many of the oldest out."""
+        """Insert keys, and remove as many of the oldest."""
         table, go = self.table, self.table.popitem
         for keys in batches:
             for key in keys:
@@ -172,7 +158,7 @@ class Bare:
                 go(last=False)
 
     def load(self, batches: Batches) -> None:
-        """Find keys, make them the newest, and find them again."""
+        """Look keys up, move them to the end, and look them up again."""
         renew, get = self.table.move_to_end, self.table.get
         for keys in batches:
             for key in keys:
@@ -180,13 +166,12 @@ class Bare:
                 get(key)
 
     def step(self, batches: Batches) -> None:
-        """Look keys up, put them in, and have as many of the oldest out."""
         self.look_up(batches)
         self.store(batches)
 
 
 class Engine(NamedTuple):
-    """Tiers, and how many keys each of them holds beside those that the steps store."""
+    """A number of tiers, and of keys that each holds besides those of the steps."""
 
     tiers: int
     held: int
@@ -307,56 +292,17 @@ def _rate(keys: int, work: Callable[[], None]) -> Callable[[], float]:
     return measure
 
 
-def lookup(
-    keys: Annotated[
-        str, typer.Option(help="Sizes of the primary, in chunks, with commas between them.")
-    ] = "4096,65536,262144",
-    rounds: RoundsOption = DEFAULT_ROUNDS,
-    json_path: JsonOption = None,
-    plot_path: PlotOption = None,
-) -> None:
-    """Measure look-ups in the primary, beside as many in a bare dictionary."""
-    found = numbers("--keys", keys, least=1_024, most=KEYS_MAX)
-    check_outputs(json_path, plot_path)
-    run_bench(
-        "tests.benchmarks.protocol lookup",
-        lambda step: measure_lookups(found, rounds, step),
-        lookup_steps(found, rounds),
-        json_path=json_path,
-        plot_path=plot_path,
-    )
+def main() -> None:
+    """Print look-ups over primaries of several sizes, and steps over several tiers and numbers of held keys."""
+    engines = [Engine(1, 10_000), Engine(2, 10_000), Engine(4, 10_000), Engine(1, 1_000_000)]
+    sizes = [4_096, 65_536, 262_144]
 
+    def work(step: Callable[[], None]) -> Iterator[Row]:
+        yield from measure_lookups(sizes, ROUNDS, step)
+        yield from measure_steps(engines, ROUNDS, step)
 
-def steps(
-    tiers: Annotated[str, typer.Option(help="Numbers of tiers, with commas between them.")] = "1,2,4",
-    held: Annotated[
-        str, typer.Option(help="Keys that each tier holds beside those of the steps, with commas between them.")
-    ] = "10000,1000000",
-    rounds: RoundsOption = DEFAULT_ROUNDS,
-    json_path: JsonOption = None,
-    plot_path: PlotOption = None,
-) -> None:
-    """Measure the step protocol: stores, loads, and whole steps of 64 requests with 32 keys each, without I/O.
-
-    Each step looks its keys up, prepares and completes their stores, and cascades them to every tier.
-    """
-    sizes_held = numbers("--held", held, least=0, most=KEYS_MAX)
-    counts = numbers("--tiers", tiers, least=1, most=16)
-    engines = [Engine(count, sizes_held[0]) for count in counts] + [Engine(counts[0], each) for each in sizes_held[1:]]
-    if (kept := sum(engine.tiers * engine.held for engine in engines)) > KEYS_MAX:
-        raise ConfigError(f"--held {held!r}: {kept:,} keys in all tiers together, at most {KEYS_MAX:,} accepted")
-    check_outputs(json_path, plot_path)
-    run_bench(
-        "tests.benchmarks.protocol steps",
-        lambda step: measure_steps(engines, rounds, step),
-        step_steps(engines, rounds),
-        json_path=json_path,
-        plot_path=plot_path,
-    )
+    run_bench("protocol", work, lookup_steps(sizes, ROUNDS) + step_steps(engines, ROUNDS), json_path=None)
 
 
 if __name__ == "__main__":
-    app = typer.Typer(add_completion=False)
-    app.command()(lookup)
-    app.command()(steps)
-    app()
+    main()

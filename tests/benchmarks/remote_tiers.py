@@ -40,7 +40,7 @@ from kvtier.tools.bench.figures import (
     row_of,
     this_machine,
 )
-from kvtier.tools.bench.whole import PRIMARY_SHARES, Drive, new_keys, wait
+from kvtier.tools.bench.tiers import PRIMARY_SHARES, Drive, new_keys, wait
 from kvtier.tools.outputs import write_json
 from tests.mooncake.pools import Pool
 from tests.object.servers import MotoServer, S3Server

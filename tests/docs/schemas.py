@@ -30,8 +30,7 @@ REPORTS: dict[str, Any] = {
     "size": SizeReport,
     "trace info": TraceInfo,
     "selftest": SelftestReport,
-    "bench fs": Figures,
-    "bench tiers": Figures,
+    "bench": Figures,
 }
 """What each command writes, by its name."""
 

@@ -18,7 +18,6 @@ from tests.engine.kit import (
     children,
     describe,
     found,
-    key,
     ledger_in,
     put,
     store,
@@ -166,7 +165,7 @@ async def test_a_put_waits_for_the_writes_that_make_room_for_it(open_engine, dis
 
 async def test_a_store_of_the_step_protocol_waits_for_no_write(open_engine, disk):
     hung = {"type": FAULTY, "inner": disk, "script": {"store": ["hang"] * 100}, "cascade": "evict"}
-    engine = await open_engine(16, hung, limits={"quarantine_share": 1.0})
+    engine = await open_engine(16, hung, limits={"quarantine_share": 1.0, "close_s": 0.1})
     for number in range(100):
         store(engine, [number])
     counted = engine.stats()
@@ -185,14 +184,6 @@ async def test_a_write_that_fails_costs_its_chunk_and_no_other(open_engine, disk
     there = [number for number in range(60) if await found(engine, [number])]
     assert counted.failed["failed"] > 0
     assert 0 < len(there) < 60
-
-
-async def test_a_deleted_chunk_is_not_written_when_it_would_leave(open_engine, disk):
-    engine = await open_engine(8, disk | {"cascade": "evict"})
-    await put(engine, range(6))
-    assert await engine.delete([key(3)])
-    assert await engine.aclose() == 0
-    assert await kept(disk, range(6)) == [0, 1, 2, 4, 5]
 
 
 @pytest.mark.parametrize("cascade", ["evict", "second_use"])

@@ -15,7 +15,7 @@ import pytest
 
 from kvtier import EventKind, Hint
 from kvtier.engine.manager import TieringOffloadingManager
-from tests.engine.kit import CHUNK_BYTES, at_rest, chunk, describe, found, key, ledger_in, put, store, until
+from tests.engine.kit import CHUNK_BYTES, FAULTY, at_rest, chunk, describe, found, key, ledger_in, put, until
 
 OVER = Hint(over=True)
 SLOT_BYTES = CHUNK_BYTES + 4_096
@@ -103,24 +103,6 @@ async def test_what_is_retained_stays_until_its_time_is_over(open_engine):
     assert engine.stats().primary.rows_retained == 0
 
 
-async def test_hints_hold_where_a_tier_is_written_when_chunks_leave(open_engine):
-    """Rows that left the order ahead of demand come back for a hint; what is not to be stored is owed to nobody."""
-    engine = await open_engine(8, {"type": "dummy", "cascade": "evict"}, limits={"leaving_share": 0.5})
-    await put_hinted(engine, [0, 1], Hint(retain_s=3_600.0))
-    await put_hinted(engine, [2, 3], Hint(no_store=True))
-    await put(engine, [4, 5])
-    assert await at_rest(engine)
-    assert engine.retain(keys([4]), 3_600.0) == 0, "the share is taken"
-    for number in range(10, 40):
-        await put(engine, [number])
-        assert await at_rest(engine)
-    assert here(engine, range(10)) == [0, 1]
-    (tier,) = engine.stats().tiers
-    assert tier.skipped == {"no_store": 2}
-    assert await found(engine, [2]) == 0
-    assert await found(engine, [4, 5]) == 2
-
-
 async def test_only_the_leading_tokens_are_retained(open_engine):
     """A chunk counts as many tokens as the namespace says."""
     engine = await open_engine(
@@ -137,17 +119,6 @@ async def test_no_more_than_the_share_is_retained_and_the_rest_is_counted(open_e
     assert (primary.rows_retained, primary.retentions_cut) == (4, 2)
     assert engine.retain(keys([4, 5]), 60.0, priority=2) == 2
     assert (engine.stats().primary.rows_retained, engine.stats().primary.retentions_cut) == (4, 4)
-
-
-async def test_what_is_retained_and_in_use_stays_retained_when_room_is_made(open_engine):
-    engine = await open_engine(8, limits={"retained_share": 0.5})
-    await put_hinted(engine, range(4), Hint(retain_s=60.0))
-    await put(engine, range(10, 14))
-    async with engine.fetch(keys(range(4))):
-        await put(engine, [20])
-        assert engine.stats().primary.rows_retained == 4
-    await put(engine, range(30, 33))
-    assert here(engine, range(4)) == [0, 1, 2, 3]
 
 
 async def test_a_store_finds_room_though_all_that_could_go_is_retained(open_engine):
@@ -321,7 +292,7 @@ async def test_a_prefetch_counts_nothing_that_has_gone_again_before_its_end(open
 
 
 async def test_a_prefetch_ends_before_what_fails_on_its_way(open_engine):
-    tier = {"type": "dummy", "corruption_rate": 1.0}
+    tier = {"type": FAULTY, "inner": {"type": "dummy"}, "faults": {"corrupt": 1.0}}
     engine = await open_engine(8, tier)
     await put(engine, range(3))
     assert await at_rest(engine)
@@ -386,24 +357,6 @@ async def test_a_reset_ends_a_prefetch(open_engine):
     assert await at_rest(engine)
 
 
-def test_a_prefetch_goes_on_with_the_steps_of_an_engine(start_engine, tmp_path):
-    engine = start_engine(8, fs(tmp_path))
-    engine.on_new_request("r")
-    plan = engine.prepare_store(keys(range(4)), "r")
-    for number, row in zip(range(4), plan.rows, strict=True):
-        engine.region.row(row)[:] = chunk(number)
-    engine.complete_store(plan.keys, "r")
-    engine.on_request_finished("r")
-    assert engine.drain()
-    assert engine.reset()
-    engine.on_reset_flushed()
-    engine.prefetch(keys(range(4)))
-    assert engine.has_pending_work()
-    assert engine.drain()
-    assert not engine.has_pending_work()
-    assert [key in ledger_in(engine).primary.ready for key in keys(range(4))] == [True] * 4
-
-
 async def test_what_was_demoted_makes_room_first(open_engine):
     engine = await open_engine(6)
     await put(engine, range(6))
@@ -453,15 +406,6 @@ async def test_what_is_forgotten_on_its_way_to_a_tier_does_not_stay_there(open_e
 
 
 @pytest.mark.parametrize(
-    ("seconds", "priority"), [(0, 0), (-1, 0), (float("inf"), 0), (float("nan"), 0), (1, 100), (1, -1)]
-)
-async def test_a_retention_that_cannot_be_is_refused_by_name(open_engine, seconds, priority):
-    engine = await open_engine(4)
-    with pytest.raises(ValueError, match=r"seconds: |priority: "):
-        engine.retain(keys([0]), seconds, priority=priority)
-
-
-@pytest.mark.parametrize(
     ("seconds", "priority"),
     [(Fraction(600), 3), (np.float64(600), np.int64(3)), (10**400, True)],
     ids=["fraction", "numpy", "huge"],
@@ -487,6 +431,8 @@ NO_RETENTIONS: list[tuple[Any, Any, str]] = [  # Seconds, priority, and how the 
     (60.0, "high", r"priority: 'high' \(str\) given, a whole number from 0 to 99 accepted"),
     (60.0, 2.5, r"priority: 2\.5 \(float\) given, a whole number from 0 to 99 accepted"),
     (60.0, None, r"priority: None \(NoneType\) given, a whole number from 0 to 99 accepted"),
+    *((seconds, 0, "seconds: ") for seconds in (0, -1, float("inf"), float("nan"))),
+    *((1, priority, "priority: ") for priority in (100, -1)),
 ]
 
 
@@ -496,7 +442,7 @@ async def test_what_is_no_time_and_no_priority_is_refused_by_name_value_and_reme
 ):
     engine = await open_engine(4)
     for retain in (engine.retain, engine.steps.retain):
-        with pytest.raises(TypeError, match=complaint):
+        with pytest.raises((TypeError, ValueError), match=complaint):
             retain(keys([0]), seconds, priority=priority)
 
 
@@ -547,18 +493,17 @@ def test_a_hint_that_is_right_is_made_of_whatever_it_may_be_made_of():
     assert msgspec.json.encode(as_others) == b'{"retain_s":2.5,"priority":200,"class":"agent","no_store":["disk"]}'
 
 
-def test_a_list_of_keys_may_be_changed_as_soon_as_the_call_has_returned(start_engine):
-    """The list is the caller's: what the step does with its keys it does with those that it was given."""
-    engine = start_engine(16, {"type": "dummy", "latency_s": 0.05, "capacity_bytes": "1MiB"})
-    store(engine, range(6))
-    assert engine.drain()
-    assert engine.reset()
-    engine.on_reset_flushed()
-    said = keys(range(6))
-    engine.prefetch(said)
-    said.clear()
-    assert engine.drain()
-    assert [key in ledger_in(engine).primary.ready for key in keys(range(6))] == [True] * 6
+async def test_a_list_of_keys_may_be_changed_as_soon_as_the_call_has_returned(open_engine):
+    engine = await open_engine(16, {"type": "dummy", "latency_s": 0.05, "capacity_bytes": "1MiB"})
+    await put(engine, range(6))
+    assert await engine.drain()
+    assert await engine.reset()
+    given = keys(range(6))
+    engine.steps.prefetch(given)
+    assert engine.steps.has_pending_work()
+    given.clear()
+    assert await engine.drain()
+    assert here(engine, range(6)) == list(range(6))
 
 
 async def test_what_was_retained_by_call_stays_in_a_tier_too(open_engine, tmp_path):

@@ -6,7 +6,6 @@ import pytest
 
 from kvtier.engine.ledger import LookupResult
 from kvtier.policies import LRU
-from kvtier_backends.dummy import forget_store
 from tests.engine.kit import FAULTY, at_rest, chunk, found, key, ledger_in, put
 
 pytestmark = pytest.mark.virtual_time
@@ -42,14 +41,6 @@ async def test_what_was_promoted_is_not_the_next_victim(open_engine, policy):
     await engine.drain()
     await put(engine, [20])
     assert engine.steps.lookup(key(1), "waiting") is HIT
-
-
-@pytest.mark.parametrize("policy", ["lru", "fifo", "arc"])
-async def test_what_was_just_stored_outlives_what_was_stored_before(open_engine, policy):
-    engine = await open_engine(4, eviction_policy=policy)
-    for number in range(6):
-        await put(engine, [number])
-    assert [await found(engine, [number]) for number in range(6)] == [0, 0, 1, 1, 1, 1]
 
 
 # A cached "present" for a chunk that is gone: looked up, promoted, not there, looked up again, for ever.
@@ -90,19 +81,6 @@ async def test_a_policy_that_never_evicts_stops_no_request(open_engine):
         assert await found(engine, [1, 2]) == 2
         assert await found(engine, [3, 4]) == 0
     assert await at_rest(engine)
-
-
-async def test_a_policy_that_never_evicts_is_a_miss_for_what_a_tier_has(open_engine):
-    disk = {"type": "dummy", "store": "miser"}
-    first = await open_engine(2, disk)
-    await put(first, [1, 2])
-    await first.aclose()
-    engine = await open_engine(1, disk, eviction_policy=f"{__name__}:Miser")
-    await asyncio.sleep(1)
-    assert await found(engine, [1, 2]) == 1  # The one row took the head; the rest is a miss, not a wait.
-    assert ledger_in(engine).counters.promotions_refused
-    await engine.aclose()
-    forget_store("miser")
 
 
 # Evicting a prefix's head before its tail: what is left of it is of no use to anybody.
@@ -172,29 +150,6 @@ async def test_an_absence_that_was_believed_ends_with_the_next_store(open_engine
     assert await found(engine, [1]) == 1
 
 
-async def test_an_absence_that_a_failed_load_left_ends_with_the_next_store(open_engine):
-    tier = scripted(load=["missing"]) | {"limits": {"answer_ttl_s": "1d"}}
-    engine = await open_engine(2, tier)
-    await put(engine, [1])
-    await put(engine, [2, 3])
-    assert await found(engine, [1]) == 0
-    await put(engine, [1])
-    await put(engine, [2, 3])
-    assert await found(engine, [1]) == 1
-
-
-async def test_what_another_engine_stores_is_seen_when_the_answer_has_aged(open_engine):
-    disk = {"type": "dummy", "store": "two engines", "shared": True, "limits": {"answer_ttl_s": 10}}
-    ours, theirs = await open_engine(2, disk), await open_engine(2, disk)
-    assert await found(ours, [1]) == 0
-    await put(theirs, [1])
-    await theirs.drain()
-    assert await found(ours, [1]) == 0
-    await asyncio.sleep(10)
-    assert await found(ours, [1]) == 1
-    forget_store("two engines")
-
-
 @pytest.mark.parametrize("answer_ttl_s", [0.001, 0.01])
 async def test_an_answer_that_ages_within_a_step_still_answers_who_asked(open_engine, answer_ttl_s):
     disk = {"type": "dummy", "latency_s": 0.001, "shared": True, "limits": {"answer_ttl_s": answer_ttl_s}}
@@ -228,16 +183,6 @@ async def test_a_load_with_every_row_waiting_for_a_load_is_a_miss(open_engine):
     assert engine.steps.lookup(key(3), "second") is MISS
     await engine.drain()
     assert [engine.steps.lookup(key(number), "first") for number in (1, 2)] == [HIT, HIT]
-
-
-async def test_loads_of_more_than_there_is_room_for_all_end(open_engine):
-    engine = await open_engine(4, SLOW)
-    for first in range(0, 40, 4):
-        await put(engine, range(first, first + 4))
-    async with asyncio.timeout(100):
-        counts = await asyncio.gather(*(found(engine, range(first, first + 4)) for first in range(0, 40, 4)))
-    assert sum(counts) >= 2
-    assert await at_rest(engine)
 
 
 # A delete that waits for a mount that hangs.

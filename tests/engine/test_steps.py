@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvtier.engine.answers import Event, EventKind
 from kvtier.engine.ledger import LookupResult
 from kvtier.engine.steps import Inside
 from kvtier.engine.tier import TierMatcher
@@ -90,47 +89,12 @@ def test_requests_that_come_again_are_served_from_a_tier(start_engine, tmp_path)
     assert ledger_in(engine).counters.hits + tier.counters.hits == 48
 
 
-def test_work_is_pending_until_it_has_come_back(start_engine):
-    engine = start_engine(4, DUMMY)
-    assert not engine.has_pending_work()
-    engine.on_new_request("r")
-    store(engine, [1], "r")
-    assert engine.has_pending_work()
-    assert engine.drain()
-    assert not engine.has_pending_work()
-
-
 def test_a_drain_gives_up_at_its_deadline(start_engine):
     engine = start_engine(4, {"type": FAULTY, "inner": DUMMY, "script": {"store": ["hang"]}, "faults": {"hang_s": 1.0}})
     engine.on_new_request("r")
     store(engine, [1], "r")
     assert not engine.drain(deadline_s=0.01)
     assert engine.drain()
-
-
-def test_what_happened_is_told_in_order_and_once(start_engine):
-    engine = start_engine(1, DUMMY, events=True)
-    engine.on_new_request("r")
-    store(engine, [1], "r")
-    assert engine.drain()
-    store(engine, [2], "r")
-    assert engine.drain()
-    assert engine.take_events() == [
-        Event(EventKind.STORED, "cpu", [key(1)]),
-        Event(EventKind.STORED, "0:dummy", [key(1)]),
-        Event(EventKind.REMOVED, "cpu", [key(1)]),
-        Event(EventKind.STORED, "cpu", [key(2)]),
-        Event(EventKind.STORED, "0:dummy", [key(2)]),
-    ]
-    assert engine.take_events() == []
-
-
-def test_nothing_is_told_unless_asked_for(start_engine):
-    engine = start_engine(1, DUMMY)
-    engine.on_new_request("r")
-    store(engine, [1], "r")
-    engine.drain()
-    assert engine.take_events() == []
 
 
 def test_a_store_may_complete_after_its_request_has_finished(start_engine):
@@ -185,33 +149,6 @@ def test_a_new_request_is_told_whether_a_tier_wants_all_of_it(start_engine):
     assert [tier.counters.stored for tier in ledger_in(engine).tiers] == [2, 2]
 
 
-def test_a_reset_clears_the_primary_and_promotes_again_once_the_workers_have_flushed(start_engine):
-    engine = start_engine(8, DUMMY)
-    assert serve(engine, [1, 2], "first") == 0
-    assert engine.reset()
-    assert serve(engine, [1, 2, 3], "flushing") == 0
-    assert engine.reset()
-    engine.on_reset_flushed()
-    assert serve(engine, [1, 2, 3], "again") == 3
-
-
-def test_a_reset_in_the_middle_of_a_load_leaves_no_row_lost(start_engine):
-    slow = {"type": "dummy", "latency_s": "20ms"}
-    engine = start_engine(4, slow)
-    serve(engine, [1, 2], "first")
-    assert engine.drain()
-    assert engine.reset()
-    engine.on_reset_flushed()
-    engine.on_new_request("again")
-    assert engine.lookup(key(1), "again") is PENDING
-    engine.end_step()
-    assert engine.lookup(key(2), "again") is PENDING  # Decided, but not sent.
-    assert engine.reset()
-    engine.on_reset_flushed()
-    assert settled(engine)
-    assert prefix(engine, [1, 2], "again") == 2
-
-
 def test_a_reset_that_is_interrupted_is_a_reset_all_the_same(start_engine, interrupted):
     slow = {"type": "dummy", "latency_s": 0.5}
     engine = start_engine(4, slow, limits={"cascade_share": 1.0})
@@ -226,28 +163,6 @@ def test_a_reset_that_is_interrupted_is_a_reset_all_the_same(start_engine, inter
     while not settled(engine):
         assert time.monotonic() < deadline
         engine.end_step()
-
-
-def test_what_is_deleted_is_nowhere_and_what_is_in_use_stays_and_is_named(start_engine):
-    engine = start_engine(4, DUMMY)
-    assert serve(engine, [1, 2, 3], "first") == 0
-    assert engine.drain()
-    engine.on_new_request("second")
-    assert engine.lookup(key(2), "second") is HIT
-    engine.prepare_load([key(2)], "second")
-    assert engine.delete([key(1), key(2), key(9)]) == [key(2)]
-    assert engine.drain()
-    assert prefix(engine, [2, 3], "second") == 2
-    assert prefix(engine, [1], "second") == 0
-    engine.complete_load([key(2)], "second")
-    engine.end_step()
-    assert engine.delete([key(2)]) == []
-    assert engine.drain()
-    assert prefix(engine, [2], "second") == 0
-    assert prefix(engine, [3], "second") == 1
-    engine.on_request_finished("second")
-    engine.end_step()
-    assert settled(engine)
 
 
 def test_the_statistics_say_what_was_counted_and_what_is_held(start_engine):
@@ -265,32 +180,6 @@ def test_the_statistics_say_what_was_counted_and_what_is_held(start_engine):
     in_between = (primary.rows_filling, primary.rows_quarantined, primary.rows_leased, primary.rows_in_use)
     assert (in_between, tier.loading, tier.storing) == ((0, 0, 0, 0), 0, 0)
     assert (stats.runners_lost, stats.events_dropped) == (0, 0)
-
-
-def test_the_statistics_say_what_is_in_use(start_engine):
-    engine = start_engine(4, DUMMY)
-    engine.on_new_request("r")
-    plan = engine.prepare_store([key(1), key(2)], "r")
-    primary = engine.stats().primary
-    assert (primary.rows_in_use, primary.rows_filling, primary.rows_free) == (2, 2, 2)
-    engine.complete_store(plan.keys, "r", success=False)
-    assert engine.prepare_store([key(number) for number in range(5)], "r") is None
-    primary = engine.stats().primary
-    assert (primary.rows_in_use, primary.rows_free, primary.stores, primary.stores_refused) == (0, 4, 0, 5)
-
-
-def test_a_tier_that_others_use_is_asked(start_engine):
-    engine = start_engine(4, {"type": "dummy", "store": "shared", "shared": True})
-    engine.on_new_request("first")
-    assert engine.lookup(key(1), "first") is RETRY
-    assert prefix(engine, [1], "first") == 0
-    store(engine, [1], "first")
-    assert engine.drain()
-    assert engine.reset()
-    engine.on_reset_flushed()
-    engine.on_new_request("again")
-    assert prefix(engine, [1], "again") == 1
-    load(engine, [1], "again")
 
 
 @pytest.mark.usefixtures("outside")

@@ -8,7 +8,7 @@ import pytest
 
 from kvtier.kvcache.transfer import CopiersOf, Direction
 from kvtier.kvcache.transfer.cuda import CudaCopier, Descriptors, batched, copiers_with
-from kvtier.kvcache.transfer.jobs import Copier, Finish, Job
+from kvtier.kvcache.transfer.jobs import Copier, CopyJob, Finish
 from kvtier.kvcache.transfer.pages import Sides
 from kvtier.tools.selftest.caches import families
 from kvtier.tools.selftest.checks import checks, come_back, transfers_wait
@@ -46,7 +46,7 @@ class Impatient(CudaCopier):
 class Hasty(CudaCopier):
     """Reports the end of a copy when it begins."""
 
-    def begin(self, job: Job) -> Finish:
+    def begin(self, job: CopyJob) -> Finish:
         super().begin(job)
         return lambda: None
 

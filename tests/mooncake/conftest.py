@@ -8,12 +8,18 @@ import ctypes
 import os
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
+from kvtier.backend import SEAL_BYTES, OffloadKey
+from kvtier.backend.remote import name_prefix
 from kvtier.testing.conformance import Lender, tier_context
+from tests.remote.remotes import Held
+from tests.remote.servers import PATIENCE_S
+from tests.remote.suites import CHUNK_BYTES, Stored
 
 TIMEOUT_S = 2.0  # Of whatever hangs.
 WHY: str | None = "mooncake-transfer-engine-non-cuda is not installed here"
@@ -32,8 +38,6 @@ if WHY is not None:
     collect_ignore_glob = ["test_[!o]*.py"]  # Options need no package.
 else:
     from tests.mooncake.pools import Pool
-
-CHUNK_BYTES = 16_384
 
 
 def pytest_report_header() -> list[str]:
@@ -137,22 +141,31 @@ async def opened_alone(prefix: str):
         await tier.aclose(0)
 
 
-def write(client: "Client", name: str, value: bytes) -> None:
-    place = ctypes.create_string_buffer(value, len(value))
-    assert client.put([name], [ctypes.addressof(place)], len(value)) == [0]
+@pytest.fixture
+def open_tier(opened):
+    return partial(opened, timeout_s=PATIENCE_S)
 
 
-def read(client: "Client", name: str, size_bytes: int) -> bytes:
-    place = ctypes.create_string_buffer(size_bytes)
-    assert client.get([name], [ctypes.addressof(place)], size_bytes) == [size_bytes]
-    return place.raw
+class Values(Stored):
+    def __init__(self, client: "Client", prefix: str) -> None:
+        self._client = client
+        mapper = tier_context(CHUNK_BYTES).mapper
+        self._name = lambda key: name_prefix(prefix, mapper) + mapper.name(key)
+
+    def held(self, key: OffloadKey) -> Held | None:
+        if self._client.exist([self._name(key)]) == [0]:
+            return None
+        size_bytes = CHUNK_BYTES + SEAL_BYTES
+        place = ctypes.create_string_buffer(size_bytes)
+        assert self._client.get([self._name(key)], [ctypes.addressof(place)], size_bytes) == [size_bytes]
+        return Held(place.raw[:CHUNK_BYTES], place.raw[CHUNK_BYTES:])
+
+    def plant(self, key: OffloadKey, held: Held) -> None:
+        value = held.row + held.seal
+        place = ctypes.create_string_buffer(value, len(value))
+        assert self._client.put([self._name(key)], [ctypes.addressof(place)], len(value)) == [0]
 
 
 @pytest.fixture
-def foreign(client: "Client"):
-    """Have somebody else write a value under a chunk's name."""
-
-    async def foreign(tier: "MooncakeBackend", key: Any, value: bytes) -> None:
-        write(client, tier._names([key])[0], value)
-
-    return foreign
+def stored(client: "Client", prefix: str) -> Values:
+    return Values(client, prefix)

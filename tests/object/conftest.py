@@ -1,18 +1,24 @@
 """A server for all tests of a run, each with a bucket of its own; servers and proxies for tests that break them."""
 
+import base64
 import os
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvtier.backend import OffloadKey, chunk_hash
 from kvtier.testing.conformance import Lender, tier_context
 from kvtier_backends.object import ObjectBackend, ObjectOptions
-from tests.redis.servers import Proxy
+from kvtier_backends.object.bucket import SEAL_NAME
+from tests.remote.remotes import Held
+from tests.remote.servers import PATIENCE_S, Proxy
+from tests.remote.suites import CHUNK_BYTES, Stored
 
 if TYPE_CHECKING:
     from tests.object.servers import MotoServer, S3Server
@@ -20,7 +26,7 @@ if TYPE_CHECKING:
 WITHOUT_MOTO = find_spec("moto") is None
 collect_ignore_glob = ["test_[!o]*.py"] if WITHOUT_MOTO else []  # All but test_options.py.
 
-CHUNK_BYTES = 16_384
+QUICK = {"timeout_s": 2.0, "connect_timeout_s": 2.0}  # These tests wait for the time-outs.
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "kvtier-test", "AWS_SECRET_ACCESS_KEY": "kvtier-test-secret"}
 
 
@@ -43,7 +49,7 @@ def server(outside: None, tmp_path_factory: pytest.TempPathFactory) -> "Iterator
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have nothing but the tests' own credentials in the environment, unless it names the server, too."""
+    """Keep only the tests' own credentials in the environment, unless it names the server, too."""
     if "KVTIER_S3_ENDPOINT" not in os.environ:
         for name in [name for name in os.environ if name.startswith("AWS_")]:
             monkeypatch.delenv(name)
@@ -105,3 +111,42 @@ async def opened(server: "S3Server", bucket: str):
     yield opened
     for tier in tiers:
         await tier.aclose(10)
+
+
+@pytest.fixture
+def open_tier(opened):
+    return partial(opened, timeout_s=PATIENCE_S)
+
+
+@pytest.fixture
+def open_by_proxy(opened, proxy: Proxy):
+    """Open tiers without an index: every look-up is a request."""
+    return partial(opened, endpoint=f"http://{proxy.address}", index_chunks=0, absent_ttl_s=0, **QUICK)
+
+
+class Objects(Stored):
+    def __init__(self, server: "S3Server", bucket: str) -> None:
+        self._server, self._bucket = server, bucket
+        self._names: dict[OffloadKey, str] = {}
+
+    def name(self, key: OffloadKey) -> str:
+        """Return the name of a chunk that is, or was, in the bucket."""
+        if key not in self._names:
+            names = self._server.names(self._bucket)
+            (self._names[key],) = [name for name in names if chunk_hash(key).hex() in name]
+        return self._names[key]
+
+    def held(self, key: OffloadKey) -> Held | None:
+        if self.name(key) not in self._server.names(self._bucket):
+            return None
+        body, metadata = self._server.get(self._bucket, self.name(key))
+        return Held(body, base64.b64decode(metadata[SEAL_NAME]))
+
+    def plant(self, key: OffloadKey, held: Held) -> None:
+        metadata = {SEAL_NAME: base64.b64encode(held.seal).decode()}
+        self._server.put(self._bucket, self.name(key), held.row, metadata)
+
+
+@pytest.fixture
+def stored(server: "S3Server", bucket: str) -> Objects:
+    return Objects(server, bucket)

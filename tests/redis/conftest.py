@@ -5,16 +5,20 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvtier.backend import OffloadKey, chunk_hash
 from kvtier.testing.conformance import Lender, tier_context
 from kvtier_backends.redis import RedisBackend, RedisOptions
 from tests.redis.servers import PATIENCE_S, Proxy, RedisServer
+from tests.remote.remotes import Held
+from tests.remote.suites import CHUNK_BYTES, Stored
 
-CHUNK_BYTES = 16_384
+QUICK = {"timeout_s": 1.0, "connect_timeout_s": 1.0, "retry_s": "1ms"}  # These tests wait for the time-outs.
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +30,7 @@ def server(outside: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture(scope="session")
 def another_server(outside: None) -> Iterator[RedisServer]:
-    """Start one that listens on `socket` in its folder, too, wherever temporary files are: its path must be short."""
+    """Start a server that also listens on `socket` in its folder, whose path must be short."""
     with tempfile.TemporaryDirectory(prefix="kvtier-", dir="/tmp") as folder:
         server = RedisServer(Path(folder), "--unixsocket", f"{folder}/socket").start()
         yield server
@@ -104,3 +108,37 @@ async def opened(prefix: str):
     yield opened
     for tier in tiers:
         await tier.aclose(10)
+
+
+@pytest.fixture
+def open_tier(opened, server: RedisServer):
+    return partial(opened, server.address)
+
+
+@pytest.fixture
+def open_by_proxy(opened, proxy: Proxy):
+    return partial(opened, proxy.address, **QUICK)
+
+
+class Values(Stored):
+    def __init__(self, server: RedisServer, prefix: str) -> None:
+        self._server, self._prefix = server, prefix
+        self._names: dict[OffloadKey, bytes] = {}
+
+    def name(self, key: OffloadKey) -> bytes:
+        """Return the name of a chunk that is, or was, on the server."""
+        if key not in self._names:
+            (self._names[key],) = self._server.ask("KEYS", f"{self._prefix}*{chunk_hash(key).hex()}.bin")
+        return self._names[key]
+
+    def held(self, key: OffloadKey) -> Held | None:
+        value = self._server.ask("GET", self.name(key))
+        return None if value is None else Held(value[:CHUNK_BYTES], value[CHUNK_BYTES:])
+
+    def plant(self, key: OffloadKey, held: Held) -> None:
+        self._server.ask("SET", self.name(key), held.row + held.seal)
+
+
+@pytest.fixture
+def stored(server: RedisServer, prefix: str) -> Values:
+    return Values(server, prefix)

@@ -18,6 +18,7 @@ NOT_OURS = dict.fromkeys((Fault.HUNG, Fault.KILLED, Fault.RESTARTED), "the serve
 
 class ObjectRemote(ServerRemote):
     name = "object"
+    forgets_absences = {"absent_ttl_s": "10ms"}  # noqa: RUF012
 
     def __init__(self, folder: Path) -> None:
         self._bucket = f"kvtier-{uuid.uuid4().hex}"

@@ -31,6 +31,9 @@ class Remote(ABC):
     lacks: Mapping[Fault, str] = {}
     """Faults that this one cannot be given, and why."""
 
+    forgets_absences: Mapping[str, str] = {}
+    """Options with which a tier soon asks again for a chunk that was absent."""
+
     waited_for: frozenset[Fault] = frozenset({Fault.HUNG, Fault.SLOW})
     """Faults that end with the tier's time-out."""
 

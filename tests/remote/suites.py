@@ -1,33 +1,56 @@
-"""The suites of the contract that fit every remote tier."""
+"""Suites of remote tiers: the contract, damaged values, and a disturbed network."""
 
-from collections.abc import Callable
-from typing import Any
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
 
 import pytest
 
+from kvtier.backend import SEAL_BYTES, Abandoned, BackendUnavailable, OffloadKey
+from kvtier.errors import cause_of
 from kvtier.testing.conformance import (
     BackendConformance,
+    CountedConformance,
     DescribedConformance,
     DurableBackendConformance,
+    Lender,
     NamespacedConformance,
+    keys_of,
+    label,
 )
+from tests.remote.remotes import Held
+from tests.remote.servers import PATIENCE_S, Proxy
+from tests.remote.tiers import recovers, used_again
+
+CHUNK_BYTES = 16_384
+KEYS = "KVTIER_TEST_KEYS"
+Open = Callable[..., Awaitable[Any]]
+
+
+class Stored(Protocol):
+    """Access to the values of a service beside the tier."""
+
+    def held(self, key: OffloadKey) -> Held | None:
+        """Return the value of a key; None if there is none."""
+        ...
+
+    def plant(self, key: OffloadKey, held: Held) -> None:
+        """Replace the value of a key."""
+        ...
 
 
 class RemoteSuites(BackendConformance, DurableBackendConformance, NamespacedConformance, DescribedConformance):
-    """A tier on a server of its own. A subclass gives `open_tier`, which is given the chunks' length and `fields`."""
+    """The contract. Needs the fixture `open_tier`, which takes the chunks' length and `fields`."""
 
     chunk_bytes = 8_192
-
-    @pytest.fixture
-    def open_tier(self) -> Callable[..., Any]:
-        raise NotImplementedError
 
     @pytest.fixture
     def fields(self) -> dict[str, Any]:
         return {}
 
     @pytest.fixture
-    async def reopen(self, open_tier, fields):
+    async def reopen(self, open_tier: Open, fields):
         tiers = []
 
         async def reopen():
@@ -43,5 +66,213 @@ class RemoteSuites(BackendConformance, DurableBackendConformance, NamespacedConf
         return await reopen()
 
     @pytest.fixture
-    async def neighbour(self, backend, open_tier, fields):
+    async def neighbour(self, backend, open_tier: Open, fields):
         return await open_tier(model_name="other", chunk_bytes=self.chunk_bytes, **fields)
+
+
+def flipped(data: bytes, at: int) -> bytes:
+    at %= len(data)
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+class DamagedValues(CountedConformance):
+    """Values that are not the chunk. Needs the fixtures `open_tier` and `stored`."""
+
+    chunk_bytes = CHUNK_BYTES
+
+    @pytest.fixture
+    async def backend(self, open_tier: Open):
+        return await open_tier()
+
+    @pytest.fixture
+    def provoke(self, backend, stored: Stored, lender: Lender):
+        (key,) = keys_of(1, start=1_000)
+
+        async def provoke() -> None:
+            await lender.keep(backend, [key])
+            held = stored.held(key)
+            stored.plant(key, held._replace(row=flipped(held.row, 100)))
+            assert await lender.recall(backend, [key]) == ["ChunkCorrupt"]
+
+        return provoke
+
+    @pytest.mark.parametrize("at", [0, CHUNK_BYTES // 2, -1])
+    @pytest.mark.parametrize("part", ["row", "seal"])
+    async def test_a_flipped_byte_is_corrupt_and_is_deleted(self, backend, stored: Stored, lender, part, at) -> None:
+        keys = keys_of(3)
+        await lender.keep(backend, keys)
+        held = stored.held(keys[1])
+        stored.plant(keys[1], held._replace(**{part: flipped(getattr(held, part), at)}))
+        assert await lender.recall(backend, keys) == [label(keys[0]), "ChunkCorrupt", label(keys[2])]
+        assert await backend.probe(keys) == [True, False, True]
+        assert stored.held(keys[1]) is None
+        assert sum(total for name, total in backend.counts().items() if name.startswith("corrupt_")) == 1
+
+    @pytest.mark.parametrize("length", [0, CHUNK_BYTES - 1, CHUNK_BYTES + 1, 20 << 20])
+    async def test_a_value_of_another_length_is_corrupt_and_costs_its_siblings_nothing(
+        self, backend, stored: Stored, lender, length
+    ) -> None:
+        keys = keys_of(40)
+        await lender.keep(backend, keys)
+        for key in keys[1:3]:
+            stored.plant(key, stored.held(key)._replace(row=bytes(length)))
+        whole = [label(key) for key in keys]
+        assert await lender.recall(backend, keys) == [whole[0], "ChunkCorrupt", "ChunkCorrupt", *whole[3:]]
+        assert backend.counts()["corrupt_length"] == 2
+        await lender.keep(backend, keys, version=1)
+        assert await lender.recall(backend, keys) == [label(key, 1) for key in keys]
+
+    async def test_a_foreign_value_is_corrupt_and_is_replaced(self, backend, stored: Stored, lender) -> None:
+        (key,) = keys_of(1)
+        await lender.keep(backend, [key])
+        foreign = Held(b"x" * CHUNK_BYTES, b"x" * SEAL_BYTES)
+        stored.plant(key, foreign)
+        assert await lender.recall(backend, [key]) == ["ChunkCorrupt"]
+        assert backend.counts() == {"corrupt_foreign": 1}
+        stored.plant(key, foreign)
+        await lender.keep(backend, [key])
+        assert await lender.recall(backend, [key]) == [label(key)]
+
+    async def test_another_keys_value_is_not_taken_for_this_ones(self, backend, stored: Stored, lender) -> None:
+        keys = keys_of(2)
+        await lender.keep(backend, keys)
+        stored.plant(keys[0], stored.held(keys[1]))
+        assert await lender.recall(backend, keys) == ["ChunkCorrupt", label(keys[1])]
+        assert backend.counts() == {"corrupt_swapped": 1}
+
+    async def test_a_tier_without_the_key_misses_and_deletes_nothing(self, open_tier, monkeypatch, lender) -> None:
+        tiers = []
+        for keys_given in ("11" * 32, "22" * 32, "22" * 32 + "\n" + "11" * 32):
+            monkeypatch.setenv(KEYS, keys_given)
+            tiers.append(await open_tier(seal="aes-256-gcm", seal_key_env=KEYS))
+        old, new, both = tiers
+        plain, keys = await open_tier(), keys_of(2)
+        await lender.keep(old, keys)
+        assert await lender.recall(new, keys) == await lender.recall(plain, keys) == ["ChunkMissing"] * 2
+        assert (new.counts(), plain.counts()) == ({"sealed_key": 2}, {"sealed_kind": 2})
+        assert await lender.recall(both, keys) == await lender.recall(old, keys) == [label(key) for key in keys]
+
+
+class DisturbedNetwork:
+    """Failures between tier and service. Needs `open_by_proxy`, whose time-outs are short, and `proxy`."""
+
+    async def test_a_refused_connection_is_an_unavailable_tier_until_it_is_accepted(
+        self, open_by_proxy: Open, proxy: Proxy, lender
+    ) -> None:
+        tier, keys = await open_by_proxy(), keys_of(8)
+        await lender.keep(tier, keys)
+        proxy.refuse()
+        reads, writes = lender.reads(keys), lender.writes(keys)
+        unknown = keys_of(2, start=90)
+        for call in (tier.load(reads), tier.store(writes), tier.probe(unknown), tier.delete(keys)):
+            with pytest.raises(BackendUnavailable, match=r"refused|error sending"):
+                await call
+        await used_again(lender, [*(read.into for read in reads), *(write.row for write in writes)])
+        with pytest.raises(BackendUnavailable):
+            await open_by_proxy()
+        proxy.listen()
+        await recovers(tier, lender, keys)
+
+    async def test_a_connection_reset_while_idle_costs_nothing(self, open_by_proxy: Open, proxy, lender) -> None:
+        tier, keys = await open_by_proxy(), keys_of(8)
+        await lender.keep(tier, keys)
+        proxy.reset()
+        assert await lender.recall(tier, keys) == [label(key) for key in keys]
+        proxy.reset()
+        await lender.keep(tier, keys, version=1)
+        assert await lender.recall(tier, keys) == [label(key, 1) for key in keys]
+
+    async def test_a_byte_flipped_in_transfer_is_never_loaded(self, open_by_proxy: Open, proxy, lender) -> None:
+        tier, keys = await open_by_proxy(), keys_of(8)
+        for turn in range(20):
+            proxy.reply = lambda passed: passed
+            await recovers(tier, lender, keys)
+            proxy.reply = flips(turn * 6_662)
+            try:
+                outcomes = await lender.recall(tier, keys)
+            except BackendUnavailable:
+                continue
+            for key, chunk in zip(keys, outcomes, strict=True):
+                assert chunk in (label(key), "ChunkCorrupt", "ChunkMissing", "TransferFailed"), chunk
+
+    async def test_a_server_that_hangs_fails_calls_in_time_and_no_byte_comes_late(
+        self, open_by_proxy: Open, proxy, lender
+    ) -> None:
+        tier, keys = await open_by_proxy(), keys_of(64)
+        await lender.keep(tier, keys)
+        proxy.open.clear()
+        reads, writes = lender.reads(keys), lender.writes(keys, version=1)
+        for call in (tier.load(reads), tier.store(writes), tier.probe(keys_of(2, start=90)), tier.delete(keys)):
+            with pytest.raises(BackendUnavailable) as failed:
+                await call
+            assert cause_of(failed.value) == "ETIMEDOUT"
+        rows = [*(read.into for read in reads), *(write.row for write in writes)]
+        await used_again(lender, rows)
+        proxy.open.set()
+        await used_again(lender, rows)
+        await recovers(tier, lender, keys)
+
+    async def test_a_reply_that_drips_misses_the_deadline(self, open_by_proxy: Open, proxy, lender) -> None:
+        """Each piece arrives well within any time-out of its own."""
+        tier, keys, enough = await open_by_proxy(), keys_of(4), threading.Event()
+        await lender.keep(tier, keys)
+        proxy.piece_bytes = 64
+
+        def drip(passed: bytes) -> bytes:
+            enough.wait(0.05)
+            return passed
+
+        proxy.reply = drip
+        reads = lender.reads(keys)
+        with pytest.raises(BackendUnavailable):
+            await tier.load(reads)
+        await used_again(lender, [read.into for read in reads])
+        enough.set()
+        await recovers(tier, lender, keys)
+
+    async def test_a_cancelled_call_to_a_hung_server_ends_with_its_time_out(
+        self, open_by_proxy: Open, proxy, lender
+    ) -> None:
+        tier, keys = await open_by_proxy(), keys_of(4)
+        await lender.keep(tier, keys)
+        proxy.open.clear()
+        reads, writes = lender.reads(keys), lender.writes(keys)
+        starts = (tier.load(reads), tier.store(writes), tier.probe(keys_of(2, start=90)))
+        calls = [asyncio.create_task(call) for call in starts]
+        for _ in range(3):
+            await asyncio.sleep(0.01)
+            for call in calls:
+                call.cancel()
+        for call in calls:
+            with pytest.raises(asyncio.CancelledError):
+                await call
+        await used_again(lender, [*(read.into for read in reads), *(write.row for write in writes)])
+        proxy.open.set()
+        await recovers(tier, lender, keys)
+
+    async def test_closing_ends_calls_that_hang(self, open_by_proxy: Open, proxy, lender) -> None:
+        tier, keys = await open_by_proxy(timeout_s=PATIENCE_S), keys_of(4)
+        await lender.keep(tier, keys)
+        proxy.open.clear()
+        reads, writes = lender.reads(keys), lender.writes(keys)
+        calls = [asyncio.create_task(call) for call in (tier.load(reads), tier.store(writes))]
+        await asyncio.sleep(0.05)
+        await tier.aclose(0.05)
+        for call in calls:
+            with pytest.raises(BackendUnavailable):
+                await call
+        await used_again(lender, [*(read.into for read in reads), *(write.row for write in writes)])
+        assert await tier.aclose(10) == Abandoned(0)
+        proxy.open.set()
+
+
+def flips(at: int) -> Callable[[bytes], bytes]:
+    """Return a proxy's `reply` that flips one bit at this place of all that passes."""
+    seen = 0
+
+    def flip(passed: bytes) -> bytes:
+        nonlocal seen
+        place, seen = at - seen, seen + len(passed)
+        return flipped(passed, place) if 0 <= place < len(passed) else passed
+
+    return flip

@@ -7,6 +7,7 @@ import pytest
 from tests.remote.faults import Faults
 from tests.remote.mixed import Mixed
 from tests.remote.object import ObjectRemote
+from tests.remote.shared import Shared
 
 
 @pytest.fixture(scope="session")
@@ -24,4 +25,8 @@ class TestFaults(Faults):
 
 
 class TestMixed(Mixed):
+    pass
+
+
+class TestShared(Shared):
     pass

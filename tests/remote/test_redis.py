@@ -7,6 +7,7 @@ import pytest
 from tests.remote.faults import Faults
 from tests.remote.mixed import Mixed
 from tests.remote.redis import RedisRemote
+from tests.remote.shared import Shared
 
 
 @pytest.fixture(scope="session")
@@ -21,4 +22,8 @@ class TestFaults(Faults):
 
 
 class TestMixed(Mixed):
+    pass
+
+
+class TestShared(Shared):
     pass

@@ -4,6 +4,7 @@ import pytest
 
 from tests.remote.faults import Faults
 from tests.remote.mixed import Mixed
+from tests.remote.shared import Shared
 from tests.remote.shared_fs import SharedFsRemote
 
 
@@ -17,4 +18,8 @@ class TestFaults(Faults):
 
 
 class TestMixed(Mixed):
+    pass
+
+
+class TestShared(Shared):
     pass

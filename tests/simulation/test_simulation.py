@@ -10,10 +10,10 @@ import pytest
 
 from kvtier.engine.inbox import Inbox
 from kvtier.engine.ledger import Ledger
-from kvtier.engine.outbox import Transfers
 from kvtier.engine.primary import Primary
 from kvtier.engine.progress import Progress
 from kvtier.engine.tier import Tier
+from kvtier.engine.transfers import Transfers
 from kvtier_backends.dummy import DummyBackend
 from tests.simulation import SimulationFailed, Subject, simulate
 from tests.simulation.world import run_seeds

@@ -21,7 +21,6 @@ from kvtier.tools.replay.traces import Request, write_trace
 
 PROGRAM = "from kvtier.tools.cli import main; main()"
 DIRECTORY_COMMANDS = ("verify", "du", "ls", "prune")
-BENCHES = tuple(name for name in COMMANDS if name.startswith("bench "))
 LONG = "9" * 5_000
 NOT_TEXT = "\udcff"  # As Python has a byte on the command line that is no UTF-8.
 
@@ -77,8 +76,7 @@ WRONG = {  # What no option of this name takes; all others refuse a file in a fo
 def whole(name: str) -> list[str]:
     """Return a call of a command that only lacks the option which is to be wrong."""
     extra = {
-        "bench fs": ["."],
-        "bench tiers": ["good.toml"],
+        "bench": ["."],
         "policies": ["trace.jsonl"],
         "replay": ["trace.jsonl"],
         "selftest": ["--device", "cpu"],
@@ -95,7 +93,7 @@ def calls() -> Iterator[list[str]]:
     for name in COMMANDS:
         yield [*whole(name), "--nonsense"]
         yield [*whole(name), "more", "than", "it", "takes"]
-    yield from (["absent"], ["bench", "absent"], ["--absent"], [NOT_TEXT], ["a\nb"], ["verify"], ["ls", "--limit"])
+    yield from (["absent"], ["--absent"], [NOT_TEXT], ["a\nb"], ["verify"], ["ls", "--limit"])
     for name in ("ls", "policies", "replay"):
         yield from ([*whole(name), "--limit", bad] for bad in NUMBERS)
     for option in ("--concurrency", "--slots", "--prefill-tokens-per-s", "--seed"):
@@ -103,11 +101,9 @@ def calls() -> Iterator[list[str]]:
         yield from (["replay", "trace.jsonl", option, bad] for bad in NUMBERS if bad not in fine)
     yield ["replay", "trace.jsonl", "--virtual-time", "--prefill-tokens-per-s", "inf"]
     yield from (["replay", "trace.jsonl", "--virtual-time", "--gpu-cache-blocks", bad] for bad in NUMBERS if bad != "0")
-    for name in BENCHES:
-        yield from ([*whole(name), "--rounds", bad] for bad in NUMBERS)
+    yield from ([*whole("bench"), "--rounds", bad] for bad in NUMBERS)
     for name, option in (
-        *(("bench fs", each) for each in ("--chunk-sizes", "--size", "--depths", "--io", "--layouts", "--namings")),
-        *(("bench tiers", each) for each in ("--size",)),
+        *(("bench", each) for each in ("--chunk-sizes", "--size")),
         ("policies", "--sizes"),
         ("policies", "--policies"),
         *(("size", each) for each in ("--memory", "--disk", "--disk-speed", "--disk-write-speed", "--gpu-cache")),
@@ -117,7 +113,7 @@ def calls() -> Iterator[list[str]]:
         yield from ([*whole(name), option, bad] for bad in LISTS)
     for name in ("policies", "replay", "size"):
         yield from ([*whole(name), "--plot", bad] for bad in OUTPUTS)
-    for name in ("policies", "replay", "size", *BENCHES):
+    for name in ("policies", "replay", "size", "bench"):
         yield from ([*whole(name), "--json", bad] for bad in OUTPUTS)
     yield from (["verify", "root", "--sample", bad] for bad in (*LISTS, "0", "0%", "101%", "1.5", "nan", "inf", "-1%"))
     yield from (["prune", "root", "--to-size", bad] for bad in ("0%", "101%", "-5%", "%", "nan%", "10", "10g"))
@@ -126,17 +122,17 @@ def calls() -> Iterator[list[str]]:
     yield from (["top", "1"], ["top", "1", JSON], ["completion", "tcsh"], ["completion"], ["completion", ""])
     for name in DIRECTORY_COMMANDS:
         yield from ([*whole(name), "--namespace", bad] for bad in NAMES)
-    for name in (*DIRECTORY_COMMANDS, "bench fs"):
+    for name in (*DIRECTORY_COMMANDS, "bench"):
         yield from (
             [*name.split(), *(["--leftovers"] if name == "prune" else []), bad]
             for bad in PLACES
-            if bad != "photos" or name != "bench fs"
+            if bad != "photos" or name != "bench"
         )
     made = ("photos", "absent", "a\nb", NOT_TEXT)  # A directory that is there, or can be made.
     yield from (["replay", "trace.jsonl", "--fs", bad] for bad in (*PLACES, "absent/deeper") if bad not in made)
     for config in (*CONFIGS, "absent.toml", ".", "", "trace.jsonl", NOT_TEXT):
         yield ["replay", "trace.jsonl", "--config", config]
-        yield ["bench", "tiers", config]
+        yield ["bench", config]
     for name in ("policies", "replay", "trace info"):
         yield from ([*name.split(), bad] for bad in TRACES)
     yield from (["trace", "convert", bad, "--output", "out.jsonl"] for bad in TRACES)

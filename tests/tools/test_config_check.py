@@ -177,6 +177,6 @@ def test_a_class_of_a_module_beside_the_file_is_found_from_anywhere(tmp_path: Pa
         '[[secondary_tiers]]\ntype = "own_tier_beside:Own"\n'
     )
     command = [sys.executable, "-I", "-m", "kvtier"]
-    for args in (["config", "check", str(path)], ["bench", "tiers", str(path), "--size", "64KiB", "--rounds", "1"]):
+    for args in (["config", "check", str(path)], ["bench", str(path), "--size", "64KiB", "--rounds", "1"]):
         done = subprocess.run([*command, *args], capture_output=True, text=True, cwd="/", check=False)
         assert done.returncode == 0, done.stderr

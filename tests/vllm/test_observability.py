@@ -20,7 +20,7 @@ from kvtier.engine.ledger import ledger_of
 from kvtier.engine.metrics import Metrics
 from kvtier.engine.tier import Tier, TierSpec
 from kvtier.integrations.vllm import KVTierOffloadingSpec
-from kvtier.integrations.vllm.stats import Summary, TransferTimes, log_as_vllm, metric_definitions
+from kvtier.integrations.vllm.stats import ObservedTimes, Summary, log_as_vllm, metric_definitions
 from kvtier.runner.wire import LOGGERS
 from tests.vllm.engines import Engine, fill, kvtier, prompts
 
@@ -54,7 +54,7 @@ def test_what_is_counted_goes_through_vllms_own_stats(llama, disk):
 
 def test_every_metric_of_kvtiers_is_declared_to_vllm():
     config = EngineConfig(cpu_bytes_to_use=1 << 20, chunk_bytes=BLOCK_BYTES, namespace=Namespace(model_name="m"))
-    times = TransferTimes()
+    times = ObservedTimes()
     own = Metrics(ledger_of(config, None, times.observe)).registry
     assert metric_definitions().keys() == {family.name for family in own.collect()}
 

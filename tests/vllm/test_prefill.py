@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.integrations.vllm.prefill import Prefill, PrefillMeter, StepTokens, step_tokens
+from kvtier.integrations.vllm.prefill import MeasuredPrefill, PrefillMeter, StepTokens, step_tokens
 
 
 def output(counts: dict[str, int], **more: Any) -> Any:
@@ -21,10 +21,10 @@ def output(counts: dict[str, int], **more: Any) -> Any:
     return SimpleNamespace(**fields | more)
 
 
-Step = tuple[int, int, float, float]  # Prefill, decode; when it was scheduled and answered.
+Step = tuple[int, int, float, float]  # MeasuredPrefill, decode; when it was scheduled and answered.
 
 
-def measured(steps: Iterable[Step], steps_max: int = 1) -> list[Prefill]:
+def measured(steps: Iterable[Step], steps_max: int = 1) -> list[MeasuredPrefill]:
     """Run steps past a meter, each at its times, and return what it says."""
     meter, said = PrefillMeter(steps_max), []
     listed = list(steps)
@@ -38,16 +38,16 @@ def measured(steps: Iterable[Step], steps_max: int = 1) -> list[Prefill]:
     return said
 
 
-def speeds(said: Iterable[Prefill]) -> list[float]:
+def speeds(said: Iterable[MeasuredPrefill]) -> list[float]:
     return [pytest.approx(each.tokens / each.seconds) for each in said]
 
 
 def test_a_prompt_in_pieces_is_prefill_in_every_one_of_its_steps():
     assert step_tokens(output({"a": 2_048})) == (2_048, 0)
     assert measured([(2_048, 0, 0.0, 0.1), (2_048, 0, 0.1, 0.2), (904, 0, 0.2, 0.25)]) == [
-        Prefill(2_048, pytest.approx(0.1)),
-        Prefill(2_048, pytest.approx(0.1)),
-        Prefill(904, pytest.approx(0.05)),
+        MeasuredPrefill(2_048, pytest.approx(0.1)),
+        MeasuredPrefill(2_048, pytest.approx(0.1)),
+        MeasuredPrefill(904, pytest.approx(0.05)),
     ]
 
 
@@ -79,7 +79,7 @@ def test_time_without_a_step_does_not_count():
 def test_steps_without_tokens_end_no_later_than_they_do():
     """An idle engine steps for its transfers' sake: such a step is no prefill, and no decoding."""
     said = measured([(0, 0, 0.0, 5.0), (1_000, 0, 5.0, 5.5), (0, 0, 5.5, 9.0), (900, 10, 9.0, 9.5)])
-    assert said == [Prefill(1_000, 0.5), Prefill(900, 0.5)]
+    assert said == [MeasuredPrefill(1_000, 0.5), MeasuredPrefill(900, 0.5)]
 
 
 def test_a_step_that_is_scheduled_while_another_runs_counts_its_own_time_only():
@@ -91,23 +91,25 @@ def test_a_step_that_is_scheduled_while_another_runs_counts_its_own_time_only():
 def test_the_time_of_decoding_beside_it_is_not_prefills():
     decodes = [(0, 40, step / 64, (step + 1) / 64) for step in range(16)]
     (said,) = measured([*decodes, (1_960, 40, 0.25, 0.375)])
-    assert said == Prefill(1_960, 0.125 - 0.125 * 40 / 2_000)  # Its share is less than what a step that decodes takes.
+    assert said == MeasuredPrefill(
+        1_960, 0.125 - 0.125 * 40 / 2_000
+    )  # Its share is less than what a step that decodes takes.
     (said,) = measured([*decodes, (100, 40, 0.25, 0.375)])
-    assert said == Prefill(100, 0.125 - 1 / 64)
+    assert said == MeasuredPrefill(100, 0.125 - 1 / 64)
 
 
 def test_decoding_is_charged_as_it_is_lately():
     slow = [(0, 900, step * 1.0, step + 1.0) for step in range(50)]
     fast = [(0, 900, 50 + step * 0.01, 50 + step * 0.01 + 0.01) for step in range(80)]
     (said,) = measured([*slow, *fast, (100, 900, 51.0, 51.1)])
-    assert said == Prefill(100, pytest.approx(0.09, rel=0.01))
+    assert said == MeasuredPrefill(100, pytest.approx(0.09, rel=0.01))
 
 
 def test_an_answer_that_never_comes_does_not_shift_those_that_follow():
     meter = PrefillMeter(steps_max=1)
     meter.scheduled(StepTokens(5_000, 0), 0.0)
     meter.scheduled(StepTokens(1_000, 0), 10.0)
-    assert meter.answered(10.5) == Prefill(1_000, 0.5)
+    assert meter.answered(10.5) == MeasuredPrefill(1_000, 0.5)
 
 
 def test_an_answer_without_a_step_says_nothing():

@@ -10,7 +10,7 @@ from kvtier.engine.answers import EventLog
 from kvtier.engine.tier import TierSpec
 from kvtier.hints import Advice, Hint
 from kvtier.integrations.vllm.second_door import TierClient
-from kvtier.integrations.vllm.stats import Stats, TransferTimes, client_series, tier_metric_definitions
+from kvtier.integrations.vllm.stats import ObservedTimes, Stats, client_series, tier_metric_definitions
 from kvtier.memory.region import Region
 from kvtier.runner.bridge import Bridge
 from kvtier.runner.messages import (
@@ -75,7 +75,7 @@ class Scene:
     def __init__(self, *, ttl_s: float = 60.0, scanned: bool = False, **limits: int) -> None:
         spec = TierSpec("kvtier:fs", limits.pop("stores", 100), ttl_s, 3, 60.0, limits.pop("trial", 2), **limits)
         self.bridge = Played()
-        self.times = TransferTimes()
+        self.times = ObservedTimes()
         self.client = TierClient(
             self.bridge, spec, action_chunks=2, observe=self.times.observe, events=EventLog(100), chunk_tokens=16
         )

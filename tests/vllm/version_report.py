@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.tiering.base import SecondaryTierManager  # isort: skip
 from kvtier.config import EngineConfig  # isort: skip
 from kvtier.integrations.vllm import KVTierConnector, KVTierOffloadingSpec, KVTierSecondaryTier  # isort: skip
 from kvtier.integrations.vllm.manager import VllmManager  # isort: skip
-from kvtier.integrations.vllm.stats import TransferTimes  # isort: skip
+from kvtier.integrations.vllm.stats import ObservedTimes  # isort: skip
 from kvtier.integrations.vllm.worker import VllmWorker  # isort: skip
 from kvtier.backend.keys import make_offload_key  # isort: skip
 from kvtier.engine.steps import StepManager  # isort: skip
@@ -55,7 +55,7 @@ def mismatches() -> Iterator[str]:
 def told_of_failed_stores() -> list[tuple[list[int], bool, bool]]:
     """Fail two stores, try one of them again, and return what vLLM is told: keys, removed, of descriptions only."""
     config = EngineConfig(cpu_bytes_to_use=16_384, chunk_bytes=4_096, events=True)
-    manager = VllmManager(StepManager.start(config), TransferTimes())
+    manager = VllmManager(StepManager.start(config), ObservedTimes())
     context = base.ReqContext(req_id="r")
     manager.on_new_request(context)
     manager.prepare_store(keys := [make_offload_key(bytes([number])) for number in (1, 2)], context)

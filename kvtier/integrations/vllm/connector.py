@@ -1,6 +1,6 @@
-"""KVTierConnector: vLLM's offloading connector, which also hears how long the LLM engine's steps take.
+"""KVTierConnector: vLLM's offloading connector, which also measures how long the LLM engine's steps take.
 
-A manager is told of requests and keys. How many tokens a step computes, and when it is answered, only a connector sees.
+vLLM passes requests and keys to a manager. Only a connector sees a step's tokens, and when it is answered.
 """
 
 import time
@@ -19,9 +19,9 @@ from kvtier.integrations.vllm.prefill import PrefillMeter, step_tokens
 
 
 class KVTierConnector(OffloadingConnector):
-    """vLLM's connector in both roles; the scheduler's measures prefill, where nobody has said how fast it is.
+    """vLLM's connector in both roles; the scheduler's measures prefill unless its speed is configured.
 
-    Behind vLLM's own manager nothing is measured: that manager, and no kvtier engine, decides what is loaded.
+    Behind vLLM's own manager nothing is measured, because that manager decides what is loaded.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -39,7 +39,7 @@ class KVTierConnector(OffloadingConnector):
         return super().build_connector_meta(scheduler_output)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Return what has changed: vLLM asks once for every answer of a step, which is how its end is known."""
+        """Return the changes. vLLM asks once for every answer of a step, which marks the step's end."""
         if self._meter is not None and (prefill := self._meter.answered(time.monotonic())):
             self._engine.note_prefill(prefill.tokens, prefill.seconds)
         return super().get_kv_connector_stats()

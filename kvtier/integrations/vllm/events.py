@@ -26,7 +26,7 @@ class Media:
         self._tiers = {tier.spec.name: tier for tier in tiers}
 
     def source(self, tier: TierSpec | None) -> CacheHitSource:
-        """Say where a hit came from: the primary if no tier is given."""
+        """Return the source of a hit: the primary if no tier is given."""
         return _SOURCES[Medium.CPU if tier is None else self.medium(tier)]
 
     def medium(self, tier: TierSpec) -> Medium:
@@ -47,7 +47,7 @@ class Media:
             removed,
             locality=self.locality(tier.spec),
             ownership=event.tier,
-            removal_expected=tier.reports,  # Else vLLM would keep the chunk's description for ever.
+            removal_expected=tier.reports,  # Otherwise vLLM would keep the chunk's description for ever.
         )
 
 
@@ -56,8 +56,8 @@ def offloading_events(
 ) -> Iterator[OffloadingEvent]:
     """Translate events.
 
-    Of failures vLLM hears which chunks are still `absent` from the primary: it keeps a description of each that it has
-    sent for. The rest stays kvtier's own, since nothing that was announced became untrue.
+    A failure is passed on for the chunks that are still `absent` from the primary: vLLM keeps a description of each
+    chunk whose load it asked for. For other chunks nothing that was announced became untrue.
     """
     for event in events:
         if event.kind is not EventKind.FAILED:
@@ -68,7 +68,7 @@ def offloading_events(
 
 
 def config_info(config: EngineConfig) -> list[dict[str, str | int]]:
-    """Return one mapping for the primary and one for each tier behind it; a label that says nothing there is empty."""
+    """Return the labels of the primary and of each tier behind it; labels that do not apply are left out."""
     mapper = FileMapper(config.namespace)
     common: dict[str, str | int] = {
         "kvtier_version": __version__,

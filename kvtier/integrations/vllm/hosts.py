@@ -16,10 +16,10 @@ from vllm.v1.kv_offload.base import OffloadingSpec
 from kvtier.errors import ConfigError
 from kvtier.memory import Apart, Region, mappings, ranges
 
-MET_S = 30.0  # Workers have mapped the rows before, so this is for what nobody has thought of.
+MET_S = 30.0  # Workers have mapped the rows before; only an unforeseen case takes this long.
 
 _REMEDY = (
-    "have one host for each engine, with tensor and pipeline parallelism within it and data parallelism across hosts;"
+    "give each engine one host, with tensor and pipeline parallelism within it and data parallelism across hosts;"
     " if they are containers of one host, give them one /dev/shm (--ipc=host)"
 )
 
@@ -50,7 +50,7 @@ def require_met(region: Region, workers: int) -> None:
 
 
 def rows_fd(spec: OffloadingSpec) -> int | None:
-    """Return the descriptor of vLLM's own rows, or of the first part of them; None if vLLM has none here."""
+    """Return the descriptor of vLLM's own rows, or of the first part of them; None if there is none."""
     fd = getattr(getattr(spec, "_scheduler_mmap", None), "fd", None)
     return fd if isinstance(fd, int) else None
 
@@ -58,7 +58,7 @@ def rows_fd(spec: OffloadingSpec) -> int | None:
 def require_rows_of_all(spec: OffloadingSpec) -> None:
     """Raise `ConfigError` if fewer processes than vLLM has workers have mapped vLLM's own rows on this host.
 
-    vLLM starts all the same, and notes nowhere who has. Each worker maps the file once, and so does the scheduler.
+    vLLM starts all the same and keeps no record. Each worker maps the file once, and so does the scheduler.
     """
     fd, workers = rows_fd(spec), spec.config.parallel.world_size
     found = 0 if fd is None else mappings(fd, workers + 1)

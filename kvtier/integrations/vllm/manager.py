@@ -1,7 +1,7 @@
 """The scheduler's side: vLLM's OffloadingManager in front of kvtier's step protocol.
 
-It translates and decides nothing, with one exception: after a reset vLLM 0.32 does not say when its workers have let go
-of the rows, so that is concluded here (`_Flush`).
+It translates and decides nothing, with one exception: after a reset vLLM 0.32 does not report when its workers have
+released the rows, so that is concluded here (`_Flush`).
 """
 
 from collections import OrderedDict
@@ -29,7 +29,7 @@ from kvtier.engine.requests import by_position
 from kvtier.engine.steps import Inside, StepManager
 from kvtier.engine.tier import TierMatcher
 from kvtier.integrations.vllm.events import Media, config_info, offloading_events
-from kvtier.integrations.vllm.stats import Stats, Summary, TransferTimes
+from kvtier.integrations.vllm.stats import ObservedTimes, Stats, Summary
 
 _RESULTS = {
     Answer.MISS: LookupResult.MISS,
@@ -39,7 +39,7 @@ _RESULTS = {
 }
 HINT = "kvtier"  # In a request's `kv_transfer_params`.
 STORES_SKIPPED = "vllm:kv_offload_stores_skipped"  # As vLLM's own manager counts them.
-LOOKUP_HIT = LookupResult.HIT  # An enum finds its members by a call of its own.
+LOOKUP_HIT = LookupResult.HIT  # A constant: an enum's member look-up costs a call.
 _CHUNK_LEVEL = RequestOffloadingContext(OffloadPolicy.CHUNK_LEVEL)
 _REQUEST_LEVEL = RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
 
@@ -50,21 +50,21 @@ class VllmManager(OffloadingManager):
     `reset_cache` and `shutdown` are the exceptions: they wait for transfers under way, within the engine's `close_s`.
     """
 
-    def __init__(self, engine: StepManager, times: TransferTimes, offers: "Offers | None" = None) -> None:
-        """Take over an engine, whose observer `times` is; `shutdown` ends it. Without `offers` each one counts."""
+    def __init__(self, engine: StepManager, times: ObservedTimes, offers: "Offers | None" = None) -> None:
+        """Own an engine, whose observer is `times`; `shutdown` closes it. Without `offers` every offer is stored."""
         self.engine = engine
         self._offers = offers
         self._inside = Inside(engine)
         self._ledger = self._inside.ledger
         self._ready = self._inside.ready
-        self._hits: list[OffloadKey] = []  # The ledger's own list of one request's hits in this step.
-        self._hits_of: ReqContext | None = None  # That request; None while there are no hits.
+        self._hits: list[OffloadKey] = []  # One request's hits in this step: the ledger's own list.
+        self._hits_of: ReqContext | None = None  # The request of these hits; None while there are none.
         self._media = Media(self._ledger.tiers)
         self._stats = Stats(self._inside.metrics.series(), times)
         self._summary = Summary(self._ledger.tiers, self._ledger)
         self._flush = _Flush()
-        self._calls = 0  # That may have changed what is counted.
-        self._reported = (-1, -1)  # After so many calls and messages.
+        self._calls = 0  # Calls that may have changed a count.
+        self._reported = (-1, -1)  # Calls and messages at the last report.
         self._report_again = False
 
     # Requests.
@@ -85,7 +85,7 @@ class VllmManager(OffloadingManager):
     # Looking up, loading, storing.
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        if req_context is self._hits_of and key in self._ready:  # Thousands a step, so without a call.
+        if req_context is self._hits_of and key in self._ready:  # Inlined: runs thousands of times a step.
             self._hits.append(key)
             return LOOKUP_HIT
         return self._look_up(key, req_context)
@@ -139,7 +139,7 @@ class VllmManager(OffloadingManager):
         return offloading_events(self.engine.take_events(), self._media, absent=lambda key: row(key) is None)
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        # Once a step, and most steps change nothing. What a step's end itself changes shows in the one after it.
+        # Called once a step, and most steps change nothing. Changes of a step's end are reported in the next step.
         seen = self._calls, self._inside.messages_received
         changed = seen != self._reported
         if not (changed or self._report_again):
@@ -164,7 +164,7 @@ class VllmManager(OffloadingManager):
             self.engine.on_reset_flushed()
 
     def on_reset_flushed(self) -> None:  # vLLM 0.33's.
-        """Let tiers fill rows again: no worker touches those of before the reset any more."""
+        """Let tiers fill rows again: no worker uses rows of before the reset any more."""
         self._flush.awaited = False
         self.engine.on_reset_flushed()
 
@@ -172,12 +172,12 @@ class VllmManager(OffloadingManager):
         self.engine.close()
 
     def _look_up(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Ask the engine, and note whose hits may be found here from now on."""
+        """Ask the engine, and keep the request whose hits `lookup` may append to."""
         request_id = req_context.req_id
         found = self.engine.lookup(key, request_id)
         if req_context is not self._hits_of:
             self._hits = self._inside.hits(request_id)  # pyright: ignore[reportAttributeAccessIssue]  # Both are bytes.
-        self._hits_of = req_context if self._hits else None  # Room may have been made in vain.
+        self._hits_of = req_context if self._hits else None  # Empty if room was made in vain.
         return _RESULTS[found]
 
     def _completed(self, chunks: int) -> None:
@@ -189,16 +189,16 @@ class Offers:
     """The counts of offers: a chunk that is not offered again need not be stored (vLLM's `store_threshold`)."""
 
     def __init__(self, threshold: int, keys_max: int) -> None:
-        """Have a chunk stored from the `threshold`-th offer on. So many chunks are remembered, those offered last."""
+        """Store a chunk from its `threshold`-th offer on. The `keys_max` chunks offered last are remembered."""
         self._threshold = threshold
         self._keys_max = keys_max
-        self._counts: OrderedDict[OffloadKey, int] = OrderedDict()  # Of the chunk offered longest ago first.
+        self._counts: OrderedDict[OffloadKey, int] = OrderedDict()  # The chunk offered longest ago first.
         self._skipped = 0
 
     def often_enough(self, keys: Sequence[OffloadKey], row: Callable[[OffloadKey], int | None]) -> Sequence[OffloadKey]:
-        """Count an offer of these keys; return those to be stored now, and those that are there."""
+        """Count an offer of these keys; return those to store now, and those that have a row already."""
         counts, threshold = self._counts, self._threshold
-        for key in reversed(keys):  # Of more than can be remembered the beginning is.
+        for key in reversed(keys):  # If not all can be remembered, the first ones are.
             counts[key] = counts.pop(key, 0) + 1
         for _ in range(len(counts) - self._keys_max):
             counts.popitem(last=False)
@@ -207,37 +207,37 @@ class Offers:
         return wanted
 
     def take_skipped(self) -> int:
-        """Return how many chunks were not stored for this since the last call."""
+        """Return the number of chunks that were not stored since the last call."""
         taken, self._skipped = self._skipped, 0
         return taken
 
 
 class _Flush:
-    """The flush after a reset: concludes when vLLM's workers have let go of the rows that were theirs.
+    """The flush after a reset: concludes when vLLM's workers have released their rows.
 
-    vLLM drops the reports of transfers from before the reset, and has every worker finish these before it starts on
-    later ones. So they are over if there were none, or else when the first later transfer is reported by all workers.
+    vLLM drops the reports of transfers from before the reset, and makes every worker finish these before later ones.
+    So they have finished if there were none, or when all workers have reported the first later transfer.
     """
 
     def __init__(self) -> None:
-        self.outstanding = 0  # Chunks that workers are copying, as far as was reported.
+        self.outstanding = 0  # Chunks that workers are copying, by their reports.
         self.awaited = False
 
     def begin(self) -> bool:
-        """Note a reset; say whether no worker was copying."""
+        """Record a reset; return True if no worker was copying."""
         self.awaited = self.awaited or self.outstanding > 0
         self.outstanding = 0
         return not self.awaited
 
     def completed(self, chunks: int) -> bool:
-        """Note that so many chunks were copied; say whether that ends a reset's flush."""
+        """Record the copies of chunks; return True if that ends a reset's flush."""
         self.outstanding -= chunks
         ended, self.awaited = self.awaited, False
         return ended
 
 
 def hint_in(req_context: ReqContext) -> object:
-    """Return what a client sent as a request's hint, unread; None if nothing."""
+    """Return a request's hint as the client sent it, unread; None if there is none."""
     params: object = req_context.kv_transfer_params
     return params.get(HINT) if isinstance(params, Mapping) else None
 
@@ -247,7 +247,6 @@ def _keys(keys: Collection[OffloadKey]) -> list[OffloadKey]:
 
 
 def _matchers(chosen: TierFilter) -> list[TierMatcher]:
-    """Translate the tiers that a request may load from."""
     return [
         TierMatcher(
             None if matcher.medium is None else matcher.medium.value,

@@ -13,7 +13,7 @@ DECODE_NEWEST = 0.125  # The newest step's part in the mean time of a step that 
 
 
 class Scheduled(Protocol):
-    """A scheduler's output, as far as it is read here."""
+    """The part of a scheduler's output that is read here."""
 
     @property
     def num_scheduled_tokens(self) -> Mapping[str, int]: ...
@@ -28,13 +28,13 @@ class Scheduled(Protocol):
 
 
 class StepTokens(NamedTuple):
-    """The tokens of one step: of prompts (of what a preempted request computes again, too), and of answers."""
+    """The tokens of one step: of prompts, also those that a preempted request computes again, and of answers."""
 
     prefill: int
     decode: int
 
 
-class Prefill(NamedTuple):
+class MeasuredPrefill(NamedTuple):
     """A measured piece of prefill."""
 
     tokens: int
@@ -45,7 +45,7 @@ NOTHING = StepTokens(0, 0)
 
 
 def step_tokens(output: Scheduled) -> StepTokens:
-    """Return what a step computes; nothing for one that does other work, too, of which its time does not tell."""
+    """Return the tokens that a step computes; none for a step whose time also goes to other work."""
     counts, total = output.num_scheduled_tokens, output.total_num_scheduled_tokens
     if output.scheduled_encoder_inputs or output.has_sync_kv_loads:
         return NOTHING
@@ -57,23 +57,23 @@ def step_tokens(output: Scheduled) -> StepTokens:
 
 
 class PrefillMeter:
-    """The steps under way, in order, and what those that are answered say of prefill."""
+    """Measures prefill from the times of steps: those in flight, in order, and those answered."""
 
     def __init__(self, steps_max: int) -> None:
-        """`steps_max`: how many steps the LLM engine has under way at once, at most."""
+        """`steps_max`: the most steps that the LLM engine has in flight at once."""
         self._under_way: deque[tuple[StepTokens, float]] = deque(maxlen=steps_max)
         self._answered_at = float("-inf")
         self._decode_s: float | None = None  # Mean time of a step that only decodes.
 
     def scheduled(self, step: StepTokens, now: float) -> None:
-        """Note that a step begins, or queues behind those under way."""
+        """Record the start of a step, which may queue behind those in flight."""
         self._under_way.append((step, now))
 
-    def answered(self, now: float) -> Prefill | None:
-        """Note that the oldest step under way is answered; return its prefill, if it has one.
+    def answered(self, now: float) -> MeasuredPrefill | None:
+        """Record the answer of the oldest step in flight; return its prefill, if it has one.
 
-        Time of decoding does not count. It is taken to be as long as a step that only decodes, but never more than the
-        decoded tokens' share of the step.
+        The time of decoding is subtracted: that of a step which only decodes, but at most the decoded tokens' share of
+        the step.
         """
         if not self._under_way:
             return None
@@ -86,9 +86,9 @@ class PrefillMeter:
             self._note_decode(seconds)
         return None
 
-    def _prefill(self, step: StepTokens, seconds: float) -> Prefill:
+    def _prefill(self, step: StepTokens, seconds: float) -> MeasuredPrefill:
         decoding_s = min(self._decode_s or 0.0, seconds * step.decode / (step.prefill + step.decode))
-        return Prefill(step.prefill, seconds - decoding_s)
+        return MeasuredPrefill(step.prefill, seconds - decoding_s)
 
     def _note_decode(self, seconds: float) -> None:
         mean = self._decode_s

@@ -17,22 +17,21 @@ from kvtier.errors import ConfigError
 
 
 def places_of(config: OffloadingConfig) -> dict[str, str]:
-    """Return what `{name}` in a tier's paths stands for in this engine: see `PLACES`."""
+    """Return the values of this engine's `PLACES`, for `{name}` in a tier's paths."""
     values = str(config.parallel.data_parallel_index), config.engine_id.replace("/", "_")
     return dict(zip(PLACES, values, strict=True))
 
 
 class RowPlan(NamedTuple):
-    """The plan of a row: how long it is, and where this worker's bytes lie in it."""
+    """The plan of a row: its length, and the place of this worker's bytes in it."""
 
-    worker_chunk_bytes: int  # What one worker holds of a chunk.
-    copies: int  # Workers whose bytes differ: 1 if every worker's are the same.
+    worker_chunk_bytes: int  # One worker's part of a chunk.
+    copies: int  # Workers whose bytes differ: 1 if all are the same.
     canonical: bool
     rank: int
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of a chunk, of all workers together."""
         return self.worker_chunk_bytes * self.copies
 
     @property
@@ -42,7 +41,7 @@ class RowPlan(NamedTuple):
 
 
 def plan_rows(config: OffloadingConfig, canonical_layout: bool | None, *, interop: bool) -> RowPlan:
-    """Return the plan for what vLLM tells of its KV cache and its workers.
+    """Return the plan for vLLM's KV cache and workers.
 
     `canonical_layout` is the user's choice. None: rows are canonical where vLLM vouches for them, unless they must be
     the rows that vLLM's own file tier writes without that choice.
@@ -61,7 +60,7 @@ def plan_rows(config: OffloadingConfig, canonical_layout: bool | None, *, intero
 
 
 def namespace_of(config: OffloadingConfig, plan: RowPlan, *, revision: str | None, interop: bool) -> Namespace:
-    """Return the namespace of the chunks: what decides the meaning of their bytes, in the scheduler's view."""
+    """Return the namespace of the chunks, in the scheduler's view."""
     parallel = config.parallel
     if interop and not plan.canonical and parallel.is_parallelism_agnostic and parallel.world_size > 1:
         raise ConfigError(

@@ -1,8 +1,8 @@
-"""The second door's manager: one tier behind vLLM's, which picks the rows and pins them.
+"""The second door's manager: one tier behind vLLM's manager, which picks the rows and pins them.
 
-It is the engine's own traffic with tiers (`Transfers`, `Outbox`, `Inbox`), over rows that are not the engine's. vLLM
-has no quarantine for rows that come back late. So a job is over only when nothing uses its rows any more. A runner that
-has not released rows in time is replaced: the end of its process frees them.
+It is the engine's own traffic with tiers (`Transfers`, `Outbox`, `Inbox`), over rows that are vLLM's. vLLM has no
+quarantine for rows that come back late, so a job ends only when nothing uses its rows any more. A runner that has not
+released rows in time is replaced: the end of its process frees them.
 """
 
 import time
@@ -11,10 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from kvtier.backend import OffloadKey
 from kvtier.engine.answers import Event, EventLog
 from kvtier.engine.inbox import Inbox, Observe
-from kvtier.engine.outbox import Operation, Outbox, Transfers
+from kvtier.engine.outbox import Outbox
 from kvtier.engine.requests import PROMOTIONS_MAX, Leases, Position, Request, Search
 from kvtier.engine.tier import Residency, Tier, TierSpec
 from kvtier.engine.tier_log import TierLog
+from kvtier.engine.transfers import Operation, Transfers
 from kvtier.hints import RETAIN_S_MAX, Advice, IgnoredHints, hint_of
 from kvtier.memory import let_go_in_forks
 from kvtier.runner.bridge import Bridge
@@ -38,35 +39,32 @@ from kvtier.runner.messages import (
 Chunk = tuple[OffloadKey, int]  # A key and its row.
 
 
-class Job:
-    """A job of vLLM's manager, sent to the tier in parts: the keys that moved, and how long it took."""
+class DoorJob:
+    """A job of vLLM's manager, sent to the tier in parts."""
 
     def __init__(self, job_id: int, operation: Operation, request: Request, wanted: int) -> None:
-        """`wanted`: chunks that have to move for the job to be `whole`."""
         self.job_id = job_id
         self.operation = operation
         self.request = request
         self.moved: list[OffloadKey] = []
-        self.seconds = 0.0  # Until it was over, if anything moved.
-        self.parts = 0  # Whose rows are in use.
-        self._wanted = wanted
+        self.seconds = 0.0  # Until its end, if anything moved.
+        self.parts = 0  # Parts whose rows are in use.
+        self._wanted = wanted  # Chunks that must move for the job to be `whole`.
         self._begun = time.monotonic()
 
     @property
     def whole(self) -> bool:
-        """Whether all of it moved that had to."""
         return len(self.moved) == self._wanted
 
     def end(self) -> None:
-        """Note that nothing uses the job's rows any more."""
         if self.moved:
             self.seconds = time.monotonic() - self._begun
 
 
 class TierClient:
-    """One tier, and what vLLM's manager has it load and store.
+    """One tier, which loads and stores for vLLM's manager.
 
-    Calls come from one thread at a time; none waits but `drain` and `close`.
+    Calls come from one thread at a time; only `drain` and `close` wait.
     """
 
     def __init__(
@@ -79,7 +77,7 @@ class TierClient:
         events: EventLog | None = None,
         chunk_tokens: int = 1,
     ) -> None:
-        """Take over a bridge whose runner has this one tier open; `observe` hears how long each transfer took."""
+        """Own a bridge whose runner has this one tier open; `observe` is called with each transfer's duration."""
         self.tier = tier = Tier(0, spec)
         self.runners_lost = 0
         self.hints_ignored = IgnoredHints()
@@ -93,19 +91,19 @@ class TierClient:
         self._inbox = Inbox(rows, leases, [tier], self._where, self._transfers, self._outbox, events, observe)
         self._tier_log = TierLog([tier])
         self._bridge = bridge
-        let_go_in_forks(bridge)  # In a child whatever is begun has failed.
+        let_go_in_forks(bridge)  # In a forked child every call fails.
         self._action_chunks = action_chunks
         self._chunk_tokens = chunk_tokens
         self._events = events
         self._up = True  # There is a runner that takes actions.
         self._requests: dict[str, Request] = {}
-        self._jobs: dict[int, Job] = {}  # By the id of each of its parts whose rows are in use.
-        self._begun: list[Action] = []  # Parts that were not sent yet.
-        self._over: list[Job] = []  # And vLLM was not told yet.
+        self._jobs: dict[int, DoorJob] = {}  # By the ids of parts whose rows are in use.
+        self._begun: list[Action] = []  # Parts to be sent by `flush`.
+        self._over: list[DoorJob] = []  # Ended, and not yet reported to vLLM.
 
     @property
     def pending(self) -> bool:
-        """A job or a question is under way."""
+        """True while a job or a probe is in flight."""
         return bool(self._jobs or self._over or self._transfers.under_way or self.tier.to_ask)
 
     @property
@@ -119,16 +117,16 @@ class TierClient:
     # Requests, and what they ask for.
 
     def begin(self, request_id: str, position: Position | None = None, hint: object = None) -> None:
-        """Take note of a request, until `finish`; `position` says where a key's chunk ends in its tokens.
+        """Track a request until `finish`; `position` returns the end of a key's chunk in its tokens.
 
-        `hint` is what a client sent as one. Of a request that is not to be stored here, nothing is.
+        `hint` is as the client sent it.
         """
         if request_id not in self._requests:
             request = self._requests[request_id] = Request(request_id, position=position)
             request.hint = hint_of(hint, self.hints_ignored)
 
     def finish(self, request_id: str) -> None:
-        """Forget a request; the tier hears in which order it used its chunks, once all its stores are over."""
+        """Forget a request; the tier learns the order in which it used its chunks, once all its stores have ended."""
         request = self._requests.pop(request_id, None)
         if request is not None:
             request.finished = True
@@ -136,7 +134,7 @@ class TierClient:
             self._rank(request)
 
     def has(self, key: OffloadKey, request_id: str) -> bool | None:
-        """Say whether the tier has a key, and may be asked for it; None: it has yet to say, and is asked."""
+        """Return True if the tier has a key and admits a load; None if it has not answered the probe yet."""
         now = self._receive()
         search = self._request(request_id).search
         if not self._up or not self.tier.admits(now) or search.promotions.get(key, 0) >= PROMOTIONS_MAX:
@@ -154,7 +152,7 @@ class TierClient:
     # Moving.
 
     def load(self, job_id: int, keys: Sequence[OffloadKey], rows: Sequence[int], request_id: str) -> None:
-        """Begin to fill these rows. Raises ValueError, and begins nothing, unless there is one row for each key."""
+        """Begin to fill these rows. Raises ValueError and begins nothing unless there is one row for each key."""
         chunks = _chunks(keys, rows)
         request, tier = self._request(request_id), self.tier
         request.used.update(dict.fromkeys(keys))
@@ -163,10 +161,10 @@ class TierClient:
             promotions[key] = promotions.get(key, 0) + 1
         tier.loading += len(keys)
         tier.counters.promoted += len(keys)
-        self._begin(Job(job_id, Operation.PROMOTION, request, len(chunks)), chunks)
+        self._begin(DoorJob(job_id, Operation.PROMOTION, request, len(chunks)), chunks)
 
     def store(self, job_id: int, keys: Sequence[OffloadKey], rows: Sequence[int], request_id: str) -> None:
-        """Begin to store these rows, but for what the tier has or is getting; what exceeds a limit is not stored.
+        """Begin to store these rows, except chunks that the tier has or is storing, and those above a limit.
 
         Raises as `load` does.
         """
@@ -180,16 +178,16 @@ class TierClient:
             lacking = {}
         chunks = [(key, row) for key, row in lacking.items() if self._take(key, now)]
         request.storing += 1
-        self._begin(Job(job_id, Operation.CASCADE, request, len(lacking)), chunks)
+        self._begin(DoorJob(job_id, Operation.CASCADE, request, len(lacking)), chunks)
 
-    def finished(self) -> list[Job]:
-        """Return the jobs that are over and were not told yet."""
+    def finished(self) -> list[DoorJob]:
+        """Return the jobs that have ended since the last call."""
         self._receive()
         over, self._over = self._over, []
         return over
 
     def flush(self) -> None:
-        """Send what was asked for and begun since the last call: once at the end of a step."""
+        """Send the probes and parts since the last call; called once at the end of a step."""
         begun, self._begun = self._begun, []
         if actions := [*self._outbox.flush(), *begun]:
             self._refuse(self._bridge.send(actions), time.monotonic())
@@ -197,7 +195,7 @@ class TierClient:
     # The whole.
 
     def drain(self) -> None:
-        """Block until every job is over, and its rows are unused; a runner that keeps them too long is killed."""
+        """Block until every job has ended and its rows are unused; a runner that keeps them too long is killed."""
         self.flush()
         while self._jobs:
             self._bridge.wait(1.0)
@@ -208,7 +206,7 @@ class TierClient:
         return [] if self._events is None else self._events.take()
 
     def close(self, deadline_s: float) -> int:
-        """Close the tier; return how many transfers were left behind."""
+        """Close the tier; return the number of transfers that were left behind."""
         self._receive()
         self._tier_log.look(time.monotonic(), last=True)
         return self._bridge.close(deadline_s)
@@ -216,11 +214,11 @@ class TierClient:
     # What goes out.
 
     def _request(self, request_id: str) -> Request:
-        """Return the request; one that is not known, or over, is treated as one without a past."""
+        """Return the request; an unknown or finished one is treated as new."""
         return self._requests.get(request_id) or Request(request_id)
 
     def _ask(self, key: OffloadKey, search: Search) -> bool | None:
-        """Have the tier asked; a request asks once: else answers older than a step would keep it waiting."""
+        """Queue a probe, one a request: with answers older than a step it would otherwise wait for ever."""
         tier = self.tier
         if (tier.index, key) in search.asked and key not in tier.asking:
             return tier.last_answer(key)
@@ -232,7 +230,7 @@ class TierClient:
         return None
 
     def _take(self, key: OffloadKey, now: float) -> bool:
-        """Say whether one more chunk may be stored, and count it; what exceeds a limit is counted as dropped."""
+        """Return True if one more chunk may be stored, and count it: as being stored, or as dropped."""
         tier = self.tier
         if reason := self._refusal(now):
             tier.counters.drop(reason, 1)
@@ -242,7 +240,7 @@ class TierClient:
         return True
 
     def _refusal(self, now: float) -> str:
-        """Name the limit that a store of one more chunk would exceed; empty if none."""
+        """Return the limit that a store of one more chunk would exceed; empty if none."""
         tier = self.tier
         if not self._up:
             return "runner"
@@ -252,8 +250,8 @@ class TierClient:
             return ""
         return "overdue" if tier.overdue_rows >= tier.spec.overdue_rows_max else "breaker"
 
-    def _begin(self, job: Job, chunks: Sequence[Chunk]) -> None:
-        """Queue a job's parts; one without any is over."""
+    def _begin(self, job: DoorJob, chunks: Sequence[Chunk]) -> None:
+        """Queue a job's parts; a job without any ends at once."""
         action = Promote if job.operation is Operation.PROMOTION else Cascade
         for start in range(0, len(chunks), self._action_chunks):
             keys, rows = zip(*chunks[start : start + self._action_chunks], strict=True)
@@ -267,7 +265,7 @@ class TierClient:
             self._end(job)
 
     def _rank(self, request: Request) -> None:
-        """Have the tier hear of a request that is over, stores and all, and what its hint said."""
+        """Advise the tier of a finished request, once its stores have ended, and of its hint."""
         if not request.finished or request.storing:
             return
         hint = request.hint
@@ -295,7 +293,7 @@ class TierClient:
                 self._credit(message)
                 self._inbox.apply(message, now)
                 if message.id in self._transfers.overdue:
-                    self._bridge.replace()  # Nobody else's rows are in it.
+                    self._bridge.replace()  # The runner serves this tier alone.
                 self._let_go((message.id,))
             case Returned():
                 self._inbox.apply(message, now)
@@ -317,9 +315,9 @@ class TierClient:
                 self._inbox.apply(message, now)
 
     def _refuse_begun(self, now: float) -> None:
-        """Settle what was not sent to the runner that it was begun for: the next one would get rows that are not its.
+        """Settle parts that were never sent to the runner they were begun for.
 
-        vLLM gives the rows of a job that is over to somebody else.
+        vLLM reuses the rows of a job that has ended, so the next runner must not get them.
         """
         begun, self._begun = self._begun, []
         self._refuse(begun, now)
@@ -330,14 +328,14 @@ class TierClient:
         self._let_go(action.id for action in actions if not isinstance(action, Acknowledge | Advise))
 
     def _credit(self, message: Finished) -> None:
-        """Enter what moved into the part's job."""
+        """Add the keys that moved to the part's job."""
         job, transfer = self._jobs.get(message.id), self._transfers.under_way.get(message.id)
         if job is not None and transfer is not None:
             failed = message.failures()
             job.moved += [key for index, key in enumerate(transfer.keys) if index not in failed]
 
     def _let_go(self, ids: Iterable[int]) -> None:
-        """Take parts from their jobs whose rows nothing uses any more; the last one ends its job."""
+        """Take parts whose rows are unused from their jobs; the last one ends its job."""
         for id_ in ids:
             if id_ in self._transfers.overdue:
                 continue
@@ -347,7 +345,7 @@ class TierClient:
                 if not job.parts:
                     self._end(job)
 
-    def _end(self, job: Job) -> None:
+    def _end(self, job: DoorJob) -> None:
         job.end()
         self._over.append(job)
         if job.operation is Operation.CASCADE:
@@ -356,7 +354,7 @@ class TierClient:
 
 
 class _VllmsRows:
-    """The primary as the engine's parts see it: rows that vLLM pins until their job is over. Nothing is kept here."""
+    """A primary without state: rows are vLLM's, which pins them until their job ends."""
 
     ready: Mapping[OffloadKey, int] = {}
     filling: Mapping[OffloadKey, int] = {}
@@ -369,7 +367,7 @@ class _VllmsRows:
     def release(self, row: int) -> None: ...
 
     def publish(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
-        return []  # vLLM itself says what its primary holds.
+        return []  # vLLM announces its own primary's chunks.
 
     def abandon(self, key: OffloadKey, *, lent: bool) -> None: ...
 

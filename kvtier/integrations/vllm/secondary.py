@@ -37,9 +37,9 @@ from kvtier.integrations.vllm.manager import hint_in
 from kvtier.integrations.vllm.rows import namespace_of, places_of, plan_rows
 from kvtier.integrations.vllm.second_door import TierClient
 from kvtier.integrations.vllm.stats import (
+    ObservedTimes,
     Stats,
     Summary,
-    TransferTimes,
     client_series,
     log_as_vllm,
     tier_metric_definitions,
@@ -53,7 +53,7 @@ from kvtier.runner.thread import ThreadBridge
 
 
 class KVTierSecondaryTier(SecondaryTierManager):
-    """One kvtier tier. Calls come from one thread at a time; `drain_jobs` and `shutdown` alone wait."""
+    """One kvtier tier. Calls come from one thread at a time; only `drain_jobs` and `shutdown` wait."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         backpressure_detector: BackpressureDetector | None = None,
         **given: Any,
     ) -> None:
-        """`given` is the tier's configuration, but for vLLM's own fields. Raises `ConfigError`."""
+        """`given` is the tier's configuration without vLLM's own fields. Raises `ConfigError`."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         log_as_vllm()
         options = read_secondary_options(given)
@@ -73,7 +73,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         events = offloading_spec.kv_events_config.enable_kv_cache_events and options.enable_kv_events
         self._config = config
         say_start(config, bridge, "vLLM's")
-        times = TransferTimes()
+        times = ObservedTimes()
         self._client = TierClient(
             bridge,
             ledger_of(config, None, times.observe).tiers[0].spec,
@@ -103,7 +103,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         return tuple(key for key in INFO_KEYS if key != "tier")
 
     def config_info(self) -> dict[str, str | int]:  # vLLM 0.33's.
-        """Return the facts of this tier that never change."""
+        """Return this tier's constant labels."""
         _, facts = config_info(self._config)
         return {key: value for key, value in facts.items() if key != "tier"}
 
@@ -201,7 +201,7 @@ def _rows_fd(spec: OffloadingSpec, size_bytes: int) -> int | None:
 
 
 def _unpacked(job: TransferJob) -> tuple[int, Sequence[OffloadKey], list[int], str]:
-    """Return what a job is about, in prefix order: vLLM names what it has stored in any."""
+    """Return a job's id, keys and rows in prefix order, and its request: vLLM's keys are in any order."""
     rows = dict(zip(job.keys, job.chunk_ids.tolist(), strict=True))
     keys = by_position(list(rows), job.req_context.get_offload_key_position)
     return job.job_id, keys, [rows[key] for key in keys], job.req_context.req_id

@@ -1,13 +1,13 @@
-"""KVTierOffloadingSpec: what vLLM's offloading connector makes, once in the scheduler and once in every worker.
+"""KVTierOffloadingSpec: vLLM's offloading connector makes one in the scheduler and one in every worker.
 
-The two meet in shared memory: whoever comes first makes the region of rows, under a name that goes away when all have
-mapped it. The scheduler's side, which vLLM makes last, does not start before. It owns the engine and starts its runner;
-a worker's side copies between rows and KV cache.
+They share the region of rows. The first to come creates it, under a name that is removed when all have mapped it. The
+scheduler's side, which vLLM makes last, waits for that. It owns the engine and starts its runner; a worker's side
+copies between rows and KV cache.
 
-A store's way: the scheduler calls `VllmManager.prepare_store`, which reserves rows. vLLM tells its workers the rows'
+A store: the scheduler calls `VllmManager.prepare_store`, which reserves rows. vLLM tells its workers the rows'
 numbers, and `VllmWorker.submit_store` copies blocks into them. When all workers have reported it, the scheduler calls
-`complete_store`, and at the step's end (`on_schedule_end`) the rows go on to the tiers. A load's way is `lookup`, which
-has a tier fill a row if need be, `prepare_load`, `VllmWorker.submit_load` and `complete_load`.
+`complete_store`, and at the step's end (`on_schedule_end`) the rows go on to the tiers. A load: `lookup`, which
+promotes from a tier if need be, `prepare_load`, `VllmWorker.submit_load` and `complete_load`.
 """
 
 from functools import partial
@@ -30,7 +30,7 @@ from kvtier.integrations.vllm.events import INFO_KEYS
 from kvtier.integrations.vllm.hosts import MET_S, one_host, require_met
 from kvtier.integrations.vllm.manager import STORES_SKIPPED, Offers, VllmManager
 from kvtier.integrations.vllm.rows import namespace_of, places_of, plan_rows
-from kvtier.integrations.vllm.stats import TransferTimes, log_as_vllm, metric_definitions, unregister_earlier
+from kvtier.integrations.vllm.stats import ObservedTimes, log_as_vllm, metric_definitions, unregister_earlier
 from kvtier.integrations.vllm.worker import make_worker
 from kvtier.integrations.vllm_options import engine_config, read_options
 from kvtier.memory import Region
@@ -71,7 +71,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
             workers = self.config.parallel.world_size
             with one_host(workers):
                 region = self._region(participant=workers, met_s=MET_S)  # Workers go by their ranks, below it.
-            times = TransferTimes()
+            times = ObservedTimes()
             engine = StepManager.start(
                 self._engine_config, region=region, observer=times.observe, waited=times.observe_wait
             )

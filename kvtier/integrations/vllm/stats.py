@@ -78,7 +78,7 @@ def client_series(client: TierClient) -> list[Series]:
     return [*series(RUNNER_METRICS, client), *series(TIER_METRICS, client.tier, client.tier.spec.name)]
 
 
-class TransferTimes:
+class ObservedTimes:
     """The durations of transfers and waits since the last `take`, in seconds; an engine's observers are its methods."""
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class TransferTimes:
 class Stats:
     """The statistics for vLLM: what has changed since the last `take`."""
 
-    def __init__(self, series: Sequence[Series], times: TransferTimes) -> None:
+    def __init__(self, series: Sequence[Series], times: ObservedTimes) -> None:
         self._series = series
         self._times = times
         self._last: list[Reading] = [None] * len(series)

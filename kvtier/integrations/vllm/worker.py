@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.base import CanonicalKVCaches as VllmKVCaches
 
 from kvtier.integrations.vllm.rows import RowPlan
-from kvtier.kvcache.layout import CanonicalKVCaches, DataRef, PageMapping, Run
+from kvtier.kvcache.layout import CanonicalKVCaches, DataRef, PageMapping, PageRun
 from kvtier.kvcache.transfer import GroupBlocks, TransferWorker
 from kvtier.memory import Region
 from kvtier_backends.cpu import CpuMemory, cuda_runtime
@@ -44,7 +44,7 @@ def make_worker(
 
 
 class VllmWorker(OffloadingWorker):
-    """Transfers of one worker. vLLM takes no failure for an answer, so a failed one is raised: see `get_finished`."""
+    """The transfers of one worker. vLLM accepts no failed result, so a failure is raised: see `get_finished`."""
 
     def __init__(
         self,
@@ -55,9 +55,9 @@ class VllmWorker(OffloadingWorker):
         release: Callable[[], None],
         require_met: Callable[[], None] | None = None,
     ) -> None:
-        """`rows` is (rows, row_bytes), int8; `release` gives it back, when nothing copies any more.
+        """`rows` is (rows, row_bytes), int8; `release` frees it, after the last copy.
 
-        `require_met` raises if the scheduler has other rows: those of a worker that was started again, for instance.
+        `require_met` raises if the scheduler has other rows, such as those of a worker that was restarted.
         """
         slots = rows if plan.canonical else rows[:, plan.slot_start : plan.slot_start + plan.worker_chunk_bytes]
         self._transfers = TransferWorker(
@@ -65,7 +65,7 @@ class VllmWorker(OffloadingWorker):
         )
         self._blocks_per_chunk = blocks_per_chunk
         self._release = release
-        self._require_met = require_met  # Until it was called once.
+        self._require_met = require_met  # None once it was called.
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         self._begin()
@@ -84,10 +84,10 @@ class VllmWorker(OffloadingWorker):
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        """Return what has ended. Raises `TransferFailed` for a copy that failed.
+        """Return the transfers that have ended. Raises `TransferFailed` for a copy that failed.
 
-        A block that was not loaded, or a row that was not stored, must not be taken for one that was; vLLM 0.32 and
-        0.33 have no way to be told so, and stop at an assertion. This says what happened.
+        A block that was not loaded, or a row that was not stored, must not pass for one that was. vLLM 0.32 and 0.33
+        have no failed result and stop at an assertion; this exception tells the cause.
         """
         results = self._transfers.poll()
         for result in results:
@@ -103,13 +103,13 @@ class VllmWorker(OffloadingWorker):
         self._release()
 
     def _begin(self) -> None:
-        """Before the first transfer, be sure that it goes where the scheduler looks."""
+        """Check before the first transfer that the scheduler maps the same rows."""
         if self._require_met is not None:
             self._require_met()
             self._require_met = None
 
     def _groups(self, blocks: GPULoadStoreSpec, rows: LoadStoreSpec) -> Iterator[GroupBlocks]:
-        """Part a job's blocks and rows into groups: a group's first chunk may begin before its first block."""
+        """Split a job's blocks and rows into groups: a group's first chunk may begin before its first block."""
         assert isinstance(rows, BlockIDsLoadStoreSpec), rows
         block, row = 0, 0
         for count, first in zip(blocks.group_sizes, blocks.block_indices, strict=True):
@@ -120,7 +120,7 @@ class VllmWorker(OffloadingWorker):
 
 
 def canonical_caches(given: VllmKVCaches) -> CanonicalKVCaches:
-    """Translate what vLLM's connector found; layers that lie over each other are moved once."""
+    """Translate vLLM's pages; layers that share bytes are moved once."""
     return CanonicalKVCaches(
         tuple(each.tensor for each in given.tensors),
         tuple(tuple(dict.fromkeys(map(_ref, refs))) for refs in given.group_data_refs),
@@ -133,9 +133,9 @@ def _ref(ref: CanonicalKVCacheRef) -> DataRef:
 
 
 def _own(size_bytes: int) -> PageMapping:
-    """Map a page that vLLM has not certified; it is never moved as a canonical one."""
+    """Map a page that vLLM has not certified; it never moves as a canonical one."""
     return PageMapping(
-        canonical_bytes=size_bytes, local_bytes=size_bytes, runs=(Run(0, 0, size_bytes),), topology_free=False
+        canonical_bytes=size_bytes, local_bytes=size_bytes, runs=(PageRun(0, 0, size_bytes),), topology_free=False
     )
 
 
@@ -144,7 +144,7 @@ def _mapping(mapping: CanonicalPageMapping) -> PageMapping:
         canonical_bytes=mapping.canonical_page_size_bytes,
         local_bytes=mapping.local_page_size_bytes,
         runs=tuple(
-            Run(
+            PageRun(
                 run.local_offset,
                 run.canonical_offset,
                 run.fragment_size,

@@ -8,8 +8,6 @@ from kvtier.kvcache.layout.allocation import (
     RowCaches,
     allocate_rows,
     allocate_tensors,
-    contiguous_refusal,
-    enables_cross_layers_blocks,
     packing_refusal,
 )
 from kvtier.kvcache.layout.axes import AxesOf, CacheAxes, cache_view, layer_views, state_views
@@ -20,7 +18,7 @@ from kvtier.kvcache.layout.canonical import (
     canonical_kv_caches,
     with_layout,
 )
-from kvtier.kvcache.layout.mapping import PageMapping, Run, page_mapping
+from kvtier.kvcache.layout.mapping import PageMapping, PageRun, page_mapping
 from kvtier.kvcache.layout.model import (
     AttentionSpec,
     ChunkedLocalSpec,
@@ -54,17 +52,15 @@ __all__ = [
     "MLASpec",
     "MambaSpec",
     "PageMapping",
+    "PageRun",
     "ParallelConfig",
     "RowCaches",
-    "Run",
     "SlidingWindowSpec",
     "UniformSpecs",
     "allocate_rows",
     "allocate_tensors",
     "cache_view",
     "canonical_kv_caches",
-    "contiguous_refusal",
-    "enables_cross_layers_blocks",
     "group_layers",
     "layer_views",
     "packing_refusal",

@@ -1,10 +1,9 @@
 """Allocations of a model's caches: a tensor for each of its configuration's, or one for all layers, in rows.
 
-In rows, a block's pages of every layer lie side by side. A chunk then moves as one copy instead of one a layer. Layers
-whose pages are equal lie in such rows if the LLM engine's connector asks for it (contiguous). Layers of one type whose
-pages differ always may (packed). Groups lie over each other, each from the start of the row on, since a block belongs
-to one group at a time. If kernels take smaller blocks, a row is cut into as many equal parts, and each part has all
-layers. So a layer's kernel blocks keep one stride.
+In rows, a block's pages of every layer lie side by side. A chunk then moves as one copy instead of one a layer. Groups
+lie over each other, each from the start of the row on, since a block belongs to one group at a time. If kernels take
+smaller blocks, a row is cut into as many equal parts, and each part has all layers. So a layer's kernel blocks keep one
+stride.
 """
 
 from collections.abc import Mapping
@@ -59,9 +58,6 @@ def allocate_tensors(config: KVCacheConfig, axes: AxesOf, device: torch.device |
     return layers
 
 
-_WORDS = {"true": True, "false": False}
-
-
 class RowCaches(NamedTuple):
     """All layers' caches in one tensor."""
 
@@ -70,56 +66,31 @@ class RowCaches(NamedTuple):
     canonical: CanonicalKVCaches  # The one tensor, and one reference a group.
 
 
-def enables_cross_layers_blocks(value: object) -> bool | None:
-    """Read `enable_cross_layers_blocks`: true, false, or text that says so; None: not given.
+def packing_refusal(config: KVCacheConfig, axes: Mapping[str, CacheAxes | None]) -> str:
+    """Return the reason why blocks' pages cannot lie side by side in rows; empty if they can.
 
-    Raises `ConfigError` for anything else.
+    `axes` has each layer's, None where its backend has no cache shape of its own. Pages of different sizes are packed
+    only if they are of one type of attention.
     """
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, str) and value.strip().lower() in _WORDS:
-        return _WORDS[value.strip().lower()]
-    raise ConfigError(f'enable_cross_layers_blocks: {value!r} given, true, false, "true" or "false" accepted')
-
-
-def packing_refusal(config: KVCacheConfig, axes: Mapping[str, CacheAxes | None], enable: object = None) -> str:
-    """Say why blocks' pages are not put side by side in rows; empty if they are.
-
-    `enable` is the value of `enable_cross_layers_blocks`. Without it, only groups of one type of attention whose pages
-    differ are packed. With it, all models may opt in: dense ones with a single group, and those with several.
-    """
-    wanted = enables_cross_layers_blocks(enable)
     uniform = any(isinstance(group.spec, UniformSpecs) for group in config.groups)
-    if wanted is False:
-        return "enable_cross_layers_blocks is false"
-    if uniform:
-        return _leading_refusal(config, axes)
-    return contiguous_refusal(config, axes, wanted=bool(wanted))
+    return ("" if uniform else _unequal(config)) or _not_leading(config, axes)
 
 
-def contiguous_refusal(config: KVCacheConfig, axes: Mapping[str, CacheAxes | None], *, wanted: bool = True) -> str:
-    """Say why the layers cannot share one contiguous allocation of equal pages; empty if they can.
-
-    `axes` has each layer's, None where its backend has no cache shape of its own.
-    """
-    if not wanted:
-        return "the connector does not ask for it"
-    specs = [
-        (layer, spec) for group in config.groups for layer, spec in zip(group.layer_names, group.specs, strict=True)
-    ]
-    for layer, spec in specs:
+def _unequal(config: KVCacheConfig) -> str:
+    """Return the reason why pages and tensors are not alike."""
+    specs = {layer: group.spec_of(layer) for group in config.groups for layer in group.layer_names}
+    for layer, spec in specs.items():
         if not isinstance(spec, AttentionSpec):
             return f"{layer} is not attention"
-    page_sizes = sorted({spec.page_bytes for _, spec in specs})
+    page_sizes = sorted({spec.page_bytes for spec in specs.values()})
     if len(page_sizes) > 1:
         return f"page sizes differ: {page_sizes} bytes"
     tensor_sizes = sorted({tensor.size_bytes for tensor in config.tensors})
-    if len(tensor_sizes) > 1:
-        return f"tensor sizes differ: {tensor_sizes} bytes"
-    return _leading_refusal(config, axes)
+    return f"tensor sizes differ: {tensor_sizes} bytes" if len(tensor_sizes) > 1 else ""
 
 
-def _leading_refusal(config: KVCacheConfig, axes: Mapping[str, CacheAxes | None]) -> str:
+def _not_leading(config: KVCacheConfig, axes: Mapping[str, CacheAxes | None]) -> str:
+    """Return the reason why blocks are not the outermost axis in memory."""
     for group in config.groups:
         for layer, spec in zip(group.layer_names, group.specs, strict=True):
             if not isinstance(spec, AttentionSpec):
@@ -144,7 +115,7 @@ def allocate_rows(
     A row is as long as the longest group's pages; equal pages make it `page_bytes x layers`. Raises `ConfigError` for
     caches that do not fit into rows (see `packing_refusal`).
     """
-    if refused := _leading_refusal(config, axes):
+    if refused := _not_leading(config, axes):
         raise ConfigError(refused)
     row_bytes = _row_bytes(config)
     rows = torch.zeros((config.num_blocks, row_bytes), dtype=torch.int8, device=device)

@@ -18,7 +18,7 @@ LETTERS = "BKHNC"
 
 
 class CacheAxes(msgspec.Struct, frozen=True):
-    """The axes of a backend's shape and, outermost first, the same in memory; None where the backend does not say."""
+    """The axes of a backend's shape and, outermost first, the same in memory; None if the backend does not tell."""
 
     shape: str
     memory: str | None = None
@@ -34,7 +34,7 @@ class CacheAxes(msgspec.Struct, frozen=True):
 
     @property
     def order(self) -> str:
-        """The axes in memory; a backend that does not say has them as in its shape."""
+        """The axes in memory; by default as in the shape."""
         return self.shape if self.memory is None else self.memory
 
     @property
@@ -48,7 +48,7 @@ class CacheAxes(msgspec.Struct, frozen=True):
         return self.order[: self.order.index("B")]
 
     def sizes(self, spec: AttentionSpec, num_blocks: int = 1, kernel_blocks: int = 1) -> dict[str, int]:
-        """Return each axis' length, in elements of the layer's dtype for C, for blocks of `kernel_blocks` parts."""
+        """Return the length of each axis (C in elements), with each block split into `kernel_blocks` kernel blocks."""
         if spec.states % kernel_blocks:
             raise ConfigError(f"{spec.states} states of a block cannot be split into {kernel_blocks} kernel blocks")
         parts = 2 if "K" in self.shape else 1
@@ -77,10 +77,10 @@ KV_JOINED_HND = CacheAxes("BHNC", "BHNC")
 HEADS_FRONT = CacheAxes("BHNC", "HBNC")
 """Heads around the blocks."""
 LATENT = CacheAxes("BNC", "BNC")
-"""One latent vector a token, or whatever else has no heads."""
+"""One latent vector a token; no heads."""
 
 AxesOf = Mapping[str, CacheAxes]
-"""Each attention layer's axes; layers of other kinds have none."""
+"""The axes of each attention layer."""
 
 
 def cache_view(
@@ -140,9 +140,9 @@ def layer_views(
     offset_bytes: int = 0,
     block_stride_bytes: int | None = None,
 ) -> torch.Tensor | list[torch.Tensor]:
-    """Return a layer's cache or states: `cache_view` or `state_views`, whichever the spec asks for.
+    """Return a layer's cache or states, by its spec: `cache_view` or `state_views`.
 
-    Raises `ConfigError`, naming the layer, where there is no such view.
+    Raises `ConfigError`, naming the layer, if there is no such view.
     """
     try:
         if isinstance(spec, MambaSpec):

@@ -29,7 +29,7 @@ class _Axis(NamedTuple):
 
 
 def block_axis(layer: str, tensor: torch.Tensor, blocks: int) -> int:
-    """Return which axis of a cache without known axes is that of its (kernel) blocks: the first, or behind K and V.
+    """Return the axis of the (kernel) blocks in a cache without named axes: the first, or the one behind K and V.
 
     Raises `ConfigError` where neither fits, or both do.
     """
@@ -49,7 +49,7 @@ def block_axis(layer: str, tensor: torch.Tensor, blocks: int) -> int:
 
 
 def block_runs(layer: str, tensor: torch.Tensor, axis: int, num_blocks: int) -> list[BlockRun]:
-    """Return where the blocks of a tensor lie; `axis` is a multiple of `num_blocks` long, by kernel blocks.
+    """Return the runs of a tensor's blocks; `axis` counts kernel blocks, a multiple of `num_blocks`.
 
     Raises `ConfigError`, naming layer and stride, where blocks overlap or lie inside of one another.
     """
@@ -79,7 +79,7 @@ def block_runs(layer: str, tensor: torch.Tensor, axis: int, num_blocks: int) -> 
 
 
 def _extent(layer: str, tensor: torch.Tensor, inner: list[_Axis], item_bytes: int) -> tuple[int, str]:
-    """Return how far a block reaches, and where it has a gap."""
+    """Return a block's extent, and a description of its first gap."""
     extent_bytes, gap = item_bytes, ""
     for axis in inner:
         if axis.stride_bytes < extent_bytes:
@@ -114,17 +114,16 @@ def _offsets(around: list[_Axis]) -> Iterator[int]:
 
 
 def offset_bytes(tensor: torch.Tensor) -> int:
-    """Return where in its storage a tensor begins."""
+    """Return a tensor's offset in its storage."""
     return int(tensor.storage_offset()) * tensor.element_size()
 
 
 def stride_bytes(tensor: torch.Tensor, axis: int) -> int:
-    """Return how far the indices of an axis lie apart."""
     return tensor.stride(axis) * tensor.element_size()
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Return what tells a tensor's storage from others."""
+    """Return the identity of a tensor's storage: its address."""
     return tensor.untyped_storage().data_ptr()
 
 

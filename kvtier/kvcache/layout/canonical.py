@@ -27,7 +27,7 @@ class DataRef(NamedTuple):
     """A reference to the pages of one layer, or of several that share them."""
 
     tensor: int  # Index of the tensor.
-    page_bytes: int  # What of each of its rows means something.
+    page_bytes: int  # Of each of its rows, without padding.
     layers: tuple[str, ...]
     mapping: PageMapping  # To the canonical page.
 
@@ -56,9 +56,9 @@ def canonical_kv_caches(
     parallel: ParallelConfig | None = None,
     total_kv_heads: int | None = None,
 ) -> CanonicalKVCaches:
-    """Find the pages in the caches, by layer name, of a model's groups.
+    """Find the pages of a model's groups in the caches, which have the layers' names.
 
-    Without a layer's `axes`, its blocks are looked for in its shape, and no head is told from a token. Its canonical
+    Without a layer's `axes`, its blocks are found by its shape, and heads cannot be told from tokens. Its canonical
     pages then depend on the number of workers. They also do with several workers and no `total_kv_heads`.
 
     Raises `ConfigError`, naming layer and stride, if only a copy could bring a cache into pages, or a cache does not
@@ -77,10 +77,10 @@ def with_layout(
     total_kv_heads: int,
     canonical: CanonicalKVCaches | None = None,
 ) -> Namespace:
-    """Return the namespace with all that specs, parallel sizes and, where rows hold them, canonical pages say of it.
+    """Return the namespace with the facts that follow from specs, parallel sizes and, in rows, canonical pages.
 
-    What they cannot say stays as it is: the model's name, the layout's, which model runner there is. Only facts are
-    computed here: `kvtier.backend.refusal` alone says from them why sizes may not share chunks.
+    All others stay: the names of model and layout, the model runner. Only facts are computed here.
+    `kvtier.backend.refusal` decides from them whether sizes may share chunks.
     """
     specs = [spec for group in config.groups for spec in group.specs]
     heads = {spec.num_kv_heads if isinstance(spec, AttentionSpec) else None for spec in specs}
@@ -124,7 +124,7 @@ class _Pages(NamedTuple):
 
 
 class _Finder:
-    """Looks for the pages of single layers."""
+    """Finds the pages of single layers."""
 
     def __init__(self, config: KVCacheConfig, axes: dict[str, CacheAxes]) -> None:
         self._config = config
@@ -205,7 +205,7 @@ class _Finder:
 
 
 class _Assembly:
-    """Makes tensors and references of all layers' pages."""
+    """Builds tensors and references from all layers' pages."""
 
     def __init__(
         self, config: KVCacheConfig, axes: dict[str, CacheAxes], parallel: ParallelConfig, total_kv_heads: int | None
@@ -239,7 +239,7 @@ class _Assembly:
         return view_of(first.storage, torch.int8, (self._config.num_blocks, width_bytes), (stride_bytes, 1), start)
 
     def _row(self, shared: list[_Pages]) -> int:
-        """Return where the first row begins: with the storage, or as late as its first page and its end allow."""
+        """Return the offset of the first row: 0, or the last that leaves the first page and the end in place."""
         row_bytes = shared[0].blocks.stride_bytes
         size_bytes = shared[0].storage.untyped_storage().nbytes()
         first = min(pages.blocks.offset_bytes for pages in shared)

@@ -18,7 +18,7 @@ from kvtier.kvcache.layout.axes import CacheAxes
 from kvtier.kvcache.layout.model import AttentionSpec, LayerSpec, MambaSpec, MLASpec, ParallelConfig
 
 
-class Run(msgspec.Struct, frozen=True):
+class PageRun(msgspec.Struct, frozen=True):
     """Fragment i of `count`: `size_bytes` from `offset + i * stride` on, in the worker's page and in the canonical."""
 
     local_offset: int
@@ -29,7 +29,7 @@ class Run(msgspec.Struct, frozen=True):
     canonical_stride: int = 0
 
     def fragments(self, *, canonical: bool) -> list[tuple[int, int]]:
-        """Return where each fragment begins and ends."""
+        """Return the first byte and the end of each fragment."""
         offset = self.canonical_offset if canonical else self.local_offset
         stride = self.canonical_stride if canonical else self.local_stride
         return [(offset + i * stride, offset + i * stride + self.size_bytes) for i in range(self.count)]
@@ -40,24 +40,24 @@ class PageMapping(msgspec.Struct, frozen=True, kw_only=True):
 
     canonical_bytes: int
     local_bytes: int  # Without padding.
-    runs: tuple[Run, ...]
+    runs: tuple[PageRun, ...]
     writers: int = 1  # Workers that hold these very bytes.
     writer_index: int = 0
     topology_free: bool = True  # The canonical bytes are the same for any number of workers.
 
     def writes(self, page: int) -> bool:
-        """Say whether page number `page`, counted alike in all workers, is this worker's to write."""
+        """Return True if this worker writes page number `page`, which all workers count alike."""
         return page % self.writers == self.writer_index
 
 
 def page_mapping(
     spec: LayerSpec, axes: CacheAxes | None, parallel: ParallelConfig, total_kv_heads: int, kernel_blocks: int = 1
 ) -> PageMapping:
-    """Return this worker's part of a layer's canonical page, as far as `axes` lie in one block.
+    """Return this worker's part of a layer's canonical page; only the axes within a block count.
 
     `total_kv_heads` are all workers' together; 0: not known. In some cases a page cannot be free of the topology:
     unknown axes or heads, states of sharded state-space layers, scales apart from their heads, tokens or layers that
-    are shared out. Then each worker has a part of the page for itself, and `topology_free` is False.
+    are divided among workers. Then each worker has a private part of the page, and `topology_free` is False.
     """
     return _mappings(spec, axes, msgspec.structs.replace(parallel, rank=0), total_kv_heads, kernel_blocks)[
         parallel.rank
@@ -84,7 +84,7 @@ def _mappings(
 
 
 def _shares_heads(spec: AttentionSpec, axes: CacheAxes, parallel: ParallelConfig, total_kv_heads: int) -> bool:
-    """Say whether workers share out the heads evenly, or hold copies of one each, within their pages."""
+    """Return True if workers hold equal shares of the heads, or copies of one each, within their pages."""
     fewer, more = sorted((total_kv_heads, parallel.tp_size))
     return (
         fewer > 0
@@ -105,12 +105,12 @@ def row_mapping(specs: Iterable[LayerSpec], row_bytes: int, parallel: ParallelCo
 
 
 def own_part(size_bytes: int, parallel: ParallelConfig) -> PageMapping:
-    """Return the mapping of a page that nothing is known of: each worker's bytes have a place of their own."""
+    """Return the mapping of an opaque page: each worker's bytes have a separate place."""
     return _own_part(size_bytes, parallel.rank, parallel.world_size)
 
 
 def _replicated(spec: LayerSpec) -> bool:
-    """Say whether all workers of a tensor group hold the same bytes."""
+    """Return True if all workers of a tensor group hold the same bytes."""
     return isinstance(spec, MLASpec) or (isinstance(spec, MambaSpec) and spec.replicated)
 
 
@@ -118,7 +118,7 @@ def _own_part(size_bytes: int, rank: int, ranks: int) -> PageMapping:
     return PageMapping(
         canonical_bytes=size_bytes * ranks,
         local_bytes=size_bytes,
-        runs=(Run(0, rank * size_bytes, size_bytes),),
+        runs=(PageRun(0, rank * size_bytes, size_bytes),),
         topology_free=False,
     )
 
@@ -127,7 +127,7 @@ def _copy(page_bytes: int, rank: int, ranks: int) -> PageMapping:
     return PageMapping(
         canonical_bytes=page_bytes,
         local_bytes=page_bytes,
-        runs=(Run(0, 0, page_bytes),),
+        runs=(PageRun(0, 0, page_bytes),),
         writers=ranks,
         writer_index=rank,
     )
@@ -164,21 +164,21 @@ class _Dim(msgspec.Struct, frozen=True):
     canonical_stride: int
 
 
-def _runs(dims: list[_Dim], canonical_offset: int, item_bytes: int) -> tuple[Run, ...]:
+def _runs(dims: list[_Dim], canonical_offset: int, item_bytes: int) -> tuple[PageRun, ...]:
     """Return the runs of axes given innermost first: one fragment, its repeats, and runs for all others."""
     size_bytes = item_bytes
     rest = [dim for dim in dims if dim.size > 1]
     while rest and rest[0].local_stride == rest[0].canonical_stride == size_bytes:
         size_bytes *= rest.pop(0).size
     if not rest:
-        return (Run(0, canonical_offset, size_bytes),)
+        return (PageRun(0, canonical_offset, size_bytes),)
     inner, *outer = rest
-    runs = list[Run]()
+    runs = list[PageRun]()
     for indices in product(*(range(dim.size) for dim in reversed(outer))):
         at = list(zip(indices, reversed(outer), strict=True))
         local = sum(index * dim.local_stride for index, dim in at)
         canonical = canonical_offset + sum(index * dim.canonical_stride for index, dim in at)
-        runs.append(Run(local, canonical, size_bytes, inner.size, inner.local_stride, inner.canonical_stride))
+        runs.append(PageRun(local, canonical, size_bytes, inner.size, inner.local_stride, inner.canonical_stride))
     return tuple(runs)
 
 

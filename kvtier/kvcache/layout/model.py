@@ -26,7 +26,7 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     attention: ClassVar[Attention] = "other"
 
     block_size: int  # Tokens.
-    padded_page_bytes: int | None = None  # So that layers of several kinds have pages of one size.
+    padded_page_bytes: int | None = None  # Set to give layers of several kinds pages of one size.
     align_bytes: int = 1  # A page's length is rounded up to a multiple of it.
 
     def __post_init__(self) -> None:
@@ -39,7 +39,7 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unpadded_page_bytes(self) -> int:
-        """Bytes of a page that mean something."""
+        """Bytes of a page without padding."""
         raise NotImplementedError
 
     @property
@@ -54,7 +54,7 @@ class AttentionSpec(LayerSpec, frozen=True, kw_only=True):
     A state is what is kept of one token, or of `tokens_per_state` tokens together where the model compresses them.
     """
 
-    num_kv_heads: int  # Of this worker.
+    num_kv_heads: int  # In this worker.
     head_size: int
     dtype: torch.dtype
     head_size_v: int | None = None  # None: as long as a key. 0: there is no value (latent attention).

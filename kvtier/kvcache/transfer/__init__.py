@@ -1,8 +1,7 @@
 """Transfers: copies between an LLM engine's KV caches and the primary's rows.
 
-A transfer's way: `worker` pairs blocks with rows, page by page (`pages`), and queues the transfer (`jobs`). A thread
-takes it and copies: by index in host memory (`strided`), in batches to and from a CUDA device (`cuda`). Its result is
-polled or awaited.
+`worker` pairs blocks with rows, page by page (`pages`), and queues the transfer (`jobs`). A thread takes it and copies:
+by index in host memory (`strided`), in batches to and from a CUDA device (`cuda`). Its result is polled or awaited.
 """
 
 from kvtier.kvcache.transfer.jobs import Direction, TransferResult

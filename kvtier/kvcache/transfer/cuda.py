@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from kvtier.kvcache.layout.blocks import storage_of
-from kvtier.kvcache.transfer.jobs import Copier, Direction, Finish, Job
-from kvtier.kvcache.transfer.pages import Indices, Mask, Pages, Piece, Sides, repeated
+from kvtier.kvcache.transfer.jobs import Copier, CopyJob, Direction, Finish
+from kvtier.kvcache.transfer.pages import BlockPages, Indices, Mask, Piece, Sides, repeated
 from kvtier.kvcache.transfer.strided import Strided, copy_alike, strided
 from kvtier.remedies import Remedy
 
-BATCH_COPIES_MAX = 8_192  # Of one call; its arguments become lists and arrays of as many addresses.
+BATCH_COPIES_MAX = 8_192  # In one call: its arguments become lists of as many addresses.
 AHEAD = 4  # Transfers begun before the first has ended: the next one's addresses are ready when the device is.
 BUFFER_BYTES_MAX = 64 << 20  # A few milliseconds of a PCIe link; taken from the memory that caches could have.
 WITHOUT_BATCHES = "No batched copies, so chunks go through a buffer on the device: %s; see %s"
@@ -43,7 +43,7 @@ class Descriptors(NamedTuple):
 BatchedCopy = Callable[[Descriptors, int, bool], None]
 """Begins the copies on a stream, by its handle; True: their sources do not change meanwhile."""
 
-DeviceCopy = Callable[[Job], None]
+DeviceCopy = Callable[[CopyJob], None]
 """Begins a transfer's copies on the current stream."""
 
 
@@ -66,7 +66,7 @@ class CudaCopier:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def begin(self, job: Job) -> Finish:
+    def begin(self, job: CopyJob) -> Finish:
         end = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # Who waits for it sleeps.
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._stream.wait_event(cast("torch.cuda.Event", job.mark))
@@ -74,13 +74,13 @@ class CudaCopier:
                 self._copy(job)
                 end.record(self._stream)
             except BaseException:
-                self._stream.synchronize()  # A part of it may be under way, and whoever is told takes the rows back.
+                self._stream.synchronize()  # A part may be in flight, and the caller will reuse the rows.
                 raise
         return end.synchronize
 
 
 def cuda_copiers(sides: Sides, device: torch.device) -> list[Copier]:
-    """Return a copier for either way: pages in batches or, without a driver or pinned rows for them, whole chunks."""
+    """Return a copier for each direction: pages in batches or, without driver or pinned rows for them, whole chunks."""
     if not sides.slots.is_pinned():
         logger.warning(WITHOUT_BATCHES, "rows are not pinned", Remedy.UNPINNED)
         return copiers_with(sides, device, None)
@@ -88,20 +88,20 @@ def cuda_copiers(sides: Sides, device: torch.device) -> list[Copier]:
 
 
 def copiers_with(sides: Sides, device: torch.device, copy: BatchedCopy | None) -> list[Copier]:
-    """Return a copier for either way, with these batched copies; None: whole chunks through a buffer."""
+    """Return a copier for each direction, with these batched copies; None: whole chunks through a buffer."""
     copiers = list[Copier]()
     for direction in Direction:
         begin: DeviceCopy = StagedCopies(sides) if copy is None else batched(sides, copy)
         copiers.append(CudaCopier(direction, device, begin))
-    if copy is None:  # The buffers' memory was the LLM engine's stream's, which may still work on it: not behind ours.
+    if copy is None:  # The buffers' memory may still be in use by the LLM engine's stream.
         torch.cuda.synchronize(device)
     return copiers
 
 
 def batched(sides: Sides, copy: BatchedCopy) -> DeviceCopy:
-    """Return what begins a transfer as copies of single pages, many in one call."""
+    """Return a `DeviceCopy` that copies single pages, many in one call."""
 
-    def begin(job: Job) -> None:
+    def begin(job: CopyJob) -> None:
         copies = descriptors(sides, job.direction, job.groups)
         stream = torch.cuda.current_stream().cuda_stream
         for first in range(0, len(copies.sizes), BATCH_COPIES_MAX):
@@ -126,7 +126,7 @@ def batched_copy(device: torch.device) -> BatchedCopy | None:
     return copy
 
 
-def descriptors(sides: Sides, direction: Direction, groups: tuple[Pages, ...]) -> Descriptors:
+def descriptors(sides: Sides, direction: Direction, groups: tuple[BlockPages, ...]) -> Descriptors:
     """Return a transfer's copies: page by page, neighbours joined."""
     slots, columns = sides.slots, [(_NONE, _NONE, _NONE, _NONE)]
     for group, pages in zip(sides.pieces, groups, strict=True):
@@ -145,7 +145,7 @@ def descriptors(sides: Sides, direction: Direction, groups: tuple[Pages, ...]) -
 def _fragments(
     piece: Piece, one: Indices, repeats: list[tuple[int, int]], slots: Indices, rows: Indices
 ) -> tuple[Indices, Indices, Indices, Indices]:
-    """Return a piece's fragments of pages that are at `one` and at `slots`: both their places, their bytes, their rows.
+    """Return source and target addresses, sizes and rows of a piece's fragments, for pages at `one` and at `slots`.
 
     `repeats` are the piece's on the side of `one`.
     """
@@ -168,7 +168,7 @@ def joined(sources: Indices, targets: Indices, sizes: Indices, rows: Indices) ->
 
 
 class StagedCopies:
-    """Chunks by way of a buffer beside the caches, for devices without batched copies.
+    """Copies of whole chunks through a buffer on the device, where there are no batched copies.
 
     The device gathers pages into chunks, and whole chunks are copied to the host, or the other way round. So there is
     one copy a chunk, in place of one a page and layer. The price is a pass over the device's own memory. A call begins
@@ -185,12 +185,12 @@ class StagedCopies:
         self._blocks_per_chunk = sides.blocks_per_chunk
         buffered = sides._replace(slots=self._buffer)
         self._groups: list[list[tuple[Piece, Strided]]] = [
-            # Whose turn it is follows from the rows, which the buffer does not have.
+            # The writing worker follows from the row, which the buffer does not have.
             [(piece, strided(piece._replace(writers=1, writer_index=0), buffered)) for piece in group]
             for group in sides.pieces
         ]
 
-    def __call__(self, job: Job) -> None:
+    def __call__(self, job: CopyJob) -> None:
         for group, pages in zip(self._groups, job.groups, strict=True):
             for some, buffered in self._in_parts(pages):
                 if job.direction is Direction.STORE:
@@ -198,8 +198,8 @@ class StagedCopies:
                 else:
                     self._load(group, some, buffered)
 
-    def _in_parts(self, pages: Pages) -> Iterator[tuple[Pages, Pages]]:
-        """Yield as many pages at a time as the buffer has chunks for, by their rows and by the buffer's."""
+    def _in_parts(self, pages: BlockPages) -> Iterator[tuple[BlockPages, BlockPages]]:
+        """Yield parts whose chunks fit the buffer: the pages by their own rows, and by the buffer's."""
         starts = np.flatnonzero(np.diff(pages.rows, prepend=-1))
         chunks = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(pages.rows)))
         for first in range(0, len(starts), len(self._buffer)):
@@ -207,7 +207,7 @@ class StagedCopies:
             some = pages.only(part)
             yield some, some._replace(rows=chunks[part] - first)
 
-    def _store(self, group: list[tuple[Piece, Strided]], some: Pages, buffered: Pages) -> None:
+    def _store(self, group: list[tuple[Piece, Strided]], some: BlockPages, buffered: BlockPages) -> None:
         for piece, gather in group:
             moved = buffered.only(self._turn(piece, some))
             copy_alike(Direction.STORE, [gather], moved)
@@ -216,7 +216,7 @@ class StagedCopies:
         for source, target, size in zip(*(column.tolist() for column in copies), strict=True):
             into[target : target + size].copy_(out_of[source : source + size], non_blocking=True)
 
-    def _load(self, group: list[tuple[Piece, Strided]], some: Pages, buffered: Pages) -> None:
+    def _load(self, group: list[tuple[Piece, Strided]], some: BlockPages, buffered: BlockPages) -> None:
         copies = self._whole(group, some, buffered, stores=False)
         into, out_of = _bytes_of(self._buffer), _bytes_of(self._slots)
         for target, source, size in zip(*(column.tolist() for column in copies), strict=True):
@@ -224,7 +224,9 @@ class StagedCopies:
         for _, scatter in group:
             copy_alike(Direction.LOAD, [scatter], buffered)
 
-    def _whole(self, group: list[tuple[Piece, Strided]], some: Pages, buffered: Pages, *, stores: bool) -> Descriptors:
+    def _whole(
+        self, group: list[tuple[Piece, Strided]], some: BlockPages, buffered: BlockPages, *, stores: bool
+    ) -> Descriptors:
         """Return the copies from the buffer to the slots, as offsets into each: whole chunks where pages make them."""
         columns = list[tuple[Indices, Indices, Indices, Indices]]()
         for piece, _ in group:
@@ -235,7 +237,7 @@ class StagedCopies:
             columns.append(_fragments(piece, in_buffer, piece.host_repeats, in_slots, some.rows[turn]))
         return joined(*map(np.concatenate, zip(*columns, strict=True)))
 
-    def _turn(self, piece: Piece, some: Pages) -> Mask:
+    def _turn(self, piece: Piece, some: BlockPages) -> Mask:
         return some.turn(self._blocks_per_chunk, piece.writers, piece.writer_index)
 
 
@@ -275,7 +277,7 @@ def _through(runtime: Any) -> BatchedCopy:
 
 
 def _try_out(copy: BatchedCopy, device: torch.device) -> None:
-    """Copy a few bytes; RuntimeError if that does not work. A driver that is too old says so only when called."""
+    """Copy a few bytes; RuntimeError if that fails. A driver that is too old fails only when called."""
     source = torch.arange(16, dtype=torch.int8, device=device)
     target = torch.zeros_like(source)
     torch.cuda.synchronize(device)
@@ -293,5 +295,5 @@ def _whole(source: torch.Tensor, target: torch.Tensor) -> Descriptors:
 
 
 def _bytes_of(rows: torch.Tensor) -> torch.Tensor:
-    """Return the bytes from the first row's first on, gaps between rows included."""
+    """Return all bytes of the rows, with the gaps between them, as one axis."""
     return rows.as_strided(((rows.shape[0] - 1) * rows.stride(0) + rows.shape[1],), (1,))

@@ -1,4 +1,4 @@
-"""Transfers of one worker: which may start next, what copies them, and who is told of their end.
+"""The queue of one worker's transfers: which may start next, and who gets the result.
 
 All state is behind one lock. Threads that copy take jobs from it and give results back to it. Loads start in the order
 of their submission, and so do stores. Loads go before stores, because a request waits for a load, and none waits for a
@@ -13,7 +13,7 @@ from enum import Enum
 from typing import NamedTuple, Protocol, Self
 
 from kvtier.errors import TransferFailed
-from kvtier.kvcache.transfer.pages import Pages
+from kvtier.kvcache.transfer.pages import BlockPages
 
 
 class Direction(Enum):
@@ -33,7 +33,7 @@ class TransferResult(NamedTuple):
     error: TransferFailed | None
 
 
-class Job:
+class CopyJob:
     """A transfer: which pages of each group it copies, and which transfers must be done before it."""
 
     __slots__ = ("after", "begun", "direction", "groups", "job_id", "mark", "size_bytes", "touched")
@@ -42,7 +42,7 @@ class Job:
         self,
         job_id: int,
         direction: Direction,
-        groups: tuple[Pages, ...],
+        groups: tuple[BlockPages, ...],
         *,
         size_bytes: int,
         begun: float,
@@ -53,12 +53,12 @@ class Job:
         self.groups = groups
         self.size_bytes = size_bytes
         self.begun = begun
-        self.mark = mark  # What the device has to reach first.
+        self.mark = mark  # An event that the device has to reach first.
         self.after = frozenset[int]()
         self.touched: tuple[frozenset[int], frozenset[int]] | None = None
 
     def shares_bytes_with(self, other: Self) -> bool:
-        """Say whether both touch a block, or a row."""
+        """Return True if both touch a block, or a row."""
         mine, theirs = self._touched(), other._touched()
         return not all(one.isdisjoint(another) for one, another in zip(mine, theirs, strict=True))
 
@@ -79,7 +79,7 @@ class Copier(Protocol):
 
     @property
     def directions(self) -> Collection[Direction]:
-        """Those it takes, the more urgent first."""
+        """The directions that it takes, the more urgent first."""
         ...
 
     @property
@@ -88,10 +88,10 @@ class Copier(Protocol):
         ...
 
     def mark(self) -> object:
-        """Note, from the thread that submits, what the LLM engine's device has been told to do until now."""
+        """Mark, in the submitting thread, the work that the LLM engine has launched on the device until now."""
         ...
 
-    def begin(self, job: Job) -> Finish:
+    def begin(self, job: CopyJob) -> Finish:
         """Begin a transfer, behind those begun before and behind its mark."""
         ...
 
@@ -101,21 +101,21 @@ class _Waiter(NamedTuple):
     future: asyncio.Future[TransferResult]
 
 
-class Jobs:
-    """All transfers of one worker. Each result is told once: to who awaits it, or to the next poll."""
+class CopyJobs:
+    """All transfers of one worker. Each result is returned once: by the `done` that awaits it, or by the next poll."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._changed = threading.Condition()
-        self._waiting: dict[Direction, deque[Job]] = {direction: deque() for direction in Direction}
-        self._unfinished = dict[int, Job]()
+        self._waiting: dict[Direction, deque[CopyJob]] = {direction: deque() for direction in Direction}
+        self._unfinished = dict[int, CopyJob]()
         self._results = dict[int, TransferResult]()
         self._waiters = dict[int, _Waiter]()
-        self._telling = set[int]()  # Those whose results are on the way to who awaits them.
+        self._telling = set[int]()  # Ids of results being passed to an awaiting loop.
         self._closed = False
 
-    def submit(self, job: Job) -> None:
-        """Queue a transfer; `ValueError` for an id that is still about, `RuntimeError` once closed."""
+    def submit(self, job: CopyJob) -> None:
+        """Queue a transfer; `ValueError` for an id in use, `RuntimeError` once closed."""
         with self._changed:
             if self._closed:
                 raise RuntimeError("the transfer worker is closed")
@@ -127,8 +127,8 @@ class Jobs:
             self._waiting[job.direction].append(job)
             self._changed.notify_all()
 
-    def take(self, directions: Collection[Direction], *, wait: bool) -> Job | None:
-        """Return the next transfer that goes one of these ways.
+    def take(self, directions: Collection[Direction], *, wait: bool) -> CopyJob | None:
+        """Return the next transfer in one of these directions.
 
         None once closed and empty or, without `wait`, if none may start.
         """
@@ -141,8 +141,8 @@ class Jobs:
                     return None
                 self._changed.wait()
 
-    def finish(self, job: Job, error: TransferFailed | None) -> None:
-        """Note that a transfer has ended, and tell of it."""
+    def finish(self, job: CopyJob, error: TransferFailed | None) -> None:
+        """Record a transfer's end, and pass on its result."""
         result = TransferResult(job.job_id, job.direction, job.size_bytes, self._clock() - job.begun, error)
         with self._changed:
             del self._unfinished[job.job_id]
@@ -159,13 +159,13 @@ class Jobs:
                     self._telling.discard(job.job_id)
 
     def poll(self) -> list[TransferResult]:
-        """Return the results that nobody was told of, and that nobody awaits, as they came."""
+        """Return the results that are not awaited, in the order of their ends."""
         with self._changed:
             told = [job_id for job_id in self._results if job_id not in self._telling]
             return [self._results.pop(job_id) for job_id in told]
 
     async def done(self, job_id: int) -> TransferResult:
-        """Wait for a transfer; `KeyError` if it is not about. Cancelled, it leaves the result to the next poll."""
+        """Return a transfer's result; `KeyError` if there is none. Cancelled, it leaves the result to the next poll."""
         loop = asyncio.get_running_loop()
         with self._changed:
             if job_id in self._results and job_id not in self._telling:
@@ -177,7 +177,7 @@ class Jobs:
         try:
             return await future
         except asyncio.CancelledError:
-            if future.done() and not future.cancelled():  # Told in the tick of the cancel: nobody has heard.
+            if future.done() and not future.cancelled():  # Set in the tick of the cancel, so not returned.
                 with self._changed:
                     self._results[job_id] = future.result()
             raise
@@ -186,12 +186,10 @@ class Jobs:
                 self._waiters.pop(job_id, None)
 
     def wait(self, job_ids: Collection[int], timeout_s: float | None = None) -> bool:
-        """Block until none of these transfers is unfinished; say whether that came to be in time."""
         with self._changed:
             return self._changed.wait_for(lambda: self._unfinished.keys().isdisjoint(job_ids), timeout_s)
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Refuse new transfers and block until all are done; say whether that came to be in time."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

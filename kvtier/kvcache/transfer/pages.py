@@ -20,7 +20,7 @@ import torch
 from kvtier.errors import ConfigError
 from kvtier.kvcache.layout.blocks import offset_bytes, storage_of
 from kvtier.kvcache.layout.canonical import CanonicalKVCaches, DataRef
-from kvtier.kvcache.layout.mapping import Run
+from kvtier.kvcache.layout.mapping import PageRun
 
 Indices = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
@@ -40,7 +40,7 @@ class GroupBlocks(NamedTuple):
 NO_BLOCKS = GroupBlocks((), ())
 
 
-class Pages(NamedTuple):
+class BlockPages(NamedTuple):
     """Page i of a group: one of the LLM engine's blocks, a row, and which of the row's blocks."""
 
     blocks: Indices
@@ -48,24 +48,23 @@ class Pages(NamedTuple):
     positions: Indices
 
     def turn(self, blocks_per_chunk: int, writers: int, writer_index: int) -> Mask:
-        """Say which pages are one worker's to write: by their number in the primary, which all count alike."""
+        """Return the mask of the pages that one worker writes, by number in the primary, which all count alike."""
         turn: Mask = (self.rows * blocks_per_chunk + self.positions) % writers == writer_index
         return turn
 
-    def only(self, mask: Mask) -> "Pages":
-        """Return the pages that a mask names."""
-        return Pages(self.blocks[mask], self.rows[mask], self.positions[mask])
+    def only(self, mask: Mask) -> "BlockPages":
+        return BlockPages(self.blocks[mask], self.rows[mask], self.positions[mask])
 
-    def written_by(self, blocks_per_chunk: int, writers: int, writer_index: int) -> "Pages":
-        """Return the pages that are one worker's to write."""
+    def written_by(self, blocks_per_chunk: int, writers: int, writer_index: int) -> "BlockPages":
+        """Return the pages that one worker writes."""
         return self if writers == 1 else self.only(self.turn(blocks_per_chunk, writers, writer_index))
 
 
-def pages_of(group: GroupBlocks, blocks_per_chunk: int, *, num_blocks: int, num_rows: int) -> Pages:
+def pages_of(group: GroupBlocks, blocks_per_chunk: int, *, num_blocks: int, num_rows: int) -> BlockPages:
     """Return a group's pages.
 
-    Raises `ValueError`, before anything moves, for blocks or rows that are not there, and where rows are more or fewer
-    than the blocks need.
+    Raises `ValueError`, before anything moves, for blocks or rows that do not exist, and for more or fewer rows than
+    the blocks need.
     """
     blocks, rows = np.asarray(group.blocks, dtype=np.int64), np.asarray(group.rows, dtype=np.int64)
     skipped = group.first_block % blocks_per_chunk
@@ -78,7 +77,7 @@ def pages_of(group: GroupBlocks, blocks_per_chunk: int, *, num_blocks: int, num_
     _require_within("block", blocks, num_blocks)
     _require_within("row", rows, num_rows)
     place = np.arange(skipped, skipped + len(blocks))
-    return Pages(blocks, rows[place // blocks_per_chunk], place % blocks_per_chunk)
+    return BlockPages(blocks, rows[place // blocks_per_chunk], place % blocks_per_chunk)
 
 
 class SlotLayout(NamedTuple):
@@ -109,7 +108,7 @@ def slot_layout(caches: CanonicalKVCaches, blocks_per_chunk: int = 1, *, canonic
 
 
 class Repeat(NamedTuple):
-    """The same again, so many `times`, `local` and `host` bytes further on each side."""
+    """`times` fragments, each `local` and `host` bytes after the previous one on either side."""
 
     times: int
     local: int
@@ -139,40 +138,37 @@ class Piece(NamedTuple):
 
     @property
     def local_repeats(self) -> list[tuple[int, int]]:
-        """The repeats in the worker's memory: how many times, and how far apart."""
+        """The repeats in the worker's memory: (times, stride in bytes) each."""
         return [(repeat.times, repeat.local) for repeat in self.repeats]
 
     @property
     def host_repeats(self) -> list[tuple[int, int]]:
-        """The repeats in a chunk likewise."""
+        """The repeats in a chunk."""
         return [(repeat.times, repeat.host) for repeat in self.repeats]
 
     @property
     def alike(self) -> tuple[object, ...]:
-        """The key of pieces that can be one: all but their places."""
+        """The key of pieces that can be joined: everything except their places."""
         storage = storage_of(self.memory)
         return (storage, self.local_stride, self.host_stride, self.size_bytes, self.repeats, self.writers)
 
 
 class Sides(NamedTuple):
-    """Both sides of a copy: the caches, as each group's pieces, and the slots of all rows, (rows, slot_bytes) int8.
-
-    The slots are in host memory.
-    """
+    """Both sides of a copy: each group's pieces of the caches, and the slots of all rows in host memory."""
 
     pieces: tuple[tuple[Piece, ...], ...]
-    slots: torch.Tensor
+    slots: torch.Tensor  # (rows, slot_bytes), int8.
     blocks_per_chunk: int
     num_blocks: int
 
 
 def pieces_of(caches: CanonicalKVCaches, layout: SlotLayout) -> tuple[tuple[Piece, ...], ...]:
-    """Return each group's pieces, as few as there can be."""
+    """Return each group's pieces, joined as far as possible."""
     return tuple(_merged([piece for ref in refs for piece in _of_ref(caches, layout, ref)]) for refs in caches.groups)
 
 
 def repeated(places: Indices, repeats: Iterable[tuple[int, int]]) -> Indices:
-    """Return where all repeats are, (count, stride) each, outermost first, of things at these places."""
+    """Return the places of all repeats, (count, stride) each, outermost first, that start at these places."""
     for count, stride in repeats:
         places = (places[:, None] + np.arange(count) * stride).ravel()
     return places
@@ -186,7 +182,7 @@ def _require_within(what: str, indices: Indices, count: int) -> None:
 
 def _of_ref(caches: CanonicalKVCaches, layout: SlotLayout, ref: DataRef) -> list[Piece]:
     tensor = caches.tensors[ref.tensor]
-    runs: tuple[Run, ...] = (Run(0, 0, ref.page_bytes),)
+    runs: tuple[PageRun, ...] = (PageRun(0, 0, ref.page_bytes),)
     writers, writer_index = 1, 0
     if layout.canonical:
         runs, writers, writer_index = ref.mapping.runs, ref.mapping.writers, ref.mapping.writer_index
@@ -207,7 +203,7 @@ def _of_ref(caches: CanonicalKVCaches, layout: SlotLayout, ref: DataRef) -> list
 
 
 def _merged(pieces: list[Piece]) -> tuple[Piece, ...]:
-    """Join neighbours at equal distances, until nothing can be joined: runs of a page first, then layers."""
+    """Join neighbours at equal distances until none are left: runs of a page first, then layers."""
     while True:
         merged = _merged_once(pieces)
         if len(merged) == len(pieces):
@@ -226,7 +222,7 @@ def _merged_once(pieces: list[Piece]) -> list[Piece]:
 
 
 def _continues(series: list[Piece], piece: Piece) -> bool:
-    """Say whether a piece is as far from the last of a series as its parts from each other, further on in both."""
+    """Return True if a piece follows the last of a series at the series' own distance, on both sides."""
     distances = {_distance(one, other) for one, other in pairwise([*series, piece])}
     return series[0].alike == piece.alike and len(distances) == 1 and min(distances.pop()) > 0
 

@@ -23,8 +23,8 @@ import numpy.typing as npt
 import torch
 
 from kvtier.kvcache.layout.blocks import offset_bytes, view_of
-from kvtier.kvcache.transfer.jobs import Direction, Finish, Job
-from kvtier.kvcache.transfer.pages import Indices, Pages, Piece, Sides, repeated
+from kvtier.kvcache.transfer.jobs import CopyJob, Direction, Finish
+from kvtier.kvcache.transfer.pages import BlockPages, Indices, Piece, Sides, repeated
 
 RUN_BYTES_MIN = 1 << 18  # An assignment costs 2 us more than a memmove: below, runs are too short to be worth it.
 MEMMOVE_BYTES_MIN = 1 << 14  # A call costs 0.4 us: below, two passes through the cache take less.
@@ -38,7 +38,7 @@ _memmove = ctypes.PyDLL(None).memmove  # Keeps the GIL: asked back for each page
 _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)  # A size_t as wide takes a third longer.
 _memmove.restype = None
 
-Items = npt.NDArray[Any]  # Of numpy.void: bytes that are moved together, and never looked at.
+Items = npt.NDArray[Any]  # dtype numpy.void: opaque bytes that move together.
 
 
 class HostCopier:
@@ -53,7 +53,7 @@ class HostCopier:
     def mark(self) -> object:
         return None
 
-    def begin(self, job: Job) -> Finish:
+    def begin(self, job: CopyJob) -> Finish:
         for group, pages in zip(self._groups, job.groups, strict=True):
             for pieces in group:
                 copy_alike(job.direction, pieces, pages)
@@ -69,7 +69,7 @@ class Runs(NamedTuple):
     stops: Indices
 
     def parts(self, indices: Indices, pages_max: int) -> Iterator[tuple[int, int, int]]:
-        """Yield parts of runs, so many pages at most: where they begin and end in the order, and their first index."""
+        """Yield parts of runs of up to `pages_max` pages: start and end in the order, and the first index."""
         for start, stop in zip(self.starts.tolist(), self.stops.tolist(), strict=True):
             for first in range(start, stop, pages_max):
                 yield first, min(stop, first + pages_max), int(indices[self.order[first]])
@@ -97,7 +97,7 @@ def _runs_in(indices: Indices, order: Indices) -> Runs:
     return Runs(order, step, np.concatenate(([0], breaks)), np.concatenate((breaks, [len(order)])))
 
 
-class Side(NamedTuple):
+class StridedSide(NamedTuple):
     """Pages at multiples of a step: more of them than there are, as the step may be a part of a page."""
 
     pages: torch.Tensor  # (steps, *repeats, elements)
@@ -117,14 +117,14 @@ class Moves(NamedTuple):
 
     from_pages: Indices
     to_pages: Indices
-    runs: Runs  # Of the pages that are copied from.
+    runs: Runs  # Runs of the source pages.
 
 
 class Strided(NamedTuple):
     """One piece on both sides."""
 
-    local: Side
-    host: Side
+    local: StridedSide
+    host: StridedSide
     row_steps: int
     page_steps: int
     blocks_per_chunk: int
@@ -133,23 +133,23 @@ class Strided(NamedTuple):
 
     @property
     def alike(self) -> tuple[object, ...]:
-        """The key of pieces of the same slots whose pages move alike: all but where they lie."""
+        """The key of pieces of the same slots whose pages move alike: everything except their places."""
         shapes = [(side.pages.dtype, side.pages.shape, side.pages.stride()) for side in (self.local, self.host)]
         return (*shapes, self.writers, self.writer_index)
 
-    def moves(self, direction: Direction, pages: Pages) -> Moves:
-        """Return which pages go where: of a store, those that are this worker's turn."""
+    def moves(self, direction: Direction, pages: BlockPages) -> Moves:
+        """Return source and target pages; of a store, only those that this worker writes."""
         if direction is Direction.STORE:
             turn = pages.written_by(self.blocks_per_chunk, self.writers, self.writer_index)
             return Moves(turn.blocks, self._host_index(turn), runs_of(turn.blocks))
         index = self._host_index(pages)
         return Moves(index, pages.blocks, runs_of(index, self.host.period))
 
-    def sides(self, direction: Direction) -> tuple[Side, Side]:
-        """Return where pages come from, and where they go."""
+    def sides(self, direction: Direction) -> tuple[StridedSide, StridedSide]:
+        """Return the source and the target."""
         return (self.local, self.host) if direction is Direction.STORE else (self.host, self.local)
 
-    def _host_index(self, pages: Pages) -> Indices:
+    def _host_index(self, pages: BlockPages) -> Indices:
         return pages.rows * self.row_steps + pages.positions * self.page_steps
 
 
@@ -167,8 +167,8 @@ def strided(piece: Piece, sides: Sides) -> Strided:
     host_strides = (step_bytes, *(repeat.host for repeat in piece.repeats))
     size = piece.size_bytes // element.itemsize
     return Strided(
-        Side.over(_view(piece.memory, element, piece.local, (sides.num_blocks, *counts, size), local_strides)),
-        Side.over(_view(slots, element, host, (steps, *counts, size), host_strides), row_steps),
+        StridedSide.over(_view(piece.memory, element, piece.local, (sides.num_blocks, *counts, size), local_strides)),
+        StridedSide.over(_view(slots, element, host, (steps, *counts, size), host_strides), row_steps),
         row_steps,
         page_steps,
         blocks_per_chunk,
@@ -190,7 +190,7 @@ def _view(
     return view_of(memory, element, shape, strides, offset)
 
 
-def copy_alike(direction: Direction, pieces: Sequence[Strided], pages: Pages) -> None:
+def copy_alike(direction: Direction, pieces: Sequence[Strided], pages: BlockPages) -> None:
     """Copy the pages of pieces that are alike, in as few passes and calls as the pages' places allow.
 
     On a device it is done on the current stream.
@@ -215,13 +215,13 @@ def copy_alike(direction: Direction, pieces: Sequence[Strided], pages: Pages) ->
             _through_tiles(*each, moves)
 
 
-def _on_device(source: Side, target: Side, moves: Moves) -> None:
+def _on_device(source: StridedSide, target: StridedSide, moves: Moves) -> None:
     chosen = torch.as_tensor(moves.from_pages, device=source.pages.device)
     wanted = torch.as_tensor(moves.to_pages, device=target.pages.device)
     target.pages.index_copy_(0, wanted, source.pages.index_select(0, chosen))
 
 
-def _assign_runs(source: Side, target: Side, moves: Moves, call_pages: int) -> None:
+def _assign_runs(source: StridedSide, target: StridedSide, moves: Moves, call_pages: int) -> None:
     assert source.items is not None
     assert target.items is not None
     step = moves.runs.step
@@ -230,7 +230,7 @@ def _assign_runs(source: Side, target: Side, moves: Moves, call_pages: int) -> N
         target.items[wanted[start:stop]] = source.items[first : first + (stop - start) * step : step]
 
 
-def _move_items(sides: list[tuple[Side, Side]], moves: Moves) -> None:
+def _move_items(sides: list[tuple[StridedSide, StridedSide]], moves: Moves) -> None:
     items = sides[0][0].items
     assert items is not None
     order = moves.runs.order  # Reading on in memory is 5 to 10 % faster than reading here and there.
@@ -244,8 +244,8 @@ def _move_items(sides: list[tuple[Side, Side]], moves: Moves) -> None:
         deque(starmap(_memmove, calls), maxlen=0)  # A loop in C, and one tuple for all calls.
 
 
-def _addresses(sides: list[Side], indices: Indices) -> list[int]:
-    """Return where items of these pages are, side by side of those that are alike, repeats last."""
+def _addresses(sides: list[StridedSide], indices: Indices) -> list[int]:
+    """Return the addresses of these pages' items, side after side, repeats last."""
     items = sides[0].items
     assert items is not None
     firsts = np.array([side.pages.data_ptr() for side in sides])
@@ -254,10 +254,10 @@ def _addresses(sides: list[Side], indices: Indices) -> list[int]:
     return found
 
 
-def _through_tiles(source: Side, target: Side, moves: Moves) -> None:
+def _through_tiles(source: StridedSide, target: StridedSide, moves: Moves) -> None:
     page_elements = source.pages[0].numel()
     tile_pages = max(1, min(TILE_BYTES // source.pages.element_size(), _TILE_ELEMENTS_MAX) // page_elements)
-    tile = Side.over(source.pages.new_empty((min(tile_pages, len(moves.from_pages)), *source.pages.shape[1:])))
+    tile = StridedSide.over(source.pages.new_empty((min(tile_pages, len(moves.from_pages)), *source.pages.shape[1:])))
     assert tile.items is not None
     assert target.items is not None
     chosen = torch.as_tensor(moves.from_pages)

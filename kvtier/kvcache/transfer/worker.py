@@ -16,13 +16,13 @@ import torch
 from kvtier.errors import ConfigError, TransferFailed
 from kvtier.kvcache.layout.canonical import CanonicalKVCaches
 from kvtier.kvcache.transfer.cuda import cuda_copiers
-from kvtier.kvcache.transfer.jobs import Copier, Direction, Finish, Job, Jobs, TransferResult
+from kvtier.kvcache.transfer.jobs import Copier, CopyJob, CopyJobs, Direction, Finish, TransferResult
 from kvtier.kvcache.transfer.pages import GroupBlocks, Sides, pages_of, pieces_of, slot_layout
 from kvtier.kvcache.transfer.strided import HostCopier
 from kvtier.memory import start_thread
 
 CopiersOf = Callable[[Sides], Sequence[Copier]]
-"""Makes what copies between these: one copier for either way, or one for both."""
+"""Makes the copiers between two sides: one for each direction, or one for both."""
 
 
 class TransferWorker:
@@ -45,7 +45,7 @@ class TransferWorker:
         copiers: CopiersOf | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`copiers` makes the copiers; None: those that are best for the device that the caches are on.
+        """`copiers` makes the copiers; None: those for the device that the caches are on.
 
         Raises `ConfigError` if chunks do not fit into the slots.
         """
@@ -58,7 +58,7 @@ class TransferWorker:
             )
         self._sides = Sides(pieces_of(caches, self.layout), slots, blocks_per_chunk, caches.num_blocks)
         self._clock = clock
-        self._jobs = Jobs(clock)
+        self._jobs = CopyJobs(clock)
         made = (copiers or _copiers)(self._sides)
         self._copiers: dict[Direction, Copier] = {
             direction: copier for copier in made for direction in copier.directions
@@ -72,7 +72,7 @@ class TransferWorker:
     def submit_store(self, job_id: int, groups: Sequence[GroupBlocks]) -> None:
         """Begin to copy blocks into rows; one `GroupBlocks` for each of the model's groups, empty ones included.
 
-        Raises `ValueError`, with nothing begun, for an id that is still about, or blocks and rows that are not there.
+        Raises `ValueError`, with nothing begun, for an id in use, or blocks and rows that do not exist.
         """
         self._submit(job_id, Direction.STORE, groups)
 
@@ -81,24 +81,24 @@ class TransferWorker:
         self._submit(job_id, Direction.LOAD, groups)
 
     def poll(self) -> list[TransferResult]:
-        """Return the results of transfers that have ended since, in the order they did; never waits."""
+        """Return the results of transfers that ended since the last call, in that order; never waits."""
         return self._jobs.poll()
 
     async def done(self, job_id: int) -> TransferResult:
-        """Return a transfer's result when it has ended; `KeyError` if it was told already, or never submitted.
+        """Return a transfer's result when it has ended; `KeyError` if it was returned already, or never submitted.
 
-        A cancelled wait cancels no transfer; its result is then the next poll's.
+        A cancelled wait cancels no transfer; the next `poll` returns its result.
         """
         return await self._jobs.done(job_id)
 
     def wait(self, job_ids: Collection[int], timeout_s: float | None = None) -> bool:
-        """Block until these transfers have ended, or for so long; say which. Their results stay to be told."""
+        """Block until these transfers have ended; False after `timeout_s`. Their results are still to be polled."""
         return self._jobs.wait(job_ids, timeout_s)
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Refuse new transfers and block until the others have ended; say if they did in time. May be called again.
+        """Refuse new transfers and block until the others have ended; False after `timeout_s`. May be called again.
 
-        Only if they did may caches and rows be given up.
+        Caches and rows may be freed only after True.
         """
         return self._jobs.close(timeout_s)
 
@@ -126,11 +126,11 @@ class TransferWorker:
                     written = moved.written_by(sides.blocks_per_chunk, piece.writers, piece.writer_index)
                 size_bytes += piece.page_bytes * len(written.blocks)
         mark = self._copiers[direction].mark()
-        self._jobs.submit(Job(job_id, direction, pages, size_bytes=size_bytes, begun=self._clock(), mark=mark))
+        self._jobs.submit(CopyJob(job_id, direction, pages, size_bytes=size_bytes, begun=self._clock(), mark=mark))
 
 
 def _copiers(sides: Sides) -> list[Copier]:
-    """Return what copies between these, by the device that the caches are on."""
+    """Return the copiers for the device that the caches are on."""
     devices = {piece.memory.device for group in sides.pieces for piece in group}
     if len(devices) > 1:
         raise ConfigError(f"caches on {' and '.join(sorted(map(str, devices)))}: one device accepted")
@@ -142,9 +142,9 @@ def _copiers(sides: Sides) -> list[Copier]:
     return cuda_copiers(sides, device)
 
 
-def _serve(jobs: Jobs, copier: Copier) -> None:
-    """Take transfers and see them through, until there will be no more."""
-    begun = deque[tuple[Job, Finish]]()
+def _serve(jobs: CopyJobs, copier: Copier) -> None:
+    """Run transfers until the queue is closed and empty."""
+    begun = deque[tuple[CopyJob, Finish]]()
     while True:
         job = jobs.take(copier.directions, wait=not begun) if len(begun) < copier.ahead else None
         if job is not None:
@@ -156,8 +156,8 @@ def _serve(jobs: Jobs, copier: Copier) -> None:
             return
 
 
-def _begin(copier: Copier, job: Job) -> Finish:
-    """Begin a transfer; if that fails, its end says so."""
+def _begin(copier: Copier, job: CopyJob) -> Finish:
+    """Begin a transfer; a failure is raised by its `Finish`."""
     try:
         return copier.begin(job)
     except Exception as error:  # noqa: BLE001  # A thread that ended would leave all waiting.
@@ -169,7 +169,7 @@ def _begin(copier: Copier, job: Job) -> Finish:
         return fail
 
 
-def _failure(job: Job, finish: Finish) -> TransferFailed | None:
+def _failure(job: CopyJob, finish: Finish) -> TransferFailed | None:
     try:
         finish()
     except Exception as error:  # noqa: BLE001  # As above.

@@ -1,9 +1,8 @@
-"""Figures of a benchmark: rows of a figure, the limit beside it, and their ratio; the table that shows them.
+"""Figures of a benchmark: each with the limit next to it and their ratio, and the table that shows them.
 
-A ratio says how near a figure is to its limit, whatever the unit: 1 is at the limit, 0.5 is half as good. It is the
-median of each round's own ratio, not the ratio of two medians: what disturbs a machine for seconds disturbs both sides
-of a round, and falls out. So sides are measured in turn, round after round, in an order that changes. With the rows
-goes what they were measured on, and how busy the machine was.
+A ratio of 1 is at the limit, 0.5 is half as good, whatever the unit. It is the median of each round's own ratio: a
+disturbance of a few seconds slows both sides of a round. So sides are measured in turn, round after round, in a random
+order.
 """
 
 import os
@@ -21,18 +20,12 @@ from rich.markup import escape
 
 from kvtier import __version__
 from kvtier.tools.outputs import plain_table
-from kvtier.tools.replay.report import Distribution
 
-FORMAT = 1  # Of the JSON. Another number is for fields that mean something else.
+FORMAT = 1  # Of the JSON; incremented when a field changes its meaning.
 ROUNDS = 7
-ROUNDS_MIN = 1
-ROUNDS_MAX = 10_000  # The figures of all of them are kept, and one takes a tenth of a second at the least.
+ROUNDS_MAX = 10_000  # All figures are kept, and a round takes at least a tenth of a second.
 TIMES = frozenset({"s", "ms", "µs", "ns"})  # Units of which less is better.
-SPREAD_IS = "spread: of the rounds' ratios"
-UNSURE = 2.0  # Between the lowest and the highest ratio of a round: the median then says little.
-UNSURE_IS = "~: the rounds' ratios differ by more than a factor of two"
-UNITS_BY_CHUNK = "MB/s and ratio by chunk size; above each group its limit, in MB/s."
-BUSY_LOAD = 0.5  # Of each processor, by others: from there on figures are worth less than their spread says.
+BUSY_LOAD = 0.5  # Load of each processor by other processes, from which on a warning is printed.
 
 Load = tuple[float, float, float]
 Setting = str | int | bool | None
@@ -41,21 +34,21 @@ Measure = Callable[[], float]
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """The machine that figures come from. Loads are the kernel's averages over 1, 5 and 15 minutes."""
+    """The machine that was measured. Loads are the kernel's averages over 1, 5 and 15 minutes."""
 
     processor: str
-    processors: int  # That this process may use.
+    processors: int  # Available to this process.
     memory_bytes: int
     kernel: str
     python: str
     kvtier: str
-    file_system: str | None  # Of the directory that was measured, as mounted.
+    file_system: str | None  # Of the measured directory.
     load_before: Load
     load_after: Load
 
 
 def load() -> Load:
-    """Return how many processes wanted a processor, on average over the last 1, 5 and 15 minutes."""
+    """Return the machine's load averages over the last 1, 5 and 15 minutes."""
     return os.getloadavg()
 
 
@@ -81,13 +74,13 @@ def _processor() -> str:
 
 
 def _file_system(directory: str) -> str:
-    """Return `<type> on <device>`: the mount that is nearest above the directory."""
+    """Return the type and the device of the directory's mount."""
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
         return mounted_at(os.path.realpath(directory), lines)
 
 
 def mounted_at(path: str, mountinfo: Iterable[str]) -> str:
-    """Find a path's mount among the lines of /proc/self/mountinfo: proc(5) has their fields."""
+    """Return `<type> on <device>` of a path's mount; proc(5) describes the lines of /proc/self/mountinfo."""
     nearest, found = -1, "unknown"
     for line in mountinfo:
         before, _, after = line.partition(" - ")
@@ -100,7 +93,7 @@ def mounted_at(path: str, mountinfo: Iterable[str]) -> str:
 
 
 class Side(NamedTuple):
-    """One thing to measure. `prepare` and `tidy` run before and after it, unmeasured."""
+    """One measurement. `prepare` and `tidy` run before and after it, and are not timed."""
 
     name: str
     measure: Measure
@@ -116,10 +109,10 @@ def interleaved(
     step: Callable[[], None] = lambda: None,
     measured: dict[str, list[float]] | None = None,
 ) -> dict[str, list[float]]:
-    """Measure each side once a round and return its figures in order of rounds.
+    """Measure each side once a round and return its figures in the order of rounds.
 
-    A first round is not counted: it touches memory, starts threads and fills caches. `step` is called after each side.
-    `measured` gets the figures of each round that was completed, also if a later one raises.
+    The first round does not count: it touches memory, starts threads and fills caches. `step` is called after each
+    side. `measured` gets the figures of each completed round, also if a later one raises.
     """
     dice = random.Random(seed)
     measured = {} if measured is None else measured
@@ -154,12 +147,12 @@ def measured_rows(
     rows: Callable[[Mapping[str, Sequence[float]]], Iterable["Row"]],
     step: Callable[[], None],
 ) -> Iterator["Row"]:
-    """Measure, and yield the rows of the completed rounds; an error, or Ctrl-C, is raised after them."""
+    """Measure, and yield the rows of the completed rounds. An error or Ctrl-C is raised after them."""
     measured: dict[str, list[float]] = {}
     failure: BaseException | None = None
     try:
         interleaved(sides, rounds, step=step, measured=measured)
-    except BaseException as error:  # noqa: BLE001  # It is raised below.
+    except BaseException as error:  # noqa: BLE001  # Raised below.
         failure = error
     if measured:
         yield from rows(measured)
@@ -168,7 +161,7 @@ def measured_rows(
 
 
 def steps_of(sides: int, rounds: int) -> int:
-    """Return how often `interleaved` calls its `step`."""
+    """Return the number of calls that `interleaved` makes to its `step`."""
     return sides * (rounds + 1)
 
 
@@ -181,24 +174,22 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     unit: str
     figure: float
     limit: float
-    limit_is: str  # What was measured as the limit.
+    limit_is: str  # The limit in words.
     ratio: float
     spread: tuple[float, float]  # The lowest and the highest ratio of a round.
     figure_spread: tuple[float, float]
     limit_spread: tuple[float, float]
     rounds: int
-    figure_times: Distribution | None = None  # Where the figure is a quantile: all times that it is of, of all rounds.
-    limit_times: Distribution | None = None
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """All that one run found."""
+    """The result of one run."""
 
     command: str
     format: int = FORMAT
     machine: Machine
     seconds: float
-    complete: bool = True  # False: an error or Ctrl-C ended it; the rows are those of the rounds before.
+    complete: bool = True  # False if an error or Ctrl-C ended it; the rows then are those of the completed rounds.
     rows: list[Row]
 
 
@@ -214,8 +205,8 @@ class Pair(NamedTuple):
     limit_is: str
 
 
-def row_of(pair: Pair, measured: Mapping[str, Sequence[float]], times: Mapping[str, Distribution] | None = None) -> Row:
-    """Make a row of what both sides measured, round by round; `times`: of sides whose figure is a quantile."""
+def row_of(pair: Pair, measured: Mapping[str, Sequence[float]]) -> Row:
+    """Return the row of two measurements."""
     figures, limits = measured[pair.figure], measured[pair.limit]
     ratios = [ratio_of(figure, limit, pair.unit) for figure, limit in zip(figures, limits, strict=True)]
     return Row(
@@ -231,29 +222,24 @@ def row_of(pair: Pair, measured: Mapping[str, Sequence[float]], times: Mapping[s
         figure_spread=(min(figures), max(figures)),
         limit_spread=(min(limits), max(limits)),
         rounds=len(ratios),
-        figure_times=None if times is None else times.get(pair.figure),
-        limit_times=None if times is None else times.get(pair.limit),
     )
 
 
 def rows_of(pairs: Iterable[Pair], measured: Mapping[str, Sequence[float]]) -> Iterator[Row]:
-    """Make a row of each pair."""
     return (row_of(pair, measured) for pair in pairs)
 
 
 def ratio_of(figure: float, limit: float, unit: str) -> float:
-    """Return how near a figure is to its limit: 1 is there, less is worse."""
+    """Return the ratio of a figure to its limit: 1 is at the limit, less is worse."""
     return limit / figure if unit in TIMES else figure / limit
 
 
 def print_figures(figures: Figures, console: Console) -> None:
-    """Print the rows as a table, and under it on what they were measured."""
-    table = plain_table("operation")
-    for heading in ("chunk", "figure", "limit", "ratio", "spread"):
-        table.add_column(heading, justify="right")
+    """Print the rows as a table, and below it the machine and how to read the table."""
+    table = plain_table("operation", ">chunk", ">figure", ">limit", ">ratio", ">spread")
     for row in figures.rows:
         table.add_row(
-            "\n".join(filter(None, (escape(row.operation), f"[dim]{escape(shown_settings(row.settings))}[/]"))),
+            f"{escape(row.operation)}\n[dim]{escape(shown_settings(row.settings))}[/]",
             "" if row.chunk_bytes is None else shown_chunk(row.chunk_bytes),
             f"{shown(row.figure)} {row.unit}",
             f"{shown(row.limit)} {row.unit}\n[dim]{escape(row.limit_is)}[/]",
@@ -266,93 +252,27 @@ def print_figures(figures: Figures, console: Console) -> None:
         console.print(line, highlight=False)
 
 
-def print_by_chunk(figures: Figures, console: Console) -> None:
-    """Print a group of lines for each limit, with a column for each chunk size: MB/s, and their part of the limit."""
-    sizes = sorted({row.chunk_bytes for row in figures.rows if row.chunk_bytes is not None})
-    table = plain_table("operation", *(f">{shown_chunk(size)}" for size in sizes))
-    for limit, lines in by_chunk(figures.rows).items():
-        table.add_row(f"[bold]{escape(limit)}[/]", *(_limit_cell(lines, size) for size in sizes))
-        for label, rows in lines.items():
-            table.add_row(f"  {escape(label)}", *(_chunk_cell(rows.get(size)) for size in sizes))
-    console.print(table)
-    console.print()
-    common = ", ".join(common_settings(figures.rows).values())
-    console.print(f"{UNITS_BY_CHUNK}{f' All: {escape(common)}.' if common else ''}", highlight=False)
-    for line in footnotes(figures, UNSURE_IS):
-        console.print(line, highlight=False)
-
-
-def by_chunk(rows: Iterable[Row]) -> dict[str, dict[str, dict[int | None, Row]]]:
-    """Return rows by limit, label and chunk size."""
-    found: dict[str, dict[str, dict[int | None, Row]]] = {}
-    rows = list(rows)
-    label = told_apart(rows)
-    for row in rows:
-        found.setdefault(row.limit_is, {}).setdefault(label(row), {})[row.chunk_bytes] = row
-    return found
-
-
-def _limit_cell(lines: Mapping[str, Mapping[int | None, Row]], size: int) -> str:
-    """Return what the limit itself reached. Where it differs from line to line, there is no one figure."""
-    limits = {shown(rows[size].limit) for rows in lines.values() if size in rows}
-    return f"{limits.pop()}     " if len(limits) == 1 else ""
-
-
-def _chunk_cell(row: Row | None) -> str:
-    if row is None:
-        return ""
-    unsure = row.spread[1] > UNSURE * row.spread[0]
-    return f"{shown(row.figure)} {row.ratio:.2f}{'~' if unsure else ' '}"
-
-
-def common_settings(rows: Iterable[Row]) -> dict[str, str]:
-    """Return the settings that all rows share, as words for people, by name."""
-    told = [{name: _setting(name.replace("_", " "), value) for name, value in row.settings.items()} for row in rows]
-    first = told[0] if told else {}
-    return {
-        name: words
-        for name, words in first.items()
-        if all(each.get(name) == words for each in told) and words != str(None)
-    }
-
-
-def told_apart(rows: Sequence[Row]) -> Callable[[Row], str]:
-    """Return what names a row among these: its operation, and the settings in which they differ."""
-    common = common_settings(rows)
-
-    def label(row: Row) -> str:
-        own = shown_settings({name: value for name, value in row.settings.items() if name not in common})
-        return f"{row.operation}, {own}" if own else row.operation
-
-    return label
-
-
-def footnotes(figures: Figures, spread_is: str = SPREAD_IS) -> list[str]:
-    """Say how to read the table, and on what it was measured."""
+def footnotes(figures: Figures) -> list[str]:
+    """Return lines that say how to read the table, and describe the machine."""
     machine = figures.machine
     rounds = max((row.rounds for row in figures.rows), default=0)
+    file_system = "" if machine.file_system is None else f", {escape(machine.file_system)}"
     lines = [
-        f"Medians of {rounds} rounds in turn; ratio: 1 is at the limit, less is worse; {spread_is}.",
+        f"Medians of {rounds} rounds in turn; ratio: 1 is at the limit, less is worse; spread: of the rounds' ratios.",
         f"{escape(machine.processor)}, {machine.processors} processors, {decimal(machine.memory_bytes)}, "
-        f"{escape(machine.kernel)}, Python {machine.python}"
-        + ("" if machine.file_system is None else f", {escape(machine.file_system)}"),
+        f"{escape(machine.kernel)}, Python {machine.python}{file_system}",
         f"load of the machine {machine.load_before[0]:.2f} before, {machine.load_after[0]:.2f} after; "
         f"{figures.seconds:.0f} s",
     ]
     if not figures.complete:
-        lines.append("[yellow]This run was cut short: the figures are those of the rounds before.[/]")
-    if is_busy(machine):
-        lines.append("[yellow]The machine was busy before this began: others may have taken what is missing.[/]")
+        lines.append("[yellow]This run was cut short: the figures are those of the completed rounds.[/]")
+    if machine.load_before[0] > BUSY_LOAD * machine.processors:
+        lines.append("[yellow]The machine was busy before the run: other processes may have slowed it.[/]")
     return lines
 
 
-def is_busy(machine: Machine) -> bool:
-    """Say whether others wanted the machine when a run began."""
-    return machine.load_before[0] > BUSY_LOAD * machine.processors
-
-
 def shown_settings(settings: Mapping[str, Setting]) -> str:
-    """Write settings for people: `files, direct, depth 4, no fsync`."""
+    """Format settings: `files, direct, depth 4, no fsync`."""
     return ", ".join(_setting(name.replace("_", " "), value) for name, value in settings.items() if value is not None)
 
 
@@ -367,5 +287,5 @@ def shown_chunk(size_bytes: int) -> str:
 
 
 def shown(value: float) -> str:
-    """Write a figure with three digits or more."""
+    """Format a figure with at least three digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

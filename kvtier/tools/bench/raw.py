@@ -1,36 +1,27 @@
-"""The raw limit of a disk: preadv and pwritev of one file that was written before, by plain threads.
+"""The raw limit of a disk: plain threads that call preadv and pwritev on one file that was written before.
 
-No names, no metadata, no new blocks, no checksums: less work than this moves no chunk, so it is the limit of a tier on
-the same disk with as many threads. `NewFiles` is the limit of tiers that make a file for each chunk: the same writes,
-each into a file that is made for it. Where direct I/O is not asked for, all goes through the page cache.
+No names, no metadata, no new blocks, no checksums: no tier moves a chunk with less work. So this is the limit of an fs
+tier on the same disk with as many threads.
 """
 
 import itertools
-import json
 import mmap
 import os
-import shutil
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Literal
 
 from kvtier.memory import PAGE_BYTES
 
-FOLDERS = 64
-FILL_BYTES = 8 << 20  # A call: large enough for any disk to be at its best.
-RUNTIME_S = 1.0  # A round of fio: what the others take.
-
-Way = Literal["read", "write"]
+FILL_BYTES = 8 << 20  # Of one call: any disk reaches its best rate.
 
 
 class RawFile:
-    """One file of as many chunks as there are buffers, written once before anything is measured. `close` it."""
+    """One file with a chunk for each buffer, written once before anything is measured. Close it."""
 
     def __init__(self, path: str, buffers: Sequence[memoryview], *, direct: bool) -> None:
-        """Make the file; raises OSError, and then leaves none."""
+        """Create the file. Raises `OSError`, and then leaves no file."""
         self._path = path
         self._buffers = buffers
         self._chunk_bytes = len(buffers[0])
@@ -43,11 +34,11 @@ class RawFile:
             raise
 
     def read(self, threads: int) -> float:
-        """Read all chunks on so many threads; return the bytes a second."""
+        """Read all chunks on `threads` threads; return the bytes a second."""
         return self._rate(threads, partial(self._move, os.preadv))
 
     def write(self, threads: int, *, sync: bool) -> float:
-        """Write all chunks likewise; with `sync`, each thread has its part on the device before it is done."""
+        """Write all chunks on `threads` threads, each with a final sync if wanted; return the bytes a second."""
         return self._rate(threads, self._write_and_sync if sync else partial(self._move, os.pwritev))
 
     def close(self) -> None:
@@ -75,51 +66,10 @@ class RawFile:
         os.fdatasync(self._fd)
 
 
-class NewFiles:
-    """Files that are made, one for each buffer, in every round others: stores of new chunks cannot avoid it.
-
-    None is removed before the end: ext4 passes over what was just deleted, one inode after the other, when it makes a
-    file, so that the next round would pay for this one's tidying up.
-    """
-
-    def __init__(self, folder: str, buffers: Sequence[memoryview], *, direct: bool) -> None:
-        """Make the folder that they will be in."""
-        os.mkdir(folder)
-        self._folder = folder
-        self._turn = 0
-        self._buffers = buffers
-        self._flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if direct else 0)
-
-    def prepare(self) -> None:
-        """Make the folders of the next round: several, or threads would wait for each other at one."""
-        self._turn += 1
-        for number in range(FOLDERS):
-            os.makedirs(f"{self._folder}/{self._turn}/{number}")
-
-    def write(self, threads: int, *, sync: bool) -> float:
-        """Make and write all files on so many threads; return the bytes a second. Once after each `prepare`."""
-
-        def work(part: Iterable[int]) -> None:
-            for index in part:
-                fd = os.open(self._name(index), self._flags, 0o600)
-                try:
-                    _whole(os.pwritev(fd, [self._buffers[index]], 0), len(self._buffers[index]))
-                    if sync:
-                        os.fsync(fd)
-                finally:
-                    os.close(fd)
-
-        chunks = len(self._buffers)
-        return chunks * len(self._buffers[0]) / seconds_on(threads, chunks, work)
-
-    def _name(self, index: int) -> str:
-        return f"{self._folder}/{self._turn}/{index % FOLDERS}/{index}"
-
-
 def seconds_on(threads: int, chunks: int, work: Callable[[Iterable[int]], None]) -> float:
-    """Share the chunks out over plain threads, and return how long all took. Raises what the first one that failed did.
+    """Divide the chunks among threads and return the time of all. Raises the first thread's `OSError`.
 
-    Whoever is interrupted waits until no thread uses a file any more: its number would soon be another's.
+    If it is interrupted, it first waits until no thread uses a file descriptor: the number would soon be reused.
     """
     size = -(-chunks // threads)
     failed: list[OSError] = []
@@ -151,7 +101,7 @@ def seconds_on(threads: int, chunks: int, work: Callable[[Iterable[int]], None])
 
 
 def takes_direct(directory: str) -> bool:
-    """Say whether files there can be read and written past the page cache. Leaves nothing."""
+    """Return True if files in the directory can be read and written with O_DIRECT. Leaves no file."""
     path = os.path.join(directory, f".kvtier-direct-{os.getpid()}")
     page = memoryview(mmap.mmap(-1, PAGE_BYTES))
     try:
@@ -163,57 +113,10 @@ def takes_direct(directory: str) -> bool:
     except OSError:
         return False
     finally:
-        if os.path.exists(path):  # Linux makes the file before it refuses the flag.
+        if os.path.exists(path):  # Linux creates the file before it refuses the flag.
             os.unlink(path)
 
 
 def _whole(moved: int, expected: int) -> None:
     if moved != expected:
         raise OSError(None, f"{moved:,} bytes moved of {expected:,}")
-
-
-def fio_path() -> str | None:
-    """Return where fio is; None if it is not installed."""
-    return shutil.which("fio")
-
-
-class Fio:
-    """Runs of fio over one file of its own in a directory, which the first run lays out."""
-
-    def __init__(self, path: str, directory: str, *, size_bytes: int, direct: bool) -> None:
-        self._path = path
-        self._file = os.path.join(directory, "fio")
-        self._size_bytes = size_bytes
-        self._direct = direct
-
-    def rate(self, way: Way, chunk_bytes: int, depth: int) -> float:
-        """Read or write chunks at random places for a second, with so many under way; return the bytes a second."""
-        ran = subprocess.run(  # noqa: S603  # The program that the user has installed.
-            [*self._command(), f"--rw=rand{way}", f"--bs={chunk_bytes}", f"--iodepth={depth}"],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if ran.returncode:
-            raise OSError(None, f"fio ended with status {ran.returncode}: {ran.stderr.strip()[:200]}")
-        return rate_in(ran.stdout, way)
-
-    def _command(self) -> list[str]:
-        return [
-            self._path,
-            "--name=kvtier",
-            f"--filename={self._file}",
-            f"--size={self._size_bytes}",
-            f"--direct={int(self._direct)}",
-            "--ioengine=libaio" if self._direct else "--ioengine=psync",
-            "--time_based",
-            f"--runtime={RUNTIME_S:g}",
-            "--output-format=json",
-        ]
-
-
-def rate_in(report: str, way: Way) -> float:
-    """Return the bytes a second that fio's JSON report tells; what stands before it (warnings) is skipped."""
-    told: dict[str, Any] = json.loads(report[report.index("{") :])
-    (job,) = told["jobs"]
-    return float(job[way]["bw_bytes"])

@@ -128,7 +128,7 @@ def replay(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="A report of kvtier bench fs --json: how fast the disk under fs tiers is, in virtual time.",
+            help="A report of kvtier bench --json: how fast the disk under fs tiers is, in virtual time.",
         ),
     ] = None,
     load_always: Annotated[

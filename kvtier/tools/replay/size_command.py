@@ -133,7 +133,7 @@ def size(
         str | None, typer.Option(metavar="RATE", help="How fast it writes; else four sevenths of --disk-speed.")
     ] = None,
     bench: Annotated[
-        str | None, typer.Option(metavar="FILE", help="A report of kvtier bench fs --json that says how fast it is.")
+        str | None, typer.Option(metavar="FILE", help="A report of kvtier bench --json that says how fast it is.")
     ] = None,
     drive_writes_per_day: Annotated[
         float, typer.Option(min=0.01, max=1_000, help="Drive writes a day for which the disk is warranted, five years.")

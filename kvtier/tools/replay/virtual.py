@@ -18,7 +18,7 @@ engine have tens of MiB, and nobody has a thousand million times that in memory.
 of pages in a row, bandwidths, too: transfers then take as long as the real ones would. What is modelled, with which
 figures and from where, is told with the model: a study is worth what its model is.
 
-A disk's figures come from `kvtier bench fs --json`, which gives rates, and no latency. With so many threads each way
+A disk's figures come from `kvtier bench --json`, which gives rates, and no latency. With so many threads each way
 one chunk takes depth * chunk / rate (Little's law), of which chunk / rate are its bytes on the link; the rest is the
 latency.
 """
@@ -50,7 +50,7 @@ from kvtier.tools.replay.setup import FOOTER_BYTES, chunk_bytes_on_disk, fs_opti
 from kvtier.tools.replay.study import Cache, Extent
 from kvtier.tools.replay.traces import BLOCK_TOKENS, Request
 
-COMMAND = "kvtier bench fs"
+COMMAND = "kvtier bench"
 KV_BYTES_PER_TOKEN = 131_072  # Llama 3.1 8B in bf16: K and V of 32 layers, 8 heads of 128, 2 bytes each.
 SSDS = 4  # One for each GPU of the default model, as servers have them.
 DISK_QUEUE_CHUNKS = 1_024  # Four times as many as a long prompt has; the disks take them in five seconds.
@@ -264,11 +264,11 @@ class Row(msgspec.Struct, frozen=True):
     chunk_bytes: int | None = None
 
     def is_rate(self, operation: str, wanted: Mapping[str, Any]) -> bool:
-        """Say whether this is the rate of an operation, with these settings and verified."""
-        depth, verified = self.settings.get("depth"), self.settings.get("checksum") is not False
+        """Say whether this is the rate of an operation, with these settings."""
+        depth = self.settings.get("depth")
         right = self.operation == operation and all(self.settings.get(name) == wanted[name] for name in wanted)
         rate = self.unit == "MB/s" and self.figure > 0 and bool(self.chunk_bytes)
-        return right and rate and verified and isinstance(depth, int) and depth > 0
+        return right and rate and isinstance(depth, int) and depth > 0
 
 
 class BenchReport(msgspec.Struct, frozen=True):
@@ -281,11 +281,10 @@ class BenchReport(msgspec.Struct, frozen=True):
     def disk(self, row_bytes: int, options: Any) -> Disk:
         """Return the disk for an fs tier with these options: the rates of the chunk size that is nearest to its rows.
 
-        Raises `ConfigError` if the benchmark left out the tier's layout, naming, fsync or way of I/O.
+        Raises `ConfigError` if the benchmark measured no tier with this layout, fsync and I/O.
         """
         load = self._row("load", row_bytes, options, options.load_lanes)
-        storing = "store" if options.capacity_bytes is None else "store, evicting"
-        store = self._row(storing, row_bytes, options, options.store_lanes)
+        store = self._row("store", row_bytes, options, options.store_lanes)
         load_bytes_per_s, depth = load.figure * 1e6, load.settings["depth"]
         return Disk(
             load_bytes_per_s=load_bytes_per_s,
@@ -293,22 +292,20 @@ class BenchReport(msgspec.Struct, frozen=True):
             latency_s=(depth - 1) * (load.chunk_bytes or 0) / load_bytes_per_s,
             concurrency=depth + store.settings["depth"],
             source=f"{os.path.basename(self.path)}: load of {load.chunk_bytes:,} bytes, "
-            f"{storing} of {store.chunk_bytes:,} bytes",
+            f"store of {store.chunk_bytes:,} bytes",
         )
 
     def _row(self, operation: str, row_bytes: int, options: Any, lanes: int) -> Row:
         """Return the row of the nearest chunk size, then the way of I/O and then the number of threads."""
         wanted = {"layout": options.layout, "fsync": options.fsync}
-        if options.layout == "files":
-            wanted["naming"] = options.naming
         if options.io != "auto":
             wanted["io"] = options.io
         fitting = [row for row in self.rows if row.is_rate(operation, wanted)]
         if not fitting:
             settings = ", ".join(f"{name} {value}" for name, value in wanted.items())
             raise ConfigError(
-                f"--bench {self.path}: no figure of {operation!r} with {settings}; a report of {COMMAND} that "
-                "measured it accepted (--layouts, --namings, --fsync, --io)"
+                f"--bench {self.path}: no figure of {operation!r} with {settings}; a report of {COMMAND} CONFIG with "
+                "such a tier accepted"
             )
         return min(
             fitting,

@@ -1,24 +1,35 @@
-"""What all comparisons with a peer share: disk tiers as one sees them from outside, and how figures are given out."""
+"""Disk tiers side by side: kvtier's fs tier and its peers behind one interface, and the output of the figures."""
 
 import argparse
 import asyncio
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import uvloop
 
-from kvtier.backend.keys import OffloadKey, make_offload_key
-from kvtier.memory.region import Region
+from kvtier.backend import (
+    Backend,
+    FileMapper,
+    Namespace,
+    OffloadKey,
+    Outcome,
+    Read,
+    TierContext,
+    Write,
+    backend_class,
+    make_offload_key,
+)
+from kvtier.memory import Region
+from kvtier.settings import decode
 from kvtier.tools.bench.figures import (
     ROUNDS,
     Figures,
     Pair,
     Row,
-    Setting,
     Side,
     interleaved,
     load,
@@ -27,14 +38,17 @@ from kvtier.tools.bench.figures import (
     row_of,
     this_machine,
 )
-from kvtier.tools.bench.files import FULL_SETS, LAYOUTS, OVERHEAD_BYTES, MeasuredTier, TierCase
 from kvtier.tools.outputs import write_json
 
-CALLS = 16  # Requests at once, each of whose chunks are one call.
+CALLS = 16  # Requests at once; the chunks of each are one call.
+LAYOUTS = ("files", "segments")
+FULL_SETS = 4  # Capacity of a full tier, in what one measurement moves.
+OVERHEAD_BYTES = 12 << 10  # Of a chunk's file: a footer, and the folders that nearly each file has to itself.
+CLOSE_S = 60.0
 
 
 class DiskTier(Protocol):
-    """A peer's disk path. Keys and rows are the same for all."""
+    """A disk path. Keys and rows are the same for all."""
 
     def store(self, keys: Sequence[OffloadKey], rows: Sequence[memoryview]) -> None: ...
 
@@ -45,7 +59,35 @@ class DiskTier(Protocol):
 
 
 Opened = Callable[[str, Region, int], DiskTier]
-"""Open a peer in a directory, for rows of a region and so many chunks a call."""
+"""Opens a disk path in a directory, for the rows of a region and a number of chunks a call."""
+
+
+class FsTier:
+    """kvtier's fs tier, called from a loop that runs during a call."""
+
+    def __init__(self, runner: asyncio.Runner, options: dict[str, Any], chunk_bytes: int, call_chunks: int) -> None:
+        self._runner, self._call_chunks = runner, call_chunks
+        kind = backend_class("fs")
+        context = TierContext("bench", FileMapper(Namespace(model_name="bench")), chunk_bytes)
+        self._tier: Backend = runner.run(kind.open(decode(kind.options_type, options), context))
+
+    def store(self, keys: Sequence[OffloadKey], rows: Sequence[memoryview]) -> None:
+        writes = [Write(key, row) for key, row in zip(keys, rows, strict=True)]
+        self._runner.run(self._all([self._tier.store(writes[part]) for part in self._parts(len(writes))]))
+
+    def load(self, keys: Sequence[OffloadKey], rows: Sequence[memoryview]) -> None:
+        reads = [Read(key, row) for key, row in zip(keys, rows, strict=True)]
+        self._runner.run(self._all([self._tier.load(reads[part]) for part in self._parts(len(reads))]))
+
+    def close(self) -> None:
+        self._runner.run(self._tier.aclose(CLOSE_S))
+
+    def _parts(self, count: int) -> list[slice]:
+        return [slice(start, start + self._call_chunks) for start in range(0, count, self._call_chunks)]
+
+    async def _all(self, calls: list[Coroutine[Any, Any, Sequence[Outcome]]]) -> None:
+        for outcomes in await asyncio.gather(*calls):
+            assert set(outcomes) == {None}, outcomes
 
 
 def arguments(description: str | None) -> argparse.Namespace:
@@ -53,14 +95,14 @@ def arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument("directory", nargs="?", default=tempfile.gettempdir(), help="On the disk to measure.")
     parser.add_argument("--chunk-sizes-kib", default="128,512,2048,8192")
     parser.add_argument("--size-mib", type=int, default=64)
-    parser.add_argument("--lanes", default="4,16", help="kvtier's threads each way, with commas between them.")
+    parser.add_argument("--lanes", default="4,16", help="kvtier's threads each way, comma-separated.")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--json")
     return parser.parse_args()
 
 
 def give_out(command: str, given: argparse.Namespace, measure: Callable[[str], Iterator[Row]]) -> None:
-    """Measure in a directory that goes away, and print what was found."""
+    """Measure in a temporary directory, and print the figures."""
     before, begun = load(), time.perf_counter()
     with tempfile.TemporaryDirectory(dir=given.directory, prefix="kvtier-peers-") as folder:
         rows = list(measure(folder))
@@ -70,55 +112,45 @@ def give_out(command: str, given: argparse.Namespace, measure: Callable[[str], I
 
 
 def compare_disks(folder: str, given: argparse.Namespace, peers: dict[str, Opened]) -> Iterator[Row]:
-    """Yield rows of kvtier's rates with each peer's as the limit, for each of kvtier's layouts and each chunk size."""
+    """Yield rows of kvtier's rates with each peer's as the limit, for each layout and chunk size."""
     for kib in map(int, given.chunk_sizes_kib.split(",")):
         chunk_bytes = kib << 10
         chunks = max(CALLS, (given.size_mib << 20) // chunk_bytes)
-        cases = [
-            TierCase(layout, "vllm", "direct", lanes, fsync=False)
-            for layout in LAYOUTS
-            for lanes in map(int, given.lanes.split(","))
-        ]
+        call_chunks = -(-chunks // CALLS)
+        cases = [(layout, lanes) for layout in LAYOUTS for lanes in map(int, given.lanes.split(","))]
         with ExitStack() as stack:
             region = stack.enter_context(Region.private(chunks, chunk_bytes))
             runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
+
+            def opened(layout: str, lanes: int, capacity_bytes: int) -> FsTier:
+                options = {
+                    "root": new_folder(folder),
+                    "layout": layout,
+                    "io": "direct",
+                    "capacity_bytes": capacity_bytes,
+                }
+                lanes_each_way = {"load_lanes": lanes, "store_lanes": lanes}
+                return FsTier(runner, options | lanes_each_way, chunk_bytes, call_chunks)  # noqa: B023
+
+            with_room = 2 * (given.rounds + 3) * chunks * chunk_bytes + (256 << 20)
+            full = FULL_SETS * chunks * (chunk_bytes + OVERHEAD_BYTES) + (64 << 20)
             sides: list[Side] = []
-            for case in cases:
-                options = case.options(
-                    new_folder(folder), capacity_bytes=2 * (given.rounds + 3) * chunks * chunk_bytes + (256 << 20)
-                )
-                tier = MeasuredTier(runner, options, chunk_bytes, call_chunks=-(-chunks // CALLS))
-                sides += disk_sides(case.label, tier, region, stack)
-            full = [TierCase(layout, "flat", "direct", lanes, fsync=False) for layout, lanes in full_tiers(given)]
-            for case in full:
-                capacity_bytes = FULL_SETS * chunks * (chunk_bytes + OVERHEAD_BYTES) + (64 << 20)
-                options = case.options(new_folder(folder), capacity_bytes=capacity_bytes)
-                tier = MeasuredTier(runner, options, chunk_bytes, call_chunks=-(-chunks // CALLS))
-                sides.append(full_side(case.label, tier, region, stack))
-            for name, opened in peers.items():
-                sides += disk_sides(name, opened(new_folder(folder), region, -(-chunks // CALLS)), region, stack)
+            for layout, lanes in cases:
+                sides += disk_sides(f"{layout} {lanes}", opened(layout, lanes, with_room), region, stack)
+                sides.append(full_side(f"{layout} {lanes}", opened(layout, lanes, full), region, stack))
+            for name, open_peer in peers.items():
+                sides += disk_sides(name, open_peer(new_folder(folder), region, call_chunks), region, stack)
             measured = interleaved(sides, given.rounds)
-        for case in full:
-            settings: dict[str, Setting] = {
-                "layout": case.layout,
-                "naming": case.settings["naming"],
-                "lanes": case.depth,
-            }
+        for layout, lanes in cases:
             for name in peers:
-                yield row_of(
-                    Pair("store, full", chunk_bytes, settings, "MB/s", f"full {case.label}", f"store {name}", name),
-                    measured,
-                )
-        for case in cases:
-            settings = {"layout": case.layout, "lanes": case.depth}
-            for name in peers:
-                for way in ("load", "store"):
-                    pair = Pair(way, chunk_bytes, settings, "MB/s", f"{way} {case.label}", f"{way} {name}", name)
-                    yield row_of(pair, measured)
+                for way, limit in (("load", "load"), ("store", "store"), ("store, full", "store")):
+                    settings = {"layout": layout, "lanes": lanes}
+                    figure = f"{way} {layout} {lanes}"
+                    yield row_of(Pair(way, chunk_bytes, settings, "MB/s", figure, f"{limit} {name}", name), measured)
 
 
 def disk_sides(name: str, tier: DiskTier, region: Region, stack: ExitStack) -> list[Side]:
-    """Return loads of chunks that lie there, and stores of new ones; all of them stay until the end."""
+    """Return loads of stored chunks, and stores of new ones; all of them stay until the end."""
     stack.callback(tier.close)
     rows = [region.row(index) for index in range(region.rows)]
     for number, row in enumerate(rows):
@@ -141,7 +173,7 @@ def disk_sides(name: str, tier: DiskTier, region: Region, stack: ExitStack) -> l
 
 
 def full_side(name: str, tier: DiskTier, region: Region, stack: ExitStack) -> Side:
-    """Return stores into a tier that has to evict as much: what it does all its life but for the first hours."""
+    """Return stores into a full tier, which evicts as much as it stores."""
     stack.callback(tier.close)
     rows = [region.row(index) for index in range(region.rows)]
     new = list[OffloadKey]()
@@ -152,12 +184,7 @@ def full_side(name: str, tier: DiskTier, region: Region, stack: ExitStack) -> Si
     for _ in range(FULL_SETS + 1):
         prepare()
         tier.store(new, rows)
-    return Side(f"full {name}", rate_of(lambda: tier.store(new, rows), region.rows * region.row_bytes), prepare)
-
-
-def full_tiers(given: argparse.Namespace) -> list[tuple[str, int]]:
-    """Return the layouts and lanes of kvtier's tiers that are full. Neither peer evicts: theirs never are."""
-    return [(layout, int(given.lanes.split(",")[0])) for layout in LAYOUTS]
+    return Side(f"store, full {name}", rate_of(lambda: tier.store(new, rows), region.rows * region.row_bytes), prepare)
 
 
 def new_keys(count: int) -> list[OffloadKey]:
@@ -170,7 +197,7 @@ def new_folder(parent: str) -> str:
 
 @contextmanager
 def changed(module: object, **values: object) -> Iterator[None]:
-    """Have a module's globals be others for as long as the block lasts."""
+    """Replace a module's globals until the block ends."""
     before = {name: getattr(module, name) for name in values}
     for name, value in values.items():
         setattr(module, name, value)

@@ -13,8 +13,8 @@ from kvtier.kvcache.layout import (
     MambaSpec,
     MLASpec,
     PageMapping,
+    PageRun,
     ParallelConfig,
-    Run,
     page_mapping,
 )
 from kvtier.kvcache.layout.axes import (
@@ -40,15 +40,15 @@ def attention(heads: int, **fields: bool) -> FullAttentionSpec:
 @pytest.mark.parametrize(
     ("axes", "runs"),
     [
-        (KV_JOINED_NHD, (Run(0, 64, 64, 4, 64, 128),)),  # A token's two heads of four.
-        (KV_JOINED_HND, (Run(0, 256, 256),)),  # Heads outermost: half of the page.
-        (KV_SPLIT_NHD, (Run(0, 32, 32, 4, 32, 64), Run(128, 288, 32, 4, 32, 64))),  # Keys, then values.
-        (KV_SPLIT_HND, (Run(0, 128, 128, 2, 128, 256),)),
-        (KV_FRONT_NHD, (Run(0, 32, 32, 4, 32, 64),)),  # Of a page of keys, or of one of values.
-        (KV_FRONT_HND, (Run(0, 128, 128),)),
+        (KV_JOINED_NHD, (PageRun(0, 64, 64, 4, 64, 128),)),  # A token's two heads of four.
+        (KV_JOINED_HND, (PageRun(0, 256, 256),)),  # Heads outermost: half of the page.
+        (KV_SPLIT_NHD, (PageRun(0, 32, 32, 4, 32, 64), PageRun(128, 288, 32, 4, 32, 64))),  # Keys, then values.
+        (KV_SPLIT_HND, (PageRun(0, 128, 128, 2, 128, 256),)),
+        (KV_FRONT_NHD, (PageRun(0, 32, 32, 4, 32, 64),)),  # Of a page of keys, or of one of values.
+        (KV_FRONT_HND, (PageRun(0, 128, 128),)),
     ],
 )
-def test_the_second_of_two_workers_has_the_second_half_of_the_heads(axes: CacheAxes, runs: tuple[Run, ...]) -> None:
+def test_the_second_of_two_workers_has_the_second_half_of_the_heads(axes: CacheAxes, runs: tuple[PageRun, ...]) -> None:
     parts = 2 if axes.outside_blocks else 1
     assert page_mapping(attention(2), axes, ParallelConfig(tp_size=2, rank=1), 4) == PageMapping(
         canonical_bytes=512 // parts, local_bytes=256 // parts, runs=runs
@@ -84,7 +84,7 @@ def test_the_parts_of_all_workers_tile_the_page(heads: int, tp_size: int, axes: 
 def test_a_worker_alone_has_the_page_in_one_piece() -> None:
     for axes in ORDERS:
         mapping = page_mapping(attention(4), axes, ParallelConfig(), 4)
-        assert mapping.runs == (Run(0, 0, mapping.canonical_bytes),)
+        assert mapping.runs == (PageRun(0, 0, mapping.canonical_bytes),)
 
 
 def test_workers_with_the_same_bytes_take_turns() -> None:
@@ -97,7 +97,7 @@ def test_workers_with_the_same_bytes_take_turns() -> None:
             assert mapping == PageMapping(
                 canonical_bytes=size_bytes,
                 local_bytes=size_bytes,
-                runs=(Run(0, 0, size_bytes),),
+                runs=(PageRun(0, 0, size_bytes),),
                 writers=3,
                 writer_index=rank,
             )
@@ -128,7 +128,7 @@ def test_where_nothing_is_known_each_worker_has_a_part_for_itself(
     assert page_mapping(spec, axes, parallel, heads) == PageMapping(
         canonical_bytes=page_bytes * parallel.world_size,
         local_bytes=page_bytes,
-        runs=(Run(0, 0, page_bytes),),
+        runs=(PageRun(0, 0, page_bytes),),
         topology_free=False,
     )
 
@@ -146,7 +146,7 @@ def test_parts_that_do_not_tile_a_page_are_refused(mappings: list[tuple[tuple[in
     with pytest.raises(ConfigError, match="fragments of a page"):
         check_tiling(
             tuple(
-                PageMapping(canonical_bytes=16, local_bytes=8, runs=tuple(Run(*run) for run in runs))
+                PageMapping(canonical_bytes=16, local_bytes=8, runs=tuple(PageRun(*run) for run in runs))
                 for runs in mappings
             )
         )
@@ -154,7 +154,9 @@ def test_parts_that_do_not_tile_a_page_are_refused(mappings: list[tuple[tuple[in
 
 def test_mappings_are_checked_before_anything_is_copied_by_them(monkeypatch: pytest.MonkeyPatch) -> None:
     def over_each_other(size_bytes: int, rank: int, ranks: int) -> PageMapping:
-        return PageMapping(canonical_bytes=size_bytes * ranks, local_bytes=size_bytes, runs=(Run(0, 0, size_bytes),))
+        return PageMapping(
+            canonical_bytes=size_bytes * ranks, local_bytes=size_bytes, runs=(PageRun(0, 0, size_bytes),)
+        )
 
     monkeypatch.setattr("kvtier.kvcache.layout.mapping._own_part", over_each_other)
     state = MambaSpec(block_size=4, shapes=((77,),), dtypes=(BF16,))
@@ -170,7 +172,7 @@ def test_a_row_is_the_same_in_every_worker_if_all_its_pages_are() -> None:
 
 
 def test_workers_that_disagree_are_refused() -> None:
-    one = PageMapping(canonical_bytes=8, local_bytes=8, runs=(Run(0, 0, 8),))
-    other = PageMapping(canonical_bytes=16, local_bytes=8, runs=(Run(0, 8, 8),))
+    one = PageMapping(canonical_bytes=8, local_bytes=8, runs=(PageRun(0, 0, 8),))
+    other = PageMapping(canonical_bytes=16, local_bytes=8, runs=(PageRun(0, 8, 8),))
     with pytest.raises(ConfigError, match="disagree"):
         check_tiling((one, other))

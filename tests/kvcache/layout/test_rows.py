@@ -21,14 +21,12 @@ from kvtier.kvcache.layout import (
     allocate_tensors,
     cache_view,
     canonical_kv_caches,
-    contiguous_refusal,
-    enables_cross_layers_blocks,
     group_layers,
     packing_refusal,
     state_views,
 )
 from kvtier.kvcache.layout.axes import HEADS_FRONT, KV_FRONT_NHD, KV_JOINED_HND, KV_JOINED_NHD, KV_SPLIT_HND, LATENT
-from tests.kvcache.families import deepseek_v4, gpt_oss_20b, llama_3_8b, nemotron_h_8b
+from tests.kvcache.families import deepseek_v4, gpt_oss_20b
 
 BF16 = torch.bfloat16
 BLOCKS = 3
@@ -42,19 +40,6 @@ def full(heads: int = 2, **fields: Any) -> LayerSpec:
 WINDOW = SlidingWindowSpec(block_size=4, num_kv_heads=2, head_size=8, dtype=BF16, sliding_window=9)
 
 
-@pytest.mark.parametrize(
-    ("value", "read"), [(True, True), (False, False), ("true", True), ("False", False), (" TRUE ", True), (None, None)]
-)
-def test_the_option_is_a_truth_value_also_as_text(value: object, read: bool | None) -> None:
-    assert enables_cross_layers_blocks(value) is read
-
-
-@pytest.mark.parametrize("value", ["yes", "1", "", 1, 0, 2.0, ["true"]])
-def test_anything_else_is_a_mistake(value: object) -> None:
-    with pytest.raises(ConfigError, match=r"enable_cross_layers_blocks: .* given, true, false, \"true\" or \"false\""):
-        enables_cross_layers_blocks(value)
-
-
 def refusals() -> list[Any]:
     one = group_layers({"a": full(), "b": full()}, BLOCKS)
     states = MambaSpec(block_size=4, shapes=((128,),), dtypes=(BF16,))
@@ -63,63 +48,48 @@ def refusals() -> list[Any]:
         tensors=tuple(KVCacheTensor(size_bytes=size, shared_by=(name,)) for name, size in (("a", 768), ("b", 1_024))),
         groups=(KVCacheGroup(layer_names=("a", "b"), spec=full()),),
     )
+    wider = KVCacheConfig(
+        num_blocks=BLOCKS,
+        tensors=tuple(KVCacheTensor(size_bytes=1_536, shared_by=(name,)) for name in "ab"),
+        groups=tuple(KVCacheGroup(layer_names=(name,), spec=full(heads)) for name, heads in (("a", 2), ("b", 4))),
+    )
     return [
-        pytest.param(one, KV_JOINED_NHD, False, "the connector does not ask for it", id="not wanted"),
         pytest.param(
-            group_layers({"a": full(), "s": states}, BLOCKS), KV_JOINED_NHD, True, "s is not attention", id="states"
+            group_layers({"a": full(), "s": states}, BLOCKS), KV_JOINED_NHD, "s is not attention", id="states"
         ),
         pytest.param(
-            group_layers({"a": full(), "b": full(4)}, BLOCKS),
+            wider,
             KV_JOINED_NHD,
-            True,
             "page sizes differ: [256, 512] bytes",
             id="page sizes",
         ),
-        pytest.param(unequal, KV_JOINED_NHD, True, "tensor sizes differ: [768, 1024] bytes", id="tensor sizes"),
+        pytest.param(unequal, KV_JOINED_NHD, "tensor sizes differ: [768, 1024] bytes", id="tensor sizes"),
         pytest.param(
             one,
             KV_FRONT_NHD,
-            True,
             "blocks do not lead in the stride order KBNHC of a",
             id="keys in front",
         ),
-        pytest.param(one, HEADS_FRONT, True, "blocks do not lead in the stride order HBNC of a", id="heads in front"),
-        pytest.param(one, SILENT, True, "the backend of a has no stride order", id="no stride order"),
-        pytest.param(one, None, True, "the backend of a has no stride order", id="no axes"),
-        pytest.param(one, KV_JOINED_HND, True, "", id="allowed"),
-        pytest.param(group_layers({"a": full(), "w": WINDOW}, BLOCKS), KV_JOINED_HND, True, "", id="two groups"),
+        pytest.param(one, HEADS_FRONT, "blocks do not lead in the stride order HBNC of a", id="heads in front"),
+        pytest.param(one, SILENT, "the backend of a has no stride order", id="no stride order"),
+        pytest.param(one, None, "the backend of a has no stride order", id="no axes"),
+        pytest.param(one, KV_JOINED_HND, "", id="allowed"),
+        pytest.param(group_layers({"a": full(), "w": WINDOW}, BLOCKS), KV_JOINED_HND, "", id="two groups"),
     ]
 
 
-@pytest.mark.parametrize(("config", "axes", "wanted", "why"), refusals())
-def test_contiguous_allocation_says_why_it_may_not_be_used(
-    config: KVCacheConfig, axes: CacheAxes | None, wanted: bool, why: str
-) -> None:
+@pytest.mark.parametrize(("config", "axes", "why"), refusals())
+def test_pages_that_cannot_lie_in_rows_have_a_reason(config: KVCacheConfig, axes: CacheAxes | None, why: str) -> None:
     of_layers = {layer: axes for group in config.groups for layer in group.layer_names}
-    assert contiguous_refusal(config, of_layers, wanted=wanted) == why
+    assert packing_refusal(config, of_layers) == why
 
 
-@pytest.mark.parametrize("family", [llama_3_8b, gpt_oss_20b])
-def test_dense_models_opt_in_whether_they_have_one_group_or_several(family: Any) -> None:
-    made = family(2)
-    assert packing_refusal(made.config, made.axes) == "the connector does not ask for it"
-    assert packing_refusal(made.config, made.axes, "true") == ""
-    assert packing_refusal(made.config, made.axes, "false") == "enable_cross_layers_blocks is false"
-
-
-def test_layers_of_one_type_whose_pages_differ_are_packed_unless_that_is_turned_off() -> None:
+def test_layers_of_one_type_whose_pages_differ_lie_in_rows() -> None:
     made = deepseek_v4(2)
     assert packing_refusal(made.config, made.axes) == ""
-    assert packing_refusal(made.config, made.axes, True) == ""
-    assert packing_refusal(made.config, made.axes, False) == "enable_cross_layers_blocks is false"
     assert packing_refusal(made.config, {**made.axes, "layers.0.c4": CacheAxes("BNC")}) == (
         "the backend of layers.0.c4 has no stride order"
     )
-
-
-def test_models_with_states_are_not_contiguous() -> None:
-    made = nemotron_h_8b(2)
-    assert packing_refusal(made.config, made.axes, True) == "layers.0 is not attention"
 
 
 def test_equal_pages_make_rows_of_pages_times_layers() -> None:

@@ -15,7 +15,7 @@ import torch
 
 from kvtier.kvcache.transfer import cuda
 from kvtier.kvcache.transfer.cuda import Descriptors
-from kvtier.kvcache.transfer.jobs import Direction, Job
+from kvtier.kvcache.transfer.jobs import CopyJob, Direction
 from kvtier.kvcache.transfer.pages import GroupBlocks, Piece, Sides, pages_of
 
 HOST = torch.device("cpu")
@@ -79,8 +79,8 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Stream:
     return engines
 
 
-def job(copier: cuda.CudaCopier, number: int = 1) -> Job:
-    return Job(number, Direction.STORE, (), size_bytes=0, begun=0.0, mark=copier.mark())
+def job(copier: cuda.CudaCopier, number: int = 1) -> CopyJob:
+    return CopyJob(number, Direction.STORE, (), size_bytes=0, begun=0.0, mark=copier.mark())
 
 
 def test_a_transfer_comes_after_what_the_device_was_told_before_its_submission_and_not_after_the_rest(
@@ -102,7 +102,7 @@ def test_a_transfer_comes_after_what_the_device_was_told_before_its_submission_a
 def test_transfers_of_one_way_end_in_the_order_in_which_they_begin(streams: Stream) -> None:
     done = list[int]()
 
-    def copy(job: Job) -> None:
+    def copy(job: CopyJob) -> None:
         Stream.current.queue.append(lambda: done.append(job.job_id))
 
     copier = cuda.CudaCopier(Direction.LOAD, HOST, copy)
@@ -125,7 +125,7 @@ def test_a_transfer_that_fails_to_begin_has_let_go_of_its_rows_when_it_says_so()
     """Its first batch may be under way when the second is refused; its rows are another's once the failure is told."""
     moved = list[str]()
 
-    def copy(job: Job) -> None:
+    def copy(job: CopyJob) -> None:
         Stream.current.queue.append(lambda: moved.append("first batch"))
         raise RuntimeError("cudaMemcpyBatchAsync of 2 copies: (1, 1)")
 
@@ -245,10 +245,10 @@ def test_many_copies_are_several_batches_on_the_stream_of_the_transfer(monkeypat
     pages = pages_of(GroupBlocks(blocks, rows), 1, num_blocks=5, num_rows=5)
     kept = cache.clone()
     with on(stream):
-        begin(Job(1, Direction.STORE, (pages,), size_bytes=0, begun=0.0))
+        begin(CopyJob(1, Direction.STORE, (pages,), size_bytes=0, begun=0.0))
         assert torch.equal(slots[rows], kept[blocks])
         cache.zero_()
-        begin(Job(2, Direction.LOAD, (pages,), size_bytes=0, begun=0.0))
+        begin(CopyJob(2, Direction.LOAD, (pages,), size_bytes=0, begun=0.0))
     assert torch.equal(cache, kept)
     in_stream_order, any_time = 1, 3  # A store's source may still be written to; rows do not change.
     handle = stream.cuda_stream

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import TransferFailed
-from kvtier.kvcache.transfer.jobs import Direction, Job, Jobs, TransferResult
-from kvtier.kvcache.transfer.pages import Pages
+from kvtier.kvcache.transfer.jobs import CopyJob, CopyJobs, Direction, TransferResult
+from kvtier.kvcache.transfer.pages import BlockPages
 
 BOTH = (Direction.LOAD, Direction.STORE)
 
@@ -23,16 +23,16 @@ def clock() -> Callable[[], float]:
 
 
 @pytest.fixture
-def jobs() -> Jobs:
-    return Jobs(clock())
+def jobs() -> CopyJobs:
+    return CopyJobs(clock())
 
 
-def job(number: int, direction: Direction, *, blocks: tuple[int, ...] = (), rows: tuple[int, ...] = ()) -> Job:
-    pages = Pages(np.array(blocks, dtype=np.int64), np.array(rows, dtype=np.int64), np.zeros(0, dtype=np.int64))
-    return Job(number, direction, (pages,), size_bytes=100 + number, begun=0.0)
+def job(number: int, direction: Direction, *, blocks: tuple[int, ...] = (), rows: tuple[int, ...] = ()) -> CopyJob:
+    pages = BlockPages(np.array(blocks, dtype=np.int64), np.array(rows, dtype=np.int64), np.zeros(0, dtype=np.int64))
+    return CopyJob(number, direction, (pages,), size_bytes=100 + number, begun=0.0)
 
 
-def started(jobs: Jobs) -> list[int]:
+def started(jobs: CopyJobs) -> list[int]:
     """Take all that may start, finishing each before the next is taken."""
     order = list[int]()
     while (taken := jobs.take(BOTH, wait=False)) is not None:
@@ -41,14 +41,14 @@ def started(jobs: Jobs) -> list[int]:
     return order
 
 
-def test_loads_start_before_stores_and_each_in_the_order_of_submission(jobs: Jobs) -> None:
+def test_loads_start_before_stores_and_each_in_the_order_of_submission(jobs: CopyJobs) -> None:
     for number, direction in enumerate([Direction.STORE, Direction.LOAD, Direction.STORE, Direction.LOAD]):
         jobs.submit(job(number, direction, blocks=(number,), rows=(number,)))
     assert started(jobs) == [1, 3, 0, 2]
 
 
 @pytest.mark.parametrize("shared", ["blocks", "rows"])
-def test_a_load_waits_for_an_earlier_store_that_touches_the_same_bytes(jobs: Jobs, shared: str) -> None:
+def test_a_load_waits_for_an_earlier_store_that_touches_the_same_bytes(jobs: CopyJobs, shared: str) -> None:
     jobs.submit(job(0, Direction.STORE, blocks=(1, 2), rows=(8,)))
     jobs.submit(job(1, Direction.STORE, blocks=(3,), rows=(9,)))
     jobs.submit(job(2, Direction.LOAD, **{"blocks": (5,), "rows": (5,), shared: (2,) if shared == "blocks" else (8,)}))
@@ -56,7 +56,7 @@ def test_a_load_waits_for_an_earlier_store_that_touches_the_same_bytes(jobs: Job
     assert started(jobs) == [0, 2, 3, 1]
 
 
-def test_a_store_waits_for_an_earlier_load_of_its_blocks(jobs: Jobs) -> None:
+def test_a_store_waits_for_an_earlier_load_of_its_blocks(jobs: CopyJobs) -> None:
     jobs.submit(job(0, Direction.LOAD, blocks=(1,), rows=(1,)))
     jobs.submit(job(1, Direction.STORE, blocks=(1,), rows=(2,)))
     assert jobs.take([Direction.STORE], wait=False) is None
@@ -69,7 +69,7 @@ def test_a_store_waits_for_an_earlier_load_of_its_blocks(jobs: Jobs) -> None:
     assert store.job_id == 1
 
 
-def test_transfers_of_one_way_begin_without_waiting_for_each_other(jobs: Jobs) -> None:
+def test_transfers_of_one_way_begin_without_waiting_for_each_other(jobs: CopyJobs) -> None:
     """One thread, and on a device one stream, keeps them in order."""
     for number in range(2):
         jobs.submit(job(number, Direction.STORE, blocks=(1,), rows=(1,)))
@@ -85,7 +85,7 @@ def test_transfers_of_one_way_begin_without_waiting_for_each_other(jobs: Jobs) -
 def test_whatever_is_submitted_all_of_it_starts_and_conflicts_keep_their_order(
     submitted: list[tuple[Direction, frozenset[int], frozenset[int]]],
 ) -> None:
-    jobs = Jobs(clock())
+    jobs = CopyJobs(clock())
     for number, (direction, blocks, rows) in enumerate(submitted):
         jobs.submit(job(number, direction, blocks=tuple(blocks), rows=tuple(rows)))
     order = started(jobs)
@@ -96,7 +96,7 @@ def test_whatever_is_submitted_all_of_it_starts_and_conflicts_keep_their_order(
                 assert order.index(earlier) < order.index(later)
 
 
-def test_a_result_says_what_ended_how_long_it_took_and_how(jobs: Jobs) -> None:
+def test_a_result_says_what_ended_how_long_it_took_and_how(jobs: CopyJobs) -> None:
     error = TransferFailed("store 1: the device is lost")
     for number, direction in enumerate(BOTH):
         jobs.submit(job(number, direction))
@@ -110,7 +110,7 @@ def test_a_result_says_what_ended_how_long_it_took_and_how(jobs: Jobs) -> None:
     assert jobs.poll() == []
 
 
-def test_an_id_that_is_about_is_refused_until_its_result_was_told(jobs: Jobs) -> None:
+def test_an_id_that_is_about_is_refused_until_its_result_was_told(jobs: CopyJobs) -> None:
     jobs.submit(job(7, Direction.LOAD))
     with pytest.raises(ValueError, match="transfer 7 is still about"):
         jobs.submit(job(7, Direction.STORE))
@@ -121,7 +121,7 @@ def test_an_id_that_is_about_is_refused_until_its_result_was_told(jobs: Jobs) ->
     jobs.submit(job(7, Direction.STORE))
 
 
-async def test_who_awaits_a_transfer_is_told_and_the_poll_is_not(jobs: Jobs) -> None:
+async def test_who_awaits_a_transfer_is_told_and_the_poll_is_not(jobs: CopyJobs) -> None:
     for number in range(3):
         jobs.submit(job(number, Direction.LOAD))
     awaited = asyncio.ensure_future(jobs.done(1))
@@ -131,7 +131,7 @@ async def test_who_awaits_a_transfer_is_told_and_the_poll_is_not(jobs: Jobs) -> 
     assert [result.job_id for result in jobs.poll()] == [0, 2]
 
 
-async def test_a_poll_between_the_end_and_the_telling_takes_nothing_from_who_awaits(jobs: Jobs) -> None:
+async def test_a_poll_between_the_end_and_the_telling_takes_nothing_from_who_awaits(jobs: CopyJobs) -> None:
     for number in range(2):
         jobs.submit(job(number, Direction.LOAD))
     awaited = asyncio.ensure_future(jobs.done(0))
@@ -147,7 +147,7 @@ async def test_a_poll_between_the_end_and_the_telling_takes_nothing_from_who_awa
     assert jobs.poll() == []
 
 
-async def test_a_transfer_is_awaited_once(jobs: Jobs) -> None:
+async def test_a_transfer_is_awaited_once(jobs: CopyJobs) -> None:
     jobs.submit(job(0, Direction.LOAD))
     awaited = asyncio.ensure_future(jobs.done(0))
     await asyncio.sleep(0)
@@ -157,7 +157,7 @@ async def test_a_transfer_is_awaited_once(jobs: Jobs) -> None:
     assert (await awaited).job_id == 0
 
 
-async def test_a_transfer_that_ended_before_it_was_awaited_is_told_at_once(jobs: Jobs) -> None:
+async def test_a_transfer_that_ended_before_it_was_awaited_is_told_at_once(jobs: CopyJobs) -> None:
     jobs.submit(job(0, Direction.LOAD))
     started(jobs)
     assert (await jobs.done(0)).job_id == 0
@@ -167,7 +167,7 @@ async def test_a_transfer_that_ended_before_it_was_awaited_is_told_at_once(jobs:
 
 
 @pytest.mark.parametrize("when", ["before it ended", "in the tick it ended", "in the tick it was told"])
-async def test_a_cancelled_wait_leaves_the_result_to_the_next_poll(jobs: Jobs, when: str) -> None:
+async def test_a_cancelled_wait_leaves_the_result_to_the_next_poll(jobs: CopyJobs, when: str) -> None:
     jobs.submit(job(0, Direction.LOAD))
     awaited = asyncio.ensure_future(jobs.done(0))
     await asyncio.sleep(0)
@@ -187,7 +187,7 @@ async def test_a_cancelled_wait_leaves_the_result_to_the_next_poll(jobs: Jobs, w
     assert [result.job_id for result in jobs.poll()] == [0]
 
 
-def test_a_wait_whose_loop_is_gone_leaves_the_result_to_the_next_poll(jobs: Jobs) -> None:
+def test_a_wait_whose_loop_is_gone_leaves_the_result_to_the_next_poll(jobs: CopyJobs) -> None:
     jobs.submit(job(0, Direction.LOAD))
     loop = asyncio.new_event_loop()
     awaited = loop.create_task(jobs.done(0))
@@ -198,7 +198,7 @@ def test_a_wait_whose_loop_is_gone_leaves_the_result_to_the_next_poll(jobs: Jobs
     assert [result.job_id for result in jobs.poll()] == [0]
 
 
-def test_waiting_ends_with_the_transfers_or_the_time(jobs: Jobs) -> None:
+def test_waiting_ends_with_the_transfers_or_the_time(jobs: CopyJobs) -> None:
     jobs.submit(job(0, Direction.LOAD))
     assert not jobs.wait([0], timeout_s=0.0)
     assert jobs.wait([99], timeout_s=0.0)  # Not about: nothing to wait for.
@@ -208,13 +208,13 @@ def test_waiting_ends_with_the_transfers_or_the_time(jobs: Jobs) -> None:
     assert jobs.close(timeout_s=0.0)
 
 
-def test_closing_leaves_nobody_out_who_waits_for_another_transfer(jobs: Jobs) -> None:
+def test_closing_leaves_nobody_out_who_waits_for_another_transfer(jobs: CopyJobs) -> None:
     jobs.submit(job(0, Direction.LOAD, blocks=(1,), rows=(1,)))
     jobs.submit(job(1, Direction.STORE, blocks=(1,), rows=(2,)))
     load = jobs.take([Direction.LOAD], wait=False)
     assert load is not None
     assert not jobs.close(timeout_s=0.0)
-    taken = list[Job | None]()
+    taken = list[CopyJob | None]()
     thread = threading.Thread(target=lambda: taken.append(jobs.take([Direction.STORE], wait=True)))
     thread.start()
     jobs.finish(load, None)
@@ -222,7 +222,7 @@ def test_closing_leaves_nobody_out_who_waits_for_another_transfer(jobs: Jobs) ->
     assert [store.job_id for store in taken if store is not None] == [1]
 
 
-def test_closing_refuses_what_is_new_finishes_what_is_not_and_frees_who_takes(jobs: Jobs) -> None:
+def test_closing_refuses_what_is_new_finishes_what_is_not_and_frees_who_takes(jobs: CopyJobs) -> None:
     jobs.submit(job(0, Direction.STORE))
     taken = list[int | None]()
 

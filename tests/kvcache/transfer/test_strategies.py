@@ -13,24 +13,33 @@ from kvtier.kvcache.layout import CanonicalKVCaches, DataRef, ParallelConfig, ca
 from kvtier.kvcache.layout.mapping import own_part
 from kvtier.kvcache.transfer import cuda, strided
 from kvtier.kvcache.transfer.cuda import Descriptors, descriptors, joined
-from kvtier.kvcache.transfer.jobs import Direction, Job
-from kvtier.kvcache.transfer.pages import GroupBlocks, Pages, Piece, Repeat, Sides, pages_of, pieces_of, slot_layout
+from kvtier.kvcache.transfer.jobs import CopyJob, Direction
+from kvtier.kvcache.transfer.pages import (
+    BlockPages,
+    GroupBlocks,
+    Piece,
+    Repeat,
+    Sides,
+    pages_of,
+    pieces_of,
+    slot_layout,
+)
 from kvtier.kvcache.transfer.strided import HostCopier
 from tests.kvcache.transfer.models import Model, fill, models, requests, storages
 
 NUM_ROWS = 7
 
-Move = Callable[[Direction, tuple[Pages, ...]], None]
+Move = Callable[[Direction, tuple[BlockPages, ...]], None]
 Pieces = tuple[tuple[Piece, ...], ...]
 
 
 def by_index(pieces: Pieces, slots: torch.Tensor, blocks_per_chunk: int, num_blocks: int) -> Move:
     copier = HostCopier(Sides(pieces, slots, blocks_per_chunk, num_blocks))
-    return lambda direction, groups: copier.begin(Job(1, direction, groups, size_bytes=0, begun=0.0))()
+    return lambda direction, groups: copier.begin(CopyJob(1, direction, groups, size_bytes=0, begun=0.0))()
 
 
 def by_address(pieces: Pieces, slots: torch.Tensor, blocks_per_chunk: int, num_blocks: int) -> Move:
-    def move(direction: Direction, groups: tuple[Pages, ...]) -> None:
+    def move(direction: Direction, groups: tuple[BlockPages, ...]) -> None:
         copies = descriptors(Sides(pieces, slots, blocks_per_chunk, num_blocks), direction, groups)
         for source, target, size in zip(*(column.tolist() for column in copies), strict=True):
             ctypes.memmove(target, source, size)
@@ -40,13 +49,15 @@ def by_address(pieces: Pieces, slots: torch.Tensor, blocks_per_chunk: int, num_b
 
 def through_a_buffer(pieces: Pieces, slots: torch.Tensor, blocks_per_chunk: int, num_blocks: int) -> Move:
     copies = cuda.StagedCopies(Sides(pieces, slots, blocks_per_chunk, num_blocks))
-    return lambda direction, groups: copies(Job(1, direction, groups, size_bytes=0, begun=0.0))
+    return lambda direction, groups: copies(CopyJob(1, direction, groups, size_bytes=0, begun=0.0))
 
 
 def on_a_device(pieces: Pieces, slots: torch.Tensor, blocks_per_chunk: int, num_blocks: int) -> Move:
     """As through a buffer, which then is beside the caches: no numpy there, torch's own copies by index."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(strided.Side, "over", classmethod(lambda cls, pages, period=None: cls(pages, None, period)))
+        patch.setattr(
+            strided.StridedSide, "over", classmethod(lambda cls, pages, period=None: cls(pages, None, period))
+        )
         return through_a_buffer(pieces, slots, blocks_per_chunk, num_blocks)
 
 
@@ -87,7 +98,7 @@ def in_a_group_of_four(model: Model, layers: dict, caches: CanonicalKVCaches, ra
 def moved(
     strategy: Callable[..., Move],
     direction: Direction,
-    pages: tuple[Pages, ...],
+    pages: tuple[BlockPages, ...],
     pieces: Pieces,
     slots: torch.Tensor,
     model: Model,

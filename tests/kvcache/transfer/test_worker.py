@@ -11,7 +11,7 @@ from kvtier.kvcache.layout import CanonicalKVCaches, DataRef, ParallelConfig
 from kvtier.kvcache.layout.mapping import own_part
 from kvtier.kvcache.transfer import NO_BLOCKS, Direction, GroupBlocks, TransferWorker
 from kvtier.kvcache.transfer import worker as worker_module
-from kvtier.kvcache.transfer.jobs import Finish, Job
+from kvtier.kvcache.transfer.jobs import CopyJob, Finish
 from kvtier.memory.region import Region, RowLayout
 from kvtier_backends.cpu import CpuMemory, cuda_runtime
 
@@ -156,7 +156,7 @@ class Failing:
     def mark(self) -> object:
         return None
 
-    def begin(self, job: Job) -> Finish:
+    def begin(self, job: CopyJob) -> Finish:
         if job.job_id == 1:
             raise RuntimeError("no stream")
         if job.job_id == 4:

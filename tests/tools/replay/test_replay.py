@@ -138,7 +138,13 @@ async def test_a_tier_that_fails_every_call_costs_its_hits_and_is_reported(reque
 
 @pytest.mark.virtual_time
 async def test_a_failing_tier_before_a_good_one_costs_no_right_byte(requests: Sequence[Request]) -> None:
-    half: dict[str, Any] = {"type": "dummy", "failure_rate": 0.3, "corruption_rate": 0.1, "seed": 7, "name": "half"}
+    half: dict[str, Any] = {
+        "type": "kvtier.testing.faults:FaultyBackend",
+        "inner": {"type": "dummy"},
+        "seed": 7,
+        "name": "half",
+    }
+    half["faults"] = {"failed": 0.3, "corrupt": 0.1}
     half["limits"] = {"breaker_failures": 1_000_000}  # Or it would hardly be asked.
     tally = await replay_of(requests, half, {"type": "dummy", "name": "good"}, rows=600).run()
     check(tally, requests)

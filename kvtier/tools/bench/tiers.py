@@ -1,19 +1,18 @@
-"""The benchmark of a configuration's tiers, each through a whole engine: rates, waits, steps, at rest and under load.
+"""The benchmark of one tier through a whole engine: rates, waits and steps, at rest and under load.
 
-Loads and stores stand beside what plain threads do in the same directory (fs tiers), what a tier's client does by
-itself (`Limit`), or a memcpy. What load costs stands beside the same without it: loads while the engine computes in
-Python, waits and steps beside stores.
+The limit of loads and stores is plain threads in the same directory (fs), the tier's bare client (`Limit`), or a
+memcpy. What load costs stands next to the same without it: loads while the engine computes in Python, and waits and
+steps while it stores.
 """
 
 import ctypes
 import os
 import statistics
 import time
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import chain, count, cycle
+from itertools import count, cycle
 from typing import Any
 
 from msgspec.structs import replace
@@ -25,12 +24,11 @@ from kvtier.engine.steps import StepManager
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.memory import Region
 from kvtier.settings import shown_bytes
-from kvtier.tools.bench.figures import Pair, Row, Setting, Side, measured_rows, rate_of, row_of, steps_of
+from kvtier.tools.bench.figures import Pair, Row, Setting, Side, measured_rows, rate_of, row_of
 from kvtier.tools.bench.raw import RawFile, takes_direct
-from kvtier.tools.replay.report import Distribution, distribution
 
 KEYS_A_REQUEST = 64
-STEP_S = 0.002  # Of the engine's own computing, between two looks at what has come.
+STEP_S = 0.002  # Computing between two steps of a busy engine.
 PAUSE_S = 0.0005  # Between two steps of an engine whose requests wait.
 KEYS_A_WAIT = 8
 STORED_A_STEP = 16
@@ -42,20 +40,20 @@ DRAIN_S = 60.0
 Between = Callable[["Drive"], None]
 WAITS = 100  # A round.
 STEPS = 200
-PRIMARY_SHARES = 4  # The primary is at most so many times what is moved: larger ones only take time to prepare.
-SIDES = 9
+PRIMARY_SHARES = 4  # The primary has at most this multiple of the moved bytes; more only takes time to prepare.
+SIDES = 9  # Measurements of one tier in a round.
 
 
 class Drive:
-    """One engine with one tier, and the chunks that lie in it all the time."""
+    """One engine with one tier, and the chunks that stay in the tier to be loaded."""
 
     def __init__(self, config: EngineConfig, size_bytes: int) -> None:
-        """Start the engine and store what loads will find. `ConfigError` if it does not take it."""
+        """Start the engine and store the chunks to be loaded. Raises `ConfigError` if it is too small."""
         (tier,) = config.secondary_tiers
         limits = config.limits
         self.chunks = min(
             max(2 * KEYS_A_WAIT, size_bytes // config.row_bytes),
-            int(config.rows * min(limits.lease_share, limits.cascade_share)) // 2,  # A flood beside them needs room.
+            int(config.rows * min(limits.lease_share, limits.cascade_share)) // 2,  # A flood of stores needs room, too.
             tier.limits.store_chunks_in_flight,
             tier.limits.store_bytes_in_flight // config.row_bytes,
         )
@@ -67,7 +65,7 @@ class Drive:
         self.moved_bytes = self.chunks * config.row_bytes
         self.manager = StepManager.start(config)
         self._requests = count()
-        self._extra: list[OffloadKey] = []  # Stored meanwhile, and to be removed.
+        self._extra: list[OffloadKey] = []  # Stored by measurements, to be removed.
         self.kept = new_keys(self.chunks)
         try:
             self.store(self.kept)
@@ -96,22 +94,22 @@ class Drive:
         self.store(self._extra)
 
     def remove_new(self) -> None:
-        """Have the tier forget what was stored meanwhile."""
+        """Delete the chunks that measurements stored."""
         self._delete(self._extra)
         self._extra = []
 
     def forget(self) -> None:
-        """Empty the primary: what is in the tier must come from there."""
+        """Empty the primary, so that loads come from the tier."""
         if not self.manager.reset():
             raise self._gone()
         self.manager.on_reset_flushed()
 
     def load(self, between: Between) -> None:
-        """Have every chunk come from the tier, doing something between the steps."""
+        """Load every chunk from the tier; call `between` between the steps."""
         manager = self.manager
         parts = [self.kept[start : start + KEYS_A_REQUEST] for start in range(0, self.chunks, KEYS_A_REQUEST)]
         asked = [(keys, self._begin()) for keys in parts]
-        while True:  # Twice; once more where the tier has to be asked first, as its answer has grown old.
+        while True:  # Twice; once more if the tier's answer has expired.
             results = {manager.lookup(key, request) for keys, request in asked for key in keys}
             if LookupResult.MISS in results:
                 raise self._gone()
@@ -126,7 +124,7 @@ class Drive:
         manager.end_step()
 
     def waits(self, number: int, *, flooded: bool) -> list[float]:
-        """Return the ms that requests for 8 chunks each wait, one after the other, without or beside stores."""
+        """Return the waits in ms of requests for 8 chunks each, one after the other, alone or during stores."""
         waited: list[float] = []
         groups = self.chunks // KEYS_A_WAIT
         for index in range(number):
@@ -139,7 +137,7 @@ class Drive:
         return waited
 
     def step_times(self, number: int, *, busy: bool) -> list[float]:
-        """Return the ms of steps that look up what is ready, with nothing or with stores and loads under way."""
+        """Return the durations in ms of steps that look up ready chunks, at rest or during transfers."""
         self.manager.drain(DRAIN_S)
         self.forget()
         self.load(wait)
@@ -157,7 +155,7 @@ class Drive:
         return times
 
     def close(self) -> None:
-        """Remove what was stored, and shut the engine down."""
+        """Delete all chunks and close the engine."""
         try:
             self._delete([*self.kept, *self._extra])
         finally:
@@ -175,7 +173,7 @@ class Drive:
         return request
 
     def _wait_for(self, keys: Sequence[OffloadKey], *, flooded: bool) -> float:
-        """Look the keys up until all are there; return the seconds from the first look."""
+        """Look the keys up until all are ready; return the seconds since the first look-up."""
         manager, request = self.manager, self._begin()
         begun = time.perf_counter()
         while True:
@@ -196,7 +194,7 @@ class Drive:
         return seconds
 
     def _timed_step(self, hot: Sequence[OffloadKey]) -> float:
-        """Make a step of some requests that look up what is ready; outcomes that came are applied in it."""
+        """Return the duration of a step in which requests look up ready chunks."""
         manager = self.manager
         begun = time.perf_counter()
         requests = [self._begin() for _ in range(HOT_REQUESTS)]
@@ -209,7 +207,7 @@ class Drive:
         return time.perf_counter() - begun
 
     def _flood(self) -> None:
-        """Store what there is room for, as an engine that never waits; the rows' bytes are whatever lies there."""
+        """Start as many stores as there is room for, without waiting. The bytes of the rows are arbitrary."""
         request = self._begin()
         keys = new_keys(STORED_A_STEP)
         plan = self.manager.prepare_store(keys, request)
@@ -219,14 +217,14 @@ class Drive:
         self.manager.on_request_finished(request)
 
     def _look_at(self, keys: Sequence[OffloadKey]) -> None:
-        """Have keys come that are not there, for a request that does not wait for them."""
+        """Start loads for a request that ends without waiting for them."""
         request = self._begin()
         for key in keys:
             self.manager.lookup(key, request)
         self.manager.on_request_finished(request)
 
     def _delete(self, keys: Sequence[OffloadKey]) -> None:
-        """Delete some at a time: a slow tier would answer few of thousands within its deadline."""
+        """Delete a few calls at a time: a slow tier cannot answer thousands within its deadline."""
         for start in range(0, len(keys), DELETED_AT_ONCE):
             left: Sequence[OffloadKey] = keys[start : start + DELETED_AT_ONCE]
             while left := self.manager.delete(left):
@@ -240,63 +238,39 @@ class Drive:
 
 
 def new_keys(number: int) -> list[OffloadKey]:
-    """Return keys that nobody has: a tier that others use, too, keeps what it holds."""
+    """Return random keys, which no other engine uses."""
     return [make_offload_key(os.urandom(32)) for _ in range(number)]
 
 
 def wait(drive: Drive) -> None:
-    """Do nothing between two steps: an engine that is idle."""
+    """Wait between two steps, as an idle engine does."""
     drive.manager.drain(STEP_S)
 
 
 def compute(_: Drive) -> None:
-    """Keep the owner's thread, and its GIL, busy in Python."""
+    """Keep the owner's thread and the GIL busy in Python."""
     until = time.perf_counter() + STEP_S
     total = 0
     while time.perf_counter() < until:
         total += sum(range(50))
 
 
-def measure_tiers(config: EngineConfig, size_bytes: int, rounds: int, step: Callable[[], None]) -> Iterator[Row]:
-    """Yield the rows of every tier of a configuration whose fs tiers have their roots; each tier is alone."""
-    for tier in config.secondary_tiers:
-        room = min(config.cpu_bytes_to_use, max(PRIMARY_SHARES * size_bytes, 64 * config.row_bytes))
-        alone = replace(config, secondary_tiers=(tier,), cpu_bytes_to_use=room, runner="process")
-        times = Times()
-        with ExitStack() as stack:
-            sides, moved_as = _sides(alone, size_bytes, times, stack)
-            yield from measured_rows(sides, rounds, partial(_rows, alone, moved_as, times), step)
+def primary_bytes(size_bytes: int, row_bytes: int) -> int:
+    """Return the size of a primary that can move `size_bytes` at once."""
+    return max(PRIMARY_SHARES * size_bytes, 64 * row_bytes)
 
 
-def whole_steps(config: EngineConfig, rounds: int) -> int:
-    return len(config.secondary_tiers) * steps_of(SIDES, rounds)
+def measure_tier(config: EngineConfig, size_bytes: int, rounds: int, step: Callable[[], None]) -> Iterator[Row]:
+    """Yield the rows of an engine's one tier; `step` is called after each measurement."""
+    room = min(config.cpu_bytes_to_use, primary_bytes(size_bytes, config.row_bytes))
+    config = replace(config, cpu_bytes_to_use=room, runner="process")
+    with ExitStack() as stack:
+        sides, limit_is = _sides(config, size_bytes, stack)
+        yield from measured_rows(sides, rounds, partial(_rows, config, limit_is), step)
 
 
-class Times:
-    """The times that quantiles are of, by side."""
-
-    def __init__(self) -> None:
-        self._rounds: dict[str, list[array[float]]] = {}
-
-    def p99(self, name: str, times_ms: Callable[[], Sequence[float]]) -> Side:
-        """Return a side whose figure is the 99th percentile of such times, which are kept."""
-
-        def measure() -> float:
-            taken_ms = times_ms()
-            self._rounds.setdefault(name, []).append(array("d", (each / 1e3 for each in taken_ms)))
-            return statistics.quantiles(taken_ms, n=100, method="inclusive")[98]
-
-        return Side(name, measure)
-
-    def distributions(self) -> dict[str, Distribution]:
-        """Return them without those of the first round, which is not counted."""
-        return {
-            name: distribution(array("d", chain.from_iterable(rounds[1:]))) for name, rounds in self._rounds.items()
-        }
-
-
-def _sides(config: EngineConfig, size_bytes: int, times: Times, stack: ExitStack) -> tuple[list[Side], str]:
-    """Return what is measured, and what the limit of loads and stores is."""
+def _sides(config: EngineConfig, size_bytes: int, stack: ExitStack) -> tuple[list[Side], str]:
+    """Return the measurements, and the limit of loads and stores in words."""
     drive = Drive(config, size_bytes)
     stack.callback(drive.close)
     (read, write), limit_is = _limits(config, drive, stack)
@@ -305,19 +279,23 @@ def _sides(config: EngineConfig, size_bytes: int, times: Times, stack: ExitStack
         Side("store", moved(drive.store_new), tidy=drive.remove_new),
         Side("load", moved(lambda: drive.load(wait)), prepare=drive.forget),
         Side("load, busy", moved(lambda: drive.load(compute)), prepare=drive.forget),
-        times.p99("wait", lambda: drive.waits(WAITS, flooded=False)),
-        times.p99("wait, flooded", lambda: drive.waits(WAITS, flooded=True))._replace(tidy=drive.remove_new),
-        times.p99("step", lambda: drive.step_times(STEPS, busy=False)),
-        times.p99("step, busy", lambda: drive.step_times(STEPS, busy=True))._replace(tidy=drive.remove_new),
+        Side("wait", lambda: _p99(drive.waits(WAITS, flooded=False))),
+        Side("wait, flooded", lambda: _p99(drive.waits(WAITS, flooded=True)), tidy=drive.remove_new),
+        Side("step", lambda: _p99(drive.step_times(STEPS, busy=False))),
+        Side("step, busy", lambda: _p99(drive.step_times(STEPS, busy=True)), tidy=drive.remove_new),
         Side("read limit", read),
         Side("write limit", write),
     ], limit_is
 
 
+def _p99(times: Sequence[float]) -> float:
+    return statistics.quantiles(times, n=100, method="inclusive")[98]
+
+
 def _limits(
     config: EngineConfig, drive: Drive, stack: ExitStack
 ) -> tuple[tuple[Callable[[], float], Callable[[], float]], str]:
-    """Return what measures how fast bytes can be read and written at all, as MB/s."""
+    """Return measurements of the fastest reads and writes in MB/s, and what they are in words."""
     (tier,) = config.secondary_tiers
     region = stack.enter_context(Region.private(2 * drive.chunks, config.row_bytes))
     rows = [region.row(index) for index in range(2 * drive.chunks)]
@@ -325,8 +303,8 @@ def _limits(
         stack.callback(row.release)
     if tier.type == "fs":
         options: Any = tier_options(tier, "secondary_tiers[]")
-        direct = options.io != "buffered" and takes_direct(options.root)
-        raw = RawFile(os.path.join(options.root, f".kvtier-raw-{os.getpid()}"), rows[: drive.chunks], direct=direct)
+        path = os.path.join(options.root, f".kvtier-raw-{os.getpid()}")
+        raw = RawFile(path, rows[: drive.chunks], direct=_is_direct(options))
         stack.callback(raw.close)
         sync = options.fsync
         return (
@@ -341,8 +319,12 @@ def _limits(
     return (measure, measure), "memcpy"
 
 
+def _is_direct(options: Any) -> bool:
+    return options.io != "buffered" and takes_direct(options.root)
+
+
 def _plain_copies(sources: Sequence[memoryview], targets: Sequence[memoryview]) -> Callable[[], None]:
-    """Return a copy of buffer by buffer with memcpy alone, between addresses that are looked up here."""
+    """Return a function that copies buffer by buffer with memcpy. Addresses are looked up in advance."""
     pairs = [(_address(target), _address(source)) for target, source in zip(targets, sources, strict=True)]
     size = len(sources[0])
 
@@ -357,16 +339,22 @@ def _address(view: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
-def _rows(config: EngineConfig, moved_as: str, times: Times, measured: Mapping[str, Sequence[float]]) -> Iterator[Row]:
+def _rows(config: EngineConfig, limit_is: str, measured: Mapping[str, Sequence[float]]) -> Iterator[Row]:
     (tier,) = config.secondary_tiers
     settings: dict[str, Setting] = {"tier": tier.name}
-    alone, distributions = "the same with nothing beside it", times.distributions()
-    for operation, unit, figure, limit, limit_is in (
-        ("store", "MB/s", "store", "write limit", moved_as),
-        ("load", "MB/s", "load", "read limit", moved_as),
-        ("load, engine busy in Python", "MB/s", "load, busy", "load", "the same, engine idle"),
-        ("p99 of waits for a load beside stores", "ms", "wait, flooded", "wait", alone),
-        ("p99 of steps beside transfers", "ms", "step, busy", "step", alone),
+    stores, loads = dict(settings), dict(settings)
+    if tier.type == "fs":
+        options: Any = tier_options(tier, "secondary_tiers[]")
+        io = "direct" if _is_direct(options) else "buffered"
+        of_fs = {"layout": options.layout, "io": io, "fsync": options.fsync}
+        stores |= of_fs | {"depth": options.store_lanes}
+        loads |= of_fs | {"depth": options.load_lanes}
+    alone = "the same at rest"
+    for operation, unit, figure, limit, words, own in (
+        ("store", "MB/s", "store", "write limit", limit_is, stores),
+        ("load", "MB/s", "load", "read limit", limit_is, loads),
+        ("load, engine busy in Python", "MB/s", "load, busy", "load", "the same, engine idle", settings),
+        ("p99 of waits for a load during stores", "ms", "wait, flooded", "wait", alone, settings),
+        ("p99 of steps during transfers", "ms", "step, busy", "step", alone, settings),
     ):
-        pair = Pair(operation, config.row_bytes, settings, unit, figure, limit, limit_is)
-        yield row_of(pair, measured, distributions)
+        yield row_of(Pair(operation, config.row_bytes, own, unit, figure, limit, words), measured)
