@@ -21,7 +21,7 @@ from rich.text import Text
 
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.settings import parse_duration, shown_bytes
-from kvtier.tools.commands import JsonOption
+from kvtier.tools.options import JsonOption
 from kvtier.tools.outputs import busy, check_outputs, console, plain_table, write_json
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8000/metrics"  # Of `vllm serve`.
