@@ -37,7 +37,8 @@ from kvtier.settings import decode
 from kvtier.settings.fields import option_fields, struct_fields
 from kvtier.settings.units import parse_duration, unit_of
 from kvtier.tools import statuses
-from kvtier.tools.commands import COMMANDS, COMMON, JSON, command_line
+from kvtier.tools.commands import COMMANDS, command_line
+from kvtier.tools.options import COMMON, JSON
 from kvtier.tools.replay.report import Report
 from kvtier.tools.replay.setup import rooted
 from tests.docs import schemas

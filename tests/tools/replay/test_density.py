@@ -31,13 +31,6 @@ def test_the_engine_has_the_hits_of_the_study_when_it_has_learned(thorough: None
     assert list(engine_hits(trace, "density", capacity)) == list(simulation("density")(trace, capacity))
 
 
-@pytest.mark.usefixtures("thorough")
-def test_the_engine_has_the_hits_of_the_study_on_real_chats(traces: Traces) -> None:
-    trace = Trace(traces / CONVERSATION, limit=3_000)
-    capacity = measure(trace).capacity(0.05)
-    assert list(engine_hits(trace, "density", capacity)) == list(simulation("density")(trace, capacity))
-
-
 def hit_ratio(traces: Traces, name: str, size: str) -> float:
     extent = traces.extent(name)
     capacity = extent.capacity(float(size))
