@@ -1,8 +1,8 @@
-"""Hints: an application's word on a request's future, which no history of requests holds.
+"""Hints: what an application tells of a request's future; and advice, the form in which eviction orders get hints.
 
-A hint is soft. It may be wrong, late or malformed, and no request ever fails for it. A hint that cannot be read is
-ignored, counted, and logged once. The same struct serves both faces, traces, and vLLM's `kv_transfer_params` (under
-"kvtier").
+A hint is soft. It may be wrong, late or malformed, and no request ever fails for it. An unreadable hint is ignored and
+counted, and the first of each kind is logged. The same struct serves both faces, traces, and vLLM's
+`kv_transfer_params` (under "kvtier").
 """
 
 import logging
@@ -18,11 +18,11 @@ from msgspec.structs import force_setattr
 from kvtier.remedies import Remedy
 
 PRIORITY_MAX = 99
-RETAIN_S_MAX = 86_400.0  # A longer time counts as this: nothing is kept for ever.
+RETAIN_S_MAX = 86_400.0  # Longer times are cut to this: no chunk is kept forever.
 CLASS_CHARACTERS_MAX = 256
 TIERS_NAMED_MAX = 64
-SHOWN_CHARACTERS_MAX = 120  # Of a value of any type in a message.
-SAID_CHARACTERS_MAX = 64  # Of a name that a client has sent, in the log.
+SHOWN_CHARACTERS_MAX = 120  # A value in a message.
+SAID_CHARACTERS_MAX = 64  # A client's name in the log.
 
 K = TypeVar("K")
 L = TypeVar("L")
@@ -33,23 +33,23 @@ logger = logging.getLogger(__name__)
 
 
 class Hint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A hint: an application's word on a request, when the request begins or when it ends.
+    """A hint of an application about a request, given when the request begins or ends.
 
-    To make one with a value of a wrong type raises a TypeError, which names the field. A value out of range is ignored,
-    and counted, when the hint is used.
+    A value of a wrong type raises a TypeError that names the field. A value out of range is ignored and counted when
+    the hint is used.
     """
 
-    over: bool = False  # Its session will not come back.
-    returns_in_s: Seconds | None = None  # When its session is expected back, from the request's end on.
-    retain_s: Seconds | None = None  # For so long its chunks are passed over when room is made.
-    priority: Annotated[int, msgspec.Meta(ge=0, le=PRIORITY_MAX)] = 0  # Of what is retained: the lowest goes first.
-    tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None  # Of the leading part that is retained; None: of all.
+    over: bool = False  # The session will not come back.
+    returns_in_s: Seconds | None = None  # The session is expected back this long after the request's end.
+    retain_s: Seconds | None = None  # The chunks are passed over for this long when room is made.
+    priority: Annotated[int, msgspec.Meta(ge=0, le=PRIORITY_MAX)] = 0  # Retained chunks of the lowest one go first.
+    tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None  # Length of the leading part to retain; None for all.
     class_: Annotated[str, msgspec.Meta(max_length=CLASS_CHARACTERS_MAX)] | None = msgspec.field(
         default=None, name="class"
     )
     """The sender, such as an agent, a tool or a tenant. A policy learns what each class is worth."""
     no_store: bool | Annotated[tuple[str, ...], msgspec.Meta(max_length=TIERS_NAMED_MAX)] = False
-    """Nothing of the request goes to tiers, or to those of these names."""
+    """No chunk of the request is stored in a tier, or in the named tiers."""
 
     def __post_init__(self) -> None:
         for attribute, types in _TYPES.items():
@@ -60,15 +60,15 @@ class Hint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise TypeError(_refusal("no_store", self.no_store))
 
     def keeps_out(self, tier: str) -> bool:
-        """Say whether the request's chunks are to stay out of the tier of this name."""
+        """Return True if the request's chunks are not stored in the tier of this name."""
         return self.no_store if isinstance(self.no_store, bool) else tier in self.no_store
 
 
 class Advice(msgspec.Struct, Generic[K], frozen=True):
-    """A hint for an eviction order, about keys in prefix order. It is soft, and applied from memory.
+    """Advice to an eviction order about keys, in prefix order. It is soft, and applied from memory.
 
-    - `rank` renews the keys' recency. With a `hint`, a request that used exactly these keys has ended, and the hint is
-      what was said of it; an empty hint says nothing. Without one, the keys may be of several requests.
+    - `rank` renews the keys' recency. With a `hint`, which may be empty, a request that used exactly these keys has
+      ended. Without one, the keys may be of several requests.
     - `demote` puts the keys before all others, tail first, until they are used again.
     - `retain` passes over the keys for `seconds`. A higher `priority` (0 to 99) takes the place of a lower one.
     """
@@ -90,13 +90,13 @@ class Advice(msgspec.Struct, Generic[K], frozen=True):
 
 
 class IgnoredHints:
-    """What was ignored of hints, by reason: `type` (no table), `field` (unknown), `value` (out of range), `tier`."""
+    """Counts of ignored hints by reason: `type` (no table), `field` (unknown), `value` (out of range), `tier`."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
 
     def add(self, reason: str, what: str) -> None:
-        """Count a hint, or a part of one, that is ignored; the first of each reason is said."""
+        """Count an ignored hint, or part of one, and log the first of each reason."""
         if reason not in self.counts:
             logger.warning(
                 "a hint is ignored (%s): %s; later ones of this kind are only counted; see %s",
@@ -108,9 +108,9 @@ class IgnoredHints:
 
 
 def hint_of(given: object, ignored: IgnoredHints | None = None) -> Hint | None:
-    """Return what was given as a hint: a `Hint`, a table of its fields, or None. Never raises.
+    """Return the hint in a `Hint`, a table of its fields, or None. Never raises.
 
-    What cannot be read as a whole is ignored as a whole: None, and counted in `ignored`.
+    An unreadable hint is ignored as a whole: the result is None, and `ignored` counts it.
     """
     if given is None:
         return None
@@ -118,7 +118,7 @@ def hint_of(given: object, ignored: IgnoredHints | None = None) -> Hint | None:
         return _read(given)
     except _UnreadableError as error:
         reason, what = error.args
-    except Exception as error:  # noqa: BLE001  # Whatever a client sends: it is its hint that it loses.
+    except Exception as error:  # noqa: BLE001  # Whatever a client sends costs only its hint.
         reason, what = "value", str(error)[:CLASS_CHARACTERS_MAX]
     if ignored is not None:
         ignored.add(reason, what)
@@ -126,24 +126,24 @@ def hint_of(given: object, ignored: IgnoredHints | None = None) -> Hint | None:
 
 
 def shown(value: object) -> str:
-    """Return a value and its type as a message says them: escaped, in one line, and never long."""
+    """Return a value and its type for a message: escaped, on one line, at most `SHOWN_CHARACTERS_MAX` of the value."""
     return f"{_short.repr(value)[:SHOWN_CHARACTERS_MAX]} ({type(value).__name__})"
 
 
 def shortened(name: str) -> str:
-    """Return a name that a client has sent as the log says it."""
+    """Return a client's name for the log: quoted and escaped, at most `SAID_CHARACTERS_MAX` of it."""
     return repr(name if len(name) <= SAID_CHARACTERS_MAX else f"{name[:SAID_CHARACTERS_MAX]}…")
 
 
 class _UnreadableError(Exception):
-    """The reason, and what is wrong."""
+    """The reason of `IgnoredHints.add`, and the message."""
 
 
 def _read(given: object) -> Hint:
     sent: object = msgspec.to_builtins(given) if isinstance(given, Hint) else given
     if not _is_table(sent):
         raise _UnreadableError("type", f"{type(given).__name__} given, a table of a hint's fields accepted")
-    if len(sent) > len(_FIELDS):  # A million of them would take a step its time.
+    if len(sent) > len(_FIELDS):  # A million of them would take a step's time.
         raise _UnreadableError("field", f"{len(sent):,} fields given, {_ACCEPTED} accepted")
     table = dict(sent)
     if unknown := table.keys() - _FIELDS:
@@ -155,7 +155,7 @@ def _read(given: object) -> Hint:
     for name, seconds in (("returns_in_s", hint.returns_in_s), ("retain_s", hint.retain_s)):
         if seconds is not None and not math.isfinite(seconds):
             raise _UnreadableError("value", _refusal(name, seconds))
-    _encoder.encode(hint)  # Raises where it could not be sent to a tier: half a character, more than 64 bits.
+    _encoder.encode(hint)  # Raises if it cannot be sent to a tier: half a character, more than 64 bits.
     return hint
 
 
@@ -164,7 +164,7 @@ def _is_table(given: object) -> TypeGuard[Mapping[str, object]]:
 
 
 def _wrong(field: tuple[str, object]) -> str | None:
-    """Say what is wrong with one field, a name and a value; None if nothing is."""
+    """Return the message about a field, a name and a value; None if it is valid."""
     try:
         msgspec.convert(dict([field]), Hint)
     except msgspec.ValidationError:
@@ -181,7 +181,7 @@ def _all_text(values: Iterable[object]) -> bool:
 
 
 def _plain(attribute: str, value: object, types: frozenset[type]) -> object:
-    """Return a value as it is sent, as a float of NumPy's or text of an enum's; TypeError if it is of another type."""
+    """Return the plain value of a subclass, such as NumPy's float or an enum's text; TypeError for other types."""
     if isinstance(value, float) and float in types:
         return float(value)
     if isinstance(value, int) and int in types and not isinstance(value, bool):

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from kvtier.backend import OffloadKey
 from kvtier.config import PRIMARY_NAME
 from kvtier.engine.answers import EventKind, EventLog
-from kvtier.engine.outbox import Operation, Outbox, Transfer, Transfers
+from kvtier.engine.outbox import Outbox
 from kvtier.engine.primary import Rows
 from kvtier.engine.requests import Leases
-from kvtier.engine.tier import NOT_TRIED, Explored, Residency, Tier
+from kvtier.engine.tier import NOT_TRIED, Residency, Tier, Trial
+from kvtier.engine.transfers import Operation, Transfer, Transfers
 from kvtier.runner.messages import (
     Acknowledge,
     Action,
@@ -79,9 +80,7 @@ class Inbox:
             case TierUsage():
                 self._tiers[message.tier].use(message)
             case TierSpeed():
-                self._tiers[message.tier].speed = Speed(
-                    message.fixed_s, message.load_s_per_byte, message.store_s_per_byte, message.corrections
-                )
+                self._tiers[message.tier].speed = Speed(message.fixed_s, message.s_per_byte)
             case _:
                 pass  # The rest is between the bridge and its runner.
 
@@ -134,12 +133,12 @@ class Inbox:
         """
         tier = load.tier
         if load.given_up or not message.codes:
-            tier.note_lag(load, message.seconds)
+            tier.compare(load, message.seconds)
         if message.codes:
             return
         tier.counters.compare(load.expected_s, message.seconds)
         if load.request is None:
-            tier.explored = Explored(len(load.keys), message.seconds, load.expected_s)
+            tier.trial = Trial(len(load.keys), message.seconds)
 
     def _settle(self, id_: int, failed: Mapping[int, Code], now: float, *, lent: bool, cause: str = "") -> None:
         transfer = self._transfers.settle(id_, lent=lent)
@@ -261,7 +260,7 @@ class Inbox:
         transfer = self._transfers.settle(message.id, lent=False)
         if transfer is None:
             return
-        transfer.tier.word_s = message.seconds
+        transfer.tier.probe_latency_s = message.seconds
         if not message.present:
             transfer.tier.unanswered(message.cause, now)
         self._believe(transfer, message.present, now)

@@ -1,14 +1,13 @@
 """The ledger: what is where and what is under way, and every decision about it, in plain synchronous calls.
 
 No await, no clock, no I/O: the time is an argument, and what is to be done comes out of `end_step` as actions. So every
-change of state is atomic, and a test is a plain call. The ledger answers its caller; `outbox` and `inbox` are its
-traffic with the tiers. Three modules decide for it: `weighing` what is loaded and what is computed, `cascades` what is
-written later, and `prefetches` what is looked up before a request asks.
+change of state is atomic, and a test is a plain call. The ledger answers its caller; `loads`, `outbox`
+and `inbox` are its traffic with the tiers. Three modules decide for it: `worth` what is loaded and what is computed,
+`cascades` what is written later, and `prefetches` what is looked up before a request asks.
 """
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from functools import partial
 from typing import NamedTuple
 
 from kvtier.backend import OffloadKey, check_keys
@@ -16,13 +15,15 @@ from kvtier.config import PRIMARY_NAME, PROBES_IN_FLIGHT_MAX, EngineConfig, Tier
 from kvtier.engine.answers import HIT, HIT_PENDING, MISS, RETRY, EventKind, EventLog, LookupResult, StorePlan
 from kvtier.engine.cascades import NO_STORE, Cascades
 from kvtier.engine.inbox import Inbox, Observe
-from kvtier.engine.outbox import Outbox, Transfers
+from kvtier.engine.loads import Loads
+from kvtier.engine.outbox import Outbox
 from kvtier.engine.prefetches import Prefetches
 from kvtier.engine.prefill import PrefillSpeed
 from kvtier.engine.primary import Primary
 from kvtier.engine.requests import NEVER, PROMOTIONS_MAX, Leases, Request, Search, StepHits, Waited
+from kvtier.engine.sources import sources_of
 from kvtier.engine.tier import WHEN_EVICTED, Residency, Tier, TierSpec
-from kvtier.engine.weighing import Weighing
+from kvtier.engine.transfers import Transfers
 from kvtier.engine.worth import Worth
 from kvtier.hints import RETAIN_S_MAX, Advice, IgnoredHints, hint_of, shortened
 from kvtier.policies import Policy, policy_class
@@ -94,6 +95,7 @@ class Ledger:
             cascade_rows_max=limits.cascade_rows_max,
             action_chunks=limits.action_chunks,
         )
+        self.loads = Loads(self._worth, self.primary, self.leases, self.transfers, self.tiers, limits.action_chunks)
         self.cascades = Cascades(
             self.primary,
             self.tiers,
@@ -105,11 +107,10 @@ class Ledger:
         self.inbox = Inbox(
             self.primary, self.leases, self.tiers, self.residency, self.transfers, self.outbox, self._events, observe
         )
-        self.weighing = Weighing(self._worth, self.primary, self.leases, self.outbox, self.tiers)
         self.counters = LedgerCounters()
         self.row_bytes = limits.row_bytes
         self.hints_ignored = IgnoredHints()
-        self.prefetches = Prefetches(self.primary, self.cascades, self.leases, self.outbox, self.lookup)
+        self.prefetches = Prefetches(self.primary, self.cascades, self.leases, self.loads, self.lookup)
         self._forgetting: dict[OffloadKey, None] = {}  # What was to be forgotten and is held.
         self._chunk_tokens = limits.chunk_tokens
         self.promoting = True  # False between a reset and the LLM engine's word that its workers have flushed.
@@ -163,8 +164,8 @@ class Ledger:
         What is not worth its load is a miss for its request from now on.
         """
         worth = self._worth
-        if self.outbox.runs:
-            self.weighing.weigh(self._now, self._step)
+        if self.loads.wanted or self.loads.trials:
+            self.loads.weigh(self._now, self._step)
         if self.prefetches.waiting:  # After that: what is not loaded for a request may be for them.
             self.prefetches.step()
         weighs = worth.token_s > 0
@@ -175,7 +176,7 @@ class Ledger:
             self._cascade_parked()
         if self.cascades.owes:
             self.cascades.step(self._now, runner_up=self.runner_up)
-        actions = self.outbox.flush(partial(self.weighing.expect, self._now) if weighs else None)
+        actions = self.outbox.flush(() if self.loads.empty else self.loads.flush(self._now))
         if weighs or self.prefill.tokens_per_s:
             worth.begin_step()
         self._step += 1
@@ -184,7 +185,7 @@ class Ledger:
     @property
     def pending(self) -> bool:
         """Something is queued or under way within its deadline: steps should go on."""
-        if self.transfers.under_way or not self.outbox.empty or self.prefetches:
+        if self.transfers.under_way or not (self.outbox.empty and self.loads.empty) or self.prefetches:
             return True
         return self._awaits_runner and not self.runner_up and self.cascades.due_rows > 0
 
@@ -203,65 +204,51 @@ class Ledger:
         return HIT
 
     def _lookup_absent(self, key: OffloadKey, request: Request) -> LookupResult:
+        """Find a tier for a key that is not ready in the primary, and promote it."""
         if key in self.primary.filling:
-            if self._worth.token_s and (self._now >= request.late_at or request.declined(key)):
-                self.weighing.give_up(key, request)
-                return self._miss(key, request, ())
-            return self._wait_for(key, request)
+            return self._join(key, request)
         search = request.search
         if not (self.promoting and self.runner_up) or search.promotions.get(key, 0) >= PROMOTIONS_MAX:
-            return self._miss(key, request, ())
-        mask = self.residency.mask.get(key, 0)
-        asked: list[Tier] = []
-        silent: list[Tier] = []
-        slow: list[Tier] | None = None
-        source, having = None, 0
-        for tier in self.tiers:
-            if not request.loads_from(tier.spec) or not tier.admits(self._now):
-                continue
-            asked.append(tier)
-            answer = tier.answer(key, bool(mask & tier.bit), self._now)
-            if answer is None and (tier.index, key) in search.asked:
-                answer = self._last_word(key, tier, search)
-            if answer is None:
-                silent.append(tier)
-            elif answer:
-                if not (request.weighed and self._worth.token_s):
-                    return self._promote(key, tier, request)
-                if (self._worth.never(tier) and request not in self.outbox.runs) or search.passed & tier.bit:
-                    slow = [*(slow or ()), tier]
-                elif source is None:
-                    source = tier
-                having |= tier.bit
-        unasked = bool(silent) and source is not None
-        if source is None:  # A silent tier that may not be asked now is not waited for.
-            if silent and self._ask(key, silent, request):
-                return RETRY
-            if slow is None:
-                return self._miss(key, request, asked)
-            source = next((tier for tier in slow if self.weighing.may_try(tier, request, self._now, self._step)), None)
-            if source is None:
-                self.weighing.decline_at_once(key, slow[0], request, self._now)
-                return self._miss(key, request, ())
-        others = having & ~(source.bit | search.passed)
-        return self._promote(key, source, request, others, unasked=unasked)
+            return self._miss(key, request, search)
+        never = self._worth.never if request.weighed and self._worth.token_s else None
+        holders = self.residency.mask.get(key, 0)
+        sources = sources_of(key, request, search, self.tiers, holders, self._now, never)
+        if sources.late:
+            self._end_probes(key, sources.late, search)
+        if sources.having:
+            alternatives = len(sources.having) > 1 or bool(sources.silent)
+            return self._promote(key, sources.having[0], request, alternatives=alternatives)
+        if sources.silent and self._probe(key, sources.silent, request):
+            return RETRY
+        if sources.too_slow:
+            return self._try_or_decline(key, sources.too_slow, request)
+        return self._miss(key, request, search, sources.admitted)
 
-    def _last_word(self, key: OffloadKey, tier: Tier, search: Search) -> bool | None:
-        """Return what a tier has said that a request has asked for a key; None while it is waited for.
+    def _join(self, key: OffloadKey, request: Request) -> LookupResult:
+        """Wait for a load in flight, unless the request computes the key instead."""
+        if self._worth.token_s and (self._now >= request.late_at or request.declined(key)):
+            self.loads.give_up(key, request)
+            return self._miss(key, request, request.search)
+        return self._wait_for(key, request)
 
-        A request asks once: else answers that are older than a step would keep it waiting. What is late is absent.
-        """
-        if key not in tier.asking:
-            return tier.last_answer(key)
-        if search.waits_for_word(self._now):
-            return None
+    def _end_probes(self, key: OffloadKey, late: Sequence[Tier], search: Search) -> None:
+        """Wait no longer for tiers whose answers are late; they count as not having the key."""
+        search.end_probes(self._now)
         if key not in search.missed:
-            tier.counters.drop("asking", 1)
-        return False
+            for tier in late:
+                tier.counters.drop("asking", 1)
 
-    def _ask(self, key: OffloadKey, tiers: Sequence[Tier], request: Request) -> bool:
-        """Have these tiers asked for a key; False if none of them may be."""
-        check_keys((key,))  # A look-up that asks no tier needs no check: it finds nothing.
+    def _try_or_decline(self, key: OffloadKey, too_slow: Sequence[Tier], request: Request) -> LookupResult:
+        """Promote a key behind others of the request, or as a trial of its tier; else the request computes it."""
+        for tier in too_slow:
+            if request in self.loads.wanted or self.loads.may_try(tier, request, self._now):
+                return self._promote(key, tier, request)
+        self.loads.decline((key,), too_slow[0], request, self._now)
+        return self._miss(key, request, request.search)
+
+    def _probe(self, key: OffloadKey, tiers: Sequence[Tier], request: Request) -> bool:
+        """Queue probes for a key; return False if none of these tiers may be probed now."""
+        check_keys((key,))  # A look-up that probes no tier needs no check: it finds nothing.
         asks, asked, weighs = False, request.search.asked, request.weighed and self._worth.token_s > 0
         for tier in tiers:
             if tier.may_ask(key):
@@ -269,7 +256,7 @@ class Ledger:
                 if weighs and (tier.index, key) not in asked:
                     weighs = False
                     patience_s = self._worth.patience_s(self._worth.chunk_s)
-                    request.search.wait_for_word(self._now, tier.word_s, patience_s)
+                    request.search.await_probe(self._now, tier.probe_latency_s, patience_s)
                 asked.add((tier.index, key))
                 request.retried_in = self._step
                 asks = True
@@ -277,13 +264,10 @@ class Ledger:
                 tier.counters.drop("asking", 1)
         return asks
 
-    def _promote(
-        self, key: OffloadKey, tier: Tier, request: Request, others: int | None = None, *, unasked: bool = False
-    ) -> LookupResult:
+    def _promote(self, key: OffloadKey, tier: Tier, request: Request, *, alternatives: bool = False) -> LookupResult:
         """Reserve and lease a row for a key that a tier has. Without one it is a miss, or RETRY in a `Turn`.
 
-        What the request found before is leased first: a prefix that exceeds the share keeps its leading part.
-        Its load is weighed if it is known which `others` have it, too; `unasked`: a further tier may.
+        The hits before it are leased first: a prefix that exceeds the share keeps its leading part.
         """
         turn, evicted = request.turn, None
         if (turn is None or turn.mine) and self._hits.leasable(request, 1):
@@ -293,14 +277,14 @@ class Ledger:
             return RETRY
         if evicted is None:
             self.counters.promotions_refused += 1
-            return self._miss(key, request, ())
+            return self._miss(key, request, request.search)
         self._events.add(EventKind.REMOVED, PRIMARY_NAME, evicted)
         self._hits.lease(request, self._now)
         self.leases.take(self.primary.filling[key], request, self._now)
         search = request.search
         search.promotions[key] = search.promotions.get(key, 0) + 1
         search.sources[key] = tier.index
-        self.outbox.promote(key, tier, request, others, unasked=unasked)
+        self.loads.want(key, tier, request, alternatives=alternatives)
         if self.cascades.owes:
             self.cascades.promoted(key, tier.spec, request)
         return self._wait_for(key, request)
@@ -314,7 +298,7 @@ class Ledger:
                 break
             chunks += 1
         self.counters.promotions_refused += chunks
-        self._miss(keys[0], request, ())
+        self._miss(keys[0], request, request.search)
         return chunks
 
     def patience_s(self, chunks: int) -> float:
@@ -336,10 +320,10 @@ class Ledger:
         request.waits = True
         return HIT_PENDING
 
-    def _miss(self, key: OffloadKey, request: Request, asked: Sequence[Tier]) -> LookupResult:
+    def _miss(self, key: OffloadKey, request: Request, search: Search, asked: Sequence[Tier] = ()) -> LookupResult:
         if request.waiting_since is not None:
             self._hits.note_miss(request)
-        missed = request.search.missed
+        missed = search.missed
         if key not in missed:
             missed.add(key)
             self.counters.misses += 1
@@ -649,6 +633,7 @@ class Ledger:
     def reset(self) -> None:
         """Clear the primary; the tiers keep what they have. What is still under way is given up, its rows stay lent."""
         self.prefetches.clear()
+        self.loads.clear()
         self.outbox.clear()
         self.inbox.give_up(self._now)
         self.leases.clear()

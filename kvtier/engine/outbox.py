@@ -1,24 +1,19 @@
-"""The outbox: what goes to the tiers when a step ends, in batches, loads first; and what has gone: the transfers.
+"""The outbox: stores, deletes, probes and advice of one step, which leave in batches at its end.
 
-Rows are reserved or pinned when something is queued, not when it is sent, so that nothing of it can be evicted in
-between. What exceeds a limit is dropped here and counted, with the reason.
-
-A transfer is under way until its outcome is known. If it ran out of time, or its runner died, its rows may still be
-lent then. Such a transfer is overdue. No LLM engine waits for it, and no other transfer gets its rows until they are
-returned.
+Rows are pinned when a store is queued, not when it is sent, so that none is evicted in between. A store that exceeds a
+limit is dropped and counted, with the reason. Loads have a queue of their own: see `loads`.
 """
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from enum import Enum
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import NamedTuple
 
 from kvtier.backend import OffloadKey
 from kvtier.engine.primary import Rows
-from kvtier.engine.requests import Request
 from kvtier.engine.tier import WHEN_EVICTED, Residency, Tier
+from kvtier.engine.transfers import Operation, Transfers
 from kvtier.hints import Advice, Hint
 from kvtier.runner.messages import (
     Acknowledge,
@@ -27,7 +22,6 @@ from kvtier.runner.messages import (
     Cascade,
     Delete,
     Probe,
-    Promote,
     pack_keys,
     pack_rows,
 )
@@ -37,182 +31,6 @@ ADVICE_MAX = 64  # In one step. Of more the oldest are dropped: they only say in
 _NOTHING_SAID = Hint()  # Of a request that is over, where others have hints.
 
 _to_ask = attrgetter("to_ask")
-
-
-class Operation(Enum):
-    """The operation that a transfer does; the values are the names in metrics."""
-
-    PROMOTION = "load"
-    CASCADE = "store"
-    PROBE = "probe"
-    DELETE = "delete"
-
-
-class Run:
-    """Neighbouring keys of what a request looked up in a step, that are to be loaded from one tier."""
-
-    __slots__ = ("end", "others", "start", "tier", "unasked")
-
-    def __init__(self, tier: Tier, start: int, end: int, others: int = 0, *, unasked: bool = False) -> None:
-        self.tier = tier
-        self.start = start  # Places among all that the request has found in the step, from 0.
-        self.end = end
-        self.others = others  # Bits of the other tiers that have all of it.
-        self.unasked = unasked  # A further one may have some of it, and has not been asked.
-
-
-def chunks_before(runs: Sequence[Run], end: int) -> dict[Tier, int]:
-    """Count by tier the chunks of runs whose places are before an end; tiers without any, too."""
-    chunks: dict[Tier, int] = {}
-    for run in runs:
-        chunks[run.tier] = chunks.get(run.tier, 0) + max(0, min(run.end, end) - run.start)
-    return chunks
-
-
-class Transfer:
-    """One action that was sent. `rows` is empty for probes and deletes; `request` is set for promotions that have one.
-
-    `expected_s` is the time that it was expected to take; 0 if that is not known. `sizes` are the sizes for which the
-    tier's speed gave this time. `computing_s` is what computing it would take, for whoever waits. `given_up`: it was
-    too late for its request.
-    """
-
-    __slots__ = (
-        "computing_s",
-        "epoch",
-        "expected_s",
-        "forgotten",
-        "given_up",
-        "keys",
-        "operation",
-        "request",
-        "rows",
-        "sent_at",
-        "sizes",
-        "tier",
-    )
-
-    def __init__(
-        self,
-        operation: Operation,
-        tier: Tier,
-        keys: Sequence[OffloadKey],
-        rows: Sequence[int],
-        epoch: int,
-        request: Request | None,
-    ) -> None:
-        self.operation = operation
-        self.tier = tier
-        self.keys = keys
-        self.rows = rows
-        self.epoch = epoch
-        self.request = request
-        self.sent_at = 0.0
-        self.expected_s = 0.0
-        self.sizes: tuple[int, int] = (0, 0)
-        self.computing_s = 0.0
-        self.given_up = False
-        self.forgotten = False  # The primary was cleared meanwhile: its pins are gone, its rows are in quarantine.
-
-
-Expect = Callable[[Transfer], None]
-"""Notes how long a load is expected to take, which is about to be sent."""
-
-
-class Transfers:
-    """Transfers under way and overdue, by action id, and the rows that cascades pin."""
-
-    def __init__(self, primary: Rows) -> None:
-        self.under_way: dict[int, Transfer] = {}
-        self.overdue: dict[int, Transfer] = {}
-        self.cascade_rows: Counter[int] = Counter()  # Row -> cascades, queued or sent, that pin it.
-        self.epoch = 0  # Of the runner that takes actions now.
-        self._primary = primary
-        self._ids = 0
-
-    def send(
-        self,
-        operation: Operation,
-        tier: Tier,
-        keys: Sequence[OffloadKey],
-        rows: Sequence[int],
-        request: Request | None = None,
-    ) -> int:
-        """Enter a transfer as under way and return its id."""
-        self._ids += 1
-        transfer = self.under_way[self._ids] = Transfer(operation, tier, keys, rows, self.epoch, request)
-        if operation is Operation.PROMOTION:
-            tier.loads[self._ids] = transfer
-        return self._ids
-
-    def settle(self, id_: int, *, lent: bool) -> Transfer | None:
-        """Take a transfer whose outcome is known off the table; while `lent`, it is overdue. None: it is not known."""
-        transfer = self.under_way.pop(id_, None)
-        if transfer is None:
-            return None
-        tier = transfer.tier
-        if tier.loads:
-            tier.loads.pop(id_, None)
-        if lent:
-            self.overdue[id_] = transfer
-            tier.overdue_rows += len(transfer.rows)
-        return transfer
-
-    def take_back(self, id_: int) -> None:
-        """Free the rows of an overdue transfer: nothing uses them any more."""
-        transfer = self.overdue.pop(id_, None)
-        if transfer is None:
-            return
-        transfer.tier.overdue_rows -= len(transfer.rows)
-        if transfer.forgotten or transfer.operation is Operation.PROMOTION:
-            for row in transfer.rows:
-                self._primary.release(row)
-        else:
-            self.unpin_cascade(transfer.rows)
-
-    def overdue_of(self, epoch: int) -> Iterator[int]:
-        return iter([id_ for id_, transfer in self.overdue.items() if transfer.epoch == epoch])
-
-    def pin_cascade(self, rows: Sequence[int]) -> None:
-        self.cascade_rows.update(rows)
-        self._primary.pin(rows)
-
-    def unpin_cascade(self, rows: Sequence[int]) -> None:
-        self._primary.unpin(rows)
-        cascades = self.cascade_rows
-        for row in rows:
-            left = cascades[row] - 1
-            if left:
-                cascades[row] = left
-            else:
-                cascades.pop(row)  # A Counter's own `del` is a call in Python.
-
-    def stores_under_way(self) -> list[tuple[Tier, Sequence[OffloadKey]]]:
-        sent = self.under_way.values()
-        return [(each.tier, each.keys) for each in sent if each.operation is Operation.CASCADE]
-
-    def pins_overdue(self) -> Counter[int]:
-        """Count by row the pins of cascades that ran out of time: nobody knows when these go."""
-        pins: Counter[int] = Counter()
-        for transfer in self.overdue.values():
-            if transfer.operation is Operation.CASCADE and not transfer.forgotten:
-                pins.update(transfer.rows)
-        return pins
-
-    @property
-    def rows_overdue(self) -> int:
-        """Rows that the present runner is late with; for what a dead one still holds its successor is not to blame."""
-        return sum(len(transfer.rows) for transfer in self.overdue.values() if transfer.epoch == self.epoch)
-
-    def clear(self) -> Counter[int]:
-        """Forget every pin and return the rows still lent, row -> borrowers. Nothing may be under way."""
-        assert not self.under_way, self.under_way
-        self.cascade_rows.clear()
-        lent: Counter[int] = Counter()
-        for transfer in self.overdue.values():
-            transfer.forgotten = True
-            lent.update(transfer.rows)
-        return lent
 
 
 class _Waiting(NamedTuple):
@@ -242,72 +60,12 @@ class Outbox:
         self._transfers = transfers
         self._cascade_rows_max = cascade_rows_max
         self._action_chunks = action_chunks
-        self._promotions: dict[tuple[Tier, Request | None], list[OffloadKey]] = {}
-        self.runs: dict[Request, list[Run]] = {}
-        """What requests want loaded in this step, in the order of asking, as far as loads are weighed."""
         self._cascades: dict[Tier, list[OffloadKey]] = {}
         self._deletes: dict[Tier, list[OffloadKey]] = {}
         self._advice: deque[Action] = deque(maxlen=ADVICE_MAX)
         self._waiting: deque[_Waiting] = deque()
         self._hinted = False  # There has been a hint.
         self._acknowledgements: list[Action] = []
-
-    def promote(
-        self, key: OffloadKey, tier: Tier, request: Request, others: int | None = None, *, unasked: bool = False
-    ) -> None:
-        """Queue a load into the row that is reserved for the key: one batch for each tier and request.
-
-        `others` and `unasked`: as of a `Run`, if the load of what the request finds next is to be weighed.
-        """
-        self._promotions.setdefault((tier, request), []).append(key)
-        if others is not None:
-            place, runs = request.found, self.runs.setdefault(request, [])
-            if runs and (last := runs[-1]).end == place and last.tier is tier and last.others == others:
-                last.end += 1
-                last.unasked |= unasked
-            else:
-                runs.append(Run(tier, place, place + 1, others, unasked=unasked))
-        tier.counters.promoted += 1
-        tier.breaker.take()
-
-    def reassign(self, request: Request, runs: Sequence[Run]) -> None:
-        """Queue the loads of a request anew, from the tiers that its runs say now; its turn stays the same."""
-        keys = [*request.held, *request.hits]
-        had: dict[Tier, int] = {}
-        for tier in self._tiers:
-            had[tier] = len(self._promotions.pop((tier, request), ()))
-            tier.counters.promoted -= had[tier]
-        for run in runs:
-            loaded = keys[run.start : run.end]
-            self._promotions.setdefault((run.tier, request), []).extend(loaded)
-            request.search.sources.update(dict.fromkeys(loaded, run.tier.index))
-            run.tier.counters.promoted += len(loaded)
-        for tier, chunks in chunks_before(runs, runs[-1].end).items():
-            tier.breaker.take(max(0, chunks - had[tier]))
-
-    def order_loads(self) -> None:
-        """Put the loads that are weighed into the order of asking; others come after them."""
-        turns: dict[Request | None, int] = {request: turn for turn, request in enumerate(self.runs)}
-        loads = [(turns.get(request, len(turns)), tier, request) for tier, request in self._promotions]
-        loads.sort(key=itemgetter(0))
-        self._promotions = {(tier, request): self._promotions[tier, request] for _, tier, request in loads}
-
-    def withdraw(self, tier: Tier, request: Request, kept: int) -> list[OffloadKey]:
-        """Take back what was queued for a request from a tier, but for the first so many; return it."""
-        queued = self._promotions[tier, request]
-        withdrawn = queued[kept:]
-        del queued[kept:]
-        if not queued:
-            del self._promotions[tier, request]
-        tier.counters.promoted -= len(withdrawn)
-        return withdrawn
-
-    def explore(self, keys: Sequence[OffloadKey], tier: Tier) -> None:
-        """Queue a load for nobody into the rows that are reserved for the keys."""
-        self._promotions.setdefault((tier, None), []).extend(keys)
-        tier.counters.promoted += len(keys)
-        tier.counters.explored += len(keys)
-        tier.breaker.take(len(keys))
 
     def cascade(self, keys: Iterable[OffloadKey], tier: Tier, now: float) -> None:
         """Queue stores of ready keys, each given once, that the tier neither has nor is getting."""
@@ -381,20 +139,17 @@ class Outbox:
         """Whether a store is queued or under way within its deadline."""
         return any(tier.storing for tier in self._tiers)
 
-    def loading(self) -> set[OffloadKey]:
-        """Return the keys that are on their way from tiers, or are about to be."""
-        sent = [each.keys for each in self._transfers.under_way.values() if each.operation is Operation.PROMOTION]
-        return set(chain(*self._promotions.values(), *sent))
-
     @property
     def empty(self) -> bool:
-        return not (self._promotions or self._cascades or self._deletes or any(map(_to_ask, self._tiers)))
+        return not (self._cascades or self._deletes or any(map(_to_ask, self._tiers)))
 
-    def flush(self, expect: Expect | None = None) -> list[Action]:
-        """Turn what was queued into actions; `expect` is told of every load."""
+    def flush(self, loads: Iterable[Action] = ()) -> list[Action]:
+        """Turn what was queued into actions; `loads` go before stores."""
         actions, self._acknowledgements = self._acknowledgements, []
-        if not self.empty:
-            actions.extend(self._work(expect))
+        if self.empty:
+            actions.extend(loads)
+        else:
+            actions.extend(chain(self._probes(), loads, self._stores(), self._deletions()))
         if self._waiting:
             self._advise_waiting()
         if self._advice:  # Nobody waits for these: with them alone the outbox is empty.
@@ -403,12 +158,10 @@ class Outbox:
         return actions
 
     def clear(self) -> None:
-        """Forget promotions and cascades: the primary is about to drop every key and pin."""
+        """Forget queued stores: the primary is about to drop every key and pin."""
         for tier, keys in self._cascades.items():
             tier.storing.difference_update(keys)
             tier.raced.difference_update(keys)
-        self._promotions.clear()
-        self.runs.clear()
         self._cascades.clear()
 
     def _advise_waiting(self) -> None:
@@ -456,33 +209,11 @@ class Outbox:
                 pins -= not pinned
         return taken
 
-    def _work(self, expect: Expect | None) -> Iterator[Action]:
-        yield from self._probes()
-        if self._promotions:
-            yield from self._loads(expect)
-        yield from self._stores()
-        for tier, queued in self._deletes.items():
-            for keys in self._batches(queued):
-                yield Delete(self._transfers.send(Operation.DELETE, tier, keys, ()), tier.index, pack_keys(keys))
-        self._deletes.clear()
-
     def _probes(self) -> Iterator[Action]:
         for tier in self._tiers:
             queued, tier.to_ask = tier.to_ask, []
             for keys in self._batches(queued):
                 yield Probe(self._transfers.send(Operation.PROBE, tier, keys, ()), tier.index, pack_keys(keys))
-
-    def _loads(self, expect: Expect | None) -> Iterator[Action]:
-        for (tier, request), queued in self._promotions.items():
-            for keys in self._batches(queued):
-                rows = [self._primary.filling[key] for key in keys]
-                id_ = self._transfers.send(Operation.PROMOTION, tier, keys, rows, request)
-                if expect is not None:
-                    expect(self._transfers.under_way[id_])
-                tier.loading += len(keys)
-                yield Promote(id_, tier.index, pack_keys(keys), pack_rows(rows))
-        self._promotions.clear()
-        self.runs.clear()
 
     def _stores(self) -> Iterator[Action]:
         for tier, queued in self._cascades.items():
@@ -491,6 +222,12 @@ class Outbox:
                 id_ = self._transfers.send(Operation.CASCADE, tier, keys, rows)
                 yield Cascade(id_, tier.index, pack_keys(keys), pack_rows(rows))
         self._cascades.clear()
+
+    def _deletions(self) -> Iterator[Action]:
+        for tier, queued in self._deletes.items():
+            for keys in self._batches(queued):
+                yield Delete(self._transfers.send(Operation.DELETE, tier, keys, ()), tier.index, pack_keys(keys))
+        self._deletes.clear()
 
     def _batches(self, keys: list[OffloadKey]) -> Iterator[list[OffloadKey]]:
         size = self._action_chunks

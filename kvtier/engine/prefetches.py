@@ -14,7 +14,7 @@ from itertools import islice
 from kvtier.backend import OffloadKey
 from kvtier.engine.answers import HIT, MISS, LookupResult
 from kvtier.engine.cascades import Cascades
-from kvtier.engine.outbox import Outbox
+from kvtier.engine.loads import Loads
 from kvtier.engine.primary import Primary
 from kvtier.engine.requests import Leases, Request
 
@@ -41,13 +41,13 @@ class Prefetches:
         primary: Primary,
         cascades: Cascades,
         leases: Leases,
-        outbox: Outbox,
+        loads: Loads,
         lookup: Callable[[OffloadKey, Request], LookupResult],
     ) -> None:
         self._primary = primary
         self._cascades = cascades
         self._leases = leases
-        self._outbox = outbox
+        self._loads = loads
         self._lookup = lookup
         self.waiting: deque[Prefetch] = deque()
         """Those that are not over, the oldest first."""
@@ -78,7 +78,7 @@ class Prefetches:
 
     def step(self) -> None:
         """Go on with the oldest ones: before a step's hits are leased."""
-        stored = self._primary.filling.keys() - self._outbox.loading()
+        stored = self._primary.filling.keys() - self._loads.keys()
         for prefetch in list(islice(self.waiting, AT_ONCE)):
             self._look(prefetch, stored)
             if prefetch.here >= len(prefetch.keys):

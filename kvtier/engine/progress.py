@@ -72,10 +72,10 @@ class Progress:
         """
         steps, ledger = self._steps, self._steps._ledger
         leased, looked_up_at = ledger.leases.rows, ledger._now
-        before = self._stirred, ledger.weighing.withdrawals, ledger.prefetches.ended
+        before = self._stirred, ledger.loads.withdrawals, ledger.prefetches.ended
         steps.end_step()
         steps._check_open()
-        if before != (self._stirred, ledger.weighing.withdrawals, ledger.prefetches.ended):
+        if before != (self._stirred, ledger.loads.withdrawals, ledger.prefetches.ended):
             self.stir()
             await asyncio.sleep(0)
         elif for_rows and ledger.leases.rows < leased:

@@ -29,7 +29,7 @@ _numbers = count(1)
 class Search:
     """A request's search beyond the primary. Most find all they need there, or are new: these have none."""
 
-    __slots__ = ("asked", "gave_up", "missed", "passed", "promotions", "sources", "word_at", "word_until")
+    __slots__ = ("answer_at", "asked", "gave_up", "missed", "passed", "probe_deadline", "promotions", "sources")
 
     def __init__(self) -> None:
         self.promotions: dict[OffloadKey, int] = {}
@@ -38,27 +38,31 @@ class Search:
         self.gave_up = False  # A load was late.
         self.passed = 0  # Bits of the tiers that are too slow for it, while others have yet to say what they have.
         self.asked: set[tuple[int, OffloadKey]] = set()  # Tiers, by index, that were asked for a key on its behalf.
-        self.word_at = 0.0  # When their word is expected,
-        self.word_until = NEVER  # and until when it waits for that.
+        self.answer_at = 0.0  # When their answers are expected.
+        self.probe_deadline = NEVER
 
-    def wait_for_word(self, now: float, expected_s: float, patience_s: float) -> None:
-        """Wait for a tier's word of one more key, and so for so much longer; it is expected to take its time."""
-        begun = self.word_until == NEVER or self.word_until <= now
-        self.word_until = (now if begun else self.word_until) + patience_s
-        self.word_at = now + expected_s if begun else max(self.word_at, now + expected_s)
+    def await_probe(self, now: float, latency_s: float, patience_s: float) -> None:
+        """Wait for one more probe, and `patience_s` longer; `latency_s` is how long the tier's last probe took."""
+        begun = self.probe_deadline == NEVER or self.probe_deadline <= now
+        self.probe_deadline = (now if begun else self.probe_deadline) + patience_s
+        self.answer_at = now + latency_s if begun else max(self.answer_at, now + latency_s)
 
-    def waits_for_word(self, now: float) -> bool:
-        """Say whether it waits on: neither is the word late, nor is it expected to be. If it does not, that is over."""
-        waits = max(now, self.word_at) < self.word_until
-        if not waits:
-            self.word_until = min(now, self.word_until)
-        return waits
+    def awaits_probes(self, now: float) -> bool:
+        """Return True before the probe deadline, unless the answer is expected after it."""
+        return max(now, self.answer_at) < self.probe_deadline
 
-    def word_late_after(self, now: float) -> float:
-        """Return when it gives up a tier's word. One that is expected to be late is given up now, and said so once."""
-        if not now < self.word_until < NEVER:
+    def end_probes(self, now: float) -> None:
+        """Wait for no more answers."""
+        self.probe_deadline = min(now, self.probe_deadline)
+
+    def probes_late_after(self, now: float) -> float:
+        """Return when the request gives up its probes; `now`, once, if the answer is expected too late."""
+        if not now < self.probe_deadline < NEVER:
             return NEVER
-        return self.word_until if self.waits_for_word(now) else now
+        if self.awaits_probes(now):
+            return self.probe_deadline
+        self.end_probes(now)
+        return now
 
     def give_up(self, key: OffloadKey) -> None:
         """Never promote this key again: it did not come."""
@@ -186,6 +190,8 @@ class Request:
 
     def loads_from(self, spec: TierSpec) -> bool:
         chosen = self.load_matchers
+        if chosen is None and self.matchers is None:
+            return True
         return self.allows(spec) and (chosen is None or any(matcher.matches(spec) for matcher in chosen))
 
     def keeps_out(self, spec: TierSpec) -> bool:
@@ -251,8 +257,8 @@ class Request:
 
     def late_after(self, now: float) -> float:
         """Return when the next of what it waits for is given up."""
-        word_late_at = NEVER if self._search is None else self._search.word_late_after(now)
-        return min(word_late_at, self.late_at if self.late_at > now else NEVER)
+        probes_late_at = NEVER if self._search is None else self._search.probes_late_after(now)
+        return min(probes_late_at, self.late_at if self.late_at > now else NEVER)
 
     @property
     def sources(self) -> Mapping[OffloadKey, int]:

@@ -411,6 +411,7 @@ class StepManager:
                 f"{calls} put or fetch under way, which may hold rows: await TieringOffloadingManager.reset()"
             )
         until = time.monotonic() + self._deadline(deadline_s)
+        self._ledger.loads.clear()
         self._ledger.outbox.clear()
         try:
             while self._ledger.transfers.under_way and (left := until - time.monotonic()) > 0:

@@ -31,7 +31,7 @@ AT_ONCE, WHEN_EVICTED, ON_SECOND_USE = "store", "evict", "second_use"
 
 PRESSURE = "pressure"  # A chunk was not written because its row was needed before the tier had taken it.
 ALL = 1 << 32  # Chunks: as many as there can be.
-LIKE_TIMES = 4  # So many times as many bytes take about as long for each of them.
+LIKE_TIMES = 4  # Loads of a quarter of the bytes count as of the same kind.
 UNDELETED_MAX = 4_096  # Keys; a step's actions for them are far fewer than a bridge takes.
 ANSWERS_MAX = 65_536  # Of each kind a tier: about 10 MB; older ones are asked again.
 
@@ -186,32 +186,30 @@ class Breaker:
 
 
 class Expected(Protocol):
-    """A load under way, as far as its tier's speed shows in it."""
+    """A load in flight, with the prediction that its duration is compared with."""
 
     sent_at: float
-    expected_s: float  # 0: nothing was expected.
-    sizes: tuple[int, int]  # Bytes: its own with those of loads before it, and those of stores under way.
-    computing_s: float  # That computing takes instead.
+    expected_s: float  # 0 if the tier's speed was not known.
+    size_bytes: int  # Its own bytes, and those of loads before it.
+    computing_s: float  # To compute its chunks instead.
     given_up: bool  # It was too late for its request.
 
     @property
     def request(self) -> object: ...
 
 
-class Late(NamedTuple):
-    """A load that has cost its request more time than computing."""
+class LateLoad(NamedTuple):
+    """A load that took longer than computing its chunks."""
 
-    sizes: tuple[int, int]  # As of what was expected of it.
+    size_bytes: int
     seconds: float
-    worth_bytes: int = 0  # Loads of no more than this have been faster than computing since.
 
 
-class Explored(NamedTuple):
-    """A load for nobody, which has shown how fast its tier is."""
+class Trial(NamedTuple):
+    """A load for no request, which has shown how fast a declined tier is."""
 
     chunks: int
     seconds: float
-    expected_s: float
 
 
 class Tier:
@@ -230,11 +228,10 @@ class Tier:
         self.loading = 0  # Chunks under way.
         self.loads: dict[int, Expected] = {}  # The same by the action's id, in the order of sending.
         self.speed: Speed | None = None  # As the runner last saw it.
-        self.late: Late | None = None  # Until a load of its kind is faster than computing.
-        self.word_s = 0.0  # That it took for its last answer to a question.
-        self.heard_at = 0.0  # When a load last ended, or was last made to see how fast the tier is.
-        self.explored: Explored | None = None  # What the last load for nobody has shown.
-        self.tried_in = -1  # The step in which a request's loads were last queued to see how fast the tier is.
+        self.late: LateLoad | None = None  # Until a load of its kind is faster than computing.
+        self.probe_latency_s = 0.0  # Of its last probe.
+        self.heard_at = 0.0  # When a load last ended, or a trial began.
+        self.trial: Trial | None = None  # The last one that has ended.
         self.storing: set[OffloadKey] = set()  # Queued or under way.
         self.raced: set[OffloadKey] = set()  # Of those, what was reported gone meanwhile: before it came, or after?
         self.asking: set[OffloadKey] = set()  # Asked or about to be, and nothing newer was heard of them since.
@@ -254,43 +251,41 @@ class Tier:
 
         A breaker lets a few through with every trial; what hangs keeps its rows, so these are bounded for themselves.
         """
-        return self.breaker.admits(now) if self.overdue_rows < self.spec.overdue_rows_max else 0
+        if self.overdue_rows >= self.spec.overdue_rows_max:
+            return 0
+        return ALL if self.breaker.state is CLOSED else self.breaker.admits(now)  # Inlined: runs for every look-up.
 
-    def slowdown(self, load_bytes: int, now: float) -> float:
-        """Return how much slower than its speed the tier is for a load of such a size; 1: not that anybody knew.
+    def slowdown(self, now: float) -> float:
+        """Return how many times slower than its speed the tier is now.
 
-        It shows in the load that was sent first: nothing has come since, for longer than that load should have taken.
-        After a load that was dearer than computing it is as slow as that one was, until others show that it is not.
+        The oldest load in flight shows it: nothing has come for longer than that load should have taken. After a load
+        that was slower than computing, the tier counts as slow as that one was, until others show that it is not.
         """
-        first, lag = next(iter(self.loads.values()), None), self._lag(load_bytes)
+        first, lag = next(iter(self.loads.values()), None), 1.0
+        if self.late is not None and self.speed is not None:
+            lag = max(1.0, self.late.seconds / self.speed.seconds(self.late.size_bytes))
         if first is None or not first.expected_s:
             return lag
         return max(lag, (now - max(first.sent_at, self.heard_at)) / first.expected_s)
 
     def give_up(self, request: object) -> None:
-        """Take note that loads are too late for the request that they were sent for."""
+        """Record that loads are too late for the request that they were sent for."""
         self.counters.given_up += 1
         for load in self.loads.values():
             load.given_up = load.given_up or load.request is request
 
-    def note_lag(self, load: Expected, seconds: float) -> None:
-        """Remember a load that its request would better have computed, until one of its kind is faster than computing.
+    def compare(self, load: Expected, seconds: float) -> None:
+        """Compare a load's duration with computing its chunks.
 
-        One surprise changes the speed little. But such a load has cost a request its time. What few chunks take says
-        nothing of many: a call may cost what it did, and only its bytes take longer.
+        One surprise changes the speed little, but a load slower than computing has cost its request time. So it is
+        remembered, until one of its kind is faster than computing. Few chunks say nothing of many: a call may cost
+        what it did, and only its bytes take longer.
         """
-        size, late = load.sizes[0], self.late
-        if load.given_up or (load.request is not None and seconds > load.computing_s):
-            self.late = Late(load.sizes, seconds)
-        elif late is not None and seconds <= load.computing_s:
-            alike = size * LIKE_TIMES >= late.sizes[0]
-            self.late = None if alike else late._replace(worth_bytes=max(size, late.worth_bytes))
-
-    def _lag(self, load_bytes: int) -> float:
         late = self.late
-        if late is None or self.speed is None or load_bytes <= late.worth_bytes:
-            return 1.0
-        return max(1.0, late.seconds / self.speed.seconds(*late.sizes))
+        if load.given_up or (load.request is not None and seconds > load.computing_s):
+            self.late = LateLoad(load.size_bytes, seconds)
+        elif late is not None and seconds <= load.computing_s and load.size_bytes * LIKE_TIMES >= late.size_bytes:
+            self.late = None
 
     def answer(self, key: OffloadKey, known: bool, now: float) -> bool | None:
         """Say whether the tier has the key; None if it must be asked."""

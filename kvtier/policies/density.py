@@ -31,6 +31,7 @@ _AGING = (  # Steps, and how many requests apart they are looked after: old runs
     (range(9, STEPS - 1), 64),
 )
 
+_NO_KEYS = array("I")
 _NOBODY = 0  # The run of a key that is not resident.
 _PAUSE_UNKNOWN = 0
 _PAUSE_STEPS_MAX = 6
@@ -120,7 +121,7 @@ class _Run:
     def __init__(self, number: int, born: int) -> None:
         self.number = number
         self.born = born  # When it was opened, or began to age.
-        self.keys: array[int] | tuple[()] = ()  # Some of these may be another run's by now.
+        self.keys = _NO_KEYS  # Some of these may be another run's by now.
         self.live = 0  # Keys that it still owns.
         self.size = 0  # The same with evicted keys, which would have shared the fate of the others.
         self.label: Label | None = None
@@ -148,7 +149,7 @@ class DensityOrder:
         self._warm_up_requests = warm_up_requests
         self._ghost_keys_max = _GHOST_KEYS * capacity
         self._owner = array("I", [_NOBODY]) * numbers  # The number of each key's run.
-        self._runs: list[_Run | None] = [None]
+        self._runs: dict[int, _Run] = {}  # By number, from 1.
         self._unused: list[int] = []  # Numbers of ended runs.
         self._open: OrderedDict[_Run, None] = OrderedDict()  # Oldest first, as all of these.
         self._given_up = 0  # Open runs since the last tick: an owner need not rank.
@@ -181,7 +182,7 @@ class DensityOrder:
     def touch(self, keys: Sequence[int], /) -> None:
         if not keys:
             return
-        run, deepest = self._new_run(), self._run(self._owner[keys[-1]])
+        run, deepest = self._new_run(), self._runs[self._owner[keys[-1]]]
         settled = deepest.label is not None
         taken = self._take(keys, used=True)
         if settled and deepest.live <= _REST_KEYS and not deepest.shared:
@@ -203,19 +204,12 @@ class DensityOrder:
         self._end(keys, branches, has_future=hint.over or hint.returns_in_s is not None)
 
     def move(self, old: int, new: int, /) -> None:
-        run = self._run(self._owner[old])
-        assert run.keys, run.number
+        run = self._runs[self._owner[old]]
         run.keys[run.keys.index(old)] = new
         self._owner[old], self._owner[new] = _NOBODY, run.number
         self.touch((new,))
 
-    def evict(
-        self,
-        count: int,
-        keep: Callable[[int], int],
-        incoming: Sequence[Any] = (),  # `insert` recognises ghosts.
-        /,
-    ) -> list[int] | None:
+    def evict(self, count: int, keep: Callable[[int], int], incoming: Sequence[Any] = (), /) -> list[int] | None:
         parts = self._choose(count, keep, _tail, self._coldest_first())
         if parts is None:  # Then also keys before kept ones, and keys of requests that have not ended.
             parts = self._choose(count, keep, _anywhere, chain(self._coldest_first(), self._open))
@@ -239,18 +233,9 @@ class DensityOrder:
 
     # Runs, and the keys that they own.
 
-    def _run(self, number: int) -> _Run:
-        run = self._runs[number]
-        assert run is not None, number
-        return run
-
     def _new_run(self) -> _Run:
-        number = self._unused.pop() if self._unused else len(self._runs)
-        run = _Run(number, self._returns.now)
-        if number == len(self._runs):
-            self._runs.append(run)
-        else:
-            self._runs[number] = run
+        number = self._unused.pop() if self._unused else len(self._runs) + 1
+        run = self._runs[number] = _Run(number, self._returns.now)
         return run
 
     def _own(self, run: _Run, keys: Sequence[int]) -> None:
@@ -281,7 +266,7 @@ class DensityOrder:
         """Take the keys from their runs; return how many each had. The caller gives them another owner."""
         taken = self._owners(keys)
         for number, count in taken.items():
-            run = self._run(number)
+            run = self._runs[number]
             run.live -= count
             if used and run.label is not None:
                 self._returns.returned(run.label, run.step, count if run.live else run.size)
@@ -300,7 +285,6 @@ class DensityOrder:
 
     def _keys(self, run: _Run) -> "array[int]":
         """Return the keys that a run owns, head first, and drop others from its list."""
-        assert run.keys, run.number
         if len(run.keys) > run.live:
             owner, number = self._owner, run.number
             run.keys = array("I", [key for key in run.keys if owner[key] == number])
@@ -313,8 +297,8 @@ class DensityOrder:
         else:
             self._leave_cell(run)
             del self._settled[run]
-        run.keys = ()
-        self._runs[run.number] = None
+        run.keys = _NO_KEYS
+        del self._runs[run.number]
         self._unused.append(run.number)
 
     # The end of a request, and age.
@@ -326,7 +310,7 @@ class DensityOrder:
         """
         if not keys:
             return
-        runs = list(map(self._run, self._owners(keys)))
+        runs = list(map(self._runs.__getitem__, self._owners(keys)))
         opened = [run for run in runs if run.label is None]
         if not opened and not hints and not any(run.step for run in runs):
             return  # It was ranked already, and not used since.
@@ -343,7 +327,7 @@ class DensityOrder:
 
     def _settle(self, keys: Sequence[int], turn: int, pause: int, shared: int, path: Sequence[Branch]) -> None:
         """Make a run of the keys that ages: the open run that owns exactly these, or a new one."""
-        run = self._run(self._owner[keys[0]])
+        run = self._runs[self._owner[keys[0]]]
         if run.label is None and run.live == run.size == len(keys) and self._keys(run) == array("I", keys):
             del self._open[run]
         else:
@@ -381,10 +365,9 @@ class DensityOrder:
             outlived(run.label, step, run.size)
             if run.live:
                 self._leave_cell(run)
-                run.step = step + 1
+            run.step = step + 1
+            if run.live:
                 self._enter_cell(run)
-            else:
-                run.step = step + 1
             if run.step < STEPS - 1:
                 older.append(run)
 

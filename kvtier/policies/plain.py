@@ -36,8 +36,9 @@ class FIFO(Policy[K]):
         return victims
 
     def remove(self, keys: Sequence[K]) -> None:
+        order = self._order
         for key in keys:
-            del self._order[key]
+            del order[key]
 
 
 class LRU(FIFO[K]):
@@ -55,8 +56,12 @@ class LRU(FIFO[K]):
         self.touch(keys)
 
     def evict(self, count: int, keep: Callable[[K], bool], incoming: Sequence[K] = ()) -> list[K] | None:
-        victims = super().evict(count, keep, incoming)
-        if victims is not None:
-            for key in list(takewhile(keep, self._order)):  # Otherwise every call would pass over long-pinned keys.
-                self._order.move_to_end(key)
+        order = self._order
+        victims = list(islice(filterfalse(keep, order), count))
+        if len(victims) < count:
+            return None
+        for key in victims:
+            del order[key]
+        for key in list(takewhile(keep, order)):  # Otherwise every call would pass over long-pinned keys.
+            order.move_to_end(key)
         return victims

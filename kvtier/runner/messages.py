@@ -230,13 +230,11 @@ class TierUsage(_Message, frozen=True, tag="u"):
 
 
 class TierSpeed(_Message, frozen=True, tag="v"):
-    """A tier's speed, as far as it is known now: the fields of `Speed`."""
+    """A tier's present speed: the fields of `Speed`."""
 
     tier: int
     fixed_s: float
-    load_s_per_byte: float
-    store_s_per_byte: float
-    corrections: tuple[float, ...]
+    s_per_byte: float
 
 
 class Opened(_Message, frozen=True, tag="o"):

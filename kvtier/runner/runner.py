@@ -153,16 +153,13 @@ class Runner:
         await self._transfer(action, len(reads), tier.loads, partial(tier.backend.load, reads), ended)
 
     async def _cascade(self, action: Cascade) -> None:
-        tier, meter = self._tiers[action.tier], self._meters[action.tier]
+        tier = self._tiers[action.tier]
         writes = [Write(key, row) for key, row in self._lent(action)]
-        size_bytes = len(writes) * self._region.row_bytes
-        meter.begin_store(size_bytes)
         self._changing[action.tier] += 1
         try:
             await self._transfer(action, len(writes), tier.stores, partial(tier.backend.store, writes))
         finally:
             self._changing[action.tier] -= 1
-            meter.end_store(size_bytes)
 
     def _lent(self, action: Promote | Cascade) -> Iterable[tuple[OffloadKey, memoryview]]:
         """Give the keys and rows of a transfer; IndexError for a row that is not there."""

@@ -165,7 +165,7 @@ async def test_a_put_waits_for_the_writes_that_make_room_for_it(open_engine, dis
 
 async def test_a_store_of_the_step_protocol_waits_for_no_write(open_engine, disk):
     hung = {"type": FAULTY, "inner": disk, "script": {"store": ["hang"] * 100}, "cascade": "evict"}
-    engine = await open_engine(16, hung, limits={"quarantine_share": 1.0})
+    engine = await open_engine(16, hung, limits={"quarantine_share": 1.0, "close_s": 0.1})
     for number in range(100):
         store(engine, [number])
     counted = engine.stats()

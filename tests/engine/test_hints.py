@@ -15,7 +15,7 @@ import pytest
 
 from kvtier import EventKind, Hint
 from kvtier.engine.manager import TieringOffloadingManager
-from tests.engine.kit import CHUNK_BYTES, at_rest, chunk, describe, found, key, ledger_in, put, until
+from tests.engine.kit import CHUNK_BYTES, FAULTY, at_rest, chunk, describe, found, key, ledger_in, put, until
 
 OVER = Hint(over=True)
 SLOT_BYTES = CHUNK_BYTES + 4_096
@@ -292,7 +292,7 @@ async def test_a_prefetch_counts_nothing_that_has_gone_again_before_its_end(open
 
 
 async def test_a_prefetch_ends_before_what_fails_on_its_way(open_engine):
-    tier = {"type": "dummy", "corruption_rate": 1.0}
+    tier = {"type": FAULTY, "inner": {"type": "dummy"}, "faults": {"corrupt": 1.0}}
     engine = await open_engine(8, tier)
     await put(engine, range(3))
     assert await at_rest(engine)

@@ -18,8 +18,8 @@ from kvtier.engine.manager import TieringOffloadingManager as Engine
 from tests.engine.kit import PATIENCE_S, at_rest, children, found, key, put, until
 
 CLIENTS = 4
-REQUESTS = 60  # Of each client, at least.
-REMOVED_MIN = {"files": 200, "segments": 6}  # Files, before the clients may end.
+REQUESTS = 30  # Of each client, at least.
+REMOVED_MIN = {"files": 80, "segments": 3}  # Files, before the clients may end.
 ROWS = 32
 PREFIXES = 12  # Of up to `LONGEST` chunks: more than the primary holds, and more than the tier holds.
 LONGEST = 10

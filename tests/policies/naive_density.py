@@ -1,10 +1,10 @@
-"""Hit density written down as it is meant, without regard to cost: what the policy's answers are compared with."""
+"""The specification of hit density, without regard to cost: the reference that the policy must equal."""
 
 import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from kvtier.policies import Density, Hint, NumberOrder, Policy, number_order
+from kvtier.policies import Hint, Policy
 from kvtier.policies.classes import Classes
 
 STEPS = 17
@@ -24,11 +24,11 @@ class NaiveRun:
         self.turn = self.pause = self.shared = 0
         self.path: Path | None = None  # None while it is open.
         self.step = self.born = 0
-        self.entered = 0  # How many runs had got a label, or a new step, before.
+        self.entered = 0  # Position in the order of entering a step.
 
 
 class NaiveStatistics:
-    """Counts by label and step, a label's with those of all labels that begin with it."""
+    """Counts by label and step; a label's include those of all labels that begin with it."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -272,26 +272,3 @@ class NaiveDensity(Policy[Any]):
 
     def remove(self, keys: Sequence[Any]) -> None:
         self.take(keys, used=False)
-
-
-class NumberedDensity(Policy[int]):
-    """What the engine has: the order of numbers, here of keys that are their own numbers, below 100."""
-
-    def __init__(self, capacity: int, *, warm_up_requests: int = 512) -> None:
-        policy = Density[int](capacity, warm_up_requests=warm_up_requests)
-        self.order: NumberOrder = number_order(policy, 100, range(100), int)
-
-    def insert(self, keys: Sequence[int]) -> None:
-        self.order.insert(keys)
-
-    def touch(self, keys: Sequence[int]) -> None:
-        self.order.touch(keys)
-
-    def rank(self, keys: Sequence[int], hint: Hint | None = None) -> None:
-        self.order.rank(keys, hint)
-
-    def evict(self, count: int, keep: Callable[[int], bool], incoming: Sequence[int] = ()) -> list[int] | None:
-        return self.order.evict(count, keep, incoming)
-
-    def remove(self, keys: Sequence[int]) -> None:
-        self.order.remove(keys)

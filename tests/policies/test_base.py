@@ -1,16 +1,16 @@
-"""The contract of a policy, tried on every built-in one against a set, a twin and, for two of them, a naive model."""
+"""The contract of a policy, on every built-in one: against a set, a twin and, for three of them, a naive model."""
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvtier.policies import ARC, FIFO, LRU, S3FIFO, Density, Hint, LinkedLRU, Policy
-from tests.policies.naive_density import NaiveDensity, NumberedDensity
+from kvtier.policies import ARC, FIFO, LRU, S3FIFO, Density, Hint, LinkedLRU, Policy, number_order
+from tests.policies.naive_density import NaiveDensity
 
 CAPACITY = 12
 KEYS = 40
@@ -23,7 +23,7 @@ def none_kept(key: int) -> bool:
 
 
 class NaiveFIFO(Policy[int]):
-    """The keys in the order in which they go."""
+    """The keys in eviction order."""
 
     def __init__(self, capacity: int) -> None:
         self.order: list[int] = []
@@ -49,7 +49,7 @@ class NaiveFIFO(Policy[int]):
 
 
 class NaiveLRU(NaiveFIFO):
-    """Renews what is used, and what is kept at the cold end when room was made."""
+    """Renews used keys, and kept keys at the cold end after an eviction."""
 
     def touch(self, keys: Sequence[int]) -> None:
         self.remove(keys)
@@ -67,9 +67,9 @@ class NaiveLRU(NaiveFIFO):
 
 
 class PolicyMachine(RuleBasedStateMachine):
-    """Any calls that an owner may make. Every policy in `peers` must answer alike."""
+    """Any calls that an owner may make. All `peers` must give the same answers."""
 
-    types: ClassVar[tuple[Callable[[int], Policy[int]], ...]]
+    types: ClassVar[tuple[Callable[[int], Any], ...]]
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @rule(start=st.integers(0, CAPACITY), length=st.integers(2, CAPACITY))
     def touch_neighbours(self, start: int, length: int) -> None:
-        """Touch what goes one after the other, as one request's keys do."""
+        """Touch neighbours in the order, as one request's keys are."""
         keys = drained(self.peers[0])[start : start + length]
         for peer in self.peers:
             peer.touch(keys[::-1])
@@ -116,7 +116,7 @@ class PolicyMachine(RuleBasedStateMachine):
             self.do_insert(incoming)
 
     @invariant()
-    def what_could_be_evicted_is_what_is_resident(self) -> None:
+    def exactly_the_resident_keys_can_be_evicted(self) -> None:
         for peer in self.peers:
             assert sorted(drained(peer)) == sorted(self.resident)
 
@@ -141,7 +141,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
 
 def drained(policy: Policy[int]) -> list[int]:
-    """Return all keys of a policy in the order in which they would go one by one, and leave it as it is."""
+    """Return all keys in eviction order, and leave the policy as it is."""
     policy = copy.deepcopy(policy)
     order: list[int] = []
     while victims := policy.evict(1, none_kept):
@@ -154,7 +154,7 @@ class FIFOMachine(PolicyMachine):
 
 
 class LRUMachine(PolicyMachine):
-    types = (LRU, NaiveLRU, lambda _: LinkedLRU(KEYS))  # Of rows there are as many as there are numbers.
+    types = (LRU, NaiveLRU, lambda _: LinkedLRU(KEYS))
 
 
 class ARCMachine(PolicyMachine):
@@ -166,12 +166,12 @@ class S3FIFOMachine(PolicyMachine):
 
 
 class DensityMachine(PolicyMachine):
-    """After its first requests; it has been an LRU until then."""
+    """With a short warm-up, until which it is an LRU."""
 
     types = (
         lambda capacity: Density(capacity, warm_up_requests=3),
         lambda capacity: NaiveDensity(capacity, warm_up_requests=3),
-        lambda capacity: NumberedDensity(capacity, warm_up_requests=3),
+        lambda capacity: number_order(Density[int](capacity, warm_up_requests=3), KEYS, range(KEYS), int),
     )
 
     @rule(
@@ -180,14 +180,14 @@ class DensityMachine(PolicyMachine):
         returns_in_s=st.none() | st.floats(min_value=0),
         class_=st.sampled_from([None, "agent", "tool"]),
     )
-    def rank_hinted(self, keys: list[int], over: bool, returns_in_s: float | None, class_: str | None) -> None:
+    def rank_with_a_hint(self, keys: list[int], over: bool, returns_in_s: float | None, class_: str | None) -> None:
         hint = Hint(over=over, returns_in_s=returns_in_s, class_=class_)
         for peer in self.peers:
             peer.rank([key for key in keys if key in self.resident], hint)
 
     @rule(start=st.integers(0, CAPACITY), length=st.integers(1, CAPACITY))
     def use_as_a_request(self, start: int, length: int) -> None:
-        """Use what goes one after the other, and end: so conversations go on."""
+        """Touch neighbours in the order and end the request, so that conversations go on."""
         keys = drained(self.peers[0])[start : start + length][::-1]
         for peer in self.peers:
             peer.touch(keys)
@@ -211,11 +211,10 @@ def test_a_prefix_outlives_its_continuation(policy_type: type[Policy[str]]) -> N
 
 
 @pytest.mark.parametrize("policy_type", [ARC, LRU, Density])  # The others do not order by recency.
-def test_pieces_that_came_apart_are_ranked_in_prefix_order(policy_type: type[Policy[str]]) -> None:
+def test_pieces_of_a_prefix_are_ranked_in_prefix_order(policy_type: type[Policy[str]]) -> None:
     policy = policy_type(4)
-    policy.insert(["head"])
-    policy.insert(["middle"])
-    policy.insert(["tail"])
+    for piece in ("head", "middle", "tail"):
+        policy.insert([piece])
     policy.rank(["head", "middle", "tail"])
     assert drained(policy) == ["tail", "middle", "head"]
 
@@ -253,8 +252,8 @@ def test_a_cache_of_one_key_works(policy_type: type[Policy[int]]) -> None:
         assert policy.evict(1, none_kept, [key + 1]) == [key]
 
 
-def test_what_is_kept_at_the_cold_end_costs_one_look_a_call(policy_type: type[Policy[int]]) -> None:
-    """A tenth of the cache is pinned where victims are looked for; 200 batches make room meanwhile."""
+def test_kept_keys_at_the_cold_end_cost_one_look_a_call(policy_type: type[Policy[int]]) -> None:
+    """A tenth of the cache is pinned at the cold end while 200 batches make room."""
     pinned, batch, batches = 1_000, 8, 200
     policy = policy_type(10 * pinned)
     policy.insert(range(10 * pinned))

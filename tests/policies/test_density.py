@@ -1,13 +1,92 @@
-"""What density does for an owner that never ranks: nobody tells it that a request has ended."""
+"""Density: the classes that it tells apart, hints as labels, and owners that never rank."""
 
+import random
+
+from kvtier.hints import Hint
+from kvtier.policies.classes import CLASSES_MAX, IDLE_HINTS, OFTEN, Classes
 from kvtier.policies.density import DensityOrder
+from kvtier.policies.returns import LABELS_MAX
 
-RESIDENT = 5_000  # More than may wait for their requests' ends.
+ROWS = 64
+RESIDENT = 5_000  # More than the limit of open runs.
 CALLS = 40_000
 
 
-def test_an_order_that_nobody_ranks_forgets_what_has_gone_and_stays_an_lru() -> None:
-    """A tier that is only written to hears of no request's end. Each store would be remembered for ever."""
+def test_a_frequent_name_becomes_a_class_and_keeps_its_number() -> None:
+    classes = Classes()
+    answers = [classes.number("agent")[0] for _ in range(OFTEN + 2)]
+    assert answers == [None] * (OFTEN - 1) + [0, 0, 0]
+
+
+def test_made_up_names_become_no_classes() -> None:
+    classes = Classes()
+    assert {classes.number(f"request {number}") for number in range(10_000)} == {(None, False)}
+    for _ in range(OFTEN):
+        answer = classes.number("agent")
+    assert answer == (0, False)
+
+
+def test_a_class_unused_for_long_is_replaced() -> None:
+    classes = Classes()
+    for name in range(CLASSES_MAX):
+        for _ in range(OFTEN):
+            classes.number(str(name))
+    for _ in range(OFTEN):
+        answer = classes.number("late")
+    assert answer == (None, False)
+    for _ in range(IDLE_HINTS + CLASSES_MAX * OFTEN):
+        answer = classes.number("late")
+        if answer[0] is not None:
+            break
+    assert answer == (0, True)
+
+
+def test_the_number_of_labels_is_bounded_whatever_clients_send() -> None:
+    """Every class and every expected time could be told apart from every other, by every turn and pause."""
+    dice = random.Random(1)
+    order = DensityOrder(ROWS, list(range(ROWS)), numbers=ROWS)
+    order.insert(range(ROWS))
+    for _ in range(20_000):
+        first = dice.randrange(ROWS)
+        keys = range(first, dice.randint(first + 1, ROWS))
+        order.touch(keys)
+        order.rank(keys, Hint(returns_in_s=10 ** dice.uniform(0, 6), class_=f"client {dice.randrange(60)}"))
+    labels = order._returns._labels  # pyright: ignore[reportPrivateUsage]
+    assert LABELS_MAX / 2 < len(labels) <= LABELS_MAX + 300
+    assert order.evict(ROWS, lambda key: 0) is not None
+
+
+def test_an_expected_time_is_only_a_label() -> None:
+    """It is a label like any other: whether it says a second or a day, the same story has the same victims."""
+    assert victims_of(1.0) == victims_of(4.5) == victims_of(86_400.0)
+
+
+def victims_of(returns_in_s: float) -> list[int]:
+    """Tell a story in which what has the hint comes back, and what has none does not."""
+    dice, victims = random.Random(7), list[int]()
+    order = DensityOrder(ROWS, list(range(ROWS)), numbers=ROWS, warm_up_requests=10)
+    resident = set[int]()
+    for turn in range(1_500):
+        hinted = turn % 2
+        keys = [dice.randrange(8) if hinted else 8 + turn % (ROWS - 8)]
+        if keys[0] in resident:
+            order.touch(keys)
+        else:
+            if len(resident) >= 20:
+                gone = order.evict(1, lambda key: 0) or []
+                victims += gone
+                resident.difference_update(gone)
+            order.insert(keys)
+            resident.update(keys)
+        if hinted:
+            order.rank(keys, Hint(returns_in_s=returns_in_s))
+        else:
+            order.rank(keys)
+    return victims
+
+
+def test_an_order_that_is_never_ranked_forgets_evicted_runs_and_stays_an_lru() -> None:
+    """A tier that is only written to learns of no request's end. It would remember each store forever."""
     order = DensityOrder(16, list(range(RESIDENT)), numbers=RESIDENT, warm_up_requests=1)
     for number in range(RESIDENT):
         order.insert([number])

@@ -1,4 +1,4 @@
-"""Orders that take hints: what goes first, what is passed over for how long, which keys are one session's own."""
+"""Orders with hints: demoted keys, retained keys and their times, and the keys of one session."""
 
 import tracemalloc
 from collections.abc import Sequence
@@ -8,6 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from kvtier.hints import Advice
 from kvtier.policies import (
     LRU,
     Density,
@@ -29,15 +30,16 @@ some_keys = st.lists(st.integers(0, KEYS - 1), unique=True, max_size=CAPACITY)
 
 
 class NaiveHinted:
-    """What `HintedOrder` promises, over an LRU, as lists that are searched from end to end."""
+    """The specification of `HintedOrder` over an LRU, with lists that are searched from end to end."""
 
     def __init__(self) -> None:
         self.order = NaiveLRU(CAPACITY)
         self.demoted: list[int] = []
-        self.terms: list[tuple[int, float, int]] = []  # In the order in which they were given: key, until, priority.
+        self.terms: list[tuple[int, float, int]] = []  # Key, until and priority, in order of retaining.
         self.users: dict[int, int] = {}  # Key -> the last request that used it and has ended; 0: none yet.
         self.shared: set[int] = set()
         self.requests = 0
+        self.cut = 0
 
     @property
     def retained(self) -> set[int]:
@@ -79,12 +81,19 @@ class NaiveHinted:
                 continue
             lowest = min((term[2] for term in self.terms), default=priority)
             if room <= 0 and lowest < priority:
-                self.terms.remove(next(term for term in self.terms if term[2] == lowest))
+                self.let_go()
                 room += 1
             if room > 0:
                 room -= 1
                 fresh.append(key)
+            else:
+                self.cut += 1
         self.terms += [(key, until, priority) for key in reversed(fresh)]
+
+    def let_go(self) -> None:
+        lowest = min(term[2] for term in self.terms)
+        self.terms.remove(next(term for term in self.terms if term[2] == lowest))
+        self.cut += 1
 
     def expire(self, now: float) -> None:
         self.terms = [term for term in self.terms if term[1] > now]
@@ -93,8 +102,7 @@ class NaiveHinted:
         let_go = 1
         while (victims := self.chosen(count, kept | self.retained)) is None and self.terms:
             for _ in range(min(let_go, len(self.terms))):
-                lowest = min(term[2] for term in self.terms)
-                self.terms.remove(next(term for term in self.terms if term[2] == lowest))
+                self.let_go()
             let_go *= 2
         if victims is not None:
             self.forget(victims)
@@ -102,9 +110,7 @@ class NaiveHinted:
 
     def chosen(self, count: int, kept: frozenset[int]) -> list[int] | None:
         first = [key for key in self.demoted if key not in kept][:count]
-        rest = (
-            self.order.evict(count - len(first), lambda key: key in kept or key in first) if len(first) < count else []
-        )
+        rest = self.order.evict(count - len(first), lambda key: key in kept or key in first)
         if rest is None:
             return None
         self.order.remove(first)
@@ -122,7 +128,7 @@ class NaiveHinted:
 
 
 class HintedMachine(RuleBasedStateMachine):
-    """Any calls that an owner may make: among keys and among numbers they have the same victims as the naive one."""
+    """Any calls that an owner may make. Orders of keys and of numbers must give the naive order's victims."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,13 +166,16 @@ class HintedMachine(RuleBasedStateMachine):
 
     @rule(keys=some_keys)
     def demote(self, keys: list[int]) -> None:
-        for order in (self.naive, *self.orders):
-            order.demote(self.present(keys))
+        self.naive.demote(self.present(keys))
+        for order in self.orders:
+            order.advise(Advice("demote", self.present(keys)), self.now)
 
     @rule(keys=some_keys, seconds=st.integers(0, 9), priority=st.integers(0, 2))
     def retain(self, keys: list[int], seconds: int, priority: int) -> None:
-        for order in (self.naive, *self.orders):
-            order.retain(self.present(keys), self.now + seconds, priority)
+        self.naive.expire(self.now)
+        self.naive.retain(self.present(keys), self.now + seconds, priority)
+        for order in self.orders:
+            order.advise(Advice("retain", self.present(keys), seconds=seconds, priority=priority), self.now)
 
     @rule(seconds=st.integers(0, 9))
     def wait(self, seconds: int) -> None:
@@ -195,13 +204,14 @@ class HintedMachine(RuleBasedStateMachine):
         for order in self.orders:
             assert {key for key in self.resident if key in order.retained} == self.naive.retained
             assert len(order.retained) == len(self.naive.retained) <= RETAINED_MAX
+            assert order.retained.cut == self.naive.cut
 
 
 TestHinted = HintedMachine.TestCase
 
 
 def hinted(policy: str, keys: Sequence[int] = (), *, retained_max: int = 8) -> HintedOrder[int]:
-    """Give an order of numbers under a policy, as the primary has it."""
+    """Make an order of numbers under a policy, as the primary does."""
     order: Any = number_order(policy_class(policy)(100), 100, range(100), int)
     hinted = HintedOrder[int](order, retained_max)
     for key in keys:
@@ -213,7 +223,7 @@ each_policy = pytest.mark.parametrize("policy", known_policies())
 
 
 @each_policy
-def test_under_every_policy_what_was_demoted_goes_first(policy: str) -> None:
+def test_under_every_policy_demoted_keys_go_first(policy: str) -> None:
     order = hinted(policy, range(20))
     order.demote([17, 18, 19])
     assert order.evict(3, none_kept) == [19, 18, 17]
@@ -221,7 +231,7 @@ def test_under_every_policy_what_was_demoted_goes_first(policy: str) -> None:
 
 
 @each_policy
-def test_under_every_policy_what_is_used_again_is_demoted_no_more(policy: str) -> None:
+def test_under_every_policy_a_demoted_key_that_is_used_again_is_like_any_other(policy: str) -> None:
     order = hinted(policy, range(20))
     for key in range(20):
         order.end([key])
@@ -232,7 +242,7 @@ def test_under_every_policy_what_is_used_again_is_demoted_no_more(policy: str) -
 
 
 @each_policy
-def test_under_every_policy_what_is_retained_goes_last_and_goes(policy: str) -> None:
+def test_under_every_policy_retained_keys_go_last(policy: str) -> None:
     order = hinted(policy, range(20))
     order.retain([0, 1, 2], 100.0, 5)
     assert not {0, 1, 2} & set(order.evict(17, none_kept) or ())
@@ -240,7 +250,7 @@ def test_under_every_policy_what_is_retained_goes_last_and_goes(policy: str) -> 
 
 
 @each_policy
-def test_under_every_policy_rows_that_move_keep_what_was_said_of_them(policy: str) -> None:
+def test_under_every_policy_a_row_that_moves_stays_retained(policy: str) -> None:
     names: list[int | None] = list(range(100))
     order: Any = HintedOrder(number_order(policy_class(policy)(100), 100, names, int), 8)
     for key in range(10):
@@ -253,7 +263,7 @@ def test_under_every_policy_rows_that_move_keep_what_was_said_of_them(policy: st
 
 
 @pytest.mark.parametrize("policy", [name for name in known_policies() if name != "density"])
-def test_of_a_session_that_is_over_goes_what_no_other_has_used(policy: str) -> None:
+def test_a_session_that_is_over_loses_the_keys_that_no_other_has_used(policy: str) -> None:
     head, first, other = [0, 1], [2, 3, 4], [5, 6, 7]
     order = hinted(policy, range(20, 30))
     for own in (first, other):
@@ -265,7 +275,7 @@ def test_of_a_session_that_is_over_goes_what_no_other_has_used(policy: str) -> N
     assert not {*head, *other} & set(order.evict(5, none_kept) or ())
 
 
-def test_requests_of_which_nothing_is_left_at_their_end_are_not_remembered() -> None:
+def test_requests_without_resident_keys_at_their_end_take_no_memory() -> None:
     order = hinted("lru", range(4))
     order.end(range(4), OVER)
     tracemalloc.start()
@@ -277,30 +287,24 @@ def test_requests_of_which_nothing_is_left_at_their_end_are_not_remembered() -> 
         tracemalloc.stop()
 
 
-def test_a_conversation_that_went_on_for_turns_is_one_session() -> None:
-    order = hinted("lru")
-    order.insert([0, 1, 2])
-    order.end([0, 1, 2])
-    order.insert([3, 4])
-    order.end([0, 1, 2, 3, 4])
-    order.insert([5, 6])
-    order.end([0, 1, 2, 3, 4, 5, 6], OVER)
+@pytest.mark.parametrize(
+    ("turns", "gone"),
+    [
+        ([[0, 1, 2], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6]], [6, 5, 4, 3, 2, 1, 0]),
+        ([[0, 1, 2], [0, 1, 3]], [3, 1, 0]),  # Without its last chunk, which was only partly filled.
+    ],
+)
+def test_a_conversation_is_one_session(turns: list[list[int]], gone: list[int]) -> None:
+    order, resident = hinted("lru"), set[int]()
+    for turn in turns:
+        order.insert([key for key in turn if key not in resident])
+        resident.update(turn)
+        order.end(turn, Hint(over=turn is turns[-1]))
     order.insert([9])
-    assert order.evict(7, none_kept) == [6, 5, 4, 3, 2, 1, 0]
+    assert order.evict(len(gone), none_kept) == gone
 
 
-def test_a_conversation_that_goes_on_without_its_last_chunk_is_one_session() -> None:
-    """That one was filled in part only."""
-    order = hinted("lru")
-    order.insert([0, 1, 2])
-    order.end([0, 1, 2])
-    order.insert([3])
-    order.end([0, 1, 3], OVER)
-    order.insert([9])
-    assert order.evict(3, none_kept) == [3, 1, 0]
-
-
-def test_what_was_there_before_the_first_hint_counts_as_used_by_others() -> None:
+def test_keys_from_before_the_first_hint_count_as_shared() -> None:
     plain = LinkedLRU(100)
     plain.insert([0, 1, 2])
     order = HintedOrder[int](plain, 0)
@@ -308,12 +312,12 @@ def test_what_was_there_before_the_first_hint_counts_as_used_by_others() -> None
     order.end([0, 1, 2, 3, 4], OVER)
     order.insert([9])
     assert order.evict(2, none_kept) == [4, 3]
-    assert order.evict(1, none_kept) == [2]  # By recency, as any other.
+    assert order.evict(1, none_kept) == [2]  # By recency, like any other.
     order.touch([0, 1])
     assert order.evict(1, none_kept) == [9]
 
 
-def test_density_learns_what_over_is_worth_and_does_not_just_believe_it() -> None:
+def test_density_does_not_demote_a_session_that_is_over_before_it_has_learned() -> None:
     order = HintedOrder[int](Density[int](100), 8)
     order.insert(range(5))
     order.end(range(5))
@@ -322,18 +326,7 @@ def test_density_learns_what_over_is_worth_and_does_not_just_believe_it() -> Non
     assert order.evict(1, none_kept) == [4]  # As an LRU, which it is at first.
 
 
-def test_a_key_that_is_retained_twice_stays_until_the_later_time_with_the_higher_priority() -> None:
-    retained = Retained[str](2)
-    retained.retain(["a"], 10.0, 9)
-    retained.retain(["a"], 5.0, 1)
-    retained.retain(["b", "c"], 20.0, 8)
-    retained.expire(9.9)
-    assert ("a" in retained, "b" in retained, "c" in retained, retained.cut) == (True, True, False, 1)
-    retained.expire(10.0)
-    assert ("a" in retained, "b" in retained) == (False, True)
-
-
-def test_what_is_retained_again_and_again_takes_no_more_memory() -> None:
+def test_retaining_the_same_keys_again_takes_no_more_memory() -> None:
     retained = Retained[int](10)
     for now in range(10_000):
         retained.retain(range(10), float(now + 1_000), 0)
@@ -345,18 +338,3 @@ def test_a_share_of_nothing_retains_nothing() -> None:
     order.retain([0, 1], 100.0, 99)
     assert order.evict(1, none_kept) == [0]
     assert order.retained.cut == 2
-
-
-@each_policy
-def test_a_prefix_that_is_retained_beyond_the_share_keeps_its_head(policy: str) -> None:
-    order = hinted(policy, range(20), retained_max=3)
-    order.retain([5, 6, 7, 8, 9], 100.0, 0)
-    assert [key in order.retained for key in range(5, 10)] == [True, True, True, False, False]
-
-
-def test_room_that_only_what_is_retained_has_is_made_the_lowest_priority_first() -> None:
-    order = hinted("lru", range(8))
-    order.retain([0, 1], 100.0, 5)
-    order.retain([2, 3], 100.0, 1)
-    assert order.evict(5, none_kept) is not None
-    assert [key in order.retained for key in (0, 1)] == [True, True]

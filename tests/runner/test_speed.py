@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.runner.speed import CLASSES, Speed, SpeedMeter, size_class
+from kvtier.runner.speed import Speed, SpeedMeter
 
 MIB = 1 << 20
 MEDIAN_ERROR_MAX = 0.25
@@ -33,7 +33,7 @@ class Device:
             self.now += seconds
             self.meter.end_load(begun, size, self.now)
             if speed is not None:
-                yield abs(speed.seconds(size, 0) - seconds) / seconds
+                yield abs(speed.seconds(size) - seconds) / seconds
 
 
 def sizes(count: int, seed: int = 1) -> list[int]:
@@ -81,22 +81,7 @@ def test_loads_that_share_the_tier_say_what_it_can_do_with_all_of_them() -> None
         for place, each in enumerate(begun):
             meter.end_load(each, 25 * MIB, number + 0.9 + place * 0.02)
     assert meter.speed is not None
-    assert meter.speed.seconds(100 * MIB, 0) == pytest.approx(0.96, rel=0.1)
-
-
-def test_stores_under_way_count_if_they_hold_loads_up() -> None:
-    meter, now = SpeedMeter(), 0.0
-    for number in range(200):
-        storing = (number % 4) * 100 * MIB
-        size = (1 + number % 3) * 10 * MIB
-        meter.begin_store(storing)
-        begun = meter.begin_load(now)
-        now += 0.001 + (size + storing) / 1e9
-        meter.end_load(begun, size, now)
-        meter.end_store(storing)
-    assert meter.speed is not None
-    assert meter.speed.seconds(20 * MIB, 300 * MIB) == pytest.approx(0.001 + 320 * MIB / 1e9, rel=0.1)
-    assert meter.speed.seconds(20 * MIB, 0) == pytest.approx(0.001 + 20 * MIB / 1e9, rel=0.25)
+    assert meter.speed.seconds(100 * MIB) == pytest.approx(0.96, rel=0.1)
 
 
 def test_a_load_that_did_not_move_all_says_nothing() -> None:
@@ -105,24 +90,18 @@ def test_a_load_that_did_not_move_all_says_nothing() -> None:
     assert meter.speed is None
 
 
-@given(st.lists(st.tuples(st.integers(1, 1 << 40), st.floats(0.0, 1e4), st.integers(0, 1 << 40)), max_size=40))
-def test_whatever_is_seen_no_factor_is_below_zero_and_every_prediction_is_a_time(
-    seen: list[tuple[int, float, int]],
-) -> None:
+@given(st.lists(st.tuples(st.integers(1, 1 << 40), st.floats(0.0, 1e4)), max_size=40))
+def test_whatever_is_seen_no_factor_is_below_zero_and_every_prediction_is_a_time(seen: list[tuple[int, float]]) -> None:
     meter, now = SpeedMeter(), 0.0
-    for size, seconds, storing in seen:
-        meter.begin_store(storing)
+    for size, seconds in seen:
         begun = meter.begin_load(now)
         now += seconds
         meter.end_load(begun, size, now)
-        meter.end_store(storing)
         now += 0.01
     if meter.speed is not None:
-        assert min(meter.speed[:3]) >= 0.0
-        assert 0.0 < meter.speed.seconds(MIB, 0) < float("inf")
+        assert min(meter.speed) >= 0.0
+        assert 0.0 < meter.speed.seconds(MIB) < float("inf")
 
 
 def test_a_size_that_was_never_seen_is_predicted_along_the_line() -> None:
-    speed = Speed(1.0, 1e-6, 0.0)
-    assert speed.seconds(1_000_000, 0) == pytest.approx(2.0)
-    assert [size_class(size) for size in (0, 1 << 15, 1 << 20, 1 << 60)] == [0, 0, 2, CLASSES - 1]
+    assert Speed(1.0, 1e-6).seconds(1_000_000) == pytest.approx(2.0)

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 
 from kvtier.engine.ledger import Ledger
 from kvtier.engine.manager import TieringOffloadingManager
-from kvtier.engine.outbox import Operation, Transfer
 from kvtier.engine.steps import StepManager
 from kvtier.engine.tier import WHEN_EVICTED, Tier
+from kvtier.engine.transfers import Operation, Transfer
 from tests.simulation.turns import check_turn
 
 
@@ -142,9 +142,7 @@ def _audit_pins(ledger: Ledger) -> None:
     idle = sum(not primary._pins[row] for row in primary.ready.values())
     assert primary._idle == idle, f"{idle} rows are idle, {primary._idle} noted"
     loads = sum(primary._pins) - explained.total()
-    promoting = sum(len(transfer.keys) for transfer in _under_way(ledger, Operation.PROMOTION))
-    promoting += sum(map(len, ledger.outbox._promotions.values()))
-    used = loads + len(primary.filling) - promoting
+    used = loads + len(primary.filling) - len(ledger.loads.keys())
     assert used == ledger.rows_in_use, f"{used} rows are in use, {ledger.rows_in_use} noted"
 
 

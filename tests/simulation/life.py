@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvtier.backend import OffloadKey
-from kvtier.engine.outbox import Transfer
 from kvtier.engine.steps import Inside
+from kvtier.engine.transfers import Transfer
 from kvtier.testing.virtual_time import place
 from tests.simulation.audit import AuditedManager, audit_quiet
 from tests.simulation.programs import Program

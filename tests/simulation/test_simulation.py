@@ -10,10 +10,10 @@ import pytest
 
 from kvtier.engine.inbox import Inbox
 from kvtier.engine.ledger import Ledger
-from kvtier.engine.outbox import Transfers
 from kvtier.engine.primary import Primary
 from kvtier.engine.progress import Progress
 from kvtier.engine.tier import Tier
+from kvtier.engine.transfers import Transfers
 from kvtier_backends.dummy import DummyBackend
 from tests.simulation import SimulationFailed, Subject, simulate
 from tests.simulation.world import run_seeds
@@ -124,6 +124,7 @@ def test_a_row_that_is_never_given_back_is_found(monkeypatch):
     assert first_failure(range(200))
 
 
+@pytest.mark.usefixtures("thorough")
 def test_a_failed_store_that_stays_visible_is_found(monkeypatch):
     settle = Inbox._settle_cascade
 

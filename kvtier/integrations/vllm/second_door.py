@@ -11,10 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from kvtier.backend import OffloadKey
 from kvtier.engine.answers import Event, EventLog
 from kvtier.engine.inbox import Inbox, Observe
-from kvtier.engine.outbox import Operation, Outbox, Transfers
+from kvtier.engine.outbox import Outbox
 from kvtier.engine.requests import PROMOTIONS_MAX, Leases, Position, Request, Search
 from kvtier.engine.tier import Residency, Tier, TierSpec
 from kvtier.engine.tier_log import TierLog
+from kvtier.engine.transfers import Operation, Transfers
 from kvtier.hints import RETAIN_S_MAX, Advice, IgnoredHints, hint_of
 from kvtier.memory import let_go_in_forks
 from kvtier.runner.bridge import Bridge

@@ -158,9 +158,9 @@ class Bench:
         """Have a tier report that it holds these keys."""
         self.ledger.apply(Found(tier, pack_keys(keys_of(names))))
 
-    def takes(self, fixed_s: float, chunk_s: float, tier: int = 0, *, stored_s: float = 0.0) -> None:
-        """Have the runner report how fast a tier is: for each load, chunk that is loaded, and chunk being stored."""
-        self.ledger.apply(TierSpeed(tier, fixed_s, chunk_s, stored_s, ()))
+    def takes(self, fixed_s: float, chunk_s: float, tier: int = 0) -> None:
+        """Report how fast a tier is: for each load, and for each chunk."""
+        self.ledger.apply(TierSpeed(tier, fixed_s, chunk_s))
 
     def knows_all(self, tier: int = 0, *, complete: bool = True) -> None:
         """Have a tier report that it has reported everything."""

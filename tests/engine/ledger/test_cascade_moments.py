@@ -8,14 +8,12 @@ import pytest
 from kvtier.backend import make_offload_key
 from kvtier.engine.cascades import SEEN_MIN
 from kvtier.engine.ledger import LookupResult
-from kvtier.engine.tier import TierMatcher
 from kvtier.hints import Advice, Hint
 from kvtier.runner.messages import (
     Advise,
     Cascade,
     Code,
     Gone,
-    Promote,
     RunnerLost,
     pack_keys,
     unpack_keys,
@@ -180,14 +178,6 @@ def test_each_tier_is_written_at_its_own_moment(evicting, bench):
     assert sent(engine.step()) == [(2, "a")]
 
 
-def test_a_chunk_that_its_request_does_not_allow_a_tier_is_never_written_there(evicting):
-    engine = evicting()
-    engine.stored_alone("abcd")
-    assert sent(engine.step()) == []
-    assert engine.store("e", engine.request("alone", [TierMatcher(medium="CPU")])).evicted == keys_of("d")
-    assert skipped(engine) == {}
-
-
 def test_what_is_over_leaves_unwritten_and_is_counted(evicting):
     """It would be the newest chunk of the tier, and others would go for it there."""
     engine = evicting()
@@ -203,58 +193,6 @@ def test_what_is_over_leaves_unwritten_and_is_counted(evicting):
     assert sent(engine.step()) == [(0, "ef")]
     assert engine.ledger.cascades.give_up("closed") == 0
     assert skipped(engine) == {"over": 4}
-
-
-def test_what_is_over_and_used_again_is_written_as_any_other(evicting):
-    engine = evicting()
-    request = engine.request()
-    engine.ledger.hint(request, Hint(over=True))
-    engine.store("ab", request)
-    engine.ledger.finish(request)
-    engine.load("a")
-    engine.store("cd")
-    engine.step()
-    engine.store("e")
-    assert sent(engine.step()) == [(0, "a")]
-    assert skipped(engine) == {"over": 1}
-
-
-def test_a_row_owes_nothing_of_the_chunk_before(evicting):
-    engine = evicting(rows=1)
-    engine.store("a")
-    engine.finish_all(engine.step())
-    engine.stored_alone("b")
-    assert sent(engine.step()) == []
-
-
-def test_a_row_owes_nothing_of_a_chunk_whose_load_failed(evicting, bench):
-    engine = evicting(tiers=[bench.spec("second", cascade="evict")])
-    engine.holds("a", tier=1)
-    assert engine.lookup("a") == [PENDING]
-    (load,) = engine.step()
-    engine.fail(load, Code.FAILED)
-    engine.step()
-    (row,) = unpack_rows(load.rows)
-    assert engine.store("b", engine.request(matchers=[TierMatcher(medium="CPU")])).rows == [row]
-    engine.store("cde")
-    assert "b" not in "".join(names for _, names in sent(engine.step()))
-
-
-def test_what_goes_unwritten_is_counted_chunk_by_chunk(evicting):
-    """Some of what goes was written, some was owed, and some of that belongs to a session that is over."""
-    engine = evicting(rows=6, leaving_rows=3, store_chunks_max=1)
-    over = engine.request("over")
-    engine.ledger.hint(over, Hint(over=True))
-    engine.store("abc")
-    engine.store("d", over)
-    engine.store("ef")
-    engine.ledger.finish(over)
-    writes = engine.step()
-    assert sent(writes) == [(0, "c")]
-    engine.finish_all(writes)
-    assert engine.store("ghij").evicted == keys_of("dcba")
-    engine.step()
-    assert skipped(engine) == {"over": 1, "pressure": 2}
 
 
 def test_a_store_executes_no_more_instructions_where_chunks_are_written_when_they_leave(bench):
@@ -420,16 +358,6 @@ def test_what_is_owed_when_the_end_gives_up_is_counted(evicting):
     assert skipped(engine) == {"closed": 2}
 
 
-def test_a_promotion_never_takes_a_row_that_is_being_written(evicting):
-    engine = evicting(rows=2)
-    engine.holds("x")
-    engine.store("ab")
-    (write,) = engine.step()
-    assert engine.lookup("x") == [PENDING]
-    (load,) = [action for action in engine.step() if isinstance(action, Promote)]
-    assert list(unpack_rows(load.rows)) != list(unpack_rows(write.rows))
-
-
 # On the second use.
 
 
@@ -467,13 +395,6 @@ def test_the_request_that_stored_a_chunk_is_no_second_use(careful):
     careful.store("a", request)
     careful.ledger.touch(keys_of("a"), request)
     careful.store("a", request)
-    assert careful.step() == []
-
-
-def test_what_the_tier_has_is_not_written_on_use(careful):
-    careful.holds("a")
-    careful.store("a")
-    careful.load("a")
     assert careful.step() == []
 
 
@@ -541,20 +462,6 @@ def test_what_a_request_keeps_out_at_its_end_is_owed_no_more(evicting):
     assert skipped(engine) == {"no_store": 4}
 
 
-def test_what_waits_for_a_tiers_places_is_kept_out_too(evicting):
-    engine = evicting(rows=8, leaving_rows=4, store_chunks_max=2)
-    request = engine.request()
-    engine.store("abcdefgh", request)
-    first = engine.step()
-    assert sent(first) == [(0, "gh")]
-    over(engine, request, NOTHING)
-    engine.finish_all(first)
-    assert sent(engine.step()) == []
-    engine.ledger.cascades.end()
-    assert sent(engine.step()) == []
-    assert engine.ledger.cascades.give_up("closed") == 0
-
-
 def test_a_hint_at_the_end_keeps_chunks_out_of_those_tiers_alone_that_it_names(evicting, bench):
     engine = evicting(tiers=[bench.spec("other", cascade="evict")])
     request = engine.request()
@@ -562,64 +469,6 @@ def test_a_hint_at_the_end_keeps_chunks_out_of_those_tiers_alone_that_it_names(e
     over(engine, request, {"no_store": ["other"]})
     assert sent(engine.step()) == [(0, "d")]
     assert skipped(engine, 1) == {"no_store": 4}
-
-
-def test_a_hint_at_the_end_keeps_out_nothing_that_another_request_stored(evicting):
-    engine = evicting()
-    engine.store("ab", engine.request("first"))
-    request = engine.request("second")
-    engine.store("abcd", request)
-    over(engine, request, NOTHING)
-    assert skipped(engine) == {"no_store": 2}
-    engine.ledger.cascades.end()
-    assert sent(engine.step()) == [(0, "ab")]
-
-
-def test_what_another_request_stored_anew_is_owed_for_its_sake(evicting):
-    engine = evicting(rows=2)
-    first = engine.request("first")
-    engine.store("a", first)
-    engine.store("bc", engine.request("between"))
-    engine.store("a", engine.request("second"))
-    over(engine, first, NOTHING)
-    engine.ledger.cascades.end()
-    assert "a" in "".join(names for _, names in sent(engine.step()))
-
-
-def test_what_a_request_keeps_out_at_its_end_it_was_not_promoted_for(evicting, bench):
-    engine = evicting(tiers=[bench.spec("slow", cascade="evict")])
-    engine.holds("x", tier=1)
-    request = engine.request()
-    engine.lookup("x", request)
-    engine.finish_all(engine.step())
-    engine.load("x", request)
-    over(engine, request, NOTHING)
-    engine.store("abc")
-    assert sent(engine.step()) == []
-
-
-def test_what_is_retained_after_its_session_was_over_is_written_as_any_other(evicting):
-    engine = evicting(retained_rows_max=4)
-    engine.ledger.hint(engine.request(), {"class": "first"})  # From here on, sessions are known.
-    request = engine.request()
-    engine.store("ab", request)
-    over(engine, request, {"over": True})
-    engine.ledger.advise(Advice("retain", keys_of("a"), seconds=100.0, priority=50))
-    engine.ledger.cascades.end()
-    assert sent(engine.step()) == [(0, "a")]
-
-
-def test_what_is_still_on_its_way_at_a_requests_end_is_kept_out_too(evicting, bench):
-    engine = evicting(tiers=[bench.spec("slow", cascade="evict")])
-    engine.holds("x", tier=1)
-    request = engine.request()
-    assert engine.lookup("x", request) == [PENDING]
-    engine.ledger.touch(keys_of("x"), request)
-    load = engine.step()
-    over(engine, request, NOTHING)
-    engine.finish_all(load)
-    engine.ledger.cascades.end()
-    assert sent(engine.step()) == []
 
 
 def test_what_a_request_keeps_out_at_its_end_counts_as_never_seen(careful):
@@ -631,36 +480,6 @@ def test_what_a_request_keeps_out_at_its_end_counts_as_never_seen(careful):
     assert sent(careful.step()) == []
     careful.load("a", careful.request("third"))
     assert sent(careful.step()) == [(0, "a")]
-
-
-def test_what_a_request_keeps_out_stays_seen_if_another_saw_it_first(careful):
-    careful.store("ab", careful.request("first"))
-    careful.store("cdef", careful.request("between"))
-    request = careful.request("second")
-    request.hint = Hint(no_store=True)
-    careful.store("ab", request)
-    over(careful, request, None)
-    careful.load("a", careful.request("third"))
-    assert sent(careful.step()) == [(0, "a")]
-
-
-def test_what_was_forgotten_counts_as_never_seen(careful):
-    careful.store("ab")
-    assert careful.ledger.forget(keys_of("ab")) == 2
-    careful.store("ab")
-    assert sent(careful.step()) == []
-
-
-def test_what_was_forgotten_while_it_waits_to_be_written_is_not_written(evicting):
-    engine = evicting(rows=8, leaving_rows=4, store_chunks_max=2)
-    engine.store("abcdefgh")
-    first = engine.step()
-    assert engine.ledger.forget(keys_of("ef")) == 2
-    engine.finish_all(first)
-    engine.store("xy")
-    assert "x" not in "".join(names for _, names in sent(engine.step()))
-    engine.ledger.cascades.end()
-    assert not set("ef") & set("".join(names for _, names in sent(engine.step())))
 
 
 def told(actions):
@@ -678,18 +497,6 @@ def test_what_was_demoted_goes_first_in_the_tier_that_it_is_written_to(evicting)
     assert told(writes) == []
     engine.finish_all(writes)
     assert told(engine.step()) == ["ab"]
-
-
-def test_what_was_demoted_and_is_used_again_is_as_any_other_in_the_tier(evicting):
-    engine = evicting(rows=8, leaving_rows=2)
-    engine.store("abcdefgh")
-    engine.ledger.advise(Advice("demote", keys_of("a")))
-    engine.load("a")
-    engine.load("bcdefgh", engine.request("later"))
-    for _ in range(2):
-        writes = engine.step()
-        assert told(writes) == []
-        engine.finish_all(writes)
 
 
 # What a prefetch names.
@@ -715,97 +522,6 @@ def test_what_is_prefetched_after_its_session_was_over_is_written_as_any_other(e
     assert written_at_the_end(engine) == "ab"
 
 
-def test_what_had_left_and_is_prefetched_then_leaves_again_and_is_written(evicting):
-    engine = evicting(leaving_rows=2)
-    stored_for_a_session_that_is_over(engine, "ab")
-    engine.store("cd")
-    assert sent(engine.step()) == []
-    assert set(engine.ledger.primary.leaving.left) == set(map(engine.row, "ab"))
-    engine.ledger.prefetches.begin(keys_of("ab"))
-    engine.finish_all(engine.step())
-    engine.load("cd", engine.request("later"))
-    assert sent(engine.step()) == [(0, "ab")]
-
-
-def test_what_a_prefetch_names_that_waits_for_others_is_as_any_other_from_then_on(evicting):
-    engine = evicting(rows=8)
-    stored_for_a_session_that_is_over(engine, "ab")
-    engine.holds("vwxyz")
-    for name in "vwxyz":
-        engine.ledger.prefetches.begin(keys_of(name))
-    engine.ledger.prefetches.begin(keys_of("ab"))
-    assert written_at_the_end(engine) == "ab"
-
-
-def test_what_is_prefetched_while_its_session_ends_is_as_any_other_when_it_is_here(evicting):
-    engine = evicting()
-    engine.ledger.hint(engine.request(), {"class": "first"})
-    engine.holds("b")
-    request = engine.request()
-    engine.store("a", request)
-    engine.ledger.prefetches.begin(keys_of("ab"))
-    loads = engine.step()
-    over(engine, request, {"over": True})
-    engine.finish_all(loads)
-    engine.step()
-    assert not engine.ledger.prefetches
-    assert written_at_the_end(engine) == "a"
-
-
-def test_what_was_demoted_and_is_prefetched_is_as_any_other_in_the_tier(evicting):
-    engine = evicting(rows=8, leaving_rows=2)
-    engine.store("abcdefgh")
-    engine.ledger.advise(Advice("demote", keys_of("ab")))
-    engine.ledger.prefetches.begin(keys_of("ab"))
-    writes = engine.step()
-    assert sent(writes) == [(0, "gh")]
-    engine.finish_all(writes)
-    engine.load("cdef", engine.request("later"))
-    engine.store("xy")
-    writes = engine.step()
-    assert sent(writes) == [(0, "ab")]
-    engine.finish_all(writes)
-    assert told([*writes, *engine.step()]) == []
-
-
-def test_what_was_demoted_and_a_waiting_prefetch_names_goes_no_sooner_than_others(evicting):
-    engine = evicting(rows=8, leaving_rows=2)
-    engine.holds("wxyz")
-    engine.store("abcd")
-    engine.ledger.advise(Advice("demote", keys_of("ab")))
-    for name in "wxyz":
-        engine.ledger.prefetches.begin(keys_of(name))
-    engine.ledger.prefetches.begin(keys_of("ab"))
-    engine.step()
-    engine.step()
-    assert not {engine.row("a"), engine.row("b")} & set(engine.ledger.primary.leaving.left)
-
-
-def test_what_another_request_still_uses_when_a_session_is_over_is_as_any_other_at_that_ones_end(evicting):
-    engine = evicting()
-    engine.ledger.hint(engine.request(), {"class": "first"})
-    request, other = engine.request("r"), engine.request("other")
-    engine.store("ab", request)
-    engine.load("a", other)
-    over(engine, request, {"over": True})
-    over(engine, other, None)
-    assert written_at_the_end(engine) == "a"
-
-
-def test_what_was_demoted_while_a_request_uses_it_is_as_any_other_when_that_one_uses_it_again(evicting):
-    engine = evicting(rows=8, leaving_rows=3)
-    engine.store("abcdefgh")
-    request = engine.request()
-    engine.load("ab", request)
-    engine.ledger.advise(Advice("demote", keys_of("a")))
-    engine.load("ac", request)
-    engine.load("defgh", engine.request("later"))
-    writes = engine.step()
-    assert sent(writes) == [(0, "abc")]
-    engine.finish_all(writes)
-    assert told([*writes, *engine.step()]) == []
-
-
 # Over, and retained.
 
 
@@ -818,24 +534,11 @@ def test_the_leading_part_that_is_retained_is_written_though_its_session_is_over
     assert skipped(engine) == {"over": 2}
 
 
-def test_what_the_share_did_not_retain_is_written_though_its_session_is_over(evicting):
-    engine = evicting(retained_rows_max=1)
-    stored_for_a_session_that_is_over(engine, "abcd", retain_s=60.0)
-    assert written_at_the_end(engine) == "abcd"
-
-
 # Kept out, and lost by the tier.
 
 
 def lose(engine, names, tier=0):
     engine.ledger.apply(Gone(tier, pack_keys(keys_of(names))))
-
-
-def promoted(engine, names, request):
-    """Have a request load what a tier holds."""
-    engine.lookup(names, request)
-    engine.finish_all(engine.step())
-    engine.load(names, request)
 
 
 def test_what_a_tier_lost_is_kept_out_by_the_request_that_stored_it(evicting):
@@ -849,34 +552,6 @@ def test_what_a_tier_lost_is_kept_out_by_the_request_that_stored_it(evicting):
     assert skipped(engine) == {"no_store": 1}
 
 
-def test_what_a_tier_lost_after_its_request_kept_it_out_is_not_written_again(evicting):
-    engine = evicting(rows=1)
-    request = engine.request()
-    engine.store("a", request)
-    engine.finish_all(engine.step())
-    over(engine, request, NOTHING)
-    lose(engine, "a")
-    assert written_at_the_end(engine) == ""
-
-
-def test_what_a_tier_had_before_and_lost_is_not_written_for_a_request_that_keeps_its_own_out(evicting):
-    engine = evicting()
-    engine.holds("a")
-    request = engine.request()
-    request.hint = Hint(no_store=True)
-    engine.store("a", request)
-    lose(engine, "a")
-    assert written_at_the_end(engine) == ""
-
-
-def test_what_a_tier_had_before_and_lost_is_not_written_if_who_stored_it_does_not_allow_the_tier(evicting):
-    engine = evicting()
-    engine.holds("a")
-    engine.stored_alone("a")
-    lose(engine, "a")
-    assert written_at_the_end(engine) == ""
-
-
 def test_what_a_request_used_and_a_tier_lost_is_not_kept_out_by_it(evicting):
     engine = evicting(rows=1)
     engine.store("a", engine.request("first"))
@@ -886,53 +561,3 @@ def test_what_a_request_used_and_a_tier_lost_is_not_kept_out_by_it(evicting):
     lose(engine, "a")
     over(engine, request, NOTHING)
     assert written_at_the_end(engine) == "a"
-
-
-def test_a_request_keeps_out_nothing_of_who_has_its_row_now(evicting):
-    engine = evicting(rows=1)
-    request = engine.request()
-    engine.store("a", request)
-    engine.finish_all(engine.step())
-    engine.holds("x")
-    promoted(engine, "x", engine.request("other"))
-    engine.load("x", request)
-    lose(engine, "x")
-    over(engine, request, NOTHING)
-    assert written_at_the_end(engine) == "x"
-
-
-def test_what_comes_from_a_tier_that_loses_it_is_kept_out_of_the_others_alone(evicting, bench):
-    engine = evicting(tiers=[bench.spec("other", cascade="evict")])
-    engine.holds("x")
-    request = engine.request()
-    promoted(engine, "x", request)
-    lose(engine, "x")
-    over(engine, request, NOTHING)
-    engine.ledger.cascades.end()
-    assert sent(engine.step()) == [(0, "x")]
-
-
-def test_what_was_kept_out_and_comes_anew_is_written_as_any_other(evicting):
-    engine = evicting(rows=1)
-    request = engine.request()
-    request.hint = Hint(no_store=True)
-    engine.store("a", request)
-    engine.step()
-    engine.stored_alone("b")
-    engine.store("a", engine.request("second"))
-    assert written_at_the_end(engine) == "a"
-    engine.finish_all(engine.step())
-
-
-def test_what_was_forgotten_and_is_held_is_written_to_no_tier_any_more(evicting, bench):
-    engine = evicting(leaving_rows=2, tiers=[bench.spec("busy", cascade="evict", store_chunks_max=1)])
-    engine.store("abcd")
-    first, second = engine.step()
-    assert sent([first, second]) == [(0, "cd"), (1, "d")]
-    assert engine.ledger.forget(keys_of("c")) == 0
-    engine.finish(second)
-    lose(engine, "c", 1)
-    assert sent(engine.step()) == []
-    engine.finish(first)
-    engine.step()
-    assert engine.ready() == "abd"

@@ -133,15 +133,6 @@ def test_a_step_cascades_in_batches_that_an_action_may_move(bench):
     assert cascades(engine.step()) == [(0, engine.keys("ab")), (0, engine.keys("c"))]
 
 
-def test_keys_of_differing_lengths_travel_together(bench):
-    engine = bench()
-    keys = [b"", b"/", b"..", b"k" * 36, b"\xff" * 36, b"a", b"A"]
-    request = engine.request()
-    engine.ledger.complete_store(engine.ledger.prepare_store(keys, request).keys, request)
-    (store,) = engine.step()
-    assert unpack_keys(store.keys) == keys
-
-
 def test_beyond_a_tiers_budget_cascades_are_dropped_and_counted(bench):
     engine = bench(tiers=[bench.spec("slow", store_chunks_max=2), bench.spec("fast")])
     engine.store("abc")
@@ -228,19 +219,6 @@ def test_what_a_tier_stored_is_an_event_of_the_tier(bench):
         Event(EventKind.STORED, "tier0", engine.keys("a")),
     ]
     assert engine.observed == [("tier0", "store", 0.25)]
-
-
-def test_a_cascade_that_ran_out_of_time_keeps_its_row_readable_and_pinned(bench):
-    engine = bench(rows=1)
-    engine.store("a")
-    (store,) = engine.step()
-    engine.fail(store, Code.DEADLINE, lent=True)
-    assert not engine.ledger.pending
-    assert engine.lookup("a") == [HIT]
-    engine.step()
-    assert engine.store("x") is None
-    engine.give_back(store)
-    assert engine.store("x").evicted == engine.keys("a")
 
 
 def test_room_for_a_slice_is_what_can_cascade_without_a_drop(bench):

@@ -1,9 +1,7 @@
 """A waiting request's rows stay: for how long, for whom, and how many."""
 
-import pytest
-
 from kvtier.engine.ledger import LookupResult
-from kvtier.runner.messages import Code, Promote
+from kvtier.runner.messages import Code
 
 HIT, PENDING, MISS = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS
 
@@ -43,29 +41,6 @@ def test_a_lease_ends_when_its_request_loads_the_row(bench):
     assert engine.settled()
 
 
-def test_a_lease_ends_with_its_request(bench):
-    engine = bench()
-    engine.holds("b")
-    waiting = engine.request()
-    engine.lookup("b", waiting)
-    engine.finish_all(engine.step())
-    assert engine.ledger.leases.rows == 1
-    engine.ledger.finish(waiting)
-    assert engine.settled()
-
-
-def test_a_request_that_finishes_in_the_step_of_its_lookup_leases_nothing(bench):
-    engine = bench()
-    engine.holds("b")
-    engine.stored_alone("a")
-    waiting = engine.request()
-    assert engine.lookup("ab", waiting) == [HIT, PENDING]
-    engine.ledger.finish(waiting)
-    engine.finish_all(engine.step())
-    assert engine.ledger.leases.rows == 0
-    assert engine.settled()
-
-
 def test_a_lease_ends_after_its_time(bench):
     engine = bench(lease_s=10.0)
     engine.holds("a")
@@ -96,32 +71,6 @@ def test_leases_of_all_requests_together_take_no_more_than_their_share(bench):
     assert engine.ledger.counters.promotions_refused == 3
     engine.step()
     assert engine.ledger.leases.rows == 3
-
-
-def test_the_lease_of_a_failed_promotion_ends(bench):
-    engine = bench()
-    engine.holds("a")
-    engine.lookup("a", engine.request())
-    (load,) = engine.step()
-    assert isinstance(load, Promote)
-    engine.fail(load, Code.MISSING)
-    assert engine.settled()
-
-
-@pytest.mark.parametrize("lent", [False, True])
-def test_a_row_whose_promotion_fails_in_the_step_of_its_lookup_is_not_leased(bench, lent):
-    engine = bench(rows=2)
-    engine.holds("a")
-    engine.lookup("a", engine.request("first"))
-    (load,) = engine.step()
-    second = engine.request("second")
-    assert engine.lookup("a", second) == [PENDING]
-    engine.fail(load, Code.FAILED, lent=lent)
-    engine.step()
-    assert engine.ledger.leases.rows == 0
-    if lent:
-        engine.give_back(load)
-    assert engine.settled()
 
 
 def test_a_row_that_was_given_to_another_key_since_the_lookup_is_not_given_out_twice(bench):

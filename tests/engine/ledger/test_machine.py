@@ -700,6 +700,6 @@ TestEngine = Engine.TestCase
 TestEvictingEngine = EvictingEngine.TestCase
 TestTwiceEvictingEngine = TwiceEvictingEngine.TestCase
 TestWeighingEngine = WeighingEngine.TestCase
-TestEngine.settings = settings(stateful_step_count=100, max_examples=2 * settings().max_examples)
+TestEngine.settings = settings(stateful_step_count=100)
 TestEvictingEngine.settings = TestTwiceEvictingEngine.settings = TestEngine.settings
 TestWeighingEngine.settings = TestEngine.settings

@@ -124,18 +124,6 @@ def test_a_later_store_of_a_key_that_failed_to_come_is_seen_again(bench, code):
     assert engine.lookup("a") == [PENDING]
 
 
-def test_a_later_store_in_a_tier_that_others_write_to_overrides_what_was_said_before(bench):
-    engine = bench(rows=1)
-    engine.knows_all(complete=False)
-    engine.lookup("a")
-    engine.answer(*engine.step(), False)
-    assert engine.lookup("a") == [MISS]
-    engine.store("a")
-    engine.finish_all(engine.step())
-    engine.stored_alone("x")
-    assert engine.lookup("a") == [PENDING]
-
-
 @pytest.mark.parametrize("code", [Code.UNAVAILABLE, Code.FAILED, Code.DEADLINE])
 @pytest.mark.parametrize("how", ["found", "stored"])
 def test_a_later_store_of_what_a_tier_that_others_write_to_failed_to_load_is_seen_again(bench, code, how):
@@ -179,15 +167,6 @@ def test_one_of_many_promotions_does_not_evict_another_or_a_hit_of_its_request(b
     assert engine.ready() == "abc"
 
 
-def test_a_promotion_evicts_what_is_cold(bench):
-    engine = held_by_tier(bench, "z", rows=2)
-    engine.stored_alone("a")
-    engine.stored_alone("b")
-    engine.lookup("z")
-    assert engine.ready() == "b"
-    assert Event(EventKind.REMOVED, "cpu", engine.keys("a")) in engine.events.take()
-
-
 def test_a_hit_counts_for_the_tier_that_it_was_promoted_from_and_later_for_the_primary(bench):
     engine = held_by_tier(bench, "b")
     engine.stored_alone("a")
@@ -229,50 +208,3 @@ def test_promotions_are_counted_when_they_are_sent_for_and_when_they_come(bench)
         Event(EventKind.STORED, "cpu", engine.keys("bc")),
     ]
     assert engine.observed == [("tier0", "load", 0.25)]
-
-
-def test_keys_of_differing_lengths_travel_together(bench):
-    engine = bench()
-    keys = [b"", b"/", b"..", b"k" * 36, b"\xff" * 36, b"a", b"A"]
-    request = engine.request()
-    plan = engine.ledger.prepare_store(keys, request)
-    engine.ledger.complete_store(plan.keys, request)
-    (store,) = engine.step()
-    assert unpack_keys(store.keys) == keys
-
-
-def test_a_row_is_lent_until_its_promotion_gives_it_back(bench):
-    engine = held_by_tier(bench, "a", rows=2)
-    engine.lookup("a")
-    (load,) = engine.step()
-    row = engine.row("a")
-    engine.fail(load, Code.DEADLINE, lent=True)
-    assert engine.lookup("a") == [MISS]
-    assert not engine.ledger.pending
-    assert engine.store("xy") is None
-    assert engine.store("x").rows != [row]
-    engine.finish_all(engine.step())
-    engine.give_back(load)
-    assert engine.store("y").rows == [row]
-    engine.finish_all(engine.step())
-    assert engine.settled()
-
-
-def test_a_transfer_that_ended_after_it_ran_out_of_time_gives_its_rows_back_whatever_it_says(bench):
-    engine = held_by_tier(bench, "a", rows=1)
-    engine.lookup("a")
-    (load,) = engine.step()
-    engine.fail(load, Code.DEADLINE, lent=True)
-    engine.finish(load)
-    assert engine.settled()
-    assert engine.ready() == ""
-
-
-def test_rows_come_back_only_once(bench):
-    engine = held_by_tier(bench, "a", rows=1)
-    engine.lookup("a")
-    (load,) = engine.step()
-    engine.fail(load, Code.DEADLINE, lent=True)
-    engine.give_back(load)
-    engine.give_back(load)
-    assert engine.ledger.primary.rows_free == 1

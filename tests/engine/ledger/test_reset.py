@@ -64,21 +64,6 @@ def test_what_was_queued_is_not_sent_but_for_deletions(bench):
     assert len(engine.step()) == 1  # The tier is not thought to be getting it.
 
 
-def test_pins_and_leases_of_before_are_gone(bench):
-    engine = bench(rows=3)
-    engine.holds("b")
-    engine.stored_alone("a")
-    waiting = engine.request()
-    engine.lookup("ab", waiting)
-    engine.finish_all(engine.step())
-    engine.ledger.prepare_load(engine.keys("a"), waiting)
-    engine.lookup("b", engine.request("second"))
-    engine.ledger.reset()
-    engine.ledger.finish(waiting)
-    engine.step()
-    assert engine.settled()
-
-
 @pytest.mark.parametrize("kind", [Promote, Cascade])
 def test_what_did_not_end_in_time_keeps_its_rows_until_it_gives_them_back(bench, kind):
     engine = bench(rows=2)
@@ -95,53 +80,6 @@ def test_what_did_not_end_in_time_keeps_its_rows_until_it_gives_them_back(bench,
     assert engine.store("x").rows != [row]
     engine.give_back(transfer)
     assert engine.store("y").rows == [row]
-
-
-def test_an_outcome_that_comes_after_a_reset_gives_the_rows_back_and_nothing_else(bench):
-    engine = bench(rows=2)
-    engine.holds("a")
-    engine.store("b")
-    engine.lookup("a")
-    load, store = engine.step()
-    engine.ledger.reset()
-    engine.finish(load)
-    engine.finish(store)
-    assert engine.settled()
-    assert engine.ready() == ""
-    (tier,) = engine.ledger.tiers
-    assert (tier.counters.loaded, tier.counters.stored) == (0, 0)
-
-
-def test_a_deadline_that_comes_after_a_reset_does_not_give_the_rows_back(bench):
-    engine = bench(rows=1)
-    engine.store("a")
-    (store,) = engine.step()
-    engine.ledger.reset()
-    engine.fail(store, Code.DEADLINE, lent=True)
-    assert engine.store("x") is None
-    engine.give_back(store)
-    assert engine.store("x") is not None
-
-
-def test_a_row_that_two_tiers_still_read_is_free_when_both_have_given_it_back(bench):
-    engine = bench(rows=1, tiers=2)
-    engine.store("a")
-    first, second = engine.step()
-    engine.ledger.reset()
-    engine.give_back(first)
-    assert engine.ledger.primary.quarantined
-    engine.give_back(second)
-    assert engine.settled()
-
-
-def test_what_was_lent_before_two_resets_comes_back_once(bench):
-    engine = bench(rows=1)
-    engine.store("a")
-    (store,) = engine.step()
-    engine.ledger.reset()
-    engine.ledger.reset()
-    engine.give_back(store)
-    assert engine.settled()
 
 
 def test_a_tier_that_did_not_end_in_time_is_out_of_use_until_it_has_proved_itself(bench):
@@ -186,17 +124,4 @@ def test_a_row_that_a_reader_and_a_hung_store_keep_is_free_when_both_are_through
         assert engine.store("x") is None
         end()
     assert engine.settled()
-    assert engine.store("x") is not None
-
-
-def test_a_row_that_is_kept_since_before_a_deletion_is_free_when_its_last_reader_is_through(bench):
-    engine = bench(rows=1, tiers=0)
-    engine.store("a")
-    engine.lookup("a")
-    (row,) = engine.load("a")
-    engine.ledger.keep([row, row])
-    assert engine.ledger.delete(engine.keys("a")) == []
-    for _ in range(2):
-        assert engine.store("x") is None
-        engine.ledger.let_go(row)
     assert engine.store("x") is not None

@@ -37,32 +37,6 @@ def test_what_a_lost_runner_had_is_lost_and_counted(bench):
     assert tier.breaker.admits(engine.now)
 
 
-def test_its_rows_are_lent_until_its_process_has_ended(bench):
-    engine = bench(rows=2)
-    engine.holds("a")
-    engine.store("b")
-    engine.lookup("a")
-    engine.step()
-    lose(engine)
-    assert engine.lookup("b") == [HIT]  # It was only being read.
-    engine.step()
-    assert engine.store("x") is None
-    engine.ledger.apply(RunnerGone(0))
-    assert engine.settled()
-    assert engine.store("x") is not None
-
-
-def test_what_had_run_out_of_time_before_comes_back_with_its_process(bench):
-    engine = bench(rows=1)
-    engine.store("a")
-    (store,) = engine.step()
-    engine.fail(store, Code.DEADLINE, lent=True)
-    lose(engine)
-    assert not engine.settled()
-    engine.ledger.apply(RunnerGone(0))
-    assert engine.settled()
-
-
 def test_a_successor_may_work_while_its_predecessor_still_holds_rows(bench):
     engine = bench(rows=2)
     engine.store("a")
@@ -75,21 +49,6 @@ def test_a_successor_may_work_while_its_predecessor_still_holds_rows(bench):
     assert engine.ledger.pending
     engine.finish(store)
     assert engine.settled()
-
-
-def test_the_end_of_a_process_gives_back_its_own_rows_only(bench):
-    engine = bench(rows=2)
-    engine.store("a")
-    engine.step()
-    lose(engine)
-    engine.ledger.apply(RunnerBack(1))
-    engine.store("b")
-    engine.step()
-    lose(engine, epoch=1)
-    engine.ledger.apply(RunnerGone(1))
-    assert engine.store("x").evicted == engine.keys("b")
-    engine.ledger.apply(RunnerGone(0))
-    assert not engine.ledger.transfers.overdue
 
 
 def test_rows_that_a_dead_predecessor_still_holds_are_no_fault_of_the_runner_that_works(bench):
@@ -118,19 +77,6 @@ def test_what_a_tier_was_known_to_hold_stays_known_and_the_rest_is_asked(bench):
     assert kinds == [Probe, Promote]
     engine.ledger.apply(Scanned(0, complete=True))
     assert engine.lookup("d") == [MISS]
-
-
-def test_a_reset_between_loss_and_end_gives_the_rows_back_at_the_end(bench):
-    engine = bench(rows=2)
-    engine.holds("a")
-    engine.store("b")
-    engine.lookup("a")
-    engine.step()
-    lose(engine)
-    engine.ledger.reset()
-    assert len(engine.ledger.primary.quarantined) == 2
-    engine.ledger.apply(RunnerGone(0))
-    assert engine.settled()
 
 
 def test_a_probe_that_was_lost_is_a_miss_and_is_asked_again_later(bench):

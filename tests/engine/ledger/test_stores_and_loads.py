@@ -107,32 +107,6 @@ def test_a_store_that_failed_leaves_nothing_and_can_be_made_again(bench):
     assert engine.store("ab").keys == engine.keys("ab")
 
 
-def test_a_load_pins_its_rows_until_it_is_complete(bench):
-    engine = bench(rows=2)
-    engine.stored_alone("ab")
-    engine.lookup("a", request := engine.request())
-    assert engine.ledger.prepare_load(engine.keys("a"), request) == [engine.row("a")]
-    engine.step()
-    assert engine.store("xy") is None
-    assert engine.store("x").evicted == engine.keys("b")
-    engine.ledger.complete_load(engine.keys("a"))
-    engine.finish_all(engine.step())
-    assert engine.settled()
-
-
-def test_two_loads_of_a_row_pin_it_twice(bench):
-    engine = bench(rows=1)
-    engine.stored_alone("a")
-    for request in (engine.request("first"), engine.request("second")):
-        engine.lookup("a", request)
-        engine.ledger.prepare_load(engine.keys("a"), request)
-    engine.step()
-    engine.ledger.complete_load(engine.keys("a"))
-    assert engine.store("x") is None
-    engine.ledger.complete_load(engine.keys("a"))
-    assert engine.store("x").evicted == engine.keys("a")
-
-
 def test_a_key_has_one_access_a_request_however_it_is_used(bench, recorded):
     ledger, told = recorded
     a, b, c = bench.keys("abc")
@@ -193,14 +167,6 @@ def test_a_prefix_outlives_its_continuation(bench):
     assert engine.store("x", second).evicted == engine.keys("c")
     engine.finish_all(engine.step())
     assert engine.store("y", second).evicted == engine.keys("b")
-
-
-def test_touching_keeps_a_key(bench):
-    engine = bench(rows=2)
-    engine.stored_alone("a")
-    engine.stored_alone("b")
-    engine.ledger.touch(engine.keys("a?"), engine.request())
-    assert engine.store("x").evicted == engine.keys("b")
 
 
 def test_each_eviction_and_each_store_is_an_event_and_counted(bench):

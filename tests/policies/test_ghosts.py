@@ -1,8 +1,47 @@
-from kvtier.policies import S3FIFO
+"""ARC and S3-FIFO: what they learn from ghosts and uses, case by case."""
+
+from kvtier.policies import ARC, S3FIFO
+from tests.policies.test_base import none_kept
 
 
-def none_kept(key: int) -> bool:
-    return False
+def test_a_scan_does_not_evict_from_arc_keys_that_were_used_again() -> None:
+    policy = ARC[int](10)
+    policy.insert([1, 2, 3])
+    policy.touch([1, 2, 3])
+    policy.insert(range(10, 17))
+    for scanned in range(100, 200):
+        assert not {1, 2, 3} & set(policy.evict(1, none_kept, [scanned]) or ())
+        policy.insert([scanned])
+
+
+def test_arc_counts_a_key_that_returns_from_the_ghosts_as_used_again() -> None:
+    policy = ARC[int](4)
+    policy.insert([9])
+    policy.touch([9])
+    policy.insert([3, 2, 1])
+    assert policy.evict(1, none_kept, [4]) == [1]
+    policy.insert([4])
+    assert policy.evict(1, none_kept, [1]) == [2]  # The balance is one key used once more than none.
+    policy.insert([1])
+    assert policy.evict(4, none_kept) == [3, 4, 9, 1]
+
+
+def test_in_arc_keys_used_again_make_room_when_keys_used_once_are_missed() -> None:
+    policy = ARC[int](8)
+    policy.insert(range(8))
+    policy.touch(range(4))
+    assert policy.evict(4, none_kept, range(10, 14)) == [7, 6, 5, 4]
+    policy.insert(range(10, 14))
+    assert policy.evict(4, none_kept, range(4, 8)) == [3, 2, 1, 0]
+
+
+def test_in_arc_keys_used_again_make_up_for_pinned_keys_used_once() -> None:
+    policy = ARC[int](4)
+    policy.insert([4, 3, 2, 1])
+    policy.touch([3, 4])
+    assert policy.evict(2, {1, 2}.__contains__) == [4, 3]
+    assert policy.evict(1, {1, 2}.__contains__) is None
+    assert policy.evict(2, none_kept) == [1, 2]
 
 
 def full(policy: S3FIFO[int], *, used_twice: range) -> S3FIFO[int]:
@@ -12,7 +51,7 @@ def full(policy: S3FIFO[int], *, used_twice: range) -> S3FIFO[int]:
     return policy
 
 
-def test_one_hit_wonders_go_before_what_was_used_twice() -> None:
+def test_s3fifo_evicts_one_hit_wonders_before_keys_used_twice() -> None:
     policy = full(S3FIFO(20), used_twice=range(5))
     assert policy.evict(3, none_kept) == [5, 6, 7]
 
@@ -24,7 +63,7 @@ def test_one_further_use_is_not_enough_for_main() -> None:
     assert policy.evict(1, none_kept) == [0]
 
 
-def test_a_key_that_returns_from_the_ghosts_skips_probation() -> None:
+def test_in_s3fifo_a_key_that_returns_from_the_ghosts_skips_probation() -> None:
     policy = full(S3FIFO(20), used_twice=range(0))
     assert policy.evict(1, none_kept) == [0]
     policy.insert([0])
