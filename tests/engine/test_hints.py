@@ -72,7 +72,7 @@ async def test_a_tier_lets_go_first_of_what_is_over_as_soon_as_it_has_it(open_en
 
 async def gone_from_disk(engine: TieringOffloadingManager, numbers: Iterable[int]) -> list[int]:
     """Name those of the numbers that the tier is not known to hold."""
-    mask = ledger_in(engine).residency.mask
+    mask = ledger_in(engine).locations.mask
     return [number for number in numbers if not mask.get(key(number), 0)]
 
 

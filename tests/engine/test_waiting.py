@@ -398,7 +398,7 @@ async def test_a_scan_goes_on_while_nobody_calls(open_engine):
     await first.aclose()
     again = await open_engine(2, disk)
     await asyncio.sleep(1)
-    assert len(ledger_in(again).residency.mask) == 5_000
+    assert len(ledger_in(again).locations.mask) == 5_000
     assert ledger_in(again).tiers[0].authoritative
     forget_store("scanned")
 

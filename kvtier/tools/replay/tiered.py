@@ -17,13 +17,13 @@ from itertools import takewhile
 from typing import Literal, NamedTuple
 
 from kvtier.config import EngineLimits
-from kvtier.engine.cascades import SEEN_A_ROW, SEEN_MIN
 from kvtier.engine.ledger import rows_of_share
 from kvtier.engine.outbox import ADVICE_KEYS_MAX
+from kvtier.engine.second_use import SEEN_A_ROW, SEEN_MIN
 from kvtier.engine.tier import AT_ONCE, ON_SECOND_USE, WHEN_EVICTED
 from kvtier.errors import ConfigError
 from kvtier.hints import RETAIN_S_MAX, Hint
-from kvtier.policies import HintedOrder, Leaving, Policy, Retained, Sessions, policy_class
+from kvtier.policies import EvictionQueue, HintedOrder, Policy, Retained, Sessions, policy_class
 from kvtier.tools.replay.study import OPT, RETAINED_SHARE, Simulation, leading, measure
 from kvtier.tools.replay.traces import BLOCK_TOKENS, Request, Trace
 from kvtier.tools.replay.workload import GeneratedTrace
@@ -149,9 +149,9 @@ class TieredCache:
         self._cascade = cascade_named(cascade)
         self._batch = _LIMITS.action_chunks
         self._ahead = rows_of_share(_LIMITS.leaving_share, capacity) if cascade == WHEN_EVICTED else 0
-        self._leaving = Leaving[int](policy, self._ahead)
-        self._order: Policy[int] | Leaving[int] | HintedOrder[int] = self._leaving if self._ahead else policy
-        self._hinted: HintedOrder[int] | None = None  # The order, or the one behind `Leaving`, from the first hint on.
+        self._leaving = EvictionQueue[int](policy, self._ahead)
+        self._order: Policy[int] | EvictionQueue[int] | HintedOrder[int] = self._leaving if self._ahead else policy
+        self._hinted: HintedOrder[int] | None = None  # The order, or the one behind the queue, from the first hint on.
         self._resident: set[int] = set()
         self._seen: OrderedDict[int, None] = OrderedDict()
         self._seen_max = max(SEEN_MIN, SEEN_A_ROW * capacity)
@@ -306,12 +306,12 @@ class TieredCache:
                 self._owed.update(self._resident.intersection(gone) - self._not_due)
 
     def _leave(self, keep: Collection[int]) -> None:
-        left = self._leaving.left
+        left = set(self._leaving)
         missing = self._ahead - (self._capacity - len(self._resident)) - len(left)
         idle = len(self._resident) - len(keep) - sum(block not in keep for block in left)
         self._leaving.reconsider(set(keep).__contains__)
         if missing > 0 and idle > 0:
-            self._leaving.leave(min(missing, idle), set(keep).__contains__)
+            self._leaving.choose(min(missing, idle), set(keep).__contains__)
         news = self._leaving.take_news()
         self.tier.touch(news)
         due = [block for block in reversed(news) if block in self._owed and block not in self._withheld]

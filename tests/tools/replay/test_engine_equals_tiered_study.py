@@ -64,8 +64,8 @@ class Driver:
         await self._settle()
         engine.on_request_finished(name, hint=request.hint if at_end else None)
         await self._settle()
-        await self._until(lambda: len(self._ledger.residency.mask) == len(study.tier.blocks))
-        assert self._ledger.residency.mask.keys() == set(map(key_of, study.tier.blocks))
+        await self._until(lambda: len(self._ledger.locations.mask) == len(study.tier.blocks))
+        assert self._ledger.locations.mask.keys() == set(map(key_of, study.tier.blocks))
         return hits
 
     def _found(self, keys: Sequence[OffloadKey], name: str) -> list[LookupResult]:
