@@ -1,4 +1,4 @@
-"""A tier that is as fast as a file says, in bytes a second, from one load to the next; without the file, as it is.
+"""Tiers whose speed changes. The speed of a `SlowTier` is read from a file, in bytes a second, before each load.
 
 type = "tests.slow_tier:SlowTier"
 inner = { type = "fs", root = "/var/tmp/kvtier" }
@@ -6,14 +6,16 @@ speed = "/run/speed"
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from kvtier.backend import Backend, Outcome, Read, TierContext, Wrapper, backend_class
 from kvtier.config import TierConfig, tier_options
-from kvtier.settings import Checked
+from kvtier.settings import Checked, Duration
 from kvtier.testing.faults import InnerTier
+from kvtier_backends.dummy import DummyBackend, DummyOptions
+from kvtier_backends.dummy.store import Device
 
 
 class SlowOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -22,7 +24,7 @@ class SlowOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 class SlowTier(Wrapper[SlowOptions]):
-    """All loads share one line; a load has passed it when those before it have."""
+    """All loads share one line, in order."""
 
     options_type = SlowOptions
 
@@ -53,10 +55,52 @@ class SlowTier(Wrapper[SlowOptions]):
 
 
 def slow(inner: dict[str, Any], speed: Path) -> dict[str, Any]:
-    """Return the configuration of a tier that is as fast as a file says."""
+    """Return the configuration of a tier whose speed is in a file."""
     return {"type": "tests.slow_tier:SlowTier", "inner": inner, "speed": str(speed)}
 
 
 def slow_fs(root: Path, speed: Path) -> dict[str, Any]:
-    """Return the same of an fs tier."""
+    """Return the configuration of an fs tier whose speed is in a file."""
     return slow({"type": "fs", "root": str(root)}, speed)
+
+
+class SlowingOptions(DummyOptions, frozen=True, kw_only=True):
+    slow_at_s: Duration  # After its first use.
+    slow_for_s: Duration = 60.0
+    slow_factor: float = 20.0
+
+
+class SlowingDevice(Device):
+    """A device that needs a multiple of its times for a while."""
+
+    def __init__(self, options: SlowingOptions, **figures: Any) -> None:
+        super().__init__(**figures)
+        self._options = options
+        self._usual = (self._latency_s, self._load_s_per_byte, self._store_s_per_byte)
+        self._begun_at: float | None = None
+
+    def book(self, now: float, sizes_bytes: Iterable[int], *, storing: bool = False) -> float:
+        self._begun_at = now if self._begun_at is None else self._begun_at
+        passed_s, options = now - self._begun_at, self._options
+        slow = options.slow_at_s <= passed_s < options.slow_at_s + options.slow_for_s
+        factor = options.slow_factor if slow else 1.0
+        self._latency_s, self._load_s_per_byte, self._store_s_per_byte = (factor * usual for usual in self._usual)
+        return super().book(now, sizes_bytes, storing=storing)
+
+
+class SlowingDummy(DummyBackend):
+    options_type = SlowingOptions
+
+    def __init__(self, options: SlowingOptions, context: TierContext) -> None:
+        super().__init__(options, context)
+        self._device = SlowingDevice(
+            options,
+            latency_s=options.latency_s,
+            bandwidth_bytes_per_s=options.bandwidth_bytes_per_s,
+            slots=options.concurrency,
+            store_bandwidth_bytes_per_s=options.store_bandwidth_bytes_per_s,
+            loads_first=options.loads_first,
+        )
+
+
+SLOWING = {"type": "tests.slow_tier:SlowingDummy"}

@@ -1,4 +1,4 @@
-"""Host memory: the region of rows that processes share, and the limits and forks of this process."""
+"""Host memory: the region of rows that processes share; limits and forks of this process."""
 
 from kvtier.memory.prefault import PAGE_BYTES
 from kvtier.memory.region import LentRow, Region, RowLayout

@@ -1,8 +1,8 @@
-"""Pre-faulting: how much host memory is free, and pages put under a mapping before anything depends on them.
+"""Pre-faulting: the free host memory, and allocating all pages of a mapping before it is used.
 
-The kernel promises memory that it does not have. It grants a region that is too large at once. When the last pages are
-touched, the process is killed (private memory) or gets SIGBUS (shared memory). So a size is compared with the free
-memory, and refused, before a page is touched. Every page is touched before the first chunk comes.
+The kernel grants a region that is larger than its memory. When the last pages are touched, the process is killed
+(private memory) or gets SIGBUS (shared memory). So a size is compared with the free memory before a page is touched,
+and every page is touched before the first chunk comes.
 """
 
 import ctypes
@@ -20,20 +20,20 @@ from kvtier.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-PAGE_BYTES = 4_096  # What O_DIRECT, footers and every kernel that kvtier runs on agree on.
-PREFAULT_SLICE_BYTES = 64 << 20  # 0.02 to 0.2 s of the kernel's time: what Ctrl-C waits for.
+PAGE_BYTES = 4_096  # Right for O_DIRECT, for footers and for every kernel that kvtier runs on.
+PREFAULT_SLICE_BYTES = 64 << 20  # 0.02 to 0.2 s of the kernel's time, for which Ctrl-C waits.
 PREFAULT_THREADS_MAX = 8  # Clearing pages is bound by memory bandwidth, which a few cores reach.
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python 3.11's mmap.
-_TOUCH_BYTES = 1 << 20  # Touched in one go with the GIL held: less than its switch interval.
+_TOUCH_BYTES = 1 << 20  # Touched at once with the GIL held, for less than its switch interval.
 
-# mmap.madvise holds the GIL (10 s for 4 GiB in pages of 4 KiB, tried); a foreign call does not.
+# mmap.madvise holds the GIL (10 s for 4 GiB in pages of 4 KiB, measured); a foreign call does not.
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Free(NamedTuple):
-    """Bytes that one limit leaves, and what to do when they are too few."""
+    """The bytes that one limit leaves, and the remedy if they are too few."""
 
     size_bytes: int
     place: str
@@ -41,9 +41,9 @@ class Free(NamedTuple):
 
 
 def require_free(size_bytes: int, directory: str | None = None, root: str = "/") -> None:
-    """Raise `ConfigError` unless `size_bytes` of memory are free now, and on `directory`'s file system if it is given.
+    """Raise `ConfigError` unless `size_bytes` of memory are free now, and on `directory`'s file system if given.
 
-    `root` is where /proc and /sys/fs/cgroup are found.
+    `root` is the directory of /proc and /sys/fs/cgroup.
     """
     limits = [_available(root), *_cgroup_limits(root)]
     if directory is not None:
@@ -91,7 +91,7 @@ def _group_limits(mount: str, path: str, names: tuple[str, str, str]) -> Iterato
             if limit == "max":
                 continue
             statistics = dict(line.split() for line in _read(group, "memory.stat").splitlines())
-            # Page cache is given back before anything is refused; memory that is mapped and shared is not in it.
+            # The kernel reclaims page cache before it refuses memory. Shared mappings are not in these counts.
             cache = sum(int(statistics[f"{stat_prefix}{name}_file"]) for name in ("inactive", "active"))
             free = int(limit) - int(_read(group, usage_name)) + cache
             yield Free(free, f"control group {group}", f"ask for fewer bytes, or raise its {limit_name}")
@@ -102,19 +102,18 @@ def _read(group: str, name: str) -> str:
         return file.read()
 
 
-def advise(mapping: mmap.mmap) -> None:
-    """Ask for huge pages (they halve the processor time of direct I/O), and to be left out of core dumps."""
+def give_advice(mapping: mmap.mmap) -> None:
+    """Ask for huge pages, which halve the processor time of direct I/O, and for exclusion from core dumps."""
     for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTDUMP):
-        with suppress(OSError):  # A kernel built without it.
+        with suppress(OSError):  # The kernel was built without it.
             mapping.madvise(advice)
 
 
 def prefault(mapping: mmap.mmap, fd: int | None, first: int = 0) -> None:
-    """Put memory under every page of a mapping without changing a byte; `fd` is the file behind it, None if private.
+    """Allocate every page of a mapping without changing a byte; `fd` is its file, None if it is private.
 
-    Works on several threads without the GIL, in slices. It begins with the slice that holds byte `first` and goes
-    around, so processes that share the mapping can begin in different places. Raises OSError if the kernel has no
-    memory for it.
+    Works in slices, on several threads without the GIL. It begins with the slice that holds byte `first` and wraps
+    around, so processes that share the mapping can begin in different places. Raises OSError if memory runs out.
     """
     size_bytes = len(mapping)
     starts = range(0, size_bytes, PREFAULT_SLICE_BYTES)
@@ -146,12 +145,12 @@ def _populate(mapping: mmap.mmap, _fd: int | None, start: int, length: int) -> N
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapping, start))
     if _libc.madvise(address, length, _MADV_POPULATE_WRITE):
         code = ctypes.get_errno()
-        code = errno.ENOSPC if code == errno.EFAULT else code  # What would have been SIGBUS: the file system is full.
+        code = errno.ENOSPC if code == errno.EFAULT else code  # Instead of SIGBUS: the file system is full.
         raise OSError(code, os.strerror(code))
 
 
 def _touch(mapping: mmap.mmap, fd: int | None, start: int, length: int) -> None:
-    """Do what an older kernel can do: allocate a file's pages, which others may be writing, and write private pages."""
+    """Allocate pages on older kernels: a file's, which others may be writing, by fallocate; private ones by writing."""
     if fd is not None:
         os.posix_fallocate(fd, start, length)
         return

@@ -18,7 +18,7 @@ from typing import Self
 import msgspec
 
 from kvtier.errors import ConfigError
-from kvtier.memory.prefault import PAGE_BYTES, advise, prefault, require_free
+from kvtier.memory.prefault import PAGE_BYTES, give_advice, prefault, require_free
 from kvtier.memory.rendezvous import PARTICIPANTS_MAX, Meeting, SharedFile
 from kvtier.memory.this_process import fill_standard_streams, reason
 
@@ -28,7 +28,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL  # A shorte
 class RowLayout(msgspec.Struct, frozen=True):
     """The layout of a row: `| worker 0 | worker 1 | ... | padding to the page |`."""
 
-    slot_bytes: int  # Of one worker's part of a chunk.
+    slot_bytes: int  # One worker's part of a chunk.
     workers: int
 
     def __post_init__(self) -> None:
@@ -39,11 +39,11 @@ class RowLayout(msgspec.Struct, frozen=True):
 
     @property
     def row_bytes(self) -> int:
-        """Length of a row: the workers' slots, rounded up to whole pages."""
+        """The length of the workers' slots, rounded up to whole pages."""
         return -(-self.slot_bytes * self.workers // PAGE_BYTES) * PAGE_BYTES
 
     def slot(self, worker: int) -> slice:
-        """Return where a worker's bytes lie in each row."""
+        """Return the position of a worker's bytes in each row."""
         if not 0 <= worker < self.workers:
             raise IndexError(f"worker {worker} of {self.workers}")
         return slice(worker * self.slot_bytes, (worker + 1) * self.slot_bytes)
@@ -52,11 +52,9 @@ class RowLayout(msgspec.Struct, frozen=True):
 class Region:
     """Rows of `row_bytes` (a multiple of 4,096), zero at first, in one mapping that this process holds.
 
-    Every way to make a region raises `ConfigError` for impossible sizes, and for sizes that are not free now. It does
-    so before it touches any memory, and leaves nothing: no mapping, no descriptor, no file. With `prefault` the memory
-    is there when the call returns. Without it the first use of each page takes memory, and the process is killed if
-    there is none. The calls block (seconds for many GiB) without holding the GIL, so an event loop has them run in a
-    thread.
+    Every constructor raises `ConfigError` for impossible sizes, and for sizes that are not free now. It does so before
+    it touches any memory, and leaves no mapping, descriptor or file. All memory is there when it returns. Constructors
+    block (seconds for many GiB) without holding the GIL, so an event loop runs them in a thread.
     """
 
     __slots__ = ("_file", "_resources", "_view", "fd", "row_bytes", "rows")
@@ -70,44 +68,44 @@ class Region:
         resources: ExitStack,
         file: SharedFile | None = None,
     ) -> None:
-        """Take over a mapping and its resources. Use `private`, `memfd`, `attach`, `shared` or `over` instead."""
+        """Take over a mapping and its resources. Callers use `private`, `memfd`, `attach`, `shared` or `over`."""
         self.rows = rows
         self.row_bytes = row_bytes
-        self.fd = fd  # Names the memory for `attach`; None: it is private, or the region is closed.
-        self._view = memoryview(mapping)  # Holds the mapping, and nothing else here does: see close.
+        self.fd = fd  # The memory, for `attach`; None for private memory, and after closing.
+        self._view = memoryview(mapping)  # The only reference to the mapping: see close.
         self._resources = resources
-        self._file = file  # Where this is one of several participants.
+        self._file = file  # Set for one of several participants.
 
     @classmethod
-    def private(cls, rows: int, row_bytes: int, *, prefault: bool = True) -> Self:
+    def private(cls, rows: int, row_bytes: int) -> Self:
         """Make a region that only this process sees."""
         require_free(_rows_bytes(rows, row_bytes))
         with _undone_on_failure() as resources:
-            return cls._map(resources, None, rows, row_bytes, prefault_from=0 if prefault else None)
+            return cls._map(resources, None, rows, row_bytes, prefault_from=0)
 
     @classmethod
-    def memfd(cls, rows: int, row_bytes: int, *, prefault: bool = True) -> Self:
-        """Make a region without a name, for processes to attach by its `fd`. It ends with the last that holds it."""
+    def memfd(cls, rows: int, row_bytes: int) -> Self:
+        """Make a region without a name, which other processes attach by its `fd`. It ends with its last holder."""
         require_free(_rows_bytes(rows, row_bytes))
         with _undone_on_failure() as resources:
             fd = os.memfd_create("kvtier", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             resources.callback(os.close, fd)
             os.ftruncate(fd, rows * row_bytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-            return cls._map(resources, fd, rows, row_bytes, prefault_from=0 if prefault else None)
+            return cls._map(resources, fd, rows, row_bytes, prefault_from=0)
 
     @classmethod
     def attach(cls, fd: int, rows: int, row_bytes: int) -> Self:
-        """Map the region behind another region's `fd`; the descriptor stays the caller's to close.
+        """Map the region behind another region's `fd`, which the caller closes.
 
-        Raises `ConfigError` if the region behind it has another size.
+        Raises `ConfigError` if that region has another size.
         """
         rows_bytes = _rows_bytes(rows, row_bytes)
         with _undone_on_failure() as resources:
             own_fd = os.dup(fd)
             resources.callback(os.close, own_fd)
             size_bytes = os.fstat(own_fd).st_size
-            if size_bytes not in (rows_bytes, rows_bytes + PAGE_BYTES):  # Of `memfd`, and of `shared`.
+            if size_bytes not in (rows_bytes, rows_bytes + PAGE_BYTES):  # From `memfd`, or from `shared`.
                 raise ConfigError(
                     f"{rows:,} rows of {row_bytes:,} bytes expected behind a file of {size_bytes:,} bytes"
                 )
@@ -123,33 +121,32 @@ class Region:
         participant: int,
         participants: int,
         timeout_s: float = 30.0,
-        prefault: bool = True,
         met_s: float | None = None,
     ) -> Self:
         """Make or join the region that `participants` processes find by `path`, in a tmpfs such as /dev/shm.
 
-        The first participant makes it. The path is gone as soon as every participant (0 to `participants` - 1) has
-        mapped it, or the last one has closed it. If all of them are killed before, the next region that is made in the
-        directory removes it. Give each start of an engine a path of its own. A participant that finds itself there
-        already waits `timeout_s` for the processes of the earlier start to end, and then fails with `ConfigError`. If
-        the others' sizes differ, it fails at once. A runner's process attaches, and is no participant.
+        The first participant makes it. The path is removed when every participant (0 to `participants` - 1) has mapped
+        it, or the last one has closed it. If all of them are killed before, the next region made in the directory
+        removes it. Each start of an engine needs its own path. If a participant is there already, the call waits
+        `timeout_s` for the processes of the earlier start to end, and then raises `ConfigError`. If the others' sizes
+        differ, it raises at once. A runner's process attaches, and is no participant.
 
-        With `met_s`, the call waits so long for all others to have mapped it, and then raises `Apart`, before it takes
-        memory. The one who decides what rows hold comes last, and waits: else it would store rows of zeros for
-        participants on another host, who share nothing with it.
+        With `met_s`, the call waits that long for all others to map it, and then raises `Apart`, before it takes
+        memory. The process that decides what rows hold comes last, and waits. Otherwise it would store rows of zeros
+        for participants on another host, which do not share the memory.
         """
         rows_bytes = _rows_bytes(rows, row_bytes)
         if not 0 <= participant < participants <= PARTICIPANTS_MAX:
-            raise ConfigError(f"participant {participant} of {participants}: 0 to {PARTICIPANTS_MAX - 1:,} can be")
+            raise ConfigError(f"participant {participant} of {participants}: 0 to {PARTICIPANTS_MAX - 1:,} accepted")
         with _undone_on_failure() as resources:
             file = SharedFile.meet(Meeting(path, rows, row_bytes, participants, participant), timeout_s)
             resources.callback(file.leave)
-            start = rows_bytes // participants * participant if prefault else None
+            start = rows_bytes // participants * participant
             return cls._map(resources, file.fd, rows, row_bytes, prefault_from=start, file=file, met_s=met_s)
 
     @classmethod
     def over(cls, memory: memoryview, rows: int, row_bytes: int) -> Self:
-        """Make a region of memory that somebody else has mapped, and keeps for as long as the region is open."""
+        """Make a region of memory that the caller has mapped, and keeps mapped while the region is open."""
         whole = memory.cast("B")
         if whole.nbytes != _rows_bytes(rows, row_bytes):
             raise ConfigError(f"{rows:,} rows of {row_bytes:,} bytes expected in {whole.nbytes:,} bytes of memory")
@@ -174,7 +171,7 @@ class Region:
         else:
             mapping = mmap.mmap(fd, rows * row_bytes)
         resources.callback(_unmap, mapping)
-        advise(mapping)
+        give_advice(mapping)
         if file is not None:
             file.arrive()
             if met_s is not None:
@@ -186,22 +183,18 @@ class Region:
     @property
     def view(self) -> memoryview:
         """All rows, one after the other: writable, zero-copy, format "B"."""
-        return self._view[:]  # Ours is released when the region is closed; torch would not notice.
+        return self._view[:]  # `close` releases the region's own view, which torch would not notice.
 
     def row(self, index: int) -> memoryview:
         """Return one row: writable, zero-copy, format "B", on a page boundary."""
-        if not 0 <= index < self.rows:  # A slice would be cut short in silence.
+        if not 0 <= index < self.rows:  # A slice would be cut short silently.
             raise IndexError(f"row {index} of {self.rows}")
         start = index * self.row_bytes
         return self._view[start : start + self.row_bytes]
 
     def lend(self, index: int, size_bytes: int) -> "LentRow":
-        """Lend a row's first bytes, to be read."""
+        """Lend the first bytes of a row for reading."""
         return LentRow(index, self.row(index)[:size_bytes])
-
-    def missing(self) -> list[int]:
-        """Return the other participants that have not mapped the region yet; none if it is not `shared`, or closed."""
-        return [] if self._file is None else self._file.missing()
 
     def require_met(self) -> None:
         """Raise `Apart` unless every participant has mapped the region."""
@@ -209,7 +202,7 @@ class Region:
             self._file.require_all(0)
 
     def close(self) -> None:
-        """Give the memory back: now, or with the last view of it. May be called again."""
+        """Give the memory back: now, or with its last view. Idempotent."""
         self.fd = self._file = None
         self._view.release()
         self._resources.close()
@@ -224,25 +217,25 @@ class Region:
 
 
 class LentRow:
-    """A row that is lent through a read-only view, until nothing that was made of the view reads it any more.
+    """A row lent through a read-only view, until no object made from the view reads it.
 
     A slice of a view, or numpy's array over it, still reads the row when the view is released: Python counts neither.
-    So every view is of an object of its own, which lives as long as anything that reads through it. A tensor that torch
-    makes of a view itself is the exception: it keeps a bare address.
+    So every view is of a separate object, which lives as long as anything that reads through it. The exception is a
+    tensor that torch makes from the view itself: it keeps a bare address.
     """
 
     __slots__ = ("_read", "row", "view")
 
     def __init__(self, row: int, memory: memoryview) -> None:
-        """`memory`: the row's, writable, as ctypes wants it."""
+        """`memory`: the row's, writable, because ctypes needs that."""
         read = _array_type(len(memory)).from_buffer(memory)
         self.row = row
         self.view = memoryview(read).cast("B").toreadonly()
         self._read = weakref.ref(read)
 
     def release(self) -> bool:
-        """Release the view; say whether nothing reads the row any more. May be called again."""
-        with suppress(BufferError):  # Somebody exports the view itself.
+        """Release the view; return True if nothing reads the row any more. Idempotent."""
+        with suppress(BufferError):  # The view itself is still exported.
             self.view.release()
         return self._read() is None
 
@@ -262,15 +255,15 @@ def _rows_bytes(rows: int, row_bytes: int) -> int:
 
 @contextmanager
 def _undone_on_failure() -> Generator[ExitStack]:
-    """Collect what a region must close, and close it if making the region fails. OSError becomes ConfigError."""
+    """Collect a region's resources, and close them if making the region fails. OSError becomes ConfigError."""
     fill_standard_streams()
     try:
         with ExitStack() as resources:
             yield resources
-    except (OSError, MemoryError, RuntimeError) as error:  # The last where it has no thread for us.
+    except (OSError, MemoryError, RuntimeError) as error:  # RuntimeError: no thread could start.
         raise ConfigError(f"the kernel refuses host memory: {reason(error)}") from error
 
 
 def _unmap(mapping: mmap.mmap) -> None:
-    with suppress(BufferError):  # Views are still about: the last one unmaps it.
+    with suppress(BufferError):  # Views are left; the last one unmaps it.
         mapping.close()

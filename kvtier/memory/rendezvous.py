@@ -1,11 +1,10 @@
-"""The rendezvous: a file in shared memory where one engine's processes meet. Its name goes away by itself.
+"""The rendezvous: a file in shared memory in which one engine's processes meet, and whose name they remove.
 
-The file is made without a name, and linked to its path when it is complete. So nobody sees a half-made file, and a
-process that is killed before leaves none. In the last page each participant locks a byte of its own for as long as it
-lives. It sets that byte once it has mapped the file. The participant that sees all bytes set removes the name. Who is
-on another host makes a file there, under the same name, and its byte is never set here. Locks
-end with the process that holds them. So a file without locks was left by dead processes, and the next process that uses
-its directory removes it.
+The file is made without a name, and linked to its path when it is complete. So no process sees a half-made file, and a
+process that is killed before leaves none. In the last page each participant locks its own byte while it lives, and sets
+the byte once it has mapped the file. The participant that sees all bytes set removes the name. A participant on another
+host makes a file there under the same name, and its byte is never set here. Locks end with their process. So a file
+without locks was left by dead processes, and the next process that uses its directory removes it.
 """
 
 import errno
@@ -17,7 +16,7 @@ import stat
 import struct
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import NamedTuple, Self
 
 from kvtier.errors import ConfigError
@@ -25,19 +24,18 @@ from kvtier.memory.prefault import PAGE_BYTES, require_free
 
 _MAGIC = b"kvtier\x00\x01"
 _HEADER = struct.Struct("=8sQQQ")  # Magic, rows, bytes a row, participants.
-_FLAGS_AT = 64  # Byte 0 of the page is the lock on the name; the participants' bytes begin here.
+_FLAGS_AT = 64  # Byte 0 of the page locks the name; the participants' bytes begin here.
 PARTICIPANTS_MAX = PAGE_BYTES - _FLAGS_AT  # One byte each in one page.
 
 _LOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, process.
-_OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # A FIFO of that name must not keep us.
+_OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # A FIFO of that name must not block.
 _POLL_S = 0.005  # Far below the time that an engine takes to start.
 
 
 class Apart(ConfigError):
-    """Some participants have not mapped the file: they see other memory under its name, or are not there."""
+    """Some participants have not mapped the file: they are on another host, or do not run."""
 
     def __init__(self, path: str, missing: Sequence[int], participants: int) -> None:
-        """Name those that are missing."""
         self.path, self.missing = path, missing
         super().__init__(
             f"{path}: participants {ranges(missing)} of {participants} have not mapped it on {socket.gethostname()}:"
@@ -46,7 +44,7 @@ class Apart(ConfigError):
 
 
 class Meeting(NamedTuple):
-    """The terms of a meeting: what all participants must agree on, and which of them this is."""
+    """The sizes that all participants must agree on, and the number of this one."""
 
     path: str
     rows: int
@@ -60,7 +58,7 @@ class Meeting(NamedTuple):
 
 
 class SharedFile:
-    """One participant's open end of the file: the rows, then one page for the meeting itself."""
+    """One participant's open file: the rows, then one page for the meeting."""
 
     def __init__(self, fd: int, meeting: Meeting) -> None:
         self.fd = fd
@@ -70,11 +68,11 @@ class SharedFile:
 
     @classmethod
     def meet(cls, meeting: Meeting, timeout_s: float) -> Self:
-        """Make the file or open the one that a participant has made; the caller maps it and calls `arrive`.
+        """Make the file, or open another participant's; the caller maps it and calls `arrive`.
 
-        If this participant has been there before, waits up to `timeout_s` for the processes of that start to end.
-        Raises `ConfigError`, and leaves nothing, if they do not end or if participants disagree on the sizes. Likewise
-        if there is too little memory, or the path cannot be used.
+        If this participant was there before, waits up to `timeout_s` for the processes of that start to end. Raises
+        `ConfigError`, and leaves nothing, if they do not end, if participants disagree on the sizes, if there is too
+        little memory, or if the path cannot be used.
         """
         try:
             for _ in range(1 + math.ceil(timeout_s / _POLL_S)):
@@ -93,9 +91,9 @@ class SharedFile:
         )
 
     def arrive(self) -> None:
-        """Tell the others that this participant has mapped the file; the last one to do so removes its name."""
+        """Record that this participant has mapped the file; the last one to do so removes its name."""
         os.pwrite(self.fd, b"\x01", self._page + _FLAGS_AT + self._meeting.participant)
-        # Refused only by another one who has seen the same and is removing the name.
+        # Without the lock, another participant has seen the same and is removing the name.
         if not self.missing() and self._lock(0, 1):
             self._remove_name()
 
@@ -105,7 +103,7 @@ class SharedFile:
         return [participant for participant, flag in enumerate(flags) if not flag]
 
     def require_all(self, timeout_s: float) -> None:
-        """Wait until every participant has mapped the file; raises `Apart` after `timeout_s`."""
+        """Wait until every participant has mapped the file; raise `Apart` after `timeout_s`."""
         ends_at = time.monotonic() + timeout_s
         while missing := self.missing():
             if time.monotonic() >= ends_at:
@@ -115,18 +113,18 @@ class SharedFile:
     def leave(self) -> None:
         """Close the file. The last one to leave before all have arrived removes its name.
 
-        A fork of the participant closes its own copy only: the locks are the participant's.
+        A fork of the participant only closes its descriptor, because the locks are the participant's.
         """
         try:
             if os.getpid() != self._pid:
                 return
-            self._lock(0, PAGE_BYTES, fcntl.F_UNLCK)  # Of two who leave at once and ask only then, one is alone.
+            self._lock(0, PAGE_BYTES, fcntl.F_UNLCK)  # First unlocked: of two leaving at once, one then is alone.
             self.remove_if_dead()
         finally:
             os.close(self.fd)
 
     def remove_if_dead(self) -> bool:
-        """Remove the name if nobody else holds the file; say whether that was so."""
+        """Remove the name if no other process holds the file; return True if so."""
         dead = self._lock(0, PAGE_BYTES)
         if dead:
             self._remove_name()
@@ -134,55 +132,50 @@ class SharedFile:
 
     @classmethod
     def _open(cls, meeting: Meeting) -> Self | None:
-        """Open the file that is there; None if it was left by the dead (and is gone now), or if our place is taken."""
-        fd = os.open(meeting.path, _OPEN)
-        try:
+        """Open the file; None if dead processes left it, which removes it, or if this participant's place is taken."""
+        with ExitStack() as undo:
+            fd = os.open(meeting.path, _OPEN)
+            undo.callback(os.close, fd)
             file, header = cls(fd, meeting), _read_header(fd, meeting.path)
-            if not file.remove_if_dead() and file._enter():
-                _require_agreement(meeting, header)
-                return file
-        except BaseException:
-            os.close(fd)
-            raise
-        os.close(fd)
-        return None
+            if file.remove_if_dead() or not file._enter():
+                return None
+            _require_agreement(meeting, header)
+            undo.pop_all()
+            return file
 
     @classmethod
     def _create(cls, meeting: Meeting) -> Self | None:
         """Make the file; None if another participant was first."""
         directory = os.path.dirname(meeting.path) or "."
         _sweep(directory)
-        fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        try:
-            file = cls._publish(fd, directory, meeting)
-        except BaseException:
-            os.close(fd)
-            raise
-        if file is None:
-            os.close(fd)
-        return file
+        with ExitStack() as undo:
+            fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            undo.callback(os.close, fd)
+            try:
+                require_free(meeting.rows_bytes + PAGE_BYTES, directory)
+            except ConfigError:
+                if os.path.lexists(meeting.path):  # Another participant has made it and is taking this memory.
+                    return None
+                raise
+            file = cls._filled(fd, meeting)
+            try:
+                # A directory's descriptor, though unused for an absolute name, is what makes os.link follow the link.
+                os.link(f"/proc/self/fd/{fd}", meeting.path, src_dir_fd=fd)
+            except FileExistsError:
+                return None
+            undo.pop_all()
+            return file
 
     @classmethod
-    def _publish(cls, fd: int, directory: str, meeting: Meeting) -> Self | None:
-        try:
-            require_free(meeting.rows_bytes + PAGE_BYTES, directory)
-        except ConfigError:
-            if os.path.lexists(meeting.path):  # Another one has made it since and is taking the memory, ours included.
-                return None
-            raise
+    def _filled(cls, fd: int, meeting: Meeting) -> Self:
         os.ftruncate(fd, meeting.rows_bytes + PAGE_BYTES)
         os.pwrite(fd, _HEADER.pack(_MAGIC, meeting.rows, meeting.row_bytes, meeting.participants), meeting.rows_bytes)
         file = cls(fd, meeting)
-        file._lock(_FLAGS_AT + meeting.participant, 1)  # First held, then seen: it never looks like a dead one's.
-        try:
-            # A directory's descriptor, though unused for an absolute name, is what makes os.link follow the link.
-            os.link(f"/proc/self/fd/{fd}", meeting.path, src_dir_fd=fd)
-        except FileExistsError:
-            return None
+        file._lock(_FLAGS_AT + meeting.participant, 1)  # Locked before it has a name: it never looks like a dead one's.
         return file
 
     def _enter(self) -> bool:
-        """Take this participant's place, unless it is or was taken, or the file has lost its name meanwhile."""
+        """Take this participant's place; False if it is or was taken, or if the file has lost its name."""
         place = _FLAGS_AT + self._meeting.participant
         return (
             self._lock(place, 1)
@@ -191,12 +184,12 @@ class SharedFile:
         )
 
     def _remove_name(self) -> None:
-        """Remove the name, with the lock on it held: then a file that has a name has this one."""
+        """Remove the name. The caller holds the lock on it, so a file with any name has this one."""
         if os.fstat(self.fd).st_nlink > 0:
             os.unlink(self._meeting.path)
 
     def _lock(self, start: int, length: int, kind: int = fcntl.F_WRLCK) -> bool:
-        """Lock bytes of the page for this open file (so threads count, too); False if others hold some of them."""
+        """Lock bytes of the page for this open file, so threads count, too; False if others hold some of them."""
         request = _LOCK.pack(kind, os.SEEK_SET, self._page + start, length, 0)
         try:
             fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, request)
@@ -208,22 +201,22 @@ class SharedFile:
 
 
 def mappings(fd: int, most: int) -> int:
-    """Count the mappings of a file's beginning in all processes whose mappings we may see, up to `most`.
+    """Count the mappings of a file's beginning in all processes that /proc shows, up to `most`.
 
-    For a file of other programs, which has no place for participants. 0: /proc does not show even our own.
+    For a file of other programs, which has no place for participants. 0 if /proc does not show even this process's.
     """
     status = os.fstat(fd)
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
     mapped, count = f" 00000000 {device} {status.st_ino} ".encode(), 0
     for process in os.listdir("/proc"):
         if process.isdecimal() and count < most:
-            with suppress(OSError), open(f"/proc/{process}/maps", "rb") as maps:  # It is another user's, or has ended.
+            with suppress(OSError), open(f"/proc/{process}/maps", "rb") as maps:  # Another user's, or ended.
                 count += maps.read().count(mapped)
     return min(count, most)
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Write increasing numbers as people do: 2 to 4, 6."""
+    """Write increasing numbers as ranges: 2 to 4, 6."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][-1] == number - 1:
@@ -234,14 +227,14 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def _sweep(directory: str) -> None:
-    """Remove regions of dead processes from a directory: their memory comes back before ours is counted.
+    """Remove regions of dead processes from a directory, before the free memory is counted.
 
-    A process that is killed before all have met leaves a file. If each start has a path of its own, nobody opens that
-    file again.
+    A process that is killed before all have met leaves a file. No later start opens that file, because each has its own
+    path.
     """
     with os.scandir(directory) as entries:
         for path in [entry.path for entry in entries if entry.is_file(follow_symlinks=False)]:
-            with suppress(OSError, ConfigError):  # It is gone, or is not ours.
+            with suppress(OSError, ConfigError):  # Removed meanwhile, or no region of this user's.
                 fd = os.open(path, _OPEN)
                 try:
                     SharedFile(fd, Meeting(path, *_read_header(fd, path), participant=0)).remove_if_dead()
@@ -250,7 +243,7 @@ def _sweep(directory: str) -> None:
 
 
 def _read_header(fd: int, path: str) -> tuple[int, int, int]:
-    """Return rows, bytes a row and participants. ConfigError for a file that is not ours: it is left as it is."""
+    """Return rows, bytes a row and participants. ConfigError for any other file, which is left unchanged."""
     status = os.fstat(fd)
     header = b""
     if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_size > PAGE_BYTES:

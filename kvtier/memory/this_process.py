@@ -1,4 +1,4 @@
-"""This process as the kernel sees it: its standard streams, its forks, and the limits that it runs under."""
+"""This process: its standard streams, its forks, and its resource limits."""
 
 import errno
 import mmap
@@ -11,24 +11,24 @@ from typing import NamedTuple, Protocol
 
 from kvtier.errors import ConfigError
 
-DESCRIPTORS_MIN = 32  # A runner's own dozen, and what the lanes of one tier open at once.
+DESCRIPTORS_MIN = 32  # A dozen of a runner, and those that the lanes of one tier open at once.
 STANDARD_STREAMS = range(3)
-STACK_BYTES_MOST = 64 << 20  # More is not looked for: where stacks are unlimited, the C library takes 2 MiB.
-THREAD_BYTES = 16 << 20  # Beyond its stack, for a thread's first steps: Python takes memory by the MiB.
-GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # What a terminal or a service manager sends to all.
-_NO_THREAD = "can't start new thread"  # As Python has it, a RuntimeError.
+STACK_BYTES_MOST = 64 << 20  # No larger stack is checked: for unlimited stacks, the C library takes 2 MiB.
+THREAD_BYTES = 16 << 20  # For a thread's first steps: Python allocates by the MiB.
+GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Terminals and service managers send them to all.
+_NO_THREAD = "can't start new thread"  # Python's RuntimeError.
 
 
 def fill_standard_streams() -> None:
-    """Open /dev/null under each of the numbers 0, 1 and 2 that is closed, as daemons have them.
+    """Open /dev/null for each closed standard stream, such as a daemon's.
 
-    Otherwise the next file, socket or memory that is opened gets one of these numbers. Then printed lines, or
-    redirected ones of a child, go there. And libuv aborts a process that closes such a descriptor.
+    Otherwise the next file, socket or memory that is opened gets its number. Then printed lines, or redirected ones of
+    a child, are written there. And libuv aborts a process that closes such a descriptor.
     """
     if all(map(_is_open, STANDARD_STREAMS)):
         return
     while (fd := os.open(os.devnull, os.O_RDWR)) in STANDARD_STREAMS:
-        os.set_inheritable(fd, True)  # As standard streams are.
+        os.set_inheritable(fd, True)  # Like any standard stream.
     os.close(fd)
 
 
@@ -41,7 +41,7 @@ def _is_open(fd: int) -> bool:
 
 
 def require_descriptors() -> None:
-    """Raise `ConfigError` unless this process may open as many descriptors as an engine takes."""
+    """Raise `ConfigError` unless this process may open the descriptors that an engine needs."""
     try:
         opened = len(os.listdir("/proc/self/fd"))
     except OSError as error:
@@ -52,44 +52,44 @@ def require_descriptors() -> None:
 
 
 def file_bytes_max() -> int | None:
-    """Return how long this process may make a file; None: there is no limit."""
+    """Return the largest file size that this process may write; None if it is unlimited."""
     return _LIMITS[errno.EFBIG].soft
 
 
 def require_file_bytes(size_bytes: int) -> None:
-    """Raise `ConfigError` unless this process may make a file so long."""
+    """Raise `ConfigError` unless this process may write a file of this size."""
     limit = _LIMITS[errno.EFBIG]
     if limit.soft is not None and limit.soft < size_bytes:
         raise ConfigError(f"files of {size_bytes:,} bytes are needed: {limit.said}")
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """Start a thread. RuntimeError where the process may have no more of them, or has no memory for one.
+    """Start a thread. RuntimeError if the process is at its limit of threads, or has no memory for one.
 
-    Python waits for ever for a thread that finds no memory before its first line. So this call checks the memory.
+    Python waits forever for a thread that finds no memory before its first line. So this call checks the memory.
     """
     stack_bytes, _ = resource.getrlimit(resource.RLIMIT_STACK)
     if not 0 < stack_bytes < STACK_BYTES_MOST:
         stack_bytes = STACK_BYTES_MOST
     try:
-        mmap.mmap(-1, stack_bytes + THREAD_BYTES).close()  # Untouched, it costs nothing but addresses.
+        mmap.mmap(-1, stack_bytes + THREAD_BYTES).close()  # Untouched, it costs only addresses.
     except OSError as error:
-        raise RuntimeError("can't start new thread") from error
+        raise RuntimeError(_NO_THREAD) from error
     thread.start()
 
 
 class HoldsDescriptors(Protocol):
-    """Anything with descriptors that must not be shared with a forked child."""
+    """An object with descriptors that a forked child must not share."""
 
     def forked(self) -> None:
-        """Let go of the descriptors in the child, without telling their owner. Only the forking thread runs there."""
+        """Release the descriptors in the child, where only the forking thread runs."""
 
 
 _holders: "weakref.WeakSet[HoldsDescriptors]" = weakref.WeakSet()
 
 
 def let_go_in_forks(holder: HoldsDescriptors) -> None:
-    """Have `holder.forked()` called in every child that this process forks from now on, for as long as it is used."""
+    """Call `holder.forked()` in every later forked child of this process, while the holder exists."""
     _holders.add(holder)
 
 
@@ -102,7 +102,7 @@ os.register_at_fork(after_in_child=_tell_holders)
 
 
 class _Limit(NamedTuple):
-    """A limit of this process, by the number that `resource` has for it."""
+    """A resource limit of this process."""
 
     name: str
     resource: int
@@ -110,13 +110,13 @@ class _Limit(NamedTuple):
 
     @property
     def soft(self) -> int | None:
-        """The limit that holds now; None: none does."""
+        """The present limit; None if there is none."""
         soft, _ = resource.getrlimit(self.resource)
         return None if soft == resource.RLIM_INFINITY else soft
 
     @property
     def said(self) -> str:
-        """The limit with its value and its remedy, in words; empty if nothing holds."""
+        """The limit's value and remedy for a message; empty if there is no limit."""
         return "" if self.soft is None else f"{self.name} is {self.soft:,} (raise it: {self.remedy})"
 
 
@@ -129,19 +129,18 @@ _LIMITS = {
 
 
 def is_of_a_limit(error: BaseException) -> bool:
-    """Say whether an error means that the process has reached a limit of its own."""
+    """Return True if an error may be due to one of this process's limits."""
     return bool(_exceeded(error))
 
 
 def reason(error: BaseException) -> str:
-    """Say in words why something failed. If a limit of this process may be the cause, name it and the remedy."""
+    """Return the message of an error. If a limit of this process may be the cause, name it and the remedy."""
     said = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
     limits = [words for limit in _exceeded(error) if (words := limit.said)]
     return f"{said}; {' and '.join(limits)}" if limits else said
 
 
 def _exceeded(error: BaseException) -> list[_Limit]:
-    """Return the limits that an error may be due to."""
     if isinstance(error, OSError):
         return [_LIMITS[error.errno]] if error.errno in _LIMITS else []
     if isinstance(error, MemoryError):

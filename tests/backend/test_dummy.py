@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.backend.contract import Occupancy, Read, Write, backend_class
+from kvtier.backend.contract import Occupancy, backend_class
 from kvtier.errors import ConfigError
 from kvtier.settings import decode
 from kvtier.testing.conformance import (
@@ -288,42 +288,6 @@ class TestRoom:
         assert tier.occupancy() == Occupancy(0, 0, ROW_BYTES - 1)
 
 
-class TestFaults:
-    async def test_damage_is_found_told_and_gone(self, lender):
-        tier = dummy(corruption_rate=1)
-        follower = Follower(tier)
-        await follower.until(lambda: follower.scanned)
-        await lender.keep(tier, keys_of(3))
-        follower.held.update(keys_of(3))
-        assert await lender.recall(tier, keys_of(2)) == ["ChunkCorrupt"] * 2
-        assert await lender.recall(tier, keys_of(2)) == ["ChunkMissing"] * 2
-        await follower.until(lambda: follower.held == {key_of(2)})
-        await tier.aclose(1)
-
-    async def test_a_failed_transfer_changes_nothing(self, lender):
-        await lender.keep(dummy(store="fails"), keys_of(2))
-        tier = dummy(store="fails", shared=False, failure_rate=1, model_name="other")
-        outcomes = await tier.store(lender.writes(keys_of(2), version=1))
-        assert [type(outcome).__name__ for outcome in outcomes] == ["TransferFailed"] * 2
-        assert await lender.recall(tier, keys_of(2)) == ["TransferFailed"] * 2
-        forget_store("fails")
-
-    async def test_rates_are_met_and_seeds_repeat(self, lender):
-        async def told(seed, name="0:dummy"):
-            tier = dummy(name, failure_rate=0.2, corruption_rate=0.2, seed=seed)
-            row = lender.rows(1)[0]
-            stored = await tier.store([Write(key, row) for key in keys_of(1_000)])
-            loaded = await tier.load([Read(key, row) for key in keys_of(1_000)])
-            return [type(outcome).__name__ for outcome in (*stored, *loaded)]
-
-        first = await told(1)
-        assert first == await told(1)
-        assert first != await told(2)
-        assert first != await told(1, name="1:dummy")
-        assert 150 < first[:1_000].count("TransferFailed") < 250
-        assert 90 < first[1_000:].count("ChunkCorrupt") < 170
-
-
 class TestNamedStores:
     @pytest.fixture(autouse=True)
     def new_store(self):
@@ -400,8 +364,6 @@ async def test_a_tier_is_opened_by_configuration(lender):
         ("latency_s", "fast"),
         ("bandwidth_bytes_per_s", 0),
         ("concurrency", 0),
-        ("failure_rate", 1.5),
-        ("corruption_rate", -0.1),
         ("capacity_bytes", "16 pages"),
         ("colour", "blue"),
     ],

@@ -62,7 +62,7 @@ class Steps:
             limits=EngineLimits(cascade_share=1.0),
         )
         self.rows = rows
-        self.region = Region.private(rows, CHUNK_BYTES, prefault=False)
+        self.region = Region.private(rows, CHUNK_BYTES)
         self.bridge = Echo()
         self.manager = StepManager(config, self.region, self.bridge)
         self._random = random.Random(seed)

@@ -37,7 +37,8 @@ from kvtier.settings import decode
 from kvtier.settings.fields import option_fields, struct_fields
 from kvtier.settings.units import parse_duration, unit_of
 from kvtier.tools import statuses
-from kvtier.tools.commands import COMMANDS, COMMON, JSON, command_line
+from kvtier.tools.commands import COMMANDS, command_line
+from kvtier.tools.options import COMMON, JSON
 from kvtier.tools.replay.report import Report
 from kvtier.tools.replay.setup import rooted
 from tests.docs import schemas
@@ -218,11 +219,27 @@ def test_no_page_holds_a_merges_marks() -> None:
     assert [name for name in NAMES if re.search(r"^(<{7}|>{7}) ", (ROOT / name).read_text(), re.MULTILINE)] == []
 
 
-def test_every_test_that_a_page_names_is_there() -> None:
+def test_every_test_that_a_page_names_exists() -> None:
     modules = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "kvtier" / "testing").rglob("*.py")]
     there = {name for module in modules for name in re.findall(r"def (test_\w+)", module.read_text())}
-    named = {name for page in PAGES for name in re.findall(r"`(test_\w+)`", page.read_text())}
-    assert named - there == set()
+    text = "".join(page.read_text() for page in PAGES)
+    assert set(re.findall(r"`(test_\w+)`", text)) - there == set()
+    named = {(path, name) for path, name in re.findall(r"`(tests/[\w/.]+)(?:::(\w+))?`", text)}
+    assert len(named) > 200
+    assert [where for where in named if not is_there(*where)] == []
+
+
+def is_there(path: str, name: str) -> bool:
+    module = ROOT / path
+    return module.exists() and (not name or f"def {name}(" in module.read_text())
+
+
+def test_every_failure_names_a_test() -> None:
+    page = (DOCS / "explanation" / "failure-modes.md").read_text()
+    tables = re.findall(r"^\| failure \|.*\n\|---.*\n((?:\|.*\n)+)", page, re.MULTILINE)
+    rows = [line.split("|")[1:-1] for table in tables for line in table.splitlines()]
+    assert len(rows) > 100
+    assert [cells[0] for cells in rows if "tests/" not in cells[3]] == []
 
 
 # What the reference says there is, and what there is.
@@ -344,7 +361,7 @@ def written_options(heading: str) -> dict[str, str]:
 
 
 def test_the_json_page_has_the_schema_of_every_command_that_writes_json() -> None:
-    """`PYTHONPATH=. python tests/docs/schemas.py` writes it anew."""
+    """`PYTHONPATH=. python tests/docs/schemas.py` writes it again."""
     writes = {name for name in COMMANDS if JSON in defaults(set(command_named(name).params))}
     assert set(schemas.REPORTS) == writes
     assert schemas.PAGE.read_text() == schemas.page()

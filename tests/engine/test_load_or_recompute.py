@@ -1,11 +1,11 @@
-"""Whole engines that weigh loads against computing, in virtual time and with a runner of their own."""
+"""Whole engines that weigh loads against computing, in virtual time."""
 
 import asyncio
 
 import pytest
 
 from tests.engine.kit import CHUNK_BYTES, at_rest, found, put, settled
-from tests.slow_tier import slow
+from tests.slow_tier import SLOWING, slow
 
 WEIGHED = {"prefill_tokens_per_s": 100.0, "chunk_tokens": 100}  # A second a chunk.
 
@@ -43,7 +43,7 @@ async def test_a_fetch_of_what_is_faster_computed_returns_at_once_with_nothing(o
 
 @pytest.mark.virtual_time
 async def test_a_fetch_of_a_late_load_goes_on_after_the_margin(open_engine):
-    engine = await prepared(open_engine, dummy(0.1, slow_at_s=100.0, slow_for_s=60.0), late_margin=1.5)
+    engine = await prepared(open_engine, dummy(0.1, slow_at_s=100.0, slow_for_s=60.0) | SLOWING, late_margin=1.5)
     assert await found(engine, range(4)) == 4
     assert await engine.reset()
     await asyncio.sleep(100.0 - now())
@@ -82,7 +82,7 @@ async def test_a_tiers_word_is_waited_for_no_longer_than_a_load(open_engine):
 
 @pytest.mark.virtual_time
 async def test_a_tier_whose_word_comes_late_for_a_while_is_waited_for_again(open_engine):
-    tier = dummy(0.01, latency_s=0.1, shared=True, slow_at_s=100.0, slow_for_s=100.0, slow_factor=100.0)
+    tier = dummy(0.01, latency_s=0.1, shared=True, slow_at_s=100.0, slow_for_s=100.0, slow_factor=100.0) | SLOWING
     engine = await open_engine(16, tier, **WEIGHED)
     await put(engine, range(8))
     assert await at_rest(engine)
@@ -95,7 +95,7 @@ async def test_a_tier_whose_word_comes_late_for_a_while_is_waited_for_again(open
         assert await found(engine, range(4)) in ((4,) if not 90.0 < begun < 240.0 else (0, 4))
         waited.append(now() - begun)
     assert max(waited) <= 1.5 * 4
-    assert sum(waited) <= 2 * 1.5 * 4 + 1.0 * len(waited), "two requests were late: for its word, or for its load"
+    assert sum(waited) <= 2 * 1.5 * 4 + 1.0 * len(waited), "two requests were late: for its answer, or for its load"
 
 
 @pytest.mark.virtual_time
@@ -109,7 +109,7 @@ async def test_while_no_prefill_speed_is_known_a_tiers_word_is_waited_for(open_e
 
 @pytest.mark.virtual_time
 async def test_a_tier_that_slows_down_for_a_minute_is_left_alone_and_used_again(open_engine):
-    engine = await prepared(open_engine, dummy(0.1, slow_at_s=100.0, slow_for_s=60.0), rows=64, chunks=32)
+    engine = await prepared(open_engine, dummy(0.1, slow_at_s=100.0, slow_for_s=60.0) | SLOWING, rows=64, chunks=32)
     loaded: dict[int, int] = {}
     for second in range(10, 200):
         await asyncio.sleep(max(0.0, second - now()))
@@ -144,7 +144,7 @@ async def test_seed_70054_who_waits_for_a_tiers_word_does_not_poll_because_a_loa
 async def test_one_load_that_was_given_up_is_enough_however_slow_the_tier_has_become(open_engine):
     """Seven hundred times as slow, for ten minutes; then it is as fast as before, and used."""
     slow = {"slow_at_s": 100.0, "slow_for_s": 600.0, "slow_factor": 700.0}
-    engine = await prepared(open_engine, dummy(0.01, **slow), rows=16, chunks=8)
+    engine = await prepared(open_engine, dummy(0.01, **slow) | SLOWING, rows=16, chunks=8)
     for _ in range(5):
         assert await found(engine, range(8)) == 8
         assert await engine.reset()
@@ -312,7 +312,7 @@ async def test_to_see_how_fast_computing_is_costs_a_hundredth(open_engine, load_
 
 @pytest.mark.virtual_time
 async def test_an_engine_that_began_with_hits_learns_how_fast_whole_prompts_are_computed(open_engine):
-    """Of prompts that are loaded only the last tokens are computed, and each of these looks slow."""
+    """Only the last tokens of a loaded prompt are computed, and each of these looks slow."""
     engine = await open_engine(16, dummy(chunk_of(LOAD_S)), chunk_tokens=100)
     await put(engine, PROMPT)
     assert await engine.drain()

@@ -138,12 +138,12 @@ def tier(dice: random.Random, index: int) -> dict[str, object]:
     inner = {
         "type": "dummy",
         "latency_s": dice.choice([0, 0.001, 0.5]),
-        "corruption_rate": dice.choice([0, 0.2]),
+        "loads_first": dice.choice([False, True]),
         "capacity_bytes": dice.choice([None, 8 * CHUNK_BYTES]),
         "shared": dice.choice([True, False]),
-        "seed": dice.random().hex(),
+        "low_water": dice.uniform(0.5, 1.0),
+        "concurrency": dice.randrange(1, 1_001),
     }
-    inner["seed"] = dice.randrange(1_000)
     limits = {
         "deadline_s": dice.choice([0.2, 2.0]),
         "breaker_failures": dice.choice([1, 5]),

@@ -1,4 +1,4 @@
-"""What is free, as the kernel's own files say it, and pages that are there before they are needed."""
+"""Free memory by the kernel's files, and pages that are allocated before they are used."""
 
 import mmap
 import os
@@ -9,12 +9,13 @@ import pytest
 from kvtier.errors import ConfigError
 from kvtier.memory.prefault import prefault, require_free
 from kvtier.memory.region import Region
+from kvtier.memory.rendezvous import Meeting, SharedFile
 
 MIB = 1 << 20
 
 
 def machine(root: Path, *, groups: str = "0::/\n", available_bytes: int = 1_000 * MIB, **files: str) -> str:
-    """Lay out what the kernel shows of a machine: /proc, and control-group files by path (`__` stands for `/`)."""
+    """Write the kernel's files of a machine: /proc, and control-group files by path (`__` stands for `/`)."""
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/meminfo").write_text(f"MemTotal: 99999999 kB\nMemAvailable:  {available_bytes // 1024} kB\n")
     (root / "proc/self/cgroup").write_text(groups)
@@ -26,7 +27,7 @@ def machine(root: Path, *, groups: str = "0::/\n", available_bytes: int = 1_000 
 
 
 def limited(group: str, limit: int, used: int, cache: int = 0) -> dict[str, str]:
-    """A version-2 group's files."""
+    """Return the files of a version-2 group."""
     return {
         f"{group}memory_max": f"{limit}\n",
         f"{group}memory_current": f"{used}\n",
@@ -35,7 +36,7 @@ def limited(group: str, limit: int, used: int, cache: int = 0) -> dict[str, str]
 
 
 def free_bytes(root: str) -> int:
-    """Return the most that is not refused."""
+    """Return the largest size that is accepted."""
     low, high = 0, 1 << 62
     while low < high:
         middle = (low + high + 1) // 2
@@ -47,7 +48,7 @@ def free_bytes(root: str) -> int:
     return low
 
 
-def test_no_more_than_the_machine_has_available(tmp_path: Path) -> None:
+def test_a_size_above_the_available_memory_is_refused(tmp_path: Path) -> None:
     root = machine(tmp_path, available_bytes=100 * MIB)
     require_free(100 * MIB, root=root)
     message = (
@@ -58,14 +59,14 @@ def test_no_more_than_the_machine_has_available(tmp_path: Path) -> None:
         require_free(100 * MIB + 1, root=root)
 
 
-def test_a_control_group_limits_less_what_is_used_and_not_page_cache(tmp_path: Path) -> None:
+def test_a_control_group_leaves_its_limit_less_used_memory_except_page_cache(tmp_path: Path) -> None:
     root = machine(tmp_path, groups="0::/pod\n", **limited("pod__", 500 * MIB, 300 * MIB, 40 * MIB))
     assert free_bytes(root) == 240 * MIB
     with pytest.raises(ConfigError, match=r"control group .*/sys/fs/cgroup/pod: .* raise its memory.max"):
         require_free(241 * MIB, root=root)
 
 
-def test_the_tightest_of_all_groups_above_counts(tmp_path: Path) -> None:
+def test_the_tightest_of_nested_control_groups_counts(tmp_path: Path) -> None:
     groups = limited("pod__", 500 * MIB, 450 * MIB) | limited("pod__engine__", 400 * MIB, 100 * MIB)
     assert free_bytes(machine(tmp_path, groups="0::/pod/engine\n", **groups)) == 50 * MIB
 
@@ -79,13 +80,13 @@ def test_a_group_without_a_limit_does_not_limit(tmp_path: Path) -> None:
     assert free_bytes(machine(tmp_path, groups="0::/pod\n", pod__memory_max="max\n")) == 1_000 * MIB
 
 
-def test_a_group_that_is_over_its_limit_has_nothing_free(tmp_path: Path) -> None:
+def test_a_group_above_its_limit_has_nothing_free(tmp_path: Path) -> None:
     root = machine(tmp_path, groups="0::/pod\n", **limited("pod__", 100 * MIB, 110 * MIB))
     with pytest.raises(ConfigError, match="and 0 are free in control group"):
         require_free(1, root=root)
 
 
-def test_the_first_version_of_control_groups_counts_too(tmp_path: Path) -> None:
+def test_control_groups_of_version_1_count(tmp_path: Path) -> None:
     root = machine(
         tmp_path,
         groups="12:cpu,cpuacct:/pod\n4:memory:/pod\n1:name=systemd:/\n0::/\n",
@@ -108,7 +109,7 @@ def test_this_machine_can_be_read() -> None:
         require_free(1 << 60)
 
 
-def test_no_more_than_the_file_system_has(small_tmpfs: Path) -> None:
+def test_a_size_above_the_free_file_system_is_refused(small_tmpfs: Path) -> None:
     path = str(small_tmpfs / "region")
     with pytest.raises(ConfigError, match=rf"free in {small_tmpfs}: .*--shm-size"):
         Region.shared(path, 512, 4_096, participant=0, participants=2)
@@ -117,13 +118,13 @@ def test_no_more_than_the_file_system_has(small_tmpfs: Path) -> None:
     assert os.listdir(small_tmpfs) == []
 
 
-def test_a_file_system_that_fills_up_meanwhile_is_an_error_and_kills_nobody(small_tmpfs: Path) -> None:
+def test_a_file_system_that_fills_up_during_the_start_is_an_error(small_tmpfs: Path) -> None:
     path = str(small_tmpfs / "region")
-    with Region.shared(path, 128, 4_096, participant=0, participants=2, prefault=False) as region:
-        (small_tmpfs / "other").write_bytes(bytes(800 * 1024))
-        with pytest.raises(ConfigError, match="No space left on device"):
-            Region.shared(path, 128, 4_096, participant=1, participants=2)
-        region.row(0)[:] = b"\x01" * 4_096
+    file = SharedFile.meet(Meeting(path, 128, 4_096, 2, 0), timeout_s=1.0)  # It allocates no rows.
+    (small_tmpfs / "other").write_bytes(bytes(800 * 1024))
+    with pytest.raises(ConfigError, match="No space left on device"):
+        Region.shared(path, 128, 4_096, participant=1, participants=2)
+    file.leave()
 
 
 def test_prefaulting_changes_no_byte_wherever_it_begins() -> None:

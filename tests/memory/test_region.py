@@ -1,4 +1,4 @@
-"""Rows of bytes: what a region promises to whoever writes, shares, closes or cannot have it."""
+"""The region: rows of bytes, written, shared, closed, and refused."""
 
 import ctypes
 import os
@@ -45,7 +45,7 @@ assert os.listdir("/proc/self/fd") == before
 """
 
 CHILD_WITHOUT_ADVICE = """
-# The kernel is made to refuse huge pages (14), exclusion from dumps (16) and population (23), as an old one does.
+# seccomp refuses huge pages (14), exclusion from dumps (16) and population (23), as an old kernel does.
 import ctypes, os, platform, struct, sys
 from kvtier.memory.region import Region
 madvise = {"x86_64": 28, "aarch64": 233}[platform.machine()]
@@ -70,7 +70,7 @@ with Region.attach(int(sys.argv[1]), 4, 8192) as peer:
     print("bytes there:", there, "all zero:", bytes(own.view) == bytes(4 * 8192))
 """
 
-Make = Callable[..., Region]
+Make = Callable[[int, int], Region]
 Spawn = Callable[..., subprocess.Popen[str]]
 
 
@@ -78,9 +78,7 @@ Spawn = Callable[..., subprocess.Popen[str]]
 def make(request: pytest.FixtureRequest, shm_path: str) -> Make:
     """Each way to make a region, with one signature."""
     if request.param == "shared":
-        return lambda rows, row_bytes, **options: Region.shared(
-            shm_path, rows, row_bytes, participant=0, participants=1, **options
-        )
+        return lambda rows, row_bytes: Region.shared(shm_path, rows, row_bytes, participant=0, participants=1)
     return getattr(Region, request.param)
 
 
@@ -89,7 +87,7 @@ def address(view: memoryview) -> int:
 
 
 def resident(region: Region) -> list[int]:
-    """Return for each page whether it is in memory."""
+    """Return 1 for each page in memory, else 0."""
     pages = (ctypes.c_ubyte * (region.rows * region.row_bytes // 4096))()
     start = ctypes.c_void_p(address(region.view))
     assert ctypes.CDLL(None).mincore(start, ctypes.c_size_t(region.rows * region.row_bytes), pages) == 0
@@ -111,19 +109,19 @@ def test_a_row_is_the_workers_slots_and_padding_to_the_page() -> None:
 
 
 @pytest.mark.parametrize("worker", [-1, 3])
-def test_a_worker_that_is_not_in_the_layout_has_no_slot(worker: int) -> None:
+def test_an_unknown_worker_has_no_slot(worker: int) -> None:
     with pytest.raises(IndexError, match=f"worker {worker} of 3"):
         RowLayout(slot_bytes=1, workers=3).slot(worker)
 
 
 @pytest.mark.parametrize(("slot_bytes", "workers"), [(0, 1), (1, 0), (-4_096, 1)])
-def test_a_layout_of_nothing_is_refused(slot_bytes: int, workers: int) -> None:
+def test_an_empty_layout_is_refused(slot_bytes: int, workers: int) -> None:
     with pytest.raises(ConfigError, match="both must be positive"):
         RowLayout(slot_bytes=slot_bytes, workers=workers)
 
 
 @pytest.mark.usefixtures("no_descriptor_left")
-def test_rows_are_zero_writable_aligned_and_apart(make: Make) -> None:
+def test_rows_are_zero_writable_aligned_and_separate(make: Make) -> None:
     with make(4, ROW_BYTES) as region:
         assert bytes(region.view) == bytes(4 * ROW_BYTES)
         for index in range(4):
@@ -135,21 +133,14 @@ def test_rows_are_zero_writable_aligned_and_apart(make: Make) -> None:
 
 
 @pytest.mark.parametrize("index", [-1, 4, 1 << 70])
-def test_a_row_that_is_not_there_is_an_error(index: int) -> None:
+def test_an_index_outside_the_region_is_an_error(index: int) -> None:
     with Region.private(4, ROW_BYTES) as region, pytest.raises(IndexError, match=f"row {index} of 4"):
         region.row(index)
 
 
-def test_prefaulted_memory_is_all_there(make: Make) -> None:
+def test_all_memory_is_allocated_at_the_start(make: Make) -> None:
     with make(64, ROW_BYTES) as region:
         assert resident(region) == [1] * 128
-
-
-def test_memory_that_was_not_prefaulted_comes_with_its_use(make: Make) -> None:
-    with make(64, ROW_BYTES, prefault=False) as region:
-        assert sum(resident(region)) == 0
-        region.row(63)[-1] = 1
-        assert resident(region)[-1] == 1
 
 
 @pytest.mark.parametrize("kind", ["private", "memfd"])
@@ -164,13 +155,13 @@ def test_a_kernel_that_refuses_every_advice_still_prefaults(kind: str, spawn: Sp
 
 
 @pytest.mark.usefixtures("no_descriptor_left")
-def test_two_mappings_see_each_others_bytes() -> None:
-    with Region.memfd(4, ROW_BYTES) as first, Region.attach(first.fd, 4, ROW_BYTES) as second:
-        first.row(0)[:] = b"\x01" * ROW_BYTES
-        second.row(3)[:] = b"\x02" * ROW_BYTES
-        assert (
-            bytes(first.view) == bytes(second.view) == b"\x01" * ROW_BYTES + bytes(2 * ROW_BYTES) + b"\x02" * ROW_BYTES
-        )
+def test_two_mappings_see_each_others_bytes(shm_path: str) -> None:
+    for first in (Region.memfd(4, ROW_BYTES), Region.shared(shm_path, 4, ROW_BYTES, participant=0, participants=1)):
+        with first, Region.attach(first.fd, 4, ROW_BYTES) as second:
+            first.row(0)[:] = b"\x01" * ROW_BYTES
+            second.row(1)[:] = b"\x02" * ROW_BYTES
+            written = b"\x01" * ROW_BYTES + b"\x02" * ROW_BYTES
+            assert bytes(first.view) == bytes(second.view) == written + bytes(2 * ROW_BYTES)
 
 
 @pytest.mark.usefixtures("no_descriptor_left")
@@ -183,22 +174,13 @@ def test_an_attached_region_outlives_the_one_it_was_attached_to() -> None:
         assert bytes(third.row(1)) == b"\x03" * ROW_BYTES
 
 
-def test_what_a_killed_process_wrote_stays_with_those_who_live(spawn: Spawn) -> None:
+def test_the_bytes_of_a_killed_process_stay_for_the_others(spawn: Spawn) -> None:
     with Region.memfd(4, ROW_BYTES) as region:
         child = spawn(CHILD_WRITES, region.fd, pass_fds=(region.fd,))
         assert child.stdout.readline() == "written\n"
         child.send_signal(signal.SIGKILL)
         child.wait()
         assert bytes(region.view) == bytes(2 * ROW_BYTES) + b"\x07" * ROW_BYTES + bytes(ROW_BYTES)
-
-
-def test_a_shared_region_can_be_attached_by_its_descriptor(shm_path: str) -> None:
-    with (
-        Region.shared(shm_path, 4, ROW_BYTES, participant=0, participants=1) as first,
-        Region.attach(first.fd, 4, ROW_BYTES) as second,
-    ):
-        first.row(2)[:] = b"\x04" * ROW_BYTES
-        assert bytes(second.row(2)) == b"\x04" * ROW_BYTES
 
 
 @pytest.mark.usefixtures("no_descriptor_left")
@@ -211,7 +193,7 @@ def test_a_region_of_another_size_is_not_attached() -> None:
             Region.attach(1_000_000, 4, ROW_BYTES)
 
 
-def test_nobody_can_cut_a_region_short_under_its_mappings() -> None:
+def test_a_region_cannot_be_truncated_under_its_mappings() -> None:
     with Region.memfd(4, ROW_BYTES) as region:
         for size_bytes in (0, 5 * ROW_BYTES):
             with pytest.raises(PermissionError):
@@ -250,14 +232,14 @@ def test_memory_stays_under_a_lent_row_until_it_comes_back(make: Make) -> None:
     ("rows", "row_bytes"), [(0, 4_096), (-1, 4_096), (1, 0), (1, -4_096), (1, 4_095), (1, 4_097), (-2, -4_096)]
 )
 @pytest.mark.usefixtures("no_descriptor_left")
-def test_sizes_that_cannot_be_are_refused(make: Make, rows: int, row_bytes: int) -> None:
+def test_impossible_sizes_are_refused(make: Make, rows: int, row_bytes: int) -> None:
     with pytest.raises(ConfigError, match=r"at least one is needed|a positive multiple of 4,096 is needed"):
         make(rows, row_bytes)
 
 
 @pytest.mark.parametrize("rows", [1 << 40, 1 << 52, 1 << 90])
 @pytest.mark.usefixtures("no_descriptor_left")
-def test_more_than_there_is_is_refused_before_it_is_touched(make: Make, rows: int) -> None:
+def test_a_size_above_the_free_memory_is_refused_before_it_is_touched(make: Make, rows: int) -> None:
     with pytest.raises(
         ConfigError, match=r"^[\d,]+ bytes of host memory were asked for and [\d,]+ are free in .+: ask"
     ):
@@ -274,7 +256,7 @@ def test_more_than_there_is_is_refused_before_it_is_touched(make: Make, rows: in
         ("shared", "RLIMIT_FSIZE", "File too large"),
     ],
 )
-def test_what_the_kernel_refuses_leaves_nothing(
+def test_a_region_that_the_kernel_refuses_leaves_no_descriptor_or_file(
     kind: str, limit: str, reason: str, spawn: Spawn, shm_path: str
 ) -> None:
     child = spawn(CHILD_WITH_LIMITS, kind, limit, shm_path)
@@ -282,7 +264,7 @@ def test_what_the_kernel_refuses_leaves_nothing(
     assert child.returncode == 0
 
 
-def test_rows_over_memory_of_somebody_elses() -> None:
+def test_a_region_over_the_callers_memory() -> None:
     memory = memoryview(bytearray(3 * 4_096)).cast("b", (3, 4_096))
     with Region.over(memory, 3, 4_096) as region:
         region.row(1)[:] = b"\x07" * 4_096

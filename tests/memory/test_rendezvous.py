@@ -1,4 +1,4 @@
-"""Processes that meet in one file of shared memory: under a race, after deaths, in disagreement."""
+"""Processes that meet in one file of shared memory: in races, after deaths, with different sizes."""
 
 import fcntl
 import functools
@@ -27,19 +27,15 @@ ROW_BYTES = 4_096
 Process = subprocess.Popen[str]
 Spawn = Callable[..., Process]
 
-# Joins as one participant, writes its number into its row, and says so; then waits to be told to look, or to be killed.
+# Joins as one participant, writes its number into its row, reports it, and waits to be killed.
 PARTICIPANT = """
 import sys
 from kvtier.errors import ConfigError
 from kvtier.memory.region import Region
 path, participant, participants = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-sys.stdout.write("ready\\n"); sys.stdout.flush()
-sys.stdin.readline()
 region = Region.shared(path, participants, 4096, participant=participant, participants=participants)
 region.row(participant)[:] = bytes([participant + 1]) * 4096
 sys.stdout.write("written\\n"); sys.stdout.flush()
-sys.stdin.readline()
-sys.stdout.write(" ".join(str(region.row(row)[4095]) for row in range(participants)) + "\\n"); sys.stdout.flush()
 sys.stdin.readline()
 """
 
@@ -51,7 +47,7 @@ sys.stdout.write("\\n"); sys.stdout.flush()
 sys.stdin.readline()
 """
 
-# Meets and parts over and over as one of two participants, alone, saying so each time: something to kill at any moment.
+# Joins and leaves again and again as one of two participants, and reports each time; killed at any moment.
 RESTLESS = """
 import sys
 from kvtier.memory.region import Region
@@ -64,11 +60,6 @@ while True:
 """
 
 
-def tell(process: Process) -> None:
-    process.stdin.write("go\n")
-    process.stdin.flush()
-
-
 def kill(process: Process) -> None:
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -76,28 +67,12 @@ def kill(process: Process) -> None:
 
 def joined(spawn: Spawn, path: str, participant: int, participants: int) -> Process:
     process = spawn(PARTICIPANT, path, participant, participants)
-    tell(process)
-    assert process.stdout.readline() == "ready\n"
     assert process.stdout.readline() == "written\n"
     return process
 
 
 def shared(path: str, participant: int, participants: int, *, rows: int = 4, timeout_s: float = 10.0) -> Region:
     return Region.shared(path, rows, ROW_BYTES, participant=participant, participants=participants, timeout_s=timeout_s)
-
-
-def test_eight_processes_that_race_share_one_memory(spawn: Spawn, shm_path: str) -> None:
-    processes = [spawn(PARTICIPANT, shm_path, number, 8) for number in range(8)]
-    for process in processes:
-        assert process.stdout.readline() == "ready\n"
-    for process in processes:
-        tell(process)
-    for process in processes:
-        assert process.stdout.readline() == "written\n"
-    assert not os.path.exists(shm_path)
-    for process in processes:
-        tell(process)
-        assert process.stdout.readline() == "1 2 3 4 5 6 7 8\n"
 
 
 @pytest.mark.usefixtures("no_descriptor_left")
@@ -118,7 +93,7 @@ def test_many_races_make_one_memory_each_and_leave_no_name(shm_path: str) -> Non
 
 
 @pytest.mark.usefixtures("no_descriptor_left")
-def test_memory_that_a_peer_has_taken_for_all_is_not_missed(small_tmpfs: Path) -> None:
+def test_memory_that_a_peer_has_taken_for_all_counts_once(small_tmpfs: Path) -> None:
     with ThreadPoolExecutor(4) as threads:
         for _ in range(20):
             barrier = threading.Barrier(4)
@@ -132,7 +107,7 @@ def test_memory_that_a_peer_has_taken_for_all_is_not_missed(small_tmpfs: Path) -
 
 
 @pytest.mark.usefixtures("no_descriptor_left")
-def test_the_name_is_there_until_the_last_has_mapped(shm_path: str) -> None:
+def test_the_last_participant_to_map_removes_the_name(shm_path: str) -> None:
     with shared(shm_path, 0, 3), shared(shm_path, 2, 3):
         assert os.path.exists(shm_path)
         with shared(shm_path, 1, 3):
@@ -140,7 +115,7 @@ def test_the_name_is_there_until_the_last_has_mapped(shm_path: str) -> None:
 
 
 @pytest.mark.usefixtures("no_descriptor_left")
-def test_those_who_leave_before_all_have_met_take_the_name_along(shm_path: str) -> None:
+def test_the_last_participant_to_leave_early_removes_the_name(shm_path: str) -> None:
     first, second = shared(shm_path, 0, 3), shared(shm_path, 1, 3)
     first.close()
     assert os.path.exists(shm_path)
@@ -149,9 +124,7 @@ def test_those_who_leave_before_all_have_met_take_the_name_along(shm_path: str) 
 
 
 @pytest.mark.usefixtures("no_descriptor_left")
-def test_of_those_who_leave_at_once_the_last_takes_the_name_along(
-    shm_path: str, request: pytest.FixtureRequest
-) -> None:
+def test_of_participants_that_leave_at_once_one_removes_the_name(shm_path: str, request: pytest.FixtureRequest) -> None:
     request.addfinalizer(functools.partial(sys.setswitchinterval, sys.getswitchinterval()))
     sys.setswitchinterval(1e-6)
     with ThreadPoolExecutor(4) as threads:
@@ -167,17 +140,17 @@ def test_of_those_who_leave_at_once_the_last_takes_the_name_along(
             assert not os.path.exists(shm_path)
 
 
-def test_nothing_is_left_when_all_are_killed_after_they_have_met(spawn: Spawn, shm_path: str) -> None:
+def test_participants_killed_after_they_have_met_leave_no_name(spawn: Spawn, shm_path: str) -> None:
     for process in (joined(spawn, shm_path, 0, 2), joined(spawn, shm_path, 1, 2)):
         kill(process)
     assert not os.path.exists(shm_path)
 
 
-def test_the_memory_of_the_dead_is_not_taken_for_that_of_the_living(spawn: Spawn, shm_path: str) -> None:
+def test_the_file_of_dead_participants_is_replaced(spawn: Spawn, shm_path: str) -> None:
     for process in (joined(spawn, shm_path, 0, 3), joined(spawn, shm_path, 2, 3)):
         kill(process)
     assert os.path.exists(shm_path)
-    # The one who never came is the one who could be deceived: its place in the old file is free.
+    # Participant 1 never came, so its place in the old file is free.
     with shared(shm_path, 1, 3) as second, shared(shm_path, 0, 3) as first, shared(shm_path, 2, 3) as third:
         assert not os.path.exists(shm_path)
         assert bytes(second.view) == bytes(4 * ROW_BYTES)
@@ -185,7 +158,7 @@ def test_the_memory_of_the_dead_is_not_taken_for_that_of_the_living(spawn: Spawn
         assert bytes(first.row(0)) == bytes(third.row(0)) == b"\x05" * ROW_BYTES
 
 
-def test_many_who_find_the_memory_of_the_dead_meet_in_a_new_one(spawn: Spawn, shm_path: str) -> None:
+def test_participants_that_find_a_dead_ones_file_at_once_meet_in_a_new_one(spawn: Spawn, shm_path: str) -> None:
     for _ in range(3):
         kill(joined(spawn, shm_path, 1, 4))
         with ThreadPoolExecutor(4) as threads:
@@ -197,18 +170,18 @@ def test_many_who_find_the_memory_of_the_dead_meet_in_a_new_one(spawn: Spawn, sh
             region.close()
 
 
-def test_the_memory_of_the_dead_comes_back_with_the_next_region_in_its_directory(spawn: Spawn, shm_path: str) -> None:
+def test_the_next_region_in_a_directory_removes_a_dead_ones(spawn: Spawn, shm_path: str) -> None:
     kill(joined(spawn, f"{shm_path}-dead", 0, 2))
-    somebodys = Path(f"{shm_path}-somebodys")
-    somebodys.write_bytes(bytes(2 * 4_096))
+    other = Path(f"{shm_path}-other")
+    other.write_bytes(bytes(2 * 4_096))
     with shared(f"{shm_path}-alive", 0, 2), shared(shm_path, 0, 1):
         assert not os.path.exists(f"{shm_path}-dead")
         assert os.path.exists(f"{shm_path}-alive")
-        somebodys.unlink()
+        other.unlink()
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_whoever_is_killed_at_any_moment_stands_in_nobodys_way(seed: int, spawn: Spawn, shm_path: str) -> None:
+def test_a_participant_killed_at_any_moment_blocks_no_other(seed: int, spawn: Spawn, shm_path: str) -> None:
     process = spawn(RESTLESS, shm_path)
     for _ in range(random.Random(seed).randrange(1, 300)):
         assert process.stdout.readline() == "met\n"
@@ -218,18 +191,18 @@ def test_whoever_is_killed_at_any_moment_stands_in_nobodys_way(seed: int, spawn:
     assert not os.path.exists(shm_path)
 
 
-def test_the_living_stay_together_when_one_of_them_is_killed(spawn: Spawn, shm_path: str) -> None:
+def test_the_others_stay_together_when_one_is_killed(spawn: Spawn, shm_path: str) -> None:
     with shared(shm_path, 0, 3, rows=3) as first:
         kill(joined(spawn, shm_path, 1, 3))
         with pytest.raises(ConfigError, match="participant 1 has mapped it already"):
-            shared(shm_path, 1, 3, rows=3, timeout_s=0.02)  # It would be a stranger among them: all start anew.
+            shared(shm_path, 1, 3, rows=3, timeout_s=0.02)  # It would share no state with them: all start again.
         with shared(shm_path, 2, 3, rows=3) as third:
             third.row(2)[:] = b"\x03" * ROW_BYTES
             assert bytes(first.view) == bytes(ROW_BYTES) + b"\x02" * ROW_BYTES + b"\x03" * ROW_BYTES
 
 
 @pytest.mark.usefixtures("no_descriptor_left")
-def test_a_participant_that_lives_already_is_not_joined(shm_path: str) -> None:
+def test_a_second_process_cannot_take_a_participants_place(shm_path: str) -> None:
     with shared(shm_path, 0, 2) as first:
         with pytest.raises(ConfigError, match=r"participant 0 has mapped it already .* a path of its own"):
             shared(shm_path, 0, 2, timeout_s=0.02)
@@ -238,7 +211,7 @@ def test_a_participant_that_lives_already_is_not_joined(shm_path: str) -> None:
             assert bytes(first.row(0)) == b"\x01" * ROW_BYTES
 
 
-def test_a_successor_waits_until_its_predecessor_is_dead(spawn: Spawn, shm_path: str) -> None:
+def test_a_successor_waits_for_its_predecessors_end(spawn: Spawn, shm_path: str) -> None:
     predecessor = joined(spawn, shm_path, 0, 2)  # With two rows: of another size, even.
     with ThreadPoolExecutor(1) as threads:
         successor = threads.submit(shared, shm_path, 0, 2)
@@ -249,7 +222,7 @@ def test_a_successor_waits_until_its_predecessor_is_dead(spawn: Spawn, shm_path:
 
 @pytest.mark.parametrize(("rows", "row_bytes", "participants"), [(5, 4_096, 2), (2, 8_192, 2), (4, 4_096, 3)])
 @pytest.mark.usefixtures("no_descriptor_left")
-def test_participants_that_disagree_are_told_both_sizes(
+def test_participants_with_different_sizes_get_an_error_with_both(
     rows: int, row_bytes: int, participants: int, shm_path: str
 ) -> None:
     with shared(shm_path, 0, 2) as first:
@@ -266,43 +239,41 @@ def test_participants_that_disagree_are_told_both_sizes(
 
 @pytest.mark.parametrize(("participant", "participants"), [(-1, 2), (2, 2), (0, 0), (0, 5_000)])
 @pytest.mark.usefixtures("no_descriptor_left")
-def test_a_participant_that_cannot_be_is_refused(participant: int, participants: int, shm_path: str) -> None:
+def test_an_impossible_participant_is_refused(participant: int, participants: int, shm_path: str) -> None:
     with pytest.raises(ConfigError, match=f"participant {participant} of {participants}"):
         shared(shm_path, participant, participants)
 
 
-# Those who must be together: the owner starts when all have met, and not at all if some see other memory.
+# The owner starts when all participants have met, and not at all if some see other memory.
 
 
 def owned(path: str, participants: int, **fields: float) -> Region:
-    """Join as the last participant, who starts only with all others."""
+    """Join as the last participant, which starts only with all others."""
     return Region.shared(path, 8, ROW_BYTES, participant=participants - 1, participants=participants, **fields)
 
 
 def test_an_owner_starts_when_the_last_of_the_others_has_mapped(shm_path: str) -> None:
     with ThreadPoolExecutor(1) as threads, shared(shm_path, 0, 3, rows=8) as first:
-        assert first.missing() == [1, 2]
+        with pytest.raises(Apart, match="participants 1 to 2 of 3"):
+            first.require_met()
         owner = threads.submit(owned, shm_path, 3, met_s=60.0)
         with shared(shm_path, 1, 3, rows=8) as second, owner.result() as region:
-            assert first.missing() == second.missing() == region.missing() == []
+            for each in (first, second, region):
+                each.require_met()
 
 
 @pytest.mark.usefixtures("no_descriptor_left")
-def test_an_owner_is_told_which_others_are_on_another_host_and_takes_no_memory(spawn: Spawn, shm_path: str) -> None:
-    """Another directory is what another host's shared memory is: of the same name, and somewhere else."""
+def test_an_owner_learns_which_participants_are_on_another_host(spawn: Spawn, shm_path: str) -> None:
+    """Another directory stands for another host's shared memory: the same name, other memory."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as elsewhere:
-        far = [spawn(PARTICIPANT, f"{elsewhere}/region", number, 8) for number in (2, 3, 4, 6)]
-        here = [spawn(PARTICIPANT, shm_path, number, 8) for number in (0, 1, 5)]
-        for process in (*far, *here):
-            tell(process)
-            assert process.stdout.readline() + process.stdout.readline() == "ready\nwritten\n"
+        far = [joined(spawn, f"{elsewhere}/region", number, 8) for number in (2, 3, 4, 6)]
+        here = [joined(spawn, shm_path, number, 8) for number in (0, 1, 5)]
         with pytest.raises(Apart) as refused:
             owned(shm_path, 8, met_s=0.02)
         assert refused.value.missing == [2, 3, 4, 6]
         message = rf"^{shm_path}: participants 2 to 4, 6 of 8 have not mapped it on {socket.gethostname()}: "
         assert re.search(message, str(refused.value))
         with shared(shm_path, 6, 8, rows=8) as region:
-            assert region.missing() == [2, 3, 4]
             with pytest.raises(Apart, match="participants 2 to 4 of 8"):
                 region.require_met()
             for process in (*far, *here):
@@ -310,12 +281,13 @@ def test_an_owner_is_told_which_others_are_on_another_host_and_takes_no_memory(s
         os.unlink(f"{elsewhere}/region")
 
 
-def test_memory_without_other_participants_misses_nobody(shm_path: str) -> None:
+def test_memory_without_other_participants_has_met(shm_path: str) -> None:
     with Region.private(1, ROW_BYTES) as private, shared(shm_path, 0, 1) as alone:
-        assert private.missing() == alone.missing() == []
+        private.require_met()
+        alone.require_met()
 
 
-# Rows that another program has mapped, with no place for those who have: vLLM's.
+# Rows that other programs have mapped without participants: vLLM's.
 
 
 def test_mappings_of_a_file_are_counted_in_every_process(spawn: Spawn, shm_path: str) -> None:
@@ -332,9 +304,9 @@ def test_mappings_of_a_file_are_counted_in_every_process(spawn: Spawn, shm_path:
     os.unlink(shm_path)
 
 
-@pytest.mark.parametrize("content", [b"", b"somebody's", bytes(5 * 4_096)])
+@pytest.mark.parametrize("content", [b"", b"other data", bytes(5 * 4_096)])
 @pytest.mark.usefixtures("no_descriptor_left")
-def test_a_file_that_is_no_region_is_left_as_it_is(content: bytes, shm_path: str) -> None:
+def test_any_other_file_is_left_unchanged(content: bytes, shm_path: str) -> None:
     Path(shm_path).write_bytes(content)
     with pytest.raises(ConfigError, match="is no region of this user's"):
         shared(shm_path, 0, 2)
@@ -367,14 +339,14 @@ def test_a_path_that_cannot_hold_shared_memory_is_refused(tmp_path: Path) -> Non
     assert sorted(os.listdir(tmp_path)) == ["fifo", "link"]
 
 
-def test_the_file_is_for_its_user_alone_and_not_inherited(shm_path: str) -> None:
+def test_the_file_is_private_to_its_user_and_not_inherited(shm_path: str) -> None:
     with shared(shm_path, 0, 2) as region:
         assert os.stat(shm_path).st_mode & 0o777 == 0o600
         assert fcntl.fcntl(region.fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
 
 
 @pytest.mark.usefixtures("no_descriptor_left")
-def test_one_who_dies_between_making_and_mapping_is_dead_like_any_other(shm_path: str) -> None:
+def test_a_participant_that_dies_before_it_has_mapped_blocks_no_other(shm_path: str) -> None:
     file = SharedFile.meet(Meeting(shm_path, 4, ROW_BYTES, 2, 0), timeout_s=1.0)
     os.close(file.fd)  # What the kernel does for a process that is killed here.
     assert os.path.exists(shm_path)

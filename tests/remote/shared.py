@@ -2,7 +2,6 @@
 
 import asyncio
 import uuid
-from typing import Any
 
 import pytest
 
@@ -35,15 +34,13 @@ class Shared:
         async with await opened(config) as later:
             assert await found(later, chunks) == ROWS
 
-    @pytest.mark.parametrize(
-        "namespace", [{"model_name": "other"}, {"model_name": "remote", "layout": "LBHNC"}], ids=str
-    )
-    async def test_engines_of_other_models_and_layouts_never_meet(
-        self, remote: Remote, chunks: range, namespace: dict[str, Any]
+    @pytest.mark.parametrize("other", [{"model_name": "other"}, {"weights_revision": "other"}], ids=str)
+    async def test_engines_of_other_models_and_revisions_never_meet(
+        self, remote: Remote, chunks: range, other: dict[str, str]
     ) -> None:
         config = describe(ROWS, remote.tier(quick=False))
         async with await opened(config) as engine:
             assert await put(engine, chunks) == ROWS
             assert await at_rest(engine)
-        async with await opened(config | {"namespace": namespace}) as other:
-            assert await found(other, chunks) == 0
+        async with await opened(config | {"namespace": config["namespace"] | other}) as engine:
+            assert await found(engine, chunks) == 0

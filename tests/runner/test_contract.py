@@ -165,8 +165,8 @@ async def test_a_load_that_fails_ends_the_run_before_it(open_engine, runner, fau
     assert await at_rest(engine)
 
 
-async def test_a_flipped_bit_is_a_miss(open_engine, runner):
-    engine = await open_engine(8, {"type": "dummy", "corruption_rate": 1.0}, runner=runner)
+async def test_a_corrupt_chunk_is_a_miss(open_engine, runner):
+    engine = await open_engine(8, faulty(corrupt=1.0), runner=runner)
     await put(engine, range(3))
     assert await engine.reset()
     assert await found(engine, range(3)) == 0

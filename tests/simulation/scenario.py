@@ -156,15 +156,14 @@ def _device(dice: random.Random, seed: int, index: int) -> dict[str, Any]:
         "bandwidth_bytes_per_s": dice.choice((None, 40 * ROW_BYTES, 4_000 * ROW_BYTES)),
         "concurrency": dice.choice((1, 4)),
         "capacity_bytes": dice.choice((None, None, 3 * ROW_BYTES, 10 * ROW_BYTES)),
-        "corruption_rate": dice.choice((0.0, 0.0, 0.0, 0.1)),
+        "low_water": dice.choice((1.0, 1.0, 1.0, 0.5)),
         "shared": dice.random() < 0.3,
-        "seed": seed,
     }
 
 
 def _forgets(device: dict[str, Any]) -> bool:
-    """Say whether a device may lose what it said it had stored, by its own figures."""
-    return device["capacity_bytes"] is not None or device["corruption_rate"] > 0
+    """Return True if a device may evict stored chunks."""
+    return device["capacity_bytes"] is not None
 
 
 def _faults(dice: random.Random, deadline_s: float) -> dict[str, Any]:

@@ -1,50 +1,34 @@
-"""The dummy tier's device and store: when transfers end, and chunks by name, the least recently used leaving first.
+"""The dummy tier's device, which times transfers, and its store, which evicts the least recently used chunks.
 
-A transfer takes the slot that is free first, and waits for the latency. Then it sends its bytes over the link, which
-serves one transfer after the other. So on an idle device a burst of n chunks takes max(n / slots * latency, bytes /
-bandwidth) and about one latency more. A busy device adds the time that was booked before. Loads and stores share the
-link, and each byte takes the time of its direction. No clock and no sleep: time is an argument.
+A transfer takes the first free slot and waits for the latency. Then it sends its bytes over the link, which serves one
+transfer at a time. So on an idle device a burst of n chunks takes max(n / slots * latency, bytes / bandwidth) and about
+one latency more. Loads and stores share the link, and each byte takes the time of its direction. Time is an argument.
 
-With `loads_first`, loads go before stores that wait, as in an fs tier. A load that is booked puts off the end of every
-store that has not ended.
+With `loads_first`, loads go before waiting stores, as in an fs tier. A booked load delays every store in flight.
 
-A store with a name outlives the tiers that were opened over it, as a disk outlives processes. Closing one tier and
-opening the next is a restart. Two tiers that are open at once are two engines on one device.
+A named store outlives the tiers that were opened over it, as a disk outlives processes. Closing one tier and opening
+the next is a restart. Two open tiers are two engines on one device.
 """
 
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import NamedTuple
-
-from xxhash import xxh3_64_intdigest
 
 from kvtier.errors import ConfigError
 from kvtier.hints import Advice, Hint
 from kvtier.policies import Retained, Sessions
 
 DAY_S = 86_400.0
-BURST_SHARE = 4 / 32  # Of a day's write budget: what may come at once,
-INFLOW_SHARE = 27 / 32  # and what runs in during the day. As an fs tier has it; the rest is that one's reserve.
+BURST_SHARE = 4 / 32  # Of a day's write budget, at once;
+INFLOW_SHARE = 27 / 32  # evenly over the day. An fs tier keeps the rest in reserve.
 
 
 class Line:
-    """Transfers that wait for each other: when the slots are free again, and the link for them."""
+    """The times at which the slots and the link of one queue are free again."""
 
     def __init__(self, slots: int) -> None:
         self.slots_free_at = [0.0] * slots
         self.link_free_at = 0.0
-
-
-class Slow(NamedTuple):
-    """A time in which a device is slower, in seconds from its first use.
-
-    Transfers that are booked then take so much longer.
-    """
-
-    from_s: float
-    to_s: float
-    factor: float
 
 
 class Device:
@@ -58,12 +42,8 @@ class Device:
         slots: int,
         store_bandwidth_bytes_per_s: float | None = None,
         loads_first: bool = False,
-        slow: Slow | None = None,
     ) -> None:
-        """Start idle. Without latency and with no limit to its bandwidth (None) a device takes no time at all.
-
-        `store_bandwidth_bytes_per_s`: of stores, if they have another one than loads.
-        """
+        """Start idle. Without latency and bandwidth limit (None) a device takes no time at all."""
         self._latency_s = latency_s
         self._load_s_per_byte = 0.0 if bandwidth_bytes_per_s is None else 1.0 / bandwidth_bytes_per_s
         self._store_s_per_byte = (
@@ -71,27 +51,22 @@ class Device:
         )
         self._loads = Line(slots)
         self._stores = Line(slots) if loads_first else self._loads
-        self._slow = slow
-        self._begun_at: float | None = None
-        self.put_off_s = 0.0
-        """By how long loads have put off stores that were booked before them, all in all."""
+        self.put_off_s = 0.0  # Total delay of booked stores by later loads.
 
     def book(self, now: float, sizes_bytes: Iterable[int], *, storing: bool = False) -> float:
-        """Book transfers of these sizes one behind the other, and return when the last one ends.
+        """Book transfers of these sizes in order, and return the end of the last one.
 
-        The end of stores is put off by whatever `put_off_s` grows until then.
+        Any growth of `put_off_s` until then delays the end of stores.
         """
         seconds_per_byte = self._store_s_per_byte if storing else self._load_s_per_byte
         if not self._latency_s and not seconds_per_byte:
             return now
-        factor = self._factor(now)
-        seconds_per_byte *= factor
         line = self._stores if storing else self._loads
         if storing:
             line.link_free_at = max(line.link_free_at, self._loads.link_free_at)
         ends_at, link_s = now, 0.0
         for size_bytes in sizes_bytes:
-            first_byte_at = max(now, line.slots_free_at[0]) + self._latency_s * factor
+            first_byte_at = max(now, line.slots_free_at[0]) + self._latency_s
             if size_bytes:
                 link_s += size_bytes * seconds_per_byte
                 first_byte_at = line.link_free_at = (
@@ -104,25 +79,19 @@ class Device:
             self.put_off_s += link_s
         return ends_at
 
-    def _factor(self, now: float) -> float:
-        if self._begun_at is None:
-            self._begun_at = now
-        slow = self._slow
-        return slow.factor if slow is not None and slow.from_s <= now - self._begun_at < slow.to_s else 1.0
-
 
 class WriteBudget:
-    """The bytes that may be written in a day: a burst, and an inflow. Time is an argument here, too."""
+    """The bytes that may be written in a day: a burst, and an inflow."""
 
     def __init__(self, bytes_per_day: int, unit_bytes: int) -> None:
-        """Start full. `unit_bytes`: the least that is written at once."""
+        """Start full. The burst is at least `unit_bytes`."""
         self._burst_bytes = max(float(unit_bytes), bytes_per_day * BURST_SHARE)
         self._bytes_per_s = bytes_per_day * INFLOW_SHARE / DAY_S
         self._level_bytes = self._burst_bytes
         self._looked_at = 0.0
 
     def take(self, now: float, units: int, unit_bytes: int) -> int:
-        """Return how many of these units may be written; they count as written."""
+        """Return how many of these units may be written, and count them."""
         inflow_bytes = (now - self._looked_at) * self._bytes_per_s
         self._level_bytes = min(self._burst_bytes, self._level_bytes + inflow_bytes)
         self._looked_at = now
@@ -131,18 +100,7 @@ class WriteBudget:
         return allowed
 
 
-Lost = Callable[[str], None]
-"""Told the name of a chunk that went without having been deleted."""
-
-
-class Chunk(NamedTuple):
-    """One chunk as it is kept, and the checksum of what was stored."""
-
-    row: bytes
-    checksum: int
-
-    def sound(self) -> bool:
-        return xxh3_64_intdigest(self.row) == self.checksum
+Lost = Callable[[str], None]  # Called with the name of an evicted chunk.
 
 
 class Store:
@@ -152,18 +110,18 @@ class Store:
         self.retained = Retained[str](0)
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
-        self.chunks: OrderedDict[str, Chunk] = OrderedDict()  # Least recently used first.
+        self.chunks: OrderedDict[str, bytes] = OrderedDict()  # Least recently used first.
         self._users: list[tuple[str, bool, Lost]] = []
         self._sessions: Sessions[str] | None = None  # From the first hint on.
 
-    def put(self, name: str, block: bytes, checksum: int, keep: Container[str], *, low_water: float) -> bool:
-        """Keep a chunk in place of an older one of its name; False, and nothing changes, if there is no room.
+    def put(self, name: str, chunk: bytes, keep: Container[str], *, low_water: float) -> bool:
+        """Replace the chunk of a name; return False, and change nothing, if there is no room.
 
-        Other chunks make room, least recently used first, but none of those in `keep`. Eviction begins halfway between
-        the `low_water` part of the capacity and the capacity, and goes down to `low_water`.
+        The least recently used chunks are evicted, except those in `keep`: from halfway between the `low_water` share
+        of the capacity and the capacity, down to `low_water`.
         """
         old = self.chunks.get(name)
-        grown_bytes = len(block) - (len(old.row) if old else 0)
+        grown_bytes = len(chunk) - (len(old) if old else 0)
         while (victims := self._victims(grown_bytes, keep, low_water)) is None and self.retained:
             self.retained.let_go(1)  # There is nothing else.
         if victims is None:
@@ -172,7 +130,7 @@ class Store:
             self.lose(victim)
         if old is None and self._sessions is not None:
             self._sessions.came((name,))
-        self.chunks[name] = Chunk(block, checksum)
+        self.chunks[name] = chunk
         self.used_bytes += grown_bytes
         return True
 
@@ -188,12 +146,12 @@ class Store:
                 break
             if name not in keep and name not in self.retained:
                 victims.append(name)
-                needed_bytes -= len(chunk.row)
-                surplus_bytes -= len(chunk.row)
+                needed_bytes -= len(chunk)
+                surplus_bytes -= len(chunk)
         return victims if needed_bytes <= 0 else None
 
     def touch(self, names: Sequence[str]) -> None:
-        """Make the chunks the most recently used, tail first: a prefix outlives its continuation."""
+        """Make the chunks the most recently used; the head of a prefix is evicted last."""
         for name in reversed(names):
             if name in self.chunks:
                 self.chunks.move_to_end(name)
@@ -224,27 +182,27 @@ class Store:
             self.chunks.move_to_end(name, last=False)
 
     def delete(self, name: str) -> None:
-        """Forget a chunk that may be there, as asked."""
+        """Forget a chunk, if it is there."""
         self.retained.discard((name,))
         if self._sessions is not None:
             self._sessions.gone((name,))
         chunk = self.chunks.pop(name, None)
-        self.used_bytes -= len(chunk.row) if chunk else 0
+        self.used_bytes -= len(chunk) if chunk else 0
 
     def lose(self, name: str) -> None:
-        """Forget a chunk unasked, and tell every user."""
+        """Evict a chunk, and tell every user."""
         self.delete(name)
         for _, _, lost in self._users:
             lost(name)
 
     def enter(self, namespace: str, lost: Lost, *, shared: bool) -> None:
-        """Become a user of a namespace's chunks; `ConfigError` unless all its users agree to share them."""
+        """Add a user of a namespace's chunks. Raises `ConfigError` unless all its users share them."""
         if any(namespace == other and not (shared and sharing) for other, sharing, _ in self._users):
             raise ConfigError("store: in use by another tier in the same namespace; shared = true on both accepted")
         self._users.append((namespace, shared, lost))
 
     def leave(self, lost: Lost) -> None:
-        """Be a user no longer. A second call is ignored."""
+        """Remove a user; idempotent."""
         self._users = [user for user in self._users if user[2] != lost]
 
 
@@ -252,7 +210,7 @@ _named: dict[str, Store] = {}
 
 
 def open_store(name: str | None, capacity_bytes: int | None) -> Store:
-    """Return the store of this name, made at its first opening, or a new one without a name."""
+    """Return the store of a name, created at its first opening; without a name, a new one."""
     if name is None:
         return Store(capacity_bytes)
     store = _named.setdefault(name, Store(capacity_bytes))
@@ -263,5 +221,5 @@ def open_store(name: str | None, capacity_bytes: int | None) -> Store:
 
 
 def forget_store(name: str) -> None:
-    """Drop a named store and its chunks; those who have it open keep it. Unknown names are ignored."""
+    """Forget a named store and its chunks. Open tiers keep it. Unknown names are ignored."""
     _named.pop(name, None)
