@@ -18,7 +18,7 @@ from kvtier.memory import PAGE_BYTES
 from kvtier.settings import parse_size
 from kvtier.tools.bench.figures import ROUNDS, ROUNDS_MAX, Figures, Row, load, print_figures, steps_of, this_machine
 from kvtier.tools.bench.tiers import SIDES, measure_tier, primary_bytes
-from kvtier.tools.commands import JsonOption, listed
+from kvtier.tools.options import JsonOption, listed
 from kvtier.tools.outputs import Scratch, bar, check_outputs, write_json
 
 RoundsOption = Annotated[

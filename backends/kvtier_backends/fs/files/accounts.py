@@ -18,7 +18,7 @@ from kvtier.errors import BackendClosed, BackendUnavailable
 from kvtier.settings import SIZE_BYTES_MAX
 from kvtier_backends.fs.disk.capacity import Reservation
 from kvtier_backends.fs.disk.shared_page import Count, SharedPage
-from kvtier_backends.fs.files.index import Held
+from kvtier_backends.fs.files.index import FileEntry
 from kvtier_backends.fs.files.lane import Chunks
 from kvtier_backends.fs.layout import OpenTier, until
 from kvtier_backends.fs.options import FilesOptions
@@ -35,7 +35,7 @@ class Removal:
         """Remove nothing yet. `wanted_bytes`: the bytes that the reservation should have in the end."""
         self.gone: dict[OffloadKey, int] = {}
         """What each file has given back."""
-        self.used: list[Held] = []
+        self.used: list[FileEntry] = []
         """What was spared, because another process has used it since."""
         self.reservation = reservation or Reservation()
         self.wanted_bytes = wanted_bytes
@@ -79,7 +79,7 @@ class Accounts(Protocol):
         """Hear how many bytes a store or a delete of ours has added; below 0 if more has gone."""
         ...
 
-    def remove(self, chunks: Chunks, victims: Sequence[Held], removal: Removal) -> None:
+    def remove(self, chunks: Chunks, victims: Sequence[FileEntry], removal: Removal) -> None:
         """Remove files, but for those that others use.
 
         Blocks, in a lane. It is counted even if the waiting call is cancelled.
@@ -90,7 +90,7 @@ class Accounts(Protocol):
         """Hear that a store found too little room, though all that may go has gone, or that something was in doubt."""
         ...
 
-    def chosen(self, victims: Sequence[Held]) -> None:
+    def chosen(self, victims: Sequence[FileEntry]) -> None:
         """Hear which files are to go."""
         ...
 
@@ -140,13 +140,13 @@ class OwnAccounts:
     def added(self, added_bytes: int) -> None:
         self._capacity.wrote(added_bytes)
 
-    def remove(self, chunks: Chunks, victims: Sequence[Held], removal: Removal) -> None:
+    def remove(self, chunks: Chunks, victims: Sequence[FileEntry], removal: Removal) -> None:
         chunks.evict(victims, removal.gone)
 
     def refused(self) -> None:
         pass
 
-    def chosen(self, victims: Sequence[Held]) -> None:
+    def chosen(self, victims: Sequence[FileEntry]) -> None:
         pass
 
     def may_have_surplus(self) -> bool:
@@ -218,7 +218,7 @@ class SharedAccounts:
         with self._telling:
             self._untold_bytes += added_bytes
 
-    def remove(self, chunks: Chunks, victims: Sequence[Held], removal: Removal) -> None:
+    def remove(self, chunks: Chunks, victims: Sequence[FileEntry], removal: Removal) -> None:
         with self._page.evicting():
             gone: dict[OffloadKey, int] = {}
             try:
@@ -232,7 +232,7 @@ class SharedAccounts:
         """Have the directory counted: files of others take the room, or it is that of files which somebody removed."""
         self._scan_wanted.set()
 
-    def chosen(self, victims: Sequence[Held]) -> None:
+    def chosen(self, victims: Sequence[FileEntry]) -> None:
         if any(victim.used_at_ns >= self._scanned_at_ns for victim in victims):
             self._scan_wanted.set()
 
