@@ -1,4 +1,4 @@
-"""Whole engines over tiers that are written later: what a clean end keeps, what a kill costs, and who waits."""
+"""Write-back in whole engines: a clean end keeps every chunk, a kill loses unwritten ones, steps do not wait."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""What an engine that embeds kvtier asks of it beyond the steps themselves."""
+"""Embedding in an LLM engine: shared rows, sources of hits, choices of tiers, lost events."""
 
 import os
 

@@ -26,7 +26,7 @@ def fs(tmp_path: Path, layout: str = "segments", **options: Any) -> dict[str, An
 
 
 def here(engine: TieringOffloadingManager, numbers: Iterable[int]) -> list[int]:
-    """Name those of the numbers whose chunks are in the primary."""
+    """Return the numbers whose chunks are in the primary."""
     ready = ledger_in(engine).primary.ready
     return [number for number in numbers if key(number) in ready]
 
@@ -71,7 +71,7 @@ async def test_a_tier_lets_go_first_of_what_is_over_as_soon_as_it_has_it(open_en
 
 
 async def gone_from_disk(engine: TieringOffloadingManager, numbers: Iterable[int]) -> list[int]:
-    """Name those of the numbers that the tier is not known to hold."""
+    """Return the numbers that the location map does not have."""
     mask = ledger_in(engine).residency.mask
     return [number for number in numbers if not mask.get(key(number), 0)]
 
@@ -173,7 +173,7 @@ async def test_a_bad_hint_costs_the_request_nothing_and_is_counted_and_said_once
 
 
 class Endless(Mapping[str, Any]):
-    """A table of a billion fields, of which nobody may read one."""
+    """A table of a billion fields, none of which may be read."""
 
     def __len__(self) -> int:
         return 1 << 30
@@ -206,7 +206,7 @@ ODD_HINTS: list[tuple[object, str]] = [  # With the reason for which they are ig
 
 
 async def test_no_hint_ends_an_engine_wherever_its_runner_lives(open_engine, tmp_path, runner):
-    """What cannot be sent to a tier is no hint: else a step's transfers would be lost with it, and their rows."""
+    """A hint that cannot be sent is ignored. Otherwise the step's transfers would be lost with it, and their rows."""
     engine = await open_engine(8, fs(tmp_path), runner=runner, eviction_policy="density")
     await put_hinted(engine, [0], Hint(class_="first"))  # From then on tiers hear of every hint.
     ignored: dict[str, int] = {}
@@ -256,7 +256,7 @@ async def test_what_is_prefetched_is_there_before_it_is_looked_up(open_engine, t
 
 
 async def test_more_is_prefetched_than_a_window_and_no_more_than_the_share_of_leases(open_engine):
-    """What is beyond is not begun: others' rows are not taken for it."""
+    """Keys above the share are not loaded: a prefetch takes no rows from others."""
     engine = await open_engine(2_000, {"type": "dummy"}, limits={"lease_share": 0.5})
     await put(engine, range(1_500))
     assert await at_rest(engine)
@@ -318,7 +318,7 @@ async def test_a_prefetch_waits_for_what_somebody_else_has_on_its_way(open_engin
 
 
 async def test_a_prefetch_loads_what_a_request_would_rather_compute(open_engine):
-    """Nobody waits for it: so a load that takes longer than computing is worth its time."""
+    """No request waits for a prefetch, so a load that takes longer than computing is worth its time."""
     tier = {"type": "dummy", "latency_s": 0.05}
     engine = await open_engine(8, tier, prefill_tokens_per_s=1e9, chunk_tokens=1)
     await put(engine, range(3))
@@ -381,7 +381,7 @@ async def test_what_is_forgotten_is_nowhere_and_everybody_hears_of_it(open_engin
 
 
 async def test_nothing_is_forgotten_under_its_reader(open_engine, tmp_path):
-    """Its rows are nobody else's until it has let go; then they are forgotten, here and in the tier."""
+    """The rows stay with the reader until it lets go. Then the chunks go, from the primary and from the tier."""
     engine = await open_engine(4, fs(tmp_path))
     await put(engine, range(3))
     assert await at_rest(engine)

@@ -1,4 +1,4 @@
-"""What a step keeps of its look-ups: cheap to ask while it lasts, and nothing afterwards."""
+"""The hits that a step remembers: cheap to count during the step, and released at its end."""
 
 import weakref
 from collections.abc import Sequence

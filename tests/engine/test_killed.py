@@ -225,7 +225,7 @@ def owner():
 
 
 def processes(group):
-    """Name the living processes of a group."""
+    """Return the running processes of a group."""
     living = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

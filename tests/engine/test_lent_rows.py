@@ -1,4 +1,4 @@
-"""What a caller keeps of the rows that `fetch` lent: it reads right bytes for as long as it likes, and stops nobody."""
+"""Views of rows that a caller keeps after `fetch`: they read the right bytes, and delay no other call."""
 
 import asyncio
 import logging

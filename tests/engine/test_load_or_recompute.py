@@ -1,4 +1,4 @@
-"""Whole engines that weigh loads against computing, in virtual time and with a runner of their own."""
+"""Whole engines that weigh loads against computing, in virtual time."""
 
 import asyncio
 
@@ -95,7 +95,7 @@ async def test_a_tier_whose_word_comes_late_for_a_while_is_waited_for_again(open
         assert await found(engine, range(4)) in ((4,) if not 90.0 < begun < 240.0 else (0, 4))
         waited.append(now() - begun)
     assert max(waited) <= 1.5 * 4
-    assert sum(waited) <= 2 * 1.5 * 4 + 1.0 * len(waited), "two requests were late: for its word, or for its load"
+    assert sum(waited) <= 2 * 1.5 * 4 + 1.0 * len(waited), "two requests were late: for its answer, or for its load"
 
 
 @pytest.mark.virtual_time
@@ -312,7 +312,7 @@ async def test_to_see_how_fast_computing_is_costs_a_hundredth(open_engine, load_
 
 @pytest.mark.virtual_time
 async def test_an_engine_that_began_with_hits_learns_how_fast_whole_prompts_are_computed(open_engine):
-    """Of prompts that are loaded only the last tokens are computed, and each of these looks slow."""
+    """Only the last tokens of a loaded prompt are computed, and each of these looks slow."""
     engine = await open_engine(16, dummy(chunk_of(LOAD_S)), chunk_tokens=100)
     await put(engine, PROMPT)
     assert await engine.drain()

@@ -1,4 +1,4 @@
-"""What an engine says in the log when it starts, wherever its runner lives."""
+"""Log lines of an engine: at its start, and from its runner's process."""
 
 import logging
 import os

@@ -34,7 +34,7 @@ def engine() -> Bench:
 
 
 def samples(engine: Bench) -> dict[tuple[str, ...], float]:
-    """Give every sample by name and labels' values."""
+    """Return every sample by name and labels' values."""
     metrics = Metrics(engine.ledger)
     metrics.observe("disk", "load", 0.2)
     return {

@@ -137,7 +137,7 @@ async def test_a_store_that_failed_in_the_primary_is_neither_found_nor_sent_on(o
     assert ledger_in(engine).tiers[0].counters.stored == 1
 
 
-# A cached "absent" that outlives a later store: the chunk is there, and nobody looks.
+# A cached "absent" that outlives a later store: the chunk is there, and no look-up finds it.
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -109,7 +109,7 @@ asyncio.run(main())
     [*(("process", closed) for closed in ((0,), (1,), (2,), (0, 1, 2))), ("inline", (0, 1, 2))],
 )
 def test_standard_streams_that_are_closed_are_nobody_elses(run, tmp_path, runner, closed):
-    """What is said goes to a file: there may be no other way."""
+    """The program reports through a file, because its streams may be closed."""
     daemon = run(
         f"closed = {closed}"
         + """

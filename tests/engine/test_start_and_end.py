@@ -157,7 +157,7 @@ async def test_an_inline_engine_needs_a_loop():
 
 
 def sent(bridge):
-    """Say whether the runner takes an action."""
+    """Return True if the runner takes an action."""
     return not bridge.send([Probe(1, 0, pack_keys([key(1)]))])
 
 

@@ -1,4 +1,4 @@
-"""The asyncio face: who waits for what, that nobody waits for ever, and what a cancelled call leaves."""
+"""The asyncio face: each call waits for what it needs, never for ever, and a cancelled call leaves nothing."""
 
 import asyncio
 

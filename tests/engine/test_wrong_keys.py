@@ -1,4 +1,4 @@
-"""What is no key is refused at the call, which names it; the engine and its tiers go on as if it had not been asked."""
+"""Invalid keys: the call that gets one refuses it by name, and the engine goes on unchanged."""
 
 from array import array
 from contextlib import suppress

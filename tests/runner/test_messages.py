@@ -49,7 +49,7 @@ def caused(error: Exception, cause: BaseException) -> Exception:
 
 
 def handled(error: Exception, cause: BaseException) -> Exception:
-    """Give an error as it is when it was raised while another was handled, without a word of it."""
+    """Return an error that was raised while another one was handled, without naming it."""
     error.__context__ = cause
     return error
 

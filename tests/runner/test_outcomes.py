@@ -1,4 +1,4 @@
-"""Whatever is raised on a transfer's way is its outcome: nobody waits for a job that nobody ends any more."""
+"""An exception during a transfer is its outcome: no caller waits for ever."""
 
 import asyncio
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What a tier says of itself, unasked: a bug in it costs what it says, never that it is heard of."""
+"""Reports of a tier: a bug in one of them costs this report only."""
 
 import asyncio
 import logging

@@ -526,7 +526,7 @@ def test_what_is_prefetched_after_its_session_was_over_is_written_as_any_other(e
 
 
 def test_the_leading_part_that_is_retained_is_written_though_its_session_is_over(evicting):
-    """Somebody will come back for it: another session that begins alike."""
+    """Another session that begins alike will use it."""
     engine = evicting(retained_rows_max=4)
     stored_for_a_session_that_is_over(engine, "abcd", retain_s=60.0, tokens=2)
     assert written_at_the_end(engine) == "ab"

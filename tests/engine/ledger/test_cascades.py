@@ -294,6 +294,6 @@ def test_what_a_store_moved_after_it_was_given_up_at_a_reset_is_asked_for(bench)
     (late,) = engine.step()
     engine.ledger.reset()
     engine.ledger.promoting = True
-    engine.step(seconds=60.0)  # The breaker lets somebody try.
+    engine.step(seconds=60.0)  # The breaker admits a trial.
     engine.finish(late, {1: Code.FAILED})
     assert engine.lookup("ab") == [RETRY, MISS]

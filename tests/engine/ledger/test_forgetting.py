@@ -1,4 +1,4 @@
-"""What is to be forgotten while something holds it: it goes when it is let go, and what is stored anew stays."""
+"""Keys that are forgotten while they are held: they go when they are released, unless they are stored again."""
 
 from kvtier.engine.ledger import LookupResult
 from kvtier.runner.messages import Delete, unpack_keys

@@ -1,4 +1,4 @@
-"""What simulated engines found, each as the shortest story of plain calls, with the first seed that told it."""
+"""Faults that the simulation found, each as its shortest sequence of calls, with the first seed that met it."""
 
 from kvtier.engine.ledger import LookupResult
 from kvtier.runner.messages import Code, Delete, Gone, Probe, Promote, pack_keys

@@ -1,4 +1,4 @@
-"""What a look-up answers, whom it asks, and for how long an answer is believed."""
+"""Look-ups: their answers, the tiers that are probed, and how long a probe's answer is believed."""
 
 import pytest
 

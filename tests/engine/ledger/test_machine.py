@@ -91,7 +91,7 @@ class Owed:
         self.skipped_perhaps = 0
 
     def stored(self, keys: list[OffloadKey], request: Request, *, had: set[OffloadKey]) -> None:
-        """Take note that a request has stored keys; `had`: those that the tier may have."""
+        """Record that a request has stored keys; `had`: those that the tier may have."""
         self.left(keys)
         self.stored_by.update(dict.fromkeys(keys, request.number))
         if request.stores_in(self.tier.spec):
@@ -106,7 +106,7 @@ class Owed:
             self.surely.update(dict.fromkeys(keys, False))
 
     def unsure(self, keys: list[OffloadKey]) -> None:
-        """Take note that the tier may have keys, or that another one had them."""
+        """Record that the tier may have keys, or that another one had them."""
         self.surely.update((key, False) for key in keys if key in self.surely)
         self.evicted = [(key, surely and key not in keys) for key, surely in self.evicted]
 
@@ -114,7 +114,7 @@ class Owed:
         self.surely.update((key, self.surely.get(key, False)) for key in keys if key not in self.kept_out)
 
     def keep_out(self, request: Request) -> None:
-        """Take note that a request keeps its own out, as it says at its end."""
+        """Record that a request keeps its own keys out of the tier, by its last hint."""
         for key in request.used:
             if self.stored_by.get(key) == request.number:
                 self.skip(key)
@@ -139,7 +139,7 @@ class Owed:
         self.evicted.clear()
 
     def left(self, keys: list[OffloadKey]) -> None:
-        """Take note that keys are somebody else's now, or nobody's."""
+        """Forget keys that belong to another request now, or to none."""
         for key in keys:
             self.surely.pop(key, None)
             self.stored_by.pop(key, None)
@@ -355,7 +355,7 @@ class Engine(RuleBasedStateMachine):
 
     @rule(flushed=st.booleans(), sure=seldom)
     def reset(self, flushed: bool, sure: bool) -> None:
-        """Give up what is under way; the engine's own loads and stores are over by contract."""
+        """Give up transfers in flight; the engine's own loads and stores are finished by contract."""
         if not sure:
             return
         self.ledger.prefetches.clear()
@@ -483,7 +483,7 @@ class Engine(RuleBasedStateMachine):
         assert primary.rows_evictable == len(evictable)
 
     def _state(self, row: int) -> str:
-        """Say in which state a row is, by what is known of this row alone."""
+        """Return the state of a row, from facts about this row alone."""
         primary, key = self.ledger.primary, self.ledger.primary.key(row)
         if key is None:  # Lent to something late, or pinned by a store whose key was forgotten; or free.
             lent = any(row in lent.rows for lent in self.late.values())
@@ -553,7 +553,7 @@ class Engine(RuleBasedStateMachine):
         assert self.hits.items() <= self.ledger.primary.ready.items()
 
     def teardown(self) -> None:
-        """Let everything end: then nothing is pinned, leased, lent or under way."""
+        """Finish everything: afterwards no row is pinned, leased or lent, and no transfer is in flight."""
         for lent in [*self.under_way.values()]:
             self._work(lent, {})
             self.bench.finish(lent.action)
@@ -581,7 +581,7 @@ class Engine(RuleBasedStateMachine):
     # How the machine plays.
 
     def _used(self) -> None:
-        """Take note that chunks are used: a second use may be queued, and sent at the step's end."""
+        """Record that chunks are used: a second use may be queued, and sent at the step's end."""
         self.between_steps = self.between_steps and "second_use" not in self.cascades
 
     def _hear(self) -> None:
@@ -606,7 +606,7 @@ class Engine(RuleBasedStateMachine):
         self._want(keys, request)
 
     def _want(self, keys: list[OffloadKey], request: Request) -> None:
-        """Take note of who may have keys written."""
+        """Record the tiers that keys may be written to."""
         self.wanted |= {(tier.index, key) for tier in self.ledger.tiers if request.stores_in(tier.spec) for key in keys}
 
     def _may_have(self, keys: list[OffloadKey]) -> None:

@@ -20,7 +20,7 @@ def positions(*groups: str) -> Callable[[OffloadKey], int | None]:
 
 
 def leave(engine, count: int) -> list[OffloadKey]:
-    """Have another request take so many rows; return what left for it."""
+    """Let another request take rows; return the evicted names."""
     return engine.store("XYZ"[:count]).evicted
 
 

@@ -40,7 +40,7 @@ def test_a_load_that_finds_a_chunk_gone_removes_it(silent, code, told):
 def test_an_answer_that_a_chunk_is_gone_removes_it_once(silent):
     for present in ([True, False, False], [False, False, False]):
         silent.step(11.0)
-        for key in "abz":  # Of the last nobody has ever said that it was there.
+        for key in "abz":  # No report ever named the last one.
             silent.lookup(key)
         silent.answer(*silent.step(), present)
     assert removals(silent) == ["b", "a"]

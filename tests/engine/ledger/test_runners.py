@@ -1,4 +1,4 @@
-"""What a lost runner takes with it, what comes back, and that one runner's outcomes are not another's."""
+"""A lost runner: its transfers are lost, its rows come back, and its outcomes are not its successor's."""
 
 from kvtier.engine.ledger import LookupResult
 from kvtier.runner.messages import (
@@ -129,7 +129,7 @@ def test_what_was_stored_again_since_is_not_deleted_by_a_new_runner(bench):
     engine.ledger.refuse(engine.step())  # The bridge's queue was full.
     engine.store("a")
     engine.finish_all(engine.step())
-    engine.ledger.primary.discard(engine.keys("a")[0])  # The tier has it, and nobody else.
+    engine.ledger.primary.discard(engine.keys("a")[0])  # Only the tier has it.
     lose(engine)
     engine.store("b")
     engine.step()

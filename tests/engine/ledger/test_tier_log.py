@@ -1,4 +1,4 @@
-"""What the log hears of a tier: a breaker that opens or closes, with the cause, and what was lost, once a minute."""
+"""Log lines about a tier: its breaker with the cause, and losses, once a minute."""
 
 import logging
 

@@ -132,7 +132,7 @@ def test_a_wait_for_rows_that_others_had_is_one_wait() -> None:
 
 
 def test_a_request_looks_up_again_at_once_for_a_late_word_only_once() -> None:
-    """Found by a storm: the tier's breaker opened meanwhile, so no look-up asked for its word any more."""
+    """Found by a storm: the tier's breaker opened meanwhile, so no look-up waited for its answer any more."""
     engine = Bench(8, [Bench.spec("has"), Bench.spec("silent", breaker_failures=1)], computing_s=0.1)
     engine.knows_all(0)
     engine.holds("a")

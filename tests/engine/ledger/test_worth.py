@@ -29,7 +29,7 @@ def tier(bench: type[Bench]) -> Callable[..., Bench]:
 
 
 def loads(actions: list[Action]) -> dict[int, str]:
-    """Name what is loaded, by tier."""
+    """Return the names of loaded keys by tier."""
     named: dict[int, str] = {}
     for action in actions:
         if isinstance(action, Promote):
@@ -179,7 +179,7 @@ def test_a_request_that_shares_chunks_with_a_declined_one_is_weighed_for_itself(
     assert bench.lookup("abcdef", long) == [HIT_PENDING] * 6
     sent = bench.step()
     assert loads(sent) == {0: "abcdef"}
-    assert bench.lookup("abc", short) == [MISS] * 3, "though it is on its way"
+    assert bench.lookup("abc", short) == [MISS] * 3, "though the load is in flight"
     bench.finish_all(sent)
     assert bench.lookup("abcdef", long) == [HIT] * 6
 
@@ -306,7 +306,7 @@ DECLINED, LATE, FAILED = "was declined", "was late", "failed"
 def test_a_request_is_as_patient_as_any_when_it_waits_anew(
     tier: Callable[..., Bench], why: str, missed_before: bool
 ) -> None:
-    """What it waited for before has nothing to do with it, whatever became of that."""
+    """Earlier waits do not count, however they ended."""
     bench = tier()
     bench.takes(0.1, 0.1)
     request = bench.request()
@@ -338,7 +338,7 @@ def test_a_request_is_as_patient_as_any_when_it_waits_anew(
 
 
 def test_a_request_that_waits_behind_a_miss_gives_up_in_time(tier: Callable[..., Bench]) -> None:
-    """The miss is of another group: it does not begin the wait anew with every step."""
+    """The miss is of another group: it does not restart the wait with every step."""
     bench = tier()
     bench.takes(0.1, 0.1)
     request = bench.request()
@@ -408,22 +408,6 @@ def test_a_load_that_failed_at_once_does_not_say_that_its_tier_is_fast(tier: Cal
     assert (counters.expected_seconds, counters.loaded_seconds) == (0.0, 0.0), "it did not come"
 
 
-def test_a_load_that_failed_at_once_does_not_make_up_for_one_that_was_late(tier: Callable[..., Bench]) -> None:
-    bench = tier()
-    bench.holds("ghijkl")
-    bench.takes(0.0, 0.1)
-    request = bench.request()
-    bench.lookup("abcd", request)
-    (late,) = bench.step(20.0)
-    assert bench.lookup("abcd", request) == [MISS] * 4
-    bench.fail(late, Code.DEADLINE)
-    assert bench.ledger.tiers[0].late is not None
-    bench.ledger.prefetches.begin(bench.keys("ghij"))
-    (failing,) = bench.step()
-    bench.fail(failing, Code.FAILED)
-    assert bench.ledger.tiers[0].late is not None
-
-
 def test_one_load_that_took_longer_than_computing_is_enough_though_it_was_not_given_up(
     tier: Callable[..., Bench],
 ) -> None:
@@ -436,7 +420,7 @@ def test_one_load_that_took_longer_than_computing_is_enough_though_it_was_not_gi
     request = bench.request("next")
     bench.lookup("def", request)
     assert loads(bench.step()) == {0: "de"}
-    assert bench.lookup("def", request) == [MISS] * 3, "these were for nobody"
+    assert bench.lookup("def", request) == [MISS] * 3, "the trial had no request"
 
 
 def test_a_load_of_its_kind_that_is_faster_than_computing_makes_up_for_a_late_one(tier: Callable[..., Bench]) -> None:
@@ -448,7 +432,7 @@ def test_a_load_of_its_kind_that_is_faster_than_computing_makes_up_for_a_late_on
     assert bench.ledger.tiers[0].late is not None
     bench.step(TRIAL_EVERY_S)
     bench.lookup("ghij")
-    bench.finish_all(bench.step(), seconds=1.9)  # Two chunks, for nobody.
+    bench.finish_all(bench.step(), seconds=1.9)  # Two chunks, for no request.
     assert bench.ledger.tiers[0].late is None
     assert bench.lookup("ij", bench.request("next")) == [HIT_PENDING] * 2
     assert loads(bench.step()) == {0: "ij"}
@@ -523,14 +507,6 @@ def chosen(bench: Bench, names: str, request: Request | None = None) -> list[Act
         bench.lookup(names, request)
         sent = bench.step()
     return sent
-
-
-def test_of_two_tiers_that_are_alike_the_first_loads(both: Callable[..., Bench]) -> None:
-    bench = both()
-    bench.takes(0.1, 0.1)
-    bench.takes(0.1, 0.1, tier=1)
-    bench.lookup("abcdef")
-    assert loads(bench.step()) == {0: "abcdef"}
 
 
 def test_what_the_first_tier_is_too_slow_for_comes_from_the_second(both: Callable[..., Bench]) -> None:
@@ -665,31 +641,8 @@ def test_what_the_tier_that_was_asked_has_in_part_is_loaded_as_far(
     assert bench.lookup("abcdef", request) == [HIT_PENDING] * 4 + [MISS] * 2
 
 
-def test_a_tier_that_was_asked_and_is_too_slow_too_ends_the_search(unknown: Callable[..., Bench]) -> None:
-    bench = unknown(100.0, 0.0)
-    bench.takes(50.0, 0.0, tier=1)
-    request = bench.request()
-    bench.answer(asked(bench, request), True)
-    assert bench.lookup("abcdef", request) == [HIT_PENDING] * 6
-    assert loads(bench.step()) == {}
-    assert bench.lookup("abcdef", request) == [MISS] * 6
-    bench.ledger.finish(request)
-    assert bench.settled()
-
-
-def test_a_tier_that_may_not_be_asked_now_is_not_waited_for(bench: type[Bench]) -> None:
-    made = bench(16, [bench.spec("first"), bench.spec("second", asked_keys_max=0)], computing_s=1.0)
-    made.knows_all()
-    made.holds("abc")
-    made.takes(100.0, 0.0)
-    request = made.request()
-    made.lookup("abc", request)
-    assert made.step() == []
-    assert made.lookup("abc", request) == [MISS] * 3
-
-
 def test_a_tier_that_may_not_be_asked_for_long_is_not_waited_for(bench: type[Bench]) -> None:
-    """Though it is time to try the tier that has it: that is tried for nobody."""
+    """The trial of the tier that has it serves no request."""
     made = bench(16, [bench.spec("first"), bench.spec("second", asked_keys_max=1)], computing_s=1.0)
     made.knows_all()
     made.holds("abc")
@@ -723,23 +676,6 @@ def test_without_weighing_the_first_tier_that_has_it_loads(both: Callable[..., B
     bench.takes(0.1, 0.1, tier=1)
     bench.lookup("abcdef")
     assert loads(bench.step()) == {0: "abcdef"}
-
-
-def test_a_prefetch_takes_the_first_tier_that_has_it(both: Callable[..., Bench]) -> None:
-    bench = both()
-    bench.takes(100.0, 1.0)
-    bench.takes(0.1, 0.1, tier=1)
-    bench.ledger.prefetches.begin(bench.keys("abc"))
-    assert loads(bench.step()) == {0: "abc"}
-
-
-def test_a_model_of_several_groups_takes_all_from_the_tier_that_is_worth_it(both: Callable[..., Bench]) -> None:
-    bench = both()
-    bench.takes(100.0, 0.0)
-    bench.takes(0.1, 0.1, tier=1)
-    ends = dict(zip(bench.keys("abcdef"), (3, 4, 5, 6, 7, 8), strict=True))
-    request = bench.request(position=lambda key: ends[key])
-    assert loads(chosen(bench, "fedcba", request)) == {1: "fedcba"}
 
 
 def test_a_load_is_given_up_when_it_is_late_though_room_was_made_for_it(tier: Callable[..., Bench]) -> None:
