@@ -186,9 +186,7 @@ class Accounts:
             if self._scan_failed:  # The part that it could not see counts as the whole file system.
                 await asyncio.sleep(least_s)
             return self._scan_failed
-        for_lost_page = (
-            self._page_lost.is_set()
-        )  # Then the next scan waits: others may have to repeat promises.
+        for_lost_page = self._page_lost.is_set()  # Then the next scan waits: others may have to repeat promises.
         self._page_lost.clear()
         if for_lost_page:
             await asyncio.sleep(least_s)
