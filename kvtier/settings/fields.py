@@ -107,8 +107,8 @@ def decode(
     """Make a `cls` of a mapping, strictly: unknown fields, wrong types and values out of range are refused.
 
     `where` is the path of the mapping itself, `""` for a whole configuration. `siblings` are valid keys of the same
-    table that are decoded elsewhere. Messages name them. `places` returns the paths of all fields of the whole configuration,
-    where `cls` is a part of it: a message says where a misplaced field belongs.
+    table that are decoded elsewhere. Messages name them. `places` returns the paths of all fields of the whole
+    configuration, where `cls` is a part of it: a message says where a misplaced field belongs.
 
     Raises `ConfigError("<path>: <what was given>, <what is> accepted")`. No message shows a secret.
     """
