@@ -5,7 +5,7 @@ from kvtier.policies.density import Density
 from kvtier.policies.ghosts import ARC, S3FIFO
 from kvtier.policies.hinted import HintedOrder, Retained, Sessions
 from kvtier.policies.leaving import Leaving
-from kvtier.policies.numbered import KeyOrder, LinkedLRU, NumberOrder, number_order
+from kvtier.policies.numbered import LinkedLRU, NumberOrder, number_order
 from kvtier.policies.plain import FIFO, LRU
 from kvtier.policies.policy import Policy, known_policies, policy_class, require_policy
 
@@ -17,7 +17,6 @@ __all__ = [
     "Density",
     "Hint",
     "HintedOrder",
-    "KeyOrder",
     "Leaving",
     "LinkedLRU",
     "NumberOrder",
