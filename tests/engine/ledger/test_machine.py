@@ -172,7 +172,7 @@ class Engine(RuleBasedStateMachine):
             cascade_rows_max=3,
             lease_s=4.0,
             action_chunks=2,
-            leaving_rows=2,
+            ahead_rows=2,
             retained_rows_max=2,
             computing_s=self.computing_s,
         )
@@ -529,9 +529,8 @@ class Engine(RuleBasedStateMachine):
         assert not writing or max(writing.values()) == 1
 
     @invariant()
-    def what_leaves_is_ready(self) -> None:
-        leaving = self.ledger.primary.leaving
-        assert leaving is None or set(leaving.left) <= set(self.ledger.primary.ready.values())
+    def rows_that_are_chosen_for_eviction_are_ready(self) -> None:
+        assert set(self.ledger.primary.ahead or ()) <= set(self.ledger.primary.ready.values())
 
     @invariant()
     def what_has_left_is_heard_of(self) -> None:
@@ -575,7 +574,7 @@ class Engine(RuleBasedStateMachine):
         for owed in self.owed:
             for key in list(owed.surely):
                 owed.skip(key)
-        self.ledger.cascades.give_up("closed")
+        self.ledger.writeback.give_up("closed")
         self._check_counts()
 
     # How the machine plays.
@@ -596,7 +595,7 @@ class Engine(RuleBasedStateMachine):
 
     def _stored(self, keys: list[OffloadKey], request: Request) -> None:
         for owed in self.owed:
-            tier, mask = owed.tier, self.ledger.residency.mask
+            tier, mask = owed.tier, self.ledger.locations.mask
             had = {k for k in keys if mask.get(k, 0) & tier.bit or tier.last_answer(k) or k in tier.storing}
             owed.stored(keys, request, had=had)
 
@@ -614,9 +613,9 @@ class Engine(RuleBasedStateMachine):
             owed.unsure(keys)
 
     def _are_as_any_other(self, keys: list[OffloadKey]) -> None:
-        cascades, rows = self.ledger.cascades, set(self.ledger.primary.rows_of(keys))
-        assert not rows & cascades.withheld
-        assert not rows & cascades.demoted
+        writeback, rows = self.ledger.writeback, set(self.ledger.primary.rows_of(keys))
+        assert not rows & writeback.over
+        assert not rows & writeback.demoted
 
     def _check_writes(self, actions: list[Action]) -> None:
         """What is written was wanted there by somebody, and is owed where chunks are written that leave."""
@@ -635,7 +634,7 @@ class Engine(RuleBasedStateMachine):
         for key in self.forgotten:
             row = self.ledger.primary.row(key)
             if row is None:
-                assert key not in self.ledger.residency.mask
+                assert key not in self.ledger.locations.mask
             else:
                 assert self.ledger.primary.pinned(row)
 
