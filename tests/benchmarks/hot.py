@@ -99,7 +99,7 @@ def store_and_evict(tiers: int) -> Work:
     def store(batches: list[list[OffloadKey]]) -> None:
         engine.each(batches, engine.store)
         for tier in Inside(engine.manager).ledger.tiers:  # Or the next round would find them there, and store nothing.
-            Inside(engine.manager).ledger.residency.remove(tier, [key for keys in batches for key in keys])
+            Inside(engine.manager).ledger.locations.remove(tier, [key for keys in batches for key in keys])
 
     def work() -> None:
         batches = sets.pop(0)

@@ -33,7 +33,7 @@ REPORTS: dict[str, Any] = {
     "selftest": SelftestReport,
     "bench": Figures,
 }
-"""What each command writes, by its name."""
+"""The type of each command's JSON, by the command's name."""
 
 HEAD = """# JSON of the commands
 

@@ -338,7 +338,7 @@ TestAccounting.settings = settings(stateful_step_count=60)
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["its own", "shared"])
-@pytest.mark.parametrize("noticed", ["as it is loaded", "as it is evicted"])
+@pytest.mark.parametrize("noticed", ["as it is loaded", pytest.param("as it is evicted", marks=pytest.mark.outside)])
 async def test_folders_that_somebody_has_emptied_go_when_their_chunks_are_found_missing(
     open_tier, lender: Lender, root: Path, shared: bool, noticed: str
 ) -> None:

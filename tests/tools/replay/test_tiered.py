@@ -57,8 +57,8 @@ class Driver:
         assert await self._manager.drain()
         engine.on_request_finished(name, hint=request.hint if at_end else None)
         assert await self._manager.drain()
-        await self._until(lambda: len(self._ledger.residency.mask) == len(study.tier.keys))
-        assert self._ledger.residency.mask.keys() == study.tier.keys.keys()
+        await self._until(lambda: len(self._ledger.locations.mask) == len(study.tier.keys))
+        assert self._ledger.locations.mask.keys() == study.tier.keys.keys()
         return hits
 
     def _found(self, keys: Sequence[OffloadKey], name: str) -> list[LookupResult]:

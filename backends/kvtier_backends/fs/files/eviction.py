@@ -206,7 +206,7 @@ class Eviction:
             await in_threads(lanes, [partial(self.accounts.remove, self._chunks, part, removal) for part in parts])
         finally:
             self._end(victims, removal)
-        self.accounts.exchange(removal)
+        self.accounts.removed(removal)
 
     async def _remove_behind(self, victims: Sequence[FileEntry]) -> int:
         """Remove in the background's lane; return how much went."""

@@ -10,7 +10,7 @@ from kvtier.backend import Advice, Occupancy, OffloadKey, Outcome, Read, Write, 
 from kvtier.errors import BackendUnavailable
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.disk.lanes import share_out
-from kvtier_backends.fs.files.accounts import accounts_of
+from kvtier_backends.fs.files.accounts import Accounts
 from kvtier_backends.fs.files.eviction import Eviction
 from kvtier_backends.fs.files.index import FileIndex
 from kvtier_backends.fs.files.lane import Chunks
@@ -38,7 +38,7 @@ class FilesLayout:
         self.inventory = index.inventory
         tier.capacity.count(index, root.sizes)
         self._chunks = chunks = Chunks(tier)
-        self._eviction = eviction = Eviction(tier, index, chunks, accounts_of(tier))
+        self._eviction = eviction = Eviction(tier, index, chunks, Accounts(tier))
         self._loading = Loading(tier, index, chunks, eviction)
         self._storing = Storing(tier, index, chunks, eviction)
         self._start = StartScan(tier, index, chunks, eviction)
