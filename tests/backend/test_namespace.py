@@ -463,7 +463,7 @@ REFUSALS: list[tuple[Namespace, dict[str, Any], str]] = [
     (DEEPSEEK, {"pp_size": 2}, "pipeline parallelism"),
     (DEEPSEEK, {"dcp_size": 2}, "context parallelism"),
     (DEEPSEEK, {"kv_cache_groups": (Group(attention="full_attention"),)}, "only MLA's latent KV"),
-    (GEMMA, {"is_parallelism_agnostic": None}, "nobody has certified"),
+    (GEMMA, {"is_parallelism_agnostic": None}, "the canonical pages are not certified"),
     (GEMMA, {"is_parallelism_agnostic": False, "certified": True}, "the LLM engine says"),
     (GEMMA, {"pp_size": 2}, "pipeline parallelism"),
     (GEMMA, {"pcp_size": 2}, "context parallelism"),
