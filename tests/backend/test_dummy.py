@@ -19,7 +19,6 @@ from kvtier.testing.conformance import (
     Lender,
     MeasuredConformance,
     NamespacedConformance,
-    RankedConformance,
     key_of,
     keys_of,
     label,
@@ -39,7 +38,6 @@ class Suites(
     InventoryConformance,
     MeasuredConformance,
     BoundedConformance,
-    RankedConformance,
     AdvisedConformance,
 ):
     """Every suite there is, over one named store; a subclass says how fast the device is."""
