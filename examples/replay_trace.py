@@ -11,7 +11,7 @@ import sys
 import tempfile
 
 from kvtier import EngineConfig, TierConfig
-from kvtier.tools.replay.replay import CONCURRENCY, ChunkSource, Replay, Tally
+from kvtier.tools.replay.replay import CONCURRENCY, ChunkSource, Replay, ReplayTally
 from kvtier.tools.replay.study import measure
 from kvtier.tools.replay.workload import open_trace
 
@@ -30,7 +30,7 @@ async def main(trace_name: str = "generated") -> None:
             chunk_bytes=CHUNK_BYTES,
             secondary_tiers=(TierConfig(type="fs", options={"root": directory}),),
         )
-        replay = Replay(trace, config, ChunkSource(CHUNK_BYTES), Tally(extent.requests))
+        replay = Replay(trace, config, ChunkSource(CHUNK_BYTES), ReplayTally(extent.requests))
         tally = await replay.run()
 
     print(f"{tally.requests:,} requests, {tally.chunk_references:,} chunks, {tally.wrong_chunks:,} of them wrong")

@@ -80,7 +80,7 @@ def pythons(wanted: Sequence[str]) -> dict[str, str]:
 
 
 def candidates(version: str) -> Iterator[str]:
-    """Name Pythons of a version: on the path, of pyenv, of uv."""
+    """Yield Pythons of a version: on the path, of pyenv, of uv."""
     for folder in os.get_exec_path():
         if (named := shutil.which(f"python{version}", path=folder)) is not None:
             yield named

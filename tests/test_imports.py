@@ -1,4 +1,4 @@
-"""What importing kvtier loads, and what it does not."""
+"""Importing kvtier: the modules that are loaded, and those that are not."""
 
 import ast
 import importlib

@@ -1,4 +1,4 @@
-"""The inbox: what comes back from the tiers, and what it changes: rows, residency, breakers, counters, events.
+"""The inbox: what comes back from the tiers, and what it changes: rows, locations, breakers, counters, events.
 
 A tier's inventory, what it says of itself unasked, comes in batches. Each is acknowledged: so a scan of millions of
 keys sends one batch at a time and never floods a step.
@@ -12,7 +12,7 @@ from kvtier.engine.answers import EventKind, EventLog
 from kvtier.engine.outbox import Outbox
 from kvtier.engine.primary import Rows
 from kvtier.engine.requests import Leases
-from kvtier.engine.tier import NOT_TRIED, Residency, Tier, Trial
+from kvtier.engine.tier import NOT_TRIED, LocationMap, Tier, Trial
 from kvtier.engine.transfers import Operation, Transfer, Transfers
 from kvtier.runner.messages import (
     Acknowledge,
@@ -44,7 +44,7 @@ class Inbox:
         primary: Rows,
         leases: Leases,
         tiers: Sequence[Tier],
-        residency: Residency,
+        locations: LocationMap,
         transfers: Transfers,
         outbox: Outbox,
         events: EventLog | None,
@@ -53,7 +53,7 @@ class Inbox:
         self._primary = primary
         self._leases = leases
         self._tiers = tiers
-        self._residency = residency
+        self._locations = locations
         self._transfers = transfers
         self._outbox = outbox
         self._events = events or EventLog()
@@ -214,7 +214,7 @@ class Inbox:
             elif code not in NOT_TRIED:
                 self._doubt(tier, key, now)
         if gone:
-            self._residency.remove(tier, gone)
+            self._locations.remove(tier, gone)
             self._missed(tier, gone)
 
     def _doubt(self, tier: Tier, key: OffloadKey, now: float) -> None:
@@ -223,8 +223,8 @@ class Inbox:
         If the tier does not report what it removes, a record counts no more than an answer. Else the record would keep
         the next store of the key away.
         """
-        if not tier.reports and self._residency.mask.get(key, 0) & tier.bit:
-            self._residency.remove(tier, [key])
+        if not tier.reports and self._locations.mask.get(key, 0) & tier.bit:
+            self._locations.remove(tier, [key])
             tier.believe(key, present=True, now=now)
         tier.doubt(key, now)
 
@@ -237,7 +237,7 @@ class Inbox:
         lent: bool,
     ) -> None:
         tier = transfer.tier
-        self._residency.add(tier, tier.stored(transfer.keys, moved, now))
+        self._locations.add(tier, tier.stored(transfer.keys, moved, now))
         self._events.add(EventKind.STORED, tier.spec.name, moved)
         if not lent:
             self._transfers.unpin_cascade(transfer.rows)
@@ -289,14 +289,14 @@ class Inbox:
 
     def _found(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
         """Believe that the tier holds these keys, whatever it answered before."""
-        self._residency.add(tier, self._primary.own(keys))
+        self._locations.add(tier, self._primary.own(keys))
         tier.forget_answers(keys)
         self._events.add(EventKind.STORED, tier.spec.name, keys)
         self._outbox.acknowledge(tier)
 
     def _gone(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
         """Believe that the tier holds these keys no more; what is on its way there may have come before or after."""
-        self._residency.remove(tier, keys)
+        self._locations.remove(tier, keys)
         tier.forget_answers(keys)
         tier.raced.update(tier.storing.intersection(keys))
         self._events.add(EventKind.REMOVED, tier.spec.name, keys)

@@ -3,7 +3,7 @@
 No await, no clock, no I/O: the time is an argument, and what is to be done comes out of `end_step` as actions. So every
 change of state is atomic, and a test is a plain call. The ledger answers its caller; `loads`, `outbox`
 and `inbox` are its traffic with the tiers. Three modules decide for it: `worth` what is loaded and what is computed,
-`cascades` what is written later, and `prefetches` what is looked up before a request asks.
+`writeback` what is written later, and `prefetches` what is looked up before a request asks.
 """
 
 from collections import Counter
@@ -13,7 +13,6 @@ from typing import NamedTuple
 from kvtier.backend import OffloadKey, check_keys
 from kvtier.config import PRIMARY_NAME, PROBES_IN_FLIGHT_MAX, EngineConfig, TierConfig
 from kvtier.engine.answers import HIT, HIT_PENDING, MISS, RETRY, EventKind, EventLog, LookupResult, StorePlan
-from kvtier.engine.cascades import NO_STORE, Cascades
 from kvtier.engine.inbox import Inbox, Observe
 from kvtier.engine.loads import Loads
 from kvtier.engine.outbox import Outbox
@@ -21,10 +20,12 @@ from kvtier.engine.prefetches import Prefetches
 from kvtier.engine.prefill import PrefillSpeed
 from kvtier.engine.primary import Primary
 from kvtier.engine.requests import NEVER, PROMOTIONS_MAX, Leases, Request, Search, StepHits, Waited
+from kvtier.engine.second_use import SecondUse
 from kvtier.engine.sources import sources_of
-from kvtier.engine.tier import WHEN_EVICTED, Residency, Tier, TierSpec
+from kvtier.engine.tier import WHEN_EVICTED, LocationMap, Tier, TierSpec
 from kvtier.engine.transfers import Transfers
 from kvtier.engine.worth import Worth
+from kvtier.engine.writeback import NO_STORE, WriteBack
 from kvtier.hints import RETAIN_S_MAX, Advice, IgnoredHints, hint_of, shortened
 from kvtier.policies import Policy, policy_class
 from kvtier.runner.messages import Action, Gone, LocalMessage, Message, RunnerBack, RunnerGone, RunnerLost, unpack_keys
@@ -39,7 +40,7 @@ class LedgerLimits(NamedTuple):
     lease_rows_max: int  # Held for waiting requests at once.
     lease_s: float
     action_chunks: int  # Moved by one action at most.
-    leaving_rows: int = 1  # Free, or written to tiers that want what leaves, ahead of demand.
+    ahead_rows: int = 1  # Free, or chosen for eviction, ahead of demand.
     chunk_tokens: int = 1  # Whose KV a chunk holds.
     row_bytes: int = 1
     late_margin: float = 1.5  # Times what computing takes, a load may take.
@@ -80,42 +81,43 @@ class Ledger:
             self.prefill, chunk_tokens=limits.chunk_tokens, row_bytes=limits.row_bytes, late_margin=limits.late_margin
         )
         self._events = events or EventLog()
-        leaving_rows = limits.leaving_rows if any(spec.cascade == WHEN_EVICTED for spec in tiers) else 0
-        self.primary = Primary(rows, policy, limits.retained_rows_max, leaving_rows=leaving_rows)
+        ahead_rows = limits.ahead_rows if any(spec.cascade == WHEN_EVICTED for spec in tiers) else 0
+        self.primary = Primary(rows, policy, limits.retained_rows_max, ahead_rows=ahead_rows)
         self.tiers = [Tier(index, spec) for index, spec in enumerate(tiers)]
-        self.residency = Residency()
+        self.locations = LocationMap()
         self.leases = Leases(self.primary, limits.lease_rows_max, limits.lease_s)
         self._hits = StepHits(self.primary, self.leases, waited)
         self.transfers = Transfers(self.primary)
         self.outbox = Outbox(
             self.primary,
             self.tiers,
-            self.residency,
+            self.locations,
             self.transfers,
             cascade_rows_max=limits.cascade_rows_max,
             action_chunks=limits.action_chunks,
         )
         self.loads = Loads(self._worth, self.primary, self.leases, self.transfers, self.tiers, limits.action_chunks)
-        self.cascades = Cascades(
+        self.writeback = WriteBack(
             self.primary,
             self.tiers,
-            self.residency,
+            self.locations,
             self.outbox,
-            leaving_rows=leaving_rows,
+            ahead_rows=ahead_rows,
             action_chunks=limits.action_chunks,
         )
+        self.second_use = SecondUse(self.primary, self.tiers, self.locations, self.outbox)
         self.inbox = Inbox(
-            self.primary, self.leases, self.tiers, self.residency, self.transfers, self.outbox, self._events, observe
+            self.primary, self.leases, self.tiers, self.locations, self.transfers, self.outbox, self._events, observe
         )
         self.counters = LedgerCounters()
         self.row_bytes = limits.row_bytes
         self.hints_ignored = IgnoredHints()
-        self.prefetches = Prefetches(self.primary, self.cascades, self.leases, self.loads, self.lookup)
+        self.prefetches = Prefetches(self.primary, self.writeback, self.leases, self.loads, self.lookup)
         self._forgetting: dict[OffloadKey, None] = {}  # What was to be forgotten and is held.
         self._chunk_tokens = limits.chunk_tokens
         self.promoting = True  # False between a reset and the LLM engine's word that its workers have flushed.
         self.runner_up = True
-        self._awaits_runner = False  # At the end, for what tiers are owed.
+        self._awaits_runner = False  # At the end, while rows are dirty.
         self.rows_in_use = 0  # Given to the LLM engine to read or write, and not yet given back.
         self.kept: Counter[int] = Counter()  # Row -> views of it that are still read, each of them a pin.
         self._now = 0.0
@@ -140,7 +142,7 @@ class Ledger:
                 stores = self.transfers.stores_under_way()
                 self.inbox.lose(self._now)
                 for tier, keys in stores:
-                    self.cascades.unsent(keys, tier)
+                    self.writeback.interrupted(tier, keys)
             case RunnerGone():
                 self.inbox.gone(message.epoch)
             case RunnerBack():
@@ -151,8 +153,8 @@ class Ledger:
                 self._delete_undeleted()
             case _:
                 self.inbox.apply(message, self._now)
-                if self.cascades.owes and isinstance(message, Gone):
-                    self.cascades.lost(self.tiers[message.tier], unpack_keys(message.keys))
+                if self.writeback.active and isinstance(message, Gone):
+                    self.writeback.lost(self.tiers[message.tier], unpack_keys(message.keys))
 
     def refuse(self, actions: Sequence[Action]) -> None:
         """Settle actions that the bridge did not take."""
@@ -174,8 +176,8 @@ class Ledger:
             self._forgetting = dict.fromkeys(self.delete(list(self._forgetting)))
         if self._parked:
             self._cascade_parked()
-        if self.cascades.owes:
-            self.cascades.step(self._now, runner_up=self.runner_up)
+        if self.writeback.active:
+            self.writeback.clean_ahead(self._now, runner_up=self.runner_up)
         actions = self.outbox.flush(() if self.loads.empty else self.loads.flush(self._now))
         if weighs or self.prefill.tokens_per_s:
             worth.begin_step()
@@ -187,12 +189,12 @@ class Ledger:
         """Something is queued or under way within its deadline: steps should go on."""
         if self.transfers.under_way or not (self.outbox.empty and self.loads.empty) or self.prefetches:
             return True
-        return self._awaits_runner and not self.runner_up and self.cascades.due_rows > 0
+        return self._awaits_runner and not self.runner_up and self.writeback.queued_rows > 0
 
     def end(self, *, runner_returns: bool) -> None:
-        """Have everything sent that tiers are owed; if none is up, to the next runner, if there will be one."""
+        """Clean every dirty row; if no runner is up, with the next one, if there will be one."""
         self._awaits_runner = runner_returns
-        self.cascades.end()
+        self.writeback.end()
 
     # Looking up: where a key is, and having it on its way if a tier has it.
 
@@ -211,7 +213,7 @@ class Ledger:
         if not (self.promoting and self.runner_up) or search.promotions.get(key, 0) >= PROMOTIONS_MAX:
             return self._miss(key, request, search)
         never = self._worth.never if request.weighed and self._worth.token_s else None
-        holders = self.residency.mask.get(key, 0)
+        holders = self.locations.mask.get(key, 0)
         sources = sources_of(key, request, search, self.tiers, holders, self._now, never)
         if sources.late:
             self._end_probes(key, sources.late, search)
@@ -285,15 +287,15 @@ class Ledger:
         search.promotions[key] = search.promotions.get(key, 0) + 1
         search.sources[key] = tier.index
         self.loads.want(key, tier, request, alternatives=alternatives)
-        if self.cascades.owes:
-            self.cascades.promoted(key, tier.spec, request)
+        if self.writeback.active:
+            self.writeback.promoted(key, tier.spec, request)
         return self._wait_for(key, request)
 
     def cut(self, keys: Sequence[OffloadKey], request: Request) -> int:
         """End a run before these keys, because no row came for them; return how many of them a tier has."""
         chunks = 0
         for key in keys:
-            mask = self.residency.mask.get(key, 0)
+            mask = self.locations.mask.get(key, 0)
             if not any(tier.answer(key, bool(mask & tier.bit), self._now) for tier in self.tiers):
                 break
             chunks += 1
@@ -402,10 +404,9 @@ class Ledger:
         if fresh:
             rows = self.primary.rows_of(dict.fromkeys(fresh))
             self.primary.touch(rows)
-            if self.cascades.withheld or self.cascades.demoted:
-                self.cascades.wanted(rows)
-            if self.cascades.remembers and self.runner_up:
-                self.cascades.used(fresh, request, self._now)
+            self.writeback.used(rows)
+            if self.second_use.active and self.runner_up:
+                self.second_use.used(fresh, request, self._now)
         elif len(keys) == len(present):
             return
         if last is None:
@@ -415,7 +416,7 @@ class Ledger:
         if not (request.use(keys) and in_place):
             rows = self.primary.rows_of(request.used)
             self.primary.rank(rows)
-            self.cascades.wanted(rows)
+            self.writeback.used(rows)
 
     # Storing: the LLM engine → primary.
 
@@ -456,18 +457,18 @@ class Ledger:
             self.counters.stores += len(published)
             self._events.add(EventKind.STORED, PRIMARY_NAME, published)
         for tier in self.tiers:
-            if not request.allows(tier.spec):
-                self.cascades.not_due(published, tier)
-                continue
-            if request.hint is not None and request.keeps_out(tier.spec):
-                tier.counters.skip(NO_STORE, len(published))
-                self.cascades.not_due(published, tier)
-                continue
-            due = published if tier.at_once else self.cascades.due(published, tier, request)
-            if self.runner_up:
-                self.outbox.cascade(due, tier, self._now)
+            if not request.stores_in(tier.spec):
+                if request.allows(tier.spec):
+                    tier.counters.skip(NO_STORE, len(published))
+                self.writeback.keep_out(published, tier)
+            elif tier.spec.cascade == WHEN_EVICTED:
+                self.writeback.written(published, tier, request)
             else:
-                tier.counters.drop("runner", len(due))
+                due = published if tier.at_once else self.second_use.stored(published, tier, request)
+                if self.runner_up:
+                    self.outbox.cascade(due, tier, self._now)
+                else:
+                    tier.counters.drop("runner", len(due))
 
     def _reserve(
         self, keys: Sequence[OffloadKey], offered: Collection[OffloadKey] = (), after: OffloadKey | None = None
@@ -477,8 +478,8 @@ class Ledger:
             self._hits.hold()
             self.primary.end_retentions(self._now)
         evicted = self.primary.reserve(keys, offered, after)
-        if evicted is not None and self.cascades.owes:
-            self.cascades.reserved(evicted)
+        if evicted is not None and self.writeback.active:
+            self.writeback.evicting(evicted)
         return evicted
 
     def _give_up(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
@@ -547,11 +548,12 @@ class Ledger:
         request.told = len(used)
         rows = self.primary.rows_of(used)
         over = self.primary.end(rows, hint)
-        self.cascades.wanted(rows)
-        if over and self.cascades.owes:
-            self.cascades.withheld.update(over)
+        self.writeback.used(rows)
+        if over and self.writeback.active:
+            self.writeback.over.update(over)
         if hint is not None and hint.no_store:
-            self.cascades.keep_out(used, request)
+            self.writeback.keep_out_own(used, request)
+            self.second_use.keep_out(used, request)
         for tier in self.tiers:
             if self.runner_up and request.allows(tier.spec):
                 self.outbox.end(used, tier, hint)
@@ -566,9 +568,9 @@ class Ledger:
         self._take_hints()
         rows = self.primary.rows_of(dict.fromkeys(advice.keys))
         if advice.kind == "retain":
-            self.cascades.wanted(rows)
-        elif self.cascades.owes:
-            self.cascades.demoted.update(rows)
+            self.writeback.used(rows)
+        elif self.writeback.active:
+            self.writeback.demoted.update(rows)
         heeded = self.primary.advise(advice.of(rows), self._now)
         for tier in self.tiers:
             if self.runner_up and (request is None or request.allows(tier.spec)):
@@ -616,9 +618,10 @@ class Ledger:
 
     def _delete_in_tiers(self, keys: Sequence[OffloadKey]) -> None:
         if keys:
-            self.cascades.forget(keys)
+            self.writeback.forget(keys)
+            self.second_use.forget(keys)
             for tier in self.tiers:
-                self.residency.remove(tier, keys)
+                self.locations.remove(tier, keys)
                 tier.forget_answers(keys)
                 self.outbox.delete(keys, tier)
 
@@ -627,7 +630,7 @@ class Ledger:
         for tier in self.tiers:
             keys = [key for key in tier.take_undeleted() if self.primary.row(key) is None]
             if keys:
-                self.residency.remove(tier, keys)
+                self.locations.remove(tier, keys)
                 self.outbox.delete(keys, tier)
 
     def reset(self) -> None:
@@ -639,8 +642,8 @@ class Ledger:
         self.leases.clear()
         self._parked.clear()
         self._hits.clear()
-        if self.cascades.owes:
-            self.cascades.clear()
+        if self.writeback.active:
+            self.writeback.clear()
         gone = self.primary.clear(self.transfers.clear() + self.kept)
         self._events.add(EventKind.REMOVED, PRIMARY_NAME, gone)
         self._have_gone(list(self._forgetting))
@@ -658,7 +661,7 @@ def ledger_of(config: EngineConfig, events: EventLog | None, observe: Observe, w
         lease_rows_max=rows_of_share(limits.lease_share, rows),
         lease_s=limits.lease_s,
         action_chunks=limits.action_chunks,
-        leaving_rows=rows_of_share(limits.leaving_share, rows),
+        ahead_rows=rows_of_share(limits.leaving_share, rows),
         chunk_tokens=config.tokens_per_chunk,
         row_bytes=config.row_bytes,
         late_margin=config.late_margin,

@@ -401,12 +401,12 @@ class TieringOffloadingManager:
 
     async def _reserve(self, keys: Sequence[OffloadKey], request_id: str) -> StorePlan:
         """Wait for room for the keys, or for as many leading ones as there can be room for."""
-        ledger, cascades = self._ledger, self._ledger.cascades
+        ledger, writeback = self._ledger, self._ledger.writeback
         while True:
             await self._progress.cleared()
-            cascades.want(len(keys))
+            writeback.want(len(keys))
             self.steps.end_step()  # What a step found that nobody ends would be kept for ever.
-            if not any(key in ledger.primary.filling for key in keys) and cascades.room(len(keys)):
+            if not any(key in ledger.primary.filling for key in keys) and writeback.room(len(keys)):
                 plan = self.steps.prepare_store(keys, request_id)
                 if plan is not None:
                     return plan

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kvtier.backend import OffloadKey
 from kvtier.engine.primary import Rows
-from kvtier.engine.tier import WHEN_EVICTED, Residency, Tier
+from kvtier.engine.tier import WHEN_EVICTED, LocationMap, Tier
 from kvtier.engine.transfers import Operation, Transfers
 from kvtier.hints import Advice, Hint
 from kvtier.runner.messages import (
@@ -48,7 +48,7 @@ class Outbox:
         self,
         primary: Rows,
         tiers: Sequence[Tier],
-        residency: Residency,
+        locations: LocationMap,
         transfers: Transfers,
         *,
         cascade_rows_max: int,
@@ -56,7 +56,7 @@ class Outbox:
     ) -> None:
         self._primary = primary
         self._tiers = tiers
-        self._residency = residency
+        self._locations = locations
         self._transfers = transfers
         self._cascade_rows_max = cascade_rows_max
         self._action_chunks = action_chunks
@@ -69,7 +69,7 @@ class Outbox:
 
     def cascade(self, keys: Iterable[OffloadKey], tier: Tier, now: float) -> None:
         """Queue stores of ready keys, each given once, that the tier neither has nor is getting."""
-        mask, bit, storing = self._residency.mask, tier.bit, tier.storing
+        mask, bit, storing = self._locations.mask, tier.bit, tier.storing
         lacking = [key for key in keys if key not in storing and not mask.get(key, 0) & bit]
         if not lacking:
             return
@@ -176,7 +176,7 @@ class Outbox:
 
     def _queue_advice(self, tier: Tier, advice: Advice[OffloadKey]) -> None:
         keys = advice.keys
-        mask, bit, answered, size = self._residency.mask, tier.bit, tier.answered, ADVICE_KEYS_MAX
+        mask, bit, answered, size = self._locations.mask, tier.bit, tier.answered, ADVICE_KEYS_MAX
         if mask.keys().isdisjoint(keys) and answered.isdisjoint(keys):
             return
         held = [key for key in keys if mask.get(key, 0) & bit or key in answered]

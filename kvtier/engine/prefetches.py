@@ -13,10 +13,10 @@ from itertools import islice
 
 from kvtier.backend import OffloadKey
 from kvtier.engine.answers import HIT, MISS, LookupResult
-from kvtier.engine.cascades import Cascades
 from kvtier.engine.loads import Loads
 from kvtier.engine.primary import Primary
 from kvtier.engine.requests import Leases, Request
+from kvtier.engine.writeback import WriteBack
 
 WINDOW_KEYS = 256  # From the first that is not here: looked up again in every step, some hundred microseconds.
 AT_ONCE = 4
@@ -39,13 +39,13 @@ class Prefetches:
     def __init__(
         self,
         primary: Primary,
-        cascades: Cascades,
+        writeback: WriteBack,
         leases: Leases,
         loads: Loads,
         lookup: Callable[[OffloadKey, Request], LookupResult],
     ) -> None:
         self._primary = primary
-        self._cascades = cascades
+        self._writeback = writeback
         self._leases = leases
         self._loads = loads
         self._lookup = lookup
@@ -67,7 +67,7 @@ class Prefetches:
         if self._primary.takes_hints:
             rows = self._primary.rows_of(dict.fromkeys(keys))
             self._primary.spare(rows)
-            self._cascades.wanted(rows)
+            self._writeback.used(rows)
         return prefetch
 
     def give_up(self, prefetch: Prefetch) -> None:
@@ -115,4 +115,4 @@ class Prefetches:
         self._leases.end_all(prefetch.request)
         rows = self._primary.rows_of(dict.fromkeys(prefetch.keys[: prefetch.here]))
         self._primary.rank(rows)
-        self._cascades.wanted(rows)
+        self._writeback.used(rows)

@@ -5,8 +5,8 @@ out of time, or a caller, may still use a row that is quarantined; so no other m
 and being filled is one. A chunk that was answered HIT is held until the step ends. The pin for that is made when room
 is needed, because a look-up has no time for it.
 
-If a tier is written when chunks leave, a row leaves the order first and is reused later: see `Leaving`. Until then it
-is ready like all others.
+If a tier is written when chunks leave, rows are chosen for eviction ahead of demand: see `EvictionQueue`. Until they
+are evicted, they are ready like all others.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ from typing import Protocol, cast
 
 from kvtier.backend import OffloadKey
 from kvtier.hints import Advice, Hint
-from kvtier.policies import HintedOrder, Leaving, NumberOrder, Policy, number_order
+from kvtier.policies import EvictionQueue, HintedOrder, NumberOrder, Policy, number_order
 
 
 class Rows(Protocol):
@@ -39,10 +39,10 @@ class Primary:
     them, and they stay the same objects.
     """
 
-    def __init__(self, rows: int, policy: Policy[OffloadKey], retained_max: int = 0, *, leaving_rows: int = 0) -> None:
+    def __init__(self, rows: int, policy: Policy[OffloadKey], retained_max: int = 0, *, ahead_rows: int = 0) -> None:
         """`retained_max`: how many rows hints may have passed over when room is made.
 
-        `leaving_rows`: how many leave the order before they are evicted; 0: none.
+        `ahead_rows`: how many are chosen for eviction ahead of demand; 0: none.
         """
         self.rows = rows
         self.ready: dict[OffloadKey, int] = {}
@@ -55,9 +55,9 @@ class Primary:
         self._held: set[int] = set()  # Answered HIT in this step.
         self._free = list(range(rows - 1, -1, -1))
         order = number_order(policy, rows, self._keys, self.row)
-        self.leaving: Leaving[int] | None = Leaving(order, leaving_rows) if leaving_rows else None
+        self.ahead: EvictionQueue[int] | None = EvictionQueue(order, ahead_rows) if ahead_rows else None
         self.reserved_rows: Sequence[int] = ()  # By the last `reserve`: of what it evicted, last one first; others.
-        self._order: NumberOrder = order if self.leaving is None else self.leaving
+        self._order: NumberOrder = order if self.ahead is None else self.ahead
         self._hinted: HintedOrder[int] | None = None  # The same order, from the first hint on.
         self._retained_max = retained_max
 
@@ -245,8 +245,8 @@ class Primary:
 
     def take_hints(self) -> HintedOrder[int]:
         """Take hints from now on: which sessions use which row is noted."""
-        if self._hinted is None and self.leaving is not None:
-            self._hinted = self.leaving.take_hints(self._retained_max)
+        if self._hinted is None and self.ahead is not None:
+            self._hinted = self.ahead.take_hints(self._retained_max)
         elif self._hinted is None:
             self._hinted = HintedOrder(self._order, self._retained_max)
             self._order = self._hinted
@@ -279,26 +279,26 @@ class Primary:
         if self._hinted is not None:
             self._hinted.retained.expire(now)
 
-    # Rows that leave the order ahead of demand.
+    # Rows that are chosen for eviction ahead of demand.
 
-    def leave(self, count: int) -> bool:
-        """Have so many more rows leave the order, or as many as are idle; False if none did.
+    def choose_ahead(self, count: int) -> bool:
+        """Choose so many more rows, or as many as are idle; False if there are none.
 
-        Those that have left and could not go before are considered again.
+        Rows that were pinned when their turn came are considered again.
         """
-        assert self.leaving is not None
-        pins, left = self._pins, self.leaving.left
-        self.leaving.reconsider(self._keeper(()))
+        assert self.ahead is not None
+        pins, ahead = self._pins, self.ahead
+        ahead.reconsider(self._keeper(()))
         if count <= 0:
             return False
-        idle = self._idle - len(left)
-        if count > idle:  # Some that have left are pinned, and so not idle: these are counted only where it matters.
-            idle += sum(pins[row] > 0 for row in left)
-        return idle > 0 and self.leaving.leave(min(count, idle), self._keeper(()))
+        idle = self._idle - len(ahead)
+        if count > idle:  # Chosen rows that are pinned are not idle; they are counted only where it matters.
+            idle += sum(pins[row] > 0 for row in ahead)
+        return idle > 0 and ahead.choose(min(count, idle), self._keeper(()))
 
     def _come_back(self, rows: Sequence[int]) -> None:
-        if self.leaving is not None:
-            self.leaving.come_back(rows)
+        if self.ahead is not None:
+            self.ahead.come_back(rows)
 
     def end_step(self) -> None:
         """Let rows that were held go again, unless pinned."""

@@ -200,7 +200,7 @@ class Request:
 
     def stores_in(self, spec: TierSpec) -> bool:
         """Say whether the request's chunks are to be written to a tier."""
-        return self.allows(spec) and not self.keeps_out(spec)
+        return self.allows(spec) and (self.hint is None or not self.hint.keeps_out(spec.name))
 
     def leading(self, tokens: int | None, chunk_tokens: int) -> list[OffloadKey]:
         """Return the used keys of chunks that begin within so many leading tokens; None: all of them."""

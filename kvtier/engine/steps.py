@@ -26,7 +26,6 @@ from kvtier import __version__
 from kvtier.backend import OffloadKey, checked_keys
 from kvtier.config import EngineConfig, settled
 from kvtier.engine.answers import HIT, Event, EventLog, LookupResult, StorePlan
-from kvtier.engine.cascades import CLOSED
 from kvtier.engine.inbox import Observe
 from kvtier.engine.ledger import Ledger, ledger_of, rows_of_share
 from kvtier.engine.metrics import EngineStats, Metrics
@@ -34,6 +33,7 @@ from kvtier.engine.prefetches import Prefetch
 from kvtier.engine.requests import Position, Request, Waited
 from kvtier.engine.tier import TierMatcher, TierSpec
 from kvtier.engine.tier_log import TierLog
+from kvtier.engine.writeback import CLOSED
 from kvtier.errors import EngineClosed
 from kvtier.hints import PRIORITY_MAX, RETAIN_S_MAX, Advice, shown
 from kvtier.memory import LentRow, Region, let_go_in_forks, require_descriptors
@@ -600,7 +600,7 @@ class StepManager:
 
     def _say_owed(self) -> None:
         """Count and log what was owed to tiers until the end."""
-        if chunks := self._ledger.cascades.give_up(CLOSED):
+        if chunks := self._ledger.writeback.give_up(CLOSED):
             logger.warning(
                 "%s chunks were not written to tiers with cascade = 'evict' by the end's deadline: a larger close_s, "
                 "or a faster tier, may keep more; see %s",

@@ -1,7 +1,7 @@
 """A secondary tier as the ledger knows it: its health, its answers, what is under way, and what was counted.
 
-`Residency` says which tiers have a key, by one bit mask a key for all tiers. A dictionary for each tier would cost each
-chunk another hundred bytes.
+`LocationMap` has one bit mask a key for all tiers. A dictionary for each tier would cost each chunk another hundred
+bytes.
 """
 
 from collections.abc import Collection, Iterable, KeysView, Mapping, Sequence
@@ -423,8 +423,8 @@ class Tier:
         return [key for key in moved if key not in raced]
 
 
-class Residency:
-    """The residency of keys: which tiers are known to hold each."""
+class LocationMap:
+    """The tiers that are known to hold each key."""
 
     def __init__(self) -> None:
         self.mask: dict[OffloadKey, int] = {}
@@ -433,6 +433,13 @@ class Residency:
         mask, bit = self.mask, tier.bit
         for key in keys:
             mask[key] = mask.get(key, 0) | bit
+
+    def lacking(self, keys: Sequence[OffloadKey], tier: Tier) -> Sequence[OffloadKey]:
+        """Return those of the keys that a tier neither holds, as far as is known, nor is getting."""
+        mask, bit, storing, answered = self.mask, tier.bit, tier.storing, tier.answered
+        if mask.keys().isdisjoint(keys) and storing.isdisjoint(keys) and answered.isdisjoint(keys):
+            return keys  # As most are that leave the primary.
+        return [key for key in keys if not (mask.get(key, 0) & bit or key in storing or key in answered)]
 
     def remove(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
         mask, bit = self.mask, tier.bit

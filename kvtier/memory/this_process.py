@@ -101,7 +101,7 @@ def _tell_holders() -> None:
 os.register_at_fork(after_in_child=_tell_holders)
 
 
-class _Limit(NamedTuple):
+class _ProcessLimit(NamedTuple):
     """A resource limit of this process."""
 
     name: str
@@ -121,10 +121,10 @@ class _Limit(NamedTuple):
 
 
 _LIMITS = {
-    errno.EMFILE: _Limit("RLIMIT_NOFILE", resource.RLIMIT_NOFILE, "ulimit -n"),
-    errno.EFBIG: _Limit("RLIMIT_FSIZE", resource.RLIMIT_FSIZE, "ulimit -f"),
-    errno.ENOMEM: _Limit("RLIMIT_AS", resource.RLIMIT_AS, "ulimit -v"),
-    errno.EAGAIN: _Limit("RLIMIT_NPROC", resource.RLIMIT_NPROC, "ulimit -u"),
+    errno.EMFILE: _ProcessLimit("RLIMIT_NOFILE", resource.RLIMIT_NOFILE, "ulimit -n"),
+    errno.EFBIG: _ProcessLimit("RLIMIT_FSIZE", resource.RLIMIT_FSIZE, "ulimit -f"),
+    errno.ENOMEM: _ProcessLimit("RLIMIT_AS", resource.RLIMIT_AS, "ulimit -v"),
+    errno.EAGAIN: _ProcessLimit("RLIMIT_NPROC", resource.RLIMIT_NPROC, "ulimit -u"),
 }
 
 
@@ -140,7 +140,7 @@ def reason(error: BaseException) -> str:
     return f"{said}; {' and '.join(limits)}" if limits else said
 
 
-def _exceeded(error: BaseException) -> list[_Limit]:
+def _exceeded(error: BaseException) -> list[_ProcessLimit]:
     if isinstance(error, OSError):
         return [_LIMITS[error.errno]] if error.errno in _LIMITS else []
     if isinstance(error, MemoryError):

@@ -1,11 +1,11 @@
 """Eviction policies: the contract, built-in policies, policies by name, and orders of small numbers."""
 
 from kvtier.hints import Hint
+from kvtier.policies.ahead import EvictionQueue
 from kvtier.policies.density import Density
 from kvtier.policies.ghosts import ARC, S3FIFO
 from kvtier.policies.hinted import HintedOrder, Retained, Sessions
-from kvtier.policies.leaving import Leaving
-from kvtier.policies.numbered import KeyOrder, LinkedLRU, NumberOrder, number_order
+from kvtier.policies.numbered import LinkedLRU, NumberOrder, number_order
 from kvtier.policies.plain import FIFO, LRU
 from kvtier.policies.policy import Policy, known_policies, policy_class, require_policy
 
@@ -15,10 +15,9 @@ __all__ = [
     "LRU",
     "S3FIFO",
     "Density",
+    "EvictionQueue",
     "Hint",
     "HintedOrder",
-    "KeyOrder",
-    "Leaving",
     "LinkedLRU",
     "NumberOrder",
     "Policy",

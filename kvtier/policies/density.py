@@ -23,7 +23,6 @@ _GHOST_KEYS = 4  # Ghosts remember up to this many times the capacity.
 _OPEN_REQUESTS = 1_024  # A request is given up when this many others have ended since it began.
 _OPEN_RUNS = 4_096  # Open runs at most; when as many were given up, time goes on.
 _REST_KEYS = 1  # A conversation goes on without its last chunk, which was only partly filled.
-_FOUND_KEYS = 64  # In a run of keys from before the start, whose requests are unknown.
 
 _AGING = (  # Steps, and how many requests apart they are looked after: old runs need not age on time.
     (range(5), 1),
@@ -45,7 +44,7 @@ _PATH_UNKNOWN = (_KINDS[0], _PAUSES[_PAUSE_UNKNOWN], _LENGTHS[0])
 _PATH_SUPERSEDED = (Branch("superseded", 50, 0.1),)
 _FEW = 8  # For up to this many runs, counting each run's keys in turn is faster than counting all at once.
 
-_Part = tuple["_Run", "array[int]"]  # A run, and those of its keys that go.
+_Part = tuple["_KeyRun", "array[int]"]  # A run, and those of its keys that go.
 
 
 class Density(Policy[K]):
@@ -109,7 +108,7 @@ class Density(Policy[K]):
             self._unused.append(number)
 
 
-class _Run:
+class _KeyRun:
     """Keys that one request used last, head first. It is open until that request ends; then it has a label.
 
     It ends, without a label, when other runs have all its keys. If its last key is evicted it becomes a ghost, which
@@ -130,7 +129,7 @@ class _Run:
         self.pause = _PAUSE_UNKNOWN
         self.shared = 0  # How many of its keys others use, too: its request's first ones, until that ends.
 
-    def follow(self, earlier: "_Run") -> None:
+    def follow(self, earlier: "_KeyRun") -> None:
         """Continue the conversation that ended with `earlier` before."""
         self.turn = earlier.turn + 1
         self.pause = 1 + min(_PAUSE_STEPS_MAX, earlier.step // 2)
@@ -149,15 +148,15 @@ class DensityOrder:
         self._warm_up_requests = warm_up_requests
         self._ghost_keys_max = _GHOST_KEYS * capacity
         self._owner = array("I", [_NOBODY]) * numbers  # The number of each key's run.
-        self._runs: dict[int, _Run] = {}  # By number, from 1.
+        self._runs: dict[int, _KeyRun] = {}  # By number, from 1.
         self._unused: list[int] = []  # Numbers of ended runs.
-        self._open: OrderedDict[_Run, None] = OrderedDict()  # Oldest first, as all of these.
+        self._open: OrderedDict[_KeyRun, None] = OrderedDict()  # Oldest first, as all of these.
         self._given_up = 0  # Open runs since the last tick: an owner need not rank.
-        self._settled: OrderedDict[_Run, None] = OrderedDict()  # Resident runs that age.
-        self._cells: defaultdict[int, OrderedDict[_Run, None]] = defaultdict(OrderedDict)
+        self._settled: OrderedDict[_KeyRun, None] = OrderedDict()  # Resident runs that age.
+        self._cells: defaultdict[int, OrderedDict[_KeyRun, None]] = defaultdict(OrderedDict)
         """Resident runs, by label and step; no cell is empty."""
-        self._aging: list[deque[_Run]] = [deque() for _ in range(STEPS)]  # Runs and ghosts; some have ended.
-        self._ghosts: OrderedDict[Hashable, _Run] = OrderedDict()  # By the name of the last key evicted.
+        self._aging: list[deque[_KeyRun]] = [deque() for _ in range(STEPS)]  # Runs and ghosts; some have ended.
+        self._ghosts: OrderedDict[Hashable, _KeyRun] = OrderedDict()  # By the name of the last key evicted.
         self._ghost_keys = 0
         self._returns = Returns()
         self._hints = HintLabels(self._returns)
@@ -171,13 +170,6 @@ class DensityOrder:
         if self._ghosts:
             self._recognise(keys, run)
         self._open_run(run, keys)
-
-    def insert_coldest(self, keys: Iterable[int], /) -> None:
-        found = list(keys)
-        for begin in reversed(range(0, len(found), _FOUND_KEYS)):
-            run = self._new_run()
-            self._own(run, found[begin : begin + _FOUND_KEYS])
-            self._begin_to_age(run, _PATH_UNKNOWN)
 
     def touch(self, keys: Sequence[int], /) -> None:
         if not keys:
@@ -233,19 +225,19 @@ class DensityOrder:
 
     # Runs, and the keys that they own.
 
-    def _new_run(self) -> _Run:
+    def _new_run(self) -> _KeyRun:
         number = self._unused.pop() if self._unused else len(self._runs) + 1
-        run = self._runs[number] = _Run(number, self._returns.now)
+        run = self._runs[number] = _KeyRun(number, self._returns.now)
         return run
 
-    def _own(self, run: _Run, keys: Sequence[int]) -> None:
+    def _own(self, run: _KeyRun, keys: Sequence[int]) -> None:
         owner, number = self._owner, run.number
         run.keys = array("I", keys)
         run.live = run.size = len(keys)
         for key in keys:
             owner[key] = number
 
-    def _open_run(self, run: _Run, keys: Sequence[int]) -> None:
+    def _open_run(self, run: _KeyRun, keys: Sequence[int]) -> None:
         self._own(run, keys)
         self._open[run] = None
         if len(self._open) > _OPEN_RUNS:
@@ -276,21 +268,21 @@ class DensityOrder:
                 run.label = None
         return taken
 
-    def _supersede(self, run: _Run) -> None:
+    def _supersede(self, run: _KeyRun) -> None:
         """Label what is left of a run whose conversation went on: its last chunk, which was only partly filled."""
         self._leave_cell(run)
         run.label, run.size = self._returns.label(_PATH_SUPERSEDED), run.live
         self._returns.began(run.label, run.live)
         self._enter_cell(run)
 
-    def _keys(self, run: _Run) -> "array[int]":
+    def _keys(self, run: _KeyRun) -> "array[int]":
         """Return the keys that a run owns, head first, and drop others from its list."""
         if len(run.keys) > run.live:
             owner, number = self._owner, run.number
             run.keys = array("I", [key for key in run.keys if owner[key] == number])
         return run.keys
 
-    def _close(self, run: _Run) -> None:
+    def _close(self, run: _KeyRun) -> None:
         """End a run that owns no keys."""
         if run.label is None:
             del self._open[run]
@@ -337,7 +329,7 @@ class DensityOrder:
         run.turn, run.pause, run.shared = turn, pause, shared
         self._begin_to_age(run, path)
 
-    def _begin_to_age(self, run: _Run, path: Sequence[Branch]) -> None:
+    def _begin_to_age(self, run: _KeyRun, path: Sequence[Branch]) -> None:
         run.born = self._returns.now
         run.label = self._returns.label(path)
         self._returns.began(run.label, run.size)
@@ -380,12 +372,12 @@ class DensityOrder:
             run.shared = 0
             self._begin_to_age(run, _PATH_UNKNOWN)
 
-    def _enter_cell(self, run: _Run) -> None:
+    def _enter_cell(self, run: _KeyRun) -> None:
         assert run.label is not None
         cell = run.label.first_cell + run.step
         self._cells[cell][run] = None
 
-    def _leave_cell(self, run: _Run) -> None:
+    def _leave_cell(self, run: _KeyRun) -> None:
         assert run.label is not None
         cell = run.label.first_cell + run.step
         runs = self._cells[cell]
@@ -395,7 +387,7 @@ class DensityOrder:
 
     # Victims, and the ghosts that they leave.
 
-    def _coldest_first(self) -> Iterator[_Run]:
+    def _coldest_first(self) -> Iterator[_KeyRun]:
         """Iterate over the runs in eviction order, except open ones."""
         if self._returns.now < self._warm_up_requests:
             yield from self._settled
@@ -411,7 +403,7 @@ class DensityOrder:
         count: int,
         keep: Callable[[int], int],
         part_of: "Callable[[array[int], int, Callable[[int], int]], array[int]]",
-        runs: Iterable[_Run],
+        runs: Iterable[_KeyRun],
     ) -> list[_Part] | None:
         """Choose `count` keys of these runs, as `part_of` chooses up to that many of one run; None if too few."""
         parts: list[_Part] = []
@@ -424,7 +416,7 @@ class DensityOrder:
                     break
         return None if count else parts
 
-    def _retire(self, run: _Run, gone: "array[int]") -> None:
+    def _retire(self, run: _KeyRun, gone: "array[int]") -> None:
         """Evict keys of a run, which owns all of its `keys`. The last key to go names the ghost."""
         owner, keys = self._owner, self._keys(run)
         for key in gone:
@@ -442,7 +434,7 @@ class DensityOrder:
             self._ghosts[name] = run
             self._ghost_keys += run.size
 
-    def _recognise(self, keys: Sequence[int], run: _Run) -> None:
+    def _recognise(self, keys: Sequence[int], run: _KeyRun) -> None:
         """Count the returns of ghosts among the keys; the new run continues them."""
         ghosts, names = self._ghosts, self._names
         if ghosts.keys().isdisjoint(map(names.__getitem__, keys)):

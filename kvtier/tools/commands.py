@@ -1,7 +1,6 @@
-"""The commands of `kvtier`: which there are, and the options that several have.
+"""The table of kvtier's commands, and the run of one of them.
 
-What one does is in a module of its own, imported when it is called: so `kvtier --help` answers at once, whatever the
-commands need.
+Each command is a function in its own module, imported when it is called: `kvtier --help` imports none of them.
 """
 
 import inspect
@@ -9,61 +8,33 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from enum import Enum
 from functools import wraps
 from importlib import import_module
-from typing import Annotated, Any, NamedTuple, TypeVar, cast
+from typing import Annotated, Any, NamedTuple, cast
 
 import typer
-from typer.completion import get_completion_inspect_parameters
+from typer.completion import get_completion_inspect_parameters, shell_complete
 
 from kvtier import __version__
 from kvtier.errors import ConfigError, KVTierError, TraceError, one_line
 from kvtier.remedies import PAGE
 from kvtier.tools import statuses
+from kvtier.tools.options import COMMON, JSON
 
-REQUESTS_MAX = 1_000_000_000  # Reading so many takes hours; a larger limit is a mistyped one.
 HELP_COLUMNS = 120  # Longer lines are hard to read.
 PROGRAM = "kvtier"
-COMPLETE = "_KVTIER_COMPLETE"  # Set by what a shell runs when Tab is pressed.
-COMPLETED_WORDS = ("_TYPER_COMPLETE_ARGS", "COMP_WORDS")  # The words so far, by the shell.
-
-JSON = "--json"
-JsonOption = Annotated[
-    str | None,
-    typer.Option(JSON, metavar="[FILE|-]", help="Write JSON to this file; without one, or to -, on stdout alone."),
-]
-PlotOption = Annotated[
-    str | None, typer.Option("--plot", metavar="OUT", help="Draw the figures there: .png, .pdf or .svg.")
-]
-LimitOption = Annotated[int | None, typer.Option(min=1, max=REQUESTS_MAX, help="Read at most this many requests.")]
-StrictOption = Annotated[
-    bool, typer.Option("--strict", help="Refuse a trace that cannot be true, instead of warning of it.")
-]
-COMMON = {
-    "verbose": Annotated[
-        int,
-        typer.Option(
-            "--verbose", "-v", count=True, show_default=False, help="Log to stderr what happens; -vv: everything."
-        ),
-    ],
-    "quiet": Annotated[bool, typer.Option("--quiet", "-q", help="No progress, notes or warnings: results and errors.")],
-    "wide": Annotated[bool, typer.Option("--wide", help="Cut and break no line, however long.")],
-    "log_file": Annotated[
-        str | None, typer.Option("--log-file", metavar="FILE", help="Append the log to this file, with times.")
-    ],
-}
-"""The options of every command: fields of `Wishes`."""
-
-T = TypeVar("T")
+COMPLETE = "_KVTIER_COMPLETE"  # Set by a shell's script when Tab is pressed.
+COMPLETED_WORDS = ("_TYPER_COMPLETE_ARGS", "COMP_WORDS")  # The words so far: zsh and fish, bash.
 
 logger = logging.getLogger(__name__)
 
-# What typer raises for a wrong call: the class has no public name, and a different one in each version.
+# The error that typer raises for a wrong call. Its class has no public name.
 UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__bases__[0])
 
 
 class Command(NamedTuple):
-    """One command: where its function is, its line in the help, and calls that show how it is used."""
+    """One command: the place of its function, its line in the help, and calls that show its use."""
 
     module: str
     function: str
@@ -128,23 +99,25 @@ COMMANDS = {
     "replay": Command(
         "kvtier.tools.replay.replay_command",
         "replay",
-        "Replay a trace through a whole engine, byte for byte.",
-        (
-            "kvtier replay generated --limit 100",
-            "kvtier replay trace.jsonl --config kvtier.toml --json report.json",
-            "kvtier replay trace.jsonl --virtual-time",
-        ),
+        "Replay a trace through a whole engine with real bytes.",
+        ("kvtier replay generated --limit 100", "kvtier replay trace.jsonl --config kvtier.toml --json report.json"),
+    ),
+    "simulate": Command(
+        "kvtier.tools.replay.simulate_command",
+        "simulate",
+        "Replay a trace in virtual time; show times to first token.",
+        ("kvtier simulate trace.jsonl", "kvtier simulate trace.jsonl --config kvtier.toml --disk-speed 7GB/s,4GB/s"),
     ),
     "size": Command(
         "kvtier.tools.replay.size_command",
         "size",
-        "Say what caches of several sizes are worth for a trace.",
+        "Compare sizes of memory and disk over a trace.",
         ("kvtier size trace.jsonl --kv-bytes-per-token 131072 --memory 1G --disk 4G,16G",),
     ),
     "trace info": Command(
         "kvtier.tools.replay.trace_commands",
         "info",
-        "Say what is in a trace.",
+        "Show the contents of a trace.",
         ("kvtier trace info trace.jsonl", "kvtier trace info generated --limit 100 --json"),
     ),
     "trace convert": Command(
@@ -163,9 +136,9 @@ COMMANDS = {
         ),
     ),
     "completion": Command(
-        "kvtier.tools.completion",
+        "kvtier.tools.commands",
         "completion",
-        "Print what has a shell complete kvtier's commands and options.",
+        "Print the script for a shell's completion.",
         ("kvtier completion bash", "kvtier completion zsh", "kvtier completion fish"),
     ),
     "selftest": Command(
@@ -177,14 +150,22 @@ COMMANDS = {
 }
 GROUPS = {
     "config": "Check configurations, kvtier's own and what vLLM is given.",
-    "trace": "Look at traces of requests, and make them.",
+    "trace": "Inspect and make traces of requests.",
 }
-HINT = "Exit status: 0 well, 1 the data is not, 2 the call is refused, 3 the machine fails; all are in the reference."
-REMEDIES = f"What to do about a message: {PAGE}"
+HINT = "Exit status: 0 success, 1 bad data found, 2 usage error, 3 I/O or system error; the reference has all."
+REMEDIES = f"Remedies for each message: {PAGE}"
+
+
+class Shell(Enum):
+    """Shells with completion."""
+
+    BASH = "bash"
+    ZSH = "zsh"
+    FISH = "fish"
 
 
 def run(args: Sequence[str]) -> int:
-    """Run a command and return its exit status; what kvtier refuses is said in one line on stderr."""
+    """Run a command and return its exit status; an error of the caller or the machine is one line on stderr."""
     if COMPLETE in os.environ:
         return _complete()
     given = [*args, "--help"] if list(args) in ([], *([group] for group in GROUPS)) else _with_stdout(args)
@@ -195,26 +176,23 @@ def run(args: Sequence[str]) -> int:
     except typer.Exit as end:
         return end.exit_code
     except UsageError as error:
-        return _refused(
-            error.format_message() + _given(error, given) + _json_hint(given),
-            statuses.REFUSED,
-        )
+        return _failed(error.format_message() + _given(error, given) + _json_hint(given), statuses.REFUSED)
     except (ConfigError, TraceError) as error:
-        return _refused(str(error), statuses.REFUSED)
+        return _failed(str(error), statuses.REFUSED)
     except KVTierError as error:
-        return _refused(str(error), statuses.FAILED)
+        return _failed(str(error), statuses.FAILED)
     return statuses.DONE
 
 
 def _with_stdout(args: Sequence[str]) -> list[str]:
-    """Give `--json` its `-` where no file's name follows: options cannot have a value or none otherwise."""
+    """Give `--json` its `-` if no file name follows: typer has no options with an optional value."""
     follows = [*args[1:], "--"]
     bare = (arg == JSON and after != "-" and after.startswith("-") for arg, after in zip(args, follows, strict=True))
     return [f"{JSON}=-" if alone else arg for arg, alone in zip(args, bare, strict=True)]
 
 
 def _given(error: Exception, args: Sequence[str]) -> str:
-    """Say which value an option was given, where typer names the option alone."""
+    """Return the value that a wrong option was given, if typer's message lacks it."""
     if not isinstance(error, typer.BadParameter) or error.param is None:
         return ""
     for at, arg in reversed(list(enumerate(args))):
@@ -226,26 +204,35 @@ def _given(error: Exception, args: Sequence[str]) -> str:
 
 
 def _json_hint(args: Sequence[str]) -> str:
-    """Say what `--json` took for its file, where that may be what is missed."""
+    """Name the word that `--json` took for its file: it may be the argument that is missing."""
     at = args.index(JSON) + 1 if JSON in args else len(args)
     return f" {JSON} took {args[at]!r} for its file; {JSON}=- takes none." if at < len(args) else ""
 
 
-def _refused(why: str, status: int) -> int:
+def _failed(why: str, status: int) -> int:
     typer.echo(f"{PROGRAM}: {one_line(why)}", err=True)
     return status
 
 
 def _complete() -> int:
-    """Answer a shell's question for what may follow."""
+    """Print the words that may follow, for a shell's script."""
     words = next((os.environ[name] for name in COMPLETED_WORDS if name in os.environ), "").split()
-    get_completion_inspect_parameters()  # It registers how shells are spoken to.
+    get_completion_inspect_parameters()  # Registers the shells.
     typer.main.get_command(command_line(words[1:])).main(prog_name=PROGRAM, complete_var=COMPLETE)
     return statuses.DONE
 
 
+def completion(shell: Annotated[Shell, typer.Argument(metavar="SHELL", help="bash, zsh or fish.")]) -> None:
+    """Print the script that makes a shell complete kvtier's commands and options.
+
+    For the running shell: source <(kvtier completion bash). For all: write it to where your shell looks for it.
+    """
+    get_completion_inspect_parameters()  # Registers the shells.
+    shell_complete(typer.main.get_command(command_line([])), {}, PROGRAM, COMPLETE, f"source_{shell.value}")
+
+
 def command_line(args: Sequence[str]) -> typer.Typer:
-    """Return the commands, the one that these arguments call with its options, the others as names."""
+    """Return all commands. Only the one that the arguments call is imported; the others are names."""
     first = ("kvtier replay generated --limit 100", "kvtier du DIR", "kvtier COMMAND --help")
     app = _app("Tier the KV cache of an LLM engine over host memory, file systems and slower tiers.", first)
     app.callback()(_root)
@@ -257,7 +244,7 @@ def command_line(args: Sequence[str]) -> typer.Typer:
     for name, command in COMMANDS.items():
         *group, own_name = name.split()
         called = words[: len(group) + 1] == [*group, own_name]
-        function = _granting(getattr(import_module(command.module), command.function), name) if called else _frame
+        function = _with_common(getattr(import_module(command.module), command.function), name) if called else _nothing
         epilog = _epilog(command.examples)
         (groups[group[0]] if group else app).command(own_name, short_help=command.summary, epilog=epilog)(function)
     for name, group_app in groups.items():
@@ -271,26 +258,26 @@ def _app(summary: str, examples: Sequence[str]) -> typer.Typer:
         epilog=_epilog(examples),
         add_completion=False,
         pretty_exceptions_enable=False,
-        rich_markup_mode=None,  # Boxes around options are in the way of whoever searches them.
+        rich_markup_mode=None,  # Boxes around options hinder a search for them.
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": HELP_COLUMNS},
     )
-    app.callback()(_frame)
+    app.callback()(_nothing)
     return app
 
 
 def _epilog(examples: Sequence[str]) -> str:
-    as_written = "\b"  # As the first line of a paragraph: its lines stay as they are.
+    as_written = "\b"  # In the first line of a paragraph: click does not rewrap it.
     return "\n".join(
         (as_written, "Examples:", *(f"  {example}" for example in examples), "", HINT, "", as_written, REMEDIES)
     )
 
 
-def _granting(function: Callable[..., None], name: str) -> Callable[..., None]:
-    """Return a command with the options that all have, which are granted before it is called."""
+def _with_common(function: Callable[..., None], name: str) -> Callable[..., None]:
+    """Return a command with the options that all commands have; they apply while it runs."""
 
     @wraps(function)
     def call(**given: Any) -> None:
-        from kvtier.tools.outputs import Wishes, granted  # For who only asks for help, rich takes too long.
+        from kvtier.tools.outputs import Wishes, granted  # Not for `--help`: rich takes long to import.
 
         with granted(Wishes(**{option: given.pop(option) for option in COMMON})):
             begun = time.monotonic()
@@ -314,7 +301,7 @@ def _default(kind: Any) -> object:
     return {int: 0, bool: False}.get(kind.__origin__)
 
 
-def _say_version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"{PROGRAM} {__version__}")
         raise typer.Exit
@@ -322,22 +309,11 @@ def _say_version(wanted: bool) -> None:
 
 def _root(
     _version: Annotated[
-        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Show the version and exit.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Stand for what all commands have in common."""
+    """Declare the options of `kvtier` itself."""
 
 
-def _frame() -> None:
-    """Stand for a command that is not called, and for what a group's have in common."""
-
-
-def listed(option: str, text: str, parse: Callable[[str], T], accepted: str) -> list[T]:
-    """Read values with commas between them, each once; what `parse` refuses with `ValueError` is a `ConfigError`."""
-    parts = [part.strip() for part in text.split(",")]
-    try:
-        if all(parts):
-            return list(dict.fromkeys(map(parse, parts)))
-    except ValueError as error:
-        raise ConfigError(f"{option} {text!r}: expected {accepted}") from error
-    raise ConfigError(f"{option} {text!r}: expected {accepted}, and none of them empty")
+def _nothing() -> None:
+    """Stand in for a command that is not called, and for a group's callback."""

@@ -16,7 +16,7 @@ from kvtier.integrations.vllm_options import ANYWHERE, SecondaryOptions, VllmOpt
 from kvtier.settings import read_toml
 from kvtier.settings.words import is_list, is_table, secret_in, without_login
 from kvtier.tools import statuses
-from kvtier.tools.commands import JsonOption
+from kvtier.tools.options import JsonOption
 from kvtier.tools.outputs import STDOUT, check_outputs, encoded, plain_table, write_json
 
 HIDDEN = "(not shown)"

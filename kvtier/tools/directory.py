@@ -20,7 +20,7 @@ from kvtier.config import read_config, tier_options
 from kvtier.errors import ConfigError, one_line
 from kvtier.settings import shown_age, shown_bytes
 from kvtier.tools import statuses
-from kvtier.tools.commands import JsonOption
+from kvtier.tools.options import JsonOption
 from kvtier.tools.outputs import (
     STDOUT,
     bar,

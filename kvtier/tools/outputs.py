@@ -1,7 +1,7 @@
-"""Outputs of commands: files that are refused before the work or are whole, the screen, the log, scratch folders.
+"""Outputs of commands: the screen, files, the log and temporary directories.
 
-A screen's lines are as long as the terminal is wide, or as `COLUMNS` says. In a pipe no line is broken: who reads it
-there is a program.
+Files are refused before the work begins, and appear when they are whole. On a terminal lines have its width, or
+`COLUMNS`. In a pipe no line is broken, because a program reads it.
 """
 
 import json
@@ -28,20 +28,19 @@ from rich.text import Text
 from kvtier.errors import ConfigError, KVTierError, escaped
 from kvtier.settings.units import SIZE_UNITS
 
-STDOUT = "-"  # As the name of a file, in other programs, too.
-COLUMNS_MIN = 20  # Narrower, a table is a column of letters.
-COLUMNS_MAX = 1 << 16  # No line is longer.
+STDOUT = "-"  # As a file name.
+COLUMNS_MIN = 20  # A narrower table is unreadable.
+COLUMNS_MAX = 1 << 16  # Longer than any line.
 WRITTEN_UNITS = {name: int(unit) for name, unit in SIZE_UNITS.items() if name.endswith("B") and name not in ("B", "KB")}
-WHOLE_MAX = 10_000  # Of a unit. A larger number is read less easily than one with a decimal point.
-PAGE_SUFFIXES = ("html", "htm")
+WHOLE_MAX = 10_000  # Of a unit; a larger number gets a decimal point.
 LOGGERS = ("kvtier", "kvtier_backends")
-INTERRUPTED_WAIT_S = 0.1  # Enough for what a short run left; a part of the second in which Ctrl-C is to be obeyed.
-REMOVAL_WAIT_S = 60.0  # Two hundred thousand files take twenty seconds of a disk that has nothing else to do.
+INTERRUPTED_WAIT_S = 0.1  # Ctrl-C ends a command within a second.
+REMOVAL_WAIT_S = 60.0  # An idle disk removes 200,000 files in 20 s.
 
 SWEEPER = """
 import os, shutil, sys, time
 sys.stdin.buffer.read()
-for _ in range(20):  # A runner that outlives its owner for a moment may still write.
+for _ in range(20):  # A runner may outlive its owner for a moment and still write.
     shutil.rmtree(sys.argv[1], ignore_errors=True)
     if not os.path.lexists(sys.argv[1]):
         break
@@ -50,9 +49,9 @@ for _ in range(20):  # A runner that outlives its owner for a moment may still w
 
 
 class Wishes(NamedTuple):
-    """The options that every command has."""
+    """The options of every command."""
 
-    verbose: int = 0  # 1: what happens, 2: everything.
+    verbose: int = 0  # 1 logs at level info, 2 at debug.
     quiet: bool = False
     wide: bool = False
     log_file: str | None = None
@@ -63,13 +62,13 @@ _wishes: ContextVar[Wishes] = ContextVar("wishes", default=NO_WISHES)
 
 
 class Screen(Console):
-    """A console that shows what a terminal would obey, and takes no name for an emoji: names come from others."""
+    """A console that escapes control characters and replaces no emoji names: names come from others."""
 
     def __init__(self, **how: Any) -> None:
         super().__init__(emoji=False, **how)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Yield what is to be written; rich puts its own orders to the terminal around it later."""
+        """Yield escaped segments. Rich adds its own control sequences later."""
         for segment in super().render(renderable, options):
             if segment.control or segment.text.isprintable():
                 yield segment
@@ -77,8 +76,8 @@ class Screen(Console):
                 yield segment._replace(text=_lines(segment.text))
 
 
-class _Words(Table):
-    """A table whose cells are escaped before their columns get a width, under a heading that may be wider than it."""
+class _EscapedTable(Table):
+    """A table whose cells are escaped before columns get a width. Its title may be wider than the table."""
 
     def __init__(self, heading: str | None, **how: Any) -> None:
         super().__init__(**how)
@@ -101,24 +100,24 @@ def _cell(cell: RenderableType | None) -> RenderableType | None:
 
 
 class _Format(logging.Formatter):
-    """A log line that a terminal obeys nothing in."""
+    """Log lines with escaped control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
         return _lines(super().format(record))
 
 
 def _lines(text: str) -> str:
-    """Escape what cannot be shown, but for the ends of lines."""
+    """Escape unprintable characters except line feeds."""
     return "\n".join(map(escaped, text.split("\n")))
 
 
 def counted(count: int, what: str) -> str:
-    """Write how many there are of something, whose plural ends in -s."""
+    """Format a count with its noun, whose plural ends in -s."""
     return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
 
 
 def round_size(size_bytes: int) -> str:
-    """Write a size as people give it: as a small whole number of some unit, if it is one; else with a decimal point."""
+    """Format a size as a small whole number of a unit if possible, else with a decimal point."""
     whole = [(size_bytes // unit, name) for name, unit in WRITTEN_UNITS.items() if size_bytes % unit == 0]
     count, name = min(whole, default=(WHOLE_MAX, ""))
     return f"{count:,} {name}" if count < WHOLE_MAX else decimal(size_bytes)
@@ -126,9 +125,9 @@ def round_size(size_bytes: int) -> str:
 
 @contextmanager
 def granted(wishes: Wishes) -> Generator[None]:
-    """Have the screen and the log be as this call wants them, until the block ends. Raises `ConfigError`."""
+    """Apply the options of every command to the screen and the log until the block ends. Raises `ConfigError`."""
     if wishes.quiet and wishes.verbose:
-        raise ConfigError("--quiet: accepted without --verbose only: it asks for the opposite")
+        raise ConfigError("--quiet: accepted without --verbose only")
     if wishes.log_file is not None:
         check_writable("--log-file", wishes.log_file)
     token = _wishes.set(wishes)
@@ -141,7 +140,7 @@ def granted(wishes: Wishes) -> Generator[None]:
                 logger.addHandler(handler)
         yield
     except (KVTierError, OSError) as error:
-        for handler in handlers[1:]:  # On stderr it is said by who called.
+        for handler in handlers[1:]:  # `commands.run` prints it on stderr.
             handler.handle(logging.LogRecord(LOGGERS[0], logging.ERROR, __file__, 0, str(error), None, None))
         raise
     finally:
@@ -155,7 +154,7 @@ def granted(wishes: Wishes) -> Generator[None]:
 
 
 class _ToStderr(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to what stderr is at that moment: a bar puts itself in its place, and lets lines through above it."""
+    """Writes to the current stderr: a progress bar replaces it, and prints lines above itself."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -163,7 +162,7 @@ class _ToStderr(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def _handlers(wishes: Wishes) -> list[logging.Handler]:
-    """Return where the log goes: to stderr from warnings on, or as was asked for, and to the file."""
+    """Return the handlers of the log: stderr, at the wanted level, and the file."""
     with_time = _Format("%(asctime)s %(levelname)s %(name)s: %(message)s")
     level = logging.ERROR if wishes.quiet else logging.WARNING
     if wishes.verbose:
@@ -180,7 +179,7 @@ def _handlers(wishes: Wishes) -> list[logging.Handler]:
 
 
 def console(*, stderr: bool = False, quiet: bool = False) -> Console:
-    """Return the console of stdout or stderr; `quiet`: of neither."""
+    """Return the console of stdout or stderr; a quiet one prints nothing."""
     stream = sys.stderr if stderr else sys.stdout
     given = os.environ.get("COLUMNS", "")
     columns = int(given) if given.isdecimal() and len(given) < len(str(COLUMNS_MAX)) else 0
@@ -189,8 +188,8 @@ def console(*, stderr: bool = False, quiet: bool = False) -> Console:
 
 
 def plain_table(*headings: str, title: str | None = None, show_header: bool = True) -> Table:
-    """Return a table of words alone, without lines around them. Headings that begin with `>` are of numbers."""
-    table = _Words(
+    """Return a table without lines. A heading that begins with `>` aligns its column right."""
+    table = _EscapedTable(
         title,
         show_header=show_header,
         box=None,
@@ -204,22 +203,17 @@ def plain_table(*headings: str, title: str | None = None, show_header: bool = Tr
 
 
 def busy(words: str) -> AbstractContextManager[object]:
-    """Show on stderr what is being done, until the block ends, where somebody watches."""
+    """Show a status on a terminal's stderr until the block ends."""
     return console(stderr=True, quiet=_wishes.get().quiet).status(words)
 
 
 def note(words: str) -> None:
-    """Say on stderr what is good to know but no result, unless nobody wants to hear it."""
+    """Print a note on stderr, unless `--quiet` is given."""
     console(stderr=True, quiet=_wishes.get().quiet).print(words, highlight=False, soft_wrap=True, markup=False)
 
 
-def watched() -> bool:
-    """Say whether somebody watches how far a command is."""
-    return Console(stderr=True).is_terminal and not _wishes.get().quiet
-
-
 def check_outputs(json_path: str | None, plot_path: str | None = None) -> None:
-    """Raise `ConfigError` before any work if what `--json` and `--plot` ask for could not be written."""
+    """Raise `ConfigError` before any work if the files of `--json` and `--plot` cannot be written."""
     if json_path not in (None, STDOUT):
         check_writable("--json", json_path)
     if plot_path is not None:
@@ -227,7 +221,7 @@ def check_outputs(json_path: str | None, plot_path: str | None = None) -> None:
 
 
 def check_writable(option: str, path: str | os.PathLike[str]) -> None:
-    """Raise `ConfigError`, naming the command's option, if `replacing` could not write there. Leaves nothing behind."""
+    """Raise `ConfigError` with the option's name if `replacing` could not write this file. Leaves no file."""
     if not os.fspath(path):
         raise ConfigError(f"{option} '': expected the name of a file that can be written")
     try:
@@ -244,10 +238,10 @@ def check_writable(option: str, path: str | os.PathLike[str]) -> None:
 
 
 def check_picture(option: str, path: str) -> None:
-    """Raise `ConfigError`, naming the command's option, if no picture could be drawn there. Leaves nothing behind."""
+    """Raise `ConfigError` with the option's name if no picture could be written there. Leaves no file."""
     check_writable(option, path)
     try:
-        from matplotlib.figure import Figure  # An extra: most machines that serve have no use for pictures.
+        from matplotlib.figure import Figure  # An extra.
     except ModuleNotFoundError as error:
         raise ConfigError(f"{option} {path}: {error.name} is not installed; pip install 'kvtier[plot]'") from error
     known = Figure().canvas.get_supported_filetypes()
@@ -256,12 +250,12 @@ def check_picture(option: str, path: str) -> None:
 
 
 def picture_format(path: str) -> str:
-    """Return the format that a file's name asks for."""
+    """Return the format of a picture by its file name."""
     return os.path.splitext(path)[1].removeprefix(".").lower()
 
 
 def write_json(path: str | None, value: object) -> Console:
-    """Write a value there, if anywhere, and return the console for tables: a silent one where stdout has the JSON."""
+    """Write a value as JSON if `path` is given. Return the console for tables: a quiet one if stdout has the JSON."""
     with json_output(path) as file:
         if file is not None:
             file.write(as_json(value))
@@ -270,13 +264,13 @@ def write_json(path: str | None, value: object) -> Console:
 
 @contextmanager
 def json_output(path: str | None) -> Generator[BinaryIO | None]:
-    """Give what `--json` asks for, to be written to bit by bit: a file that is whole at the end, stdout, or nothing."""
+    """Yield the output of `--json` for writing in parts: a file that appears when it is whole, stdout, or None."""
     if path is None:
         yield None
     elif path == STDOUT:
         sys.stdout.flush()
-        yield sys.stdout.buffer  # JSON is UTF-8, whatever the terminal takes.
-        sys.stdout.buffer.flush()  # Who cannot have it is told before the command ends.
+        yield sys.stdout.buffer  # JSON is UTF-8, whatever the locale.
+        sys.stdout.buffer.flush()  # Errors are reported before the command ends.
     else:
         with replacing(path) as file:
             yield file
@@ -300,12 +294,12 @@ def write_rows(
 
 
 def as_json(value: object) -> bytes:
-    """Return a value as indented JSON, which ends with a line's end."""
+    """Return a value as indented JSON with a final line feed."""
     return msgspec.json.format(encoded(value), indent=1) + b"\n"
 
 
 def encoded(value: object) -> bytes:
-    """Return a value as JSON on one line, in which a terminal obeys nothing: such as C1 is escaped as C0 is."""
+    """Return a value as JSON on one line, with all unprintable characters escaped."""
     text = msgspec.json.encode(value).decode()
     return (text if text.isprintable() else "".join(map(_escaped_in_json, text))).encode()
 
@@ -315,16 +309,18 @@ def _escaped_in_json(letter: str) -> str:
 
 
 def bar(*columns: ProgressColumn) -> Progress:
-    """Return a bar on stderr with these columns behind it, which goes away at its end. Where nobody watches is none."""
-    begin = TextColumn("{task.description}"), BarColumn()
-    return Progress(*begin, *columns, console=Screen(stderr=True), transient=True, disable=not watched())
+    """Return a transient progress bar on stderr, disabled if stderr is no terminal."""
+    begin, screen = (TextColumn("{task.description}"), BarColumn()), Screen(stderr=True)
+    return Progress(
+        *begin, *columns, console=screen, transient=True, disable=not screen.is_terminal or _wishes.get().quiet
+    )
 
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Generator[BinaryIO, None, None]:
-    """Give a file to write that takes the place of `path` when the block ends; if it raises, `path` stays as it was.
+    """Yield a file that replaces `path` when the block ends. If the block raises, `path` stays as it was.
 
-    A link stays one: what it leads to is replaced. What is no regular file (a pipe, `/dev/stdout`) is written directly.
+    The target of a link is replaced, not the link. Special files such as pipes are written directly.
     """
     if _is_special(path):
         with _named(path), open(path, "wb") as file:
@@ -343,7 +339,7 @@ def replacing(path: str | os.PathLike[str]) -> Generator[BinaryIO, None, None]:
 
 @contextmanager
 def _named(path: str | os.PathLike[str]) -> Generator[None]:
-    """Have what fails say which file it was: a write that fails does not, and a rename names what nobody knows."""
+    """Put the file's name into `OSError`: a failed write has none, and a failed rename has the temporary name."""
     try:
         yield
     except OSError as error:
@@ -357,19 +353,19 @@ def _is_special(path: str | os.PathLike[str]) -> bool:
 
 
 def _aside(path: str | os.PathLike[str]) -> str:
-    """Return a name beside the file that is really meant, so that a rename can put it in place."""
+    """Return a temporary name in the directory of the link's target, for a rename."""
     folder, name = os.path.split(os.path.realpath(path))
     return os.path.join(folder, f".{name}.{os.getpid()}.tmp")
 
 
 def check_directory(what: str, path: str) -> None:
-    """Raise `ConfigError` if there is no such directory: a mistyped path must not become one."""
+    """Raise `ConfigError` if there is no such directory: a mistyped path must not create one."""
     if not os.path.isdir(path):
         raise ConfigError(f"{what} {path!r}: no such directory; one that is there accepted")
 
 
 def make_directory(what: str, path: str) -> None:
-    """Make a directory for the user alone, if its parent is there; raise `ConfigError` if it is none in the end."""
+    """Create a directory with mode 0700, or accept an existing one. Raises `ConfigError`."""
     try:
         with suppress(FileExistsError):
             os.mkdir(path, 0o700)
@@ -382,7 +378,7 @@ def make_directory(what: str, path: str) -> None:
 
 @contextmanager
 def temporary_directory() -> Generator[str]:
-    """Give a directory that is removed at the end: while one waits, or in the background if that takes long."""
+    """Yield a temporary directory, removed at the end, in the background if that takes longer than a minute."""
     with Scratch() as scratch:
         yield scratch.path
         with busy(f"removing {scratch.path}"):
@@ -392,29 +388,29 @@ def temporary_directory() -> Generator[str]:
 
 
 class Scratch:
-    """A temporary directory that goes away however we end: by return, by Ctrl-C or by SIGKILL. Use it in a `with`.
+    """A temporary directory that is removed however the process ends: by return, Ctrl-C or SIGKILL.
 
-    A small process waits for the end of a pipe that only we hold, and then removes the directory. It also is what lets
-    an interrupted command end at once: a hundred thousand files take seconds to remove, and it goes on removing them.
+    A child process waits for the end of a pipe that only this process holds, and then removes the directory. So an
+    interrupted command ends at once, although 100,000 files take seconds to remove.
     """
 
     def __init__(self, parent: str | None = None, prefix: str = "kvtier-replay-") -> None:
-        """Make the directory in `parent`; None: where temporary ones belong."""
+        """Create the directory in `parent`, by default in the system's directory of temporary files."""
         self.path = tempfile.mkdtemp(prefix=prefix, dir=parent)
         try:
-            self._sweeper = subprocess.Popen(  # noqa: S603  # Our own few lines, with one path for an argument.
+            self._sweeper = subprocess.Popen(  # noqa: S603  # A fixed program with one path as its argument.
                 [sys.executable, "-I", "-S", "-c", SWEEPER, self.path],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # A terminal's Ctrl-C is for us, not for it.
+                start_new_session=True,  # Ctrl-C must not end it.
             )
         except BaseException:
             os.rmdir(self.path)
             raise
 
     def remove(self, wait_s: float | None) -> bool:
-        """Have the directory removed; wait for it so long (None: until it is done) and say whether it is gone."""
+        """Start the removal and wait for it, at most `wait_s` seconds. Return True if it is done."""
         assert self._sweeper.stdin is not None
         self._sweeper.stdin.close()
         try:
@@ -429,5 +425,5 @@ class Scratch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        refused = kind is not None and issubclass(kind, KVTierError)  # Then there is little to remove.
+        refused = kind is not None and issubclass(kind, KVTierError)  # There is little to remove.
         self.remove(None if kind is None or refused else INTERRUPTED_WAIT_S)

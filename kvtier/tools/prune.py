@@ -11,7 +11,6 @@ import typer
 from kvtier.backend import Directory, Kind, Place, State, StoredFile
 from kvtier.errors import ConfigError, one_line
 from kvtier.settings import AGE_S_MAX, SIZE_BYTES_MAX, parse_duration, parse_size, shown_age, shown_bytes
-from kvtier.tools.commands import JsonOption
 from kvtier.tools.directory import (
     DirectoryArgument,
     LeftOut,
@@ -21,6 +20,7 @@ from kvtier.tools.directory import (
     readable,
     share_of,
 )
+from kvtier.tools.options import JsonOption
 from kvtier.tools.outputs import STDOUT, check_outputs, counted, encoded, json_output, write_rows
 
 T = TypeVar("T", int, float)

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.settings import parse_duration, shown_bytes
-from kvtier.tools.commands import JsonOption
+from kvtier.tools.options import JsonOption
 from kvtier.tools.outputs import busy, check_outputs, console, plain_table, write_json
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8000/metrics"  # Of `vllm serve`.
@@ -190,14 +190,8 @@ def _answer(address: str) -> http.client.HTTPResponse:
     text = f"127.0.0.1:{address}" if address.isascii() and address.isdecimal() else address
     try:
         parts = urlsplit(text if "://" in text else f"http://{text}")
-        named = "://" in text or ":" in parts.netloc  # A lone word is a typo.
-        right = (
-            parts.scheme in ("http", "https")
-            and parts.hostname
-            and named
-            and parts.port != 0
-            and parts.netloc != "unix:"
-        )
+        named = "://" in text or parts.port is not None  # A lone word is a typo.
+        right = named and parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
         right = False
     if not right:

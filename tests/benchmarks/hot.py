@@ -19,7 +19,7 @@ from kvtier.policies import Policy, policy_class
 from kvtier.runner.messages import Cascade, Finished, pack_keys, pack_rows, unpack_keys, unpack_rows
 from kvtier.runner.wire import LENGTH_BYTES, actions_of, frame, messages_of
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Footer, payload_checksum, read_footer, write_footer
-from kvtier_backends.fs.files.index import Held, Index
+from kvtier_backends.fs.files.index import FileEntry, FileIndex
 from kvtier_backends.fs.segments.catalog import Catalog
 from tests.benchmarks.protocol import KEYS_A_REQUEST, Steps
 
@@ -99,7 +99,7 @@ def store_and_evict(tiers: int) -> Work:
     def store(batches: list[list[OffloadKey]]) -> None:
         engine.each(batches, engine.store)
         for tier in Inside(engine.manager).ledger.tiers:  # Or the next round would find them there, and store nothing.
-            Inside(engine.manager).ledger.residency.remove(tier, [key for keys in batches for key in keys])
+            Inside(engine.manager).ledger.locations.remove(tier, [key for keys in batches for key in keys])
 
     def work() -> None:
         batches = sets.pop(0)
@@ -168,23 +168,25 @@ def evict_and_insert(kept: Policy[OffloadKey], keys: Sequence[OffloadKey]) -> No
 # The fs tier.
 
 
-def index_of(keys: Sequence[OffloadKey]) -> Index:
-    index = Index(policy_class("lru")(ROWS))
+def index_of(keys: Sequence[OffloadKey]) -> FileIndex:
+    index = FileIndex()
     for key in keys:
-        index.stored(Held(key, 1 << 20, 1))
+        index.stored(FileEntry(key, 1 << 20, 1))
     return index
 
 
 def index_stores() -> Work:
     keys = keys_of()
     index = index_of(keys)
-    held = [Held(key, 1 << 20, 1) for key in keys]
+    held = [FileEntry(key, 1 << 20, 1) for key in keys]
     return lambda: [index.stored(chunk) for chunk in held]
 
 
 def index_uses() -> Work:
-    index = index_of(keys_of())
-    return each(index.used)
+    keys = keys_of()
+    index = index_of(keys)
+    parts = [keys[start : start + KEYS_A_REQUEST] for start in range(0, KEYS, KEYS_A_REQUEST)]
+    return lambda: [index.used(part) for part in parts]
 
 
 def index_probes() -> Work:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from kvtier.backend.keys import OffloadKey
 from kvtier.policies import LRU, policy_class
-from kvtier_backends.fs.files.index import Held, Index
+from kvtier_backends.fs.files.index import FileEntry, FileIndex
 
 NOW_NS = 1_700_000_000_000_000_000
 A_SECOND = 2_000  # Chunks stored: 4 GB/s of 2 MiB each.
@@ -27,9 +27,9 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def held(number: int) -> Held:
+def held(number: int) -> FileEntry:
     key = OffloadKey((number * 0x9E3779B97F4A7C15 % 2**256).to_bytes(32, "big") + b"\0\0\0\0")
-    return Held(key, 2_101_248, NOW_NS + number * 10**9 // A_SECOND)
+    return FileEntry(key, 2_101_248, NOW_NS + number * 10**9 // A_SECOND)
 
 
 def timed(what: str, calls: int, work: Callable[[], object]) -> None:
@@ -38,34 +38,33 @@ def timed(what: str, calls: int, work: Callable[[], object]) -> None:
     print(f"    {what}: {1e6 * (time.perf_counter() - begun) / calls:.2f} us a chunk", flush=True)
 
 
-def store(index: Index, start: int, chunks: int) -> None:
+def store(index: FileIndex, start: int, chunks: int) -> None:
     for number in range(start, start + chunks):
         index.stored(held(number))
 
 
-def scan(index: Index, chunks: int) -> None:
+def scan(index: FileIndex, chunks: int) -> None:
     for start in range(0, chunks, 4_096):
         index.scanned([held(number) for number in range(start, min(chunks, start + 4_096))])
 
 
-def churn(index: Index, chunks: int) -> None:
+def churn(index: FileIndex, chunks: int) -> None:
     """Use what is there, and store what makes others go, so that their number stays."""
     dice = random.Random(0)
     for start in range(chunks, 2 * chunks, BATCH):
         for _ in range(BATCH):
-            index.used(held(start - 1 - dice.randrange(chunks)).key)
-        index.victims(BATCH, lambda key: False, 0)
+            index.used([held(start - 1 - dice.randrange(chunks)).key])
+        index.victims(BATCH)
         store(index, start, BATCH)
 
 
 def one(how: str, chunks: int, policy: str) -> None:
-    index = Index(None if policy_class(policy) is LRU else policy_class(policy)(chunks))
+    index = FileIndex(None if policy_class(policy) is LRU else policy_class(policy)(chunks))
     before = resident_bytes()
     timed(how, chunks, lambda: scan(index, chunks) if how == "found" else store(index, 0, chunks))
     index.scan_ended(complete=True)
     if how == "used":
         timed("one use, one store and one eviction", chunks, lambda: churn(index, chunks))
-    timed("a snapshot", len(index), index.snapshot)
     print(
         f"{policy}, {how}: {(resident_bytes() - before) / len(index):.0f} bytes a chunk of {len(index):,}", flush=True
     )

@@ -14,26 +14,21 @@ from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from kvtier.config import EngineConfig, TierConfig, TierLimits
 from kvtier.testing.virtual_time import VirtualTimeLoop
-from kvtier.tools.replay.replay import ChunkSource, Tally
+from kvtier.tools.replay.model import KV_BYTES_PER_TOKEN, scale_model
+from kvtier.tools.replay.replay import ChunkSource, ReplayTally
 from kvtier.tools.replay.traces import Trace
-from kvtier.tools.replay.virtual import (
-    GPU_CACHE_TOKENS,
-    KV_BYTES_PER_TOKEN,
-    SSD,
-    WITH_TIERING,
-    WITHOUT_TIERING,
-    Prefill,
-    VirtualReplay,
-    scale_model,
-)
+from kvtier.tools.replay.virtual import Servers, VirtualReplay, arrivals_s, without_tiering_s
 from tests.slow_tier import SLOWING
 
 DISK = "disk"
 DISK_BYTES = 4 << 40
 QUEUE_S = 5.0  # Of writes; more would only run into the tier's deadline.
+STORE_SHARE = 4 / 7  # Of the rate of loads, as an NVMe SSD.
+LATENCY_S, CONCURRENCY = 100e-6, 64
 SLOW_AT_S, SLOW_FOR_S, SLOW_FACTOR = 200.0, 60.0, 20.0
 
 
@@ -61,19 +56,17 @@ class Outcome(NamedTuple):
     wrong_chunks: int
 
 
-def config_of(case: Case, chunk_bytes: int, block_tokens: int, prefill: Prefill) -> EngineConfig:
+def config_of(case: Case, chunk_bytes: int, block_tokens: int, servers: Servers) -> EngineConfig:
     load_bytes_per_s = int(case.gb_per_s * 1e9)
-    store_bytes_per_s = int(load_bytes_per_s * SSD.store_bytes_per_s / SSD.load_bytes_per_s)
+    store_bytes_per_s = int(load_bytes_per_s * STORE_SHARE)
     options: dict[str, Any] = {
-        "latency_s": SSD.latency_s,
+        "latency_s": LATENCY_S,
         "bandwidth_bytes_per_s": load_bytes_per_s,
         "store_bandwidth_bytes_per_s": store_bytes_per_s,
-        "concurrency": SSD.concurrency,
+        "concurrency": CONCURRENCY,
         "capacity_bytes": DISK_BYTES,
         "loads_first": True,
     }
-    if case.slow:
-        options |= {"slow_at_s": SLOW_AT_S, "slow_for_s": SLOW_FOR_S, "slow_factor": SLOW_FACTOR}
     limits = TierLimits(
         load_bytes_in_flight=1024 * chunk_bytes,
         store_bytes_in_flight=max(chunk_bytes, int(QUEUE_S * store_bytes_per_s)),
@@ -81,36 +74,42 @@ def config_of(case: Case, chunk_bytes: int, block_tokens: int, prefill: Prefill)
     return EngineConfig(
         cpu_bytes_to_use=case.memory_bytes,
         chunk_bytes=chunk_bytes,
-        secondary_tiers=(
-            TierConfig(type=SLOWING["type"] if case.slow else "dummy", name=DISK, limits=limits, options=options),
-        ),
-        prefill_tokens_per_s=prefill.tokens_per_s if case.weighed else None,
+        secondary_tiers=(TierConfig(type="dummy", name=DISK, limits=limits, options=options),),
+        prefill_tokens_per_s=servers.tokens_per_s if case.weighed else None,
         chunk_tokens=block_tokens,
     )
 
 
+def slowing(model: EngineConfig) -> EngineConfig:
+    """Return a scale model whose disk is slow for a while."""
+    (tier,) = model.secondary_tiers
+    slow = {"slow_at_s": SLOW_AT_S, "slow_for_s": SLOW_FOR_S, "slow_factor": SLOW_FACTOR}
+    return replace(model, secondary_tiers=(replace(tier, type=SLOWING["type"], options={**tier.options, **slow}),))
+
+
 def replayed(case: Case) -> Outcome:
     """Replay the trace against one disk."""
-    trace, prefill = Trace(case.trace, limit=case.limit), Prefill()
+    trace, servers = Trace(case.trace, limit=case.limit), Servers()
     chunk_bytes = trace.block_tokens * KV_BYTES_PER_TOKEN
-    model = scale_model(config_of(case, chunk_bytes, trace.block_tokens, prefill)).config
+    model = scale_model(config_of(case, chunk_bytes, trace.block_tokens, servers)).config
+    if case.slow:
+        model = slowing(model)
     replay = VirtualReplay(
         trace,
         model,
         ChunkSource(model.chunk_bytes),
-        Tally(case.limit or 1),
+        ReplayTally(case.limit or 1),
         chunk_bytes=chunk_bytes,
         block_tokens=trace.block_tokens,
-        prefill=prefill,
-        gpu_cache_blocks=prefill.slots * GPU_CACHE_TOKENS // trace.block_tokens,
+        servers=servers,
     )
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         tally = runner.run(replay.run())
     stats = replay.stats
     assert stats is not None
     (tier,) = stats.tiers
-    times = replay.times_to_first_token_s
-    p50, p99 = np.quantile(times[WITH_TIERING], (0.5, 0.99)) / np.quantile(times[WITHOUT_TIERING], (0.5, 0.99))
+    without = without_tiering_s(trace, arrivals_s(trace), servers, trace.block_tokens)
+    p50, p99 = np.quantile(replay.times_to_first_token_s, (0.5, 0.99)) / np.quantile(without, (0.5, 0.99))
     return Outcome(
         hit_ratio=tally.hit_ratio,
         p50=float(p50),

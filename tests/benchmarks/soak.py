@@ -123,7 +123,7 @@ def _sample(engine: TieringOffloadingManager) -> Sample:
         asyncio.get_running_loop().time(),
         tier.used_bytes,
         len(Inside(engine.steps).ledger.primary.ready),
-        len(Inside(engine.steps).ledger.residency.mask),
+        len(Inside(engine.steps).ledger.locations.mask),
         tracemalloc.get_traced_memory()[0],
     )
 

@@ -1,4 +1,4 @@
-"""What the examples of a fleet say, as their tests ask for it."""
+"""The examples of a fleet, parsed for their tests."""
 
 import json
 import re
@@ -24,7 +24,7 @@ SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 
 class Engine(NamedTuple):
-    """What an example says of one vLLM engine."""
+    """One vLLM engine of an example."""
 
     where: str
     arguments: list[str]

@@ -1,4 +1,4 @@
-"""What the README says, as its tests ask for it: here and inside vLLM."""
+"""Parts of the README, for its tests here and inside vLLM."""
 
 import re
 import shlex

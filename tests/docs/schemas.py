@@ -12,7 +12,7 @@ from kvtier.tools.configuration import CheckedConfig
 from kvtier.tools.directory import DirectoryUsage, ListedChunk, VerifyReport
 from kvtier.tools.prune import PruneReport
 from kvtier.tools.replay.report import Report
-from kvtier.tools.replay.size_command import SizeReport
+from kvtier.tools.replay.sizes import SizeReport
 from kvtier.tools.replay.trace_commands import TraceInfo
 from kvtier.tools.selftest.command import SelftestReport
 from kvtier.tools.top import EngineNow
@@ -27,12 +27,13 @@ REPORTS: dict[str, Any] = {
     "prune": PruneReport,
     "top": EngineNow,
     "replay": Report,
+    "simulate": Report,
     "size": SizeReport,
     "trace info": TraceInfo,
     "selftest": SelftestReport,
     "bench": Figures,
 }
-"""What each command writes, by its name."""
+"""The type of each command's JSON, by the command's name."""
 
 HEAD = """# JSON of the commands
 

@@ -25,7 +25,7 @@ def test_the_page_shows_every_chart_and_leads_to_its_figures() -> None:
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_the_chart_is_drawn_from_these_figures(name: str) -> None:
-    """`python -m tests.docs.charts` draws it anew."""
+    """`python -m tests.docs.charts` draws it again."""
     (source,) = ET.parse(charts.FIGURES / f"{name}.svg").iter("{http://purl.org/dc/elements/1.1/}source")
     assert source.text == charts.digest(name)
 

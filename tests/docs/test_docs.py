@@ -37,7 +37,8 @@ from kvtier.settings import decode
 from kvtier.settings.fields import option_fields, struct_fields
 from kvtier.settings.units import parse_duration, unit_of
 from kvtier.tools import statuses
-from kvtier.tools.commands import COMMANDS, COMMON, JSON, command_line
+from kvtier.tools.commands import COMMANDS, command_line
+from kvtier.tools.options import COMMON, JSON
 from kvtier.tools.replay.report import Report
 from kvtier.tools.replay.setup import rooted
 from tests.docs import schemas
@@ -360,7 +361,7 @@ def written_options(heading: str) -> dict[str, str]:
 
 
 def test_the_json_page_has_the_schema_of_every_command_that_writes_json() -> None:
-    """`PYTHONPATH=. python tests/docs/schemas.py` writes it anew."""
+    """`PYTHONPATH=. python tests/docs/schemas.py` writes it again."""
     writes = {name for name in COMMANDS if JSON in defaults(set(command_named(name).params))}
     assert set(schemas.REPORTS) == writes
     assert schemas.PAGE.read_text() == schemas.page()

@@ -46,7 +46,7 @@ from tests.redis.servers import RedisServer
 KUBERNETES = ["1.31.0", "1.37.0"]  # The oldest and the newest that are tried.
 DOCKERFILES = sorted(FLEET.glob("*.Dockerfile"))
 BESIDE_BYTES = 4 << 30  # What vLLM keeps in /dev/shm besides the primary, at most.
-HOST_BYTES = 32 << 30  # What an engine takes of the host besides /dev/shm: Python, CUDA, weights on their way.
+HOST_BYTES = 32 << 30  # What an engine takes of the host besides /dev/shm: Python, CUDA, weights in transit.
 SERVER_SHARE = 1.1  # Of what a server may keep: connections' buffers and fragments come on top.
 
 every_engine = pytest.mark.parametrize("engine", ENGINES, ids=[engine.where for engine in ENGINES])

@@ -38,7 +38,7 @@ def headings(page: Path) -> set[str]:
 
 
 def leads_nowhere(link: str) -> bool:
-    """Say whether a link is not a file of this tree under its address, with a heading of that name."""
+    """Return True unless the link is the address of a file of this tree, with a heading of that name."""
     if link.startswith(RAW):
         return not (ROOT / link.removeprefix(RAW)).is_file()
     if not link.startswith(FILES):

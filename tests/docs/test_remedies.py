@@ -53,7 +53,7 @@ def said() -> Iterator[Said]:
 
 
 def warned() -> Iterator[str]:
-    """Give the remedies in the texts of Python's own warnings."""
+    """Yield the remedies in the texts of Python's own warnings."""
     for path in SHIPPED:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "warn":
@@ -61,7 +61,7 @@ def warned() -> Iterator[str]:
 
 
 def is_loud(node: ast.AST) -> bool:
-    """Say whether this is a call of a logger, by whatever name; `math.log` and a task's `exception()` are none."""
+    """Return True for a call of a logger, by whatever name; `math.log` and a task's `exception()` are not."""
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LOUD):
         return False
     return bool(node.args) and ast.unparse(node.func.value) != "math"

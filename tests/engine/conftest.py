@@ -1,4 +1,4 @@
-"""Whole engines with real tiers, wherever their runner lives; each test ends without anything left behind."""
+"""Whole engines with real tiers. Each test fails if it leaves a thread, process, descriptor or shared memory."""
 
 import gc
 import os
@@ -21,7 +21,7 @@ uvloop.new_event_loop().close()
 
 
 def held() -> dict[str, set[Any]]:
-    """Name what an engine must give back: threads, processes, descriptors, shared memory."""
+    """Return what an engine must give back: threads, processes, descriptors, shared memory."""
     return {
         "threads": {thread for thread in threading.enumerate() if not thread.name.startswith("asyncio")},
         "processes": children(),

@@ -1,7 +1,7 @@
 """A tier on a file system whose threads can be made to hang in the kernel, whatever process they are in.
 
 While there is a FIFO named after an operation in `gates`, each call of that operation first opens it for reading: its
-thread sleeps in open(2) until somebody opens the other end, as it would on a mount that is away.
+thread sleeps in open(2) until the other end is opened, as it would on a mount that is away.
 """
 
 import os
@@ -54,7 +54,7 @@ def pass_gate(path: str) -> None:
 
 @contextmanager
 def shut(gates: str, operation: str) -> Iterator[None]:
-    """Have an operation hang within the block; what hangs goes on at its end."""
+    """Let an operation hang during the block; hung calls continue at its end."""
     path = f"{gates}/{operation}"
     os.mkfifo(path)
     try:

@@ -1,4 +1,4 @@
-"""What tests of whole engines have in common: keys and chunks that tell whose they are, and how to wait."""
+"""Helpers for tests of whole engines: keys, chunks that identify themselves, and ways to wait."""
 
 import asyncio
 import os
@@ -25,7 +25,7 @@ def key(number: int) -> OffloadKey:
 
 
 def chunk(number: int) -> bytes:
-    """Give a chunk that says in each of its parts whose it is."""
+    """Return a chunk that identifies itself in each of its parts."""
     return number.to_bytes(8, "big") * (CHUNK_BYTES // 8)
 
 
@@ -88,7 +88,7 @@ async def until(condition: Callable[[], object], engine: Engine | None = None) -
 
 
 def settled(engine: Engine) -> bool:
-    """Say whether no row is pinned, leased, filling, lent or lost, and nothing is under way."""
+    """Return True if no row is pinned, leased, filling, lent or lost, and no transfer is in flight."""
     ledger = ledger_in(engine)
     primary = ledger.primary
     return (
@@ -101,7 +101,7 @@ def settled(engine: Engine) -> bool:
 
 
 async def at_rest(engine: TieringOffloadingManager) -> bool:
-    """Wait for what is under way, and say whether nothing was left."""
+    """Drain the engine; return True if it has settled."""
     return await engine.drain() and settled(engine)
 
 
@@ -131,9 +131,9 @@ async def impatient(engine: TieringOffloadingManager, dice: random.Random, done:
 
 
 def children() -> set[int]:
-    """Name the processes that this one started and that have not ended.
+    """Return the ids of running child processes.
 
-    Servers of other tests are none of ours, nor is what `multiprocessing` keeps to the end of a process that used it.
+    Servers of other tests do not count, nor does the resource tracker of `multiprocessing`.
     """
     found = set[int]()
     for task in Path("/proc/self/task").iterdir():
@@ -155,4 +155,4 @@ def _runs_python(pid: int) -> bool:
     try:
         return os.readlink(f"/proc/{pid}/exe") == os.readlink("/proc/self/exe")
     except OSError:
-        return True  # It has ended, and nobody has asked how.
+        return True  # It has ended and is not reaped yet.

@@ -195,7 +195,7 @@ class Nonsense:
 
 
 class AnswersNonsense(DummyBackend):
-    """Answers with what is no answer."""
+    """Answers with invalid values."""
 
     async def probe(self, keys):
         return [Nonsense() for _ in keys]

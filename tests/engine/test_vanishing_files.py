@@ -1,4 +1,4 @@
-"""Files of an fs tier that somebody removes under a running engine: misses, which are stored again.
+"""Files of an fs tier that are removed under a running engine: misses, which are stored again.
 
 `find -delete` removes them one by one, and so does `systemd-tmpfiles`.
 """
@@ -45,7 +45,7 @@ def files(root: Path, options: dict[str, Any]) -> list[Path]:
 
 
 class Tidier:
-    """Somebody who removes files at random, for as long as the block lasts."""
+    """A thread that removes files at random during the block."""
 
     def __init__(self, root: Path, options: dict[str, Any], seed: int) -> None:
         self.removed = 0

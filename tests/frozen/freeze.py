@@ -21,7 +21,7 @@ from tests.tools.replay.real import AGENTIC, CONVERSATION, MINI_SWE
 FROZEN = Path(__file__).parent / "frozen.json"
 ROOT = Path(__file__).parents[2]
 POLICIES = "fifo,lru,arc,s3fifo,density,opt"
-REPLAYED = ("requests", "chunk_references", "hits", "bytes", "wrong_chunks", "tiers")
+REPLAYED = ("requests", "chunk_references", "hits", "wrong_chunks", "tiers")
 
 Figures = dict[str, Any]
 
@@ -43,8 +43,8 @@ def policies(trace: str, *options: str) -> Figures:
 
 
 def replayed(trace: str, *options: str) -> Figures:
-    """Return the counts of a replay in virtual time with seed 0."""
-    report = told("replay", trace, "--virtual-time", "--seed", "0", *options)
+    """Return the counts of a simulation with seed 0."""
+    report = told("simulate", trace, "--seed", "0", *options)
     return {name: report[name] for name in REPLAYED}
 
 

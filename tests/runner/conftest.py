@@ -1,4 +1,4 @@
-"""Whole engines, as the tests of engines open them."""
+"""The fixtures of tests/engine that open whole engines."""
 
 from tests.engine.conftest import nothing_left, open_engine, runner
 

@@ -15,7 +15,6 @@ from kvtier.tools.cli import main
 from kvtier.tools.replay.logs import Conversion
 from kvtier.tools.replay.models import kv_bytes_per_token
 from kvtier.tools.replay.traces import Trace
-from kvtier.tools.replay.virtual import read_bench
 from kvtier_backends.fs import FsBackend, FsOptions
 
 DEEP = b'{"a":' + b"[" * 100_000
@@ -26,7 +25,6 @@ SMALL: dict[str, Any] = {"cpu_bytes_to_use": "1MiB", "chunk_bytes": "16KiB"}
 READERS: dict[str, Callable[[str], Any]] = {
     "configuration.json": EngineConfig.load,
     "configuration.toml": EngineConfig.load,
-    "bench.json": read_bench,
     "model.json": kv_bytes_per_token,
     "trace.jsonl": lambda path: list(Trace(path)),
     "log.jsonl": lambda path: list(Conversion([path], 16)),

@@ -54,7 +54,7 @@ def audit(ledger: Ledger) -> None:
     _audit_rows(ledger)
     _audit_transfers(ledger)
     _audit_pins(ledger)
-    _audit_leaving(ledger)
+    _audit_ahead(ledger)
     for tier in ledger.tiers:
         _audit_tier(ledger, tier)
 
@@ -146,17 +146,16 @@ def _audit_pins(ledger: Ledger) -> None:
     assert used == ledger.rows_in_use, f"{used} rows are in use, {ledger.rows_in_use} noted"
 
 
-def _audit_leaving(ledger: Ledger) -> None:
-    primary, leaving = ledger.primary, ledger.primary.leaving
-    assert (leaving is not None) == ledger.cascades.owes
-    if leaving is None:
+def _audit_ahead(ledger: Ledger) -> None:
+    primary, ahead = ledger.primary, ledger.primary.ahead
+    assert (ahead is not None) == ledger.writeback.active
+    if ahead is None:
         return
-    assert leaving.left <= set(primary.ready.values()), "a row has left the order and is not ready"
-    turns = Counter([*leaving.aside, *leaving._line[leaving._over :]]) - leaving._returned
-    assert turns == Counter(leaving.left), "a row that has left has no turn to go, or several"
+    assert set(ahead) <= set(primary.ready.values()), "a row is chosen for eviction and is not ready"
+    assert len(set(ahead)) == len(ahead), "a row is chosen twice"
     evicting = sum(tier.bit for tier in ledger.tiers if tier.spec.cascade == WHEN_EVICTED)
     for row in range(primary.rows):
-        assert not ledger.cascades._owed[row] & ~evicting, f"row {row} is owed to a tier that wants nothing later"
+        assert not ledger.writeback._dirty[row] & ~evicting, f"row {row} is dirty for a tier that wants nothing later"
 
 
 def _audit_tier(ledger: Ledger, tier: Tier) -> None:

@@ -92,7 +92,7 @@ class LifeUnderWay:
         for _ in range(int(PATIENCE_S)):
             engine.steps.end_step()
             assert await engine.drain(PATIENCE_S), "what is under way never ends"
-            if not ledger.transfers.overdue and not ledger.cascades.due_rows:
+            if not ledger.transfers.overdue and not ledger.writeback.queued_rows:
                 return
             await asyncio.sleep(1.0)
         raise AssertionError("what is owed is written for ever")
@@ -102,7 +102,7 @@ class LifeUnderWay:
         ledger, now = Inside(engine.steps).ledger, asyncio.get_running_loop().time()
         for tier, book in zip(ledger.tiers, self._books, strict=True):
             for key, truth in book.truth.items():
-                believed = tier.answer(key, bool(ledger.residency.mask.get(key, 0) & tier.bit), now)
+                believed = tier.answer(key, bool(ledger.locations.mask.get(key, 0) & tier.bit), now)
                 wrong = (truth is Truth.PRESENT and believed is False) or (truth is Truth.GONE and believed is True)
                 assert not wrong, (
                     f"{key.hex()} in {tier.spec.name} is {truth.value}, and the engine believes {believed}"

@@ -124,6 +124,7 @@ def test_a_row_that_is_never_given_back_is_found(monkeypatch):
     assert first_failure(range(200))
 
 
+@pytest.mark.usefixtures("thorough")
 def test_a_failed_store_that_stays_visible_is_found(monkeypatch):
     settle = Inbox._settle_cascade
 

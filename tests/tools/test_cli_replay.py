@@ -1,4 +1,4 @@
-"""`kvtier replay`: what is shown and written, what is refused, and how it ends."""
+"""`kvtier replay` and `kvtier simulate`: the report, bad calls, and Ctrl-C."""
 
 import json
 import os
@@ -15,11 +15,10 @@ import pytest
 from msgspec import structs
 
 from kvtier.hints import Hint
-from kvtier.tools.cli import main
 from kvtier.tools.replay.study import measure, simulation
 from kvtier.tools.replay.traces import Request, Trace, write_trace
+from tests.tools.command import KVTIER, check_refusal, reported, run
 
-KVTIER = [sys.executable, "-c", "from kvtier.tools.cli import main; main()"]
 WITHOUT_PRIVILEGE = """
 import ctypes, os, sys
 CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, PR_CAPBSET_DROP = 1, 2, 24
@@ -49,181 +48,102 @@ def trace(tmp_path: Path) -> str:
     return str(path)
 
 
-def run(*args: str) -> int:
-    """Run a command in this process; return its exit status."""
-    with pytest.raises(SystemExit) as end:
-        main(args)
-    assert isinstance(end.value.code, int)
-    return end.value.code
-
-
 def config_file(folder: Path, *lines: str, rows: int = 64) -> str:
     path = folder / "engine.toml"
     path.write_text(SMALL.format(rows=f"{4 * rows}KiB") + "\n".join(lines))
     return str(path)
 
 
-def report(path: Path) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads(path.read_text())
+def simulated(folder: Path, trace: str, *options: str) -> dict[str, Any]:
+    told: dict[str, Any] = reported(folder, "simulate", trace, *options)
     return told
 
 
-# What comes of it.
+# The report.
 
 
 @pytest.mark.usefixtures("outside")
 def test_without_a_configuration_a_trace_goes_through_memory_and_files_and_leaves_none(
     trace: str, tmp_path: Path, temporary: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, picture = tmp_path / "out.json", tmp_path / "out.png"
-    assert run("replay", trace, "--json", str(out), "--plot", str(picture)) == 0
+    picture = tmp_path / "out.png"
+    told = reported(tmp_path, "replay", trace, "--plot", picture)
     shown = capsys.readouterr()
     assert "trace.jsonl.gz: replayed 60 requests, 330 chunk references" in shown.out
     assert "0 wrong chunks" in shown.out
     assert "\n0:fs " in shown.out
     assert shown.err == ""
-    told, extent = report(out), measure(Trace(trace))
-    assert told["requests"] == 60
-    assert told["chunk_references"] == 330
+    extent = measure(Trace(trace))
+    assert (told["command"], told["requests"], told["chunk_references"]) == ("kvtier replay", 60, 330)
     assert told["hit_ratio"] == told["best_hit_ratio"] == extent.hit_ratio(extent.best_hits)
     assert sum(told["hits"].values()) == extent.best_hits
-    assert told["cascades"] == extent.unique_blocks
-    assert (told["wrong_chunks"], told["dropped"], told["failed"], told["drained"]) == (0, 0, 0, True)
+    assert told["tiers"]["0:fs"]["chunks_stored"] == extent.unique_blocks
+    assert told["tiers"]["0:fs"]["dropped"] == told["tiers"]["0:fs"]["failed"] == {}
+    assert (told["wrong_chunks"], told["drained"], told["interrupted"]) == (0, True, False)
     assert {"put", "fetch", "0:fs store"} <= told["latency_s"].keys()
-    assert told["interrupted"] is False
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert os.listdir(temporary) == []
 
 
-def test_a_report_for_standard_output_goes_there_alone(
-    trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    config = config_file(tmp_path)
-    before = sorted(os.listdir(tmp_path))
-    assert run("replay", trace, "--config", config, "--json", "-") == 0
-    shown = capsys.readouterr()
-    assert json.loads(shown.out)["requests"] == 60
-    assert shown.err == ""
-    assert sorted(os.listdir(tmp_path)) == before
-
-
-def test_a_picture_for_standard_output_is_refused_and_no_file_is_named_after_it(
-    trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    before = sorted(os.listdir(tmp_path))
-    assert run("replay", trace, "--plot", "-") == 2
-    assert "--plot -: expected a name that ends in one of" in capsys.readouterr().err
-    assert sorted(os.listdir(tmp_path)) == before
-
-
 @pytest.mark.usefixtures("outside")
-def test_in_a_directory_of_ones_own_chunks_stay_and_are_found_again(trace: str, tmp_path: Path) -> None:
-    tier, out = tmp_path / "tier", tmp_path / "out.json"
-    tier.mkdir()
-    assert run("replay", trace, "--fs", str(tier), "--limit", "30", "--json", str(out)) == 0
-    assert report(out)["hit_ratio"] < 0.8
-    assert run("replay", trace, "--fs", str(tier), "--limit", "30", "--json", str(out)) == 0
-    assert report(out)["hit_ratio"] == 1.0
-    assert report(out)["hits"]["0:fs"] > 0
-
-
-@pytest.mark.usefixtures("outside")
-def test_in_one_directory_another_trace_finds_nothing_of_the_first(trace: str, tmp_path: Path) -> None:
-    tier, out = tmp_path / "tier", tmp_path / "out.json"
-    tier.mkdir()
-    other = tmp_path / "other.jsonl"
+def test_in_the_users_directory_chunks_stay_and_only_the_same_trace_finds_them(trace: str, tmp_path: Path) -> None:
+    tier, other = tmp_path / "tier", tmp_path / "other.jsonl"
     write_trace(other, [Request(5, 1_024, 1, (0, 1)), Request(6, 1_024, 1, (2, 3))])
-    assert run("replay", trace, "--fs", str(tier)) == 0
-    assert run("replay", str(other), "--fs", str(tier), "--json", str(out)) == 0
-    assert report(out)["hit_ratio"] == 0.0
+    first, again = (reported(tmp_path, "replay", trace, "--fs", tier, "--limit", "30") for _ in range(2))
+    assert first["hit_ratio"] < 0.8
+    assert again["hit_ratio"] == 1.0
+    assert again["hits"]["0:fs"] > 0
+    assert reported(tmp_path, "replay", other, "--fs", tier)["hit_ratio"] == 0.0
 
 
 @pytest.mark.usefixtures("outside")
 def test_a_configurations_fs_tier_without_a_root_gets_a_temporary_one(
     trace: str, tmp_path: Path, temporary: Path
 ) -> None:
-    out = tmp_path / "out.json"
     config = config_file(tmp_path, '[[secondary_tiers]]\ntype = "fs"', '[[secondary_tiers]]\ntype = "dummy"')
-    assert run("replay", trace, "--config", config, "--json", str(out)) == 0
-    told = report(out)
-    assert told["engine"]["tiers"] == {"0:fs": "fs", "1:dummy": "dummy"}
+    told = reported(tmp_path, "replay", trace, "--config", config)
+    assert told["engine"] == {"rows": 64, "chunk_bytes": 4_096, "eviction_policy": "lru", "runner": "inline"}
     assert told["hits"].keys() == {"cpu", "0:fs", "1:dummy"}
     assert os.listdir(temporary) == []
 
 
-def test_a_workload_is_generated_where_there_is_no_trace(tmp_path: Path) -> None:
+def test_a_workload_is_generated_from_a_seed_without_a_trace(tmp_path: Path) -> None:
     config = config_file(tmp_path, rows=512)
-    told = []
-    for seed in ("1", "1", "2"):
-        out = tmp_path / "out.json"
-        args = ("--config", config, "--limit", "50", "--seed", seed, "--concurrency", "1", "--json", str(out))
-        assert run("replay", *args) == 0
-        told.append((report(out)["chunk_references"], report(out)["hits"]))
-    assert told[0] == told[1] != told[2]
+    options = ("--config", config, "--limit", "50", "--concurrency", "1", "--seed")
+    told = [reported(tmp_path, "replay", *options, seed) for seed in (1, 1, 2)]
+    figures = [(each["chunk_references"], each["hits"]) for each in told]
+    assert figures[0] == figures[1] != figures[2]
 
 
-@pytest.mark.usefixtures("outside")
-@pytest.mark.parametrize("rows", [1, 5, 64])
-@pytest.mark.parametrize(
-    "tiers",
-    [
-        [],
-        ['[[secondary_tiers]]\ntype = "dummy"\nlatency_s = "1ms"'],
-        [
-            '[[secondary_tiers]]\ntype = "dummy"\nlatency_s = "10us"',
-            '[[secondary_tiers]]\ntype = "dummy"\nlatency_s = "2ms"\nconcurrency = 2',
-            '[[secondary_tiers]]\ntype = "fs"',
-        ],
-        [
-            '[[secondary_tiers]]\ntype = "kvtier.testing.faults:FaultyBackend"\ninner = {type = "dummy"}\n'
-            "faults = {unavailable = 1.0}"
-        ],
-    ],
-    ids=["none", "one", "three", "failing"],
+BOTH = pytest.mark.parametrize(
+    "way", [("replay",), ("simulate", "--gpu-cache-tokens", "0")], ids=["replay", "simulate"]
 )
-def test_any_engine_ends_with_right_bytes_and_a_true_report(
-    trace: str, tmp_path: Path, tiers: Sequence[str], rows: int
-) -> None:
-    out = tmp_path / "out.json"
-    assert run("replay", trace, "--config", config_file(tmp_path, *tiers, rows=rows), "--json", str(out)) == 0
-    told = report(out)
-    assert told["requests"] == 60
-    assert told["chunk_references"] == 330
-    assert told["wrong_chunks"] == 0
-    assert told["hit_ratio"] == sum(told["hits"].values()) / 330
-    assert told["hit_ratio"] <= told["best_hit_ratio"]
-    if rows == 64 and tiers and "Faulty" not in tiers[0]:
-        assert told["hit_ratio"] == told["best_hit_ratio"]
 
 
 @pytest.mark.usefixtures("outside")
-@pytest.mark.parametrize("way", [(), ("--virtual-time", "--gpu-cache-blocks", "0")], ids=["real", "virtual"])
+@BOTH
 def test_the_default_primary_holds_long_requests_so_that_nothing_is_lost(tmp_path: Path, way: tuple[str, ...]) -> None:
-    """Agents' prompts have thousands of blocks, of which most are in every one: a share of these is less than one."""
+    """Agents' prompts have thousands of blocks, most of them in every prompt: a share of these is less than one."""
     sessions = [(*range(600), *range(1_000 * each, 1_000 * each + 100)) for each in (1, 2, 3, 4)]
-    trace, out = str(tmp_path / "agents.jsonl"), tmp_path / "out.json"
+    trace = str(tmp_path / "agents.jsonl")
     write_trace(trace, [Request(60_000 * at, 512 * 700, 9, sessions[at % 4]) for at in range(12)])
-    assert run("replay", trace, *way, "--json", str(out)) == 0
-    told = report(out)
+    told = reported(tmp_path, *way, trace)
     assert told["hit_ratio"] == told["best_hit_ratio"]
     assert (told["warnings"], told["tiers"]["cpu"]["refused"]) == ([], {})
 
 
-@pytest.mark.parametrize("way", [(), ("--virtual-time", "--gpu-cache-blocks", "0")], ids=["real", "virtual"])
-def test_requests_longer_than_the_primary_are_counted(
+@BOTH
+def test_requests_longer_than_the_primary_are_a_warning(
     tmp_path: Path, way: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trace, out = str(tmp_path / "trace.jsonl"), tmp_path / "out.json"
+    trace = str(tmp_path / "trace.jsonl")
     prompts = [tuple(range(8 * (at % 2), 8 * (at % 2) + 6)) for at in range(6)] + [tuple(range(20, 27))]
     write_trace(trace, [Request(60_000 * at, 512 * len(ids), 9, ids) for at, ids in enumerate(prompts)])
     config = config_file(tmp_path, '[[secondary_tiers]]\ntype = "dummy"', rows=4)
-    assert run("replay", trace, "--config", config, *way, "--json", str(out)) == 0
-    told, shown = report(out), capsys.readouterr().out
+    told = reported(tmp_path, *way, trace, "--config", config)
     line = "the primary of 4 chunks is shorter than 7 requests of 7, the longest of 7 chunks"
     assert line in told["warnings"][0]
-    assert line in shown
+    assert line in capsys.readouterr().out
 
 
 def test_wrong_bytes_end_the_command_with_1(
@@ -238,56 +158,76 @@ def test_wrong_bytes_end_the_command_with_1(
         "        return outcomes\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    out = tmp_path / "out.json"
     config = config_file(tmp_path, '[[secondary_tiers]]\ntype = "forgetful_tier:Forgetful"', rows=24)
-    assert run("replay", trace, "--config", config, "--json", str(out)) == 1
-    told = report(out)
+    told = reported(tmp_path, "replay", trace, "--config", config, status=1)
     assert told["wrong_chunks"] >= len(told["wrong_keys"]) > 0
     assert f"{told['wrong_chunks']} wrong chunks" in capsys.readouterr().out
+
+
+@BOTH
+def test_the_hints_of_a_trace_reach_the_engine(tmp_path: Path, way: tuple[str, ...]) -> None:
+    """Finished sessions make room for one that returns: as many hits as the study has with the same hints."""
+    blocks = [(0, 1, 2), *((10 * end, 10 * end + 1) for end in range(1, 5)), (0, 1, 2, 3)]
+    requests = [
+        Request(60_000 * number, 512 * len(ids), 9, ids, hint=Hint(over=True) if number in (1, 2, 3, 4) else None)
+        for number, ids in enumerate(blocks)
+    ]
+    trace = str(tmp_path / "hinted.jsonl")
+    write_trace(trace, requests)
+    assert reported(tmp_path, *way, trace, "--config", config_file(tmp_path, rows=6))["hit_ratio"] == 3 / 15
+    assert list(simulation("lru")(requests, 6)) == [0, 0, 0, 0, 0, 3]
+    assert sum(simulation("lru")([structs.replace(each, hint=None) for each in requests], 6)) == 0
+
+
+@BOTH
+def test_tokens_of_a_hint_are_counted_by_the_traces_blocks(tmp_path: Path, way: tuple[str, ...]) -> None:
+    blocks = [(0, 1, 2), *((10 * end, 10 * end + 1) for end in range(1, 7)), (0, 1, 2, 3)]
+    requests = [Request(60_000 * number, 512 * len(ids), 9, ids) for number, ids in enumerate(blocks)]
+    requests[0] = structs.replace(requests[0], hint=Hint(retain_s=3_600, tokens=512))
+    trace = str(tmp_path / "hinted.jsonl")
+    write_trace(trace, requests)
+    assert sum(simulation("lru")(requests, 12)) == 1
+    assert reported(tmp_path, *way, trace, "--config", config_file(tmp_path, rows=12))["hits"]["cpu"] == 1
 
 
 # In virtual time.
 
 
 @pytest.mark.usefixtures("outside")
-def test_in_virtual_time_first_tokens_are_reported_and_the_same_seed_tells_the_same_story(
+def test_a_simulation_reports_first_tokens_and_the_same_seed_gives_the_same_bytes(
     trace: str, tmp_path: Path, temporary: Path
 ) -> None:
     out = [tmp_path / "0.json", tmp_path / "1.json"]
     for hash_seed, path in enumerate(out):
-        command = [*KVTIER, "replay", trace, "--virtual-time", "--gpu-cache-blocks", "16", "--json", str(path)]
+        command = [*KVTIER, "simulate", trace, "--gpu-cache-tokens", "2048", "--json", str(path)]
         environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
         ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment)
         assert "of virtual time" in ended.stdout
         assert "without_tiering" in ended.stdout
     assert out[0].read_bytes() == out[1].read_bytes()
-    told = report(out[0])
+    told = json.loads(out[0].read_bytes())
     assert told["hit_ratio"] == told["best_hit_ratio"]
     assert told["ttft_s"]["with_tiering"]["samples"] == told["ttft_s"]["without_tiering"]["samples"] == 60
     assert told["ttft_s"]["with_tiering"]["mean"] < told["ttft_s"]["without_tiering"]["mean"]
     assert 42 <= told["seconds"] <= 46  # The trace's own time: fourteen batches of three seconds, and the last one's.
-    assert told["engine"]["prefill"] == {"tokens_per_s": 20_000.0, "slots": 4}
+    assert told["model"]["prefill"] == {"tokens_per_s": 20_000.0, "slots": 4}
     assert os.listdir(temporary) == []
 
 
 def test_slower_servers_make_later_first_tokens(trace: str, tmp_path: Path) -> None:
-    means = []
-    for speed, slots in (("10000", "8"), ("500", "8"), ("500", "1")):
-        out = tmp_path / "out.json"
-        args = ("--prefill-tokens-per-s", speed, "--slots", slots, "--json", str(out))
-        assert run("replay", trace, "--virtual-time", *args) == 0
-        means.append(report(out)["ttft_s"]["with_tiering"]["mean"])
-    assert means == sorted(means)
-    assert len(set(means)) == 3
+    means = [
+        simulated(tmp_path, trace, "--prefill-tokens-per-s", speed, "--slots", slots)["ttft_s"]["with_tiering"]["mean"]
+        for speed, slots in (("10000", "8"), ("500", "8"), ("500", "1"))
+    ]
+    assert means == sorted(set(means))
 
 
-def test_a_study_says_how_many_chunks_a_limit_kept_from_a_tier_and_which_limit_to_raise(
+def test_chunks_that_a_limit_kept_from_a_tier_are_a_warning_that_names_the_limit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, out = tmp_path / "engine.toml", tmp_path / "out.json"
+    path = tmp_path / "engine.toml"
     path.write_text('cpu_bytes_to_use = "32GiB"\nchunk_bytes = "64MiB"\n[[secondary_tiers]]\ntype = "fs"\n')
-    assert run("replay", "--virtual-time", "--config", str(path), "--limit", "20", "--json", str(out)) == 0
-    told = report(out)
+    told = simulated(tmp_path, "generated", "--config", str(path), "--limit", "20")
     dropped = told["tiers"]["0:fs"]["dropped"]["budget"]
     assert told["warnings"] == [
         f"tier 0:fs: {dropped:,} chunks were never stored in it; secondary_tiers[0].limits.store_bytes_in_flight was "
@@ -296,59 +236,26 @@ def test_a_study_says_how_many_chunks_a_limit_kept_from_a_tier_and_which_limit_t
     assert f"{dropped:,} chunks were never stored in it" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("way", [("--virtual-time", "--gpu-cache-blocks", "0"), ("--concurrency", "1")])
-def test_the_hints_of_a_trace_reach_the_engine(tmp_path: Path, way: tuple[str, ...]) -> None:
-    """Sessions that are over make room for one that returns: with as many hits as the study has with the same hints."""
-    blocks = [(0, 1, 2), *((10 * end, 10 * end + 1) for end in range(1, 5)), (0, 1, 2, 3)]
-    requests = [
-        Request(60_000 * number, 512 * len(ids), 9, ids, hint=Hint(over=True) if number in (1, 2, 3, 4) else None)
-        for number, ids in enumerate(blocks)
-    ]
-    trace, out = str(tmp_path / "hinted.jsonl"), tmp_path / "report.json"
-    write_trace(trace, requests)
-    assert run("replay", trace, "--config", config_file(tmp_path, rows=6), *way, "--json", str(out)) == 0
-    assert report(out)["hit_ratio"] == 3 / 15
-    assert list(simulation("lru")(requests, 6)) == [0, 0, 0, 0, 0, 3]
-    assert sum(simulation("lru")([structs.replace(each, hint=None) for each in requests], 6)) == 0
-
-
-@pytest.mark.parametrize("way", [("--virtual-time", "--gpu-cache-blocks", "0"), ("--concurrency", "1")])
-def test_tokens_of_a_hint_are_counted_by_the_traces_blocks(tmp_path: Path, way: tuple[str, ...]) -> None:
-    blocks = [(0, 1, 2), *((10 * end, 10 * end + 1) for end in range(1, 7)), (0, 1, 2, 3)]
-    requests = [Request(60_000 * number, 512 * len(ids), 9, ids) for number, ids in enumerate(blocks)]
-    requests[0] = structs.replace(requests[0], hint=Hint(retain_s=3_600, tokens=512))
-    trace, out = str(tmp_path / "hinted.jsonl"), tmp_path / "report.json"
-    write_trace(trace, requests)
-    assert sum(simulation("lru")(requests, 12)) == 1
-    assert run("replay", trace, "--config", config_file(tmp_path, rows=12), *way, "--json", str(out)) == 0
-    assert report(out)["hits"]["cpu"] == 1
-
-
-def test_a_configuration_that_says_how_fast_prompts_are_computed_has_chunks_of_the_traces_length(
-    tmp_path: Path,
-) -> None:
+@pytest.mark.parametrize("written", ["", "prefill_tokens_per_s = 20000.0\n"])
+def test_chunks_have_the_length_of_the_traces_blocks_when_loads_are_weighed(tmp_path: Path, written: str) -> None:
     """A chunk of 512 tokens takes 26 ms to compute, and one load 10 ms: worth it, and not at fewer tokens a chunk."""
     blocks = [tuple(range(10 * session, 10 * session + 3)) for session in range(4)] * 3
     requests = [Request(60_000 * number, 512 * len(ids), 9, ids) for number, ids in enumerate(blocks)]
-    trace, out = str(tmp_path / "returning.jsonl"), tmp_path / "report.json"
+    trace = str(tmp_path / "returning.jsonl")
     write_trace(trace, requests)
     tier = '[[secondary_tiers]]\ntype = "dummy"\nname = "slow"\nlatency_s = "10ms"\n'
     config = Path(config_file(tmp_path, tier, rows=6))
-    for said in ("", "prefill_tokens_per_s = 20000.0\n"):
-        config.write_text(said + config.read_text())
-        args = ("--config", str(config), "--virtual-time", "--gpu-cache-blocks", "0", "--json", str(out))
-        assert run("replay", trace, *args) == 0
-        assert report(out)["hits"] == {"cpu": 0, "slow": 24}
+    config.write_text(written + config.read_text())
+    told = simulated(tmp_path, trace, "--config", str(config), "--gpu-cache-tokens", "0")
+    assert told["hits"] == {"cpu": 0, "slow": 24}
 
 
 def test_in_virtual_time_an_fs_tier_is_only_modelled(trace: str, tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    config = config_file(tmp_path, '[[secondary_tiers]]\ntype = "fs"\nroot = "/no/such/place"\nname = "disk"')
-    assert run("replay", trace, "--virtual-time", "--config", config, "--json", str(out)) == 0
-    assert report(out)["engine"]["tiers"] == {"disk": "dummy"}
+    config = config_file(tmp_path, '[[secondary_tiers]]\ntype = "fs"\nroot = "/no/such/place"\nname = "ssd"')
+    assert "ssd" in simulated(tmp_path, trace, "--config", config)["model"]
 
 
-# What is refused.
+# Bad calls.
 
 
 @pytest.mark.parametrize(
@@ -356,52 +263,60 @@ def test_in_virtual_time_an_fs_tier_is_only_modelled(trace: str, tmp_path: Path)
     [
         (["--fs", "{tmp}/absent/tier"], "--fs: cannot create '{tmp}/absent/tier': parent directory does not exist"),
         (["--fs", "{tmp}/trace.jsonl.gz"], "--fs '{tmp}/trace.jsonl.gz': no such directory"),
-        (["--fs", "{tmp}", "--virtual-time"], "--fs {tmp}: nothing is written in virtual time"),
         (["--config", "{tmp}/absent.toml"], "{tmp}/absent.toml: cannot be read: No such file or directory"),
         (["--json", "{tmp}/absent/out.json"], "--json {tmp}/absent/out.json: No such file or directory"),
         (["--plot", "{tmp}/absent/out.png"], "--plot {tmp}/absent/out.png: No such file or directory"),
         (["--plot", "{tmp}/out.txt"], "--plot {tmp}/out.txt: expected a name that ends in one of"),
+        (["--plot", "-"], "--plot -: expected a name that ends in one of"),
     ],
 )
-def test_a_bad_call_is_refused_in_one_line_and_leaves_nothing(
+def test_a_bad_call_is_rejected_in_one_line_and_leaves_nothing(
     trace: str,
     tmp_path: Path,
     temporary: Path,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
     args: Sequence[str],
     complaint: str,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     assert run("replay", trace, *(arg.format(tmp=tmp_path) for arg in args)) == 2
     check_refusal(capsys, complaint.format(tmp=tmp_path))
     assert os.listdir(tmp_path) == ["trace.jsonl.gz"]
     assert os.listdir(temporary) == []
 
 
-@pytest.mark.parametrize("virtual", [[], ["--virtual-time"]], ids=["real", "virtual"])
+def test_without_matplotlib_a_picture_is_rejected_with_the_remedy(
+    trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert run("replay", trace, "--plot", tmp_path / "out.png") == 2
+    assert "pip install 'kvtier[plot]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["replay", "simulate"])
 @pytest.mark.parametrize(
     ("lines", "complaint"),
     [
         (["chunk_byte = 3"], "chunk_byte: "),
-        (['eviction_policy = "lrru"'], "'lrru' is no policy; did you mean 'lru'?"),
         (['[[secondary_tiers]]\ntype = "dumy"'], "'dumy' is no tier type; did you mean 'dummy'?"),
         (['[[secondary_tiers]]\ntype = "dummy"\nlatency = 3'], "secondary_tiers[0].latency: "),
-        (['[[secondary_tiers]]\ntype = "dummy"\nlatency_s = "fast"'], "secondary_tiers[0].latency_s: "),
-        (['[[secondary_tiers]]\ntype = "dummy"\ncapacity_bytes = -1'], "secondary_tiers[0].capacity_bytes: "),
         (['[[secondary_tiers]]\ntype = "dummy"\n[secondary_tiers.limits]\ndeadline_s = -1'], "limits.deadline_s: "),
         (["[limits]\nlease_share = 2"], "limits.lease_share: "),
     ],
 )
-def test_a_bad_configuration_is_refused_in_one_line_that_names_the_field(
+def test_a_bad_configuration_is_rejected_in_one_line_that_names_the_field(
     trace: str,
     tmp_path: Path,
     temporary: Path,
     capsys: pytest.CaptureFixture[str],
     lines: Sequence[str],
     complaint: str,
-    virtual: Sequence[str],
+    command: str,
 ) -> None:
     out = tmp_path / "out.json"
-    assert run("replay", trace, "--config", config_file(tmp_path, *lines), "--json", str(out), *virtual) == 2
+    assert run(command, trace, "--config", config_file(tmp_path, *lines), "--json", out) == 2
     check_refusal(capsys, complaint)
     assert sorted(os.listdir(tmp_path)) == ["engine.toml", "trace.jsonl.gz"]
     assert os.listdir(temporary) == []
@@ -420,7 +335,7 @@ def test_a_bad_configuration_is_refused_in_one_line_that_names_the_field(
     ],
 )
 @pytest.mark.parametrize("runner", ["inline", "process"])
-def test_an_absurd_size_is_refused_before_anything_is_allocated(
+def test_an_absurd_size_is_rejected_before_anything_is_allocated(
     trace: str,
     tmp_path: Path,
     temporary: Path,
@@ -438,7 +353,7 @@ def test_an_absurd_size_is_refused_before_anything_is_allocated(
 
 @pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize("option", ["--fs", "root", "--json", "--plot"])
-def test_a_directory_without_permission_is_refused(trace: str, tmp_path: Path, temporary: Path, option: str) -> None:
+def test_a_directory_without_permission_is_rejected(trace: str, tmp_path: Path, temporary: Path, option: str) -> None:
     locked = tmp_path / "locked"
     locked.mkdir(mode=0o500)
     config = config_file(tmp_path, f'[[secondary_tiers]]\ntype = "fs"\nroot = "{locked}"')
@@ -456,7 +371,7 @@ def test_a_directory_without_permission_is_refused(trace: str, tmp_path: Path, t
 
 
 @pytest.mark.parametrize("runner", ["inline", "process"])
-def test_a_directory_that_takes_no_files_is_refused(
+def test_a_directory_that_takes_no_files_is_rejected(
     trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], runner: str
 ) -> None:
     """The kernel's own: nobody may make a directory in /proc, not even the superuser."""
@@ -471,48 +386,38 @@ def test_a_directory_that_takes_no_files_is_refused(
     [
         (lambda lines: [*lines[:20], b'{"timestamp": -1}', *lines[21:]], "line 21: "),
         (lambda lines: [*lines[:59], lines[59][:30]], "line 60: Input data was truncated"),
-        (lambda lines: [*lines[:5], b"hello"], "line 6: "),
         (lambda _: [], "no requests in it"),
     ],
 )
-def test_a_bad_trace_is_refused_with_the_lines_number_before_anything_is_made(
+def test_a_bad_trace_is_rejected_with_the_lines_number_before_anything_is_made(
     trace: str, tmp_path: Path, temporary: Path, capsys: pytest.CaptureFixture[str], damage: Any, complaint: str
 ) -> None:
     good = tmp_path / "trace.jsonl"
     write_trace(good, Trace(trace))
     good.write_bytes(b"\n".join(damage(good.read_bytes().splitlines())))
     os.unlink(trace)
-    assert run("replay", str(good), "--json", f"{tmp_path}/out.json", "--plot", f"{tmp_path}/out.png") == 2
+    assert run("replay", good, "--json", f"{tmp_path}/out.json", "--plot", f"{tmp_path}/out.png") == 2
     check_refusal(capsys, complaint)
     assert os.listdir(tmp_path) == ["trace.jsonl"]
     assert os.listdir(temporary) == []
-
-
-def check_refusal(capsys: pytest.CaptureFixture[str], complaint: str) -> None:
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert shown.err.startswith("kvtier: ")
-    assert complaint in shown.err
-    assert shown.err.count("\n") == 1
 
 
 # Ctrl-C.
 
 
 @pytest.mark.usefixtures("outside")
-@pytest.mark.parametrize("virtual", [False, True], ids=["real", "virtual"])
-def test_an_interrupt_ends_a_replay_with_130_and_a_report_of_what_was_done(
-    tmp_path: Path, temporary: Path, virtual: bool
+@pytest.mark.parametrize("command", ["replay", "simulate"])
+def test_an_interrupt_ends_a_replay_with_130_and_a_report_of_the_finished_requests(
+    tmp_path: Path, temporary: Path, command: str
 ) -> None:
     long, out, picture = tmp_path / "long.jsonl", tmp_path / "out.json", tmp_path / "out.png"
     prompts = [range(user * 1_000, user * 1_000 + 100 + turn) for turn in range(80) for user in range(50)]
     write_trace(long, [Request(number, 512 * len(ids), 9, tuple(ids)) for number, ids in enumerate(prompts)])
-    command = [*KVTIER, "replay", str(long), "--json", str(out), "--plot", str(picture)]
-    command += ["--virtual-time"] * virtual
+    line = [*KVTIER, command, str(long), "--json", str(out), *(["--plot", str(picture)] if command == "replay" else [])]
     terminal, theirs = os.openpty()
     with (
         open(terminal, "rb", buffering=0) as screen,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, text=True, start_new_session=True) as process,
+        subprocess.Popen(line, stdout=subprocess.PIPE, stderr=theirs, text=True, start_new_session=True) as process,
     ):
         os.close(theirs)
         seen = see(screen, rb"[1-9]\d*/4000")
@@ -522,7 +427,7 @@ def test_an_interrupt_ends_a_replay_with_130_and_a_report_of_what_was_done(
     assert process.returncode == 130
     assert b"Traceback" not in seen
     assert b"WARNING" not in seen
-    told = report(out)
+    told = json.loads(out.read_bytes())
     assert told["interrupted"] is True
     assert 0 < told["requests"] < 4_000
     assert told["wrong_chunks"] == 0
@@ -530,18 +435,18 @@ def test_an_interrupt_ends_a_replay_with_130_and_a_report_of_what_was_done(
     assert f"interrupted after {told['requests']:,} requests" in shown
     assert sorted(os.listdir(tmp_path)) == ["long.jsonl", "out.json"]
     deadline = time.monotonic() + 60
-    while os.listdir(temporary):  # What is much to remove is removed in the background.
+    while os.listdir(temporary):  # A large directory is removed in the background.
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
 def see(screen: IO[bytes], pattern: bytes | None) -> bytes:
-    """Read what a terminal is sent until a pattern has come; None: until nobody sends anything any more."""
+    """Read a terminal until a pattern has come; None: until its other end is closed."""
     seen = b""
     while pattern is None or not re.search(pattern, seen):
         try:
             seen += screen.read(4_096)
-        except OSError:  # EIO: the last who had the other end open has closed it.
+        except OSError:  # EIO: the other end is closed.
             assert pattern is None, seen
             return seen
     return seen

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -9,14 +10,22 @@ from msgspec import structs
 
 from kvtier.hints import Hint
 from kvtier.tools.replay.traces import Request, Trace, write_trace
-from tests.tools.test_cli_policies import run
+from tests.tools.command import run
 
 
 @pytest.fixture
 def log(tmp_path: Path) -> str:
-    path = tmp_path / "log.csv"
-    path.write_text("timestamp,output_length,token_ids\n0,5,1 2 3 4 5\n40,7,1 2 3 4 6 7 8 9\n")
+    path = tmp_path / "log.jsonl"
+    write_log(path, [1, 2, 3, 4, 5], [1, 2, 3, 4, 6, 7, 8, 9], times=(0, 40))
     return str(path)
+
+
+def write_log(path: str | Path, *prompts: list[int], times: Sequence[int] = ()) -> None:
+    """Write a log of prompts, with replies of five, six, … tokens."""
+    rows = [{"token_ids": tokens, "output_length": 5 + number} for number, tokens in enumerate(prompts)]
+    for row, time in zip(rows, times, strict=False):
+        row["timestamp"] = time
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def test_a_log_of_token_ids_becomes_a_trace_that_the_other_commands_read(
@@ -29,37 +38,36 @@ def test_a_log_of_token_ids_becomes_a_trace_that_the_other_commands_read(
     assert (trace.block_tokens, dict(trace.meta)) == (4, {"block_size": 4})
     assert list(trace) == [
         Request(timestamp_ms=0, input_length=5, output_length=5, hash_ids=(0,)),
-        Request(timestamp_ms=40, input_length=8, output_length=7, hash_ids=(0, 1)),
+        Request(timestamp_ms=40, input_length=8, output_length=6, hash_ids=(0, 1)),
     ]
     assert run("policies", out, "--policies", "lru", "--sizes", "1") == 0
 
 
-def test_a_log_that_is_refused_leaves_what_was_there(log: str, tmp_path: Path) -> None:
+def test_a_rejected_log_leaves_the_existing_file(log: str, tmp_path: Path) -> None:
     out = tmp_path / "trace.jsonl"
     out.write_text("kept")
-    Path(log).write_text("token_ids\n1\nx\n")
+    write_log(log, [1], [-2])
     assert run("trace", "convert", log, "-o", str(out)) == 2
     assert out.read_text() == "kept"
 
 
 def test_a_log_without_times_says_what_is_assumed(log: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Path(log).write_text("token_ids\n1\n2\n")
+    write_log(log, [1], [2])
     assert run("trace", "convert", log, "--block-tokens", "1", "-o", str(tmp_path / "out.jsonl")) == 0
     assert "one request a second is assumed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("lines", "options", "why"),
+    ("options", "why"),
     [
-        ("1 2\n3\n", (), "of 2 requests none fills a block of 16 tokens"),
-        ("1 2\n3\n", ("--block-tokens", "1024"), "of 2 requests none fills a block of 1,024 tokens"),
-        ("", (), "of 0 requests none fills a block of 16 tokens"),
+        ((), "of 2 requests none fills a block of 16 tokens"),
+        (("--block-tokens", "1024"), "of 2 requests none fills a block of 1,024 tokens"),
     ],
 )
-def test_a_log_without_one_whole_block_is_refused_and_leaves_no_trace(
-    log: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], lines: str, options: tuple[str, ...], why: str
+def test_a_log_without_one_whole_block_is_rejected_and_leaves_no_trace(
+    log: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], why: str
 ) -> None:
-    Path(log).write_text(f"token_ids\n{lines}")
+    write_log(log, [1, 2], [3])
     out = tmp_path / "out.jsonl"
     assert run("trace", "convert", log, *options, "-o", str(out)) == 2
     said = capsys.readouterr().err
@@ -79,7 +87,7 @@ def test_a_trace_is_written_only_under_a_name_that_says_how_it_is_written(
     monkeypatch.chdir(tmp_path)
     assert run("trace", "convert", log, "--block-tokens", "4", "-o", name) == 2
     assert f"--output {name}: expected a name that ends in .jsonl, .jsonl.gz or .jsonl.zst" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["log.csv"]
+    assert [path.name for path in tmp_path.iterdir()] == ["log.jsonl"]
 
 
 def test_a_trace_is_written_into_a_pipe_whatever_its_name(

@@ -1,4 +1,4 @@
-"""Commands as people expect them: options that all have, examples that run, JSON that fits its schema, completion."""
+"""The command line: help, options of every command, examples that run, JSON that fits its schema, completion."""
 
 import json
 import logging
@@ -16,9 +16,11 @@ import jsonschema
 import msgspec
 import pytest
 
+import kvtier
 from kvtier.testing.conformance.lender import keys_of
 from kvtier.tools.cli import main
-from kvtier.tools.commands import COMMANDS, GROUPS, JSON
+from kvtier.tools.commands import COMMANDS, GROUPS
+from kvtier.tools.options import JSON
 from kvtier.tools.replay.traces import Request, write_trace
 from tests.docs.schemas import REPORTS, written
 
@@ -49,11 +51,34 @@ def place(root: Path, store: Callable[..., list[Path]], monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("name", ["", *GROUPS, *COMMANDS])
-def test_every_help_has_examples(run: Any, name: str) -> None:
-    _, out = run(*name.split(), "--help")
+def test_every_help_shows_the_usage_and_examples_and_h_is_short_for_it(run: Any, name: str) -> None:
+    status, out = run(*name.split(), "--help")
+    assert (status, out.lstrip().startswith(f"Usage: kvtier {name}")) == (0, True)
     examples = out.partition("Examples:\n")[2].partition("\n\n")[0].splitlines()
     assert examples
     assert all(line.startswith("    kvtier ") for line in examples)
+    assert run(*name.split(), "-h") == (0, out)
+
+
+@pytest.mark.usefixtures("outside")
+def test_the_help_lists_the_commands_and_imports_none_of_them() -> None:
+    script = (
+        "import sys; from kvtier.tools.cli import main\n"
+        "try: main(['--help'])\n"
+        "finally: print([m for m in ('torch', 'numpy', 'matplotlib', 'kvtier.tools.replay') if m in sys.modules])"
+    )
+    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert answer.stdout.endswith("[]\n")
+    summaries = [command.summary for name, command in COMMANDS.items() if " " not in name]
+    assert all(summary in answer.stdout for summary in (*summaries, *GROUPS.values()))
+
+
+@pytest.mark.usefixtures("outside")
+def test_the_version_is_one_line_and_python_runs_the_package_as_the_command() -> None:
+    command = [sys.executable, "-m", "kvtier", "--version"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, f"kvtier {kvtier.__version__}\n", "")
 
 
 def test_every_command_has_examples_of_its_own() -> None:

@@ -214,7 +214,7 @@ def test_ls_and_verify_agree_on_what_no_load_takes(store, run, run_json, root: P
         path = misplace(path)
     elif kind == "a link":
         path.rename(root.parent / "elsewhere")
-        path.symlink_to(root.parent / "elsewhere")
+        path.symlink_to(root.parent / "elsewhere")  # Its target must stay.
     else:
         path.unlink()
         os.mkfifo(path)
@@ -229,6 +229,8 @@ def test_ls_and_verify_agree_on_what_no_load_takes(store, run, run_json, root: P
     assert run("ls", root)[1].count(fault) == 1
     assert run_json("prune", root, "--corrupt", "--yes")["files"] == 1
     assert not os.path.lexists(path)
+    assert (root.parent / "elsewhere").exists() == (kind == "a link")
+    assert run("verify", root)[0] == 0
 
 
 def test_ls_and_verify_agree_on_a_chunk_of_another_namespace_in_a_segment(store, run, run_json, root: Path) -> None:

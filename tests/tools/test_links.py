@@ -68,24 +68,6 @@ def walked(root: Path) -> list[StoredFile]:
         contents.close()
 
 
-@pytest.mark.parametrize("kind", ["a link", "a pipe"])
-def test_what_is_no_file_at_a_chunks_name_is_corrupt_and_goes_without_what_it_leads_to(
-    root: Path, store: Callable[..., list[Path]], run, run_json: Callable[..., Any], elsewhere: Path, kind: str
-) -> None:
-    path = store(keys_of(3))[0]
-    if kind == "a link":
-        replaced(path, elsewhere)
-    else:
-        path.unlink()
-        os.mkfifo(path)
-    before = contents_of(elsewhere)
-    assert run("verify", root)[0] == 1
-    assert run_json("prune", root, "--corrupt", "--yes")["files"] == 1
-    assert not os.path.lexists(path)
-    assert contents_of(elsewhere) == before
-    assert run("verify", root)[0] == 0
-
-
 def test_a_pipe_in_the_place_of_the_configuration_holds_up_nothing(
     root: Path, store: Callable[..., list[Path]], run_json: Callable[..., Any]
 ) -> None:

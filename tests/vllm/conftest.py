@@ -5,8 +5,12 @@ import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.vllm.peer import Peer
 
 HERE = Path(__file__).parent
 WITHOUT_VLLM = find_spec("vllm") is None
@@ -47,6 +51,16 @@ def llama(checkpoints: Path) -> str:
     from tests.vllm.models import llama
 
     return llama(checkpoints)
+
+
+@pytest.fixture(scope="session")
+def peer() -> "Iterator[Peer]":
+    """Another process that may have an engine."""
+    from tests.vllm.peer import Peer
+
+    peer = Peer()
+    yield peer
+    peer.end()
 
 
 @pytest.fixture

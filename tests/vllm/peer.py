@@ -1,29 +1,36 @@
-"""Another host: a vLLM engine in a process of its own, beside the one that the test itself has."""
+"""Other processes with a vLLM engine. They fork from one that has imported vLLM: an import takes longer than a test."""
 
 import multiprocessing
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from tests.remote.servers import PATIENCE_S
 from tests.vllm.engines import NEW_TOKENS, Answer, Engine, Prompt
 
 
+def start(target: Callable[..., None], *given: Any) -> tuple[BaseProcess, Connection]:
+    """Start a function of a module in another process; it is given one end of a connection first."""
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=target, args=(theirs, *given))
+    process.start()
+    theirs.close()
+    return process, ours
+
+
 class Peer:
-    """The process. It has one engine at a time, and ends with its test run, however that ends."""
+    """A process that has one engine at a time. It ends with its test run, however that ends."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("forkserver")  # It has imported vLLM.
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs,), name="another host")
-        self._process.start()
-        theirs.close()
+        self._process, self._connection = start(serve)
 
     @contextmanager
     def engine(self, model: str, offloading: Mapping[str, Any] | None, **changes: Any) -> "Iterator[Peer]":
-        """Have an engine there for as long as the context lasts."""
+        """Keep an engine there for as long as the context lasts; raises AssertionError if it does not start."""
         self._call("open", model, offloading, changes)
         try:
             yield self
@@ -50,7 +57,7 @@ class Peer:
 
 
 def serve(connection: Connection) -> None:
-    """Do what the test says, until it says nothing any more."""
+    """Do what the test asks, until it closes the connection."""
     engine: Engine | None = None
     while True:
         try:
@@ -65,5 +72,5 @@ def serve(connection: Connection) -> None:
                 case _:
                     result = getattr(engine, what)(*given)
             connection.send((True, result))
-        except Exception:  # noqa: BLE001  # It belongs to whoever asked.
+        except Exception:  # noqa: BLE001  # The test raises it.
             connection.send((False, traceback.format_exc()))

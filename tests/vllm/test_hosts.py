@@ -30,7 +30,6 @@ from tests.vllm.engines import (
     sampling,
     tokens,
 )
-from tests.vllm.peer import Peer
 from tests.vllm.remotes import FAULTS, REMOTES, Remote
 from tests.vllm.test_secondary import behind_vllm
 
@@ -48,13 +47,6 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str
     yield service
     for remote in started.values():
         remote.end()
-
-
-@pytest.fixture(scope="module")
-def peer() -> Iterator[Peer]:
-    peer = Peer()
-    yield peer
-    peer.end()
 
 
 def on(remote: Remote, own: Path | None = None, *, quick: bool = False, **changes: Any) -> dict[str, Any]:

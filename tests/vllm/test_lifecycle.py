@@ -1,49 +1,43 @@
 """Beginnings and ends: what is refused at the start, what two engines share, what is left when they end."""
 
+import multiprocessing
 import os
-import re
 import signal
 import subprocess
 import sys
 import threading
 import uuid
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.integrations.vllm import require_known_version
-from tests.vllm.engines import PROMPT_HITS, Engine, fill, hits, kvtier, kvtier_files, prompts, right, tokens
+from tests.vllm.engines import PROMPT_HITS, Engine, computed, hits, kvtier, kvtier_files, prompts, right, tokens
 from tests.vllm.leftovers import leftovers, runners, wait_until_gone
+from tests.vllm.peer import start
 
 ROOT = Path(__file__).parents[2]
 
-KILLED = """
-import os, sys
-os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind",
-                  VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1")
-from tests.vllm.engines import Engine, kvtier, prompts
-if __name__ == "__main__":
-    engine = Engine(sys.argv[1], kvtier(sys.argv[2]), tensor_parallel_size=int(sys.argv[3]))
+
+def answer_until_killed(connection: Connection, model: str, disk: Path) -> None:
+    """Answer prompts with two workers; send the processes once the first ones are stored."""
+    engine = Engine(model, kvtier(disk), tensor_parallel_size=2)
     engine.answer(prompts(2))
     engine.settle()
-    print("ready", flush=True)
+    connection.send([os.getpid(), *(worker.pid for worker in multiprocessing.active_children())])
     while True:
-        engine.answer(prompts(2, seed=os.getpid()))
-"""
+        engine.answer(prompts(2, seed=1))
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_an_engine_that_is_killed_leaves_nothing_and_its_chunks(llama, disk, tmp_path, workers):
-    script = tmp_path / "killed.py"
-    script.write_text(KILLED)
-    path = os.pathsep.join([str(ROOT), str(ROOT / "backends")])
+def test_an_engine_that_is_killed_leaves_nothing_and_its_chunks(llama, disk):
     before = leftovers()
-    command = [sys.executable, str(script), llama, str(disk), str(workers)]
-    environment = os.environ | {"PYTHONPATH": path}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, start_new_session=True) as engine:
-        assert any(line == b"ready\n" for line in engine.stdout)
-        os.killpg(engine.pid, signal.SIGKILL)
+    process, connection = start(answer_until_killed, llama, disk)
+    for pid in connection.recv():
+        os.kill(pid, signal.SIGKILL)
+    process.join()
     assert wait_until_gone(before) == set()
     asked = prompts(2)
     expected = right(llama, asked)
@@ -57,7 +51,7 @@ def test_after_a_shutdown_nothing_is_left(llama, disk):
         pass
     before = threads(), descriptors()
     for _ in range(3):
-        fill(llama, kvtier(disk), prompts(2))
+        computed(llama, kvtier(disk), prompts(2))
     assert runners() == set()
     assert not {name for name in threads() - before[0] if "kvtier" in name}
     assert {name for name in descriptors() - before[1] if "kvtier" in name or "memfd" in name} == set()
@@ -113,40 +107,28 @@ def descriptors() -> set[str]:
     return found
 
 
-def test_two_engines_share_one_directory_at_the_same_time(llama, disk, tmp_path):
-    """The other engine runs in a process of its own, and writes and reads what this one does."""
+def test_two_engines_share_one_directory_at_the_same_time(llama, disk, peer):
+    """The other engine, in another process, writes and reads what this one does."""
     asked = prompts(4)
     expected = right(llama, asked)
-    script = tmp_path / "other.py"
-    ends = KILLED.replace("while True", "for _ in range(6)").replace("seed=os.getpid()", "seed=1")
-    script.write_text(
-        ends.replace("kvtier,", "kvtier_files,").replace(
-            "kvtier(sys.argv[2])", "kvtier_files(sys.argv[2], shared=True)"
-        )
-    )
-    path = os.pathsep.join([str(ROOT), str(ROOT / "backends")])
-    command = [sys.executable, str(script), llama, str(disk), "1"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path}) as other:
-        with Engine(llama, kvtier_files(disk, shared=True, cpu_bytes_to_use="5MiB")) as engine:
-            while other.poll() is None:
-                assert tokens(engine.answer(asked)) == expected
+    extra = kvtier_files(disk, shared=True, cpu_bytes_to_use="5MiB")
+    with peer.engine(llama, extra) as other, Engine(llama, extra) as engine, ThreadPoolExecutor(1) as pool:
+        theirs = pool.submit(lambda: [other.answer(given) for given in (asked[:2], *[prompts(2, seed=1)] * 6)])
+        while not theirs.done():
             assert tokens(engine.answer(asked)) == expected
-        assert other.returncode == 0
+        assert tokens(theirs.result()[0]) == expected[:2]
+        assert tokens(engine.answer(asked)) == expected
     with Engine(llama, kvtier_files(disk, shared=True)) as engine:
         assert tokens(answers := engine.answer(asked)) == expected
         assert hits(answers) == [PROMPT_HITS] * 4
 
 
-def test_a_second_engine_on_a_root_that_is_not_shared_is_refused_by_the_name_of_the_first(llama, disk, tmp_path):
-    script = tmp_path / "second.py"
-    script.write_text(KILLED)
-    path = os.pathsep.join([str(ROOT), str(ROOT / "backends")])
-    command = [sys.executable, str(script), llama, str(disk), "1"]
+def test_a_second_engine_on_a_root_that_is_not_shared_is_refused_by_the_name_of_the_first(llama, disk, peer):
+    refusal = rf"is used by tier 0:fs of process {os.getpid()} .*\{{dp_rank\}}.*shared = true"
     with Engine(llama, kvtier(disk)) as engine:
-        second = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path})
+        with pytest.raises(AssertionError, match=refusal), peer.engine(llama, kvtier(disk)):
+            pass
         assert tokens(engine.answer(prompts(2))) == right(llama, prompts(2))
-    assert second.returncode != 0
-    assert re.search(rf"is used by tier 0:fs of process {os.getpid()} .*\{{dp_rank\}}.*shared = true", second.stderr)
 
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0.0rc1", "dev"])

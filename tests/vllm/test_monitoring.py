@@ -1,9 +1,8 @@
 """What the board, the alerts and their page name is on vLLM's own `/metrics`, too."""
 
-import ast
 import os
-import subprocess
-import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
 
 import pytest
 from prometheus_client import REGISTRY, generate_latest
@@ -13,6 +12,7 @@ from kvtier import __version__
 from tests.engine.kit import FAULTY
 from tests.monitoring.queries import EVERY, OF_PROMETHEUS, samples_of, unknown
 from tests.vllm.engines import Engine, kvtier, prompts
+from tests.vllm.peer import start
 
 BLOCK_BYTES = 64 << 10
 ROWS = 48  # One prompt of 31 chunks and half of another.
@@ -94,54 +94,36 @@ def test_a_request_that_was_answered_from_a_tier_has_waited_and_saved_computing(
     assert values["kvtier_computing_saved_seconds_total"] >= 32  # A chunk of 32 tokens, each a second.
 
 
-TWO_ENGINES = """
-import os, sys
-os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind",
-                  VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1")
-from pathlib import Path
-from prometheus_client import REGISTRY
-from tests.vllm.engines import Engine, kvtier, prompts
-
 NAMES = ("kvtier_tier_stored_total", "vllm:prompt_tokens_total")
 
 
-def told():
-    found = [sample for family in REGISTRY.collect() for sample in family.samples if sample.name in NAMES]
-    print("told", {(sample.name, sample.labels["model_name"]): sample.value for sample in found}, flush=True)
+def two_engines(connection: Connection, model: str, folder: Path) -> None:
+    """Start a second engine beside a first, and end the first; send after each of the three what is counted."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # Each has a process, so that one can have two.
 
+    def served(name: str) -> Engine:
+        return Engine(model, kvtier(folder / name), disable_log_stats=False, served_model_name=name)
 
-def start(name):
-    return Engine(sys.argv[1], kvtier(Path(sys.argv[2]) / name), disable_log_stats=False, served_model_name=name)
+    def counted(engine: Engine, seed: int) -> dict[tuple[str, str], float]:
+        for each in (seed, seed + 1):  # What a step has changed shows in the next one.
+            engine.answer(prompts(1, seed=each))
+        found = [sample for family in REGISTRY.collect() for sample in family.samples if sample.name in NAMES]
+        return {(sample.name, sample.labels["model_name"]): sample.value for sample in found}
 
-
-def answer_twice(engine, seed):  # What a step has changed shows in the next one.
-    for each in (seed, seed + 1):
-        engine.answer(prompts(1, seed=each))
-
-
-if __name__ == "__main__":
-    first = start("first")
-    answer_twice(first, 0)
-    told()
-    second = start("second")
-    answer_twice(second, 0)
-    told()
+    first = served("first")
+    connection.send(counted(first, 0))
+    second = served("second")
+    connection.send(counted(second, 0))
     first.close()
-    answer_twice(second, 2)
-    told()
+    connection.send(counted(second, 2))
     second.close()
-"""
 
 
 def test_an_engine_that_ends_takes_no_metrics_of_one_that_started_after_it(llama, tmp_path):
     """vLLM's own metrics, too, are those of the engine that started last: the first one's have gone by then."""
-    script = tmp_path / "two_engines.py"
-    script.write_text(TWO_ENGINES)
-    given = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, str(script), llama, str(tmp_path)]
-    done = subprocess.run(command, env=given, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    told = [ast.literal_eval(line.removeprefix("told ")) for line in done.stdout.splitlines() if "told {" in line]
+    process, connection = start(two_engines, llama, tmp_path)
+    told = [connection.recv() for _ in range(3)]
+    process.join()
     assert told == [
         {("kvtier_tier_stored_total", name): chunks, ("vllm:prompt_tokens_total", name): tokens}
         for name, chunks, tokens in (("first", 62.0, 2_000.0), ("second", 62.0, 2_000.0), ("second", 124.0, 4_000.0))

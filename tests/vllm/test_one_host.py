@@ -95,7 +95,7 @@ def test_a_scheduler_without_its_workers_does_not_start_and_names_them(hosts, wo
         worker(here if rank < 2 else there, rank)
     message = (
         rf"^{here}/kvtier-vllm-engine: workers of rank 2 to 3 \(of 4\) have not mapped it on {socket.gethostname()}, "
-        r".*have one host for each engine"
+        r".*give each engine one host"
     )
     with pytest.raises(ConfigError, match=message):
         KVTierOffloadingSpec(config(here)).get_manager()

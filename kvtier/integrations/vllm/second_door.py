@@ -13,7 +13,7 @@ from kvtier.engine.answers import Event, EventLog
 from kvtier.engine.inbox import Inbox, Observe
 from kvtier.engine.outbox import Outbox
 from kvtier.engine.requests import PROMOTIONS_MAX, Leases, Position, Request, Search
-from kvtier.engine.tier import Residency, Tier, TierSpec
+from kvtier.engine.tier import LocationMap, Tier, TierSpec
 from kvtier.engine.tier_log import TierLog
 from kvtier.engine.transfers import Operation, Transfers
 from kvtier.hints import RETAIN_S_MAX, Advice, IgnoredHints, hint_of
@@ -82,7 +82,7 @@ class TierClient:
         self.runners_lost = 0
         self.hints_ignored = IgnoredHints()
         rows = _VllmsRows()
-        self._where = Residency()
+        self._where = LocationMap()
         self._transfers = Transfers(rows)
         self._outbox = Outbox(
             rows, [tier], self._where, self._transfers, cascade_rows_max=0, action_chunks=action_chunks

@@ -18,8 +18,8 @@ from kvtier.memory import PAGE_BYTES
 from kvtier.settings import parse_size
 from kvtier.tools.bench.figures import ROUNDS, ROUNDS_MAX, Figures, Row, load, print_figures, steps_of, this_machine
 from kvtier.tools.bench.tiers import SIDES, measure_tier, primary_bytes
-from kvtier.tools.commands import JsonOption, listed
-from kvtier.tools.outputs import Scratch, bar, check_outputs, write_json
+from kvtier.tools.options import JsonOption, listed
+from kvtier.tools.outputs import Scratch, bar, check_directory, check_outputs, write_json
 
 RoundsOption = Annotated[
     int, typer.Option(min=1, max=ROUNDS_MAX, help="Rounds, after a first one that does not count.")
@@ -59,6 +59,7 @@ def bench(
             engines, directory = _configured(config, place, stack)
         else:
             chunks = _chunk_sizes(CHUNK_SIZES if chunk_sizes is None else chunk_sizes)
+            check_directory("PLACE", place)
             check_outputs(json_path)
             directory = scratch_in(place, stack)
             engines = [_of_layout(directory, layout, size_bytes, each) for each in chunks for layout in LAYOUTS]

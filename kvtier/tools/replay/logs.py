@@ -1,14 +1,11 @@
-"""Logs of prompts as token ids, in CSV or JSON lines, read as the requests of a trace.
+"""Logs of prompts as token ids, in JSON lines, read as the requests of a trace.
 
 A block's id stands for its tokens together with all tokens before it. The last partial block of a prompt is dropped,
 because no LLM engine stores one.
 """
 
-import csv
-import sys
 from array import array
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from typing import Annotated, Any
 
 import msgspec
@@ -24,19 +21,19 @@ TOKEN_MAX = (1 << 63) - 1
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Prompt(msgspec.Struct):
+class LoggedPrompt(msgspec.Struct):
     """One line of a log."""
 
     token_ids: list[_Count] | None = None
-    prompt_token_ids: list[_Count] | None = None  # As the servers of OpenAI and vLLM call them.
+    prompt_token_ids: list[_Count] | None = None  # The name that the servers of OpenAI and vLLM use.
     timestamp: _Count | Annotated[float, msgspec.Meta(ge=0)] | None = None  # Milliseconds.
     output_length: _Count = 0
     session_id: int | str | None = None
-    kvtier: Any = None  # A hint, as a line of a trace has it.
+    kvtier: Any = None  # A hint, as in a line of a trace.
 
 
 class Conversion:
-    """The requests of one or several logs as those of one trace, in the order of the files. Iterate once.
+    """The requests of logs as those of one trace, in the order of the files. Iterate once.
 
     Raises `TraceError` for a line that cannot be used: it names file and line, and what is expected.
     """
@@ -48,12 +45,11 @@ class Conversion:
         self._ignored = IgnoredHints()
         self._first_ms = self._last_ms = 0.0
         self.without_times = False
-        self.requests = self.blocks = 0  # Given so far.
+        self.requests = self.blocks = 0  # Yielded so far.
 
     def __iter__(self) -> Iterator[Request]:
         for path in self._paths:
-            for number, prompt in _prompts(path):
-                where = f"{path}, line {number}"
+            for where, prompt in _prompts(path):
                 now_ms = self._time(where, prompt.timestamp)
                 tokens = _tokens(where, prompt)
                 ids = self._ids(tokens)
@@ -69,7 +65,7 @@ class Conversion:
                 )
 
     def _time(self, where: str, given_ms: float | None) -> float:
-        """Return when a request came, in milliseconds since the first; one a second where there are no times."""
+        """Return the milliseconds since the first request; a log without times has one request a second."""
         if not self.requests:
             self.without_times, self._first_ms = given_ms is None, given_ms or 0.0
         if self.without_times != (given_ms is None):
@@ -95,7 +91,7 @@ class Conversion:
         return tuple(ids)
 
 
-def _tokens(where: str, prompt: Prompt) -> "array[int]":
+def _tokens(where: str, prompt: LoggedPrompt) -> "array[int]":
     tokens = prompt.token_ids if prompt.prompt_token_ids is None else prompt.prompt_token_ids
     if tokens is None:
         raise TraceError(f"{where}: no token_ids in it; expected the ids of the whole prompt")
@@ -105,44 +101,17 @@ def _tokens(where: str, prompt: Prompt) -> "array[int]":
         raise TraceError(f"{where}: a token id above {TOKEN_MAX}; expected a tokenizer's ids") from error
 
 
-def _prompts(path: str) -> Iterator[tuple[int, Prompt]]:
-    """Give line number and prompt. The first line tells the formats apart: JSON begins with a brace."""
-    first = next(iter(islice(trace_lines(path), 1)), (0, b""))[1]
-    if not first.strip():
-        raise TraceError(f"{path}: it is empty; token ids as JSON lines or CSV accepted")
-    return _json_rows(path) if first.lstrip().startswith(b"{") else _csv_rows(path, first)
-
-
-def _json_rows(path: str) -> Iterator[tuple[int, Prompt]]:
-    decode = msgspec.json.Decoder(Prompt).decode
+def _prompts(path: str) -> Iterator[tuple[str, LoggedPrompt]]:
+    """Yield the prompts of a log, each with its place."""
+    decode = msgspec.json.Decoder(LoggedPrompt).decode
+    where = ""
     for number, line in trace_lines(path):
+        where = f"{path}, line {number}"
         try:
-            yield number, foreign(decode, line)
+            yield where, foreign(decode, line)
         except ValueError as error:
-            raise TraceError(f"{path}, line {number}: {error}; given {line[:60].decode(errors='replace')!r}") from error
-
-
-def _csv_rows(path: str, first: bytes) -> Iterator[tuple[int, Prompt]]:
-    csv.field_size_limit(sys.maxsize)
-    header = [name.strip().lstrip("\ufeff") for name in next(csv.reader((first.decode(errors="replace"),)))]
-    if not {"token_ids", "prompt_token_ids"} & set(header):
-        raise TraceError(f"{path}: no token_ids in its first line; token ids as JSON lines or CSV accepted")
-    text = ((number, line.decode(errors="replace")) for number, line in trace_lines(path))
-    next(text)
-    for number, line in text:
-        try:
-            yield number, _csv_row(header, next(csv.reader((line,), strict=True)))
-        except (csv.Error, msgspec.ValidationError) as error:
             raise TraceError(
-                f"{path}, line {number}: {error}; expected token_ids with spaces between them, and numbers, "
-                "all in one line"
+                f"{where}: {error}; given {line[:60].decode(errors='replace')!r}, expected JSON lines with token_ids"
             ) from error
-
-
-def _csv_row(header: Sequence[str], cells: Sequence[str]) -> Prompt:
-    if any(cells[len(header) :]):  # As where commas stand between the ids: nothing is dropped in silence.
-        raise csv.Error(f"{len(cells)} cells, and {len(header)} names in the first line")
-    row = {name: cell for name, cell in zip(header, cells, strict=False) if cell}
-    listed = [row.pop(name, "") for name in ("token_ids", "prompt_token_ids")]
-    tokens = (listed[1] or listed[0]).replace(",", " ").strip("[] ").split()
-    return msgspec.convert({**row, "token_ids": tokens}, Prompt, strict=False)
+    if not where:
+        raise TraceError(f"{path}: it is empty; token ids as JSON lines accepted")

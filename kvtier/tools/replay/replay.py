@@ -1,4 +1,4 @@
-"""A replay: a trace through an engine as fast as it goes, with real bytes; every chunk that comes back is compared."""
+"""A replay: a trace through an engine at full speed, with real bytes; every loaded chunk is compared."""
 
 import asyncio
 import hashlib
@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Itera
 from contextlib import asynccontextmanager, contextmanager
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -20,45 +21,49 @@ from kvtier.runner.tiers import Budget
 from kvtier.tools.replay.traces import Request
 
 CONCURRENCY = 8
-CONCURRENCY_MAX = 4_096  # Requests, a task each. Engines run some hundreds; the bytes have a limit of their own.
-OPEN_BYTES_MAX = 256 << 20  # Made for all open requests together, beside the primary.
-INTERRUPTED_CLOSE_S = 0.1  # Twice this, for transfers and for the tiers: whoever interrupts waits for a second at most.
-PUT_BYTES_MAX = 64 << 20  # Of chunks made and handed over at once: longer prompts go in pieces, or memory would grow.
-GPU_NAME = "gpu"  # What the LLM engine's own prefix cache is called where hits are told apart by where they lay.
-SAMPLES_MAX = 400  # Of one replay's course: a picture has no more points than this to show.
-WRONG_KEYS_MAX = 8  # Named in the report; the others are counted.
+CONCURRENCY_MAX = 4_096  # Requests, a task each. Engines run some hundreds; the bytes have their own limit.
+OPEN_BYTES_MAX = 256 << 20  # Generated for all open requests together, next to the primary.
+INTERRUPTED_CLOSE_S = 0.1  # Once for transfers and once for tiers: Ctrl-C takes effect within a second.
+PUT_BYTES_MAX = 64 << 20  # Generated and put at once: longer prompts are put in pieces, to bound memory.
+GPU_NAME = "gpu"  # The LLM engine's own prefix cache, next to the names of tiers.
+SAMPLES_MAX = 400  # Of one replay: a picture shows no more points.
+WRONG_KEYS_MAX = 8  # Named in the report; all are counted.
 WORD_BYTES = 8
-COMPARED_BYTES = 4 << 20  # Of chunks made at once for a comparison: more would only leave the processor's cache.
+COMPARED_BYTES = 4 << 20  # Generated at once for a comparison: fits the processor's cache.
 
 
 class ChunkSource:
-    """The keys and the bytes of a trace's chunks, by block id. The same arguments always give the same ones.
+    """The keys and the bytes of a trace's chunks, by block id; the same for the same arguments.
 
-    Each 8-byte word is a random word of its place, XOR a random word of the chunk's id. So a mixture of two chunks, two
-    chunks exchanged and bytes at another offset all show, wherever they are, and a chunk costs one pass over its
-    memory: 2 µs for 16 KiB, or a second for the 4.7 GB that an hour of chat asks for.
+    Each 8-byte word is a random word of its place, XOR a random word of the chunk's key. Mixed chunks, exchanged chunks
+    and shifted bytes all show, and generating a chunk takes one pass over its memory: 2 µs for 16 KiB.
     """
 
     def __init__(self, chunk_bytes: int, *, seed: int = 0, trace: bytes = b"") -> None:
-        """`trace`: what tells this trace from others, whose equal ids stand for other tokens."""
+        """Derive all from `seed` and from `trace`, bytes that differ between traces."""
         self.chunk_bytes = chunk_bytes
         self._salt = hashlib.sha256(b"%d " % seed + trace).digest()
         words = -(-chunk_bytes // WORD_BYTES)
         places = np.random.Philox(np.frombuffer(self._salt, np.uint32).tolist())
         self._words_of_places: npt.NDArray[np.uint64] = places.random_raw(words)
 
+    @classmethod
+    def of(cls, requests: Iterable[Request], chunk_bytes: int, seed: int) -> "ChunkSource":
+        """Return the chunks of a trace: in a directory that several traces have used, each finds its own only."""
+        return cls(chunk_bytes, seed=seed, trace=msgspec.json.encode(next(iter(requests))))
+
     def key(self, block_id: int) -> OffloadKey:
-        """Return the key of a block: a hash as long as an engine's own, 32 bytes, and KV-cache group 0."""
+        """Return the key of a block: 32 bytes of hash, as in LLM engines, and KV-cache group 0."""
         return make_offload_key(hashlib.sha256(self._salt + b"%d" % block_id).digest())
 
     def chunks(self, keys: Sequence[OffloadKey]) -> list[memoryview]:
-        """Make the chunks of these keys, one after the other in fresh memory."""
+        """Generate the chunks of these keys, one after the other in new memory."""
         return [row.data for row in self._rows(keys)]
 
     def wrong(self, keys: Sequence[OffloadKey], chunks: Sequence[memoryview]) -> list[OffloadKey]:
-        """Return the keys whose chunk is not, byte for byte, what was made for them; leading keys have chunks.
+        """Return the keys whose chunk differs from the generated one. Only leading keys have chunks.
 
-        Keeps no hold of the chunks.
+        Keeps no reference to the chunks.
         """
         size = max(1, COMPARED_BYTES // self.chunk_bytes)
         return [
@@ -85,9 +90,9 @@ class TierTotals(NamedTuple):
     loaded: int
     stored: int
     dropped: Mapping[str, int] = {}  # Cascades that were never sent, by reason.
-    failed: Mapping[str, int] = {}  # Chunks that did not move, by what was wrong.
-    skipped: Mapping[str, int] = {}  # Chunks that were not to be sent, or not any more, by reason.
-    refused: Mapping[str, int] = {}  # Chunks that found no row in the primary: stores and promotions.
+    failed: Mapping[str, int] = {}  # Failed transfers, by reason.
+    skipped: Mapping[str, int] = {}  # Cascades that were not wanted, or not any more, by reason.
+    refused: Mapping[str, int] = {}  # Stores and promotions without a row in the primary.
 
 
 class Sample(NamedTuple):
@@ -99,32 +104,32 @@ class Sample(NamedTuple):
     tiers: Mapping[str, TierTotals]
 
 
-class Tally:
+class ReplayTally:
     """Counts of one replay."""
 
     def __init__(self, requests_expected: int) -> None:
         self.requests = 0
         self.chunk_references = 0
         self.hits = 0
-        self.gpu_hits: int | None = None  # Of those, what the LLM engine's own cache had; None: it has none.
-        self.tokens_found = 0  # In tiers, of prompts; in virtual time.
+        self.gpu_hits: int | None = None  # Hits in the LLM engine's own cache; None if it has none.
+        self.tokens_found = 0  # Tokens of prompts found in tiers, in virtual time.
         self.wrong_chunks = 0
         self.wrong_keys: list[OffloadKey] = []
         self.seconds = 0.0
-        self.drained = False  # Whether everything that was stored had reached the tiers when it ended.
+        self.drained = False  # All cascades had reached their tiers at the end.
         self.latencies_s: dict[str, array[float]] = {}
         self.samples: list[Sample] = []
         self._requests_a_sample = max(1, -(-requests_expected // SAMPLES_MAX))
 
     def time(self, operation: str, seconds: float) -> None:
-        """Take note of how long one call took."""
+        """Record the duration of one call."""
         samples = self.latencies_s.get(operation)
         if samples is None:
             samples = self.latencies_s[operation] = array("d")
         samples.append(seconds)
 
     def observe(self, tier: str, operation: str, seconds: float) -> None:
-        """Take note of how long a tier took for one batch; an engine's observer."""
+        """Record the duration of one batch of a tier; an engine's observer."""
         self.time(f"{tier} {operation}", seconds)
 
     def looked_up(self, chunks: int, hits: int, wrong: Sequence[OffloadKey]) -> None:
@@ -134,20 +139,20 @@ class Tally:
         self.wrong_keys.extend(wrong[: WRONG_KEYS_MAX - len(self.wrong_keys)])
 
     def found_in_gpu(self, chunks: int) -> None:
-        """Count chunks that the LLM engine's own cache had, which nobody looked up."""
+        """Count chunks that the LLM engine's own cache had: kvtier was not asked for them."""
         assert self.gpu_hits is not None
         self.chunk_references += chunks
         self.hits += chunks
         self.gpu_hits += chunks
 
     def finished(self, stats: Callable[[], EngineStats], seconds: float) -> None:
-        """Count a request that has ended, and now and then keep the totals."""
+        """Count a finished request; keep a sample of the totals every few requests."""
         self.requests += 1
         if self.requests % self._requests_a_sample == 0:
             self.sample(stats(), seconds)
 
     def sample(self, stats: EngineStats, seconds: float) -> None:
-        """Keep the totals of this moment."""
+        """Keep a sample of the totals."""
         self.seconds = seconds
         gpu = {} if self.gpu_hits is None else {GPU_NAME: TierTotals(self.gpu_hits, 0, 0)}
         self.samples.append(Sample(seconds, self.requests, self.chunk_references, gpu | totals(stats)))
@@ -158,7 +163,7 @@ class Tally:
 
 
 def totals(stats: EngineStats) -> dict[str, TierTotals]:
-    """Return every tier's totals, the primary first: loaded are its rows that were read, by whoever asked."""
+    """Return the totals of every tier, the primary first. All hits are read from the primary."""
     primary = stats.primary
     read = primary.hits + sum(tier.hits for tier in stats.tiers)
     refused = {"stores": primary.stores_refused, "promotions": primary.promotions_refused}
@@ -169,82 +174,80 @@ def totals(stats: EngineStats) -> dict[str, TierTotals]:
     return found
 
 
-class Turn(NamedTuple):
-    """One open request's place in the claims."""
+class ClaimTurn(NamedTuple):
+    """The place of one open request among the claims."""
 
     number: int
     block_ids: Sequence[int]
-    claimed: set[int]  # Blocks that only this request computes.
+    claimed: set[int]  # Blocks that this request alone computes.
     ended: asyncio.Event
 
 
-class Claims:
-    """The blocks that open requests compute, so that these overlap and find what they would find one by one.
+class BlockClaims:
+    """The blocks that open requests compute: concurrent requests have the hits that they would have one by one.
 
-    A request whose prefix an earlier open one is about to compute waits for that one; all others go on. Without it the
-    hits of a replay would depend on how many requests are open: those that look before a chunk is stored would miss it.
-    What no tier has lost is found as it would be one by one; what was lost, two that look at once may both compute.
-    Belongs to one event loop.
+    A request waits for an earlier open one that is about to compute a part of its prefix. Otherwise the hits of a
+    replay would depend on the concurrency. Two requests may both compute a block that a tier has lost.
     """
 
     def __init__(self) -> None:
-        self._holders: dict[int, Turn] = {}  # Block -> the request that computes it.
-        self._computed: set[int] = set()  # Blocks that some request has computed; a tier may have lost them since.
+        self._holders: dict[int, ClaimTurn] = {}  # Block -> the request that computes it.
+        self._computed: set[int] = set()  # Blocks that a request has computed; a tier may have lost them since.
         self._admitted = 0
 
-    def admit(self, block_ids: Sequence[int]) -> Turn:
-        """Enter a request behind all others, as the one that computes every block that no other has or does."""
+    def admit(self, block_ids: Sequence[int]) -> ClaimTurn:
+        """Queue a request; it claims every block that no other request has computed or claimed."""
         self._admitted += 1
-        turn = Turn(self._admitted, block_ids, set(), asyncio.Event())
+        turn = ClaimTurn(self._admitted, block_ids, set(), asyncio.Event())
         self._claim(turn, [block for block in block_ids if block not in self._computed])
         return turn
 
-    async def wait(self, turn: Turn) -> None:
-        """Wait until no earlier open request computes a block of this one."""
+    async def wait(self, turn: ClaimTurn) -> None:
+        """Wait until no earlier open request claims a block of this one."""
         while earlier := next(filter(None, (self._earlier(block, turn) for block in turn.block_ids)), None):
             await earlier.ended.wait()
 
-    def looked_up(self, turn: Turn, hits: int) -> None:
-        """Say how many leading blocks were there: those are to be had, and all others are computed now."""
+    def looked_up(self, turn: ClaimTurn, hits: int) -> None:
+        """Record the hits of a request: its leading blocks are available, and it claims all others."""
         self._drop(turn, turn.block_ids[:hits])
         self._computed.update(turn.block_ids[:hits])
         self._claim(turn, turn.block_ids[hits:])
 
-    def leave(self, turn: Turn) -> None:
-        """Say that what the request computed can be had, as far as it was kept, and that it is over."""
+    def leave(self, turn: ClaimTurn) -> None:
+        """End a request: the blocks that it claimed are computed."""
         self._computed.update(turn.claimed)
         self._drop(turn, tuple(turn.claimed))
         turn.ended.set()
 
-    def _earlier(self, block: int, turn: Turn) -> Turn | None:
-        # Only earlier ones: so nobody waits for one that waits for him.
+    def _earlier(self, block: int, turn: ClaimTurn) -> ClaimTurn | None:
+        # Only earlier ones: otherwise two requests could wait for each other.
         holder = self._holders.get(block)
         return holder if holder is not None and holder.number < turn.number else None
 
-    def _claim(self, turn: Turn, block_ids: Sequence[int]) -> None:
+    def _claim(self, turn: ClaimTurn, block_ids: Sequence[int]) -> None:
         for block in block_ids:
             if self._holders.setdefault(block, turn) is turn:
                 turn.claimed.add(block)
 
-    def _drop(self, turn: Turn, block_ids: Sequence[int]) -> None:
+    def _drop(self, turn: ClaimTurn, block_ids: Sequence[int]) -> None:
         for block in turn.claimed.intersection(block_ids):
             del self._holders[block]
             turn.claimed.discard(block)
 
 
-class Client:
-    """One engine's user. A prompt longer than the primary counts with its leading chunks, as many as there are rows."""
+class ReplayClient:
+    """A client of one engine. A prompt longer than the primary is cut to the primary's rows."""
 
     def __init__(
         self,
         manager: TieringOffloadingManager,
         source: ChunkSource,
-        tally: Tally,
+        tally: ReplayTally,
         *,
         clock: Callable[[], float],
         load_s_per_chunk: float = 0.0,
     ) -> None:
-        """`clock` gives seconds. `load_s_per_chunk`: how long each row of a hit is read for, as if by a GPU."""
+        """Measure with `clock`, in seconds. `load_s_per_chunk` models the copy of a chunk to the GPU."""
         self.manager = manager
         self.source = source
         self.tally = tally
@@ -256,12 +259,12 @@ class Client:
 
     @property
     def seconds(self) -> float:
-        """Give the time since the client was made."""
+        """Seconds since the client was created."""
         return self._clock() - self._begun
 
     @contextmanager
     def request(self, hint: Hint | None = None) -> Generator[str]:
-        """Give the id of a request that is known to the engine, with its hint, for as long as the block lasts."""
+        """Begin a request with its hint; yield its id; finish the request at the end of the block."""
         self._numbers += 1
         request_id = f"replay-{self._numbers}"
         self.manager.steps.on_new_request(request_id, hint=hint)
@@ -271,7 +274,7 @@ class Client:
             self.manager.steps.on_request_finished(request_id)
 
     async def fetch(self, keys: Sequence[OffloadKey], request_id: str) -> int:
-        """Have the longest leading run brought in, compare its bytes, and return how long it is."""
+        """Load the longest leading run, compare its bytes, and return its length."""
         begun = self._clock()
         async with self.manager.fetch(keys, request_id=request_id) as chunks:
             self.tally.time("fetch", self._clock() - begun)
@@ -282,7 +285,7 @@ class Client:
         return hits
 
     async def put(self, keys: Sequence[OffloadKey], hits: int, request_id: str) -> None:
-        """Store what was not found, waiting for room and for the tiers' budgets."""
+        """Store the misses; wait for room and for the tiers' budgets."""
         for piece in self._computed(keys, hits):
             chunks = self.source.chunks(piece)
             begun = self._clock()
@@ -290,7 +293,7 @@ class Client:
             self.tally.time("put", self._clock() - begun)
 
     def store(self, keys: Sequence[OffloadKey], hits: int, request_id: str) -> None:
-        """Store what was not found as an engine does that never waits: what there is no room for is dropped."""
+        """Store the misses without waiting, as an LLM engine does: chunks without room are dropped."""
         steps, size = self.manager.steps, self.source.chunk_bytes
         for piece in self._computed(keys, hits):
             plan = steps.prepare_store(piece, request_id)
@@ -308,7 +311,7 @@ class Client:
 
 @asynccontextmanager
 async def task_group() -> AsyncGenerator[asyncio.TaskGroup]:
-    """Give a group of tasks that raises the first error as it is: the others follow from it."""
+    """Yield a group of tasks that raises its first error alone: the others follow from it."""
     try:
         async with asyncio.TaskGroup() as group:
             yield group
@@ -317,35 +320,33 @@ async def task_group() -> AsyncGenerator[asyncio.TaskGroup]:
 
 
 class Replay:
-    """One pass of requests through one engine. `tally` may be read at any time, and after a cancelled run, too."""
-
-    times_to_first_token_s: None = None  # Requests do not come at their own times here.
+    """One pass of requests through one engine. `tally` may be read at any time, even after a cancelled run."""
 
     def __init__(
         self,
         requests: Iterable[Request],
         config: EngineConfig,
         source: ChunkSource,
-        tally: Tally,
+        tally: ReplayTally,
         *,
         concurrency: int = CONCURRENCY,
     ) -> None:
-        """`concurrency`: the most requests open at once."""
+        """Keep at most `concurrency` requests open at once."""
         self.tally = tally
         self._requests = iter(requests)
         self._config = config
         self._source = source
         self._concurrency = concurrency
 
-    async def run(self, progress: Callable[[], None] = lambda: None) -> Tally:
-        """Replay all requests, calling `progress` after each, and wait until what they stored has reached the tiers.
+    async def run(self, progress: Callable[[], None] = lambda: None) -> ReplayTally:
+        """Replay all requests, calling `progress` after each, and wait until all cascades have reached the tiers.
 
-        Cancelled, it closes the engine in under a second and leaves what was counted in `tally`.
+        A cancel closes the engine within a second; `tally` keeps the counts.
         """
         manager = await TieringOffloadingManager.open(self._config, observer=self.tally.observe)
         close_s = None
         try:
-            client = Client(manager, self._source, self.tally, clock=time.perf_counter)  # uvloop's ticks in ms.
+            client = ReplayClient(manager, self._source, self.tally, clock=time.perf_counter)  # uvloop's ticks in ms.
             try:
                 await self._replay(client, progress)
                 self.tally.drained = await manager.drain(_drain_s(self._config))
@@ -358,15 +359,17 @@ class Replay:
             await manager.aclose(close_s)
         return self.tally
 
-    async def _replay(self, client: Client, progress: Callable[[], None]) -> None:
-        claims = Claims()
+    async def _replay(self, client: ReplayClient, progress: Callable[[], None]) -> None:
+        claims = BlockClaims()
         room = Budget(OPEN_BYTES_MAX, _open_chunks_max(client.manager))
         async with task_group() as group:
             for _ in range(self._concurrency):
                 group.create_task(self._work(client, claims, room, progress))
 
-    async def _work(self, client: Client, claims: Claims, room: Budget, progress: Callable[[], None]) -> None:
-        """Take the next request, serve it, and so on. What is taken is claimed at once: nothing waits between."""
+    async def _work(
+        self, client: ReplayClient, claims: BlockClaims, room: Budget, progress: Callable[[], None]
+    ) -> None:
+        """Serve requests one after the other. Each is claimed when it is taken, before anything waits."""
         for request in self._requests:
             turn = claims.admit(request.hash_ids)
             chunks = len(request.hash_ids)
@@ -381,7 +384,7 @@ class Replay:
             self.tally.finished(client.manager.stats, client.seconds)
             progress()
 
-    async def _serve(self, client: Client, claims: Claims, turn: Turn, hint: Hint | None) -> None:
+    async def _serve(self, client: ReplayClient, claims: BlockClaims, turn: ClaimTurn, hint: Hint | None) -> None:
         keys = list(map(self._source.key, turn.block_ids))
         with client.request(hint) as request_id:
             hits = await client.fetch(keys, request_id)
@@ -390,11 +393,11 @@ class Replay:
 
 
 def _open_chunks_max(manager: TieringOffloadingManager) -> int:
-    """Return how many rows open requests can hold for sure: none is then refused one that cascades or leases hold."""
+    """Return how many rows open requests may hold: cascades and leases then never leave one without a row."""
     limits, rows = manager.config.limits, manager.config.rows
     return max(1, int(min(limits.lease_share, 1 - limits.cascade_share) * rows))
 
 
 def _drain_s(config: EngineConfig) -> float:
-    """Return when all must have ended: each transfer waits for budget and then for the tier, at most so long."""
+    """Return a bound for all cascades: each waits once for budget and once for the tier."""
     return 1.0 + 2 * max((tier.limits.deadline_s for tier in config.secondary_tiers), default=0.0)

@@ -1,13 +1,8 @@
-"""The engine of a replay, and the directories in which its fs tiers keep their chunks.
-
-A configuration that leaves an fs tier's `root` out gets a temporary one: so one file can serve every machine, and no
-replay writes where nobody asked it to.
-"""
+"""The engine of a replay, and the roots of its fs tiers: tiers without one get a temporary directory."""
 
 from shutil import disk_usage
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
 from kvtier.config import EngineConfig, TierConfig, TierLimits, tier_options
@@ -17,17 +12,17 @@ from kvtier.tools.outputs import check_directory
 from kvtier.tools.replay.study import Extent
 
 CHUNK_BYTES = 16 << 10
-PRIMARY_SHARE = 0.05  # Of the trace's unique blocks: small, so that much of what returns comes from the tier below.
+PRIMARY_SHARE = 0.05  # Of the trace's unique blocks: small, so that many hits come from the tier below.
 PRIMARY_ROWS_MIN = 512  # A short trace's primary: 8 MiB.
-STORE_CHUNKS = 256  # Keeps the lanes busy. What waits pins its row: more would take the primary away from hits.
+STORE_CHUNKS = 256  # Keeps the lanes busy. Waiting stores pin rows: more would cost hits in the primary.
 FOOTER_BYTES = 4_096  # Of each chunk of an fs tier.
 FOLDER_BYTES = 4_096
-SEGMENT_BYTES_MIN, SEGMENT_BYTES_MAX = 16 << 20, 8 << 30  # The sizes between which the fs tier's segments grow.
+SEGMENT_BYTES_MIN, SEGMENT_BYTES_MAX = 16 << 20, 8 << 30  # The fs tier's segments grow between these sizes.
 SYNCED_SEGMENT_BYTES_MAX = 64 << 20  # With fsync.
 
 
 def default_config(extent: Extent, concurrency: int) -> EngineConfig:
-    """Put a small primary over one fs tier, with the runner in a process."""
+    """Return a small primary over one fs tier, with the runner in a process."""
     return EngineConfig(
         cpu_bytes_to_use=primary_rows(extent, concurrency) * CHUNK_BYTES,
         chunk_bytes=CHUNK_BYTES,
@@ -51,7 +46,7 @@ def primary_rows(extent: Extent, concurrency: int) -> int:
 
 
 def check_roots(config: EngineConfig) -> None:
-    """Raise `ConfigError` if an fs tier's own root is not there."""
+    """Raise `ConfigError` if an fs tier's own root does not exist."""
     for index, tier in enumerate(config.secondary_tiers):
         root = tier.options.get("root")
         if _is_fs(tier) and isinstance(root, str):
@@ -59,15 +54,14 @@ def check_roots(config: EngineConfig) -> None:
 
 
 def without_root(config: EngineConfig) -> bool:
-    """Say whether an fs tier has yet to be told where to keep its chunks."""
+    """Return True if an fs tier has no root."""
     return any(_is_fs(tier) and "root" not in tier.options for tier in config.secondary_tiers)
 
 
 def rooted(config: EngineConfig, directory: str, *, override: bool) -> EngineConfig:
-    """Have fs tiers keep their chunks in a directory: all of them, or those without a root of their own.
+    """Set the root of fs tiers: of all of them, or only of those that have none.
 
-    A configuration's only fs tier gets the directory itself; of several, each gets a folder in it that is named by the
-    tier's place in the configuration.
+    An only fs tier gets the directory itself; each of several gets a folder in it, named by the tier's index.
     """
     tiers = config.secondary_tiers
     alone = sum(map(_is_fs, tiers)) == 1
@@ -85,7 +79,7 @@ def rooted(config: EngineConfig, directory: str, *, override: bool) -> EngineCon
 
 
 def check_room(config: EngineConfig, extent: Extent, directory: str) -> None:
-    """Raise `ConfigError` if the trace's chunks would fill the disk of a directory that nobody chose."""
+    """Raise `ConfigError` if the trace's chunks would fill the disk of a temporary directory."""
     needed = sum(
         taken_bytes(fs_options(tier, f"secondary_tiers[{index}]"), config.row_bytes, extent.unique_blocks)
         for index, tier in enumerate(config.secondary_tiers)
@@ -100,14 +94,14 @@ def check_room(config: EngineConfig, extent: Extent, directory: str) -> None:
 
 
 def fs_options(tier: TierConfig, where: str) -> Any:
-    """Decode an fs tier's own options, though its root may be missing yet. Raises `ConfigError`."""
+    """Decode an fs tier's own options; its root may be missing. Raises `ConfigError`."""
     return tier_options(replace(tier, options={"root": "missing", **tier.options}), where)
 
 
 def taken_bytes(options: Any, row_bytes: int, chunks: int) -> int:
-    """Return about what so many chunks take of the disk under an fs tier's options: at most its capacity.
+    """Return the approximate size of `chunks` chunks on disk: at most the tier's capacity.
 
-    Segments are made whole, each as large as all before it, up to a limit.
+    A segment is allocated whole, as large as all before it, up to a limit.
     """
     taken: int = chunks * chunk_bytes_on_disk(options, row_bytes)
     if options.layout == "segments":
@@ -119,48 +113,9 @@ def taken_bytes(options: Any, row_bytes: int, chunks: int) -> int:
 
 
 def chunk_bytes_on_disk(options: Any, row_bytes: int) -> int:
-    """Return what one chunk takes of the disk, with its footer and, under vLLM's naming, almost a folder of its own."""
+    """Return the size of a chunk on disk, with its footer; with vLLM's naming most chunks have their own folder."""
     foldered: bool = options.layout == "files" and options.naming == "vllm"
     return row_bytes + FOOTER_BYTES + FOLDER_BYTES * foldered
-
-
-def settings_of(config: EngineConfig) -> dict[str, Any]:
-    """Return what may be told of an engine: its sizes, and of limits and tiers what differs from the defaults.
-
-    Of a tier's own options only numbers, flags and words of a fixed list are told: another text may be a password.
-    """
-    return {
-        "rows": config.rows,
-        "chunk_bytes": config.chunk_bytes,
-        "eviction_policy": config.eviction_policy,
-        "runner": config.runner or "inline",
-        "tiers": {tier.name: tier.type for tier in config.secondary_tiers},
-        "limits": _changed(config.limits),
-        "tier_settings": {
-            tier.name: {"cascade": tier.cascade} | _changed(tier.limits) | _changed(_options(tier, index))
-            for index, tier in enumerate(config.secondary_tiers)
-        },
-    }
-
-
-def _options(tier: TierConfig, index: int) -> msgspec.Struct:
-    where = f"secondary_tiers[{index}]"
-    options: msgspec.Struct = fs_options(tier, where) if _is_fs(tier) else tier_options(tier, where)
-    return options
-
-
-def _changed(given: msgspec.Struct) -> dict[str, Any]:
-    """Return the fields of a struct that differ from their defaults and may be told."""
-    return {
-        field.encode_name: value
-        for field in msgspec.structs.fields(type(given))
-        if (value := getattr(given, field.name)) != field.default and _may_be_told(field.type, value)
-    }
-
-
-def _may_be_told(kind: Any, value: object) -> bool:
-    fixed = any(get_origin(part) is Literal for part in (kind, *get_args(kind)))
-    return isinstance(value, int | float) or (isinstance(value, str) and fixed)
 
 
 def _is_fs(tier: TierConfig) -> bool:

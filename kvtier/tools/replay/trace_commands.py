@@ -1,4 +1,4 @@
-"""`kvtier trace`: the contents of a trace, and traces made from logs of token ids."""
+"""`kvtier trace`: the contents of a trace, and traces from logs of token ids."""
 
 import os
 from array import array
@@ -12,19 +12,19 @@ import typer
 from rich.console import Console
 
 from kvtier.errors import ConfigError, TraceError
-from kvtier.tools.commands import JsonOption, LimitOption, StrictOption
+from kvtier.tools.options import JsonOption, LimitOption, StrictOption, TraceArgument
 from kvtier.tools.outputs import busy, check_outputs, check_writable, counted, note, plain_table, write_json
 from kvtier.tools.replay.logs import Conversion
 from kvtier.tools.replay.study import measure
 from kvtier.tools.replay.traces import Request, write_trace
-from kvtier.tools.replay.workload import GENERATED, open_trace
+from kvtier.tools.replay.workload import open_trace
 
 TRACE_NAMES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 BLOCK_TOKENS_MAX = 1 << 20  # No engine has blocks of a million tokens.
 
 
 class Lengths(msgspec.Struct):
-    """Lengths in tokens, of all requests."""
+    """Lengths of all requests, in tokens."""
 
     total: int
     mean: float
@@ -47,24 +47,16 @@ class TraceInfo(msgspec.Struct):
     block_references: int
     unique_blocks: int
     best_hit_ratio: float
-    hints: dict[str, int]  # Requests by what their hints say; empty: there are no hints.
+    hints: dict[str, int]  # Requests by the field of their hints; empty without hints.
 
 
 def info(
-    trace: Annotated[
-        str,
-        typer.Argument(
-            metavar="TRACE", help=f"A file in Mooncake's format (.jsonl, .jsonl.gz, .jsonl.zst), or {GENERATED!r}."
-        ),
-    ],
-    limit: LimitOption = None,
-    strict: StrictOption = False,
-    json_path: JsonOption = None,
+    trace: TraceArgument, limit: LimitOption = None, strict: StrictOption = False, json_path: JsonOption = None
 ) -> None:
-    """Say what is in a trace: requests, lengths, blocks, and the best hit ratio that any cache could have."""
-    check_outputs(json_path, None)
+    """Show the contents of a trace: requests, lengths, blocks, and the best hit ratio that any cache could have."""
+    check_outputs(json_path)
     opened = open_trace(trace, limit=limit, strict=strict)
-    tally = _Tally(opened)
+    tally = _TraceTally(opened)
     with busy(f"reading {os.path.basename(opened.path)}"):
         extent = measure(tally)
     found = TraceInfo(
@@ -92,7 +84,7 @@ def convert(
     ],
     block_tokens: Annotated[int, typer.Option(min=1, max=BLOCK_TOKENS_MAX, help="Tokens of a block.")] = 16,
 ) -> None:
-    """Make a trace from prompts that were logged as token ids.
+    """Convert prompts that were logged as token ids, in JSON lines, to a trace.
 
     Each id stands for its block and all blocks before it. The last partial block of a prompt is dropped.
     """
@@ -119,14 +111,14 @@ def _with_blocks(conversion: Conversion, logs: list[str], block_tokens: int) -> 
 
 def _check_output(path: str) -> None:
     check_writable("--output", path)
-    is_pipe = os.path.exists(path) and not os.path.isfile(path)  # It has whatever name it has.
+    is_pipe = os.path.exists(path) and not os.path.isfile(path)  # A pipe may have any name.
     if not path.endswith(TRACE_NAMES) and not is_pipe:
         *others, last = TRACE_NAMES
         raise ConfigError(f"--output {path}: expected a name that ends in {', '.join(others)} or {last}")
 
 
-class _Tally:
-    """Requests as they pass, and what is counted of them."""
+class _TraceTally:
+    """Requests in passing, and their counts."""
 
     def __init__(self, requests: Iterable[Request]) -> None:
         self._requests = requests
@@ -159,10 +151,10 @@ def _show(found: TraceInfo, console: Console) -> None:
     table = plain_table("", "", title=found.trace, show_header=False)
     for name, value in (
         ("requests", f"{found.requests:,}"),
-        ("sessions", "not told" if found.sessions is None else f"{found.sessions:,}"),
+        ("sessions", "unknown" if found.sessions is None else f"{found.sessions:,}"),
         ("span", f"{found.seconds:,.0f} s"),
-        ("prompt tokens", _said(found.input_length)),
-        ("reply tokens", _said(found.output_length)),
+        ("prompt tokens", _shown(found.input_length)),
+        ("reply tokens", _shown(found.output_length)),
         ("tokens of a block", f"{found.block_tokens:,}"),
         ("block references", f"{found.block_references:,}"),
         ("unique blocks", f"{found.unique_blocks:,}"),
@@ -173,7 +165,7 @@ def _show(found: TraceInfo, console: Console) -> None:
     console.print(table)
 
 
-def _said(lengths: Lengths) -> str:
+def _shown(lengths: Lengths) -> str:
     return (
         f"{lengths.total:,}; a request {lengths.mean:,.0f} (p50 {lengths.p50:,}, p99 {lengths.p99:,}, "
         f"most {lengths.most:,})"

@@ -1,30 +1,27 @@
 """A workload from a seed: chats and agents that share system prompts, for demonstrations and tests without a trace.
 
-It has what a KV cache lives on: prompts shared by many sessions with Zipf's popularity, sessions whose every prompt
-contains the one before and its reply, pauses between, and lengths with heavy tails. What it leaves out: retries,
-branching and shortened histories, load that changes with the hour, and users who share documents.
+Many sessions share system prompts with Zipf's popularity, each prompt of a session contains the one before and its
+reply, and lengths have heavy tails. Left out: retries, branching and shortened histories, load that changes with the
+hour, and users who share documents.
 
-Where the defaults come from, by the names of their fields:
+Sources of the defaults, by field:
 
 - `chat`: measured on Mooncake's `conversation_trace` (Qin et al., "Mooncake: Trading More Storage for Less
-  Computation", USENIX FAST 2025; 12,031 requests of one hour), taking a prompt that shares more than its first block
-  with an earlier one for its next turn. There (quartiles, 90 %): first prompts of 1,336, 5,264, 13,056 and 25,561
-  tokens; 31, 13, 7 and 4 % of the sessions reach a 2nd, 3rd, 4th and 5th turn; 66, 123, 264 and 483 s from turn to
-  turn; 7, 23, 425 and 4,267 tokens more than prompt and reply before; replies of 156, 350, 472 and 597 tokens, at most
-  2,000; 2.1 sessions a second; no prompt above 126,195 tokens.
+  Computation", USENIX FAST 2025; 12,031 requests of one hour), where a prompt that shares more than its first block
+  with an earlier one counts as its next turn. Quartiles and 90 %: first prompts of 1,336, 5,264, 13,056 and 25,561
+  tokens; 31, 13, 7 and 4 % of the sessions reach a 2nd, 3rd, 4th and 5th turn; 66, 123, 264 and 483 s between turns;
+  7, 23, 425 and 4,267 tokens more than the prompt and reply before; replies of 156, 350, 472 and 597 tokens.
 - `agents`: pauses, replies and tool results from the coding agents of kv-cache-tester (Callan Fox / WEKA, commit
   94f6046d; 710 sessions, 47,972 requests): 11, 17, 38 and 128 s; 138, 218, 429 and 904 tokens; 43, 275, 978 and 2,979
-  tokens. Its sessions are longer (18, 45, 94 and 152 turns, first prompts with a median of 24,522 tokens) than a
-  demonstration can hold: turns and first prompts lean on lmcache-agent-trace instead (LMCache, commit 16a14ada; 20
-  runs of 12, 30, 30 and 30 turns, first prompts of 1,568, 1,805, 2,493 and 3,627 tokens).
-- `arrival_cv`: bursty session starts drawn from a Gamma distribution as in BurstGPT (Wang et al., arXiv 2401.17644);
-  the value is our choice.
-- Our choice entirely: how many system prompts there are, how long, Zipf's exponent, and the share of agents.
+  tokens. Turns and first prompts come from lmcache-agent-trace (LMCache, commit 16a14ada; 20 runs of 12, 30, 30 and
+  30 turns, first prompts of 1,568, 1,805, 2,493 and 3,627 tokens), whose sessions a demonstration can hold.
+- `arrival_cv`: bursty session starts from a Gamma distribution as in BurstGPT (Wang et al., arXiv 2401.17644); the
+  value is our choice.
+- Our choice: number, length and popularity of the system prompts, and the share of agents.
 
-A lognormal fits all of these roughly; it is chosen for having two parameters that say what they do. How near it comes:
-12,000 requests of chats alone have 7,505 sessions in 3,752 s (the real trace 7,373 in 3,537 s), prompts of 12,941
-tokens on average (12,035) and replies of 360 (343), a best possible hit ratio of 0.400 (0.366), and one of 0.241
-(0.196) in an LRU cache of 5 % of the unique blocks.
+A lognormal fits all of these roughly and has two parameters. 12,000 requests of chats alone have 7,505 sessions in
+3,752 s (the real trace 7,373 in 3,537 s), prompts of 12,941 tokens on average (12,035) and replies of 360 (343), a
+best possible hit ratio of 0.400 (0.366), and one of 0.241 (0.196) in an LRU cache of 5 % of the unique blocks.
 """
 
 import heapq
@@ -32,29 +29,22 @@ import math
 import random
 from collections.abc import Iterator, Mapping
 from itertools import accumulate, count, islice
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
-from kvtier.settings import Checked, Count
 from kvtier.tools.replay.traces import BLOCK_TOKENS, Request, Trace
 
-Positive = Annotated[float, msgspec.Meta(gt=0)]
-Rate = Annotated[float, msgspec.Meta(ge=1e-6, le=1e6)]
-Variation = Annotated[float, msgspec.Meta(gt=0, le=100)]
-Sigma = Annotated[float, msgspec.Meta(ge=0, le=10)]
-Probability = Annotated[float, msgspec.Meta(ge=0, le=1)]
-NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 GENERATED = "generated"
 
 
-class Spread(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Spread(msgspec.Struct, frozen=True, kw_only=True):
     """A lognormal distribution, cut off: half lies below `median`, two thirds within a factor of e**sigma of it."""
 
-    median: Positive
-    sigma: Sigma
-    most: Positive
+    median: float
+    sigma: float
+    most: float
 
     def draw(self, source: random.Random) -> float:
         return min(self.most, self.median * math.exp(self.sigma * source.gauss(0.0, 1.0)))
@@ -64,11 +54,11 @@ class Spread(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return max(1, round(self.draw(source)))
 
 
-class Dialogue(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Dialogue(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of session. Lengths are in tokens."""
 
-    system_prompts: Count
-    system_prompt_zipf: NotNegative  # Popularity of the n-th most popular: proportional to n ** -zipf.
+    system_prompts: int
+    system_prompt_zipf: float  # Popularity of the n-th most popular: proportional to n ** -zipf.
     system_prompt_tokens: Spread
     turns: Spread
     first_tokens: Spread  # Of the first prompt, after the system prompt.
@@ -100,30 +90,28 @@ AGENTS = Dialogue(
 )
 
 
-class Workload(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """A workload to generate. The same one is always the same requests."""
 
-    requests: Count = 3_000
+    requests: int = 3_000
     seed: int = 0
-    block_tokens: Count = BLOCK_TOKENS
-    context_tokens_max: Count = 131_072  # A session ends rather than ask for more.
-    sessions_per_s: Rate = 2.0
-    arrival_cv: Variation = 2.0  # Standard deviation over mean of the time between session starts; 1: Poisson.
-    agent_share: Probability = 0.05  # Of sessions; of 3,000 requests 0.31 are theirs, of 48,000 0.46.
+    block_tokens: int = BLOCK_TOKENS
+    context_tokens_max: int = 131_072  # A session ends rather than ask for more.
+    sessions_per_s: float = 2.0
+    arrival_cv: float = 2.0  # Standard deviation over mean of the time between session starts; 1: Poisson.
+    agent_share: float = 0.05  # Of sessions; of 3,000 requests 0.31 are theirs, of 48,000 0.46.
     chat: Dialogue = CHAT
     agents: Dialogue = AGENTS
 
 
-DEFAULT = Workload()
-
-
 class GeneratedTrace:
-    """A workload's requests as a trace, which can be read as often as one from a file."""
+    """A workload's requests as a trace; each iteration generates them again."""
 
     path = GENERATED
 
-    def __init__(self, workload: Workload = DEFAULT, *, limit: int | None = None) -> None:
-        """`limit`: how many requests it has, fewer or more than the workload says."""
+    def __init__(self, workload: Workload | None = None, *, limit: int | None = None) -> None:
+        """Take `limit` requests, fewer or more than the workload has."""
+        workload = workload or Workload()
         self.workload = workload = workload if limit is None else replace(workload, requests=limit)
         self.block_tokens = workload.block_tokens
         self.meta: Mapping[str, Any] = {"block_size": workload.block_tokens, "workload": msgspec.to_builtins(workload)}
@@ -132,29 +120,27 @@ class GeneratedTrace:
         return generate(self.workload)
 
 
+AnyTrace = Trace | GeneratedTrace
+
+
 def open_trace(
-    name: str,
-    *,
-    workload: Workload = DEFAULT,
-    limit: int | None = None,
-    strict: bool = False,
-    checked: bool = False,
-) -> Trace | GeneratedTrace:
-    """Return the trace of a file, or for `generated` the workload's. Raises `TraceError`."""
+    name: str, *, seed: int = 0, limit: int | None = None, strict: bool = False, checked: bool = False
+) -> AnyTrace:
+    """Return the trace of a file, or the workload of a seed for `generated`. Raises `TraceError`."""
     if name == GENERATED:
-        return GeneratedTrace(workload, limit=limit)
+        return GeneratedTrace(Workload(seed=seed), limit=limit)
     return Trace(name, limit=limit, strict=strict, checked=checked)
 
 
 def generate(workload: Workload) -> Iterator[Request]:
-    """Give the workload's requests in the order of their arrival, the first at 0 ms.
+    """Yield the requests in the order of their arrival, the first at 0 ms.
 
     As in Mooncake's traces `len(hash_ids) == ceil(input_length / block_tokens)`: a last block that is only partly
     filled has an id, which never comes again.
     """
     source = random.Random(workload.seed)
     ids = count()
-    kinds = [_Kind(dialogue, workload, source, ids) for dialogue in (workload.chat, workload.agents)]
+    kinds = [_SessionKind(dialogue, workload, source, ids) for dialogue in (workload.chat, workload.agents)]
     live: list[tuple[float, _Session]] = []  # A heap: when each session asks next.
     start_s, sessions = 0.0, 0
     for _ in range(workload.requests):
@@ -177,7 +163,7 @@ def _gap_s(workload: Workload, source: random.Random) -> float:
     return source.gammavariate(1 / variance, variance / workload.sessions_per_s)
 
 
-class _Kind:
+class _SessionKind:
     """Sessions of one kind: their dialogue, and system prompts by popularity."""
 
     def __init__(self, dialogue: Dialogue, workload: Workload, source: random.Random, ids: Iterator[int]) -> None:
@@ -198,7 +184,7 @@ class _Kind:
 class _Session:
     """One dialogue in progress: the prompt that it sends next, and the ids of all blocks that are settled."""
 
-    def __init__(self, kind: _Kind, number: int) -> None:
+    def __init__(self, kind: _SessionKind, number: int) -> None:
         self.kind = kind
         self._number = number
         system_tokens, system_blocks = kind.draw_system_prompt()

@@ -13,7 +13,7 @@ from rich.markup import escape
 from kvtier.errors import ConfigError
 from kvtier.tools import statuses
 from kvtier.tools.bench.figures import Figures, Row, load, print_figures, this_machine
-from kvtier.tools.commands import JsonOption
+from kvtier.tools.options import JsonOption
 from kvtier.tools.outputs import bar, check_outputs, plain_table, write_json
 
 if TYPE_CHECKING:  # Imported when the command runs: it needs torch.

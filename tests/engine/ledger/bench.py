@@ -33,7 +33,7 @@ SECONDS = 0.25  # What every transfer here is said to have taken.
 
 
 def keys_of(names: str) -> list[OffloadKey]:
-    """Give one key a letter, in order."""
+    """Return one key per letter, in order."""
     return [make_offload_key(name.encode()) for name in names]
 
 
@@ -54,20 +54,20 @@ class Bench:
         lease_rows_max: int | None = None,
         lease_s: float = 10.0,
         action_chunks: int = 64,
-        leaving_rows: int = 1,
+        ahead_rows: int = 1,
         retained_rows_max: int = 0,
         computing_s: float | None = None,
         late_margin: float = 1.5,
         row_bytes: int = 1,
     ) -> None:
-        """`computing_s`: what the LLM engine takes for a chunk, of one token and one byte; None: nobody knows."""
+        """`computing_s`: seconds for computing a chunk of one token and one byte; None if unknown."""
         specs = [self.spec(f"tier{index}") for index in range(tiers)] if isinstance(tiers, int) else tiers
         limits = LedgerLimits(
             cascade_rows_max or rows,
             lease_rows_max or rows,
             lease_s,
             action_chunks,
-            leaving_rows,
+            ahead_rows,
             retained_rows_max=retained_rows_max,
             row_bytes=row_bytes,
             late_margin=late_margin,
@@ -149,13 +149,13 @@ class Bench:
         return self.ledger.primary.row(*keys_of(name))
 
     def ready(self) -> str:
-        """Name the keys that are ready, in alphabetical order."""
+        """Return the names of the ready keys, in alphabetical order."""
         return "".join(name for name in string.ascii_letters if keys_of(name)[0] in self.ledger.primary.ready)
 
     # As the tiers.
 
     def holds(self, names: str, tier: int = 0) -> None:
-        """Have a tier report that it holds these keys."""
+        """Report that a tier holds these keys."""
         self.ledger.apply(Found(tier, pack_keys(keys_of(names))))
 
     def takes(self, fixed_s: float, chunk_s: float, tier: int = 0) -> None:
@@ -163,7 +163,7 @@ class Bench:
         self.ledger.apply(TierSpeed(tier, fixed_s, chunk_s))
 
     def knows_all(self, tier: int = 0, *, complete: bool = True) -> None:
-        """Have a tier report that it has reported everything."""
+        """Report that a tier has listed all its keys."""
         self.ledger.apply(Scanned(tier, complete))
 
     def finish(
@@ -178,13 +178,13 @@ class Bench:
         self.ledger.apply(Finished(action.id, pack_rows(list(failed)), bytes(failed.values()), seconds, lent))
 
     def finish_all(self, actions: Sequence[Action], seconds: float = SECONDS) -> None:
-        """Have every transfer do all that it was asked to."""
+        """Finish every transfer with all of its chunks."""
         for action in actions:
             if isinstance(action, Promote | Cascade):
                 self.finish(action, seconds=seconds)
 
     def fail(self, action: Action, code: Code, *, lent: bool = False) -> None:
-        """Have all chunks of an action fail for one reason."""
+        """Finish an action with all chunks failed for one reason."""
         self.finish(action, dict.fromkeys(range(len(unpack_keys(action.keys))), code), lent=lent)
 
     def give_back(self, action: Action, moved: Sequence[int] = ()) -> None:
@@ -198,7 +198,7 @@ class Bench:
         self.ledger.apply(Answered(action.id, bytes(map(int, present or ())), SECONDS))
 
     def settled(self) -> bool:
-        """Say whether no row is pinned, leased, filling, lent or lost, and nothing is under way."""
+        """Return True if no row is pinned, leased, filling, lent or lost, and no transfer is in flight."""
         ledger, primary = self.ledger, self.ledger.primary
         transfers = ledger.transfers
         return (

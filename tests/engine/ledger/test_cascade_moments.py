@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from kvtier.backend import make_offload_key
-from kvtier.engine.cascades import SEEN_MIN
 from kvtier.engine.ledger import LookupResult
+from kvtier.engine.second_use import SEEN_MIN
 from kvtier.hints import Advice, Hint
 from kvtier.runner.messages import (
     Advise,
@@ -36,11 +36,11 @@ def skipped(engine, tier=0):
 def evicting(bench):
     """Four rows over a tier that is written when chunks leave; one row is kept ahead of demand."""
 
-    def make(*, rows=4, leaving_rows=1, retained_rows_max=0, tiers=(), **spec):
+    def make(*, rows=4, ahead_rows=1, retained_rows_max=0, tiers=(), **spec):
         engine = bench(
             rows,
             [bench.spec(cascade="evict", **spec), *tiers],
-            leaving_rows=leaving_rows,
+            ahead_rows=ahead_rows,
             retained_rows_max=retained_rows_max,
         )
         for index in range(1 + len(tiers)):
@@ -77,7 +77,7 @@ def test_a_row_is_lent_until_its_write_has_ended_and_the_store_takes_another(evi
 
 def test_a_store_that_needs_rows_which_are_being_written_is_refused_until_they_have_been(evicting):
     """These are a twentieth of all: what leaves ahead of demand, and no row besides."""
-    engine = evicting(rows=20, leaving_rows=1)
+    engine = evicting(rows=20, ahead_rows=1)
     engine.store("abcdefghijklmnopqrst")
     writes = engine.step()
     assert sent(writes) == [(0, "t")]
@@ -189,9 +189,9 @@ def test_what_is_over_leaves_unwritten_and_is_counted(evicting):
     assert engine.store("ef").evicted == keys_of("dc")
     engine.step()
     assert skipped(engine) == {"over": 2}
-    engine.ledger.cascades.end()
+    engine.ledger.writeback.end()
     assert sent(engine.step()) == [(0, "ef")]
-    assert engine.ledger.cascades.give_up("closed") == 0
+    assert engine.ledger.writeback.give_up("closed") == 0
     assert skipped(engine) == {"over": 4}
 
 
@@ -207,7 +207,7 @@ def test_a_store_executes_no_more_instructions_where_chunks_are_written_when_the
 
 
 def evicting_bench(bench, **spec):
-    engine = bench(200, [bench.spec(cascade="evict", **spec)], leaving_rows=64)
+    engine = bench(200, [bench.spec(cascade="evict", **spec)], ahead_rows=64)
     engine.knows_all()
     return engine
 
@@ -246,7 +246,7 @@ def instructions_of(call, *arguments):
 
 
 def test_writing_waits_for_the_tiers_places_and_drops_nothing(evicting):
-    engine = evicting(rows=8, leaving_rows=4, store_chunks_max=2)
+    engine = evicting(rows=8, ahead_rows=4, store_chunks_max=2)
     engine.store("abcdefgh")
     first = engine.step()
     assert sent(first) == [(0, "gh")]
@@ -257,7 +257,7 @@ def test_writing_waits_for_the_tiers_places_and_drops_nothing(evicting):
 
 
 def test_what_waits_to_be_written_is_not_lost_while_others_come_back_and_leave_again(evicting):
-    engine = evicting(rows=6, leaving_rows=3, store_chunks_max=1)
+    engine = evicting(rows=6, ahead_rows=3, store_chunks_max=1)
     engine.store("abcdef")
     (stuck,) = engine.step()
     for turn in range(40):
@@ -267,9 +267,9 @@ def test_what_waits_to_be_written_is_not_lost_while_others_come_back_and_leave_a
         engine.load(name, request)
         engine.ledger.finish(request)
         assert engine.step() == []
-    left = {engine.ledger.primary.key(row) for row in engine.ledger.primary.leaving.left}
+    left = {engine.ledger.primary.key(row) for row in engine.ledger.primary.ahead}
     assert keys_of("a")[0] in left, "it has waited all the time"
-    assert engine.ledger.cascades.due_rows <= 2 * 6
+    assert engine.ledger.writeback.queued_rows <= 2 * 6
     written, actions = [], [stuck]
     while actions:
         engine.finish_all(actions)
@@ -339,22 +339,22 @@ def test_at_the_end_all_that_is_owed_is_sent_in_the_order_of_storing(evicting):
     engine = evicting(rows=8, store_chunks_max=3)
     engine.store("abcde")
     engine.step()
-    engine.ledger.cascades.end()
+    engine.ledger.writeback.end()
     first = engine.step()
     assert sent(first) == [(0, "abc")]
     assert engine.ledger.pending
     engine.finish_all(first)
     engine.finish_all(engine.step())
     assert not engine.ledger.pending
-    assert engine.ledger.cascades.give_up("closed") == 0
+    assert engine.ledger.writeback.give_up("closed") == 0
 
 
 def test_what_is_owed_when_the_end_gives_up_is_counted(evicting):
     engine = evicting(rows=8, store_chunks_max=3)
     engine.store("abcde")
-    engine.ledger.cascades.end()
+    engine.ledger.writeback.end()
     engine.step()
-    assert engine.ledger.cascades.give_up("closed") == 2
+    assert engine.ledger.writeback.give_up("closed") == 2
     assert skipped(engine) == {"closed": 2}
 
 
@@ -399,18 +399,20 @@ def test_the_request_that_stored_a_chunk_is_no_second_use(careful):
 
 
 def test_memory_for_first_uses_is_bounded(careful):
-    cascades, tier = careful.ledger.cascades, careful.ledger.tiers[0]
+    second_use, tier = careful.ledger.second_use, careful.ledger.tiers[0]
     for start in range(0, 3 * SEEN_MIN, 1_000):
-        cascades.due([number.to_bytes(8, "big") for number in range(start, start + 1_000)], tier, careful.request())
-    assert len(cascades._seen[tier]) == SEEN_MIN
+        second_use.stored(
+            [number.to_bytes(8, "big") for number in range(start, start + 1_000)], tier, careful.request()
+        )
+    assert len(second_use._seen[tier]) == SEEN_MIN
 
 
 def test_memory_for_what_is_only_loaded_is_bounded_too(careful):
-    cascades, tier = careful.ledger.cascades, careful.ledger.tiers[0]
+    second_use, tier = careful.ledger.second_use, careful.ledger.tiers[0]
     for start in range(0, 3 * SEEN_MIN, 1_000):
         keys = [number.to_bytes(8, "big") for number in range(start, start + 1_000)]
-        cascades.used(keys, careful.request(), 0.0)
-    assert len(cascades._seen[tier]) == SEEN_MIN
+        second_use.used(keys, careful.request(), 0.0)
+    assert len(second_use._seen[tier]) == SEEN_MIN
 
 
 # With hints.
@@ -489,7 +491,7 @@ def told(actions):
 
 def test_what_was_demoted_goes_first_in_the_tier_that_it_is_written_to(evicting):
     """Or else it would be the newest there."""
-    engine = evicting(rows=8, leaving_rows=2)
+    engine = evicting(rows=8, ahead_rows=2)
     engine.store("abcdefgh")
     engine.ledger.advise(Advice("demote", keys_of("ab")))
     writes = engine.step()
@@ -510,7 +512,7 @@ def stored_for_a_session_that_is_over(engine, names, **more):
 
 
 def written_at_the_end(engine):
-    engine.ledger.cascades.end()
+    engine.ledger.writeback.end()
     return "".join(names for _, names in sent(engine.step()))
 
 
@@ -526,11 +528,11 @@ def test_what_is_prefetched_after_its_session_was_over_is_written_as_any_other(e
 
 
 def test_the_leading_part_that_is_retained_is_written_though_its_session_is_over(evicting):
-    """Somebody will come back for it: another session that begins alike."""
+    """Another session that begins alike will use it."""
     engine = evicting(retained_rows_max=4)
     stored_for_a_session_that_is_over(engine, "abcd", retain_s=60.0, tokens=2)
     assert written_at_the_end(engine) == "ab"
-    assert engine.ledger.cascades.give_up("closed") == 0
+    assert engine.ledger.writeback.give_up("closed") == 0
     assert skipped(engine) == {"over": 2}
 
 

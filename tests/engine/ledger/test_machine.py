@@ -91,7 +91,7 @@ class Owed:
         self.skipped_perhaps = 0
 
     def stored(self, keys: list[OffloadKey], request: Request, *, had: set[OffloadKey]) -> None:
-        """Take note that a request has stored keys; `had`: those that the tier may have."""
+        """Record that a request has stored keys; `had`: those that the tier may have."""
         self.left(keys)
         self.stored_by.update(dict.fromkeys(keys, request.number))
         if request.stores_in(self.tier.spec):
@@ -106,7 +106,7 @@ class Owed:
             self.surely.update(dict.fromkeys(keys, False))
 
     def unsure(self, keys: list[OffloadKey]) -> None:
-        """Take note that the tier may have keys, or that another one had them."""
+        """Record that the tier may have keys, or that another one had them."""
         self.surely.update((key, False) for key in keys if key in self.surely)
         self.evicted = [(key, surely and key not in keys) for key, surely in self.evicted]
 
@@ -114,7 +114,7 @@ class Owed:
         self.surely.update((key, self.surely.get(key, False)) for key in keys if key not in self.kept_out)
 
     def keep_out(self, request: Request) -> None:
-        """Take note that a request keeps its own out, as it says at its end."""
+        """Record that a request keeps its own keys out of the tier, by its last hint."""
         for key in request.used:
             if self.stored_by.get(key) == request.number:
                 self.skip(key)
@@ -139,7 +139,7 @@ class Owed:
         self.evicted.clear()
 
     def left(self, keys: list[OffloadKey]) -> None:
-        """Take note that keys are somebody else's now, or nobody's."""
+        """Forget keys that belong to another request now, or to none."""
         for key in keys:
             self.surely.pop(key, None)
             self.stored_by.pop(key, None)
@@ -172,7 +172,7 @@ class Engine(RuleBasedStateMachine):
             cascade_rows_max=3,
             lease_s=4.0,
             action_chunks=2,
-            leaving_rows=2,
+            ahead_rows=2,
             retained_rows_max=2,
             computing_s=self.computing_s,
         )
@@ -355,7 +355,7 @@ class Engine(RuleBasedStateMachine):
 
     @rule(flushed=st.booleans(), sure=seldom)
     def reset(self, flushed: bool, sure: bool) -> None:
-        """Give up what is under way; the engine's own loads and stores are over by contract."""
+        """Give up transfers in flight; the engine's own loads and stores are finished by contract."""
         if not sure:
             return
         self.ledger.prefetches.clear()
@@ -483,7 +483,7 @@ class Engine(RuleBasedStateMachine):
         assert primary.rows_evictable == len(evictable)
 
     def _state(self, row: int) -> str:
-        """Say in which state a row is, by what is known of this row alone."""
+        """Return the state of a row, from facts about this row alone."""
         primary, key = self.ledger.primary, self.ledger.primary.key(row)
         if key is None:  # Lent to something late, or pinned by a store whose key was forgotten; or free.
             lent = any(row in lent.rows for lent in self.late.values())
@@ -529,9 +529,8 @@ class Engine(RuleBasedStateMachine):
         assert not writing or max(writing.values()) == 1
 
     @invariant()
-    def what_leaves_is_ready(self) -> None:
-        leaving = self.ledger.primary.leaving
-        assert leaving is None or set(leaving.left) <= set(self.ledger.primary.ready.values())
+    def rows_that_are_chosen_for_eviction_are_ready(self) -> None:
+        assert set(self.ledger.primary.ahead or ()) <= set(self.ledger.primary.ready.values())
 
     @invariant()
     def what_has_left_is_heard_of(self) -> None:
@@ -553,7 +552,7 @@ class Engine(RuleBasedStateMachine):
         assert self.hits.items() <= self.ledger.primary.ready.items()
 
     def teardown(self) -> None:
-        """Let everything end: then nothing is pinned, leased, lent or under way."""
+        """Finish everything: afterwards no row is pinned, leased or lent, and no transfer is in flight."""
         for lent in [*self.under_way.values()]:
             self._work(lent, {})
             self.bench.finish(lent.action)
@@ -575,13 +574,13 @@ class Engine(RuleBasedStateMachine):
         for owed in self.owed:
             for key in list(owed.surely):
                 owed.skip(key)
-        self.ledger.cascades.give_up("closed")
+        self.ledger.writeback.give_up("closed")
         self._check_counts()
 
     # How the machine plays.
 
     def _used(self) -> None:
-        """Take note that chunks are used: a second use may be queued, and sent at the step's end."""
+        """Record that chunks are used: a second use may be queued, and sent at the step's end."""
         self.between_steps = self.between_steps and "second_use" not in self.cascades
 
     def _hear(self) -> None:
@@ -596,7 +595,7 @@ class Engine(RuleBasedStateMachine):
 
     def _stored(self, keys: list[OffloadKey], request: Request) -> None:
         for owed in self.owed:
-            tier, mask = owed.tier, self.ledger.residency.mask
+            tier, mask = owed.tier, self.ledger.locations.mask
             had = {k for k in keys if mask.get(k, 0) & tier.bit or tier.last_answer(k) or k in tier.storing}
             owed.stored(keys, request, had=had)
 
@@ -606,7 +605,7 @@ class Engine(RuleBasedStateMachine):
         self._want(keys, request)
 
     def _want(self, keys: list[OffloadKey], request: Request) -> None:
-        """Take note of who may have keys written."""
+        """Record the tiers that keys may be written to."""
         self.wanted |= {(tier.index, key) for tier in self.ledger.tiers if request.stores_in(tier.spec) for key in keys}
 
     def _may_have(self, keys: list[OffloadKey]) -> None:
@@ -614,9 +613,9 @@ class Engine(RuleBasedStateMachine):
             owed.unsure(keys)
 
     def _are_as_any_other(self, keys: list[OffloadKey]) -> None:
-        cascades, rows = self.ledger.cascades, set(self.ledger.primary.rows_of(keys))
-        assert not rows & cascades.withheld
-        assert not rows & cascades.demoted
+        writeback, rows = self.ledger.writeback, set(self.ledger.primary.rows_of(keys))
+        assert not rows & writeback.over
+        assert not rows & writeback.demoted
 
     def _check_writes(self, actions: list[Action]) -> None:
         """What is written was wanted there by somebody, and is owed where chunks are written that leave."""
@@ -635,7 +634,7 @@ class Engine(RuleBasedStateMachine):
         for key in self.forgotten:
             row = self.ledger.primary.row(key)
             if row is None:
-                assert key not in self.ledger.residency.mask
+                assert key not in self.ledger.locations.mask
             else:
                 assert self.ledger.primary.pinned(row)
 

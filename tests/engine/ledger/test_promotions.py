@@ -126,7 +126,7 @@ def test_a_later_store_of_a_key_that_failed_to_come_is_seen_again(bench, code):
 
 @pytest.mark.parametrize("code", [Code.UNAVAILABLE, Code.FAILED, Code.DEADLINE])
 @pytest.mark.parametrize("how", ["found", "stored"])
-def test_a_later_store_of_what_a_tier_that_others_write_to_failed_to_load_is_seen_again(bench, code, how):
+def test_a_later_store_in_a_shared_tier_is_found_after_a_failed_load(bench, code, how):
     """Also where the chunk was on record from before the tier's list was over."""
     engine = bench(rows=1)
     if how == "found":

@@ -1,4 +1,4 @@
-"""What tiers hear of requests that are over: the keys that they hold, in prefix order, or nothing if it is too much."""
+"""Advice to tiers at a request's end: the keys that they hold, in prefix order, or nothing above the limit."""
 
 from kvtier.engine import outbox
 from kvtier.engine.tier import TierMatcher
@@ -23,7 +23,7 @@ def test_a_tier_hears_of_a_request_that_is_over(bench):
 
 
 def test_from_the_first_hint_on_every_end_is_told_as_one(bench):
-    """A tier tells by them which session goes on; what nothing is said of is somebody's session, too."""
+    """A tier learns from them which session goes on; a session without hints counts, too."""
     engine = bench()
     engine.holds("a")
     engine.store("a")
@@ -93,12 +93,12 @@ def test_of_too_many_in_one_step_the_newest_are_told(bench, monkeypatch):
         engine.lookup("a", request := engine.request())
         engine.load("a", request)
         engine.ledger.finish(request)
-    assert not engine.ledger.pending  # Nobody waits for it.
+    assert not engine.ledger.pending  # No call waits for it.
     engine.step()
     assert engine.ranked == [(0, "a")] * outbox.ADVICE_MAX
 
 
-def test_what_the_bridge_refuses_is_dropped(bench):
+def test_advice_that_the_bridge_refuses_is_dropped(bench):
     engine = bench()
     engine.holds("a")
     engine.store("a", request := engine.request())
@@ -109,7 +109,7 @@ def test_what_the_bridge_refuses_is_dropped(bench):
     assert engine.settled()
 
 
-def test_a_lost_runner_is_told_nothing(bench):
+def test_a_lost_runner_gets_no_advice(bench):
     engine = bench()
     engine.holds("a")
     engine.store("a", request := engine.request())

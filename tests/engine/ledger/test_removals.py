@@ -40,13 +40,13 @@ def test_a_load_that_finds_a_chunk_gone_removes_it(silent, code, told):
 def test_an_answer_that_a_chunk_is_gone_removes_it_once(silent):
     for present in ([True, False, False], [False, False, False]):
         silent.step(11.0)
-        for key in "abz":  # Of the last nobody has ever said that it was there.
+        for key in "abz":  # No report ever named the last one.
             silent.lookup(key)
         silent.answer(*silent.step(), present)
     assert removals(silent) == ["b", "a"]
 
 
-def test_an_answer_after_a_load_that_failed_removes_what_is_gone(silent):
+def test_a_probe_after_a_failed_load_removes_missing_chunks(silent):
     silent.lookup("ab")
     (load,) = silent.step()
     silent.fail(load, Code.UNAVAILABLE)  # Its server ends, and begins again without anything.
@@ -58,7 +58,7 @@ def test_an_answer_after_a_load_that_failed_removes_what_is_gone(silent):
     assert removals(silent) == ["a"]
 
 
-def test_an_answer_after_a_load_that_failed_removes_what_the_tier_had_listed(silent):
+def test_a_probe_after_a_failed_load_removes_listed_chunks(silent):
     silent.holds("z")
     silent.lookup("z")
     (load,) = silent.step()
@@ -129,7 +129,7 @@ def test_a_tier_that_reports_is_not_spoken_for(bench):
     assert removals(engine) == []
 
 
-def test_a_tier_that_reports_says_nothing_of_what_it_was_told_to_forget(bench):
+def test_a_reporting_tier_sends_no_event_for_a_forgotten_key(bench):
     """No tier does, by the contract; so the engine does it, as for any other tier."""
     engine = bench()
     engine.holds("ab")

@@ -27,7 +27,7 @@ def nfs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fstatvfs", described)
 
 
-@pytest.mark.usefixtures("nfs")
+@pytest.mark.usefixtures("nfs", "thorough")
 @pytest.mark.parametrize("options", WAYS, ids=str)
 async def test_a_directory_on_nfs_is_filled_to_its_capacity(open_tier, lender: Lender, taken_bytes, root, options):
     tier = await open_tier(capacity_bytes=CAPACITY_BYTES, **options)

@@ -175,6 +175,8 @@ async def test_a_page_that_is_away_costs_stores_and_nothing_else(
     for first in range(16, 1_600, 16):
         await lender.keep(tier, keys_of(16, first))
         lender.take_back()
+        if tier.counters().evicted > 32:
+            break
     assert tier.counters().evicted
     assert taken_bytes(root) <= CAPACITY_BYTES
 

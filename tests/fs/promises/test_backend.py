@@ -133,7 +133,6 @@ async def test_opening_on_a_mount_that_hangs_can_be_given_up(
         ("store_lanes", 65),
         ("io", "fast"),
         ("unverified", True),
-        ("corrupt", "keep"),
         ("fsync", "no"),
     ],
 )

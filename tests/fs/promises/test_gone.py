@@ -16,6 +16,7 @@ from kvtier.errors import ConfigError
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import keys_of, label
 from kvtier_backends.fs import FsBackend, lives
+from kvtier_backends.fs.disk import owner
 from kvtier_backends.fs.disk.owner import OWNER
 from kvtier_backends.fs.layout import Left
 from tests.fs.conftest import MakeSystemCall, Mount, OpenTier
@@ -25,6 +26,12 @@ LAYOUTS = [{"layout": "segments"}, {"layout": "files"}, {"layout": "files", "sha
 OLD, NEW = keys_of(3), keys_of(3, start=10)
 
 pytestmark = pytest.mark.parametrize("options", LAYOUTS, ids=lambda options: "-".join(options))
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a tier wait only a moment for the former owner of its root."""
+    monkeypatch.setattr(owner, "PATIENCE_S", 0.1)
 
 
 @pytest.fixture

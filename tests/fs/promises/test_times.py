@@ -17,7 +17,7 @@ from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs.directory.files import FsContents
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Footer, read_footer, write_footer
 from kvtier_backends.fs.disk.temporaries import ABANDONED_S, Sweep, Writer
-from kvtier_backends.fs.files.index import Held, Index
+from kvtier_backends.fs.files.index import FileEntry, FileIndex
 from kvtier_backends.fs.segments.segment import Header, read_header
 
 DEADLINE_S = 20.0
@@ -97,8 +97,8 @@ async def test_a_file_from_the_future_expires(open_tier, lender: Lender, path_of
 @pytest.mark.parametrize("year", [1969, 1997, 2011, 2200])
 def test_a_use_is_written_down_whatever_the_file_said_before(year: int) -> None:
     """Minutes are kept modulo 31 years: an hour's difference counts round the corner, too."""
-    index, now_ns = Index(), 1_795_000_000 * 10**9
-    index.scanned([Held(key_of(0), 4_096, (year - 1970) * 31_556_952 * 10**9)])
+    index, now_ns = FileIndex(), 1_795_000_000 * 10**9
+    index.scanned([FileEntry(key_of(0), 4_096, (year - 1970) * 31_556_952 * 10**9)])
     assert index.refresh_due(key_of(0), now_ns)
     assert not index.refresh_due(key_of(0), now_ns + 60 * 10**9)
 

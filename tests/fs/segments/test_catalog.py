@@ -12,7 +12,7 @@ from kvtier.backend.keys import OffloadKey
 from kvtier.policies import LRU
 from kvtier.testing.conformance.lender import key_of, keys_of
 from kvtier_backends.fs.segments.catalog import Catalog
-from kvtier_backends.fs.segments.slots import FreeSlots, Held, Recalled
+from kvtier_backends.fs.segments.slots import FreeSlots, Recalled, SlotEntry
 
 FILE_SLOTS = 8
 KEYS = 3  # Few, and hardly fewer slots: they are fought over.
@@ -44,7 +44,7 @@ class CatalogMachine(RuleBasedStateMachine):
         self.least: dict[OffloadKey, int] = {}  # The oldest that may be found: what a store has answered None for.
         self.deleting: set[OffloadKey] = set()
         self.policy = False
-        self.checkpoint: list[Held] = []  # Of any moment before.
+        self.checkpoint: list[SlotEntry] = []  # Of any moment before.
         self.in_use: dict[int, AbstractContextManager[None]] = {}  # By the slot that is stored to.
         self.catalog = self.started()
 
@@ -58,7 +58,7 @@ class CatalogMachine(RuleBasedStateMachine):
             flags = np.ones(len(keys), np.uint8)
             catalog.recall(Recalled(list(keys), slots, sequences.astype(np.uint64), used_at_ns, flags))
         for slot, footer in self.disk.footers.items():
-            catalog.looked(slot, 1, [] if footer is None else [Held(footer[0], slot, footer[1], footer[1])])
+            catalog.looked(slot, 1, [] if footer is None else [SlotEntry(footer[0], slot, footer[1], footer[1])])
             if footer is None:
                 catalog.free.add(slot)
         catalog.scan_ended(complete=True)
@@ -162,7 +162,7 @@ class CatalogMachine(RuleBasedStateMachine):
 
     @rule()
     def remember(self) -> None:
-        self.checkpoint = list(self.catalog.snapshot().held())
+        self.checkpoint = list(self.catalog.snapshot().entries())
 
     @rule()
     def kill(self) -> None:
@@ -288,7 +288,7 @@ def test_nothing_goes_before_every_footer_was_seen() -> None:
     """An older chunk of the same key may lie where nobody has looked yet."""
     catalog = Catalog(None)
     catalog.add(2)
-    catalog.found(Held(key_of(0), 0, 5, 5))
+    catalog.found(SlotEntry(key_of(0), 0, 5, 5))
     assert catalog.evict(1, ()) == []
     catalog.scan_ended(complete=True)
     assert catalog.evict(1, ()) == [0]
@@ -297,7 +297,7 @@ def test_nothing_goes_before_every_footer_was_seen() -> None:
 def test_sequence_numbers_rise_whatever_the_clock_does() -> None:
     catalog = Catalog(None)
     catalog.add(1)
-    catalog.found(Held(key_of(0), 0, 10_000, 0))
+    catalog.found(SlotEntry(key_of(0), 0, 10_000, 0))
     first = catalog.next_sequences(4, 50)
     assert first > 10_000
     assert catalog.next_sequences(1, 50) == first + 4

@@ -31,7 +31,7 @@ from kvtier_backends.fs.disk.owner import OWNER
 from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.runs import RUN_SLOTS_MAX
 from kvtier_backends.fs.segments.segment import HEADER_BYTES, Header, read_header
-from kvtier_backends.fs.segments.slots import Held
+from kvtier_backends.fs.segments.slots import SlotEntry
 from tests.fs.conftest import MakeSystemCall, Mount, SystemCall, segments
 
 ROW_BYTES = 8_192
@@ -299,7 +299,7 @@ def test_a_chunk_takes_less_than_200_bytes_of_memory() -> None:
         catalog = Catalog(None)
         catalog.add(chunks)
         for slot in range(chunks):
-            catalog.found(Held(key_of(slot), slot, slot + 1, slot + 1))
+            catalog.found(SlotEntry(key_of(slot), slot, slot + 1, slot + 1))
         catalog.scan_ended(complete=True)
         after, _ = tracemalloc.get_traced_memory()
     finally:

@@ -191,7 +191,7 @@ def test_json_is_written_to_a_file_or_alone_to_stdout(tmp_path: Path, capsys: py
     [
         (["{tmp}", "--json", "{tmp}/absent/out"], "--json {tmp}/absent/out: No such file or directory"),
         (["{tmp}", "--chunk-sizes", "5000"], "--chunk-sizes '5000': expected multiples of 4,096 bytes"),
-        (["{tmp}/absent"], "{tmp}/absent: No such file or directory; a directory that can be written to accepted"),
+        (["{tmp}/absent"], "PLACE '{tmp}/absent': no such directory; one that is there accepted"),
         (["{tmp}", "--size", "lots"], "--size 'lots': expected sizes with commas between them"),
         (["{tmp}/absent.toml"], "{tmp}/absent.toml: cannot be read"),
         (["{tmp}/absent.toml", "--chunk-sizes", "8KiB"], "--chunk-sizes: accepted with a directory only"),

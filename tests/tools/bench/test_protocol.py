@@ -24,6 +24,7 @@ def test_look_ups_stand_beside_dictionary_operations() -> None:
     assert len(done) == lookup_steps([1_024, 2_048], 1)
 
 
+@pytest.mark.usefixtures("thorough")
 def test_steps_are_measured_over_tiers_and_over_what_they_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.benchmarks.protocol.STEPS_A_ROUND", 1)
     done: list[int] = []

@@ -25,16 +25,9 @@ def test_the_study_has_the_hits_of_a_naive_cache_request_by_request(share: float
 
 
 @pytest.mark.parametrize("share", [0.01, 0.05])
-def test_the_engine_has_the_hits_of_the_study_when_it_has_learned(share: float) -> None:
+def test_the_engine_has_the_hits_of_the_study_when_it_has_learned(thorough: None, share: float) -> None:
     trace = GeneratedTrace(limit=3_000)
     capacity = measure(trace).capacity(share)
-    assert list(engine_hits(trace, "density", capacity)) == list(simulation("density")(trace, capacity))
-
-
-@pytest.mark.usefixtures("thorough")
-def test_the_engine_has_the_hits_of_the_study_on_real_chats(traces: Traces) -> None:
-    trace = Trace(traces / CONVERSATION, limit=3_000)
-    capacity = measure(trace).capacity(0.05)
     assert list(engine_hits(trace, "density", capacity)) == list(simulation("density")(trace, capacity))
 
 

@@ -152,7 +152,7 @@ def found(requests: Sequence[Request], said: Sequence[Hint | None]) -> list[floa
 
 
 @pytest.fixture(scope="module", params=[0, 1])
-def classed(request: pytest.FixtureRequest) -> Classed:
+def classed(request: pytest.FixtureRequest, thorough: None) -> Classed:
     """Give a generated trace, of whose first 6,000 requests' blocks the cache holds a twentieth."""
     requests = list(GeneratedTrace(Workload(requests=10_000, seed=request.param)))
     returns = [not last for last in future(requests, 512).last]

@@ -1,6 +1,5 @@
 """Logs of token ids as traces: which blocks are the same, when requests came, and what is refused."""
 
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -37,49 +36,13 @@ def test_the_last_partial_block_is_dropped_and_the_prompts_length_stays(trace_fi
     assert (request.hash_ids, request.input_length, request.output_length) == ((0, 1), 11, 3)
 
 
-def test_a_prompt_of_no_whole_block_is_a_request_without_ids(trace_file: Write) -> None:
-    assert ids(trace_file(rows({"token_ids": [1, 2, 3]})), block_tokens=4) == [()]
-
-
-def test_csv_and_json_of_the_same_tokens_are_the_same_trace(trace_file: Write) -> None:
-    source = random.Random(3)
-    prompts = [[source.randrange(4) for _ in range(source.randrange(40))] for _ in range(50)]
-    as_json = trace_file(
-        rows(*({"token_ids": tokens, "timestamp": 10 * at, "session_id": "a"} for at, tokens in enumerate(prompts)))
-    )
-    lines = [f'{10 * at},a,"{" ".join(map(str, tokens))}"' for at, tokens in enumerate(prompts)]
-    as_csv = trace_file("\n".join(("timestamp,session_id,token_ids", *lines)).encode(), "log.csv")
-    assert converted(as_csv, block_tokens=4) == converted(as_json, block_tokens=4)
-
-
-def test_csv_that_cannot_be_read_is_refused_with_its_line(trace_file: Write) -> None:
-    log = trace_file(b"token_ids\n1 2\n1 2\r3 4\n", "log.csv")
-    with pytest.raises(TraceError, match=r"log\.csv, line 3: new-line character.*; expected token_ids with spaces"):
-        converted(log)
-
-
-def test_a_quoted_cell_of_csv_that_goes_on_in_the_next_line_is_refused_where_it_begins(trace_file: Write) -> None:
-    """As NumPy's arrays are written: else the first line of it would be taken for a whole prompt."""
-    log = trace_file(b'token_ids,timestamp\n"[1 2\n 3 4]",0\n', "log.csv")
-    with pytest.raises(TraceError, match=r"log\.csv, line 2: .*; expected token_ids .* all in one line"):
-        converted(log, block_tokens=2)
-
-
-def test_csv_with_commas_between_the_ids_and_no_quotes_is_refused(trace_file: Write) -> None:
-    log = trace_file(b"timestamp,token_ids\n0,1,2,3,4\n", "log.csv")
-    with pytest.raises(TraceError, match=r"log\.csv, line 2: 5 cells, and 2 names.*; expected token_ids with spaces"):
-        converted(log, block_tokens=4)
-
-
-def test_csv_may_call_the_ids_as_servers_do(trace_file: Write) -> None:
-    log = trace_file(b"prompt_token_ids\n1 2 3 4\n1 2 3 4\n", "log.csv")
+def test_the_ids_may_have_the_name_that_servers_use(trace_file: Write) -> None:
+    log = trace_file(rows({"prompt_token_ids": [1, 2, 3, 4]}, {"prompt_token_ids": [1, 2, 3, 4]}))
     assert ids(log, block_tokens=4) == [(0,), (0,)]
 
 
-@pytest.mark.parametrize("header", [b'"token_ids"', b'"timestamp","token_ids"', b"\xef\xbb\xbftoken_ids,x"])
-def test_csv_is_seen_from_a_header_with_quotes_or_a_byte_order_mark_too(trace_file: Write, header: bytes) -> None:
-    cells = b"1,1 2 3 4" if b"timestamp" in header else b"1 2 3 4"
-    assert ids(trace_file(header + b"\n" + cells + b"\n", "log.csv"), block_tokens=4) == [(0,)]
+def test_a_prompt_of_no_whole_block_is_a_request_without_ids(trace_file: Write) -> None:
+    assert ids(trace_file(rows({"token_ids": [1, 2, 3]})), block_tokens=4) == [()]
 
 
 @pytest.mark.parametrize(("times", "line"), [((10, None, 20), 2), ((None, 10), 2)])
@@ -89,11 +52,6 @@ def test_times_in_some_lines_only_are_refused_with_the_first_line_that_differs(
     log = trace_file(rows(*({"token_ids": [1], "timestamp": time} for time in times)))
     with pytest.raises(TraceError, match=rf"line {line}: .*; a timestamp in every line or in none accepted"):
         converted(log)
-
-
-def test_csv_takes_token_ids_as_a_json_list_too(trace_file: Write) -> None:
-    log = trace_file(b'token_ids\n"[1, 2, 3, 4]"\n1 2 3 4\n', "log.csv")
-    assert ids(log, block_tokens=2) == [(0, 1), (0, 1)]
 
 
 def test_a_log_without_times_has_one_request_a_second(trace_file: Write) -> None:
@@ -115,12 +73,12 @@ def test_logs_that_were_rotated_become_one_trace(trace_file: Write) -> None:
     ("content", "message"),
     [
         (b"", "it is empty"),
-        (b"\x00\xff\n", "no token_ids in its first line"),
+        (b"\x00\xff\n", "line 1: JSON is malformed.*expected JSON lines with token_ids"),
+        (b"token_ids\n1 2 3\n", "line 1: .*expected JSON lines with token_ids"),
         (b'{"prompt": "hello"}\n', "line 1: no token_ids in it"),
         (b'{"token_ids": [1, -2]}\n', r"line 1: Expected `int` >= 0"),
         (b'{"token_ids": null}\n', "line 1: no token_ids in it"),
         (b'{"token_ids": [99999999999999999999]}\n', "line 1"),
-        (b"token_ids\n1 two 3\n", "line 2: .*token_ids with spaces"),
         (b'{"token_ids": [1], "timestamp": 5}\n{"token_ids": [1], "timestamp": 1}\n', "line 2: .* earlier"),
     ],
 )

@@ -11,7 +11,7 @@ from kvtier.config import EngineConfig
 from kvtier.errors import ConfigError, TraceError
 from kvtier.policies import policy_class
 from kvtier.settings import decode
-from kvtier.tools.replay.replay import SAMPLES_MAX, ChunkSource, Replay, Tally, TierTotals
+from kvtier.tools.replay.replay import SAMPLES_MAX, ChunkSource, Replay, ReplayTally, TierTotals
 from kvtier.tools.replay.study import measure, policy_hits
 from kvtier.tools.replay.traces import Request, Trace
 from kvtier.tools.replay.workload import GeneratedTrace, Workload
@@ -46,14 +46,14 @@ def replay_of(
             "limits": limits,
         },
     )
-    return Replay(requests, config, ChunkSource(CHUNK_BYTES), Tally(len(requests)), concurrency=concurrency)
+    return Replay(requests, config, ChunkSource(CHUNK_BYTES), ReplayTally(len(requests)), concurrency=concurrency)
 
 
-def tiers_of(tally: Tally) -> dict[str, TierTotals]:
+def tiers_of(tally: ReplayTally) -> dict[str, TierTotals]:
     return dict(tally.samples[-1].tiers)
 
 
-def check(tally: Tally, requests: Sequence[Request]) -> None:
+def check(tally: ReplayTally, requests: Sequence[Request]) -> None:
     """Check what is true of every replay that went to its end."""
     assert tally.wrong_chunks == 0
     assert tally.requests == len(requests)
@@ -213,7 +213,7 @@ async def test_a_trace_that_turns_out_bad_ends_the_replay_with_its_own_error(tmp
     path = tmp_path / "trace.jsonl"
     path.write_bytes(line % 1 + line % 2 + b"{}\n")
     config = EngineConfig(cpu_bytes_to_use=1 << 20, chunk_bytes=CHUNK_BYTES, runner="inline")
-    replay = Replay(Trace(path), config, ChunkSource(CHUNK_BYTES), Tally(3))
+    replay = Replay(Trace(path), config, ChunkSource(CHUNK_BYTES), ReplayTally(3))
     with pytest.raises(TraceError, match="line 3"):
         await replay.run()
     assert replay.tally.requests <= 2

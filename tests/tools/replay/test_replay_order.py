@@ -3,16 +3,16 @@
 import asyncio
 from collections.abc import Sequence
 
-from kvtier.tools.replay.replay import Claims, Turn
+from kvtier.tools.replay.replay import BlockClaims, ClaimTurn
 
 
 class Watched:
     """An order whose requests run as tasks; says which have been let through."""
 
     def __init__(self) -> None:
-        self.order = Claims()
+        self.order = BlockClaims()
         self.through: list[str] = []
-        self.turns: dict[str, Turn] = {}
+        self.turns: dict[str, ClaimTurn] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
     async def admit(self, name: str, blocks: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""Requests at their own times: who waits how long for the first token."""
+"""Requests at their own times: how long each waits for its first token."""
 
 import asyncio
 from collections.abc import Sequence
@@ -9,28 +9,17 @@ import pytest
 
 from kvtier.config import EngineConfig
 from kvtier.engine.manager import ON_LOOP_BYTES_MAX
-from kvtier.errors import ConfigError, TraceError
+from kvtier.errors import TraceError
 from kvtier.memory import PAGE_BYTES
 from kvtier.settings import decode
 from kvtier.testing.virtual_time import run
-from kvtier.tools.replay.replay import ChunkSource, Tally
-from kvtier.tools.replay.study import measure
+from kvtier.tools.replay.model import KV_BYTES_PER_TOKEN, SSDS, model_engine, scale_model
+from kvtier.tools.replay.replay import ChunkSource, ReplayTally
 from kvtier.tools.replay.traces import Request, Trace
-from kvtier.tools.replay.virtual import (
-    GPU_LOAD_BYTES_PER_S,
-    SSD,
-    WITH_TIERING,
-    WITHOUT_TIERING,
-    Prefill,
-    VirtualReplay,
-    arrivals_s,
-    default_model,
-    scale_model,
-    without_tiering_s,
-)
+from kvtier.tools.replay.virtual import GPU_LOAD_BYTES_PER_S, Servers, VirtualReplay, arrivals_s, without_tiering_s
 from kvtier.tools.replay.workload import GeneratedTrace, Workload
 from tests.benchmarks.load_or_recompute import Case, replayed
-from tests.tools.replay.real import Traces
+from tests.tools.replay.real import CONVERSATION, Traces
 
 BLOCK_TOKENS = 512
 MIB = 1 << 20
@@ -50,37 +39,38 @@ def engine(rows: int, *tiers: dict[str, Any], chunk_bytes: int = MIB) -> EngineC
     )
 
 
-def replay_of(
-    requests: Sequence[Request], config: EngineConfig, prefill: Prefill, *, gpu_cache_blocks: int = 0
-) -> VirtualReplay:
+def servers_of(tokens_per_s: float = 512, slots: int = 4, cache_tokens: int = 0) -> Servers:
+    return Servers(tokens_per_s, slots, cache_tokens)
+
+
+def replay_of(requests: Sequence[Request], config: EngineConfig, servers: Servers) -> VirtualReplay:
     model = scale_model(config).config
     return VirtualReplay(
         requests,
         model,
         ChunkSource(model.chunk_bytes),
-        Tally(len(requests)),
+        ReplayTally(len(requests)),
         chunk_bytes=config.chunk_bytes,
         block_tokens=BLOCK_TOKENS,
-        prefill=prefill,
-        gpu_cache_blocks=gpu_cache_blocks,
+        servers=servers,
     )
 
 
-def first_tokens_s(requests: Sequence[Request], config: EngineConfig, prefill: Prefill) -> list[float]:
-    """Replay, and return the times to first token in the order in which they came."""
-    replay = replay_of(requests, config, prefill)
+def first_tokens_s(requests: Sequence[Request], config: EngineConfig, servers: Servers | None = None) -> list[float]:
+    """Replay, and return the times to first token in order."""
+    replay = replay_of(requests, config, servers or servers_of())
     tally = run(replay.run())
     assert tally.wrong_chunks == 0
     assert tally.requests == len(requests)
-    return list(replay.times_to_first_token_s[WITH_TIERING])
+    return list(replay.times_to_first_token_s)
 
 
 # When requests arrive.
 
 
-def test_a_primary_that_a_real_loop_prepares_in_a_thread_is_modelled_too():
+def test_a_primary_that_a_real_loop_prepares_in_a_thread_is_modelled_too() -> None:
     rows = ON_LOOP_BYTES_MAX // PAGE_BYTES + 1  # Of a scale model, in which a page stands for a chunk.
-    replay = replay_of(prompts((0, [1, 2]), (1_000, [1, 2])), engine(rows), Prefill(1_000, slots=1))
+    replay = replay_of(prompts((0, [1, 2]), (1_000, [1, 2])), engine(rows), servers_of(1_000, 1))
     assert run(replay.run()).hits == 2
 
 
@@ -107,7 +97,7 @@ def test_times_that_go_back_are_refused_with_the_request_that_does() -> None:
 
 
 def test_the_conversation_of_an_hour_arrives_steadily(traces: Traces) -> None:
-    arrivals = arrivals_s(Trace(traces / "mooncake_conversation.jsonl.gz"))
+    arrivals = arrivals_s(Trace(traces / CONVERSATION))
     assert len(arrivals) == 12_031
     assert list(arrivals) == sorted(arrivals)
     assert len(set(arrivals)) == len(arrivals)
@@ -119,21 +109,21 @@ def test_the_conversation_of_an_hour_arrives_steadily(traces: Traces) -> None:
 
 def test_without_tiering_prompts_queue_for_the_servers_and_are_computed_whole() -> None:
     requests = prompts((0, range(2)), (0, range(2)), (0, range(4)), (5_000, range(1)))
-    prefill = Prefill(tokens_per_s=512, slots=2)
-    assert list(without_tiering_s(requests, [0.0, 0.0, 0.0, 5.0], prefill)) == [2.0, 2.0, 6.0, 1.0]
+    servers = servers_of(slots=2)
+    assert list(without_tiering_s(requests, [0.0, 0.0, 0.0, 5.0], servers)) == [2.0, 2.0, 6.0, 1.0]
 
 
 @pytest.mark.parametrize("slots", [1, 3])
 def test_where_nothing_returns_an_engine_is_as_fast_as_none(slots: int) -> None:
     requests = prompts(*((number * 100, range(number * 10, number * 10 + 1 + number % 5)) for number in range(60)))
-    prefill = Prefill(tokens_per_s=10_000, slots=slots)
-    with_tiering = first_tokens_s(requests, engine(64, {"type": "dummy"}), prefill)
-    assert sorted(with_tiering) == pytest.approx(sorted(without_tiering_s(requests, arrivals_s(requests), prefill)))
+    servers = servers_of(10_000, slots)
+    with_tiering = first_tokens_s(requests, engine(64, {"type": "dummy"}), servers)
+    assert sorted(with_tiering) == pytest.approx(sorted(without_tiering_s(requests, arrivals_s(requests), servers)))
 
 
 def test_a_prefix_in_the_primary_takes_the_time_of_its_copy_to_the_gpu() -> None:
     requests = prompts((0, range(4)), (60_000, range(6)))
-    times = first_tokens_s(requests, engine(64), Prefill(tokens_per_s=512))
+    times = first_tokens_s(requests, engine(64))
     assert times == pytest.approx([4.0, 2.0 + 4 * MIB / GPU_LOAD_BYTES_PER_S])
 
 
@@ -141,47 +131,44 @@ def test_a_prefix_in_a_tier_takes_the_tiers_time_too() -> None:
     """Four chunks of a MiB at a MiB a second and half a second of latency; two others had pushed them out."""
     tier = {"type": "dummy", "latency_s": 0.5, "bandwidth_bytes_per_s": "1MiB"}
     requests = prompts((0, range(4)), (60_000, range(100, 106)), (120_000, range(200, 206)), (180_000, range(6)))
-    times = first_tokens_s(requests, engine(12, tier), Prefill(tokens_per_s=512))
+    times = first_tokens_s(requests, engine(12, tier))
     assert times == pytest.approx([4.0, 6.0, 6.0, 4.5 + 4 * MIB / GPU_LOAD_BYTES_PER_S + 2.0])
 
 
 def test_a_prompt_that_is_all_there_still_computes_a_token() -> None:
     requests = prompts((0, range(2)), (60_000, range(2)))
-    times = first_tokens_s(requests, engine(64), Prefill(tokens_per_s=512))
+    times = first_tokens_s(requests, engine(64))
     assert times[1] == pytest.approx(2 * MIB / GPU_LOAD_BYTES_PER_S + 1 / 512)
 
 
 def test_what_a_tier_cannot_take_in_time_is_dropped_and_nobody_waits_for_it() -> None:
     slow = {"type": "dummy", "bandwidth_bytes_per_s": "1kB", "limits": {"store_chunks_in_flight": 2}}
     requests = prompts(*((number * 10_000, range(number * 10, number * 10 + 5)) for number in range(20)))
-    prefill = Prefill(tokens_per_s=512)
-    replay = replay_of(requests, engine(1_000, slow), prefill)
+    replay = replay_of(requests, engine(1_000, slow), servers_of())
     tally = run(replay.run())
     assert tally.samples[-1].tiers["0:dummy"].dropped["budget"] > 0
-    assert list(replay.times_to_first_token_s[WITH_TIERING]) == pytest.approx([5.0] * 20)
+    assert list(replay.times_to_first_token_s) == pytest.approx([5.0] * 20)
 
 
-def test_an_hour_of_chat_has_its_first_tokens_earlier_and_the_same_story_every_time() -> None:
-    requests = GeneratedTrace(Workload(seed=5), limit=400)
-    extent = measure(requests)
+def test_a_chat_has_its_first_tokens_earlier_and_the_same_figures_every_time() -> None:
+    requests = tuple(GeneratedTrace(Workload(seed=5), limit=400))
+    chunk_bytes = BLOCK_TOKENS * KV_BYTES_PER_TOKEN
 
-    def story() -> tuple[bytes, list[float], list[float]]:
-        replay = replay_of(tuple(requests), default_model(extent, BLOCK_TOKENS, Prefill().slots), Prefill())
+    def told() -> tuple[bytes, list[float]]:
+        replay = replay_of(requests, model_engine(chunk_bytes, 1_000 * chunk_bytes, None, SSDS), servers_of(20_000))
         tally = run(replay.run())
         assert tally.wrong_chunks == 0
         assert tally.drained
-        told = msgspec.json.encode([sample._asdict() for sample in tally.samples])
-        times = replay.times_to_first_token_s
-        return told, list(times[WITH_TIERING]), list(times[WITHOUT_TIERING])
+        return msgspec.json.encode([sample._asdict() for sample in tally.samples]), list(replay.times_to_first_token_s)
 
-    told, with_tiering, without_tiering = story()
-    assert len(with_tiering) == len(without_tiering) == 400
-    assert sum(with_tiering) < 0.9 * sum(without_tiering)
-    assert (told, with_tiering, without_tiering) == story()
+    first = told()
+    assert len(first[1]) == 400
+    assert sum(first[1]) < 0.9 * sum(without_tiering_s(requests, arrivals_s(requests), servers_of(20_000)))
+    assert told() == first
 
 
 def test_an_interrupted_replay_has_the_times_of_the_requests_that_were_served() -> None:
-    replay = replay_of(prompts((0, range(2)), (3_600_000, range(2))), engine(64), Prefill(tokens_per_s=512))
+    replay = replay_of(prompts((0, range(2)), (3_600_000, range(2))), engine(64), servers_of())
 
     async def interrupted() -> None:
         task = asyncio.create_task(replay.run())
@@ -191,43 +178,8 @@ def test_an_interrupted_replay_has_the_times_of_the_requests_that_were_served() 
             await task
 
     run(interrupted())
-    assert {name: list(times) for name, times in replay.times_to_first_token_s.items()} == {WITH_TIERING: [2.0]}
+    assert list(replay.times_to_first_token_s) == [2.0]
     assert replay.tally.requests == 1
-
-
-# The scale model.
-
-
-def test_a_page_stands_for_a_chunk_and_everything_else_for_its_part() -> None:
-    tier = {"type": "dummy", "bandwidth_bytes_per_s": "1GiB", "capacity_bytes": "8GiB", "latency_s": "1ms"}
-    config = engine(100, {**tier, "limits": {"load_bytes_in_flight": "512MiB"}}, chunk_bytes=64 * MIB)
-    model = scale_model(config).config
-    assert (model.rows, model.chunk_bytes, model.runner) == (100, 4_096, "inline")
-    scaled = model.secondary_tiers[0]
-    assert scaled.options["bandwidth_bytes_per_s"] == (1 << 30) // 16_384
-    assert scaled.options["capacity_bytes"] == (8 << 30) // 16_384
-    assert scaled.options["latency_s"] == 0.001
-    assert scaled.limits.load_bytes_in_flight == 8 * 4_096
-    assert model.namespace.row_bytes == 4_096
-
-
-def test_an_fs_tier_is_modelled_as_disks_with_its_own_name_and_limits() -> None:
-    tier = {"type": "fs", "root": "/nowhere", "name": "disk", "limits": {"deadline_s": 7}}
-    modelled = scale_model(engine(4, tier, chunk_bytes=4_096)).config.secondary_tiers[0]
-    assert (modelled.type, modelled.name, modelled.limits.deadline_s) == ("dummy", "disk", 7.0)
-    assert modelled.options["bandwidth_bytes_per_s"] == SSD.load_bytes_per_s
-    assert modelled.options["store_bandwidth_bytes_per_s"] == SSD.store_bytes_per_s
-
-
-def test_a_tier_of_another_type_stays_what_it_is() -> None:
-    tier = {"type": "kvtier.testing.faults:FaultyBackend", "inner": {"type": "dummy"}, "faults": {"missing": 0.1}}
-    config = engine(4, tier)
-    assert scale_model(config).config.secondary_tiers[0].options == config.secondary_tiers[0].options
-
-
-def test_options_that_are_none_of_the_tiers_are_refused_with_their_path() -> None:
-    with pytest.raises(ConfigError, match=r"secondary_tiers\[0\].latency: "):
-        scale_model(engine(4, {"type": "dummy", "latency": 3}))
 
 
 # Loads that are weighed against computing.
@@ -243,7 +195,7 @@ WEIGHED_REQUESTS = 900  # Of the conversation: four minutes of it, and with them
     ],
 )
 def test_no_disk_makes_a_conversation_wait_longer_than_none(traces: Traces, gb_per_s: float, slow: bool) -> None:
-    trace = str(traces / "mooncake_conversation.jsonl.gz")
+    trace = str(traces / CONVERSATION)
     case = Case(trace, WEIGHED_REQUESTS, 64 << 30, gb_per_s, slow, weighed=True)
     found = replayed(case)
     assert found.wrong_chunks == 0

@@ -1,8 +1,6 @@
 """A trace that parses may still be wrong: its ids not chained, its lengths another unit's, its times in seconds."""
 
 import logging
-import subprocess
-import sys
 import tracemalloc
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,7 +11,8 @@ from kvtier.errors import TraceError
 from kvtier.hints import Hint
 from kvtier.tools.replay.study import measure
 from kvtier.tools.replay.traces import IDS_MAX, REQUESTS_MIN, Request, Trace, TraceCheck, write_trace
-from kvtier.tools.replay.workload import DEFAULT, GeneratedTrace, generate
+from kvtier.tools.replay.workload import GeneratedTrace
+from tests.tools.command import run
 from tests.tools.replay.real import Traces
 
 REAL = ["mooncake_conversation.jsonl.gz", "agentic_local_b512.jsonl.zst", "lmcache_miniswe_b16.jsonl.gz"]
@@ -192,7 +191,7 @@ def test_a_burst_and_a_trace_without_times_are_believed(told: Told) -> None:
     [
         (prompts((0, 1), (0, 2), (1, 2)), f"line 3: id 1 stands first here and later before; {CHAINED}"),
         ([Request(0, 16, 1, (0, 1))], f"line 1: 2 ids of 512 tokens for 16 tokens; {LENGTHS}"),
-        (in_seconds(generate(DEFAULT)), "line 3000: 3,000 requests with "),
+        (in_seconds(GeneratedTrace()), "line 3000: 3,000 requests with "),
     ],
     ids=["chain", "length", "times"],
 )
@@ -205,34 +204,19 @@ def test_a_strict_reader_refuses_at_the_line(tmp_path: Path, requests: list[Requ
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.usefixtures("outside")
-@pytest.mark.parametrize("command", [["replay"], ["replay", "--virtual-time"], ["policies"]])
+@pytest.mark.parametrize("command", ["simulate", "policies", "size"])
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_command_warns_in_one_line_and_strict_refuses_in_one_line_with_2(
-    tmp_path: Path, command: list[str], strict: bool
+def test_a_command_warns_in_one_line_and_strict_rejects_in_one_line_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, strict: bool
 ) -> None:
     path = tmp_path / "trace.jsonl"
     write_trace(path, prompts((0, 1), (1, 2), (2, 1)))
-    kvtier = [
-        sys.executable,
-        "-c",
-        "from kvtier.tools.cli import main; main()",
-        *command,
-        str(path),
-        *["--strict"] * strict,
-    ]
-    ended = subprocess.run(kvtier, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == (2 if strict else 0)
-    assert (ended.stdout == "") is strict
-    assert f"{path}, line 2: id 1 stands first here and later before; {CHAINED}" in ended.stderr
-    assert ended.stderr.count("\n") == 1
-
-
-@pytest.mark.usefixtures("outside")
-def test_the_generated_workload_is_as_strict_as_a_trace(capfd: pytest.CaptureFixture[str]) -> None:
-    kvtier = [sys.executable, "-c", "from kvtier.tools.cli import main; main()", "policies", "generated", "--strict"]
-    assert subprocess.run([*kvtier, "--limit", "20"], timeout=60, check=False).returncode == 0
-    assert capfd.readouterr().err == ""
+    more = ["--kv-bytes-per-token", "8", "--disk", "0", "--memory", "1MiB"] if command == "size" else []
+    assert run(command, path, *more, *["--strict"] * strict) == (2 if strict else 0)
+    shown = capsys.readouterr()
+    assert (shown.out == "") is strict
+    assert f"{path}, line 2: id 1 stands first here and later before; {CHAINED}" in shown.err
+    assert shown.err.count("\n") == 1
 
 
 # What it costs.

@@ -8,11 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.errors import ConfigError
-from kvtier.settings.fields import decode
 from kvtier.tools.replay.study import measure, simulation
 from kvtier.tools.replay.traces import Request, Trace, write_trace
-from kvtier.tools.replay.workload import AGENTS, CHAT, GeneratedTrace, Spread, Workload, generate, open_trace
+from kvtier.tools.replay.workload import AGENTS, CHAT, GeneratedTrace, Workload, generate, open_trace
 from tests.tools.replay.real import Traces
 
 workloads = st.builds(
@@ -105,7 +103,7 @@ def test_a_generated_trace_is_read_like_one_from_a_file(tmp_path: Path) -> None:
     written = open_trace(str(tmp_path / "trace.jsonl.zst"))
     assert list(written) == list(generated) == list(generate(Workload(requests=20, block_tokens=16)))
     assert written.block_tokens == generated.block_tokens == 16
-    assert decode(Workload, written.meta["workload"]) == generated.workload
+    assert msgspec.convert(written.meta["workload"], Workload) == generated.workload
 
 
 def test_a_generated_workload_has_as_many_requests_as_are_asked_for() -> None:
@@ -115,17 +113,3 @@ def test_a_generated_workload_has_as_many_requests_as_are_asked_for() -> None:
     assert list(more)[: len(default)] == default
     assert [len(list(open_trace("generated", limit=limit))) for limit in (1, 3_200)] == [1, 3_200]
     assert more.meta["workload"]["requests"] == 3_200
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("requests", 0), ("sessions_per_s", 0), ("agent_share", 1.5), ("arrival_cv", -1), ("block_tokens", "many")],
-)
-def test_a_workload_that_makes_no_sense_is_refused_by_field(field: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=field):
-        decode(Workload, {field: value})
-
-
-def test_a_workload_round_trips_through_plain_data() -> None:
-    workload = Workload(chat=msgspec.structs.replace(CHAT, turns=Spread(median=3, sigma=0.5, most=9)))
-    assert decode(Workload, msgspec.to_builtins(workload)) == workload

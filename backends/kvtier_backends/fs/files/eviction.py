@@ -11,7 +11,7 @@ from kvtier.errors import BackendClosed, BackendUnavailable
 from kvtier_backends.fs.disk.capacity import Reservation
 from kvtier_backends.fs.disk.lanes import share_out
 from kvtier_backends.fs.files.accounts import Accounts, Removal
-from kvtier_backends.fs.files.index import Held, Index
+from kvtier_backends.fs.files.index import FileEntry, FileIndex
 from kvtier_backends.fs.files.lane import Chunks
 from kvtier_backends.fs.layout import OpenTier, Settling
 from kvtier_backends.fs.options import FilesOptions
@@ -25,7 +25,7 @@ ROUNDS_MAX = 3  # A store looks for room so often: files may be gone already, or
 class Eviction:
     """The eviction of one tier. Belongs to the loop's thread, and removes in lanes."""
 
-    def __init__(self, tier: OpenTier[FilesOptions], index: Index, chunks: Chunks, accounts: Accounts) -> None:
+    def __init__(self, tier: OpenTier[FilesOptions], index: FileIndex, chunks: Chunks, accounts: Accounts) -> None:
         """Remove in the stores' lanes for a store that finds no room, else in the lane for what is behind the calls."""
         self._tier = tier
         self._index = index
@@ -34,7 +34,7 @@ class Eviction:
         self._claims = index.claims
         self._capacity = tier.capacity
         self._wake = asyncio.Event()
-        self._chosen: list[Held] = []  # Files that the background has still to remove.
+        self._chosen: list[FileEntry] = []  # Files that the background has still to remove.
         self.stamps = Stamps(tier, index, chunks)
         self._scanned = False
         self._settling = Settling(tier, chunks.settle_folders)
@@ -103,7 +103,7 @@ class Eviction:
         if self._scanned and self.accounts.may_have_surplus():
             self._wake.set()
 
-    def scanned(self, batch: Sequence[Held]) -> None:
+    def scanned(self, batch: Sequence[FileEntry]) -> None:
         """Count the chunks that the scan has found."""
         found_bytes = self._index.scanned(batch)
         self._capacity.unseen_bytes = max(0, self._capacity.unseen_bytes - found_bytes)
@@ -164,7 +164,7 @@ class Eviction:
         if (ttl_s := self._tier.options.ttl_s) is None:
             return
         before_ns = self._tier.clock_ns() - int(ttl_s * 1e9)
-        expired = self._index.unused_since(before_ns, self._claims.in_use.__contains__)
+        expired = self._index.unused_since(before_ns)
         self._tier.counters.count("expired", len(expired))
         self._begin(expired)
         self._chosen += expired
@@ -174,17 +174,16 @@ class Eviction:
             part, self._chosen = self._chosen[:BATCH_FILES], self._chosen[BATCH_FILES:]
             await self._remove_behind(part)
 
-    def _choose(self, wanted_bytes: int, incoming: Sequence[OffloadKey], most: int | None = None) -> list[Held]:
+    def _choose(self, wanted_bytes: int, incoming: Sequence[OffloadKey], most: int | None = None) -> list[FileEntry]:
         """Choose files that take that much together, as far as there are any; and have them counted as leaving."""
         if not self.accounts.known:
             return []
-        index, busy, victims, got_bytes = self._index, self._claims.in_use, list[Held](), 0
-        kept = sum(key in index for key in busy)  # A batch may be larger than the tier, and mostly new.
+        index, victims, got_bytes = self._index, list[FileEntry](), 0
         typical_bytes = max(1, index.used_bytes // max(1, index.files))
         while got_bytes < wanted_bytes and (most is None or len(victims) < most):
             count = -(-(wanted_bytes - got_bytes) // typical_bytes)
             count = count if most is None else min(count, most - len(victims))
-            found = index.victims(count, busy.__contains__, kept, incoming)
+            found = index.victims(count, incoming)
             if not found:
                 break
             incoming = ()  # A policy adapts to what comes once.
@@ -194,12 +193,12 @@ class Eviction:
         self._begin(victims)
         return victims
 
-    def _begin(self, victims: Sequence[Held]) -> None:
+    def _begin(self, victims: Sequence[FileEntry]) -> None:
         self.accounts.chosen(victims)
         self._claims.begin(victim.key for victim in victims)
         self._capacity.leaving_bytes += sum(victim.allocated_bytes for victim in victims)
 
-    async def _remove(self, victims: Sequence[Held], removal: Removal) -> None:
+    async def _remove(self, victims: Sequence[FileEntry], removal: Removal) -> None:
         """Remove in the stores' lanes, for a store that waits for it."""
         lanes = self._tier.lanes.store
         parts = share_out(victims, lanes.count, BATCH_FILES)
@@ -207,9 +206,9 @@ class Eviction:
             await in_threads(lanes, [partial(self.accounts.remove, self._chunks, part, removal) for part in parts])
         finally:
             self._end(victims, removal)
-        self.accounts.exchange(removal)
+        self.accounts.removed(removal)
 
-    async def _remove_behind(self, victims: Sequence[Held]) -> int:
+    async def _remove_behind(self, victims: Sequence[FileEntry]) -> int:
         """Remove in the background's lane; return how much went."""
         removal = Removal()
         try:
@@ -219,7 +218,7 @@ class Eviction:
             self._end(victims, removal)
         return removal.gone_bytes
 
-    def _end(self, victims: Sequence[Held], removal: Removal) -> None:
+    def _end(self, victims: Sequence[FileEntry], removal: Removal) -> None:
         """Note the removed files. A file that could not be removed is still there, and takes room."""
         spared = {chunk.key for chunk in removal.used}
         for victim in victims:
@@ -239,7 +238,7 @@ class Stamps:
     Belongs to the loop's thread.
     """
 
-    def __init__(self, tier: OpenTier[FilesOptions], index: Index, chunks: Chunks) -> None:
+    def __init__(self, tier: OpenTier[FilesOptions], index: FileIndex, chunks: Chunks) -> None:
         """Write in the lane for what is behind the calls."""
         self._index = index
         self._chunks = chunks

@@ -1,34 +1,28 @@
-"""The index: the chunks in the directory, as far as the tier knows. Plain memory, owned by the loop's thread.
+"""The index of files: the chunks in the directory, as far as the tier knows, and the room that each takes.
 
-It answers probes without a system call. It knows how full the directory is and which chunk is evicted next, and tells
-an inventory's consumer of changes. In doubt it says that a chunk is there: a load corrects that. A chunk that is
-wrongly taken for absent would be lost until the next start.
+It answers probes without a system call, and reports changes to an inventory's consumer. In doubt it says that a chunk
+is there: a load corrects that. A chunk that is wrongly taken for absent would be lost until the next start.
 """
 
+import time
+from array import array
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from kvtier.backend import Advice, InventoryQueue, OffloadKey
+from kvtier.backend import Advice, OffloadKey
 from kvtier.policies import Policy
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES
 from kvtier_backends.fs.disk.claims import Claims
-from kvtier_backends.fs.files.recency import ColdEnd, Keep, Order
+from kvtier_backends.fs.index import Index
 
 REFRESH_MINUTES = 60  # A file's time is set to its last use at most so often.
-SHARED_MAX = 65_536  # Different entries that are remembered to be shared: some megabytes.
-
-# A chunk's entry is one integer, since a million of them must not take a gigabyte: whether it was used since the start,
-# the minute that its file's time says, and its sectors. Chunks of one minute mostly have the same, and share it.
-SECTOR_BITS = 24  # 8 GiB.
-MINUTE_BITS = 24  # 31 years.
-LIVE = 1 << (SECTOR_BITS + MINUTE_BITS)
-SECTORS = (1 << SECTOR_BITS) - 1
-MINUTES = (1 << MINUTE_BITS) - 1
 MINUTE_NS = 60_000_000_000
+MINUTES_MAX = (1 << 32) - 1
+NUMBERS_LEAST = 1_024  # Numbers are added in steps: so many at least, or an eighth of those that there are.
 
 
-class Held(NamedTuple):
+class FileEntry(NamedTuple):
     """A chunk that is on the disk, and the room that it takes."""
 
     key: OffloadKey
@@ -37,49 +31,33 @@ class Held(NamedTuple):
     loadable: bool = True  # False: a file of ours by name that no load would take. It takes room all the same.
 
 
-def entry_of(chunk: Held, *, live: bool) -> int:
-    sectors = chunk.allocated_bytes // SECTOR_BYTES
-    assert sectors <= SECTORS, chunk.allocated_bytes
-    return LIVE * live | minute_of(chunk.used_at_ns) << SECTOR_BITS | sectors
-
-
-def is_live(entry: int) -> bool:
-    """Say whether a chunk was stored or used since the start."""
-    return entry >= LIVE
-
-
 def minute_of(time_ns: int) -> int:
-    """Return a time in minutes, which come round after 31 years."""
-    return time_ns // MINUTE_NS & MINUTES
+    return min(max(time_ns, 0) // MINUTE_NS, MINUTES_MAX)
 
 
 def is_later(time_ns: int, known_ns: int) -> bool:
-    """Say whether a file's time is a later minute than the one that was known of it."""
-    return 0 < (minute_of(time_ns) - minute_of(known_ns) & MINUTES) < 1 << (MINUTE_BITS - 1)
+    """Return True if a file's time is a later minute than the one that was known of it."""
+    return minute_of(time_ns) > minute_of(known_ns)
 
 
-class Index:
-    """Keys, the room that they take, and whether they were used since the start."""
+class FileIndex:
+    """The chunks of one directory, by key. Belongs to the loop's thread."""
 
-    def __init__(
-        self,
-        policy: Policy[OffloadKey] | None = None,
-        clock_ns: Callable[[], int] | None = None,
-    ) -> None:
-        """Know nothing: every key may be there. `clock_ns` is for who asks what was not used for long.
-
-        Without a policy what was used longest ago goes first, and this order takes no memory of its own.
-        """
+    def __init__(self, policy: Policy[OffloadKey] | None = None, clock_ns: Callable[[], int] = time.time_ns) -> None:
+        """Start empty: every key may be there. `policy`: None for LRU."""
         self.used_bytes = 0
-        self._entries: dict[OffloadKey, int] = {}  # Those used since the start in the order of their last use.
         self.claims = Claims()
-        self.inventory = InventoryQueue(self._entries)
-        self._unloadable: dict[OffloadKey, int] = {}  # In bytes.
-        self._shared: dict[int, int] = {}
-        self._calls: list[set[OffloadKey]] = []  # Under way, each with its keys that were not stored since it began.
-        self._order = Order(policy or ColdEnd(self._entries, is_live), self._is_idle, clock_ns)
+        self.numbers = Index(policy)
+        self.inventory = self.numbers.inventory
         self.doubtful: set[OffloadKey] = set()
         """Keys whose files may have gone, or may take another room."""
+        self._clock_ns = clock_ns
+        self._of = self.numbers.of
+        self._free: list[int] = []
+        self._sectors = array("I")  # By number: the room of its file.
+        self._minutes = array("I")  # By number: the minute that its file's time says, since 1970.
+        self._unloadable: dict[OffloadKey, int] = {}  # Numbers of files that no load would take.
+        self._calls: list[set[OffloadKey]] = []  # In flight, each with its keys that were not stored since it began.
         self._scanning = True
         self._removed_in_scan: set[OffloadKey] = set()
 
@@ -91,17 +69,18 @@ class Index:
     @property
     def files(self) -> int:
         """How many files of chunks' names there are, whether or not a load would take them."""
-        return len(self._entries) + len(self._unloadable)
+        return len(self._of) + len(self._unloadable)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._of)
 
     def __contains__(self, key: OffloadKey) -> bool:
-        return key in self._entries
+        return key in self._of
 
     def taken_bytes(self, key: OffloadKey) -> int:
         """Return the room that a key's file takes, whether or not a load would take it; 0 if none is known."""
-        return self._unloadable.get(key, 0) or (self._entries.get(key, 0) & SECTORS) * SECTOR_BYTES
+        number = self._number(key)
+        return 0 if number is None else self._sectors[number] * SECTOR_BYTES
 
     @contextmanager
     def call(self, keys: Iterable[OffloadKey]) -> Generator[set[OffloadKey]]:
@@ -116,170 +95,185 @@ class Index:
         finally:
             self._calls = [call for call in self._calls if call is not unchanged]
 
-    def stored(self, chunk: Held) -> None:
-        """Note a chunk that a store of ours has put in place: for the order, a use."""
+    # Stores, uses and removals.
+
+    def stored(self, chunk: FileEntry) -> None:
+        """Record a chunk that a store of ours has put in place: for the order, a use."""
         key = chunk.key
         for unchanged in self._calls:
             unchanged.discard(key)
         self._removed_in_scan.discard(key)
-        (self._order.touch if self._is_live(key) else self._order.insert)(key)
-        self._drop(key)
-        self._note(key, entry_of(chunk, live=True))
-        self.used_bytes += chunk.allocated_bytes
-
-    def used(self, key: OffloadKey) -> None:
-        """Note that a chunk was used, if it is known."""
-        entry = self._entries.get(key)
-        if entry is None:
-            return
-        (self._order.touch if is_live(entry) else self._order.insert)(key)
-        del self._entries[key]  # So that their order is that of their last use.
-        self._note(key, entry | LIVE)
-
-    def measured(self, key: OffloadKey, allocated_bytes: int) -> None:
-        """Note the room that a chunk in doubt was seen to take; 0: it has no file, and the consumer hears of it."""
         self.doubtful.discard(key)
-        if not allocated_bytes:
-            self.lost(key)
-        elif key in self._entries:
-            entry = self._entries[key]
-            self.used_bytes += allocated_bytes - self.taken_bytes(key)
-            self._note(key, entry - (entry & SECTORS) + allocated_bytes // SECTOR_BYTES)
+        if key in self._unloadable:
+            self._forget(self._unloadable[key])
+        number = self._of.get(key)
+        if number is None:
+            number = self._take_number()
+        sectors = chunk.allocated_bytes // SECTOR_BYTES  # Inlined `_measure`: once a stored chunk.
+        self.used_bytes += (sectors - self._sectors[number]) * SECTOR_BYTES
+        self._sectors[number] = sectors
+        self._minutes[number] = chunk.used_at_ns // MINUTE_NS
+        self.numbers.store(key, number, self._clock_ns())
+
+    def used(self, keys: Sequence[OffloadKey]) -> None:
+        """Count a use of those keys, in prefix order, that are known."""
+        self.numbers.use(keys, self._clock_ns())
 
     def advise(self, advice: Advice[OffloadKey], retained_max: int) -> None:
-        """Apply advice to those of its keys that are known. All but a demotion renews their recency."""
-        if advice.kind == "demote":
-            known = [key for key in dict.fromkeys(advice.keys) if self._is_live(key)]
-        else:
-            known = self._renewed(advice.keys)
-        self._order.advise(advice.of(known), retained_max)
+        """See `Index`."""
+        self.numbers.advise(advice, self._clock_ns(), retained_max)
 
     @property
     def retentions_cut(self) -> int:
-        """How many chunks were to be retained and were not, or not for all their time."""
-        return self._order.retentions_cut
+        return self.numbers.retentions_cut
 
-    def _renewed(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
-        """Renew the recency of known keys, in prefix order, in the entries; return them."""
-        for key in reversed(known := [key for key in dict.fromkeys(keys) if key in self._entries]):
-            if self._is_live(key):
-                self._entries[key] = self._entries.pop(key)
-            else:
-                self.used(key)
-        return known
+    def refresh_due(self, key: OffloadKey, now_ns: int) -> bool:
+        """Return True if a file's time should be set to now; asked once, it counts as done."""
+        number = self._of.get(key)
+        if number is None:
+            return False
+        minute = minute_of(now_ns)
+        if abs(minute - self._minutes[number]) < REFRESH_MINUTES:
+            return False
+        self._minutes[number] = minute
+        return True
 
-    def found(self, chunk: Held) -> None:
-        """Note a chunk that is there without a store call having said so; the consumer hears of it."""
-        if chunk.key not in self._entries:
+    def measured(self, key: OffloadKey, allocated_bytes: int) -> None:
+        """Record the room that a chunk in doubt takes; 0: it has no file, which is reported."""
+        self.doubtful.discard(key)
+        if not allocated_bytes:
+            self.lost(key)
+        elif (number := self._of.get(key)) is not None:
+            self._set_room(number, allocated_bytes)
+
+    def removed(self, key: OffloadKey) -> None:
+        """Record that a `call` of ours has removed a chunk."""
+        if self._scanning:
+            self._removed_in_scan.add(key)
+        self.doubtful.discard(key)
+        if (number := self._number(key)) is not None:
+            self._forget(number)
+
+    def lost(self, key: OffloadKey) -> None:
+        """Record that a `call` has not found a chunk, or not a whole one, and report it as removed."""
+        if key in self._of:
+            self.inventory.lost(key)
+        self.removed(key)
+
+    # The scan, and other files that are there.
+
+    def found(self, chunk: FileEntry) -> None:
+        """Record a chunk that is there although no store call has said so, and report it."""
+        if chunk.key not in self._of:
             self.stored(chunk)
             self.inventory.added(chunk.key)
 
-    def refresh_due(self, key: OffloadKey, now_ns: int) -> bool:
-        """Say whether a file's time should be set to now; asked once, it counts as done."""
-        entry = self._entries.get(key)
-        if entry is None:
-            return False
-        minute = minute_of(now_ns)
-        if minute - (entry >> SECTOR_BITS) & MINUTES < REFRESH_MINUTES:  # Round the corner, and of a time ahead, too.
-            return False
-        self._note(key, entry & LIVE | minute << SECTOR_BITS | entry & SECTORS)
-        return True
+    def scanned(self, chunks: Sequence[FileEntry]) -> int:
+        """Record chunks of the scan, except those that were stored, used or removed meanwhile.
 
-    def scanned(self, chunks: Sequence[Held]) -> int:
-        """Note chunks of the scan, but none that were stored, used or removed meanwhile.
-
-        Returns how much room that takes which it noted.
+        Returns the room of the recorded ones.
         """
-        noted_bytes, uses = 0, list[tuple[int, OffloadKey]]()
+        noted_bytes = 0
         for chunk in chunks:
-            key = chunk.key
-            if key in self._removed_in_scan or key in self._unloadable or self._is_live(key):
+            key, number = chunk.key, self._of.get(chunk.key)
+            live = number is not None and self.numbers.is_live(number)
+            if live or key in self._removed_in_scan or key in self._unloadable:
                 continue
             noted_bytes += chunk.allocated_bytes
-            if key in self._entries:
-                self._correct(chunk)
-                continue
-            if chunk.loadable:
-                self._note(key, entry_of(chunk, live=False))
-                self.inventory.added(key)
+            if number is None:
+                self._hold_idle(chunk)
+                if chunk.loadable:
+                    self.inventory.added(key)
+            elif chunk.loadable:
+                self._measure(number, chunk)
             else:
-                self._unloadable[key] = chunk.allocated_bytes
-            self.used_bytes += chunk.allocated_bytes
-            uses.append((chunk.used_at_ns, key))
-        self._order.found(uses)
+                self._forget(number)
+                self._hold_idle(chunk)
+                self.inventory.lost(key)
         return noted_bytes
 
     def scan_ended(self, *, complete: bool) -> None:
-        """Note that the scan is over; `complete`: that nothing was left out."""
+        """Record the end of a scan; `complete`: nothing was left out."""
         self._scanning = False
         self.inventory.scan_ended(complete=complete)
         self._removed_in_scan.clear()
 
-    def removed(self, key: OffloadKey) -> None:
-        """Note that a `call` of ours has removed a chunk."""
-        if self._scanning:
-            self._removed_in_scan.add(key)
-        if self._is_live(key):
-            self._order.remove(key)
-        self._drop(key)
-
-    def lost(self, key: OffloadKey) -> None:
-        """Note that a `call` has not found a chunk, or not a whole one; the consumer hears of it."""
-        if key in self._entries:
-            self.inventory.lost(key)
-        self.removed(key)
-
-    def victims(self, count: int, keep: Keep, kept: int, incoming: Sequence[OffloadKey] = ()) -> list[Held]:
-        """Choose up to `count` files that go for room, and forget them; the consumer hears of it. See `Order`."""
-        return [self._evict(key) for key in self._order.victims(count, keep, kept, incoming)]
-
-    def unused_since(self, before_ns: int, keep: Keep) -> list[Held]:
-        """Choose the files that go because their last use was before that time, likewise."""
-        return [self._evict(key) for key in self._order.unused_since(before_ns, keep)]
-
-    def stays(self, chunk: Held) -> None:
-        """Note that a file that was to go for room is there still."""
+    def stays(self, chunk: FileEntry) -> None:
+        """Record that a file that was to go for room is there still."""
         if chunk.loadable:
             self.found(chunk)
-        elif chunk.key not in self._entries:
-            self._unloadable[chunk.key] = chunk.allocated_bytes
-            self.used_bytes += chunk.allocated_bytes
-            self._order.found([(chunk.used_at_ns, chunk.key)])
+        elif chunk.key not in self._of and chunk.key not in self._unloadable:
+            self._hold_idle(chunk)
 
-    def _is_live(self, key: OffloadKey) -> bool:
-        return is_live(self._entries.get(key, 0))
+    # Files that go.
 
-    def _is_idle(self, key: OffloadKey) -> bool:
-        entry = self._entries.get(key)
-        return key in self._unloadable if entry is None else not is_live(entry)
+    def victims(self, count: int, incoming: Sequence[OffloadKey] = ()) -> list[FileEntry]:
+        """Choose up to `count` files that no call uses, forget them, and report them as removed.
 
-    def _correct(self, chunk: Held) -> None:
-        """Correct the room of a chunk that an earlier scan has found."""
-        self._drop(chunk.key)
-        self.used_bytes += chunk.allocated_bytes
-        if chunk.loadable:
-            self._note(chunk.key, entry_of(chunk, live=False))
-            return
-        self._unloadable[chunk.key] = chunk.allocated_bytes
-        self.inventory.lost(chunk.key)
+        `incoming`: the keys that the room is for.
+        """
+        in_use = self.claims.in_use
+        return [self._evict(number) for number in self.numbers.evict(count, self._keeps, in_use, incoming)]
 
-    def _evict(self, key: OffloadKey) -> Held:
-        taken_bytes, loadable = self.taken_bytes(key), key in self._entries
-        used_at_ns = (self._entries.get(key, 0) >> SECTOR_BITS & MINUTES) * MINUTE_NS
+    def unused_since(self, before_ns: int) -> list[FileEntry]:
+        """Choose the files whose last use was before that time, likewise."""
+        old = [number for number in self.numbers.unused_since(before_ns) if not self._keeps(number)]
+        for number in old:
+            self.numbers.take(number)
+        return [self._evict(number) for number in old]
+
+    def _keeps(self, number: int) -> bool:
+        key = self.numbers.keys[number]
+        return key is not None and key in self.claims.in_use
+
+    def _evict(self, number: int) -> FileEntry:
+        key = self.numbers.forget(number)
+        loadable = key not in self._unloadable
+        taken_bytes = self._sectors[number] * SECTOR_BYTES
         if self._scanning:
             self._removed_in_scan.add(key)
         if loadable:
             self.inventory.lost(key)
-        self._drop(key)
-        return Held(key, taken_bytes, used_at_ns, loadable)
-
-    def _note(self, key: OffloadKey, entry: int) -> None:
-        if len(self._shared) >= SHARED_MAX:
-            self._shared.clear()
-        self._entries[key] = self._shared.setdefault(entry, entry)
-
-    def _drop(self, key: OffloadKey) -> None:
-        self.used_bytes -= self.taken_bytes(key)
-        self._entries.pop(key, None)
-        self._unloadable.pop(key, None)
+        else:
+            del self._unloadable[key]
         self.doubtful.discard(key)
+        self.used_bytes -= taken_bytes
+        self._sectors[number] = 0
+        self._free.append(number)
+        return FileEntry(key, taken_bytes, self._minutes[number] * MINUTE_NS, loadable)
+
+    # Numbers.
+
+    def _number(self, key: OffloadKey) -> int | None:
+        number = self._of.get(key)
+        return self._unloadable.get(key) if number is None else number
+
+    def _take_number(self) -> int:
+        if not self._free:
+            count = max(NUMBERS_LEAST, len(self._sectors) // 8)
+            first = self.numbers.add(count)
+            self._sectors.extend([0] * count)
+            self._minutes.extend([0] * count)
+            self._free = list(range(first + count - 1, first - 1, -1))
+        return self._free.pop()
+
+    def _hold_idle(self, chunk: FileEntry) -> None:
+        number = self._take_number()
+        self._measure(number, chunk)
+        if not chunk.loadable:
+            self._unloadable[chunk.key] = number
+        self.numbers.hold(chunk.key, number, chunk.used_at_ns, listed=chunk.loadable)
+
+    def _measure(self, number: int, chunk: FileEntry) -> None:
+        self._set_room(number, chunk.allocated_bytes)
+        self._minutes[number] = minute_of(chunk.used_at_ns)
+
+    def _set_room(self, number: int, allocated_bytes: int) -> None:
+        sectors = allocated_bytes // SECTOR_BYTES
+        self.used_bytes += (sectors - self._sectors[number]) * SECTOR_BYTES
+        self._sectors[number] = sectors
+
+    def _forget(self, number: int) -> None:
+        self._unloadable.pop(self.numbers.remove(number), None)
+        self._set_room(number, 0)
+        self._free.append(number)

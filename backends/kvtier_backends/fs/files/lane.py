@@ -21,7 +21,7 @@ from kvtier_backends.fs.disk.packing import Packing
 from kvtier_backends.fs.disk.reads import Wanted
 from kvtier_backends.fs.files.chunk_files import ChunkFiles, DoubtError, Found, OpenChunk
 from kvtier_backends.fs.files.discard import Discarded
-from kvtier_backends.fs.files.index import Held, is_later
+from kvtier_backends.fs.files.index import FileEntry, is_later
 from kvtier_backends.fs.layout import OpenTier
 from kvtier_backends.fs.options import FilesOptions
 
@@ -171,14 +171,14 @@ class Chunks:
                 last = error
         return last
 
-    def evict(self, victims: Sequence[Held], gone: dict[OffloadKey, int]) -> None:
+    def evict(self, victims: Sequence[FileEntry], gone: dict[OffloadKey, int]) -> None:
         """Remove victims, and note what each has given back."""
         for victim in victims:
             with suppress(OSError):  # It is there still, and the caller counts it so.
                 gone[victim.key] = victim.allocated_bytes if self._files.remove(victim.key, known=True) else 0
 
     def evict_unused(
-        self, victims: Sequence[Held], gone: dict[OffloadKey, int], used: list[Held], *, now_ns: int
+        self, victims: Sequence[FileEntry], gone: dict[OffloadKey, int], used: list[FileEntry], *, now_ns: int
     ) -> None:
         """Do likewise, but spare those that others have used since, as their files' times say."""
         for victim in victims:
@@ -188,7 +188,7 @@ class Chunks:
                     self._files.tidy(victim.key)
                     gone[victim.key] = 0  # Whoever removed it has had the room.
                 elif found is not None and self._is_used(found, victim, now_ns):
-                    used.append(Held(victim.key, found.allocated_bytes, found.used_at_ns))
+                    used.append(FileEntry(victim.key, found.allocated_bytes, found.used_at_ns))
                 else:
                     there_bytes = victim.allocated_bytes if found is None else found.allocated_bytes
                     gone[victim.key] = there_bytes if self._files.remove(victim.key) else 0
@@ -223,7 +223,7 @@ class Chunks:
         whole = judge_length(file_bytes, self._row_bytes)
         return whole is Whole.FOOTED or (whole is Whole.BARE and self._accept_bare)
 
-    def _is_used(self, found: Found, victim: Held, now_ns: int) -> bool:
+    def _is_used(self, found: Found, victim: FileEntry, now_ns: int) -> bool:
         """Say whether others have used a file, or put a chunk in index of one that no load would take."""
         if not victim.loadable:
             return self.takes(found.file_bytes)

@@ -10,9 +10,9 @@ from kvtier.backend import Advice, Occupancy, OffloadKey, Outcome, Read, Write, 
 from kvtier.errors import BackendUnavailable
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.disk.lanes import share_out
-from kvtier_backends.fs.files.accounts import accounts_of
+from kvtier_backends.fs.files.accounts import Accounts
 from kvtier_backends.fs.files.eviction import Eviction
-from kvtier_backends.fs.files.index import Index
+from kvtier_backends.fs.files.index import FileIndex
 from kvtier_backends.fs.files.lane import Chunks
 from kvtier_backends.fs.files.loading import Loading
 from kvtier_backends.fs.files.start import StartScan
@@ -30,15 +30,15 @@ class FilesLayout:
 
     def __init__(self, tier: OpenTier[FilesOptions]) -> None:
         """Make its parts, on the running loop."""
-        options, root = tier.options, tier.root
+        root = tier.root
         self.key_bytes_max = min(tier.packing.key_bytes_max, tier.context.mapper.key_bytes_max(root.name_bytes_max))
         self._tier = tier
         self._lanes = tier.lanes
-        self._index = index = Index(tier.policy(), None if options.ttl_s is None else tier.clock_ns)
+        self._index = index = FileIndex(tier.policy(), tier.clock_ns)
         self.inventory = index.inventory
         tier.capacity.count(index, root.sizes)
         self._chunks = chunks = Chunks(tier)
-        self._eviction = eviction = Eviction(tier, index, chunks, accounts_of(tier))
+        self._eviction = eviction = Eviction(tier, index, chunks, Accounts(tier))
         self._loading = Loading(tier, index, chunks, eviction)
         self._storing = Storing(tier, index, chunks, eviction)
         self._start = StartScan(tier, index, chunks, eviction)

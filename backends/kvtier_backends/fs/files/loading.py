@@ -7,7 +7,7 @@ from kvtier.backend import OffloadKey, Outcome, Read, in_threads
 from kvtier.errors import ChunkCorrupt, ChunkMissing
 from kvtier_backends.fs.disk.lanes import share_chunks, share_least, share_out
 from kvtier_backends.fs.files.eviction import Eviction
-from kvtier_backends.fs.files.index import Held, Index
+from kvtier_backends.fs.files.index import FileEntry, FileIndex
 from kvtier_backends.fs.files.lane import Chunks, LoadShare
 from kvtier_backends.fs.layout import OpenTier
 from kvtier_backends.fs.options import FilesOptions
@@ -16,7 +16,7 @@ from kvtier_backends.fs.options import FilesOptions
 class Loading:
     """The loads of one tier, a batch at a time. Belongs to the loop's thread."""
 
-    def __init__(self, tier: OpenTier[FilesOptions], index: Index, chunks: Chunks, eviction: Eviction) -> None:
+    def __init__(self, tier: OpenTier[FilesOptions], index: FileIndex, chunks: Chunks, eviction: Eviction) -> None:
         """Read in the lanes for loads."""
         self._tier = tier
         self._index = index
@@ -47,6 +47,7 @@ class Loading:
 
     def _note(self, shares: Sequence[LoadShare], unchanged: set[OffloadKey]) -> None:
         used: list[OffloadKey] = []
+        known: list[OffloadKey] = []
         for share in reversed(shares):  # Tail first: a prefix outlives its continuation.
             done = list(zip(share.reads, share.outcomes, share.allocated_bytes, strict=False))
             for read, outcome, allocated_bytes in reversed(done):
@@ -56,11 +57,12 @@ class Loading:
                     if key in unchanged and key not in share.left:  # What is left takes its room, until it goes for it.
                         self._lost(key, is_there=key in share.irremovable)
                 elif outcome is None and key in self._index:
-                    self._index.used(key)
+                    known.append(key)
                     used.append(key)
                 elif allocated_bytes is not None and key not in self._index.claims.leaving:
-                    self._index.found(Held(key, allocated_bytes))  # Nobody knows what its time says: that is set.
+                    self._index.found(FileEntry(key, allocated_bytes))  # Nobody knows what its time says: that is set.
                     used.append(key)
+        self._index.used(known[::-1])
         self._eviction.used(used[::-1])
         self._eviction.check()
 
@@ -68,5 +70,5 @@ class Loading:
         taken_bytes = self._index.taken_bytes(key)
         self._index.lost(key)
         if is_there:
-            self._index.stays(Held(key, taken_bytes, loadable=False))
+            self._index.stays(FileEntry(key, taken_bytes, loadable=False))
             self._eviction.doubt([key])

@@ -18,8 +18,9 @@ from kvtier_backends.fs.disk.below import believable_ns, list_folder, open_folde
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES
 from kvtier_backends.fs.disk.remains import called, is_absent, names_in
 from kvtier_backends.fs.files.eviction import Eviction
-from kvtier_backends.fs.files.index import Held, Index
+from kvtier_backends.fs.files.index import FileEntry, FileIndex
 from kvtier_backends.fs.files.lane import Chunks
+from kvtier_backends.fs.index import oldest_last
 from kvtier_backends.fs.layout import OpenTier
 from kvtier_backends.fs.options import FilesOptions
 
@@ -65,9 +66,9 @@ class Scan:
         """Temporaries of dead processes that were removed."""
         return self._sweep.removed
 
-    def next_batch(self) -> list[Held]:
+    def next_batch(self) -> list[FileEntry]:
         """Return the next chunks; an empty list at the end."""
-        batch: list[Held] = []
+        batch: list[FileEntry] = []
         for chunk in self._chunks:
             batch.append(chunk)
             if len(batch) == INVENTORY_BATCH_KEYS:
@@ -78,7 +79,7 @@ class Scan:
         """Have the walk end soon, from any thread."""
         self._stopped = True
 
-    def _look_around(self, chunks_folder: str) -> Iterator[Held]:
+    def _look_around(self, chunks_folder: str) -> Iterator[FileEntry]:
         """Sweep old files beside the chunks, and report files that are left alone. Finds no chunks."""
         try:
             for name in list_folder(self._root, self._mapper.folder):
@@ -105,7 +106,7 @@ class Scan:
             )
         yield from ()
 
-    def _walk(self, folder: str, depth: int) -> Iterator[Held]:
+    def _walk(self, folder: str, depth: int) -> Iterator[FileEntry]:
         try:
             names, chunks = self._list(folder)
         except OSError as error:
@@ -119,10 +120,10 @@ class Scan:
         for name in names if depth else ():
             yield from self._walk(f"{folder}/{name}", depth - 1)
 
-    def _list(self, folder: str) -> tuple[list[str], list[Held]]:
+    def _list(self, folder: str) -> tuple[list[str], list[FileEntry]]:
         """Return a folder's folders and chunks; its descriptor is closed before the walk goes on."""
         folders: list[str] = []
-        chunks: list[Held] = []
+        chunks: list[FileEntry] = []
         fd = open_folder(self._root, folder)
         try:
             status = os.fstat(fd)
@@ -144,7 +145,7 @@ class Scan:
             os.close(fd)
         return ([] if self._stopped else folders), chunks
 
-    def _file(self, folder: str, entry: "os.DirEntry[str]") -> Held | None:
+    def _file(self, folder: str, entry: "os.DirEntry[str]") -> FileEntry | None:
         """Return the room of a file with a chunk's name. The room of our other files is added up."""
         temporary = self._sweep(folder, entry.name)
         key = None if temporary else self._mapper.key(f"{folder}/{entry.name}")
@@ -164,7 +165,7 @@ class Scan:
         used_at_ns = believable_ns(status.st_mtime_ns, self._now_ns)
         if used_at_ns < status.st_mtime_ns:  # Or each start would take it for the newest.
             self._date(folder, entry.name, used_at_ns)
-        return Held(key, taken_bytes, used_at_ns, loadable)
+        return FileEntry(key, taken_bytes, used_at_ns, loadable)
 
     def _date(self, folder: str, name: str, time_ns: int) -> None:
         with suppress(OSError):  # Somebody else's.
@@ -174,7 +175,7 @@ class Scan:
 class StartScan:
     """The scans of one tier. Belongs to the loop's thread."""
 
-    def __init__(self, tier: OpenTier[FilesOptions], index: Index, chunks: Chunks, eviction: Eviction) -> None:
+    def __init__(self, tier: OpenTier[FilesOptions], index: FileIndex, chunks: Chunks, eviction: Eviction) -> None:
         """Scan in the lane for that."""
         self.done = asyncio.Event()
         """Set once everything that was there at the start is known."""
@@ -219,5 +220,6 @@ class StartScan:
         self._capacity.other_bytes = scan.other_bytes
         if not scan.failed:
             self._tier.root.sizes.scan_ended()
+        self._index.numbers.order_idle(await self._lane.run(oldest_last, *self._index.numbers.idle()))
         self._index.scan_ended(complete=scan.failed == 0 and not self._tier.options.shared)
         self._eviction.scan_ended(complete=scan.failed == 0)

@@ -14,7 +14,7 @@ from kvtier_backends.fs.disk.capacity import chunk_bytes_worst
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.disk.lanes import share_chunks, share_out
 from kvtier_backends.fs.files.eviction import Eviction
-from kvtier_backends.fs.files.index import Held, Index
+from kvtier_backends.fs.files.index import FileEntry, FileIndex
 from kvtier_backends.fs.files.lane import Chunks, StoreShare
 from kvtier_backends.fs.layout import OpenTier
 from kvtier_backends.fs.options import FilesOptions
@@ -23,7 +23,7 @@ from kvtier_backends.fs.options import FilesOptions
 class Storing:
     """The stores of one tier, a batch at a time. Belongs to the loop's thread."""
 
-    def __init__(self, tier: OpenTier[FilesOptions], index: Index, chunks: Chunks, eviction: Eviction) -> None:
+    def __init__(self, tier: OpenTier[FilesOptions], index: FileIndex, chunks: Chunks, eviction: Eviction) -> None:
         """Write in the lanes for stores."""
         file_bytes, root = tier.context.row_bytes + FOOTER_BYTES, tier.root
         self._tier = tier
@@ -77,7 +77,7 @@ class Storing:
             for index, (write, allocated_bytes) in reversed(done):
                 if allocated_bytes is not None:
                     added_bytes += allocated_bytes - self._index.taken_bytes(write.key)
-                    self._index.stored(Held(write.key, allocated_bytes, share.used_at_ns - index))
+                    self._index.stored(FileEntry(write.key, allocated_bytes, share.used_at_ns - index))
                     if write.key in share.doubtful:
                         self._eviction.doubt([write.key])
                     if not told or write.key in share.doubtful:

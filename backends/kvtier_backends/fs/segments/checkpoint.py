@@ -152,7 +152,7 @@ class SlotCheckpoint:
         head = _HEAD.pack(MAGIC, VERSION, longest, self._row_bytes, self._fingerprint)
         most = (BYTES_MAX - len(head) - len(_preamble(segments, whole=False)) - _CHECKSUM.size) // record.size
         head += _preamble(segments, whole=longest == max(lengths, default=0) and lengths.total() <= most)
-        packed = (record.pack(len(key), key, *said) for key, *said in snapshot.held() if len(key) <= KEY_BYTES_MAX)
+        packed = (record.pack(len(key), key, *said) for key, *said in snapshot.entries() if len(key) <= KEY_BYTES_MAX)
         kept = islice(packed, max(0, most))
         total = xxh3_64(head)
         yield head

@@ -19,7 +19,7 @@ from kvtier_backends.fs.options import SegmentsOptions
 from kvtier_backends.fs.segments.checkpoint import Chunks, Remembered, SlotCheckpoint
 from kvtier_backends.fs.segments.folder import SegmentFolder, Unusable
 from kvtier_backends.fs.segments.segment import Segment
-from kvtier_backends.fs.segments.slots import Held, Recalled
+from kvtier_backends.fs.segments.slots import Recalled, SlotEntry
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Around(NamedTuple):
 class Seen(NamedTuple):
     """Some slots, and what is known of them."""
 
-    held: Sequence[Held] = ()
+    held: Sequence[SlotEntry] = ()
     looked: tuple[int, int] = (0, 0)  # The first slot whose footer was read, and how many.
     foreign: bool = False  # Of another process: the chunks are read, and nothing else.
     free: Sequence[tuple[int, int]] = ()  # Runs: the first slot, and how many.
@@ -215,7 +215,7 @@ def _footers_of(segment: Segment, root_fd: int, now_ns: int) -> Iterator[Seen]:
     """Yield a segment's footers, in batches; a chunk counts as used when it was stored."""
     for start in range(0, segment.header.slots, INVENTORY_BATCH_KEYS):
         count = min(INVENTORY_BATCH_KEYS, segment.header.slots - start)
-        taken, held, torn = np.zeros(count, np.uint8), list[Held](), list[tuple[int, Fault]]()
+        taken, held, torn = np.zeros(count, np.uint8), list[SlotEntry](), list[tuple[int, Fault]]()
         distrusted = ""
         try:
             for index, page in enumerate(segment.footers(root_fd, start, count)):
@@ -228,7 +228,7 @@ def _footers_of(segment: Segment, root_fd: int, now_ns: int) -> Iterator[Seen]:
                 elif isinstance(footer, Fault):
                     torn.append((slot, footer))
                 else:
-                    held.append(Held(footer.key, slot, footer.sequence, believable_ns(footer.sequence, now_ns)))
+                    held.append(SlotEntry(footer.key, slot, footer.sequence, believable_ns(footer.sequence, now_ns)))
         except OSError as error:
             logger.warning("%s: cannot be looked through: %s; see %s", segment.name, error.strerror, Remedy.UNREADABLE)
             unread = segment.first_slot + start, segment.header.slots - start

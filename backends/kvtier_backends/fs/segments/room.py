@@ -123,8 +123,7 @@ class Room:
 
     async def _remove_coldest(self) -> bool:
         """Remove the segment that has the chunk that was used longest ago; False if none may go."""
-        key = self._catalog.coldest()
-        slot = None if key is None else self._catalog.slot(key)
+        slot = self._catalog.coldest()
         own = [segment for segment in self._segments.all if segment.own]
         chosen = [self._segments.of(slot)] if slot is not None else own[:1]
         for segment in [*chosen, *own]:

@@ -1,11 +1,8 @@
-"""The states of slots by their numbers: held, free, outdated. Plain memory, owned by the loop's thread.
-
-Facts about each slot are in arrays: ten million slots must not take gigabytes.
-"""
+"""Slots: the free ones, the outdated ones, and chunks in their slots. Plain memory, owned by the loop's thread."""
 
 from array import array
 from bisect import bisect_right, insort
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from operator import itemgetter
 from typing import NamedTuple
@@ -18,7 +15,7 @@ from kvtier.backend import OffloadKey
 HEAP_SLACK = 64  # Outdated entries are left in the heap until there are more of them than of others, and this many.
 
 
-class Held(NamedTuple):
+class SlotEntry(NamedTuple):
     """A chunk in its slot."""
 
     key: OffloadKey
@@ -37,8 +34,8 @@ class Recalled(NamedTuple):
     candidates: NDArray[np.uint8]
     """By chunk: 1 if its footer is still to be read; 0 if nobody has written to its segment since."""
 
-    def held(self, index: int) -> Held:
-        return Held(self.keys[index], *(int(column[index]) for column in self[1:4]))
+    def entry(self, place: int) -> SlotEntry:
+        return SlotEntry(self.keys[place], *(int(column[place]) for column in self[1:4]))
 
 
 class Snapshot(NamedTuple):
@@ -49,156 +46,11 @@ class Snapshot(NamedTuple):
     used_at_ns: "array[int]"
     foreign: frozenset[int]
 
-    def held(self) -> Iterator[Held]:
+    def entries(self) -> Iterator[SlotEntry]:
         """Yield the chunks that are the tier's own."""
         for slot, key in enumerate(self.keys):
             if key is not None and slot not in self.foreign:
-                yield Held(key, slot, self.sequences[slot], self.used_at_ns[slot])
-
-
-class Slots:
-    """The chunk that each slot holds, and its last use."""
-
-    def __init__(self) -> None:
-        self.of: dict[OffloadKey, int] = {}
-        """Where each key's newest chunk is."""
-        self.keys: list[OffloadKey | None] = []
-        self.sequences = array("Q")  # Of the last chunk that was there, if there is none now.
-        self.used_at_ns = array("q")  # 0: nothing is held there.
-        self.foreign: set[int] = set()
-        """Slots of another process: read, and nothing else."""
-        self._idle: bytearray | None = bytearray()  # By slot: held from before, not used since; None after the scan.
-        self._candidates = bytearray()  # By slot: held if the checkpoint is right; empty after the scan.
-
-    def add(self, count: int) -> int:
-        """Take in so many; return the first one's number."""
-        first = len(self.keys)
-        self.keys.extend([None] * count)
-        self.sequences.extend([0] * count)
-        self.used_at_ns.extend([0] * count)
-        if self._idle is not None:
-            self._idle.extend(bytes(count))
-            self._candidates.extend(bytes(count))
-        return first
-
-    def hold(self, chunk: Held) -> None:
-        """Note the key that a slot holds from now on."""
-        key, slot, sequence, used_at_ns = chunk
-        self.of[key] = slot
-        self.keys[slot] = key
-        self.sequences[slot] = sequence
-        self.used_at_ns[slot] = max(used_at_ns, 1)
-
-    def hold_idle(self, chunk: Held) -> None:
-        """Note the key that a slot has held from before the start, and that it was not used since."""
-        assert self._idle is not None
-        self.hold(chunk)
-        self._idle[chunk.slot] = 1
-
-    def recall(self, chunks: Recalled) -> tuple[list[OffloadKey], list[int]]:
-        """Hold a checkpoint's chunks, idle; return their keys, and the indices of chunks whose key is held already."""
-        assert self._idle is not None
-        of, held = self.of, self.keys
-        others: list[int] = []
-        for index, (key, slot) in enumerate(zip(chunks.keys, chunks.slots.tolist(), strict=True)):
-            if key in of or held[slot] is not None:
-                others.append(index)
-            else:
-                of[key] = slot
-                held[slot] = key
-        taken = np.delete(np.arange(len(chunks.keys)), others)
-        slots = chunks.slots[taken]
-        np.frombuffer(self.sequences, np.uint64)[slots] = chunks.sequences[taken]
-        np.frombuffer(self.used_at_ns, np.int64)[slots] = np.maximum(chunks.used_at_ns[taken], 1)
-        np.frombuffer(self._idle, np.uint8)[slots] = 1
-        np.frombuffer(self._candidates, np.uint8)[slots] = chunks.candidates[taken]
-        return ([chunks.keys[index] for index in taken] if others else chunks.keys), others
-
-    def is_candidate(self, slot: int) -> bool:
-        """Return True if the checkpoint alone says what a slot holds."""
-        return bool(self._candidates) and self._candidates[slot] != 0
-
-    def end_candidates(self, first: int, count: int) -> dict[int, OffloadKey]:
-        """Return the candidates in a range of slots, whose footers are known now. None of them is one any more."""
-        if not count:
-            return {}
-        flags = np.frombuffer(self._candidates, np.uint8)[first : first + count]
-        slots = (np.flatnonzero(flags) + first).tolist()
-        flags[:] = 0
-        return {slot: key for slot in slots if (key := self.keys[slot]) is not None}
-
-    def leave(self, slot: int) -> None:
-        """Note that a slot holds nothing any more; its key has another one by now."""
-        self.keys[slot] = None
-        self.used_at_ns[slot] = 0
-        self.foreign.discard(slot)
-        if self._idle is not None:
-            self._idle[slot] = self._candidates[slot] = 0
-
-    def forget(self, key: OffloadKey) -> int:
-        """Note that nothing is held of this key any more; return where it was."""
-        slot = self.of.pop(key)
-        self.leave(slot)
-        return slot
-
-    def use(self, slot: int, used_at_ns: int) -> bool:
-        """Note when a slot's chunk was used; say whether that was the first time since the start."""
-        self.used_at_ns[slot] = max(used_at_ns, 1)
-        if self._idle is None or not self._idle[slot]:
-            return False
-        self._idle[slot] = 0
-        return True
-
-    def is_live(self, slot: int) -> bool:
-        """Say whether what a slot of ours holds was stored or used since the start."""
-        return slot not in self.foreign and not (self._idle is not None and self._idle[slot])
-
-    def idle(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the idle slots and their last uses, for another thread to sort."""
-        assert self._idle is not None
-        slots = np.flatnonzero(np.frombuffer(bytes(self._idle), dtype=np.uint8))
-        return slots, np.array(self.used_at_ns, dtype=np.int64)[slots]
-
-    def end_idle(self, slots: NDArray[np.int64]) -> list[int]:
-        """Return those of the slots that are still idle, in the same order; from now on they are not."""
-        assert self._idle is not None
-        flags = np.frombuffer(self._idle, np.uint8)
-        still = slots[flags[slots] == 1]
-        flags[still] = 0
-        ended: list[int] = still.tolist()
-        return ended
-
-    def scan_ended(self) -> None:
-        """Free the memory that only the scan needed; no slot is idle."""
-        assert not any(self._idle or b"")
-        self._idle, self._candidates = None, bytearray()
-
-    def unused_since(self, before_ns: int) -> list[OffloadKey]:
-        """Return the keys of our chunks whose last use was before that time."""
-        used_at_ns = np.array(self.used_at_ns, dtype=np.int64)
-        old = np.flatnonzero((used_at_ns > 0) & (used_at_ns < before_ns)).tolist()
-        return [key for slot in old if slot not in self.foreign and (key := self.keys[slot]) is not None]
-
-    def coldest(self, keep: Callable[[OffloadKey], bool]) -> OffloadKey | None:
-        """Return which of our keys was used longest ago of those that `keep` does not hold back."""
-        never = np.iinfo(np.int64).max
-        used_at_ns = np.array(self.used_at_ns, dtype=np.int64)
-        used_at_ns[used_at_ns == 0] = never
-        while len(used_at_ns) and used_at_ns[slot := int(used_at_ns.argmin())] != never:
-            key = self.keys[slot]
-            if key is not None and slot not in self.foreign and not keep(key):
-                return key
-            used_at_ns[slot] = never
-        return None
-
-    def snapshot(self) -> Snapshot:
-        """Return the slots in use now, for another thread to write down: some 10 ms a million slots."""
-        return Snapshot(list(self.keys), self.sequences[:], self.used_at_ns[:], frozenset(self.foreign))
-
-
-def newest_first(slots: NDArray[np.int64], used_at_ns: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Sort slots by their last use. Takes half a second for five million, and lets other threads run."""
-    return slots[np.argsort(used_at_ns, kind="stable")[::-1]]
+                yield SlotEntry(key, slot, self.sequences[slot], self.used_at_ns[slot])
 
 
 class FreeSlots:

@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Iterator, Sequence
 
+from kvtier_backends.fs.index import oldest_last
 from kvtier_backends.fs.layout import OpenTier
 from kvtier_backends.fs.options import SegmentsOptions
 from kvtier_backends.fs.segments.catalog import Catalog
@@ -16,7 +17,7 @@ from kvtier_backends.fs.segments.folder import SegmentFolder
 from kvtier_backends.fs.segments.recovery import Around, Recovery, Seen
 from kvtier_backends.fs.segments.room import Room
 from kvtier_backends.fs.segments.segment import Segment
-from kvtier_backends.fs.segments.slots import Snapshot, newest_first
+from kvtier_backends.fs.segments.slots import Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class StartScan:
         counters.count("scan_failed", self._failed)
         counters.count("scan_swept", around.swept)
         counters.count("scan_others", around.others)
-        await self._order_idle()
+        catalog.index.order_idle(await self._lane.run(oldest_last, *catalog.index.idle()))
         catalog.scan_ended(complete=not self._failed)
         await self._room.shrink()
         self._schedule.ready = True
@@ -82,13 +83,6 @@ class StartScan:
         while self._capacity.unseen_bytes or any(not segment.own for segment in self._segments.all):
             await asyncio.sleep(AGAIN_S)
             await self._look_again()
-
-    async def _order_idle(self) -> None:
-        """Order the chunks that were there, in turns: five million are half a second of the loop."""
-        slots = await self._lane.run(newest_first, *self._catalog.idle())
-        for start in range(0, len(slots), self._catalog.idle_batch):
-            self._catalog.order_idle(slots[start : start + self._catalog.idle_batch])
-            await asyncio.sleep(0)
 
     async def _look_again(self) -> None:
         """Measure what could not be seen at the start, and take over segments whose locks have been released.

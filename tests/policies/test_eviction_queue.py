@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from kvtier.policies import Hint, HintedOrder, Leaving, LinkedLRU
+from kvtier.policies import EvictionQueue, Hint, HintedOrder, LinkedLRU
 from tests.policies.test_base import none_kept
 
 OVER = Hint(over=True)
@@ -15,7 +15,7 @@ class Order:
     """An order of numbers with hints."""
 
     def __init__(self) -> None:
-        self.order = Leaving[int](LinkedLRU(100), 4)
+        self.order = EvictionQueue[int](LinkedLRU(100), 4)
         self.hints: HintedOrder[int] | None = None
 
     def end(self, keys: list[int], hint: Hint | None = None) -> None:
@@ -24,8 +24,8 @@ class Order:
             self.hints = self.order.take_hints(0)
         self.hints.end(keys, hint)
 
-    def leave(self, count: int) -> None:
-        assert self.order.leave(count, none_kept)
+    def choose(self, count: int) -> None:
+        assert self.order.choose(count, none_kept)
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def order() -> Order:
 
 
 def test_what_came_back_is_still_what_another_session_used(order: Order) -> None:
-    order.leave(4)
+    order.choose(4)
     order.order.insert([9])
     order.order.touch([0])
     order.order.insert([3])
@@ -52,7 +52,7 @@ def test_what_came_back_is_still_what_another_session_used(order: Order) -> None
 
 
 def test_a_session_whose_chunks_came_back_is_the_same_session(order: Order) -> None:
-    order.leave(4)
+    order.choose(4)
     order.order.insert([9])
     order.order.touch([0, 2])
     order.order.insert([4])
@@ -61,7 +61,7 @@ def test_a_session_whose_chunks_came_back_is_the_same_session(order: Order) -> N
 
 
 def test_what_has_gone_and_is_stored_again_is_new(order: Order) -> None:
-    order.leave(4)
+    order.choose(4)
     assert order.order.evict(4, none_kept) == [7, 1, 2, 0]
     order.order.insert([9])
     order.order.insert([0, 5])
@@ -70,7 +70,7 @@ def test_what_has_gone_and_is_stored_again_is_new(order: Order) -> None:
 
 
 def test_what_was_removed_while_it_was_leaving_is_new_when_it_is_stored_again(order: Order) -> None:
-    order.leave(4)
+    order.choose(4)
     order.order.remove([0, 1, 7])
     order.order.insert([9])
     order.order.insert([0, 5])
@@ -81,7 +81,7 @@ def test_what_was_removed_while_it_was_leaving_is_new_when_it_is_stored_again(or
 def test_what_had_left_before_the_first_hint_counts_as_used_by_others() -> None:
     order = Order()
     order.order.insert([0, 1])
-    order.leave(2)
+    order.choose(2)
     order.end([])
     order.order.insert([9])
     order.order.insert([2])
@@ -95,7 +95,7 @@ def test_what_had_left_before_the_first_hint_counts_as_used_by_others() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_over_an_lru_both_together_are_an_lru(seed: int) -> None:
     """What leaves, comes back and goes out of its turn is forgotten in time: there are many more turns than keys."""
-    dice, plain, leaving = random.Random(seed), LinkedLRU(60), Leaving[int](LinkedLRU(60), 20)
+    dice, plain, leaving = random.Random(seed), LinkedLRU(60), EvictionQueue[int](LinkedLRU(60), 20)
     here: list[int] = []
     for _ in range(4_000):
         match dice.randrange(6):
@@ -116,11 +116,11 @@ def test_over_an_lru_both_together_are_an_lru(seed: int) -> None:
                 used = dice.sample(here, min(len(here), dice.randrange(8)))
                 both(plain, leaving, lambda order, used=used: order.touch(used))
             case _:
-                leaving.leave(dice.randint(0, 15), none_kept)
-                assert leaving.left <= set(here)
+                leaving.choose(dice.randint(0, 15), none_kept)
+                assert set(leaving) <= set(here)
 
 
-def both(one: LinkedLRU, other: Leaving[int], do: Callable[[LinkedLRU | Leaving[int]], None]) -> None:
+def both(one: LinkedLRU, other: EvictionQueue[int], do: Callable[[LinkedLRU | EvictionQueue[int]], None]) -> None:
     do(one)
     do(other)
 
@@ -138,23 +138,23 @@ class Kept:
 
 
 @pytest.fixture
-def gone_ahead() -> Leaving[int]:
+def gone_ahead() -> EvictionQueue[int]:
     """Make an order of 1,000 numbers, of which 500 to 999 have left: 500 first."""
-    order = Leaving[int](LinkedLRU(1_000), 500)
+    order = EvictionQueue[int](LinkedLRU(1_000), 500)
     order.insert(range(999, -1, -1))
     order.touch(range(499, -1, -1))
-    assert order.leave(500, none_kept)
+    assert order.choose(500, none_kept)
     return order
 
 
-def test_who_may_not_go_for_long_is_not_asked_about_in_every_call(gone_ahead: Leaving[int]) -> None:
+def test_who_may_not_go_for_long_is_not_asked_about_in_every_call(gone_ahead: EvictionQueue[int]) -> None:
     """As where a tier has hundreds of writes under way, which it ends slowly."""
     kept = Kept(range(500, 900))
     assert [gone_ahead.evict(1, kept) for _ in range(50)] == [[number] for number in range(900, 950)]
     assert kept.asked < 1_000
 
 
-def test_who_could_not_go_is_considered_again_and_goes_first_once_it_may(gone_ahead: Leaving[int]) -> None:
+def test_who_could_not_go_is_considered_again_and_goes_first_once_it_may(gone_ahead: EvictionQueue[int]) -> None:
     assert gone_ahead.evict(2, Kept(range(500, 510))) == [510, 511]
     gone_ahead.reconsider(Kept([500]))
     assert gone_ahead.evict(10, none_kept) == [*range(501, 510), 512]
@@ -162,37 +162,36 @@ def test_who_could_not_go_is_considered_again_and_goes_first_once_it_may(gone_ah
     assert gone_ahead.evict(2, none_kept) == [500, 513]
 
 
-def test_who_is_used_while_it_is_aside_is_as_any_other(gone_ahead: Leaving[int]) -> None:
+def test_who_is_used_while_it_is_aside_is_as_any_other(gone_ahead: EvictionQueue[int]) -> None:
     assert gone_ahead.evict(1, Kept([500, 501])) == [502]
     gone_ahead.touch([500])
-    assert gone_ahead.leave(500, none_kept)
+    assert gone_ahead.choose(500, none_kept)
     gone_ahead.reconsider(none_kept)
     assert gone_ahead.evict(997, none_kept) == [501, *range(503, 1_000), *range(499)]
     assert gone_ahead.evict(2, none_kept) == [499, 500]
 
 
-def test_a_call_for_too_many_changes_nothing(gone_ahead: Leaving[int]) -> None:
+def test_a_call_for_too_many_changes_nothing(gone_ahead: EvictionQueue[int]) -> None:
     kept = Kept([*range(500), 500, 700])
     assert gone_ahead.evict(499, kept) is None
-    assert len(gone_ahead.left) == 500
+    assert len(gone_ahead) == 500
     assert gone_ahead.evict(498, kept) == [number for number in range(501, 1_000) if number != 700]
-    assert sorted(gone_ahead.left) == [500, 700]
+    assert sorted(set(gone_ahead)) == [500, 700]
 
 
-def test_whoever_is_aside_and_may_go_counts_for_a_call_that_needs_all(gone_ahead: Leaving[int]) -> None:
+def test_whoever_is_aside_and_may_go_counts_for_a_call_that_needs_all(gone_ahead: EvictionQueue[int]) -> None:
     assert gone_ahead.evict(1, Kept(range(500, 999))) == [999]
     victims = gone_ahead.evict(3, Kept([*range(500), *range(500, 996)]))
     assert victims == [996, 997, 998]
 
 
 def test_what_leaves_and_is_used_again_without_end_takes_no_more_memory_and_keeps_its_place() -> None:
-    plain, leaving = LinkedLRU(1_000), Leaving[int](LinkedLRU(1_000), 500)
+    plain, leaving = LinkedLRU(1_000), EvictionQueue[int](LinkedLRU(1_000), 500)
     both(plain, leaving, lambda order: order.insert(range(1_000)))
     for _ in range(200):
-        assert leaving.leave(500 - len(leaving.left), none_kept)
-        used = sorted(leaving.left)[:250]
+        assert leaving.choose(500 - len(leaving), none_kept)
+        used = sorted(leaving)[:250]
         both(plain, leaving, lambda order, used=used: order.touch(used))
-        assert len(leaving._line) < 6_000
-    assert leaving.leave(250, none_kept)
+    assert leaving.choose(250, none_kept)
     assert leaving.evict(1_000, none_kept) == plain.evict(1_000, none_kept)
-    assert not leaving.left
+    assert not leaving

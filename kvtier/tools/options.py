@@ -1,0 +1,82 @@
+"""Options that several commands have, each declared once, and the values that are lists."""
+
+from collections.abc import Callable
+from typing import Annotated, TypeVar
+
+import typer
+
+from kvtier.errors import ConfigError
+
+REQUESTS_MAX = 1_000_000_000  # Reading so many takes hours; a larger limit is a mistyped one.
+SLOTS_MAX = 65_536  # Servers. A heap has an entry for each; no cluster has so many.
+PREFILL_TOKENS_PER_S_MAX = 1e9  # Ten thousand times one GPU; beyond it computing takes no time.
+GPU_CACHE_TOKENS_MAX = 1_000_000_000  # Of one server; no GPU holds so many.
+SEED_MAX = (1 << 63) - 1  # The report has it, and readers of JSON take no more.
+JSON = "--json"
+
+TraceArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="TRACE",
+        help="A file in Mooncake's format (.jsonl, .jsonl.gz, .jsonl.zst); 'generated' is a made-up workload.",
+    ),
+]
+JsonOption = Annotated[
+    str | None,
+    typer.Option(JSON, metavar="[FILE|-]", help="Write JSON to this file; without one, or to -, on stdout alone."),
+]
+PlotOption = Annotated[
+    str | None, typer.Option("--plot", metavar="OUT", help="Draw the figures to this file: .png, .pdf or .svg.")
+]
+LimitOption = Annotated[int | None, typer.Option(min=1, max=REQUESTS_MAX, help="Read at most this many requests.")]
+StrictOption = Annotated[
+    bool, typer.Option("--strict", help="Reject a trace that cannot be true, instead of warning of it.")
+]
+SeedOption = Annotated[
+    int, typer.Option(min=0, max=SEED_MAX, help="Seed of the chunks' bytes and of the generated workload.")
+]
+
+PrefillOption = Annotated[
+    float, typer.Option(min=1.0, max=PREFILL_TOKENS_PER_S_MAX, help="Prompt tokens that one server computes a second.")
+]
+SlotsOption = Annotated[int, typer.Option(min=1, max=SLOTS_MAX, help="Servers that compute prompts.")]
+GpuCacheOption = Annotated[
+    int,
+    typer.Option(
+        min=0, max=GPU_CACHE_TOKENS_MAX, help="Tokens in the LLM engine's own prefix cache, of each server; 0: none."
+    ),
+]
+DiskSpeedOption = Annotated[
+    str, typer.Option("--disk-speed", metavar="READ,WRITE", help="Rates of the modelled disk, as in 7GB/s,4GB/s.")
+]
+LoadAlwaysOption = Annotated[
+    bool, typer.Option("--load-always", help="Load every chunk that a tier has, even if computing is faster.")
+]
+
+COMMON = {
+    "verbose": Annotated[
+        int,
+        typer.Option("--verbose", "-v", count=True, show_default=False, help="Log to stderr; -vv: everything."),
+    ],
+    "quiet": Annotated[
+        bool, typer.Option("--quiet", "-q", help="Show results and errors only: no progress, notes or warnings.")
+    ],
+    "wide": Annotated[bool, typer.Option("--wide", help="Cut and break no line, however long.")],
+    "log_file": Annotated[
+        str | None, typer.Option("--log-file", metavar="FILE", help="Append the log to this file, with times.")
+    ],
+}
+"""The options of every command: fields of `Wishes`."""
+
+T = TypeVar("T")
+
+
+def listed(option: str, text: str, parse: Callable[[str], T], accepted: str) -> list[T]:
+    """Parse values separated by commas, without duplicates; a `ValueError` of `parse` becomes a `ConfigError`."""
+    parts = [part.strip() for part in text.split(",")]
+    try:
+        if all(parts):
+            return list(dict.fromkeys(map(parse, parts)))
+    except ValueError as error:
+        raise ConfigError(f"{option} {text!r}: expected {accepted}") from error
+    raise ConfigError(f"{option} {text!r}: expected {accepted}, and none of them empty")

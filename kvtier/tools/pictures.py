@@ -1,0 +1,134 @@
+"""Pictures of a replay and of sizes compared. Needs matplotlib; imported only when a picture is asked for."""
+
+# matplotlib leaves the types of its keyword arguments out:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
+
+from kvtier.tools.outputs import counted, picture_format, replacing, round_size
+from kvtier.tools.replay.replay import ReplayTally, TierTotals
+from kvtier.tools.replay.report import Report
+from kvtier.tools.replay.sizes import SizeCell, SizeReport
+
+DOTS_PER_INCH = 150
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#888888")
+"""Okabe and Ito's: distinct for people who do not see all colours, on white and on black."""
+LABEL_CHARACTERS_MAX = 24  # Of a name in a picture. The tables have the whole.
+SLICES = 60  # Of a replay's time: a picture shows no more.
+QUANTILES = 200  # Points of a latency curve.
+
+Numbers = npt.NDArray[np.float64]
+
+
+def write_replay_picture(path: str, report: Report, tally: ReplayTally) -> None:
+    """Draw hits and traffic of each tier over the time of a replay, and the latencies of its calls."""
+    figure = Figure(figsize=(8.6, 9.6), layout="constrained")
+    figure.suptitle(
+        f"{_short(report.trace)}: hit ratio {report.hit_ratio:.4f} over {counted(report.requests, 'request')}",
+        parse_math=False,  # A file's name may have dollar signs.
+    )
+    hits, traffic, latencies = figure.subplots(3, 1)
+    _draw_course(hits, traffic, report, tally)
+    for index, (name, samples) in enumerate(tally.latencies_s.items()):
+        shares = np.linspace(0.0, 1.0, QUANTILES)
+        latencies.plot(1e3 * np.quantile(samples, shares), shares, color=_colour(index), label=_short(name))
+    latencies.set_xscale("log")
+    latencies.set_xlabel("ms, logarithmic")
+    latencies.set_ylabel("share of the calls")
+    for axes in (hits, traffic, latencies):
+        _finish(axes)
+    _save(figure, path)
+
+
+def _draw_course(hits: Axes, traffic: Axes, report: Report, tally: ReplayTally) -> None:
+    """Draw each tier's share of the chunk references, and its bytes a second, in slices of equal time."""
+    edges = np.linspace(0.0, max(tally.seconds, 1e-9), SLICES + 1)
+    width_s = edges[1]
+    times = [0.0, *(sample.seconds for sample in tally.samples)]
+
+    def grown(values: list[int]) -> Numbers:
+        return np.diff(np.interp(edges, times, [0, *values]))
+
+    def of_tier(name: str, value: Callable[[TierTotals], int]) -> Numbers:
+        return grown([value(sample.tiers[name]) for sample in tally.samples])
+
+    references = np.maximum(grown([sample.chunk_references for sample in tally.samples]), 1e-9)
+    row_bytes = int(report.engine["chunk_bytes"] or 0)
+    below: Numbers = np.zeros(SLICES)
+    for index, name in enumerate(report.tiers if tally.samples else ()):
+        colour, label = _colour(index), _short(name)
+        above = below + of_tier(name, lambda tier: tier.hits) / references
+        hits.stairs(above, edges, baseline=below, fill=True, color=colour, label=label)
+        below = above
+        read, written = of_tier(name, lambda tier: tier.loaded), of_tier(name, lambda tier: tier.stored)
+        traffic.stairs(row_bytes * read / width_s, edges, color=colour, label=f"{label}, read")
+        traffic.stairs(
+            row_bytes * written / width_s, edges, color=colour, linestyle="dashed", label=f"{label}, written"
+        )
+    hits.set_ylim(0.0, 1.0)
+    hits.set_ylabel("hits / chunk references")
+    traffic.set_ylabel("bytes moved a second")
+    traffic.yaxis.set_major_formatter(EngFormatter(unit="B/s"))
+    for axes in (hits, traffic):
+        axes.set_xlabel("time since the replay began, s")
+
+
+def write_size_picture(path: str, report: SizeReport) -> None:
+    """Draw the hit ratio and the time to first token over the size of the memory, one line for each disk."""
+    figure = Figure(figsize=(9.0, 4.6), layout="constrained")
+    ratios, medians = figure.subplots(1, 2)
+    _draw_sizes(ratios, report, "hits / chunk references", lambda cell: cell.hit_ratio)
+    ratios.axhline(report.best_hit_ratio, color="grey", linestyle="--", label="best possible")
+    _draw_sizes(medians, report, "p50 of the time to first token, s", lambda cell: cell.ttft_s.p50)
+    medians.axhline(report.without_tiering_ttft_s.p50, color="grey", linestyle="--", label="without tiering")
+    for axes in (ratios, medians):
+        axes.set_ylim(bottom=0.0)
+        _finish(axes)
+    figure.suptitle(_short(report.trace), parse_math=False)
+    _save(figure, path)
+
+
+def _draw_sizes(axes: Axes, report: SizeReport, label: str, value: Callable[[SizeCell], float]) -> None:
+    for number, disk_bytes in enumerate(dict.fromkeys(cell.disk_bytes for cell in report.sizes)):
+        cells = sorted((c for c in report.sizes if c.disk_bytes == disk_bytes), key=lambda cell: cell.memory_bytes)
+        name = f"{round_size(disk_bytes)} of disk" if disk_bytes else "no disk"
+        memories = [cell.memory_bytes for cell in cells]
+        axes.plot(memories, list(map(value, cells)), marker="o", markersize=4, color=_colour(number), label=name)
+    marks = sorted({cell.memory_bytes for cell in report.sizes})
+    axes.set_xscale("log")
+    axes.set_xticks(marks, labels=list(map(round_size, marks)), fontsize=8)
+    axes.minorticks_off()
+    axes.set_xlabel("memory, logarithmic")
+    axes.set_ylabel(label)
+
+
+def _colour(number: int) -> str:
+    return COLOURS[number % len(COLOURS)]
+
+
+def _short(name: str) -> str:
+    """Return a name as text of bounded length: a file's name may be long, or no text."""
+    plain = name.encode("utf-8", "replace").decode()
+    return plain if len(plain) <= LABEL_CHARACTERS_MAX else f"{plain[: LABEL_CHARACTERS_MAX - 1]}…"
+
+
+def _finish(axes: Axes) -> None:
+    """Add the grid and the legend; remove the upper and the right edge of the frame."""
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=8, ncols=2)
+
+
+def _save(figure: Figure, path: str) -> None:
+    """Write a picture in the format that the file's name asks for; letters that the font lacks become boxes."""
+    with replacing(path) as file, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
+        figure.savefig(file, format=picture_format(path), dpi=DOTS_PER_INCH)

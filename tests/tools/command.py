@@ -1,0 +1,37 @@
+"""kvtier's commands, run in this process or in another one."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.tools.cli import main
+
+KVTIER = [sys.executable, "-c", "from kvtier.tools.cli import main; main()"]
+"""The command in another process."""
+
+
+def run(*args: object) -> int:
+    """Run a command in this process; return its exit status."""
+    with pytest.raises(SystemExit) as end:
+        main([str(arg) for arg in args])
+    assert isinstance(end.value.code, int)
+    return end.value.code
+
+
+def reported(folder: Path, *args: object, status: int = 0) -> Any:
+    """Run a command with `--json` and a file in the folder; return the JSON."""
+    path = folder / "reported.json"
+    assert run(*args, "--json", path) == status
+    return json.loads(path.read_bytes())
+
+
+def check_refusal(capsys: pytest.CaptureFixture[str], complaint: str) -> None:
+    """Check that a command wrote one line, on stderr, with this complaint."""
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("kvtier: ")
+    assert complaint in shown.err
+    assert shown.err.count("\n") == 1
