@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 ORPHAN_S = 0.5  # For writes in flight when the owner is gone; a process that waits longer is a leak.
 
 
-class Owner:
+class OwnerSocket:
     """The owner's socket: messages of one turn of the loop leave in one frame."""
 
     def __init__(self, writer: StreamWriter) -> None:
@@ -62,7 +62,7 @@ class Owner:
 async def serve(owner_socket: socket.socket, region_fd: int, engine: EngineId, owner_fds: Sequence[int]) -> None:
     """Open the tiers, run the owner's actions, and close the tiers when it says so, or is gone."""
     reader, writer = await asyncio.open_unix_connection(sock=owner_socket, limit=1 << 20)
-    owner = Owner(writer)
+    owner = OwnerSocket(writer)
     logging.getLogger().handlers = [ToOwner(asyncio.get_running_loop(), owner.post)]
     for fd in owner_fds:
         asyncio.get_running_loop().add_reader(fd, _end, reader, fd)
@@ -118,7 +118,7 @@ async def _take(coming: Awaitable[bytes | None], reader: StreamReader, runner: R
     return ORPHAN_S
 
 
-async def _beat(owner: Owner, every_s: float) -> None:
+async def _beat(owner: OwnerSocket, every_s: float) -> None:
     while True:
         owner.post(Beat())
         await asyncio.sleep(every_s)
