@@ -34,7 +34,7 @@ from kvtier.backend import (
     Write,
     make_offload_key,
 )
-from kvtier_backends.dummy.store import Device, WriteBudget, open_store
+from kvtier_backends.dummy.store import DummyDevice, DummyWriteBudget, open_store
 
 
 class DummyOptions(Options, frozen=True, kw_only=True):
@@ -76,7 +76,7 @@ class DummyBackend(Backend[DummyOptions]):
         """Open the tier at once, without waiting. Raises `ConfigError` if the named store is not to be had."""
         self._options = options
         self._context = context
-        self._device = Device(
+        self._device = DummyDevice(
             latency_s=options.latency_s,
             bandwidth_bytes_per_s=options.bandwidth_bytes_per_s,
             slots=options.concurrency,
@@ -84,7 +84,7 @@ class DummyBackend(Backend[DummyOptions]):
             loads_first=options.loads_first,
         )
         budget_bytes = options.write_budget_bytes_per_day
-        self._write_budget = None if budget_bytes is None else WriteBudget(budget_bytes, context.row_bytes)
+        self._write_budget = None if budget_bytes is None else DummyWriteBudget(budget_bytes, context.row_bytes)
         self._calls = Calls(context.name)
         self._fit = Fit(context.row_bytes)
         self._store = open_store(options.store, options.capacity_bytes)

@@ -30,7 +30,7 @@ class Line:
         self.link_free_at = 0.0
 
 
-class Device:
+class DummyDevice:
     """The times at which the slots and the link of one device are free again."""
 
     def __init__(
@@ -79,7 +79,7 @@ class Device:
         return ends_at
 
 
-class WriteBudget:
+class DummyWriteBudget:
     """The bytes that may be written in a day: a burst, and an inflow."""
 
     def __init__(self, bytes_per_day: int, unit_bytes: int) -> None:
