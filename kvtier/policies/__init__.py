@@ -5,7 +5,7 @@ from kvtier.policies.ahead import EvictionQueue
 from kvtier.policies.density import Density
 from kvtier.policies.ghosts import ARC, S3FIFO
 from kvtier.policies.hinted import HintedOrder, Retained, Sessions
-from kvtier.policies.numbered import KeyOrder, LinkedLRU, NumberOrder, number_order
+from kvtier.policies.numbered import LinkedLRU, NumberOrder, number_order
 from kvtier.policies.plain import FIFO, LRU
 from kvtier.policies.policy import Policy, known_policies, policy_class, require_policy
 
@@ -18,7 +18,6 @@ __all__ = [
     "EvictionQueue",
     "Hint",
     "HintedOrder",
-    "KeyOrder",
     "LinkedLRU",
     "NumberOrder",
     "Policy",

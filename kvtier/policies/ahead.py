@@ -89,9 +89,6 @@ class EvictionQueue(Generic[K]):
         else:
             self._order.insert(keys, after)
 
-    def insert_coldest(self, keys: Iterable[K]) -> None:
-        self._order.insert_coldest(keys)
-
     def touch(self, keys: Sequence[K]) -> None:
         self.come_back(keys)
         self._order.touch(keys)

@@ -23,7 +23,6 @@ _GHOST_KEYS = 4  # Ghosts remember up to this many times the capacity.
 _OPEN_REQUESTS = 1_024  # A request is given up when this many others have ended since it began.
 _OPEN_RUNS = 4_096  # Open runs at most; when as many were given up, time goes on.
 _REST_KEYS = 1  # A conversation goes on without its last chunk, which was only partly filled.
-_FOUND_KEYS = 64  # In a run of keys from before the start, whose requests are unknown.
 
 _AGING = (  # Steps, and how many requests apart they are looked after: old runs need not age on time.
     (range(5), 1),
@@ -171,13 +170,6 @@ class DensityOrder:
         if self._ghosts:
             self._recognise(keys, run)
         self._open_run(run, keys)
-
-    def insert_coldest(self, keys: Iterable[int], /) -> None:
-        found = list(keys)
-        for begin in reversed(range(0, len(found), _FOUND_KEYS)):
-            run = self._new_run()
-            self._own(run, found[begin : begin + _FOUND_KEYS])
-            self._begin_to_age(run, _PATH_UNKNOWN)
 
     def touch(self, keys: Sequence[int], /) -> None:
         if not keys:

@@ -197,9 +197,6 @@ class HintedOrder(Generic[K]):
         if self._sessions is not None:
             self._sessions.came(keys)
 
-    def insert_coldest(self, keys: Iterable[K], /) -> None:
-        self._order.insert_coldest(keys)
-
     def touch(self, keys: Sequence[K], /) -> None:
         self.spare(keys)
         self._order.touch(keys)

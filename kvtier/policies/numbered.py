@@ -22,10 +22,6 @@ class NumberOrder(Order[int], Protocol):
     """
 
     def insert(self, keys: Sequence[int], after: int | None = None, /) -> None: ...
-    def insert_coldest(self, keys: Iterable[int], /) -> None:
-        """Insert numbers colder than all others, hottest first, if the order can do so."""
-        ...
-
     def move(self, old: int, new: int, /) -> None:
         """Count an access to a key whose number has changed."""
         ...
@@ -75,16 +71,6 @@ class LinkedLRU(Policy[int]):
             below = key
         hotter[below] = above
         colder[above] = below
-
-    def insert_coldest(self, keys: Iterable[int]) -> None:
-        hotter, colder, end = self._hotter, self._colder, self._end
-        above = hotter[end]
-        for key in keys:
-            hotter[key] = above
-            colder[above] = key
-            above = key
-        hotter[end] = above
-        colder[above] = end
 
     def touch(self, keys: Sequence[int]) -> None:
         if self._are_hottest(keys):
@@ -176,9 +162,6 @@ class KeyOrder(Generic[K]):
         self.learns_hints = policy.learns_hints
 
     def insert(self, keys: Sequence[int], after: int | None = None, /) -> None:  # Policies know no places.
-        self._policy.insert(self._named(keys))
-
-    def insert_coldest(self, keys: Iterable[int], /) -> None:
         self._policy.insert(self._named(keys))
 
     def touch(self, keys: Sequence[int], /) -> None:

@@ -137,7 +137,7 @@ async def test_an_end_while_the_tier_hangs_is_over_at_its_deadline(open_engine, 
 
 @pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize("cascade", ["evict", "second_use"])
-async def test_a_killed_engine_has_kept_what_it_had_written_and_nothing_else(tmp_path, cascade):
+async def test_a_killed_engine_keeps_exactly_the_chunks_that_it_had_written(tmp_path, cascade):
     root = tmp_path / "tier"
     storer = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", STORER, str(root), cascade),

@@ -88,7 +88,7 @@ def test_an_engine_that_was_closed_is_dropped_in_silence(nothing_left, told, dis
     assert dropped(told, asyncio.run(main())) == []
 
 
-async def test_an_engine_and_its_steps_say_what_they_are(open_engine, disk):
+async def test_repr_shows_rows_and_tiers(open_engine, disk):
     engine = await open_engine(8, disk, {"type": "dummy", "name": "far"})
     await put(engine, range(2))
     tiers = "2 of 8 rows ready; tiers: 0:fs (fs, breaker closed), far (dummy, breaker closed)"

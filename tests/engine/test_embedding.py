@@ -82,7 +82,7 @@ def test_a_start_that_fails_gives_the_rows_back():
         region.row(0)
 
 
-def test_a_request_is_told_from_which_tier_a_key_came(engine):
+def test_the_source_of_a_hit_is_the_tier_that_loaded_it(engine):
     store(engine, KEYS[:2], "first")
     forget_primary(engine)
     engine.on_new_request("second")

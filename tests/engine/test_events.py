@@ -17,7 +17,7 @@ def test_events_are_taken_once_and_in_order() -> None:
     assert log.take() == []
 
 
-def test_of_no_keys_there_is_no_event_and_nothing_is_kept_for_nobody() -> None:
+def test_no_keys_are_no_event_and_a_disabled_log_keeps_nothing() -> None:
     log, off = EventLog(events_max=2), EventLog()
     log.add(EventKind.STORED, "cpu", [])
     off.add(*STORED)

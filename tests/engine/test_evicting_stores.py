@@ -25,7 +25,7 @@ def test_every_store_that_has_room_without_tiers_has_it_in_the_same_step(rows: i
     assert without.granted.keys() <= found.granted.keys()
 
 
-def test_a_tier_that_keeps_up_is_given_what_leaves_and_one_that_does_not_is_given_a_part() -> None:
+def test_a_fast_tier_gets_every_evicted_chunk_and_a_slow_one_a_part() -> None:
     found = over(1_200, KEEPS_UP)
     assert found.unwritten == 0
     short = over(1_200, SHORT)

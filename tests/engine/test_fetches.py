@@ -80,7 +80,7 @@ async def test_a_fetch_waits_longer_than_a_lease_in_a_line_that_moves(open_engin
     assert now() - begun > 60
 
 
-async def test_a_fetch_of_what_the_primary_has_passes_the_line(open_engine):
+async def test_a_fetch_of_chunks_in_the_primary_does_not_queue(open_engine):
     engine = await filled(open_engine, 8, 24)
     async with engine.fetch(keys_of(range(8))):
         waiting = asyncio.ensure_future(found(engine, range(8, 16)))
@@ -93,7 +93,7 @@ async def test_a_fetch_of_what_the_primary_has_passes_the_line(open_engine):
     assert await waiting == 8
 
 
-async def test_a_task_that_waits_for_its_own_rows_ends_with_what_there_is(open_engine, caplog):
+async def test_a_task_that_waits_for_its_own_rows_gets_the_rows_that_are_left(open_engine, caplog):
     engine = await filled(open_engine, 8, 24, limits={"lease_s": 10})
     with caplog.at_level(logging.WARNING):
         async with engine.fetch(keys_of(range(6))) as rows:
@@ -123,7 +123,7 @@ async def test_tasks_that_wait_for_each_other_all_give_up_after_one_lease(open_e
     assert await at_rest(engine)
 
 
-async def test_a_fetch_that_knows_what_computing_takes_waits_no_longer_than_that(open_engine):
+async def test_a_fetch_waits_for_rows_no_longer_than_computing_would_take(open_engine):
     engine = await filled(open_engine, 8, 24, limits={"lease_s": 1_000}, prefill_tokens_per_s=1.0, chunk_tokens=2)
     async with engine.fetch(keys_of(range(8))):
         begun = now()
@@ -227,7 +227,7 @@ async def test_the_views_of_a_part_are_gone_when_the_next_part_is_asked_for(open
     assert await at_rest(engine)
 
 
-async def test_who_keeps_a_slice_of_a_part_is_told_so_when_the_next_is_asked_for(open_engine):
+async def test_a_kept_slice_of_a_part_is_an_error_at_the_next_part(open_engine):
     engine = await filled(open_engine, 16, 24)
     parts = engine.stream(keys_of(range(24)))
     kept = [(await anext(parts))[0][:8]]
@@ -238,7 +238,7 @@ async def test_who_keeps_a_slice_of_a_part_is_told_so_when_the_next_is_asked_for
     assert await at_rest(engine)
 
 
-async def test_who_leaves_a_stream_early_gives_the_rows_back(open_engine):
+async def test_leaving_a_stream_early_gives_the_rows_back(open_engine):
     engine = await filled(open_engine, 16, 24)
     async for _ in engine.stream(keys_of(range(24))):
         break

@@ -43,7 +43,7 @@ def keys(numbers: Iterable[int]) -> list[Any]:
 each_layout = pytest.mark.parametrize("layout", ["segments", "files"])
 
 
-async def test_what_is_over_makes_room_first_in_the_primary_and_in_a_tier(open_engine, tmp_path):
+async def test_chunks_of_a_finished_session_are_evicted_first(open_engine, tmp_path):
     """The session that is over is the newest: by recency it would go last."""
     engine = await open_engine(8, fs(tmp_path))
     await put(engine, range(4))
@@ -54,7 +54,7 @@ async def test_what_is_over_makes_room_first_in_the_primary_and_in_a_tier(open_e
 
 
 @each_layout
-async def test_a_tier_lets_go_first_of_what_is_over_as_soon_as_it_has_it(open_engine, tmp_path, layout):
+async def test_a_tier_evicts_chunks_of_a_finished_session_first(open_engine, tmp_path, layout):
     """The request ends before its chunks have come to the tier: it hears of the end after them."""
     capacity = 64 * (SLOT_BYTES + (8_192 if layout == "files" else 0)) + 40_000
     engine = await open_engine(64, fs(tmp_path, layout, capacity_bytes=capacity))
@@ -88,7 +88,7 @@ async def test_a_head_that_another_session_uses_stays_when_one_is_over(open_engi
 
 
 @pytest.mark.virtual_time
-async def test_what_is_retained_stays_until_its_time_is_over(open_engine):
+async def test_a_retained_chunk_stays_until_its_time_is_up(open_engine):
     """In virtual time: an hour is nothing, and then it goes as any other."""
     engine = await open_engine(8)
     await put_hinted(engine, [0, 1], Hint(retain_s=3_600.0))
@@ -130,7 +130,7 @@ async def test_a_store_finds_room_though_all_that_could_go_is_retained(open_engi
     assert here(engine, range(10, 14)) == [10, 11, 12, 13]
 
 
-async def test_what_is_not_to_be_stored_goes_to_no_tier(open_engine, tmp_path):
+async def test_a_chunk_with_no_store_goes_to_no_tier(open_engine, tmp_path):
     other = {"type": "dummy", "name": "other"}
     engine = await open_engine(8, fs(tmp_path), other)
     await put_hinted(engine, [0, 1], Hint(no_store=True))
@@ -143,7 +143,7 @@ async def test_what_is_not_to_be_stored_goes_to_no_tier(open_engine, tmp_path):
 
 
 @pytest.mark.parametrize("cascade", ["evict", "second_use"])
-async def test_what_is_not_to_be_stored_may_be_said_at_the_end_of_a_tier_that_is_written_later(
+async def test_no_store_at_a_requests_end_keeps_chunks_out_of_a_tier_that_is_written_later(
     open_engine, tmp_path, cascade
 ):
     engine = await open_engine(8, fs(tmp_path, cascade=cascade))
@@ -220,7 +220,7 @@ async def test_no_hint_ends_an_engine_wherever_its_runner_lives(open_engine, tmp
     assert engine.steps.runners_lost == 0
 
 
-async def test_what_a_client_has_sent_fills_no_log(open_engine, caplog):
+async def test_a_long_hint_fills_no_log(open_engine, caplog):
     engine = await open_engine(8)
     for long in ({"x" * 1_000_000: 1}, {"no_store": ["x" * 1_000_000]}, {"class": "x" * 1_000_000}):
         await put_hinted(engine, [0], long)
@@ -230,7 +230,7 @@ async def test_what_a_client_has_sent_fills_no_log(open_engine, caplog):
 
 
 @pytest.mark.parametrize("hint", [None, OVER, Hint(retain_s=5.0), Hint(returns_in_s=3.0, class_="agent")])
-async def test_whatever_is_said_every_byte_is_right(open_engine, tmp_path, hint):
+async def test_every_byte_is_right_with_any_hint(open_engine, tmp_path, hint):
     engine = await open_engine(6, fs(tmp_path, capacity_bytes=1 << 20), eviction_policy="density")
     for turn in range(30):
         first = turn % 3 * 10
@@ -242,17 +242,6 @@ async def test_whatever_is_said_every_byte_is_right(open_engine, tmp_path, hint)
 
 
 # Calls about keys.
-
-
-async def test_what_is_prefetched_is_there_before_it_is_looked_up(open_engine, tmp_path):
-    engine = await open_engine(16, fs(tmp_path))
-    await put(engine, range(6))
-    assert await at_rest(engine)
-    assert await engine.reset()
-    assert await engine.prefetch(keys([0, 1, 2, 3, 99, 4])) == 4
-    assert here(engine, range(6)) == [0, 1, 2, 3]
-    assert await at_rest(engine)
-    assert await found(engine, range(4)) == 4
 
 
 async def test_more_is_prefetched_than_a_window_and_no_more_than_the_share_of_leases(open_engine):
@@ -291,7 +280,7 @@ async def test_a_prefetch_counts_nothing_that_has_gone_again_before_its_end(open
     assert here(engine, range(3)) == [1, 2]
 
 
-async def test_a_prefetch_ends_before_what_fails_on_its_way(open_engine):
+async def test_a_prefetch_ends_before_a_chunk_that_fails_to_load(open_engine):
     tier = {"type": FAULTY, "inner": {"type": "dummy"}, "faults": {"corrupt": 1.0}}
     engine = await open_engine(8, tier)
     await put(engine, range(3))
@@ -302,7 +291,7 @@ async def test_a_prefetch_ends_before_what_fails_on_its_way(open_engine):
 
 
 @pytest.mark.virtual_time
-async def test_a_prefetch_waits_for_what_somebody_else_has_on_its_way(open_engine):
+async def test_a_prefetch_waits_for_loads_of_another_prefetch(open_engine):
     engine = await open_engine(16, {"type": "dummy", "latency_s": 1.0})
     await put(engine, range(4))
     assert await engine.drain()
@@ -317,7 +306,7 @@ async def test_a_prefetch_waits_for_what_somebody_else_has_on_its_way(open_engin
     assert await at_rest(engine)
 
 
-async def test_a_prefetch_loads_what_a_request_would_rather_compute(open_engine):
+async def test_a_prefetch_loads_chunks_that_a_request_would_compute(open_engine):
     """No request waits for a prefetch, so a load that takes longer than computing is worth its time."""
     tier = {"type": "dummy", "latency_s": 0.05}
     engine = await open_engine(8, tier, prefill_tokens_per_s=1e9, chunk_tokens=1)
@@ -331,13 +320,19 @@ async def test_a_prefetch_loads_what_a_request_would_rather_compute(open_engine)
     assert await found(engine, range(3)) == 0
 
 
-async def test_a_prefetch_that_is_cancelled_leaves_nothing_held(open_engine):
+async def prefetching(open_engine):
+    """Open an engine in the middle of a prefetch, and return both."""
     engine = await open_engine(8, {"type": "dummy", "latency_s": 0.2})
     await put(engine, range(3))
     assert await at_rest(engine)
     assert await engine.reset()
     call = asyncio.ensure_future(engine.prefetch(keys(range(3))))
     await until(lambda: ledger_in(engine).transfers.under_way)
+    return engine, call
+
+
+async def test_a_prefetch_that_is_cancelled_leaves_nothing_held(open_engine):
+    engine, call = await prefetching(open_engine)
     call.cancel()
     await asyncio.wait([call])
     assert call.cancelled()
@@ -346,18 +341,13 @@ async def test_a_prefetch_that_is_cancelled_leaves_nothing_held(open_engine):
 
 
 async def test_a_reset_ends_a_prefetch(open_engine):
-    engine = await open_engine(8, {"type": "dummy", "latency_s": 0.2})
-    await put(engine, range(3))
-    assert await at_rest(engine)
-    assert await engine.reset()
-    call = asyncio.ensure_future(engine.prefetch(keys(range(3))))
-    await until(lambda: ledger_in(engine).transfers.under_way)
+    engine, call = await prefetching(open_engine)
     assert await engine.reset()
     assert await call in (0, 3)
     assert await at_rest(engine)
 
 
-async def test_what_was_demoted_makes_room_first(open_engine):
+async def test_a_demoted_chunk_is_evicted_first(open_engine):
     engine = await open_engine(6)
     await put(engine, range(6))
     assert engine.demote(keys([4, 5, 99])) == 2
@@ -365,7 +355,7 @@ async def test_what_was_demoted_makes_room_first(open_engine):
     assert here(engine, range(6)) == [0, 1, 2, 3]
 
 
-async def test_what_is_forgotten_is_nowhere_and_everybody_hears_of_it(open_engine, tmp_path):
+async def test_a_forgotten_chunk_is_removed_everywhere_with_an_event_each(open_engine, tmp_path):
     engine = await open_engine(8, fs(tmp_path), events=True)
     await put(engine, range(4))
     assert await at_rest(engine)
@@ -380,7 +370,7 @@ async def test_what_is_forgotten_is_nowhere_and_everybody_hears_of_it(open_engin
     assert await found(engine, range(4)) == 2
 
 
-async def test_nothing_is_forgotten_under_its_reader(open_engine, tmp_path):
+async def test_a_chunk_is_not_forgotten_while_it_is_read(open_engine, tmp_path):
     """The rows stay with the reader until it lets go. Then the chunks go, from the primary and from the tier."""
     engine = await open_engine(4, fs(tmp_path))
     await put(engine, range(3))
@@ -395,7 +385,7 @@ async def test_nothing_is_forgotten_under_its_reader(open_engine, tmp_path):
     assert await found(engine, range(3)) == 0
 
 
-async def test_what_is_forgotten_on_its_way_to_a_tier_does_not_stay_there(open_engine):
+async def test_a_chunk_forgotten_during_its_store_does_not_stay_in_the_tier(open_engine):
     engine = await open_engine(8, {"type": "dummy", "latency_s": 0.1})
     await put(engine, range(3))
     assert engine.forget(keys(range(3))) == 0
@@ -437,9 +427,7 @@ NO_RETENTIONS: list[tuple[Any, Any, str]] = [  # Seconds, priority, and how the 
 
 
 @pytest.mark.parametrize(("seconds", "priority", "complaint"), NO_RETENTIONS)
-async def test_what_is_no_time_and_no_priority_is_refused_by_name_value_and_remedy(
-    open_engine, seconds, priority, complaint
-):
+async def test_an_invalid_retention_is_refused_by_name_value_and_remedy(open_engine, seconds, priority, complaint):
     engine = await open_engine(4)
     for retain in (engine.retain, engine.steps.retain):
         with pytest.raises((TypeError, ValueError), match=complaint):
@@ -472,9 +460,7 @@ def test_a_hint_of_a_wrong_type_is_found_where_a_program_makes_it(field, value, 
 
 
 @pytest.mark.parametrize(("field", "value", "complaint"), WRONG_FIELDS)
-async def test_the_log_names_field_and_value_of_what_a_client_sent_wrongly(
-    open_engine, caplog, field, value, complaint
-):
+async def test_the_log_names_field_and_value_of_an_invalid_hint(open_engine, caplog, field, value, complaint):
     """It is ignored all the same: no request fails for it. What a client sends neither fills nor steers the log."""
     engine = await open_engine(4)
     await put_hinted(engine, [0], {field.rstrip("_"): value})
@@ -485,7 +471,7 @@ async def test_the_log_names_field_and_value_of_what_a_client_sent_wrongly(
     assert len(line) < 500
 
 
-def test_a_hint_that_is_right_is_made_of_whatever_it_may_be_made_of():
+def test_a_valid_hint_takes_numbers_and_strings_of_any_class():
     said = Hint(over=True, returns_in_s=3, retain_s=2.5, priority=99, tokens=0, class_="x", no_store=("disk", "s3"))
     assert msgspec.json.decode(msgspec.json.encode(said), type=Hint) == said
     assert Hint(no_store=False, retain_s=None, tokens=None, class_=None) == Hint()
@@ -506,7 +492,7 @@ async def test_a_list_of_keys_may_be_changed_as_soon_as_the_call_has_returned(op
     assert here(engine, range(6)) == list(range(6))
 
 
-async def test_what_was_retained_by_call_stays_in_a_tier_too(open_engine, tmp_path):
+async def test_retain_keeps_chunks_in_a_tier_too(open_engine, tmp_path):
     engine = await open_engine(64, fs(tmp_path, capacity_bytes=64 * SLOT_BYTES + 40_000))
     await put(engine, range(4))
     assert await at_rest(engine)

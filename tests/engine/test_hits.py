@@ -56,7 +56,7 @@ class CountedRow(int):
         return int(self)
 
 
-def test_whether_more_may_be_leased_is_known_without_a_look_at_what_others_have() -> None:
+def test_asking_for_a_lease_costs_the_same_however_many_there_are() -> None:
     """A look-up asks for each key that a tier holds, and thousands of rows may be leased."""
     parts = Parts(rows=1_000, leased_max=900)
     for row in range(800):
@@ -75,7 +75,7 @@ class Watched(Request):
 
 @pytest.mark.parametrize("over", [lambda parts: parts.hits.end(now=0.0), lambda parts: parts.hits.clear()])
 @pytest.mark.parametrize("room_was_made", [False, True])
-def test_when_a_step_is_over_nobody_knows_its_requests_any_more(parts, room_was_made, over):
+def test_a_finished_step_releases_its_requests(parts, room_was_made, over):
     request = Watched("r")
     known = weakref.ref(request)
     assert parts.store("a")

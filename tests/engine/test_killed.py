@@ -78,7 +78,7 @@ async def test_a_runner_killed_in_mid_transfer_costs_hits_and_no_byte(open_engin
 
 
 @pytest.mark.parametrize("moment", ["before it is noticed", "afterwards"])
-async def test_what_a_killed_runner_was_to_delete_is_deleted_by_the_next_one(open_engine, disk, moment):
+async def test_the_next_runner_makes_a_killed_ones_deletions(open_engine, disk, moment):
     engine = await open_engine(8, disk, runner="process")
     await put(engine, range(6))
     assert await at_rest(engine)
@@ -95,7 +95,7 @@ async def test_what_a_killed_runner_was_to_delete_is_deleted_by_the_next_one(ope
     assert [number for number in range(6) if await found(after, [number])] == [0, 1, 4, 5]
 
 
-async def test_what_a_killed_runner_kept_in_memory_is_a_miss(open_engine):
+async def test_chunks_in_a_killed_runners_memory_are_misses(open_engine):
     engine = await open_engine(4, {"type": "dummy"}, runner="process")
     await put(engine, [1, 2])
     await put(engine, [3, 4, 5, 6])
@@ -272,7 +272,7 @@ def test_a_runner_that_hangs_does_not_outlive_its_owner(owner, tier, does):
     assert gone(killed.pid)
 
 
-def test_what_a_killed_owner_was_told_was_stored_is_there_for_the_next_one(owner, disk):
+def test_the_next_owner_finds_chunks_confirmed_to_a_killed_one(owner, disk):
     killed = owner(disk, "waits")
     assert killed.stdout.readline().strip()
     deadline = time.monotonic() + PATIENCE_S
@@ -301,7 +301,7 @@ def test_an_interrupt_is_the_owners_to_handle(owner, disk, number):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_runner_that_is_interrupted_before_it_runs_comes_up_all_the_same(owner, disk, number):
+def test_a_runner_interrupted_during_its_start_comes_up(owner, disk, number):
     started = owner(disk, "opens")
     deadline = time.monotonic() + PATIENCE_S
     while len(living := processes(started.pid)) < 2:

@@ -42,7 +42,7 @@ async def keep(engine, numbers, make):
     return made
 
 
-async def test_what_is_kept_of_a_row_reads_its_chunk_and_never_the_next(open_engine, make):
+async def test_a_kept_view_reads_its_chunk_and_never_the_next(open_engine, make):
     engine = await open_engine(2)
     await put(engine, [1, 2])
     made = await keep(engine, [1], make)
@@ -52,7 +52,7 @@ async def test_what_is_kept_of_a_row_reads_its_chunk_and_never_the_next(open_eng
     assert await found(engine, [1]) == 1
 
 
-async def test_a_row_that_is_kept_stops_neither_puts_nor_resets_and_is_used_again_when_it_is_not(open_engine, make):
+async def test_a_kept_row_delays_no_put_or_reset_and_is_reused_when_released(open_engine, make):
     engine = await open_engine(2)
     await put(engine, [1, 2])
     made = await keep(engine, [1, 2], make)
@@ -68,7 +68,7 @@ async def test_a_row_that_is_kept_stops_neither_puts_nor_resets_and_is_used_agai
     assert await at_rest(engine)
 
 
-async def test_the_error_the_log_and_the_metric_say_which_rows_are_still_read(open_engine, caplog):
+async def test_the_error_the_log_and_the_metric_name_the_rows_still_read(open_engine, caplog):
     engine = await open_engine(8)
     await put(engine, range(5))
     with caplog.at_level(logging.WARNING), pytest.raises(RowsStillRead) as raised:
@@ -87,7 +87,7 @@ async def test_the_error_the_log_and_the_metric_say_which_rows_are_still_read(op
     assert engine.metrics.get_sample_value("kvtier_primary_rows_held", {"reason": "kept"}) == 0
 
 
-async def test_what_the_block_itself_raised_is_raised_with_a_note(open_engine):
+async def test_an_exception_of_the_block_is_raised_with_a_note(open_engine):
     engine = await open_engine(2)
     await put(engine, [1])
     kept = []
@@ -134,7 +134,7 @@ async def test_a_row_that_two_fetches_left_behind_is_free_when_both_are_through(
     assert await put(engine, [2]) == 1
 
 
-async def test_a_delete_does_not_wait_for_what_a_caller_keeps(open_engine):
+async def test_a_delete_does_not_wait_for_kept_views(open_engine):
     engine = await open_engine(1)
     await put(engine, [1])
     made = await keep(engine, [1], WAYS["numpy"])
@@ -148,7 +148,7 @@ async def test_a_delete_does_not_wait_for_what_a_caller_keeps(open_engine):
     assert await at_rest(engine)
 
 
-async def test_a_delete_waits_for_who_fetched_a_row_that_another_keeps(open_engine):
+async def test_a_delete_waits_for_a_fetch_of_a_row_that_another_caller_keeps(open_engine):
     engine = await open_engine(1)
     await put(engine, [1])
     made = await keep(engine, [1], WAYS["slice"])
@@ -159,7 +159,7 @@ async def test_a_delete_waits_for_who_fetched_a_row_that_another_keeps(open_engi
     assert await at_rest(engine)
 
 
-async def test_what_is_kept_beyond_the_end_of_the_engine_stays_readable(nothing_left, make):
+async def test_a_kept_view_outlives_the_engine(nothing_left, make):
     engine = await TieringOffloadingManager.open(describe(2))
     await put(engine, [1, 2])
     made = await keep(engine, [1, 2], make)
@@ -167,7 +167,7 @@ async def test_what_is_kept_beyond_the_end_of_the_engine_stays_readable(nothing_
     assert [starts_with(each, number) for each, number in zip(made, [1, 2], strict=True)] == [True, True]
 
 
-async def test_what_was_released_in_time_is_no_matter(open_engine):
+async def test_views_released_in_time_cost_nothing(open_engine):
     engine = await open_engine(2)
     await put(engine, [1, 2])
     async with engine.fetch([key(1), key(2)]) as rows:

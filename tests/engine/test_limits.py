@@ -74,7 +74,7 @@ def test_a_trial_without_any_outcome_is_renewed(breaker: Breaker) -> None:
     assert breaker.admits(20.0)
 
 
-def test_failures_of_what_was_under_way_do_not_prolong_the_cool_down(breaker: Breaker) -> None:
+def test_failures_of_calls_in_flight_do_not_prolong_the_cool_down(breaker: Breaker) -> None:
     fail(breaker, 3)
     fail(breaker, 5, now=9.0)
     assert breaker.admits(10.0)
@@ -127,7 +127,7 @@ async def test_a_budget_is_given_out_in_order_of_asking() -> None:
     assert order == ["large", "small", "another"]
 
 
-async def test_what_alone_exceeds_a_budget_passes_alone() -> None:
+async def test_a_call_above_the_whole_budget_passes_alone() -> None:
     budget = Budget(bytes_max=10, chunks_max=1)
     await budget.acquire(1, 1)
     giant = asyncio.ensure_future(budget.acquire(1_000, 64))

@@ -51,9 +51,7 @@ async def test_a_deletion_that_hangs_is_counted_and_logged(open_engine, caplog):
 
 
 @pytest.mark.parametrize(("fault", "said"), [("hang", "ran out of time"), ("unavailable", "cannot be reached")])
-async def test_a_tier_that_fails_call_after_call_says_each_kind_of_failure_once_a_minute(
-    open_engine, caplog, fault, said
-):
+async def test_each_kind_of_failing_call_is_logged_once_a_minute(open_engine, caplog, fault, said):
     limits = {"deadline_s": 0.5, "breaker_failures": 1_000}
     faulty = {"type": FAULTY, "inner": {"type": "dummy"}, "script": {"delete": [fault] * 100}, "limits": limits}
     engine = await open_engine(4, faulty)
@@ -77,7 +75,7 @@ async def test_waiting_for_a_budget_that_hung_loads_hold_ends_at_the_deadline(op
     assert sum(counts) <= 2
 
 
-async def test_a_tier_slower_than_the_stores_drops_cascades_and_says_how_many(open_engine):
+async def test_a_tier_slower_than_the_stores_drops_cascades_and_counts_them(open_engine):
     crawling = {
         "type": "dummy",
         "bandwidth_bytes_per_s": 4_096,

@@ -29,7 +29,7 @@ async def prepared(open_engine, *tiers, rows=16, chunks=8, **fields):
 
 
 @pytest.mark.virtual_time
-async def test_a_fetch_of_what_is_faster_computed_returns_at_once_with_nothing(open_engine):
+async def test_a_fetch_of_chunks_that_are_faster_computed_returns_at_once(open_engine):
     engine = await prepared(open_engine, dummy(2.0))
     assert await found(engine, [0]) == 0  # The first load shows how slow the tier is, and is given up.
     assert await engine.drain()
@@ -60,7 +60,7 @@ async def test_a_fetch_of_a_late_load_goes_on_after_the_margin(open_engine):
 
 
 @pytest.mark.virtual_time
-async def test_a_tiers_word_is_waited_for_no_longer_than_a_load(open_engine):
+async def test_a_probe_is_waited_for_no_longer_than_a_load(open_engine):
     """One request learns how long that takes; what the tier says late counts for the next one."""
     tier = {"type": "dummy", "latency_s": 8.0, "shared": True}
     engine = await open_engine(16, tier, **WEIGHED, late_margin=1.5)
@@ -81,7 +81,7 @@ async def test_a_tiers_word_is_waited_for_no_longer_than_a_load(open_engine):
 
 
 @pytest.mark.virtual_time
-async def test_a_tier_whose_word_comes_late_for_a_while_is_waited_for_again(open_engine):
+async def test_a_tier_that_answered_late_for_a_while_is_waited_for_again(open_engine):
     tier = dummy(0.01, latency_s=0.1, shared=True, slow_at_s=100.0, slow_for_s=100.0, slow_factor=100.0) | SLOWING
     engine = await open_engine(16, tier, **WEIGHED)
     await put(engine, range(8))
@@ -99,7 +99,7 @@ async def test_a_tier_whose_word_comes_late_for_a_while_is_waited_for_again(open
 
 
 @pytest.mark.virtual_time
-async def test_while_no_prefill_speed_is_known_a_tiers_word_is_waited_for(open_engine):
+async def test_without_a_prefill_speed_a_probe_is_waited_for(open_engine):
     engine = await open_engine(16, {"type": "dummy", "latency_s": 8.0, "shared": True})
     begun = now()
     assert await found(engine, [0]) == 0
@@ -127,7 +127,7 @@ async def test_a_tier_that_slows_down_for_a_minute_is_left_alone_and_used_again(
 
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("asked", [[0, 1], [1, 0]], ids=["first", "behind"])
-async def test_seed_70054_who_waits_for_a_tiers_word_does_not_poll_because_a_load_was_late(open_engine, asked):
+async def test_seed_70054_a_request_that_waits_for_a_probe_does_not_poll(open_engine, asked):
     slow = {"type": "dummy", "latency_s": 5.0, "shared": True, "limits": {"answer_ttl_s": 0.001}}
     engine = await open_engine(16, slow, **WEIGHED, late_margin=1.0)
     await put(engine, range(2))
@@ -233,7 +233,7 @@ async def test_a_noted_prefill_speed_has_loads_weighed_from_the_next_step_on(ope
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("shared", [False, True], ids=["known", "asked"])
 @pytest.mark.parametrize("latency_s", [0.0, 9.0], ids=["each chunk is slow", "each call is slow"])
-async def test_what_one_tier_is_too_slow_for_comes_from_another_that_has_it_too(open_engine, shared, latency_s):
+async def test_another_tier_loads_chunks_that_one_is_too_slow_for(open_engine, shared, latency_s):
     slow = dummy(0.1 if latency_s else 2.0, latency_s=latency_s)
     fast = {"name": "fast", "latency_s": 0.001, "shared": shared, "limits": {"answer_ttl_s": 0.5}, **dummy(0.1)}
     engine = await prepared(open_engine, slow | {"name": "slow"}, fast)
@@ -294,7 +294,7 @@ async def measured(open_engine, load_s=LOAD_S):
 
 
 @pytest.mark.virtual_time
-async def test_on_a_machine_that_becomes_faster_and_slower_a_hit_soon_costs_what_the_better_way_does(open_engine):
+async def test_on_a_machine_of_changing_speed_a_hit_soon_costs_the_better_way(open_engine):
     engine = await measured(open_engine)
     for busy, idle in ((100, 200), (300, 400)):
         assert await mean_s(engine, busy - 80, BUSY_S) < 1.2 * LOAD_S, "it has to notice"
@@ -305,7 +305,7 @@ async def test_on_a_machine_that_becomes_faster_and_slower_a_hit_soon_costs_what
 
 @pytest.mark.virtual_time
 @pytest.mark.parametrize(("load_s", "until_s"), [(0.01, 15), (0.05, 20), (0.09, 40), (0.15, 60)])
-async def test_to_see_how_fast_computing_is_costs_a_hundredth(open_engine, load_s, until_s):
+async def test_measuring_the_prefill_speed_costs_a_hundredth(open_engine, load_s, until_s):
     engine = await measured(open_engine, load_s)
     assert await mean_s(engine, until_s, BUSY_S) < 1.02 * (load_s + LAST_S)
 
@@ -331,7 +331,7 @@ async def test_one_step_that_hung_does_not_make_computing_look_slow_for_long(ope
 
 
 @pytest.mark.virtual_time
-async def test_who_notes_the_speed_only_once_computes_ever_less_to_see_it_again(open_engine):
+async def test_after_one_measurement_fewer_and_fewer_prompts_are_computed_for_another(open_engine):
     engine = await measured(open_engine)
     computed: list[float] = []
     while now() < 2_000:

@@ -23,7 +23,7 @@ def lines(log: pytest.LogCaptureFixture, start: str) -> list[str]:
     return [line for line in log.messages if line.startswith(start)]
 
 
-async def test_an_engine_says_what_it_is_when_it_starts(open_engine, log, runner):
+async def test_an_engine_logs_its_configuration_when_it_starts(open_engine, log, runner):
     engine = await open_engine(8, {"type": "dummy"}, runner=runner)
     (line,) = lines(log, "kvtier ")
     what = f"kvtier {__version__}: 8 rows of 4,096 bytes (lru); tiers: 0:dummy; {runner} runner, process "
@@ -35,7 +35,7 @@ async def test_an_engine_says_what_it_is_when_it_starts(open_engine, log, runner
         assert engine.steps._bridge.pid == pid
 
 
-async def test_a_start_says_how_much_memory_it_takes_and_then_how_long_that_took(open_engine, log, runner):
+async def test_a_start_logs_how_much_memory_it_takes_and_how_long_that_took(open_engine, log, runner):
     await open_engine(512, {"type": "dummy"}, runner=runner)
     before, after, *_ = log.messages
     assert before == "taking 2 MiB of host memory; the start waits for it"
@@ -43,7 +43,9 @@ async def test_a_start_says_how_much_memory_it_takes_and_then_how_long_that_took
 
 
 @pytest.mark.parametrize("layout", ["files", "segments"])
-async def test_an_fs_tier_says_what_it_is_and_what_it_has_found(open_engine, log, runner, layout, tmp_path):
+async def test_an_fs_tier_logs_its_configuration_and_the_chunks_that_it_found(
+    open_engine, log, runner, layout, tmp_path
+):
     tier = {"type": "fs", "name": "disk", "root": str(tmp_path / "tier"), "layout": layout, "capacity_bytes": "64MiB"}
     first = await open_engine(8, tier, runner=runner)
     await put(first, range(3))
@@ -58,13 +60,13 @@ async def test_an_fs_tier_says_what_it_is_and_what_it_has_found(open_engine, log
     assert re.fullmatch(re.escape(said) + r" of \d+\.\d [KM]iB in \d+\.\d\d s", line), line
 
 
-async def test_a_tier_that_says_nothing_of_itself_is_told_all_the_same(open_engine, log, runner):
+async def test_a_tier_without_a_description_is_logged_too(open_engine, log, runner):
     engine = await open_engine(8, {"type": FAULTY, "name": "own", "inner": {"type": "dummy"}}, runner=runner)
     await until(lambda: lines(log, "tier own"), engine)
     assert re.fullmatch(r"tier own: found 0 chunks of 0 B in \d+\.\d\d s", lines(log, "tier own")[0])
 
 
-async def test_a_wrapped_tier_says_what_the_inner_one_says(open_engine, log, tmp_path):
+async def test_a_wrapped_tier_logs_the_inner_ones_description(open_engine, log, tmp_path):
     inner = {"type": "fs", "root": str(tmp_path / "tier")}
     engine = await open_engine(8, {"type": FAULTY, "name": "own", "inner": inner})
     await until(lambda: lines(log, "tier own"), engine)
@@ -72,7 +74,7 @@ async def test_a_wrapped_tier_says_what_the_inner_one_says(open_engine, log, tmp
 
 
 @pytest.mark.usefixtures("outside")
-async def test_what_a_runners_process_logs_comes_out_in_the_owners_log_as_its_own(open_engine, log):
+async def test_log_records_of_a_runners_process_appear_in_the_owners_log(open_engine, log):
     failing = {"type": FAULTY, "name": "ill", "inner": {"type": "dummy"}, "script": {"store": ["unavailable"]}}
     engine = await open_engine(8, failing, runner="process")
     await put(engine, [1])
@@ -85,7 +87,7 @@ async def test_what_a_runners_process_logs_comes_out_in_the_owners_log_as_its_ow
 
 
 @pytest.mark.usefixtures("outside")
-async def test_a_runners_process_says_no_more_than_its_owners_level_allows(open_engine, log):
+async def test_a_runners_process_keeps_to_the_owners_log_level(open_engine, log):
     log.set_level(logging.ERROR, "kvtier")
     failing = {"type": FAULTY, "name": "ill", "inner": {"type": "dummy"}, "script": {"store": ["unavailable"]}}
     engine = await open_engine(8, failing, runner="process")
@@ -96,7 +98,7 @@ async def test_a_runners_process_says_no_more_than_its_owners_level_allows(open_
 
 
 @pytest.mark.usefixtures("outside")
-async def test_a_runner_that_takes_the_place_of_a_lost_one_is_told(open_engine, log):
+async def test_the_replacement_of_a_lost_runner_is_logged(open_engine, log):
     engine = await open_engine(8, {"type": "dummy", "name": "own"}, runner="process")
     lost = engine.steps._bridge.pid
     await until(lambda: lines(log, "tier own"), engine)

@@ -44,7 +44,7 @@ def samples(engine: Bench) -> dict[tuple[str, ...], float]:
     }
 
 
-def test_the_primary_tells_what_it_did_and_how_its_rows_are(engine: Bench) -> None:
+def test_the_primarys_metrics_show_its_work_and_its_rows(engine: Bench) -> None:
     seen = samples(engine)
     one = {name[0]: value for name, value in seen.items() if len(name) == 1 and name[0].startswith("primary_")}
     assert {name.removeprefix("primary_"): value for name, value in one.items()} == {
@@ -67,7 +67,7 @@ def test_the_primary_tells_what_it_did_and_how_its_rows_are(engine: Bench) -> No
     assert held == {"leased": 0, "cascading": 3, "kept": 0, "retained": 0}
 
 
-def test_an_engine_tells_what_it_is_and_whether_its_runner_is_there(engine: Bench) -> None:
+def test_an_engines_metrics_show_its_version_and_its_runner(engine: Bench) -> None:
     seen = samples(engine)
     assert seen["build_info", __version__, platform.python_version(), ""] == 1
     assert (seen["runner_up",], seen["runners_lost_total",], seen["events_dropped_total",]) == (1, 0, 0)
@@ -89,7 +89,7 @@ def test_a_row_that_a_hung_store_keeps_after_its_key_was_forgotten_is_quarantine
     assert samples(engine)["primary_rows", "quarantined"] == 0
 
 
-def test_the_time_that_was_saved_is_told_while_the_prefill_speed_is_known() -> None:
+def test_the_saved_time_is_shown_if_the_prefill_speed_is_known() -> None:
     engine = Bench(rows=4, tiers=[Bench.spec("disk")], computing_s=0.5)  # A chunk, of one token.
     engine.stored_alone("abc")
     engine.lookup("abc")
@@ -126,7 +126,7 @@ def test_chunks_of_several_groups_save_the_time_of_their_tokens_once() -> None:
         ("storing", 0, 0),
     ],
 )
-def test_each_tier_tells_what_it_did(engine: Bench, name: str, disk: int, peer: int) -> None:
+def test_each_tiers_metrics_show_its_work(engine: Bench, name: str, disk: int, peer: int) -> None:
     seen = samples(engine)
     assert (seen[f"tier_{name}", "disk"], seen[f"tier_{name}", "peer"]) == (disk, peer)
 
@@ -142,7 +142,7 @@ def test_bytes_are_counted_by_direction(engine: Bench) -> None:
     }
 
 
-def test_what_did_not_move_is_counted_by_reason(engine: Bench) -> None:
+def test_chunks_that_did_not_move_are_counted_by_reason(engine: Bench) -> None:
     seen = samples(engine)
     failed = {name[1:]: value for name, value in seen.items() if name[0] == "tier_failed_total"}
     dropped = {name[1:]: value for name, value in seen.items() if name[0] == "tier_dropped_total"}
@@ -176,7 +176,7 @@ def test_every_sample_has_the_labels_that_its_metric_declares(engine: Bench) -> 
             assert all(sample.labels.keys() == declared[family.name] for sample in family.samples), family.name
 
 
-def test_events_that_nobody_took_are_counted(engine: Bench) -> None:
+def test_events_that_were_not_taken_are_counted(engine: Bench) -> None:
     events = EventLog(2)
     for _ in range(5):
         events.add(EventKind.STORED, "cpu", engine.keys("a"))
@@ -184,7 +184,7 @@ def test_events_that_nobody_took_are_counted(engine: Bench) -> None:
     assert registry.get_sample_value("kvtier_events_dropped_total") == 3
 
 
-def test_a_tier_tells_what_it_has_promised(engine: Bench) -> None:
+def test_a_tiers_reserved_bytes_are_a_metric(engine: Bench) -> None:
     engine.ledger.apply(TierUsage(0, 10, 40_960, 1 << 20, 8_192))
     registry = Metrics(engine.ledger).registry
     assert registry.get_sample_value("kvtier_tier_reserved_bytes", {"tier": "disk"}) == 8_192

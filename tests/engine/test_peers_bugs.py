@@ -31,7 +31,7 @@ def scripted(**script):
 
 
 @pytest.mark.parametrize("policy", BUILT_IN)
-async def test_what_was_promoted_is_not_the_next_victim(open_engine, policy):
+async def test_a_promoted_chunk_is_not_the_next_victim(open_engine, policy):
     engine = await open_engine(4, SLOW, eviction_policy=policy)
     await put(engine, [1])
     await put(engine, range(10, 14))
@@ -212,7 +212,7 @@ async def test_seed_22829_a_delete_waits_for_a_forgotten_request_no_longer_than_
     assert asyncio.get_running_loop().time() - begun <= 12
 
 
-async def test_leases_of_no_length_make_nobody_poll(open_engine):
+async def test_leases_of_no_length_cause_no_polling(open_engine):
     engine = await open_engine(4, SLOW, limits={"lease_s": 0})
     await put(engine, [1, 2])
     await engine.reset()

@@ -21,7 +21,7 @@ def test_the_speed_is_not_known_before_some_thousand_tokens_were_noted() -> None
     assert speed.tokens_per_s is not None
 
 
-def test_a_configured_speed_is_not_changed_by_what_is_noted() -> None:
+def test_a_configured_speed_is_not_changed_by_measurements() -> None:
     speed = PrefillSpeed(20_000.0)
     for _ in range(100):
         speed.note(FULL, 1.0, 0.0)
@@ -52,7 +52,7 @@ def test_another_speed_is_learned_within_some_half_lives() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf, math.nan])
-def test_a_step_of_no_time_says_nothing(seconds: float) -> None:
+def test_a_step_without_a_valid_duration_is_ignored(seconds: float) -> None:
     speed = PrefillSpeed()
     speed.note(100_000, seconds, 0.0)
     assert speed.tokens_per_s is None
@@ -69,7 +69,7 @@ def test_no_step_is_so_fast_that_computing_takes_no_time() -> None:
     assert speed.tokens_per_s == pytest.approx(20_000, rel=0.05)
 
 
-def test_a_step_without_tokens_of_prompts_says_nothing() -> None:
+def test_a_step_without_prompt_tokens_is_ignored() -> None:
     speed = PrefillSpeed()
     for _ in range(4):
         speed.note(0, 1.0, 0.0)
@@ -85,7 +85,7 @@ def test_a_step_that_hung_counts_as_one_that_was_slow() -> None:
 
 
 @pytest.mark.parametrize("tokens", [FULL, 16_384])
-def test_what_a_first_step_that_compiled_has_taken_says_nothing(tokens: int) -> None:
+def test_a_first_step_that_compiled_is_ignored(tokens: int) -> None:
     speed = PrefillSpeed()
     speed.note(tokens, 60.0, 0.0)
     assert speed.tokens_per_s is None
@@ -94,7 +94,7 @@ def test_what_a_first_step_that_compiled_has_taken_says_nothing(tokens: int) -> 
     assert speed.tokens_per_s == pytest.approx(20_000.0)
 
 
-def test_after_a_pause_one_step_says_more_than_all_before_it() -> None:
+def test_after_a_pause_one_step_outweighs_all_before_it() -> None:
     speed = known(20_000.0)
     speed.note(FULL, FULL / 40_000.0, 60.0)
     assert speed.tokens_per_s == pytest.approx(40_000.0, rel=0.05)
@@ -112,23 +112,23 @@ def explored(speed: PrefillSpeed, tokens: int, lost_s: float, until_s: int) -> l
     return [second for second in range(1, until_s) if speed.explores(tokens, lost_s, float(second))]
 
 
-def test_what_could_be_loaded_is_computed_when_nothing_was_seen_for_a_hundred_times_what_it_costs() -> None:
+def test_a_loadable_prompt_is_computed_after_a_hundred_times_its_cost_without_a_measurement() -> None:
     assert explored(known(20_000.0), FULL, 0.5, 200) == [50, 150]
     assert explored(known(20_000.0), FULL, 0.001, 4) == [1, 3]
 
 
-def test_while_prompts_are_computed_anyway_none_is_for_the_sake_of_its_speed() -> None:
+def test_while_prompts_are_computed_none_is_computed_for_a_measurement() -> None:
     speed = known(20_000.0)
     for second in range(1_000):
         speed.note(FULL, 0.1, float(second))
         assert not speed.explores(FULL, 0.5, second + 0.9)
 
 
-def test_of_too_few_tokens_nothing_can_be_seen() -> None:
+def test_too_few_tokens_are_never_computed_for_a_measurement() -> None:
     assert explored(known(20_000.0), FULL // 5, 0.0, 1_000) == []
 
 
-def test_a_configured_speed_is_not_looked_at() -> None:
+def test_a_configured_speed_needs_no_measurement() -> None:
     assert explored(PrefillSpeed(20_000.0), FULL, 0.0, 1_000) == []
 
 

@@ -68,7 +68,7 @@ def test_every_request_is_served_and_no_promotion_is_in_vain(leased):
     assert leased.hits == leased.promoted > REQUESTS * CHUNKS_A_REQUEST / 2
 
 
-def test_leases_are_what_keeps_waiting_requests_from_each_other(leased, unleased):
+def test_leases_keep_waiting_requests_from_evicting_each_other(leased, unleased):
     assert leased.hits > 2 * unleased.hits
     assert leased.promoted < unleased.promoted
     assert leased.seconds < unleased.seconds
@@ -80,7 +80,7 @@ def test_a_promotion_beyond_the_share_is_computed_so_a_slow_tier_does_not_set_th
     assert leased.seconds < loading_all_s < computing_all_s
 
 
-def test_who_came_first_does_not_wait_longest(leased):
+def test_the_first_requests_do_not_wait_longest(leased):
     waits = {int(one.id): one.waited_s for one in leased.served}
     first, last = (max(waits[request] for request in half) for half in (range(100), range(100, 200)))
     assert first < last

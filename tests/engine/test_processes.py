@@ -108,7 +108,7 @@ asyncio.run(main())
     ("runner", "closed"),
     [*(("process", closed) for closed in ((0,), (1,), (2,), (0, 1, 2))), ("inline", (0, 1, 2))],
 )
-def test_standard_streams_that_are_closed_are_nobody_elses(run, tmp_path, runner, closed):
+def test_closed_standard_streams_are_not_used_for_files(run, tmp_path, runner, closed):
     """The program reports through a file, because its streams may be closed."""
     daemon = run(
         f"closed = {closed}"
@@ -230,7 +230,7 @@ signal.pause()
     assert ended(runner)
 
 
-def test_a_runner_ends_with_its_owner_though_somebody_else_has_the_socket(run):
+def test_a_runner_ends_with_its_owner_though_another_process_holds_the_socket(run):
     """As has who was forked while the runner was being started."""
     killed = run(
         FORKED
@@ -249,7 +249,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert ended(runner)
 
 
-def test_every_call_but_for_what_was_counted_is_refused_in_a_fork_of_the_owner_and_goes_on_in_the_owner(run):
+def test_a_fork_of_the_owner_can_only_read_counters_and_the_owner_goes_on(run):
     forked = run(
         FORKED
         + """
@@ -388,6 +388,6 @@ else:
         *(("AS", most << 20) for most in (300, 540, 560, 580, 600)),  # At some of these a lane found no memory.
     ],
 )
-def test_an_engine_under_a_limit_works_or_says_at_once_which_one_it_is(run, limit, most):
+def test_an_engine_under_a_resource_limit_works_or_names_the_limit(run, limit, most):
     limited = run(LIMITED, "process", limit, str(most))
     assert output(limited) in (["works"], ["refused"])

@@ -37,14 +37,14 @@ async def test_without_a_tier_the_primary_serves_what_it_holds(open_engine):
     assert await at_rest(engine)
 
 
-async def test_what_is_there_keeps_its_chunk(open_engine):
+async def test_a_second_put_of_a_key_keeps_the_first_chunk(open_engine):
     engine = await open_engine(4, DUMMY)
     await put(engine, [1])
     assert await engine.put([key(1), key(2)], [chunk(9), chunk(2)]) == 2
     assert await found(engine, [1, 2]) == 2
 
 
-async def test_deleting_waits_for_those_who_hold_the_rows(open_engine):
+async def test_a_delete_waits_for_readers_of_the_rows(open_engine):
     engine = await open_engine(8, DUMMY)
     await put(engine, [1])
     async with engine.fetch([key(1)]) as rows:

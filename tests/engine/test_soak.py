@@ -21,7 +21,7 @@ def test_a_full_tier_stays_full_and_within_its_capacity(run):
     assert min(sizes[SETTLED:]) > 0.9 * run.capacity_bytes
 
 
-def test_what_the_engine_keeps_does_not_grow(run):
+def test_the_engines_memory_does_not_grow(run):
     assert run.memory_growth < 0.05
     rows, known = ({getattr(sample, name) for sample in run.samples[SETTLED:]} for name in ("rows_ready", "known_keys"))
     assert max(rows) <= run.rows

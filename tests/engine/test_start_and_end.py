@@ -48,7 +48,7 @@ async def test_why_an_engine_cannot_be_opened_is_raised_and_not_logged_as_well(r
     assert caplog.messages == []
 
 
-async def test_an_engine_whose_tier_never_opens_says_so_at_its_deadline(runner, nothing_left):
+async def test_a_tier_that_never_opens_is_an_error_at_the_deadline(runner, nothing_left):
     tiers = DUMMY, {"type": f"{RUDE}:NeverOpens", "name": "away"}
     with pytest.raises(BackendUnavailable, match=r"away: does not open within limits.open_s = 0.2 s"):
         await TieringOffloadingManager.open(describe(4, *tiers, runner=runner, limits={"open_s": 0.2}))
@@ -93,7 +93,7 @@ async def test_an_engine_whose_tier_ends_its_runner_as_it_opens_is_said_to_be_so
         await TieringOffloadingManager.open(describe(4, DUMMY, {"type": f"{RUDE}:EndsItsThread"}, runner="process"))
 
 
-async def test_an_engine_that_is_entered_is_closed_when_the_block_ends_however_it_does(runner):
+async def test_an_entered_engine_is_closed_at_the_blocks_end(runner):
     entered = []
 
     async def fail():
@@ -231,7 +231,7 @@ def test_a_successor_that_was_never_admitted_ends_with_the_rest(bridge):
     assert not children()
 
 
-async def test_calls_that_the_closing_cuts_off_alarm_nobody(caplog):
+async def test_calls_cut_off_by_closing_are_not_logged(caplog):
     """A tier with a queue answers so to whatever is in it when it is closed: there may be thousands."""
     engine = await TieringOffloadingManager.open(describe(16, {"type": f"{RUDE}:GivesUpItsQueue"}))
     await put(engine, range(8))

@@ -114,7 +114,7 @@ def test_a_store_may_complete_after_its_request_has_finished(start_engine):
     engine.on_new_request("r")
 
 
-def test_what_follows_a_finished_request_is_done_all_the_same(start_engine):
+def test_calls_after_a_finished_request_are_served(start_engine):
     engine = start_engine(4)
     engine.on_new_request("r")
     store(engine, [1, 2], "r")
@@ -136,7 +136,7 @@ def test_a_request_must_be_known_and_only_once(start_engine):
         engine.on_new_request("r")
 
 
-def test_a_new_request_is_told_whether_a_tier_wants_all_of_it(start_engine):
+def test_on_new_request_returns_whether_a_tier_wants_whole_requests(start_engine):
     whole = {"type": "dummy", "request_level": True, "medium": "CPU"}
     engine = start_engine(4, {"type": "dummy", "medium": "STORAGE"}, whole)
     assert engine.on_new_request("any")
@@ -149,7 +149,7 @@ def test_a_new_request_is_told_whether_a_tier_wants_all_of_it(start_engine):
     assert [tier.counters.stored for tier in ledger_in(engine).tiers] == [2, 2]
 
 
-def test_a_reset_that_is_interrupted_is_a_reset_all_the_same(start_engine, interrupted):
+def test_an_interrupted_reset_is_a_reset(start_engine, interrupted):
     slow = {"type": "dummy", "latency_s": 0.5}
     engine = start_engine(4, slow, limits={"cascade_share": 1.0})
     engine.on_new_request("r")
@@ -165,7 +165,7 @@ def test_a_reset_that_is_interrupted_is_a_reset_all_the_same(start_engine, inter
         engine.end_step()
 
 
-def test_the_statistics_say_what_was_counted_and_what_is_held(start_engine):
+def test_the_statistics_show_counters_and_held_rows(start_engine):
     engine = start_engine(3, {"type": "dummy", "name": "far"}, limits={"cascade_share": 1.0})
     for numbers in ([1, 2, 3], [1, 4], [3]):  # The fourth chunk takes the row of the third, which leaves first.
         serve(engine, numbers, f"{numbers}")
@@ -212,7 +212,7 @@ def test_more_than_the_socket_takes_at_once_arrives_in_the_end(start_engine):
     assert settled(engine)
 
 
-def test_what_a_caller_adds_to_the_hits_itself_is_kept_until_the_step_ends(start_engine):
+def test_hits_that_a_caller_adds_are_kept_until_the_step_ends(start_engine):
     engine = start_engine(2)
     engine.on_new_request("writer")
     assert store(engine, [1, 2], "writer")
@@ -231,6 +231,6 @@ def test_what_a_caller_adds_to_the_hits_itself_is_kept_until_the_step_ends(start
     assert store(engine, [3], "other")
 
 
-def test_the_hits_of_a_request_that_nobody_knows_are_an_error(start_engine):
+def test_the_hits_of_an_unknown_request_are_an_error(start_engine):
     with pytest.raises(LookupError, match="nobody"):
         Inside(start_engine(2)).hits("nobody")

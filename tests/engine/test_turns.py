@@ -189,7 +189,7 @@ async def test_a_long_put_and_a_long_get_let_the_loop_turn_while_they_copy(monke
 
 
 @pytest.mark.virtual_time
-async def test_more_prefetches_of_what_is_here_than_a_step_takes_are_drained_at_once(open_engine):
+async def test_prefetches_of_chunks_in_the_primary_are_drained_at_once(open_engine):
     engine = await open_engine(8)
     await put(engine, range(8))
     for number in range(30):
@@ -199,7 +199,7 @@ async def test_more_prefetches_of_what_is_here_than_a_step_takes_are_drained_at_
     assert asyncio.get_running_loop().time() == begun
 
 
-def test_a_synchronous_drain_does_not_wait_for_prefetches_of_what_is_here(start_engine):
+def test_a_synchronous_drain_does_not_wait_for_prefetches_of_chunks_in_the_primary(start_engine):
     engine = start_engine(8)
     store(engine, range(8))
     for number in range(30):
@@ -240,7 +240,7 @@ async def opening(**fields):
     return await TieringOffloadingManager.open(describe(4, **fields))
 
 
-def test_after_closing_a_loop_of_calls_is_told_so_and_starves_nobody():
+def test_calls_on_a_closed_engine_fail_and_let_the_loop_turn():
     async def main():
         engine = await opening()
         await engine.aclose()

@@ -101,7 +101,7 @@ async def test_a_breaker_opens_tries_and_closes_and_the_metrics_show_it(open_eng
 
 
 @pytest.mark.virtual_time
-async def test_how_full_a_tier_is_is_told_about_once_a_second_while_it_is_busy_and_with_the_last_store(open_engine):
+async def test_a_busy_tiers_occupancy_is_reported_once_a_second_and_after_the_last_store(open_engine):
     engine = await open_engine(64, {"type": "dummy", "latency_s": 0.1, "concurrency": 1})
     (tier,) = ledger_in(engine).tiers
     for number in range(30):

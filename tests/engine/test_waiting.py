@@ -110,7 +110,7 @@ async def test_a_reset_waits_for_rows_in_use(open_engine):
     assert await found(engine, [1]) == 0
 
 
-async def test_what_comes_while_a_reset_waits_for_a_slow_tier_waits_for_the_reset(open_engine):
+async def test_calls_during_a_reset_wait_for_it(open_engine):
     engine = await open_engine(4, faulty(deadline_s=100, hang_s=50, store=["hang"]))
     await put(engine, [1])
     resetting = asyncio.ensure_future(engine.reset(deadline_s=5))
@@ -147,7 +147,7 @@ async def test_a_cancelled_reset_leaves_an_engine_that_promotes(open_engine):
     assert await found(engine, [1]) == 1
 
 
-async def test_who_waits_when_the_engine_closes_is_told_so():
+async def test_waiting_calls_fail_when_the_engine_closes():
     tier = faulty(deadline_s=100, load=["hang"], store=["none", "hang"])
     engine = await TieringOffloadingManager.open(describe(4, tier))
     await put(engine, [1])
@@ -176,7 +176,7 @@ async def test_put_waits_for_rows_that_waiting_requests_lease(open_engine):
     assert 10 <= now() - begun <= 12
 
 
-async def test_put_takes_rows_that_a_step_found_which_nobody_ended(open_engine):
+async def test_put_takes_rows_that_an_unfinished_step_found(open_engine):
     engine = await open_engine(2)
     await put(engine, [1, 2])
     engine.steps.on_new_request("stepping")
@@ -229,7 +229,7 @@ async def test_closing_takes_its_deadline_and_once_more_for_the_tiers():
     assert 10 <= now() < 10.5
 
 
-async def test_after_closing_every_call_says_so():
+async def test_after_closing_every_call_raises_engine_closed():
     engine = await TieringOffloadingManager.open(describe(4, SLOW))
     await put(engine, [1])
     engine.steps.on_new_request("late")
@@ -254,7 +254,7 @@ async def test_after_closing_every_call_says_so():
             step()
 
 
-async def test_after_closing_what_may_come_late_does_no_harm():
+async def test_late_completions_after_closing_do_no_harm():
     engine = await TieringOffloadingManager.open(describe(4, faulty(deadline_s=100, store=["hang"]), events=True))
     engine.steps.on_new_request("late")
     plan = engine.steps.prepare_store([key(1), key(2)], "late")
@@ -344,7 +344,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-async def test_what_is_no_chunk_is_refused_by_key_and_type_before_anything_is_stored(open_engine, wrong):
+async def test_an_invalid_chunk_is_refused_by_key_and_type_before_any_store(open_engine, wrong):
     engine = await open_engine(4)
     given, error, words = WRONG[wrong]
     with pytest.raises(error, match=f"^{key(1).hex()}: .*{words}"):
@@ -391,7 +391,7 @@ async def test_calls_cancelled_at_any_moment_leave_nothing_pinned(open_engine, a
     assert await at_rest(engine)
 
 
-async def test_a_scan_goes_on_while_nobody_calls(open_engine):
+async def test_a_scan_goes_on_without_calls(open_engine):
     disk = {"type": "dummy", "store": "scanned"}
     first = await open_engine(5_000, disk)
     await put(first, range(5_000))
@@ -452,7 +452,7 @@ async def test_a_request_that_finishes_during_its_own_fetch_keeps_nothing(open_e
     engine.steps.on_new_request("r")
 
 
-async def test_a_reset_that_cannot_wait_for_a_put_or_a_fetch_says_which_one_can():
+async def test_a_synchronous_reset_during_a_put_or_fetch_names_the_one_that_can_wait():
     engine = await TieringOffloadingManager.open(describe(8, SLOW))
     putting = asyncio.ensure_future(put(engine, range(8)))
     await asyncio.sleep(0.5)
@@ -469,7 +469,7 @@ async def test_a_reset_that_cannot_wait_for_a_put_or_a_fetch_says_which_one_can(
     await engine.aclose()
 
 
-async def test_what_a_fetch_waits_for_a_tier_is_observed_once(open_engine):
+async def test_the_wait_of_a_fetch_is_observed_once(open_engine):
     engine = await open_engine(4, SLOW)
     assert await put(engine, range(2)) == 2
     await engine.reset()

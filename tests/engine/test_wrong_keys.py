@@ -32,7 +32,7 @@ def tier(asked: bool = False) -> dict[str, Any]:
 
 @wrong
 @few
-async def test_a_call_of_the_asyncio_face_refuses_what_is_no_key(open_engine, keys, complaint, asked):
+async def test_a_call_of_the_asyncio_face_refuses_an_invalid_key(open_engine, keys, complaint, asked):
     engine = await open_engine(8, tier(asked))
     assert await put(engine, [1, 2, 3]) == 3
     calls = [
@@ -65,7 +65,7 @@ async def _goes_on(engine) -> None:
 
 
 @few
-def test_a_call_between_steps_refuses_what_is_no_key(start_engine, asked):
+def test_a_call_between_steps_refuses_an_invalid_key(start_engine, asked):
     engine = start_engine(8, tier(asked))
     _store(engine, [1, 2, 3], "first")
     calls = (engine.delete, engine.prefetch, engine.forget, engine.demote, lambda keys: engine.retain(keys, 60.0))
@@ -78,7 +78,7 @@ def test_a_call_between_steps_refuses_what_is_no_key(start_engine, asked):
 
 
 @few
-def test_a_step_meets_what_is_no_key_and_the_engine_goes_on(start_engine, asked):
+def test_an_invalid_key_in_a_step_changes_nothing(start_engine, asked):
     """A look-up of an invalid key may be a miss. Every other call raises, and changes nothing."""
     engine = start_engine(8, tier(asked))
     _store(engine, [1, 2, 3], "first")
@@ -106,7 +106,7 @@ def _meet(engine, bad) -> None:
 
 
 @few
-def test_a_store_that_is_completed_with_no_key_among_others_can_be_completed_rightly(start_engine, asked):
+def test_a_store_completed_with_an_invalid_key_can_be_completed_again(start_engine, asked):
     engine = start_engine(8, tier(asked))
     _store(engine, [1, 2, 3], "first")
     for bad in ("a key", bytearray(key(1))):

@@ -26,14 +26,6 @@ def test_an_order_that_grows_keeps_its_order(there: list[int]) -> None:
     assert policy.evict(3 + len(there), none_kept) == [*reversed(there), 5, 4, 3]
 
 
-@pytest.mark.parametrize("there", [[], [0], [0, 1, 2]])
-def test_numbers_inserted_as_the_coldest_leave_first(there: list[int]) -> None:
-    policy = LinkedLRU(6)
-    policy.insert(there)
-    policy.insert_coldest([3, 4, 5])
-    assert policy.evict(3 + len(there), none_kept) == [5, 4, 3, *reversed(there)]
-
-
 def test_a_key_that_moves_to_another_number_is_renewed() -> None:
     policy = LinkedLRU(4)
     policy.insert([0, 1, 2])

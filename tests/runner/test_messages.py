@@ -72,7 +72,7 @@ READ_ONLY = OSError(errno.EROFS, "Read-only file system")
         (OSError(99_999, "of no name"), "OSError"),
     ],
 )
-def test_what_lies_behind_an_error_is_one_word(error: Exception, cause: str) -> None:
+def test_the_cause_of_an_error_is_one_word(error: Exception, cause: str) -> None:
     assert cause_of(error) == cause
 
 

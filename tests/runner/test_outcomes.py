@@ -69,7 +69,7 @@ def test_a_transfer_of_rows_that_are_not_there_fails_and_the_next_one_works(noth
 
 
 @WHERE
-def test_what_concerns_a_tier_that_is_not_there_fails_and_costs_no_other(nothing_left, where):
+def test_an_action_for_an_unknown_tier_fails_and_costs_no_other(nothing_left, where):
     with bridge(where) as runner:
         rows = pack_rows([0, 1])
         wrong = [Promote(1, 7, KEYS, rows), Cascade(2, 7, KEYS, rows), Probe(3, 7, KEYS), Delete(4, 7, KEYS)]
@@ -81,7 +81,7 @@ def test_what_concerns_a_tier_that_is_not_there_fails_and_costs_no_other(nothing
 
 
 @pytest.mark.parametrize(("tier", "left"), [("EndsItsThreadLater", 1), ("EndsItsThreadAsItCloses", 0)])
-def test_a_runner_whose_tier_has_ended_its_thread_is_closed_all_the_same(nothing_left, tier, left):
+def test_a_runner_whose_tier_stopped_its_loop_can_be_closed(nothing_left, tier, left):
     with bridge("thread", {"type": f"{RUDE}:{tier}"}) as runner:
         runner.send([Cascade(1, 0, KEYS, pack_rows([0, 1]))])
         assert runner.wait(PATIENCE_S)

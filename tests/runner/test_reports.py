@@ -70,7 +70,7 @@ BUGS = [ZeroDivisionError, SystemExit, asyncio.CancelledError]
 
 @pytest.mark.parametrize("bug", BUGS)
 @pytest.mark.parametrize("method", ["description", "occupancy", "counts"])
-async def test_a_tier_that_cannot_speak_of_itself_reports_what_it_holds_all_the_same(
+async def test_a_tier_whose_description_fails_still_reports_its_chunks(
     method: str, bug: type[BaseException], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "kvtier.runner.reports")
@@ -80,7 +80,7 @@ async def test_a_tier_that_cannot_speak_of_itself_reports_what_it_holds_all_the_
     assert f"its {method}() raised" in caplog.text
 
 
-async def test_a_tier_that_cannot_describe_itself_is_asked_all_the_same() -> None:
+async def test_a_tier_without_a_description_still_reports() -> None:
     tier = Silent()
     tier.description = raises(ZeroDivisionError)  # type: ignore[attr-defined]
     assert await reported(tier, ASK_IT) == [ASK_IT]
@@ -131,7 +131,7 @@ async def test_a_tier_whose_inventory_ends_before_the_tier_does_is_asked_from_th
     assert contents(await reported(tier, ASK_IT)) == [FOUND, ALL_IS_KNOWN, ASK_IT]
 
 
-async def test_a_tier_that_exits_when_it_is_told_of_an_order_costs_its_order_only(
+async def test_a_tier_that_exits_on_advice_loses_the_advice_only(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     tier = HoldsOne()

@@ -74,7 +74,7 @@ def test_one_load_that_hung_does_not_make_a_tier_look_slow() -> None:
     assert statistics.median(device.loads(sizes(50, 2))) <= MEDIAN_ERROR_MAX
 
 
-def test_loads_that_share_the_tier_say_what_it_can_do_with_all_of_them() -> None:
+def test_concurrent_loads_measure_the_tiers_whole_rate() -> None:
     meter = SpeedMeter()
     for number in range(50):
         begun = [meter.begin_load(float(number)) for _ in range(4)]
@@ -84,7 +84,7 @@ def test_loads_that_share_the_tier_say_what_it_can_do_with_all_of_them() -> None
     assert meter.speed.seconds(100 * MIB) == pytest.approx(0.96, rel=0.1)
 
 
-def test_a_load_that_did_not_move_all_says_nothing() -> None:
+def test_a_load_that_did_not_move_all_is_ignored() -> None:
     meter = SpeedMeter()
     meter.end_load(meter.begin_load(0.0), MIB, 1.0, moved=False)
     assert meter.speed is None

@@ -21,12 +21,16 @@ TOPIC = "kvtier"
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """This environment as if it had been activated, without what the tests set for themselves."""
+    return environment_in(tmp_path)
+
+
+def environment_in(folder: Path) -> dict[str, str]:
+    """Return this environment as if it had been activated, without what the tests set for themselves."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     return kept | {
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "TMPDIR": str(tmp_path),
+        "TMPDIR": str(folder),
     }
 
 

@@ -5,7 +5,7 @@ import multiprocessing
 import pytest
 
 from kvtier.errors import ConfigError
-from tests.vllm.engines import PROMPT_HITS, Engine, hits, kvtier, kvtier_files, prompts, right, tokens
+from tests.vllm.engines import PROMPT_HITS, Engine, fill, hits, kvtier, kvtier_files, prompts, right, tokens
 from tests.vllm.models import gemma3
 from tests.vllm.vllm_tiering import vllm_tiering
 
@@ -33,9 +33,7 @@ def test_what_one_wrote_the_other_hits(llama, disk, way, first):
     asked = prompts(3)
     expected = right(llama, asked)
     disk.mkdir()
-    with Engine(llama, engines.pop(first)) as engine:
-        assert tokens(engine.answer(asked)) == expected
-        engine.settle()
+    assert fill(llama, engines.pop(first), asked) == expected
     before = folders(disk)
     (second,) = engines.values()
     with Engine(llama, second) as engine:
@@ -48,9 +46,7 @@ def test_canonical_pages_are_shared_with_vllm_at_another_size(llama, disk):
     asked = prompts(2)
     expected = right(llama, asked)
     disk.mkdir()
-    with Engine(llama, vllm_tiering(disk, canonical_layout=True)) as engine:
-        engine.answer(asked)
-        engine.settle()
+    fill(llama, vllm_tiering(disk, canonical_layout=True), asked)
     with Engine(llama, ours(disk), tensor_parallel_size=2) as engine:
         assert tokens(answers := engine.answer(asked)) == expected
         assert hits(answers) == [PROMPT_HITS] * 2
@@ -61,9 +57,7 @@ def test_a_hybrid_models_directory_is_shared_without_a_word(checkpoints, disk):
     asked = prompts(2)
     expected = right(model, asked)
     disk.mkdir()
-    with Engine(model, vllm_tiering(disk), gpu_blocks=260) as engine:
-        assert tokens(engine.answer(asked)) == expected
-        engine.settle()
+    assert fill(model, vllm_tiering(disk), asked, gpu_blocks=260) == expected
     with Engine(model, ours(disk), gpu_blocks=260) as engine:
         assert tokens(answers := engine.answer(asked)) == expected
         assert min(hits(answers)) > 0
@@ -73,9 +67,7 @@ def test_files_without_a_footer_are_refused_unless_they_are_accepted(llama, disk
     asked = prompts(2)
     expected = right(llama, asked)
     disk.mkdir()
-    with Engine(llama, vllm_tiering(disk)) as engine:
-        engine.answer(asked)
-        engine.settle()
+    fill(llama, vllm_tiering(disk), asked)
     with Engine(llama, kvtier_files(disk, interop="vllm")) as engine:
         assert tokens(answers := engine.answer(asked)) == expected
         assert hits(answers) == [0, 0]

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.backend import Advice, InventoryQueue, OffloadKey
-from kvtier.policies import HintedOrder, KeyOrder, LinkedLRU, NumberOrder, Policy
+from kvtier.policies import HintedOrder, LinkedLRU, NumberOrder, Policy, number_order
 
 LISTED_LEAST = 1_024  # Idle numbers that are sorted at once during a scan,
 LISTED_PART = 64  # and at least one in so many: some milliseconds a million.
@@ -35,7 +35,7 @@ class Index:
         self._idle_count = 0
         self._oldest = array("I")  # Idle numbers, the oldest last. Some are idle no more, and others are missing.
         self._live = 0  # Numbers in the order.
-        self._order: NumberOrder = LinkedLRU(0) if policy is None else KeyOrder(policy, self.keys, self.of.get)
+        self._order: NumberOrder = LinkedLRU(0) if policy is None else number_order(policy, 0, self.keys, self.of.get)
         self._hinted: HintedOrder[int] | None = None  # The same order, from the first hint on.
         self._clock = clock
 

@@ -42,7 +42,7 @@ def test_a_chunk_cascades_to_the_tiers_that_its_request_allows(bench):
     assert cascades(engine.step()) == [(0, engine.keys("a"))]
 
 
-def test_what_a_tier_has_or_is_getting_is_not_sent_to_it_again(bench):
+def test_a_chunk_is_not_sent_twice_to_a_tier(bench):
     engine = bench(rows=2, tiers=[bench.spec(request_level=True)])
     engine.holds("b")
     engine.store("a", engine.request("first"))
@@ -56,7 +56,7 @@ def test_what_a_tier_has_or_is_getting_is_not_sent_to_it_again(bench):
     assert engine.step() == []
 
 
-def test_what_a_tier_lost_is_sent_to_it_again(bench):
+def test_a_chunk_that_a_tier_lost_is_sent_again(bench):
     engine = bench(rows=1)
     engine.holds("a")
     engine.knows_all()
@@ -67,7 +67,7 @@ def test_what_a_tier_lost_is_sent_to_it_again(bench):
     assert cascades(engine.step()) == [(0, engine.keys("a"))]
 
 
-def test_request_level_tiers_get_what_was_present_before(bench):
+def test_request_level_tiers_get_chunks_that_were_present_before(bench):
     engine = bench(tiers=[bench.spec("plain"), bench.spec("whole", request_level=True)])
     engine.stored_alone("a")
     engine.store("ab")
@@ -84,7 +84,7 @@ def test_a_present_key_that_is_offered_twice_cascades_once(bench):
     assert engine.settled()
 
 
-def test_request_level_tiers_get_what_was_on_its_way_once_it_has_come(bench):
+def test_request_level_tiers_get_chunks_in_flight_once_they_arrive(bench):
     engine = bench(tiers=[bench.spec("plain"), bench.spec("whole", request_level=True)])
     engine.holds("a", tier=0)
     engine.lookup("a")
@@ -99,7 +99,7 @@ def test_request_level_tiers_get_what_was_on_its_way_once_it_has_come(bench):
     assert cascades(engine.step()) == [(1, engine.keys("b"))]
 
 
-def test_request_level_tiers_do_not_wait_for_what_never_came(bench):
+def test_request_level_tiers_do_not_wait_for_failed_loads(bench):
     engine = bench(tiers=[bench.spec("plain"), bench.spec("whole", request_level=True)])
     engine.holds("a", tier=0)
     engine.lookup("a")
@@ -174,7 +174,7 @@ def test_a_tier_behind_an_open_breaker_is_sent_nothing_and_then_a_few_to_try_it(
     assert cascades(engine.step()) == [(0, engine.keys("fgh"))]
 
 
-def test_what_the_bridge_does_not_take_is_dropped_and_counted(bench):
+def test_actions_that_the_bridge_refuses_are_dropped_and_counted(bench):
     engine = bench(rows=4)
     engine.holds("x")
     engine.store("ab")
@@ -209,7 +209,7 @@ def test_a_chunk_that_did_not_reach_a_tier_is_not_looked_for_there(bench):
     assert engine.lookup("ab") == [MISS, PENDING]
 
 
-def test_what_a_tier_stored_is_an_event_of_the_tier(bench):
+def test_each_stored_chunk_is_an_event_of_its_tier(bench):
     engine = bench()
     engine.store("ab")
     (store,) = engine.step()
@@ -272,7 +272,7 @@ def test_a_tier_whose_hung_loads_hold_too_many_rows_is_not_loaded_from_until_som
     assert engine.lookup("b") == [PENDING]
 
 
-def test_what_a_store_moved_after_its_deadline_is_asked_for(bench):
+def test_a_chunk_stored_after_the_deadline_is_probed(bench):
     """It was given up, and the tier has it all the same: neither a miss nor believed."""
     engine = bench(rows=2)
     engine.knows_all()
@@ -287,7 +287,7 @@ def test_what_a_store_moved_after_its_deadline_is_asked_for(bench):
     assert engine.lookup("a") == [PENDING]
 
 
-def test_what_a_store_moved_after_it_was_given_up_at_a_reset_is_asked_for(bench):
+def test_a_chunk_stored_after_a_reset_is_probed(bench):
     engine = bench(rows=2)
     engine.knows_all()
     engine.store("ab")

@@ -8,7 +8,7 @@ def deleted(actions):
     return [unpack_keys(action.keys) for action in actions if isinstance(action, Delete)]
 
 
-def test_what_is_stored_anew_after_a_reset_is_not_forgotten(bench):
+def test_a_chunk_stored_after_a_reset_is_not_forgotten(bench):
     engine = bench()
     engine.ledger.prepare_store(engine.keys("a"), engine.request())
     assert engine.ledger.forget(engine.keys("a")) == 0
@@ -19,7 +19,7 @@ def test_what_is_stored_anew_after_a_reset_is_not_forgotten(bench):
     assert engine.ready() == "a"
 
 
-def test_tiers_hear_once_more_of_what_was_held_until_a_reset(bench):
+def test_tiers_get_a_second_deletion_of_keys_held_until_a_reset(bench):
     engine = bench()
     engine.store("a")
     engine.step()
@@ -29,7 +29,7 @@ def test_tiers_hear_once_more_of_what_was_held_until_a_reset(bench):
     assert deleted(engine.step()) == [engine.keys("a")]
 
 
-def test_what_is_stored_anew_in_the_step_in_which_it_was_let_go_is_not_forgotten(bench):
+def test_a_chunk_stored_again_in_the_step_of_its_release_is_not_forgotten(bench):
     engine = bench(rows=1)
     request = engine.request()
     engine.stored_alone("a")

@@ -23,7 +23,7 @@ def test_seed_7_a_request_asks_a_tier_once_however_short_answers_are_believed(be
     assert engine.lookup("b", engine.request("next")) == [RETRY]
 
 
-def test_seed_7_a_tier_that_does_not_answer_is_a_miss_for_who_asked(bench):
+def test_seed_7_an_unanswered_probe_is_a_miss_for_its_request(bench):
     engine = bench(tiers=[bench.spec(answer_ttl_s=0.0)])
     request = engine.request()
     engine.lookup("a", request)
@@ -57,7 +57,7 @@ def test_seed_51_a_delete_leaves_what_a_load_holds_beside_a_hung_store(bench):
     assert engine.ledger.delete(engine.keys("a")) == []
 
 
-def test_seed_249_what_was_evicted_before_its_store_was_heard_of_is_asked_for(bench):
+def test_seed_249_a_chunk_evicted_before_its_stores_report_is_probed(bench):
     engine = bench(rows=2)
     engine.knows_all()
     engine.store("ab")
@@ -73,7 +73,7 @@ def test_seed_249_what_was_evicted_before_its_store_was_heard_of_is_asked_for(be
     assert engine.lookup("a", engine.request()) == [MISS]
 
 
-def test_seed_1052_what_was_evicted_before_it_was_stored_anew_is_found(bench):
+def test_seed_1052_a_chunk_evicted_before_its_second_store_is_found(bench):
     engine = bench(rows=2)
     engine.knows_all()
     engine.store("a")

@@ -122,7 +122,7 @@ def test_an_authoritative_tier_answers_at_once(bench):
     assert isinstance(load, Promote)
 
 
-def test_a_tier_that_is_still_being_scanned_is_asked_for_what_was_not_found_yet(bench):
+def test_a_tier_that_is_being_scanned_is_probed_for_keys_not_found_yet(bench):
     engine = bench()
     engine.holds("a")
     assert engine.lookup("ab") == [PENDING, RETRY]
@@ -152,7 +152,7 @@ def test_tiers_are_asked_in_order_and_the_first_that_has_the_key_gives_it(bench)
     assert load.tier == 1
 
 
-def test_a_tier_further_down_that_has_the_key_is_not_kept_waiting_by_one_that_has_yet_to_say(bench):
+def test_a_tier_that_has_the_key_does_not_wait_for_a_silent_one(bench):
     engine = bench(tiers=2)
     engine.holds("a", tier=1)
     assert engine.lookup("a") == [PENDING]
@@ -179,7 +179,7 @@ def test_a_request_is_served_by_the_tiers_that_it_allows(bench):
     assert engine.lookup("a", engine.request("disk", [TierMatcher(medium="STORAGE", locality="LOCAL")])) == [PENDING]
 
 
-def test_a_tier_that_does_not_say_what_it_is_serves_every_request(bench):
+def test_a_tier_without_a_medium_serves_every_request(bench):
     engine = bench(tiers=[bench.spec(medium=None)])
     engine.holds("a")
     assert engine.lookup("a", engine.request("r", [TierMatcher(medium="CPU", locality="REMOTE")])) == [PENDING]
@@ -211,7 +211,7 @@ def test_a_miss_is_counted_once_a_request_and_key_for_each_tier_that_was_asked(b
     assert [tier.counters.misses for tier in engine.ledger.tiers] == [3, 3]
 
 
-def test_what_is_asked_for_is_pending_work(bench):
+def test_a_probe_is_pending_work(bench):
     engine = bench()
     engine.lookup("a")
     assert engine.ledger.pending
@@ -255,7 +255,7 @@ def test_an_answer_that_is_older_than_a_store_of_ours_is_not_believed(bench, com
     assert engine.lookup("a") == [PENDING]
 
 
-def test_what_a_tier_reports_outlives_an_older_answer(bench):
+def test_a_tiers_report_outlives_an_older_answer(bench):
     engine = bench()
     engine.lookup("a")
     engine.answer(*engine.step(), False)

@@ -24,7 +24,7 @@ def leave(engine, count: int) -> list[OffloadKey]:
     return engine.store("XYZ"[:count]).evicted
 
 
-def test_what_a_running_request_stores_in_pieces_leaves_tail_first(bench):
+def test_a_running_request_stored_in_pieces_loses_its_tail_first(bench):
     engine = bench(rows=6, tiers=0)
     request = engine.request()
     for piece in ("ab", "cd", "ef"):
@@ -33,7 +33,7 @@ def test_what_a_running_request_stores_in_pieces_leaves_tail_first(bench):
     assert engine.ready() == "abcXYZ"
 
 
-def test_a_prefix_that_was_loaded_outlives_what_is_computed_after_it(bench):
+def test_a_loaded_prefix_outlives_chunks_computed_after_it(bench):
     engine = bench(rows=4, tiers=0)
     engine.stored_alone("ab")
     engine.lookup("ab", request := engine.request())
@@ -43,7 +43,7 @@ def test_a_prefix_that_was_loaded_outlives_what_is_computed_after_it(bench):
     assert leave(engine, 3) == engine.keys("dcb")
 
 
-def test_a_prefix_that_was_offered_again_outlives_what_is_computed_after_it(bench):
+def test_a_prefix_offered_again_outlives_chunks_computed_after_it(bench):
     engine = bench(rows=4, tiers=0)
     engine.stored_alone("ab")
     engine.store("ab", request := engine.request())
@@ -114,7 +114,7 @@ def test_two_running_requests_with_one_prompt_keep_its_order(bench):
     assert leave(engine, 3) == engine.keys("dcb")
 
 
-def test_what_is_missing_from_a_prefix_comes_back_to_its_place(bench):
+def test_a_missing_chunk_of_a_prefix_comes_back_to_its_place(bench):
     engine = bench(rows=3, tiers=0)
     engine.stored_alone("bc")
     engine.store("abc", engine.request())
@@ -132,7 +132,7 @@ def test_a_request_whose_tail_has_left_goes_on_behind_what_is_left_of_it(bench):
     assert engine.store("YZ").evicted == engine.keys("Xd")
 
 
-def test_what_a_request_used_before_is_not_ranked_again_with_each_piece(bench):
+def test_a_requests_earlier_keys_are_not_ranked_again_with_each_piece(bench):
     """A long prompt comes in many pieces: to rank all of them each time would cost its length squared."""
 
     class Counted(LRU):

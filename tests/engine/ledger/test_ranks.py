@@ -98,7 +98,7 @@ def test_of_too_many_in_one_step_the_newest_are_told(bench, monkeypatch):
     assert engine.ranked == [(0, "a")] * outbox.ADVICE_MAX
 
 
-def test_what_the_bridge_refuses_is_dropped(bench):
+def test_advice_that_the_bridge_refuses_is_dropped(bench):
     engine = bench()
     engine.holds("a")
     engine.store("a", request := engine.request())
@@ -109,7 +109,7 @@ def test_what_the_bridge_refuses_is_dropped(bench):
     assert engine.settled()
 
 
-def test_a_lost_runner_is_told_nothing(bench):
+def test_a_lost_runner_gets_no_advice(bench):
     engine = bench()
     engine.holds("a")
     engine.store("a", request := engine.request())

@@ -46,7 +46,7 @@ def test_an_answer_that_a_chunk_is_gone_removes_it_once(silent):
     assert removals(silent) == ["b", "a"]
 
 
-def test_an_answer_after_a_load_that_failed_removes_what_is_gone(silent):
+def test_a_probe_after_a_failed_load_removes_missing_chunks(silent):
     silent.lookup("ab")
     (load,) = silent.step()
     silent.fail(load, Code.UNAVAILABLE)  # Its server ends, and begins again without anything.
@@ -58,7 +58,7 @@ def test_an_answer_after_a_load_that_failed_removes_what_is_gone(silent):
     assert removals(silent) == ["a"]
 
 
-def test_an_answer_after_a_load_that_failed_removes_what_the_tier_had_listed(silent):
+def test_a_probe_after_a_failed_load_removes_listed_chunks(silent):
     silent.holds("z")
     silent.lookup("z")
     (load,) = silent.step()
@@ -81,24 +81,14 @@ def test_no_answer_removes_nothing_and_the_next_one_does(silent):
     assert removals(silent) == ["a"]
 
 
-def test_a_chunk_that_is_there_after_all_is_not_removed_for_a_failure_before(silent):
+def test_a_chunk_that_is_there_after_a_failure_is_not_removed_until_it_is_gone(silent):
     silent.lookup("a")
     (load,) = silent.step()
     silent.fail(load, Code.UNAVAILABLE)
     silent.step(11.0)
     silent.lookup("a")
     silent.answer(*silent.step(), True)
-    silent.finish_all(silent.step())
     assert removals(silent) == []
-
-
-def test_a_chunk_that_was_there_after_a_failure_and_then_is_gone_is_removed_once(silent):
-    silent.lookup("a")
-    (load,) = silent.step()
-    silent.fail(load, Code.UNAVAILABLE)
-    silent.step(11.0)
-    silent.lookup("a")
-    silent.answer(*silent.step(), True)
     silent.lookup("a")
     (load,) = silent.step()
     silent.finish(load, {0: Code.MISSING})
@@ -129,7 +119,7 @@ def test_a_tier_that_reports_is_not_spoken_for(bench):
     assert removals(engine) == []
 
 
-def test_a_tier_that_reports_says_nothing_of_what_it_was_told_to_forget(bench):
+def test_a_reporting_tier_sends_no_event_for_a_forgotten_key(bench):
     """No tier does, by the contract; so the engine does it, as for any other tier."""
     engine = bench()
     engine.holds("ab")

@@ -10,7 +10,7 @@ from kvtier.runner.messages import Cascade, Code, Delete, Promote
 HIT, PENDING, MISS, RETRY = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS, LookupResult.RETRY
 
 
-def test_a_reset_forgets_every_key_of_the_primary_and_says_so(bench):
+def test_a_reset_forgets_every_key_of_the_primary_with_events(bench):
     engine = bench(rows=4, tiers=0)
     engine.store("ab")
     engine.ledger.prepare_store(engine.keys("c"), engine.request())
@@ -49,7 +49,7 @@ def test_stores_go_on_before_the_workers_have_flushed(bench):
     assert engine.lookup("a") == [HIT]
 
 
-def test_what_was_queued_is_not_sent_but_for_deletions(bench):
+def test_a_reset_drops_the_queue_except_deletions(bench):
     engine = bench()
     engine.holds("b")
     engine.store("a")
@@ -65,7 +65,7 @@ def test_what_was_queued_is_not_sent_but_for_deletions(bench):
 
 
 @pytest.mark.parametrize("kind", [Promote, Cascade])
-def test_what_did_not_end_in_time_keeps_its_rows_until_it_gives_them_back(bench, kind):
+def test_a_transfer_that_outlives_a_reset_keeps_its_rows(bench, kind):
     engine = bench(rows=2)
     if kind is Promote:
         engine.holds("a")
@@ -98,7 +98,7 @@ def test_a_tier_that_did_not_end_in_time_is_out_of_use_until_it_has_proved_itsel
     assert sorted(action.tier for action in engine.step()) == [0, 1]
 
 
-def test_what_request_level_tiers_were_still_to_get_is_forgotten(bench):
+def test_a_reset_forgets_stores_that_request_level_tiers_waited_for(bench):
     engine = bench(tiers=[bench.spec("plain"), bench.spec("whole", request_level=True)])
     engine.holds("a", tier=0)
     engine.lookup("a")

@@ -21,7 +21,7 @@ def lose(engine, epoch=0):
     engine.ledger.apply(RunnerLost(epoch, "killed by the test"))
 
 
-def test_what_a_lost_runner_had_is_lost_and_counted(bench):
+def test_transfers_of_a_lost_runner_are_lost_and_counted(bench):
     engine = bench()
     engine.holds("a")
     engine.store("b")
@@ -65,7 +65,7 @@ def test_rows_that_a_dead_predecessor_still_holds_are_no_fault_of_the_runner_tha
     assert engine.ledger.transfers.rows_overdue == 1
 
 
-def test_what_a_tier_was_known_to_hold_stays_known_and_the_rest_is_asked(bench):
+def test_after_a_loss_known_keys_stay_known_and_the_rest_is_probed(bench):
     engine = bench()
     engine.holds("a")
     engine.knows_all()
@@ -104,7 +104,7 @@ def test_while_there_is_no_runner_a_look_up_misses_at_once_and_stores_stay_in_th
     assert engine.lookup("a") == [PENDING]
 
 
-def test_a_new_runner_deletes_what_the_lost_one_was_to(bench):
+def test_a_new_runner_makes_the_lost_ones_deletions(bench):
     engine = bench(rows=4)
     engine.holds("ab")
     engine.ledger.delete(engine.keys("a"))
@@ -123,7 +123,7 @@ def test_a_new_runner_deletes_what_the_lost_one_was_to(bench):
     assert engine.step() == []
 
 
-def test_what_was_stored_again_since_is_not_deleted_by_a_new_runner(bench):
+def test_a_new_runner_does_not_delete_chunks_stored_again(bench):
     engine = bench(rows=4)
     engine.ledger.delete(engine.keys("ab"))
     engine.ledger.refuse(engine.step())  # The bridge's queue was full.

@@ -147,7 +147,7 @@ def test_a_request_that_finishes_has_its_keys_ranked_in_prefix_order(bench, reco
     assert told[-1] == ("rank", [a, b, c, d])
 
 
-def test_ranking_leaves_out_what_has_gone_since(bench, recorded):
+def test_ranking_leaves_out_evicted_keys(bench, recorded):
     ledger, told = recorded
     a, b, c = bench.keys("abc")
     request = Request("r")
@@ -189,7 +189,7 @@ def test_a_store_that_is_given_up_is_an_event(bench):
     assert engine.events.take() == [Event(EventKind.FAILED, "cpu", engine.keys("ab"), "store")]
 
 
-def test_what_is_deleted_is_gone_from_the_primary_and_from_every_tier(bench):
+def test_a_deleted_chunk_is_gone_from_the_primary_and_from_every_tier(bench):
     engine = bench(tiers=2)
     engine.store("a")
     engine.finish_all(engine.step())
@@ -205,7 +205,7 @@ def test_what_is_deleted_is_gone_from_the_primary_and_from_every_tier(bench):
     assert engine.settled()
 
 
-def test_what_is_held_is_not_deleted_and_said_to_be_held(bench):
+def test_a_held_chunk_is_returned_by_delete_and_stays(bench):
     engine = bench()
     engine.store("ab")
     (store,) = engine.step()
@@ -217,7 +217,7 @@ def test_what_is_held_is_not_deleted_and_said_to_be_held(bench):
     assert engine.ready() == ""
 
 
-def test_deleting_what_never_was_is_no_event(bench):
+def test_deleting_an_unknown_key_is_no_event(bench):
     engine = bench()
     engine.ledger.delete(engine.keys("a"))
     assert engine.events.take() == []

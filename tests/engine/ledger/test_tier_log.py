@@ -48,7 +48,7 @@ def test_a_breaker_that_opens_is_a_warning_with_the_tier_the_failures_and_the_la
     )
 
 
-def test_a_breaker_that_closes_is_told(engine: Bench, log: TierLog, heard: pytest.LogCaptureFixture) -> None:
+def test_a_closing_breaker_is_logged(engine: Bench, log: TierLog, heard: pytest.LogCaptureFixture) -> None:
     fail(engine, "abc")
     fail(engine, "def")
     log.look(engine.now)
@@ -70,7 +70,7 @@ def test_a_trial_that_fails_is_no_new_opening(engine: Bench, log: TierLog, heard
     assert len(heard.records) == 1
 
 
-def test_what_was_dropped_is_told_once_a_minute_with_the_counts_since_the_last_line(
+def test_drops_are_logged_once_a_minute_with_their_counts(
     engine: Bench, log: TierLog, heard: pytest.LogCaptureFixture
 ) -> None:
     fail(engine, "abc")
@@ -88,7 +88,7 @@ def test_what_was_dropped_is_told_once_a_minute_with_the_counts_since_the_last_l
     assert len(heard.records) == 2
 
 
-def test_the_first_drops_are_told_at_once_and_the_rest_at_the_end(
+def test_the_first_drops_are_logged_at_once_and_the_rest_at_the_end(
     engine: Bench, log: TierLog, heard: pytest.LogCaptureFixture
 ) -> None:
     engine.store("abcdefghij")
@@ -102,7 +102,7 @@ def test_the_first_drops_are_told_at_once_and_the_rest_at_the_end(
     ]
 
 
-def test_failures_that_open_no_breaker_are_told_with_their_cause(
+def test_failures_that_open_no_breaker_are_logged_with_their_cause(
     engine: Bench, log: TierLog, heard: pytest.LogCaptureFixture
 ) -> None:
     fail(engine, "ab", "ENOSPC", Code.NO_SPACE)
@@ -113,7 +113,7 @@ def test_failures_that_open_no_breaker_are_told_with_their_cause(
     ]
 
 
-def test_a_chunk_that_is_gone_alarms_nobody(engine: Bench, log: TierLog, heard: pytest.LogCaptureFixture) -> None:
+def test_a_missing_chunk_is_not_logged(engine: Bench, log: TierLog, heard: pytest.LogCaptureFixture) -> None:
     engine.holds("a")
     engine.lookup("a")
     (load,) = engine.step()
@@ -124,7 +124,7 @@ def test_a_chunk_that_is_gone_alarms_nobody(engine: Bench, log: TierLog, heard: 
     assert (counters.causes, counters.failed, counters.misses) == ({}, {}, 1)
 
 
-def test_questions_that_a_tier_does_not_answer_are_told_once_a_minute(heard: pytest.LogCaptureFixture) -> None:
+def test_unanswered_probes_are_logged_once_a_minute(heard: pytest.LogCaptureFixture) -> None:
     engine = Bench(rows=8, tiers=[Bench.spec("peer", breaker_failures=99)])
     log = TierLog(engine.ledger.tiers)
     for number, name in enumerate("abc"):

@@ -55,7 +55,7 @@ def test_a_request_that_finds_everything_waits_for_nothing() -> None:
     assert engine.waited == []
 
 
-def test_a_wait_for_what_does_not_come_ends_when_the_request_hears_so() -> None:
+def test_a_wait_for_a_failed_load_ends_with_the_next_look_up() -> None:
     engine = holding()
     request = engine.request()
     engine.lookup("a", request)
@@ -68,7 +68,7 @@ def test_a_wait_for_what_does_not_come_ends_when_the_request_hears_so() -> None:
     assert engine.waited == [2.0]
 
 
-def test_a_miss_behind_what_is_on_its_way_ends_no_wait() -> None:
+def test_a_miss_behind_a_load_in_flight_ends_no_wait() -> None:
     engine = holding()
     request = engine.request()
     for _ in range(2):
@@ -108,7 +108,7 @@ def test_a_wait_that_a_reset_cut_short_ends_with_the_next_look_up() -> None:
     assert engine.waited == [1.0]
 
 
-def test_nobody_waits_for_a_prefetch() -> None:
+def test_a_prefetch_counts_as_no_wait() -> None:
     engine = holding()
     engine.ledger.prefetches.begin(engine.keys("abc"))
     (load,) = engine.step(seconds=1.0)

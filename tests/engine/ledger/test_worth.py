@@ -76,7 +76,7 @@ def test_a_tier_that_is_slower_than_computing_is_a_miss_in_the_same_look_up(tier
     assert bench.ledger.counters.misses == 1
 
 
-def test_what_is_declined_before_a_tiers_first_load_has_ended_adds_no_time(tier: Callable[..., Bench]) -> None:
+def test_loads_declined_before_the_first_measurement_add_no_time(tier: Callable[..., Bench]) -> None:
     """It is expected to take for ever, and a sum with that in it would say nothing ever after."""
     bench = tier()
     bench.lookup("abc", bench.request("first"))
@@ -90,7 +90,7 @@ def test_what_is_declined_before_a_tiers_first_load_has_ended_adds_no_time(tier:
     bench.finish_all(first)
 
 
-def test_what_is_not_worth_its_load_at_the_steps_end_is_a_miss_from_then_on(tier: Callable[..., Bench]) -> None:
+def test_a_load_declined_at_the_steps_end_is_a_miss_from_then_on(tier: Callable[..., Bench]) -> None:
     bench = tier()
     bench.takes(3.0, 0.5)
     request = bench.request()
@@ -114,7 +114,7 @@ def test_a_longer_prompt_may_be_worth_a_load_that_a_shorter_one_is_not(tier: Cal
     assert loads(bench.step()) == {0: "abcdef"}
 
 
-def test_what_is_in_the_primary_behind_a_load_counts_for_it(tier: Callable[..., Bench]) -> None:
+def test_chunks_in_the_primary_behind_a_load_count_for_it(tier: Callable[..., Bench]) -> None:
     bench = tier()
     bench.takes(2.0, 0.5)
     bench.stored_alone("bcd")
@@ -123,7 +123,7 @@ def test_what_is_in_the_primary_behind_a_load_counts_for_it(tier: Callable[..., 
     assert loads(bench.step()) == {0: "a"}
 
 
-def test_what_a_tier_loads_already_goes_before(tier: Callable[..., Bench]) -> None:
+def test_loads_in_flight_delay_new_ones(tier: Callable[..., Bench]) -> None:
     bench = tier()
     bench.takes(0.0, 0.6)
     bench.lookup("abcd", bench.request("first"))
@@ -134,7 +134,7 @@ def test_what_a_tier_loads_already_goes_before(tier: Callable[..., Bench]) -> No
     assert bench.lookup("ef", second) == [MISS, MISS]
 
 
-def test_what_goes_before_in_the_same_step_counts_like_what_is_under_way(tier: Callable[..., Bench]) -> None:
+def test_loads_of_the_same_step_delay_new_ones_too(tier: Callable[..., Bench]) -> None:
     bench = tier()
     bench.takes(0.0, 0.6)
     bench.lookup("abcd", bench.request("first"))
@@ -229,7 +229,7 @@ def test_a_window_that_is_found_stands_for_all_that_was_computed_before_it(tier:
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_what_several_groups_save_is_what_their_tokens_take(tier: Callable[..., Bench], order: Sequence[int]) -> None:
+def test_several_groups_save_the_time_of_their_tokens_once(tier: Callable[..., Bench], order: Sequence[int]) -> None:
     bench = tier()
     full, window = ([make_offload_key(name.encode(), group) for name in "abcdef"] for group in order)
     ends = dict(zip([*full, *window], [1, 2, 3, 4, 5, 6] * 2, strict=True))
@@ -262,7 +262,7 @@ def test_a_load_that_is_late_is_given_up_and_a_hit_for_the_next_request(tier: Ca
     assert bench.lookup("abcd", bench.request("next")) == [HIT] * 4
 
 
-def test_who_gave_up_a_load_stores_nothing_over_it(tier: Callable[..., Bench]) -> None:
+def test_a_request_that_gave_up_a_load_stores_nothing_over_it(tier: Callable[..., Bench]) -> None:
     bench = tier()
     bench.takes(0.1, 0.1)
     request = bench.request()
@@ -276,7 +276,7 @@ def test_who_gave_up_a_load_stores_nothing_over_it(tier: Callable[..., Bench]) -
     assert bench.ready() == "gh"
 
 
-def test_what_came_in_time_is_a_hit_when_the_rest_is_given_up(tier: Callable[..., Bench]) -> None:
+def test_chunks_that_came_in_time_are_hits_when_the_rest_is_given_up(tier: Callable[..., Bench]) -> None:
     bench = tier(action_chunks=2)
     bench.takes(0.1, 0.1)
     request = bench.request()
@@ -303,9 +303,7 @@ DECLINED, LATE, FAILED = "was declined", "was late", "failed"
 
 @pytest.mark.parametrize("why", [DECLINED, LATE, FAILED])
 @pytest.mark.parametrize("missed_before", [False, True], ids=["", "missed before"])
-def test_a_request_is_as_patient_as_any_when_it_waits_anew(
-    tier: Callable[..., Bench], why: str, missed_before: bool
-) -> None:
+def test_earlier_waits_do_not_shorten_the_next_one(tier: Callable[..., Bench], why: str, missed_before: bool) -> None:
     """Earlier waits do not count, however they ended."""
     bench = tier()
     bench.takes(0.1, 0.1)
@@ -372,7 +370,7 @@ def test_how_long_loads_take_is_counted_beside_what_was_expected(tier: Callable[
 # What is tried again.
 
 
-def test_a_declined_tier_is_tried_now_and_then_with_few_chunks_that_nobody_waits_for(
+def test_a_declined_tier_is_tried_with_few_chunks_that_no_request_waits_for(
     tier: Callable[..., Bench],
 ) -> None:
     bench = tier()
@@ -392,7 +390,7 @@ def test_a_declined_tier_is_tried_now_and_then_with_few_chunks_that_nobody_waits
     assert loads(bench.step()) == {0: "cdef"}
 
 
-def test_a_load_that_failed_at_once_does_not_say_that_its_tier_is_fast(tier: Callable[..., Bench]) -> None:
+def test_a_failed_load_does_not_count_as_a_fast_one(tier: Callable[..., Bench]) -> None:
     bench = tier()
     bench.takes(100.0, 0.0)
     bench.step(TRIAL_EVERY_S)
@@ -467,7 +465,7 @@ def test_nothing_is_weighed_after_a_reset_that_was_looked_up_before_it(tier: Cal
 # With prefetches.
 
 
-def test_what_is_declined_for_a_request_still_comes_for_a_prefetch(tier: Callable[..., Bench]) -> None:
+def test_a_load_declined_for_a_request_still_serves_a_prefetch(tier: Callable[..., Bench]) -> None:
     bench = tier()
     bench.takes(3.0, 0.5)
     prefetch = bench.ledger.prefetches.begin(bench.keys("abc"))
@@ -509,7 +507,7 @@ def chosen(bench: Bench, names: str, request: Request | None = None) -> list[Act
     return sent
 
 
-def test_what_the_first_tier_is_too_slow_for_comes_from_the_second(both: Callable[..., Bench]) -> None:
+def test_a_second_tier_loads_chunks_that_the_first_is_too_slow_for(both: Callable[..., Bench]) -> None:
     """Whether a look-up shows it at once, or the step's end does."""
     for fixed_s, chunk_s in ((0.0, 2.0), (100.0, 0.0)):
         bench = both()
@@ -518,7 +516,7 @@ def test_what_the_first_tier_is_too_slow_for_comes_from_the_second(both: Callabl
         assert loads(chosen(bench, "abcdef")) == {1: "abcdef"}
 
 
-def test_what_every_tier_is_too_slow_for_is_computed(both: Callable[..., Bench]) -> None:
+def test_chunks_that_every_tier_is_too_slow_for_are_computed(both: Callable[..., Bench]) -> None:
     bench = both()
     bench.takes(0.0, 1.0)
     bench.takes(0.0, 2.0, tier=1)
@@ -596,7 +594,7 @@ def test_while_the_first_tier_is_worth_its_load_no_other_is_asked(
 
 
 @SLOW
-def test_a_tier_whose_word_is_missing_is_asked_before_what_another_is_too_slow_for_is_computed(
+def test_an_unprobed_tier_is_probed_before_computing(
     unknown: Callable[..., Bench], fixed_s: float, chunk_s: float
 ) -> None:
     bench = unknown(fixed_s, chunk_s)
@@ -614,7 +612,7 @@ def test_a_tier_whose_word_is_missing_is_asked_before_what_another_is_too_slow_f
 
 @SLOW
 @pytest.mark.parametrize("word", [False, None], ids=["has not", "does not answer"])
-def test_what_the_tier_that_was_asked_lacks_is_computed(
+def test_chunks_that_the_probed_tier_lacks_are_computed(
     unknown: Callable[..., Bench], fixed_s: float, chunk_s: float, word: bool | None
 ) -> None:
     bench = unknown(fixed_s, chunk_s)
@@ -630,7 +628,7 @@ def test_what_the_tier_that_was_asked_lacks_is_computed(
 
 
 @SLOW
-def test_what_the_tier_that_was_asked_has_in_part_is_loaded_as_far(
+def test_the_leading_part_that_the_probed_tier_has_is_loaded(
     unknown: Callable[..., Bench], fixed_s: float, chunk_s: float
 ) -> None:
     bench = unknown(fixed_s, chunk_s)

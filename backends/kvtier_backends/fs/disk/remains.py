@@ -92,6 +92,17 @@ def remove_file(root_fd: int, name: str) -> bool:
         return False
 
 
+def remove_folder(root_fd: int, name: str) -> bool:
+    """Remove an empty folder; False if it is proved absent. Raises OSError if it may be there still."""
+    try:
+        below.rmdir(root_fd, name)
+    except OSError:
+        if not is_absent(root_fd, name):
+            raise
+        return False
+    return True
+
+
 def called(call: Callable[[], T], root_fd: int, name: str) -> T | None:
     """Return the result of a call on a name; None if the name is proved absent.
 

@@ -10,7 +10,6 @@ import fcntl
 import hashlib
 import json
 import logging
-import mmap
 import os
 import re
 import stat
@@ -18,16 +17,14 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Literal
 
 from kvtier.backend import NAME_BYTES_MAX, NAMINGS, SEGMENTS_SUFFIX, Lanes, TierContext
 from kvtier.errors import BackendUnavailable, ConfigError
-from kvtier.memory import PAGE_BYTES, let_go_in_forks, reason
+from kvtier.memory import let_go_in_forks, reason
 from kvtier.remedies import Remedy
 from kvtier.settings import foreign
 from kvtier_backends.fs.disk import below
 from kvtier_backends.fs.disk.below import (
-    NO_LINK,
     ForeignError,
     Reached,
     open_below,
@@ -42,10 +39,11 @@ from kvtier_backends.fs.disk.capacity import SECTOR_BYTES, Disk, FolderSizes, fi
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, GONE
 from kvtier_backends.fs.disk.mounts import UNKNOWN, Mount, mount_of
 from kvtier_backends.fs.disk.owner import OWNER, Holder, Owner
-from kvtier_backends.fs.disk.reads import ONE_BY_ONE, QueuedReads, Reads, takes_queued
-from kvtier_backends.fs.disk.remains import Beside, Remains, called, is_absent, names_in
+from kvtier_backends.fs.disk.reads import ONE_BY_ONE, Reads
+from kvtier_backends.fs.disk.remains import Beside, Remains, called, names_in
 from kvtier_backends.fs.disk.shared_page import SharedPage
 from kvtier_backends.fs.disk.temporaries import Sweep, Writer, next_number, temporary_name, writer_of
+from kvtier_backends.fs.disk.trial import Trial
 from kvtier_backends.fs.disk.write_budget import WriteBudget
 from kvtier_backends.fs.options import LayoutOptions
 
@@ -63,7 +61,6 @@ _LAYOUTS = {
 }
 """The options that use a folder, by how its name ends."""
 
-_REFUSED = {errno.EINVAL, errno.EOPNOTSUPP}  # How file systems say that they have no direct I/O.
 _OURS_TO_MEND = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENAMETOOLONG}
 
 
@@ -126,9 +123,10 @@ class Folder:
                 self._say_it_is_used()
                 self._refuse_links()
                 self._settle_config(undo)
-                self.direct = self._try_io(self._options.io)
-                self.reads = self._try_queue()
-                self.sizes = FolderSizes(self._new_folder_bytes(), shared=self._options.shared)
+                trial = Trial(root, self.root_fd, self._mapper, self.writer, self.disk, self.remains)
+                self.direct = trial.direct(self._options.io)
+                self.reads = trial.reads(self._options.load_queue_bytes if self.direct else 0)
+                self.sizes = FolderSizes(trial.new_folder_bytes(self.mode), shared=self._options.shared)
                 self._warn_of_other_layouts()
                 for doubt in self._options.doubts():
                     logger.warning("%s: %s; see %s", root, doubt, Remedy.CONFIGURATION)
@@ -244,8 +242,12 @@ class Folder:
     def taken_bytes(self, name: str) -> int:
         """Return a file's room on the disk, 0 if it is proved absent; raises OSError otherwise."""
         folder, _, base = name.rpartition("/")
-        at = (self._used_fd, base) if folder == self.chunks else (self.root_fd, name)
-        status = called(lambda: below.look(*at), self.root_fd, name)  # By the first, also when no descriptor is free.
+        if folder == self.chunks:  # By this descriptor, also when no other is free.
+            return self._taken_bytes(self._used_fd, base, name)
+        return self._taken_bytes(self.root_fd, name, name)
+
+    def _taken_bytes(self, fd: int, base: str, name: str) -> int:
+        status = called(lambda: below.look(fd, base), self.root_fd, name)
         return 0 if status is None or stat.S_ISDIR(status.st_mode) else self.disk.taken_bytes(status)
 
     def _measured(self, folder: str, is_ours: Callable[[str], object]) -> int:
@@ -255,10 +257,10 @@ class Folder:
         try:
             total = os.fstat(fd).st_blocks * SECTOR_BYTES
             sweep = self.sweep(0.0)
-            for name in names_in(fd):
-                counts = not sweep.is_own(name) and f"{folder}/{name}" not in self.remains
-                if counts and (writer_of(name) or is_ours(name)):
-                    total += self.taken_bytes(f"{folder}/{name}")
+            for base in names_in(fd):
+                name = f"{folder}/{base}"
+                if (writer_of(base) or is_ours(base)) and not sweep.is_own(base) and name not in self.remains:
+                    total += self._taken_bytes(fd, base, name)
         finally:
             os.close(fd)
         return total
@@ -361,27 +363,6 @@ class Folder:
                 os.close(fd)
         return False
 
-    def _new_folder_bytes(self) -> int:
-        """Return the room of an empty directory."""
-        name = f"{self._mapper.folder}/{temporary_name(self.writer)}"
-        try:
-            self.make_folder(name)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                return self.disk.block_bytes
-            raise
-        try:
-            return below.look(self.root_fd, name).st_blocks * SECTOR_BYTES
-        finally:
-            self.remains.remove(name, self.disk.block_bytes, partial(self._remove_folder, name))
-
-    def _remove_folder(self, name: str) -> None:
-        try:
-            below.rmdir(self.root_fd, name)
-        except OSError:
-            if not is_absent(self.root_fd, name):
-                raise
-
     def _settle_config(self, undo: ExitStack) -> None:
         """Leave the names' meaning beside the chunks, as vLLM does, or see that what is there says the same."""
         name, ours = self._mapper.config_name, self._mapper.config_bytes
@@ -402,74 +383,6 @@ class Folder:
                 "this one's fields are others"
             )
 
-    def _try_io(self, mode: Literal["auto", "direct", "buffered"]) -> bool:
-        """Write and read two pages the way that chunks will be, aligned by a page; return whether directly."""
-        if mode != "buffered" and self._trial(os.O_DIRECT):
-            return True
-        if mode == "direct":
-            raise ConfigError(f"io: 'direct' given, 'auto' or 'buffered' accepted: {self._options.root} refuses it")
-        if not self._trial(0):
-            raise BackendUnavailable(f"{self._options.root}: what is written there does not come back")
-        if mode == "auto":
-            logger.warning(
-                "%s: no direct I/O there; chunks go through the page cache; see %s", self._options.root, Remedy.BUFFERED
-            )
-        return False
-
-    def _try_queue(self) -> Reads:
-        """Read a page the way that chunks are to be; return how lanes read.
-
-        Several reads run at once only directly from a local disk. Without direct I/O the kernel does not go on by
-        itself. If a file server is silent, reads that the kernel goes on with would keep this process from being
-        killed.
-        """
-        if not self.direct or not self._options.load_queue_bytes:
-            return ONE_BY_ONE
-        with suppress(OSError):
-            fd = open_below(self.root_fd, self._mapper.config_name, os.O_RDONLY | os.O_DIRECT | NO_LINK)
-            try:
-                is_disk = os.major(os.fstat(fd).st_dev) != 0  # What is no block device has a number without a driver.
-                if is_disk and takes_queued(fd, memoryview(mmap.mmap(-1, PAGE_BYTES))):
-                    return QueuedReads(self._options.load_queue_bytes)
-            finally:
-                os.close(fd)
-        logger.info("%s: a lane reads one chunk at a time there", self._options.root)
-        return ONE_BY_ONE
-
-    def _trial(self, flag: int) -> bool:
-        name = temporary_name(self.writer)
-        try:
-            with ExitStack() as stack:
-                folder_fd = stack.enter_context(Reached(self.root_fd, self._mapper.folder))
-                stack.callback(self.remains.remove, f"{self._mapper.folder}/{name}", self.disk.block_bytes * 2)
-                # Linux makes the file before it refuses the flag.
-                fd = open_below(folder_fd, name, os.O_RDWR | os.O_CREAT | os.O_EXCL | flag)
-                stack.callback(os.close, fd)
-                page = memoryview(mmap.mmap(-1, PAGE_BYTES))
-                page[:] = os.urandom(len(page))
-                os.pwrite(fd, page, 0)
-                self.disk.tried(os.fstat(fd))
-                return _come_back(fd)
-        except OSError as error:
-            if flag and error.errno in _REFUSED:
-                return False
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                return self._readable(flag)
-            raise
-
-    def _readable(self, flag: int) -> bool:
-        """Try reading alone: a full disk still serves what is on it."""
-        try:
-            fd = open_below(self.root_fd, self._mapper.config_name, os.O_RDONLY | flag | NO_LINK)
-            try:
-                return os.preadv(fd, [mmap.mmap(-1, PAGE_BYTES)], 0) > 0
-            finally:
-                os.close(fd)
-        except OSError as error:
-            if flag and error.errno in _REFUSED:
-                return False
-            raise
-
 
 def _folders_mode(root_mode: int) -> int:
     """Return the mode of folders below a root: its own bits, but nothing to write for all the world."""
@@ -483,18 +396,6 @@ def _name_bytes_max(root_fd: int) -> int:
         return os.fpathconf(root_fd, "PC_NAME_MAX")
     except OSError:
         return NAME_BYTES_MAX
-
-
-def _come_back(fd: int) -> bool:
-    """Say whether two pages written in one call are read back in one."""
-    written, read = (memoryview(mmap.mmap(-1, 2 * PAGE_BYTES)) for _ in range(2))
-    written[:] = bytes(range(256)) * (len(written) // 256)
-    halves = slice(None, PAGE_BYTES), slice(PAGE_BYTES, None)
-    sent = os.pwritev(fd, [written[half] for half in halves], 0)
-    if sent < len(written):
-        os.pwrite(fd, written[sent:], sent)  # Whatever stopped it says so now.
-    received = os.preadv(fd, [read[half] for half in halves], 0)
-    return sent == received == len(written) and read == written
 
 
 def _quietly(call: Callable[..., None], *args: int | str) -> None:

@@ -19,7 +19,7 @@ from kvtier_backends.fs.disk.capacity import Disk, file_bytes_worst
 from kvtier_backends.fs.disk.footer import Fault
 from kvtier_backends.fs.disk.lanes import LoadsFirst
 from kvtier_backends.fs.disk.reads import Wanted
-from kvtier_backends.fs.disk.remains import called, is_absent, listed, remove_file
+from kvtier_backends.fs.disk.remains import called, is_absent, listed, remove_file, remove_folder
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.disk.temporaries import temporary_name
 from kvtier_backends.fs.files.discard import Discard, Discarded
@@ -236,17 +236,15 @@ class ChunkFiles:
         try:
             if folder == self._chunks:
                 raise OSError(errno.ENOTEMPTY, "the tier's own, which stays")
-            below.rmdir(self._root, folder)
+            if remove_folder(self._root, folder):
+                self._sizes.removed(folder)
+            else:
+                self._sizes.proved(folder, absent=True)
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 self._sizes.looked_at(folder, below.look(self._root, folder))
                 self._sizes.proved(folder, absent=False)
-                return False
-            if not is_absent(self._root, folder):
-                return False
-            self._sizes.proved(folder, absent=True)
-        else:
-            self._sizes.removed(folder)
+            return False
         return True
 
     def stamp(self, key: OffloadKey, used_at_ns: int) -> None:
