@@ -15,7 +15,7 @@ from kvtier.config import TierConfig, tier_options
 from kvtier.settings import Checked, Duration
 from kvtier.testing.faults import InnerTier
 from kvtier_backends.dummy import DummyBackend, DummyOptions
-from kvtier_backends.dummy.store import Device
+from kvtier_backends.dummy.store import DummyDevice
 
 
 class SlowOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -70,7 +70,7 @@ class SlowingOptions(DummyOptions, frozen=True, kw_only=True):
     slow_factor: float = 20.0
 
 
-class SlowingDevice(Device):
+class SlowingDevice(DummyDevice):
     """A device that needs a multiple of its times for a while."""
 
     def __init__(self, options: SlowingOptions, **figures: Any) -> None:

@@ -1,7 +1,7 @@
-"""The primary's host memory as a worker needs it: torch views of a region's rows, pinned for the GPU's copy engines.
+"""The primary's host memory for a worker: torch views of a region's rows, pinned for the GPU's copy engines.
 
-This is the one part of host memory that knows torch. Only workers, which copy to and from a GPU, make one and pin it.
-An engine's owner and its runner see the same rows as bytes, and never touch CUDA.
+Only workers, which copy to and from a GPU, create and pin it. An engine's owner and its runner see the same rows as
+bytes, and never touch CUDA.
 """
 
 import ctypes
@@ -19,31 +19,31 @@ except ModuleNotFoundError as error:
     needed = "kvtier_backends.cpu needs torch; install it with: pip install 'kvtier[torch]'"
     raise ModuleNotFoundError(needed, name="torch") from error
 
-PIN_SLICE_BYTES = 4 << 30  # Drivers limit one registration, and a second of work is undone if it fails.
+PIN_SLICE_BYTES = 4 << 30  # Drivers limit one registration. A failure undoes a second of work.
 _REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of this process.
 
 logger = logging.getLogger(__name__)
 
 
 class HostRegister(Protocol):
-    """The part of the CUDA runtime that pins memory, as `torch.cuda.cudart()` has it; each call returns a cudaError."""
+    """The part of `torch.cuda.cudart()` that pins memory. Each call returns a cudaError."""
 
     def cudaHostRegister(self, address: int, size_bytes: int, flags: int, /) -> SupportsInt: ...  # noqa: N802
     def cudaHostUnregister(self, address: int, /) -> SupportsInt: ...  # noqa: N802
 
 
 def cuda_runtime() -> HostRegister | None:
-    """Return the object that pins memory here, and initialise CUDA; None where there is no CUDA device."""
+    """Initialise CUDA and return its runtime; None without a CUDA device."""
     if not torch.cuda.is_available():
         return None
     return cast("HostRegister", torch.cuda.cudart())  # type: ignore[no-untyped-call]
 
 
 class CpuMemory:
-    """Views of a region's rows as torch.int8 tensors, zero-copy, each of which keeps the memory mapped.
+    """Views of a region's rows as torch.int8 tensors, zero-copy; each keeps the memory mapped.
 
-    With `pin_with` (a worker passes `cuda_runtime()`) the rows are pinned. If that fails, the rows stay unpinned, and
-    the log says so. Copies are then slower, and still right.
+    With `pin_with` (a worker passes `cuda_runtime()`) the rows are pinned. If that fails, they stay unpinned, with a
+    warning in the log. Copies are then slower.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class CpuMemory:
         return self.rows[:, layout.slot(worker)]
 
     def close(self) -> None:
-        """Unpin the memory and let go of it. No copy may be under way. May be called again."""
+        """Unpin and release the memory. No copy may be in flight. May be called again."""
         if self._pin_with is not None:
             self._unpin(self._pin_with)
         self.rows = self.rows.new_empty((0, self.rows.shape[1]))
@@ -83,7 +83,7 @@ class CpuMemory:
         self.close()
 
     def _pin(self, runtime: HostRegister, slice_bytes: int) -> None:
-        """Register the rows, slice by slice; undo all of it if one is refused."""
+        """Register the rows, slice by slice; undo it all if one is refused."""
         count, row_bytes = self.rows.shape
         slice_rows = max(1, slice_bytes // row_bytes)  # Whole rows: a copy must not reach over two registrations.
         for first in range(0, count, slice_rows):
@@ -112,9 +112,9 @@ class CpuMemory:
 
 
 def _forget_last_error() -> None:
-    """Clear the error of a failed call in the CUDA runtime. Torch's next kernel launch would take it for its own.
+    """Clear the CUDA runtime's last error, which torch's next kernel launch would raise as its own.
 
-    torch does not offer the call, so it is made in the library that torch has loaded.
+    torch has no such call, so it is made in the library that torch has loaded.
     """
     if torch.version.cuda is None:
         return

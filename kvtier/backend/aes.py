@@ -1,8 +1,8 @@
 """The seal that hides rows: AES-256 in Galois/counter mode (NIST SP 800-38D). Needs the extra `kvtier[seal]`.
 
-A nonce must never come twice under one key. Random nonces of 12 bytes might, after weeks of a busy fleet. So each tier
-that is opened seals with a key of its own, derived from the secret and 16 random bytes. Its nonces are numbers in
-order. A forked process begins anew. The seal and the whole key of the chunk are authenticated beside the row.
+A nonce must never repeat under one key. Random nonces of 12 bytes might, after weeks of a busy fleet. So each opened
+tier seals with its own key, derived from the secret and 16 random bytes, and counts its nonces. A forked process
+derives another key. The seal and the whole key of the chunk are authenticated with the row.
 """
 
 import itertools
@@ -32,26 +32,26 @@ from kvtier.backend.seal import (
 _process = [object()]
 os.register_at_fork(after_in_child=lambda: _process.__setitem__(0, object()))
 
-CIPHERS_MAX = 1_024  # Writers whose derived keys are remembered, at some hundred bytes each.
+CIPHERS_MAX = 1_024  # Derived keys that are cached, at some hundred bytes each.
 
 
 class AESSeal(Seal):
-    """Ciphertext, its tag right behind it."""
+    """Ciphertext with its tag right behind it."""
 
     kind_number = 2
 
     def __init__(self, fingerprint: bytes, row_bytes: int, secrets: Sequence[bytes]) -> None:
-        """Seal with the first of the secrets, each of 32 bytes. Open rows that any of them has sealed."""
+        """Seal with the first of the secrets, each of 32 bytes; open rows sealed with any of them."""
         super().__init__(fingerprint, row_bytes, row_bytes + SEAL_BYTES)
         self._secrets = {_key_id(secret): secret for secret in secrets}
         self._key_id = _key_id(secrets[0])
-        self._writer = _Writer()
+        self._writer = _SealingKey()
         self._cipher = lru_cache(CIPHERS_MAX)(self._make_cipher)
 
     def close(self, key: OffloadKey, row: memoryview, beside: memoryview) -> list[memoryview]:
         seal = beside[self.row_bytes :]
         if (writer := self._writer).process is not _process[0]:
-            writer = self._writer = _Writer()
+            writer = self._writer = _SealingKey()
         nonce = next(writer.numbers).to_bytes(NONCE_BYTES, "little")
         self.write(key, seal, Given(b"", self._key_id, writer.salt, nonce))
         cipher = self._cipher(self._key_id, writer.salt)
@@ -81,8 +81,8 @@ class AESSeal(Seal):
         return AESGCM(derived)
 
 
-class _Writer:
-    """A salt, and the nonces under it. A forked process has a copy of both, and must not use it."""
+class _SealingKey:
+    """A salt, and the nonces under it. A forked process must not use its copy."""
 
     def __init__(self) -> None:
         self.process = _process[0]
@@ -95,5 +95,5 @@ def _authenticated(seal: memoryview, key: OffloadKey) -> bytes:
 
 
 def _key_id(secret: bytes) -> bytes:
-    """Name a secret, so that nobody has to number secrets. The name tells nothing of the secret."""
+    """Derive a name for a secret. It reveals nothing of the secret."""
     return HKDF(SHA256(), KEY_ID_BYTES, None, b"kvtier seal: key id").derive(secret)

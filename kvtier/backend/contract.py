@@ -1,11 +1,10 @@
 """The contract of a secondary tier: five asynchronous methods, batches only.
 
 A tier sees rows of the primary, lent for the length of one call, and answers for each chunk by itself. Everything is
-abstract: a wrapper can forget to pass on a default, and nobody sees that bug. What else a tier may do (say what it
-holds, or how full it is) is a small protocol of its own. `kvtier.testing.conformance` proves this page.
+abstract: a wrapper that forgets to pass on a default is a silent bug. Optional abilities, such as an inventory, are
+small protocols. `kvtier.testing.conformance` proves this page.
 
-A tier's class is found by the name of its type. It is imported when it is first asked for, because its requirements may
-not be installed.
+A tier's class is found by the name of its type, and imported at its first use: its requirements may not be installed.
 """
 
 import inspect
@@ -35,7 +34,7 @@ from kvtier.errors import ChunkError, ConfigError
 from kvtier.hints import Advice
 from kvtier.settings import Checked, find_class, known_names
 
-if TYPE_CHECKING:  # For the default, which only type checkers hear of: `Backend` alone takes any options.
+if TYPE_CHECKING:  # With a default, for type checkers alone: a bare `Backend` takes any options.
     from typing_extensions import TypeVar
 
     OptionsT = TypeVar("OptionsT", bound=msgspec.Struct, default=Any)
@@ -63,7 +62,7 @@ _MEANT = {
     **dict.fromkeys(("cluster", "keydb", "sentinel", "valkey"), "'redis'"),
     **dict.fromkeys(("cpu", "dram", "host", "memory", "ram"), "the primary, which cpu_bytes_to_use sizes"),
 }
-"""Names that people try for a tier's type, and what is meant."""
+"""Names that users try for a tier's type, and the type that is meant."""
 
 
 class Durability(Enum):
@@ -88,11 +87,11 @@ class Write(NamedTuple):
     row: memoryview
 
 
-Outcome = ChunkError | None  # One chunk's; None: it moved.
+Outcome = ChunkError | None  # Of one chunk; None: it moved.
 
 
 class Abandoned(NamedTuple):
-    """The calls that a tier left behind when its closing deadline passed: their lent buffers are still in use."""
+    """Calls still running at the closing deadline: their lent buffers are in use."""
 
     transfers: int
 
@@ -100,8 +99,8 @@ class Abandoned(NamedTuple):
 class EngineId(NamedTuple):
     """An engine, through all its runners."""
 
-    pid: int  # Of the process that the LLM engine, or the program, runs in.
-    number: int  # Above 0; drawn once for each engine.
+    pid: int  # Process of the LLM engine, or of the program.
+    number: int  # Above 0; random for each engine.
 
     @classmethod
     def new(cls) -> Self:
@@ -114,12 +113,12 @@ class TierContext(NamedTuple):
     name: str  # As in metrics and messages, e.g. "0:fs".
     mapper: FileMapper  # Names every chunk; two namespaces never share a name.
     row_bytes: int  # Length of every buffer that will be lent: a multiple of 4,096.
-    retained_share: float = 0.25  # Of its chunks, for `Advised`: what may be retained at once.
-    engine: EngineId | None = None  # A replaced runner opens its tiers for the same engine as the one before it.
+    retained_share: float = 0.25  # Of its chunks, for `Advised`: the most that are retained at once.
+    engine: EngineId | None = None  # A replaced runner opens its tiers for the same engine.
 
 
 class Options(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of a tier's own options. They are checked when they come from a file, and when Python code makes them.
+    """Base of a tier's own options. They are checked both from a file and from Python code.
 
     class ShelfOptions(Options, frozen=True, kw_only=True):
         root: Path
@@ -129,30 +128,30 @@ class Options(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
     meant: ClassVar[Mapping[str, str]] = {"backend": "'type'"}
 
     def doubts(self) -> Iterable[str]:
-        """Yield what this machine will not bear out, such as a capacity above the disk's size. Blocks.
+        """Yield options that do not fit this machine, such as a capacity above the disk's size. Blocks.
 
-        Each begins with the option's name. `kvtier config check` shows them.
+        Each message begins with the option's name. `kvtier config check` shows them.
         """
         return ()
 
 
 class Limit(ABC):
-    """The limit of a tier: its bare client moves some rows. The client checks nothing and promises nothing."""
+    """The limit of a tier: the rate at which its bare client moves rows, without checks and promises."""
 
     limit_is: ClassVar[str]
-    """A few words for it."""
+    """Name of the limit, shown by `kvtier bench`."""
 
     @abstractmethod
     def read(self) -> None:
-        """Fill the rows with their stored chunks, as often as it is called. Blocks."""
+        """Fill the rows with their stored chunks. Blocks."""
 
     @abstractmethod
     def write(self) -> None:
-        """Store the rows, as often as it is called. Blocks."""
+        """Store the rows. Blocks."""
 
     @abstractmethod
     def close(self) -> None:
-        """Remove the stored chunks, and let the client go."""
+        """Remove the stored chunks, and close the client."""
 
 
 class Backend(ABC, Generic[OptionsT]):
@@ -168,25 +167,24 @@ class Backend(ABC, Generic[OptionsT]):
     Cancellation: a cancelled call waits until its buffers are out of use and then raises `CancelledError`. Each of its
     chunks moved wholly or not at all.
 
-    Errors: one chunk's failure is its `Outcome`, in the order of the batch. This holds for chunks that the tier could
-    never hold, too. Their key is too long or too short, or the buffer is not one row long. For such a key a probe says
-    absent, a load says `ChunkMissing`, a store says `NoSpace`, and a delete ignores it (`kvtier.backend.Fit` does
-    that). A call raises for the whole only: `BackendClosed`, `BackendUnavailable`, cancellation. An empty batch is
-    answered with an empty sequence. A key may appear twice in a batch: each place gets its outcome.
+    Errors: one chunk's failure is its `Outcome`, in the order of the batch. A chunk that the tier could never hold, by
+    the length of its key or buffer, is absent in a probe, `ChunkMissing` in a load, `NoSpace` in a store, and ignored
+    in a delete (`kvtier.backend.Fit` does that). A call raises only as a whole: `BackendClosed`, `BackendUnavailable`,
+    cancellation. An empty batch returns an empty sequence. A key may appear twice in a batch: each place gets its
+    outcome.
     """
 
     durability: Durability
-    """The durability of a stored chunk, proved by tests. A class says what every tier of it promises; an open one may
-    promise more, as its options have it."""
+    """The durability of a stored chunk, proved by tests. An open tier may promise more than its class."""
 
     locality: ClassVar[Literal["LOCAL", "REMOTE"] | None] = None
-    """The place of its chunks, for requests that choose their tiers; a tier's own `locality` goes first."""
+    """The place of its chunks, for requests that choose their tiers. A configured `locality` overrides it."""
 
     runner: ClassVar[Literal["process"] | None] = None
-    """The runner that it needs, if only one will do: a client that may crash belongs in a process of its own."""
+    """`process` for a tier whose client may crash."""
 
     options_type: ClassVar[type[msgspec.Struct]]
-    """The tier's own configuration fields: a frozen struct that forbids unknown fields, such as an `Options`."""
+    """The tier's own options: a frozen struct that forbids unknown fields, such as an `Options`."""
 
     @classmethod
     @abstractmethod
@@ -195,15 +193,15 @@ class Backend(ABC, Generic[OptionsT]):
 
     @abstractmethod
     async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
-        """Say for each key whether a load would likely find it. The answer is a hint; `load` is the truth."""
+        """Return for each key True if a load would likely find it. The answer is a hint."""
 
     @abstractmethod
     async def load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
-        """Fill each buffer with its chunk. A buffer whose outcome is not None is undefined."""
+        """Fill each buffer with its chunk. A buffer with an error as its outcome is undefined."""
 
     @abstractmethod
     async def store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
-        """Store each chunk wholly or not at all, in place of an older chunk of its key."""
+        """Store each chunk wholly or not at all, replacing an older chunk of its key."""
 
     @abstractmethod
     async def delete(self, keys: Sequence[OffloadKey]) -> None:
@@ -211,9 +209,9 @@ class Backend(ABC, Generic[OptionsT]):
 
     @abstractmethod
     async def aclose(self, deadline_s: float) -> Abandoned:
-        """Refuse new calls at once, wait at most `deadline_s` seconds for calls under way, and say which were left.
+        """Refuse new calls at once, wait up to `deadline_s` seconds for running calls, and return how many are left.
 
-        May be called again. Then it waits for the calls that are still there.
+        May be called again, to wait for those.
         """
 
     @classmethod
@@ -241,8 +239,8 @@ class Removed(NamedTuple):
 class ScanDone(NamedTuple):
     """The end of the start-up report: every key that was there at the start has been reported.
 
-    `complete` says whether the tier reports every later change, too, as a tier with one owner does. Then a key that was
-    never reported and never stored is absent. Otherwise kvtier goes on asking.
+    With `complete`, the tier also reports every later change, as a tier with one owner does. Then a key that was never
+    reported and never stored is absent. Otherwise kvtier keeps probing.
     """
 
     complete: bool
@@ -253,29 +251,27 @@ InventoryEvent = Added | Removed | ScanDone
 
 @runtime_checkable
 class Inventory(Protocol):
-    """A tier that says what it holds, so that a look-up needs no call."""
+    """A tier that reports its keys, so that a look-up needs no call."""
 
     def watch(self) -> AsyncIterator[InventoryEvent]:
-        """Report the keys that are there, then `ScanDone` once, then changes that no `store` or `delete` call explains.
+        """Report the tier's keys, then `ScanDone` once, then changes that no `store` or `delete` call explains.
 
-        An event is true when it is yielded: a key that was stored again is not reported as removed. One consumer; the
-        iterator ends when the tier is closed.
+        An event is true when it is yielded: a key that was stored again is not reported as removed. There is one
+        consumer. The iterator ends when the tier is closed.
         """
         ...
 
 
 class Occupancy(NamedTuple):
-    """A tier's occupancy."""
-
     chunks: int
     used_bytes: int
-    capacity_bytes: int | None  # None: no limit of its own.
-    reserved_bytes: int = 0  # Promised to stores that are under way.
+    capacity_bytes: int | None  # None: unlimited.
+    reserved_bytes: int = 0  # For stores in flight.
 
 
 @runtime_checkable
 class Measured(Protocol):
-    """A tier that knows how full it is, from memory, without a call to the device."""
+    """A tier that reports its occupancy from memory, without a call to the device."""
 
     def occupancy(self) -> Occupancy: ...
 
@@ -308,46 +304,45 @@ class Counted(Protocol):
     """A tier with counters for its users, such as corrupt chunks by their kind."""
 
     def counts(self) -> Mapping[str, int]:
-        """Return totals since the tier was opened, by name, from memory; a name that is missing counts as zero.
+        """Return totals since the tier was opened, by name, from memory. A missing name counts as zero.
 
-        A total never falls. A mapping that was returned does not change later. A name is a word of a metric's label.
+        A total never falls, and a returned mapping never changes. A name is the value of a metric's label.
         """
         ...
 
 
 @runtime_checkable
 class Described(Protocol):
-    """A tier that can say where and how it keeps chunks, for the line in the log that tells of its start."""
+    """A tier that describes where and how it keeps chunks, for the log."""
 
     def description(self) -> Mapping[str, str]:
-        """Return a few words by name, such as a directory, in the order to be shown; from memory.
+        """Return words by name, such as a directory, in the order to be shown; from memory.
 
-        The same words for as long as the tier is open, each on one line.
+        They stay the same while the tier is open, and each fits on one line.
         """
         ...
 
 
 OPTIONAL: tuple[type[Any], ...] = (Inventory, Measured, Advised, Counted, Described)
-"""Every protocol that a tier may keep beside the contract: what a wrapper passes on."""
+"""Every optional protocol; a wrapper passes on each of them."""
 
 
 def known_types() -> tuple[str, ...]:
-    """Return the names of all tier types, sorted: the built-in ones and those that distributions bring."""
+    """Return the names of all tier types, sorted: the built-in ones and those of installed distributions."""
     return known_names(_BUILT_IN, ENTRY_POINT_GROUP)
 
 
 def backend_class(type_name: str) -> type[Backend]:
     """Return the class of a tier type: a built-in name, an entry point's, or `module:Class`.
 
-    A built-in name always means the built-in tier. Raises `ConfigError` in three cases: there is no such type, its
-    module or a requirement is not installed, or the class is no complete `Backend`. Any other error that the module
-    raises is a bug there, and comes out as it was raised.
+    A built-in name always means the built-in tier. Raises `ConfigError` if there is no such type, if its module or a
+    requirement is not installed, or if the class is no complete `Backend`. Any other error of the module is a bug
+    there, and is raised unchanged.
     """
     return _checked(type_name, find_class("tier type", type_name, _BUILT_IN, ENTRY_POINT_GROUP, _MEANT))
 
 
 def _checked(type_name: str, found: object) -> type[Backend]:
-    """Return the class that was found, if it is a whole backend."""
     if not _is_backend(found):
         raise ConfigError(f"tier type {type_name!r}: {found!r} is no subclass of kvtier.backend.Backend")
     if inspect.isabstract(found):

@@ -1,4 +1,4 @@
-"""The inventory's queue: the events of a tier that its consumer has not heard. Each event is true when it is taken."""
+"""The inventory's queue: events that a tier's consumer has not received. Each is true when it is taken."""
 
 import asyncio
 from collections import deque
@@ -10,7 +10,7 @@ from kvtier.backend.keys import OffloadKey
 
 
 class Keys(Protocol):
-    """The keys that a tier holds now: a dictionary by key, or another object with these methods."""
+    """The keys that a tier holds now: a dictionary by key, for example."""
 
     def __contains__(self, key: OffloadKey, /) -> bool: ...
 
@@ -18,16 +18,14 @@ class Keys(Protocol):
 
 
 class InventoryQueue:
-    """The queue of one consumer at a time. It belongs to the loop's thread.
+    """The queue of one consumer at a time. Belongs to the loop's thread.
 
-    A tier with `Inventory` tells the queue of each change that no `store` or `delete` call explains. Its `watch`
-    returns the queue's.
+    A tier with `Inventory` reports here each change that no `store` or `delete` call explains, and returns the queue's
+    `watch`.
     """
 
     def __init__(self, held: Keys) -> None:
-        """`held`: the keys that are there, at any time."""
-        self.complete: bool | None = None
-        """Once the start-up scan is over: whether nothing was left out."""
+        self.complete: bool | None = None  # None until the start-up scan has ended; False if it is partial.
         self._held = held
         self._consumer = 0
         self._wanted = False
@@ -38,19 +36,19 @@ class InventoryQueue:
         self._changed = asyncio.Event()  # Something for the consumer, or the end.
 
     def added(self, key: OffloadKey) -> None:
-        """Tell the consumer, if there is one, that a chunk is there."""
+        """Report a chunk that is present."""
         if self._wanted:
             self._added.append(key)
             self._changed.set()
 
     def lost(self, key: OffloadKey) -> None:
-        """Tell the consumer, if there is one, that a chunk is gone."""
+        """Report a chunk that is gone."""
         if self._wanted:
             self._lost.append(key)
             self._changed.set()
 
     def scan_ended(self, *, complete: bool) -> None:
-        """Tell the consumer that the start-up scan is over; `complete`: nothing was left out."""
+        """Report the end of the start-up scan."""
         self.complete = complete
         self._changed.set()
 
@@ -60,13 +58,13 @@ class InventoryQueue:
         self._changed.set()
 
     def believed(self) -> list[OffloadKey]:
-        """Return the keys that the consumer, if there is one, may take for there."""
+        """Return the keys that the consumer may believe to be present."""
         return [*self._held, *self._lost] if self._wanted else []
 
     async def watch(self, believed: Iterable[OffloadKey] = ()) -> AsyncGenerator[InventoryEvent]:
-        """Yield the keys that are there, then `ScanDone` after the scan, then changes, until closed.
+        """Yield the keys, then `ScanDone` after the scan, then changes, until closed.
 
-        `believed`: keys that the consumer takes for there. Those that the scan has not found are reported removed.
+        `believed`: keys that the consumer believes to be present. Those that the scan does not find are `Removed`.
         """
         consumer = self.begin()
         self._lost.extend(believed)
@@ -81,7 +79,7 @@ class InventoryQueue:
             self.end(consumer)
 
     def begin(self) -> int:
-        """Start from the keys that are there now, for a new consumer that knows nothing. Returns its number."""
+        """Start a new consumer with the keys that are present now. Returns its number."""
         self.end(self._consumer)
         self._consumer += 1
         self._wanted = True
@@ -90,14 +88,14 @@ class InventoryQueue:
         return self._consumer
 
     def end(self, consumer: int) -> None:
-        """Keep no events for a consumer that has gone, unless another one has come since."""
+        """Drop the events of a consumer, unless another one has started since."""
         if consumer == self._consumer:
             self._wanted = False
             self._added.clear()
             self._lost.clear()
 
     def next_event(self) -> InventoryEvent | None:
-        """Return the next event for the consumer; None if it has heard them all."""
+        """Return the consumer's next event; None if there is none yet."""
         while self._added:
             if keys := [key for key in _take(self._added) if key in self._held]:
                 return Added(keys)

@@ -1,14 +1,13 @@
 """Offload keys, and the names of the files that hold their chunks.
 
-A key is a chunk's hash followed by its KV-cache group, as raw bytes. It is no tuple, for three reasons: it is hashed
-millions of times a second, the garbage collector never traverses it, and it travels packed between processes. The
-format is vLLM's own (`make_offload_key` in `vllm/v1/kv_offload/base.py`).
+A key is a chunk's hash followed by its KV-cache group, as raw bytes: it is hashed millions of times a second, is never
+traversed by the garbage collector, and travels packed between processes. The format is vLLM's own (`make_offload_key`
+in `vllm/v1/kv_offload/base.py`).
 
 There are two ways to name files. `vllm` is that of vLLM's own file tier (0.32: `vllm/v1/kv_offload/file_mapper.py`). It
-makes almost one directory a file. `flat` makes at most 256 directories. These are enough for threads not to wait for
-each other. They are so few that a file system writes its notes of them together, and that a scan lists them fast. Each
-naming has a folder of its own, so a scan of one never walks the other's. Segments have a folder of their own, too;
-there chunks have no names.
+makes almost one directory a file. `flat` makes at most 256 directories: enough for threads not to wait for each other,
+and few enough for fast scans and metadata writes. Each naming has its own folder, as have segments, where chunks have
+no names.
 """
 
 import re
@@ -25,7 +24,7 @@ GROUPS = 1 << (8 * GROUP_BYTES)
 NamingKind = Literal["vllm", "flat"]
 FolderKind = Literal["vllm", "flat", "segments"]
 
-SEGMENTS_SUFFIX = "_segments"  # Of the name of a folder where chunks are no files of their own.
+SEGMENTS_SUFFIX = "_segments"  # Of a folder whose chunks are not single files.
 
 _BYTES = frozenset((bytes,))
 
@@ -42,8 +41,8 @@ def make_offload_key(chunk_hash: bytes, group_index: int = 0) -> OffloadKey:
 
 
 def checked_keys(keys: Sequence[OffloadKey]) -> tuple[OffloadKey, ...]:
-    """Return keys as a tuple. TypeError names what is no key, and its place."""
-    if isinstance(keys, bytes | str):  # Each is a sequence, too: of numbers, or of texts.
+    """Return keys as a tuple. Raises TypeError, which names an invalid key and its place."""
+    if isinstance(keys, bytes | str):  # Both are sequences, too.
         what = f"one key of {len(keys)} bytes" if isinstance(keys, bytes) else shown(keys)
         raise TypeError(f"keys: {what} given, a sequence of keys accepted: put one key into a list")
     taken = tuple(keys)
@@ -52,8 +51,8 @@ def checked_keys(keys: Sequence[OffloadKey]) -> tuple[OffloadKey, ...]:
 
 
 def check_keys(keys: Sequence[object]) -> None:
-    """Raise a TypeError, which names what is no key, and its place, if anything is."""
-    if _BYTES.issuperset(map(type, keys)):  # As most are; a subclass is a key, too.
+    """Raise TypeError for an invalid key, with its place."""
+    if _BYTES.issuperset(map(type, keys)):  # The common case; a subclass of bytes is a key, too.
         return
     for place, key in enumerate(keys):
         if not isinstance(key, bytes):
@@ -62,34 +61,32 @@ def check_keys(keys: Sequence[object]) -> None:
 
 
 def chunk_hash(key: OffloadKey) -> bytes:
-    """Return the hash part of a key."""
     return key[:-GROUP_BYTES]
 
 
 def of_one_group(keys: Sequence[OffloadKey]) -> bool:
-    """Say whether all keys are of one group; they come group by group.
+    """Return True if all keys are of one group, given that they are ordered by group.
 
-    Keys of one group are in prefix order as they come.
+    Keys of one group are in prefix order.
     """
     return not keys or keys[0][-GROUP_BYTES:] == keys[-1][-GROUP_BYTES:]
 
 
 def group_index(key: OffloadKey) -> int:
-    """Return the index of the KV-cache group that a key belongs to."""
     return int.from_bytes(key[-GROUP_BYTES:], "big")
 
 
 class Naming(NamedTuple):
     """One way to name chunks. Names are relative to the folder, and each key has one."""
 
-    suffix: str  # Of the folder's name, behind the rank.
+    suffix: str  # Of the folder's name, after the rank.
     name: Callable[[OffloadKey], str]
-    key: Callable[[str], OffloadKey | None]  # None for anything that `name` does not make.
-    besides_bytes: int  # Of a file's name besides its hash's digits, at most.
+    key: Callable[[str], OffloadKey | None]  # None for any other name.
+    besides_bytes: int  # Most bytes of a file's name without the digits of its hash.
 
 
 class ChunkFolder(NamedTuple):
-    """A folder of chunks, as its name tells."""
+    """A folder of chunks, parsed from its name."""
 
     folder: str  # `<model>_<12 hex of sha256>`
     rank: int
@@ -97,7 +94,7 @@ class ChunkFolder(NamedTuple):
 
 
 def read_folder(name: str) -> ChunkFolder | None:
-    """Read the name of a folder of chunks, one path component; None for any other."""
+    """Parse the name of a folder of chunks, one path component; None for any other."""
     match = _FOLDER.fullmatch(name)
     return match and ChunkFolder(match[1], int(match[2]), _KINDS[match[3]])
 
@@ -106,7 +103,7 @@ def _group_part(group: bytes) -> str:
     return f"_g{int.from_bytes(group, 'big')}"
 
 
-# A name is made for every chunk that is stored; models have few groups, and a look-up takes a third of the time off.
+# Every stored chunk needs a name. Models have few groups: a look-up saves a third of the time.
 _GROUP_PARTS = {(part := index.to_bytes(GROUP_BYTES, "big")): _group_part(part) for index in range(32)}
 
 
@@ -117,7 +114,7 @@ def _vllm_name(key: OffloadKey) -> str:
 
 
 def _vllm_key(name: str) -> OffloadKey | None:
-    """Invert `_vllm_name`. The empty hash has an empty folder in its name, and a listing does not show it."""
+    """Invert `_vllm_name`. The empty hash has an empty folder in its name, which a listing omits."""
     if (match := _VLLM.fullmatch(name)) is None:
         return None
     upper, lower, group, digits = match.groups("")
@@ -125,7 +122,7 @@ def _vllm_key(name: str) -> OffloadKey | None:
 
 
 def _flat_name(key: OffloadKey) -> str:
-    """Return `<hh>/<hash hex>_g<group>.bin`; zeros stand for the digits that the empty hash does not have."""
+    """Return `<hh>/<hash hex>_g<group>.bin`; the empty hash is padded with zeros."""
     digits, group = key[:-GROUP_BYTES].hex(), key[-GROUP_BYTES:]
     return f"{digits[:2]:0<2}/{digits}{_GROUP_PARTS.get(group) or _group_part(group)}.bin"
 

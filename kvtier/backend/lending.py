@@ -1,8 +1,8 @@
-"""Lent buffers: blocking code in threads without losing a buffer, calls that hold buffers, chunks that fit a tier.
+"""Lent buffers: threads that return them, calls that hold them, and chunks that fit a tier.
 
 A cancelled `asyncio.to_thread` returns while its thread still writes. Rows are reused, so the thread would overwrite
-another request's KV. So `in_thread` comes back when the thread does. The threads are our own daemons, because
-`ThreadPoolExecutor` joins its threads at interpreter exit, and one hung mount would hang the exit with it.
+another request's KV. So `in_thread` returns when the thread does. The threads are daemons, because
+`ThreadPoolExecutor` joins its threads at interpreter exit, where one hung mount would hang the exit.
 """
 
 import asyncio
@@ -24,24 +24,24 @@ from kvtier.memory import start_thread
 
 P = ParamSpec("P")
 T = TypeVar("T")
-KEY_BYTES_SHOWN = 68  # In a message; a key that is refused may be as long as it likes.
+KEY_BYTES_SHOWN = 68  # In a message; a refused key may have any length.
 Chunk = TypeVar("Chunk", Read, Write)
 
 
 async def in_thread(lanes: "Lanes", fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run `fn(*args)` on a lane and return what it returns, or raise what it raises.
+    """Run `fn(*args)` on a lane, and return or raise its result.
 
-    A cancelled call comes back when the thread is out of `fn`, however often it is cancelled again. Then it raises
-    `CancelledError`. The return value of `fn` is lost, so `fn` itself must write down its results. If its turn had not
-    come, `fn` never runs. Raises `BackendClosed` if the lanes were closed before its turn came.
+    A cancelled call waits until the thread has left `fn`, however often it is cancelled, and then raises
+    `CancelledError`. The return value is lost, so `fn` must record its results itself. If `fn` has not begun, it never
+    runs. Raises `BackendClosed` if the lanes were closed before it began.
     """
     return (await in_threads(lanes, [partial(fn, *args, **kwargs)]))[0]
 
 
 async def in_threads(lanes: "Lanes", calls: Sequence[Callable[[], T]]) -> list[T]:
-    """Run the calls side by side on the lanes, as `in_thread` does one, and return their results in order.
+    """Run the calls concurrently on the lanes, as `in_thread` does one, and return their results in order.
 
-    It comes back when the last call has ended. If calls failed, it raises the error of the first of them.
+    Returns when the last call has ended. Raises the first failed call's error, in their order.
     """
     jobs = lanes.start(calls)
     ended = _when_ended(jobs)
@@ -52,8 +52,8 @@ async def in_threads(lanes: "Lanes", calls: Sequence[Callable[[], T]]) -> list[T
         except asyncio.CancelledError as error:
             cancelled = error
             for job in jobs:
-                job.cancel()  # Only if its turn has not come: a running one is waited for.
-    # An error's traceback keeps this frame, so nothing in it may keep the error: no variable, nor a variable's job.
+                job.cancel()  # Has no effect on a running one, which is waited for.
+    # An error's traceback keeps this frame, so no variable of it may keep the error.
     if cancelled is not None:
         try:
             raise cancelled
@@ -63,13 +63,12 @@ async def in_threads(lanes: "Lanes", calls: Sequence[Callable[[], T]]) -> list[T
 
 
 async def in_task(call: Coroutine[Any, Any, T]) -> T:
-    """Run a client's coroutine to its end, and return what it returns, or raise what it raises.
+    """Run an asynchronous client's coroutine to its end, and return or raise its result.
 
-    For clients that are asynchronous themselves. Hardly a client says what it does with a lent buffer when its call is
-    cancelled: a transport may go on reading into it. So the client's call itself is never cancelled. The waiting call
-    comes back when the client's call has ended, however often it is cancelled. Then it raises `CancelledError`, and the
-    client's result is lost. Give the client's call a deadline of its own, after which it touches no buffer any more.
-    Raises `BackendUnavailable` if the client cancels its own call.
+    Few clients document what a cancelled call does with a lent buffer: a transport may go on reading into it. So the
+    client's call is never cancelled. The waiting call returns when it has ended, however often it is cancelled, and
+    then raises `CancelledError`; the client's result is lost. Give the client's call its own deadline, after which it
+    touches no buffer. Raises `BackendUnavailable` if the client cancels its own call.
     """
     tasks = [asyncio.ensure_future(call)]
     cancelled: asyncio.CancelledError | None = None
@@ -78,10 +77,10 @@ async def in_task(call: Coroutine[Any, Any, T]) -> T:
             await asyncio.wait(tasks)
         except asyncio.CancelledError as error:
             cancelled = error
-    task = tasks.pop()  # As above: what an error's traceback keeps must not keep the error.
+    task = tasks.pop()  # As above: the frame must not keep the error.
     if cancelled is not None:
         if not task.cancelled():
-            task.exception()  # Or asyncio would complain of one that nobody looked at.
+            task.exception()  # Retrieved, or asyncio would log it.
         try:
             raise cancelled
         finally:
@@ -95,14 +94,13 @@ async def in_task(call: Coroutine[Any, Any, T]) -> T:
 
 
 class Lanes(Executor):
-    """A fixed number of daemon threads that take calls in the order they came.
+    """A fixed number of daemon threads that take calls in order of arrival.
 
-    An `Executor`, so that `loop.run_in_executor` and aiofiles run on it. The queue has no limit of its own: the
-    runner's budgets bound its callers, and waiting calls hold nothing but their arguments.
+    An `Executor`, so that `loop.run_in_executor` and aiofiles run on it. The queue is unlimited: the runner's budgets
+    bound its callers, and waiting calls hold only their arguments.
     """
 
     def __init__(self, count: int, name: str) -> None:
-        """Start `count` threads named `<name>-<i>`."""
         self.count = count
         self._closed = False
         self._open: set[_Job[Any]] = set()
@@ -113,12 +111,12 @@ class Lanes(Executor):
             for index, end in enumerate(self._ends):
                 serve = partial(_serve, self._queue, end)
                 start_thread(threading.Thread(target=serve, name=f"{name}-{index}", daemon=True))
-        except RuntimeError:  # The process may have no more of them.
+        except RuntimeError:  # The process has reached its limit of threads.
             self.shutdown(wait=False)
             raise
 
     def start(self, calls: Iterable[Callable[[], T]]) -> list["_Job[T]"]:
-        """Queue the calls as parts of one; raises `BackendClosed` once closed."""
+        """Queue the calls as parts of one. Raises `BackendClosed` once closed."""
         whole = object()
         jobs = [_Job(call, whole) for call in calls]
         with self._lock:
@@ -127,25 +125,25 @@ class Lanes(Executor):
             for job in jobs:
                 self._open.add(job)
                 job.add_done_callback(self._forget)
-                self._queue.put(job)  # Under the lock: nothing may come behind the threads' last orders.
+                self._queue.put(job)  # Under the lock: no job may follow the threads' last entry.
         return jobs
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Queue one call, as an `Executor` does; raises `BackendClosed` once closed."""
+        """Queue one call. Raises `BackendClosed` once closed."""
         return self.start([partial(fn, *args, **kwargs)])[0]
 
     async def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run one call that has no lent buffer, and return what it returns; raises `BackendClosed` once closed.
+        """Run one call that has no lent buffer, and return its result. Raises `BackendClosed` once closed.
 
-        A cancelled call returns at once. Its thread goes on if it has begun, and otherwise never begins.
+        A cancelled call returns at once. A call that has begun goes on in its thread; another never begins.
         """
         return await aiofiles.os.wrap(fn)(*args, executor=self, **kwargs)
 
     async def aclose(self, deadline_s: float) -> int:
-        """Refuse new calls, wait for calls under way, and drop calls whose turn has not come by then.
+        """Refuse new calls, wait for running ones, and drop those that have not begun by the deadline.
 
-        Returns how many calls are still in their threads. Such a thread ends when its call returns. Nothing else waits
-        for it, not even the interpreter's exit. May be called again.
+        Returns how many calls are still in their threads. Such a thread ends with its call. Not even the interpreter's
+        exit waits for it. May be called again.
         """
         with self._lock:
             self._closed = True
@@ -156,13 +154,12 @@ class Lanes(Executor):
                     await _when_ended(jobs).wait()
         finally:
             self.shutdown(wait=False, cancel_futures=True)
-        return len({job.whole for job in jobs if not job.done()})  # A lane may have taken one it has not begun yet.
+        return len({job.whole for job in jobs if not job.done()})  # A lane may have taken a job and not begun it.
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Refuse new calls and let the threads go, as an `Executor` does; `aclose` is for use on a loop.
+        """Refuse new calls and end the threads, as an `Executor` does; `aclose` is for use on a loop.
 
-        Calls dropped by `cancel_futures` fail with `BackendClosed`. A task that waits for a cancelled future would take
-        itself for cancelled.
+        Calls dropped by `cancel_futures` fail with `BackendClosed`: a cancelled future looks like a cancelled task.
         """
         with self._lock:
             self._closed = True
@@ -178,14 +175,14 @@ class Lanes(Executor):
             ended.wait()
 
     def when_ended(self, call: Callable[[], object]) -> None:
-        """Call it once, when no thread is in a call any more, nor will be: at once if that is so.
+        """Call `call` once, when every thread has ended: now, or from the last thread.
 
-        Otherwise the last thread calls it, after its own call has ended. For what must stay open as long as that.
+        For resources that running calls need.
         """
         _call_when_ended(self._ends, call)
 
     def _drain(self) -> list["_Job[Any]"]:
-        """Take the jobs that wait. A job is ended by the thread that takes it from the queue, and by no other."""
+        """Take the waiting jobs. Only the thread that takes a job from the queue may end it."""
         waiting: list[_Job[Any]] = []
         with suppress(queue.Empty):
             while True:
@@ -200,7 +197,7 @@ class Lanes(Executor):
 
 
 class _Job(Future[T]):
-    """One call on its way through a lane, and the whole that it is a part of."""
+    """One call in a lane, and the whole that it is a part of."""
 
     def __init__(self, call: Callable[[], T], whole: object) -> None:
         super().__init__()
@@ -214,16 +211,15 @@ class _Job(Future[T]):
             return
         try:
             result = call()
-        except BaseException as error:  # noqa: BLE001  # Carried to the task that waits, never swallowed.
+        except BaseException as error:  # noqa: BLE001  # Raised in the waiting task.
             del call
             self.set_exception(error)
-            del self  # Else the error's traceback would hold the job that holds the error.
+            del self  # The error's traceback keeps this frame, and the job keeps the error.
         else:
-            del call  # Before anybody hears that it is over: a buffer is lent no longer than the call lasts.
+            del call  # Before the result is visible: a buffer is lent only until then.
             self.set_result(result)
 
     def drop(self) -> None:
-        """End a job that no lane has taken."""
         self._call = None
         if self.set_running_or_notify_cancel():
             self.set_exception(BackendClosed("closed before the call's turn came"))
@@ -232,17 +228,17 @@ class _Job(Future[T]):
 def _serve(jobs: "queue.SimpleQueue[_Job[Any] | None]", end: Future[None]) -> None:
     while (job := jobs.get()) is not None:
         job.run()
-        del job  # An idle lane must not keep the last call's buffers alive.
+        del job  # An idle lane must not keep the last call's buffers.
     end.set_result(None)
 
 
 def _when_ended(jobs: Sequence[Future[Any]]) -> asyncio.Event:
-    """Return an event of the running loop that is set once every job has ended: one wake-up for all of them."""
+    """Return an event that is set once every job has ended, with one wake-up for all."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
 
     def wake() -> None:
-        with suppress(RuntimeError):  # The loop was closed while a lane hung: nobody waits any more.
+        with suppress(RuntimeError):  # The loop was closed while a lane hung.
             loop.call_soon_threadsafe(ended.set)
 
     _call_when_ended(jobs, wake)
@@ -268,7 +264,7 @@ def _call_when_ended(jobs: Sequence[Future[Any]], wake: Callable[[], object]) ->
 
 
 class Calls:
-    """The number of calls that hold lent buffers, on one event loop. Tiers with `Lanes` count their calls there."""
+    """Counts the running calls of a tier, which hold lent buffers. Belongs to one event loop."""
 
     def __init__(self, tier_name: str) -> None:
         self._tier_name = tier_name
@@ -279,7 +275,7 @@ class Calls:
 
     @contextmanager
     def one(self) -> Generator[None]:
-        """Count a call for as long as the block lasts; raises `BackendClosed` once closed."""
+        """Count a call for the length of the block. Raises `BackendClosed` once closed."""
         if self.closed:
             raise BackendClosed(f"tier {self._tier_name}: called after it was closed")
         self._under_way += 1
@@ -292,7 +288,7 @@ class Calls:
                 self._ended.set()
 
     async def close(self, deadline_s: float) -> Abandoned:
-        """Refuse new calls at once, wait at most `deadline_s` for calls under way, and say how many are left."""
+        """Refuse new calls at once, wait up to `deadline_s` for running ones, and return how many are left."""
         self.closed = True
         with suppress(TimeoutError):
             async with asyncio.timeout(deadline_s):
@@ -301,20 +297,19 @@ class Calls:
 
 
 class Fit:
-    """The limits of chunks that a tier can hold. A chunk that does not fit has an outcome of its own; the others move.
+    """The lengths of keys and rows that a tier can hold. A chunk that does not fit gets its own outcome.
 
-    A batch in which everything fits, as in every batch of kvtier's, is passed on as it is.
+    A batch that fits, as all of kvtier's do, is passed on unchanged.
     """
 
     def __init__(self, row_bytes: int, key_bytes_max: int = sys.maxsize) -> None:
-        """Hold rows of this length, under keys that have a group and are at most so long."""
         self._row_bytes = row_bytes
         self._key_bytes_max = key_bytes_max
 
     async def probe(
         self, keys: Sequence[OffloadKey], call: Callable[[Sequence[OffloadKey]], Awaitable[Sequence[bool]]]
     ) -> Sequence[bool]:
-        """Ask for the keys that fit. The others are absent."""
+        """Probe the keys that fit. The others are absent."""
         fitting = self.keys(keys)
         answers = await call(fitting)
         if fitting is keys:
@@ -331,11 +326,10 @@ class Fit:
     async def store(
         self, writes: Sequence[Write], call: Callable[[Sequence[Write]], Awaitable[Sequence[Outcome]]]
     ) -> Sequence[Outcome]:
-        """Store the chunks that fit. For the others there is never room, which is no fault of the tier."""
+        """Store the chunks that fit. The others get `NoSpace`, which is no fault of the tier."""
         return await self._move(writes, call, NoSpace)
 
     def keys(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
-        """Return the keys that fit."""
         return keys if all(map(self._takes, keys)) else list(filter(self._takes, keys))
 
     async def _move(
@@ -371,8 +365,8 @@ async def load_each_once(
 ) -> Sequence[Outcome]:
     """Load each key of a batch once, and copy its chunk to the other places of the key.
 
-    For services that take a key twice in a batch for one key, and fill only one of its buffers. A key that failed has
-    failed in all its places. A batch in which no key comes twice is passed on as it is.
+    For services that fill only one buffer of a repeated key. A failed key fails in all its places. A batch without
+    repeated keys is passed on unchanged.
     """
     first = {read.key: index for index, read in reversed(list(enumerate(reads)))}
     if len(first) == len(reads):

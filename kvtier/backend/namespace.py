@@ -2,8 +2,8 @@
 
 Two models that share a tier never meet, because the facts are part of every name. Names are those of vLLM's own file
 tier, to the byte (0.32: `vllm/v1/kv_offload/file_mapper.py` and `tiering/fs/manager.py`). So each can read the other's
-chunks. Facts that vLLM leaves out of its names, such as the layout of a row, go into the fingerprint. A tier keeps it
-beside a chunk, and compares it before it believes the chunk.
+chunks. Facts that vLLM leaves out of its names, such as the layout of a row, go into the fingerprint. A tier stores it
+with each chunk, and compares it at every load.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from kvtier.settings import Checked, Count, Index, PositiveSize
 Attention = Literal["full_attention", "sliding_window", "chunked_local", "mla", "mamba", "other"]
 
 DIGEST_CHARACTERS = 12
-FINGERPRINT_VERSION = 1  # Change it whenever the fields below change their meaning: old chunks are then misses.
+FINGERPRINT_VERSION = 1  # Increment it when a field below changes its meaning: old chunks become misses.
 NAME_BYTES_MAX = 255  # A folder's name on every Linux file system.
 
 HEADS_OUTERMOST = "BHLNC"  # vLLM's layout with a block's heads outside of its layers.
@@ -72,7 +72,7 @@ class Namespace(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
     layout: str | None = None  # Order of a row's axes in vLLM's words, e.g. "LBHNC".
     row_bytes: PositiveSize | None = None
 
-    # What decides whether caches of different parallel sizes may meet.
+    # These decide if caches of different parallel sizes may meet.
     parallel_agnostic: bool = False  # Asked for; granted where `FileMapper.parallel_agnostic` says so.
     is_parallelism_agnostic: bool | None = None  # The LLM engine's own verdict; ours is never more generous.
     certified: bool = False  # Every layer's canonical page was found to be free of the topology.
@@ -81,10 +81,9 @@ class Namespace(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
     per_token_head_scales: bool | None = None
     v2_model_runner: bool | None = None
     interop: Literal["vllm"] | None = None
-    """`vllm`: one worker's rows go by the names that vLLM gives them, which it gives to rows of other sizes, too."""
+    """`vllm`: one worker's rows get vLLM's names, which rows of other parallel sizes may have, too."""
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot be part of a folder's name."""
         super().__post_init__()
         if not self.model_name:
             raise ConfigError("model_name: '' given, a name accepted: without one, two models would share their chunks")
@@ -98,19 +97,16 @@ class Namespace(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class FileMapper:
-    """Chunks' names in one namespace, and back.
+    """Maps chunks' keys to names in one namespace, and back.
 
-    Names are relative, `/`-separated and cannot leave the folder that they are put in. Each key has one name.
+    Names are relative, `/`-separated and cannot leave their folder. Each key has one name.
     """
 
     def __init__(self, namespace: Namespace, naming: NamingKind = "vllm") -> None:
-        """Work out everything that does not depend on the key. A tier may choose `flat` names for its files."""
         self.namespace = namespace
         self.naming: NamingKind = naming
-        self.why = refusal(namespace)
-        """The reason why parallel sizes stay apart, for a log; empty where they share."""
+        self.why = refusal(namespace)  # Reason why parallel sizes do not share names; empty if they do.
         self.parallel_agnostic = not self.why
-        """Whether LLM engines of other parallel sizes use the same names."""
         fields = _fields(namespace, parallel_agnostic=self.parallel_agnostic)
         rank = 0 if self.parallel_agnostic else namespace.rank
         digest = hashlib.sha256(_canonical(fields)).hexdigest()[:DIGEST_CHARACTERS]
@@ -118,7 +114,7 @@ class FileMapper:
         """`<model>_<12 hex of sha256>`"""
         self.config_name = f"{self.folder}/config.json"
         self.config_bytes = json.dumps(fields, indent=2, sort_keys=True).encode()
-        """The text under `config_name`: what the folder's digest is over, for whoever looks at it."""
+        """Text of the file `config_name`: the fields of the folder's digest, for people."""
         self.fingerprint = hashlib.sha256(_canonical(_facts(namespace, fields, rank))).digest()
         """32 bytes over everything known that decides what a chunk's bytes mean."""
         self._naming = NAMINGS[naming]
@@ -131,7 +127,7 @@ class FileMapper:
             )
 
     def name(self, key: OffloadKey) -> str:
-        """Return a chunk's name; ValueError if it is no key.
+        """Return a chunk's name. Raises ValueError for an invalid key.
 
         vLLM's is `<folder>_r<rank>/<hhh>/<hh>_g<group>/<hash hex>.bin`, the flat one
         `<folder>_r<rank>_flat/<hh>/<hash hex>_g<group>.bin`.
@@ -141,39 +137,39 @@ class FileMapper:
         return self._prefix + self._naming.name(key)
 
     def key_bytes_max(self, name_bytes: int) -> int:
-        """Return how long a key may be if a file's name, without its folders, may have so many bytes."""
+        """Return the longest key whose file's name, without folders, has up to `name_bytes`."""
         return (name_bytes - self._naming.besides_bytes) // 2 + GROUP_BYTES
 
     def key(self, name: str) -> OffloadKey | None:
-        """Return the key whose name this is; None for other names: a temporary, another namespace's, somebody else's.
+        """Return the key of a name; None for a temporary, another namespace's, or a foreign name.
 
-        The empty hash has an empty folder in its name. A listing shows it without that folder, and it is known so, too.
+        The empty hash has an empty folder in its name. Its name without that folder, as in a listing, is accepted.
         """
         return self._naming.key(name[len(self._prefix) :]) if name.startswith(self._prefix) else None
 
 
 def refusal(namespace: Namespace) -> str:
-    """Say why rows depend on the parallel sizes, so that these must stay in the names; empty if they do not.
+    """Return why rows depend on the parallel sizes, which must then be part of names; empty if they do not.
 
-    A row is its workers' bytes, one after the other. Its bytes are the same at every size in three cases. Pages are
-    canonical and certified so. Or all workers' bytes are the same. Or the heads, which the workers share out, are the
-    outermost axis of the row. vLLM 0.32 also shares rows whose outermost axis is the layer. There, size checks pass and
-    heads land in other layers (vllm-project/vllm#55191). Names differ from vLLM's in that one case, unless `interop`
-    asks for vLLM's names of one worker. That option vouches that no LLM engine of another size writes there.
+    A row is its workers' bytes in order. It is the same at every size in three cases: pages are certified as canonical,
+    all workers' bytes are the same, or the heads, which are divided among workers, are the outermost axis of the row.
+    vLLM 0.32 also shares rows whose outermost axis is the layer: size checks pass, and heads land in other layers
+    (vllm-project/vllm#55191). Names differ from vLLM's in that one case, unless `interop` asks for vLLM's names of one
+    worker. That option vouches that no LLM engine of another size writes there.
     """
     if not namespace.parallel_agnostic:
         return "not asked for"
     if namespace.interop == "vllm" and namespace.is_parallelism_agnostic and _workers(namespace) == 1:
         return ""
     if namespace.is_parallelism_agnostic is False and not namespace.replicated_layout:
-        return "the LLM engine says that its rows depend on the parallel sizes"
+        return "the LLM engine reports that its rows depend on the parallel sizes"
     if namespace.pcp_size > 1 or namespace.dcp_size > 1:
-        return "context parallelism shares out a block's tokens"
+        return "context parallelism divides a block's tokens"
     if namespace.pp_size > 1:
-        return "pipeline parallelism shares out a block's layers"
+        return "pipeline parallelism divides a block's layers"
     if namespace.canonical_format is not None:
         vouched = namespace.certified or namespace.is_parallelism_agnostic
-        return "" if vouched else "nobody has certified the canonical pages"
+        return "" if vouched else "the canonical pages are not certified"
     if namespace.replicated_layout:
         latent = all(group.attention in ("mla", None) for group in namespace.kv_cache_groups)
         return "" if latent else "only MLA's latent KV is the same in every worker"
@@ -185,7 +181,7 @@ def _workers(namespace: Namespace) -> int:
 
 
 def _refusal_of_workers_own(namespace: Namespace) -> str:
-    """Say why rows of workers' own pages, each with its share of the heads, depend on how many workers there are."""
+    """Return why rows of workers' own pages, each with its share of the heads, depend on the number of workers."""
     if len(namespace.kv_cache_groups) != 1:
         return f"{len(namespace.kv_cache_groups)} KV-cache groups; only a single one is laid out alike at every size"
     attention = namespace.kv_cache_groups[0].attention
@@ -211,7 +207,7 @@ def _refusal_of_workers_own(namespace: Namespace) -> str:
 
 
 def _fields(namespace: Namespace, *, parallel_agnostic: bool) -> dict[str, Any]:
-    """Return the fields that vLLM's digest is over, under vLLM's names."""
+    """Return the fields of vLLM's digest, under vLLM's names."""
     fields: dict[str, Any] = {
         "model_name": namespace.model_name,
         "tokens_per_hash": namespace.tokens_per_hash,
@@ -238,7 +234,7 @@ def _fields(namespace: Namespace, *, parallel_agnostic: bool) -> dict[str, Any]:
 
 
 def _facts(namespace: Namespace, fields: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Return the facts that the fingerprint is over: the names' fields, and all else that is known of the bytes."""
+    """Return the facts of the fingerprint: the names' fields, and all else known of the bytes."""
     # Canonical pages are the same under either model runner; workers' own bytes are not (vllm-project/vllm#49440).
     runner = namespace.v2_model_runner if namespace.canonical_format is None else None
     return {
@@ -256,5 +252,5 @@ def _canonical(fields: dict[str, Any]) -> bytes:
 
 
 def _safe(model_name: str) -> str:
-    """Return the model's part of a folder's name. `..` needs no care: the digest that follows makes it a plain name."""
+    """Return the model's part of a folder's name. The digest behind it makes even `..` a plain name."""
     return model_name.replace("/", "_")

@@ -1,8 +1,8 @@
 """The seal: 128 bytes behind a row that left the host, so that nothing else can be taken for the chunk.
 
-There are two kinds. `xxh3` finds chunks that were damaged, mixed up or written by another program; anybody who can
-write there can still forge it. `aes-256-gcm` also keeps the row secret. Nobody without the key can forge it. It needs
-the extra `kvtier[seal]`.
+There are two kinds. `xxh3` finds chunks that were damaged, mixed up or written by another program; a writer can still
+forge it. `aes-256-gcm` also keeps the row secret, and cannot be forged without the key. It needs the extra
+`kvtier[seal]`.
 
 Little-endian: proof 16, magic 8, version u16, kind u8, zero u8, row length u64, namespace fingerprint 32, XXH3-128 of
 the key 16, key id 8, salt 16, nonce 12, XXH3-64 of all bytes before it 8. The proof is the row's XXH3-128, or the
@@ -23,7 +23,7 @@ from kvtier.errors import ChunkCorrupt, ChunkError, ChunkMissing
 SEAL_BYTES = 128
 SECRET_BYTES = 32
 
-MAGIC = b"\x89kvseal\n"  # Not text, and damaged by whatever rewrites line ends.
+MAGIC = b"\x89kvseal\n"  # Not text, and damaged by programs that rewrite line ends.
 VERSION = 1
 
 _LAYOUT = struct.Struct("<16s8sHBxQ32s16s8s16s12s")
@@ -35,7 +35,7 @@ assert _LAYOUT.size + SUM_BYTES == SEAL_BYTES
 
 
 class SealFault(StrEnum):
-    """The ways in which a stored value is not the chunk, as they are counted and shown."""
+    """The reasons why a stored value is not the chunk, as they are counted and shown."""
 
     LENGTH = "length"  # Not a row and a seal long.
     FOREIGN = "foreign"  # No seal of ours.
@@ -44,16 +44,15 @@ class SealFault(StrEnum):
     NAMESPACE = "namespace"  # The key's chunk of another model, layout or row length.
     PAYLOAD = "payload"  # The bytes are not those that were stored.
     VERSION = "version"  # A seal that this version does not know: not corrupt, and left alone.
-    KIND = "kind"  # Sealed otherwise than this tier is told to: left alone.
-    KEY = "key"  # Sealed with a key that this tier was not given: left alone.
+    KIND = "kind"  # Another kind of seal than this tier's: left alone.
+    KEY = "key"  # Sealed with a key that this tier does not have: left alone.
 
     @property
     def corrupt(self) -> bool:
-        """Whether the value is of no use to anybody, and may be deleted."""
+        """True if the value is useless to every tier, and may be deleted."""
         return self not in (SealFault.VERSION, SealFault.KIND, SealFault.KEY)
 
     def outcome(self, key: OffloadKey) -> ChunkError:
-        """Return the outcome of a load that met it."""
         return (ChunkCorrupt if self.corrupt else ChunkMissing)(f"{key.hex()}: {_WORDS[self]}")
 
 
@@ -71,38 +70,35 @@ _WORDS = {
 
 
 class Seal(ABC):
-    """Seals rows of one length in one namespace, and says whether a row that came back is the chunk. For any thread.
+    """Seals rows of one length in one namespace, and verifies them. For any thread.
 
-    Each call has a buffer of `beside_bytes` to itself, beside the row: for the seal, or for all that goes out.
+    Each call gets a row and a private buffer of `beside_bytes`: for the seal, or for all that is sent.
     """
 
     kind_number: int  # As it is written in the seal.
 
     def __init__(self, fingerprint: bytes, row_bytes: int, beside_bytes: int) -> None:
-        """Take the namespace's fingerprint, of 32 bytes."""
         self._fingerprint = fingerprint
         self.row_bytes = row_bytes
-        self.sealed_bytes = row_bytes + SEAL_BYTES
-        """Length of what goes out for each row."""
+        self.sealed_bytes = row_bytes + SEAL_BYTES  # Sent for each row.
         self.beside_bytes = beside_bytes
 
     @abstractmethod
     def close(self, key: OffloadKey, row: memoryview, beside: memoryview) -> list[memoryview]:
-        """Seal a row, and return the bytes that go out, in order: parts of the two buffers."""
+        """Seal a row, and return the bytes to send, in order: parts of the two buffers."""
 
     @abstractmethod
     def places(self, row: memoryview, beside: memoryview) -> list[memoryview]:
-        """Return the places for the bytes that come back, in order: parts of the two buffers."""
+        """Return the places for received bytes, in order: parts of the two buffers."""
 
     @abstractmethod
     def open(self, key: OffloadKey, row: memoryview, beside: memoryview) -> SealFault | None:
-        """Say what is wrong with the bytes that came back to their places; None: the row is the chunk, bit for bit.
+        """Verify received bytes in their places. None: the row is the chunk, bit for bit.
 
-        If something is wrong, the row is undefined.
+        After a fault the row is undefined.
         """
 
     def write(self, key: OffloadKey, into: memoryview, given: "Given") -> None:
-        """Fill in a seal."""
         _LAYOUT.pack_into(
             *(into, 0, given.proof, MAGIC, VERSION, self.kind_number, self.row_bytes, self._fingerprint),
             *(xxh3_128_digest(key), given.key_id, given.salt, given.nonce),
@@ -110,11 +106,11 @@ class Seal(ABC):
         self.sum_up(into)
 
     def sum_up(self, seal: memoryview) -> None:
-        """Fill in the sum of a seal's other bytes."""
+        """Write the checksum of a seal's other bytes."""
         _SUM.pack_into(seal, _LAYOUT.size, xxh3_64_intdigest(seal[: _LAYOUT.size]))
 
     def read(self, key: OffloadKey, seal: memoryview) -> "Given | SealFault":
-        """Take a seal apart, as far as it can be judged without the row."""
+        """Parse a seal, and verify what does not depend on the row."""
         proof, magic, version, kind, row_bytes, fingerprint, key_sum, *rest = _LAYOUT.unpack_from(seal)
         if magic != MAGIC:
             return SealFault.FOREIGN
@@ -139,7 +135,7 @@ class Given(NamedTuple):
 
 
 class XXH3Seal(Seal):
-    """A checksum: the row goes out and comes back as it is."""
+    """A checksum: the row is sent unchanged."""
 
     kind_number = 1
 
@@ -161,7 +157,7 @@ class XXH3Seal(Seal):
 
 
 def of_another_version(seal: bytes) -> bool:
-    """Say whether it is a whole seal of kvtier's, of any length, and of a version that this version does not know."""
+    """Return True for an undamaged seal, of any length, of an unknown version."""
     if len(seal) < SEAL_BYTES or seal[PROOF_BYTES : PROOF_BYTES + len(MAGIC)] != MAGIC:
         return False
     (version,) = _VERSION.unpack_from(seal, PROOF_BYTES + len(MAGIC))

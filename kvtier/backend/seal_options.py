@@ -15,20 +15,19 @@ SECRETS_BYTES_MAX = 64 << 10  # A thousand keys.
 
 
 class SealOptions(Options, frozen=True, kw_only=True):
-    """The seal of rows that leave the host. No key is part of a configuration, which is logged and sent about."""
+    """The seal of rows that leave the host. A configuration holds no key: it is logged and sent to processes."""
 
     seal: Literal["xxh3", "aes-256-gcm"] = "xxh3"
-    """`xxh3` finds damage. `aes-256-gcm` also hides rows, and refuses what somebody without the key has written."""
+    """`xxh3` finds damage. `aes-256-gcm` also hides rows, and rejects forgeries."""
 
     seal_key_file: SecretPath | None = None
     """Keys for `aes-256-gcm`, one a line, each 32 bytes in hex or base64: the first seals, all of them open.
-    Nobody else may read the file."""
+    No other user may read the file."""
 
     seal_key_env: SecretName | None = None
     """Name of an environment variable that holds the keys, instead of a file."""
 
     def __post_init__(self) -> None:
-        """Refuse keys that are not used, and a cipher without any."""
         super().__post_init__()
         given = [name for name in ("seal_key_file", "seal_key_env") if getattr(self, name) is not None]
         if self.seal == "xxh3" and given:
@@ -48,7 +47,7 @@ class SealOptions(Options, frozen=True, kw_only=True):
             yield str(error)
 
     def make_seal(self, fingerprint: bytes, row_bytes: int) -> Seal:
-        """Return the seal of a tier with these rows. It reads the keys: not for the loop. Raises `ConfigError`."""
+        """Return the seal of a tier with these rows. Reads the keys: not for the loop. Raises `ConfigError`."""
         if self.seal == "xxh3":
             return XXH3Seal(fingerprint, row_bytes)
         try:  # `cryptography` need not be installed.
@@ -66,9 +65,9 @@ class SealOptions(Options, frozen=True, kw_only=True):
 
 
 def _read_secrets(text: str, where: str) -> list[bytes]:
-    """Read secrets, one a line in hex or base64; empty lines and lines that begin with # are passed over.
+    """Read secrets, one a line in hex or base64; skip empty lines and comments (#).
 
-    Raises `ConfigError`. Its message begins with `where`, and shows nothing of the secrets.
+    Raises `ConfigError`, whose message begins with `where` and shows nothing of the secrets.
     """
     lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
     found = [_secret(line, f"{where}, line {number}") for number, line in lines if line and not line.startswith("#")]

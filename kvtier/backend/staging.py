@@ -1,8 +1,8 @@
-"""Staging: memory of a tier's own, between rows and a client that cannot be trusted with them.
+"""Staging: a tier's own memory between rows and a client that cannot be trusted with them.
 
-Some clients write into a buffer minutes after they have said that the transfer failed. In a row they would overwrite
-another request's KV. So they are lent a slot of staging. The bytes that come are checked and copied. A slot whose
-transfer failed is retired, and never used again. Its place stays taken, so late bytes hit nothing else.
+Some clients write into a buffer minutes after they have reported the transfer as failed. In a row they would overwrite
+another request's KV. So they are lent a slot of staging, whose bytes are checked and copied. A slot whose transfer
+failed is retired. Its address range stays mapped, so late bytes hit nothing else.
 """
 
 import asyncio
@@ -17,18 +17,17 @@ class Slots:
     """Slots that are lent for one transfer."""
 
     def __init__(self, views: list[memoryview]) -> None:
-        """Take the slots' memory, a view each."""
         self.views = views
         self.retired: set[int] = set()
 
     def retire(self, indices: Iterable[int] | None = None) -> None:
-        """Say that the transfer failed, or may go on. These slots, or all of them, are never used again."""
+        """Retire these slots, or all of them: their transfer failed or may go on. They are never used again."""
         self.retired.update(range(len(self.views)) if indices is None else indices)
 
     def empty(self, indices: Iterable[int] | None = None) -> None:
-        """Give memory of these slots, or of all, back to the system; their places in the address space stay taken.
+        """Return the memory of these slots, or of all, to the system; their address range stays mapped.
 
-        For slots that are retired, once nobody needs their bytes. Late bytes take memory again. For any thread.
+        For retired slots whose bytes are not needed any more. Late bytes take memory again. For any thread.
         """
         for index in range(len(self.views)) if indices is None else indices:
             view = self.views[index]
@@ -40,24 +39,23 @@ class Staging:
     """A fixed number of page-aligned slots in use, and a limit to those that are retired. Belongs to one event loop."""
 
     def __init__(self, tier_name: str, slot_bytes: int, slots: int, retired_max: int) -> None:
-        """Have `slots` slots. Up to `retired_max` retired slots are replaced, each by a new one."""
+        """Up to `retired_max` retired slots are replaced by new ones."""
         self.slots = slots
-        self.retired = 0
-        """The number of slots that are kept and not used any more."""
+        self.retired = 0  # Slots that are kept and not used any more.
         self._tier_name = tier_name
         self._slot_bytes = slot_bytes
         self._retired_max = retired_max
         self._kept: list[memoryview] = []
         self._free: list[memoryview] = []
-        self._unmapped = slots  # Slots that may be used and are not there yet: they are mapped when they are wanted.
-        self._turns = asyncio.Lock()  # Who came first is served first, though others want fewer.
+        self._unmapped = slots  # Slots that are mapped at their first use.
+        self._turns = asyncio.Lock()  # First come, first served, even if a later call wants fewer slots.
         self._came_back = asyncio.Event()
 
     @asynccontextmanager
     async def lend(self, count: int) -> AsyncGenerator[Slots]:
-        """Lend so many slots for as long as the block lasts; waits until they are free.
+        """Lend `count` slots for the length of the block. Waits until they are free.
 
-        A block that ends by an exception or a cancellation has retired its slots, because its transfer may go on.
+        An exception or a cancellation retires the slots, because their transfer may go on.
         Raises `BackendUnavailable` when more slots were retired than the limit allows: then the client's process has to
         be replaced. Raises it, too, when the system has no memory for the slots. ValueError for more slots than there
         are.
@@ -79,19 +77,19 @@ class Staging:
                 if count > self.slots - max(0, self.retired - self._retired_max):
                     raise BackendUnavailable(
                         f"tier {self._tier_name}: {self.retired} slots of staging are retired, "
-                        f"{self._retired_max} accepted: its client has to be started anew"
+                        f"{self._retired_max} accepted: restart its client"
                     )
                 self._came_back.clear()
                 await self._came_back.wait()
             while len(self._free) < count:
                 self._free.append(self._mapped())
                 self._unmapped -= 1
-            taken = self._free[-count:]  # Those that were used last: some of them may be in a cache of the CPU's.
+            taken = self._free[-count:]  # The most recently used ones may still be in a CPU cache.
             del self._free[-count:]
         return taken
 
     def _put_back(self, slots: Slots) -> None:
-        """Nothing here may fail: others wait for it."""
+        """Return slots. Must not fail: other calls wait for them."""
         retired = len(slots.retired)
         self._unmapped += max(0, min(retired, self._retired_max - self.retired))
         self.retired += retired
@@ -101,7 +99,7 @@ class Staging:
 
     def _mapped(self) -> memoryview:
         size_bytes = -(-self._slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        try:  # Private: of shared memory, the system takes nothing back.
+        try:  # Private: the system takes back no shared memory.
             mapped = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise BackendUnavailable(

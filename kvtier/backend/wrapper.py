@@ -1,7 +1,7 @@
 """The wrapper: a tier around another tier that passes on every call and every optional protocol.
 
-A call that a wrapper forgets is a bug that nobody sees, because kvtier goes without a protocol that a tier does not
-offer. So a subclass changes only the calls that it is for. All others are here.
+A forgotten call is a silent bug, because kvtier does without a protocol that a tier does not offer. So a subclass
+defines only the calls that it changes.
 """
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence

@@ -19,14 +19,13 @@ from kvtier.testing.conformance import (
     Lender,
     MeasuredConformance,
     NamespacedConformance,
-    RankedConformance,
     key_of,
     keys_of,
     label,
     tier_context,
 )
 from kvtier_backends.dummy import DummyBackend, DummyOptions, forget_store
-from kvtier_backends.dummy.store import BURST_SHARE, INFLOW_SHARE, Device
+from kvtier_backends.dummy.store import BURST_SHARE, INFLOW_SHARE, DummyDevice
 from kvtier_backends.fs.disk import write_budget as of_fs
 
 DEVICE = DummyOptions(latency_s=0.001, bandwidth_bytes_per_s=200_000_000, concurrency=4)
@@ -39,7 +38,6 @@ class Suites(
     InventoryConformance,
     MeasuredConformance,
     BoundedConformance,
-    RankedConformance,
     AdvisedConformance,
 ):
     """Every suite there is, over one named store; a subclass says how fast the device is."""
@@ -231,7 +229,7 @@ def test_a_write_budget_has_the_shares_of_an_fs_tiers():
 )
 def test_a_device_is_never_faster_than_its_figures(latency_s, seconds_per_chunk, slots, calls):
     bandwidth_bytes_per_s = ROW_BYTES / seconds_per_chunk if seconds_per_chunk else None
-    device = Device(latency_s=latency_s, bandwidth_bytes_per_s=bandwidth_bytes_per_s, slots=slots)
+    device = DummyDevice(latency_s=latency_s, bandwidth_bytes_per_s=bandwidth_bytes_per_s, slots=slots)
     begun_at, booked, time_s = None, 0, 0.0
     for pause_s, chunks in calls:
         time_s += pause_s

@@ -438,7 +438,7 @@ def test_weights_and_adapters_have_names_of_their_own_and_none_without_them() ->
 
 REFUSALS: list[tuple[Namespace, dict[str, Any], str]] = [
     (QWEN, {"parallel_agnostic": False}, "not asked for"),
-    (QWEN, {"is_parallelism_agnostic": False}, "the LLM engine says"),
+    (QWEN, {"is_parallelism_agnostic": False}, "the LLM engine reports"),
     (QWEN, {"pcp_size": 2}, "context parallelism"),
     (QWEN, {"dcp_size": 2}, "context parallelism"),
     (QWEN, {"pp_size": 2}, "pipeline parallelism"),
@@ -463,8 +463,8 @@ REFUSALS: list[tuple[Namespace, dict[str, Any], str]] = [
     (DEEPSEEK, {"pp_size": 2}, "pipeline parallelism"),
     (DEEPSEEK, {"dcp_size": 2}, "context parallelism"),
     (DEEPSEEK, {"kv_cache_groups": (Group(attention="full_attention"),)}, "only MLA's latent KV"),
-    (GEMMA, {"is_parallelism_agnostic": None}, "nobody has certified"),
-    (GEMMA, {"is_parallelism_agnostic": False, "certified": True}, "the LLM engine says"),
+    (GEMMA, {"is_parallelism_agnostic": None}, "the canonical pages are not certified"),
+    (GEMMA, {"is_parallelism_agnostic": False, "certified": True}, "the LLM engine reports"),
     (GEMMA, {"pp_size": 2}, "pipeline parallelism"),
     (GEMMA, {"pcp_size": 2}, "context parallelism"),
 ]

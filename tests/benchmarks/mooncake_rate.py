@@ -19,7 +19,7 @@ import uvloop
 
 from kvtier.testing.conformance import Lender, keys_of, tier_context
 from kvtier_backends.mooncake import MooncakeBackend, MooncakeOptions
-from kvtier_backends.mooncake.client import Client, connect
+from kvtier_backends.mooncake.client import PoolClient, connect
 from tests.mooncake.pools import Pool
 
 KEYS = "KVTIER_BENCH_SEAL_KEYS"
@@ -29,7 +29,7 @@ PROBED = 1_000
 class Own:
     """Mooncake's calls on rows themselves, so many of them at once."""
 
-    def __init__(self, client: Client, rows: Sequence[memoryview], name: str, at_once: int) -> None:
+    def __init__(self, client: PoolClient, rows: Sequence[memoryview], name: str, at_once: int) -> None:
         self.client, self.at_once = client, at_once
         self.names = [f"{name}/{index}" for index in range(len(rows))]
         self.addresses = [ctypes.addressof(ctypes.c_char.from_buffer(row)) for row in rows]

@@ -25,7 +25,7 @@ TIMEOUT_S = 2.0  # Of whatever hangs.
 WHY: str | None = "mooncake-transfer-engine-non-cuda is not installed here"
 if find_spec("mooncake") is not None:
     from kvtier_backends.mooncake import MooncakeBackend, MooncakeOptions, backend
-    from kvtier_backends.mooncake.client import Client, connect, environment
+    from kvtier_backends.mooncake.client import PoolClient, connect, environment
 
     os.environ.update(environment(MooncakeOptions(timeout_s=TIMEOUT_S)), MC_LOG_LEVEL="ERROR")
     try:
@@ -68,15 +68,15 @@ def own_pool(outside: None, tmp_path_factory: pytest.TempPathFactory) -> "Iterat
 
 
 @pytest.fixture(scope="session")
-def shared_clients() -> "Iterator[Callable[..., Client]]":
+def shared_clients() -> "Iterator[Callable[..., PoolClient]]":
     """Make a client for each master once, for tiers that hold nothing of it but calls."""
-    clients: dict[MooncakeOptions, Client] = {}
+    clients: dict[MooncakeOptions, PoolClient] = {}
 
-    class Shared(Client):
+    class Shared(PoolClient):
         def close(self) -> None:
             """Leave it to the next test."""
 
-    def shared(options: MooncakeOptions, tier_name: str) -> Client:
+    def shared(options: MooncakeOptions, tier_name: str) -> PoolClient:
         found = MooncakeOptions(
             master=options.master, tenant=options.tenant, replicas=options.replicas, timeout_s=TIMEOUT_S
         )
@@ -91,7 +91,7 @@ def shared_clients() -> "Iterator[Callable[..., Client]]":
 
 
 @pytest.fixture
-def client(shared_clients: "Callable[..., Client]", pool: "Pool") -> "Client":
+def client(shared_clients: "Callable[..., PoolClient]", pool: "Pool") -> "PoolClient":
     """Give what writes to the pool beside the tier."""
     return shared_clients(MooncakeOptions(master=pool.address), "the test's")
 
@@ -109,7 +109,9 @@ def lender() -> Iterator[Lender]:
 
 
 @pytest.fixture
-async def opened(prefix: str, pool: "Pool", shared_clients: "Callable[..., Client]", monkeypatch: pytest.MonkeyPatch):
+async def opened(
+    prefix: str, pool: "Pool", shared_clients: "Callable[..., PoolClient]", monkeypatch: pytest.MonkeyPatch
+):
     """Open tiers of the pool that nobody breaks, which are closed when the test ends."""
     monkeypatch.setattr(backend, "connect", shared_clients)
     tiers: list[MooncakeBackend] = []
@@ -147,7 +149,7 @@ def open_tier(opened):
 
 
 class Values(Stored):
-    def __init__(self, client: "Client", prefix: str) -> None:
+    def __init__(self, client: "PoolClient", prefix: str) -> None:
         self._client = client
         mapper = tier_context(CHUNK_BYTES).mapper
         self._name = lambda key: name_prefix(prefix, mapper) + mapper.name(key)
@@ -167,5 +169,5 @@ class Values(Stored):
 
 
 @pytest.fixture
-def stored(client: "Client", prefix: str) -> Values:
+def stored(client: "PoolClient", prefix: str) -> Values:
     return Values(client, prefix)

@@ -4,11 +4,11 @@ import pytest
 
 from kvtier.backend import BackendUnavailable, ChunkCorrupt, ChunkMissing, NoSpace, TransferFailed
 from kvtier.testing.conformance import key_of
-from kvtier_backends.mooncake.client import Client, Meaning, has_ended, meaning_of
+from kvtier_backends.mooncake.client import Meaning, PoolClient, has_ended, meaning_of
 from tests.mooncake.conftest import CHUNK_BYTES
 
 
-class Answers(Client):
+class Answers(PoolClient):
     """A client that asks nobody, and has one answer."""
 
     def __init__(self, code: int, removal: int = 0) -> None:

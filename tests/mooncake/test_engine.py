@@ -11,9 +11,9 @@ async def test_the_bench_shows_the_tier_beside_mooncakes_own_calls(pool, prefix,
         'cpu_bytes_to_use = "4MiB"\nchunk_bytes = "8KiB"\nrunner = "process"\n'
         f'[[secondary_tiers]]\ntype = "mooncake"\nmaster = "{pool.address}"\nprefix = "{prefix}"\n'
     )
-    options = ("--size", "256KiB", "--rounds", "1", "--json", "-")
+    options = ("--size", "256KiB", "--rounds", "1", "--json=-")
     bench = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvtier", "bench", "tiers", config, *options),
+        *(sys.executable, "-m", "kvtier", "bench", config, *options),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )

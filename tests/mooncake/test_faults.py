@@ -17,7 +17,7 @@ from kvtier.engine.tier import CAUSES
 from kvtier.errors import cause_of
 from kvtier.testing.conformance import Lender, key_of, keys_of, label
 from kvtier_backends.mooncake.backend import ASKERS
-from kvtier_backends.mooncake.client import Client
+from kvtier_backends.mooncake.client import PoolClient
 from tests.mooncake.conftest import TIMEOUT_S
 from tests.mooncake.pools import PATIENCE_S, until
 from tests.remote.tiers import recovers
@@ -32,7 +32,7 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     counts = Counter[str]()
 
     def counted(name: str) -> Callable[..., list[int]]:
-        call = getattr(Client, name)
+        call = getattr(PoolClient, name)
 
         def count(*arguments: Any) -> list[int]:
             counts[name] += 1
@@ -41,7 +41,7 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return count
 
     for name in ("exist", "get", "put"):
-        monkeypatch.setattr(Client, name, counted(name))
+        monkeypatch.setattr(PoolClient, name, counted(name))
     return counts
 
 
@@ -310,21 +310,21 @@ async def test_a_call_waits_its_time_for_a_turn_and_then_has_its_time(
     pool.add_owner()
     tier = await opened_alone(pool, lanes=1, timeout_s=timeout_s)
     await lender.keep(tier, keys)
-    began, get = time.monotonic(), Client.get
+    began, get = time.monotonic(), PoolClient.get
     inside_until = iter([began + timeout_s / 2, began + timeout_s * 1.1])
 
     def slow(*arguments: Any) -> list[int]:
         time.sleep(max(0.0, next(inside_until, 0.0) - time.monotonic()))
         return get(*arguments)
 
-    monkeypatch.setattr(Client, "get", slow)
+    monkeypatch.setattr(PoolClient, "get", slow)
     found = await asyncio.gather(*(lender.recall(tier, [key]) for key in keys))
     in_time = [outcome for outcome in found if outcome != ["TransferFailed"]]  # Which two of them, the threads decide.
     assert len(in_time) == 2
     assert all(outcome in ([label(key)], ["TransferFailed"]) for key, outcome in zip(keys, found, strict=True)), found
     assert entered["get"] == 2
     assert tier.counts()["late"] == 4
-    monkeypatch.setattr(Client, "get", get)
+    monkeypatch.setattr(PoolClient, "get", get)
     assert await lender.recall(tier, keys) == [label(key) for key in keys]
 
 

@@ -11,21 +11,21 @@ from kvtier.config import EngineConfig, settled
 from kvtier.errors import ConfigError
 from kvtier.testing.conformance import key_of, tier_context
 from kvtier_backends.object import ObjectOptions
-from kvtier_backends.object.bucket import Names, TroubleKind, make_store, trouble_of
-from kvtier_backends.object.index import Index
-from kvtier_backends.object.options import Target
+from kvtier_backends.object.bucket import ObjectNames, TroubleKind, make_store, trouble_of
+from kvtier_backends.object.index import BucketIndex
+from kvtier_backends.object.options import Bucket
 
 
 @pytest.mark.parametrize(
     ("url", "target"),
     [
-        ("s3://bucket", Target("s3", "bucket", "")),
-        ("s3://bucket/", Target("s3", "bucket", "")),
-        ("gs://my.bucket_1/a/b/", Target("gs", "my.bucket_1", "a/b/")),
-        ("az://container/caché", Target("az", "container", "caché/")),
+        ("s3://bucket", Bucket("s3", "bucket", "")),
+        ("s3://bucket/", Bucket("s3", "bucket", "")),
+        ("gs://my.bucket_1/a/b/", Bucket("gs", "my.bucket_1", "a/b/")),
+        ("az://container/caché", Bucket("az", "container", "caché/")),
     ],
 )
-def test_a_url_names_a_bucket_and_a_prefix(url: str, target: Target) -> None:
+def test_a_url_names_a_bucket_and_a_prefix(url: str, target: Bucket) -> None:
     assert ObjectOptions(url=url).target() == target
 
 
@@ -91,7 +91,7 @@ def test_every_kind_of_bucket_has_a_store(monkeypatch) -> None:
 def test_names_are_those_of_vllms_own_object_tier() -> None:
     """vLLM 0.33 asks for `kv//<folder>`, and NIXL 1.5.1 sends one slash: seen on a server."""
     mapper = FileMapper(tier_context(4_096).mapper.namespace)
-    names, top = Names("kv/", mapper), Names("", mapper)
+    names, top = ObjectNames("kv/", mapper), ObjectNames("", mapper)
     key = key_of(7)
     assert names.name(key) == f"kv/{mapper.chunks_folder}/{NAMINGS['vllm'].name(key)}"
     assert top.name(key) == f"{mapper.chunks_folder}/{NAMINGS['vllm'].name(key)}"
@@ -99,7 +99,7 @@ def test_names_are_those_of_vllms_own_object_tier() -> None:
 
 @pytest.mark.parametrize("length", [4, 5, 6, 7, 36, 100])
 def test_every_key_that_fits_has_a_name_that_every_store_takes_and_that_leads_back(length: int) -> None:
-    names = Names("a/b/", tier_context(4_096).mapper)
+    names = ObjectNames("a/b/", tier_context(4_096).mapper)
     for length_now in (length, names.key_bytes_max):
         key = key_of(3)[:1] * (length_now - 4) + b"\xff\xff\xff\xff"
         name = names.name(key)
@@ -156,7 +156,7 @@ def test_each_error_of_a_store_has_its_kind_and_shows_no_secret(error: Exception
 
 async def test_the_index_knows_what_it_was_told_and_forgets_in_time() -> None:
     now = [0.0]
-    index, keys = Index(2, 5.0, lambda: now[0]), [key_of(number) for number in range(5)]
+    index, keys = BucketIndex(2, 5.0, lambda: now[0]), [key_of(number) for number in range(5)]
     index.there(keys[0])
     index.gone(keys[1])
     assert index.knows(keys[:3]) == [True, False, None]
@@ -170,7 +170,7 @@ async def test_the_index_knows_what_it_was_told_and_forgets_in_time() -> None:
 
 
 async def test_a_listing_does_not_bring_back_what_was_deleted_meanwhile() -> None:
-    index, key = Index(10, 0.0, lambda: 0.0), key_of(1)
+    index, key = BucketIndex(10, 0.0, lambda: 0.0), key_of(1)
     index.there(key)
     index.deleted(key)
     index.listed(key)

@@ -12,26 +12,29 @@ from cryptography.hazmat.primitives.serialization import BestAvailableEncryption
 from kvtier.backend import ConfigError
 from kvtier.config import EngineConfig, settled
 from kvtier_backends.redis import RedisOptions
-from kvtier_backends.redis.options import Address, Target
+from kvtier_backends.redis.options import Address, Servers
 
 
 @pytest.mark.parametrize(
     ("url", "target"),
     [
-        ("redis://10.0.0.1:7000", Target((Address("10.0.0.1", 7_000),))),
-        ("redis://kv@cache/2", Target((Address("cache", 6_379),), username="kv", db=2)),
-        ("redis://[::1]:7000,[::1],::2", Target((Address("::1", 7_000), Address("::1", 6_379), Address("::2", 6_379)))),
-        ("rediss://a", Target((Address("a", 6_379),), tls=True)),
-        ("unix:///run/redis.sock", Target((Address("/run/redis.sock", 0),))),
-        ("unix://kv@/run/redis.sock?db=3", Target((Address("/run/redis.sock", 0),), username="kv", db=3)),
+        ("redis://10.0.0.1:7000", Servers((Address("10.0.0.1", 7_000),))),
+        ("redis://kv@cache/2", Servers((Address("cache", 6_379),), username="kv", db=2)),
+        (
+            "redis://[::1]:7000,[::1],::2",
+            Servers((Address("::1", 7_000), Address("::1", 6_379), Address("::2", 6_379))),
+        ),
+        ("rediss://a", Servers((Address("a", 6_379),), tls=True)),
+        ("unix:///run/redis.sock", Servers((Address("/run/redis.sock", 0),))),
+        ("unix://kv@/run/redis.sock?db=3", Servers((Address("/run/redis.sock", 0),), username="kv", db=3)),
         (
             "redis+sentinel://a,b:1/cache/2",
-            Target((Address("a", 26_379), Address("b", 1)), "sentinel", db=2, primary="cache"),
+            Servers((Address("a", 26_379), Address("b", 1)), "sentinel", db=2, primary="cache"),
         ),
-        ("rediss+cluster://a,b", Target((Address("a", 6_379), Address("b", 6_379)), "cluster", tls=True)),
+        ("rediss+cluster://a,b", Servers((Address("a", 6_379), Address("b", 6_379)), "cluster", tls=True)),
     ],
 )
-def test_a_url_says_where_servers_are_and_how_they_are_used(url: str, target: Target) -> None:
+def test_a_url_says_where_servers_are_and_how_they_are_used(url: str, target: Servers) -> None:
     assert RedisOptions(url=url, password_env="A").target() == target
 
 

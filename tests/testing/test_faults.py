@@ -12,7 +12,6 @@ from kvtier.testing.conformance import (
     InventoryConformance,
     Lender,
     MeasuredConformance,
-    RankedConformance,
     WrapperConformance,
     key_of,
     keys_of,
@@ -28,9 +27,7 @@ ROW_BYTES = 4_096
 TYPE = "kvtier.testing.faults:FaultyBackend"
 
 
-class WithoutFaults(
-    BackendConformance, InventoryConformance, MeasuredConformance, BoundedConformance, RankedConformance
-):
+class WithoutFaults(BackendConformance, InventoryConformance, MeasuredConformance, BoundedConformance):
     chunk_bytes = ROW_BYTES
     device = DummyOptions()
     faults = Faults()

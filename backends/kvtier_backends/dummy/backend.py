@@ -34,7 +34,7 @@ from kvtier.backend import (
     Write,
     make_offload_key,
 )
-from kvtier_backends.dummy.store import Device, WriteBudget, open_store
+from kvtier_backends.dummy.store import DummyDevice, DummyWriteBudget, open_store
 
 
 class DummyOptions(Options, frozen=True, kw_only=True):
@@ -76,7 +76,7 @@ class DummyBackend(Backend[DummyOptions]):
         """Open the tier at once, without waiting. Raises `ConfigError` if the named store is not to be had."""
         self._options = options
         self._context = context
-        self._device = Device(
+        self._device = DummyDevice(
             latency_s=options.latency_s,
             bandwidth_bytes_per_s=options.bandwidth_bytes_per_s,
             slots=options.concurrency,
@@ -84,7 +84,7 @@ class DummyBackend(Backend[DummyOptions]):
             loads_first=options.loads_first,
         )
         budget_bytes = options.write_budget_bytes_per_day
-        self._write_budget = None if budget_bytes is None else WriteBudget(budget_bytes, context.row_bytes)
+        self._write_budget = None if budget_bytes is None else DummyWriteBudget(budget_bytes, context.row_bytes)
         self._calls = Calls(context.name)
         self._fit = Fit(context.row_bytes)
         self._store = open_store(options.store, options.capacity_bytes)
@@ -131,7 +131,7 @@ class DummyBackend(Backend[DummyOptions]):
         names = [self._context.mapper.name(write.key) for write in writes]
         await self._take_time((len(write.row) for write in writes), storing=True)
         keep = set(names)
-        self._store.retained.expire(asyncio.get_running_loop().time())
+        self._store.expire(asyncio.get_running_loop().time())
         outcomes = [self._keep(*each, keep) for each in zip(writes, names, strict=True)]
         self._store.touch(names)
         outcomes += [NoSpace(f"{write.key.hex()}: the day's write budget is used up") for write in refused]
@@ -166,13 +166,10 @@ class DummyBackend(Backend[DummyOptions]):
         return self._inventory.watch()
 
     def advise(self, advice: Advice[OffloadKey]) -> None:
-        self._store.retained.keys_max = self._retained_max()
         names = [self._context.mapper.name(key) for key in advice.keys]
-        self._store.advise(advice.of(names), asyncio.get_running_loop().time())
-
-    def _retained_max(self) -> int:
         chunks = (self._options.capacity_bytes or 0) // self._context.row_bytes
-        return int(self._context.retained_share * chunks)
+        retained_max = int(self._context.retained_share * chunks)
+        self._store.advise(advice.of(names), asyncio.get_running_loop().time(), retained_max)
 
     def occupancy(self) -> Occupancy:
         return Occupancy(len(self._store.chunks), self._store.used_bytes, self._store.capacity_bytes)

@@ -32,8 +32,8 @@ from kvtier.backend import (
 )
 from kvtier.backend.remote import RemoteBackend, name_prefix
 from kvtier_backends.mooncake.client import (
-    Client,
     Meaning,
+    PoolClient,
     ZeroCopy,
     caused,
     connect,
@@ -128,14 +128,14 @@ class MooncakeBackend(RemoteBackend[MooncakeOptions]):
         return ZeroCopy(connect(options, "bench"), options.prefix, rows)
 
     def __init__(
-        self, options: MooncakeOptions, context: TierContext, client: Client, seal: Seal, threads: Threads
+        self, options: MooncakeOptions, context: TierContext, client: PoolClient, seal: Seal, threads: Threads
     ) -> None:
         """Use `open` instead."""
         super().__init__(options, context)
         self._mapper = context.mapper
         self._row_bytes = context.row_bytes
         self._prefix = name_prefix(options.prefix, context.mapper)
-        self._client: Client | None = client
+        self._client: PoolClient | None = client
         self._seal = seal
         self._part_chunks_min = max(1, PART_BYTES_MIN // seal.sealed_bytes)
         self._threads = threads
@@ -192,7 +192,7 @@ class MooncakeBackend(RemoteBackend[MooncakeOptions]):
         name, prefix = self._mapper.name, self._prefix
         return [prefix + name(key) for key in keys]
 
-    def _open_client(self) -> Client:
+    def _open_client(self) -> PoolClient:
         assert self._client is not None, "closed only when no call is in flight"
         return self._client
 
@@ -346,7 +346,7 @@ class _Whole(Generic[Chunk]):
         return caused(TransferFailed(f"{self.chunks[at].key.hex()}: {lost.why}"), lost.number)
 
 
-def _prepared(options: MooncakeOptions, context: TierContext) -> tuple[Client, Seal]:
+def _prepared(options: MooncakeOptions, context: TierContext) -> tuple[PoolClient, Seal]:
     """Blocks. Raises `ConfigError`, and `BackendUnavailable` if the master does not answer."""
     seal = options.make_seal(context.mapper.fingerprint, context.row_bytes)
     if options.staging_bytes < 2 * seal.sealed_bytes:

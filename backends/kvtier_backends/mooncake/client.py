@@ -98,7 +98,7 @@ def has_ended(code: int) -> bool:
     return code >= 0 or (meaning_of(code) is not Meaning.FAILED and code != TORN)
 
 
-class Client:
+class PoolClient:
     """One connection to a pool. For any thread. Its calls block without the GIL."""
 
     def __init__(self, store: "MooncakeDistributedStore", kept: "ReplicateConfig") -> None:
@@ -130,7 +130,7 @@ class Client:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._store))
 
 
-def connect(options: MooncakeOptions, tier_name: str) -> Client:
+def connect(options: MooncakeOptions, tier_name: str) -> PoolClient:
     """Return a client that lends no memory to the pool. Blocks. Raises `ConfigError` and `BackendUnavailable`."""
     store_type, replicate_type = _imported(options)
     store, kept = store_type(), replicate_type()
@@ -151,7 +151,7 @@ def connect(options: MooncakeOptions, tier_name: str) -> Client:
         raise BackendUnavailable(
             f"{tier_name}: the master {options.master} does not answer: Mooncake's setup returns {code}"
         )
-    return Client(store, kept)
+    return PoolClient(store, kept)
 
 
 class ZeroCopy(Limit):
@@ -159,7 +159,7 @@ class ZeroCopy(Limit):
 
     limit_is = "Mooncake's own zero-copy calls"
 
-    def __init__(self, client: Client, prefix: str, rows: Sequence[memoryview]) -> None:
+    def __init__(self, client: PoolClient, prefix: str, rows: Sequence[memoryview]) -> None:
         """Take over a client, and store the rows."""
         self._client = client
         whose = f"{prefix}limit-{os.urandom(16).hex()}"

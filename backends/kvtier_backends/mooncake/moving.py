@@ -27,7 +27,7 @@ from kvtier.backend import (
     TransferFailed,
     Write,
 )
-from kvtier_backends.mooncake.client import Client, Meaning, Move, caused, has_ended, meaning_of, number_of
+from kvtier_backends.mooncake.client import Meaning, Move, PoolClient, caused, has_ended, meaning_of, number_of
 
 Chunk = TypeVar("Chunk", Read, Write)
 T = TypeVar("T")
@@ -79,7 +79,7 @@ class Moved(NamedTuple):
 class Means(NamedTuple):
     """The means that all parts of one direction share."""
 
-    client: Client
+    client: PoolClient
     seal: Seal
     gate: threading.Semaphore
     """Limits the parts inside Mooncake: one is copied and checked while the next one moves."""

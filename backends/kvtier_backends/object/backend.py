@@ -35,7 +35,7 @@ from kvtier.remedies import Remedy
 from kvtier_backends.object.bucket import (
     PAGE_KEYS,
     STORE_ERRORS,
-    Names,
+    ObjectNames,
     Trouble,
     TroubleKind,
     attributes_of,
@@ -43,7 +43,7 @@ from kvtier_backends.object.bucket import (
     make_store,
     trouble_of,
 )
-from kvtier_backends.object.index import Index
+from kvtier_backends.object.index import BucketIndex
 from kvtier_backends.object.options import ObjectOptions
 from kvtier_backends.object.requests import Turns, all_away, released
 
@@ -89,7 +89,7 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
         self, options: ObjectOptions, context: TierContext, store: ObjectStore, seal: Seal, lanes: Lanes
     ) -> None:
         """Use `open` instead."""
-        self._names = Names(options.target().prefix, context.mapper)
+        self._names = ObjectNames(options.target().prefix, context.mapper)
         super().__init__(options, context, self._names.key_bytes_max)
         self._row_bytes = context.row_bytes
         self._inline = context.row_bytes <= INLINE_BYTES_MAX
@@ -99,7 +99,7 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
         self._accept_bare = options.unverified == "accept"
         self._under_way: set[asyncio.Task[Any]] = set()
         self._besides: list[bytearray] = []
-        self._index = Index(options.index_chunks, options.absent_ttl_s, asyncio.get_running_loop().time)
+        self._index = BucketIndex(options.index_chunks, options.absent_ttl_s, asyncio.get_running_loop().time)
         self._scan: asyncio.Task[None] | None = None
         at_once = max(1, options.window_bytes // context.row_bytes)
         self._load_turns = Turns(min(options.requests, at_once), options.timeout_s)

@@ -126,7 +126,7 @@ def _first(pattern: re.Pattern[str], words: str) -> str:
     return match[1] if (match := pattern.search(words)) else ""
 
 
-class Names:
+class ObjectNames:
     """The names of chunks in a bucket: those of vLLM's own `obj` tier (vLLM 0.33, NIXL 1.5.1).
 
     vLLM writes two slashes behind its prefix, and its client sends one; so does this. The empty hash has an empty

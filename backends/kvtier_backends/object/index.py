@@ -8,7 +8,7 @@ from kvtier.backend import InventoryQueue, OffloadKey
 ABSENT_MAX = 1 << 16  # Keys; some megabytes.
 
 
-class Index:
+class BucketIndex:
     """Hints, since other engines store and delete in the bucket, too. Belongs to the loop's thread."""
 
     def __init__(self, held_max: int, absent_ttl_s: float, clock: Callable[[], float]) -> None:

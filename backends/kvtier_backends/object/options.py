@@ -29,7 +29,7 @@ _ELSEWHERE = {
 """Remedies for URLs that name no bucket."""
 
 
-class Target(NamedTuple):
+class Bucket(NamedTuple):
     """A place for chunks: a bucket, or a container of Azure's, and the beginning of all names there."""
 
     scheme: Scheme
@@ -113,7 +113,7 @@ class ObjectOptions(SealOptions, frozen=True, kw_only=True):
         except ConfigError as error:
             yield str(error)
 
-    def target(self) -> Target:
+    def target(self) -> Bucket:
         """Return the bucket that the URL names. Raises `ConfigError`, which shows no URL with credentials."""
         try:
             parts = urlsplit(self.url)
@@ -126,7 +126,7 @@ class ObjectOptions(SealOptions, frozen=True, kw_only=True):
             raise ConfigError(f"url: {self.url!r} given, 's3://bucket/prefix' accepted: {remedy}")
         if parts.query or parts.fragment or not _BUCKET.fullmatch(parts.netloc):
             raise ConfigError(f"url: {self.url!r} given, '{scheme}://bucket/prefix' accepted")
-        return Target(scheme, parts.netloc, _prefix(parts.path.strip("/"), self.url))
+        return Bucket(scheme, parts.netloc, _prefix(parts.path.strip("/"), self.url))
 
 
 def _prefix(path: str, url: str) -> str:

@@ -31,7 +31,7 @@ from kvtier.backend.remote import RemoteBackend, name_prefix
 from kvtier_backends.redis.options import RedisOptions
 from kvtier_backends.redis.server import Away, Login, Server, check
 from kvtier_backends.redis.topology import Topology, make_topology
-from kvtier_backends.redis.work import Loads, Questions, Stores, Work, exchange
+from kvtier_backends.redis.work import AskWork, LoadWork, StoreWork, Work, exchange
 
 ASK_LANES = 3  # For small requests, which never queue behind rows. One of them may be busy asking where servers are.
 VALUE_BYTES_MAX = 512 << 20  # The servers' default (proto-max-bulk-len).
@@ -65,7 +65,7 @@ class RedisBackend(RemoteBackend[RedisOptions]):
         return tier
 
     def __init__(
-        self, options: RedisOptions, context: TierContext, topology: Topology, seal: Seal, lanes: "TierLanes"
+        self, options: RedisOptions, context: TierContext, topology: Topology, seal: Seal, lanes: "RedisLanes"
     ) -> None:
         """Use `open` instead."""
         super().__init__(options, context)
@@ -103,7 +103,7 @@ class RedisBackend(RemoteBackend[RedisOptions]):
 
     async def _load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
         names = self._names([read.key for read in reads])
-        work = Loads(names, reads, self._seal, self._window, self._counts)
+        work = LoadWork(names, reads, self._seal, self._window, self._counts)
         await self._move(work, self._lanes.load, self._part_chunks)
         if work.corrupt:
             await self._ask(b"UNLINK", [names[index] for index in work.corrupt], work.ends_at)
@@ -111,7 +111,7 @@ class RedisBackend(RemoteBackend[RedisOptions]):
 
     async def _store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
         keys = [write.key for write in writes]
-        work = Stores(self._names(keys), writes, self._seal, self._window, self._options.ttl_s, self._counts)
+        work = StoreWork(self._names(keys), writes, self._seal, self._window, self._options.ttl_s, self._counts)
         await self._move(work, self._lanes.store, self._part_chunks)
         return self._outcomes(work, keys)
 
@@ -120,8 +120,8 @@ class RedisBackend(RemoteBackend[RedisOptions]):
         if work.unreachable:
             raise BackendUnavailable(f"{self._name}: {next(iter(work.unreachable.values()))}") from work.cause()
 
-    async def _ask(self, command: bytes, names: Sequence[bytes], ends_at: float | None = None) -> Questions:
-        work = Questions(command, names, self._counts)
+    async def _ask(self, command: bytes, names: Sequence[bytes], ends_at: float | None = None) -> AskWork:
+        work = AskWork(command, names, self._counts)
         work.ends_at = ends_at
         await self._move(work, self._lanes.ask, len(names))
         return work
@@ -177,7 +177,7 @@ class RedisBackend(RemoteBackend[RedisOptions]):
         await in_threads(lanes, [call for call in in_turn if call is not None])
 
 
-class TierLanes(NamedTuple):
+class RedisLanes(NamedTuple):
     """A tier's threads, by what can delay them."""
 
     ask: Lanes
@@ -185,13 +185,13 @@ class TierLanes(NamedTuple):
     store: Lanes
 
 
-def _started(options: RedisOptions, name: str, made: ExitStack) -> TierLanes:
+def _started(options: RedisOptions, name: str, made: ExitStack) -> RedisLanes:
     """Start a tier's threads. Clean-up calls go into `made`. RuntimeError: the process may have no more of them."""
     lanes: list[Lanes] = []
     for what, count in (("ask", ASK_LANES), ("load", options.lanes), ("store", options.lanes)):
         lanes.append(Lanes(count, f"kvtier-{name}-{what}"))
         made.callback(lanes[-1].shutdown, wait=False)
-    return TierLanes(*lanes)
+    return RedisLanes(*lanes)
 
 
 def _prepared(options: RedisOptions, context: TierContext, made: ExitStack) -> tuple[Topology, Seal]:

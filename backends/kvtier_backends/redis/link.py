@@ -245,7 +245,7 @@ def request(*words: bytes) -> bytes:
     return b"*%d\r\n" % len(words) + b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in words])
 
 
-class Names:
+class HostNames:
     """The addresses of a host's name. The system's look-up has no time-out, so it runs in a thread of its own."""
 
     def __init__(self, address: Address) -> None:
@@ -277,7 +277,7 @@ class Names:
             raise OSError(f"no address: {error}") from None
 
 
-def connect(address: Address, names: Names, tls: ssl.SSLContext | None, ends_at: float) -> Link:
+def connect(address: Address, names: HostNames, tls: ssl.SSLContext | None, ends_at: float) -> Link:
     """Make a connection. Raises `OSError`, of which TLS's errors are a kind."""
     opened = _connected(address, names, ends_at)
     try:
@@ -290,7 +290,7 @@ def connect(address: Address, names: Names, tls: ssl.SSLContext | None, ends_at:
         raise
 
 
-def _connected(address: Address, names: Names, ends_at: float) -> socket.socket:
+def _connected(address: Address, names: HostNames, ends_at: float) -> socket.socket:
     if not address.port:
         return _connected_to(socket.AF_UNIX, address.host, ends_at)
     found, why = names.look_up(ends_at), OSError("its name has no address")

@@ -55,7 +55,7 @@ class Address(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-class Target(NamedTuple):
+class Servers(NamedTuple):
     """The servers that a URL names, and how they are used."""
 
     addresses: tuple[Address, ...]
@@ -178,14 +178,14 @@ class RedisOptions(SealOptions, frozen=True, kw_only=True):
             except ConfigError as error:
                 yield str(error)
 
-    def target(self) -> Target:
+    def target(self) -> Servers:
         """Return the servers that the URL names. Raises `ConfigError`, which never shows the URL: it may hold a secret.
 
         Users paste connection strings of other programs, such as `host:6379,password=…`.
         """
         if match := _SOCKET.fullmatch(self.url):
             user, path, db = match.groups()
-            return Target((_socket(path),), username=_word(user, "user"), db=int(db or 0))
+            return Servers((_socket(path),), username=_word(user, "user"), db=int(db or 0))
         if (match := _URL.fullmatch(self.url)) is None:
             raise ConfigError(f"url: no URL of servers given, {ACCEPTED}")
         scheme, kind, user, hosts, path = match.groups("")
@@ -195,7 +195,7 @@ class RedisOptions(SealOptions, frozen=True, kw_only=True):
         if len(set(addresses)) < len(addresses):
             raise ConfigError("url: the same server is given twice")
         primary, db = _primary_and_db(path, topology)
-        return Target(addresses, topology, scheme == "rediss", _word(match[3], "user"), db, primary)
+        return Servers(addresses, topology, scheme == "rediss", _word(match[3], "user"), db, primary)
 
     def password(self) -> str | None:
         """Read the password: not for the loop. Raises `ConfigError`."""

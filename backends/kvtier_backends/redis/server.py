@@ -6,7 +6,7 @@ import threading
 import time
 
 from kvtier.errors import ConfigError
-from kvtier_backends.redis.link import Link, Lost, Names, Refused, connect, number_of, request
+from kvtier_backends.redis.link import HostNames, Link, Lost, Refused, connect, number_of, request
 from kvtier_backends.redis.options import Address, RedisOptions
 
 REPEATED = ", with args"  # An error repeats the request behind these words.
@@ -84,7 +84,7 @@ class Server:
 
     def __init__(self, address: Address, login: Login, options: RedisOptions) -> None:
         self.address = address
-        self._names = Names(address)
+        self._names = HostNames(address)
         self._login = login
         self._connect_timeout_s = options.connect_timeout_s
         self._retry_s = options.retry_s

@@ -120,7 +120,7 @@ class Topology(ABC):
         return sum(server.close() for server in every)
 
 
-class Listed(Topology):
+class ServerList(Topology):
     """A given list of servers; rendezvous hashing selects the server of each name.
 
     A server that is added or removed takes or leaves its share, and no other chunk changes its place
@@ -141,7 +141,7 @@ class Listed(Topology):
         return max(self._draws, key=lambda draw: xxh3_64_intdigest(name, draw[0]))[1]
 
 
-class Watched(Topology):
+class Sentinels(Topology):
     """One primary, whose address sentinels know."""
 
     def __init__(self, options: RedisOptions, login: Login) -> None:
@@ -168,7 +168,7 @@ class Watched(Topology):
         return super().close()
 
 
-class Slotted(Topology):
+class Cluster(Topology):
     """A cluster: the slot of a name selects its node."""
 
     cluster = True
@@ -191,7 +191,7 @@ class Slotted(Topology):
 
 def make_topology(options: RedisOptions, login: Login) -> Topology:
     """Return the topology of the URL. It has asked no server yet."""
-    kinds: dict[str, type[Topology]] = {"servers": Listed, "sentinel": Watched, "cluster": Slotted}
+    kinds: dict[str, type[Topology]] = {"servers": ServerList, "sentinel": Sentinels, "cluster": Cluster}
     return kinds[options.target().topology](options, login)
 
 

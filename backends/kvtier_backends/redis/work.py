@@ -121,7 +121,7 @@ class Work(ABC, Generic[A]):
             self.unreachable[index] = f"{link.address}: {refusal}"
 
 
-class Loads(Work[Outcome]):
+class LoadWork(Work[Outcome]):
     """Loads into rows, each checked by its seal."""
 
     def __init__(
@@ -167,7 +167,7 @@ class Loads(Work[Outcome]):
         return fault.outcome(key)
 
 
-class Stores(Work[Outcome]):
+class StoreWork(Work[Outcome]):
     """Stores of rows and their seals, each as one value."""
 
     has_rows = True
@@ -209,7 +209,7 @@ class Stores(Work[Outcome]):
         return TransferFailed(f"{key.hex()}: {refusal}")
 
 
-class Questions(Work[bool]):
+class AskWork(Work[bool]):
     """Small requests: EXISTS and UNLINK."""
 
     def __init__(self, command: bytes, names: Sequence[bytes], counters: Totals) -> None:

@@ -54,7 +54,6 @@ from kvtier.testing.conformance.optional import (  # noqa: E402
     Follower,
     InventoryConformance,
     MeasuredConformance,
-    RankedConformance,
 )
 from kvtier.testing.conformance.suite import (  # noqa: E402
     BackendConformance,
@@ -75,7 +74,6 @@ __all__ = [
     "Lender",
     "MeasuredConformance",
     "NamespacedConformance",
-    "RankedConformance",
     "WrapperConformance",
     "key_of",
     "keys_of",

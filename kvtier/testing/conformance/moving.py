@@ -1,4 +1,4 @@
-"""Chunks on the move: what goes in comes out, a batch answers in order, and what was deleted is gone."""
+"""Promises of moving chunks: round trips, batches in order, and deletions."""
 
 from operator import attrgetter
 
@@ -43,7 +43,7 @@ LARGE_BATCH_CHUNKS = 300  # More than lanes, slots or queues usually hold.
 
 class WhatGoesInComesOut(Promises):
     async def test_what_was_stored_is_loaded_bit_for_bit(self, backend: Backend, lender: Lender) -> None:
-        """A chunk for which `store` answered None is what `load` gives."""
+        """`load` returns a chunk for which `store` answered None."""
         keys = keys_of(8)
         await lender.keep(backend, keys)
         assert await lender.recall(backend, keys) == [label(key) for key in keys]
@@ -55,17 +55,17 @@ class WhatGoesInComesOut(Promises):
             assert await lender.recall(backend, [key_of(1)]) == [label(key_of(1))]
 
     async def test_what_was_never_stored_is_missing(self, backend: Backend, lender: Lender) -> None:
-        """`ChunkMissing` is a value, and the only answer for a key that the tier does not have."""
+        """`ChunkMissing` is the only answer for an unknown key."""
         assert await lender.recall(backend, keys_of(4)) == ["ChunkMissing"] * 4
 
     async def test_a_probe_says_what_a_load_would_find(self, backend: Backend, lender: Lender) -> None:
-        """In a tier where nothing else goes on the hint is right."""
+        """Without concurrent calls, the hint is right."""
         keys = keys_of(6)
         await lender.keep(backend, keys[::2])
         assert list(await backend.probe(keys)) == [True, False] * 3
 
     async def test_the_last_store_of_a_key_counts(self, backend: Backend, lender: Lender) -> None:
-        """A store puts its chunk in place of the chunk that was there under its key."""
+        """A store replaces the chunk of its key."""
         keys = keys_of(4)
         for version in range(3):
             await lender.keep(backend, keys, version)
@@ -73,7 +73,7 @@ class WhatGoesInComesOut(Promises):
 
     @pytest.mark.parametrize("odd", ODD_KEYS)
     async def test_an_odd_key_is_a_key_like_any_other(self, backend: Backend, lender: Lender, odd: str) -> None:
-        """Keys are bytes: no value of theirs is special."""
+        """Keys are bytes: no value is special."""
         key = ODD_KEYS[odd]
         assert list(await backend.probe([key])) == [False]
         await lender.keep(backend, [key])
@@ -83,7 +83,7 @@ class WhatGoesInComesOut(Promises):
         assert await lender.recall(backend, [key]) == ["ChunkMissing"]
 
     async def test_keys_that_look_alike_are_different_chunks(self, backend: Backend, lender: Lender) -> None:
-        """No two keys share a chunk, whatever they have in common: letters, a beginning, a hash."""
+        """No two keys share a chunk, even with the same letters, beginning or hash."""
         keys = list(ODD_KEYS.values())
         await lender.keep(backend, keys)
         assert await lender.recall(backend, keys) == [label(key) for key in keys]
@@ -92,7 +92,7 @@ class WhatGoesInComesOut(Promises):
 
     @pytest.mark.parametrize("content", CONTENTS)
     async def test_any_bytes_come_back(self, backend: Backend, lender: Lender, content: str) -> None:
-        """A chunk's bytes are the tier's to keep, not to understand."""
+        """A chunk's bytes have no meaning to the tier."""
         block = (CONTENTS[content] * self.chunk_bytes)[: self.chunk_bytes]
         row = lender.rows(1)[0]
         row[:] = block
@@ -129,7 +129,7 @@ class Batches(Promises):
         await backend.delete([])
 
     async def test_outcomes_come_in_the_order_of_the_batch(self, backend: Backend, lender: Lender) -> None:
-        """Each place of a batch gets its own outcome, and each buffer its own chunk."""
+        """Each place of a batch gets its outcome and its chunk."""
         keys = keys_of(24)
         await lender.keep(backend, [key for index, key in enumerate(keys) if index % 3])
         shuffled = sorted(keys)  # By hash: an order that has nothing to do with the one they were stored in.
@@ -155,7 +155,7 @@ class Batches(Promises):
         assert await lender.recall(backend, batch) == [first, second, first, "ChunkMissing", "ChunkMissing", first]
 
     async def test_a_key_twice_in_a_store_leaves_one_whole_chunk(self, backend: Backend, lender: Lender) -> None:
-        """Of two chunks for one key in one batch one wins, and both places are answered."""
+        """One of two chunks wins, and both places are answered."""
         writes = [*lender.writes(keys_of(3), version=0), *lender.writes(keys_of(2), version=1)]
         assert list(await backend.store(writes)) == [None] * 5
         first, second, third = await lender.recall(backend, keys_of(3))
@@ -185,7 +185,7 @@ class Batches(Promises):
     async def test_a_key_that_a_tier_cannot_hold_costs_its_neighbours_nothing(
         self, backend: Backend, lender: Lender, unfit: str
     ) -> None:
-        """A tier may refuse a key, for that chunk alone: what it refused it does not have, what it took it has."""
+        """A tier may refuse a key, for that chunk alone. It holds exactly the chunks that it has not refused."""
         keys = [key_of(0), UNFIT_KEYS[unfit], key_of(1)]
         assert list(await backend.probe(keys)) == [False] * 3
         assert await lender.recall(backend, keys) == ["ChunkMissing"] * 3
@@ -217,7 +217,7 @@ class Batches(Promises):
     async def test_a_store_from_a_buffer_of_the_wrong_length_is_refused(
         self, backend: Backend, lender: Lender, excess_bytes: int
     ) -> None:
-        """A chunk that is not one row long is never stored, since no load could give it back; its neighbours are."""
+        """A chunk that is not one row long is never stored; its neighbours are."""
         wrong = Write(key_of(0), lender.rows(1, self.chunk_bytes + excess_bytes)[0])
         refused, outcome = await backend.store([wrong, *lender.writes([key_of(1)])])
         assert isinstance(refused, ChunkError)
@@ -238,16 +238,8 @@ class Batches(Promises):
 
 
 class Deleting(Promises):
-    async def test_what_was_deleted_is_missing(self, backend: Backend, lender: Lender) -> None:
-        """A deleted key answers as one that was never stored."""
-        keys = keys_of(4)
-        await lender.keep(backend, keys)
-        await backend.delete(keys)
-        assert await lender.recall(backend, keys) == ["ChunkMissing"] * 4
-        assert list(await backend.probe(keys)) == [False] * 4
-
     async def test_deleting_takes_nothing_else(self, backend: Backend, lender: Lender) -> None:
-        """Only the keys that were named go; the same hash in another group stays."""
+        """Only the given keys are deleted; the same hash in another group stays."""
         keys = [key_of(number, group) for number in range(3) for group in range(3)]
         await lender.keep(backend, keys)
         await backend.delete(keys[::2])
@@ -255,17 +247,19 @@ class Deleting(Promises):
         assert await lender.recall(backend, keys) == expected
 
     async def test_unknown_keys_are_ignored(self, backend: Backend, lender: Lender) -> None:
-        """Deleting a key that is not there is no error, alone or among others, and may be repeated."""
+        """Deleting an unknown key is no error, alone or among others, and may be repeated."""
         await backend.delete(keys_of(3))
         await lender.keep(backend, keys_of(2))
         for _ in range(2):
             await backend.delete([key_of(8), key_of(0), key_of(9)])
         assert await lender.recall(backend, keys_of(2)) == ["ChunkMissing", label(key_of(1))]
 
-    async def test_a_deleted_key_can_be_stored_again(self, backend: Backend, lender: Lender) -> None:
-        """Nothing remembers that a key was deleted."""
-        keys = keys_of(3)
+    async def test_a_deleted_key_is_missing_and_can_be_stored_again(self, backend: Backend, lender: Lender) -> None:
+        """A deleted key answers as one that was never stored. Nothing remembers it."""
+        keys = keys_of(4)
         for version in range(3):
             await lender.keep(backend, keys, version)
             assert await lender.recall(backend, keys) == [label(key, version) for key in keys]
             await backend.delete(keys)
+            assert await lender.recall(backend, keys) == ["ChunkMissing"] * 4
+            assert list(await backend.probe(keys)) == [False] * 4

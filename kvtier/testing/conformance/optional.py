@@ -1,7 +1,7 @@
-"""Optional protocols: what a tier promises that has a capacity, reports, measures, counts or describes itself."""
+"""Promises of the optional protocols, and of a tier with a capacity."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any, ClassVar, Literal
 
@@ -34,7 +34,7 @@ class BoundedConformance(Promises):
     room_chunks: ClassVar[int] = 16
 
     async def test_the_capacity_is_never_exceeded(self, small: Backend, lender: Lender) -> None:
-        """However much is stored, one after the other or at once, the tier stays within its capacity."""
+        """The tier stays within its capacity, whatever is stored, in order or concurrently."""
         for start in range(0, 8 * self.room_chunks, self.room_chunks // 2):
             batches = [keys_of(self.room_chunks // 4, start=1_000 * number + start) for number in range(3)]
             stores = [asyncio.create_task(small.store(lender.writes(batch))) for batch in batches]
@@ -46,7 +46,7 @@ class BoundedConformance(Promises):
         assert occupancy(small).chunks <= 2 * self.room_chunks
 
     async def test_the_newest_chunks_are_there(self, small: Backend, lender: Lender) -> None:
-        """A full tier makes room: a chunk that it says it has stored just now can be loaded."""
+        """A full tier makes room: a chunk that was just stored can be loaded."""
         for start in range(0, 4 * self.room_chunks, self.room_chunks // 4):
             keys = keys_of(self.room_chunks // 4, start)
             outcomes = await small.store(lender.writes(keys))
@@ -56,7 +56,7 @@ class BoundedConformance(Promises):
                 assert chunk == (label(key) if outcome is None else "ChunkMissing")
 
     async def test_a_batch_that_does_not_fit_is_stored_in_part(self, small: Backend, lender: Lender) -> None:
-        """Chunks without room are answered `NoSpace`, or were let go for later ones; nothing fails but they."""
+        """A chunk without room is `NoSpace`, or is evicted for a later one. Nothing else fails."""
         keys = keys_of(4 * self.room_chunks)
         outcomes = await small.store(lender.writes(keys))
         assert {type(outcome).__name__ for outcome in outcomes} <= {"NoneType", "NoSpace"}
@@ -65,7 +65,7 @@ class BoundedConformance(Promises):
         assert self.room_chunks // 2 <= len(keys) - told.count("ChunkMissing") <= 2 * self.room_chunks
 
     async def test_deleting_makes_room(self, small: Backend, lender: Lender) -> None:
-        """A chunk that was deleted leaves its room to others, for ever."""
+        """A deleted chunk leaves its room to others."""
         for round_number in range(6):
             keys = keys_of(self.room_chunks, start=1_000 * round_number)
             await lender.keep(small, keys)
@@ -74,7 +74,7 @@ class BoundedConformance(Promises):
         assert occupancy(small)[:2] == (0, 0)
 
     async def test_storing_again_takes_no_second_place(self, small: Backend, lender: Lender) -> None:
-        """A tier full of chunks takes new versions of them all without losing one."""
+        """A full tier takes new versions of all its chunks without losing one."""
         keys = keys_of(self.room_chunks)
         for version in range(4):
             for start in range(0, len(keys), 4):
@@ -82,7 +82,7 @@ class BoundedConformance(Promises):
         assert await lender.recall(small, keys) == [label(key, 3) for key in keys]
 
     async def test_what_went_for_room_is_reported(self, small: Backend, lender: Lender) -> None:
-        """A tier whose scan is complete reports all that goes unasked: what it still claims to hold it has."""
+        """A tier whose scan is complete reports every eviction."""
         if not isinstance(small, Inventory):
             return
         follower = Follower(small)
@@ -101,22 +101,19 @@ class BoundedConformance(Promises):
 
 
 class InventoryConformance(Promises):
-    """Needs no further fixture. What goes unasked, because room was needed, is `BoundedConformance`'s."""
+    """Needs no further fixture. `BoundedConformance` covers the report of evictions."""
 
     many_chunks: ClassVar[int] = INVENTORY_BATCH_KEYS + 1
-    """Number of chunks that are stored to see that a report comes in batches."""
+    """Chunks that are stored to prove that a report comes in batches."""
 
     async def test_what_is_there_is_reported_before_the_scan_is_done(self, backend: Backend, lender: Lender) -> None:
-        """Every chunk that is there at the start is `Added` before `ScanDone`, and nothing else is."""
+        """Every present chunk is `Added` before `ScanDone`, and nothing else. An empty tier is `ScanDone`, too."""
         keys = keys_of(20)
+        assert [type(event) for event in await _scan(_watch(backend))] == [ScanDone]
         await lender.keep(backend, keys)
         await backend.delete(keys[15:])
         events = await _scan(_watch(backend))
         assert _added(events) == set(keys[:15])
-
-    async def test_an_empty_tier_reports_that_the_scan_is_done(self, backend: Backend) -> None:
-        """`ScanDone` comes although there was nothing to report."""
-        assert [type(event) for event in await _scan(_watch(backend))] == [ScanDone]
 
     async def test_reports_come_in_batches(self, backend: Backend, lender: Lender) -> None:
         """No event has more than `INVENTORY_BATCH_KEYS` keys: one of them is a millisecond of an engine's step."""
@@ -157,7 +154,7 @@ class InventoryConformance(Promises):
         assert follower.held == set(keys)
 
     async def test_a_consumer_may_go_away(self, backend: Backend, lender: Lender) -> None:
-        """Cancelling whoever listens costs the tier nothing."""
+        """A cancelled consumer costs the tier nothing."""
         await lender.keep(backend, keys_of(3))
         follower = Follower(backend)
         await follower.until(lambda: follower.scanned)
@@ -169,12 +166,12 @@ class InventoryConformance(Promises):
 
 
 class Follower:
-    """Listens to a tier's report in a task of its own, and keeps what it heard."""
+    """Follows a tier's report in its own task, and keeps its events."""
 
     def __init__(self, backend: Backend) -> None:
         self.events: list[InventoryEvent] = []
         self.held: set[OffloadKey] = set()
-        """What was reported as added and not as removed since; whoever stores and deletes keeps it up to date."""
+        """Keys reported as added and not as removed since. The test adds its own stores and deletes."""
         self.scanned = self.complete = False
         self._heard = asyncio.Event()
         self.task = asyncio.create_task(self._follow(_watch(backend)))
@@ -192,7 +189,7 @@ class Follower:
             self._heard.set()
 
     async def until(self, true: Callable[[], bool]) -> None:
-        """Wait until something is true that the next events make so; a report that falls silent is a failure."""
+        """Wait until events make a condition true; fail if they stop before."""
         try:
             async with asyncio.timeout(PATIENCE_S):
                 while not true():
@@ -220,19 +217,16 @@ async def _scan(events: AsyncIterator[InventoryEvent]) -> list[InventoryEvent]:
 
 
 def _added(events: list[InventoryEvent]) -> set[OffloadKey]:
-    """Return all keys that were reported before the scan was done; nothing may have been taken back."""
+    """Return all keys reported before `ScanDone`, without any `Removed`."""
     assert not any(isinstance(event, Removed) for event in events)
     return {key for event in events if isinstance(event, Added) for key in event.keys}
 
 
 class MeasuredConformance(Promises):
-    async def test_an_empty_tier_holds_nothing(self, backend: Backend) -> None:
-        """No chunks use no bytes."""
-        assert occupancy(backend)[:2] == (0, 0)
-
     async def test_every_chunk_is_counted_once(self, backend: Backend, lender: Lender) -> None:
-        """Storing a key again takes no second place."""
+        """An empty tier has no chunks and uses no bytes. Storing a key again takes no second place."""
         keys = keys_of(10)
+        assert occupancy(backend)[:2] == (0, 0)
         await lender.keep(backend, keys)
         once = occupancy(backend)
         await lender.keep(backend, keys[:5], version=1)
@@ -241,7 +235,7 @@ class MeasuredConformance(Promises):
         assert occupancy(backend).used_bytes <= once.used_bytes * 2
 
     async def test_what_was_deleted_uses_nothing(self, backend: Backend, lender: Lender) -> None:
-        """Chunks give back what they took; deleting unknown keys gives back nothing."""
+        """A deleted chunk frees its bytes; an unknown key frees none."""
         keys = keys_of(10)
         await lender.keep(backend, keys)
         full = occupancy(backend)
@@ -262,7 +256,7 @@ class MeasuredConformance(Promises):
 
 
 def occupancy(backend: Backend) -> Occupancy:
-    """Ask how full a tier is, and check that the answer can be."""
+    """Return a tier's occupancy, which must be consistent."""
     assert isinstance(backend, Measured), f"{type(backend).__name__} has no occupancy()"
     answer = backend.occupancy()
     assert answer.chunks >= 0
@@ -270,53 +264,32 @@ def occupancy(backend: Backend) -> Occupancy:
     return answer
 
 
-class RankedConformance(Promises):
+class AdvisedConformance(Promises):
     """Needs the fixture `small`: an empty tier that evicts by recency and has room for about `room_chunks` chunks."""
 
     room_chunks: ClassVar[int] = 16
 
     async def test_a_request_that_is_over_leaves_its_head_newest(self, small: Backend, lender: Lender) -> None:
-        """Its chunks came one by one, the tail last; when others need their room, the tail goes first."""
+        """Its chunks came one by one, the tail last. When others need room, the tail is evicted first."""
         prefix = keys_of(self.room_chunks // 2)
         for key in prefix:
             await lender.keep(small, [key])
         advise(small, "rank", prefix)
-        newer = 1_000
-        while (run := list(await small.probe(prefix)).count(True)) == len(prefix):
-            await lender.keep(small, [key_of(newer)])
-            newer += 1
+        await until_some_go(small, lender, prefix)
+        run = list(await small.probe(prefix)).count(True)
         assert list(await small.probe(prefix)) == [True] * run + [False] * (len(prefix) - run)
 
     async def test_what_was_ranked_goes_after_what_was_not(self, small: Backend, lender: Lender) -> None:
-        """The primary served all of a prefix: in the tier it counts as used all the same."""
+        """A prefix that the primary served counts as used in the tier."""
         prefix, others = keys_of(4), keys_of(self.room_chunks // 4, start=100)
         await lender.keep(small, prefix)
         await lender.keep(small, others)
         advise(small, "rank", prefix)
-        newer = 1_000
-        while all(await small.probe(others)):
-            await lender.keep(small, [key_of(newer)])
-            newer += 1
+        await until_some_go(small, lender, others)
         assert all(await small.probe(prefix))
 
-    async def test_ranking_changes_nothing_that_is_there(self, small: Backend, lender: Lender) -> None:
-        """Unknown keys, and keys that come twice, are no matter."""
-        keys = keys_of(4)
-        await lender.keep(small, keys)
-        before = occupancy(small)
-        advise(small, "rank", [*keys, *keys_of(4, start=100), keys[0]])
-        advise(small, "rank", [])
-        assert occupancy(small) == before
-        assert await lender.recall(small, [*keys, key_of(100)]) == [*map(label, keys), "ChunkMissing"]
-
-
-class AdvisedConformance(Promises):
-    """Needs the fixture `small`, as `RankedConformance` does."""
-
-    room_chunks: ClassVar[int] = 16
-
     async def test_what_was_demoted_goes_first(self, small: Backend, lender: Lender) -> None:
-        """Also before what is older."""
+        """Even before older chunks."""
         older, newer = keys_of(4), keys_of(4, start=100)
         await lender.keep(small, older)
         await lender.keep(small, newer)
@@ -325,7 +298,7 @@ class AdvisedConformance(Promises):
         assert all(await small.probe(older))
 
     async def test_what_was_demoted_and_is_used_again_is_as_any_other(self, small: Backend, lender: Lender) -> None:
-        """It was said too early: a use takes it back."""
+        """A later use takes back the demotion."""
         older, newer = keys_of(4), keys_of(4, start=100)
         await lender.keep(small, older)
         await lender.keep(small, newer)
@@ -335,7 +308,7 @@ class AdvisedConformance(Promises):
         assert all(await small.probe(newer))
 
     async def test_of_a_session_that_is_over_goes_what_no_other_has_used(self, small: Backend, lender: Lender) -> None:
-        """The head that two sessions share stays with the one that goes on."""
+        """The head that two sessions share stays for the one that continues."""
         advise(small, "rank", keys_of(1, start=900), hint=Hint(class_="first"))  # A tier tracks sessions from now on.
         head, ended, other, older = keys_of(2), keys_of(2, start=100), keys_of(2, start=200), keys_of(2, start=300)
         await lender.keep(small, older)
@@ -349,23 +322,22 @@ class AdvisedConformance(Promises):
         assert all(await small.probe([*head, *other]))
 
     async def test_what_is_retained_stays_while_others_come(self, small: Backend, lender: Lender) -> None:
-        """However many: it is passed over when room is made."""
+        """Eviction passes over it."""
         keys = keys_of(3)
         await lender.keep(small, keys)
         advise(small, "retain", keys, seconds=3_600.0, priority=0)
-        for number in range(4 * self.room_chunks):
-            await lender.keep(small, [key_of(1_000 + number)])
+        await self.fill(small, lender)
         assert await lender.recall(small, keys) == [*map(label, keys)]
 
     async def test_what_was_retained_goes_when_its_time_is_over(self, small: Backend, lender: Lender) -> None:
-        """Nothing is kept for ever."""
+        """Retention has a limit."""
         keys = keys_of(3)
         await lender.keep(small, keys)
         advise(small, "retain", keys, seconds=0.001, priority=99)
         await until_some_go(small, lender, keys)
 
     async def test_a_store_finds_as_much_room_whatever_is_retained(self, small: Backend, lender: Lender) -> None:
-        """More than the share is not retained, and the newest chunks are there."""
+        """Chunks above the share are not retained, and the newest chunks are present."""
         keys = keys_of(self.room_chunks)
         await small.store(lender.writes(keys))
         advise(small, "retain", keys, seconds=3_600.0, priority=99)
@@ -377,29 +349,33 @@ class AdvisedConformance(Promises):
         assert list(await small.probe(keys)).count(True) <= self.room_chunks
 
     async def test_a_higher_priority_takes_the_place_of_a_lower_one(self, small: Backend, lender: Lender) -> None:
-        """Whoever came first: the share is for what matters most."""
+        """Independent of their order."""
         low, high = keys_of(self.room_chunks // 2), keys_of(3, start=100)
         await lender.keep(small, low)
         await lender.keep(small, high)
         advise(small, "retain", low, seconds=3_600.0, priority=1)
         advise(small, "retain", high, seconds=3_600.0, priority=2)
-        for number in range(4 * self.room_chunks):
-            await lender.keep(small, [key_of(1_000 + number)])
+        await self.fill(small, lender)
         assert all(await small.probe(high))
         assert not all(await small.probe(low))
 
     async def test_advice_changes_nothing_that_is_there(self, small: Backend, lender: Lender) -> None:
-        """Unknown keys, keys that come twice and no keys are no matter."""
+        """Unknown keys, repeated keys and no keys are harmless."""
         keys = keys_of(4)
         await lender.keep(small, keys)
         before = occupancy(small)
         strangers = keys_of(4, start=100)
         for some in ([*keys, *strangers, keys[0]], strangers, []):
+            advise(small, "rank", some)
             advise(small, "demote", some)
             advise(small, "retain", some, seconds=60.0, priority=5)
             advise(small, "rank", some, hint=Hint(over=True, returns_in_s=3.0))
         assert occupancy(small) == before
         assert await lender.recall(small, [*keys, key_of(100)]) == [*map(label, keys), "ChunkMissing"]
+
+    async def fill(self, small: Backend, lender: Lender) -> None:
+        for key in keys_of(4 * self.room_chunks, start=1_000):
+            await lender.keep(small, [key])
 
 
 def advise(tier: Backend, kind: Literal["rank", "demote", "retain"], keys: list[OffloadKey], **about: Any) -> None:
@@ -421,16 +397,20 @@ class CountedConformance(Promises):
     """Needs the fixture `provoke`: an async function without arguments that makes `backend` count something."""
 
     async def test_what_happens_is_counted(self, backend: Backend, provoke: Provoke) -> None:
-        """Each time it happens, a total rises."""
-        before = sum(counts(backend).values())
+        """Each event raises a total. A mapping that was returned never changes."""
+        assert isinstance(backend, Counted)
+        returned: Mapping[str, int] = {}
+        total = sum(counts(backend).values())
         for _ in range(2):
             await provoke()
-            after = sum(counts(backend).values())
-            assert after > before
-            before = after
+            returned = backend.counts()
+            assert sum(returned.values()) > total
+            total = sum(returned.values())
+        await provoke()
+        assert sum(returned.values()) == total
 
     async def test_a_total_never_falls(self, backend: Backend, lender: Lender, provoke: Provoke) -> None:
-        """Whatever is stored, loaded or deleted: whoever adds up differences would count backwards."""
+        """A consumer that adds up differences would count backwards."""
         keys = keys_of(4)
         for _ in range(3):
             before = counts(backend)
@@ -441,17 +421,8 @@ class CountedConformance(Promises):
             after = counts(backend)
             assert {name: after.get(name, 0) for name in before if after.get(name, 0) < before[name]} == {}
 
-    async def test_what_was_told_does_not_change(self, backend: Backend, provoke: Provoke) -> None:
-        """Totals are those of the moment when they were asked for."""
-        assert isinstance(backend, Counted)
-        await provoke()
-        told = backend.counts()
-        as_told = dict(told)
-        await provoke()
-        assert dict(told) == as_told
-
     async def test_counts_are_whole_numbers_by_words(self, backend: Backend, provoke: Provoke) -> None:
-        """A name is a word of a metric's label: letters, digits and underscores."""
+        """A name is the value of a metric's label: letters, digits and underscores."""
         await provoke()
         told = counts(backend)
         assert told
@@ -462,31 +433,22 @@ class CountedConformance(Promises):
 
 
 def counts(backend: Backend) -> dict[str, int]:
-    """Ask what a tier has counted."""
     assert isinstance(backend, Counted), f"{type(backend).__name__} has no counts()"
     return dict(backend.counts())
 
 
 class DescribedConformance(Promises):
-    async def test_a_description_is_a_few_words_on_one_line(self, backend: Backend) -> None:
-        """It is part of a line of the log."""
-        told = description(backend)
-        assert told
-        for words in (*told, *told.values()):
-            assert isinstance(words, str), words
-            assert words, told
-            assert words.isprintable(), words
-
-    async def test_a_description_stays_what_it_is(self, backend: Backend, lender: Lender) -> None:
-        """It says where and how chunks are kept, not which."""
-        before = list(description(backend).items())
+    async def test_a_description_is_one_line_and_stays_the_same(self, backend: Backend, lender: Lender) -> None:
+        """It is part of a log line. It says where and how chunks are kept, not which."""
+        words = description(backend)
+        assert words
+        assert all(isinstance(word, str) and word and word.isprintable() for word in (*words, *words.values())), words
         await lender.keep(backend, keys_of(4))
-        assert list(description(backend).items()) == before
+        assert list(description(backend).items()) == list(words.items())
         await backend.delete(keys_of(4))
-        assert list(description(backend).items()) == before
+        assert list(description(backend).items()) == list(words.items())
 
 
 def description(backend: Backend) -> dict[str, str]:
-    """Ask how a tier describes itself."""
     assert isinstance(backend, Described), f"{type(backend).__name__} has no description()"
     return dict(backend.description())

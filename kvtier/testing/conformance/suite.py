@@ -1,4 +1,4 @@
-"""The suites of whole tiers: what each promises, what lasts when it is closed, what another model does not see."""
+"""The suites of whole tiers: every tier's, a durable tier's, and a shared tier's."""
 
 from collections.abc import Awaitable, Callable
 
@@ -15,25 +15,19 @@ class BackendConformance(WhatGoesInComesOut, Batches, Deleting, Concurrency, Can
 
 
 class DurableBackendConformance(Promises):
-    """Needs the fixture `reopen`: close the tier that is open, if one is, open one over what it left, and return it.
+    """Needs the fixture `reopen`, which closes the open tier, if any, opens one over its storage, and returns it.
 
-    Its first call opens the first tier, so `backend` may be `await reopen()`.
+    The first call opens the first tier, so `backend` may be `await reopen()`.
     """
 
     async def test_chunks_outlive_the_tier(self, backend: Backend, reopen: Reopen, lender: Lender) -> None:
-        """What `store` answered None for is there when the tier is opened again, more than once."""
-        keys = keys_of(50)
+        """A stored chunk is present when the tier is opened again, more than once, under its exact key."""
+        keys = [*keys_of(50), *ODD_KEYS.values()]
         await lender.keep(backend, keys)
         for _ in range(2):
             backend = await reopen()
-            assert list(await backend.probe(keys)) == [True] * 50
+            assert list(await backend.probe(keys)) == [True] * len(keys)
             assert await lender.recall(backend, keys) == [label(key) for key in keys]
-
-    async def test_odd_keys_outlive_the_tier(self, backend: Backend, reopen: Reopen, lender: Lender) -> None:
-        """Names are read back as the keys that they were made of."""
-        keys = list(ODD_KEYS.values())
-        await lender.keep(backend, keys)
-        assert await lender.recall(await reopen(), keys) == [label(key) for key in keys]
 
     async def test_the_last_store_is_the_one_that_lasts(self, backend: Backend, reopen: Reopen, lender: Lender) -> None:
         """An older chunk never comes back."""
@@ -56,7 +50,7 @@ class DurableBackendConformance(Promises):
     async def test_a_store_cut_short_leaves_whole_chunks(
         self, backend: Backend, reopen: Reopen, lender: Lender
     ) -> None:
-        """Closing in the middle of a store leaves each chunk wholly or not at all."""
+        """Closing during a store leaves each chunk wholly or not at all."""
         keys = keys_of(32)
         store = await begun(backend.store(lender.writes(keys)))
         await backend.aclose(0)
@@ -79,7 +73,7 @@ class NamespacedConformance(Promises):
         assert await lender.recall(neighbour, keys) == [label(key, 1) for key in keys]
 
     async def test_deleting_stays_in_its_namespace(self, backend: Backend, neighbour: Backend, lender: Lender) -> None:
-        """Nobody deletes what is not theirs."""
+        """A tier deletes no chunk of another namespace."""
         keys = keys_of(4)
         await lender.keep(backend, keys)
         await neighbour.delete(keys)

@@ -1,4 +1,4 @@
-"""Wrappers: what a tier promises that stands around another tier."""
+"""Promises of a tier that wraps another tier."""
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Self
@@ -41,37 +41,29 @@ class WrapperConformance(Promises):
 
     @each_protocol
     async def test_a_wrapper_offers_what_it_wraps(self, wrap: Wrap, protocol: type[Any]) -> None:
-        """An engine asks the wrapper, and would go without what the inner tier offers."""
+        """An engine sees only the wrapper's protocols."""
         wrapper = wrap(inner_tier(protocol))
         assert isinstance(wrapper, protocol), f"{type(wrapper).__name__} forgets {protocol.__name__}"
 
     @each_protocol
     async def test_a_wrapper_offers_nothing_else(self, wrap: Wrap, protocol: type[Any]) -> None:
-        """What the inner tier cannot do, the wrapper does not claim to do."""
+        """A wrapper claims no protocol that its inner tier lacks."""
         wrapper = wrap(inner_tier(*(other for other in OPTIONAL if other is not protocol)))
-        assert not isinstance(wrapper, protocol), f"{type(wrapper).__name__} makes up {protocol.__name__}"
+        assert not isinstance(wrapper, protocol), f"{type(wrapper).__name__} claims {protocol.__name__}"
 
-    async def test_a_wrapper_says_what_its_inner_tier_says(self, wrap: Wrap) -> None:
-        """Occupancy, counts and the description are the inner tier's; the wrapper may add to what is counted."""
-        wrapper = wrap(inner_tier(*OPTIONAL))
+    async def test_a_wrapper_passes_on_reports_and_advice(self, wrap: Wrap) -> None:
+        """Occupancy, description, events and advice pass unchanged. The wrapper may add counters."""
+        inner = inner_tier(*OPTIONAL)
+        wrapper = wrap(inner)
         assert isinstance(wrapper, Measured)
         assert isinstance(wrapper, Counted)
         assert isinstance(wrapper, Described)
+        assert isinstance(wrapper, Inventory)
+        assert isinstance(wrapper, Advised)
         assert wrapper.occupancy() == OCCUPANCY
         assert COUNTS.items() <= wrapper.counts().items()
         assert DESCRIPTION.items() <= wrapper.description().items()
-
-    async def test_a_wrapper_passes_on_what_is_reported(self, wrap: Wrap) -> None:
-        """The caller receives the inner tier's events."""
-        wrapper = wrap(inner_tier(*OPTIONAL))
-        assert isinstance(wrapper, Inventory)
         assert [event async for event in wrapper.watch()] == [ScanDone(complete=True)]
-
-    async def test_a_wrapper_passes_on_advice(self, wrap: Wrap) -> None:
-        """The inner tier receives all advice, unchanged."""
-        inner = inner_tier(*OPTIONAL)
-        wrapper = wrap(inner)
-        assert isinstance(wrapper, Advised)
         given = [
             Advice("rank", keys_of(1)),
             Advice("rank", keys_of(1), Hint(over=True)),
@@ -84,7 +76,7 @@ class WrapperConformance(Promises):
 
     @pytest.mark.parametrize("durability", Durability, ids=lambda durability: durability.name)
     async def test_a_wrapper_promises_no_more_than_what_it_wraps(self, wrap: Wrap, durability: Durability) -> None:
-        """A chunk survives only what it survives in the inner tier."""
+        """A chunk is as durable as in the inner tier."""
         inner = inner_tier()
         inner.durability = durability
         levels = list(Durability)
@@ -97,7 +89,7 @@ DESCRIPTION: Mapping[str, str] = {"root": "/nowhere", "layout": "nothing"}
 
 
 class Nothing(Backend):
-    """A tier that holds nothing, for ever: what is around it is looked at."""
+    """A tier that is always empty, to test the wrapper around it."""
 
     durability = Durability.PROCESS
     options_type = msgspec.Struct
@@ -161,7 +153,7 @@ OFFERING: Mapping[type[Any], type[Nothing]] = {
 
 
 def inner_tier(*protocols: type[Any]) -> Nothing:
-    """Make a tier that offers these optional protocols and no others."""
+    """Return a tier with exactly these optional protocols."""
     bases = tuple(OFFERING[protocol] for protocol in protocols) or (Nothing,)
     tier: Nothing = type("Inner", bases, {})()
     return tier

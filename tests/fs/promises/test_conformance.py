@@ -19,7 +19,6 @@ from kvtier.testing.conformance import (
     Lender,
     MeasuredConformance,
     NamespacedConformance,
-    RankedConformance,
     key_of,
     tier_context,
 )
@@ -212,7 +211,7 @@ class TestFsWithinACapacity(Small, BoundedConformance):
 
 
 @pytest.mark.parametrize("laid_out", LAID_OUT, ids=lambda one: next(iter(one.values())))
-class TestFsByRecency(Small, RankedConformance, AdvisedConformance):
+class TestFsByRecency(Small, AdvisedConformance):
     """As it comes."""
 
 

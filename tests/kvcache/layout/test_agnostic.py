@@ -47,9 +47,9 @@ def test_heads_that_workers_share_out_may_be_read_at_any_size() -> None:
     ("layers", "parallel", "reason"),
     [
         ({"a": full(1)}, {"tp_size": 16}, "16 workers of 1 KV heads hold copies: there are 8"),
-        ({"a": full(8)}, {"pcp_size": 2}, "context parallelism shares out a block's tokens"),
-        ({"a": full(4)}, {"tp_size": 2, "dcp_size": 2}, "context parallelism shares out a block's tokens"),
-        ({"a": full(8)}, {"pp_size": 2}, "pipeline parallelism shares out a block's layers"),
+        ({"a": full(8)}, {"pcp_size": 2}, "context parallelism divides a block's tokens"),
+        ({"a": full(4)}, {"tp_size": 2, "dcp_size": 2}, "context parallelism divides a block's tokens"),
+        ({"a": full(8)}, {"pp_size": 2}, "pipeline parallelism divides a block's layers"),
         ({"a": full(8, per_token_head_scales=True)}, {}, "scales per token and head lie apart from the heads"),
         (
             {"a": full(8), "b": full(8, head_size=16)},
@@ -104,7 +104,7 @@ def test_certified_canonical_pages_may_be_read_at_any_size(family: Any, tp_size:
 
 
 def test_canonical_pages_with_states_in_them_are_not_certified() -> None:
-    assert canonical_refusal(qwen_3_next, tp_size=2) == "nobody has certified the canonical pages"
+    assert canonical_refusal(qwen_3_next, tp_size=2) == "the canonical pages are not certified"
 
 
 def test_names_change_with_what_specs_say_and_with_nothing_else() -> None:
