@@ -25,7 +25,7 @@ from kvtier.engine.steps import StepManager
 from kvtier.engine.tier import TierMatcher
 from kvtier.testing.virtual_time import VirtualTimeLoop
 from kvtier.tools.replay.study import measure
-from kvtier.tools.replay.traces import Request
+from kvtier.tools.replay.traces import TraceRequest
 from kvtier.tools.replay.workload import open_trace
 
 CHUNK_BYTES = 4_096
@@ -61,20 +61,20 @@ def described(rows: int, cascade: str = "none", *, runner: str = "inline", **tie
     return EngineConfig.from_dict(fields, where="the benchmark's")
 
 
-def keys_of(request: Request, rows: int) -> list[OffloadKey]:
+def keys_of(request: TraceRequest, rows: int) -> list[OffloadKey]:
     return [make_offload_key(block.to_bytes(8, "big")) for block in dict.fromkeys(request.hash_ids[:rows])]
 
 
 # In virtual time.
 
 
-def stored(requests: Iterable[Request], config: EngineConfig) -> Stores:
+def stored(requests: Iterable[TraceRequest], config: EngineConfig) -> Stores:
     """Replay requests at their times."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(_stored(requests, config))
 
 
-async def _stored(requests: Iterable[Request], config: EngineConfig) -> Stores:
+async def _stored(requests: Iterable[TraceRequest], config: EngineConfig) -> Stores:
     granted: dict[tuple[int, int], bool] = {}
     async with TieringOffloadingManager.open(config) as manager:
         async with asyncio.TaskGroup() as group:
@@ -160,7 +160,7 @@ class Calls:
         assert steps.drain()
 
 
-def measured(requests: Sequence[Request], rows: int, rounds: int) -> Iterator[tuple[str, Calls]]:
+def measured(requests: Sequence[TraceRequest], rows: int, rounds: int) -> Iterator[tuple[str, Calls]]:
     """Serve the requests on every side, each request on one after the other; what the first round took is forgotten."""
     sides = {side: Calls(described(rows, side, runner="process")) for side in SIDES}
     dice = random.Random(0)
@@ -184,7 +184,7 @@ def quantile(values: Sequence[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
-def print_calls(requests: Sequence[Request], rows: int, rounds: int) -> None:
+def print_calls(requests: Sequence[TraceRequest], rows: int, rounds: int) -> None:
     print(
         "| `cascade` | prepare_store p50 µs | p99 | to none p50 | p99 | whole step p50 µs | p99 | to none p50 | p99 |"
     )
@@ -199,7 +199,7 @@ def print_calls(requests: Sequence[Request], rows: int, rounds: int) -> None:
         print(f"| {side} | {' | '.join(row)} |", flush=True)
 
 
-def print_stores(requests: Sequence[Request], rows: int, speeds: Sequence[float]) -> None:
+def print_stores(requests: Sequence[TraceRequest], rows: int, speeds: Sequence[float]) -> None:
     without = stored(requests, described(rows))
     churn = without.chunks / without.seconds
     print(f"{rows:,} rows; {without.chunks:,} chunks stored in {without.seconds:,.0f} s without tiers")
