@@ -1,10 +1,10 @@
 """An LLM engine's KV cache, tiered over host memory, file systems and slower tiers: kvtier's names for its users.
 
-`kvtier.backend` has those for authors of tiers, `kvtier.errors` every error. Each name is imported when it is first
-used: `import kvtier` alone costs next to nothing, and loads neither a tier nor torch.
+`kvtier.backend` has the names for authors of tiers, `kvtier.errors` every error. Each name is imported on first use:
+`import kvtier` alone is fast, and loads neither a tier nor torch.
 """
 
-TYPE_CHECKING = False  # As type checkers know it by name; importing `typing` would take longer than all the rest.
+TYPE_CHECKING = False  # Type checkers know the name; importing `typing` would take longer than all the rest.
 if TYPE_CHECKING:
     from kvtier.backend import Group, Namespace, OffloadKey, make_offload_key
     from kvtier.config import EngineConfig, EngineLimits, TierConfig, TierLimits
@@ -60,7 +60,7 @@ _NAMES_BY_MODULE = {
     "kvtier.hints": "Hint",
 }
 
-if not TYPE_CHECKING:  # Type checkers would take every name for one that there is.
+if not TYPE_CHECKING:  # Type checkers would accept every name.
 
     def __getattr__(name: str) -> object:
         for module_name, names in _NAMES_BY_MODULE.items():

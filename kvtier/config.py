@@ -37,7 +37,7 @@ from kvtier.settings import (
 )
 from kvtier.settings.words import secret_in
 
-PRIMARY_NAME = "cpu"  # What the primary is called where tiers are told apart by name.
+PRIMARY_NAME = "cpu"  # The primary's name among those of tiers.
 ROWS_MAX = (1 << 32) - 1  # Row numbers travel between processes as 32-bit integers.
 CHUNKS_IN_FLIGHT_MAX = 1 << 24  # Some gigabytes of bookkeeping: a larger limit would be none.
 LOADS_IN_FLIGHT_MAX = 4_096  # Chunks of one tier. Bounds bookkeeping where chunks are small: a megabyte of it.
@@ -46,7 +46,7 @@ ACTION_CHUNKS_MAX = 1 << 16  # An action is one message to the runner, of 40 byt
 QUEUED_ACTIONS_MAX = 1 << 20  # Each is some kilobytes.
 EVENTS_MAX = 1 << 24  # A gigabyte.
 TOKENS_PER_S_MAX = 1e9  # Ten thousand times one GPU: a mistyped unit.
-PLACES = ("dp_rank", "engine_id")  # What `{…}` in a tier's paths may be, inside vLLM.
+PLACES = ("dp_rank", "engine_id")  # Names allowed as `{name}` in a tier's paths, inside vLLM.
 LATE_MARGIN_MAX = 100.0  # Times what computing takes: beyond it waiting has no bound worth the name.
 
 _PLACE = re.compile(r"\{[A-Za-z_]\w*\}")
@@ -63,7 +63,7 @@ Text = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class TierLimits(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The limits of one tier: what it may take of time, memory and patience."""
+    """The limits of one tier: time, memory and failures."""
 
     deadline_s: PositiveDuration = 30.0  # For a whole batch: 16 MiB at 1 MB/s take half of it. Later is a failure.
     load_bytes_in_flight: PositiveSize = 256 << 20  # A tenth of a second at 2.5 GB/s; more only adds latency.
@@ -71,28 +71,28 @@ class TierLimits(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True)
     store_chunks_in_flight: ChunksInFlight = 4_096  # Bounds bookkeeping where chunks are small: a megabyte of it.
     breaker_failures: Count = 5  # In a row. Fewer would open on a hiccup, more would wait for as many deadlines.
     breaker_cooldown_s: Duration = 5.0  # Until one call is let through to try: a restarted server takes seconds.
-    answer_ttl_s: PositiveDuration = 10.0  # Of a probe: others store and delete. Not 0: asking would never end.
+    answer_ttl_s: PositiveDuration = 10.0  # Of a probe: others store and delete. Not 0: probing would never end.
 
 
 class EngineLimits(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The limits of a kvtier engine: what it may take of the primary, and how long it waits."""
+    """The limits of a kvtier engine: shares of the primary, and how long it waits."""
 
-    cascade_share: Share = 0.5  # Of rows pinned by cascades; beyond it they are dropped, so slow tiers stop no store.
-    leaving_share: Share = 0.05  # Of rows that are free, or written for `cascade = "evict"`, ahead of demand.
-    lease_share: Share = 0.5  # Of rows leased to waiting requests; the rest can always be evicted for running ones.
-    retained_share: Part = 0.25  # Of the primary and of each tier, retained for hints; 0: none. The rest serves others.
+    cascade_share: Share = 0.5  # Rows pinned by cascades; further ones are dropped, so slow tiers stop no store.
+    leaving_share: Share = 0.05  # Rows kept free, or written for `cascade = "evict"`, ahead of demand.
+    lease_share: Share = 0.5  # Rows leased to waiting requests; the rest can always be evicted for running ones.
+    retained_share: Part = 0.25  # Chunks of the primary, and of each tier, retained for hints; 0: none.
     lease_s: Duration = 10.0  # A request that waits longer than this is not about to run.
     action_chunks: ActionChunks = 64  # In one call to a tier: enough to fill its lanes, few enough to free rows early.
     queued_actions: QueuedActions = 1_024  # Towards the runner: seconds of work. Beyond it a tier is not keeping up.
-    quarantine_share: Share = 0.1  # Of rows stuck in hung transfers; beyond it the runner's process is replaced.
+    quarantine_share: Share = 0.1  # Rows stuck in hung transfers; beyond it the runner's process is replaced.
     heartbeat_s: SlowDuration = 2.0  # The runner's loop answers in milliseconds; silence this long is a hang.
-    open_s: SlowDuration = 60.0  # For each tier to open: a mount that is away answers in no time at all, or never.
-    close_s: Duration = 10.0  # For closing and resetting: then what has not ended is left behind, and said so.
+    open_s: SlowDuration = 60.0  # For each tier to open: a mount that is away answers at once, or never.
+    close_s: Duration = 10.0  # For closing and resetting; later transfers are left behind, and logged.
     events: EventsKept = 65_536  # Kept until taken, the oldest dropped first: 4 MB of them.
 
 
 class TierConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One secondary tier, written flat: every key that is no field here is one of the backend's own options."""
+    """One secondary tier, written flat: every key without a field here is one of the backend's own options."""
 
     rest: ClassVar[str | None] = "options"
     meant: ClassVar[Mapping[str, str]] = {"backend": "'type'"}
@@ -101,15 +101,15 @@ class TierConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True)
     def known_rest(cls) -> Iterable[str]:
         """Return the options of every built-in type, for suggestions."""
         for type_name in BUILT_IN_TYPES:
-            with suppress(ConfigError):  # What it needs is not installed.
+            with suppress(ConfigError):  # A dependency is not installed.
                 yield from struct_fields(backend_class(type_name).options_type)
 
     type: Text  # As `kvtier.backend.backend_class` knows it.
     name: str = ""  # In metrics and messages; empty becomes "<index>:<type>".
     limits: TierLimits = TierLimits()
-    request_level: bool = False  # It gets all of a request's chunks, those that were present already, too.
+    request_level: bool = False  # Store all of a request's chunks, also those already present.
     cascade: Literal["store", "evict", "second_use"] = "store"  # When a chunk is written to it.
-    medium: Literal["CPU", "STORAGE"] | None = None  # For requests that choose their tiers; None matches any choice.
+    medium: Literal["CPU", "STORAGE"] | None = None  # For requests that choose tiers; None matches any choice.
     locality: Literal["LOCAL", "REMOTE"] | None = None
     options: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
     """Of builtin types, as they were given; `tier_options` decodes them."""
@@ -127,7 +127,7 @@ class EngineConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     }
 
     cpu_bytes_to_use: PositiveSize  # Memory of the primary, for all workers together.
-    chunk_bytes: PositiveSize  # What is stored under one key, of all workers together.
+    chunk_bytes: PositiveSize  # Stored under one key, of all workers together.
     eviction_policy: Text = "lru"
     secondary_tiers: tuple[TierConfig, ...] = ()
     runner: Literal["inline", "process"] | None = None  # None: inline where asyncio opens it, else a process.
@@ -138,7 +138,7 @@ class EngineConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     chunk_tokens: Count | None = None  # Tokens whose KV a chunk holds; None: as the namespace says.
     late_margin: LateMargin = 1.5  # Times what computing takes, a load may take; then the request computes after all.
 
-    if TYPE_CHECKING:  # A constructor reads text with a unit, as a file does; of that msgspec's fields cannot tell.
+    if TYPE_CHECKING:  # The constructor also reads text with a unit, which msgspec's field types do not show.
 
         def __init__(
             self,
@@ -180,7 +180,7 @@ class EngineConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             return config
 
     def __post_init__(self) -> None:
-        """Check what no field can check alone; name the tiers, and tell the namespace how long a row is."""
+        """Check rules between fields; name the tiers, and set the namespace's row length."""
         super().__post_init__()
         if not 1 <= self.rows <= ROWS_MAX:
             raise ConfigError(
@@ -214,12 +214,11 @@ class EngineConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     @property
     def tokens_per_chunk(self) -> int:
-        """The tokens whose KV a chunk holds."""
         return self.chunk_tokens or self.namespace.tokens_per_hash * self.namespace.blocks_per_chunk
 
     @property
     def rows(self) -> int:
-        """The number of rows that the primary has: as many as fit."""
+        """The number of rows that fit into the primary."""
         return self.cpu_bytes_to_use // self.row_bytes
 
 
@@ -273,10 +272,10 @@ def _paths(options: type[msgspec.Struct]) -> set[str]:
 
 
 def settled(config: EngineConfig, where: str = "") -> EngineConfig:
-    """Return the configuration with what tiers leave to others settled, for runners that start later.
+    """Return the configuration with the tiers' defaults filled in, for runners that start later.
 
-    Their `Path` options are absolute, and where no `locality` is given, it is the backend's own. Raises `ConfigError`
-    for whatever `tier_options` refuses, and for a runner in which a tier's client must not be.
+    `Path` options become absolute, and a missing `locality` the backend's own. Raises `ConfigError` as `tier_options`
+    does, and for a runner in which a tier's client must not run.
     """
     top = f"{where}." if where else ""
     tiers = enumerate(config.secondary_tiers)
@@ -298,7 +297,7 @@ def _settled(tier: TierConfig, index: int, runner: str | None, top: str) -> Tier
 
 
 def _check(config: EngineConfig, where: str = "") -> None:
-    """Raise `ConfigError` for a policy that does not exist, and for whatever `settled` refuses."""
+    """Raise `ConfigError` for an unknown policy, and as `settled` does."""
     try:
         require_policy(config.eviction_policy)
     except ConfigError as error:
@@ -353,7 +352,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _named(tiers: tuple[TierConfig, ...]) -> tuple[TierConfig, ...]:
-    """Give every tier a name of its own, in metrics, events and messages."""
+    """Give every tier a unique name."""
     named = tuple(tier if tier.name else replace(tier, name=f"{index}:{tier.type}") for index, tier in enumerate(tiers))
     names = [PRIMARY_NAME, *(tier.name for tier in named)]
     for index, tier in enumerate(named):

@@ -1,7 +1,7 @@
 """The errors that kvtier raises or returns, named by what the caller can do next.
 
-A `ChunkError` is both: a value in a batch's outcomes (one bad chunk does not cost its siblings) and an exception where
-one chunk was asked for alone.
+A `ChunkError` is a value in a batch's outcomes, so that one bad chunk does not cost its siblings. It is raised where a
+single chunk was asked for.
 
 Each kind has a remedy, the section of the page on troubleshooting that says what to do. A traceback ends with its
 address, as a note; `str(error)` does not have it.
@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from kvtier.remedies import Remedy
 
-CAUSES_MAX = 16  # Errors behind one another; a ring of them has no end.
+CAUSES_MAX = 16  # Chained errors; a ring of them has no end.
 MESSAGE_HEAD_MAX, MESSAGE_TAIL_MAX = 1_200, 600  # Characters: the path stands in front, the remedy at the end.
 
 
@@ -24,7 +24,7 @@ class KVTierError(Exception):
 
     @cached_property
     def __notes__(self) -> list[str]:  # type: ignore[override]
-        """What a traceback ends with; made when it is first looked at, for outcomes are made by the thousand."""
+        """The end of a traceback; made on first use, because outcomes are made by the thousand."""
         return [f"see {self.remedy}"]
 
 
@@ -34,7 +34,7 @@ class ConfigError(KVTierError):
     remedy = Remedy.CONFIGURATION
 
     def __init__(self, message: str) -> None:
-        super().__init__(one_line(message))  # It may quote anything.
+        super().__init__(one_line(message))
 
 
 class TraceError(KVTierError):
@@ -65,7 +65,7 @@ class RowsStillRead(KVTierError):
 
 
 class BackendError(KVTierError):
-    """A whole call of a tier failed: nothing is known of any of its chunks."""
+    """A whole call of a tier failed; the state of its chunks is unknown."""
 
     remedy = Remedy.UNAVAILABLE
 
@@ -95,7 +95,7 @@ class ChunkMissing(ChunkError):
 
 
 class ChunkCorrupt(ChunkError):
-    """Something else than was stored lies under this key in the tier: delete it, recompute."""
+    """The tier's bytes under this key are not those that were stored: delete it, recompute."""
 
     remedy = Remedy.CORRUPT
 
@@ -120,16 +120,16 @@ def one_line(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Return text with everything escaped that a terminal might obey, such as ESC, U+009B or a change of direction."""
+    """Return text with all control characters escaped, such as ESC, U+009B or a change of direction."""
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 def cause_of(error: BaseException) -> str:
-    """Return in one word what lies behind an error: an errno's name, or the class of an error that is not kvtier's.
+    """Return the cause of an error in one word: an errno's name, or the class of an error that is not kvtier's.
 
-    Empty if kvtier's own error is all there is: its kind travels without it.
+    Empty for kvtier's own errors: their kind travels without it.
     """
     word, link = "", error
     for _ in range(CAUSES_MAX):

@@ -1,7 +1,4 @@
-"""Remedies: where the page on troubleshooting says what to do about a warning or an error.
-
-Each is an anchor of that page, and there are few: one a cause. The address is put together when a message is shown.
-"""
+"""Remedies: the sections of the troubleshooting page, which warnings and errors link to, one for each cause."""
 
 from enum import Enum
 
@@ -11,7 +8,7 @@ PAGE = "https://github.com/kvtier/kvtier/blob/main/docs/how-to/troubleshooting.m
 class Remedy(Enum):
     """One section of the page; as text, its address."""
 
-    # It does not start, or not as it was meant to.
+    # The engine does not start, or not as configured.
     CONFIGURATION = "configuration-refused"
     OPENING = "tier-cannot-be-opened"
     OTHER_LAYOUT = "chunks-in-another-layout"

@@ -31,8 +31,8 @@ from kvtier.settings.words import (
     unwrapped,
 )
 
-DEPTH_MAX = 32  # Of lists and tables within each other; a tier's options need three.
-KEY_CHARACTERS_MAX = 64  # Of a field's name in a message.
+DEPTH_MAX = 32  # Nested lists and tables; a tier's options need three.
+KEY_CHARACTERS_MAX = 64  # In a field's name in a message.
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -45,24 +45,24 @@ class Checked(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """
 
     rest: ClassVar[str | None] = None
-    """Name of the field, a dict, that takes every key which is no field; None: such a key is a mistake."""
+    """Name of the field, a dict, that takes unknown keys; None: an unknown key is a mistake."""
 
     facts: ClassVar[frozenset[str]] = frozenset()
     """Fields that a program sets. In a file or a mapping they do not exist, and neither does `rest`."""
 
     meant: ClassVar[Mapping[str, str]] = {}
-    """Names that people write for fields: what a message suggests instead."""
+    """Names that people write for fields, and what a message suggests instead."""
 
     @classmethod
     def known_rest(cls) -> Iterable[str]:
-        """Return names of keys that `rest` may take, for suggestions. Called only for an error's message."""
+        """Return keys that `rest` may take, for suggestions in an error's message."""
         return ()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in self.__rich_repr__())})"
 
     def __rich_repr__(self) -> list[tuple[str, Any]]:
-        """Return the fields without secrets: of what others decode, such as a tier's options, the names alone."""
+        """Return the fields without secrets; of fields that others decode, such as a tier's options, only the names."""
         return [(field.name, self._shown(field)) for field in struct_fields(type(self)).values()]
 
     def _shown(self, field: FieldInfo) -> Any:
@@ -89,7 +89,7 @@ class _Verbatim(str):
 
 
 class _UnknownFieldError(ConfigError):
-    """A key that is no field: `decode` adds what may be meant by it."""
+    """An unknown key; `decode` adds a suggestion."""
 
     def __init__(self, path: str, key: str, known: Iterable[str], meant: str | None) -> None:
         super().__init__(f"{path}: no such field")
@@ -106,9 +106,9 @@ def decode(
 ) -> S:
     """Make a `cls` of a mapping, strictly: unknown fields, wrong types and values out of range are refused.
 
-    `where` is the path of the mapping itself, `""` for a whole configuration. `siblings` are valid keys beside it that
-    were decoded elsewhere. Messages name them. `places` returns the paths of all fields of the whole configuration,
-    where `cls` is a part of it: a message says where a misplaced field belongs.
+    `where` is the path of the mapping itself, `""` for a whole configuration. `siblings` are valid keys of the same
+    table that are decoded elsewhere. Messages name them. `places` returns the paths of all fields of the whole
+    configuration, where `cls` is a part of it: a message says where a misplaced field belongs.
 
     Raises `ConfigError("<path>: <what was given>, <what is> accepted")`. No message shows a secret.
     """
@@ -178,13 +178,13 @@ def _missing(cls: type[msgspec.Struct], field: FieldInfo, path: str, others: Ite
 
 
 def _meant(cls: type[msgspec.Struct], key: str) -> str | None:
-    """Return what a message suggests instead of the key, by the struct or one of its bases."""
+    """Return the suggestion for a key, from the struct or one of its bases."""
     bases = [base for base in cls.__mro__ if issubclass(base, Checked)]
     return next((base.meant[key] for base in bases if key in base.meant), None)
 
 
 def _value(kind: Any, given: Any, path: str) -> Any:
-    """Make a value of the annotation `kind`, or say at `path` what is wrong with it."""
+    """Return a value of the annotation `kind`. Raises `ConfigError` with its path."""
     bare, unit = unwrapped(kind)
     if get_origin(bare) in (Union, UnionType):
         return _one_of(bare, given, path)
@@ -197,12 +197,12 @@ def _value(kind: Any, given: Any, path: str) -> Any:
     try:
         value = unit.parse(given) if unit is not None and isinstance(given, str) else _elements(bare, given, path)
         return msgspec.convert(value, kind)
-    except ValueError:  # Of which msgspec's ValidationError is one. It may show the value.
+    except ValueError:  # Includes msgspec's ValidationError, which may show the value.
         raise ConfigError(_refusal(path, given, kind)) from None
 
 
 def _one_of(union: Any, given: Any, path: str) -> Any:
-    """Make a value of the first member that takes it."""
+    """Return a value of the first member that accepts it."""
     members = [member for member in get_args(union) if member is not NoneType]
     if given is None and len(members) < len(get_args(union)):
         return None
@@ -217,7 +217,7 @@ def _one_of(union: Any, given: Any, path: str) -> Any:
 
 
 def _elements(bare: Any, given: Any, path: str) -> Any:
-    """Make the elements of a list, a tuple or a dict one by one, so that a mistake in one of them has its own path."""
+    """Decode the elements of a list, a tuple or a dict one by one, so that a mistake in one has its own path."""
     origin, arguments = get_origin(bare), get_args(bare)
     if is_list(given) and (origin is list or (origin is tuple and arguments[1:] == (...,))):
         return [_value(arguments[0], element, f"{path}[{index}]") for index, element in enumerate(given)]
@@ -227,9 +227,9 @@ def _elements(bare: Any, given: Any, path: str) -> Any:
 
 
 def _plain(given: Any, path: str, depth: int = 0) -> Any:
-    """Make a value of builtin types that JSON and msgpack can carry to another process.
+    """Return a value of builtin types that JSON and msgpack can carry to another process.
 
-    Whose option it is, is not known here. It may be a secret: messages say what kind of value it is, and no more.
+    The value may be a secret, so messages tell only its kind.
     """
     if depth > DEPTH_MAX:
         raise ConfigError(f"{path}: nested too deeply; at most {DEPTH_MAX} lists and tables within each other accepted")
@@ -277,7 +277,7 @@ def _refusal(path: str, given: object, kind: Any) -> str:
 
 
 def _unknown(error: _UnknownFieldError, places: list[str]) -> str:
-    """Return the message for a field that does not exist: one of another place, name or spelling may be meant."""
+    """Return the message for an unknown field, with a field of another place, name or spelling as a suggestion."""
     key = error.key[:KEY_CHARACTERS_MAX]
     index = (re.findall(r"\[\d+\]", error.path) or ["[0]"])[-1]
     elsewhere = {place.replace("[]", index) for place in places if place.rpartition(".")[2] == key} - {error.path}

@@ -1,6 +1,6 @@
 """Plug-ins: classes by name, built in, named by an installed distribution, or written out as `module:Class`.
 
-A class is imported when it is first asked for: what a plug-in needs may not be installed.
+A class is imported on first use: its dependencies may not be installed.
 """
 
 import difflib
@@ -13,19 +13,19 @@ from kvtier.settings.words import quoted
 
 
 def known_names(built_in: Mapping[str, str], group: str) -> tuple[str, ...]:
-    """Return the names that stand for a class, sorted: the built-in ones and those of an entry-point group."""
+    """Return the known names, sorted: the built-in ones and those of an entry-point group."""
     return tuple(sorted({*built_in, *entry_points(group=group).names}))
 
 
 def find_class(
     kind: str, name: str, built_in: Mapping[str, str], group: str, meant: Mapping[str, str] | None = None
 ) -> object:
-    """Return what `name` stands for: a key of `built_in` (its value is `module:Class`), an entry point, `module:Class`.
+    """Return the object of a name: a key of `built_in` (its value is `module:Class`), an entry point, `module:Class`.
 
-    A built-in name always means the built-in class. `kind` is what messages call it, e.g. "policy". `meant` has other
-    names that people try, in small letters, and what messages suggest instead. Raises
-    `ConfigError` if there is none, or if its module or what that needs is not installed. Any other error comes out of
-    the module as it was raised: it is a bug there. The caller checks what kind of class it is.
+    A built-in name always means the built-in class. `kind` is its name in messages, e.g. "policy". `meant` has other
+    names that people try, in small letters, and what messages suggest instead. Raises `ConfigError` if there is none,
+    or if its module or a dependency is not installed. Any other error is a bug in the module, and passes through. The
+    caller checks the class.
     """
     return _imported(kind, name, _target(kind, name, built_in, group, meant or {}))
 

@@ -1,4 +1,4 @@
-"""Secrets: files and environment variables that options name. No message shows a name, for it may be the secret itself.
+"""Secrets: files and environment variables that options name. No message shows the name: it may be the secret itself.
 
 A file with a secret is for its reader alone, as for PostgreSQL and SSH. A file that root owns may also be read by its
 group: so does Kubernetes mount a Secret where a pod has an `fsGroup`, whatever `defaultMode` says.
@@ -10,8 +10,8 @@ from typing import BinaryIO
 
 from kvtier.errors import ConfigError
 
-OWNERS_OWN = 0o077  # What the group and others must not have of a file.
-ROOTS_OWN = 0o037  # The same where root is the owner: the group may read.
+OWNERS_OWN = 0o077  # Permission bits that group and others must not have.
+ROOTS_OWN = 0o037  # The same for a file of root, which the group may read.
 
 
 def open_secret(option: str, path: str) -> BinaryIO:

@@ -13,37 +13,20 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 SIZE_BYTES_MAX = 1 << 60  # 1 EiB. No tier is larger; a mistyped unit is.
-DURATION_S_MIN = 0.001  # What a timer keeps to; less is no wait at all.
-DURATION_S_MAX = 86_400.0  # A day. Nothing is waited for as long; the kernel takes no timeout of 25 days.
-SLOW_S_MIN = 0.1  # On a busy machine a healthy process or mount takes tens of milliseconds to answer.
+DURATION_S_MIN = 0.001  # The precision of a timer; less is no wait at all.
+DURATION_S_MAX = 86_400.0  # A day; longer waits are mistakes, and the kernel refuses a timeout of 25 days.
+SLOW_S_MIN = 0.1  # A healthy process or mount on a busy machine takes tens of milliseconds to answer.
 AGE_S_MAX = 10 * 365 * 86_400.0  # Ten years: no chunk is kept as long.
 
-_UNIT = "kvtier_unit"  # Key in `Meta.extra` under which an annotation says how its text is read.
-_HIDDEN = "kvtier_secret"  # Key in `Meta.extra` of options whose value no message shows; its value says what they take.
+_UNIT = "kvtier_unit"  # Key in `Meta.extra` of the `Unit` of an annotation.
+_HIDDEN = "kvtier_secret"  # Key in `Meta.extra` of options that no message shows; its value says what they accept.
 
+_POWERS = {letter: power for power, letter in enumerate("KMGTP", 1)}
 SIZE_UNITS: dict[str, Decimal] = {
     "B": Decimal(1),
-    "kB": Decimal("1e3"),
-    "KB": Decimal("1e3"),
-    "MB": Decimal("1e6"),
-    "GB": Decimal("1e9"),
-    "TB": Decimal("1e12"),
-    "PB": Decimal("1e15"),
-    "KiB": Decimal(1 << 10),
-    "MiB": Decimal(1 << 20),
-    "GiB": Decimal(1 << 30),
-    "TiB": Decimal(1 << 40),
-    "PiB": Decimal(1 << 50),
-    "Ki": Decimal(1 << 10),
-    "Mi": Decimal(1 << 20),
-    "Gi": Decimal(1 << 30),
-    "Ti": Decimal(1 << 40),
-    "Pi": Decimal(1 << 50),
-    "K": Decimal(1 << 10),
-    "M": Decimal(1 << 20),
-    "G": Decimal(1 << 30),
-    "T": Decimal(1 << 40),
-    "P": Decimal(1 << 50),
+    "kB": Decimal(1_000),
+    **{f"{letter}B": Decimal(1_000) ** power for letter, power in _POWERS.items()},
+    **{f"{letter}{end}": Decimal(1_024) ** power for end in ("iB", "i", "") for letter, power in _POWERS.items()},
 }
 _DURATION_UNITS: dict[str, Decimal] = {
     "us": Decimal("1e-6"),
@@ -100,7 +83,7 @@ class Unit(NamedTuple):
     words: Mapping[str, str] = {}
 
     def respelled(self, text: str) -> str | None:
-        """Return text with a unit as it was probably meant, such as `10GB` for `10gb`; None if that is not known."""
+        """Return text with the unit that was probably meant, such as `10GB` for `10gb`; None if unknown."""
         match = _ALMOST.fullmatch(text.strip())
         if match is None:
             return None
@@ -139,10 +122,10 @@ SlowDuration = Annotated[float, msgspec.Meta(ge=SLOW_S_MIN, le=DURATION_S_MAX, e
 """A `Duration` of at least a tenth of a second: how long a process or a mount may be silent."""
 
 Age = Annotated[float, msgspec.Meta(ge=DURATION_S_MIN, le=AGE_S_MAX, extra={_UNIT: _DURATION})]
-"""The time since something was: seconds, a millisecond to ten years, as `Duration` is written."""
+"""An age in seconds, a millisecond to ten years; written as a `Duration`."""
 
 Path = Annotated[str, msgspec.Meta(min_length=1, extra={_UNIT: _PATH})]
-"""A path in the file system, made absolute once: a process that changes its directory finds it again."""
+"""A path in the file system, made absolute once, so that it survives a change of directory."""
 
 SecretPath = Annotated[str, msgspec.Meta(min_length=1, extra={_UNIT: _PATH, _HIDDEN: "the path of a file with it"})]
 """A `Path` of a file with a secret. No message shows it: the commonest slip puts the secret itself there."""
@@ -157,11 +140,11 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
 """A number of things, at least one."""
 
 Index = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
-"""The number of one of several, from zero."""
+"""A number from zero."""
 
 
 def unit_of(meta: msgspec.Meta) -> Unit | None:
-    """Return how text is read for an annotation of this module; None for any other."""
+    """Return the unit of an annotation of this module; None for any other."""
     found = (meta.extra or {}).get(_UNIT)
     return found if isinstance(found, Unit) else None
 
@@ -185,7 +168,7 @@ def shown_age(age_s: float) -> str:
 
 
 def secret_of(meta: msgspec.Meta) -> str | None:
-    """Return in words what an option for a secret accepts; None for any other option."""
+    """Return the words for what an option for a secret accepts; None for any other option."""
     found = (meta.extra or {}).get(_HIDDEN)
     return found if isinstance(found, str) else None
 

@@ -10,12 +10,12 @@ import msgspec
 from kvtier.errors import escaped
 from kvtier.settings.units import Unit, parse_path, secret_of, unit_of
 
-SHOWN_CHARACTERS_MAX = 80  # Of a given value in a message: enough to find it, and it stays on the line.
+SHOWN_CHARACTERS_MAX = 80  # Of a value in a message: enough to find it, on one line.
 SHOWN_BITS_MAX = 256  # Longer integers are described: Python refuses to write out very long ones.
 
 
 def unwrapped(kind: Any) -> tuple[Any, Unit | None]:
-    """Take the annotation's metadata off, and return the unit that it names, if any."""
+    """Return an annotation without its metadata, and its unit, if any."""
     if get_origin(kind) is not Annotated:
         return kind, None
     bare, *metadata = get_args(kind)
@@ -24,7 +24,7 @@ def unwrapped(kind: Any) -> tuple[Any, Unit | None]:
 
 
 def names_a_path(kind: Any) -> bool:
-    """Say whether an annotation is `Path`, or takes it among others."""
+    """Return True if an annotation is `Path`, or a union with it."""
     bare, unit = unwrapped(kind)
     if unit is not None:
         return unit.parse is parse_path
@@ -32,7 +32,7 @@ def names_a_path(kind: Any) -> bool:
 
 
 def secret_in(kind: Any) -> str | None:
-    """Return in words what an annotation for a secret accepts; None if it may be shown."""
+    """Return the words for what an annotation for a secret accepts; None if it may be shown."""
     bare, *metadata = get_args(kind) if get_origin(kind) is Annotated else (kind,)
     found = next((words for meta in metadata if isinstance(meta, msgspec.Meta) and (words := secret_of(meta))), None)
     if found is None and get_origin(bare) in (Union, UnionType):
@@ -65,7 +65,7 @@ def is_list(given: object) -> TypeGuard[Sequence[Any]]:
 
 
 def shown(given: object) -> str:
-    """Say in words what was given: itself if it is short, what it is if not."""
+    """Return a value in words: itself if it is short, otherwise its kind."""
     if is_table(given):
         return "a table"
     if is_list(given):
@@ -93,7 +93,7 @@ def without_login(text: str) -> str:
 
 
 def sort_of(given: object) -> str:
-    """Say in words what kind of value was given, and nothing of the value."""
+    """Return the kind of a value in words, and nothing of the value."""
     if is_table(given) or is_list(given) or isinstance(given, bool | NoneType):
         return shown(given)
     if isinstance(given, str):
@@ -102,7 +102,7 @@ def sort_of(given: object) -> str:
 
 
 def accepted(kind: Any) -> str:
-    """Say in words what an annotation takes."""
+    """Return the words for what an annotation accepts."""
     bare, unit = unwrapped(kind)
     origin, arguments = get_origin(bare), get_args(bare)
     if unit is not None:
@@ -122,7 +122,7 @@ def accepted(kind: Any) -> str:
 
 
 def _bounds(kind: Any) -> str:
-    """Say between which limits an annotated number, text or list must lie."""
+    """Return the bounds of an annotated number, text or list in words."""
     metas = [meta for meta in get_args(kind)[1:] if isinstance(meta, msgspec.Meta)]
     words = {
         "ge": "at least",

@@ -1,6 +1,6 @@
-"""The `kvtier` command's outermost frame: how it ends, whatever happens in it.
+"""The entry point of the `kvtier` command: its exit status and its last line on stderr, whatever happens.
 
-Next to nothing is imported before Ctrl-C is heard: typer and the command's own modules take a third of a second.
+Ctrl-C is handled before typer and the command's modules are imported, which takes a third of a second.
 """
 
 import io
@@ -9,14 +9,14 @@ import sys
 
 from kvtier.tools import statuses
 
-TYPE_CHECKING = False  # As type checkers know it by name: see `kvtier/__init__.py`.
+TYPE_CHECKING = False  # Type checkers know the name: see `kvtier/__init__.py`.
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import NoReturn
 
 
 def main(args: "Sequence[str] | None" = None) -> "NoReturn":
-    """Run a command and exit. The status says how it ended, and one line on stderr why, if not well."""
+    """Run a command and exit with its status; for a failure, one line on stderr gives the reason."""
     try:
         status = _run(list(sys.argv[1:] if args is None else args))
     except KeyboardInterrupt:
@@ -38,7 +38,7 @@ def _run(args: "list[str]") -> int:
     except BrokenPipeError:
         return _ended(statuses.UNREAD)
     except SystemExit as end:
-        if not isinstance(end.__context__, BrokenPipeError):  # Rich's way to say so.
+        if not isinstance(end.__context__, BrokenPipeError):  # Rich exits on a broken pipe.
             raise
         return _ended(statuses.UNREAD)
     except OSError as error:
@@ -46,14 +46,14 @@ def _run(args: "list[str]") -> int:
         return _ended(statuses.FAILED, error.strerror or str(error), where)
     except MemoryError as error:
         return _ended(statuses.FAILED, f"there is not enough memory for this{f' ({error})' if str(error) else ''}")
-    except Exception as error:  # noqa: BLE001  # Python's own status for it, 1, would say that a byte was wrong.
+    except Exception as error:  # noqa: BLE001  # Python's own status, 1, would mean bad data.
         sys.excepthook(type(error), error, error.__traceback__)
         return _ended(statuses.FAULT, "this is a fault of kvtier's own; please report it with the lines above")
     return status
 
 
 def _prepare_output() -> None:
-    """Have what the terminal cannot show escaped, and what was closed lead nowhere."""
+    """Escape characters that the terminal lacks, and replace closed outputs by the null device."""
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # It stays open to the end.
     if sys.stderr is None:
@@ -64,7 +64,7 @@ def _prepare_output() -> None:
 
 
 def _ended(status: int, why: str = "", where: "str | None" = None) -> int:
-    """Say why, if there is anybody to hear it."""
+    """Write the reason to stderr if it can be written; return the status."""
     if not _give_up_output() and where is None:
         where = "stdout"
     if why:
@@ -79,7 +79,7 @@ def _ended(status: int, why: str = "", where: "str | None" = None) -> int:
 
 
 def _give_up_output() -> bool:
-    """Have the interpreter's end not try again what could not be written; say whether all was."""
+    """Flush stdout; return False if that fails. The interpreter's exit then does not try again."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -384,7 +384,7 @@ main()
 
 
 @pytest.mark.usefixtures("outside")
-def test_without_torch_the_self_test_says_what_to_do() -> None:
+def test_without_torch_the_self_test_names_the_remedy() -> None:
     status, out, err = ended("selftest", program=WITHOUT_TORCH)
     assert (status, out) == (2, "")
     assert err.startswith("kvtier: torch cannot be loaded")

@@ -134,13 +134,6 @@ def test_the_model_is_shown_under_the_table(
     assert "load 1.4 GB/s, store 800.0 MB/s, latency 0.1 ms, concurrency 256, cascade second_use" in shown
 
 
-def test_a_small_saving_is_not_shown_as_nothing(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--memory", "1600KiB", "--disk", "0", "--prefill-tokens-per-s", "1000000")
-    (cell,) = sized(trace, tmp_path, *options)["sizes"]
-    assert cell["gpu_seconds_saved"] == pytest.approx(0.4096)
-    assert "0.41" in capsys.readouterr().out.splitlines()[4].split()
-
-
 def test_a_slow_disk_is_loaded_from_only_if_that_is_faster_unless_always_asked_for(
     trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -195,16 +188,6 @@ def test_the_hints_of_a_trace_reach_the_engine_and_the_disk_is_named_disk(trace:
     write_trace(hinted, [replace(each, hint=Hint(no_store=("disk",))) for each in Trace(trace)])
     (cell,) = sized(hinted, tmp_path, "--memory", "400KiB", "--disk", "4MiB")["sizes"]
     assert (cell["written_bytes_per_day"], cell["hits"]["disk"]) == (0, 0)
-
-
-def test_sizes_have_the_hit_ratios_of_the_other_commands(trace: str, tmp_path: Path) -> None:
-    """In this trace, no request arrives before the one before it has been served."""
-    cells = sized(trace, tmp_path, "--memory", "1200KiB", "--disk", "0")["sizes"]
-    ratios = reported(tmp_path, "policies", trace, "--policies", "lru", "--sizes", "0.75")["lru"]
-    config = tmp_path / "engine.toml"
-    config.write_text('cpu_bytes_to_use = "1200KiB"\nchunk_bytes = "4KiB"\n')
-    simulated = reported(tmp_path, "simulate", trace, "--config", config, "--gpu-cache-tokens", "0")
-    assert cells[0]["hit_ratio"] == ratios["0.75"] == simulated["hit_ratio"]
 
 
 @pytest.mark.usefixtures("outside")

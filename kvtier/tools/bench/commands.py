@@ -128,6 +128,7 @@ def _of_layout(directory: str, layout: str, size_bytes: int, chunk_bytes: int) -
 def scratch_in(directory: str, stack: ExitStack) -> str:
     """Return a temporary directory in this one, removed however the process ends. Raises `ConfigError`."""
     try:
+        os.stat(directory)  # mkdtemp takes an empty name for the default directory.
         return stack.enter_context(Scratch(directory, ".kvtier-bench-")).path
     except OSError as error:
         raise ConfigError(f"{directory}: {error.strerror}; a directory that can be written to accepted") from error

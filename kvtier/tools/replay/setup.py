@@ -17,8 +17,6 @@ PRIMARY_ROWS_MIN = 512  # A short trace's primary: 8 MiB.
 STORE_CHUNKS = 256  # Keeps the lanes busy. Waiting stores pin rows: more would cost hits in the primary.
 FOOTER_BYTES = 4_096  # Of each chunk of an fs tier.
 FOLDER_BYTES = 4_096
-SEGMENT_BYTES_MIN, SEGMENT_BYTES_MAX = 16 << 20, 8 << 30  # The fs tier's segments grow between these sizes.
-SYNCED_SEGMENT_BYTES_MAX = 64 << 20  # With fsync.
 
 
 def default_config(extent: Extent, concurrency: int) -> EngineConfig:
@@ -80,11 +78,12 @@ def rooted(config: EngineConfig, directory: str, *, override: bool) -> EngineCon
 
 def check_room(config: EngineConfig, extent: Extent, directory: str) -> None:
     """Raise `ConfigError` if the trace's chunks would fill the disk of a temporary directory."""
-    needed = sum(
-        taken_bytes(fs_options(tier, f"secondary_tiers[{index}]"), config.row_bytes, extent.unique_blocks)
-        for index, tier in enumerate(config.secondary_tiers)
-        if _is_fs(tier) and "root" not in tier.options
-    )
+    needed = 0
+    for index, tier in enumerate(config.secondary_tiers):
+        if _is_fs(tier) and "root" not in tier.options:
+            options = fs_options(tier, f"secondary_tiers[{index}]")
+            taken = extent.unique_blocks * chunk_bytes_on_disk(options, config.row_bytes)
+            needed += taken if options.capacity_bytes is None else min(taken, options.capacity_bytes)
     free = disk_usage(directory).free
     if needed > free:
         raise ConfigError(
@@ -96,20 +95,6 @@ def check_room(config: EngineConfig, extent: Extent, directory: str) -> None:
 def fs_options(tier: TierConfig, where: str) -> Any:
     """Decode an fs tier's own options; its root may be missing. Raises `ConfigError`."""
     return tier_options(replace(tier, options={"root": "missing", **tier.options}), where)
-
-
-def taken_bytes(options: Any, row_bytes: int, chunks: int) -> int:
-    """Return the approximate size of `chunks` chunks on disk: at most the tier's capacity.
-
-    A segment is allocated whole, as large as all before it, up to a limit.
-    """
-    taken: int = chunks * chunk_bytes_on_disk(options, row_bytes)
-    if options.layout == "segments":
-        most = SYNCED_SEGMENT_BYTES_MAX if options.fsync else SEGMENT_BYTES_MAX
-        doubled = SEGMENT_BYTES_MIN << (-(-taken // SEGMENT_BYTES_MIN) - 1).bit_length()
-        taken = doubled if doubled <= 2 * most else -(-taken // most) * most
-    capacity_bytes: int | None = options.capacity_bytes
-    return taken if capacity_bytes is None else min(taken, capacity_bytes)
 
 
 def chunk_bytes_on_disk(options: Any, row_bytes: int) -> int:

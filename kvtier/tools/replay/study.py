@@ -1,10 +1,9 @@
-"""Hit ratios of eviction policies over a trace, cache size by cache size: no engine, no bytes, no time.
+"""Hit ratios of eviction policies over a trace, for one cache: no engine, no bytes, no time.
 
-The model: a request's hits are its longest resident leading run. Then all of its blocks, or as many as the cache holds,
-are used and stored: room is made first, never at the cost of a block of the request itself; what is there is touched
-and what is missing inserted, tail first. Then its hint is heard. Nothing takes time, but what hints retain has its time
-by the trace's clock; the cache starts cold. The classes that decide are the engine's own, so an engine with a primary
-alone has exactly these hits, request by request.
+A request's hits are its longest resident leading run. Then all of its blocks are stored, or as many as the cache holds:
+blocks of other requests are evicted first, resident blocks are touched and missing ones inserted, tail first. Its hint
+applies last. Retentions expire by the trace's clock, and the cache starts cold. The classes that decide are the
+engine's own, so an engine with a primary alone has exactly these hits, request by request.
 """
 
 from array import array
@@ -23,12 +22,12 @@ from kvtier.tools.outputs import counted
 from kvtier.tools.replay.traces import BLOCK_TOKENS, Request
 
 OPT = "opt"
-RETAINED_SHARE = EngineLimits().retained_share  # Of the cache, at most, as an engine has it that is not told otherwise.
-_NEVER = 0  # As a next use: the first reference is nobody's.
-_STALE_MIN = 65_536  # Fewer outdated entries than this are not worth a new heap.
+RETAINED_SHARE = EngineLimits().retained_share  # Of the cache, at most: the engine's default.
+_NEVER = 0  # No next use: the first reference is not the next use of any.
+_STALE_MIN = 65_536  # Outdated entries; fewer are not worth a new heap.
 
 Simulation = Callable[[Iterable[Request], int], Iterator[int]]
-"""From requests and a cache's capacity in blocks to each request's hits."""
+"""Maps requests and a cache's capacity in blocks to the hits of each request."""
 
 
 class Extent(NamedTuple):
@@ -42,24 +41,24 @@ class Extent(NamedTuple):
 
     @property
     def longest(self) -> int:
-        """The blocks of the longest request."""
+        """Blocks of the longest request."""
         return max(self.lengths, default=0)
 
     def longer(self, capacity: int) -> int:
-        """Return how many requests have more blocks than this capacity."""
+        """Return the number of requests with more blocks than this capacity."""
         return sum(requests for blocks, requests in self.lengths.items() if blocks > capacity)
 
     def capacity(self, share: float) -> int:
-        """Return the size of a cache that holds this share of the unique blocks: rounded, at least one."""
+        """Return this share of the unique blocks, rounded, at least one."""
         return max(1, round(share * self.unique_blocks))
 
     def hit_ratio(self, hits: int) -> float:
-        """Return which part of the references these hits are; 0 if there are none."""
+        """Return the hits as a share of the references; 0 without references."""
         return hits / self.block_references if self.block_references else 0.0
 
 
 def measure(requests: Iterable[Request]) -> Extent:
-    """Read all requests once and count what is in them."""
+    """Read all requests once, and count them and their blocks."""
     seen: set[int] = set()
     lengths: Counter[int] = Counter()
     best_hits = 0
@@ -72,7 +71,7 @@ def measure(requests: Iterable[Request]) -> Extent:
 
 
 def too_long(extent: Extent, capacity: int, of: str) -> list[str]:
-    """Say how many requests are longer than a cache: only their leading blocks can be stored or found."""
+    """Return a warning if requests are longer than a cache: only their leading blocks can be stored or found."""
     longer = extent.longer(capacity)
     if not longer:
         return []
@@ -83,9 +82,9 @@ def too_long(extent: Extent, capacity: int, of: str) -> list[str]:
 
 
 def simulation(name: str, block_tokens: int = BLOCK_TOKENS) -> Simulation:
-    """Return how a policy is simulated: `opt`, or what `policy_class` knows. Raises `ConfigError` for anything else.
+    """Return the simulation of a policy: `opt`, or one that `policy_class` knows. Raises `ConfigError` for another.
 
-    `block_tokens`: of the trace, because hints count in tokens.
+    Hints count in tokens, so the trace's `block_tokens` matter.
     """
     if name == OPT:
         return opt_hits
@@ -98,7 +97,7 @@ def simulation(name: str, block_tokens: int = BLOCK_TOKENS) -> Simulation:
 
 
 class Cache:
-    """One cache under a policy that was made for its `capacity` blocks and is still empty."""
+    """One cache under an empty policy of the same `capacity`."""
 
     def __init__(self, policy: Policy[int], capacity: int, block_tokens: int = BLOCK_TOKENS) -> None:
         self._order: Policy[int] | HintedOrder[int] = policy
@@ -108,17 +107,17 @@ class Cache:
         self._resident: set[int] = set()
 
     def leading_run(self, blocks: tuple[int, ...]) -> int:
-        """Return how many blocks from the first on are resident."""
+        """Return the number of leading blocks that are resident."""
         return _leading_run(blocks, self._resident)
 
     def use(self, blocks: tuple[int, ...], hint: Hint | None = None, now_s: float = 0.0) -> None:
-        """Use and store a request's blocks, or as many as there is room for, and do what its hint says."""
+        """Store a request's blocks, up to the capacity, and apply its hint."""
         if hint is not None and self._hinted is None:
             self._order = self._hinted = HintedOrder(self._order, int(RETAINED_SHARE * self._capacity))
         resident = self._resident
         used = blocks[: self._capacity]
         offered = frozenset(used)
-        if len(offered) < len(used):  # Prefix-chained blocks cannot come twice, but not every trace is well made.
+        if len(offered) < len(used):  # Prefix-chained blocks are distinct, but not every trace is well formed.
             used = tuple(dict.fromkeys(used))
         missing = list(filterfalse(resident.__contains__, used))
         present = list(filter(resident.__contains__, used)) if missing else used
@@ -136,7 +135,7 @@ class Cache:
             retained.expire(now_s)
             retained.let_go(max(0, excess + len(retained) - len(self._resident)))
         victims = self._order.evict(excess, offered.__contains__, missing)
-        assert victims is not None  # At most `capacity` blocks are offered, and all others may go.
+        assert victims is not None  # At most `capacity` blocks are offered; all others may be evicted.
         self._resident.difference_update(victims)
 
     def _end(self, used: Sequence[int], hint: Hint | None, now_s: float) -> None:
@@ -151,7 +150,7 @@ class Cache:
 
 
 def leading(used: Sequence[int], hint: Hint, block_tokens: int) -> Sequence[int]:
-    """Return the leading part of a request's blocks that its hint says is to be retained."""
+    """Return the leading blocks that a hint retains."""
     return used if hint.tokens is None else used[: -(-hint.tokens // block_tokens)]
 
 
@@ -163,13 +162,13 @@ def policy_hits(
     *,
     block_tokens: int = BLOCK_TOKENS,
 ) -> Iterator[int]:
-    """Give each request's hits under a policy that was made for `capacity` blocks and is still empty.
+    """Yield the hits of each request under an empty policy for `capacity` blocks.
 
-    `hints`: what is said of each request, in place of the trace's own hints.
+    `hints`, one for each request, replace those of the trace.
     """
     cache = Cache(policy, capacity, block_tokens)
-    told = repeat(None) if hints is None else hints
-    for request, hint in zip(requests, told, strict=False):
+    given = repeat(None) if hints is None else hints
+    for request, hint in zip(requests, given, strict=False):
         yield cache.leading_run(request.hash_ids)
         cache.use(request.hash_ids, request.hint if hints is None else hint, request.timestamp_ms / 1_000)
 
@@ -179,13 +178,13 @@ def _simulate(cls: type[Policy[Any]], block_tokens: int, requests: Iterable[Requ
 
 
 def opt_hits(requests: Iterable[Request], capacity: int) -> Iterator[int]:
-    """Give each request's hits in a cache of `capacity` blocks that knows the future: Belady's OPT with bypass.
+    """Yield the hits of each request in a cache of `capacity` blocks that knows the future: Belady's OPT with bypass.
 
-    After each request it keeps, of what was resident and what the request used, the blocks with the nearest next use; a
-    block need not be kept at all (bypass). A next use is an index among all references of the trace; so of two blocks
-    that the same request uses next, the head is kept. Takes 8 bytes of memory a reference, and time that grows with the
-    logarithm of the capacity. For studies only, so it is no `Policy`. Belady, "A study of replacement algorithms for a
-    virtual-storage computer", IBM Systems Journal 5(2), 1966.
+    After each request it keeps the blocks with the nearest next use, among the resident ones and the request's own; a
+    block need not be kept at all (bypass). A next use is an index among all references of the trace: of two blocks that
+    the same request uses next, the head is kept. Takes 8 bytes of memory a reference, and time that grows with the
+    logarithm of the capacity. It needs the future, so it is not a `Policy`. Belady, "A study of replacement algorithms
+    for a virtual-storage computer", IBM Systems Journal 5(2), 1966.
     """
     references, lengths = _flattened(requests)
     next_uses = _next_uses(references)
@@ -214,7 +213,7 @@ def opt_hits(requests: Iterable[Request], capacity: int) -> Iterator[int]:
 
 
 def _flattened(requests: Iterable[Request]) -> "tuple[array[int], list[int]]":
-    """Return all references in order, with blocks numbered from 0, and how many each request has."""
+    """Return all references in order, with blocks numbered from 0, and the number of references of each request."""
     numbers: dict[int, int] = {}
     references = array("I")
     lengths: list[int] = []
@@ -235,5 +234,4 @@ def _next_uses(references: "array[int]") -> "array[int]":
 
 
 def _leading_run(blocks: Iterable[int], resident: Container[int]) -> int:
-    """Return how many blocks from the first on are resident."""
     return len(list(takewhile(resident.__contains__, blocks)))

@@ -1,15 +1,14 @@
 """Traces of LLM requests in Mooncake's format: one JSON object a line, plain or in gzip or zstd.
 
-A file is read as a stream, anew for each pass: parsing 11 million block references takes a third of a second, keeping
-them as objects half a gigabyte. What a file is compressed with is seen from its first bytes, not from its name.
+A file is read as a stream, once for each pass: parsing 11 million block references takes a third of a second, keeping
+them as objects takes half a gigabyte. The compression is recognised by the first bytes, not by the file's name.
 
 The format is that of the traces in https://github.com/kvcache-ai/Mooncake, "FAST25-release", optionally preceded by one
 line `{"meta": {...}}`.
 
-Each reader checks what it reads: a wrong file parses as well, and gives figures, too. A chained id stands for its block
-after all blocks before it, so it always follows the same id. Ids of each block's own content do not: such a trace
-promises hits that no engine can have, since a block's KV depends on what precedes it. The lengths must be those of so
-many blocks, and the times not those of a thousand times the load.
+A wrong file parses as well and gives figures, so each reader checks for three faults. A chained id stands for its block
+after all blocks before it, so it always follows the same id; ids of each block's own content promise hits that no
+engine can have. The lengths must fit the number of ids. The times must not be seconds.
 """
 
 import codecs
@@ -35,16 +34,16 @@ from kvtier.remedies import Remedy
 from kvtier.settings import foreign
 from kvtier.tools.outputs import replacing
 
-BLOCK_TOKENS = 512  # Mooncake's own; a trace with another size says so in its meta line.
-HINT = "kvtier"  # Under this name a line has its hint, as a request to vLLM has.
-LINE_BYTES_MAX = 16 << 20  # A prompt of a million tokens takes 1.3 MB; a file with longer lines is no trace.
-_READ_BYTES = 64 << 10  # Of the file at once; a compressed trace becomes about 50 times as long.
+BLOCK_TOKENS = 512  # Mooncake's own; another size is in the meta line.
+HINT = "kvtier"  # The field of a line with its hint, as of a request to vLLM.
+LINE_BYTES_MAX = 16 << 20  # A prompt of a million tokens takes 1.3 MB; a file with longer lines is not a trace.
+_READ_BYTES = 64 << 10  # Of the file at once; decompressed, a trace is about 50 times as long.
 
 _NOT_NEGATIVE = msgspec.Meta(ge=0)
 _EXAMPLE = '{"timestamp": 0, "input_length": 1030, "output_length": 52, "hash_ids": [0, 1, 2]}'
-IDS_MAX = 1 << 21  # Remembered, at about 100 bytes each. Ids that were made in a wrong way show long before.
-TOKENS_PER_S_MAX = 4e6  # Of prompts: what two hundred GPUs compute. Real traces in seconds have more than 5 million.
-REQUESTS_MIN = 100  # Fewer may well be one burst.
+IDS_MAX = 1 << 21  # Remembered, at about 100 bytes each. Wrong ids show long before.
+TOKENS_PER_S_MAX = 4e6  # Of prompts: the rate of two hundred GPUs. Real traces in seconds exceed 5 million.
+REQUESTS_MIN = 100  # Fewer may be one burst.
 _CHAINED = (
     "hash_ids must be chained, an id standing for its block and all blocks before it, as in [0, 1, 2] and [0, 1, 3]: "
     "hash each block together with the id before it"
@@ -61,10 +60,10 @@ _NAMES = {"timestamp_ms": "timestamp", "hint": HINT}
 
 
 class Request(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, rename=_NAMES):
-    """One request of a trace. Further fields of a line are ignored."""
+    """One request of a trace. Other fields of a line are ignored."""
 
     timestamp_ms: Annotated[int, _NOT_NEGATIVE] | Annotated[float, _NOT_NEGATIVE]
-    input_length: Annotated[int, _NOT_NEGATIVE]  # In tokens, as the output's.
+    input_length: Annotated[int, _NOT_NEGATIVE]  # In tokens, as `output_length`.
     output_length: Annotated[int, _NOT_NEGATIVE]
     hash_ids: tuple[int, ...]
     """Prefix-chained block ids, first to last: the same id always stands for the same tokens after the same tokens.
@@ -72,7 +71,7 @@ class Request(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, rename=
     The last one may stand for a block that is only partly filled.
     """
     session_id: int | str | None = None
-    hint: Hint | None = None  # What the application said of the request.
+    hint: Hint | None = None
 
 
 class _MetaLine(msgspec.Struct, forbid_unknown_fields=True):
@@ -80,12 +79,11 @@ class _MetaLine(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Trace:
-    """The requests of one file. Each iteration reads the file anew: a pass costs time, not memory.
+    """The requests of one file. Each iteration reads the file again: a pass costs time, not memory.
 
     A file that cannot be read, or that holds no requests, is a `TraceError` at once; a bad line when it is reached,
-    with its number, what is wrong with it and what was expected. The first pass that comes to the end also logs a
-    warning of what is read but cannot be true; for this it remembers about 100 bytes a distinct id while it lasts, and
-    at most `IDS_MAX` ids.
+    with its number, its fault and what was expected. The first pass that reaches the end also warns of a trace that
+    cannot be true; it remembers about 100 bytes for each distinct id, and at most `IDS_MAX` ids.
     """
 
     def __init__(
@@ -96,9 +94,9 @@ class Trace:
         strict: bool = False,
         checked: bool = False,
     ) -> None:
-        """Look at the beginning of the file. `limit`: the most requests that an iteration gives.
+        """Read the beginning of the file. An iteration yields at most `limit` requests.
 
-        `strict`: what cannot be true is a `TraceError`, not a warning. `checked`: another has warned of it already.
+        With `strict`, a trace that cannot be true is a `TraceError`; with `checked`, it is neither that nor a warning.
         """
         self.path = os.fspath(path)
         self.limit = limit
@@ -144,7 +142,7 @@ def write_trace(
     """Write a trace that `Trace` reads back: in gzip or zstd if the name ends in `.gz` or `.zst`.
 
     The same requests give the same bytes. Blocks of other than 512 tokens need a `meta` with their `block_size`.
-    If it raises, what was there under this name is still there.
+    If it raises, an existing file of this name stays.
     """
     encode = msgspec.json.Encoder().encode
     with replacing(path) as file, _compressing(file, os.fspath(path)) as out:
@@ -170,11 +168,11 @@ def _meta(line: bytes) -> dict[str, Any] | None:
     try:
         return foreign(msgspec.json.Decoder(_MetaLine).decode, line).meta
     except ValueError:
-        return None  # A request, or a line that iterating will refuse.
+        return None  # A request, or a line that an iteration rejects.
 
 
 def _request(decode: Callable[[bytes], Request], line: bytes) -> tuple[Request, str]:
-    """Return a line's request, and why it has lost its hint, if it has: no request fails for that."""
+    """Return a line's request, and the fault of its hint, which is then left out: the request is valid."""
     try:
         return foreign(decode, line), ""
     except msgspec.DecodeError as error:
@@ -184,7 +182,7 @@ def _request(decode: Callable[[bytes], Request], line: bytes) -> tuple[Request, 
 
 
 def _table(line: bytes, error: msgspec.DecodeError) -> dict[str, Any]:
-    """Return a line's fields, also where a number is out of msgspec's range; raises `error` if it is no table."""
+    """Return a line's fields, even if a number is out of msgspec's range; raises `error` if it is not a table."""
     try:
         table: object = foreign(json.loads, line)
     except ValueError:
@@ -200,7 +198,7 @@ def _excerpt(line: bytes) -> str:
 
 
 def trace_lines(path: str) -> Iterator[tuple[int, bytes]]:
-    """Give each line that is not blank, with its number in the file, from 1."""
+    """Yield each line that is not blank, with its number in the file, from 1."""
     number, rest = 1, b""
     try:
         for chunk in _content(path):
@@ -223,8 +221,8 @@ def trace_lines(path: str) -> Iterator[tuple[int, bytes]]:
 
 
 def _content(path: str) -> Iterator[bytes]:
-    """Give the file's text in pieces, decompressed, without a byte-order mark."""
-    if not stat.S_ISREG(os.stat(path).st_mode):  # Asked before opening, because opening a pipe waits for its writer.
+    """Yield the file's text in pieces, decompressed, without a byte-order mark."""
+    if not stat.S_ISREG(os.stat(path).st_mode):  # Before opening: to open a pipe waits for its writer.
         raise OSError("it is no regular file, and a trace is read more than once")
     with open(path, "rb") as file:
         first = file.read(_READ_BYTES)
@@ -236,7 +234,7 @@ def _content(path: str) -> Iterator[bytes]:
 
 
 class _Decompressor(Protocol):
-    """A decompression object, as zlib and zstandard have them."""
+    """A decompression object of zlib or zstandard."""
 
     @property
     def eof(self) -> bool: ...
@@ -247,14 +245,14 @@ class _Decompressor(Protocol):
 
 def _decompressor(first: bytes) -> Callable[[], _Decompressor] | None:
     if first.startswith(b"\x1f\x8b"):
-        return partial(zlib.decompressobj, wbits=31)  # 31: the largest window, in gzip's wrapping.
+        return partial(zlib.decompressobj, wbits=31)  # The largest window, with gzip's header.
     if first.startswith(b"\x28\xb5\x2f\xfd"):
         return zstandard.ZstdDecompressor().decompressobj
     return None
 
 
 def _decompressed(pieces: Iterable[bytes], new_stream: Callable[[], _Decompressor]) -> Iterator[bytes]:
-    """Decompress streams that follow each other, as parallel compressors and `cat` leave them."""
+    """Decompress concatenated streams, as parallel compressors and `cat` write them."""
     stream, begun = new_stream(), False
     for piece in pieces:
         unread = piece
@@ -271,22 +269,22 @@ logger = logging.getLogger(__name__)
 
 
 class TraceCheck:
-    """One pass over one trace. Strict, it raises `TraceError` at the first line that cannot be true."""
+    """The check of one pass over a trace. If `strict`, it raises `TraceError` at the first fault."""
 
     def __init__(self, path: str, block_tokens: int, *, strict: bool, ids_max: int = IDS_MAX) -> None:
-        """`ids_max`: how many distinct ids are remembered; those that come later are not judged."""
+        """Remember at most `ids_max` distinct ids; later ones are not checked."""
         self._path = path
         self._block_tokens = block_tokens
         self._strict = strict
         self._ids_max = ids_max
-        self._before: dict[int, int | None] = {}  # Id -> the one that it follows; None: it stands first.
-        self._first: dict[str, str] = {}  # Remedy -> what is wrong with the first line that needs it.
+        self._before: dict[int, int | None] = {}  # Id -> the id that it follows; None if it stands first.
+        self._first: dict[str, str] = {}  # Remedy -> the fault of the first line that needs it.
         self._lines: Counter[str] = Counter()
         self._requests = self._tokens = self._line = 0
         self._first_ms = self._last_ms = 0.0
 
     def look(self, line: int, request: "Request", wrong_hint: str = "") -> None:
-        """Judge the request of one line. `wrong_hint`: why it has lost its hint."""
+        """Check the request of one line; `wrong_hint` is the fault of its hint."""
         if wrong_hint:
             self._note(line, wrong_hint, _HINTS)
         ids = request.hash_ids
@@ -307,7 +305,7 @@ class TraceCheck:
         self._last_ms, self._line = request.timestamp_ms, line
 
     def end(self) -> None:
-        """Judge the whole: what no single line shows. Warn of each kind of fault, with its first line."""
+        """Check the times of the whole trace, and warn of each kind of fault with its first line."""
         span_s = (self._last_ms - self._first_ms) / 1_000
         if self._requests >= REQUESTS_MIN and 0 < span_s * TOKENS_PER_S_MAX < self._tokens:
             self._note(
@@ -321,7 +319,7 @@ class TraceCheck:
             logger.warning("%s; %s%s; see %s", first, remedy, such, Remedy.TRACE)
 
     def _unchained(self, ids: tuple[int, ...], before: tuple[int | None, ...]) -> str:
-        """Say which id is not where it was."""
+        """Describe the first id that follows another one than before."""
         for block, now in zip(ids, before, strict=True):
             then = self._before.get(block, now)
             if then != now:

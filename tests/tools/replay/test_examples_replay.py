@@ -1,4 +1,4 @@
-"""The examples that replay a trace and embed an engine, run as their readers run them."""
+"""The examples that replay a trace, compare policies and embed an engine, run as their readers run them."""
 
 import re
 import subprocess
@@ -51,3 +51,12 @@ def test_the_conversations_configuration_is_what_it_says() -> None:
     assert (config.rows, config.chunk_bytes) == (9_140, 16 << 10)
     assert [tier.type for tier in config.secondary_tiers] == ["fs"]
     assert "root" not in config.secondary_tiers[0].options
+
+
+@pytest.mark.usefixtures("thorough")
+def test_the_example_tells_policies_apart() -> None:
+    ratios = {
+        name: float(ratio) for name, ratio in re.findall(r"(\w+)  hit ratio (0\.\d+)", run("compare_policies.py"))
+    }
+    assert ratios["AnyOfThem"] < ratios["FIFO"] < ratios["LRU"] < ratios["everything"]
+    assert {"S3FIFO", "ARC"} <= ratios.keys()

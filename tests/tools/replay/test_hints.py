@@ -39,12 +39,6 @@ def test_a_session_returns_with_what_it_does_not_share_and_is_over_with_its_last
     assert future(requests, 512) == Future([False, True, False, True, True], [9.0, None, 21.0, None, None])
 
 
-def test_a_block_that_is_filled_in_part_says_nothing_of_a_sessions_end() -> None:
-    requests = [request(0, 0, 1, tokens=600), request(1, 0, 2, 3)]
-    assert future(requests, 512).last == [False, True]
-    assert future([request(0, 0, tokens=10)], 512).last == [False]
-
-
 # What it says.
 
 
@@ -61,19 +55,6 @@ def test_an_oracle_says_all_and_only_what_is_true_unless_asked_otherwise() -> No
     assert said(Saying(), KNOWN) == [None] * 2_000
 
 
-def test_the_same_seed_says_the_same_and_one_kind_of_hint_does_not_change_the_other() -> None:
-    both, over = (said(Saying(over=0.5, returns=returns, error=0.5, seed=3), KNOWN) for returns in (0.5, 0))
-    assert both == said(Saying(over=0.5, returns=0.5, error=0.5, seed=3), KNOWN)
-    assert [hint == OVER for hint in both] == [hint == OVER for hint in over]
-    assert both != said(Saying(over=0.5, returns=0.5, error=0.5, seed=4), KNOWN)
-
-
-def test_lies_have_their_share_of_what_is_said() -> None:
-    over = said(Saying(over=0.5, lies=0.5, seed=1), KNOWN)
-    true, false = (sum(hint == OVER for hint in over[first::2]) for first in (1, 0))
-    assert 0.8 < true / false < 1.25
-
-
 @pytest.mark.parametrize("lies", [0.25, 0.5])
 @pytest.mark.parametrize("every", [2, 5])
 def test_lies_about_returns_have_their_share_however_many_sessions_return(lies: float, every: int) -> None:
@@ -84,20 +65,6 @@ def test_lies_about_returns_have_their_share_however_many_sessions_return(lies: 
     assert all(times[::every])
     assert abs(sum(time != after_s for time, after_s in hinted) / len(hinted) - lies) < 0.04
     assert any(after_s is None for _, after_s in hinted)
-
-
-def test_a_time_is_wrong_by_a_factor_that_is_lognormal() -> None:
-    times = [hint.returns_in_s for hint in said(Saying(returns=1, error=0.5, seed=1), KNOWN)[::2] if hint is not None]
-    above, far = (sum(time is not None and time > bound for time in times) for bound in (8, 8 * 2.718**0.5))
-    assert 0.45 < above / 1_000 < 0.55
-    assert 0.12 < far / 1_000 < 0.2
-
-
-def test_a_hint_that_is_there_stays() -> None:
-    own = Hint(class_="agent")
-    requests = [Request(0, 512, 1, (0,), hint=own), Request(1, 512, 1, (1,))]
-    given = hinted(requests, future(requests, 512), Saying(over=1))
-    assert [each.hint for each in given] == [own, OVER]
 
 
 # What it is worth.

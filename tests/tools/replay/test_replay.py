@@ -91,18 +91,6 @@ async def test_without_tiers_the_hits_are_the_policy_studys(
 
 
 @pytest.mark.virtual_time
-@pytest.mark.parametrize("rows", [1, 2, 17])
-async def test_a_primary_smaller_than_a_request_gives_and_stores_leading_parts(
-    requests: Sequence[Request], rows: int
-) -> None:
-    tally = await replay_of(requests, SLOW, rows=rows).run()
-    check(tally, requests)
-    tiers = tiers_of(tally)
-    assert 0 < tally.hits <= sum(min(len(request.hash_ids), rows) for request in requests)
-    assert 0 < tiers["0:dummy"].stored <= measure(requests).unique_blocks
-
-
-@pytest.mark.virtual_time
 async def test_three_tiers_of_different_speeds_all_get_everything_and_the_first_is_asked_first(
     requests: Sequence[Request],
 ) -> None:
@@ -134,23 +122,6 @@ async def test_a_tier_that_fails_every_call_costs_its_hits_and_is_reported(reque
     assert tiers["bad"].hits == tiers["bad"].loaded == tiers["bad"].stored == 0
     assert tiers["bad"].failed["unavailable"] > 0
     assert tiers["bad"].dropped["breaker"] > 0
-
-
-@pytest.mark.virtual_time
-async def test_a_failing_tier_before_a_good_one_costs_no_right_byte(requests: Sequence[Request]) -> None:
-    half: dict[str, Any] = {
-        "type": "kvtier.testing.faults:FaultyBackend",
-        "inner": {"type": "dummy"},
-        "seed": 7,
-        "name": "half",
-    }
-    half["faults"] = {"failed": 0.3, "corrupt": 0.1}
-    half["limits"] = {"breaker_failures": 1_000_000}  # Or it would hardly be asked.
-    tally = await replay_of(requests, half, {"type": "dummy", "name": "good"}, rows=600).run()
-    check(tally, requests)
-    tiers = tiers_of(tally)
-    assert tiers["half"].failed.keys() == {"failed", "corrupt"}
-    assert tiers["good"].hits > 0
 
 
 async def test_bytes_that_are_not_what_was_stored_are_counted_and_named(

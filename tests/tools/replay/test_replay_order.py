@@ -1,13 +1,15 @@
-"""Which requests wait for which."""
+"""The order of concurrent requests that share blocks."""
 
 import asyncio
 from collections.abc import Sequence
+
+import pytest
 
 from kvtier.tools.replay.replay import BlockClaims, ClaimTurn
 
 
 class Watched:
-    """An order whose requests run as tasks; says which have been let through."""
+    """Claims whose requests run as tasks; records those that were let through."""
 
     def __init__(self) -> None:
         self.order = BlockClaims()
@@ -45,23 +47,15 @@ async def test_requests_without_a_common_prefix_do_not_wait() -> None:
     assert watched.through == ["a", "b"]
 
 
-async def test_a_request_waits_for_the_one_that_computes_its_prefix() -> None:
+@pytest.mark.parametrize("looked_up_first", [True, False])
+async def test_a_request_waits_for_the_one_that_computes_its_prefix(looked_up_first: bool) -> None:
     watched = Watched()
     await watched.admit("a", (1, 2))
-    await watched.looked_up("a", 0)
+    if looked_up_first:
+        await watched.looked_up("a", 0)
     await watched.admit("b", (1, 2, 3))
     assert watched.through == ["a"]
-    await watched.leave("a")
-    assert watched.through == ["a", "b"]
-
-
-async def test_it_waits_before_the_other_has_looked_up_too() -> None:
-    watched = Watched()
-    await watched.admit("a", (1, 2))
-    await watched.admit("b", (1, 2))
-    assert watched.through == ["a"]
-    await watched.looked_up("a", 0)
-    await watched.leave("a")
+    await watched.leave("a")  # Without a look-up it has failed.
     assert watched.through == ["a", "b"]
 
 
@@ -76,7 +70,7 @@ async def test_a_prefix_that_was_computed_before_is_no_reason_to_wait() -> None:
     assert watched.through == ["a", "b", "c"]
 
 
-async def test_what_was_lost_and_is_computed_again_is_waited_for_again() -> None:
+async def test_a_lost_block_that_is_computed_again_is_waited_for_again() -> None:
     watched = Watched()
     await watched.admit("a", (1, 2))
     await watched.looked_up("a", 0)
@@ -89,7 +83,7 @@ async def test_what_was_lost_and_is_computed_again_is_waited_for_again() -> None
     assert watched.through == ["a", "b", "c"]
 
 
-async def test_each_of_a_row_of_requests_waits_for_the_one_before() -> None:
+async def test_each_request_of_a_series_waits_for_the_one_before() -> None:
     watched = Watched()
     for name, blocks in (("a", (1,)), ("b", (1, 2)), ("c", (1, 2, 3))):
         await watched.admit(name, blocks)
@@ -100,16 +94,8 @@ async def test_each_of_a_row_of_requests_waits_for_the_one_before() -> None:
         assert watched.through == list(through)
 
 
-async def test_one_that_failed_lets_the_next_ones_go_on() -> None:
-    watched = Watched()
-    await watched.admit("a", (1, 2))
-    await watched.admit("b", (1, 2))
-    await watched.leave("a")
-    assert watched.through == ["a", "b"]
-
-
-async def test_nobody_waits_for_a_later_one() -> None:
-    """Not even where a later one computes what both lost: or two could wait for each other."""
+async def test_no_request_waits_for_a_later_one() -> None:
+    """Even if a later one computes a lost block: otherwise two could wait for each other."""
     watched = Watched()
     await watched.admit("first", (1, 2))
     await watched.looked_up("first", 0)

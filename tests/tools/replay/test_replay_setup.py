@@ -1,30 +1,25 @@
-"""Where a replay's tiers keep their chunks."""
+"""The default engine of a replay, and the roots of its fs tiers."""
 
-import asyncio
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvtier.config import EngineConfig, TierConfig
+from kvtier.config import EngineConfig
 from kvtier.errors import ConfigError
 from kvtier.settings import decode
-from kvtier.testing.conformance import Lender, keys_of, tier_context
 from kvtier.tools.outputs import check_directory, make_directory
 from kvtier.tools.replay.setup import (
     PRIMARY_ROWS_MIN,
     check_room,
     check_roots,
     default_config,
-    fs_options,
     primary_rows,
     rooted,
-    taken_bytes,
     without_root,
 )
 from kvtier.tools.replay.study import Extent
-from kvtier_backends.fs import FsBackend
 
 HOUR = Extent(requests=12_031, block_references=288_500, unique_blocks=182_790, best_hits=105_710, lengths={247: 1})
 
@@ -57,23 +52,23 @@ def test_the_default_primary_holds_the_longest_request_for_each_concurrent_one_b
     assert [primary_rows(agents, concurrency) for concurrency in (1, 2, 3, 8)] == [7_140, 7_140, 10_710, 25_252]
 
 
-def test_the_only_fs_tier_gets_the_directory_itself() -> None:
-    config = engine({"type": "dummy"}, {"type": "fs"})
+@pytest.mark.parametrize(
+    ("tiers", "override", "expected"),
+    [
+        ([{"type": "dummy"}, {"type": "fs"}], False, [None, "/there"]),  # The only one gets the directory itself.
+        ([{"type": "fs"}, {"type": "dummy"}, {"type": "fs"}], True, ["/there/0", None, "/there/2"]),
+        ([{"type": "fs", "root": "/own"}, {"type": "fs"}], False, ["/own", "/there/1"]),
+        ([{"type": "fs", "root": "/own"}, {"type": "fs"}], True, ["/there/0", "/there/1"]),
+    ],
+)
+def test_fs_tiers_get_the_directory_or_a_folder_each(
+    tiers: list[dict[str, Any]], override: bool, expected: list[str | None]
+) -> None:
+    config = engine(*tiers)
     assert without_root(config)
-    placed = rooted(config, "/there", override=False)
-    assert roots(placed) == [None, "/there"]
+    placed = rooted(config, "/there", override=override)
+    assert roots(placed) == expected
     assert not without_root(placed)
-
-
-def test_several_get_a_folder_each() -> None:
-    placed = rooted(engine({"type": "fs"}, {"type": "dummy"}, {"type": "fs"}), "/there", override=True)
-    assert roots(placed) == ["/there/0", None, "/there/2"]
-
-
-def test_a_root_of_ones_own_is_kept_unless_it_is_to_be_overridden() -> None:
-    config = engine({"type": "fs", "root": "/own"}, {"type": "fs"})
-    assert roots(rooted(config, "/there", override=False)) == ["/own", "/there/1"]
-    assert roots(rooted(config, "/there", override=True)) == ["/there/0", "/there/1"]
 
 
 def test_a_directory_for_an_engine_without_files_is_refused() -> None:
@@ -103,39 +98,6 @@ def test_a_trace_that_would_fill_the_disk_of_a_temporary_directory_is_refused(tm
 def test_a_tier_with_a_root_of_its_own_takes_nothing_of_a_temporary_directory(tmp_path: Path) -> None:
     config = engine({"type": "fs", "root": str(tmp_path)}, {"type": "fs", "capacity_bytes": "1MiB"})
     check_room(config, Extent(1, 1 << 40, 1 << 40, 0, {1: 1}), str(tmp_path))
-
-
-@pytest.mark.parametrize("chunks", [40, 260, 520])
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"layout": "segments"},
-        {"layout": "files", "naming": "flat"},
-        {"layout": "files"},
-        {"layout": "segments", "capacity_bytes": "20MiB"},
-    ],
-    ids=str,
-)
-def test_what_a_tier_of_either_layout_will_take_of_the_disk_is_known_before(
-    given: dict[str, Any], chunks: int, tmp_path: Path
-) -> None:
-    """The estimate is held against what a real tier takes: segments are made whole, files have folders."""
-    row_bytes = 64 << 10
-    tier = TierConfig(type="fs", options=given)
-    expected = taken_bytes(fs_options(tier, "tier"), row_bytes, chunks)
-
-    async def store() -> None:
-        options = fs_options(TierConfig(type="fs", options={**given, "root": str(tmp_path)}), "tier")
-        backend = await FsBackend.open(options, tier_context(row_bytes))
-        lender = Lender(row_bytes)
-        for start in range(0, chunks, 20):
-            await backend.store(lender.writes(keys_of(20, start)))
-            lender.take_back()
-        await backend.aclose(10)
-
-    asyncio.run(store())
-    taken = sum(path.lstat().st_blocks * 512 for path in tmp_path.rglob("*"))
-    assert 0.85 * expected < taken < 1.15 * expected
 
 
 def test_a_directory_for_chunks_is_made_for_its_user_alone_where_its_parent_is(tmp_path: Path) -> None:

@@ -73,11 +73,6 @@ def test_a_trace_without_meta_has_mooncakes_blocks(trace_file: TraceFile) -> Non
     assert trace.meta == {}
 
 
-def test_a_request_may_have_no_blocks(trace_file: TraceFile) -> None:
-    line = b'{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": []}'
-    assert list(Trace(trace_file(line))) == [Request(0, 5, 1, ())]
-
-
 @pytest.mark.parametrize("limit", [0, 1, 2, 3])
 @pytest.mark.parametrize("before", [b"", META])
 def test_a_limit_counts_requests(trace_file: TraceFile, before: bytes, limit: int) -> None:
@@ -122,12 +117,6 @@ def test_a_bad_line_is_named_by_number_with_what_is_wrong_and_what_was_expected(
     assert complaint in message
     assert 'expected one JSON object a line, such as {"timestamp": 0, ' in message
     assert "\n" not in message
-
-
-def test_a_bad_first_line_is_named_too(trace_file: TraceFile) -> None:
-    path = trace_file(b'{"meta": 5}\n' + LINES)
-    with pytest.raises(TraceError, match="line 1: Object missing required field"):
-        list(Trace(path))
 
 
 @pytest.mark.parametrize("size", [b"0", b"-512", b'"512"', b"null", b"true", b"0.5"])

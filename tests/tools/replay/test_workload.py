@@ -45,10 +45,6 @@ def test_the_same_workload_is_the_same_requests(workload: Workload) -> None:
     assert list(generate(workload)) == list(generate(workload))
 
 
-def test_another_seed_is_another_workload() -> None:
-    assert list(generate(Workload(requests=9, seed=1))) != list(generate(Workload(requests=9, seed=2)))
-
-
 def test_a_later_turn_begins_with_the_prompt_before_it() -> None:
     """All whole blocks of a prompt come again; the last one, partly filled, becomes another block."""
     last: dict[object, Request] = {}
