@@ -15,7 +15,7 @@ class FsCounters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     other_version: int = 0  # Loads of files of a later format, which are left alone.
     sealed_kind: int = 0  # Loads of what is encrypted without the tier being told so, or the other way round: likewise.
     sealed_key: int = 0  # Loads of what is encrypted with a key that the tier was not given: likewise.
-    corrupt: dict[str, int] = {}  # Files, by `Fault`.
+    corrupt: dict[str, int] = {}  # Files, by `ChunkFault`.
     corrupt_left: int = 0  # Of those, files that could not be deleted.
     scan_skipped: int = 0  # Files found at the start that no load would take: a wrong length, or refused.
     scan_swept: int = 0  # Temporaries of dead processes, removed.
@@ -56,7 +56,7 @@ class Counters:
             self._totals[what] += times
 
     def corrupt(self, fault: str) -> None:
-        """Count one corrupt chunk, by its `Fault`."""
+        """Count one corrupt chunk, by its `ChunkFault`."""
         with self._lock:
             self._corrupt[str(fault)] += 1
 

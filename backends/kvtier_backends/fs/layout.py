@@ -16,7 +16,7 @@ from kvtier.errors import BackendClosed, NoSpace
 from kvtier.policies import LRU, Policy, policy_class
 from kvtier_backends.fs.counters import Counters
 from kvtier_backends.fs.disk.capacity import Capacity
-from kvtier_backends.fs.disk.lanes import TierLanes, start_lanes
+from kvtier_backends.fs.disk.lanes import FsLanes, start_lanes
 from kvtier_backends.fs.disk.packing import Packing, make_packing
 from kvtier_backends.fs.disk.remains import PAUSE_S_LEAST, PAUSE_S_MOST
 from kvtier_backends.fs.disk.root import Folder
@@ -45,7 +45,7 @@ class OpenTier(Generic[OptionsT_co]):
     options: OptionsT_co
     context: TierContext
     root: Folder
-    lanes: TierLanes
+    lanes: FsLanes
     packing: Packing
     capacity: Capacity
     counters: Counters = field(default_factory=Counters)
@@ -125,14 +125,14 @@ async def open_tier(
     return OpenTier(options, context, root, lanes, packing, capacity, counters)
 
 
-def _open(root: Folder, options: LayoutOptions, context: TierContext, lanes: TierLanes) -> Packing:
+def _open(root: Folder, options: LayoutOptions, context: TierContext, lanes: FsLanes) -> Packing:
     packing = make_packing(options, context)  # First: what is refused leaves nothing on the disk.
     root.open()
     root.open_beside(context.row_bytes, lanes.store)
     return packing
 
 
-def _let_go(root: Folder, lanes: TierLanes) -> None:
+def _let_go(root: Folder, lanes: FsLanes) -> None:
     lanes.scan.submit(root.close)  # When the lane comes to it: a cancelled call's thread may still be at it.
     lanes.let_go()
 

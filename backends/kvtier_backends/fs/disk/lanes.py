@@ -107,7 +107,7 @@ class LoadsFirst:
         return PATIENCE_S if self._loads else max(0.0, self._calm_at - self._clock())
 
 
-class TierLanes(NamedTuple):
+class FsLanes(NamedTuple):
     """A tier's threads, by what they may be held up by, and what has loads go before stores."""
 
     load: Lanes
@@ -132,7 +132,7 @@ class TierLanes(NamedTuple):
         call()
 
 
-def start_lanes(options: DiskOptions, name: str) -> TierLanes:
+def start_lanes(options: DiskOptions, name: str) -> FsLanes:
     """Start a tier's threads, all of them or none."""
     counts = {"load": options.load_lanes, "store": options.store_lanes, "scan": 1, "evict": 1}
     with ExitStack() as undo:  # A process may have no more threads.
@@ -142,7 +142,7 @@ def start_lanes(options: DiskOptions, name: str) -> TierLanes:
             undo.callback(lanes[-1].shutdown, wait=False)
         undo.pop_all()
     load, store, scan, evict = lanes
-    return TierLanes(load, store, scan, evict, LoadsFirst())
+    return FsLanes(load, store, scan, evict, LoadsFirst())
 
 
 def share_chunks(row_bytes: int) -> int:

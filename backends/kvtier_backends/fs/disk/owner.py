@@ -80,7 +80,7 @@ class Holder(msgspec.Struct, frozen=True, omit_defaults=True):
         return f"{where} since {one_line(self.since)} UTC" + (" with shared = true" if self.shared else "")
 
 
-class Owner:
+class RootOwner:
     """A tier's hold on an open root. Blocks; belongs to one thread at a time."""
 
     def __init__(self, root: str, root_fd: int, holder: Holder, mode: int) -> None:

@@ -86,7 +86,7 @@ def chunk_of_vllms(name: str) -> str:
     return match[1] if match else ""
 
 
-class Sweep:
+class TemporarySweep:
     """Removes temporaries that killed processes left, and none of live ones. Blocks; one thread at a time.
 
     Of this machine and container, the process table knows who lives. Writers on other machines may live or not. Their

@@ -30,7 +30,7 @@ _RECORD = struct.Struct("<QQ")  # Bytes in the bucket, and when it was looked at
 _CHECKSUM = struct.Struct("<Q")
 
 
-class WriteBudget:
+class DiskWriteBudget:
     """The write budget of one tier. Belongs to the loop's thread, and reads and writes its file in lanes."""
 
     def __init__(

@@ -10,9 +10,9 @@ from kvtier.backend import OffloadKey, in_thread, in_threads
 from kvtier.errors import BackendClosed, BackendUnavailable
 from kvtier_backends.fs.disk.capacity import Reservation
 from kvtier_backends.fs.disk.lanes import share_out
-from kvtier_backends.fs.files.accounts import Accounts, Removal
+from kvtier_backends.fs.files.accounts import Accounts, FileRemoval
 from kvtier_backends.fs.files.index import FileEntry, FileIndex
-from kvtier_backends.fs.files.lane import Chunks
+from kvtier_backends.fs.files.lane import FileChunks
 from kvtier_backends.fs.layout import OpenTier, Settling
 from kvtier_backends.fs.options import FilesOptions
 
@@ -25,7 +25,7 @@ ROUNDS_MAX = 3  # A store looks for room so often: files may be gone already, or
 class Eviction:
     """The eviction of one tier. Belongs to the loop's thread, and removes in lanes."""
 
-    def __init__(self, tier: OpenTier[FilesOptions], index: FileIndex, chunks: Chunks, accounts: Accounts) -> None:
+    def __init__(self, tier: OpenTier[FilesOptions], index: FileIndex, chunks: FileChunks, accounts: Accounts) -> None:
         """Remove in the stores' lanes for a store that finds no room, else in the lane for what is behind the calls."""
         self._tier = tier
         self._index = index
@@ -65,7 +65,7 @@ class Eviction:
                 short_bytes = wanted_bytes - reservation.bytes
                 if short_bytes <= 0 or not (victims := self._choose(short_bytes, incoming)):
                     break
-                await self._remove(victims, Removal(reservation, wanted_bytes))
+                await self._remove(victims, FileRemoval(reservation, wanted_bytes))
                 if reservation.bytes < wanted_bytes:  # Files that were gone already had left their room to all.
                     await self.accounts.promise(reservation, wanted_bytes)
         except BaseException:
@@ -86,7 +86,7 @@ class Eviction:
 
     async def make_room_on_disk(self, wanted_bytes: int, incoming: Sequence[OffloadKey]) -> int:
         """Remove files because the disk is full, whatever the limit says; return how much went."""
-        victims, removal = self._choose(wanted_bytes, incoming), Removal()
+        victims, removal = self._choose(wanted_bytes, incoming), FileRemoval()
         if victims:
             await self._remove(victims, removal)
         return removal.gone_bytes
@@ -198,7 +198,7 @@ class Eviction:
         self._claims.begin(victim.key for victim in victims)
         self._capacity.leaving_bytes += sum(victim.allocated_bytes for victim in victims)
 
-    async def _remove(self, victims: Sequence[FileEntry], removal: Removal) -> None:
+    async def _remove(self, victims: Sequence[FileEntry], removal: FileRemoval) -> None:
         """Remove in the stores' lanes, for a store that waits for it."""
         lanes = self._tier.lanes.store
         parts = share_out(victims, lanes.count, BATCH_FILES)
@@ -210,7 +210,7 @@ class Eviction:
 
     async def _remove_behind(self, victims: Sequence[FileEntry]) -> int:
         """Remove in the background's lane; return how much went."""
-        removal = Removal()
+        removal = FileRemoval()
         try:
             # No buffer is lent: a tier that closes need not wait for the thread.
             await self._tier.lanes.evict.run(self.accounts.remove, self._chunks, victims, removal)
@@ -218,7 +218,7 @@ class Eviction:
             self._end(victims, removal)
         return removal.gone_bytes
 
-    def _end(self, victims: Sequence[FileEntry], removal: Removal) -> None:
+    def _end(self, victims: Sequence[FileEntry], removal: FileRemoval) -> None:
         """Note the removed files. A file that could not be removed is still there, and takes room."""
         spared = {chunk.key for chunk in removal.used}
         for victim in victims:
@@ -238,7 +238,7 @@ class Stamps:
     Belongs to the loop's thread.
     """
 
-    def __init__(self, tier: OpenTier[FilesOptions], index: FileIndex, chunks: Chunks) -> None:
+    def __init__(self, tier: OpenTier[FilesOptions], index: FileIndex, chunks: FileChunks) -> None:
         """Write in the lane for what is behind the calls."""
         self._index = index
         self._chunks = chunks

@@ -14,7 +14,7 @@ from kvtier.backend import Advice, OffloadKey
 from kvtier.policies import Policy
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES
 from kvtier_backends.fs.disk.claims import Claims
-from kvtier_backends.fs.index import Index
+from kvtier_backends.fs.index import ChunkIndex
 
 REFRESH_MINUTES = 60  # A file's time is set to its last use at most so often.
 MINUTE_NS = 60_000_000_000
@@ -47,7 +47,7 @@ class FileIndex:
         """Start empty: every key may be there. `policy`: None for LRU."""
         self.used_bytes = 0
         self.claims = Claims()
-        self.numbers = Index(policy)
+        self.numbers = ChunkIndex(policy)
         self.inventory = self.numbers.inventory
         self.doubtful: set[OffloadKey] = set()
         """Keys whose files may have gone, or may take another room."""
@@ -120,7 +120,7 @@ class FileIndex:
         self.numbers.use(keys, self._clock_ns())
 
     def advise(self, advice: Advice[OffloadKey], retained_max: int) -> None:
-        """See `Index`."""
+        """See `ChunkIndex`."""
         self.numbers.advise(advice, self._clock_ns(), retained_max)
 
     @property

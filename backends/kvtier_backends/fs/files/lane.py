@@ -15,11 +15,11 @@ from typing import Self
 from kvtier.backend import OffloadKey, Outcome, Read, Write
 from kvtier.errors import ChunkCorrupt, ChunkMissing
 from kvtier_backends.fs.disk.below import ForeignError, believable_ns
-from kvtier_backends.fs.disk.footer import FOOTER_BYTES, GONE, LEFT_ALONE, Fault, Whole, failure, judge_length
+from kvtier_backends.fs.disk.footer import FOOTER_BYTES, GONE, LEFT_ALONE, ChunkFault, Whole, failure, judge_length
 from kvtier_backends.fs.disk.lanes import Pages, share_chunks
 from kvtier_backends.fs.disk.packing import Packing
 from kvtier_backends.fs.disk.reads import Wanted
-from kvtier_backends.fs.files.chunk_files import ChunkFiles, DoubtError, Found, OpenChunk
+from kvtier_backends.fs.files.chunk_files import ChunkFiles, DoubtError, FoundFile, OpenChunk
 from kvtier_backends.fs.files.discard import Discarded
 from kvtier_backends.fs.files.index import FileEntry, is_later
 from kvtier_backends.fs.layout import OpenTier
@@ -128,7 +128,7 @@ class StoreShare:
     gone: int = 0
 
 
-class Chunks:
+class FileChunks:
     """The blocking part of loads, stores and removals of files. As many threads may call at once as there are pages."""
 
     def __init__(self, tier: OpenTier[FilesOptions]) -> None:
@@ -223,7 +223,7 @@ class Chunks:
         whole = judge_length(file_bytes, self._row_bytes)
         return whole is Whole.FOOTED or (whole is Whole.BARE and self._accept_bare)
 
-    def _is_used(self, found: Found, victim: FileEntry, now_ns: int) -> bool:
+    def _is_used(self, found: FoundFile, victim: FileEntry, now_ns: int) -> bool:
         """Say whether others have used a file, or put a chunk in index of one that no load would take."""
         if not victim.loadable:
             return self.takes(found.file_bytes)
@@ -258,7 +258,7 @@ class Chunks:
         whole = judge_length(file_bytes, self._row_bytes)
         if whole is Whole.BARE:
             return self._bare(share, key)
-        fault = whole if isinstance(whole, Fault) else self._packing.judge(key, into, beside)
+        fault = whole if isinstance(whole, ChunkFault) else self._packing.judge(key, into, beside)
         if fault is None:
             return None
         if left := LEFT_ALONE.get(fault):

@@ -19,7 +19,7 @@ from kvtier_backends.fs.disk.capacity import SECTOR_BYTES
 from kvtier_backends.fs.disk.remains import called, is_absent, names_in
 from kvtier_backends.fs.files.eviction import Eviction
 from kvtier_backends.fs.files.index import FileEntry, FileIndex
-from kvtier_backends.fs.files.lane import Chunks
+from kvtier_backends.fs.files.lane import FileChunks
 from kvtier_backends.fs.index import oldest_last
 from kvtier_backends.fs.layout import OpenTier
 from kvtier_backends.fs.options import FilesOptions
@@ -172,10 +172,10 @@ class Scan:
             below.date(self._root, f"{folder}/{name}", time_ns)
 
 
-class StartScan:
+class FilesStart:
     """The scans of one tier. Belongs to the loop's thread."""
 
-    def __init__(self, tier: OpenTier[FilesOptions], index: FileIndex, chunks: Chunks, eviction: Eviction) -> None:
+    def __init__(self, tier: OpenTier[FilesOptions], index: FileIndex, chunks: FileChunks, eviction: Eviction) -> None:
         """Scan in the lane for that."""
         self.done = asyncio.Event()
         """Set once everything that was there at the start is known."""

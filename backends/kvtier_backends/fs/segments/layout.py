@@ -13,7 +13,7 @@ from kvtier_backends.fs.segments.folder import SegmentFolder
 from kvtier_backends.fs.segments.loading import SlotLoading
 from kvtier_backends.fs.segments.losses import Losses
 from kvtier_backends.fs.segments.room import Room
-from kvtier_backends.fs.segments.start import StartScan
+from kvtier_backends.fs.segments.start import SegmentsStart
 from kvtier_backends.fs.segments.storing import SlotStoring
 from kvtier_backends.fs.segments.wiping import Wiping
 
@@ -40,7 +40,7 @@ class SegmentsLayout:
         self._losses = Losses(tier, catalog, folder)
         self._loading = SlotLoading(tier, catalog, self._wiping)
         self._storing = SlotStoring(tier, catalog, self._room, self._losses)
-        self._start = StartScan(tier, catalog, folder, self._room)
+        self._start = SegmentsStart(tier, catalog, folder, self._room)
         self._background = Background()
         self._begun = time.monotonic()
 

@@ -17,7 +17,7 @@ from kvtier_backends.fs.layout import OpenTier, until
 from kvtier_backends.fs.options import SegmentsOptions
 from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.folder import SegmentFolder
-from kvtier_backends.fs.segments.runs import Share
+from kvtier_backends.fs.segments.runs import SlotShare
 from kvtier_backends.fs.segments.segment import Segment
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class Losses:
         self._lost: list[Segment] = []  # Noted, and open still.
         self._wake = asyncio.Event()
 
-    def check(self, share: Share[tuple[Write, int]]) -> None:
+    def check(self, share: SlotShare[tuple[Write, int]]) -> None:
         """Count a share's writes to such a segment as failed. Blocks, in a lane."""
         errors = {segment: self._error(segment) for segment in {run.segment for run in share.runs}}
         if not any(errors.values()):

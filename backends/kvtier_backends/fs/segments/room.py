@@ -172,7 +172,7 @@ class Leftovers:
         return False
 
 
-class Making:
+class SegmentMaking:
     """A segment that a lane makes. A call that is cancelled meanwhile knows it, too."""
 
     def __init__(self) -> None:
@@ -267,7 +267,7 @@ class Growth:
     async def _make(self, slots: int) -> bool:
         worst_bytes = self._folder.worst_bytes(slots)
         granted_bytes = self._capacity.reserve(worst_bytes)
-        making = Making()
+        making = SegmentMaking()
         try:
             if granted_bytes == worst_bytes:
                 await in_thread(self._lanes, making.run, self._folder, slots)

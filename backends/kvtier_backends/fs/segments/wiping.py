@@ -9,7 +9,7 @@ from typing import NamedTuple
 from kvtier.backend import OffloadKey
 from kvtier.errors import BackendClosed, BackendUnavailable
 from kvtier.remedies import Remedy
-from kvtier_backends.fs.disk.footer import Fault, frameless
+from kvtier_backends.fs.disk.footer import ChunkFault, frameless
 from kvtier_backends.fs.layout import OpenTier
 from kvtier_backends.fs.options import SegmentsOptions
 from kvtier_backends.fs.segments.catalog import Catalog
@@ -26,7 +26,7 @@ class Doomed(NamedTuple):
 
 
 @dataclass(slots=True)
-class Round:
+class WipingRound:
     """Slots that a lane is to wipe, and slots that it has wiped, even if the waiting call is cancelled."""
 
     doomed: list[Doomed]
@@ -46,19 +46,19 @@ class Wiping:
         self._lane = tier.lanes.evict
         self._fsync = tier.options.fsync
         self._wake = asyncio.Event()
-        self._round = Round([])
+        self._round = WipingRound([])
         self._round_ended = asyncio.Event()  # Replaced each time that one has.
         self._rounds_failed = 0
         self._error: OSError | None = None  # Of the last round that failed.
         self._closed = False
-        self._warned: set[Fault] = set()
+        self._warned: set[ChunkFault] = set()
 
     def check(self) -> None:
         """See whether there is something to wipe."""
         if self._catalog.outdated.waits:
             self._wake.set()
 
-    def corrupt(self, key: OffloadKey, slot: int, fault: Fault) -> None:
+    def corrupt(self, key: OffloadKey, slot: int, fault: ChunkFault) -> None:
         """Note that what a slot holds is not its key's chunk: it goes."""
         self._counters.corrupt(fault)
         level = logging.DEBUG if fault in self._warned else logging.WARNING
@@ -95,7 +95,7 @@ class Wiping:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            self._round = Round(self._take())
+            self._round = WipingRound(self._take())
             # No buffer is lent: a tier that closes need not wait for the thread.
             await self._lane.run(self._wipe, self._round)
             self._note()
@@ -107,7 +107,7 @@ class Wiping:
         self._closed = True
         # A round that is still under way is wiped again: nobody has been given its slots.
         self._catalog.outdated.still_due(one.slot for one in self._round.doomed)
-        self._round = Round(self._take())
+        self._round = WipingRound(self._take())
         self._lane.submit(self._wipe, self._round)
 
     def end_last(self, *, ended: bool) -> None:
@@ -125,7 +125,7 @@ class Wiping:
     def _take(self) -> list[Doomed]:
         return [Doomed(slot, self._segments.of(slot)) for slot in self._catalog.outdated.take_due()]
 
-    def _wipe(self, work: "Round") -> None:
+    def _wipe(self, work: "WipingRound") -> None:
         """Wipe slots. Blocks, in a lane."""
         for one in work.doomed:
             try:
@@ -142,7 +142,7 @@ class Wiping:
 
     def _note(self) -> None:
         """Have wiped slots free; those that could not be wiped wait for the next round."""
-        done, self._round = self._round, Round([])
+        done, self._round = self._round, WipingRound([])
         outdated = self._catalog.outdated
         wiped = {one.slot for one in done.wiped}
         for slot in wiped:
