@@ -26,7 +26,7 @@ from kvtier.tools.outputs import STDOUT, check_outputs, counted, encoded, json_o
 T = TypeVar("T", int, float)
 
 
-class Removal(msgspec.Struct, frozen=True, kw_only=True):
+class PrunedFile(msgspec.Struct, frozen=True, kw_only=True):
     """One file to be removed, as `--list` shows it."""
 
     file: str  # Relative to the directory; in a segment with its slot.
@@ -38,7 +38,9 @@ class Removal(msgspec.Struct, frozen=True, kw_only=True):
 class PruneReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
     """The JSON of `kvtier prune`."""
 
-    listed: list[Removal] | msgspec.UnsetType = msgspec.field(name="list", default=msgspec.UNSET)  # Only with `--list`.
+    listed: list[PrunedFile] | msgspec.UnsetType = msgspec.field(
+        name="list", default=msgspec.UNSET
+    )  # Only with `--list`.
     files: int
     bytes: int
     namespaces: int  # Empty afterwards, and removed with their folders.
@@ -116,7 +118,7 @@ def prune(
         places = chosen(tier, namespace)
         if limit is not None:
             since_ns = max(since_ns, _since(tier, places, limit))
-        sweep = Sweep(tier, Rule(since_ns, corrupt, leftovers, everything), remove=yes)
+        sweep = PruneRun(tier, Rule(since_ns, corrupt, leftovers, everything), remove=yes)
         rows = sweep.run(places)
         if show and json_path != STDOUT:
             rows = _printed(rows)
@@ -147,7 +149,7 @@ def _parsed(option: str, text: str | None, parse: Callable[[str], T], most: floa
     return value
 
 
-def _printed(rows: Iterator[Removal]) -> Iterator[Removal]:
+def _printed(rows: Iterator[PrunedFile]) -> Iterator[PrunedFile]:
     """Print each row before it is yielded."""
     for row in rows:
         line = f"{shown_bytes(row.bytes):>10}  {shown_age(row.age_s):>8}  {row.why:<9}  {row.file}"
@@ -158,7 +160,7 @@ def _printed(rows: Iterator[Removal]) -> Iterator[Removal]:
 def _since(directory: Directory, places: Sequence[Place], limit: float) -> int:
     """Return the time such that the chunks used since then take at most `limit`."""
     used_at_ns, taken_bytes = array("q"), array("q")  # 16 bytes a chunk, of a million or more.
-    for _, file in readable(directory, places, "counting", LeftOut()):  # `Sweep` reports the others.
+    for _, file in readable(directory, places, "counting", LeftOut()):  # `PruneRun` reports the others.
         if file.kind is Kind.CHUNK:
             used_at_ns.append(file.used_at_ns)
             taken_bytes.append(file.allocated_bytes)
@@ -170,7 +172,7 @@ def _since(directory: Directory, places: Sequence[Place], limit: float) -> int:
     return 0
 
 
-class Sweep:
+class PruneRun:
     """One pass over the namespaces and its counts. Without `remove` the selected files are only counted."""
 
     def __init__(self, directory: Directory, rule: Rule, *, remove: bool) -> None:
@@ -178,7 +180,7 @@ class Sweep:
         self._directory, self._rule, self._remove = directory, rule, remove
         self._files = self._freed_bytes = self._cleared = 0
 
-    def run(self, places: Sequence[Place]) -> Iterator[Removal]:
+    def run(self, places: Sequence[Place]) -> Iterator[PrunedFile]:
         """Process all files, one namespace after the other, and yield the removed ones."""
         for place in places:
             files, left_out = self._files, self.left_out.count
@@ -187,7 +189,7 @@ class Sweep:
             if self._remove and touched and self.left_out.count == left_out:
                 self._cleared += self._directory.clear(place)
 
-    def _swept(self, place: Place) -> Iterator[Removal]:
+    def _swept(self, place: Place) -> Iterator[PrunedFile]:
         now_s = time.time()
         for _, file in readable(self._directory, [place], "removing" if self._remove else "looking", self.left_out):
             try:
@@ -200,7 +202,7 @@ class Sweep:
                 self._files += 1
                 self._freed_bytes += freed_bytes
                 age_s = round(max(0.0, now_s - file.used_at_ns / 1e9), 3)
-                yield Removal(file=file.name, bytes=freed_bytes, age_s=age_s, why=why)
+                yield PrunedFile(file=file.name, bytes=freed_bytes, age_s=age_s, why=why)
 
     def report(self) -> PruneReport:
         return PruneReport(

@@ -5,7 +5,7 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from kvtier.tools.selftest.checks import copies
-from kvtier.tools.selftest.device import Device
+from kvtier.tools.selftest.device import TorchDevice
 
 MOVED_BYTES = 64 << 20
 DEVICES = [
@@ -21,5 +21,5 @@ DEVICES = [
 def test_move_pages_from_and_to_anywhere(
     benchmark: BenchmarkFixture, way: str, page_kib: int, layers: int, device: str
 ) -> None:
-    with copies(Device(device), layers, page_kib << 10, MOVED_BYTES) as each:
+    with copies(TorchDevice(device), layers, page_kib << 10, MOVED_BYTES) as each:
         benchmark.pedantic(each[way], rounds=5, warmup_rounds=1)

@@ -7,17 +7,17 @@ from functools import partial
 import pytest
 
 from kvtier.kvcache.transfer.cuda import copiers_with
-from kvtier.tools.selftest.device import Device
+from kvtier.tools.selftest.device import TorchDevice
 from tests.gpu.modelled import Modelled, model
 
 
 @pytest.fixture(scope="session")
-def device() -> Device:
-    return Device(os.environ.get("KVTIER_DEVICE", "cpu"))
+def device() -> TorchDevice:
+    return TorchDevice(os.environ.get("KVTIER_DEVICE", "cpu"))
 
 
 @pytest.fixture(params=["as transfers choose", "through a buffer", "modelled"])
-def each_device(request: pytest.FixtureRequest, device: Device, monkeypatch: pytest.MonkeyPatch) -> Device:
+def each_device(request: pytest.FixtureRequest, device: TorchDevice, monkeypatch: pytest.MonkeyPatch) -> TorchDevice:
     """The device by both ways to copy, and a modelled one."""
     if request.param == "modelled":
         model(monkeypatch)

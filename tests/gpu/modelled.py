@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from kvtier.kvcache.transfer.cuda import Descriptors, copiers_with
-from kvtier.tools.selftest.device import Device
+from kvtier.tools.selftest.device import TorchDevice
 
 SPIN_S = 0.2  # Longer than a thread waits for its turn, unless the machine is very busy: then a check tries again.
 
@@ -94,7 +94,7 @@ def batches(copies: Descriptors, handle: int, stable: bool) -> None:
     Stream.of_handle[handle].tell(move)
 
 
-class Modelled(Device):
+class Modelled(TorchDevice):
     """The device, with batched copies that are right unless a test gives others."""
 
     def __init__(self) -> None:

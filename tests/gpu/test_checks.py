@@ -12,12 +12,12 @@ from kvtier.kvcache.transfer.jobs import Copier, CopyJob, Finish
 from kvtier.kvcache.transfer.pages import Sides
 from kvtier.tools.selftest.caches import families
 from kvtier.tools.selftest.checks import checks, come_back, transfers_wait
-from kvtier.tools.selftest.device import Device, NotHere, Wrong
+from kvtier.tools.selftest.device import NotHere, TorchDevice, Wrong
 from tests.gpu.modelled import Modelled, batches
 
 
 @pytest.mark.parametrize(("promise", "check"), checks(), ids=[promise for promise, _ in checks()])
-def test_a_promise_is_kept(promise: str, check: Callable[[Device], str], each_device: Device) -> None:
+def test_a_promise_is_kept(promise: str, check: Callable[[TorchDevice], str], each_device: TorchDevice) -> None:
     try:
         assert check(each_device)
     except NotHere as reason:
@@ -64,7 +64,7 @@ def copiers_of(kind: type[CudaCopier], *, at_once: bool = True) -> CopiersOf:
 
 
 BYTES = partial(come_back, families()[0])
-FAULTS: dict[str, tuple[CopiersOf, Callable[[Device], str]]] = {
+FAULTS: dict[str, tuple[CopiersOf, Callable[[TorchDevice], str]]] = {
     "the last byte stays behind": (altered(lambda copies: copies._replace(sizes=copies.sizes - 1)), BYTES),
     "a byte too many": (altered(lambda copies: copies._replace(sizes=copies.sizes + 1)), BYTES),
     "two pages change places": (altered(lambda copies: copies._replace(targets=np.roll(copies.targets, 1))), BYTES),

@@ -19,7 +19,7 @@ from kvtier.kvcache.transfer.cuda import BatchedCopy, Descriptors, batched_copy,
 from kvtier.memory import Region
 from kvtier.tools.selftest.caches import plain_caches, random_bytes, require_same
 from kvtier.tools.selftest.checks import submit, transfer
-from kvtier.tools.selftest.device import Device, NotHere, host
+from kvtier.tools.selftest.device import NotHere, TorchDevice, host
 from tests.gpu.children import child
 
 PAGES, PAGE_BYTES = 24, 64 << 10
@@ -34,10 +34,10 @@ pytestmark = [
 ]
 
 
-def in_a_child(parent: Connection, work: Callable[[Device], str]) -> None:
+def in_a_child(parent: Connection, work: Callable[[TorchDevice], str]) -> None:
     """Do the work, send its result, and end at once: a context that has ended cannot be taken down in order."""
     try:
-        parent.send(work(Device("cuda")))
+        parent.send(work(TorchDevice("cuda")))
     except NotHere as reason:
         parent.send(f"skip: {reason}")
     except BaseException as error:  # noqa: BLE001  # The parent reports it.
@@ -45,7 +45,7 @@ def in_a_child(parent: Connection, work: Callable[[Device], str]) -> None:
     os._exit(0)
 
 
-def failure(spoil: Callable[[Device], object], device: Device) -> str:
+def failure(spoil: Callable[[TorchDevice], object], device: TorchDevice) -> str:
     """Spoil the context or the copies, and store; return how that failed."""
     caches = plain_caches(1, PAGES, PAGE_BYTES, device.place)
     with Region.private(PAGES, PAGE_BYTES) as region, host.CpuMemory(region, pin_with=device.pin_with) as memory:
@@ -61,12 +61,12 @@ def failure(spoil: Callable[[Device], object], device: Device) -> str:
         return f"failed: {result.error}"
 
 
-def fail_in_a_kernel(device: Device) -> None:
+def fail_in_a_kernel(device: TorchDevice) -> None:
     private: Any = torch
     private._assert_async(torch.zeros(1, device=device.place))  # As compiled models call it.
 
 
-def reset(device: Device) -> None:
+def reset(device: TorchDevice) -> None:
     """End this process's context; the contexts of other processes go on."""
     major = str(torch.version.cuda).split(".", maxsplit=1)[0]
     try:
@@ -76,7 +76,7 @@ def reset(device: Device) -> None:
     runtime.cudaDeviceReset()
 
 
-def copy_astray(device: Device) -> str:
+def copy_astray(device: TorchDevice) -> str:
     batches = batched_copy(device.place)
     assert batches is not None
 
@@ -87,7 +87,7 @@ def copy_astray(device: Device) -> str:
     return failure(lambda device: None, device)
 
 
-def without_memory(device: Device) -> str:
+def without_memory(device: TorchDevice) -> str:
     """Take all memory that torch may have of the device, store, give it back, and store again."""
     cuda: Any = torch.cuda
     total: int = cuda.get_device_properties(device.place).total_memory
@@ -121,7 +121,7 @@ def without_memory(device: Device) -> str:
     ids=["a bad address", "a kernel that fails", "a reset", "no memory"],
 )
 def test_a_transfer_after_an_error_is_never_reported_as_made_and_does_not_hang(
-    work: Callable[[Device], str], device: Device, request: pytest.FixtureRequest
+    work: Callable[[TorchDevice], str], device: TorchDevice, request: pytest.FixtureRequest
 ) -> None:
     may_be_ended = request.node.callspec.id in ("a bad address", "a reset")  # The driver may touch what is gone.
     may_be_made = work is without_memory

@@ -13,7 +13,7 @@ from kvtier.memory import Region, RowLayout
 from kvtier.remedies import Remedy
 from kvtier.tools.selftest.caches import plain_caches, random_bytes, require_same
 from kvtier.tools.selftest.checks import transfer
-from kvtier.tools.selftest.device import Device, host
+from kvtier.tools.selftest.device import TorchDevice, host
 from tests.gpu.children import child
 
 PROCESSES = 3
@@ -27,7 +27,7 @@ HUGE_SHARE = 0.4  # Of the memory that is free now: the rest is the machine's.
 OUT_OF_MEMORY = 2  # As cudaHostRegister answers.
 
 
-def there_and_back(device: Device, slots: torch.Tensor, right: torch.Tensor, groups: list[GroupBlocks]) -> None:
+def there_and_back(device: TorchDevice, slots: torch.Tensor, right: torch.Tensor, groups: list[GroupBlocks]) -> None:
     """Store known blocks, compare their rows, load them again and compare the blocks."""
     caches = plain_caches(1, len(right), right.shape[1], device.place)
     (cache,) = caches.tensors
@@ -43,7 +43,7 @@ def there_and_back(device: Device, slots: torch.Tensor, right: torch.Tensor, gro
 
 def share(parent: Connection, memory_file: str, rank: int, device_name: str) -> None:
     """Use one slot of every row, in a process of its own, before and after another process is killed."""
-    device = Device(device_name)
+    device = TorchDevice(device_name)
     with (
         Region.attach(os.open(memory_file, os.O_RDWR), PAGES, LAYOUT.row_bytes) as region,
         host.CpuMemory(region, pin_with=device.pin_with, pin_slice_bytes=SLICE_BYTES) as memory,
@@ -56,7 +56,9 @@ def share(parent: Connection, memory_file: str, rank: int, device_name: str) -> 
 
 
 @pytest.mark.usefixtures("outside")
-def test_several_processes_register_one_region_and_one_that_is_killed_costs_the_others_nothing(device: Device) -> None:
+def test_several_processes_register_one_region_and_one_that_is_killed_costs_the_others_nothing(
+    device: TorchDevice,
+) -> None:
     with Region.memfd(PAGES, LAYOUT.row_bytes) as region, ExitStack() as stack:
         memory_file = f"/proc/{os.getpid()}/fd/{region.fd}"
         made = [stack.enter_context(child(share, memory_file, rank, device.name)) for rank in range(PROCESSES)]
@@ -78,7 +80,7 @@ def free_bytes() -> int:
     return int(fields["MemAvailable"].split()[0]) * 1_024
 
 
-def test_a_huge_region_is_registered_in_slices_and_rows_at_their_edges_come_back(device: Device) -> None:
+def test_a_huge_region_is_registered_in_slices_and_rows_at_their_edges_come_back(device: TorchDevice) -> None:
     size_bytes = int(min(HUGE_BYTES[device.name], HUGE_SHARE * free_bytes()))
     rows, slice_bytes = size_bytes // HUGE_ROW_BYTES, min(4 << 30, size_bytes // 4)
     slice_rows = slice_bytes // HUGE_ROW_BYTES
@@ -102,7 +104,9 @@ class Refusing:
         return 0
 
 
-def test_copies_of_memory_that_cannot_be_registered_are_right(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+def test_copies_of_memory_that_cannot_be_registered_are_right(
+    device: TorchDevice, caplog: pytest.LogCaptureFixture
+) -> None:
     with (
         caplog.at_level(logging.WARNING),
         Region.private(PAGES, PAGE_BYTES) as region,

@@ -13,7 +13,7 @@ import torch
 from kvtier.tools.commands import run
 from kvtier.tools.selftest import checks
 from kvtier.tools.selftest.command import SelftestReport
-from kvtier.tools.selftest.device import Device, NotHere, Wrong
+from kvtier.tools.selftest.device import NotHere, TorchDevice, Wrong
 
 HANGS = """
 import sys, threading
@@ -29,7 +29,7 @@ run(["selftest", "--device", "cpu", "--json", sys.argv[1]])
 def tested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, SelftestReport]]:
     """Make these checks in a dry run, and rates of few bytes; return the exit status and the report."""
 
-    def tested(*given: Callable[[Device], str]) -> tuple[int, SelftestReport]:
+    def tested(*given: Callable[[TorchDevice], str]) -> tuple[int, SelftestReport]:
         monkeypatch.setattr(checks, "checks", lambda: [(check.__name__, check) for check in given])
         monkeypatch.setitem(checks.RATE_BYTES, "cpu", 1 << 20)
         status = run(["selftest", "--device", "cpu", "--json", str(tmp_path / "report.json")])
@@ -38,19 +38,19 @@ def tested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
     return tested
 
 
-def right(device: Device) -> str:
+def right(device: TorchDevice) -> str:
     return "all bytes"
 
 
-def wrong(device: Device) -> str:
+def wrong(device: TorchDevice) -> str:
     raise Wrong("a byte [is] wrong")
 
 
-def broken(device: Device) -> str:
+def broken(device: TorchDevice) -> str:
     raise RuntimeError("CUDA error: an illegal address")
 
 
-def not_here(device: Device) -> str:
+def not_here(device: TorchDevice) -> str:
     raise NotHere("no streams")
 
 

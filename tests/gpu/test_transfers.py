@@ -23,7 +23,7 @@ from kvtier.tools.selftest.caches import (
     require_same,
 )
 from kvtier.tools.selftest.checks import CANARY, ROWS, TRIES, finished, submit, transfer, worker_and_rows
-from kvtier.tools.selftest.device import Device, Wrong, host
+from kvtier.tools.selftest.device import TorchDevice, Wrong, host
 from tests.gpu.modelled import Modelled
 from tests.gpu.test_checks import Hasty, copiers_of
 
@@ -35,21 +35,21 @@ Place = tuple[torch.Tensor, torch.Tensor, TransferWorker]
 
 
 @contextmanager
-def cache_and_slots(device: Device) -> Generator[Place]:
+def cache_and_slots(device: TorchDevice) -> Generator[Place]:
     """Give one layer's cache, as many slots as it has pages, and a worker between them."""
     layer = plain_caches(1, PAGES, PAGE_BYTES, device.place)
     with worker_and_rows(device, layer, PAGES) as (worker, rows):
         yield layer.tensors[0], rows[:, :PAGE_BYTES], worker
 
 
-def submit_late(device: Device, worker: TransferWorker, direction: Direction) -> bool:
+def submit_late(device: TorchDevice, worker: TransferWorker, direction: Direction) -> bool:
     """Submit a transfer of everything behind a kernel that spins; return True if that was in time."""
     pending = device.launch_late(lambda: None) if device.has_streams else lambda: True
     submit(worker, direction, EVERYTHING)
     return pending()
 
 
-def test_of_many_transfers_at_once_the_later_one_wins(each_device: Device) -> None:
+def test_of_many_transfers_at_once_the_later_one_wins(each_device: TorchDevice) -> None:
     family = families()[0]
     here, twin = caches_of(family, each_device.place), caches_of(family, torch.device("cpu"))
     here.fill(1)
@@ -71,7 +71,9 @@ def test_of_many_transfers_at_once_the_later_one_wins(each_device: Device) -> No
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 1)])
-def test_canonical_rows_of_some_workers_are_read_by_others(writers: int, readers: int, each_device: Device) -> None:
+def test_canonical_rows_of_some_workers_are_read_by_others(
+    writers: int, readers: int, each_device: TorchDevice
+) -> None:
     heads, layers, blocks = 8, 3, list(range(0, BLOCKS, 2))
     spec = FullAttentionSpec(block_size=16, num_kv_heads=heads, head_size=32, dtype=torch.bfloat16)
     whole = [random_bytes((BLOCKS, heads, spec.page_bytes // heads), layer) for layer in range(layers)]
@@ -109,7 +111,7 @@ def overwrite(rows: torch.Tensor) -> None:
         rows[row].fill_(CANARY)
 
 
-def rows_of_a_store_are_let_go(device: Device) -> None:
+def rows_of_a_store_are_let_go(device: TorchDevice) -> None:
     """Write canaries over rows when their store's result is reported: all of them must live."""
     with cache_and_slots(device) as (cache, rows, worker):
         for _ in range(TRIES):
@@ -124,7 +126,7 @@ def rows_of_a_store_are_let_go(device: Device) -> None:
     pytest.fail("no store was submitted before the kernel had finished")
 
 
-def rows_of_a_load_are_let_go(device: Device) -> None:
+def rows_of_a_load_are_let_go(device: TorchDevice) -> None:
     """Write canaries over rows when their load's result is reported: the blocks must have the bytes from before."""
     with cache_and_slots(device) as (cache, rows, worker):
         right = random_bytes(tuple(rows.shape), 1)
@@ -141,7 +143,7 @@ def rows_of_a_load_are_let_go(device: Device) -> None:
     pytest.fail("no load was submitted before the kernel had finished")
 
 
-async def a_cancelled_wait(device: Device, steps: int) -> None:
+async def a_cancelled_wait(device: TorchDevice, steps: int) -> None:
     """Cancel the wait for a store after some steps of the loop: its result is reported once, and it is made."""
     with cache_and_slots(device) as (cache, rows, worker):
         rows.fill_(CANARY)
@@ -160,16 +162,16 @@ async def a_cancelled_wait(device: Device, steps: int) -> None:
         require_same("rows of a store whose wait was cancelled", rows, cache.cpu())
 
 
-def test_rows_are_not_written_after_their_store(each_device: Device) -> None:
+def test_rows_are_not_written_after_their_store(each_device: TorchDevice) -> None:
     rows_of_a_store_are_let_go(each_device)
 
 
-def test_rows_are_not_read_after_their_load(each_device: Device) -> None:
+def test_rows_are_not_read_after_their_load(each_device: TorchDevice) -> None:
     rows_of_a_load_are_let_go(each_device)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 5])
-async def test_a_cancelled_wait_cancels_no_transfer(steps: int, each_device: Device) -> None:
+async def test_a_cancelled_wait_cancels_no_transfer(steps: int, each_device: TorchDevice) -> None:
     await a_cancelled_wait(each_device, steps)
 
 

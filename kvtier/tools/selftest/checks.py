@@ -17,7 +17,7 @@ from kvtier.memory import PAGE_BYTES, Region
 from kvtier.tools.bench.figures import Pair, Row, Side, interleaved, rate_of, rows_of
 from kvtier.tools.selftest import caches
 from kvtier.tools.selftest.caches import Family, random_bytes, require_same
-from kvtier.tools.selftest.device import Device, NotHere, Wrong, host
+from kvtier.tools.selftest.device import NotHere, TorchDevice, Wrong, host
 
 TRIES = 5
 PASSES = 3  # Stores and loads of random blocks, for each family.
@@ -29,7 +29,7 @@ RATE_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
 RATE_ROUNDS = 7
 
 
-def checks() -> list[tuple[str, Callable[[Device], str]]]:
+def checks() -> list[tuple[str, Callable[[TorchDevice], str]]]:
     """Return every promise and its check, which returns a detail, or raises `Wrong` or `NotHere`."""
     return [
         *((f"blocks come back bit for bit: {each.name}", partial(come_back, each)) for each in caches.families()),
@@ -38,7 +38,7 @@ def checks() -> list[tuple[str, Callable[[Device], str]]]:
     ]
 
 
-def come_back(family: Family, device: Device) -> str:
+def come_back(family: Family, device: TorchDevice) -> str:
     """Store random blocks in random rows, load them into others, and compare everything with the twin's."""
     moved = 0
     here, twin = caches.caches_of(family, device.place), caches.caches_of(family, torch.device("cpu"))
@@ -60,7 +60,7 @@ def come_back(family: Family, device: Device) -> str:
     return f"{PASSES} times each way, {moved:,} bytes"
 
 
-def transfers_wait(direction: Direction, device: Device) -> str:
+def transfers_wait(direction: Direction, device: TorchDevice) -> str:
     """Submit a store behind a delayed kernel that writes its blocks, or a load behind one that reads its blocks."""
     if not device.has_streams:
         raise NotHere(f"{device.name} has no streams: it does at once whatever is launched")
@@ -86,7 +86,7 @@ def transfers_wait(direction: Direction, device: Device) -> str:
     raise Wrong(f"in {TRIES} attempts the kernel had finished before the transfer was submitted: nothing was proved")
 
 
-def rates(device: Device) -> list[Row]:
+def rates(device: TorchDevice) -> list[Row]:
     """Return MB/s of stores and of loads, each beside one plain copy of as many pinned bytes."""
     moved_bytes, chunk_bytes = RATE_BYTES[device.name], RATE_LAYERS * RATE_PAGE_BYTES
     with copies(device, RATE_LAYERS, RATE_PAGE_BYTES, moved_bytes) as each:
@@ -102,7 +102,7 @@ def rates(device: Device) -> list[Row]:
 
 @contextmanager
 def copies(
-    device: Device, layers: int, page_bytes: int, moved_bytes: int
+    device: TorchDevice, layers: int, page_bytes: int, moved_bytes: int
 ) -> Generator[dict[str, Callable[[], object]]]:
     """Give a store, a load and a plain copy "to host" and "to device" of this many bytes, in whole chunks.
 
@@ -131,7 +131,7 @@ def copies(
 
 @contextmanager
 def worker_and_rows(
-    device: Device, canonical: CanonicalKVCaches, rows: int, blocks_per_chunk: int = 1
+    device: TorchDevice, canonical: CanonicalKVCaches, rows: int, blocks_per_chunk: int = 1
 ) -> Generator[tuple[TransferWorker, torch.Tensor]]:
     """Give a worker between caches and pinned rows, which are a page longer than their slots."""
     slot_bytes = slot_layout(canonical, blocks_per_chunk).slot_bytes

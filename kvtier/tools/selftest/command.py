@@ -17,7 +17,7 @@ from kvtier.tools.options import JsonOption
 from kvtier.tools.outputs import bar, check_outputs, plain_table, write_json
 
 if TYPE_CHECKING:  # Imported when the command runs: it needs torch.
-    from kvtier.tools.selftest.device import Device
+    from kvtier.tools.selftest.device import TorchDevice
 
 LIMIT_S = 120.0  # All of it takes seconds. A device that hangs must be reported, too.
 
@@ -48,10 +48,10 @@ def selftest(
     """Prove on this machine's device that every byte comes back in order, and measure the rate each way."""
     check_outputs(json_path)
     try:
-        from kvtier.tools.selftest.device import Device
+        from kvtier.tools.selftest.device import TorchDevice
     except (ImportError, OSError) as error:
         raise ConfigError(f"torch cannot be loaded ({error}); pip install 'kvtier[torch]'") from error
-    testing = SelftestRun(Device(device), json_path)
+    testing = SelftestRun(TorchDevice(device), json_path)
     with bar() as progress:
         task = progress.add_task("kvtier selftest", total=None)
 
@@ -73,7 +73,7 @@ def selftest(
 class SelftestRun:
     """All checks in order, then the rates. A check that fails is a result; the others are made all the same."""
 
-    def __init__(self, device: "Device", json_path: str | None) -> None:
+    def __init__(self, device: "TorchDevice", json_path: str | None) -> None:
         self._device, self._json_path = device, json_path
         self._load, self._begun = load(), time.perf_counter()
         self._current = "", self._begun  # The check in progress, and its start.
@@ -129,7 +129,7 @@ class SelftestRun:
         seconds = time.perf_counter() - begun
         self._checks.append(CheckResult(promise=promise, outcome=outcome, detail=detail, seconds=seconds))
 
-    def _rates(self, device: "Device") -> str:
+    def _rates(self, device: "TorchDevice") -> str:
         from kvtier.tools.selftest.checks import rates
 
         self._rows = rates(device)

@@ -26,7 +26,7 @@ class Wrong(Exception):
     """A promise was broken; the message says how."""
 
 
-class Device:
+class TorchDevice:
     """The place of the KV caches, and the copies that transfers use there."""
 
     def __init__(self, name: str) -> None:
