@@ -1,6 +1,6 @@
-"""The ledger's answers to look-ups and stores, and events, which are answers without a question.
+"""The ledger's answers to look-ups and stores, and its events.
 
-Events say what happened to chunks, for consumers with an index of their own (a router, an LLM engine's event stream).
+Events report what happened to chunks, for consumers with their own index (a router, an LLM engine's event stream).
 """
 
 from collections import deque
@@ -16,10 +16,10 @@ class LookupResult(Enum):
 
     MISS = "miss"  # Compute it.
     HIT = "hit"  # Ready in the primary, and kept there until the step ends.
-    HIT_PENDING = "hit_pending"  # On its way into the primary: look again.
-    RETRY = "retry"  # A tier has yet to say: look again.
+    HIT_PENDING = "hit_pending"  # A load into the primary is in flight: look again.
+    RETRY = "retry"  # A tier has not answered yet: look again.
 
-    __hash__ = object.__hash__  # Each is there once; the hash of an enum's name is a call in Python.
+    __hash__ = object.__hash__  # Members are singletons; an enum's own hash is a call in Python.
 
 
 HIT, HIT_PENDING, MISS, RETRY = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS, LookupResult.RETRY
@@ -47,9 +47,9 @@ class Event(NamedTuple):
 
 
 class EventLog:
-    """Events since the last `take`, at most `events_max`; beyond it the oldest go and are counted. 0: nobody wants any.
+    """Events since the last `take`, at most `events_max`; the oldest are dropped and counted. 0: no events.
 
-    A consumer that sees `dropped` grow has lost its place and must build its index anew.
+    A consumer that sees `dropped` grow has lost its place and must rebuild its index.
     """
 
     def __init__(self, events_max: int = 0) -> None:
@@ -58,7 +58,7 @@ class EventLog:
         self.dropped = 0
 
     def add(self, kind: EventKind, tier: str, keys: Sequence[OffloadKey], reason: str = "") -> None:
-        """Note what happened to these keys, if there are any."""
+        """Add an event, if there are keys."""
         if keys and self._events_max:
             self.dropped += len(self._events) == self._events_max
             self._events.append(Event(kind, tier, keys, reason))

@@ -1,15 +1,15 @@
 """Fetches: how a call of the asyncio face waits until the leading run of its keys is in the primary.
 
-Waiting requests lease at most a share of the rows. So what has come is pinned, leased no more, and leaves its share to
-what comes after it. Calls that find no row stand in a line. Only the first in the line takes rows, and only it holds
-some while it waits for more. So no fetch waits for rows of another that waits, too. Calls that find all their chunks in
+Waiting requests lease at most a share of the rows. So chunks that have come are pinned and leased no more, and leave
+their share to later ones. Calls without a row stand in a line. Only the first in the line takes rows, and only it holds
+rows while it waits for more. So no fetch waits for rows of another waiting fetch. Calls that find all their chunks in
 the primary pass the line.
 
 Rows come back when the blocks of other fetches end. A task that holds rows and awaits a further fetch may wait for
 itself: then no row comes back, and all calls in the line give up `lease_s` after the last one was served.
 """
 
-# ruff: noqa: SLF001  Whoever waits and the steps that it waits for are one engine.
+# ruff: noqa: SLF001  Waiters and their steps are one engine.
 # pyright: reportPrivateUsage=false
 
 import logging
@@ -21,9 +21,7 @@ from kvtier.engine.answers import LookupResult
 from kvtier.engine.progress import Progress
 from kvtier.engine.requests import Request, Turn
 from kvtier.engine.steps import StepManager
-from kvtier.remedies import Remedy
-
-CUT_EVERY_S = 60.0  # Between two lines about runs that were cut: a full log tells nobody anything.
+from kvtier.remedies import LineLimit, Remedy
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +37,10 @@ class Fetches:
         """Calls that wait for rows, the first one first, and since when."""
         self._served_at = -math.inf
         self._cut = 0  # Chunks, since the last line.
-        self._cut_at = -math.inf
+        self._cut_lines = LineLimit(steps._clock)
 
     async def arrive(self, keys: Sequence[OffloadKey], request_id: str, rows: list[int]) -> None:
-        """Wait until the leading run of keys is in the primary, and pin it: `rows` are its rows, so far."""
+        """Wait until the leading run of keys is in the primary, and pin it; its rows are added to `rows`."""
         fetch = _Fetch(keys, self._steps._known(request_id), rows)
         try:
             while not await self._advance(fetch):
@@ -51,7 +49,7 @@ class Fetches:
             self._leave(fetch)
 
     async def _advance(self, fetch: "_Fetch") -> bool:
-        """Look up, pin what came, and wait for more, with a turn of the loop; True if the run is over."""
+        """Look up, pin the hits, and wait for more, with a turn of the loop; True if the run is over."""
         await self._progress.cleared()
         self._steps._receive()
         hits, waits, short = self._look(fetch)
@@ -79,7 +77,7 @@ class Fetches:
         return False
 
     def _look(self, fetch: "_Fetch") -> tuple[int, bool, bool]:
-        """Return how many leading keys are here, whether others are in flight, and whether there were too few rows.
+        """Return how many leading keys are ready, whether others are in flight, and whether there were too few rows.
 
         A fetch that is short has its place in the line from now on.
         """
@@ -91,7 +89,7 @@ class Fetches:
                 if result is LookupResult.MISS or turn.short:
                     break
                 if result is not LookupResult.HIT:
-                    waits = True  # And look on, so that the rest sets out, too.
+                    waits = True  # Go on: the rest is loaded side by side.
                 elif not waits:
                     hits += 1
         finally:
@@ -103,7 +101,7 @@ class Fetches:
     # The line.
 
     def _first(self, fetch: "_Fetch") -> bool:
-        """Return True if no other call waits for rows before this one, or if this one waits no longer."""
+        """Return True if no other call waits for rows before this one, or if this one gives up."""
         return fetch.late or next(iter(self._line), fetch) is fetch
 
     def _leave(self, fetch: "_Fetch") -> None:
@@ -116,42 +114,41 @@ class Fetches:
             self._served_at = self._steps._clock()
 
     async def _wait_for_rows(self, fetch: "_Fetch") -> None:
-        """Wait until something was given back, or this call is late."""
+        """Wait until rows were released, or this call is late."""
         late_at = max(self._line[fetch], self._served_at) + self._patience_s(fetch)
         await self._progress.made(for_rows=True, until=late_at)
         fetch.late = self._steps._clock() >= max(late_at, self._served_at + self._patience_s(fetch))
 
     def _patience_s(self, fetch: "_Fetch") -> float:
-        """Return how long to wait while no call is served: not as long as computing the chunks would take."""
+        """Return how long to wait while no call is served: no longer than computing the chunks."""
         return min(self._steps.config.limits.lease_s, self._ledger.patience_s(len(fetch.missing)))
 
     def _rows_come_back(self, fetch: "_Fetch") -> bool:
-        """Return True if anybody else has rows that will come back."""
+        """Return True if others hold rows that will be free."""
         ledger, own = self._ledger, len(fetch.rows)
         others = ledger.rows_in_use > own or ledger.leases.rows > len(fetch.request.leased) or ledger.pending
         return others and own < ledger.rows_left(fetch.keys[:own])
 
     def _give_back(self, fetch: "_Fetch") -> None:
-        """Give back what a fetch has that is short and not the first: those before it may wait for just that."""
+        """Release the rows of a fetch that is short and not the first: those before it may need them."""
         if fetch.rows:
             self._steps.complete_load(fetch.keys[: len(fetch.rows)], fetch.request.id)
             fetch.rows.clear()
         if fetch.request.leased:
             self._ledger.leases.end_all(fetch.request)
             self._progress.stir()
-        fetch.request.waits = False  # Or the step leases its hits again, and all in line wake each other for ever.
+        fetch.request.waits = False  # Else the step leases its hits again, and all in line wake each other for ever.
 
     def _say_cut(self, chunks: int) -> None:
         self._cut += chunks
-        now = self._steps._clock()
-        if now >= self._cut_at + CUT_EVERY_S:
+        if self._cut_lines.allows():
             logger.warning(
                 "%s chunks that tiers have were not fetched: no row came back for them within lease_s (%g s); see %s",
                 f"{self._cut:,}",
                 self._steps.config.limits.lease_s,
                 Remedy.CUT,
             )
-            self._cut, self._cut_at = 0, now
+            self._cut = 0
 
 
 class _Fetch:
@@ -163,7 +160,7 @@ class _Fetch:
         self.keys = keys
         self.request = request
         self.rows = rows
-        self.late = False  # It waits for rows no longer.
+        self.late = False  # It has given up waiting for rows.
 
     @property
     def missing(self) -> Sequence[OffloadKey]:

@@ -1,7 +1,6 @@
-"""The inbox: what comes back from the tiers, and what it changes: rows, locations, breakers, counters, events.
+"""The inbox: applies the runner's messages to rows, locations, breakers, counters and events.
 
-A tier's inventory, what it says of itself unasked, comes in batches. Each is acknowledged: so a scan of millions of
-keys sends one batch at a time and never floods a step.
+A tier's inventory comes in batches. Each is acknowledged, so that a scan of millions of keys never floods a step.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,7 +32,7 @@ from kvtier.runner.messages import (
 )
 from kvtier.runner.speed import Speed
 
-Observe = Callable[[str, str, float], None]  # A tier's name, an operation, and the seconds that it took.
+Observe = Callable[[str, str, float], None]  # A tier's name, an operation, and its seconds.
 
 
 class Inbox:
@@ -60,7 +59,7 @@ class Inbox:
         self._observe = observe
 
     def apply(self, message: Message, now: float) -> None:
-        """Apply one message; one about a transfer that is not under way any more is ignored."""
+        """Apply one message; one about a settled transfer is ignored."""
         match message:
             case Finished():
                 self._time(message)
@@ -74,7 +73,7 @@ class Inbox:
                 self._found(self._tiers[message.tier], unpack_keys(message.keys))
             case Gone():
                 self._gone(self._tiers[message.tier], unpack_keys(message.keys))
-            case Scanned():  # Of a tier with one owner the word is taken for what it does not hold, too.
+            case Scanned():  # The record of a tier with one owner is complete, too.
                 tier = self._tiers[message.tier]
                 tier.authoritative = tier.reports = message.complete
             case TierUsage():
@@ -91,15 +90,14 @@ class Inbox:
                 case Acknowledge():
                     self._outbox.acknowledge(self._tiers[action.tier])
                 case Advise():
-                    pass  # The tier goes by what it saw itself.
+                    pass  # The tier's own order goes on.
                 case _:
                     self._settle_whole(action.id, Code.REFUSED, now, lent=False)
 
     def lose(self, now: float) -> None:
-        """Settle all that a lost runner had; its rows stay lent until `gone`.
+        """Settle the transfers of a lost runner; its rows stay lent until `gone`.
 
-        What tiers were known to hold stays known: where that is no longer true, a load answers so, once. What is not
-        known is asked until a new runner has scanned.
+        The location map stays: where it is wrong, one load fails. Other keys are probed until a new runner has scanned.
         """
         for id_, transfer in list(self._transfers.under_way.items()):
             self._settle_whole(id_, Code.LOST, now, lent=bool(transfer.rows))
@@ -107,13 +105,13 @@ class Inbox:
             tier.authoritative = False
 
     def give_up(self, now: float) -> None:
-        """Settle what did not end within a reset's deadline, and take its tiers out of use for a while."""
+        """Settle transfers that missed a reset's deadline, and open the breakers of their tiers."""
         for id_, transfer in list(self._transfers.under_way.items()):
             self._settle_whole(id_, Code.DEADLINE, now, lent=bool(transfer.rows))
             transfer.tier.breaker.trip(now)
 
     def gone(self, epoch: int) -> None:
-        """Take back what a lost runner was lent: its process has ended."""
+        """Take back the rows of a lost runner: its process has ended."""
         for id_ in self._transfers.overdue_of(epoch):
             self._transfers.take_back(id_)
 
@@ -127,9 +125,9 @@ class Inbox:
             self._observe(transfer.tier.spec.name, transfer.operation.value, message.seconds)
 
     def _compare(self, load: Transfer, message: Finished) -> None:
-        """Take note of how long a load took, where it was expected to take a time.
+        """Compare a load's duration with its prediction.
 
-        A load that has failed may have failed at once: it does not say that its tier is fast.
+        A failed load may have failed at once: it does not show that its tier is fast.
         """
         tier = load.tier
         if load.given_up or not message.codes:
@@ -142,7 +140,7 @@ class Inbox:
 
     def _settle(self, id_: int, failed: Mapping[int, Code], now: float, *, lent: bool, cause: str = "") -> None:
         transfer = self._transfers.settle(id_, lent=lent)
-        if transfer is None:  # Given up at a reset.
+        if transfer is None:  # Settled by a reset.
             late = self._transfers.overdue.get(id_)
             if late is not None and not lent:
                 self._end_late(id_, [index for index in range(len(late.keys)) if index not in failed])
@@ -163,7 +161,7 @@ class Inbox:
                 self._settle_cascade(transfer, moved, now, lent=lent)
             case Operation.PROBE:
                 self._believe(transfer, b"", now)
-            case Operation.DELETE:  # Of what it is told to forget no tier reports that it has.
+            case Operation.DELETE:  # No tier reports keys that it was told to delete.
                 if failed:
                     untried = [keys[index] for index, code in failed.items() if code in NOT_TRIED]
                     transfer.tier.keep_undeleted(untried)
@@ -179,7 +177,7 @@ class Inbox:
             if code is Code.REFUSED and transfer.operation is Operation.CASCADE:
                 tier.counters.drop("bridge", len(indices))
                 continue
-            if code is Code.MISSING and transfer.operation is Operation.PROMOTION:  # It has gone since it was found.
+            if code is Code.MISSING and transfer.operation is Operation.PROMOTION:  # It was evicted since its look-up.
                 tier.counters.misses += len(indices)
                 continue
             tier.counters.fail(code.name.lower(), len(indices))
@@ -220,8 +218,8 @@ class Inbox:
     def _doubt(self, tier: Tier, key: OffloadKey, now: float) -> None:
         """Count a key that a tier failed to load as absent for a while.
 
-        If the tier does not report what it removes, a record counts no more than an answer. Else the record would keep
-        the next store of the key away.
+        If the tier does not report removals, a record counts no more than an answer. Else it would prevent the next
+        store of the key.
         """
         if not tier.reports and self._locations.mask.get(key, 0) & tier.bit:
             self._locations.remove(tier, [key])
@@ -243,9 +241,9 @@ class Inbox:
             self._transfers.unpin_cascade(transfer.rows)
 
     def _end_late(self, id_: int, moved: Iterable[int]) -> None:
-        """Take back what a transfer was lent that had been given up. What it stored all the same is asked for.
+        """Take back the rows of an overdue transfer, and probe the keys that it has stored after all.
 
-        Asked for and not believed: nobody knows whether it was deleted, or went for room, before this was heard of.
+        They may have been deleted or evicted before this message came.
         """
         transfer = self._transfers.overdue.get(id_)
         if transfer is not None and transfer.operation is Operation.CASCADE:
@@ -256,7 +254,7 @@ class Inbox:
         self._transfers.take_back(id_)
 
     def _learn(self, message: Answered, now: float) -> None:
-        """Take a probe's answers."""
+        """Apply a probe's answers."""
         transfer = self._transfers.settle(message.id, lent=False)
         if transfer is None:
             return
@@ -266,9 +264,9 @@ class Inbox:
         self._believe(transfer, message.present, now)
 
     def _believe(self, probe: Transfer, present: bytes, now: float) -> None:
-        """Believe answers, but for keys that were stored, deleted or found since they were asked for.
+        """Believe answers, except for keys that were stored, deleted or found since the probe was sent.
 
-        Without any, the keys count as absent for as long as an answer is believed.
+        Without answers, the keys count as absent for `answer_ttl_s`.
         """
         tier = probe.tier
         gone: list[OffloadKey] = []
@@ -283,19 +281,19 @@ class Inbox:
         self._missed(tier, gone)
 
     def _missed(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
-        """Say for a tier what it was found to have lost; one that reports what it removes says so itself."""
+        """Report removals for a tier that does not report them itself."""
         if not tier.reports:
             self._events.add(EventKind.REMOVED, tier.spec.name, keys)
 
     def _found(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
-        """Believe that the tier holds these keys, whatever it answered before."""
+        """Record that the tier holds these keys."""
         self._locations.add(tier, self._primary.own(keys))
         tier.forget_answers(keys)
         self._events.add(EventKind.STORED, tier.spec.name, keys)
         self._outbox.acknowledge(tier)
 
     def _gone(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
-        """Believe that the tier holds these keys no more; what is on its way there may have come before or after."""
+        """Record removals; a store in flight may have come before its removal, or after it."""
         self._locations.remove(tier, keys)
         tier.forget_answers(keys)
         tier.raced.update(tier.storing.intersection(keys))

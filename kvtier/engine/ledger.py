@@ -1,7 +1,7 @@
-"""The ledger: what is where and what is under way, and every decision about it, in plain synchronous calls.
+"""The ledger: the state of one kvtier engine, and every decision about it, in plain synchronous calls.
 
-No await, no clock, no I/O: the time is an argument, and what is to be done comes out of `end_step` as actions. So every
-change of state is atomic, and a test is a plain call. The ledger answers its caller; `loads`, `outbox`
+No await, no clock, no I/O: the time is an argument, and `end_step` returns the actions to carry out. So every change of
+state is atomic, and a test is a plain call. The ledger answers its caller; `loads`, `outbox`
 and `inbox` are its traffic with the tiers. Three modules decide for it: `worth` what is loaded and what is computed,
 `writeback` what is written later, and `prefetches` what is looked up before a request asks.
 """
@@ -36,15 +36,15 @@ __all__ = ["Ledger", "LedgerCounters", "LedgerLimits", "LookupResult", "StorePla
 class LedgerLimits(NamedTuple):
     """Rows are the primary's; seconds are of the clock whose times the ledger is given."""
 
-    cascade_rows_max: int  # Pinned by cascades at once: beyond it cascades are dropped, so that stores go on.
-    lease_rows_max: int  # Held for waiting requests at once.
+    cascade_rows_max: int  # Pinned by cascades at once. Further cascades are dropped, so that stores go on.
+    lease_rows_max: int  # Leased to waiting requests at once.
     lease_s: float
-    action_chunks: int  # Moved by one action at most.
+    action_chunks: int  # The most that one action moves.
     ahead_rows: int = 1  # Free, or chosen for eviction, ahead of demand.
-    chunk_tokens: int = 1  # Whose KV a chunk holds.
+    chunk_tokens: int = 1
     row_bytes: int = 1
-    late_margin: float = 1.5  # Times what computing takes, a load may take.
-    retained_rows_max: int = 0  # Passed over for hints at once.
+    late_margin: float = 1.5  # Longest load, as a multiple of computing.
+    retained_rows_max: int = 0  # Retained by hints at once.
 
 
 class LedgerCounters:
@@ -53,13 +53,13 @@ class LedgerCounters:
     __slots__ = ("hits", "misses", "promotions_refused", "rows_kept", "saved_s", "stores", "stores_refused")
 
     def __init__(self) -> None:
-        self.hits = 0  # Loaded from where they lay in the primary.
-        self.misses = 0  # Looked up and found nowhere, once a request and key.
-        self.promotions_refused = 0  # Had by a tier, but there was no row for them.
-        self.rows_kept = 0  # Given back while something of the caller's still read them.
-        self.saved_s = 0.0  # That computing what was loaded would have taken, while the prefill speed was known.
+        self.hits = 0  # Loaded, and in the primary at the look-up.
+        self.misses = 0  # Found nowhere, once a request and key.
+        self.promotions_refused = 0  # Held by a tier, without a free row here.
+        self.rows_kept = 0  # Released while the caller still held views of them.
+        self.saved_s = 0.0  # Seconds to compute the loaded chunks, while the prefill speed was known.
         self.stores = 0
-        self.stores_refused = 0  # Offered in a call for which there was no room.
+        self.stores_refused = 0  # Without room.
 
 
 class Ledger:
@@ -113,29 +113,28 @@ class Ledger:
         self.row_bytes = limits.row_bytes
         self.hints_ignored = IgnoredHints()
         self.prefetches = Prefetches(self.primary, self.writeback, self.leases, self.loads, self.lookup)
-        self._forgetting: dict[OffloadKey, None] = {}  # What was to be forgotten and is held.
+        self._forgetting: dict[OffloadKey, None] = {}  # To be forgotten when nothing holds them.
         self._chunk_tokens = limits.chunk_tokens
-        self.promoting = True  # False between a reset and the LLM engine's word that its workers have flushed.
+        self.promoting = True  # False from a reset until the LLM engine's workers have flushed.
         self.runner_up = True
         self._awaits_runner = False  # At the end, while rows are dirty.
-        self.rows_in_use = 0  # Given to the LLM engine to read or write, and not yet given back.
-        self.kept: Counter[int] = Counter()  # Row -> views of it that are still read, each of them a pin.
+        self.rows_in_use = 0  # The LLM engine reads or writes them.
+        self.kept: Counter[int] = Counter()  # Row -> views that the caller still holds, each of them a pin.
         self._now = 0.0
         self._step = 1
-        # Filling keys that request-level tiers will get, too.
-        self._parked: dict[OffloadKey, list[tuple[Tier, Request]]] = {}
+        self._parked: dict[OffloadKey, list[tuple[Tier, Request]]] = {}  # Filling keys for request-level tiers.
         self._request_level = [tier for tier in self.tiers if tier.spec.request_level]
 
-    # A step: the time comes in, messages are settled, actions go out.
+    # A step.
 
     def begin_step(self, now: float) -> None:
-        """Take the time (seconds, never decreasing) and end the leases that it ends."""
+        """Set the time (seconds, never decreasing) and end expired leases."""
         self._now = now
         if self.leases.deadlines:
             self.leases.expire(now)
 
     def apply(self, message: Message | LocalMessage) -> None:
-        """Settle what a message says was done."""
+        """Apply a message of the runner, or of its bridge."""
         match message:
             case RunnerLost():
                 self.runner_up = False
@@ -161,14 +160,14 @@ class Ledger:
         self.inbox.refuse(actions, self._now)
 
     def end_step(self) -> list[Action]:
-        """Weigh loads, lease the rows of requests that wait, let go of others answered HIT; return what is to be done.
+        """Weigh loads, lease the rows of waiting requests, release other hits; return the actions.
 
-        What is not worth its load is a miss for its request from now on.
+        A declined load is a miss for its request from now on.
         """
         worth = self._worth
         if self.loads.wanted or self.loads.trials:
             self.loads.weigh(self._now, self._step)
-        if self.prefetches.waiting:  # After that: what is not loaded for a request may be for them.
+        if self.prefetches.waiting:  # After the weighing: a prefetch may load what a request declined.
             self.prefetches.step()
         weighs = worth.token_s > 0
         self._hits.end(self._now, worth.patience_s(worth.chunk_s) if weighs else None)
@@ -186,7 +185,7 @@ class Ledger:
 
     @property
     def pending(self) -> bool:
-        """Something is queued or under way within its deadline: steps should go on."""
+        """True if something is queued, or in flight within its deadline: steps should go on."""
         if self.transfers.under_way or not (self.outbox.empty and self.loads.empty) or self.prefetches:
             return True
         return self._awaits_runner and not self.runner_up and self.writeback.queued_rows > 0
@@ -196,13 +195,13 @@ class Ledger:
         self._awaits_runner = runner_returns
         self.writeback.end()
 
-    # Looking up: where a key is, and having it on its way if a tier has it.
+    # Looking up.
 
     def lookup(self, key: OffloadKey, request: Request) -> LookupResult:
-        """Say where a key is; one that a tier has is on its way from now on."""
+        """Find a key, and promote it if a tier has it."""
         if key not in self.primary.ready:
             return self._lookup_absent(key, request)
-        self._hits.note(request, key)
+        self._hits.add(request, key)
         return HIT
 
     def _lookup_absent(self, key: OffloadKey, request: Request) -> LookupResult:
@@ -292,7 +291,7 @@ class Ledger:
         return self._wait_for(key, request)
 
     def cut(self, keys: Sequence[OffloadKey], request: Request) -> int:
-        """End a run before these keys, because no row came for them; return how many of them a tier has."""
+        """End a run before these keys, for want of rows; return how many of them a tier has."""
         chunks = 0
         for key in keys:
             mask = self.locations.mask.get(key, 0)
@@ -304,13 +303,13 @@ class Ledger:
         return chunks
 
     def patience_s(self, chunks: int) -> float:
-        """Return how long to wait for chunks: as long as computing them takes, with the margin; NEVER if not known."""
+        """Return how long to wait for chunks: as long as computing them takes, with the margin; NEVER if unknown."""
         return self._worth.patience_s(chunks * self._worth.chunk_s) if self._worth.token_s else NEVER
 
     def rows_left(self, keys: Collection[OffloadKey] = ()) -> int:
-        """Return how many rows can be had for keys, sooner or later.
+        """Return how many rows can be free for keys at some time.
 
-        The others are with transfers that hang, or with callers that still read them.
+        Hung transfers hold the others, or callers that still read them.
         """
         row_key = self.primary.key
         held = {*self.transfers.pins_overdue(), *self.kept}
@@ -318,13 +317,13 @@ class Ledger:
         return self.primary.rows - self.primary.rows_quarantined - len(stuck.difference(keys))
 
     def _wait_for(self, key: OffloadKey, request: Request) -> LookupResult:
-        self._hits.note(request, key)
+        self._hits.add(request, key)
         request.waits = True
         return HIT_PENDING
 
     def _miss(self, key: OffloadKey, request: Request, search: Search, asked: Sequence[Tier] = ()) -> LookupResult:
         if request.waiting_since is not None:
-            self._hits.note_miss(request)
+            self._hits.add_miss(request)
         missed = search.missed
         if key not in missed:
             missed.add(key)
@@ -366,13 +365,13 @@ class Ledger:
         self._access(present, present, request)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Pin rows that come back while whoever loaded them still reads them: each until `let_go`."""
+        """Pin rows whose caller still reads them: each until `let_go`."""
         self.kept.update(rows)
         self.counters.rows_kept += len(rows)
         self.primary.pin(rows)
 
     def let_go(self, row: int) -> None:
-        """Take note that a kept row is read no more, as far as one of its readers is concerned."""
+        """Drop one pin of `keep`."""
         if row not in self.kept:  # The primary was cleared meanwhile: the row is in quarantine.
             self.primary.release(row)
             return
@@ -394,9 +393,9 @@ class Ledger:
                 self.tiers[source].counters.hits += 1
 
     def _access(self, present: Sequence[OffloadKey], keys: Sequence[OffloadKey], request: Request) -> None:
-        """Note that a request uses `keys`; count an access to those that are present, once.
+        """Record that a request uses `keys`; count one access to those that are present.
 
-        Absent ones have been given rows, after what the request used before. All that it used leaves tail first.
+        Absent ones have rows by now, behind the keys that the request used before. All of them are evicted tail first.
         """
         used, last = request.used, request.last_used
         present, keys = request.in_prefix_order(present), request.in_prefix_order(keys)
@@ -446,7 +445,7 @@ class Ledger:
         return StorePlan(absent, [filling[key] for key in absent], evicted)
 
     def complete_store(self, keys: Sequence[OffloadKey], request: Request, *, success: bool = True) -> None:
-        """Make keys of a `StorePlan`, all or some, loadable, and have them cascade; without `success`, forget them."""
+        """Make keys of a `StorePlan` loadable, all or some, and cascade them; without `success`, forget them."""
         check_keys(keys)
         published = self.primary.publish(keys) if success else self._give_up(keys)
         request.storing -= len(published)
@@ -473,7 +472,7 @@ class Ledger:
     def _reserve(
         self, keys: Sequence[OffloadKey], offered: Collection[OffloadKey] = (), after: OffloadKey | None = None
     ) -> list[OffloadKey] | None:
-        """Reserve rows as the primary does, evicting nothing that was answered HIT in this step."""
+        """Reserve rows without evicting this step's hits."""
         if len(keys) > self.primary.rows_free:
             self._hits.hold()
             self.primary.end_retentions(self._now)
@@ -483,7 +482,7 @@ class Ledger:
         return evicted
 
     def _give_up(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Forget keys that the LLM engine did not store after all; return those that were being stored."""
+        """Forget keys that the LLM engine did not store; return those that were reserved."""
         given_up = [key for key in keys if key in self.primary.filling]
         for key in given_up:
             self.leases.end_row(self.primary.filling[key])
@@ -492,7 +491,7 @@ class Ledger:
         return given_up
 
     def _offer_present(self, keys: Sequence[OffloadKey], request: Request) -> None:
-        """Give request-level tiers what was there before; what is on its way, once it has come."""
+        """Cascade present keys to request-level tiers; filling ones when they are ready."""
         for tier in self._request_level:
             if request.allows(tier.spec) and not request.keeps_out(tier.spec):
                 self.outbox.cascade(dict.fromkeys(filter(self.primary.ready.__contains__, keys)), tier, self._now)
@@ -507,21 +506,21 @@ class Ledger:
             del self._parked[key]
             if key in self.primary.ready:
                 for tier, request in wishes:
-                    if not request.keeps_out(tier.spec):  # As it may have said since.
+                    if not request.keeps_out(tier.spec):  # Its hint may be newer.
                         self.outbox.cascade((key,), tier, self._now)
 
     # A request's beginning and end.
 
     def wants_all(self, request: Request) -> bool:
-        """Say whether a tier wants all of the request's chunks, those that are present already, too."""
+        """Return True if a tier wants all of the request's chunks, including present ones."""
         return bool(self._request_level) and any(
             request.allows(tier.spec) and not request.keeps_out(tier.spec) for tier in self._request_level
         )
 
     def hint(self, request: Request, given: object) -> None:
-        """Take what a client has sent as a hint for this request; it takes the place of an earlier one.
+        """Set a client's hint for this request; it replaces an earlier one.
 
-        One that cannot be read is ignored and counted, and so is the name of a tier that there is not.
+        An unreadable hint is ignored and counted, and so is the name of an unknown tier.
         """
         hint = hint_of(given, self.hints_ignored)
         if hint is None:
@@ -533,7 +532,7 @@ class Ledger:
                 self.hints_ignored.add("tier", f"no_store names {shortened(name)}, which is no tier here")
 
     def finish(self, request: Request) -> None:
-        """Rank the request's keys anew, tail first, here and in tiers, and end its leases.
+        """Rank the request's keys, tail first, here and in tiers, and end its leases.
 
         Loads and completions may still follow.
         """
@@ -578,16 +577,15 @@ class Ledger:
         return heeded
 
     def _take_hints(self) -> None:
-        """Have everybody take note of sessions, from the first hint on: what comes from here on is known to be new."""
+        """Track sessions from the first hint on, here and in tiers."""
         if not self.primary.takes_hints:
             self.primary.take_hints()
             self.outbox.expect_hints()
 
     def forget(self, keys: Sequence[OffloadKey]) -> int:
-        """Forget keys here and in every tier; return how many are not here any more.
+        """Forget keys here and in every tier; return how many are gone here.
 
-        What something holds here goes as soon as it is let go. Tiers hear of it now, and of what was held then again:
-        it may be on its way to them.
+        A held key is forgotten when it is released. It is deleted in tiers now, and then again: it may be in flight.
         """
         held = self.delete(keys)
         self._delete_in_tiers(held)
@@ -595,7 +593,7 @@ class Ledger:
         return len(keys) - len(held)
 
     def _have_gone(self, keys: Sequence[OffloadKey]) -> None:
-        """Take note that keys which were to be forgotten, and were held, have gone: what comes from now on is new."""
+        """Delete keys in tiers that were to be forgotten and are gone here; later ones of their name are new."""
         gone = [key for key in keys if key in self._forgetting]
         self._delete_in_tiers(gone)
         for key in gone:
@@ -604,9 +602,9 @@ class Ledger:
     # The whole.
 
     def delete(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Forget keys in the primary and in every tier, but for those that something holds: these are returned.
+        """Forget keys in the primary and in every tier, except held ones, which are returned.
 
-        A key that only a hung store holds, or a caller that should not, is forgotten, too. Its row stays lent. The
+        A key that only a hung store holds, or a view that should be released, is forgotten. Its row stays lent. The
         store may still end after this call.
         """
         lost, ready = self.transfers.pins_overdue() + self.kept, self.primary.ready
@@ -626,7 +624,7 @@ class Ledger:
                 self.outbox.delete(keys, tier)
 
     def _delete_undeleted(self) -> None:
-        """Have a new runner delete what the one before was to, but for what has been stored again since."""
+        """Send deletes that a lost runner did not do, except for keys that have been stored again."""
         for tier in self.tiers:
             keys = [key for key in tier.take_undeleted() if self.primary.row(key) is None]
             if keys:
@@ -634,7 +632,7 @@ class Ledger:
                 self.outbox.delete(keys, tier)
 
     def reset(self) -> None:
-        """Clear the primary; the tiers keep what they have. What is still under way is given up, its rows stay lent."""
+        """Clear the primary; tiers keep their chunks. Transfers in flight are given up, and their rows stay lent."""
         self.prefetches.clear()
         self.loads.clear()
         self.outbox.clear()
@@ -672,22 +670,22 @@ def ledger_of(config: EngineConfig, events: EventLog | None, observe: Observe, w
 
 
 def rows_of_share(share: float, rows: int) -> int:
-    """Return how many rows a share of them is: one at least."""
+    """Return a share of rows, at least one."""
     return max(1, int(share * rows))
 
 
 def _queued_chunks(config: EngineConfig) -> int:
-    """Return how many chunks may be sent at once to each tier that is written when chunks leave.
+    """Return how many chunks may be sent at once to each tier with `cascade = "evict"`.
 
-    The bridge refuses a step that exceeds its queue. What is owed to these tiers can wait for the next step instead, so
-    all together have half of the queue.
+    The bridge refuses a step that exceeds its queue. Dirty rows can wait for the next step instead, so all these tiers
+    together have half of the queue.
     """
     tiers = sum(tier.cascade == WHEN_EVICTED for tier in config.secondary_tiers)
     return max(1, config.limits.queued_actions // (2 * tiers)) * config.limits.action_chunks
 
 
 def _spec_of(tier: TierConfig, config: EngineConfig) -> TierSpec:
-    """Turn a tier's bytes into chunks and its shares into rows."""
+    """Convert a tier's bytes into chunks and its shares into rows."""
     limits = tier.limits
     store_chunks_max = min(limits.store_chunks_in_flight, limits.store_bytes_in_flight // config.row_bytes)
     if tier.cascade == WHEN_EVICTED:

@@ -102,7 +102,7 @@ class TieringOffloadingManager:
         return self.steps.take_events()
 
     def note_prefill(self, tokens: int, seconds: float) -> None:
-        """Take note of a step of the LLM engine: see `StepManager.note_prefill`."""
+        """Record a step of the LLM engine: see `StepManager.note_prefill`."""
         self.steps.note_prefill(tokens, seconds)
 
     async def put(
@@ -223,7 +223,7 @@ class TieringOffloadingManager:
         return self._leading(prefetch.keys[: prefetch.here])  # Its leases may have ended before it did.
 
     def demote(self, keys: Sequence[OffloadKey]) -> int:
-        """Have keys go before all others when room is made, here and in tiers; see `StepManager.demote`."""
+        """Evict keys before all others, here and in tiers; see `StepManager.demote`."""
         return self._said(self.steps.demote(keys))
 
     def forget(self, keys: Sequence[OffloadKey]) -> int:
@@ -234,11 +234,11 @@ class TieringOffloadingManager:
         return self._said(self.steps.forget(keys))
 
     def retain(self, keys: Sequence[OffloadKey], seconds: float, *, priority: int = 0) -> int:
-        """Let keys stay for so long when room is made, here and in tiers; see `StepManager.retain`."""
+        """Keep keys from eviction for some seconds, here and in tiers; see `StepManager.retain`."""
         return self._said(self.steps.retain(keys, seconds, priority=priority))
 
     async def drain(self, deadline_s: float | None = None) -> bool:
-        """Wait until nothing is under way; False if the deadline came first."""
+        """Wait until nothing is in flight; False if the deadline came first."""
         await self._progress.turn()
         return await self._progress.rest(self.steps._deadline(deadline_s))
 
@@ -267,7 +267,7 @@ class TieringOffloadingManager:
     async def aclose(self, deadline_s: float | None = None) -> int:
         """Let transfers end, close the tiers and the runner; return how many transfers were left behind.
 
-        Tiers with `cascade = "evict"` are first sent what the primary still owes them, within the same deadline.
+        Dirty rows are first written to tiers with `cascade = "evict"`, within the same deadline.
 
         Takes at most the deadline for the transfers and once more for the closing. Once begun it goes on, even if
         cancelled. Idempotent.
@@ -330,7 +330,7 @@ class TieringOffloadingManager:
         steps, seconds = self.steps, self.steps._deadline(deadline_s)
         steps._begin_end()
         await self.drain(deadline_s)
-        steps._say_owed()
+        steps._say_unwritten()
         steps._tier_log.look(steps._clock(), last=True)
         steps._closed = True
         self._progress.stir()
@@ -344,14 +344,14 @@ class TieringOffloadingManager:
     # How the face waits.
 
     def _said(self, answer: int) -> int:
-        """Have the tiers hear of it now."""
+        """Send advice to the tiers now."""
         self.steps.end_step()
         self._progress.stir()
         return answer
 
     @contextmanager
     def _one(self, request_id: str | None, hint: object = None) -> Generator[str]:
-        """Give the caller's request, or one for this call alone; it stays known until the call is over."""
+        """Use the caller's request, or one for this call alone; it stays known until the call is over."""
         steps = self.steps
         steps._check_open()
         own_id = f"#{next(self._ids)}" if request_id is None else request_id
@@ -370,7 +370,7 @@ class TieringOffloadingManager:
 
     @asynccontextmanager
     async def _lent(self, keys: Sequence[OffloadKey], request_id: str) -> AsyncGenerator[Sequence[memoryview]]:
-        """Lend the leading run of keys, once it is here."""
+        """Lend the leading run of keys when it is in the primary."""
         rows: list[int] = []
         lent: list[LentRow] = []
         try:
@@ -385,7 +385,7 @@ class TieringOffloadingManager:
             raise RowsStillRead(complaint)
 
     def _give_back(self, keys: Sequence[OffloadKey], lent: Sequence[LentRow], request_id: str) -> str:
-        """Give back the rows that a fetch pinned for these keys; say what is wrong if some are still read."""
+        """Release the rows that a fetch pinned for these keys; return a complaint if some are still read."""
         read = [(key, each) for key, each in zip(keys, lent, strict=False) if not each.release()]
         self.steps._keep([each for _, each in read])
         self.steps.complete_load(keys, request_id)
@@ -411,15 +411,15 @@ class TieringOffloadingManager:
                 if plan is not None:
                     return plan
                 if len(keys) > (rows := ledger.rows_left(keys)):
-                    keys = keys[:rows]  # The others are lost to hung transfers, or to callers.
+                    keys = keys[:rows]  # Hung transfers, or callers, hold the other rows.
                     continue
                 if not (ledger.rows_in_use or ledger.pending or ledger.leases.rows):
-                    keys = keys[: len(keys) // 2]  # Nobody will give rows back.
+                    keys = keys[: len(keys) // 2]  # No row will be released.
                     continue
             await self._progress.made(for_rows=True)
 
     async def _fill(self, plan: StorePlan, chunks: Sequence[Chunk], request_id: str) -> None:
-        """Write the chunks, and have them cascade in slices that exceed no limit, unless what does is stuck."""
+        """Write the chunks, and cascade them in slices that exceed no limit, unless a store hangs."""
         outbox, done = self._ledger.outbox, 0
         try:
             while done < len(plan.keys):
@@ -444,7 +444,7 @@ class TieringOffloadingManager:
             self.steps.region.row(row)[: self.config.chunk_bytes] = chunk
 
     async def _in_turns(self, copied: Sequence[T]) -> AsyncGenerator[T]:
-        """Give what is to be copied, a chunk each; the loop turns in between, so that no other task waits for long."""
+        """Yield items, a chunk each, with turns of the loop in between, so that no other task waits for long."""
         size = max(1, COPIED_BYTES_MAX // self.config.chunk_bytes)
         for place, each in enumerate(copied):
             if place and place % size == 0:
@@ -457,7 +457,7 @@ class TieringOffloadingManager:
         return next((place for place, key in enumerate(keys) if row_of(key) is None), len(keys))
 
     def _checked_chunks(self, keys: Sequence[OffloadKey], chunks: Sequence[Chunk]) -> list[Chunk]:
-        """Return what `put` may write; raise, with the key and the type, for anything that it may not."""
+        """Return the chunks as bytes or views; raise, with the key and the type, for an invalid one."""
         if len(keys) != len(chunks):
             raise ValueError(f"{len(keys)} keys but {len(chunks)} chunks")
         taken: list[Chunk] = [
@@ -487,7 +487,7 @@ def _as_bytes(key: OffloadKey, chunk: object) -> memoryview:
 
 
 class Opening(Generic[M]):
-    """A kvtier engine about to be opened: `async with` it to have it closed at the end, or await it."""
+    """A kvtier engine about to be opened: `async with` it, which closes it at the end, or await it."""
 
     def __init__(self, begin: Callable[[], Coroutine[Any, Any, M]]) -> None:
         self._begin = begin

@@ -27,14 +27,14 @@ from kvtier.runner.messages import (
 )
 
 ADVICE_KEYS_MAX = 4_096  # In one action: some milliseconds of the runner's loop.
-ADVICE_MAX = 64  # In one step. Of more the oldest are dropped: they only say in which order chunks should go.
-_NOTHING_SAID = Hint()  # Of a request that is over, where others have hints.
+ADVICE_MAX = 64  # In one step. The oldest are dropped: they only concern the order of evictions.
+_NOTHING_SAID = Hint()  # Of a finished request without a hint, where others have one.
 
 _to_ask = attrgetter("to_ask")
 
 
 class _Waiting(NamedTuple):
-    """Advice for a tier that waits for stores of its keys: the tier could not heed it before."""
+    """Advice that waits for stores of its keys: the tier could not follow it before."""
 
     tier: Tier
     advice: Advice[OffloadKey]
@@ -68,7 +68,7 @@ class Outbox:
         self._acknowledgements: list[Action] = []
 
     def cascade(self, keys: Iterable[OffloadKey], tier: Tier, now: float) -> None:
-        """Queue stores of ready keys, each given once, that the tier neither has nor is getting."""
+        """Queue stores of those of the ready keys, each given once, that the tier neither has nor is getting."""
         mask, bit, storing = self._locations.mask, tier.bit, tier.storing
         lacking = [key for key in keys if key not in storing and not mask.get(key, 0) & bit]
         if not lacking:
@@ -78,7 +78,7 @@ class Outbox:
             self.store(queued, tier)
 
     def store(self, keys: Sequence[OffloadKey], tier: Tier) -> None:
-        """Queue stores of ready keys that the tier neither has nor is getting: at most as many as it has `places`."""
+        """Queue stores of ready keys that the tier lacks: at most as many as it has `places`."""
         tier.storing.update(keys)
         self._transfers.pin_cascade(list(map(self._primary.ready.__getitem__, keys)))
         tier.breaker.take(len(keys))
@@ -117,17 +117,17 @@ class Outbox:
             self._queue_advice(oldest.tier, oldest.advice)
 
     def acknowledge(self, tier: Tier) -> None:
-        """Have the runner send the tier's next inventory batch."""
+        """Let the runner send the tier's next inventory batch."""
         self._acknowledgements.append(Acknowledge(tier.index))
 
     @property
     def slice_chunks(self) -> int:
-        """The most chunks that can cascade at once without a drop when nothing is under way."""
+        """The most chunks that can cascade at once without a drop while nothing is in flight."""
         most = (tier.spec.store_chunks_max for tier in self._tiers if tier.spec.cascade != WHEN_EVICTED)
         return min([self._action_chunks, self._cascade_rows_max, *most])
 
     def room(self, chunks: int) -> bool:
-        """Say whether so many chunks (at most `slice_chunks`) can cascade now without exceeding a limit."""
+        """Return True if so many chunks (at most `slice_chunks`) can cascade now without exceeding a limit."""
         return len(self._transfers.cascade_rows) + chunks <= self._cascade_rows_max and all(
             len(tier.storing) + chunks <= tier.spec.store_chunks_max
             for tier in self._tiers
@@ -136,7 +136,7 @@ class Outbox:
 
     @property
     def storing(self) -> bool:
-        """Whether a store is queued or under way within its deadline."""
+        """Whether a store is queued, or in flight within its deadline."""
         return any(tier.storing for tier in self._tiers)
 
     @property
@@ -152,7 +152,7 @@ class Outbox:
             actions.extend(chain(self._probes(), loads, self._stores(), self._deletions()))
         if self._waiting:
             self._advise_waiting()
-        if self._advice:  # Nobody waits for these: with them alone the outbox is empty.
+        if self._advice:  # No answer comes: with advice alone the outbox is empty.
             actions.extend(self._advice)
             self._advice.clear()
         return actions
@@ -185,7 +185,7 @@ class Outbox:
             self._advice.append(Advise.of(tier.index, advice.of(held[start : start + size])))
 
     def _within_limits(self, keys: list[OffloadKey], tier: Tier, now: float) -> list[OffloadKey]:
-        """Return those of the keys whose cascade exceeds no limit; the others are dropped, each for the first it meets.
+        """Return the keys whose cascade exceeds no limit; each of the others is dropped for the first limit it meets.
 
         A row that another tier's cascade pins costs no further pin.
         """

@@ -1,10 +1,8 @@
 """Prefetches: chunks that are brought into the primary before a request looks them up.
 
-A prefetch is a request that looks up its keys itself, with a window of keys on their way. It ends when the longest
-leading run that any tier has is in the primary. It holds chunks by leases, as any request that waits. So it never has
-more than the share of leases.
-
-Somebody will come for what a prefetch names: so chunks that hints have put behind others are as any other from then on.
+A prefetch is a request that looks up its keys itself, with a window of keys in flight. It ends when the longest leading
+run that any tier has is in the primary. It leases its chunks, like any request that waits, so it never holds more than
+the share of leases. A prefetch undoes earlier hints on its keys that they are evicted first.
 """
 
 from collections import deque
@@ -18,13 +16,13 @@ from kvtier.engine.primary import Primary
 from kvtier.engine.requests import Leases, Request
 from kvtier.engine.writeback import WriteBack
 
-WINDOW_KEYS = 256  # From the first that is not here: looked up again in every step, some hundred microseconds.
+WINDOW_KEYS = 256  # From the first that is not ready: looked up in every step, some hundred microseconds.
 AT_ONCE = 4
-WAITING_MAX = 1_024  # Of more the newest are not begun: nobody can want so much soon.
+WAITING_MAX = 1_024  # Further ones are not begun.
 
 
 class Prefetch:
-    """One call: the keys in prefix order, and how many leading ones are here."""
+    """One call: the keys in prefix order, and how many leading ones are ready."""
 
     def __init__(self, keys: Sequence[OffloadKey]) -> None:
         self.keys = keys
@@ -34,7 +32,7 @@ class Prefetch:
 
 
 class Prefetches:
-    """All that are not over."""
+    """All prefetches that are not over."""
 
     def __init__(
         self,
@@ -50,15 +48,15 @@ class Prefetches:
         self._loads = loads
         self._lookup = lookup
         self.waiting: deque[Prefetch] = deque()
-        """Those that are not over, the oldest first."""
+        """The oldest first."""
         self.ended = 0
-        """How many are over: while this grows, a further step goes on, whether anything comes before it or not."""
+        """How many have ended: while this grows, the next step goes on without a message."""
 
     def __bool__(self) -> bool:
         return bool(self.waiting)
 
     def begin(self, keys: Sequence[OffloadKey]) -> Prefetch:
-        """Begin one, with the next step; one too many is over at once."""
+        """Begin a prefetch with the next step; one above the limit is over at once."""
         prefetch = Prefetch(keys)
         if len(self.waiting) < WAITING_MAX:
             self.waiting.append(prefetch)
@@ -71,13 +69,13 @@ class Prefetches:
         return prefetch
 
     def give_up(self, prefetch: Prefetch) -> None:
-        """Look up nothing more of it; what is on its way comes."""
+        """End a prefetch; loads in flight go on."""
         if not prefetch.over:
             self.waiting.remove(prefetch)
             self._end(prefetch)
 
     def step(self) -> None:
-        """Go on with the oldest ones: before a step's hits are leased."""
+        """Continue the oldest ones; called before a step's hits are leased."""
         stored = self._primary.filling.keys() - self._loads.keys()
         for prefetch in list(islice(self.waiting, AT_ONCE)):
             self._look(prefetch, stored)
@@ -86,14 +84,14 @@ class Prefetches:
                 self._end(prefetch)
 
     def clear(self) -> None:
-        """Give up all: the primary is about to drop every key."""
+        """End all prefetches: the primary is about to drop every key."""
         while self.waiting:
             self.give_up(self.waiting[0])
 
     def _look(self, prefetch: Prefetch, stored: Collection[OffloadKey]) -> None:
-        """Look on to the window's end; what is here before it costs a look-up each, once.
+        """Look up keys to the window's end.
 
-        What is being `stored` comes without us, and is not waited for: nobody knows when.
+        Keys that are being `stored` count as ready: it is unknown when they will be.
         """
         request, waits = prefetch.request, False
         for place in range(prefetch.here, len(prefetch.keys)):

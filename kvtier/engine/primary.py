@@ -1,9 +1,9 @@
-"""The primary: which key lies where, in what state, and why it may not go. Synchronous, no I/O.
+"""The primary: the rows, the keys in them, and the pins that keep them. Synchronous, no I/O.
 
-A row is free, filling, ready, or quarantined. A store or a promotion writes a row that is filling. A transfer that ran
-out of time, or a caller, may still use a row that is quarantined; so no other may. Each reason to keep a row is a pin,
-and being filled is one. A chunk that was answered HIT is held until the step ends. The pin for that is made when room
-is needed, because a look-up has no time for it.
+A row is free, filling, ready, or quarantined. A store or a promotion writes a row that is filling. An overdue transfer,
+or a caller, may still use a row that is quarantined, so no other may. Each reason to keep a row is a pin, and being
+filled is one. A chunk that was answered HIT is held until the step ends. That pin is made at the next eviction, because
+a look-up has no time for it.
 
 If a tier is written when chunks leave, rows are chosen for eviction ahead of demand: see `EvictionQueue`. Until they
 are evicted, they are ready like all others.
@@ -18,7 +18,7 @@ from kvtier.policies import EvictionQueue, HintedOrder, NumberOrder, Policy, num
 
 
 class Rows(Protocol):
-    """Rows as the traffic with tiers needs them: a primary's, or those that another manager picks and pins itself."""
+    """Rows as transfers need them: a primary's, or those that another manager chooses and pins itself."""
 
     @property
     def ready(self) -> Mapping[OffloadKey, int]: ...
@@ -35,15 +35,12 @@ class Rows(Protocol):
 class Primary:
     """Rows of one primary, and the keys in them.
 
-    `ready` and `filling` map a key to its row. They are read by the ledger on every look-up; only this class changes
-    them, and they stay the same objects.
+    `ready` and `filling` map a key to its row. The ledger reads them on every look-up. Only this class changes them,
+    and they stay the same objects.
     """
 
     def __init__(self, rows: int, policy: Policy[OffloadKey], retained_max: int = 0, *, ahead_rows: int = 0) -> None:
-        """`retained_max`: how many rows hints may have passed over when room is made.
-
-        `ahead_rows`: how many are chosen for eviction ahead of demand; 0: none.
-        """
+        """`retained_max`: the most rows that hints may retain. `ahead_rows`: how many are chosen for eviction ahead."""
         self.rows = rows
         self.ready: dict[OffloadKey, int] = {}
         self.filling: dict[OffloadKey, int] = {}
@@ -51,12 +48,12 @@ class Primary:
         self.evictions = 0
         self._keys: list[OffloadKey | None] = [None] * rows
         self._pins = [0] * rows  # A list: reading an array makes a number each time.
-        self._idle = 0  # Ready rows without a pin: what could be evicted, but for what is held.
+        self._idle = 0  # Ready rows without a pin: all that are evictable, held ones included.
         self._held: set[int] = set()  # Answered HIT in this step.
         self._free = list(range(rows - 1, -1, -1))
         order = number_order(policy, rows, self._keys, self.row)
         self.ahead: EvictionQueue[int] | None = EvictionQueue(order, ahead_rows) if ahead_rows else None
-        self.reserved_rows: Sequence[int] = ()  # By the last `reserve`: of what it evicted, last one first; others.
+        self.reserved_rows: Sequence[int] = ()  # By the last `reserve`: the evicted ones, last one first; then others.
         self._order: NumberOrder = order if self.ahead is None else self.ahead
         self._hinted: HintedOrder[int] | None = None  # The same order, from the first hint on.
         self._retained_max = retained_max
@@ -67,12 +64,12 @@ class Primary:
 
     @property
     def rows_quarantined(self) -> int:
-        """The rows without a key that are not free: something that nobody waits for still uses them."""
+        """The rows without a key that are not free: overdue transfers or callers still use them."""
         return self.rows - len(self._free) - len(self.ready) - len(self.filling)
 
     @property
     def rows_evictable(self) -> int:
-        """The ready rows that nothing pins. One that was answered HIT in this step may go when the step has ended."""
+        """The ready rows without a pin; this step's hits are evictable when the step has ended."""
         return self._idle
 
     def row(self, key: OffloadKey) -> int | None:
@@ -98,7 +95,7 @@ class Primary:
         return [row for row in rows if keys[row] in ready]
 
     def own(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
-        """Return the same keys, as the very objects that are kept here: 80 bytes each are not kept twice."""
+        """Return the keys as the objects that are kept here, so that 80 bytes each are not kept twice."""
         ready, row_keys = self.ready, self._keys
         if not ready:
             return keys
@@ -110,7 +107,7 @@ class Primary:
         """Give each of these absent keys a row in state filling; return the keys evicted for it.
 
         All or nothing: None, and nothing changed, if too few rows are free or evictable. `offered` keys stay. The new
-        ones leave just before `after`, if that is still there: what they continue.
+        keys are evicted just before `after`, which they continue, if it is still here.
         """
         evicted: list[OffloadKey] = []
         missing = len(keys) - len(self._free)
@@ -132,7 +129,7 @@ class Primary:
         return evicted
 
     def publish(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
-        """Turn filling rows ready; return the keys for which that was done (the others were not filling)."""
+        """Turn filling rows ready; return their keys without those that were not filling."""
         filling, ready, pins = self.filling, self.ready, self._pins
         published: list[OffloadKey] = []
         idle = 0
@@ -149,7 +146,7 @@ class Primary:
         return published
 
     def abandon(self, key: OffloadKey, *, lent: bool) -> int | None:
-        """Forget a filling key whose chunk did not come; its row is quarantined if `lent`, else free once unpinned."""
+        """Forget a filling key; its row is quarantined if `lent`, else free once unpinned."""
         row = self.filling.pop(key, None)
         if row is None:
             return None
@@ -163,9 +160,9 @@ class Primary:
         return row
 
     def discard(self, key: OffloadKey, lost_pins: int = 0) -> bool:
-        """Forget a ready key that nothing holds; say whether it could be done.
+        """Forget a ready key; return False if something holds it.
 
-        `lost_pins` of its row belong to nobody who will say when; its row is free when they have gone, too.
+        `lost_pins` of its row are of overdue transfers and views; its row is free when these have gone, too.
         """
         row = self.ready.get(key)
         if row is None or self._pins[row] > lost_pins:
@@ -179,7 +176,7 @@ class Primary:
         return True
 
     def release(self, row: int) -> None:
-        """Take note that one borrower has returned a quarantined row; the last one frees it."""
+        """Return a quarantined row for one borrower; the last one frees it."""
         self.quarantined[row] -= 1
         if self.quarantined[row] == 0:
             del self.quarantined[row]
@@ -216,7 +213,7 @@ class Primary:
         return self._pins[row] > 0
 
     def hold(self, keys: Iterable[OffloadKey]) -> None:
-        """Keep the rows of these keys, as far as they are ready, until the step ends."""
+        """Keep the rows of these keys, if they are ready, until the step ends."""
         rows = map(self.ready.get, keys)
         self._held.update(row for row in rows if row is not None)
 
@@ -230,21 +227,21 @@ class Primary:
 
     @property
     def retained(self) -> int:
-        """How many rows are passed over when room is made."""
+        """The number of rows that hints retain."""
         return 0 if self._hinted is None else len(self._hinted.retained)
 
     @property
     def retentions_cut(self) -> int:
-        """How many were to be and were not, or not for all their time."""
+        """The number of rows that were not retained for their whole time."""
         return 0 if self._hinted is None else self._hinted.retained.cut
 
     @property
     def takes_hints(self) -> bool:
-        """Whether there has been a hint."""
+        """True from the first hint on."""
         return self._hinted is not None
 
     def take_hints(self) -> HintedOrder[int]:
-        """Take hints from now on: which sessions use which row is noted."""
+        """Take hints from now on, and track which sessions use which row."""
         if self._hinted is None and self.ahead is not None:
             self._hinted = self.ahead.take_hints(self._retained_max)
         elif self._hinted is None:
@@ -253,7 +250,7 @@ class Primary:
         return self._hinted
 
     def end(self, rows: Sequence[int], hint: Hint | None) -> Sequence[int]:
-        """Rank the rows of a request that ends, all that it has used; return those of a session that is over."""
+        """Rank the rows that an ended request has used; return those of a session that is over."""
         if hint is not None:
             self.take_hints()
         if self._hinted is None:
@@ -270,12 +267,12 @@ class Primary:
         return sum(map(hinted.retained.__contains__, advice.keys)) if advice.kind == "retain" else len(advice.keys)
 
     def spare(self, rows: Sequence[int]) -> None:
-        """Have these rows be as any other, if they were demoted; that counts as no access."""
+        """Undo the demotion of rows; this is no access."""
         self._come_back(rows)
         self.take_hints().spare(rows)
 
     def end_retentions(self, now: float) -> None:
-        """Let go of what has been retained for its time."""
+        """End retentions whose time is over."""
         if self._hinted is not None:
             self._hinted.retained.expire(now)
 
@@ -301,7 +298,7 @@ class Primary:
             self.ahead.come_back(rows)
 
     def end_step(self) -> None:
-        """Let rows that were held go again, unless pinned."""
+        """Release held rows."""
         self._held.clear()
 
     def clear(self, lent: Mapping[int, int]) -> list[OffloadKey]:
@@ -342,14 +339,14 @@ class Primary:
         return evicted
 
     def _let_go_retained(self, count: int) -> None:
-        """Let go of as many retained rows as are short of `count`: else every row is looked at to find too few."""
+        """End as many retentions as `count` evictions need: else every row is looked at to find too few."""
         assert self._hinted is not None
         retained, pins = self._hinted.retained, self._pins
-        idle_retained = sum(not pins[row] for row in retained)  # A pinned one makes no room, and stays retained.
+        idle_retained = sum(not pins[row] for row in retained)  # A pinned row stays retained.
         retained.let_go(count - (self._idle - idle_retained))
 
     def _keeper(self, offered: Collection[OffloadKey]) -> Callable[[int], int]:
-        """Return what says whether a row must stay, by a number that is 0 if it need not."""
+        """Return a function of a row: 0 if it may be evicted."""
         pins, kept = self._pins, self._held
         if offered:
             kept = kept.union(self.rows_of(offered))

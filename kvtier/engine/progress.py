@@ -1,10 +1,9 @@
-"""Progress: how coroutines wait for room and for arrivals, and let the loop turn when they need not wait.
+"""Progress: how coroutines wait for rows and loads, and let the loop turn when they need not wait.
 
-All look again whenever something came back or was given back. What the runner sends wakes the loop, from whatever
-thread it comes.
+All waiters look again whenever a message came or something was released. A message wakes the loop from any thread.
 """
 
-# ruff: noqa: SLF001  Whoever waits and the steps that it waits for are one engine.
+# ruff: noqa: SLF001  Waiters and their steps are one engine.
 # pyright: reportPrivateUsage=false
 
 import asyncio
@@ -15,11 +14,11 @@ from kvtier.engine.requests import NEVER, Request
 from kvtier.engine.steps import StepManager
 from kvtier.errors import WrongLoop
 
-LEASES_EVERY_S = 0.05  # At most so often leases are looked at: a request that waits renews its own in every step.
+LEASES_EVERY_S = 0.05  # Between looks at expiring leases: a waiting request renews its own in every step.
 
 
 class Progress:
-    """Steps a kvtier engine when something came, and wakes whoever waits for that, on one loop."""
+    """Steps a kvtier engine when messages came, and wakes its waiters, on one loop."""
 
     def __init__(self, steps: StepManager, loop: asyncio.AbstractEventLoop) -> None:
         self._steps = steps
@@ -28,14 +27,14 @@ class Progress:
         self._stirred = 0
         self._pumping = False
         self._called = False  # In this turn of the loop.
-        self.clearing = False  # A reset has waited for all rows in use: until it is done nobody gets any.
+        self.clearing = False  # A reset is in progress, and no call gets rows.
         wake = weakref.WeakMethod(self._wake)  # A runner outlives an engine that is dropped, and must not keep it.
         steps._bridge.notify = lambda: None if (alive := wake()) is None else alive()
         steps._given_back = self.stir
         self._wake()
 
     def check_loop(self) -> None:
-        """Raise `WrongLoop` on any loop but the engine's own, or `EngineClosed` if it is that, too."""
+        """Raise `WrongLoop` on another loop, or `EngineClosed` if the engine is closed."""
         if asyncio.get_running_loop() is not self._loop:
             self._steps._check_open()
             state = "closed" if self._loop.is_closed() else "another one"
@@ -45,9 +44,9 @@ class Progress:
             )
 
     async def turn(self) -> None:
-        """Begin a call: let the loop turn, unless it has turned since the last call began.
+        """Begin a call: let the loop turn, unless it has turned since the last call.
 
-        A program that calls in a loop, and never has to wait, would otherwise stop all its other tasks.
+        Calls in a loop that never wait would otherwise stop all other tasks.
         """
         self.check_loop()
         if self._called:
@@ -57,18 +56,18 @@ class Progress:
             self._loop.call_soon(self._turned)
 
     def stir(self) -> None:
-        """Let everybody who waits look again."""
+        """Let all waiters look again."""
         self._stirred += 1
         progress, self._next = self._next, None
         if progress is not None and not progress.done():
             progress.set_result(None)
 
     async def made(self, *, for_rows: bool = False, loads_of: Request | None = None, until: float = NEVER) -> None:
-        """Send what was decided, and wait until something came back or was given back; the loop turns in any case.
+        """End the step, and wait until a message came or something was released; the loop turns in any case.
 
-        Who waits `for_rows` also looks again when leases run out: nobody gives these back. Who waits for the loads of
-        a request, or for a tier's word, looks again when they are late. Where the step itself gave something back, all
-        who wait look again at once. `until` ends the wait. `EngineClosed` if the engine is closed, or was meanwhile.
+        A waiter `for_rows` also looks again when leases expire. One for the loads of a request looks again when they,
+        or its probes, are late. If the step itself released something, all waiters look again at once. `until` ends
+        the wait. Raises `EngineClosed`.
         """
         steps, ledger = self._steps, self._steps._ledger
         leased, looked_up_at = ledger.leases.rows, ledger._now
@@ -97,7 +96,7 @@ class Progress:
             await self.made()
 
     async def rest(self, deadline_s: float) -> bool:
-        """Wait until nothing is under way; False if the deadline came first."""
+        """Wait until nothing is in flight; False if the deadline came first."""
         try:
             async with asyncio.timeout(deadline_s):
                 self._steps.end_step()
@@ -108,14 +107,14 @@ class Progress:
         return True
 
     def _wake(self) -> None:
-        """Have the loop take what came; from any thread."""
+        """Let the loop take messages; called from any thread."""
         if not self._pumping:
             self._pumping = True
-            with suppress(RuntimeError):  # The loop is closed, and with it all who wait.
+            with suppress(RuntimeError):  # The loop is closed.
                 self._loop.call_soon_threadsafe(self._pump)
 
     def _pump(self) -> None:
-        self._pumping = False  # First: what comes from here on wakes anew.
+        self._pumping = False  # First, so that messages from here on wake the loop again.
         self._steps.end_step()
         self.stir()
 

@@ -1,7 +1,7 @@
-"""Requests: what the ledger keeps for each, the leases that keep rows for those that wait, and a step's hits.
+"""Requests: the ledger's record of each, the leases of rows to waiting requests, and a step's hits.
 
-A look-up that hits is the most frequent call of all, so it costs one `append` to a list of its request's. All else is
-put off until somebody is about to make room, or to the step's end. Most steps make none.
+A look-up that hits is the most frequent call, so it costs one `append` to a list of its request. The rest is put off
+until an eviction, or to the step's end. Most steps evict nothing.
 """
 
 import math
@@ -15,19 +15,19 @@ from kvtier.engine.tier import TierMatcher, TierSpec
 from kvtier.hints import Hint
 
 Position = Callable[[OffloadKey], int | None]
-"""The place where a key's chunk ends in its request's tokens; None if that is not known."""
+"""The place where a key's chunk ends in its request's tokens; None if unknown."""
 Waited = Callable[[float], None]
-"""Hears for how many seconds a request waited for loads, when it does not wait any more."""
+"""Called with the seconds for which a request has waited for loads."""
 
 PROMOTIONS_MAX = 2  # Of one key for one request: the second may follow an eviction; a third would be a loop.
-DECLINED = PROMOTIONS_MAX + 1  # Of a key that the request computes, wherever it is.
-NEVER = math.inf  # Nothing is waited for, or without an end.
+DECLINED = PROMOTIONS_MAX + 1  # In place of a count: the request computes the key.
+NEVER = math.inf  # As a time.
 
 _numbers = count(1)
 
 
 class Search:
-    """A request's search beyond the primary. Most find all they need there, or are new: these have none."""
+    """A request's search in the tiers. Most requests find all in the primary, or are new: these have none."""
 
     __slots__ = ("answer_at", "asked", "gave_up", "missed", "passed", "probe_deadline", "promotions", "sources")
 
@@ -36,8 +36,8 @@ class Search:
         self.sources: dict[OffloadKey, int] = {}  # Key -> index of the tier that it was promoted from.
         self.missed: set[OffloadKey] = set()
         self.gave_up = False  # A load was late.
-        self.passed = 0  # Bits of the tiers that are too slow for it, while others have yet to say what they have.
-        self.asked: set[tuple[int, OffloadKey]] = set()  # Tiers, by index, that were asked for a key on its behalf.
+        self.passed = 0  # Bits of the tiers that are too slow for it, while others may be faster.
+        self.asked: set[tuple[int, OffloadKey]] = set()  # Tiers, by index, that were probed for a key for it.
         self.answer_at = 0.0  # When their answers are expected.
         self.probe_deadline = NEVER
 
@@ -65,29 +65,29 @@ class Search:
         return now
 
     def give_up(self, key: OffloadKey) -> None:
-        """Never promote this key again: it did not come."""
+        """Never promote this key again: its load has failed."""
         self.promotions[key] = PROMOTIONS_MAX
         self.sources.pop(key, None)
 
     def decline(self, key: OffloadKey) -> None:
-        """Have this key computed, though it may be on its way."""
+        """Let the request compute this key, even if a load is in flight."""
         self.promotions[key] = DECLINED
         self.sources.pop(key, None)
 
     def undo(self, key: OffloadKey) -> None:
-        """Take back a promotion that was not sent."""
+        """Take back a promotion that is not sent."""
         self.promotions[key] -= 1
         self.sources.pop(key, None)
 
 
 class Turn:
-    """A look-up pass of a call that waits for rows: whether it may take some now, and whether it found too few."""
+    """One look-up pass of a call that waits for rows."""
 
     __slots__ = ("mine", "short")
 
     def __init__(self, *, mine: bool) -> None:
-        self.mine = mine
-        self.short = False
+        self.mine = mine  # It may take rows now.
+        self.short = False  # It found too few.
 
 
 class Request:
@@ -128,41 +128,41 @@ class Request:
     ) -> None:
         self.id = request_id
         self.number = next(_numbers)  # An id may come again.
-        self.weighed = weighed  # Its loads are given up where computing is faster; a prefetch has nobody who computes.
+        self.weighed = weighed  # Its loads are weighed against computing; a prefetch's are not.
         self.matchers = matchers  # None: every tier.
-        self.load_matchers = load_matchers  # Of those, the ones that it may be loaded from; None: each of them.
+        self.load_matchers = load_matchers  # A further limit on the tiers that it is loaded from; None: no limit.
         self.position = position  # None: keys are used in prefix order.
-        self.hint: Hint | None = None  # What its application says of it, last.
+        self.hint: Hint | None = None
         self.used: dict[OffloadKey, None] = {}  # Keys whose one access was counted, in prefix order.
-        self.hits: list[OffloadKey] = []  # Keys answered HIT or HIT_PENDING in this step, since room was last made.
-        self.held: list[OffloadKey] = []  # And those before.
-        self.leased_hits = 0  # How many of both together, from the first on, were leased, or found no share left.
+        self.hits: list[OffloadKey] = []  # Keys answered HIT or HIT_PENDING in this step, since the last eviction.
+        self.held: list[OffloadKey] = []  # Those before it.
+        self.leased_hits = 0  # How many of both, from the first on, were leased, or exceeded the share.
         self.waits = False  # One of them was HIT_PENDING.
-        self.waiting_since: float | None = None  # The end of the first step in which one was; None: it does not wait.
+        self.waiting_since: float | None = None  # The end of the first step with a HIT_PENDING.
         self.retried_in = 0  # The last step in which it was answered RETRY.
-        self.late_at = NEVER  # When what it waits for is given up.
+        self.late_at = NEVER  # When it gives up its loads.
         self.leased: set[int] = set()
         self._search: Search | None = None
-        self.turn: Turn | None = None  # Set while a call looks up that waits for rows; else a lack of them is a miss.
+        self.turn: Turn | None = None  # Set while a call looks up that waits for rows; without it, no row is a miss.
         self.storing = 0  # Keys reserved and not completed.
         self.finished = False
-        self.told = 0  # How many used keys the order and the tiers have heard of at its end.
+        self.told = 0  # How many used keys were ranked at its end.
 
     @property
     def found(self) -> int:
-        """How many keys were answered HIT or HIT_PENDING in this step."""
+        """The number of keys answered HIT or HIT_PENDING in this step."""
         return len(self.held) + len(self.hits)
 
     def tokens_found(self, chunk_tokens: int) -> int | None:
-        """Return how many tokens the keys found in this step are worth; None if each is worth a chunk's, in order.
+        """Return how many tokens this step's hits stand for; None if each stands for a chunk, in prefix order.
 
-        A model of several groups, and one that only needs the last tokens, needs all or none of what was found.
+        A model with several groups, or with a sliding window, needs all or none of them.
         """
         if self.position is None:
             return None
         first, last = (self.held or self.hits)[0], (self.hits or self.held)[-1]
         several = not of_one_group((first, last))
-        if several:  # Of those that come later only a window may be needed.
+        if several:  # Later groups may need a window only.
             found = [*self.held, *self.hits]
             last = found[bisect_left(found, True, key=lambda key: not of_one_group((first, key))) - 1]
         begin, end = self.position(first), self.position(last)
@@ -182,7 +182,7 @@ class Request:
         return len(keys) * chunk_tokens
 
     def declined(self, key: OffloadKey) -> bool:
-        """Say whether the request computes a key, though it may be on its way."""
+        """Return True if the request computes the key although a load may be in flight."""
         return self._search is not None and self._search.promotions.get(key) == DECLINED
 
     def allows(self, spec: TierSpec) -> bool:
@@ -195,15 +195,14 @@ class Request:
         return self.allows(spec) and (chosen is None or any(matcher.matches(spec) for matcher in chosen))
 
     def keeps_out(self, spec: TierSpec) -> bool:
-        """Say whether the request's chunks are to stay out of a tier, though it may use it."""
+        """Return True if the request's hint keeps its chunks out of a tier."""
         return self.hint is not None and self.hint.keeps_out(spec.name)
 
     def stores_in(self, spec: TierSpec) -> bool:
-        """Say whether the request's chunks are to be written to a tier."""
         return self.allows(spec) and (self.hint is None or not self.hint.keeps_out(spec.name))
 
     def leading(self, tokens: int | None, chunk_tokens: int) -> list[OffloadKey]:
-        """Return the used keys of chunks that begin within so many leading tokens; None: all of them."""
+        """Return the used keys of chunks that begin within the leading tokens; None: all of them."""
         used = list(self.used)
         if tokens is None:
             return used
@@ -221,7 +220,7 @@ class Request:
         return keys if self.position is None or of_one_group(keys) else by_position(keys, self.position)
 
     def use(self, keys: Sequence[OffloadKey]) -> bool:
-        """Note that keys, in prefix order, are used; say whether all that was used before lies before them."""
+        """Record the use of keys, in prefix order; return True if they continue the keys used before."""
         used, last = self.used, self.last_used
         continues = last is None or not keys or (keys[0] not in used and self._lies_before(last, keys[0]))
         used.update(dict.fromkeys(keys))
@@ -230,19 +229,19 @@ class Request:
         return continues
 
     def order_used(self) -> None:
-        """Put what was used into prefix order, whatever order it was used in."""
+        """Sort the used keys into prefix order."""
         if self.position is not None:
             self.used = dict.fromkeys(by_position(list(self.used), self.position))
 
     def _lies_before(self, one: OffloadKey, other: OffloadKey) -> bool:
-        """Compare positions; what has none is used in prefix order."""
+        """Compare positions; keys without one are used in prefix order."""
         if self.position is None:
             return True
         first, second = self.position(one), self.position(other)
         return first is None or second is None or first <= second
 
     def forget_hits(self) -> None:
-        """Forget what the step's look-ups found: it has ended."""
+        """Forget the hits of a step that has ended."""
         self.hits.clear()
         if self.held:
             self.held.clear()
@@ -256,13 +255,13 @@ class Request:
         return self._search
 
     def late_after(self, now: float) -> float:
-        """Return when the next of what it waits for is given up."""
+        """Return when the request next gives up a load or a probe."""
         probes_late_at = NEVER if self._search is None else self._search.probes_late_after(now)
         return min(probes_late_at, self.late_at if self.late_at > now else NEVER)
 
     @property
     def sources(self) -> Mapping[OffloadKey, int]:
-        """Say of promoted keys from which tier they came, by its index."""
+        """The tiers that promoted keys came from, by index."""
         return {} if self._search is None else self._search.sources
 
 
@@ -271,7 +270,7 @@ class Leases:
 
     def __init__(self, primary: Rows, rows_max: int, lease_s: float) -> None:
         self.rows_max = rows_max
-        self.deadlines: dict[Request, float] = {}  # Of who has leases, in order: every lease is equally long.
+        self.deadlines: dict[Request, float] = {}  # In order: every lease is equally long.
         self._primary = primary
         self._lease_s = lease_s
         self._holders: dict[int, list[Request]] = {}
@@ -282,12 +281,12 @@ class Leases:
 
     @property
     def ends_at(self) -> float | None:
-        """When the next request's leases end by themselves; None if there are none."""
+        """When the next request's leases expire; None if there are none."""
         return next(iter(self.deadlines.values()), None)
 
     def room(self, rows: Iterable[int], more: int) -> bool:
-        """Say whether these rows, leased or not, and so many others fit into the share."""
-        others = set(rows).difference(self._holders)  # Less a view of the keys, Python would walk them all.
+        """Return True if these rows, leased or not, and `more` others fit into the share."""
+        others = set(rows).difference(self._holders)  # With a view of the keys, Python would walk all of them.
         return len(self._holders) + len(others) + more <= self.rows_max
 
     def take(self, row: int, request: Request, now: float) -> bool:
@@ -324,7 +323,7 @@ class Leases:
             self.end(row, request)
 
     def end_row(self, row: int) -> None:
-        """End every lease of a row whose chunk did not come."""
+        """End every lease of a row."""
         for request in tuple(self._holders.get(row, ())):
             self.end(row, request)
 
@@ -344,38 +343,37 @@ class Leases:
 
 
 class StepHits:
-    """A step's hits: what each request found, from its first hit to the step's end.
+    """The hits of a step, by request.
 
-    Invariant: whenever room is made, the row of every key that was noted in this step is held, as long as it is ready.
-    For that a request is in `_fresh` just as long as its `hits` are not empty, and in `_held` if its `held` are not.
-    A request that waited and has missed is in `_held`, too: a wait may end in a step that finds nothing.
+    Invariant: at every eviction, the row of each hit of this step is held, as long as it is ready. So a request is in
+    `_fresh` while its `hits` are not empty, and in `_held` if its `held` are not. A request that waited and has missed
+    is in `_held`, too: a wait may end in a step that finds nothing.
 
-    **A caller may skip the call if the request has found a key before.** While `request.hits` is not empty, a key that
-    is ready may be appended to it, in place of `note`. `hold`, `end` and `clear` empty the list. It stays the same
-    list.
+    **A caller may skip `add` if the request has a hit already.** While `request.hits` is not empty, a ready key may be
+    appended to it instead. `hold`, `end` and `clear` empty the list. It stays the same list.
     """
 
     def __init__(self, primary: Primary, leases: Leases, waited: Waited | None = None) -> None:
         self._primary = primary
         self._leases = leases
         self._waited = waited
-        self._fresh: list[Request] = []  # With hits since room was last made.
+        self._fresh: list[Request] = []  # With hits since the last eviction.
         self._held: list[Request] = []  # With hits before that, or a miss; a request may be in both, and here twice.
 
-    def note(self, request: Request, key: OffloadKey) -> None:
-        """Note that a request found a key, which is ready or on its way."""
+    def add(self, request: Request, key: OffloadKey) -> None:
+        """Record a hit on a key that is ready or in flight."""
         hits = request.hits
         if not hits:
             self._fresh.append(request)
         hits.append(key)
 
-    def note_miss(self, request: Request) -> None:
-        """Note that a request which waited has missed: it does not wait any more, unless something is on its way."""
+    def add_miss(self, request: Request) -> None:
+        """Record a miss of a waiting request: its wait is over, unless another load is in flight."""
         if not self._held or self._held[-1] is not request:
             self._held.append(request)
 
     def hold(self) -> None:
-        """Hold what was found so far: somebody is about to make room."""
+        """Pin this step's hits before an eviction."""
         for request in self._fresh:
             self._primary.hold(request.hits)
             request.held += request.hits
@@ -384,30 +382,30 @@ class StepHits:
         self._fresh.clear()
 
     def leasable(self, request: Request, more: int) -> bool:
-        """Say whether all that the request found and so many other rows fit into the share of leases."""
+        """Return True if the request's hits and `more` other rows fit into the share of leases."""
         return self._leases.room(self._rows(request), more)
 
     def lease(self, request: Request, now: float) -> None:
-        """Lease to a request what it found: a prefix that exceeds the share keeps its leading part."""
+        """Lease a request its hits: a prefix that exceeds the share keeps its leading part."""
         for row in self._rows(request):
             if not self._leases.take(row, request, now):
                 break
         request.leased_hits = len(request.held) + len(request.hits)
 
     def end(self, now: float, patience_s: float | None = None) -> None:
-        """Lease to requests that wait what they found, and let go of all else.
+        """Lease waiting requests their hits, and release all others.
 
-        `patience_s`: how long a request waits, for each chunk, before it gives up; None: for ever.
+        `patience_s`: how long a request waits for each chunk before it gives up; None: for ever.
         """
         found: Iterable[Request] = self._fresh
-        if self._held:  # Rows may be held for these. Each request is here once: its hits are forgotten below.
+        if self._held:  # Rows may be held for these. Each request counts once: its hits are forgotten below.
             found = dict.fromkeys(chain(self._held, self._fresh))
             self._held.clear()
             self._primary.end_step()
         for request in found:
             if request.waits and not request.finished:
                 self.lease(request, now)
-                if request.waiting_since is None and request.weighed:  # Nobody waits for a prefetch.
+                if request.waiting_since is None and request.weighed:  # A prefetch is not waited for.
                     request.waiting_since = now
                 if patience_s is not None and request.weighed and request.late_at == NEVER:
                     request.late_at = now + patience_s * request.found
@@ -419,20 +417,20 @@ class StepHits:
         self._fresh.clear()
 
     def end_wait(self, request: Request, now: float) -> None:
-        """Say for how long a request waited for loads, if it did."""
+        """Report how long a request has waited for loads, if it has."""
         since, request.waiting_since = request.waiting_since, None
         if since is not None and self._waited is not None:
             self._waited(now - since)
 
     def clear(self) -> None:
-        """Forget all that was found: the primary is about to drop every key, and what it holds."""
+        """Forget all hits: the primary is about to drop every key."""
         for request in chain(self._held, self._fresh):
             request.forget_hits()
         self._fresh.clear()
         self._held.clear()
 
     def _rows(self, request: Request) -> Sequence[int]:
-        """Return the rows of what the request found and was not tried to be leased; what failed since has none."""
+        """Return the rows of hits that no lease was tried for; a key whose load has failed has none."""
         held = len(request.held)
         if request.leased_hits >= held:
             return self._primary.rows_of(request.hits[request.leased_hits - held :])
@@ -440,6 +438,6 @@ class StepHits:
 
 
 def by_position(keys: Sequence[OffloadKey], position: Position) -> Sequence[OffloadKey]:
-    """Sort keys by where their chunks end; all stay where they are if that is not known of one."""
+    """Sort keys by where their chunks end; they stay as they are if that is unknown for one."""
     ends = [(end, index) for index, key in enumerate(keys) if (end := position(key)) is not None]
     return [keys[index] for _, index in sorted(ends)] if len(ends) == len(keys) else keys

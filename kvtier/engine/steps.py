@@ -1,7 +1,7 @@
-"""The step protocol: kvtier as a synchronous owner calls it, thousands of times a step, and never waits for.
+"""The step protocol: the calls of a synchronous owner, thousands of times a step, which never wait.
 
 Every call of a step is plain, touches memory only and crosses no thread. A step's actions leave at its end with one
-wake-up. The answers wait in the bridge's mailbox. They are applied before look-ups, and before anything is evicted.
+wake-up. The answers wait in the bridge's mailbox. They are applied before look-ups and evictions.
 """
 
 # ruff: noqa: SLF001  `Inside` is the door to what is private.
@@ -71,17 +71,17 @@ class StepManager:
         self._bug_level = logging.ERROR
         self._bridge = bridge
         self._mailbox = bridge.mailbox
-        self._messages_received = 0  # By which who reports figures knows that some may have changed.
+        self._messages_received = 0  # Shows that figures may have changed.
         self._replaced = -1  # The last epoch that was replaced for its quarantined rows.
         self._events = EventLog(config.limits.events if config.events else 0)
         self._ledger = ledger_of(config, self._events, self._observe, self._observe_wait)
-        self._ready: Mapping[OffloadKey, int] = self._ledger.primary.ready  # What could be loaded now, and its row.
+        self._ready: Mapping[OffloadKey, int] = self._ledger.primary.ready
         self._tier_log = TierLog(self._ledger.tiers)
         self._metrics = Metrics(self._ledger, self._events)
         self._requests: dict[str, Request] = {}
-        self._calls: Counter[Request] = Counter()  # Calls of the asyncio face under way: they keep a request known.
-        self._given_back: Callable[[], None] | None = None  # Called when rows or leases were: somebody may wait for it.
-        self._kept: list[LentRow] = []  # Given back, and still read.
+        self._calls: Counter[Request] = Counter()  # Calls of the asyncio face in progress keep a request known.
+        self._given_back: Callable[[], None] | None = None  # Called when rows or leases were released.
+        self._kept: list[LentRow] = []  # Released, and still read.
         self._owner_pid = os.getpid()
         self._closed = self._forked = False
         let_go_in_forks(self)
@@ -100,9 +100,9 @@ class StepManager:
         """Start a kvtier engine with its runner in a process; blocks until its tiers are open.
 
         The rows are those of `region`, which other processes may have mapped, too. The region belongs to the engine
-        from now on. It is closed with the engine, or with a start that fails. None: the engine makes a region of its
-        own. `observer` is called with (tier, operation, seconds) after every transfer. `waited` is called with the
-        seconds for which a request waited for loads.
+        from now on. It is closed with the engine, or with a start that fails. None: the engine makes its own region.
+        `observer` is called with (tier, operation, seconds) after every transfer. `waited` is called with the seconds
+        for which a request waited for loads.
 
         Raises:
             ConfigError: the configuration cannot be used, or not all participants have mapped the region; nothing was
@@ -141,7 +141,7 @@ class StepManager:
 
     @property
     def _described(self) -> str:
-        """What it is, in few words: whether it is closed, its rows, and each tier's name, type and breaker."""
+        """Whether the engine is closed, its rows, and each tier's name, type and breaker."""
         primary, closed = self._ledger.primary, " (closed)" * self._closed
         types = [tier.type for tier in self.config.secondary_tiers]
         tiers = [
@@ -168,12 +168,12 @@ class StepManager:
         position: Position | None = None,
         hint: object = None,
     ) -> bool:
-        """Take note of a request; `matchers` limit the tiers that serve it, None means all.
+        """Begin a request; `matchers` limit the tiers that serve it, None means all.
 
         `load_matchers` limit further the tiers from which it is loaded. Its chunks are stored in the others, too.
-        `position` says where a key's chunk ends in the request's tokens. It is for LLM engines that do not offer every
-        key in prefix order: for models with several groups, keys come one group after the other. `hint` is a `Hint`, or
-        the object that a client sent as one: see `kvtier.hints`. A bad one is ignored and counted.
+        `position` returns where a key's chunk ends in the request's tokens. It is for LLM engines that do not offer
+        keys in prefix order: for models with several groups, keys come one group after the other. `hint` is a `Hint`,
+        or the object that a client sent as one: see `kvtier.hints`. A bad one is ignored and counted.
 
         Returns whether a tier wants all of the request's chunks, also those that are present already. Raises
         `EngineClosed` after closing, and ValueError if the id is in use. An id is in use until its request has
@@ -210,7 +210,7 @@ class StepManager:
     # Looking up, loading, storing.
 
     def lookup(self, key: OffloadKey, request_id: str) -> LookupResult:
-        """Say where one key is, and have it on its way if a tier has it.
+        """Find a key, and promote it if a tier has it.
 
         A HIT holds until `end_step`: nothing evicts its row before. Only `delete` and `reset` forget it earlier.
 
@@ -223,7 +223,7 @@ class StepManager:
         except KeyError:
             request = self._known(request_id)
         hits = request.hits
-        if hits and key in self._ready:  # As the ledger would do, without a call.
+        if hits and key in self._ready:  # Inlined: the ledger would do the same.
             hits.append(key)
             return HIT
         return self._ledger.lookup(key, request)
@@ -243,7 +243,7 @@ class StepManager:
         return rows
 
     def complete_load(self, keys: Sequence[OffloadKey], request_id: str) -> None:  # noqa: ARG002  # Part of the protocol.
-        """Say that the LLM engine has read these rows."""
+        """Release rows of `prepare_load` that the LLM engine has read."""
         if self._forked:
             self._check_owner()
         self._ledger.complete_load(keys)
@@ -264,7 +264,7 @@ class StepManager:
         return self._ledger.prepare_store(keys, self._request(request_id))
 
     def complete_store(self, keys: Sequence[OffloadKey], request_id: str, *, success: bool = True) -> None:
-        """Make written rows loadable, and have them cascade; with `success` false, give them up."""
+        """Make written rows loadable, and cascade them; with `success` false, forget them."""
         if self._closed and not self._forked:
             return
         request = self._request(request_id)
@@ -275,28 +275,27 @@ class StepManager:
             self._given_back()
 
     def note_prefill(self, tokens: int, seconds: float) -> None:
-        """Take note that the LLM engine computed so many tokens of prompts in a step, and how long the step took.
+        """Record a step of the LLM engine that computed `tokens` of prompts in `seconds`.
 
-        From it the prefill speed is learned, against which loads are weighed. Nothing happens where the configuration
-        says the speed. Steps that compute no prompt need not be noted. One alone says nothing: it may have
-        compiled.
+        The prefill speed is learned from it, against which loads are weighed, unless the configuration has one. Steps
+        without a prompt need not be recorded. One step alone shows nothing: it may have compiled.
         """
         if self._forked:
             self._check_owner()
         self._ledger.prefill.note(tokens, seconds, self._clock())
 
-    # Deletions, events, and the end of a step.
+    # Deletes, events, and the end of a step.
 
     def delete(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Forget keys here and in every tier; return those that have stayed, because something holds their rows.
 
-        A tier hears of it at the step's end. A key that only a hung store holds is forgotten, too. The store may still
-        end after this call.
+        Tiers delete at the step's end. A key that only a hung store holds is forgotten, too. The store may still end
+        after this call.
         """
         self._check_open()
         return self._ledger.delete(checked_keys(keys))
 
-    # What is said of keys, without a request.
+    # Advice on keys, without a request.
 
     def prefetch(self, keys: Sequence[OffloadKey]) -> None:
         """Bring the longest leading run of keys whose chunks are in any tier into the primary, from this step on.
@@ -308,29 +307,29 @@ class StepManager:
         self._prefetch(keys)
 
     def demote(self, keys: Sequence[OffloadKey]) -> int:
-        """Have keys go before all others when room is made, here and in tiers; return how many are here.
+        """Evict keys before all others, here and in tiers; return how many are here.
 
-        A key that is used again is as any other from then on. A tier hears of it at the step's end.
+        The next use of a key undoes it. Tiers get the advice at the step's end.
         """
         self._check_open()
         return self._ledger.advise(Advice("demote", checked_keys(keys)))
 
     def forget(self, keys: Sequence[OffloadKey]) -> int:
-        """Forget keys here and in every tier; return how many are not here any more.
+        """Forget keys here and in every tier; return how many are gone here.
 
-        No reader loses a chunk. A chunk that is in use, or on its way, goes at the end of the first step in which it is
-        not. A key that is stored again before that goes, too. Tiers hear of it at the step's end.
+        No reader loses a chunk. A chunk that is in use, or in flight, is forgotten at the end of the first step in
+        which it is not. So is a key that is stored again before that. Tiers delete at the step's end.
         """
         self._check_open()
         return self._ledger.forget(checked_keys(keys))
 
     def retain(self, keys: Sequence[OffloadKey], seconds: float, *, priority: int = 0) -> int:
-        """Let keys, in prefix order, stay for so long when room is made, here and in tiers.
+        """Keep keys, in prefix order, from eviction for some seconds, here and in tiers; return how many are kept here.
 
-        Returns how many are retained here. At most `limits.retained_share` of the rows is: the leading part of more
-        keys, unless others have a lower `priority` (0 to 99). It is no pin: if there is nothing else to evict, these
-        go, too. A day is the longest time. ValueError for a time that is not positive and finite, and for any other
-        priority; TypeError for what is no number.
+        At most `limits.retained_share` of the rows is: the leading part of more keys, unless others have a lower
+        `priority` (0 to 99). It is no pin: if there is nothing else to evict, they are evicted. A day is the longest
+        time. ValueError for a time that is not positive and finite, and for any other priority; TypeError for a value
+        that is no number.
         """
         self._check_open()
         taken = checked_keys(keys)
@@ -343,7 +342,7 @@ class StepManager:
         return self._events.take()
 
     def end_step(self) -> None:
-        """Take the outcomes that have come back, and send the actions of this step and of these outcomes."""
+        """Apply messages, and send the actions of this step."""
         self._receive()
         if self._kept:
             self._take_kept()
@@ -358,7 +357,7 @@ class StepManager:
             self._watch_quarantine()
 
     def has_pending_work(self) -> bool:
-        """Say whether the LLM engine should go on stepping. Transfers that ran out of time do not count."""
+        """Return True if the LLM engine should go on stepping. Overdue transfers do not count."""
         if self._mailbox or self._forked:
             self._receive()
         return self._ledger.pending
@@ -376,18 +375,18 @@ class StepManager:
 
     @property
     def runners_lost(self) -> int:
-        """The number of runners that ended, or were killed, before they were closed."""
+        """The number of runners that ended, or were killed, before the engine was closed."""
         return self._metrics.runners_lost
 
     @property
     def events_dropped(self) -> int:
-        """The number of events that were lost because they were not taken in time."""
+        """The number of events that were dropped because they were not taken in time."""
         return self._events.dropped
 
     # The whole.
 
     def drain(self, deadline_s: float | None = None) -> bool:
-        """Send all queued actions, and wait until nothing is under way; False if the deadline came first. Blocks."""
+        """Send all queued actions, and wait until nothing is in flight; False if the deadline came first. Blocks."""
         until = time.monotonic() + self._deadline(deadline_s)
         while True:
             ended = self._ledger.prefetches.ended
@@ -399,11 +398,11 @@ class StepManager:
                 self._bridge.wait(left)
 
     def reset(self, deadline_s: float | None = None) -> bool:
-        """Clear the primary; tiers keep their chunks. Blocks until nothing is under way or the deadline comes.
+        """Clear the primary; tiers keep their chunks. Blocks until nothing is in flight or the deadline comes.
 
-        If a tier does not end in time, the answer is False. Its rows stay lent, and it is out of use until it has
-        proved itself. Nothing is promoted until `on_reset_flushed`. No completion of an earlier load or store may
-        follow. RuntimeError if a `put` or `fetch` of the asyncio face is under way.
+        False if a tier does not end in time: its rows stay lent, and its breaker opens. Nothing is promoted until
+        `on_reset_flushed`. No completion of an earlier load or store may follow. RuntimeError during a `put` or `fetch`
+        of the asyncio face.
         """
         self._check_open()
         if calls := self._calls.total():
@@ -417,44 +416,41 @@ class StepManager:
             while self._ledger.transfers.under_way and (left := until - time.monotonic()) > 0:
                 self._bridge.wait(left)
                 self._receive()
-        finally:  # Interrupted, too: what was queued has been forgotten, and its rows with it.
+        finally:  # After an interrupt, too: queued transfers are forgotten already.
             clean = self._reset()
         return clean
 
     def on_reset_flushed(self) -> None:
-        """Say that the LLM engine's workers no longer touch rows of before the reset: tiers may fill them again."""
+        """Promote again after a reset: the LLM engine's workers no longer touch earlier rows."""
         self._check_owner()
         self._ledger.promoting = True
 
     def close(self, deadline_s: float | None = None) -> int:
         """Let transfers end, close the tiers and the runner; return how many transfers were left behind.
 
-        Tiers with `cascade = "evict"` are first sent what the primary still owes them, within the same deadline.
-
-        Takes at most the deadline for the transfers and once more for the closing. Idempotent.
+        Dirty rows are first written to tiers with `cascade = "evict"`, within the same deadline. The closing takes at
+        most the deadline once more. Idempotent.
         """
         if self._closed:
             return 0
         self._begin_end()
         self.drain(deadline_s)
-        self._say_owed()
+        self._say_unwritten()
         self._tier_log.look(self._clock(), last=True)
         abandoned = self._bridge.close(self._deadline(deadline_s))
         self._free()
         return abandoned
 
     def forked(self) -> None:
-        """Stop being an engine in a child that was forked: it has no runner, and its rows would be the owner's.
+        """Stop the engine in a forked child: it has no runner, and its rows are the owner's.
 
-        From then on `stats`, `metrics`, `runners_lost` and `events_dropped` say in the child what was counted until the
-        fork. `close` and `aclose` do nothing there, and every other call raises `EngineClosed`.
+        From then on `stats`, `metrics`, `runners_lost` and `events_dropped` return the figures of the fork's moment in
+        the child. `close` and `aclose` do nothing there, and every other call raises `EngineClosed`.
         """
         self._forked = self._closed = True
         self._requests.clear()
         self._bridge.forked()
         self.region.close()
-
-    # What comes back.
 
     def _receive(self) -> None:
         """Apply everything in the mailbox."""
@@ -473,7 +469,7 @@ class StepManager:
                 self._bridge.admit(message.epoch)
             elif isinstance(message, RunnerLost):
                 self._metrics.runners_lost += 1
-        if not self._closed:  # What the closing cuts off alarms nobody.
+        if not self._closed:  # Failures of the closing are expected.
             self._tier_log.look(now)
 
     # The requests that are known.
@@ -487,7 +483,7 @@ class StepManager:
             raise LookupError(f"request {request_id!r} is unknown: call on_new_request first") from None
 
     def _request(self, request_id: str) -> Request:
-        """Return the request; one that is over is treated as one without a past. `EngineClosed` after closing."""
+        """Return the request, or a new one for an unknown id. `EngineClosed` after closing."""
         request = self._requests.get(request_id)
         if request is None:  # As all are once it is closed.
             self._check_open()
@@ -505,13 +501,13 @@ class StepManager:
             self._given_back()
 
     def _forget(self, request: Request) -> None:
-        """Forget a request that is over; one that began since under its id stays."""
+        """Forget a request that is over; a later one with its id stays."""
         over = request.finished and request.storing <= 0 and request not in self._calls
         if over and self._requests.get(request.id) is request:
             del self._requests[request.id]
 
     def _call_began(self, request_id: str) -> Request:
-        """Keep a request known, whatever becomes of it, until `_call_ended`: a call of the asyncio face uses it."""
+        """Keep a request known until `_call_ended`: a call of the asyncio face uses it."""
         request = self._known(request_id)
         self._calls[request] += 1
         return request
@@ -520,18 +516,18 @@ class StepManager:
         self._calls[request] -= 1
         if not self._calls[request]:
             del self._calls[request]
-        if request.finished:  # Once more: for what it has used and leased since.
+        if request.finished:  # Again, for later uses and leases.
             self._finish(request)
 
     # Rows that are still read, and rows that hang.
 
     def _keep(self, lent: Sequence[LentRow]) -> None:
-        """Keep rows that something still reads out of use; every step looks whether it has gone."""
+        """Keep rows out of use that callers still read; every step looks again."""
         self._ledger.keep([each.row for each in lent])
         self._kept += lent
 
     def _take_kept(self) -> None:
-        """Give back the kept rows that nothing reads any more."""
+        """Release kept rows that are no longer read."""
         kept, self._kept = self._kept, []
         for each in kept:
             if each.release():
@@ -542,7 +538,7 @@ class StepManager:
             self._given_back()
 
     def _watch_quarantine(self) -> None:
-        """Have the runner replaced when hung transfers hold more rows than we can spare."""
+        """Replace the runner when hung transfers hold more than their share of rows."""
         transfers = self._ledger.transfers
         if (
             transfers.epoch > self._replaced
@@ -594,12 +590,12 @@ class StepManager:
         return clean
 
     def _begin_end(self) -> None:
-        """Have everything sent that tiers are owed."""
+        """Clean all dirty rows from now on."""
         self._receive()
         self._ledger.end(runner_returns=self._bridge.returns)
 
-    def _say_owed(self) -> None:
-        """Count and log what was owed to tiers until the end."""
+    def _say_unwritten(self) -> None:
+        """Count and log dirty rows that were not written."""
         if chunks := self._ledger.writeback.give_up(CLOSED):
             logger.warning(
                 "%s chunks were not written to tiers with cascade = 'evict' by the end's deadline: a larger close_s, "
@@ -609,12 +605,12 @@ class StepManager:
             )
 
     def _free(self) -> None:
-        """Take the last outcomes and give the rows' memory back; what is still lent keeps it until it lets go."""
+        """Apply the last messages and free the rows' memory; lent rows keep it until they are released."""
         self._closed = True
         self._receive()
         self._ledger.apply(RunnerLost(self._ledger.transfers.epoch, "it was closed"))
         self._requests.clear()
-        self._kept.clear()  # Whoever reads one takes the memory along.
+        self._kept.clear()  # Their readers keep the memory.
         self.region.close()
 
     def _deadline(self, deadline_s: float | None) -> float:
@@ -633,25 +629,25 @@ class StepManager:
 
 
 class Inside:
-    """The parts of a kvtier engine that are its own. No promise stands behind them; to read does no harm."""
+    """A kvtier engine's internal parts, without a promise; reading them is harmless."""
 
     def __init__(self, engine: StepManager) -> None:
         self._engine = engine
         self.ledger: Ledger = engine._ledger
         self.metrics = engine._metrics
-        self.ready = self.ledger.primary.ready  # What could be loaded now, and its row.
+        self.ready = self.ledger.primary.ready
 
     @property
     def messages_received(self) -> int:
-        """The number of messages that were applied. If it has changed, figures may have changed."""
+        """The number of applied messages. If it has changed, figures may have changed."""
         return self._engine._messages_received
 
     def hits(self, request_id: str) -> list[OffloadKey]:
-        """Return the keys that a request found, for a caller to whom even the call of `lookup` is too much.
+        """Return a request's hits, for a caller that cannot afford a call of `lookup`.
 
         While the list is not empty, a key that is in `ready` may be appended to it, in place of a look-up. The end of
-        the step and a reset empty it. So does any request's store or look-up for which room is made, or was to be made.
-        It is the same list for as long as the request is known.
+        the step and a reset empty it. So does any store or look-up that evicts, or tries to. It is the same list for as
+        long as the request is known.
         """
         return self._engine._known(request_id).hits
 
@@ -679,7 +675,7 @@ def _priority(given: int) -> int:
 
 
 def checked(config: EngineConfig) -> EngineConfig:
-    """Report every mistake that can be known before anything is allocated; settle what relative paths mean."""
+    """Raise every `ConfigError` that can be known before anything is allocated; make paths absolute."""
     require_policy(config.eviction_policy)
     require_descriptors()
     return settled(config)
@@ -692,7 +688,7 @@ def make_region(config: EngineConfig) -> Region:
 
 
 def say_start(config: EngineConfig, bridge: Bridge, primary: str) -> None:
-    """Log what has started; a tier says itself what it has found. `primary`: whose rows, or their policy."""
+    """Log the start; tiers log their own findings. `primary`: the owner of the rows, or their policy."""
     logger.info(
         "kvtier %s: %s rows of %s bytes (%s); tiers: %s; %s runner, process %s",
         __version__,

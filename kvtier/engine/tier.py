@@ -1,4 +1,4 @@
-"""A secondary tier as the ledger knows it: its health, its answers, what is under way, and what was counted.
+"""A secondary tier as the ledger knows it: its health, its answers, its transfers in flight, and its counters.
 
 `LocationMap` has one bit mask a key for all tiers. A dictionary for each tier would cost each chunk another hundred
 bytes.
@@ -19,43 +19,43 @@ _CAUSES = (
     " corrupt deadline lost no_space"
 )
 CAUSES = frozenset(_CAUSES.split())
-"""The causes that failures are counted by; any other counts as `other`: a metric's label has few values."""
+"""The causes of failures in metrics; any other counts as `other`, so that the label has few values."""
 
 TIER_AT_FAULT = frozenset({Code.FAILED, Code.UNAVAILABLE, Code.DEADLINE})
-NOT_TRIED = frozenset({Code.REFUSED, Code.LOST})  # Says nothing of the tier, nor of the chunk.
-NO_FAILURE = frozenset({Code.MISSING, Code.REFUSED})  # Has no cause that anybody could mend.
+NOT_TRIED = frozenset({Code.REFUSED, Code.LOST})  # Tells nothing about the tier or the chunk.
+NO_FAILURE = frozenset({Code.MISSING, Code.REFUSED})  # Has no cause that an operator could mend.
 _SAY_ALL = frozenset({Code.CORRUPT, Code.NO_SPACE, Code.DEADLINE, Code.LOST})
 
 AT_ONCE, WHEN_EVICTED, ON_SECOND_USE = "store", "evict", "second_use"
-"""The moments at which a tier's chunks are written, as a configuration names them."""
+"""When a tier's chunks are written, as a configuration names it."""
 
-PRESSURE = "pressure"  # A chunk was not written because its row was needed before the tier had taken it.
-ALL = 1 << 32  # Chunks: as many as there can be.
+PRESSURE = "pressure"  # A chunk was not written because its row was needed first.
+ALL = 1 << 32  # More chunks than there can be.
 LIKE_TIMES = 4  # Loads of a quarter of the bytes count as of the same kind.
-UNDELETED_MAX = 4_096  # Keys; a step's actions for them are far fewer than a bridge takes.
-ANSWERS_MAX = 65_536  # Of each kind a tier: about 10 MB; older ones are asked again.
+UNDELETED_MAX = 4_096  # Keys; their actions are far fewer than a bridge takes in a step.
+ANSWERS_MAX = 65_536  # Of each kind a tier: about 10 MB. Older ones are asked for again.
 
 
 class TierSpec(NamedTuple):
-    """A tier's facts that the owner must know to decide for it."""
+    """A tier's facts that decisions depend on."""
 
     name: str
-    store_chunks_max: int  # Queued or under way at once.
+    store_chunks_max: int  # Queued or in flight at once.
     answer_ttl_s: float
     breaker_failures: int
     breaker_cooldown_s: float
     trial_chunks: int
-    asked_keys_max: int = 65_536  # Asked for and not answered, at once.
-    overdue_rows_max: int = 1 << 32  # That its hung transfers may hold; by default as many as there can be.
+    asked_keys_max: int = 65_536  # In probes at once.
+    overdue_rows_max: int = ALL  # Held by its hung transfers at once.
     request_level: bool = False
-    cascade: str = AT_ONCE  # When chunks are written to it.
+    cascade: str = AT_ONCE
     medium: str | None = None
     locality: str | None = None
     row_bytes: int = 1  # What a chunk takes of the primary.
 
 
 class TierMatcher(NamedTuple):
-    """Tiers of a medium, of a locality, or both; None matches any, and a tier that does not say is matched by all."""
+    """Tiers of a medium, of a locality, or both. None matches any, and a tier without one is matched by all."""
 
     medium: str | None = None
     locality: str | None = None
@@ -118,7 +118,7 @@ class TierCounters:
 
 class BreakerState(Enum):
     CLOSED = "closed"  # The tier is used.
-    OPEN = "open"  # It failed too often: not used until the cool-down is over.
+    OPEN = "open"  # The tier is not used until the cool-down is over.
     HALF_OPEN = "half_open"  # A few chunks are let through: their outcome decides.
 
 
@@ -126,12 +126,12 @@ CLOSED, OPEN, HALF_OPEN = BreakerState.CLOSED, BreakerState.OPEN, BreakerState.H
 
 
 class Breaker:
-    """Keeps kvtier from asking a tier that only fails; pure, with the time as an argument.
+    """A circuit breaker for a tier that only fails; pure, with the time as an argument.
 
     It opens after `failures_max` failed transfers in a row. It is half open `cooldown_s` seconds later. Then
     `trial_chunks` chunks may pass, and the first outcome closes or opens it again. A trial without any outcome within
-    another `cooldown_s` is renewed, because its chunks may never have been sent. As many keys may be asked for in a
-    trial. An answer does not close the breaker: a disk that cannot be read may well be listed.
+    another `cooldown_s` is renewed, because its chunks may never have been sent. As many keys may be probed in a trial.
+    An answer does not close the breaker: a disk that cannot be read may still be listed.
     """
 
     def __init__(self, failures_max: int, cooldown_s: float, trial_chunks: int) -> None:
@@ -146,7 +146,7 @@ class Breaker:
         self._asks_left = 0
 
     def admits(self, now: float) -> int:
-        """Return how many chunks may be sent now; whoever sends some calls `take`."""
+        """Return how many chunks may be sent now; the sender calls `take`."""
         if self.state is CLOSED:
             return ALL
         if now >= self._until:
@@ -156,16 +156,16 @@ class Breaker:
         return self._trial_left if self.state is HALF_OPEN else 0
 
     def take(self, chunks: int = 1) -> None:
-        """Count chunks that are sent against the trial, if there is one."""
+        """Count sent chunks against the trial, if there is one."""
         if self.state is HALF_OPEN:
             self._trial_left = max(0, self._trial_left - chunks)
 
     def admits_asking(self) -> bool:
-        """Say whether a tier that admits chunks may be asked for one more key; whoever asks calls `ask`."""
+        """Return True if one more key may be probed; the caller then calls `ask`."""
         return self.state is not HALF_OPEN or self._asks_left > 0
 
     def ask(self) -> None:
-        """Count a key that is asked for against the trial, if there is one."""
+        """Count a probed key against the trial, if there is one."""
         if self.state is HALF_OPEN:
             self._asks_left -= 1
 
@@ -174,7 +174,7 @@ class Breaker:
         self.failures = 0
 
     def trip(self, now: float) -> None:
-        """Open at once: the tier did not even come back in time for a reset."""
+        """Open at once."""
         self.opened += self.state is not OPEN
         self.state = OPEN
         self._until = now + self._cooldown_s
@@ -213,28 +213,28 @@ class Trial(NamedTuple):
 
 
 class Tier:
-    """One tier as the ledger sees it."""
+    """One tier of the ledger."""
 
     def __init__(self, index: int, spec: TierSpec) -> None:
         self.index = index
         self.bit = 1 << index
         self.spec = spec
-        self.at_once = spec.cascade == AT_ONCE  # Chunks are written to it as soon as they are stored.
+        self.at_once = spec.cascade == AT_ONCE
         self.breaker = Breaker(spec.breaker_failures, spec.breaker_cooldown_s, spec.trial_chunks)
         self.counters = TierCounters()
-        self.authoritative = False  # What is not known to be here is absent.
-        self.reports = True  # It says what it removes, so that what is known stays true. False once it said otherwise.
-        self.overdue_rows = 0  # Lent to transfers that ran out of time.
-        self.loading = 0  # Chunks under way.
+        self.authoritative = False  # A key that is not on record is absent.
+        self.reports = True  # It reports removals, so that the record stays true.
+        self.overdue_rows = 0  # Lent to transfers that missed their deadline.
+        self.loading = 0  # Chunks in flight.
         self.loads: dict[int, Expected] = {}  # The same by the action's id, in the order of sending.
         self.speed: Speed | None = None  # As the runner last saw it.
         self.late: LateLoad | None = None  # Until a load of its kind is faster than computing.
         self.probe_latency_s = 0.0  # Of its last probe.
         self.heard_at = 0.0  # When a load last ended, or a trial began.
         self.trial: Trial | None = None  # The last one that has ended.
-        self.storing: set[OffloadKey] = set()  # Queued or under way.
-        self.raced: set[OffloadKey] = set()  # Of those, what was reported gone meanwhile: before it came, or after?
-        self.asking: set[OffloadKey] = set()  # Asked or about to be, and nothing newer was heard of them since.
+        self.storing: set[OffloadKey] = set()  # Queued or in flight.
+        self.raced: set[OffloadKey] = set()  # Those reported removed meanwhile: before the store, or after it?
+        self.asking: set[OffloadKey] = set()  # In probes, queued or in flight, without newer news.
         self.to_ask: list[OffloadKey] = []
         self.chunks = 0
         self.used_bytes = 0
@@ -242,14 +242,14 @@ class Tier:
         self.reserved_bytes = 0
         self._present_until: dict[OffloadKey, float] = {}
         self._absent_until: dict[OffloadKey, float] = {}
-        self._unsure: dict[OffloadKey, None] = {}  # Asked for even though the tier reports what it holds.
-        self._doubted: dict[OffloadKey, None] = {}  # Present by the last answer; a call about them has failed since.
-        self._undeleted: dict[OffloadKey, None] = {}  # To be deleted, by a runner that was lost or not there.
+        self._unsure: dict[OffloadKey, None] = {}  # Probed even though the tier reports what it holds.
+        self._doubted: dict[OffloadKey, None] = {}  # Present by the last answer, but a later call has failed.
+        self._undeleted: dict[OffloadKey, None] = {}  # Deletes that no runner has done.
 
     def admits(self, now: float) -> int:
         """Return how many chunks may be sent to the tier, or from it, now.
 
-        A breaker lets a few through with every trial; what hangs keeps its rows, so these are bounded for themselves.
+        A breaker lets a few through with every trial, and hung transfers keep their rows: so these have a limit, too.
         """
         if self.overdue_rows >= self.spec.overdue_rows_max:
             return 0
@@ -288,7 +288,7 @@ class Tier:
             self.late = None
 
     def answer(self, key: OffloadKey, known: bool, now: float) -> bool | None:
-        """Say whether the tier has the key; None if it must be asked."""
+        """Return whether the tier has the key; None if it must be probed."""
         if self._absent_until and self._absent_until.get(key, 0.0) > now:
             return False
         if known:
@@ -298,7 +298,7 @@ class Tier:
         return True if self._present_until.get(key, 0.0) > now else None
 
     def last_answer(self, key: OffloadKey) -> bool:
-        """Say what the last answer was, however old; what is not remembered counts as absent."""
+        """Return the last answer, however old; a forgotten one counts as absent."""
         return key in self._present_until
 
     @property
@@ -307,9 +307,9 @@ class Tier:
         return self._present_until.keys()
 
     def believe(self, key: OffloadKey, *, present: bool, now: float) -> bool:
-        """Remember an answer for as long as answers are believed; it overrides the last one, and one on its way.
+        """Remember an answer for `answer_ttl_s`; it overrides the last one, and one in flight.
 
-        Say whether the last one was the contrary, whatever has failed since.
+        Return True if the last one was the contrary.
         """
         self.asking.discard(key)
         fresh, stale = self._present_until, self._absent_until
@@ -326,41 +326,41 @@ class Tier:
         return turned
 
     def doubt(self, key: OffloadKey, now: float) -> None:
-        """Count the key as absent for as long as answers are believed, though the tier has not said so."""
+        """Count the key as absent for `answer_ttl_s` without an answer of the tier."""
         if self.believe(key, present=False, now=now):
             self._doubted[key] = None
             if len(self._doubted) > ANSWERS_MAX:
                 del self._doubted[next(iter(self._doubted))]
 
     def unsure(self, key: OffloadKey) -> None:
-        """Have the key asked for from now on, until it is stored again or known to be gone."""
+        """Probe the key from now on, until it is stored again or known to be gone."""
         self._unsure[key] = None
         if len(self._unsure) > ANSWERS_MAX:
             del self._unsure[next(iter(self._unsure))]
 
     def forget_answers(self, keys: Iterable[OffloadKey]) -> None:
-        """Something newer is known of these keys than the last answers, and than those on their way."""
+        """Forget answers for these keys, also those in flight: something newer is known."""
         self.asking.difference_update(keys)
         for answers in (self._unsure, self._doubted, self._absent_until, self._present_until):
-            if answers:  # Most are empty, most of the time.
+            if answers:  # Most are empty.
                 for key in keys:
                     answers.pop(key, None)
 
     def keep_undeleted(self, keys: Iterable[OffloadKey]) -> None:
-        """Remember keys whose deletion was not tried, or may not have been, for the next runner."""
+        """Remember keys whose delete may not have been tried, for the next runner."""
         self._undeleted.update(dict.fromkeys(keys))
         while len(self._undeleted) > UNDELETED_MAX:
             del self._undeleted[next(iter(self._undeleted))]
 
     def take_undeleted(self) -> Collection[OffloadKey]:
-        """Return the keys that were to be deleted and are not stored anew; they are remembered no more."""
+        """Return and forget the keys of `keep_undeleted` that have not been stored again."""
         undeleted, self._undeleted = self._undeleted, {}
         return undeleted
 
     def stored(self, sent: Sequence[OffloadKey], moved: Sequence[OffloadKey], now: float) -> Sequence[OffloadKey]:
-        """Take note that a store is over; return the keys that it has put on record as held here.
+        """Record the end of a store; return the keys to put on the location map.
 
-        A tier that says what it removes is believed until it does; another's chunks are only remembered like an answer.
+        A tier that reports removals is believed until it does. Chunks of another one are remembered like an answer.
         """
         self.storing.difference_update(sent)
         self.counters.stored += len(moved)
@@ -376,20 +376,20 @@ class Tier:
         return ()
 
     def may_ask(self, key: OffloadKey) -> bool:
-        """Say whether the key is being asked for, or may be: within the limit, and a breaker's trial."""
+        """Return True if the key is being probed, or may be: within the limit, and a breaker's trial."""
         return key in self.asking or (len(self.asking) < self.spec.asked_keys_max and self.breaker.admits_asking())
 
     def ask(self, key: OffloadKey) -> None:
-        """Have the key asked for at the end of the step, unless it is being asked."""
+        """Queue a probe for the key, unless there is one."""
         if key not in self.asking:
             self.asking.add(key)
             self.breaker.ask()
             self.to_ask.append(key)
 
     def judge(self, codes: Collection[Code], now: float, cause: str = "") -> bool:
-        """Tell the breaker how a transfer ended; say whether it failed, that is, whether anything was the tier's fault.
+        """Tell the breaker how a transfer ended; return True if a failure was the tier's fault.
 
-        What did not move is blamed on the `cause`, or without one on the worst of its codes.
+        Failures are counted under the `cause`, or without one under the worst code.
         """
         if codes and not NO_FAILURE.issuperset(codes):
             worst = max(code for code in codes if code not in NO_FAILURE)
@@ -402,19 +402,19 @@ class Tier:
         return False
 
     def unanswered(self, cause: str, now: float) -> None:
-        """Take note of a question that the tier did not answer."""
+        """Record a probe that the tier did not answer."""
         self.counters.probes_failed += 1
         self.counters.blame(cause or "other")
         self.breaker.failed(now)
 
     def use(self, usage: TierUsage) -> None:
-        """Take note of how full the tier says it is, and of what it has counted."""
+        """Record the tier's occupancy and its own counts."""
         self.chunks, self.used_bytes = usage.chunks, usage.used_bytes
         self.capacity_bytes, self.reserved_bytes = usage.capacity_bytes, usage.reserved_bytes
         self.counters.note(usage.counts)
 
     def _settle_raced(self, sent: Sequence[OffloadKey], moved: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
-        """Have what was reported gone meanwhile asked for; return the rest of what moved."""
+        """Re-probe keys that were reported removed during their store; return the others that moved."""
         raced = self.raced.intersection(sent)
         self.raced -= raced
         for key in moved:

@@ -1,6 +1,6 @@
-"""The tiers' log: a breaker that opens or closes, and why, and once a minute what was dropped and what failed.
+"""The tiers' log: breakers that open and close, with the cause, and once a minute dropped and failed chunks.
 
-It looks at what the ledger has counted, whoever asks it to: nothing that counts knows of it, or waits for it.
+It compares the ledger's counters with those of its last line.
 """
 
 import errno
@@ -12,22 +12,22 @@ from collections.abc import Mapping, Sequence
 from kvtier.engine.tier import CLOSED, PRESSURE, Tier
 from kvtier.remedies import Remedy
 
-LOOK_EVERY_S = 1.0  # Where nothing comes back from tiers: drops alone make no message.
-LOSSES_EVERY_S = 60.0  # Between two lines of losses, a tier: a full log tells nobody anything.
+LOOK_EVERY_S = 1.0  # Without messages: drops alone make none.
+LOSSES_EVERY_S = 60.0  # Between two lines of losses of one tier.
 
 logger = logging.getLogger(__name__)
 
 
 class TierLog:
-    """Tells of these tiers what was not told yet."""
+    """Logs what has changed since the last line."""
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
         self.due = -math.inf
-        """When to look again though no message has come."""
+        """When to look again without a message."""
         self._told = [_Told(tier) for tier in tiers]
 
     def look(self, now: float, *, last: bool = False) -> None:
-        """Log what has changed. `last`: of what was lost also what else would wait for its minute."""
+        """Log changes; `last`: also losses that would wait for their minute."""
         self.due = now + LOOK_EVERY_S
         for told in self._told:
             told.breaker(now)
@@ -35,7 +35,7 @@ class TierLog:
 
 
 class _Told:
-    """The log's memory of one tier: what it has told."""
+    """The state of one tier at its last line."""
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
@@ -49,7 +49,7 @@ class _Told:
         self._losses_at = -math.inf
 
     def breaker(self, now: float) -> None:
-        """Tell of an opening, and of the end of it; a trial that failed is no new opening."""
+        """Log that the breaker opened or closed; a failed trial is no new opening."""
         breaker = self._tier.breaker
         if breaker.opened != self._opened:
             self._opened = breaker.opened
@@ -61,7 +61,7 @@ class _Told:
             logger.info("tier %s: the breaker is closed again", self._name)
 
     def losses(self, now: float, *, last: bool) -> None:
-        """Tell what was dropped and what failed since the last line, if it is time."""
+        """Log dropped and failed chunks, if it is time."""
         if now < self._losses_at and not last:
             return
         counters = self._tier.counters
@@ -85,7 +85,7 @@ class _Told:
         )
 
     def _losses(self, now: float, *, cause: bool = True) -> str:
-        """Say what was lost since this was last asked."""
+        """Describe the losses since the last call."""
         counters = self._tier.counters
         dropped, self._dropped = _grown(self._dropped, counters.dropped), dict(counters.dropped)
         failed, self._failed = _grown(self._failed, counters.failed), dict(counters.failed)
@@ -113,6 +113,6 @@ def _counted(chunks: Mapping[str, int], verb: str) -> str:
 
 
 def _in_words(cause: str) -> str:
-    """Return a cause with what the system says of its errno, if it is one."""
+    """Return a cause, with the system's message if it is an errno."""
     number = getattr(errno, cause, None)
     return f"{cause} ({os.strerror(number)})" if isinstance(number, int) else cause or "unknown"

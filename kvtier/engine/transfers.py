@@ -16,7 +16,7 @@ from kvtier.engine.tier import Tier
 
 
 class Operation(Enum):
-    """The operation that a transfer does; the values are the names in metrics."""
+    """The operation of a transfer; the values are the names in metrics."""
 
     PROMOTION = "load"
     CASCADE = "store"
@@ -67,17 +67,17 @@ class Transfer:
         self.size_bytes = 0
         self.computing_s = 0.0
         self.given_up = False
-        self.forgotten = False  # The primary was cleared meanwhile: its pins are gone, its rows are in quarantine.
+        self.forgotten = False  # The primary was cleared: its pins are gone, and its rows are in quarantine.
 
 
 class Transfers:
-    """Transfers under way and overdue, by action id, and the rows that cascades pin."""
+    """Transfers in flight and overdue, by action id, and the rows that cascades pin."""
 
     def __init__(self, primary: Rows) -> None:
         self.under_way: dict[int, Transfer] = {}
         self.overdue: dict[int, Transfer] = {}
         self.cascade_rows: Counter[int] = Counter()  # Row -> cascades, queued or sent, that pin it.
-        self.epoch = 0  # Of the runner that takes actions now.
+        self.epoch = 0  # Of the present runner.
         self._primary = primary
         self._ids = 0
 
@@ -89,7 +89,7 @@ class Transfers:
         rows: Sequence[int],
         request: Request | None = None,
     ) -> int:
-        """Enter a transfer as under way and return its id."""
+        """Enter a transfer and return its id."""
         self._ids += 1
         transfer = self.under_way[self._ids] = Transfer(operation, tier, keys, rows, self.epoch, request)
         if operation is Operation.PROMOTION:
@@ -97,7 +97,7 @@ class Transfers:
         return self._ids
 
     def settle(self, id_: int, *, lent: bool) -> Transfer | None:
-        """Take a transfer whose outcome is known off the table; while `lent`, it is overdue. None: it is not known."""
+        """Remove a transfer whose outcome is known, or None for an unknown id; while `lent`, it is overdue."""
         transfer = self.under_way.pop(id_, None)
         if transfer is None:
             return None
@@ -110,7 +110,7 @@ class Transfers:
         return transfer
 
     def take_back(self, id_: int) -> None:
-        """Free the rows of an overdue transfer: nothing uses them any more."""
+        """Free the rows of an overdue transfer."""
         transfer = self.overdue.pop(id_, None)
         if transfer is None:
             return
@@ -143,7 +143,7 @@ class Transfers:
         return [(each.tier, each.keys) for each in sent if each.operation is Operation.CASCADE]
 
     def pins_overdue(self) -> Counter[int]:
-        """Count by row the pins of cascades that ran out of time: nobody knows when these go."""
+        """Count by row the pins of overdue cascades."""
         pins: Counter[int] = Counter()
         for transfer in self.overdue.values():
             if transfer.operation is Operation.CASCADE and not transfer.forgotten:
@@ -152,7 +152,7 @@ class Transfers:
 
     @property
     def rows_overdue(self) -> int:
-        """Rows that the present runner is late with; for what a dead one still holds its successor is not to blame."""
+        """The overdue rows of the present runner; it is not to blame for those of a dead one."""
         return sum(len(transfer.rows) for transfer in self.overdue.values() if transfer.epoch == self.epoch)
 
     def clear(self) -> Counter[int]:

@@ -1,6 +1,6 @@
 """The bridge to a runner, as its owner sees it: actions go out, messages come in, and neither ever waits.
 
-A runner lives on its owner's own event loop (here), in a thread (`thread`), or in a process (`process`).
+A runner lives on its owner's event loop (here) or in a process (`process`); where no process can, in a `thread`.
 """
 
 import asyncio
@@ -18,20 +18,20 @@ from kvtier.runner.messages import Action, LocalMessage, Message
 from kvtier.runner.runner import Runner
 from kvtier.runner.tiers import RunnerTier
 
-START_S = 30.0  # For a runner to come up, beside its tiers' deadlines: on a busy machine an interpreter takes seconds.
+START_S = 30.0  # For a runner to start, besides its tiers: on a busy machine an interpreter takes seconds.
 
 
 def opening_s(config: EngineConfig) -> float:
-    """Return how long a start waits for its runner: what its tiers may take to open, and to be closed again."""
+    """Return how long a start waits for its runner: until its tiers are open, or closed again."""
     limits = config.limits
     return START_S + limits.close_s + limits.open_s * len(config.secondary_tiers)
 
 
 class Bridge(ABC):
-    """The owner's end. All methods belong to the owner's thread; `mailbox` is filled from wherever the runner lives."""
+    """The owner's end. All methods belong to the owner's thread; the runner fills `mailbox` from any thread."""
 
     kind: ClassVar[str]
-    """The runner's home, as a configuration names it."""
+    """The runner's home, in the log."""
     returns: ClassVar[bool] = False
     """Whether a lost runner has a successor."""
 
@@ -42,7 +42,7 @@ class Bridge(ABC):
 
     @property
     def pid(self) -> int | None:
-        """The id of the process of the runner that takes actions; None while there is none."""
+        """The process id of the present runner; None while there is none."""
         return os.getpid()
 
     @abstractmethod
@@ -50,9 +50,9 @@ class Bridge(ABC):
         """Hand actions to the runner, with one wake-up; return those that it cannot take. Never waits."""
 
     def admit(self, epoch: int) -> None:
-        """Send to the runner of this epoch from now on: the owner has settled everything of the one before.
+        """Send to the runner of this epoch from now on: the owner has settled the transfers of the one before.
 
-        Until the owner says so nothing is sent to a new runner, or what it is lent would be settled with the old one's.
+        Before that nothing is sent to a new runner, or its rows would be settled with the old one's.
         """
         raise AssertionError(f"this runner is never replaced: there is no epoch {epoch}")
 
@@ -64,11 +64,11 @@ class Bridge(ABC):
     def close(self, deadline_s: float) -> int:
         """Close the tiers and end the runner; return how many transfers were left behind. Blocks; idempotent."""
 
-    def drop(self) -> None:  # noqa: B027  # Bridges without a runner have nothing to end.
-        """End the runner, then close the region; wait for neither. Their owner is gone. From any thread."""
+    def drop(self) -> None:  # noqa: B027  # Some have nothing to end.
+        """End the runner, then close the region, without waiting: their owner is gone. From any thread."""
 
-    def forked(self) -> None:  # noqa: B027  # Most have nothing.
-        """Let go, in a forked child, of what ties the runner to its owner; nothing else is called there any more."""
+    def forked(self) -> None:  # noqa: B027  # Some have nothing to release.
+        """Release, in a forked child, the ties between the runner and its owner. It is the last call there."""
 
     def wait(self, timeout_s: float) -> bool:
         """Block until messages came since the last `wait`, or the time is over."""
@@ -115,7 +115,7 @@ class InlineBridge(Bridge):
     def drop(self) -> None:
         try:
             self._loop.call_soon_threadsafe(self._end)
-        except RuntimeError:  # The loop is closed, and with it whatever used a row.
+        except RuntimeError:  # The loop is closed, and with it every user of a row.
             self._region.close()
             with suppress(RuntimeError):  # The process may have no more threads.
                 start_thread(threading.Thread(target=self._close_tiers, name="kvtier-closing", daemon=True))

@@ -1,8 +1,8 @@
 """The runner's own process: `python -m kvtier.runner.child SOCKET_FD REGION_FD LOG_LEVEL PID NUMBER [OWNER_PIDFD]`.
 
 It imports no torch and never forks. So it starts in well under a second and holds nothing of the engine. It ends when
-its socket does, or its owner. An owner that is killed leaves no process behind, even if a fork of it lives on. Signals
-to the whole process group, such as Ctrl-C, are for the owner: it may have chunks to store yet.
+its socket does, or its owner. An owner that is killed leaves no process behind, even if a fork of it lives on. It
+ignores signals to the whole process group, such as Ctrl-C: the owner may still have chunks to store.
 """
 
 import asyncio
@@ -29,11 +29,11 @@ from kvtier.runner.wire import ToOwner, actions_of, frame, read_frame
 
 logger = logging.getLogger(__name__)
 
-ORPHAN_S = 0.5  # For writes under way to finish or be cleaned up when the owner is gone; who waits longer is a leak.
+ORPHAN_S = 0.5  # For writes in flight when the owner is gone; a process that waits longer is a leak.
 
 
-class Owner:
-    """The way back: messages of one turn of the loop leave in one frame."""
+class OwnerSocket:
+    """The owner's socket: messages of one turn of the loop leave in one frame."""
 
     def __init__(self, writer: StreamWriter) -> None:
         self._writer = writer
@@ -56,13 +56,13 @@ class Owner:
             self._writer.close()
             await self._writer.wait_closed()
         except OSError:
-            pass  # The owner is gone: nobody listens.
+            pass  # The owner is gone.
 
 
 async def serve(owner_socket: socket.socket, region_fd: int, engine: EngineId, owner_fds: Sequence[int]) -> None:
-    """Open the tiers, run what comes, close them when told to, or when the owner is gone."""
+    """Open the tiers, run the owner's actions, and close the tiers when it says so, or is gone."""
     reader, writer = await asyncio.open_unix_connection(sock=owner_socket, limit=1 << 20)
-    owner = Owner(writer)
+    owner = OwnerSocket(writer)
     logging.getLogger().handlers = [ToOwner(asyncio.get_running_loop(), owner.post)]
     for fd in owner_fds:
         asyncio.get_running_loop().add_reader(fd, _end, reader, fd)
@@ -71,13 +71,13 @@ async def serve(owner_socket: socket.socket, region_fd: int, engine: EngineId, o
         return
     config = msgspec.msgpack.decode(first, type=EngineConfig)
     opening = asyncio.ensure_future(_opened(config, region_fd, engine))
-    coming = asyncio.ensure_future(read_frame(reader))  # The end, if it comes while a tier hangs in opening.
+    coming = asyncio.ensure_future(read_frame(reader))  # The owner's end shows here while a tier hangs in opening.
     await asyncio.wait({opening, coming}, return_when=asyncio.FIRST_COMPLETED)
     if not opening.done():
         return
     try:
         region, tiers = opening.result()
-    except Exception as error:  # Told to the owner, which raises it; what is no refusal is logged, too.
+    except Exception as error:  # Sent to the owner, which raises it; bugs are logged, too.
         if not isinstance(error, KVTierError):
             logger.exception("a tier broke as it was opened; see %s", Remedy.OPENING)
         owner.post(OpenFailed(str(error) or repr(error), config=isinstance(error, ConfigError)))
@@ -99,13 +99,13 @@ async def _opened(config: EngineConfig, region_fd: int, engine: EngineId) -> tup
 
 
 def _end(reader: StreamReader, fd: int) -> None:
-    """Take the owner's end for its socket's, which a fork of the owner may keep open."""
+    """Treat the owner's end as its socket's, which a fork of the owner may keep open."""
     asyncio.get_running_loop().remove_reader(fd)
     reader.feed_eof()
 
 
 async def _take(coming: Awaitable[bytes | None], reader: StreamReader, runner: Runner) -> float:
-    """Submit actions until it is time to close; return the deadline for that."""
+    """Submit actions until the owner closes; return the deadline for that."""
     body = await coming
     while body is not None:
         actions: list[Action] = []
@@ -118,7 +118,7 @@ async def _take(coming: Awaitable[bytes | None], reader: StreamReader, runner: R
     return ORPHAN_S
 
 
-async def _beat(owner: Owner, every_s: float) -> None:
+async def _beat(owner: OwnerSocket, every_s: float) -> None:
     while True:
         owner.post(Beat())
         await asyncio.sleep(every_s)

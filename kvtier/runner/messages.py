@@ -1,7 +1,7 @@
-"""The messages that cross the bridge: actions to a runner, and what it says. Plain data, packed.
+"""The messages that cross the bridge: actions to a runner, and its answers and reports. Plain data, packed.
 
-Messages name an action by its id and its chunks by their index, never by key: the ledger knows what it asked for. Keys
-travel as one bytes object and rows as packed u32: a list of bytes objects takes fifteen times as long to decode.
+Answers name an action by its id and its chunks by their index, never by key. Keys travel as one bytes object and rows
+as packed u32: a list of bytes objects takes fifteen times as long to decode.
 """
 
 from array import array
@@ -17,7 +17,7 @@ from kvtier.hints import Advice, Hint
 
 
 class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
-    """Keys one after the other. `length` is that of every key, or 0 and then `lengths` has each one's (u32)."""
+    """Joined keys. `length` is that of every key, or 0 if they differ: then `lengths` has each one's (u32)."""
 
     joined: bytes
     length: int
@@ -62,9 +62,9 @@ class Code(IntEnum):
     NO_SPACE = 3
     FAILED = 4  # This transfer failed.
     UNAVAILABLE = 5  # The whole call failed.
-    DEADLINE = 6  # It ran out of time; its rows are still lent.
+    DEADLINE = 6  # It missed its deadline; its rows are still lent.
     REFUSED = 7  # It never started: the bridge was full, or there was no runner.
-    LOST = 8  # Its runner died; its rows are lent until the process is known to have ended.
+    LOST = 8  # Its runner died; its rows are lent until the process has ended.
 
 
 def code_of(error: ChunkError) -> Code:
@@ -105,7 +105,7 @@ class Cascade(_Message, frozen=True, tag="C"):
 
 
 class Probe(_Message, frozen=True, tag="Q"):
-    """Ask a tier which keys it has."""
+    """Ask a tier which of these keys it has."""
 
     id: int
     tier: int
@@ -113,7 +113,7 @@ class Probe(_Message, frozen=True, tag="Q"):
 
 
 class Delete(_Message, frozen=True, tag="D"):
-    """Have a tier forget keys."""
+    """Delete keys of a tier."""
 
     id: int
     tier: int
@@ -182,14 +182,14 @@ class Finished(_Message, frozen=True, tag="f"):
 
 
 class Returned(_Message, frozen=True, tag="r"):
-    """Nothing uses the rows of this action any more; the chunks at `moved` (packed u32) had moved when it ended."""
+    """The rows of this action are unused; the chunks at `moved` (packed u32) had moved when it ended."""
 
     id: int
     moved: bytes = b""
 
 
 class Answered(_Message, frozen=True, tag="a"):
-    """A probe's answer: one byte a key, 1 if the tier has it; empty if the tier could not say, for this `cause`."""
+    """A probe's answer: one byte a key, 1 if the tier has it; empty if the probe failed, for this `cause`."""
 
     id: int
     present: bytes
@@ -205,14 +205,14 @@ class Found(_Message, frozen=True, tag="+"):
 
 
 class Gone(_Message, frozen=True, tag="-"):
-    """Inventory: the tier holds these keys no more."""
+    """Inventory: the tier has removed these keys."""
 
     tier: int
     keys: PackedKeys
 
 
 class Scanned(_Message, frozen=True, tag="s"):
-    """Inventory: everything that was there at the start has been reported."""
+    """Inventory: all keys that were there at the start have been reported."""
 
     tier: int
     complete: bool
@@ -226,7 +226,7 @@ class TierUsage(_Message, frozen=True, tag="u"):
     used_bytes: int
     capacity_bytes: int | None
     reserved_bytes: int = 0
-    counts: dict[str, int] = {}  # What it has counted itself since it last said so, by name.
+    counts: dict[str, int] = {}  # Its own counts since the last message, by name.
 
 
 class TierSpeed(_Message, frozen=True, tag="v"):
@@ -242,7 +242,7 @@ class Opened(_Message, frozen=True, tag="o"):
 
 
 class OpenFailed(_Message, frozen=True, tag="x"):
-    """The tiers could not be opened; `config` says that the configuration is to blame."""
+    """The tiers could not be opened; `config`: because of the configuration."""
 
     reason: str
     config: bool
@@ -271,18 +271,18 @@ class Closed(_Message, frozen=True, tag="c"):
     abandoned: int
 
 
-# What a bridge itself reports of its runner; these never travel. An epoch counts a bridge's runners from 0.
+# Reports of a bridge on its runner; these never travel. An epoch counts a bridge's runners from 0.
 
 
 class RunnerLost(NamedTuple):
-    """This runner takes no more actions and sends no more outcomes; what it was lent may still be in use."""
+    """This runner takes no more actions and sends no more outcomes; its rows may still be in use."""
 
     epoch: int
     reason: str
 
 
 class RunnerGone(NamedTuple):
-    """The process of a lost runner has ended: nothing that it was lent is in use."""
+    """The process of a lost runner has ended: its rows are unused."""
 
     epoch: int
 

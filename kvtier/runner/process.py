@@ -1,4 +1,4 @@
-"""The runner in a process of its own: out of reach of the LLM engine's GIL, and killed and replaced when it hangs.
+"""The runner in its own process: independent of the LLM engine's GIL, and killed and replaced when it hangs.
 
 A daemon thread of the owner's process supervises it. This thread reads messages, and sends bytes that the socket did
 not take at once. It listens for heartbeats, and starts the next runner when one is lost. The owner's own thread only
@@ -43,16 +43,16 @@ from kvtier.runner.messages import (
 from kvtier.runner.wire import FrameBuffer, frame, framed, log_again, messages_of, wanted_level
 
 RECEIVE_BYTES = 1 << 20
-BEATS_MISSED = 3  # Silence for so many heartbeats is a hung loop.
+BEATS_MISSED = 3  # More of them in a row are a hung loop.
 RESTART_S = (0.0, 0.1, 0.5, 1.0, 5.0)  # Before each further start in a row that did not get as far as open tiers.
 
 logger = logging.getLogger(__name__)
 
 
 class RunnerProcess:
-    """A child, the owner's end of its socket, and what that did not take yet.
+    """A child, the owner's end of its socket, and the frames that the socket has not taken yet.
 
-    Whoever queues and flushes from more than one thread does so under a lock of its own.
+    Callers on several threads share a lock.
     """
 
     def __init__(self, epoch: int, process: "subprocess.Popen[bytes]", owner_socket: socket.socket) -> None:
@@ -66,8 +66,8 @@ class RunnerProcess:
     def start(
         cls, epoch: int, config: EngineConfig, region_fd: int, engine: EngineId, environment: Mapping[str, str]
     ) -> Self:
-        """Start a child and give it the configuration; OSError if it cannot be started."""
-        fill_standard_streams()  # They may have been closed since the last one was started.
+        """Start a child and send it the configuration; OSError if it cannot be started."""
+        fill_standard_streams()  # They may have been closed since the last start.
         ours, theirs = socket.socketpair()
         with theirs, _this_process() as owner_fds, ExitStack() as unless_started:
             unless_started.callback(ours.close)
@@ -80,7 +80,7 @@ class RunnerProcess:
                 env=environment,
             )
             unless_started.pop_all()
-        with suppress(OSError):  # It has ended already: its socket says so to whoever listens.
+        with suppress(OSError):  # It has ended already, which its socket shows.
             ours.sendall(framed(msgspec.msgpack.encode(config)))
         return cls(epoch, process, ours)
 
@@ -89,14 +89,14 @@ class RunnerProcess:
         return bool(self._unsent)
 
     def queue(self, items: Sequence[Action | Close]) -> None:
-        """Put one frame behind those that wait."""
+        """Queue one frame."""
         self._unsent.append((memoryview(frame(items)), len(items)))
         self.actions_unsent += len(items)
 
     def flush(self) -> bool:
-        """Send what the socket takes now, without waiting; say whether it has to be tried again.
+        """Send as much as the socket takes, without waiting; return True if some is left.
 
-        What a child that has ended will not take is lost with it: who listens to the socket hears of it.
+        Frames to a child that has ended are lost with it: the supervisor sees its socket end.
         """
         while self._unsent:
             rest, actions = self._unsent[0]
@@ -115,11 +115,11 @@ class RunnerProcess:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment in which a child finds the modules that this process finds now, wherever it is by then."""
+    """Return an environment in which a child finds this process's modules, in any working directory."""
     places: list[str] = []
     given: list[object] = list(sys.path)
     for place in given:
-        if isinstance(place, str):  # Others, such as a `Path`, Python itself does not search.
+        if isinstance(place, str):  # Python itself does not search others, such as a `Path`.
             with suppress(FileNotFoundError):  # It is relative to a directory that is gone.
                 places.append(os.path.abspath(place))
     return {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
@@ -127,7 +127,7 @@ def environment() -> dict[str, str]:
 
 @contextmanager
 def _this_process() -> Generator[Sequence[int]]:
-    """Give a descriptor by which a child sees this process end; none where the kernel, or a sandbox, has no such."""
+    """Open a descriptor by which a child sees this process end; none where the kernel, or a sandbox, lacks it."""
     try:
         fd = os.pidfd_open(os.getpid())
     except OSError:
@@ -159,7 +159,7 @@ class ProcessBridge(Bridge):
         self._region_fd = region.fd
         self._engine = EngineId.new()
         self._environment = environment()
-        self._lock = threading.Lock()  # Around what a child is to be sent; never held across anything that waits.
+        self._lock = threading.Lock()  # Around a child's frames; never held across a wait.
         fill_standard_streams()
         try:
             self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -183,7 +183,7 @@ class ProcessBridge(Bridge):
         except RuntimeError as error:
             self._forget()
             raise BackendUnavailable(f"the runner's supervisor cannot be started: {reason(error)}") from error
-        except BaseException:  # An interrupt, too: who is not there cannot be closed.
+        except BaseException:  # An interrupt, too: nobody could close the runner later.
             self.close(0)
             raise
         self.admit(0)

@@ -1,7 +1,6 @@
-"""A tier's reports: what it says of itself, unasked: what it holds and holds no more, how full it is, what it counted.
+"""A tier's reports: its inventory, occupancy, counts and measured speed.
 
-How fast it was seen to be is told with them. A bug in what it says costs that word, never the rest: without an
-inventory a tier is asked for what it holds.
+A bug in one of them costs that report, never the others: a tier without an inventory is probed.
 """
 
 import asyncio
@@ -19,7 +18,7 @@ from kvtier.settings import shown_bytes
 
 SPEED_EVERY_S = 0.01  # Decisions are made by it: a change must be known before the next request is weighed.
 USAGE_EVERY_S = 1.0  # A gauge for people; more often only costs messages.
-BUGS = (Exception, SystemExit, asyncio.CancelledError)  # A tier may raise the last two, too: neither is meant for us.
+BUGS = (Exception, SystemExit, asyncio.CancelledError)  # A tier may raise the last two, which do not concern us.
 
 logger = logging.getLogger(__name__)
 
@@ -27,12 +26,12 @@ T = TypeVar("T")
 
 
 class Reports:
-    """One tier's. All methods belong to the runner's loop."""
+    """The reports of one tier. All methods belong to the runner's loop."""
 
     def __init__(
         self, index: int, name: str, backend: Backend, meter: SpeedMeter, post: Callable[[Message], None]
     ) -> None:
-        """`index`: what messages call the tier."""
+        """`index`: the tier's number in messages."""
         self._index = index
         self._name = name
         self._backend = backend
@@ -50,7 +49,7 @@ class Reports:
         self._begun_at = 0.0
 
     def start(self) -> None:
-        """Begin to report what the tier holds."""
+        """Begin to report the tier's inventory."""
         self._begun_at = asyncio.get_running_loop().time()
         self._watcher = asyncio.ensure_future(self._watch())
 
@@ -59,7 +58,7 @@ class Reports:
         self._acknowledged.set()
 
     def usage(self, *, now: bool = False) -> None:
-        """Say how full the tier is: `now`, or at most once in `USAGE_EVERY_S`."""
+        """Report the tier's occupancy: `now`, or at most once in `USAGE_EVERY_S`."""
         if self._closed or not isinstance(self._backend, Measured):
             return
         if now:
@@ -72,7 +71,7 @@ class Reports:
             self._usage_due = loop.call_at(due_at, self._post_usage, self._backend)
 
     def speed(self) -> None:
-        """Say how fast the tier was seen to be: now, or when `SPEED_EVERY_S` are over since it was last said."""
+        """Report the measured speed: now, or `SPEED_EVERY_S` after the last time."""
         if self._closed or self._speed_due is not None or self._meter.speed is None:
             return
         loop = asyncio.get_running_loop()
@@ -83,7 +82,7 @@ class Reports:
             self._speed_due = loop.call_at(due_at, self._post_speed)
 
     async def aclose(self, deadline_s: float) -> bool:
-        """Say nothing more; False if the tier goes on reporting for longer than this."""
+        """Stop; False if the tier goes on reporting beyond the deadline."""
         self._closed = True
         if self._speed_due is not None:
             self._speed_due.cancel()
@@ -98,7 +97,7 @@ class Reports:
         return True
 
     async def _watch(self) -> None:
-        """Pass on what the tier says of its contents; a tier that does not say it, or no more, is asked."""
+        """Pass on the tier's inventory; a tier without one is probed."""
         if isinstance(self._backend, Inventory):
             await self._pass_on(self._backend)
         else:
@@ -138,7 +137,7 @@ class Reports:
                 )
 
     def _finding(self) -> str:
-        """Say what was there at the start, which is known now."""
+        """Describe the chunks that the start-up scan has found."""
         seconds = asyncio.get_running_loop().time() - self._begun_at
         tier = self._backend
         holds = self._told("occupancy", tier.occupancy, Occupancy) if isinstance(tier, Measured) else None
@@ -166,7 +165,7 @@ class Reports:
             self._post(TierSpeed(self._index, *self._meter.speed))
 
     def _counted(self) -> dict[str, int]:
-        """Return what the tier has counted since it was last asked: the owner's totals outlive this runner."""
+        """Return the tier's counts since the last call: the owner's totals outlive this runner."""
         tier = self._backend
         counts = self._told("counts", tier.counts, dict[str, int]) if isinstance(tier, Counted) else None
         if counts is None:
@@ -175,7 +174,7 @@ class Reports:
         return {name: total - before.get(name, 0) for name, total in counts.items() if total != before.get(name, 0)}
 
     def _told(self, name: str, method: Callable[[], object], type_: type[T]) -> T | None:
-        """Return what the tier says of itself; None, and the bug in the log, once, if that is not of its type."""
+        """Call a method of the tier; None, and the bug in the log, once, if the answer is not of its type."""
         try:
             return msgspec.convert(method(), type_)
         except BUGS:  # The supervisor's edge; no await, so no cancel of ours.

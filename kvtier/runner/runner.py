@@ -1,13 +1,12 @@
 """The runner: one kvtier engine's actions, run on its backends within their limits, each as a task of the event loop.
 
 The runner decides nothing. It finds rows in its own mapping of the region, lends them to a backend for one call, and
-posts the outcome. **A deadline never cancels.** A call that runs out of time is reported as such. Its rows are reported
-as returned when the call has really ended.
+posts the outcome. **A deadline never cancels.** A call that misses its deadline is reported as such. Its rows are
+reported as returned when the call has really ended.
 """
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
@@ -16,7 +15,7 @@ from typing import Any, TypeVar
 from kvtier.backend import Advised, OffloadKey, Outcome, Read, Write
 from kvtier.errors import BackendClosed, BackendError, cause_of
 from kvtier.memory import Region
-from kvtier.remedies import Remedy
+from kvtier.remedies import LineLimit, Remedy
 from kvtier.runner.messages import (
     Acknowledge,
     Action,
@@ -40,7 +39,6 @@ from kvtier.runner.speed import SpeedMeter
 from kvtier.runner.tiers import Budget, RunnerTier
 
 TURNS_S = 0.05  # A call that has ended leaves its task a few turns of the loop from its own end.
-LINES_EVERY_S = 60.0  # Between two lines of one kind about a tier's calls; the owner counts them all.
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +46,7 @@ T = TypeVar("T")
 
 Call = Callable[[], Awaitable[Sequence[Outcome]]]
 
-_Answerable = Promote | Cascade | Probe | Delete  # What an owner waits for.
+_Answerable = Promote | Cascade | Probe | Delete
 
 
 class Runner:
@@ -68,7 +66,7 @@ class Runner:
         self._clock = clock
         self._tasks: set[asyncio.Task[None]] = set()
         self._logs = {tier.name: CallLog(tier.name) for tier in tiers}
-        self._changing = [0] * len(tiers)  # Stores and deletions in flight; the last one says how full the tier is.
+        self._changing = [0] * len(tiers)  # Stores and deletes in flight; the last one reports the tier's occupancy.
         self._meters = [SpeedMeter() for _ in tiers]
         self._reports = [
             Reports(index, tier.name, tier.backend, meter, post)
@@ -97,11 +95,10 @@ class Runner:
 
     @property
     def under_way(self) -> int:
-        """The number of actions that have not ended."""
         return len(self._tasks)
 
     async def aclose(self, deadline_s: float) -> int:
-        """Close the tiers, wait at most `deadline_s` for what is under way, and return how much was left behind."""
+        """Close the tiers, wait at most `deadline_s` for transfers, and return how many were left behind."""
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + deadline_s
         silent = await asyncio.gather(*(reports.aclose(max(TURNS_S, deadline_s / 2)) for reports in self._reports))
@@ -127,11 +124,11 @@ class Runner:
         task.add_done_callback(self._tasks.discard)
 
     async def _see_through(self, action: _Answerable, work: Coroutine[Any, Any, None]) -> None:
-        """Do the work. Whatever it raises is the action's outcome: else its owner would wait for one for ever."""
+        """Do the work; an exception is the action's outcome, so that its owner does not wait for ever."""
         begun = self._clock()
         try:
             await work
-        except Exception as error:  # The supervisor's edge: no tier's fault, but a row or a tier that is not there.
+        except Exception as error:  # The supervisor's edge: an unknown row or tier.
             logger.exception("%s %d cannot be done; see %s", type(action).__name__, action.id, Remedy.CONTRACT)
             seconds, cause = self._clock() - begun, cause_of(error)
             if isinstance(action, Probe):
@@ -162,7 +159,7 @@ class Runner:
             self._changing[action.tier] -= 1
 
     def _lent(self, action: Promote | Cascade) -> Iterable[tuple[OffloadKey, memoryview]]:
-        """Give the keys and rows of a transfer; IndexError for a row that is not there."""
+        """Return the keys and rows of a transfer; IndexError for an unknown row."""
         return zip(unpack_keys(action.keys), map(self._region.row, unpack_rows(action.rows)), strict=True)
 
     async def _transfer(
@@ -173,9 +170,9 @@ class Runner:
         call: Call,
         ended: Callable[[bool], None] = lambda _: None,
     ) -> None:
-        """Wait for budget, then for the call, each at most the tier's deadline, and post what came of it.
+        """Wait for budget, then for the call, each at most the tier's deadline, and post the outcome.
 
-        `ended` is called when the outcome is known, with whether how long it took says something of the tier's speed.
+        `ended` is called when the outcome is known; its argument is True if the duration shows the tier's speed.
         """
         tier = self._tiers[action.tier]
         begun = self._clock()
@@ -200,7 +197,7 @@ class Runner:
         self._reports[action.tier].usage()
 
     async def _probe(self, action: Probe) -> None:
-        """Ask, and post the answers, as many as there are keys, or none."""
+        """Probe, and post one answer a key, or none."""
         tier, keys = self._tiers[action.tier], unpack_keys(action.keys)
         begun = self._clock()
         call = _told(partial(tier.backend.probe, keys))
@@ -228,7 +225,7 @@ class Runner:
         self._reports[action.tier].usage()
 
     async def _begun(self, tier: RunnerTier, call: Coroutine[Any, Any, T], what: str) -> "tuple[asyncio.Task[T], bool]":
-        """Begin a call of a tier and wait for it at most the tier's deadline; say whether it has ended by then.
+        """Begin a call of a tier and wait for it at most the tier's deadline; return whether it has ended by then.
 
         **A deadline never cancels.** A caller that gets False posts that, and then waits for the task. The call's rows
         are lent until then, and a task without a reference may be lost.
@@ -243,7 +240,7 @@ class Runner:
         return task, bool(in_time)
 
     async def _ended(self, tier: RunnerTier, task: "asyncio.Task[Any]", *, in_time: bool) -> None:
-        """Wait for a call that was reported late; of what came of it only a failure is logged."""
+        """Wait for a call that was reported late, and log its failure."""
         if not in_time:
             await asyncio.wait({task})
             _completed(task, self._logs[tier.name])
@@ -271,7 +268,7 @@ async def _in_time(work: Coroutine[Any, Any, None], deadline_s: float) -> bool:
 
 
 async def _awaited(call: Callable[[], Awaitable[T]]) -> T:
-    """Call a tier: whatever is wrong with it, even before there is anything to wait for, is the task's failure."""
+    """Call a tier; every exception is the task's failure, also one before the first await."""
     try:
         return await call()
     except SystemExit as error:  # It would end the loop, and with it every other tier's work.
@@ -279,12 +276,12 @@ async def _awaited(call: Callable[[], Awaitable[T]]) -> T:
 
 
 async def _listed(call: Call) -> list[Outcome]:
-    """Call a tier likewise, and take its answer."""
+    """Call a tier, and take its outcomes."""
     return list(await _awaited(call))
 
 
 async def _told(call: Callable[[], Awaitable[Sequence[bool]]]) -> bytes:
-    """Ask a tier likewise, and take its answers, one byte each."""
+    """Probe a tier, and take its answers, one byte each."""
     return bytes(map(bool, await _awaited(call)))
 
 
@@ -293,19 +290,15 @@ class CallLog:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._again_at: dict[str, float] = {}
+        self._limit = LineLimit(lambda: asyncio.get_running_loop().time())
 
     def level(self, level: int, kind: str) -> int:
         """Return the level of a line; DEBUG if one of its kind was logged within the last minute."""
-        now = asyncio.get_running_loop().time()
-        if now < self._again_at.get(kind, -math.inf):
-            return logging.DEBUG
-        self._again_at[kind] = now + LINES_EVERY_S
-        return level
+        return level if self._limit.allows(kind) else logging.DEBUG
 
 
 def _completed(task: "asyncio.Task[Any]", log: CallLog) -> bool:
-    """Say whether an ended call returned; log it if not."""
+    """Return True if an ended call returned; log its failure."""
     if task.cancelled():
         level = log.level(logging.ERROR, "cancelled")
         logger.log(level, "tier %s: its call was cancelled from within; see %s", log.name, Remedy.CONTRACT)
@@ -313,7 +306,7 @@ def _completed(task: "asyncio.Task[Any]", log: CallLog) -> bool:
     error = task.exception()
     if error is None:
         return True
-    if isinstance(error, BackendClosed):  # It is we who close: what was still queued is given up, and nobody's fault.
+    if isinstance(error, BackendClosed):  # During the runner's own closing: queued calls are given up.
         if log.level(logging.INFO, "closed") == logging.INFO:
             logger.info("tier %s: %s", log.name, error)
     elif isinstance(error, BackendError):
@@ -328,13 +321,13 @@ def _completed(task: "asyncio.Task[Any]", log: CallLog) -> bool:
 
 
 def _cause(task: "asyncio.Task[Any]") -> str:
-    """Return what lies behind the failure of an ended call."""
+    """Return the cause of an ended call's failure."""
     error = None if task.cancelled() else task.exception()
     return "" if error is None else cause_of(error)
 
 
 def _outcome(task: "asyncio.Task[Sequence[Outcome]]", chunks: int, log: CallLog) -> tuple[dict[int, Code], str]:
-    """Return index → code of the chunks that did not move, and what lies behind the worst of these failures."""
+    """Return index → code of the chunks that did not move, and the cause of the worst failure."""
     if not _completed(task, log):
         return _all(Code.UNAVAILABLE, chunks), _cause(task)
     outcomes = task.result()
@@ -351,7 +344,7 @@ def _outcome(task: "asyncio.Task[Sequence[Outcome]]", chunks: int, log: CallLog)
 
 
 def _answers(task: "asyncio.Task[bytes]", keys: int, log: CallLog) -> tuple[bytes, str]:
-    """Return a probe's answers, none if it failed or their number is wrong, and what lies behind its failure."""
+    """Return a probe's answers, none if it failed or their number is wrong, and the cause of its failure."""
     if not _completed(task, log):
         return b"", _cause(task)
     present = task.result()
@@ -359,7 +352,7 @@ def _answers(task: "asyncio.Task[bytes]", keys: int, log: CallLog) -> tuple[byte
 
 
 def _deletion(task: "asyncio.Task[None]", keys: int, log: CallLog) -> tuple[dict[int, Code], str]:
-    """Return index → code of the keys that a deletion failed for, all or none, and what lies behind it."""
+    """Return index → code of the keys whose delete failed, all or none, and the cause."""
     if _completed(task, log):
         return {}, ""
     return _all(Code.UNAVAILABLE, keys), _cause(task)

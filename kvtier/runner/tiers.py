@@ -1,6 +1,6 @@
 """A runner's tiers: opened all or none, each with its limits.
 
-A budget is what may be under way at once in one direction of a tier.
+A budget limits the bytes and chunks in flight in one direction of a tier.
 """
 
 import asyncio
@@ -13,13 +13,13 @@ from kvtier.config import LOADS_IN_FLIGHT_MAX, EngineConfig, TierConfig, tier_op
 from kvtier.errors import BackendUnavailable
 from kvtier.memory import is_of_a_limit, reason
 
-GIVEN_UP_S = 1.0  # A tier that is no longer wanted leaves nothing behind, if it can within this.
+GIVEN_UP_S = 1.0  # For a cancelled opening to clean up.
 
 
 class Budget:
-    """Bytes and chunks that may be under way at once, given out in order of asking.
+    """Bytes and chunks that may be in flight at once, given out in order of asking.
 
-    What alone exceeds the budget passes when nothing else is under way, so that nothing waits for ever.
+    A transfer above the budget passes when nothing else is in flight, so that none waits for ever.
     """
 
     def __init__(self, bytes_max: int, chunks_max: int) -> None:
@@ -42,7 +42,7 @@ class Budget:
             if turn.done() and not turn.cancelled():
                 self.release(size_bytes, chunks)  # The share arrived in the tick in which the waiter was cancelled.
             else:
-                self._admit()  # Whoever waited behind this one may fit now.
+                self._admit()  # The next waiter may fit now.
             raise
 
     def release(self, size_bytes: int, chunks: int) -> None:

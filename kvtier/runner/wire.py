@@ -1,8 +1,8 @@
 """The wire between an owner and its runner's process: frames on their socket, and the runner's log, which they carry.
 
-A frame is a length, then a MessagePack list: what one step, or one turn of the runner's loop, had to say. What the
-process logs comes out in its owner's log, under the same names. So the owner's program alone decides what is shown,
-where and how; a runner's stderr is for what ends a process.
+A frame is a length, then a MessagePack list: the messages of one step, or of one turn of the runner's loop. The owner's
+loggers handle the process's log, under the same names. So the owner's program alone decides where it is shown; a
+runner's stderr is for errors that end the process.
 """
 
 import logging
@@ -16,7 +16,7 @@ import msgspec
 from kvtier.runner.messages import Action, Close, Logged, Message
 
 LENGTH_BYTES = 4  # Little-endian.
-LOGGERS = ("kvtier", "kvtier_backends")  # Whose lines are sent.
+LOGGERS = ("kvtier", "kvtier_backends")
 
 _encoder = msgspec.msgpack.Encoder()
 _actions = msgspec.msgpack.Decoder(list[Action | Close])
@@ -70,16 +70,16 @@ class FrameBuffer:
 
 
 def wanted_level() -> int:
-    """Return the least level that kvtier's loggers let through here: what a runner need not send."""
+    """Return the lowest enabled log level; the runner does not send records below it."""
     return min(logging.getLogger(name).getEffectiveLevel() for name in LOGGERS)
 
 
 class ToOwner(QueueHandler):
-    """Posts records, from any thread; what comes after the loop's end is lost."""
+    """Posts records, from any thread; records after the loop's end are lost."""
 
     def __init__(self, loop: AbstractEventLoop, post: Callable[[Message], None]) -> None:
         """`post` belongs to the loop's thread."""
-        super().__init__(SimpleQueue())  # Not used: it is the way in which records are made ready that is.
+        super().__init__(SimpleQueue())  # Unused: only the handler's `prepare` is.
         self._loop = loop
         self._post = post
 
@@ -99,7 +99,7 @@ class ToOwner(QueueHandler):
 
 
 def log_again(message: Logged) -> None:
-    """Have the owner's loggers handle what a runner has logged."""
+    """Pass a runner's record to the owner's loggers."""
     logger = logging.getLogger(message.name)
     if not logger.isEnabledFor(message.level):
         return

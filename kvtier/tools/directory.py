@@ -80,7 +80,7 @@ class LeftOut:
 @contextmanager
 def opened(where: str) -> Generator[Directory]:
     """Open the directory of an fs tier, by its path or by a configuration. Raises `ConfigError`."""
-    directory: Directory = fs.FsContents.open(_root(where))
+    directory: Directory = fs.FilesDirectory.open(_root(where))
     try:
         yield directory
     finally:

@@ -320,13 +320,19 @@ async def test_a_prefetch_loads_chunks_that_a_request_would_compute(open_engine)
     assert await found(engine, range(3)) == 0
 
 
-async def test_a_prefetch_that_is_cancelled_leaves_nothing_held(open_engine):
+async def prefetching(open_engine):
+    """Open an engine in the middle of a prefetch, and return both."""
     engine = await open_engine(8, {"type": "dummy", "latency_s": 0.2})
     await put(engine, range(3))
     assert await at_rest(engine)
     assert await engine.reset()
     call = asyncio.ensure_future(engine.prefetch(keys(range(3))))
     await until(lambda: ledger_in(engine).transfers.under_way)
+    return engine, call
+
+
+async def test_a_prefetch_that_is_cancelled_leaves_nothing_held(open_engine):
+    engine, call = await prefetching(open_engine)
     call.cancel()
     await asyncio.wait([call])
     assert call.cancelled()
@@ -335,12 +341,7 @@ async def test_a_prefetch_that_is_cancelled_leaves_nothing_held(open_engine):
 
 
 async def test_a_reset_ends_a_prefetch(open_engine):
-    engine = await open_engine(8, {"type": "dummy", "latency_s": 0.2})
-    await put(engine, range(3))
-    assert await at_rest(engine)
-    assert await engine.reset()
-    call = asyncio.ensure_future(engine.prefetch(keys(range(3))))
-    await until(lambda: ledger_in(engine).transfers.under_way)
+    engine, call = await prefetching(open_engine)
     assert await engine.reset()
     assert await call in (0, 3)
     assert await at_rest(engine)

@@ -38,7 +38,7 @@ class Parts:
 
     def find(self, request: Request, names: str) -> None:
         for name in names:
-            self.hits.note(request, key_of(name))
+            self.hits.add(request, key_of(name))
 
 
 @pytest.fixture

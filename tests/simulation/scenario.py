@@ -205,7 +205,7 @@ def _life(dice: random.Random, documents: Sequence[Sequence[OffloadKey]], ending
 
 
 def _told(life: Life, seed: int, number: int) -> Life:
-    """Give a life hints, or none: by dice of their own, so that a seed is the same story but for them."""
+    """Add hints to a life, or none, with separate dice: the rest of the story stays the same."""
     dice = random.Random(f"seed {seed}, life {number}, hints")
     share = dice.choice((0.0, 0.3, 1.0))
     return life._replace(

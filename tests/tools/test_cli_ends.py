@@ -19,7 +19,7 @@ from kvtier.errors import BackendUnavailable
 from kvtier.tools.cli import main
 from kvtier.tools.commands import COMMANDS, command_line
 from kvtier.tools.options import JSON
-from kvtier.tools.replay.traces import Request, write_trace
+from kvtier.tools.replay.traces import TraceRequest, write_trace
 
 PROGRAM = "from kvtier.tools.cli import main; main()"
 DIRECTORY_COMMANDS = ("verify", "du", "ls", "prune")
@@ -195,7 +195,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, text in CONFIGS.items():
         (folder / name).write_text(text, encoding="latin-1")
     write_trace(
-        folder / "trace.jsonl", [Request(1_000 * turn, 512 * turn, 1, tuple(range(turn))) for turn in range(1, 6)]
+        folder / "trace.jsonl", [TraceRequest(1_000 * turn, 512 * turn, 1, tuple(range(turn))) for turn in range(1, 6)]
     )
     return folder
 
@@ -354,7 +354,7 @@ def test_ctrl_c_while_anything_is_imported_ends_with_130_and_no_word(place: Path
 @pytest.mark.usefixtures("outside")
 def test_an_interrupt_ends_the_command_with_130_and_nothing_half_written(tmp_path: Path) -> None:
     long = tmp_path / "long.jsonl"
-    write_trace(long, (Request(number, 1, 1, tuple(range(number, number + 300))) for number in range(20_000)))
+    write_trace(long, (TraceRequest(number, 1, 1, tuple(range(number, number + 300))) for number in range(20_000)))
     command = [sys.executable, "-c", PROGRAM, "policies", str(long), "--json", str(tmp_path / "out.json")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         wait_until_open(process.pid, long)

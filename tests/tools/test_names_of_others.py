@@ -13,7 +13,7 @@ from rich.text import Text
 from kvtier.testing.conformance.lender import keys_of
 from kvtier.tools.cli import main
 from kvtier.tools.outputs import NO_WISHES, Screen, granted, plain_table
-from kvtier.tools.replay.traces import Request, write_trace
+from kvtier.tools.replay.traces import TraceRequest, write_trace
 from tests.serving import served
 
 TITLE = "\x1b]0;owned\x1b\\"  # Obeyed by every terminal: it is the window's title from then on.
@@ -40,7 +40,7 @@ def told(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     path = tmp_path / f"{NAME}.jsonl"
-    write_trace(path, [Request(timestamp_ms=1, input_length=512, output_length=1, hash_ids=(0,))])
+    write_trace(path, [TraceRequest(timestamp_ms=1, input_length=512, output_length=1, hash_ids=(0,))])
     return path
 
 

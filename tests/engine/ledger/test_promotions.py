@@ -91,24 +91,20 @@ def test_a_promotion_that_was_never_tried_says_nothing_of_the_chunk(bench, code)
     assert engine.lookup("a", engine.request("second")) == [PENDING]
 
 
-@pytest.mark.parametrize("code", [Code.FAILED, Code.UNAVAILABLE, Code.DEADLINE])
-def test_a_chunk_that_failed_to_come_is_tried_again_when_the_answer_has_aged(bench, code):
+@pytest.mark.parametrize(
+    ("code", "seconds", "answer"),
+    [
+        *((code, 10.0, PENDING) for code in (Code.FAILED, Code.UNAVAILABLE, Code.DEADLINE)),
+        *((code, 1_000.0, MISS) for code in (Code.MISSING, Code.CORRUPT)),
+    ],
+)
+def test_a_failed_load_is_tried_again_later_unless_the_chunk_is_gone(bench, code, seconds, answer):
     engine = held_by_tier(bench)
     engine.lookup("a")
     (load,) = engine.step()
     engine.fail(load, code)
-    engine.step(seconds=10.0)
-    assert engine.lookup("a") == [PENDING]
-
-
-@pytest.mark.parametrize("code", [Code.MISSING, Code.CORRUPT])
-def test_a_chunk_that_is_not_there_is_not_tried_again(bench, code):
-    engine = held_by_tier(bench)
-    engine.lookup("a")
-    (load,) = engine.step()
-    engine.fail(load, code)
-    engine.step(seconds=1_000.0)
-    assert engine.lookup("a") == [MISS]
+    engine.step(seconds=seconds)
+    assert engine.lookup("a") == [answer]
 
 
 @pytest.mark.parametrize("code", [Code.MISSING, Code.CORRUPT])

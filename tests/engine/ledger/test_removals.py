@@ -81,24 +81,14 @@ def test_no_answer_removes_nothing_and_the_next_one_does(silent):
     assert removals(silent) == ["a"]
 
 
-def test_a_chunk_that_is_there_after_all_is_not_removed_for_a_failure_before(silent):
+def test_a_chunk_that_is_there_after_a_failure_is_not_removed_until_it_is_gone(silent):
     silent.lookup("a")
     (load,) = silent.step()
     silent.fail(load, Code.UNAVAILABLE)
     silent.step(11.0)
     silent.lookup("a")
     silent.answer(*silent.step(), True)
-    silent.finish_all(silent.step())
     assert removals(silent) == []
-
-
-def test_a_chunk_that_was_there_after_a_failure_and_then_is_gone_is_removed_once(silent):
-    silent.lookup("a")
-    (load,) = silent.step()
-    silent.fail(load, Code.UNAVAILABLE)
-    silent.step(11.0)
-    silent.lookup("a")
-    silent.answer(*silent.step(), True)
     silent.lookup("a")
     (load,) = silent.step()
     silent.finish(load, {0: Code.MISSING})
