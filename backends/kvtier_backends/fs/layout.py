@@ -58,7 +58,7 @@ class OpenTier(Generic[OptionsT_co]):
         return min(self.options.capacity_bytes or size_bytes, size_bytes) // self.context.row_bytes
 
     def retained_max(self, chunk_bytes: int) -> int:
-        """Return how many chunks that take so much each hints may have passed over at once."""
+        """Return how many chunks of this size may be retained at once."""
         limit_bytes = self.options.capacity_bytes or self.root.disk.size_bytes
         return int(self.context.retained_share * (limit_bytes // chunk_bytes))
 
@@ -68,7 +68,7 @@ class OpenTier(Generic[OptionsT_co]):
         return None if kind is LRU else kind(max(1, self.chunks_most))
 
     async def allowed(self, chunks: int) -> int:
-        """Return as how many of so many chunks the day's write budget has bytes for; they count as written."""
+        """Return how many of the chunks the day's write budget has bytes for; they count as written."""
         budget = self.root.write_budget
         return chunks if budget is None or not chunks else await budget.take(chunks)
 
@@ -98,7 +98,7 @@ class OpenTier(Generic[OptionsT_co]):
         return loads, stores
 
     def let_go(self) -> None:
-        """Give up the root and the threads, when these have done what they are at."""
+        """Close the root and end the threads, behind the jobs that they have."""
         _let_go(self.root, self.lanes)
 
 
@@ -208,7 +208,7 @@ class Settling:
         return left_s(self._due_s)
 
     def wanted(self) -> bool:
-        """Hear that something is in doubt; return True if it is due sooner than before."""
+        """Schedule a round, as something is in doubt; return True if it is due sooner than before."""
         self._failed = True
         due_s = time.monotonic() + max(PAUSE_S_LEAST, self._pause_s)
         sooner, self._due_s = due_s < self._due_s, min(self._due_s, due_s)
@@ -262,12 +262,12 @@ class Background:
 
 
 def left_s(ends_at: float) -> float:
-    """Return how long it is until then, by the monotonic clock; 0 if it is over."""
+    """Return the seconds until then, by the monotonic clock; 0 if it has passed."""
     return max(0.0, ends_at - time.monotonic())
 
 
 async def until(event: Awaitable[object], seconds: float) -> bool:
-    """Wait for an event, but no longer than this; say whether it came."""
+    """Wait for an event, at most this long; return True if it came."""
     try:
         async with asyncio.timeout(max(0.0, seconds)):
             await event

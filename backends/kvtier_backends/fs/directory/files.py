@@ -46,11 +46,11 @@ SLICE_BYTES = 1 << 20
 DEPTH_MAX = 8  # Folders within folders, as for the scan.
 CONFIG = "config.json"
 BUDGET = "write-budget"
-BUDGET_IDLE_S = 86_400.0  # After a day the budget is whole again, and nobody may write more because its file is gone.
+BUDGET_IDLE_S = 86_400.0  # After a day the budget is whole again, and removing its file allows no more writes.
 # A chunk's name by either naming, wherever it lies. vLLM's shortest hash has 8 bytes; `cafe.bin` is not ours.
 _CHUNK = re.compile(r"(?:[0-9a-f]{2}){8,}(?:_g[0-9]+)?\.bin")
 _OF_MODEL = re.compile(r".+_[0-9a-f]{12}", re.DOTALL)  # Beside the folders of a model's chunks, which may be gone.
-ROW_SEARCH_FILES_MAX = 1_000  # A directory with so many files before the first good footer is vLLM's.
+ROW_SEARCH_FILES_MAX = 1_000  # Files to search for the first good footer; then the directory is vLLM's.
 
 
 class FilesDirectory:
@@ -122,7 +122,7 @@ class FilesDirectory:
         if is_first:
             yield from self._file(Kind.BESIDE, folder)
         for entry in self._listed(folder) if is_first else self._books(place):
-            if not is_first or self._is_nobody_elses(place, entry):
+            if not is_first or self._is_own_or_shared(place, entry):
                 yield from self._file(_kind(entry), f"{folder}/{entry}")
 
     def _books(self, place: Place) -> list[str]:
@@ -134,7 +134,7 @@ class FilesDirectory:
             if (book := BOOK.fullmatch(entry)) and f"{folder}{book[1]}" == place.name
         ]
 
-    def _is_nobody_elses(self, place: Place, entry: str) -> bool:
+    def _is_own_or_shared(self, place: Place, entry: str) -> bool:
         book = BOOK.fullmatch(entry)
         owner = None if book is None or book[1] is None else f"{self._folders[place.name].folder}{book[1]}"
         return owner == place.name or owner not in self._folders
@@ -194,7 +194,7 @@ class FilesDirectory:
             return False
         finally:
             os.close(fd)
-        with suppress(OSError):  # What somebody has put beside it stays.
+        with suppress(OSError):  # Other programs' files beside it stay.
             self._clear_beside(place)
         return True
 
@@ -234,7 +234,7 @@ class FilesDirectory:
         return taken_bytes(status, counts_blocks=self._counts_blocks)
 
     def _tells_blocks(self, folder: str) -> bool:
-        """Say whether blocks are told there, by a file that has some."""
+        """Return True if the file system reports blocks, by a file that has some."""
         with suppress(OSError):
             return below.look(self._fd, f"{folder}/config.json").st_blocks > 0
         return True
@@ -372,7 +372,7 @@ class FilesDirectory:
 
 
 def _kind(name: str) -> Kind:
-    """Tell files that a tier is writing from others that are no chunks, which may be somebody else's."""
+    """Tell files that a tier is writing from others that are no chunks, which may be another program's."""
     return Kind.BESIDE if writer_of(os.path.basename(name)) is None else Kind.TEMPORARY
 
 

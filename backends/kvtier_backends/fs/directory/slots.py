@@ -59,7 +59,7 @@ class SegmentsDirectory:
         self._empty_below = 0  # In that segment, while it is locked.
 
     def close(self) -> None:
-        """Let go of what is open."""
+        """Close the open segment."""
         if self._open is not None:
             os.close(self._open[1])
             self._open = None
@@ -226,7 +226,7 @@ def _identity(page: bytes) -> int:
 
 
 def _is_of(footer: Footer, header: Header) -> bool:
-    """Say whether a chunk is of its segment's namespace and row length."""
+    """Return True if a chunk is of its segment's namespace and row length."""
     return (footer.payload_bytes, footer.fingerprint) == (header.row_bytes, header.fingerprint)
 
 

@@ -145,7 +145,7 @@ class Whole(Enum):
 
 
 def judge_length(file_bytes: int, row_bytes: int) -> Whole | ChunkFault:
-    """Say what a file of this length can be."""
+    """Return the kind or the fault of a file of this length."""
     if file_bytes == row_bytes + FOOTER_BYTES:
         return Whole.FOOTED
     if file_bytes == row_bytes:

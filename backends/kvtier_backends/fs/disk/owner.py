@@ -113,7 +113,7 @@ class RootOwner:
             time.sleep(LOOK_EVERY_S)
 
     def let_go(self, *, undo: bool = False) -> None:
-        """Let others have the root; idempotent. `undo`: leave no file if this owner has made it."""
+        """Release the root; idempotent. `undo`: leave no file if this owner has made it."""
         if self._fd < 0:
             return
         with suppress(OSError):
@@ -127,7 +127,7 @@ class RootOwner:
         self.forked()
 
     def is_seen(self) -> bool:
-        """Return True if whoever comes meets this lock; False if its file was removed."""
+        """Return True if a newcomer meets this lock; False if its file was removed."""
         return self._is_in_place(self._fd)
 
     def forked(self) -> None:

@@ -47,7 +47,7 @@ class Packing(ABC):
 
     @abstractmethod
     def judge(self, key: OffloadKey, row: memoryview, beside: memoryview) -> ChunkFault | None:
-        """Say what is wrong with the bytes in the places; None: the row is the chunk, bit for bit.
+        """Return the fault of the bytes in the places; None: the row is the chunk, bit for bit.
 
         If something is wrong, the row is undefined.
         """

@@ -134,7 +134,6 @@ class Remains:
     """The remains below one root. Any thread may call; what removes blocks."""
 
     def __init__(self, root_fd: int, clock_s: Callable[[], float] = time.monotonic) -> None:
-        """Know of none."""
         self.used_bytes = 0
         self._root_fd = root_fd
         self._names: dict[str, Remain] = {}

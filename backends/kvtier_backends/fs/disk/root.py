@@ -167,7 +167,7 @@ class Folder:
             ) from error
 
     def close(self) -> None:
-        """Let go of the root and of what is beside; idempotent. No thread may be using them.
+        """Close the root and the files beside the chunks; idempotent. No thread may be using them.
 
         A number that is given up would be another file's.
         """
@@ -231,7 +231,7 @@ class Folder:
     def beside_bytes(self) -> int:
         """Return the room of a tier's files beside the chunks: its books and unfinished files.
 
-        Files that this process is writing do not count, nor do somebody else's files there. Raises OSError.
+        Files that this process is writing do not count, nor do other programs' files there. Raises OSError.
         """
         return self._measured(self._mapper.folder, BOOK.fullmatch) + self.taken_bytes(OWNER)
 
@@ -284,7 +284,7 @@ class Folder:
         self._look_beside(written_bytes)
 
     def _look_beside(self, added_bytes: int) -> None:
-        """Measure the room beside the chunks; if that fails, so many more bytes count until the next look."""
+        """Measure the room beside the chunks; if that fails, `added_bytes` count until the next look."""
         try:
             self.beside.look()
         except OSError:
@@ -340,7 +340,7 @@ class Folder:
                     refuse_others(self.root_fd, f"{self.chunks}/{name}", kind)
 
     def _warn_of_other_layouts(self) -> None:
-        """Say where this namespace has chunks that only other options use: nobody removes them for room."""
+        """Warn of chunks of this namespace that only other options use: no tier removes them for room."""
         own = self._mapper.chunks_folder.removesuffix(NAMINGS["flat"].suffix)
         for suffix, options in _LAYOUTS.items():
             name = f"{own}{suffix}"
@@ -374,7 +374,7 @@ class Folder:
         try:
             same = foreign(json.loads, there) == json.loads(ours)
         except ValueError:  # vLLM writes in place: this may be the half that a killed one left.
-            logger.warning("%s/%s: not JSON; written anew; see %s", self._options.root, name, Remedy.REWRITTEN)
+            logger.warning("%s/%s: not JSON; written again; see %s", self._options.root, name, Remedy.REWRITTEN)
             self.publish(name, [ours])
             return
         if not same:
@@ -399,6 +399,6 @@ def _name_bytes_max(root_fd: int) -> int:
 
 
 def _quietly(call: Callable[..., None], *args: int | str) -> None:
-    """Clean up as far as it goes: the error that led here is the one to report."""
+    """Clean up and ignore errors: the error that led here is the one to report."""
     with suppress(OSError):
         call(*args)

@@ -131,7 +131,7 @@ class TemporarySweep:
         return writer_of(name) == self._here and _number_of(name) >= self._own_from
 
     def is_abandoned(self, name: str, changed_s: float) -> bool:
-        """Say whether nobody is writing a temporary of this name, which may be another program's."""
+        """Return True if no process writes a temporary of this name, which may be another program's."""
         writer = writer_of(name)
         if self.is_own(name):
             return False

@@ -24,7 +24,7 @@ from kvtier_backends.fs.layout import OpenTier, until
 from kvtier_backends.fs.options import FilesOptions
 
 AGAIN_S_LEAST = 5.0  # Between two scans of a shared directory,
-AGAIN_TIMES = 20  # or so many times as long as the last one took: scanning must not be all that the disk does.
+AGAIN_TIMES = 20  # or 20 times as long as the last one took: the disk has other work.
 AGAIN_S_MOST = 600.0  # What others have stored, and what dead processes have left, is seen after so long.
 
 
@@ -111,7 +111,7 @@ class Accounts:
     # Evictions.
 
     def chosen(self, victims: Sequence[FileEntry]) -> None:
-        """Hear which files are to go: another scan is wanted if unknown chunks of others may be older."""
+        """Record chosen victims; want another scan if unknown chunks of others may be older."""
         if self._page is not None and any(victim.used_at_ns >= self._scanned_at_ns for victim in victims):
             self._scan_wanted.set()
 

@@ -71,7 +71,7 @@ class OpenChunk:
         return self._disk.taken_bytes(os.fstat(self._fd))
 
     def discard(self, fault: ChunkFault) -> Discarded:
-        """Take this very file out of the way, not one that has replaced it meanwhile."""
+        """Delete this very file, not one that has replaced it meanwhile."""
         return self._discard(self._name, self._fd, fault)
 
 
@@ -199,7 +199,7 @@ class ChunkFiles:
         raise listed(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name))
 
     def tidy(self, key: OffloadKey, *, was_there: bool = False) -> None:
-        """Remove the folders above a file that is gone, as far as they are empty: they take room, too."""
+        """Remove the empty folders above a file that is gone: they take room, too."""
         self._tidy(os.path.dirname(self._mapper.name(key)), was_there=was_there)
 
     def _drop(self, temporary: str, taken_bytes: int) -> None:
@@ -248,7 +248,7 @@ class ChunkFiles:
         return True
 
     def stamp(self, key: OffloadKey, used_at_ns: int) -> None:
-        """Have a chunk's file, if there is one, say that it was used then."""
+        """Set the time of a chunk's file, if there is one."""
         with suppress(OSError):  # It is a hint, for after a restart.
             below.date(self._root, self._mapper.name(key), used_at_ns)
 

@@ -76,7 +76,7 @@ class Scan:
         return batch
 
     def stop(self) -> None:
-        """Have the walk end soon, from any thread."""
+        """Ask the walk to end soon. Any thread may call."""
         self._stopped = True
 
     def _look_around(self, chunks_folder: str) -> Iterator[FileEntry]:
@@ -180,7 +180,7 @@ class FilesStart:
         self.done = asyncio.Event()
         """Set once everything that was there at the start is known."""
         self.gauged = asyncio.Event()
-        """Set once so much was found that the directory is not small, or all of it."""
+        """Set once the scan has found a full batch, or everything."""
         self._tier = tier
         self._index = index
         self._takes = chunks.takes
@@ -190,7 +190,7 @@ class FilesStart:
         self._scan = Scan(tier, chunks.takes)
 
     def stop(self) -> None:
-        """Have a scan end soon."""
+        """Ask the scan to end soon."""
         self._scan.stop()
         self.gauged.set()
 

@@ -35,7 +35,7 @@ class FileStoring:
         self._worst_bytes = chunk_bytes_worst(file_bytes, root.disk.block_bytes, root.sizes.new_bytes)
 
     async def __call__(self, writes: Sequence[Write]) -> tuple[list[Outcome], int]:
-        """Store chunks as far as there is room; return the outcomes, and how many say that the file system is away."""
+        """Store the chunks that fit; return the outcomes, and how many say that the file system is away."""
         keys = [write.key for write in writes]
         await self._index.claims.until_gone(keys)
         with self._index.claims.in_use(keys):

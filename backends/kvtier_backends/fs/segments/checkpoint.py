@@ -108,7 +108,7 @@ class SlotCheckpoint:
         self._counters = counters
 
     def bytes_worst(self, chunks: int, segments: int) -> int:
-        """Return the most that a checkpoint of so many chunks takes of the disk."""
+        """Return the most that a checkpoint takes of the disk."""
         preamble_bytes = _PREAMBLE.size + segments * SEGMENT_BYTES_MAX
         size_bytes = _HEAD.size + preamble_bytes + chunks * RECORD_BYTES_MAX + _CHECKSUM.size
         block_bytes = self._folder.disk.block_bytes

@@ -23,7 +23,7 @@ class SlotChunks:
     """The blocking part of loads and stores of slots. As many threads may call at once as there are lanes."""
 
     def __init__(self, tier: OpenTier[SegmentsOptions], lanes: Lanes) -> None:
-        """Have pages for footers, for each of these lanes."""
+        """Make pages for footers, for each of these lanes."""
         self._loads_first = tier.lanes.loads_first
         self._reads = tier.root.reads
         self._packing = tier.packing
@@ -79,7 +79,7 @@ class SlotChunks:
         found: list[Outcome],
         result: int | OSError,
     ) -> None:
-        """Note the outcomes of neighbouring slots that were read in one call."""
+        """Record the outcomes of neighbouring slots that were read in one call."""
         error = _read_on(piece, self._places(piece, besides), result)
         if error is None:
             for part, beside in zip(piece.parts, besides, strict=True):

@@ -56,7 +56,7 @@ class SegmentsLayout:
     async def load(self, reads: Sequence[Read]) -> tuple[list[Outcome], int]:
         keys = [read.key for read in reads]
         await self._are_known(keys)
-        if self._catalog.has_candidate(keys):  # A later chunk of the key may lie where nobody has looked yet.
+        if self._catalog.has_candidate(keys):  # A later chunk of the key may lie in a segment that is not read yet.
             await self._is_scanned()
         try:
             return await self._loading(reads)
@@ -71,7 +71,7 @@ class SegmentsLayout:
             self._wiping.written()
 
     async def delete(self, keys: Sequence[OffloadKey]) -> None:
-        await self._start.done.wait()  # An older chunk that nobody has looked at yet would come back.
+        await self._start.done.wait()  # An older chunk that is not read yet would come back.
         if self._catalog.scanning:
             raise BackendClosed(f"{self._tier.context.name}: closed")
         self._catalog.remove(keys)

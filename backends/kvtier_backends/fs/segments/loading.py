@@ -80,7 +80,7 @@ class SlotLoading:
         return again, sum(share.gone for share in shares)
 
     def _judge(self, key: OffloadKey, slot: int, fault: ChunkFault) -> Outcome:
-        """Say what it means that a chunk's slot does not have it, and have a corrupt one go."""
+        """Return the outcome of a chunk that its slot does not hold; a corrupt one is dropped."""
         if self._catalog.is_candidate(slot):
             self._catalog.lost(key)
             return ChunkMissing(f"{key.hex()}: not there any more")

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 NAMED_MAX = 8  # Segments in the log; a line must stay one.
 ZEROS = bytes(FOOTER_BYTES)
-SEQUENCE_MAX = (1 << 63) - 1  # The year 2262, in ns. Greater ones are nobody's, and would leave none for what comes.
+SEQUENCE_MAX = (1 << 63) - 1  # The year 2262, in ns. Greater ones are not ours, and would leave none for later chunks.
 
 
 class Around(NamedTuple):
@@ -55,7 +55,7 @@ class Recovery:
     def __init__(
         self, tier: OpenTier[SegmentsOptions], segment_folder: SegmentFolder, checkpoint: SlotCheckpoint
     ) -> None:
-        """Begin now: no chunk counts as used later."""
+        """No chunk counts as used later than now."""
         self._now_ns = tier.clock_ns()
         self.opened: list[Segment] = []
         self.unusable: list[Unusable] = []
@@ -105,7 +105,7 @@ class Recovery:
             )
 
     def look_around(self) -> Around:
-        """Measure and sweep what is besides segments, as far as it can be."""
+        """Measure and sweep the files beside the segments."""
         sweep = self._folder.sweep(self._now_ns / 1e9)
         taken, measured, names = 0, False, list[str]()
         try:
@@ -157,7 +157,7 @@ class Recovery:
             yield batch
 
     def recovered(self) -> Iterator[Seen]:
-        """Yield the free slots of segments that nobody has written to since, then what other segments' footers say."""
+        """Yield the free slots of untouched segments, then all slots of the others by their footers."""
         for segment in self._untouched:
             if self.stopped:
                 return  # The chunks may not all have been recalled: what looks free may not be.

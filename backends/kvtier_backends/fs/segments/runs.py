@@ -35,7 +35,7 @@ class SlotRun(NamedTuple, Generic[T]):
         return self.segment.header.offset(self.parts[0].slot - self.segment.first_slot)
 
     def pieces(self, piece_bytes: int) -> "list[SlotRun[T]]":
-        """Return it as runs that are as long as each other, of about so many bytes at most but one slot at least."""
+        """Split it into runs of equal length, of about `piece_bytes` each and at least one slot."""
         count = -(-len(self.parts) // max(1, piece_bytes // self.segment.header.slot_bytes))
         size = -(-len(self.parts) // count)
         return [SlotRun(self.segment, self.parts[start : start + size]) for start in range(0, len(self.parts), size)]
@@ -67,13 +67,13 @@ class Segments:
         return sum(segment.allocated_bytes for segment in self.all)
 
     def add(self, segment: Segment, first_slot: int) -> None:
-        """Take in a segment; its slots have greater numbers than all before."""
+        """Add a segment; its slots have greater numbers than all before."""
         segment.first_slot = first_slot
         self.all.append(segment)
         self._first_slots.append(first_slot)
 
     def remove(self, segment: Segment) -> None:
-        """Have it no more; the caller closes it."""
+        """Remove a segment; the caller closes it."""
         index = self.all.index(segment)
         del self.all[index]
         del self._first_slots[index]

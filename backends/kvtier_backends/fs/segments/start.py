@@ -51,7 +51,7 @@ class SegmentsStart:
         )
 
     def stop(self) -> None:
-        """Have the scan end soon."""
+        """Ask the scan to end soon."""
         self._recovery.stopped = True
         self.recalled.set()
 

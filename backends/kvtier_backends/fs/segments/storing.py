@@ -52,7 +52,7 @@ class SlotStoring:
         self._fsync = tier.options.fsync
 
     async def __call__(self, writes: Sequence[Write]) -> tuple[list[Outcome], int]:
-        """Store chunks as far as there is room; return the outcomes, and how many say that the file system is away."""
+        """Store the chunks that fit; return the outcomes, and how many say that the file system is away."""
         keys = [write.key for write in writes]
         with self._catalog.in_use(keys):
             incoming = [key for key in dict.fromkeys(keys) if key not in self._catalog]
@@ -107,7 +107,7 @@ class SlotStoring:
     def _note(
         self, shares: Sequence[SlotShare[tuple[Write, int]]], syncing: Syncing, count: int, now_ns: int, *, told: bool
     ) -> list[Outcome]:
-        """Have the catalog know what was written, tail first, and give back the slots of what was not."""
+        """Record written chunks in the catalog, tail first, and give back the other slots."""
         outcomes: list[Outcome] = [None] * count
         stored: list[SlotPart[tuple[Write, int]]] = []
         for part, outcome, is_written in chain.from_iterable(map(_parts, shares)):

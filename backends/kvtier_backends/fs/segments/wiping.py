@@ -54,12 +54,12 @@ class Wiping:
         self._warned: set[ChunkFault] = set()
 
     def check(self) -> None:
-        """See whether there is something to wipe."""
+        """Start a round if slots wait to be wiped."""
         if self._catalog.outdated.waits:
             self._wake.set()
 
     def corrupt(self, key: OffloadKey, slot: int, fault: ChunkFault) -> None:
-        """Note that what a slot holds is not its key's chunk: it goes."""
+        """Drop a chunk whose slot holds other bytes; count and log it."""
         self._counters.corrupt(fault)
         level = logging.DEBUG if fault in self._warned else logging.WARNING
         self._warned.add(fault)
@@ -101,24 +101,24 @@ class Wiping:
             self._note()
 
     def begin_last(self) -> None:
-        """Have the rest wiped before the lane ends, once. `end_last` then tells the calls that wait."""
+        """Queue the last round, once. `end_last` then ends the calls that wait."""
         if self._closed:
             return
         self._closed = True
-        # A round that is still under way is wiped again: nobody has been given its slots.
+        # A round in flight is wiped again: none of its slots was given out.
         self._catalog.outdated.still_due(one.slot for one in self._round.doomed)
         self._round = WipingRound(self._take())
         self._lane.submit(self._wipe, self._round)
 
     def end_last(self, *, ended: bool) -> None:
-        """Note the wiped slots if the lane has ended. Otherwise they stay unknown. No call waits any more."""
+        """Free the wiped slots if the lane has ended, and end the calls that wait."""
         if ended:
             self._note()
         else:
             self._end_round()
 
     def written(self) -> None:
-        """Hear that a store has ended: outdated chunks that it has overwritten are no more."""
+        """Wake calls after a store: it has overwritten outdated chunks."""
         self._end_round()
         self.check()
 
@@ -141,7 +141,7 @@ class Wiping:
                 work.wiped.clear()
 
     def _note(self) -> None:
-        """Have wiped slots free; those that could not be wiped wait for the next round."""
+        """Free wiped slots; those that could not be wiped wait for the next round."""
         done, self._round = self._round, WipingRound([])
         outdated = self._catalog.outdated
         wiped = {one.slot for one in done.wiped}
