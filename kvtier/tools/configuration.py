@@ -69,7 +69,7 @@ def _stdin() -> object:
 
 
 def _tiers(config: Config) -> Iterator[tuple[str, Any]]:
-    """Yield the path of each tier, and its options, decoded."""
+    """Yield the path and the decoded options of each tier."""
     tiers: Sequence[TierConfig | SecondaryOptions] = config if isinstance(config, tuple) else config.secondary_tiers
     in_vllm = not isinstance(config, EngineConfig)
     for index, tier in enumerate(tiers):
