@@ -164,9 +164,9 @@ class Ledger:
 
         A declined load is a miss for its request from now on.
         """
-        worth = self._worth
-        if self.loads.wanted or self.loads.trials:
-            self.loads.weigh(self._now, self._step)
+        worth, loads = self._worth, self.loads
+        if loads.wanted or loads.trials:
+            loads.weigh(self._now, self._step)
         if self.prefetches.waiting:  # After the weighing: a prefetch may load what a request declined.
             self.prefetches.step()
         weighs = worth.token_s > 0
@@ -177,7 +177,7 @@ class Ledger:
             self._cascade_parked()
         if self.writeback.active:
             self.writeback.clean_ahead(self._now, runner_up=self.runner_up)
-        actions = self.outbox.flush(() if self.loads.empty else self.loads.flush(self._now))
+        actions = self.outbox.flush(loads.flush(self._now) if loads.queue else ())
         if weighs or self.prefill.tokens_per_s:
             worth.begin_step()
         self._step += 1
@@ -295,7 +295,7 @@ class Ledger:
         chunks = 0
         for key in keys:
             mask = self.locations.mask.get(key, 0)
-            if not any(tier.answer(key, bool(mask & tier.bit), self._now) for tier in self.tiers):
+            if not any(tier.answer(key, mask & tier.bit, self._now) for tier in self.tiers):
                 break
             chunks += 1
         self.counters.promotions_refused += chunks

@@ -46,7 +46,7 @@ def sources_of(
         if not request.loads_from(tier.spec) or not tier.admits(now):
             continue
         admitted.append(tier)
-        answer = tier.answer(key, bool(holders & tier.bit), now)
+        answer = tier.answer(key, holders & tier.bit, now)
         if answer is None and asked and (tier.index, key) in asked:
             if key not in tier.asking:
                 answer = tier.last_answer(key)
