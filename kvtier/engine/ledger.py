@@ -170,7 +170,7 @@ class Ledger:
         if self.prefetches.waiting:  # After the weighing: a prefetch may load what a request declined.
             self.prefetches.step()
         weighs = worth.token_s > 0
-        self._hits.end(self._now, worth.patience_s(worth.chunk_s) if weighs else None)
+        self._hits.end(self._now, worth.wait_max_s(worth.chunk_s) if weighs else None)
         if self._forgetting:
             self._forgetting = dict.fromkeys(self.delete(list(self._forgetting)))
         if self._parked:
@@ -217,8 +217,8 @@ class Ledger:
         if sources.late:
             self._end_probes(key, sources.late, search)
         if sources.having:
-            alternatives = len(sources.having) > 1 or bool(sources.silent)
-            return self._promote(key, sources.having[0], request, alternatives=alternatives)
+            source, *others = sources.having
+            return self._promote(key, source, request, alternatives=bool(others or sources.silent))
         if sources.silent and self._probe(key, sources.silent, request):
             return RETRY
         if sources.too_slow:
@@ -256,8 +256,8 @@ class Ledger:
                 tier.ask(key)
                 if weighs and (tier.index, key) not in asked:
                     weighs = False
-                    patience_s = self._worth.patience_s(self._worth.chunk_s)
-                    request.search.await_probe(self._now, tier.probe_latency_s, patience_s)
+                    wait_max_s = self._worth.wait_max_s(self._worth.chunk_s)
+                    request.search.await_probe(self._now, tier.probe_latency_s, wait_max_s)
                 asked.add((tier.index, key))
                 request.retried_in = self._step
                 asks = True
@@ -302,9 +302,9 @@ class Ledger:
         self._miss(keys[0], request, request.search)
         return chunks
 
-    def patience_s(self, chunks: int) -> float:
+    def wait_max_s(self, chunks: int) -> float:
         """Return how long to wait for chunks: as long as computing them takes, with the margin; NEVER if unknown."""
-        return self._worth.patience_s(chunks * self._worth.chunk_s) if self._worth.token_s else NEVER
+        return self._worth.wait_max_s(chunks * self._worth.chunk_s) if self._worth.token_s else NEVER
 
     def rows_left(self, keys: Collection[OffloadKey] = ()) -> int:
         """Return how many rows can be free for keys at some time.

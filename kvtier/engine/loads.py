@@ -176,7 +176,7 @@ class Loads:
             return self._undo(runs, request)
         self._queue_runs(kept, request)
         if choice.computing_s:
-            late_at = self._now + self._worth.patience_s(choice.computing_s)
+            late_at = self._now + self._worth.wait_max_s(choice.computing_s)
             request.late_at = late_at if request.late_at == NEVER else max(late_at, request.late_at)
         if not left:
             return ()

@@ -19,7 +19,10 @@ class Sources(NamedTuple):
     admitted: Sequence[Tier]  # All of them, and those that lack the key.
 
 
-_sources: Callable[[tuple[Sequence[Tier], ...]], Sources] = partial(tuple.__new__, Sources)
+_sources: Callable[[tuple[Sequence[Tier], ...]], Sources] = partial(
+    tuple.__new__,  # pyright: ignore[reportUnknownMemberType]  # Typeshed leaves its items unknown.
+    Sources,
+)
 """Makes `Sources` without a frame of Python: it is called for every key that is looked up and not in the primary."""
 
 
