@@ -21,9 +21,7 @@ from kvtier.engine.answers import LookupResult
 from kvtier.engine.progress import Progress
 from kvtier.engine.requests import Request, Turn
 from kvtier.engine.steps import StepManager
-from kvtier.remedies import Remedy
-
-CUT_EVERY_S = 60.0  # Between two lines about runs that were cut: a full log tells nobody anything.
+from kvtier.remedies import LineLimit, Remedy
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +37,7 @@ class Fetches:
         """Calls that wait for rows, the first one first, and since when."""
         self._served_at = -math.inf
         self._cut = 0  # Chunks, since the last line.
-        self._cut_at = -math.inf
+        self._cut_lines = LineLimit(steps._clock)
 
     async def arrive(self, keys: Sequence[OffloadKey], request_id: str, rows: list[int]) -> None:
         """Wait until the leading run of keys is in the primary, and pin it; its rows are added to `rows`."""
@@ -143,15 +141,14 @@ class Fetches:
 
     def _say_cut(self, chunks: int) -> None:
         self._cut += chunks
-        now = self._steps._clock()
-        if now >= self._cut_at + CUT_EVERY_S:
+        if self._cut_lines.allows():
             logger.warning(
                 "%s chunks that tiers have were not fetched: no row came back for them within lease_s (%g s); see %s",
                 f"{self._cut:,}",
                 self._steps.config.limits.lease_s,
                 Remedy.CUT,
             )
-            self._cut, self._cut_at = 0, now
+            self._cut = 0
 
 
 class _Fetch:

@@ -1,8 +1,7 @@
-"""Faults on top of any tier: by rates from a seed, or call by call by a script.
+"""Faults on top of any tier: by seeded rates, or call by call by a script.
 
-With no faults the wrapper is transparent, and passes every suite that the inner tier passes. A buffer whose chunk is
-made to fail is written over, because the contract calls it undefined. So code that believes such a buffer is found out.
-By configuration, for an engine whose tiers live in another process:
+Without faults the wrapper is transparent, and passes every suite that the inner tier passes. The buffer of a failed
+chunk is overwritten, because the contract calls it undefined: code that reads it is found. As a configuration:
 
     type = "kvtier.testing.faults:FaultyBackend"
     inner = { type = "dummy", latency_s = "1ms" }
@@ -64,26 +63,26 @@ ERRORS: dict[FaultKind, type[ChunkError]] = {
     "corrupt": ChunkCorrupt,
     "no_space": NoSpace,
 }
-UNDEFINED = b"\xdb"  # What fills a buffer whose chunk is made to fail.
+UNDEFINED = b"\xdb"  # Fills the buffer of a failed chunk.
 
 Scripted = FaultKind | Literal["none"]
 Text = Annotated[str, msgspec.Meta(min_length=1)]
 Rate = Annotated[float, msgspec.Meta(ge=0, le=1)]
-"""A share of all, 0 to 1."""
+"""A share, 0 to 1."""
 
-Seed = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]  # As far as it travels to another process.
+Seed = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]  # The range of the message format.
 
 
 class Faults(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Rates of faults. With every rate at zero nothing goes wrong."""
+    """Rates of faults; zero by default."""
 
     # Of calls.
     unavailable: Rate = 0.0  # Raise BackendUnavailable; the inner tier is not called.
-    late_unavailable: Rate = 0.0  # Raise it when the inner tier has done its work: what was stored is stored.
-    delay: Rate = 0.0  # Wait, anything up to `delay_s`, before the inner tier is called.
-    hang: Rate = 0.0  # Do not go on to the inner tier before being released, or before `hang_s` have passed.
+    late_unavailable: Rate = 0.0  # Raise it after the inner tier has done its work.
+    delay: Rate = 0.0  # Wait up to `delay_s` before the inner tier is called.
+    hang: Rate = 0.0  # Wait for `release`, or for `hang_s`, before the inner tier is called.
 
-    # Of chunks; the inner tier does not see these.
+    # Of chunks, which the inner tier does not see.
     failed: Rate = 0.0  # TransferFailed, in loads and stores.
     missing: Rate = 0.0  # ChunkMissing, in loads.
     corrupt: Rate = 0.0  # ChunkCorrupt, in loads.
@@ -97,7 +96,7 @@ FAULTLESS = Faults()
 
 
 class Fault(NamedTuple):
-    """One fault of a script: of the whole call, or of its chunks (of all, or only of these keys)."""
+    """One fault of a script: of the whole call, of all its chunks, or of the chunks of these keys."""
 
     kind: FaultKind
     keys: frozenset[OffloadKey] | None = None
@@ -112,7 +111,7 @@ class Throw(NamedTuple):
 
 
 class Dice:
-    """Decides what happens to each call: what its script says, and when that has ended, what its seed says."""
+    """Decides the faults of each call: by its script, and then by its seed."""
 
     def __init__(self, faults: Faults, seed: int) -> None:
         self.faults = faults
@@ -120,9 +119,9 @@ class Dice:
         self._scripts: dict[Operation, deque[Fault | None]] = {operation: deque() for operation in OF_CHUNKS}
 
     def script(self, operation: Operation, faults: Sequence[Fault | None]) -> None:
-        """Decide the next calls of an operation that are not decided yet; None is a call without any fault.
+        """Append faults of the next calls of an operation; None: no fault.
 
-        Raises `ValueError` for a fault that such a call cannot have.
+        Raises `ValueError` for a fault that the operation cannot have.
         """
         for fault in faults:
             if fault is not None and fault.kind not in (*OF_CALLS, *OF_CHUNKS[operation]):
@@ -130,7 +129,6 @@ class Dice:
         self._scripts[operation].extend(faults)
 
     def throw(self, operation: Operation, keys: Sequence[OffloadKey]) -> Throw:
-        """Decide one call of an operation over these keys."""
         script = self._scripts[operation]
         return self._scripted(script.popleft(), keys) if script else self._random_throw(operation, keys)
 
@@ -159,7 +157,7 @@ class Dice:
 
 
 class InnerTier(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The tier inside: its type and, beside it, its own options."""
+    """The inner tier: its type and its own options in one table."""
 
     rest: ClassVar[str | None] = "options"
 
@@ -168,7 +166,7 @@ class InnerTier(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Script(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The faults of the first calls of each operation, one after the other."""
+    """The faults of the first calls of each operation, in order."""
 
     probe: tuple[Scripted, ...] = ()
     load: tuple[Scripted, ...] = ()
@@ -177,7 +175,7 @@ class Script(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class FaultyOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """An inner tier, and what goes wrong with it."""
+    """An inner tier and its faults."""
 
     inner: InnerTier
     faults: Faults = FAULTLESS
@@ -185,7 +183,6 @@ class FaultyOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     seed: Seed = 0
 
     def __post_init__(self) -> None:
-        """Check the inner tier's own options and the script, too."""
         super().__post_init__()
         self.inner_tier()
         try:
@@ -194,12 +191,12 @@ class FaultyOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             raise ConfigError(f"script.{error}") from error
 
     def inner_tier(self) -> tuple[type[Backend], msgspec.Struct]:
-        """Return the inner tier's class and its options; `ConfigError` names what is wrong with them."""
+        """Return the inner tier's class and its options. Raises `ConfigError`."""
         options = tier_options(TierConfig(type=self.inner.type, options=self.inner.options), "inner")
         return backend_class(self.inner.type), options
 
     def dice(self) -> Dice:
-        """Make dice that know the script; `ValueError` if it cannot be followed."""
+        """Return dice with the script. Raises `ValueError` for an impossible fault."""
         dice = Dice(self.faults, self.seed)
         for operation in OF_CHUNKS:
             kinds: tuple[Scripted, ...] = getattr(self.script, operation)
@@ -208,17 +205,15 @@ class FaultyOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class FaultyBackend(Wrapper[FaultyOptions]):
-    """A tier that fails as it is told."""
+    """A tier with faults."""
 
     options_type = FaultyOptions
 
     def __init__(self, inner: Backend, faults: Faults = FAULTLESS, seed: int = 0, *, dice: Dice | None = None) -> None:
-        """Take over an open tier, which is closed with this one. `dice` are thrown instead of new ones."""
+        """Wrap an open tier, which is closed with this one."""
         super().__init__(inner)
-        self.met: Counter[FaultKind] = Counter()
-        """Counts of calls or chunks that met each fault."""
-        self.hanging = 0
-        """Count of calls that hang now."""
+        self.met: Counter[FaultKind] = Counter()  # Calls or chunks with each fault.
+        self.hanging = 0  # Calls that hang now.
         self._dice = Dice(faults, seed) if dice is None else dice
         self._calls = Calls(f"faulty {type(inner).__name__}")
         self._gate = asyncio.Event()
@@ -230,19 +225,19 @@ class FaultyBackend(Wrapper[FaultyOptions]):
         return cls(await inner_class.open(inner_options, context), dice=options.dice())
 
     def script(self, operation: Operation, *faults: Fault | FaultKind | None) -> None:
-        """Say what happens to the next calls of an operation, one each, before the rates decide again.
+        """Set the faults of the next calls of an operation, one each; None: no fault. Later calls follow the rates.
 
-        A kind by its name is met by the whole call or by all its chunks; None is a call without any fault.
+        A kind by its name applies to the whole call, or to all its chunks.
         """
         self._dice.script(operation, [Fault(fault) if isinstance(fault, str) else fault for fault in faults])
 
     def release(self) -> None:
-        """Let all calls that hang now go on."""
+        """Release all calls that hang now."""
         self._gate.set()
         self._gate = asyncio.Event()
 
     async def until_hanging(self, calls: int) -> None:
-        """Wait until at least so many calls hang."""
+        """Wait until at least `calls` calls hang."""
         while self.hanging < calls:
             self._hanging_changed.clear()
             await self._hanging_changed.wait()
@@ -277,7 +272,7 @@ class FaultyBackend(Wrapper[FaultyOptions]):
         ends_at = loop.time() + deadline_s
         ours = await self._calls.close(deadline_s)
         inner = await self._inner.aclose(max(0.0, ends_at - loop.time()))
-        return max(ours, inner)  # A call that is under way in the inner tier is one of ours.
+        return max(ours, inner)  # A call in the inner tier is one of ours, too.
 
     def _throw(self, operation: Operation, keys: Sequence[OffloadKey]) -> Throw:
         throw = self._dice.throw(operation, keys)
@@ -286,9 +281,9 @@ class FaultyBackend(Wrapper[FaultyOptions]):
         return throw
 
     async def _meet(self, throw: Throw, call: Callable[[], Awaitable[T]]) -> T:
-        """Let what was thrown happen around a call of the inner tier.
+        """Call the inner tier with the faults of the call.
 
-        A cancelled wait ends at once: the inner tier has not been called, and nobody else touches the buffers.
+        A cancelled wait ends at once: the inner tier has not been called.
         """
         if throw.delay_s:
             await asyncio.sleep(throw.delay_s)
@@ -313,5 +308,5 @@ class FaultyBackend(Wrapper[FaultyOptions]):
 
 
 def _outcome(key: OffloadKey, kind: FaultKind | None, outcomes: Iterator[Outcome]) -> Outcome:
-    """Return a chunk's fault, or the next of the inner tier's outcomes if it has none."""
+    """Return a chunk's fault, or the inner tier's next outcome."""
     return next(outcomes) if kind is None else ERRORS[kind](f"{key.hex()}: {kind} (a fault)")

@@ -9,7 +9,7 @@ set. Tasks hash by their number, not by their address. So a set of tasks (`async
         runner.run(asyncio.sleep(3_600))
         assert runner.get_loop().time() == 3_600
 
-It is asyncio's own loop but for its selector, the place where that waits: here the clock moves instead.
+It is asyncio's own loop with another selector: instead of waiting, it moves the clock.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from kvtier.errors import KVTierError
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-ITERATIONS_AT_ONE_MOMENT_MAX = 1_000_000  # Some ten seconds of real time: whoever still polls then polls for ever.
+ITERATIONS_AT_ONE_MOMENT_MAX = 1_000_000  # Some ten seconds of real time: a task that still polls then polls forever.
 REFUSED = {
     "a thread": ("run_in_executor", "set_default_executor"),
     "a file descriptor": (
@@ -97,7 +97,6 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         super().run_forever()
 
     def time(self) -> float:
-        """Give the virtual time in seconds."""
         return self._now_s
 
     def select(self, timeout: float | None) -> Sequence[Any]:
@@ -120,10 +119,10 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self._iterations = 0
 
     def _process_events(self, event_list: Sequence[Any]) -> None:
-        """Do nothing: `select` gives none."""
+        """Do nothing: `select` returns no events."""
 
     def _story(self, what: str) -> str:
-        """Say what happened, when, and where every task waits."""
+        """Describe the event, its time, and where every task waits."""
         tasks = sorted(asyncio.all_tasks(self), key=hash)
         lines = [f"{what}, at {self._now_s:,.6f} s; {len(tasks)} task(s) wait:"]
         lines += [f"  {task.get_name()} {place(task.get_coro())}" for task in tasks]
@@ -133,7 +132,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
     def call_soon_threadsafe(
         self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
-        """Do what `call_soon` does, on the loop's own thread. Raises `NotVirtual` on any other."""
+        """Act as `call_soon` on the loop's own thread. Raises `NotVirtual` on any other."""
         if threading.get_ident() != self._own_thread:
             name = threading.current_thread().name
             self._threads_refused.append(name)
@@ -199,7 +198,7 @@ for _what, _names in REFUSED.items():
 
 
 def place(coroutine: Any) -> str:
-    """Say where a coroutine waits: the innermost frame that Python knows of."""
+    """Return where a coroutine waits: its innermost known frame."""
     frame = None
     while coroutine is not None:
         frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "ag_frame", None) or frame

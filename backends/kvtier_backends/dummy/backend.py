@@ -131,7 +131,7 @@ class DummyBackend(Backend[DummyOptions]):
         names = [self._context.mapper.name(write.key) for write in writes]
         await self._take_time((len(write.row) for write in writes), storing=True)
         keep = set(names)
-        self._store.expire(asyncio.get_running_loop().time())
+        self._store.retained.expire(asyncio.get_running_loop().time())
         outcomes = [self._keep(*each, keep) for each in zip(writes, names, strict=True)]
         self._store.touch(names)
         outcomes += [NoSpace(f"{write.key.hex()}: the day's write budget is used up") for write in refused]
@@ -166,10 +166,13 @@ class DummyBackend(Backend[DummyOptions]):
         return self._inventory.watch()
 
     def advise(self, advice: Advice[OffloadKey]) -> None:
+        self._store.retained.keys_max = self._retained_max()
         names = [self._context.mapper.name(key) for key in advice.keys]
+        self._store.advise(advice.of(names), asyncio.get_running_loop().time())
+
+    def _retained_max(self) -> int:
         chunks = (self._options.capacity_bytes or 0) // self._context.row_bytes
-        retained_max = int(self._context.retained_share * chunks)
-        self._store.advise(advice.of(names), asyncio.get_running_loop().time(), retained_max)
+        return int(self._context.retained_share * chunks)
 
     def occupancy(self) -> Occupancy:
         return Occupancy(len(self._store.chunks), self._store.used_bytes, self._store.capacity_bytes)

@@ -11,11 +11,12 @@ the next is a restart. Two open tiers are two engines on one device.
 """
 
 import heapq
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable, Sequence
 
 from kvtier.errors import ConfigError
-from kvtier.hints import Advice
-from kvtier.policies import LRU, HintedOrder
+from kvtier.hints import Advice, Hint
+from kvtier.policies import Retained, Sessions
 
 DAY_S = 86_400.0
 BURST_SHARE = 4 / 32  # Of a day's write budget, at once;
@@ -106,13 +107,14 @@ class Store:
     """Chunks by name, within a capacity."""
 
     def __init__(self, capacity_bytes: int | None) -> None:
+        self.retained = Retained[str](0)
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
-        self.chunks: dict[str, bytes] = {}
-        self._order = HintedOrder[str](LRU[str](1), 0)  # An LRU does not need its capacity.
+        self.chunks: OrderedDict[str, bytes] = OrderedDict()  # Least recently used first.
         self._users: list[tuple[str, bool, Lost]] = []
+        self._sessions: Sessions[str] | None = None  # From the first hint on.
 
-    def put(self, name: str, chunk: bytes, keep: Collection[str], *, low_water: float) -> bool:
+    def put(self, name: str, chunk: bytes, keep: Container[str], *, low_water: float) -> bool:
         """Replace the chunk of a name; return False, and change nothing, if there is no room.
 
         The least recently used chunks are evicted, except those in `keep`: from halfway between the `low_water` share
@@ -120,61 +122,78 @@ class Store:
         """
         old = self.chunks.get(name)
         grown_bytes = len(chunk) - (len(old) if old else 0)
-        if not self._make_room(grown_bytes, keep, low_water):
+        while (victims := self._victims(grown_bytes, keep, low_water)) is None and self.retained:
+            self.retained.let_go(1)  # There is nothing else.
+        if victims is None:
             return False
-        if old is None:
-            self._order.insert((name,))
+        for victim in victims:
+            self.lose(victim)
+        if old is None and self._sessions is not None:
+            self._sessions.came((name,))
         self.chunks[name] = chunk
         self.used_bytes += grown_bytes
         return True
 
-    def _make_room(self, grown_bytes: int, keep: Collection[str], low_water: float) -> bool:
+    def _victims(self, grown_bytes: int, keep: Container[str], low_water: float) -> list[str] | None:
         if self.capacity_bytes is None:
-            return True
+            return []
         after_bytes, low_bytes = self.used_bytes + grown_bytes, int(self.capacity_bytes * low_water)
-        kept_bytes = sum(len(self.chunks.get(name, b"")) for name in keep)
-        if kept_bytes + grown_bytes > self.capacity_bytes:
-            return False
         needed_bytes = after_bytes - self.capacity_bytes
         surplus_bytes = after_bytes - low_bytes if 2 * after_bytes > self.capacity_bytes + low_bytes else 0
-        while surplus_bytes > 0:
-            kept = keep if needed_bytes > 0 else {*keep, *self._order.retained}  # Retained chunks go for room alone.
-            victims = self._order.evict(1, kept.__contains__)
-            if not victims:
+        victims: list[str] = []
+        for name, chunk in self.chunks.items():
+            if surplus_bytes <= 0:
                 break
-            freed_bytes = self._forget(victims[0])
-            needed_bytes -= freed_bytes
-            surplus_bytes -= freed_bytes
-            for _, _, lost in self._users:
-                lost(victims[0])
-        return True
+            if name not in keep and name not in self.retained:
+                victims.append(name)
+                needed_bytes -= len(chunk)
+                surplus_bytes -= len(chunk)
+        return victims if needed_bytes <= 0 else None
 
     def touch(self, names: Sequence[str]) -> None:
         """Make the chunks the most recently used; the head of a prefix is evicted last."""
-        self._order.touch([name for name in dict.fromkeys(names) if name in self.chunks])
+        for name in reversed(names):
+            if name in self.chunks:
+                self.chunks.move_to_end(name)
 
-    def advise(self, advice: Advice[str], now: float, retained_max: int) -> None:
-        """Apply advice to the chunks of these names. `retained_max`: how many chunks may be retained at once."""
+    def advise(self, advice: Advice[str], now: float) -> None:
+        """Apply advice to the chunks of these names. All but a demotion makes them the most recently used."""
         names = [name for name in dict.fromkeys(advice.keys) if name in self.chunks]
+        if advice.kind == "demote":
+            self._demote(names)
+            return
+        self.touch(names)
         if advice.kind == "retain":
-            self._order.touch(names)
-        self._order.retained.keys_max = retained_max
-        self._order.advise(advice.of(names), now)
+            self.retained.retain(names, now + advice.seconds, advice.priority)
+        elif advice.hint is not None:
+            self._end(names, advice.hint)
 
-    def expire(self, now: float) -> None:
-        """Let go of retained chunks whose time has passed."""
-        self._order.retained.expire(now)
+    def _end(self, names: Sequence[str], hint: Hint) -> None:
+        if self._sessions is None:
+            self._sessions = Sessions()
+        own = self._sessions.ended(names)
+        if hint.over:
+            self._demote(own)
+
+    def _demote(self, names: Sequence[str]) -> None:
+        """Make the chunks the least recently used, tail first."""
+        self.retained.discard(names)
+        for name in names:
+            self.chunks.move_to_end(name, last=False)
 
     def delete(self, name: str) -> None:
         """Forget a chunk, if it is there."""
-        if name in self.chunks:
-            self._order.remove((name,))
-            self._forget(name)
+        self.retained.discard((name,))
+        if self._sessions is not None:
+            self._sessions.gone((name,))
+        chunk = self.chunks.pop(name, None)
+        self.used_bytes -= len(chunk) if chunk else 0
 
-    def _forget(self, name: str) -> int:
-        freed_bytes = len(self.chunks.pop(name))
-        self.used_bytes -= freed_bytes
-        return freed_bytes
+    def lose(self, name: str) -> None:
+        """Evict a chunk, and tell every user."""
+        self.delete(name)
+        for _, _, lost in self._users:
+            lost(name)
 
     def enter(self, namespace: str, lost: Lost, *, shared: bool) -> None:
         """Add a user of a namespace's chunks. Raises `ConfigError` unless all its users share them."""

@@ -20,7 +20,6 @@ Subclass what your tier offers, in a module that pytest collects, and give it op
 - `InventoryConformance`, `MeasuredConformance`: tiers that offer `Inventory`, `Measured`.
 - `BoundedConformance`: tiers that offer `Measured` and have a capacity. Fixture `small`: a tier with room for
   `room_chunks` chunks; `backend` is not needed.
-- `RankedConformance`: tiers that offer `Advised` and heed `rank`. Fixture `small` as before, evicting by recency.
 - `AdvisedConformance`: tiers that heed hints, too. Fixture `small` as before.
 - `CountedConformance`: tiers that offer `Counted`. Fixture `provoke`: an async function without arguments that makes
   `backend` count something.
@@ -28,20 +27,20 @@ Subclass what your tier offers, in a module that pytest collects, and give it op
 - `WrapperConformance`: tiers that stand around another one. Fixture `wrap`: a function that puts the wrapper around an
   open tier; `backend` is not needed.
 
-Every test opens its tier anew: fixtures have function scope. `chunk_bytes` (16,384) is the length of a row. `settle_s`
-is how long a test waits for a thread that should be gone to show itself. A class may override both.
+Every test opens a new tier: fixtures have function scope. `chunk_bytes` (16,384) is the length of a row. `settle_s` is
+how long a test waits for traces of a thread that should have ended. A class may override both.
 
 For a tier's own tests, `Lender` lends rows and makes, stores, loads and names chunks (`keys_of`, `label`), and
 `Follower` listens to a tier's report.
 
 Needs pytest, pytest-asyncio (in either mode) and blockbuster: the extra `kvtier[test]`. It needs no network, no root,
-and no fixture of kvtier's own. Chunks identify themselves in every 32 bytes, so a failed comparison says whose bytes
-were found where.
+and no fixture of kvtier's own. Chunks identify themselves in every 32 bytes, so a failed comparison names the
+chunk of each byte.
 """
 
 import pytest
 
-# Before they are imported, or third parties would see bare AssertionErrors.
+# Before their import, or third parties see bare AssertionErrors.
 MODULES = ("lender", "moving", "calling", "suite", "optional", "wrapping")
 pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in MODULES))
 

@@ -1,8 +1,7 @@
-"""Calls: many at once, cancelled ones, their manners, and the end of them all.
+"""Promises of calls: concurrency, cancellation, use of buffers, and closing.
 
-A test cannot see what a tier is doing when it is cancelled. So a call is cancelled after 0, 1, 2 and 5 steps of the
-loop. The owner of the buffers then does what an engine does: it uses them for something else, at once. Then it looks
-again, and again after a while.
+A test cannot see the state of a tier that it cancels. So a call is cancelled after 0, 1, 2 and 5 steps of the loop. The
+owner of the buffers then reuses them at once, as an engine does, and checks them twice.
 """
 
 import asyncio
@@ -21,19 +20,19 @@ from kvtier.testing.conformance.lender import PATIENCE_S, Lender, Promises, begu
 
 BATCH_CHUNKS = 16
 CANCELS_MAX = 10_000
-ROUNDS = 3  # A thread that was abandoned may happen to be done before anybody looks; hardly three times.
+ROUNDS = 3  # An abandoned thread may have ended before the check, but hardly three times.
 
 
 class Concurrency(Promises):
     async def test_stores_at_once_all_arrive(self, backend: Backend, lender: Lender) -> None:
-        """Calls on different keys do not get in each other's way."""
+        """Calls on different keys do not interfere."""
         batches = [keys_of(8, start=100 * index) for index in range(12)]
         await asyncio.gather(*(lender.keep(backend, keys) for keys in batches))
         told = await asyncio.gather(*(lender.recall(backend, keys) for keys in batches))
         assert told == [[label(key) for key in keys] for keys in batches]
 
     async def test_of_stores_of_one_key_at_once_one_whole_chunk_wins(self, backend: Backend, lender: Lender) -> None:
-        """One of the stores wins, and the whole chunk is the winner's."""
+        """One store wins, with its whole chunk."""
         versions = range(1, 9)
         for number in range(4):
             keys = keys_of(4, start=10 * number)
@@ -42,7 +41,7 @@ class Concurrency(Promises):
             assert all(chunk in map(label, [key] * 8, versions) for key, chunk in zip(keys, told, strict=True)), told
 
     async def test_a_load_beside_a_store_is_old_or_new_or_missing(self, backend: Backend, lender: Lender) -> None:
-        """A reader sees the chunk that was there, the one that comes, or none: never half of each."""
+        """A reader gets the old chunk, the new one, or none: never half of each."""
         keys = keys_of(4)
         await lender.keep(backend, keys)
         whole = {"ChunkMissing", *(label(key, version) for key in keys for version in range(4))}
@@ -53,7 +52,7 @@ class Concurrency(Promises):
         assert await lender.recall(backend, keys) == [label(key, 3) for key in keys]
 
     async def test_a_load_beside_a_delete_is_whole_or_missing(self, backend: Backend, lender: Lender) -> None:
-        """What goes away goes in one piece."""
+        """A chunk is deleted as a whole."""
         keys = keys_of(4)
         for _ in range(3):
             await lender.keep(backend, keys)
@@ -63,13 +62,13 @@ class Concurrency(Promises):
             assert await lender.recall(backend, keys) == ["ChunkMissing"] * 4
 
     async def test_one_chunk_goes_into_many_buffers_at_once(self, backend: Backend, lender: Lender) -> None:
-        """Loads of one key at the same time all get it."""
+        """Concurrent loads of one key all get it."""
         await lender.keep(backend, [key_of(1)])
         told = await asyncio.gather(*(lender.recall(backend, [key_of(1)]) for _ in range(16)))
         assert told == [[label(key_of(1))]] * 16
 
     async def test_in_a_throng_every_chunk_is_whole(self, backend: Backend, lender: Lender) -> None:
-        """Every operation on the same few keys at once: each load gives a chunk that was stored under its key."""
+        """Among concurrent operations on a few keys, each load returns a chunk that was stored under its key."""
         rng = random.Random(0)
         keys = keys_of(6)
 
@@ -95,7 +94,7 @@ class Concurrency(Promises):
 
 
 async def _nothing(call: Awaitable[None]) -> list[str]:
-    """Run a call among loads, and be told no chunk by it."""
+    """Run a call among loads; it returns no chunk."""
     await call
     return []
 
@@ -108,7 +107,7 @@ class Cancellation(Promises):
     async def test_a_cancelled_load_leaves_its_buffers_alone(
         self, backend: Backend, lender: Lender, after: int
     ) -> None:
-        """When a cancelled load has raised, the tier writes into its buffers no more."""
+        """After a cancelled load has raised, the tier does not write into its buffers."""
         keys = keys_of(BATCH_CHUNKS)
         await lender.keep(backend, keys)
         for _ in range(ROUNDS):
@@ -121,7 +120,7 @@ class Cancellation(Promises):
     async def test_a_cancelled_store_leaves_its_buffers_alone(
         self, backend: Backend, lender: Lender, after: int
     ) -> None:
-        """When a cancelled store has raised, the tier reads its buffers no more, and each chunk is stored or is not."""
+        """After a cancelled store has raised, the tier does not read its buffers. Each chunk is stored or is not."""
         for number in range(ROUNDS):
             keys = keys_of(BATCH_CHUNKS, start=100 * number)
             await lender.keep(backend, keys[::2])
@@ -136,7 +135,7 @@ class Cancellation(Promises):
     async def test_a_call_cancelled_again_and_again_still_waits(
         self, backend: Backend, lender: Lender, operation: str
     ) -> None:
-        """The second cancellation is no reason to give up waiting that the first was not."""
+        """A second cancellation does not end the wait, either."""
         keys = keys_of(BATCH_CHUNKS)
         await lender.keep(backend, keys)
         if operation == "load":
@@ -159,7 +158,7 @@ class Cancellation(Promises):
     async def test_a_cancelled_delete_has_deleted_each_key_or_not(
         self, backend: Backend, lender: Lender, after: int
     ) -> None:
-        """Half a delete leaves whole chunks, and a tier that works."""
+        """A partial delete leaves whole chunks, and a usable tier."""
         keys = keys_of(BATCH_CHUNKS)
         await lender.keep(backend, keys)
         await _cancel(backend.delete(keys), after)
@@ -172,7 +171,7 @@ class Cancellation(Promises):
     async def test_a_cancelled_probe_leaves_a_tier_that_works(
         self, backend: Backend, lender: Lender, after: int
     ) -> None:
-        """A probe that was cancelled has changed nothing."""
+        """A cancelled probe changes nothing."""
         keys = keys_of(BATCH_CHUNKS)
         await lender.keep(backend, keys)
         await _cancel(backend.probe(keys), after)
@@ -216,7 +215,7 @@ class Cancellation(Promises):
             assert told in {"ChunkMissing", *(label(key, turn) for turn in range(42))}
 
     async def test_a_tier_ends_as_usual_after_cancelled_calls(self, backend: Backend, lender: Lender) -> None:
-        """A cancelled call that has raised is no call under way."""
+        """A cancelled call that has raised does not count as running."""
         keys = keys_of(BATCH_CHUNKS)
         for after in (0, 1, 2, 5):
             await _cancel(backend.store(lender.writes(keys)), after)
@@ -225,7 +224,7 @@ class Cancellation(Promises):
 
 
 async def _cancel(call: Coroutine[Any, Any, Any], after: int) -> None:
-    """Cancel a call after so many steps, and wait until it has ended; a cancel that came in time must be its end."""
+    """Cancel a call after some steps, and wait for its end. A cancellation before its end must be the result."""
     task = asyncio.create_task(call)
     await steps(after)
     in_time = task.cancel()
@@ -235,7 +234,7 @@ async def _cancel(call: Coroutine[Any, Any, Any], after: int) -> None:
         task.result()
 
 
-# What blockbuster does not watch by itself, and a tier on files would call.
+# Calls of a tier on files that blockbuster does not watch by default.
 ALSO_BLOCKING = (
     *("builtins.open", "os.open", "os.pread", "os.preadv", "os.pwrite", "os.pwritev", "os.readv", "os.writev"),
     *(
@@ -252,7 +251,7 @@ ALSO_BLOCKING = (
 
 class GoodManners(Promises):
     async def test_no_call_blocks_the_loop(self, backend: Backend, lender: Lender) -> None:
-        """Work that may wait for a device or for a lock runs elsewhere, and the loop goes on."""
+        """Work that may wait for a device or a lock runs in other threads."""
         keys = keys_of(8)
         writes, reads = lender.writes(keys), lender.reads([*keys, key_of(9)])
         with _nothing_may_block():
@@ -265,14 +264,14 @@ class GoodManners(Promises):
             await backend.aclose(PATIENCE_S)
 
     async def test_a_store_changes_nothing_in_the_buffers(self, backend: Backend, lender: Lender) -> None:
-        """The tier only reads the buffers that it is given to store."""
+        """The tier only reads the buffers of a store."""
         keys = keys_of(8)
         writes = lender.writes(keys)
         await backend.store(writes)
         assert [lender.identify(write.row) for write in writes] == [label(key) for key in keys]
 
     async def test_what_is_stored_is_a_copy(self, backend: Backend, lender: Lender) -> None:
-        """When `store` has answered, the owner may use the buffers for something else."""
+        """After `store` has answered, the owner may reuse the buffers."""
         keys = keys_of(8)
         writes = lender.writes(keys)
         assert list(await backend.store(writes)) == [None] * 8
@@ -281,7 +280,7 @@ class GoodManners(Promises):
         assert await lender.recall(backend, keys) == [label(key) for key in keys]
 
     async def test_what_is_loaded_is_a_copy(self, backend: Backend, lender: Lender) -> None:
-        """When `load` has answered, the buffers are the owner's, and writing into them changes nothing in the tier."""
+        """After `load` has answered, the owner may write into the buffers without changing the tier."""
         keys = keys_of(8)
         await lender.keep(backend, keys)
         reads = lender.reads(keys)
@@ -293,7 +292,7 @@ class GoodManners(Promises):
         assert [lender.identify(read.into) for read in reads] == [label(key_of(99))] * 8
 
     async def test_nothing_beside_the_lent_rows_is_written(self, backend: Backend, lender: Lender) -> None:
-        """The rows before and after a lent one are somebody else's."""
+        """The rows before and after a lent one belong to other requests."""
         keys = keys_of(8)
         await lender.keep(backend, keys[:6])
         await lender.recall(backend, keys)
@@ -302,9 +301,9 @@ class GoodManners(Promises):
         assert lender.guards_are_intact()
 
     async def test_no_buffer_is_kept(self, backend: Backend, lender: Lender) -> None:
-        """When a call has answered, nothing of the tier refers to its buffers: their memory can be unmapped.
+        """After a call has answered, the tier has no reference to its buffers: their memory can be unmapped.
 
-        A thread may need a moment to forget its last arguments, and that is waited for; an idle one must not keep them.
+        A thread may need a moment to release its last arguments. An idle one must not keep them.
         """
         keys = keys_of(8)
         await lender.keep(backend, keys)
@@ -316,7 +315,7 @@ class GoodManners(Promises):
                 return
             await asyncio.sleep(self.settle_s * 2**patience)
             gc.collect()
-        assert lender.take_back(), "somebody still has a view of a lent row"
+        assert lender.take_back(), "a view of a lent row is still in use"
 
 
 @contextmanager
@@ -333,7 +332,7 @@ def _nothing_may_block() -> Generator[None]:
 
 class TheEnd(Promises):
     async def test_a_closed_tier_refuses_every_call(self, backend: Backend, lender: Lender) -> None:
-        """`BackendClosed`: calling a closed tier is the caller's mistake, and never an answer about its chunks."""
+        """A closed tier raises `BackendClosed`, and never answers about its chunks."""
         await lender.keep(backend, [key_of(0)])
         assert await backend.aclose(PATIENCE_S) == Abandoned(0)
         with pytest.raises(BackendClosed):
@@ -346,13 +345,13 @@ class TheEnd(Promises):
             await backend.delete([key_of(0)])
 
     async def test_closing_again_is_no_error(self, backend: Backend) -> None:
-        """`aclose` may be called any number of times, at once or in turn."""
+        """`aclose` may be called repeatedly, and concurrently."""
         closings = await asyncio.gather(*(backend.aclose(PATIENCE_S) for _ in range(2)))
         assert closings == [Abandoned(0)] * 2
         assert await backend.aclose(0) == Abandoned(0)
 
     async def test_what_is_under_way_is_waited_for(self, backend: Backend, lender: Lender) -> None:
-        """Calls that began before `aclose` are answered as if it had not been called."""
+        """Calls that began before `aclose` are answered as usual."""
         keys, others = keys_of(32), keys_of(32, start=100)
         await lender.keep(backend, keys)
         reads = lender.reads(keys)
@@ -374,9 +373,9 @@ class TheEnd(Promises):
         assert (closing.result(), list(store.result())) == (Abandoned(0), [None] * 32)
 
     async def test_closing_without_patience_says_what_it_leaves(self, backend: Backend, lender: Lender) -> None:
-        """With no time to wait `aclose` answers at once: buffers are out of use, or their calls are counted as left.
+        """Without patience `aclose` answers at once: buffers are out of use, or their calls are counted as left.
 
-        What was left ends by itself, and the next `aclose` sees that.
+        Calls that were left end by themselves, and the next `aclose` counts none.
         """
         keys = keys_of(32)
         await lender.keep(backend, keys)
@@ -393,7 +392,7 @@ class TheEnd(Promises):
         assert await backend.aclose(PATIENCE_S) == Abandoned(0)
 
     async def test_a_cancelled_close_can_be_called_again(self, backend: Backend, lender: Lender) -> None:
-        """A caller that gives up waiting has closed the tier all the same."""
+        """A cancelled `aclose` has closed the tier."""
         store = await begun(backend.store(lender.writes(keys_of(32))))
         closing = await begun(backend.aclose(PATIENCE_S))
         closing.cancel()

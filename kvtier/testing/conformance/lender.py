@@ -1,4 +1,4 @@
-"""The lender: page-aligned rows between guards, with chunks that say whose they are; and the class of all promises."""
+"""The lender: page-aligned rows between guards, whose chunks identify themselves; the base of all promises."""
 
 import asyncio
 import mmap
@@ -21,19 +21,19 @@ from kvtier.backend import (
     make_offload_key,
 )
 
-PART_BYTES = 32  # Of a chunk: 24 that only its key and version have, and 8 that say which part it is.
+PART_BYTES = 32  # Of a chunk: 24 unique to its key and version, and 8 with the index of the part.
 GUARD = b"\x5a"
-FRESH = b"\xa5"  # What a row is full of before anything is loaded into it.
-PATIENCE_S = 30.0  # Real seconds until a call that does not end is called a failure; honest ones need a thousandth.
+FRESH = b"\xa5"  # Fills a row before a load.
+PATIENCE_S = 30.0  # Real seconds until a call counts as hung; an honest one needs a thousandth.
 
 
 def tier_context(chunk_bytes: int, *, name: str = "0:tested", model_name: str = "conformance") -> TierContext:
-    """Make what a tier under test is opened with."""
+    """Return the context of a tier under test."""
     return TierContext(name, FileMapper(Namespace(model_name=model_name)), chunk_bytes)
 
 
 def key_of(number: int, group: int = 0) -> OffloadKey:
-    """Make a key as an engine makes them: 32 bytes of hash, and a group."""
+    """Return a key as engines make it: 32 bytes of hash, and a group."""
     return make_offload_key(blake2b(number.to_bytes(8, "big"), digest_size=32).digest(), group)
 
 
@@ -42,14 +42,14 @@ def keys_of(count: int, start: int = 0) -> list[OffloadKey]:
 
 
 def label(key: OffloadKey, version: int = 0) -> str:
-    """Name the chunk that `chunk` makes, shortly and like no other."""
+    """Return a short, unique name of a chunk."""
     digits = key.hex()
     return f"{digits if len(digits) <= 24 else f'{digits[:12]}…{digits[-8:]} ({len(key)} bytes)'} v{version}"
 
 
 @lru_cache(maxsize=512)
 def chunk(key: OffloadKey, version: int, size_bytes: int) -> bytes:
-    """Make a chunk whose every part differs from every part of every other chunk."""
+    """Return a chunk of which every part is unique among all chunks."""
     tag = _tag(key, version)
     return (tag + tag.join(_indexes(-(-size_bytes // PART_BYTES))))[:size_bytes]
 
@@ -64,7 +64,7 @@ def _tag(key: OffloadKey, version: int) -> bytes:
 
 
 class Lender:
-    """Owns rows as the primary does: lends them, looks at them, and wants them back."""
+    """Owns rows as the primary does: lends them, inspects them, and takes them back."""
 
     def __init__(self, chunk_bytes: int) -> None:
         self.chunk_bytes = chunk_bytes
@@ -73,7 +73,7 @@ class Lender:
         self._labels_of_chunks: dict[bytes, str] = {FRESH * chunk_bytes: "untouched"}
 
     def rows(self, count: int, size_bytes: int | None = None) -> list[memoryview]:
-        """Map rows, one chunk long if not told otherwise, with guards around each. Nothing here keeps the views."""
+        """Map rows of one chunk's length, or of `size_bytes`, with guards around each. Keeps no views."""
         length = self.chunk_bytes if size_bytes is None else size_bytes
         guard_bytes = self.chunk_bytes
         stride = guard_bytes + -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -98,13 +98,13 @@ class Lender:
         return [Read(key, row) for key, row in zip(keys, self.rows(len(keys)), strict=True)]
 
     def chunk(self, key: OffloadKey, version: int = 0) -> bytes:
-        """Make a chunk, and know it again."""
+        """Return a chunk that `identify` will recognise."""
         block = chunk(key, version, self.chunk_bytes)
         self._labels_of_tags[_tag(key, version)] = self._labels_of_chunks[block] = label(key, version)
         return block
 
     def identify(self, row: memoryview) -> str:
-        """Name the chunk that a row holds, all of it; or say which bytes are whose."""
+        """Return the name of the chunk that a row holds, or the owner of each range of bytes."""
         found = bytes(row)
         if found in self._labels_of_chunks:
             return self._labels_of_chunks[found]
@@ -122,7 +122,7 @@ class Lender:
         return f"{name}, but another part" if name is not None else f"unknown bytes {part[:4].hex()}…"
 
     def told(self, reads: Sequence[Read], outcomes: Sequence[Outcome]) -> list[str]:
-        """Name for each read the chunk that came, or the error that was its outcome."""
+        """Return for each read the name of its chunk, or of its error."""
         assert len(outcomes) == len(reads), "one outcome for each place of the batch"
         return [
             self.identify(read.into) if outcome is None else type(outcome).__name__
@@ -130,17 +130,17 @@ class Lender:
         ]
 
     async def keep(self, backend: Backend, keys: Sequence[OffloadKey], version: int = 0) -> None:
-        """Store these keys' chunks, and insist that all of them were."""
+        """Store these keys' chunks; fail unless all were stored."""
         outcomes = await backend.store(self.writes(keys, version))
         assert list(outcomes) == [None] * len(keys)
 
     async def recall(self, backend: Backend, keys: Sequence[OffloadKey]) -> list[str]:
-        """Load these keys, and name what came."""
+        """Load these keys, and return what `told` returns."""
         reads = self.reads(keys)
         return self.told(reads, await backend.load(reads))
 
     def guards_are_intact(self) -> bool:
-        """Say whether nothing was written outside of the rows."""
+        """Return True if nothing was written outside of the rows."""
         for mapping, places in self._lent:
             ends = [0, *(place.stop for place in places)]
             starts = [*(place.start for place in places), len(mapping)]
@@ -150,7 +150,7 @@ class Lender:
         return True
 
     def take_back(self) -> bool:
-        """Unmap all rows; False if somebody still has a view of one."""
+        """Unmap all rows; return False if a view of one is in use."""
         try:
             while self._lent:
                 self._lent[-1][0].close()
@@ -160,28 +160,27 @@ class Lender:
         return True
 
 
-OWNER = key_of(1 << 40)  # Whose chunk the owner puts into rows that came back.
+OWNER = key_of(1 << 40)  # Its chunk overwrites returned rows.
 
 
 @pytest.mark.asyncio
 class Promises:
-    """Base of all groups; a subclass of a group provides the fixture `backend`."""
+    """Base of all groups. A subclass of a group provides the fixture `backend`."""
 
     chunk_bytes: ClassVar[int] = 16_384
     """Length of every row that is lent: `TierContext.row_bytes` of the tier under test."""
 
     settle_s: ClassVar[float] = 0.02
-    """Time that a test gives what should have ended to show that it has not."""
+    """Time for traces of a call that should have ended."""
 
     @pytest.fixture
     def lender(self) -> Iterator[Lender]:
-        """Rows and chunks for one test."""
         lender = Lender(self.chunk_bytes)
         yield lender
         lender.take_back()
 
     async def look_later(self, lender: Lender, rows: Sequence[memoryview]) -> None:
-        """Use rows that came back for something else, as an engine does, and look whether somebody else still does."""
+        """Reuse returned rows, as an engine does, and check that nothing else writes into them."""
         for row in rows:
             row[:] = lender.chunk(OWNER)
         for _ in range(2):
@@ -191,21 +190,21 @@ class Promises:
 
 
 async def steps(count: int) -> None:
-    """Let everybody else run for so many iterations of the loop."""
+    """Run other tasks for `count` iterations of the loop."""
     for _ in range(count):
         await asyncio.sleep(0)
 
 
 async def ended(task: asyncio.Task[Any]) -> None:
-    """Wait until a task has ended, however it did; one that does not is a failure."""
+    """Wait for a task's end, with any result; fail if it does not end."""
     done, _ = await asyncio.wait({task}, timeout=PATIENCE_S)
     assert done, f"the call has not ended after {PATIENCE_S:g} s"
     if not task.cancelled():
-        task.exception()  # Or asyncio would complain of an error that nobody looked at, if the test does not.
+        task.exception()  # Retrieved, or asyncio would log it.
 
 
 async def begun(call: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-    """Start a call, and let it take its first step."""
+    """Start a call, and run its first step."""
     task = asyncio.create_task(call)
     await steps(1)
     return task
