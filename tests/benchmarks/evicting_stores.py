@@ -21,7 +21,7 @@ from kvtier.engine.steps import StepManager
 from kvtier.engine.tier import TierMatcher
 from kvtier.testing.virtual_time import VirtualTimeLoop
 from kvtier.tools.replay.study import measure
-from kvtier.tools.replay.traces import Request
+from kvtier.tools.replay.traces import TraceRequest
 from kvtier.tools.replay.workload import open_trace
 
 CHUNK_BYTES = 4_096
@@ -56,17 +56,17 @@ def described(rows: int, cascade: str = "none", **tier: Any) -> EngineConfig:
     return EngineConfig.from_dict(fields, where="the benchmark's")
 
 
-def keys_of(request: Request, rows: int) -> list[OffloadKey]:
+def keys_of(request: TraceRequest, rows: int) -> list[OffloadKey]:
     return [make_offload_key(block.to_bytes(8, "big")) for block in dict.fromkeys(request.hash_ids[:rows])]
 
 
-def stored(requests: Iterable[Request], config: EngineConfig) -> Stores:
+def stored(requests: Iterable[TraceRequest], config: EngineConfig) -> Stores:
     """Replay requests at their times."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(_stored(requests, config))
 
 
-async def _stored(requests: Iterable[Request], config: EngineConfig) -> Stores:
+async def _stored(requests: Iterable[TraceRequest], config: EngineConfig) -> Stores:
     granted: dict[tuple[int, int], bool] = {}
     async with TieringOffloadingManager.open(config) as manager:
         async with asyncio.TaskGroup() as group:
@@ -120,7 +120,7 @@ def parts(keys: Sequence[OffloadKey]) -> Iterator[Sequence[OffloadKey]]:
     return (keys[start : start + CHUNKS_A_STEP] for start in range(0, len(keys), CHUNKS_A_STEP))
 
 
-def print_stores(requests: Sequence[Request], rows: int, speeds: Sequence[float]) -> None:
+def print_stores(requests: Sequence[TraceRequest], rows: int, speeds: Sequence[float]) -> None:
     without = stored(requests, described(rows))
     churn = without.chunks / without.seconds
     print(f"{rows:,} rows; {without.chunks:,} chunks stored in {without.seconds:,.0f} s without tiers")

@@ -21,7 +21,7 @@ from kvtier.engine.steps import Inside
 from kvtier.policies import LRU
 from kvtier.testing import virtual_time
 from kvtier.tools.replay.study import measure, policy_hits
-from kvtier.tools.replay.traces import Request
+from kvtier.tools.replay.traces import TraceRequest
 from kvtier.tools.replay.workload import Workload, generate
 from tests.simulation.audit import audit, audit_quiet
 from tests.simulation.witness import chunk_of
@@ -72,7 +72,7 @@ def soak(requests: int, seed: int = 0, block_tokens: int = 512) -> Soak:
         tracemalloc.stop()
 
 
-async def _run(workload: Sequence[Request], rows: int, capacity: int, predicted: float) -> Soak:
+async def _run(workload: Sequence[TraceRequest], rows: int, capacity: int, predicted: float) -> Soak:
     config = {
         "cpu_bytes_to_use": rows * CHUNK_BYTES,
         "chunk_bytes": CHUNK_BYTES,
@@ -91,7 +91,7 @@ async def _run(workload: Sequence[Request], rows: int, capacity: int, predicted:
     samples: list[Sample] = []
     async with TieringOffloadingManager.open(EngineConfig.from_dict(config, where="soak")) as engine:
 
-        async def serve(request: Request) -> None:
+        async def serve(request: TraceRequest) -> None:
             nonlocal hits, references
             keys = [_key(block) for block in request.hash_ids]
             async with engine.fetch(keys) as views:

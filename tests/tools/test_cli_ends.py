@@ -19,7 +19,7 @@ from kvtier.errors import BackendUnavailable
 from kvtier.tools.cli import main
 from kvtier.tools.commands import COMMANDS, command_line
 from kvtier.tools.options import JSON
-from kvtier.tools.replay.traces import Request, write_trace
+from kvtier.tools.replay.traces import TraceRequest, write_trace
 
 PROGRAM = "from kvtier.tools.cli import main; main()"
 DIRECTORY_COMMANDS = ("verify", "du", "ls", "prune")
@@ -195,7 +195,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, text in CONFIGS.items():
         (folder / name).write_text(text, encoding="latin-1")
     write_trace(
-        folder / "trace.jsonl", [Request(1_000 * turn, 512 * turn, 1, tuple(range(turn))) for turn in range(1, 6)]
+        folder / "trace.jsonl", [TraceRequest(1_000 * turn, 512 * turn, 1, tuple(range(turn))) for turn in range(1, 6)]
     )
     return folder
 
@@ -300,7 +300,7 @@ def test_a_report_that_does_not_fit_on_the_disk_ends_with_3_and_its_name(place: 
 
 
 @pytest.mark.usefixtures("outside")
-def test_what_the_terminal_cannot_show_is_escaped(place: Path, tmp_path: Path) -> None:
+def test_characters_that_the_terminal_cannot_show_are_escaped(place: Path, tmp_path: Path) -> None:
     odd = tmp_path / "日本.jsonl"
     odd.write_bytes((place / "trace.jsonl").read_bytes())
     status, out, err = ended("policies", str(odd), "--policies", "lru", PYTHONIOENCODING="ascii")
@@ -354,7 +354,7 @@ def test_ctrl_c_while_anything_is_imported_ends_with_130_and_no_word(place: Path
 @pytest.mark.usefixtures("outside")
 def test_an_interrupt_ends_the_command_with_130_and_nothing_half_written(tmp_path: Path) -> None:
     long = tmp_path / "long.jsonl"
-    write_trace(long, (Request(number, 1, 1, tuple(range(number, number + 300))) for number in range(20_000)))
+    write_trace(long, (TraceRequest(number, 1, 1, tuple(range(number, number + 300))) for number in range(20_000)))
     command = [sys.executable, "-c", PROGRAM, "policies", str(long), "--json", str(tmp_path / "out.json")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         wait_until_open(process.pid, long)
@@ -429,7 +429,7 @@ def test_a_fault_of_kvtiers_own_has_a_status_of_its_own(
         (MemoryError(), "kvtier: there is not enough memory for this\n"),
     ],
 )
-def test_what_the_machine_does_not_give_ends_with_3(
+def test_a_failure_of_the_machine_ends_with_3(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, told: str
 ) -> None:
     def refused(_: object) -> None:

@@ -9,7 +9,7 @@ from msgspec import structs
 from kvtier.hints import Hint
 from kvtier.tools.replay.study import measure, simulation
 from kvtier.tools.replay.tiered import CASCADES, tiered_hits
-from kvtier.tools.replay.traces import Request, Trace, write_trace
+from kvtier.tools.replay.traces import Trace, TraceRequest, write_trace
 from tests.tools.command import check_refusal, reported, run
 
 
@@ -18,7 +18,7 @@ def trace(tmp_path: Path) -> str:
     """Return the path of a trace with three prompts over ten blocks, which return by turns."""
     prompts = [(0, 1, 2, 3), (0, 1, 4, 5, 6), (7, 8, 9)]
     path = tmp_path / "trace.jsonl.gz"
-    write_trace(path, [Request(number, 512 * len(ids), 1, ids) for number, ids in enumerate(prompts * 10)])
+    write_trace(path, [TraceRequest(number, 512 * len(ids), 1, ids) for number, ids in enumerate(prompts * 10)])
     return str(path)
 
 
@@ -72,7 +72,7 @@ def test_a_workload_is_generated_without_a_trace(capsys: pytest.CaptureFixture[s
 
 
 def test_a_trace_without_any_block_has_a_hit_ratio_of_zero(tmp_path: Path) -> None:
-    write_trace(tmp_path / "trace.jsonl", [Request(0, 5, 1, ())])
+    write_trace(tmp_path / "trace.jsonl", [TraceRequest(0, 5, 1, ())])
     assert set(reported(tmp_path, "policies", tmp_path / "trace.jsonl", "--sizes", "0.5")["lru"].values()) == {0.0}
 
 

@@ -16,7 +16,7 @@ from msgspec import structs
 
 from kvtier.hints import Hint
 from kvtier.tools.replay.study import measure, simulation
-from kvtier.tools.replay.traces import Request, Trace, write_trace
+from kvtier.tools.replay.traces import Trace, TraceRequest, write_trace
 from tests.tools.command import KVTIER, check_refusal, reported, run
 
 SMALL = 'cpu_bytes_to_use = "{rows}"\nchunk_bytes = "4KiB"\nrunner = "inline"\n'
@@ -36,7 +36,7 @@ def trace(tmp_path: Path) -> str:
     """Return a trace's path: six users with prompts that grow, in batches of three seconds."""
     prompts = [tuple(range(user * 100, user * 100 + turn)) for turn in range(1, 11) for user in range(6)]
     path = tmp_path / "trace.jsonl.gz"
-    write_trace(path, [Request(number // 4 * 3_000, 512 * len(ids), 9, ids) for number, ids in enumerate(prompts)])
+    write_trace(path, [TraceRequest(number // 4 * 3_000, 512 * len(ids), 9, ids) for number, ids in enumerate(prompts)])
     return str(path)
 
 
@@ -80,7 +80,7 @@ def test_without_a_configuration_a_trace_goes_through_memory_and_files_and_leave
 @pytest.mark.usefixtures("outside")
 def test_in_the_users_directory_chunks_stay_and_only_the_same_trace_finds_them(trace: str, tmp_path: Path) -> None:
     tier, other = tmp_path / "tier", tmp_path / "other.jsonl"
-    write_trace(other, [Request(5, 1_024, 1, (0, 1)), Request(6, 1_024, 1, (2, 3))])
+    write_trace(other, [TraceRequest(5, 1_024, 1, (0, 1)), TraceRequest(6, 1_024, 1, (2, 3))])
     first, again = (reported(tmp_path, "replay", trace, "--fs", tier, "--limit", "30") for _ in range(2))
     assert first["hit_ratio"] < 0.8
     assert again["hit_ratio"] == 1.0
@@ -118,7 +118,7 @@ def test_the_default_primary_holds_long_requests_so_that_nothing_is_lost(tmp_pat
     """Agents' prompts have thousands of blocks, most of them in every prompt: a share of these is less than one."""
     sessions = [(*range(600), *range(1_000 * each, 1_000 * each + 100)) for each in (1, 2, 3, 4)]
     trace = str(tmp_path / "agents.jsonl")
-    write_trace(trace, [Request(60_000 * at, 512 * 700, 9, sessions[at % 4]) for at in range(12)])
+    write_trace(trace, [TraceRequest(60_000 * at, 512 * 700, 9, sessions[at % 4]) for at in range(12)])
     told = reported(tmp_path, *way, trace)
     assert told["hit_ratio"] == told["best_hit_ratio"]
     assert (told["warnings"], told["tiers"]["cpu"]["refused"]) == ([], {})
@@ -130,7 +130,7 @@ def test_requests_longer_than_the_primary_are_a_warning(
 ) -> None:
     trace = str(tmp_path / "trace.jsonl")
     prompts = [tuple(range(8 * (at % 2), 8 * (at % 2) + 6)) for at in range(6)] + [tuple(range(20, 27))]
-    write_trace(trace, [Request(60_000 * at, 512 * len(ids), 9, ids) for at, ids in enumerate(prompts)])
+    write_trace(trace, [TraceRequest(60_000 * at, 512 * len(ids), 9, ids) for at, ids in enumerate(prompts)])
     config = config_file(tmp_path, '[[secondary_tiers]]\ntype = "dummy"', rows=4)
     told = reported(tmp_path, *way, trace, "--config", config)
     line = "the primary of 4 chunks is shorter than 7 requests of 7, the longest of 7 chunks"
@@ -161,7 +161,7 @@ def test_the_hints_of_a_trace_reach_the_engine(tmp_path: Path, way: tuple[str, .
     """Finished sessions make room for one that returns: as many hits as the study has with the same hints."""
     blocks = [(0, 1, 2), *((10 * end, 10 * end + 1) for end in range(1, 5)), (0, 1, 2, 3)]
     requests = [
-        Request(60_000 * number, 512 * len(ids), 9, ids, hint=Hint(over=True) if number in (1, 2, 3, 4) else None)
+        TraceRequest(60_000 * number, 512 * len(ids), 9, ids, hint=Hint(over=True) if number in (1, 2, 3, 4) else None)
         for number, ids in enumerate(blocks)
     ]
     trace = str(tmp_path / "hinted.jsonl")
@@ -213,7 +213,7 @@ def test_chunks_that_a_limit_kept_from_a_tier_are_a_warning_that_names_the_limit
 def test_chunks_have_the_length_of_the_traces_blocks_when_loads_are_weighed(tmp_path: Path, written: str) -> None:
     """A chunk of 512 tokens takes 26 ms to compute, and one load 10 ms: worth it, and not at fewer tokens a chunk."""
     blocks = [tuple(range(10 * session, 10 * session + 3)) for session in range(4)] * 3
-    requests = [Request(60_000 * number, 512 * len(ids), 9, ids) for number, ids in enumerate(blocks)]
+    requests = [TraceRequest(60_000 * number, 512 * len(ids), 9, ids) for number, ids in enumerate(blocks)]
     trace = str(tmp_path / "returning.jsonl")
     write_trace(trace, requests)
     tier = '[[secondary_tiers]]\ntype = "dummy"\nname = "slow"\nlatency_s = "10ms"\n'
@@ -331,7 +331,7 @@ def test_an_interrupt_ends_a_replay_with_130_and_a_report_of_the_finished_reques
 ) -> None:
     long, out, picture = tmp_path / "long.jsonl", tmp_path / "out.json", tmp_path / "out.png"
     prompts = [range(user * 1_000, user * 1_000 + 100 + turn) for turn in range(80) for user in range(50)]
-    write_trace(long, [Request(number, 512 * len(ids), 9, tuple(ids)) for number, ids in enumerate(prompts)])
+    write_trace(long, [TraceRequest(number, 512 * len(ids), 9, tuple(ids)) for number, ids in enumerate(prompts)])
     line = [*KVTIER, command, str(long), "--json", str(out), *(["--plot", str(picture)] if command == "replay" else [])]
     terminal, theirs = os.openpty()
     with (

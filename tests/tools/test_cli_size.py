@@ -15,7 +15,7 @@ from kvtier.errors import ConfigError
 from kvtier.hints import Hint
 from kvtier.tools.replay.models import kv_bytes_per_token
 from kvtier.tools.replay.study import measure, simulation
-from kvtier.tools.replay.traces import Request, Trace, write_trace
+from kvtier.tools.replay.traces import Trace, TraceRequest, write_trace
 from tests.tools.command import KVTIER, reported, run
 
 CHUNK_BYTES = 512 * 8  # Of a model with eight bytes a token.
@@ -27,7 +27,7 @@ def trace(tmp_path: Path) -> str:
     path = str(tmp_path / "trace.jsonl")
     prompts = [tuple(range(10 * number, 10 * number + 10)) for number in range(40)]
     times = range(0, 60_000 * 120, 60_000)
-    write_trace(path, [Request(at, 5_120, 1, prompts[number % 40]) for number, at in enumerate(times)])
+    write_trace(path, [TraceRequest(at, 5_120, 1, prompts[number % 40]) for number, at in enumerate(times)])
     return path
 
 
@@ -55,7 +55,7 @@ def test_a_memory_that_is_shorter_than_a_request_is_a_warning(
 def test_no_more_seconds_are_saved_than_computing_would_take(tmp_path: Path) -> None:
     """Of a hit in a last block that is partly filled, only the prompt's own tokens count."""
     trace = str(tmp_path / "short.jsonl")
-    write_trace(trace, [Request(60_000 * number, 700, 1, (0, 1)) for number in range(5)])
+    write_trace(trace, [TraceRequest(60_000 * number, 700, 1, (0, 1)) for number in range(5)])
     options = ("--memory", "400KiB", "--disk", "0", "--prefill-tokens-per-s", "100")
     (cell,) = sized(trace, tmp_path, *options)["sizes"]
     assert cell["hits"] == {"cpu": 0.8}
@@ -95,7 +95,7 @@ def test_the_figures_of_a_small_trace_are_those_of_pencil_and_paper(tmp_path: Pa
     prompts = ((1, 2, 3), (4, 5, 6), (7, 8, 9), (1, 2, 3), (1, 2, 10))
     path = str(tmp_path / "paper.jsonl")
     times_ms = (0, 500, 20_000, 30_000, 40_000)
-    write_trace(path, [Request(at_ms, 1_536, 1, blocks) for at_ms, blocks in zip(times_ms, prompts, strict=True)])
+    write_trace(path, [TraceRequest(at_ms, 1_536, 1, blocks) for at_ms, blocks in zip(times_ms, prompts, strict=True)])
     servers = ("--prefill-tokens-per-s", "1536", "--slots", "1", "--load-always")
     disk = ("--memory", "24KiB", "--disk", "1MiB", "--disk-speed", "40960B/s,40960B/s")
     report = sized(path, tmp_path, *servers, *disk)
@@ -178,7 +178,7 @@ def test_a_trace_that_cannot_be_true_is_one_warning_for_all_sizes(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = str(tmp_path / "unchained.jsonl")
-    write_trace(path, [Request(0, 1_024, 1, (1, 2)), Request(60_000, 1_024, 1, (3, 2))])
+    write_trace(path, [TraceRequest(0, 1_024, 1, (1, 2)), TraceRequest(60_000, 1_024, 1, (3, 2))])
     sized(path, tmp_path, "--memory", "400KiB", "--disk", "0,4MiB")
     assert capfd.readouterr().err.count("must be chained") == 1
 
@@ -196,7 +196,8 @@ def test_the_hints_of_a_trace_reach_the_engine_and_the_disk_is_named_disk(trace:
 def test_the_end_of_the_command_ends_its_processes(tmp_path: Path, killed_by: signal.Signals) -> None:
     path = str(tmp_path / "long.jsonl")
     requests = (
-        Request(1_000 * number, 51_200, 1, tuple(range(100 * number, 100 * number + 100))) for number in range(20_000)
+        TraceRequest(1_000 * number, 51_200, 1, tuple(range(100 * number, 100 * number + 100)))
+        for number in range(20_000)
     )
     write_trace(path, requests)
     sizes = ("--kv-bytes-per-token", "8", "--memory", "8MiB,16MiB", "--disk", "64MiB")

@@ -9,7 +9,7 @@ import pytest
 from msgspec import structs
 
 from kvtier.hints import Hint
-from kvtier.tools.replay.traces import Request, Trace, write_trace
+from kvtier.tools.replay.traces import Trace, TraceRequest, write_trace
 from tests.tools.command import run
 
 
@@ -37,8 +37,8 @@ def test_a_log_of_token_ids_becomes_a_trace_that_the_other_commands_read(
     trace = Trace(out, strict=True)
     assert (trace.block_tokens, dict(trace.meta)) == (4, {"block_size": 4})
     assert list(trace) == [
-        Request(timestamp_ms=0, input_length=5, output_length=5, hash_ids=(0,)),
-        Request(timestamp_ms=40, input_length=8, output_length=6, hash_ids=(0, 1)),
+        TraceRequest(timestamp_ms=0, input_length=5, output_length=5, hash_ids=(0,)),
+        TraceRequest(timestamp_ms=40, input_length=8, output_length=6, hash_ids=(0, 1)),
     ]
     assert run("policies", out, "--policies", "lru", "--sizes", "1") == 0
 
@@ -105,7 +105,9 @@ def test_a_trace_is_written_into_a_pipe_whatever_its_name(
 
 def test_the_info_counts_what_is_in_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "trace.jsonl"
-    requests = [Request(1_000 * at, 512 * (at + 1), at, tuple(range(at + 1)), session_id=at % 2) for at in range(4)]
+    requests = [
+        TraceRequest(1_000 * at, 512 * (at + 1), at, tuple(range(at + 1)), session_id=at % 2) for at in range(4)
+    ]
     hints = [None, Hint(over=True, class_="agent"), Hint(class_="agent"), None]
     write_trace(path, [structs.replace(each, hint=hint) for each, hint in zip(requests, hints, strict=True)])
     assert run("trace", "info", str(path), "--json", "-") == 0

@@ -21,7 +21,7 @@ from kvtier.testing.conformance.lender import keys_of
 from kvtier.tools.cli import main
 from kvtier.tools.commands import COMMANDS, GROUPS
 from kvtier.tools.options import JSON
-from kvtier.tools.replay.traces import Request, write_trace
+from kvtier.tools.replay.traces import TraceRequest, write_trace
 from tests.docs.schemas import REPORTS, written
 
 CONFIG = """
@@ -45,7 +45,7 @@ def place(root: Path, store: Callable[..., list[Path]], monkeypatch: pytest.Monk
     (root.parent / "tokens.jsonl").write_text(json.dumps({"token_ids": list(range(64))}) + "\n")
     write_trace(
         root.parent / "trace.jsonl",
-        [Request(1_000 * turn, 512 * turn, 1, tuple(range(turn))) for turn in range(1, 6)],
+        [TraceRequest(1_000 * turn, 512 * turn, 1, tuple(range(turn))) for turn in range(1, 6)],
     )
     return root.parent
 
@@ -169,7 +169,7 @@ def test_a_command_restores_the_loggers(run: Any) -> None:
 def impossible(place: Path) -> str:
     """Write a trace that cannot be true, of which its readers warn."""
     path = place / "impossible.jsonl"
-    write_trace(path, [Request(0, 512, 1, (1,)), Request(1, 1_024, 1, (2, 1))])
+    write_trace(path, [TraceRequest(0, 512, 1, (1,)), TraceRequest(1, 1_024, 1, (2, 1))])
     return str(path)
 
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from kvtier.testing.conformance.lender import keys_of
 from kvtier.tools.cli import main
 from kvtier.tools.outputs import NO_WISHES, Screen, granted, plain_table
-from kvtier.tools.replay.traces import Request, write_trace
+from kvtier.tools.replay.traces import TraceRequest, write_trace
 from tests.serving import served
 
 TITLE = "\x1b]0;owned\x1b\\"  # Obeyed by every terminal: it is the window's title from then on.
@@ -40,7 +40,7 @@ def told(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     path = tmp_path / f"{NAME}.jsonl"
-    write_trace(path, [Request(timestamp_ms=1, input_length=512, output_length=1, hash_ids=(0,))])
+    write_trace(path, [TraceRequest(timestamp_ms=1, input_length=512, output_length=1, hash_ids=(0,))])
     return path
 
 
@@ -68,7 +68,7 @@ def test_a_model_and_files_of_a_directory_are_shown_as_they_are(
     assert first.name.removesuffix(".bin")[:8] in told("ls", root)
 
 
-def test_what_a_served_engine_says_is_shown_as_it_is(told: Callable[..., str]) -> None:
+def test_names_in_an_engines_metrics_are_shown_escaped(told: Callable[..., str]) -> None:
     registry = CollectorRegistry()
     Gauge("kvtier_tier_breaker", "1.", ("tier", "state"), registry=registry).labels(NAME, "closed").set(1)
     with served(registry) as port:

@@ -14,7 +14,7 @@ import xxhash
 from kvtier.errors import TraceError
 from kvtier.hints import IgnoredHints, hint_of
 from kvtier.settings import foreign
-from kvtier.tools.replay.traces import Request, trace_lines
+from kvtier.tools.replay.traces import TraceRequest, trace_lines
 
 TOKEN_MAX = (1 << 63) - 1
 
@@ -47,7 +47,7 @@ class Conversion:
         self.without_times = False
         self.requests = self.blocks = 0  # Yielded so far.
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[TraceRequest]:
         for path in self._paths:
             for where, prompt in _prompts(path):
                 now_ms = self._time(where, prompt.timestamp)
@@ -55,7 +55,7 @@ class Conversion:
                 ids = self._ids(tokens)
                 self.requests += 1
                 self.blocks += len(ids)
-                yield Request(
+                yield TraceRequest(
                     timestamp_ms=int(now_ms) if now_ms.is_integer() else now_ms,
                     input_length=len(tokens),
                     output_length=prompt.output_length,

@@ -18,7 +18,7 @@ from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.engine.metrics import EngineStats
 from kvtier.hints import Hint
 from kvtier.runner.tiers import Budget
-from kvtier.tools.replay.traces import Request
+from kvtier.tools.replay.traces import TraceRequest
 
 CONCURRENCY = 8
 CONCURRENCY_MAX = 4_096  # Requests, a task each. Engines run some hundreds; the bytes have their own limit.
@@ -48,7 +48,7 @@ class ChunkSource:
         self._words_of_places: npt.NDArray[np.uint64] = places.random_raw(words)
 
     @classmethod
-    def of(cls, requests: Iterable[Request], chunk_bytes: int, seed: int) -> "ChunkSource":
+    def of(cls, requests: Iterable[TraceRequest], chunk_bytes: int, seed: int) -> "ChunkSource":
         """Return the chunks of a trace: in a directory that several traces have used, each finds its own only."""
         return cls(chunk_bytes, seed=seed, trace=msgspec.json.encode(next(iter(requests))))
 
@@ -324,7 +324,7 @@ class Replay:
 
     def __init__(
         self,
-        requests: Iterable[Request],
+        requests: Iterable[TraceRequest],
         config: EngineConfig,
         source: ChunkSource,
         tally: ReplayTally,

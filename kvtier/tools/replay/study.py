@@ -19,14 +19,14 @@ from kvtier.errors import ConfigError
 from kvtier.hints import RETAIN_S_MAX, Hint
 from kvtier.policies import HintedOrder, Policy, policy_class
 from kvtier.tools.outputs import counted
-from kvtier.tools.replay.traces import BLOCK_TOKENS, Request
+from kvtier.tools.replay.traces import BLOCK_TOKENS, TraceRequest
 
 OPT = "opt"
 RETAINED_SHARE = EngineLimits().retained_share  # Of the cache, at most: the engine's default.
 _NEVER = 0  # No next use: the first reference is not the next use of any.
 _STALE_MIN = 65_536  # Outdated entries; fewer are not worth a new heap.
 
-Simulation = Callable[[Iterable[Request], int], Iterator[int]]
+Simulation = Callable[[Iterable[TraceRequest], int], Iterator[int]]
 """Maps requests and a cache's capacity in blocks to the hits of each request."""
 
 
@@ -57,7 +57,7 @@ class Extent(NamedTuple):
         return hits / self.block_references if self.block_references else 0.0
 
 
-def measure(requests: Iterable[Request]) -> Extent:
+def measure(requests: Iterable[TraceRequest]) -> Extent:
     """Read all requests once, and count them and their blocks."""
     seen: set[int] = set()
     lengths: Counter[int] = Counter()
@@ -155,7 +155,7 @@ def leading(used: Sequence[int], hint: Hint, block_tokens: int) -> Sequence[int]
 
 
 def policy_hits(
-    requests: Iterable[Request],
+    requests: Iterable[TraceRequest],
     policy: Policy[int],
     capacity: int,
     hints: Iterable[Hint | None] | None = None,
@@ -173,11 +173,13 @@ def policy_hits(
         cache.use(request.hash_ids, request.hint if hints is None else hint, request.timestamp_ms / 1_000)
 
 
-def _simulate(cls: type[Policy[Any]], block_tokens: int, requests: Iterable[Request], capacity: int) -> Iterator[int]:
+def _simulate(
+    cls: type[Policy[Any]], block_tokens: int, requests: Iterable[TraceRequest], capacity: int
+) -> Iterator[int]:
     return policy_hits(requests, cls(capacity), capacity, block_tokens=block_tokens)
 
 
-def opt_hits(requests: Iterable[Request], capacity: int) -> Iterator[int]:
+def opt_hits(requests: Iterable[TraceRequest], capacity: int) -> Iterator[int]:
     """Yield the hits of each request in a cache of `capacity` blocks that knows the future: Belady's OPT with bypass.
 
     After each request it keeps the blocks with the nearest next use, among the resident ones and the request's own; a
@@ -212,7 +214,7 @@ def opt_hits(requests: Iterable[Request], capacity: int) -> Iterator[int]:
         begin = end
 
 
-def _flattened(requests: Iterable[Request]) -> "tuple[array[int], list[int]]":
+def _flattened(requests: Iterable[TraceRequest]) -> "tuple[array[int], list[int]]":
     """Return all references in order, with blocks numbered from 0, and the number of references of each request."""
     numbers: dict[int, int] = {}
     references = array("I")

@@ -13,7 +13,7 @@ from kvtier.backend import OffloadKey, make_offload_key
 from kvtier.config import EngineConfig, EngineLimits, TierConfig
 from kvtier.engine.answers import LookupResult
 from kvtier.engine.ledger import Ledger, ledger_of
-from kvtier.engine.requests import Request as EngineRequest
+from kvtier.engine.requests import Request
 from kvtier.errors import ConfigError
 from kvtier.hints import Advice
 from kvtier.memory import PAGE_BYTES
@@ -32,7 +32,7 @@ from kvtier.runner.messages import (
     unpack_keys,
 )
 from kvtier.tools.replay.study import OPT, RETAINED_SHARE
-from kvtier.tools.replay.traces import BLOCK_TOKENS, Request
+from kvtier.tools.replay.traces import BLOCK_TOKENS, TraceRequest
 
 DISK_NAME = "disk"  # The name of the tier, for hints whose `no_store` names tiers.
 CascadeName = Literal["store", "evict", "second_use"]
@@ -160,14 +160,14 @@ class TieredStudy:
         self._ledger.begin_step(0.0)
         self._ledger.apply(Scanned(0, True))
 
-    def serve(self, request: Request) -> Served:
+    def serve(self, request: TraceRequest) -> Served:
         """Look a request's blocks up, load the hits, store the others, and end the request with its hint."""
         ledger, before = self._ledger, self.tier.written
         self._now_s = request.timestamp_ms / 1_000
         self._settle()
         self._requests += 1
         keys = [make_offload_key(b"%d" % block) for block in request.hash_ids[: self._capacity]]
-        served = EngineRequest(str(self._requests))
+        served = Request(str(self._requests))
         if request.hint is not None:
             ledger.hint(served, request.hint)
         hits = self._found(keys, served)
@@ -181,7 +181,7 @@ class TieredStudy:
         self._settle()
         return Served(hits, self.tier.written - before)
 
-    def _found(self, keys: Sequence[OffloadKey], served: EngineRequest) -> int:
+    def _found(self, keys: Sequence[OffloadKey], served: Request) -> int:
         """Return the length of the leading run, after its part in the tier has been loaded."""
         while True:
             waits, hits = False, 0
@@ -221,7 +221,7 @@ def _ledger(policy: str, capacity: int, cascade: CascadeName, block_tokens: int)
 
 
 def tiered_hits(
-    requests: Iterable[Request],
+    requests: Iterable[TraceRequest],
     policy: str,
     capacity: int,
     tier_capacity: int,

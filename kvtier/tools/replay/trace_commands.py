@@ -16,7 +16,7 @@ from kvtier.tools.options import JsonOption, LimitOption, StrictOption, TraceArg
 from kvtier.tools.outputs import busy, check_outputs, check_writable, counted, note, plain_table, write_json
 from kvtier.tools.replay.logs import Conversion
 from kvtier.tools.replay.study import measure
-from kvtier.tools.replay.traces import Request, write_trace
+from kvtier.tools.replay.traces import TraceRequest, write_trace
 from kvtier.tools.replay.workload import open_trace
 
 TRACE_NAMES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
@@ -99,7 +99,7 @@ def convert(
     )
 
 
-def _with_blocks(conversion: Conversion, logs: list[str], block_tokens: int) -> Iterator[Request]:
+def _with_blocks(conversion: Conversion, logs: list[str], block_tokens: int) -> Iterator[TraceRequest]:
     yield from conversion
     if not conversion.blocks:
         raise TraceError(
@@ -120,14 +120,14 @@ def _check_output(path: str) -> None:
 class _TraceTally:
     """Requests in passing, and their counts."""
 
-    def __init__(self, requests: Iterable[Request]) -> None:
+    def __init__(self, requests: Iterable[TraceRequest]) -> None:
         self._requests = requests
         self.inputs, self.outputs = array("q"), array("q")
         self.sessions: set[int | str] = set()
         self.hints: Counter[str] = Counter()
         self.first_ms = self.last_ms = 0.0
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[TraceRequest]:
         for request in self._requests:
             if not self.inputs:
                 self.first_ms = request.timestamp_ms

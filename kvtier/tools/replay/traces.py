@@ -59,7 +59,7 @@ _TIMES = "timestamp must be in milliseconds: multiply seconds by 1,000"
 _NAMES = {"timestamp_ms": "timestamp", "hint": HINT}
 
 
-class Request(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, rename=_NAMES):
+class TraceRequest(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, rename=_NAMES):
     """One request of a trace. Other fields of a line are ignored."""
 
     timestamp_ms: Annotated[int, _NOT_NEGATIVE] | Annotated[float, _NOT_NEGATIVE]
@@ -110,8 +110,8 @@ class Trace:
         self.meta: Mapping[str, Any] = meta or {}
         self.block_tokens = self._block_tokens()
 
-    def __iter__(self) -> Iterator[Request]:
-        decode = msgspec.json.Decoder(Request).decode
+    def __iter__(self) -> Iterator[TraceRequest]:
+        decode = msgspec.json.Decoder(TraceRequest).decode
         stop = None if self.limit is None else self._lines_before + self.limit
         check = None if self._checked else TraceCheck(self.path, self.block_tokens, strict=self.strict)
         for number, line in islice(trace_lines(self.path), self._lines_before, stop):
@@ -137,7 +137,7 @@ class Trace:
 
 
 def write_trace(
-    path: str | os.PathLike[str], requests: Iterable[Request], meta: Mapping[str, Any] | None = None
+    path: str | os.PathLike[str], requests: Iterable[TraceRequest], meta: Mapping[str, Any] | None = None
 ) -> None:
     """Write a trace that `Trace` reads back: in gzip or zstd if the name ends in `.gz` or `.zst`.
 
@@ -171,14 +171,14 @@ def _meta(line: bytes) -> dict[str, Any] | None:
         return None  # A request, or a line that an iteration rejects.
 
 
-def _request(decode: Callable[[bytes], Request], line: bytes) -> tuple[Request, str]:
+def _request(decode: Callable[[bytes], TraceRequest], line: bytes) -> tuple[TraceRequest, str]:
     """Return a line's request, and the fault of its hint, which is then left out: the request is valid."""
     try:
         return foreign(decode, line), ""
     except msgspec.DecodeError as error:
         if f'"{HINT}"'.encode() not in line:
             raise
-        return msgspec.convert({**_table(line, error), HINT: None}, Request), str(error)
+        return msgspec.convert({**_table(line, error), HINT: None}, TraceRequest), str(error)
 
 
 def _table(line: bytes, error: msgspec.DecodeError) -> dict[str, Any]:
@@ -283,7 +283,7 @@ class TraceCheck:
         self._requests = self._tokens = self._line = 0
         self._first_ms = self._last_ms = 0.0
 
-    def look(self, line: int, request: "Request", wrong_hint: str = "") -> None:
+    def look(self, line: int, request: "TraceRequest", wrong_hint: str = "") -> None:
         """Check the request of one line; `wrong_hint` is the fault of its hint."""
         if wrong_hint:
             self._note(line, wrong_hint, _HINTS)

@@ -28,7 +28,7 @@ from kvtier.errors import TraceError
 from kvtier.policies import LRU
 from kvtier.tools.replay.replay import GPU_NAME, ChunkSource, ReplayClient, ReplayTally, task_group
 from kvtier.tools.replay.study import Cache
-from kvtier.tools.replay.traces import BLOCK_TOKENS, Request
+from kvtier.tools.replay.traces import BLOCK_TOKENS, TraceRequest
 
 PREFILL_TOKENS_PER_S = 20_000.0  # Of one server: an 8B model on one GPU of 2023.
 SLOTS = 4
@@ -70,7 +70,7 @@ class VirtualReplay:
 
     def __init__(
         self,
-        requests: Iterable[Request],
+        requests: Iterable[TraceRequest],
         config: EngineConfig,
         source: ChunkSource,
         tally: ReplayTally,
@@ -118,7 +118,9 @@ class VirtualReplay:
                 task = group.create_task(self._serve(request, arrival_s, client, free))
                 task.add_done_callback(lambda _: progress())
 
-    async def _serve(self, request: Request, arrival_s: float, client: ReplayClient, free: asyncio.Semaphore) -> None:
+    async def _serve(
+        self, request: TraceRequest, arrival_s: float, client: ReplayClient, free: asyncio.Semaphore
+    ) -> None:
         keys = list(map(self._source.key, request.hash_ids))
         with client.request(request.hint) as request_id:
             async with free:
@@ -134,7 +136,7 @@ class VirtualReplay:
             client.store(keys, hits, request_id)
         self.tally.finished(client.manager.stats, client.seconds)
 
-    def _found_in_gpu(self, request: Request) -> int:
+    def _found_in_gpu(self, request: TraceRequest) -> int:
         if self._gpu is None:
             return 0
         found = self._gpu.leading_run(request.hash_ids)
@@ -155,7 +157,7 @@ def _silent_losses() -> Generator[None]:
             logger.setLevel(level)
 
 
-def arrivals_s(requests: Iterable[Request]) -> "array[float]":
+def arrivals_s(requests: Iterable[TraceRequest]) -> "array[float]":
     """Return the arrivals in seconds from the first; those of one timestamp are spread over the time it covers.
 
     This time is the shortest between two timestamps of the trace: Mooncake's come in batches of three seconds, whose
@@ -183,7 +185,7 @@ def arrivals_s(requests: Iterable[Request]) -> "array[float]":
 
 
 def without_tiering_s(
-    requests: Iterable[Request], arrivals: Sequence[float], servers: Servers, block_tokens: int = BLOCK_TOKENS
+    requests: Iterable[TraceRequest], arrivals: Sequence[float], servers: Servers, block_tokens: int = BLOCK_TOKENS
 ) -> "array[float]":
     """Return the times to first token if the servers compute all that their cache on the GPU does not hold."""
     cache = servers.cache(block_tokens)

@@ -34,7 +34,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from kvtier.tools.replay.traces import BLOCK_TOKENS, Request, Trace
+from kvtier.tools.replay.traces import BLOCK_TOKENS, Trace, TraceRequest
 
 GENERATED = "generated"
 
@@ -116,7 +116,7 @@ class GeneratedTrace:
         self.block_tokens = workload.block_tokens
         self.meta: Mapping[str, Any] = {"block_size": workload.block_tokens, "workload": msgspec.to_builtins(workload)}
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[TraceRequest]:
         return generate(self.workload)
 
 
@@ -132,7 +132,7 @@ def open_trace(
     return Trace(name, limit=limit, strict=strict, checked=checked)
 
 
-def generate(workload: Workload) -> Iterator[Request]:
+def generate(workload: Workload) -> Iterator[TraceRequest]:
     """Yield the requests in the order of their arrival, the first at 0 ms.
 
     As in Mooncake's traces `len(hash_ids) == ceil(input_length / block_tokens)`: a last block that is only partly
@@ -201,7 +201,7 @@ class _Session:
     def ended(self) -> bool:
         return self._turns_left == 0 or self._prompt_tokens > self.kind.workload.context_tokens_max
 
-    def ask(self, now_s: float) -> Request:
+    def ask(self, now_s: float) -> TraceRequest:
         """Return the next request, and prepare the one after it."""
         kind, prompt_tokens = self.kind, self._prompt_tokens
         whole, rest = divmod(prompt_tokens, kind.workload.block_tokens)
@@ -210,7 +210,7 @@ class _Session:
         reply_tokens = kind.dialogue.reply_tokens.draw_count(kind.source)
         self._prompt_tokens += reply_tokens + kind.dialogue.later_tokens.draw_count(kind.source)
         self._turns_left -= 1
-        return Request(
+        return TraceRequest(
             timestamp_ms=int(now_s * 1_000),
             input_length=prompt_tokens,
             output_length=reply_tokens,

@@ -17,7 +17,7 @@ from kvtier.backend.namespace import FileMapper, Namespace
 from kvtier.errors import ChunkCorrupt, ChunkMissing
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
-from kvtier_backends.fs import Fault, FsBackend, FsOptions
+from kvtier_backends.fs import ChunkFault, FsBackend, FsOptions
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from tests.fs.conftest import Place
 
@@ -35,25 +35,25 @@ def cut_to(length: int) -> Damage:
     return lambda place: os.truncate(place.path, length)
 
 
-DAMAGES: dict[str, tuple[Damage, Fault]] = {
-    "a zeroed footer": (overwritten(ROW_BYTES, bytes(FOOTER_BYTES)), Fault.ZEROED),
-    "a stranger": (overwritten(ROW_BYTES, b"PK\3\4" * 1_024), Fault.FOREIGN),
-    "a damaged footer": (overwritten(ROW_BYTES + 70, b"\xff"), Fault.FOOTER),
-    "a damaged sequence number": (overwritten(ROW_BYTES + 4_085, b"\xff"), Fault.FOOTER),
-    "a damaged payload": (overwritten(0, b"\xff"), Fault.PAYLOAD),
-    "a zeroed page": (overwritten(4_096, bytes(4_096)), Fault.PAYLOAD),
+DAMAGES: dict[str, tuple[Damage, ChunkFault]] = {
+    "a zeroed footer": (overwritten(ROW_BYTES, bytes(FOOTER_BYTES)), ChunkFault.ZEROED),
+    "a stranger": (overwritten(ROW_BYTES, b"PK\3\4" * 1_024), ChunkFault.FOREIGN),
+    "a damaged footer": (overwritten(ROW_BYTES + 70, b"\xff"), ChunkFault.FOOTER),
+    "a damaged sequence number": (overwritten(ROW_BYTES + 4_085, b"\xff"), ChunkFault.FOOTER),
+    "a damaged payload": (overwritten(0, b"\xff"), ChunkFault.PAYLOAD),
+    "a zeroed page": (overwritten(4_096, bytes(4_096)), ChunkFault.PAYLOAD),
 }
-OF_FILES: dict[str, tuple[Damage, Fault]] = {  # A slot has one length.
-    "empty": (cut_to(0), Fault.TRUNCATED),
-    "one byte": (cut_to(1), Fault.TRUNCATED),
-    "a page": (cut_to(4_096), Fault.TRUNCATED),
-    "a byte less than a row": (cut_to(ROW_BYTES - 1), Fault.TRUNCATED),
-    "a byte more than a row": (cut_to(ROW_BYTES + 1), Fault.TRUNCATED),
-    "a byte less than a footer": (cut_to(ROW_BYTES + FOOTER_BYTES - 1), Fault.TRUNCATED),
-    "a byte too long": (cut_to(ROW_BYTES + FOOTER_BYTES + 1), Fault.OVERLONG),
-    "a page too long": (cut_to(ROW_BYTES + 2 * FOOTER_BYTES), Fault.OVERLONG),
-    "much too long": (cut_to(ROW_BYTES * 10), Fault.OVERLONG),
-    "all zeros": (overwritten(0, bytes(ROW_BYTES + FOOTER_BYTES)), Fault.ZEROED),
+OF_FILES: dict[str, tuple[Damage, ChunkFault]] = {  # A slot has one length.
+    "empty": (cut_to(0), ChunkFault.TRUNCATED),
+    "one byte": (cut_to(1), ChunkFault.TRUNCATED),
+    "a page": (cut_to(4_096), ChunkFault.TRUNCATED),
+    "a byte less than a row": (cut_to(ROW_BYTES - 1), ChunkFault.TRUNCATED),
+    "a byte more than a row": (cut_to(ROW_BYTES + 1), ChunkFault.TRUNCATED),
+    "a byte less than a footer": (cut_to(ROW_BYTES + FOOTER_BYTES - 1), ChunkFault.TRUNCATED),
+    "a byte too long": (cut_to(ROW_BYTES + FOOTER_BYTES + 1), ChunkFault.OVERLONG),
+    "a page too long": (cut_to(ROW_BYTES + 2 * FOOTER_BYTES), ChunkFault.OVERLONG),
+    "much too long": (cut_to(ROW_BYTES * 10), ChunkFault.OVERLONG),
+    "all zeros": (overwritten(0, bytes(ROW_BYTES + FOOTER_BYTES)), ChunkFault.ZEROED),
 }
 
 

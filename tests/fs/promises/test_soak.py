@@ -25,7 +25,7 @@ from kvtier.errors import ChunkMissing
 from kvtier.memory.region import Region
 from kvtier.policies import LRU
 from kvtier.tools.replay.study import policy_hits
-from kvtier.tools.replay.traces import Request
+from kvtier.tools.replay.traces import TraceRequest
 from kvtier.tools.replay.workload import Workload, generate
 from kvtier_backends.fs import FsBackend, FsOptions
 
@@ -53,7 +53,7 @@ class Soak(msgspec.Struct):
     memory: list[int] = []
 
 
-def requests() -> Iterator[Request]:
+def requests() -> Iterator[TraceRequest]:
     """Give one workload after the other; no two share a block."""
     for seed in count():
         for request in generate(Workload(requests=REQUESTS, seed=seed)):
@@ -77,7 +77,7 @@ class Engine:
         self._region = Region.private(BATCH, ROW_BYTES)
         self._rows = [self._region.row(index) for index in range(BATCH)]
 
-    async def ask(self, request: Request, soak: Soak) -> None:
+    async def ask(self, request: TraceRequest, soak: Soak) -> None:
         keys = list(dict.fromkeys(map(key_of, request.hash_ids)))
         there = list(await self._tier.probe(keys))
         run = len(list(takewhile(bool, there)))

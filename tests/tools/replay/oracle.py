@@ -13,7 +13,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from kvtier.hints import Hint
-from kvtier.tools.replay.traces import Request
+from kvtier.tools.replay.traces import TraceRequest
 
 _OVER = Hint(over=True)
 
@@ -35,7 +35,7 @@ class Saying(NamedTuple):
     seed: int = 0
 
 
-def future(requests: Iterable[Request], block_tokens: int) -> Future:
+def future(requests: Iterable[TraceRequest], block_tokens: int) -> Future:
     """Read a trace once. Takes some hundred bytes a distinct block."""
     user: dict[int, int] = {}  # Block -> the request that used it last.
     times_ms, shared, ends = array("d"), array("q"), list[int | None]()
@@ -56,7 +56,7 @@ def future(requests: Iterable[Request], block_tokens: int) -> Future:
     return Future([end is not None and user[end] == number for number, end in enumerate(ends)], returns_s)
 
 
-def hinted(requests: Iterable[Request], known: Future, saying: Saying) -> Iterator[Request]:
+def hinted(requests: Iterable[TraceRequest], known: Future, saying: Saying) -> Iterator[TraceRequest]:
     """Give the requests with an oracle's hints. A request that has a hint keeps that one."""
     for request, hint in zip(requests, hints(known, saying), strict=True):
         yield request if hint is None or request.hint is not None else replace(request, hint=hint)

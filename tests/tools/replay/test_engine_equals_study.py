@@ -11,7 +11,7 @@ from kvtier.engine.steps import StepManager, make_region
 from kvtier.policies import known_policies
 from kvtier.runner.thread import ThreadBridge
 from kvtier.tools.replay.study import measure, simulation
-from kvtier.tools.replay.traces import BLOCK_TOKENS, Request, Trace
+from kvtier.tools.replay.traces import BLOCK_TOKENS, Trace, TraceRequest
 from kvtier.tools.replay.workload import GeneratedTrace
 from tests.tools.replay.real import Traces
 from tests.tools.replay.told import told
@@ -19,7 +19,7 @@ from tests.tools.replay.told import told
 CHUNK_BYTES = 4_096
 
 
-def engine_hits(requests: Iterable[Request], policy: str, capacity: int) -> Iterator[int]:
+def engine_hits(requests: Iterable[TraceRequest], policy: str, capacity: int) -> Iterator[int]:
     """Look up, offer the first `capacity` keys, finish: each request's hits by the step protocol, at the trace's times.
 
     A request says its hint when it begins or when it ends, by turns.
@@ -99,7 +99,7 @@ def test_on_the_beginning_of_real_traces_under_lru(traces, name: str) -> None:
 
 def test_with_requests_that_have_holes_and_blocks_twice() -> None:
     blocks = [(1, 2, 3), (), (2, 9), (1, 2, 3, 4), (7, 7, 8), (1, 5, 2, 6, 3), (9, 2, 1), (3,), (1, 2, 3, 4, 5, 6, 7)]
-    trace = [Request(0, 0, 0, hash_ids) for hash_ids in blocks]
+    trace = [TraceRequest(0, 0, 0, hash_ids) for hash_ids in blocks]
     for policy in known_policies():
         for capacity in range(1, 10):
             assert list(engine_hits(trace, policy, capacity)) == list(simulation(policy)(trace, capacity))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.config import read_config
-from kvtier.tools.replay.traces import Request, write_trace
+from kvtier.tools.replay.traces import TraceRequest, write_trace
 
 pytestmark = pytest.mark.usefixtures("outside")
 
@@ -27,7 +27,7 @@ def test_replaying_a_trace_finds_all_that_can_be_found(tmp_path: Path) -> None:
     """Twenty users take turns, each with a prompt that grows: with room for a twentieth, it comes from the disk."""
     trace = tmp_path / "trace.jsonl"
     prompts = [tuple(range(user * 1_000, user * 1_000 + turn)) for turn in range(1, 11) for user in range(20)]
-    write_trace(trace, [Request(number, 512 * len(ids), 1, ids) for number, ids in enumerate(prompts)])
+    write_trace(trace, [TraceRequest(number, 512 * len(ids), 1, ids) for number, ids in enumerate(prompts)])
     shown = run("replay_trace.py", trace)
     assert "200 requests, 1,100 chunks, 0 of them wrong" in shown
     ratios = dict(re.findall(r"(\w+(?: best)?|\d:fs)  hit ratio (\d\.\d+)", shown))

@@ -12,7 +12,7 @@ import pytest
 from kvtier.hints import Hint
 from kvtier.policies import Density, policy_class
 from kvtier.tools.replay.study import Extent, policy_hits
-from kvtier.tools.replay.traces import Request, Trace, write_trace
+from kvtier.tools.replay.traces import Trace, TraceRequest, write_trace
 from kvtier.tools.replay.workload import GeneratedTrace, Workload
 from tests.tools.replay.oracle import Future, Saying, future, hinted, hints
 from tests.tools.replay.real import AGENTIC, CONVERSATION, Traces
@@ -21,8 +21,8 @@ SEEDS = (1, 2, 3)
 OVER = Hint(over=True)
 
 
-def request(at_s: float, *blocks: int, tokens: int | None = None) -> Request:
-    return Request(at_s * 1_000, 512 * len(blocks) if tokens is None else tokens, 1, blocks)
+def request(at_s: float, *blocks: int, tokens: int | None = None) -> TraceRequest:
+    return TraceRequest(at_s * 1_000, 512 * len(blocks) if tokens is None else tokens, 1, blocks)
 
 
 # What an oracle knows.
@@ -70,7 +70,7 @@ def test_lies_about_returns_have_their_share_however_many_sessions_return(lies: 
 # What it is worth.
 
 
-def hit_ratio(requests: Iterable[Request], extent: Extent, share: float, said: Sequence[Hint | None]) -> float:
+def hit_ratio(requests: Iterable[TraceRequest], extent: Extent, share: float, said: Sequence[Hint | None]) -> float:
     capacity = extent.capacity(share)
     return extent.hit_ratio(sum(policy_hits(requests, Density[int](capacity), capacity, said)))
 
@@ -101,7 +101,7 @@ BUSY, IDLE, OTHER = (Hint(class_=name) for name in ("planner", "title", "search"
 class Classed(NamedTuple):
     """Requests, which of their sessions return, and how much is found of them if nothing is said."""
 
-    requests: Sequence[Request]
+    requests: Sequence[TraceRequest]
     returns: Sequence[bool]
     unsaid: Sequence[float]  # Hit ratios, by a thousand requests.
 
@@ -112,7 +112,7 @@ class Classed(NamedTuple):
         ]
 
 
-def found(requests: Sequence[Request], said: Sequence[Hint | None]) -> list[float]:
+def found(requests: Sequence[TraceRequest], said: Sequence[Hint | None]) -> list[float]:
     hits = list(policy_hits(requests, Density[int](2_600), 2_600, said))
     parts = [slice(begin, begin + 1_000) for begin in range(0, len(requests), 1_000)]
     return [sum(hits[part]) / sum(len(each.hash_ids) for each in requests[part]) for part in parts]

@@ -8,7 +8,7 @@ import pytest
 
 from kvtier.errors import TraceError
 from kvtier.tools.replay.logs import Conversion
-from kvtier.tools.replay.traces import Request
+from kvtier.tools.replay.traces import TraceRequest
 
 Write = Callable[..., str]
 
@@ -17,7 +17,7 @@ def rows(*values: Any) -> bytes:
     return b"".join(msgspec.json.encode(value) + b"\n" for value in values)
 
 
-def converted(*paths: str, block_tokens: int = 16) -> list[Request]:
+def converted(*paths: str, block_tokens: int = 16) -> list[TraceRequest]:
     return list(Conversion(paths, block_tokens))
 
 

@@ -20,7 +20,7 @@ from kvtier.testing.virtual_time import run
 from kvtier.tools.replay.model import SSDS, DiskSpeed, disk_speed, scale_model
 from kvtier.tools.replay.replay import ChunkSource, ReplayClient, ReplayTally, TierTotals
 from kvtier.tools.replay.study import measure, policy_hits
-from kvtier.tools.replay.traces import Request, write_trace
+from kvtier.tools.replay.traces import TraceRequest, write_trace
 from kvtier.tools.replay.virtual import (
     GPU_LOAD_BYTES_PER_S,
     Servers,
@@ -36,7 +36,7 @@ MIB = 1 << 20
 ROWS = 80
 PAUSE_MS = 100_000  # Everything has reached the tiers by then: no request meets another's transfers.
 WORKLOAD = [
-    Request(number * PAUSE_MS, BLOCK_TOKENS * len(each.hash_ids[:40]), 1, each.hash_ids[:40])
+    TraceRequest(number * PAUSE_MS, BLOCK_TOKENS * len(each.hash_ids[:40]), 1, each.hash_ids[:40])
     for number, each in enumerate(GeneratedTrace(limit=200))
 ]
 EXTENT = measure(WORKLOAD)
@@ -54,7 +54,7 @@ def fs_tier(chunks: int, **more: object) -> dict[str, Any]:
 
 
 def replay_of(
-    config: EngineConfig, requests: Sequence[Request] = WORKLOAD, servers: Servers | None = None
+    config: EngineConfig, requests: Sequence[TraceRequest] = WORKLOAD, servers: Servers | None = None
 ) -> VirtualReplay:
     model = scale_model(config).config
     return VirtualReplay(
@@ -68,7 +68,7 @@ def replay_of(
     )
 
 
-def totals(config: EngineConfig, requests: Sequence[Request] = WORKLOAD) -> dict[str, TierTotals]:
+def totals(config: EngineConfig, requests: Sequence[TraceRequest] = WORKLOAD) -> dict[str, TierTotals]:
     tally = run(replay_of(config, requests).run())
     assert tally.wrong_chunks == 0
     return dict(tally.samples[-1].tiers)
@@ -110,7 +110,7 @@ def test_a_model_has_the_hits_of_the_engine_with_real_bytes_tier_by_tier(tmp_pat
     assert real["below"].hits > 0
 
 
-async def one_by_one(config: EngineConfig, requests: Sequence[Request]) -> dict[str, TierTotals]:
+async def one_by_one(config: EngineConfig, requests: Sequence[TraceRequest]) -> dict[str, TierTotals]:
     """Replay with real bytes, each request after all that the one before stored has reached the tiers."""
     tally, source = ReplayTally(len(requests)), ChunkSource(config.chunk_bytes)
     async with TieringOffloadingManager.open(config) as manager:
@@ -129,7 +129,7 @@ async def one_by_one(config: EngineConfig, requests: Sequence[Request]) -> dict[
 def test_an_fs_tiers_low_water_mark_is_kept_where_it_has_an_effect() -> None:
     chunks = 100 * (MIB + 8_192)
     blocks = [*range(98), 9, 8, 7, 6, 5]
-    requests = [Request(number * PAUSE_MS, BLOCK_TOKENS, 1, (block,)) for number, block in enumerate(blocks)]
+    requests = [TraceRequest(number * PAUSE_MS, BLOCK_TOKENS, 1, (block,)) for number, block in enumerate(blocks)]
     with_mark = engine({"type": "fs", "capacity_bytes": chunks, "low_water": 0.9}, rows=1)
     assert totals(with_mark, requests)["0:fs"].hits == 4  # At 96 chunks they went down to 90: 0 to 5 are gone.
     in_place = engine({"type": "fs", "capacity_bytes": chunks, "layout": "segments"}, rows=1)
@@ -138,14 +138,14 @@ def test_an_fs_tiers_low_water_mark_is_kept_where_it_has_an_effect() -> None:
 
 def test_an_fs_tiers_write_budget_is_kept() -> None:
     budget = {"write_budget_bytes_per_day": 80 * (MIB + 4_096)}
-    requests = [Request(number * 1_000, BLOCK_TOKENS, 1, (number,)) for number in range(40)]
+    requests = [TraceRequest(number * 1_000, BLOCK_TOKENS, 1, (number,)) for number in range(40)]
     stored = totals(engine({"type": "fs", **budget}), requests)["0:fs"]
     assert (stored.stored, stored.failed) == (10, {"no_space": 30})
 
 
 def test_what_may_be_in_flight_is_kept() -> None:
     limits = {"store_bytes_in_flight": 3 * MIB}
-    requests = [Request(0, BLOCK_TOKENS * 10, 1, tuple(range(10)))]
+    requests = [TraceRequest(0, BLOCK_TOKENS * 10, 1, tuple(range(10)))]
     stored = totals(engine({"type": "fs", "limits": limits}), requests)["0:fs"]
     assert (stored.stored, dict(stored.dropped)) == (3, {"budget": 7})
 
@@ -158,7 +158,7 @@ def test_a_tier_without_room_for_a_chunk_holds_none() -> None:
 
 
 def both_sides(
-    config: EngineConfig, requests: Sequence[Request], servers: Servers
+    config: EngineConfig, requests: Sequence[TraceRequest], servers: Servers
 ) -> tuple[VirtualReplay, "array[float]"]:
     """Return the finished replay, and the times to first token without tiering."""
     replay = replay_of(config, requests, servers)
@@ -168,7 +168,7 @@ def both_sides(
 
 def test_what_the_gpu_has_never_reaches_kvtier_and_costs_nothing() -> None:
     blocks = tuple(range(4))
-    requests = [Request(number * PAUSE_MS, 4 * BLOCK_TOKENS, 1, blocks) for number in range(3)]
+    requests = [TraceRequest(number * PAUSE_MS, 4 * BLOCK_TOKENS, 1, blocks) for number in range(3)]
     replay, without = both_sides(engine(), requests, Servers(512, 1, 4 * BLOCK_TOKENS))
     assert {name: tier.hits for name, tier in replay.tally.samples[-1].tiers.items()} == {"gpu": 8, "cpu": 0}
     assert replay.tally.hit_ratio == 8 / 12
@@ -179,7 +179,7 @@ def test_what_the_gpu_has_never_reaches_kvtier_and_costs_nothing() -> None:
 def test_behind_the_gpus_cache_kvtier_has_what_fell_out_of_it() -> None:
     """Two prompts by turns, room for one and a half: the leading half of each is still in the cache."""
     prompts = [tuple(range(4)), tuple(range(10, 14))] * 2
-    requests = [Request(number * PAUSE_MS, 4 * BLOCK_TOKENS, 1, ids) for number, ids in enumerate(prompts)]
+    requests = [TraceRequest(number * PAUSE_MS, 4 * BLOCK_TOKENS, 1, ids) for number, ids in enumerate(prompts)]
     replay, without = both_sides(engine(), requests, Servers(512, 2, 3 * BLOCK_TOKENS))
     assert {name: tier.hits for name, tier in replay.tally.samples[-1].tiers.items()} == {"gpu": 4, "cpu": 4}
     copied_s = 2 * MIB / GPU_LOAD_BYTES_PER_S
@@ -195,7 +195,7 @@ def test_an_engine_that_adds_nothing_is_as_fast_as_none_behind_the_same_cache_on
     The primary has one row, whose block the GPU has, too.
     """
     requests = [
-        Request(number * 100, each.input_length, 1, each.hash_ids)
+        TraceRequest(number * 100, each.input_length, 1, each.hash_ids)
         for number, each in enumerate(GeneratedTrace(limit=200))
     ]
     replay, without = both_sides(engine(rows=1), requests, Servers(slots=3, cache_tokens=blocks * BLOCK_TOKENS))

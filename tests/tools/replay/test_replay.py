@@ -13,7 +13,7 @@ from kvtier.policies import policy_class
 from kvtier.settings import decode
 from kvtier.tools.replay.replay import SAMPLES_MAX, ChunkSource, Replay, ReplayTally, TierTotals
 from kvtier.tools.replay.study import measure, policy_hits
-from kvtier.tools.replay.traces import Request, Trace
+from kvtier.tools.replay.traces import Trace, TraceRequest
 from kvtier.tools.replay.workload import GeneratedTrace, Workload
 
 CHUNK_BYTES = 4_096
@@ -21,13 +21,13 @@ SLOW = {"type": "dummy", "latency_s": "2ms", "concurrency": 4}
 
 
 @pytest.fixture(scope="module")
-def requests() -> Sequence[Request]:
+def requests() -> Sequence[TraceRequest]:
     """Return 300 requests of a generated workload, some 9,000 chunks."""
     return tuple(GeneratedTrace(Workload(seed=3), limit=300))
 
 
 def replay_of(
-    requests: Sequence[Request],
+    requests: Sequence[TraceRequest],
     *tiers: dict[str, Any],
     rows: int,
     concurrency: int = 8,
@@ -53,7 +53,7 @@ def tiers_of(tally: ReplayTally) -> dict[str, TierTotals]:
     return dict(tally.samples[-1].tiers)
 
 
-def check(tally: ReplayTally, requests: Sequence[Request]) -> None:
+def check(tally: ReplayTally, requests: Sequence[TraceRequest]) -> None:
     """Check what is true of every replay that went to its end."""
     assert tally.wrong_chunks == 0
     assert tally.requests == len(requests)
@@ -65,7 +65,7 @@ def check(tally: ReplayTally, requests: Sequence[Request]) -> None:
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("concurrency", [1, 8, 32])
 async def test_over_a_tier_of_everything_the_hits_are_the_best_possible_however_many_requests_are_open(
-    requests: Sequence[Request], concurrency: int
+    requests: Sequence[TraceRequest], concurrency: int
 ) -> None:
     tally = await replay_of(requests, SLOW, rows=600, concurrency=concurrency).run()
     check(tally, requests)
@@ -82,7 +82,7 @@ async def test_over_a_tier_of_everything_the_hits_are_the_best_possible_however_
 @pytest.mark.parametrize("rows", [1, 40, 600])
 @pytest.mark.parametrize("policy", ["lru", "fifo"])
 async def test_without_tiers_the_hits_are_the_policy_studys(
-    requests: Sequence[Request], policy: str, rows: int
+    requests: Sequence[TraceRequest], policy: str, rows: int
 ) -> None:
     """Prompts larger than the primary among them: they count with their leading part."""
     tally = await replay_of(requests, rows=rows, concurrency=1, policy=policy).run()
@@ -92,7 +92,7 @@ async def test_without_tiers_the_hits_are_the_policy_studys(
 
 @pytest.mark.virtual_time
 async def test_three_tiers_of_different_speeds_all_get_everything_and_the_first_is_asked_first(
-    requests: Sequence[Request],
+    requests: Sequence[TraceRequest],
 ) -> None:
     speeds = ({"latency_s": "10us"}, {"latency_s": "5ms", "concurrency": 2}, {"bandwidth_bytes_per_s": "20MB"})
     tiers = [{"type": "dummy", "name": f"tier {index}", **speed} for index, speed in enumerate(speeds)]
@@ -108,7 +108,7 @@ async def test_three_tiers_of_different_speeds_all_get_everything_and_the_first_
 
 @pytest.mark.virtual_time
 @pytest.mark.filterwarnings("default")
-async def test_a_tier_that_fails_every_call_costs_its_hits_and_is_reported(requests: Sequence[Request]) -> None:
+async def test_a_tier_that_fails_every_call_costs_its_hits_and_is_reported(requests: Sequence[TraceRequest]) -> None:
     failing = {
         "type": "kvtier.testing.faults:FaultyBackend",
         "inner": {"type": "dummy"},
@@ -125,7 +125,7 @@ async def test_a_tier_that_fails_every_call_costs_its_hits_and_is_reported(reque
 
 
 async def test_bytes_that_are_not_what_was_stored_are_counted_and_named(
-    requests: Sequence[Request], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    requests: Sequence[TraceRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "lying_tier.py").write_text(
         "from kvtier_backends.dummy import DummyBackend\n"
@@ -146,7 +146,7 @@ async def test_bytes_that_are_not_what_was_stored_are_counted_and_named(
 
 @pytest.mark.parametrize("runner", ["inline", "process"])
 async def test_through_files_all_chunks_come_back_right_and_a_second_replay_finds_them_there(
-    requests: Sequence[Request], tmp_path: Path, runner: str
+    requests: Sequence[TraceRequest], tmp_path: Path, runner: str
 ) -> None:
     some, tier = requests[:25], {"type": "fs", "root": str(tmp_path)}
     extent = measure(some)
@@ -161,7 +161,7 @@ async def test_through_files_all_chunks_come_back_right_and_a_second_replay_find
 
 @pytest.mark.virtual_time
 async def test_a_cancelled_replay_ends_within_a_second_and_has_counted_what_it_did(
-    requests: Sequence[Request],
+    requests: Sequence[TraceRequest],
 ) -> None:
     """Its tier would take days, and its closing as long."""
     replay = replay_of(requests, {"type": "dummy", "latency_s": "1h", "concurrency": 1}, rows=600)
@@ -190,14 +190,14 @@ async def test_a_trace_that_turns_out_bad_ends_the_replay_with_its_own_error(tmp
     assert replay.tally.requests <= 2
 
 
-async def test_an_engine_that_cannot_be_had_is_the_engines_own_error(requests: Sequence[Request]) -> None:
+async def test_an_engine_that_cannot_be_had_is_the_engines_own_error(requests: Sequence[TraceRequest]) -> None:
     replay = replay_of(requests, {"type": "dumy"}, rows=10)
     with pytest.raises(ConfigError, match="did you mean 'dummy'"):
         await replay.run()
     assert replay.tally.samples == []
 
 
-async def test_calls_are_timed_and_the_course_is_sampled(requests: Sequence[Request]) -> None:
+async def test_calls_are_timed_and_the_course_is_sampled(requests: Sequence[TraceRequest]) -> None:
     steps: list[int] = []
     replay = replay_of(requests, {"type": "dummy"}, rows=600)
     tally = await replay.run(lambda: steps.append(replay.tally.requests))
@@ -210,7 +210,7 @@ async def test_calls_are_timed_and_the_course_is_sampled(requests: Sequence[Requ
 
 
 async def test_a_request_without_blocks_is_a_request_all_the_same() -> None:
-    requests = [Request(0, 3, 1, ()), Request(1, 600, 1, (1, 2)), Request(2, 600, 1, (1, 2))]
+    requests = [TraceRequest(0, 3, 1, ()), TraceRequest(1, 600, 1, (1, 2)), TraceRequest(2, 600, 1, (1, 2))]
     tally = await replay_of(requests, rows=4).run()
     check(tally, requests)
     assert tally.hits == 2
@@ -218,7 +218,7 @@ async def test_a_request_without_blocks_is_a_request_all_the_same() -> None:
 
 
 async def test_a_block_that_comes_twice_in_a_request_does_no_harm() -> None:
-    requests = [Request(0, 600, 1, (1, 2, 1, 3)), Request(1, 600, 1, (1, 2, 1, 3))]
+    requests = [TraceRequest(0, 600, 1, (1, 2, 1, 3)), TraceRequest(1, 600, 1, (1, 2, 1, 3))]
     tally = await replay_of(requests, {"type": "dummy"}, rows=8).run()
     check(tally, requests)
     assert tally.hits == 4

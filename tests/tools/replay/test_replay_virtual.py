@@ -15,7 +15,7 @@ from kvtier.settings import decode
 from kvtier.testing.virtual_time import run
 from kvtier.tools.replay.model import KV_BYTES_PER_TOKEN, SSDS, model_engine, scale_model
 from kvtier.tools.replay.replay import ChunkSource, ReplayTally
-from kvtier.tools.replay.traces import Request, Trace
+from kvtier.tools.replay.traces import Trace, TraceRequest
 from kvtier.tools.replay.virtual import GPU_LOAD_BYTES_PER_S, Servers, VirtualReplay, arrivals_s, without_tiering_s
 from kvtier.tools.replay.workload import GeneratedTrace, Workload
 from tests.benchmarks.load_or_recompute import Case, replayed
@@ -25,12 +25,12 @@ BLOCK_TOKENS = 512
 MIB = 1 << 20
 
 
-def at(*stamps_ms: float) -> list[Request]:
-    return [Request(stamp, 1, 1, ()) for stamp in stamps_ms]
+def at(*stamps_ms: float) -> list[TraceRequest]:
+    return [TraceRequest(stamp, 1, 1, ()) for stamp in stamps_ms]
 
 
-def prompts(*prompts: tuple[float, Sequence[int]]) -> list[Request]:
-    return [Request(at_ms, len(blocks) * BLOCK_TOKENS, 1, tuple(blocks)) for at_ms, blocks in prompts]
+def prompts(*prompts: tuple[float, Sequence[int]]) -> list[TraceRequest]:
+    return [TraceRequest(at_ms, len(blocks) * BLOCK_TOKENS, 1, tuple(blocks)) for at_ms, blocks in prompts]
 
 
 def engine(rows: int, *tiers: dict[str, Any], chunk_bytes: int = MIB) -> EngineConfig:
@@ -43,7 +43,7 @@ def servers_of(tokens_per_s: float = 512, slots: int = 4, cache_tokens: int = 0)
     return Servers(tokens_per_s, slots, cache_tokens)
 
 
-def replay_of(requests: Sequence[Request], config: EngineConfig, servers: Servers) -> VirtualReplay:
+def replay_of(requests: Sequence[TraceRequest], config: EngineConfig, servers: Servers) -> VirtualReplay:
     model = scale_model(config).config
     return VirtualReplay(
         requests,
@@ -56,7 +56,9 @@ def replay_of(requests: Sequence[Request], config: EngineConfig, servers: Server
     )
 
 
-def first_tokens_s(requests: Sequence[Request], config: EngineConfig, servers: Servers | None = None) -> list[float]:
+def first_tokens_s(
+    requests: Sequence[TraceRequest], config: EngineConfig, servers: Servers | None = None
+) -> list[float]:
     """Replay, and return the times to first token in order."""
     replay = replay_of(requests, config, servers or servers_of())
     tally = run(replay.run())

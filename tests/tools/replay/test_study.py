@@ -9,18 +9,18 @@ from hypothesis import strategies as st
 from kvtier.errors import ConfigError
 from kvtier.policies import FIFO, LRU
 from kvtier.tools.replay.study import Extent, measure, policy_hits, simulation
-from kvtier.tools.replay.traces import Request, Trace
+from kvtier.tools.replay.traces import Trace, TraceRequest
 from tests.tools.replay.real import AGENTIC, CONVERSATION, MINI_SWE, SIZES, Traces
 
 POLICIES = ("fifo", "lru", "arc", "s3fifo", "opt")
 TOLERANCE = 0.002
 
 
-def requests_of(*prompts: tuple[int, ...]) -> list[Request]:
-    return [Request(0, 0, 0, blocks) for blocks in prompts]
+def requests_of(*prompts: tuple[int, ...]) -> list[TraceRequest]:
+    return [TraceRequest(0, 0, 0, blocks) for blocks in prompts]
 
 
-def naive_hits(requests: list[Request], capacity: int, *, renew: bool) -> list[int]:
+def naive_hits(requests: list[TraceRequest], capacity: int, *, renew: bool) -> list[int]:
     """Run the study's model literally, on a list with the coldest block first."""
     order: list[int] = []
     hits: list[int] = []
@@ -46,7 +46,9 @@ any_requests = st.lists(st.lists(st.integers(0, 9), max_size=8).map(tuple), max_
 
 
 @given(requests=any_requests, capacity=st.integers(1, 8))
-def test_lru_and_fifo_have_the_hits_of_naive_caches_request_by_request(requests: list[Request], capacity: int) -> None:
+def test_lru_and_fifo_have_the_hits_of_naive_caches_request_by_request(
+    requests: list[TraceRequest], capacity: int
+) -> None:
     assert list(policy_hits(requests, LRU(capacity), capacity)) == naive_hits(requests, capacity, renew=True)
     assert list(policy_hits(requests, FIFO(capacity), capacity)) == naive_hits(requests, capacity, renew=False)
 
@@ -57,7 +59,7 @@ def test_lru_and_fifo_have_the_hits_of_naive_caches_request_by_request(requests:
     name=st.sampled_from(["arc", "density", "fifo", "lru", "s3fifo"]),
 )
 def test_no_policy_has_more_hits_than_a_cache_that_keeps_everything(
-    requests: list[Request], capacity: int, name: str
+    requests: list[TraceRequest], capacity: int, name: str
 ) -> None:
     hits = list(simulation(name)(requests, capacity))
     kept_everything = list(policy_hits(requests, LRU(100), 100))

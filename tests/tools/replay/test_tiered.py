@@ -15,7 +15,7 @@ from kvtier.policies import known_policies
 from kvtier.testing.virtual_time import VirtualTimeLoop
 from kvtier.tools.replay.study import measure
 from kvtier.tools.replay.tiered import CASCADES, DISK_NAME, CascadeName, TieredStudy, tiered_hits
-from kvtier.tools.replay.traces import BLOCK_TOKENS, Request, Trace
+from kvtier.tools.replay.traces import BLOCK_TOKENS, Trace, TraceRequest
 from kvtier.tools.replay.workload import AnyTrace, GeneratedTrace
 from tests.tools.replay.real import CONVERSATION, Traces
 from tests.tools.replay.told import KINDS, told
@@ -40,7 +40,7 @@ class Driver:
     async def started(self) -> None:
         await self._until(lambda: self._ledger.tiers[0].authoritative)
 
-    async def hits(self, number: int, request: Request, study: TieredStudy) -> int:
+    async def hits(self, number: int, request: TraceRequest, study: TieredStudy) -> int:
         """Serve one request that the study has served; the tier's contents must be the study's, too."""
         keys, name, engine = list(map(key_of, request.hash_ids[: self._capacity])), str(number), self.engine
         at_end = number % 2 == 1 and may_come_at_the_end(request.hint) and self._ledger.primary.takes_hints
@@ -89,7 +89,7 @@ def config_of(policy: str, capacity: int, tier_capacity: int, cascade: str) -> E
     described = {
         "cpu_bytes_to_use": capacity * CHUNK_BYTES,
         "chunk_bytes": CHUNK_BYTES,
-        "chunk_tokens": BLOCK_TOKENS,
+        "namespace": {"model_name": "study", "tokens_per_hash": BLOCK_TOKENS},
         "eviction_policy": policy,
         "runner": "inline",
         "secondary_tiers": [tier],
@@ -99,7 +99,7 @@ def config_of(policy: str, capacity: int, tier_capacity: int, cascade: str) -> E
 
 
 def compare(
-    requests: Iterable[Request], policy: str, capacity: int, tier_capacity: int, cascade: CascadeName
+    requests: Iterable[TraceRequest], policy: str, capacity: int, tier_capacity: int, cascade: CascadeName
 ) -> tuple[int, int]:
     """Serve all requests by both; return the hits and the chunks written."""
 

@@ -10,7 +10,7 @@ import pytest
 from kvtier.errors import TraceError
 from kvtier.hints import Hint
 from kvtier.tools.replay.study import measure
-from kvtier.tools.replay.traces import IDS_MAX, REQUESTS_MIN, Request, Trace, TraceCheck, write_trace
+from kvtier.tools.replay.traces import IDS_MAX, REQUESTS_MIN, Trace, TraceCheck, TraceRequest, write_trace
 from kvtier.tools.replay.workload import GeneratedTrace
 from tests.tools.command import run
 from tests.tools.replay.real import Traces
@@ -18,14 +18,14 @@ from tests.tools.replay.real import Traces
 REAL = ["mooncake_conversation.jsonl.gz", "agentic_local_b512.jsonl.zst", "lmcache_miniswe_b16.jsonl.gz"]
 CHAINED, LENGTHS, TIMES = "hash_ids must be chained", "hash_ids and input_length must fit", "milliseconds"
 
-Told = Callable[[Iterable[Request]], list[str]]
+Told = Callable[[Iterable[TraceRequest]], list[str]]
 
 
 @pytest.fixture
 def told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Told:
     """Write requests as a trace, read it, and return the warnings."""
 
-    def told(requests: Iterable[Request]) -> list[str]:
+    def told(requests: Iterable[TraceRequest]) -> list[str]:
         path = tmp_path / "trace.jsonl"
         write_trace(path, requests)
         caplog.clear()
@@ -36,12 +36,12 @@ def told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Told:
     return told
 
 
-def prompts(*prompts: tuple[int, ...]) -> list[Request]:
-    return [Request(number * 1_000, 512 * len(ids), 1, ids) for number, ids in enumerate(prompts)]
+def prompts(*prompts: tuple[int, ...]) -> list[TraceRequest]:
+    return [TraceRequest(number * 1_000, 512 * len(ids), 1, ids) for number, ids in enumerate(prompts)]
 
 
-def in_seconds(requests: Iterable[Request]) -> list[Request]:
-    return [Request(each.timestamp_ms / 1_000, each.input_length, 1, each.hash_ids) for each in requests]
+def in_seconds(requests: Iterable[TraceRequest]) -> list[TraceRequest]:
+    return [TraceRequest(each.timestamp_ms / 1_000, each.input_length, 1, each.hash_ids) for each in requests]
 
 
 # What is right.
@@ -57,7 +57,9 @@ def test_a_real_trace_gives_no_warning_and_passes_the_strict_check(
 
 
 def test_blocks_that_are_only_partly_filled_may_have_an_id_or_none(told: Told) -> None:
-    assert told([Request(0, 1_030, 1, (0, 1)), Request(1, 1_030, 1, (0, 1, 2)), Request(2, 5, 1, ())]) == []
+    assert (
+        told([TraceRequest(0, 1_030, 1, (0, 1)), TraceRequest(1, 1_030, 1, (0, 1, 2)), TraceRequest(2, 5, 1, ())]) == []
+    )
 
 
 # Ids that are not chained.
@@ -101,7 +103,7 @@ def test_a_trace_is_warned_of_once_however_often_it_is_read(tmp_path: Path, capl
 def test_a_hash_of_each_blocks_own_content_is_found_in_the_generated_workload(told: Told) -> None:
     """As who hashes blocks alone would have it: the second block of one prompt is the third of another."""
     requests = [
-        Request(each.timestamp_ms, each.input_length, 1, tuple(block % 1_000 for block in each.hash_ids))
+        TraceRequest(each.timestamp_ms, each.input_length, 1, tuple(block % 1_000 for block in each.hash_ids))
         for each in GeneratedTrace(limit=200)
     ]
     assert any(CHAINED in warning for warning in told(requests))
@@ -112,7 +114,7 @@ def test_a_hash_of_each_blocks_own_content_is_found_in_the_generated_workload(to
 
 @pytest.mark.parametrize("tokens", [511, 1_536, 32, 0])
 def test_a_length_that_does_not_fit_its_ids_is_warned_of_with_its_line(told: Told, tokens: int) -> None:
-    (warning,) = told([Request(0, 1_024, 1, (0, 1)), Request(1, tokens, 1, (0, 1))])
+    (warning,) = told([TraceRequest(0, 1_024, 1, (0, 1)), TraceRequest(1, tokens, 1, (0, 1))])
     assert f"line 2: 2 ids of 512 tokens for {tokens:,} tokens" in warning
     assert LENGTHS in warning
     assert '{"meta": {"block_size": ' in warning
@@ -162,14 +164,14 @@ def test_times_in_seconds_are_warned_of_with_the_rate_that_they_would_mean(told:
 @pytest.mark.parametrize("name", REAL)
 def test_a_real_trace_whose_times_were_in_seconds_is_found(traces: Traces, told: Told, name: str) -> None:
     trace = Trace(traces / name, limit=3_000)
-    requests = [Request(each.timestamp_ms / 1_000, each.input_length, 1, ()) for each in trace]
+    requests = [TraceRequest(each.timestamp_ms / 1_000, each.input_length, 1, ()) for each in trace]
     assert any(TIMES in warning for warning in told(requests))
 
 
 def test_a_burst_and_a_trace_without_times_are_believed(told: Told) -> None:
-    burst = [Request(number / 1_000, 512 * 40, 1, tuple(range(40))) for number in range(REQUESTS_MIN - 1)]
+    burst = [TraceRequest(number / 1_000, 512 * 40, 1, tuple(range(40))) for number in range(REQUESTS_MIN - 1)]
     assert told(burst) == []
-    timeless = [Request(7, 512 * 40, 1, tuple(range(40))) for _ in range(2 * REQUESTS_MIN)]
+    timeless = [TraceRequest(7, 512 * 40, 1, tuple(range(40))) for _ in range(2 * REQUESTS_MIN)]
     assert told(timeless) == []
 
 
@@ -180,12 +182,12 @@ def test_a_burst_and_a_trace_without_times_are_believed(told: Told) -> None:
     ("requests", "complaint"),
     [
         (prompts((0, 1), (0, 2), (1, 2)), f"line 3: id 1 stands first here and later before; {CHAINED}"),
-        ([Request(0, 16, 1, (0, 1))], f"line 1: 2 ids of 512 tokens for 16 tokens; {LENGTHS}"),
+        ([TraceRequest(0, 16, 1, (0, 1))], f"line 1: 2 ids of 512 tokens for 16 tokens; {LENGTHS}"),
         (in_seconds(GeneratedTrace()), "line 3000: 3,000 requests with "),
     ],
     ids=["chain", "length", "times"],
 )
-def test_a_strict_reader_refuses_at_the_line(tmp_path: Path, requests: list[Request], complaint: str) -> None:
+def test_a_strict_reader_refuses_at_the_line(tmp_path: Path, requests: list[TraceRequest], complaint: str) -> None:
     path = tmp_path / "trace.jsonl"
     write_trace(path, requests)
     with pytest.raises(TraceError) as refusal:
@@ -218,7 +220,7 @@ def kept_bytes(ids: int, ids_max: int) -> int:
     tracemalloc.start()
     try:
         for start in range(10**12, 10**12 + ids, 100):
-            check.look(1, Request(0, 100, 1, tuple(range(start, start + 100))))
+            check.look(1, TraceRequest(0, 100, 1, tuple(range(start, start + 100))))
         return tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
@@ -231,8 +233,8 @@ def test_an_id_costs_about_100_bytes_and_ids_beyond_the_limit_cost_nothing() -> 
 
 def test_beyond_the_limit_ids_that_are_known_are_still_judged() -> None:
     check = TraceCheck("trace", 1, strict=True, ids_max=2)
-    check.look(1, Request(0, 2, 1, (0, 1)))
-    check.look(2, Request(0, 4, 1, (2, 3, 4, 5)))
-    check.look(3, Request(0, 2, 1, (3, 5)))  # Not remembered.
+    check.look(1, TraceRequest(0, 2, 1, (0, 1)))
+    check.look(2, TraceRequest(0, 4, 1, (2, 3, 4, 5)))
+    check.look(3, TraceRequest(0, 2, 1, (3, 5)))  # Not remembered.
     with pytest.raises(TraceError, match="line 4: id 1 follows id 3"):
-        check.look(4, Request(0, 2, 1, (3, 1)))
+        check.look(4, TraceRequest(0, 2, 1, (3, 1)))

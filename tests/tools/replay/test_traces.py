@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import TraceError
-from kvtier.tools.replay.traces import Request, Trace, write_trace
+from kvtier.tools.replay.traces import Trace, TraceRequest, write_trace
 from tests.tools.replay.real import Traces
 
 TraceFile = Callable[..., str]
@@ -19,7 +19,7 @@ LINES = (
     b'{"timestamp": 2.5, "input_length": 512, "output_length": 0, "hash_ids": [0], "session_id": "a"}\n'
 )
 
-REQUESTS = [Request(0, 1030, 5, (0, 1, 2)), Request(2.5, 512, 0, (0,), "a")]
+REQUESTS = [TraceRequest(0, 1030, 5, (0, 1, 2)), TraceRequest(2.5, 512, 0, (0,), "a")]
 META = b'{"meta": {"block_size": 16, "source": "here"}}\n'
 
 COMPRESSIONS: dict[str, Callable[[bytes], bytes]] = {
@@ -164,7 +164,7 @@ def test_what_is_no_file_is_an_error_at_once(tmp_path: Path) -> None:
 
 
 requests = st.builds(
-    Request,
+    TraceRequest,
     st.integers(0, 10**9) | st.floats(0, 1e9),
     st.integers(0, 10**6),
     st.integers(0, 10**6),
@@ -175,7 +175,7 @@ requests = st.builds(
 
 @given(written=st.lists(requests, min_size=1, max_size=5), suffix=st.sampled_from(["", ".gz", ".zst"]))
 def test_what_is_written_is_read_back(
-    tmp_path_factory: pytest.TempPathFactory, written: list[Request], suffix: str
+    tmp_path_factory: pytest.TempPathFactory, written: list[TraceRequest], suffix: str
 ) -> None:
     path = tmp_path_factory.mktemp("written") / f"trace.jsonl{suffix}"
     write_trace(path, written, {"block_size": 32})
@@ -197,7 +197,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_bytes(LINES)
 
-    def failing() -> list[Request]:
+    def failing() -> list[TraceRequest]:
         raise TraceError("the source ran dry")
 
     with pytest.raises(TraceError, match="the source ran dry"):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.tools.replay.study import measure, simulation
-from kvtier.tools.replay.traces import Request, Trace, write_trace
+from kvtier.tools.replay.traces import Trace, TraceRequest, write_trace
 from kvtier.tools.replay.workload import AGENTS, CHAT, GeneratedTrace, Workload, generate, open_trace
 from tests.tools.replay.real import Traces
 
@@ -47,7 +47,7 @@ def test_the_same_workload_is_the_same_requests(workload: Workload) -> None:
 
 def test_a_later_turn_begins_with_the_prompt_before_it() -> None:
     """All whole blocks of a prompt come again; the last one, partly filled, becomes another block."""
-    last: dict[object, Request] = {}
+    last: dict[object, TraceRequest] = {}
     later_turns = 0
     for request in generate(Workload(requests=1_000)):
         previous = last.get(request.session_id)

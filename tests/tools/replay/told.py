@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from msgspec import structs
 
 from kvtier.hints import Hint
-from kvtier.tools.replay.traces import Request, Trace
+from kvtier.tools.replay.traces import Trace, TraceRequest
 from kvtier.tools.replay.workload import GeneratedTrace
 from tests.tools.replay.oracle import Saying, future, hinted
 
@@ -14,7 +14,7 @@ SAYING = Saying(over=0.6, returns=0.5, error=0.5, lies=0.2, seed=14)
 KINDS = ("over", "returns_in_s", "retain_s", "class", "no_store")
 
 
-def told(trace: GeneratedTrace | Trace, kinds: Sequence[str] = KINDS, tiers: Sequence[str] = ()) -> list[Request]:
+def told(trace: GeneratedTrace | Trace, kinds: Sequence[str] = KINDS, tiers: Sequence[str] = ()) -> list[TraceRequest]:
     """Give a trace's requests hints of these kinds; some say several things, and some say nothing.
 
     `tiers`: what `no_store` names, where it names tiers.
