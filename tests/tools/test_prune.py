@@ -271,7 +271,7 @@ def test_a_write_budget_outlives_its_namespace_for_a_day(store, run, root: Path)
     assert os.listdir(root) == []
 
 
-def test_what_a_stranger_has_put_into_an_emptied_namespace_stays(store, run, root: Path) -> None:
+def test_a_foreign_file_in_an_emptied_namespace_stays(store, run, root: Path) -> None:
     (path,) = store([key_of(0)])
     stranger = path.parents[1] / "strange"
     stranger.write_bytes(b"not ours")
