@@ -1,7 +1,9 @@
 """Remedies: the sections of the troubleshooting page, which warnings and errors link to, one for each cause."""
 
+from collections.abc import Callable
 from enum import Enum
 
+LINES_EVERY_S = 60.0  # Between two lines of one kind: a full log tells nobody anything.
 PAGE = "https://github.com/kvtier/kvtier/blob/main/docs/how-to/troubleshooting.md"
 
 
@@ -62,3 +64,20 @@ class Remedy(Enum):
 
     def __str__(self) -> str:
         return f"{PAGE}#{self.value}"
+
+
+class LineLimit:
+    """The limit of a log: at most one line of each kind a minute."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock`: in seconds."""
+        self._clock = clock
+        self._again_at: dict[str, float] = {}
+
+    def allows(self, kind: str = "") -> bool:
+        """Return True if a line of this kind is due now; the next is due in a minute."""
+        now = self._clock()
+        if kind in self._again_at and now < self._again_at[kind]:
+            return False
+        self._again_at[kind] = now + LINES_EVERY_S
+        return True

@@ -14,53 +14,53 @@ from kvtier.backend.keys import OffloadKey
 class Place(NamedTuple):
     """One namespace's chunks in the directory."""
 
-    name: str  # Of the folder that they are in.
-    model: str  # As its configuration says; empty where there is none to read.
+    name: str  # The folder's name.
+    model: str  # From the namespace's config.json; empty if it cannot be read.
 
 
-MISPLACED = "misplaced"  # As a fault: a chunk's file where no load looks for it.
+MISPLACED = "misplaced"  # The fault of a chunk's file in a wrong folder, where no load finds it.
 
 
 class Kind(Enum):
     """The kind of a file, by its name."""
 
     CHUNK = "chunk"
-    TEMPORARY = "temporary"  # A store that is under way.
-    LEFTOVER = "leftover"  # A store that was when its process died, or a corrupt file that was kept.
-    LOST = "lost"  # A place for a chunk beyond the end of a file that was cut off.
-    UNREADABLE = "unreadable"  # A file or folder that there is no looking at.
-    BESIDE = "beside"  # No chunk, and yet it takes room: a folder, the tier's own books, a segment's room for chunks.
+    TEMPORARY = "temporary"  # A store in progress.
+    LEFTOVER = "leftover"  # An unfinished store of a killed process, or a kept corrupt file.
+    LOST = "lost"  # A slot beyond the end of a truncated segment.
+    UNREADABLE = "unreadable"  # A file or folder that the system refuses to read.
+    BESIDE = "beside"  # Takes space without being a chunk: a folder, the tier's own files, free space in a segment.
 
 
 class StoredFile(NamedTuple):
-    """One file, as it was when it was listed."""
+    """One file at the time of its listing."""
 
     kind: Kind
     name: str  # Relative to the directory.
-    key: OffloadKey | None  # A chunk's, unless what says so is damaged or in the wrong place.
+    key: OffloadKey | None  # Of a chunk; None if its footer is damaged or its file misplaced.
     size_bytes: int
     allocated_bytes: int
-    used_at_ns: int  # Since the epoch; as far as the tier keeps note of it, which may be to the hour.
-    identity: int  # Of the file rather than its name, which another may take.
-    fault: str = ""  # What is wrong with it, where that is seen before a chunk is read: no load takes such a chunk.
+    used_at_ns: int  # Since the epoch; the tier may round it to the hour.
+    identity: int  # Of the file; its name may pass to another file.
+    fault: str = ""  # Why no load takes the chunk, if this is known without reading it.
 
 
 class State(Enum):
     """The state of a chunk's bytes."""
 
     WHOLE = "whole"
-    SEALED = "sealed"  # Encrypted, and as it was written. Who has written it, only a tier with the key can tell.
+    SEALED = "sealed"  # Encrypted and undamaged. Only a tier with the key can tell who wrote it.
     CORRUPT = "corrupt"
-    UNVERIFIED = "unverified"  # Nothing is stored with them that says what they should be.
-    UNREADABLE = "unreadable"  # The system refuses it.
-    GONE = "gone"  # Replaced or removed since it was listed, which is nothing bad.
+    UNVERIFIED = "unverified"  # Stored without a checksum.
+    UNREADABLE = "unreadable"  # The system refuses to read it.
+    GONE = "gone"  # Replaced or removed since it was listed; this is no fault.
 
 
 class Finding(NamedTuple):
-    """The finding about one chunk."""
+    """The result of checking one chunk."""
 
     state: State
-    fault: str = ""  # The kind of corruption, as the tier counts it, or why there was no reading it.
+    fault: str = ""  # The kind of corruption by the tier's metric, or the reason for which it cannot be read.
 
 
 class Directory(Protocol):
@@ -76,11 +76,11 @@ class Directory(Protocol):
         ...
 
     def parts(self, place: Place) -> list[str]:
-        """Return the parts that `files` takes one by one: a few thousand at most, for a progress bar."""
+        """Return the parts for `files`, at most a few thousand; a progress bar advances by parts."""
         ...
 
     def files(self, place: Place, part: str) -> Iterator[StoredFile]:
-        """Yield the files of one part. A folder that cannot be listed is one of them, and the others still come."""
+        """Yield the files of one part. A folder that cannot be listed is yielded as unreadable."""
         ...
 
     def check(self, place: Place, file: StoredFile) -> Finding:
@@ -88,21 +88,17 @@ class Directory(Protocol):
         ...
 
     def remove(self, file: StoredFile) -> int | None:
-        """Remove this very file, and return the bytes that the file system has got back.
-
-        Returns None if it is gone, or another file has taken its name.
+        """Remove this file and return the number of freed bytes; None if it is gone or was replaced.
 
         Raises `OSError` if it cannot be removed, such as while a kvtier engine is writing to it.
         """
         ...
 
     def clear(self, place: Place) -> bool:
-        """Remove the folders and books of a namespace without chunks; say whether they are gone.
+        """Remove the folders and own files of a namespace without chunks; return True if they are gone.
 
-        Nothing goes while a kvtier engine uses the namespace, or while anything else is left in it.
+        Nothing is removed while a kvtier engine uses the namespace, or while any other file is left in it.
         """
         ...
 
-    def close(self) -> None:
-        """Let go of the directory."""
-        ...
+    def close(self) -> None: ...

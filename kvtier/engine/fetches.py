@@ -21,9 +21,7 @@ from kvtier.engine.answers import LookupResult
 from kvtier.engine.progress import Progress
 from kvtier.engine.requests import Request, Turn
 from kvtier.engine.steps import StepManager
-from kvtier.remedies import Remedy
-
-CUT_EVERY_S = 60.0  # Between two lines about runs that were cut: a full log tells nobody anything.
+from kvtier.remedies import LineLimit, Remedy
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +37,7 @@ class Fetches:
         """Calls that wait for rows, the first one first, and since when."""
         self._served_at = -math.inf
         self._cut = 0  # Chunks, since the last line.
-        self._cut_at = -math.inf
+        self._cut_lines = LineLimit(steps._clock)
 
     async def arrive(self, keys: Sequence[OffloadKey], request_id: str, rows: list[int]) -> None:
         """Wait until the leading run of keys is in the primary, and pin it; its rows are added to `rows`."""
@@ -117,13 +115,13 @@ class Fetches:
 
     async def _wait_for_rows(self, fetch: "_Fetch") -> None:
         """Wait until rows were released, or this call is late."""
-        late_at = max(self._line[fetch], self._served_at) + self._patience_s(fetch)
+        late_at = max(self._line[fetch], self._served_at) + self._wait_max_s(fetch)
         await self._progress.made(for_rows=True, until=late_at)
-        fetch.late = self._steps._clock() >= max(late_at, self._served_at + self._patience_s(fetch))
+        fetch.late = self._steps._clock() >= max(late_at, self._served_at + self._wait_max_s(fetch))
 
-    def _patience_s(self, fetch: "_Fetch") -> float:
+    def _wait_max_s(self, fetch: "_Fetch") -> float:
         """Return how long to wait while no call is served: no longer than computing the chunks."""
-        return min(self._steps.config.limits.lease_s, self._ledger.patience_s(len(fetch.missing)))
+        return min(self._steps.config.limits.lease_s, self._ledger.wait_max_s(len(fetch.missing)))
 
     def _rows_come_back(self, fetch: "_Fetch") -> bool:
         """Return True if others hold rows that will be free."""
@@ -143,15 +141,14 @@ class Fetches:
 
     def _say_cut(self, chunks: int) -> None:
         self._cut += chunks
-        now = self._steps._clock()
-        if now >= self._cut_at + CUT_EVERY_S:
+        if self._cut_lines.allows():
             logger.warning(
                 "%s chunks that tiers have were not fetched: no row came back for them within lease_s (%g s); see %s",
                 f"{self._cut:,}",
                 self._steps.config.limits.lease_s,
                 Remedy.CUT,
             )
-            self._cut, self._cut_at = 0, now
+            self._cut = 0
 
 
 class _Fetch:

@@ -7,7 +7,6 @@ reported as returned when the call has really ended.
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
@@ -16,7 +15,7 @@ from typing import Any, TypeVar
 from kvtier.backend import Advised, OffloadKey, Outcome, Read, Write
 from kvtier.errors import BackendClosed, BackendError, cause_of
 from kvtier.memory import Region
-from kvtier.remedies import Remedy
+from kvtier.remedies import LineLimit, Remedy
 from kvtier.runner.messages import (
     Acknowledge,
     Action,
@@ -40,7 +39,6 @@ from kvtier.runner.speed import SpeedMeter
 from kvtier.runner.tiers import Budget, RunnerTier
 
 TURNS_S = 0.05  # A call that has ended leaves its task a few turns of the loop from its own end.
-LINES_EVERY_S = 60.0  # Between two lines of one kind about a tier's calls; the owner counts them all.
 
 logger = logging.getLogger(__name__)
 
@@ -292,15 +290,11 @@ class CallLog:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._again_at: dict[str, float] = {}
+        self._limit = LineLimit(lambda: asyncio.get_running_loop().time())
 
     def level(self, level: int, kind: str) -> int:
         """Return the level of a line; DEBUG if one of its kind was logged within the last minute."""
-        now = asyncio.get_running_loop().time()
-        if now < self._again_at.get(kind, -math.inf):
-            return logging.DEBUG
-        self._again_at[kind] = now + LINES_EVERY_S
-        return level
+        return level if self._limit.allows(kind) else logging.DEBUG
 
 
 def _completed(task: "asyncio.Task[Any]", log: CallLog) -> bool:

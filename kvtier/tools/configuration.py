@@ -13,7 +13,7 @@ from kvtier.backend import Options
 from kvtier.config import EngineConfig, TierConfig, placed, read_json, read_tables, tier_options
 from kvtier.errors import ConfigError, one_line
 from kvtier.integrations.vllm_options import ANYWHERE, SecondaryOptions, VllmOptions, is_line, read_line
-from kvtier.settings import read_toml
+from kvtier.settings import option_fields, read_toml
 from kvtier.settings.words import is_list, is_table, secret_in, without_login
 from kvtier.tools import statuses
 from kvtier.tools.options import JsonOption
@@ -69,7 +69,7 @@ def _stdin() -> object:
 
 
 def _tiers(config: Config) -> Iterator[tuple[str, Any]]:
-    """Yield the path of each tier, and its options, decoded."""
+    """Yield the path and the decoded options of each tier."""
     tiers: Sequence[TierConfig | SecondaryOptions] = config if isinstance(config, tuple) else config.secondary_tiers
     in_vllm = not isinstance(config, EngineConfig)
     for index, tier in enumerate(tiers):
@@ -102,11 +102,8 @@ def _told(value: Any) -> Any:
         return [_told(element) for element in value]
     if not isinstance(value, msgspec.Struct):
         return value
-    told = {
-        field.encode_name: _shown(field, getattr(value, field.name)) for field in msgspec.structs.fields(type(value))
-    }
+    told = {name: _shown(field, getattr(value, field.name)) for name, field in option_fields(type(value)).items()}
     if isinstance(value, TierConfig | SecondaryOptions):
-        del told["options"]
         told |= _told(tier_options(placed(_tier(value), ANYWHERE), "secondary_tiers[]"))
     return told
 

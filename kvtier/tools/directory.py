@@ -43,7 +43,7 @@ COUNTED = {
     Kind.LEFTOVER: ("leftovers", "leftover_bytes"),
     Kind.BESIDE: ("beside", "beside_bytes"),
 }
-"""Names in `du` for the number of each kind's files, and for what they take."""
+"""Fields of `du` with the number of files of each kind, and their bytes."""
 
 fs: Any = import_module("kvtier_backends.fs.directory.files")  # By name: tools know no tier.
 
@@ -80,7 +80,7 @@ class LeftOut:
 @contextmanager
 def opened(where: str) -> Generator[Directory]:
     """Open the directory of an fs tier, by its path or by a configuration. Raises `ConfigError`."""
-    directory: Directory = fs.FsContents.open(_root(where))
+    directory: Directory = fs.FilesDirectory.open(_root(where))
     try:
         yield directory
     finally:

@@ -36,6 +36,7 @@ from kvtier.runner.messages import Code
 from kvtier.settings import decode
 from kvtier.settings.fields import option_fields, struct_fields
 from kvtier.settings.units import parse_duration, unit_of
+from kvtier.testing import conformance
 from kvtier.tools import statuses
 from kvtier.tools.commands import COMMANDS, command_line
 from kvtier.tools.options import COMMON, JSON
@@ -227,6 +228,7 @@ def test_every_test_that_a_page_names_exists() -> None:
     named = {(path, name) for path, name in re.findall(r"`(tests/[\w/.]+)(?:::(\w+))?`", text)}
     assert len(named) > 200
     assert [where for where in named if not is_there(*where)] == []
+    assert set(re.findall(r"`(\w+Conformance)`", text)) <= set(conformance.__all__)
 
 
 def is_there(path: str, name: str) -> bool:

@@ -1,7 +1,7 @@
-"""A pool for all tests of a run, each under a prefix of its own; pools for those that break them.
+"""A shared pool, with a prefix for each test, and private pools for tests that break them.
 
-Mooncake reads its environment once a process, and opening a client takes up to a second, closing it another one. So the
-time-outs are set here, and tiers of the tests share clients.
+Mooncake reads its environment once a process. Opening and closing a client take up to a second each. So the time-outs
+are set here, and the tests' tiers share clients.
 """
 
 import ctypes
@@ -46,7 +46,7 @@ def pytest_report_header() -> list[str]:
 
 @pytest.fixture(scope="session")
 def pool(outside: None, tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Pool]":
-    """Start the one that nobody breaks."""
+    """Start the shared pool."""
     pool = Pool(tmp_path_factory.mktemp("mooncake"))
     pool.add_owner()
     yield pool
@@ -69,12 +69,12 @@ def own_pool(outside: None, tmp_path_factory: pytest.TempPathFactory) -> "Iterat
 
 @pytest.fixture(scope="session")
 def shared_clients() -> "Iterator[Callable[..., PoolClient]]":
-    """Make a client for each master once, for tiers that hold nothing of it but calls."""
+    """Create one client for each master."""
     clients: dict[MooncakeOptions, PoolClient] = {}
 
     class Shared(PoolClient):
         def close(self) -> None:
-            """Leave it to the next test."""
+            """Stay open for the next test."""
 
     def shared(options: MooncakeOptions, tier_name: str) -> PoolClient:
         found = MooncakeOptions(
@@ -92,7 +92,7 @@ def shared_clients() -> "Iterator[Callable[..., PoolClient]]":
 
 @pytest.fixture
 def client(shared_clients: "Callable[..., PoolClient]", pool: "Pool") -> "PoolClient":
-    """Give what writes to the pool beside the tier."""
+    """Return a client that writes to the pool beside the tier."""
     return shared_clients(MooncakeOptions(master=pool.address), "the test's")
 
 

@@ -208,7 +208,7 @@ async def test_a_removed_bucket_costs_hits_until_it_is_back(opened, server, buck
 
 
 def deny(server: S3Server, after: int) -> None:
-    """Have a server of the test's own let so many requests in without looking at who sends them."""
+    """Set the number of requests that a private server accepts without authentication."""
     address, plain = f"{server.endpoint}/moto-api/reset-auth", {"Content-Type": "text/plain"}
     asked = urllib.request.Request(address, str(after).encode(), plain, method="POST")
     urllib.request.urlopen(asked, timeout=PATIENCE_S).close()
@@ -240,7 +240,7 @@ async def test_missing_credentials_are_a_config_error_at_the_start(opened, proxy
 
 
 def says(status: str, code: str) -> Any:
-    """Have a proxy answer with an error in place of each reply."""
+    """Return a proxy's `reply` that answers with an error."""
     body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>So it is.</Message></Error>"
     reply = f"HTTP/1.1 {status}\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
     return lambda passed: reply if passed.startswith(b"HTTP/") else b""

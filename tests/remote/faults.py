@@ -1,4 +1,4 @@
-"""The suite of faults: whatever becomes of a remote or of the way to it, no wrong byte, and no row that stays lent."""
+"""The suite of faults: with any fault of a remote or its network, no wrong byte and no row that stays lent."""
 
 import asyncio
 import logging
@@ -33,7 +33,7 @@ class Faults:
 
     @pytest.mark.parametrize("fault", list(Fault))
     async def test_a_fault_costs_hits_and_nothing_else(self, remote: Remote, fault: Fault) -> None:
-        """Its outcome is the table's; every row is used again while it lasts; and hits come back with its end."""
+        """Its outcome is the table's. Every row is reused meanwhile. Hits come back afterwards."""
         told = OUTCOMES[remote.name][fault]
         if isinstance(why := remote.lacks.get(fault, told), str):
             pytest.skip(f"{remote.name}: {why}")

@@ -1,4 +1,4 @@
-"""Engines on a remote tier: chunks that tell whose they are, and what became of them in a tier's own counters."""
+"""Engines on a remote tier: chunks that identify themselves, and their outcomes by the tier's counters."""
 
 import asyncio
 from collections.abc import Awaitable, Iterable, Sequence
@@ -18,12 +18,12 @@ def key(number: int) -> OffloadKey:
 
 
 def chunk(number: int) -> bytes:
-    """Give a chunk that says in each of its parts whose it is."""
+    """Return a chunk that identifies itself in each of its parts."""
     return number.to_bytes(8, "big") * (CHUNK_BYTES // 8)
 
 
 def describe(rows: int, tier: dict[str, Any]) -> dict[str, Any]:
-    """Describe an engine as a file does, with its runner in a process: some clients are told to live in one."""
+    """Describe an engine as a file does, with its runner in a process."""
     return {
         "cpu_bytes_to_use": rows * CHUNK_BYTES,
         "chunk_bytes": CHUNK_BYTES,
@@ -53,7 +53,7 @@ async def put(engine: TieringOffloadingManager, numbers: Iterable[int]) -> int:
 
 
 async def found(engine: TieringOffloadingManager, numbers: Iterable[int]) -> int:
-    """Fetch, hold every byte against what was put, and return how many leading chunks came."""
+    """Fetch, compare every byte, and return the number of leading chunks that came."""
     numbers = list(numbers)
     async with engine.fetch([key(number) for number in numbers]) as rows:
         for number, row in zip(numbers, rows, strict=False):
@@ -69,12 +69,12 @@ async def found_one_by_one(engine: TieringOffloadingManager, numbers: Iterable[i
 
 
 async def at_rest(engine: TieringOffloadingManager) -> bool:
-    """Wait for what is under way, and say whether no row is lent, pinned or quarantined then."""
+    """Wait for running transfers; return True if no row is lent, pinned or quarantined then."""
     return await engine.drain(REST_S) and settled(engine)
 
 
 async def became(engine: TieringOffloadingManager, call: Awaitable[object]) -> set[str]:
-    """Await a call and what it set going; say what became of chunks meanwhile, by what the tier's counters tell."""
+    """Await a call and its transfers; return the outcomes that the tier has counted meanwhile."""
     counters = ledger_in(engine).tiers[0].counters
 
     def totals() -> dict[str, int]:
@@ -88,7 +88,7 @@ async def became(engine: TieringOffloadingManager, call: Awaitable[object]) -> s
 
 
 async def keep(engine: TieringOffloadingManager, numbers: Sequence[int], others: Sequence[int]) -> None:
-    """Have the tier hold chunks that the primary does not: as many others take their rows."""
+    """Store chunks that only the tier holds: others take their rows in the primary."""
     assert await put(engine, numbers) == len(numbers)
     assert await at_rest(engine)
     assert await put(engine, others) == len(others)

@@ -1,4 +1,4 @@
-"""The suite of mixed operations: three engines on one remote, killed at random, beside a remote that is disturbed."""
+"""The suite of mixed operations: three engines, killed at random, on one disturbed remote."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class Mixed:
-    """Whatever happens to owners and to the remote at once; a subclass has the fixture `remote`."""
+    """Faults of owners and of the remote at once. A subclass has the fixture `remote`."""
 
     async def test_mixed_operations_of_owners_that_are_killed_meet_no_wrong_byte(self, remote: Remote) -> None:
         seed, base = random.randrange(1 << 32), uuid.uuid4().int >> 72
@@ -47,7 +47,7 @@ class Mixed:
 
 
 async def _owners(engine: dict[str, object], dice: random.Random, base: int) -> Counter[str]:
-    """Have one owner after the other work until a share of the operations is done, each but the last killed."""
+    """Run one owner after another until a share of the operations is done; kill each but the last."""
     met = Counter[str]()
     while met["operations"] < OPERATIONS / OWNERS:
         met += await _owner(engine, dice, base, lines=dice.randint(1, LINES_BEFORE_A_KILL))

@@ -1,4 +1,4 @@
-"""The outcome table of remote tiers: what each fault may come to, on each of them.
+"""The outcome table of remote tiers: the outcomes of each fault on each of them.
 
 `docs/explanation/remote-tiers.md` shows it; a test holds the page to it, and the suite of faults holds the tiers to it.
 """

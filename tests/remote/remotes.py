@@ -1,4 +1,4 @@
-"""A remote tier as the suites know it: how it is configured, and what can be done to its server and its chunks."""
+"""A remote tier in the suites: its configuration, and faults of its server and its chunks."""
 
 import random
 import signal
@@ -18,18 +18,18 @@ DISTURBED_S_MAX = 1.0  # Of a server that hangs or is away: about what tiers wai
 
 
 class Held(NamedTuple):
-    """What a store holds under a chunk's name: its row, and what vouches for it."""
+    """A stored value: a row and its seal."""
 
     row: bytes
     seal: bytes
 
 
 class Remote(ABC):
-    """One remote tier and what it keeps chunks in; a session's tests share it, each with chunks of its own."""
+    """One remote tier and its service. A session's tests share it, each with its own chunks."""
 
     name: ClassVar[str]
     lacks: Mapping[Fault, str] = {}
-    """Faults that this one cannot be given, and why."""
+    """Faults that this remote cannot have, with reasons."""
 
     forgets_absences: Mapping[str, str] = {}
     """Options with which a tier soon asks again for a chunk that was absent."""
@@ -43,7 +43,7 @@ class Remote(ABC):
 
     @abstractmethod
     def held(self, number: int) -> Held:
-        """Read what the store holds for a chunk, behind the tier's back."""
+        """Read a chunk's value beside the tier."""
 
     @abstractmethod
     def plant(self, number: int, held: Held) -> None:
@@ -55,11 +55,11 @@ class Remote(ABC):
 
     @abstractmethod
     def disturb(self, dice: random.Random) -> None:
-        """Do something to it that it gets over; some moments long."""
+        """Apply a short fault that it survives."""
 
     @contextmanager
     def suffers(self, fault: Fault, numbers: Sequence[int]) -> Iterator[None]:
-        """Have a fault last as long as the block; one in the store concerns these chunks, and lasts on."""
+        """Apply a fault for the length of the block. A fault in the store concerns these chunks, and stays."""
         assert fault in IN_THE_STORE
         for number in numbers:
             self.plant(number, changed(fault, self.held(number), number))
@@ -85,11 +85,11 @@ class ServerRemote(Remote):
 
     @abstractmethod
     def fill(self) -> None:
-        """Have the server refuse what needs room."""
+        """Make the server reject stores for lack of room."""
 
     @abstractmethod
     def make_room(self) -> None:
-        """End that."""
+        """Undo `fill`."""
 
     def end(self) -> None:
         self.proxy.end()
@@ -137,7 +137,7 @@ class ServerRemote(Remote):
 
 
 def changed(fault: Fault, held: Held, number: int) -> Held:
-    """Return what a fault makes of what a store holds."""
+    """Return a stored value after a fault."""
     half = CHUNK_BYTES // 2
     match fault:
         case Fault.LENGTH:

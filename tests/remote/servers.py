@@ -32,7 +32,7 @@ _starter = ThreadPoolExecutor(1, "starts-servers")  # The system ends a server w
 
 
 def end_with_parent() -> None:
-    """Have the system kill this process when the thread that has started it ends."""
+    """Ask the system to kill this process when the thread that started it ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 

@@ -17,7 +17,7 @@ from tests.simulation.turns import check_turn
 
 
 def _unheard(transfers: list[Transfer]) -> None:
-    """Take note of nothing."""
+    """Ignore them."""
 
 
 class AuditedSteps(StepManager):
@@ -178,7 +178,7 @@ def _under_way(ledger: Ledger, operation: Operation) -> Iterable[Transfer]:
 
 
 def _cascades(ledger: Ledger) -> Iterable[Transfer]:
-    """Give every cascade whose pins are still there."""
+    """Yield every cascade that still has pins."""
     transfers = ledger.transfers
     for transfer in (*transfers.under_way.values(), *transfers.overdue.values()):
         if transfer.operation is Operation.CASCADE and not transfer.forgotten:

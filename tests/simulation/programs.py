@@ -18,7 +18,7 @@ from tests.simulation.witness import chunk_of
 
 
 def some_hint(dice: random.Random) -> object:
-    """Give a hint as a client may send it: also one that is none."""
+    """Return a hint as a client may send it, even an invalid one."""
     return dice.choice(
         (
             {"over": True},
@@ -143,7 +143,7 @@ class Program:
         assert loop.turns - begun >= calls - 1, f"{calls} calls in {loop.turns - begun} turns of the loop"
 
     async def _tell(self) -> None:
-        """Say something of keys that some request used, uses or will use."""
+        """Hint at keys that a request used, uses or will use."""
         document = self._hints.choice(self._documents)
         keys = document[: self._hints.randint(0, len(document))]
         match self._hints.choice(("prefetch", "demote", "forget", "retain")):

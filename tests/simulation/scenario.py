@@ -96,7 +96,7 @@ def _weighing(seed: int) -> dict[str, Any]:
     computing_s = dice.choice((0.002, 0.05, 0.5))  # A chunk; devices take from nothing to 0.3 s and more.
     return {
         "prefill_tokens_per_s": 1 / computing_s,
-        "chunk_tokens": 1,
+        "namespace": {"model_name": "default", "tokens_per_hash": 1},
         "late_margin": dice.choice((1.0, 1.5, 4.0)),
     }
 
@@ -205,7 +205,7 @@ def _life(dice: random.Random, documents: Sequence[Sequence[OffloadKey]], ending
 
 
 def _told(life: Life, seed: int, number: int) -> Life:
-    """Give a life hints, or none: by dice of their own, so that a seed is the same story but for them."""
+    """Add hints to a life, or none, with separate dice: the rest of the story stays the same."""
     dice = random.Random(f"seed {seed}, life {number}, hints")
     share = dice.choice((0.0, 0.3, 1.0))
     return life._replace(

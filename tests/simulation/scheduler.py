@@ -173,7 +173,7 @@ class Scheduler:
             run.storing = ()
 
     def _preempt(self) -> None:
-        """Give back every row in use, and have those who had not got their first token start over."""
+        """Return every row in use, and restart requests without a first token."""
         for run in tuple(self._running):
             if run.loading:
                 self._complete_load(run)

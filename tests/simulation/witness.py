@@ -58,7 +58,7 @@ class Book:
         self._given_up: set[OffloadKey] = set()
 
     def begin(self, keys: Iterable[OffloadKey]) -> None:
-        """Note a call over these keys; two at a time leave both unsure."""
+        """Record a call over these keys. Two concurrent calls leave both unsure."""
         for key in keys:
             if self._under_way[key] or key in self._given_up:
                 self._raced.add(key)
@@ -66,7 +66,7 @@ class Book:
             self._under_way[key] += 1
 
     def end(self, key: OffloadKey, truth: Truth | None) -> None:
-        """Note what a call that ended says of one of its keys; None: nothing new."""
+        """Record the result of a finished call for one of its keys; None: nothing new."""
         self._under_way[key] -= 1
         if key in self._raced:
             truth = Truth.UNSURE
@@ -77,12 +77,12 @@ class Book:
             self.truth[key] = truth
 
     def give_up(self, keys: Iterable[OffloadKey]) -> None:
-        """Note that the engine waits no more for these keys: for calls under way, or still queued in its runner."""
+        """Record that the engine no longer waits for these keys."""
         self._raced.update(self._under_way)
         self._given_up.update(key for key in keys if key not in self._under_way)
 
     def report(self, keys: Iterable[OffloadKey], truth: Truth) -> None:
-        """Note what the tier reports unasked."""
+        """Record an event of the tier."""
         for key in keys:
             self.truth[key] = Truth.UNSURE if self._under_way[key] else truth
 

@@ -92,7 +92,7 @@ def run_seeds(seeds: range, subject: Subject) -> Summary:
 
 
 def summaries(pool: ProcessPoolExecutor, seeds: range, queued: int, subject: Subject) -> Iterator[Summary]:
-    """Give what they came to as it comes, with few jobs queued: a Ctrl-C need not wait for many."""
+    """Yield summaries as they arrive, with few queued jobs: a Ctrl-C does not wait for many."""
     batches = iter(seeds[start : start + SEEDS_A_JOB] for start in range(0, len(seeds), SEEDS_A_JOB))
     running: set[Future[Summary]] = set()
     while True:
@@ -140,7 +140,7 @@ class _World:
             self._run(self._after(index, book))
 
     def clear(self) -> None:
-        """Have the tiers of a failed seed forget everything, or it would be found in the next one's."""
+        """Empty the tiers of a failed seed, or the next seed would find their chunks."""
         for index in range(len(self._books)):
             self._run(self._forget(index))
 
@@ -207,7 +207,7 @@ class _World:
 
 
 def _errors_of(context: dict[str, Any]) -> list[BaseException]:
-    """Give what a loop's callback raised, but for a tier's failure that nobody heard of because of a crash."""
+    """Return the errors of a loop's callback, except a tier's failure that a crash left unretrieved."""
     error = context.get("exception")
     if isinstance(error, BackendError):
         return []

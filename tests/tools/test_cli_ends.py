@@ -298,7 +298,7 @@ def test_a_report_that_does_not_fit_on_the_disk_ends_with_3_and_its_name(place: 
 
 
 @pytest.mark.usefixtures("outside")
-def test_characters_that_the_terminal_lacks_are_escaped(place: Path, tmp_path: Path) -> None:
+def test_characters_that_the_terminal_cannot_show_are_escaped(place: Path, tmp_path: Path) -> None:
     odd = tmp_path / "日本.jsonl"
     odd.write_bytes((place / "trace.jsonl").read_bytes())
     status, out, err = ended("policies", str(odd), "--policies", "lru", PYTHONIOENCODING="ascii")
@@ -425,7 +425,7 @@ def test_a_bug_of_kvtier_ends_with_70(monkeypatch: pytest.MonkeyPatch, capsys: p
         (MemoryError(), "kvtier: there is not enough memory for this\n"),
     ],
 )
-def test_an_io_or_system_error_ends_with_3(
+def test_a_failure_of_the_machine_ends_with_3(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, told: str
 ) -> None:
     def refused(_: object) -> None:

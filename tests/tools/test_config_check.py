@@ -59,7 +59,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     return run
 
 
-def test_what_holds_in_the_end_is_shown_with_defaults_and_without_secrets(
+def test_the_effective_configuration_is_shown_with_defaults_and_without_secrets(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVTIER_TEST_PASSWORD", "hunter2")
@@ -76,7 +76,7 @@ def test_what_holds_in_the_end_is_shown_with_defaults_and_without_secrets(
     assert json.loads(in_json)["configuration"]["secondary_tiers"][1]["password_env"] == "(not shown)"
 
 
-def test_what_this_machine_will_not_bear_out_is_said_with_a_status_of_its_own(run: Run, tmp_path: Path) -> None:
+def test_a_configuration_that_would_fail_on_this_machine_ends_with_1(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "kvtier.toml"
     path.write_text(TOML.format(folder=tmp_path / "absent", capacity="1MiB"))
     status, _, err = run(path)
@@ -162,7 +162,7 @@ def test_a_tier_behind_vllms_own_manager_is_checked(run: Run, tmp_path: Path) ->
     ],
     ids=range(14),
 )
-def test_what_is_wrong_with_a_line_is_refused_by_its_path(run: Run, given: str, told: str) -> None:
+def test_a_wrong_field_of_a_line_is_refused_by_its_path(run: Run, given: str, told: str) -> None:
     status, out, err = run("-", given=given)
     assert (status, out) == (2, "")
     assert told in err

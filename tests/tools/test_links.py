@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.backend.directory import Kind, StoredFile
 from kvtier.testing.conformance.lender import keys_of
-from kvtier_backends.fs.directory.files import FsContents
+from kvtier_backends.fs.directory.files import FilesDirectory
 
 COMMANDS = (("du",), ("ls",), ("verify",), ("prune", "--older-than", "0s", "--yes"), ("prune", "--leftovers", "--yes"))
 
@@ -56,7 +56,7 @@ def test_a_command_names_a_link_goes_on_and_leaves_what_it_leads_to(
 
 
 def walked(root: Path) -> list[StoredFile]:
-    contents = FsContents.open(str(root))
+    contents = FilesDirectory.open(str(root))
     try:
         return [
             file

@@ -68,7 +68,7 @@ def test_a_model_and_files_of_a_directory_are_shown_as_they_are(
     assert first.name.removesuffix(".bin")[:8] in told("ls", root)
 
 
-def test_what_a_served_engine_says_is_shown_as_it_is(told: Callable[..., str]) -> None:
+def test_names_in_an_engines_metrics_are_shown_escaped(told: Callable[..., str]) -> None:
     registry = CollectorRegistry()
     Gauge("kvtier_tier_breaker", "1.", ("tier", "state"), registry=registry).labels(NAME, "closed").set(1)
     with served(registry) as port:

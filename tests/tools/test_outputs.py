@@ -42,7 +42,7 @@ def test_a_link_still_leads_to_the_file_that_was_written(tmp_path: Path) -> None
     assert (tmp_path / "elsewhere" / "file").read_bytes() == b"new"
 
 
-def test_what_is_no_regular_file_is_written_directly(tmp_path: Path) -> None:
+def test_a_pipe_is_written_directly(tmp_path: Path) -> None:
     """A pipe, as `/dev/stdout` is one: replacing it would put a file where the pipe was."""
     reader, writer = os.pipe()
     path = f"/proc/self/fd/{writer}"

@@ -15,7 +15,7 @@ from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier.tools.cli import main
 from kvtier_backends.fs import FsBackend, FsOptions
-from kvtier_backends.fs.directory.files import FsContents
+from kvtier_backends.fs.directory.files import FilesDirectory
 from kvtier_backends.fs.disk.temporaries import Writer, temporary_name
 
 DAY_S = 86_400
@@ -165,7 +165,7 @@ def test_a_call_that_makes_no_sense_is_refused(
     assert left(files) == [True, True]
 
 
-def chunks(contents: FsContents, place: Place) -> list[StoredFile]:
+def chunks(contents: FilesDirectory, place: Place) -> list[StoredFile]:
     files = (file for part in contents.parts(place) for file in contents.files(place, part))
     return [file for file in files if file.kind is Kind.CHUNK]
 
@@ -173,7 +173,7 @@ def chunks(contents: FsContents, place: Place) -> list[StoredFile]:
 def test_a_chunk_that_was_stored_anew_meanwhile_stays(store, root: Path) -> None:
     """Between the listing and the removal, a tier has put a new file in place."""
     (path,) = store([key_of(0)])
-    contents = FsContents.open(str(root))
+    contents = FilesDirectory.open(str(root))
     (place,) = contents.places()
     (listed,) = chunks(contents, place)
     store([key_of(0)])
@@ -271,7 +271,7 @@ def test_a_write_budget_outlives_its_namespace_for_a_day(store, run, root: Path)
     assert os.listdir(root) == []
 
 
-def test_what_a_stranger_has_put_into_an_emptied_namespace_stays(store, run, root: Path) -> None:
+def test_a_foreign_file_in_an_emptied_namespace_stays(store, run, root: Path) -> None:
     (path,) = store([key_of(0)])
     stranger = path.parents[1] / "strange"
     stranger.write_bytes(b"not ours")

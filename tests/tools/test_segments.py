@@ -89,7 +89,7 @@ def test_verify_finds_a_damaged_slot_and_prune_wipes_it(store, run, run_json, ro
     assert told.count("ChunkMissing") == 1
 
 
-def test_what_is_pruned_stays_away_and_a_segment_with_nothing_in_it_goes(store, run_json, root: Path) -> None:
+def test_pruned_chunks_stay_away_and_an_empty_segment_is_removed(store, run_json, root: Path) -> None:
     (segment,) = store(keys_of(4), layout="segments")
     assert run_json("prune", root, "--to-size", str(2 * SLOT_BYTES) + "B", "--yes")["files"] == 2
     told = recalled(root, 4)

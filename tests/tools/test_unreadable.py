@@ -100,7 +100,7 @@ def test_verify_goes_on_after_what_it_cannot_read_and_counts_it_apart(forbidden,
     assert ran.err == ""
 
 
-def test_what_cannot_be_read_alone_ends_verify_with_1_and_is_named_for_people(forbidden, root: Path) -> None:
+def test_unreadable_files_alone_end_verify_with_1_and_are_named(forbidden, root: Path) -> None:
     files = forbidden(a_file)
     ran = unprivileged("verify", root)
     assert ran.status == 1

@@ -2,7 +2,7 @@
 
 from kvtier_backends.fs.backend import FsBackend
 from kvtier_backends.fs.counters import FsCounters
-from kvtier_backends.fs.disk.footer import Fault
+from kvtier_backends.fs.disk.footer import ChunkFault
 from kvtier_backends.fs.options import FsOptions
 
-__all__ = ["Fault", "FsBackend", "FsCounters", "FsOptions"]
+__all__ = ["ChunkFault", "FsBackend", "FsCounters", "FsOptions"]

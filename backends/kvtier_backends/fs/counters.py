@@ -13,9 +13,9 @@ class FsCounters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     unverified_accepted: int = 0  # Loads of files without a footer.
     unverified_refused: int = 0
     other_version: int = 0  # Loads of files of a later format, which are left alone.
-    sealed_kind: int = 0  # Loads of what is encrypted without the tier being told so, or the other way round: likewise.
-    sealed_key: int = 0  # Loads of what is encrypted with a key that the tier was not given: likewise.
-    corrupt: dict[str, int] = {}  # Files, by `Fault`.
+    sealed_kind: int = 0  # Loads of chunks sealed otherwise than the option `seal` says; left alone.
+    sealed_key: int = 0  # Loads of chunks sealed with a key that the tier lacks; left alone.
+    corrupt: dict[str, int] = {}  # Files, by `ChunkFault`.
     corrupt_left: int = 0  # Of those, files that could not be deleted.
     scan_skipped: int = 0  # Files found at the start that no load would take: a wrong length, or refused.
     scan_swept: int = 0  # Temporaries of dead processes, removed.
@@ -24,7 +24,7 @@ class FsCounters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     expired: int = 0  # Files that went because they were not used for `ttl_s`.
     evictions_failed: int = 0  # Files that could not be removed, and take room still.
     refused: dict[str, int] = {}  # Chunks without room, by reason: `capacity`, `disk`, `write_budget`, `others`.
-    segments_lost: int = 0  # Segments that somebody else has removed, with all that was in them.
+    segments_lost: int = 0  # Segments that another program has removed, with their chunks.
     disk_full: int = 0  # Chunks that the file system had no room for, whatever the limit says.
     checkpoint_chunks: int = 0  # Chunks that the last life's checkpoint named.
     checkpoints_ignored: int = 0  # Torn, of another version or namespace.
@@ -56,7 +56,7 @@ class Counters:
             self._totals[what] += times
 
     def corrupt(self, fault: str) -> None:
-        """Count one corrupt chunk, by its `Fault`."""
+        """Count one corrupt chunk, by its `ChunkFault`."""
         with self._lock:
             self._corrupt[str(fault)] += 1
 

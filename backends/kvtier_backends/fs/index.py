@@ -19,7 +19,7 @@ LISTED_LEAST = 1_024  # Idle numbers that are sorted at once during a scan,
 LISTED_PART = 64  # and at least one in so many: some milliseconds a million.
 
 
-class Index:
+class ChunkIndex:
     """The chunks of one tier."""
 
     def __init__(self, policy: Policy[OffloadKey] | None, clock: Callable[[], float] = time.monotonic) -> None:

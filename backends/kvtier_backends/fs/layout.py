@@ -16,7 +16,7 @@ from kvtier.errors import BackendClosed, NoSpace
 from kvtier.policies import LRU, Policy, policy_class
 from kvtier_backends.fs.counters import Counters
 from kvtier_backends.fs.disk.capacity import Capacity
-from kvtier_backends.fs.disk.lanes import TierLanes, start_lanes
+from kvtier_backends.fs.disk.lanes import FsLanes, start_lanes
 from kvtier_backends.fs.disk.packing import Packing, make_packing
 from kvtier_backends.fs.disk.remains import PAUSE_S_LEAST, PAUSE_S_MOST
 from kvtier_backends.fs.disk.root import Folder
@@ -45,7 +45,7 @@ class OpenTier(Generic[OptionsT_co]):
     options: OptionsT_co
     context: TierContext
     root: Folder
-    lanes: TierLanes
+    lanes: FsLanes
     packing: Packing
     capacity: Capacity
     counters: Counters = field(default_factory=Counters)
@@ -58,7 +58,7 @@ class OpenTier(Generic[OptionsT_co]):
         return min(self.options.capacity_bytes or size_bytes, size_bytes) // self.context.row_bytes
 
     def retained_max(self, chunk_bytes: int) -> int:
-        """Return how many chunks that take so much each hints may have passed over at once."""
+        """Return how many chunks of this size may be retained at once."""
         limit_bytes = self.options.capacity_bytes or self.root.disk.size_bytes
         return int(self.context.retained_share * (limit_bytes // chunk_bytes))
 
@@ -68,7 +68,7 @@ class OpenTier(Generic[OptionsT_co]):
         return None if kind is LRU else kind(max(1, self.chunks_most))
 
     async def allowed(self, chunks: int) -> int:
-        """Return as how many of so many chunks the day's write budget has bytes for; they count as written."""
+        """Return how many of the chunks the day's write budget has bytes for; they count as written."""
         budget = self.root.write_budget
         return chunks if budget is None or not chunks else await budget.take(chunks)
 
@@ -98,7 +98,7 @@ class OpenTier(Generic[OptionsT_co]):
         return loads, stores
 
     def let_go(self) -> None:
-        """Give up the root and the threads, when these have done what they are at."""
+        """Close the root and end the threads, behind the jobs that they have."""
         _let_go(self.root, self.lanes)
 
 
@@ -125,14 +125,14 @@ async def open_tier(
     return OpenTier(options, context, root, lanes, packing, capacity, counters)
 
 
-def _open(root: Folder, options: LayoutOptions, context: TierContext, lanes: TierLanes) -> Packing:
+def _open(root: Folder, options: LayoutOptions, context: TierContext, lanes: FsLanes) -> Packing:
     packing = make_packing(options, context)  # First: what is refused leaves nothing on the disk.
     root.open()
     root.open_beside(context.row_bytes, lanes.store)
     return packing
 
 
-def _let_go(root: Folder, lanes: TierLanes) -> None:
+def _let_go(root: Folder, lanes: FsLanes) -> None:
     lanes.scan.submit(root.close)  # When the lane comes to it: a cancelled call's thread may still be at it.
     lanes.let_go()
 
@@ -208,7 +208,7 @@ class Settling:
         return left_s(self._due_s)
 
     def wanted(self) -> bool:
-        """Hear that something is in doubt; return True if it is due sooner than before."""
+        """Schedule a round, as something is in doubt; return True if it is due sooner than before."""
         self._failed = True
         due_s = time.monotonic() + max(PAUSE_S_LEAST, self._pause_s)
         sooner, self._due_s = due_s < self._due_s, min(self._due_s, due_s)
@@ -262,12 +262,12 @@ class Background:
 
 
 def left_s(ends_at: float) -> float:
-    """Return how long it is until then, by the monotonic clock; 0 if it is over."""
+    """Return the seconds until then, by the monotonic clock; 0 if it has passed."""
     return max(0.0, ends_at - time.monotonic())
 
 
 async def until(event: Awaitable[object], seconds: float) -> bool:
-    """Wait for an event, but no longer than this; say whether it came."""
+    """Wait for an event, at most this long; return True if it came."""
     try:
         async with asyncio.timeout(max(0.0, seconds)):
             await event

@@ -56,9 +56,9 @@ class Lives:
         self._make_layout = layout
         self.now = self._life(tier)
         self.retentions_cut_before = 0
-        self._doubted = False  # A call has failed, and nobody has looked since.
-        self._ended = False  # The life is over, and there is no other yet.
-        self._opening: asyncio.Task[None] | None = None  # Ends a life and begins the next, whoever waits for it.
+        self._doubted = False  # A call has failed, and the root was not checked since.
+        self._ended = False  # The life has ended, and the next has not begun.
+        self._opening: asyncio.Task[None] | None = None  # Ends a life and begins the next, also for a cancelled caller.
         self._closed = False
         self._turn = asyncio.Lock()
         self._looked_at = asyncio.get_running_loop().time()
@@ -95,7 +95,7 @@ class Lives:
         return left
 
     def note(self, outcomes: Sequence[Outcome]) -> None:
-        """Hear what came of a call's chunks: a failure of the file system may mean that the directory is gone."""
+        """Record a call's outcomes: a failure of the file system may mean that the directory is gone."""
         if any(isinstance(outcome, TransferFailed) for outcome in outcomes):
             self._doubted = True
 
@@ -145,7 +145,7 @@ class Lives:
     def _opened(self, opening: asyncio.Task[None]) -> None:
         self._opening = None  # Its error would hold the buffers of the calls that it was raised in.
         if not opening.cancelled():
-            opening.exception()  # Perhaps nobody waits for it any more.
+            opening.exception()  # All callers may have been cancelled.
 
     async def _next(self) -> None:
         await self._end()

@@ -1,1 +1,1 @@
-"""Benchmarks: what this machine can do and what kvtier makes of it, measured in turn in one run."""
+"""Benchmarks of tiers, each next to its limit, measured in turn in one run."""

@@ -295,7 +295,7 @@ def _p99(times: Sequence[float]) -> float:
 def _limits(
     config: EngineConfig, drive: Drive, stack: ExitStack
 ) -> tuple[tuple[Callable[[], float], Callable[[], float]], str]:
-    """Return measurements of the fastest reads and writes in MB/s, and what they are in words."""
+    """Return measurements of the fastest reads and writes in MB/s, and their description."""
     (tier,) = config.secondary_tiers
     region = stack.enter_context(Region.private(2 * drive.chunks, config.row_bytes))
     rows = [region.row(index) for index in range(2 * drive.chunks)]

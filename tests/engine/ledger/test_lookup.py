@@ -74,7 +74,11 @@ def test_a_probe_answers_key_by_key(bench):
 
 @pytest.mark.parametrize(
     ("present", "seconds", "answered"),
-    [(True, 9.9, PENDING), (True, 10.0, RETRY), (False, 9.9, MISS), (False, 10.0, RETRY)],
+    [
+        *((True, 9.9, PENDING), (True, 10.0, RETRY)),
+        *((False, 9.9, MISS), (False, 10.0, RETRY)),
+        *((None, 9.9, MISS), (None, 10.0, RETRY)),
+    ],
 )
 def test_an_answer_is_believed_for_its_time_and_not_longer(bench, present, seconds, answered):
     engine = bench()
@@ -82,15 +86,6 @@ def test_an_answer_is_believed_for_its_time_and_not_longer(bench, present, secon
     engine.answer(*engine.step(), present)
     engine.step(seconds)
     assert engine.lookup("a") == [answered]
-
-
-def test_a_probe_without_an_answer_is_a_miss_for_as_long_as_an_answer_is_believed(bench):
-    engine = bench()
-    engine.lookup("a")
-    engine.answer(*engine.step(), None)
-    assert engine.lookup("a") == [MISS]
-    engine.step(seconds=10.0)
-    assert engine.lookup("a") == [RETRY]
 
 
 def test_a_probe_without_an_answer_is_counted_and_no_transfer(bench):

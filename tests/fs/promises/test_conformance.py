@@ -68,6 +68,10 @@ class Suites(
 class TestFs(Suites):
     """One file a chunk."""
 
+    @pytest.mark.usefixtures("thorough")  # It makes four thousand files.
+    async def test_reports_come_in_batches(self, backend, lender):
+        await super().test_reports_come_in_batches(backend, lender)
+
 
 class TestNamespacesOfASharedRoot(NamespacedConformance):
     """A root that is not shared has one tier, and so one namespace at a time."""
@@ -97,14 +101,16 @@ class TestNamespacesOfASharedRoot(NamespacedConformance):
 
 
 class TestSegments(Suites):
-    """As it comes: chunks in slots of segments."""
+    """The default: chunks in slots of segments."""
 
     def options(self, root: str) -> FsOptions:
         return FsOptions(root=root)
 
 
 class TestEncryptedSegments(Suites):
-    """As it comes, but for the seal."""
+    """The default with a seal."""
+
+    many_chunks = 100  # Batches of reports do not depend on the seal.
 
     @pytest.fixture(autouse=True)
     def secrets(self, monkeypatch):

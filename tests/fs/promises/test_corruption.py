@@ -1,6 +1,5 @@
 """Damaged, foreign and swapped files are misses, counted by kind and out of the way; their keys can be stored again."""
 
-import itertools
 import os
 import struct
 from collections import Counter
@@ -17,7 +16,7 @@ from kvtier.backend.namespace import FileMapper, Namespace
 from kvtier.errors import ChunkCorrupt, ChunkMissing
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
-from kvtier_backends.fs import Fault, FsBackend, FsOptions
+from kvtier_backends.fs import ChunkFault, FsBackend, FsOptions
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from tests.fs.conftest import Place
 
@@ -35,25 +34,25 @@ def cut_to(length: int) -> Damage:
     return lambda place: os.truncate(place.path, length)
 
 
-DAMAGES: dict[str, tuple[Damage, Fault]] = {
-    "a zeroed footer": (overwritten(ROW_BYTES, bytes(FOOTER_BYTES)), Fault.ZEROED),
-    "a stranger": (overwritten(ROW_BYTES, b"PK\3\4" * 1_024), Fault.FOREIGN),
-    "a damaged footer": (overwritten(ROW_BYTES + 70, b"\xff"), Fault.FOOTER),
-    "a damaged sequence number": (overwritten(ROW_BYTES + 4_085, b"\xff"), Fault.FOOTER),
-    "a damaged payload": (overwritten(0, b"\xff"), Fault.PAYLOAD),
-    "a zeroed page": (overwritten(4_096, bytes(4_096)), Fault.PAYLOAD),
+DAMAGES: dict[str, tuple[Damage, ChunkFault]] = {
+    "a zeroed footer": (overwritten(ROW_BYTES, bytes(FOOTER_BYTES)), ChunkFault.ZEROED),
+    "a stranger": (overwritten(ROW_BYTES, b"PK\3\4" * 1_024), ChunkFault.FOREIGN),
+    "a damaged footer": (overwritten(ROW_BYTES + 70, b"\xff"), ChunkFault.FOOTER),
+    "a damaged sequence number": (overwritten(ROW_BYTES + 4_085, b"\xff"), ChunkFault.FOOTER),
+    "a damaged payload": (overwritten(0, b"\xff"), ChunkFault.PAYLOAD),
+    "a zeroed page": (overwritten(4_096, bytes(4_096)), ChunkFault.PAYLOAD),
 }
-OF_FILES: dict[str, tuple[Damage, Fault]] = {  # A slot has one length.
-    "empty": (cut_to(0), Fault.TRUNCATED),
-    "one byte": (cut_to(1), Fault.TRUNCATED),
-    "a page": (cut_to(4_096), Fault.TRUNCATED),
-    "a byte less than a row": (cut_to(ROW_BYTES - 1), Fault.TRUNCATED),
-    "a byte more than a row": (cut_to(ROW_BYTES + 1), Fault.TRUNCATED),
-    "a byte less than a footer": (cut_to(ROW_BYTES + FOOTER_BYTES - 1), Fault.TRUNCATED),
-    "a byte too long": (cut_to(ROW_BYTES + FOOTER_BYTES + 1), Fault.OVERLONG),
-    "a page too long": (cut_to(ROW_BYTES + 2 * FOOTER_BYTES), Fault.OVERLONG),
-    "much too long": (cut_to(ROW_BYTES * 10), Fault.OVERLONG),
-    "all zeros": (overwritten(0, bytes(ROW_BYTES + FOOTER_BYTES)), Fault.ZEROED),
+OF_FILES: dict[str, tuple[Damage, ChunkFault]] = {  # A slot has one length.
+    "empty": (cut_to(0), ChunkFault.TRUNCATED),
+    "one byte": (cut_to(1), ChunkFault.TRUNCATED),
+    "a page": (cut_to(4_096), ChunkFault.TRUNCATED),
+    "a byte less than a row": (cut_to(ROW_BYTES - 1), ChunkFault.TRUNCATED),
+    "a byte more than a row": (cut_to(ROW_BYTES + 1), ChunkFault.TRUNCATED),
+    "a byte less than a footer": (cut_to(ROW_BYTES + FOOTER_BYTES - 1), ChunkFault.TRUNCATED),
+    "a byte too long": (cut_to(ROW_BYTES + FOOTER_BYTES + 1), ChunkFault.OVERLONG),
+    "a page too long": (cut_to(ROW_BYTES + 2 * FOOTER_BYTES), ChunkFault.OVERLONG),
+    "much too long": (cut_to(ROW_BYTES * 10), ChunkFault.OVERLONG),
+    "all zeros": (overwritten(0, bytes(ROW_BYTES + FOOTER_BYTES)), ChunkFault.ZEROED),
 }
 
 
@@ -191,27 +190,6 @@ async def test_a_corrupt_file_that_cannot_be_moved_is_still_a_miss(
     assert list(await tier.probe([KEY])) == [False]
     await lender.keep(tier, [KEY])
     assert await lender.recall(tier, [KEY]) == [label(KEY)]
-
-
-async def test_a_good_file_that_replaces_a_corrupt_one_while_it_is_read_stays(
-    open_tier, lender: Lender, path_of, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tier = await open_tier()
-    await lender.keep(tier, [KEY], version=1)
-    good = path_of(KEY).read_bytes()
-    Place(path_of(KEY), 0).overwrite(5, b"?")
-    read, replacements = os.preadv, itertools.count()
-
-    def read_and_replace(fd: int, buffers: object, at: int) -> int:
-        done = read(fd, buffers, at)  # type: ignore[arg-type]
-        if next(replacements) == 0:
-            path_of(KEY).with_suffix(".new").write_bytes(good)
-            path_of(KEY).with_suffix(".new").rename(path_of(KEY))
-        return done
-
-    monkeypatch.setattr(os, "preadv", read_and_replace)
-    assert await lender.recall(tier, [KEY]) == ["ChunkCorrupt"]
-    assert await lender.recall(tier, [KEY]) == [label(KEY, 1)]
 
 
 async def test_the_inventory_hears_of_corrupt_chunks(open_tier, lender: Lender, path_of) -> None:

@@ -17,7 +17,7 @@ from kvtier.backend.namespace import FileMapper
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import keys_of, label
 from kvtier_backends.fs import FsBackend
-from kvtier_backends.fs.directory.files import FsContents
+from kvtier_backends.fs.directory.files import FilesDirectory
 from kvtier_backends.fs.disk.below import open_beneath, open_by_parts
 from tests.fs.conftest import MakeSystemCall
 
@@ -113,7 +113,7 @@ async def test_nothing_behind_a_link_in_the_place_of_a_folder_is_read_written_or
 
 def for_all_that_a_command_sees(root: Path) -> None:
     """Look at every file, remove all that may go, and then clear their namespaces."""
-    contents = FsContents.open(str(root))
+    contents = FilesDirectory.open(str(root))
     try:
         for place in contents.places():
             for part in contents.parts(place):

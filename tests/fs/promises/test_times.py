@@ -14,9 +14,9 @@ import pytest
 
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
-from kvtier_backends.fs.directory.files import FsContents
+from kvtier_backends.fs.directory.files import FilesDirectory
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Footer, read_footer, write_footer
-from kvtier_backends.fs.disk.temporaries import ABANDONED_S, Sweep, Writer
+from kvtier_backends.fs.disk.temporaries import ABANDONED_S, TemporarySweep, Writer
 from kvtier_backends.fs.files.index import FileEntry, FileIndex
 from kvtier_backends.fs.segments.segment import Header, read_header
 
@@ -164,7 +164,7 @@ async def test_what_people_see_of_a_file_from_the_future_is_no_later_than_now(
         date(path_of(key_of(0)), ODD_TIMES_S[-1])
     else:
         renumber(next(root.glob("*_segments/*.seg")), key_of(0), (1 << 64) - 1)
-    contents = FsContents.open(str(root))
+    contents = FilesDirectory.open(str(root))
     (place,) = contents.places()
     (file,) = (file for part in contents.parts(place) for file in contents.files(place, part) if file.key)
     assert file.used_at_ns <= time.time_ns()
@@ -174,7 +174,7 @@ async def test_what_people_see_of_a_file_from_the_future_is_no_later_than_now(
 
 def test_a_temporary_from_the_future_is_swept_like_an_old_one(tmp_path: Path) -> None:
     """Of another machine, where nobody can be asked who lives."""
-    sweep = Sweep(-1, Writer.this_process(), 1_700_000_000.0)
+    sweep = TemporarySweep(-1, Writer.this_process(), 1_700_000_000.0)
     name = ".00000000-1-1-1.tmp"
     assert not sweep.is_abandoned(name, 1_700_000_000.0 + ABANDONED_S / 2)
     assert sweep.is_abandoned(name, 1_700_000_000.0 + 2 * ABANDONED_S)

@@ -23,8 +23,8 @@ from kvtier.errors import BackendClosed, BackendUnavailable, ConfigError, NoSpac
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs import FsBackend, FsOptions
-from kvtier_backends.fs.directory.files import FsContents
-from kvtier_backends.fs.directory.slots import SlotContents
+from kvtier_backends.fs.directory.files import FilesDirectory
+from kvtier_backends.fs.directory.slots import SegmentsDirectory
 from kvtier_backends.fs.disk.capacity import Disk
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.disk.owner import OWNER
@@ -468,7 +468,7 @@ async def test_a_pruned_slots_segment_may_be_another_one_by_then(
         lock(fd, how)
 
     root_fd = os.open(root, os.O_RDONLY)
-    contents = SlotContents(root_fd, time.time_ns(), Disk(root_fd).taken_bytes)
+    contents = SegmentsDirectory(root_fd, time.time_ns(), Disk(root_fd).taken_bytes)
     files = contents.files(str(segment.relative_to(root)))
     (chunk,) = [file for file in files if file.kind is not Kind.BESIDE]
     with monkeypatch.context() as patch:
@@ -527,7 +527,7 @@ async def test_slots_that_were_pruned_are_stored_to_again_and_on_a_full_disk_ref
     before = await open_tier(**options)
     await lender.keep(before, keys_of(40))
     await before.aclose(DEADLINE_S)
-    contents = FsContents.open(str(root / "tier"))
+    contents = FilesDirectory.open(str(root / "tier"))
     (place,) = contents.places()
     files = [file for part in contents.parts(place) for file in contents.files(place, part)]
     gone = [file for file in files if file.key in keys_of(20)]

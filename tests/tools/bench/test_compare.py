@@ -81,7 +81,7 @@ def test_a_count_is_the_median_of_the_marked_calls(tmp_path: Path) -> None:
     assert counts == {CALIBRATION: 400.0, "group_index": 1_000.0}  # Of parts 2, 4, 6 and 8, 10, 12.
 
 
-def test_what_is_no_case_is_refused() -> None:
+def test_an_unknown_case_is_refused() -> None:
     with pytest.raises(SystemExit, match="no such case: nonsense"):
         main(["nonsense"])
 

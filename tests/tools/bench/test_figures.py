@@ -73,7 +73,7 @@ def test_a_side_that_fails_is_tidied_up_after() -> None:
     assert done == ["prepared", "tidied"]
 
 
-def test_what_fails_in_a_late_round_costs_no_row_of_the_rounds_before() -> None:
+def test_a_failure_in_a_late_round_keeps_the_rows_of_earlier_rounds() -> None:
     figures = iter([1.0, 2.0, 3.0, 4.0, 5.0])
     sides = [Side("tier", lambda: next(figures))]
     pair = Pair("load", None, {}, "MB/s", "tier", "tier", "itself")

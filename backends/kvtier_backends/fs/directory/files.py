@@ -32,28 +32,28 @@ from kvtier.backend import (
 )
 from kvtier.errors import ConfigError
 from kvtier.settings import foreign
-from kvtier_backends.fs.directory.slots import SlotContents, is_segment, is_slot, reason, unreadable
+from kvtier_backends.fs.directory.slots import SegmentsDirectory, is_segment, is_slot, reason, unreadable
 from kvtier_backends.fs.disk import below
 from kvtier_backends.fs.disk.below import ForeignError, believable_ns, open_file, open_folder
 from kvtier_backends.fs.disk.capacity import taken_bytes
-from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Fault, Footer, Whole, judge_length, read_footer
+from kvtier_backends.fs.disk.footer import FOOTER_BYTES, ChunkFault, Footer, Whole, judge_length, read_footer
 from kvtier_backends.fs.disk.owner import OWNER, remove_ownerless
 from kvtier_backends.fs.disk.root import BOOK, CONFIG_BYTES_MAX
-from kvtier_backends.fs.disk.temporaries import Sweep, Writer, chunk_of_vllms, temporary_name, writer_of
+from kvtier_backends.fs.disk.temporaries import TemporarySweep, Writer, chunk_of_vllms, temporary_name, writer_of
 from kvtier_backends.fs.files.discard import take_aside
 
 SLICE_BYTES = 1 << 20
 DEPTH_MAX = 8  # Folders within folders, as for the scan.
 CONFIG = "config.json"
 BUDGET = "write-budget"
-BUDGET_IDLE_S = 86_400.0  # After a day the budget is whole again, and nobody may write more because its file is gone.
+BUDGET_IDLE_S = 86_400.0  # After a day the budget is whole again, and removing its file allows no more writes.
 # A chunk's name by either naming, wherever it lies. vLLM's shortest hash has 8 bytes; `cafe.bin` is not ours.
 _CHUNK = re.compile(r"(?:[0-9a-f]{2}){8,}(?:_g[0-9]+)?\.bin")
 _OF_MODEL = re.compile(r".+_[0-9a-f]{12}", re.DOTALL)  # Beside the folders of a model's chunks, which may be gone.
-ROW_SEARCH_FILES_MAX = 1_000  # A directory with so many files before the first good footer is vLLM's.
+ROW_SEARCH_FILES_MAX = 1_000  # Files to search for the first good footer; then the directory is vLLM's.
 
 
-class FsContents:
+class FilesDirectory:
     """A root and the namespaces in it."""
 
     @classmethod
@@ -67,8 +67,8 @@ class FsContents:
             raise ConfigError(f"{root}: {error.strerror}; a tier's directory accepted") from error
         self._writer = Writer.this_process()
         self._now_ns = time.time_ns()
-        self._sweep = Sweep(self._fd, self._writer, self._now_ns / 1e9)
-        self._slots = SlotContents(self._fd, self._now_ns, self._taken_bytes)
+        self._sweep = TemporarySweep(self._fd, self._writer, self._now_ns / 1e9)
+        self._slots = SegmentsDirectory(self._fd, self._now_ns, self._taken_bytes)
         self._row_bytes: dict[str, int | None] = {}
         try:
             names = self._listed(".")
@@ -122,7 +122,7 @@ class FsContents:
         if is_first:
             yield from self._file(Kind.BESIDE, folder)
         for entry in self._listed(folder) if is_first else self._books(place):
-            if not is_first or self._is_nobody_elses(place, entry):
+            if not is_first or self._is_own_or_shared(place, entry):
                 yield from self._file(_kind(entry), f"{folder}/{entry}")
 
     def _books(self, place: Place) -> list[str]:
@@ -134,7 +134,7 @@ class FsContents:
             if (book := BOOK.fullmatch(entry)) and f"{folder}{book[1]}" == place.name
         ]
 
-    def _is_nobody_elses(self, place: Place, entry: str) -> bool:
+    def _is_own_or_shared(self, place: Place, entry: str) -> bool:
         book = BOOK.fullmatch(entry)
         owner = None if book is None or book[1] is None else f"{self._folders[place.name].folder}{book[1]}"
         return owner == place.name or owner not in self._folders
@@ -147,7 +147,7 @@ class FsContents:
         except FileNotFoundError:
             return Finding(State.GONE)
         except ForeignError:  # No load would take it.
-            return Finding(State.CORRUPT, Fault.FOREIGN)
+            return Finding(State.CORRUPT, ChunkFault.FOREIGN)
         except OSError as error:
             return Finding(State.UNREADABLE, reason(error))
         try:
@@ -194,7 +194,7 @@ class FsContents:
             return False
         finally:
             os.close(fd)
-        with suppress(OSError):  # What somebody has put beside it stays.
+        with suppress(OSError):  # Other programs' files beside it stay.
             self._clear_beside(place)
         return True
 
@@ -234,7 +234,7 @@ class FsContents:
         return taken_bytes(status, counts_blocks=self._counts_blocks)
 
     def _tells_blocks(self, folder: str) -> bool:
-        """Say whether blocks are told there, by a file that has some."""
+        """Return True if the file system reports blocks, by a file that has some."""
         with suppress(OSError):
             return below.look(self._fd, f"{folder}/config.json").st_blocks > 0
         return True
@@ -310,7 +310,7 @@ class FsContents:
             kind = Kind.LEFTOVER
         fault = ""
         if kind is Kind.CHUNK and not (key is not None and stat.S_ISREG(status.st_mode)):
-            fault = MISPLACED if key is None else Fault.FOREIGN.value
+            fault = MISPLACED if key is None else ChunkFault.FOREIGN.value
         used_at_ns = believable_ns(status.st_mtime_ns, self._now_ns)
         taken_bytes = self._taken_bytes(status)
         yield StoredFile(kind, name, key, status.st_size, taken_bytes, used_at_ns, status.st_ino, fault)
@@ -324,24 +324,24 @@ class FsContents:
 
     def _judge(self, place: Place, file: StoredFile, fd: int, size_bytes: int) -> Finding:
         footer = _footer_at_end(fd, size_bytes)
-        if footer is Fault.VERSION:
+        if footer is ChunkFault.VERSION:
             return Finding(State.UNVERIFIED)
-        if isinstance(footer, Fault):
+        if isinstance(footer, ChunkFault):
             return self._judge_without_footer(place, footer, size_bytes)
         if footer.key != file.key:
-            return Finding(State.CORRUPT, Fault.SWAPPED)
+            return Finding(State.CORRUPT, ChunkFault.SWAPPED)
         if (whole := judge_length(size_bytes, footer.payload_bytes)) is not Whole.FOOTED:
             return Finding(State.CORRUPT, whole.value)
         if _checksum(fd, footer.payload_bytes) != footer.payload_checksum:
-            return Finding(State.CORRUPT, Fault.PAYLOAD)
+            return Finding(State.CORRUPT, ChunkFault.PAYLOAD)
         return Finding(State.SEALED if footer.seal else State.WHOLE)
 
-    def _judge_without_footer(self, place: Place, fault: Fault, size_bytes: int) -> Finding:
+    def _judge_without_footer(self, place: Place, fault: ChunkFault, size_bytes: int) -> Finding:
         """Tell vLLM's files, which end with their rows, from damaged ones by the length of the rows of others."""
         row_bytes = self._rows_of(place)
         if row_bytes is None:
             whole = bool(size_bytes) and size_bytes % FOOTER_BYTES == 0
-            return Finding(State.UNVERIFIED) if whole else Finding(State.CORRUPT, Fault.TRUNCATED)
+            return Finding(State.UNVERIFIED) if whole else Finding(State.CORRUPT, ChunkFault.TRUNCATED)
         match judge_length(size_bytes, row_bytes):
             case Whole.BARE:
                 return Finding(State.UNVERIFIED)
@@ -372,14 +372,14 @@ class FsContents:
 
 
 def _kind(name: str) -> Kind:
-    """Tell files that a tier is writing from others that are no chunks, which may be somebody else's."""
+    """Tell files that a tier is writing from others that are no chunks, which may be another program's."""
     return Kind.BESIDE if writer_of(os.path.basename(name)) is None else Kind.TEMPORARY
 
 
-def _footer_at_end(fd: int, size_bytes: int) -> Footer | Fault:
+def _footer_at_end(fd: int, size_bytes: int) -> Footer | ChunkFault:
     """Read a file's last page; a shorter file has no footer."""
     page = os.pread(fd, FOOTER_BYTES, max(0, size_bytes - FOOTER_BYTES))
-    return read_footer(memoryview(page)) if len(page) == FOOTER_BYTES else Fault.TRUNCATED
+    return read_footer(memoryview(page)) if len(page) == FOOTER_BYTES else ChunkFault.TRUNCATED
 
 
 def _checksum(fd: int, payload_bytes: int) -> int:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from kvtier.backend import Finding, Kind, State, StoredFile
 from kvtier_backends.fs.disk import below
 from kvtier_backends.fs.disk.below import believable_ns, lock_file, open_file
-from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Fault, Footer, payload_checksum, read_footer
+from kvtier_backends.fs.disk.footer import FOOTER_BYTES, ChunkFault, Footer, payload_checksum, read_footer
 from kvtier_backends.fs.segments.segment import (
     HEADER_BYTES,
     Header,
@@ -47,7 +47,7 @@ def reason(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-class SlotContents:
+class SegmentsDirectory:
     """The segments of a root. Blocks; one thread at a time."""
 
     def __init__(self, root_fd: int, now_ns: int, taken_bytes: Callable[[os.stat_result], int]) -> None:
@@ -59,7 +59,7 @@ class SlotContents:
         self._empty_below = 0  # In that segment, while it is locked.
 
     def close(self) -> None:
-        """Let go of what is open."""
+        """Close the open segment."""
         if self._open is not None:
             os.close(self._open[1])
             self._open = None
@@ -157,13 +157,13 @@ class SlotContents:
         if page == ZEROS:
             return
         if len(page) < FOOTER_BYTES:
-            yield StoredFile(Kind.LOST, slot, None, 0, 0, 0, _identity(page), Fault.TRUNCATED)
+            yield StoredFile(Kind.LOST, slot, None, 0, 0, 0, _identity(page), ChunkFault.TRUNCATED)
             return
         footer = read_footer(memoryview(page))
         key, used_at_ns = (
-            (None, 0) if isinstance(footer, Fault) else (footer.key, believable_ns(footer.sequence, self._now_ns))
+            (None, 0) if isinstance(footer, ChunkFault) else (footer.key, believable_ns(footer.sequence, self._now_ns))
         )
-        fault = "" if isinstance(footer, Fault) or _is_of(footer, header) else Fault.NAMESPACE.value
+        fault = "" if isinstance(footer, ChunkFault) or _is_of(footer, header) else ChunkFault.NAMESPACE.value
         size_bytes = header.slot_bytes
         yield StoredFile(Kind.CHUNK, slot, key, size_bytes, size_bytes, used_at_ns, _identity(page), fault)
 
@@ -221,28 +221,28 @@ def _slot_at(fd: int, header: Header, place: int) -> bytes:
 
 def _identity(page: bytes) -> int:
     """Return a footer's identity, which no later one has: its sequence number, or a checksum if it is no footer."""
-    footer = read_footer(memoryview(page)) if len(page) == FOOTER_BYTES else Fault.TRUNCATED
-    return payload_checksum(memoryview(page)) if isinstance(footer, Fault) else footer.sequence
+    footer = read_footer(memoryview(page)) if len(page) == FOOTER_BYTES else ChunkFault.TRUNCATED
+    return payload_checksum(memoryview(page)) if isinstance(footer, ChunkFault) else footer.sequence
 
 
 def _is_of(footer: Footer, header: Header) -> bool:
-    """Say whether a chunk is of its segment's namespace and row length."""
+    """Return True if a chunk is of its segment's namespace and row length."""
     return (footer.payload_bytes, footer.fingerprint) == (header.row_bytes, header.fingerprint)
 
 
 def _judge(slot: memoryview, header: Header, identity: int) -> Finding:
     if len(slot) < header.slot_bytes:
-        return Finding(State.CORRUPT, Fault.TRUNCATED)
+        return Finding(State.CORRUPT, ChunkFault.TRUNCATED)
     page = slot[header.row_bytes :]
     if _identity(bytes(page)) != identity:
         return Finding(State.GONE)
     footer = read_footer(page)
-    if footer is Fault.VERSION:
+    if footer is ChunkFault.VERSION:
         return Finding(State.UNVERIFIED)
-    if isinstance(footer, Fault):
+    if isinstance(footer, ChunkFault):
         return Finding(State.CORRUPT, footer)
     if not _is_of(footer, header):
-        return Finding(State.CORRUPT, Fault.NAMESPACE)
+        return Finding(State.CORRUPT, ChunkFault.NAMESPACE)
     if payload_checksum(slot[: header.row_bytes]) != footer.payload_checksum:
-        return Finding(State.CORRUPT, Fault.PAYLOAD)
+        return Finding(State.CORRUPT, ChunkFault.PAYLOAD)
     return Finding(State.SEALED if footer.seal else State.WHOLE)

@@ -1,4 +1,4 @@
-"""Files and folders below the root: the tier's own, no link that leads elsewhere, no pipe that nobody writes to.
+"""Files and folders below the root: the tier's own, no link that leads elsewhere, no pipe without a writer.
 
 The root itself may be a link, which is followed once. Names below it are known to everybody. So only this module passes
 a name with a folder's descriptor to the system, and no part of the name is followed if it is a link. Names are opened
@@ -109,7 +109,7 @@ def open_beneath(root_fd: int, name: str, flags: int) -> int:
 
 
 def open_by_parts(root_fd: int, name: str, flags: int) -> int:
-    """Open it folder by folder, on any kernel. Raises likewise."""
+    """Open it folder by folder, on any kernel. Raises what `open_beneath` does."""
     *folders, base = filter(None, name.split("/")) if "/" in name else [name]
     opened = [root_fd]
     try:
@@ -122,7 +122,7 @@ def open_by_parts(root_fd: int, name: str, flags: int) -> int:
 
 
 def open_file(root_fd: int, name: str, flags: int = os.O_RDONLY) -> int:
-    """Open a regular file. A file for writing must have no second name, which might be somebody else's.
+    """Open a regular file. A file for writing must have no second name, which might be another program's.
 
     Raises `ForeignError` for anything else that lies there, and what `os.open` does.
     """
@@ -139,12 +139,12 @@ def open_file(root_fd: int, name: str, flags: int = os.O_RDONLY) -> int:
 
 
 def open_folder(root_fd: int, name: str) -> int:
-    """Open a directory to list it, or to reach what is in it. Raises likewise."""
+    """Open a directory to list it, or to reach its entries. Raises what `open_file` does."""
     return open_below(root_fd, name, os.O_RDONLY | os.O_DIRECTORY, stat.S_IFDIR)
 
 
 def list_folder(root_fd: int, name: str) -> list[str]:
-    """Return the names in a directory. Raises likewise."""
+    """Return the names in a directory. Raises what `open_file` does."""
     fd = open_folder(root_fd, name)
     try:
         return os.listdir(fd)
@@ -153,7 +153,7 @@ def list_folder(root_fd: int, name: str) -> list[str]:
 
 
 def sync_folder(root_fd: int, name: str) -> None:
-    """Have the names in a directory reach the device. Raises likewise."""
+    """Sync the names in a directory to the device. Raises what `open_file` does."""
     fd = open_folder(root_fd, name)
     try:
         os.fsync(fd)
@@ -233,7 +233,7 @@ def lock_file(fd: int, *, wait: bool = False) -> None:
 
 
 def unlock_file(fd: int) -> None:
-    """Let go of its lock: also for a fork that has the descriptor."""
+    """Release its lock: also for a fork that has the descriptor."""
     fcntl.flock(fd, fcntl.LOCK_UN)
 
 

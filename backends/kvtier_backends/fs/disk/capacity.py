@@ -16,7 +16,7 @@ from kvtier.memory import PAGE_BYTES
 SECTOR_BYTES = 512  # The unit of st_blocks, whatever the file system's own.
 FRAGMENT_BYTES_MOST = 64 << 10  # No local file system has larger ones; a file server's are no blocks.
 EXTENTS_INLINE = 4  # Of a file on ext4; more of them take blocks of their own,
-EXTENTS_PER_BLOCK = 340  # each with so many.
+EXTENTS_PER_BLOCK = 340  # each with up to 340.
 STRIPES = 64
 KNOWN_MAX = 4_096  # Half a megabyte. Another lane finds a directory made or gone within milliseconds.
 FOLDERS_NEW = 2  # Above a chunk's file,
@@ -36,7 +36,7 @@ class Disk:
         found = os.fstatvfs(fd)
         whole = PAGE_BYTES <= found.f_frsize <= FRAGMENT_BYTES_MOST
         self.block_bytes = found.f_frsize if whole else PAGE_BYTES
-        """By so much a file grows. As it is said, until it has been tried."""
+        """The unit by which a file grows: as reported, until it has been tried."""
         self.counts_blocks = True
         """Whether it says at once what a file takes: not where blocks are found late (ZFS) or are not told at all."""
         self.size_bytes = found.f_blocks * found.f_frsize
@@ -151,7 +151,7 @@ class FolderSizes:
                 self.used_bytes -= taken
 
     def not_removed(self, name: str, error: OSError, *, was_there: bool) -> None:
-        """Hear that removing a directory has failed: it may be gone all the same, or should go later.
+        """Record a failed removal of a directory: it may be gone all the same, or should go later.
 
         `was_there`: just before, unless another lane or process has removed it. Then it counts no longer. It is asked
         only about a directory that is not among the last that were made, looked at or removed.
@@ -170,7 +170,7 @@ class FolderSizes:
             return [*self._doubtful, *self._unlooked]
 
     def proved(self, name: str, *, absent: bool) -> None:
-        """Hear that a directory in doubt is in use, or absent."""
+        """Settle a directory in doubt: it is in use, or absent."""
         if absent and self._doubtful.get(name):
             self.removed(name)
         with self._lock:
@@ -256,7 +256,7 @@ class Capacity:
 
     @property
     def used_bytes(self) -> int:
-        """The bytes on the disk, as far as is known."""
+        """The known bytes on the disk."""
         return sum(part.used_bytes for part in self._parts) + self.leaving_bytes + self.other_bytes
 
     def free_bytes(self) -> int | None:
@@ -285,7 +285,7 @@ class Capacity:
         self._disk.look()
 
     def wrote(self, added_bytes: int) -> None:
-        """Hear of what was written since anybody has looked, or just before: then it counts twice until the next."""
+        """Count written bytes until the next `look`; some may count twice until then."""
         if self.watches_disk:
             self._disk.free_bytes -= max(0, added_bytes)
 
@@ -303,7 +303,7 @@ class Capacity:
         return granted_bytes
 
     def release(self, reserved_bytes: int) -> None:
-        """Take a promise back: the store has ended, and what it took is counted where it is."""
+        """Take a promise back: the store has ended, and its bytes are counted elsewhere."""
         self.reserved_bytes -= reserved_bytes
         assert self.reserved_bytes >= 0, self.reserved_bytes
 
@@ -312,7 +312,7 @@ class Capacity:
         return self.surplus_of(self.used_bytes - self.leaving_bytes, self.reserved_bytes)
 
     def surplus_of(self, used_bytes: int, reserved_bytes: int) -> int:
-        """Return likewise what should go if so much is used and promised."""
+        """Return the bytes to evict for these used and promised bytes."""
         surplus = 0
         if self.limit_bytes is not None:
             low = int(self.limit_bytes * self._low_water)

@@ -44,7 +44,7 @@ class Claims:
     """The claims on one tier's files. Belongs to the loop's thread."""
 
     def __init__(self) -> None:
-        """Begin with no call under way."""
+        """Start without claims."""
         self.leaving: set[OffloadKey] = set()
         """Whose files are going: whether they are still there is up to the lane that is at it."""
         self.in_use = InUse()
@@ -53,18 +53,18 @@ class Claims:
         self._closed = False
 
     async def until_gone(self, keys: Sequence[OffloadKey]) -> None:
-        """Wait until none of the keys' files is on its way out; raises `BackendClosed` once closed."""
+        """Wait until none of the keys' files is leaving; raises `BackendClosed` once closed."""
         while not self.leaving.isdisjoint(keys):
             if self._closed:
-                raise BackendClosed("closed before what is stored anew was gone")
+                raise BackendClosed("closed before the former chunk was removed")
             await self._gone.wait()
 
     def begin(self, keys: Iterable[OffloadKey]) -> None:
-        """Note that these keys' files are to go."""
+        """Mark these keys' files as leaving."""
         self.leaving.update(keys)
 
     def end(self, keys: Iterable[OffloadKey]) -> None:
-        """Note that they are gone, or stay."""
+        """Record that they are gone, or stay."""
         self.leaving.difference_update(keys)
         self._wake()
 

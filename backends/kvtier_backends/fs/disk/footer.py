@@ -44,7 +44,7 @@ GONE = {errno.ESTALE, errno.ENOTCONN, errno.ENODEV, errno.ENXIO, errno.ESHUTDOWN
 """The whole file system is away."""
 
 
-class Fault(StrEnum):
+class ChunkFault(StrEnum):
     """A way in which a file is not the chunk that its name promises, as it is counted and shown."""
 
     TRUNCATED = "truncated"  # Shorter than a row, or than a row and its footer.
@@ -68,9 +68,9 @@ class LeftAlone(NamedTuple):
 
 
 LEFT_ALONE = {
-    Fault.VERSION: LeftAlone("other_version", "of a later format"),
-    Fault.KIND: LeftAlone("sealed_kind", "sealed otherwise than this tier's option `seal` says"),
-    Fault.KEY: LeftAlone("sealed_key", "sealed with a key that this tier was not given"),
+    ChunkFault.VERSION: LeftAlone("other_version", "of a later format"),
+    ChunkFault.KIND: LeftAlone("sealed_kind", "sealed otherwise than this tier's option `seal` says"),
+    ChunkFault.KEY: LeftAlone("sealed_key", "sealed with a key that this tier was not given"),
 }
 
 
@@ -109,19 +109,19 @@ def write_footer(page: memoryview, footer: Footer) -> None:
     _CHECKSUM.pack_into(page, _CHECKSUM_AT, xxh3_64_intdigest(page[:_CHECKSUM_AT]))
 
 
-def read_footer(page: memoryview) -> Footer | Fault:
+def read_footer(page: memoryview) -> Footer | ChunkFault:
     """Read a footer from a page of `FOOTER_BYTES`, or say why there is no footer."""
     magic, version, key_bytes, payload_bytes, payload_checksum, fingerprint = _HEAD.unpack_from(page)
     if magic != MAGIC:
-        return Fault.FOREIGN if any(page) else Fault.ZEROED
+        return ChunkFault.FOREIGN if any(page) else ChunkFault.ZEROED
     (checksum,) = _CHECKSUM.unpack_from(page, _CHECKSUM_AT)
     if checksum != xxh3_64_intdigest(page[:_CHECKSUM_AT]):
-        return Fault.FOOTER
+        return ChunkFault.FOOTER
     if version not in (VERSION, SEALED_VERSION):
-        return Fault.VERSION
+        return ChunkFault.VERSION
     seal = bytes(page[_SEAL_AT:_SEQUENCE_AT]) if version == SEALED_VERSION else b""
     if key_bytes > (SEALED_KEY_BYTES_MAX if seal else KEY_BYTES_MAX):
-        return Fault.FOOTER
+        return ChunkFault.FOOTER
     key = OffloadKey(bytes(page[_HEAD.size : _HEAD.size + key_bytes]))
     (sequence,) = _SEQUENCE.unpack_from(page, _SEQUENCE_AT)
     return Footer(key, payload_bytes, payload_checksum, fingerprint, sequence, seal)
@@ -144,34 +144,34 @@ class Whole(Enum):
     BARE = "bare"  # A row and nothing else, as vLLM writes it: nothing says whether it is right.
 
 
-def judge_length(file_bytes: int, row_bytes: int) -> Whole | Fault:
-    """Say what a file of this length can be."""
+def judge_length(file_bytes: int, row_bytes: int) -> Whole | ChunkFault:
+    """Return the kind or the fault of a file of this length."""
     if file_bytes == row_bytes + FOOTER_BYTES:
         return Whole.FOOTED
     if file_bytes == row_bytes:
         return Whole.BARE
-    return Fault.TRUNCATED if file_bytes < row_bytes + FOOTER_BYTES else Fault.OVERLONG
+    return ChunkFault.TRUNCATED if file_bytes < row_bytes + FOOTER_BYTES else ChunkFault.OVERLONG
 
 
-def judge_chunk(payload: memoryview, page: memoryview, key: OffloadKey, fingerprint: bytes) -> Fault | None:
+def judge_chunk(payload: memoryview, page: memoryview, key: OffloadKey, fingerprint: bytes) -> ChunkFault | None:
     """Compare a row and its footer with what was asked for; None: they are that, bit for bit."""
     footer = judge_footer(page, key, fingerprint, len(payload))
-    if isinstance(footer, Fault):
+    if isinstance(footer, ChunkFault):
         return footer
     if footer.seal:
-        return Fault.KIND
+        return ChunkFault.KIND
     if footer.payload_checksum != payload_checksum(payload):
-        return Fault.PAYLOAD
+        return ChunkFault.PAYLOAD
     return None
 
 
-def judge_footer(page: memoryview, key: OffloadKey, fingerprint: bytes, row_bytes: int) -> Footer | Fault:
+def judge_footer(page: memoryview, key: OffloadKey, fingerprint: bytes, row_bytes: int) -> Footer | ChunkFault:
     """Read the footer of what was asked for, or say why it is not that."""
     footer = read_footer(page)
-    if isinstance(footer, Fault):
+    if isinstance(footer, ChunkFault):
         return footer
     if footer.key != key:
-        return Fault.SWAPPED
+        return ChunkFault.SWAPPED
     if footer.fingerprint != fingerprint or footer.payload_bytes != row_bytes:
-        return Fault.NAMESPACE
+        return ChunkFault.NAMESPACE
     return footer

@@ -54,7 +54,7 @@ class LoadsFirst:
     """The right of way that one tier's loads have over its stores. Any thread may call."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Let everybody go. `clock`: in seconds."""
+        """`clock`: in seconds."""
         self._changed = threading.Condition()
         self._clock = clock
         self._loads = 0
@@ -68,7 +68,7 @@ class LoadsFirst:
 
     @contextmanager
     def loading(self) -> Generator[None]:
-        """Have stores give way for as long as the block lasts. Never waits."""
+        """Make stores give way for as long as the block lasts. Never waits."""
         with self._changed:
             self._loads += 1
         try:
@@ -88,7 +88,7 @@ class LoadsFirst:
             if self._going == threading.get_ident():
                 with self._changed:
                     self._going = None
-                    self._changed.notify_all()  # Once loads have ended, nobody else would wake the others.
+                    self._changed.notify_all()  # After the last load, no other call wakes them.
 
     def give_way(self) -> None:
         """Wait until there are no loads, or until no other lane goes on beside them. Free where there are none."""
@@ -103,11 +103,11 @@ class LoadsFirst:
                 self._going = this
 
     def _left_s(self) -> float:
-        """Return for how long loads go on at least, as far as is known; 0 if there are none."""
+        """Return how long loads are expected to go on at least; 0 without loads."""
         return PATIENCE_S if self._loads else max(0.0, self._calm_at - self._clock())
 
 
-class TierLanes(NamedTuple):
+class FsLanes(NamedTuple):
     """A tier's threads, by what they may be held up by, and what has loads go before stores."""
 
     load: Lanes
@@ -121,7 +121,7 @@ class TierLanes(NamedTuple):
         return self.load, self.store, self.scan, self.evict
 
     def let_go(self) -> None:
-        """Have the threads end when they have done what waits for them."""
+        """End the threads when their queues are empty."""
         for lanes in self.all:
             lanes.shutdown(wait=False)
 
@@ -132,7 +132,7 @@ class TierLanes(NamedTuple):
         call()
 
 
-def start_lanes(options: DiskOptions, name: str) -> TierLanes:
+def start_lanes(options: DiskOptions, name: str) -> FsLanes:
     """Start a tier's threads, all of them or none."""
     counts = {"load": options.load_lanes, "store": options.store_lanes, "scan": 1, "evict": 1}
     with ExitStack() as undo:  # A process may have no more threads.
@@ -142,7 +142,7 @@ def start_lanes(options: DiskOptions, name: str) -> TierLanes:
             undo.callback(lanes[-1].shutdown, wait=False)
         undo.pop_all()
     load, store, scan, evict = lanes
-    return TierLanes(load, store, scan, evict, LoadsFirst())
+    return FsLanes(load, store, scan, evict, LoadsFirst())
 
 
 def share_chunks(row_bytes: int) -> int:
@@ -151,15 +151,12 @@ def share_chunks(row_bytes: int) -> int:
 
 
 def share_least(row_bytes: int, queue_bytes: int) -> int:
-    """Return for how many loads a lane is worth its call, if it can have so many bytes under way."""
+    """Return how many loads are worth a lane's call, with `queue_bytes` in flight at once."""
     return max(1, min(share_chunks(row_bytes), queue_bytes // 2 // row_bytes))
 
 
 def share_out(batch: Sequence[T], lanes: int, most: int, least: int = 1) -> list[Sequence[T]]:
-    """Split a batch into pieces of at most so many for the lanes to work on side by side.
-
-    Fewer lanes are taken if there are not about `least` for each.
-    """
+    """Split a batch into pieces of at most `most` items, one lane each, or fewer lanes for fewer than `least`."""
     parts = max(1, min(lanes, -(-len(batch) // least)))
     size = max(1, min(most, -(-len(batch) // parts)))
     return [batch[start : start + size] for start in range(0, len(batch), size)]

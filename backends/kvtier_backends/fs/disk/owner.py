@@ -80,7 +80,7 @@ class Holder(msgspec.Struct, frozen=True, omit_defaults=True):
         return f"{where} since {one_line(self.since)} UTC" + (" with shared = true" if self.shared else "")
 
 
-class Owner:
+class RootOwner:
     """A tier's hold on an open root. Blocks; belongs to one thread at a time."""
 
     def __init__(self, root: str, root_fd: int, holder: Holder, mode: int) -> None:
@@ -113,7 +113,7 @@ class Owner:
             time.sleep(LOOK_EVERY_S)
 
     def let_go(self, *, undo: bool = False) -> None:
-        """Let others have the root; idempotent. `undo`: leave no file if this owner has made it."""
+        """Release the root; idempotent. `undo`: leave no file if this owner has made it."""
         if self._fd < 0:
             return
         with suppress(OSError):
@@ -127,7 +127,7 @@ class Owner:
         self.forked()
 
     def is_seen(self) -> bool:
-        """Return True if whoever comes meets this lock; False if its file was removed."""
+        """Return True if a newcomer meets this lock; False if its file was removed."""
         return self._is_in_place(self._fd)
 
     def forked(self) -> None:

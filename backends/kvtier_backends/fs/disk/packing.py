@@ -11,7 +11,7 @@ from kvtier_backends.fs.disk.footer import (
     FOOTER_BYTES,
     KEY_BYTES_MAX,
     SEALED_KEY_BYTES_MAX,
-    Fault,
+    ChunkFault,
     Footer,
     judge_chunk,
     judge_footer,
@@ -19,7 +19,7 @@ from kvtier_backends.fs.disk.footer import (
     write_footer,
 )
 
-_FAULTS = {SealFault.LENGTH: Fault.FOOTER, SealFault.FOREIGN: Fault.FOOTER, SealFault.SEAL: Fault.FOOTER}
+_FAULTS = {SealFault.LENGTH: ChunkFault.FOOTER, SealFault.FOREIGN: ChunkFault.FOOTER, SealFault.SEAL: ChunkFault.FOOTER}
 """What is wrong with a seal in a footer whose checksum is right; the others have one name here and there."""
 
 
@@ -46,8 +46,8 @@ class Packing(ABC):
         """Pack a row into its places."""
 
     @abstractmethod
-    def judge(self, key: OffloadKey, row: memoryview, beside: memoryview) -> Fault | None:
-        """Say what is wrong with the bytes in the places; None: the row is the chunk, bit for bit.
+    def judge(self, key: OffloadKey, row: memoryview, beside: memoryview) -> ChunkFault | None:
+        """Return the fault of the bytes in the places; None: the row is the chunk, bit for bit.
 
         If something is wrong, the row is undefined.
         """
@@ -65,7 +65,7 @@ class PlainPacking(Packing):
     def close(self, key: OffloadKey, row: memoryview, beside: memoryview, sequence: int = 0) -> None:
         write_footer(beside, Footer(key, len(row), payload_checksum(row), self._fingerprint, sequence))
 
-    def judge(self, key: OffloadKey, row: memoryview, beside: memoryview) -> Fault | None:
+    def judge(self, key: OffloadKey, row: memoryview, beside: memoryview) -> ChunkFault | None:
         return judge_chunk(row, beside[:FOOTER_BYTES], key, self._fingerprint)
 
 
@@ -87,16 +87,16 @@ class SealedPacking(Packing):
         checksum, seal = payload_checksum(ciphertext), bytes(page[:SEAL_BYTES])
         write_footer(page, Footer(key, self._row_bytes, checksum, self._fingerprint, sequence, seal))
 
-    def judge(self, key: OffloadKey, row: memoryview, beside: memoryview) -> Fault | None:
+    def judge(self, key: OffloadKey, row: memoryview, beside: memoryview) -> ChunkFault | None:
         page = beside[self._row_bytes :][:FOOTER_BYTES]
         footer = judge_footer(page, key, self._fingerprint, self._row_bytes)
-        if isinstance(footer, Fault):
+        if isinstance(footer, ChunkFault):
             return footer
         if not footer.seal:
-            return Fault.KIND
+            return ChunkFault.KIND
         page[:SEAL_BYTES] = footer.seal  # Right behind the ciphertext, as the cipher wants its tag.
         fault = self._seal.open(key, row, beside[: self._seal.beside_bytes])
-        return None if fault is None else _FAULTS.get(fault) or Fault(fault.value)
+        return None if fault is None else _FAULTS.get(fault) or ChunkFault(fault.value)
 
 
 def make_packing(options: SealOptions, context: TierContext) -> Packing:

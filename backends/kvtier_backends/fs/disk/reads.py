@@ -52,7 +52,7 @@ class Context:
     """
 
     def __init__(self, places: int) -> None:
-        """Have room for so many reads; raises OSError if the kernel has none, or no such thing."""
+        """Make `places` for reads; raises OSError if the kernel has no more, or no Linux AIO."""
         numbers = _NUMBERS.get(platform.machine()) if sys.platform == "linux" and sys.maxsize > 1 << 32 else None
         if numbers is None:
             raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -172,7 +172,7 @@ class QueuedReads:
     """See `Reads`. Any number of threads may call."""
 
     def __init__(self, queue_bytes: int) -> None:
-        """Have about so many bytes under way in each thread; reads that are longer are done one by one."""
+        """Keep about `queue_bytes` in flight in each thread; longer reads are done one by one."""
         self.queue_bytes = queue_bytes
 
     def __call__(self, wanted: Iterable[Wanted]) -> None:
@@ -184,7 +184,7 @@ class QueuedReads:
             ONE_BY_ONE(chain(first, reads))
         else:
             _Queue(context, self.queue_bytes).run(chain(first, reads))
-            _idle.append(context)  # After a failure it is not: nobody knows what is in it.
+            _idle.append(context)  # Not after a failure: reads may still be in it.
 
 
 class _Queue:
@@ -243,7 +243,7 @@ class _Queue:
 
 
 def takes_queued(fd: int, page: memoryview) -> bool:
-    """Say whether reads of a file can be queued, by a read of its first page. Raises OSError if it cannot be read."""
+    """Return True if reads of a file can be queued, by a trial. Raises OSError if it cannot be read."""
     length, context = os.preadv(fd, [page], 0), _borrow()
     if context is None:
         return False

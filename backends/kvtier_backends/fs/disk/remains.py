@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-from kvtier.remedies import Remedy
+from kvtier.remedies import LineLimit, Remedy
 from kvtier_backends.fs.disk import below
 from kvtier_backends.fs.disk.below import ForeignError, open_folder
 
@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 PAUSE_S_LEAST = 0.1  # Before removals are tried again; twice as long after each round without success,
 PAUSE_S_MOST = 10.0  # up to this.
 NAMES_MAX = 65_536  # Ten megabytes. Further ones keep their room, and are left to the next start.
-LOG_EVERY_S = 60.0
 CALLS_MAX = 8  # A file may be removed and stored again between a call and the listing, but not for ever.
 
 T = TypeVar("T")
@@ -135,14 +134,12 @@ class Remains:
     """The remains below one root. Any thread may call; what removes blocks."""
 
     def __init__(self, root_fd: int, clock_s: Callable[[], float] = time.monotonic) -> None:
-        """Know of none."""
         self.used_bytes = 0
         self._root_fd = root_fd
-        self._clock_s = clock_s
         self._names: dict[str, Remain] = {}
         self._lock = threading.Lock()
         self._failed = 0
-        self._logged_at_s = -LOG_EVERY_S
+        self._lines = LineLimit(clock_s)
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
@@ -189,9 +186,7 @@ class Remains:
         return freed_bytes
 
     def _log(self, name: str, error: OSError) -> None:
-        now_s = self._clock_s()
-        if now_s - self._logged_at_s >= LOG_EVERY_S:
-            self._logged_at_s = now_s
+        if self._lines.allows():
             logger.warning(
                 "%s: cannot be removed: %s; %d such files and folders of %.1f MB count as used, and are tried again; "
                 "see %s",

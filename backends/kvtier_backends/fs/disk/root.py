@@ -38,13 +38,13 @@ from kvtier_backends.fs.disk.below import (
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES, Disk, FolderSizes, file_bytes_worst
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, GONE
 from kvtier_backends.fs.disk.mounts import UNKNOWN, Mount, mount_of
-from kvtier_backends.fs.disk.owner import OWNER, Holder, Owner
+from kvtier_backends.fs.disk.owner import OWNER, Holder, RootOwner
 from kvtier_backends.fs.disk.reads import ONE_BY_ONE, Reads
 from kvtier_backends.fs.disk.remains import Beside, Remains, called, names_in
 from kvtier_backends.fs.disk.shared_page import SharedPage
-from kvtier_backends.fs.disk.temporaries import Sweep, Writer, next_number, temporary_name, writer_of
-from kvtier_backends.fs.disk.trial import Trial
-from kvtier_backends.fs.disk.write_budget import WriteBudget
+from kvtier_backends.fs.disk.temporaries import TemporarySweep, Writer, next_number, temporary_name, writer_of
+from kvtier_backends.fs.disk.trial import RootTrial
+from kvtier_backends.fs.disk.write_budget import DiskWriteBudget
 from kvtier_backends.fs.options import LayoutOptions
 
 logger = logging.getLogger(__name__)
@@ -83,10 +83,10 @@ class Folder:
         self.root_fd = -1
         self.mount = UNKNOWN
         self._before = before
-        self._owner: Owner | None = None
+        self._owner: RootOwner | None = None
         self.shared_page: SharedPage | None = None
         """As the options want it; as is the next."""
-        self.write_budget: WriteBudget | None = None
+        self.write_budget: DiskWriteBudget | None = None
         self._used_fd = -1
         self._own_from = 0
         self.chunks = context.mapper.chunks_folder + (SEGMENTS_SUFFIX if options.layout == "segments" else "")
@@ -123,7 +123,7 @@ class Folder:
                 self._say_it_is_used()
                 self._refuse_links()
                 self._settle_config(undo)
-                trial = Trial(root, self.root_fd, self._mapper, self.writer, self.disk, self.remains)
+                trial = RootTrial(root, self.root_fd, self._mapper, self.writer, self.disk, self.remains)
                 self.direct = trial.direct(self._options.io)
                 self.reads = trial.reads(self._options.load_queue_bytes if self.direct else 0)
                 self.sizes = FolderSizes(trial.new_folder_bytes(self.mode), shared=self._options.shared)
@@ -155,7 +155,7 @@ class Folder:
             if (bytes_per_day := options.write_budget_bytes_per_day) is not None:
                 budget_name, unit_bytes = name.format("write-budget"), row_bytes + FOOTER_BYTES
                 self._let_others_in(budget_name)
-                self.write_budget = WriteBudget(
+                self.write_budget = DiskWriteBudget(
                     self.root_fd, budget_name, bytes_per_day, unit_bytes, time.time_ns, lanes
                 )
         except ForeignError as error:
@@ -167,7 +167,7 @@ class Folder:
             ) from error
 
     def close(self) -> None:
-        """Let go of the root and of what is beside; idempotent. No thread may be using them.
+        """Close the root and the files beside the chunks; idempotent. No thread may be using them.
 
         A number that is given up would be another file's.
         """
@@ -224,14 +224,14 @@ class Folder:
         with open(fd, "rb") as file:
             return file.read(min(bytes_max, os.fstat(fd).st_size))  # As much memory is taken as is asked for.
 
-    def sweep(self, now_s: float) -> Sweep:
+    def sweep(self, now_s: float) -> TemporarySweep:
         """Return what removes abandoned temporaries at this time."""
-        return Sweep(self.root_fd, self.writer, now_s, self.remains, self._own_from)
+        return TemporarySweep(self.root_fd, self.writer, now_s, self.remains, self._own_from)
 
     def beside_bytes(self) -> int:
         """Return the room of a tier's files beside the chunks: its books and unfinished files.
 
-        Files that this process is writing do not count, nor do somebody else's files there. Raises OSError.
+        Files that this process is writing do not count, nor do other programs' files there. Raises OSError.
         """
         return self._measured(self._mapper.folder, BOOK.fullmatch) + self.taken_bytes(OWNER)
 
@@ -284,7 +284,7 @@ class Folder:
         self._look_beside(written_bytes)
 
     def _look_beside(self, added_bytes: int) -> None:
-        """Measure the room beside the chunks; if that fails, so many more bytes count until the next look."""
+        """Measure the room beside the chunks; if that fails, `added_bytes` count until the next look."""
         try:
             self.beside.look()
         except OSError:
@@ -320,7 +320,7 @@ class Folder:
     def _own(self, root: str, undo: ExitStack) -> None:
         """Take the root for this tier; wait for an owner that may be closing."""
         holder = Holder.of(self._context, self.writer, shared=self._options.shared)
-        self._owner = Owner(root, self.root_fd, holder, self.mode & 0o666)
+        self._owner = RootOwner(root, self.root_fd, holder, self.mode & 0o666)
         self._owner.take()
         undo.callback(self._owner.let_go, undo=True)
 
@@ -340,7 +340,7 @@ class Folder:
                     refuse_others(self.root_fd, f"{self.chunks}/{name}", kind)
 
     def _warn_of_other_layouts(self) -> None:
-        """Say where this namespace has chunks that only other options use: nobody removes them for room."""
+        """Warn of chunks of this namespace that only other options use: no tier removes them for room."""
         own = self._mapper.chunks_folder.removesuffix(NAMINGS["flat"].suffix)
         for suffix, options in _LAYOUTS.items():
             name = f"{own}{suffix}"
@@ -374,7 +374,7 @@ class Folder:
         try:
             same = foreign(json.loads, there) == json.loads(ours)
         except ValueError:  # vLLM writes in place: this may be the half that a killed one left.
-            logger.warning("%s/%s: not JSON; written anew; see %s", self._options.root, name, Remedy.REWRITTEN)
+            logger.warning("%s/%s: not JSON; written again; see %s", self._options.root, name, Remedy.REWRITTEN)
             self.publish(name, [ours])
             return
         if not same:
@@ -399,6 +399,6 @@ def _name_bytes_max(root_fd: int) -> int:
 
 
 def _quietly(call: Callable[..., None], *args: int | str) -> None:
-    """Clean up as far as it goes: the error that led here is the one to report."""
+    """Clean up and ignore errors: the error that led here is the one to report."""
     with suppress(OSError):
         call(*args)

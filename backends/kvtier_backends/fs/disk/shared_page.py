@@ -9,8 +9,8 @@ A file server that was away for longer than its leases has let go of the locks. 
 slot, as if it had died, and keeps its promises. On a network no process is woken when a lock is free. It asks for the
 lock again and again.
 
-A page that is damaged, or older than one that was seen before, is begun anew. Then nothing is known until the directory
-has been counted. No room is promised until every live process has repeated its promises.
+A page that is damaged, or older than one that was seen before, is begun again. Then nothing is known until the
+directory has been counted. No room is promised until every live process has repeated its promises.
 
 The page: magic 8, version u32, flags u32, boot 8, used u64, added u64, removed u64, 64 slots of 8, when it was begun
 u64, its generation u64, a bit for each slot that is still to say what was promised u64, zeros, XXH3-64 of all before
@@ -56,7 +56,7 @@ _CHECKSUM = struct.Struct("<Q")
 _CHECKSUM_AT = PAGE_BYTES - _CHECKSUM.size
 _FLOCK = struct.Struct("hhqqi0q")  # struct flock of fcntl(2).
 
-# Bytes that are locked lie behind the page: nobody reads or writes there.
+# Locked bytes lie behind the page, where no data is.
 _PAGE_LOCK = PAGE_BYTES
 _EVICTION_LOCK = PAGE_BYTES + 1
 _SLOT_LOCKS = PAGE_BYTES + 2
@@ -74,9 +74,9 @@ class Page:
     """The content of the page, while it is locked."""
 
     def __init__(self, *, begun_ns: int = 0, untold: int = 0) -> None:
-        """Know nothing."""
+        """Make an unknown page."""
         self.begun_ns = begun_ns
-        """When it was last begun anew; no two lives of a page have the same."""
+        """When it was last begun; no two lives of a page have the same."""
         self.generation = 0
         """How often it was written since then."""
         self.untold = untold
@@ -93,7 +93,7 @@ class SharedPage:
     """One process's hold on the page. Blocks for as long as others change it; any thread may call.
 
     Every call raises `BackendUnavailable` if the page cannot be read, locked or written. The page may have been changed
-    or not. The next call opens the file anew.
+    or not. The next call opens the file again.
     """
 
     def __init__(self, root_fd: int, name: str, boot: bytes) -> None:
@@ -104,7 +104,7 @@ class SharedPage:
         self._root_fd, self._name, self._boot = root_fd, name, boot
         self._slot = -1
         self._lost_at_s: float | None = None  # When a call failed, and none has succeeded since.
-        self._seen = 0, 0  # When the page was begun, and its generation, as far as we have seen.
+        self._seen = 0, 0  # The last seen beginning and generation of the page.
         self._promised_bytes = 0  # As our slot says, whatever has become of the page.
         self.promised_to_others = False
         """Whether others had room promised when we last asked for some."""
@@ -119,7 +119,7 @@ class SharedPage:
         let_go_in_forks(self)
 
     def forked(self) -> None:
-        """Let go of the locks in a child: its owner has them for as long as it lives, and no longer."""
+        """Close the file in a child: the locks end with their owner."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -151,7 +151,7 @@ class SharedPage:
             return granted_bytes
 
     def settle(self, reserved_bytes: int, added_bytes: int) -> None:
-        """Take a promise back, and count what came of it; less than nothing if more has gone than come."""
+        """Take a promise back, and count the added bytes; below 0 if more has gone than come."""
         with self._page() as page:
             page.reserved_bytes[self._slot] -= reserved_bytes
             _count(page, added_bytes)
@@ -162,7 +162,7 @@ class SharedPage:
             return (page.used_bytes, sum(page.reserved_bytes)) if self._is_sure(page) else None
 
     def begin_count(self) -> Count:
-        """Note the page's totals before the directory is scanned. The scan sees the files of dead processes."""
+        """Return the page's totals before the directory is scanned. The scan sees the files of dead processes."""
         with self._page() as page:
             self._reap(page)
             return Count(page.begun_ns, page.added_bytes, page.removed_bytes)
@@ -170,7 +170,7 @@ class SharedPage:
     def end_count(self, began: Count, seen_bytes: int) -> None:
         """Correct the used bytes by the scan's, and by changes since the count began.
 
-        That is not known if the page was begun anew meanwhile: then nothing changes, and another count is needed.
+        That is not known if the page was begun again meanwhile: then nothing changes, and another count is needed.
         """
         with self._page() as page:
             if page.begun_ns != began.begun_ns:
@@ -201,7 +201,7 @@ class SharedPage:
         with self._threads:
             try:
                 if self._lost_at_s is not None:
-                    self._open_anew(begun_s)
+                    self._open_again(begun_s)
                 with self._locked() as page:
                     yield page
             except OSError as error:
@@ -236,7 +236,7 @@ class SharedPage:
             page.reserved_bytes[self._slot] = self._promised_bytes
             page.untold &= ~(1 << self._slot)
 
-    def _open_anew(self, begun_s: float) -> None:
+    def _open_again(self, begun_s: float) -> None:
         """Open the file under the number that it has: another thread may be waiting for a lock on it.
 
         A call that has waited behind one that failed since `begun_s` fails with it, without a time-out of its own.
@@ -265,7 +265,7 @@ class SharedPage:
         return BackendUnavailable(f"{self._name}: the shared page is away: {error.strerror}")
 
     def _current(self, page: Page | None) -> Page:
-        """Return the page, or one that is begun anew if there is none, or if it is older than one that was seen."""
+        """Return the page, or a new one if there is none, or if it is older than one that was seen."""
         if page is None or (page.begun_ns and (page.begun_ns, page.generation) < self._seen):
             page = Page(begun_ns=max(time.time_ns(), self._seen[0] + 1), untold=ALL_SLOTS)
         if self._slot >= 0:
@@ -274,7 +274,7 @@ class SharedPage:
         return page
 
     def _is_sure(self, page: Page) -> bool:
-        """Say whether it is known what is used, and what every process that lives has promised."""
+        """Return True if the used bytes and the promises of all live processes are known."""
         if page.untold:
             self._reap(page)
         return page.known and not page.untold

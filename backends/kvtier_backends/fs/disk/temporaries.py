@@ -86,7 +86,7 @@ def chunk_of_vllms(name: str) -> str:
     return match[1] if match else ""
 
 
-class Sweep:
+class TemporarySweep:
     """Removes temporaries that killed processes left, and none of live ones. Blocks; one thread at a time.
 
     Of this machine and container, the process table knows who lives. Writers on other machines may live or not. Their
@@ -131,7 +131,7 @@ class Sweep:
         return writer_of(name) == self._here and _number_of(name) >= self._own_from
 
     def is_abandoned(self, name: str, changed_s: float) -> bool:
-        """Say whether nobody is writing a temporary of this name, which may be another program's."""
+        """Return True if no process writes a temporary of this name, which may be another program's."""
         writer = writer_of(name)
         if self.is_own(name):
             return False

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 _REFUSED = {errno.EINVAL, errno.EOPNOTSUPP}  # How file systems say that they have no direct I/O.
 
 
-class Trial:
+class RootTrial:
     """Tries an open root beside the namespace's configuration. Blocks; removes what it has made."""
 
     def __init__(

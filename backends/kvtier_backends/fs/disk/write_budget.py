@@ -30,7 +30,7 @@ _RECORD = struct.Struct("<QQ")  # Bytes in the bucket, and when it was looked at
 _CHECKSUM = struct.Struct("<Q")
 
 
-class WriteBudget:
+class DiskWriteBudget:
     """The write budget of one tier. Belongs to the loop's thread, and reads and writes its file in lanes."""
 
     def __init__(
@@ -57,11 +57,11 @@ class WriteBudget:
         let_go_in_forks(self)
 
     def forked(self) -> None:
-        """Let go of the file in a child: the rest of the advance is its owner's."""
+        """Close the file in a child: the rest of the advance is its owner's."""
         self.close()
 
     async def take(self, chunks: int) -> int:
-        """Allow as many of so many chunks as there are bytes for; they count as written."""
+        """Return how many of the chunks there are bytes for; they count as written."""
         wanted_bytes = chunks * self._unit_bytes
         if wanted_bytes > self._advance_left:
             async with self._drawing:
@@ -85,7 +85,7 @@ class WriteBudget:
             )
 
     def close(self) -> None:
-        """Let go of the file; idempotent. No thread may be using it."""
+        """Close the file; idempotent. No thread may be using it."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

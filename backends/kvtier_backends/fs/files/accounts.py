@@ -19,16 +19,16 @@ from kvtier.settings import SIZE_BYTES_MAX
 from kvtier_backends.fs.disk.capacity import Reservation
 from kvtier_backends.fs.disk.shared_page import Count, SharedPage
 from kvtier_backends.fs.files.index import FileEntry
-from kvtier_backends.fs.files.lane import Chunks
+from kvtier_backends.fs.files.lane import FileChunks
 from kvtier_backends.fs.layout import OpenTier, until
 from kvtier_backends.fs.options import FilesOptions
 
 AGAIN_S_LEAST = 5.0  # Between two scans of a shared directory,
-AGAIN_TIMES = 20  # or so many times as long as the last one took: scanning must not be all that the disk does.
+AGAIN_TIMES = 20  # or 20 times as long as the last one took: the disk has other work.
 AGAIN_S_MOST = 600.0  # What others have stored, and what dead processes have left, is seen after so long.
 
 
-class Removal:
+class FileRemoval:
     """The files that lanes have removed so far, and the reservation that they are removed for."""
 
     def __init__(self, reservation: Reservation | None = None, wanted_bytes: int = 0) -> None:
@@ -111,7 +111,7 @@ class Accounts:
     # Evictions.
 
     def chosen(self, victims: Sequence[FileEntry]) -> None:
-        """Hear which files are to go: another scan is wanted if unknown chunks of others may be older."""
+        """Record chosen victims; want another scan if unknown chunks of others may be older."""
         if self._page is not None and any(victim.used_at_ns >= self._scanned_at_ns for victim in victims):
             self._scan_wanted.set()
 
@@ -119,7 +119,7 @@ class Accounts:
         """Want another scan: a store found too little room although all victims have gone, or something is in doubt."""
         self._scan_wanted.set()
 
-    def remove(self, chunks: Chunks, victims: Sequence[FileEntry], removal: Removal) -> None:
+    def remove(self, chunks: FileChunks, victims: Sequence[FileEntry], removal: FileRemoval) -> None:
         """Remove files, except those that others use. Blocks, in a lane; counted even if the call is cancelled."""
         if self._page is None:
             chunks.evict(victims, removal.gone)
@@ -133,7 +133,7 @@ class Accounts:
                 removal.reservation.bytes += self._page.exchange(sum(gone.values()), removal.short_bytes)
             self._tell(self._page)  # Of the folders that have gone with them.
 
-    def removed(self, removal: Removal) -> None:
+    def removed(self, removal: FileRemoval) -> None:
         """Promise removed bytes to the reservation, unless the lane that removed them has done so on the page."""
         if self._page is None:
             removal.reservation.bytes += self._capacity.exchange(removal.gone_bytes, removal.short_bytes)

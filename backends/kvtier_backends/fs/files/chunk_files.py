@@ -16,7 +16,7 @@ from kvtier.backend import FileMapper, OffloadKey
 from kvtier_backends.fs.disk import below
 from kvtier_backends.fs.disk.below import NO_LINK, ForeignError, Reached, open_below, sync_folder
 from kvtier_backends.fs.disk.capacity import Disk, file_bytes_worst
-from kvtier_backends.fs.disk.footer import Fault
+from kvtier_backends.fs.disk.footer import ChunkFault
 from kvtier_backends.fs.disk.lanes import LoadsFirst
 from kvtier_backends.fs.disk.reads import Wanted
 from kvtier_backends.fs.disk.remains import called, is_absent, listed, remove_file, remove_folder
@@ -70,8 +70,8 @@ class OpenChunk:
         """Return the bytes that the file takes on the disk."""
         return self._disk.taken_bytes(os.fstat(self._fd))
 
-    def discard(self, fault: Fault) -> Discarded:
-        """Take this very file out of the way, not one that has replaced it meanwhile."""
+    def discard(self, fault: ChunkFault) -> Discarded:
+        """Delete this very file, not one that has replaced it meanwhile."""
         return self._discard(self._name, self._fd, fault)
 
 
@@ -85,7 +85,7 @@ def part_of(buffers: Sequence[memoryview], start: int, end: int) -> list[memoryv
     return pieces
 
 
-class Found(NamedTuple):
+class FoundFile(NamedTuple):
     """A file as it is seen without being opened."""
 
     allocated_bytes: int
@@ -199,7 +199,7 @@ class ChunkFiles:
         raise listed(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name))
 
     def tidy(self, key: OffloadKey, *, was_there: bool = False) -> None:
-        """Remove the folders above a file that is gone, as far as they are empty: they take room, too."""
+        """Remove the empty folders above a file that is gone: they take room, too."""
         self._tidy(os.path.dirname(self._mapper.name(key)), was_there=was_there)
 
     def _drop(self, temporary: str, taken_bytes: int) -> None:
@@ -248,7 +248,7 @@ class ChunkFiles:
         return True
 
     def stamp(self, key: OffloadKey, used_at_ns: int) -> None:
-        """Have a chunk's file, if there is one, say that it was used then."""
+        """Set the time of a chunk's file, if there is one."""
         with suppress(OSError):  # It is a hint, for after a restart.
             below.date(self._root, self._mapper.name(key), used_at_ns)
 
@@ -257,7 +257,7 @@ class ChunkFiles:
         status = self._stat(key)
         return status and status.st_size
 
-    def look(self, key: OffloadKey) -> "Found | None":
+    def look(self, key: OffloadKey) -> "FoundFile | None":
         """Return a chunk's file's room, and when it was used; None without a file.
 
         Opening asks a file server, whatever this machine remembers of the file; looking by name need not.
@@ -271,7 +271,7 @@ class ChunkFiles:
                 status = os.fstat(fd)
             finally:
                 os.close(fd)
-        return status and Found(self._disk.taken_bytes(status), status.st_mtime_ns, status.st_size)
+        return status and FoundFile(self._disk.taken_bytes(status), status.st_mtime_ns, status.st_size)
 
     def _stat(self, key: OffloadKey) -> os.stat_result | None:
         try:

@@ -12,7 +12,7 @@ from enum import Enum
 
 from kvtier.remedies import Remedy
 from kvtier_backends.fs.disk import below
-from kvtier_backends.fs.disk.footer import Fault
+from kvtier_backends.fs.disk.footer import ChunkFault
 from kvtier_backends.fs.disk.remains import is_absent
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.disk.temporaries import temporary_name
@@ -37,9 +37,9 @@ class Discard:
         self._disk = folder.disk
         self._writer = folder.writer
         self._remains = folder.remains
-        self._warned: set[Fault] = set()
+        self._warned: set[ChunkFault] = set()
 
-    def __call__(self, name: str, fd: int, fault: Fault) -> Discarded:
+    def __call__(self, name: str, fd: int, fault: ChunkFault) -> Discarded:
         """Discard the file that is open as `fd` and was found under `name`. Raises what `fstat` does."""
         file = os.fstat(fd)
         taken_bytes = self._disk.taken_bytes(file)
@@ -58,7 +58,7 @@ class Discard:
         self._log(fault, f"{name}: corrupt ({fault}); deleted")
         return Discarded.DELETED
 
-    def _log(self, fault: Fault, line: str) -> None:
+    def _log(self, fault: ChunkFault, line: str) -> None:
         """Warn once of each kind: a whole directory may be corrupt, and all of it is counted."""
         level = logging.DEBUG if fault in self._warned else logging.WARNING
         self._warned.add(fault)

@@ -10,13 +10,13 @@ from kvtier.backend import OffloadKey, in_thread, in_threads
 from kvtier.errors import BackendClosed, BackendUnavailable
 from kvtier_backends.fs.disk.capacity import Reservation
 from kvtier_backends.fs.disk.lanes import share_out
-from kvtier_backends.fs.files.accounts import Accounts, Removal
+from kvtier_backends.fs.files.accounts import Accounts, FileRemoval
 from kvtier_backends.fs.files.index import FileEntry, FileIndex
-from kvtier_backends.fs.files.lane import Chunks
+from kvtier_backends.fs.files.lane import FileChunks
 from kvtier_backends.fs.layout import OpenTier, Settling
 from kvtier_backends.fs.options import FilesOptions
 
-STAMPS_MAX = 4_096  # Uses are collected before they are written: so many,
+STAMPS_MAX = 4_096  # Uses that are collected before they are written,
 STAMP_EVERY_S = 10.0  # or for so long.
 BATCH_FILES = 64  # Removed in one call in the background: a few milliseconds, and then another look.
 ROUNDS_MAX = 3  # A store looks for room so often: files may be gone already, or be hard to remove.
@@ -25,7 +25,7 @@ ROUNDS_MAX = 3  # A store looks for room so often: files may be gone already, or
 class Eviction:
     """The eviction of one tier. Belongs to the loop's thread, and removes in lanes."""
 
-    def __init__(self, tier: OpenTier[FilesOptions], index: FileIndex, chunks: Chunks, accounts: Accounts) -> None:
+    def __init__(self, tier: OpenTier[FilesOptions], index: FileIndex, chunks: FileChunks, accounts: Accounts) -> None:
         """Remove in the stores' lanes for a store that finds no room, else in the lane for what is behind the calls."""
         self._tier = tier
         self._index = index
@@ -45,7 +45,7 @@ class Eviction:
         return self.accounts.shown_bytes(chunks_bytes + self._tier.root.remains.used_bytes)
 
     def doubt(self, keys: Iterable[OffloadKey]) -> None:
-        """Have files looked at that may have gone, or may be others."""
+        """Look later at files that may have gone, or may be others."""
         self._index.doubtful.update(keys)
         self._want_settling()
 
@@ -65,7 +65,7 @@ class Eviction:
                 short_bytes = wanted_bytes - reservation.bytes
                 if short_bytes <= 0 or not (victims := self._choose(short_bytes, incoming)):
                     break
-                await self._remove(victims, Removal(reservation, wanted_bytes))
+                await self._remove(victims, FileRemoval(reservation, wanted_bytes))
                 if reservation.bytes < wanted_bytes:  # Files that were gone already had left their room to all.
                     await self.accounts.promise(reservation, wanted_bytes)
         except BaseException:
@@ -76,28 +76,28 @@ class Eviction:
         return reservation
 
     def stored(self, added_bytes: int) -> None:
-        """Hear how many bytes a store or a delete has added; the index counts them."""
+        """Account for the bytes that a store or a delete has added."""
         self.accounts.added(added_bytes)
 
     def release(self, reservation: Reservation) -> None:
-        """Take a promise back: what was stored has been counted."""
+        """Take a promise back: stored bytes have been counted."""
         self.accounts.release(reservation)
         self.check()
 
     async def make_room_on_disk(self, wanted_bytes: int, incoming: Sequence[OffloadKey]) -> int:
         """Remove files because the disk is full, whatever the limit says; return how much went."""
-        victims, removal = self._choose(wanted_bytes, incoming), Removal()
+        victims, removal = self._choose(wanted_bytes, incoming), FileRemoval()
         if victims:
             await self._remove(victims, removal)
         return removal.gone_bytes
 
     def used(self, keys: Sequence[OffloadKey]) -> None:
-        """Have it written down, behind, that files were used now, in prefix order."""
+        """Queue the new times of files that were used now, in prefix order."""
         if self.stamps.used(keys):
             self._wake.set()
 
     def check(self) -> None:
-        """See whether there is so much that some of it should go before the next store."""
+        """Wake the background if chunks should go before the next store."""
         if len(self._tier.root.remains):
             self._want_settling()
         if self._scanned and self.accounts.may_have_surplus():
@@ -147,7 +147,7 @@ class Eviction:
             with self._index.call(keys) as unchanged:
                 for key, allocated_bytes in (await self._tier.lanes.evict.run(self._chunks.look, keys)).items():
                     if key in unchanged and key not in self._claims.leaving:
-                        if allocated_bytes:  # Else whoever has removed it may have told the others.
+                        if allocated_bytes:  # Otherwise the process that removed it may have told the page.
                             self.stored(allocated_bytes - self._index.taken_bytes(key))
                         self._index.measured(key, allocated_bytes)
         await self._settling()
@@ -175,7 +175,7 @@ class Eviction:
             await self._remove_behind(part)
 
     def _choose(self, wanted_bytes: int, incoming: Sequence[OffloadKey], most: int | None = None) -> list[FileEntry]:
-        """Choose files that take that much together, as far as there are any; and have them counted as leaving."""
+        """Choose files that take `wanted_bytes` together, and count them as leaving."""
         if not self.accounts.known:
             return []
         index, victims, got_bytes = self._index, list[FileEntry](), 0
@@ -198,7 +198,7 @@ class Eviction:
         self._claims.begin(victim.key for victim in victims)
         self._capacity.leaving_bytes += sum(victim.allocated_bytes for victim in victims)
 
-    async def _remove(self, victims: Sequence[FileEntry], removal: Removal) -> None:
+    async def _remove(self, victims: Sequence[FileEntry], removal: FileRemoval) -> None:
         """Remove in the stores' lanes, for a store that waits for it."""
         lanes = self._tier.lanes.store
         parts = share_out(victims, lanes.count, BATCH_FILES)
@@ -210,7 +210,7 @@ class Eviction:
 
     async def _remove_behind(self, victims: Sequence[FileEntry]) -> int:
         """Remove in the background's lane; return how much went."""
-        removal = Removal()
+        removal = FileRemoval()
         try:
             # No buffer is lent: a tier that closes need not wait for the thread.
             await self._tier.lanes.evict.run(self.accounts.remove, self._chunks, victims, removal)
@@ -218,8 +218,8 @@ class Eviction:
             self._end(victims, removal)
         return removal.gone_bytes
 
-    def _end(self, victims: Sequence[FileEntry], removal: Removal) -> None:
-        """Note the removed files. A file that could not be removed is still there, and takes room."""
+    def _end(self, victims: Sequence[FileEntry], removal: FileRemoval) -> None:
+        """Record removed files. A file that could not be removed is still there, and takes room."""
         spared = {chunk.key for chunk in removal.used}
         for victim in victims:
             self._capacity.leaving_bytes -= victim.allocated_bytes
@@ -238,7 +238,7 @@ class Stamps:
     Belongs to the loop's thread.
     """
 
-    def __init__(self, tier: OpenTier[FilesOptions], index: FileIndex, chunks: Chunks) -> None:
+    def __init__(self, tier: OpenTier[FilesOptions], index: FileIndex, chunks: FileChunks) -> None:
         """Write in the lane for what is behind the calls."""
         self._index = index
         self._chunks = chunks
@@ -247,7 +247,7 @@ class Stamps:
         self._due: dict[OffloadKey, int] = {}
 
     def used(self, keys: Sequence[OffloadKey]) -> bool:
-        """Note that files were used now, in prefix order, unless their times say so; say whether it is time."""
+        """Record uses of files, in prefix order, unless their times are recent; return True if it is time to write."""
         now_ns = self._clock_ns()
         for index, key in enumerate(keys):
             if self._index.refresh_due(key, now_ns):
@@ -261,6 +261,6 @@ class Stamps:
             await self._lane.run(self._chunks.stamp, due)
 
     def write_before_end(self) -> None:
-        """Have it done before the lane ends."""
+        """Queue the last uses before the lane ends."""
         with suppress(BackendClosed):  # Closed before.
             self._lane.submit(self._chunks.stamp, self._due)

@@ -14,12 +14,12 @@ from kvtier.backend import Advice, OffloadKey
 from kvtier.policies import Policy
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES
 from kvtier_backends.fs.disk.claims import Claims
-from kvtier_backends.fs.index import Index
+from kvtier_backends.fs.index import ChunkIndex
 
 REFRESH_MINUTES = 60  # A file's time is set to its last use at most so often.
 MINUTE_NS = 60_000_000_000
 MINUTES_MAX = (1 << 32) - 1
-NUMBERS_LEAST = 1_024  # Numbers are added in steps: so many at least, or an eighth of those that there are.
+NUMBERS_LEAST = 1_024  # The least to add at once; above it, an eighth of all.
 
 
 class FileEntry(NamedTuple):
@@ -47,7 +47,7 @@ class FileIndex:
         """Start empty: every key may be there. `policy`: None for LRU."""
         self.used_bytes = 0
         self.claims = Claims()
-        self.numbers = Index(policy)
+        self.numbers = ChunkIndex(policy)
         self.inventory = self.numbers.inventory
         self.doubtful: set[OffloadKey] = set()
         """Keys whose files may have gone, or may take another room."""
@@ -120,7 +120,7 @@ class FileIndex:
         self.numbers.use(keys, self._clock_ns())
 
     def advise(self, advice: Advice[OffloadKey], retained_max: int) -> None:
-        """See `Index`."""
+        """See `ChunkIndex`."""
         self.numbers.advise(advice, self._clock_ns(), retained_max)
 
     @property
@@ -216,7 +216,7 @@ class FileIndex:
         return [self._evict(number) for number in self.numbers.evict(count, self._keeps, in_use, incoming)]
 
     def unused_since(self, before_ns: int) -> list[FileEntry]:
-        """Choose the files whose last use was before that time, likewise."""
+        """Choose the files whose last use was before that time, forget them, and report them as removed."""
         old = [number for number in self.numbers.unused_since(before_ns) if not self._keeps(number)]
         for number in old:
             self.numbers.take(number)

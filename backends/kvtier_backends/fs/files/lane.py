@@ -15,11 +15,11 @@ from typing import Self
 from kvtier.backend import OffloadKey, Outcome, Read, Write
 from kvtier.errors import ChunkCorrupt, ChunkMissing
 from kvtier_backends.fs.disk.below import ForeignError, believable_ns
-from kvtier_backends.fs.disk.footer import FOOTER_BYTES, GONE, LEFT_ALONE, Fault, Whole, failure, judge_length
+from kvtier_backends.fs.disk.footer import FOOTER_BYTES, GONE, LEFT_ALONE, ChunkFault, Whole, failure, judge_length
 from kvtier_backends.fs.disk.lanes import Pages, share_chunks
 from kvtier_backends.fs.disk.packing import Packing
 from kvtier_backends.fs.disk.reads import Wanted
-from kvtier_backends.fs.files.chunk_files import ChunkFiles, DoubtError, Found, OpenChunk
+from kvtier_backends.fs.files.chunk_files import ChunkFiles, DoubtError, FoundFile, OpenChunk
 from kvtier_backends.fs.files.discard import Discarded
 from kvtier_backends.fs.files.index import FileEntry, is_later
 from kvtier_backends.fs.layout import OpenTier
@@ -30,7 +30,7 @@ ROOM_BYTES = FOOTER_BYTES  # Behind the footer; it stays empty unless a file is 
 
 @dataclass(slots=True)
 class LoadShare:
-    """Reads of one lane, and what became of them, in order, once it is over."""
+    """Reads of one lane, and their outcomes in order, once it has ended."""
 
     reads: Sequence[Read]
     leaving: Collection[OffloadKey]  # Keys whose files are on their way out, and may be anything by now.
@@ -50,7 +50,7 @@ class OpenShare:
     """A share of loads under way, with several files open at a time. Files that are still open are closed with it."""
 
     def __init__(self, files: ChunkFiles, share: LoadShare, packing: Packing, pages: memoryview, judge: Judge) -> None:
-        """Have in `pages` what is beside the rows, and `ROOM_BYTES`, for each."""
+        """`pages`: room for the bytes beside each row, and `ROOM_BYTES`."""
         self._files = files
         self._share = share
         self._packing = packing
@@ -118,7 +118,7 @@ class OpenShare:
 
 @dataclass(slots=True)
 class StoreShare:
-    """Writes of one lane, and what became of those that were come to, in order."""
+    """Writes of one lane, and the outcomes of those that it has done, in order."""
 
     writes: Sequence[Write]
     used_at_ns: int  # The head's time; each of the others is a little older, so that it goes before the head.
@@ -128,11 +128,11 @@ class StoreShare:
     gone: int = 0
 
 
-class Chunks:
+class FileChunks:
     """The blocking part of loads, stores and removals of files. As many threads may call at once as there are pages."""
 
     def __init__(self, tier: OpenTier[FilesOptions]) -> None:
-        """Have pages for each of the lanes for loads and stores."""
+        """Make pages for each of the lanes for loads and stores."""
         lanes, mapper = tier.lanes, tier.context.mapper
         self._files = ChunkFiles(tier.root, mapper, lanes.loads_first, fsync=tier.options.fsync)
         self._loads_first = lanes.loads_first
@@ -180,7 +180,7 @@ class Chunks:
     def evict_unused(
         self, victims: Sequence[FileEntry], gone: dict[OffloadKey, int], used: list[FileEntry], *, now_ns: int
     ) -> None:
-        """Do likewise, but spare those that others have used since, as their files' times say."""
+        """Remove victims, except those that others have used since, by their files' times."""
         for victim in victims:
             try:
                 found = self._files.look(victim.key)
@@ -210,7 +210,7 @@ class Chunks:
         return self._files.settle_folders()
 
     def stamp(self, used_at_ns: Mapping[OffloadKey, int]) -> None:
-        """Have files say when they were used."""
+        """Set files' times to their last uses."""
         for key, time_ns in used_at_ns.items():
             self._files.stamp(key, time_ns)
 
@@ -219,12 +219,12 @@ class Chunks:
         return [self._loadable(key) for key in keys]
 
     def takes(self, file_bytes: int) -> bool:
-        """Say whether a load would take a file of this length, if its bytes are right."""
+        """Return True if a load would take a file of this length."""
         whole = judge_length(file_bytes, self._row_bytes)
         return whole is Whole.FOOTED or (whole is Whole.BARE and self._accept_bare)
 
-    def _is_used(self, found: Found, victim: FileEntry, now_ns: int) -> bool:
-        """Say whether others have used a file, or put a chunk in index of one that no load would take."""
+    def _is_used(self, found: FoundFile, victim: FileEntry, now_ns: int) -> bool:
+        """Return True if others have used a file, or replaced one that no load would take."""
         if not victim.loadable:
             return self.takes(found.file_bytes)
         believable = 0 <= found.used_at_ns == believable_ns(found.used_at_ns, now_ns)
@@ -258,7 +258,7 @@ class Chunks:
         whole = judge_length(file_bytes, self._row_bytes)
         if whole is Whole.BARE:
             return self._bare(share, key)
-        fault = whole if isinstance(whole, Fault) else self._packing.judge(key, into, beside)
+        fault = whole if isinstance(whole, ChunkFault) else self._packing.judge(key, into, beside)
         if fault is None:
             return None
         if left := LEFT_ALONE.get(fault):

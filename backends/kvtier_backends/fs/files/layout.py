@@ -13,10 +13,10 @@ from kvtier_backends.fs.disk.lanes import share_out
 from kvtier_backends.fs.files.accounts import Accounts
 from kvtier_backends.fs.files.eviction import Eviction
 from kvtier_backends.fs.files.index import FileIndex
-from kvtier_backends.fs.files.lane import Chunks
-from kvtier_backends.fs.files.loading import Loading
-from kvtier_backends.fs.files.start import StartScan
-from kvtier_backends.fs.files.storing import Storing
+from kvtier_backends.fs.files.lane import FileChunks
+from kvtier_backends.fs.files.loading import FileLoading
+from kvtier_backends.fs.files.start import FilesStart
+from kvtier_backends.fs.files.storing import FileStoring
 from kvtier_backends.fs.layout import Background, Left, OpenTier, left_s, until
 from kvtier_backends.fs.options import FilesOptions
 
@@ -37,11 +37,11 @@ class FilesLayout:
         self._index = index = FileIndex(tier.policy(), tier.clock_ns)
         self.inventory = index.inventory
         tier.capacity.count(index, root.sizes)
-        self._chunks = chunks = Chunks(tier)
+        self._chunks = chunks = FileChunks(tier)
         self._eviction = eviction = Eviction(tier, index, chunks, Accounts(tier))
-        self._loading = Loading(tier, index, chunks, eviction)
-        self._storing = Storing(tier, index, chunks, eviction)
-        self._start = StartScan(tier, index, chunks, eviction)
+        self._loading = FileLoading(tier, index, chunks, eviction)
+        self._storing = FileStoring(tier, index, chunks, eviction)
+        self._start = FilesStart(tier, index, chunks, eviction)
         self._background = Background()
         self._patient_until = time.monotonic() + SCAN_PATIENCE_S
 

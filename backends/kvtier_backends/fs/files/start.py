@@ -19,7 +19,7 @@ from kvtier_backends.fs.disk.capacity import SECTOR_BYTES
 from kvtier_backends.fs.disk.remains import called, is_absent, names_in
 from kvtier_backends.fs.files.eviction import Eviction
 from kvtier_backends.fs.files.index import FileEntry, FileIndex
-from kvtier_backends.fs.files.lane import Chunks
+from kvtier_backends.fs.files.lane import FileChunks
 from kvtier_backends.fs.index import oldest_last
 from kvtier_backends.fs.layout import OpenTier
 from kvtier_backends.fs.options import FilesOptions
@@ -76,7 +76,7 @@ class Scan:
         return batch
 
     def stop(self) -> None:
-        """Have the walk end soon, from any thread."""
+        """Ask the walk to end soon. Any thread may call."""
         self._stopped = True
 
     def _look_around(self, chunks_folder: str) -> Iterator[FileEntry]:
@@ -172,15 +172,15 @@ class Scan:
             below.date(self._root, f"{folder}/{name}", time_ns)
 
 
-class StartScan:
+class FilesStart:
     """The scans of one tier. Belongs to the loop's thread."""
 
-    def __init__(self, tier: OpenTier[FilesOptions], index: FileIndex, chunks: Chunks, eviction: Eviction) -> None:
+    def __init__(self, tier: OpenTier[FilesOptions], index: FileIndex, chunks: FileChunks, eviction: Eviction) -> None:
         """Scan in the lane for that."""
         self.done = asyncio.Event()
         """Set once everything that was there at the start is known."""
         self.gauged = asyncio.Event()
-        """Set once so much was found that the directory is not small, or all of it."""
+        """Set once the scan has found a full batch, or everything."""
         self._tier = tier
         self._index = index
         self._takes = chunks.takes
@@ -190,7 +190,7 @@ class StartScan:
         self._scan = Scan(tier, chunks.takes)
 
     def stop(self) -> None:
-        """Have a scan end soon."""
+        """Ask the scan to end soon."""
         self._scan.stop()
         self.gauged.set()
 

@@ -15,15 +15,15 @@ from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.disk.lanes import share_chunks, share_out
 from kvtier_backends.fs.files.eviction import Eviction
 from kvtier_backends.fs.files.index import FileEntry, FileIndex
-from kvtier_backends.fs.files.lane import Chunks, StoreShare
+from kvtier_backends.fs.files.lane import FileChunks, StoreShare
 from kvtier_backends.fs.layout import OpenTier
 from kvtier_backends.fs.options import FilesOptions
 
 
-class Storing:
+class FileStoring:
     """The stores of one tier, a batch at a time. Belongs to the loop's thread."""
 
-    def __init__(self, tier: OpenTier[FilesOptions], index: FileIndex, chunks: Chunks, eviction: Eviction) -> None:
+    def __init__(self, tier: OpenTier[FilesOptions], index: FileIndex, chunks: FileChunks, eviction: Eviction) -> None:
         """Write in the lanes for stores."""
         file_bytes, root = tier.context.row_bytes + FOOTER_BYTES, tier.root
         self._tier = tier
@@ -35,7 +35,7 @@ class Storing:
         self._worst_bytes = chunk_bytes_worst(file_bytes, root.disk.block_bytes, root.sizes.new_bytes)
 
     async def __call__(self, writes: Sequence[Write]) -> tuple[list[Outcome], int]:
-        """Store chunks as far as there is room; return the outcomes, and how many say that the file system is away."""
+        """Store the chunks that fit; return the outcomes, and how many say that the file system is away."""
         keys = [write.key for write in writes]
         await self._index.claims.until_gone(keys)
         with self._index.claims.in_use(keys):

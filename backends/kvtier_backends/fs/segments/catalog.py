@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kvtier.backend import Advice, OffloadKey
 from kvtier.policies import Policy
 from kvtier_backends.fs.disk.claims import InUse
-from kvtier_backends.fs.index import Index
+from kvtier_backends.fs.index import ChunkIndex
 from kvtier_backends.fs.segments.runs import Segments
 from kvtier_backends.fs.segments.slots import FreeSlots, Outdated, Recalled, SlotEntry, Snapshot
 
@@ -32,7 +32,7 @@ class Catalog:
         self.outdated = Outdated()
         self.in_use = InUse()
         self.scanning = True
-        self.index = Index(policy, clock)
+        self.index = ChunkIndex(policy, clock)
         self.inventory = self.index.inventory
         self._of = self.index.of
         self._keys = self.index.keys
@@ -147,7 +147,7 @@ class Catalog:
         self.index.use(keys, now_ns)
 
     def advise(self, advice: Advice[OffloadKey], now_ns: int, retained_max: int) -> None:
-        """See `Index`."""
+        """See `ChunkIndex`."""
         self.index.advise(advice, now_ns, retained_max)
 
     @property

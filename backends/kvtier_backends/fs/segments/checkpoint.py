@@ -70,7 +70,7 @@ class Remembered(NamedTuple):
     written_at_ns: int  # 0: not to be trusted.
 
 
-class Chunks(NamedTuple):
+class RememberedChunks(NamedTuple):
     """The chunks of a checkpoint, by column: millions of them make no objects but their keys, when these are wanted."""
 
     slots: NDArray[np.uint64]
@@ -94,7 +94,7 @@ class Memory(NamedTuple):
 
     same_boot: bool
     segments: list[Remembered]
-    chunks: Chunks
+    chunks: RememberedChunks
 
 
 class SlotCheckpoint:
@@ -108,7 +108,7 @@ class SlotCheckpoint:
         self._counters = counters
 
     def bytes_worst(self, chunks: int, segments: int) -> int:
-        """Return the most that a checkpoint of so many chunks takes of the disk."""
+        """Return the most that a checkpoint takes of the disk."""
         preamble_bytes = _PREAMBLE.size + segments * SEGMENT_BYTES_MAX
         size_bytes = _HEAD.size + preamble_bytes + chunks * RECORD_BYTES_MAX + _CHECKSUM.size
         block_bytes = self._folder.disk.block_bytes
@@ -247,7 +247,7 @@ def trusted(segments: Sequence[Remembered], unsettled: set[str]) -> list[Remembe
     return [each._replace(written_at_ns=0) if each.name in unsettled else each for each in segments]
 
 
-def _columns(content: bytes, begin: int, chunks: int, key_bytes: int) -> Chunks:
+def _columns(content: bytes, begin: int, chunks: int, key_bytes: int) -> RememberedChunks:
     fields_at, record_bytes = _LENGTH_BYTES + key_bytes, _record(key_bytes).size
     row = np.dtype(
         {
@@ -259,7 +259,9 @@ def _columns(content: bytes, begin: int, chunks: int, key_bytes: int) -> Chunks:
     )
     table = np.frombuffer(content, row, chunks, begin)
     lengths = np.minimum(table["length"], key_bytes).astype(np.uint8)
-    return Chunks(table["slot"], table["sequence"], table["used_at_ns"], lengths, content, begin, record_bytes)
+    return RememberedChunks(
+        table["slot"], table["sequence"], table["used_at_ns"], lengths, content, begin, record_bytes
+    )
 
 
 def _preamble(segments: Sequence[Remembered], *, whole: bool) -> bytes:

@@ -42,7 +42,7 @@ class SegmentFolder:
         self._fingerprint = fingerprint
         self._fsync = fsync
         self._direct = os.O_DIRECT if folder.direct else 0
-        self._opened: set[Segment] = set()  # Wherever else they are known: a lane may be at one that nobody has yet.
+        self._opened: set[Segment] = set()  # Also those that only a lane knows yet.
 
     @property
     def root_fd(self) -> int:
@@ -72,7 +72,7 @@ class SegmentFolder:
         return sum(map(self._folder.taken_bytes, self.unopened()))
 
     def open(self, name: str) -> Segment | Unusable:
-        """Open a segment, to write if nobody else does. Raises `FileNotFoundError` if it is gone, or goes just now."""
+        """Open a segment; it is our own if no other process writes it. Raises `FileNotFoundError` if it is gone."""
         fd = open_file(self.root_fd, name, os.O_RDWR | self._direct)
         try:
             own = _lock(fd)
@@ -94,7 +94,7 @@ class SegmentFolder:
         return _lock(segment.fd) and self.has(segment)
 
     def create(self, slots: int) -> Segment:
-        """Make a segment of so many free slots, whole or not at all."""
+        """Make a segment of free slots, whole or not at all."""
         header = self.header(slots)
         aside = f"{self._folder.chunks}/{temporary_name(self._folder.writer)}"
         fd = self._create(aside, slots)
@@ -127,7 +127,7 @@ class SegmentFolder:
         return named is not None and os.path.samestat(named, status)
 
     def remove(self, segment: Segment) -> None:
-        """Remove a segment of which no slot is in use, if it is there: somebody may have put another in its place.
+        """Remove a segment of which no slot is in use, if it is there and not replaced by another file.
 
         Until it has gone it stays open and locked. Raises OSError if it may be there still; it can be called again.
         """
@@ -146,7 +146,7 @@ class SegmentFolder:
             self.close(segment)
 
     def remove_unusable(self, unusable: Unusable) -> bool:
-        """Remove a file that nobody writes; say whether it is gone."""
+        """Remove a file that no process writes; return True if it is gone."""
         try:
             fd = open_file(self.root_fd, unusable.name, os.O_RDWR)
         except FileNotFoundError:
@@ -221,7 +221,7 @@ class SegmentFolder:
         """Rename the file that is open as `fd` to a name that is free."""
         taken = open_below(self.root_fd, name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
-            _lock(taken)  # So that nobody takes it for something that is of no use.
+            _lock(taken)  # Or another process would take it for an unusable file.
             try:
                 below.rename(self.root_fd, aside, name)
             except OSError:

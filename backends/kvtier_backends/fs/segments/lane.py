@@ -6,12 +6,12 @@ from itertools import chain, islice
 from typing import TypeVar
 
 from kvtier.backend import Lanes, Outcome, Read, Write
-from kvtier_backends.fs.disk.footer import GONE, Fault, failure
+from kvtier_backends.fs.disk.footer import GONE, ChunkFault, failure
 from kvtier_backends.fs.disk.lanes import Pages, share_chunks
 from kvtier_backends.fs.disk.reads import Wanted
 from kvtier_backends.fs.layout import OpenTier
 from kvtier_backends.fs.options import SegmentsOptions
-from kvtier_backends.fs.segments.runs import Run, Share, Slotted
+from kvtier_backends.fs.segments.runs import SlotPart, SlotRun, SlotShare
 from kvtier_backends.fs.segments.segment import read_all, write_all
 
 T = TypeVar("T")
@@ -23,13 +23,13 @@ class SlotChunks:
     """The blocking part of loads and stores of slots. As many threads may call at once as there are lanes."""
 
     def __init__(self, tier: OpenTier[SegmentsOptions], lanes: Lanes) -> None:
-        """Have pages for footers, for each of these lanes."""
+        """Make pages for footers, for each of these lanes."""
         self._loads_first = tier.lanes.loads_first
         self._reads = tier.root.reads
         self._packing = tier.packing
         self._pages = Pages(lanes.count, share_chunks(tier.context.row_bytes) * tier.packing.beside_bytes)
 
-    def load(self, share: Share[Read], faults: dict[int, Fault]) -> None:
+    def load(self, share: SlotShare[Read], faults: dict[int, ChunkFault]) -> None:
         """Fill the share's buffers, and note by position in the batch what is not the chunk that was asked for.
 
         A fault need not be one: the slot may have got another chunk meanwhile. The caller knows.
@@ -40,7 +40,7 @@ class SlotChunks:
             self._reads(self._wanted(pieces, pages, faults, share, outcomes))
         share.outcomes += chain.from_iterable(outcomes)
 
-    def store(self, share: Share[tuple[Write, int]]) -> None:
+    def store(self, share: SlotShare[tuple[Write, int]]) -> None:
         """Write the share's chunks, each with its sequence number."""
         with self._pages.one() as pages:
             for run in share.runs:
@@ -48,19 +48,19 @@ class SlotChunks:
                 while done < len(run.parts):
                     with self._loads_first.storing():
                         part = run.parts[done : done + self._slice_slots(run)]
-                        share.outcomes += self._store(Run(run.segment, part), pages, share)
+                        share.outcomes += self._store(SlotRun(run.segment, part), pages, share)
                         done += len(part)
 
-    def _slice_slots(self, run: Run[tuple[Write, int]]) -> int:
+    def _slice_slots(self, run: SlotRun[tuple[Write, int]]) -> int:
         """Return how many slots to write in one call: fewer where loads wait for the disk."""
         return max(1, self._loads_first.slice_bytes // run.segment.header.slot_bytes)
 
     def _wanted(
         self,
-        pieces: Sequence[Run[Read]],
+        pieces: Sequence[SlotRun[Read]],
         pages: memoryview,
-        faults: dict[int, Fault],
-        share: Share[Read],
+        faults: dict[int, ChunkFault],
+        share: SlotShare[Read],
         outcomes: Sequence[list[Outcome]],
     ) -> Iterator[Wanted]:
         left = self._split(pages)
@@ -72,14 +72,14 @@ class SlotChunks:
 
     def _came(
         self,
-        piece: Run[Read],
+        piece: SlotRun[Read],
         besides: Sequence[memoryview],
-        faults: dict[int, Fault],
-        share: Share[Read],
+        faults: dict[int, ChunkFault],
+        share: SlotShare[Read],
         found: list[Outcome],
         result: int | OSError,
     ) -> None:
-        """Note the outcomes of neighbouring slots that were read in one call."""
+        """Record the outcomes of neighbouring slots that were read in one call."""
         error = _read_on(piece, self._places(piece, besides), result)
         if error is None:
             for part, beside in zip(piece.parts, besides, strict=True):
@@ -94,7 +94,9 @@ class SlotChunks:
             share.gone += error.errno in GONE
             found.append(failure(piece.parts[0].item.key, error))
 
-    def _store(self, run: Run[tuple[Write, int]], pages: memoryview, share: Share[tuple[Write, int]]) -> list[Outcome]:
+    def _store(
+        self, run: SlotRun[tuple[Write, int]], pages: memoryview, share: SlotShare[tuple[Write, int]]
+    ) -> list[Outcome]:
         buffers: list[memoryview] = []
         for part, beside in zip(run.parts, self._split(pages), strict=False):
             (key, row), sequence = part.item
@@ -109,7 +111,7 @@ class SlotChunks:
             return [failure(run.parts[0].item[0].key, error)]
         return [None] * len(run.parts)
 
-    def _places(self, piece: Run[Read], besides: Sequence[memoryview]) -> list[memoryview]:
+    def _places(self, piece: SlotRun[Read], besides: Sequence[memoryview]) -> list[memoryview]:
         pairs = zip(piece.parts, besides, strict=True)
         return [place for part, beside in pairs for place in self._packing.places(part.item.into, beside)]
 
@@ -119,7 +121,7 @@ class SlotChunks:
         return (pages[start : start + size] for start in range(0, len(pages), size))
 
 
-def _read_on(piece: Run[Read], buffers: Sequence[memoryview], result: int | OSError) -> OSError | None:
+def _read_on(piece: SlotRun[Read], buffers: Sequence[memoryview], result: int | OSError) -> OSError | None:
     """Read the rest of a piece after a first read, if that has not failed."""
     if isinstance(result, OSError):
         return result
@@ -130,5 +132,5 @@ def _read_on(piece: Run[Read], buffers: Sequence[memoryview], result: int | OSEr
     return None
 
 
-def _alone(run: Run[T], part: Slotted[T]) -> Run[T]:
-    return Run(run.segment, [part])
+def _alone(run: SlotRun[T], part: SlotPart[T]) -> SlotRun[T]:
+    return SlotRun(run.segment, [part])

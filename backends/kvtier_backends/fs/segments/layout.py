@@ -13,7 +13,7 @@ from kvtier_backends.fs.segments.folder import SegmentFolder
 from kvtier_backends.fs.segments.loading import SlotLoading
 from kvtier_backends.fs.segments.losses import Losses
 from kvtier_backends.fs.segments.room import Room
-from kvtier_backends.fs.segments.start import StartScan
+from kvtier_backends.fs.segments.start import SegmentsStart
 from kvtier_backends.fs.segments.storing import SlotStoring
 from kvtier_backends.fs.segments.wiping import Wiping
 
@@ -40,7 +40,7 @@ class SegmentsLayout:
         self._losses = Losses(tier, catalog, folder)
         self._loading = SlotLoading(tier, catalog, self._wiping)
         self._storing = SlotStoring(tier, catalog, self._room, self._losses)
-        self._start = StartScan(tier, catalog, folder, self._room)
+        self._start = SegmentsStart(tier, catalog, folder, self._room)
         self._background = Background()
         self._begun = time.monotonic()
 
@@ -56,7 +56,7 @@ class SegmentsLayout:
     async def load(self, reads: Sequence[Read]) -> tuple[list[Outcome], int]:
         keys = [read.key for read in reads]
         await self._are_known(keys)
-        if self._catalog.has_candidate(keys):  # A later chunk of the key may lie where nobody has looked yet.
+        if self._catalog.has_candidate(keys):  # A later chunk of the key may lie in a segment that is not read yet.
             await self._is_scanned()
         try:
             return await self._loading(reads)
@@ -71,7 +71,7 @@ class SegmentsLayout:
             self._wiping.written()
 
     async def delete(self, keys: Sequence[OffloadKey]) -> None:
-        await self._start.done.wait()  # An older chunk that nobody has looked at yet would come back.
+        await self._start.done.wait()  # An older chunk that is not read yet would come back.
         if self._catalog.scanning:
             raise BackendClosed(f"{self._tier.context.name}: closed")
         self._catalog.remove(keys)

@@ -9,13 +9,13 @@ from functools import partial
 
 from kvtier.backend import OffloadKey, Outcome, Read, in_threads
 from kvtier.errors import ChunkCorrupt, ChunkMissing
-from kvtier_backends.fs.disk.footer import LEFT_ALONE, Fault
+from kvtier_backends.fs.disk.footer import LEFT_ALONE, ChunkFault
 from kvtier_backends.fs.disk.lanes import share_chunks, share_least
 from kvtier_backends.fs.layout import OpenTier
 from kvtier_backends.fs.options import SegmentsOptions
 from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.lane import SlotChunks
-from kvtier_backends.fs.segments.runs import Slotted
+from kvtier_backends.fs.segments.runs import SlotPart
 from kvtier_backends.fs.segments.wiping import Wiping
 
 LOOKS_MAX = 4  # A chunk that has moved so often while it was read is missed.
@@ -52,15 +52,15 @@ class SlotLoading:
         self, left: Sequence[tuple[int, Read]], outcomes: list[Outcome]
     ) -> tuple[list[tuple[int, Read]], int]:
         """Read chunks where they are now; return those that were moved meanwhile."""
-        catalog, parts = self._catalog, list[Slotted[Read]]()
+        catalog, parts = self._catalog, list[SlotPart[Read]]()
         for position, read in left:
             if (slot := catalog.slot(read.key)) is None:
                 outcomes[position] = ChunkMissing(f"{read.key.hex()}: no slot")
             else:
-                parts.append(Slotted(slot, position, read))
+                parts.append(SlotPart(slot, position, read))
         sequences = {part.position: catalog.sequence(part.slot) for part in parts}
         shares = self._catalog.segments.shares(parts, self._lanes.count, self._share_chunks, self._share_least)
-        faults: dict[int, Fault] = {}
+        faults: dict[int, ChunkFault] = {}
         await in_threads(self._lanes, [partial(self._chunks.load, share, faults) for share in shares])
         again: list[tuple[int, Read]] = []
         for share in shares:
@@ -79,8 +79,8 @@ class SlotLoading:
                     outcomes[position] = self._judge(read.key, slot, fault)
         return again, sum(share.gone for share in shares)
 
-    def _judge(self, key: OffloadKey, slot: int, fault: Fault) -> Outcome:
-        """Say what it means that a chunk's slot does not have it, and have a corrupt one go."""
+    def _judge(self, key: OffloadKey, slot: int, fault: ChunkFault) -> Outcome:
+        """Return the outcome of a chunk that its slot does not hold; a corrupt one is dropped."""
         if self._catalog.is_candidate(slot):
             self._catalog.lost(key)
             return ChunkMissing(f"{key.hex()}: not there any more")

@@ -1,4 +1,4 @@
-"""Losses: segments that somebody else has removed, whose chunks the next start does not find.
+"""Losses: segments that another program has removed, whose chunks the next start does not find.
 
 No call fails by itself, since a file without a name can be written and read as before. So after its write, a store asks
 whether the file still has its name. All segments are checked from time to time, too. The chunks of a segment without a
@@ -17,7 +17,7 @@ from kvtier_backends.fs.layout import OpenTier, until
 from kvtier_backends.fs.options import SegmentsOptions
 from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.folder import SegmentFolder
-from kvtier_backends.fs.segments.runs import Share
+from kvtier_backends.fs.segments.runs import SlotShare
 from kvtier_backends.fs.segments.segment import Segment
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,6 @@ class Losses:
     """The losses of one tier. Belongs to the loop's thread, and looks in a lane."""
 
     def __init__(self, tier: OpenTier[SegmentsOptions], catalog: Catalog, folder: SegmentFolder) -> None:
-        """Know of none."""
         self._catalog = catalog
         self._segments = catalog.segments
         self._folder = folder
@@ -40,7 +39,7 @@ class Losses:
         self._lost: list[Segment] = []  # Noted, and open still.
         self._wake = asyncio.Event()
 
-    def check(self, share: Share[tuple[Write, int]]) -> None:
+    def check(self, share: SlotShare[tuple[Write, int]]) -> None:
         """Count a share's writes to such a segment as failed. Blocks, in a lane."""
         errors = {segment: self._error(segment) for segment in {run.segment for run in share.runs}}
         if not any(errors.values()):
@@ -56,7 +55,7 @@ class Losses:
         for segment in seen:
             if segment in self._segments.all and segment not in self._lost:
                 logger.warning(
-                    "%s: removed by somebody else; what it held is lost; see %s", segment.name, Remedy.UNDERFOOT
+                    "%s: removed by another program; its chunks are lost; see %s", segment.name, Remedy.UNDERFOOT
                 )
                 self._counters.count("segments_lost")
                 self._lost.append(segment)
@@ -90,7 +89,7 @@ class Losses:
         except OSError as error:
             return error.with_traceback(None)
         self._seen.append(segment)
-        return OSError(errno.ENOENT, f"{segment.name} was removed by somebody else")
+        return OSError(errno.ENOENT, f"{segment.name} was removed by another program")
 
     def look(self, segments: Sequence[Segment]) -> None:
         """See which are lost. Blocks, in a lane."""

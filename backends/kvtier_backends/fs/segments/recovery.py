@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from kvtier.backend import INVENTORY_BATCH_KEYS, read_folder
 from kvtier.remedies import Remedy
 from kvtier_backends.fs.disk.below import AHEAD_NS, believable_ns, list_folder
-from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Fault, Footer, read_footer
+from kvtier_backends.fs.disk.footer import FOOTER_BYTES, ChunkFault, Footer, read_footer
 from kvtier_backends.fs.disk.remains import is_absent
 from kvtier_backends.fs.layout import OpenTier
 from kvtier_backends.fs.options import SegmentsOptions
-from kvtier_backends.fs.segments.checkpoint import Chunks, Remembered, SlotCheckpoint
+from kvtier_backends.fs.segments.checkpoint import Remembered, RememberedChunks, SlotCheckpoint
 from kvtier_backends.fs.segments.folder import SegmentFolder, Unusable
 from kvtier_backends.fs.segments.segment import Segment
 from kvtier_backends.fs.segments.slots import Recalled, SlotEntry
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 NAMED_MAX = 8  # Segments in the log; a line must stay one.
 ZEROS = bytes(FOOTER_BYTES)
-SEQUENCE_MAX = (1 << 63) - 1  # The year 2262, in ns. Greater ones are nobody's, and would leave none for what comes.
+SEQUENCE_MAX = (1 << 63) - 1  # The year 2262, in ns. Greater ones are not ours, and would leave none for later chunks.
 
 
 class Around(NamedTuple):
@@ -44,7 +44,7 @@ class Seen(NamedTuple):
     looked: tuple[int, int] = (0, 0)  # The first slot whose footer was read, and how many.
     foreign: bool = False  # Of another process: the chunks are read, and nothing else.
     free: Sequence[tuple[int, int]] = ()  # Runs: the first slot, and how many.
-    torn: Sequence[tuple[int, Fault]] = ()
+    torn: Sequence[tuple[int, ChunkFault]] = ()
     distrusted: str = ""  # A segment with slots that are neither free nor held: the next start has to look again.
     failed: bool = False  # That segment could not be read to its end.
 
@@ -55,7 +55,7 @@ class Recovery:
     def __init__(
         self, tier: OpenTier[SegmentsOptions], segment_folder: SegmentFolder, checkpoint: SlotCheckpoint
     ) -> None:
-        """Begin now: no chunk counts as used later."""
+        """No chunk counts as used later than now."""
         self._now_ns = tier.clock_ns()
         self.opened: list[Segment] = []
         self.unusable: list[Unusable] = []
@@ -105,7 +105,7 @@ class Recovery:
             )
 
     def look_around(self) -> Around:
-        """Measure and sweep what is besides segments, as far as it can be."""
+        """Measure and sweep the files beside the segments."""
         sweep = self._folder.sweep(self._now_ns / 1e9)
         taken, measured, names = 0, False, list[str]()
         try:
@@ -157,7 +157,7 @@ class Recovery:
             yield batch
 
     def recovered(self) -> Iterator[Seen]:
-        """Yield the free slots of segments that nobody has written to since, then what other segments' footers say."""
+        """Yield the free slots of untouched segments, then all slots of the others by their footers."""
         for segment in self._untouched:
             if self.stopped:
                 return  # The chunks may not all have been recalled: what looks free may not be.
@@ -181,7 +181,7 @@ class _Places:
         self._firsts_now = np.array([segment.first_slot for segment in segments], np.int64)
         self._candidates = np.array([segment not in untouched for segment in segments], np.uint8)
 
-    def recalled(self, chunks: Chunks, now_ns: int) -> Iterator[Recalled]:
+    def recalled(self, chunks: RememberedChunks, now_ns: int) -> Iterator[Recalled]:
         """Yield the chunks that have a place, in batches."""
         for start in range(0, len(chunks.slots), INVENTORY_BATCH_KEYS):
             slots = chunks.slots[start : start + INVENTORY_BATCH_KEYS]
@@ -215,7 +215,7 @@ def _footers_of(segment: Segment, root_fd: int, now_ns: int) -> Iterator[Seen]:
     """Yield a segment's footers, in batches; a chunk counts as used when it was stored."""
     for start in range(0, segment.header.slots, INVENTORY_BATCH_KEYS):
         count = min(INVENTORY_BATCH_KEYS, segment.header.slots - start)
-        taken, held, torn = np.zeros(count, np.uint8), list[SlotEntry](), list[tuple[int, Fault]]()
+        taken, held, torn = np.zeros(count, np.uint8), list[SlotEntry](), list[tuple[int, ChunkFault]]()
         distrusted = ""
         try:
             for index, page in enumerate(segment.footers(root_fd, start, count)):
@@ -223,9 +223,9 @@ def _footers_of(segment: Segment, root_fd: int, now_ns: int) -> Iterator[Seen]:
                     continue
                 taken[index] = 1
                 slot, footer = segment.first_slot + start + index, _footer_in(page, segment)
-                if footer is Fault.VERSION:
+                if footer is ChunkFault.VERSION:
                     distrusted = segment.name
-                elif isinstance(footer, Fault):
+                elif isinstance(footer, ChunkFault):
                     torn.append((slot, footer))
                 else:
                     held.append(SlotEntry(footer.key, slot, footer.sequence, believable_ns(footer.sequence, now_ns)))
@@ -238,14 +238,14 @@ def _footers_of(segment: Segment, root_fd: int, now_ns: int) -> Iterator[Seen]:
         yield Seen(held, (first, count), free=_runs(first, taken), torn=torn, distrusted=distrusted)
 
 
-def _footer_in(page: memoryview, segment: Segment) -> Footer | Fault:
+def _footer_in(page: memoryview, segment: Segment) -> Footer | ChunkFault:
     """Return a footer of this segment, or its fault."""
     footer = read_footer(page)
-    if isinstance(footer, Fault):
+    if isinstance(footer, ChunkFault):
         return footer
     if (footer.fingerprint, footer.payload_bytes) != (segment.header.fingerprint, segment.header.row_bytes):
-        return Fault.NAMESPACE
-    return Fault.FOOTER if footer.sequence > SEQUENCE_MAX else footer
+        return ChunkFault.NAMESPACE
+    return ChunkFault.FOOTER if footer.sequence > SEQUENCE_MAX else footer
 
 
 def _runs(first_slot: int, taken: NDArray[np.uint8]) -> list[tuple[int, int]]:

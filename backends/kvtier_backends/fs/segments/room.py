@@ -68,11 +68,11 @@ class Room:
         self._growth.opened.set()
 
     def close(self) -> None:
-        """Have nobody wait for segments to be known: lanes are closed."""
+        """End the wait for segments to be known: lanes are closed."""
         self._growth.opened.set()
 
     async def take(self, count: int, incoming: Sequence[OffloadKey]) -> list[int]:
-        """Give out so many slots, or as many as there are or can be made."""
+        """Give out up to `count` slots: free ones, new ones, then those of evicted chunks."""
         catalog = self._catalog
         slots = catalog.take_free(count)
         try:
@@ -136,7 +136,7 @@ class Room:
         return False
 
     def _remove_file(self, segment: Segment) -> None:
-        """Remove a segment that nobody uses, now or later. Blocks, in a lane; only one at a time."""
+        """Remove a segment that no call uses, now or later. Blocks, in a lane; one at a time."""
         remove = partial(self._folder.remove, segment)
         remains = self._tier.root.remains
         remains.remove(segment.name, segment.allocated_bytes, remove)
@@ -153,7 +153,7 @@ class Leftovers:
         self._unusable: list[Unusable] = []
 
     def found(self, unusable: Iterable[Unusable]) -> None:
-        """Hear of files that take room and hold nothing."""
+        """Add files that take room and hold nothing."""
         self._unusable += unusable
 
     async def remove(self) -> bool:
@@ -172,7 +172,7 @@ class Leftovers:
         return False
 
 
-class Making:
+class SegmentMaking:
     """A segment that a lane makes. A call that is cancelled meanwhile knows it, too."""
 
     def __init__(self) -> None:
@@ -181,7 +181,7 @@ class Making:
         self.error: OSError | None = None  # Any other than that.
 
     def run(self, folder: SegmentFolder, slots: int) -> None:
-        """Make the largest that the disk has room for, up to so many slots. Blocks, in a lane."""
+        """Make the largest that the disk has room for, up to `slots`. Blocks, in a lane."""
         while slots and self.segment is None:
             try:
                 self.segment = folder.create(slots)
@@ -194,7 +194,7 @@ class Making:
 
 
 class Growth:
-    """More segments, each as large as all before it, as far as there is room. Belongs to the loop's thread."""
+    """New segments, each as large as all before it, while there is room. Belongs to the loop's thread."""
 
     def __init__(
         self, tier: OpenTier[SegmentsOptions], catalog: Catalog, folder: SegmentFolder, leftovers: Leftovers
@@ -203,7 +203,7 @@ class Growth:
         self.opened = asyncio.Event()
         """Set when all segments that were there are known."""
         self.changing = asyncio.Lock()
-        """Of whoever makes segments or removes them."""
+        """Held while segments are made or removed."""
         self.error: OSError | None = None
         """Why the last segment could not be made, if that was not for want of room."""
         self._catalog = catalog
@@ -222,7 +222,7 @@ class Growth:
         return time.monotonic() < self._full_until_s
 
     async def grow(self, wanted_slots: int) -> bool:
-        """Make a segment; False if there is no room for one. It may be somebody else's that has become free."""
+        """Make a segment; False if there is no room for one. A slot that has become free counts."""
         await self.opened.wait()
         async with self.changing:
             if self._catalog.free.count:
@@ -267,7 +267,7 @@ class Growth:
     async def _make(self, slots: int) -> bool:
         worst_bytes = self._folder.worst_bytes(slots)
         granted_bytes = self._capacity.reserve(worst_bytes)
-        making = Making()
+        making = SegmentMaking()
         try:
             if granted_bytes == worst_bytes:
                 await in_thread(self._lanes, making.run, self._folder, slots)
@@ -281,7 +281,7 @@ class Growth:
         return making.segment is not None
 
     def _take_in(self, segment: Segment) -> None:
-        """Have a new segment's slots given out."""
+        """Add a new segment and its free slots."""
         count = segment.header.slots
         first = self._catalog.add(count)
         self._segments.add(segment, first)

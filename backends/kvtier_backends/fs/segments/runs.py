@@ -15,7 +15,7 @@ T = TypeVar("T")
 RUN_SLOTS_MAX = 512  # Two buffers a slot; Linux takes 1,024 in one call (IOV_MAX).
 
 
-class Slotted(NamedTuple, Generic[T]):
+class SlotPart(NamedTuple, Generic[T]):
     """Something to do with one slot."""
 
     slot: int
@@ -23,34 +23,34 @@ class Slotted(NamedTuple, Generic[T]):
     item: T
 
 
-class Run(NamedTuple, Generic[T]):
+class SlotRun(NamedTuple, Generic[T]):
     """Things to do with neighbouring slots."""
 
     segment: Segment
-    parts: Sequence[Slotted[T]]
+    parts: Sequence[SlotPart[T]]
 
     @property
     def offset(self) -> int:
         """Where in the file the first slot begins."""
         return self.segment.header.offset(self.parts[0].slot - self.segment.first_slot)
 
-    def pieces(self, piece_bytes: int) -> "list[Run[T]]":
-        """Return it as runs that are as long as each other, of about so many bytes at most but one slot at least."""
+    def pieces(self, piece_bytes: int) -> "list[SlotRun[T]]":
+        """Split it into runs of equal length, of about `piece_bytes` each and at least one slot."""
         count = -(-len(self.parts) // max(1, piece_bytes // self.segment.header.slot_bytes))
         size = -(-len(self.parts) // count)
-        return [Run(self.segment, self.parts[start : start + size]) for start in range(0, len(self.parts), size)]
+        return [SlotRun(self.segment, self.parts[start : start + size]) for start in range(0, len(self.parts), size)]
 
 
 @dataclass(slots=True)
-class Share(Generic[T]):
+class SlotShare(Generic[T]):
     """One lane's part of a batch, and what became of it, in the order of the parts."""
 
-    runs: Sequence[Run[T]]
+    runs: Sequence[SlotRun[T]]
     outcomes: list[Outcome] = field(default_factory=list[Outcome])
     gone: int = 0  # Failures that say that the whole file system is away.
 
     @property
-    def parts(self) -> list[Slotted[T]]:
+    def parts(self) -> list[SlotPart[T]]:
         return [part for run in self.runs for part in run.parts]
 
 
@@ -67,13 +67,13 @@ class Segments:
         return sum(segment.allocated_bytes for segment in self.all)
 
     def add(self, segment: Segment, first_slot: int) -> None:
-        """Take in a segment; its slots have greater numbers than all before."""
+        """Add a segment; its slots have greater numbers than all before."""
         segment.first_slot = first_slot
         self.all.append(segment)
         self._first_slots.append(first_slot)
 
     def remove(self, segment: Segment) -> None:
-        """Have it no more; the caller closes it."""
+        """Remove a segment; the caller closes it."""
         index = self.all.index(segment)
         del self.all[index]
         del self._first_slots[index]
@@ -82,14 +82,14 @@ class Segments:
         """Return the segment that has a slot."""
         return self.all[bisect_right(self._first_slots, slot) - 1]
 
-    def shares(self, parts: Sequence[Slotted[T]], lanes: int, most: int, least: int = 1) -> list[Share[T]]:
+    def shares(self, parts: Sequence[SlotPart[T]], lanes: int, most: int, least: int = 1) -> list[SlotShare[T]]:
         """Split a batch into shares as `share_out` does, neighbours together."""
         ordered = sorted(parts, key=itemgetter(0))
-        return [Share(self.runs(part)) for part in share_out(ordered, lanes, most, least)]
+        return [SlotShare(self.runs(part)) for part in share_out(ordered, lanes, most, least)]
 
-    def runs(self, ordered: Sequence[Slotted[T]]) -> list[Run[T]]:
+    def runs(self, ordered: Sequence[SlotPart[T]]) -> list[SlotRun[T]]:
         """Return slots, in ascending order, as runs."""
-        runs: list[Run[T]] = []
+        runs: list[SlotRun[T]] = []
         start = 0
         while start < len(ordered):
             first = ordered[start].slot
@@ -98,6 +98,6 @@ class Segments:
             count = 1
             while count < most and ordered[start + count].slot == first + count:
                 count += 1
-            runs.append(Run(segment, ordered[start : start + count]))
+            runs.append(SlotRun(segment, ordered[start : start + count]))
             start += count
         return runs

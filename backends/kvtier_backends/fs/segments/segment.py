@@ -26,7 +26,7 @@ from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 HEADER_BYTES = PAGE_BYTES
 MAGIC = b"\x89kvtseg\n"
 VERSION = 1
-WIPED = memoryview(mmap.mmap(-1, FOOTER_BYTES))  # Aligned zeros, which nobody changes.
+WIPED = memoryview(mmap.mmap(-1, FOOTER_BYTES))  # Aligned zeros; never written to.
 SEGMENT_BYTES_MOST = 8 << 30  # All slots; 10 TiB are then some 1,300 open files.
 AHEAD_SLOTS = 256  # Footers that are asked for before the first of them is read.
 
@@ -86,7 +86,7 @@ def read_header(page: bytes) -> Header | None:
 
 
 def is_later(page: bytes) -> bool:
-    """Say whether a first page that cannot be read is of a later version, as far as its first bytes tell."""
+    """Return True if the first bytes of an unreadable first page are those of a later version."""
     return page[:8] == MAGIC and int.from_bytes(page[8:12], "little") > VERSION
 
 
@@ -106,13 +106,13 @@ class Segment:
         let_go_in_forks(self)
 
     def forked(self) -> None:
-        """Let go of it in a child, where it is closed: the lock stays its owner's."""
+        """Close it in a child: the lock stays its owner's."""
         if not self.closed:
             self.closed = True
             os.close(self.fd)
 
     def footers(self, root_fd: int, first: int, count: int) -> Iterator[memoryview]:
-        """Yield the footers of so many slots, which nobody here writes to: each until the next is asked for.
+        """Yield the footers of `count` slots that no store has: each is valid until the next is asked for.
 
         Read through the page cache, which is asked for many of them at once.
         """
@@ -131,7 +131,7 @@ class Segment:
             os.close(fd)
 
     def wipe(self, place: int) -> None:
-        """Have a slot's footer say that nothing is there."""
+        """Zero a slot's footer: nothing is there."""
         write_all(self.fd, [WIPED], self.header.footer_offset(place))
 
     def close(self) -> None:
@@ -155,19 +155,19 @@ def punch_hole(fd: int, offset: int, size_bytes: int) -> None:
 
 
 def sync(segments: Iterable[Segment]) -> None:
-    """Have the bytes that were written to segments reach the device."""
+    """Sync the bytes that were written to segments to the device."""
     for segment in segments:
         os.fdatasync(segment.fd)
 
 
 def ask_ahead(fd: int, header: Header, places: Sequence[int]) -> None:
-    """Have the kernel read these slots' footers, all at once, before the first of them is asked for."""
+    """Ask the kernel to read these slots' footers ahead, all at once."""
     for place in places:
         os.posix_fadvise(fd, header.footer_offset(place), FOOTER_BYTES, os.POSIX_FADV_WILLNEED)
 
 
 def read_all(fd: int, buffers: Sequence[memoryview], offset: int, done: int = 0) -> None:
-    """Fill the buffers from there, of which so many bytes are done; an end of the file before that is an error."""
+    """Fill the buffers from `offset`, of which `done` bytes are read; a shorter file is an error."""
     total = sum(map(len, buffers))
     while done < total:
         read = os.preadv(fd, _rest(buffers, done) if done else buffers, offset + done)
@@ -187,7 +187,7 @@ def write_all(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
 
 
 def _rest(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
-    """Return the rest of the buffers after so many bytes."""
+    """Return the buffers without their first `done` bytes."""
     rest: list[memoryview] = []
     for buffer in buffers:
         if done < len(buffer):

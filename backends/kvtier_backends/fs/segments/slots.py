@@ -32,7 +32,7 @@ class Recalled(NamedTuple):
     sequences: NDArray[np.uint64]
     used_at_ns: NDArray[np.int64]
     candidates: NDArray[np.uint8]
-    """By chunk: 1 if its footer is still to be read; 0 if nobody has written to its segment since."""
+    """By chunk: 1 if its footer is still to be read; 0 if its segment was not written since."""
 
     def entry(self, place: int) -> SlotEntry:
         return SlotEntry(self.keys[place], *(int(column[place]) for column in self[1:4]))
@@ -97,7 +97,7 @@ class FreeSlots:
         return taken
 
     def drop(self, first: int, count: int) -> None:
-        """Have all slots of a file be free no more, nor ever again."""
+        """Remove all slots of a file, for good."""
         if not self._is_dropped(first):
             insort(self._dropped, (first, first + count))
         end = first + count
@@ -126,7 +126,7 @@ class FreeSlots:
 
 
 class Outdated:
-    """Slots whose footers say what is true no more, until they are overwritten or wiped, and which wait for that.
+    """Slots whose footers are no longer true, until they are overwritten or wiped.
 
     After a restart, footers are all that is known. So a chunk is not evicted, and does not count as deleted, while an
     older chunk of its key is still on the disk. That one would come back.
@@ -136,7 +136,7 @@ class Outdated:
         self._keys: dict[int, tuple[OffloadKey, ...]] = {}  # A failed store may leave what was there, or its own.
         self._slots: dict[OffloadKey, tuple[int, ...]] = {}
         self._due: dict[int, None] = {}
-        self._taken: set[int] = set()  # Of whoever wipes them.
+        self._taken: set[int] = set()  # Being wiped.
 
     def __contains__(self, key: OffloadKey) -> bool:
         return key in self._slots
@@ -145,14 +145,14 @@ class Outdated:
         return self._slots.keys()
 
     def mark(self, slot: int, key: OffloadKey) -> None:
-        """Note that a slot has an outdated chunk of this key, or may have one."""
+        """Record that a slot has an outdated chunk of this key, or may have one."""
         keys = self._keys.get(slot, ())
         if key not in keys:
             self._keys[slot] = (*keys, key)
             self._slots[key] = (*self._slots.get(key, ()), slot)
 
     def retire(self, slot: int, key: OffloadKey | None) -> None:
-        """Have a slot wiped; None: its content is unknown."""
+        """Mark a slot to be wiped; `key`: None if its content is unknown."""
         if key is not None:
             self.mark(slot, key)
         self._due[slot] = None
@@ -161,7 +161,7 @@ class Outdated:
         return slot in self._keys
 
     def clear(self, slot: int) -> None:
-        """Note that nothing outdated is in a slot any more."""
+        """Record that a slot was wiped or overwritten."""
         self._taken.discard(slot)
         for key in self._keys.pop(slot, ()):
             left = tuple(other for other in self._slots[key] if other != slot)
@@ -177,7 +177,7 @@ class Outdated:
         return due
 
     def still_due(self, slots: Iterable[int]) -> None:
-        """Note that slots could not be wiped."""
+        """Mark slots that could not be wiped to be wiped again."""
         due = dict.fromkeys(slots)
         self._due.update(due)
         self._taken.difference_update(due)

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 AGAIN_S = 5.0  # Between two looks at what could not be seen, or was locked, at the start.
 
 
-class StartScan:
+class SegmentsStart:
     """The start-up scan of one tier, and its checkpoints. Belongs to the loop's thread."""
 
     def __init__(self, tier: OpenTier[SegmentsOptions], catalog: Catalog, folder: SegmentFolder, room: Room) -> None:
@@ -51,7 +51,7 @@ class StartScan:
         )
 
     def stop(self) -> None:
-        """Have the scan end soon."""
+        """Ask the scan to end soon."""
         self._recovery.stopped = True
         self.recalled.set()
 

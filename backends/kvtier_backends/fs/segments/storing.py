@@ -16,7 +16,7 @@ from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.lane import SlotChunks
 from kvtier_backends.fs.segments.losses import Losses
 from kvtier_backends.fs.segments.room import Room
-from kvtier_backends.fs.segments.runs import Share, Slotted
+from kvtier_backends.fs.segments.runs import SlotPart, SlotShare
 from kvtier_backends.fs.segments.segment import Segment, sync
 
 
@@ -52,7 +52,7 @@ class SlotStoring:
         self._fsync = tier.options.fsync
 
     async def __call__(self, writes: Sequence[Write]) -> tuple[list[Outcome], int]:
-        """Store chunks as far as there is room; return the outcomes, and how many say that the file system is away."""
+        """Store the chunks that fit; return the outcomes, and how many say that the file system is away."""
         keys = [write.key for write in writes]
         with self._catalog.in_use(keys):
             incoming = [key for key in dict.fromkeys(keys) if key not in self._catalog]
@@ -79,7 +79,7 @@ class SlotStoring:
         last = self._catalog.next_sequences(len(writes), now_ns) + len(writes) - 1
         # The head's number is the greatest: a prefix outlives its continuation, also after a restart.
         parts = [
-            Slotted(slot, position, (write, last - position))
+            SlotPart(slot, position, (write, last - position))
             for position, (write, slot) in enumerate(zip(writes, sorted(slots), strict=True))
         ]
         shares = self._catalog.segments.shares(parts, self._lanes.count, self._share_chunks)
@@ -99,17 +99,17 @@ class SlotStoring:
             gone = len(writes)
         return outcomes, gone
 
-    def _store(self, share: Share[tuple[Write, int]]) -> None:
+    def _store(self, share: SlotShare[tuple[Write, int]]) -> None:
         """Write, and see whether that was of use. Blocks, in a lane."""
         self._chunks.store(share)
         self._losses.check(share)
 
     def _note(
-        self, shares: Sequence[Share[tuple[Write, int]]], syncing: Syncing, count: int, now_ns: int, *, told: bool
+        self, shares: Sequence[SlotShare[tuple[Write, int]]], syncing: Syncing, count: int, now_ns: int, *, told: bool
     ) -> list[Outcome]:
-        """Have the catalog know what was written, tail first, and give back the slots of what was not."""
+        """Record written chunks in the catalog, tail first, and give back the other slots."""
         outcomes: list[Outcome] = [None] * count
-        stored: list[Slotted[tuple[Write, int]]] = []
+        stored: list[SlotPart[tuple[Write, int]]] = []
         for part, outcome, is_written in chain.from_iterable(map(_parts, shares)):
             if outcome is None and syncing.error is not None:
                 outcome = failure(part.item[0].key, syncing.error)
@@ -127,8 +127,8 @@ class SlotStoring:
 
 
 def _parts(
-    share: Share[tuple[Write, int]],
-) -> Iterator[tuple[Slotted[tuple[Write, int]], Outcome, bool]]:
+    share: SlotShare[tuple[Write, int]],
+) -> Iterator[tuple[SlotPart[tuple[Write, int]], Outcome, bool]]:
     """Yield each part of a store, its outcome, and whether a cancelled call's lane has come to it."""
     for index, part in enumerate(share.parts):
         done = index < len(share.outcomes)

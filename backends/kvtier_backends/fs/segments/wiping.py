@@ -9,7 +9,7 @@ from typing import NamedTuple
 from kvtier.backend import OffloadKey
 from kvtier.errors import BackendClosed, BackendUnavailable
 from kvtier.remedies import Remedy
-from kvtier_backends.fs.disk.footer import Fault, frameless
+from kvtier_backends.fs.disk.footer import ChunkFault, frameless
 from kvtier_backends.fs.layout import OpenTier
 from kvtier_backends.fs.options import SegmentsOptions
 from kvtier_backends.fs.segments.catalog import Catalog
@@ -26,7 +26,7 @@ class Doomed(NamedTuple):
 
 
 @dataclass(slots=True)
-class Round:
+class WipingRound:
     """Slots that a lane is to wipe, and slots that it has wiped, even if the waiting call is cancelled."""
 
     doomed: list[Doomed]
@@ -46,20 +46,20 @@ class Wiping:
         self._lane = tier.lanes.evict
         self._fsync = tier.options.fsync
         self._wake = asyncio.Event()
-        self._round = Round([])
+        self._round = WipingRound([])
         self._round_ended = asyncio.Event()  # Replaced each time that one has.
         self._rounds_failed = 0
         self._error: OSError | None = None  # Of the last round that failed.
         self._closed = False
-        self._warned: set[Fault] = set()
+        self._warned: set[ChunkFault] = set()
 
     def check(self) -> None:
-        """See whether there is something to wipe."""
+        """Start a round if slots wait to be wiped."""
         if self._catalog.outdated.waits:
             self._wake.set()
 
-    def corrupt(self, key: OffloadKey, slot: int, fault: Fault) -> None:
-        """Note that what a slot holds is not its key's chunk: it goes."""
+    def corrupt(self, key: OffloadKey, slot: int, fault: ChunkFault) -> None:
+        """Drop a chunk whose slot holds other bytes; count and log it."""
         self._counters.corrupt(fault)
         level = logging.DEBUG if fault in self._warned else logging.WARNING
         self._warned.add(fault)
@@ -95,37 +95,37 @@ class Wiping:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            self._round = Round(self._take())
+            self._round = WipingRound(self._take())
             # No buffer is lent: a tier that closes need not wait for the thread.
             await self._lane.run(self._wipe, self._round)
             self._note()
 
     def begin_last(self) -> None:
-        """Have the rest wiped before the lane ends, once. `end_last` then tells the calls that wait."""
+        """Queue the last round, once. `end_last` then ends the calls that wait."""
         if self._closed:
             return
         self._closed = True
-        # A round that is still under way is wiped again: nobody has been given its slots.
+        # A round in flight is wiped again: none of its slots was given out.
         self._catalog.outdated.still_due(one.slot for one in self._round.doomed)
-        self._round = Round(self._take())
+        self._round = WipingRound(self._take())
         self._lane.submit(self._wipe, self._round)
 
     def end_last(self, *, ended: bool) -> None:
-        """Note the wiped slots if the lane has ended. Otherwise they stay unknown. No call waits any more."""
+        """Free the wiped slots if the lane has ended, and end the calls that wait."""
         if ended:
             self._note()
         else:
             self._end_round()
 
     def written(self) -> None:
-        """Hear that a store has ended: outdated chunks that it has overwritten are no more."""
+        """Wake calls after a store: it has overwritten outdated chunks."""
         self._end_round()
         self.check()
 
     def _take(self) -> list[Doomed]:
         return [Doomed(slot, self._segments.of(slot)) for slot in self._catalog.outdated.take_due()]
 
-    def _wipe(self, work: "Round") -> None:
+    def _wipe(self, work: "WipingRound") -> None:
         """Wipe slots. Blocks, in a lane."""
         for one in work.doomed:
             try:
@@ -141,8 +141,8 @@ class Wiping:
                 work.wiped.clear()
 
     def _note(self) -> None:
-        """Have wiped slots free; those that could not be wiped wait for the next round."""
-        done, self._round = self._round, Round([])
+        """Free wiped slots; those that could not be wiped wait for the next round."""
+        done, self._round = self._round, WipingRound([])
         outdated = self._catalog.outdated
         wiped = {one.slot for one in done.wiped}
         for slot in wiped:
