@@ -261,6 +261,8 @@ def _heading(name: str) -> str:
 
 
 def _figure(name: str, value: float) -> str:
+    if name == "capacity_bytes" and not value:  # The tier has none.
+        return ""
     if "bytes" in name:
         return shown_bytes(round(value))
     return f"{value:,.1f}" if name.endswith("per_s") else f"{value:,.0f}"
