@@ -161,7 +161,7 @@ class TestTime:
         await asyncio.gather(lender.keep(tier, keys_of(1)), lender.recall(tier, keys_of(8)))
         assert now() == 52
 
-    async def test_a_days_write_budget_lets_a_burst_through_and_then_what_runs_in(self, lender):
+    async def test_a_write_budget_allows_a_burst_and_then_its_daily_rate(self, lender):
         """As an fs tier's: an eighth of the day's chunks at once, 27 of 32 of them evenly over the day."""
         day_chunks = 320
         tier = dummy(write_budget_bytes_per_day=day_chunks * ROW_BYTES, bandwidth_bytes_per_s=ROW_BYTES)
@@ -322,7 +322,7 @@ class TestNamedStores:
         assert await lender.recall(second, [key_of(10)]) == [label(key_of(10))]
         await second.aclose(1)
 
-    async def test_room_is_shared_and_every_loss_is_told(self, lender):
+    async def test_room_is_shared_and_every_eviction_is_reported(self, lender):
         first = dummy(store="shelf", capacity_bytes=4 * ROW_BYTES)
         other = dummy(store="shelf", capacity_bytes=4 * ROW_BYTES, model_name="other")
         await lender.keep(first, keys_of(3))

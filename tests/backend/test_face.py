@@ -38,7 +38,7 @@ def test_every_error_that_a_tier_may_raise_or_answer_is_there() -> None:
     assert of_tiers <= set(kvtier.backend.__all__)
 
 
-def test_a_wrapper_is_told_of_every_optional_protocol() -> None:
+def test_optional_lists_every_optional_protocol() -> None:
     protocols = {kind for kind in vars(contract).values() if isinstance(kind, type) and Protocol in kind.__bases__}
     assert set(OPTIONAL) == protocols
 

@@ -31,7 +31,7 @@ async def turns(count: int = 5) -> None:
         await asyncio.sleep(0)
 
 
-async def test_what_the_call_returns_or_raises_comes_back() -> None:
+async def test_the_result_or_error_of_a_call_is_passed_on() -> None:
     client = Client()
     client.go_on.set()
     assert await in_task(client.call()) == "through"
@@ -103,7 +103,7 @@ async def test_a_client_that_cancels_itself_is_away_and_its_caller_is_not_cancel
         await in_task(gives_up())
 
 
-async def test_a_call_that_is_over_keeps_nothing() -> None:
+async def test_a_finished_call_keeps_nothing() -> None:
     class Buffer(bytearray):
         """One that can be watched."""
 

@@ -8,7 +8,7 @@ A, B = (make_offload_key(name) for name in (b"a", b"b"))
 DEADLINE_S = 20.0
 
 
-async def test_a_consumer_hears_what_is_there_what_changes_and_the_end() -> None:
+async def test_a_consumer_receives_the_keys_the_changes_and_the_end() -> None:
     held: dict[OffloadKey, int] = {A: 1}
     queue, told = InventoryQueue(held), list[InventoryEvent]()
 

@@ -56,12 +56,12 @@ async def turns(count: int = 5) -> None:
         await asyncio.sleep(0)
 
 
-async def test_what_the_call_returns_comes_back(lanes: Lanes) -> None:
+async def test_the_result_of_a_call_is_returned(lanes: Lanes) -> None:
     assert await in_thread(lanes, divmod, 7, 2) == (3, 1)
     assert await in_thread(lanes, int, "ff", base=16) == 255
 
 
-async def test_what_the_call_raises_comes_back(lanes: Lanes) -> None:
+async def test_the_error_of_a_call_is_raised(lanes: Lanes) -> None:
     with pytest.raises(ZeroDivisionError):
         await in_thread(lanes, divmod, 7, 0)
 
@@ -204,7 +204,7 @@ async def test_closed_lanes_refuse(lanes: Lanes) -> None:
         lanes.submit(int)
 
 
-async def test_closing_waits_for_what_runs(lanes: Lanes, gate: Gate) -> None:
+async def test_closing_waits_for_running_calls(lanes: Lanes, gate: Gate) -> None:
     call = asyncio.create_task(in_thread(lanes, gate))
     await gate.wait_entered()
     closing = asyncio.create_task(lanes.aclose(DEADLINE_S))
@@ -215,7 +215,7 @@ async def test_closing_waits_for_what_runs(lanes: Lanes, gate: Gate) -> None:
     assert await call == "through"
 
 
-async def test_closing_says_what_its_deadline_left_and_may_be_asked_again(gate: Gate) -> None:
+async def test_closing_counts_what_its_deadline_left_and_may_be_repeated(gate: Gate) -> None:
     lanes = Lanes(2, "test")
     other = Gate()
     whole = asyncio.create_task(in_threads(lanes, [gate, other]))
@@ -228,7 +228,7 @@ async def test_closing_says_what_its_deadline_left_and_may_be_asked_again(gate: 
     assert await whole == ["through", "through"]
 
 
-async def test_closing_drops_what_waits_behind_a_hung_call(gate: Gate) -> None:
+async def test_closing_drops_calls_behind_a_hung_one(gate: Gate) -> None:
     lanes = Lanes(1, "test")
     hung = asyncio.create_task(in_thread(lanes, gate))
     await gate.wait_entered()
@@ -255,7 +255,7 @@ async def test_threads_end_with_their_lanes() -> None:
             assert not thread.is_alive()
 
 
-async def test_who_waits_for_the_threads_ends_is_called_once_when_no_call_is_left(gate: Gate) -> None:
+async def test_a_callback_runs_once_when_no_call_is_left(gate: Gate) -> None:
     lanes, ended = Lanes(2, "test"), queue.SimpleQueue[bool]()
     call = asyncio.create_task(in_thread(lanes, gate))
     await gate.wait_entered()
@@ -269,7 +269,7 @@ async def test_who_waits_for_the_threads_ends_is_called_once_when_no_call_is_lef
     assert ended.empty()
 
 
-async def test_who_asks_after_the_threads_ends_is_called_at_once() -> None:
+async def test_a_callback_after_the_threads_ends_runs_at_once() -> None:
     lanes, ended = Lanes(2, "to-be-closed"), threading.Event()
     lanes.when_ended(ended.set)
     await lanes.aclose(0)

@@ -465,7 +465,7 @@ def test_one_condition_that_fails_keeps_parallel_sizes_apart_and_says_so(
     assert json.loads(refused.config_bytes)["tp_size"] == namespace.tp_size
 
 
-def test_the_engines_word_stands_in_for_facts_that_are_not_known_but_not_for_the_layout() -> None:
+def test_the_engines_verdict_replaces_unknown_facts_except_the_layout() -> None:
     vouched = Namespace(
         model_name=QWEN.model_name,
         tp_size=4,
@@ -479,12 +479,12 @@ def test_the_engines_word_stands_in_for_facts_that_are_not_known_but_not_for_the
 
 
 @pytest.mark.parametrize("change", [{"v2_model_runner": True}, {"per_token_head_scales": True}, {"total_kv_heads": 4}])
-def test_the_engines_word_does_not_outweigh_a_known_fact(change: dict[str, Any]) -> None:
+def test_the_engines_verdict_does_not_outweigh_a_known_fact(change: dict[str, Any]) -> None:
     assert not FileMapper(msgspec.structs.replace(QWEN, is_parallelism_agnostic=True, **change)).parallel_agnostic
 
 
 @given(namespace=NAMESPACES)
-def test_we_never_share_what_the_engine_would_not(namespace: Namespace) -> None:
+def test_no_rows_are_shared_against_the_engines_verdict(namespace: Namespace) -> None:
     if namespace.is_parallelism_agnostic is False and not namespace.replicated_layout:
         assert not FileMapper(namespace).parallel_agnostic
     if not namespace.parallel_agnostic:
@@ -559,7 +559,7 @@ def test_whatever_gives_bytes_another_meaning_gives_another_fingerprint() -> Non
 
 
 @pytest.mark.parametrize("change", [{"layout": "LBHNC"}, {"row_bytes": 4096}, {"v2_model_runner": True}])
-def test_what_vllm_leaves_out_of_its_names_stays_out_of_ours(change: dict[str, Any]) -> None:
+def test_facts_that_vllm_leaves_out_of_its_names_stay_out_of_ours(change: dict[str, Any]) -> None:
     changed = FileMapper(msgspec.structs.replace(LLAMA, **change))
     assert changed.name(ASCENDING) == FileMapper(LLAMA).name(ASCENDING)
     assert changed.config_bytes == FileMapper(LLAMA).config_bytes
@@ -568,7 +568,7 @@ def test_what_vllm_leaves_out_of_its_names_stays_out_of_ours(change: dict[str, A
 LLAMA_FINGERPRINT = "a118c5bde910c4c4a0a302541bc996a9e3596f43e88e8a294f87c32a9a09266c"
 
 
-def test_a_fingerprint_stays_what_it_is_from_release_to_release() -> None:
+def test_a_fingerprint_is_the_same_in_every_release() -> None:
     assert FileMapper(LLAMA).fingerprint.hex() == LLAMA_FINGERPRINT
 
 

@@ -191,7 +191,7 @@ def test_a_name_that_is_almost_a_type_is_refused(type_name: str) -> None:
 
 
 @pytest.mark.parametrize("type_name", [":", "a:", ":B", "a:b:c", "a..b:C", ".a:B", "a:B-C", "a b:C", "a:B.", "1a:B"])
-def test_what_is_not_of_the_form_module_and_class_is_refused(type_name: str) -> None:
+def test_a_malformed_class_path_is_refused(type_name: str) -> None:
     assert refused(type_name) == f'tier type {type_name!r} is not of the form "module:Class"'
 
 
@@ -209,7 +209,7 @@ def test_a_dependency_that_is_not_installed_is_named_and_the_cause_is_kept(modul
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)
 
 
-def test_a_dependency_that_cannot_be_imported_is_reported_in_its_own_words(module: Install) -> None:
+def test_the_error_of_a_dependency_that_cannot_be_imported_is_shown(module: Install) -> None:
     name = module("raise ImportError('libfabric.so.1: cannot open shared object file')\n")
     message = refused(f"{name}:Tier")
     assert message.endswith("cannot be imported: libfabric.so.1: cannot open shared object file")
@@ -245,7 +245,7 @@ NOT_WHOLE: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("name", "message"), NOT_WHOLE)
-def test_a_class_that_is_no_whole_backend_is_refused_with_what_it_lacks(name: str, message: str) -> None:
+def test_an_incomplete_backend_is_refused_with_what_it_lacks(name: str, message: str) -> None:
     assert refused(f"{HERE}:{name}").endswith(message)
 
 

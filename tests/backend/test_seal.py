@@ -73,13 +73,13 @@ def test_another_keys_chunk_is_not_taken_for_this_ones(seal: Seal) -> None:
     assert _opened(seal, key_of(2), _closed(seal, key_of(1))) is SealFault.SWAPPED
 
 
-def test_what_is_half_one_store_and_half_another_is_found(seal: Seal) -> None:
+def test_a_mixture_of_two_stores_is_found(seal: Seal) -> None:
     first, second = _closed(seal, key_of(1), 1), _closed(seal, key_of(1), 2)
     for at in (64, ROW_BYTES // 2, ROW_BYTES - 64):
         assert _opened(seal, key_of(1), first[:at] + second[at:]) is SealFault.PAYLOAD
 
 
-def test_bytes_without_a_seal_are_somebody_elses(seal: Seal) -> None:
+def test_bytes_without_a_seal_are_foreign(seal: Seal) -> None:
     for strange in (bytes(seal.sealed_bytes), os.urandom(seal.sealed_bytes)):
         assert _opened(seal, key_of(1), strange) is SealFault.FOREIGN
 
@@ -102,7 +102,7 @@ def test_a_later_versions_seal_is_a_miss_and_not_corrupt(seal: Seal) -> None:
     assert isinstance(fault.outcome(key_of(1)), ChunkMissing)
 
 
-def test_damage_is_corrupt_and_what_a_key_lacks_is_a_miss() -> None:
+def test_damage_is_corrupt_and_a_missing_key_is_a_miss() -> None:
     outcomes = {fault: type(fault.outcome(key_of(1))) for fault in SealFault}
     missing = {fault for fault, outcome in outcomes.items() if outcome is ChunkMissing}
     assert missing == {SealFault.VERSION, SealFault.KIND, SealFault.KEY}
@@ -136,7 +136,7 @@ def test_a_forked_process_never_repeats_its_parents_nonces(outside: None, monkey
     assert forked[SALT_AT:NONCE_END] != parent[SALT_AT:NONCE_END]
 
 
-def test_a_cipher_refuses_what_was_stored_without_it_and_the_other_way_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_kind_of_seal_rejects_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, cipher = SealOptions().make_seal(FINGERPRINT, ROW_BYTES), _with_keys(monkeypatch, NEW)
     assert _opened(cipher, key_of(1), _closed(plain, key_of(1))) is SealFault.KIND
     assert _opened(plain, key_of(1), _closed(cipher, key_of(1))) is SealFault.KIND
@@ -183,7 +183,7 @@ def test_options_that_do_not_go_together_are_refused_by_name(options: dict[str, 
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "secret", f"{NEW.hex()}\n{NEW.hex()[:-2]}", "=" * 44])
-def test_keys_that_are_none_are_refused_and_never_shown(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_invalid_keys_are_refused_and_never_shown(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv(VARIABLE, text)
     with pytest.raises(ConfigError, match=r"seal_key_env.*32 bytes in hex or base64") as told:
         SealOptions(seal="aes-256-gcm", seal_key_env=VARIABLE).make_seal(FINGERPRINT, ROW_BYTES)

@@ -98,7 +98,7 @@ async def test_too_many_retired_slots_are_an_unavailable_tier_and_no_endless_mem
         await addresses(staging, 2)
 
 
-async def test_who_waits_is_told_that_no_slot_will_come() -> None:
+async def test_a_waiter_fails_when_no_slot_can_come() -> None:
     staging = Staging("0:tested", 4_096, 1, retired_max=0)
     async with staging.lend(1) as slots:
         waiting = asyncio.create_task(addresses(staging, 1))
@@ -109,7 +109,7 @@ async def test_who_waits_is_told_that_no_slot_will_come() -> None:
         await waiting
 
 
-async def test_who_came_first_is_served_first_though_others_want_fewer() -> None:
+async def test_slots_are_lent_first_come_first_served() -> None:
     staging = Staging("0:tested", 4_096, 3, retired_max=0)
     served: list[int] = []
 
@@ -165,7 +165,7 @@ async def test_a_retired_slots_memory_is_given_back_and_its_place_is_not() -> No
         assert slots.views[0] == bytes(4_096)
 
 
-async def test_who_waits_is_told_when_there_is_no_memory_for_a_slot_and_served_when_there_is() -> None:
+async def test_a_waiter_fails_without_memory_and_a_later_one_is_served() -> None:
     size_bytes = 1 << 30  # More than is left, where every small thing still has room.
     staging = Staging("0:tested", size_bytes, 1, retired_max=1)
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)

@@ -72,19 +72,19 @@ async def test_each_code_has_its_outcome(answering, lender, code, loaded, stored
 
 
 @pytest.mark.parametrize("removal", [-600, -706, -708, -714, -800, -12345])
-async def test_a_chunk_that_the_pool_keeps_is_no_silent_deletion(answering, removal) -> None:
+async def test_a_chunk_that_the_pool_keeps_fails_the_deletion(answering, removal) -> None:
     tier, _ = await answering(0, removal)
     with pytest.raises(BackendUnavailable, match=f"2 of 2 chunks are not deleted: Mooncake answers {removal}"):
         await tier.delete([key_of(0), key_of(1)])
 
 
 @pytest.mark.parametrize("removal", [0, -703, -704])
-async def test_deleting_what_is_not_there_is_no_failure(answering, removal) -> None:
+async def test_deleting_a_missing_chunk_is_no_failure(answering, removal) -> None:
     tier, _ = await answering(0, removal)
     await tier.delete([key_of(0)])
 
 
-def test_a_code_that_nobody_knows_is_a_transfer_that_may_go_on() -> None:
+def test_an_unknown_code_is_a_transfer_that_may_continue() -> None:
     assert meaning_of(-1) is Meaning.FAILED
     assert not has_ended(-1)
     assert has_ended(CHUNK_BYTES)

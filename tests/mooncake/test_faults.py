@@ -86,7 +86,7 @@ async def test_a_mixture_beside_stores_is_never_taken_for_a_chunk(opened, lender
     lender.take_back()
 
 
-async def test_a_pool_that_is_full_says_no_room_and_what_it_took_is_whole(own_pool, opened_alone) -> None:
+async def test_a_full_pool_has_no_room_and_its_chunks_are_whole(own_pool, opened_alone) -> None:
     pool, lender, keys = own_pool(), Lender(LARGE_BYTES), keys_of(96)
     pool.add_owner(64 << 20)
     tier = await opened_alone(pool, chunk_bytes=LARGE_BYTES, timeout_s=PATIENCE_S)
@@ -156,7 +156,7 @@ async def test_an_owner_that_hangs_fails_loads_in_time_and_no_row_is_written_lat
     assert lender.guards_are_intact()
 
 
-async def test_a_hung_call_keeps_nobody_elses_chunks_from_being_loaded(own_pool, opened_alone, lender) -> None:
+async def test_a_hung_call_delays_no_load_of_other_chunks(own_pool, opened_alone, lender) -> None:
     """Though Mooncake gets one call at a time, and this one is not over."""
     pool, keys = own_pool(client_ttl_s=60), keys_of(16)
     owner, _ = pool.add_owner(), pool.add_owner()
@@ -263,9 +263,7 @@ async def test_a_master_that_hangs_is_unavailable_in_time_and_used_again(own_poo
 
 
 @pytest.mark.parametrize("lanes", [1, 3])
-async def test_whoever_waits_for_a_turn_does_not_try_what_another_one_found_dead(
-    own_pool, opened_alone, lender, entered, lanes
-) -> None:
+async def test_waiting_calls_do_not_retry_a_master_found_dead(own_pool, opened_alone, lender, entered, lanes) -> None:
     pool, keys = own_pool(), keys_of(12)
     pool.add_owner()
     tier = await opened_alone(pool, lanes=lanes, timeout_s=PATIENCE_S)
@@ -285,7 +283,7 @@ async def test_whoever_waits_for_a_turn_does_not_try_what_another_one_found_dead
     await recovers(tier, lender, keys)
 
 
-async def test_whoever_waits_behind_a_call_that_is_late_fails_with_it(own_pool, opened_alone, lender, entered) -> None:
+async def test_calls_behind_a_late_call_fail_with_it(own_pool, opened_alone, lender, entered) -> None:
     pool, keys = own_pool(), keys_of(12)
     owner = pool.add_owner()
     tier = await opened_alone(pool, lanes=1, timeout_s=TIMEOUT_S / 2)
@@ -328,7 +326,7 @@ async def test_a_call_waits_its_time_for_a_turn_and_then_has_its_time(
     assert await lender.recall(tier, keys) == [label(key) for key in keys]
 
 
-async def test_a_master_that_nobody_is_at_opens_no_tier(own_pool, opened_alone) -> None:
+async def test_a_tier_without_its_master_does_not_open(own_pool, opened_alone) -> None:
     pool = own_pool()
     pool.master.kill()
     with pytest.raises(BackendUnavailable, match=f"0:tested: the master {pool.address} does not answer"):

@@ -41,7 +41,7 @@ except Exception as error:
         ({"seal": "aes-256-gcm"}, "seal: 'aes-256-gcm' given, which needs either"),
     ],
 )
-def test_what_cannot_be_had_is_refused_by_name(options: dict[str, Any], told: str) -> None:
+def test_options_that_cannot_be_used_are_refused_by_name(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(told)):
         MooncakeOptions(**options)
 
@@ -74,13 +74,13 @@ async def test_staging_that_holds_no_chunk_is_refused_by_name() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mooncake") is not None, reason="it is installed here")
-async def test_where_the_package_is_not_installed_its_name_is_told() -> None:
+async def test_a_missing_package_is_reported_by_name() -> None:
     with pytest.raises(ConfigError, match=r"mooncake-transfer-engine-non-cuda: pip install 'kvtier\[mooncake\]'"):
         await MooncakeBackend.open(MooncakeOptions(), tier_context(4_096))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mooncake") is None, reason="it is not installed here")
-def test_where_a_library_of_the_systems_is_missing_its_package_is_told(outside: None) -> None:
+def test_a_missing_system_library_is_reported_with_its_package(outside: None) -> None:
     without = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
     told = subprocess.run([sys.executable, "-c", OPENS], env=without, capture_output=True, text=True, check=True).stdout
     if told.startswith("BackendUnavailable"):

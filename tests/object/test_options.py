@@ -59,7 +59,7 @@ def test_a_url_names_a_bucket_and_a_prefix(url: str, target: Bucket) -> None:
         ({"requests": 0}, "requests: 0 given"),
     ],
 )
-def test_what_cannot_be_had_is_refused_by_name(options: dict[str, Any], told: str) -> None:
+def test_options_that_cannot_be_used_are_refused_by_name(options: dict[str, Any], told: str) -> None:
     with pytest.raises((ConfigError, TypeError), match=re.escape(told)) as refused:
         ObjectOptions(**{"url": "s3://bucket", **options})
     assert "secret" not in str(refused.value)
@@ -154,7 +154,7 @@ def test_each_error_of_a_store_has_its_kind_and_shows_no_secret(error: Exception
     assert "\n" not in trouble.why
 
 
-async def test_the_index_knows_what_it_was_told_and_forgets_in_time() -> None:
+async def test_the_index_keeps_known_keys_and_forgets_absent_ones() -> None:
     now = [0.0]
     index, keys = BucketIndex(2, 5.0, lambda: now[0]), [key_of(number) for number in range(5)]
     index.there(keys[0])
@@ -169,7 +169,7 @@ async def test_the_index_knows_what_it_was_told_and_forgets_in_time() -> None:
     assert index.knows(keys[1:2]) == [None]
 
 
-async def test_a_listing_does_not_bring_back_what_was_deleted_meanwhile() -> None:
+async def test_a_listing_does_not_restore_chunks_deleted_meanwhile() -> None:
     index, key = BucketIndex(10, 0.0, lambda: 0.0), key_of(1)
     index.there(key)
     index.deleted(key)
@@ -180,7 +180,7 @@ async def test_a_listing_does_not_bring_back_what_was_deleted_meanwhile() -> Non
     assert index.knows([key]) == [True]
 
 
-def test_an_object_tier_is_remote_unless_it_is_said_otherwise() -> None:
+def test_an_object_tier_is_remote_by_default() -> None:
     tiers = [{"type": "object", "url": "s3://bucket"}, {"type": "object", "url": "s3://other", "locality": "LOCAL"}]
     config = EngineConfig.from_dict({"cpu_bytes_to_use": "1MiB", "chunk_bytes": 4_096, "secondary_tiers": tiers})
     assert [tier.locality for tier in settled(config).secondary_tiers] == ["REMOTE", "LOCAL"]

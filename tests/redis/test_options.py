@@ -109,7 +109,7 @@ def test_a_password_is_read_from_a_file_or_the_environment(tmp_path: Path, monke
         RedisOptions(password_file=str(tmp_path / "none")).password()
 
 
-def test_a_password_that_is_none_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_password_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "password"
     for written in (b"", b"\nsecret", b"s\xffcret", b"secret" * 10_000):
         path.write_bytes(written)
@@ -144,7 +144,7 @@ def test_each_of_tlss_files_is_named_when_it_cannot_be_used(tmp_path: Path) -> N
             RedisOptions(url="rediss://a", **options).tls_context()
 
 
-def test_a_remote_backends_tier_is_remote_unless_it_is_said_otherwise() -> None:
+def test_a_remote_backends_tier_is_remote_by_default() -> None:
     tiers = [{"type": "redis"}, {"type": "redis", "name": "beside", "locality": "LOCAL"}, {"type": "dummy"}]
     config = EngineConfig.from_dict({"cpu_bytes_to_use": "1MiB", "chunk_bytes": 4_096, "secondary_tiers": tiers})
     assert [tier.locality for tier in settled(config).secondary_tiers] == ["REMOTE", "LOCAL", None]

@@ -173,7 +173,7 @@ def test_a_sentinel_that_names_no_address_is_refused(node, told_by, told) -> Non
         told_by(node({b"SENTINEL": told}), **SENTINEL).refresh()
 
 
-def test_a_sentinel_gets_no_password_unless_it_wants_one(node, told_by, monkeypatch) -> None:
+def test_a_sentinel_gets_no_password_without_sentinel_login(node, told_by, monkeypatch) -> None:
     monkeypatch.setenv(PASSWORD, "geheim")
     sentinel = node({b"SENTINEL": b"*2\r\n$9\r\n127.0.0.1\r\n$4\r\n6379\r\n", b"AUTH": b"-ERR no password is set\r\n"})
     topology = told_by(sentinel, password_env=PASSWORD, **SENTINEL)

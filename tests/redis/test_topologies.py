@@ -89,7 +89,7 @@ async def test_a_tier_opens_if_one_of_its_servers_answers(opened, server, lender
 # Who is let in.
 
 
-async def test_a_wrong_password_is_a_mistake_of_the_configuration(opened, own_server, monkeypatch, lender) -> None:
+async def test_a_wrong_password_is_a_config_error(opened, own_server, monkeypatch, lender) -> None:
     server = own_server("--requirepass", "right", password="right")
     with pytest.raises(ConfigError, match=r"^password_file: .*NOAUTH"):
         await opened(server.address)
@@ -116,7 +116,7 @@ async def test_an_access_list_that_lacks_a_command_is_named_at_the_start(
     assert await lender.recall(tier, keys) == ["ChunkMissing", *(label(key) for key in keys[1:])]
 
 
-async def test_no_password_is_in_what_a_server_without_passwords_makes_of_it(opened, own_server, monkeypatch) -> None:
+async def test_the_error_of_a_server_without_passwords_shows_none(opened, own_server, monkeypatch) -> None:
     """It knows no AUTH, and its error repeats what it was given."""
     server = own_server("--rename-command", "AUTH", "")
     monkeypatch.setenv(PASSWORD, "geheim")
@@ -125,7 +125,7 @@ async def test_no_password_is_in_what_a_server_without_passwords_makes_of_it(ope
     assert "geheim" not in str(refused.value)
 
 
-async def test_no_password_is_in_what_an_echo_makes_of_it(opened, monkeypatch) -> None:
+async def test_the_error_of_an_echo_server_shows_no_password(opened, monkeypatch) -> None:
     monkeypatch.setenv(PASSWORD, "geheim")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=_echo, args=(listener,), daemon=True).start()
@@ -278,12 +278,12 @@ async def test_closing_ends_calls_that_hang_over_tls(opened, own_server, certifi
     front.close()
 
 
-async def test_a_server_whose_certificate_nobody_vouches_for_is_refused(opened, front) -> None:
+async def test_a_server_with_an_untrusted_certificate_is_refused(opened, front) -> None:
     with pytest.raises(ConfigError, match=r"^tls_ca_file: .*certificate is refused"):
         await opened(front.address, scheme="rediss")
 
 
-async def test_those_who_know_the_topology_are_held_to_their_certificates(opened, certified, cluster, tmp_path) -> None:
+async def test_nodes_that_report_the_topology_need_trusted_certificates(opened, certified, cluster, tmp_path) -> None:
     """They see the password, too."""
     front = TLSFront(cluster[0].port, certified)  # Its certificate is that of 127.0.0.1.
     other = f"localhost:{front.address.rpartition(':')[2]}"
@@ -311,7 +311,7 @@ def test_a_failure_of_tls_is_not_taken_for_an_error_of_the_systems() -> None:
     assert failed.value.number == 0
 
 
-async def test_a_server_without_tls_is_no_server_with_it(opened, server) -> None:
+async def test_a_server_without_tls_is_unavailable_with_it(opened, server) -> None:
     with pytest.raises(BackendUnavailable):
         await opened(server.address, scheme="rediss", **QUICK)
 
@@ -347,7 +347,7 @@ async def test_a_tier_follows_the_primary_that_sentinels_name(opened, watched, l
     assert replica.ask("DBSIZE") >= 12
 
 
-def test_a_primary_that_is_none_any_more_is_forgotten(watched) -> None:
+def test_a_former_primary_is_forgotten(watched) -> None:
     """With its connections, but for those in use: these are closed when they are given back, or with the tier."""
     primary, replica, sentinel = watched
     options = RedisOptions(url=f"redis+sentinel://{sentinel.address}/cache")
@@ -376,12 +376,12 @@ def closed(links: list[Link]) -> list[bool]:
     return [link.closed for link in links]
 
 
-async def test_a_tier_whose_primary_nobody_knows_does_not_open(opened, watched) -> None:
+async def test_a_tier_with_an_unknown_primary_does_not_open(opened, watched) -> None:
     with pytest.raises(BackendUnavailable, match="sentinels"):
         await opened(watched[2].address, scheme="redis+sentinel", path="/other", **QUICK)
 
 
-async def test_a_sentinel_is_no_server_of_values(opened, watched) -> None:
+async def test_a_sentinel_is_refused_as_a_server(opened, watched) -> None:
     with pytest.raises(ConfigError, match=r"url: .* keeps no values"):
         await opened(watched[2].address)
 
@@ -485,9 +485,7 @@ async def test_a_slot_that_moves_is_followed_at_every_moment_of_it(opened, clust
     assert tier.counts()["redirected"] == before
 
 
-async def test_a_user_who_may_not_ask_while_a_slot_moves_gets_no_answer_that_is_anothers(
-    opened, cluster, prefix, lender, monkeypatch
-) -> None:
+async def test_a_refused_asking_does_not_shift_the_replies(opened, cluster, prefix, lender, monkeypatch) -> None:
     """ASKING and the request after it have a reply each, also when the first is a refusal."""
     for node in cluster:
         node.ask("ACL", "SETUSER", "kv", "on", ">right", "~*", "+@all", "-asking")
@@ -522,7 +520,7 @@ async def test_a_node_that_hangs_costs_its_slots_only(opened, cluster, lender) -
     assert all(chunk in (label(key), "TransferFailed") for key, chunk in zip(keys, told, strict=True))
 
 
-async def test_calls_do_not_wait_for_those_who_know_where_slots_are(opened, cluster, names_hang, lender) -> None:
+async def test_calls_do_not_wait_for_a_new_table_of_slots(opened, cluster, names_hang, lender) -> None:
     """Neither a load, whose rows are lent, nor a probe behind it."""
     tier, keys = await opened(f"localhost:{cluster[0].port}", scheme="redis+cluster", **QUICK), keys_of(40)
     await lender.keep(tier, keys)

@@ -136,7 +136,7 @@ def test_a_failed_store_that_stays_visible_is_found(monkeypatch):
 
 
 @pytest.mark.usefixtures("thorough")
-def test_an_absence_that_is_believed_for_ever_is_found(monkeypatch):
+def test_an_absence_that_is_believed_forever_is_found(monkeypatch):
     answer = Tier.answer
     monkeypatch.setattr(Tier, "answer", lambda self, key, known, now: answer(self, key, known, 0.0))
     assert "believes False" in first_failure(range(110, 400))  # The first that meets it is 111.
@@ -184,7 +184,7 @@ def test_a_tier_that_swaps_chunks_is_found(monkeypatch):
 
 
 @pytest.mark.usefixtures("outside")
-def test_a_process_that_is_lost_with_its_seeds_is_said_in_one_sentence():
+def test_a_lost_process_is_reported_in_one_sentence():
     tier = '{"type": "tests.engine.rude_tiers:KillsItsProcess"}'
     command = [sys.executable, "-m", "tests.simulation", "--seeds", "2", "--jobs", "1", "--tier", tier]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

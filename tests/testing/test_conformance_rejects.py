@@ -43,7 +43,7 @@ def test_an_honest_tier_is_not(failures):
     assert {promise: failures["Tier", promise] for promise in PROMISES if failures["Tier", promise]} == {}
 
 
-def test_every_promise_is_broken_by_somebody():
+def test_every_promise_is_broken_by_a_tier():
     assert {promise for _, promise in REJECTIONS} == set(PROMISES)
 
 

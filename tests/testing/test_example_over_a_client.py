@@ -129,7 +129,7 @@ async def test_a_full_server_refuses_chunks_one_by_one(own_server, opened, lende
     assert await lender.recall(tier, stored) == list(map(label, stored))
 
 
-async def test_a_chunk_that_somebody_else_has_changed_is_corrupt(own_server, opened, lender) -> None:
+async def test_a_chunk_that_another_client_has_changed_is_corrupt(own_server, opened, lender) -> None:
     server, keys = own_server(), keys_of(4)
     tier = await opened(server)
     await lender.keep(tier, keys)

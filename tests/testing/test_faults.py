@@ -133,7 +133,7 @@ async def test_a_delay_is_waited_out(faulty, lender):
     assert asyncio.get_running_loop().time() == 1.0
 
 
-async def test_a_hung_call_goes_on_when_it_is_released(faulty, lender):
+async def test_a_hung_call_continues_when_it_is_released(faulty, lender):
     await lender.keep(faulty, [key_of(1)])
     faulty.script("load", "hang", "hang")
     hung = [asyncio.create_task(lender.recall(faulty, [key_of(1)])) for _ in range(2)]
@@ -162,7 +162,7 @@ async def test_a_hang_may_end_by_itself(lender):
     assert asyncio.get_running_loop().time() == 60
 
 
-async def test_closing_leaves_what_hangs_and_says_so(faulty, lender):
+async def test_closing_leaves_hung_calls_and_counts_them(faulty, lender):
     faulty.script("store", "hang", "hang")
     hung = [asyncio.create_task(faulty.store(lender.writes([key]))) for key in keys_of(2)]
     await faulty.until_hanging(2)

@@ -125,7 +125,7 @@ def test_polling_for_ever_is_a_deadlock():
         runner.run(poll())
 
 
-def test_polling_while_time_moves_is_none():
+def test_polling_while_time_moves_is_no_deadlock():
     async def poll():
         for _ in range(5_000):
             await asyncio.sleep(0.001)
@@ -167,7 +167,7 @@ def test_a_thread_is_refused():
         virtual_time.run(reach())
 
 
-def test_a_wake_up_from_another_thread_is_refused_and_told():
+def test_a_wake_up_from_another_thread_is_refused_and_reported():
     async def reach():
         loop, refused = asyncio.get_running_loop(), []
 
@@ -253,7 +253,7 @@ def test_an_interrupt_ends_the_run():
         virtual_time.run(interrupt())
 
 
-def test_an_error_that_nobody_awaits_is_logged(caplog):
+def test_an_unretrieved_error_is_logged(caplog):
     async def main():
         asyncio.get_running_loop().call_soon(lambda: 1 / 0)
         await asyncio.sleep(1)
@@ -262,7 +262,7 @@ def test_an_error_that_nobody_awaits_is_logged(caplog):
     assert caplog.records[0].exc_info[0] is ZeroDivisionError
 
 
-def test_an_error_that_nobody_awaits_reaches_a_handler():
+def test_an_unretrieved_error_reaches_a_handler():
     async def main():
         seen = []
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: seen.append(context["exception"]))
