@@ -118,6 +118,7 @@ class TierConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True)
 class EngineConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A whole kvtier engine. The names are vLLM's own where the meaning is the same."""
 
+    facts: ClassVar[frozenset[str]] = frozenset({"chunk_tokens"})
     meant: ClassVar[Mapping[str, str]] = {
         "tiers": "'secondary_tiers'",
         "primary": "'cpu_bytes_to_use'",

@@ -180,10 +180,9 @@ def engine_config(
         "limits": options.limits,
         "events": events,
         "prefill_tokens_per_s": options.prefill_tokens_per_s,
-        "chunk_tokens": _chunk_tokens(namespace),
         "late_margin": options.late_margin,
     }
-    return EngineConfig.from_dict(given, WHERE)
+    return msgspec.structs.replace(EngineConfig.from_dict(given, WHERE), chunk_tokens=_chunk_tokens(namespace))
 
 
 def _chunk_tokens(namespace: Namespace) -> int | None:

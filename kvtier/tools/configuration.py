@@ -13,7 +13,7 @@ from kvtier.backend import Options
 from kvtier.config import EngineConfig, TierConfig, placed, read_json, read_tables, tier_options
 from kvtier.errors import ConfigError, one_line
 from kvtier.integrations.vllm_options import ANYWHERE, SecondaryOptions, VllmOptions, is_line, read_line
-from kvtier.settings import read_toml
+from kvtier.settings import option_fields, read_toml
 from kvtier.settings.words import is_list, is_table, secret_in, without_login
 from kvtier.tools import statuses
 from kvtier.tools.options import JsonOption
@@ -102,11 +102,8 @@ def _told(value: Any) -> Any:
         return [_told(element) for element in value]
     if not isinstance(value, msgspec.Struct):
         return value
-    told = {
-        field.encode_name: _shown(field, getattr(value, field.name)) for field in msgspec.structs.fields(type(value))
-    }
+    told = {name: _shown(field, getattr(value, field.name)) for name, field in option_fields(type(value)).items()}
     if isinstance(value, TierConfig | SecondaryOptions):
-        del told["options"]
         told |= _told(tier_options(placed(_tier(value), ANYWHERE), "secondary_tiers[]"))
     return told
 

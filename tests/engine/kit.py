@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from kvtier.backend.keys import OffloadKey, make_offload_key
 from kvtier.config import EngineConfig
 from kvtier.engine.ledger import Ledger
@@ -37,7 +39,9 @@ def describe(rows: int = 8, *tiers: dict[str, Any], runner: str | None = None, *
         "runner": runner,
         "secondary_tiers": tiers,
     }
-    return decode(EngineConfig, described | fields, "the test's")  # Unchecked: an engine's start is.
+    chunk_tokens = fields.pop("chunk_tokens", None)  # An LLM engine knows it; it is no option.
+    config = decode(EngineConfig, described | fields, "the test's")  # Unchecked: an engine's start is.
+    return replace(config, chunk_tokens=chunk_tokens)
 
 
 Engine = TieringOffloadingManager | StepManager

@@ -96,7 +96,7 @@ def _weighing(seed: int) -> dict[str, Any]:
     computing_s = dice.choice((0.002, 0.05, 0.5))  # A chunk; devices take from nothing to 0.3 s and more.
     return {
         "prefill_tokens_per_s": 1 / computing_s,
-        "chunk_tokens": 1,
+        "namespace": {"model_name": "default", "tokens_per_hash": 1},
         "late_margin": dice.choice((1.0, 1.5, 4.0)),
     }
 

@@ -61,12 +61,11 @@ def test_latent_attention_answers_from_kvtiers_chunks_as_from_vllms_own(checkpoi
         assert min(hits(again)) >= 960
 
 
-@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
-def test_fp8_kv_has_hits_is_right_and_has_names_of_its_own(llama, disk, dtype):
+def test_fp8_kv_has_hits_is_right_and_has_names_of_its_own(llama, disk):
     asked = prompts(4)
-    expected = right(llama, asked, kv_cache_dtype=dtype)
+    expected = right(llama, asked, kv_cache_dtype="fp8_e4m3")
     fill(llama, kvtier(disk), asked)
-    with Engine(llama, kvtier(disk), kv_cache_dtype=dtype) as engine:
+    with Engine(llama, kvtier(disk), kv_cache_dtype="fp8_e4m3") as engine:
         assert tokens(cold := engine.answer(asked)) == expected
         assert hits(cold) == [0] * 4
         assert tokens(warm := engine.answer(asked)) == expected

@@ -89,7 +89,7 @@ def config_of(policy: str, capacity: int, tier_capacity: int, cascade: str) -> E
     described = {
         "cpu_bytes_to_use": capacity * CHUNK_BYTES,
         "chunk_bytes": CHUNK_BYTES,
-        "chunk_tokens": BLOCK_TOKENS,
+        "namespace": {"model_name": "study", "tokens_per_hash": BLOCK_TOKENS},
         "eviction_policy": policy,
         "runner": "inline",
         "secondary_tiers": [tier],
