@@ -115,13 +115,13 @@ class Fetches:
 
     async def _wait_for_rows(self, fetch: "_Fetch") -> None:
         """Wait until rows were released, or this call is late."""
-        late_at = max(self._line[fetch], self._served_at) + self._patience_s(fetch)
+        late_at = max(self._line[fetch], self._served_at) + self._wait_max_s(fetch)
         await self._progress.made(for_rows=True, until=late_at)
-        fetch.late = self._steps._clock() >= max(late_at, self._served_at + self._patience_s(fetch))
+        fetch.late = self._steps._clock() >= max(late_at, self._served_at + self._wait_max_s(fetch))
 
-    def _patience_s(self, fetch: "_Fetch") -> float:
+    def _wait_max_s(self, fetch: "_Fetch") -> float:
         """Return how long to wait while no call is served: no longer than computing the chunks."""
-        return min(self._steps.config.limits.lease_s, self._ledger.patience_s(len(fetch.missing)))
+        return min(self._steps.config.limits.lease_s, self._ledger.wait_max_s(len(fetch.missing)))
 
     def _rows_come_back(self, fetch: "_Fetch") -> bool:
         """Return True if others hold rows that will be free."""

@@ -164,20 +164,20 @@ class Ledger:
 
         A declined load is a miss for its request from now on.
         """
-        worth = self._worth
-        if self.loads.wanted or self.loads.trials:
-            self.loads.weigh(self._now, self._step)
+        worth, loads = self._worth, self.loads
+        if loads.wanted or loads.trials:
+            loads.weigh(self._now, self._step)
         if self.prefetches.waiting:  # After the weighing: a prefetch may load what a request declined.
             self.prefetches.step()
         weighs = worth.token_s > 0
-        self._hits.end(self._now, worth.patience_s(worth.chunk_s) if weighs else None)
+        self._hits.end(self._now, worth.wait_max_s(worth.chunk_s) if weighs else None)
         if self._forgetting:
             self._forgetting = dict.fromkeys(self.delete(list(self._forgetting)))
         if self._parked:
             self._cascade_parked()
         if self.writeback.active:
             self.writeback.clean_ahead(self._now, runner_up=self.runner_up)
-        actions = self.outbox.flush(() if self.loads.empty else self.loads.flush(self._now))
+        actions = self.outbox.flush(loads.flush(self._now) if loads.queue else ())
         if weighs or self.prefill.tokens_per_s:
             worth.begin_step()
         self._step += 1
@@ -217,8 +217,8 @@ class Ledger:
         if sources.late:
             self._end_probes(key, sources.late, search)
         if sources.having:
-            alternatives = len(sources.having) > 1 or bool(sources.silent)
-            return self._promote(key, sources.having[0], request, alternatives=alternatives)
+            source, *others = sources.having
+            return self._promote(key, source, request, alternatives=bool(others or sources.silent))
         if sources.silent and self._probe(key, sources.silent, request):
             return RETRY
         if sources.too_slow:
@@ -256,8 +256,8 @@ class Ledger:
                 tier.ask(key)
                 if weighs and (tier.index, key) not in asked:
                     weighs = False
-                    patience_s = self._worth.patience_s(self._worth.chunk_s)
-                    request.search.await_probe(self._now, tier.probe_latency_s, patience_s)
+                    wait_max_s = self._worth.wait_max_s(self._worth.chunk_s)
+                    request.search.await_probe(self._now, tier.probe_latency_s, wait_max_s)
                 asked.add((tier.index, key))
                 request.retried_in = self._step
                 asks = True
@@ -295,16 +295,16 @@ class Ledger:
         chunks = 0
         for key in keys:
             mask = self.locations.mask.get(key, 0)
-            if not any(tier.answer(key, bool(mask & tier.bit), self._now) for tier in self.tiers):
+            if not any(tier.answer(key, mask & tier.bit, self._now) for tier in self.tiers):
                 break
             chunks += 1
         self.counters.promotions_refused += chunks
         self._miss(keys[0], request, request.search)
         return chunks
 
-    def patience_s(self, chunks: int) -> float:
+    def wait_max_s(self, chunks: int) -> float:
         """Return how long to wait for chunks: as long as computing them takes, with the margin; NEVER if unknown."""
-        return self._worth.patience_s(chunks * self._worth.chunk_s) if self._worth.token_s else NEVER
+        return self._worth.wait_max_s(chunks * self._worth.chunk_s) if self._worth.token_s else NEVER
 
     def rows_left(self, keys: Collection[OffloadKey] = ()) -> int:
         """Return how many rows can be free for keys at some time.

@@ -34,7 +34,7 @@ class Loads:
         self._tiers = tiers
         self._batch = batch
         self.wanted: dict[Request, list[LoadRun]] = {}  # Not weighed yet, in the order of asking.
-        self._queue: dict[tuple[Tier, Request | None], list[OffloadKey]] = {}
+        self.queue: dict[tuple[Tier, Request | None], list[OffloadKey]] = {}
         self.trials: dict[Tier, Request] = {}  # The request whose look-up of this step tries a tier.
         self.withdrawals = 0  # Requests that must look up again, because some of what they wanted is not loaded.
         self._now = 0.0  # Of the step that is weighed,
@@ -42,13 +42,13 @@ class Loads:
 
     @property
     def empty(self) -> bool:
-        return not (self.wanted or self._queue)
+        return not (self.wanted or self.queue)
 
     def keys(self) -> set[OffloadKey]:
         """Return the keys that are in flight, or about to be."""
         sent = [each.keys for each in self._transfers.under_way.values() if each.operation is Operation.PROMOTION]
         wanted = [run.keys for runs in self.wanted.values() for run in runs]
-        return set(chain(*wanted, *self._queue.values(), *sent))
+        return set(chain(*wanted, *self.queue.values(), *sent))
 
     # Within a look-up.
 
@@ -120,7 +120,7 @@ class Loads:
 
     def flush(self, now: float) -> Iterator[Action]:
         """Turn queued loads into actions."""
-        for (tier, request), queued in self._queue.items():
+        for (tier, request), queued in self.queue.items():
             for start in range(0, len(queued), self._batch):
                 keys = queued[start : start + self._batch]
                 rows = list(map(self._primary.filling.__getitem__, keys))
@@ -129,12 +129,12 @@ class Loads:
                     self._predict(self._transfers.under_way[id_], now)
                 tier.loading += len(keys)
                 yield Promote(id_, tier.index, pack_keys(keys), pack_rows(rows))
-        self._queue.clear()
+        self.queue.clear()
 
     def clear(self) -> None:
         """Forget every load that is not sent: the primary is about to drop every key and pin."""
         self.wanted.clear()
-        self._queue.clear()
+        self.queue.clear()
         self.trials.clear()
 
     def _predict(self, load: Transfer, now: float) -> None:
@@ -151,7 +151,7 @@ class Loads:
             load.computing_s = self._worth.computing_s(request.late_at - now)
 
     def _queue_batch(self, keys: Sequence[OffloadKey], tier: Tier, request: Request | None) -> None:
-        self._queue.setdefault((tier, request), []).extend(keys)
+        self.queue.setdefault((tier, request), []).extend(keys)
         tier.counters.promoted += len(keys)
 
     def _queue_runs(self, runs: Sequence[LoadRun], request: Request) -> None:
@@ -176,7 +176,7 @@ class Loads:
             return self._undo(runs, request)
         self._queue_runs(kept, request)
         if choice.computing_s:
-            late_at = self._now + self._worth.patience_s(choice.computing_s)
+            late_at = self._now + self._worth.wait_max_s(choice.computing_s)
             request.late_at = late_at if request.late_at == NEVER else max(late_at, request.late_at)
         if not left:
             return ()

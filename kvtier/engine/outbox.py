@@ -146,10 +146,10 @@ class Outbox:
     def flush(self, loads: Iterable[Action] = ()) -> list[Action]:
         """Turn what was queued into actions; `loads` go before stores."""
         actions, self._acknowledgements = self._acknowledgements, []
-        if self.empty:
-            actions.extend(loads)
-        else:
+        if not self.empty:
             actions.extend(chain(self._probes(), loads, self._stores(), self._deletions()))
+        elif loads:
+            actions.extend(loads)
         if self._waiting:
             self._advise_waiting()
         if self._advice:  # No answer comes: with advice alone the outbox is empty.

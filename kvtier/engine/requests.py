@@ -41,10 +41,10 @@ class Search:
         self.answer_at = 0.0  # When their answers are expected.
         self.probe_deadline = NEVER
 
-    def await_probe(self, now: float, latency_s: float, patience_s: float) -> None:
-        """Wait for one more probe, and `patience_s` longer; `latency_s` is how long the tier's last probe took."""
+    def await_probe(self, now: float, latency_s: float, wait_max_s: float) -> None:
+        """Wait for one more probe, and `wait_max_s` longer; `latency_s` is how long the tier's last probe took."""
         begun = self.probe_deadline == NEVER or self.probe_deadline <= now
-        self.probe_deadline = (now if begun else self.probe_deadline) + patience_s
+        self.probe_deadline = (now if begun else self.probe_deadline) + wait_max_s
         self.answer_at = now + latency_s if begun else max(self.answer_at, now + latency_s)
 
     def awaits_probes(self, now: float) -> bool:
@@ -392,10 +392,10 @@ class StepHits:
                 break
         request.leased_hits = len(request.held) + len(request.hits)
 
-    def end(self, now: float, patience_s: float | None = None) -> None:
+    def end(self, now: float, wait_max_s: float | None = None) -> None:
         """Lease waiting requests their hits, and release all others.
 
-        `patience_s`: how long a request waits for each chunk before it gives up; None: for ever.
+        `wait_max_s`: how long a request waits for each chunk before it gives up; None: for ever.
         """
         found: Iterable[Request] = self._fresh
         if self._held:  # Rows may be held for these. Each request counts once: its hits are forgotten below.
@@ -407,8 +407,8 @@ class StepHits:
                 self.lease(request, now)
                 if request.waiting_since is None and request.weighed:  # A prefetch is not waited for.
                     request.waiting_since = now
-                if patience_s is not None and request.weighed and request.late_at == NEVER:
-                    request.late_at = now + patience_s * request.found
+                if wait_max_s is not None and request.weighed and request.late_at == NEVER:
+                    request.late_at = now + wait_max_s * request.found
             else:
                 request.late_at = NEVER
                 if request.waiting_since is not None:

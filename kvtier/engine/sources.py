@@ -19,7 +19,10 @@ class Sources(NamedTuple):
     admitted: Sequence[Tier]  # All of them, and those that lack the key.
 
 
-_sources: Callable[[tuple[Sequence[Tier], ...]], Sources] = partial(tuple.__new__, Sources)
+_sources: Callable[[tuple[Sequence[Tier], ...]], Sources] = partial(
+    tuple.__new__,  # pyright: ignore[reportUnknownMemberType]  # Typeshed leaves its items unknown.
+    Sources,
+)
 """Makes `Sources` without a frame of Python: it is called for every key that is looked up and not in the primary."""
 
 
@@ -46,7 +49,7 @@ def sources_of(
         if not request.loads_from(tier.spec) or not tier.admits(now):
             continue
         admitted.append(tier)
-        answer = tier.answer(key, bool(holders & tier.bit), now)
+        answer = tier.answer(key, holders & tier.bit, now)
         if answer is None and asked and (tier.index, key) in asked:
             if key not in tier.asking:
                 answer = tier.last_answer(key)

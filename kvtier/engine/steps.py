@@ -13,7 +13,8 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import index
 from types import TracebackType
 from typing import Self
@@ -550,34 +551,23 @@ class StepManager:
     def _observe(self, tier: str, operation: str, seconds: float) -> None:
         self._metrics.observe(tier, operation, seconds)
         if self._observer is not None:
-            try:
+            with self._bugs_logged(f"{operation} of tier {tier}"):
                 self._observer(tier, operation, seconds)
-            except Exception:  # The supervisor's edge: a bug in an observer costs no transfer its outcome.
-                level = self._level_of_bug()
-                logger.log(
-                    level,
-                    "the observer raised for a %s of tier %s; see %s",
-                    operation,
-                    tier,
-                    Remedy.OBSERVER,
-                    exc_info=True,
-                )
 
     def _observe_wait(self, seconds: float) -> None:
         self._metrics.observe_wait(seconds)
         if self._waited is not None:
-            try:
+            with self._bugs_logged(f"wait of {seconds:.3f} s"):
                 self._waited(seconds)
-            except Exception:  # The supervisor's edge: a bug in an observer costs no request its chunks.
-                level = self._level_of_bug()
-                logger.log(
-                    level, "the observer raised for a wait of %.3f s; see %s", seconds, Remedy.OBSERVER, exc_info=True
-                )
 
-    def _level_of_bug(self) -> int:
-        """Return the level for an observer's bug: it may raise for every transfer, so only the first is an error."""
-        level, self._bug_level = self._bug_level, logging.DEBUG
-        return level
+    @contextmanager
+    def _bugs_logged(self, observed: str) -> Generator[None]:
+        """Log an observer's exception: it may raise for every transfer, so only the first is an error."""
+        try:
+            yield
+        except Exception:  # The supervisor's edge: a bug in an observer costs no transfer its outcome.
+            level, self._bug_level = self._bug_level, logging.DEBUG
+            logger.log(level, "the observer raised for a %s; see %s", observed, Remedy.OBSERVER, exc_info=True)
 
     # The end, of all or of what it holds.
 

@@ -287,8 +287,8 @@ class Tier:
         elif late is not None and seconds <= load.computing_s and load.size_bytes * LIKE_TIMES >= late.size_bytes:
             self.late = None
 
-    def answer(self, key: OffloadKey, known: bool, now: float) -> bool | None:
-        """Return whether the tier has the key; None if it must be probed."""
+    def answer(self, key: OffloadKey, known: int, now: float) -> bool | None:
+        """Return whether the tier has the key; None if it must be probed. `known` is 0 unless it is on record."""
         if self._absent_until and self._absent_until.get(key, 0.0) > now:
             return False
         if known:

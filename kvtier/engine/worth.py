@@ -64,13 +64,13 @@ class Worth:
         """Seconds to compute one chunk."""
         return self.chunk_tokens * self.token_s
 
-    def patience_s(self, computing_s: float) -> float:
+    def wait_max_s(self, computing_s: float) -> float:
         """Return how long to wait for chunks whose computing takes `computing_s`."""
         return self._late_margin * computing_s
 
-    def computing_s(self, patience_s: float) -> float:
-        """Return the inverse of `patience_s`."""
-        return patience_s / self._late_margin
+    def computing_s(self, wait_max_s: float) -> float:
+        """Return the inverse of `wait_max_s`."""
+        return wait_max_s / self._late_margin
 
     def never(self, tier: Tier) -> bool:
         """Return True if each chunk of this tier takes longer to load than to compute, however many there are."""

@@ -158,7 +158,7 @@ class EvictionQueue(Generic[K]):
             for key in victims:
                 del queue[key]
             return victims
-        victims = []
+        victims = list[K]()
         while queue and len(victims) < count:
             key, _ = queue.popitem(last=False)
             if keep(key):

@@ -311,7 +311,7 @@ class HintedOrder(Generic[K]):
         demoted = list(islice(filterfalse(keep, self._demoted), count))
         chosen, others = set(demoted), list[K]()
         if not demoted or len(demoted) < count:
-            keeping = (lambda key: key in chosen or keep(key)) if chosen else keep
+            keeping: Callable[[K], Any] = (lambda key: key in chosen or keep(key)) if chosen else keep
             evicted: list[K] | None = self._order.evict(count - len(demoted), keeping, incoming)
             if evicted is None or not demoted:
                 return evicted

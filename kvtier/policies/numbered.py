@@ -37,7 +37,7 @@ def number_order(
     """Return the order of a new policy. `keys` maps each number to its key, and `number` a key to its number."""
     if type(policy) is LRU:  # A subclass may do anything.
         return LinkedLRU(capacity)
-    if type(policy) is Density:
+    if isinstance(policy, Density) and type(policy) is Density:
         return policy.numbered(capacity, keys)
     return KeyOrder(policy, keys, number)
 

@@ -10,7 +10,7 @@ A name is built in, an installed distribution's, or written out as `module:Class
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, ClassVar, Generic, Protocol, TypeGuard, TypeVar
+from typing import Any, Generic, Protocol, TypeGuard, TypeVar
 
 from kvtier.errors import ConfigError
 from kvtier.hints import Hint
@@ -36,7 +36,7 @@ class Policy(ABC, Generic[K]):
     never touches, ranks or removes an absent one. No batch names a key twice. The same calls give the same victims.
     """
 
-    learns_hints: ClassVar[bool] = False
+    learns_hints: bool = False
     """True if `rank` heeds its hint. For other policies, the owner demotes the keys of a session that is over."""
 
     @abstractmethod
@@ -82,8 +82,8 @@ class Policy(ABC, Generic[K]):
 class Order(Protocol[K]):
     """The calls of a policy, whatever the owner's keys are."""
 
-    @property
-    def learns_hints(self) -> bool: ...
+    learns_hints: bool
+
     def insert(self, keys: Sequence[K], /) -> None: ...
     def touch(self, keys: Sequence[K], /) -> None: ...
     def rank(self, keys: Sequence[K], hint: Hint | None = None, /) -> None: ...

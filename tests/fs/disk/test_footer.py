@@ -82,17 +82,6 @@ def test_nothing_of_the_page_before_stays() -> None:
     assert bytes(page_of(FOOTER, b"\xff")) == bytes(page_of(FOOTER, b"\0"))
 
 
-def test_a_page_of_zeros_is_told_from_other_strangers() -> None:
-    assert read_footer(memoryview(bytes(FOOTER_BYTES))) is ChunkFault.ZEROED
-    assert read_footer(memoryview(b"KV" * (FOOTER_BYTES // 2))) is ChunkFault.FOREIGN
-
-
-def test_a_later_format_is_not_guessed_at() -> None:
-    page = page_of(FOOTER)
-    page[8] = 3
-    assert read_footer(sealed(page)) is ChunkFault.VERSION
-
-
 def test_a_key_that_cannot_be_in_there_is_a_fault() -> None:
     page = page_of(FOOTER)
     struct.pack_into("<I", page, 12, KEY_BYTES_MAX + 1)

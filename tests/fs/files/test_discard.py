@@ -44,13 +44,6 @@ def found_in(folder: Path) -> list[bytes]:
     return sorted(entry.read_bytes() for entry in folder.iterdir())
 
 
-def test_a_corrupt_file_is_deleted(opened: Callable[[], Discard], mapper: FileMapper, path: Path) -> None:
-    gone = opened()
-    with path.open("rb") as file:
-        assert gone(mapper.name(KEY), file.fileno(), ChunkFault.PAYLOAD) is Discarded.DELETED
-    assert found_in(path.parent) == []
-
-
 def test_a_file_that_was_replaced_since_it_was_read_stays(
     opened: Callable[[], Discard], mapper: FileMapper, path: Path
 ) -> None:
@@ -92,20 +85,6 @@ def test_a_file_that_somebody_else_has_discarded_is_gone(
     with path.open("rb") as file:
         path.unlink()
         assert gone(mapper.name(KEY), file.fileno(), ChunkFault.PAYLOAD) is Discarded.REPLACED
-
-
-def test_a_file_that_cannot_be_moved_is_left(
-    opened: Callable[[], Discard], mapper: FileMapper, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gone = opened()
-
-    def refuse(*args: str, **kwargs: int) -> None:
-        raise PermissionError(1, "not yours")
-
-    with path.open("rb") as file:
-        monkeypatch.setattr(os, "rename", refuse)
-        assert gone(mapper.name(KEY), file.fileno(), ChunkFault.PAYLOAD) is Discarded.LEFT
-    assert found_in(path.parent) == [b"bad"]
 
 
 def test_each_kind_is_warned_of_once(

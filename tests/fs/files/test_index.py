@@ -33,14 +33,6 @@ def scanned(index: FileIndex) -> FileIndex:
     return index
 
 
-def test_what_was_stored_is_there_once(index: FileIndex) -> None:
-    index.stored(FileEntry(A, 12_288))
-    index.stored(FileEntry(A, 16_384))
-    assert A in index
-    assert B not in index
-    assert (len(index), index.used_bytes) == (1, 16_384)
-
-
 def test_what_was_removed_gives_back_its_room(index: FileIndex) -> None:
     index.stored(FileEntry(A, 12_288))
     index.stored(FileEntry(B, 4_096))
@@ -107,15 +99,6 @@ def test_a_report_begins_with_what_is_there(index: FileIndex) -> None:
     assert events(index) == [Added([A, B, C]), ScanDone(complete=True)]
 
 
-def test_a_later_consumer_hears_everything_again(index: FileIndex) -> None:
-    first = scanned(index).inventory.begin()
-    index.stored(FileEntry(A, 512))
-    index.inventory.begin()
-    index.inventory.end(first)  # The one that has gone is not the one that listens.
-    index.found(FileEntry(B, 512))
-    assert events(index) == [Added([A, B]), ScanDone(complete=True)]
-
-
 def test_only_what_no_call_explains_is_reported(index: FileIndex) -> None:
     scanned(index)
     index.stored(FileEntry(A, 512))
@@ -151,14 +134,6 @@ def test_batches_have_a_limit(index: FileIndex) -> None:
     for key in keys[1:]:
         index.stored(FileEntry(key, 512))
     assert events(index) == [Removed([keys[0]])]  # Whole batches may have become untrue.
-
-
-def test_nobody_listening_costs_nothing(index: FileIndex) -> None:
-    consumer = index.inventory.begin()
-    index.inventory.end(consumer)
-    index.found(FileEntry(A, 512))
-    index.lost(A)
-    assert [type(event) for event in events(index)] == []
 
 
 @pytest.mark.usefixtures("thorough")

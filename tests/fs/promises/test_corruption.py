@@ -1,6 +1,5 @@
 """Damaged, foreign and swapped files are misses, counted by kind and out of the way; their keys can be stored again."""
 
-import itertools
 import os
 import struct
 from collections import Counter
@@ -191,27 +190,6 @@ async def test_a_corrupt_file_that_cannot_be_moved_is_still_a_miss(
     assert list(await tier.probe([KEY])) == [False]
     await lender.keep(tier, [KEY])
     assert await lender.recall(tier, [KEY]) == [label(KEY)]
-
-
-async def test_a_good_file_that_replaces_a_corrupt_one_while_it_is_read_stays(
-    open_tier, lender: Lender, path_of, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tier = await open_tier()
-    await lender.keep(tier, [KEY], version=1)
-    good = path_of(KEY).read_bytes()
-    Place(path_of(KEY), 0).overwrite(5, b"?")
-    read, replacements = os.preadv, itertools.count()
-
-    def read_and_replace(fd: int, buffers: object, at: int) -> int:
-        done = read(fd, buffers, at)  # type: ignore[arg-type]
-        if next(replacements) == 0:
-            path_of(KEY).with_suffix(".new").write_bytes(good)
-            path_of(KEY).with_suffix(".new").rename(path_of(KEY))
-        return done
-
-    monkeypatch.setattr(os, "preadv", read_and_replace)
-    assert await lender.recall(tier, [KEY]) == ["ChunkCorrupt"]
-    assert await lender.recall(tier, [KEY]) == [label(KEY, 1)]
 
 
 async def test_the_inventory_hears_of_corrupt_chunks(open_tier, lender: Lender, path_of) -> None:
