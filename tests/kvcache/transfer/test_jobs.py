@@ -112,10 +112,10 @@ def test_a_result_says_what_ended_how_long_it_took_and_how(jobs: CopyJobs) -> No
 
 def test_an_id_in_use_is_refused_until_its_result_is_returned(jobs: CopyJobs) -> None:
     jobs.submit(job(7, Direction.LOAD))
-    with pytest.raises(ValueError, match="transfer 7 is still about"):
+    with pytest.raises(ValueError, match="transfer 7 is still in use"):
         jobs.submit(job(7, Direction.STORE))
     assert started(jobs) == [7]
-    with pytest.raises(ValueError, match="transfer 7 is still about"):
+    with pytest.raises(ValueError, match="transfer 7 is still in use"):
         jobs.submit(job(7, Direction.STORE))
     jobs.poll()
     jobs.submit(job(7, Direction.STORE))
@@ -140,7 +140,7 @@ async def test_a_poll_takes_no_result_that_is_awaited(jobs: CopyJobs) -> None:
     assert [result.job_id for result in jobs.poll()] == [1]
     with pytest.raises(KeyError):
         await jobs.done(0)
-    with pytest.raises(ValueError, match="transfer 0 is still about"):
+    with pytest.raises(ValueError, match="transfer 0 is still in use"):
         jobs.submit(job(0, Direction.LOAD))
     async with asyncio.timeout(5):
         assert (await awaited).job_id == 0
