@@ -191,11 +191,10 @@ def _answer(address: str) -> http.client.HTTPResponse:
     try:
         parts = urlsplit(text if "://" in text else f"http://{text}")
         named = "://" in text or parts.port is not None  # A lone word is a typo.
-        right = named and parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:
-        right = False
-    if not right:
-        raise ConfigError(f"{address!r}: {ACCEPTED}")
+        if not (named and parts.scheme in ("http", "https") and parts.hostname and parts.port != 0):
+            raise ConfigError(f"{address!r}: {ACCEPTED}")
+    except ValueError as error:
+        raise ConfigError(f"{address!r}: {error}; {ACCEPTED}") from error
     page = parts if parts.path.strip("/") else parts._replace(path=PATH)
     answer: http.client.HTTPResponse = build_opener(ProxyHandler({})).open(page.geturl(), timeout=TIMEOUT_S)
     return answer
@@ -261,6 +260,8 @@ def _heading(name: str) -> str:
 
 
 def _figure(name: str, value: float) -> str:
+    if name == "capacity_bytes" and not value:  # The tier has none.
+        return ""
     if "bytes" in name:
         return shown_bytes(round(value))
     return f"{value:,.1f}" if name.endswith("per_s") else f"{value:,.0f}"

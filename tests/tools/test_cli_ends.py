@@ -67,7 +67,7 @@ ADDRESSES = (
 TRACES = ("", "absent", ".", "photos", "broken.toml", "empty.toml", "binary.toml", "deep.json", NOT_TEXT, "/dev/null")
 
 
-WRONG = {  # What no option of this name takes; all others refuse a file in a folder that is not there.
+WRONG = {  # An invalid value of each option; all others reject a file in a folder that does not exist.
     "--model": "absent/model",
     "--kv-bytes-per-token": "x",
     "--sample": "150%",
@@ -76,7 +76,7 @@ WRONG = {  # What no option of this name takes; all others refuse a file in a fo
 
 
 def whole(name: str) -> list[str]:
-    """Return a call of a command that only lacks the option which is to be wrong."""
+    """Return a valid call of a command, to which a wrong option is added."""
     extra = {
         "bench": ["."],
         "policies": ["trace.jsonl"],
@@ -157,7 +157,7 @@ def options(name: str) -> Iterator[Any]:
 
 
 def generated() -> Iterator[list[str]]:
-    """Yield for each option of each command a call that is wrong by it alone, whoever added the option."""
+    """Yield for each option of each command a call that is wrong by it alone."""
     for name in COMMANDS:
         for option in options(name):
             for written in (*option.opts, *option.secondary_opts):
@@ -205,7 +205,7 @@ def shown(call: list[str]) -> str:
 
 
 def refused(call: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """Make a call, and return what was not as it must be; nothing if it was refused in one line."""
+    """Make a call; return what was wrong with its end, or nothing if it was rejected in one line."""
     before = sorted(os.listdir())
     with pytest.raises(SystemExit) as end:
         main(call)
@@ -217,7 +217,7 @@ def refused(call: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize("first", sorted({call[0] for call in CALLS}), ids=lambda first: shown([first]))
-def test_a_bad_call_is_refused_in_one_line_with_2(
+def test_a_bad_call_is_rejected_in_one_line_with_2(
     place: Path, first: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(place)
@@ -225,7 +225,7 @@ def test_a_bad_call_is_refused_in_one_line_with_2(
     assert {shown(call): wrong for call in calls if (wrong := refused(call, capsys))} == {}
 
 
-def test_there_are_a_good_many_bad_calls_and_each_option_has_one() -> None:
+def test_each_option_has_a_bad_call() -> None:
     assert len(CALLS) >= 300
     for name in COMMANDS:
         words = [call for call in CALLS if call[: len(name.split())] == name.split()]
@@ -238,10 +238,8 @@ def test_there_are_a_good_many_bad_calls_and_each_option_has_one() -> None:
 
 
 @given(call=st.lists(st.sampled_from(WORDS) | st.text(max_size=8), max_size=6))
-def test_whatever_is_typed_ends_with_a_documented_status_and_at_most_a_line_of_why(
-    place: Path, call: list[str]
-) -> None:
-    """An option that no command has comes with it, so that none begins its work."""
+def test_any_words_end_with_a_documented_status_and_at_most_one_line(place: Path, call: list[str]) -> None:
+    """An unknown option is added, so that no command begins its work."""
     told = io.StringIO()
     with chdir(place), redirect_stdout(io.StringIO()) as out, redirect_stderr(told), pytest.raises(SystemExit) as end:
         main([*call, "--no-such-option"])
@@ -254,7 +252,7 @@ def test_whatever_is_typed_ends_with_a_documented_status_and_at_most_a_line_of_w
         assert told.getvalue().startswith("kvtier: ")
 
 
-# In processes of their own: what the system does to them.
+# In other processes.
 
 
 def ended(
@@ -285,7 +283,7 @@ def test_output_that_does_not_fit_on_the_disk_ends_with_3(place: Path, name: str
 
 @pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize("name", WRITES)
-def test_output_that_nobody_reads_ends_with_141_and_no_word(place: Path, name: str) -> None:
+def test_output_that_is_not_read_ends_with_141_and_no_message(place: Path, name: str) -> None:
     ours, theirs = os.pipe()
     os.close(ours)
     status, _, err = ended(*(arg.format(place=place) for arg in WRITES[name]), stdout=theirs)
@@ -313,7 +311,7 @@ def test_characters_that_the_terminal_cannot_show_are_escaped(place: Path, tmp_p
 
 
 @pytest.mark.usefixtures("outside")
-def test_a_file_whose_name_is_no_text_is_named_all_the_same(place: Path, tmp_path: Path) -> None:
+def test_a_file_whose_name_is_not_utf_8_is_named(place: Path, tmp_path: Path) -> None:
     trace = os.fsencode(tmp_path / "trace") + b"\xff.jsonl"
     with open(trace, "wb") as file:
         file.write((place / "trace.jsonl").read_bytes())
@@ -346,7 +344,7 @@ main()
         "kvtier_backends.fs.directory.files",
     ],
 )
-def test_ctrl_c_while_anything_is_imported_ends_with_130_and_no_word(place: Path, name: str) -> None:
+def test_ctrl_c_during_any_import_ends_with_130_and_no_message(place: Path, name: str) -> None:
     status, out, err = ended("du", str(place / "root"), program=INTERRUPTED_AT.format(name=name))
     assert (status, out, err) == (130, "", "")
 
@@ -393,7 +391,7 @@ def test_without_torch_the_self_test_names_the_remedy() -> None:
 
 
 @pytest.mark.usefixtures("outside")
-def test_without_a_cuda_device_the_self_test_says_so() -> None:
+def test_the_self_test_rejects_a_machine_without_a_cuda_device() -> None:
     status, out, err = ended("selftest", CUDA_VISIBLE_DEVICES="")
     assert (status, out) == (2, "")
     assert err.startswith("kvtier: --device cuda: torch ")
@@ -401,15 +399,13 @@ def test_without_a_cuda_device_the_self_test_says_so() -> None:
 
 
 @pytest.mark.usefixtures("outside")
-def test_without_any_output_a_command_does_what_it_does(place: Path) -> None:
+def test_a_command_runs_with_closed_outputs(place: Path) -> None:
     closed = "import os, sys; os.close(1); os.close(2); os.execv(sys.executable, [sys.executable, '-c', *sys.argv[1:]])"
     assert ended(PROGRAM, "du", str(place / "root"), program=closed) == (0, "", "")
 
 
-def test_a_fault_of_kvtiers_own_has_a_status_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Python would end with 1, which says that a byte was wrong."""
+def test_a_bug_of_kvtier_ends_with_70(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Python would end with 1, which means bad data."""
 
     def faulty(_: object) -> int:
         raise AssertionError("impossible")

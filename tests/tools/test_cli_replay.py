@@ -24,7 +24,7 @@ SMALL = 'cpu_bytes_to_use = "{rows}"\nchunk_bytes = "4KiB"\nrunner = "inline"\n'
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Have temporary directories made in one of the test's own."""
+    """Place temporary directories in the test's own folder."""
     folder = tmp_path_factory.mktemp("temporary")
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setattr("tempfile.tempdir", None)

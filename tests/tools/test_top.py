@@ -165,7 +165,8 @@ def test_a_tier_behind_vllms_own_manager_has_no_hit_ratio() -> None:
     page = 'kvtier_tier_stored_total{tier="disk"} 4\nkvtier_tier_used_bytes{tier="disk"} 9\n'
     found = engine_now("here", Change(Reading(page, 0.0), Reading(page, 1.0)))
     assert (found.hit_ratio, found.hit_ratio_now, found.primary) == (None, None, None)
-    assert (found.tiers["disk"]["used_bytes"], found.breakers["disk"]) == (9, "")
+    disk = found.tiers["disk"]
+    assert (disk["used_bytes"], disk["capacity_bytes"], found.breakers["disk"]) == (9, 0, "")
 
 
 def test_an_address_without_kvtiers_metrics_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -113,7 +113,8 @@ class Cache:
     def use(self, blocks: tuple[int, ...], hint: Hint | None = None, now_s: float = 0.0) -> None:
         """Store a request's blocks, up to the capacity, and apply its hint."""
         if hint is not None and self._hinted is None:
-            self._order = self._hinted = HintedOrder(self._order, int(RETAINED_SHARE * self._capacity))
+            order: Any = self._order  # Any: to pyright, a class variable does not match a protocol's property.
+            self._order = self._hinted = HintedOrder(order, int(RETAINED_SHARE * self._capacity))
         resident = self._resident
         used = blocks[: self._capacity]
         offered = frozenset(used)

@@ -217,7 +217,11 @@ def _ledger(policy: str, capacity: int, cascade: CascadeName, block_tokens: int)
         limits=EngineLimits(lease_share=1.0, cascade_share=1.0),
         secondary_tiers=(TierConfig(type="dummy", name=DISK_NAME, cascade=cascade),),
     )
-    return ledger_of(config, None, lambda *_: None)
+    return ledger_of(config, None, _unobserved)
+
+
+def _unobserved(tier: str, operation: str, seconds: float) -> None:
+    """Ignore the duration of a transfer: it is always 0."""
 
 
 def tiered_hits(

@@ -1,4 +1,4 @@
-"""What hints are worth to a policy that takes them: said by oracles that know the trace's future, and by liars."""
+"""The worth of hints to a policy that takes them: from oracles that know the trace's future, and with lies."""
 
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +25,7 @@ def request(at_s: float, *blocks: int, tokens: int | None = None) -> TraceReques
     return TraceRequest(at_s * 1_000, 512 * len(blocks) if tokens is None else tokens, 1, blocks)
 
 
-# What an oracle knows.
+# The oracle's knowledge.
 
 
 def test_a_session_returns_with_what_it_does_not_share_and_is_over_with_its_last_whole_block() -> None:
@@ -39,7 +39,7 @@ def test_a_session_returns_with_what_it_does_not_share_and_is_over_with_its_last
     assert future(requests, 512) == Future([False, True, False, True, True], [9.0, None, 21.0, None, None])
 
 
-# What it says.
+# Its hints.
 
 
 def said(saying: Saying, known: Future) -> list[Hint | None]:
@@ -67,7 +67,7 @@ def test_lies_about_returns_have_their_share_however_many_sessions_return(lies: 
     assert any(after_s is None for _, after_s in hinted)
 
 
-# What it is worth.
+# Their worth.
 
 
 def hit_ratio(requests: Iterable[TraceRequest], extent: Extent, share: float, said: Sequence[Hint | None]) -> float:
@@ -93,7 +93,7 @@ def test_the_study_uses_the_hints_of_a_traces_lines(tmp_path: Path) -> None:
     assert sum(hits) > sum(policy_hits(trace, Density[int](500), 500))
 
 
-# What a class is worth: an opaque name, of which nothing needs to be known.
+# The worth of a class, which is an opaque name.
 
 BUSY, IDLE, OTHER = (Hint(class_=name) for name in ("planner", "title", "search"))
 

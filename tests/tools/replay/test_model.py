@@ -49,7 +49,7 @@ def engine(*tiers: dict[str, Any], rows: int = ROWS, chunk_bytes: int = MIB) -> 
 
 
 def fs_tier(chunks: int, **more: object) -> dict[str, Any]:
-    """Return an fs tier with room for so many chunks of a MiB, each with its footer."""
+    """Return an fs tier with room for `chunks` chunks of a MiB, each with its footer."""
     return {"type": "fs", "layout": "segments", "capacity_bytes": chunks * (MIB + 4_096), **more}
 
 
@@ -143,7 +143,7 @@ def test_an_fs_tiers_write_budget_is_kept() -> None:
     assert (stored.stored, stored.failed) == (10, {"no_space": 30})
 
 
-def test_what_may_be_in_flight_is_kept() -> None:
+def test_the_limit_of_stores_in_flight_is_kept() -> None:
     limits = {"store_bytes_in_flight": 3 * MIB}
     requests = [TraceRequest(0, BLOCK_TOKENS * 10, 1, tuple(range(10)))]
     stored = totals(engine({"type": "fs", "limits": limits}), requests)["0:fs"]
@@ -166,7 +166,7 @@ def both_sides(
     return replay, without_tiering_s(requests, arrivals_s(requests), servers, BLOCK_TOKENS)
 
 
-def test_what_the_gpu_has_never_reaches_kvtier_and_costs_nothing() -> None:
+def test_hits_on_the_gpu_never_reach_kvtier_and_cost_nothing() -> None:
     blocks = tuple(range(4))
     requests = [TraceRequest(number * PAUSE_MS, 4 * BLOCK_TOKENS, 1, blocks) for number in range(3)]
     replay, without = both_sides(engine(), requests, Servers(512, 1, 4 * BLOCK_TOKENS))
@@ -176,7 +176,7 @@ def test_what_the_gpu_has_never_reaches_kvtier_and_costs_nothing() -> None:
         assert list(times) == pytest.approx([4.0, 1 / 512, 1 / 512])
 
 
-def test_behind_the_gpus_cache_kvtier_has_what_fell_out_of_it() -> None:
+def test_kvtier_finds_blocks_that_the_gpus_cache_evicted() -> None:
     """Two prompts by turns, room for one and a half: the leading half of each is still in the cache."""
     prompts = [tuple(range(4)), tuple(range(10, 14))] * 2
     requests = [TraceRequest(number * PAUSE_MS, 4 * BLOCK_TOKENS, 1, ids) for number, ids in enumerate(prompts)]

@@ -1,4 +1,4 @@
-"""A trace through a whole engine: what comes back is right, and what is reported is true."""
+"""A trace through a whole engine: loaded bytes are right, and the counts are true."""
 
 import asyncio
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ def tiers_of(tally: ReplayTally) -> dict[str, TierTotals]:
 
 
 def check(tally: ReplayTally, requests: Sequence[TraceRequest]) -> None:
-    """Check what is true of every replay that went to its end."""
+    """Check the invariants of a completed replay."""
     assert tally.wrong_chunks == 0
     assert tally.requests == len(requests)
     assert tally.chunk_references == measure(requests).block_references
@@ -124,7 +124,7 @@ async def test_a_tier_that_fails_every_call_costs_its_hits_and_is_reported(reque
     assert tiers["bad"].dropped["breaker"] > 0
 
 
-async def test_bytes_that_are_not_what_was_stored_are_counted_and_named(
+async def test_wrong_bytes_are_counted_and_named(
     requests: Sequence[TraceRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "lying_tier.py").write_text(
@@ -190,14 +190,14 @@ async def test_a_trace_that_turns_out_bad_ends_the_replay_with_its_own_error(tmp
     assert replay.tally.requests <= 2
 
 
-async def test_an_engine_that_cannot_be_had_is_the_engines_own_error(requests: Sequence[TraceRequest]) -> None:
+async def test_an_engine_that_does_not_open_raises_its_own_error(requests: Sequence[TraceRequest]) -> None:
     replay = replay_of(requests, {"type": "dumy"}, rows=10)
     with pytest.raises(ConfigError, match="did you mean 'dummy'"):
         await replay.run()
     assert replay.tally.samples == []
 
 
-async def test_calls_are_timed_and_the_course_is_sampled(requests: Sequence[TraceRequest]) -> None:
+async def test_calls_are_timed_and_totals_are_sampled(requests: Sequence[TraceRequest]) -> None:
     steps: list[int] = []
     replay = replay_of(requests, {"type": "dummy"}, rows=600)
     tally = await replay.run(lambda: steps.append(replay.tally.requests))
@@ -209,7 +209,7 @@ async def test_calls_are_timed_and_the_course_is_sampled(requests: Sequence[Trac
     assert tally.samples[-1].seconds == tally.seconds
 
 
-async def test_a_request_without_blocks_is_a_request_all_the_same() -> None:
+async def test_a_request_without_blocks_counts() -> None:
     requests = [TraceRequest(0, 3, 1, ()), TraceRequest(1, 600, 1, (1, 2)), TraceRequest(2, 600, 1, (1, 2))]
     tally = await replay_of(requests, rows=4).run()
     check(tally, requests)

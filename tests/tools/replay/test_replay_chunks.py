@@ -6,7 +6,7 @@ from kvtier.tools.replay.replay import ChunkSource
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 7, 8, 4_096, 16_384, 20_000])
-def test_what_was_made_for_a_key_is_right_for_it_and_as_long_as_a_chunk(chunk_bytes: int) -> None:
+def test_a_generated_chunk_is_right_for_its_key_and_as_long_as_a_chunk(chunk_bytes: int) -> None:
     source = ChunkSource(chunk_bytes)
     keys = list(map(source.key, range(50)))
     chunks = source.chunks(keys)
@@ -51,15 +51,15 @@ def test_only_leading_keys_are_compared_where_there_are_fewer_chunks() -> None:
     assert source.wrong(keys, []) == []
 
 
-def test_comparing_keeps_no_hold_of_the_chunks() -> None:
+def test_comparing_keeps_no_reference_to_the_chunks() -> None:
     source = ChunkSource(4_096)
     keys = [source.key(1)]
     chunk = source.chunks(keys)[0].toreadonly()
     assert source.wrong(keys, [chunk]) == []
-    chunk.release()  # Raises BufferError if somebody still looked at it.
+    chunk.release()  # Raises BufferError if a view of it is still held.
 
 
-def test_seed_and_trace_tell_chunks_apart_and_nothing_else_does() -> None:
+def test_chunks_differ_by_seed_and_trace_only() -> None:
     same = ChunkSource(4_096, seed=1, trace=b"a"), ChunkSource(4_096, seed=1, trace=b"a")
     assert same[0].key(5) == same[1].key(5)
     assert same[0].chunks([same[0].key(5)]) == same[1].chunks([same[1].key(5)])

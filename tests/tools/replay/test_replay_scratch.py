@@ -1,4 +1,4 @@
-"""A temporary directory that is gone whatever becomes of the process that made it."""
+"""A temporary directory that is removed however its process ends."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ sys.stdin.read()
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Have temporary directories made here."""
+    """Place temporary directories here."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     return tmp_path

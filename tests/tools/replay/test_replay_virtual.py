@@ -93,7 +93,7 @@ def test_where_there_is_one_time_only_all_arrive_at_once() -> None:
     assert list(arrivals_s([])) == []
 
 
-def test_times_that_go_back_are_refused_with_the_request_that_does() -> None:
+def test_decreasing_times_are_rejected_with_the_request() -> None:
     with pytest.raises(TraceError, match="request 3: timestamp 4 after 5"):
         arrivals_s(at(0, 5, 4))
 
@@ -143,7 +143,7 @@ def test_a_prompt_that_is_all_there_still_computes_a_token() -> None:
     assert times[1] == pytest.approx(2 * MIB / GPU_LOAD_BYTES_PER_S + 1 / 512)
 
 
-def test_what_a_tier_cannot_take_in_time_is_dropped_and_nobody_waits_for_it() -> None:
+def test_chunks_that_a_tier_cannot_take_in_time_are_dropped_without_a_wait() -> None:
     slow = {"type": "dummy", "bandwidth_bytes_per_s": "1kB", "limits": {"store_chunks_in_flight": 2}}
     requests = prompts(*((number * 10_000, range(number * 10, number * 10 + 5)) for number in range(20)))
     replay = replay_of(requests, engine(1_000, slow), servers_of())

@@ -1,4 +1,4 @@
-"""A trace that parses may still be wrong: its ids not chained, its lengths another unit's, its times in seconds."""
+"""A trace that parses may be wrong: ids that are not chained, lengths that do not fit, times in seconds."""
 
 import logging
 import tracemalloc
@@ -44,7 +44,7 @@ def in_seconds(requests: Iterable[TraceRequest]) -> list[TraceRequest]:
     return [TraceRequest(each.timestamp_ms / 1_000, each.input_length, 1, each.hash_ids) for each in requests]
 
 
-# What is right.
+# Correct traces.
 
 
 @pytest.mark.usefixtures("thorough")
@@ -101,7 +101,7 @@ def test_a_trace_is_warned_of_once_however_often_it_is_read(tmp_path: Path, capl
 
 
 def test_a_hash_of_each_blocks_own_content_is_found_in_the_generated_workload(told: Told) -> None:
-    """As who hashes blocks alone would have it: the second block of one prompt is the third of another."""
+    """Without the blocks before it in the hash, the second block of one prompt is the third of another."""
     requests = [
         TraceRequest(each.timestamp_ms, each.input_length, 1, tuple(block % 1_000 for block in each.hash_ids))
         for each in GeneratedTrace(limit=200)
@@ -120,10 +120,10 @@ def test_a_length_that_does_not_fit_its_ids_is_warned_of_with_its_line(told: Tol
     assert '{"meta": {"block_size": ' in warning
 
 
-# Hints that are none.
+# Invalid hints.
 
 
-def test_a_hint_that_is_none_is_warned_of_with_its_line_and_its_request_is_as_any_other(
+def test_an_invalid_hint_is_a_warning_with_its_line_and_its_request_is_kept(
     trace_file: Callable[..., str], caplog: pytest.LogCaptureFixture
 ) -> None:
     line = '{"timestamp": 1, "input_length": 512, "output_length": 1, "hash_ids": [1], "kvtier": %s}'
@@ -137,14 +137,14 @@ def test_a_hint_that_is_none_is_warned_of_with_its_line_and_its_request_is_as_an
         list(Trace(trace.path, strict=True))
 
 
-def test_a_number_that_no_float_holds_costs_its_hint_and_not_its_request(trace_file: Callable[..., str]) -> None:
+def test_a_number_out_of_range_costs_its_hint_and_not_its_request(trace_file: Callable[..., str]) -> None:
     line = b'{"timestamp": 1, "input_length": 512, "output_length": 1, "hash_ids": [1], "kvtier": {"retain_s": 1e999}}'
     (request,) = Trace(trace_file(line))
     assert (request.hash_ids, request.hint) == ((1,), None)
 
 
 @pytest.mark.parametrize("line", [b'{"kvtier": {"retain_s": 1e999}', b'["kvtier", 1e999]', b'"kvtier"'])
-def test_a_line_that_is_no_request_is_refused_whatever_hint_is_in_it(
+def test_a_line_that_is_not_a_request_is_rejected_whatever_its_hint(
     trace_file: Callable[..., str], line: bytes
 ) -> None:
     with pytest.raises(TraceError, match="line 1: "):
@@ -168,7 +168,7 @@ def test_a_real_trace_whose_times_were_in_seconds_is_found(traces: Traces, told:
     assert any(TIMES in warning for warning in told(requests))
 
 
-def test_a_burst_and_a_trace_without_times_are_believed(told: Told) -> None:
+def test_a_burst_and_a_trace_without_times_are_accepted(told: Told) -> None:
     burst = [TraceRequest(number / 1_000, 512 * 40, 1, tuple(range(40))) for number in range(REQUESTS_MIN - 1)]
     assert told(burst) == []
     timeless = [TraceRequest(7, 512 * 40, 1, tuple(range(40))) for _ in range(2 * REQUESTS_MIN)]
@@ -187,7 +187,7 @@ def test_a_burst_and_a_trace_without_times_are_believed(told: Told) -> None:
     ],
     ids=["chain", "length", "times"],
 )
-def test_a_strict_reader_refuses_at_the_line(tmp_path: Path, requests: list[TraceRequest], complaint: str) -> None:
+def test_a_strict_reader_rejects_the_line(tmp_path: Path, requests: list[TraceRequest], complaint: str) -> None:
     path = tmp_path / "trace.jsonl"
     write_trace(path, requests)
     with pytest.raises(TraceError) as refusal:
@@ -211,11 +211,11 @@ def test_a_command_warns_in_one_line_and_strict_rejects_in_one_line_with_2(
     assert shown.err.count("\n") == 1
 
 
-# What it costs.
+# Memory.
 
 
 def kept_bytes(ids: int, ids_max: int) -> int:
-    """Return what the check keeps of a trace with so many distinct ids."""
+    """Return the bytes that the check keeps of a trace with `ids` distinct ids."""
     check = TraceCheck("trace", 1, strict=True, ids_max=ids_max)
     tracemalloc.start()
     try:
@@ -231,7 +231,7 @@ def test_an_id_costs_about_100_bytes_and_ids_beyond_the_limit_cost_nothing() -> 
     assert kept_bytes(200_000, 40_000) < 50_000 * 140
 
 
-def test_beyond_the_limit_ids_that_are_known_are_still_judged() -> None:
+def test_beyond_the_limit_known_ids_are_still_checked() -> None:
     check = TraceCheck("trace", 1, strict=True, ids_max=2)
     check.look(1, TraceRequest(0, 2, 1, (0, 1)))
     check.look(2, TraceRequest(0, 4, 1, (2, 3, 4, 5)))

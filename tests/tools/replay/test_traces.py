@@ -39,7 +39,7 @@ def test_a_trace_is_read_whatever_it_is_compressed_with_and_called(
 ) -> None:
     trace = Trace(trace_file(compress(META + LINES), "trace.dat"))
     assert list(trace) == REQUESTS
-    assert list(trace) == REQUESTS  # Each iteration is a pass of its own.
+    assert list(trace) == REQUESTS  # Each iteration is a separate pass.
     assert trace.block_tokens == 16
     assert trace.meta == {"block_size": 16, "source": "here"}
 
@@ -63,7 +63,7 @@ def test_compressed_streams_that_follow_each_other_are_one_trace(
     ],
     ids=["no_last_newline", "carriage_returns", "byte_order_mark", "blank_lines", "further_fields"],
 )
-def test_what_harmless_tools_do_to_files_is_accepted(trace_file: TraceFile, content: bytes) -> None:
+def test_harmless_changes_to_a_file_are_accepted(trace_file: TraceFile, content: bytes) -> None:
     assert list(Trace(trace_file(content))) == REQUESTS
 
 
@@ -79,7 +79,7 @@ def test_a_limit_counts_requests(trace_file: TraceFile, before: bytes, limit: in
     assert list(Trace(trace_file(before + LINES), limit=limit)) == REQUESTS[:limit]
 
 
-def test_what_follows_the_limit_is_not_read(trace_file: TraceFile) -> None:
+def test_lines_after_the_limit_are_not_read(trace_file: TraceFile) -> None:
     assert list(Trace(trace_file(LINES + b"not a request"), limit=2)) == REQUESTS
 
 
@@ -120,7 +120,7 @@ def test_a_bad_line_is_named_by_number_with_what_is_wrong_and_what_was_expected(
 
 
 @pytest.mark.parametrize("size", [b"0", b"-512", b'"512"', b"null", b"true", b"0.5"])
-def test_a_block_size_that_is_none_is_refused(trace_file: TraceFile, size: bytes) -> None:
+def test_an_invalid_block_size_is_rejected(trace_file: TraceFile, size: bytes) -> None:
     with pytest.raises(TraceError, match=r"line 1: meta.block_size is .*; expected tokens a block"):
         Trace(trace_file(b'{"meta": {"block_size": ' + size + b"}}\n" + LINES))
 
@@ -147,13 +147,13 @@ def test_a_file_without_requests_is_an_error_at_once(trace_file: TraceFile, cont
         Trace(trace_file(content))
 
 
-def test_a_file_without_lines_is_given_up_on_early(trace_file: TraceFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_without_lines_is_rejected_early(trace_file: TraceFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier.tools.replay.traces.LINE_BYTES_MAX", 1 << 20)
     with pytest.raises(TraceError, match="line 1: longer than 1,048,576 bytes"):
         Trace(trace_file(b"x" * (4 << 20)))
 
 
-def test_what_is_no_file_is_an_error_at_once(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_file_is_an_error_at_once(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"absent\.jsonl: No such file"):
         Trace(tmp_path / "absent.jsonl")
     with pytest.raises(TraceError, match="no regular file"):
@@ -174,7 +174,7 @@ requests = st.builds(
 
 
 @given(written=st.lists(requests, min_size=1, max_size=5), suffix=st.sampled_from(["", ".gz", ".zst"]))
-def test_what_is_written_is_read_back(
+def test_a_written_trace_is_read_back(
     tmp_path_factory: pytest.TempPathFactory, written: list[TraceRequest], suffix: str
 ) -> None:
     path = tmp_path_factory.mktemp("written") / f"trace.jsonl{suffix}"
@@ -193,7 +193,7 @@ def test_the_same_requests_give_the_same_bytes(tmp_path: Path, suffix: str) -> N
     assert (first.read_bytes()[:1] == b"{") == (suffix == "")
 
 
-def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_the_existing_file(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_bytes(LINES)
 
