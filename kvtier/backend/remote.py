@@ -1,4 +1,4 @@
-"""The shell of a remote tier: each chunk is a value of a service, under a name of its own and with a seal.
+"""The shell of a remote tier: each chunk is a sealed value of a service, with its own name.
 
 A tier on a service says how it asks for keys and how it moves chunks. Here it refuses calls once closed, answers for
 chunks that it cannot hold, sends each key of a batch once, counts, and describes itself.

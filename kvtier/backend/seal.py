@@ -57,11 +57,11 @@ class SealFault(StrEnum):
 
 
 _WORDS = {
-    SealFault.LENGTH: "what is stored is not as long as a row and its seal",
-    SealFault.FOREIGN: "what is stored has no seal of kvtier's",
+    SealFault.LENGTH: "the stored value is not as long as a row and its seal",
+    SealFault.FOREIGN: "the stored value has no seal of kvtier's",
     SealFault.SEAL: "the seal is damaged",
-    SealFault.SWAPPED: "what is stored is another key's chunk",
-    SealFault.NAMESPACE: "what is stored belongs to another model, layout or length of rows",
+    SealFault.SWAPPED: "the stored value is another key's chunk",
+    SealFault.NAMESPACE: "the stored value belongs to another model, layout or length of rows",
     SealFault.PAYLOAD: "the bytes are not those that were sealed",
     SealFault.VERSION: "sealed by a version of kvtier that this one does not know",
     SealFault.KIND: "sealed with another kind of seal than this tier's option `seal`",

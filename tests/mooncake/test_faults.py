@@ -303,21 +303,22 @@ async def test_calls_behind_a_late_call_fail_with_it(own_pool, opened_alone, len
 async def test_a_call_waits_its_time_for_a_turn_and_then_has_its_time(
     own_pool, opened_alone, lender, entered, monkeypatch
 ) -> None:
-    """Behind a client that is slow: who has a turn in time is not late, and who has none holds its rows no longer."""
+    """Behind a slow client: a call with a turn in time is not late, and one without holds its rows no longer."""
     pool, keys, timeout_s = own_pool(), keys_of(6), 4.0
     pool.add_owner()
     tier = await opened_alone(pool, lanes=1, timeout_s=timeout_s)
     await lender.keep(tier, keys)
-    began, get = time.monotonic(), PoolClient.get
-    inside_until = iter([began + timeout_s / 2, began + timeout_s * 1.1])
+    get, began = PoolClient.get, list[float]()
+    inside_s = iter([timeout_s / 2, timeout_s * 1.1])  # From the first entry on.
 
     def slow(*arguments: Any) -> list[int]:
-        time.sleep(max(0.0, next(inside_until, 0.0) - time.monotonic()))
+        began.append(time.monotonic())
+        time.sleep(max(0.0, began[0] + next(inside_s, 0.0) - time.monotonic()))
         return get(*arguments)
 
     monkeypatch.setattr(PoolClient, "get", slow)
     found = await asyncio.gather(*(lender.recall(tier, [key]) for key in keys))
-    in_time = [outcome for outcome in found if outcome != ["TransferFailed"]]  # Which two of them, the threads decide.
+    in_time = [outcome for outcome in found if outcome != ["TransferFailed"]]  # The threads decide which two.
     assert len(in_time) == 2
     assert all(outcome in ([label(key)], ["TransferFailed"]) for key, outcome in zip(keys, found, strict=True)), found
     assert entered["get"] == 2

@@ -122,6 +122,7 @@ class Proxy:
         self.reply: Callable[[bytes], bytes | None] = lambda passed: passed
         self.open = threading.Event()
         self.open.set()
+        self.held: list[bytes] = []  # Replies that had to wait for `open`.
         self.piece_bytes = PIECE_BYTES
         self.pause_s = 0.0
         self._to = port
@@ -193,6 +194,8 @@ class Proxy:
     def _pass(self, piece: bytes, target: socket.socket, is_reply: bool) -> bool:
         """Pass a piece on, changed or not; say whether the connection goes on."""
         if is_reply:
+            if not self.open.is_set():
+                self.held.append(piece)
             self.open.wait(PATIENCE_S)
             changed = self.reply(piece)
             if changed is None:

@@ -256,7 +256,9 @@ class DisturbedNetwork:
         proxy.open.clear()
         reads, writes = lender.reads(keys), lender.writes(keys)
         calls = [asyncio.create_task(call) for call in (tier.load(reads), tier.store(writes))]
-        await asyncio.sleep(0.05)
+        async with asyncio.timeout(PATIENCE_S):
+            while len(proxy.held) < len(calls):
+                await asyncio.sleep(0.01)
         await tier.aclose(0.05)
         for call in calls:
             with pytest.raises(BackendUnavailable):

@@ -48,7 +48,7 @@ class DummyOptions(Options, frozen=True, kw_only=True):
     capacity_bytes: Size | None = None  # Least recently used chunks make room; None: no limit.
     low_water: Share = 1.0  # Eviction goes down to this share, from halfway between it and the capacity.
     write_budget_bytes_per_day: PositiveSize | None = None  # As an fs tier's: beyond it nothing is stored.
-    store: str | None = None  # Name of a store that outlives the tier, within the process; None: one of its own.
+    store: str | None = None  # Name of a store that outlives the tier, within the process; None: a private one.
     shared: bool = False  # Other tiers use the store in this namespace, so the inventory is not complete.
 
 

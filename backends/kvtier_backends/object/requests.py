@@ -1,6 +1,6 @@
 """The requests of one call to a bucket: one for each chunk, concurrently, until one deadline.
 
-Requests are coroutines of obstore's, which works in threads of its own. A request that takes too long is cancelled, and
+Requests are coroutines of obstore's, which has its own threads. A request that takes too long is cancelled, and
 obstore gives up the memory that it was lent. A row is free when its memoryview can be released.
 
 Every request is idempotent. obstore's own retries leave out a connection that ends before the answer. So they are off,

@@ -149,7 +149,7 @@ class Link:
         self._expect_end()
 
     def _taken(self, place: memoryview) -> memoryview:
-        """Fill a place from what was read ahead, and return the rest of it."""
+        """Fill a place from the bytes read ahead, and return the rest of it."""
         ready = min(self._end - self._start, len(place))
         place[:ready] = self._ahead[self._start : self._start + ready]
         self._start += ready
@@ -246,7 +246,7 @@ def request(*words: bytes) -> bytes:
 
 
 class HostNames:
-    """The addresses of a host's name. The system's look-up has no time-out, so it runs in a thread of its own."""
+    """The addresses of a host's name. The system's look-up has no time-out, so it runs in its own thread."""
 
     def __init__(self, address: Address) -> None:
         self._address = address
