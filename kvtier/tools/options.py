@@ -7,10 +7,10 @@ import typer
 
 from kvtier.errors import ConfigError
 
-REQUESTS_MAX = 1_000_000_000  # Reading so many takes hours; a larger limit is a mistyped one.
-SLOTS_MAX = 65_536  # Servers. A heap has an entry for each; no cluster has so many.
+REQUESTS_MAX = 1_000_000_000  # Reading them takes hours; a larger limit is a typing error.
+SLOTS_MAX = 65_536  # Servers. A heap has an entry for each; no cluster has more.
 PREFILL_TOKENS_PER_S_MAX = 1e9  # Ten thousand times one GPU; beyond it computing takes no time.
-GPU_CACHE_TOKENS_MAX = 1_000_000_000  # Of one server; no GPU holds so many.
+GPU_CACHE_TOKENS_MAX = 1_000_000_000  # Of one server; no GPU holds more.
 SEED_MAX = (1 << 63) - 1  # The report has it, and readers of JSON take no more.
 JSON = "--json"
 

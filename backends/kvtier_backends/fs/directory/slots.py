@@ -14,7 +14,9 @@ from kvtier_backends.fs.disk import below
 from kvtier_backends.fs.disk.below import believable_ns, lock_file, open_file
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, ChunkFault, Footer, payload_checksum, read_footer
 from kvtier_backends.fs.segments.segment import (
+    AHEAD_SLOTS,
     HEADER_BYTES,
+    ZEROS,
     Header,
     ask_ahead,
     is_later,
@@ -25,8 +27,6 @@ from kvtier_backends.fs.segments.segment import (
 
 _SEGMENT = re.compile(r".*/[0-9]{8}\.seg", re.DOTALL)
 _SLOT = re.compile(r"(.*/[0-9]{8}\.seg)#([0-9]+)", re.DOTALL)
-ZEROS = bytes(FOOTER_BYTES)
-AHEAD_SLOTS = 256
 HEADER_FAULT = "header"  # A segment's first page is damaged: none of its chunks is found.
 
 

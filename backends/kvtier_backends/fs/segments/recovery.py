@@ -12,19 +12,18 @@ from numpy.typing import NDArray
 from kvtier.backend import INVENTORY_BATCH_KEYS, read_folder
 from kvtier.remedies import Remedy
 from kvtier_backends.fs.disk.below import AHEAD_NS, believable_ns, list_folder
-from kvtier_backends.fs.disk.footer import FOOTER_BYTES, ChunkFault, Footer, read_footer
+from kvtier_backends.fs.disk.footer import ChunkFault, Footer, read_footer
 from kvtier_backends.fs.disk.remains import is_absent
 from kvtier_backends.fs.layout import OpenTier
 from kvtier_backends.fs.options import SegmentsOptions
 from kvtier_backends.fs.segments.checkpoint import Remembered, RememberedChunks, SlotCheckpoint
 from kvtier_backends.fs.segments.folder import SegmentFolder, Unusable
-from kvtier_backends.fs.segments.segment import Segment
+from kvtier_backends.fs.segments.segment import ZEROS, Segment
 from kvtier_backends.fs.segments.slots import Recalled, SlotEntry
 
 logger = logging.getLogger(__name__)
 
 NAMED_MAX = 8  # Segments in the log; a line must stay one.
-ZEROS = bytes(FOOTER_BYTES)
 SEQUENCE_MAX = (1 << 63) - 1  # The year 2262, in ns. Greater ones are not ours, and would leave none for later chunks.
 
 

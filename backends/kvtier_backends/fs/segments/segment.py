@@ -26,6 +26,7 @@ from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 HEADER_BYTES = PAGE_BYTES
 MAGIC = b"\x89kvtseg\n"
 VERSION = 1
+ZEROS = bytes(FOOTER_BYTES)  # The footer of a free slot.
 WIPED = memoryview(mmap.mmap(-1, FOOTER_BYTES))  # Aligned zeros; never written to.
 SEGMENT_BYTES_MOST = 8 << 30  # All slots; 10 TiB are then some 1,300 open files.
 AHEAD_SLOTS = 256  # Footers that are asked for before the first of them is read.
