@@ -99,14 +99,14 @@ class Inbox:
 
         The location map stays: where it is wrong, one load fails. Other keys are probed until a new runner has scanned.
         """
-        for id_, transfer in list(self._transfers.under_way.items()):
+        for id_, transfer in list(self._transfers.in_flight.items()):
             self._settle_whole(id_, Code.LOST, now, lent=bool(transfer.rows))
         for tier in self._tiers:
             tier.authoritative = False
 
     def give_up(self, now: float) -> None:
         """Settle transfers that missed a reset's deadline, and open the breakers of their tiers."""
-        for id_, transfer in list(self._transfers.under_way.items()):
+        for id_, transfer in list(self._transfers.in_flight.items()):
             self._settle_whole(id_, Code.DEADLINE, now, lent=bool(transfer.rows))
             transfer.tier.breaker.trip(now)
 
@@ -116,7 +116,7 @@ class Inbox:
             self._transfers.take_back(id_)
 
     def _time(self, message: Finished | Answered) -> None:
-        transfer = self._transfers.under_way.get(message.id)
+        transfer = self._transfers.in_flight.get(message.id)
         if transfer is None:
             return
         if transfer.expected_s and isinstance(message, Finished):
@@ -168,7 +168,7 @@ class Inbox:
                 self._events.add(EventKind.REMOVED, transfer.tier.spec.name, moved)
 
     def _settle_whole(self, id_: int, code: Code, now: float, *, lent: bool) -> None:
-        chunks = len(self._transfers.under_way[id_].keys)
+        chunks = len(self._transfers.in_flight[id_].keys)
         self._settle(id_, dict.fromkeys(range(chunks), code), now, lent=lent)
 
     def _count_failures(self, transfer: Transfer, failed: Mapping[int, Code]) -> None:

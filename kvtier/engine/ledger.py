@@ -138,7 +138,7 @@ class Ledger:
         match message:
             case RunnerLost():
                 self.runner_up = False
-                stores = self.transfers.stores_under_way()
+                stores = self.transfers.stores_in_flight()
                 self.inbox.lose(self._now)
                 for tier, keys in stores:
                     self.writeback.interrupted(tier, keys)
@@ -186,7 +186,7 @@ class Ledger:
     @property
     def pending(self) -> bool:
         """True if something is queued, or in flight within its deadline: steps should go on."""
-        if self.transfers.under_way or not (self.outbox.empty and self.loads.empty) or self.prefetches:
+        if self.transfers.in_flight or not (self.outbox.empty and self.loads.empty) or self.prefetches:
             return True
         return self._awaits_runner and not self.runner_up and self.writeback.queued_rows > 0
 

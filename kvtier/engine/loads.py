@@ -46,7 +46,7 @@ class Loads:
 
     def keys(self) -> set[OffloadKey]:
         """Return the keys that are in flight, or about to be."""
-        sent = [each.keys for each in self._transfers.under_way.values() if each.operation is Operation.PROMOTION]
+        sent = [each.keys for each in self._transfers.in_flight.values() if each.operation is Operation.PROMOTION]
         wanted = [run.keys for runs in self.wanted.values() for run in runs]
         return set(chain(*wanted, *self.queue.values(), *sent))
 
@@ -126,7 +126,7 @@ class Loads:
                 rows = list(map(self._primary.filling.__getitem__, keys))
                 id_ = self._transfers.send(Operation.PROMOTION, tier, keys, rows, request)
                 if self._worth.token_s:
-                    self._predict(self._transfers.under_way[id_], now)
+                    self._predict(self._transfers.in_flight[id_], now)
                 tier.loading += len(keys)
                 yield Promote(id_, tier.index, pack_keys(keys), pack_rows(rows))
         self.queue.clear()

@@ -414,7 +414,7 @@ class StepManager:
         self._ledger.loads.clear()
         self._ledger.outbox.clear()
         try:
-            while self._ledger.transfers.under_way and (left := until - time.monotonic()) > 0:
+            while self._ledger.transfers.in_flight and (left := until - time.monotonic()) > 0:
                 self._bridge.wait(left)
                 self._receive()
         finally:  # After an interrupt, too: queued transfers are forgotten already.
@@ -572,7 +572,7 @@ class StepManager:
     # The end, of all or of what it holds.
 
     def _reset(self) -> bool:
-        clean = not self._ledger.transfers.under_way
+        clean = not self._ledger.transfers.in_flight
         self._ledger.reset()
         for request in list(self._requests.values()):
             request.storing = 0

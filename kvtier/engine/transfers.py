@@ -74,7 +74,7 @@ class Transfers:
     """Transfers in flight and overdue, by action id, and the rows that cascades pin."""
 
     def __init__(self, primary: Rows) -> None:
-        self.under_way: dict[int, Transfer] = {}
+        self.in_flight: dict[int, Transfer] = {}
         self.overdue: dict[int, Transfer] = {}
         self.cascade_rows: Counter[int] = Counter()  # Row -> cascades, queued or sent, that pin it.
         self.epoch = 0  # Of the present runner.
@@ -91,14 +91,14 @@ class Transfers:
     ) -> int:
         """Enter a transfer and return its id."""
         self._ids += 1
-        transfer = self.under_way[self._ids] = Transfer(operation, tier, keys, rows, self.epoch, request)
+        transfer = self.in_flight[self._ids] = Transfer(operation, tier, keys, rows, self.epoch, request)
         if operation is Operation.PROMOTION:
             tier.loads[self._ids] = transfer
         return self._ids
 
     def settle(self, id_: int, *, lent: bool) -> Transfer | None:
         """Remove a transfer whose outcome is known, or None for an unknown id; while `lent`, it is overdue."""
-        transfer = self.under_way.pop(id_, None)
+        transfer = self.in_flight.pop(id_, None)
         if transfer is None:
             return None
         tier = transfer.tier
@@ -138,8 +138,8 @@ class Transfers:
             else:
                 cascades.pop(row)  # A Counter's own `del` is a call in Python.
 
-    def stores_under_way(self) -> list[tuple[Tier, Sequence[OffloadKey]]]:
-        sent = self.under_way.values()
+    def stores_in_flight(self) -> list[tuple[Tier, Sequence[OffloadKey]]]:
+        sent = self.in_flight.values()
         return [(each.tier, each.keys) for each in sent if each.operation is Operation.CASCADE]
 
     def pins_overdue(self) -> Counter[int]:
@@ -156,8 +156,8 @@ class Transfers:
         return sum(len(transfer.rows) for transfer in self.overdue.values() if transfer.epoch == self.epoch)
 
     def clear(self) -> Counter[int]:
-        """Forget every pin and return the rows still lent, row -> borrowers. Nothing may be under way."""
-        assert not self.under_way, self.under_way
+        """Forget every pin and return the rows still lent, row -> borrowers. Nothing may be in flight."""
+        assert not self.in_flight, self.in_flight
         self.cascade_rows.clear()
         lent: Counter[int] = Counter()
         for transfer in self.overdue.values():

@@ -94,7 +94,7 @@ class Runner:
                     self._tell(action)
 
     @property
-    def under_way(self) -> int:
+    def in_flight(self) -> int:
         return len(self._tasks)
 
     async def aclose(self, deadline_s: float) -> int:
@@ -105,7 +105,7 @@ class Runner:
         await self.close_tiers(max(0.0, ends_at - loop.time()))
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=max(TURNS_S, ends_at - loop.time()))
-        return self.under_way + silent.count(False)
+        return self.in_flight + silent.count(False)
 
     async def close_tiers(self, deadline_s: float) -> None:
         """Close the tiers alone; if the runner's loop has been closed, on another one."""

@@ -73,7 +73,7 @@ class ThreadBridge(Bridge):
             closing.close()
         except TimeoutError:
             pass
-        return self._runner.under_way
+        return self._runner.in_flight
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

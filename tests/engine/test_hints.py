@@ -327,7 +327,7 @@ async def prefetching(open_engine):
     assert await at_rest(engine)
     assert await engine.reset()
     call = asyncio.ensure_future(engine.prefetch(keys(range(3))))
-    await until(lambda: ledger_in(engine).transfers.under_way)
+    await until(lambda: ledger_in(engine).transfers.in_flight)
     return engine, call
 
 

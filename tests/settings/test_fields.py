@@ -169,7 +169,7 @@ def test_a_missing_field_is_looked_for_among_the_misspelt_ones() -> None:
         decode(Forest, {"open": [{"kin": "a"}]})
 
 
-def test_keys_that_are_no_fields_go_where_a_struct_has_room_for_them() -> None:
+def test_unknown_keys_go_into_the_field_for_the_rest() -> None:
     flat = decode(Open, {"kind": "a", "x": 1, "y": {"z": [1, (2,)]}})
     assert flat == Open(kind="a", more={"x": 1, "y": {"z": [1, [2]]}})
 
@@ -183,7 +183,7 @@ REST_MISTAKES: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("given", "message"), REST_MISTAKES)
-def test_what_goes_into_the_room_must_be_plain_data(given: dict[str, Any], message: str) -> None:
+def test_the_rest_must_be_plain_data(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         decode(Forest, {"open": [{"kind": "a", **given}]})
     assert str(caught.value).startswith(message)

@@ -35,10 +35,10 @@ class AuditedSteps(StepManager):
             audit(self._ledger)
 
     def _reset(self) -> bool:
-        under_way = list(self._ledger.transfers.under_way.values())
+        in_flight = list(self._ledger.transfers.in_flight.values())
         clean = super()._reset()
         if not clean:
-            self.on_give_up(under_way)
+            self.on_give_up(in_flight)
         return clean
 
 
@@ -70,7 +70,7 @@ def audit_quiet(engine: TieringOffloadingManager) -> None:
     assert not ledger.leases.rows, f"{ledger.leases.rows} rows leased to nobody"
     assert not primary.filling, f"filling for ever: {primary.filling}"
     assert not primary.quarantined, f"quarantined for ever: {primary.quarantined}"
-    assert not transfers.under_way, f"outcomes lost: {list(transfers.under_way)}"
+    assert not transfers.in_flight, f"outcomes lost: {list(transfers.in_flight)}"
     assert not transfers.overdue, f"rows never returned: {list(transfers.overdue)}"
     assert not ledger._parked, f"parked for ever: {ledger._parked}"
     assert primary.rows_free + len(primary.ready) == primary.rows, "rows leaked"
@@ -112,7 +112,7 @@ def _audit_transfers(ledger: Ledger) -> None:
             borrowers.update(transfer.rows)
     assert borrowers == primary.quarantined, f"borrowed {dict(borrowers)}, quarantined {primary.quarantined}"
     writers: Counter[int] = Counter()
-    for transfer in transfers.under_way.values():
+    for transfer in transfers.in_flight.values():
         if transfer.operation is Operation.PROMOTION:
             writers.update(transfer.rows)
             assert [primary.filling.get(key) for key in transfer.keys] == list(transfer.rows), "a promotion lost a row"
@@ -160,26 +160,26 @@ def _audit_ahead(ledger: Ledger) -> None:
 
 def _audit_tier(ledger: Ledger, tier: Tier) -> None:
     name = tier.spec.name
-    loading = sum(len(transfer.keys) for transfer in _under_way(ledger, Operation.PROMOTION) if transfer.tier is tier)
+    loading = sum(len(transfer.keys) for transfer in _in_flight(ledger, Operation.PROMOTION) if transfer.tier is tier)
     assert loading == tier.loading, f"tier {name}: {loading} chunks loading, {tier.loading} noted"
-    storing = [key for sent in _under_way(ledger, Operation.CASCADE) if sent.tier is tier for key in sent.keys]
+    storing = [key for sent in _in_flight(ledger, Operation.CASCADE) if sent.tier is tier for key in sent.keys]
     storing += ledger.outbox._cascades.get(tier, ())
     assert len(storing) == len(set(storing)), f"tier {name}: a chunk is stored twice at once"
     assert set(storing) == tier.storing, f"tier {name}: {len(storing)} chunks storing, {len(tier.storing)} noted"
     assert tier.raced <= tier.storing, f"tier {name}: raced by what is not stored"
     assert len(storing) <= tier.spec.store_chunks_max, f"tier {name}: more chunks storing than may be"
     assert math.isfinite(tier.counters.declined_seconds), f"tier {name}: loads were declined that take for ever"
-    asked = {key for sent in _under_way(ledger, Operation.PROBE) if sent.tier is tier for key in sent.keys}
+    asked = {key for sent in _in_flight(ledger, Operation.PROBE) if sent.tier is tier for key in sent.keys}
     assert tier.asking <= asked.union(tier.to_ask), f"tier {name}: waits for answers to questions that nobody asked"
 
 
-def _under_way(ledger: Ledger, operation: Operation) -> Iterable[Transfer]:
-    return [transfer for transfer in ledger.transfers.under_way.values() if transfer.operation is operation]
+def _in_flight(ledger: Ledger, operation: Operation) -> Iterable[Transfer]:
+    return [transfer for transfer in ledger.transfers.in_flight.values() if transfer.operation is operation]
 
 
 def _cascades(ledger: Ledger) -> Iterable[Transfer]:
     """Yield every cascade that still has pins."""
     transfers = ledger.transfers
-    for transfer in (*transfers.under_way.values(), *transfers.overdue.values()):
+    for transfer in (*transfers.in_flight.values(), *transfers.overdue.values()):
         if transfer.operation is Operation.CASCADE and not transfer.forgotten:
             yield transfer

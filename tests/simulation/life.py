@@ -144,9 +144,9 @@ class LifeUnderWay:
                 await book.witness.aclose(0)
                 book.witness.count_faults()
 
-    def _give_up(self, under_way: Iterable[Transfer]) -> None:
+    def _give_up(self, in_flight: Iterable[Transfer]) -> None:
         keys: list[list[OffloadKey]] = [[] for _ in self._books]
-        for transfer in under_way:
+        for transfer in in_flight:
             keys[transfer.tier.index] += transfer.keys
         for book, given_up in zip(self._books, keys, strict=True):
             book.give_up(given_up)

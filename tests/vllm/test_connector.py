@@ -6,7 +6,7 @@ from tests.vllm.engines import PROMPT_HITS, PROMPT_TOKENS, Engine, hits, kvtier,
 from tests.vllm.test_secondary import behind_vllm
 
 
-def test_prefill_is_measured_from_the_steps_where_nobody_has_said_how_fast_it_is(llama, monkeypatch):
+def test_prefill_is_measured_from_the_steps_unless_its_speed_is_configured(llama, monkeypatch):
     """Pieces of prompts, and decoding beside them."""
     asked = prompts(8)
     expected = right(llama, asked)
@@ -39,7 +39,7 @@ def test_time_between_requests_is_not_prefills(llama, monkeypatch):
         assert sum(noted) < stepping_s
 
 
-def test_a_speed_that_was_said_is_not_measured(llama):
+def test_a_configured_speed_is_not_measured(llama):
     asked = prompts(5)
     with Engine(llama, kvtier(prefill_tokens_per_s=1e9), measured=True) as engine:
         engine.answer(asked)

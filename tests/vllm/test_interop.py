@@ -52,7 +52,7 @@ def test_canonical_pages_are_shared_with_vllm_at_another_size(llama, disk):
         assert hits(answers) == [PROMPT_HITS] * 2
 
 
-def test_a_hybrid_models_directory_is_shared_without_a_word(checkpoints, disk):
+def test_a_hybrid_models_directory_is_shared_without_an_option(checkpoints, disk):
     model = gemma3(checkpoints)
     asked = prompts(2)
     expected = right(model, asked)

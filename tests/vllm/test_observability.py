@@ -218,7 +218,7 @@ def test_kvtiers_log_comes_in_vllms_form_and_a_line_says_how_it_goes(written, di
     assert not re.search(r"^(WARNING|INFO|ERROR):kvtier", written, re.MULTILINE)
 
 
-def test_a_logger_that_somebody_has_configured_is_left_alone(vllm_log):
+def test_a_configured_logger_is_left_alone(vllm_log):
     own, handler = logging.getLogger("kvtier"), logging.NullHandler()
     own.addHandler(handler)
     log_as_vllm()

@@ -94,7 +94,7 @@ def test_a_primary_smaller_than_one_prompt_gives_its_leading_part(llama, disk):
             assert 0 < answer.cached < PROMPT_HITS
 
 
-def test_requests_that_are_aborted_at_random_disturb_nobody(llama, disk):
+def test_requests_aborted_at_random_disturb_no_other(llama, disk):
     dice = random.Random(5)
     asked = families(40)
     expected = dict(zip(map(tuple, asked), right(llama, asked), strict=True))

@@ -104,7 +104,7 @@ class TierClient:
     @property
     def pending(self) -> bool:
         """True while a job or a probe is in flight."""
-        return bool(self._jobs or self._over or self._transfers.under_way or self.tier.to_ask)
+        return bool(self._jobs or self._over or self._transfers.in_flight or self.tier.to_ask)
 
     @property
     def runner_up(self) -> bool:
@@ -329,7 +329,7 @@ class TierClient:
 
     def _credit(self, message: Finished) -> None:
         """Add the keys that moved to the part's job."""
-        job, transfer = self._jobs.get(message.id), self._transfers.under_way.get(message.id)
+        job, transfer = self._jobs.get(message.id), self._transfers.in_flight.get(message.id)
         if job is not None and transfer is not None:
             failed = message.failures()
             job.moved += [key for index, key in enumerate(transfer.keys) if index not in failed]

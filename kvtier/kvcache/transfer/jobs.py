@@ -120,7 +120,7 @@ class CopyJobs:
             if self._closed:
                 raise RuntimeError("the transfer worker is closed")
             if job.job_id in self._unfinished or job.job_id in self._results:
-                raise ValueError(f"transfer {job.job_id} is still about")
+                raise ValueError(f"transfer {job.job_id} is still in use")
             others = [other for other in self._unfinished.values() if other.direction is not job.direction]
             job.after = frozenset(other.job_id for other in others if other.shares_bytes_with(job))
             self._unfinished[job.job_id] = job

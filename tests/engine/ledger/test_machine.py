@@ -185,7 +185,7 @@ class Engine(RuleBasedStateMachine):
         self.requests = [self.bench.request()]
         self.loads: list[tuple[list[OffloadKey], list[int]]] = []
         self.stores: list[tuple[Request, list[OffloadKey], list[int]]] = []
-        self.under_way: dict[int, Lent] = {}
+        self.in_flight: dict[int, Lent] = {}
         self.late: dict[int, Lent] = {}
         self.hits: dict[OffloadKey, int] = {}
         self.last_before_reset = 0
@@ -361,9 +361,9 @@ class Engine(RuleBasedStateMachine):
         self.ledger.prefetches.clear()
         self.ledger.reset()
         self._hear()
-        self.last_before_reset = max([self.last_before_reset, *self.under_way, *self.late])
-        self.late |= self.under_way
-        self.under_way.clear()
+        self.last_before_reset = max([self.last_before_reset, *self.in_flight, *self.late])
+        self.late |= self.in_flight
+        self.in_flight.clear()
         self.late = {id_: lent for id_, lent in self.late.items() if lent.rows}
         self.loads.clear()
         self.stores.clear()
@@ -378,10 +378,10 @@ class Engine(RuleBasedStateMachine):
 
     # The runner.
 
-    @precondition(lambda self: self.under_way)
+    @precondition(lambda self: self.in_flight)
     @rule(which=pick, failed=st.lists(st.none() | codes, max_size=2), present=st.none() | st.booleans())
     def outcome(self, which: int, failed: list[Code | None], present: bool | None) -> None:
-        lent = self.under_way.pop(list(self.under_way)[which % len(self.under_way)])
+        lent = self.in_flight.pop(list(self.in_flight)[which % len(self.in_flight)])
         codes = {index: code for index, code in enumerate(failed[: len(lent.keys)]) if code}
         self._work(lent, codes)
         self._may_have(lent.keys)
@@ -390,12 +390,12 @@ class Engine(RuleBasedStateMachine):
         else:
             self.bench.finish(lent.action, codes)
 
-    @precondition(lambda self: any(lent.rows for lent in self.under_way.values()))
+    @precondition(lambda self: any(lent.rows for lent in self.in_flight.values()))
     @rule(which=pick)
     def deadline(self, which: int) -> None:
-        with_rows = [id_ for id_, lent in self.under_way.items() if lent.rows]
+        with_rows = [id_ for id_, lent in self.in_flight.items() if lent.rows]
         id_ = with_rows[which % len(with_rows)]
-        self.late[id_] = lent = self.under_way.pop(id_)
+        self.late[id_] = lent = self.in_flight.pop(id_)
         self.bench.fail(lent.action, Code.DEADLINE, lent=True)
 
     @precondition(lambda self: self.late)
@@ -422,8 +422,8 @@ class Engine(RuleBasedStateMachine):
         if not sure:
             return
         self.ledger.apply(RunnerLost(self.epoch, "killed by the machine"))
-        self.late |= {id_: lent for id_, lent in self.under_way.items() if lent.rows}
-        self.under_way.clear()
+        self.late |= {id_: lent for id_, lent in self.in_flight.items() if lent.rows}
+        self.in_flight.clear()
         self.runner_up = False
 
     @precondition(lambda self: not self.runner_up)
@@ -512,7 +512,7 @@ class Engine(RuleBasedStateMachine):
     @invariant()
     def every_transfer_is_accounted_for(self) -> None:
         transfers = self.ledger.transfers
-        assert set(transfers.under_way) == set(self.under_way)
+        assert set(transfers.in_flight) == set(self.in_flight)
         assert set(transfers.overdue) == set(self.late)
         if self.between_steps:
             assert transfers.cascade_rows == self._cascading()
@@ -521,7 +521,7 @@ class Engine(RuleBasedStateMachine):
     @invariant()
     def what_is_lent_stays_where_it_is(self) -> None:
         primary = self.ledger.primary
-        for lent in self.under_way.values():
+        for lent in self.in_flight.values():
             for key, row in zip(lent.keys, lent.rows, strict=False):
                 assert primary.row(key) == row, key
         writing = Counter(row for lent in self.late.values() if isinstance(lent.action, Promote) for row in lent.rows)
@@ -553,7 +553,7 @@ class Engine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Finish everything: afterwards no row is pinned, leased or lent, and no transfer is in flight."""
-        for lent in [*self.under_way.values()]:
+        for lent in [*self.in_flight.values()]:
             self._work(lent, {})
             self.bench.finish(lent.action)
         for lent in self.late.values():
@@ -647,14 +647,14 @@ class Engine(RuleBasedStateMachine):
 
     def _cascading(self) -> Counter[int]:
         """Count the cascades that pin each row: those of before a reset pin nothing."""
-        everything = self.under_way | {id_: lent for id_, lent in self.late.items() if id_ > self.last_before_reset}
+        everything = self.in_flight | {id_: lent for id_, lent in self.late.items() if id_ > self.last_before_reset}
         return Counter(row for lent in everything.values() if isinstance(lent.action, Cascade) for row in lent.rows)
 
     def _lend(self, action: Action) -> None:
         if isinstance(action, Acknowledge | Advise):
             return
         rows = list(unpack_rows(action.rows)) if isinstance(action, Promote | Cascade) else []
-        self.under_way[action.id] = Lent(action, unpack_keys(action.keys), rows, self.epoch)
+        self.in_flight[action.id] = Lent(action, unpack_keys(action.keys), rows, self.epoch)
 
     def _work(self, lent: Lent, failed: dict[int, Code]) -> None:
         """Write what a promotion brings, and read what a cascade takes."""

@@ -110,7 +110,7 @@ def test_parts_around_the_blocks_come_in_the_order_of_the_shape() -> None:
         assert [start for start, _, _ in places(canonical, base)] == [quarter * part for part in starts]
 
 
-def test_pages_of_several_workers_whose_heads_nobody_counts_are_not_certified() -> None:
+def test_pages_of_several_workers_without_a_head_count_are_not_certified() -> None:
     one_head = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype=BF16)
     cache = cache_view(memory(one_head.page_bytes * BLOCKS), one_head, KV_JOINED_NHD, BLOCKS)
     for heads, certified in ((None, False), (1, True), (2, True)):

@@ -255,7 +255,7 @@ def test_many_copies_are_several_batches_on_the_stream_of_the_transfer(monkeypat
     assert runtime.calls == [(count, order, handle) for order in (in_stream_order, any_time) for count in (2, 2, 1)]
 
 
-def test_a_buffer_is_used_when_nobody_works_on_its_memory_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_buffer_is_used_once_all_work_on_its_memory_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes from the pool of the stream that is current where it is made: the engine's, which may be behind."""
     done = list[str]()
     monkeypatch.setattr(cuda, "batched_copy", lambda device: None)

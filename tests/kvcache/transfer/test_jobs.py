@@ -110,18 +110,18 @@ def test_a_result_says_what_ended_how_long_it_took_and_how(jobs: CopyJobs) -> No
     assert jobs.poll() == []
 
 
-def test_an_id_that_is_about_is_refused_until_its_result_was_told(jobs: CopyJobs) -> None:
+def test_an_id_in_use_is_refused_until_its_result_is_returned(jobs: CopyJobs) -> None:
     jobs.submit(job(7, Direction.LOAD))
-    with pytest.raises(ValueError, match="transfer 7 is still about"):
+    with pytest.raises(ValueError, match="transfer 7 is still in use"):
         jobs.submit(job(7, Direction.STORE))
     assert started(jobs) == [7]
-    with pytest.raises(ValueError, match="transfer 7 is still about"):
+    with pytest.raises(ValueError, match="transfer 7 is still in use"):
         jobs.submit(job(7, Direction.STORE))
     jobs.poll()
     jobs.submit(job(7, Direction.STORE))
 
 
-async def test_who_awaits_a_transfer_is_told_and_the_poll_is_not(jobs: CopyJobs) -> None:
+async def test_an_awaited_result_is_not_polled(jobs: CopyJobs) -> None:
     for number in range(3):
         jobs.submit(job(number, Direction.LOAD))
     awaited = asyncio.ensure_future(jobs.done(1))
@@ -131,7 +131,7 @@ async def test_who_awaits_a_transfer_is_told_and_the_poll_is_not(jobs: CopyJobs)
     assert [result.job_id for result in jobs.poll()] == [0, 2]
 
 
-async def test_a_poll_between_the_end_and_the_telling_takes_nothing_from_who_awaits(jobs: CopyJobs) -> None:
+async def test_a_poll_takes_no_result_that_is_awaited(jobs: CopyJobs) -> None:
     for number in range(2):
         jobs.submit(job(number, Direction.LOAD))
     awaited = asyncio.ensure_future(jobs.done(0))
@@ -140,7 +140,7 @@ async def test_a_poll_between_the_end_and_the_telling_takes_nothing_from_who_awa
     assert [result.job_id for result in jobs.poll()] == [1]
     with pytest.raises(KeyError):
         await jobs.done(0)
-    with pytest.raises(ValueError, match="transfer 0 is still about"):
+    with pytest.raises(ValueError, match="transfer 0 is still in use"):
         jobs.submit(job(0, Direction.LOAD))
     async with asyncio.timeout(5):
         assert (await awaited).job_id == 0
@@ -157,7 +157,7 @@ async def test_a_transfer_is_awaited_once(jobs: CopyJobs) -> None:
     assert (await awaited).job_id == 0
 
 
-async def test_a_transfer_that_ended_before_it_was_awaited_is_told_at_once(jobs: CopyJobs) -> None:
+async def test_a_transfer_that_ended_before_it_was_awaited_returns_at_once(jobs: CopyJobs) -> None:
     jobs.submit(job(0, Direction.LOAD))
     started(jobs)
     assert (await jobs.done(0)).job_id == 0
@@ -208,7 +208,7 @@ def test_waiting_ends_with_the_transfers_or_the_time(jobs: CopyJobs) -> None:
     assert jobs.close(timeout_s=0.0)
 
 
-def test_closing_leaves_nobody_out_who_waits_for_another_transfer(jobs: CopyJobs) -> None:
+def test_closing_still_serves_a_transfer_that_waits_for_another(jobs: CopyJobs) -> None:
     jobs.submit(job(0, Direction.LOAD, blocks=(1,), rows=(1,)))
     jobs.submit(job(1, Direction.STORE, blocks=(1,), rows=(2,)))
     load = jobs.take([Direction.LOAD], wait=False)
@@ -222,7 +222,7 @@ def test_closing_leaves_nobody_out_who_waits_for_another_transfer(jobs: CopyJobs
     assert [store.job_id for store in taken if store is not None] == [1]
 
 
-def test_closing_refuses_what_is_new_finishes_what_is_not_and_frees_who_takes(jobs: CopyJobs) -> None:
+def test_closing_refuses_new_transfers_and_finishes_the_others(jobs: CopyJobs) -> None:
     jobs.submit(job(0, Direction.STORE))
     taken = list[int | None]()
 

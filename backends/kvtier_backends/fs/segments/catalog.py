@@ -291,7 +291,7 @@ class Catalog:
         if not count:
             return {}
         flags: NDArray[np.uint8] = np.frombuffer(self._candidates, np.uint8)[first : first + count]
-        slots = (np.flatnonzero(flags) + first).tolist()
+        slots: list[int] = (np.flatnonzero(flags) + first).tolist()
         flags[:] = 0
         return {slot: key for slot in slots if (key := self._keys[slot]) is not None}
 
