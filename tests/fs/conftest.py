@@ -128,7 +128,7 @@ def place_of(root: Path, path_of: Callable[[OffloadKey], Path]) -> Callable[[Off
 
 @pytest.fixture
 def path_of(root: Path, mapper: FileMapper) -> Callable[[OffloadKey], Path]:
-    """Say where a key's file is, by the one name or the other."""
+    """Return where a key's file is, by either naming."""
     flat = FileMapper(mapper.namespace, "flat")
 
     def path_of(key: OffloadKey) -> Path:

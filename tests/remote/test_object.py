@@ -20,13 +20,5 @@ def remote(outside: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     remote.end()
 
 
-class TestFaults(Faults):
-    pass
-
-
-class TestMixed(Mixed):
-    pass
-
-
-class TestShared(Shared):
+class TestObject(Faults, Mixed, Shared):
     pass

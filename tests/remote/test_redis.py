@@ -17,13 +17,5 @@ def remote(outside: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     remote.end()
 
 
-class TestFaults(Faults):
-    pass
-
-
-class TestMixed(Mixed):
-    pass
-
-
-class TestShared(Shared):
+class TestRedis(Faults, Mixed, Shared):
     pass

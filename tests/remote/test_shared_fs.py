@@ -13,13 +13,5 @@ def remote(outside: None, tmp_path_factory: pytest.TempPathFactory) -> SharedFsR
     return SharedFsRemote(tmp_path_factory.mktemp("fs"))
 
 
-class TestFaults(Faults):
-    pass
-
-
-class TestMixed(Mixed):
-    pass
-
-
-class TestShared(Shared):
+class TestSharedFs(Faults, Mixed, Shared):
     pass

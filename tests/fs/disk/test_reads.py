@@ -215,7 +215,7 @@ def test_a_signal_does_not_end_the_waiting(file: tuple[int, bytes]) -> None:
 
 
 def is_waiting(thread: threading.Thread) -> bool:
-    """Say whether a thread sleeps in the kernel's `io_getevents`."""
+    """Return True if a thread sleeps in the kernel's `io_getevents`."""
     number = {"x86_64": b"208", "aarch64": b"4"}[platform.machine()]
     with open(f"/proc/self/task/{thread.native_id}/syscall", "rb") as syscall:
         return syscall.read().split()[0] == number
@@ -256,7 +256,7 @@ def layout(request: pytest.FixtureRequest) -> str:
 
 
 def spoiled(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[int], int]) -> list[int]:
-    """Have results of queued reads changed; return what they were."""
+    """Change results of queued reads; return the original ones."""
     results: list[int] = []
     wait = Context.wait
 

@@ -16,7 +16,7 @@ WAYS = [{}, {"naming": "flat"}, {"layout": "segments"}, {"shared": True}]
 
 @pytest.fixture
 def nfs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the file system be described as NFS does it: in fragments of 1 MiB, which Linux takes from `wtpref`."""
+    """Describe the file system as NFS does it: in fragments of 1 MiB, which Linux takes from `wtpref`."""
     real = os.fstatvfs
 
     def described(fd: int) -> os.statvfs_result:

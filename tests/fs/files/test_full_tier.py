@@ -44,7 +44,7 @@ def open_full(open_tier, lender: Lender):
 
 @contextmanager
 def chunks_open(root: Path) -> Generator[list[BinaryIO]]:
-    """Have the chunks' files open in the block; one that goes for room meanwhile is not there."""
+    """Keep the chunks' files open in the block; one that goes for room meanwhile is not there."""
     opened: list[BinaryIO] = []
     with ExitStack() as stack:
         for folder, _, names in os.walk(root):

@@ -53,7 +53,7 @@ def one_and_other(pages) -> tuple[SharedPage, SharedPage]:
 
 
 def forget_locks(page: SharedPage, tmp_path: Path) -> None:
-    """Have the locks of a page be let go, as a file server does when it has not heard of us."""
+    """Release the locks of a page, as a file server does after its lease."""
     fd = os.open(tmp_path / "ledger", os.O_RDWR)
     os.dup2(fd, page._fd, inheritable=False)
     os.close(fd)

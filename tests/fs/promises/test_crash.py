@@ -99,7 +99,7 @@ class Launcher:
         )
 
     def run(self, seed: int, patience: int, expected: Expected) -> Iterator[int]:
-        """Have a writer work, hear what it says, and yield its id when it has said so much, for the caller to act."""
+        """Run a writer, read its reports, and yield its id when it has said so much, for the caller to act."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{seed}\n")
@@ -118,7 +118,7 @@ class Launcher:
     def lives(
         self, rounds: int, patience: tuple[int, int], expected: Expected, before: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
-        """Have as many writers work, each killed at some moment, and yield after each; `before`: what happens first.
+        """Run writers, each killed at some moment, and yield after each; `before`: what happens first.
 
         `patience`: how much one says until then, at least and at most.
         """

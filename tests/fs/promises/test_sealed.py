@@ -27,7 +27,7 @@ pytestmark = pytest.mark.parametrize("layout", ["files", "segments"])
 
 @pytest.fixture
 def give(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, str]]:
-    """Have these be the secrets from now on; return the options of a tier that reads them."""
+    """Set the secrets; return the options of a tier that reads them."""
 
     def give(*secrets: str) -> dict[str, str]:
         monkeypatch.setenv(SECRETS, "\n".join(secrets))

@@ -38,7 +38,7 @@ def lay(root: Path, mapper: FileMapper) -> Callable[[str, str], Path]:
 
 
 async def costs_nothing(open_tier, lender: Lender, scanned, way: str, place: Callable[[], None]) -> None:
-    """Say that chunks stay, and others are stored, with something in the directory from before the start."""
+    """Assert that chunks stay, and others are stored, with something in the directory from before the start."""
     first = await open_tier(capacity_bytes=CAPACITY_BYTES, **WAYS[way])
     await lender.keep(first, keys_of(8))
     await first.aclose(DEADLINE_S)

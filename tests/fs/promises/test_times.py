@@ -121,7 +121,7 @@ async def test_a_segment_of_any_date_is_read_and_in_the_checkpoint(
 
 
 def renumber(segment: Path, key: bytes, sequence: int) -> None:
-    """Have a slot's footer say that its chunk was stored at another time."""
+    """Date a slot's footer to another time."""
     with segment.open("r+b") as file:
         header = read_header(file.read(4_096))
         assert isinstance(header, Header)

@@ -251,7 +251,7 @@ TestFreeSlots = FreeSlotsMachine.TestCase
 
 
 def held(catalog: Catalog, count: int) -> list[OffloadKey]:
-    """Have that many chunks stored, the first of them longest ago."""
+    """Store that many chunks, the first of them longest ago."""
     first = catalog.add(count)
     catalog.free.add(first, count)
     catalog.scan_ended(complete=True)
