@@ -70,7 +70,7 @@ def test_the_json_has_every_figure_under_its_name() -> None:
         "seconds": 100.0,
         "requests_per_s": 1.0,
         "interrupted": False,
-        "engine": {"rows": 256, "chunk_bytes": ROW_BYTES, "eviction_policy": "lru", "runner": CONFIG.runner},
+        "engine": {"rows": 256, "chunk_bytes": ROW_BYTES, "eviction_policy": "lru", "runner": "inline"},
     }
     assert told | expected == told
     assert told["latency_s"]["fetch"] == pytest.approx({"p50": 0.0505, "p99": 0.09901, "mean": 0.0505, "samples": 100})
