@@ -4,9 +4,8 @@ import os
 from typing import Annotated
 
 import typer
-from msgspec.structs import replace
 
-from kvtier.config import EngineConfig, read_config
+from kvtier.config import read_config
 from kvtier.testing.virtual_time import VirtualTimeLoop
 from kvtier.tools import statuses
 from kvtier.tools.options import (
@@ -25,13 +24,9 @@ from kvtier.tools.outputs import check_outputs, write_json
 from kvtier.tools.replay.model import (
     KV_BYTES_PER_TOKEN,
     SSDS_RATES,
-    DiskSpeed,
-    ScaleModel,
     disk_speed,
     model_engine,
-    scale_model,
 )
-from kvtier.tools.replay.replay import ChunkSource, ReplayTally
 from kvtier.tools.replay.replay_command import measured, run_with_bar
 from kvtier.tools.replay.report import make_report, print_report
 from kvtier.tools.replay.setup import primary_rows
@@ -40,11 +35,11 @@ from kvtier.tools.replay.virtual import (
     PREFILL_TOKENS_PER_S,
     SLOTS,
     Servers,
-    VirtualReplay,
     arrivals_s,
+    modelled,
     without_tiering_s,
 )
-from kvtier.tools.replay.workload import GENERATED, AnyTrace, open_trace
+from kvtier.tools.replay.workload import GENERATED, open_trace
 
 WITH_TIERING, WITHOUT_TIERING = "with_tiering", "without_tiering"
 
@@ -104,28 +99,3 @@ def simulate(
         raise typer.Exit(statuses.INTERRUPTED)
     if report.wrong_chunks:
         raise typer.Exit(statuses.DATA_WRONG)
-
-
-def modelled(
-    requests: AnyTrace,
-    config: EngineConfig,
-    servers: Servers,
-    disk: DiskSpeed,
-    requests_expected: int,
-    *,
-    load_always: bool = False,
-    seed: int = 0,
-) -> tuple[ScaleModel, VirtualReplay]:
-    """Return an engine's scale model and its replay. A prefill speed in the configuration wins over the servers'."""
-    speed = None if load_always else config.prefill_tokens_per_s or servers.tokens_per_s
-    model = scale_model(replace(config, prefill_tokens_per_s=speed, chunk_tokens=requests.block_tokens), disk)
-    replay = VirtualReplay(
-        requests,
-        model.config,
-        ChunkSource.of(requests, model.config.chunk_bytes, seed),
-        ReplayTally(requests_expected),
-        chunk_bytes=config.chunk_bytes,
-        block_tokens=requests.block_tokens,
-        servers=servers,
-    )
-    return model, replay

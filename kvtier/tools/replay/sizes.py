@@ -13,10 +13,9 @@ import msgspec
 from kvtier.testing.virtual_time import run
 from kvtier.tools.replay.model import DiskSpeed, Figures, model_engine
 from kvtier.tools.replay.report import Quantiles, make_report, quantiles
-from kvtier.tools.replay.simulate_command import modelled
 from kvtier.tools.replay.study import Extent
 from kvtier.tools.replay.tiered import DISK_NAME, CascadeName
-from kvtier.tools.replay.virtual import Servers
+from kvtier.tools.replay.virtual import Servers, modelled
 from kvtier.tools.replay.workload import open_trace
 
 DAY_S = 86_400.0

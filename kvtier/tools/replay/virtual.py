@@ -21,14 +21,18 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from kvtier.config import EngineConfig
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.engine.metrics import EngineStats
 from kvtier.errors import TraceError
 from kvtier.policies import LRU
+from kvtier.tools.replay.model import DiskSpeed, ScaleModel, scale_model
 from kvtier.tools.replay.replay import GPU_NAME, ChunkSource, ReplayClient, ReplayTally, task_group
 from kvtier.tools.replay.study import Cache
 from kvtier.tools.replay.traces import BLOCK_TOKENS, TraceRequest
+from kvtier.tools.replay.workload import AnyTrace
 
 PREFILL_TOKENS_PER_S = 20_000.0  # Of one server: an 8B model on one GPU of 2023.
 SLOTS = 4
@@ -182,6 +186,31 @@ def arrivals_s(requests: Iterable[TraceRequest]) -> "array[float]":
             )
             start = end
     return spread
+
+
+def modelled(
+    requests: AnyTrace,
+    config: EngineConfig,
+    servers: Servers,
+    disk: DiskSpeed,
+    requests_expected: int,
+    *,
+    load_always: bool = False,
+    seed: int = 0,
+) -> tuple[ScaleModel, VirtualReplay]:
+    """Return an engine's scale model and its replay. A prefill speed in the configuration wins over the servers'."""
+    speed = None if load_always else config.prefill_tokens_per_s or servers.tokens_per_s
+    model = scale_model(replace(config, prefill_tokens_per_s=speed, chunk_tokens=requests.block_tokens), disk)
+    replay = VirtualReplay(
+        requests,
+        model.config,
+        ChunkSource.of(requests, model.config.chunk_bytes, seed),
+        ReplayTally(requests_expected),
+        chunk_bytes=config.chunk_bytes,
+        block_tokens=requests.block_tokens,
+        servers=servers,
+    )
+    return model, replay
 
 
 def without_tiering_s(
