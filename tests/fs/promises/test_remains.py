@@ -15,6 +15,7 @@ from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs import FsBackend
 from kvtier_backends.fs import layout as fs_layout
+from kvtier_backends.fs.disk import below, remains
 from tests.fs.conftest import MakeSystemCall
 
 DEADLINE_S = 30.0
@@ -200,3 +201,20 @@ async def test_folders_that_a_failed_store_has_made_go(
     assert taken_bytes(root) >= before
     mkdir.let_go()
     await until(lambda: counted_bytes(tier) == taken_bytes(root) == before)
+
+
+def test_a_file_is_proved_absent_though_its_folder_is_made_between_two_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def open_folder(root_fd: int, name: str) -> int:
+        try:
+            return below.open_folder(root_fd, name)
+        finally:
+            (tmp_path / "folder").mkdir(exist_ok=True)
+
+    monkeypatch.setattr(remains, "open_folder", open_folder)
+    root_fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        assert remains.is_absent(root_fd, "folder/chunk")
+    finally:
+        os.close(root_fd)

@@ -35,16 +35,20 @@ _getdents = getattr(ctypes.CDLL(None, use_errno=True), "getdents64", None)
 
 
 def is_absent(root_fd: int, name: str) -> bool:
-    """Return True if a listing proves that a name is not there, False if one has it; raises OSError for no listing."""
+    """Return True if a listing proves that a name is not there, False if one has it; raises OSError for no listing.
+
+    Its folder may be made between two calls. So the listing is tried again before it raises the OSError of `listed`.
+    """
     folder, _, last = name.rpartition("/")
-    try:
-        return last not in listing(root_fd, folder or ".")
-    except (ForeignError, NotADirectoryError):
-        return True  # Something else lies in the place of its folder.
-    except FileNotFoundError as error:
-        if is_absent(root_fd, folder) if folder else os.fstat(root_fd).st_nlink == 0:
-            return True
-        raise listed(error) from error
+    for _ in range(CALLS_MAX):
+        try:
+            return last not in listing(root_fd, folder or ".")
+        except (ForeignError, NotADirectoryError):
+            return True  # Something else lies in the place of its folder.
+        except FileNotFoundError:
+            if is_absent(root_fd, folder) if folder else os.fstat(root_fd).st_nlink == 0:
+                return True
+    raise listed(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), folder or "."))
 
 
 def listing(root_fd: int, folder: str) -> set[str]:
