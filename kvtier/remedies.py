@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from enum import Enum
 
-LINES_EVERY_S = 60.0  # Between two lines of one kind: a full log tells nobody anything.
+LINES_EVERY_S = 60.0  # Between two lines of one kind: more would fill the log.
 PAGE = "https://github.com/kvtier/kvtier/blob/main/docs/how-to/troubleshooting.md"
 
 

@@ -135,7 +135,7 @@ class TieringOffloadingManager:
         """Bring the longest leading run of `keys` whose chunks are in any tier into the primary, and lend it.
 
         The answer is a sequence of read-only views, one a key and each `chunk_bytes` long. They are valid inside the
-        `async with`, and released after it. A chunk that fails on its way ends the run before it, and raises nothing.
+        `async with`, and released after it. A chunk that fails to load ends the run before it, and raises nothing.
         `hint`: as `put` takes it.
 
         The call waits for rows that others hold, in order of asking. It ends its run before the first chunk without a
@@ -207,7 +207,7 @@ class TieringOffloadingManager:
         """Bring the longest leading run of keys whose chunks are in any tier into the primary; return its length there.
 
         It holds no rows when it returns. A run longer than the share of leases comes in its leading part. The call does
-        not wait for rows: the first chunk without one ends the run, and so does a chunk that fails on its way. After a
+        not wait for rows: the first chunk without one ends the run, and so does a chunk that fails to load. After a
         cancelled call, chunks in flight still come. Of more than a thousand calls at once, the newest return 0.
         """
         await self._progress.turn()
@@ -307,7 +307,7 @@ class TieringOffloadingManager:
     @staticmethod
     async def _region(config: EngineConfig, loop: asyncio.AbstractEventLoop) -> Region:
         if config.rows * config.row_bytes > ON_LOOP_BYTES_MAX:
-            with suppress(NotImplementedError):  # A loop in virtual time has no threads, and nobody waits for it.
+            with suppress(NotImplementedError):  # A loop in virtual time has no threads, and may be blocked.
                 return await loop.run_in_executor(None, make_region, config)
         return make_region(config)
 

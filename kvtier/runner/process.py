@@ -183,7 +183,7 @@ class ProcessBridge(Bridge):
         except RuntimeError as error:
             self._forget()
             raise BackendUnavailable(f"the runner's supervisor cannot be started: {reason(error)}") from error
-        except BaseException:  # An interrupt, too: nobody could close the runner later.
+        except BaseException:  # An interrupt, too: the caller has no runner to close.
             self.close(0)
             raise
         self.admit(0)
@@ -213,12 +213,12 @@ class ProcessBridge(Bridge):
         child = self._child
         if child is None:
             return False
-        child.process.kill()  # The supervisor sees its socket end.
+        child.process.kill()  # Its socket closes, which wakes the supervisor.
         return True
 
     def close(self, deadline_s: float) -> int:
         self._ask_to_close(deadline_s)
-        self._supervisor.join(deadline_s + 1.0)  # It answers within the deadline, or is killed.
+        self._supervisor.join(deadline_s + 1.0)  # The runner answers within the deadline, or is killed.
         child = self._child
         if child is not None and child.process.poll() is None:
             child.process.kill()
@@ -249,26 +249,26 @@ class ProcessBridge(Bridge):
         self._forget()
 
     def _forget(self) -> None:
-        """Let go of the supervisor's descriptor; idempotent."""
+        """Close the supervisor's descriptor; idempotent."""
         if self._wake >= 0:
             os.close(self._wake)
             self._wake = -1
 
     def _flush(self, child: RunnerProcess) -> None:
-        """Send what the socket takes now, and leave the rest to the supervisor. Under the lock."""
+        """Send as many bytes as the socket takes, and leave the rest to the supervisor. The caller holds the lock."""
         if child.flush():
             os.eventfd_write(self._wake, 1)
 
     # The supervisor's thread.
 
     def _supervise(self) -> None:
-        # A runner begins with its starter's mask: what is sent to the whole group does not end it before it ignores it.
+        # A runner inherits this mask, so a signal to the whole group cannot end it before it ignores them.
         signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
         epoch, failures = 0, 0
         while not (self._closing or self._dropped):
             opened = self._run_child(epoch)
             if not self._started.is_set():
-                ended = MemoryError("the runner's process ended before it was open")  # As it does for want of memory.
+                ended = MemoryError("the runner's process ended before it was open")  # The usual cause.
                 self._failure = self._failure or OpenFailed(reason(ended), config=False)
                 self._started.set()
                 return
@@ -281,23 +281,23 @@ class ProcessBridge(Bridge):
             self._forget()
 
     def _run_child(self, epoch: int) -> bool:
-        """Have one runner from its start to its end; say whether it got as far as open tiers."""
+        """Run one runner from its start to its end; return True if it opened its tiers."""
         try:
             child = RunnerProcess.start(epoch, self._config, self._region_fd, self._engine, self._environment)
-        except Exception as error:  # noqa: BLE001  # Told to whoever waits for the start; whatever it is, we try again.
+        except Exception as error:  # noqa: BLE001  # Reported to the caller of the start; a later start is tried again.
             self._fail(OpenFailed(f"the runner's process cannot be started: {reason(error)}", config=False))
             return False
         self._newest = child
         try:
             opened = self._listen(child)
-        except Exception:  # Our bug, or a runner that talks nonsense: no reason to be without a runner.
+        except Exception:  # Our bug, or invalid messages: the next runner is started all the same.
             logger.exception("runner %d: cannot be listened to; see %s", child.process.pid, Remedy.RUNNER)
             opened = self._ready is child
         self._lose(child, announced=opened)
         return opened
 
     def _listen(self, child: RunnerProcess) -> bool:
-        """Deliver what a runner says until it ends; say whether it got as far as open tiers."""
+        """Deliver a runner's messages until it ends; return True if it opened its tiers."""
         opened = False
         buffer = FrameBuffer()
         silence_s, start_s = self._config.limits.heartbeat_s * BEATS_MISSED, opening_s(self._config)
@@ -334,11 +334,11 @@ class ProcessBridge(Bridge):
                 self._fail(_never_open(start_s))
                 child.process.kill()
                 return False
-            if self._closing and self._child is not child:  # Nobody could tell it to close.
+            if self._closing and self._child is not child:  # It was not admitted, so it gets no `Close`.
                 child.process.kill()
 
     def _hear(self, child: RunnerProcess, messages: Sequence[Message]) -> bool:
-        """Take the bridge's own messages out, deliver the rest; say whether the tiers are open now."""
+        """Handle the bridge's own messages and deliver the others; return True if one says that the tiers are open."""
         opened = False
         rest: list[Message] = []
         for message in messages:
@@ -365,13 +365,13 @@ class ProcessBridge(Bridge):
         return opened
 
     def _fail(self, failure: OpenFailed) -> None:
-        """Keep the reason for whoever waits for the start; later nobody does, and it is logged."""
+        """Keep the reason for the caller of the start; after the start, log it."""
         self._failure = failure
         if self._started.is_set():
             logger.error("no new runner: %s; see %s", failure.reason, Remedy.OPENING)
 
     def _lose(self, child: RunnerProcess, *, announced: bool) -> None:
-        """Tell the owner that a runner is lost, and have a thread of its own tell when its process has ended."""
+        """Report a lost runner to its owner now, and from a thread once its process has ended."""
         with self._lock:
             if self._child is child:
                 self._child = None
@@ -383,18 +383,18 @@ class ProcessBridge(Bridge):
             self._deliver((RunnerLost(child.epoch, "the runner's process ended or hung"),))
         try:
             start_thread(threading.Thread(target=self._reap, args=(child,), name="kvtier-reaper", daemon=True))
-        except RuntimeError:  # The process may have no more threads: then the next runner waits for it.
+        except RuntimeError:  # No more threads: the next runner waits for this process to end.
             self._reap(child)
 
     def _reap(self, child: RunnerProcess) -> None:
         child.process.kill()
-        child.process.wait()  # For as long as it takes: a process in uninterruptible I/O still uses its rows.
+        child.process.wait()  # Without a limit: a process in uninterruptible I/O still uses its rows.
         self._deliver((RunnerGone(child.epoch),))
 
     def _pause(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while not (self._closing or self._dropped) and (left := deadline - time.monotonic()) > 0:
-            poller = select.poll()  # Not select.select, which takes no descriptor above 1,023.
+            poller = select.poll()  # select.select takes no descriptor above 1,023.
             poller.register(self._wake, select.POLLIN)
             poller.poll(left * 1_000)
 

@@ -47,7 +47,7 @@ _REQUEST_LEVEL = RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
 class VllmManager(OffloadingManager):
     """One engine, as vLLM's scheduler calls it. All calls belong to the scheduler's thread; none waits.
 
-    `reset_cache` and `shutdown` are the exceptions: they wait for transfers under way, within the engine's `close_s`.
+    `reset_cache` and `shutdown` are the exceptions: they wait for transfers in flight, within the engine's `close_s`.
     """
 
     def __init__(self, engine: StepManager, times: ObservedTimes, offers: "Offers | None" = None) -> None:

@@ -238,7 +238,7 @@ class Capacity:
         """Count nothing yet. `min_free_bytes`: the room of the file system that is left to others."""
         self.limit_bytes = limit_bytes
         self.reserved_bytes = 0
-        """Promised to stores that are under way."""
+        """Bytes promised to stores in flight."""
         self.leaving_bytes = 0
         """Of files that are being removed: free once they are gone."""
         self.other_bytes = 0

@@ -1,4 +1,4 @@
-"""A lane's reads: several under way at once where the kernel can do that, else one after the other.
+"""A lane's reads: several in flight at once if the kernel can do that, otherwise one after the other.
 
 A lane verifies one chunk while the next ones come. That keeps the disk's queue full. For many chunks it calls the
 kernel twice, and waits for the interpreter's lock after each call, instead of once for each chunk.
@@ -35,7 +35,7 @@ _EVENT = struct.Struct("=QQqq")
 _IOVEC = struct.Struct("=QQ")
 _PREADV = 7
 
-# A foreign call lets go of the GIL, and of a blocked thread nobody else hears.
+# A ctypes call releases the GIL, so a blocked thread blocks no other.
 _syscall = ctypes.CDLL(None, use_errno=True).syscall
 _syscall.restype = ctypes.c_long
 _syscall_with_lock = ctypes.PyDLL(None, use_errno=True).syscall  # For what never blocks.
@@ -44,7 +44,7 @@ _AT_ONCE = (ctypes.c_long * 2)(0, 0)  # A time to wait: struct timespec.
 
 
 class Context:
-    """Linux AIO: direct reads under way of one thread, each in a place of its own. It ends with the process.
+    """Linux AIO: direct reads of one thread, in flight at once, each in a place of its own. It ends with the process.
 
     System calls by number, since libaio is not everywhere. Not io_uring, which containers refuse: it was as fast.
 
@@ -144,13 +144,13 @@ class Reads(Protocol):
 
     @property
     def queue_bytes(self) -> int:
-        """About how much is under way at once; 0: one read."""
+        """About how many bytes are in flight at once; 0: one read."""
         ...
 
     def __call__(self, wanted: Iterable[Wanted]) -> None:
         """Do the reads, which are asked for as there is room, and tell what became of each, in any order.
 
-        Blocks. When it returns or raises, none is under way.
+        Blocks. When it returns or raises, none is in flight.
         """
         ...
 

@@ -47,7 +47,7 @@ Judge = Callable[[OpenChunk, Read, memoryview, int], Outcome]
 
 
 class OpenShare:
-    """A share of loads under way, with several files open at a time. Files that are still open are closed with it."""
+    """A share of loads in flight, with several files open at a time. Files that are still open are closed with it."""
 
     def __init__(self, files: ChunkFiles, share: LoadShare, packing: Packing, pages: memoryview, judge: Judge) -> None:
         """`pages`: room for the bytes beside each row, and `ROOM_BYTES`."""
