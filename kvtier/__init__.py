@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvtier.engine.steps import StepManager
     from kvtier.engine.tier import TierMatcher
     from kvtier.errors import BackendUnavailable, ConfigError, EngineClosed, KVTierError, RowsStillRead, WrongLoop
-    from kvtier.hints import Hint
+    from kvtier.settings.hints import Hint
 
 __version__ = "0.2.0"
 
@@ -57,7 +57,7 @@ _NAMES_BY_MODULE = {
     "kvtier.engine.steps": "StepManager",
     "kvtier.engine.tier": "TierMatcher",
     "kvtier.errors": "BackendUnavailable ConfigError EngineClosed KVTierError RowsStillRead WrongLoop",
-    "kvtier.hints": "Hint",
+    "kvtier.settings.hints": "Hint",
 }
 
 if not TYPE_CHECKING:  # Type checkers would accept every name.

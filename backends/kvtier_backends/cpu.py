@@ -10,8 +10,8 @@ import os
 from types import TracebackType
 from typing import Protocol, Self, SupportsInt, cast
 
+from kvtier.errors import Remedy
 from kvtier.memory import Region, RowLayout
-from kvtier.remedies import Remedy
 
 try:
     import torch

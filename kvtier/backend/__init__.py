@@ -61,8 +61,8 @@ from kvtier.errors import (
     NoSpace,
     TransferFailed,
 )
-from kvtier.hints import Advice, Hint
 from kvtier.settings import Count, Duration, Index, Path, PositiveDuration, PositiveSize, Share, Size
+from kvtier.settings.hints import Advice, Hint
 
 __all__ = [
     "BUILT_IN_TYPES",

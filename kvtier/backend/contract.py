@@ -31,8 +31,8 @@ import msgspec
 from kvtier.backend.keys import OffloadKey
 from kvtier.backend.namespace import FileMapper
 from kvtier.errors import ChunkError, ConfigError
-from kvtier.hints import Advice
 from kvtier.settings import Checked, find_class, known_names
+from kvtier.settings.hints import Advice
 
 if TYPE_CHECKING:  # With a default, for type checkers alone: a bare `Backend` takes any options.
     from typing_extensions import TypeVar

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, NewType
 
-from kvtier.hints import shown
+from kvtier.settings.hints import shown
 
 OffloadKey = NewType("OffloadKey", bytes)
 

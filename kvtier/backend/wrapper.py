@@ -19,7 +19,7 @@ from kvtier.backend.contract import (
     Write,
 )
 from kvtier.backend.keys import OffloadKey
-from kvtier.hints import Advice
+from kvtier.settings.hints import Advice
 
 
 class Wrapper(Backend[OptionsT]):

@@ -21,7 +21,7 @@ from kvtier.engine.answers import LookupResult
 from kvtier.engine.progress import Progress
 from kvtier.engine.requests import Request, Turn
 from kvtier.engine.steps import StepManager
-from kvtier.remedies import LineLimit, Remedy
+from kvtier.errors import LineLimit, Remedy
 
 logger = logging.getLogger(__name__)
 

@@ -26,9 +26,9 @@ from kvtier.engine.tier import WHEN_EVICTED, LocationMap, Tier, TierSpec
 from kvtier.engine.transfers import Transfers
 from kvtier.engine.worth import Worth
 from kvtier.engine.writeback import NO_STORE, WriteBack
-from kvtier.hints import RETAIN_S_MAX, Advice, IgnoredHints, hint_of, shortened
 from kvtier.policies import Policy, policy_class
 from kvtier.runner.messages import Action, Gone, LocalMessage, Message, RunnerBack, RunnerGone, RunnerLost, unpack_keys
+from kvtier.settings.hints import RETAIN_S_MAX, Advice, IgnoredHints, hint_of, shortened
 
 __all__ = ["Ledger", "LedgerCounters", "LedgerLimits", "LookupResult", "StorePlan", "ledger_of", "rows_of_share"]
 

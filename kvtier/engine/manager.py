@@ -27,12 +27,11 @@ from kvtier.engine.inbox import Observe
 from kvtier.engine.metrics import EngineStats
 from kvtier.engine.progress import Progress
 from kvtier.engine.steps import StepManager, checked, make_region
-from kvtier.errors import RowsStillRead
-from kvtier.hints import shown
+from kvtier.errors import Remedy, RowsStillRead
 from kvtier.memory import LentRow, Region, fill_standard_streams
-from kvtier.remedies import Remedy
 from kvtier.runner.bridge import InlineBridge
 from kvtier.runner.tiers import open_tiers
+from kvtier.settings.hints import shown
 
 Chunk = bytes | bytearray | memoryview
 

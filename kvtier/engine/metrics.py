@@ -22,7 +22,7 @@ from kvtier.engine.answers import EventLog
 from kvtier.engine.ledger import Ledger
 from kvtier.engine.primary import Primary
 from kvtier.engine.tier import BreakerState, Tier
-from kvtier.hints import IgnoredHints
+from kvtier.settings.hints import IgnoredHints
 
 Labels = tuple[str, ...]
 Reading = float | dict[str, int] | dict[str, float] | dict[Labels, float] | None

@@ -14,7 +14,6 @@ from kvtier.backend import OffloadKey
 from kvtier.engine.primary import Rows
 from kvtier.engine.tier import WHEN_EVICTED, LocationMap, Tier
 from kvtier.engine.transfers import Operation, Transfers
-from kvtier.hints import Advice, Hint
 from kvtier.runner.messages import (
     Acknowledge,
     Action,
@@ -25,6 +24,7 @@ from kvtier.runner.messages import (
     pack_keys,
     pack_rows,
 )
+from kvtier.settings.hints import Advice, Hint
 
 ADVICE_KEYS_MAX = 4_096  # In one action: some milliseconds of the runner's loop.
 ADVICE_MAX = 64  # In one step. The oldest are dropped: they only concern the order of evictions.

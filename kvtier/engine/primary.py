@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol, cast
 
 from kvtier.backend import OffloadKey
-from kvtier.hints import Advice, Hint
 from kvtier.policies import EvictionQueue, HintedOrder, NumberOrder, Policy, number_order
+from kvtier.settings.hints import Advice, Hint
 
 
 class Rows(Protocol):

@@ -12,7 +12,7 @@ from itertools import chain, count
 from kvtier.backend import OffloadKey, of_one_group
 from kvtier.engine.primary import Primary, Rows
 from kvtier.engine.tier import TierMatcher, TierSpec
-from kvtier.hints import Hint
+from kvtier.settings.hints import Hint
 
 Position = Callable[[OffloadKey], int | None]
 """The place where a key's chunk ends in its request's tokens; None if unknown."""

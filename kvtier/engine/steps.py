@@ -35,14 +35,13 @@ from kvtier.engine.requests import Position, Request, Waited
 from kvtier.engine.tier import TierMatcher, TierSpec
 from kvtier.engine.tier_log import TierLog
 from kvtier.engine.writeback import CLOSED
-from kvtier.errors import EngineClosed
-from kvtier.hints import PRIORITY_MAX, RETAIN_S_MAX, Advice, shown
+from kvtier.errors import EngineClosed, Remedy
 from kvtier.memory import LentRow, Region, let_go_in_forks, require_descriptors
 from kvtier.policies import require_policy
-from kvtier.remedies import Remedy
 from kvtier.runner.bridge import Bridge
 from kvtier.runner.messages import RunnerBack, RunnerLost
 from kvtier.runner.process import ProcessBridge
+from kvtier.settings.hints import PRIORITY_MAX, RETAIN_S_MAX, Advice, shown
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +173,7 @@ class StepManager:
         `load_matchers` limit further the tiers from which it is loaded. Its chunks are stored in the others, too.
         `position` returns where a key's chunk ends in the request's tokens. It is for LLM engines that do not offer
         keys in prefix order: for models with several groups, keys come one group after the other. `hint` is a `Hint`,
-        or the object that a client sent as one: see `kvtier.hints`. A bad one is ignored and counted.
+        or the object that a client sent as one: see `kvtier.settings.hints`. A bad one is ignored and counted.
 
         Returns whether a tier wants all of the request's chunks, also those that are present already. Raises
         `EngineClosed` after closing, and ValueError if the id is in use. An id is in use until its request has

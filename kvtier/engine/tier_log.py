@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from kvtier.engine.tier import CLOSED, PRESSURE, Tier
-from kvtier.remedies import Remedy
+from kvtier.errors import Remedy
 
 LOOK_EVERY_S = 1.0  # Without messages: drops alone make none.
 LOSSES_EVERY_S = 60.0  # Between two lines of losses of one tier.

@@ -17,7 +17,7 @@ from kvtier.engine.outbox import Outbox
 from kvtier.engine.primary import Primary
 from kvtier.engine.requests import Request
 from kvtier.engine.tier import PRESSURE, WHEN_EVICTED, LocationMap, Tier, TierSpec
-from kvtier.hints import Advice
+from kvtier.settings.hints import Advice
 
 QUEUED_A_ROW = 2  # Entries to be cleaned for each row, at most: more are of rows that came back and were chosen again.
 

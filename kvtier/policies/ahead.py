@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import filterfalse, islice
 from typing import Any, Generic
 
-from kvtier.hints import Hint
 from kvtier.policies.hinted import HintedOrder
 from kvtier.policies.numbered import LinkedLRU, NumberOrder
 from kvtier.policies.plain import LRU
 from kvtier.policies.policy import K, Policy
+from kvtier.settings.hints import Hint
 
 _AT_ANY_TIME = (LRU, LinkedLRU)  # Choose the same victims before and after an insertion; subclasses need not.
 

@@ -8,8 +8,8 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from kvtier.hints import Hint
 from kvtier.policies.returns import Branch, Returns
+from kvtier.settings.hints import Hint
 
 CLASSES_MAX = 64
 OFTEN = 8  # Occurrences that make a name a class: fewer runs tell nothing.

@@ -12,10 +12,10 @@ from heapq import heapify, heappop
 from itertools import chain, filterfalse, islice
 from typing import Any
 
-from kvtier.hints import Hint
 from kvtier.policies.classes import HintLabels
 from kvtier.policies.policy import K, Policy
 from kvtier.policies.returns import STEPS, Branch, Label, Returns
+from kvtier.settings.hints import Hint
 
 WARM_UP_REQUESTS = 512  # Until then it is an LRU: nothing is known yet.
 _WARM_UP_HINTED_REQUESTS = 128  # With hints, something is.

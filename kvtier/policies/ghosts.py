@@ -5,8 +5,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import chain, filterfalse, islice, takewhile
 
-from kvtier.hints import Hint
 from kvtier.policies.policy import K, Policy
+from kvtier.settings.hints import Hint
 
 _USES_MAX = 3  # S3-FIFO's two bits: the main queue gives a key at most this many second chances in a row.
 _USES_FOR_MAIN = 2

@@ -10,8 +10,8 @@ from heapq import heappop, heappush
 from itertools import count, filterfalse, islice
 from typing import Any, Generic
 
-from kvtier.hints import Advice, Hint
 from kvtier.policies.policy import K, Order
+from kvtier.settings.hints import Advice, Hint
 
 _REST_KEYS = 1  # A conversation goes on without its last chunk, which was only partly filled.
 _NEW = 0  # The session of a key that came since the first hint and that no ended request has used.

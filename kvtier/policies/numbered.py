@@ -8,10 +8,10 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, Protocol
 
-from kvtier.hints import Hint
 from kvtier.policies.density import Density
 from kvtier.policies.plain import LRU
 from kvtier.policies.policy import K, Order, Policy
+from kvtier.settings.hints import Hint
 
 
 class NumberOrder(Order[int], Protocol):

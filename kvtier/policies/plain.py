@@ -4,8 +4,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import filterfalse, islice, takewhile
 
-from kvtier.hints import Hint
 from kvtier.policies.policy import K, Policy
+from kvtier.settings.hints import Hint
 
 
 class FIFO(Policy[K]):

@@ -13,8 +13,8 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, Protocol, TypeGuard, TypeVar
 
 from kvtier.errors import ConfigError
-from kvtier.hints import Hint
 from kvtier.settings import find_class, known_names
+from kvtier.settings.hints import Hint
 
 K = TypeVar("K", bound=Hashable)
 

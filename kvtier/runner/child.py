@@ -19,9 +19,8 @@ import uvloop
 
 from kvtier.backend import EngineId
 from kvtier.config import EngineConfig
-from kvtier.errors import ConfigError, KVTierError
+from kvtier.errors import ConfigError, KVTierError, Remedy
 from kvtier.memory import GROUP_SIGNALS, Region, fill_standard_streams
-from kvtier.remedies import Remedy
 from kvtier.runner.messages import Action, Beat, Close, Closed, Message, Opened, OpenFailed
 from kvtier.runner.runner import Runner
 from kvtier.runner.tiers import RunnerTier, open_tiers

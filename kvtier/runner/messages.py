@@ -13,7 +13,7 @@ import msgspec
 
 from kvtier.backend import OffloadKey
 from kvtier.errors import ChunkCorrupt, ChunkError, ChunkMissing, NoSpace
-from kvtier.hints import Advice, Hint
+from kvtier.settings.hints import Advice, Hint
 
 
 class PackedKeys(msgspec.Struct, frozen=True, array_like=True):

@@ -23,9 +23,8 @@ import msgspec
 
 from kvtier.backend import EngineId
 from kvtier.config import EngineConfig
-from kvtier.errors import BackendUnavailable, ConfigError
+from kvtier.errors import BackendUnavailable, ConfigError, Remedy
 from kvtier.memory import GROUP_SIGNALS, Region, fill_standard_streams, reason, start_thread
-from kvtier.remedies import Remedy
 from kvtier.runner.bridge import Bridge, opening_s
 from kvtier.runner.messages import (
     Action,

@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from kvtier.backend import Added, Backend, Counted, Described, Inventory, Measured, Occupancy, Removed, ScanDone
-from kvtier.remedies import Remedy
+from kvtier.errors import Remedy
 from kvtier.runner.messages import Found, Gone, Message, Scanned, TierSpeed, TierUsage, pack_keys
 from kvtier.runner.speed import SpeedMeter
 from kvtier.settings import shown_bytes

@@ -13,9 +13,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvtier.backend import Advised, OffloadKey, Outcome, Read, Write
-from kvtier.errors import BackendClosed, BackendError, cause_of
+from kvtier.errors import BackendClosed, BackendError, LineLimit, Remedy, cause_of
 from kvtier.memory import Region
-from kvtier.remedies import LineLimit, Remedy
 from kvtier.runner.messages import (
     Acknowledge,
     Action,

@@ -17,8 +17,7 @@ import typer
 from typer.completion import get_completion_inspect_parameters, shell_complete
 
 from kvtier import __version__
-from kvtier.errors import ConfigError, KVTierError, TraceError, one_line
-from kvtier.remedies import PAGE
+from kvtier.errors import PAGE, ConfigError, KVTierError, TraceError, one_line
 from kvtier.tools import statuses
 from kvtier.tools.options import COMMON, JSON
 

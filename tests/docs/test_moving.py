@@ -13,7 +13,7 @@ import pytest
 
 from kvtier.backend.contract import backend_class, known_types
 from kvtier.config import EngineConfig, EngineLimits, TierConfig, TierLimits, tier_options
-from kvtier.hints import Hint
+from kvtier.settings.hints import Hint
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs" / "how-to").glob("move-from-*.md"))

@@ -15,8 +15,7 @@ from markdown.extensions.toc import slugify
 from markdown_it import MarkdownIt
 
 import kvtier.errors
-from kvtier.errors import ChunkError, ChunkMissing, KVTierError
-from kvtier.remedies import PAGE, Remedy
+from kvtier.errors import PAGE, ChunkError, ChunkMissing, KVTierError, Remedy
 from kvtier.tools.commands import COMMANDS, run
 
 ROOT = Path(__file__).parents[2]

@@ -168,7 +168,7 @@ async def test_a_bad_hint_costs_the_request_nothing_and_is_counted_and_said_once
         await put_hinted(engine, [0], bad)
     await put_hinted(engine, [1], {"no_store": ["nowhere"]})
     assert engine.stats().hints_ignored == {"type": 3, "field": 1, "value": 3, "tier": 1}
-    assert len([record for record in caplog.records if record.name == "kvtier.hints"]) == 4
+    assert len([record for record in caplog.records if record.name == "kvtier.settings.hints"]) == 4
     assert await found(engine, [0]) == 1
 
 
@@ -224,7 +224,7 @@ async def test_a_long_hint_fills_no_log(open_engine, caplog):
     engine = await open_engine(8)
     for long in ({"x" * 1_000_000: 1}, {"no_store": ["x" * 1_000_000]}, {"class": "x" * 1_000_000}):
         await put_hinted(engine, [0], long)
-    lines = [record.getMessage() for record in caplog.records if record.name == "kvtier.hints"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "kvtier.settings.hints"]
     assert len(lines) == 3
     assert max(map(len, lines)) < 1_000
 
@@ -465,7 +465,7 @@ async def test_the_log_names_field_and_value_of_an_invalid_hint(open_engine, cap
     engine = await open_engine(4)
     await put_hinted(engine, [0], {field.rstrip("_"): value})
     assert engine.stats().hints_ignored == {"value": 1}
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "kvtier.hints"]
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "kvtier.settings.hints"]
     assert re.search(complaint, line), line
     assert line.isprintable()
     assert len(line) < 500

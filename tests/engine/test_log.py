@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from kvtier import __version__
-from kvtier.remedies import Remedy
+from kvtier.errors import Remedy
 from kvtier.runner.process import ProcessBridge
 from tests.engine.kit import FAULTY, at_rest, ledger_in, put, until
 

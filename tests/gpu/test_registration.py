@@ -8,9 +8,9 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
+from kvtier.errors import Remedy
 from kvtier.kvcache.transfer import Direction, GroupBlocks, TransferWorker
 from kvtier.memory import Region, RowLayout
-from kvtier.remedies import Remedy
 from kvtier.tools.selftest.caches import plain_caches, random_bytes, require_same
 from kvtier.tools.selftest.checks import transfer
 from kvtier.tools.selftest.device import TorchDevice, host

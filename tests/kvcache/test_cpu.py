@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import kvtier
+from kvtier.errors import Remedy
 from kvtier.memory.region import Region, RowLayout
-from kvtier.remedies import Remedy
 from kvtier_backends.cpu import CpuMemory, cuda_runtime
 
 ROW_BYTES = 8_192

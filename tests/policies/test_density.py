@@ -2,10 +2,10 @@
 
 import random
 
-from kvtier.hints import Hint
 from kvtier.policies.classes import CLASSES_MAX, IDLE_HINTS, OFTEN, Classes
 from kvtier.policies.density import DensityOrder
 from kvtier.policies.returns import LABELS_MAX
+from kvtier.settings.hints import Hint
 
 ROWS = 64
 RESIDENT = 5_000  # More than the limit of open runs.

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvtier.hints import Advice
 from kvtier.policies import (
     LRU,
     Density,
@@ -20,6 +19,7 @@ from kvtier.policies import (
     number_order,
     policy_class,
 )
+from kvtier.settings.hints import Advice
 from tests.policies.test_base import NaiveLRU, none_kept
 
 CAPACITY = 12

@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.backend.keys import OffloadKey
-from kvtier.hints import Hint
 from kvtier.runner.messages import (
     Acknowledge,
     Advise,
@@ -30,6 +29,7 @@ from kvtier.runner.messages import (
     pack_rows,
 )
 from kvtier.runner.wire import FrameBuffer, actions_of, frame, framed, messages_of, read_frame
+from kvtier.settings.hints import Hint
 
 KEYS = pack_keys([OffloadKey(b"k" * 36), OffloadKey(b""), OffloadKey(b"\xff" * 36)])
 ROWS = pack_rows([0, 1, 2**32 - 1])

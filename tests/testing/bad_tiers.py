@@ -30,7 +30,7 @@ from kvtier.backend import (
     Write,
 )
 from kvtier.errors import BackendClosed, BackendUnavailable, ChunkMissing, NoSpace
-from kvtier.hints import Advice, Hint
+from kvtier.settings.hints import Advice, Hint
 from kvtier.testing.conformance import (
     AdvisedConformance,
     BackendConformance,

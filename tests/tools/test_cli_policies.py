@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from kvtier.hints import Hint
+from kvtier.settings.hints import Hint
 from kvtier.tools.replay.study import measure, simulation
 from kvtier.tools.replay.tiered import CASCADES, tiered_hits
 from kvtier.tools.replay.traces import Trace, TraceRequest, write_trace

@@ -14,7 +14,7 @@ from typing import IO, Any
 import pytest
 from msgspec import structs
 
-from kvtier.hints import Hint
+from kvtier.settings.hints import Hint
 from kvtier.tools.replay.study import measure, simulation
 from kvtier.tools.replay.traces import Trace, TraceRequest, write_trace
 from tests.tools.command import KVTIER, check_refusal, reported, run

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvtier.errors import ConfigError
-from kvtier.hints import Hint
+from kvtier.settings.hints import Hint
 from kvtier.tools.replay.models import kv_bytes_per_token
 from kvtier.tools.replay.study import measure, simulation
 from kvtier.tools.replay.traces import Trace, TraceRequest, write_trace

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from kvtier.hints import Hint
+from kvtier.settings.hints import Hint
 from kvtier.tools.replay.traces import Trace, TraceRequest, write_trace
 from tests.tools.command import run
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import msgspec
 
 from kvtier.config import TierLimits
-from kvtier.hints import IgnoredHints, hint_of
 from kvtier.integrations.vllm import KVTierConnector
 from kvtier.integrations.vllm_options import (
     SecondaryLimits,
@@ -16,6 +15,7 @@ from kvtier.integrations.vllm_options import (
     read_options,
     read_secondary_options,
 )
+from kvtier.settings.hints import IgnoredHints, hint_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "vllm.md").read_text()
 VLLMS_OWN = {"type", "module_path"}  # Fields of a secondary tier that vLLM takes out before the tier sees them.

@@ -8,7 +8,6 @@ import pytest
 from kvtier.backend.keys import OffloadKey
 from kvtier.engine.answers import EventLog
 from kvtier.engine.tier import TierSpec
-from kvtier.hints import Advice, Hint
 from kvtier.integrations.vllm.second_door import TierClient
 from kvtier.integrations.vllm.stats import ObservedTimes, Stats, client_series, tier_metric_definitions
 from kvtier.memory.region import Region
@@ -37,6 +36,7 @@ from kvtier.runner.messages import (
 )
 from kvtier.runner.process import ProcessBridge
 from kvtier.runner.thread import ThreadBridge
+from kvtier.settings.hints import Advice, Hint
 from tests.engine.kit import describe
 
 A, B, C, D = (OffloadKey(bytes([each]) * 36) for each in range(4))

@@ -15,8 +15,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
 
 from kvtier.errors import ConfigError
-from kvtier.hints import Advice, Hint
 from kvtier.policies import Retained, Sessions
+from kvtier.settings.hints import Advice, Hint
 
 DAY_S = 86_400.0
 BURST_SHARE = 4 / 32  # Of a day's write budget, at once;

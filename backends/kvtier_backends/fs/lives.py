@@ -15,8 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from kvtier.backend import Fit, InventoryEvent, OffloadKey, Outcome
-from kvtier.errors import BackendUnavailable, ConfigError, TransferFailed
-from kvtier.remedies import Remedy
+from kvtier.errors import BackendUnavailable, ConfigError, Remedy, TransferFailed
 from kvtier_backends.fs.layout import Layout, Left, OpenTier, left_s, open_tier, until
 
 logger = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from kvtier.backend import (
     in_thread,
 )
 from kvtier.backend.remote import RemoteBackend
-from kvtier.remedies import Remedy
+from kvtier.errors import Remedy
 from kvtier_backends.object.bucket import (
     PAGE_KEYS,
     STORE_ERRORS,

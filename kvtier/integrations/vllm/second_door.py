@@ -16,7 +16,6 @@ from kvtier.engine.requests import PROMOTIONS_MAX, Leases, Position, Request, Se
 from kvtier.engine.tier import LocationMap, Tier, TierSpec
 from kvtier.engine.tier_log import TierLog
 from kvtier.engine.transfers import Operation, Transfers
-from kvtier.hints import RETAIN_S_MAX, Advice, IgnoredHints, hint_of
 from kvtier.memory import let_go_in_forks
 from kvtier.runner.bridge import Bridge
 from kvtier.runner.messages import (
@@ -35,6 +34,7 @@ from kvtier.runner.messages import (
     pack_keys,
     pack_rows,
 )
+from kvtier.settings.hints import RETAIN_S_MAX, Advice, IgnoredHints, hint_of
 
 Chunk = tuple[OffloadKey, int]  # A key and its row.
 

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 
+from kvtier.errors import Remedy
 from kvtier.kvcache.layout.blocks import storage_of
 from kvtier.kvcache.transfer.jobs import Copier, CopyJob, Direction, Finish
 from kvtier.kvcache.transfer.pages import BlockPages, Indices, Mask, Piece, Sides, repeated
 from kvtier.kvcache.transfer.strided import Strided, copy_alike, strided
-from kvtier.remedies import Remedy
 
 BATCH_COPIES_MAX = 8_192  # In one call: its arguments become lists of as many addresses.
 AHEAD = 4  # Transfers begun before the first has ended: the next one's addresses are ready when the device is.

@@ -12,8 +12,8 @@ import msgspec
 import xxhash
 
 from kvtier.errors import TraceError
-from kvtier.hints import IgnoredHints, hint_of
 from kvtier.settings import foreign
+from kvtier.settings.hints import IgnoredHints, hint_of
 from kvtier.tools.replay.traces import TraceRequest, trace_lines
 
 TOKEN_MAX = (1 << 63) - 1

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from kvtier.config import EngineLimits
 from kvtier.errors import ConfigError
-from kvtier.hints import RETAIN_S_MAX, Hint
 from kvtier.policies import HintedOrder, Policy, policy_class
+from kvtier.settings.hints import RETAIN_S_MAX, Hint
 from kvtier.tools.outputs import counted
 from kvtier.tools.replay.traces import BLOCK_TOKENS, TraceRequest
 

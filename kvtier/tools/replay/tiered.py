@@ -15,7 +15,6 @@ from kvtier.engine.answers import LookupResult
 from kvtier.engine.ledger import Ledger, ledger_of
 from kvtier.engine.requests import Request
 from kvtier.errors import ConfigError
-from kvtier.hints import Advice
 from kvtier.memory import PAGE_BYTES
 from kvtier.policies import Retained, Sessions
 from kvtier.runner.messages import (
@@ -31,6 +30,7 @@ from kvtier.runner.messages import (
     pack_keys,
     unpack_keys,
 )
+from kvtier.settings.hints import Advice
 from kvtier.tools.replay.study import OPT, RETAINED_SHARE
 from kvtier.tools.replay.traces import BLOCK_TOKENS, TraceRequest
 

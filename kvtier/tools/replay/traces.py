@@ -28,10 +28,9 @@ from typing import Annotated, Any, BinaryIO, Protocol, cast
 import msgspec
 import zstandard
 
-from kvtier.errors import TraceError
-from kvtier.hints import Hint
-from kvtier.remedies import Remedy
+from kvtier.errors import Remedy, TraceError
 from kvtier.settings import foreign
+from kvtier.settings.hints import Hint
 from kvtier.tools.outputs import replacing
 
 BLOCK_TOKENS = 512  # Mooncake's own; another size is in the meta line.

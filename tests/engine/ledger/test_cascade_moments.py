@@ -8,7 +8,6 @@ import pytest
 from kvtier.backend import make_offload_key
 from kvtier.engine.ledger import LookupResult
 from kvtier.engine.second_use import SEEN_MIN
-from kvtier.hints import Advice, Hint
 from kvtier.runner.messages import (
     Advise,
     Cascade,
@@ -19,6 +18,7 @@ from kvtier.runner.messages import (
     unpack_keys,
     unpack_rows,
 )
+from kvtier.settings.hints import Advice, Hint
 from tests.engine.ledger.bench import Bench, keys_of, names_of
 
 HIT, PENDING, MISS = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS

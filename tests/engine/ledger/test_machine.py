@@ -20,7 +20,6 @@ from kvtier.engine.ledger import LookupResult
 from kvtier.engine.metrics import row_states
 from kvtier.engine.requests import Request
 from kvtier.engine.tier import WHEN_EVICTED, Tier, TierMatcher
-from kvtier.hints import Advice, Hint
 from kvtier.runner.messages import (
     Acknowledge,
     Action,
@@ -37,6 +36,7 @@ from kvtier.runner.messages import (
     unpack_keys,
     unpack_rows,
 )
+from kvtier.settings.hints import Advice, Hint
 from tests.engine.ledger.bench import Bench, keys_of
 
 ROWS = 5

@@ -2,8 +2,8 @@
 
 from kvtier.engine import outbox
 from kvtier.engine.tier import TierMatcher
-from kvtier.hints import Hint
 from kvtier.runner.messages import Advise, RunnerLost
+from kvtier.settings.hints import Hint
 
 
 def test_a_tier_hears_of_a_request_that_is_over(bench):

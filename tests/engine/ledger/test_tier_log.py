@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from kvtier.engine.tier_log import TierLog
-from kvtier.remedies import Remedy
+from kvtier.errors import Remedy
 from kvtier.runner.messages import Answered, Code, Finished, pack_rows
 from tests.engine.ledger.bench import SECONDS, Bench
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from kvtier.hints import Hint
+from kvtier.settings.hints import Hint
 from kvtier.tools.replay.traces import TraceRequest
 
 _OVER = Hint(over=True)

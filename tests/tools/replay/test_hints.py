@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import pytest
 
-from kvtier.hints import Hint
 from kvtier.policies import Density, policy_class
+from kvtier.settings.hints import Hint
 from kvtier.tools.replay.study import Extent, policy_hits
 from kvtier.tools.replay.traces import Trace, TraceRequest, write_trace
 from kvtier.tools.replay.workload import GeneratedTrace, Workload

@@ -10,8 +10,8 @@ from kvtier.config import EngineConfig
 from kvtier.engine.answers import LookupResult
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.engine.steps import Inside
-from kvtier.hints import Hint
 from kvtier.policies import known_policies
+from kvtier.settings.hints import Hint
 from kvtier.testing.virtual_time import VirtualTimeLoop
 from kvtier.tools.replay.study import measure
 from kvtier.tools.replay.tiered import CASCADES, DISK_NAME, CascadeName, TieredStudy, tiered_hits

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import TraceError
-from kvtier.hints import Hint
+from kvtier.settings.hints import Hint
 from kvtier.tools.replay.study import measure
 from kvtier.tools.replay.traces import IDS_MAX, REQUESTS_MIN, Trace, TraceCheck, TraceRequest, write_trace
 from kvtier.tools.replay.workload import GeneratedTrace

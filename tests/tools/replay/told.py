@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from msgspec import structs
 
-from kvtier.hints import Hint
+from kvtier.settings.hints import Hint
 from kvtier.tools.replay.traces import Trace, TraceRequest
 from kvtier.tools.replay.workload import GeneratedTrace
 from tests.tools.replay.oracle import Saying, future, hinted

@@ -20,9 +20,8 @@ from contextlib import suppress
 import msgspec
 
 from kvtier.backend import TierContext
-from kvtier.errors import ConfigError, one_line
+from kvtier.errors import ConfigError, Remedy, one_line
 from kvtier.memory import let_go_in_forks
-from kvtier.remedies import Remedy
 from kvtier_backends.fs.disk import below
 from kvtier_backends.fs.disk.below import lock_file, open_file, permit, unlock_file
 from kvtier_backends.fs.disk.remains import called

@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-from kvtier.remedies import LineLimit, Remedy
+from kvtier.errors import LineLimit, Remedy
 from kvtier_backends.fs.disk import below
 from kvtier_backends.fs.disk.below import ForeignError, open_folder
 

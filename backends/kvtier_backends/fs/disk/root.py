@@ -19,9 +19,8 @@ from contextlib import ExitStack, suppress
 from functools import partial
 
 from kvtier.backend import NAME_BYTES_MAX, NAMINGS, SEGMENTS_SUFFIX, Lanes, TierContext
-from kvtier.errors import BackendUnavailable, ConfigError
+from kvtier.errors import BackendUnavailable, ConfigError, Remedy
 from kvtier.memory import let_go_in_forks, reason
-from kvtier.remedies import Remedy
 from kvtier.settings import foreign
 from kvtier_backends.fs.disk import below
 from kvtier_backends.fs.disk.below import (

@@ -31,9 +31,8 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from kvtier.errors import BackendUnavailable
+from kvtier.errors import BackendUnavailable, Remedy
 from kvtier.memory import PAGE_BYTES, let_go_in_forks
-from kvtier.remedies import Remedy
 from kvtier_backends.fs.disk.below import open_file
 
 logger = logging.getLogger(__name__)

@@ -9,9 +9,8 @@ from functools import partial
 from typing import Literal
 
 from kvtier.backend import FileMapper
-from kvtier.errors import BackendUnavailable, ConfigError
+from kvtier.errors import BackendUnavailable, ConfigError, Remedy
 from kvtier.memory import PAGE_BYTES
-from kvtier.remedies import Remedy
 from kvtier_backends.fs.disk import below
 from kvtier_backends.fs.disk.below import NO_LINK, Reached, open_below
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES, Disk

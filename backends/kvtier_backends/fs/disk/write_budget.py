@@ -14,8 +14,8 @@ from collections.abc import Callable
 from xxhash import xxh3_64_intdigest
 
 from kvtier.backend import Lanes, in_thread
+from kvtier.errors import Remedy
 from kvtier.memory import let_go_in_forks
-from kvtier.remedies import Remedy
 from kvtier.settings import shown_bytes
 from kvtier_backends.fs.disk.below import lock_file, open_file, unlock_file
 

@@ -10,7 +10,7 @@ import os
 from contextlib import suppress
 from enum import Enum
 
-from kvtier.remedies import Remedy
+from kvtier.errors import Remedy
 from kvtier_backends.fs.disk import below
 from kvtier_backends.fs.disk.footer import ChunkFault
 from kvtier_backends.fs.disk.remains import is_absent

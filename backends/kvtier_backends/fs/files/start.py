@@ -12,7 +12,7 @@ from contextlib import suppress
 from itertools import chain
 
 from kvtier.backend import INVENTORY_BATCH_KEYS, read_folder
-from kvtier.remedies import Remedy
+from kvtier.errors import Remedy
 from kvtier_backends.fs.disk import below
 from kvtier_backends.fs.disk.below import believable_ns, list_folder, open_folder
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES

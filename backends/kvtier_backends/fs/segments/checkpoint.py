@@ -27,8 +27,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64
 
 from kvtier.backend import INVENTORY_BATCH_KEYS, FileMapper, OffloadKey
-from kvtier.errors import BackendClosed
-from kvtier.remedies import Remedy
+from kvtier.errors import BackendClosed, Remedy
 from kvtier_backends.fs.counters import Counters
 from kvtier_backends.fs.disk.capacity import Capacity
 from kvtier_backends.fs.disk.footer import SLICE_BYTES

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 
 from kvtier.backend import Write
-from kvtier.remedies import Remedy
+from kvtier.errors import Remedy
 from kvtier_backends.fs.disk.footer import failure
 from kvtier_backends.fs.layout import OpenTier, until
 from kvtier_backends.fs.options import SegmentsOptions

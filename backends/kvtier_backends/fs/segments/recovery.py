@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.backend import INVENTORY_BATCH_KEYS, read_folder
-from kvtier.remedies import Remedy
+from kvtier.errors import Remedy
 from kvtier_backends.fs.disk.below import AHEAD_NS, believable_ns, list_folder
 from kvtier_backends.fs.disk.footer import ChunkFault, Footer, read_footer
 from kvtier_backends.fs.disk.remains import is_absent

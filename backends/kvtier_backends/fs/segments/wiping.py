@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvtier.backend import OffloadKey
-from kvtier.errors import BackendClosed, BackendUnavailable
-from kvtier.remedies import Remedy
+from kvtier.errors import BackendClosed, BackendUnavailable, Remedy
 from kvtier_backends.fs.disk.footer import ChunkFault, frameless
 from kvtier_backends.fs.layout import OpenTier
 from kvtier_backends.fs.options import SegmentsOptions

@@ -15,7 +15,7 @@ from typing import Annotated, Generic, Literal, TypeGuard, TypeVar
 import msgspec
 from msgspec.structs import force_setattr
 
-from kvtier.remedies import Remedy
+from kvtier.errors import Remedy
 
 PRIORITY_MAX = 99
 RETAIN_S_MAX = 86_400.0  # Longer times are cut to this: no chunk is kept forever.
