@@ -93,6 +93,10 @@ class ChunkIndex:
         np.frombuffer(self._idle, np.uint8)[numbers] = 1
         self._idle_count += len(numbers)
 
+    def used_elsewhere(self, number: int, used_at_ns: int) -> None:
+        """Record a use of an idle chunk by another process."""
+        self.used_at_ns[number] = max(self.used_at_ns[number], used_at_ns)
+
     def own(self, number: int) -> None:
         """Take over a chunk that another process had: it is idle from now on."""
         self.foreign.discard(number)

@@ -58,6 +58,14 @@ def test_what_the_scan_finds_is_older_than_what_was_used_since_the_start(index: 
     assert gone_from(index) == [D, C, A, B]
 
 
+def test_a_later_scan_renews_the_chunks_that_other_processes_used(index: FileIndex) -> None:
+    index.scanned([FileEntry(A, 512, 1_000), FileEntry(B, 512, 1_010)])
+    index.scanned([FileEntry(A, 512, 1_100)])
+    index.scan_ended(complete=True)
+    assert [file.key for file in index.unused_since(1_050)] == [B]
+    assert gone_from(index) == [A]
+
+
 def test_a_removal_does_not_reach_what_was_stored_after_it_began(index: FileIndex) -> None:
     index.stored(FileEntry(A, 512))
     index.stored(FileEntry(B, 512))

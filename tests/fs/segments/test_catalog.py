@@ -284,6 +284,17 @@ def test_what_a_call_is_at_does_not_go() -> None:
     assert len(catalog.evict(3, ())) == 2
 
 
+def test_a_chunk_in_use_whose_former_slot_is_outdated_costs_one_slot_only() -> None:
+    catalog = Catalog(None)
+    first, second, third = held(catalog, 3)
+    catalog.free.add(catalog.add(1), 1)
+    (slot,) = catalog.take_free(1)
+    catalog.stored(first, slot, sequence := catalog.next_sequences(1, 1), sequence)
+    with catalog.in_use([first]):
+        assert len(catalog.evict(3, ())) == 2
+    assert [key in catalog for key in (first, second, third)] == [True, False, False]
+
+
 def test_nothing_goes_before_every_footer_was_seen() -> None:
     """An older chunk of the same key may lie where nobody has looked yet."""
     catalog = Catalog(None)

@@ -1,6 +1,7 @@
 """A replaced runner takes over its predecessor's segments once the kernel has released their locks."""
 
 import asyncio
+import errno
 import fcntl
 import json
 import os
@@ -19,6 +20,7 @@ from kvtier.testing.conformance.lender import keys_of, label
 from kvtier_backends.fs import FsBackend, FsOptions
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.segments import start
+from kvtier_backends.fs.segments.folder import SegmentFolder
 from tests.fs.conftest import ROW_BYTES, OpenTier, Place, segments
 
 DEADLINE_S = 20.0
@@ -140,3 +142,28 @@ async def test_a_segment_is_taken_over_as_its_footers_say(
     third = await open_tier(layout="segments", capacity_bytes="4MiB")
     assert await lender.recall(third, keys) == expected
     assert third.counters().corrupt == {}
+
+
+async def test_a_segment_that_could_not_be_opened_at_the_start_is_read_once_it_can_be(
+    open_tier: OpenTier, lender: Lender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = keys_of(20)
+    first = await open_tier(layout="segments", capacity_bytes="1MiB")
+    await lender.keep(first, keys)
+    await first.aclose(DEADLINE_S)
+
+    def fails(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as erring:
+        erring.setattr(SegmentFolder, "open", fails)
+        erring.setattr(SegmentFolder, "unopened_bytes", fails)
+        second = await open_tier(layout="segments", capacity_bytes="1MiB")
+        assert list(await second.probe(keys)) == [False] * 20
+    async with asyncio.timeout(DEADLINE_S):
+        while not all(await second.probe(keys)):
+            await asyncio.sleep(0.02)
+    assert await lender.recall(second, keys) == [label(key) for key in keys]
+    await second.aclose(DEADLINE_S)
+    third = await open_tier(layout="segments", capacity_bytes="1MiB")
+    assert await lender.recall(third, keys) == [label(key) for key in keys]

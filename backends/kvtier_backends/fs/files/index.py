@@ -186,6 +186,7 @@ class FileIndex:
                     self.inventory.added(key)
             elif chunk.loadable:
                 self._measure(number, chunk)
+                self.numbers.used_elsewhere(number, chunk.used_at_ns)
             else:
                 self._forget(number)
                 self._hold_idle(chunk)

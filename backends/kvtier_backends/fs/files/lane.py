@@ -188,7 +188,8 @@ class FileChunks:
                     self._files.tidy(victim.key)
                     gone[victim.key] = 0  # Whoever removed it has had the room.
                 elif found is not None and self._is_used(found, victim, now_ns):
-                    used.append(FileEntry(victim.key, found.allocated_bytes, found.used_at_ns))
+                    used_at_ns = believable_ns(found.used_at_ns, now_ns)
+                    used.append(FileEntry(victim.key, found.allocated_bytes, used_at_ns))
                 else:
                     there_bytes = victim.allocated_bytes if found is None else found.allocated_bytes
                     gone[victim.key] = there_bytes if self._files.remove(victim.key) else 0

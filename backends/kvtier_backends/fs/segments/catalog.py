@@ -9,7 +9,7 @@ neither written nor wiped until its footer has been read. Slots of another proce
 import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from itertools import chain, filterfalse
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,7 +96,8 @@ class Catalog:
         """Give out up to `count` slots of chunks that go for it, and report these as removed."""
         if self.scanning:
             return []  # An older chunk of the same key may lie in a segment that is not read yet.
-        slots = self.index.evict(count, self._keeps, chain(self.in_use, self.outdated.keys()), incoming)
+        outdated = filterfalse(self.in_use.__contains__, self.outdated.keys())
+        slots = self.index.evict(count, self._keeps, chain(self.in_use, outdated), incoming)
         for slot in slots:
             key = self.index.forget(slot)
             self.outdated.mark(slot, key)

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
@@ -10,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.backend import INVENTORY_BATCH_KEYS, read_folder
-from kvtier.errors import Remedy
+from kvtier.errors import LineLimit, Remedy
 from kvtier_backends.fs.disk.below import AHEAD_NS, believable_ns, list_folder
 from kvtier_backends.fs.disk.footer import ChunkFault, Footer, read_footer
 from kvtier_backends.fs.disk.remains import is_absent
@@ -61,6 +62,7 @@ class Recovery:
         self.failed = 0
         """Segments that could not be opened, and folders that could not be listed."""
         self.stopped = False
+        self._lines = LineLimit(time.monotonic)
         self._untouched: list[Segment] = []  # As the checkpoint says.
         self._taken = np.zeros(0, np.uint8)  # By slot: 1 if the checkpoint names a chunk there.
         self._folder = tier.root
@@ -75,7 +77,9 @@ class Recovery:
             names = self._segment_folder.unopened()
         except OSError as error:
             self.failed += 1
-            logger.warning("%s: cannot be listed: %s; see %s", self._folder.chunks, error.strerror, Remedy.UNREADABLE)
+            if self._lines.allows("segments"):
+                where = self._folder.chunks
+                logger.warning("%s: cannot be listed: %s; see %s", where, error.strerror, Remedy.UNREADABLE)
             return
         for name in names:
             if name in known:
@@ -87,7 +91,8 @@ class Recovery:
                     if isinstance(error, FileNotFoundError) and is_absent(self._folder.root_fd, name):
                         continue
                 self.failed += 1
-                logger.warning("%s: cannot be opened: %s; see %s", name, error.strerror, Remedy.UNREADABLE)
+                if self._lines.allows(name):
+                    logger.warning("%s: cannot be opened: %s; see %s", name, error.strerror, Remedy.UNREADABLE)
                 continue
             if isinstance(found, Segment):
                 self.opened.append(found)
@@ -117,12 +122,13 @@ class Recovery:
             names = list_folder(self._folder.root_fd, ".")
         except OSError as error:
             self.failed += 1
-            logger.warning(
-                "%s: what is beside its segments cannot be listed: %s; see %s",
-                self._folder.chunks,
-                error.strerror,
-                Remedy.UNREADABLE,
-            )
+            if self._lines.allows("others"):
+                logger.warning(
+                    "%s: what is beside its segments cannot be listed: %s; see %s",
+                    self._folder.chunks,
+                    error.strerror,
+                    Remedy.UNREADABLE,
+                )
         others = sum(name != self._folder.chunks and read_folder(name) is not None for name in names)
         return Around(taken, measured, others, sweep.removed)
 

@@ -62,9 +62,12 @@ class Room:
         """Held while segments are made or removed."""
         return self._growth.changing
 
-    def begin(self, unusable: Iterable[Unusable]) -> None:
-        """Make segments from now on: all that were there are known, and what lies among them and holds nothing."""
+    def found(self, unusable: Iterable[Unusable]) -> None:
+        """Add files that take room and hold nothing: they go first."""
         self._leftovers.found(unusable)
+
+    def begin(self) -> None:
+        """Make segments from now on: all that were there are known."""
         self._growth.opened.set()
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ own: see `recovery`.
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from kvtier_backends.fs.index import oldest_last
 from kvtier_backends.fs.layout import OpenTier
@@ -45,7 +45,8 @@ class SegmentsStart:
         self._checkpoint_s = tier.options.checkpoint_s
         self._distrusted: set[str] = set()  # Segments that the next start has to read through.
         self._failed = 0
-        self._added = 0  # Opened segments that the catalog knows.
+        self._added = 0  # Opened segments that the catalog knows,
+        self._unusable = 0  # and unusable ones that the room knows.
         self._schedule = CheckpointSchedule(
             tier.capacity, tier.counters, self._checkpoint_bytes_worst, every_s=tier.options.checkpoint_s
         )
@@ -63,7 +64,7 @@ class SegmentsStart:
         self._failed += recovery.failed
         self._add_opened()
         self._count(around)
-        self._room.begin(recovery.unusable)
+        self._room.begin()
         recalled = recovery.recalled() if self._checkpoint_s else iter(())
         while (chunks := await self._lane.run(next, recalled, None)) is not None:
             catalog.recall(chunks)
@@ -91,24 +92,37 @@ class SegmentsStart:
         """
         async with self._room.changing:  # A segment that is just being made would be taken for another process's.
             await self._lane.run(self._recovery.open_all)
-            self._add_opened()
+            for segment in self._add_opened():
+                segment.own = False  # Locked, and not read yet: it is taken over like the others.
             self._count(await self._lane.run(self._recovery.look_around))
         for segment in list(self._segments.all):
-            if not segment.own and (found := await self._lane.run(self._recovery.take_over, segment)) is not None:
-                await self._take_over(segment, found)
+            if not segment.own:
+                async with self._room.changing:  # The part that is known must not be removed for room meanwhile.
+                    await self._take_over(segment)
 
-    async def _take_over(self, segment: Segment, found: Iterator[Seen]) -> None:
-        """Own a segment by what its footers say now. Until all are known, no checkpoint names it."""
+    async def _take_over(self, segment: Segment) -> None:
+        """Own a segment, if its lock is free, by what its footers say now.
+
+        Until all of them are known, no checkpoint names it.
+        """
+        found = await self._lane.run(self._recovery.take_over, segment)
+        if found is None:
+            return
         while (seen := await self._lane.run(next, found, None)) is not None:
             self._catalog.take_over(*seen.looked, seen.held)
             self._note_rest(seen)
         segment.own = True
         logger.info("%s: taken over from a process that has ended", segment.name)
 
-    def _add_opened(self) -> None:
-        for segment in self._recovery.opened[self._added :]:
+    def _add_opened(self) -> Sequence[Segment]:
+        """Add the segments that were opened since the last call, and return them."""
+        opened = self._recovery.opened[self._added :]
+        for segment in opened:
             self._segments.add(segment, self._catalog.add(segment.header.slots))
-        self._added = len(self._recovery.opened)
+        self._added += len(opened)
+        self._room.found(self._recovery.unusable[self._unusable :])
+        self._unusable = len(self._recovery.unusable)
+        return opened
 
     def _count(self, around: Around) -> None:
         """Count what lies around the open segments. As long as that is unknown, it is all that is on the disk."""
