@@ -95,7 +95,7 @@ class Host:
 
     async def page(self, name: str) -> tuple[int, int] | None:
         """Say what the shared page has as used and as promised; None: nobody knows."""
-        page = self._tiers[name]._tier.root.shared_page
+        page = self._tiers[name]._lives.now.tier.root.shared_page
         assert page is not None
         return await asyncio.to_thread(page.taken)
 
