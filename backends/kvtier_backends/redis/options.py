@@ -1,5 +1,6 @@
 """A Redis tier's options: the URL of its servers, the secrets, and the number of requests at once."""
 
+import ipaddress
 import os
 import re
 import ssl
@@ -38,8 +39,8 @@ Prefix = Annotated[str, msgspec.Meta(max_length=PREFIX_BYTES_MAX, pattern=r"^[!-
 
 _TOPOLOGIES: dict[str, Topology] = {"": "servers", "sentinel": "sentinel", "cluster": "cluster"}
 _URL = re.compile(r"(rediss?)(?:\+(sentinel|cluster))?://(?:([^/@]*)@)?([^/@]+)(?:/(.*))?", re.DOTALL)
-_SOCKET = re.compile(r"unix://(?:([^/@]*)@)?(/[^?]+)(?:\?db=([0-9]+))?", re.DOTALL)
-_WORD = re.compile(r"[^\s:/?#@=,;&\0]+")  # A user or a primary. Other programs write passwords behind these characters.
+_SOCKET = re.compile(r"unix://(?:([^/@]*)@)?(/[^?]+)(?:\?db=([0-9]{1,9}))?", re.DOTALL)
+_WORD = re.compile(r"[^\s:/?#@=,;&%\0]+")  # A user or a primary. Passwords of other programs follow these characters.
 _DB = re.compile(r"[0-9]{1,9}")
 
 
@@ -243,8 +244,13 @@ def _password(line: bytes, where: str) -> str:
 def _word(given: str | None, what: str) -> str | None:
     if given is None or _WORD.fullmatch(given):
         return given
-    if ":" in given:
+    if ":" in given or "%3a" in given.lower():
         raise ConfigError("url: a password given, none accepted: password_file or password_env has it")
+    if "%" in given:  # The password is never decoded, either.
+        raise ConfigError(
+            f"url: its {what} has a '%', none accepted: nothing is percent-decoded, so write the name as the server "
+            "has it, without punctuation"
+        )
     raise ConfigError(f"url: its {what} is no name without punctuation")
 
 
@@ -272,9 +278,16 @@ def _address(text: str, place: int, port: int) -> Address:
     if not colon or text.endswith("]") or (text.count(":") > 1 and not text.startswith("[")):
         host, number = text, str(port)
     name = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if (address := told_address(name, number)) is None:
+    address = told_address(name, number)
+    if address is None or (set(name) & set(":%") and not _is_ipv6(name)):  # Not `host:6379:secret`.
         raise ConfigError(f"url: server {place} of it is no 'host:port'; {ACCEPTED}")
     return address
+
+
+def _is_ipv6(name: str) -> bool:
+    with suppress(ValueError):
+        return bool(ipaddress.IPv6Address(name.partition("%")[0]))
+    return False
 
 
 def _is_host(name: str) -> bool:
