@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -239,6 +240,26 @@ async def test_a_successor_gives_way_to_whoever_took_the_root_at_the_same_moment
         tier = await FsBackend.open(options, context)
         assert json.loads(lock_of(root))["process"] != said["process"]
         await tier.aclose(DEADLINE_S)
+
+
+async def test_a_successor_takes_the_root_if_its_predecessor_lets_go_at_the_same_moment(
+    root: Path, hold, mapper: FileMapper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A predecessor whose start fails removes its file."""
+    hung = hold(engine=ENGINE)
+    hung.send_signal(signal.SIGSTOP)
+    temporary_name = owner.temporary_name
+
+    def race(*args: Any) -> str:
+        (root / owner.OWNER).unlink()
+        monkeypatch.setattr(owner, "temporary_name", temporary_name)
+        return temporary_name(*args)
+
+    monkeypatch.setattr(owner, "temporary_name", race)
+    context = TierContext("0:fs", mapper, ROW_BYTES, engine=ENGINE)
+    tier = await FsBackend.open(FsOptions(root=str(root)), context)
+    assert json.loads(lock_of(root))["pid"] == ENGINE.pid
+    assert await tier.aclose(DEADLINE_S) == (0,)
 
 
 async def test_two_engines_of_one_process_are_two(root: Path, mapper: FileMapper, hold) -> None:

@@ -198,11 +198,15 @@ class RootOwner:
     def _replace(self, predecessor: Holder) -> bool:
         """Put a file of ours in the place of the one that our predecessor has locked.
 
-        False if another successor came later. Raises `ConfigError` if the predecessor has ended meanwhile and another
-        tier has its file: that one is the owner, and finds its file removed when it next looks.
+        False if another successor came later, or if the predecessor has removed its file. Raises `ConfigError` if the
+        predecessor has ended meanwhile and another tier has its file: that one is the owner, and finds its file removed
+        when it next looks.
         """
         name = temporary_name(Writer.this_process())
-        former = open_file(self._root_fd, OWNER)
+        try:
+            former = open_file(self._root_fd, OWNER)
+        except FileNotFoundError:
+            return False
         try:
             self._put_in_place(name)
             holder = _content_of(former)
