@@ -195,7 +195,7 @@ class Inbox:
     ) -> None:
         tier, request = transfer.tier, transfer.request
         tier.loading -= len(transfer.keys)
-        tier.heard_at = now
+        tier.hear(transfer, now)
         tier.counters.loaded += len(moved)
         published = self._primary.publish(moved)
         self._events.add(EventKind.STORED, PRIMARY_NAME, published)

@@ -218,7 +218,8 @@ class Ledger:
             self._end_probes(key, sources.late, search)
         if sources.having:
             source, *others = sources.having
-            return self._promote(key, source, request, alternatives=bool(others or sources.silent))
+            alternatives = bool(others or sources.silent)
+            return self._promote(key, source, request, sources.too_slow, alternatives=alternatives)
         if sources.silent and self._probe(key, sources.silent, request):
             return RETRY
         if sources.too_slow:
@@ -241,7 +242,7 @@ class Ledger:
 
     def _try_or_decline(self, key: OffloadKey, too_slow: Sequence[Tier], request: Request) -> LookupResult:
         """Promote a key behind others of the request, or as a trial of its tier; else the request computes it."""
-        for tier in too_slow:
+        for tier in sorted(too_slow, key=lambda each: each.tried_at):
             if request in self.loads.wanted or self.loads.may_try(tier, request, self._now):
                 return self._promote(key, tier, request)
         self.loads.decline((key,), too_slow[0], request, self._now)
@@ -265,7 +266,15 @@ class Ledger:
                 tier.counters.drop("asking", 1)
         return asks
 
-    def _promote(self, key: OffloadKey, tier: Tier, request: Request, *, alternatives: bool = False) -> LookupResult:
+    def _promote(
+        self,
+        key: OffloadKey,
+        tier: Tier,
+        request: Request,
+        too_slow: Sequence[Tier] = (),
+        *,
+        alternatives: bool = False,
+    ) -> LookupResult:
         """Reserve and lease a row for a key that a tier has. Without one it is a miss, or RETRY in a `Turn`.
 
         The hits before it are leased first: a prefix that exceeds the share keeps its leading part.
@@ -285,7 +294,7 @@ class Ledger:
         search = request.search
         search.promotions[key] = search.promotions.get(key, 0) + 1
         search.sources[key] = tier.index
-        self.loads.want(key, tier, request, alternatives=alternatives)
+        self.loads.want(key, tier, request, too_slow, alternatives=alternatives)
         if self.writeback.active:
             self.writeback.promoted(key, tier.spec, request)
         return self._wait_for(key, request)

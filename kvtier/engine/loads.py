@@ -4,7 +4,8 @@ A look-up reserves the row. At the step's end, when all that a request wants is 
 `worth`. A load is queued once, after that. A declined one gives its row back, and the request computes.
 
 A tier whose loads are declined shows nothing. So once a second a few declined chunks are loaded for no request, to see
-whether the tier has become faster.
+whether the tier has become faster. A tier that is passed over, while another one loads, is tried with a prompt's last
+chunks; the request computes these.
 """
 
 import math
@@ -52,21 +53,27 @@ class Loads:
 
     # Within a look-up.
 
-    def want(self, key: OffloadKey, tier: Tier, request: Request, *, alternatives: bool = False) -> None:
+    def want(
+        self,
+        key: OffloadKey,
+        tier: Tier,
+        request: Request,
+        too_slow: Sequence[Tier] = (),
+        *,
+        alternatives: bool = False,
+    ) -> None:
         """Load a key from a tier into the row that is reserved for it, if that is worth it at the step's end.
 
-        `alternatives`: a further tier has the key, or has not answered yet.
+        `too_slow` were passed over for it. `alternatives`: a further tier has the key, or has not answered yet.
         """
         tier.breaker.take()
         if not (request.weighed and self._worth.token_s):
             self._queue_batch((key,), tier, request)
             return
         runs = self.wanted.setdefault(request, [])
-        if runs and (last := runs[-1]).tier is tier and last.end == request.found:
-            last.keys.append(key)
-            last.alternatives = last.alternatives or alternatives
-        else:
-            runs.append(LoadRun(tier, request.found, key, alternatives=alternatives))
+        if not runs or runs[-1].tier is not tier or runs[-1].end != request.found:
+            runs.append(LoadRun(tier, request.found))
+        runs[-1].append(key, too_slow, alternatives=alternatives)
 
     def may_try(self, tier: Tier, request: Request, now: float) -> bool:
         """Return True if a request is to try a tier that is too slow; one request a step, so that few rows wait."""
@@ -174,6 +181,8 @@ class Loads:
         left = runs[len(kept) :]
         if left and waits:
             return self._undo(runs, request)
+        if not (left or waits):
+            self._try_passed(kept[-1], request, costs=True)
         self._queue_runs(kept, request)
         if choice.computing_s:
             late_at = self._now + self._worth.wait_max_s(choice.computing_s)
@@ -207,6 +216,7 @@ class Loads:
 
     def _decline_runs(self, runs: Sequence[LoadRun], request: Request) -> list[OffloadKey]:
         """Let a request compute these runs; return the keys that are not loaded."""
+        self._try_passed(runs[-1], request, costs=False)
         declined: dict[Tier, list[OffloadKey]] = {}
         for run in runs:
             declined.setdefault(run.tier, []).extend(run.keys)
@@ -221,14 +231,41 @@ class Loads:
         """Load the first declined keys for no request, if it is time to try the tier; return how many."""
         if self._ahead.get(tier):
             return 0
-        keys = declined[: self._worth.trial_chunks(tier, len(declined), self._now)]
-        if keys:
-            request.leased_hits = request.found  # The step's end leases none of them to it.
-            for key in keys:
-                self._leases.end(self._primary.filling[key], request)
-            self._queue_batch(keys, tier, None)
-            tier.counters.explored += len(keys)
-        return len(keys)
+        chunks = self._worth.trial_chunks(tier, len(declined), len(declined), self._now)
+        if chunks:
+            self._load_for_none(declined[:chunks], tier, request)
+        return chunks
+
+    def _try_passed(self, run: LoadRun, request: Request, *, costs: bool) -> None:
+        """Take the last keys off a request's last run and load them for no request, if it is time to try another tier.
+
+        The request computes them; at least half of the run stays. `costs`: the run is about to be loaded. Then nothing
+        that the request has found may come after it, and a leading part must be of use by itself.
+        """
+        if not run.too_slow:
+            return
+        if costs and (run.end < request.found or request.tokens_found(self._worth.chunk_tokens) is not None):
+            return
+        for tier in run.too_slow:
+            if self._ahead.get(tier):
+                continue
+            most = min(run.common, len(run.keys) // 2, tier.admits(self._now))
+            chunks = self._worth.trial_chunks(tier, len(run.keys), most, self._now, costs=costs)
+            if chunks:
+                keys = run.cut(chunks)
+                for key in keys:
+                    request.search.decline(key)
+                tier.breaker.take(chunks)
+                self._load_for_none(keys, tier, request)
+                return
+
+    def _load_for_none(self, keys: Sequence[OffloadKey], tier: Tier, request: Request) -> None:
+        """Load keys as a trial; the request that has looked them up does not hold their rows."""
+        request.leased_hits = request.found  # The step's end leases none of them to it.
+        for key in keys:
+            self._leases.end(self._primary.filling[key], request)
+        self._queue_batch(keys, tier, None)
+        tier.counters.explored += len(keys)
 
     def _abandon(self, keys: Sequence[OffloadKey]) -> None:
         for key in keys:

@@ -203,6 +203,7 @@ class LateLoad(NamedTuple):
 
     size_bytes: int
     seconds: float
+    worth_bytes: int = 0  # Loads of up to this size have been faster than computing since.
 
 
 class Trial(NamedTuple):
@@ -230,7 +231,8 @@ class Tier:
         self.speed: Speed | None = None  # As the runner last saw it.
         self.late: LateLoad | None = None  # Until a load of its kind is faster than computing.
         self.probe_latency_s = 0.0  # Of its last probe.
-        self.heard_at = 0.0  # When a load last ended, or a trial began.
+        self.heard_at = 0.0  # When a load last ended.
+        self.tried_at = 0.0  # When a trial last began or ended, or a load that shows as much as one.
         self.trial: Trial | None = None  # The last one that has ended.
         self.storing: set[OffloadKey] = set()  # Queued or in flight.
         self.raced: set[OffloadKey] = set()  # Those reported removed meanwhile: before the store, or after it?
@@ -255,15 +257,16 @@ class Tier:
             return 0
         return ALL if self.breaker.state is CLOSED else self.breaker.admits(now)  # Inlined: runs for every look-up.
 
-    def slowdown(self, now: float) -> float:
-        """Return how many times slower than its speed the tier is now.
+    def slowdown(self, size_bytes: int, now: float) -> float:
+        """Return how many times slower than its speed the tier is now for a load of this size.
 
         The oldest load in flight shows it: nothing has come for longer than that load should have taken. After a load
-        that was slower than computing, the tier counts as slow as that one was, until others show that it is not.
+        that was slower than computing, the tier counts as slow as that one was, until others show that it is not: for
+        loads of up to their size.
         """
-        first, lag = next(iter(self.loads.values()), None), 1.0
-        if self.late is not None and self.speed is not None:
-            lag = max(1.0, self.late.seconds / self.speed.seconds(self.late.size_bytes))
+        first, late, lag = next(iter(self.loads.values()), None), self.late, 1.0
+        if late is not None and self.speed is not None and size_bytes > late.worth_bytes:
+            lag = max(1.0, late.seconds / self.speed.seconds(late.size_bytes))
         if first is None or not first.expected_s:
             return lag
         return max(lag, (now - max(first.sent_at, self.heard_at)) / first.expected_s)
@@ -279,13 +282,20 @@ class Tier:
 
         One surprise changes the speed little, but a load slower than computing has cost its request time. So it is
         remembered, until one of its kind is faster than computing. Few chunks say nothing of many: a call may cost
-        what it did, and only its bytes take longer.
+        what it did, and only its bytes take longer. They show that loads of up to their size are worth it.
         """
-        late = self.late
+        size_bytes, late = load.size_bytes, self.late
         if load.given_up or (load.request is not None and seconds > load.computing_s):
-            self.late = LateLoad(load.size_bytes, seconds)
-        elif late is not None and seconds <= load.computing_s and load.size_bytes * LIKE_TIMES >= late.size_bytes:
-            self.late = None
+            self.late = LateLoad(size_bytes, seconds)
+        elif late is not None and seconds <= load.computing_s:
+            alike = size_bytes * LIKE_TIMES >= late.size_bytes
+            self.late = None if alike else late._replace(worth_bytes=max(size_bytes, late.worth_bytes))
+
+    def hear(self, load: Expected, now: float) -> None:
+        """Record that a load has ended. One that is known to be worth it does not postpone a trial of larger ones."""
+        self.heard_at = now
+        if load.request is None or self.late is None or load.size_bytes > self.late.worth_bytes:
+            self.tried_at = now
 
     def answer(self, key: OffloadKey, known: int, now: float) -> bool | None:
         """Return whether the tier has the key; None if it must be probed. `known` is 0 unless it is on record."""

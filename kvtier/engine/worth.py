@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from kvtier.backend import OffloadKey
-from kvtier.engine.prefill import PrefillSpeed
+from kvtier.engine.prefill import EXPLORE_SHARE, PrefillSpeed
 from kvtier.engine.tier import Tier
 
 TRIAL_CHUNKS = 2  # Of the first trial of a declined tier,
@@ -21,13 +21,28 @@ TRIAL_EVERY_S = 1.0
 class LoadRun:
     """Neighbouring keys that a request wants from one tier."""
 
-    __slots__ = ("alternatives", "keys", "start", "tier")
+    __slots__ = ("alternatives", "common", "keys", "start", "tier", "too_slow")
 
-    def __init__(self, tier: Tier, start: int, key: OffloadKey, *, alternatives: bool) -> None:
+    def __init__(self, tier: Tier, start: int) -> None:
         self.tier = tier
         self.start = start  # Place of the first key among all that the request has found in the step.
-        self.keys = [key]
-        self.alternatives = alternatives  # A further tier has some of it, or has not answered yet.
+        self.keys: list[OffloadKey] = []
+        self.alternatives = False  # A further tier has some of it, or has not answered yet.
+        self.too_slow: Sequence[Tier] = ()  # Were passed over for its last keys,
+        self.common = 0  # for this many of them.
+
+    def append(self, key: OffloadKey, too_slow: Sequence[Tier], *, alternatives: bool) -> None:
+        self.keys.append(key)
+        self.alternatives = self.alternatives or alternatives
+        if too_slow != self.too_slow:
+            self.too_slow, self.common = too_slow, 0
+        self.common += 1
+
+    def cut(self, chunks: int) -> Sequence[OffloadKey]:
+        """Remove the last keys and return them."""
+        gone = self.keys[-chunks:]
+        del self.keys[-chunks:]
+        return gone
 
     @property
     def end(self) -> int:
@@ -84,7 +99,8 @@ class Worth:
         """
         if tier.speed is None:
             return math.inf if tier.loading else 0.0
-        return tier.speed.seconds(self.size_bytes(tier, chunks)) * tier.slowdown(now)
+        size_bytes = self.size_bytes(tier, chunks)
+        return tier.speed.seconds(size_bytes) * tier.slowdown(size_bytes, now)
 
     def size_bytes(self, tier: Tier, chunks: int) -> int:
         """Return the bytes of `chunks`, and of those that the tier has in flight."""
@@ -128,18 +144,24 @@ class Worth:
         return self._prefill.explores(choice.computing_s / self.token_s, choice.computing_s - choice.seconds, now)
 
     def trial_due(self, tier: Tier, now: float) -> bool:
-        """Return True if a declined tier is to be tried again."""
-        return not tier.loading and now - tier.heard_at >= TRIAL_EVERY_S
+        """Return True if a tier that was declined or passed over is to be tried again."""
+        return not tier.loading and now - tier.tried_at >= TRIAL_EVERY_S
 
-    def trial_chunks(self, tier: Tier, declined: int, now: float) -> int:
-        """Return how many of a request's declined chunks to load as a trial; 0 if none is due.
+    def trial_chunks(self, tier: Tier, wanted: int, most: int, now: float, *, costs: bool = False) -> int:
+        """Return how many chunks to load from a tier as a trial, up to `most`; 0 if none is due.
 
-        Few chunks show what a call costs, and many what their bytes cost. A tier for which many are a burden shows it
-        with fewer.
+        `wanted`: the chunks that a request would load from it. Few chunks show what a call costs, and many what their
+        bytes cost. A tier on which many are a burden gets fewer. `costs`: the request computes them, although another
+        tier would load them. Then trials wait, so that they take a small share of the time.
         """
         if not self.trial_due(tier, now):
             return 0
-        last, tier.trial, tier.heard_at = tier.trial, None, now
-        if last is None or last.seconds >= declined * self.chunk_s:
-            return TRIAL_CHUNKS
-        return TRIAL_GROWTH * last.chunks
+        last, chunks = tier.trial, TRIAL_CHUNKS
+        if last is not None and last.seconds < wanted * self.chunk_s:
+            chunks = TRIAL_GROWTH * last.chunks
+        chunks = min(chunks, most)
+        if costs and now - tier.tried_at < chunks * self.chunk_s / EXPLORE_SHARE:
+            return 0
+        if chunks:
+            tier.trial, tier.tried_at = None, now
+        return chunks

@@ -65,6 +65,7 @@ class SpeedMeter:
             self._learn(self._moved_bytes - begun.moved_bytes, max(LEAST_S, now - begun.at), now)
 
     def _learn(self, size: int, seen: float, now: float) -> None:
+        size = max(1, size)  # The fit divides by the sizes.
         predicted = seen if self.speed is None else self.speed.seconds(size)
         seen = min(max(seen, predicted / SURPRISE_MAX), predicted * SURPRISE_MAX)
         kept = KEPT * 0.5 ** ((now - self._learned_at) / HALF_LIFE_S)

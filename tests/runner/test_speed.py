@@ -90,7 +90,15 @@ def test_a_load_that_did_not_move_all_is_ignored() -> None:
     assert meter.speed is None
 
 
-@given(st.lists(st.tuples(st.integers(1, 1 << 40), st.floats(0.0, 1e4)), max_size=40))
+def test_a_load_of_no_bytes_counts_as_one_of_a_byte() -> None:
+    meter = SpeedMeter()
+    for now in range(3):
+        meter.end_load(meter.begin_load(now), 0, now + 0.5)
+    assert meter.speed is not None
+    assert meter.speed.seconds(1) == pytest.approx(0.5)
+
+
+@given(st.lists(st.tuples(st.integers(0, 1 << 40), st.floats(0.0, 1e4)), max_size=40))
 def test_whatever_is_seen_no_factor_is_below_zero_and_every_prediction_is_a_time(seen: list[tuple[int, float]]) -> None:
     meter, now = SpeedMeter(), 0.0
     for size, seconds in seen:

@@ -421,6 +421,79 @@ def test_one_load_that_took_longer_than_computing_is_enough_though_it_was_not_gi
     assert bench.lookup("def", request) == [MISS] * 3, "the trial had no request"
 
 
+def late_for_large_loads(tier: Callable[..., Bench]) -> Bench:
+    """Make a ledger whose tier holds a to z; it was late with twelve chunks and is fast again with two."""
+    bench = tier(rows=32)
+    bench.holds("ghijklmnopqrstuvwxyz")
+    bench.takes(0.1, 0.1)
+    bench.lookup("abcdefghijkl")
+    bench.finish_all(bench.step(13.0), seconds=13.0)
+    bench.step(TRIAL_EVERY_S)
+    bench.lookup("mno")
+    sent = bench.step()
+    assert loads(sent) == {0: "mn"}
+    bench.finish_all(sent, seconds=0.3)
+    return bench
+
+
+def test_small_loads_that_are_fast_again_are_used_while_large_ones_are_not_known_to_be(
+    tier: Callable[..., Bench],
+) -> None:
+    bench = late_for_large_loads(tier)
+    bench.lookup("op", bench.request("small"))
+    sent = bench.step()
+    assert loads(sent) == {0: "op"}, "as many as were tried"
+    bench.finish_all(sent, seconds=0.3)
+    large = bench.request("large")
+    bench.lookup("qrs", large)
+    bench.step()
+    assert bench.lookup("qrs", large) == [MISS] * 3
+    for names in ("t", "uv"):
+        bench.lookup(names)
+        sent = bench.step()
+        assert loads(sent) == {0: names}, "a smaller one changes nothing"
+        bench.finish_all(sent, seconds=0.3)
+
+
+def test_small_loads_that_are_fast_do_not_postpone_the_trial_of_large_ones(tier: Callable[..., Bench]) -> None:
+    bench = late_for_large_loads(tier)
+    bench.step(TRIAL_EVERY_S)
+    bench.lookup("op", bench.request("small"))
+    bench.finish_all(bench.step(), seconds=0.3)
+    bench.lookup("qrstuvwxyz", bench.request("large"))
+    sent = bench.step()
+    assert loads(sent) == {0: "qrstuvwx"}
+    bench.finish_all(sent, seconds=0.9)
+    assert bench.ledger.tiers[0].late is None
+
+
+def test_a_trial_that_took_longer_than_computing_is_followed_by_a_small_one(tier: Callable[..., Bench]) -> None:
+    bench = tier(rows=32)
+    bench.holds("ghijklmnopqrstuvwxyz")
+    bench.takes(100.0, 0.0)
+    for names, tried, seconds in [
+        ("abcdefghijkl", "ab", 0.3),
+        ("cdefghijklmn", "cdefghij", 12.0),
+        ("klmnopqrstuv", "kl", 0.3),
+    ]:
+        bench.step(TRIAL_EVERY_S)
+        bench.lookup(names)
+        sent = bench.step()
+        assert loads(sent) == {0: tried}
+        bench.finish_all(sent, seconds=seconds)
+
+
+def test_a_tier_that_loads_the_leading_part_is_not_tried_with_the_declined_rest(tier: Callable[..., Bench]) -> None:
+    bench = tier(tiers=2, rows=32)
+    bench.holds("gh", tier=1)
+    bench.holds("ij")
+    bench.takes(0.1, 0.1)
+    bench.takes(100.0, 0.0, tier=1)
+    bench.step(TRIAL_EVERY_S)
+    bench.lookup("abcdefghij")
+    assert loads(bench.step()) == {0: "abcdef", 1: "gh"}, "gh is the other tier's trial"
+
+
 def test_a_load_of_its_kind_that_is_faster_than_computing_makes_up_for_a_late_one(tier: Callable[..., Bench]) -> None:
     bench = tier()
     bench.holds("ghij")
@@ -666,6 +739,139 @@ def test_a_request_that_may_not_load_from_the_other_tier_does_not_ask_it(
     bench.lookup("abc", request)
     assert bench.step() == []
     assert bench.lookup("abc", request) == [MISS] * 3
+
+
+@SLOW
+def test_a_tier_that_is_never_chosen_is_tried_now_and_then(
+    both: Callable[..., Bench], fixed_s: float, chunk_s: float
+) -> None:
+    """With the last chunks of a prompt, which are computed meanwhile: it may have become faster."""
+    bench = both()
+    bench.takes(fixed_s, chunk_s)
+    bench.takes(0.1, 0.1, tier=1)
+    bench.step(TRIAL_EVERY_S)
+    assert loads(chosen(bench, "abcdef")) == {1: "abcdef"}, "two computed chunks are a hundredth of a longer time"
+    bench = both()
+    bench.takes(fixed_s, chunk_s)
+    bench.takes(0.1, 0.1, tier=1)
+    bench.step(100 * TRIAL_CHUNKS)
+    request = bench.request()
+    sent = chosen(bench, "abcdef", request)
+    assert loads(sent) == {1: "abcd", 0: "ef"}
+    assert bench.ledger.leases.rows == 4, "the trial's rows are leased to no request"
+    assert bench.lookup("abcdef", request) == [HIT_PENDING] * 4 + [MISS] * 2
+    bench.finish_all(sent)
+    assert bench.lookup("abcdef", request) == [HIT] * 6, "chunks that have come meanwhile are hits"
+    assert bench.ledger.tiers[0].counters.explored == TRIAL_CHUNKS
+    assert bench.ledger.tiers[0].counters.hits == 0
+    bench.ledger.finish(request)
+    bench.step()
+    assert bench.settled()
+
+
+@pytest.mark.parametrize(
+    ("ends", "sent"),
+    [((1, 2, 3, 4, 5, 6), {1: "abcd", 0: "ef"}), ((6, 5, 4, 3, 2, 1), {1: "abcdef"})],
+    ids=["in prefix order", "of which only the last tokens are needed"],
+)
+def test_a_tier_is_tried_next_to_another_where_a_leading_part_is_of_use(
+    both: Callable[..., Bench], ends: Sequence[int], sent: dict[int, str]
+) -> None:
+    bench = both()
+    bench.takes(100.0, 0.0)
+    bench.takes(0.1, 0.1, tier=1)
+    bench.step(100 * TRIAL_CHUNKS)
+    places = dict(zip(bench.keys("abcdef"), ends, strict=True))
+    assert loads(chosen(bench, "abcdef", bench.request(position=places.__getitem__))) == sent
+
+
+def never_chosen(bench: type[Bench], names: str = "abcdef") -> Bench:
+    """Make a ledger whose first tier holds `names` and is due for a trial; its second holds a to f and is fast."""
+    made = bench(16, 3, computing_s=1.0)
+    made.knows_all(0)
+    made.knows_all(1)
+    made.holds(names)
+    made.holds("abcdef", tier=1)
+    made.takes(0.0, 100.0)
+    made.takes(0.1, 0.1, tier=1)
+    made.step(100 * TRIAL_CHUNKS)
+    return made
+
+
+def test_a_tier_is_tried_with_the_chunks_that_it_holds(bench: type[Bench]) -> None:
+    made = never_chosen(bench, "f")
+    made.knows_all(2)
+    made.lookup("abcdef")
+    assert loads(made.step()) == {1: "abcde", 0: "f"}
+
+
+def test_no_tier_is_tried_with_chunks_that_others_in_the_primary_follow(bench: type[Bench]) -> None:
+    made = never_chosen(bench)
+    made.knows_all(2)
+    made.stored_alone("g")
+    made.lookup("abcdefg")
+    assert loads(made.step()) == {1: "abcdef"}
+
+
+def test_no_tier_is_tried_while_a_probe_may_find_further_chunks(bench: type[Bench]) -> None:
+    made = never_chosen(bench)
+    assert made.lookup("abcdefg") == [HIT_PENDING] * 6 + [RETRY]
+    assert loads(made.step()) == {1: "abcdef"}
+
+
+def test_a_trial_counts_against_a_half_open_breaker(bench: type[Bench]) -> None:
+    made = never_chosen(bench)
+    made.knows_all(2)
+    first = made.ledger.tiers[0]
+    first.breaker.trip(made.now)
+    made.step(first.spec.breaker_cooldown_s)
+    made.lookup("abcdef")
+    assert loads(made.step()) == {1: "abcd", 0: "ef"}
+    assert first.admits(made.now) == 0
+
+
+def test_a_tier_that_is_passed_over_is_tried_where_the_others_are_too_slow_too(both: Callable[..., Bench]) -> None:
+    bench = both()
+    bench.takes(100.0, 0.0)
+    bench.takes(100.0, 0.0, tier=1)
+    bench.step(TRIAL_EVERY_S)
+    request = bench.request()
+    sent = chosen(bench, "abcdef", request)
+    assert loads(sent) == {0: "ef", 1: "ab"}
+    assert bench.lookup("abcdef", request) == [MISS] * 6
+    bench.finish_all(sent)
+    bench.step()
+    assert bench.settled()
+
+
+def test_tiers_that_are_declined_at_once_are_tried_in_turn(both: Callable[..., Bench]) -> None:
+    bench = both()
+    bench.takes(0.0, 100.0)
+    bench.takes(0.0, 100.0, tier=1)
+    bench.step(TRIAL_EVERY_S)
+    tried: list[int] = []
+    for names in ("ab", "cd"):
+        bench.lookup(names)
+        sent = bench.step(TRIAL_EVERY_S)
+        tried += loads(sent)
+        bench.finish_all(sent)
+        bench.step(TRIAL_EVERY_S)
+    assert tried == [0, 1]
+
+
+def test_a_prompt_is_loaded_whole_while_the_breaker_of_the_tier_passed_over_is_open(
+    both: Callable[..., Bench],
+) -> None:
+    bench = both()
+    bench.takes(100.0, 0.0)
+    bench.takes(0.1, 0.1, tier=1)
+    bench.step(100 * TRIAL_CHUNKS)
+    request = bench.request()
+    bench.lookup("abcdef", request)
+    assert bench.step() == []
+    bench.lookup("abcdef", request)
+    bench.ledger.tiers[0].breaker.trip(bench.now)
+    assert loads(bench.step()) == {1: "abcdef"}
 
 
 def test_without_weighing_the_first_tier_that_has_it_loads(both: Callable[..., Bench]) -> None:
