@@ -484,6 +484,13 @@ def test_what_a_request_keeps_out_at_its_end_counts_as_never_seen(careful):
     assert sent(careful.step()) == [(0, "a")]
 
 
+def test_what_was_forgotten_counts_as_never_seen(careful):
+    careful.store("ab")
+    assert careful.ledger.forget(keys_of("ab")) == 2
+    careful.store("ab")
+    assert sent(careful.step()) == []
+
+
 def told(actions):
     advice = [action.advice() for action in actions if isinstance(action, Advise)]
     return [names_of(each.keys) for each in advice if each.kind == "demote"]
@@ -563,3 +570,60 @@ def test_what_a_request_used_and_a_tier_lost_is_not_kept_out_by_it(evicting):
     lose(engine, "a")
     over(engine, request, NOTHING)
     assert written_at_the_end(engine) == "a"
+
+
+def test_what_a_tier_lost_after_its_request_kept_it_out_is_not_written_again(evicting):
+    engine = evicting(rows=1)
+    request = engine.request()
+    engine.store("a", request)
+    engine.finish_all(engine.step())
+    over(engine, request, NOTHING)
+    lose(engine, "a")
+    assert written_at_the_end(engine) == ""
+
+
+def test_what_a_tier_had_before_and_lost_is_not_written_for_a_request_that_keeps_its_own_out(evicting):
+    engine = evicting()
+    engine.holds("a")
+    request = engine.request()
+    request.hint = Hint(no_store=True)
+    engine.store("a", request)
+    lose(engine, "a")
+    assert written_at_the_end(engine) == ""
+
+
+def test_what_a_tier_had_before_and_lost_is_not_written_if_its_request_does_not_allow_the_tier(evicting):
+    engine = evicting()
+    engine.holds("a")
+    engine.stored_alone("a")
+    lose(engine, "a")
+    assert written_at_the_end(engine) == ""
+
+
+def test_a_request_keeps_out_no_later_chunk_of_its_rows(evicting):
+    engine = evicting(rows=1)
+    request, other = engine.request(), engine.request("other")
+    engine.store("a", request)
+    engine.finish_all(engine.step())
+    engine.holds("x")
+    engine.lookup("x", other)
+    engine.finish_all(engine.step())
+    engine.load("x", other)
+    engine.load("x", request)
+    lose(engine, "x")
+    over(engine, request, NOTHING)
+    assert written_at_the_end(engine) == "x"
+
+
+def test_a_forgotten_chunk_whose_row_is_lent_is_written_to_no_other_tier(evicting, bench):
+    engine = evicting(ahead_rows=2, tiers=[bench.spec("busy", cascade="evict", store_chunks_max=1)])
+    engine.store("abcd")
+    first, second = engine.step()
+    assert sent([first, second]) == [(0, "cd"), (1, "d")]
+    assert engine.ledger.forget(keys_of("c")) == 0
+    engine.finish(second)
+    lose(engine, "c", 1)
+    assert sent(engine.step()) == []
+    engine.finish(first)
+    engine.step()
+    assert engine.ready() == "abd"
