@@ -51,10 +51,7 @@ def main(trace_name: str = "generated") -> None:
     extent = measure(trace)
     capacity = extent.capacity(CACHE_SHARE)
     print(f"{extent.requests:,} requests, a cache of {capacity:,} of {extent.unique_blocks:,} blocks")
-    compared: list[type[Policy[int]]] = [
-        AnyOfThem,
-        *map(policy_class, ("fifo", "lru", "s3fifo", "arc", "density")),
-    ]
+    compared: list[type[Policy[int]]] = [AnyOfThem, *map(policy_class, ("fifo", "lru", "s3fifo", "arc", "density"))]
     for cls in compared:
         hits = sum(policy_hits(trace, cls(capacity), capacity))
         print(f"{cls.__name__:>10}  hit ratio {extent.hit_ratio(hits):.4f}")

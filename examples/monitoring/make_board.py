@@ -126,10 +126,7 @@ WORTH = (
         "binBps",
         (
             Query(f"{each(rate('kvtier_primary_hits_total'))} * {row_bytes()}", "{{instance}} from the primary"),
-            Query(
-                f"{each(rate('kvtier_tier_hits_total'), 'tier')} * {row_bytes()}",
-                "{{instance}} from {{tier}}",
-            ),
+            Query(f"{each(rate('kvtier_tier_hits_total'), 'tier')} * {row_bytes()}", "{{instance}} from {{tier}}"),
             Query(f"{COMPUTED} * {row_bytes()}", "{{instance}} computed"),
         ),
     ),

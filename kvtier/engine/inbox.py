@@ -185,13 +185,7 @@ class Inbox:
             self._events.add(EventKind.FAILED, tier.spec.name, keys, code.name.lower())
 
     def _settle_promotion(
-        self,
-        transfer: Transfer,
-        moved: Sequence[OffloadKey],
-        failed: Mapping[int, Code],
-        now: float,
-        *,
-        lent: bool,
+        self, transfer: Transfer, moved: Sequence[OffloadKey], failed: Mapping[int, Code], now: float, *, lent: bool
     ) -> None:
         tier, request = transfer.tier, transfer.request
         tier.loading -= len(transfer.keys)
@@ -226,14 +220,7 @@ class Inbox:
             tier.believe(key, present=True, now=now)
         tier.doubt(key, now)
 
-    def _settle_cascade(
-        self,
-        transfer: Transfer,
-        moved: Sequence[OffloadKey],
-        now: float,
-        *,
-        lent: bool,
-    ) -> None:
+    def _settle_cascade(self, transfer: Transfer, moved: Sequence[OffloadKey], now: float, *, lent: bool) -> None:
         tier = transfer.tier
         self._locations.add(tier, tier.stored(transfer.keys, moved, now))
         self._events.add(EventKind.STORED, tier.spec.name, moved)

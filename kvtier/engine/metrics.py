@@ -349,13 +349,7 @@ class Metrics(Collector):
 
 def described() -> Iterator[tuple[str, Metric, Labels]]:
     """Yield every metric with its whole name and all its labels."""
-    tables: tuple[MetricTable, ...] = (
-        RUNNER_METRICS,
-        LEDGER_METRICS,
-        PRIMARY_METRICS,
-        DECISION_METRICS,
-        TIER_METRICS,
-    )
+    tables: tuple[MetricTable, ...] = (RUNNER_METRICS, LEDGER_METRICS, PRIMARY_METRICS, DECISION_METRICS, TIER_METRICS)
     for table in tables:
         for metric in table.metrics:
             yield table.prefix + metric.name, metric, (*table.labels, *metric.labels)

@@ -14,16 +14,7 @@ from kvtier.backend import OffloadKey
 from kvtier.engine.primary import Rows
 from kvtier.engine.tier import WHEN_EVICTED, LocationMap, Tier
 from kvtier.engine.transfers import Operation, Transfers
-from kvtier.runner.messages import (
-    Acknowledge,
-    Action,
-    Advise,
-    Cascade,
-    Delete,
-    Probe,
-    pack_keys,
-    pack_rows,
-)
+from kvtier.runner.messages import Acknowledge, Action, Advise, Cascade, Delete, Probe, pack_keys, pack_rows
 from kvtier.settings.hints import Advice, Hint
 
 ADVICE_KEYS_MAX = 4_096  # In one action: some milliseconds of the runner's loop.

@@ -89,11 +89,7 @@ COMMANDS = {
         "kvtier.tools.top",
         "top",
         "Watch a live engine: tiers, rates, hit ratio, breakers.",
-        (
-            "kvtier top http://127.0.0.1:9400/metrics",
-            "kvtier top unix:/run/vllm.sock",
-            "kvtier top 9400 --once --json",
-        ),
+        ("kvtier top http://127.0.0.1:9400/metrics", "kvtier top unix:/run/vllm.sock", "kvtier top 9400 --once --json"),
     ),
     "replay": Command(
         "kvtier.tools.replay.replay_command",

@@ -49,10 +49,7 @@ fs: Any = import_module("kvtier_backends.fs.directory.files")  # By name: tools 
 
 DirectoryArgument = Annotated[
     str,
-    typer.Argument(
-        metavar="DIR",
-        help="The root of an fs tier, or CONFIG; CONFIG#TIER names one of several fs tiers.",
-    ),
+    typer.Argument(metavar="DIR", help="The root of an fs tier, or CONFIG; CONFIG#TIER names one of several fs tiers."),
 ]
 NamespaceOption = Annotated[
     str | None, typer.Option("--namespace", help="Only this namespace: the name of a folder, as du shows it.")

@@ -55,8 +55,7 @@ LoadAlwaysOption = Annotated[
 
 COMMON = {
     "verbose": Annotated[
-        int,
-        typer.Option("--verbose", "-v", count=True, show_default=False, help="Log to stderr; -vv: everything."),
+        int, typer.Option("--verbose", "-v", count=True, show_default=False, help="Log to stderr; -vv: everything.")
     ],
     "quiet": Annotated[
         bool, typer.Option("--quiet", "-q", help="Show results and errors only: no progress, notes or warnings.")

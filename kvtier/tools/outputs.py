@@ -189,13 +189,7 @@ def console(*, stderr: bool = False, quiet: bool = False) -> Console:
 
 def plain_table(*headings: str, title: str | None = None, show_header: bool = True) -> Table:
     """Return a table without lines. A heading that begins with `>` aligns its column right."""
-    table = _EscapedTable(
-        title,
-        show_header=show_header,
-        box=None,
-        pad_edge=False,
-        padding=(0, 2, 0, 0),
-    )
+    table = _EscapedTable(title, show_header=show_header, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in headings:
         justify: Literal["left", "right"] = "right" if heading.startswith(">") else "left"
         table.add_column(heading.removeprefix(">"), justify=justify, overflow="fold")

@@ -11,15 +11,7 @@ import typer
 from kvtier.backend import Directory, Kind, Place, State, StoredFile
 from kvtier.errors import ConfigError, one_line
 from kvtier.settings import AGE_S_MAX, SIZE_BYTES_MAX, parse_duration, parse_size, shown_age, shown_bytes
-from kvtier.tools.directory import (
-    DirectoryArgument,
-    LeftOut,
-    NamespaceOption,
-    chosen,
-    opened,
-    readable,
-    share_of,
-)
+from kvtier.tools.directory import DirectoryArgument, LeftOut, NamespaceOption, chosen, opened, readable, share_of
 from kvtier.tools.options import JsonOption
 from kvtier.tools.outputs import STDOUT, check_outputs, counted, encoded, json_output, write_rows
 
@@ -88,8 +80,7 @@ def prune(
     namespace: NamespaceOption = None,
     older_than: Annotated[str | None, typer.Option(help="Chunks not used for this time: 90min, 7d.")] = None,
     to_size: Annotated[
-        str | None,
-        typer.Option(help="The chunks longest unused, until the rest fits this: 100GiB, or 50% of now."),
+        str | None, typer.Option(help="The chunks longest unused, until the rest fits this: 100GiB, or 50% of now.")
     ] = None,
     corrupt: Annotated[bool, typer.Option("--corrupt", help="Corrupt chunks; reads every chunk.")] = False,
     leftovers: Annotated[

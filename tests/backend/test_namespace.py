@@ -71,9 +71,7 @@ SPREAD_OUT = Namespace(
     canonical_format="v1-nhd",
 )
 ODD = Namespace(
-    model_name='модель/名前 "x"\n\\',
-    kv_cache_groups=(Group(layer_names=("слой.0",)),),
-    inference_engine="kvtier",
+    model_name='модель/名前 "x"\n\\', kv_cache_groups=(Group(layer_names=("слой.0",)),), inference_engine="kvtier"
 )
 
 # What the FileMapper of vLLM 0.32.0 answers for the same fields.

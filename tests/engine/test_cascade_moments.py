@@ -11,18 +11,7 @@ import pytest
 from kvtier.config import EngineConfig
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.errors import ConfigError
-from tests.engine.kit import (
-    FAULTY,
-    PATIENCE_S,
-    at_rest,
-    children,
-    describe,
-    found,
-    ledger_in,
-    put,
-    store,
-    until,
-)
+from tests.engine.kit import FAULTY, PATIENCE_S, at_rest, children, describe, found, ledger_in, put, store, until
 
 STORER = """
 import asyncio, ctypes, signal, sys

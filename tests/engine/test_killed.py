@@ -13,19 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.engine.manager import TieringOffloadingManager
-from tests.engine.kit import (
-    FAULTY,
-    PATIENCE_S,
-    at_rest,
-    children,
-    describe,
-    found,
-    key,
-    ledger_in,
-    put,
-    settled,
-    until,
-)
+from tests.engine.kit import FAULTY, PATIENCE_S, at_rest, children, describe, found, key, ledger_in, put, settled, until
 
 pytestmark = pytest.mark.usefixtures("outside")
 

@@ -105,8 +105,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize(
-    ("runner", "closed"),
-    [*(("process", closed) for closed in ((0,), (1,), (2,), (0, 1, 2))), ("inline", (0, 1, 2))],
+    ("runner", "closed"), [*(("process", closed) for closed in ((0,), (1,), (2,), (0, 1, 2))), ("inline", (0, 1, 2))]
 )
 def test_closed_standard_streams_are_not_used_for_files(run, tmp_path, runner, closed):
     """The program reports through a file, because its streams may be closed."""
@@ -325,7 +324,7 @@ store(engine, range(4, 8))
 assert engine.drain()
 print(ledger_in(engine).tiers[0].counters.stored, engine.runners_lost)
 assert engine.close() == 0
-""",
+"""
     )
     assert output(forked) == ["8", "0"]
 

@@ -234,12 +234,7 @@ async def test_after_closing_every_call_raises_engine_closed():
     await put(engine, [1])
     engine.steps.on_new_request("late")
     await engine.aclose()
-    for call in (
-        lambda: put(engine, [1]),
-        lambda: found(engine, [1]),
-        lambda: engine.delete([key(1)]),
-        engine.reset,
-    ):
+    for call in (lambda: put(engine, [1]), lambda: found(engine, [1]), lambda: engine.delete([key(1)]), engine.reset):
         with pytest.raises(EngineClosed):
             await call()
     for step in (

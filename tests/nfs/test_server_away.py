@@ -41,12 +41,7 @@ def open_engine(mount, folder, until):
 
 @pytest.mark.parametrize(
     ("mounted", "runner", "tier"),
-    [
-        ("soft", "inline", SEGMENTS),
-        ("soft", "process", SHARED),
-        ("hard", "inline", SHARED),
-        ("hard", "process", OWN),
-    ],
+    [("soft", "inline", SEGMENTS), ("soft", "process", SHARED), ("hard", "inline", SHARED), ("hard", "process", OWN)],
     ids=["soft-inline-segments", "soft-process-shared", "hard-inline-shared", "hard-process-own"],
 )
 def test_a_server_that_stops_costs_hits_and_they_come_back_with_it(

@@ -11,15 +11,7 @@ from typing import Any
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from kvtier.backend import (
-    SEAL_BYTES,
-    Added,
-    BackendUnavailable,
-    ConfigError,
-    OffloadKey,
-    Removed,
-    ScanDone,
-)
+from kvtier.backend import SEAL_BYTES, Added, BackendUnavailable, ConfigError, OffloadKey, Removed, ScanDone
 from kvtier.errors import cause_of
 from kvtier.testing.conformance import Lender, key_of, keys_of, label
 from kvtier_backends.object.bucket import SEAL_NAME

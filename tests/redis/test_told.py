@@ -184,8 +184,7 @@ def test_a_sentinel_gets_no_password_without_sentinel_login(node, told_by, monke
 
 
 @pytest.mark.parametrize(
-    ("host", "where"),
-    [(None, "127.0.0.1"), (b"", "127.0.0.1"), (b"::1", "::1"), (b"node-1.example", "node-1.example")],
+    ("host", "where"), [(None, "127.0.0.1"), (b"", "127.0.0.1"), (b"::1", "::1"), (b"node-1.example", "node-1.example")]
 )
 def test_a_table_names_hosts_or_means_the_one_that_was_asked(node, told_by, host, where) -> None:
     topology = told_by(node({b"CLUSTER SLOTS": slots(at(host, 7_000), at(b"replica", 7_001))}), **CLUSTER)

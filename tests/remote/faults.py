@@ -7,17 +7,7 @@ import uuid
 import pytest
 
 from kvtier.engine.manager import TieringOffloadingManager
-from tests.remote.kit import (
-    REST_S,
-    at_rest,
-    became,
-    describe,
-    found,
-    found_one_by_one,
-    keep,
-    opened,
-    put,
-)
+from tests.remote.kit import REST_S, at_rest, became, describe, found, found_one_by_one, keep, opened, put
 from tests.remote.outcomes import IN_THE_STORE, ON_THE_WAY, OUTCOMES, Became, Fault
 from tests.remote.remotes import Remote
 

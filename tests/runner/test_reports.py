@@ -131,9 +131,7 @@ async def test_a_tier_whose_inventory_ends_before_the_tier_does_is_asked_from_th
     assert contents(await reported(tier, ASK_IT)) == [FOUND, ALL_IS_KNOWN, ASK_IT]
 
 
-async def test_a_tier_that_exits_on_advice_loses_the_advice_only(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_tier_that_exits_on_advice_loses_the_advice_only(caplog: pytest.LogCaptureFixture) -> None:
     tier = HoldsOne()
     tier.advise = raises(SystemExit)  # type: ignore[attr-defined]
     with Region.private(1, CHUNK_BYTES) as region:

@@ -184,12 +184,7 @@ def _life(dice: random.Random, documents: Sequence[Sequence[OffloadKey]], ending
     if scheduled:  # Whoever steps an engine resets it, and nobody beside it.
         programs = [(habits._replace(weights=(*habits.weights[:3], 0)), chosen) for habits, chosen in programs]
     prompts = [
-        Prompt(
-            f"life {number}, prompt {index}",
-            _leading_part(dice, documents),
-            dice.uniform(0, 3),
-            _matchers(dice),
-        )
+        Prompt(f"life {number}, prompt {index}", _leading_part(dice, documents), dice.uniform(0, 3), _matchers(dice))
         for index in range(scheduled)
     ]
     pace = Pace(

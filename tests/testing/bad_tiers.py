@@ -521,10 +521,7 @@ class SwallowsCancellation(
 
 class LeavesItsLock(
     Tier,
-    breaks=(
-        "test_a_cancelled_delete_has_deleted_each_key_or_not",
-        "test_a_cancelled_probe_leaves_a_tier_that_works",
-    ),
+    breaks=("test_a_cancelled_delete_has_deleted_each_key_or_not", "test_a_cancelled_probe_leaves_a_tier_that_works"),
 ):
     def __init__(self, options, context):
         super().__init__(options, context)
@@ -981,10 +978,7 @@ class TakesRenewalsForEnds(Tier, breaks="test_of_a_session_that_is_over_goes_wha
 
 class RetainsNothing(
     Tier,
-    breaks=(
-        "test_what_is_retained_stays_while_others_come",
-        "test_a_higher_priority_takes_the_place_of_a_lower_one",
-    ),
+    breaks=("test_what_is_retained_stays_while_others_come", "test_a_higher_priority_takes_the_place_of_a_lower_one"),
 ):
     def advise(self, advice):
         if advice.kind != "retain":

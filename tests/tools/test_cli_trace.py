@@ -78,11 +78,7 @@ def test_a_log_without_one_whole_block_is_rejected_and_leaves_no_trace(
 
 @pytest.mark.parametrize("name", ["out.txt", "out", "-", "out.jsonl.bz2", "out.jsonl.zstd"])
 def test_a_trace_is_written_only_under_a_name_that_says_how_it_is_written(
-    log: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
+    log: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert run("trace", "convert", log, "--block-tokens", "4", "-o", name) == 2

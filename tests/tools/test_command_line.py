@@ -123,9 +123,7 @@ def test_json_with_a_file_writes_it_whole_and_the_table_to_stdout(run: Any, plac
 
 
 @pytest.mark.usefixtures("place")
-def test_the_word_that_json_took_for_its_file_is_named(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_word_that_json_took_for_its_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["du", "--json", "tier"])
     assert end.value.code == 2

@@ -141,16 +141,10 @@ def test_a_tier_behind_vllms_own_manager_is_checked(run: Run, tmp_path: Path) ->
     [
         (line({"type": "fs"}), "kv_connector_extra_config.secondary_tiers[0].root: missing, a path"),
         (line({"type": "disk", "root": "/x"}), "kv_connector_extra_config.secondary_tiers[0].type: 'disk' is no tier"),
-        (
-            line({"type": "dummy"}, deadline_s=3),
-            "did you mean 'kv_connector_extra_config.secondary_tiers[0].limits.d",
-        ),
+        (line({"type": "dummy"}, deadline_s=3), "did you mean 'kv_connector_extra_config.secondary_tiers[0].limits.d"),
         (line({"type": "dummy"}, spec_module_path="kvtier"), "spec_module_path: 'kvtier' given, 'kvtier.integrations"),
         (line({"type": "dummy"}, spec_name="KVTier"), "spec_name: nothing of kvtier's given, 'KVTierOffloadingSpec'"),
-        (
-            '{"kv_connector": "KVTierConnector", "cpu_bytes_to_use": 1}',
-            "did you mean 'kv_connector_extra_config.cpu",
-        ),
+        ('{"kv_connector": "KVTierConnector", "cpu_bytes_to_use": 1}', "did you mean 'kv_connector_extra_config.cpu"),
         ('{"kv_connector": "KVTierConnector"}', "kv_connector_extra_config: missing"),
         ("{", "is malformed"),
         ("[" * 100_000, "is malformed"),

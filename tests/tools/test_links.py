@@ -41,11 +41,7 @@ def test_a_command_names_a_link_goes_on_and_leaves_what_it_leads_to(
     root: Path, store: Callable[..., list[Path]], run, elsewhere: Path, place: str, command: tuple[str, ...]
 ) -> None:
     files = store(keys_of(3), layout="segments" if place == "segment" else "files")
-    link = {
-        "namespace": files[0].parent.parent.parent,
-        "first": files[0].parent.parent,
-        "segment": files[0],
-    }[place]
+    link = {"namespace": files[0].parent.parent.parent, "first": files[0].parent.parent, "segment": files[0]}[place]
     replaced(link, elsewhere)
     before = contents_of(elsewhere)
     status, _ = run(command[0], root, *command[1:])

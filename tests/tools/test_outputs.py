@@ -82,10 +82,7 @@ def test_a_directory_without_permission_is_refused(tmp_path: Path) -> None:
         check_writable("--json", tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    ("count", "words"),
-    [(0, "0 files"), (1, "1 file"), (2, "2 files"), (1_000, "1,000 files")],
-)
+@pytest.mark.parametrize(("count", "words"), [(0, "0 files"), (1, "1 file"), (2, "2 files"), (1_000, "1,000 files")])
 def test_one_of_something_has_no_plural(count: int, words: str) -> None:
     assert counted(count, "file") == words
 

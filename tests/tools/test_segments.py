@@ -121,13 +121,7 @@ def test_a_segment_of_a_live_engine_is_read_left_alone_and_the_others_are_pruned
 
     asyncio.run(work())
     told = capsys.readouterr()
-    assert json.loads(told.out) == {
-        "files": 4,
-        "bytes": taken_bytes,
-        "namespaces": 1,
-        "removed": True,
-        "left_out": 3,
-    }
+    assert json.loads(told.out) == {"files": 4, "bytes": taken_bytes, "namespaces": 1, "removed": True, "left_out": 3}
     assert "an engine is writing to it" in told.err
     assert not any(path.exists() for path in of_nobody)
 

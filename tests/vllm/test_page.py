@@ -64,13 +64,7 @@ def test_the_table_of_options_names_every_field_with_its_default():
     assert named.keys() == fields.keys() - {"spec_name", "spec_module_path"}
     required = {name for name, default in named.items() if default == "required"}
     assert required == {name for name, field in fields.items() if field.required}
-    for name in (
-        "eviction_policy",
-        "late_margin",
-        "max_tracker_size",
-        "shared_memory_dir",
-        "store_threshold",
-    ):
+    for name in ("eviction_policy", "late_margin", "max_tracker_size", "shared_memory_dir", "store_threshold"):
         assert json.loads(named[name].strip("`")) == fields[name].default
     for name in ("canonical_layout", "interop", "prefill_tokens_per_s", "revision"):
         assert (named[name], fields[name].default) == ("none", None)

@@ -163,11 +163,7 @@ class ChunkIndex:
     # Chunks that go for room, or because they were not used for long.
 
     def evict(
-        self,
-        count: int,
-        keep: Callable[[int], bool],
-        kept: Iterable[OffloadKey],
-        incoming: Sequence[OffloadKey] = (),
+        self, count: int, keep: Callable[[int], bool], kept: Iterable[OffloadKey], incoming: Sequence[OffloadKey] = ()
     ) -> list[int]:
         """Choose up to `count` numbers that `keep` does not hold back; the caller calls `forget` for each.
 

@@ -290,11 +290,7 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
             body, footer = await in_thread(self._lanes, self._closed, write, memoryview(memory))
         try:
             await obstore.put_async(
-                self._bucket,
-                self._names.name(write.key),
-                body,
-                use_multipart=False,
-                attributes=attributes_of(footer),
+                self._bucket, self._names.name(write.key), body, use_multipart=False, attributes=attributes_of(footer)
             )
         finally:
             await released(body)

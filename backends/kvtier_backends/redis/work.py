@@ -11,17 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from kvtier.backend import (
-    ChunkMissing,
-    NoSpace,
-    OffloadKey,
-    Outcome,
-    Read,
-    Seal,
-    SealFault,
-    TransferFailed,
-    Write,
-)
+from kvtier.backend import ChunkMissing, NoSpace, OffloadKey, Outcome, Read, Seal, SealFault, TransferFailed, Write
 from kvtier.backend.remote import Totals
 from kvtier_backends.redis.link import END, Buffer, Link, Lost, Refused, number_in, refusal_of, request
 from kvtier_backends.redis.options import Address, told_address

@@ -4,20 +4,9 @@
 alone. `allocation` makes the tensors. `canonical` finds the pages in them, and `mapping` each worker's part of a page.
 """
 
-from kvtier.kvcache.layout.allocation import (
-    RowCaches,
-    allocate_rows,
-    allocate_tensors,
-    packing_refusal,
-)
+from kvtier.kvcache.layout.allocation import RowCaches, allocate_rows, allocate_tensors, packing_refusal
 from kvtier.kvcache.layout.axes import AxesOf, CacheAxes, cache_view, layer_views, state_views
-from kvtier.kvcache.layout.canonical import (
-    CanonicalKVCaches,
-    DataRef,
-    LayerCache,
-    canonical_kv_caches,
-    with_layout,
-)
+from kvtier.kvcache.layout.canonical import CanonicalKVCaches, DataRef, LayerCache, canonical_kv_caches, with_layout
 from kvtier.kvcache.layout.mapping import PageMapping, PageRun, page_mapping
 from kvtier.kvcache.layout.model import (
     AttentionSpec,

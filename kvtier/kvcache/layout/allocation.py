@@ -104,11 +104,7 @@ def _not_leading(config: KVCacheConfig, axes: Mapping[str, CacheAxes | None]) ->
 
 
 def allocate_rows(
-    config: KVCacheConfig,
-    axes: AxesOf,
-    device: torch.device | str = "cpu",
-    *,
-    parallel: ParallelConfig | None = None,
+    config: KVCacheConfig, axes: AxesOf, device: torch.device | str = "cpu", *, parallel: ParallelConfig | None = None
 ) -> RowCaches:
     """Allocate all layers' caches, zero at first, as one `(num_blocks, row_bytes)` int8 tensor.
 

@@ -54,11 +54,7 @@ from kvtier.testing.conformance.optional import (  # noqa: E402
     InventoryConformance,
     MeasuredConformance,
 )
-from kvtier.testing.conformance.suite import (  # noqa: E402
-    BackendConformance,
-    DurableBackendConformance,
-    NamespacedConformance,
-)
+from kvtier.testing.conformance.suite import BackendConformance, DurableBackendConformance, NamespacedConformance  # noqa: E402
 from kvtier.testing.conformance.wrapping import WrapperConformance  # noqa: E402
 
 __all__ = [

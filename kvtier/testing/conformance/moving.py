@@ -32,12 +32,7 @@ ODD_KEYS: dict[str, OffloadKey] = {
     "a long hash": make_offload_key(bytes(range(64))),
     "all ones": OffloadKey(b"\xff" * 36),
 }
-CONTENTS = {
-    "zeros": b"\0",
-    "ones": b"\xff",
-    "text": b"KV cache. ",
-    "every byte": bytes(range(256)),
-}
+CONTENTS = {"zeros": b"\0", "ones": b"\xff", "text": b"KV cache. ", "every byte": bytes(range(256))}
 LARGE_BATCH_CHUNKS = 300  # More than lanes, slots or queues usually hold.
 
 

@@ -39,8 +39,7 @@ def policies(
         str, typer.Option(help="Cache sizes, as shares of the trace's unique blocks.")
     ] = "0.01,0.05,0.10,0.25,0.50",
     tier: Annotated[
-        str | None,
-        typer.Option(help="Put an LRU tier of this size under the cache, as a share of the unique blocks."),
+        str | None, typer.Option(help="Put an LRU tier of this size under the cache, as a share of the unique blocks.")
     ] = None,
     cascades: Annotated[
         str | None, typer.Option(help="When blocks are written to it: store, evict, second_use; by default, store.")

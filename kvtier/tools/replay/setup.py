@@ -25,12 +25,7 @@ def default_config(extent: Extent, concurrency: int) -> EngineConfig:
         cpu_bytes_to_use=primary_rows(extent, concurrency) * CHUNK_BYTES,
         chunk_bytes=CHUNK_BYTES,
         runner="process",
-        secondary_tiers=(
-            TierConfig(
-                type="fs",
-                limits=TierLimits(store_chunks_in_flight=STORE_CHUNKS),
-            ),
-        ),
+        secondary_tiers=(TierConfig(type="fs", limits=TierLimits(store_chunks_in_flight=STORE_CHUNKS)),),
     )
 
 

@@ -21,12 +21,7 @@ from kvtier.tools.options import (
     TraceArgument,
 )
 from kvtier.tools.outputs import check_outputs, write_json
-from kvtier.tools.replay.model import (
-    KV_BYTES_PER_TOKEN,
-    SSDS_RATES,
-    disk_speed,
-    model_engine,
-)
+from kvtier.tools.replay.model import KV_BYTES_PER_TOKEN, SSDS_RATES, disk_speed, model_engine
 from kvtier.tools.replay.replay_command import measured, run_with_bar
 from kvtier.tools.replay.report import make_report, print_report
 from kvtier.tools.replay.setup import primary_rows

@@ -79,8 +79,7 @@ def info(
 def convert(
     logs: Annotated[list[str], typer.Argument(metavar="LOG...", help="Files in the order in which they were written.")],
     output: Annotated[
-        str,
-        typer.Option("--output", "-o", metavar="OUT", help="The trace to write: .jsonl, .jsonl.gz or .jsonl.zst."),
+        str, typer.Option("--output", "-o", metavar="OUT", help="The trace to write: .jsonl, .jsonl.gz or .jsonl.zst.")
     ],
     block_tokens: Annotated[int, typer.Option(min=1, max=BLOCK_TOKENS_MAX, help="Tokens of a block.")] = 16,
 ) -> None:

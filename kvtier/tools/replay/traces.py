@@ -86,12 +86,7 @@ class Trace:
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        limit: int | None = None,
-        strict: bool = False,
-        checked: bool = False,
+        self, path: str | os.PathLike[str], *, limit: int | None = None, strict: bool = False, checked: bool = False
     ) -> None:
         """Read the beginning of the file. An iteration yields at most `limit` requests.
 

@@ -80,10 +80,7 @@ class LocalDisk:
     def __init__(self, root: str, region: Region, call_chunks: int) -> None:
         self._row_bytes, self._call_chunks = region.row_bytes, call_chunks
         config = LMCacheEngineConfig.from_defaults(
-            local_cpu=False,
-            local_disk=root,
-            max_local_disk_size=64.0,
-            extra_config={"use_odirect": True},
+            local_cpu=False, local_disk=root, max_local_disk_size=64.0, extra_config={"use_odirect": True}
         )
         self._allocator = MixedMemoryAllocator(3 * region.rows * region.row_bytes)
         cpu = LocalCPUBackend(config, memory_allocator=self._allocator, dst_device="cpu")

@@ -167,12 +167,7 @@ class Bench:
         self.ledger.apply(Scanned(tier, complete))
 
     def finish(
-        self,
-        action: Action,
-        failed: Mapping[int, Code] | None = None,
-        *,
-        lent: bool = False,
-        seconds: float = SECONDS,
+        self, action: Action, failed: Mapping[int, Code] | None = None, *, lent: bool = False, seconds: float = SECONDS
     ) -> None:
         failed = failed or {}
         self.ledger.apply(Finished(action.id, pack_rows(list(failed)), bytes(failed.values()), seconds, lent))

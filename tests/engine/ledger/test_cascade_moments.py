@@ -8,16 +8,7 @@ import pytest
 from kvtier.backend import make_offload_key
 from kvtier.engine.ledger import LookupResult
 from kvtier.engine.second_use import SEEN_MIN
-from kvtier.runner.messages import (
-    Advise,
-    Cascade,
-    Code,
-    Gone,
-    RunnerLost,
-    pack_keys,
-    unpack_keys,
-    unpack_rows,
-)
+from kvtier.runner.messages import Advise, Cascade, Code, Gone, RunnerLost, pack_keys, unpack_keys, unpack_rows
 from kvtier.settings.hints import Advice, Hint
 from tests.engine.ledger.bench import Bench, keys_of, names_of
 

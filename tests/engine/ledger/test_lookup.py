@@ -7,12 +7,7 @@ from kvtier.engine.tier import BreakerState, TierMatcher
 from kvtier.runner.messages import Code, Probe, Promote, unpack_keys
 from tests.engine.ledger.bench import Bench
 
-HIT, PENDING, MISS, RETRY = (
-    LookupResult.HIT,
-    LookupResult.HIT_PENDING,
-    LookupResult.MISS,
-    LookupResult.RETRY,
-)
+HIT, PENDING, MISS, RETRY = (LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS, LookupResult.RETRY)
 
 
 def test_without_tiers_a_key_is_there_or_it_is_not(bench):

@@ -158,11 +158,7 @@ class Engine(RuleBasedStateMachine):
         specs = [
             Bench.spec("disk", store_chunks_max=3, cascade=self.cascades[0]),
             Bench.spec(
-                "peer",
-                locality="REMOTE",
-                request_level=self.whole,
-                cascade=self.cascades[1],
-                breaker_failures=1,
+                "peer", locality="REMOTE", request_level=self.whole, cascade=self.cascades[1], breaker_failures=1
             ),
         ]
         self.bench = Bench(

@@ -370,9 +370,7 @@ def test_how_long_loads_take_is_counted_beside_what_was_expected(tier: Callable[
 # What is tried again.
 
 
-def test_a_declined_tier_is_tried_with_few_chunks_that_no_request_waits_for(
-    tier: Callable[..., Bench],
-) -> None:
+def test_a_declined_tier_is_tried_with_few_chunks_that_no_request_waits_for(tier: Callable[..., Bench]) -> None:
     bench = tier()
     bench.takes(100.0, 0.0)
     bench.step(TRIAL_EVERY_S)
@@ -859,9 +857,7 @@ def test_tiers_that_are_declined_at_once_are_tried_in_turn(both: Callable[..., B
     assert tried == [0, 1]
 
 
-def test_a_prompt_is_loaded_whole_while_the_breaker_of_the_tier_passed_over_is_open(
-    both: Callable[..., Bench],
-) -> None:
+def test_a_prompt_is_loaded_whole_while_the_breaker_of_the_tier_passed_over_is_open(both: Callable[..., Bench]) -> None:
     bench = both()
     bench.takes(100.0, 0.0)
     bench.takes(0.1, 0.1, tier=1)

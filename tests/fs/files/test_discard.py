@@ -56,11 +56,7 @@ def test_a_file_that_was_replaced_since_it_was_read_stays(
 
 @pytest.mark.parametrize("newer_still", [False, True])
 def test_a_file_that_is_replaced_at_the_last_moment_stays(
-    opened: Callable[[], Discard],
-    mapper: FileMapper,
-    path: Path,
-    newer_still: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    opened: Callable[[], Discard], mapper: FileMapper, path: Path, newer_still: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gone = opened()
     rename = os.rename

@@ -173,9 +173,7 @@ def test_what_one_promises_the_other_cannot(open_page: Callable[..., SharedPage]
     assert two.taken() == (30, 45)
 
 
-def test_what_the_dead_had_promised_counts_as_written_until_it_is_counted(
-    open_page: Callable[..., SharedPage],
-) -> None:
+def test_what_the_dead_had_promised_counts_as_written_until_it_is_counted(open_page: Callable[..., SharedPage]) -> None:
     dead, alive = counted(open_page(), 0), open_page()
     assert dead.reserve(60, 100) == 60
     dead.close()  # As the kernel does.

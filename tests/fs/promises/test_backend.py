@@ -127,14 +127,7 @@ async def test_opening_on_a_mount_that_hangs_can_be_given_up(
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("load_lanes", 0),
-        ("store_lanes", 65),
-        ("io", "fast"),
-        ("unverified", True),
-        ("fsync", "no"),
-    ],
+    ("field", "value"), [("load_lanes", 0), ("store_lanes", 65), ("io", "fast"), ("unverified", True), ("fsync", "no")]
 )
 def test_a_bad_option_is_named(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=rf"^{field}: "):

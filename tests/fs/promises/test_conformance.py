@@ -29,11 +29,7 @@ LAID_OUT = [{"naming": "vllm"}, {"naming": "flat"}, {"layout": "segments"}]
 
 
 class Suites(
-    BackendConformance,
-    DurableBackendConformance,
-    InventoryConformance,
-    MeasuredConformance,
-    DescribedConformance,
+    BackendConformance, DurableBackendConformance, InventoryConformance, MeasuredConformance, DescribedConformance
 ):
     """Every suite that fits, over one directory; a subclass says how it is used."""
 
@@ -139,13 +135,7 @@ class TestSegmentsInMemoryWithEveryOptionTheOtherWay(Suites):
 
     def options(self, root: str) -> FsOptions:
         return FsOptions(
-            root=root,
-            layout="segments",
-            capacity_bytes="64MiB",
-            io="buffered",
-            fsync=True,
-            load_lanes=1,
-            store_lanes=1,
+            root=root, layout="segments", capacity_bytes="64MiB", io="buffered", fsync=True, load_lanes=1, store_lanes=1
         )
 
 
@@ -233,13 +223,7 @@ class TestFsInMemoryWithEveryOptionTheOtherWay(Suites):
 
     def options(self, root: str) -> FsOptions:
         return FsOptions(
-            root=root,
-            naming="flat",
-            io="buffered",
-            fsync=True,
-            unverified="accept",
-            load_lanes=1,
-            store_lanes=1,
+            root=root, naming="flat", io="buffered", fsync=True, unverified="accept", load_lanes=1, store_lanes=1
         )
 
 

@@ -93,11 +93,7 @@ async def test_a_link_in_the_place_of_a_folder_is_refused_by_name(
     await tier.aclose(DEADLINE_S)
     chunks = root / (mapper.chunks_folder + ("_segments" if layout == "segments" else ""))
     first = next(chunks.iterdir())
-    path = {
-        "namespace": root / mapper.folder,
-        "chunks": chunks,
-        "first": first,
-    }[place]
+    path = {"namespace": root / mapper.folder, "chunks": chunks, "first": first}[place]
     if path.exists():
         path.rename(root.parent / "elsewhere")
     path.symlink_to(treasure.parent)

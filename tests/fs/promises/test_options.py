@@ -12,12 +12,7 @@ from kvtier_backends.fs import FsBackend, FsOptions
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.options import DiskOptions, FilesOptions, SegmentsOptions
 
-FILES_ALONE: dict[str, Any] = {
-    "naming": "vllm",
-    "low_water": 0.9,
-    "shared": False,
-    "unverified": "refuse",
-}
+FILES_ALONE: dict[str, Any] = {"naming": "vllm", "low_water": 0.9, "shared": False, "unverified": "refuse"}
 
 
 def test_a_tier_has_segments_if_nothing_says_otherwise() -> None:

@@ -385,11 +385,7 @@ CAPACITY_BYTES = 4 << 20
 @pytest.mark.parametrize("engines", [1, 2, 4])
 @pytest.mark.parametrize("options", [{"layout": "segments"}, {"layout": "files"}, {"layout": "files", "shared": True}])
 async def test_a_root_never_holds_more_than_its_capacity_however_many_engines(
-    start_writer: StartWriter,
-    root: Path,
-    taken_bytes: Callable[[Path], int],
-    options: dict[str, object],
-    engines: int,
+    start_writer: StartWriter, root: Path, taken_bytes: Callable[[Path], int], options: dict[str, object], engines: int
 ) -> None:
     root.mkdir()
     writers = [await start_writer(1_200, capacity_bytes=CAPACITY_BYTES, **options) for _ in range(engines)]

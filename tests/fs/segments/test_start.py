@@ -97,8 +97,7 @@ def half_a_row(place: Place) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "afterwards"),
-    [(nothing, "ChunkMissing"), (half_a_footer, "ChunkMissing"), (half_a_row, "ChunkCorrupt")],
+    ("damage", "afterwards"), [(nothing, "ChunkMissing"), (half_a_footer, "ChunkMissing"), (half_a_row, "ChunkCorrupt")]
 )
 async def test_a_candidate_that_is_not_there_is_a_miss_and_no_fault(
     open_tier: OpenTier,

@@ -51,21 +51,13 @@ def test_heads_that_workers_share_out_may_be_read_at_any_size() -> None:
         ({"a": full(4)}, {"tp_size": 2, "dcp_size": 2}, "context parallelism divides a block's tokens"),
         ({"a": full(8)}, {"pp_size": 2}, "pipeline parallelism divides a block's layers"),
         ({"a": full(8, per_token_head_scales=True)}, {}, "scales per token and head lie apart from the heads"),
-        (
-            {"a": full(8), "b": full(8, head_size=16)},
-            {},
-            "the group's attention is other, not full_attention",
-        ),
+        ({"a": full(8), "b": full(8, head_size=16)}, {}, "the group's attention is other, not full_attention"),
         (
             {"a": MLASpec(block_size=16, head_size=8, dtype=BF16)},
             {},
             "the group's attention is mla, not full_attention",
         ),
-        (
-            {"a": MambaSpec(block_size=16, shapes=((8,),), dtypes=(BF16,))},
-            {},
-            "not known: kv_heads_per_rank",
-        ),
+        ({"a": MambaSpec(block_size=16, shapes=((8,),), dtypes=(BF16,))}, {}, "not known: kv_heads_per_rank"),
         (
             {
                 "a": full(8),

@@ -339,10 +339,7 @@ def test_states_in_several_allocations_or_pages_are_refused() -> None:
     apart = [torch.zeros((BLOCKS, 2, 3), dtype=BF16), torch.zeros((BLOCKS, 7))]
     assert "in 2 allocations do not share one page a block" in refused({"s": apart}, STATE)
     base = memory(1_000)
-    one_after_the_other = [
-        base[:60].view(BF16).view(BLOCKS, 2, 3),
-        base[64:204].view(torch.float32).view(BLOCKS, 7),
-    ]
+    one_after_the_other = [base[:60].view(BF16).view(BLOCKS, 2, 3), base[64:204].view(torch.float32).view(BLOCKS, 7)]
     assert "do not share one page a block" in refused({"s": one_after_the_other}, STATE)
     assert (
         refused({"s": [torch.zeros(3, 4)]}, STATE) == "s: state of shape (3, 4) and strides (4, 1), not 5 blocks first"

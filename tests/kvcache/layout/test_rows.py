@@ -57,19 +57,9 @@ def refusals() -> list[Any]:
         pytest.param(
             group_layers({"a": full(), "s": states}, BLOCKS), KV_JOINED_NHD, "s is not attention", id="states"
         ),
-        pytest.param(
-            wider,
-            KV_JOINED_NHD,
-            "page sizes differ: [256, 512] bytes",
-            id="page sizes",
-        ),
+        pytest.param(wider, KV_JOINED_NHD, "page sizes differ: [256, 512] bytes", id="page sizes"),
         pytest.param(unequal, KV_JOINED_NHD, "tensor sizes differ: [768, 1024] bytes", id="tensor sizes"),
-        pytest.param(
-            one,
-            KV_FRONT_NHD,
-            "blocks do not lead in the stride order KBNHC of a",
-            id="keys in front",
-        ),
+        pytest.param(one, KV_FRONT_NHD, "blocks do not lead in the stride order KBNHC of a", id="keys in front"),
         pytest.param(one, HEADS_FRONT, "blocks do not lead in the stride order HBNC of a", id="heads in front"),
         pytest.param(one, SILENT, "the backend of a has no stride order", id="no stride order"),
         pytest.param(one, None, "the backend of a has no stride order", id="no axes"),
@@ -116,10 +106,7 @@ def test_equal_pages_make_rows_of_pages_times_layers() -> None:
 def test_a_smaller_group_refers_to_its_part_of_the_rows() -> None:
     config = KVCacheConfig(
         num_blocks=BLOCKS,
-        tensors=(
-            KVCacheTensor(size_bytes=768, shared_by=("a", "w")),
-            KVCacheTensor(size_bytes=768, shared_by=("b",)),
-        ),
+        tensors=(KVCacheTensor(size_bytes=768, shared_by=("a", "w")), KVCacheTensor(size_bytes=768, shared_by=("b",))),
         groups=(KVCacheGroup(layer_names=("a", "b"), spec=full()), KVCacheGroup(layer_names=("w",), spec=WINDOW)),
     )
     made = allocate_rows(config, dict.fromkeys("abw", KV_JOINED_HND))
@@ -129,10 +116,7 @@ def test_a_smaller_group_refers_to_its_part_of_the_rows() -> None:
 def test_kernel_blocks_of_each_group_keep_one_distance() -> None:
     config = KVCacheConfig(
         num_blocks=BLOCKS,
-        tensors=(
-            KVCacheTensor(size_bytes=768, shared_by=("a", "w")),
-            KVCacheTensor(size_bytes=768, shared_by=("b",)),
-        ),
+        tensors=(KVCacheTensor(size_bytes=768, shared_by=("a", "w")), KVCacheTensor(size_bytes=768, shared_by=("b",))),
         groups=(
             KVCacheGroup(layer_names=("a", "b"), spec=full(), kernel_block_size=2),
             KVCacheGroup(layer_names=("w",), spec=WINDOW, kernel_block_size=1),

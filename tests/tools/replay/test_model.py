@@ -21,13 +21,7 @@ from kvtier.tools.replay.model import SSDS, DiskSpeed, disk_speed, scale_model
 from kvtier.tools.replay.replay import ChunkSource, ReplayClient, ReplayTally, TierTotals
 from kvtier.tools.replay.study import measure, policy_hits
 from kvtier.tools.replay.traces import TraceRequest, write_trace
-from kvtier.tools.replay.virtual import (
-    GPU_LOAD_BYTES_PER_S,
-    Servers,
-    VirtualReplay,
-    arrivals_s,
-    without_tiering_s,
-)
+from kvtier.tools.replay.virtual import GPU_LOAD_BYTES_PER_S, Servers, VirtualReplay, arrivals_s, without_tiering_s
 from kvtier.tools.replay.workload import GeneratedTrace
 from tests.tools.command import reported
 

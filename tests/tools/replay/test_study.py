@@ -54,9 +54,7 @@ def test_lru_and_fifo_have_the_hits_of_naive_caches_request_by_request(
 
 
 @given(
-    requests=any_requests,
-    capacity=st.integers(1, 8),
-    name=st.sampled_from(["arc", "density", "fifo", "lru", "s3fifo"]),
+    requests=any_requests, capacity=st.integers(1, 8), name=st.sampled_from(["arc", "density", "fifo", "lru", "s3fifo"])
 )
 def test_no_policy_has_more_hits_than_a_cache_that_keeps_everything(
     requests: list[TraceRequest], capacity: int, name: str

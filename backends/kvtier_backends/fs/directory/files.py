@@ -18,18 +18,7 @@ from typing import Self
 
 from xxhash import xxh3_64
 
-from kvtier.backend import (
-    MISPLACED,
-    NAMINGS,
-    Finding,
-    Kind,
-    Naming,
-    OffloadKey,
-    Place,
-    State,
-    StoredFile,
-    read_folder,
-)
+from kvtier.backend import MISPLACED, NAMINGS, Finding, Kind, Naming, OffloadKey, Place, State, StoredFile, read_folder
 from kvtier.errors import ConfigError
 from kvtier.settings import foreign
 from kvtier_backends.fs.directory.slots import SegmentsDirectory, is_segment, is_slot, reason, unreadable

@@ -113,14 +113,7 @@ class Temporary(NamedTuple):
 class ChunkFiles:
     """The files of one namespace, by key."""
 
-    def __init__(
-        self,
-        folder: Folder,
-        mapper: FileMapper,
-        loads_first: LoadsFirst,
-        *,
-        fsync: bool,
-    ) -> None:
+    def __init__(self, folder: Folder, mapper: FileMapper, loads_first: LoadsFirst, *, fsync: bool) -> None:
         """Use an opened folder, and let others go first between two slices of a chunk.
 
         With `fsync`, a chunk is on the device when `write` returns.

@@ -126,9 +126,7 @@ class SlotStoring:
         return outcomes
 
 
-def _parts(
-    share: SlotShare[tuple[Write, int]],
-) -> Iterator[tuple[SlotPart[tuple[Write, int]], Outcome, bool]]:
+def _parts(share: SlotShare[tuple[Write, int]]) -> Iterator[tuple[SlotPart[tuple[Write, int]], Outcome, bool]]:
     """Yield each part of a store, its outcome, and whether a cancelled call's lane has come to it."""
     for index, part in enumerate(share.parts):
         done = index < len(share.outcomes)
