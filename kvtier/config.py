@@ -43,8 +43,9 @@ CHUNKS_IN_FLIGHT_MAX = 1 << 24  # Some gigabytes of bookkeeping: a larger limit 
 LOADS_IN_FLIGHT_MAX = 4_096  # Chunks of one tier. Bounds bookkeeping where chunks are small: a megabyte of it.
 PROBES_IN_FLIGHT_MAX = 65_536  # Keys of one tier: some megabytes. Beyond it a request computes.
 ACTION_CHUNKS_MAX = 1 << 16  # An action is one message to the runner, of 40 bytes a chunk.
-QUEUED_ACTIONS_MAX = 1 << 20  # Each is some kilobytes.
-EVENTS_MAX = 1 << 24  # A gigabyte.
+QUEUED_ACTIONS_MAX = 1_024  # Towards the runner: seconds of work. Beyond it a tier is not keeping up.
+EVENTS_MAX = 65_536  # Kept until taken, the oldest dropped first: 4 MB of them.
+OPEN_S = 60.0  # For each tier to open: a mount that is away answers at once, or never.
 TOKENS_PER_S_MAX = 1e9  # Ten thousand times one GPU: a mistyped unit.
 PLACES = ("dp_rank", "engine_id")  # Names allowed as `{name}` in a tier's paths, inside vLLM.
 LATE_MARGIN_MAX = 100.0  # Times what computing takes: beyond it waiting has no bound worth the name.
@@ -53,8 +54,6 @@ _PLACE = re.compile(r"\{[A-Za-z_]\w*\}")
 
 ChunksInFlight = Annotated[int, msgspec.Meta(ge=1, le=CHUNKS_IN_FLIGHT_MAX)]
 ActionChunks = Annotated[int, msgspec.Meta(ge=1, le=ACTION_CHUNKS_MAX)]
-QueuedActions = Annotated[int, msgspec.Meta(ge=1, le=QUEUED_ACTIONS_MAX)]
-EventsKept = Annotated[int, msgspec.Meta(ge=1, le=EVENTS_MAX)]
 TokensPerSecond = Annotated[float, msgspec.Meta(gt=0, le=TOKENS_PER_S_MAX)]
 LateMargin = Annotated[float, msgspec.Meta(ge=1, le=LATE_MARGIN_MAX)]
 
@@ -83,12 +82,9 @@ class EngineLimits(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     retained_share: Part = 0.25  # Chunks of the primary, and of each tier, retained for hints; 0: none.
     lease_s: Duration = 10.0  # A request that waits longer than this is not about to run.
     action_chunks: ActionChunks = 64  # In one call to a tier: enough to fill its lanes, few enough to free rows early.
-    queued_actions: QueuedActions = 1_024  # Towards the runner: seconds of work. Beyond it a tier is not keeping up.
     quarantine_share: Share = 0.1  # Rows stuck in hung transfers; beyond it the runner's process is replaced.
     heartbeat_s: SlowDuration = 2.0  # The runner's loop answers in milliseconds; silence this long is a hang.
-    open_s: SlowDuration = 60.0  # For each tier to open: a mount that is away answers at once, or never.
     close_s: Duration = 10.0  # For closing and resetting; later transfers are left behind, and logged.
-    events: EventsKept = 65_536  # Kept until taken, the oldest dropped first: 4 MB of them.
 
 
 class TierConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):

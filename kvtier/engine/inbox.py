@@ -30,7 +30,7 @@ from kvtier.runner.messages import (
     unpack_keys,
     unpack_rows,
 )
-from kvtier.runner.speed import Speed
+from kvtier.runner.reports import Speed
 
 Observe = Callable[[str, str, float], None]  # A tier's name, an operation, and its seconds.
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from kvtier.backend import OffloadKey, check_keys
-from kvtier.config import PRIMARY_NAME, PROBES_IN_FLIGHT_MAX, EngineConfig, TierConfig
+from kvtier.config import PRIMARY_NAME, PROBES_IN_FLIGHT_MAX, QUEUED_ACTIONS_MAX, EngineConfig, TierConfig
 from kvtier.engine.answers import HIT, HIT_PENDING, MISS, RETRY, EventKind, EventLog, LookupResult, StorePlan
 from kvtier.engine.inbox import Inbox, Observe
 from kvtier.engine.loads import Loads
@@ -690,7 +690,7 @@ def _queued_chunks(config: EngineConfig) -> int:
     together have half of the queue.
     """
     tiers = sum(tier.cascade == WHEN_EVICTED for tier in config.secondary_tiers)
-    return max(1, config.limits.queued_actions // (2 * tiers)) * config.limits.action_chunks
+    return max(1, QUEUED_ACTIONS_MAX // (2 * tiers)) * config.limits.action_chunks
 
 
 def _spec_of(tier: TierConfig, config: EngineConfig) -> TierSpec:

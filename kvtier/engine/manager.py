@@ -30,7 +30,7 @@ from kvtier.engine.steps import StepManager, checked, make_region
 from kvtier.errors import Remedy, RowsStillRead
 from kvtier.memory import LentRow, Region, fill_standard_streams
 from kvtier.runner.bridge import InlineBridge
-from kvtier.runner.tiers import open_tiers
+from kvtier.runner.runner import open_tiers
 from kvtier.settings.hints import shown
 
 Chunk = bytes | bytearray | memoryview

@@ -25,7 +25,7 @@ from prometheus_client import CollectorRegistry
 
 from kvtier import __version__
 from kvtier.backend import OffloadKey, checked_keys
-from kvtier.config import EngineConfig, settled
+from kvtier.config import EVENTS_MAX, EngineConfig, settled
 from kvtier.engine.answers import HIT, Event, EventLog, LookupResult, StorePlan
 from kvtier.engine.inbox import Observe
 from kvtier.engine.ledger import Ledger, ledger_of, rows_of_share
@@ -73,7 +73,7 @@ class StepManager:
         self._mailbox = bridge.mailbox
         self._messages_received = 0  # Shows that figures may have changed.
         self._replaced = -1  # The last epoch that was replaced for its quarantined rows.
-        self._events = EventLog(config.limits.events if config.events else 0)
+        self._events = EventLog(EVENTS_MAX if config.events else 0)
         self._ledger = ledger_of(config, self._events, self._observe, self._observe_wait)
         self._ready: Mapping[OffloadKey, int] = self._ledger.primary.ready
         self._tier_log = TierLog(self._ledger.tiers)

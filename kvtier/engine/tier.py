@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 from kvtier.backend import OffloadKey
 from kvtier.runner.messages import Code, TierUsage
-from kvtier.runner.speed import Speed
+from kvtier.runner.reports import Speed
 
 _CAUSES = (
     "EACCES EBADF EBUSY ECONNREFUSED ECONNRESET EDQUOT EFBIG EHOSTDOWN EHOSTUNREACH EINVAL EIO EMFILE ENFILE ENODEV"

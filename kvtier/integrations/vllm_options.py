@@ -16,10 +16,8 @@ from kvtier.config import (
     ActionChunks,
     EngineConfig,
     EngineLimits,
-    EventsKept,
     LateMargin,
     Part,
-    QueuedActions,
     TierConfig,
     TierLimits,
     TokensPerSecond,
@@ -188,12 +186,9 @@ class SecondaryLimits(TierLimits, frozen=True, forbid_unknown_fields=True, kw_on
     """The limits of a tier behind vLLM's own manager: a tier's, and its runner's."""
 
     action_chunks: ActionChunks = _ENGINE.action_chunks
-    queued_actions: QueuedActions = _ENGINE.queued_actions
     quarantine_share: Share = _ENGINE.quarantine_share
     heartbeat_s: SlowDuration = _ENGINE.heartbeat_s
-    open_s: SlowDuration = _ENGINE.open_s
     close_s: Duration = _ENGINE.close_s
-    events: EventsKept = _ENGINE.events
     retained_share: Part = _ENGINE.retained_share
 
 

@@ -1,6 +1,7 @@
 """The bridge to a runner, as its owner sees it: actions go out, messages come in, and neither ever waits.
 
-A runner lives on its owner's event loop (here) or in a process (`process`); where no process can, in a `thread`.
+A runner lives on its owner's event loop, or in a process (`process`). Where no other process can map the rows, which
+are vLLM's own behind its manager, it lives in a thread.
 """
 
 import asyncio
@@ -12,19 +13,21 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import ClassVar
 
-from kvtier.config import EngineConfig
-from kvtier.memory import Region, start_thread
-from kvtier.runner.messages import Action, LocalMessage, Message
-from kvtier.runner.runner import Runner
-from kvtier.runner.tiers import RunnerTier
+import uvloop
+
+from kvtier.config import OPEN_S, EngineConfig
+from kvtier.errors import BackendUnavailable
+from kvtier.memory import Region, fill_standard_streams, reason, start_thread
+from kvtier.runner.messages import Action, LocalMessage, Message, RunnerLost
+from kvtier.runner.runner import Runner, RunnerTier, open_tiers
 
 START_S = 30.0  # For a runner to start, besides its tiers: on a busy machine an interpreter takes seconds.
+CLOSING_S = 1.0  # Beyond the deadline that a runner in a thread keeps itself.
 
 
 def opening_s(config: EngineConfig) -> float:
     """Return how long a start waits for its runner: until its tiers are open, or closed again."""
-    limits = config.limits
-    return START_S + limits.close_s + limits.open_s * len(config.secondary_tiers)
+    return START_S + config.limits.close_s + OPEN_S * len(config.secondary_tiers)
 
 
 class Bridge(ABC):
@@ -132,3 +135,74 @@ class InlineBridge(Bridge):
         if self._closing is None:
             self._closing = asyncio.ensure_future(self._runner.aclose(deadline_s))
         return await asyncio.shield(self._closing)
+
+
+class ThreadBridge(Bridge):
+    """A daemon thread: one hung tier cannot hold up the interpreter's exit."""
+
+    kind = "thread"
+
+    def __init__(self, config: EngineConfig, region: Region) -> None:
+        """Start the runner and wait until its tiers are open. Raises what opening them raised."""
+        super().__init__()
+        self._region = region
+        self._abandoned: int | None = None
+        fill_standard_streams()
+        try:
+            self._loop = uvloop.new_event_loop()
+            self._thread = threading.Thread(target=self._run, name="kvtier-runner", daemon=True)
+            start_thread(self._thread)
+        except (OSError, MemoryError, RuntimeError) as error:
+            raise BackendUnavailable(f"the runner's thread cannot be started: {reason(error)}") from error
+        opening = asyncio.run_coroutine_threadsafe(self._open(config), self._loop)
+        try:
+            self._runner = opening.result(opening_s(config))
+        except BaseException as error:  # An interrupt, too: a runner that did not start cannot be closed.
+            opening.cancel()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            if isinstance(error, TimeoutError):
+                message = f"the runner does not open within {opening_s(config):g} s: a tier blocks"
+                raise BackendUnavailable(message) from error
+            raise
+
+    def send(self, actions: Sequence[Action]) -> Sequence[Action]:
+        try:
+            self._loop.call_soon_threadsafe(self._runner.submit, actions)
+        except RuntimeError:  # The loop is closed.
+            return actions
+        return ()
+
+    def close(self, deadline_s: float) -> int:
+        if self._abandoned is None:
+            self._abandoned = self._close_runner(deadline_s)
+            with suppress(RuntimeError):  # The loop is closed.
+                self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(CLOSING_S)
+        return self._abandoned
+
+    def _close_runner(self, deadline_s: float) -> int:
+        """Close the tiers on their loop, if it still runs; return how many transfers were left behind."""
+        closing = self._runner.aclose(deadline_s)
+        try:
+            return asyncio.run_coroutine_threadsafe(closing, self._loop).result(deadline_s + CLOSING_S)
+        except RuntimeError:  # The loop is closed.
+            closing.close()
+        except TimeoutError:
+            pass
+        return self._runner.in_flight
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            if self._abandoned is None:
+                self._deliver((RunnerLost(0, "the runner's thread ended"),))
+            if not self._abandoned:  # What hangs keeps its loop: closing it would destroy tasks that still hold rows.
+                self._loop.close()
+
+    async def _open(self, config: EngineConfig) -> Runner:
+        tiers = await open_tiers(config)
+        runner = Runner(tiers, self._region, lambda message: self._deliver((message,)))
+        runner.start()
+        return runner

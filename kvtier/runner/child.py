@@ -21,10 +21,20 @@ from kvtier.backend import EngineId
 from kvtier.config import EngineConfig
 from kvtier.errors import ConfigError, KVTierError, Remedy
 from kvtier.memory import GROUP_SIGNALS, Region, fill_standard_streams
-from kvtier.runner.messages import Action, Beat, Close, Closed, Message, Opened, OpenFailed
-from kvtier.runner.runner import Runner
-from kvtier.runner.tiers import RunnerTier, open_tiers
-from kvtier.runner.wire import ToOwner, actions_of, frame, read_frame
+from kvtier.runner.messages import (
+    Action,
+    Beat,
+    Close,
+    Closed,
+    Message,
+    Opened,
+    OpenFailed,
+    ToOwner,
+    actions_of,
+    frame,
+    read_frame,
+)
+from kvtier.runner.runner import Runner, RunnerTier, open_tiers
 
 logger = logging.getLogger(__name__)
 

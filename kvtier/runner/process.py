@@ -22,7 +22,7 @@ from typing import Self
 import msgspec
 
 from kvtier.backend import EngineId
-from kvtier.config import EngineConfig
+from kvtier.config import QUEUED_ACTIONS_MAX, EngineConfig
 from kvtier.errors import BackendUnavailable, ConfigError, Remedy
 from kvtier.memory import GROUP_SIGNALS, Region, fill_standard_streams, reason, start_thread
 from kvtier.runner.bridge import Bridge, opening_s
@@ -31,6 +31,7 @@ from kvtier.runner.messages import (
     Beat,
     Close,
     Closed,
+    FrameBuffer,
     Logged,
     Message,
     Opened,
@@ -38,8 +39,12 @@ from kvtier.runner.messages import (
     RunnerBack,
     RunnerGone,
     RunnerLost,
+    frame,
+    framed,
+    log_again,
+    messages_of,
+    wanted_level,
 )
-from kvtier.runner.wire import FrameBuffer, frame, framed, log_again, messages_of, wanted_level
 
 RECEIVE_BYTES = 1 << 20
 BEATS_MISSED = 3  # More of them in a row are a hung loop.
@@ -197,7 +202,7 @@ class ProcessBridge(Bridge):
             child = self._child
             if child is None or self._closing:
                 return actions
-            if child.actions_unsent + len(actions) > self._config.limits.queued_actions:
+            if child.actions_unsent + len(actions) > QUEUED_ACTIONS_MAX:
                 return actions
             child.queue(actions)
             self._flush(child)

@@ -1,20 +1,33 @@
-"""The runner: one kvtier engine's actions, run on its backends within their limits, each as a task of the event loop.
+"""The runner: one kvtier engine's actions, run on its tiers within their limits, each as a task of the event loop.
 
-The runner decides nothing. It finds rows in its own mapping of the region, lends them to a backend for one call, and
-posts the outcome. **A deadline never cancels.** A call that misses its deadline is reported as such. Its rows are
-reported as returned when the call has really ended.
+The runner decides nothing. It opens all tiers or none. It finds rows in its own mapping of the region, lends them to a
+backend for one call, and posts the outcome. **A deadline never cancels.** A call that misses its deadline is reported
+as such. Its rows are reported as returned when the call has really ended.
 """
 
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from kvtier.backend import Advised, OffloadKey, Outcome, Read, Write
-from kvtier.errors import BackendClosed, BackendError, LineLimit, Remedy, cause_of
-from kvtier.memory import Region
+from kvtier.backend import (
+    Advised,
+    Backend,
+    EngineId,
+    FileMapper,
+    OffloadKey,
+    Outcome,
+    Read,
+    TierContext,
+    Write,
+    backend_class,
+)
+from kvtier.config import LOADS_IN_FLIGHT_MAX, OPEN_S, EngineConfig, TierConfig, tier_options
+from kvtier.errors import BackendClosed, BackendError, BackendUnavailable, LineLimit, Remedy, cause_of
+from kvtier.memory import Region, is_of_a_limit, reason
 from kvtier.runner.messages import (
     Acknowledge,
     Action,
@@ -33,10 +46,9 @@ from kvtier.runner.messages import (
     unpack_keys,
     unpack_rows,
 )
-from kvtier.runner.reports import Reports
-from kvtier.runner.speed import SpeedMeter
-from kvtier.runner.tiers import Budget, RunnerTier
+from kvtier.runner.reports import Reports, SpeedMeter
 
+GIVEN_UP_S = 1.0  # For a cancelled opening to clean up.
 TURNS_S = 0.05  # A call that has ended leaves its task a few turns of the loop from its own end.
 
 logger = logging.getLogger(__name__)
@@ -46,6 +58,129 @@ T = TypeVar("T")
 Call = Callable[[], Awaitable[Sequence[Outcome]]]
 
 _Answerable = Promote | Cascade | Probe | Delete
+
+
+class Budget:
+    """The bytes and chunks that may be in flight at once in one direction of a tier, given out in order of asking.
+
+    A transfer above the budget passes when nothing else is in flight, so that none waits for ever.
+    """
+
+    def __init__(self, bytes_max: int, chunks_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._chunks_max = chunks_max
+        self.bytes_used = 0
+        self.chunks_used = 0
+        self._waiting: deque[tuple[int, int, asyncio.Future[None]]] = deque()
+
+    async def acquire(self, size_bytes: int, chunks: int) -> None:
+        """Wait for a share of the budget. A cancelled call holds nothing."""
+        if not self._waiting and self._fits(size_bytes, chunks):
+            self._take(size_bytes, chunks)
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append((size_bytes, chunks, turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.release(size_bytes, chunks)  # The share arrived in the tick in which the waiter was cancelled.
+            else:
+                self._admit()  # The next waiter may fit now.
+            raise
+
+    def release(self, size_bytes: int, chunks: int) -> None:
+        self.bytes_used -= size_bytes
+        self.chunks_used -= chunks
+        assert self.bytes_used >= 0, self.bytes_used
+        assert self.chunks_used >= 0, self.chunks_used
+        self._admit()
+
+    def _fits(self, size_bytes: int, chunks: int) -> bool:
+        if self.chunks_used == 0:
+            return True
+        return self.bytes_used + size_bytes <= self._bytes_max and self.chunks_used + chunks <= self._chunks_max
+
+    def _take(self, size_bytes: int, chunks: int) -> None:
+        self.bytes_used += size_bytes
+        self.chunks_used += chunks
+
+    def _admit(self) -> None:
+        while self._waiting:
+            size_bytes, chunks, turn = self._waiting[0]
+            if turn.done():  # Cancelled while it waited.
+                self._waiting.popleft()
+            elif self._fits(size_bytes, chunks):
+                self._waiting.popleft()
+                self._take(size_bytes, chunks)
+                turn.set_result(None)
+            else:
+                return
+
+
+class RunnerTier(NamedTuple):
+    """One open tier with its limits."""
+
+    name: str
+    backend: Backend
+    deadline_s: float
+    loads: Budget
+    stores: Budget
+
+
+async def open_tiers(config: EngineConfig, engine: EngineId | None = None) -> list[RunnerTier]:
+    """Open every tier on the running loop. If one fails, those before it are closed and its error is raised.
+
+    `engine`: the engine whose runner this is; None: a new one.
+    """
+    mapper, engine = FileMapper(config.namespace), engine or EngineId.new()
+    opened: list[RunnerTier] = []
+    try:
+        for index, tier in enumerate(config.secondary_tiers):
+            context = TierContext(tier.name, mapper, config.row_bytes, config.limits.retained_share, engine)
+            opening = _open_tier(index, tier, context)
+            opened.append(await _opened_in_time(opening, tier))
+    except BaseException:
+        closings = [tier.backend.aclose(config.limits.close_s) for tier in opened]
+        await asyncio.shield(asyncio.gather(*closings, return_exceptions=True))
+        raise
+    return opened
+
+
+async def _opened_in_time(opening: Coroutine[None, None, RunnerTier], tier: TierConfig) -> RunnerTier:
+    """Wait up to `OPEN_S` for a tier to open. One that hangs is left behind, with the thread that it hangs in."""
+    task = asyncio.ensure_future(opening)
+    try:
+        done, _ = await asyncio.wait({task}, timeout=OPEN_S)
+    except asyncio.CancelledError:
+        task.cancel()
+        await asyncio.wait({task}, timeout=GIVEN_UP_S)
+        raise
+    if not done:
+        task.cancel()
+        await asyncio.wait({task}, timeout=GIVEN_UP_S)
+        raise BackendUnavailable(f"{tier.name}: does not open within {OPEN_S:g} s")
+    if task.cancelled():
+        raise BackendUnavailable(f"{tier.name}: its opening was cancelled from within")
+    return task.result()
+
+
+async def _open_tier(index: int, tier: TierConfig, context: TierContext) -> RunnerTier:
+    options = tier_options(tier, f"secondary_tiers[{index}]")
+    try:
+        backend = await backend_class(tier.type).open(options, context)
+    except Exception as error:
+        if is_of_a_limit(error):
+            raise BackendUnavailable(f"{tier.name}: cannot be opened: {reason(error)}") from error
+        raise
+    limits = tier.limits
+    return RunnerTier(
+        tier.name,
+        backend,
+        limits.deadline_s,
+        Budget(limits.load_bytes_in_flight, LOADS_IN_FLIGHT_MAX),
+        Budget(limits.store_bytes_in_flight, limits.store_chunks_in_flight),
+    )
 
 
 class Runner:

@@ -16,8 +16,18 @@ from kvtier.backend.namespace import FileMapper, Namespace
 from kvtier.engine.steps import Inside
 from kvtier.memory.region import Region
 from kvtier.policies import Policy, policy_class
-from kvtier.runner.messages import Cascade, Finished, pack_keys, pack_rows, unpack_keys, unpack_rows
-from kvtier.runner.wire import LENGTH_BYTES, actions_of, frame, messages_of
+from kvtier.runner.messages import (
+    LENGTH_BYTES,
+    Cascade,
+    Finished,
+    actions_of,
+    frame,
+    messages_of,
+    pack_keys,
+    pack_rows,
+    unpack_keys,
+    unpack_rows,
+)
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Footer, payload_checksum, read_footer, write_footer
 from kvtier_backends.fs.files.index import FileEntry, FileIndex
 from kvtier_backends.fs.segments.catalog import Catalog

@@ -11,6 +11,7 @@ import msgspec
 from kvtier.backend.contract import Abandoned
 from kvtier.backend.lending import Lanes, in_thread
 from kvtier.errors import BackendClosed, BackendUnavailable
+from kvtier.runner import runner
 from kvtier_backends.dummy import DummyBackend
 
 
@@ -69,6 +70,15 @@ class BlocksOnce(DummyBackend):
         if os.path.exists(options.store):
             os.unlink(options.store)
             time.sleep(3_600)  # noqa: ASYNC251  # As a tier may that is not ours.
+        return await super().open(options, context)
+
+
+class Hurries(DummyBackend):
+    """Lets the tiers after it have only 0.2 s to open."""
+
+    @classmethod
+    async def open(cls, options: msgspec.Struct, context):
+        runner.OPEN_S = 0.2
         return await super().open(options, context)
 
 

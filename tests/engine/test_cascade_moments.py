@@ -98,8 +98,10 @@ def test_a_synchronous_engine_waits_at_its_end_for_a_new_runner(start_engine, di
 
 
 @pytest.mark.usefixtures("outside")
-async def test_a_clean_end_keeps_more_than_the_runner_takes_at_once(open_engine, disk):
-    limits = {"action_chunks": 1, "queued_actions": 8, "close_s": PATIENCE_S}
+async def test_a_clean_end_keeps_more_than_the_runner_takes_at_once(open_engine, disk, monkeypatch):
+    for place in ("kvtier.runner.process", "kvtier.engine.ledger"):
+        monkeypatch.setattr(f"{place}.QUEUED_ACTIONS_MAX", 8)
+    limits = {"action_chunks": 1, "close_s": PATIENCE_S}
     engine = await open_engine(128, disk | {"cascade": "evict"}, runner="process", limits=limits)
     await put(engine, range(100))
     assert await engine.aclose() == 0

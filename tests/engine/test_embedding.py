@@ -114,9 +114,9 @@ def test_a_reset_forgets_requests_that_were_kept_for_their_stores_alone(engine):
     engine.on_new_request("first")  # The id is free again.
 
 
-def test_lost_events_are_counted(outside):
-    limits = {"events": 1}
-    with StepManager.start(config(events=True, secondary_tiers=(), limits=limits)) as engine:
+def test_lost_events_are_counted(outside, monkeypatch):
+    monkeypatch.setattr("kvtier.engine.steps.EVENTS_MAX", 1)
+    with StepManager.start(config(events=True, secondary_tiers=())) as engine:
         store(engine, KEYS[:1], "first")
         store(engine, KEYS[1:2], "second")
         assert engine.events_dropped == 1

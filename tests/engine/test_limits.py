@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from kvtier.engine.tier import Breaker, BreakerState
-from kvtier.runner.tiers import Budget
+from kvtier.runner.runner import Budget
 
 pytestmark = pytest.mark.virtual_time
 

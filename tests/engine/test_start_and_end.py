@@ -48,10 +48,11 @@ async def test_why_an_engine_cannot_be_opened_is_raised_and_not_logged_as_well(r
     assert caplog.messages == []
 
 
-async def test_a_tier_that_never_opens_is_an_error_at_the_deadline(runner, nothing_left):
-    tiers = DUMMY, {"type": f"{RUDE}:NeverOpens", "name": "away"}
-    with pytest.raises(BackendUnavailable, match=r"away: does not open within limits.open_s = 0.2 s"):
-        await TieringOffloadingManager.open(describe(4, *tiers, runner=runner, limits={"open_s": 0.2}))
+async def test_a_tier_that_never_opens_is_an_error_at_the_deadline(runner, nothing_left, monkeypatch):
+    monkeypatch.setattr("kvtier.runner.runner.OPEN_S", 0.2)  # The first tier does so in its process.
+    tiers = {"type": f"{RUDE}:Hurries"}, {"type": f"{RUDE}:NeverOpens", "name": "away"}
+    with pytest.raises(BackendUnavailable, match=r"away: does not open within 0.2 s"):
+        await TieringOffloadingManager.open(describe(4, *tiers, runner=runner))
 
 
 async def test_a_mount_that_hangs_as_it_is_opened_costs_the_start_its_deadline(
@@ -60,12 +61,13 @@ async def test_a_mount_that_hangs_as_it_is_opened_costs_the_start_its_deadline(
     """Its thread stays behind until the mount is back."""
     if runner == "process":
         pytest.skip("the file system of another process cannot be made to hang from here")
+    monkeypatch.setattr("kvtier.runner.runner.OPEN_S", 0.2)
     back, mkdir = threading.Event(), os.mkdir
     monkeypatch.setattr(os, "mkdir", lambda *args, **kwargs: back.wait(PATIENCE_S) and mkdir(*args, **kwargs))
     tier = {"type": "fs", "root": str(tmp_path / "mount")}
     try:
         with pytest.raises(BackendUnavailable, match="does not open"):
-            await TieringOffloadingManager.open(describe(4, tier, runner=runner, limits={"open_s": 0.2}))
+            await TieringOffloadingManager.open(describe(4, tier, runner=runner))
     finally:
         back.set()
 
@@ -124,7 +126,8 @@ async def test_an_engine_that_is_neither_entered_nor_awaited_does_not_begin(runn
 
 async def test_a_start_ends_though_a_tier_blocks_its_runner_as_it_opens(outside, monkeypatch):
     monkeypatch.setattr("kvtier.runner.bridge.START_S", 0.2)
-    blocking = describe(4, {"type": f"{RUDE}:Blocks"}, runner="process", limits={"open_s": 0.1, "close_s": 0.1})
+    monkeypatch.setattr("kvtier.runner.bridge.OPEN_S", 0.1)
+    blocking = describe(4, {"type": f"{RUDE}:Blocks"}, runner="process", limits={"close_s": 0.1})
     with pytest.raises(BackendUnavailable, match="blocks"):
         await TieringOffloadingManager.open(blocking)
 
@@ -209,12 +212,13 @@ def test_a_successor_that_has_died_meanwhile_is_not_admitted(bridge, monkeypatch
 def test_a_successor_that_blocks_as_it_opens_is_killed_and_has_a_successor_itself(outside, tmp_path, monkeypatch):
     wish = tmp_path / "wish"
     tier = {"type": f"{RUDE}:BlocksOnce", "store": str(wish)}
-    config = describe(4, tier, runner="process", limits={"open_s": 0.1, "close_s": 0.1})
+    config = describe(4, tier, runner="process", limits={"close_s": 0.1})
     with Region.memfd(4, CHUNK_BYTES) as region, ExitStack() as at_end:
         bridge = ProcessBridge(config, region)
         at_end.callback(bridge.close, 1)
         wish.touch()
         monkeypatch.setattr("kvtier.runner.bridge.START_S", 2.0)
+        monkeypatch.setattr("kvtier.runner.bridge.OPEN_S", 0.1)
         kill_runner(bridge, until=RunnerLost)
         wait_for(bridge, lambda: not wish.exists())
         monkeypatch.undo()

@@ -183,8 +183,9 @@ def test_the_statistics_show_counters_and_held_rows(start_engine):
 
 
 @pytest.mark.usefixtures("outside")
-def test_a_step_that_the_bridge_cannot_take_is_dropped_and_counted(start_engine):
-    engine = start_engine(8, DUMMY, limits={"queued_actions": 1, "action_chunks": 1})
+def test_a_step_that_the_bridge_cannot_take_is_dropped_and_counted(start_engine, monkeypatch):
+    monkeypatch.setattr("kvtier.runner.process.QUEUED_ACTIONS_MAX", 1)
+    engine = start_engine(8, DUMMY, limits={"action_chunks": 1})
     engine.on_new_request("r")
     store(engine, [1, 2, 3], "r")
     engine.end_step()
@@ -197,11 +198,12 @@ def test_a_step_that_the_bridge_cannot_take_is_dropped_and_counted(start_engine)
 
 
 @pytest.mark.usefixtures("outside")
-def test_more_than_the_socket_takes_at_once_arrives_in_the_end(start_engine):
+def test_more_than_the_socket_takes_at_once_arrives_in_the_end(start_engine, monkeypatch):
+    monkeypatch.setattr("kvtier.runner.process.QUEUED_ACTIONS_MAX", 100_000)
     engine = start_engine(
         4_096,
         DUMMY | {"limits": {"store_chunks_in_flight": 100_000}},
-        limits={"queued_actions": 100_000, "cascade_share": 1.0, "action_chunks": 1},
+        limits={"cascade_share": 1.0, "action_chunks": 1},
     )
     engine.on_new_request("r")
     assert store(engine, range(4_000), "r")  # Some 300 KB of actions in one frame.

@@ -24,12 +24,7 @@ def open_engine(mount, folder, until):
 
     def open_engine(guest: Guest, mounted: str, runner: str, tier: dict[str, Any]) -> str:
         tier = {**tier, "limits": LIMITS}
-        guest.call(
-            *("open_engine", "engine", mount(guest, MOUNTS[mounted]), folder, ROWS),
-            runner=runner,
-            tier=tier,
-            limits={"open_s": "20s"},
-        )
+        guest.call(*("open_engine", "engine", mount(guest, MOUNTS[mounted]), folder, ROWS), runner=runner, tier=tier)
         assert guest.call("put", "engine", 0, 8) == 8
         until(lambda: guest.call("is_at_rest", "engine") and guest.call("reset", "engine"))
         until(lambda: guest.call("found", "engine", 0, 8) == 8)

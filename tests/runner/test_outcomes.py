@@ -8,7 +8,7 @@ import pytest
 
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.memory.region import Region
-from kvtier.runner.bridge import Bridge
+from kvtier.runner.bridge import Bridge, ThreadBridge
 from kvtier.runner.messages import (
     Acknowledge,
     Advise,
@@ -23,7 +23,6 @@ from kvtier.runner.messages import (
     pack_rows,
 )
 from kvtier.runner.process import ProcessBridge
-from kvtier.runner.thread import ThreadBridge
 from tests.engine.kit import CHUNK_BYTES, PATIENCE_S, at_rest, describe, found, key, put
 
 RUDE = "tests.engine.rude_tiers"

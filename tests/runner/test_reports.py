@@ -10,10 +10,8 @@ import pytest
 from kvtier.backend import Added, Advice, FileMapper, Namespace, Occupancy, ScanDone, TierContext
 from kvtier.memory import Region
 from kvtier.runner.messages import Advise, Found, Message, Scanned, TierUsage, pack_keys
-from kvtier.runner.reports import Reports
-from kvtier.runner.runner import Runner
-from kvtier.runner.speed import SpeedMeter
-from kvtier.runner.tiers import Budget, RunnerTier
+from kvtier.runner.reports import Reports, SpeedMeter
+from kvtier.runner.runner import Budget, Runner, RunnerTier
 from kvtier_backends.dummy import DummyBackend, DummyOptions
 from tests.engine.kit import CHUNK_BYTES, PATIENCE_S, key
 

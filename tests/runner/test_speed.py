@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.runner.speed import Speed, SpeedMeter
+from kvtier.runner.reports import Speed, SpeedMeter
 
 MIB = 1 << 20
 MEDIAN_ERROR_MAX = 0.25

@@ -16,6 +16,7 @@ from kvtier.runner.messages import (
     Delete,
     Finished,
     Found,
+    FrameBuffer,
     Gone,
     Logged,
     Opened,
@@ -25,10 +26,14 @@ from kvtier.runner.messages import (
     Returned,
     Scanned,
     TierUsage,
+    actions_of,
+    frame,
+    framed,
+    messages_of,
     pack_keys,
     pack_rows,
+    read_frame,
 )
-from kvtier.runner.wire import FrameBuffer, actions_of, frame, framed, messages_of, read_frame
 from kvtier.settings.hints import Hint
 
 KEYS = pack_keys([OffloadKey(b"k" * 36), OffloadKey(b""), OffloadKey(b"\xff" * 36)])

@@ -152,8 +152,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"limits": {"lease_share": 2}}, "limits.lease_share: 2 given, a number, more than 0 and at most 1"),
     ({"limits": {"heartbeat_s": "0s"}}, "limits.heartbeat_s: '0s' given, seconds as a number"),
     *(
-        ({"limits": {name: given}}, f"limits.{name}: {given!r} given, seconds as a number")
-        for name in ("heartbeat_s", "open_s")
+        ({"limits": {"heartbeat_s": given}}, f"limits.heartbeat_s: {given!r} given, seconds as a number")
         for given in ("1us", "99ms", "40d")  # The kernel's poll takes no timeout of 25 days.
     ),
     *(({"limits": {name: "25h"}}, f"limits.{name}: '25h' given, seconds") for name in ("lease_s", "close_s")),
@@ -165,11 +164,8 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         for name in ("deadline_s", "answer_ttl_s")
         for given in ("1us", "25h")
     ),
-    ({"limits": {"events": 0}}, "limits.events: 0 given, an integer, at least 1"),
-    *(
-        ({"limits": {name: 1 << 30}}, f"limits.{name}: 1073741824 given, an integer, at least 1 and at most")
-        for name in ("action_chunks", "queued_actions", "events")
-    ),
+    ({"limits": {"action_chunks": 0}}, "limits.action_chunks: 0 given, an integer, at least 1"),
+    ({"limits": {"action_chunks": 1 << 30}}, "limits.action_chunks: 1073741824 given, an integer, at least 1 and at"),
     (
         {"secondary_tiers": [TIER | {"limits": {"store_chunks_in_flight": 1 << 30}}]},
         "secondary_tiers[0].limits.store_chunks_in_flight: 1073741824 given, an integer, at least 1 and at most",

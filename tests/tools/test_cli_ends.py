@@ -47,7 +47,7 @@ CONFIGS = {
     "module.toml": 'cpu_bytes_to_use = "1MiB"\nchunk_bytes = "4KiB"\n[[secondary_tiers]]\ntype = "absent:Class"',
     "root.toml": 'cpu_bytes_to_use = "1MiB"\nchunk_bytes = "4KiB"\n[[secondary_tiers]]\ntype = "fs"\nroot = "no/no"',
     "nul.toml": 'cpu_bytes_to_use = "1MiB"\nchunk_bytes = "4KiB"\n[[secondary_tiers]]\ntype = "fs"\nroot = "a\\u0000b"',
-    "limit.toml": 'cpu_bytes_to_use = "1MiB"\nchunk_bytes = "4KiB"\n[limits]\nqueued_actions = 1000000000000',
+    "limit.toml": 'cpu_bytes_to_use = "1MiB"\nchunk_bytes = "4KiB"\n[limits]\naction_chunks = 1000000000000',
 }
 ADDRESSES = (
     "",

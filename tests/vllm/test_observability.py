@@ -21,7 +21,7 @@ from kvtier.engine.metrics import Metrics
 from kvtier.engine.tier import Tier, TierSpec
 from kvtier.integrations.vllm import KVTierOffloadingSpec
 from kvtier.integrations.vllm.stats import ObservedTimes, Summary, log_as_vllm, metric_definitions
-from kvtier.runner.wire import LOGGERS
+from kvtier.runner.messages import LOGGERS
 from tests.vllm.engines import Engine, fill, kvtier, prompts
 
 BLOCK_BYTES = 64 << 10

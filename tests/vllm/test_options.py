@@ -4,7 +4,7 @@ import pytest
 
 from kvtier.backend.namespace import Namespace
 from kvtier.config import EngineLimits, TierLimits
-from kvtier.errors import BackendUnavailable, ConfigError
+from kvtier.errors import ConfigError
 from kvtier.integrations.vllm.secondary import _start
 from kvtier.integrations.vllm_options import (
     ENGINE_ONLY,
@@ -14,8 +14,6 @@ from kvtier.integrations.vllm_options import (
     secondary_config,
 )
 from kvtier_backends.dummy import DummyBackend
-from tests.vllm.engines import Engine
-from tests.vllm.test_secondary import behind_vllm
 
 NAMESPACE = Namespace(model_name="tiny")
 PLACES = {"dp_rank": "1", "engine_id": "blue"}
@@ -27,9 +25,9 @@ def config_of(limits: dict):
 
 
 def test_limits_of_the_tier_and_of_its_runner_stand_in_one_table():
-    config = config_of({"deadline_s": "2s", "open_s": "1min", "close_s": 3, "action_chunks": 16, "events": 100})
+    config = config_of({"deadline_s": "2s", "heartbeat_s": "1min", "close_s": 3, "action_chunks": 16})
     assert config.secondary_tiers[0].limits == TierLimits(deadline_s=2.0)
-    assert config.limits == EngineLimits(open_s=60.0, close_s=3.0, action_chunks=16, events=100)
+    assert config.limits == EngineLimits(heartbeat_s=60.0, close_s=3.0, action_chunks=16)
 
 
 def test_what_is_not_given_is_as_in_an_engine():
@@ -87,7 +85,7 @@ def test_a_limit_of_memory_that_is_vllms_is_refused(name):
     ("limits", "message"),
     [
         ({"close": 1}, r"secondary_tiers\[\]\.limits\.close: .*close_s"),
-        ({"open_s": 0}, r"secondary_tiers\[\]\.limits\.open_s: 0 given"),
+        ({"heartbeat_s": 0}, r"secondary_tiers\[\]\.limits\.heartbeat_s: 0 given"),
         ({"action_chunks": "many"}, r"secondary_tiers\[\]\.limits\.action_chunks: 'many' given"),
         (7, r"secondary_tiers\[\]\.limits: 7 given"),
     ],
@@ -114,9 +112,3 @@ def test_a_policy_that_there_is_not_is_refused_before_anything_is_allocated(name
 def test_every_limit_is_the_tiers_or_the_engines():
     names = set(SecondaryLimits.__struct_fields__)
     assert names | ENGINE_ONLY == {*TierLimits.__struct_fields__, *EngineLimits.__struct_fields__}
-
-
-def test_a_tier_that_never_opens_ends_the_start_at_its_deadline(llama, disk):
-    extra = behind_vllm(disk, backend="tests.engine.rude_tiers:NeverOpens", limits={"open_s": 0.2})
-    with pytest.raises(BackendUnavailable, match=r"does not open within limits\.open_s = 0\.2 s"):
-        Engine(llama, extra)

@@ -11,7 +11,7 @@ from kvtier.engine.tier import TierSpec
 from kvtier.integrations.vllm.second_door import TierClient
 from kvtier.integrations.vllm.stats import ObservedTimes, Stats, client_series, tier_metric_definitions
 from kvtier.memory.region import Region
-from kvtier.runner.bridge import Bridge
+from kvtier.runner.bridge import Bridge, ThreadBridge
 from kvtier.runner.messages import (
     Acknowledge,
     Action,
@@ -35,7 +35,6 @@ from kvtier.runner.messages import (
     unpack_keys,
 )
 from kvtier.runner.process import ProcessBridge
-from kvtier.runner.thread import ThreadBridge
 from kvtier.settings.hints import Advice, Hint
 from tests.engine.kit import describe
 

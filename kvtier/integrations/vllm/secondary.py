@@ -25,7 +25,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from kvtier.config import EngineConfig, settled
+from kvtier.config import EVENTS_MAX, EngineConfig, settled
 from kvtier.engine.answers import EventLog
 from kvtier.engine.ledger import ledger_of
 from kvtier.engine.requests import by_position
@@ -47,9 +47,8 @@ from kvtier.integrations.vllm.stats import (
 )
 from kvtier.integrations.vllm_options import SecondaryOptions, read_secondary_options, secondary_config
 from kvtier.memory import Region
-from kvtier.runner.bridge import Bridge
+from kvtier.runner.bridge import Bridge, ThreadBridge
 from kvtier.runner.process import ProcessBridge
-from kvtier.runner.thread import ThreadBridge
 
 
 class KVTierSecondaryTier(SecondaryTierManager):
@@ -79,7 +78,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
             ledger_of(config, None, times.observe).tiers[0].spec,
             action_chunks=config.limits.action_chunks,
             observe=times.observe,
-            events=EventLog(config.limits.events) if events else None,
+            events=EventLog(EVENTS_MAX) if events else None,
             chunk_tokens=config.tokens_per_chunk,
         )
         tier = self._client.tier

@@ -40,7 +40,7 @@ from kvtier.engine.metrics import (
 )
 from kvtier.engine.tier import Tier
 from kvtier.integrations.vllm.second_door import TierClient
-from kvtier.runner.wire import LOGGERS
+from kvtier.runner.messages import LOGGERS
 from kvtier.settings import shown_bytes
 
 logger = logging.getLogger(__name__)

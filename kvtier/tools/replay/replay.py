@@ -16,7 +16,7 @@ from kvtier.backend import OffloadKey, make_offload_key
 from kvtier.config import PRIMARY_NAME, EngineConfig
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.engine.metrics import EngineStats
-from kvtier.runner.tiers import Budget
+from kvtier.runner.runner import Budget
 from kvtier.settings.hints import Hint
 from kvtier.tools.replay.traces import TraceRequest
 

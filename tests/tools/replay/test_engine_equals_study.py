@@ -9,7 +9,7 @@ from kvtier.config import EngineConfig
 from kvtier.engine.ledger import LookupResult
 from kvtier.engine.steps import StepManager, make_region
 from kvtier.policies import known_policies
-from kvtier.runner.thread import ThreadBridge
+from kvtier.runner.bridge import ThreadBridge
 from kvtier.tools.replay.study import measure, simulation
 from kvtier.tools.replay.traces import BLOCK_TOKENS, Trace, TraceRequest
 from kvtier.tools.replay.workload import GeneratedTrace
