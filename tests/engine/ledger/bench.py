@@ -4,11 +4,11 @@ import string
 from collections.abc import Mapping, Sequence
 
 from kvtier.backend.keys import OffloadKey, chunk_hash, make_offload_key
-from kvtier.engine.answers import EventLog
-from kvtier.engine.ledger import Ledger, LedgerLimits, LookupResult, StorePlan
+from kvtier.engine.answers import EventLog, LookupResult
+from kvtier.engine.ledger import Ledger, LedgerLimits, StorePlan
 from kvtier.engine.prefill import PrefillSpeed
 from kvtier.engine.requests import Position, Request
-from kvtier.engine.tier import TierMatcher, TierSpec
+from kvtier.engine.tier import TierCounters, TierMatcher, TierSpec
 from kvtier.policies import policy_class
 from kvtier.runner.messages import (
     Acknowledge,
@@ -19,6 +19,7 @@ from kvtier.runner.messages import (
     Code,
     Finished,
     Found,
+    Gone,
     Probe,
     Promote,
     Returned,
@@ -29,6 +30,7 @@ from kvtier.runner.messages import (
     unpack_keys,
 )
 
+HIT, PENDING, MISS, RETRY = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS, LookupResult.RETRY
 SECONDS = 0.25  # What every transfer here is said to have taken.
 
 
@@ -39,6 +41,27 @@ def keys_of(names: str) -> list[OffloadKey]:
 
 def names_of(keys: Sequence[OffloadKey]) -> str:
     return "".join(chunk_hash(key).decode() for key in keys)
+
+
+def ending_at(keys: Sequence[OffloadKey], ends: Sequence[int]) -> Position:
+    """Return a request's position: where each of these keys ends."""
+    return dict(zip(keys, ends, strict=True)).get
+
+
+def cascades(actions: Sequence[Action]) -> list[tuple[int, str]]:
+    """Return tier and names of each store."""
+    return sorted(
+        (action.tier, names_of(unpack_keys(action.keys))) for action in actions if isinstance(action, Cascade)
+    )
+
+
+def loads(actions: Sequence[Action]) -> dict[int, str]:
+    """Return the names of loaded keys by tier."""
+    named: dict[int, str] = {}
+    for action in actions:
+        if isinstance(action, Promote):
+            named[action.tier] = named.get(action.tier, "") + names_of(unpack_keys(action.keys))
+    return named
 
 
 class Bench:
@@ -54,24 +77,11 @@ class Bench:
         lease_rows_max: int | None = None,
         lease_s: float = 10.0,
         action_chunks: int = 64,
-        ahead_rows: int = 1,
-        retained_rows_max: int = 0,
         computing_s: float | None = None,
-        late_margin: float = 1.5,
-        row_bytes: int = 1,
+        **limits: float,
     ) -> None:
         """`computing_s`: seconds for computing a chunk of one token and one byte; None if unknown."""
         specs = [self.spec(f"tier{index}") for index in range(tiers)] if isinstance(tiers, int) else tiers
-        limits = LedgerLimits(
-            cascade_rows_max or rows,
-            lease_rows_max or rows,
-            lease_s,
-            action_chunks,
-            ahead_rows,
-            retained_rows_max=retained_rows_max,
-            row_bytes=row_bytes,
-            late_margin=late_margin,
-        )
         self.events = EventLog(10_000)
         self.observed: list[tuple[str, str, float]] = []
         self.waited: list[float] = []
@@ -81,7 +91,7 @@ class Bench:
             rows,
             policy_class(policy)(rows),
             specs,
-            limits,
+            LedgerLimits(cascade_rows_max or rows, lease_rows_max or rows, lease_s, action_chunks, **limits),
             self.events,
             lambda *seen: self.observed.append(seen),
             PrefillSpeed(None if computing_s is None else 1 / computing_s),
@@ -103,6 +113,9 @@ class Bench:
             medium="STORAGE",
         )
         return described._replace(**changes)
+
+    def counters(self, tier: int = 0) -> TierCounters:
+        return self.ledger.tiers[tier].counters
 
     # As the engine.
 
@@ -129,6 +142,10 @@ class Bench:
         """Put keys into the primary alone: nothing cascades."""
         self.store(names, self.request("alone", [TierMatcher(medium="CPU")]))
 
+    def stored_in_tiers(self, names: str) -> None:
+        self.store(names)
+        self.finish_all(self.step())
+
     def step(self, seconds: float = 0.0) -> list[Action]:
         """End the step and begin the next one so much later; return what was sent that is answered."""
         actions = self.ledger.end_step()
@@ -145,6 +162,11 @@ class Bench:
         self.ledger.complete_load(keys_of(names))
         return rows
 
+    def reset(self) -> None:
+        """Reset, and let workers flush."""
+        self.ledger.reset()
+        self.ledger.promoting = True
+
     def row(self, name: str) -> int | None:
         return self.ledger.primary.row(*keys_of(name))
 
@@ -157,6 +179,10 @@ class Bench:
     def holds(self, names: str, tier: int = 0) -> None:
         """Report that a tier holds these keys."""
         self.ledger.apply(Found(tier, pack_keys(keys_of(names))))
+
+    def loses(self, names: str, tier: int = 0) -> None:
+        """Report that a tier holds these keys no more."""
+        self.ledger.apply(Gone(tier, pack_keys(keys_of(names))))
 
     def takes(self, fixed_s: float, chunk_s: float, tier: int = 0) -> None:
         """Report how fast a tier is: for each load, and for each chunk."""
@@ -193,13 +219,16 @@ class Bench:
         self.ledger.apply(Answered(action.id, bytes(map(int, present or ())), SECONDS))
 
     def settled(self) -> bool:
-        """Return True if no row is pinned, leased, filling, lent or lost, and no transfer is in flight."""
-        ledger, primary = self.ledger, self.ledger.primary
-        transfers = ledger.transfers
-        return (
-            not any(map(primary.pinned, range(primary.rows)))
-            and not (ledger.pending or transfers.overdue or transfers.cascade_rows)
-            and not (ledger.leases.rows or primary.filling or primary.quarantined)
-            and primary.rows_free + len(primary.ready) == primary.rows
-            and not any(tier.loading or tier.storing or tier.asking for tier in ledger.tiers)
-        )
+        return settled(self.ledger)
+
+
+def settled(ledger: Ledger) -> bool:
+    """Return True if no row is pinned, leased, filling, lent or lost, and no transfer is in flight."""
+    primary, transfers = ledger.primary, ledger.transfers
+    return (
+        not any(map(primary.pinned, range(primary.rows)))
+        and not (ledger.pending or transfers.overdue or transfers.cascade_rows)
+        and not (ledger.leases.rows or primary.filling or primary.quarantined)
+        and primary.rows_free + len(primary.ready) == primary.rows
+        and not any(tier.loading or tier.storing or tier.asking for tier in ledger.tiers)
+    )

@@ -3,27 +3,22 @@
 import pytest
 
 from kvtier.engine.answers import Event, EventKind
-from kvtier.engine.ledger import LookupResult
 from kvtier.engine.tier import TierMatcher
-from kvtier.runner.messages import Cascade, Code, Delete, Probe, Promote, unpack_keys, unpack_rows
+from kvtier.runner.messages import Cascade, Code, Delete, Probe, Promote, unpack_rows
+from tests.engine.ledger.bench import MISS, PENDING, RETRY, Bench, cascades
 
-HIT, PENDING, MISS = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS
-RETRY = LookupResult.RETRY
-
-
-def cascades(actions):
-    return sorted((action.tier, unpack_keys(action.keys)) for action in actions if isinstance(action, Cascade))
+PLAIN, WHOLE = Bench.spec("plain"), Bench.spec("whole", request_level=True)
 
 
-def test_a_store_that_is_complete_cascades_to_every_tier(bench):
-    engine = bench(tiers=2)
+def test_a_store_that_is_complete_cascades_to_every_tier_in_batches_that_an_action_may_move(bench):
+    engine = bench(tiers=2, action_chunks=2)
     request = engine.request()
-    engine.ledger.prepare_store(engine.keys("ab"), request)
+    engine.ledger.prepare_store(engine.keys("abc"), request)
     assert engine.step() == []
-    engine.ledger.complete_store(engine.keys("ab"), request)
+    engine.ledger.complete_store(engine.keys("abc"), request)
     sent = engine.step()
-    assert cascades(sent) == [(0, engine.keys("ab")), (1, engine.keys("ab"))]
-    assert all(list(unpack_rows(action.rows)) == [engine.row("a"), engine.row("b")] for action in sent)
+    assert cascades(sent) == [(0, "ab"), (0, "c"), (1, "ab"), (1, "c")]
+    assert [row for action in sent[:2] for row in unpack_rows(action.rows)] == [engine.row(name) for name in "abc"]
 
 
 def test_a_row_may_go_when_its_last_cascade_is_done(bench):
@@ -39,16 +34,16 @@ def test_a_row_may_go_when_its_last_cascade_is_done(bench):
 def test_a_chunk_cascades_to_the_tiers_that_its_request_allows(bench):
     engine = bench(tiers=[bench.spec("disk"), bench.spec("peer", locality="REMOTE")])
     engine.store("a", engine.request("r", [TierMatcher(locality="LOCAL")]))
-    assert cascades(engine.step()) == [(0, engine.keys("a"))]
+    assert cascades(engine.step()) == [(0, "a")]
 
 
 def test_a_chunk_is_not_sent_twice_to_a_tier(bench):
-    engine = bench(rows=2, tiers=[bench.spec(request_level=True)])
+    engine = bench(rows=2, tiers=[WHOLE])
     engine.holds("b")
     engine.store("a", engine.request("first"))
-    engine.store("ab", engine.request("second"))
+    engine.store("aab", engine.request("second"))
     sent = engine.step()
-    assert cascades(sent) == [(0, engine.keys("a"))]
+    assert cascades(sent) == [(0, "a")]
     engine.store("a", engine.request("third"))
     assert engine.step() == []
     engine.finish_all(sent)
@@ -61,60 +56,42 @@ def test_a_chunk_that_a_tier_lost_is_sent_again(bench):
     engine.holds("a")
     engine.knows_all()
     engine.lookup("a", request := engine.request())
-    (load,) = engine.step()
-    engine.fail(load, Code.MISSING)
+    engine.fail(*engine.step(), Code.MISSING)
     engine.store("a", request)
-    assert cascades(engine.step()) == [(0, engine.keys("a"))]
+    assert cascades(engine.step()) == [(0, "a")]
 
 
-def test_request_level_tiers_get_chunks_that_were_present_before(bench):
-    engine = bench(tiers=[bench.spec("plain"), bench.spec("whole", request_level=True)])
+def test_request_level_tiers_get_chunks_that_were_present_before_if_the_request_allows_them(bench):
+    engine = bench(tiers=[PLAIN, WHOLE])
     engine.stored_alone("a")
-    engine.store("ab")
-    assert cascades(engine.step()) == [(0, engine.keys("b")), (1, engine.keys("ab"))]
-
-
-def test_a_present_key_that_is_offered_twice_cascades_once(bench):
-    engine = bench(tiers=[bench.spec("whole", request_level=True)])
-    engine.stored_alone("a")
-    engine.store("aa")
+    engine.store("a", engine.request("r", []))
+    assert engine.step() == []
+    engine.store("aba")
     sent = engine.step()
-    assert cascades(sent) == [(0, engine.keys("a"))]
+    assert cascades(sent) == [(0, "b"), (1, "ab")]
     engine.finish_all(sent)
     assert engine.settled()
 
 
 def test_request_level_tiers_get_chunks_in_flight_once_they_arrive(bench):
-    engine = bench(tiers=[bench.spec("plain"), bench.spec("whole", request_level=True)])
-    engine.holds("a", tier=0)
+    engine = bench(tiers=[PLAIN, WHOLE])
+    engine.holds("ac", tier=0)
     engine.lookup("a")
-    (load,) = engine.step()
+    engine.lookup("c")
+    arrives, fails = engine.step()
     writer = engine.request("writer", [TierMatcher(medium="CPU")])
     engine.ledger.prepare_store(engine.keys("b"), writer)
-    assert engine.store("ab") is not None
+    assert engine.store("abc") is not None
     assert engine.step() == []
-    engine.finish(load)
-    assert cascades(engine.step()) == [(1, engine.keys("a"))]
+    engine.finish(arrives)
+    engine.fail(fails, Code.MISSING)
+    sent = engine.step()
+    assert cascades(sent) == [(1, "a")]
     engine.ledger.complete_store(engine.keys("b"), writer)
-    assert cascades(engine.step()) == [(1, engine.keys("b"))]
-
-
-def test_request_level_tiers_do_not_wait_for_failed_loads(bench):
-    engine = bench(tiers=[bench.spec("plain"), bench.spec("whole", request_level=True)])
-    engine.holds("a", tier=0)
-    engine.lookup("a")
-    (load,) = engine.step()
-    engine.store("a")
-    engine.fail(load, Code.MISSING)
-    assert engine.step() == []
-    assert engine.settled()
-
-
-def test_request_level_tiers_are_filtered_like_all_others(bench):
-    engine = bench(tiers=[bench.spec("whole", request_level=True)])
-    engine.stored_alone("a")
-    engine.store("a", engine.request("r", []))
-    assert engine.step() == []
+    sent += engine.step()
+    assert cascades(sent) == [(1, "a"), (1, "b")]
+    engine.finish_all(sent)
+    assert not engine.ledger.pending
 
 
 def test_loads_leave_before_stores_and_probes_before_both(bench):
@@ -127,30 +104,27 @@ def test_loads_leave_before_stores_and_probes_before_both(bench):
     assert kinds == [Probe, Probe, Promote, Cascade, Cascade, Delete, Delete]
 
 
-def test_a_step_cascades_in_batches_that_an_action_may_move(bench):
-    engine = bench(action_chunks=2)
-    engine.store("abc")
-    assert cascades(engine.step()) == [(0, engine.keys("ab")), (0, engine.keys("c"))]
-
-
 def test_beyond_a_tiers_budget_cascades_are_dropped_and_counted(bench):
-    engine = bench(tiers=[bench.spec("slow", store_chunks_max=2), bench.spec("fast")])
+    engine = bench(tiers=[bench.spec("slow", store_chunks_max=2), bench.spec("fast")], cascade_rows_max=4)
+    outbox = engine.ledger.outbox
+    assert (outbox.slice_chunks, outbox.room(2), outbox.room(3)) == (2, True, False)
     engine.store("abc")
     sent = engine.step()
-    assert cascades(sent) == [(0, engine.keys("ab")), (1, engine.keys("abc"))]
-    slow, fast = engine.ledger.tiers
-    assert (slow.counters.dropped, fast.counters.dropped) == ({"budget": 1}, {})
+    assert cascades(sent) == [(0, "ab"), (1, "abc")]
+    assert (engine.counters(0).dropped, engine.counters(1).dropped) == ({"budget": 1}, {})
+    assert not outbox.room(1)
     engine.finish_all(sent)
     assert engine.settled()
     engine.store("d")
-    assert cascades(engine.step()) == [(0, engine.keys("d")), (1, engine.keys("d"))]
+    assert cascades(engine.step()) == [(0, "d"), (1, "d")]
+    assert (outbox.room(1), outbox.room(2)) == (True, False)
 
 
 def test_beyond_the_cascades_share_of_the_primary_they_are_dropped_so_that_stores_go_on(bench):
     engine = bench(rows=4, tiers=2, cascade_rows_max=2)
     engine.store("abc")
     sent = engine.step()
-    assert cascades(sent) == [(0, engine.keys("ab")), (1, engine.keys("ab"))]
+    assert cascades(sent) == [(0, "ab"), (1, "ab")]
     assert [tier.counters.dropped for tier in engine.ledger.tiers] == [{"pinned": 1}] * 2
     assert engine.store("xy").evicted == engine.keys("c")
     engine.finish_all(sent)
@@ -162,16 +136,15 @@ def test_a_tier_behind_an_open_breaker_is_sent_nothing_and_then_a_few_to_try_it(
     engine.store("a")
     engine.fail(*engine.step(), Code.UNAVAILABLE)
     engine.store("b")
-    (tier,) = engine.ledger.tiers
     assert engine.step(seconds=5.0) == []
-    assert tier.counters.dropped == {"breaker": 1}
+    assert engine.counters().dropped == {"breaker": 1}
     engine.store("cde")
     (trial,) = engine.step()
-    assert unpack_keys(trial.keys) == engine.keys("cd")
-    assert tier.counters.dropped == {"breaker": 2}
+    assert cascades([trial]) == [(0, "cd")]
+    assert engine.counters().dropped == {"breaker": 2}
     engine.finish(trial)
     engine.store("fgh")
-    assert cascades(engine.step()) == [(0, engine.keys("fgh"))]
+    assert cascades(engine.step()) == [(0, "fgh")]
 
 
 def test_actions_that_the_bridge_refuses_are_dropped_and_counted(bench):
@@ -181,67 +154,37 @@ def test_actions_that_the_bridge_refuses_are_dropped_and_counted(bench):
     engine.lookup("x", request := engine.request())
     engine.lookup("y")
     engine.ledger.refuse(engine.step())
-    (tier,) = engine.ledger.tiers
-    assert tier.counters.dropped == {"bridge": 2}
-    assert tier.counters.failed == {"refused": 2}  # The load and the probe.
-    assert tier.counters.transfers_failed == 0
+    counters = engine.counters()
+    assert counters.dropped == {"bridge": 2}
+    assert counters.failed == {"refused": 2}  # The load and the probe.
+    assert counters.transfers_failed == 0
     assert engine.lookup("x", request) == [MISS]
     assert engine.settled()
-
-
-def test_an_acknowledgement_that_the_bridge_does_not_take_is_sent_again(bench):
-    engine = bench()
-    engine.holds("a")
-    engine.ledger.refuse(engine.ledger.end_step())
-    engine.step()
-    assert engine.acknowledged == [0]
 
 
 def test_a_chunk_that_did_not_reach_a_tier_is_not_looked_for_there(bench):
     engine = bench(rows=2)
     engine.knows_all()
     engine.store("ab")
-    (store,) = engine.step()
-    engine.finish(store, {0: Code.NO_SPACE})
-    (tier,) = engine.ledger.tiers
-    assert (tier.counters.stored, tier.counters.failed) == (1, {"no_space": 1})
-    engine.stored_alone("xy")
-    assert engine.lookup("ab") == [MISS, PENDING]
-
-
-def test_each_stored_chunk_is_an_event_of_its_tier(bench):
-    engine = bench()
-    engine.store("ab")
-    (store,) = engine.step()
-    engine.finish(store, {1: Code.FAILED})
+    engine.finish(*engine.step(), {0: Code.NO_SPACE})
+    assert (engine.counters().stored, engine.counters().failed) == (1, {"no_space": 1})
     assert engine.events.take()[1:] == [
-        Event(EventKind.FAILED, "tier0", engine.keys("b"), "failed"),
-        Event(EventKind.STORED, "tier0", engine.keys("a")),
+        Event(EventKind.FAILED, "tier0", engine.keys("a"), "no_space"),
+        Event(EventKind.STORED, "tier0", engine.keys("b")),
     ]
     assert engine.observed == [("tier0", "store", 0.25)]
-
-
-def test_room_for_a_slice_is_what_can_cascade_without_a_drop(bench):
-    engine = bench(rows=8, tiers=[bench.spec(store_chunks_max=3)], cascade_rows_max=4, action_chunks=64)
-    outbox = engine.ledger.outbox
-    assert outbox.slice_chunks == 3
-    assert outbox.room(3)
-    engine.store("a")
-    assert outbox.room(2)
-    assert not outbox.room(3)
+    engine.stored_alone("xy")
+    assert engine.lookup("ab") == [MISS, PENDING]
 
 
 @pytest.mark.parametrize("code", list(Code))
 def test_each_reason_why_a_chunk_did_not_move_is_counted_by_its_name(bench, code):
     engine = bench()
     engine.store("a")
-    (store,) = engine.step()
-    engine.fail(store, code)
-    (tier,) = engine.ledger.tiers
-    assert (tier.counters.failed | tier.counters.dropped) == {
-        "bridge" if code is Code.REFUSED else code.name.lower(): 1
-    }
-    assert tier.counters.transfers_failed == (code in (Code.FAILED, Code.UNAVAILABLE, Code.DEADLINE))
+    engine.fail(*engine.step(), code)
+    counters = engine.counters()
+    assert counters.failed | counters.dropped == {"bridge" if code is Code.REFUSED else code.name.lower(): 1}
+    assert counters.transfers_failed == (code in (Code.FAILED, Code.UNAVAILABLE, Code.DEADLINE))
 
 
 def test_a_tier_whose_hung_stores_hold_too_many_rows_is_sent_no_more_until_some_come_back(bench):
@@ -252,12 +195,11 @@ def test_a_tier_whose_hung_stores_hold_too_many_rows_is_sent_no_more_until_some_
     engine.finish(well)
     engine.fail(hung, Code.DEADLINE, lent=True)
     engine.store("cdef")
-    assert cascades(engine.step()) == [(1, engine.keys("cd"))]
-    assert engine.ledger.tiers[0].counters.dropped == {"overdue": 4}
-    assert engine.ledger.tiers[1].counters.dropped == {"pinned": 2}
+    assert cascades(engine.step()) == [(1, "cd")]
+    assert (engine.counters(0).dropped, engine.counters(1).dropped) == ({"overdue": 4}, {"pinned": 2})
     engine.give_back(hung)
     engine.store("gh")
-    assert (0, engine.keys("gh")) in cascades(engine.step())
+    assert (0, "gh") in cascades(engine.step())
 
 
 def test_a_tier_whose_hung_loads_hold_too_many_rows_is_not_loaded_from_until_some_come_back(bench):
@@ -282,8 +224,7 @@ def test_a_chunk_stored_after_the_deadline_is_probed(bench):
     engine.give_back(late, moved=[0])
     engine.stored_alone("cd")
     assert engine.lookup("ab") == [RETRY, MISS]
-    (probe,) = engine.step()
-    engine.answer(probe, present=True)
+    engine.answer(*engine.step(), present=True)
     assert engine.lookup("a") == [PENDING]
 
 
@@ -292,8 +233,7 @@ def test_a_chunk_stored_after_a_reset_is_probed(bench):
     engine.knows_all()
     engine.store("ab")
     (late,) = engine.step()
-    engine.ledger.reset()
-    engine.ledger.promoting = True
+    engine.reset()
     engine.step(seconds=60.0)  # The breaker admits a trial.
     engine.finish(late, {1: Code.FAILED})
     assert engine.lookup("ab") == [RETRY, MISS]

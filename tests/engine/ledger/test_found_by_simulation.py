@@ -1,13 +1,7 @@
 """Faults that the simulation found, each as its shortest sequence of calls, with the first seed that met it."""
 
-from kvtier.engine.ledger import LookupResult
-from kvtier.runner.messages import Code, Delete, Gone, Probe, Promote, pack_keys
-
-PENDING, MISS, RETRY = LookupResult.HIT_PENDING, LookupResult.MISS, LookupResult.RETRY
-
-
-def gone(engine, names):
-    engine.ledger.apply(Gone(0, pack_keys(engine.keys(names))))
+from kvtier.runner.messages import Code, Delete, Probe
+from tests.engine.ledger.bench import MISS, PENDING, RETRY, loads
 
 
 def test_seed_7_a_request_asks_a_tier_once_however_short_answers_are_believed(bench):
@@ -27,18 +21,20 @@ def test_seed_7_an_unanswered_probe_is_a_miss_for_its_request(bench):
     engine = bench(tiers=[bench.spec(answer_ttl_s=0.0)])
     request = engine.request()
     engine.lookup("a", request)
-    (probe,) = engine.step()
-    engine.answer(probe, None)
+    engine.answer(*engine.step(), None)
     engine.step(seconds=1.0)
     assert engine.lookup("a", request) == [MISS]
 
 
-def test_seed_51_a_delete_forgets_what_only_a_hung_store_holds(bench):
+def test_seed_51_a_delete_forgets_what_only_a_hung_store_holds_and_leaves_what_a_load_holds_beside_it(bench):
     engine = bench(rows=1)
     engine.store("a")
     (store,) = engine.step()
     assert engine.ledger.delete(engine.keys("a")) == engine.keys("a")  # Under way: it will end.
     engine.fail(store, Code.DEADLINE, lent=True)
+    engine.ledger.prepare_load(engine.keys("a"), engine.request())
+    assert engine.ledger.delete(engine.keys("a")) == engine.keys("a")
+    engine.ledger.complete_load(engine.keys("a"))
     assert engine.ledger.delete(engine.keys("a")) == []
     assert isinstance(engine.step()[0], Delete)
     assert engine.store("b") is None  # The row is lent still.
@@ -46,47 +42,22 @@ def test_seed_51_a_delete_forgets_what_only_a_hung_store_holds(bench):
     assert engine.store("b").keys == engine.keys("b")
 
 
-def test_seed_51_a_delete_leaves_what_a_load_holds_beside_a_hung_store(bench):
-    engine = bench(rows=1)
-    engine.store("a")
-    (store,) = engine.step()
-    engine.fail(store, Code.DEADLINE, lent=True)
-    engine.ledger.prepare_load(engine.keys("a"), engine.request())
-    assert engine.ledger.delete(engine.keys("a")) == engine.keys("a")
-    engine.ledger.complete_load(engine.keys("a"))
-    assert engine.ledger.delete(engine.keys("a")) == []
-
-
 def test_seed_249_a_chunk_evicted_before_its_stores_report_is_probed(bench):
-    engine = bench(rows=2)
-    engine.knows_all()
-    engine.store("ab")
-    (store,) = engine.step()
-    gone(engine, "a")  # Stored, evicted, and that was said before the store's own end.
-    engine.finish(store)
-    engine.store("cd")
-    engine.step(seconds=100.0)
-    engine.ledger.begin_step(engine.now)
-    assert engine.lookup("a", engine.request()) == [RETRY]
-    (probe,) = [action for action in engine.step() if isinstance(action, Probe)]
-    engine.answer(probe, present=False)
-    assert engine.lookup("a", engine.request()) == [MISS]
-
-
-def test_seed_1052_a_chunk_evicted_before_its_second_store_is_found(bench):
-    engine = bench(rows=2)
-    engine.knows_all()
-    engine.store("a")
-    (store,) = engine.step()
-    gone(engine, "a")  # An old copy, of which nothing was known.
-    engine.finish(store)
-    engine.store("cd")
-    engine.finish_all(engine.step(seconds=100.0))
-    assert engine.lookup("a", engine.request("asks")) == [RETRY]
-    (probe,) = [action for action in engine.step() if isinstance(action, Probe)]
-    engine.answer(probe, present=True)
-    assert engine.lookup("a", engine.request()) == [PENDING]
-    assert isinstance(engine.step()[0], Promote)
+    """And seed 1052: also if what was evicted was an old copy, of which nothing was known."""
+    for present, answer in ((False, MISS), (True, PENDING)):
+        engine = bench(rows=2)
+        engine.knows_all()
+        engine.store("ab")
+        (store,) = engine.step()
+        engine.loses("a")  # Said before the store's own end.
+        engine.finish(store)
+        engine.stored_in_tiers("cd")
+        engine.step(seconds=100.0)
+        assert engine.lookup("a", engine.request("asks")) == [RETRY]
+        (probe,) = [action for action in engine.step() if isinstance(action, Probe)]
+        engine.answer(probe, present)
+        assert engine.lookup("a", engine.request()) == [answer]
+        assert loads(engine.step()) == ({0: "a"} if present else {})
 
 
 def test_seed_249_a_second_store_settles_the_doubt(bench):
@@ -94,7 +65,7 @@ def test_seed_249_a_second_store_settles_the_doubt(bench):
     engine.knows_all()
     engine.store("a")
     (store,) = engine.step()
-    gone(engine, "a")
+    engine.loses("a")
     engine.finish(store)
     for name in "bac":
         engine.store(name)

@@ -1,29 +1,20 @@
 """A waiting request's rows stay: for how long, for whom, and how many."""
 
-from kvtier.engine.ledger import LookupResult
 from kvtier.runner.messages import Code
+from tests.engine.ledger.bench import HIT, MISS, PENDING
 
-HIT, PENDING, MISS = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS
 
-
-def test_a_request_that_waits_leases_its_hits(bench):
+def test_a_request_that_waits_leases_its_hits_and_one_that_need_not_leases_nothing(bench):
     engine = bench(rows=4)
-    engine.holds("c")
-    engine.stored_alone("ab")
-    waiting = engine.request("waiting")
-    assert engine.lookup("abc", waiting) == [HIT, HIT, PENDING]
-    engine.step()
-    assert engine.ledger.leases.rows == 3
-    assert engine.store("xyz") is None  # Only one row is free, and none can be evicted.
-
-
-def test_a_request_that_need_not_wait_leases_nothing(bench):
-    engine = bench(rows=2)
     engine.stored_alone("ab")
     assert engine.lookup("ab", engine.request()) == [HIT, HIT]
     engine.step()
     assert engine.ledger.leases.rows == 0
-    assert engine.store("xy").evicted
+    engine.holds("c")
+    assert engine.lookup("abc", engine.request("waiting")) == [HIT, HIT, PENDING]
+    engine.step()
+    assert engine.ledger.leases.rows == 3
+    assert engine.store("xyz") is None  # Only one row is free, and none can be evicted.
 
 
 def test_a_lease_ends_when_its_request_loads_the_row(bench):
@@ -32,8 +23,7 @@ def test_a_lease_ends_when_its_request_loads_the_row(bench):
     engine.stored_alone("a")
     waiting = engine.request()
     engine.lookup("ab", waiting)
-    (load,) = engine.step()
-    engine.finish(load)
+    engine.finish(*engine.step())
     assert engine.lookup("ab", waiting) == [HIT, HIT]
     engine.load("ab", waiting)
     assert engine.ledger.leases.rows == 0

@@ -1,16 +1,14 @@
 """Which of a request's chunks leave first: its tail, while it runs and when it is over, whatever order they came in."""
 
-from collections.abc import Callable
-
 import pytest
 
 from kvtier.backend.keys import OffloadKey, make_offload_key
 from kvtier.engine.ledger import Ledger, LedgerLimits
-from kvtier.engine.requests import Request
+from kvtier.engine.requests import Position, Request
 from kvtier.policies import LRU
 
 
-def positions(*groups: str) -> Callable[[OffloadKey], int | None]:
+def positions(*groups: str) -> Position:
     """Return where each letter's chunk ends: by its place among its group's."""
     return {
         make_offload_key(name.encode(), group): 16 * place
@@ -33,21 +31,18 @@ def test_a_running_request_stored_in_pieces_loses_its_tail_first(bench):
     assert engine.ready() == "abcXYZ"
 
 
-def test_a_loaded_prefix_outlives_chunks_computed_after_it(bench):
+@pytest.mark.parametrize("again", ["loaded", "offered"])
+def test_a_prefix_that_is_used_again_outlives_chunks_computed_after_it(bench, again):
     engine = bench(rows=4, tiers=0)
     engine.stored_alone("ab")
-    engine.lookup("ab", request := engine.request())
-    engine.load("ab", request)
+    request = engine.request()
+    if again == "loaded":
+        engine.lookup("ab", request)
+        engine.load("ab", request)
+    else:
+        engine.store("ab", request)
     engine.store("cd", request)
     engine.step()
-    assert leave(engine, 3) == engine.keys("dcb")
-
-
-def test_a_prefix_offered_again_outlives_chunks_computed_after_it(bench):
-    engine = bench(rows=4, tiers=0)
-    engine.stored_alone("ab")
-    engine.store("ab", request := engine.request())
-    engine.store("cd", request)
     assert leave(engine, 3) == engine.keys("dcb")
 
 
@@ -58,18 +53,13 @@ def test_the_groups_of_a_model_lose_their_tails_together(bench, finished):
     d, e, f = (make_offload_key(name, 1) for name in (b"d", b"e", b"f"))
     request = engine.request(position=positions("abc", "def"))
     for piece in ([a, b, d, e], [c, f]):
-        engine.ledger.complete_store(engine.ledger.prepare_store(piece, request).keys, request)
+        plan = engine.ledger.prepare_store(piece, request)
+        assert plan.keys == piece, "in the order in which they were offered"
+        assert plan.rows == [engine.ledger.primary.row(key) for key in piece]
+        engine.ledger.complete_store(piece, request)
     if finished:
         engine.ledger.finish(request)
     assert set(leave(engine, 2)) == {c, f}
-
-
-def test_a_plan_names_keys_and_rows_in_the_order_in_which_they_were_offered(bench):
-    engine = bench(rows=8, tiers=0)
-    offered = [*engine.keys("abc"), *(make_offload_key(name, 1) for name in (b"d", b"e", b"f"))]
-    plan = engine.ledger.prepare_store(offered, engine.request(position=positions("abc", "def")))
-    assert plan.keys == offered
-    assert plan.rows == [engine.ledger.primary.row(key) for key in offered]
 
 
 @pytest.mark.parametrize("finished", [False, True])

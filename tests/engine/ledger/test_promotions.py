@@ -3,11 +3,8 @@
 import pytest
 
 from kvtier.engine.answers import Event, EventKind
-from kvtier.engine.ledger import LookupResult
 from kvtier.runner.messages import Code, Promote, unpack_keys, unpack_rows
-
-HIT, PENDING, MISS, RETRY = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS, LookupResult.RETRY
-FAILURES = [Code.MISSING, Code.CORRUPT, Code.FAILED, Code.UNAVAILABLE, Code.DEADLINE]
+from tests.engine.ledger.bench import HIT, MISS, PENDING
 
 
 def held_by_tier(bench, names="ab", **options):
@@ -17,104 +14,78 @@ def held_by_tier(bench, names="ab", **options):
     return engine
 
 
-def test_a_promotion_goes_to_the_row_that_was_reserved_at_the_lookup(bench):
+def test_a_promotion_goes_to_the_row_that_was_reserved_at_the_lookup_and_is_sent_for_once(bench):
     engine = held_by_tier(bench)
-    assert engine.lookup("ab") == [PENDING, PENDING]
+    assert engine.lookup("ab", engine.request("first")) == [PENDING, PENDING]
+    assert engine.lookup("a", engine.request("second")) == [PENDING]
     rows = [engine.row("a"), engine.row("b")]
     (load,) = engine.step()
     assert isinstance(load, Promote)
-    assert unpack_keys(load.keys) == engine.keys("ab")
-    assert list(unpack_rows(load.rows)) == rows
+    assert (unpack_keys(load.keys), list(unpack_rows(load.rows))) == (engine.keys("ab"), rows)
+    assert engine.lookup("a", engine.request("third")) == [PENDING]
+    assert engine.step() == []
     engine.finish(load)
     assert engine.lookup("ab") == [HIT, HIT]
 
 
-def test_a_key_on_its_way_is_not_sent_for_again_whoever_looks(bench):
-    engine = held_by_tier(bench)
-    assert engine.lookup("a", engine.request("first")) == [PENDING]
-    assert engine.lookup("a", engine.request("second")) == [PENDING]
-    assert len(engine.step()) == 1
-    assert engine.lookup("a", engine.request("third")) == [PENDING]
-    assert engine.step() == []
-
-
-def test_a_step_sends_one_batch_a_tier_and_request(bench):
-    engine = bench(tiers=2)
-    engine.holds("ab", tier=0)
+def test_a_step_sends_batches_of_at_most_an_action_for_each_tier_and_request(bench):
+    engine = bench(tiers=2, action_chunks=2)
+    engine.holds("abde", tier=0)
     engine.holds("c", tier=1)
-    engine.lookup("ac", engine.request("first"))
+    engine.lookup("acde", engine.request("first"))
     engine.lookup("b", engine.request("second"))
     sent = [(action.tier, unpack_keys(action.keys)) for action in engine.step()]
-    assert sent == [(0, engine.keys("a")), (1, engine.keys("c")), (0, engine.keys("b"))]
+    assert sent == [(tier, engine.keys(names)) for tier, names in ((0, "ad"), (0, "e"), (1, "c"), (0, "b"))]
 
 
-def test_a_batch_has_no_more_chunks_than_an_action_may_move(bench):
-    engine = held_by_tier(bench, "abcde", action_chunks=2)
-    engine.lookup("abcde")
-    assert [unpack_keys(action.keys) for action in engine.step()] == [
-        engine.keys("ab"),
-        engine.keys("cd"),
-        engine.keys("e"),
-    ]
-
-
-def test_a_partial_promotion_keeps_the_good_chunks(bench):
+def test_a_partial_promotion_keeps_the_good_chunks_and_counts_both(bench):
     engine = held_by_tier(bench, "abc")
+    (tier,) = engine.ledger.tiers
     request = engine.request()
     engine.lookup("abc", request)
     (load,) = engine.step()
+    assert (tier.counters.promoted, tier.counters.loaded, tier.loading) == (3, 0, 3)
     engine.finish(load, {1: Code.CORRUPT})
     assert engine.ready() == "ac"
     assert engine.lookup("abc", request) == [HIT, MISS, HIT]
     assert engine.ledger.primary.rows_free == 6
-
-
-@pytest.mark.parametrize("code", FAILURES)
-def test_a_failed_promotion_is_a_miss_at_once_for_everybody(bench, code):
-    engine = held_by_tier(bench)
-    request = engine.request("first")
-    engine.lookup("a", request)
-    (load,) = engine.step()
-    engine.fail(load, code)
-    assert engine.lookup("a", request) == [MISS]
-    assert engine.lookup("a", engine.request("second")) == [MISS]
-
-
-@pytest.mark.parametrize("code", [Code.REFUSED, Code.LOST])
-def test_a_promotion_that_was_never_tried_says_nothing_of_the_chunk(bench, code):
-    engine = held_by_tier(bench)
-    request = engine.request("first")
-    engine.lookup("a", request)
-    (load,) = engine.step()
-    engine.fail(load, code)
-    assert engine.lookup("a", request) == [MISS]
-    assert engine.lookup("a", engine.request("second")) == [PENDING]
+    assert (tier.counters.promoted, tier.counters.loaded, tier.loading) == (3, 2, 0)
+    assert tier.counters.failed == {"corrupt": 1}
+    assert engine.events.take()[-2:] == [
+        Event(EventKind.FAILED, "tier0", engine.keys("b"), "corrupt"),
+        Event(EventKind.STORED, "cpu", engine.keys("ac")),
+    ]
+    assert engine.observed == [("tier0", "load", 0.25)]
 
 
 @pytest.mark.parametrize(
-    ("code", "seconds", "answer"),
+    ("code", "others", "later"),
     [
-        *((code, 10.0, PENDING) for code in (Code.FAILED, Code.UNAVAILABLE, Code.DEADLINE)),
-        *((code, 1_000.0, MISS) for code in (Code.MISSING, Code.CORRUPT)),
+        *((code, MISS, PENDING) for code in (Code.FAILED, Code.UNAVAILABLE, Code.DEADLINE)),
+        *((code, MISS, MISS) for code in (Code.MISSING, Code.CORRUPT)),
+        *((code, PENDING, None) for code in (Code.REFUSED, Code.LOST)),  # It was not tried.
     ],
 )
-def test_a_failed_load_is_tried_again_later_unless_the_chunk_is_gone(bench, code, seconds, answer):
+def test_a_failed_load_is_a_miss_for_everybody_and_is_tried_again_later_unless_the_chunk_is_gone(
+    bench, code, others, later
+):
     engine = held_by_tier(bench)
-    engine.lookup("a")
-    (load,) = engine.step()
-    engine.fail(load, code)
-    engine.step(seconds=seconds)
-    assert engine.lookup("a") == [answer]
+    request = engine.request("first")
+    engine.lookup("a", request)
+    engine.fail(*engine.step(), code)
+    assert engine.lookup("a", request) == [MISS]
+    assert engine.lookup("a", engine.request("second")) == [others]
+    if later is not None:
+        engine.step(seconds=10.0 if later is PENDING else 1_000.0)
+        assert engine.lookup("a") == [later]
 
 
 @pytest.mark.parametrize("code", [Code.MISSING, Code.CORRUPT])
 def test_a_later_store_of_a_key_that_failed_to_come_is_seen_again(bench, code):
     engine = held_by_tier(bench, rows=1)
     engine.lookup("a")
-    (load,) = engine.step()
-    engine.fail(load, code)
-    engine.store("a")
-    engine.finish_all(engine.step())
+    engine.fail(*engine.step(), code)
+    engine.stored_in_tiers("a")
     engine.stored_alone("x")
     assert engine.ready() == "x"
     assert engine.lookup("a") == [PENDING]
@@ -128,15 +99,12 @@ def test_a_later_store_in_a_shared_tier_is_found_after_a_failed_load(bench, code
     if how == "found":
         engine.holds("a")
     else:
-        engine.store("a")
-        engine.finish_all(engine.step())
+        engine.stored_in_tiers("a")
     engine.knows_all(complete=False)
     engine.stored_alone("x")
     assert engine.lookup("a") == [PENDING]
-    (load,) = engine.step()
-    engine.fail(load, code)
-    engine.store("a")
-    engine.finish_all(engine.step())
+    engine.fail(*engine.step(), code)
+    engine.stored_in_tiers("a")
     engine.stored_alone("x")
     assert engine.ready() == "x"
     assert engine.lookup("a") == [PENDING]
@@ -169,38 +137,18 @@ def test_a_hit_counts_for_the_tier_that_it_was_promoted_from_and_later_for_the_p
     first, second = engine.request("first"), engine.request("second")
     engine.lookup("ab", first)
     engine.finish_all(engine.step())
-    engine.lookup("ab", first)
-    engine.load("ab", first)
-    (tier,) = engine.ledger.tiers
-    assert (engine.ledger.counters.hits, tier.counters.hits) == (1, 1)
-    engine.lookup("ab", second)
-    engine.load("ab", second)
-    assert (engine.ledger.counters.hits, tier.counters.hits) == (3, 1)
+    for request, hits in ((first, (1, 1)), (second, (3, 1))):
+        engine.lookup("ab", request)
+        engine.load("ab", request)
+        assert (engine.ledger.counters.hits, engine.ledger.tiers[0].counters.hits) == hits
 
 
 def test_a_chunk_that_its_request_computed_after_all_is_no_hit_of_the_tier(bench):
     engine = held_by_tier(bench, "a")
     request = engine.request()
     engine.lookup("a", request)
-    (load,) = engine.step()
-    engine.fail(load, Code.MISSING)
+    engine.fail(*engine.step(), Code.MISSING)
     engine.store("a", request)
     engine.lookup("a", request)
     engine.load("a", request)
     assert (engine.ledger.counters.hits, engine.ledger.tiers[0].counters.hits) == (1, 0)
-
-
-def test_promotions_are_counted_when_they_are_sent_for_and_when_they_come(bench):
-    engine = held_by_tier(bench, "abc")
-    engine.lookup("abc")
-    (load,) = engine.step()
-    (tier,) = engine.ledger.tiers
-    assert (tier.counters.promoted, tier.counters.loaded, tier.loading) == (3, 0, 3)
-    engine.finish(load, {0: Code.FAILED})
-    assert (tier.counters.promoted, tier.counters.loaded, tier.loading) == (3, 2, 0)
-    assert tier.counters.failed == {"failed": 1}
-    assert engine.events.take()[-2:] == [
-        Event(EventKind.FAILED, "tier0", engine.keys("a"), "failed"),
-        Event(EventKind.STORED, "cpu", engine.keys("bc")),
-    ]
-    assert engine.observed == [("tier0", "load", 0.25)]

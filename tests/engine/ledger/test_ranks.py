@@ -1,16 +1,28 @@
 """Advice to tiers at a request's end: the keys that they hold, in prefix order, or nothing above the limit."""
 
+import pytest
+
 from kvtier.engine import outbox
 from kvtier.engine.tier import TierMatcher
 from kvtier.runner.messages import Advise, RunnerLost
 from kvtier.settings.hints import Hint
 
 
-def test_a_tier_hears_of_a_request_that_is_over(bench):
+def end(engine, names, matchers=None):
+    """Use keys, and finish the request."""
+    engine.store(names, request := engine.request("r", matchers))
+    engine.lookup(names, request)
+    engine.ledger.finish(request)
+
+
+@pytest.mark.parametrize("position", [False, True])
+def test_a_tier_hears_of_a_request_that_is_over_in_prefix_order(bench, position):
     """Also of what came in pieces, or was found in the primary."""
     engine = bench()
-    engine.store("ab", request := engine.request())
-    engine.store("cd", request)
+    place = {key: place for place, key in enumerate(engine.keys("abcd"))}.get if position else None
+    request = engine.request(position=place)
+    for piece in ("d", "ab", "c") if position else ("ab", "cd"):
+        engine.store(piece, request)
     engine.finish_all(engine.step())
     engine.ledger.finish(request)
     assert engine.step() == []
@@ -39,81 +51,47 @@ def test_from_the_first_hint_on_every_end_is_told_as_one(bench):
     assert said == [None, first_of_all, Hint(over=True), Hint()]
 
 
-def test_a_tier_hears_in_prefix_order_of_what_came_in_any(bench):
-    engine = bench()
-    position = {key: place for place, key in enumerate(engine.keys("abcd"))}.get
-    request = engine.request(position=position)
-    for piece in ("d", "ab", "c"):
-        engine.store(piece, request)
-    engine.finish_all(engine.step())
-    engine.ledger.finish(request)
-    engine.step()
-    assert engine.ranked == [(0, "abcd")]
-
-
-def test_a_tier_hears_only_of_what_it_is_known_to_hold(bench):
+def test_a_tier_hears_only_of_what_it_is_known_to_hold_and_of_requests_that_may_use_it(bench):
     engine = bench(tiers=3)
-    engine.knows_all(0)
-    engine.knows_all(1)
-    engine.knows_all(2, complete=False)
+    for tier in range(3):
+        engine.knows_all(tier, complete=tier < 2)
     engine.holds("a", tier=1)
     engine.store("ab", request := engine.request())
     for action in engine.step():
         engine.finish(action, {1: 4} if action.tier == 0 else None)
     engine.ledger.finish(request)
+    end(engine, "ab", [TierMatcher(medium="CPU")])
     engine.step()
     assert engine.ranked == [(0, "a"), (1, "ab"), (2, "ab")]  # The last one shares its storage: it said so itself.
-
-
-def test_a_tier_that_a_request_may_not_use_does_not_hear_of_it(bench):
-    engine = bench()
-    engine.holds("a")
-    engine.store("a", request := engine.request("r", [TierMatcher(medium="CPU")]))
-    engine.ledger.finish(request)
-    engine.step()
-    assert engine.ranked == []
 
 
 def test_a_long_request_is_told_of_in_parts_the_tail_first(bench, monkeypatch):
     monkeypatch.setattr(outbox, "ADVICE_KEYS_MAX", 3)
     engine = bench()
     engine.holds("abcdefgh")
-    engine.store("abcdefgh", request := engine.request())
-    engine.ledger.finish(request)
+    end(engine, "abcdefgh")
     engine.step()
     assert engine.ranked == [(0, "gh"), (0, "def"), (0, "abc")]
 
 
-def test_of_too_many_in_one_step_the_newest_are_told(bench, monkeypatch):
+def test_of_too_many_in_one_step_the_newest_are_told(bench):
     engine = bench()
     engine.holds("a")
-    engine.store("a")
-    engine.step()
     for _ in range(outbox.ADVICE_MAX + 10):
-        engine.lookup("a", request := engine.request())
-        engine.load("a", request)
-        engine.ledger.finish(request)
+        end(engine, "a")
     assert not engine.ledger.pending  # No call waits for it.
     engine.step()
     assert engine.ranked == [(0, "a")] * outbox.ADVICE_MAX
 
 
-def test_advice_that_the_bridge_refuses_is_dropped(bench):
+@pytest.mark.parametrize("why", ["the bridge refuses it", "the runner is lost"])
+def test_advice_that_cannot_be_given_is_dropped(bench, why):
     engine = bench()
     engine.holds("a")
-    engine.store("a", request := engine.request())
-    engine.ledger.finish(request)
+    if why == "the runner is lost":
+        engine.ledger.apply(RunnerLost(0, "killed"))
+    end(engine, "a")
     engine.ledger.refuse(engine.ledger.end_step())
     engine.step()
     assert engine.ranked == []
     assert engine.settled()
-
-
-def test_a_lost_runner_gets_no_advice(bench):
-    engine = bench()
-    engine.holds("a")
-    engine.store("a", request := engine.request())
-    engine.ledger.apply(RunnerLost(0, "killed"))
-    engine.ledger.finish(request)
-    engine.step()
-    assert engine.ranked == []

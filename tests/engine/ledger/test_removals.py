@@ -9,11 +9,17 @@ from tests.engine.ledger.bench import Bench, names_of
 
 def removals(engine: Bench) -> list[str]:
     """Take the events; name the keys that the tier was said to have lost."""
-    return [
-        names_of(event.keys)
-        for event in engine.events.take()
-        if (event.kind, event.tier) == (EventKind.REMOVED, "tier0")
-    ]
+    removed = (EventKind.REMOVED, "tier0")
+    return [names_of(event.keys) for event in engine.events.take() if (event.kind, event.tier) == removed]
+
+
+def asked(engine: Bench, names: str, present: bool | list[bool] | None) -> list[str]:
+    """Let every answer expire, ask for keys anew, and return what is said to have gone."""
+    engine.step(11.0)
+    for name in names:
+        engine.lookup(name)
+    engine.answer(*engine.step(), present)
+    return removals(engine)
 
 
 @pytest.fixture
@@ -21,10 +27,8 @@ def silent(bench):
     """A ledger whose one tier has stored four chunks and does not report what it holds; the primary has none."""
     engine = bench()
     engine.knows_all(complete=False)
-    engine.store("abcd")
-    engine.finish_all(engine.step())
-    engine.ledger.reset()
-    engine.ledger.promoting = True
+    engine.stored_in_tiers("abcd")
+    engine.reset()
     engine.events.take()
     return engine
 
@@ -32,98 +36,50 @@ def silent(bench):
 @pytest.mark.parametrize(("code", "told"), [(Code.MISSING, ["b"]), (Code.CORRUPT, ["b"]), (Code.FAILED, [])])
 def test_a_load_that_finds_a_chunk_gone_removes_it(silent, code, told):
     silent.lookup("abc")
-    (load,) = silent.step()
-    silent.finish(load, {1: code})
+    silent.finish(*silent.step(), {1: code})
     assert removals(silent) == told
 
 
-def test_an_answer_that_a_chunk_is_gone_removes_it_once(silent):
-    for present in ([True, False, False], [False, False, False]):
-        silent.step(11.0)
-        for key in "abz":  # No report ever named the last one.
-            silent.lookup(key)
-        silent.answer(*silent.step(), present)
-    assert removals(silent) == ["b", "a"]
+def test_an_answer_that_a_chunk_is_gone_removes_it_once_and_no_answer_removes_nothing(silent):
+    assert asked(silent, "abz", None) == []
+    assert asked(silent, "abz", [True, False, False]) == ["b"]  # No report ever named the last one.
+    assert asked(silent, "abz", False) == ["a"]
 
 
-def test_a_probe_after_a_failed_load_removes_missing_chunks(silent):
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_probe_after_a_failed_load_removes_missing_chunks(silent, listed):
+    if listed:
+        silent.holds("a")
     silent.lookup("ab")
-    (load,) = silent.step()
-    silent.fail(load, Code.UNAVAILABLE)  # Its server ends, and begins again without anything.
-    for _ in range(2):
-        silent.step(11.0)
-        silent.lookup("a")
-        silent.lookup("b")
-        silent.answer(*silent.step(), [False, True])
-    assert removals(silent) == ["a"]
-
-
-def test_a_probe_after_a_failed_load_removes_listed_chunks(silent):
-    silent.holds("z")
-    silent.lookup("z")
-    (load,) = silent.step()
-    silent.fail(load, Code.UNAVAILABLE)
-    for _ in range(2):
-        silent.step(11.0)
-        silent.lookup("z")
-        silent.answer(*silent.step(), False)
-    assert removals(silent) == ["z"]
-
-
-def test_no_answer_removes_nothing_and_the_next_one_does(silent):
-    silent.step(11.0)
-    silent.lookup("a")
-    silent.answer(*silent.step(), None)
-    assert removals(silent) == []
-    silent.step(11.0)
-    silent.lookup("a")
-    silent.answer(*silent.step(), False)
-    assert removals(silent) == ["a"]
+    silent.fail(*silent.step(), Code.UNAVAILABLE)  # Its server ends, and begins again without anything.
+    assert asked(silent, "ab", [False, True]) == ["a"]
+    assert asked(silent, "a", False) == []
 
 
 def test_a_chunk_that_is_there_after_a_failure_is_not_removed_until_it_is_gone(silent):
     silent.lookup("a")
-    (load,) = silent.step()
-    silent.fail(load, Code.UNAVAILABLE)
-    silent.step(11.0)
+    silent.fail(*silent.step(), Code.UNAVAILABLE)
+    assert asked(silent, "a", True) == []
     silent.lookup("a")
-    silent.answer(*silent.step(), True)
-    assert removals(silent) == []
-    silent.lookup("a")
-    (load,) = silent.step()
-    silent.finish(load, {0: Code.MISSING})
+    silent.fail(*silent.step(), Code.MISSING)
     assert removals(silent) == ["a"]
-    silent.step(11.0)
-    silent.lookup("a")
-    silent.answer(*silent.step(), False)
-    assert removals(silent) == []
+    assert asked(silent, "a", False) == []
 
 
 def test_a_deletion_removes_what_was_deleted(silent):
     silent.ledger.delete(silent.keys("ab"))
-    (delete,) = silent.step()
-    silent.finish(delete, {1: Code.FAILED})
+    silent.finish(*silent.step(), {1: Code.FAILED})
     assert removals(silent) == ["a"]
-    silent.lookup("a")
-    silent.answer(*silent.step(), False)
-    assert removals(silent) == []  # It was said.
+    assert asked(silent, "a", False) == []  # It was said.
 
 
-def test_a_tier_that_reports_is_not_spoken_for(bench):
+def test_a_tier_that_reports_is_spoken_for_only_when_it_deletes(bench):
+    """No tier reports deletions, by the contract; so the engine does."""
     engine = bench()
     engine.holds("ab")
     engine.knows_all()
     engine.lookup("a")
-    (load,) = engine.step()
-    engine.finish(load, {0: Code.MISSING})
-    assert removals(engine) == []
-
-
-def test_a_reporting_tier_sends_no_event_for_a_forgotten_key(bench):
-    """No tier does, by the contract; so the engine does it, as for any other tier."""
-    engine = bench()
-    engine.holds("ab")
-    engine.knows_all()
+    engine.fail(*engine.step(), Code.MISSING)
     engine.ledger.delete(engine.keys("b"))
     (delete,) = engine.step()
     assert removals(engine) == []

@@ -3,11 +3,9 @@
 import pytest
 
 from kvtier.engine.answers import Event, EventKind
-from kvtier.engine.ledger import LookupResult
 from kvtier.engine.tier import BreakerState
 from kvtier.runner.messages import Cascade, Code, Delete, Promote
-
-HIT, PENDING, MISS, RETRY = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS, LookupResult.RETRY
+from tests.engine.ledger.bench import HIT, MISS, PENDING, RETRY
 
 
 def test_a_reset_forgets_every_key_of_the_primary_with_events(bench):
@@ -22,31 +20,16 @@ def test_a_reset_forgets_every_key_of_the_primary_with_events(bench):
     assert engine.store("wxyz").evicted == []
 
 
-def test_tiers_keep_what_they_have(bench):
+def test_until_the_workers_have_flushed_nothing_is_promoted_and_stores_go_on(bench):
     engine = bench()
-    engine.store("a")
-    engine.finish_all(engine.step())
-    engine.ledger.reset()
-    engine.ledger.promoting = True
-    assert engine.lookup("a") == [PENDING]
-
-
-def test_nothing_is_promoted_until_the_workers_have_flushed(bench):
-    engine = bench()
-    engine.holds("a")
+    engine.stored_in_tiers("a")
     engine.ledger.reset()
     assert engine.lookup("ab") == [MISS, MISS]
     assert engine.step() == []
-    engine.ledger.promoting = True
-    assert engine.lookup("ab") == [PENDING, RETRY]
-
-
-def test_stores_go_on_before_the_workers_have_flushed(bench):
-    engine = bench()
-    engine.ledger.reset()
-    engine.store("a")
+    engine.store("c")
     assert [type(action) for action in engine.step()] == [Cascade]
-    assert engine.lookup("a") == [HIT]
+    engine.ledger.promoting = True
+    assert engine.lookup("abc") == [PENDING, RETRY, HIT]
 
 
 def test_a_reset_drops_the_queue_except_deletions(bench):
@@ -85,13 +68,10 @@ def test_a_transfer_that_outlives_a_reset_keeps_its_rows(bench, kind):
 def test_a_tier_that_did_not_end_in_time_is_out_of_use_until_it_has_proved_itself(bench):
     engine = bench(tiers=[bench.spec("hung", breaker_cooldown_s=5.0), bench.spec("well")], action_chunks=1)
     engine.store("abc")
-    sent = engine.step()
-    engine.finish_all(action for action in sent if action.tier == 1)
-    engine.ledger.reset()
-    engine.ledger.promoting = True
-    hung, well = engine.ledger.tiers
-    assert (hung.breaker.state, well.breaker.state) == (BreakerState.OPEN, BreakerState.CLOSED)
-    assert hung.breaker.opened == 1
+    engine.finish_all(action for action in engine.step() if action.tier == 1)
+    engine.reset()
+    hung, well = (tier.breaker for tier in engine.ledger.tiers)
+    assert (hung.state, hung.opened, well.state) == (BreakerState.OPEN, 1, BreakerState.CLOSED)
     engine.store("d")
     assert [action.tier for action in engine.step(seconds=5.0)] == [1]
     engine.store("e")

@@ -1,24 +1,13 @@
 """A lost runner: its transfers are lost, its rows come back, and its outcomes are not its successor's."""
 
-from kvtier.engine.ledger import LookupResult
-from kvtier.runner.messages import (
-    Code,
-    Found,
-    Probe,
-    Promote,
-    RunnerBack,
-    RunnerGone,
-    RunnerLost,
-    Scanned,
-    pack_keys,
-    unpack_keys,
-)
-
-HIT, PENDING, MISS, RETRY = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS, LookupResult.RETRY
+from kvtier.runner.messages import Code, Probe, Promote, RunnerBack, RunnerGone, RunnerLost, Scanned, unpack_keys
+from tests.engine.ledger.bench import HIT, MISS, PENDING, RETRY
 
 
-def lose(engine, epoch=0):
+def lose(engine, epoch=0, *, back=False):
     engine.ledger.apply(RunnerLost(epoch, "killed by the test"))
+    if back:
+        engine.ledger.apply(RunnerBack(epoch + 1))
 
 
 def test_transfers_of_a_lost_runner_are_lost_and_counted(bench):
@@ -31,27 +20,11 @@ def test_transfers_of_a_lost_runner_are_lost_and_counted(bench):
     lose(engine)
     assert not engine.ledger.pending
     assert engine.lookup("a", request) == [MISS]
-    (tier,) = engine.ledger.tiers
-    assert tier.counters.failed == {"lost": 3}
-    assert tier.counters.transfers_failed == 0
-    assert tier.breaker.admits(engine.now)
+    assert (engine.counters().failed, engine.counters().transfers_failed) == ({"lost": 3}, 0)
+    assert engine.ledger.tiers[0].breaker.admits(engine.now)
 
 
-def test_a_successor_may_work_while_its_predecessor_still_holds_rows(bench):
-    engine = bench(rows=2)
-    engine.store("a")
-    engine.step()
-    lose(engine)
-    engine.ledger.apply(RunnerBack(1))
-    engine.store("b")
-    (store,) = engine.step()
-    engine.ledger.apply(RunnerGone(0))
-    assert engine.ledger.pending
-    engine.finish(store)
-    assert engine.settled()
-
-
-def test_rows_that_a_dead_predecessor_still_holds_are_no_fault_of_the_runner_that_works(bench):
+def test_a_successor_works_while_its_predecessor_still_holds_rows_which_are_no_fault_of_it(bench):
     engine = bench(rows=4)
     engine.store("ab")
     engine.step()
@@ -61,8 +34,12 @@ def test_rows_that_a_dead_predecessor_still_holds_are_no_fault_of_the_runner_tha
     assert engine.ledger.transfers.rows_overdue == 0
     engine.store("c")
     (store,) = engine.step()
+    engine.ledger.apply(RunnerGone(0))
+    assert engine.ledger.pending
     engine.fail(store, Code.DEADLINE, lent=True)
     assert engine.ledger.transfers.rows_overdue == 1
+    engine.give_back(store)
+    assert engine.settled()
 
 
 def test_after_a_loss_known_keys_stay_known_and_the_rest_is_probed(bench):
@@ -70,11 +47,9 @@ def test_after_a_loss_known_keys_stay_known_and_the_rest_is_probed(bench):
     engine.holds("a")
     engine.knows_all()
     assert engine.lookup("b") == [MISS]
-    lose(engine)
-    engine.ledger.apply(RunnerBack(1))
+    lose(engine, back=True)
     assert engine.lookup("ac") == [PENDING, RETRY]
-    kinds = [type(action) for action in engine.step()]
-    assert kinds == [Probe, Promote]
+    assert [type(action) for action in engine.step()] == [Probe, Promote]
     engine.ledger.apply(Scanned(0, complete=True))
     assert engine.lookup("d") == [MISS]
 
@@ -83,8 +58,7 @@ def test_a_probe_that_was_lost_is_a_miss_and_is_asked_again_later(bench):
     engine = bench()
     engine.lookup("a")
     engine.step()
-    lose(engine)
-    engine.ledger.apply(RunnerBack(1))
+    lose(engine, back=True)
     assert engine.lookup("a") == [MISS]
     engine.step(seconds=10.0)
     assert engine.lookup("a") == [RETRY]
@@ -98,8 +72,7 @@ def test_while_there_is_no_runner_a_look_up_misses_at_once_and_stores_stay_in_th
     engine.store("c")
     assert engine.step() == []
     assert engine.lookup("c") == [HIT]
-    (tier,) = engine.ledger.tiers
-    assert tier.counters.dropped == {"runner": 1}
+    assert engine.counters().dropped == {"runner": 1}
     engine.ledger.apply(RunnerBack(1))
     assert engine.lookup("a") == [PENDING]
 
@@ -113,13 +86,12 @@ def test_a_new_runner_makes_the_lost_ones_deletions(bench):
     engine.ledger.delete(engine.keys("b"))
     engine.ledger.refuse(engine.step())
     engine.ledger.apply(RunnerBack(1))
-    engine.ledger.inbox.apply(Found(0, pack_keys(engine.keys("ab"))), engine.now)
+    engine.holds("ab")
     (delete,) = engine.step()
     assert unpack_keys(delete.keys) == engine.keys("ab")
     engine.finish(delete)
     assert engine.settled()
-    lose(engine, epoch=1)
-    engine.ledger.apply(RunnerBack(2))
+    lose(engine, 1, back=True)
     assert engine.step() == []
 
 
@@ -127,8 +99,7 @@ def test_a_new_runner_does_not_delete_chunks_stored_again(bench):
     engine = bench(rows=4)
     engine.ledger.delete(engine.keys("ab"))
     engine.ledger.refuse(engine.step())  # The bridge's queue was full.
-    engine.store("a")
-    engine.finish_all(engine.step())
+    engine.stored_in_tiers("a")
     engine.ledger.primary.discard(engine.keys("a")[0])  # Only the tier has it.
     lose(engine)
     engine.store("b")

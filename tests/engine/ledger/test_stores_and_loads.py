@@ -2,13 +2,12 @@
 
 import pytest
 
-from kvtier.engine.answers import Event, EventKind
-from kvtier.engine.ledger import Ledger, LedgerLimits, LookupResult, StorePlan
+from kvtier.engine.answers import Event, EventKind, StorePlan
+from kvtier.engine.ledger import Ledger, LedgerLimits
 from kvtier.engine.requests import Request
 from kvtier.policies import LRU
-from kvtier.runner.messages import Code
-
-HIT, PENDING, MISS = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS
+from kvtier.runner.messages import Code, Delete
+from tests.engine.ledger.bench import HIT, MISS, PENDING
 
 
 class Recorder(LRU):
@@ -43,13 +42,15 @@ def recorded():
     return Ledger(8, policy, (), LedgerLimits(8, 8, 10.0, 64)), policy.told
 
 
-def test_a_plan_gives_each_absent_key_a_row_of_its_own(bench):
+def test_a_plan_gives_each_absent_key_one_row_of_its_own(bench):
     engine = bench()
     engine.stored_alone("b")
-    plan = engine.store("abc")
+    plan = engine.store("abac")
     assert plan.keys == engine.keys("ac")
     assert plan.rows == [engine.row("a"), engine.row("c")]
     assert len({engine.row(name) for name in "abc"}) == 3
+    assert engine.store("ab") == engine.store("") == StorePlan([], [], [])
+    assert engine.ledger.primary.rows_free == 5
 
 
 def test_a_store_without_room_for_all_takes_none(bench):
@@ -57,8 +58,7 @@ def test_a_store_without_room_for_all_takes_none(bench):
     engine.ledger.prepare_store(engine.keys("a"), engine.request())
     engine.stored_alone("b")
     assert engine.store("xyz") is None
-    assert engine.ready() == "b"
-    assert engine.ledger.primary.rows_free == 1
+    assert (engine.ready(), engine.ledger.primary.rows_free) == ("b", 1)
     assert engine.ledger.counters.stores_refused == 3
 
 
@@ -69,18 +69,6 @@ def test_a_store_never_evicts_what_it_was_offered(bench):
     assert engine.ready() == "abc"
     assert engine.store("cde").evicted == engine.keys("ba")
     assert engine.ready() == "cde"
-
-
-def test_a_store_of_nothing_new_is_an_empty_plan(bench):
-    engine = bench()
-    engine.store("ab")
-    assert engine.store("ab") == engine.store("") == StorePlan([], [], [])
-
-
-def test_a_key_offered_twice_in_one_call_gets_one_row(bench):
-    engine = bench()
-    assert engine.store("aab").keys == engine.keys("ab")
-    assert engine.ledger.primary.rows_free == 6
 
 
 def test_a_chunk_is_loadable_only_when_its_store_is_complete(bench):
@@ -94,13 +82,15 @@ def test_a_chunk_is_loadable_only_when_its_store_is_complete(bench):
     assert engine.ledger.counters.hits == 0
 
 
-def test_a_store_that_failed_leaves_nothing_and_can_be_made_again(bench):
+def test_a_store_that_failed_is_an_event_leaves_nothing_and_can_be_made_again(bench):
     engine = bench(rows=2)
     request = engine.request()
-    engine.ledger.prepare_store(engine.keys("ab"), request)
+    plan = engine.ledger.prepare_store(engine.keys("ab"), request)
     engine.lookup("a")
     engine.step()
-    engine.ledger.complete_store(engine.keys("ab"), request, success=False)
+    for _ in range(2):
+        engine.ledger.complete_store(plan.keys, request, success=False)
+    assert engine.events.take() == [Event(EventKind.FAILED, "cpu", engine.keys("ab"), "store")]
     assert engine.step() == []
     assert engine.settled()
     assert engine.lookup("a", engine.request("none", [])) == [MISS]
@@ -136,37 +126,16 @@ def test_keys_given_twice_in_one_call_have_one_access(bench, recorded):
     assert told == [("insert", [a]), ("touch", [a]), ("touch", [a])]
 
 
-def test_a_request_that_finishes_has_its_keys_ranked_in_prefix_order(bench, recorded):
+def test_a_request_that_finishes_has_its_keys_ranked_in_prefix_order_without_those_that_left(bench, recorded):
     ledger, told = recorded
-    a, b, c, d = bench.keys("abcd")
+    a, b, c, d, e = bench.keys("abcde")
     other, request = Request("other"), Request("r")
     ledger.complete_store(ledger.prepare_store([b], other).keys, other)
     ledger.complete_store(ledger.prepare_store([a, b, c], request).keys, request)
-    ledger.complete_store(ledger.prepare_store([d], request).keys, request)
+    ledger.prepare_store([d, e], request)
+    ledger.complete_store([d], request, success=False)
     ledger.finish(request)
-    assert told[-1] == ("rank", [a, b, c, d])
-
-
-def test_ranking_leaves_out_evicted_keys(bench, recorded):
-    ledger, told = recorded
-    a, b, c = bench.keys("abc")
-    request = Request("r")
-    ledger.prepare_store([a, b, c], request)
-    ledger.complete_store([a], request)
-    ledger.complete_store([b], request, success=False)
-    ledger.finish(request)
-    assert told[-1] == ("rank", [a, c])
-
-
-def test_a_prefix_outlives_its_continuation(bench):
-    engine = bench(rows=3)
-    first, second = engine.request("first"), engine.request("second")
-    engine.store("abc", first)
-    engine.ledger.finish(first)
-    engine.finish_all(engine.step())
-    assert engine.store("x", second).evicted == engine.keys("c")
-    engine.finish_all(engine.step())
-    assert engine.store("y", second).evicted == engine.keys("b")
+    assert told[-1] == ("rank", [a, b, c, e])
 
 
 def test_each_eviction_and_each_store_is_an_event_and_counted(bench):
@@ -181,24 +150,17 @@ def test_each_eviction_and_each_store_is_an_event_and_counted(bench):
     assert (engine.ledger.counters.stores, engine.ledger.primary.evictions) == (2, 1)
 
 
-def test_a_store_that_is_given_up_is_an_event(bench):
-    engine = bench(tiers=0)
-    plan = engine.ledger.prepare_store(engine.keys("ab"), request := engine.request())
-    engine.ledger.complete_store(plan.keys, request, success=False)
-    engine.ledger.complete_store(plan.keys, request, success=False)
-    assert engine.events.take() == [Event(EventKind.FAILED, "cpu", engine.keys("ab"), "store")]
-
-
 def test_a_deleted_chunk_is_gone_from_the_primary_and_from_every_tier(bench):
     engine = bench(tiers=2)
-    engine.store("a")
-    engine.finish_all(engine.step())
+    engine.stored_in_tiers("a")
     for tier in (0, 1):
         engine.knows_all(tier)
-    assert engine.ledger.delete(engine.keys("a")) == []
+    engine.events.take()
+    assert engine.ledger.delete(engine.keys("ax")) == []
+    assert engine.events.take() == [Event(EventKind.REMOVED, "cpu", engine.keys("a"))]  # Of the unknown key none.
     assert engine.lookup("a") == [MISS]
     deletes = engine.step()
-    assert [type(action).__name__ for action in deletes] == ["Delete", "Delete"]
+    assert [type(action) for action in deletes] == [Delete, Delete]
     assert engine.ledger.pending
     for action in deletes:
         engine.finish(action)
@@ -210,23 +172,15 @@ def test_a_held_chunk_is_returned_by_delete_and_stays(bench):
     engine.store("ab")
     (store,) = engine.step()
     assert engine.ledger.delete(engine.keys("abc")) == engine.keys("ab")
-    deletes = engine.step()
-    assert [action.keys.joined for action in deletes] == engine.keys("c")
+    assert [action.keys.joined for action in engine.step()] == engine.keys("c")
     engine.finish(store)
     assert engine.ledger.delete(engine.keys("ab")) == []
     assert engine.ready() == ""
 
 
-def test_deleting_an_unknown_key_is_no_event(bench):
-    engine = bench()
-    engine.ledger.delete(engine.keys("a"))
-    assert engine.events.take() == []
-
-
 def test_a_deletion_that_failed_is_counted(bench):
     engine = bench()
     engine.ledger.delete(engine.keys("a"))
-    (delete,) = engine.step()
-    engine.fail(delete, Code.UNAVAILABLE)
-    assert engine.ledger.tiers[0].counters.failed == {"unavailable": 1}
+    engine.fail(*engine.step(), Code.UNAVAILABLE)
+    assert engine.counters().failed == {"unavailable": 1}
     assert engine.settled()

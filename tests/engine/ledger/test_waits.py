@@ -1,8 +1,9 @@
 """For how long a request waited for loads: it is said once, when the request does not wait any more."""
 
-from kvtier.engine.answers import HIT, HIT_PENDING, MISS, RETRY
+import pytest
+
 from kvtier.runner.messages import Code
-from tests.engine.ledger.bench import Bench
+from tests.engine.ledger.bench import HIT, MISS, PENDING, RETRY, Bench
 
 
 def holding(names: str = "abc", **options: object) -> Bench:
@@ -15,107 +16,57 @@ def holding(names: str = "abc", **options: object) -> Bench:
 
 def test_a_wait_lasts_from_the_step_that_sent_for_chunks_to_the_one_in_which_all_are_there() -> None:
     engine = holding()
-    request = engine.request()
-    assert engine.lookup("ab", request) == [HIT_PENDING] * 2
+    request, other = engine.request(), engine.request("other")
+    assert engine.lookup("ab", request) == [PENDING] * 2
     (load,) = engine.step(seconds=2.0)
-    assert engine.lookup("ab", request) == [HIT_PENDING] * 2
+    assert engine.lookup("ab", request) == engine.lookup("ab", other) == [PENDING] * 2
     engine.step(seconds=3.0)
     engine.finish(load)
-    assert engine.lookup("ab", request) == [HIT] * 2
+    assert engine.lookup("ab", request) == engine.lookup("ab", other) == [HIT] * 2
     engine.load("ab", request)
     assert engine.waited == []
     engine.step()
-    assert engine.waited == [5.0]
+    assert sorted(engine.waited) == [3.0, 5.0]
     engine.ledger.finish(request)
-    assert engine.waited == [5.0]
+    assert len(engine.waited) == 2
 
 
-def test_two_requests_that_wait_for_one_load_wait_both() -> None:
-    engine = holding()
-    one, other = engine.request("one"), engine.request("other")
-    engine.lookup("a", one)
-    (load,) = engine.step(seconds=2.0)
-    engine.lookup("a", one)
-    engine.lookup("a", other)
-    engine.step(seconds=1.0)
-    engine.finish(load)
-    engine.lookup("a", one)
-    engine.lookup("a", other)
-    engine.step()
-    assert sorted(engine.waited) == [1.0, 3.0]
-
-
-def test_a_request_that_finds_everything_waits_for_nothing() -> None:
+def test_neither_hits_nor_misses_nor_a_prefetch_are_waits() -> None:
     engine = holding()
     engine.stored_alone("x")
     request = engine.request()
     assert engine.lookup("xz", request) == [HIT, MISS]
-    engine.step(seconds=1.0)
-    engine.ledger.finish(request)
-    assert engine.waited == []
-
-
-def test_a_wait_for_a_failed_load_ends_with_the_next_look_up() -> None:
-    engine = holding()
-    request = engine.request()
-    engine.lookup("a", request)
-    (load,) = engine.step(seconds=2.0)
-    engine.fail(load, Code.FAILED)
-    assert engine.lookup("a", request) == [MISS]
-    engine.step(seconds=9.0)
-    assert engine.waited == [2.0]
-    engine.ledger.finish(request)
-    assert engine.waited == [2.0]
-
-
-def test_a_miss_behind_a_load_in_flight_ends_no_wait() -> None:
-    engine = holding()
-    request = engine.request()
-    for _ in range(2):
-        assert engine.lookup("az", request) == [HIT_PENDING, MISS]
-        engine.step(seconds=1.0)
-    assert engine.waited == []
-
-
-def test_a_request_that_is_given_up_while_it_waits_has_waited() -> None:
-    engine = holding()
-    request = engine.request()
-    engine.lookup("a", request)
-    engine.step(seconds=4.0)
-    engine.ledger.finish(request)
-    assert engine.waited == [4.0]
-
-
-def test_a_wait_ends_when_the_load_is_late_and_its_chunks_are_computed() -> None:
-    engine = holding(computing_s=1.0, late_margin=1.5)
-    engine.takes(0.1, 0.01)
-    request = engine.request()
-    assert engine.lookup("a", request) == [HIT_PENDING]
-    engine.step(seconds=1.6)
-    assert engine.lookup("a", request) == [MISS]
-    engine.step(seconds=9.0)
-    assert engine.waited == [1.6]
-
-
-def test_a_wait_that_a_reset_cut_short_ends_with_the_next_look_up() -> None:
-    engine = holding()
-    request = engine.request()
-    engine.lookup("a", request)
-    engine.step(seconds=1.0)
-    engine.ledger.reset()
-    assert engine.lookup("a", request) == [MISS]
-    engine.step(seconds=9.0)
-    assert engine.waited == [1.0]
-
-
-def test_a_prefetch_counts_as_no_wait() -> None:
-    engine = holding()
     engine.ledger.prefetches.begin(engine.keys("abc"))
     (load,) = engine.step(seconds=1.0)
     engine.finish(load)
     engine.step(seconds=1.0)
+    engine.ledger.finish(request)
     assert not engine.ledger.prefetches
     assert engine.waited == []
+
+
+@pytest.mark.parametrize("why", ["failed", "was late", "reset", "finished"])
+def test_a_wait_that_is_in_vain_ends_with_the_next_look_up_or_the_requests_end(why: str) -> None:
+    engine = holding(computing_s=1.0 if why == "was late" else None, late_margin=1.5)
+    engine.takes(0.1, 0.01)
+    request = engine.request()
+    assert engine.lookup("az", request) == [PENDING, MISS]
+    (load,) = engine.step(seconds=1.0)
+    assert engine.lookup("az", request) == [PENDING, MISS]  # A miss behind a load in flight ends no wait.
+    engine.step(seconds=1.0)
+    match why:
+        case "failed":
+            engine.fail(load, Code.FAILED)
+        case "reset":
+            engine.ledger.reset()
+        case "finished":
+            engine.ledger.finish(request)
+    if why != "finished":
+        assert engine.lookup("a", request) == [MISS]
+        engine.step(seconds=9.0)
+    assert engine.waited == [2.0]
+    engine.ledger.finish(request)
+    assert engine.waited == [2.0]
 
 
 def test_a_wait_for_rows_that_others_had_is_one_wait() -> None:
@@ -123,7 +74,7 @@ def test_a_wait_for_rows_that_others_had_is_one_wait() -> None:
     engine = holding()
     engine.stored_alone("stuvwxyz")
     request = engine.request()
-    assert engine.lookup("abc", request) == [HIT_PENDING] * 3
+    assert engine.lookup("abc", request) == [PENDING] * 3
     (load,) = engine.step(seconds=2.0)
     engine.finish(load)
     engine.lookup("abc", request)
@@ -138,16 +89,15 @@ def test_a_request_looks_up_again_at_once_for_a_late_word_only_once() -> None:
     engine.holds("a")
     engine.takes(0.0, 0.01)
     assert engine.lookup("z") == [RETRY]
-    (probe,) = engine.step()
-    engine.answer(probe, False)  # It takes longer than computing.
+    engine.answer(*engine.step(), False)  # It takes longer than computing.
     assert engine.lookup("y") == [RETRY]
     (probe,) = engine.step()
     request = engine.request()
-    assert engine.lookup("ab", request) == [HIT_PENDING, RETRY]
+    assert engine.lookup("ab", request) == [PENDING, RETRY]
     engine.step()
     engine.answer(probe, None)
-    assert engine.lookup("ab", request) == [HIT_PENDING, MISS]
+    assert engine.lookup("ab", request) == [PENDING, MISS]
     engine.step(1e-3)
     assert request.late_after(engine.now) == engine.now
-    assert engine.lookup("ab", request) == [HIT_PENDING, MISS]
+    assert engine.lookup("ab", request) == [PENDING, MISS]
     assert request.late_after(engine.now) > engine.now
