@@ -1,0 +1,51 @@
+"""The tables of the page on performance are those of its figures in docs/assets/performance.
+
+    .venv/bin/python -m tests.docs.test_figures
+
+prints them. Ratios are those of `kvtier bench` and of the benchmarks: the median of the rounds, the lowest, the highest.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FIGURES = {path.stem: json.loads(path.read_text()) for path in (ROOT / "docs/assets/performance").glob("*.json")}
+PAGE = (ROOT / "docs" / "explanation" / "performance.md").read_text()
+
+
+def table(figures: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of a table of Markdown: of two sides' figures, or of ratios by a chunk's length."""
+    if "sides" in figures:
+        head = ["mix", "what", *figures["sides"].values(), "better by"]
+        rows = [
+            [row["mix"], row["what"], f"{row['kvtier']:,}", f"{row['vllm']:,}", shown(row["better_by"])]
+            for row in figures["rows"]
+        ]
+    else:
+        head = [*figures["heads"].values(), *figures["columns"]]
+        rows = [[row[name] for name in figures["heads"]] + [*map(shown, row["ratios"])] for row in figures["rows"]]
+    yield from (f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
+
+
+def shown(spread: list[float]) -> str:
+    median, low, high = spread
+    return f"{median:.2f} ({low:.2f} to {high:.2f})"
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_the_pages_table_is_that_of_its_figures(name: str) -> None:
+    assert "\n\n" + "\n".join(table(FIGURES[name])) + "\n\n" in PAGE
+
+
+def test_the_page_leads_to_the_file_of_every_table() -> None:
+    assert set(re.findall(r"\(\.\./assets/performance/([\w-]+)\.json\)", PAGE)) == set(FIGURES)
+
+
+if __name__ == "__main__":
+    sys.stdout.writelines("\n".join([*table(each), "", ""]) for each in FIGURES.values())
