@@ -2,7 +2,8 @@
 
     .venv/bin/python -m tests.docs.test_figures
 
-prints them. Ratios are those of `kvtier bench` and of the benchmarks: the median of the rounds, the lowest, the highest.
+prints them. Ratios are those of `kvtier bench` and of the benchmarks: the median of the rounds, the lowest and the
+highest.
 """
 
 import json
