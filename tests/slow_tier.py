@@ -14,8 +14,7 @@ from kvtier.backend import Backend, Outcome, Read, TierContext, Wrapper, backend
 from kvtier.config import TierConfig, tier_options
 from kvtier.settings import Checked, Duration
 from kvtier.testing.faults import InnerTier
-from kvtier_backends.dummy import DummyBackend, DummyOptions
-from kvtier_backends.dummy.store import DummyDevice
+from kvtier_backends.dummy import DummyBackend, DummyDevice, DummyOptions
 
 
 class SlowOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -73,19 +72,26 @@ class SlowingOptions(DummyOptions, frozen=True, kw_only=True):
 class SlowingDevice(DummyDevice):
     """A device that needs a multiple of its times for a while."""
 
-    def __init__(self, options: SlowingOptions, **figures: Any) -> None:
-        super().__init__(**figures)
+    def __init__(self, options: SlowingOptions) -> None:
+        super().__init__(options)
         self._options = options
-        self._usual = (self._latency_s, self._load_s_per_byte, self._store_s_per_byte)
+        self._usual = (self.latency_s, self.load_s_per_byte, self.store_s_per_byte)
         self._begun_at: float | None = None
 
-    def book(self, now: float, sizes_bytes: Iterable[int], *, storing: bool = False) -> float:
+    def load(self, now: float, sizes_bytes: Iterable[int]) -> float:
+        self._slow_down(now)
+        return super().load(now, sizes_bytes)
+
+    def store(self, now: float, sizes_bytes: Iterable[int]) -> float:
+        self._slow_down(now)
+        return super().store(now, sizes_bytes)
+
+    def _slow_down(self, now: float) -> None:
         self._begun_at = now if self._begun_at is None else self._begun_at
         passed_s, options = now - self._begun_at, self._options
         slow = options.slow_at_s <= passed_s < options.slow_at_s + options.slow_for_s
         factor = options.slow_factor if slow else 1.0
-        self._latency_s, self._load_s_per_byte, self._store_s_per_byte = (factor * usual for usual in self._usual)
-        return super().book(now, sizes_bytes, storing=storing)
+        self.latency_s, self.load_s_per_byte, self.store_s_per_byte = (factor * usual for usual in self._usual)
 
 
 class SlowingDummy(DummyBackend):
@@ -93,14 +99,7 @@ class SlowingDummy(DummyBackend):
 
     def __init__(self, options: SlowingOptions, context: TierContext) -> None:
         super().__init__(options, context)
-        self._device = SlowingDevice(
-            options,
-            latency_s=options.latency_s,
-            bandwidth_bytes_per_s=options.bandwidth_bytes_per_s,
-            slots=options.concurrency,
-            store_bandwidth_bytes_per_s=options.store_bandwidth_bytes_per_s,
-            loads_first=options.loads_first,
-        )
+        self._device = SlowingDevice(options)
 
 
 SLOWING = {"type": "tests.slow_tier:SlowingDummy"}

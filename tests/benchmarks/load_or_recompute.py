@@ -65,7 +65,6 @@ def config_of(case: Case, chunk_bytes: int, block_tokens: int, servers: Servers)
         "store_bandwidth_bytes_per_s": store_bytes_per_s,
         "concurrency": CONCURRENCY,
         "capacity_bytes": DISK_BYTES,
-        "loads_first": True,
     }
     limits = TierLimits(
         load_bytes_in_flight=1024 * chunk_bytes,

@@ -138,10 +138,8 @@ def tier(dice: random.Random, index: int) -> dict[str, object]:
     inner = {
         "type": "dummy",
         "latency_s": dice.choice([0, 0.001, 0.5]),
-        "loads_first": dice.choice([False, True]),
         "capacity_bytes": dice.choice([None, 8 * CHUNK_BYTES]),
         "shared": dice.choice([True, False]),
-        "low_water": dice.uniform(0.5, 1.0),
         "concurrency": dice.randrange(1, 1_001),
     }
     limits = {

@@ -156,7 +156,6 @@ def _device(dice: random.Random, seed: int, index: int) -> dict[str, Any]:
         "bandwidth_bytes_per_s": dice.choice((None, 40 * ROW_BYTES, 4_000 * ROW_BYTES)),
         "concurrency": dice.choice((1, 4)),
         "capacity_bytes": dice.choice((None, None, 3 * ROW_BYTES, 10 * ROW_BYTES)),
-        "low_water": dice.choice((1.0, 1.0, 1.0, 0.5)),
         "shared": dice.random() < 0.3,
     }
 

@@ -15,12 +15,19 @@ from kvtier.errors import ConfigError
 from kvtier.memory import PAGE_BYTES
 from kvtier.settings import parse_size
 from kvtier.tools.replay.replay import GPU_NAME
-from kvtier.tools.replay.setup import FOOTER_BYTES, chunk_bytes_on_disk, fs_options
+from kvtier.tools.replay.setup import chunk_bytes_on_disk, fs_options
 from kvtier.tools.replay.tiered import DISK_NAME, CascadeName
 
 KV_BYTES_PER_TOKEN = 131_072  # Llama 3.1 8B in bf16: K and V of 32 layers, 8 heads of 128, 2 bytes each.
 DISK_QUEUE_CHUNKS = 1_024  # Four times the chunks of a long prompt; an SSD takes them in five seconds.
-NOT_MODELLED = {"eviction_policy": "lru", "min_free_bytes": 0, "ttl_s": None, "shared": False}
+NOT_MODELLED = {
+    "eviction_policy": "lru",
+    "low_water": 1.0,
+    "min_free_bytes": 0,
+    "ttl_s": None,
+    "shared": False,
+    "write_budget_bytes_per_day": None,
+}
 """Options of an fs tier that its model lacks, and their values without an effect."""
 
 Figure = int | float | str | None
@@ -76,8 +83,8 @@ def model_engine(
 def scale_model(config: EngineConfig, disk: DiskSpeed = SSDS) -> ScaleModel:
     """Scale an engine down to rows of one page, with its runner on the caller's loop.
 
-    Real files take real time, so tiers of type `fs` become dummy ones: with their capacity, low-water mark, write
-    budget and limits, and the speed of `disk`. Tiers of other types run as they are. Raises `ConfigError` for options
+    Real files take real time, so tiers of type `fs` become dummy ones: with their capacity and limits, and the
+    speed of `disk`. Tiers of other types run as they are. Raises `ConfigError` for options
     that their type does not have.
     """
     figures: dict[str, Figures] = {
@@ -130,8 +137,6 @@ def _modelled(tier: TierConfig, row_bytes: int, where: str, disk: DiskSpeed) -> 
         "concurrency": options["concurrency"],
         "capacity_bytes": capacity_bytes,
         "chunks": None if capacity_bytes is None else capacity_bytes // row_bytes,
-        "low_water": options["low_water"],
-        "write_budget_bytes_per_day": options["write_budget_bytes_per_day"],
         "cascade": tier.cascade,
     }
     return options, figures | ({"not_modelled": not_modelled} if not_modelled else {})
@@ -143,19 +148,13 @@ def _disk_options(disk: DiskSpeed) -> dict[str, Any]:
         "bandwidth_bytes_per_s": disk.load_bytes_per_s,
         "store_bandwidth_bytes_per_s": disk.store_bytes_per_s,
         "concurrency": disk.concurrency,
-        "loads_first": True,
     }
 
 
 def _room_options(options: Any, row_bytes: int) -> dict[str, Any]:
-    """Return the capacity and the write budget of an fs tier in bytes of rows: without footers and folders."""
-    capacity_bytes, budget_bytes = options.capacity_bytes, options.write_budget_bytes_per_day
-    written_bytes = row_bytes + FOOTER_BYTES
-    return {
-        "capacity_bytes": capacity_bytes and capacity_bytes // chunk_bytes_on_disk(options, row_bytes) * row_bytes,
-        "low_water": 1.0 if options.low_water is None else options.low_water,  # Segments replace chunk by chunk.
-        "write_budget_bytes_per_day": budget_bytes and max(1, budget_bytes * row_bytes // written_bytes),
-    }
+    """Return the capacity of an fs tier in bytes of rows: without footers and folders."""
+    capacity_bytes = options.capacity_bytes
+    return {"capacity_bytes": capacity_bytes and capacity_bytes // chunk_bytes_on_disk(options, row_bytes) * row_bytes}
 
 
 def _scaled(tier: TierConfig, options: dict[str, Any] | None, pages: int) -> TierConfig:
@@ -166,7 +165,7 @@ def _scaled(tier: TierConfig, options: dict[str, Any] | None, pages: int) -> Tie
     )
     if options is None:
         return replace(tier, limits=limits)
-    sizes = ("bandwidth_bytes_per_s", "store_bandwidth_bytes_per_s", "write_budget_bytes_per_day")
+    sizes = ("bandwidth_bytes_per_s", "store_bandwidth_bytes_per_s")
     scaled = {size: max(1, options[size] // pages) for size in sizes if options.get(size) is not None}
     if options["capacity_bytes"] is not None:
         scaled["capacity_bytes"] = options["capacity_bytes"] // pages

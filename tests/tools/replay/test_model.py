@@ -120,23 +120,6 @@ async def one_by_one(config: EngineConfig, requests: Sequence[TraceRequest]) -> 
     return dict(tally.samples[-1].tiers)
 
 
-def test_an_fs_tiers_low_water_mark_is_kept_where_it_has_an_effect() -> None:
-    chunks = 100 * (MIB + 8_192)
-    blocks = [*range(98), 9, 8, 7, 6, 5]
-    requests = [TraceRequest(number * PAUSE_MS, BLOCK_TOKENS, 1, (block,)) for number, block in enumerate(blocks)]
-    with_mark = engine({"type": "fs", "capacity_bytes": chunks, "low_water": 0.9}, rows=1)
-    assert totals(with_mark, requests)["0:fs"].hits == 4  # At 96 chunks they went down to 90: 0 to 5 are gone.
-    in_place = engine({"type": "fs", "capacity_bytes": chunks, "layout": "segments"}, rows=1)
-    assert totals(in_place, requests)["0:fs"].hits == 5
-
-
-def test_an_fs_tiers_write_budget_is_kept() -> None:
-    budget = {"write_budget_bytes_per_day": 80 * (MIB + 4_096)}
-    requests = [TraceRequest(number * 1_000, BLOCK_TOKENS, 1, (number,)) for number in range(40)]
-    stored = totals(engine({"type": "fs", **budget}), requests)["0:fs"]
-    assert (stored.stored, stored.failed) == (10, {"no_space": 30})
-
-
 def test_the_limit_of_stores_in_flight_is_kept() -> None:
     limits = {"store_bytes_in_flight": 3 * MIB}
     requests = [TraceRequest(0, BLOCK_TOKENS * 10, 1, tuple(range(10)))]
@@ -273,7 +256,7 @@ def test_the_report_shows_the_figures_that_the_model_uses(tmp_path: Path, capsys
     assert parts["prefill"] == {"tokens_per_s": 20_000, "slots": 4}
     assert parts["gpu"] == {"cache_tokens": 7, "load_bytes_per_s": 25e9}
     assert parts["cpu"] == {"capacity_bytes": 80 * MIB, "chunks": told["engine"]["rows"], "eviction_policy": "lru"}
-    assert parts["0:fs"]["not_modelled"] == "ttl_s"
+    assert parts["0:fs"]["not_modelled"] == "low_water, ttl_s, write_budget_bytes_per_day"
     config = decode(EngineConfig, tomllib.loads(CONFIG))
     disk = DiskSpeed(1_000_000_000, 400_000_000)
     used = [tier.options for tier in scale_model(config, disk).config.secondary_tiers]
@@ -282,13 +265,11 @@ def test_the_report_shows_the_figures_that_the_model_uses(tmp_path: Path, capsys
         assert figures["latency_s"] == options["latency_s"]
         assert figures["concurrency"] == options["concurrency"]
         assert figures["chunks"] == options["capacity_bytes"] // 4_096
-        assert figures["low_water"] == options["low_water"]
     assert parts["0:fs"]["store_bytes_per_s"] // 256 == used[0]["store_bandwidth_bytes_per_s"]
-    assert parts["0:fs"]["write_budget_bytes_per_day"] // 256 == used[0]["write_budget_bytes_per_day"]
     shown = capsys.readouterr().out
     assert "load 1.0 GB/s, store 400.0 MB/s, latency 0.1 ms" in shown
     assert "cache tokens 7" in shown
-    assert "not modelled ttl_s" in shown
+    assert "not modelled low_water, ttl_s" in shown
 
 
 @pytest.mark.parametrize("rates", ["", "7GB/s", "7GB,4GB/s", "fast,slow", "0B/s,1GB/s", "1GB/s,1GB/s,1GB/s"])
