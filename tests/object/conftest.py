@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 WITHOUT_MOTO = find_spec("moto") is None
 collect_ignore_glob = ["test_[!o]*.py"] if WITHOUT_MOTO else []  # All but test_options.py.
 
-QUICK = {"timeout_s": 2.0, "connect_timeout_s": 2.0}  # These tests wait for the time-outs.
+QUICK = {"timeout_s": 2.0}  # These tests wait for the time-outs.
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "kvtier-test", "AWS_SECRET_ACCESS_KEY": "kvtier-test-secret"}
 
 

@@ -18,7 +18,12 @@ from tests.redis.servers import PATIENCE_S, Proxy, RedisServer
 from tests.remote.remotes import Held
 from tests.remote.suites import CHUNK_BYTES, Stored
 
-QUICK = {"timeout_s": 1.0, "connect_timeout_s": 1.0, "retry_s": "1ms"}  # These tests wait for the time-outs.
+QUICK = {"timeout_s": 1.0}  # These tests wait for the time-outs.
+
+
+@pytest.fixture(autouse=True)
+def retries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier_backends.redis.servers.RETRY_S", 0.001)
 
 
 @pytest.fixture(scope="session")

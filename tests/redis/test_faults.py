@@ -219,10 +219,13 @@ async def test_a_reply_cut_in_the_middle_fails_the_unanswered_chunks(opened, pro
     await recovers(tier, lender, keys)
 
 
-async def test_no_call_waits_for_a_server_that_is_known_to_hang(opened, server, own_server, lender) -> None:
+async def test_no_call_waits_for_a_server_that_is_known_to_hang(
+    opened, server, own_server, lender, monkeypatch
+) -> None:
     """Of two servers one hangs: its chunks fail, the other's go on, and it is tried by one thread at a time."""
+    monkeypatch.setattr("kvtier_backends.redis.servers.RETRY_S", 3_600.0)
     other = own_server()
-    tier, keys = await opened(server.address, other.address, **QUICK | {"retry_s": "1h"}), keys_of(32)
+    tier, keys = await opened(server.address, other.address, **QUICK), keys_of(32)
     await lender.keep(tier, keys)
     other.signal(signal.SIGSTOP)
     reads = lender.reads(keys)

@@ -11,11 +11,10 @@ import pytest
 from kvtier.backend import BackendUnavailable
 from kvtier.testing.conformance import keys_of
 from kvtier_backends.redis import RedisOptions
+from kvtier_backends.redis.backend import target_of
 from kvtier_backends.redis.link import Refused, refusal_of
 from kvtier_backends.redis.options import Address
-from kvtier_backends.redis.server import Away, Login
-from kvtier_backends.redis.topology import SLOTS, Topology, make_topology
-from kvtier_backends.redis.work import target_of
+from kvtier_backends.redis.servers import SLOTS, Away, Login, Topology, make_topology
 from tests.redis.test_faults import QUICK
 
 PASSWORD = "KVTIER_TEST_PASSWORD"

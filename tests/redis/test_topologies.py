@@ -24,8 +24,7 @@ from kvtier.testing.conformance import keys_of, label, tier_context
 from kvtier_backends.redis import RedisBackend, RedisOptions
 from kvtier_backends.redis.link import Link
 from kvtier_backends.redis.options import Address
-from kvtier_backends.redis.server import Away, Login, Server
-from kvtier_backends.redis.topology import make_topology
+from kvtier_backends.redis.servers import Away, Login, Server, make_topology
 from tests.redis.conftest import CHUNK_BYTES
 from tests.redis.servers import PATIENCE_S, Proxy, RedisServer, free_port, until
 from tests.redis.test_faults import QUICK

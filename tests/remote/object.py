@@ -31,7 +31,7 @@ class ObjectRemote(ServerRemote):
 
     def tier(self, *, by_proxy: bool = False, quick: bool = True) -> dict[str, Any]:
         endpoint = f"http://{self.proxy.address}" if by_proxy else self.server.endpoint
-        times = {"timeout_s": TIMEOUT_S, "connect_timeout_s": TIMEOUT_S} if quick else {}
+        times = {"timeout_s": TIMEOUT_S} if quick else {}
         return {"type": "object", "url": f"s3://{self._bucket}/suite", "endpoint": endpoint, **times}
 
     def start(self) -> None:

@@ -74,8 +74,7 @@ class Redis(Remote):
         self._server = RedisServer(folder).start()
 
     def options(self, timeout_s: float) -> Mapping[str, Any]:
-        times = {"timeout_s": timeout_s, "connect_timeout_s": timeout_s, "retry_s": 0.05}
-        return {"type": "redis", "url": f"redis://{self._server.address}", **times}
+        return {"type": "redis", "url": f"redis://{self._server.address}", "timeout_s": timeout_s}
 
     def fault(self, name: str) -> Fault:
         signalled = self._server.signal
@@ -144,7 +143,6 @@ class Bucket(Remote):
             "credentials_file": str(self._keys),
             "absent_ttl_s": 0.2,
             "timeout_s": timeout_s,
-            "connect_timeout_s": timeout_s,
         }
 
     def fault(self, name: str) -> Fault:

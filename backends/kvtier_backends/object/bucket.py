@@ -25,6 +25,7 @@ from kvtier_backends.object.options import ObjectOptions
 
 SEAL_NAME = "kvtier"  # Metadata with the seal: `x-amz-meta-kvtier` on S3.
 PAGE_KEYS = 1_000  # A store lists no more at once.
+CONNECT_S = 2.0  # Limit of making a connection.
 CREDENTIALS_TTL_S = 300.0
 NAME_BYTES_MAX = 1_024  # S3's; Azure's is the same, in characters.
 FOLDERS_BYTES = len("/hhh/hh_g4294967295/")
@@ -177,7 +178,7 @@ def make_store(options: ObjectOptions) -> ObjectStore:
     common: dict[str, Any] = {
         "client_options": {
             "allow_http": plain,
-            "connect_timeout": timedelta(seconds=options.connect_timeout_s),
+            "connect_timeout": timedelta(seconds=min(CONNECT_S, options.timeout_s)),
             "timeout": timedelta(seconds=options.timeout_s / 2),
         },
         "retry_config": {"max_retries": 0},  # `Requests` retries.,

@@ -86,9 +86,6 @@ class ObjectOptions(SealOptions, frozen=True, kw_only=True):
     timeout_s: PositiveDuration = 10.0
     """Limit of one call, with its retries. A later answer is a failure, and rows are free again."""
 
-    connect_timeout_s: PositiveDuration = 2.0
-    """Limit of making a connection."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         scheme = self.target().scheme

@@ -1,42 +1,61 @@
-"""A tier on Redis or Valkey, the asynchronous shell: it chooses the server of each key, and lanes talk to servers."""
+"""A tier on Redis or Valkey: it chooses the server of each key, and lanes exchange requests and replies with servers.
+
+A window of requests is sent ahead of the replies. Each reply is recorded as it is read. So a lost connection costs only
+the unanswered requests, which are sent again on another connection.
+"""
 
 import asyncio
+import errno
+import os
 import time
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import chain, zip_longest
-from typing import Any, NamedTuple, Self
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from kvtier.backend import (
     NAMINGS,
     SEAL_BYTES,
     Abandoned,
     BackendUnavailable,
+    ChunkMissing,
     ConfigError,
     Durability,
     Lanes,
+    NoSpace,
     OffloadKey,
     Outcome,
     Read,
     Seal,
+    SealFault,
     TierContext,
     TransferFailed,
     Write,
     in_thread,
     in_threads,
 )
-from kvtier.backend.remote import RemoteBackend, name_prefix
-from kvtier_backends.redis.options import RedisOptions
-from kvtier_backends.redis.server import Away, Login, Server, check
-from kvtier_backends.redis.topology import Topology, make_topology
-from kvtier_backends.redis.work import AskWork, LoadWork, StoreWork, Work, exchange
+from kvtier.backend.remote import RemoteBackend, Totals, name_prefix
+from kvtier_backends.redis.link import END, Buffer, Link, Lost, Refused, number_in, refusal_of, request
+from kvtier_backends.redis.options import Address, RedisOptions, told_address
+from kvtier_backends.redis.servers import CONNECT_S, Away, Login, Server, Topology, check, make_topology
 
 ASK_LANES = 3  # For small requests, which never queue behind rows. One of them may be busy asking where servers are.
 VALUE_BYTES_MAX = 512 << 20  # The servers' default (proto-max-bulk-len).
 PART_BYTES_MIN = 4 << 20  # Least share of a call for one lane: a smaller one is done before another thread has begun.
 REDIRECTS_MAX = 3  # Of one chunk: a cluster whose slots move answers after one or two.
+ASKED_MAX = 1_024  # Small requests in flight: their replies fit a socket's buffer.
+SKIPPED_BYTES_MAX = 16 << 20  # A longer value costs more to read than a new connection.
+OF_ONE_CHUNK = frozenset({"OOM", "WRONGTYPE", "ERR"})
+NOT_THE_ONE = frozenset({"READONLY", "MASTERDOWN", "CLUSTERDOWN", "MOVED", "NOAUTH"})
+
+ASKING = request(b"ASKING")
+OK = b"+OK"
+TRUTHS = {b":0": False, b":1": True}
+
+A = TypeVar("A")
 
 
 class RedisBackend(RemoteBackend[RedisOptions]):
@@ -56,7 +75,7 @@ class RedisBackend(RemoteBackend[RedisOptions]):
             )
         made = ExitStack()
         try:
-            lanes = _started(options, context.name, made)
+            lanes = RedisLanes.start(options, context.name, made)
             topology, seal = await in_thread(lanes.ask, _prepared, options, context, made)
             tier = cls(options, context, topology, seal, lanes)
         except BaseException:  # A cancelled thread's result is lost, and its connections would be with it.
@@ -76,18 +95,18 @@ class RedisBackend(RemoteBackend[RedisOptions]):
         self._topology = topology
         self._seal = seal
         self._window = max(1, options.window_bytes // context.row_bytes)
-        self._part_chunks = max(1, PART_BYTES_MIN // seal.sealed_bytes)
         self._lanes = lanes
 
     async def aclose(self, deadline_s: float) -> Abandoned:
         """Close, as the contract says. Calls that miss the deadline fail at once: their connections are closed."""
         ends_at = time.monotonic() + deadline_s
-        every = (self._lanes.load, self._lanes.store, self._lanes.ask)
         try:
             await self._calls.close(deadline_s)  # First: a call may need lanes more than once.
-            left = sum(await asyncio.gather(*(lanes.aclose(max(0.0, ends_at - time.monotonic())) for lanes in every)))
+            left = sum(
+                await asyncio.gather(*(lanes.aclose(max(0.0, ends_at - time.monotonic())) for lanes in self._lanes))
+            )
         finally:  # A cancelled close does not wait any longer, either.
-            for lanes in every:
+            for lanes in self._lanes:
                 lanes.shutdown(wait=False, cancel_futures=True)
             self._topology.close()
         return Abandoned(left)
@@ -104,7 +123,7 @@ class RedisBackend(RemoteBackend[RedisOptions]):
     async def _load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
         names = self._names([read.key for read in reads])
         work = LoadWork(names, reads, self._seal, self._window, self._counts)
-        await self._move(work, self._lanes.load, self._part_chunks)
+        await self._move(work, self._lanes.load)
         if work.corrupt:
             await self._ask(b"UNLINK", [names[index] for index in work.corrupt], work.ends_at)
         return self._outcomes(work, [read.key for read in reads])
@@ -112,7 +131,7 @@ class RedisBackend(RemoteBackend[RedisOptions]):
     async def _store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
         keys = [write.key for write in writes]
         work = StoreWork(self._names(keys), writes, self._seal, self._window, self._options.ttl_s, self._counts)
-        await self._move(work, self._lanes.store, self._part_chunks)
+        await self._move(work, self._lanes.store)
         return self._outcomes(work, keys)
 
     async def _delete(self, keys: Sequence[OffloadKey]) -> None:
@@ -120,30 +139,30 @@ class RedisBackend(RemoteBackend[RedisOptions]):
         if work.unreachable:
             raise BackendUnavailable(f"{self._name}: {next(iter(work.unreachable.values()))}") from work.cause()
 
-    async def _ask(self, command: bytes, names: Sequence[bytes], ends_at: float | None = None) -> AskWork:
+    async def _ask(self, command: bytes, names: Sequence[bytes], ends_at: float | None = None) -> "AskWork":
         work = AskWork(command, names, self._counts)
         work.ends_at = ends_at
-        await self._move(work, self._lanes.ask, len(names))
+        await self._move(work, self._lanes.ask)
         return work
 
-    def _outcomes(self, work: Work[Outcome], keys: Sequence[OffloadKey]) -> list[Outcome]:
+    def _outcomes(self, work: "Work[Outcome]", keys: Sequence[OffloadKey]) -> list[Outcome]:
         self._refuse_if_away(work)
         away = {index: TransferFailed(f"{keys[index].hex()}: {why}") for index, why in work.unreachable.items()}
         for outcome in away.values():
             outcome.__cause__ = work.cause()
         return [away[index] if index in away else work.answers[index] for index in range(len(keys))]
 
-    def _refuse_if_away(self, work: Work[Any]) -> None:
+    def _refuse_if_away(self, work: "Work[Any]") -> None:
         if work.unreachable and len(work.unreachable) == len(work.names):
             raise BackendUnavailable(f"{self._name}: {work.unreachable[0]}") from work.cause()
 
-    async def _move(self, work: Work[Any], lanes: Lanes, part_chunks: int) -> None:
+    async def _move(self, work: "Work[Any]", lanes: Lanes) -> None:
         """Get an answer for every name, from its server or from another that it redirects to."""
         if self._topology.stale:
             with suppress(TimeoutError):  # Rows are lent: a late answer serves later calls.
-                async with asyncio.timeout(self._options.connect_timeout_s):
+                async with asyncio.timeout(CONNECT_S):
                     await self._lanes.ask.run(self._topology.renew)
-        await self._exchange(work, lanes, part_chunks, self._topology.places_of(work.names))
+        await self._exchange(work, lanes, self._topology.places_of(work.names))
         for _ in range(REDIRECTS_MAX):
             if not work.redirects or not self._topology.cluster:
                 break
@@ -154,22 +173,22 @@ class RedisBackend(RemoteBackend[RedisOptions]):
                 for index, to in redirects.items():
                     if to.asking == asking:
                         places[self._topology.at(to.address)].append(index)
-                await self._exchange(work, lanes, part_chunks, places, asking=asking)
+                await self._exchange(work, lanes, places, asking=asking)
         self._give_up(work)
 
-    def _give_up(self, work: Work[Any]) -> None:
+    def _give_up(self, work: "Work[Any]") -> None:
         remedy = "" if self._topology.cluster else "; redis+cluster:// is accepted with a cluster"
         for index, to in work.redirects.items():
             work.unreachable[index] = f"its slot has moved to {to.address}{remedy}"
         self._topology.stale = self._topology.stale or work.stale or bool(work.unreachable)
 
     async def _exchange(
-        self, work: Work[Any], lanes: Lanes, part_chunks: int, places: dict[Server, list[int]], *, asking: bool = False
+        self, work: "Work[Any]", lanes: Lanes, places: dict[Server, list[int]], *, asking: bool = False
     ) -> None:
         by_server: list[list[Callable[[], None]]] = [
             [
                 partial(exchange, server, work, part, self._options.timeout_s, asking=asking)
-                for part in _parts(some, lanes.count, part_chunks)
+                for part in _parts(some, lanes.count, work.part_chunks)
             ]
             for server, some in places.items()
         ]
@@ -184,14 +203,14 @@ class RedisLanes(NamedTuple):
     load: Lanes
     store: Lanes
 
-
-def _started(options: RedisOptions, name: str, made: ExitStack) -> RedisLanes:
-    """Start a tier's threads. Clean-up calls go into `made`. RuntimeError: the process may have no more of them."""
-    lanes: list[Lanes] = []
-    for what, count in (("ask", ASK_LANES), ("load", options.lanes), ("store", options.lanes)):
-        lanes.append(Lanes(count, f"kvtier-{name}-{what}"))
-        made.callback(lanes[-1].shutdown, wait=False)
-    return RedisLanes(*lanes)
+    @classmethod
+    def start(cls, options: RedisOptions, name: str, made: ExitStack) -> Self:
+        """Start the threads. Clean-up calls go into `made`. RuntimeError: the process may have no more of them."""
+        lanes: list[Lanes] = []
+        for what, count in (("ask", ASK_LANES), ("load", options.lanes), ("store", options.lanes)):
+            lanes.append(Lanes(count, f"kvtier-{name}-{what}"))
+            made.callback(lanes[-1].shutdown, wait=False)
+        return cls(*lanes)
 
 
 def _prepared(options: RedisOptions, context: TierContext, made: ExitStack) -> tuple[Topology, Seal]:
@@ -223,6 +242,290 @@ def _check_servers(topology: Topology, options: RedisOptions) -> None:
 
 def _parts(indices: list[int], count: int, least: int) -> list[list[int]]:
     """Divide evenly into up to `count` parts of at least `least` each, or into a single part."""
-    parts = max(1, min(count, len(indices) // max(1, least)))
+    parts = max(1, min(count, len(indices) // least))
     size = -(-len(indices) // parts)
     return [indices[start : start + size] for start in range(0, len(indices), size)]
+
+
+class Redirect(NamedTuple):
+    """Another server has a chunk: permanently, or for this request alone (`asking`)."""
+
+    address: Address
+    asking: bool
+
+
+class Work(ABC, Generic[A]):
+    """One call's chunks by their places in the batch; one thread at a time works on a place."""
+
+    has_rows = False  # Rows must not be copied into a joined request.
+
+    def __init__(
+        self, names: Sequence[bytes], counters: Totals, *, window: int = ASKED_MAX, row_bytes: int = 0
+    ) -> None:
+        self.window = window  # Requests in flight on one connection.
+        self.gulp = max(1, window // 2)  # Requests of one send.
+        self.part_chunks = max(1, PART_BYTES_MIN // row_bytes) if row_bytes else len(names) + 1
+        self.names = names
+        self.counters = counters
+        self.answers: dict[int, A] = {}
+        self.unreachable: dict[int, str] = {}  # Reasons, of places whose server is away.
+        self.number = 0  # The system's error number of the last reason that has one.
+        self.redirects: dict[int, Redirect] = {}
+        self.stale = False  # A server has answered that it is not the right one.
+        self.ends_at: float | None = None  # Deadline on every server; set when the first lane begins.
+
+    @abstractmethod
+    def ask(self, link: Link, index: int, turn: int) -> list[Buffer]:
+        """Return a place's request; `turn` is its index in the `gulp`."""
+
+    def ask_some(self, link: Link, indices: Sequence[int], *, asking: bool) -> list[Buffer]:
+        requests = [self.ask(link, place, turn) for turn, place in enumerate(indices)]
+        parts = [part for parts in requests for part in ((ASKING, *parts) if asking else parts)]
+        return parts if self.has_rows else [b"".join(parts)]
+
+    @abstractmethod
+    def read(self, link: Link, index: int) -> A:
+        """Read a place's reply. Raises `Refused` for an error reply and `Lost` for an unreadable one."""
+
+    @abstractmethod
+    def refused(self, index: int, refusal: Refused) -> A:
+        """Return the outcome of an error of this chunk alone."""
+
+    def done(self, index: int) -> bool:
+        """Return True if this server has nothing left to answer for a place."""
+        return index in self.answers or index in self.unreachable or index in self.redirects
+
+    def fail(self, indices: Sequence[int], why: str, number: int) -> None:
+        self.number = number or self.number
+        for index in indices:
+            self.unreachable[index] = why
+
+    def cause(self) -> OSError | None:
+        return OSError(self.number, os.strerror(self.number)) if self.number else None
+
+    def hear_some(self, link: Link, indices: Sequence[int], *, asking: bool) -> int:
+        """Read replies of the first of these places, and return how many. Raises `Lost`."""
+        self.hear(link, indices[0], asking=asking)
+        return 1
+
+    def hear(self, link: Link, index: int, *, asking: bool) -> None:
+        """Read and record a place's reply. Raises `Lost`."""
+        not_allowed = _read_asking(link) if asking else None
+        try:
+            self.answers[index] = self.read(link, index)
+        except Refused as refusal:
+            self._record(link, index, not_allowed or refusal)
+
+    def _record(self, link: Link, index: int, refusal: Refused) -> None:
+        kind = refusal.kind
+        self.stale = self.stale or kind in NOT_THE_ONE
+        if kind in ("MOVED", "ASK"):
+            self.redirects[index] = Redirect(target_of(refusal, link.address), asking=kind == "ASK")
+        elif kind in OF_ONE_CHUNK:
+            self.answers[index] = self.refused(index, refusal)
+        else:
+            self.counters.count("refused")
+            self.unreachable[index] = f"{link.address}: {refusal}"
+
+
+class LoadWork(Work[Outcome]):
+    """Loads into rows, each checked by its seal."""
+
+    def __init__(
+        self, names: Sequence[bytes], reads: Sequence[Read], seal: Seal, window: int, counters: Totals
+    ) -> None:
+        super().__init__(names, counters, window=window, row_bytes=seal.sealed_bytes)
+        self.corrupt: list[int] = []  # Places whose values are to be deleted.
+        self._reads = reads
+        self._seal = seal
+
+    def ask(self, link: Link, index: int, turn: int) -> list[Buffer]:  # noqa: ARG002
+        return [request(b"GET", self.names[index])]
+
+    def read(self, link: Link, index: int) -> Outcome:
+        key, row = self._reads[index]
+        head = link.head()
+        if head == b"$-1":
+            return ChunkMissing(key.hex())
+        length = number_in(head, b"$")
+        if length != self._seal.sealed_bytes:
+            outcome = self._faulty(index, key, SealFault.LENGTH)
+            if length > SKIPPED_BYTES_MAX:
+                self.answers[index] = outcome
+                raise Lost(f"a value of {length:,} bytes")
+            link.skip(length)
+            return outcome
+        beside = beside_of(link, self._seal, 1, 0)
+        link.fill(self._seal.places(row, beside))
+        fault = self._seal.open(key, row, beside)
+        return None if fault is None else self._faulty(index, key, fault)
+
+    def refused(self, index: int, refusal: Refused) -> Outcome:
+        key = self._reads[index].key
+        if refusal.kind == "WRONGTYPE":
+            return self._faulty(index, key, SealFault.FOREIGN)
+        return TransferFailed(f"{key.hex()}: {refusal}")
+
+    def _faulty(self, index: int, key: OffloadKey, fault: SealFault) -> Outcome:
+        self.counters.count(f"{'corrupt' if fault.corrupt else 'sealed'}_{fault}")
+        if fault.corrupt:
+            self.corrupt.append(index)
+        return fault.outcome(key)
+
+
+class StoreWork(Work[Outcome]):
+    """Stores of rows and their seals, each as one value."""
+
+    has_rows = True
+
+    def __init__(
+        self,
+        names: Sequence[bytes],
+        writes: Sequence[Write],
+        seal: Seal,
+        window: int,
+        ttl_s: float | None,
+        counters: Totals,
+    ) -> None:
+        super().__init__(names, counters, window=window, row_bytes=seal.sealed_bytes)
+        self._writes = writes
+        self._seal = seal
+        self._head = b"*3\r\n" if ttl_s is None else b"*5\r\n"
+        milliseconds = b"" if ttl_s is None else b"%d" % max(1, round(ttl_s * 1_000))
+        self._tail = b"\r\n" if ttl_s is None else b"\r\n$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(milliseconds), milliseconds)
+
+    def ask(self, link: Link, index: int, turn: int) -> list[Buffer]:
+        key, row = self._writes[index]
+        name = self.names[index]
+        head = b"%b$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (self._head, len(name), name, self._seal.sealed_bytes)
+        beside = beside_of(link, self._seal, self.gulp, turn)
+        return [head, *self._seal.close(key, row, beside), self._tail]
+
+    def read(self, link: Link, index: int) -> Outcome:  # noqa: ARG002
+        if (head := link.head()) != OK:
+            raise Lost(f"the server answers {head[:32]!r} to SET")
+        return None
+
+    def refused(self, index: int, refusal: Refused) -> Outcome:
+        key = self._writes[index].key
+        if refusal.kind == "OOM":
+            self.counters.count("no_room")
+            return NoSpace(f"{key.hex()}: {refusal}")
+        return TransferFailed(f"{key.hex()}: {refusal}")
+
+
+class AskWork(Work[bool]):
+    """Small requests: EXISTS and UNLINK."""
+
+    def __init__(self, command: bytes, names: Sequence[bytes], counters: Totals) -> None:
+        super().__init__(names, counters)
+        self._command = command
+
+    def ask(self, link: Link, index: int, turn: int) -> list[Buffer]:  # noqa: ARG002
+        name = self.names[index]
+        return [self._head(len(name)), name, END]
+
+    def ask_some(self, link: Link, indices: Sequence[int], *, asking: bool) -> list[Buffer]:
+        """Join all requests at once where names have one length, as they mostly do."""
+        names = [self.names[index] for index in indices]
+        if asking or len(set(map(len, names))) != 1:
+            return super().ask_some(link, indices, asking=asking)
+        head = self._head(len(names[0]))
+        return [head, (END + head).join(names), END]
+
+    def _head(self, name_bytes: int) -> bytes:
+        return b"*2\r\n$6\r\n%b\r\n$%d\r\n" % (self._command, name_bytes)
+
+    def hear_some(self, link: Link, indices: Sequence[int], *, asking: bool) -> int:
+        """Read all replies that have arrived: there may be thousands, of four bytes each."""
+        if asking:
+            return super().hear_some(link, indices, asking=asking)
+        heads = link.heads(len(indices))
+        answers = [answer for answer in map(TRUTHS.get, heads) if answer is not None]
+        if len(answers) == len(heads):
+            self.answers.update(zip(indices, answers, strict=False))
+            return len(heads)
+        for index, head in zip(indices, heads, strict=False):
+            if head[:1] == b"-":
+                self._record(link, index, refusal_of(head))
+            else:
+                self.answers[index] = self._answer(head)
+        return len(heads)
+
+    def read(self, link: Link, index: int) -> bool:  # noqa: ARG002
+        return self._answer(link.head())
+
+    def _answer(self, head: bytes) -> bool:
+        if head[:1] != b":":
+            raise Lost(f"the server answers {head[:32]!r} to {self._command.decode()}")
+        return head != b":0"
+
+    def refused(self, index: int, refusal: Refused) -> bool:  # noqa: ARG002
+        return False
+
+
+def exchange(server: Server, work: Work[A], indices: Sequence[int], timeout_s: float, *, asking: bool = False) -> None:
+    """Ask one server for these places, in a lane, until the work's deadline.
+
+    A lost connection is replaced once, and again as long as each new one gets an answer: an idle connection may have
+    been closed long ago. A value that is far too long is left behind with its connection.
+    """
+    now, left = time.monotonic(), list(indices)
+    work.ends_at = ends_at = now + timeout_s if work.ends_at is None else work.ends_at
+    if now >= ends_at:  # Other servers have used it up.
+        return work.fail(left, f"{server.address}: no time was left for it", errno.ETIMEDOUT)
+    while left:
+        try:
+            link, fresh = server.borrow(ends_at)
+        except Away as error:
+            work.counters.count("unreachable", len(left))
+            return work.fail(left, str(error), error.number)
+        try:
+            _converse(link, work, left, asking=asking)
+        except Lost as error:
+            work.counters.count("connections_lost")
+            server.drop(link, str(error), late=error.late)
+            before, left = left, [index for index in left if not work.done(index)]
+            if error.late or (fresh and len(left) == len(before)):
+                return work.fail(left, f"{server.address}: {error}", error.number)
+        except BaseException:
+            server.drop(link)
+            raise
+        else:
+            return (server.drop if work.stale else server.give_back)(link)
+    return None
+
+
+def _converse(link: Link, work: Work[A], indices: Sequence[int], *, asking: bool) -> None:
+    """Send half a window of requests at a time, and read the replies in order."""
+    sent = heard = 0
+    while heard < len(indices):
+        while sent < len(indices) and sent - heard <= work.window - work.gulp:
+            some = indices[sent : sent + work.gulp]
+            link.send(work.ask_some(link, some, asking=asking))
+            sent += len(some)
+        heard += work.hear_some(link, indices[heard:sent], asking=asking)
+
+
+def _read_asking(link: Link) -> Refused | None:
+    """Read the reply to ASKING, and return its error, if any: the request behind it has its own reply."""
+    try:
+        if (head := link.head()) != OK:
+            raise Lost(f"the server answers {head[:32]!r} to ASKING")
+    except Refused as refusal:
+        return refusal
+    return None
+
+
+def beside_of(link: Link, seal: Seal, count: int, turn: int) -> memoryview:
+    """Return one of `count` buffers for a seal's calls. The link keeps them for later calls."""
+    if len(link.memory) < seal.beside_bytes * count:
+        link.memory = bytearray(seal.beside_bytes * count)
+    return memoryview(link.memory)[seal.beside_bytes * turn : seal.beside_bytes * (turn + 1)]
+
+
+def target_of(refusal: Refused, asked: Address) -> Address:
+    """Return the address in a redirect. Without a host it is another port of the same one; without a port, no other."""
+    words = str(refusal).split(" ")
+    host, _, port = words[2].rpartition(":") if len(words) == 3 else ("", "", "")
+    return told_address(host.strip("[]") or asked.host, port) or asked

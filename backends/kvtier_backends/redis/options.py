@@ -81,19 +81,7 @@ class RedisOptions(SealOptions, frozen=True, kw_only=True):
 
     meant: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
-            (
-                "address",
-                "cluster",
-                "db",
-                "endpoint",
-                "host",
-                "hosts",
-                "nodes",
-                "port",
-                "sentinels",
-                "server",
-                "servers",
-            ),
+            ("address", "cluster", "db", "endpoint", "host", "hosts", "nodes", "port", "sentinels", "servers"),
             "'url', such as 'redis://host:6379/0'",
         ),
         **dict.fromkeys(("username", "user"), "'url', such as 'redis://user@host'"),
@@ -144,12 +132,6 @@ class RedisOptions(SealOptions, frozen=True, kw_only=True):
     timeout_s: PositiveDuration = 5.0
     """Limit of one call on all servers. A later answer is a failure, and rows are free again."""
 
-    connect_timeout_s: PositiveDuration = 1.0
-    """Limit of making a connection."""
-
-    retry_s: PositiveDuration = 1.0
-    """Pause before an unreachable server is tried again."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         target = self.target()
@@ -186,7 +168,7 @@ class RedisOptions(SealOptions, frozen=True, kw_only=True):
         """
         if match := _SOCKET.fullmatch(self.url):
             user, path, db = match.groups()
-            return Servers((_socket(path),), username=_word(user, "user"), db=int(db or 0))
+            return Servers((_socket(path),), username=_word(user), db=int(db or 0))
         if (match := _URL.fullmatch(self.url)) is None:
             raise ConfigError(f"url: no URL of servers given, {ACCEPTED}")
         scheme, kind, user, hosts, path = match.groups("")
@@ -196,7 +178,7 @@ class RedisOptions(SealOptions, frozen=True, kw_only=True):
         if len(set(addresses)) < len(addresses):
             raise ConfigError("url: the same server is given twice")
         primary, db = _primary_and_db(path, topology)
-        return Servers(addresses, topology, scheme == "rediss", _word(match[3], "user"), db, primary)
+        return Servers(addresses, topology, scheme == "rediss", _word(match[3]), db, primary)
 
     def password(self) -> str | None:
         """Read the password: not for the loop. Raises `ConfigError`."""
@@ -241,17 +223,13 @@ def _password(line: bytes, where: str) -> str:
     raise ConfigError(f"{where} holds no password: one line of 1 to {PASSWORD_BYTES_MAX:,} bytes of UTF-8 accepted")
 
 
-def _word(given: str | None, what: str) -> str | None:
+def _word(given: str | None) -> str | None:
     if given is None or _WORD.fullmatch(given):
         return given
-    if ":" in given or "%3a" in given.lower():
-        raise ConfigError("url: a password given, none accepted: password_file or password_env has it")
-    if "%" in given:  # The password is never decoded, either.
-        raise ConfigError(
-            f"url: its {what} has a '%', none accepted: nothing is percent-decoded, so write the name as the server "
-            "has it, without punctuation"
-        )
-    raise ConfigError(f"url: its {what} is no name without punctuation")
+    raise ConfigError(
+        "url: its user is no name without punctuation: nothing is percent-decoded, and password_file or password_env "
+        "has the password"
+    )
 
 
 def _primary_and_db(path: str, topology: Topology) -> tuple[str, int]:
@@ -266,10 +244,9 @@ def _primary_and_db(path: str, topology: Topology) -> tuple[str, int]:
 
 
 def _socket(path: str) -> Address:
-    if (path_bytes := len(os.fsencode(path))) > PATH_BYTES_MAX:
-        raise ConfigError(f"url: a path of {path_bytes} bytes given, at most {PATH_BYTES_MAX} accepted")
-    if "\0" in path:
-        raise ConfigError("url: a path with a NUL byte given")
+    path_bytes = len(os.fsencode(path))
+    if path_bytes > PATH_BYTES_MAX or "\0" in path:
+        raise ConfigError(f"url: a path of {path_bytes} bytes given, at most {PATH_BYTES_MAX} without NUL accepted")
     return Address(path, 0)
 
 
@@ -285,12 +262,14 @@ def _address(text: str, place: int, port: int) -> Address:
 
 
 def _is_ipv6(name: str) -> bool:
-    with suppress(ValueError):
+    try:
         return bool(ipaddress.IPv6Address(name.partition("%")[0]))
-    return False
+    except ValueError:
+        return False
 
 
 def _is_host(name: str) -> bool:
-    with suppress(UnicodeError):  # A part of it is empty, or too long.
+    try:
         return bool(name.encode("idna")) and name.isprintable() and not set(name) & set(" []/@=,;&?#")
-    return False
+    except UnicodeError:  # A part of it is empty, or too long.
+        return False

@@ -1,0 +1,477 @@
+"""Servers, and the server of each chunk: by its name alone, behind Sentinel, or in a cluster.
+
+Answers of sentinels and nodes are bounded and checked before an address in them is used.
+"""
+
+import errno
+import ssl
+import threading
+import time
+from abc import ABC, abstractmethod
+from binascii import crc_hqx
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+from xxhash import xxh3_64_intdigest
+
+from kvtier.errors import ConfigError
+from kvtier_backends.redis.link import HostNames, Link, Lost, Refused, connect, number_in, number_of, request
+from kvtier_backends.redis.options import Address, RedisOptions, told_address
+
+CONNECT_S = 1.0  # Limit of making a connection, and of asking a server where others are.
+RETRY_S = 1.0  # Pause before a server that is away is tried again.
+REPEATED = ", with args"  # An error repeats the request behind these words.
+NOT_LET_IN = frozenset({"NOAUTH", "WRONGPASS", "NOPERM"})
+SLOTS = 16_384  # Of every cluster (https://redis.io/docs/latest/operate/oss_and_stack/reference/cluster-spec/).
+
+A = TypeVar("A")
+
+
+class Away(Exception):
+    """The server cannot be used now; nothing was sent."""
+
+    def __init__(self, why: str, number: int = 0, option: str | None = None) -> None:
+        super().__init__(why)
+        self.number = number  # The system's error number; 0 if there is none.
+        self.option = option  # The option that has to be mended, where the server does not let us in.
+
+
+class Login:
+    """The login of a connection: a user, a database and TLS, read once. Making one blocks."""
+
+    def __init__(self, options: RedisOptions, *, at_sentinels: bool = False) -> None:
+        """Read password and certificates. Raises `ConfigError`. Sentinels get a password only with `sentinel_login`."""
+        wanted, target = options.sentinel_login or not at_sentinels, options.target()
+        self.password = options.password() if wanted else None
+        self.tls: ssl.SSLContext | None = options.tls_context()
+        self._password_option = "password_file" if options.password_env is None else "password_env"
+        self._greeting = [(request(b"PING"), b"+PONG")]  # Fails now if a server loads its data or is overrun.
+        if target.db and not at_sentinels:
+            self._greeting.insert(0, (request(b"SELECT", b"%d" % target.db), b"+OK"))
+        if self.password is not None:
+            names = [name.encode() for name in (target.username, self.password) if name is not None]
+            self._greeting.insert(0, (request(b"AUTH", *names), b"+OK"))
+
+    def greet(self, link: Link) -> None:
+        """Log in. Raises `Lost` and `Refused`, which show no password."""
+        link.send([b"".join(asked for asked, _ in self._greeting)])
+        refusals: list[Refused] = []
+        for _, answer in self._greeting:
+            try:
+                if link.head() != answer:  # Not shown: an echo server would send back the password.
+                    raise Lost("the server does not speak Redis's protocol: unexpected answer to a greeting")
+            except Refused as refusal:
+                refusals.append(refusal)
+        if refusals:  # The first explains the others.
+            raise Refused(self.hide(str(refusals[0])))
+
+    def to_mend(self, refusal: Refused) -> str | None:
+        """Return the option to mend; None for a refusal that may pass by itself."""
+        words = str(refusal)
+        if refusal.kind == "NOPERM" or "DB index" in words or "SELECT" in words:
+            return "url"
+        return self._password_option if refusal.kind in NOT_LET_IN or "AUTH" in words or "password" in words else None
+
+    def hide(self, told: str) -> str:
+        """Return a server's text without the password: an error may repeat what was sent, cut off or not."""
+        told = told.partition(REPEATED)[0]
+        return told.replace(self.password, "***") if self.password else told
+
+
+class Server:
+    """Connections to one address. For any thread.
+
+    A server that does not answer is away for `RETRY_S`: calls fail at once, and afterwards one thread tries again.
+    """
+
+    def __init__(self, address: Address, login: Login) -> None:
+        self.address = address
+        self._names = HostNames(address)
+        self._login = login
+        self._lock = threading.Lock()
+        self._idle: list[Link] = []
+        self._lent: set[Link] = set()
+        self._closed = False
+        self._away_until = 0.0
+        self._why, self._number = "", 0
+
+    def borrow(self, ends_at: float) -> tuple[Link, bool]:
+        """Return a connection, and True if it is new. Raises `Away`."""
+        kept: Link | None = None
+        unfit: list[Link] = []
+        with self._lock:
+            if self._closed:
+                raise Away(f"{self.address}: closed")
+            if time.monotonic() < self._away_until:
+                raise Away(f"{self.address}: {self._why}", self._number)
+            while kept is None and self._idle:
+                link = self._idle.pop()
+                if link.quiet():
+                    kept = link
+                else:
+                    unfit.append(link)
+            if kept is not None:
+                self._lent.add(kept)
+            elif self._why:
+                self._away_until = time.monotonic() + CONNECT_S  # This thread tries; others do not wait.
+        for link in unfit:
+            link.close()
+        used = kept or self._opened(min(ends_at, time.monotonic() + CONNECT_S))
+        used.ends_at = ends_at
+        return used, kept is None
+
+    def give_back(self, link: Link) -> None:
+        """Keep a connection without requests in flight."""
+        with self._lock:
+            self._lent.discard(link)
+            if not self._closed:
+                self._idle.append(link)
+                return
+        link.close()
+
+    def drop(self, link: Link, why: str = "", *, late: bool = False) -> None:
+        """Close a connection, and the idle ones: what ended it has probably ended them, too.
+
+        `late`: the server missed a deadline and is away.
+        """
+        with self._lock:
+            self._lent.discard(link)
+            idle, self._idle = self._idle, []
+            if late:
+                self._is_away(why, errno.ETIMEDOUT)
+        for one in (link, *idle):
+            one.close()
+
+    def forget(self) -> bool:
+        """Lend no more, and close idle connections. Return True if others are still in use."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+            lent = bool(self._lent)
+        for link in idle:
+            link.close()
+        return lent
+
+    def close(self) -> int:
+        """Close idle connections, make calls in flight fail, and return how many there are."""
+        self.forget()
+        with self._lock:
+            for link in self._lent:
+                link.interrupt()
+            return len(self._lent)
+
+    def _opened(self, ends_at: float) -> Link:
+        try:
+            link = self._connected(ends_at)
+        except Away as error:
+            with self._lock:
+                self._is_away(str(error).partition(": ")[2], error.number)
+            raise
+        with self._lock:
+            self._away_until, self._why = 0.0, ""
+        return link
+
+    def _connected(self, ends_at: float) -> Link:
+        try:
+            link = connect(self.address, self._names, self._login.tls, ends_at)
+        except ssl.SSLCertVerificationError as error:
+            why = f"{self.address}: its certificate is refused: {error.verify_message}"
+            raise Away(why, option="tls_ca_file") from None
+        except OSError as error:
+            raise Away(f"{self.address}: {error.strerror or error}", number_of(error)) from None
+        with self._lock:
+            self._lent.add(link)
+            if self._closed:
+                link.interrupt()  # Closed while it connected.
+        link.ends_at = ends_at
+        try:
+            self._login.greet(link)
+        except Lost as error:
+            self.drop(link)
+            raise Away(f"{self.address}: {error}", error.number) from None
+        except Refused as error:
+            self.drop(link)
+            raise Away(f"{self.address}: {error}", option=self._login.to_mend(error)) from None
+        return link
+
+    def _is_away(self, why: str, number: int) -> None:
+        self._away_until, self._why, self._number = time.monotonic() + RETRY_S, why, number
+
+
+def check(server: Server, prefix: bytes, *, cluster: bool, timeout_s: float) -> None:
+    """Try every request that the tier makes, on one small value. Raises `Away` and `ConfigError`."""
+    name = prefix + b"opened"
+    try:
+        link, _ = server.borrow(time.monotonic() + timeout_s)
+    except Away as error:
+        if error.option is None:
+            raise
+        raise ConfigError(f"{error.option}: {error}") from error
+    try:
+        for words in (
+            (b"CLUSTER", b"KEYSLOT", name),
+            (b"EXISTS", name),
+            (b"SET", name, b"", b"PX", b"1000"),
+            (b"GET", name),
+            (b"UNLINK", name),
+            *([(b"ASKING",)] if cluster else []),
+        ):
+            link.send([request(*words)])
+            try:
+                if link.head() == b"$0":
+                    link.fill([])
+            except Refused as refusal:
+                _judge(refusal, words[0].decode(), str(server.address), cluster=cluster)
+            else:
+                if words[0] == b"CLUSTER" and not cluster:
+                    raise ConfigError(f"url: {server.address} is a node of a cluster: redis+cluster:// accepted")
+    except Lost as error:
+        server.drop(link)
+        raise Away(f"{server.address}: {error}", error.number) from None
+    except BaseException:
+        server.drop(link)
+        raise
+    server.give_back(link)
+
+
+def _judge(refusal: Refused, command: str, where: str, *, cluster: bool) -> None:
+    if command == "CLUSTER":
+        if cluster and "support disabled" in str(refusal):
+            raise ConfigError(f"url: {where} is no node of a cluster: redis:// accepted")
+    elif refusal.kind in NOT_LET_IN:
+        raise ConfigError(f"url: {where} does not allow its user {command}: {refusal}")
+    elif "unknown command" in str(refusal):
+        raise ConfigError(f"url: {where} keeps no values (a sentinel?): {refusal}")
+    elif refusal.kind not in ("MOVED", "ASK", "OOM", "WRONGTYPE"):
+        raise Away(f"{where}: {refusal}")
+
+
+class Topology(ABC):
+    """The known servers, and the server of each name. For any thread; one `refresh` at a time."""
+
+    cluster = False
+
+    def __init__(self, options: RedisOptions, login: Login) -> None:
+        self.options = options
+        self.login = login
+        self.stale = False  # Set once a server turns out to be another than the one expected.
+        self._next_try_at = 0.0
+        self._renewing = threading.Lock()
+        self._servers: dict[Address, Server] = {}
+        self._forgotten: list[Server] = []  # Some of their connections are still in use.
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @abstractmethod
+    def server_of(self, name: bytes) -> Server:
+        """Return the server of a name, from memory."""
+
+    def places_of(self, names: Sequence[bytes]) -> dict[Server, list[int]]:
+        """Return the places of these names by server, from memory."""
+        places: defaultdict[Server, list[int]] = defaultdict(list)
+        for index, name in enumerate(names):
+            places[self.server_of(name)].append(index)
+        return places
+
+    def refresh(self) -> None:
+        """Ask where servers are now. Blocks. Raises `Away` without an answer."""
+        self.stale = False
+
+    def renew(self) -> None:
+        """Refresh a stale topology, at most every `RETRY_S`. Without an answer the old one stays."""
+        if not self._renewing.acquire(blocking=False):
+            return  # Another thread does it, and may take long.
+        try:
+            if self.stale and time.monotonic() >= self._next_try_at:
+                with suppress(Away):
+                    self.refresh()
+                self._next_try_at = time.monotonic() + RETRY_S
+        finally:
+            self._renewing.release()
+
+    def _first_answer(
+        self, servers: Sequence[Server], words: Sequence[bytes], read: Callable[[Link], A], who: str = ""
+    ) -> A:
+        """Return the first server's answer; each gets `CONNECT_S`. Raises `Away` with all reasons."""
+        reasons: list[str] = []
+        for server in servers:
+            try:
+                link, _ = server.borrow(time.monotonic() + CONNECT_S)
+            except Away as error:
+                reasons.append(str(error))
+                continue
+            try:
+                link.send([request(*words)])
+                answer = read(link)
+            except (Lost, Refused) as error:
+                reasons.append(f"{server.address}: {self.login.hide(str(error))}")
+                server.drop(link)
+            except BaseException:
+                server.drop(link)
+                raise
+            else:
+                server.give_back(link)
+                return answer
+        raise Away(who + "; ".join(reasons))
+
+    def known(self) -> list[Server]:
+        """Return every server in use, and those that redirects have named since the last refresh."""
+        with self._lock:
+            return list(self._servers.values())
+
+    def at(self, address: Address) -> Server:
+        with self._lock:
+            server = self._servers.get(address)
+            if server is None:
+                server = self._servers[address] = Server(address, self.login)
+                if self._closed:
+                    server.close()
+            return server
+
+    def forget_all_but(self, servers: Collection[Server]) -> None:
+        """Forget the other servers and their idle connections, or they would pile up where servers come and go."""
+        with self._lock:
+            gone = [server for server in self._servers.values() if server not in servers]
+            self._servers = {server.address: server for server in servers}
+            self._forgotten = [server for server in (*self._forgotten, *gone) if server.forget()]
+
+    def close(self) -> int:
+        """Close every connection, and return how many were in use."""
+        with self._lock:
+            self._closed = True
+            every = [*self._servers.values(), *self._forgotten]
+        return sum(server.close() for server in every)
+
+
+class ServerList(Topology):
+    """A given list of servers; rendezvous hashing selects the server of each name.
+
+    A server that is added or removed takes or leaves its share, and no other chunk changes its place
+    (https://doi.org/10.1109/90.663936).
+    """
+
+    def __init__(self, options: RedisOptions, login: Login) -> None:
+        super().__init__(options, login)
+        addresses = options.target().addresses
+        self._draws = [(xxh3_64_intdigest(str(address).encode()), self.at(address)) for address in addresses]
+
+    def places_of(self, names: Sequence[bytes]) -> dict[Server, list[int]]:
+        if len(self._draws) == 1:
+            return {self._draws[0][1]: list(range(len(names)))} if names else {}
+        return super().places_of(names)
+
+    def server_of(self, name: bytes) -> Server:
+        return max(self._draws, key=lambda draw: xxh3_64_intdigest(name, draw[0]))[1]
+
+
+class Sentinels(Topology):
+    """One primary, whose address sentinels know."""
+
+    def __init__(self, options: RedisOptions, login: Login) -> None:
+        super().__init__(options, login)
+        at_sentinels = Login(options, at_sentinels=True)
+        self._sentinels = [Server(address, at_sentinels) for address in options.target().addresses]
+        self._primary: Server | None = None
+
+    def server_of(self, name: bytes) -> Server:  # noqa: ARG002
+        assert self._primary is not None
+        return self._primary
+
+    def refresh(self) -> None:
+        name = self.options.target().primary.encode()
+        words = (b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", name)
+        address = self._first_answer(self._sentinels, words, _primary_told, "sentinels: ")
+        self._primary = self.at(address)
+        self.forget_all_but({self._primary})
+        self.stale = False
+
+    def close(self) -> int:
+        for sentinel in self._sentinels:
+            sentinel.close()
+        return super().close()
+
+
+class Cluster(Topology):
+    """A cluster: the slot of a name selects its node."""
+
+    cluster = True
+
+    def __init__(self, options: RedisOptions, login: Login) -> None:
+        super().__init__(options, login)
+        self._slots: list[Server] = []
+
+    def server_of(self, name: bytes) -> Server:
+        return self._slots[_slot(name)]
+
+    def refresh(self) -> None:
+        seeds = dict.fromkeys([*self.known(), *map(self.at, self.options.target().addresses)])
+        slots = self._first_answer(list(seeds), (b"CLUSTER", b"SLOTS"), _slots_told)
+        servers = {address: self.at(address) for address in set(slots)}
+        self._slots = [servers[address] for address in slots]
+        self.forget_all_but(set(self._slots))
+        self.stale = False
+
+
+def make_topology(options: RedisOptions, login: Login) -> Topology:
+    """Return the topology of the URL. It has asked no server yet."""
+    kinds: dict[str, type[Topology]] = {"servers": ServerList, "sentinel": Sentinels, "cluster": Cluster}
+    return kinds[options.target().topology](options, login)
+
+
+def _slot(name: bytes) -> int:
+    """Return a name's slot. Only the part between the first pair of braces counts, if there is one."""
+    start = name.find(b"{")
+    end = name.find(b"}", start + 1)
+    tagged = start >= 0 and end > start + 1
+    return crc_hqx(name[start + 1 : end] if tagged else name, 0) % SLOTS
+
+
+def _primary_told(link: Link) -> Address:
+    """Read a sentinel's answer: a host and a port."""
+    length = link.length(b"*")
+    if length is None:
+        raise Lost("it watches no primary of this name")
+    if length == 2 and (address := told_address(_text(link.text()), _text(link.text()))):
+        return address
+    raise Lost("its answer is no address of a primary")
+
+
+def _slots_told(link: Link) -> list[Address]:
+    """Read a node's table of slots. A slot that is missing there is asked of this node, which knows better."""
+    slots = [link.address] * SLOTS
+    for _ in range(_length(link, 0, SLOTS)):
+        parts = _length(link, 3)
+        start, end = number_in(link.head(), b":"), number_in(link.head(), b":")
+        if not start <= end < SLOTS:
+            raise Lost(f"it names slots {start:,} to {end:,}, and a cluster has {SLOTS:,}")
+        facts = _length(link, 2)
+        node = _node_told(_text(link.text()), number_in(link.head(), b":"), link.address)
+        link.pass_over(facts - 2)
+        link.pass_over(parts - 3)  # The replicas.
+        slots[start : end + 1] = [node] * (end + 1 - start)
+    return slots
+
+
+def _node_told(host: str, port: int, asked: Address) -> Address:
+    """Return a node's address: an empty host is that of the node asked, and "?" an unknown one."""
+    if host == "?":
+        return asked
+    if (address := told_address(host or asked.host, str(port))) is None:
+        raise Lost(f"it names a node at {host!r} and port {port:,}, which is no address")
+    return address
+
+
+def _length(link: Link, least: int, most: int | None = None) -> int:
+    length = link.length(b"*")
+    if length is None or length < least or (most is not None and length > most):
+        raise Lost("its answer is no list of slots")
+    return length
+
+
+def _text(given: bytes | None) -> str:
+    try:
+        return (given or b"").decode()
+    except UnicodeDecodeError:
+        raise Lost(f"it names a host {given!r}") from None
