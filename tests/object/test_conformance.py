@@ -20,7 +20,7 @@ class TestObjectWithEveryOptionChanged(RemoteSuites):
         monkeypatch.setenv(KEYS, "ab" * 32)
         credentials = tmp_path / "credentials"
         credentials.write_text(
-            f"[kv]\naws_access_key_id = {server.access_key}\naws_secret_access_key = {server.secret_key}\n"
+            f"[default]\naws_access_key_id = {server.access_key}\naws_secret_access_key = {server.secret_key}\n"
         )
         credentials.chmod(0o600)
         monkeypatch.delenv("AWS_ACCESS_KEY_ID")
@@ -35,7 +35,6 @@ class TestObjectWithEveryOptionChanged(RemoteSuites):
             "absent_ttl_s": 0,
             "region": "us-east-1",
             "credentials_file": str(credentials),
-            "profile": "kv",
         }
 
 

@@ -305,7 +305,7 @@ def test_a_failure_of_tls_is_not_taken_for_an_error_of_the_systems() -> None:
         answering = threading.Thread(target=answer_in_the_clear, args=(listener,))
         answering.start()
         with pytest.raises(Away, match="SSL") as failed:
-            Server(options.target().addresses[0], Login(options), options).borrow(time.monotonic() + PATIENCE_S)
+            Server(options.target().addresses[0], Login(options)).borrow(time.monotonic() + PATIENCE_S)
         answering.join()
     assert failed.value.number == 0
 

@@ -2,9 +2,11 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import ExitStack, suppress
-from typing import Any, NamedTuple, Self, TypeVar
+from enum import Enum
+from typing import Any, ParamSpec, Self, TypeVar
 
 import obstore
 from obstore.store import ObjectStore
@@ -17,6 +19,7 @@ from kvtier.backend import (
     ConfigError,
     Durability,
     InventoryEvent,
+    InventoryQueue,
     Lanes,
     NoSpace,
     OffloadKey,
@@ -38,14 +41,15 @@ from kvtier_backends.object.bucket import (
     ObjectNames,
     Trouble,
     TroubleKind,
+    Turns,
+    all_away,
     attributes_of,
     footer_of,
     make_store,
+    released,
     trouble_of,
 )
-from kvtier_backends.object.index import BucketIndex
 from kvtier_backends.object.options import ObjectOptions
-from kvtier_backends.object.requests import Turns, all_away, released
 
 logger = logging.getLogger("kvtier.object")
 
@@ -54,8 +58,10 @@ LANES = 4
 INLINE_BYTES_MAX = 4 << 20  # Sealed and checked on the loop: a millisecond. Longer rows would delay other tasks.
 LIST_TRIES = 3
 LIST_RETRY_S = 1.0
+ABSENT_MAX = 1 << 16  # Keys known to be absent; some megabytes.
 CLOSE_GRACE_S = 1.0  # For cancelled requests: obstore takes a millisecond.
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -220,29 +226,29 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
         answers = await self._whole(self._get_all(reads))
         return [self._loaded(read.key, answer) for read, answer in zip(reads, answers, strict=True)]
 
-    async def _get_all(self, reads: Sequence[Read]) -> "list[Got | Trouble]":
+    async def _get_all(self, reads: Sequence[Read]) -> "list[SealFault | Bare | Trouble | None]":
         answers = self._checked(await self._load_turns.each(reads, self._get))
-        corrupt = [read.key for read, got in zip(reads, answers, strict=True) if isinstance(got, Got) and got.corrupt]
+        corrupt = [
+            read.key for read, got in zip(reads, answers, strict=True) if isinstance(got, SealFault) and got.corrupt
+        ]
         if corrupt:
             await self._ask_turns.each(corrupt, self._remove)
         return answers
 
-    async def _get(self, read: Read) -> "Got":
+    async def _get(self, read: Read) -> "SealFault | Bare | None":
         result = await obstore.get_async(self._bucket, self._names.name(read.key))
-        footer = footer_of(result.attributes)
+        footer, whole = footer_of(result.attributes), result.meta["size"] == self._row_bytes
         if isinstance(footer, SealFault):
-            return Got(footer)
-        if result.meta["size"] != self._row_bytes:
-            return Got(SealFault.LENGTH) if footer is not None else Got(None, bare=True, accepted=False)
-        if footer is None and not self._accept_bare:
-            return Got(None, bare=True, accepted=False)
+            return footer
+        if footer is None and not (whole and self._accept_bare):
+            return Bare.REFUSED
+        if not whole:
+            return SealFault.LENGTH
         body = memoryview(await result.bytes_async())
         if footer is None:
             read.into[:] = body
-            return Got(None, bare=True)
-        if self._inline:
-            return Got(self._opened(read, body, footer))
-        return Got(await in_thread(self._lanes, self._opened, read, body, footer))
+            return Bare.ACCEPTED
+        return await self._beside_loop(self._opened, read, body, footer)
 
     def _opened(self, read: Read, body: memoryview, footer: bytes) -> SealFault | None:
         memory = self._beside()
@@ -253,22 +259,19 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
         self._besides.append(memory)
         return fault
 
-    def _loaded(self, key: OffloadKey, got: "Got | Trouble") -> Outcome:
-        if isinstance(got, Trouble):
-            if got.kind is not TroubleKind.MISSING:
-                return got.behind(TransferFailed(f"{key.hex()}: {got.why}"))
-            self._index.gone(key)
-            return ChunkMissing(key.hex())
-        if got.bare:
-            self._counts.count("unverified_accepted" if got.accepted else "unverified_refused")
-        if got.fault is None and got.accepted:
+    def _loaded(self, key: OffloadKey, got: "SealFault | Bare | Trouble | None") -> Outcome:
+        if isinstance(got, Trouble) and got.kind is not TroubleKind.MISSING:
+            return got.behind(TransferFailed(f"{key.hex()}: {got.why}"))
+        if isinstance(got, Bare):
+            self._counts.count(got.value)
+        if got is None or got is Bare.ACCEPTED:
             self._index.there(key)
             return None
         self._index.gone(key)
-        if got.fault is None:
-            return ChunkMissing(f"{key.hex()}: an object without a seal; refused")
-        self._counts.count(f"{'corrupt' if got.fault.corrupt else 'sealed'}_{got.fault}")
-        return got.fault.outcome(key)
+        if isinstance(got, SealFault):
+            self._counts.count(f"{'corrupt' if got.corrupt else 'sealed'}_{got}")
+            return got.outcome(key)
+        return ChunkMissing(f"{key.hex()}: an object without a seal" if got is Bare.REFUSED else key.hex())
 
     async def _store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
         answers = await self._whole(self._put_all(writes))
@@ -284,10 +287,7 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
 
     async def _put(self, write: Write) -> None:
         memory = self._beside()
-        if self._inline:
-            body, footer = self._closed(write, memoryview(memory))
-        else:
-            body, footer = await in_thread(self._lanes, self._closed, write, memoryview(memory))
+        body, footer = await self._beside_loop(self._closed, write, memoryview(memory))
         try:
             await obstore.put_async(
                 self._bucket, self._names.name(write.key), body, use_multipart=False, attributes=attributes_of(footer)
@@ -340,6 +340,10 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
 
         return await in_task(run())
 
+    async def _beside_loop(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a call that reads a whole row: in a thread, unless rows are short."""
+        return fn(*args, **kwargs) if self._inline else await in_thread(self._lanes, fn, *args, **kwargs)
+
     def _beside(self) -> bytearray:
         """Return memory for a seal. It is kept for later requests."""
         with suppress(IndexError):
@@ -356,18 +360,86 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
         return answers
 
 
-class Got(NamedTuple):
-    """The state of a chunk's object."""
+class Bare(Enum):
+    """An object without a seal; the value is the name of its counter."""
 
-    fault: SealFault | None
-    bare: bool = False  # Without a seal.
-    accepted: bool = True
-
-    @property
-    def corrupt(self) -> bool:
-        return self.fault is not None and self.fault.corrupt
+    ACCEPTED = "unverified_accepted"
+    REFUSED = "unverified_refused"
 
 
 def _prepared(options: ObjectOptions, context: TierContext) -> tuple[ObjectStore, Seal]:
     """Read the files that the options name. Blocks."""
     return make_store(options), options.make_seal(context.mapper.fingerprint, context.row_bytes)
+
+
+class BucketIndex:
+    """Hints, since other engines store and delete in the bucket, too. Belongs to the loop's thread."""
+
+    def __init__(self, held_max: int, absent_ttl_s: float, clock: Callable[[], float]) -> None:
+        # In order of arrival. A plain dictionary scans past all removed keys to find its first one.
+        self.held: OrderedDict[OffloadKey, None] = OrderedDict()
+        self.queue = InventoryQueue(self.held)
+        self._held_max = held_max
+        self._absent: OrderedDict[OffloadKey, float] = OrderedDict()  # By time of expiry.
+        self._absent_ttl_s = absent_ttl_s
+        self._clock = clock
+        self._deleted: set[OffloadKey] = set()  # Since the scan began, which may still list them.
+
+    @property
+    def full(self) -> bool:
+        return len(self.held) >= self._held_max
+
+    def knows(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
+        """Return for each key True, False, or None if it is unknown."""
+        self._forget_absent()
+        held, absent = self.held, self._absent
+        return [True if key in held else False if key in absent else None for key in keys]
+
+    def listed(self, key: OffloadKey) -> None:
+        """Record a key of the start-up scan."""
+        if key not in self.held and not self.full and key not in self._deleted:
+            self.held[key] = None
+            self._absent.pop(key, None)
+            self.queue.added(key)
+
+    def listing_ended(self) -> None:
+        """End the start-up scan. It is never complete: other engines' stores are not reported."""
+        self._deleted.clear()
+        self.queue.scan_ended(complete=False)
+
+    def there(self, key: OffloadKey) -> None:
+        """Record a key that a call has stored or found."""
+        self._absent.pop(key, None)
+        if key in self.held or not self._held_max:
+            return
+        if self.full:
+            self.held.popitem(last=False)
+        self.held[key] = None
+
+    def deleted(self, key: OffloadKey) -> None:
+        """Record a key that a call deletes."""
+        if self.queue.complete is None:
+            self._deleted.add(key)
+        self.gone(key)
+
+    def gone(self, key: OffloadKey) -> None:
+        """Record a key that a call has not found."""
+        if key in self.held:
+            del self.held[key]
+            self.queue.lost(key)
+        if self._absent_ttl_s:
+            self._absent.pop(key, None)
+            self._absent[key] = self._clock() + self._absent_ttl_s
+
+    def unknown(self, key: OffloadKey) -> None:
+        """Forget the state of a key whose store failed."""
+        self.held.pop(key, None)
+        self._absent.pop(key, None)
+
+    def _forget_absent(self) -> None:
+        now, absent = self._clock(), self._absent
+        while absent:
+            key = next(iter(absent))
+            if absent[key] > now and len(absent) <= ABSENT_MAX:
+                break
+            del absent[key]

@@ -1,16 +1,22 @@
-"""A bucket, as the tier uses it: obstore's store, the names in it, and the meaning of its errors.
+"""A bucket: obstore's store, the names in it, its requests, and the meaning of its errors.
 
 The type of obstore's errors is too coarse: a missing bucket has the type of a missing object, and an expired credential
 that of any other failure. So the server's code is read from the message.
+
+Requests are coroutines of obstore's, which has its own threads. A request that takes too long is cancelled, and obstore
+gives up the memory that it was lent. A row is free when its memoryview can be released. Every request is idempotent.
+obstore's own retries leave out a connection that ends before the answer. So they are off, and `Turns` retries.
 """
 
+import asyncio
 import base64
 import binascii
 import configparser
 import errno
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from enum import Enum
 from typing import Any, NamedTuple, TypeVar
@@ -18,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 from obstore.exceptions import BaseError, InvalidPathError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import AzureStore, GCSStore, ObjectStore, S3Store
 
-from kvtier.backend import SEAL_BYTES, FileMapper, OffloadKey, SealFault, of_another_version
+from kvtier.backend import SEAL_BYTES, FileMapper, OffloadKey, SealFault, in_task, of_another_version
 from kvtier.errors import ConfigError
 from kvtier.settings import check_secret, open_secret
 from kvtier_backends.object.options import ObjectOptions
@@ -31,6 +37,11 @@ NAME_BYTES_MAX = 1_024  # S3's; Azure's is the same, in characters.
 FOLDERS_BYTES = len("/hhh/hh_g4294967295/")
 WORDS_MAX = 300  # Characters of a server's message.
 
+RELEASE_S = 0.0005  # Interval of checks that a row is free: obstore does not report it.
+WAITS_S = (0.05, 0.2)  # Before the second and the third try. More tries only add to a store's load.
+
+A = TypeVar("A")
+C = TypeVar("C")
 E = TypeVar("E", bound=Exception)
 
 STORE_ERRORS = (BaseError, OSError, ValueError)
@@ -65,6 +76,13 @@ class TroubleKind(Enum):
     NAME = "name"  # obstore rejects a name of ours.
     LISTED = "listed"  # obstore rejects a name in the bucket, and lists nothing behind it.
     AWAY = "unreachable"  # Anything else: refused, reset, cut off, too late, a server's own error.
+
+
+OF_ONE_CHUNK = frozenset({TroubleKind.MISSING, TroubleKind.FULL, TroubleKind.NAME})
+"""Trouble with one chunk, not with the whole bucket."""
+
+AGAIN = frozenset({TroubleKind.AWAY, TroubleKind.SLOW})
+"""Trouble that may pass before the next try."""
 
 
 class Trouble(NamedTuple):
@@ -181,10 +199,16 @@ def make_store(options: ObjectOptions) -> ObjectStore:
             "connect_timeout": timedelta(seconds=min(CONNECT_S, options.timeout_s)),
             "timeout": timedelta(seconds=options.timeout_s / 2),
         },
-        "retry_config": {"max_retries": 0},  # `Requests` retries.,
+        "retry_config": {"max_retries": 0},  # `Turns` retries.
     }
     try:
-        return _makers[target.scheme](options, target.bucket, common)
+        match target.scheme:
+            case "s3":
+                return _s3(options, target.bucket, common)
+            case "gs":
+                return _gcs(options, target.bucket, common)
+            case "az":
+                return AzureStore(target.bucket, **common)
     except STORE_ERRORS as error:
         if target.scheme == "gs" and options.credentials_file is not None:  # Its message may show what is in the file.
             raise ConfigError("credentials_file: the file is no service account's") from None
@@ -200,7 +224,7 @@ def _s3(options: ObjectOptions, bucket: str, common: dict[str, Any]) -> ObjectSt
     if options.region is not None:
         fields["region"] = options.region
     if options.credentials_file is not None:
-        fields["credential_provider"] = _s3_credentials(options.credentials_file, options.profile or "default")
+        fields["credential_provider"] = _s3_credentials(options.credentials_file)
     return S3Store(bucket, **common, **fields)
 
 
@@ -211,16 +235,7 @@ def _gcs(options: ObjectOptions, bucket: str, common: dict[str, Any]) -> ObjectS
     return GCSStore(bucket, **common)
 
 
-def _azure(options: ObjectOptions, bucket: str, common: dict[str, Any]) -> ObjectStore:
-    if options.account is not None:
-        common = {**common, "account_name": options.account}
-    return AzureStore(bucket, **common)
-
-
-_makers = {"s3": _s3, "gs": _gcs, "az": _azure}
-
-
-def _s3_credentials(path: str, profile: str) -> Callable[[], dict[str, Any]]:
+def _s3_credentials(path: str) -> Callable[[], dict[str, Any]]:
     """Return a function that reads a credentials file, first now and then whenever the credentials have expired."""
 
     def read() -> dict[str, Any]:
@@ -230,10 +245,10 @@ def _s3_credentials(path: str, profile: str) -> Callable[[], dict[str, Any]]:
                 found.read_string(file.read().decode())
         except (configparser.Error, UnicodeDecodeError):  # Their messages show the file's text.
             raise ConfigError("credentials_file: the file is no credentials file of S3's") from None
-        section = dict(found[profile]) if found.has_section(profile) else {}
+        section = dict(found["default"]) if found.has_section("default") else {}
         if not (section.get("aws_access_key_id") and section.get("aws_secret_access_key")):
             raise ConfigError(
-                f"credentials_file: no profile {profile!r} with aws_access_key_id and aws_secret_access_key in the file"
+                "credentials_file: no part [default] with aws_access_key_id and aws_secret_access_key in the file"
             )
         return {
             "access_key_id": section["aws_access_key_id"],
@@ -244,3 +259,67 @@ def _s3_credentials(path: str, profile: str) -> Callable[[], dict[str, Any]]:
 
     read()
     return read
+
+
+class Turns:
+    """A limit to the requests in flight, of all calls together; first come, first served."""
+
+    def __init__(self, count: int, timeout_s: float) -> None:
+        self._count = count
+        self._timeout_s = timeout_s
+        self._free = asyncio.Semaphore(count)
+
+    async def each(self, chunks: Sequence[C], ask: Callable[[C], Awaitable[A]]) -> list[A | Trouble]:
+        """Ask for each chunk, and return all answers at the last one or at the deadline.
+
+        No request is in flight afterwards, cancelled or not.
+        """
+        late = Trouble(TroubleKind.AWAY, f"not answered within {self._timeout_s:g} s", errno.ETIMEDOUT)
+        answers: list[A | Trouble] = [late] * len(chunks)
+        left = iter(range(len(chunks)))
+
+        async def serve() -> None:
+            for index in left:
+                async with self._free:
+                    answers[index] = await _answer(ask, chunks[index])
+
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._timeout_s), asyncio.TaskGroup() as group:
+                for _ in range(min(self._count, len(chunks))):
+                    group.create_task(serve())
+        return answers
+
+
+async def _answer(ask: Callable[[C], Awaitable[A]], chunk: C) -> A | Trouble:
+    """Ask up to three times, and return the answer or the last trouble."""
+    waits = iter(WAITS_S)
+    while True:
+        try:
+            return await ask(chunk)
+        except STORE_ERRORS as error:
+            trouble = trouble_of(error)
+        wait_s = next(waits, None)
+        if wait_s is None or trouble.kind not in AGAIN:
+            return trouble
+        await asyncio.sleep(wait_s)
+
+
+def all_away(answers: Sequence[object]) -> Trouble | None:
+    """Return the trouble with the whole bucket, if every request met one."""
+    troubles = [answer for answer in answers if isinstance(answer, Trouble) and answer.kind not in OF_ONE_CHUNK]
+    return troubles[0] if troubles and len(troubles) == len(answers) else None
+
+
+async def released(view: memoryview) -> None:
+    """Wait until a view of a buffer is out of use, however often the call is cancelled."""
+    try:
+        view.release()
+    except BufferError:
+        await in_task(_released(view))
+
+
+async def _released(view: memoryview) -> None:
+    while True:
+        await asyncio.sleep(RELEASE_S)
+        with suppress(BufferError):
+            return view.release()

@@ -20,13 +20,6 @@ Requests = Annotated[int, msgspec.Meta(ge=1, le=REQUESTS_MAX)]
 
 _SCHEMES: dict[str, Scheme] = {"s3": "s3", "gs": "gs", "az": "az"}
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}")
-_ELSEWHERE = {
-    "file": "a tier of the type 'fs' keeps chunks in a directory",
-    "memory": "the primary is memory already",
-    "http": "the server's own address is the option `endpoint`",
-    "https": "the server's own address is the option `endpoint`",
-}
-"""Remedies for URLs that name no bucket."""
 
 
 class Bucket(NamedTuple):
@@ -54,15 +47,9 @@ class ObjectOptions(SealOptions, frozen=True, kw_only=True):
     region: Text | None = None
     """Region of an S3 bucket; nothing: as `AWS_REGION` says, or us-east-1."""
 
-    account: Text | None = None
-    """Azure's storage account; nothing: as `AZURE_STORAGE_ACCOUNT_NAME` says."""
-
     credentials_file: SecretPath | None = None
-    """S3: a shared credentials file, read again every five minutes. Google: the JSON file of a service account. No
-    other user may read it. Nothing: the environment's, or the machine's own."""
-
-    profile: Text | None = None
-    """Part of an S3 credentials file; nothing: `default`."""
+    """S3: a shared credentials file, whose part `default` is read again every five minutes. Google: the JSON file of a
+    service account. No other user may read it. Nothing: the environment's, or the machine's own."""
 
     unverified: Literal["accept", "refuse"] = "refuse"
     """Whether objects without a seal, which vLLM writes, are loaded: their bytes cannot be verified."""
@@ -89,15 +76,13 @@ class ObjectOptions(SealOptions, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         scheme = self.target().scheme
-        for name, only in (("region", "s3"), ("account", "az"), ("endpoint", "s3"), ("profile", "s3")):
-            if getattr(self, name) is not None and scheme != only:
-                raise ConfigError(f"{name}: no use with {scheme}://, {only}:// has it")
+        for name in ("region", "endpoint"):
+            if getattr(self, name) is not None and scheme != "s3":
+                raise ConfigError(f"{name}: no use with {scheme}://, s3:// has it")
         if self.endpoint is not None:
             _check_endpoint(self.endpoint)
         if self.credentials_file is not None and scheme == "az":
             raise ConfigError("credentials_file: no use with az://, whose credentials are in the environment")
-        if self.profile is not None and self.credentials_file is None:
-            raise ConfigError("profile: given without credentials_file, of which it is a part")
         if self.unverified == "accept" and self.seal != "xxh3":
             raise ConfigError(f"unverified: 'accept' given with seal = {self.seal!r}, which refuses unsealed objects")
 
@@ -119,8 +104,10 @@ class ObjectOptions(SealOptions, frozen=True, kw_only=True):
         if "@" in parts.netloc:
             raise ConfigError("url: credentials given, none accepted: credentials_file or the environment has them")
         if (scheme := _SCHEMES.get(parts.scheme)) is None:
-            remedy = _ELSEWHERE.get(parts.scheme, "s3://, gs:// and az:// accepted")
-            raise ConfigError(f"url: {self.url!r} given, 's3://bucket/prefix' accepted: {remedy}")
+            raise ConfigError(
+                f"url: {self.url!r} given, 's3://bucket/prefix', gs:// or az:// accepted: a server's own address is "
+                "the option `endpoint`"
+            )
         if parts.query or parts.fragment or not _BUCKET.fullmatch(parts.netloc):
             raise ConfigError(f"url: {self.url!r} given, '{scheme}://bucket/prefix' accepted")
         return Bucket(scheme, parts.netloc, _prefix(parts.path.strip("/"), self.url))
