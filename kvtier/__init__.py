@@ -48,8 +48,7 @@ __all__ = [
 ]
 
 _NAMES_BY_MODULE = {
-    "kvtier.backend.keys": "OffloadKey make_offload_key",
-    "kvtier.backend.namespace": "Group Namespace",
+    "kvtier.backend.namespace": "Group Namespace OffloadKey make_offload_key",
     "kvtier.config": "EngineConfig EngineLimits TierConfig TierLimits",
     "kvtier.engine.answers": "Event EventKind LookupResult StorePlan",
     "kvtier.engine.manager": "TieringOffloadingManager",

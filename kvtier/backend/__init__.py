@@ -23,15 +23,33 @@ from kvtier.backend.contract import (
     Removed,
     ScanDone,
     TierContext,
+    Wrapper,
     Write,
     backend_class,
     known_types,
 )
 from kvtier.backend.directory import MISPLACED, Directory, Finding, Kind, Place, State, StoredFile
 from kvtier.backend.inventory import InventoryQueue
-from kvtier.backend.keys import (
+from kvtier.backend.lending import (
+    Calls,
+    Fit,
+    Lanes,
+    Slots,
+    Staging,
+    in_task,
+    in_thread,
+    in_threads,
+    load_each_once,
+    store_each_once,
+)
+from kvtier.backend.namespace import (
+    NAME_BYTES_MAX,
     NAMINGS,
     SEGMENTS_SUFFIX,
+    Attention,
+    FileMapper,
+    Group,
+    Namespace,
     Naming,
     NamingKind,
     OffloadKey,
@@ -42,13 +60,10 @@ from kvtier.backend.keys import (
     make_offload_key,
     of_one_group,
     read_folder,
+    refusal,
 )
-from kvtier.backend.lending import Calls, Fit, Lanes, in_task, in_thread, in_threads, load_each_once, store_each_once
-from kvtier.backend.namespace import NAME_BYTES_MAX, Attention, FileMapper, Group, Namespace, refusal
 from kvtier.backend.seal import SEAL_BYTES, Seal, SealFault, of_another_version
 from kvtier.backend.seal_options import SealOptions
-from kvtier.backend.staging import Slots, Staging
-from kvtier.backend.wrapper import Wrapper
 from kvtier.errors import (
     BackendClosed,
     BackendError,

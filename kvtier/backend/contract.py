@@ -11,7 +11,7 @@ import inspect
 import os
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import (
     TYPE_CHECKING,
@@ -28,8 +28,7 @@ from typing import (
 
 import msgspec
 
-from kvtier.backend.keys import OffloadKey
-from kvtier.backend.namespace import FileMapper
+from kvtier.backend.namespace import FileMapper, OffloadKey
 from kvtier.errors import ChunkError, ConfigError
 from kvtier.settings import Checked, find_class, known_names
 from kvtier.settings.hints import Advice
@@ -327,6 +326,53 @@ OPTIONAL: tuple[type[Any], ...] = (Inventory, Measured, Advised, Counted, Descri
 """Every optional protocol; a wrapper passes on each of them."""
 
 
+class Wrapper(Backend[OptionsT]):
+    """A tier that does what its inner tier does, offers what it offers, and promises what it promises.
+
+    A forgotten call is a silent bug, because kvtier does without a protocol that a tier does not offer. So a subclass
+    defines `options_type`, `open`, and the calls that it changes. A method of an optional protocol is
+    changed on the instance, after this constructor, and only where the inner tier has it:
+
+        if isinstance(inner, Inventory):
+            self.watch = self._watch
+    """
+
+    durability = Durability.PROCESS  # The least; an instance promises what its inner tier does.
+
+    # Of the instance, and there only if the inner tier has them. A method of the class would claim them for every
+    # inner tier: `isinstance` looks for a protocol's methods without asking `__getattr__`.
+    watch: Callable[[], AsyncIterator[InventoryEvent]]
+    occupancy: Callable[[], Occupancy]
+    advise: Callable[[Advice[OffloadKey]], None]
+    counts: Callable[[], Mapping[str, int]]
+    description: Callable[[], Mapping[str, str]]
+
+    def __init__(self, inner: Backend) -> None:
+        """Take over an open tier, which is closed with this one."""
+        self._inner = inner
+        self.durability = inner.durability
+        for protocol in OPTIONAL:
+            if isinstance(inner, protocol):
+                for name in vars(protocol):
+                    if not name.startswith("_"):
+                        setattr(self, name, getattr(inner, name))
+
+    async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        return await self._inner.probe(keys)
+
+    async def load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
+        return await self._inner.load(reads)
+
+    async def store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
+        return await self._inner.store(writes)
+
+    async def delete(self, keys: Sequence[OffloadKey]) -> None:
+        await self._inner.delete(keys)
+
+    async def aclose(self, deadline_s: float) -> Abandoned:
+        return await self._inner.aclose(deadline_s)
+
+
 def known_types() -> tuple[str, ...]:
     """Return the names of all tier types, sorted: the built-in ones and those of installed distributions."""
     return known_names(_BUILT_IN, ENTRY_POINT_GROUP)
@@ -345,26 +391,23 @@ def backend_class(type_name: str) -> type[Backend]:
 def _checked(type_name: str, found: object) -> type[Backend]:
     if not _is_backend(found):
         raise ConfigError(f"tier type {type_name!r}: {found!r} is no subclass of kvtier.backend.Backend")
-    if inspect.isabstract(found):
-        lacking = ", ".join(sorted(found.__abstractmethods__))
-        raise ConfigError(f"tier type {type_name!r}: {found.__name__} does not implement {lacking}")
-    if not isinstance(getattr(found, "durability", None), Durability):
-        raise ConfigError(f"tier type {type_name!r}: {found.__name__}.durability is no Durability")
-    if found.locality not in (None, "LOCAL", "REMOTE"):
-        name, given = found.__name__, found.locality
-        raise ConfigError(f"tier type {type_name!r}: {name}.locality is {given!r}; 'LOCAL', 'REMOTE' or None accepted")
-    if found.runner not in (None, "process"):
-        raise ConfigError(
-            f"tier type {type_name!r}: {found.__name__}.runner is {found.runner!r}; 'process' or None accepted"
-        )
     options = getattr(found, "options_type", None)
-    if not (isinstance(options, type) and issubclass(options, msgspec.Struct)):
-        raise ConfigError(f"tier type {type_name!r}: {found.__name__}.options_type is no msgspec.Struct")
-    if not (options.__struct_config__.frozen and options.__struct_config__.forbid_unknown_fields):
-        raise ConfigError(
-            f"tier type {type_name!r}: {found.__name__}.options_type is not both frozen and closed to unknown fields"
-        )
-    return found
+    is_struct = isinstance(options, type) and issubclass(options, msgspec.Struct)
+    if inspect.isabstract(found):
+        why = f" does not implement {', '.join(sorted(found.__abstractmethods__))}"
+    elif not isinstance(getattr(found, "durability", None), Durability):
+        why = ".durability is no Durability"
+    elif found.locality not in (None, "LOCAL", "REMOTE"):
+        why = f".locality is {found.locality!r}; 'LOCAL', 'REMOTE' or None accepted"
+    elif found.runner not in (None, "process"):
+        why = f".runner is {found.runner!r}; 'process' or None accepted"
+    elif not is_struct:
+        why = ".options_type is no msgspec.Struct"
+    elif not (options.__struct_config__.frozen and options.__struct_config__.forbid_unknown_fields):
+        why = ".options_type is not both frozen and closed to unknown fields"
+    else:
+        return found
+    raise ConfigError(f"tier type {type_name!r}: {found.__name__}{why}")
 
 
 def _is_backend(found: object) -> TypeGuard[type[Backend]]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import NamedTuple, Protocol, Self
 
-from kvtier.backend.keys import OffloadKey
+from kvtier.backend.namespace import OffloadKey
 
 
 class Place(NamedTuple):

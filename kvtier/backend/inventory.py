@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Iterable, Iterator
 from typing import Protocol
 
 from kvtier.backend.contract import INVENTORY_BATCH_KEYS, Added, InventoryEvent, Removed, ScanDone
-from kvtier.backend.keys import OffloadKey
+from kvtier.backend.namespace import OffloadKey
 
 
 class Keys(Protocol):

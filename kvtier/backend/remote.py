@@ -14,9 +14,8 @@ from typing import ClassVar, Generic, TypeVar
 from msgspec.structs import fields
 
 from kvtier.backend.contract import Backend, Outcome, Read, TierContext, Write
-from kvtier.backend.keys import OffloadKey
 from kvtier.backend.lending import Calls, Fit, load_each_once, store_each_once
-from kvtier.backend.namespace import FileMapper
+from kvtier.backend.namespace import FileMapper, OffloadKey
 from kvtier.backend.seal_options import SealOptions
 
 FINGERPRINT_CHARACTERS = 8

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
-from kvtier.backend.keys import OffloadKey
+from kvtier.backend.namespace import OffloadKey
 from kvtier.errors import ChunkCorrupt, ChunkError, ChunkMissing
 
 SEAL_BYTES = 128

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.backend.keys import GROUP_BYTES, chunk_hash, group_index, make_offload_key
+from kvtier.backend.namespace import GROUP_BYTES, chunk_hash, group_index, make_offload_key
 
 
 @given(digest=st.binary(max_size=64), group=st.integers(0, 2**32 - 1))

@@ -11,8 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.backend.keys import NAMINGS, NamingKind, OffloadKey, make_offload_key, read_folder
-from kvtier.backend.namespace import FileMapper, Group, Namespace
+from kvtier.backend.namespace import (
+    NAMINGS,
+    FileMapper,
+    Group,
+    Namespace,
+    NamingKind,
+    OffloadKey,
+    make_offload_key,
+    read_folder,
+)
 from kvtier.errors import ConfigError
 from kvtier.settings import decode
 

@@ -17,7 +17,7 @@ from kvtier.backend.contract import (
     backend_class,
     known_types,
 )
-from kvtier.backend.keys import OffloadKey
+from kvtier.backend.namespace import OffloadKey
 from kvtier.errors import ConfigError
 from kvtier.settings import Checked
 

@@ -11,8 +11,7 @@ from functools import partial
 from typing import NamedTuple
 
 from kvtier.backend import Advice
-from kvtier.backend.keys import OffloadKey, chunk_hash, group_index, make_offload_key
-from kvtier.backend.namespace import FileMapper, Namespace
+from kvtier.backend.namespace import FileMapper, Namespace, OffloadKey, chunk_hash, group_index, make_offload_key
 from kvtier.engine.steps import Inside
 from kvtier.memory.region import Region
 from kvtier.policies import Policy, policy_class

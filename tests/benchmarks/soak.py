@@ -14,7 +14,7 @@ import tracemalloc
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvtier.backend.keys import OffloadKey, make_offload_key
+from kvtier.backend.namespace import OffloadKey, make_offload_key
 from kvtier.config import EngineConfig
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.engine.steps import Inside

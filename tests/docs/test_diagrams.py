@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 from kvtier.backend import Backend
-from kvtier.backend.keys import make_offload_key
+from kvtier.backend.namespace import make_offload_key
 from kvtier.engine.answers import LookupResult
 from kvtier.engine.metrics import row_states
 from kvtier.engine.primary import Primary

@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from kvtier.backend.keys import OffloadKey, make_offload_key
+from kvtier.backend.namespace import OffloadKey, make_offload_key
 from kvtier.config import EngineConfig
 from kvtier.engine.ledger import Ledger
 from kvtier.engine.manager import TieringOffloadingManager

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from kvtier.backend.keys import OffloadKey, make_offload_key
+from kvtier.backend.namespace import OffloadKey, make_offload_key
 from kvtier.config import EngineConfig, TierConfig
 from kvtier.engine.ledger import LookupResult
 from kvtier.engine.steps import StepManager

@@ -1,4 +1,4 @@
-from kvtier.backend.keys import make_offload_key
+from kvtier.backend.namespace import make_offload_key
 from kvtier.engine.answers import Event, EventKind, EventLog
 
 KEYS = [make_offload_key(b"a")]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvtier.backend.keys import OffloadKey, make_offload_key
+from kvtier.backend.namespace import OffloadKey, make_offload_key
 from kvtier.engine.primary import Primary
 from kvtier.engine.requests import Leases, Request, StepHits
 from kvtier.policies import policy_class

@@ -1,6 +1,6 @@
 import pytest
 
-from kvtier.backend.keys import OffloadKey, make_offload_key
+from kvtier.backend.namespace import OffloadKey, make_offload_key
 from kvtier.engine.primary import Primary
 from kvtier.policies import LRU
 

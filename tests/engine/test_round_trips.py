@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from kvtier.backend.keys import make_offload_key
+from kvtier.backend.namespace import make_offload_key
 from tests.engine.kit import at_rest, chunk, found, key, ledger_in, put
 
 DUMMY = {"type": "dummy"}

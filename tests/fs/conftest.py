@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvtier.backend.contract import ScanDone, TierContext
-from kvtier.backend.keys import OffloadKey
-from kvtier.backend.namespace import FileMapper, Namespace
+from kvtier.backend.namespace import FileMapper, Namespace, OffloadKey
 from kvtier.testing.conformance import Lender
 from kvtier_backends.fs import FsBackend, FsOptions
 from kvtier_backends.fs.disk import below

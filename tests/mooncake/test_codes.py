@@ -4,6 +4,7 @@ import pytest
 
 from kvtier.backend import BackendUnavailable, ChunkCorrupt, ChunkMissing, NoSpace, TransferFailed
 from kvtier.testing.conformance import key_of
+from kvtier_backends.mooncake import backend
 from kvtier_backends.mooncake.client import Meaning, PoolClient, has_ended, meaning_of
 from tests.mooncake.conftest import CHUNK_BYTES
 
@@ -31,12 +32,11 @@ class Answers(PoolClient):
 
 
 @pytest.fixture
-async def answering(opened, shared_clients, monkeypatch):
+async def answering(opened, monkeypatch):
     async def answering(code: int, removal: int = 0):
         answers = Answers(code, removal)
-        tier = await opened()
-        tier._client = answers
-        return tier, answers
+        monkeypatch.setattr(backend, "connect", lambda options, tier_name: answers)
+        return await opened(), answers
 
     return answering
 

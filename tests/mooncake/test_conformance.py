@@ -20,7 +20,6 @@ class TestMooncakeWithEveryOptionChanged(RemoteSuites):
         return {
             "seal": "aes-256-gcm",
             "seal_key_env": KEYS,
-            "lanes": 3,
             "staging_bytes": 2 * (self.chunk_bytes + 128),
             "tenant": "other",
         }

@@ -160,7 +160,7 @@ async def test_a_hung_call_delays_no_load_of_other_chunks(own_pool, opened_alone
     """Though Mooncake gets one call at a time, and this one is not over."""
     pool, keys = own_pool(client_ttl_s=60), keys_of(16)
     owner, _ = pool.add_owner(), pool.add_owner()
-    tier = await opened_alone(pool, lanes=1, timeout_s=0.3)
+    tier = await opened_alone(pool, timeout_s=0.3)
     await lender.keep(await opened_alone(pool), keys)
     owner.signal(signal.SIGSTOP)
     assert {type(outcome) for outcome in await tier.load(lender.reads(keys))} == {TransferFailed}
@@ -262,11 +262,10 @@ async def test_a_master_that_hangs_is_unavailable_in_time_and_used_again(own_poo
     await recovers(tier, lender, keys)
 
 
-@pytest.mark.parametrize("lanes", [1, 3])
-async def test_waiting_calls_do_not_retry_a_master_found_dead(own_pool, opened_alone, lender, entered, lanes) -> None:
+async def test_waiting_calls_do_not_retry_a_master_found_dead(own_pool, opened_alone, lender, entered) -> None:
     pool, keys = own_pool(), keys_of(12)
     pool.add_owner()
-    tier = await opened_alone(pool, lanes=lanes, timeout_s=PATIENCE_S)
+    tier = await opened_alone(pool, timeout_s=PATIENCE_S)
     await lender.keep(tier, keys)
     pool.master.kill()
     for _ in range(2):  # Those that begin after it was found try anew.
@@ -275,8 +274,8 @@ async def test_waiting_calls_do_not_retry_a_master_found_dead(own_pool, opened_a
         outcomes = await asyncio.gather(*calls, *(tier.probe([key]) for key in keys), return_exceptions=True)
         assert {type(outcome) for outcome in outcomes} == {BackendUnavailable}, outcomes
         assert any(entered.values())
-        assert entered["get"] <= lanes
-        assert entered["put"] <= lanes
+        assert entered["get"] <= 1
+        assert entered["put"] <= 1
         assert entered["exist"] <= ASKERS
     assert tier._loads.staging.retired == tier._stores.staging.retired == 0
     pool.start_master()
@@ -286,7 +285,7 @@ async def test_waiting_calls_do_not_retry_a_master_found_dead(own_pool, opened_a
 async def test_calls_behind_a_late_call_fail_with_it(own_pool, opened_alone, lender, entered) -> None:
     pool, keys = own_pool(), keys_of(12)
     owner = pool.add_owner()
-    tier = await opened_alone(pool, lanes=1, timeout_s=TIMEOUT_S / 2)
+    tier = await opened_alone(pool, timeout_s=TIMEOUT_S / 2)
     await lender.keep(tier, keys)
     owner.signal(signal.SIGSTOP)
     first = asyncio.create_task(tier.load(lender.reads(keys[:1])))
@@ -306,7 +305,7 @@ async def test_a_call_waits_its_time_for_a_turn_and_then_has_its_time(
     """Behind a slow client: a call with a turn in time is not late, and one without holds its rows no longer."""
     pool, keys, timeout_s = own_pool(), keys_of(6), 4.0
     pool.add_owner()
-    tier = await opened_alone(pool, lanes=1, timeout_s=timeout_s)
+    tier = await opened_alone(pool, timeout_s=timeout_s)
     await lender.keep(tier, keys)
     get, began = PoolClient.get, list[float]()
     inside_s = iter([timeout_s / 2, timeout_s * 1.1])  # From the first entry on.

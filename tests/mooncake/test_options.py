@@ -35,7 +35,6 @@ except Exception as error:
         ({"master": "http://host:1"}, "master: 'http://host:1' given"),
         ({"protocol": "ip"}, "protocol: 'ip' given"),
         ({"devices": ("mlx5_0",)}, "devices: no use with protocol = 'tcp'"),
-        ({"lanes": 0}, "lanes: 0 given"),
         ({"replicas": 0}, "replicas: 0 given"),
         ({"prefix": "with space/"}, "prefix: 'with space/' given"),
         ({"seal": "aes-256-gcm"}, "seal: 'aes-256-gcm' given, which needs either"),

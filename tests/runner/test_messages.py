@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.backend.keys import OffloadKey
+from kvtier.backend.namespace import OffloadKey
 from kvtier.errors import BackendUnavailable, ChunkCorrupt, ChunkError, ChunkMissing, NoSpace, TransferFailed, cause_of
 from kvtier.runner.messages import Code, PackedKeys, code_of, pack_keys, pack_rows, unpack_keys, unpack_rows
 

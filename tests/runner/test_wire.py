@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.backend.keys import OffloadKey
+from kvtier.backend.namespace import OffloadKey
 from kvtier.runner.messages import (
     Acknowledge,
     Advise,

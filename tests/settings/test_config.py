@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvtier.backend.contract import Abandoned, Backend, Durability, Outcome, Read, TierContext, Write
-from kvtier.backend.keys import OffloadKey
-from kvtier.backend.namespace import FileMapper, Namespace
+from kvtier.backend.namespace import FileMapper, Namespace, OffloadKey
 from kvtier.config import (
     Checked,
     EngineConfig,

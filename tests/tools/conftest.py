@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from kvtier.backend.contract import TierContext
-from kvtier.backend.keys import OffloadKey
-from kvtier.backend.namespace import FileMapper, Namespace
+from kvtier.backend.namespace import FileMapper, Namespace, OffloadKey
 from kvtier.testing.conformance import Lender
 from kvtier.tools.cli import main
 from kvtier_backends.fs import FsBackend, FsOptions

@@ -7,7 +7,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
-from kvtier.backend.keys import make_offload_key
+from kvtier.backend.namespace import make_offload_key
 from kvtier.config import EngineConfig
 from kvtier.engine.steps import StepManager
 from kvtier.integrations.vllm import KVTierConnector, KVTierOffloadingSpec, KVTierSecondaryTier

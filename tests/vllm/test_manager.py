@@ -5,7 +5,7 @@ import random
 import pytest
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 
-from kvtier.backend.keys import OffloadKey, make_offload_key
+from kvtier.backend.namespace import OffloadKey, make_offload_key
 from kvtier.engine.steps import Inside, StepManager
 from kvtier.integrations.vllm.manager import Offers, VllmManager
 from kvtier.integrations.vllm.stats import ObservedTimes

@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 
-from kvtier.backend.keys import OffloadKey
+from kvtier.backend.namespace import OffloadKey
 from tests.vllm.engines import Engine, hits, kvtier, prompts, right, tokens
 from tests.vllm.models import gemma3
 from tests.vllm.vllm_tiering import vllm_tiering

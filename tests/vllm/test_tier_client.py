@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from kvtier.backend.keys import OffloadKey
+from kvtier.backend.namespace import OffloadKey
 from kvtier.engine.answers import EventLog
 from kvtier.engine.tier import TierSpec
 from kvtier.integrations.vllm.second_door import TierClient

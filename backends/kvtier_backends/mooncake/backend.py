@@ -33,6 +33,7 @@ from kvtier.backend import (
 from kvtier.backend.remote import RemoteBackend, name_prefix
 from kvtier_backends.mooncake.client import (
     Meaning,
+    MooncakeOptions,
     PoolClient,
     ZeroCopy,
     caused,
@@ -41,15 +42,14 @@ from kvtier_backends.mooncake.client import (
     number_of,
     transfer_s_max,
 )
-from kvtier_backends.mooncake.moving import GivenUp, Lent, Means, Moved, Part, load, store
-from kvtier_backends.mooncake.options import MooncakeOptions
-from kvtier_backends.mooncake.threads import Late, Threads
+from kvtier_backends.mooncake.moving import GivenUp, Late, Means, Moved, Part, Threads, load, moved, store
 
 NAMES_A_CALL = 1_024  # Half a millisecond of the master's.
 PART_CHUNKS_MAX = 16  # Mooncake moves four at a time, each four with its own time-out.
 PART_CHUNKS_MIN = 4
 PART_BYTES_MAX = 16 << 20  # Unless four are more. The first part of a store, and a load's last, is copied alone.
 PART_BYTES_MIN = 8 << 20  # A smaller part is copied before the next would be requested.
+PARTS_AT_ONCE = 2  # In each direction: one moves, the next is copied.
 ASKERS = 3  # Concurrent calls that move no bytes: they never queue behind those that do.
 RETIRED_BYTES_MAX = 1 << 40  # Address space only, of 128 TiB: their memory is given back.
 OPEN_S = 30.0  # One try of Mooncake's takes some seconds.
@@ -90,14 +90,10 @@ class Way(NamedTuple, Generic[Chunk]):
     """One direction: its own queue, threads and staging, so a flood of stores delays no load."""
 
     work: Callable[[Part[Chunk]], Moved]
+    means: Means
     staging: Staging
-    gate: threading.Semaphore
-    """Limits the parts inside Mooncake."""
-
     queue: Queue
-    """Limits all parts in flight: one more is copied meanwhile."""
-
-    at_once: int
+    at_once: int  # Parts in flight: one inside Mooncake, and one that is copied meanwhile.
     part_chunks: int
 
 
@@ -135,12 +131,13 @@ class MooncakeBackend(RemoteBackend[MooncakeOptions]):
         self._mapper = context.mapper
         self._row_bytes = context.row_bytes
         self._prefix = name_prefix(options.prefix, context.mapper)
-        self._client: PoolClient | None = client
+        self._client = client
+        self._open = True
         self._seal = seal
         self._part_chunks_min = max(1, PART_BYTES_MIN // seal.sealed_bytes)
         self._threads = threads
-        self._loads: Way[Read] = self._way(load)
-        self._stores: Way[Write] = self._way(store)
+        self._loads: Way[Read] = self._way(client, load)
+        self._stores: Way[Write] = self._way(client, store)
         self._asking = Queue(ASKERS)
         self._queues = (self._loads.queue, self._stores.queue, self._asking)
 
@@ -151,7 +148,7 @@ class MooncakeBackend(RemoteBackend[MooncakeOptions]):
         return await self._move(self._stores, writes)
 
     async def _delete(self, keys: Sequence[OffloadKey]) -> None:
-        codes = await self._ask(self._open_client().remove, self._names(keys))
+        codes = await self._ask(self._client.remove, self._names(keys))
         kept = [code for code in codes if code < 0 and meaning_of(code) is not Meaning.MISSING]
         if kept:
             why = f"Mooncake answers {kept[0]} ({meaning_of(kept[0]).value})"
@@ -168,36 +165,33 @@ class MooncakeBackend(RemoteBackend[MooncakeOptions]):
         if left.transfers:
             self._threads.give_up()
             left = await self._calls.close(GIVEN_UP_S)
-        client = self._client
-        if client is not None and await self._threads.ended(ends_at):
-            self._client = None
+        if self._open and await self._threads.ended(ends_at):
+            self._open = False
             closing = Threads(self._name)
             with suppress(Late):
-                await closing.run(client.close, lambda: ends_at)
+                await closing.run(self._client.close, lambda: ends_at)
             closing.shutdown()
-        elif client is not None:
-            client.leave()
+        elif self._open:
+            self._client.leave()
         self._threads.shutdown()
         return left
 
-    def _way(self, work: Callable[[Part[Chunk]], Moved]) -> Way[Chunk]:
+    def _way(self, client: PoolClient, work: Callable[[Part[Chunk]], Moved]) -> Way[Chunk]:
         options, slot_bytes = self._options, self._seal.sealed_bytes
         chunks = min(PART_CHUNKS_MAX, max(PART_CHUNKS_MIN, PART_BYTES_MAX // self._row_bytes))
-        slots = min(options.staging_bytes // 2 // slot_bytes, (options.lanes + 1) * chunks)
-        at_once = min(options.lanes + 1, slots)
+        slots = min(options.staging_bytes // 2 // slot_bytes, PARTS_AT_ONCE * chunks)
+        at_once = min(PARTS_AT_ONCE, slots)
         staging = Staging(self._name, slot_bytes, slots, RETIRED_BYTES_MAX // slot_bytes)
-        return Way(work, staging, threading.Semaphore(options.lanes), Queue(at_once), at_once, slots // at_once)
+        queue = Queue(at_once)
+        means = Means(client, self._seal, threading.Lock(), partial(self._answered, queue))
+        return Way(work, means, staging, queue, at_once, slots // at_once)
 
     def _names(self, keys: Sequence[OffloadKey]) -> list[str]:
         name, prefix = self._mapper.name, self._prefix
         return [prefix + name(key) for key in keys]
 
-    def _open_client(self) -> PoolClient:
-        assert self._client is not None, "closed only when no call is in flight"
-        return self._client
-
     async def _probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
-        return [code == 1 for code in await self._ask(self._open_client().exist, self._names(keys))]
+        return [code == 1 for code in await self._ask(self._client.exist, self._names(keys))]
 
     async def _ask(self, call: Callable[[Sequence[str]], list[int]], names: Sequence[str]) -> list[int]:
         """Make a call that moves no bytes. Raises `BackendUnavailable` if the master does not answer in time."""
@@ -253,18 +247,16 @@ class MooncakeBackend(RemoteBackend[MooncakeOptions]):
         try:
             self._threads.check()
             async with way.staging.lend(len(part)) as slots:
-                lent: Lent[Chunk] = Lent(whole.chunks[part.start : part.stop])
-                means = Means(self._open_client(), self._seal, way.gate, partial(self._answered, way.queue))
-                work = Part(means, whole.names[part.start : part.stop], lent, slots, whole.found)
-                moved = await self._moved(way, whole, work)
+                names, chunks = whole.names[part.start : part.stop], whole.chunks[part.start : part.stop]
+                done = await self._moved(way, whole, Part(way.means, names, chunks, slots, whole.found))
         except BackendUnavailable as error:
             behind = error.__cause__
             number = behind.errno if isinstance(behind, OSError) else None
             whole.lose(_Lost(str(error), away=True, number=number or errno.EIO))
             return
-        if moved is not None:
-            self._counts.add(moved.counts)
-            whole.take(part, moved)
+        if done is not None:
+            self._counts.add(done.counts)
+            whole.take(part, done)
 
     async def _moved(self, way: Way[Chunk], whole: "_Whole[Chunk]", part: Part[Chunk]) -> Moved | None:
         """Move a part. None: the call is lost, and the part's thread may go on without its rows."""
@@ -273,7 +265,9 @@ class MooncakeBackend(RemoteBackend[MooncakeOptions]):
             return whole.ends_at if part.entered_at is None else part.entered_at + self._options.timeout_s
 
         try:
-            moved = await self._threads.run(partial(way.work, part), ends_at, unwanted=lambda _: part.slots.empty())
+            done = await self._threads.run(
+                partial(moved, way.work, part), ends_at, unwanted=lambda _: part.slots.empty()
+            )
         except GivenUp:
             part.slots.retire(() if part.entered_at is None else None)
             return None
@@ -285,8 +279,8 @@ class MooncakeBackend(RemoteBackend[MooncakeOptions]):
             return None
         finally:
             part.give_up()  # After `found`: it lets the next part in.
-        part.slots.retire(moved.unsafe)
-        return moved
+        part.slots.retire(done.unsafe)
+        return done
 
     def _answered(self, queue: Queue, codes: Sequence[int], took_s: float) -> None:
         """Fail waiting calls if an answer of Mooncake's concerns all of them. For any thread."""

@@ -1,4 +1,4 @@
-"""Mooncake's client: its creation, the meaning of its codes, and the rules for its use.
+"""Mooncake's client: its options and creation, the meaning of its codes, and the rules for its use.
 
 It is C++ in this process. It may write into a buffer minutes after it has reported the call as failed. `close` during a
 call is a segmentation fault. So it sees only staging, and in doubt it stays open. It reads its environment once in a
@@ -12,20 +12,74 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Protocol, TypeVar
+from typing import Annotated, Literal, Protocol, TypeVar
 
-from kvtier.backend import BackendUnavailable, ConfigError, Limit, TransferFailed
-from kvtier_backends.mooncake.options import MooncakeOptions
+import msgspec
 
+from kvtier.backend import (
+    BackendUnavailable,
+    ConfigError,
+    Limit,
+    PositiveDuration,
+    PositiveSize,
+    SealOptions,
+    TransferFailed,
+)
+
+REPLICAS_MAX = 16
+PREFIX_BYTES_MAX = 128
+PORT_MAX = (1 << 16) - 1
 CONNECT_S_MAX = 1.0
 ZERO_COPY_CHUNKS = 32  # In a call; Mooncake refuses more than some hundreds.
 PACKAGE = "mooncake-transfer-engine-non-cuda"
 
+Text = Annotated[str, msgspec.Meta(min_length=1)]
+Replicas = Annotated[int, msgspec.Meta(ge=1, le=REPLICAS_MAX)]
+Prefix = Annotated[str, msgspec.Meta(max_length=PREFIX_BYTES_MAX, pattern=r"^[!-~]*$")]
 Move = Callable[[Sequence[str], Sequence[int], int], list[int]]
 
 TORN = -707  # The read's lease expired: the value may have been overwritten meanwhile.
 
 E = TypeVar("E", bound=BackendUnavailable | TransferFailed)
+
+
+class MooncakeOptions(SealOptions, frozen=True, kw_only=True):
+    """A master and how its pool is used. The pool's own configuration decides its capacity and its eviction."""
+
+    master: Text = "127.0.0.1:50051"
+    """`host:port` of the master, which knows the place of every chunk."""
+
+    local_host: Text = "127.0.0.1"
+    """This host's address on the network of the pool."""
+
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    """Transport between this host and the owners of the pool's memory."""
+
+    devices: tuple[Text, ...] = ()
+    """RDMA devices, such as `mlx5_0`; nothing: Mooncake chooses."""
+
+    tenant: Text = "default"
+    """Name under which the master counts what is stored, where it has several tenants."""
+
+    replicas: Replicas = 1
+    """Number of owners that keep each chunk."""
+
+    prefix: Prefix = "kvtier/"
+    """Beginning of every name, so that other programs can use the pool, too."""
+
+    staging_bytes: PositiveSize = 256 << 20
+    """Most memory between Mooncake and rows, half of it for loads and half for stores."""
+
+    timeout_s: PositiveDuration = 5.0
+    """Limit of a call's wait for a turn, and again of its wait for the client. After it, rows are free again."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        host, _, port = self.master.rpartition(":")
+        if not host or not port.isdecimal() or not 1 <= int(port) <= PORT_MAX or "/" in host:
+            raise ConfigError(f"master: {self.master!r} given, 'host:port' accepted")
+        if self.devices and self.protocol == "tcp":
+            raise ConfigError("devices: no use with protocol = 'tcp'; protocol = 'rdma' has devices")
 
 
 class ReplicateConfig(Protocol):

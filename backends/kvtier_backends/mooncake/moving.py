@@ -1,22 +1,29 @@
-"""One part of a call, in a thread that may hang: rows through staging, each checked on its way back.
+"""Parts of calls, in threads that may hang: rows through staging, each checked on its way back.
 
 Mooncake may hang and cannot be stopped. So its thread touches a row only while a call waits for it, under a lock, one
 row at a time. A call that gives up the thread gets its rows back at once.
 """
 
+import asyncio
 import ctypes
+import errno
+import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from xxhash import xxh3_128_digest
 
 from kvtier.backend import (
+    BackendUnavailable,
     ChunkMissing,
+    Lanes,
     NoSpace,
     OffloadKey,
     Outcome,
@@ -29,38 +36,14 @@ from kvtier.backend import (
 )
 from kvtier_backends.mooncake.client import Meaning, Move, PoolClient, caused, has_ended, meaning_of, number_of
 
+LATE_MAX = 64  # Abandoned calls that still run: with more, the client counts as lost.
+
 Chunk = TypeVar("Chunk", Read, Write)
 T = TypeVar("T")
 
 
 class GivenUp(Exception):
     """The part is not moved: its call has given it up, or another part has failed for a reason they share."""
-
-
-class Lent(Generic[Chunk]):
-    """The rows of a part, lent to a thread until they are taken back."""
-
-    def __init__(self, chunks: Sequence[Chunk]) -> None:
-        self.keys: list[OffloadKey] = [chunk.key for chunk in chunks]
-        self._chunks: Sequence[Chunk] | None = chunks
-        self._lock = threading.Lock()
-
-    def use(self, index: int, use: Callable[[OffloadKey, memoryview], T]) -> T:
-        """Call `use` with a key and its row. Raises `GivenUp`."""
-        with self._lock:
-            if self._chunks is None:
-                raise GivenUp
-            return use(*self._chunks[index])
-
-    def check(self) -> None:
-        """Raise `GivenUp` if the rows were taken back."""
-        if self._chunks is None:
-            raise GivenUp
-
-    def take_back(self) -> None:
-        """Take the rows back. Waits for the row in use, which is a copy in memory."""
-        with self._lock:
-            self._chunks = None
 
 
 class Moved(NamedTuple):
@@ -81,18 +64,18 @@ class Means(NamedTuple):
 
     client: PoolClient
     seal: Seal
-    gate: threading.Semaphore
-    """Limits the parts inside Mooncake: one is copied and checked while the next one moves."""
+    gate: threading.Lock
+    """Lets one part at a time into Mooncake: the next one is copied and checked meanwhile."""
 
     answered: Callable[[Sequence[int], float], object]
     """Called with the codes of a call and its duration, before the next one passes the gate."""
 
 
 class Part(Generic[Chunk]):
-    """The work of one thread: names, rows, and slots of staging for them."""
+    """The work of one thread: names, slots of staging, and rows that are lent to it until they are taken back."""
 
     def __init__(
-        self, means: Means, names: Sequence[str], lent: Lent[Chunk], slots: Slots, found: Callable[[], object]
+        self, means: Means, names: Sequence[str], chunks: Sequence[Chunk], slots: Slots, found: Callable[[], object]
     ) -> None:
         """`found` returns a reason once trying is useless; it holds no row."""
         self.client, self.seal, self._gate, self._answered = means
@@ -101,10 +84,19 @@ class Part(Generic[Chunk]):
         self.inside = False  # Holds the gate.
         self.entered_at: float | None = None
         self.names = names
-        self.lent: Lent[Chunk] = lent
+        self.keys: list[OffloadKey] = [chunk.key for chunk in chunks]
         self.slots = slots
         self.counts = Counter[str]()
         self.addresses = [ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in slots.views]
+        self._chunks: Sequence[Chunk] | None = chunks
+        self._rows_lock = threading.Lock()
+
+    def use(self, index: int, use: Callable[[OffloadKey, memoryview], T]) -> T:
+        """Call `use` with a key and its row. Raises `GivenUp`."""
+        with self._rows_lock:
+            if self._chunks is None:
+                raise GivenUp
+            return use(*self._chunks[index])
 
     def call(self, call: Move, indices: Sequence[int]) -> list[int]:
         """Fill or store these slots when the gate opens, and return the codes. Raises `GivenUp`."""
@@ -122,13 +114,13 @@ class Part(Generic[Chunk]):
             self._leave()
 
     def give_up(self) -> None:
-        """Take back the rows and the gate, whether the thread has ended or not."""
-        self.lent.take_back()
+        """Take back the rows and the gate, whether the thread has ended or not. Waits for a copy of a row in use."""
+        with self._rows_lock:
+            self._chunks = None
         self._leave()
 
     def _enter(self) -> None:
-        self.lent.check()
-        if self._found():
+        if self._chunks is None or self._found():
             raise GivenUp
         if self.entered_at is None:
             self.entered_at = time.monotonic()
@@ -151,7 +143,7 @@ class Part(Generic[Chunk]):
     def failed(self, index: int, code: int) -> Outcome:
         """Return the outcome of a code that does not concern the chunk itself."""
         self.counts["unreachable" if meaning_of(code) is Meaning.AWAY else "transfers_failed"] += 1
-        why = f"{self.lent.keys[index].hex()}: Mooncake answers {code} ({meaning_of(code).value})"
+        why = f"{self.keys[index].hex()}: Mooncake answers {code} ({meaning_of(code).value})"
         return caused(TransferFailed(why), number_of(code))
 
     def moved(self, outcomes: list[Outcome], codes: Sequence[int]) -> Moved:
@@ -162,10 +154,10 @@ class Part(Generic[Chunk]):
         return Moved(outcomes, unsafe, self.counts, meanings)
 
 
-def load(part: Part[Read]) -> Moved:
-    """Fill rows. Raises `GivenUp`."""
+def moved(work: Callable[[Part[Chunk]], Moved], part: Part[Chunk]) -> Moved:
+    """Do the work of a part, in its thread. Raises `GivenUp`."""
     try:
-        return _Loading(part).run()
+        return work(part)
     except GivenUp:
         part.slots.empty()
         raise
@@ -173,16 +165,8 @@ def load(part: Part[Read]) -> Moved:
 
 def store(part: Part[Write]) -> Moved:
     """Store rows. Raises `GivenUp`."""
-    try:
-        return _store(part)
-    except GivenUp:
-        part.slots.empty()
-        raise
-
-
-def _store(part: Part[Write]) -> Moved:
     for index in range(len(part.names)):
-        part.lent.use(index, partial(_seal_into_slot, part, index))
+        part.use(index, partial(_seal_into_slot, part, index))
     codes = part.call(part.client.put, range(len(part.names)))
     return part.moved([_stored(part, index, code) for index, code in enumerate(codes)], codes)
 
@@ -200,7 +184,7 @@ def _stored(part: Part[Write], index: int, code: int) -> Outcome:
         return None
     if meaning_of(code) is Meaning.FULL:
         part.counts["no_room"] += 1
-        return NoSpace(f"{part.lent.keys[index].hex()}: the pool has no room")
+        return NoSpace(f"{part.keys[index].hex()}: the pool has no room")
     return part.failed(index, code)
 
 
@@ -209,6 +193,11 @@ class _Doubt(NamedTuple):
 
     fault: SealFault
     came: bytes
+
+
+def load(part: Part[Read]) -> Moved:
+    """Fill rows. Raises `GivenUp`."""
+    return _Loading(part).run()
 
 
 class _Loading:
@@ -234,10 +223,10 @@ class _Loading:
         if meaning is Meaning.TOO_LONG or (meaning is None and code != part.seal.sealed_bytes):
             self._doubt(index, SealFault.LENGTH, b"%d" % code)
         elif meaning is Meaning.MISSING:
-            self._outcomes[index] = ChunkMissing(f"{part.lent.keys[index].hex()}: Mooncake answers {code}")
+            self._outcomes[index] = ChunkMissing(f"{part.keys[index].hex()}: Mooncake answers {code}")
         elif meaning is not None:
             self._outcomes[index] = part.failed(index, code)
-        elif fault := part.lent.use(index, partial(self._open, index)):
+        elif fault := part.use(index, partial(self._open, index)):
             self._fault(index, fault)
         else:
             self._outcomes[index] = None
@@ -260,7 +249,7 @@ class _Loading:
             self._doubt(index, fault, xxh3_128_digest(self._part.slots.views[index]))
             return
         self._part.counts[f"sealed_{fault}"] += 1
-        self._outcomes[index] = fault.outcome(self._part.lent.keys[index])
+        self._outcomes[index] = fault.outcome(self._part.keys[index])
 
     def _doubt(self, index: int, fault: SealFault, came: bytes) -> None:
         self._doubts[index] = _Doubt(fault, came)
@@ -275,7 +264,7 @@ class _Loading:
             self._take(index, code)
         corrupt = [index for index in again if self._doubts.get(index) == before[index]]
         for index in self._doubts:
-            key = part.lent.keys[index]
+            key = part.keys[index]
             mixture = ChunkMissing(f"{key.hex()}: it is being stored")
             self._outcomes[index] = before[index].fault.outcome(key) if index in corrupt else mixture
         for index in corrupt:
@@ -289,3 +278,101 @@ class _Loading:
 def copy(source: memoryview, into: memoryview) -> None:
     """Copy without the GIL, which a slice assignment would hold."""
     np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))
+
+
+class Late(Exception):
+    """The call missed its deadline. It keeps running and its result is discarded."""
+
+
+class Threads:
+    """One daemon thread for each call in flight, which may never end. Belongs to one event loop.
+
+    A late thread is abandoned to its call, and another takes its place.
+    """
+
+    def __init__(self, tier_name: str) -> None:
+        self._tier_name = tier_name
+        self._idle: list[Lanes] = []
+        self._waiting: set[asyncio.Future[Any]] = set()
+        self._under_way: set[Future[Any]] = set()
+        self._given_up = False
+
+    async def run(
+        self, call: Callable[[], T], ends_at: Callable[[], float], *, unwanted: Callable[[T], object] | None = None
+    ) -> T:
+        """Return the call's result, or raise its error.
+
+        Raises `Late` at `ends_at`, by `time.monotonic`, which may move meanwhile, or at `give_up`. Then, and if the
+        waiting task is cancelled, the call goes on in its thread, and `unwanted` gets its result. Raises
+        `BackendUnavailable` at once while too many calls are late.
+        """
+        self.check()
+        if self._given_up:
+            raise Late
+        lanes = self._one()
+        job = lanes.submit(call)
+        self._under_way.add(job)
+        job.add_done_callback(self._under_way.discard)
+        waiting = asyncio.wrap_future(job)
+        self._waiting.add(waiting)
+        ended = False
+        try:
+            while True:
+                await asyncio.wait({waiting}, timeout=max(0.0, ends_at() - time.monotonic()))
+                if waiting.done() or ends_at() <= time.monotonic():
+                    break
+            ended = waiting.done() and not waiting.cancelled()
+        finally:
+            self._waiting.discard(waiting)
+            if ended:
+                self._idle.append(lanes)
+            else:
+                lanes.shutdown(wait=False)  # The thread ends with the call.
+                waiting.cancel()
+                if unwanted is not None:
+                    job.add_done_callback(partial(_hand_over, unwanted))
+        if not ended:
+            raise Late
+        try:
+            return waiting.result()
+        finally:
+            del job, waiting  # An error's traceback keeps this frame, which must not keep the error.
+
+    def check(self) -> None:
+        """Raise `BackendUnavailable` if too many calls are late."""
+        if len(self._under_way) - len(self._waiting) >= LATE_MAX:
+            why = f"{self._tier_name}: {LATE_MAX} calls of its client are late and still running"
+            raise BackendUnavailable(why) from TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+
+    def give_up(self) -> None:
+        """Raise `Late` in every waiting and later call."""
+        self._given_up = True
+        for waiting in list(self._waiting):
+            waiting.cancel()
+
+    async def ended(self, ends_at: float) -> bool:
+        """Wait until no call is in flight; return False at the deadline."""
+        left = {asyncio.wrap_future(job) for job in list(self._under_way)}
+        if left:
+            await asyncio.wait(left, timeout=max(0.0, ends_at - time.monotonic()))
+        for waiting in left:
+            waiting.cancel()
+        return not self._under_way
+
+    def shutdown(self) -> None:
+        """End the idle threads."""
+        while self._idle:
+            self._idle.pop().shutdown(wait=False)
+
+    def _one(self) -> Lanes:
+        if self._idle:
+            return self._idle.pop()
+        try:
+            return Lanes(1, f"kvtier-{self._tier_name}")
+        except RuntimeError as error:
+            raise BackendUnavailable(f"{self._tier_name}: no thread for a call of its client: {error}") from error
+
+
+def _hand_over(unwanted: Callable[[T], object], job: "Future[T]") -> None:
+    with suppress(Exception):  # Its error is discarded, too.
+        unwanted(job.result())

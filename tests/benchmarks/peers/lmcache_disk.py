@@ -25,7 +25,7 @@ from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 
-from kvtier.backend.keys import OffloadKey
+from kvtier.backend.namespace import OffloadKey
 from kvtier.memory.region import Region
 from tests.benchmarks.peers.side_by_side import arguments, compare_disks, give_out
 

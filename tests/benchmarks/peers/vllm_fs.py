@@ -24,7 +24,7 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.fs import io
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
-from kvtier.backend.keys import OffloadKey
+from kvtier.backend.namespace import OffloadKey
 from kvtier.memory.region import Region
 from tests.benchmarks.peers.side_by_side import Opened, arguments, changed, compare_disks, give_out
 

@@ -3,7 +3,7 @@
 import string
 from collections.abc import Mapping, Sequence
 
-from kvtier.backend.keys import OffloadKey, chunk_hash, make_offload_key
+from kvtier.backend.namespace import OffloadKey, chunk_hash, make_offload_key
 from kvtier.engine.answers import EventLog, LookupResult
 from kvtier.engine.ledger import Ledger, LedgerLimits, StorePlan
 from kvtier.engine.prefill import PrefillSpeed

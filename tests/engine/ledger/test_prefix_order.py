@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtier.backend.keys import OffloadKey, make_offload_key
+from kvtier.backend.namespace import OffloadKey, make_offload_key
 from kvtier.engine.ledger import Ledger, LedgerLimits
 from kvtier.engine.requests import Position, Request
 from kvtier.policies import LRU

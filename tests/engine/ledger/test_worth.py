@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
-from kvtier.backend.keys import make_offload_key
+from kvtier.backend.namespace import make_offload_key
 from kvtier.engine.answers import HIT, HIT_PENDING, MISS, RETRY
 from kvtier.engine.requests import Request
 from kvtier.engine.tier import TierMatcher

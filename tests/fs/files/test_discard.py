@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.backend.keys import OffloadKey, make_offload_key
-from kvtier.backend.namespace import FileMapper
+from kvtier.backend.namespace import FileMapper, OffloadKey, make_offload_key
 from kvtier_backends.fs.disk.footer import ChunkFault
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.files.discard import Discard, Discarded

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvtier.backend.contract import Added, Removed, ScanDone
-from kvtier.backend.keys import OffloadKey, make_offload_key
+from kvtier.backend.namespace import OffloadKey, make_offload_key
 from kvtier.errors import BackendClosed
 from kvtier.policies import LRU, Policy, known_policies, policy_class
 from kvtier.testing.conformance import Lender

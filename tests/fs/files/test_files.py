@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.backend.keys import OffloadKey, make_offload_key
-from kvtier.backend.namespace import FileMapper
+from kvtier.backend.namespace import FileMapper, OffloadKey, make_offload_key
 from kvtier_backends.fs.disk.lanes import LoadsFirst
 from kvtier_backends.fs.disk.reads import ONE_BY_ONE
 from kvtier_backends.fs.disk.root import Folder

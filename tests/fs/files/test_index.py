@@ -7,7 +7,7 @@ import pytest
 
 from kvtier.backend import Advice
 from kvtier.backend.contract import INVENTORY_BATCH_KEYS, Added, InventoryEvent, Removed, ScanDone
-from kvtier.backend.keys import OffloadKey, make_offload_key
+from kvtier.backend.namespace import OffloadKey, make_offload_key
 from kvtier.policies import LRU
 from kvtier_backends.fs.files.index import FileEntry, FileIndex
 

@@ -24,8 +24,7 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from kvtier.backend.contract import ScanDone
-from kvtier.backend.keys import OffloadKey
-from kvtier.backend.namespace import FileMapper
+from kvtier.backend.namespace import FileMapper, OffloadKey
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.memory import PAGE_BYTES
 from kvtier.testing.conformance import Lender

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.backend.keys import OffloadKey
+from kvtier.backend.namespace import OffloadKey
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import chunk, key_of, keys_of, label
 

@@ -27,8 +27,7 @@ from kvtier.backend.contract import (
     TierContext,
     backend_class,
 )
-from kvtier.backend.keys import OffloadKey, make_offload_key
-from kvtier.backend.namespace import FileMapper
+from kvtier.backend.namespace import FileMapper, OffloadKey, make_offload_key
 from kvtier.errors import BackendClosed, BackendUnavailable, ChunkMissing, ConfigError, TransferFailed
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label

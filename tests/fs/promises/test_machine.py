@@ -12,8 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvtier.backend import Advice
 from kvtier.backend.contract import TierContext
-from kvtier.backend.keys import NamingKind
-from kvtier.backend.namespace import FileMapper, Namespace
+from kvtier.backend.namespace import FileMapper, Namespace, NamingKind
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, label
 from kvtier_backends.fs import FsBackend, FsOptions

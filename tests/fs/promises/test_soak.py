@@ -19,8 +19,7 @@ import pytest
 
 from kvtier.backend import Advice
 from kvtier.backend.contract import Read, TierContext, Write
-from kvtier.backend.keys import OffloadKey, make_offload_key
-from kvtier.backend.namespace import FileMapper
+from kvtier.backend.namespace import FileMapper, OffloadKey, make_offload_key
 from kvtier.errors import ChunkMissing
 from kvtier.memory.region import Region
 from kvtier.policies import LRU

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtier.backend import Advice
-from kvtier.backend.keys import OffloadKey
+from kvtier.backend.namespace import OffloadKey
 from kvtier.policies import LRU
 from kvtier.testing.conformance.lender import key_of, keys_of
 from kvtier_backends.fs.segments.catalog import Catalog

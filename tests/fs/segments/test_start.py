@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.backend.contract import Added, Removed, ScanDone
-from kvtier.backend.keys import OffloadKey
+from kvtier.backend.namespace import OffloadKey
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs import FsBackend

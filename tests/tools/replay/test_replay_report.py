@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvtier.backend.keys import OffloadKey
+from kvtier.backend.namespace import OffloadKey
 from kvtier.config import EngineConfig
 from kvtier.tools.outputs import as_json
 from kvtier.tools.pictures import write_replay_picture

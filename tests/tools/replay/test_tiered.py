@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 
-from kvtier.backend.keys import OffloadKey, make_offload_key
+from kvtier.backend.namespace import OffloadKey, make_offload_key
 from kvtier.config import EngineConfig
 from kvtier.engine.answers import LookupResult
 from kvtier.engine.manager import TieringOffloadingManager
