@@ -20,9 +20,10 @@ from kvtier.backend.contract import ScanDone, TierContext
 from kvtier.backend.namespace import FileMapper, Namespace, OffloadKey
 from kvtier.testing.conformance import Lender
 from kvtier_backends.fs import FsBackend, FsOptions
-from kvtier_backends.fs.disk import below
+from kvtier_backends.fs.disk import below, capacity, trial
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Footer, read_footer
 from kvtier_backends.fs.disk.root import Folder
+from kvtier_backends.fs.segments import checkpoint
 from kvtier_backends.fs.segments.segment import HEADER_BYTES
 
 ROW_BYTES = 8_192
@@ -58,12 +59,28 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "tier"
 
 
+CONSTANTS: dict[str, Any] = {
+    "checkpoint_s": (checkpoint, "CHECKPOINT_S"),
+    "queue_bytes": (trial, "QUEUE_BYTES"),
+    "low_water": (capacity, "LOW_WATER"),
+}
+
+
 @pytest.fixture
-async def open_tier(root: Path, mapper: FileMapper) -> AsyncIterator[OpenTier]:
-    """Open tiers of files over `root`, if not told otherwise; each is closed in the end."""
+async def open_tier(root: Path, mapper: FileMapper, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[OpenTier]:
+    """Open tiers of files over `root`, if not told otherwise; each is closed in the end.
+
+    The names of `CONSTANTS` are taken, too, from then on. With `checkpoint_s=0` there is no checkpoint at the start.
+    """
     opened: list[FsBackend] = []
 
-    async def open_tier(**options: object) -> FsBackend:
+    async def open_tier(**options: Any) -> FsBackend:
+        if options.get("checkpoint_s") == 0:
+            options["checkpoint_s"] = 3_600.0
+            for path in Path(options.get("root", root)).glob("*/index_*"):
+                path.unlink()
+        for name in CONSTANTS.keys() & options.keys():
+            monkeypatch.setattr(*CONSTANTS[name], options.pop(name))
         given = FsOptions(**{"root": str(root), "layout": "files", **options})  # type: ignore[arg-type]
         opened.append(await FsBackend.open(given, TierContext("0:fs", mapper, ROW_BYTES)))
         return opened[-1]
@@ -224,7 +241,7 @@ def open_folder(root: Path, mapper: FileMapper) -> Iterator[Callable[..., Folder
     opened: list[Folder] = []
 
     def open_folder(**options: object) -> Folder:
-        given = FsOptions(**{"root": str(root), "layout": "files", **options}).chosen()  # type: ignore[arg-type]
+        given = FsOptions(**{"root": str(root), "layout": "files", **options})  # type: ignore[arg-type]
         folder = Folder(given, TierContext("0:fs", mapper, ROW_BYTES))
         folder.open()
         opened.append(folder)

@@ -18,6 +18,7 @@ from kvtier.backend.namespace import FileMapper, Namespace
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of
 from kvtier_backends.fs import FsBackend, FsOptions
+from kvtier_backends.fs.segments import checkpoint
 
 WORKERS = 3  # Calls at once; each has keys of its own, so that the order of what is done to a key is known.
 BATCH_CHUNKS_MAX = 12
@@ -44,7 +45,8 @@ async def work(tier: FsBackend, row_bytes: int, keys: range, worker: int, seed: 
 
 async def child(root: str, row_bytes: int, keys: int, seed: int, deletes: float, options: dict[str, Any]) -> None:
     mapper = FileMapper(Namespace(model_name="org/model"))
-    given = FsOptions(root=root, checkpoint_s=0.01, **options)
+    checkpoint.CHECKPOINT_S = 0.01
+    given = FsOptions(root=root, **options)
     tier = await FsBackend.open(given, TierContext("0:fs", mapper, row_bytes))
     async with asyncio.TaskGroup() as group:
         for worker in range(WORKERS):

@@ -39,7 +39,7 @@ def test_each_host_reads_what_the_other_has_stored(guests: list[Guest], open_tie
     assert [guest.call("close", name) for guest, name in zip(guests, names, strict=True)] == [0, 0]
 
 
-@pytest.mark.parametrize("options", [{"layout": "segments", "checkpoint_s": 0}, {"naming": "flat"}], ids=str)
+@pytest.mark.parametrize("options", [{"layout": "segments"}, {"naming": "flat"}], ids=str)
 def test_a_directory_is_filled_to_its_capacity_and_goes_on_on_another_host(
     guests: list[Guest], open_tier, on_server, until, options
 ) -> None:

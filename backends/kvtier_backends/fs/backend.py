@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 from kvtier.backend import (
     Abandoned,
@@ -29,13 +29,13 @@ from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.files.layout import FilesLayout
 from kvtier_backends.fs.layout import Layout, OpenTier, open_tier
 from kvtier_backends.fs.lives import Life, Lives
-from kvtier_backends.fs.options import FsOptions, LayoutOptions
+from kvtier_backends.fs.options import FsOptions
 from kvtier_backends.fs.segments.layout import SegmentsLayout
 from kvtier_backends.fs.segments.segment import HEADER_BYTES, SEGMENT_BYTES_MOST
 
 ItemT = TypeVar("ItemT", Read, Write)
 
-LAYOUTS: dict[str, Callable[[OpenTier[Any]], Layout]] = {"files": FilesLayout, "segments": SegmentsLayout}
+LAYOUTS: dict[str, Callable[[OpenTier], Layout]] = {"files": FilesLayout, "segments": SegmentsLayout}
 
 
 class FsBackend(Backend[FsOptions]):
@@ -50,17 +50,16 @@ class FsBackend(Backend[FsOptions]):
 
         A root that is missing is made if its parent is there.
         """
-        chosen = options.chosen()
-        _require_room_for_a_chunk(chosen, context.row_bytes)
-        mapper = FileMapper(context.mapper.namespace, chosen.naming)
-        tier = await open_tier(chosen, context._replace(mapper=mapper))
+        _require_room_for_a_chunk(options, context.row_bytes)
+        mapper = FileMapper(context.mapper.namespace, options.naming or "vllm")
+        tier = await open_tier(options, context._replace(mapper=mapper))
         try:
             return cls(tier)
         except BaseException:
             tier.let_go()
             raise
 
-    def __init__(self, tier: OpenTier[LayoutOptions]) -> None:
+    def __init__(self, tier: OpenTier) -> None:
         """Use `open` instead."""
         if tier.options.fsync:
             self.durability = Durability.POWER
@@ -68,7 +67,7 @@ class FsBackend(Backend[FsOptions]):
             tier.counters.count("buffered_fallback")
         self._name = tier.context.name
         self._stores = Calls(self._name)
-        self._lives = Lives(tier, LAYOUTS[tier.options.layout])
+        self._lives = Lives(tier, LAYOUTS[tier.options.layout or ""])
         self._closed = False
         self._closing_files = threading.Lock()
 
@@ -117,8 +116,8 @@ class FsBackend(Backend[FsOptions]):
     def description(self) -> dict[str, str]:
         """See `Described`."""
         options = self._lives.now.tier.options
-        about = {"root": options.root, "layout": options.layout}
-        if options.layout == "files":
+        about = {"root": options.root, "layout": options.layout or ""}
+        if options.naming is not None:
             about["naming"] = options.naming
         if options.capacity_bytes is not None:
             about["capacity"] = shown_bytes(options.capacity_bytes)
@@ -153,7 +152,7 @@ class FsBackend(Backend[FsOptions]):
         return outcomes
 
 
-def _require_room_for_a_chunk(options: LayoutOptions, row_bytes: int) -> None:
+def _require_room_for_a_chunk(options: FsOptions, row_bytes: int) -> None:
     """Refuse to begin where every store would fail."""
     chunk_bytes = row_bytes + FOOTER_BYTES
     for name in ("capacity_bytes", "write_budget_bytes_per_day"):

@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol
 
 from kvtier.backend import Advice, InventoryQueue, Occupancy, OffloadKey, Outcome, Read, TierContext, Write
 from kvtier.errors import BackendClosed, NoSpace
@@ -20,7 +20,7 @@ from kvtier_backends.fs.disk.lanes import FsLanes, start_lanes
 from kvtier_backends.fs.disk.packing import Packing, make_packing
 from kvtier_backends.fs.disk.remains import PAUSE_S_LEAST, PAUSE_S_MOST
 from kvtier_backends.fs.disk.root import Folder
-from kvtier_backends.fs.options import LayoutOptions
+from kvtier_backends.fs.options import FsOptions
 
 LOOK_S = 10.0  # The files beside the chunks are measured so often: they are a dozen.
 Scarce = Literal["capacity", "disk", "write_budget", "others"]
@@ -31,18 +31,15 @@ _WHY: dict[Scarce, str] = {
     "others": "other processes have the directory's room, or have promised it to their stores",
 }
 
-OptionsT = TypeVar("OptionsT", bound=LayoutOptions)
-OptionsT_co = TypeVar("OptionsT_co", bound=LayoutOptions, covariant=True)
-
 
 @dataclass(frozen=True, slots=True)
-class OpenTier(Generic[OptionsT_co]):
+class OpenTier:
     """An open tier: one record, made once, with everything that its parts need.
 
     Belongs to the loop's thread, but for what says otherwise.
     """
 
-    options: OptionsT_co
+    options: FsOptions
     context: TierContext
     root: Folder
     lanes: FsLanes
@@ -102,9 +99,7 @@ class OpenTier(Generic[OptionsT_co]):
         _let_go(self.root, self.lanes)
 
 
-async def open_tier(
-    options: OptionsT, context: TierContext, before: OpenTier[OptionsT] | None = None
-) -> OpenTier[OptionsT]:
+async def open_tier(options: FsOptions, context: TierContext, before: OpenTier | None = None) -> OpenTier:
     """Start a tier's threads, and open its root and what is kept beside its chunks.
 
     `before`: the same tier, whose directory is gone.
@@ -118,14 +113,13 @@ async def open_tier(
     except BaseException:
         _let_go(root, lanes)
         raise
-    limit_bytes, min_free_bytes = options.capacity_bytes, options.min_free_bytes
-    capacity = Capacity(root.disk, limit_bytes=limit_bytes, low_water=options.low_water, min_free_bytes=min_free_bytes)
+    capacity = Capacity(root.disk, limit_bytes=options.capacity_bytes, min_free_bytes=options.min_free_bytes)
     capacity.count(root.beside, root.remains)
     counters = Counters() if before is None else before.counters
     return OpenTier(options, context, root, lanes, packing, capacity, counters)
 
 
-def _open(root: Folder, options: LayoutOptions, context: TierContext, lanes: FsLanes) -> Packing:
+def _open(root: Folder, options: FsOptions, context: TierContext, lanes: FsLanes) -> Packing:
     packing = make_packing(options, context)  # First: what is refused leaves nothing on the disk.
     root.open()
     root.open_beside(context.row_bytes, lanes.store)
@@ -195,7 +189,7 @@ class Settling:
     Belongs to the loop's thread, and works in the lane for what is behind the calls.
     """
 
-    def __init__(self, tier: OpenTier[LayoutOptions], settle: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, tier: OpenTier, settle: Callable[[], bool] = lambda: True) -> None:
         """`settle`: settles what else is in doubt, in the lane, and returns True if nothing is left."""
         self._tier = tier
         self._settle = settle

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvtier.backend import Fit, InventoryEvent, OffloadKey, Outcome
 from kvtier.errors import BackendUnavailable, ConfigError, Remedy, TransferFailed
@@ -29,7 +29,7 @@ END_S = 1.0  # Calls on a directory that is gone fail at once, or hang in its fi
 class Life(NamedTuple):
     """An open directory and the tier's chunks in it."""
 
-    tier: OpenTier[Any]
+    tier: OpenTier
     layout: Layout
     fit: Fit
 
@@ -50,7 +50,7 @@ class Life(NamedTuple):
 class Lives:
     """The lives of one tier, one at a time. Belongs to the loop's thread."""
 
-    def __init__(self, tier: OpenTier[Any], layout: Callable[[OpenTier[Any]], Layout]) -> None:
+    def __init__(self, tier: OpenTier, layout: Callable[[OpenTier], Layout]) -> None:
         """Begin the first one on an open directory. `layout`: makes a life's layout, and starts nothing."""
         self._make_layout = layout
         self.now = self._life(tier)
@@ -116,7 +116,7 @@ class Lives:
         self.now.layout.inventory.close()
         self._changed.set()
 
-    def _life(self, tier: OpenTier[Any]) -> Life:
+    def _life(self, tier: OpenTier) -> Life:
         layout = self._make_layout(tier)
         return Life(tier, layout, Fit(tier.context.row_bytes, layout.key_bytes_max))
 

@@ -22,7 +22,6 @@ KV_BYTES_PER_TOKEN = 131_072  # Llama 3.1 8B in bf16: K and V of 32 layers, 8 he
 DISK_QUEUE_CHUNKS = 1_024  # Four times the chunks of a long prompt; an SSD takes them in five seconds.
 NOT_MODELLED = {
     "eviction_policy": "lru",
-    "low_water": 1.0,
     "min_free_bytes": 0,
     "ttl_s": None,
     "shared": False,

@@ -231,9 +231,8 @@ def test_a_read_that_is_queued_is_tried_for_real(file: tuple[int, bytes], watche
     assert not takes_queued(file[0], page)
 
 
-@pytest.mark.parametrize("options", [{"load_queue_bytes": 0}, {"io": "buffered"}])
-def test_reads_are_queued_where_it_is_wanted_and_direct(open_folder, options: dict[str, object]) -> None:
-    assert open_folder(**options).reads is ONE_BY_ONE
+def test_reads_are_queued_only_with_direct_io(open_folder) -> None:
+    assert open_folder(io="buffered").reads is ONE_BY_ONE
 
 
 def test_reads_are_queued_on_a_disk_unless_the_kernel_refuses(open_folder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -266,7 +266,6 @@ class Accounting(RuleBasedStateMachine):
         self.capacity = Capacity(
             NoDisk(),  # type: ignore[arg-type]
             limit_bytes=self.LIMIT * 512,
-            low_water=0.9,
             min_free_bytes=0,
         )
         self.capacity.count(self.index)

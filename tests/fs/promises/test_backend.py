@@ -276,7 +276,7 @@ async def test_what_a_cancelled_store_has_stored_is_reported(
 async def test_a_hung_transfer_is_left_behind_and_its_buffer_stays_lent(
     open_tier, lender: Lender, system_call: MakeSystemCall
 ) -> None:
-    tier = await open_tier(load_lanes=2, load_queue_bytes=0)
+    tier = await open_tier(load_lanes=2, queue_bytes=0)
     await lender.keep(tier, keys_of(4))
     stuck = system_call("preadv", sticks=True)
     load = asyncio.create_task(tier.load(lender.reads(keys_of(4))))
@@ -355,7 +355,7 @@ async def test_a_file_that_has_a_given_up_descriptors_number_is_left_alone_by_a_
 async def test_an_error_of_the_disk_is_one_chunks_and_leaves_its_file_alone(
     open_tier, lender: Lender, path_of, error: int, system_call: MakeSystemCall
 ) -> None:
-    tier = await open_tier(load_queue_bytes=0)
+    tier = await open_tier(queue_bytes=0)
     await lender.keep(tier, keys_of(2))
     failing = system_call("preadv", error=error)
     reads = lender.reads(keys_of(2))

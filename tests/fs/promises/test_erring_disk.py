@@ -32,7 +32,7 @@ SLACK_BYTES = 64 << 10  # Segments count as fragmented, and a checkpoint may be 
 
 ERRORS = ["EIO", "EBUSY", "EMFILE", "ENOENT", "ENOSPC", "EAGAIN"]
 FILES: dict[str, Any] = {"layout": "files"}
-SEGMENTS: dict[str, Any] = {"layout": "segments", "checkpoint_s": 0.5}
+SEGMENTS: dict[str, Any] = {"layout": "segments"}
 
 
 class Engine:

@@ -10,21 +10,20 @@ from kvtier.backend.namespace import FileMapper, Namespace
 from kvtier.errors import ConfigError
 from kvtier_backends.fs import FsBackend, FsOptions
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
-from kvtier_backends.fs.options import DiskOptions, FilesOptions, SegmentsOptions
 
-FILES_ALONE: dict[str, Any] = {"naming": "vllm", "low_water": 0.9, "shared": False, "unverified": "refuse"}
+FILES_ALONE: dict[str, Any] = {"naming": "vllm", "shared": False, "unverified": "refuse"}
 
 
 def test_a_tier_has_segments_if_nothing_says_otherwise() -> None:
     options = FsOptions(root="/x", fsync=True, capacity_bytes="1GiB")  # type: ignore[arg-type]
-    assert (options.layout, type(options.chosen())) == ("segments", SegmentsOptions)
+    assert options.layout == "segments"
 
 
 @pytest.mark.parametrize("name", FILES_ALONE)
 def test_an_option_that_only_files_have_chooses_files(name: str) -> None:
     options = FsOptions(root="/x", **{name: FILES_ALONE[name]})
-    assert (options.layout, type(options.chosen())) == ("files", FilesOptions)
-    assert getattr(options.chosen(), name) == FILES_ALONE[name]
+    assert options.layout == "files"
+    assert getattr(options, name) == FILES_ALONE[name]
 
 
 @pytest.mark.parametrize("name", FILES_ALONE)
@@ -33,18 +32,6 @@ def test_what_a_layout_lacks_is_no_field_of_it(name: str) -> None:
         ConfigError, match=rf"^{name}: no such field with layout = 'segments': .+; layout = 'files' has"
     ):
         FsOptions(root="/x", layout="segments", **{name: FILES_ALONE[name]})
-
-
-def test_files_have_no_checkpoint() -> None:
-    with pytest.raises(ConfigError, match=r"^checkpoint_s: no such field with layout = 'files': .+; layout = 'segm"):
-        FsOptions(root="/x", shared=True, checkpoint_s=60)
-
-
-@pytest.mark.parametrize("given", ["1us", "9ms", "2d", -1])
-def test_an_index_is_written_down_never_or_at_intervals_that_a_disk_can_keep(given: str) -> None:
-    with pytest.raises(ConfigError, match=r"^checkpoint_s: .+ given, (0|seconds as a number)"):
-        FsOptions(root="/x", checkpoint_s=given)  # type: ignore[arg-type]
-    assert FsOptions(root="/x", checkpoint_s=0).checkpoint_s == 0
 
 
 @pytest.mark.parametrize("given", ["1us", "3651d"])
@@ -64,15 +51,9 @@ async def test_a_bound_that_no_chunk_fits_is_refused_before_anything_is_made(
     assert not list(root.glob("*"))
 
 
-def test_all_that_files_have_alone_is_told_of() -> None:
-    assert set(FilesOptions.__struct_fields__) - set(DiskOptions.__struct_fields__) == set(FILES_ALONE)
-    assert set(SegmentsOptions.__struct_fields__) - set(DiskOptions.__struct_fields__) == {"checkpoint_s"}
-
-
 def test_what_is_not_given_has_the_layouts_defaults() -> None:
     files = FsOptions(root="/x", layout="files")
-    for name in FILES_ALONE:
-        assert getattr(files, name) == getattr(FilesOptions(root="/x"), name)
+    assert (files.naming, files.shared, files.unverified) == ("vllm", False, "refuse")
 
 
 async def test_a_capacity_above_the_disks_size_is_said_and_the_tier_opens(

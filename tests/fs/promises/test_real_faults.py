@@ -78,7 +78,7 @@ async def test_writes_that_fail_leave_what_was_there_and_nothing_else(
 async def test_a_mount_that_hangs_holds_its_calls_and_nothing_else(
     disk: FaultyDisk, open_tier, lender: Lender, scanned, layout: str, system_call: MakeSystemCall
 ) -> None:
-    tier = await open_tier(layout=layout, root=str(disk.path / "tier"), load_queue_bytes=0)
+    tier = await open_tier(layout=layout, root=str(disk.path / "tier"), queue_bytes=0)
     await lender.keep(tier, keys_of(3))
     await scanned(tier)
     load_begins, store_begins = beginnings(layout, system_call)

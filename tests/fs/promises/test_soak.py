@@ -109,9 +109,7 @@ class Engine:
 
 
 @pytest.mark.usefixtures("thorough")
-@pytest.mark.parametrize(
-    "laid_out", [{"naming": "flat", "low_water": 0.98}, {"layout": "segments"}], ids=["files", "segments"]
-)
+@pytest.mark.parametrize("laid_out", [{"naming": "flat"}, {"layout": "segments"}], ids=["files", "segments"])
 async def test_room_and_memory_stay_flat_and_hits_are_as_predicted(
     root: Path, mapper: FileMapper, taken_bytes: Callable[[Path], int], laid_out: dict[str, Any]
 ) -> None:

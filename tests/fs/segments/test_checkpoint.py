@@ -192,18 +192,6 @@ async def test_a_checkpoint_is_written_every_so_often(
     assert another.counters().checkpoint_chunks == 3
 
 
-async def test_no_checkpoint_is_written_or_read_if_it_is_switched_off(
-    open_tier: OpenTier, lender: Lender, path: Path, scanned
-) -> None:
-    for checkpoint_s, written in ((0, False), (1_800, True), (0, True)):
-        tier = await open_tier(**SMALL, checkpoint_s=checkpoint_s)
-        await scanned(tier)
-        await lender.keep(tier, keys_of(2))
-        await tier.aclose(DEADLINE_S)
-        assert path.exists() is written
-        assert tier.counters().checkpoint_chunks == 0
-
-
 async def test_closing_in_no_time_leaves_the_last_checkpoint(
     open_tier: OpenTier, lender: Lender, path: Path, scanned
 ) -> None:

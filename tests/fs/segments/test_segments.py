@@ -258,7 +258,6 @@ async def _deleting(
         ({"shared": True}, "shared: no such field with layout = 'segments': each segment has one writer"),
         ({"naming": "flat"}, "naming: no such field with layout = 'segments': chunks in segments have no names"),
         ({"unverified": "accept"}, "unverified: no such field with layout = 'segments': every slot has a footer"),
-        ({"low_water": 0.9}, "low_water: no such field with layout = 'segments': a chunk in a segment goes when"),
     ],
 )
 def test_what_segments_cannot_do_is_refused(options: dict[str, object], message: str) -> None:

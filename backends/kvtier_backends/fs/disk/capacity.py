@@ -18,6 +18,7 @@ FRAGMENT_BYTES_MOST = 64 << 10  # No local file system has larger ones; a file s
 EXTENTS_INLINE = 4  # Of a file on ext4; more of them take blocks of their own,
 EXTENTS_PER_BLOCK = 340  # each with up to 340.
 STRIPES = 64
+LOW_WATER = 0.95  # Part of the limit down to which files go behind the stores, before these have to wait for it.
 KNOWN_MAX = 4_096  # Half a megabyte. Another lane finds a directory made or gone within milliseconds.
 FOLDERS_NEW = 2  # Above a chunk's file,
 FOLDERS_GROWN = 2  # and above these some that grow by a block, also where a new one takes nothing (XFS).
@@ -234,7 +235,7 @@ class Reservation:
 class Capacity:
     """Used, promised and free bytes of one directory. Belongs to the loop's thread."""
 
-    def __init__(self, disk: Disk, *, limit_bytes: int | None, low_water: float, min_free_bytes: int) -> None:
+    def __init__(self, disk: Disk, *, limit_bytes: int | None, min_free_bytes: int) -> None:
         """Count nothing yet. `min_free_bytes`: the room of the file system that is left to others."""
         self.limit_bytes = limit_bytes
         self.reserved_bytes = 0
@@ -247,7 +248,6 @@ class Capacity:
         """As much as the directory may hold that the scan has not come to: at first, all that is on the disk."""
         self._disk = disk
         self._parts: list[Used] = []
-        self._low_water = low_water
         self._min_free_bytes = min_free_bytes
 
     def count(self, *parts: Used) -> None:
@@ -315,7 +315,7 @@ class Capacity:
         """Return the bytes to evict for these used and promised bytes."""
         surplus = 0
         if self.limit_bytes is not None:
-            low = int(self.limit_bytes * self._low_water)
+            low = int(self.limit_bytes * LOW_WATER)
             high = (self.limit_bytes + low) // 2
             taken = used_bytes + reserved_bytes
             surplus = taken - low if taken > high else 0

@@ -16,7 +16,7 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 
 from kvtier.backend import Lanes
-from kvtier_backends.fs.options import DiskOptions
+from kvtier_backends.fs.options import FsOptions
 
 T = TypeVar("T")
 
@@ -132,7 +132,7 @@ class FsLanes(NamedTuple):
         call()
 
 
-def start_lanes(options: DiskOptions, name: str) -> FsLanes:
+def start_lanes(options: FsOptions, name: str) -> FsLanes:
     """Start a tier's threads, all of them or none."""
     counts = {"load": options.load_lanes, "store": options.store_lanes, "scan": 1, "evict": 1}
     with ExitStack() as undo:  # A process may have no more threads.

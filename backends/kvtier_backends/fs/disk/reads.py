@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 
 BUFFERS_MAX = 64  # Of one read.
 PLACES = 32  # As many as a lane is sent chunks at once; the system has 65,536 for all its processes.
+QUEUE_BYTES = 8 << 20  # What a lane has in flight at once. Longer chunks are read one by one.
 LEAST = 2  # Under way at once: one to wait for, and one to go on with.
 START = 4  # Started in one call: the disk begins with these while the next files are opened.
 

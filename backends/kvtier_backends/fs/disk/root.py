@@ -44,7 +44,7 @@ from kvtier_backends.fs.disk.shared_page import SharedPage
 from kvtier_backends.fs.disk.temporaries import TemporarySweep, Writer, next_number, temporary_name, writer_of
 from kvtier_backends.fs.disk.trial import RootTrial
 from kvtier_backends.fs.disk.write_budget import DiskWriteBudget
-from kvtier_backends.fs.options import LayoutOptions
+from kvtier_backends.fs.options import FsOptions
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class Folder:
     mode: int
     """Permission bits of folders that the tier makes below the root: the root's own."""
 
-    def __init__(self, options: LayoutOptions, context: TierContext, before: Mount | None = None) -> None:
+    def __init__(self, options: FsOptions, context: TierContext, before: Mount | None = None) -> None:
         """Touch nothing yet. `before`: the mount that the root was on until it was gone."""
         self.root_fd = -1
         self.mount = UNKNOWN
@@ -124,8 +124,8 @@ class Folder:
                 self._settle_config(undo)
                 trial = RootTrial(root, self.root_fd, self._mapper, self.writer, self.disk, self.remains)
                 self.direct = trial.direct(self._options.io)
-                self.reads = trial.reads(self._options.load_queue_bytes if self.direct else 0)
-                self.sizes = FolderSizes(trial.new_folder_bytes(self.mode), shared=self._options.shared)
+                self.reads = trial.reads() if self.direct else ONE_BY_ONE
+                self.sizes = FolderSizes(trial.new_folder_bytes(self.mode), shared=bool(self._options.shared))
                 self._warn_of_other_layouts()
                 for doubt in self._options.doubts():
                     logger.warning("%s: %s; see %s", root, doubt, Remedy.CONFIGURATION)
@@ -318,7 +318,7 @@ class Folder:
 
     def _own(self, root: str, undo: ExitStack) -> None:
         """Take the root for this tier; wait for an owner that may be closing."""
-        holder = Holder.of(self._context, self.writer, shared=self._options.shared)
+        holder = Holder.of(self._context, self.writer, shared=bool(self._options.shared))
         self._owner = RootOwner(root, self.root_fd, holder, self.mode & 0o666)
         self._owner.take()
         undo.callback(self._owner.let_go, undo=True)

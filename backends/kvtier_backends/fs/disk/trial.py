@@ -15,7 +15,7 @@ from kvtier_backends.fs.disk import below
 from kvtier_backends.fs.disk.below import NO_LINK, Reached, open_below
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES, Disk
 from kvtier_backends.fs.disk.footer import FULL
-from kvtier_backends.fs.disk.reads import ONE_BY_ONE, QueuedReads, Reads, takes_queued
+from kvtier_backends.fs.disk.reads import ONE_BY_ONE, QUEUE_BYTES, QueuedReads, Reads, takes_queued
 from kvtier_backends.fs.disk.remains import Remains, remove_folder
 from kvtier_backends.fs.disk.temporaries import Writer, temporary_name
 
@@ -48,21 +48,19 @@ class RootTrial:
             )
         return False
 
-    def reads(self, queue_bytes: int) -> Reads:
-        """Read a page the way that chunks are to be; return how lanes read. `queue_bytes`: 0 without direct I/O.
+    def reads(self) -> Reads:
+        """Read a page directly, the way that chunks are to be; return how lanes read.
 
         Several reads run at once only directly from a local disk. Without direct I/O the kernel does not go on by
         itself. If a file server is silent, reads that the kernel goes on with would keep this process from being
         killed.
         """
-        if not queue_bytes:
-            return ONE_BY_ONE
         with suppress(OSError):
             fd = open_below(self._root_fd, self._mapper.config_name, os.O_RDONLY | os.O_DIRECT | NO_LINK)
             try:
                 is_disk = os.major(os.fstat(fd).st_dev) != 0  # Only block devices have a nonzero major number.
                 if is_disk and takes_queued(fd, memoryview(mmap.mmap(-1, PAGE_BYTES))):
-                    return QueuedReads(queue_bytes)
+                    return QueuedReads(QUEUE_BYTES)
             finally:
                 os.close(fd)
         logger.info("%s: a lane reads one chunk at a time there", self._root)

@@ -21,7 +21,6 @@ from kvtier_backends.fs.disk.shared_page import Count, SharedPage
 from kvtier_backends.fs.files.index import FileEntry
 from kvtier_backends.fs.files.lane import FileChunks
 from kvtier_backends.fs.layout import OpenTier, until
-from kvtier_backends.fs.options import FilesOptions
 
 AGAIN_S_LEAST = 5.0  # Between two scans of a shared directory,
 AGAIN_TIMES = 20  # or 20 times as long as the last one took: the disk has other work.
@@ -53,7 +52,7 @@ class FileRemoval:
 class Accounts:
     """The used and promised bytes of one directory. For the loop's thread, except where it says that a call blocks."""
 
-    def __init__(self, tier: OpenTier[FilesOptions]) -> None:
+    def __init__(self, tier: OpenTier) -> None:
         """Keep them for this tier alone, or on the page that its directory is shared by."""
         self._tier = tier
         self._page = tier.root.shared_page

@@ -14,7 +14,6 @@ from kvtier_backends.fs.files.accounts import Accounts, FileRemoval
 from kvtier_backends.fs.files.index import FileEntry, FileIndex
 from kvtier_backends.fs.files.lane import FileChunks
 from kvtier_backends.fs.layout import OpenTier, Settling
-from kvtier_backends.fs.options import FilesOptions
 
 STAMPS_MAX = 4_096  # Uses that are collected before they are written,
 STAMP_EVERY_S = 10.0  # or for so long.
@@ -25,7 +24,7 @@ ROUNDS_MAX = 3  # A store looks for room so often: files may be gone already, or
 class Eviction:
     """The eviction of one tier. Belongs to the loop's thread, and removes in lanes."""
 
-    def __init__(self, tier: OpenTier[FilesOptions], index: FileIndex, chunks: FileChunks, accounts: Accounts) -> None:
+    def __init__(self, tier: OpenTier, index: FileIndex, chunks: FileChunks, accounts: Accounts) -> None:
         """Remove in the stores' lanes for a store that finds no room, else in the lane for what is behind the calls."""
         self._tier = tier
         self._index = index
@@ -238,7 +237,7 @@ class Stamps:
     Belongs to the loop's thread.
     """
 
-    def __init__(self, tier: OpenTier[FilesOptions], index: FileIndex, chunks: FileChunks) -> None:
+    def __init__(self, tier: OpenTier, index: FileIndex, chunks: FileChunks) -> None:
         """Write in the lane for what is behind the calls."""
         self._index = index
         self._chunks = chunks

@@ -23,7 +23,6 @@ from kvtier_backends.fs.files.chunk_files import ChunkFiles, DoubtError, FoundFi
 from kvtier_backends.fs.files.discard import Discarded
 from kvtier_backends.fs.files.index import FileEntry, is_later
 from kvtier_backends.fs.layout import OpenTier
-from kvtier_backends.fs.options import FilesOptions
 
 ROOM_BYTES = FOOTER_BYTES  # Behind the footer; it stays empty unless a file is too long: no call asks for that.
 
@@ -131,7 +130,7 @@ class StoreShare:
 class FileChunks:
     """The blocking part of loads, stores and removals of files. As many threads may call at once as there are pages."""
 
-    def __init__(self, tier: OpenTier[FilesOptions]) -> None:
+    def __init__(self, tier: OpenTier) -> None:
         """Make pages for each of the lanes for loads and stores."""
         lanes, mapper = tier.lanes, tier.context.mapper
         self._files = ChunkFiles(tier.root, mapper, lanes.loads_first, fsync=tier.options.fsync)

@@ -18,7 +18,6 @@ from kvtier_backends.fs.files.loading import FileLoading
 from kvtier_backends.fs.files.start import FilesStart
 from kvtier_backends.fs.files.storing import FileStoring
 from kvtier_backends.fs.layout import Background, Left, OpenTier, left_s, until
-from kvtier_backends.fs.options import FilesOptions
 
 PROBES_MAX = 512  # Calls without bytes, of one lane at once: half a millisecond of a local file system's time.
 SCAN_PATIENCE_S = 0.5  # So long from the opening, stores wait for the scan, rather than be refused for its sake;
@@ -28,7 +27,7 @@ SMALL_PATIENCE_S = 5.0  # and for a small directory's longer, from each call: on
 class FilesLayout:
     """See `Layout`."""
 
-    def __init__(self, tier: OpenTier[FilesOptions]) -> None:
+    def __init__(self, tier: OpenTier) -> None:
         """Make its parts, on the running loop."""
         root = tier.root
         self.key_bytes_max = min(tier.packing.key_bytes_max, tier.context.mapper.key_bytes_max(root.name_bytes_max))

@@ -10,13 +10,12 @@ from kvtier_backends.fs.files.eviction import Eviction
 from kvtier_backends.fs.files.index import FileEntry, FileIndex
 from kvtier_backends.fs.files.lane import FileChunks, LoadShare
 from kvtier_backends.fs.layout import OpenTier
-from kvtier_backends.fs.options import FilesOptions
 
 
 class FileLoading:
     """The loads of one tier, a batch at a time. Belongs to the loop's thread."""
 
-    def __init__(self, tier: OpenTier[FilesOptions], index: FileIndex, chunks: FileChunks, eviction: Eviction) -> None:
+    def __init__(self, tier: OpenTier, index: FileIndex, chunks: FileChunks, eviction: Eviction) -> None:
         """Read in the lanes for loads."""
         self._tier = tier
         self._index = index

@@ -22,7 +22,6 @@ from kvtier_backends.fs.files.index import FileEntry, FileIndex
 from kvtier_backends.fs.files.lane import FileChunks
 from kvtier_backends.fs.index import oldest_last
 from kvtier_backends.fs.layout import OpenTier
-from kvtier_backends.fs.options import FilesOptions
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +37,7 @@ class Scan:
     lent, so a cancelled scan need not wait for its thread.
     """
 
-    def __init__(self, tier: OpenTier[FilesOptions], takes: Callable[[int], bool]) -> None:
+    def __init__(self, tier: OpenTier, takes: Callable[[int], bool]) -> None:
         """`takes`: whether a load would take a file of this length."""
         self.seen_bytes = 0
         """What is taken by all that it has seen, but for strangers' files."""
@@ -175,7 +174,7 @@ class Scan:
 class FilesStart:
     """The scans of one tier. Belongs to the loop's thread."""
 
-    def __init__(self, tier: OpenTier[FilesOptions], index: FileIndex, chunks: FileChunks, eviction: Eviction) -> None:
+    def __init__(self, tier: OpenTier, index: FileIndex, chunks: FileChunks, eviction: Eviction) -> None:
         """Scan in the lane for that."""
         self.done = asyncio.Event()
         """Set once everything that was there at the start is known."""

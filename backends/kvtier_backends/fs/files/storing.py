@@ -17,13 +17,12 @@ from kvtier_backends.fs.files.eviction import Eviction
 from kvtier_backends.fs.files.index import FileEntry, FileIndex
 from kvtier_backends.fs.files.lane import FileChunks, StoreShare
 from kvtier_backends.fs.layout import OpenTier
-from kvtier_backends.fs.options import FilesOptions
 
 
 class FileStoring:
     """The stores of one tier, a batch at a time. Belongs to the loop's thread."""
 
-    def __init__(self, tier: OpenTier[FilesOptions], index: FileIndex, chunks: FileChunks, eviction: Eviction) -> None:
+    def __init__(self, tier: OpenTier, index: FileIndex, chunks: FileChunks, eviction: Eviction) -> None:
         """Write in the lanes for stores."""
         file_bytes, root = tier.context.row_bytes + FOOTER_BYTES, tier.root
         self._tier = tier

@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 MAGIC = b"\x89kvtsix\n"
 VERSION = 1
+CHECKPOINT_S = 1_800.0  # Between two checkpoints; a start without one reads every footer.
 KEY_BYTES_MAX = 68  # Hashes of 64 bytes. Chunks with longer ones are left to the scan.
 BYTES_MAX = 2 << 30  # Twenty-five million chunks of 32-byte hashes. More are left to the scan.
 SEGMENT_BYTES_MAX = 512  # Of a segment in it: a name has 255 bytes at most.
@@ -186,21 +187,18 @@ class SlotCheckpoint:
 class CheckpointSchedule:
     """The schedule of a tier's checkpoints: every so often, and at the end. Belongs to the loop's thread."""
 
-    def __init__(
-        self, capacity: Capacity, counters: Counters, bytes_worst: Callable[[], int], *, every_s: float
-    ) -> None:
-        """`bytes_worst`: the most that the next one takes; `every_s`: 0: none is written, nor the last."""
+    def __init__(self, capacity: Capacity, counters: Counters, bytes_worst: Callable[[], int]) -> None:
+        """`bytes_worst`: the most that the next one takes."""
         self.ready = False
         """Set once a new one is not worse than the last: the chunks that the last one names are known."""
         self._capacity = capacity
         self._counters = counters
         self._bytes_worst = bytes_worst
-        self._every_s = every_s
 
     async def run(self, write: Callable[[], Awaitable[None]]) -> None:
         """Write one every so often, until cancelled."""
-        while self._every_s:
-            await asyncio.sleep(self._every_s)
+        while True:
+            await asyncio.sleep(CHECKPOINT_S)
             if self.ready and (room_bytes := self._promised_bytes()):
                 try:
                     await write()
@@ -210,7 +208,7 @@ class CheckpointSchedule:
     def last(self, queue: Callable[[], object]) -> None:
         """Queue the last one on a lane; only the first closing can."""
         wanted, self.ready = self.ready, False
-        if wanted and self._every_s and self._promised_bytes():
+        if wanted and self._promised_bytes():
             with suppress(BackendClosed):
                 queue()
 

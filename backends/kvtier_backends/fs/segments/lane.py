@@ -10,7 +10,6 @@ from kvtier_backends.fs.disk.footer import GONE, ChunkFault, failure
 from kvtier_backends.fs.disk.lanes import Pages, share_chunks
 from kvtier_backends.fs.disk.reads import Wanted
 from kvtier_backends.fs.layout import OpenTier
-from kvtier_backends.fs.options import SegmentsOptions
 from kvtier_backends.fs.segments.runs import SlotPart, SlotRun, SlotShare
 from kvtier_backends.fs.segments.segment import read_all, write_all
 
@@ -22,7 +21,7 @@ PIECE_BYTES = 4 << 20  # Of a run, read in one call: while one is verified, othe
 class SlotChunks:
     """The blocking part of loads and stores of slots. As many threads may call at once as there are lanes."""
 
-    def __init__(self, tier: OpenTier[SegmentsOptions], lanes: Lanes) -> None:
+    def __init__(self, tier: OpenTier, lanes: Lanes) -> None:
         """Make pages for footers, for each of these lanes."""
         self._loads_first = tier.lanes.loads_first
         self._reads = tier.root.reads

@@ -7,7 +7,6 @@ from kvtier.backend import Advice, Occupancy, OffloadKey, Outcome, Read, Write
 from kvtier.errors import BackendClosed
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.layout import Background, Left, OpenTier, left_s, until
-from kvtier_backends.fs.options import SegmentsOptions
 from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.folder import SegmentFolder
 from kvtier_backends.fs.segments.loading import SlotLoading
@@ -25,7 +24,7 @@ RECALL_PATIENCE_S = 10.0
 class SegmentsLayout:
     """See `Layout`."""
 
-    def __init__(self, tier: OpenTier[SegmentsOptions]) -> None:
+    def __init__(self, tier: OpenTier) -> None:
         """Make its parts, on the running loop."""
         self.key_bytes_max = tier.packing.key_bytes_max
         self._tier = tier

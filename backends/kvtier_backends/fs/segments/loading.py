@@ -12,7 +12,6 @@ from kvtier.errors import ChunkCorrupt, ChunkMissing
 from kvtier_backends.fs.disk.footer import LEFT_ALONE, ChunkFault
 from kvtier_backends.fs.disk.lanes import share_chunks, share_least
 from kvtier_backends.fs.layout import OpenTier
-from kvtier_backends.fs.options import SegmentsOptions
 from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.lane import SlotChunks
 from kvtier_backends.fs.segments.runs import SlotPart
@@ -24,7 +23,7 @@ LOOKS_MAX = 4  # A chunk that has moved so often while it was read is missed.
 class SlotLoading:
     """The loads of one tier, a batch at a time. Belongs to the loop's thread."""
 
-    def __init__(self, tier: OpenTier[SegmentsOptions], catalog: Catalog, wiping: Wiping) -> None:
+    def __init__(self, tier: OpenTier, catalog: Catalog, wiping: Wiping) -> None:
         """Read in the lanes for loads."""
         self._tier = tier
         self._catalog = catalog

@@ -14,7 +14,6 @@ from kvtier.backend import Write
 from kvtier.errors import Remedy
 from kvtier_backends.fs.disk.footer import failure
 from kvtier_backends.fs.layout import OpenTier, until
-from kvtier_backends.fs.options import SegmentsOptions
 from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.folder import SegmentFolder
 from kvtier_backends.fs.segments.runs import SlotShare
@@ -29,7 +28,7 @@ CLOSE_S = 1.0  # Calls that were at it have mostly ended by then.
 class Losses:
     """The losses of one tier. Belongs to the loop's thread, and looks in a lane."""
 
-    def __init__(self, tier: OpenTier[SegmentsOptions], catalog: Catalog, folder: SegmentFolder) -> None:
+    def __init__(self, tier: OpenTier, catalog: Catalog, folder: SegmentFolder) -> None:
         self._catalog = catalog
         self._segments = catalog.segments
         self._folder = folder

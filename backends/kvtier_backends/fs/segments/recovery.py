@@ -16,7 +16,6 @@ from kvtier_backends.fs.disk.below import AHEAD_NS, believable_ns, list_folder
 from kvtier_backends.fs.disk.footer import ChunkFault, Footer, read_footer
 from kvtier_backends.fs.disk.remains import is_absent
 from kvtier_backends.fs.layout import OpenTier
-from kvtier_backends.fs.options import SegmentsOptions
 from kvtier_backends.fs.segments.checkpoint import Remembered, RememberedChunks, SlotCheckpoint
 from kvtier_backends.fs.segments.folder import SegmentFolder, Unusable
 from kvtier_backends.fs.segments.segment import ZEROS, Segment
@@ -52,9 +51,7 @@ class Seen(NamedTuple):
 class Recovery:
     """The blocking part of a start, in a lane: one call at a time."""
 
-    def __init__(
-        self, tier: OpenTier[SegmentsOptions], segment_folder: SegmentFolder, checkpoint: SlotCheckpoint
-    ) -> None:
+    def __init__(self, tier: OpenTier, segment_folder: SegmentFolder, checkpoint: SlotCheckpoint) -> None:
         """No chunk counts as used later than now."""
         self._now_ns = tier.clock_ns()
         self.opened: list[Segment] = []

@@ -14,7 +14,6 @@ from kvtier.backend import OffloadKey, in_thread
 from kvtier.memory import file_bytes_max
 from kvtier_backends.fs.disk.footer import FULL
 from kvtier_backends.fs.layout import OpenTier, Settling
-from kvtier_backends.fs.options import SegmentsOptions
 from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.checkpoint import RECORD_BYTES_MAX
 from kvtier_backends.fs.segments.folder import SegmentFolder, Unusable
@@ -30,9 +29,7 @@ TICK_S = 10.0
 class Room:
     """Slots for stores, and what is given back when there is too much. Belongs to the loop's thread."""
 
-    def __init__(
-        self, tier: OpenTier[SegmentsOptions], catalog: Catalog, folder: SegmentFolder, wiping: Wiping
-    ) -> None:
+    def __init__(self, tier: OpenTier, catalog: Catalog, folder: SegmentFolder, wiping: Wiping) -> None:
         """Make and remove segments in the lanes for stores."""
         self._tier = tier
         self._catalog = catalog
@@ -149,7 +146,7 @@ class Room:
 class Leftovers:
     """Files that take room and hold no chunk, which go before any chunk. Belongs to the loop's thread."""
 
-    def __init__(self, tier: OpenTier[SegmentsOptions], folder: SegmentFolder) -> None:
+    def __init__(self, tier: OpenTier, folder: SegmentFolder) -> None:
         """Remove them in the lanes for stores."""
         self._tier = tier
         self._folder = folder
@@ -199,9 +196,7 @@ class SegmentMaking:
 class Growth:
     """New segments, each as large as all before it, while there is room. Belongs to the loop's thread."""
 
-    def __init__(
-        self, tier: OpenTier[SegmentsOptions], catalog: Catalog, folder: SegmentFolder, leftovers: Leftovers
-    ) -> None:
+    def __init__(self, tier: OpenTier, catalog: Catalog, folder: SegmentFolder, leftovers: Leftovers) -> None:
         """Make them in the lanes for stores."""
         self.opened = asyncio.Event()
         """Set when all segments that were there are known."""

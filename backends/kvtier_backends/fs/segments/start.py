@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from kvtier_backends.fs.index import oldest_last
 from kvtier_backends.fs.layout import OpenTier
-from kvtier_backends.fs.options import SegmentsOptions
 from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.checkpoint import SETTLED_NS, CheckpointSchedule, SlotCheckpoint, remembered, trusted
 from kvtier_backends.fs.segments.folder import SegmentFolder
@@ -27,7 +26,7 @@ AGAIN_S = 5.0  # Between two looks at what could not be seen, or was locked, at 
 class SegmentsStart:
     """The start-up scan of one tier, and its checkpoints. Belongs to the loop's thread."""
 
-    def __init__(self, tier: OpenTier[SegmentsOptions], catalog: Catalog, folder: SegmentFolder, room: Room) -> None:
+    def __init__(self, tier: OpenTier, catalog: Catalog, folder: SegmentFolder, room: Room) -> None:
         """Scan in the lane for that."""
         self.done = asyncio.Event()
         """Set once everything that was there at the start is known."""
@@ -42,14 +41,11 @@ class SegmentsStart:
         self._counters = tier.counters
         self._lane = tier.lanes.scan
         self._clock_ns = tier.clock_ns
-        self._checkpoint_s = tier.options.checkpoint_s
         self._distrusted: set[str] = set()  # Segments that the next start has to read through.
         self._failed = 0
         self._added = 0  # Opened segments that the catalog knows,
         self._unusable = 0  # and unusable ones that the room knows.
-        self._schedule = CheckpointSchedule(
-            tier.capacity, tier.counters, self._checkpoint_bytes_worst, every_s=tier.options.checkpoint_s
-        )
+        self._schedule = CheckpointSchedule(tier.capacity, tier.counters, self._checkpoint_bytes_worst)
 
     def stop(self) -> None:
         """Ask the scan to end soon."""
@@ -65,7 +61,7 @@ class SegmentsStart:
         self._add_opened()
         self._count(around)
         self._room.begin()
-        recalled = recovery.recalled() if self._checkpoint_s else iter(())
+        recalled = recovery.recalled()
         while (chunks := await self._lane.run(next, recalled, None)) is not None:
             catalog.recall(chunks)
         self.recalled.set()

@@ -11,7 +11,6 @@ from kvtier.backend import Outcome, Write, in_thread, in_threads
 from kvtier_backends.fs.disk.footer import GONE, failure
 from kvtier_backends.fs.disk.lanes import share_chunks
 from kvtier_backends.fs.layout import OpenTier
-from kvtier_backends.fs.options import SegmentsOptions
 from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.lane import SlotChunks
 from kvtier_backends.fs.segments.losses import Losses
@@ -40,7 +39,7 @@ class Syncing:
 class SlotStoring:
     """The stores of one tier, a batch at a time. Belongs to the loop's thread."""
 
-    def __init__(self, tier: OpenTier[SegmentsOptions], catalog: Catalog, room: Room, losses: Losses) -> None:
+    def __init__(self, tier: OpenTier, catalog: Catalog, room: Room, losses: Losses) -> None:
         """Write in the lanes for stores."""
         self._tier = tier
         self._catalog = catalog

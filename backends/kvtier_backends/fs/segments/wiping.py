@@ -10,7 +10,6 @@ from kvtier.backend import OffloadKey
 from kvtier.errors import BackendClosed, BackendUnavailable, Remedy
 from kvtier_backends.fs.disk.footer import ChunkFault, frameless
 from kvtier_backends.fs.layout import OpenTier
-from kvtier_backends.fs.options import SegmentsOptions
 from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.segment import Segment, sync
 
@@ -36,7 +35,7 @@ class WipingRound:
 class Wiping:
     """The wiping of one tier's slots. Belongs to the loop's thread, and wipes in a lane."""
 
-    def __init__(self, tier: OpenTier[SegmentsOptions], catalog: Catalog) -> None:
+    def __init__(self, tier: OpenTier, catalog: Catalog) -> None:
         """Wipe in the lane for what is behind the calls. With `fsync`, a wiped slot is wiped after a power cut, too."""
         self._catalog = catalog
         self._segments = catalog.segments
