@@ -233,7 +233,6 @@ chunk_bytes = "1MiB"
 type = "fs"
 capacity_bytes = "100MiB"
 write_budget_bytes_per_day = "1TiB"
-low_water = 0.9
 ttl_s = "1h"
 [[secondary_tiers]]
 type = "dummy"
@@ -256,7 +255,7 @@ def test_the_report_shows_the_figures_that_the_model_uses(tmp_path: Path, capsys
     assert parts["prefill"] == {"tokens_per_s": 20_000, "slots": 4}
     assert parts["gpu"] == {"cache_tokens": 7, "load_bytes_per_s": 25e9}
     assert parts["cpu"] == {"capacity_bytes": 80 * MIB, "chunks": told["engine"]["rows"], "eviction_policy": "lru"}
-    assert parts["0:fs"]["not_modelled"] == "low_water, ttl_s, write_budget_bytes_per_day"
+    assert parts["0:fs"]["not_modelled"] == "ttl_s, write_budget_bytes_per_day"
     config = decode(EngineConfig, tomllib.loads(CONFIG))
     disk = DiskSpeed(1_000_000_000, 400_000_000)
     used = [tier.options for tier in scale_model(config, disk).config.secondary_tiers]
@@ -269,7 +268,7 @@ def test_the_report_shows_the_figures_that_the_model_uses(tmp_path: Path, capsys
     shown = capsys.readouterr().out
     assert "load 1.0 GB/s, store 400.0 MB/s, latency 0.1 ms" in shown
     assert "cache tokens 7" in shown
-    assert "not modelled low_water, ttl_s" in shown
+    assert "not modelled ttl_s" in shown
 
 
 @pytest.mark.parametrize("rates", ["", "7GB/s", "7GB,4GB/s", "fast,slow", "0B/s,1GB/s", "1GB/s,1GB/s,1GB/s"])
