@@ -6,34 +6,46 @@ import sys
 import pytest
 
 from kvtier.backend import make_offload_key
-from kvtier.engine.ledger import LookupResult
 from kvtier.engine.second_use import SEEN_MIN
-from kvtier.runner.messages import Advise, Cascade, Code, Gone, RunnerLost, pack_keys, unpack_keys, unpack_rows
+from kvtier.runner.messages import Advise, Code, RunnerLost, unpack_keys, unpack_rows
 from kvtier.settings.hints import Advice, Hint
-from tests.engine.ledger.bench import Bench, keys_of, names_of
+from tests.engine.ledger.bench import HIT, PENDING, Bench, keys_of, names_of
+from tests.engine.ledger.bench import cascades as sent
 
-HIT, PENDING, MISS = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS
-
-
-def sent(actions):
-    return [(action.tier, names_of(unpack_keys(action.keys))) for action in actions if isinstance(action, Cascade)]
+NOTHING = {"no_store": True}
 
 
 def skipped(engine, tier=0):
-    return engine.ledger.tiers[tier].counters.skipped
+    return engine.counters(tier).skipped
+
+
+def over(engine, request, hint):
+    """End a request with what its client says last."""
+    engine.ledger.hint(request, hint)
+    engine.ledger.finish(request)
+
+
+def written_at_the_end(engine):
+    engine.ledger.writeback.end()
+    return "".join(names for _, names in sent(engine.step()))
+
+
+def promoted(engine, name, tier=0):
+    """Load a chunk from a tier, and use it."""
+    engine.holds(name, tier)
+    request = engine.request()
+    assert engine.lookup(name, request) == [PENDING]
+    engine.finish_all(engine.step())
+    engine.load(name, request)
 
 
 @pytest.fixture
 def evicting(bench):
     """Four rows over a tier that is written when chunks leave; one row is kept ahead of demand."""
 
-    def make(*, rows=4, ahead_rows=1, retained_rows_max=0, tiers=(), **spec):
-        engine = bench(
-            rows,
-            [bench.spec(cascade="evict", **spec), *tiers],
-            ahead_rows=ahead_rows,
-            retained_rows_max=retained_rows_max,
-        )
+    def make(*, rows=4, tiers=(), ahead_rows=1, retained_rows_max=0, **spec):
+        limits = {"ahead_rows": ahead_rows, "retained_rows_max": retained_rows_max}
+        engine = bench(rows, [bench.spec(cascade="evict", **spec), *tiers], **limits)
         for index in range(1 + len(tiers)):
             engine.knows_all(index)
         return engine
@@ -68,57 +80,41 @@ def test_a_row_is_lent_until_its_write_has_ended_and_the_store_takes_another(evi
 
 def test_a_store_that_needs_rows_which_are_being_written_is_refused_until_they_have_been(evicting):
     """These are a twentieth of all: what leaves ahead of demand, and no row besides."""
-    engine = evicting(rows=20, ahead_rows=1)
+    engine = evicting(rows=20)
     engine.store("abcdefghijklmnopqrst")
     writes = engine.step()
     assert sent(writes) == [(0, "t")]
     assert engine.step() == []
     assert engine.ledger.prepare_store(keys_of("ABCDEFGHIJKLMNOPQRST"), engine.request()) is None
-    plan = engine.ledger.prepare_store(keys_of("ABCDEFGHIJKLMNOPQRS"), engine.request())
-    assert plan is not None
+    assert engine.ledger.prepare_store(keys_of("ABCDEFGHIJKLMNOPQRS"), engine.request()) is not None
     engine.finish_all(writes)
     assert engine.ledger.prepare_store(keys_of("T"), engine.request()) is not None
 
 
-def test_a_written_chunk_can_be_loaded_until_its_row_is_needed(evicting):
+@pytest.mark.parametrize("used", [False, True])
+def test_a_written_chunk_can_be_loaded_until_its_row_is_needed_and_stays_if_it_is_used(evicting, used):
     engine = evicting()
     engine.store("abcd")
     engine.finish_all(engine.step())
     assert engine.lookup("d") == [HIT]
-    engine.step()
-    assert engine.store("e").evicted == keys_of("d")
+    if used:
+        engine.load("d")
+    assert sent(engine.step()) == ([(0, "c")] if used else [])
+    if not used:
+        assert engine.store("e").evicted == keys_of("d")
+    assert ("d" in engine.ready()) == used
 
 
-def test_what_is_used_while_it_leaves_stays(evicting):
-    engine = evicting()
-    engine.store("abcd")
-    engine.finish_all(engine.step())
-    assert engine.lookup("d") == [HIT]
-    engine.load("d")
-    assert sent(engine.step()) == [(0, "c")]
-    assert "d" in engine.ready()
-
-
-def test_what_the_tier_has_is_not_written_again_but_renewed_there(evicting):
-    engine = evicting()
-    engine.store("abcd")
-    engine.holds("d")
-    engine.knows_all()
-    actions = engine.ledger.end_step()
-    assert sent(actions) == []
-    assert [names_of(unpack_keys(action.keys)) for action in actions if isinstance(action, Advise)] == ["d"]
-
-
-def test_what_leaves_together_ends_no_session_in_the_tier(evicting):
+def test_what_the_tier_has_is_renewed_there_and_ends_no_session(evicting):
     """It is of several requests. Taken for one's end, it would have the tier believe that they share their chunks."""
     engine = evicting()
     request = engine.request()
     engine.store("abcd", request)
-    engine.ledger.hint(request, Hint(class_="agent"))
     engine.holds("d")
-    engine.knows_all()
-    engine.ledger.finish(request)
-    told = [action for action in engine.ledger.end_step() if isinstance(action, Advise)]
+    over(engine, request, Hint(class_="agent"))
+    actions = engine.ledger.end_step()
+    assert sent(actions) == []
+    told = [action for action in actions if isinstance(action, Advise)]
     assert [(names_of(unpack_keys(rank.keys)), rank.hint) for rank in told] == [
         ("", Hint()),
         ("d", Hint(class_="agent")),
@@ -128,12 +124,7 @@ def test_what_leaves_together_ends_no_session_in_the_tier(evicting):
 
 def test_a_chunk_that_came_from_the_tier_is_kept_there_and_not_written_again(evicting):
     engine = evicting()
-    engine.holds("x")
-    engine.knows_all()
-    request = engine.request()
-    assert engine.lookup("x", request) == [PENDING]
-    engine.finish_all(engine.step())
-    engine.load("x", request)
+    promoted(engine, "x")
     engine.store("abc")
     assert sent(engine.step()) == []
     assert skipped(engine) == {}
@@ -145,18 +136,14 @@ def test_what_the_tier_lost_meanwhile_is_written_when_it_leaves(evicting):
     engine.store("abc")
     engine.step()
     engine.store("d")
-    engine.ledger.apply(Gone(0, pack_keys(keys_of("d"))))
+    engine.loses("d")
     engine.load("abc")
     assert sent(engine.step()) == [(0, "d")]
 
 
 def test_a_chunk_from_another_tier_is_written_too_when_it_leaves(evicting, bench):
     engine = evicting(tiers=[bench.spec("slow", cascade="evict")])
-    engine.holds("x", tier=1)
-    request = engine.request()
-    assert engine.lookup("x", request) == [PENDING]
-    engine.finish_all(engine.step())
-    engine.load("x", request)
+    promoted(engine, "x", tier=1)
     engine.store("abc")
     assert sent(engine.step()) == [(0, "x")]
 
@@ -180,8 +167,7 @@ def test_what_is_over_leaves_unwritten_and_is_counted(evicting):
     assert engine.store("ef").evicted == keys_of("dc")
     engine.step()
     assert skipped(engine) == {"over": 2}
-    engine.ledger.writeback.end()
-    assert sent(engine.step()) == [(0, "ef")]
+    assert written_at_the_end(engine) == "ef"
     assert engine.ledger.writeback.give_up("closed") == 0
     assert skipped(engine) == {"over": 4}
 
@@ -244,7 +230,7 @@ def test_writing_waits_for_the_tiers_places_and_drops_nothing(evicting):
     assert sent(engine.step()) == []
     engine.finish_all(first)
     assert sent(engine.step()) == [(0, "ef")]
-    assert engine.ledger.tiers[0].counters.dropped == {}
+    assert engine.counters().dropped == {}
 
 
 def test_what_waits_to_be_written_is_not_lost_while_others_come_back_and_leave_again(evicting):
@@ -272,8 +258,7 @@ def test_what_waits_to_be_written_is_not_lost_while_others_come_back_and_leave_a
 def test_an_open_breaker_costs_writes_and_no_store_a_row(evicting):
     engine = evicting(breaker_failures=1)
     engine.store("abcd")
-    (write,) = engine.step()
-    engine.fail(write, Code.UNAVAILABLE)
+    engine.fail(*engine.step(), Code.UNAVAILABLE)
     for name in "efgh":
         assert engine.store(name) is not None
         assert sent(engine.step()) == []
@@ -288,19 +273,16 @@ def test_a_hung_write_keeps_its_row_and_no_other(evicting):
     (lent,) = unpack_rows(write.rows)
     for name in "efghijkl":
         assert engine.store(name).rows != [lent]
-        for action in engine.step():
-            engine.finish(action)
+        engine.finish_all(engine.step())
     engine.give_back(write)
     engine.step()
-    rows = {engine.store(name).rows[0] for name in "mnopq"}
-    assert lent in rows
+    assert lent in {engine.store(name).rows[0] for name in "mnopq"}
 
 
 def test_a_write_that_failed_is_not_tried_for_ever(evicting):
     engine = evicting()
     engine.store("abcd")
-    (write,) = engine.step()
-    engine.fail(write, Code.NO_SPACE)
+    engine.fail(*engine.step(), Code.NO_SPACE)
     assert engine.step() == []
     engine.store("e")
     assert skipped(engine) == {}
@@ -316,37 +298,28 @@ def test_without_a_runner_chunks_leave_unwritten(evicting):
     assert skipped(engine) == {"pressure": 2}
 
 
-def test_a_reset_forgets_what_is_owed(evicting):
+def test_a_reset_makes_every_row_clean(evicting):
     engine = evicting()
     engine.store("abc")
-    engine.ledger.reset()
-    engine.ledger.promoting = True
+    engine.reset()
     assert skipped(engine) == {"reset": 3}
     engine.stored_alone("wxyz")
     assert engine.step() == []
 
 
-def test_at_the_end_all_that_is_owed_is_sent_in_the_order_of_storing(evicting):
+@pytest.mark.parametrize("in_time", [True, False])
+def test_at_the_end_dirty_rows_are_cleaned_in_the_order_of_storing_or_counted(evicting, in_time):
     engine = evicting(rows=8, store_chunks_max=3)
     engine.store("abcde")
     engine.step()
     engine.ledger.writeback.end()
-    first = engine.step()
-    assert sent(first) == [(0, "abc")]
-    assert engine.ledger.pending
-    engine.finish_all(first)
-    engine.finish_all(engine.step())
-    assert not engine.ledger.pending
-    assert engine.ledger.writeback.give_up("closed") == 0
-
-
-def test_what_is_owed_when_the_end_gives_up_is_counted(evicting):
-    engine = evicting(rows=8, store_chunks_max=3)
-    engine.store("abcde")
-    engine.ledger.writeback.end()
-    engine.step()
-    assert engine.ledger.writeback.give_up("closed") == 2
-    assert skipped(engine) == {"closed": 2}
+    actions = engine.step()
+    assert sent(actions) == [(0, "abc")]
+    while in_time and engine.ledger.pending:
+        engine.finish_all(actions)
+        actions = engine.step()
+    assert engine.ledger.writeback.give_up("closed") == (0 if in_time else 2)
+    assert skipped(engine) == ({} if in_time else {"closed": 2})
 
 
 # On the second use.
@@ -359,23 +332,13 @@ def careful(bench):
     return engine
 
 
-def test_the_first_store_is_only_remembered(careful):
-    careful.store("ab")
-    assert careful.step() == []
-    assert skipped(careful) == {"first_use": 2}
-
-
-def test_a_hit_in_the_primary_is_a_second_use(careful):
-    careful.store("ab")
-    careful.step()
-    careful.load("a")
-    assert sent(careful.step()) == [(0, "a")]
-
-
-def test_a_chunk_that_is_stored_again_is_written(careful):
+def test_a_chunk_is_written_when_a_second_request_loads_or_stores_it(careful):
     careful.store("abcd")
-    careful.step()
-    careful.store("efgh")
+    assert careful.step() == []
+    assert skipped(careful) == {"first_use": 4}
+    careful.load("b")
+    assert sent(careful.step()) == [(0, "b")]
+    careful.store("efg")
     careful.step()
     careful.store("a")
     assert sent(careful.step()) == [(0, "a")]
@@ -389,31 +352,47 @@ def test_the_request_that_stored_a_chunk_is_no_second_use(careful):
     assert careful.step() == []
 
 
-def test_memory_for_first_uses_is_bounded(careful):
-    second_use, tier = careful.ledger.second_use, careful.ledger.tiers[0]
-    for start in range(0, 3 * SEEN_MIN, 1_000):
-        second_use.stored(
-            [number.to_bytes(8, "big") for number in range(start, start + 1_000)], tier, careful.request()
-        )
-    assert len(second_use._seen[tier]) == SEEN_MIN
-
-
-def test_memory_for_what_is_only_loaded_is_bounded_too(careful):
+@pytest.mark.parametrize("use", ["stored", "used"])
+def test_memory_for_first_uses_is_bounded(careful, use):
     second_use, tier = careful.ledger.second_use, careful.ledger.tiers[0]
     for start in range(0, 3 * SEEN_MIN, 1_000):
         keys = [number.to_bytes(8, "big") for number in range(start, start + 1_000)]
-        second_use.used(keys, careful.request(), 0.0)
+        if use == "stored":
+            second_use.stored(keys, tier, careful.request())
+        else:
+            second_use.used(keys, careful.request(), 0.0)
     assert len(second_use._seen[tier]) == SEEN_MIN
+
+
+@pytest.mark.parametrize("why", ["kept out at its request's end", "forgotten"])
+def test_a_chunk_that_was_kept_out_or_forgotten_counts_as_never_seen(careful, why):
+    request = careful.request("first")
+    careful.store("ab", request)
+    if why == "forgotten":
+        assert careful.ledger.forget(keys_of("ab")) == 2
+        careful.finish(*careful.step())
+    else:
+        over(careful, request, NOTHING)
+        careful.store("cdef", careful.request("between"))
+    careful.store("ab", careful.request("second"))
+    assert sent(careful.step()) == []
+    careful.load("a", careful.request("third"))
+    assert sent(careful.step()) == [(0, "a")]
 
 
 # With hints.
 
 
-def test_what_is_demoted_leaves_first_and_is_written(evicting):
-    engine = evicting()
-    engine.store("abcd")
-    engine.ledger.advise(Advice("demote", keys_of("a")))
-    assert sent(engine.step()) == [(0, "a")]
+def test_what_is_demoted_leaves_first_and_goes_first_in_the_tier_that_it_is_written_to(evicting):
+    """Or else it would be the newest there."""
+    engine = evicting(rows=8, ahead_rows=2)
+    engine.store("abcdefgh")
+    engine.ledger.advise(Advice("demote", keys_of("ab")))
+    (write,) = engine.step()
+    assert sent([write]) == [(0, "ab")]
+    engine.finish(write)
+    (demote,) = (action.advice() for action in engine.step())
+    assert (demote.kind, names_of(demote.keys)) == ("demote", "ab")
 
 
 def test_what_is_retained_leaves_last(evicting):
@@ -424,82 +403,18 @@ def test_what_is_retained_leaves_last(evicting):
     assert sent(engine.step()) == [(0, "a")]
 
 
-def test_what_a_request_keeps_out_of_a_tier_is_not_owed_to_it(evicting):
-    engine = evicting()
-    request = engine.request()
-    request.hint = Hint(no_store=True)
-    engine.store("abcd", request)
-    assert skipped(engine) == {"no_store": 4}
-    assert sent(engine.step()) == []
-    engine.store("e")
-    assert skipped(engine) == {"no_store": 4}
-
-
-NOTHING = {"no_store": True}
-
-
-def over(engine, request, hint):
-    """End a request with what its client says last."""
-    engine.ledger.hint(request, hint)
-    engine.ledger.finish(request)
-
-
-def test_what_a_request_keeps_out_at_its_end_is_owed_no_more(evicting):
-    engine = evicting()
-    request = engine.request()
-    engine.store("abcd", request)
-    over(engine, request, NOTHING)
-    assert skipped(engine) == {"no_store": 4}
-    assert sent(engine.step()) == []
-    engine.store("e")
-    assert skipped(engine) == {"no_store": 4}
-
-
-def test_a_hint_at_the_end_keeps_chunks_out_of_those_tiers_alone_that_it_names(evicting, bench):
+@pytest.mark.parametrize("when", ["before", "at the end"])
+def test_what_a_request_keeps_out_of_a_tier_is_written_to_the_others_alone(evicting, bench, when):
     engine = evicting(tiers=[bench.spec("other", cascade="evict")])
-    request = engine.request()
+    request, hint = engine.request(), {"no_store": ["other"]}
+    if when == "before":
+        engine.ledger.hint(request, hint)
     engine.store("abcd", request)
-    over(engine, request, {"no_store": ["other"]})
-    assert sent(engine.step()) == [(0, "d")]
+    over(engine, request, hint)
     assert skipped(engine, 1) == {"no_store": 4}
-
-
-def test_what_a_request_keeps_out_at_its_end_counts_as_never_seen(careful):
-    request = careful.request("first")
-    careful.store("ab", request)
-    over(careful, request, NOTHING)
-    careful.store("cdef", careful.request("between"))
-    careful.store("ab", careful.request("second"))
-    assert sent(careful.step()) == []
-    careful.load("a", careful.request("third"))
-    assert sent(careful.step()) == [(0, "a")]
-
-
-def test_what_was_forgotten_counts_as_never_seen(careful):
-    careful.store("ab")
-    assert careful.ledger.forget(keys_of("ab")) == 2
-    careful.store("ab")
-    assert sent(careful.step()) == []
-
-
-def told(actions):
-    advice = [action.advice() for action in actions if isinstance(action, Advise)]
-    return [names_of(each.keys) for each in advice if each.kind == "demote"]
-
-
-def test_what_was_demoted_goes_first_in_the_tier_that_it_is_written_to(evicting):
-    """Or else it would be the newest there."""
-    engine = evicting(rows=8, ahead_rows=2)
-    engine.store("abcdefgh")
-    engine.ledger.advise(Advice("demote", keys_of("ab")))
-    writes = engine.step()
-    assert sent(writes) == [(0, "ab")]
-    assert told(writes) == []
-    engine.finish_all(writes)
-    assert told(engine.step()) == ["ab"]
-
-
-# What a prefetch names.
+    assert sent(engine.step()) == [(0, "d")]
+    engine.store("e")
+    assert skipped(engine, 1) == {"no_store": 4}
 
 
 def stored_for_a_session_that_is_over(engine, names, **more):
@@ -509,20 +424,12 @@ def stored_for_a_session_that_is_over(engine, names, **more):
     over(engine, request, {"over": True, **more})
 
 
-def written_at_the_end(engine):
-    engine.ledger.writeback.end()
-    return "".join(names for _, names in sent(engine.step()))
-
-
 def test_what_is_prefetched_after_its_session_was_over_is_written_as_any_other(evicting):
     engine = evicting()
     stored_for_a_session_that_is_over(engine, "abc")
     engine.ledger.prefetches.begin(keys_of("ab"))
     engine.step()
     assert written_at_the_end(engine) == "ab"
-
-
-# Over, and retained.
 
 
 def test_the_leading_part_that_is_retained_is_written_though_its_session_is_over(evicting):
@@ -537,71 +444,45 @@ def test_the_leading_part_that_is_retained_is_written_though_its_session_is_over
 # Kept out, and lost by the tier.
 
 
-def lose(engine, names, tier=0):
-    engine.ledger.apply(Gone(tier, pack_keys(keys_of(names))))
-
-
-def test_what_a_tier_lost_is_kept_out_by_the_request_that_stored_it(evicting):
+@pytest.mark.parametrize(
+    ("by", "first", "written"), [("writer", "lost", ""), ("writer", "kept out", ""), ("reader", "lost", "a")]
+)
+def test_what_a_tier_lost_is_kept_out_by_the_request_that_stored_it_alone(evicting, by, first, written):
     engine = evicting(rows=1)
-    request = engine.request()
-    engine.store("a", request)
+    writer, reader = engine.request("writer"), engine.request("reader")
+    engine.store("a", writer)
     engine.finish_all(engine.step())
-    lose(engine, "a")
-    over(engine, request, NOTHING)
-    assert written_at_the_end(engine) == ""
-    assert skipped(engine) == {"no_store": 1}
+    engine.load("a", reader)
+    if first == "lost":
+        engine.loses("a")
+    over(engine, writer if by == "writer" else reader, NOTHING)
+    assert skipped(engine).get("no_store", 0) == (first == "lost" and by == "writer")
+    engine.loses("a")
+    assert written_at_the_end(engine) == written
 
 
-def test_what_a_request_used_and_a_tier_lost_is_not_kept_out_by_it(evicting):
-    engine = evicting(rows=1)
-    engine.store("a", engine.request("first"))
-    engine.finish_all(engine.step())
-    request = engine.request("second")
-    engine.load("a", request)
-    lose(engine, "a")
-    over(engine, request, NOTHING)
-    assert written_at_the_end(engine) == "a"
-
-
-def test_what_a_tier_lost_after_its_request_kept_it_out_is_not_written_again(evicting):
-    engine = evicting(rows=1)
-    request = engine.request()
-    engine.store("a", request)
-    engine.finish_all(engine.step())
-    over(engine, request, NOTHING)
-    lose(engine, "a")
-    assert written_at_the_end(engine) == ""
-
-
-def test_what_a_tier_had_before_and_lost_is_not_written_for_a_request_that_keeps_its_own_out(evicting):
+@pytest.mark.parametrize("why", ["no_store", "not allowed"])
+def test_what_a_tier_had_before_and_lost_is_not_written_for_a_request_that_keeps_its_own_out(evicting, why):
     engine = evicting()
     engine.holds("a")
-    request = engine.request()
-    request.hint = Hint(no_store=True)
-    engine.store("a", request)
-    lose(engine, "a")
-    assert written_at_the_end(engine) == ""
-
-
-def test_what_a_tier_had_before_and_lost_is_not_written_if_its_request_does_not_allow_the_tier(evicting):
-    engine = evicting()
-    engine.holds("a")
-    engine.stored_alone("a")
-    lose(engine, "a")
+    if why == "no_store":
+        request = engine.request()
+        request.hint = Hint(no_store=True)
+        engine.store("a", request)
+    else:
+        engine.stored_alone("a")
+    engine.loses("a")
     assert written_at_the_end(engine) == ""
 
 
 def test_a_request_keeps_out_no_later_chunk_of_its_rows(evicting):
     engine = evicting(rows=1)
-    request, other = engine.request(), engine.request("other")
+    request = engine.request()
     engine.store("a", request)
     engine.finish_all(engine.step())
-    engine.holds("x")
-    engine.lookup("x", other)
-    engine.finish_all(engine.step())
-    engine.load("x", other)
+    promoted(engine, "x")
     engine.load("x", request)
-    lose(engine, "x")
+    engine.loses("x")
     over(engine, request, NOTHING)
     assert written_at_the_end(engine) == "x"
 
@@ -613,7 +494,7 @@ def test_a_forgotten_chunk_whose_row_is_lent_is_written_to_no_other_tier(evictin
     assert sent([first, second]) == [(0, "cd"), (1, "d")]
     assert engine.ledger.forget(keys_of("c")) == 0
     engine.finish(second)
-    lose(engine, "c", 1)
+    engine.loses("c", 1)
     assert sent(engine.step()) == []
     engine.finish(first)
     engine.step()
