@@ -1,13 +1,12 @@
 """The simulation: whole engines in virtual time, under faults; thousands of small stories, each with a strict reader.
 
-A seed decides everything: the engine, its tiers, what fails, who uses it and how often it crashes. Tiers and policies
-written elsewhere can take the built-in ones' place. A seed that fails does so again, in the same way:
+A seed decides everything: the engine, its tiers, what fails, who uses it and how often it crashes. A seed that fails
+does so again, in the same way:
 
     python -m tests.simulation --seeds 1000
     python -m tests.simulation --first 4711 --seeds 1
 """
 
-from tests.simulation.scenario import Subject
 from tests.simulation.world import SimulationFailed, Verdict, simulate
 
-__all__ = ["SimulationFailed", "Subject", "Verdict", "simulate"]
+__all__ = ["SimulationFailed", "Verdict", "simulate"]

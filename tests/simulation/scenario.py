@@ -20,14 +20,6 @@ Ending = Literal["crash", "close", "calm"]
 """The end of a life: everything stops at once; the engine is closed in mid-use; everybody finishes, nothing fails."""
 
 
-class Subject(NamedTuple):
-    """The tier and the policy to simulate; None: drawn, of what kvtier has."""
-
-    tier: dict[str, Any] | None = None  # A tier's type and options, as in a configuration.
-    policy: str | None = None
-    durable: bool = False  # The tier keeps its chunks when it is closed and opened again; kvtier's own does.
-
-
 class Life(NamedTuple):
     """One life of the engine, from its opening to its end."""
 
@@ -44,25 +36,24 @@ class Scenario(NamedTuple):
 
     seed: int
     config: EngineConfig
-    durable: bool
     strict: Sequence[bool]  # Of each tier: what it said is stored must be there at the end.
     documents: Sequence[Sequence[OffloadKey]]
     lives: Sequence[Life]
 
 
-def draw(seed: int, subject: Subject) -> Scenario:
+def draw(seed: int) -> Scenario:
     """Decide everything from the seed."""
     dice = random.Random(seed)
     documents = _documents(dice)
-    drawn_policy = dice.choice(POLICIES)
-    tiers = [_tier(dice, seed, index, subject) for index in range(dice.choice((0, 1, 1, 1, 2, 2, 3)))]
+    policy = dice.choice(POLICIES)
+    tiers = [_tier(dice, seed, index) for index in range(dice.choice((0, 1, 1, 1, 2, 2, 3)))]
     chunk_bytes = dice.choice((ROW_BYTES, 3_000))
     for tier in tiers:
         tier["chunk_bytes"] = chunk_bytes
     described = {
         "cpu_bytes_to_use": dice.choice((1, 2, 3, 4, 6, 8, 12)) * ROW_BYTES,
         "chunk_bytes": chunk_bytes,
-        "eviction_policy": subject.policy or drawn_policy,
+        "eviction_policy": policy,
         "runner": "inline",
         "secondary_tiers": tiers,
         "limits": {
@@ -81,8 +72,7 @@ def draw(seed: int, subject: Subject) -> Scenario:
     return Scenario(
         seed,
         EngineConfig.from_dict(described, where=f"seed {seed}"),
-        subject.tier is None or subject.durable,
-        [subject.tier is not None or not _forgets(tier["inner"]) for tier in tiers],
+        [tier["inner"]["capacity_bytes"] is None for tier in tiers],  # Others may evict stored chunks.
         documents,
         [_told(_life(dice, documents, ending, number), seed, number) for number, ending in enumerate(endings)],
     )
@@ -114,7 +104,7 @@ def _key(document: int, index: int) -> OffloadKey:
     return make_offload_key(document.to_bytes(4, "big") + index.to_bytes(4, "big") + bytes(24))
 
 
-def _tier(dice: random.Random, seed: int, index: int, subject: Subject) -> dict[str, Any]:
+def _tier(dice: random.Random, seed: int, index: int) -> dict[str, Any]:
     deadline_s = dice.choice((0.5, 2.0, 10.0))
     limits = {
         "deadline_s": deadline_s,
@@ -124,7 +114,7 @@ def _tier(dice: random.Random, seed: int, index: int, subject: Subject) -> dict[
         "breaker_cooldown_s": dice.choice((0.0, 1.0)),
         "answer_ttl_s": dice.choice((0.001, 0.5, 5.0)),
     }
-    device = _device(dice, seed, index)  # Drawn in any case: a seed is the same story but for its subject.
+    device = _device(dice, seed, index)
     whole = dice.random() < 0.2
     moments = ("store",) if whole else ("store", "evict", "evict", "second_use")
     return {
@@ -132,7 +122,7 @@ def _tier(dice: random.Random, seed: int, index: int, subject: Subject) -> dict[
         "name": f"tier{index}",
         "book": book_name(seed, index),
         "deadline_s": deadline_s,
-        "inner": device if subject.tier is None else subject.tier,
+        "inner": device,
         "faults": _faults(dice, deadline_s),
         "seed": seed,
         "limits": limits,
@@ -158,11 +148,6 @@ def _device(dice: random.Random, seed: int, index: int) -> dict[str, Any]:
         "capacity_bytes": dice.choice((None, None, 3 * ROW_BYTES, 10 * ROW_BYTES)),
         "shared": dice.random() < 0.3,
     }
-
-
-def _forgets(device: dict[str, Any]) -> bool:
-    """Return True if a device may evict stored chunks."""
-    return device["capacity_bytes"] is not None
 
 
 def _faults(dice: random.Random, deadline_s: float) -> dict[str, Any]:

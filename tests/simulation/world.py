@@ -9,8 +9,7 @@ import hashlib
 import logging
 import signal
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -22,11 +21,10 @@ from kvtier.errors import BackendError, KVTierError
 from kvtier.testing.virtual_time import VirtualTimeError
 from tests.simulation.audit import AuditedManager
 from tests.simulation.life import PATIENCE_S, LifeUnderWay
-from tests.simulation.scenario import Scenario, Subject, book_name, draw
+from tests.simulation.scenario import Scenario, book_name, draw
 from tests.simulation.turns import TurningLoop
 from tests.simulation.witness import Book, Truth, chunk_of, open_book
 
-SEEDS_A_JOB = 50  # About a second's work: a progress bar moves, and a job costs nothing beside it.
 PATIENT = TierLimits(deadline_s=PATIENCE_S)  # A device as slow as it likes may show what it has.
 
 
@@ -43,9 +41,9 @@ class Verdict(NamedTuple):
     virtual_s: float
 
 
-def simulate(seed: int, subject: Subject | None = None) -> Verdict:
+def simulate(seed: int) -> Verdict:
     """Run one seed. Raises `SimulationFailed` if any promise was broken."""
-    scenario = draw(seed, subject or Subject())
+    scenario = draw(seed)
     with ExitStack() as open_books:
         tiers = range(len(scenario.config.secondary_tiers))
         books = [open_books.enter_context(open_book(book_name(seed, index))) for index in tiers]
@@ -54,9 +52,10 @@ def simulate(seed: int, subject: Subject | None = None) -> Verdict:
             world.live()
             world.check_promises()
         except (AssertionError, VirtualTimeError) as error:
-            world.clear()
             again = f"python -m tests.simulation --first {seed} --seeds 1"
             raise SimulationFailed(f"seed {seed}: {error}\n  again: {again}") from error
+        finally:
+            world.clear()
         return world.verdict()
 
 
@@ -76,35 +75,19 @@ class Summary:
         self.failures += other.failures
 
 
-def run_seeds(seeds: range, subject: Subject) -> Summary:
+def run_seeds(seeds: range) -> Summary:
     """Run some seeds, one after the other."""
     summary = Summary()
     for seed in seeds:
         summary.seeds += 1
         try:
-            verdict = simulate(seed, subject)
+            verdict = simulate(seed)
         except SimulationFailed as error:
             summary.failures.append(str(error))
         else:
             summary.counts.update(verdict.counts)
             summary.virtual_s += verdict.virtual_s
     return summary
-
-
-def summaries(pool: ProcessPoolExecutor, seeds: range, queued: int, subject: Subject) -> Iterator[Summary]:
-    """Yield summaries as they arrive, with few queued jobs: a Ctrl-C does not wait for many."""
-    batches = iter(seeds[start : start + SEEDS_A_JOB] for start in range(0, len(seeds), SEEDS_A_JOB))
-    running: set[Future[Summary]] = set()
-    while True:
-        for batch in batches:
-            running.add(pool.submit(run_seeds, batch, subject))
-            if len(running) >= queued:
-                break
-        if not running:
-            return
-        done, running = wait(running, return_when=FIRST_COMPLETED)
-        for future in done:
-            yield future.result()
 
 
 def quiet() -> None:
@@ -124,7 +107,6 @@ class _World:
 
     def live(self) -> None:
         for number, life in enumerate(self._scenario.lives):
-            self._restart()
             for book, strict in zip(self._books, self._scenario.strict, strict=True):
                 if not strict:  # The tier may have evicted anything by its own rules, with nobody watching.
                     book.report(book.keys(Truth.PRESENT), Truth.UNSURE)
@@ -135,12 +117,11 @@ class _World:
 
     def check_promises(self) -> None:
         """Open each tier once more, without faults, load what it said is there, and have it forget everything."""
-        self._restart()
         for index, book in enumerate(self._books):
             self._run(self._after(index, book))
 
     def clear(self) -> None:
-        """Empty the tiers of a failed seed, or the next seed would find their chunks."""
+        """Empty the tiers."""
         for index in range(len(self._books)):
             self._run(self._forget(index))
 
@@ -165,12 +146,6 @@ class _World:
             raise errors[0]
         assert not loop.complaint, loop.complaint
 
-    def _restart(self) -> None:
-        """Expect nothing of tiers that keep nothing beyond their engine."""
-        if not self._scenario.durable:
-            for book in self._books:
-                book.truth.clear()
-
     async def _after(self, index: int, book: Book) -> None:
         async with await AuditedManager.open(self._sound_config(index)) as engine:
             promised = sorted(book.keys(Truth.PRESENT))
@@ -178,7 +153,6 @@ class _World:
             self._counts["chunks promised"] += len(promised)
             if self._scenario.strict[index]:
                 assert came == len(promised), f"{len(promised) - came} of {len(promised)} promised chunks are lost"
-            await engine.delete(self._all_keys())
 
     async def _came(self, engine: AuditedManager, key: OffloadKey) -> bool:
         async with engine.fetch([key]) as rows:
@@ -188,10 +162,7 @@ class _World:
 
     async def _forget(self, index: int) -> None:
         async with await AuditedManager.open(self._sound_config(index)) as engine:
-            await engine.delete(self._all_keys())
-
-    def _all_keys(self) -> list[OffloadKey]:
-        return sorted({key for document in self._scenario.documents for key in document})
+            await engine.delete(sorted({key for document in self._scenario.documents for key in document}))
 
     def _sound_config(self, index: int) -> EngineConfig:
         """Describe an engine over one of the tiers, with nothing that fails."""
