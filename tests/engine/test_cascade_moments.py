@@ -56,17 +56,6 @@ async def test_a_clean_end_keeps_everything(open_engine, disk):
 
 
 @pytest.mark.usefixtures("outside")
-async def test_a_clean_end_of_a_synchronous_engine_keeps_everything(disk):
-    from kvtier.engine.steps import StepManager
-
-    with StepManager.start(describe(8, disk | {"cascade": "evict"})) as engine:
-        for number in range(20):
-            store(engine, [number])
-            assert engine.drain()
-    assert await kept(disk, range(20)) == [*range(20)]
-
-
-@pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize("delay_s", [0.0, 0.05])
 async def test_a_clean_end_keeps_everything_though_the_runner_is_killed_in_it(open_engine, disk, delay_s):
     slow = {"type": FAULTY, "inner": disk, "faults": {"delay": 1.0, "delay_s": delay_s}, "cascade": "evict"}
@@ -152,29 +141,6 @@ async def test_a_put_waits_for_the_writes_that_make_room_for_it(open_engine, dis
         assert await put(engine, range(first, first + 12)) == 12
     assert engine.stats().tiers[0].skipped == {}
     assert await at_rest(engine)
-
-
-async def test_a_store_of_the_step_protocol_waits_for_no_write(open_engine, disk):
-    hung = {"type": FAULTY, "inner": disk, "script": {"store": ["hang"] * 100}, "cascade": "evict"}
-    engine = await open_engine(16, hung, limits={"quarantine_share": 1.0, "close_s": 0.1})
-    for number in range(100):
-        store(engine, [number])
-    counted = engine.stats()
-    assert counted.primary.stores_refused == 0
-    assert counted.tiers[0].skipped["pressure"] > 0
-    assert await found(engine, [99]) == 1
-
-
-async def test_a_write_that_fails_costs_its_chunk_and_no_other(open_engine, disk):
-    failing = {"type": FAULTY, "inner": disk, "faults": {"failed": 0.5}, "cascade": "evict"}
-    engine = await open_engine(4, failing)
-    for number in range(60):
-        await put(engine, [number])
-    assert await engine.drain()
-    counted = engine.stats().tiers[0]
-    there = [number for number in range(60) if await found(engine, [number])]
-    assert counted.failed["failed"] > 0
-    assert 0 < len(there) < 60
 
 
 @pytest.mark.parametrize("cascade", ["evict", "second_use"])

@@ -90,17 +90,3 @@ def test_every_store_that_has_room_without_tiers_has_it_in_the_same_step(rows: i
     assert without.granted.keys() <= found.granted.keys()
 
 
-def test_a_fast_tier_gets_every_evicted_chunk_and_a_slow_one_a_part() -> None:
-    assert stored(1_200, KEEPS_UP).unwritten == 0
-    short = stored(1_200, SHORT)
-    assert 0 < short.written < short.unwritten
-
-
-@EACH_SPEED
-@pytest.mark.parametrize("rows", [24, 40])
-def test_where_requests_want_more_than_the_primary_few_stores_more_are_refused(rows: int, bytes_per_s: int) -> None:
-    """Each asks for sixteen rows at a time and keeps them for a step; a twentieth of the rows may be being written."""
-    without, found = stored(rows), stored(rows, bytes_per_s)
-    assert without.refused > 0
-    lost = [at for at, granted in without.granted.items() if granted and not found.granted[at]]
-    assert len(lost) < 0.05 * len(without.granted)

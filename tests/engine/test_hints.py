@@ -112,15 +112,6 @@ async def test_a_retained_chunk_stays_until_its_time_is_up(open_engine):
     assert engine.stats().primary.rows_retained == 0
 
 
-async def test_only_the_leading_tokens_are_retained(open_engine):
-    """A chunk counts as many tokens as the namespace says."""
-    engine = await open_engine(
-        16, namespace={"model_name": "m", "tokens_per_hash": 16, "blocks_per_chunk": 2}, limits={"retained_share": 1.0}
-    )
-    await put_hinted(engine, range(6), {"retain_s": 60, "tokens": 65})
-    assert engine.stats().primary.rows_retained == 3
-
-
 async def test_no_more_than_the_share_is_retained_and_the_rest_is_counted(open_engine):
     engine = await open_engine(16, limits={"retained_share": 0.25})
     await put_hinted(engine, range(6), Hint(retain_s=60.0, priority=1))
@@ -149,26 +140,6 @@ async def test_a_chunk_with_no_store_goes_to_no_tier(open_engine, tmp_path):
     disk, dummy = engine.stats().tiers
     assert (disk.stored, disk.skipped, dummy.stored, dummy.skipped) == (1, {"no_store": 4}, 3, {"no_store": 2})
     assert await engine.get(keys([0])) == [chunk(0)]
-
-
-@pytest.mark.parametrize("cascade", ["evict", "second_use"])
-async def test_no_store_at_a_requests_end_keeps_chunks_out_of_a_tier_that_is_written_later(
-    open_engine, tmp_path, cascade
-):
-    engine = await open_engine(8, fs(tmp_path, cascade=cascade))
-    for number in range(4):
-        steps = engine.steps
-        steps.on_new_request(f"r{number}")
-        await put(engine, [number], request_id=f"r{number}")
-        steps.on_request_finished(f"r{number}", hint={"no_store": True} if number % 2 else None)
-    await put(engine, range(4, 12))
-    if cascade == "second_use":
-        await put(engine, range(4))
-    assert await engine.drain()
-    assert await engine.aclose() == 0
-    async with TieringOffloadingManager.open(describe(64, fs(tmp_path))) as later:
-        kept = [number for number in range(4) if await found(later, [number])]
-    assert kept == [0, 2]
 
 
 async def test_a_bad_hint_costs_the_request_nothing_and_is_counted_and_said_once(open_engine, caplog):
@@ -227,18 +198,6 @@ async def test_no_hint_ends_an_engine_wherever_its_runner_lives(open_engine, tmp
     assert [await found(engine, [number]) for number in range(len(ODD_HINTS) + 1)] == [1] * (len(ODD_HINTS) + 1)
     assert engine.stats().tiers[0].stored == len(ODD_HINTS) + 1
     assert engine.steps.runners_lost == 0
-
-
-@pytest.mark.parametrize("hint", [None, OVER, Hint(retain_s=5.0), Hint(returns_in_s=3.0, class_="agent")])
-async def test_every_byte_is_right_with_any_hint(open_engine, tmp_path, hint):
-    engine = await open_engine(6, fs(tmp_path, capacity_bytes=1 << 20), eviction_policy="density")
-    for turn in range(30):
-        first = turn % 3 * 10
-        numbers = range(first, first + 2 + turn % 4)
-        async with engine.fetch(keys(numbers), hint=hint) as rows:
-            assert [bytes(row) for row in rows] == [chunk(number) for number in numbers[: len(rows)]]
-        await put_hinted(engine, numbers, hint)
-    assert await at_rest(engine)
 
 
 # Calls about keys.

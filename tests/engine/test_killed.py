@@ -83,24 +83,6 @@ async def test_the_next_runner_makes_a_killed_ones_deletions(open_engine, disk, 
     assert [number for number in range(6) if await found(after, [number])] == [0, 1, 4, 5]
 
 
-async def test_chunks_in_a_killed_runners_memory_are_misses(open_engine):
-    engine = await open_engine(4, {"type": "dummy"}, runner="process")
-    await put(engine, [1, 2])
-    await put(engine, [3, 4, 5, 6])
-    assert await engine.drain()
-    await kill(engine)
-    assert await found(engine, [1]) == 0
-    assert await found(engine, [3, 4]) == 2
-    assert await put(engine, [1, 2]) == 2
-    async with asyncio.timeout(PATIENCE_S):
-        number = 100
-        while not ledger_in(engine).tiers[0].counters.stored > 6:
-            await put(engine, [number])
-            await engine.drain()
-            number += 1
-    assert await at_rest(engine)
-
-
 async def test_a_runner_that_hangs_is_replaced_for_its_silence(open_engine, disk):
     engine = await open_engine(4, disk, runner="process", limits={"heartbeat_s": 0.5})
     await put(engine, [1])

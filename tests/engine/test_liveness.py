@@ -28,28 +28,6 @@ def store(engine, numbers):
     return 0 if plan is None else len(plan.keys)
 
 
-async def test_a_probe_that_hangs_is_a_miss_at_its_deadline(open_engine, caplog):
-    asked = {"type": "dummy", "shared": True}
-    tier = {"type": FAULTY, "inner": asked, "script": {"probe": ["hang"]}, "limits": {"deadline_s": 5}}
-    engine = await open_engine(2, tier)
-    assert await found(engine, [1]) == 0
-    assert asyncio.get_running_loop().time() == 5.0
-    assert ledger_in(engine).tiers[0].counters.probes_failed == 1
-    assert "a question about 1 chunks ran out of time" in caplog.text
-
-
-async def test_a_deletion_that_hangs_is_counted_and_logged(open_engine, caplog):
-    tier = {"type": FAULTY, "inner": {"type": "dummy"}, "script": {"delete": ["hang"]}, "limits": {"deadline_s": 5}}
-    engine = await open_engine(4, tier)
-    await put(engine, range(2))
-    await engine.drain()
-    await engine.delete([key(0), key(1)])
-    assert await at_rest(engine)
-    assert ledger_in(engine).tiers[0].counters.failed == {"deadline": 2}
-    assert "a deletion of 2 chunks ran out of time" in caplog.text
-    assert await found(engine, [0]) == 0
-
-
 @pytest.mark.parametrize(("fault", "said"), [("hang", "ran out of time"), ("unavailable", "cannot be reached")])
 async def test_each_kind_of_failing_call_is_logged_once_a_minute(open_engine, caplog, fault, said):
     limits = {"deadline_s": 0.5, "breaker_failures": 1_000}

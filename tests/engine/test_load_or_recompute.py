@@ -29,19 +29,6 @@ async def prepared(open_engine, *tiers, rows=16, chunks=8, **fields):
 
 
 @pytest.mark.virtual_time
-async def test_a_fetch_of_chunks_that_are_faster_computed_returns_at_once(open_engine):
-    engine = await prepared(open_engine, dummy(2.0))
-    assert await found(engine, [0]) == 0  # The first load shows how slow the tier is, and is given up.
-    assert await engine.drain()
-    begun = now()
-    assert await found(engine, range(1, 8)) == 0
-    assert now() == begun
-    (tier,) = engine.stats().tiers
-    assert tier.declined > 0
-    assert await at_rest(engine)
-
-
-@pytest.mark.virtual_time
 async def test_a_fetch_of_a_late_load_goes_on_after_the_margin(open_engine):
     engine = await prepared(open_engine, dummy(0.1, slow_at_s=100.0, slow_for_s=60.0) | SLOWING, late_margin=1.5)
     assert await found(engine, range(4)) == 4
@@ -99,15 +86,6 @@ async def test_a_tier_that_answered_late_for_a_while_is_waited_for_again(open_en
 
 
 @pytest.mark.virtual_time
-async def test_without_a_prefill_speed_a_probe_is_waited_for(open_engine):
-    engine = await open_engine(16, {"type": "dummy", "latency_s": 8.0, "shared": True})
-    begun = now()
-    assert await found(engine, [0]) == 0
-    assert now() == begun + 8.0
-    assert engine.stats().tiers[0].dropped == {}
-
-
-@pytest.mark.virtual_time
 async def test_a_tier_that_slows_down_for_a_minute_is_left_alone_and_used_again(open_engine):
     engine = await prepared(open_engine, dummy(0.1, slow_at_s=100.0, slow_for_s=60.0) | SLOWING, rows=64, chunks=32)
     loaded: dict[int, int] = {}
@@ -138,35 +116,6 @@ async def test_seed_70054_a_request_that_waits_for_a_probe_does_not_poll(open_en
     assert await found(engine, asked, request_id="r") == 0
     engine.steps.on_request_finished("r")
     assert await at_rest(engine)
-
-
-@pytest.mark.virtual_time
-async def test_one_load_that_was_given_up_is_enough_however_slow_the_tier_has_become(open_engine):
-    """Seven hundred times as slow, for ten minutes; then it is as fast as before, and used."""
-    slow = {"slow_at_s": 100.0, "slow_for_s": 600.0, "slow_factor": 700.0}
-    engine = await prepared(open_engine, dummy(0.01, **slow) | SLOWING, rows=16, chunks=8)
-    for _ in range(5):
-        assert await found(engine, range(8)) == 8
-        assert await engine.reset()
-    await asyncio.sleep(100.0 - now())
-    assert await found(engine, range(8)) == 0
-    while now() < 600.0:
-        assert await engine.drain(deadline_s=1_000)
-        assert await engine.reset()
-        await asyncio.sleep(1.0)
-        begun = now()
-        assert await found(engine, range(8)) == 0
-        assert now() == begun, "it is declined at once"
-    (tier,) = engine.stats().tiers
-    assert tier.given_up == 1
-    assert tier.explored > 0
-    await asyncio.sleep(800.0 - now())
-    for _ in range(5):
-        await found(engine, range(8))
-        assert await engine.drain()
-        assert await engine.reset()
-        await asyncio.sleep(1.0)
-    assert await found(engine, range(8)) == 8
 
 
 @pytest.mark.virtual_time
@@ -205,19 +154,6 @@ async def test_a_line_that_has_become_thin_costs_one_request_its_time_and_is_use
 
 
 @pytest.mark.virtual_time
-async def test_while_no_prefill_speed_is_known_every_load_is_waited_for(open_engine):
-    engine = await open_engine(16, dummy(2.0))
-    await put(engine, range(8))
-    assert await engine.drain(deadline_s=1_000)
-    assert await engine.reset()
-    begun = now()
-    assert await found(engine, range(8)) == 8
-    assert now() == begun + 16
-    (tier,) = engine.stats().tiers
-    assert (tier.declined, tier.given_up, tier.explored, tier.expected_seconds) == (0, 0, 0, 0.0)
-
-
-@pytest.mark.virtual_time
 async def test_a_noted_prefill_speed_has_loads_weighed_from_the_next_step_on(open_engine):
     engine = await open_engine(16, dummy(2.0), chunk_tokens=100)
     await put(engine, range(8))
@@ -228,25 +164,6 @@ async def test_a_noted_prefill_speed_has_loads_weighed_from_the_next_step_on(ope
         engine.note_prefill(50_000, 500.0)
     engine.steps.end_step()
     assert await found(engine, range(2, 8)) == 0
-
-
-@pytest.mark.virtual_time
-@pytest.mark.parametrize("shared", [False, True], ids=["known", "asked"])
-@pytest.mark.parametrize("latency_s", [0.0, 9.0], ids=["each chunk is slow", "each call is slow"])
-async def test_another_tier_loads_chunks_that_one_is_too_slow_for(open_engine, shared, latency_s):
-    slow = dummy(0.1 if latency_s else 2.0, latency_s=latency_s)
-    fast = {"name": "fast", "latency_s": 0.001, "shared": shared, "limits": {"answer_ttl_s": 0.5}, **dummy(0.1)}
-    engine = await prepared(open_engine, slow | {"name": "slow"}, fast)
-    for _ in range(3):  # The first load of each shows how fast it is.
-        await found(engine, [0])
-        assert await engine.drain(deadline_s=1_000)
-        assert await engine.reset()
-    await asyncio.sleep(1.0)  # By now what is shared must be asked again.
-    begun = now()
-    assert await found(engine, range(1, 8)) == 7
-    assert now() - begun < 1.0
-    assert await engine.drain(deadline_s=1_000)
-    assert settled(engine)
 
 
 # The machine becomes faster and slower, and prefill is measured.
@@ -319,15 +236,6 @@ async def test_an_engine_that_began_with_hits_learns_how_fast_whole_prompts_are_
     assert await engine.reset()
     assert await mean_s(engine, 20, IDLE_S) < 1.3 * IDLE_S
     assert await mean_s(engine, 100, IDLE_S) < 1.02 * IDLE_S
-
-
-@pytest.mark.virtual_time
-async def test_one_step_that_hung_does_not_make_computing_look_slow_for_long(open_engine):
-    engine = await measured(open_engine)
-    await mean_s(engine, 100, IDLE_S)
-    engine.note_prefill(800, 30.0)
-    assert await mean_s(engine, 160, IDLE_S) < 1.2 * IDLE_S
-    assert await mean_s(engine, 200, IDLE_S) < 1.02 * IDLE_S
 
 
 @pytest.mark.virtual_time

@@ -46,20 +46,6 @@ async def test_a_promoted_chunk_is_not_the_next_victim(open_engine, policy):
 # A cached "present" for a chunk that is gone: looked up, promoted, not there, looked up again, for ever.
 
 
-async def test_a_chunk_that_is_gone_is_promoted_once_and_then_a_miss(open_engine):
-    engine = await open_engine(2, scripted(load=["missing"]))
-    await put(engine, [1])
-    await put(engine, [2, 3])
-    await engine.drain()
-    engine.steps.on_new_request("waiting")
-    assert engine.steps.lookup(key(1), "waiting") is PENDING
-    await engine.drain()
-    assert [engine.steps.lookup(key(1), "waiting") for _ in range(3)] == [MISS] * 3
-    engine.steps.on_new_request("next")
-    assert engine.steps.lookup(key(1), "next") is MISS
-    assert ledger_in(engine).tiers[0].counters.promoted == 1
-
-
 async def test_a_tier_that_always_says_present_and_never_has_it_ends_no_request_in_a_loop(open_engine):
     engine = await open_engine(2, {"type": FAULTY, "inner": {"type": "dummy"}, "faults": {"missing": 1.0}})
     for round_ in range(5):
@@ -96,106 +82,16 @@ async def test_a_prefix_loses_its_tail_first(open_engine, policy):
     assert left == list(range(len(left)))
 
 
-async def test_a_prefix_that_came_in_pieces_loses_its_tail_first(open_engine):
-    engine = await open_engine(8)
-    engine.steps.on_new_request("long")
-    for piece in (range(2), range(2, 4), range(4, 6)):
-        plan = engine.steps.prepare_store([key(number) for number in piece], "long")
-        engine.steps.complete_store(plan.keys, "long")
-        engine.steps.end_step()
-    engine.steps.on_request_finished("long")
-    for number in range(10, 15):
-        await put(engine, [number])
-    left = [number for number in range(6) if key(number) in ledger_in(engine).primary.ready]
-    assert left == [0, 1, 2]
-
-
 # A failed store that stays visible: it is promised, and it is not there.
-
-
-@pytest.mark.parametrize("failure", ["failed", "no_space", "unavailable"])
-async def test_a_store_that_failed_in_a_tier_is_not_looked_for_there(open_engine, failure):
-    engine = await open_engine(2, scripted(store=[failure]))
-    await put(engine, [1])
-    await engine.drain()
-    await put(engine, [2, 3])
-    engine.steps.on_new_request("next")
-    assert engine.steps.lookup(key(1), "next") is MISS
-    assert ledger_in(engine).tiers[0].counters.promoted == 0
-
-
-async def test_a_store_that_failed_in_the_primary_is_neither_found_nor_sent_on(open_engine):
-    engine = await open_engine(2, SLOW)
-    engine.steps.on_new_request("failing")
-    plan = engine.steps.prepare_store([key(1), key(2)], "failing")
-    for number, row in zip((1, 2), plan.rows, strict=True):
-        engine.steps.region.row(row)[:] = chunk(number)
-    engine.steps.complete_store(plan.keys[:1], "failing")
-    engine.steps.complete_store(plan.keys[1:], "failing", success=False)
-    await engine.drain()
-    assert await found(engine, [1, 2]) == 1
-    assert ledger_in(engine).tiers[0].counters.stored == 1
 
 
 # A cached "absent" that outlives a later store: the chunk is there, and no look-up finds it.
 
 
-@pytest.mark.parametrize("shared", [False, True])
-async def test_an_absence_that_was_believed_ends_with_the_next_store(open_engine, shared):
-    tier = {"type": "dummy", "shared": shared, "limits": {"answer_ttl_s": "1d"}}
-    engine = await open_engine(2, tier)
-    assert await found(engine, [1]) == 0  # Asked for, and absent for a day.
-    await put(engine, [1])
-    await put(engine, [2, 3])
-    assert await found(engine, [1]) == 1
-
-
-@pytest.mark.parametrize("answer_ttl_s", [0.001, 0.01])
-async def test_an_answer_that_ages_within_a_step_still_answers_who_asked(open_engine, answer_ttl_s):
-    disk = {"type": "dummy", "latency_s": 0.001, "shared": True, "limits": {"answer_ttl_s": answer_ttl_s}}
-    engine = await open_engine(2, disk)
-    await put(engine, [1])
-    await put(engine, [2, 3])
-    await engine.drain()
-    await asyncio.sleep(1)
-    engine.steps.on_new_request("stepping")
-    answers = []
-    for _ in range(5):
-        answers.append((engine.steps.lookup(key(1), "stepping"), engine.steps.lookup(key(9), "stepping")))
-        engine.steps.end_step()
-        await asyncio.sleep(0.05)
-    assert answers == [(RETRY, RETRY), (PENDING, MISS), *[(HIT, MISS)] * 3]
-
-
 # An asynchronous load with the staging full: the load waits for rows that only loads give back.
 
 
-async def test_a_load_with_every_row_waiting_for_a_load_is_a_miss(open_engine):
-    engine = await open_engine(2, SLOW, limits={"lease_share": 1.0})
-    await put(engine, [1, 2])
-    await put(engine, [3, 4])
-    await engine.drain()
-    await put(engine, [5, 6])
-    await engine.drain()
-    engine.steps.on_new_request("first")
-    engine.steps.on_new_request("second")
-    assert [engine.steps.lookup(key(number), "first") for number in (1, 2)] == [PENDING, PENDING]
-    assert engine.steps.lookup(key(3), "second") is MISS
-    await engine.drain()
-    assert [engine.steps.lookup(key(number), "first") for number in (1, 2)] == [HIT, HIT]
-
-
 # A delete that waits for a mount that hangs.
-
-
-async def test_a_delete_does_not_wait_for_a_hung_store(open_engine):
-    tier = {"type": FAULTY, "inner": {"type": "dummy"}, "script": {"store": ["hang"]}, "limits": {"deadline_s": 5}}
-    engine = await open_engine(2, tier)
-    await put(engine, [1])
-    async with asyncio.timeout(60):
-        await engine.delete([key(1)])
-    assert await found(engine, [1]) == 0
-    assert await put(engine, [2, 3]) == 1  # The hung store's row is lent still.
 
 
 async def test_seed_22829_a_delete_waits_for_a_forgotten_request_no_longer_than_its_lease(open_engine):

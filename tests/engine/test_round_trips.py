@@ -10,14 +10,6 @@ from tests.engine.kit import at_rest, chunk, found, key, ledger_in, put
 DUMMY = {"type": "dummy"}
 
 
-async def test_a_request_larger_than_the_primary_keeps_and_gives_its_leading_part(open_engine):
-    engine = await open_engine(4, DUMMY)
-    assert await put(engine, range(10)) == 4
-    assert await engine.drain()
-    assert await found(engine, range(10)) == 4
-    assert await at_rest(engine)
-
-
 async def test_a_primary_of_one_row_works(open_engine):
     engine = await open_engine(1, DUMMY)
     for number in range(5):
@@ -25,15 +17,6 @@ async def test_a_primary_of_one_row_works(open_engine):
     assert await put(engine, [1, 2]) == 1
     for number in range(5):
         assert await found(engine, [number]) == 1
-    assert await at_rest(engine)
-
-
-async def test_without_a_tier_the_primary_serves_what_it_holds(open_engine):
-    engine = await open_engine(4)
-    assert await put(engine, range(6)) == 4
-    assert await found(engine, range(6)) == 4
-    assert await put(engine, range(6, 10)) == 4
-    assert await found(engine, range(4)) == 0
     assert await at_rest(engine)
 
 

@@ -37,11 +37,6 @@ async def test_an_engine_that_cannot_be_configured_leaves_nothing(runner, fields
         await TieringOffloadingManager.open(describe(4, runner=runner, **fields))
 
 
-async def test_an_engine_whose_tier_cannot_be_reached_leaves_nothing(runner):
-    with pytest.raises(BackendUnavailable, match="not today"):
-        await TieringOffloadingManager.open(describe(4, DUMMY, {"type": f"{RUDE}:Unreachable"}, runner=runner))
-
-
 async def test_why_an_engine_cannot_be_opened_is_raised_and_not_logged_as_well(runner, caplog):
     with pytest.raises(BackendUnavailable, match="not today"):
         await TieringOffloadingManager.open(describe(4, DUMMY, {"type": f"{RUDE}:Unreachable"}, runner=runner))
@@ -70,11 +65,6 @@ async def test_a_mount_that_hangs_as_it_is_opened_costs_the_start_its_deadline(
             await TieringOffloadingManager.open(describe(4, tier, runner=runner))
     finally:
         back.set()
-
-
-async def test_an_engine_whose_tier_breaks_its_contract_as_it_opens_leaves_nothing(runner):
-    with pytest.raises((OSError, BackendUnavailable)):
-        await TieringOffloadingManager.open(describe(4, DUMMY, {"type": f"{RUDE}:Broken"}, runner=runner))
 
 
 async def test_an_engine_too_large_for_the_machine_leaves_nothing(runner):

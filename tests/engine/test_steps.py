@@ -75,20 +75,6 @@ def serve(engine, numbers, request_id):
     return run
 
 
-def test_requests_that_come_again_are_served_from_a_tier(start_engine, tmp_path):
-    engine = start_engine(16, {"type": "fs", "root": str(tmp_path / "tier")})
-    conversations = [list(range(first, first + 6)) for first in range(0, 48, 6)]
-    for numbers in conversations:
-        assert serve(engine, numbers, f"first {numbers[0]}") == 0
-        assert engine.drain()  # Or cascades would be dropped: a step never waits.
-    assert [serve(engine, numbers, f"again {numbers[0]}") for numbers in conversations] == [6] * 8
-    assert engine.drain()
-    assert settled(engine)
-    (tier,) = ledger_in(engine).tiers
-    assert tier.counters.stored == 48
-    assert ledger_in(engine).counters.hits + tier.counters.hits == 48
-
-
 def test_a_drain_gives_up_at_its_deadline(start_engine):
     engine = start_engine(4, {"type": FAULTY, "inner": DUMMY, "script": {"store": ["hang"]}, "faults": {"hang_s": 1.0}})
     engine.on_new_request("r")
@@ -114,19 +100,6 @@ def test_a_store_may_complete_after_its_request_has_finished(start_engine):
     engine.on_new_request("r")
 
 
-def test_calls_after_a_finished_request_are_served(start_engine):
-    engine = start_engine(4)
-    engine.on_new_request("r")
-    store(engine, [1, 2], "r")
-    assert engine.lookup(key(1), "r") is HIT
-    engine.on_request_finished("r")
-    load(engine, [1], "r")
-    assert store(engine, [3], "r")
-    engine.touch([key(1)], "r")
-    engine.on_request_finished("r")
-    assert settled(engine)
-
-
 def test_a_request_must_be_known_and_only_once(start_engine):
     engine = start_engine(4)
     with pytest.raises(LookupError, match="'r' is unknown"):
@@ -134,19 +107,6 @@ def test_a_request_must_be_known_and_only_once(start_engine):
     engine.on_new_request("r")
     with pytest.raises(ValueError, match="'r' is known already"):
         engine.on_new_request("r")
-
-
-def test_on_new_request_returns_whether_a_tier_wants_whole_requests(start_engine):
-    whole = {"type": "dummy", "request_level": True, "medium": "CPU"}
-    engine = start_engine(4, {"type": "dummy", "medium": "STORAGE"}, whole)
-    assert engine.on_new_request("any")
-    assert not engine.on_new_request("storage", [TierMatcher(medium="STORAGE")])
-    store(engine, [1], "storage")
-    engine.drain()
-    assert [tier.counters.stored for tier in ledger_in(engine).tiers] == [1, 0]
-    store(engine, [1, 2], "any")
-    engine.drain()
-    assert [tier.counters.stored for tier in ledger_in(engine).tiers] == [2, 2]
 
 
 def test_an_interrupted_reset_is_a_reset(start_engine, interrupted):
