@@ -1,31 +1,23 @@
-from kvtier.backend.namespace import make_offload_key
 from kvtier.engine.answers import Event, EventKind, EventLog
+from tests.engine.kit import key
 
-KEYS = [make_offload_key(b"a")]
 STORED, REMOVED, FAILED = (
-    Event(EventKind.STORED, "cpu", KEYS),
-    Event(EventKind.REMOVED, "cpu", KEYS),
-    Event(EventKind.FAILED, "0:fs", KEYS, "corrupt"),
+    Event(EventKind.STORED, "cpu", [key(1)]),
+    Event(EventKind.REMOVED, "cpu", [key(1)]),
+    Event(EventKind.FAILED, "0:fs", [key(1)], "corrupt"),
 )
 
 
-def test_events_are_taken_once_and_in_order() -> None:
-    log = EventLog(events_max=10)
-    for event in (STORED, REMOVED, FAILED):
-        log.add(*event)
-    assert log.take() == [STORED, REMOVED, FAILED]
-    assert log.take() == []
-
-
-def test_no_keys_are_no_event_and_a_disabled_log_keeps_nothing() -> None:
-    log, off = EventLog(events_max=2), EventLog()
-    log.add(EventKind.STORED, "cpu", [])
-    off.add(*STORED)
-    assert (log.take(), off.take(), off.dropped) == ([], [], 0)
-
-
-def test_beyond_its_limit_the_oldest_go_and_are_counted() -> None:
+def test_events_are_taken_once_and_in_order_and_beyond_a_limit_the_oldest_go_and_are_counted() -> None:
     log = EventLog(events_max=2)
+    log.add(EventKind.STORED, "cpu", [])  # No keys are no event.
     for event in (STORED, REMOVED, FAILED):
         log.add(*event)
     assert (log.take(), log.dropped) == ([REMOVED, FAILED], 1)
+    assert log.take() == []
+
+
+def test_a_disabled_log_keeps_nothing() -> None:
+    off = EventLog()
+    off.add(*STORED)
+    assert (off.take(), off.dropped) == ([], 0)

@@ -88,5 +88,3 @@ def test_every_store_that_has_room_without_tiers_has_it_in_the_same_step(rows: i
     without, found = stored(rows), stored(rows, bytes_per_s)
     assert without.refused == found.refused == 0
     assert without.granted.keys() <= found.granted.keys()
-
-

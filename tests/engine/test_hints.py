@@ -15,7 +15,7 @@ import pytest
 
 from kvtier import EventKind, Hint
 from kvtier.engine.manager import TieringOffloadingManager
-from tests.engine.kit import CHUNK_BYTES, FAULTY, at_rest, chunk, describe, found, key, ledger_in, put, until
+from tests.engine.kit import CHUNK_BYTES, FAULTY, at_rest, chunk, found, key, ledger_in, put, until
 
 OVER = Hint(over=True)
 SLOT_BYTES = CHUNK_BYTES + 4_096

@@ -8,7 +8,7 @@ import asyncio
 import pytest
 
 from kvtier.engine.ledger import LookupResult
-from tests.engine.kit import CHUNK_BYTES, FAULTY, at_rest, found, key, ledger_in, put
+from tests.engine.kit import CHUNK_BYTES, FAULTY, found, key, ledger_in, put
 
 pytestmark = pytest.mark.virtual_time
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvtier.engine.ledger import LookupResult
 from kvtier.policies import LRU
-from tests.engine.kit import FAULTY, at_rest, chunk, found, key, ledger_in, put
+from tests.engine.kit import FAULTY, at_rest, found, key, ledger_in, put
 
 pytestmark = pytest.mark.virtual_time
 

@@ -1,5 +1,10 @@
 """A waiting request's rows stay: for how long, for whom, and how many."""
 
+import weakref
+
+import pytest
+
+from kvtier.engine.requests import Request
 from kvtier.runner.messages import Code
 from tests.engine.ledger.bench import HIT, MISS, PENDING
 
@@ -74,3 +79,24 @@ def test_a_row_that_was_given_to_another_key_since_the_lookup_is_not_given_out_t
     engine.step()
     engine.ledger.finish(second)
     assert engine.ledger.primary.rows_free == 1
+
+
+class Watched(Request):
+    """A request that can be weakly referenced."""
+
+    __slots__ = ("__weakref__",)
+
+
+@pytest.mark.parametrize("over", ["step", "reset"])
+@pytest.mark.parametrize("room_was_made", [False, True])
+def test_a_finished_step_releases_its_requests(bench, room_was_made, over):
+    engine, request = bench(rows=2, tiers=0), Watched("r")
+    known = weakref.ref(request)
+    engine.store("a")
+    engine.lookup("a", request)
+    if room_was_made:
+        assert engine.store("bc") is None
+        engine.lookup("a", request)
+    getattr(engine, over)()
+    del request
+    assert known() is None

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtier.backend.keys import make_offload_key
+from kvtier.backend.namespace import make_offload_key
 from kvtier.engine.requests import Request
 from kvtier.engine.tier import TierMatcher
 from kvtier.engine.worth import TRIAL_CHUNKS, TRIAL_EVERY_S
