@@ -8,9 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
-from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ import pytest
 from kvtier.backend.contract import ScanDone, TierContext
 from kvtier.backend.namespace import FileMapper, Namespace, OffloadKey
 from kvtier.testing.conformance import Lender
+from kvtier.testing.conformance.lender import label
 from kvtier_backends.fs import FsBackend, FsOptions
 from kvtier_backends.fs.disk import below, capacity, trial
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Footer, read_footer
@@ -27,17 +27,75 @@ from kvtier_backends.fs.segments import checkpoint
 from kvtier_backends.fs.segments.segment import HEADER_BYTES
 
 ROW_BYTES = 8_192
+SLOT_BYTES = ROW_BYTES + FOOTER_BYTES  # A file's, too.
 SECRETS = "KVTIER_TEST_FS_SECRETS"
-WRITER_DEADLINE_S = 30.0
-CALL_DEADLINE_S = 20.0
+DEADLINE_S = 20.0
 
 OpenTier = Callable[..., Awaitable[FsBackend]]
-Mount = Callable[[str, str], Path]
+Mount = Callable[..., Path]
+
+
+def whole(keys: Sequence[OffloadKey], version: int = 0) -> list[str]:
+    """Return what a load of stored chunks tells."""
+    return [label(key, version) for key in keys]
+
+
+def kinds(outcomes: Sequence[object]) -> list[str]:
+    return [type(outcome).__name__ for outcome in outcomes]
+
+
+def segments(root: Path) -> list[Path]:
+    return sorted(root.glob("*_segments/*.seg"))
+
+
+def temporaries(root: Path) -> list[str]:
+    return [name for _, _, names in os.walk(root) for name in names if name.endswith(".tmp")]
+
+
+def taken_bytes(root: Path) -> int:
+    """Return what a tier's folders take, directories and all, as the file system counts it."""
+    total = -os.lstat(root).st_blocks
+    for folder, _, files in os.walk(root):
+        for name in [".", *files]:
+            with suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(folder, name)).st_blocks
+    return total * 512
+
+
+async def until(true: Callable[[], bool]) -> None:
+    """Wait for something of which a disk tells nobody."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not true():
+            await asyncio.sleep(0.001)
+
+
+async def until_stored(tier: FsBackend, lender: Lender, keys: Sequence[OffloadKey]) -> None:
+    """Offer chunks until all are stored."""
+    async with asyncio.timeout(DEADLINE_S):
+        while any(await tier.store(lender.writes(keys))):
+            await asyncio.sleep(0.001)
+
+
+async def scanned(tier: FsBackend, *, complete: bool | None = None) -> set[OffloadKey]:
+    """Wait for the end of a tier's start-up scan, and return the keys that it has reported."""
+    keys = set[OffloadKey]()
+    async with asyncio.timeout(DEADLINE_S):
+        async for event in tier.watch():
+            if isinstance(event, ScanDone):
+                assert complete in (None, event.complete)
+                return keys
+            keys.update(event.keys)
+    raise AssertionError("the report ended")
 
 
 @pytest.fixture
 def row_bytes() -> int:
     return ROW_BYTES
+
+
+@pytest.fixture(params=["files", "segments"])
+def layout(request) -> str:
+    return str(request.param)
 
 
 @pytest.fixture
@@ -54,7 +112,7 @@ def lender() -> Iterator[Lender]:
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path) -> Path:
     """A directory that is not there yet."""
     return tmp_path / "tier"
 
@@ -67,44 +125,32 @@ CONSTANTS: dict[str, Any] = {
 
 
 @pytest.fixture
-async def open_tier(root: Path, mapper: FileMapper, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[OpenTier]:
-    """Open tiers of files over `root`, if not told otherwise; each is closed in the end.
-
-    The names of `CONSTANTS` are taken, too, from then on. With `checkpoint_s=0` there is no checkpoint at the start.
-    """
+async def open_tier(root, mapper) -> AsyncIterator[OpenTier]:
+    """Open tiers over `root`, of files or of one small segment if not told otherwise; each is closed in the end."""
     opened: list[FsBackend] = []
 
-    async def open_tier(**options: Any) -> FsBackend:
-        if options.get("checkpoint_s") == 0:
-            options["checkpoint_s"] = 3_600.0
-            for path in Path(options.get("root", root)).glob("*/index_*"):
-                path.unlink()
-        for name in CONSTANTS.keys() & options.keys():
-            monkeypatch.setattr(*CONSTANTS[name], options.pop(name))
-        given = FsOptions(**{"root": str(root), "layout": "files", **options})  # type: ignore[arg-type]
-        opened.append(await FsBackend.open(given, TierContext("0:fs", mapper, ROW_BYTES)))
+    async def open_tier(**options: object) -> FsBackend:
+        given = {"root": str(root), "layout": "files", **options}
+        if given["layout"] == "segments":
+            given.setdefault("capacity_bytes", "1MiB")
+        opened.append(await FsBackend.open(FsOptions(**given), TierContext("0:fs", mapper, ROW_BYTES)))
         return opened[-1]
 
     yield open_tier
     for tier in opened:
-        assert await tier.aclose(20) == (0,)
+        assert await tier.aclose(DEADLINE_S) == (0,)
 
 
 @pytest.fixture
-def scanned() -> Callable[[FsBackend], Awaitable[None]]:
-    """Wait for the end of a tier's start-up scan."""
+def stored(open_tier, lender) -> Callable[..., Awaitable[None]]:
+    """Store chunks in a tier that is closed again."""
 
-    async def scanned(tier: FsBackend) -> None:
-        async with asyncio.timeout(CALL_DEADLINE_S):
-            async for event in tier.watch():
-                if isinstance(event, ScanDone):
-                    return
+    async def stored(keys: Sequence[OffloadKey], **options: object) -> None:
+        tier = await open_tier(**options)
+        await lender.keep(tier, keys)
+        assert await tier.aclose(DEADLINE_S) == (0,)
 
-    return scanned
-
-
-def segments(root: Path) -> list[Path]:
-    return sorted(root.glob("*_segments/*.seg"))
+    return stored
 
 
 class Place(NamedTuple):
@@ -114,7 +160,7 @@ class Place(NamedTuple):
     begins: int
 
     def read(self) -> bytes:
-        return self.path.read_bytes()[self.begins : self.begins + ROW_BYTES + FOOTER_BYTES]
+        return self.path.read_bytes()[self.begins : self.begins + SLOT_BYTES]
 
     def overwrite(self, at: int, content: bytes) -> None:
         with self.path.open("r+b") as file:
@@ -123,7 +169,7 @@ class Place(NamedTuple):
 
 
 @pytest.fixture
-def place_of(root: Path, path_of: Callable[[OffloadKey], Path]) -> Callable[[OffloadKey], Place]:
+def place_of(root, path_of) -> Callable[[OffloadKey], Place]:
     """Find a key's newest chunk on the disk, whatever its layout."""
 
     def place_of(key: OffloadKey) -> Place:
@@ -132,8 +178,8 @@ def place_of(root: Path, path_of: Callable[[OffloadKey], Path]) -> Callable[[Off
         found: list[tuple[int, Place]] = []
         for segment in segments(root):
             content = memoryview(segment.read_bytes())
-            for begins in range(HEADER_BYTES, len(content), ROW_BYTES + FOOTER_BYTES):
-                footer = read_footer(content[begins + ROW_BYTES : begins + ROW_BYTES + FOOTER_BYTES])
+            for begins in range(HEADER_BYTES, len(content), SLOT_BYTES):
+                footer = read_footer(content[begins + ROW_BYTES : begins + SLOT_BYTES])
                 if isinstance(footer, Footer) and footer.key == key:
                     found.append((footer.sequence, Place(segment, begins)))
         assert found, f"{key.hex()} is nowhere"
@@ -143,7 +189,7 @@ def place_of(root: Path, path_of: Callable[[OffloadKey], Path]) -> Callable[[Off
 
 
 @pytest.fixture
-def path_of(root: Path, mapper: FileMapper) -> Callable[[OffloadKey], Path]:
+def path_of(root, mapper) -> Callable[[OffloadKey], Path]:
     """Return where a key's file is, by either naming."""
     flat = FileMapper(mapper.namespace, "flat")
 
@@ -154,7 +200,7 @@ def path_of(root: Path, mapper: FileMapper) -> Callable[[OffloadKey], Path]:
 
 
 @pytest.fixture(params=["xxh3", "aes-256-gcm"])
-def seal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def seal(request, monkeypatch) -> dict[str, str]:
     """Seal in every way: return the options that say so."""
     monkeypatch.setenv(SECRETS, "ab" * 32)
     return {} if request.param == "xxh3" else {"seal": request.param, "seal_key_env": SECRETS}
@@ -204,14 +250,14 @@ class SystemCall:
 
     def _meet(self, error: int) -> None:
         self._entered.release()
-        assert self._opened.wait(CALL_DEADLINE_S)
+        assert self._opened.wait(DEADLINE_S)
         if error:
             raise OSError(error, os.strerror(error))
 
     async def wait_entered(self, times: int = 1) -> None:
         """Wait until so many threads have come to it, or have passed it."""
         for _ in range(times):
-            assert await asyncio.to_thread(self._entered.acquire, timeout=CALL_DEADLINE_S)
+            assert await asyncio.to_thread(self._entered.acquire, timeout=DEADLINE_S)
 
     def let_go(self) -> None:
         """Let who sticks go on, to fail if that was asked for; whoever comes later gets what the system gives."""
@@ -223,7 +269,7 @@ MakeSystemCall = Callable[..., SystemCall]
 
 
 @pytest.fixture
-def system_call(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeSystemCall]:
+def system_call(monkeypatch) -> Iterator[MakeSystemCall]:
     """Put a `SystemCall` in place of a function of `os`; nobody sticks beyond the end of the test."""
     made: list[SystemCall] = []
 
@@ -237,7 +283,7 @@ def system_call(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeSystemCall]:
 
 
 @pytest.fixture
-def open_folder(root: Path, mapper: FileMapper) -> Iterator[Callable[..., Folder]]:
+def open_folder(root, mapper) -> Iterator[Callable[..., Folder]]:
     opened: list[Folder] = []
 
     def open_folder(**options: object) -> Folder:
@@ -253,49 +299,32 @@ def open_folder(root: Path, mapper: FileMapper) -> Iterator[Callable[..., Folder
 
 
 @pytest.fixture
-def mount(outside: None, tmp_path: Path) -> Iterator[Mount]:
-    """Mount a small file system of a kind; skips where that is not allowed."""
+def mount(outside, tmp_path) -> Iterator[Mount]:
+    """Mount a small file system of a kind, in memory or in a file; skips where that is not allowed."""
     mounted: list[Path] = []
 
-    def mount(kind: str, options: str) -> Path:
+    def mount(kind: str, options: str = "", *, image_bytes: int = 0) -> Path:
         if os.geteuid() != 0:
             pytest.skip("mounting a file system needs root")
         path = tmp_path / f"{kind}-{len(mounted)}"
         path.mkdir()
-        done = subprocess.run(["mount", "-t", kind, "-o", options, "none", str(path)], capture_output=True, check=False)
-        if done.returncode:
-            pytest.skip(f"cannot mount {kind}: {done.stderr.decode().strip()}")
+        commands = [["mount", "-t", kind, "-o", options, "none", str(path)]]
+        if image_bytes:
+            image = path.with_suffix(".img")
+            image.write_bytes(b"")
+            os.truncate(image, image_bytes)
+            commands = [[f"mkfs.{kind}", "-q", str(image)], ["mount", "-o", "loop", str(image), str(path)]]
+        for command in commands:
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, check=False)
+            except FileNotFoundError:
+                pytest.skip(f"there is no {command[0]}")
+            if done.returncode:
+                pytest.skip(f"{command[0]}: {done.stderr.strip()}")
         mounted.append(path)
         return path
 
     yield mount
-    for path in mounted:
-        subprocess.run(["umount", "-l", str(path)], check=True)
-
-
-@pytest.fixture
-def mount_image(outside: None, tmp_path: Path) -> Iterator[Callable[[str, int], Path]]:
-    """Make and mount a small file system in a file; skips where that is not allowed."""
-    mounted: list[Path] = []
-
-    def mount_image(kind: str, size_bytes: int) -> Path:
-        if os.geteuid() != 0:
-            pytest.skip("mounting a file system needs root")
-        image, path = tmp_path / f"{len(mounted)}.img", tmp_path / f"{kind}-image-{len(mounted)}"
-        image.write_bytes(b"")
-        os.truncate(image, size_bytes)
-        path.mkdir()
-        for command in ([f"mkfs.{kind}", "-q", str(image)], ["mount", "-o", "loop", str(image), str(path)]):
-            try:
-                done = subprocess.run(command, capture_output=True, check=False)
-            except FileNotFoundError:
-                pytest.skip(f"there is no {command[0]}")
-            if done.returncode:
-                pytest.skip(f"{command[0]}: {done.stderr.decode().strip()}")
-        mounted.append(path)
-        return path
-
-    yield mount_image
     for path in mounted:
         subprocess.run(["umount", "-l", str(path)], check=True)
 
@@ -305,24 +334,15 @@ class FaultyDisk:
 
     def __init__(self, folder: Path, mountpoint: Path) -> None:
         self.path = mountpoint
-        command = [
-            sys.executable,
-            os.path.join(os.path.dirname(__file__), "faulty_disk.py"),
-            str(folder),
-            str(mountpoint),
-        ]
-        self._server = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        assert self._server.stdout is not None
+        command = [sys.executable, str(Path(__file__).with_name("faulty_disk.py")), str(folder), str(mountpoint)]
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        self._server = subprocess.Popen(command, text=True, **pipes)
         self.ready = self._server.stdout.readline().strip() == "ready"
 
     def why_not(self) -> str:
         return self._server.communicate()[1].strip()
 
     def tell(self, fault: str) -> None:
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
         print(fault, file=self._server.stdin, flush=True)
         assert self._server.stdout.readline().strip() == fault
 
@@ -333,7 +353,7 @@ class FaultyDisk:
 
 
 @pytest.fixture
-def disk(outside: None, tmp_path: Path) -> Iterator[FaultyDisk]:
+def disk(outside, tmp_path) -> Iterator[FaultyDisk]:
     if os.geteuid() != 0 or not os.path.exists("/dev/fuse"):
         pytest.skip("mounting a file system of one's own needs root and FUSE")
     folder, mountpoint = tmp_path / "behind", tmp_path / "disk"
@@ -347,107 +367,78 @@ def disk(outside: None, tmp_path: Path) -> Iterator[FaultyDisk]:
     subprocess.run(["umount", "-l", str(mountpoint)], check=True)
 
 
-@pytest.fixture
-def taken_bytes() -> Callable[[Path], int]:
-    return _taken_bytes
+class Child:
+    """A process that works on a tier until it is killed, and then another: see `child.py`."""
 
+    def __init__(self, work: str, *, quiet: bool = False, **asked: object) -> None:
+        command = [sys.executable, str(Path(__file__).with_name("child.py")), work, json.dumps(asked)]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+        errors = subprocess.DEVNULL if quiet else None
+        self._process = subprocess.Popen(command, text=True, env=env, stderr=errors, **pipes)
+        self._quiet, self.pid = quiet, 0
 
-def _taken_bytes(root: Path) -> int:
-    """Return what a tier's folders take, directories and all, as the file system counts it."""
-    total = -os.lstat(root).st_blocks
-    for folder, _, files in os.walk(root):
-        for name in [".", *files]:
-            with suppress(FileNotFoundError):
-                total += os.lstat(os.path.join(folder, name)).st_blocks
-    return total * 512
+    def tell(self, word: object) -> None:
+        print(word, file=self._process.stdin, flush=True)
 
+    def line(self) -> str:
+        line = self._process.stdout.readline().strip()
+        assert line, "the child's parent has ended"
+        return line
 
-class Writer:
-    """A process that hammers a directory, and can be stopped, looked at and killed."""
+    def until(self, *words: str) -> list[str]:
+        """Return the lines until one that begins with one of these words, which is the last."""
+        lines = [self.line()]
+        while lines[-1].split()[0] not in words:
+            assert lines[-1] != "dead"
+            lines.append(self.line())
+        return lines
 
-    def __init__(self, launcher: Process) -> None:
-        self._launcher = launcher
-        self.pid = 0
-        self.done = [0, 0, 0, 0]
-        self.wrong: list[str] = []
-        self.refused = ""
+    def ask(self, words: str) -> int:
+        """Tell it to do something, and return its answer."""
+        self.tell(words)
+        return int(self.until(words.split()[0])[-1].split()[1])
 
-    async def begin(self, seed: int) -> None:
-        assert self._launcher.stdin is not None
-        self._launcher.stdin.write(b"%d\n" % seed)
-        self.done = [0, 0, 0, 0]
-        await self._until("child")
+    def begin(self, seed: int = 0) -> None:
+        self.tell(seed)
+        self.pid = int(self.until("child")[-1].split()[1])
 
-    async def works(self) -> None:
-        """Wait until it has stored something since it began."""
-        stored = self.done[0]
-        async with asyncio.timeout(WRITER_DEADLINE_S):
-            while self.done[0] <= stored:
-                self._hear(await self._line())
+    def works(self) -> None:
+        """Wait until it has stored something since it said so last."""
+        stored = int(self.until("done")[-1].split()[1])
+        while int(self.until("done")[-1].split()[1]) <= stored:
+            pass
 
-    async def listen(self) -> None:
-        """Hear what it says, until cancelled."""
-        while True:
-            self._hear(await self._line())
-
-    async def stop(self) -> None:
+    def stop(self) -> None:
         os.kill(self.pid, signal.SIGSTOP)
-        await self._until("stopped")
+        self.until("stopped")
 
     def go_on(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
 
-    async def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
-        await self._until("dead")
+    def kill(self) -> list[str]:
+        """Kill the child, and return what it has said until then."""
+        with suppress(ProcessLookupError) if self._quiet else nullcontext():  # It may have died of its disk.
+            os.kill(self.pid, signal.SIGKILL)
         self.pid = 0
+        return self.until("dead")[:-1]
 
-    async def end(self) -> None:
+    def end(self) -> None:
         if self.pid:
             os.kill(self.pid, signal.SIGKILL)
-        self._launcher.kill()
-        await self._launcher.wait()
-
-    async def _until(self, word: str) -> None:
-        async with asyncio.timeout(WRITER_DEADLINE_S):
-            while not (line := await self._line()).startswith(word):
-                self._hear(line)
-        if word == "child":
-            self.pid = int(line.split()[1])
-
-    async def _line(self) -> str:
-        assert self._launcher.stdout is not None
-        line = (await self._launcher.stdout.readline()).decode().strip()
-        assert line, "the launcher ended"
-        return line
-
-    def _hear(self, line: str) -> None:
-        if line.startswith("wrong"):
-            self.wrong.append(line)
-        elif line.startswith("refused"):
-            self.refused = line
-        elif line[0].isdigit():
-            self.done = [int(word) for word in line.split()]
-
-
-StartWriter = Callable[..., Awaitable["Writer"]]
+        self._process.kill()
+        self._process.communicate()
 
 
 @pytest.fixture
-async def start_writer(outside: None, root: Path) -> AsyncIterator[StartWriter]:
-    writers: list[Writer] = []
+def launch(outside, root) -> Iterator[Callable[..., Child]]:
+    """Start processes that work on tiers over `root`; they end with the test."""
+    launched: list[Child] = []
 
-    async def start_writer(keys: int, **options: object) -> Writer:
-        asked = {"row_bytes": ROW_BYTES, "keys": keys, "options": {"root": str(root), **options}}
-        launcher = await asyncio.create_subprocess_exec(
-            *(sys.executable, os.path.join(os.path.dirname(__file__), "capacity_writer.py"), json.dumps(asked)),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        writers.append(Writer(launcher))
-        return writers[-1]
+    def launch(work: str, **asked: Any) -> Child:
+        launched.append(Child(work, **{"root": str(root), "row_bytes": ROW_BYTES, "options": {}, **asked}))
+        return launched[-1]
 
-    yield start_writer
-    for writer in writers:
-        await writer.end()
+    yield launch
+    for child in launched:
+        child.end()

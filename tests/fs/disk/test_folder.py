@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.backend.namespace import FileMapper
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier_backends.fs import FsOptions
 from kvtier_backends.fs.disk.owner import OWNER
@@ -24,41 +23,41 @@ def entries(root: Path) -> list[str]:
     return sorted(str(path.relative_to(root)) for path in root.rglob("*"))
 
 
-def test_a_missing_root_is_made_with_its_config(open_folder: OpenFolder, mapper: FileMapper, root: Path) -> None:
+def test_a_missing_root_is_made_with_its_config(open_folder, mapper, root) -> None:
     folder = open_folder()
     assert (root / mapper.config_name).read_bytes() == mapper.config_bytes
     assert entries(root) == sorted([OWNER, mapper.folder, mapper.config_name, folder.chunks])
 
 
-def test_opening_again_changes_nothing(open_folder: OpenFolder, mapper: FileMapper, root: Path) -> None:
+def test_opening_again_changes_nothing(open_folder, mapper, root) -> None:
     open_folder().close()
     before = (root / mapper.config_name).stat()
     open_folder()
     assert (root / mapper.config_name).stat().st_mtime_ns == before.st_mtime_ns
 
 
-def test_other_files_in_the_root_are_left_alone(open_folder: OpenFolder, root: Path) -> None:
+def test_other_files_in_the_root_are_left_alone(open_folder, root) -> None:
     root.mkdir()
     (root / "notes.txt").write_text("mine")
     open_folder()
     assert (root / "notes.txt").read_text() == "mine"
 
 
-def test_direct_io_is_found_where_it_works(open_folder: OpenFolder) -> None:
+def test_direct_io_is_found_where_it_works(open_folder) -> None:
     for io, direct in {"auto": True, "direct": True, "buffered": False}.items():
         folder = open_folder(io=io)
         assert folder.direct is direct
         folder.close()
 
 
-def test_a_config_written_in_another_style_is_the_same(open_folder: OpenFolder, mapper: FileMapper, root: Path) -> None:
+def test_a_config_written_in_another_style_is_the_same(open_folder, mapper, root) -> None:
     config = root / mapper.config_name
     config.parent.mkdir(parents=True)
     config.write_text(json.dumps(json.loads(mapper.config_bytes)))
     open_folder()
 
 
-def test_a_config_of_another_namespace_is_refused(open_folder: OpenFolder, mapper: FileMapper, root: Path) -> None:
+def test_a_config_of_another_namespace_is_refused(open_folder, mapper, root) -> None:
     config = root / mapper.config_name
     config.parent.mkdir(parents=True)
     config.write_text('{"model_name": "another"}')
@@ -68,9 +67,7 @@ def test_a_config_of_another_namespace_is_refused(open_folder: OpenFolder, mappe
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"model_na', b"\xff\xfe"])
-def test_a_config_that_a_killed_writer_left_is_written_anew(
-    open_folder: OpenFolder, mapper: FileMapper, root: Path, torn: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_config_that_a_killed_writer_left_is_written_anew(open_folder, mapper, root, torn, caplog) -> None:
     config = root / mapper.config_name
     config.parent.mkdir(parents=True)
     config.write_bytes(torn)
@@ -79,13 +76,13 @@ def test_a_config_that_a_killed_writer_left_is_written_anew(
     assert "not JSON" in caplog.text
 
 
-def test_a_missing_parent_is_refused(open_folder: OpenFolder, tmp_path: Path) -> None:
+def test_a_missing_parent_is_refused(open_folder, tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"^root: .*missing/tier.*No such file"):
         open_folder(root=str(tmp_path / "missing" / "tier"))
     assert entries(tmp_path) == []
 
 
-def test_a_file_is_no_root(open_folder: OpenFolder, root: Path) -> None:
+def test_a_file_is_no_root(open_folder, root) -> None:
     root.write_text("a file")
     with pytest.raises(ConfigError, match=r"^root: .*Not a directory"):
         open_folder()
@@ -93,7 +90,7 @@ def test_a_file_is_no_root(open_folder: OpenFolder, root: Path) -> None:
 
 
 @pytest.mark.parametrize("kernels", ["/proc", "/sys/kernel"])
-def test_a_directory_where_nothing_can_be_made_is_refused(open_folder: OpenFolder, kernels: str) -> None:
+def test_a_directory_where_nothing_can_be_made_is_refused(open_folder, kernels) -> None:
     with pytest.raises(ConfigError, match=r"^root: "):
         open_folder(root=kernels)
 
@@ -113,7 +110,7 @@ def public_directory() -> Iterator[Path]:
 
 @pytest.mark.usefixtures("outside")
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming somebody without permission needs root")
-def test_a_directory_without_permission_is_refused(public_directory: Path) -> None:
+def test_a_directory_without_permission_is_refused(public_directory) -> None:
     script = """
 import os, sys
 from kvtier.errors import ConfigError
@@ -140,9 +137,7 @@ except ConfigError as error:
     assert entries(public_directory) == []
 
 
-def test_nothing_is_left_of_a_root_that_was_made_in_vain(
-    open_folder: OpenFolder, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_left_of_a_root_that_was_made_in_vain(open_folder, root, monkeypatch) -> None:
     fds = os.listdir("/proc/self/fd")
 
     def fail(*args: object) -> int:
@@ -155,9 +150,7 @@ def test_nothing_is_left_of_a_root_that_was_made_in_vain(
     assert len(os.listdir("/proc/self/fd")) == len(fds)
 
 
-def test_what_does_not_come_back_is_refused(
-    open_folder: OpenFolder, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_come_back_is_refused(open_folder, root, monkeypatch) -> None:
     read = os.preadv
 
     def damage(fd: int, buffers: list[memoryview], at: int) -> int:
@@ -171,18 +164,14 @@ def test_what_does_not_come_back_is_refused(
     assert not root.exists()
 
 
-def test_where_direct_io_is_refused_the_page_cache_is_used_and_said_so(
-    open_folder: OpenFolder, mount: Callable[[str, str], Path], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_where_direct_io_is_refused_the_page_cache_is_used_and_said_so(open_folder, mount, caplog) -> None:
     root = mount("ramfs", "size=1m")
     folder = open_folder(root=str(root))
     assert not folder.direct
     assert [record.levelno for record in caplog.records if "no direct I/O" in record.getMessage()] == [logging.WARNING]
 
 
-def test_where_direct_io_is_refused_asking_for_it_is_a_mistake(
-    open_folder: OpenFolder, mount: Callable[[str, str], Path]
-) -> None:
+def test_where_direct_io_is_refused_asking_for_it_is_a_mistake(open_folder, mount) -> None:
     root = mount("ramfs", "size=1m")
     with pytest.raises(ConfigError, match=r"^io: 'direct'"):
         open_folder(root=str(root), io="direct")
@@ -190,9 +179,7 @@ def test_where_direct_io_is_refused_asking_for_it_is_a_mistake(
 
 
 @pytest.mark.parametrize("flag", ["open", "pwritev"])
-def test_direct_io_that_is_refused_at_any_call_is_refused(
-    open_folder: OpenFolder, flag: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_direct_io_that_is_refused_at_any_call_is_refused(open_folder, flag, monkeypatch) -> None:
     call = getattr(os, flag)
 
     def refuse_direct(what: str | int, *args: object, **kwargs: object) -> object:
@@ -211,16 +198,14 @@ def _flags(fd: int) -> int:
     return int(next(line.split()[1] for line in lines if line.startswith("flags:")), 8)
 
 
-def test_a_read_only_file_system_is_refused(open_folder: OpenFolder, mount: Callable[[str, str], Path]) -> None:
+def test_a_read_only_file_system_is_refused(open_folder, mount) -> None:
     root = mount("tmpfs", "size=1m")
     subprocess.run(["mount", "-o", "remount,ro", str(root)], check=True)
     with pytest.raises(ConfigError, match=r"^root: .*Read-only"):
         open_folder(root=str(root))
 
 
-def test_a_full_disk_can_be_opened_again(
-    open_folder: OpenFolder, mount: Callable[[str, str], Path], mapper: FileMapper
-) -> None:
+def test_a_full_disk_can_be_opened_again(open_folder, mount, mapper) -> None:
     root = mount("tmpfs", "size=64k")
     open_folder(root=str(root), io="buffered").close()
     with (root / "ballast").open("wb", buffering=0) as file:

@@ -47,12 +47,12 @@ def sealed(page: memoryview) -> memoryview:
         st.just(b"") | st.binary(min_size=SEAL_BYTES, max_size=SEAL_BYTES),
     )
 )
-def test_what_was_written_is_read(footer: Footer) -> None:
+def test_what_was_written_is_read(footer) -> None:
     assert read_footer(page_of(footer)) == footer
 
 
 @given(st.integers(0, 8 * FOOTER_BYTES - 1))
-def test_every_flipped_bit_is_seen(bit: int) -> None:
+def test_every_flipped_bit_is_seen(bit) -> None:
     page = page_of(FOOTER)
     page[bit // 8] ^= 1 << bit % 8
     assert read_footer(page) in (ChunkFault.FOREIGN, ChunkFault.FOOTER)
@@ -100,6 +100,6 @@ def test_the_longest_key_fits_and_a_longer_one_is_refused() -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 4_096, SLICE_BYTES - 1, SLICE_BYTES, SLICE_BYTES + 1, 3 * SLICE_BYTES + 17])
-def test_a_checksum_in_slices_is_the_checksum_of_the_whole(size: int) -> None:
+def test_a_checksum_in_slices_is_the_checksum_of_the_whole(size) -> None:
     payload = (bytes(range(251)) * (size // 251 + 1))[:size]
     assert payload_checksum(memoryview(payload)) == xxh3_64_intdigest(payload)

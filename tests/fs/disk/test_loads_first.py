@@ -39,7 +39,7 @@ def begun(lanes: list[Lane]) -> int:
 
 
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+def patient(monkeypatch) -> None:
     """Let no lane lose its patience in a test that counts who waits."""
     monkeypatch.setattr(module, "PATIENCE_S", DEADLINE_S)
 

@@ -10,7 +10,6 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -67,7 +66,7 @@ class Watched(Context):
 
 
 @pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+def watched(monkeypatch) -> Watched:
     """The one context that there is."""
     context = Watched()
     monkeypatch.setattr(reads_module, "_idle", reads_module.deque([context]))
@@ -75,7 +74,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Iterator[tuple[int, bytes]]:
+def file(tmp_path) -> Iterator[tuple[int, bytes]]:
     content = random.Random(0).randbytes(PAGES * PAGE)
     path = tmp_path / "file"
     path.write_bytes(content)
@@ -100,9 +99,7 @@ class Asked:
 
 @pytest.mark.parametrize("queue_bytes", [PAGE, PAGE + 1, 3 * PAGE, 1 << 30])
 @pytest.mark.parametrize("count", [0, 1, 2, 3, PAGES])
-def test_each_read_brings_its_bytes_and_is_told_once(
-    file: tuple[int, bytes], watched: Watched, queue_bytes: int, count: int
-) -> None:
+def test_each_read_brings_its_bytes_and_is_told_once(file, watched, queue_bytes, count) -> None:
     fd, content = file
     pages = random.Random(count).sample(range(PAGES), count)
     asked = Asked(fd, pages)
@@ -113,23 +110,19 @@ def test_each_read_brings_its_bytes_and_is_told_once(
 
 
 @pytest.mark.parametrize(("queue_bytes", "most"), [(PAGE, 0), (PAGE + 1, 2), (3 * PAGE, 6), (1 << 30, PLACES)])
-def test_no_more_is_under_way_than_there_is_room_for(
-    file: tuple[int, bytes], watched: Watched, queue_bytes: int, most: int
-) -> None:
+def test_no_more_is_under_way_than_there_is_room_for(file, watched, queue_bytes, most) -> None:
     QueuedReads(queue_bytes)(Asked(file[0], list(range(PAGES))).wanted)
     assert min(2, most) <= watched.most <= most
 
 
-def test_a_read_beyond_the_end_brings_what_there_is(file: tuple[int, bytes]) -> None:
+def test_a_read_beyond_the_end_brings_what_there_is(file) -> None:
     asked = Asked(file[0], [PAGES - 1, PAGES, PAGES + 1], 2 * PAGE)
     QueuedReads(1 << 20)(asked.wanted)
     assert asked.told == [[PAGE], [0], [0]]
 
 
 @pytest.mark.parametrize("takes", [0, 1, 3])
-def test_what_the_kernel_does_not_take_is_read_all_the_same(
-    file: tuple[int, bytes], watched: Watched, takes: int
-) -> None:
+def test_what_the_kernel_does_not_take_is_read_all_the_same(file, watched, takes) -> None:
     watched.takes, watched.error = takes, errno.EAGAIN
     asked = Asked(file[0], list(range(PAGES)))
     QueuedReads(1 << 20)(asked.wanted)
@@ -137,7 +130,7 @@ def test_what_the_kernel_does_not_take_is_read_all_the_same(
     assert b"".join(asked.rows) == file[1]
 
 
-def test_a_read_that_cannot_be_says_why_and_costs_no_other(file: tuple[int, bytes]) -> None:
+def test_a_read_that_cannot_be_says_why_and_costs_no_other(file) -> None:
     asked = Asked(file[0], list(range(8)))
     asked.wanted[3] = asked.wanted[3]._replace(fd=-1)
     QueuedReads(1 << 20)(asked.wanted)
@@ -147,7 +140,7 @@ def test_a_read_that_cannot_be_says_why_and_costs_no_other(file: tuple[int, byte
     assert asked.told == [[PAGE]] * 7
 
 
-def test_without_a_context_reads_are_done_one_by_one(file: tuple[int, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_context_reads_are_done_one_by_one(file, monkeypatch) -> None:
     monkeypatch.setattr(reads_module, "_idle", reads_module.deque())
     monkeypatch.setattr(reads_module, "Context", refuse)
     asked = Asked(file[0], list(range(PAGES)))
@@ -157,7 +150,7 @@ def test_without_a_context_reads_are_done_one_by_one(file: tuple[int, bytes], mo
 
 
 @pytest.mark.parametrize("asked_for", [2, 7, 40])
-def test_nothing_is_under_way_when_asking_fails(file: tuple[int, bytes], watched: Watched, asked_for: int) -> None:
+def test_nothing_is_under_way_when_asking_fails(file, watched, asked_for) -> None:
     def fail(wanted: list[Wanted]) -> Iterator[Wanted]:
         yield from wanted[:asked_for]
         raise LookupError
@@ -168,7 +161,7 @@ def test_nothing_is_under_way_when_asking_fails(file: tuple[int, bytes], watched
     assert watched.under_way == 0
 
 
-def test_nothing_is_under_way_when_telling_fails(file: tuple[int, bytes], watched: Watched) -> None:
+def test_nothing_is_under_way_when_telling_fails(file, watched) -> None:
     def fail(result: int | OSError) -> None:
         raise LookupError(watched.under_way)
 
@@ -181,7 +174,7 @@ def test_nothing_is_under_way_when_telling_fails(file: tuple[int, bytes], watche
 
 @pytest.mark.usefixtures("outside")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_fork_has_contexts_of_its_own(file: tuple[int, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_has_contexts_of_its_own(file, monkeypatch) -> None:
     """The parent's would take no read of the child's."""
     results = spoiled(monkeypatch, lambda result: result)
     asked = Asked(file[0], list(range(PAGES)))
@@ -192,7 +185,7 @@ def test_a_fork_has_contexts_of_its_own(file: tuple[int, bytes], monkeypatch: py
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_a_signal_does_not_end_the_waiting(file: tuple[int, bytes]) -> None:
+def test_a_signal_does_not_end_the_waiting(file) -> None:
     context, row = Context(1), memoryview(mmap.mmap(-1, PAGE))
     ended: list[tuple[int, int]] = []
     caught = threading.Event()
@@ -221,7 +214,7 @@ def is_waiting(thread: threading.Thread) -> bool:
         return syscall.read().split()[0] == number
 
 
-def test_a_read_that_is_queued_is_tried_for_real(file: tuple[int, bytes], watched: Watched) -> None:
+def test_a_read_that_is_queued_is_tried_for_real(file, watched) -> None:
     page = memoryview(bytearray(PAGE))
     assert takes_queued(file[0], page)
     assert bytes(page) == file[1][:PAGE]
@@ -231,11 +224,12 @@ def test_a_read_that_is_queued_is_tried_for_real(file: tuple[int, bytes], watche
     assert not takes_queued(file[0], page)
 
 
-def test_reads_are_queued_only_with_direct_io(open_folder) -> None:
-    assert open_folder(io="buffered").reads is ONE_BY_ONE
+@pytest.mark.parametrize("options", [{"load_queue_bytes": 0}, {"io": "buffered"}])
+def test_reads_are_queued_where_it_is_wanted_and_direct(open_folder, options) -> None:
+    assert open_folder(**options).reads is ONE_BY_ONE
 
 
-def test_reads_are_queued_on_a_disk_unless_the_kernel_refuses(open_folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_are_queued_on_a_disk_unless_the_kernel_refuses(open_folder, monkeypatch) -> None:
     folder = open_folder()
     if not folder.direct or not os.major(os.fstat(folder.root_fd).st_dev):
         pytest.skip("chunks are not on a disk with direct I/O here")
@@ -250,7 +244,7 @@ def test_reads_of_what_is_no_disk_are_not_queued(open_folder, mount) -> None:
 
 
 @pytest.fixture(params=["files", "segments"])
-def layout(request: pytest.FixtureRequest) -> str:
+def layout(request) -> str:
     return str(request.param)
 
 
@@ -282,7 +276,7 @@ async def scattered(open_tier, lender: Lender, layout: str, **options: object):
 
 
 async def test_an_error_of_a_queued_read_is_the_chunks_alone_that_have_it(
-    open_tier, lender: Lender, layout: str, monkeypatch: pytest.MonkeyPatch
+    open_tier, lender, layout, monkeypatch
 ) -> None:
     tier, keys = await scattered(open_tier, lender, layout)
     with monkeypatch.context() as patch:
@@ -296,9 +290,7 @@ async def test_an_error_of_a_queued_read_is_the_chunks_alone_that_have_it(
     assert await lender.recall(tier, keys) == [label(key) for key in keys]
 
 
-async def test_a_queued_read_that_comes_short_is_gone_on_with(
-    open_tier, lender: Lender, layout: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_queued_read_that_comes_short_is_gone_on_with(open_tier, lender, layout, monkeypatch) -> None:
     tier, keys = await scattered(open_tier, lender, layout)
     prepare = Context.prepare
 
@@ -313,7 +305,7 @@ async def test_a_queued_read_that_comes_short_is_gone_on_with(
 
 
 async def test_a_hung_queued_read_is_left_behind_and_its_buffer_stays_lent(
-    open_tier, lender: Lender, layout: str, monkeypatch: pytest.MonkeyPatch
+    open_tier, lender, layout, monkeypatch
 ) -> None:
     tier, keys = await scattered(open_tier, lender, layout)
     waiting, go_on, wait = threading.Event(), threading.Event(), Context.wait
@@ -338,9 +330,7 @@ async def test_a_hung_queued_read_is_left_behind_and_its_buffer_stays_lent(
     assert await tier.aclose(DEADLINE_S) == (0,)
 
 
-async def test_files_are_closed_whatever_becomes_of_their_reads(
-    open_tier, lender: Lender, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_files_are_closed_whatever_becomes_of_their_reads(open_tier, lender, monkeypatch) -> None:
     tier, keys = await scattered(open_tier, lender, "files")
     before = len(os.listdir("/proc/self/fd"))
     with monkeypatch.context() as patch:

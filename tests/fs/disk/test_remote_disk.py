@@ -4,7 +4,6 @@ import os
 
 import pytest
 
-from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import keys_of
 from kvtier_backends.fs.files import layout as files_layout
 
@@ -15,7 +14,7 @@ WAYS = [{}, {"naming": "flat"}, {"layout": "segments"}, {"shared": True}]
 
 
 @pytest.fixture
-def nfs(monkeypatch: pytest.MonkeyPatch) -> None:
+def nfs(monkeypatch) -> None:
     """Describe the file system as NFS does it: in fragments of 1 MiB, which Linux takes from `wtpref`."""
     real = os.fstatvfs
 
@@ -29,7 +28,7 @@ def nfs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("nfs", "thorough")
 @pytest.mark.parametrize("options", WAYS, ids=str)
-async def test_a_directory_on_nfs_is_filled_to_its_capacity(open_tier, lender: Lender, taken_bytes, root, options):
+async def test_a_directory_on_nfs_is_filled_to_its_capacity(open_tier, lender, taken_bytes, root, options):
     tier = await open_tier(capacity_bytes=CAPACITY_BYTES, **options)
     stored = 0
     while not tier.counters().evicted:
@@ -42,7 +41,7 @@ async def test_a_directory_on_nfs_is_filled_to_its_capacity(open_tier, lender: L
 @pytest.mark.parametrize("options", [{"capacity_bytes": CAPACITY_BYTES}, {"min_free_bytes": MIB}], ids=str)
 @pytest.mark.parametrize("shared", [False, True])
 async def test_a_small_directory_has_room_before_its_first_count_is_over(
-    open_tier, lender: Lender, monkeypatch: pytest.MonkeyPatch, options: dict[str, int], shared: bool
+    open_tier, lender, monkeypatch, options, shared
 ) -> None:
     """However long the engine took to its first store: that takes nothing off the time for the count."""
     monkeypatch.setattr(files_layout, "SCAN_PATIENCE_S", 0.0)

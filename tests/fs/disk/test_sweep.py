@@ -12,7 +12,6 @@ import pytest
 
 from kvtier.backend.contract import ScanDone, TierContext
 from kvtier.backend.namespace import FileMapper, Namespace
-from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs import FsBackend, FsOptions
 from kvtier_backends.fs.disk.temporaries import ABANDONED_S, TemporarySweep, Writer, started_at, temporary_name
@@ -22,7 +21,7 @@ NOW_S = 1_700_000_000.0
 
 
 @pytest.fixture
-def sleeper(outside: None) -> Iterator["subprocess.Popen[bytes]"]:
+def sleeper(outside) -> Iterator["subprocess.Popen[bytes]"]:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     yield process
     process.kill()
@@ -30,7 +29,7 @@ def sleeper(outside: None) -> Iterator["subprocess.Popen[bytes]"]:
 
 
 @pytest.fixture
-def sweep(tmp_path: Path) -> Iterator[Callable[[str], bool]]:
+def sweep(tmp_path) -> Iterator[Callable[[str], bool]]:
     """Put a file there, 1 hour old, sweep over it, and say whether it is gone."""
     root_fd = os.open(tmp_path, os.O_RDONLY)
     sweep = TemporarySweep(root_fd, Writer.this_process(), NOW_S)
@@ -46,9 +45,7 @@ def sweep(tmp_path: Path) -> Iterator[Callable[[str], bool]]:
     os.close(root_fd)
 
 
-def test_a_live_processs_temporary_is_left_alone(
-    sweep: Callable[[str], bool], sleeper: "subprocess.Popen[bytes]"
-) -> None:
+def test_a_live_processs_temporary_is_left_alone(sweep, sleeper) -> None:
     here = Writer.this_process()
     started = started_at(sleeper.pid)
     assert started is not None
@@ -56,7 +53,7 @@ def test_a_live_processs_temporary_is_left_alone(
     assert not sweep(temporary_name(Writer(here.boot, sleeper.pid, started)))
 
 
-def test_a_dead_processs_temporary_is_swept(sweep: Callable[..., bool], sleeper: "subprocess.Popen[bytes]") -> None:
+def test_a_dead_processs_temporary_is_swept(sweep, sleeper) -> None:
     here = Writer.this_process()
     started = started_at(sleeper.pid)
     assert started is not None
@@ -67,12 +64,12 @@ def test_a_dead_processs_temporary_is_swept(sweep: Callable[..., bool], sleeper:
     assert sweep(temporary_name(Writer(here.boot, sleeper.pid, started)), age_s=0.0)
 
 
-def test_a_process_of_the_same_id_is_not_the_one_that_wrote(sweep: Callable[..., bool]) -> None:
+def test_a_process_of_the_same_id_is_not_the_one_that_wrote(sweep) -> None:
     here = Writer.this_process()
     assert sweep(temporary_name(here._replace(started=here.started - 1)), age_s=0.0)
 
 
-def test_of_another_machine_or_container_only_the_old_is_swept(sweep: Callable[..., bool]) -> None:
+def test_of_another_machine_or_container_only_the_old_is_swept(sweep) -> None:
     """Its process table is not ours: nobody of that id lives here, and yet the writer may."""
     elsewhere = Writer("00000000", os.getpid(), 1)
     assert not sweep(temporary_name(elsewhere), age_s=0.0)
@@ -81,11 +78,11 @@ def test_of_another_machine_or_container_only_the_old_is_swept(sweep: Callable[.
 
 
 @pytest.mark.parametrize("name", ["chunk.bin", "config.json", "chunk.bin_123.tmp", "notes.tmp", ".hidden", ".tmp"])
-def test_what_is_no_temporary_of_ours_is_left_alone(sweep: Callable[[str], bool], name: str) -> None:
+def test_what_is_no_temporary_of_ours_is_left_alone(sweep, name) -> None:
     assert not sweep(name)
 
 
-def test_one_that_cannot_be_removed_is_left(tmp_path: Path) -> None:
+def test_one_that_cannot_be_removed_is_left(tmp_path) -> None:
     name = temporary_name(Writer(Writer.this_process().boot, os.getpid(), 1))
     (tmp_path / name).mkdir()
     root_fd = os.open(tmp_path, os.O_RDONLY)
@@ -110,9 +107,7 @@ async def scan(tier: FsBackend) -> None:
                 return
 
 
-async def test_the_tier_sweeps_what_it_finds_at_its_start(
-    open_tier, lender: Lender, root: Path, mapper, path_of
-) -> None:
+async def test_the_tier_sweeps_what_it_finds_at_its_start(open_tier, lender, root, mapper, path_of) -> None:
     before = await open_tier()
     await lender.keep(before, keys_of(2))
     await before.aclose(DEADLINE_S)
@@ -129,7 +124,7 @@ async def test_the_tier_sweeps_what_it_finds_at_its_start(
 
 
 @pytest.mark.usefixtures("outside")
-async def test_what_a_killed_writer_left_is_swept(open_tier, root: Path, mapper, path_of) -> None:
+async def test_what_a_killed_writer_left_is_swept(open_tier, root, mapper, path_of) -> None:
     """Killed between the making of a file and its rename."""
     path_of(key_of(0)).parent.mkdir(parents=True)
     program = """
@@ -149,9 +144,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert tier.counters().scan_swept == 1
 
 
-async def test_neighbours_are_left_alone_and_counted(
-    open_tier, lender: Lender, root: Path, row_bytes: int, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_neighbours_are_left_alone_and_counted(open_tier, lender, root, row_bytes, caplog) -> None:
     """Another model, another rank, and the same facts under flat names."""
     ours = await open_tier()
     await lender.keep(ours, [key_of(0)])

@@ -3,15 +3,13 @@
 import errno
 import mmap
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from kvtier.backend.namespace import FileMapper, OffloadKey, make_offload_key
+from kvtier.backend.keys import make_offload_key
 from kvtier_backends.fs.disk.lanes import LoadsFirst
 from kvtier_backends.fs.disk.reads import ONE_BY_ONE
-from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.disk.temporaries import Writer, temporary_name, writer_of
 from kvtier_backends.fs.files.chunk_files import ChunkFiles, OpenChunk
 
@@ -36,12 +34,12 @@ class Looks(LoadsFirst):
 
 
 @pytest.fixture
-def files(open_folder: Callable[..., Folder], mapper: FileMapper) -> ChunkFiles:
+def files(open_folder, mapper) -> ChunkFiles:
     return ChunkFiles(open_folder(), mapper, LoadsFirst(), fsync=False)
 
 
 @pytest.fixture
-def path(path_of: Callable[[OffloadKey], Path]) -> Path:
+def path(path_of) -> Path:
     return path_of(KEY)
 
 
@@ -61,7 +59,7 @@ def everything_in(root: Path) -> list[str]:
     return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
 
 
-def test_a_file_holds_the_buffers_one_after_the_other(files: ChunkFiles, path: Path, buffers: list[memoryview]) -> None:
+def test_a_file_holds_the_buffers_one_after_the_other(files, path, buffers) -> None:
     allocated_bytes = files.write(KEY, buffers, 0)
     assert path.read_bytes() == content(buffers)
     assert allocated_bytes == path.stat().st_blocks * 512 > 0
@@ -70,12 +68,7 @@ def test_a_file_holds_the_buffers_one_after_the_other(files: ChunkFiles, path: P
 
 @pytest.mark.parametrize(("slice_bytes", "pauses"), [(4_096, 4), (8_192, 1), (ROW_BYTES, 0)])
 def test_a_chunk_is_written_in_slices_between_which_others_go_first(
-    slice_bytes: int,
-    pauses: int,
-    open_folder: Callable[..., Folder],
-    mapper: FileMapper,
-    path: Path,
-    buffers: list[memoryview],
+    slice_bytes, pauses, open_folder, mapper, path, buffers
 ) -> None:
     looks = Looks(slice_bytes)
     ChunkFiles(open_folder(), mapper, looks, fsync=False).write(KEY, buffers, 0)
@@ -83,14 +76,14 @@ def test_a_chunk_is_written_in_slices_between_which_others_go_first(
     assert looks.taken == pauses
 
 
-def test_writing_again_replaces(files: ChunkFiles, path: Path, buffers: list[memoryview]) -> None:
+def test_writing_again_replaces(files, path, buffers) -> None:
     files.write(KEY, buffers, 0)
     buffers[0][:] = b"2" * ROW_BYTES
     files.write(KEY, buffers, 0)
     assert path.read_bytes() == content(buffers)
 
 
-def test_removing_what_is_not_there_is_nothing(files: ChunkFiles, path: Path, buffers: list[memoryview]) -> None:
+def test_removing_what_is_not_there_is_nothing(files, path, buffers) -> None:
     files.remove(KEY)
     files.write(KEY, buffers, 0)
     files.remove(KEY)
@@ -100,14 +93,7 @@ def test_removing_what_is_not_there_is_nothing(files: ChunkFiles, path: Path, bu
 
 
 @pytest.mark.parametrize("step", [1, 4_096, 12_288, ROW_BYTES])
-def test_short_writes_are_gone_on_with(
-    open_folder: Callable[..., Folder],
-    mapper: FileMapper,
-    path: Path,
-    buffers: list[memoryview],
-    step: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_short_writes_are_gone_on_with(open_folder, mapper, path, buffers, step, monkeypatch) -> None:
     files = ChunkFiles(open_folder(io="buffered"), mapper, LoadsFirst(), fsync=False)
     write = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda fd, rest, at: write(fd, [rest[0][:step]], at))
@@ -124,13 +110,7 @@ def read(chunk: OpenChunk, into: list[memoryview]) -> int:
 
 
 @pytest.mark.parametrize("step", [1_000, 4_096, 12_288, ROW_BYTES])
-def test_short_reads_are_gone_on_with(
-    open_folder: Callable[..., Folder],
-    mapper: FileMapper,
-    buffers: list[memoryview],
-    step: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_short_reads_are_gone_on_with(open_folder, mapper, buffers, step, monkeypatch) -> None:
     files = ChunkFiles(open_folder(io="buffered"), mapper, LoadsFirst(), fsync=False)
     files.write(KEY, buffers, 0)
     preadv = os.preadv
@@ -142,7 +122,7 @@ def test_short_reads_are_gone_on_with(
 
 
 @pytest.mark.parametrize("file_bytes", [0, 5, ROW_BYTES - 1, ROW_BYTES, ROW_BYTES + 5_000, ROW_BYTES + 50_000])
-def test_the_end_of_a_file_is_found_wherever_it_is(files: ChunkFiles, path: Path, file_bytes: int) -> None:
+def test_the_end_of_a_file_is_found_wherever_it_is(files, path, file_bytes) -> None:
     path.parent.mkdir(parents=True)
     path.write_bytes(b"x" * file_bytes)
     into = [memoryview(mmap.mmap(-1, ROW_BYTES)), memoryview(mmap.mmap(-1, 8_192))]
@@ -150,9 +130,7 @@ def test_the_end_of_a_file_is_found_wherever_it_is(files: ChunkFiles, path: Path
         assert read(chunk, into) == min(file_bytes, ROW_BYTES + 8_192)
 
 
-def test_a_device_that_takes_no_more_is_an_error(
-    files: ChunkFiles, path: Path, buffers: list[memoryview], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_that_takes_no_more_is_an_error(files, path, buffers, monkeypatch) -> None:
     monkeypatch.setattr(os, "pwritev", lambda fd, rest, at: 0)
     with pytest.raises(OSError, match="wrote 0 of 20480 bytes"):
         files.write(KEY, buffers, 0)
@@ -162,13 +140,7 @@ def test_a_device_that_takes_no_more_is_an_error(
 @pytest.mark.parametrize("call", ["pwritev", "fstat", "rename"])
 @pytest.mark.parametrize("there", [False, True])
 def test_a_failed_write_leaves_what_was_there_and_nothing_else(
-    files: ChunkFiles,
-    root: Path,
-    path: Path,
-    buffers: list[memoryview],
-    call: str,
-    there: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    files, root, path, buffers, call, there, monkeypatch
 ) -> None:
     before = content(buffers)
     if there:
@@ -187,9 +159,7 @@ def test_a_failed_write_leaves_what_was_there_and_nothing_else(
     assert not there or path.read_bytes() == before
 
 
-def test_readers_see_the_old_file_until_the_new_one_is_whole(
-    files: ChunkFiles, path: Path, buffers: list[memoryview], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_readers_see_the_old_file_until_the_new_one_is_whole(files, path, buffers, monkeypatch) -> None:
     files.write(KEY, buffers, 0)
     before, rename = content(buffers), os.rename
     seen: list[bytes] = []
@@ -204,9 +174,7 @@ def test_readers_see_the_old_file_until_the_new_one_is_whole(
     assert seen == [before]
 
 
-def test_folders_are_made_only_when_they_are_missing(
-    files: ChunkFiles, buffers: list[memoryview], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_are_made_only_when_they_are_missing(files, buffers, monkeypatch) -> None:
     made: list[str] = []
     mkdir = os.mkdir
 
@@ -222,9 +190,7 @@ def test_folders_are_made_only_when_they_are_missing(
     assert made == []
 
 
-def test_a_folder_that_vanishes_is_made_again(
-    files: ChunkFiles, path: Path, buffers: list[memoryview], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_vanishes_is_made_again(files, path, buffers, monkeypatch) -> None:
     mkdir, left = os.mkdir, [3]
 
     def make_and_lose(name: str, mode: int, *, dir_fd: int) -> None:
@@ -238,9 +204,7 @@ def test_a_folder_that_vanishes_is_made_again(
     assert path.read_bytes() == content(buffers)
 
 
-def test_folders_that_vanish_for_ever_are_an_error(
-    files: ChunkFiles, path: Path, buffers: list[memoryview], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_that_vanish_for_ever_are_an_error(files, path, buffers, monkeypatch) -> None:
     mkdir = os.mkdir
 
     def make_and_lose(name: str, mode: int, *, dir_fd: int) -> None:
@@ -253,9 +217,7 @@ def test_folders_that_vanish_for_ever_are_an_error(
         files.write(KEY, buffers, 0)
 
 
-def test_a_temporary_name_that_is_taken_is_left_to_its_owner(
-    files: ChunkFiles, path: Path, buffers: list[memoryview], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_temporary_name_that_is_taken_is_left_to_its_owner(files, path, buffers, monkeypatch) -> None:
     names = iter([".1.tmp", ".1.tmp", ".2.tmp"])
     monkeypatch.setattr("kvtier_backends.fs.files.chunk_files.temporary_name", lambda writer: next(names))
     path.parent.mkdir(parents=True)
@@ -267,7 +229,7 @@ def test_a_temporary_name_that_is_taken_is_left_to_its_owner(
 
 
 def test_with_fsync_the_file_its_folder_and_new_folders_parents_are_synced(
-    open_folder: Callable[..., Folder], mapper: FileMapper, buffers: list[memoryview], monkeypatch: pytest.MonkeyPatch
+    open_folder, mapper, buffers, monkeypatch
 ) -> None:
     files = ChunkFiles(open_folder(), mapper, LoadsFirst(), fsync=True)
     synced: list[str] = []
@@ -294,10 +256,10 @@ def test_temporaries_have_names_of_their_own_that_say_whose_they_are() -> None:
 
 
 @pytest.mark.parametrize("name", ["", ".tmp", "chunk.bin", ".0-1-2-3.tmp", "a.bin_123.tmp", ".01234567-1-2-3.tmp.bin"])
-def test_other_names_are_no_temporaries(name: str) -> None:
+def test_other_names_are_no_temporaries(name) -> None:
     assert writer_of(name) is None
 
 
-def test_an_attempt_is_never_taken_for_a_chunk(mapper: FileMapper) -> None:
+def test_an_attempt_is_never_taken_for_a_chunk(mapper) -> None:
     folder = os.path.dirname(mapper.name(KEY))
     assert mapper.key(f"{folder}/{temporary_name(Writer.this_process())}") is None

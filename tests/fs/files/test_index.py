@@ -33,7 +33,7 @@ def scanned(index: FileIndex) -> FileIndex:
     return index
 
 
-def test_what_was_removed_gives_back_its_room(index: FileIndex) -> None:
+def test_what_was_removed_gives_back_its_room(index) -> None:
     index.stored(FileEntry(A, 12_288))
     index.stored(FileEntry(B, 4_096))
     index.removed(A)
@@ -42,7 +42,7 @@ def test_what_was_removed_gives_back_its_room(index: FileIndex) -> None:
     assert gone_from(index) == [B]
 
 
-def test_keys_stand_in_the_order_of_their_last_use(index: FileIndex) -> None:
+def test_keys_stand_in_the_order_of_their_last_use(index) -> None:
     for key in (A, B, C):
         index.stored(FileEntry(key, 512))
     index.used([A])
@@ -51,14 +51,14 @@ def test_keys_stand_in_the_order_of_their_last_use(index: FileIndex) -> None:
     assert gone_from(index) == [C, A, B]
 
 
-def test_what_the_scan_finds_is_older_than_what_was_used_since_the_start(index: FileIndex) -> None:
+def test_what_the_scan_finds_is_older_than_what_was_used_since_the_start(index) -> None:
     index.stored(FileEntry(A, 512))
     index.found(FileEntry(B, 512))
     index.scanned([FileEntry(B, 512), FileEntry(C, 512, 2), FileEntry(D, 512, 1)])
     assert gone_from(index) == [D, C, A, B]
 
 
-def test_a_later_scan_renews_the_chunks_that_other_processes_used(index: FileIndex) -> None:
+def test_a_later_scan_renews_the_chunks_that_other_processes_used(index) -> None:
     index.scanned([FileEntry(A, 512, 1_000), FileEntry(B, 512, 1_010)])
     index.scanned([FileEntry(A, 512, 1_100)])
     index.scan_ended(complete=True)
@@ -66,7 +66,7 @@ def test_a_later_scan_renews_the_chunks_that_other_processes_used(index: FileInd
     assert gone_from(index) == [A]
 
 
-def test_a_removal_does_not_reach_what_was_stored_after_it_began(index: FileIndex) -> None:
+def test_a_removal_does_not_reach_what_was_stored_after_it_began(index) -> None:
     index.stored(FileEntry(A, 512))
     index.stored(FileEntry(B, 512))
     with index.call([A, B]) as early, index.call([A]) as other:
@@ -79,7 +79,7 @@ def test_a_removal_does_not_reach_what_was_stored_after_it_began(index: FileInde
     assert early == {B}  # It is over.
 
 
-def test_the_scan_does_not_bring_back_what_was_removed_beside_it(index: FileIndex) -> None:
+def test_the_scan_does_not_bring_back_what_was_removed_beside_it(index) -> None:
     index.removed(A)
     index.removed(B)
     index.stored(FileEntry(B, 512))
@@ -88,7 +88,7 @@ def test_the_scan_does_not_bring_back_what_was_removed_beside_it(index: FileInde
     assert (A in index, B in index, C in index) == (False, True, True)
 
 
-def test_only_a_complete_scan_makes_it_the_authority(index: FileIndex) -> None:
+def test_only_a_complete_scan_makes_it_the_authority(index) -> None:
     assert not index.authoritative
     index.scan_ended(complete=False)
     assert not index.authoritative
@@ -98,7 +98,7 @@ def test_only_a_complete_scan_makes_it_the_authority(index: FileIndex) -> None:
     assert index.authoritative
 
 
-def test_a_report_begins_with_what_is_there(index: FileIndex) -> None:
+def test_a_report_begins_with_what_is_there(index) -> None:
     index.stored(FileEntry(A, 512))
     index.scanned([FileEntry(B, 512)])
     index.inventory.begin()
@@ -107,7 +107,7 @@ def test_a_report_begins_with_what_is_there(index: FileIndex) -> None:
     assert events(index) == [Added([A, B, C]), ScanDone(complete=True)]
 
 
-def test_only_what_no_call_explains_is_reported(index: FileIndex) -> None:
+def test_only_what_no_call_explains_is_reported(index) -> None:
     scanned(index)
     index.stored(FileEntry(A, 512))
     index.stored(FileEntry(B, 512))
@@ -119,7 +119,7 @@ def test_only_what_no_call_explains_is_reported(index: FileIndex) -> None:
     assert events(index) == [Added([C]), Removed([B])]
 
 
-def test_an_event_is_true_when_it_is_told(index: FileIndex) -> None:
+def test_an_event_is_true_when_it_is_told(index) -> None:
     scanned(index)
     for key in (A, B):
         index.found(FileEntry(key, 512))
@@ -129,7 +129,7 @@ def test_an_event_is_true_when_it_is_told(index: FileIndex) -> None:
     assert events(index) == [Added([B]), Removed([A])]
 
 
-def test_batches_have_a_limit(index: FileIndex) -> None:
+def test_batches_have_a_limit(index) -> None:
     keys = [make_offload_key(number.to_bytes(32, "big")) for number in range(2 * INVENTORY_BATCH_KEYS + 1)]
     index.inventory.begin()
     index.scanned([FileEntry(key, 512) for key in keys])
@@ -146,7 +146,7 @@ def test_batches_have_a_limit(index: FileIndex) -> None:
 
 @pytest.mark.usefixtures("thorough")
 @pytest.mark.parametrize("naming", ["stored", "scanned"])
-def test_a_chunk_takes_two_hundred_bytes_at_most(naming: str) -> None:
+def test_a_chunk_takes_two_hundred_bytes_at_most(naming) -> None:
     """Key and order included, however full the dictionary happens to be."""
     count, now_ns = 100_000, 1_700_000_000_000_000_000
     tracemalloc.start()

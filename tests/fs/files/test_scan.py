@@ -3,18 +3,15 @@
 import asyncio
 import errno
 import os
-from collections.abc import Callable
 from itertools import count
-from pathlib import Path
 
 import pytest
 
 from kvtier.backend.contract import Added, ScanDone
-from kvtier.backend.namespace import FileMapper, Namespace, OffloadKey
-from kvtier.testing.conformance import Lender
+from kvtier.backend.keys import OffloadKey
+from kvtier.backend.namespace import FileMapper, Namespace
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs import FsBackend
-from tests.fs.conftest import MakeSystemCall
 
 DEADLINE_S = 20.0
 
@@ -31,7 +28,7 @@ async def scanned(tier: FsBackend) -> tuple[set[OffloadKey], bool]:
     raise AssertionError("the report ended")
 
 
-async def test_what_was_stored_before_is_found(open_tier, lender: Lender) -> None:
+async def test_what_was_stored_before_is_found(open_tier, lender) -> None:
     keys = [*keys_of(40), key_of(1, group=3)]
     before = await open_tier()
     await lender.keep(before, keys)
@@ -47,7 +44,7 @@ async def test_an_empty_directory_is_scanned_too(open_tier) -> None:
     assert await scanned(await open_tier()) == (set(), True)
 
 
-async def test_strangers_and_temporaries_are_no_chunks(open_tier, lender: Lender, path_of) -> None:
+async def test_strangers_and_temporaries_are_no_chunks(open_tier, lender, path_of) -> None:
     before = await open_tier()
     await lender.keep(before, [key_of(0)])
     await before.aclose(DEADLINE_S)
@@ -61,7 +58,7 @@ async def test_strangers_and_temporaries_are_no_chunks(open_tier, lender: Lender
     assert await lender.recall(tier, [key_of(0)]) == [label(key_of(0))]
 
 
-async def test_other_namespaces_are_left_alone(open_tier, lender: Lender, root: Path) -> None:
+async def test_other_namespaces_are_left_alone(open_tier, lender, root) -> None:
     tier = await open_tier()
     await lender.keep(tier, [key_of(0)])
     name = FileMapper(Namespace(model_name="org/model", rank=1)).name(key_of(0))
@@ -73,7 +70,7 @@ async def test_other_namespaces_are_left_alone(open_tier, lender: Lender, root: 
 
 @pytest.mark.parametrize(("unverified", "found"), [("accept", {1}), ("refuse", set())])
 async def test_files_that_no_load_would_take_are_skipped_and_counted(
-    open_tier, path_of, unverified: str, found: set[int], row_bytes: int
+    open_tier, path_of, unverified, found, row_bytes
 ) -> None:
     lengths = {0: 0, 1: row_bytes, 2: row_bytes - 1, 3: row_bytes + 1, 4: row_bytes + 4_097}
     for number, length in lengths.items():
@@ -85,9 +82,7 @@ async def test_files_that_no_load_would_take_are_skipped_and_counted(
     assert all(path_of(key_of(number)).exists() for number in lengths)
 
 
-async def test_the_tier_answers_while_it_is_scanned(
-    open_tier, lender: Lender, hurry, system_call: MakeSystemCall
-) -> None:
+async def test_the_tier_answers_while_it_is_scanned(open_tier, lender, hurry, system_call) -> None:
     before = await open_tier()
     await lender.keep(before, keys_of(3))
     await before.aclose(DEADLINE_S)
@@ -103,9 +98,7 @@ async def test_the_tier_answers_while_it_is_scanned(
     assert await scanned(tier) == ({*keys_of(3), key_of(9)}, True)
 
 
-async def test_what_is_deleted_beside_the_scan_stays_deleted(
-    open_tier, lender: Lender, hurry, system_call: MakeSystemCall
-) -> None:
+async def test_what_is_deleted_beside_the_scan_stays_deleted(open_tier, lender, hurry, system_call) -> None:
     """The scan has seen a file, but not told of it, when it is deleted."""
     before = await open_tier()
     await lender.keep(before, keys_of(2))
@@ -122,9 +115,7 @@ async def test_what_is_deleted_beside_the_scan_stays_deleted(
     assert list(await tier.probe(keys_of(2))) == [False, True]
 
 
-async def test_an_index_that_is_whole_answers_without_a_system_call(
-    open_tier, lender: Lender, system_call: MakeSystemCall
-) -> None:
+async def test_an_index_that_is_whole_answers_without_a_system_call(open_tier, lender, system_call) -> None:
     tier = await open_tier()
     await lender.keep(tier, keys_of(2))
     await scanned(tier)
@@ -133,9 +124,7 @@ async def test_an_index_that_is_whole_answers_without_a_system_call(
     assert asked.times == 0
 
 
-async def test_a_folder_that_cannot_be_read_leaves_the_tier_asking(
-    open_tier, lender: Lender, path_of: Callable[[OffloadKey], Path], system_call: MakeSystemCall
-) -> None:
+async def test_a_folder_that_cannot_be_read_leaves_the_tier_asking(open_tier, lender, path_of, system_call) -> None:
     before = await open_tier()
     await lender.keep(before, keys_of(2))
     await before.aclose(DEADLINE_S)
@@ -152,7 +141,7 @@ async def test_a_folder_that_cannot_be_read_leaves_the_tier_asking(
     assert await lender.recall(tier, [key_of(0)]) == [label(key_of(0))]
 
 
-async def test_closing_ends_a_scan_that_hangs(open_tier, system_call: MakeSystemCall, row_bytes: int) -> None:
+async def test_closing_ends_a_scan_that_hangs(open_tier, system_call, row_bytes) -> None:
     listing = system_call("scandir", sticks=True)
     tier = await open_tier()
     await listing.wait_entered()
@@ -161,7 +150,7 @@ async def test_closing_ends_a_scan_that_hangs(open_tier, system_call: MakeSystem
     assert await tier.aclose(DEADLINE_S) == (0,)
 
 
-async def test_a_link_in_a_circle_does_not_hold_up_the_scan(open_tier, lender: Lender, path_of) -> None:
+async def test_a_link_in_a_circle_does_not_hold_up_the_scan(open_tier, lender, path_of) -> None:
     before = await open_tier()
     await lender.keep(before, [key_of(0)])
     await before.aclose(DEADLINE_S)

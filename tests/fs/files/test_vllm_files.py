@@ -7,14 +7,12 @@ shorter file for damage. Its writer writes the row and nothing else.
 import json
 import mmap
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from kvtier.backend.namespace import OffloadKey
-from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import chunk, key_of, keys_of, label
+from tests.fs.conftest import taken_bytes
 
 
 def read_as_vllm(path: Path, row_bytes: int, flags: int) -> bytes:
@@ -42,16 +40,14 @@ def write_as_vllm(path: Path, block: bytes, flags: int) -> None:
 
 @pytest.mark.parametrize("io", ["direct", "buffered"])
 @pytest.mark.parametrize("flags", [os.O_DIRECT, 0])
-async def test_vllm_reads_our_chunks(
-    open_tier, lender: Lender, path_of: Callable[[OffloadKey], Path], io: str, flags: int, row_bytes: int
-) -> None:
+async def test_vllm_reads_our_chunks(open_tier, lender, path_of, io, flags, row_bytes) -> None:
     tier = await open_tier(io=io)
     await lender.keep(tier, keys_of(3))
     for key in keys_of(3):
         assert read_as_vllm(path_of(key), row_bytes, flags) == chunk(key, 0, row_bytes)
 
 
-async def test_vllm_finds_its_config(open_tier, root: Path, mapper) -> None:
+async def test_vllm_finds_its_config(open_tier, root, mapper) -> None:
     await open_tier()
     config = json.loads((root / mapper.config_name).read_bytes())
     assert config["model_name"] == "org/model"
@@ -60,9 +56,7 @@ async def test_vllm_finds_its_config(open_tier, root: Path, mapper) -> None:
 
 @pytest.mark.parametrize("io", ["direct", "buffered"])
 @pytest.mark.parametrize("flags", [os.O_DIRECT, 0])
-async def test_vllms_chunks_are_read_if_they_are_accepted(
-    open_tier, lender: Lender, path_of, io: str, flags: int, row_bytes: int
-) -> None:
+async def test_vllms_chunks_are_read_if_they_are_accepted(open_tier, lender, path_of, io, flags, row_bytes) -> None:
     for key in keys_of(3):
         write_as_vllm(path_of(key), chunk(key, 0, row_bytes), flags)
         lender.chunk(key)
@@ -73,9 +67,7 @@ async def test_vllms_chunks_are_read_if_they_are_accepted(
     assert tier.occupancy().used_bytes >= 3 * row_bytes
 
 
-async def test_vllms_chunks_are_refused_by_default_and_left_alone(
-    open_tier, lender: Lender, path_of, row_bytes: int
-) -> None:
+async def test_vllms_chunks_are_refused_by_default_and_left_alone(open_tier, lender, path_of, row_bytes) -> None:
     for key in keys_of(3):
         write_as_vllm(path_of(key), chunk(key, 0, row_bytes), 0)
     tier = await open_tier()
@@ -87,7 +79,7 @@ async def test_vllms_chunks_are_refused_by_default_and_left_alone(
 
 
 async def test_a_chunk_of_vllms_in_place_of_ours_takes_its_room_until_it_goes_for_it(
-    open_tier, lender: Lender, path_of, root: Path, taken_bytes, row_bytes: int
+    open_tier, lender, path_of, root, row_bytes
 ) -> None:
     """Refused, it is there all the same: what is stored after it has no more room than before."""
     capacity_bytes = 1 << 20
@@ -105,7 +97,7 @@ async def test_a_chunk_of_vllms_in_place_of_ours_takes_its_room_until_it_goes_fo
 
 @pytest.mark.parametrize("unverified", ["accept", "refuse"])
 async def test_a_store_of_ours_makes_vllms_chunk_a_verified_one(
-    open_tier, lender: Lender, path_of, unverified: str, row_bytes: int
+    open_tier, lender, path_of, unverified, row_bytes
 ) -> None:
     write_as_vllm(path_of(key_of(0)), b"\x01" * row_bytes, 0)
     tier = await open_tier(unverified=unverified)
@@ -114,13 +106,13 @@ async def test_a_store_of_ours_makes_vllms_chunk_a_verified_one(
     assert tier.counters().unverified_accepted == tier.counters().unverified_refused == 0
 
 
-async def test_a_torn_chunk_of_vllms_is_a_miss(open_tier, lender: Lender, path_of, row_bytes: int) -> None:
+async def test_a_torn_chunk_of_vllms_is_a_miss(open_tier, lender, path_of, row_bytes) -> None:
     write_as_vllm(path_of(key_of(0)), bytes(row_bytes - 4_096), 0)
     tier = await open_tier(unverified="accept")
     assert await lender.recall(tier, [key_of(0)]) == ["ChunkCorrupt"]
 
 
-async def test_vllms_temporaries_are_no_chunks(open_tier, path_of, row_bytes: int) -> None:
+async def test_vllms_temporaries_are_no_chunks(open_tier, path_of, row_bytes) -> None:
     path = path_of(key_of(0))
     path.parent.mkdir(parents=True)
     path.with_name(f"{path.name}_1234567890.tmp").write_bytes(bytes(row_bytes))

@@ -3,7 +3,6 @@
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -146,7 +145,7 @@ class TestFsCounts(CountedConformance):
     chunk_bytes = 8_192
 
     @pytest.fixture
-    async def backend(self, tmp_path, laid_out: dict[str, Any]):
+    async def backend(self, tmp_path, laid_out):
         tier = await FsBackend.open(FsOptions(root=str(tmp_path), **laid_out), tier_context(self.chunk_bytes))
         yield tier
         await tier.aclose(10)
@@ -186,7 +185,7 @@ class Small:
         return "lru"
 
     @pytest.fixture
-    async def small(self, tmp_path, policy: str, laid_out: dict[str, Any]):
+    async def small(self, tmp_path, policy, laid_out):
         room_bytes = 24 * (self.chunk_bytes + 4_096 + 4 * 4_096)
         options = FsOptions(root=str(tmp_path), capacity_bytes=room_bytes, eviction_policy=policy, **laid_out)
         tier = await FsBackend.open(options, tier_context(self.chunk_bytes))

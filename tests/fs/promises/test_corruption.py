@@ -1,28 +1,25 @@
-"""Damaged, foreign and swapped files are misses, counted by kind and out of the way; their keys can be stored again."""
+"""Damaged, foreign and swapped chunks are misses, counted by kind and removed; their keys can be stored again."""
 
 import os
 import struct
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from kvtier.backend.contract import Added, Removed, ScanDone, TierContext
+from kvtier.backend.contract import TierContext
 from kvtier.backend.namespace import FileMapper, Namespace
-from kvtier.errors import ChunkCorrupt, ChunkMissing
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs import ChunkFault, FsBackend, FsOptions
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
-from tests.fs.conftest import Place
+from kvtier_backends.fs.segments.segment import HEADER_BYTES
+from tests.fs.conftest import ROW_BYTES, SLOT_BYTES, Place, kinds, scanned, segments, taken_bytes, whole
 
 KEY = key_of(1)
-LAYOUTS = ["files", "segments"]
-ROW_BYTES = 8_192
 Damage = Callable[[Place], object]
 
 
@@ -44,33 +41,31 @@ DAMAGES: dict[str, tuple[Damage, ChunkFault]] = {
 }
 OF_FILES: dict[str, tuple[Damage, ChunkFault]] = {  # A slot has one length.
     "empty": (cut_to(0), ChunkFault.TRUNCATED),
-    "one byte": (cut_to(1), ChunkFault.TRUNCATED),
     "a page": (cut_to(4_096), ChunkFault.TRUNCATED),
     "a byte less than a row": (cut_to(ROW_BYTES - 1), ChunkFault.TRUNCATED),
     "a byte more than a row": (cut_to(ROW_BYTES + 1), ChunkFault.TRUNCATED),
-    "a byte less than a footer": (cut_to(ROW_BYTES + FOOTER_BYTES - 1), ChunkFault.TRUNCATED),
-    "a byte too long": (cut_to(ROW_BYTES + FOOTER_BYTES + 1), ChunkFault.OVERLONG),
-    "a page too long": (cut_to(ROW_BYTES + 2 * FOOTER_BYTES), ChunkFault.OVERLONG),
+    "a byte less than a footer": (cut_to(SLOT_BYTES - 1), ChunkFault.TRUNCATED),
+    "a byte too long": (cut_to(SLOT_BYTES + 1), ChunkFault.OVERLONG),
+    "a page too long": (cut_to(SLOT_BYTES + FOOTER_BYTES), ChunkFault.OVERLONG),
     "much too long": (cut_to(ROW_BYTES * 10), ChunkFault.OVERLONG),
-    "all zeros": (overwritten(0, bytes(ROW_BYTES + FOOTER_BYTES)), ChunkFault.ZEROED),
+    "all zeros": (overwritten(0, bytes(SLOT_BYTES)), ChunkFault.ZEROED),
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("io", ["direct", "buffered"])
 async def test_damaged_chunks_are_misses_beside_sound_ones_and_can_be_stored_again(
-    open_tier, lender: Lender, place_of, seal, layout: str, io: str
+    open_tier, lender, place_of, seal, layout, io
 ) -> None:
     damages = DAMAGES | (OF_FILES if layout == "files" else {})
     keys = keys_of(2 * len(damages))
     damaged = dict(zip(keys[::2], damages, strict=True))  # Every second one.
-    tier = await open_tier(layout=layout, io=io, capacity_bytes="4MiB", **seal)
+    tier = await open_tier(layout=layout, io=io, **seal)
     await lender.keep(tier, keys)
     for key, kind in damaged.items():
         damages[kind][0](place_of(key))
     told = dict(zip(keys, await lender.recall(tier, keys), strict=True))
     assert {kind: told[key] for key, kind in damaged.items()} == dict.fromkeys(damages, "ChunkCorrupt")
-    assert [told[key] for key in keys[1::2]] == [label(key) for key in keys[1::2]]
+    assert [told[key] for key in keys[1::2]] == whole(keys[1::2])
     faults = Counter(fault.value for _, fault in damages.values())
     assert tier.counters().corrupt == faults
     assert list(await tier.probe(keys)) == [key not in damaged for key in keys]
@@ -81,7 +76,7 @@ async def test_damaged_chunks_are_misses_beside_sound_ones_and_can_be_stored_aga
 
 
 @pytest.fixture
-def opened_once(open_tier) -> Callable[..., Awaitable[FsBackend]]:
+def opened_once(open_tier):
     """Open one tier for all examples of a test."""
     opened: list[FsBackend] = []
 
@@ -93,13 +88,10 @@ def opened_once(open_tier) -> Callable[..., Awaitable[FsBackend]]:
     return opened_once
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(bit=st.integers(0, 8 * (ROW_BYTES + FOOTER_BYTES) - 1))
-async def test_a_flipped_bit_anywhere_is_a_miss(
-    opened_once, lender: Lender, place_of, seal, layout: str, bit: int
-) -> None:
-    tier = await opened_once(layout=layout, capacity_bytes="1MiB", **seal)
+@given(bit=st.integers(0, 8 * SLOT_BYTES - 1))
+async def test_a_flipped_bit_anywhere_is_a_miss(opened_once, lender, place_of, seal, layout, bit) -> None:
+    tier = await opened_once(layout=layout, **seal)
     await lender.keep(tier, [KEY])
     place = place_of(KEY)
     place.overwrite(bit // 8, bytes([place.read()[bit // 8] ^ 1 << bit % 8]))
@@ -107,8 +99,8 @@ async def test_a_flipped_bit_anywhere_is_a_miss(
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(length=st.integers(0, ROW_BYTES + FOOTER_BYTES - 1))
-async def test_a_file_cut_off_anywhere_is_a_miss(opened_once, lender: Lender, path_of, seal, length: int) -> None:
+@given(length=st.integers(0, SLOT_BYTES - 1))
+async def test_a_file_cut_off_anywhere_is_a_miss(opened_once, lender, path_of, seal, length) -> None:
     tier = await opened_once(**seal)
     await lender.keep(tier, [KEY])
     os.truncate(path_of(KEY), length)
@@ -116,27 +108,69 @@ async def test_a_file_cut_off_anywhere_is_a_miss(opened_once, lender: Lender, pa
     assert await lender.recall(tier, [KEY]) == [expected]
 
 
-async def test_a_file_of_a_later_format_is_a_miss_and_left_alone(
-    open_tier, lender: Lender, path_of, row_bytes: int
+@pytest.mark.parametrize(
+    ("damage", "told", "faults"),
+    [
+        (overwritten(0, b"half of another chunk"), "ChunkCorrupt", {"payload": 1}),  # Its footer is whole.
+        (overwritten(ROW_BYTES + 70, b"\xff"), "ChunkMissing", {"footer": 1}),  # The start has seen that.
+    ],
+)
+async def test_a_slot_that_was_torn_before_a_start_is_a_miss(
+    open_tier, stored, lender, place_of, damage, told, faults
 ) -> None:
+    await stored(keys_of(3), layout="segments", checkpoint_s=0)
+    damage(place_of(KEY))
+    tier = await open_tier(layout="segments", checkpoint_s=0)
+    await scanned(tier)
+    assert list(await tier.probe(keys_of(3))) == [True, told == "ChunkCorrupt", True]
+    assert await lender.recall(tier, keys_of(3)) == [label(key_of(0)), told, label(key_of(2))]
+    assert tier.counters().corrupt == faults
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda page: page[:40] + bytes([page[40] ^ 1]) + page[41:],
+        lambda page: bytes(HEADER_BYTES),
+        lambda page: page[:8] + (2).to_bytes(4, "little") + page[12:],  # A later format: its checksum is wrong here.
+    ],
+    ids=["a flipped bit", "zeros", "another version"],
+)
+async def test_a_segment_with_a_damaged_first_page_holds_nothing_and_goes_first(
+    open_tier, stored, lender, root, damage, caplog
+) -> None:
+    await stored(keys_of(4), layout="segments")
+    (old,) = segments(root)
+    content = old.read_bytes()
+    old.write_bytes(damage(content[:HEADER_BYTES]) + content[HEADER_BYTES:])
+    tier = await open_tier(layout="segments")
+    assert await lender.recall(tier, keys_of(4)) == ["ChunkMissing"] * 4
+    assert (tier.counters().scan_skipped, tier.counters().corrupt) == (1, {})
+    (said,) = (record.getMessage() for record in caplog.records if "hold nothing for this tier" in record.message)
+    assert old.name in said
+    await lender.keep(tier, keys_of(4), version=1)
+    assert await lender.recall(tier, keys_of(4)) == whole(keys_of(4), 1)
+    assert len(segments(root)) == 1, "the damaged one has gone for the new one's room"
+    assert taken_bytes(root) <= 1 << 20
+
+
+async def test_a_file_of_a_later_format_is_a_miss_and_left_alone(open_tier, lender, path_of) -> None:
     tier = await open_tier()
     await lender.keep(tier, keys_of(2))
-    page = bytearray(path_of(KEY).read_bytes()[row_bytes:])
+    page = bytearray(path_of(KEY).read_bytes()[ROW_BYTES:])
     struct.pack_into("<I", page, 8, 3)
     struct.pack_into("<Q", page, FOOTER_BYTES - 8, xxh3_64_intdigest(page[:-8]))
-    Place(path_of(KEY), 0).overwrite(row_bytes, bytes(page))
+    Place(path_of(KEY), 0).overwrite(ROW_BYTES, bytes(page))
     later = path_of(KEY).read_bytes()
     assert await lender.recall(tier, keys_of(2)) == [label(key_of(0)), "ChunkMissing"]
     assert path_of(KEY).read_bytes() == later
-    assert tier.counters().corrupt == {}
-    assert tier.counters().other_version == 1
+    assert (tier.counters().other_version, tier.counters().corrupt) == (1, {})
     await lender.keep(tier, [KEY])
     assert await lender.recall(tier, [KEY]) == [label(KEY)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-async def test_swapped_chunks_are_misses(open_tier, lender: Lender, place_of, seal, layout: str) -> None:
-    tier = await open_tier(layout=layout, capacity_bytes="1MiB", **seal)
+async def test_swapped_chunks_are_misses(open_tier, lender, place_of, seal, layout) -> None:
+    tier = await open_tier(layout=layout, **seal)
     await lender.keep(tier, keys_of(3))
     first, second = map(place_of, keys_of(2))
     was_first, was_second = first.read(), second.read()
@@ -147,12 +181,10 @@ async def test_swapped_chunks_are_misses(open_tier, lender: Lender, place_of, se
 
 
 @pytest.mark.parametrize("other", [{"layout": "LBHNC"}, {"row_bytes": 4_096}])
-async def test_a_file_of_a_namespace_with_the_same_names_is_a_miss(
-    open_tier, lender: Lender, root: Path, row_bytes: int, other: dict[str, object]
-) -> None:
+async def test_a_file_of_a_namespace_with_the_same_names_is_a_miss(open_tier, lender, root, other) -> None:
     """What vLLM leaves out of its names is in the footer's fingerprint."""
-    mapper = FileMapper(Namespace(model_name="org/model", **other))  # type: ignore[arg-type]
-    theirs = await FsBackend.open(FsOptions(root=str(root), layout="files"), TierContext("1:fs", mapper, row_bytes))
+    mapper = FileMapper(Namespace(model_name="org/model", **other))
+    theirs = await FsBackend.open(FsOptions(root=str(root), layout="files"), TierContext("1:fs", mapper, ROW_BYTES))
     await lender.keep(theirs, [KEY])
     await theirs.aclose(10)
     ours = await open_tier()
@@ -160,21 +192,24 @@ async def test_a_file_of_a_namespace_with_the_same_names_is_a_miss(
     assert ours.counters().corrupt == {"namespace": 1}
 
 
-async def test_rows_of_another_length_are_misses(open_tier, lender: Lender, root: Path, mapper, row_bytes: int) -> None:
-    ours = await open_tier()
-    await lender.keep(ours, [key_of(2)])
-    await ours.aclose(10)
-    theirs = await FsBackend.open(FsOptions(root=str(root), layout="files"), TierContext("1:fs", mapper, 4 * row_bytes))
-    longer = Lender(4 * row_bytes)
+async def test_rows_of_another_length_are_misses(open_tier, stored, lender, root, mapper, layout) -> None:
+    """A segment of them takes its room until that is wanted."""
+    await stored([key_of(2)], layout=layout)
+    options = FsOptions(root=str(root), layout=layout, capacity_bytes="1MiB")
+    theirs = await FsBackend.open(options, TierContext("1:fs", mapper, 4 * ROW_BYTES))
+    longer = Lender(4 * ROW_BYTES)
     await longer.keep(theirs, [KEY])
-    assert await longer.recall(theirs, [key_of(2)]) == ["ChunkCorrupt"]
+    miss = "ChunkCorrupt" if layout == "files" else "ChunkMissing"
+    assert await longer.recall(theirs, [key_of(2)]) == [miss]
     await theirs.aclose(10)
-    assert await lender.recall(await open_tier(), [KEY]) == ["ChunkCorrupt"]
+    tier = await open_tier(layout=layout)
+    assert await lender.recall(tier, [KEY]) == [miss]
+    await lender.keep(tier, keys_of(4))
+    assert await lender.recall(tier, keys_of(4)) == whole(keys_of(4))
+    assert taken_bytes(root) <= 1 << 20
 
 
-async def test_a_corrupt_file_that_cannot_be_moved_is_still_a_miss(
-    open_tier, lender: Lender, path_of, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_corrupt_file_that_cannot_be_removed_is_still_a_miss(open_tier, lender, path_of, monkeypatch) -> None:
     tier = await open_tier()
     await lender.keep(tier, [KEY])
     Place(path_of(KEY), 0).overwrite(5, b"?")
@@ -192,17 +227,6 @@ async def test_a_corrupt_file_that_cannot_be_moved_is_still_a_miss(
     assert await lender.recall(tier, [KEY]) == [label(KEY)]
 
 
-async def test_the_inventory_hears_of_corrupt_chunks(open_tier, lender: Lender, path_of) -> None:
-    tier = await open_tier()
-    await lender.keep(tier, keys_of(2))
-    report = tier.watch()
-    assert [type(await anext(report)) for _ in range(2)] == [Added, ScanDone]
-    Place(path_of(KEY), 0).overwrite(5, b"?")
-    await lender.recall(tier, keys_of(2))
-    assert await anext(report) == Removed([KEY])
-    await report.aclose()
-
-
 @pytest.mark.parametrize(
     ("layout", "damage", "wrong"),
     [
@@ -210,14 +234,61 @@ async def test_the_inventory_hears_of_corrupt_chunks(open_tier, lender: Lender, 
         ("segments", overwritten(0, b"?"), "payload: slot 0"),
     ],
 )
-async def test_what_was_wrong_is_in_the_outcome(
-    open_tier, lender: Lender, place_of, layout: str, damage: Damage, wrong: str
-) -> None:
-    tier = await open_tier(layout=layout, capacity_bytes="1MiB")
+async def test_what_was_wrong_is_in_the_outcome(open_tier, lender, place_of, layout, damage, wrong) -> None:
+    tier = await open_tier(layout=layout)
     await lender.keep(tier, [KEY])
     damage(place_of(KEY))
-    corrupt, missing = await tier.load(lender.reads([KEY, key_of(2)]))
-    assert isinstance(corrupt, ChunkCorrupt)
-    assert str(corrupt) == f"{KEY.hex()}: {wrong}"
-    assert isinstance(missing, ChunkMissing)
-    assert key_of(2).hex() in str(missing)
+    outcomes = await tier.load(lender.reads([KEY, key_of(2)]))
+    assert kinds(outcomes) == ["ChunkCorrupt", "ChunkMissing"]
+    assert str(outcomes[0]) == f"{KEY.hex()}: {wrong}"
+    assert key_of(2).hex() in str(outcomes[1])
+
+
+# A corrupt file goes; a good one that has taken its place as it was read stays.
+
+
+@pytest.mark.parametrize("replaced", ["as it is judged", "as it goes", "as it goes, and once more", "removed"])
+async def test_a_good_file_that_takes_a_corrupt_ones_place_stays(
+    open_tier, lender, path_of, monkeypatch, replaced
+) -> None:
+    tier, path = await open_tier(load_queue_bytes=0), path_of(KEY)
+    await lender.keep(tier, [KEY])
+    path = path_of(KEY)
+    Place(path, 0).overwrite(5, b"?")
+
+    def put(content: bytes) -> None:
+        path.with_suffix(".new").write_bytes(content)
+        path.with_suffix(".new").replace(path)
+
+    preadv, rename = os.preadv, os.rename
+
+    def read_and_replace(*args: object) -> int:
+        done = preadv(*args)
+        path.unlink() if replaced == "removed" else put(b"good")
+        return done
+
+    def replace_around(*args: str, **kwargs: int) -> None:
+        monkeypatch.undo()
+        put(b"good")
+        rename(*args, **kwargs)
+        if replaced.endswith("more"):
+            put(b"better")
+
+    if replaced in ("as it is judged", "removed"):
+        monkeypatch.setattr(os, "preadv", read_and_replace)
+    else:
+        monkeypatch.setattr(os, "rename", replace_around)
+    assert await lender.recall(tier, [KEY]) == ["ChunkCorrupt"]
+    monkeypatch.undo()
+    left = [entry.read_bytes() for entry in path.parent.iterdir()] if path.parent.exists() else []
+    assert left == ([] if replaced == "removed" else [b"better" if replaced.endswith("more") else b"good"])
+
+
+async def test_each_kind_of_fault_is_warned_of_once(open_tier, lender, path_of, caplog) -> None:
+    tier = await open_tier()
+    await lender.keep(tier, keys_of(5))
+    for number, length in enumerate((5, 5, SLOT_BYTES + 1, 5)):
+        os.truncate(path_of(key_of(number)), length)
+        await lender.recall(tier, [key_of(number)])
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [message.split("(")[1].split(")")[0] for message in warnings] == ["truncated", "overlong"]

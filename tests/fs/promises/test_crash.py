@@ -8,30 +8,23 @@ on a loop device. The outer one is shut down as it is after a crash, without wri
 wrote is lost, but for what it had flushed, and whatever the kernel had happened to write by itself.
 """
 
-import asyncio
 import fcntl
-import json
 import logging
 import os
 import random
-import signal
 import struct
 import subprocess
-import sys
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvtier.backend.contract import ScanDone, TierContext
-from kvtier.backend.namespace import FileMapper
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import keys_of, label
-from kvtier_backends.fs import FsBackend, FsOptions
+from tests.fs.conftest import DEADLINE_S, ROW_BYTES, SLOT_BYTES, Child, OpenTier, scanned, taken_bytes, temporaries
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +32,13 @@ ROUNDS = int(os.environ.get("KVTIER_CRASH_ROUNDS", "10"))
 POWER_ROUNDS = int(os.environ.get("KVTIER_POWER_ROUNDS", "2"))
 SEED = int(os.environ.get("KVTIER_CRASH_SEED", "1"))
 KEYS = 120
-LAYOUTS = ["files", "segments"]
-MANY_KEYS = 400
-FULL: dict[str, Any] = {"naming": "flat", "capacity_bytes": 100 * (12_288 + 4_096) + 262_144}  # For a quarter.
 DELETED = -1
-DEADLINE_S = 60.0
+
+FILES: dict[str, Any] = {"layout": "files", "capacity_bytes": 48 << 20}
+SEGMENTS: dict[str, Any] = {"layout": "segments", "capacity_bytes": 48 << 20, "checkpoint_s": 0.01}
+FULL: dict[str, Any] = {"naming": "flat", "capacity_bytes": 100 * (SLOT_BYTES + 4_096) + 262_144}
+FULL_KEYS = 400  # Four times what there is room for.
+WAYS = pytest.mark.parametrize("way", [FILES, SEGMENTS, FULL], ids=["files", "segments", "full"])
 
 EXT4_IOC_SHUTDOWN = 2 << 30 | 4 << 16 | ord("X") << 8 | 125  # _IOR('X', 125, __u32), of fs/ext4/ext4.h.
 WITHOUT_LOG_FLUSH = 2
@@ -82,79 +77,33 @@ class Expected:
         self.versions[number] = {version}
 
 
-class Launcher:
-    """Writers that can be stopped at any moment."""
+def lives(
+    child: Child, rounds: int, patience: tuple[int, int], expected: Expected, before: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Kill a child at some moment of each of its lives, and yield after each; `before`: what happens first.
 
-    def __init__(
-        self, root: Path, row_bytes: int, deletes: float, options: dict[str, object], keys: int = KEYS
-    ) -> None:
-        script = os.path.join(os.path.dirname(__file__), "..", "crash_writer.py")
-        self._process = subprocess.Popen(
-            [sys.executable, script, str(root), str(row_bytes), str(keys), str(deletes), json.dumps(options)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # Of a writer whose disk goes away.
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-            text=True,
-        )
-
-    def run(self, seed: int, patience: int, expected: Expected) -> Iterator[int]:
-        """Run a writer, read its reports, and yield its id when it has said so much, for the caller to act."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(f"{seed}\n")
-        self._process.stdin.flush()
-        pid = 0
-        while (line := self._process.stdout.readline().strip()) != "dead":
-            assert line, "the launcher ended"
-            if line.startswith("child"):
-                pid = int(line.split()[1])
-                continue
+    `patience`: how much it says until then, at least and at most.
+    """
+    for seed in range(SEED, SEED + rounds):
+        dice = random.Random(seed)
+        child.begin(seed)
+        for _ in range(dice.randint(*patience)):
+            expected.hear(child.line())
+        time.sleep(dice.random() * 0.002)  # Not to wait for anything, but to hit any moment of a call.
+        before()
+        for line in child.kill():
             expected.hear(line)
-            patience -= 1
-            if patience == 0:
-                yield pid
-
-    def lives(
-        self, rounds: int, patience: tuple[int, int], expected: Expected, before: Callable[[], None] = lambda: None
-    ) -> Iterator[None]:
-        """Run writers, each killed at some moment, and yield after each; `before`: what happens first.
-
-        `patience`: how much one says until then, at least and at most.
-        """
-        for seed in range(SEED, SEED + rounds):
-            dice = random.Random(seed)
-            for pid in self.run(seed, dice.randint(*patience), expected):
-                any_moment(dice)
-                before()
-                os.kill(pid, signal.SIGKILL)
-            yield
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+        yield
+    logger.info("%d times stopped, %d chunks confirmed, none lost", rounds, expected.confirmed)
 
 
-def any_moment(dice: random.Random) -> None:
-    """Pass up to two milliseconds: not to wait for anything, but to hit any moment of a call."""
-    time.sleep(dice.random() * 0.002)
-
-
-async def scanned(tier: FsBackend) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        async for event in tier.watch():
-            if isinstance(event, ScanDone):
-                return
-
-
-async def look(root: Path, mapper: FileMapper, row_bytes: int, expected: Expected, **options: object) -> Counter[str]:
+async def look(open_tier: OpenTier, expected: Expected, **options: object) -> dict[str, int]:
     """Open the tier as after a restart, and compare all that it has with what may be there; return what is corrupt."""
-    lender, keys = Lender(row_bytes), keys_of(max(KEYS, *expected.versions, 0) + 1)
+    lender, keys = Lender(ROW_BYTES), keys_of(max(KEYS, *expected.versions) + 1)
     for number, versions in expected.versions.items():
         for version in versions - {DELETED}:
             lender.chunk(keys[number], version)  # To know it again.
-    given = FsOptions(root=str(root), **options)  # type: ignore[arg-type]
-    tier = await FsBackend.open(given, TierContext("0:fs", mapper, row_bytes))
+    tier = await open_tier(**options)
     await scanned(tier)
     there = await tier.probe(keys)
     for number, told in enumerate(await lender.recall(tier, keys)):
@@ -162,41 +111,19 @@ async def look(root: Path, mapper: FileMapper, row_bytes: int, expected: Expecte
         missing = told in ("ChunkMissing", "ChunkCorrupt")  # Which of them: the caller asks the counters.
         expected.found(number, DELETED if missing else found[told])
         assert there[number] or missing
-    corrupt = tier.counters().corrupt
     assert await tier.aclose(DEADLINE_S) == (0,)
-    return Counter(corrupt)
+    return tier.counters().corrupt
 
 
-def temporaries(root: Path) -> list[Path]:
-    return list(root.rglob(".*.tmp"))
-
-
-@pytest.mark.usefixtures("outside")
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_killed_writer_loses_nothing_it_was_told_was_stored(
-    root: Path, mapper: FileMapper, row_bytes: int, seal, layout: str
-) -> None:
-    """A deleted chunk does not come back, nor does an older one."""
-    expected, options = Expected(), {"layout": layout, **seal}
-    with closing(Launcher(root, row_bytes, 0.1, options)) as launcher:
-        for _ in launcher.lives(ROUNDS, (1, 60), expected):
-            assert asyncio.run(look(root, mapper, row_bytes, expected, **options)) == {}
-            assert temporaries(root) == []
-    logger.info("%d writers killed, %d chunks confirmed, none lost", ROUNDS, expected.confirmed)
-
-
-@pytest.mark.usefixtures("outside")
-def test_a_killed_writer_of_a_full_tier_leaves_whole_chunks_and_the_last_ones(
-    root: Path, mapper: FileMapper, row_bytes: int, taken_bytes: Callable[[Path], int]
-) -> None:
-    """What goes for others and what comes for it: of each, all or nothing."""
-    expected = Expected(evicts=True)
-    with closing(Launcher(root, row_bytes, 0.1, FULL, MANY_KEYS)) as launcher:
-        for _ in launcher.lives(ROUNDS, (30, 90), expected):
-            assert asyncio.run(look(root, mapper, row_bytes, expected, **FULL)) == {}
-            assert temporaries(root) == []
-            assert taken_bytes(root) <= FULL["capacity_bytes"]
-    logger.info("%d writers killed, %d chunks confirmed, none lost", ROUNDS, expected.confirmed)
+@WAYS
+async def test_a_killed_writer_loses_nothing_it_was_told_was_stored(launch, open_tier, root, seal, way) -> None:
+    """A deleted chunk does not come back, nor does an older one. A full tier has what was stored last."""
+    expected, options, full = Expected(evicts=way is FULL), {**way, **seal}, way is FULL
+    child = launch("journal", options=options, keys=FULL_KEYS if full else KEYS, deletes=0.1)
+    for _ in lives(child, ROUNDS, (30, 90) if full else (1, 60), expected):
+        assert await look(open_tier, expected, **options) == {}
+        assert temporaries(root) == []
+        assert taken_bytes(root) <= options["capacity_bytes"]
 
 
 class Disk:
@@ -250,7 +177,7 @@ def _run(*command: object) -> None:
 
 
 @pytest.fixture
-def disk(outside: None, tmp_path: Path) -> Iterator[Disk]:
+def disk(outside, tmp_path) -> Iterator[Disk]:
     if os.geteuid() != 0:
         pytest.skip("loop devices need root")
     try:
@@ -261,59 +188,33 @@ def disk(outside: None, tmp_path: Path) -> Iterator[Disk]:
     disk.close()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_was_synced_survives_a_machine_that_stops(
-    disk: Disk, mapper: FileMapper, row_bytes: int, layout: str
-) -> None:
-    """Deletions are synced where chunks lie in segments: a deleted one does not come back then, either."""
-    root = disk.mounted / "tier"
-    options = {"fsync": True, "layout": layout, "capacity_bytes": "48MiB"}
-    expected = Expected()
-    with closing(Launcher(root, row_bytes, 0.1 if layout == "segments" else 0.0, options)) as launcher:
-        for _ in launcher.lives(POWER_ROUNDS, (2, 40), expected, disk.cut_off):
-            disk.restart()
-            corrupt = asyncio.run(look(root, mapper, row_bytes, expected, **options))
-            assert corrupt == {} or layout == "segments"  # A slot may be torn in which nothing was promised to be.
-    logger.info("%d times cut off, %d chunks confirmed, none lost", POWER_ROUNDS, expected.confirmed)
+@WAYS
+async def test_what_was_synced_survives_a_machine_that_stops(disk, launch, open_tier, way) -> None:
+    """Deletions are synced in segments: a deleted chunk does not come back then, either.
+
+    A chunk that went from a full tier may come back: that is room to make again, and no wrong byte.
+    """
+    full, segments = way is FULL, way is SEGMENTS
+    options, expected = {**way, "fsync": True}, Expected(evicts=full)
+    root, keys, deletes = str(disk.mounted / "tier"), FULL_KEYS if full else KEYS, 0.1 if segments else 0.0
+    child = launch("journal", root=root, options=options, keys=keys, deletes=deletes, quiet=True)
+    for _ in lives(child, POWER_ROUNDS, (30, 60) if full else (2, 40), expected, disk.cut_off):
+        disk.restart()
+        corrupt = await look(open_tier, expected, root=root, **options)
+        assert corrupt == {} or way is not FILES  # A slot may be torn in which nothing was promised to be.
 
 
-def test_what_was_synced_last_in_place_of_others_survives_a_machine_that_stops(
-    disk: Disk, mapper: FileMapper, row_bytes: int
-) -> None:
-    """A chunk that went may come back: that is room to make again, and no wrong byte."""
-    root = disk.mounted / "tier"
-    options = {**FULL, "fsync": True}
-    expected = Expected(evicts=True)
-    with closing(Launcher(root, row_bytes, 0.0, options, MANY_KEYS)) as launcher:
-        for _ in launcher.lives(POWER_ROUNDS, (30, 60), expected, disk.cut_off):
-            disk.restart()
-            asyncio.run(look(root, mapper, row_bytes, expected, **options))
-    logger.info("%d times cut off, %d chunks confirmed, none lost", POWER_ROUNDS, expected.confirmed)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_disk_that_is_cut_off_forgets_what_was_not_synced(
-    disk: Disk, mapper: FileMapper, row_bytes: int, layout: str
-) -> None:
+async def test_a_disk_that_is_cut_off_forgets_what_was_not_synced(disk, open_tier, layout) -> None:
     """Or the test above would prove nothing. What is left is what was stored, or a miss."""
-    root, lender, keys = disk.mounted / "tier", Lender(row_bytes), keys_of(KEYS)
-    given = FsOptions(root=str(root), layout=layout)  # type: ignore[arg-type]
-
-    async def store() -> None:
-        tier = await FsBackend.open(given, TierContext("0:fs", mapper, row_bytes))
-        await lender.keep(tier, keys)
-        assert await tier.aclose(DEADLINE_S) == (0,)
-
-    async def recall() -> list[str]:
-        tier = await FsBackend.open(given, TierContext("0:fs", mapper, row_bytes))
-        await scanned(tier)
-        told = await lender.recall(tier, keys)
-        assert await tier.aclose(DEADLINE_S) == (0,)
-        return list(told)
-
-    asyncio.run(store())
+    options, lender, keys = {"root": str(disk.mounted / "tier"), "layout": layout}, Lender(ROW_BYTES), keys_of(60)
+    tier = await open_tier(**options)
+    await lender.keep(tier, keys)
+    assert await tier.aclose(DEADLINE_S) == (0,)
     disk.cut_off()
     disk.restart()
-    told = asyncio.run(recall())
+    tier = await open_tier(**options)
+    await scanned(tier)
+    told = await lender.recall(tier, keys)
+    assert await tier.aclose(DEADLINE_S) == (0,)
     assert all(one in (label(key), "ChunkMissing", "ChunkCorrupt") for key, one in zip(keys, told, strict=True))
     assert told.count("ChunkMissing") + told.count("ChunkCorrupt") > 0

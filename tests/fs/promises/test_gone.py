@@ -19,7 +19,7 @@ from kvtier_backends.fs import FsBackend, lives
 from kvtier_backends.fs.disk import owner
 from kvtier_backends.fs.disk.owner import OWNER
 from kvtier_backends.fs.layout import Left
-from tests.fs.conftest import MakeSystemCall, Mount, OpenTier
+from tests.fs.conftest import taken_bytes
 
 DEADLINE_S = 20.0
 LAYOUTS = [{"layout": "segments"}, {"layout": "files"}, {"layout": "files", "shared": True}]
@@ -29,13 +29,13 @@ pytestmark = pytest.mark.parametrize("options", LAYOUTS, ids=lambda options: "-"
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(monkeypatch) -> None:
     """Let a tier wait only a moment for the former owner of its root."""
     monkeypatch.setattr(owner, "PATIENCE_S", 0.1)
 
 
 @pytest.fixture
-async def tier(open_tier: OpenTier, lender: Lender, options: dict[str, object]) -> FsBackend:
+async def tier(open_tier, lender, options) -> FsBackend:
     tier = await open_tier(capacity_bytes="4MiB", **options)
     await lender.keep(tier, OLD)
     return tier
@@ -91,15 +91,7 @@ def remove_chunks(root: Path, mapper: FileMapper) -> None:
     ids=lambda one: one.__name__,
 )
 async def test_what_is_removed_is_made_again_and_its_chunks_are_misses(
-    tier: FsBackend,
-    lender: Lender,
-    root: Path,
-    mapper: FileMapper,
-    remove: Callable[[Path, FileMapper], None],
-    open_tier: OpenTier,
-    options: dict[str, object],
-    taken_bytes: Callable[[Path], int],
-    monkeypatch: pytest.MonkeyPatch,
+    tier, lender, root, mapper, remove, open_tier, options, monkeypatch
 ) -> None:
     told = collected(tier)
     await asyncio.wait_for(until_scanned(told), DEADLINE_S)
@@ -150,7 +142,7 @@ async def until_removed(told: Told, keys: set[bytes]) -> None:
         told.came.clear()
 
 
-async def test_a_directory_that_comes_back_full_has_its_chunks(tier: FsBackend, lender: Lender, root: Path) -> None:
+async def test_a_directory_that_comes_back_full_has_its_chunks(tier, lender, root) -> None:
     kept = root.with_name("kept")
     shutil.copytree(root, kept)
     rmtree(root)
@@ -162,7 +154,7 @@ async def test_a_directory_that_comes_back_full_has_its_chunks(tier: FsBackend, 
     assert await lender.recall(tier, OLD) == [label(key) for key in OLD]
 
 
-async def test_a_renamed_root_goes_on_being_used(tier: FsBackend, lender: Lender, root: Path) -> None:
+async def test_a_renamed_root_goes_on_being_used(tier, lender, root) -> None:
     away = root.with_name("away")
     root.rename(away)
     assert await works_again(tier, lender)
@@ -172,7 +164,7 @@ async def test_a_renamed_root_goes_on_being_used(tier: FsBackend, lender: Lender
 
 
 async def test_a_new_directory_that_another_tier_has_taken_is_left_to_it(
-    tier: FsBackend, lender: Lender, root: Path, open_tier: OpenTier, options: dict[str, object]
+    tier, lender, root, open_tier, options
 ) -> None:
     rmtree(root)
     other = await open_tier(shared=not options.get("shared", False))
@@ -184,9 +176,7 @@ async def test_a_new_directory_that_another_tier_has_taken_is_left_to_it(
     assert await works_again(tier, lender)
 
 
-async def test_an_unmounted_mount_point_is_never_filled(
-    open_tier: OpenTier, lender: Lender, mount: Mount, options: dict[str, object]
-) -> None:
+async def test_an_unmounted_mount_point_is_never_filled(open_tier, lender, mount, options) -> None:
     place = mount("tmpfs", "size=32m")
     root = place / "tier"
     tier = await open_tier(root=str(root), capacity_bytes="4MiB", **options)
@@ -201,9 +191,7 @@ async def test_an_unmounted_mount_point_is_never_filled(
     assert OWNER in os.listdir(root)
 
 
-async def test_a_tier_whose_directory_is_gone_can_be_closed(
-    tier: FsBackend, lender: Lender, root: Path, options: dict[str, object]
-) -> None:
+async def test_a_tier_whose_directory_is_gone_can_be_closed(tier, lender, root, options) -> None:
     rmtree(root)
     root.write_bytes(b"a file in its place")
     for _ in range(2):
@@ -211,9 +199,7 @@ async def test_a_tier_whose_directory_is_gone_can_be_closed(
     assert await tier.aclose(DEADLINE_S) == (0,)
 
 
-async def test_no_call_reaches_a_life_that_is_over(
-    tier: FsBackend, lender: Lender, root: Path, options: dict[str, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_no_call_reaches_a_life_that_is_over(tier, lender, root, options, monkeypatch) -> None:
     monkeypatch.setattr(lives, "LOOK_EVERY_S", 0.0)
     rmtree(root)
     root.write_bytes(b"a file in its place")
@@ -224,12 +210,7 @@ async def test_no_call_reaches_a_life_that_is_over(
 
 
 async def test_a_call_that_is_cancelled_while_the_directory_is_opened_again_keeps_no_root(
-    tier: FsBackend,
-    lender: Lender,
-    root: Path,
-    mapper: FileMapper,
-    options: dict[str, object],
-    monkeypatch: pytest.MonkeyPatch,
+    tier, lender, root, mapper, options, monkeypatch
 ) -> None:
     """The folder of chunks alone is gone: the owner's file stays, locked until the life has ended."""
     monkeypatch.setattr(lives, "LOOK_EVERY_S", 0.0)
@@ -250,13 +231,7 @@ async def test_a_call_that_is_cancelled_while_the_directory_is_opened_again_keep
     assert await works_again(tier, lender)
 
 
-async def test_an_error_of_the_disk_ends_no_life(
-    tier: FsBackend,
-    lender: Lender,
-    options: dict[str, object],
-    system_call: MakeSystemCall,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_an_error_of_the_disk_ends_no_life(tier, lender, options, system_call, monkeypatch) -> None:
     """An error proves nothing: all chunks would be scanned again, and none be found before."""
     monkeypatch.setattr(lives, "LOOK_EVERY_S", 0.0)
     monkeypatch.setattr(lives, "open_tier", None)

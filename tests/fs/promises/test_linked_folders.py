@@ -14,12 +14,11 @@ import pytest
 import kvtier_backends.fs
 from kvtier.backend.directory import Kind
 from kvtier.backend.namespace import FileMapper
-from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import keys_of, label
 from kvtier_backends.fs import FsBackend
 from kvtier_backends.fs.directory.files import FilesDirectory
 from kvtier_backends.fs.disk.below import open_beneath, open_by_parts
-from tests.fs.conftest import MakeSystemCall
+from tests.fs.conftest import scanned
 
 DEADLINE_S = 20.0
 CHUNKS = 12
@@ -84,7 +83,7 @@ LEVELS = [
 
 @pytest.mark.parametrize(("way", "level"), LEVELS)
 async def test_nothing_behind_a_link_in_the_place_of_a_folder_is_read_written_or_removed(
-    open_tier, lender: Lender, scanned, root: Path, mapper: FileMapper, tmp_path: Path, way: str, level: str
+    open_tier, lender, root, mapper, tmp_path, way, level
 ) -> None:
     """By loads, stores, deletes, evictions, stamps, checkpoints, or any command."""
     tier: FsBackend = await open_tier(capacity_bytes=CAPACITY_BYTES, write_budget_bytes_per_day="10GiB", **WAYS[way])
@@ -128,7 +127,7 @@ def for_all_that_a_command_sees(root: Path) -> None:
 
 
 @pytest.mark.parametrize("opened", [open_beneath, open_by_parts])
-def test_a_name_is_opened_without_a_link_in_one_call_and_on_any_kernel(tmp_path: Path, opened: Opened) -> None:
+def test_a_name_is_opened_without_a_link_in_one_call_and_on_any_kernel(tmp_path, opened) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "b" / "file").touch()
     (tmp_path / "link").symlink_to("a")
@@ -148,7 +147,7 @@ def test_a_name_is_opened_without_a_link_in_one_call_and_on_any_kernel(tmp_path:
 
 
 async def test_a_kernel_without_the_call_refuses_a_link_by_name_too(
-    open_tier, lender: Lender, system_call: MakeSystemCall, root: Path, tmp_path: Path
+    open_tier, lender, system_call, root, tmp_path
 ) -> None:
     several = system_call(
         "open", error=errno.ENOSYS, only=lambda name, *_, **how: not how and "/" in name[1:-1] and name[0] != "/"

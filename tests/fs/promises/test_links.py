@@ -12,9 +12,9 @@ import pytest
 
 from kvtier.backend.namespace import FileMapper
 from kvtier.errors import ChunkMissing, ConfigError
-from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs import FsBackend
+from tests.fs.conftest import scanned
 
 DEADLINE_S = 20.0
 TREASURE = b"not for anybody else" * 400
@@ -22,7 +22,7 @@ BESIDE = {"config.json": {}, "ledger_r0": {"shared": True}, "write-budget_r0": {
 
 
 @pytest.fixture
-def treasure(tmp_path: Path) -> Path:
+def treasure(tmp_path) -> Path:
     """Somebody's file outside of the tier's directory."""
     path = tmp_path / "treasures" / "treasure"
     path.parent.mkdir()
@@ -62,7 +62,7 @@ def put(kind: str, path: Path, treasure: Path) -> None:
 @pytest.mark.parametrize("kind", ["a symbolic link", "a named pipe", "a directory", "a device"])
 @pytest.mark.parametrize("name", BESIDE)
 async def test_what_is_no_file_in_the_place_of_a_tiers_own_is_refused_by_name(
-    open_tier, root: Path, mapper: FileMapper, treasure: Path, name: str, kind: str
+    open_tier, root, mapper, treasure, name, kind
 ) -> None:
     await left_by_a_tier(open_tier, **BESIDE[name])
     path = root / mapper.folder / name
@@ -74,9 +74,7 @@ async def test_what_is_no_file_in_the_place_of_a_tiers_own_is_refused_by_name(
 
 
 @pytest.mark.parametrize("name", ["ledger_r0", "write-budget_r0"])
-async def test_a_second_name_of_somebodys_file_is_not_written_to(
-    open_tier, root: Path, mapper: FileMapper, treasure: Path, name: str
-) -> None:
+async def test_a_second_name_of_somebodys_file_is_not_written_to(open_tier, root, mapper, treasure, name) -> None:
     await left_by_a_tier(open_tier)
     (root / mapper.folder / name).hardlink_to(treasure)
     assert f"{name} has another name, too; remove this one" in await refused(open_tier, **BESIDE[name])
@@ -86,7 +84,7 @@ async def test_a_second_name_of_somebodys_file_is_not_written_to(
 @pytest.mark.parametrize("layout", ["files", "segments"])
 @pytest.mark.parametrize("place", ["namespace", "chunks", "first"])
 async def test_a_link_in_the_place_of_a_folder_is_refused_by_name(
-    open_tier, lender: Lender, root: Path, mapper: FileMapper, treasure: Path, place: str, layout: str
+    open_tier, lender, root, mapper, treasure, place, layout
 ) -> None:
     tier = await open_tier(layout=layout)
     await lender.keep(tier, keys_of(1))
@@ -102,7 +100,7 @@ async def test_a_link_in_the_place_of_a_folder_is_refused_by_name(
     assert os.listdir(treasure.parent) == ["treasure"]
 
 
-async def test_the_root_itself_may_be_a_link(open_tier, lender: Lender, tmp_path: Path, root: Path) -> None:
+async def test_the_root_itself_may_be_a_link(open_tier, lender, tmp_path, root) -> None:
     (tmp_path / "disk").mkdir()
     root.symlink_to(tmp_path / "disk")
     await lender.keep(await open_tier(), keys_of(2))
@@ -110,7 +108,7 @@ async def test_the_root_itself_may_be_a_link(open_tier, lender: Lender, tmp_path
 
 
 async def test_a_link_in_the_place_of_the_checkpoint_is_not_read_and_is_replaced(
-    open_tier, lender: Lender, scanned, root: Path, mapper: FileMapper, treasure: Path
+    open_tier, lender, root, mapper, treasure
 ) -> None:
     before = await open_tier(layout="segments")
     await lender.keep(before, keys_of(2))
@@ -127,7 +125,7 @@ async def test_a_link_in_the_place_of_the_checkpoint_is_not_read_and_is_replaced
 
 
 async def test_a_pipe_in_the_place_of_the_checkpoint_holds_up_nothing(
-    open_tier, lender: Lender, root: Path, mapper: FileMapper, treasure: Path
+    open_tier, lender, root, mapper, treasure
 ) -> None:
     before = await open_tier(layout="segments")
     await lender.keep(before, keys_of(2))
@@ -142,9 +140,7 @@ async def test_a_pipe_in_the_place_of_the_checkpoint_holds_up_nothing(
 
 
 @pytest.mark.parametrize("kind", ["a symbolic link", "a named pipe", "a socket"])
-async def test_what_is_no_file_at_a_chunks_name_is_no_chunk(
-    open_tier, lender: Lender, path_of, treasure: Path, kind: str
-) -> None:
+async def test_what_is_no_file_at_a_chunks_name_is_no_chunk(open_tier, lender, path_of, treasure, kind) -> None:
     """Even if the link leads to the chunk itself; a store replaces it, and a delete removes it."""
     tier = await open_tier()
     await lender.keep(tier, keys_of(4))
@@ -175,7 +171,7 @@ def bound_socket(path: Path) -> None:
 
 @pytest.mark.parametrize("naming", ["vllm", "flat"])
 async def test_nothing_is_left_where_a_folder_of_chunks_leads_that_is_a_link(
-    open_tier, lender: Lender, root: Path, mapper: FileMapper, treasure: Path, naming: str
+    open_tier, lender, root, mapper, treasure, naming
 ) -> None:
     """One that has come since the tier was opened: the store fails, by name, and what it had made is removed."""
     tier: FsBackend = await open_tier(naming=naming)
@@ -192,7 +188,7 @@ async def test_nothing_is_left_where_a_folder_of_chunks_leads_that_is_a_link(
 
 @pytest.mark.parametrize("kind", ["a symbolic link", "a named pipe", "a second name"])
 async def test_what_is_no_file_of_its_own_in_the_place_of_a_segment_is_not_written_to(
-    open_tier, lender: Lender, root: Path, mapper: FileMapper, treasure: Path, kind: str
+    open_tier, lender, root, mapper, treasure, kind
 ) -> None:
     """A pipe, or a file that has another name, is a segment that cannot be opened; a link is refused by name."""
     before = await open_tier(layout="segments")
@@ -210,7 +206,7 @@ async def test_what_is_no_file_of_its_own_in_the_place_of_a_segment_is_not_writt
         if kind == "a symbolic link":
             assert f"{segment.relative_to(root)} is a symbolic link" in await refused(open_tier, layout="segments")
         else:
-            tier = await open_tier(layout="segments", checkpoint_s=0)
+            tier = await open_tier(layout="segments", checkpoint_s=0, capacity_bytes="8MiB")
             await lender.keep(tier, keys_of(2, 2))
             assert tier.counters().scan_failed == 1
             await tier.delete(keys_of(4))

@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import ClassVar
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -12,14 +13,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvtier.backend import Advice
 from kvtier.backend.contract import TierContext
-from kvtier.backend.namespace import FileMapper, Namespace, NamingKind
+from kvtier.backend.namespace import FileMapper, Namespace
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, label
 from kvtier_backends.fs import FsBackend, FsOptions
+from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Footer, read_footer
+from kvtier_backends.fs.segments.segment import HEADER_BYTES
+from tests.fs.conftest import DEADLINE_S, taken_bytes
 
 ROW_BYTES = 4_096
 CAPACITY_BYTES = 256 << 10
-CLOSE_S = 20.0
 
 numbers = st.integers(0, 15)
 several = st.lists(numbers, min_size=1, max_size=4, unique=True)
@@ -28,16 +31,19 @@ several = st.lists(numbers, min_size=1, max_size=4, unique=True)
 class Tier(RuleBasedStateMachine):
     """One directory, through any number of lives.
 
-    What is `stored` was said to be; the file of what is `damaged` is not what it was.
+    What is `stored` was said to be; the bytes of what is `damaged` are not what they were.
     """
 
-    @initialize(bounded=st.booleans(), naming=st.sampled_from(["vllm", "flat"]))
-    def begin(self, bounded: bool, naming: NamingKind) -> None:
+    laid_out: ClassVar[dict[str, str]]
+
+    @initialize(bounded=st.booleans())
+    def begin(self, bounded: bool) -> None:
         in_memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
         self.root = Path(tempfile.mkdtemp(dir=in_memory))
-        self.capacity_bytes = CAPACITY_BYTES if bounded else None
-        self.options = FsOptions(root=str(self.root), naming=naming, capacity_bytes=self.capacity_bytes)
-        self.mapper = FileMapper(Namespace(model_name="machine"), naming)
+        self.bounded = bounded
+        capacity_bytes = CAPACITY_BYTES if bounded else 2 << 20  # The latter is room for all there is.
+        self.options = FsOptions(root=str(self.root), capacity_bytes=capacity_bytes, **self.laid_out)
+        self.mapper = FileMapper(Namespace(model_name="machine"), self.laid_out.get("naming", "vllm"))
         self.runner = asyncio.Runner()
         self.lender = Lender(ROW_BYTES)
         self.stored: dict[int, int] = {}
@@ -47,7 +53,7 @@ class Tier(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "tier"):
             self.load(list(range(16)))  # Everything is looked at in the end.
-            assert self.runner.run(self.tier.aclose(CLOSE_S)) == (0,)
+            assert self.runner.run(self.tier.aclose(DEADLINE_S)) == (0,)
             assert self.lender.take_back()
             self.runner.close()
             shutil.rmtree(self.root)
@@ -64,7 +70,7 @@ class Tier(RuleBasedStateMachine):
                 self.stored[number] = version
                 self.damaged.discard(number)
             else:
-                assert self.capacity_bytes is not None, outcome
+                assert self.bounded, outcome
 
     @rule(which=several)
     def load(self, which: list[int]) -> None:
@@ -72,7 +78,7 @@ class Tier(RuleBasedStateMachine):
         for number, chunk in zip(which, told, strict=True):
             if number in self.damaged:
                 assert chunk in ("ChunkCorrupt", "ChunkMissing")
-            elif number in self.stored and self.capacity_bytes is None:
+            elif number in self.stored and not self.bounded:
                 assert chunk == label(key_of(number), self.stored[number])
             elif number in self.stored:
                 assert chunk in ("ChunkMissing", label(key_of(number), self.stored[number]))
@@ -89,29 +95,31 @@ class Tier(RuleBasedStateMachine):
             self.stored.pop(number, None)
             self.damaged.discard(number)
 
-    @rule(pick=st.integers(0, 15), at=st.integers(0, ROW_BYTES - 1), length=st.none() | st.integers(0, ROW_BYTES))
-    def damage(self, pick: int, at: int, length: int | None) -> None:
-        """Flip a bit of a file, or cut it off; one that is damaged is left, for two flips make a whole."""
-        if (path := self.spoil(pick)) is not None:
-            content = bytearray(path.read_bytes())
-            content[at] ^= 1
-            path.write_bytes(content if length is None else content[:length])
+    @rule(pick=st.integers(0, 15), at=st.integers(0, ROW_BYTES - 1))
+    def damage(self, pick: int, at: int) -> None:
+        """Flip a bit; a chunk that is damaged is left, for two flips make a whole."""
+        sound = sorted(self.places().keys() & (self.stored.keys() - self.damaged))
+        if sound:
+            number = sound[pick % len(sound)]
+            path, begins = self.places()[number]
+            with path.open("r+b") as file:
+                file.seek(begins + at)
+                (byte,) = file.read(1)
+                file.seek(begins + at)
+                file.write(bytes([byte ^ 1]))
+            self.damaged.add(number)
 
-    @rule(pick=st.integers(0, 15))
-    def remove(self, pick: int) -> None:
-        """Take a file away underfoot."""
-        if (path := self.spoil(pick)) is not None:
-            path.unlink()
-
-    def spoil(self, pick: int) -> Path | None:
-        """Choose a sound chunk's file and count it as damaged; None if there is none."""
-        sound = {number: self.root / self.mapper.name(key_of(number)) for number in self.stored.keys() - self.damaged}
-        there = sorted(number for number, path in sound.items() if path.exists())
-        if not there:
-            return None
-        number = there[pick % len(there)]
-        self.damaged.add(number)
-        return sound[number]
+    def places(self) -> dict[int, tuple[Path, int]]:
+        """Return where the chunks lie on the disk."""
+        numbers, found = {key_of(number): number for number in range(16)}, dict[int, tuple[int, Path, int]]()
+        for path in (*self.root.rglob("*.bin"), *self.root.rglob("*.seg")):
+            content, first = memoryview(path.read_bytes()), HEADER_BYTES if path.suffix == ".seg" else 0
+            for begins in range(first, len(content) - ROW_BYTES - FOOTER_BYTES + 1, ROW_BYTES + FOOTER_BYTES):
+                footer = read_footer(content[begins + ROW_BYTES : begins + ROW_BYTES + FOOTER_BYTES])
+                if isinstance(footer, Footer) and footer.key in numbers:
+                    number = numbers[footer.key]
+                    found[number] = max(found.get(number, (-1, path, 0)), (footer.sequence, path, begins))
+        return {number: (path, begins) for number, (_, path, begins) in found.items()}
 
     @rule(which=several)
     def rank(self, which: list[int]) -> None:
@@ -119,15 +127,33 @@ class Tier(RuleBasedStateMachine):
 
     @rule()
     def reopen(self) -> None:
-        assert self.runner.run(self.tier.aclose(CLOSE_S)) == (0,)
+        assert self.runner.run(self.tier.aclose(DEADLINE_S)) == (0,)
         self.open()
 
     @invariant()
     def never_too_much(self) -> None:
-        if hasattr(self, "tier") and self.capacity_bytes is not None:
-            taken_bytes = sum(path.lstat().st_blocks * 512 for path in self.root.rglob("*"))
-            assert taken_bytes <= self.capacity_bytes
+        if hasattr(self, "tier") and self.bounded:
+            assert taken_bytes(self.root) <= CAPACITY_BYTES
 
 
-TestTier = Tier.TestCase
-TestTier.settings = settings(stateful_step_count=40, max_examples=max(25, settings().max_examples // 2))
+class Files(Tier):
+    laid_out: ClassVar = {"naming": "vllm"}
+
+    @rule(pick=st.integers(0, 15), length=st.none() | st.integers(0, ROW_BYTES - 1))
+    def cut(self, pick: int, length: int | None) -> None:
+        """Take a file away underfoot, or cut it off."""
+        sound = sorted(self.places().keys() & (self.stored.keys() - self.damaged))
+        if sound:
+            number = sound[pick % len(sound)]
+            path, _ = self.places()[number]
+            path.unlink() if length is None else os.truncate(path, length)
+            self.damaged.add(number)
+
+
+class Segments(Tier):
+    laid_out: ClassVar = {"layout": "segments"}
+
+
+TestFiles, TestSegments = Files.TestCase, Segments.TestCase
+TestFiles.settings = settings(stateful_step_count=40, max_examples=max(15, settings().max_examples // 2))
+TestSegments.settings = TestFiles.settings

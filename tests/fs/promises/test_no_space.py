@@ -2,16 +2,13 @@
 
 import asyncio
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from kvtier.errors import NoSpace
-from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import keys_of, label
-from tests.fs.conftest import MakeSystemCall
 
 CHUNKS = 48  # More than fit.
 
@@ -22,9 +19,7 @@ def temporaries(root: Path) -> list[Path]:
 
 @pytest.mark.parametrize("limit", ["size=256k", "nr_inodes=48"])
 @pytest.mark.parametrize("io", ["direct", "buffered"])
-async def test_a_full_disk_refuses_what_does_not_fit_and_keeps_the_rest(
-    open_tier, lender: Lender, mount: Callable[[str, str], Path], limit: str, io: str
-) -> None:
+async def test_a_full_disk_refuses_what_does_not_fit_and_keeps_the_rest(open_tier, lender, mount, limit, io) -> None:
     root = mount("tmpfs", limit)
     tier = await open_tier(root=str(root), io=io)
     keys = keys_of(CHUNKS)
@@ -57,9 +52,7 @@ async def test_a_full_disk_refuses_what_does_not_fit_and_keeps_the_rest(
         ({"layout": "segments", "write_budget_bytes_per_day": "64KiB"}, "write_budget", "write_budget_bytes_per_day"),
     ],
 )
-async def test_a_refused_chunk_says_what_is_scarce(
-    open_tier, lender: Lender, options: dict[str, object], scarce: str, field: str
-) -> None:
+async def test_a_refused_chunk_says_what_is_scarce(open_tier, lender, options, scarce, field) -> None:
     tier = await open_tier(**options)
     refused = [outcome for outcome in await tier.store(lender.writes(keys_of(CHUNKS))) if outcome]
     assert refused
@@ -69,7 +62,7 @@ async def test_a_refused_chunk_says_what_is_scarce(
 
 
 async def test_room_that_others_have_been_promised_is_told_apart_from_a_full_directory(
-    open_tier, lender: Lender, system_call: MakeSystemCall
+    open_tier, lender, system_call
 ) -> None:
     options = {"shared": True, "capacity_bytes": "256KiB", "naming": "flat"}
     first, second = await open_tier(**options), await open_tier(**options)
@@ -84,9 +77,7 @@ async def test_room_that_others_have_been_promised_is_told_apart_from_a_full_dir
 
 
 @pytest.mark.parametrize("layout", ["files", "segments"])
-async def test_a_full_disk_still_serves_what_is_on_it(
-    open_tier, lender: Lender, mount: Callable[[str, str], Path], layout: str
-) -> None:
+async def test_a_full_disk_still_serves_what_is_on_it(open_tier, lender, mount, layout) -> None:
     root = mount("tmpfs", "size=128k")
     first = await open_tier(layout=layout, root=str(root))
     keys = keys_of(CHUNKS)
@@ -114,10 +105,10 @@ def fill(path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["files", "segments"])
 async def test_a_small_ext4_full_of_others_files_goes_on_at_the_cost_of_the_oldest(
-    open_tier, lender: Lender, mount_image: Callable[[str, int], Path], layout: str
+    open_tier, lender, mount, layout
 ) -> None:
     """No limit is set: it is the disk that is full, blocks of directories and all."""
-    root = mount_image("ext4", 4 << 20)
+    root = mount("ext4", image_bytes=4 << 20)
     tier = await open_tier(layout=layout, root=str(root / "tier"))
     for start in range(0, 600, 6):
         keys = keys_of(6, start)
@@ -131,9 +122,7 @@ async def test_a_small_ext4_full_of_others_files_goes_on_at_the_cost_of_the_olde
 
 
 @pytest.mark.parametrize("layout", ["files", "segments"])
-async def test_a_limit_larger_than_its_disk_is_a_full_disk_and_no_more(
-    open_tier, lender: Lender, mount: Callable[[str, str], Path], layout: str
-) -> None:
+async def test_a_limit_larger_than_its_disk_is_a_full_disk_and_no_more(open_tier, lender, mount, layout) -> None:
     root = mount("tmpfs", "size=512k")
     tier = await open_tier(layout=layout, root=str(root), capacity_bytes="1GiB")
     for start in range(0, 200, 4):

@@ -1,6 +1,5 @@
 """Each layout has its own options, and what is given says which of the layouts is meant."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +8,16 @@ from kvtier.backend.contract import TierContext
 from kvtier.backend.namespace import FileMapper, Namespace
 from kvtier.errors import ConfigError
 from kvtier_backends.fs import FsBackend, FsOptions
-from kvtier_backends.fs.disk.footer import FOOTER_BYTES
+from kvtier_backends.fs.options import DiskOptions, FilesOptions, SegmentsOptions
+from tests.fs.conftest import SLOT_BYTES
 
-FILES_ALONE: dict[str, Any] = {"naming": "vllm", "shared": False, "unverified": "refuse"}
+FILES_ALONE: dict[str, Any] = {"naming": "vllm", "low_water": 0.9, "shared": False, "unverified": "refuse"}
+LACKS = {
+    "shared": "each segment has one writer",
+    "naming": "chunks in segments have no names",
+    "unverified": "every slot has a footer",
+    "low_water": "a chunk in a segment goes when",
+}
 
 
 def test_a_tier_has_segments_if_nothing_says_otherwise() -> None:
@@ -20,48 +26,60 @@ def test_a_tier_has_segments_if_nothing_says_otherwise() -> None:
 
 
 @pytest.mark.parametrize("name", FILES_ALONE)
-def test_an_option_that_only_files_have_chooses_files(name: str) -> None:
+def test_an_option_that_only_files_have_chooses_files_and_is_refused_with_segments(name) -> None:
     options = FsOptions(root="/x", **{name: FILES_ALONE[name]})
-    assert options.layout == "files"
-    assert getattr(options, name) == FILES_ALONE[name]
-
-
-@pytest.mark.parametrize("name", FILES_ALONE)
-def test_what_a_layout_lacks_is_no_field_of_it(name: str) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"^{name}: no such field with layout = 'segments': .+; layout = 'files' has"
-    ):
+    assert (options.layout, type(options.chosen())) == ("files", FilesOptions)
+    assert getattr(options.chosen(), name) == FILES_ALONE[name]
+    assert getattr(FsOptions(root="/x", layout="files"), name) == getattr(FilesOptions(root="/x"), name)
+    refused = rf"^{name}: no such field with layout = 'segments': {LACKS[name]}.*; layout = 'files' has"
+    with pytest.raises(ConfigError, match=refused):
         FsOptions(root="/x", layout="segments", **{name: FILES_ALONE[name]})
 
 
-@pytest.mark.parametrize("given", ["1us", "3651d"])
-def test_chunks_have_an_age_that_can_be_told(given: str) -> None:
-    with pytest.raises(ConfigError, match=r"^ttl_s: .+ given, seconds as a number"):
-        FsOptions(root="/x", ttl_s=given)  # type: ignore[arg-type]
+def test_all_that_a_layout_has_alone_is_told_of() -> None:
+    common = set(DiskOptions.__struct_fields__)
+    assert set(FilesOptions.__struct_fields__) - common == set(FILES_ALONE)
+    assert set(SegmentsOptions.__struct_fields__) - common == {"checkpoint_s"}
 
 
-@pytest.mark.parametrize("layout", ["files", "segments"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"root": ""}, r"^root: "),
+        ({"load_lanes": 0}, r"^load_lanes: "),
+        ({"store_lanes": 65}, r"^store_lanes: "),
+        ({"io": "fast"}, r"^io: "),
+        ({"fsync": "no"}, r"^fsync: "),
+        ({"shared": True, "checkpoint_s": 60}, r"^checkpoint_s: no such field with layout = 'files': .+'segm"),
+        *(({"checkpoint_s": each}, r"^checkpoint_s: .+ given, (0|seconds as a number)") for each in ("9ms", "2d", -1)),
+        *(({"ttl_s": each}, r"^ttl_s: .+ given, seconds as a number") for each in ("1us", "3651d")),
+    ],
+)
+def test_a_bad_option_is_refused_by_name(options, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        FsOptions(**{"root": "/x", **options})
+
+
+def test_a_checkpoint_may_be_switched_off() -> None:
+    assert FsOptions(root="/x", checkpoint_s=0).checkpoint_s == 0
+
+
 @pytest.mark.parametrize("name", ["capacity_bytes", "write_budget_bytes_per_day"])
-async def test_a_bound_that_no_chunk_fits_is_refused_before_anything_is_made(
-    open_tier, root: Path, row_bytes: int, layout: str, name: str
-) -> None:
-    least_bytes = row_bytes + FOOTER_BYTES
-    with pytest.raises(ConfigError, match=rf"^{name}: {least_bytes - 1:,} bytes given, .* {least_bytes:,} .*accepted"):
-        await open_tier(layout=layout, **{name: least_bytes - 1})
+async def test_a_bound_that_no_chunk_fits_is_refused_before_anything_is_made(open_tier, root, layout, name) -> None:
+    message = rf"^{name}: {SLOT_BYTES - 1:,} bytes given, .* {SLOT_BYTES:,} .*accepted"
+    with pytest.raises(ConfigError, match=message):
+        await open_tier(layout=layout, **{name: SLOT_BYTES - 1})
     assert not list(root.glob("*"))
 
 
-def test_what_is_not_given_has_the_layouts_defaults() -> None:
-    files = FsOptions(root="/x", layout="files")
-    assert (files.naming, files.shared, files.unverified) == ("vllm", False, "refuse")
+async def test_a_chunk_that_is_longer_than_any_segment_is_refused(root) -> None:
+    context = TierContext("0:fs", FileMapper(Namespace(model_name="org/model")), 8 << 30)
+    with pytest.raises(ConfigError, match=r"^chunk_bytes: .* at most 8,589,934,592 accepted with layout"):
+        await FsBackend.open(FsOptions(root=str(root), layout="segments"), context)
 
 
-async def test_a_capacity_above_the_disks_size_is_said_and_the_tier_opens(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    context = TierContext("fs", FileMapper(Namespace(model_name="m")), 4_096)
+async def test_a_capacity_above_the_disks_size_is_said_and_the_tier_opens(open_tier, caplog) -> None:
     for capacity_bytes, said in ((1 << 60, True), (1 << 20, False)):
         caplog.clear()
-        tier = await FsBackend.open(FsOptions(root=str(tmp_path), capacity_bytes=capacity_bytes), context)
-        await tier.aclose(10)
+        await (await open_tier(layout="segments", capacity_bytes=capacity_bytes)).aclose(10)
         assert ("but the disk of" in caplog.text) is said

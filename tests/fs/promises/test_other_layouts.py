@@ -2,15 +2,11 @@
 
 import logging
 import os
-from pathlib import Path
 
 import pytest
 
-from kvtier.backend.namespace import FileMapper
-from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of
 from kvtier_backends.fs.disk.owner import OWNER
-from tests.fs.conftest import OpenTier
 
 FILES = {"layout": "files"}
 FLAT = {"layout": "files", "naming": "flat"}
@@ -32,14 +28,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     ],
 )
 async def test_who_changes_the_layout_hears_of_what_lies_there_in_the_old_one(
-    open_tier: OpenTier,
-    lender: Lender,
-    root: Path,
-    mapper: FileMapper,
-    caplog: pytest.LogCaptureFixture,
-    before: dict[str, object],
-    now: dict[str, object],
-    remedy: str,
+    open_tier, lender, root, mapper, caplog, before, now, remedy
 ) -> None:
     old = await open_tier(**before)
     await lender.keep(old, [key_of(1)])
@@ -54,9 +43,7 @@ async def test_who_changes_the_layout_hears_of_what_lies_there_in_the_old_one(
 
 
 @pytest.mark.parametrize("now", [FILES, FLAT, SEGMENTS])
-async def test_other_models_and_empty_folders_are_no_news(
-    open_tier: OpenTier, root: Path, mapper: FileMapper, caplog: pytest.LogCaptureFixture, now: dict[str, object]
-) -> None:
+async def test_other_models_and_empty_folders_are_no_news(open_tier, root, mapper, caplog, now) -> None:
     for options in (FILES, FLAT, SEGMENTS):  # Each leaves a folder without a chunk.
         await (await open_tier(**options)).aclose(20)
     other = root / f"other_{'0' * 12}_r0" / "000"

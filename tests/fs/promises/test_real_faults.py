@@ -9,29 +9,25 @@ import errno
 import logging
 import os
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.errors import BackendUnavailable
-from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import keys_of, label
 from tests.engine.kit import describe, put
-from tests.fs.conftest import FaultyDisk, MakeSystemCall, SystemCall
+from tests.fs.conftest import MakeSystemCall, SystemCall, scanned
 
 PATIENCE_S = 30.0
 
 
 @pytest.fixture(params=["files", "segments"])
-def layout(request: pytest.FixtureRequest) -> str:
+def layout(request) -> str:
     return str(request.param)
 
 
-async def test_a_tier_without_a_segment_that_cannot_make_one_says_why(
-    disk: FaultyDisk, open_tier, lender: Lender
-) -> None:
+async def test_a_tier_without_a_segment_that_cannot_make_one_says_why(disk, open_tier, lender) -> None:
     tier = await open_tier(root=str(disk.path / "tier"), layout="segments", capacity_bytes="1MiB")
     assert list(await tier.probe(keys_of(1))) == [False]
     disk.tell("eio")
@@ -42,7 +38,7 @@ async def test_a_tier_without_a_segment_that_cannot_make_one_says_why(
     assert await lender.recall(tier, keys_of(3)) == list(map(label, keys_of(3)))
 
 
-async def test_a_disk_of_ones_own_is_a_disk(disk: FaultyDisk, open_tier, lender: Lender, layout: str) -> None:
+async def test_a_disk_of_ones_own_is_a_disk(disk, open_tier, lender, layout) -> None:
     tier = await open_tier(layout=layout, root=str(disk.path / "tier"), capacity_bytes="1MiB")
     for start in range(0, 100, 10):
         await lender.keep(tier, keys_of(10, start))
@@ -50,9 +46,7 @@ async def test_a_disk_of_ones_own_is_a_disk(disk: FaultyDisk, open_tier, lender:
     assert tier.counters().evicted > 0
 
 
-async def test_reads_that_fail_are_failures_and_leave_the_file_alone(
-    disk: FaultyDisk, open_tier, lender: Lender, layout: str
-) -> None:
+async def test_reads_that_fail_are_failures_and_leave_the_file_alone(disk, open_tier, lender, layout) -> None:
     tier = await open_tier(layout=layout, root=str(disk.path / "tier"))
     await lender.keep(tier, keys_of(3))
     disk.tell("eio")
@@ -62,9 +56,7 @@ async def test_reads_that_fail_are_failures_and_leave_the_file_alone(
     assert tier.counters().corrupt == {}
 
 
-async def test_writes_that_fail_leave_what_was_there_and_nothing_else(
-    disk: FaultyDisk, open_tier, lender: Lender, layout: str
-) -> None:
+async def test_writes_that_fail_leave_what_was_there_and_nothing_else(disk, open_tier, lender, layout) -> None:
     tier = await open_tier(layout=layout, root=str(disk.path / "tier"))
     await lender.keep(tier, keys_of(3))
     disk.tell("eio")
@@ -76,7 +68,7 @@ async def test_writes_that_fail_leave_what_was_there_and_nothing_else(
 
 
 async def test_a_mount_that_hangs_holds_its_calls_and_nothing_else(
-    disk: FaultyDisk, open_tier, lender: Lender, scanned, layout: str, system_call: MakeSystemCall
+    disk, open_tier, lender, layout, system_call
 ) -> None:
     tier = await open_tier(layout=layout, root=str(disk.path / "tier"), queue_bytes=0)
     await lender.keep(tier, keys_of(3))
@@ -107,9 +99,7 @@ def beginnings(layout: str, system_call: MakeSystemCall) -> list[SystemCall]:
     ]
 
 
-async def test_a_mount_whose_server_has_died_is_unavailable(
-    disk: FaultyDisk, open_tier, lender: Lender, layout: str
-) -> None:
+async def test_a_mount_whose_server_has_died_is_unavailable(disk, open_tier, lender, layout) -> None:
     tier = await open_tier(layout=layout, root=str(disk.path / "tier"))
     await lender.keep(tier, keys_of(3))
     disk.end()
@@ -123,10 +113,8 @@ def remount(disk: Path, how: str) -> None:
     subprocess.run(["mount", "-o", f"remount,{how}", str(disk)], check=True)
 
 
-async def test_a_disk_that_was_remounted_read_only_serves_what_it_has(
-    mount_image: Callable[[str, int], Path], open_tier, lender: Lender
-) -> None:
-    disk = mount_image("ext4", 32 << 20)
+async def test_a_disk_that_was_remounted_read_only_serves_what_it_has(mount, open_tier, lender) -> None:
+    disk = mount("ext4", image_bytes=32 << 20)
     tier = await open_tier(root=str(disk / "tier"), capacity_bytes="4MiB")
     await lender.keep(tier, keys_of(3))
     remount(disk, "ro")
@@ -140,9 +128,9 @@ async def test_a_disk_that_was_remounted_read_only_serves_what_it_has(
 
 @pytest.mark.parametrize("runner", ["inline", "process"])
 async def test_an_engine_whose_disk_was_remounted_read_only_says_so_with_the_cause(
-    mount_image: Callable[[str, int], Path], runner: str, layout: str, caplog: pytest.LogCaptureFixture
+    mount, runner, layout, caplog
 ) -> None:
-    disk = mount_image("ext4", 32 << 20)
+    disk = mount("ext4", image_bytes=32 << 20)
     options = {"root": str(disk / "tier"), "layout": layout, "capacity_bytes": "4MiB"}
     tier = {"type": "fs", "name": "disk", "limits": {"breaker_failures": 3}, **options}
     engine = await TieringOffloadingManager.open(describe(64, tier, runner=runner, limits={"action_chunks": 1}))

@@ -9,14 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.backend.namespace import FileMapper
 from kvtier.errors import BackendUnavailable
-from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs import FsBackend
 from kvtier_backends.fs import layout as fs_layout
 from kvtier_backends.fs.disk import below, remains
-from tests.fs.conftest import MakeSystemCall
+from tests.fs.conftest import taken_bytes
 
 DEADLINE_S = 30.0
 CAPACITY_BYTES = 1 << 20
@@ -25,7 +23,7 @@ TakenBytes = Callable[[Path], int]
 
 
 @pytest.fixture(autouse=True)
-def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+def hurry(monkeypatch) -> None:
     """Look often at what is in doubt."""
     for name in ("LOOK_S", "PAUSE_S_LEAST", "PAUSE_S_MOST"):
         monkeypatch.setattr(fs_layout, name, 0.01)
@@ -51,9 +49,7 @@ def of_kind(end: str) -> Callable[..., bool]:
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.EBUSY, errno.ENOENT])
-async def test_an_unfinished_file_counts_until_it_can_be_removed(
-    open_tier, lender: Lender, root: Path, taken_bytes: TakenBytes, system_call: MakeSystemCall, error: int
-) -> None:
+async def test_an_unfinished_file_counts_until_it_can_be_removed(open_tier, lender, root, system_call, error) -> None:
     tier = await open_tier()
     await lender.keep(tier, keys_of(2))
     before_bytes = tier.occupancy().used_bytes
@@ -73,7 +69,7 @@ async def test_an_unfinished_file_counts_until_it_can_be_removed(
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOENT])
 async def test_a_file_that_is_reported_as_missing_counts_until_it_is_gone(
-    open_tier, lender: Lender, root: Path, taken_bytes: TakenBytes, system_call: MakeSystemCall, error: int
+    open_tier, lender, root, system_call, error
 ) -> None:
     tier = await open_tier(capacity_bytes=CAPACITY_BYTES)
     unlink = system_call("unlink", error=error, only=of_kind(".bin"))
@@ -86,7 +82,7 @@ async def test_a_file_that_is_reported_as_missing_counts_until_it_is_gone(
 
 
 async def test_a_load_of_a_file_that_is_reported_as_missing_fails_and_forgets_nothing(
-    open_tier, lender: Lender, system_call: MakeSystemCall
+    open_tier, lender, system_call
 ) -> None:
     tier = await open_tier()
     await lender.keep(tier, keys_of(1))
@@ -97,7 +93,7 @@ async def test_a_load_of_a_file_that_is_reported_as_missing_fails_and_forgets_no
 
 
 async def test_a_chunk_that_is_in_place_though_its_store_has_failed_counts(
-    open_tier, lender: Lender, root: Path, taken_bytes: TakenBytes, system_call: MakeSystemCall
+    open_tier, lender, root, system_call
 ) -> None:
     tier = await open_tier(fsync=True)
     await lender.keep(tier, keys_of(1))
@@ -107,9 +103,7 @@ async def test_a_chunk_that_is_in_place_though_its_store_has_failed_counts(
     assert counted_bytes(tier) == taken_bytes(root)
 
 
-async def test_a_segment_that_is_reported_as_missing_is_not_lost(
-    open_tier, lender: Lender, root: Path, taken_bytes: TakenBytes, system_call: MakeSystemCall
-) -> None:
+async def test_a_segment_that_is_reported_as_missing_is_not_lost(open_tier, lender, root, system_call) -> None:
     tier = await open_tier(layout="segments", capacity_bytes=CAPACITY_BYTES)
     await lender.keep(tier, keys_of(4))
     missing = system_call("open", error=errno.ENOENT, only=of_kind(".seg"))
@@ -123,7 +117,7 @@ async def test_a_segment_that_is_reported_as_missing_is_not_lost(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 async def test_chunks_go_for_a_large_file_in_the_place_of_the_tiers_own(
-    open_tier, lender: Lender, root: Path, mapper: FileMapper, taken_bytes: TakenBytes, layout: str
+    open_tier, lender, root, mapper, layout
 ) -> None:
     tier = await open_tier(layout=layout, capacity_bytes=CAPACITY_BYTES)
     for start in range(0, 60, 10):
@@ -134,7 +128,7 @@ async def test_chunks_go_for_a_large_file_in_the_place_of_the_tiers_own(
 
 
 async def test_room_that_could_not_be_seen_at_the_start_counts_as_all_there_may_be_until_it_is_seen(
-    open_tier, lender: Lender, root: Path, taken_bytes: TakenBytes, system_call: MakeSystemCall, monkeypatch
+    open_tier, lender, root, system_call, monkeypatch
 ) -> None:
     monkeypatch.setattr("kvtier_backends.fs.files.accounts.AGAIN_S_LEAST", 0.01)
     monkeypatch.setattr("kvtier_backends.fs.files.accounts.AGAIN_TIMES", 0)
@@ -157,7 +151,7 @@ async def test_room_that_could_not_be_seen_at_the_start_counts_as_all_there_may_
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("error", [errno.EBUSY, errno.EIO, errno.ENOENT])
 async def test_a_disk_that_errs_is_not_taken_for_one_that_is_gone(
-    open_tier, lender: Lender, system_call: MakeSystemCall, layout: str, error: int
+    open_tier, lender, system_call, layout, error
 ) -> None:
     tier = await open_tier(layout=layout)
     await lender.keep(tier, keys_of(2))
@@ -177,7 +171,7 @@ async def test_a_disk_that_errs_is_not_taken_for_one_that_is_gone(
 
 
 async def test_a_deletion_that_fails_on_what_was_never_stored_takes_nothing_off(
-    open_tier, lender: Lender, root: Path, taken_bytes: TakenBytes, system_call: MakeSystemCall
+    open_tier, lender, root, system_call
 ) -> None:
     tier = await open_tier()
     await lender.keep(tier, keys_of(1))
@@ -190,9 +184,7 @@ async def test_a_deletion_that_fails_on_what_was_never_stored_takes_nothing_off(
     assert counted_bytes(tier) == taken_bytes(root)
 
 
-async def test_folders_that_a_failed_store_has_made_go(
-    open_tier, lender: Lender, root: Path, taken_bytes: TakenBytes, system_call: MakeSystemCall
-) -> None:
+async def test_folders_that_a_failed_store_has_made_go(open_tier, lender, root, system_call) -> None:
     tier = await open_tier()
     await lender.keep(tier, keys_of(1))
     before = taken_bytes(root)
@@ -203,9 +195,7 @@ async def test_folders_that_a_failed_store_has_made_go(
     await until(lambda: counted_bytes(tier) == taken_bytes(root) == before)
 
 
-def test_a_file_is_proved_absent_though_its_folder_is_made_between_two_calls(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_proved_absent_though_its_folder_is_made_between_two_calls(tmp_path, monkeypatch) -> None:
     def open_folder(root_fd: int, name: str) -> int:
         try:
             return below.open_folder(root_fd, name)

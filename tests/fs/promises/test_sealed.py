@@ -13,7 +13,7 @@ from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs import FsOptions
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, read_footer, write_footer
-from tests.fs.conftest import ROW_BYTES, SECRETS
+from tests.fs.conftest import ROW_BYTES, SECRETS, scanned, taken_bytes
 
 OLD, NEW = "11" * 32, "22" * 32
 SEALED = {"seal": "aes-256-gcm", "seal_key_env": SECRETS}
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.parametrize("layout", ["files", "segments"])
 
 
 @pytest.fixture
-def give(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, str]]:
+def give(monkeypatch) -> Callable[..., dict[str, str]]:
     """Set the secrets; return the options of a tier that reads them."""
 
     def give(*secrets: str) -> dict[str, str]:
@@ -42,7 +42,7 @@ def contents(root: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in found}
 
 
-async def test_nothing_of_a_row_is_on_the_disk(open_tier, lender: Lender, root: Path, give, layout: str) -> None:
+async def test_nothing_of_a_row_is_on_the_disk(open_tier, lender, root, give, layout) -> None:
     tier = await open_tier(layout=layout, capacity_bytes="1MiB", **give(NEW))
     await lender.keep(tier, KEYS)
     await lender.keep(tier, KEYS)
@@ -52,7 +52,7 @@ async def test_nothing_of_a_row_is_on_the_disk(open_tier, lender: Lender, root: 
 
 
 async def test_without_the_key_chunks_are_misses_and_with_it_they_are_there_again(
-    open_tier, lender: Lender, root: Path, give, layout: str
+    open_tier, lender, root, give, layout
 ) -> None:
     where = {"layout": layout, "capacity_bytes": "1MiB"}
     await (await stored(open_tier, lender, **where, **give(OLD))).aclose(10)
@@ -65,7 +65,7 @@ async def test_without_the_key_chunks_are_misses_and_with_it_they_are_there_agai
     assert await lender.recall(await open_tier(**where, **give(OLD)), KEYS) == WHOLE
 
 
-async def test_keys_are_rotated_without_losing_a_chunk(open_tier, lender: Lender, give, layout: str) -> None:
+async def test_keys_are_rotated_without_losing_a_chunk(open_tier, lender, give, layout) -> None:
     where = {"layout": layout, "capacity_bytes": "1MiB"}
     await (await stored(open_tier, lender, **where, **give(OLD))).aclose(10)
     both = await open_tier(**where, **give(NEW, OLD))
@@ -79,7 +79,7 @@ async def test_keys_are_rotated_without_losing_a_chunk(open_tier, lender: Lender
 
 @pytest.mark.parametrize("sealed_first", [False, True])
 async def test_what_was_stored_with_the_other_kind_of_seal_is_a_miss_until_it_is_stored_again(
-    open_tier, lender: Lender, root: Path, give, layout: str, sealed_first: bool
+    open_tier, lender, root, give, layout, sealed_first
 ) -> None:
     naming = {"naming": "flat"} if layout == "files" else {}
     kinds = [{}, give(NEW)]
@@ -97,7 +97,7 @@ async def test_what_was_stored_with_the_other_kind_of_seal_is_a_miss_until_it_is
 
 
 async def test_what_is_left_alone_takes_its_room_and_goes_when_that_is_wanted(
-    open_tier, scanned, lender: Lender, root: Path, taken_bytes, give, layout: str
+    open_tier, lender, root, give, layout
 ) -> None:
     where = {"layout": layout, "capacity_bytes": "1MiB"}
     many = keys_of(30)
@@ -114,7 +114,7 @@ async def test_what_is_left_alone_takes_its_room_and_goes_when_that_is_wanted(
 
 
 async def test_what_somebody_without_the_key_has_made_is_not_believed(
-    open_tier, lender: Lender, place_of, give, layout: str
+    open_tier, lender, place_of, give, layout
 ) -> None:
     """Checksums are right in each: a changed row, another key's chunk, an older seal on a newer row."""
     tier = await open_tier(layout=layout, capacity_bytes="1MiB", **give(NEW))
@@ -134,7 +134,7 @@ async def test_what_somebody_without_the_key_has_made_is_not_believed(
 
 
 async def test_a_seal_of_a_later_version_is_a_miss_and_left_alone(
-    open_tier, lender: Lender, root: Path, place_of, give, layout: str
+    open_tier, lender, root, place_of, give, layout
 ) -> None:
     tier = await open_tier(layout=layout, capacity_bytes="1MiB", **give(NEW))
     await lender.keep(tier, KEYS)
@@ -152,9 +152,7 @@ async def test_a_seal_of_a_later_version_is_a_miss_and_left_alone(
     assert contents(root) == before
 
 
-async def test_what_vllm_looks_for_is_never_encrypted(
-    open_tier, lender: Lender, root: Path, mapper: FileMapper, give, layout: str
-) -> None:
+async def test_what_vllm_looks_for_is_never_encrypted(open_tier, lender, root, mapper, give, layout) -> None:
     """It reads a row's length from a file of its own name, and believes it."""
     await stored(open_tier, lender, layout=layout, capacity_bytes="1MiB", **give(NEW))
     assert not (root / mapper.chunks_folder).exists()
@@ -163,7 +161,7 @@ async def test_what_vllm_looks_for_is_never_encrypted(
 
 
 async def test_a_row_without_a_footer_is_never_accepted_by_who_has_keys(
-    open_tier, lender: Lender, root: Path, mapper: FileMapper, give, layout: str
+    open_tier, lender, root, mapper, give, layout
 ) -> None:
     with pytest.raises(ConfigError, match=r"^unverified: 'accept' given, 'refuse' accepted with seal = 'aes-256-gcm'"):
         FsOptions(root=str(root), unverified="accept", seal="aes-256-gcm", seal_key_env=SECRETS)
@@ -177,7 +175,7 @@ async def test_a_row_without_a_footer_is_never_accepted_by_who_has_keys(
 
 
 async def test_keys_that_are_not_there_are_a_mistake_of_the_configuration_and_leave_nothing(
-    open_tier, root: Path, monkeypatch: pytest.MonkeyPatch, layout: str
+    open_tier, root, monkeypatch, layout
 ) -> None:
     monkeypatch.delenv(SECRETS, raising=False)
     with pytest.raises(ConfigError, match=r"^seal_key_env: the environment has no variable"):
@@ -185,7 +183,7 @@ async def test_keys_that_are_not_there_are_a_mistake_of_the_configuration_and_le
     assert not root.exists()
 
 
-async def test_the_longest_key_has_a_place_beside_the_seal(open_tier, lender: Lender, give, layout: str) -> None:
+async def test_the_longest_key_has_a_place_beside_the_seal(open_tier, lender, give, layout) -> None:
     tier = await open_tier(layout=layout, capacity_bytes="1MiB", **give(NEW))
     for length in (3_889, 3_888, 4_016, 100):
         key = type(key_of(0))(b"k" * length)

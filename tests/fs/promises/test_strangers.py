@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.backend.namespace import FileMapper
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import keys_of, label
+from tests.fs.conftest import scanned
 
 DEADLINE_S = 20.0
 CAPACITY_BYTES = 1 << 20
@@ -25,7 +25,7 @@ CHUNK_NAMES = {
 
 
 @pytest.fixture
-def lay(root: Path, mapper: FileMapper) -> Callable[[str, str], Path]:
+def lay(root, mapper) -> Callable[[str, str], Path]:
     """Return a path beside a tier's chunks, in a folder that is there."""
 
     def lay(way: str, name: str) -> Path:
@@ -51,7 +51,7 @@ async def costs_nothing(open_tier, lender: Lender, scanned, way: str, place: Cal
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_files_of_holes_cost_no_chunk(open_tier, lender: Lender, scanned, lay, way: str) -> None:
+async def test_files_of_holes_cost_no_chunk(open_tier, lender, lay, way) -> None:
     """Also under a chunk's own name, where they cost no other."""
 
     def place() -> None:
@@ -64,9 +64,7 @@ async def test_files_of_holes_cost_no_chunk(open_tier, lender: Lender, scanned, 
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_chunks_do_not_pay_for_what_somebody_else_keeps_there(
-    open_tier, lender: Lender, scanned, lay, way: str
-) -> None:
+async def test_chunks_do_not_pay_for_what_somebody_else_keeps_there(open_tier, lender, lay, way) -> None:
     def place() -> None:
         for name in STRANGERS:
             lay(way, name).write_bytes(os.urandom(2 * CAPACITY_BYTES))

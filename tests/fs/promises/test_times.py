@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs.directory.files import FilesDirectory
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Footer, read_footer, write_footer
 from kvtier_backends.fs.disk.temporaries import ABANDONED_S, TemporarySweep, Writer
 from kvtier_backends.fs.files.index import FileEntry, FileIndex
 from kvtier_backends.fs.segments.segment import Header, read_header
+from tests.fs.conftest import scanned
 
 DEADLINE_S = 20.0
 FAR_S = 16_725_225_600  # The year 2500.
@@ -27,7 +27,7 @@ HOUR_S = 3_600
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Iterator[Path]:
+def root(tmp_path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else tmp_path) as folder:
         yield Path(folder) / "tier"
 
@@ -37,9 +37,7 @@ def date(path: Path, time_s: int) -> None:
 
 
 @pytest.mark.parametrize("time_s", ODD_TIMES_S)
-async def test_a_file_of_any_date_is_a_chunk_like_any_other(
-    open_tier, lender: Lender, scanned, path_of, time_s: int
-) -> None:
+async def test_a_file_of_any_date_is_a_chunk_like_any_other(open_tier, lender, path_of, time_s) -> None:
     first = await open_tier()
     await lender.keep(first, keys_of(3))
     await first.aclose(DEADLINE_S)
@@ -53,7 +51,7 @@ async def test_a_file_of_any_date_is_a_chunk_like_any_other(
         assert tier.counters().scan_failed == 0
 
 
-async def test_a_file_from_before_1970_goes_first(open_tier, lender: Lender, scanned, path_of) -> None:
+async def test_a_file_from_before_1970_goes_first(open_tier, lender, path_of) -> None:
     capacity_bytes = 16 * (8_192 + 4_096)
     first = await open_tier(capacity_bytes=capacity_bytes)
     await lender.keep(first, keys_of(4))
@@ -68,9 +66,7 @@ async def test_a_file_from_before_1970_goes_first(open_tier, lender: Lender, sca
     assert await lender.recall(tier, keys_of(4)) == ["ChunkMissing", *(label(key) for key in keys_of(3, start=1))]
 
 
-async def test_a_file_from_the_future_was_used_when_it_was_first_seen(
-    open_tier, lender: Lender, scanned, path_of
-) -> None:
+async def test_a_file_from_the_future_was_used_when_it_was_first_seen(open_tier, lender, path_of) -> None:
     """And its time says so from then on, or every start would take it for the newest."""
     first = await open_tier()
     await lender.keep(first, keys_of(2))
@@ -82,7 +78,7 @@ async def test_a_file_from_the_future_was_used_when_it_was_first_seen(
     assert await lender.recall(tier, keys_of(2)) == [label(key) for key in keys_of(2)]
 
 
-async def test_a_file_from_the_future_expires(open_tier, lender: Lender, path_of) -> None:
+async def test_a_file_from_the_future_expires(open_tier, lender, path_of) -> None:
     first = await open_tier()
     await lender.keep(first, keys_of(1))
     await first.aclose(DEADLINE_S)
@@ -95,7 +91,7 @@ async def test_a_file_from_the_future_expires(open_tier, lender: Lender, path_of
 
 
 @pytest.mark.parametrize("year", [1969, 1997, 2011, 2200])
-def test_a_use_is_written_down_whatever_the_file_said_before(year: int) -> None:
+def test_a_use_is_written_down_whatever_the_file_said_before(year) -> None:
     """Minutes are kept modulo 31 years: an hour's difference counts round the corner, too."""
     index, now_ns = FileIndex(), 1_795_000_000 * 10**9
     index.scanned([FileEntry(key_of(0), 4_096, (year - 1970) * 31_556_952 * 10**9)])
@@ -104,9 +100,7 @@ def test_a_use_is_written_down_whatever_the_file_said_before(year: int) -> None:
 
 
 @pytest.mark.parametrize("time_s", ODD_TIMES_S)
-async def test_a_segment_of_any_date_is_read_and_in_the_checkpoint(
-    open_tier, lender: Lender, scanned, root: Path, time_s: int
-) -> None:
+async def test_a_segment_of_any_date_is_read_and_in_the_checkpoint(open_tier, lender, root, time_s) -> None:
     first = await open_tier(layout="segments", capacity_bytes="1MiB")
     await lender.keep(first, keys_of(3))
     await first.aclose(DEADLINE_S)
@@ -135,9 +129,7 @@ def renumber(segment: Path, key: bytes, sequence: int) -> None:
 
 
 @pytest.mark.parametrize("sequence", [(1 << 64) - 1, 1 << 63, 7_258_118_400 * 10**9])
-async def test_a_slot_numbered_in_the_future_costs_nothing_but_itself(
-    open_tier, lender: Lender, scanned, root: Path, sequence: int
-) -> None:
+async def test_a_slot_numbered_in_the_future_costs_nothing_but_itself(open_tier, lender, root, sequence) -> None:
     """What is stored later is used now, and expires: a number that orders chunks is no time."""
     first = await open_tier(layout="segments", capacity_bytes="1MiB", checkpoint_s=0)
     await lender.keep(first, keys_of(3))
@@ -155,7 +147,7 @@ async def test_a_slot_numbered_in_the_future_costs_nothing_but_itself(
 
 @pytest.mark.parametrize("layout", ["files", "segments"])
 async def test_what_people_see_of_a_file_from_the_future_is_no_later_than_now(
-    open_tier, lender: Lender, path_of, root: Path, layout: str
+    open_tier, lender, path_of, root, layout
 ) -> None:
     first = await open_tier(layout=layout, capacity_bytes="1MiB")
     await lender.keep(first, keys_of(1))
@@ -172,7 +164,7 @@ async def test_what_people_see_of_a_file_from_the_future_is_no_later_than_now(
     contents.close()
 
 
-def test_a_temporary_from_the_future_is_swept_like_an_old_one(tmp_path: Path) -> None:
+def test_a_temporary_from_the_future_is_swept_like_an_old_one(tmp_path) -> None:
     """Of another machine, where nobody can be asked who lives."""
     sweep = TemporarySweep(-1, Writer.this_process(), 1_700_000_000.0)
     name = ".00000000-1-1-1.tmp"

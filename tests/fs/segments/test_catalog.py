@@ -262,7 +262,7 @@ def held(catalog: Catalog, count: int) -> list[OffloadKey]:
 
 
 @pytest.mark.parametrize("policy", [None, LRU[OffloadKey](100)])
-def test_what_was_used_longest_ago_goes_first(policy: LRU[OffloadKey] | None) -> None:
+def test_what_was_used_longest_ago_goes_first(policy) -> None:
     catalog = Catalog(policy)
     keys = held(catalog, 5)
     catalog.used(keys[:1], 10)

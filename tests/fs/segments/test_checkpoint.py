@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from kvtier.backend import FileMapper, Namespace, OffloadKey, TierContext, make_offload_key
-from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs import FsBackend, FsOptions
 from kvtier_backends.fs.counters import Counters
@@ -29,7 +28,7 @@ from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.segments import checkpoint as checkpoint_module
 from kvtier_backends.fs.segments.checkpoint import KEY_BYTES_MAX, SlotCheckpoint
 from kvtier_backends.fs.segments.slots import Snapshot
-from tests.fs.conftest import ROW_BYTES, OpenTier
+from tests.fs.conftest import ROW_BYTES, scanned
 
 DEADLINE_S = 20.0
 KEYS = make_offload_key(b"abc", 1), make_offload_key(b"longer", 2)
@@ -50,17 +49,17 @@ PUBLISHED = (
 
 
 @pytest.fixture
-def folder(open_folder: Callable[..., Folder]) -> Folder:
+def folder(open_folder) -> Folder:
     return open_folder(layout="segments")
 
 
 @pytest.fixture
-def checkpoint(folder: Folder, mapper: FileMapper) -> SlotCheckpoint:
+def checkpoint(folder, mapper) -> SlotCheckpoint:
     return SlotCheckpoint(folder, mapper, Counters(), ROW_BYTES)
 
 
 @pytest.fixture
-def path(root: Path, mapper: FileMapper) -> Path:
+def path(root, mapper) -> Path:
     return root / mapper.folder / "index_r0_segments"
 
 
@@ -79,7 +78,7 @@ def with_checksum(content: bytes) -> bytes:
     return content + xxh3_64_intdigest(content).to_bytes(8, "little")
 
 
-def test_a_checkpoint_is_what_was_published(checkpoint: SlotCheckpoint, path: Path) -> None:
+def test_a_checkpoint_is_what_was_published(checkpoint, path) -> None:
     path.write_bytes(with_checksum(PUBLISHED))
     memory = checkpoint.read()
     assert memory is not None
@@ -94,7 +93,7 @@ def test_a_checkpoint_is_what_was_published(checkpoint: SlotCheckpoint, path: Pa
     assert path.read_bytes() == with_checksum(PUBLISHED)
 
 
-def test_a_chunk_with_a_long_key_is_left_to_the_scan_and_no_segment_is_trusted(checkpoint: SlotCheckpoint) -> None:
+def test_a_chunk_with_a_long_key_is_left_to_the_scan_and_no_segment_is_trusted(checkpoint) -> None:
     keys = [OffloadKey(bytes(length)) for length in (KEY_BYTES_MAX + 1, KEY_BYTES_MAX)]
     checkpoint.write([checkpoint_module.Remembered("x/00000001.seg", 0, 2, 5)], snapshot(keys))
     memory = checkpoint.read()
@@ -105,7 +104,7 @@ def test_a_chunk_with_a_long_key_is_left_to_the_scan_and_no_segment_is_trusted(c
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_a_damaged_checkpoint_is_ignored(checkpoint: SlotCheckpoint, path: Path, data: st.DataObject) -> None:
+def test_a_damaged_checkpoint_is_ignored(checkpoint, path, data) -> None:
     checkpoint.write([], snapshot(keys_of(3)))
     content = bytearray(path.read_bytes())
     match data.draw(st.sampled_from(["flip", "cut", "extend", "zero"])):
@@ -123,9 +122,7 @@ def test_a_damaged_checkpoint_is_ignored(checkpoint: SlotCheckpoint, path: Path,
     assert checkpoint.read() is None
 
 
-def test_a_checkpoint_of_another_version_layout_or_row_length_is_ignored(
-    folder: Folder, checkpoint: SlotCheckpoint, mapper: FileMapper, path: Path
-) -> None:
+def test_a_checkpoint_of_another_version_layout_or_row_length_is_ignored(folder, checkpoint, mapper, path) -> None:
     checkpoint.write([], snapshot(keys_of(1)))
     other, counters = FileMapper(Namespace(model_name="org/model", layout="LBHNC")), Counters()
     assert SlotCheckpoint(folder, other, counters, ROW_BYTES).read() is None
@@ -139,9 +136,7 @@ def test_a_checkpoint_of_another_version_layout_or_row_length_is_ignored(
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS, errno.EIO])
-def test_a_checkpoint_that_cannot_be_written_leaves_the_last(
-    folder: Folder, mapper: FileMapper, error: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_cannot_be_written_leaves_the_last(folder, mapper, error, monkeypatch) -> None:
     counters = Counters()
     checkpoint = SlotCheckpoint(folder, mapper, counters, ROW_BYTES)
     checkpoint.write([], snapshot(keys_of(1)))
@@ -157,7 +152,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_last(
 
 
 async def test_chunks_beyond_the_limit_of_a_checkpoint_are_found_by_the_scan(
-    open_tier: OpenTier, lender: Lender, path: Path, monkeypatch: pytest.MonkeyPatch, scanned
+    open_tier, lender, path, monkeypatch
 ) -> None:
     """Nor is it longer than the next start reads."""
     monkeypatch.setattr(checkpoint_module, "BYTES_MAX", 2_000)
@@ -171,9 +166,7 @@ async def test_chunks_beyond_the_limit_of_a_checkpoint_are_found_by_the_scan(
     assert await lender.recall(tier, keys_of(40)) == [label(key) for key in keys_of(40)]
 
 
-async def test_a_checkpoint_is_written_every_so_often(
-    open_tier: OpenTier, lender: Lender, root: Path, scanned, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_checkpoint_is_written_every_so_often(open_tier, lender, root, monkeypatch) -> None:
     publish, published = Folder.publish, threading.Semaphore(0)
 
     def publish_and_say(folder: Folder, name: str, pieces: Iterable[bytes]) -> None:
@@ -192,9 +185,17 @@ async def test_a_checkpoint_is_written_every_so_often(
     assert another.counters().checkpoint_chunks == 3
 
 
-async def test_closing_in_no_time_leaves_the_last_checkpoint(
-    open_tier: OpenTier, lender: Lender, path: Path, scanned
-) -> None:
+async def test_no_checkpoint_is_written_or_read_if_it_is_switched_off(open_tier, lender, path) -> None:
+    for checkpoint_s, written in ((0, False), (1_800, True), (0, True)):
+        tier = await open_tier(**SMALL, checkpoint_s=checkpoint_s)
+        await scanned(tier)
+        await lender.keep(tier, keys_of(2))
+        await tier.aclose(DEADLINE_S)
+        assert path.exists() is written
+        assert tier.counters().checkpoint_chunks == 0
+
+
+async def test_closing_in_no_time_leaves_the_last_checkpoint(open_tier, lender, path) -> None:
     before = await open_tier(**SMALL)
     await lender.keep(before, keys_of(2))
     await before.aclose(DEADLINE_S)
@@ -207,7 +208,7 @@ async def test_closing_in_no_time_leaves_the_last_checkpoint(
     assert path.read_bytes() == content
 
 
-async def test_two_ranks_have_checkpoints_of_their_own(root: Path, lender: Lender, scanned) -> None:
+async def test_two_ranks_have_checkpoints_of_their_own(root, lender) -> None:
     for rank in (0, 1):
         mapper = FileMapper(Namespace(model_name="org/model", rank=rank))
         for _ in range(2):
@@ -220,9 +221,7 @@ async def test_two_ranks_have_checkpoints_of_their_own(root: Path, lender: Lende
 
 
 @pytest.mark.usefixtures("outside")
-async def test_a_writer_that_is_killed_while_it_checkpoints_leaves_a_whole_one(
-    open_tier: OpenTier, lender: Lender, root: Path, scanned
-) -> None:
+async def test_a_writer_that_is_killed_while_it_checkpoints_leaves_a_whole_one(open_tier, lender, root) -> None:
     before = await open_tier(**SMALL)
     await lender.keep(before, keys_of(3))
     await before.aclose(DEADLINE_S)

@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.backend import Kind
-from kvtier.backend.contract import Added, Removed, ScanDone, TierContext
-from kvtier.backend.namespace import FileMapper, Namespace, OffloadKey
-from kvtier.errors import BackendClosed, BackendUnavailable, ConfigError, NoSpace, TransferFailed, cause_of
+from kvtier.backend.contract import Added, Removed, ScanDone
+from kvtier.backend.keys import OffloadKey
+from kvtier.errors import BackendClosed, BackendUnavailable, NoSpace, TransferFailed, cause_of
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
-from kvtier_backends.fs import FsBackend, FsOptions
+from kvtier_backends.fs import FsBackend
 from kvtier_backends.fs.directory.files import FilesDirectory
 from kvtier_backends.fs.directory.slots import SegmentsDirectory
 from kvtier_backends.fs.disk.capacity import Disk
@@ -31,7 +31,7 @@ from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.runs import RUN_SLOTS_MAX
 from kvtier_backends.fs.segments.segment import HEADER_BYTES, Header, read_header
 from kvtier_backends.fs.segments.slots import SlotEntry
-from tests.fs.conftest import MakeSystemCall, Mount, SystemCall, segments
+from tests.fs.conftest import MakeSystemCall, SystemCall, segments, taken_bytes
 
 ROW_BYTES = 8_192
 SLOT_BYTES = ROW_BYTES + FOOTER_BYTES
@@ -55,33 +55,8 @@ async def scanned(tier: FsBackend) -> set[OffloadKey]:
     raise AssertionError("closed")
 
 
-async def test_a_torn_slot_is_a_miss_after_a_restart_too(open_tier, lender: Lender, place_of) -> None:
-    """Its footer is whole, so that the scan believes it; its row is not."""
-    first = await open_tier(layout="segments", checkpoint_s=0)
-    await lender.keep(first, keys_of(3))
-    await first.aclose(DEADLINE_S)
-    place_of(KEY).overwrite(0, b"half of another chunk")
-    tier = await open_tier(layout="segments", checkpoint_s=0)
-    assert await lender.recall(tier, keys_of(3)) == [label(key_of(0)), "ChunkCorrupt", label(key_of(2))]
-    assert tier.counters().corrupt == {"payload": 1}
-
-
-async def test_a_footer_that_is_damaged_at_the_start_is_counted_and_its_slot_is_free(
-    open_tier, lender: Lender, place_of
-) -> None:
-    first = await open_tier(layout="segments", capacity_bytes=10 * SLOT_BYTES + 65_536)
-    await lender.keep(first, keys_of(3))
-    await first.aclose(DEADLINE_S)
-    place_of(KEY).overwrite(ROW_BYTES + 70, b"\xff")
-    tier = await open_tier(layout="segments", capacity_bytes=10 * SLOT_BYTES + 65_536)
-    await scanned(tier)
-    assert list(await tier.probe(keys_of(3))) == [True, False, True]
-    assert tier.counters().corrupt == {"footer": 1}
-    assert await lender.recall(tier, keys_of(3)) == [label(key_of(0)), "ChunkMissing", label(key_of(2))]
-
-
 @pytest.mark.parametrize("checkpoint_s", [0, 1_800])
-async def test_a_restart_knows_every_chunk_and_no_other(open_tier, lender: Lender, checkpoint_s: float) -> None:
+async def test_a_restart_knows_every_chunk_and_no_other(open_tier, lender, checkpoint_s) -> None:
     first = await open_tier(layout="segments", checkpoint_s=checkpoint_s)
     keys = keys_of(40)
     await lender.keep(first, keys)
@@ -97,9 +72,7 @@ async def test_a_restart_knows_every_chunk_and_no_other(open_tier, lender: Lende
     assert await lender.recall(tier, keys) == [label(key, 2) for key in keys]
 
 
-async def test_what_was_written_since_the_checkpoint_is_looked_at(
-    open_tier, lender: Lender, root: Path, mapper
-) -> None:
+async def test_what_was_written_since_the_checkpoint_is_looked_at(open_tier, lender, root, mapper) -> None:
     """As after a kill: the checkpoint is from before."""
     first = await open_tier(layout="segments", capacity_bytes=SMALL)
     await lender.keep(first, keys_of(5))
@@ -119,7 +92,7 @@ async def test_what_was_written_since_the_checkpoint_is_looked_at(
     assert await lender.recall(tier, keys_of(5)) == expected
 
 
-async def test_two_tiers_on_one_directory_write_to_segments_of_their_own(open_tier, lender: Lender, root: Path) -> None:
+async def test_two_tiers_on_one_directory_write_to_segments_of_their_own(open_tier, lender, root) -> None:
     """Each reads what the other had stored when it started, and takes none of the other's slots.
 
     So does a runner that is started in the place of one that hangs. Here the owner's file is removed: nobody guards.
@@ -145,26 +118,7 @@ async def test_two_tiers_on_one_directory_write_to_segments_of_their_own(open_ti
     assert second.counters().corrupt == {}
 
 
-async def test_rows_of_another_length_take_room_until_it_is_wanted(
-    open_tier, lender: Lender, root: Path, mapper: FileMapper
-) -> None:
-    longer = Lender(4 * ROW_BYTES)
-    options = FsOptions(root=str(root), layout="segments", capacity_bytes="1MiB")
-    before = await FsBackend.open(options, TierContext("1:fs", mapper, 4 * ROW_BYTES))
-    await longer.keep(before, keys_of(4))
-    await before.aclose(DEADLINE_S)
-    (old,) = segments(root)
-    tier = await open_tier(layout="segments", capacity_bytes="1MiB")
-    assert await lender.recall(tier, keys_of(4)) == ["ChunkMissing"] * 4
-    assert tier.counters().scan_skipped == 1
-    await lender.keep(tier, keys_of(4))
-    assert not old.exists() or len(segments(root)) == 1
-    assert await lender.recall(tier, keys_of(4)) == [label(key) for key in keys_of(4)]
-
-
-async def test_a_job_lies_together_and_is_one_call_a_lane(
-    open_tier, lender: Lender, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_job_lies_together_and_is_one_call_a_lane(open_tier, lender, monkeypatch) -> None:
     tier = await open_tier(layout="segments", load_lanes=1, store_lanes=1)
     await lender.keep(tier, keys_of(2, start=50))
     written: list[int] = []
@@ -186,9 +140,7 @@ def _noting(call, counts: list[int]):
     return noting
 
 
-async def test_one_place_that_cannot_be_written_costs_its_own_chunk_only(
-    open_tier, lender: Lender, system_call: MakeSystemCall
-) -> None:
+async def test_one_place_that_cannot_be_written_costs_its_own_chunk_only(open_tier, lender, system_call) -> None:
     tier = await open_tier(layout="segments", capacity_bytes=SMALL)
     await lender.keep(tier, keys_of(6))
     bad = HEADER_BYTES + 8 * SLOT_BYTES
@@ -200,9 +152,7 @@ async def test_one_place_that_cannot_be_written_costs_its_own_chunk_only(
     assert await lender.recall(tier, keys_of(6)) == expected, "what was there before has stayed"
 
 
-async def test_a_delete_whose_footer_cannot_be_wiped_says_so(
-    open_tier, lender: Lender, system_call: MakeSystemCall
-) -> None:
+async def test_a_delete_whose_footer_cannot_be_wiped_says_so(open_tier, lender, system_call) -> None:
     tier = await open_tier(layout="segments", capacity_bytes=SMALL)
     await lender.keep(tier, keys_of(2))
     refused = system_call("pwritev", error=errno.EIO)
@@ -215,7 +165,7 @@ async def test_a_delete_whose_footer_cannot_be_wiped_says_so(
 
 
 async def test_a_delete_under_way_is_done_when_its_tier_has_closed_and_nothing_has_failed(
-    open_tier, lender: Lender, system_call: MakeSystemCall
+    open_tier, lender, system_call
 ) -> None:
     tier, delete, stuck = await _deleting(open_tier, lender, system_call)
     closing = asyncio.create_task(tier.aclose(DEADLINE_S))
@@ -230,7 +180,7 @@ async def test_a_delete_under_way_is_done_when_its_tier_has_closed_and_nothing_h
 
 
 async def test_a_delete_whose_wipe_hangs_beyond_the_end_is_told_that_its_tier_has_closed(
-    open_tier, lender: Lender, system_call: MakeSystemCall
+    open_tier, lender, system_call
 ) -> None:
     tier, delete, stuck = await _deleting(open_tier, lender, system_call)
     assert await tier.aclose(0.1) == (0,)
@@ -252,27 +202,8 @@ async def _deleting(
     return tier, delete, stuck
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"shared": True}, "shared: no such field with layout = 'segments': each segment has one writer"),
-        ({"naming": "flat"}, "naming: no such field with layout = 'segments': chunks in segments have no names"),
-        ({"unverified": "accept"}, "unverified: no such field with layout = 'segments': every slot has a footer"),
-    ],
-)
-def test_what_segments_cannot_do_is_refused(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        FsOptions(root="x", layout="segments", **options)  # type: ignore[arg-type]
-
-
-async def test_a_chunk_that_is_longer_than_any_segment_is_refused(root: Path) -> None:
-    context = TierContext("0:fs", FileMapper(Namespace(model_name="org/model")), 8 << 30)
-    with pytest.raises(ConfigError, match=r"^chunk_bytes: .* at most 8,589,934,592 accepted with layout"):
-        await FsBackend.open(FsOptions(root=str(root), layout="segments"), context)
-
-
 @given(st.integers(1, 1_000), st.integers(1, 2_000), st.binary(min_size=32, max_size=32))
-def test_a_header_is_read_as_it_was_written(pages: int, slots: int, fingerprint: bytes) -> None:
+def test_a_header_is_read_as_it_was_written(pages, slots, fingerprint) -> None:
     header = Header(4_096 * pages, slots, fingerprint)
     page = header.written()
     assert read_header(page) == header
@@ -306,9 +237,7 @@ def test_a_chunk_takes_less_than_200_bytes_of_memory() -> None:
     assert (after - before) / chunks <= 200
 
 
-async def test_a_delete_ends_with_the_cancelled_store_that_has_its_chunks_slot(
-    open_tier, lender: Lender, system_call: MakeSystemCall
-) -> None:
+async def test_a_delete_ends_with_the_cancelled_store_that_has_its_chunks_slot(open_tier, lender, system_call) -> None:
     """The chunk has gone for room, and what is stored in its place is written though nobody waits for it any more."""
     tier = await open_tier(layout="segments", capacity_bytes=2 * SLOT_BYTES + 65_536, store_lanes=1)
     number = 0
@@ -332,7 +261,7 @@ async def test_a_delete_ends_with_the_cancelled_store_that_has_its_chunks_slot(
 
 
 async def test_a_segment_that_was_removed_before_it_was_locked_is_not_there(
-    open_tier, lender: Lender, root: Path, monkeypatch: pytest.MonkeyPatch
+    open_tier, lender, root, monkeypatch
 ) -> None:
     """Chunks that are stored in a file without a name are lost, though they were said to be stored."""
     first = await open_tier(layout="segments", capacity_bytes=SMALL)
@@ -355,9 +284,7 @@ async def test_a_segment_that_was_removed_before_it_was_locked_is_not_there(
     assert await lender.recall(third, [key_of(2)]) == [label(key_of(2))]
 
 
-async def test_no_more_segments_go_for_others_than_are_needed(
-    open_tier, lender: Lender, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_no_more_segments_go_for_others_than_are_needed(open_tier, lender, root, monkeypatch) -> None:
     for number in range(3):
         before = await open_tier(layout="segments", capacity_bytes=(number + 1) << 20)
         await lender.keep(before, keys_of(60, start=100 * number))
@@ -373,14 +300,14 @@ async def test_no_more_segments_go_for_others_than_are_needed(
         return SimpleNamespace(f_bavail=free_bytes // found.f_frsize, **{name: getattr(found, name) for name in names})
 
     monkeypatch.setattr(os, "fstatvfs", nearly_full)
-    tier = await open_tier(layout="segments", min_free_bytes=(2 << 20) + 4_096)
+    tier = await open_tier(layout="segments", capacity_bytes=None, min_free_bytes=(2 << 20) + 4_096)
     await tier.delete([key_of(999)])  # Waits for all that a start does.
     assert len(segments(root)) == 2
 
 
 @pytest.mark.parametrize("checkpoint_s", [0, 1_800])
 async def test_a_segment_that_cannot_be_opened_takes_its_room(
-    open_tier, lender: Lender, root: Path, system_call: MakeSystemCall, taken_bytes, checkpoint_s: float
+    open_tier, lender, root, system_call, checkpoint_s
 ) -> None:
     capacity_bytes = 1 << 20
     before = await open_tier(layout="segments", capacity_bytes=capacity_bytes)
@@ -395,9 +322,7 @@ async def test_a_segment_that_cannot_be_opened_takes_its_room(
     assert taken_bytes(root) <= capacity_bytes
 
 
-async def test_a_delete_says_so_when_a_failed_store_has_left_its_chunk(
-    open_tier, lender: Lender, system_call: MakeSystemCall
-) -> None:
+async def test_a_delete_says_so_when_a_failed_store_has_left_its_chunk(open_tier, lender, system_call) -> None:
     """Its sync failed, but not its write: without a wipe it is there after a restart."""
     tier = await open_tier(layout="segments", fsync=True, capacity_bytes=SMALL)
     await lender.keep(tier, [key_of(0)])
@@ -411,9 +336,7 @@ async def test_a_delete_says_so_when_a_failed_store_has_left_its_chunk(
     await tier.delete([KEY])
 
 
-async def test_chunks_in_a_segment_that_was_taken_for_nothing_do_not_go_for_room(
-    open_tier, lender: Lender, root: Path
-) -> None:
+async def test_chunks_in_a_segment_that_was_taken_for_nothing_do_not_go_for_room(open_tier, lender, root) -> None:
     """It was looked at as its maker was giving it its name; by the time that room is wanted, its maker has gone."""
     first = await open_tier(layout="segments", capacity_bytes=SMALL)
     await lender.keep(first, keys_of(4))
@@ -431,7 +354,7 @@ async def test_chunks_in_a_segment_that_was_taken_for_nothing_do_not_go_for_room
     assert await lender.recall(third, keys_of(4)) == [label(key) for key in keys_of(4)]
 
 
-async def test_a_closed_tiers_segments_are_free_though_a_fork_has_them(open_tier, lender: Lender, root: Path) -> None:
+async def test_a_closed_tiers_segments_are_free_though_a_fork_has_them(open_tier, lender, root) -> None:
     first = await open_tier(layout="segments", capacity_bytes=SMALL)
     await lender.keep(first, [KEY])
     copies = [os.dup(int(fd)) for fd in os.listdir("/proc/self/fd") if _leads_to(fd, segments(root)[0])]
@@ -451,9 +374,7 @@ def _leads_to(fd: str, path: Path) -> bool:
         return False
 
 
-async def test_a_pruned_slots_segment_may_be_another_one_by_then(
-    open_tier, lender: Lender, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_pruned_slots_segment_may_be_another_one_by_then(open_tier, lender, root, monkeypatch) -> None:
     tier = await open_tier(layout="segments", capacity_bytes=SMALL)
     await lender.keep(tier, [KEY])
     await tier.aclose(DEADLINE_S)
@@ -480,7 +401,7 @@ async def test_a_pruned_slots_segment_may_be_another_one_by_then(
 
 
 async def test_a_chunk_that_moved_while_it_could_not_be_read_is_read_where_it_is(
-    open_tier, lender: Lender, system_call: MakeSystemCall
+    open_tier, lender, system_call
 ) -> None:
     """Its old slot's segment may have been removed."""
     tier = await open_tier(layout="segments", capacity_bytes=SMALL)
@@ -493,9 +414,7 @@ async def test_a_chunk_that_moved_while_it_could_not_be_read_is_read_where_it_is
     assert await recall == [label(KEY, 1)]
 
 
-async def test_where_no_segment_can_be_removed_no_more_are_given_up(
-    open_tier, lender: Lender, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_where_no_segment_can_be_removed_no_more_are_given_up(open_tier, lender, root, monkeypatch) -> None:
     for number in range(3):
         before = await open_tier(layout="segments", capacity_bytes=(number + 1) << 20)
         await lender.keep(before, keys_of(60, start=100 * number))
@@ -517,9 +436,7 @@ async def test_where_no_segment_can_be_removed_no_more_are_given_up(
     assert tier.counters().evictions_failed == 1
 
 
-async def test_slots_that_were_pruned_are_stored_to_again_and_on_a_full_disk_refused(
-    open_tier, lender: Lender, mount: Mount
-) -> None:
+async def test_slots_that_were_pruned_are_stored_to_again_and_on_a_full_disk_refused(open_tier, lender, mount) -> None:
     root = mount("tmpfs", "size=32m")
     options = {"layout": "segments", "root": str(root / "tier"), "capacity_bytes": 17 << 20}
     before = await open_tier(**options)

@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 
 from kvtier.backend.contract import Outcome, Removed, ScanDone
-from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs import FsBackend
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.segments import losses
 from kvtier_backends.fs.segments.folder import SegmentFolder
-from tests.fs.conftest import MakeSystemCall, segments
+from tests.fs.conftest import segments
 
 SLOT_BYTES = 8_192 + FOOTER_BYTES
 SMALL = "1MiB"
@@ -24,12 +23,12 @@ DEADLINE_S = 20.0
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def soon(monkeypatch) -> None:
     monkeypatch.setattr(losses, "CLOSE_S", 0.01)
 
 
 @pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> None:
+def watched(monkeypatch) -> None:
     monkeypatch.setattr(losses, "LOOK_S", 0.01)
 
 
@@ -61,9 +60,7 @@ async def reopened(tier: FsBackend, open_tier, capacity_bytes: str = SMALL) -> F
     return await open_tier(layout="segments", capacity_bytes=capacity_bytes)
 
 
-async def test_a_root_that_is_removed_underfoot_costs_the_chunks_of_its_segments_only(
-    open_tier, lender: Lender, root: Path
-) -> None:
+async def test_a_root_that_is_removed_underfoot_costs_the_chunks_of_its_segments_only(open_tier, lender, root) -> None:
     tier = await open_tier(layout="segments")
     await lender.keep(tier, keys_of(2))
     shutil.rmtree(root)
@@ -74,7 +71,7 @@ async def test_a_root_that_is_removed_underfoot_costs_the_chunks_of_its_segments
     await lender.keep(tier, keys_of(2))  # It was made again.
 
 
-async def test_a_removed_segment_gives_way_to_a_new_one(open_tier, lender: Lender, root: Path) -> None:
+async def test_a_removed_segment_gives_way_to_a_new_one(open_tier, lender, root) -> None:
     tier = await open_tier(layout="segments", capacity_bytes=SMALL)
     await lender.keep(tier, keys_of(4))
     segments(root)[0].unlink()
@@ -88,7 +85,7 @@ async def test_a_removed_segment_gives_way_to_a_new_one(open_tier, lender: Lende
     assert await lender.recall(tier, keys_of(4)) == ["ChunkMissing"] * 4
 
 
-async def test_a_removed_folder_of_segments_is_made_again(open_tier, lender: Lender, root: Path) -> None:
+async def test_a_removed_folder_of_segments_is_made_again(open_tier, lender, root) -> None:
     tier = await open_tier(layout="segments", capacity_bytes=SMALL)
     await lender.keep(tier, keys_of(4))
     shutil.rmtree(segments(root)[0].parent)
@@ -99,7 +96,7 @@ async def test_a_removed_folder_of_segments_is_made_again(open_tier, lender: Len
     assert await lender.recall(tier, keys_of(2)) == [label(key) for key in keys_of(2)]
 
 
-async def test_a_segment_with_anothers_in_its_place_is_gone_too(open_tier, lender: Lender, root: Path) -> None:
+async def test_a_segment_with_anothers_in_its_place_is_gone_too(open_tier, lender, root) -> None:
     tier = await open_tier(layout="segments", capacity_bytes=SMALL)
     await lender.keep(tier, keys_of(4))
     (segment,) = segments(root)
@@ -112,7 +109,7 @@ async def test_a_segment_with_anothers_in_its_place_is_gone_too(open_tier, lende
     assert segment.read_bytes() == content, "nothing was written to it"
 
 
-async def test_only_what_lies_in_the_removed_segment_is_lost(open_tier, lender: Lender, root: Path) -> None:
+async def test_only_what_lies_in_the_removed_segment_is_lost(open_tier, lender, root) -> None:
     first = await open_tier(layout="segments", capacity_bytes=SMALL)
     await lender.keep(first, keys_of(60))
     await first.aclose(DEADLINE_S)
@@ -130,9 +127,7 @@ async def test_only_what_lies_in_the_removed_segment_is_lost(open_tier, lender: 
     assert await lender.recall(tier, kept) == [label(key) for key in kept]
 
 
-async def test_a_removed_segment_is_noticed_though_nobody_stores(
-    open_tier, lender: Lender, root: Path, watched: None
-) -> None:
+async def test_a_removed_segment_is_noticed_though_nobody_stores(open_tier, lender, root, watched) -> None:
     """And what it took of the disk is free then: most likely that was why it was removed."""
     tier = await open_tier(layout="segments", capacity_bytes=SMALL)
     await lender.keep(tier, keys_of(4))
@@ -150,18 +145,14 @@ async def test_a_removed_segment_is_noticed_though_nobody_stores(
     await lender.keep(tier, [key_of(1)])
 
 
-async def test_a_load_of_what_was_removed_still_gives_the_chunk_until_that_is_noticed(
-    open_tier, lender: Lender, root: Path
-) -> None:
+async def test_a_load_of_what_was_removed_still_gives_the_chunk_until_that_is_noticed(open_tier, lender, root) -> None:
     tier = await open_tier(layout="segments", capacity_bytes=SMALL)
     await lender.keep(tier, keys_of(4))
     segments(root)[0].unlink()
     assert await lender.recall(tier, keys_of(4)) == [label(key) for key in keys_of(4)]
 
 
-async def test_a_load_that_hangs_keeps_a_removed_segment_open(
-    open_tier, lender: Lender, root: Path, system_call: MakeSystemCall, watched: None
-) -> None:
+async def test_a_load_that_hangs_keeps_a_removed_segment_open(open_tier, lender, root, system_call, watched) -> None:
     tier = await open_tier(layout="segments", capacity_bytes=SMALL)
     await lender.keep(tier, keys_of(4))
     stuck = system_call("preadv", sticks=True)
@@ -179,7 +170,7 @@ async def test_a_load_that_hangs_keeps_a_removed_segment_open(
 
 
 async def test_a_name_that_cannot_be_asked_for_fails_the_store_and_loses_nothing(
-    open_tier, lender: Lender, system_call: MakeSystemCall
+    open_tier, lender, system_call
 ) -> None:
     tier = await open_tier(layout="segments", capacity_bytes=SMALL)
     await lender.keep(tier, keys_of(4))
@@ -191,7 +182,7 @@ async def test_a_name_that_cannot_be_asked_for_fails_the_store_and_loses_nothing
     await lender.keep(tier, keys_of(2), version=1)
 
 
-def test_what_has_taken_a_segments_name_is_not_removed_for_it(open_folder, root: Path) -> None:
+def test_what_has_taken_a_segments_name_is_not_removed_for_it(open_folder, root) -> None:
     folder = SegmentFolder(
         open_folder(layout="segments", io="buffered"), row_bytes=8_192, fingerprint=bytes(32), fsync=False
     )

@@ -14,7 +14,7 @@ from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs import FsBackend
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
-from tests.fs.conftest import ROW_BYTES, MakeSystemCall, OpenTier, Place, SystemCall, segments
+from tests.fs.conftest import ROW_BYTES, OpenTier, Place, SystemCall, segments
 
 DEADLINE_S = 20.0
 OPTIONS = {"layout": "segments", "capacity_bytes": "1MiB"}
@@ -22,7 +22,7 @@ PlaceOf = Callable[[OffloadKey], Place]
 
 
 @pytest.fixture
-def stop_the_walk(hurry: Callable[[], None], system_call: MakeSystemCall):
+def stop_the_walk(hurry, system_call):
     """Hold the next scan before the first footer; nobody waits for it."""
 
     def stop_the_walk(error: int = 0) -> SystemCall:
@@ -70,7 +70,7 @@ async def told(tier: FsBackend, *, gone: int = 0, complete: bool = True) -> tupl
 
 
 async def test_all_that_the_checkpoint_names_is_a_hit_before_one_footer_was_read(
-    open_tier: OpenTier, lender: Lender, root: Path, stop_the_walk
+    open_tier, lender, root, stop_the_walk
 ) -> None:
     await stored(open_tier, lender, root, 40)
     walk = stop_the_walk()
@@ -100,13 +100,7 @@ def half_a_row(place: Place) -> None:
     ("damage", "afterwards"), [(nothing, "ChunkMissing"), (half_a_footer, "ChunkMissing"), (half_a_row, "ChunkCorrupt")]
 )
 async def test_a_candidate_that_is_not_there_is_a_miss_and_no_fault(
-    open_tier: OpenTier,
-    lender: Lender,
-    root: Path,
-    place_of: PlaceOf,
-    stop_the_walk,
-    damage: Callable[[Place], None],
-    afterwards: str,
+    open_tier, lender, root, place_of, stop_the_walk, damage, afterwards
 ) -> None:
     """Only the footer, once it has been read, makes a fault of it."""
     await stored(open_tier, lender, root, 3)
@@ -123,7 +117,7 @@ async def test_a_candidate_that_is_not_there_is_a_miss_and_no_fault(
 
 
 async def test_what_was_written_over_a_candidate_is_kept_whatever_comes_meanwhile(
-    open_tier: OpenTier, lender: Lender, root: Path, stop_the_walk
+    open_tier, lender, root, stop_the_walk
 ) -> None:
     """Neither a store of the candidate's key nor a failed load of it touches a slot that nobody has looked at."""
     old = await stored(open_tier, lender, root, 4)
@@ -145,7 +139,7 @@ async def test_what_was_written_over_a_candidate_is_kept_whatever_comes_meanwhil
 
 
 async def test_a_segment_that_went_after_the_checkpoint_has_no_candidates(
-    open_tier: OpenTier, lender: Lender, root: Path, stop_the_walk
+    open_tier, lender, root, stop_the_walk
 ) -> None:
     """Nor has one of another tier that has its name by now."""
     await stored(open_tier, lender, root, 4)
@@ -160,7 +154,7 @@ async def test_a_segment_that_went_after_the_checkpoint_has_no_candidates(
 
 
 async def test_candidates_of_a_segment_that_cannot_be_read_are_taken_back(
-    open_tier: OpenTier, lender: Lender, root: Path, stop_the_walk
+    open_tier, lender, root, stop_the_walk
 ) -> None:
     await stored(open_tier, lender, root, 4)
     walk = stop_the_walk(errno.EIO)

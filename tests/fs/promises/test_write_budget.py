@@ -4,14 +4,14 @@ import asyncio
 import errno
 import os
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from kvtier.backend.lending import Lanes
+from kvtier.testing.conformance.lender import keys_of
 from kvtier_backends.fs.disk.write_budget import DAY_NS, DiskWriteBudget
-from tests.fs.conftest import MakeSystemCall
+from tests.fs.conftest import DEADLINE_S, SLOT_BYTES, kinds, whole
 
 UNIT_BYTES = 1_000
 DAY_BYTES = 3_200_000
@@ -31,7 +31,7 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-async def open_budget(tmp_path: Path, clock: Clock):
+async def open_budget(tmp_path, clock):
     fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
     lanes = Lanes(1, "budget")
     opened: list[DiskWriteBudget] = []
@@ -47,9 +47,6 @@ async def open_budget(tmp_path: Path, clock: Clock):
     os.close(fd)
 
 
-OpenBudget = Callable[..., DiskWriteBudget]
-
-
 async def spend(budget: DiskWriteBudget) -> int:
     """Write as much as there is."""
     total = 0
@@ -58,13 +55,13 @@ async def spend(budget: DiskWriteBudget) -> int:
     return total
 
 
-async def test_a_full_bucket_is_an_eighth_of_a_day(open_budget: OpenBudget) -> None:
+async def test_a_full_bucket_is_an_eighth_of_a_day(open_budget) -> None:
     budget = open_budget()
     assert await spend(budget) == DAY_BYTES // 8
     assert await budget.take(1) == 0
 
 
-async def test_no_day_sees_more_than_its_bytes(open_budget: OpenBudget, clock: Clock) -> None:
+async def test_no_day_sees_more_than_its_bytes(open_budget, clock) -> None:
     """Through closings, kills, a clock that jumps back, and pauses of every length."""
     dice = random.Random(7)
     written: list[tuple[int, int]] = []
@@ -89,7 +86,7 @@ async def test_no_day_sees_more_than_its_bytes(open_budget: OpenBudget, clock: C
     assert sum(size for _, size in written) > DAY_BYTES
 
 
-async def test_a_restart_gives_back_what_was_not_written(open_budget: OpenBudget) -> None:
+async def test_a_restart_gives_back_what_was_not_written(open_budget) -> None:
     first = open_budget()
     assert await first.take(1) == 1
     first.put_back()
@@ -97,7 +94,7 @@ async def test_a_restart_gives_back_what_was_not_written(open_budget: OpenBudget
     assert await spend(open_budget()) == DAY_BYTES // 8 - UNIT_BYTES
 
 
-async def test_a_damaged_file_is_an_empty_bucket(open_budget: OpenBudget, tmp_path: Path, clock: Clock) -> None:
+async def test_a_damaged_file_is_an_empty_bucket(open_budget, tmp_path, clock) -> None:
     (tmp_path / "budget").write_bytes(b"?" * 24)
     budget = open_budget()
     assert await spend(budget) == 0
@@ -105,22 +102,45 @@ async def test_a_damaged_file_is_an_empty_bucket(open_budget: OpenBudget, tmp_pa
     assert await spend(budget) == DAY_BYTES // 8
 
 
-async def test_only_whole_chunks_are_allowed(open_budget: OpenBudget) -> None:
+async def test_only_whole_chunks_are_allowed(open_budget) -> None:
     budget = open_budget(8 * 2_500)
     assert await budget.take(5) == 2
 
 
-async def test_two_engines_draw_on_one_bucket(open_budget: OpenBudget) -> None:
+async def test_two_engines_draw_on_one_bucket(open_budget) -> None:
     one, two = open_budget(), open_budget()
     spent = await asyncio.gather(spend(one), spend(two))
     assert sum(spent) == DAY_BYTES // 8
 
 
-async def test_a_budget_that_cannot_be_opened_leaves_no_file_open(
-    open_budget: OpenBudget, system_call: MakeSystemCall, tmp_path: Path
-) -> None:
+async def test_a_budget_that_cannot_be_opened_leaves_no_file_open(open_budget, system_call, tmp_path) -> None:
     system_call("pwrite", error=errno.EIO)
     with pytest.raises(OSError, match="Input/output error"):
         open_budget()
     links = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
     assert tmp_path / "budget" not in [link.readlink() for link in links if link.is_symlink()]
+
+
+async def test_beyond_a_days_write_budget_nothing_is_stored_and_everything_loads(open_tier, lender, layout) -> None:
+    options = {"layout": layout, "write_budget_bytes_per_day": 8 * 10 * SLOT_BYTES}
+    tier = await open_tier(**options)
+    outcomes = list(await tier.store(lender.writes(keys_of(16))))
+    assert kinds(outcomes) == ["NoneType"] * 10 + ["NoSpace"] * 6
+    assert all("write budget" in str(outcome) for outcome in outcomes[10:])
+    assert tier.counters().refused == {"write_budget": 6}
+    assert await lender.recall(tier, keys_of(10)) == whole(keys_of(10))
+    await tier.aclose(DEADLINE_S)
+    assert kinds(await (await open_tier(**options)).store(lender.writes(keys_of(1, 50)))) == ["NoSpace"]
+
+
+@pytest.mark.parametrize("disk", ["fails", "hangs"])
+async def test_a_write_budget_is_given_back_beside_the_loop_and_keeps_no_tier_from_closing(
+    open_tier, lender, system_call, layout, disk
+) -> None:
+    tier = await open_tier(layout=layout, write_budget_bytes_per_day="1MiB")
+    await lender.keep(tier, keys_of(1))
+    giving_back = system_call("pwrite", **({"error": errno.EIO} if disk == "fails" else {"sticks": True}))
+    closing = asyncio.create_task(tier.aclose(DEADLINE_S))
+    await giving_back.wait_entered()
+    giving_back.let_go()
+    assert await closing == (0,)

@@ -1,0 +1,178 @@
+"""Tiers in processes of their own: `child.py WORK ASKED`, the latter as JSON; `Child` in `conftest.py` talks to it.
+
+Each line of its input is a seed: a child is forked that works by it. Forked rather than started, because a life then
+costs no imports. The child says `child <pid>` first; what it says then, its work documents. Its parent says `stopped`
+and `dead`. A child that sees something wrong dies of it.
+"""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
+from functools import partial
+from typing import Any
+
+from kvtier.backend import EngineId, FileMapper, Namespace, TierContext
+from kvtier.errors import BackendUnavailable, ConfigError
+from kvtier.testing.conformance import Lender
+from kvtier.testing.conformance.lender import key_of, keys_of, label
+from kvtier_backends.fs import FsBackend, FsOptions
+from kvtier_backends.fs.disk import owner
+from kvtier_backends.fs.disk.shared_page import SharedPage
+
+WORKERS = 4  # Calls at once.
+BATCH_CHUNKS_MAX = 12
+VERSIONS = range(3)  # Of each chunk: a mixture of two would show.
+
+Asked = dict[str, Any]
+
+
+def say(*words: object) -> None:
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())  # Shorter than a pipe's buffer: wholly or not at all.
+
+
+async def opened(asked: Asked) -> FsBackend:
+    engine = EngineId(*asked["engine"]) if asked.get("engine") else None
+    mapper = FileMapper(Namespace(model_name="org/model"))
+    context = TierContext("0:fs", mapper, asked["row_bytes"], engine=engine)
+    return await FsBackend.open(FsOptions(root=asked["root"], **asked["options"]), context)
+
+
+async def hammer(asked: Asked, seed: int) -> None:
+    """Store, load and delete; say `done <chunks stored>` every so often, or `refused <why>` if there is no tier."""
+    owner.PATIENCE_S = 1.0
+    try:
+        tier = await opened(asked)
+    except ConfigError as error:
+        say("refused", error)
+        signal.pause()
+        raise
+    stored = [0]
+    async with asyncio.TaskGroup() as group:
+        for worker in range(WORKERS):
+            group.create_task(call_on(tier, asked, f"{seed}/{worker}", stored))
+        while True:
+            await asyncio.sleep(0.05)  # How often it says so, not what it waits for.
+            say("done", stored[0])
+
+
+async def call_on(tier: FsBackend, asked: Asked, seed: str, stored: list[int], errors: Sequence[str] = ()) -> None:
+    """Store, load and delete random chunks; `errors`: what may come of it, beside chunks, misses and a full tier."""
+    dice = random.Random(seed)
+    while True:
+        first, lender = dice.randrange(asked["keys"]), Lender(asked["row_bytes"])
+        batch = [key_of((first + place) % asked["keys"]) for place in range(dice.randint(1, BATCH_CHUNKS_MAX))]
+        action = dice.random()
+        with suppress(BackendUnavailable) if errors else nullcontext():
+            if action < 0.5:
+                outcomes = await tier.store(lender.writes(batch, dice.choice(VERSIONS)))
+                assert {type(outcome).__name__ for outcome in outcomes} <= {"NoneType", "NoSpace", *errors}, outcomes
+                stored[0] += outcomes.count(None)
+            elif action < 0.95:
+                for key in batch:
+                    for version in VERSIONS:
+                        lender.chunk(key, version)  # To recognise it.
+                for key, told in zip(batch, await lender.recall(tier, batch), strict=True):
+                    assert told in ("ChunkMissing", *errors, *(label(key, each) for each in VERSIONS)), told
+            else:
+                await tier.delete(batch[:2])
+        await asyncio.sleep(0)
+
+
+async def journal(asked: Asked, seed: int) -> None:
+    """Store and delete; say `begin <worker> <version> <keys…>` before a call, and `end <worker>` after it.
+
+    Version -1 is a delete. Each worker has keys of its own, so that the order of what is done to a key is known.
+    """
+    tier = await opened(asked)
+
+    async def work(worker: int, keys: range) -> None:
+        dice = random.Random(f"{seed}/{worker}")
+        for call in range(1_000_000):
+            lender, numbers = Lender(asked["row_bytes"]), dice.sample(keys, dice.randint(1, BATCH_CHUNKS_MAX))
+            version = -1 if dice.random() < asked["deletes"] else seed * 1_000_000 + call
+            batch = [key_of(number) for number in numbers]
+            say("begin", worker, version, *numbers)
+            if version == -1:
+                await tier.delete(batch)
+            else:
+                assert list(await tier.store(lender.writes(batch, version))) == [None] * len(batch)
+            say("end", worker)
+
+    async with asyncio.TaskGroup() as group:
+        for worker in range(WORKERS - 1):
+            group.create_task(work(worker, range(worker, asked["keys"], WORKERS - 1)))
+
+
+async def obey(asked: Asked, seed: int) -> None:
+    """Open a tier and say `open`; then do what each line of the input says, and answer `<word> <number>`."""
+    tier, working = await opened(asked), list[asyncio.Task[None]]()
+    worker = partial(call_on, tier, asked, errors=("TransferFailed", "ChunkCorrupt", "NoSpace"))
+
+    async def work() -> int:
+        working[:] = [asyncio.create_task(worker(f"{seed}/{number}", [0])) for number in range(WORKERS)]
+        return 0
+
+    async def rest() -> int:
+        for task in working:
+            task.cancel()
+        for outcome in await asyncio.gather(*working, return_exceptions=True):
+            if not isinstance(outcome, asyncio.CancelledError):
+                raise AssertionError(outcome) from outcome
+        return 0
+
+    async def used() -> int:
+        """Return the used bytes by the tier's accounts."""
+        page = tier._lives.now.tier.root.shared_page
+        if page is None:
+            return tier._lives.now.tier.capacity.used_bytes
+        taken = await asyncio.to_thread(page.taken)
+        return taken[0] if taken else 0
+
+    async def store(count: str, start: str) -> int:
+        """Return how many chunks can be stored and loaded."""
+        keys, lender = keys_of(int(count), int(start)), Lender(asked["row_bytes"])
+        if any(await tier.store(lender.writes(keys))):
+            return 0
+        return sum(told == label(key) for key, told in zip(keys, await lender.recall(tier, keys), strict=True))
+
+    async def close() -> int:
+        return (await tier.aclose(10)).transfers
+
+    orders = {order.__name__: order for order in (work, rest, used, store, close)}
+    say("open")
+    while words := (await asyncio.to_thread(sys.stdin.readline)).split():
+        say(words[0], await orders[words[0]](*words[1:]))
+
+
+async def change_a_page(asked: Asked, seed: int) -> None:
+    """Change a shared page over and over; say `changed` each time that it was changed some more."""
+    page = SharedPage(os.open(asked["root"], os.O_RDONLY | os.O_DIRECTORY), "ledger", b"8 bytes.")
+    while True:
+        for size_bytes in range(1, 65):
+            promised_bytes = page.reserve(2 * size_bytes, 1 << 40)
+            page.settle(promised_bytes or 0, size_bytes)
+            page.exchange(size_bytes, 0)
+        say("changed")
+
+
+WORKS = {work.__name__: work for work in (hammer, journal, obey, change_a_page)}
+
+
+def main(work: str, asked: str) -> None:
+    while line := sys.stdin.readline():
+        pid = os.fork()
+        if pid == 0:
+            say("child", os.getpid())  # By itself: nothing that it writes may come before.
+            asyncio.run(WORKS[work](json.loads(asked), int(line)))
+            os._exit(0)
+        while os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1]):
+            say("stopped")  # What it does has come to rest: it can be looked at.
+        say("dead")
+
+
+main(*sys.argv[1:])

@@ -1,0 +1,307 @@
+"""The page of a shared directory: no two processes are promised the same room, whoever dies, whatever is damaged."""
+
+import errno
+import fcntl
+import os
+import random
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from xxhash import xxh3_64_intdigest
+
+from kvtier.errors import BackendUnavailable
+from kvtier.memory import PAGE_BYTES
+from kvtier_backends.fs.disk.shared_page import SLOTS, SharedPage, read_page
+from tests.fs.conftest import DEADLINE_S
+
+ROUNDS = int(os.environ.get("KVTIER_SHARED_ROUNDS", "20"))
+BOOT = b"8 bytes."
+
+
+@pytest.fixture
+def open_page(tmp_path) -> Iterator[Callable[..., SharedPage]]:
+    """Open the page of one directory as several processes do."""
+    fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    opened: list[SharedPage] = []
+
+    def open_page(boot: bytes = BOOT) -> SharedPage:
+        opened.append(SharedPage(fd, "ledger", boot))
+        return opened[-1]
+
+    yield open_page
+    for page in opened:
+        page.close()
+    os.close(fd)
+
+
+@pytest.fixture
+def one_and_other(open_page) -> tuple[SharedPage, SharedPage]:
+    return counted(open_page(), 0), open_page()
+
+
+@pytest.fixture
+def ledger(tmp_path) -> Path:
+    return tmp_path / "ledger"
+
+
+def counted(page: SharedPage, seen_bytes: int) -> SharedPage:
+    page.end_count(page.begin_count(), seen_bytes)
+    return page
+
+
+def test_nothing_is_promised_before_the_directory_was_counted(open_page) -> None:
+    page = open_page()
+    assert page.reserve(10, 100) is None
+    counted(page, 40)
+    assert page.reserve(100, 100) == 60
+    assert page.taken() == (40, 60)
+
+
+def test_what_one_promises_the_other_cannot(one_and_other) -> None:
+    one, two = one_and_other
+    assert (one.reserve(70, 100), two.reserve(70, 100)) == (70, 30)
+    one.settle(70, 50)
+    assert two.taken() == (50, 30)
+    assert two.exchange(20, 15) == 15
+    assert two.taken() == (30, 45)
+
+
+def test_what_the_dead_had_promised_counts_as_written_until_it_is_counted(one_and_other) -> None:
+    dead, alive = one_and_other
+    assert dead.reserve(60, 100) == 60
+    dead.close()  # As the kernel does.
+    assert alive.reserve(60, 100) == 40
+    alive.settle(40, 40)
+    assert alive.reserve(10, 100) == 0
+    counted(alive, 40 + 20)  # Of the dead one's sixty, twenty had been written.
+    assert alive.taken() == (60, 0)
+
+
+def test_a_count_beside_stores_is_at_least_what_is_there(one_and_other) -> None:
+    one, two = one_and_other
+    began = one.begin_count()
+    two.settle(two.reserve(50, 1_000), 50)  # May have been seen, or not.
+    one.end_count(began, 50)
+    assert 50 <= one.taken()[0] <= 100
+    counted(one, 50)
+    assert one.taken()[0] == 50
+
+
+def test_a_damaged_page_says_that_nothing_is_known(open_page, ledger) -> None:
+    page = counted(open_page(), 10)
+    for damage in (b"", b"?" * PAGE_BYTES, ledger.read_bytes()[:-1] + b"!"):
+        ledger.write_bytes(damage)
+        assert page.reserve(10, 100) is None
+        page.settle(0, 5)
+        counted(page, 40)
+        assert page.taken() == (40, 0)
+
+
+def test_every_flipped_bit_is_seen(open_page, ledger) -> None:
+    """And whatever mixture of two pages a torn write leaves is one of them, or seen."""
+    page = counted(open_page(), 10)
+    old = ledger.read_bytes()
+    page.settle(page.reserve(77, 100) or 0, 33)
+    new = ledger.read_bytes()
+    for bit in range(8 * PAGE_BYTES):
+        flipped = bytearray(new)
+        flipped[bit // 8] ^= 1 << bit % 8
+        assert read_page(bytes(flipped)) is None, bit
+    for end in range(PAGE_BYTES):
+        assert (torn := new[:end] + old[end:]) in (old, new) or read_page(torn) is None, end
+
+
+@given(bits=st.lists(st.integers(0, 8 * PAGE_BYTES - 1), min_size=1, max_size=8, unique=True))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_what_was_promised_is_promised_still_on_a_page_that_is_begun_anew(bits, open_page, ledger) -> None:
+    one, two = counted(open_page(), 10), open_page()
+    assert one.reserve(60, 100) == 60
+    assert two.reserve(5, 100) == 5
+    page = bytearray(ledger.read_bytes())
+    for bit in bits:
+        page[bit // 8] ^= 1 << bit % 8
+    ledger.write_bytes(page)
+    counted(two, 10)
+    assert two.reserve(5, 100) is None, "the first has not said what it has promised"
+    assert two.taken() is None
+    assert one.taken() == (10, 65)
+    assert two.reserve(50, 100) == 25
+    one.settle(60, 0)
+    two.settle(30, 0)
+    assert one.taken() == two.taken() == (10, 0)
+    one.close()
+    two.close()
+
+
+def test_whoever_dies_before_it_says_what_it_has_promised_is_not_waited_for(open_page, ledger) -> None:
+    dead, alive = counted(open_page(), 10), open_page()
+    assert dead.reserve(60, 100) == 60
+    ledger.write_bytes(b"")
+    assert alive.reserve(1, 100) is None
+    dead.close()
+    counted(alive, 40)
+    assert alive.reserve(100, 100) == 60
+
+
+def test_a_count_that_began_before_the_page_was_lost_is_not_taken(one_and_other, ledger) -> None:
+    one, two = one_and_other
+    one.settle(0, 80)
+    began = one.begin_count()
+    ledger.write_bytes(b"")
+    assert two.taken() is None
+    one.end_count(began, 80)
+    assert one.taken() is None
+    counted(two, 80)
+    assert one.taken() == (80, 0)
+
+
+def test_a_page_that_is_older_than_one_that_was_seen_is_not_taken(open_page, ledger) -> None:
+    """As a backup brings it back, or a disk that has lost a write."""
+    page = counted(open_page(), 10)
+    old = ledger.read_bytes()
+    page.settle(0, 80)
+    ledger.write_bytes(old)
+    assert page.reserve(90, 100) is None
+    counted(page, 90)
+    assert page.reserve(90, 100) == 10
+
+
+def test_a_page_is_what_was_published(open_page, ledger) -> None:
+    """Zeros where it says when it was begun are taken, too; processes that write them may still be at it."""
+    head = struct.pack("<8sII8sQQQ64Q", b"\x89kvledg\n", 1, 1, BOOT, 30, 70, 40, *bytes(64))
+    body = head.ljust(PAGE_BYTES - 8, b"\0")
+    former = body + xxh3_64_intdigest(body).to_bytes(8, "little")
+    ledger.write_bytes(former)
+    page = open_page()
+    assert page.taken() == (30, 0)
+    assert page.reserve(50, 100) == 50
+    ledger.write_bytes(former)  # As one of its processes does that has seen nothing of ours.
+    assert page.taken() == (30, 50)
+
+
+def test_a_writer_that_is_killed_leaves_a_page_that_the_others_go_on_with(open_page, tmp_path, launch) -> None:
+    """Two processes change it all the time, and one is killed, over and over."""
+    dice, page = random.Random(1), counted(open_page(), 0)
+    writers = [launch("change_a_page", root=str(tmp_path)) for _ in range(2)]
+    for _ in range(ROUNDS):
+        for writer in writers:
+            if not writer.pid:
+                writer.begin()
+            writer.until("changed")
+        dice.choice(writers).kill()
+        used_bytes, promised_bytes = page.taken() or pytest.fail("the page is lost")
+        assert used_bytes <= ROUNDS * 128
+        assert promised_bytes <= 3 * 128
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_after_another_boot_the_directory_is_counted_again_unless_somebody_was_there(open_page, alone) -> None:
+    """Another machine, all the time."""
+    first = counted(open_page(), 10)
+    if alone:
+        first.close()
+    assert open_page(b"another.").reserve(1, 100) == (None if alone else 1)
+
+
+def test_there_are_only_so_many_slots(open_page) -> None:
+    for _ in range(SLOTS):
+        open_page()
+    with pytest.raises(BackendUnavailable, match="64 processes"):
+        open_page()
+
+
+# On a file server, which forgets the locks of a machine that was cut off for longer than its lease.
+
+
+def forget_locks(page: SharedPage, ledger: Path) -> None:
+    fd = os.open(ledger, os.O_RDWR)
+    os.dup2(fd, page._fd, inheritable=False)
+    os.close(fd)
+
+
+def test_a_lock_that_is_free_again_is_had_though_nobody_is_woken(one_and_other, monkeypatch) -> None:
+    """A kernel that waits for a lock of a file server's sleeps for a second, then for two, up to thirty."""
+    real = fcntl.fcntl
+
+    def wakes_nobody(fd: int, command: int, lock: bytes = b"") -> object:
+        assert command != fcntl.F_OFD_SETLKW, "this would sleep"
+        return real(fd, command, lock)
+
+    monkeypatch.setattr(fcntl, "fcntl", wakes_nobody)
+    one, other = one_and_other
+    had = threading.Event()
+
+    def evict() -> None:
+        with other.evicting():
+            had.set()
+
+    waiting = threading.Thread(target=evict)
+    with one.evicting():
+        waiting.start()
+        assert other.taken() == (0, 0)
+        assert not had.is_set()
+    assert had.wait(DEADLINE_S)
+    waiting.join()
+
+
+def test_who_has_lost_its_locks_takes_a_slot_anew_and_keeps_its_promise(one_and_other, ledger, system_call) -> None:
+    one, other = one_and_other
+    assert one.reserve(60, 100) == 60
+    forget_locks(one, ledger)
+    assert other.reserve(10, 100) == 10
+    failing = system_call("pread", error=errno.EIO, only=lambda fd, *_: fd == one._fd)
+    with pytest.raises(BackendUnavailable, match="ledger: the shared page is away: Input/output error"):
+        one.taken()
+    failing.let_go()
+    assert one.taken() == (60, 70)  # What was promised counts as written, and is promised still.
+    one.settle(60, 50)
+    assert other.taken() == (110, 10)
+    counted(one, 50)
+    assert other.taken() == (50, 10)
+
+
+def test_a_slot_that_another_process_has_had_meanwhile_stays_its(one_and_other, open_page, ledger, system_call) -> None:
+    one, other = one_and_other
+    assert one.reserve(30, 100) == 30
+    forget_locks(one, ledger)
+    third = open_page()  # It has the slot that the first has lost, and what that had promised counts as written.
+    assert third.reserve(20, 100) == 20
+    failing = system_call("pread", error=errno.EIO, only=lambda fd, *_: fd == one._fd)
+    with pytest.raises(BackendUnavailable):
+        one.settle(30, 30)
+    failing.let_go()
+    assert one.taken() == (30, 50)
+    third.settle(20, 20)
+    one.settle(30, 30)
+    assert other.taken() == (80, 0)
+
+
+def test_who_waits_behind_a_call_that_fails_fails_with_it(one_and_other, system_call) -> None:
+    """And does not wait for a time-out of the file server's of its own."""
+    page, _ = one_and_other
+    hanging = system_call("pread", error=errno.EIO, sticks=True)
+    told: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            page.taken()
+        except BackendUnavailable as error:
+            told.append(error)
+
+    asking = [threading.Thread(target=ask) for _ in range(4)]
+    asking[0].start()
+    assert hanging._entered.acquire(timeout=DEADLINE_S)
+    for thread in asking[1:]:
+        thread.start()
+    while sum(b"futex" in Path(f"/proc/self/task/{each.native_id}/wchan").read_bytes() for each in asking) < 4:
+        pass  # Until all of them wait.
+    hanging._opened.set()
+    for thread in asking:
+        thread.join()
+    assert len(told) == 4
+    assert hanging.times == 1
