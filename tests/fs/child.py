@@ -23,9 +23,11 @@ from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs import FsBackend, FsOptions
 from kvtier_backends.fs.disk import owner
 from kvtier_backends.fs.disk.shared_page import SharedPage
+from kvtier_backends.fs.segments import checkpoint
 
 WORKERS = 4  # Calls at once.
 BATCH_CHUNKS_MAX = 12
+checkpoint.CHECKPOINT_S = 0.02  # All the time.
 VERSIONS = range(3)  # Of each chunk: a mixture of two would show.
 
 Asked = dict[str, Any]

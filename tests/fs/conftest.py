@@ -125,12 +125,21 @@ CONSTANTS: dict[str, Any] = {
 
 
 @pytest.fixture
-async def open_tier(root, mapper) -> AsyncIterator[OpenTier]:
-    """Open tiers over `root`, of files or of one small segment if not told otherwise; each is closed in the end."""
+async def open_tier(root, mapper, monkeypatch) -> AsyncIterator[OpenTier]:
+    """Open tiers over `root`, of files or of one small segment if not told otherwise; each is closed in the end.
+
+    The names of `CONSTANTS` are taken, too, from then on. With `checkpoint_s=0` there is no checkpoint at the start.
+    """
     opened: list[FsBackend] = []
 
-    async def open_tier(**options: object) -> FsBackend:
+    async def open_tier(**options: Any) -> FsBackend:
         given = {"root": str(root), "layout": "files", **options}
+        if given.get("checkpoint_s") == 0:
+            given["checkpoint_s"] = 3_600.0
+            for path in Path(given["root"]).glob("*/index_*"):
+                path.unlink()
+        for name in CONSTANTS.keys() & given.keys():
+            monkeypatch.setattr(*CONSTANTS[name], given.pop(name))
         if given["layout"] == "segments":
             given.setdefault("capacity_bytes", "1MiB")
         opened.append(await FsBackend.open(FsOptions(**given), TierContext("0:fs", mapper, ROW_BYTES)))

@@ -120,7 +120,7 @@ from kvtier_backends.fs.options import FsOptions
 os.setuid(65534)
 try:
     context = TierContext("0:fs", FileMapper(Namespace(model_name="m")), 4_096)
-    Folder(FsOptions(root=sys.argv[1]).chosen(), context).open()
+    Folder(FsOptions(root=sys.argv[1]), context).open()
 except ConfigError as error:
     print(error)
 """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.backend.keys import make_offload_key
+from kvtier.backend.namespace import make_offload_key
 from kvtier_backends.fs.disk.lanes import LoadsFirst
 from kvtier_backends.fs.disk.reads import ONE_BY_ONE
 from kvtier_backends.fs.disk.temporaries import Writer, temporary_name, writer_of

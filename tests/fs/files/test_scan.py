@@ -8,8 +8,7 @@ from itertools import count
 import pytest
 
 from kvtier.backend.contract import Added, ScanDone
-from kvtier.backend.keys import OffloadKey
-from kvtier.backend.namespace import FileMapper, Namespace
+from kvtier.backend.namespace import FileMapper, Namespace, OffloadKey
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs import FsBackend
 

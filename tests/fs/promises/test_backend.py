@@ -14,7 +14,7 @@ import pytest
 from blockbuster import blockbuster_ctx
 
 from kvtier.backend.contract import Added, Durability, Occupancy, ScanDone, TierContext, backend_class
-from kvtier.backend.keys import OffloadKey, make_offload_key
+from kvtier.backend.namespace import OffloadKey, make_offload_key
 from kvtier.errors import BackendClosed, BackendUnavailable
 from kvtier.testing.conformance.lender import key_of, keys_of
 from kvtier_backends.fs import FsBackend, FsCounters, FsOptions
@@ -231,7 +231,7 @@ async def test_a_descriptor_is_given_up_when_the_thread_that_uses_it_has_ended_a
 async def test_an_error_of_the_disk_is_one_chunks_and_leaves_its_chunk_alone(
     open_tier, lender, system_call, layout, error
 ) -> None:
-    tier = await open_tier(load_queue_bytes=0, layout=layout)
+    tier = await open_tier(queue_bytes=0, layout=layout)
     await lender.keep(tier, keys_of(2))
     failing = system_call("preadv", error=error)
     outcomes = await tier.load(lender.reads(keys_of(2)))

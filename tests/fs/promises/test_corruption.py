@@ -251,7 +251,7 @@ async def test_what_was_wrong_is_in_the_outcome(open_tier, lender, place_of, lay
 async def test_a_good_file_that_takes_a_corrupt_ones_place_stays(
     open_tier, lender, path_of, monkeypatch, replaced
 ) -> None:
-    tier, path = await open_tier(load_queue_bytes=0), path_of(KEY)
+    tier, path = await open_tier(queue_bytes=0), path_of(KEY)
     await lender.keep(tier, [KEY])
     path = path_of(KEY)
     Place(path, 0).overwrite(5, b"?")

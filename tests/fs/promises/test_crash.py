@@ -35,7 +35,7 @@ KEYS = 120
 DELETED = -1
 
 FILES: dict[str, Any] = {"layout": "files", "capacity_bytes": 48 << 20}
-SEGMENTS: dict[str, Any] = {"layout": "segments", "capacity_bytes": 48 << 20, "checkpoint_s": 0.01}
+SEGMENTS: dict[str, Any] = {"layout": "segments", "capacity_bytes": 48 << 20}
 FULL: dict[str, Any] = {"naming": "flat", "capacity_bytes": 100 * (SLOT_BYTES + 4_096) + 262_144}
 FULL_KEYS = 400  # Four times what there is room for.
 WAYS = pytest.mark.parametrize("way", [FILES, SEGMENTS, FULL], ids=["files", "segments", "full"])

@@ -24,7 +24,7 @@ SLACK_BYTES = 64 << 10  # Segments count as fragmented, and a checkpoint may be 
 
 ENGINES = {
     "files": ({"layout": "files"}, 1),
-    "segments": ({"layout": "segments", "checkpoint_s": 0.5}, 1),
+    "segments": ({"layout": "segments"}, 1),
     "two": ({"shared": True}, 2),
     "four": ({"shared": True}, 4),
 }

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.backend.keys import OffloadKey
+from kvtier.backend.namespace import OffloadKey
 from kvtier.errors import BackendClosed
 from kvtier.policies import LRU
 from kvtier.testing.conformance.lender import key_of, keys_of
@@ -91,7 +91,7 @@ async def test_a_use_is_written_to_the_file_at_most_once_an_hour(open_small, sto
 
 
 async def test_a_chunk_that_is_being_read_does_not_go(open_small, lender, system_call, layout) -> None:
-    tier = await open_small(layout, load_lanes=1, load_queue_bytes=0)
+    tier = await open_small(layout, load_lanes=1, queue_bytes=0)
     await scanned(tier)
     await lender.keep(tier, keys_of(1))
     stuck = system_call("preadv", sticks=True)

@@ -8,15 +8,13 @@ from kvtier.backend.contract import TierContext
 from kvtier.backend.namespace import FileMapper, Namespace
 from kvtier.errors import ConfigError
 from kvtier_backends.fs import FsBackend, FsOptions
-from kvtier_backends.fs.options import DiskOptions, FilesOptions, SegmentsOptions
 from tests.fs.conftest import SLOT_BYTES
 
-FILES_ALONE: dict[str, Any] = {"naming": "vllm", "low_water": 0.9, "shared": False, "unverified": "refuse"}
+FILES_ALONE: dict[str, Any] = {"naming": "vllm", "shared": False, "unverified": "refuse"}
 LACKS = {
     "shared": "each segment has one writer",
     "naming": "chunks in segments have no names",
     "unverified": "every slot has a footer",
-    "low_water": "a chunk in a segment goes when",
 }
 
 
@@ -28,18 +26,12 @@ def test_a_tier_has_segments_if_nothing_says_otherwise() -> None:
 @pytest.mark.parametrize("name", FILES_ALONE)
 def test_an_option_that_only_files_have_chooses_files_and_is_refused_with_segments(name) -> None:
     options = FsOptions(root="/x", **{name: FILES_ALONE[name]})
-    assert (options.layout, type(options.chosen())) == ("files", FilesOptions)
-    assert getattr(options.chosen(), name) == FILES_ALONE[name]
-    assert getattr(FsOptions(root="/x", layout="files"), name) == getattr(FilesOptions(root="/x"), name)
+    assert options.layout == "files"
+    assert getattr(options, name) == FILES_ALONE[name]
+    assert getattr(FsOptions(root="/x", layout="files"), name) == FILES_ALONE[name]
     refused = rf"^{name}: no such field with layout = 'segments': {LACKS[name]}.*; layout = 'files' has"
     with pytest.raises(ConfigError, match=refused):
         FsOptions(root="/x", layout="segments", **{name: FILES_ALONE[name]})
-
-
-def test_all_that_a_layout_has_alone_is_told_of() -> None:
-    common = set(DiskOptions.__struct_fields__)
-    assert set(FilesOptions.__struct_fields__) - common == set(FILES_ALONE)
-    assert set(SegmentsOptions.__struct_fields__) - common == {"checkpoint_s"}
 
 
 @pytest.mark.parametrize(
@@ -50,18 +42,12 @@ def test_all_that_a_layout_has_alone_is_told_of() -> None:
         ({"store_lanes": 65}, r"^store_lanes: "),
         ({"io": "fast"}, r"^io: "),
         ({"fsync": "no"}, r"^fsync: "),
-        ({"shared": True, "checkpoint_s": 60}, r"^checkpoint_s: no such field with layout = 'files': .+'segm"),
-        *(({"checkpoint_s": each}, r"^checkpoint_s: .+ given, (0|seconds as a number)") for each in ("9ms", "2d", -1)),
         *(({"ttl_s": each}, r"^ttl_s: .+ given, seconds as a number") for each in ("1us", "3651d")),
     ],
 )
 def test_a_bad_option_is_refused_by_name(options, message) -> None:
     with pytest.raises(ConfigError, match=message):
         FsOptions(**{"root": "/x", **options})
-
-
-def test_a_checkpoint_may_be_switched_off() -> None:
-    assert FsOptions(root="/x", checkpoint_s=0).checkpoint_s == 0
 
 
 @pytest.mark.parametrize("name", ["capacity_bytes", "write_budget_bytes_per_day"])

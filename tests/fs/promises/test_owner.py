@@ -17,7 +17,7 @@ import pytest
 from kvtier.backend import EngineId, FileMapper, Namespace, TierContext
 from kvtier.config import EngineConfig
 from kvtier.errors import ConfigError
-from kvtier.runner.tiers import open_tiers
+from kvtier.runner.runner import open_tiers
 from kvtier.testing.conformance.lender import keys_of
 from kvtier_backends.fs import FsBackend, FsOptions
 from kvtier_backends.fs.disk import below, owner

@@ -18,7 +18,7 @@ import pytest
 
 from kvtier.backend import Advice
 from kvtier.backend.contract import Read, TierContext, Write
-from kvtier.backend.keys import OffloadKey, make_offload_key
+from kvtier.backend.namespace import OffloadKey, make_offload_key
 from kvtier.errors import ChunkMissing
 from kvtier.memory.region import Region
 from kvtier.policies import LRU
@@ -109,9 +109,7 @@ class Engine:
 
 
 @pytest.mark.usefixtures("thorough")
-@pytest.mark.parametrize(
-    "laid_out", [{"naming": "flat", "low_water": 0.98}, {"layout": "segments"}], ids=["files", "segments"]
-)
+@pytest.mark.parametrize("laid_out", [{"naming": "flat"}, {"layout": "segments"}], ids=["files", "segments"])
 async def test_room_and_memory_stay_flat_and_hits_are_as_predicted(root, mapper, laid_out) -> None:
     unique = len({block for request in generate(Workload(requests=REQUESTS)) for block in request.hash_ids})
     capacity_bytes = unique * FILE_BYTES // 20

@@ -185,16 +185,6 @@ async def test_a_checkpoint_is_written_every_so_often(open_tier, lender, root, m
     assert another.counters().checkpoint_chunks == 3
 
 
-async def test_no_checkpoint_is_written_or_read_if_it_is_switched_off(open_tier, lender, path) -> None:
-    for checkpoint_s, written in ((0, False), (1_800, True), (0, True)):
-        tier = await open_tier(**SMALL, checkpoint_s=checkpoint_s)
-        await scanned(tier)
-        await lender.keep(tier, keys_of(2))
-        await tier.aclose(DEADLINE_S)
-        assert path.exists() is written
-        assert tier.counters().checkpoint_chunks == 0
-
-
 async def test_closing_in_no_time_leaves_the_last_checkpoint(open_tier, lender, path) -> None:
     before = await open_tier(**SMALL)
     await lender.keep(before, keys_of(2))
@@ -235,7 +225,7 @@ from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.segments.checkpoint import SlotCheckpoint
 from kvtier_backends.fs.segments.slots import Snapshot
 mapper = FileMapper(Namespace(model_name="org/model"))
-folder = Folder(FsOptions(root=sys.argv[1]).chosen(), TierContext("0:fs", mapper, {ROW_BYTES}))
+folder = Folder(FsOptions(root=sys.argv[1]), TierContext("0:fs", mapper, {ROW_BYTES}))
 folder.open()
 os.rename = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
 SlotCheckpoint(folder, mapper, Counters(), {ROW_BYTES}).write([], Snapshot([], array("Q"), array("q"), frozenset()))

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kvtier.backend import Kind
 from kvtier.backend.contract import Added, Removed, ScanDone
-from kvtier.backend.keys import OffloadKey
+from kvtier.backend.namespace import OffloadKey
 from kvtier.errors import BackendClosed, BackendUnavailable, NoSpace, TransferFailed, cause_of
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
