@@ -1,4 +1,4 @@
-"""Buffers lent to threads come back, and threads that hang hold nobody up."""
+"""Buffers lent to threads and tasks come back, and threads that hang hold nobody up."""
 
 import asyncio
 import gc
@@ -7,14 +7,15 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import aiofiles
 import aiofiles.os
 import pytest
 
-from kvtier.backend.lending import Lanes, in_thread, in_threads
-from kvtier.errors import BackendClosed
+from kvtier.backend.contract import Abandoned
+from kvtier.backend.lending import Calls, Lanes, in_task, in_thread, in_threads
+from kvtier.errors import BackendClosed, BackendUnavailable
 
 DEADLINE_S = 20.0  # For what happens at once; only a broken promise reaches it.
 
@@ -56,14 +57,21 @@ async def turns(count: int = 5) -> None:
         await asyncio.sleep(0)
 
 
-async def test_the_result_of_a_call_is_returned(lanes: Lanes) -> None:
-    assert await in_thread(lanes, divmod, 7, 2) == (3, 1)
-    assert await in_thread(lanes, int, "ff", base=16) == 255
+Lend = Callable[[Callable[[], object]], Awaitable[object]]
 
 
-async def test_the_error_of_a_call_is_raised(lanes: Lanes) -> None:
+@pytest.fixture(params=["thread", "task"])
+def lend(request: pytest.FixtureRequest, lanes: Lanes) -> Lend:
+    """Return a way to lend a buffer to a call: to a thread, or to a client's task."""
+    if request.param == "thread":
+        return lambda call: in_thread(lanes, call)
+    return lambda call: in_task(asyncio.to_thread(call))
+
+
+async def test_the_result_or_error_of_a_call_is_passed_on(lend: Lend) -> None:
+    assert await lend(lambda: divmod(7, 2)) == (3, 1)
     with pytest.raises(ZeroDivisionError):
-        await in_thread(lanes, divmod, 7, 0)
+        await lend(lambda: divmod(7, 0))
 
 
 async def test_the_call_runs_on_a_daemon_thread_of_the_lanes_name(lanes: Lanes) -> None:
@@ -76,9 +84,6 @@ async def test_calls_run_side_by_side_and_answer_in_order(lanes: Lanes) -> None:
     both = threading.Barrier(2)
     assert sorted(await in_threads(lanes, [lambda: both.wait(DEADLINE_S)] * 2)) == [0, 1]
     assert await in_threads(lanes, [lambda number=number: number for number in range(50)]) == list(range(50))
-
-
-async def test_no_calls_have_no_results(lanes: Lanes) -> None:
     assert await in_threads(lanes, []) == []
 
 
@@ -93,27 +98,66 @@ async def test_every_call_ends_before_a_failure_is_raised(lanes: Lanes, gate: Ga
     assert gate.done
 
 
-async def test_a_cancelled_call_waits_for_its_thread_however_often_it_is_cancelled(lanes: Lanes, gate: Gate) -> None:
-    call = asyncio.create_task(in_thread(lanes, gate))
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_cancelled_call_waits_for_its_end_however_often_it_is_cancelled(
+    lend: Lend, gate: Gate, fails: bool
+) -> None:
+    waiting = asyncio.ensure_future(lend(lambda: gate() and 1 // (not fails)))
     await gate.wait_entered()
     for _ in range(3):
-        call.cancel()
+        waiting.cancel()
         await turns()
-        assert not call.done()
+        assert not waiting.done()
     gate.opened.set()
     with pytest.raises(asyncio.CancelledError):
-        await call
+        await waiting
     assert gate.done
 
 
-async def test_a_call_cancelled_in_the_tick_its_thread_ends_is_cancelled(lanes: Lanes) -> None:
+async def test_a_call_cancelled_in_the_tick_its_end_comes_is_cancelled(lend: Lend) -> None:
     ended = threading.Event()
-    call = asyncio.create_task(in_thread(lanes, ended.set))
-    await turns(1)
+    waiting = asyncio.ensure_future(lend(ended.set))
+    await turns(3)
     assert ended.wait(DEADLINE_S)
-    call.cancel()
+    waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await call
+        await waiting
+
+
+async def test_a_timeout_comes_with_the_end_of_the_call_not_before(lend: Lend, gate: Gate) -> None:
+    limit = asyncio.timeout(None)
+
+    async def limited() -> None:
+        async with limit:
+            await lend(gate)
+
+    waiting = asyncio.create_task(limited())
+    await gate.wait_entered()
+    limit.reschedule(0)
+    while not limit.expired():
+        await turns()
+    assert not waiting.done()
+    gate.opened.set()
+    with pytest.raises(TimeoutError):
+        await waiting
+
+
+async def test_a_client_that_cancels_itself_is_away_and_its_caller_is_not_cancelled() -> None:
+    async def gives_up() -> None:
+        raise asyncio.CancelledError
+
+    with pytest.raises(BackendUnavailable, match="cancelled its own call"):
+        await in_task(gives_up())
+
+
+async def test_a_task_cancelled_before_its_first_step_calls_nothing(gate: Gate) -> None:
+    call = asyncio.to_thread(gate)
+    waiting = asyncio.create_task(in_task(call))
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert not gate.entered.is_set()
+    call.close()
 
 
 async def test_a_call_cancelled_before_its_turn_never_runs(gate: Gate) -> None:
@@ -160,27 +204,16 @@ async def test_a_call_without_a_lent_buffer_leaves_its_thread_at_it_when_it_is_c
     assert not gate.done
 
 
-async def test_a_timeout_comes_with_the_thread_not_before(lanes: Lanes, gate: Gate) -> None:
-    limit = asyncio.timeout(None)
-
-    async def limited() -> None:
-        async with limit:
-            await in_thread(lanes, gate)
-
-    call = asyncio.create_task(limited())
-    await gate.wait_entered()
-    limit.reschedule(0)
-    while not limit.expired():
-        await turns()
-    assert not call.done()
-    gate.opened.set()
-    with pytest.raises(TimeoutError):
-        await call
+class Buffer(bytearray):
+    """One that can be watched."""
 
 
-async def test_an_idle_lane_keeps_nothing_of_the_last_call(lanes: Lanes) -> None:
-    class Buffer(bytearray):
-        """One that can be watched."""
+async def test_a_finished_call_keeps_nothing(lanes: Lanes) -> None:
+    async def use(buffer: Buffer, *, fail: bool) -> int:
+        await asyncio.sleep(0)
+        size = len(buffer)
+        del buffer
+        return size // (not fail)
 
     buffer = Buffer(8)
     gone = weakref.ref(buffer)
@@ -188,6 +221,10 @@ async def test_an_idle_lane_keeps_nothing_of_the_last_call(lanes: Lanes) -> None
     with pytest.raises(TypeError):
         await in_thread(lanes, divmod, buffer, 1)
     await in_threads(lanes, [threading.Barrier(2).wait] * 2)  # Both lanes have moved on.
+    assert await in_task(use(buffer, fail=False)) == 8
+    with pytest.raises(ZeroDivisionError):
+        await in_task(use(buffer, fail=True))
+    await turns()
     gc.disable()  # Reference counts alone must do: nobody knows when a collection comes.
     try:
         del buffer
@@ -267,16 +304,8 @@ async def test_a_callback_runs_once_when_no_call_is_left(gate: Gate) -> None:
     assert await call == "through"
     assert await lanes.aclose(DEADLINE_S) == 0
     assert ended.empty()
-
-
-async def test_a_callback_after_the_threads_ends_runs_at_once() -> None:
-    lanes, ended = Lanes(2, "to-be-closed"), threading.Event()
-    lanes.when_ended(ended.set)
-    await lanes.aclose(0)
-    assert await asyncio.to_thread(ended.wait, DEADLINE_S)
-    called: list[int] = []
-    lanes.when_ended(lambda: called.append(threading.get_ident()))
-    assert called == [threading.get_ident()]
+    lanes.when_ended(lambda: ended.put(True))  # At once, if the threads have ended.
+    assert ended.get_nowait()
 
 
 async def test_aiofiles_runs_on_the_lanes(lanes: Lanes, tmp_path: object) -> None:
@@ -328,3 +357,34 @@ def test_a_thread_that_outlives_its_loop_ends_quietly(gate: Gate, caplog: pytest
     call.get_coro().close()  # type: ignore[union-attr]  # As the interpreter's end would; a pending task complains.
     call._log_destroy_pending = False  # type: ignore[attr-defined]
     assert caplog.records == []
+
+
+async def sleep_in(calls: Calls, seconds: float) -> None:
+    with calls.one():
+        await asyncio.sleep(seconds)
+
+
+@pytest.mark.virtual_time
+class TestCalls:
+    async def test_closing_waits_for_the_last_call_and_counts_those_that_its_deadline_left(self) -> None:
+        calls = Calls("0:tier")
+        running = [asyncio.create_task(sleep_in(calls, seconds)) for seconds in (1, 20, 30)]
+        await asyncio.sleep(0)
+        assert await calls.close(10) == Abandoned(2)
+        assert await calls.close(0) == Abandoned(2)
+        assert asyncio.get_running_loop().time() == 10
+        assert await calls.close(100) == Abandoned(0)
+        assert asyncio.get_running_loop().time() == 30
+        await asyncio.gather(*running)
+        with pytest.raises(BackendClosed, match="tier 0:tier"):
+            await sleep_in(calls, 1)
+
+    async def test_calls_that_fail_or_are_cancelled_are_over(self) -> None:
+        calls = Calls("0:tier")
+        with pytest.raises(ZeroDivisionError), calls.one():
+            raise ZeroDivisionError
+        call = asyncio.create_task(sleep_in(calls, 100))
+        await asyncio.sleep(1)
+        call.cancel()
+        await asyncio.wait({call})
+        assert await calls.close(0) == Abandoned(0)

@@ -2,7 +2,6 @@ import hashlib
 import itertools
 import json
 import os.path
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -118,27 +117,6 @@ VLLM_LLAMA_CONFIG = b"""{
   "tp_size": 2
 }"""
 
-VLLM_DEEPSEEK_CONFIG = b"""{
-  "blocks_per_file": 4,
-  "dcp_size": 1,
-  "dtype": "fp8_e4m3",
-  "inference_engine": "vllm",
-  "kv_cache_groups": [
-    {
-      "layer_names": [
-        "model.layers.0.self_attn.attn"
-      ],
-      "tokens_per_block": 64
-    }
-  ],
-  "model_name": "deepseek-ai/DeepSeek-V2-Lite",
-  "pcp_size": 1,
-  "pp_size": 1,
-  "replicated_layout": true,
-  "tokens_per_hash": 16,
-  "tp_size": 1
-}"""
-
 
 @pytest.mark.parametrize(("namespace", "folder", "rank"), VLLM_FOLDERS)
 def test_names_are_those_of_vllm(namespace: Namespace, folder: str, rank: int) -> None:
@@ -150,16 +128,30 @@ def test_names_are_those_of_vllm(namespace: Namespace, folder: str, rank: int) -
     assert mapper.name(ONES) == f"{folder}_r{rank}/fff/ff_g7/{'f' * 64}.bin"
 
 
-def test_names_of_short_hashes_are_those_of_vllm() -> None:
-    mapper = FileMapper(Namespace(model_name="default"))
-    assert mapper.name(make_offload_key(b"", 2**32 - 1)) == "default_e58d9229ebb8_r0//_g4294967295/.bin"
-    assert mapper.name(make_offload_key(b"\xa0")) == "default_e58d9229ebb8_r0/a0/_g0/a0.bin"
-    assert mapper.name(make_offload_key(b"\xab\xcd")) == "default_e58d9229ebb8_r0/abc/d_g0/abcd.bin"
+@pytest.mark.parametrize(
+    ("digest", "group", "vllm", "flat"),
+    [
+        (b"", 2**32 - 1, "//_g4294967295/.bin", "/00/_g4294967295.bin"),
+        (b"\xa0", 0, "/a0/_g0/a0.bin", "/a0/a0_g0.bin"),
+        (b"\xab\xcd", 1, "/abc/d_g1/abcd.bin", "/ab/abcd_g1.bin"),
+    ],
+)
+def test_short_hashes_have_names_too(digest: bytes, group: int, vllm: str, flat: str) -> None:
+    namespace, key = Namespace(model_name="default"), make_offload_key(digest, group)
+    assert FileMapper(namespace).name(key) == f"default_e58d9229ebb8_r0{vllm}"
+    assert FileMapper(namespace, "flat").name(key) == f"default_e58d9229ebb8_r0_flat{flat}"
 
 
 def test_the_configuration_beside_the_chunks_is_the_text_that_vllm_writes() -> None:
     assert FileMapper(LLAMA).config_bytes == VLLM_LLAMA_CONFIG
-    assert FileMapper(DEEPSEEK).config_bytes == VLLM_DEEPSEEK_CONFIG
+
+
+def test_another_naming_changes_the_folder_alone() -> None:
+    flat, vllms = FileMapper(LLAMA, "flat"), FileMapper(LLAMA)
+    assert flat.chunks_folder == f"{vllms.chunks_folder}_flat"
+    assert flat.folder == vllms.folder
+    assert flat.config_bytes == vllms.config_bytes
+    assert flat.fingerprint == vllms.fingerprint
 
 
 SIZES = st.integers(1, 64)
@@ -194,58 +186,6 @@ NAMESPACES = st.builds(
 )
 NAMING = st.sampled_from(sorted(NAMINGS))
 KEYS = st.builds(make_offload_key, st.binary(max_size=40), st.integers(0, 2**32 - 1))
-
-
-def derived_by_hand(namespace: Namespace, shared: bool) -> dict[str, Any]:
-    """The digest's fields, written down a second time from the format's description."""
-    fields: dict[str, Any] = {
-        "tp_size": namespace.tp_size,
-        "pp_size": namespace.pp_size,
-        "pcp_size": namespace.pcp_size,
-        "dcp_size": namespace.dcp_size,
-        "parallel_agnostic": False,
-    }
-    if shared:
-        fields = dict.fromkeys(["tp_size", "pp_size", "pcp_size", "dcp_size"], 1)
-    for name in ("model_name", "tokens_per_hash", "dtype", "inference_engine"):
-        fields[name] = getattr(namespace, name)
-    fields["blocks_per_file"] = namespace.blocks_per_chunk
-    fields["kv_cache_groups"] = [
-        {"layer_names": list(group.layer_names), "tokens_per_block": group.tokens_per_block}
-        for group in namespace.kv_cache_groups
-    ]
-    if namespace.replicated_layout:
-        fields["replicated_layout"] = True
-    for name in ("canonical_format", "weights_revision", "adapter"):
-        if getattr(namespace, name) is not None:
-            fields[name] = getattr(namespace, name)
-    return fields
-
-
-@given(namespace=NAMESPACES, key=KEYS)
-def test_names_follow_from_the_fields_alone(namespace: Namespace, key: OffloadKey) -> None:
-    mapper = FileMapper(namespace)
-    fields = derived_by_hand(namespace, mapper.parallel_agnostic)
-    digest = hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:12]
-    folder = f"{namespace.model_name.replace('/', '_')}_{digest}"
-    rank = 0 if mapper.parallel_agnostic else namespace.rank
-    digits, group = key[:-4].hex(), int.from_bytes(key[-4:], "big")
-    assert mapper.folder == folder
-    assert mapper.config_bytes == json.dumps(fields, sort_keys=True, indent=2).encode()
-    assert mapper.name(key) == f"{folder}_r{rank}/{digits[:3]}/{digits[3:5]}_g{group}/{digits}.bin"
-
-
-@given(namespace=NAMESPACES, key=KEYS)
-def test_flat_names_follow_from_the_fields_alone(namespace: Namespace, key: OffloadKey) -> None:
-    mapper, vllms = FileMapper(namespace, "flat"), FileMapper(namespace)
-    rank = 0 if mapper.parallel_agnostic else namespace.rank
-    digits, group = key[:-4].hex(), int.from_bytes(key[-4:], "big")
-    assert (mapper.folder, mapper.config_bytes, mapper.fingerprint) == (
-        vllms.folder,
-        vllms.config_bytes,
-        vllms.fingerprint,
-    )
-    assert mapper.name(key) == f"{mapper.folder}_r{rank}_flat/{(digits + '00')[:2]}/{digits}_g{group}.bin"
 
 
 def test_flat_names_need_256_folders_at_most() -> None:
@@ -300,46 +240,27 @@ def test_a_name_stays_in_the_folder_that_it_is_put_in(
         assert max(len(part.encode()) for part in name.split("/")) <= 255
 
 
-def strange_names() -> list[str]:
-    mapper = FileMapper(Namespace(model_name="default"))
-    prefix, digits = f"{mapper.folder}_r0", "00" * 32
-    other = FileMapper(Namespace(model_name="another"))
-    return [
-        "",
-        ".",
-        mapper.folder,
-        mapper.config_name,
-        other.name(make_offload_key(bytes(32))),
-        f"{mapper.folder}_r1/000/00_g0/{digits}.bin",
-        f"{prefix}/000/00_g0",
-        f"{prefix}/000/00_g0/{digits}",
-        f"{prefix}/000/00_g0/{digits}.bin.tmp",
-        f"{prefix}/000/00_g0/{digits}.bin_12345.tmp",
-        f"{prefix}/000/00_g0/{digits}.bin\n",
-        f"{prefix}/000/00_g0/{digits}.BIN",
-        f"{prefix}/000/00_g0/{digits[1:]}.bin",
-        f"{prefix}/001/00_g0/{digits}.bin",
-        f"{prefix}/000/01_g0/{digits}.bin",
-        f"{prefix}/00/000_g0/{digits}.bin",
-        f"{prefix}/00000_g0/{digits}.bin",
-        f"{prefix}//000/00_g0/{digits}.bin",
-        f"{prefix}/_g0/{digits}.bin",
-        f"{prefix}/000/00_g00/{digits}.bin",
-        f"{prefix}/000/00_g+1/{digits}.bin",
-        f"{prefix}/000/00_g-1/{digits}.bin",
-        f"{prefix}/000/00_g1_0/{digits}.bin",
-        f"{prefix}/000/00_g٣/{digits}.bin",
-        f"{prefix}/000/00_g4294967296/{digits}.bin",
-        f"{prefix}/000/00_g/{digits}.bin",
-        f"{prefix}/fff/ff_g0/{'FF' * 32}.bin",
-        f"{prefix}/FFF/FF_g0/{'FF' * 32}.bin",
-        f"{prefix}/../{prefix}/000/00_g0/{digits}.bin",
-        f"/{prefix}/000/00_g0/{digits}.bin",
-        f"./{prefix}/000/00_g0/{digits}.bin",
-    ]
+DIGITS = "00" * 32
+NOT_OURS = (
+    "000/00_g0 000/00_g0/# 000/00_g0/#.bin.tmp 000/00_g0/#.bin_12345.tmp 000/00_g0/#.BIN 001/00_g0/#.bin "
+    "000/01_g0/#.bin 00/000_g0/#.bin 00000_g0/#.bin /000/00_g0/#.bin _g0/#.bin 000/00_g00/#.bin 000/00_g+1/#.bin "
+    "000/00_g-1/#.bin 000/00_g1_0/#.bin 000/00_g٣/#.bin 000/00_g4294967296/#.bin 000/00_g/#.bin "
+    "../default_e58d9229ebb8_r0/000/00_g0/#.bin"
+)
+STRANGE = [
+    *("", ".", "m_e58d9229ebb8", f"default_e58d9229ebb8_r1/000/00_g0/{DIGITS}.bin"),
+    *(f"{where}default_e58d9229ebb8_r0/000/00_g0/{DIGITS}.bin" for where in ("/", "./", "x/../")),
+    *(f"default_e58d9229ebb8_r0/{name.replace('#', DIGITS)}" for name in NOT_OURS.split()),
+    f"default_e58d9229ebb8_r0/000/00_g0/{DIGITS}.bin\n",
+    f"default_e58d9229ebb8_r0/000/00_g0/{DIGITS[1:]}.bin",
+    f"default_e58d9229ebb8_r0/fff/ff_g0/{'FF' * 32}.bin",
+    f"default_e58d9229ebb8_r0/FFF/FF_g0/{'FF' * 32}.bin",
+    FileMapper(Namespace(model_name="another")).name(make_offload_key(bytes(32))),
+    FileMapper(Namespace(model_name="default")).config_name,
+]
 
 
-@pytest.mark.parametrize("name", strange_names())
+@pytest.mark.parametrize("name", STRANGE)
 def test_a_name_that_is_not_ours_has_no_key(name: str) -> None:
     assert FileMapper(Namespace(model_name="default")).key(name) is None
 
@@ -348,17 +269,6 @@ def test_a_name_that_is_not_ours_has_no_key(name: str) -> None:
 def test_a_key_without_a_group_has_no_name(short: bytes) -> None:
     with pytest.raises(ValueError, match=f"{len(short)} bytes"):
         FileMapper(Namespace(model_name="default")).name(OffloadKey(short))
-
-
-@pytest.mark.parametrize("model_name", [".", "..", "/", "/etc", "../..", ".hidden", "a\\b", "C:", " ", "~", "*"])
-def test_any_model_name_makes_one_plain_folder(tmp_path: Path, model_name: str) -> None:
-    mapper = FileMapper(Namespace(model_name=model_name))
-    name = mapper.name(make_offload_key(bytes(32)))
-    place = tmp_path / name
-    place.parent.mkdir(parents=True)
-    place.write_bytes(b"chunk")
-    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.bin")] == [name]
-    assert os.listdir(tmp_path) == [f"{mapper.folder}_r0"]
 
 
 @pytest.mark.parametrize(
@@ -394,16 +304,10 @@ def test_a_fact_that_cannot_be_is_refused_and_no_file_states_any(fact: dict[str,
         decode(Namespace, {"model_name": "m"} | fact)
 
 
-def test_a_model_name_too_long_for_a_flat_folder_is_refused() -> None:
+def test_the_longest_model_name_makes_a_folder_and_a_longer_one_is_refused() -> None:
+    assert len(FileMapper(Namespace(model_name="m" * 239)).name(ASCENDING).split("/")[0]) == 255
     with pytest.raises(ConfigError, match=r"^model_name: makes a folder's name of 256 bytes"):
         FileMapper(Namespace(model_name="m" * 235), "flat")
-
-
-def test_the_longest_model_name_still_makes_a_folder(tmp_path: Path) -> None:
-    mapper = FileMapper(Namespace(model_name="m" * 239))
-    name = mapper.name(ASCENDING)
-    assert len(name.split("/")[0]) == 255
-    (tmp_path / name).parent.mkdir(parents=True)
 
 
 @given(namespace=NAMESPACES)
@@ -489,14 +393,6 @@ def test_the_engines_verdict_does_not_outweigh_a_known_fact(change: dict[str, An
     assert not FileMapper(msgspec.structs.replace(QWEN, is_parallelism_agnostic=True, **change)).parallel_agnostic
 
 
-@given(namespace=NAMESPACES)
-def test_no_rows_are_shared_against_the_engines_verdict(namespace: Namespace) -> None:
-    if namespace.is_parallelism_agnostic is False and not namespace.replicated_layout:
-        assert not FileMapper(namespace).parallel_agnostic
-    if not namespace.parallel_agnostic:
-        assert not FileMapper(namespace).parallel_agnostic
-
-
 @pytest.mark.parametrize("namespace", [QWEN, DEEPSEEK, GEMMA])
 def test_a_shared_cache_is_the_same_at_every_tensor_parallel_size(namespace: Namespace) -> None:
     heads = namespace.total_kv_heads
@@ -578,20 +474,21 @@ def test_a_fingerprint_is_the_same_in_every_release() -> None:
     assert FileMapper(LLAMA).fingerprint.hex() == LLAMA_FINGERPRINT
 
 
-def test_one_workers_rows_go_by_vllms_names_where_that_is_asked_for():
-    one = Namespace(
-        model_name="m", kv_cache_groups=(Group(),), parallel_agnostic=True, is_parallelism_agnostic=True, layout="LBHNC"
-    )
-    assert json.loads(FileMapper(one).config_bytes)["parallel_agnostic"] is False
-    asked = FileMapper(msgspec.structs.replace(one, interop="vllm"))
-    assert "parallel_agnostic" not in json.loads(asked.config_bytes)
-    assert asked.parallel_agnostic
+VLLMS_NAMES = {"parallel_agnostic": True, "is_parallelism_agnostic": True, "layout": "LBHNC", "interop": "vllm"}
 
 
 @pytest.mark.parametrize(
-    "fact", [{"tp_size": 2}, {"pp_size": 2}, {"is_parallelism_agnostic": False}, {"parallel_agnostic": False}]
+    ("fact", "shared"),
+    [
+        ({}, True),
+        ({"interop": None}, False),
+        ({"tp_size": 2}, False),
+        ({"pp_size": 2}, False),
+        ({"is_parallelism_agnostic": False}, False),
+        ({"parallel_agnostic": False}, False),
+    ],
 )
-def test_vllms_names_are_not_given_to_rows_that_depend_on_the_workers(fact):
-    facts = {"parallel_agnostic": True, "is_parallelism_agnostic": True, "layout": "LBHNC", "interop": "vllm"}
-    namespace = Namespace(model_name="m", kv_cache_groups=(Group(),), **facts | fact)
-    assert json.loads(FileMapper(namespace).config_bytes)["parallel_agnostic"] is False
+def test_only_one_workers_rows_go_by_vllms_names_where_that_is_asked_for(fact: dict[str, Any], shared: bool) -> None:
+    mapper = FileMapper(Namespace(model_name="m", kv_cache_groups=(Group(),), **VLLMS_NAMES | fact))
+    assert mapper.parallel_agnostic is shared
+    assert ("parallel_agnostic" in json.loads(mapper.config_bytes)) is not shared

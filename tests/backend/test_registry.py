@@ -59,33 +59,16 @@ class Unfinished(NullBackend):
     probe.__isabstractmethod__ = True  # type: ignore[attr-defined]
 
 
-class Forgetful(NullBackend):
-    durability = "host"  # type: ignore[assignment]
-
-
-class Optionless(NullBackend):
-    options_type = dict  # type: ignore[assignment]
-
-
-class LaxOptions(msgspec.Struct):
-    pass
-
-
-class Lax(NullBackend):
-    options_type = LaxOptions
-
-
-class Nowhere(NullBackend):
-    locality = "remote"  # type: ignore[assignment]
-
-
-class Anywhere(NullBackend):
-    runner = "thread"  # type: ignore[assignment]
-
-
 class Shelf:
+    """Classes that lack one thing each."""
+
     Inner = NullBackend
     number = 3
+    Forgetful = type("Forgetful", (NullBackend,), {"durability": "host"})
+    Optionless = type("Optionless", (NullBackend,), {"options_type": dict})
+    Lax = type("Lax", (NullBackend,), {"options_type": msgspec.defstruct("LaxOptions", [])})
+    Nowhere = type("Nowhere", (NullBackend,), {"locality": "remote"})
+    Anywhere = type("Anywhere", (NullBackend,), {"runner": "thread"})
 
 
 HERE = __name__
@@ -139,17 +122,13 @@ def test_a_class_is_found_by_its_module_and_name() -> None:
     assert backend_class(f"{HERE}:Shelf.Inner") is NullBackend
 
 
-def test_a_distributions_type_is_found_by_its_entry_point(distribution: Install) -> None:
-    distribution("kvtier-null", {"null": f"{HERE}:NullBackend"})
+@pytest.mark.parametrize("value", [f"{HERE}:NullBackend", f"{HERE} : NullBackend", f"{HERE}:NullBackend [extra]"])
+def test_a_distributions_type_is_found_by_its_entry_point(distribution: Install, value: str) -> None:
+    distribution("kvtier-null", {"null": value})
+    distribution("kvtier-same", {"null": f"{HERE}:NullBackend"})  # Two that mean the same class are one.
     assert backend_class("null") is NullBackend
     assert {"null", "fs", "dummy", "mooncake", "redis"} <= set(known_types())
     assert list(known_types()) == sorted(known_types())
-
-
-@pytest.mark.parametrize("value", [f"{HERE}:NullBackend", f"{HERE} : NullBackend", f"{HERE}:NullBackend [extra]"])
-def test_an_entry_point_may_have_spaces_and_extras(distribution: Install, value: str) -> None:
-    distribution("kvtier-null", {"null": value})
-    assert backend_class("null") is NullBackend
 
 
 @pytest.mark.parametrize("value", ["kvtier", "a b:", "!", "[extra]"])
@@ -172,12 +151,6 @@ def test_a_type_that_two_distributions_claim_is_refused_naming_both(distribution
     assert f"{HERE}:Shelf.Inner (kvtier-two)" in message
 
 
-def test_two_distributions_that_mean_the_same_class_are_one(distribution: Install) -> None:
-    distribution("kvtier-one", {"null": f"{HERE}:NullBackend"})
-    distribution("kvtier-two", {"null": f"{HERE}:NullBackend"})
-    assert backend_class("null") is NullBackend
-
-
 def test_an_unknown_type_is_refused_with_the_closest_one_and_all_that_are_known(distribution: Install) -> None:
     distribution("kvtier-null", {"null": f"{HERE}:NullBackend"})
     message = refused("dumy")
@@ -185,14 +158,18 @@ def test_an_unknown_type_is_refused_with_the_closest_one_and_all_that_are_known(
     assert all(name in message for name in ["dummy", "fs", "null", '"module:Class"'])
 
 
-@pytest.mark.parametrize("type_name", ["", " ", "FS", "fs ", "../fs", "zzz"])
-def test_a_name_that_is_almost_a_type_is_refused(type_name: str) -> None:
-    assert refused(type_name).startswith(f"{type_name!r} is no tier type")
+MALFORMED = [":", "a:", ":B", "a:b:c", "a..b:C", ".a:B", "a:B-C", "a b:C", "a:B.", "1a:B"]
 
 
-@pytest.mark.parametrize("type_name", [":", "a:", ":B", "a:b:c", "a..b:C", ".a:B", "a:B-C", "a b:C", "a:B.", "1a:B"])
-def test_a_malformed_class_path_is_refused(type_name: str) -> None:
-    assert refused(type_name) == f'tier type {type_name!r} is not of the form "module:Class"'
+@pytest.mark.parametrize(
+    ("type_name", "message"),
+    [
+        *((name, "{name!r} is no tier type") for name in ("", " ", "FS", "fs ", "../fs", "zzz")),
+        *((name, 'tier type {name!r} is not of the form "module:Class"') for name in MALFORMED),
+    ],
+)
+def test_a_name_that_is_almost_a_type_is_refused(type_name: str, message: str) -> None:
+    assert refused(type_name).startswith(message.format(name=type_name))
 
 
 def test_a_module_that_is_not_there_is_named() -> None:
@@ -200,19 +177,19 @@ def test_a_module_that_is_not_there_is_named() -> None:
     assert refused("kvtier.nowhere:Tier").endswith("there is no module 'kvtier.nowhere' to import")
 
 
-def test_a_dependency_that_is_not_installed_is_named_and_the_cause_is_kept(module: Install) -> None:
-    name = module("import kvtier_no_such_dependency.deep\n")
-    with pytest.raises(
-        ConfigError, match="needs the module 'kvtier_no_such_dependency', which is not installed"
-    ) as caught:
-        backend_class(f"{name}:Tier")
-    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
-
-
-def test_the_error_of_a_dependency_that_cannot_be_imported_is_shown(module: Install) -> None:
-    name = module("raise ImportError('libfabric.so.1: cannot open shared object file')\n")
-    message = refused(f"{name}:Tier")
-    assert message.endswith("cannot be imported: libfabric.so.1: cannot open shared object file")
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import kvtier_no_such.deep\n", "needs the module 'kvtier_no_such', which is not installed"),
+        ("raise ImportError('libfabric.so.1: cannot open')\n", "cannot be imported: libfabric.so.1: cannot open"),
+    ],
+)
+def test_a_dependency_that_cannot_be_imported_is_named_and_the_cause_is_kept(
+    module: Install, source: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        backend_class(f"{module(source)}:Tier")
+    assert isinstance(caught.value.__cause__, ImportError)
 
 
 BUGS: list[tuple[str, type[Exception]]] = [
@@ -236,11 +213,11 @@ NOT_WHOLE: list[tuple[str, Any]] = [
     ("Shelf", "is no subclass of kvtier.backend.Backend"),
     ("Shelf.number", "3 is no subclass of kvtier.backend.Backend"),
     ("Unfinished", "Unfinished does not implement probe"),
-    ("Forgetful", "Forgetful.durability is no Durability"),
-    ("Optionless", "Optionless.options_type is no msgspec.Struct"),
-    ("Lax", "Lax.options_type is not both frozen and closed to unknown fields"),
-    ("Anywhere", "Anywhere.runner is 'thread'; 'process' or None accepted"),
-    ("Nowhere", "Nowhere.locality is 'remote'; 'LOCAL', 'REMOTE' or None accepted"),
+    ("Shelf.Forgetful", "Forgetful.durability is no Durability"),
+    ("Shelf.Optionless", "Optionless.options_type is no msgspec.Struct"),
+    ("Shelf.Lax", "Lax.options_type is not both frozen and closed to unknown fields"),
+    ("Shelf.Anywhere", "Anywhere.runner is 'thread'; 'process' or None accepted"),
+    ("Shelf.Nowhere", "Nowhere.locality is 'remote'; 'LOCAL', 'REMOTE' or None accepted"),
 ]
 
 
