@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import socket
+import ssl
 import struct
 import subprocess
 import sys
@@ -115,10 +116,11 @@ def until(condition: Callable[[], object]) -> None:
 class Proxy:
     """Stands before a server. What is read from the server passes through `reply`, bytes in, bytes out; None resets.
 
-    `open` false: replies are held back, and nothing is closed. `pause_s` goes by before each piece, either way.
+    `open` false: replies are held back, and nothing is closed. `pause_s` goes by before each piece, either way. With
+    `tls`, clients speak TLS to it.
     """
 
-    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
+    def __init__(self, port: int, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None) -> None:
         self.reply: Callable[[bytes], bytes | None] = lambda passed: passed
         self.open = threading.Event()
         self.open.set()
@@ -127,6 +129,7 @@ class Proxy:
         self.pause_s = 0.0
         self._to = port
         self._host = host
+        self._tls = tls
         self._connections: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         self._listening = threading.Event()
@@ -170,8 +173,9 @@ class Proxy:
                     continue
                 ours = listener.accept()[0]
                 try:
+                    ours = self._tls.wrap_socket(ours, server_side=True) if self._tls else ours
                     theirs = socket.create_connection(("127.0.0.1", self._to))
-                except OSError:  # The server is away, and the proxy stays.
+                except OSError:  # The server is away, or TLS fails, and the proxy stays.
                     _reset(ours)
                     continue
                 self._connections += [ours, theirs]
