@@ -4,22 +4,23 @@ Mooncake reads its environment once a process. Opening and closing a client take
 are set here, and the tests' tiers share clients.
 """
 
-import ctypes
 import os
-import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvtier.backend import SEAL_BYTES, OffloadKey
-from kvtier.backend.remote import name_prefix
-from kvtier.testing.conformance import Lender, tier_context
-from tests.remote.remotes import Held
+from kvtier.backend import SEAL_BYTES
+from kvtier.testing.conformance import tier_context
 from tests.remote.servers import PATIENCE_S
-from tests.remote.suites import CHUNK_BYTES, Stored
+from tests.remote.tiers import CHUNK_BYTES, lender, prefix
+
+if TYPE_CHECKING:
+    from tests.remote.mooncake import Values
+
+__all__ = ["lender", "prefix"]
 
 TIMEOUT_S = 2.0  # Of whatever hangs.
 WHY: str | None = "mooncake-transfer-engine-non-cuda is not installed here"
@@ -97,18 +98,6 @@ def client(shared_clients: "Callable[..., PoolClient]", pool: "Pool") -> "PoolCl
 
 
 @pytest.fixture
-def prefix() -> str:
-    return f"test-{uuid.uuid4().hex}/"
-
-
-@pytest.fixture
-def lender() -> Iterator[Lender]:
-    lender = Lender(CHUNK_BYTES)
-    yield lender
-    lender.take_back()
-
-
-@pytest.fixture
 async def opened(
     prefix: str, pool: "Pool", shared_clients: "Callable[..., PoolClient]", monkeypatch: pytest.MonkeyPatch
 ):
@@ -148,26 +137,8 @@ def open_tier(opened):
     return partial(opened, timeout_s=PATIENCE_S)
 
 
-class Values(Stored):
-    def __init__(self, client: "PoolClient", prefix: str) -> None:
-        self._client = client
-        mapper = tier_context(CHUNK_BYTES).mapper
-        self._name = lambda key: name_prefix(prefix, mapper) + mapper.name(key)
-
-    def held(self, key: OffloadKey) -> Held | None:
-        if self._client.exist([self._name(key)]) == [0]:
-            return None
-        size_bytes = CHUNK_BYTES + SEAL_BYTES
-        place = ctypes.create_string_buffer(size_bytes)
-        assert self._client.get([self._name(key)], [ctypes.addressof(place)], size_bytes) == [size_bytes]
-        return Held(place.raw[:CHUNK_BYTES], place.raw[CHUNK_BYTES:])
-
-    def plant(self, key: OffloadKey, held: Held) -> None:
-        value = held.row + held.seal
-        place = ctypes.create_string_buffer(value, len(value))
-        assert self._client.put([self._name(key)], [ctypes.addressof(place)], len(value)) == [0]
-
-
 @pytest.fixture
-def stored(client: "PoolClient", prefix: str) -> Values:
-    return Values(client, prefix)
+def stored(client: "PoolClient", prefix: str) -> "Values":
+    from tests.remote.mooncake import Values
+
+    return Values(client, prefix, tier_context(CHUNK_BYTES).mapper, CHUNK_BYTES + SEAL_BYTES)

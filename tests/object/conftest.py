@@ -1,6 +1,5 @@
 """A server for all tests of a run, each with a bucket of its own; servers and proxies for tests that break them."""
 
-import base64
 import os
 import uuid
 from collections.abc import Callable, Iterator
@@ -12,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvtier.backend import OffloadKey, chunk_hash
-from kvtier.testing.conformance import Lender, tier_context
+from kvtier.testing.conformance import tier_context
 from kvtier_backends.object import ObjectBackend, ObjectOptions
-from kvtier_backends.object.bucket import SEAL_NAME
-from tests.remote.remotes import Held
 from tests.remote.servers import PATIENCE_S, Proxy
-from tests.remote.suites import CHUNK_BYTES, Stored
+from tests.remote.tiers import CHUNK_BYTES, lender, proxy
 
 if TYPE_CHECKING:
     from tests.object.servers import MotoServer, S3Server
+    from tests.remote.object import Objects
+
+__all__ = ["lender", "proxy"]
 
 WITHOUT_MOTO = find_spec("moto") is None
 collect_ignore_glob = ["test_[!o]*.py"] if WITHOUT_MOTO else []  # All but test_options.py.
@@ -74,26 +73,12 @@ def own_server(outside: None, tmp_path: Path) -> "Iterator[Callable[..., MotoSer
 
 
 @pytest.fixture
-def proxy(server: "S3Server") -> Iterator[Proxy]:
-    proxy = Proxy(server.port)
-    yield proxy
-    proxy.end()
-
-
-@pytest.fixture
 def bucket(server: "S3Server") -> Iterator[str]:
     bucket = f"kvtier-{uuid.uuid4().hex}"
     server.client.create_bucket(Bucket=bucket)
     yield bucket
     with suppress(server.client.exceptions.NoSuchBucket):
         server.remove_bucket(bucket)
-
-
-@pytest.fixture
-def lender() -> Iterator[Lender]:
-    lender = Lender(CHUNK_BYTES)
-    yield lender
-    lender.take_back()
 
 
 @pytest.fixture
@@ -124,29 +109,8 @@ def open_by_proxy(opened, proxy: Proxy):
     return partial(opened, endpoint=f"http://{proxy.address}", index_chunks=0, absent_ttl_s=0, **QUICK)
 
 
-class Objects(Stored):
-    def __init__(self, server: "S3Server", bucket: str) -> None:
-        self._server, self._bucket = server, bucket
-        self._names: dict[OffloadKey, str] = {}
-
-    def name(self, key: OffloadKey) -> str:
-        """Return the name of a chunk that is, or was, in the bucket."""
-        if key not in self._names:
-            names = self._server.names(self._bucket)
-            (self._names[key],) = [name for name in names if chunk_hash(key).hex() in name]
-        return self._names[key]
-
-    def held(self, key: OffloadKey) -> Held | None:
-        if self.name(key) not in self._server.names(self._bucket):
-            return None
-        body, metadata = self._server.get(self._bucket, self.name(key))
-        return Held(body, base64.b64decode(metadata[SEAL_NAME]))
-
-    def plant(self, key: OffloadKey, held: Held) -> None:
-        metadata = {SEAL_NAME: base64.b64encode(held.seal).decode()}
-        self._server.put(self._bucket, self.name(key), held.row, metadata)
-
-
 @pytest.fixture
-def stored(server: "S3Server", bucket: str) -> Objects:
+def stored(server: "S3Server", bucket: str) -> "Objects":
+    from tests.remote.object import Objects
+
     return Objects(server, bucket)

@@ -3,7 +3,6 @@
 import socket
 import tempfile
 import threading
-import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -11,12 +10,14 @@ from typing import Any
 
 import pytest
 
-from kvtier.backend import OffloadKey, chunk_hash
-from kvtier.testing.conformance import Lender, tier_context
+from kvtier.testing.conformance import tier_context
 from kvtier_backends.redis import RedisBackend, RedisOptions
 from tests.redis.servers import PATIENCE_S, Proxy, RedisServer
-from tests.remote.remotes import Held
-from tests.remote.suites import CHUNK_BYTES, Stored
+from tests.remote.redis import Values
+from tests.remote.suites import CHUNK_BYTES
+from tests.remote.tiers import lender, prefix, proxy
+
+__all__ = ["lender", "prefix", "proxy"]
 
 QUICK = {"timeout_s": 1.0}  # These tests wait for the time-outs.
 
@@ -57,13 +58,6 @@ def own_server(outside: None, tmp_path: Path) -> Iterator[Callable[..., RedisSer
 
 
 @pytest.fixture
-def proxy(server: RedisServer) -> Iterator[Proxy]:
-    proxy = Proxy(server.port)
-    yield proxy
-    proxy.end()
-
-
-@pytest.fixture
 def names_hang(monkeypatch) -> Iterator[threading.Event]:
     """Leave look-ups of `localhost` unanswered until the event is set."""
     look_up, answered = socket.getaddrinfo, threading.Event()
@@ -77,18 +71,6 @@ def names_hang(monkeypatch) -> Iterator[threading.Event]:
     monkeypatch.setattr(socket, "getaddrinfo", hangs)
     yield answered
     answered.set()
-
-
-@pytest.fixture
-def prefix() -> str:
-    return f"test-{uuid.uuid4().hex}/"
-
-
-@pytest.fixture
-def lender() -> Iterator[Lender]:
-    lender = Lender(CHUNK_BYTES)
-    yield lender
-    lender.take_back()
 
 
 @pytest.fixture
@@ -123,25 +105,6 @@ def open_tier(opened, server: RedisServer):
 @pytest.fixture
 def open_by_proxy(opened, proxy: Proxy):
     return partial(opened, proxy.address, **QUICK)
-
-
-class Values(Stored):
-    def __init__(self, server: RedisServer, prefix: str) -> None:
-        self._server, self._prefix = server, prefix
-        self._names: dict[OffloadKey, bytes] = {}
-
-    def name(self, key: OffloadKey) -> bytes:
-        """Return the name of a chunk that is, or was, on the server."""
-        if key not in self._names:
-            (self._names[key],) = self._server.ask("KEYS", f"{self._prefix}*{chunk_hash(key).hex()}.bin")
-        return self._names[key]
-
-    def held(self, key: OffloadKey) -> Held | None:
-        value = self._server.ask("GET", self.name(key))
-        return None if value is None else Held(value[:CHUNK_BYTES], value[CHUNK_BYTES:])
-
-    def plant(self, key: OffloadKey, held: Held) -> None:
-        self._server.ask("SET", self.name(key), held.row + held.seal)
 
 
 @pytest.fixture

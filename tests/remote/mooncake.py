@@ -5,18 +5,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvtier.backend import SEAL_BYTES, FileMapper
+from kvtier.backend import SEAL_BYTES, FileMapper, OffloadKey
 from kvtier.backend.remote import name_prefix
 from kvtier_backends.mooncake import MooncakeOptions
-from kvtier_backends.mooncake.client import Meaning, connect, environment, meaning_of
+from kvtier_backends.mooncake.client import Meaning, PoolClient, connect, environment, meaning_of
 from tests.mooncake.pools import Pool
 from tests.remote import servers
-from tests.remote.kit import CHUNK_BYTES, configured, describe, key
+from tests.remote.kit import CHUNK_BYTES, configured, describe
 from tests.remote.outcomes import Fault
-from tests.remote.remotes import Held, ServerRemote
+from tests.remote.remotes import Held, ServerRemote, Stored
 from tests.remote.servers import Proxy, until
 
-VALUE_BYTES = CHUNK_BYTES + SEAL_BYTES
 TIMEOUT_S, PATIENCE_S = 1.0, 10.0
 OWNER_TTL_S = 2  # Until the master forgets an owner that is silent.
 ENVIRONMENT = environment(MooncakeOptions(timeout_s=TIMEOUT_S))
@@ -24,6 +23,27 @@ ENVIRONMENT = environment(MooncakeOptions(timeout_s=TIMEOUT_S))
 
 PREFIX = "suite/"
 FILLING = "filling-"
+
+
+class Values(Stored):
+    """The values of a pool in one namespace."""
+
+    def __init__(self, client: PoolClient, prefix: str, mapper: FileMapper, value_bytes: int) -> None:
+        self._client, self._value_bytes = client, value_bytes
+        self._name = lambda key: name_prefix(prefix, mapper) + mapper.name(key)
+
+    def held(self, key: OffloadKey) -> Held | None:
+        if self._client.exist([self._name(key)]) == [0]:
+            return None
+        place = ctypes.create_string_buffer(self._value_bytes)
+        codes = self._client.get([self._name(key)], [ctypes.addressof(place)], self._value_bytes)
+        assert codes == [self._value_bytes]
+        return Held.of(place.raw)
+
+    def plant(self, key: OffloadKey, held: Held) -> None:
+        value = held.row + held.seal
+        place = ctypes.create_string_buffer(value, len(value))
+        assert self._client.put([self._name(key)], [ctypes.addressof(place)], len(value)) == [0]
 
 
 class MooncakeRemote(ServerRemote):
@@ -36,7 +56,8 @@ class MooncakeRemote(ServerRemote):
         self.proxy = Proxy(self.pool.port)
         options = MooncakeOptions(master=self.pool.address, timeout_s=TIMEOUT_S)
         self._client = connect(options, "the test's")
-        self._mapper = FileMapper(configured(describe(1, self.tier())).namespace)
+        mapper = FileMapper(configured(describe(1, self.tier())).namespace)
+        self.stored = Values(self._client, PREFIX, mapper, CHUNK_BYTES + SEAL_BYTES)
         self._filled: list[str] = []
 
     def tier(self, *, by_proxy: bool = False, quick: bool = True) -> dict[str, Any]:
@@ -82,16 +103,3 @@ class MooncakeRemote(ServerRemote):
         codes = self._client.remove(self._filled)
         assert all(code == 0 or meaning_of(code) is Meaning.MISSING for code in codes), codes
         self._filled.clear()
-
-    def held(self, number: int) -> Held:
-        buffer = ctypes.create_string_buffer(VALUE_BYTES)
-        assert self._client.get([self._name(number)], [ctypes.addressof(buffer)], VALUE_BYTES) == [VALUE_BYTES]
-        return Held(buffer.raw[:CHUNK_BYTES], buffer.raw[CHUNK_BYTES:])
-
-    def plant(self, number: int, held: Held) -> None:
-        value = held.row + held.seal
-        buffer = ctypes.create_string_buffer(value, len(value))
-        assert self._client.put([self._name(number)], [ctypes.addressof(buffer)], len(value)) == [0]
-
-    def _name(self, number: int) -> str:
-        return name_prefix(PREFIX, self._mapper) + self._mapper.name(key(number))

@@ -1,19 +1,46 @@
 """The object tier on a server of its own, or on the one that `KVTIER_S3_ENDPOINT` names."""
 
+import base64
 import uuid
 from pathlib import Path
 from typing import Any
 
-from kvtier.backend import chunk_hash
+from kvtier.backend import OffloadKey, chunk_hash
+from kvtier_backends.object.bucket import SEAL_NAME
 from tests.object.servers import MotoServer, S3Server
-from tests.remote.kit import key
 from tests.remote.outcomes import Fault
-from tests.remote.remotes import Held, ServerRemote
+from tests.remote.remotes import Held, ServerRemote, Stored
 from tests.remote.servers import Proxy
 
 TIMEOUT_S = 2.0
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "kvtier-test", "AWS_SECRET_ACCESS_KEY": "not-a-secret"}
 NOT_OURS = dict.fromkeys((Fault.HUNG, Fault.KILLED, Fault.RESTARTED), "the server of KVTIER_S3_ENDPOINT is not ours")
+
+
+class Objects(Stored):
+    """The chunks' objects in a bucket."""
+
+    def __init__(self, server: S3Server, bucket: str) -> None:
+        self._server, self._bucket = server, bucket
+        self._names: dict[OffloadKey, str] = {}
+
+    def name(self, key: OffloadKey) -> str:
+        """Return the name of a chunk that is, or was, in the bucket."""
+        if key not in self._names:
+            names = self._server.names(self._bucket)
+            (self._names[key],) = [name for name in names if chunk_hash(key).hex() in name]
+        return self._names[key]
+
+    def held(self, key: OffloadKey) -> Held | None:
+        if self.name(key) not in self._server.names(self._bucket):
+            return None
+        body, metadata = self._server.get(self._bucket, self.name(key))
+        return Held(body, base64.b64decode(metadata[SEAL_NAME]))
+
+    def plant(self, key: OffloadKey, held: Held) -> None:
+        """Replace an object. Another program's has no metadata of ours: a seal of zeros stands for it."""
+        metadata = {SEAL_NAME: base64.b64encode(held.seal).decode()} if held.seal.strip(b"\0") else {}
+        self._server.put(self._bucket, self.name(key), held.row, metadata)
 
 
 class ObjectRemote(ServerRemote):
@@ -27,6 +54,7 @@ class ObjectRemote(ServerRemote):
         self.lacks = {} if outside is None else NOT_OURS
         self.server: S3Server = self._ours or outside
         self._begin()
+        self.stored = Objects(self.server, self._bucket)
         self.proxy = Proxy(self.server.port)
 
     def tier(self, *, by_proxy: bool = False, quick: bool = True) -> dict[str, Any]:
@@ -65,17 +93,3 @@ class ObjectRemote(ServerRemote):
 
     def make_room(self) -> None:
         raise NotImplementedError("a bucket has no end")
-
-    def held(self, number: int) -> Held:
-        body, metadata = self.server.get(self._bucket, self._name(number))
-        ((self._header, seal),) = metadata.items()
-        return Held(body, seal.encode())
-
-    def plant(self, number: int, held: Held) -> None:
-        """Somebody else's object has no metadata of ours."""
-        metadata = {self._header: held.seal.decode()} if held.seal.strip(b"\0") else {}
-        self.server.put(self._bucket, self._name(number), held.row, metadata)
-
-    def _name(self, number: int) -> str:
-        (name,) = [name for name in self.server.names(self._bucket) if chunk_hash(key(number)).hex() in name]
-        return name

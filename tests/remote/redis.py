@@ -3,13 +3,33 @@
 from pathlib import Path
 from typing import Any
 
-from kvtier.backend import chunk_hash
+from kvtier.backend import OffloadKey, chunk_hash
 from tests.redis.servers import RedisServer
-from tests.remote.kit import CHUNK_BYTES, key
-from tests.remote.remotes import Held, ServerRemote
+from tests.remote.remotes import Held, ServerRemote, Stored
 from tests.remote.servers import Proxy
 
 PATIENCE_S = 10.0
+
+
+class Values(Stored):
+    """The values of a server, or those under a prefix."""
+
+    def __init__(self, server: RedisServer, prefix: str = "") -> None:
+        self._server, self._prefix = server, prefix
+        self._names: dict[OffloadKey, bytes] = {}
+
+    def name(self, key: OffloadKey) -> bytes:
+        """Return the name of a chunk that is, or was, on the server."""
+        if key not in self._names:
+            (self._names[key],) = self._server.ask("KEYS", f"{self._prefix}*{chunk_hash(key).hex()}.bin")
+        return self._names[key]
+
+    def held(self, key: OffloadKey) -> Held | None:
+        value = self._server.ask("GET", self.name(key))
+        return None if value is None else Held.of(value)
+
+    def plant(self, key: OffloadKey, held: Held) -> None:
+        self._server.ask("SET", self.name(key), held.row + held.seal)
 
 
 class RedisRemote(ServerRemote):
@@ -18,6 +38,7 @@ class RedisRemote(ServerRemote):
     def __init__(self, folder: Path) -> None:
         self.server = RedisServer(folder, "--maxmemory-policy", "noeviction")
         self.start()
+        self.stored = Values(self.server)
         self.proxy = Proxy(self.server.port)
 
     def tier(self, *, by_proxy: bool = False, quick: bool = True) -> dict[str, Any]:
@@ -38,14 +59,3 @@ class RedisRemote(ServerRemote):
 
     def make_room(self) -> None:
         self.server.ask("CONFIG", "SET", "maxmemory", "0")
-
-    def held(self, number: int) -> Held:
-        value = self.server.ask("GET", self._name(number))
-        return Held(value[:CHUNK_BYTES], value[CHUNK_BYTES:])
-
-    def plant(self, number: int, held: Held) -> None:
-        self.server.ask("SET", self._name(number), held.row + held.seal)
-
-    def _name(self, number: int) -> bytes:
-        (name,) = self.server.ask("KEYS", f"*{chunk_hash(key(number)).hex()}.bin")
-        return name

@@ -6,9 +6,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
-from tests.remote.kit import CHUNK_BYTES, chunk
+from kvtier.backend import SEAL_BYTES, OffloadKey
+from tests.remote.kit import CHUNK_BYTES, chunk, key
 from tests.remote.outcomes import IN_THE_STORE, Fault
 from tests.remote.servers import PIECE_BYTES, Proxy
 
@@ -23,11 +24,28 @@ class Held(NamedTuple):
     row: bytes
     seal: bytes
 
+    @classmethod
+    def of(cls, value: bytes) -> "Held":
+        return cls(value[:-SEAL_BYTES], value[-SEAL_BYTES:])
+
+
+class Stored(Protocol):
+    """Access to the values of a service beside the tier."""
+
+    def held(self, key: OffloadKey) -> Held | None:
+        """Return the value of a key; None if there is none."""
+        ...
+
+    def plant(self, key: OffloadKey, held: Held) -> None:
+        """Replace the value of a key."""
+        ...
+
 
 class Remote(ABC):
     """One remote tier and its service. A session's tests share it, each with its own chunks."""
 
     name: ClassVar[str]
+    stored: Stored
     lacks: Mapping[Fault, str] = {}
     """Faults that this remote cannot have, with reasons."""
 
@@ -42,14 +60,6 @@ class Remote(ABC):
         """Return a tier's table; `quick`: with short time-outs, which a machine under load may miss by itself."""
 
     @abstractmethod
-    def held(self, number: int) -> Held:
-        """Read a chunk's value beside the tier."""
-
-    @abstractmethod
-    def plant(self, number: int, held: Held) -> None:
-        """Replace it."""
-
-    @abstractmethod
     def end(self) -> None:
         """End everything."""
 
@@ -62,7 +72,9 @@ class Remote(ABC):
         """Apply a fault for the length of the block. A fault in the store concerns these chunks, and stays."""
         assert fault in IN_THE_STORE
         for number in numbers:
-            self.plant(number, changed(fault, self.held(number), number))
+            held = self.stored.held(key(number))
+            assert held is not None
+            self.stored.plant(key(number), changed(fault, held, number))
         yield
 
 

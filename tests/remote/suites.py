@@ -3,11 +3,11 @@
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 
-from kvtier.backend import SEAL_BYTES, Abandoned, BackendUnavailable, OffloadKey
+from kvtier.backend import SEAL_BYTES, Abandoned, BackendUnavailable
 from kvtier.errors import cause_of
 from kvtier.testing.conformance import (
     BackendConformance,
@@ -19,25 +19,12 @@ from kvtier.testing.conformance import (
     keys_of,
     label,
 )
-from tests.remote.remotes import Held
+from tests.remote.remotes import Held, Stored
 from tests.remote.servers import PATIENCE_S, Proxy
-from tests.remote.tiers import recovers, used_again
+from tests.remote.tiers import CHUNK_BYTES, recovers, used_again
 
-CHUNK_BYTES = 16_384
 KEYS = "KVTIER_TEST_KEYS"
 Open = Callable[..., Awaitable[Any]]
-
-
-class Stored(Protocol):
-    """Access to the values of a service beside the tier."""
-
-    def held(self, key: OffloadKey) -> Held | None:
-        """Return the value of a key; None if there is none."""
-        ...
-
-    def plant(self, key: OffloadKey, held: Held) -> None:
-        """Replace the value of a key."""
-        ...
 
 
 class RemoteSuites(BackendConformance, DurableBackendConformance, NamespacedConformance, DescribedConformance):

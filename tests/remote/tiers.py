@@ -1,12 +1,38 @@
-"""What tests of a tier wait for around a fault: the tier is used by itself, without an engine."""
+"""What tests of a tier have around a fault: the tier is used by itself, without an engine."""
 
 import asyncio
 import time
+import uuid
+from collections.abc import Iterator
 from typing import Any
+
+import pytest
 
 from kvtier.backend import BackendUnavailable, OffloadKey
 from kvtier.testing.conformance import Lender, key_of, label
-from tests.remote.servers import PATIENCE_S
+from tests.remote.servers import PATIENCE_S, Proxy
+
+CHUNK_BYTES = 16_384
+
+
+@pytest.fixture
+def prefix() -> str:
+    return f"test-{uuid.uuid4().hex}/"
+
+
+@pytest.fixture
+def lender() -> Iterator[Lender]:
+    lender = Lender(CHUNK_BYTES)
+    yield lender
+    lender.take_back()
+
+
+@pytest.fixture
+def proxy(server: Any) -> Iterator[Proxy]:
+    """Return a proxy before the server that a run's tests share."""
+    proxy = Proxy(server.port)
+    yield proxy
+    proxy.end()
 
 
 async def used_again(lender: Lender, rows: list[memoryview]) -> None:
