@@ -18,6 +18,7 @@ from kvtier.backend.contract import (
     known_types,
 )
 from kvtier.backend.namespace import OffloadKey
+from kvtier.config import EngineConfig, settled
 from kvtier.errors import ConfigError
 from kvtier.settings import Checked
 
@@ -230,3 +231,9 @@ def test_the_abstract_backend_itself_is_refused() -> None:
     assert refused("kvtier.backend.contract:Backend").endswith(
         "does not implement aclose, delete, load, open, probe, store"
     )
+
+
+def test_a_tier_of_a_service_is_remote_unless_its_configuration_says_otherwise() -> None:
+    tiers = [{"type": "redis"}, {"type": "object", "url": "s3://bucket", "locality": "LOCAL"}, {"type": "dummy"}]
+    config = EngineConfig.from_dict({"cpu_bytes_to_use": "1MiB", "chunk_bytes": 4_096, "secondary_tiers": tiers})
+    assert [tier.locality for tier in settled(config).secondary_tiers] == ["REMOTE", "LOCAL", None]

@@ -7,7 +7,6 @@ import pytest
 from obstore.exceptions import GenericError, InvalidPathError, PermissionDeniedError
 
 from kvtier.backend import NAMINGS, FileMapper
-from kvtier.config import EngineConfig, settled
 from kvtier.errors import ConfigError
 from kvtier.testing.conformance import key_of, tier_context
 from kvtier_backends.object import ObjectOptions
@@ -175,9 +174,3 @@ async def test_a_listing_does_not_restore_chunks_deleted_meanwhile() -> None:
     index.there(key)
     index.listed(key)
     assert index.knows([key]) == [True]
-
-
-def test_an_object_tier_is_remote_by_default() -> None:
-    tiers = [{"type": "object", "url": "s3://bucket"}, {"type": "object", "url": "s3://other", "locality": "LOCAL"}]
-    config = EngineConfig.from_dict({"cpu_bytes_to_use": "1MiB", "chunk_bytes": 4_096, "secondary_tiers": tiers})
-    assert [tier.locality for tier in settled(config).secondary_tiers] == ["REMOTE", "LOCAL"]

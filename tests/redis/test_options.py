@@ -10,7 +10,6 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat
 
 from kvtier.backend import ConfigError
-from kvtier.config import EngineConfig, settled
 from kvtier_backends.redis import RedisOptions
 from kvtier_backends.redis.options import Address, Servers
 
@@ -151,9 +150,3 @@ def test_each_of_tlss_files_is_named_when_it_cannot_be_used(tmp_path: Path) -> N
     ):
         with pytest.raises(ConfigError, match=re.escape(told)):
             RedisOptions(url="rediss://a", **options).tls_context()
-
-
-def test_a_remote_backends_tier_is_remote_by_default() -> None:
-    tiers = [{"type": "redis"}, {"type": "redis", "name": "beside", "locality": "LOCAL"}, {"type": "dummy"}]
-    config = EngineConfig.from_dict({"cpu_bytes_to_use": "1MiB", "chunk_bytes": 4_096, "secondary_tiers": tiers})
-    assert [tier.locality for tier in settled(config).secondary_tiers] == ["REMOTE", "LOCAL", None]
