@@ -115,7 +115,7 @@ BREAKS = {  # What is replaced, by what; how the simulation says it; and seeds, 
     ),
     "rows never come back": (Transfers, "take_back", lambda self, id_: None, "", range(200)),
     "calls do not let the loop turn": (Progress, "turn", no_turn, "turns of the loop", range(50)),
-    "a call spins": (Progress, "made", spin, "ms for the loop to turn", range(50)),
+    "a call spins": (Progress, "made", spin, "ms for the loop to turn", range(50, 100)),
     "a tier loses what it stored": (DummyBackend, "store", forget_the_last, "", range(50)),
     "a tier swaps chunks": (DummyBackend, "load", load_in_reverse, "wrong bytes", range(9, 300)),
 }
