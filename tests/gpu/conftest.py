@@ -16,7 +16,7 @@ def device() -> TorchDevice:
     return TorchDevice(os.environ.get("KVTIER_DEVICE", "cpu"))
 
 
-@pytest.fixture(params=["as transfers choose", "through a buffer", "modelled"])
+@pytest.fixture(params=["as transfers choose", "one by one", "modelled"])
 def each_device(request: pytest.FixtureRequest, device: TorchDevice, monkeypatch: pytest.MonkeyPatch) -> TorchDevice:
     """The device by both ways to copy, and a modelled one."""
     if request.param == "modelled":
@@ -26,9 +26,9 @@ def each_device(request: pytest.FixtureRequest, device: TorchDevice, monkeypatch
         return device
     if not device.has_streams or device.way == request.param:
         pytest.skip(f"{device.name} copies {device.way}")
-    buffered = copy.copy(device)
-    buffered.copiers = partial(copiers_with, device=device.place, copy=None)
-    return buffered
+    single = copy.copy(device)
+    single.copiers = partial(copiers_with, device=device.place, copy=None)
+    return single
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ PAGES, PAGE_BYTES = 24, 64 << 10
 EVERYTHING = [GroupBlocks(range(PAGES), range(PAGES))]
 WAIT_S = 60.0  # A transfer takes milliseconds.
 FAR = 1 << 46  # An address this much further on is in no allocation.
-DEVICE_BYTES = 256 << 20  # A child without memory gets this much of the device: its caches, and no buffer more.
+DEVICE_BYTES = 256 << 20  # A child without memory gets this much of the device: its caches, and little more.
 
 pytestmark = [
     pytest.mark.usefixtures("outside"),

@@ -128,21 +128,14 @@ def canonical_caches(given: VllmKVCaches) -> CanonicalKVCaches:
 
 
 def _ref(ref: CanonicalKVCacheRef) -> DataRef:
-    mapping = _own(ref.page_size_bytes) if ref.mapping is None else _mapping(ref.mapping)
-    return DataRef(ref.tensor_idx, ref.page_size_bytes, (), mapping)
-
-
-def _own(size_bytes: int) -> PageMapping:
-    """Map a page that vLLM has not certified; it never moves as a canonical one."""
-    return PageMapping(
-        canonical_bytes=size_bytes, local_bytes=size_bytes, runs=(PageRun(0, 0, size_bytes),), topology_free=False
-    )
+    """Translate a reference; a page without a mapping is not certified, and never moves as a canonical one."""
+    mapping = None if ref.mapping is None else _mapping(ref.mapping)
+    return DataRef(ref.tensor_idx, ref.page_size_bytes, mapping=mapping)
 
 
 def _mapping(mapping: CanonicalPageMapping) -> PageMapping:
     return PageMapping(
         canonical_bytes=mapping.canonical_page_size_bytes,
-        local_bytes=mapping.local_page_size_bytes,
         runs=tuple(
             PageRun(
                 run.local_offset,
@@ -156,5 +149,4 @@ def _mapping(mapping: CanonicalPageMapping) -> PageMapping:
         ),
         writers=mapping.num_writers,
         writer_index=mapping.writer_index,
-        topology_free=mapping.parallelism_agnostic,
     )

@@ -1,29 +1,27 @@
 """Copies between a CUDA device and pinned host memory: streams of our own, one each way.
 
-Many pages are copied in one call. By drivers that have no such call, whole chunks are copied through a buffer on the
-device. A kernel is avoided where possible, because the copy engines move bytes while the device computes. Work that was
-launched before a transfer was submitted may write the blocks that are stored, or clear those that are loaded. The
-device waits for it, by an event, and never the host.
+Many pages are copied in one call or, by drivers that have no such call, one by one. There is no kernel, because the
+copy engines move bytes while the device computes. Work that was launched before a transfer was submitted may write the
+blocks that are stored, or clear those that are loaded. The device waits for it, by an event, and never the host.
 """
 
 import importlib
 import logging
-from collections.abc import Callable, Iterator
+from bisect import bisect
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 
 from kvtier.errors import Remedy
-from kvtier.kvcache.layout.blocks import storage_of
-from kvtier.kvcache.transfer.jobs import Copier, CopyJob, Direction, Finish
-from kvtier.kvcache.transfer.pages import BlockPages, Indices, Mask, Piece, Sides, repeated
-from kvtier.kvcache.transfer.strided import Strided, copy_alike, strided
+from kvtier.kvcache.layout.axes import storage_of, view_of
+from kvtier.kvcache.transfer.jobs import Copier, CopyJob, Finish
+from kvtier.kvcache.transfer.pages import BlockPages, Direction, Indices, Sides, repeated
 
 BATCH_COPIES_MAX = 8_192  # In one call: its arguments become lists of as many addresses.
 AHEAD = 4  # Transfers begun before the first has ended: the next one's addresses are ready when the device is.
-BUFFER_BYTES_MAX = 64 << 20  # A few milliseconds of a PCIe link; taken from the memory that caches could have.
-WITHOUT_BATCHES = "No batched copies, so chunks go through a buffer on the device: %s; see %s"
+WITHOUT_BATCHES = "No batched copies, so pages are copied one by one: %s; see %s"
 
 _SUCCESS = 0
 _IN_STREAM_ORDER, _ANY_TIME = 1, 3  # cudaMemcpySrcAccessOrderStream and -Any.
@@ -80,7 +78,7 @@ class CudaCopier:
 
 
 def cuda_copiers(sides: Sides, device: torch.device) -> list[Copier]:
-    """Return a copier for each direction: pages in batches or, without driver or pinned rows for them, whole chunks."""
+    """Return a copier for each direction: pages in batches or, without driver or pinned rows for them, one by one."""
     if not sides.slots.is_pinned():
         logger.warning(WITHOUT_BATCHES, "rows are not pinned", Remedy.UNPINNED)
         return copiers_with(sides, device, None)
@@ -88,14 +86,9 @@ def cuda_copiers(sides: Sides, device: torch.device) -> list[Copier]:
 
 
 def copiers_with(sides: Sides, device: torch.device, copy: BatchedCopy | None) -> list[Copier]:
-    """Return a copier for each direction, with these batched copies; None: whole chunks through a buffer."""
-    copiers = list[Copier]()
-    for direction in Direction:
-        begin: DeviceCopy = StagedCopies(sides) if copy is None else batched(sides, copy)
-        copiers.append(CudaCopier(direction, device, begin))
-    if copy is None:  # The buffers' memory may still be in use by the LLM engine's stream.
-        torch.cuda.synchronize(device)
-    return copiers
+    """Return a copier for each direction, with these batched copies; None: one by one."""
+    begin = one_by_one(sides) if copy is None else batched(sides, copy)
+    return [CudaCopier(direction, device, begin) for direction in Direction]
 
 
 def batched(sides: Sides, copy: BatchedCopy) -> DeviceCopy:
@@ -107,6 +100,26 @@ def batched(sides: Sides, copy: BatchedCopy) -> DeviceCopy:
         for first in range(0, len(copies.sizes), BATCH_COPIES_MAX):
             part = Descriptors(*(column[first : first + BATCH_COPIES_MAX] for column in copies))
             copy(part, stream, job.direction is Direction.LOAD)
+
+    return begin
+
+
+def one_by_one(sides: Sides) -> DeviceCopy:
+    """Return a `DeviceCopy` by torch's own copies, which take any memory: slower, by a call for each page."""
+    tensors = [sides.slots, *(piece.memory for group in sides.pieces for piece in group)]
+    memories = {
+        storage_of(each): view_of(each, torch.int8, (each.untyped_storage().nbytes(),), (1,), 0) for each in tensors
+    }
+    starts = sorted(memories)
+
+    def at(address: int, size_bytes: int) -> torch.Tensor:
+        start = starts[bisect(starts, address) - 1]
+        return memories[start][address - start :][:size_bytes]
+
+    def begin(job: CopyJob) -> None:
+        copies = descriptors(sides, job.direction, job.groups)
+        for source, target, size_bytes in zip(*(column.tolist() for column in copies), strict=True):
+            at(target, size_bytes).copy_(at(source, size_bytes), non_blocking=True)
 
     return begin
 
@@ -131,27 +144,17 @@ def descriptors(sides: Sides, direction: Direction, groups: tuple[BlockPages, ..
     slots, columns = sides.slots, [(_NONE, _NONE, _NONE, _NONE)]
     for group, pages in zip(sides.pieces, groups, strict=True):
         for piece in group:
-            moved = pages
-            if direction is Direction.STORE:
-                moved = pages.written_by(sides.blocks_per_chunk, piece.writers, piece.writer_index)
+            moved = sides.moved(direction, piece, pages)
             in_cache = storage_of(piece.memory) + piece.local + moved.blocks * piece.local_stride
-            in_first = slots.data_ptr() + piece.host + moved.positions * piece.host_stride
-            in_slots = in_first + moved.rows * slots.stride(0)
-            columns.append(_fragments(piece, in_cache, piece.local_repeats, in_slots, moved.rows))
+            in_slots = (
+                slots.data_ptr() + piece.host + moved.positions * piece.host_stride + moved.rows * slots.stride(0)
+            )
+            places = repeated(in_cache, [(repeat.times, repeat.local) for repeat in piece.repeats])
+            rows = repeated(moved.rows, [(repeat.times, 0) for repeat in piece.repeats])
+            in_slots = repeated(in_slots, [(repeat.times, repeat.host) for repeat in piece.repeats])
+            columns.append((places, in_slots, np.full(len(places), piece.size_bytes), rows))
     local, host, sizes, rows = map(np.concatenate, zip(*columns, strict=True))
     return joined(local, host, sizes, rows) if direction is Direction.STORE else joined(host, local, sizes, rows)
-
-
-def _fragments(
-    piece: Piece, one: Indices, repeats: list[tuple[int, int]], slots: Indices, rows: Indices
-) -> tuple[Indices, Indices, Indices, Indices]:
-    """Return source and target addresses, sizes and rows of a piece's fragments, for pages at `one` and at `slots`.
-
-    `repeats` are the piece's on the side of `one`.
-    """
-    places, in_slots = repeated(one, repeats), repeated(slots, piece.host_repeats)
-    in_rows = repeated(rows, [(times, 0) for times, _ in repeats])
-    return places, in_slots, np.full(len(places), piece.size_bytes), in_rows
 
 
 def joined(sources: Indices, targets: Indices, sizes: Indices, rows: Indices) -> Descriptors:
@@ -165,80 +168,6 @@ def joined(sources: Indices, targets: Indices, sizes: Indices, rows: Indices) ->
     follows &= rows[:-1] == rows[1:]
     firsts = np.flatnonzero(np.concatenate((np.ones(min(1, len(sizes)), dtype=bool), ~follows)))
     return Descriptors(sources[firsts], targets[firsts], np.add.reduceat(sizes, firsts) if len(sizes) else sizes)
-
-
-class StagedCopies:
-    """Copies of whole chunks through a buffer on the device, where there are no batched copies.
-
-    The device gathers pages into chunks, and whole chunks are copied to the host, or the other way round. So there is
-    one copy a chunk, in place of one a page and layer. The price is a pass over the device's own memory. A call begins
-    a transfer's copies on the current stream. The stream must be the same for all calls, because they use one buffer in
-    turn.
-    """
-
-    def __init__(self, sides: Sides) -> None:
-        slots = sides.slots
-        rows = max(1, min(slots.shape[0], BUFFER_BYTES_MAX // slots.shape[1]))
-        device = next(piece.memory.device for group in sides.pieces for piece in group)
-        self._buffer = torch.empty((rows, slots.shape[1]), dtype=torch.int8, device=device)
-        self._slots = slots
-        self._blocks_per_chunk = sides.blocks_per_chunk
-        buffered = sides._replace(slots=self._buffer)
-        self._groups: list[list[tuple[Piece, Strided]]] = [
-            # The writing worker follows from the row, which the buffer does not have.
-            [(piece, strided(piece._replace(writers=1, writer_index=0), buffered)) for piece in group]
-            for group in sides.pieces
-        ]
-
-    def __call__(self, job: CopyJob) -> None:
-        for group, pages in zip(self._groups, job.groups, strict=True):
-            for some, buffered in self._in_parts(pages):
-                if job.direction is Direction.STORE:
-                    self._store(group, some, buffered)
-                else:
-                    self._load(group, some, buffered)
-
-    def _in_parts(self, pages: BlockPages) -> Iterator[tuple[BlockPages, BlockPages]]:
-        """Yield parts whose chunks fit the buffer: the pages by their own rows, and by the buffer's."""
-        starts = np.flatnonzero(np.diff(pages.rows, prepend=-1))
-        chunks = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(pages.rows)))
-        for first in range(0, len(starts), len(self._buffer)):
-            part = (chunks >= first) & (chunks < first + len(self._buffer))
-            some = pages.only(part)
-            yield some, some._replace(rows=chunks[part] - first)
-
-    def _store(self, group: list[tuple[Piece, Strided]], some: BlockPages, buffered: BlockPages) -> None:
-        for piece, gather in group:
-            moved = buffered.only(self._turn(piece, some))
-            copy_alike(Direction.STORE, [gather], moved)
-        copies = self._whole(group, some, buffered, stores=True)
-        into, out_of = _bytes_of(self._slots), _bytes_of(self._buffer)
-        for source, target, size in zip(*(column.tolist() for column in copies), strict=True):
-            into[target : target + size].copy_(out_of[source : source + size], non_blocking=True)
-
-    def _load(self, group: list[tuple[Piece, Strided]], some: BlockPages, buffered: BlockPages) -> None:
-        copies = self._whole(group, some, buffered, stores=False)
-        into, out_of = _bytes_of(self._buffer), _bytes_of(self._slots)
-        for target, source, size in zip(*(column.tolist() for column in copies), strict=True):
-            into[target : target + size].copy_(out_of[source : source + size], non_blocking=True)
-        for _, scatter in group:
-            copy_alike(Direction.LOAD, [scatter], buffered)
-
-    def _whole(
-        self, group: list[tuple[Piece, Strided]], some: BlockPages, buffered: BlockPages, *, stores: bool
-    ) -> Descriptors:
-        """Return the copies from the buffer to the slots, as offsets into each: whole chunks where pages make them."""
-        columns = list[tuple[Indices, Indices, Indices, Indices]]()
-        for piece, _ in group:
-            turn = self._turn(piece, some) if stores else np.ones(len(some.rows), dtype=bool)
-            within = piece.host + some.positions[turn] * piece.host_stride
-            in_buffer = within + buffered.rows[turn] * self._buffer.stride(0)
-            in_slots = within + some.rows[turn] * self._slots.stride(0)
-            columns.append(_fragments(piece, in_buffer, piece.host_repeats, in_slots, some.rows[turn]))
-        return joined(*map(np.concatenate, zip(*columns, strict=True)))
-
-    def _turn(self, piece: Piece, some: BlockPages) -> Mask:
-        return some.turn(self._blocks_per_chunk, piece.writers, piece.writer_index)
 
 
 def _require_host_addresses(runtime: Any, device: torch.device) -> None:
@@ -292,8 +221,3 @@ def _try_out(copy: BatchedCopy, device: torch.device) -> None:
 def _whole(source: torch.Tensor, target: torch.Tensor) -> Descriptors:
     columns = (source.data_ptr(), target.data_ptr(), source.nbytes)
     return Descriptors(*(np.array([value]) for value in columns))
-
-
-def _bytes_of(rows: torch.Tensor) -> torch.Tensor:
-    """Return all bytes of the rows, with the gaps between them, as one axis."""
-    return rows.as_strided(((rows.shape[0] - 1) * rows.stride(0) + rows.shape[1],), (1,))

@@ -1,26 +1,21 @@
-"""The queue of one worker's transfers: which may start next, and who gets the result.
+"""The queue of one worker's transfers: which may start next, and the results of those that ended.
 
 All state is behind one lock. Threads that copy take jobs from it and give results back to it. Loads start in the order
 of their submission, and so do stores. Loads go before stores, because a request waits for a load, and none waits for a
 store. Only if a load and a store touch the same block or row does the later wait for the earlier.
 """
 
-import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection
-from enum import Enum
+from functools import cached_property
 from typing import NamedTuple, Protocol, Self
 
+import msgspec
+
 from kvtier.errors import TransferFailed
-from kvtier.kvcache.transfer.pages import BlockPages
-
-
-class Direction(Enum):
-    """The direction in which a transfer copies."""
-
-    LOAD = "load"  # From the primary into the LLM engine's blocks.
-    STORE = "store"
+from kvtier.kvcache.transfer.pages import BlockPages, Direction
 
 
 class TransferResult(NamedTuple):
@@ -33,41 +28,26 @@ class TransferResult(NamedTuple):
     error: TransferFailed | None
 
 
-class CopyJob:
+class CopyJob(msgspec.Struct, eq=False, dict=True):
     """A transfer: which pages of each group it copies, and which transfers must be done before it."""
 
-    __slots__ = ("after", "begun", "direction", "groups", "job_id", "mark", "size_bytes", "touched")
-
-    def __init__(
-        self,
-        job_id: int,
-        direction: Direction,
-        groups: tuple[BlockPages, ...],
-        *,
-        size_bytes: int,
-        begun: float,
-        mark: object = None,
-    ) -> None:
-        self.job_id = job_id
-        self.direction = direction
-        self.groups = groups
-        self.size_bytes = size_bytes
-        self.begun = begun
-        self.mark = mark  # An event that the device has to reach first.
-        self.after = frozenset[int]()
-        self.touched: tuple[frozenset[int], frozenset[int]] | None = None
+    job_id: int
+    direction: Direction
+    groups: tuple[BlockPages, ...]
+    size_bytes: int = 0
+    mark: object = None  # An event that the device has to reach first.
+    begun: float = 0.0
+    after: frozenset[int] = frozenset()
 
     def shares_bytes_with(self, other: Self) -> bool:
         """Return True if both touch a block, or a row."""
-        mine, theirs = self._touched(), other._touched()
-        return not all(one.isdisjoint(another) for one, another in zip(mine, theirs, strict=True))
+        return not all(one.isdisjoint(another) for one, another in zip(self._touched, other._touched, strict=True))
 
+    @cached_property
     def _touched(self) -> tuple[frozenset[int], frozenset[int]]:
-        if self.touched is None:
-            blocks = (block for pages in self.groups for block in pages.blocks.tolist())
-            rows = (row for pages in self.groups for row in pages.rows.tolist())
-            self.touched = (frozenset(blocks), frozenset(rows))
-        return self.touched
+        blocks = (block for pages in self.groups for block in pages.blocks.tolist())
+        rows = (row for pages in self.groups for row in pages.rows.tolist())
+        return frozenset(blocks), frozenset(rows)
 
 
 Finish = Callable[[], None]
@@ -96,22 +76,15 @@ class Copier(Protocol):
         ...
 
 
-class _Waiter(NamedTuple):
-    loop: asyncio.AbstractEventLoop
-    future: asyncio.Future[TransferResult]
-
-
 class CopyJobs:
-    """All transfers of one worker. Each result is returned once: by the `done` that awaits it, or by the next poll."""
+    """All transfers of one worker."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._changed = threading.Condition()
         self._waiting: dict[Direction, deque[CopyJob]] = {direction: deque() for direction in Direction}
         self._unfinished = dict[int, CopyJob]()
         self._results = dict[int, TransferResult]()
-        self._waiters = dict[int, _Waiter]()
-        self._telling = set[int]()  # Ids of results being passed to an awaiting loop.
         self._closed = False
 
     def submit(self, job: CopyJob) -> None:
@@ -123,6 +96,7 @@ class CopyJobs:
                 raise ValueError(f"transfer {job.job_id} is still in use")
             others = [other for other in self._unfinished.values() if other.direction is not job.direction]
             job.after = frozenset(other.job_id for other in others if other.shares_bytes_with(job))
+            job.begun = self._clock()
             self._unfinished[job.job_id] = job
             self._waiting[job.direction].append(job)
             self._changed.notify_all()
@@ -142,48 +116,18 @@ class CopyJobs:
                 self._changed.wait()
 
     def finish(self, job: CopyJob, error: TransferFailed | None) -> None:
-        """Record a transfer's end, and pass on its result."""
-        result = TransferResult(job.job_id, job.direction, job.size_bytes, self._clock() - job.begun, error)
+        """Record a transfer's end."""
         with self._changed:
             del self._unfinished[job.job_id]
-            self._results[job.job_id] = result
-            waiter = self._waiters.pop(job.job_id, None)
-            if waiter is not None:
-                self._telling.add(job.job_id)
+            seconds = self._clock() - job.begun
+            self._results[job.job_id] = TransferResult(job.job_id, job.direction, job.size_bytes, seconds, error)
             self._changed.notify_all()
-        if waiter is not None:
-            try:
-                waiter.loop.call_soon_threadsafe(self._tell, job.job_id, waiter.future)
-            except RuntimeError:  # The loop is closed; its awaiter is gone, and the next poll is told.
-                with self._changed:
-                    self._telling.discard(job.job_id)
 
     def poll(self) -> list[TransferResult]:
-        """Return the results that are not awaited, in the order of their ends."""
+        """Return each result once, in the order of their ends."""
         with self._changed:
-            told = [job_id for job_id in self._results if job_id not in self._telling]
-            return [self._results.pop(job_id) for job_id in told]
-
-    async def done(self, job_id: int) -> TransferResult:
-        """Return a transfer's result; `KeyError` if there is none. Cancelled, it leaves the result to the next poll."""
-        loop = asyncio.get_running_loop()
-        with self._changed:
-            if job_id in self._results and job_id not in self._telling:
-                return self._results.pop(job_id)
-            if job_id not in self._unfinished or job_id in self._waiters:
-                raise KeyError(job_id)
-            future: asyncio.Future[TransferResult] = loop.create_future()
-            self._waiters[job_id] = _Waiter(loop, future)
-        try:
-            return await future
-        except asyncio.CancelledError:
-            if future.done() and not future.cancelled():  # Set in the tick of the cancel, so not returned.
-                with self._changed:
-                    self._results[job_id] = future.result()
-            raise
-        finally:
-            with self._changed:
-                self._waiters.pop(job_id, None)
+            results, self._results = list(self._results.values()), {}
+            return results
 
     def wait(self, job_ids: Collection[int], timeout_s: float | None = None) -> bool:
         with self._changed:
@@ -194,9 +138,3 @@ class CopyJobs:
             self._closed = True
             self._changed.notify_all()
             return self._changed.wait_for(lambda: not self._unfinished, timeout_s)
-
-    def _tell(self, job_id: int, future: asyncio.Future[TransferResult]) -> None:
-        with self._changed:
-            self._telling.discard(job_id)
-            if not future.cancelled():
-                future.set_result(self._results.pop(job_id))

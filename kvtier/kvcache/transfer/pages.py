@@ -10,7 +10,9 @@ the row, and every worker writes its parts of them.
 """
 
 from collections.abc import Iterable, Sequence
+from enum import Enum
 from itertools import pairwise
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -18,12 +20,17 @@ import numpy.typing as npt
 import torch
 
 from kvtier.errors import ConfigError
-from kvtier.kvcache.layout.blocks import offset_bytes, storage_of
-from kvtier.kvcache.layout.canonical import CanonicalKVCaches, DataRef
-from kvtier.kvcache.layout.mapping import PageRun
+from kvtier.kvcache.layout.axes import offset_bytes, storage_of
+from kvtier.kvcache.layout.canonical import CanonicalKVCaches, DataRef, PageMapping, PageRun
 
 Indices = npt.NDArray[np.int64]
-Mask = npt.NDArray[np.bool_]
+
+
+class Direction(Enum):
+    """The direction in which a transfer copies."""
+
+    LOAD = "load"  # From the primary into the LLM engine's blocks.
+    STORE = "store"
 
 
 class GroupBlocks(NamedTuple):
@@ -46,18 +53,6 @@ class BlockPages(NamedTuple):
     blocks: Indices
     rows: Indices
     positions: Indices
-
-    def turn(self, blocks_per_chunk: int, writers: int, writer_index: int) -> Mask:
-        """Return the mask of the pages that one worker writes, by number in the primary, which all count alike."""
-        turn: Mask = (self.rows * blocks_per_chunk + self.positions) % writers == writer_index
-        return turn
-
-    def only(self, mask: Mask) -> "BlockPages":
-        return BlockPages(self.blocks[mask], self.rows[mask], self.positions[mask])
-
-    def written_by(self, blocks_per_chunk: int, writers: int, writer_index: int) -> "BlockPages":
-        """Return the pages that one worker writes."""
-        return self if writers == 1 else self.only(self.turn(blocks_per_chunk, writers, writer_index))
 
 
 def pages_of(group: GroupBlocks, blocks_per_chunk: int, *, num_blocks: int, num_rows: int) -> BlockPages:
@@ -102,7 +97,7 @@ def slot_layout(caches: CanonicalKVCaches, blocks_per_chunk: int = 1, *, canonic
     if canonical:
         page_bytes = [0] * len(page_bytes)
         for ref in (ref for refs in caches.groups for ref in refs):
-            page_bytes[ref.tensor] = max(page_bytes[ref.tensor], ref.mapping.canonical_bytes)
+            page_bytes[ref.tensor] = max(page_bytes[ref.tensor], _mapping(ref).canonical_bytes)
     offsets = [blocks_per_chunk * sum(page_bytes[:index]) for index in range(len(page_bytes))]
     return SlotLayout(blocks_per_chunk, tuple(offsets), tuple(page_bytes), canonical)
 
@@ -131,20 +126,7 @@ class Piece(NamedTuple):
     @property
     def page_bytes(self) -> int:
         """Bytes that move of each page."""
-        moved = self.size_bytes
-        for repeat in self.repeats:
-            moved *= repeat.times
-        return moved
-
-    @property
-    def local_repeats(self) -> list[tuple[int, int]]:
-        """The repeats in the worker's memory: (times, stride in bytes) each."""
-        return [(repeat.times, repeat.local) for repeat in self.repeats]
-
-    @property
-    def host_repeats(self) -> list[tuple[int, int]]:
-        """The repeats in a chunk."""
-        return [(repeat.times, repeat.host) for repeat in self.repeats]
+        return self.size_bytes * prod(repeat.times for repeat in self.repeats)
 
     @property
     def alike(self) -> tuple[object, ...]:
@@ -160,6 +142,13 @@ class Sides(NamedTuple):
     slots: torch.Tensor  # (rows, slot_bytes), int8.
     blocks_per_chunk: int
     num_blocks: int
+
+    def moved(self, direction: Direction, piece: Piece, pages: BlockPages) -> BlockPages:
+        """Return the pages that this worker moves: of a store, those whose turn it is by number in the primary."""
+        if direction is Direction.LOAD or piece.writers == 1:
+            return pages
+        turn = (pages.rows * self.blocks_per_chunk + pages.positions) % piece.writers == piece.writer_index
+        return BlockPages(pages.blocks[turn], pages.rows[turn], pages.positions[turn])
 
 
 def pieces_of(caches: CanonicalKVCaches, layout: SlotLayout) -> tuple[tuple[Piece, ...], ...]:
@@ -180,12 +169,14 @@ def _require_within(what: str, indices: Indices, count: int) -> None:
         raise ValueError(f"{what} {wrong} of {count}")
 
 
+def _mapping(ref: DataRef) -> PageMapping:
+    whole = (PageRun(0, 0, ref.page_bytes),)
+    return ref.mapping or PageMapping(canonical_bytes=ref.page_bytes, runs=whole)
+
+
 def _of_ref(caches: CanonicalKVCaches, layout: SlotLayout, ref: DataRef) -> list[Piece]:
     tensor = caches.tensors[ref.tensor]
-    runs: tuple[PageRun, ...] = (PageRun(0, 0, ref.page_bytes),)
-    writers, writer_index = 1, 0
-    if layout.canonical:
-        runs, writers, writer_index = ref.mapping.runs, ref.mapping.writers, ref.mapping.writer_index
+    mapping = _mapping(ref if layout.canonical else ref._replace(mapping=None))
     return [
         Piece(
             memory=tensor,
@@ -195,30 +186,25 @@ def _of_ref(caches: CanonicalKVCaches, layout: SlotLayout, ref: DataRef) -> list
             host_stride=layout.page_bytes[ref.tensor],
             size_bytes=run.size_bytes,
             repeats=(Repeat(run.count, run.local_stride, run.canonical_stride),) if run.count > 1 else (),
-            writers=writers,
-            writer_index=writer_index,
+            writers=mapping.writers,
+            writer_index=mapping.writer_index,
         )
-        for run in runs
+        for run in mapping.runs
     ]
 
 
 def _merged(pieces: list[Piece]) -> tuple[Piece, ...]:
     """Join neighbours at equal distances until none are left: runs of a page first, then layers."""
     while True:
-        merged = _merged_once(pieces)
-        if len(merged) == len(pieces):
-            return tuple(merged)
-        pieces = merged
-
-
-def _merged_once(pieces: list[Piece]) -> list[Piece]:
-    series: list[list[Piece]] = []
-    for piece in pieces:
-        if series and _continues(series[-1], piece):
-            series[-1].append(piece)
-        else:
-            series.append([piece])
-    return [_joined(parts) for parts in series]
+        series = list[list[Piece]]()
+        for piece in pieces:
+            if series and _continues(series[-1], piece):
+                series[-1].append(piece)
+            else:
+                series.append([piece])
+        if len(series) == len(pieces):
+            return tuple(pieces)
+        pieces = [_joined(parts) for parts in series]
 
 
 def _continues(series: list[Piece], piece: Piece) -> bool:
@@ -231,8 +217,7 @@ def _joined(parts: list[Piece]) -> Piece:
     first = parts[0]
     if len(parts) == 1:
         return first
-    local, host = _distance(*parts[:2])
-    return first._replace(repeats=(Repeat(len(parts), local, host), *first.repeats))
+    return first._replace(repeats=(Repeat(len(parts), *_distance(*parts[:2])), *first.repeats))
 
 
 def _distance(one: Piece, other: Piece) -> tuple[int, int]:

@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtier.kvcache.layout.blocks import offset_bytes, view_of
-from kvtier.kvcache.transfer.jobs import CopyJob, Direction, Finish
-from kvtier.kvcache.transfer.pages import BlockPages, Indices, Piece, Sides, repeated
+from kvtier.kvcache.layout.axes import offset_bytes, view_of
+from kvtier.kvcache.transfer.jobs import CopyJob, Finish
+from kvtier.kvcache.transfer.pages import BlockPages, Direction, Indices, Piece, Sides, repeated
 
 RUN_BYTES_MIN = 1 << 18  # An assignment costs 2 us more than a memmove: below, runs are too short to be worth it.
 MEMMOVE_BYTES_MIN = 1 << 14  # A call costs 0.4 us: below, two passes through the cache take less.
@@ -48,7 +48,12 @@ class HostCopier:
     ahead = 1
 
     def __init__(self, sides: Sides) -> None:
-        self._groups = [_alike([strided(piece, sides) for piece in group]) for group in sides.pieces]
+        self._groups = list[list[list[Strided]]]()  # Of each group, the pieces that are alike.
+        for group in sides.pieces:
+            alike = defaultdict[tuple[object, ...], list[Strided]](list)
+            for one in (strided(piece, sides) for piece in group):
+                alike[one.alike].append(one)
+            self._groups.append(list(alike.values()))
 
     def mark(self) -> object:
         return None
@@ -100,16 +105,13 @@ def _runs_in(indices: Indices, order: Indices) -> Runs:
 class StridedSide(NamedTuple):
     """Pages at multiples of a step: more of them than there are, as the step may be a part of a page."""
 
-    pages: torch.Tensor  # (steps, *repeats, elements)
-    items: Items | None  # The same, its elements as one; None: not in host memory.
-    period: int | None  # Steps from row to row; None: its pages have no rows.
+    pages: torch.Tensor  # (steps, *repeats, elements), in host memory.
+    items: Items  # The same, its elements as one.
 
     @classmethod
-    def over(cls, pages: torch.Tensor, period: int | None = None) -> Self:
-        if pages.device.type != "cpu":
-            return cls(pages, None, period)
+    def over(cls, pages: torch.Tensor) -> Self:
         elements = pages.numpy()
-        return cls(pages, elements.view(f"V{elements.shape[-1] * elements.itemsize}")[..., 0], period)
+        return cls(pages, elements.view(f"V{elements.shape[-1] * elements.itemsize}")[..., 0])
 
 
 class Moves(NamedTuple):
@@ -123,34 +125,30 @@ class Moves(NamedTuple):
 class Strided(NamedTuple):
     """One piece on both sides."""
 
+    piece: Piece
+    sides: Sides
     local: StridedSide
     host: StridedSide
     row_steps: int
     page_steps: int
-    blocks_per_chunk: int
-    writers: int
-    writer_index: int
 
     @property
     def alike(self) -> tuple[object, ...]:
         """The key of pieces of the same slots whose pages move alike: everything except their places."""
         shapes = [(side.pages.dtype, side.pages.shape, side.pages.stride()) for side in (self.local, self.host)]
-        return (*shapes, self.writers, self.writer_index)
+        return (*shapes, self.piece.writers, self.piece.writer_index)
 
     def moves(self, direction: Direction, pages: BlockPages) -> Moves:
-        """Return source and target pages; of a store, only those that this worker writes."""
+        """Return source and target pages."""
+        moved = self.sides.moved(direction, self.piece, pages)
+        index = moved.rows * self.row_steps + moved.positions * self.page_steps
         if direction is Direction.STORE:
-            turn = pages.written_by(self.blocks_per_chunk, self.writers, self.writer_index)
-            return Moves(turn.blocks, self._host_index(turn), runs_of(turn.blocks))
-        index = self._host_index(pages)
-        return Moves(index, pages.blocks, runs_of(index, self.host.period))
+            return Moves(moved.blocks, index, runs_of(moved.blocks))
+        return Moves(index, moved.blocks, runs_of(index, self.row_steps))
 
-    def sides(self, direction: Direction) -> tuple[StridedSide, StridedSide]:
+    def ends(self, direction: Direction) -> tuple[StridedSide, StridedSide]:
         """Return the source and the target."""
         return (self.local, self.host) if direction is Direction.STORE else (self.host, self.local)
-
-    def _host_index(self, pages: BlockPages) -> Indices:
-        return pages.rows * self.row_steps + pages.positions * self.page_steps
 
 
 def strided(piece: Piece, sides: Sides) -> Strided:
@@ -162,18 +160,16 @@ def strided(piece: Piece, sides: Sides) -> Strided:
     row_steps, page_steps = row_stride // step_bytes, piece.host_stride // step_bytes
     steps = (slots.shape[0] - 1) * row_steps + (blocks_per_chunk - 1) * page_steps + 1
     element = _element(piece, host, step_bytes)
-    counts = tuple(repeat.times for repeat in piece.repeats)
+    shape = (*(repeat.times for repeat in piece.repeats), piece.size_bytes // element.itemsize)
     local_strides = (piece.local_stride, *(repeat.local for repeat in piece.repeats))
     host_strides = (step_bytes, *(repeat.host for repeat in piece.repeats))
-    size = piece.size_bytes // element.itemsize
     return Strided(
-        StridedSide.over(_view(piece.memory, element, piece.local, (sides.num_blocks, *counts, size), local_strides)),
-        StridedSide.over(_view(slots, element, host, (steps, *counts, size), host_strides), row_steps),
+        piece,
+        sides,
+        StridedSide.over(_view(piece.memory, element, piece.local, (sides.num_blocks, *shape), local_strides)),
+        StridedSide.over(_view(slots, element, host, (steps, *shape), host_strides)),
         row_steps,
         page_steps,
-        blocks_per_chunk,
-        piece.writers,
-        piece.writer_index,
     )
 
 
@@ -191,51 +187,35 @@ def _view(
 
 
 def copy_alike(direction: Direction, pieces: Sequence[Strided], pages: BlockPages) -> None:
-    """Copy the pages of pieces that are alike, in as few passes and calls as the pages' places allow.
-
-    On a device it is done on the current stream.
-    """
+    """Copy the pages of pieces that are alike, in as few passes and calls as the pages' places allow."""
     moves = pieces[0].moves(direction, pages)
-    sides = [piece.sides(direction) for piece in pieces]
-    source = sides[0][0]
+    ends = [piece.ends(direction) for piece in pieces]
+    items = ends[0][0].items
     if not len(moves.from_pages):
         return
-    if source.items is None:
-        for each in sides:
-            _on_device(*each, moves)
-        return
-    page_bytes = source.items.itemsize * prod(source.items.shape[1:])
+    page_bytes = items.itemsize * prod(items.shape[1:])
     if len(moves.from_pages) * page_bytes >= len(moves.runs.starts) * RUN_BYTES_MIN:
-        for each in sides:
+        for each in ends:
             _assign_runs(*each, moves, max(1, CALL_BYTES_MAX // page_bytes))
-    elif source.items.itemsize >= MEMMOVE_BYTES_MIN:
-        _move_items(sides, moves)
+    elif items.itemsize >= MEMMOVE_BYTES_MIN:
+        _move_items(ends, moves)
     else:
-        for each in sides:
+        for each in ends:
             _through_tiles(*each, moves)
 
 
-def _on_device(source: StridedSide, target: StridedSide, moves: Moves) -> None:
-    chosen = torch.as_tensor(moves.from_pages, device=source.pages.device)
-    wanted = torch.as_tensor(moves.to_pages, device=target.pages.device)
-    target.pages.index_copy_(0, wanted, source.pages.index_select(0, chosen))
-
-
 def _assign_runs(source: StridedSide, target: StridedSide, moves: Moves, call_pages: int) -> None:
-    assert source.items is not None
-    assert target.items is not None
     step = moves.runs.step
     wanted = moves.to_pages[moves.runs.order]
     for start, stop, first in moves.runs.parts(moves.from_pages, call_pages):
         target.items[wanted[start:stop]] = source.items[first : first + (stop - start) * step : step]
 
 
-def _move_items(sides: list[tuple[StridedSide, StridedSide]], moves: Moves) -> None:
-    items = sides[0][0].items
-    assert items is not None
+def _move_items(ends: list[tuple[StridedSide, StridedSide]], moves: Moves) -> None:
+    items = ends[0][0].items
     order = moves.runs.order  # Reading on in memory is 5 to 10 % faster than reading here and there.
-    from_where = _addresses([source for source, _ in sides], moves.from_pages[order])
-    to_where = _addresses([target for _, target in sides], moves.to_pages[order])
+    from_where = _addresses([source for source, _ in ends], moves.from_pages[order])
+    to_where = _addresses([target for _, target in ends], moves.to_pages[order])
     call_items = max(1, CALL_BYTES_MAX // items.itemsize)
     size = repeat(ctypes.c_void_p(items.itemsize))  # Made once, not for each call.
     for first in range(0, len(from_where), call_items):
@@ -247,7 +227,6 @@ def _move_items(sides: list[tuple[StridedSide, StridedSide]], moves: Moves) -> N
 def _addresses(sides: list[StridedSide], indices: Indices) -> list[int]:
     """Return the addresses of these pages' items, side after side, repeats last."""
     items = sides[0].items
-    assert items is not None
     firsts = np.array([side.pages.data_ptr() for side in sides])
     places: Indices = (firsts[:, None] + indices * items.strides[0]).ravel()
     found: list[int] = repeated(places, zip(items.shape[1:], items.strides[1:], strict=True)).tolist()
@@ -258,20 +237,11 @@ def _through_tiles(source: StridedSide, target: StridedSide, moves: Moves) -> No
     page_elements = source.pages[0].numel()
     tile_pages = max(1, min(TILE_BYTES // source.pages.element_size(), _TILE_ELEMENTS_MAX) // page_elements)
     tile = StridedSide.over(source.pages.new_empty((min(tile_pages, len(moves.from_pages)), *source.pages.shape[1:])))
-    assert tile.items is not None
-    assert target.items is not None
     chosen = torch.as_tensor(moves.from_pages)
     for first in range(0, len(moves.from_pages), tile_pages):
         some = chosen[first : first + tile_pages]
         torch.index_select(source.pages, 0, some, out=tile.pages[: len(some)])
         target.items[moves.to_pages[first : first + tile_pages]] = tile.items[: len(some)]
-
-
-def _alike(pieces: list[Strided]) -> list[list[Strided]]:
-    found = defaultdict[tuple[object, ...], list[Strided]](list)
-    for piece in pieces:
-        found[piece.alike].append(piece)
-    return list(found.values())
 
 
 def _nothing() -> None: ...

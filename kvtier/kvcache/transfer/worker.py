@@ -1,11 +1,10 @@
 """The transfer worker: copies between one worker's caches and its part of the primary's rows.
 
 Submitting copies nothing and waits for nothing: threads of the worker's own do, one for host memory, one each way for a
-CUDA device. Results are polled or awaited.
+CUDA device. Results are polled.
 """
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
@@ -16,8 +15,8 @@ import torch
 from kvtier.errors import ConfigError, TransferFailed
 from kvtier.kvcache.layout.canonical import CanonicalKVCaches
 from kvtier.kvcache.transfer.cuda import cuda_copiers
-from kvtier.kvcache.transfer.jobs import Copier, CopyJob, CopyJobs, Direction, Finish, TransferResult
-from kvtier.kvcache.transfer.pages import GroupBlocks, Sides, pages_of, pieces_of, slot_layout
+from kvtier.kvcache.transfer.jobs import Copier, CopyJob, CopyJobs, Finish, TransferResult
+from kvtier.kvcache.transfer.pages import Direction, GroupBlocks, Sides, pages_of, pieces_of, slot_layout
 from kvtier.kvcache.transfer.strided import HostCopier
 from kvtier.memory import start_thread
 
@@ -43,7 +42,6 @@ class TransferWorker:
         blocks_per_chunk: int = 1,
         canonical: bool = False,
         copiers: CopiersOf | None = None,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`copiers` makes the copiers; None: those for the device that the caches are on.
 
@@ -57,8 +55,7 @@ class TransferWorker:
                 f"(rows, {self.layout.slot_bytes:,} or more) int8 side by side in host memory accepted"
             )
         self._sides = Sides(pieces_of(caches, self.layout), slots, blocks_per_chunk, caches.num_blocks)
-        self._clock = clock
-        self._jobs = CopyJobs(clock)
+        self._jobs = CopyJobs()
         made = (copiers or _copiers)(self._sides)
         self._copiers: dict[Direction, Copier] = {
             direction: copier for copier in made for direction in copier.directions
@@ -83,13 +80,6 @@ class TransferWorker:
     def poll(self) -> list[TransferResult]:
         """Return the results of transfers that ended since the last call, in that order; never waits."""
         return self._jobs.poll()
-
-    async def done(self, job_id: int) -> TransferResult:
-        """Return a transfer's result when it has ended; `KeyError` if it was returned already, or never submitted.
-
-        A cancelled wait cancels no transfer; the next `poll` returns its result.
-        """
-        return await self._jobs.done(job_id)
 
     def wait(self, job_ids: Collection[int], timeout_s: float | None = None) -> bool:
         """Block until these transfers have ended; False after `timeout_s`. Their results are still to be polled."""
@@ -121,12 +111,8 @@ class TransferWorker:
         size_bytes = 0
         for pieces, moved in zip(sides.pieces, pages, strict=True):
             for piece in pieces:
-                written = moved
-                if direction is Direction.STORE:
-                    written = moved.written_by(sides.blocks_per_chunk, piece.writers, piece.writer_index)
-                size_bytes += piece.page_bytes * len(written.blocks)
-        mark = self._copiers[direction].mark()
-        self._jobs.submit(CopyJob(job_id, direction, pages, size_bytes=size_bytes, begun=self._clock(), mark=mark))
+                size_bytes += piece.page_bytes * len(sides.moved(direction, piece, moved).blocks)
+        self._jobs.submit(CopyJob(job_id, direction, pages, size_bytes, self._copiers[direction].mark()))
 
 
 def _copiers(sides: Sides) -> list[Copier]:

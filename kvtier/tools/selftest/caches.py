@@ -23,10 +23,10 @@ BLOCKS = 24
 
 
 class Family(NamedTuple):
-    """A layout: the layers, the order of their axes, and whether a block's pages share one row."""
+    """A layout: the specs of each group's layers, the order of their axes, and whether a block's pages share a row."""
 
     name: str
-    layers: dict[str, LayerSpec]
+    groups: Sequence[Sequence[LayerSpec]]
     axes: CacheAxes
     in_rows: bool = False
     blocks_per_chunk: int = 1
@@ -34,47 +34,59 @@ class Family(NamedTuple):
 
     @property
     def config(self) -> layout.KVCacheConfig:
-        config = layout.group_layers(self.layers, BLOCKS)
-        groups = (msgspec.structs.replace(group, kernel_block_size=self.kernel_tokens) for group in config.groups)
-        return msgspec.structs.replace(config, groups=tuple(groups))
+        groups = (
+            layout.KVCacheGroup(
+                layers={f"{group}.{layer}": spec for layer, spec in enumerate(specs)},
+                kernel_block_size=self.kernel_tokens,
+            )
+            for group, specs in enumerate(self.groups)
+        )
+        return layout.KVCacheConfig(num_blocks=BLOCKS, groups=tuple(groups))
 
 
 def families() -> list[Family]:
     """Return one of each layout of LLM engines."""
-    bf16, fp8 = (_full(dtype) for dtype in (torch.bfloat16, torch.float8_e4m3fn))
-    mla = layout.MLASpec(block_size=16, head_size=576, dtype=torch.bfloat16)
-    window = layout.SlidingWindowSpec(
-        block_size=16, num_kv_heads=4, head_size=64, dtype=torch.bfloat16, sliding_window=128
-    )
-    state = layout.MambaSpec(block_size=80, shapes=((3, 256), (256, 16)), dtypes=(torch.bfloat16, torch.float32))
-    hybrid = layout.padded_to_one_page(_layers(state, state, state, _full(torch.bfloat16, block_size=80, heads=2)))
+    bf16, fp8 = [_attention(torch.bfloat16)] * 8, [_attention(torch.float8_e4m3fn)] * 8
+    mla = layout.AttentionSpec(block_size=16, num_kv_heads=1, head_size=576, head_size_v=0, dtype=torch.bfloat16)
+    attending = [_attention(torch.bfloat16, block_size=80, heads=2)] * 2
+    states = [
+        layout.MambaSpec(
+            block_size=80,
+            shapes=((3, 256), (256, 16)),
+            dtypes=(torch.bfloat16, torch.float32),
+            padded_page_bytes=attending[0].page_bytes,
+        )
+    ] * 2
     return [
-        Family("a tensor for each layer, bf16", _layers(bf16), axes_of.KV_JOINED_NHD, blocks_per_chunk=4),
-        Family("keys in front, fp8", _layers(fp8), axes_of.KV_FRONT_HND),
-        Family("heads in front, bf16", _layers(bf16), axes_of.HEADS_FRONT),
-        Family("contiguous: all layers in one row, fp8", _layers(fp8), axes_of.KV_SPLIT_HND, in_rows=True),
-        Family("contiguous, in kernel blocks, bf16", _layers(bf16), axes_of.KV_JOINED_NHD, True, kernel_tokens=8),
-        Family("MLA, bf16", _layers(mla), axes_of.LATENT, blocks_per_chunk=2),
-        Family("packed: latents of three lengths in one row", _layers(*_latents()), axes_of.LATENT, in_rows=True),
-        Family("windows and full attention in turn, bf16", _layers(window, bf16), axes_of.KV_JOINED_HND, False, 3),
-        Family("hybrid: states and attention, padded", hybrid, axes_of.KV_JOINED_NHD),
+        Family("a tensor for each layer, bf16", [bf16], axes_of.KV_JOINED_NHD, blocks_per_chunk=4),
+        Family("keys in front, fp8", [fp8], axes_of.KV_FRONT_HND),
+        Family("heads in front, bf16", [bf16], axes_of.HEADS_FRONT),
+        Family("contiguous: all layers in one row, fp8", [fp8], axes_of.KV_SPLIT_HND, in_rows=True),
+        Family("contiguous, in kernel blocks, bf16", [bf16], axes_of.KV_JOINED_NHD, True, kernel_tokens=8),
+        Family("MLA, bf16", [[mla] * 8], axes_of.LATENT, blocks_per_chunk=2),
+        Family("packed: latents of three lengths in one row", [_latents() * 3], axes_of.LATENT, in_rows=True),
+        Family("windows and full attention in turn, bf16", [bf16[:4]] * 2, axes_of.KV_JOINED_HND, False, 3),
+        Family("hybrid: states and attention, padded", [attending, states, states, states], axes_of.KV_JOINED_NHD),
     ]
 
 
-def _full(dtype: torch.dtype, block_size: int = 16, heads: int = 4) -> LayerSpec:
-    return layout.FullAttentionSpec(block_size=block_size, num_kv_heads=heads, head_size=64, dtype=dtype)
+def _attention(dtype: torch.dtype, block_size: int = 16, heads: int = 4) -> LayerSpec:
+    return layout.AttentionSpec(block_size=block_size, num_kv_heads=heads, head_size=64, dtype=dtype)
 
 
 def _latents() -> list[LayerSpec]:
-    spec = layout.MLASpec(block_size=64, head_size=128, dtype=torch.uint8, align_bytes=576)
     return [
-        msgspec.structs.replace(spec, state_bytes=size, tokens_per_state=tokens)
+        layout.AttentionSpec(
+            block_size=64,
+            num_kv_heads=1,
+            head_size=128,
+            dtype=torch.uint8,
+            state_bytes=size,
+            tokens_per_state=tokens,
+            align_bytes=576,
+        )
         for size, tokens in ((584, 4), (132, 4), (584, 16))
     ]
-
-
-def _layers(*specs: LayerSpec, count: int = 8) -> dict[str, LayerSpec]:
-    return {f"layers.{number}": specs[number % len(specs)] for number in range(count)}
 
 
 class Caches(NamedTuple):
@@ -91,8 +103,13 @@ class Caches(NamedTuple):
 
 def caches_of(family: Family, place: torch.device) -> Caches:
     """Allocate a family's caches."""
-    config, layers = family.config, family.layers
-    axes = {name: family.axes for name, spec in layers.items() if isinstance(spec, layout.AttentionSpec)}
+    config = family.config
+    axes = {
+        name: family.axes
+        for group in config.groups
+        for name, spec in group.layers.items()
+        if isinstance(spec, layout.AttentionSpec)
+    }
     if family.in_rows:
         canonical = layout.allocate_rows(config, axes, place).canonical
     else:
@@ -103,8 +120,9 @@ def caches_of(family: Family, place: torch.device) -> Caches:
 
 def plain_caches(count: int, blocks: int, page_bytes: int, place: torch.device) -> CanonicalKVCaches:
     """Allocate layers with full attention whose pages have this length, a multiple of 2 KiB."""
-    layers = _layers(_full(torch.bfloat16, page_bytes // 2_048, heads=8), count=count)
-    config, axes = layout.group_layers(layers, blocks), dict.fromkeys(layers, axes_of.KV_JOINED_HND)
+    layers = [_attention(torch.bfloat16, page_bytes // 2_048, heads=8)] * count
+    config = msgspec.structs.replace(Family("plain", [layers], axes_of.KV_JOINED_HND).config, num_blocks=blocks)
+    axes = dict.fromkeys(config.groups[0].layers, axes_of.KV_JOINED_HND)
     return layout.canonical_kv_caches(config, layout.allocate_tensors(config, axes, place), axes)
 
 

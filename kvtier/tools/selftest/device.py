@@ -45,7 +45,7 @@ class TorchDevice:
             self.pin_with = host.cuda_runtime()
             batches = batched_copy(self.place)  # Once, so that the log has one warning if there are none.
             self.copiers = partial(copiers_with, device=self.place, copy=batches)
-            self.way = "through a buffer" if batches is None else "batched"
+            self.way = "one by one" if batches is None else "batched"
         else:
             torch.set_num_threads(1)  # Several spin while they wait for each other: forty times as slow on a busy CPU.
 

@@ -1,6 +1,5 @@
-"""Which transfer starts next, and who is told of its end."""
+"""Which transfer starts next, and the results of those that ended."""
 
-import asyncio
 import threading
 from collections.abc import Callable
 from itertools import count
@@ -29,7 +28,7 @@ def jobs() -> CopyJobs:
 
 def job(number: int, direction: Direction, *, blocks: tuple[int, ...] = (), rows: tuple[int, ...] = ()) -> CopyJob:
     pages = BlockPages(np.array(blocks, dtype=np.int64), np.array(rows, dtype=np.int64), np.zeros(0, dtype=np.int64))
-    return CopyJob(number, direction, (pages,), size_bytes=100 + number, begun=0.0)
+    return CopyJob(number, direction, (pages,), size_bytes=100 + number)
 
 
 def started(jobs: CopyJobs) -> list[int]:
@@ -104,7 +103,7 @@ def test_a_result_says_what_ended_how_long_it_took_and_how(jobs: CopyJobs) -> No
         assert taken is not None
         jobs.finish(taken, error if number else None)
     assert jobs.poll() == [
-        TransferResult(0, Direction.LOAD, 100, 0.0, None),
+        TransferResult(0, Direction.LOAD, 100, 1.0, None),
         TransferResult(1, Direction.STORE, 101, 1.0, error),
     ]
     assert jobs.poll() == []
@@ -119,83 +118,6 @@ def test_an_id_in_use_is_refused_until_its_result_is_returned(jobs: CopyJobs) ->
         jobs.submit(job(7, Direction.STORE))
     jobs.poll()
     jobs.submit(job(7, Direction.STORE))
-
-
-async def test_an_awaited_result_is_not_polled(jobs: CopyJobs) -> None:
-    for number in range(3):
-        jobs.submit(job(number, Direction.LOAD))
-    awaited = asyncio.ensure_future(jobs.done(1))
-    await asyncio.sleep(0)
-    started(jobs)
-    assert (await awaited).job_id == 1
-    assert [result.job_id for result in jobs.poll()] == [0, 2]
-
-
-async def test_a_poll_takes_no_result_that_is_awaited(jobs: CopyJobs) -> None:
-    for number in range(2):
-        jobs.submit(job(number, Direction.LOAD))
-    awaited = asyncio.ensure_future(jobs.done(0))
-    await asyncio.sleep(0)
-    started(jobs)  # Both have ended; the loop has not come to tell of the first.
-    assert [result.job_id for result in jobs.poll()] == [1]
-    with pytest.raises(KeyError):
-        await jobs.done(0)
-    with pytest.raises(ValueError, match="transfer 0 is still in use"):
-        jobs.submit(job(0, Direction.LOAD))
-    async with asyncio.timeout(5):
-        assert (await awaited).job_id == 0
-    assert jobs.poll() == []
-
-
-async def test_a_transfer_is_awaited_once(jobs: CopyJobs) -> None:
-    jobs.submit(job(0, Direction.LOAD))
-    awaited = asyncio.ensure_future(jobs.done(0))
-    await asyncio.sleep(0)
-    with pytest.raises(KeyError):
-        await jobs.done(0)
-    started(jobs)
-    assert (await awaited).job_id == 0
-
-
-async def test_a_transfer_that_ended_before_it_was_awaited_returns_at_once(jobs: CopyJobs) -> None:
-    jobs.submit(job(0, Direction.LOAD))
-    started(jobs)
-    assert (await jobs.done(0)).job_id == 0
-    with pytest.raises(KeyError):
-        await jobs.done(0)
-    assert jobs.poll() == []
-
-
-@pytest.mark.parametrize("when", ["before it ended", "in the tick it ended", "in the tick it was told"])
-async def test_a_cancelled_wait_leaves_the_result_to_the_next_poll(jobs: CopyJobs, when: str) -> None:
-    jobs.submit(job(0, Direction.LOAD))
-    awaited = asyncio.ensure_future(jobs.done(0))
-    await asyncio.sleep(0)
-    if when == "before it ended":
-        awaited.cancel()
-        await asyncio.sleep(0)
-        started(jobs)
-    else:
-        started(jobs)
-        if when == "in the tick it was told":
-            asyncio.get_running_loop().call_soon(awaited.cancel)  # Behind what tells, before who is told runs.
-            await asyncio.sleep(0)
-        else:
-            awaited.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await awaited
-    assert [result.job_id for result in jobs.poll()] == [0]
-
-
-def test_a_wait_whose_loop_is_gone_leaves_the_result_to_the_next_poll(jobs: CopyJobs) -> None:
-    jobs.submit(job(0, Direction.LOAD))
-    loop = asyncio.new_event_loop()
-    awaited = loop.create_task(jobs.done(0))
-    loop.run_until_complete(asyncio.sleep(0))
-    loop.close()
-    assert started(jobs) == [0]
-    awaited._log_destroy_pending = False  # It stays where it was: that is the point.
-    assert [result.job_id for result in jobs.poll()] == [0]
 
 
 def test_waiting_ends_with_the_transfers_or_the_time(jobs: CopyJobs) -> None:

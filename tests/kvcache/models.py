@@ -6,23 +6,18 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvtier.kvcache.layout import (
     AttentionSpec,
     AxesOf,
     CacheAxes,
     CanonicalKVCaches,
-    ChunkedLocalSpec,
-    FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroup,
-    KVCacheTensor,
     LayerCache,
     LayerSpec,
     MambaSpec,
-    MLASpec,
-    SlidingWindowSpec,
-    UniformSpecs,
     allocate_rows,
     allocate_tensors,
     canonical_kv_caches,
@@ -62,7 +57,12 @@ class Model(NamedTuple):
             rows = allocate_rows(self.config, self.axes, device)
             found = canonical_kv_caches(self.config, rows.layers, self.axes) if self.how != "rows" else rows.canonical
             return rows.layers, found
-        layers = allocate_tensors(self.config, self.axes, device)
+        shared = [self.config]
+        if self.how == "own tensors":  # Allocated group by group, whose pages may then differ.
+            shared = [replace(self.config, groups=(group,)) for group in self.config.groups]
+        layers = {
+            layer: cache for config in shared for layer, cache in allocate_tensors(config, self.axes, device).items()
+        }
         return layers, canonical_kv_caches(self.config, layers, self.axes)
 
 
@@ -76,24 +76,26 @@ def models(draw: st.DrawFn) -> Model:
     drawn: list[dict[str, LayerSpec]] = []
     axes: dict[str, CacheAxes] = {}
     for group in range(draw(st.integers(1, 4))):
-        kind = draw(st.sampled_from(["full", "window", "chunked", "latent", "state", "uniform"]))
+        kind = draw(st.sampled_from(["heads", "latent", "state", "differing"]))
         if kind == "state" and kernel_blocks > 1:
-            kind = "full"
+            kind = "heads"
         names = [f"g{group}.l{layer}" for layer in range(draw(st.integers(1, 3)))]
         padding = draw(st.sampled_from([0, 16, 64])) if kernel_blocks == 1 else 0
         first = draw(specs(kind, block_size))
-        several = kind == "uniform" and how != "shared tensors"
+        several = kind == "differing" and how != "shared tensors"
         layers = {name: draw(specs(kind, block_size)) if several else first for name in names}
         padded = {name: _padded(spec, padding) for name, spec in layers.items()}
         orders = LEADING if how != "own tensors" or padding else ALL_AXES
         for name, spec in padded.items():
             if isinstance(spec, AttentionSpec):
-                axes[name] = LATENT if isinstance(spec, MLASpec) else draw(st.sampled_from(orders))
+                axes[name] = LATENT if spec.head_size_v == 0 else draw(st.sampled_from(orders))
         drawn.append(padded)
     if how == "shared tensors":
         page_bytes = max(spec.page_bytes for group in drawn for spec in group.values())
         drawn = [{name: _widened(spec, page_bytes) for name, spec in group.items()} for group in drawn]
-    config = _config(drawn, num_blocks, how, block_size // kernel_blocks if kernel_blocks > 1 else None)
+    kernel_block_size = block_size // kernel_blocks if kernel_blocks > 1 else None
+    groups = tuple(KVCacheGroup(layers=layers, kernel_block_size=kernel_block_size) for layers in drawn)
+    config = KVCacheConfig(num_blocks=num_blocks, groups=groups)
     return Model(config, axes, how, draw(st.integers(1, 4)))
 
 
@@ -105,17 +107,9 @@ def specs(draw: st.DrawFn, kind: str, block_size: int) -> LayerSpec:
         return MambaSpec(block_size=block_size, shapes=tuple(shapes), dtypes=(dtype,) * len(shapes))
     size = draw(st.sampled_from([4, 8]))
     if kind == "latent":
-        return MLASpec(block_size=block_size, head_size=size, dtype=dtype)
+        return AttentionSpec(block_size=block_size, num_kv_heads=1, head_size=size, head_size_v=0, dtype=dtype)
     heads = draw(st.integers(1, 3))
-    if kind == "window":
-        return SlidingWindowSpec(
-            block_size=block_size, num_kv_heads=heads, head_size=size, dtype=dtype, sliding_window=8
-        )
-    if kind == "chunked":
-        return ChunkedLocalSpec(
-            block_size=block_size, num_kv_heads=heads, head_size=size, dtype=dtype, attention_chunk_size=8
-        )
-    return FullAttentionSpec(block_size=block_size, num_kv_heads=heads, head_size=size, dtype=dtype)
+    return AttentionSpec(block_size=block_size, num_kv_heads=heads, head_size=size, dtype=dtype)
 
 
 def _padded(spec: LayerSpec, padding: int) -> LayerSpec:
@@ -123,35 +117,7 @@ def _padded(spec: LayerSpec, padding: int) -> LayerSpec:
 
 
 def _widened(spec: LayerSpec, page_bytes: int) -> LayerSpec:
-    from msgspec.structs import replace
-
-    page_bytes = -(-page_bytes // 16) * 16
-    return replace(spec, padded_page_bytes=page_bytes)
-
-
-def _config(
-    groups: list[dict[str, LayerSpec]], num_blocks: int, how: str, kernel_block_size: int | None
-) -> KVCacheConfig:
-    sharing: dict[int, list[str]] = {}
-    sizes: dict[int, int] = {}
-    for layers in groups:
-        for index, (name, spec) in enumerate(layers.items()):
-            tensor = index if how == "shared tensors" else len(sharing)
-            sharing.setdefault(tensor, []).append(name)
-            sizes[tensor] = max(sizes.get(tensor, 0), spec.page_bytes * num_blocks)
-    return KVCacheConfig(
-        num_blocks=num_blocks,
-        tensors=tuple(
-            KVCacheTensor(size_bytes=sizes[tensor], shared_by=tuple(names)) for tensor, names in sharing.items()
-        ),
-        groups=tuple(_group(layers, kernel_block_size) for layers in groups),
-    )
-
-
-def _group(layers: dict[str, LayerSpec], kernel_block_size: int | None) -> KVCacheGroup:
-    different = len(set(layers.values())) > 1
-    spec = UniformSpecs(layers) if different else next(iter(layers.values()))
-    return KVCacheGroup(layer_names=tuple(layers), spec=spec, kernel_block_size=kernel_block_size)
+    return replace(spec, padded_page_bytes=-(-page_bytes // 16) * 16)
 
 
 @st.composite
@@ -181,7 +147,7 @@ def contents(
     """Return what the layers of each group keep in its blocks, element by element in the order of their shapes."""
     found = dict[str, list[bytes]]()
     for group, request in zip(config.groups, groups, strict=True):
-        for layer in group.layer_names:
+        for layer in group.layers:
             found[layer] = [
                 block_bytes(part, axes.get(layer), group.kernel_blocks, block)
                 for block in request.blocks
@@ -218,7 +184,7 @@ def touched(
                     start = rows.storage_offset() + int(block) * rows.stride(0)
                     masks[rows.untyped_storage().data_ptr()][start:][: ref.page_bytes] = True
                 continue
-            for layer in group.layer_names:
+            for layer in group.layers:
                 of_layer = model.axes.get(layer)
                 for part in tensors_of(layers[layer]):
                     mask = masks[part.untyped_storage().data_ptr()]

@@ -15,8 +15,8 @@ import torch
 
 from kvtier.kvcache.transfer import cuda
 from kvtier.kvcache.transfer.cuda import Descriptors
-from kvtier.kvcache.transfer.jobs import CopyJob, Direction
-from kvtier.kvcache.transfer.pages import GroupBlocks, Piece, Sides, pages_of
+from kvtier.kvcache.transfer.jobs import CopyJob
+from kvtier.kvcache.transfer.pages import Direction, GroupBlocks, Piece, Sides, pages_of
 
 HOST = torch.device("cpu")
 
@@ -80,7 +80,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Stream:
 
 
 def job(copier: cuda.CudaCopier, number: int = 1) -> CopyJob:
-    return CopyJob(number, Direction.STORE, (), size_bytes=0, begun=0.0, mark=copier.mark())
+    return CopyJob(number, Direction.STORE, (), mark=copier.mark())
 
 
 def test_a_transfer_comes_after_what_the_device_was_told_before_its_submission_and_not_after_the_rest(
@@ -199,7 +199,7 @@ def test_a_refused_batch_is_an_error_with_cudas_answer() -> None:
         (FakeRuntime(answer=35), r"cudaMemcpyBatchAsync of 1 copies: \(35,\)"),
     ],
 )
-def test_without_batched_copies_chunks_go_through_a_buffer_and_the_log_says_why(
+def test_without_batched_copies_pages_are_copied_one_by_one_and_the_log_says_why(
     runtime: object, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     find(runtime, monkeypatch)
@@ -245,36 +245,28 @@ def test_many_copies_are_several_batches_on_the_stream_of_the_transfer(monkeypat
     pages = pages_of(GroupBlocks(blocks, rows), 1, num_blocks=5, num_rows=5)
     kept = cache.clone()
     with on(stream):
-        begin(CopyJob(1, Direction.STORE, (pages,), size_bytes=0, begun=0.0))
+        begin(CopyJob(1, Direction.STORE, (pages,)))
         assert torch.equal(slots[rows], kept[blocks])
         cache.zero_()
-        begin(CopyJob(2, Direction.LOAD, (pages,), size_bytes=0, begun=0.0))
+        begin(CopyJob(2, Direction.LOAD, (pages,)))
     assert torch.equal(cache, kept)
     in_stream_order, any_time = 1, 3  # A store's source may still be written to; rows do not change.
     handle = stream.cuda_stream
     assert runtime.calls == [(count, order, handle) for order in (in_stream_order, any_time) for count in (2, 2, 1)]
 
 
-def test_a_buffer_is_used_once_all_work_on_its_memory_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes from the pool of the stream that is current where it is made: the engine's, which may be behind."""
-    done = list[str]()
-    monkeypatch.setattr(cuda, "batched_copy", lambda device: None)
-    monkeypatch.setattr(cuda, "StagedCopies", lambda *_: done.append("made"))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append("waited"))
-    cuda.cuda_copiers(Sides((), torch.zeros((1, 1), dtype=torch.int8), 1, 1), HOST)
-    assert done == ["made", "made", "waited"]
-
-
-def test_rows_that_could_not_be_pinned_go_through_a_buffer_and_the_log_says_why(
+def test_rows_that_could_not_be_pinned_are_copied_one_by_one_and_the_log_says_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Not every device takes a batch of addresses that are not pinned; torch's own copies are right on all of them."""
-    made = list[str]()
-    monkeypatch.setattr(cuda, "batched_copy", lambda device: cuda._through(FakeRuntime()))
-    monkeypatch.setattr(cuda, "StagedCopies", lambda *_: made.append("a buffer"))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    cuda.cuda_copiers(Sides((), torch.zeros((1, 1), dtype=torch.int8), 1, 1), HOST)
-    assert made == ["a buffer", "a buffer"]
+    runtime = FakeRuntime()
+    monkeypatch.setattr(cuda, "batched_copy", lambda device: cuda._through(runtime))
+    cache, slots = torch.arange(80, dtype=torch.int8).view(5, 16), torch.zeros((5, 16), dtype=torch.int8)
+    store = cuda.cuda_copiers(Sides(((Piece(cache, 0, 16, 0, 16, 16, ()),),), slots, 1, 5), HOST)[1]
+    pages = pages_of(GroupBlocks([4, 2], [0, 3]), 1, num_blocks=5, num_rows=5)
+    store.begin(CopyJob(1, Direction.STORE, (pages,), mark=store.mark()))()
+    assert torch.equal(slots[[0, 3]], cache[[4, 2]])
+    assert runtime.calls == []
     assert "rows are not pinned" in caplog.text
 
 

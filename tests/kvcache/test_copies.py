@@ -1,4 +1,4 @@
-"""Every way to copy moves the same bytes: by index, by addresses as a copy engine gets them, and through a buffer."""
+"""Every way to copy moves the same bytes: by index, and by addresses as a copy engine gets them, or one by one."""
 
 import ctypes
 from collections.abc import Callable
@@ -9,23 +9,24 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvtier.kvcache.layout import CanonicalKVCaches, DataRef, ParallelConfig, canonical_kv_caches
-from kvtier.kvcache.layout.mapping import own_part
+from kvtier.kvcache.layout import CanonicalKVCaches, DataRef, PageMapping, PageRun
 from kvtier.kvcache.transfer import cuda, strided
-from kvtier.kvcache.transfer.cuda import Descriptors, descriptors, joined
-from kvtier.kvcache.transfer.jobs import CopyJob, Direction
+from kvtier.kvcache.transfer.cuda import descriptors, joined
+from kvtier.kvcache.transfer.jobs import CopyJob
 from kvtier.kvcache.transfer.pages import (
     BlockPages,
+    Direction,
     GroupBlocks,
     Piece,
     Repeat,
     Sides,
+    _merged,
     pages_of,
     pieces_of,
     slot_layout,
 )
 from kvtier.kvcache.transfer.strided import HostCopier
-from tests.kvcache.transfer.models import Model, fill, models, requests, storages
+from tests.kvcache.models import Model, fill, models, requests, storages
 
 NUM_ROWS = 7
 
@@ -35,7 +36,7 @@ Pieces = tuple[tuple[Piece, ...], ...]
 
 def by_index(pieces: Pieces, slots: torch.Tensor, blocks_per_chunk: int, num_blocks: int) -> Move:
     copier = HostCopier(Sides(pieces, slots, blocks_per_chunk, num_blocks))
-    return lambda direction, groups: copier.begin(CopyJob(1, direction, groups, size_bytes=0, begun=0.0))()
+    return lambda direction, groups: copier.begin(CopyJob(1, direction, groups))()
 
 
 def by_address(pieces: Pieces, slots: torch.Tensor, blocks_per_chunk: int, num_blocks: int) -> Move:
@@ -47,24 +48,14 @@ def by_address(pieces: Pieces, slots: torch.Tensor, blocks_per_chunk: int, num_b
     return move
 
 
-def through_a_buffer(pieces: Pieces, slots: torch.Tensor, blocks_per_chunk: int, num_blocks: int) -> Move:
-    copies = cuda.StagedCopies(Sides(pieces, slots, blocks_per_chunk, num_blocks))
-    return lambda direction, groups: copies(CopyJob(1, direction, groups, size_bytes=0, begun=0.0))
+def one_by_one(pieces: Pieces, slots: torch.Tensor, blocks_per_chunk: int, num_blocks: int) -> Move:
+    copy = cuda.one_by_one(Sides(pieces, slots, blocks_per_chunk, num_blocks))
+    return lambda direction, groups: copy(CopyJob(1, direction, groups))
 
 
-def on_a_device(pieces: Pieces, slots: torch.Tensor, blocks_per_chunk: int, num_blocks: int) -> Move:
-    """As through a buffer, which then is beside the caches: no numpy there, torch's own copies by index."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            strided.StridedSide, "over", classmethod(lambda cls, pages, period=None: cls(pages, None, period))
-        )
-        return through_a_buffer(pieces, slots, blocks_per_chunk, num_blocks)
-
-
-@pytest.fixture(params=[by_address, through_a_buffer, on_a_device], ids=lambda strategy: strategy.__name__)
+@pytest.fixture(params=[by_address, one_by_one], ids=lambda strategy: strategy.__name__)
 def strategy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Move]:
-    monkeypatch.setattr(cuda, "BUFFER_BYTES_MAX", 1_000)  # So that a request needs the buffer several times.
-    monkeypatch.setattr(strided, "RUN_BYTES_MIN", 100)  # So that each way is taken by some models.
+    monkeypatch.setattr(strided, "RUN_BYTES_MIN", 100)  # So that each way by index is taken by some models.
     monkeypatch.setattr(strided, "MEMMOVE_BYTES_MIN", 64)
     return request.param
 
@@ -75,7 +66,7 @@ def test_each_strategy_moves_what_copies_by_index_move(
     model: Model, data: st.DataObject, canonical_rows: bool, rank: int, strategy: Callable[..., Move]
 ) -> None:
     layers, caches = model.allocate("cpu")
-    caches = in_a_group_of_four(model, layers, caches, rank)
+    caches = in_a_group_of_four(caches, rank)
     layout = slot_layout(caches, model.blocks_per_chunk, canonical=canonical_rows)
     slots = torch.empty((NUM_ROWS, layout.slot_bytes + 24), dtype=torch.int8)[:, 8 : 8 + layout.slot_bytes]
     groups = data.draw(requests(model.config, model.blocks_per_chunk, NUM_ROWS))
@@ -89,10 +80,19 @@ def test_each_strategy_moves_what_copies_by_index_move(
         )
 
 
-def in_a_group_of_four(model: Model, layers: dict, caches: CanonicalKVCaches, rank: int) -> CanonicalKVCaches:
-    """Four workers take turns with latent pages; the other pages are each one's own."""
-    parallel = ParallelConfig(tp_size=4, rank=rank)
-    return canonical_kv_caches(model.config, layers, model.axes, parallel=parallel)
+def in_a_group_of_four(caches: CanonicalKVCaches, rank: int) -> CanonicalKVCaches:
+    """Four workers take turns with the first group's pages; the other pages are each one's own."""
+
+    def mapped(ref: DataRef, group: int) -> DataRef:
+        size = ref.page_bytes
+        if not group:
+            return ref._replace(
+                mapping=PageMapping(canonical_bytes=size, runs=(PageRun(0, 0, size),), writers=4, writer_index=rank)
+            )
+        return ref._replace(mapping=PageMapping(canonical_bytes=4 * size, runs=(PageRun(0, rank * size, size),)))
+
+    groups = (tuple(mapped(ref, number) for ref in refs) for number, refs in enumerate(caches.groups))
+    return caches._replace(groups=tuple(groups))
 
 
 def moved(
@@ -179,7 +179,7 @@ def test_neighbours_on_both_sides_are_one_copy() -> None:
 def test_no_copy_reaches_from_one_row_into_the_next(direction: Direction) -> None:
     """Rows are pinned in slices: a copy over two of them is refused, and rows that are neighbours may lie in two."""
     memory = torch.zeros((6, 64), dtype=torch.int8)
-    caches = CanonicalKVCaches((memory,), ((DataRef(0, 64, ("a",), own_part(64, ParallelConfig())),),))
+    caches = CanonicalKVCaches((memory,), ((DataRef(0, 64),),))
     slots = torch.zeros((3, 128), dtype=torch.int8)
     pages = pages_of(GroupBlocks(range(6), range(3)), 2, num_blocks=6, num_rows=3)
     copies = descriptors(
@@ -188,35 +188,16 @@ def test_no_copy_reaches_from_one_row_into_the_next(direction: Direction) -> Non
     assert copies.sizes.tolist() == [128, 128, 128]  # The two blocks of a chunk are neighbours, and one copy.
 
 
-@pytest.mark.parametrize("direction", Direction)
-def test_no_copy_of_a_buffer_reaches_from_one_row_into_the_next(
-    direction: Direction, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = list[Descriptors]()
-
-    def noted(*columns: np.ndarray) -> Descriptors:
-        made.append(joined(*columns))
-        return made[-1]
-
-    monkeypatch.setattr(cuda, "joined", noted)
-    cache, slots = torch.zeros((6, 64), dtype=torch.int8), torch.zeros((3, 128), dtype=torch.int8)
-    pages = pages_of(GroupBlocks(range(6), range(3)), 2, num_blocks=6, num_rows=3)
-    through_a_buffer(((Piece(cache, 0, 64, 0, 64, 64, ()),),), slots, 2, 6)(direction, (pages,))
-    assert [copies.sizes.tolist() for copies in made] == [[128, 128, 128]]
-
-
 def test_layers_of_one_allocation_are_one_piece() -> None:
     memory = torch.zeros((40, 6, 64), dtype=torch.int8)
     caches = CanonicalKVCaches(tuple(memory.unbind(0)), ((),))
-    refs = tuple(DataRef(layer, 64, (str(layer),), own_part(64, ParallelConfig())) for layer in range(40))
+    refs = tuple(DataRef(layer, 64) for layer in range(40))
     (pieces,) = pieces_of(caches._replace(groups=(refs,)), slot_layout(caches, 2))
     assert [piece.repeats for piece in pieces] == [((40, 6 * 64, 2 * 64),)]
 
 
 def test_pieces_of_several_allocations_or_turns_stay_apart() -> None:
     one, other = torch.zeros(100, dtype=torch.int8), torch.zeros(100, dtype=torch.int8)
-    from kvtier.kvcache.transfer.pages import _merged
-
     first = Piece(one, 0, 8, 0, 8, 8, ())
     for second in (first._replace(memory=other), first._replace(writers=2)):
         assert len(_merged([first, second._replace(local=16, host=16)])) == 2
@@ -227,6 +208,22 @@ def test_pieces_at_uneven_distances_stay_apart() -> None:
     memory = torch.zeros(1_000, dtype=torch.int8)
     starts = [0, 64, 128, 300, 200]  # Three at one distance; then on, and back again.
     pieces = [Piece(memory, start, 8, start, 8, 8, ()) for start in starts]
-    from kvtier.kvcache.transfer.pages import _merged
-
     assert [(piece.local, piece.page_bytes) for piece in _merged(pieces)] == [(0, 24), (300, 8), (200, 8)]
+
+
+@pytest.mark.parametrize(
+    ("indices", "period", "runs"),
+    [
+        ([4, 2, 3], None, [[2, 3, 4]]),
+        ([9, 0, 6, 1, 3], None, [[0], [1], [3, 6, 9]]),  # The commonest distance, not the smallest.
+        ([0, 1, 5, 6, 10, 11], None, [[0, 1], [5, 6], [10, 11]]),
+        ([0, 1, 5, 6, 10, 11], 5, [[0, 5, 10], [1, 6, 11]]),  # Two pages of each of three rows: by position.
+        ([0, 1, 2, 5, 6, 7], 5, [[0, 1, 2], [5, 6, 7]]),  # Three of two: row by row.
+        ([7], 5, [[7]]),
+    ],
+)
+def test_runs_are_as_few_as_there_can_be(indices: list[int], period: int | None, runs: list[list[int]]) -> None:
+    given = np.array(indices)
+    found = strided.runs_of(given, period)
+    bounds = zip(found.starts.tolist(), found.stops.tolist(), strict=True)
+    assert [given[found.order[start:stop]].tolist() for start, stop in bounds] == runs

@@ -1,0 +1,601 @@
+"""Pages are found in every layout without a copy, allocated as described, and refused where only a copy could help."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from kvtier.errors import ConfigError
+from kvtier.kvcache.layout import (
+    AttentionSpec,
+    CacheAxes,
+    CanonicalKVCaches,
+    KVCacheConfig,
+    KVCacheGroup,
+    LayerCache,
+    LayerSpec,
+    MambaSpec,
+    allocate_rows,
+    allocate_tensors,
+    cache_view,
+    canonical_kv_caches,
+    state_views,
+)
+from kvtier.kvcache.layout.axes import (
+    HEADS_FRONT,
+    KV_FRONT_HND,
+    KV_FRONT_NHD,
+    KV_JOINED_HND,
+    KV_JOINED_NHD,
+    KV_SPLIT_HND,
+    KV_SPLIT_NHD,
+    LATENT,
+)
+from tests.kvcache.families import family
+
+BLOCKS = 5
+BF16, FLOAT = torch.bfloat16, torch.float32
+
+
+def attention(heads: int = 2, **fields: Any) -> AttentionSpec:
+    return AttentionSpec(**{"block_size": 4, "num_kv_heads": heads, "head_size": 8, "dtype": BF16} | fields)
+
+
+def latent(size: int, **fields: Any) -> AttentionSpec:
+    return attention(1, head_size=size, head_size_v=0, **fields)
+
+
+def states(*shapes: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = (), **fields: Any) -> MambaSpec:
+    return MambaSpec(block_size=4, shapes=shapes, dtypes=dtypes or (BF16,) * len(shapes), **fields)
+
+
+ATTENTION, LATENT_SPEC = attention(), latent(12)
+PAGE_BYTES = ATTENTION.page_bytes
+STATE = states((2, 3), (7,), dtypes=(BF16, FLOAT))
+PADDED_STATE = states((2, 3), (7,), dtypes=(BF16, FLOAT), padded_page_bytes=PAGE_BYTES)
+
+
+def config_of(
+    *groups: Mapping[str, LayerSpec], num_blocks: int = BLOCKS, kernel_block_size: int | None = None
+) -> KVCacheConfig:
+    made = (KVCacheGroup(layers=dict(group), kernel_block_size=kernel_block_size) for group in groups)
+    return KVCacheConfig(num_blocks=num_blocks, groups=tuple(made))
+
+
+# Specs.
+
+
+@pytest.mark.parametrize(
+    ("spec", "unpadded", "padded"),
+    [
+        (attention(), 256, 256),
+        (attention(head_size_v=4), 192, 192),
+        (attention(padded_page_bytes=300), 256, 300),
+        (attention(align_bytes=200), 256, 400),
+        (attention(dtype=torch.uint8, state_bytes=19), 152, 152),  # Values and their scales.
+        (latent(12), 96, 96),
+        (
+            latent(512, block_size=256, dtype=torch.uint8, state_bytes=584, tokens_per_state=128, align_bytes=576),
+            1_168,
+            1_728,
+        ),
+        (states((3, 10), (5,), dtypes=(BF16, FLOAT)), 80, 80),
+    ],
+)
+def test_pages_are_as_long_as_their_heads_states_and_padding(spec: LayerSpec, unpadded: int, padded: int) -> None:
+    assert (spec.unpadded_page_bytes, spec.page_bytes) == (unpadded, padded)
+
+
+def test_a_group_knows_its_kernel_blocks_and_the_bytes_of_all_its_layers() -> None:
+    group = KVCacheGroup(layers={"a": attention(), "b": attention(4)}, kernel_block_size=2)
+    assert (group.block_size, group.kernel_blocks, group.page_bytes) == (4, 2, 256 + 512)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: attention(block_size=0), "a block of 0 tokens"),
+        (lambda: attention(align_bytes=0), "aligned to 0 bytes"),
+        (lambda: attention(0), "0 heads of 8"),
+        (lambda: attention(state_bytes=3), "3 bytes in torch.bfloat16"),
+        (lambda: attention(tokens_per_state=3), "a block of 4 tokens has no whole states of 3"),
+        (lambda: attention(padded_page_bytes=255), "a page of 256 bytes does not fit into 255 padded ones"),
+        (lambda: states((1,), (2,), dtypes=(BF16,)), "2 state shapes and 1 dtypes"),
+        (lambda: config_of({"a": ATTENTION, "b": attention(block_size=8)}), "one block size: {'a': 4, 'b': 8}"),
+        (lambda: config_of({"a": ATTENTION}, kernel_block_size=3), "cannot be split into kernel blocks of 3"),
+        (lambda: config_of({"a": ATTENTION}, num_blocks=0), "0 blocks of 1 layers"),
+        (lambda: config_of({"a": ATTENTION}, {"a": ATTENTION}), "layers ['a', 'a'] in groups: each is needed once"),
+        (lambda: CacheAxes("BNH"), "axes 'BNH' given"),
+        (lambda: CacheAxes("BBNC"), "axes 'BBNC' given"),
+        (lambda: CacheAxes("BXNC"), "axes 'BXNC' given"),
+        (lambda: CacheAxes("BHNC", "BNC"), "lie in memory as 'BNC'"),
+        (lambda: CacheAxes("BHNC", "BHCN"), "C, the content, is accepted as the innermost"),
+    ],
+)
+def test_a_model_that_cannot_be_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        make()
+    assert message in str(error.value)
+
+
+# Pages in caches as an engine has them.
+
+
+def memory(size_bytes: int) -> torch.Tensor:
+    return torch.arange(size_bytes).to(torch.int8)
+
+
+def places(canonical: CanonicalKVCaches, base: torch.Tensor) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """Return where each tensor begins in the memory, its shape and its strides."""
+    start = base.data_ptr()
+    assert all(tensor.dtype == torch.int8 for tensor in canonical.tensors)
+    return [(tensor.data_ptr() - start, tuple(tensor.shape), tensor.stride()) for tensor in canonical.tensors]
+
+
+def page_bytes(canonical: CanonicalKVCaches) -> list[list[int]]:
+    return [[ref.page_bytes for ref in refs] for refs in canonical.groups]
+
+
+@pytest.mark.parametrize("axes", [KV_SPLIT_NHD, KV_SPLIT_HND, KV_JOINED_NHD, KV_JOINED_HND])
+@pytest.mark.parametrize("named", [True, False])
+def test_a_cache_with_its_blocks_in_front_is_one_tensor(axes: CacheAxes, named: bool) -> None:
+    base = memory(PAGE_BYTES * BLOCKS)
+    cache = cache_view(base, ATTENTION, axes, BLOCKS)
+    canonical = canonical_kv_caches(config_of({"a": ATTENTION}), {"a": cache}, {"a": axes} if named else None)
+    assert places(canonical, base) == [(0, (BLOCKS, PAGE_BYTES), (PAGE_BYTES, 1))]
+    assert canonical.groups == (((0, PAGE_BYTES, ("a",), None),),)
+
+
+@pytest.mark.parametrize(
+    ("axes", "named"),
+    [(KV_FRONT_NHD, True), (KV_FRONT_NHD, False), (KV_FRONT_HND, True), (KV_FRONT_HND, False), (HEADS_FRONT, True)],
+)
+def test_keys_and_values_or_heads_around_the_blocks_are_a_tensor_each(axes: CacheAxes, named: bool) -> None:
+    base = memory(PAGE_BYTES * BLOCKS)
+    cache = cache_view(base, ATTENTION, axes, BLOCKS)
+    canonical = canonical_kv_caches(config_of({"a": ATTENTION}), {"a": cache}, {"a": axes} if named else None)
+    half = PAGE_BYTES // 2
+    assert places(canonical, base) == [(0, (BLOCKS, half), (half, 1)), (half * BLOCKS, (BLOCKS, half), (half, 1))]
+    assert [(ref.tensor, ref.page_bytes) for ref in canonical.groups[0]] == [(0, half), (1, half)]
+
+
+def test_parts_around_the_blocks_come_in_the_order_of_the_shape() -> None:
+    heads_then_parts, quarter = CacheAxes("HKBNC", "KHBNC"), PAGE_BYTES * BLOCKS // 4
+    for axes, starts in ((CacheAxes("HKBNC"), [0, 1, 2, 3]), (heads_then_parts, [0, 2, 1, 3])):
+        base = memory(PAGE_BYTES * BLOCKS)
+        caches = {"a": cache_view(base, ATTENTION, axes, BLOCKS)}
+        canonical = canonical_kv_caches(config_of({"a": ATTENTION}), caches, {"a": axes})
+        assert [start for start, _, _ in places(canonical, base)] == [quarter * part for part in starts]
+
+
+def test_latent_caches_and_states_are_one_tensor_each() -> None:
+    base = memory(1_000)
+    cache = cache_view(base, LATENT_SPEC, LATENT, BLOCKS)
+    kept = state_views(base, STATE, BLOCKS, offset_bytes=LATENT_SPEC.page_bytes * BLOCKS)
+    canonical = canonical_kv_caches(config_of({"a": LATENT_SPEC}, {"s": STATE}), {"a": cache, "s": kept}, {"a": LATENT})
+    assert places(canonical, base) == [(0, (BLOCKS, 96), (96, 1)), (480, (BLOCKS, 40), (40, 1))]
+    assert page_bytes(canonical) == [[96], [40]]
+
+
+def test_padding_is_part_of_rows_but_not_of_what_is_referred_to() -> None:
+    padded = states((2, 3), (7,), dtypes=(BF16, FLOAT), padded_page_bytes=64)
+    base = memory(64 * BLOCKS)
+    canonical = canonical_kv_caches(config_of({"s": padded}), {"s": state_views(base, padded, BLOCKS)})
+    assert places(canonical, base) == [(0, (BLOCKS, 64), (64, 1))]
+    assert page_bytes(canonical) == [[40]]
+
+
+def test_a_storage_that_ends_with_its_last_page_does_so_without_that_ones_padding() -> None:
+    padded = attention(padded_page_bytes=PAGE_BYTES + 32)
+    base = memory((PAGE_BYTES + 32) * BLOCKS - 32)
+    cache = cache_view(base, padded, KV_JOINED_NHD, BLOCKS, block_stride_bytes=PAGE_BYTES + 32)
+    canonical = canonical_kv_caches(config_of({"a": padded}), {"a": cache})
+    assert places(canonical, base) == [(0, (BLOCKS, PAGE_BYTES), (PAGE_BYTES + 32, 1))]
+
+
+@pytest.mark.parametrize("axes", [KV_SPLIT_HND, KV_JOINED_NHD, KV_FRONT_NHD])
+def test_kernel_blocks_make_up_the_engines_blocks(axes: CacheAxes) -> None:
+    base = memory(PAGE_BYTES * BLOCKS)
+    cache = cache_view(base, ATTENTION, axes, BLOCKS, kernel_blocks=2)
+    assert BLOCKS * 2 in cache.shape
+    canonical = canonical_kv_caches(config_of({"a": ATTENTION}, kernel_block_size=2), {"a": cache}, {"a": axes})
+    assert sum(tensor.shape[1] for tensor in canonical.tensors) == PAGE_BYTES
+    assert {tensor.shape[0] for tensor in canonical.tensors} == {BLOCKS}
+
+
+def test_a_cache_may_begin_anywhere_in_its_storage() -> None:
+    base = memory(PAGE_BYTES * BLOCKS + 64)
+    cache = cache_view(base[32:], ATTENTION, KV_JOINED_HND, BLOCKS)
+    canonical = canonical_kv_caches(config_of({"a": ATTENTION}), {"a": cache})
+    assert places(canonical, base) == [(32, (BLOCKS, PAGE_BYTES), (PAGE_BYTES, 1))]
+
+
+@pytest.mark.parametrize("num_blocks", [BLOCKS, 1])
+def test_layers_over_the_same_bytes_share_a_tensor(num_blocks: int) -> None:
+    other = attention(4, head_size=4)
+    base = memory(PAGE_BYTES * num_blocks)
+    caches: dict[str, LayerCache] = {
+        "a": cache_view(base, ATTENTION, KV_JOINED_HND, num_blocks),
+        "w": cache_view(base, other, KV_SPLIT_NHD, num_blocks),
+        "s": state_views(base, PADDED_STATE, num_blocks),
+    }
+    config = config_of({"a": ATTENTION}, {"w": other}, {"s": PADDED_STATE}, num_blocks=num_blocks)
+    canonical = canonical_kv_caches(config, caches)
+    assert places(canonical, base) == [(0, (num_blocks, PAGE_BYTES), (PAGE_BYTES, 1))]
+    assert page_bytes(canonical) == [[PAGE_BYTES], [PAGE_BYTES], [40]]
+
+
+def test_layers_of_one_group_over_the_same_bytes_are_as_long_as_the_longest() -> None:
+    specs = {layer: attention(heads, padded_page_bytes=PAGE_BYTES) for layer, heads in (("short", 1), ("long", 2))}
+    base = memory(PAGE_BYTES * BLOCKS)
+    caches = {
+        layer: cache_view(base, spec, KV_JOINED_HND, BLOCKS, block_stride_bytes=PAGE_BYTES)
+        for layer, spec in specs.items()
+    }
+    ((ref,),) = canonical_kv_caches(config_of(specs), caches, dict.fromkeys(specs, KV_JOINED_HND)).groups
+    assert (ref.page_bytes, ref.layers) == (PAGE_BYTES, ("short", "long"))
+
+
+def test_pages_in_rows_are_one_tensor_of_rows_and_one_reference_a_group() -> None:
+    row_bytes = 2 * PAGE_BYTES + 96
+    base = memory(64 + row_bytes * BLOCKS)
+    rows = base[64:]
+    caches = {
+        "a": cache_view(rows, ATTENTION, KV_SPLIT_NHD, BLOCKS, block_stride_bytes=row_bytes),
+        "b": cache_view(rows, ATTENTION, KV_JOINED_HND, BLOCKS, offset_bytes=PAGE_BYTES, block_stride_bytes=row_bytes),
+        "l": cache_view(rows, LATENT_SPEC, LATENT, BLOCKS, block_stride_bytes=row_bytes),
+    }
+    canonical = canonical_kv_caches(config_of({"a": ATTENTION, "b": ATTENTION}, {"l": LATENT_SPEC}), caches)
+    assert places(canonical, base) == [(64, (BLOCKS, row_bytes), (row_bytes, 1))]
+    assert canonical.groups == (((0, row_bytes, ("a", "b"), None),), ((0, row_bytes, ("l",), None),))
+
+
+def test_a_row_begins_before_its_first_page_where_it_could_not_end_otherwise() -> None:
+    row_bytes = 2 * PAGE_BYTES
+    base = memory(row_bytes * BLOCKS)
+    second = cache_view(base, ATTENTION, KV_JOINED_NHD, BLOCKS, offset_bytes=PAGE_BYTES, block_stride_bytes=row_bytes)
+    canonical = canonical_kv_caches(config_of({"a": ATTENTION}), {"a": second})
+    assert places(canonical, base) == [(0, (BLOCKS, row_bytes), (row_bytes, 1))]
+
+
+def test_heads_around_the_layers_of_a_row_lie_in_it_too() -> None:
+    """vLLM's layout BHLNC: block, head, layer, token, content."""
+    base = memory(2 * PAGE_BYTES * BLOCKS)
+    five = base.view(BF16).view(BLOCKS, 2, 2, 4, 16)
+    caches = {"a": five[:, :, 0], "b": five[:, :, 1]}
+    canonical = canonical_kv_caches(config_of({"a": ATTENTION, "b": ATTENTION}), caches)
+    assert places(canonical, base) == [(0, (BLOCKS, 2 * PAGE_BYTES), (2 * PAGE_BYTES, 1))]
+
+
+def test_one_block_alone_is_a_page() -> None:
+    for axes in (KV_JOINED_NHD, KV_FRONT_HND, HEADS_FRONT):
+        base = memory(PAGE_BYTES)
+        cache = cache_view(base, ATTENTION, axes, 1)
+        canonical = canonical_kv_caches(config_of({"a": ATTENTION}, num_blocks=1), {"a": cache}, {"a": axes})
+        assert places(canonical, base) == [(0, (1, PAGE_BYTES), (PAGE_BYTES, 1))]
+
+
+def test_states_with_a_gap_between_them_are_one_page() -> None:
+    halves = (base := memory(44 * BLOCKS)).view(BF16)
+    apart = [halves.as_strided((BLOCKS, 6), (22, 1)), halves.as_strided((BLOCKS, 6), (22, 1), 16)]
+    canonical = canonical_kv_caches(config_of({"s": states((6,), (6,))}), {"s": apart})
+    assert places(canonical, base) == [(0, (BLOCKS, 44), (44, 1))]
+    assert page_bytes(canonical) == [[44]]
+
+
+def test_a_shape_that_may_be_read_both_ways_needs_its_axes() -> None:
+    cache = cache_view(memory(2 * PAGE_BYTES), ATTENTION, KV_SPLIT_NHD, 2)
+    config = config_of({"a": ATTENTION}, num_blocks=2)
+    with pytest.raises(ConfigError, match="may have its 2 blocks first or second; name its axes"):
+        canonical_kv_caches(config, {"a": cache})
+    assert len(canonical_kv_caches(config, {"a": cache}, {"a": KV_SPLIT_NHD}).tensors) == 1
+
+
+# Refused by layer and stride.
+
+
+def strided(shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0) -> torch.Tensor:
+    return memory(4 * PAGE_BYTES * BLOCKS).view(BF16).as_strided(shape, strides, offset)
+
+
+REACHING = (BLOCKS - 1) * 64 + 8  # Values begin within the last block's keys.
+BEHIND = "states with strides {} in 1 allocations do not share one page a block"
+ONE_STATE = memory(1_000)
+
+
+@pytest.mark.parametrize(
+    ("spec", "axes", "cache", "message"),
+    [
+        pytest.param(
+            ATTENTION,
+            None,
+            strided((BLOCKS, 2, 4, 16), (1, 320, 80, 5)),
+            "a: stride 1 of axis 0, its blocks, parts them into 128 pieces of 2 bytes (strides (1, 320, 80, 5)): "
+            "only a copy could join them",
+            id="blocks innermost",
+        ),
+        pytest.param(
+            ATTENTION,
+            None,
+            strided((BLOCKS, 2, 4, 16), (64, 64, 16, 1)),
+            "a: a block reaches over 256 bytes, the next begins after 128 (stride 64 of axis 0, of (64, 64, 16, 1)): "
+            "only a copy could part them",
+            id="a block in another",
+        ),
+        pytest.param(
+            ATTENTION,
+            KV_FRONT_NHD,
+            strided((2, BLOCKS, 4, 2, 8), (REACHING, 64, 16, 8, 1)),
+            f"a: stride {REACHING} of axis 0 lies within all blocks' 640 bytes (strides ({REACHING}, 64, 16, 8, 1)): "
+            "only a copy could part them",
+            id="keys reach into values",
+        ),
+        pytest.param(
+            ATTENTION, None, strided((BLOCKS, 2, 4, 16), (16, 0, 0, 1)), "a: stride 0 of axis", id="elements overlap"
+        ),
+        pytest.param(
+            attention(head_size=4, padded_page_bytes=256),
+            None,
+            strided((BLOCKS, 2, 4, 8), (2 * 64, 2 * 32, 16, 2)),
+            "a: stride 2 of axis 3 leaves 2 bytes free inside of each block",
+            id="gaps",
+        ),
+        pytest.param(
+            ATTENTION, None, torch.zeros((4, 2, 4, 16), dtype=BF16), "have no axis of 5 blocks in front", id="no axis"
+        ),
+        pytest.param(
+            ATTENTION,
+            KV_JOINED_NHD,
+            torch.zeros((4, 2, 4, 16), dtype=BF16),
+            "strides (128, 64, 16, 1) given, 5 blocks as axis 0 of BHNC accepted",
+            id="other blocks",
+        ),
+        pytest.param(
+            ATTENTION,
+            KV_JOINED_NHD,
+            torch.zeros((5, 2, 4), dtype=BF16),
+            "5 blocks as axis 0 of BHNC accepted",
+            id="other axes",
+        ),
+        pytest.param(
+            ATTENTION,
+            None,
+            torch.zeros((5, 2, 4, 8), dtype=BF16),
+            "1 x 128 bytes in a block (strides (64, 32, 8, 1)), 256 in its spec's page",
+            id="other pages",
+        ),
+        pytest.param(
+            STATE,
+            None,
+            [torch.zeros((BLOCKS, 2, 3), dtype=BF16), torch.zeros((BLOCKS, 7))],
+            "in 2 allocations do not share one page a block",
+            id="states in two allocations",
+        ),
+        pytest.param(
+            STATE,
+            None,
+            [ONE_STATE[:60].view(BF16).view(BLOCKS, 2, 3), ONE_STATE[64:204].view(FLOAT).view(BLOCKS, 7)],
+            "do not share one page a block",
+            id="states in two pages",
+        ),
+        pytest.param(
+            STATE,
+            None,
+            [torch.zeros(3, 4)],
+            "a: state of shape (3, 4) and strides (4, 1), not 5 blocks first",
+            id="no blocks first",
+        ),
+        pytest.param(  # At one distance in one allocation, and yet no page has both.
+            states((6,), (6,)),
+            None,
+            [part.view(BLOCKS, 6) for part in ONE_STATE[: 24 * BLOCKS].view(BF16).chunk(2)],
+            BEHIND.format([(6, 1), (6, 1)]),
+            id="all blocks of the one, then all of the other",
+        ),
+        pytest.param(
+            states((6,), (6,)),
+            None,
+            [ONE_STATE.view(BF16).as_strided((BLOCKS, 6), (stride, 1), start) for stride, start in ((32, 0), (16, 8))],
+            BEHIND.format([(32, 1), (16, 1)]),
+            id="states at two distances",
+        ),
+        pytest.param(
+            states((2, 6)),
+            None,
+            [ONE_STATE[: 24 * BLOCKS].view(BF16).view(2, BLOCKS, 6).transpose(0, 1)],
+            BEHIND.format([(6, 30, 1)]),
+            id="a state in two runs of blocks",
+        ),
+    ],
+)
+def test_a_cache_that_is_not_its_specs_or_that_only_a_copy_could_bring_into_pages_is_refused(
+    spec: LayerSpec, axes: CacheAxes | None, cache: LayerCache, message: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        canonical_kv_caches(config_of({"a": spec}), {"a": cache}, {"a": axes} if axes else None)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "size_bytes", "last"),
+    [
+        ({"a": 0, "b": 2 * PAGE_BYTES}, 2 * PAGE_BYTES * (BLOCKS + 1), 3 * PAGE_BYTES),
+        ({"a": 0}, 2 * PAGE_BYTES * BLOCKS - 32, PAGE_BYTES),  # The last row ends behind its memory.
+    ],
+)
+def test_pages_that_no_row_holds_together_are_refused(offsets: dict[str, int], size_bytes: int, last: int) -> None:
+    row_bytes, base = 2 * PAGE_BYTES, memory(size_bytes)
+    caches = {
+        layer: cache_view(base, ATTENTION, KV_JOINED_NHD, BLOCKS, offset_bytes=offset, block_stride_bytes=row_bytes)
+        for layer, offset in offsets.items()
+    }
+    with pytest.raises(ConfigError) as error:
+        canonical_kv_caches(config_of(dict.fromkeys(caches, ATTENTION)), caches)
+    assert str(error.value) == (
+        f"{', '.join(caches)}: pages from byte 0 to {last} do not lie in one row of {row_bytes} bytes (their stride) "
+        f"within {size_bytes:,} bytes of memory"
+    )
+
+
+# Allocated.
+
+
+def test_the_layers_of_all_groups_share_tensors_one_after_the_other() -> None:
+    config = config_of({"a": ATTENTION, "b": ATTENTION}, {"s": PADDED_STATE})
+    layers = allocate_tensors(config, dict.fromkeys("ab", KV_JOINED_NHD))
+    canonical = canonical_kv_caches(config, layers, dict.fromkeys("ab", KV_JOINED_NHD))
+    assert [[ref.tensor for ref in refs] for refs in canonical.groups] == [[0, 1], [0]]
+    assert [tensor.untyped_storage().nbytes() for tensor in canonical.tensors] == [PAGE_BYTES * BLOCKS] * 2
+
+
+def shapes_in(layers: Mapping[str, LayerCache]) -> dict[str, tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    return {
+        layer: (view.storage_offset(), tuple(view.shape), view.stride())
+        for layer, view in layers.items()
+        if isinstance(view, torch.Tensor)
+    }
+
+
+def test_equal_pages_make_rows_of_pages_times_layers() -> None:
+    config = config_of(dict.fromkeys("ab", ATTENTION), dict.fromkeys("wx", ATTENTION), num_blocks=3)
+    axes = {"a": KV_JOINED_NHD, "b": KV_JOINED_HND, "w": KV_SPLIT_HND, "x": KV_JOINED_NHD}
+    made = allocate_rows(config, axes)
+    assert (made.rows.dtype, made.rows.shape) == (torch.int8, (3, 2 * 256))
+    assert made.canonical.tensors == (made.rows,)
+    assert made.canonical.groups == (((0, 512, ("a", "b"), None),), ((0, 512, ("w", "x"), None),))
+    assert shapes_in(made.layers) == {
+        "a": (0, (3, 2, 4, 16), (256, 16, 32, 1)),
+        "b": (128, (3, 2, 4, 16), (256, 64, 16, 1)),
+        "w": (0, (3, 2, 4, 2, 8), (256, 64, 8, 32, 1)),
+        "x": (128, (3, 2, 4, 16), (256, 16, 32, 1)),
+    }
+
+
+def test_a_smaller_group_refers_to_its_part_of_the_rows_and_kernel_blocks_keep_one_distance() -> None:
+    groups = (
+        KVCacheGroup(layers=dict.fromkeys("ab", ATTENTION), kernel_block_size=2),
+        KVCacheGroup(layers={"w": ATTENTION}, kernel_block_size=1),
+    )
+    made = allocate_rows(KVCacheConfig(num_blocks=3, groups=groups), dict.fromkeys("abw", KV_JOINED_HND))
+    assert shapes_in(made.layers) == {
+        "a": (0, (6, 2, 2, 16), (128, 32, 16, 1)),
+        "b": (64, (6, 2, 2, 16), (128, 32, 16, 1)),
+        "w": (0, (12, 2, 1, 16), (64, 16, 16, 1)),
+    }
+    assert page_bytes(made.canonical) == [[512], [3 * 128 + 64]]
+    whole = config_of(dict.fromkeys("ab", ATTENTION), {"w": ATTENTION})
+    assert page_bytes(allocate_rows(whole, dict.fromkeys("abw", KV_JOINED_HND)).canonical) == [[512], [256]]
+
+
+@pytest.mark.parametrize(
+    ("longest", "spec", "kernel_block_size", "row_bytes"),
+    [
+        (258, latent(4, dtype=FLOAT), None, 260),
+        (260, latent(4, dtype=FLOAT), 2, 264),  # Each half has whole elements.
+        (258, states((4,), (2,), dtypes=(BF16, FLOAT)), None, 260),
+    ],
+)
+def test_rows_are_as_long_as_the_longest_group_and_whole_elements_of_all_others(
+    longest: int, spec: LayerSpec, kernel_block_size: int | None, row_bytes: int
+) -> None:
+    groups = (
+        KVCacheGroup(layers={"long": latent(longest, block_size=1, dtype=torch.uint8)}),
+        KVCacheGroup(layers={"short": spec}, kernel_block_size=kernel_block_size),
+    )
+    made = allocate_rows(KVCacheConfig(num_blocks=3, groups=groups), dict.fromkeys(("long", "short"), LATENT))
+    assert made.rows.shape == (3, row_bytes)
+
+
+def test_differing_pages_are_packed_side_by_side() -> None:
+    made = family("deepseek_v4", 2)
+    rows = allocate_rows(made.config, made.axes)
+    sizes = [[spec.page_bytes for spec in group.layers.values()][:3] for group in made.config.groups]
+    assert sizes == [[37_440, 8_640, 1_728], [37_440] * 3, [32_832, 8_640, 32_832], [32_832] * 3]
+    assert rows.rows.shape == (2, 8 * 37_440)
+    window = rows.layers["1.1"]
+    assert isinstance(window, torch.Tensor)
+    assert (window.shape, window.stride(), window.storage_offset()) == ((2, 64, 584), (8 * 37_440, 584, 1), 37_440)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v4", "gpt_oss_20b"])
+def test_rows_are_found_again_in_their_layers_views(name: str) -> None:
+    made = family(name, 2)
+    rows = allocate_rows(made.config, made.axes)
+    found = canonical_kv_caches(made.config, rows.layers, made.axes)
+    assert [(tensor.data_ptr(), tensor.shape) for tensor in found.tensors] == [(rows.rows.data_ptr(), rows.rows.shape)]
+    assert page_bytes(found) == [[rows.rows.shape[1]]] * len(found.groups)
+
+
+@pytest.mark.parametrize(
+    ("allocate", "spec", "kernel_block_size", "axes", "message"),
+    [
+        (allocate_rows, ATTENTION, None, KV_FRONT_NHD, "blocks do not lead in memory (KBNHC)"),
+        (allocate_rows, attention(padded_page_bytes=257), None, KV_JOINED_NHD, "pages of 257 bytes do not leave"),
+        (allocate_rows, states((4,)), 2, LATENT, "a state cannot be split into 2 kernel blocks"),
+        (
+            allocate_tensors,
+            attention(padded_page_bytes=512),
+            2,
+            KV_JOINED_NHD,
+            "a padded page cannot be split into 2 kernel blocks",
+        ),
+        (
+            allocate_tensors,
+            attention(padded_page_bytes=512),
+            None,
+            KV_FRONT_NHD,
+            "pages with axes K around blocks cannot be padded",
+        ),
+        (allocate_tensors, ATTENTION, None, LATENT, "axes 'BNC' have no place for 2 heads"),
+        (allocate_tensors, ATTENTION, None, None, "an attention layer without axes"),
+        (
+            allocate_tensors,
+            attention(tokens_per_state=2),
+            1,
+            KV_JOINED_NHD,
+            "2 states of a block cannot be split into 4 kernel blocks",
+        ),
+        (
+            allocate_tensors,
+            attention(state_bytes=6),
+            None,
+            KV_FRONT_NHD,
+            "content of 6 bytes cannot be split into keys and values alike",
+        ),
+        (
+            allocate_tensors,
+            attention(padded_page_bytes=259),
+            None,
+            KV_JOINED_NHD,
+            "blocks of 256 bytes cannot lie 259 bytes apart",
+        ),
+    ],
+)
+def test_caches_that_no_backend_could_read_are_refused(
+    allocate: Any, spec: LayerSpec, kernel_block_size: int | None, axes: CacheAxes | None, message: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        allocate(config_of({"a": spec}, kernel_block_size=kernel_block_size), {"a": axes} if axes else {})
+    assert str(error.value).startswith(f"a: {message}")
+
+
+def test_layers_whose_pages_differ_share_no_tensor() -> None:
+    with pytest.raises(ConfigError, match=r"pages of one length: \{'a': 256, 's': 40\} bytes"):
+        allocate_tensors(config_of({"a": ATTENTION}, {"s": STATE}), {"a": KV_JOINED_NHD})
+
+
+@pytest.mark.parametrize(
+    ("view", "message"),
+    [
+        ({"block_stride_bytes": 254}, "blocks of 256 bytes cannot lie 254 bytes apart"),
+        ({"offset_bytes": 1}, "a page at byte 1 of its memory cannot hold elements of torch.bfloat16"),
+    ],
+)
+def test_pages_that_would_reach_into_each_other_or_split_elements_are_refused(
+    view: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        cache_view(memory(4_096), ATTENTION, KV_JOINED_NHD, 3, **view)
+    with pytest.raises(ConfigError, match=r"pages 18 bytes apart do not hold whole elements of torch\.float32"):
+        state_views(memory(4_096), states((4,), dtypes=(FLOAT,)), 3, block_stride_bytes=18)
