@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from kvtier.engine.ledger import Ledger
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.engine.steps import Inside, StepManager
 from kvtier.settings import decode
+from tests.engine.ledger import bench
 
 CHUNK_BYTES = 4_096
 PATIENCE_S = 60.0  # For what must happen: a machine under load may take its time.
@@ -92,46 +92,12 @@ async def until(condition: Callable[[], object], engine: Engine | None = None) -
 
 
 def settled(engine: Engine) -> bool:
-    """Return True if no row is pinned, leased, filling, lent or lost, and no transfer is in flight."""
-    ledger = ledger_in(engine)
-    primary = ledger.primary
-    return (
-        not any(map(primary.pinned, range(primary.rows)))
-        and not (ledger.pending or ledger.transfers.overdue or ledger.transfers.cascade_rows)
-        and not (ledger.leases.rows or primary.filling or primary.quarantined)
-        and primary.rows_free + len(primary.ready) == primary.rows
-        and all(not (tier.loading or tier.storing or tier.asking) for tier in ledger.tiers)
-    )
+    return bench.settled(ledger_in(engine))
 
 
 async def at_rest(engine: TieringOffloadingManager) -> bool:
     """Drain the engine; return True if it has settled."""
     return await engine.drain() and settled(engine)
-
-
-async def client(
-    engine: TieringOffloadingManager, dice: random.Random, done: list[int], *, think_s: float = 1.0
-) -> None:
-    """Serve some requests with shared prefixes: fetch, hold every byte against what it must be, compute the rest."""
-    for _ in range(6):
-        first = dice.choice([0, 0, 100, 200])
-        numbers = range(first, first + dice.randrange(1, 8))
-        run = await found(engine, numbers)
-        await asyncio.sleep(dice.choice([0, 0.01, 1.0]) * think_s)
-        await put(engine, numbers[run:])
-        if dice.random() < 0.1:
-            await engine.delete([key(number) for number in numbers[-2:]])
-        done.append(run)
-
-
-async def impatient(engine: TieringOffloadingManager, dice: random.Random, done: list[int], *, wait_s: float) -> None:
-    """Be a client that is cancelled at some moment."""
-    task = asyncio.ensure_future(client(engine, dice, []))
-    await asyncio.sleep(dice.uniform(0, wait_s))
-    task.cancel()
-    await asyncio.wait([task])
-    assert task.cancelled() or not task.exception()
-    done.append(0)
 
 
 def children() -> set[int]:

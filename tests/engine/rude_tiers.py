@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import signal
 import threading
 import time
 
@@ -15,28 +14,20 @@ from kvtier.runner import runner
 from kvtier_backends.dummy import DummyBackend
 
 
-class Unreachable(DummyBackend):
-    @classmethod
-    async def open(cls, options: msgspec.Struct, context):
-        raise BackendUnavailable("not today")
+def raising(error: BaseException) -> type[DummyBackend]:
+    """Make a tier that raises as it opens."""
+
+    class Raising(DummyBackend):
+        @classmethod
+        async def open(cls, options: msgspec.Struct, context):
+            raise error
+
+    return Raising
 
 
-class Broken(DummyBackend):
-    @classmethod
-    async def open(cls, options: msgspec.Struct, context):
-        raise OSError("of a kind that no tier may raise")
-
-
-class KillsItsProcess(DummyBackend):
-    @classmethod
-    async def open(cls, options: msgspec.Struct, context):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-class EndsItsThread(DummyBackend):
-    @classmethod
-    async def open(cls, options: msgspec.Struct, context):
-        raise GeneratorExit
+Unreachable = raising(BackendUnavailable("not today"))
+CancelsItsOpening = raising(asyncio.CancelledError())
+EndsItsThread = raising(GeneratorExit())
 
 
 class EndsItsThreadLater(DummyBackend):
@@ -215,12 +206,6 @@ class AnswersNonsense(DummyBackend):
 
     async def store(self, writes):
         return [Nonsense() for _ in writes]
-
-
-class CancelsItsOpening(DummyBackend):
-    @classmethod
-    async def open(cls, options: msgspec.Struct, context):
-        raise asyncio.CancelledError
 
 
 class GoesOnReporting(DummyBackend):

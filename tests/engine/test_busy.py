@@ -5,9 +5,32 @@ import random
 
 import pytest
 
-from tests.engine.kit import FAULTY, PATIENCE_S, client, impatient, settled, until
+from tests.engine.kit import FAULTY, PATIENCE_S, found, key, put, settled, until
 
 THINK_S = 0.01
+
+
+async def client(engine, dice, done):
+    """Serve some requests with shared prefixes: fetch, hold every byte against what it must be, compute the rest."""
+    for _ in range(6):
+        first = dice.choice([0, 0, 100, 200])
+        numbers = range(first, first + dice.randrange(1, 8))
+        run = await found(engine, numbers)
+        await asyncio.sleep(dice.choice([0, 0.01, 1.0]) * THINK_S)
+        await put(engine, numbers[run:])
+        if dice.random() < 0.1:
+            await engine.delete([key(number) for number in numbers[-2:]])
+        done.append(run)
+
+
+async def impatient(engine, dice, done):
+    """Be a client that is cancelled at some moment."""
+    task = asyncio.ensure_future(client(engine, dice, []))
+    await asyncio.sleep(dice.uniform(0, 20 * THINK_S))
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled() or not task.exception()
+    done.append(0)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -22,8 +45,8 @@ async def test_clients_cancelled_resets_and_faults_leave_no_row_behind(open_engi
     async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as clients:
         for number in range(8):
             dice = random.Random(f"{seed} {number}")
-            clients.create_task(client(engine, dice, done, think_s=THINK_S))
-            clients.create_task(impatient(engine, dice, done, wait_s=20 * THINK_S))
+            clients.create_task(client(engine, dice, done))
+            clients.create_task(impatient(engine, dice, done))
         await asyncio.sleep(10 * THINK_S)
         await engine.reset()
     assert len(done) == 8 * 6 + 8

@@ -108,13 +108,6 @@ async def test_an_end_without_time_counts_what_it_did_not_keep(open_engine, disk
         await asyncio.wait(others)
 
 
-async def test_an_end_while_the_tier_hangs_is_over_at_its_deadline(open_engine, disk):
-    hung = {"type": FAULTY, "inner": disk, "script": {"store": ["hang"]}, "cascade": "evict"}
-    engine = await open_engine(8, hung, limits={"action_chunks": 2})
-    await put(engine, range(6))
-    assert await engine.aclose(0.1) > 0
-
-
 @pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize("cascade", ["evict", "second_use"])
 async def test_a_killed_engine_keeps_exactly_the_chunks_that_it_had_written(tmp_path, cascade):

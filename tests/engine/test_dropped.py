@@ -57,11 +57,11 @@ def test_an_engine_that_its_loop_drops_is_named_and_leaves_nothing(nothing_left,
         del engine
         (said,) = dropped(told, gone)
         assert "StepManager: 2 of 8 rows ready" in said
-        again = await TieringOffloadingManager.open(describe(8, disk, runner=runner))
-        async with again:
+        async with TieringOffloadingManager.open(describe(8, disk, runner=runner)) as again:
             assert await found(again, range(2)) == 2
+            return weakref.ref(again.steps)
 
-    asyncio.run(main())
+    assert len(dropped(told, asyncio.run(main()))) == 1, "one that was closed is dropped in silence"
 
 
 def test_an_engine_whose_loop_is_closed_leaves_nothing_either(nothing_left, told, disk, runner, caplog):
@@ -77,15 +77,6 @@ def test_an_engine_whose_loop_is_closed_leaves_nothing_either(nothing_left, told
     for closing in (thread for thread in threading.enumerate() if thread.name == "kvtier-closing"):
         closing.join()
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
-
-
-def test_an_engine_that_was_closed_is_dropped_in_silence(nothing_left, told, disk, runner):
-    async def main():
-        async with TieringOffloadingManager.open(describe(8, disk, runner=runner)) as engine:
-            await put(engine, range(2))
-            return weakref.ref(engine.steps)
-
-    assert dropped(told, asyncio.run(main())) == []
 
 
 async def test_repr_shows_rows_and_tiers(open_engine, disk):

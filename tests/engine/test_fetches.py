@@ -2,13 +2,11 @@
 
 import asyncio
 import logging
-from contextlib import aclosing
 
 import pytest
 
-from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.errors import EngineClosed, RowsStillRead
-from tests.engine.kit import at_rest, chunk, describe, found, key, ledger_in, put
+from tests.engine.kit import at_rest, chunk, found, key, ledger_in, put
 from tests.simulation.audit import audit_quiet
 
 pytestmark = pytest.mark.virtual_time
@@ -80,17 +78,26 @@ async def test_a_fetch_waits_longer_than_a_lease_in_a_line_that_moves(open_engin
     assert now() - begun > 60
 
 
-async def test_a_fetch_of_chunks_in_the_primary_does_not_queue(open_engine):
-    engine = await filled(open_engine, 8, 24)
+async def test_only_what_needs_rows_waits_in_the_line_and_who_leaves_it_lets_the_next_one_through(open_engine):
+    engine = await filled(open_engine, 8, 32)
     async with engine.fetch(keys_of(range(8))):
-        waiting = asyncio.ensure_future(found(engine, range(8, 16)))
+        first, second = (asyncio.ensure_future(held(engine, range(at, at + 8))) for at in (8, 16))
         await asyncio.sleep(1)
         begun = now()
         assert await found(engine, range(8)) == 8
         assert await found(engine, [1_000]) == 0  # A chunk that no tier has needs no row either.
+        assert await engine.prefetch(keys_of(range(8, 16))) == 0
         assert now() == begun
-        assert not waiting.done()
-    assert await waiting == 8
+        assert not first.done()
+        first.cancel()
+        await asyncio.wait({first})
+    assert await second == 8
+    async with engine.fetch(keys_of(range(16, 24))):
+        third = asyncio.ensure_future(held(engine, range(24, 32)))
+        await asyncio.sleep(1)
+        await engine.aclose()
+        with pytest.raises(EngineClosed):
+            await third
 
 
 async def test_a_task_that_waits_for_its_own_rows_gets_the_rows_that_are_left(open_engine, caplog):
@@ -139,48 +146,6 @@ async def test_a_run_longer_than_the_primary_is_cut_at_once_and_counted(open_eng
     assert refused(engine) == 16
 
 
-async def test_a_fetch_that_is_cancelled_in_the_line_leaves_its_place_to_the_next(open_engine):
-    engine = await filled(open_engine, 8, 24)
-    async with engine.fetch(keys_of(range(8))):
-        first, second = (asyncio.ensure_future(held(engine, range(begin, begin + 8))) for begin in (8, 16))
-        await asyncio.sleep(1)
-        first.cancel()
-        await asyncio.wait({first})
-    assert await second == 8
-    assert await at_rest(engine)
-
-
-async def test_a_fetch_in_the_line_hears_that_the_engine_closed():
-    async with TieringOffloadingManager.open(describe(8, SLOW)) as engine:
-        await put(engine, range(8))
-        await put(engine, range(8, 16))
-        assert await engine.reset()
-        async with engine.fetch(keys_of(range(8))):
-            waiting = asyncio.ensure_future(found(engine, range(8, 16)))
-            await asyncio.sleep(1)
-            await engine.aclose()
-            with pytest.raises(EngineClosed):
-                await waiting
-
-
-async def test_put_takes_rows_though_fetches_wait_for_their_share_of_them(open_engine):
-    engine = await filled(open_engine, 16, 48, limits={"lease_share": 0.25})
-    fetching = [asyncio.ensure_future(found(engine, range(16 * task, 16 * task + 8))) for task in range(3)]
-    await asyncio.sleep(0.5)
-    begun = now()
-    assert await put(engine, range(100, 104)) == 4
-    assert now() == begun
-    assert await asyncio.gather(*fetching) == [8] * 3
-
-
-async def test_a_prefetch_does_not_wait_for_rows(open_engine):
-    engine = await filled(open_engine, 8, 24)
-    async with engine.fetch(keys_of(range(8))):
-        begun = now()
-        assert await engine.prefetch(keys_of(range(8, 16))) == 0
-        assert now() == begun
-
-
 # Streams.
 
 
@@ -205,49 +170,32 @@ async def test_a_stream_reads_a_run_of_any_length_in_parts(open_engine):
     audit_quiet(engine)
 
 
-async def test_streams_at_once_read_all_of_their_runs(open_engine):
-    engine = await filled(open_engine, 16, 160)
-    runs = await asyncio.gather(*(read(engine, range(40 * task, 40 * task + 40)) for task in range(4)))
-    assert [sum(run) for run in runs] == [40] * 4
-
-
-async def test_get_copies_a_run_of_any_length(open_engine):
-    engine = await filled(open_engine, 16, 100)
-    assert await engine.get(keys_of(range(120))) == [chunk(number) for number in range(100)]
-
-
-async def test_the_views_of_a_part_are_gone_when_the_next_part_is_asked_for(open_engine):
-    engine = await filled(open_engine, 16, 24)
-    last = None
-    async for rows in engine.stream(keys_of(range(24))):
-        if last is not None:
-            with pytest.raises(ValueError, match="released"):
-                last[0][0]
-        last = rows
-    assert await at_rest(engine)
-
-
-async def test_a_kept_slice_of_a_part_is_an_error_at_the_next_part(open_engine):
+async def test_the_views_of_a_part_are_gone_at_the_next_part_and_a_kept_slice_is_an_error(open_engine):
     engine = await filled(open_engine, 16, 24)
     parts = engine.stream(keys_of(range(24)))
+    first = (await anext(parts))[0]
     kept = [(await anext(parts))[0][:8]]
+    with pytest.raises(ValueError, match="released"):
+        first[0]
     with pytest.raises(RowsStillRead, match="1 of 8 rows"):
         await anext(parts)
-    assert chunk(0).startswith(bytes(kept[0]))
+    assert chunk(8).startswith(bytes(kept[0]))
     kept.clear()
     assert await at_rest(engine)
 
 
-async def test_leaving_a_stream_early_gives_the_rows_back(open_engine):
+@pytest.mark.parametrize("closes", [False, True])
+async def test_leaving_a_stream_early_gives_the_rows_back(open_engine, closes):
     engine = await filled(open_engine, 16, 24)
-    async for _ in engine.stream(keys_of(range(24))):
+    parts = engine.stream(keys_of(range(24)))
+    async for _ in parts:
         break
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert ledger_in(engine).rows_in_use == 0
-    async with aclosing(engine.stream(keys_of(range(24)))) as parts:
-        async for _ in parts:
-            break
+    if closes:
+        await parts.aclose()
+    else:
+        del parts
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
     assert ledger_in(engine).rows_in_use == 0
     assert await at_rest(engine)
     audit_quiet(engine)

@@ -7,6 +7,8 @@ import pytest
 from tests.engine.kit import CHUNK_BYTES, at_rest, found, put, settled
 from tests.slow_tier import SLOWING, slow
 
+pytestmark = pytest.mark.virtual_time
+
 WEIGHED = {"prefill_tokens_per_s": 100.0, "chunk_tokens": 100}  # A second a chunk.
 
 
@@ -28,7 +30,6 @@ async def prepared(open_engine, *tiers, rows=16, chunks=8, **fields):
     return engine
 
 
-@pytest.mark.virtual_time
 async def test_a_fetch_of_a_late_load_goes_on_after_the_margin(open_engine):
     engine = await prepared(open_engine, dummy(0.1, slow_at_s=100.0, slow_for_s=60.0) | SLOWING, late_margin=1.5)
     assert await found(engine, range(4)) == 4
@@ -46,7 +47,6 @@ async def test_a_fetch_of_a_late_load_goes_on_after_the_margin(open_engine):
     assert tier.given_up == 1
 
 
-@pytest.mark.virtual_time
 async def test_a_probe_is_waited_for_no_longer_than_a_load(open_engine):
     """One request learns how long that takes; what the tier says late counts for the next one."""
     tier = {"type": "dummy", "latency_s": 8.0, "shared": True}
@@ -67,7 +67,6 @@ async def test_a_probe_is_waited_for_no_longer_than_a_load(open_engine):
     assert engine.stats().tiers[0].dropped == {"asking": 2}
 
 
-@pytest.mark.virtual_time
 async def test_a_tier_that_answered_late_for_a_while_is_waited_for_again(open_engine):
     tier = dummy(0.01, latency_s=0.1, shared=True, slow_at_s=100.0, slow_for_s=100.0, slow_factor=100.0) | SLOWING
     engine = await open_engine(16, tier, **WEIGHED)
@@ -85,25 +84,6 @@ async def test_a_tier_that_answered_late_for_a_while_is_waited_for_again(open_en
     assert sum(waited) <= 2 * 1.5 * 4 + 1.0 * len(waited), "two requests were late: for its answer, or for its load"
 
 
-@pytest.mark.virtual_time
-async def test_a_tier_that_slows_down_for_a_minute_is_left_alone_and_used_again(open_engine):
-    engine = await prepared(open_engine, dummy(0.1, slow_at_s=100.0, slow_for_s=60.0) | SLOWING, rows=64, chunks=32)
-    loaded: dict[int, int] = {}
-    for second in range(10, 200):
-        await asyncio.sleep(max(0.0, second - now()))
-        begun = now()
-        first = second % 4 * 8
-        loaded[second] = await found(engine, range(first, first + 8))
-        assert now() - begun <= 1.5 * 8, "never much longer than computing"
-        assert await engine.drain(deadline_s=100.0)
-        assert await engine.reset()
-    seconds = [second for second, chunks in loaded.items() if chunks]
-    assert set(range(11, 99)) <= set(seconds)
-    assert not [second for second in seconds if 120 < second < 158]
-    assert set(range(167, 200)) <= set(seconds)
-
-
-@pytest.mark.virtual_time
 @pytest.mark.parametrize("asked", [[0, 1], [1, 0]], ids=["first", "behind"])
 async def test_seed_70054_a_request_that_waits_for_a_probe_does_not_poll(open_engine, asked):
     slow = {"type": "dummy", "latency_s": 5.0, "shared": True, "limits": {"answer_ttl_s": 0.001}}
@@ -118,7 +98,6 @@ async def test_seed_70054_a_request_that_waits_for_a_probe_does_not_poll(open_en
     assert await at_rest(engine)
 
 
-@pytest.mark.virtual_time
 @pytest.mark.parametrize(("latency_s", "slow_s"), [(0.001, 1.0), (0.006, 0.25), (0.02, 0.1)])
 async def test_a_line_that_has_become_thin_costs_one_request_its_time_and_is_used_when_it_is_wide_again(
     open_engine, tmp_path, latency_s, slow_s
@@ -153,21 +132,7 @@ async def test_a_line_that_has_become_thin_costs_one_request_its_time_and_is_use
     assert (await asked(30))[0][-15:] == [chunks] * 15, "it is used again within three seconds"
 
 
-@pytest.mark.virtual_time
-async def test_a_noted_prefill_speed_has_loads_weighed_from_the_next_step_on(open_engine):
-    engine = await open_engine(16, dummy(2.0), chunk_tokens=100)
-    await put(engine, range(8))
-    assert await engine.drain(deadline_s=1_000)
-    assert await engine.reset()
-    assert await found(engine, range(2)) == 2
-    for _ in range(2):  # The first one may have compiled something.
-        engine.note_prefill(50_000, 500.0)
-    engine.steps.end_step()
-    assert await found(engine, range(2, 8)) == 0
-
-
 # The machine becomes faster and slower, and prefill is measured.
-
 
 PROMPT = range(8)
 BUSY_S, IDLE_S, LOAD_S = 0.168, 0.089, 0.133  # For a prompt; that of a load lies between those of computing.
@@ -210,24 +175,21 @@ async def measured(open_engine, load_s=LOAD_S):
     return engine
 
 
-@pytest.mark.virtual_time
 async def test_on_a_machine_of_changing_speed_a_hit_soon_costs_the_better_way(open_engine):
     engine = await measured(open_engine)
-    for busy, idle in ((100, 200), (300, 400)):
-        assert await mean_s(engine, busy - 80, BUSY_S) < 1.2 * LOAD_S, "it has to notice"
+    for busy, idle in ((60, 120), (180, 240)):
+        assert await mean_s(engine, busy - 40, BUSY_S) < 1.2 * LOAD_S, "it has to notice"
         assert await mean_s(engine, busy, BUSY_S) < 1.02 * (LOAD_S + LAST_S)
-        assert await mean_s(engine, idle - 80, IDLE_S) < 1.3 * IDLE_S, "it has to notice"
+        assert await mean_s(engine, idle - 40, IDLE_S) < 1.3 * IDLE_S, "it has to notice"
         assert await mean_s(engine, idle, IDLE_S) < 1.02 * IDLE_S
 
 
-@pytest.mark.virtual_time
-@pytest.mark.parametrize(("load_s", "until_s"), [(0.01, 15), (0.05, 20), (0.09, 40), (0.15, 60)])
+@pytest.mark.parametrize(("load_s", "until_s"), [(0.05, 20), (0.15, 60)])
 async def test_measuring_the_prefill_speed_costs_a_hundredth(open_engine, load_s, until_s):
     engine = await measured(open_engine, load_s)
     assert await mean_s(engine, until_s, BUSY_S) < 1.02 * (load_s + LAST_S)
 
 
-@pytest.mark.virtual_time
 async def test_an_engine_that_began_with_hits_learns_how_fast_whole_prompts_are_computed(open_engine):
     """Only the last tokens of a loaded prompt are computed, and each of these looks slow."""
     engine = await open_engine(16, dummy(chunk_of(LOAD_S)), chunk_tokens=100)
@@ -235,16 +197,4 @@ async def test_an_engine_that_began_with_hits_learns_how_fast_whole_prompts_are_
     assert await engine.drain()
     assert await engine.reset()
     assert await mean_s(engine, 20, IDLE_S) < 1.3 * IDLE_S
-    assert await mean_s(engine, 100, IDLE_S) < 1.02 * IDLE_S
-
-
-@pytest.mark.virtual_time
-async def test_after_one_measurement_fewer_and_fewer_prompts_are_computed_for_another(open_engine):
-    engine = await measured(open_engine)
-    computed: list[float] = []
-    while now() < 2_000:
-        if not await found(engine, PROMPT):
-            computed.append(now())
-        await asyncio.sleep(5.0)
-        assert await engine.reset()
-    assert 1 < len(computed) < 12
+    assert await mean_s(engine, 60, IDLE_S) < 1.02 * IDLE_S

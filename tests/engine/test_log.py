@@ -9,7 +9,6 @@ import pytest
 
 from kvtier import __version__
 from kvtier.errors import Remedy
-from kvtier.runner.process import ProcessBridge
 from tests.engine.kit import FAULTY, at_rest, ledger_in, put, until
 
 
@@ -23,23 +22,18 @@ def lines(log: pytest.LogCaptureFixture, start: str) -> list[str]:
     return [line for line in log.messages if line.startswith(start)]
 
 
-async def test_an_engine_logs_its_configuration_when_it_starts(open_engine, log, runner):
-    engine = await open_engine(8, {"type": "dummy"}, runner=runner)
+async def test_an_engine_logs_its_configuration_and_how_much_memory_it_takes_when_it_starts(open_engine, log, runner):
+    engine = await open_engine(512, {"type": "dummy"}, runner=runner)
+    before, after, *_ = log.messages
+    assert before == "taking 2 MiB of host memory; the start waits for it"
+    assert re.fullmatch(r"took 2 MiB of host memory in \d+\.\d s", after)
     (line,) = lines(log, "kvtier ")
-    what = f"kvtier {__version__}: 8 rows of 4,096 bytes (lru); tiers: 0:dummy; {runner} runner, process "
+    what = f"kvtier {__version__}: 512 rows of 4,096 bytes (lru); tiers: 0:dummy; {runner} runner, process "
     assert line.startswith(what)
     pid = int(line.rpartition(" ")[2])
     assert (pid == os.getpid()) == (runner != "process")
     if runner == "process":
-        assert isinstance(engine.steps._bridge, ProcessBridge)
         assert engine.steps._bridge.pid == pid
-
-
-async def test_a_start_logs_how_much_memory_it_takes_and_how_long_that_took(open_engine, log, runner):
-    await open_engine(512, {"type": "dummy"}, runner=runner)
-    before, after, *_ = log.messages
-    assert before == "taking 2 MiB of host memory; the start waits for it"
-    assert re.fullmatch(r"took 2 MiB of host memory in \d+\.\d s", after)
 
 
 @pytest.mark.parametrize("layout", ["files", "segments"])
@@ -60,12 +54,6 @@ async def test_an_fs_tier_logs_its_configuration_and_the_chunks_that_it_found(
     assert re.fullmatch(re.escape(said) + r" of \d+\.\d [KM]iB in \d+\.\d\d s", line), line
 
 
-async def test_a_tier_without_a_description_is_logged_too(open_engine, log, runner):
-    engine = await open_engine(8, {"type": FAULTY, "name": "own", "inner": {"type": "dummy"}}, runner=runner)
-    await until(lambda: lines(log, "tier own"), engine)
-    assert re.fullmatch(r"tier own: found 0 chunks of 0 B in \d+\.\d\d s", lines(log, "tier own")[0])
-
-
 async def test_a_wrapped_tier_logs_the_inner_ones_description(open_engine, log, tmp_path):
     inner = {"type": "fs", "root": str(tmp_path / "tier")}
     engine = await open_engine(8, {"type": FAULTY, "name": "own", "inner": inner})
@@ -74,27 +62,23 @@ async def test_a_wrapped_tier_logs_the_inner_ones_description(open_engine, log, 
 
 
 @pytest.mark.usefixtures("outside")
-async def test_log_records_of_a_runners_process_appear_in_the_owners_log(open_engine, log):
+@pytest.mark.parametrize("level", [logging.INFO, logging.ERROR])
+async def test_log_records_of_a_runners_process_appear_in_the_owners_log_by_its_level(open_engine, log, level):
+    log.set_level(level, "kvtier")
     failing = {"type": FAULTY, "name": "ill", "inner": {"type": "dummy"}, "script": {"store": ["unavailable"]}}
     engine = await open_engine(8, failing, runner="process")
     await put(engine, [1])
+    assert await at_rest(engine)
+    if level == logging.ERROR:
+        await engine.aclose()
+        assert log.messages == []
+        return
     await until(lambda: lines(log, "tier ill: the tier cannot be reached"), engine)
     (record,) = [record for record in log.records if "cannot be reached" in record.getMessage()]
     assert (record.name, record.levelno, record.filename) == ("kvtier.runner.runner", logging.WARNING, "runner.py")
     assert record.process == engine.steps._bridge.pid
     assert record.funcName == "_completed"
     assert record.getMessage().endswith(f"; see {Remedy.UNAVAILABLE}")
-
-
-@pytest.mark.usefixtures("outside")
-async def test_a_runners_process_keeps_to_the_owners_log_level(open_engine, log):
-    log.set_level(logging.ERROR, "kvtier")
-    failing = {"type": FAULTY, "name": "ill", "inner": {"type": "dummy"}, "script": {"store": ["unavailable"]}}
-    engine = await open_engine(8, failing, runner="process")
-    await put(engine, [1])
-    assert await at_rest(engine)
-    await engine.aclose()
-    assert log.messages == []
 
 
 @pytest.mark.usefixtures("outside")

@@ -10,8 +10,6 @@ from tests.engine.kit import FAULTY, at_rest, found, key, ledger_in, put
 
 pytestmark = pytest.mark.virtual_time
 
-HIT, PENDING, MISS, RETRY = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS, LookupResult.RETRY
-
 SLOW = {"type": "dummy", "latency_s": 1.0}
 BUILT_IN = ("arc", "density", "fifo", "lru", "s3fifo")
 
@@ -23,27 +21,18 @@ class Miser(LRU):
         return None
 
 
-def scripted(**script):
-    return {"type": FAULTY, "inner": {"type": "dummy"}, "script": script}
-
-
-# Insertion with recency zero: what just came is the first to go, and a promoted chunk is evicted before it is used.
-
-
 @pytest.mark.parametrize("policy", BUILT_IN)
 async def test_a_promoted_chunk_is_not_the_next_victim(open_engine, policy):
+    """Insertion with recency zero: what just came is the first to go, and is evicted before it is used."""
     engine = await open_engine(4, SLOW, eviction_policy=policy)
     await put(engine, [1])
     await put(engine, range(10, 14))
     await engine.drain()
     engine.steps.on_new_request("waiting")
-    assert engine.steps.lookup(key(1), "waiting") is PENDING
+    assert engine.steps.lookup(key(1), "waiting") is LookupResult.HIT_PENDING
     await engine.drain()
     await put(engine, [20])
-    assert engine.steps.lookup(key(1), "waiting") is HIT
-
-
-# A cached "present" for a chunk that is gone: looked up, promoted, not there, looked up again, for ever.
+    assert engine.steps.lookup(key(1), "waiting") is LookupResult.HIT
 
 
 async def test_a_tier_that_always_says_present_and_never_has_it_ends_no_request_in_a_loop(open_engine):
@@ -56,9 +45,6 @@ async def test_a_tier_that_always_says_present_and_never_has_it_ends_no_request_
     assert ledger_in(engine).tiers[0].counters.promoted == 5
 
 
-# A policy that never evicts: nothing finds room, and nothing may wait for it.
-
-
 async def test_a_policy_that_never_evicts_stops_no_request(open_engine):
     engine = await open_engine(2, SLOW, eviction_policy=f"{__name__}:Miser")
     async with asyncio.timeout(60):
@@ -69,29 +55,15 @@ async def test_a_policy_that_never_evicts_stops_no_request(open_engine):
     assert await at_rest(engine)
 
 
-# Evicting a prefix's head before its tail: what is left of it is of no use to anybody.
-
-
 @pytest.mark.parametrize("policy", BUILT_IN)
 async def test_a_prefix_loses_its_tail_first(open_engine, policy):
+    """Without its head, what is left of it is of no use to anybody."""
     engine = await open_engine(8, eviction_policy=policy)
     await put(engine, range(6))
     for number in range(10, 14):
         await put(engine, [number])
     left = [number for number in range(6) if key(number) in ledger_in(engine).primary.ready]
     assert left == list(range(len(left)))
-
-
-# A failed store that stays visible: it is promised, and it is not there.
-
-
-# A cached "absent" that outlives a later store: the chunk is there, and no look-up finds it.
-
-
-# An asynchronous load with the staging full: the load waits for rows that only loads give back.
-
-
-# A delete that waits for a mount that hangs.
 
 
 async def test_seed_22829_a_delete_waits_for_a_forgotten_request_no_longer_than_its_lease(open_engine):
@@ -113,7 +85,5 @@ async def test_leases_of_no_length_cause_no_polling(open_engine):
     await put(engine, [1, 2])
     await engine.reset()
     fetching = [asyncio.ensure_future(found(engine, [1, 2])) for _ in range(2)]
-    deleting = asyncio.ensure_future(engine.delete([key(1)]))
-    putting = asyncio.ensure_future(put(engine, range(10, 14)))
-    await asyncio.gather(*fetching, deleting, putting)
+    await asyncio.gather(*fetching, engine.delete([key(1)]), put(engine, range(10, 14)))
     assert await at_rest(engine)

@@ -85,11 +85,13 @@ async def test_an_engine_whose_tier_ends_its_runner_as_it_opens_is_said_to_be_so
         await TieringOffloadingManager.open(describe(4, DUMMY, {"type": f"{RUDE}:EndsItsThread"}, runner="process"))
 
 
-async def test_an_entered_engine_is_closed_at_the_blocks_end(runner):
-    entered = []
+@pytest.mark.parametrize("awaited", [False, True])
+async def test_an_engine_is_closed_at_the_end_of_its_block_whether_it_was_awaited_before_or_not(runner, awaited):
+    TieringOffloadingManager.open(describe(4, {"type": "dumy"}, runner=runner))  # Without either it does not begin.
+    opening, entered = TieringOffloadingManager.open(describe(4, DUMMY, runner=runner)), []
 
     async def fail():
-        async with TieringOffloadingManager.open(describe(4, DUMMY, runner=runner)) as engine:
+        async with await opening if awaited else opening as engine:
             entered.append((engine, await put(engine, [1])))
             raise ZeroDivisionError
 
@@ -99,19 +101,6 @@ async def test_an_entered_engine_is_closed_at_the_blocks_end(runner):
     assert stored == 1
     with pytest.raises(EngineClosed):
         await put(engine, [2])
-
-
-async def test_an_engine_that_is_awaited_is_its_callers_to_close(runner):
-    engine = await TieringOffloadingManager.open(describe(4, DUMMY, runner=runner))
-    async with engine as same:
-        assert same is engine
-        assert await put(engine, [1]) == 1
-    with pytest.raises(EngineClosed):
-        await put(engine, [2])
-
-
-async def test_an_engine_that_is_neither_entered_nor_awaited_does_not_begin(runner):
-    TieringOffloadingManager.open(describe(4, {"type": "dumy"}, runner=runner))
 
 
 async def test_a_start_ends_though_a_tier_blocks_its_runner_as_it_opens(outside, monkeypatch):

@@ -3,7 +3,6 @@
 import signal
 import threading
 import time
-from contextlib import contextmanager
 
 import pytest
 
@@ -12,24 +11,8 @@ from kvtier.engine.steps import Inside
 from kvtier.engine.tier import TierMatcher
 from tests.engine.kit import FAULTY, PATIENCE_S, chunk, key, ledger_in, settled
 
-HIT, PENDING, MISS, RETRY = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS, LookupResult.RETRY
+HIT, MISS = LookupResult.HIT, LookupResult.MISS
 DUMMY = {"type": "dummy"}
-
-
-@pytest.fixture
-def interrupted():
-    """Interrupt the main thread as Ctrl-C does."""
-
-    @contextmanager
-    def interrupted(after_s):
-        timer = threading.Timer(after_s, signal.raise_signal, (signal.SIGINT,))
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.join()
-
-    return interrupted
 
 
 def store(engine, numbers, request_id):
@@ -44,35 +27,24 @@ def store(engine, numbers, request_id):
     return True
 
 
-def prefix(engine, numbers, request_id):
-    """Step until the request's leading run is known and ready; return its length."""
+def serve(engine, numbers, request_id):
+    """Serve one request from beginning to end, and hold every byte that is loaded against what was stored."""
+    engine.on_new_request(request_id)
     deadline = time.monotonic() + PATIENCE_S
     while True:
         results = [engine.lookup(key(number), request_id) for number in numbers]
         run = results.index(MISS) if MISS in results else len(results)
         if results[:run] == [HIT] * run:
-            return run
+            break
         assert time.monotonic() < deadline, results
         engine.end_step()
-
-
-def load(engine, numbers, request_id):
-    """Load as an engine does, and hold every byte against what was stored."""
-    keys = [key(number) for number in numbers]
+    keys = [key(number) for number in numbers[:run]]
     rows = engine.prepare_load(keys, request_id)
-    assert [bytes(engine.region.row(row)) for row in rows] == [chunk(number) for number in numbers]
+    assert [bytes(engine.region.row(row)) for row in rows] == [chunk(number) for number in numbers[:run]]
     engine.complete_load(keys, request_id)
-
-
-def serve(engine, numbers, request_id):
-    """Serve one request from beginning to end; return how many chunks it need not compute."""
-    engine.on_new_request(request_id)
-    run = prefix(engine, numbers, request_id)
-    load(engine, numbers[:run], request_id)
     store(engine, numbers[run:], request_id)
     engine.end_step()
     engine.on_request_finished(request_id)
-    return run
 
 
 def test_a_drain_gives_up_at_its_deadline(start_engine):
@@ -98,6 +70,14 @@ def test_a_store_may_complete_after_its_request_has_finished(start_engine):
     assert [tier.counters.stored for tier in ledger_in(engine).tiers] == [0, 2]
     assert settled(engine)
     engine.on_new_request("r")
+    assert engine.lookup(key(1), "r") is HIT
+    engine.on_request_finished("r")
+    engine.prepare_load([key(1)], "r")  # Calls after its end are served.
+    engine.complete_load([key(1)], "r")
+    assert store(engine, [3], "r")
+    engine.touch([key(1)], "r")
+    assert engine.drain()
+    assert settled(engine)
 
 
 def test_a_request_must_be_known_and_only_once(start_engine):
@@ -109,15 +89,18 @@ def test_a_request_must_be_known_and_only_once(start_engine):
         engine.on_new_request("r")
 
 
-def test_an_interrupted_reset_is_a_reset(start_engine, interrupted):
+def test_an_interrupted_reset_is_a_reset(start_engine):
     slow = {"type": "dummy", "latency_s": 0.5}
     engine = start_engine(4, slow, limits={"cascade_share": 1.0})
     engine.on_new_request("r")
     store(engine, [1, 2], "r")
     engine.end_step()
     store(engine, [3], "r")
-    with pytest.raises(KeyboardInterrupt), interrupted(after_s=0.05):
+    timer = threading.Timer(0.05, signal.raise_signal, (signal.SIGINT,))  # As Ctrl-C does.
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
         engine.reset()
+    timer.join()
     assert ledger_in(engine).primary.rows_free == 2
     deadline = time.monotonic() + PATIENCE_S
     while not settled(engine):
@@ -181,6 +164,8 @@ def test_hits_that_a_caller_adds_are_kept_until_the_step_ends(start_engine):
     engine.on_new_request("reader")
     assert engine.lookup(key(1), "reader") is HIT
     inside = Inside(engine)
+    with pytest.raises(LookupError, match="nobody"):
+        inside.hits("nobody")
     hits = inside.hits("reader")
     assert key(2) in inside.ready
     hits.append(key(2))
@@ -191,8 +176,3 @@ def test_hits_that_a_caller_adds_are_kept_until_the_step_ends(start_engine):
     engine.complete_load([key(1), key(2)], "reader")
     engine.end_step()
     assert store(engine, [3], "other")
-
-
-def test_the_hits_of_an_unknown_request_are_an_error(start_engine):
-    with pytest.raises(LookupError, match="nobody"):
-        Inside(start_engine(2)).hits("nobody")

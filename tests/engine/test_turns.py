@@ -1,8 +1,6 @@
 """The asyncio face shares its loop: whatever a program calls in a loop, its other tasks go on, and nothing spins."""
 
 import asyncio
-import time
-from contextlib import asynccontextmanager
 
 import pytest
 import uvloop
@@ -10,7 +8,7 @@ import uvloop
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.errors import EngineClosed, WrongLoop
 from kvtier.testing.virtual_time import VirtualTimeLoop
-from tests.engine.kit import FAULTY, chunk, describe, found, key, ledger_in, put, store
+from tests.engine.kit import FAULTY, chunk, describe, found, key, ledger_in, put
 
 HIT, ABSENT = [key(1)], [key(404)]
 CALLS = {
@@ -18,7 +16,7 @@ CALLS = {
     "fetch of a hit": lambda engine: found(engine, [1]),
     "fetch of a miss": lambda engine: found(engine, [404]),
     "get": lambda engine: engine.get(HIT),
-    "stream": lambda engine: parts(engine, [1]),
+    "stream": lambda engine: streamed(engine),
     "prefetch": lambda engine: engine.prefetch(HIT),
     "delete": lambda engine: engine.delete(ABSENT),
     "drain": lambda engine: engine.drain(),
@@ -28,14 +26,9 @@ CALLS = {
 LOOPS = {"asyncio": None, "uvloop": uvloop.new_event_loop, "virtual": VirtualTimeLoop}
 
 
-async def parts(engine, numbers):
-    """Read a run in parts, hold every byte against what was put, and return the parts' lengths."""
-    lengths, numbers = [], list(numbers)
-    async for rows in engine.stream([key(number) for number in numbers]):
-        begun = sum(lengths)
-        assert [bytes(row) for row in rows] == [chunk(number) for number in numbers[begun : begun + len(rows)]]
-        lengths.append(len(rows))
-    return lengths
+async def streamed(engine):
+    async for rows in engine.stream(HIT):
+        assert [bytes(row) for row in rows] == [chunk(1)]
 
 
 async def refused(engine):
@@ -80,15 +73,14 @@ async def test_a_call_alone_in_its_turn_costs_no_turn(open_engine):
     assert not turned
 
 
+HUNG_LOADS = {"type": FAULTY, "inner": {"type": "dummy"}, "script": {"load": ["hang"]}, "limits": {"deadline_s": 1}}
+HUNG_STORES = HUNG_LOADS | {"script": {"store": ["hang", "hang"]}}
+
+
 @pytest.mark.virtual_time
 async def test_puts_that_hung_stores_keep_from_their_tier_let_timers_fire(open_engine):
-    tier = {
-        "type": FAULTY,
-        "inner": {"type": "dummy"},
-        "script": {"store": ["hang", "hang"]},
-        "limits": {"deadline_s": 1},
-    }
-    engine = await open_engine(4, tier | {"faults": {"hang_s": 100.0}})
+    """Virtual time does not move for polling."""
+    engine = await open_engine(4, HUNG_STORES | {"faults": {"hang_s": 100.0}})
     await put(engine, [1, 2])
     await engine.drain()
     assert not ledger_in(engine).pending
@@ -98,35 +90,31 @@ async def test_puts_that_hung_stores_keep_from_their_tier_let_timers_fire(open_e
         for number in range(10, 1_000_000):
             assert await put(engine, [number]) == 1
 
-    assert not await ended_within(put_on(), 5.0)
-
-
-async def ended_within(work, seconds):
-    """Run work beside a timer of the loop's, and say which was over first; virtual time does not move for polling."""
-    task, turns = asyncio.ensure_future(work), 0
-    while not task.done() and turns < 100:
-        turns += 1
+    putting = asyncio.ensure_future(put_on())
+    for _ in range(100):
         await asyncio.sleep(0)
-    ended = task.done()
-    task.cancel()
-    await asyncio.wait({task})
-    return ended
+    assert not putting.done()
+    putting.cancel()
+    await asyncio.wait({putting})
 
 
 @pytest.mark.virtual_time
-async def test_put_stores_all_that_hung_loads_leave_room_for(open_engine):
-    tier = {"type": FAULTY, "inner": {"type": "dummy"}, "script": {"load": ["hang"]}, "limits": {"deadline_s": 1}}
-    engine = await open_engine(8, tier)
-    await put(engine, [1])
-    await engine.reset()
-    assert await found(engine, [1]) == 0
-    assert len(ledger_in(engine).primary.quarantined) == 1
-    assert await put(engine, range(10, 18)) == 7
-
-
-@asynccontextmanager
-async def kept_busy(engine):
-    """Ask for what no tier has, over and over, so that something is pending all the time."""
+@pytest.mark.parametrize(
+    ("hung", "rows", "stored", "share"), [(HUNG_LOADS, 4, 2, 1.0), (HUNG_STORES, 8, 4, 0.25)], ids=["loads", "stores"]
+)
+async def test_put_stores_all_that_hung_transfers_leave_room_for_while_others_keep_tiers_busy(
+    open_engine, hung, rows, stored, share
+):
+    """The engine is never without pending work, and yet nothing that is pending gives a row back."""
+    asked = {"type": "dummy", "latency_s": 1.0, "shared": True, "limits": {"answer_ttl_s": 0.001}}
+    engine = await open_engine(rows, hung, asked, limits={"cascade_share": share})
+    engine.steps.on_new_request("r")
+    await put(engine, [1, 2])
+    if hung is HUNG_LOADS:
+        await engine.reset()
+        assert await found(engine, [1, 2]) == 0
+    await asyncio.sleep(10)
+    assert len(ledger_in(engine).primary.quarantined) + len(ledger_in(engine).transfers.cascade_rows) == 2
 
     async def ask_for_ever(number):
         await asyncio.sleep(0.3 * number)
@@ -136,37 +124,11 @@ async def kept_busy(engine):
     asking = [asyncio.ensure_future(ask_for_ever(number)) for number in range(3)]
     await asyncio.sleep(0.5)
     assert ledger_in(engine).pending
-    yield
+    async with asyncio.timeout(100):
+        assert await put(engine, range(10, 14)) == stored
     for task in asking:
         task.cancel()
     await asyncio.wait(asking)
-
-
-@pytest.mark.virtual_time
-async def test_put_does_not_wait_for_hung_rows_while_others_keep_tiers_busy(open_engine):
-    """The engine is never without pending work, and yet nothing that is pending gives a row back."""
-    hung = {"type": FAULTY, "inner": {"type": "dummy"}, "script": {"load": ["hang"]}, "limits": {"deadline_s": 1}}
-    asked = {"type": "dummy", "latency_s": 1.0, "shared": True, "limits": {"answer_ttl_s": 0.001}}
-    engine = await open_engine(4, hung, asked)
-    await put(engine, [1, 2])
-    await engine.reset()
-    assert await found(engine, [1, 2]) == 0
-    assert len(ledger_in(engine).primary.quarantined) == 2
-    async with kept_busy(engine), asyncio.timeout(100):
-        assert await put(engine, range(10, 14)) == 2
-
-
-@pytest.mark.virtual_time
-async def test_put_does_not_wait_for_hung_stores_while_others_keep_tiers_busy(open_engine):
-    hung = {"type": FAULTY, "inner": {"type": "dummy"}, "script": {"store": ["hang"]}, "limits": {"deadline_s": 1}}
-    asked = {"type": "dummy", "latency_s": 1.0, "shared": True, "limits": {"answer_ttl_s": 0.001}}
-    engine = await open_engine(8, hung, asked, limits={"cascade_share": 0.25})
-    engine.steps.on_new_request("r")
-    await put(engine, [1, 2])
-    await asyncio.sleep(10)
-    assert len(ledger_in(engine).transfers.cascade_rows) == 2
-    async with kept_busy(engine), asyncio.timeout(100):
-        assert await put(engine, range(10, 14)) == 4
 
 
 @pytest.mark.virtual_time
@@ -197,16 +159,6 @@ async def test_prefetches_of_chunks_in_the_primary_are_drained_at_once(open_engi
     begun = asyncio.get_running_loop().time()
     assert await engine.drain()
     assert asyncio.get_running_loop().time() == begun
-
-
-def test_a_synchronous_drain_does_not_wait_for_prefetches_of_chunks_in_the_primary(start_engine):
-    engine = start_engine(8)
-    store(engine, range(8))
-    for number in range(30):
-        engine.prefetch([key(number % 8)])
-    begun = time.monotonic()
-    assert engine.drain(600)
-    assert time.monotonic() - begun < 300
 
 
 def test_calls_on_another_loop_are_refused_by_name():
