@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.backend.contract import ScanDone, TierContext
-from kvtier.backend.namespace import FileMapper, Namespace
+from kvtier.backend.contract import ScanDone
 from kvtier.testing.conformance.lender import key_of, keys_of, label
-from kvtier_backends.fs import FsBackend, FsOptions
+from kvtier_backends.fs import FsBackend
 from kvtier_backends.fs.disk.temporaries import ABANDONED_S, TemporarySweep, Writer, started_at, temporary_name
 
 DEADLINE_S = 20.0
@@ -96,10 +95,6 @@ def temporaries(root: Path) -> list[Path]:
     return list(root.rglob(".*.tmp"))
 
 
-def files_below(root: Path) -> list[Path]:
-    return sorted(path for path in root.rglob("*") if path.is_file())
-
-
 async def scan(tier: FsBackend) -> None:
     async with asyncio.timeout(DEADLINE_S):
         async for event in tier.watch():
@@ -142,30 +137,3 @@ os.kill(os.getpid(), signal.SIGKILL)
     await scan(tier)
     assert temporaries(root) == []
     assert tier.counters().scan_swept == 1
-
-
-async def test_neighbours_are_left_alone_and_counted(open_tier, lender, root, row_bytes, caplog) -> None:
-    """Another model, another rank, and the same facts under flat names."""
-    ours = await open_tier()
-    await lender.keep(ours, [key_of(0)])
-    await ours.aclose(DEADLINE_S)
-    neighbours = [
-        (Namespace(model_name="other"), "vllm"),
-        (Namespace(model_name="org/model", rank=1), "vllm"),
-        (Namespace(model_name="org/model"), "flat"),
-    ]
-    for namespace, naming in neighbours:
-        options = FsOptions(root=str(root), naming=naming)  # type: ignore[arg-type]
-        theirs = await FsBackend.open(options, TierContext("1:fs", FileMapper(namespace), row_bytes))
-        await lender.keep(theirs, [key_of(0)], version=1)
-        await theirs.aclose(DEADLINE_S)
-    files = files_below(root)
-    with caplog.at_level("INFO"):
-        tier = await open_tier()
-        await scan(tier)
-    assert tier.counters().scan_others == 3
-    assert "has 3 neighbours, left alone" in caplog.text
-    assert tier.occupancy().chunks == 1
-    assert await lender.recall(tier, [key_of(0)]) == [label(key_of(0))]
-    await tier.aclose(DEADLINE_S)
-    assert files_below(root) == files

@@ -5,23 +5,22 @@ import errno
 import os
 import shutil
 import subprocess
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from kvtier.backend import BackendUnavailable, FileMapper, InventoryEvent, Removed
+from kvtier.backend import BackendUnavailable, FileMapper, Removed
 from kvtier.errors import ConfigError
 from kvtier.testing.conformance import Lender
-from kvtier.testing.conformance.lender import keys_of, label
+from kvtier.testing.conformance.lender import keys_of
 from kvtier_backends.fs import FsBackend, lives
 from kvtier_backends.fs.disk import owner
 from kvtier_backends.fs.disk.owner import OWNER
 from kvtier_backends.fs.layout import Left
-from tests.fs.conftest import taken_bytes
+from tests.fs.conftest import DEADLINE_S, scanned, taken_bytes, whole
 
-DEADLINE_S = 20.0
 LAYOUTS = [{"layout": "segments"}, {"layout": "files"}, {"layout": "files", "shared": True}]
 OLD, NEW = keys_of(3), keys_of(3, start=10)
 
@@ -32,6 +31,12 @@ pytestmark = pytest.mark.parametrize("options", LAYOUTS, ids=lambda options: "-"
 def impatient(monkeypatch) -> None:
     """Let a tier wait only a moment for the former owner of its root."""
     monkeypatch.setattr(owner, "PATIENCE_S", 0.1)
+
+
+@pytest.fixture
+def looking(monkeypatch) -> None:
+    """Let every call look whether the directory is there."""
+    monkeypatch.setattr(lives, "LOOK_EVERY_S", 0.0)
 
 
 @pytest.fixture
@@ -52,32 +57,14 @@ async def trial(tier: FsBackend, lender: Lender) -> bool:
 async def works_again(tier: FsBackend, lender: Lender) -> bool:
     """The first trial may find that the directory is gone, and the next one opens it."""
     stored = await trial(tier, lender) or await trial(tier, lender)
-    return stored and await lender.recall(tier, NEW) == [label(key) for key in NEW]
+    return stored and await lender.recall(tier, NEW) == whole(NEW)
 
 
 def rmtree(path: Path) -> None:
     """Remove a tree, also one in which the tier makes a file meanwhile."""
     while path.exists():
         with suppress(OSError):
-            shutil.rmtree(path)
-
-
-def remove_root(root: Path, mapper: FileMapper) -> None:
-    rmtree(root)
-
-
-def remove_root_and_make_it(root: Path, mapper: FileMapper) -> None:
-    rmtree(root)
-    root.mkdir()
-
-
-def empty_root(root: Path, mapper: FileMapper) -> None:
-    for path in root.iterdir():
-        rmtree(path) if path.is_dir() else path.unlink()
-
-
-def remove_books(root: Path, mapper: FileMapper) -> None:
-    rmtree(root / mapper.folder)
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def remove_chunks(root: Path, mapper: FileMapper) -> None:
@@ -85,61 +72,42 @@ def remove_chunks(root: Path, mapper: FileMapper) -> None:
         rmtree(path)
 
 
-@pytest.mark.parametrize(
-    "remove",
-    [remove_root, remove_root_and_make_it, empty_root, remove_books, remove_chunks],
-    ids=lambda one: one.__name__,
-)
+REMOVALS: dict[str, Callable[[Path, FileMapper], object]] = {
+    "the root": lambda root, mapper: rmtree(root),
+    "the root, and it is made again": lambda root, mapper: (rmtree(root), root.mkdir()),
+    "all in the root": lambda root, mapper: [rmtree(path) for path in root.iterdir()],
+    "the books": lambda root, mapper: rmtree(root / mapper.folder),
+    "the chunks": remove_chunks,
+}
+
+
+@pytest.mark.parametrize("removed", REMOVALS)
 async def test_what_is_removed_is_made_again_and_its_chunks_are_misses(
-    tier, lender, root, mapper, remove, open_tier, options, monkeypatch
+    tier, lender, root, mapper, removed, open_tier, options, looking
 ) -> None:
-    told = collected(tier)
-    await asyncio.wait_for(until_scanned(told), DEADLINE_S)
-    monkeypatch.setattr(lives, "LOOK_EVERY_S", 0.0)
-    remove(root, mapper)
+    await scanned(tier)
+    gone = set[bytes]()
+
+    async def listen() -> None:
+        async for event in tier.watch():
+            if isinstance(event, Removed):
+                gone.update(event.keys)
+
+    listening = asyncio.create_task(listen())
+    await asyncio.sleep(0)
+    REMOVALS[removed](root, mapper)
     assert await works_again(tier, lender)
-    if remove is not remove_books:
+    if removed != "the books":
         assert await lender.recall(tier, OLD) == ["ChunkMissing"] * len(OLD)
         assert not any(await tier.probe(OLD))
-        await asyncio.wait_for(until_removed(told, set(OLD)), DEADLINE_S)
+        async with asyncio.timeout(DEADLINE_S):
+            while not gone >= set(OLD):
+                await asyncio.sleep(0.001)
     assert 0 < taken_bytes(root) <= 4 << 20
     with pytest.raises(ConfigError, match="is used by"):  # It is owned again.
         await open_tier(shared=not options.get("shared", False))
-    await told.task_ends()
-
-
-class Told(list[InventoryEvent]):
-    task: "asyncio.Task[None]"
-    came: asyncio.Event
-
-    async def task_ends(self) -> None:
-        self.task.cancel()
-        await asyncio.wait([self.task])
-
-
-def collected(tier: FsBackend) -> Told:
-    told = Told()
-    told.came = asyncio.Event()
-
-    async def listen(events: AsyncIterator[InventoryEvent]) -> None:
-        async for event in events:
-            told.append(event)
-            told.came.set()
-
-    told.task = asyncio.create_task(listen(tier.watch()))
-    return told
-
-
-async def until_scanned(told: Told) -> None:
-    while not any(type(event).__name__ == "ScanDone" for event in told):
-        await told.came.wait()
-        told.came.clear()
-
-
-async def until_removed(told: Told, keys: set[bytes]) -> None:
-    while not keys <= {key for event in told if isinstance(event, Removed) for key in event.keys}:
-        await told.came.wait()
-        told.came.clear()
+    listening.cancel()
+    await asyncio.wait([listening])
 
 
 async def test_a_directory_that_comes_back_full_has_its_chunks(tier, lender, root) -> None:
@@ -151,16 +119,22 @@ async def test_a_directory_that_comes_back_full_has_its_chunks(tier, lender, roo
     root.rmdir()
     kept.rename(root)
     assert await works_again(tier, lender)
-    assert await lender.recall(tier, OLD) == [label(key) for key in OLD]
+    assert await lender.recall(tier, OLD) == whole(OLD)
 
 
-async def test_a_renamed_root_goes_on_being_used(tier, lender, root) -> None:
+@pytest.mark.parametrize("replaced", [False, True])
+async def test_a_renamed_root_goes_on_being_used(tier, lender, root, replaced) -> None:
+    """Nothing is written to a directory in its place: when a mount goes away, the path leads to another disk."""
     away = root.with_name("away")
     root.rename(away)
+    if replaced:
+        root.mkdir()
     assert await works_again(tier, lender)
-    assert not root.exists()
+    assert not root.exists() or os.listdir(root) == []
+    if replaced:
+        root.rmdir()
     away.rename(root)
-    assert await lender.recall(tier, OLD + NEW) == [label(key) for key in OLD + NEW]
+    assert await lender.recall(tier, OLD + NEW) == whole(OLD + NEW)
 
 
 async def test_a_new_directory_that_another_tier_has_taken_is_left_to_it(
@@ -191,29 +165,23 @@ async def test_an_unmounted_mount_point_is_never_filled(open_tier, lender, mount
     assert OWNER in os.listdir(root)
 
 
-async def test_a_tier_whose_directory_is_gone_can_be_closed(tier, lender, root, options) -> None:
-    rmtree(root)
-    root.write_bytes(b"a file in its place")
-    for _ in range(2):
-        assert not await trial(tier, lender)
-    assert await tier.aclose(DEADLINE_S) == (0,)
-
-
-async def test_no_call_reaches_a_life_that_is_over(tier, lender, root, options, monkeypatch) -> None:
-    monkeypatch.setattr(lives, "LOOK_EVERY_S", 0.0)
+async def test_no_call_reaches_a_directory_that_is_gone_and_its_tier_can_be_closed(
+    tier, lender, root, options, looking
+) -> None:
     rmtree(root)
     root.write_bytes(b"a file in its place")
     assert not await trial(tier, lender)  # It was due to look, and no call had failed before.
     for call in (tier.load(lender.reads(OLD)), tier.probe(OLD), tier.delete(OLD)):
         with pytest.raises(BackendUnavailable):
             await call
+    assert not await trial(tier, lender)
+    assert await tier.aclose(DEADLINE_S) == (0,)
 
 
 async def test_a_call_that_is_cancelled_while_the_directory_is_opened_again_keeps_no_root(
-    tier, lender, root, mapper, options, monkeypatch
+    tier, lender, root, mapper, options, monkeypatch, looking
 ) -> None:
     """The folder of chunks alone is gone: the owner's file stays, locked until the life has ended."""
-    monkeypatch.setattr(lives, "LOOK_EVERY_S", 0.0)
     ending, may_end, end = asyncio.Event(), asyncio.Event(), lives.Life.aclose
 
     async def slow_end(life: lives.Life, ends_at: float, close_files: Callable[[], None]) -> Left:
@@ -231,11 +199,10 @@ async def test_a_call_that_is_cancelled_while_the_directory_is_opened_again_keep
     assert await works_again(tier, lender)
 
 
-async def test_an_error_of_the_disk_ends_no_life(tier, lender, options, system_call, monkeypatch) -> None:
+async def test_an_error_of_the_disk_ends_no_life(tier, lender, options, system_call, monkeypatch, looking) -> None:
     """An error proves nothing: all chunks would be scanned again, and none be found before."""
-    monkeypatch.setattr(lives, "LOOK_EVERY_S", 0.0)
     monkeypatch.setattr(lives, "open_tier", None)
     failing = system_call("stat", error=errno.EIO, only=lambda name, **_: name == OWNER)
     await lender.keep(tier, NEW)
     assert failing.times
-    assert await lender.recall(tier, OLD) == [label(key) for key in OLD]
+    assert await lender.recall(tier, OLD) == whole(OLD)

@@ -1,129 +1,126 @@
 """With `aes-256-gcm`, nobody without the key reads a chunk on the disk, or makes one that is believed."""
 
 import struct
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from xxhash import xxh3_64_intdigest
 
 from kvtier.backend.namespace import FileMapper
 from kvtier.errors import ConfigError
-from kvtier.testing.conformance import Lender
-from kvtier.testing.conformance.lender import key_of, keys_of, label
+from kvtier.testing.conformance.lender import keys_of, label
 from kvtier_backends.fs import FsOptions
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, read_footer, write_footer
-from tests.fs.conftest import ROW_BYTES, SECRETS, scanned, taken_bytes
+from tests.fs.conftest import ROW_BYTES, SECRETS, scanned, taken_bytes, whole
 
 OLD, NEW = "11" * 32, "22" * 32
 SEALED = {"seal": "aes-256-gcm", "seal_key_env": SECRETS}
 KEYS = keys_of(4)
-WHOLE = [label(key) for key in KEYS]
 MISSES = ["ChunkMissing"] * len(KEYS)
 PIECE_BYTES = 32
 
-pytestmark = pytest.mark.parametrize("layout", ["files", "segments"])
+
+@pytest.fixture
+def open_with(open_tier, monkeypatch, layout):
+    """Open a tier that reads these secrets; without one, it seals by checksums."""
+
+    async def open_with(*secrets: str):
+        monkeypatch.setenv(SECRETS, "\n".join(secrets))
+        naming = {"naming": "flat"} if layout == "files" else {}
+        return await open_tier(layout=layout, capacity_bytes="1MiB", **naming, **SEALED if secrets else {})
+
+    return open_with
 
 
 @pytest.fixture
-def give(monkeypatch) -> Callable[..., dict[str, str]]:
-    """Set the secrets; return the options of a tier that reads them."""
+def stored_with(open_with, lender):
+    """Store chunks in a tier that is closed again."""
 
-    def give(*secrets: str) -> dict[str, str]:
-        monkeypatch.setenv(SECRETS, "\n".join(secrets))
-        return SEALED
+    async def stored_with(*secrets: str, keys=KEYS) -> None:
+        tier = await open_with(*secrets)
+        await lender.keep(tier, keys)
+        assert await lender.recall(tier, keys) == whole(keys)
+        await tier.aclose(10)
 
-    return give
+    return stored_with
 
 
-def contents(root: Path) -> dict[Path, bytes]:
+def contents(root) -> dict[str, bytes]:
     """Return the files of chunks."""
-    found = [*root.rglob("*.bin"), *root.rglob("*.seg")]
-    return {path: path.read_bytes() for path in found}
+    return {str(path): path.read_bytes() for path in (*root.rglob("*.bin"), *root.rglob("*.seg"))}
 
 
-async def test_nothing_of_a_row_is_on_the_disk(open_tier, lender, root, give, layout) -> None:
-    tier = await open_tier(layout=layout, capacity_bytes="1MiB", **give(NEW))
-    await lender.keep(tier, KEYS)
-    await lender.keep(tier, KEYS)
-    stored = b"".join(contents(root).values())
-    rows = b"".join(lender.chunk(key) for key in KEYS)
-    assert not [at for at in range(0, len(rows), PIECE_BYTES) if rows[at : at + PIECE_BYTES] in stored]
+async def test_nothing_of_a_row_is_on_the_disk(stored_with, lender, root) -> None:
+    await stored_with(NEW)
+    await stored_with(NEW)
+    rows, files = [[*map(lender.chunk, KEYS)], contents(root).values()]
+    in_rows, on_disk = (
+        {one[at : at + PIECE_BYTES] for one in each for at in range(0, len(one), PIECE_BYTES)} for each in (rows, files)
+    )
+    assert len(in_rows) == len(KEYS) * ROW_BYTES / PIECE_BYTES
+    assert not in_rows & on_disk
 
 
 async def test_without_the_key_chunks_are_misses_and_with_it_they_are_there_again(
-    open_tier, lender, root, give, layout
+    stored_with, open_with, lender, root
 ) -> None:
-    where = {"layout": layout, "capacity_bytes": "1MiB"}
-    await (await stored(open_tier, lender, **where, **give(OLD))).aclose(10)
+    await stored_with(OLD)
     before = contents(root)
-    other = await open_tier(**where, **give(NEW))
+    other = await open_with(NEW)
     assert await lender.recall(other, KEYS) == MISSES
     assert (other.counters().sealed_key, other.counters().corrupt) == (4, {})
     await other.aclose(10)
     assert contents(root) == before
-    assert await lender.recall(await open_tier(**where, **give(OLD)), KEYS) == WHOLE
+    assert await lender.recall(await open_with(OLD), KEYS) == whole(KEYS)
 
 
-async def test_keys_are_rotated_without_losing_a_chunk(open_tier, lender, give, layout) -> None:
-    where = {"layout": layout, "capacity_bytes": "1MiB"}
-    await (await stored(open_tier, lender, **where, **give(OLD))).aclose(10)
-    both = await open_tier(**where, **give(NEW, OLD))
-    assert await lender.recall(both, KEYS) == WHOLE
+async def test_keys_are_rotated_without_losing_a_chunk(stored_with, open_with, lender) -> None:
+    await stored_with(OLD)
+    both = await open_with(NEW, OLD)
+    assert await lender.recall(both, KEYS) == whole(KEYS)
     await lender.keep(both, KEYS[:2], version=1)
     await both.aclose(10)
-    after = await open_tier(**where, **give(NEW))
-    assert await lender.recall(after, KEYS) == [label(KEYS[0], 1), label(KEYS[1], 1), "ChunkMissing", "ChunkMissing"]
+    after = await open_with(NEW)
+    assert await lender.recall(after, KEYS) == [*whole(KEYS[:2], 1), "ChunkMissing", "ChunkMissing"]
     assert after.counters().sealed_key == 2
 
 
-@pytest.mark.parametrize("sealed_first", [False, True])
+@pytest.mark.parametrize(("first", "second"), [((), (NEW,)), ((NEW,), ())], ids=["plain first", "sealed first"])
 async def test_what_was_stored_with_the_other_kind_of_seal_is_a_miss_until_it_is_stored_again(
-    open_tier, lender, root, give, layout, sealed_first
+    stored_with, open_with, lender, root, first, second
 ) -> None:
-    naming = {"naming": "flat"} if layout == "files" else {}
-    kinds = [{}, give(NEW)]
-    first, second = (
-        {"layout": layout, "capacity_bytes": "1MiB", **naming, **seal} for seal in kinds[:: 1 - 2 * sealed_first]
-    )
-    await (await stored(open_tier, lender, **first)).aclose(10)
+    await stored_with(*first)
     before = contents(root)
-    tier = await open_tier(**second)
+    tier = await open_with(*second)
     assert await lender.recall(tier, KEYS) == MISSES
     assert (tier.counters().sealed_kind, tier.counters().corrupt) == (4, {})
     assert contents(root) == before
     await lender.keep(tier, KEYS, version=1)
-    assert await lender.recall(tier, KEYS) == [label(key, 1) for key in KEYS]
+    assert await lender.recall(tier, KEYS) == whole(KEYS, 1)
 
 
 async def test_what_is_left_alone_takes_its_room_and_goes_when_that_is_wanted(
-    open_tier, lender, root, give, layout
+    stored_with, open_with, lender, root
 ) -> None:
-    where = {"layout": layout, "capacity_bytes": "1MiB"}
-    many = keys_of(30)
-    tier = await open_tier(**where, **give(OLD))
-    await lender.keep(tier, many)
-    await tier.aclose(10)
-    tier = await open_tier(**where, **give(NEW))
+    await stored_with(OLD, keys=keys_of(30))
+    tier = await open_with(NEW)
     await scanned(tier)
-    assert set(await lender.recall(tier, many)) == {"ChunkMissing"}
+    assert set(await lender.recall(tier, keys_of(30))) == {"ChunkMissing"}
     for start in range(100, 180, 10):
         await lender.keep(tier, keys_of(10, start=start))
         assert taken_bytes(root) <= 1 << 20
-    assert await lender.recall(tier, keys_of(10, start=170)) == [label(key) for key in keys_of(10, start=170)]
+    assert await lender.recall(tier, keys_of(10, start=170)) == whole(keys_of(10, start=170))
 
 
-async def test_what_somebody_without_the_key_has_made_is_not_believed(
-    open_tier, lender, place_of, give, layout
-) -> None:
+async def test_what_somebody_without_the_key_has_made_is_not_believed(open_with, lender, place_of) -> None:
     """Checksums are right in each: a changed row, another key's chunk, an older seal on a newer row."""
-    tier = await open_tier(layout=layout, capacity_bytes="1MiB", **give(NEW))
+    tier = await open_with(NEW)
     await lender.keep(tier, KEYS)
     chunks = [place_of(key).read() for key in KEYS]
+    footers = [read_footer(memoryview(chunk)[ROW_BYTES:]) for chunk in chunks]
     forged = [
-        (b"?" * ROW_BYTES, read_footer(memoryview(chunks[0])[ROW_BYTES:])),
-        (chunks[2][:ROW_BYTES], read_footer(memoryview(chunks[2])[ROW_BYTES:])._replace(key=KEYS[1])),
-        (chunks[3][:ROW_BYTES], read_footer(memoryview(chunks[2])[ROW_BYTES:])),
+        (b"?" * ROW_BYTES, footers[0]),
+        (chunks[2][:ROW_BYTES], footers[2]._replace(key=KEYS[1])),
+        (chunks[3][:ROW_BYTES], footers[2]),
     ]
     for key, (row, footer) in zip(KEYS, forged, strict=False):
         page = memoryview(bytearray(FOOTER_BYTES))
@@ -133,10 +130,8 @@ async def test_what_somebody_without_the_key_has_made_is_not_believed(
     assert tier.counters().corrupt == {"payload": 2, "swapped": 1}
 
 
-async def test_a_seal_of_a_later_version_is_a_miss_and_left_alone(
-    open_tier, lender, root, place_of, give, layout
-) -> None:
-    tier = await open_tier(layout=layout, capacity_bytes="1MiB", **give(NEW))
+async def test_a_seal_of_a_later_version_is_a_miss_and_left_alone(open_with, lender, root, place_of) -> None:
+    tier = await open_with(NEW)
     await lender.keep(tier, KEYS)
     place = place_of(KEYS[0])
     page = memoryview(bytearray(place.read()[ROW_BYTES:]))
@@ -147,31 +142,29 @@ async def test_a_seal_of_a_later_version_is_a_miss_and_left_alone(
     write_footer(page, footer._replace(seal=bytes(seal)))
     place.overwrite(ROW_BYTES, bytes(page))
     before = contents(root)
-    assert await lender.recall(tier, KEYS) == ["ChunkMissing", *WHOLE[1:]]
+    assert await lender.recall(tier, KEYS) == ["ChunkMissing", *whole(KEYS[1:])]
     assert (tier.counters().other_version, tier.counters().corrupt) == (1, {})
     assert contents(root) == before
 
 
-async def test_what_vllm_looks_for_is_never_encrypted(open_tier, lender, root, mapper, give, layout) -> None:
+async def test_what_vllm_looks_for_is_never_encrypted(stored_with, root, mapper) -> None:
     """It reads a row's length from a file of its own name, and believes it."""
-    await stored(open_tier, lender, layout=layout, capacity_bytes="1MiB", **give(NEW))
+    await stored_with(NEW)
     assert not (root / mapper.chunks_folder).exists()
     with pytest.raises(ConfigError, match=r"^naming: 'vllm' given, 'flat' accepted with seal = 'aes-256-gcm'"):
-        FsOptions(root=str(root), naming="vllm", seal="aes-256-gcm", seal_key_env=SECRETS)
+        FsOptions(root=str(root), naming="vllm", **SEALED)
 
 
-async def test_a_row_without_a_footer_is_never_accepted_by_who_has_keys(
-    open_tier, lender, root, mapper, give, layout
-) -> None:
+@pytest.mark.parametrize("layout", ["files"])
+async def test_a_row_without_a_footer_is_never_accepted_by_who_has_keys(open_with, lender, root, mapper) -> None:
     with pytest.raises(ConfigError, match=r"^unverified: 'accept' given, 'refuse' accepted with seal = 'aes-256-gcm'"):
-        FsOptions(root=str(root), unverified="accept", seal="aes-256-gcm", seal_key_env=SECRETS)
-    if layout == "files":
-        path = root / FileMapper(mapper.namespace, "flat").name(KEYS[0])
-        path.parent.mkdir(parents=True)
-        path.write_bytes(lender.chunk(KEYS[0]))
-        tier = await open_tier(layout=layout, **give(NEW))
-        assert await lender.recall(tier, KEYS) == MISSES
-        assert tier.counters().unverified_refused == 1
+        FsOptions(root=str(root), unverified="accept", **SEALED)
+    path = root / FileMapper(mapper.namespace, "flat").name(KEYS[0])
+    path.parent.mkdir(parents=True)
+    path.write_bytes(lender.chunk(KEYS[0]))
+    tier = await open_with(NEW)
+    assert await lender.recall(tier, KEYS) == MISSES
+    assert tier.counters().unverified_refused == 1
 
 
 async def test_keys_that_are_not_there_are_a_mistake_of_the_configuration_and_leave_nothing(
@@ -181,18 +174,3 @@ async def test_keys_that_are_not_there_are_a_mistake_of_the_configuration_and_le
     with pytest.raises(ConfigError, match=r"^seal_key_env: the environment has no variable"):
         await open_tier(layout=layout, **SEALED)
     assert not root.exists()
-
-
-async def test_the_longest_key_has_a_place_beside_the_seal(open_tier, lender, give, layout) -> None:
-    tier = await open_tier(layout=layout, capacity_bytes="1MiB", **give(NEW))
-    for length in (3_889, 3_888, 4_016, 100):
-        key = type(key_of(0))(b"k" * length)
-        outcome = (await tier.store(lender.writes([key])))[0]
-        assert (outcome is None) == (length <= (3_888 if layout == "segments" else 119))
-
-
-async def stored(open_tier, lender: Lender, **options: object):
-    tier = await open_tier(**options)
-    await lender.keep(tier, KEYS)
-    assert await lender.recall(tier, KEYS) == WHOLE
-    return tier

@@ -1,19 +1,20 @@
-"""What is not the tier's own takes no room of its: its chunks do not pay for it, nor for bytes that are nowhere."""
+"""What is not the tier's own takes no room of its, and is left alone: strangers' files, neighbours, other layouts."""
 
+import logging
 import os
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from kvtier.testing.conformance import Lender
-from kvtier.testing.conformance.lender import keys_of, label
-from tests.fs.conftest import scanned
+from kvtier.backend.contract import TierContext
+from kvtier.backend.namespace import FileMapper, Namespace
+from kvtier.testing.conformance.lender import key_of, keys_of
+from kvtier_backends.fs import FsBackend, FsOptions
+from kvtier_backends.fs.disk.owner import OWNER
+from tests.fs.conftest import DEADLINE_S, ROW_BYTES, scanned, whole
 
-DEADLINE_S = 20.0
 CAPACITY_BYTES = 1 << 20
-HUGE_BYTES = 1 << 40
-WAYS = {"vllm": {}, "flat": {"naming": "flat"}, "shared": {"shared": True}, "segments": {"layout": "segments"}}
+FILES, FLAT, SEGMENTS = {"layout": "files"}, {"layout": "files", "naming": "flat"}, {"layout": "segments"}
+WAYS = {"vllm": FILES, "flat": FLAT, "shared": {"shared": True}, "segments": SEGMENTS}
 STRANGERS = ("{chunks}/README", "{chunks}/abc/README", "{folder}/backup.tar", "{folder}/backup/a/b")
 LEFTOVERS = ("{chunks}/.00000000-1-1-1.tmp", "{folder}/index_r7")  # Named as the tier names its own.
 CHUNK_NAMES = {
@@ -24,49 +25,82 @@ CHUNK_NAMES = {
 }
 
 
-@pytest.fixture
-def lay(root, mapper) -> Callable[[str, str], Path]:
-    """Return a path beside a tier's chunks, in a folder that is there."""
-
-    def lay(way: str, name: str) -> Path:
-        suffix = {"flat": "_flat", "segments": "_segments"}.get(way, "")
-        path = root / name.format(chunks=mapper.chunks_folder + suffix, folder=mapper.folder)
+@pytest.mark.parametrize("holes", [True, False], ids=["of holes", "of bytes"])
+@pytest.mark.parametrize("way", WAYS)
+async def test_strangers_files_cost_no_chunk(open_tier, stored, lender, root, mapper, way, holes) -> None:
+    """Also of holes under a chunk's own name, where they cost no other."""
+    options = {"capacity_bytes": CAPACITY_BYTES, **WAYS[way]}
+    await stored(keys_of(8), **options)
+    chunks = mapper.chunks_folder + {"flat": "_flat", "segments": "_segments"}.get(way, "")
+    for name in (*STRANGERS, *LEFTOVERS, CHUNK_NAMES[way]) if holes else STRANGERS:
+        path = root / name.format(chunks=chunks, folder=mapper.folder)
         path.parent.mkdir(parents=True, exist_ok=True)
-        return path
-
-    return lay
-
-
-async def costs_nothing(open_tier, lender: Lender, scanned, way: str, place: Callable[[], None]) -> None:
-    """Assert that chunks stay, and others are stored, with something in the directory from before the start."""
-    first = await open_tier(capacity_bytes=CAPACITY_BYTES, **WAYS[way])
-    await lender.keep(first, keys_of(8))
-    await first.aclose(DEADLINE_S)
-    place()
-    tier = await open_tier(capacity_bytes=CAPACITY_BYTES, **WAYS[way])
+        path.write_bytes(b"" if holes else os.urandom(2 * CAPACITY_BYTES))
+        if holes:
+            os.truncate(path, 1 << 40)
+    tier = await open_tier(**options)
     await scanned(tier)
     await lender.keep(tier, keys_of(8, start=8))
-    assert await lender.recall(tier, keys_of(16)) == [label(key) for key in keys_of(16)]
+    assert await lender.recall(tier, keys_of(16)) == whole(keys_of(16))
     assert tier.counters().evicted == 0
 
 
-@pytest.mark.parametrize("way", WAYS)
-async def test_files_of_holes_cost_no_chunk(open_tier, lender, lay, way) -> None:
-    """Also under a chunk's own name, where they cost no other."""
-
-    def place() -> None:
-        for name in (*STRANGERS, *LEFTOVERS, CHUNK_NAMES[way]):
-            path = lay(way, name)
-            path.touch()
-            os.truncate(path, HUGE_BYTES)
-
-    await costs_nothing(open_tier, lender, scanned, way, place)
+def warnings(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-@pytest.mark.parametrize("way", WAYS)
-async def test_chunks_do_not_pay_for_what_somebody_else_keeps_there(open_tier, lender, lay, way) -> None:
-    def place() -> None:
-        for name in STRANGERS:
-            lay(way, name).write_bytes(os.urandom(2 * CAPACITY_BYTES))
+@pytest.mark.parametrize(
+    ("before", "now", "remedy"),
+    [
+        (FILES, SEGMENTS, 'layout = "files"'),
+        (FLAT, SEGMENTS, 'layout = "files" and naming = "flat"'),
+        (SEGMENTS, FILES, 'layout = "segments"'),
+        (FLAT, FILES, 'layout = "files" and naming = "flat"'),
+        (FILES, FLAT, 'layout = "files"'),
+    ],
+)
+async def test_who_changes_the_layout_hears_of_what_lies_there_in_the_old_one(
+    open_tier, stored, root, mapper, caplog, before, now, remedy
+) -> None:
+    await stored([key_of(1)], **before)
+    (chunks,) = (name for name in os.listdir(root) if name not in (mapper.folder, OWNER))
+    caplog.clear()
+    await open_tier(**now)
+    (said,) = warnings(caplog)
+    for part in (f"{root}/{chunks} ", remedy, f"--namespace {chunks}"):
+        assert part in said
 
-    await costs_nothing(open_tier, lender, scanned, way, place)
+
+@pytest.mark.parametrize("now", [FILES, FLAT, SEGMENTS])
+async def test_other_models_and_empty_folders_are_no_news(open_tier, stored, root, mapper, caplog, now) -> None:
+    for options in (FILES, FLAT, SEGMENTS):  # Each leaves a folder without a chunk.
+        await stored([], **options)
+    (root / f"other_{'0' * 12}_r0" / "000").mkdir(parents=True)
+    (root / mapper.chunks_folder.replace("_r0", "_r1") / "000").mkdir(parents=True)
+    await open_tier(**now)
+    assert warnings(caplog) == []
+
+
+async def test_neighbours_are_left_alone_and_counted(open_tier, stored, lender, root, caplog) -> None:
+    """Another model, another rank, and the same facts under flat names."""
+    await stored([key_of(0)])
+    neighbours = [
+        (Namespace(model_name="other"), "vllm"),
+        (Namespace(model_name="org/model", rank=1), "vllm"),
+        (Namespace(model_name="org/model"), "flat"),
+    ]
+    for namespace, naming in neighbours:
+        context = TierContext("1:fs", FileMapper(namespace), ROW_BYTES)
+        theirs = await FsBackend.open(FsOptions(root=str(root), naming=naming), context)
+        await lender.keep(theirs, [key_of(0)], version=1)
+        await theirs.aclose(DEADLINE_S)
+    files = sorted(path for path in root.rglob("*") if path.is_file())
+    with caplog.at_level("INFO"):
+        tier = await open_tier()
+        assert await scanned(tier) == {key_of(0)}
+    assert tier.counters().scan_others == 3
+    assert "has 3 neighbours, left alone" in caplog.text
+    assert tier.occupancy().chunks == 1
+    assert await lender.recall(tier, [key_of(0)]) == whole([key_of(0)])
+    await tier.aclose(DEADLINE_S)
+    assert sorted(path for path in root.rglob("*") if path.is_file()) == files
