@@ -6,46 +6,33 @@
 
 TYPE_CHECKING = False  # Type checkers know the name; importing `typing` would take longer than all the rest.
 if TYPE_CHECKING:
-    from kvtier.backend import Group, Namespace, OffloadKey, make_offload_key
-    from kvtier.config import EngineConfig, EngineLimits, TierConfig, TierLimits
-    from kvtier.engine.answers import Event, EventKind, LookupResult, StorePlan
-    from kvtier.engine.manager import TieringOffloadingManager
-    from kvtier.engine.metrics import EngineStats, PrimaryStats, TierStats
-    from kvtier.engine.steps import StepManager
-    from kvtier.engine.tier import TierMatcher
-    from kvtier.errors import BackendUnavailable, ConfigError, EngineClosed, KVTierError, RowsStillRead, WrongLoop
-    from kvtier.settings.hints import Hint
+    from kvtier.backend import Group as Group
+    from kvtier.backend import Namespace as Namespace
+    from kvtier.backend import OffloadKey as OffloadKey
+    from kvtier.backend import make_offload_key as make_offload_key
+    from kvtier.config import EngineConfig as EngineConfig
+    from kvtier.config import EngineLimits as EngineLimits
+    from kvtier.config import TierConfig as TierConfig
+    from kvtier.config import TierLimits as TierLimits
+    from kvtier.engine.answers import Event as Event
+    from kvtier.engine.answers import EventKind as EventKind
+    from kvtier.engine.answers import LookupResult as LookupResult
+    from kvtier.engine.answers import StorePlan as StorePlan
+    from kvtier.engine.manager import TieringOffloadingManager as TieringOffloadingManager
+    from kvtier.engine.metrics import EngineStats as EngineStats
+    from kvtier.engine.metrics import PrimaryStats as PrimaryStats
+    from kvtier.engine.metrics import TierStats as TierStats
+    from kvtier.engine.steps import StepManager as StepManager
+    from kvtier.engine.tier import TierMatcher as TierMatcher
+    from kvtier.errors import BackendUnavailable as BackendUnavailable
+    from kvtier.errors import ConfigError as ConfigError
+    from kvtier.errors import EngineClosed as EngineClosed
+    from kvtier.errors import KVTierError as KVTierError
+    from kvtier.errors import RowsStillRead as RowsStillRead
+    from kvtier.errors import WrongLoop as WrongLoop
+    from kvtier.settings.hints import Hint as Hint
 
 __version__ = "0.2.0"
-
-__all__ = [
-    "BackendUnavailable",
-    "ConfigError",
-    "EngineClosed",
-    "EngineConfig",
-    "EngineLimits",
-    "EngineStats",
-    "Event",
-    "EventKind",
-    "Group",
-    "Hint",
-    "KVTierError",
-    "LookupResult",
-    "Namespace",
-    "OffloadKey",
-    "PrimaryStats",
-    "RowsStillRead",
-    "StepManager",
-    "StorePlan",
-    "TierConfig",
-    "TierLimits",
-    "TierMatcher",
-    "TierStats",
-    "TieringOffloadingManager",
-    "WrongLoop",
-    "__version__",
-    "make_offload_key",
-]
 
 _NAMES_BY_MODULE = {
     "kvtier.backend.namespace": "Group Namespace OffloadKey make_offload_key",
@@ -59,7 +46,8 @@ _NAMES_BY_MODULE = {
     "kvtier.settings.hints": "Hint",
 }
 
-if not TYPE_CHECKING:  # Type checkers would accept every name.
+if not TYPE_CHECKING:  # Type checkers read the imports above, and would accept every name.
+    __all__ = sorted(["__version__", *(name for names in _NAMES_BY_MODULE.values() for name in names.split())])
 
     def __getattr__(name: str) -> object:
         for module_name, names in _NAMES_BY_MODULE.items():
@@ -70,6 +58,5 @@ if not TYPE_CHECKING:  # Type checkers would accept every name.
                 return globals()[name]
         raise AttributeError(f"module 'kvtier' has no attribute {name!r}")
 
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -7,10 +7,10 @@ import json
 import os
 import re
 import sys
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
 from msgspec.structs import force_setattr, replace
@@ -35,7 +35,7 @@ from kvtier.settings import (
     struct_fields,
     struct_paths,
 )
-from kvtier.settings.words import secret_in
+from kvtier.settings.fields import is_secret
 
 PRIMARY_NAME = "cpu"  # The primary's name among those of tiers.
 ROWS_MAX = (1 << 32) - 1  # Row numbers travel between processes as 32-bit integers.
@@ -135,24 +135,6 @@ class EngineConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     chunk_tokens: Count | None = None  # Tokens whose KV a chunk holds; None: as the namespace says.
     late_margin: LateMargin = 1.5  # Times what computing takes, a load may take; then the request computes after all.
 
-    if TYPE_CHECKING:  # The constructor also reads text with a unit, which msgspec's field types do not show.
-
-        def __init__(
-            self,
-            *,
-            cpu_bytes_to_use: int | str,
-            chunk_bytes: int | str,
-            eviction_policy: str = "lru",
-            secondary_tiers: Sequence[TierConfig | Mapping[str, Any]] = (),
-            runner: Literal["inline", "process"] | None = None,
-            namespace: Namespace = ...,
-            limits: EngineLimits = ...,
-            events: bool = False,
-            prefill_tokens_per_s: float | None = None,
-            chunk_tokens: int | None = None,
-            late_margin: float = 1.5,
-        ) -> None: ...
-
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any], where: str = "") -> Self:
         """Make a configuration of a mapping, as strictly as of a file; `where` begins the path in messages.
@@ -165,16 +147,15 @@ class EngineConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return config
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
+    def load(cls, path: str | os.PathLike[str]) -> "EngineConfig":
         """Read a configuration from a `.toml` or `.json` file; `ConfigError` names the file and the place in it.
 
         `type` and `eviction_policy` may name a class of a module beside the file, as `module:Class`.
         """
+        config = read_config(path)
         with _named_in_errors(path):
-            config = decode(cls, read_tables(path))
-            _find_modules_beside(config, path)
             _check(config)
-            return config
+        return config
 
     def __post_init__(self) -> None:
         """Check rules between fields; name the tiers, and set the namespace's row length."""
@@ -240,7 +221,7 @@ def tier_options(tier: TierConfig, where: str) -> msgspec.Struct:
     for name in _paths(options).intersection(tier.options):
         if (place := _PLACE.search(str(tier.options[name]))) is not None:
             accepted = " and ".join(f"{{{each}}}" for each in PLACES)
-            secret = secret_in(struct_fields(options)[name].type)
+            secret = is_secret(struct_fields(options)[name].type)
             given = "a place" if secret else repr(place[0])
             raise ConfigError(f"{where}.{name}: {given} given in a path, {accepted} accepted, inside vLLM alone")
     if taken := sorted(common & struct_fields(options).keys()):

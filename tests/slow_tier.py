@@ -12,13 +12,12 @@ from typing import Any, Self
 
 from kvtier.backend import Backend, Outcome, Read, TierContext, Wrapper, backend_class
 from kvtier.config import TierConfig, tier_options
-from kvtier.settings import Checked, Duration
-from kvtier.testing.faults import InnerTier
+from kvtier.settings import Checked, Duration, decode
 from kvtier_backends.dummy import DummyBackend, DummyDevice, DummyOptions
 
 
 class SlowOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    inner: InnerTier
+    inner: dict[str, Any]
     speed: str
 
 
@@ -34,8 +33,8 @@ class SlowTier(Wrapper[SlowOptions]):
 
     @classmethod
     async def open(cls, options: SlowOptions, context: TierContext) -> Self:
-        inner = options.inner
-        own = tier_options(TierConfig(type=inner.type, options=inner.options), "inner")
+        inner = decode(TierConfig, options.inner, "inner")
+        own = tier_options(inner, "inner")
         return cls(await backend_class(inner.type).open(own, context), Path(options.speed))
 
     async def load(self, reads: Sequence[Read]) -> Sequence[Outcome]:

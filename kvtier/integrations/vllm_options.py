@@ -28,7 +28,7 @@ from kvtier.config import (
 from kvtier.errors import ConfigError
 from kvtier.policies import require_policy
 from kvtier.settings import Checked, Count, Duration, Index, PositiveSize, Share, SlowDuration, decode, struct_fields
-from kvtier.settings.words import is_list, is_table, shown
+from kvtier.settings.fields import is_list, is_table, shown
 
 if TYPE_CHECKING:  # `rows` imports vLLM; options can be checked without it.
     from kvtier.integrations.vllm.rows import RowPlan

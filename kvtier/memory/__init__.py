@@ -1,35 +1,18 @@
 """Host memory: the region of rows that processes share; limits and forks of this process."""
 
-from kvtier.memory.prefault import PAGE_BYTES
-from kvtier.memory.region import LentRow, Region, RowLayout
-from kvtier.memory.rendezvous import Apart, mappings, ranges
-from kvtier.memory.this_process import (
-    GROUP_SIGNALS,
-    file_bytes_max,
-    fill_standard_streams,
-    is_of_a_limit,
-    let_go_in_forks,
-    reason,
-    require_descriptors,
-    require_file_bytes,
-    start_thread,
-)
-
-__all__ = [
-    "GROUP_SIGNALS",
-    "PAGE_BYTES",
-    "Apart",
-    "LentRow",
-    "Region",
-    "RowLayout",
-    "file_bytes_max",
-    "fill_standard_streams",
-    "is_of_a_limit",
-    "let_go_in_forks",
-    "mappings",
-    "ranges",
-    "reason",
-    "require_descriptors",
-    "require_file_bytes",
-    "start_thread",
-]
+from kvtier.memory.region import LentRow as LentRow
+from kvtier.memory.region import Region as Region
+from kvtier.memory.region import RowLayout as RowLayout
+from kvtier.memory.rendezvous import Apart as Apart
+from kvtier.memory.rendezvous import mappings as mappings
+from kvtier.memory.rendezvous import ranges as ranges
+from kvtier.memory.this_process import GROUP_SIGNALS as GROUP_SIGNALS
+from kvtier.memory.this_process import PAGE_BYTES as PAGE_BYTES
+from kvtier.memory.this_process import file_bytes_max as file_bytes_max
+from kvtier.memory.this_process import fill_standard_streams as fill_standard_streams
+from kvtier.memory.this_process import is_of_a_limit as is_of_a_limit
+from kvtier.memory.this_process import let_go_in_forks as let_go_in_forks
+from kvtier.memory.this_process import reason as reason
+from kvtier.memory.this_process import require_descriptors as require_descriptors
+from kvtier.memory.this_process import require_file_bytes as require_file_bytes
+from kvtier.memory.this_process import start_thread as start_thread

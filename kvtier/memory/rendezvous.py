@@ -20,7 +20,7 @@ from contextlib import ExitStack, suppress
 from typing import NamedTuple, Self
 
 from kvtier.errors import ConfigError
-from kvtier.memory.prefault import PAGE_BYTES, require_free
+from kvtier.memory.this_process import PAGE_BYTES, require_free
 
 _MAGIC = b"kvtier\x00\x01"
 _HEADER = struct.Struct("=8sQQQ")  # Magic, rows, bytes a row, participants.

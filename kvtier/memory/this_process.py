@@ -1,4 +1,4 @@
-"""This process: its standard streams, its forks, and its resource limits."""
+"""This process: its standard streams, its forks, its resource limits, and the host memory that is free for it."""
 
 import errno
 import mmap
@@ -7,10 +7,13 @@ import resource
 import signal
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 from kvtier.errors import ConfigError
 
+PAGE_BYTES = 4_096  # Right for O_DIRECT, for footers and for every kernel that kvtier runs on.
 DESCRIPTORS_MIN = 32  # A dozen of a runner, and those that the lanes of one tier open at once.
 STANDARD_STREAMS = range(3)
 STACK_BYTES_MOST = 64 << 20  # No larger stack is checked: for unlimited stacks, the C library takes 2 MiB.
@@ -46,21 +49,22 @@ def require_descriptors() -> None:
         opened = len(os.listdir("/proc/self/fd"))
     except OSError as error:
         raise ConfigError(f"an engine needs {DESCRIPTORS_MIN} descriptors: {reason(error)}") from error
-    limit = _LIMITS[errno.EMFILE]
-    if limit.soft is not None and opened + DESCRIPTORS_MIN > limit.soft:
-        raise ConfigError(f"{opened:,} descriptors are open, and an engine needs {DESCRIPTORS_MIN}: {limit.said}")
+    limit = _limit(errno.EMFILE)
+    if limit is not None and opened + DESCRIPTORS_MIN > limit:
+        said = _said(errno.EMFILE)
+        raise ConfigError(f"{opened:,} descriptors are open, and an engine needs {DESCRIPTORS_MIN}: {said}")
 
 
 def file_bytes_max() -> int | None:
     """Return the largest file size that this process may write; None if it is unlimited."""
-    return _LIMITS[errno.EFBIG].soft
+    return _limit(errno.EFBIG)
 
 
 def require_file_bytes(size_bytes: int) -> None:
     """Raise `ConfigError` unless this process may write a file of this size."""
-    limit = _LIMITS[errno.EFBIG]
-    if limit.soft is not None and limit.soft < size_bytes:
-        raise ConfigError(f"files of {size_bytes:,} bytes are needed: {limit.said}")
+    limit = file_bytes_max()
+    if limit is not None and limit < size_bytes:
+        raise ConfigError(f"files of {size_bytes:,} bytes are needed: {_said(errno.EFBIG)}")
 
 
 def start_thread(thread: threading.Thread) -> None:
@@ -101,31 +105,24 @@ def _tell_holders() -> None:
 os.register_at_fork(after_in_child=_tell_holders)
 
 
-class _ProcessLimit(NamedTuple):
-    """A resource limit of this process."""
-
-    name: str
-    resource: int
-    remedy: str
-
-    @property
-    def soft(self) -> int | None:
-        """The present limit; None if there is none."""
-        soft, _ = resource.getrlimit(self.resource)
-        return None if soft == resource.RLIM_INFINITY else soft
-
-    @property
-    def said(self) -> str:
-        """The limit's value and remedy for a message; empty if there is no limit."""
-        return "" if self.soft is None else f"{self.name} is {self.soft:,} (raise it: {self.remedy})"
-
-
-_LIMITS = {
-    errno.EMFILE: _ProcessLimit("RLIMIT_NOFILE", resource.RLIMIT_NOFILE, "ulimit -n"),
-    errno.EFBIG: _ProcessLimit("RLIMIT_FSIZE", resource.RLIMIT_FSIZE, "ulimit -f"),
-    errno.ENOMEM: _ProcessLimit("RLIMIT_AS", resource.RLIMIT_AS, "ulimit -v"),
-    errno.EAGAIN: _ProcessLimit("RLIMIT_NPROC", resource.RLIMIT_NPROC, "ulimit -u"),
+_LIMITS = {  # The limit that an errno may be of, and the remedy.
+    errno.EMFILE: ("RLIMIT_NOFILE", "ulimit -n"),
+    errno.EFBIG: ("RLIMIT_FSIZE", "ulimit -f"),
+    errno.ENOMEM: ("RLIMIT_AS", "ulimit -v"),
+    errno.EAGAIN: ("RLIMIT_NPROC", "ulimit -u"),
 }
+
+
+def _limit(code: int) -> int | None:
+    """Return the present limit that an errno may be of; None if there is none."""
+    soft, _ = resource.getrlimit(getattr(resource, _LIMITS[code][0]))
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _said(code: int) -> str:
+    """Return a limit's value and remedy for a message; empty if there is no limit."""
+    limit, (name, remedy) = _limit(code), _LIMITS[code]
+    return "" if limit is None else f"{name} is {limit:,} (raise it: {remedy})"
 
 
 def is_of_a_limit(error: BaseException) -> bool:
@@ -136,15 +133,85 @@ def is_of_a_limit(error: BaseException) -> bool:
 def reason(error: BaseException) -> str:
     """Return the message of an error. If a limit of this process may be the cause, name it and the remedy."""
     said = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-    limits = [words for limit in _exceeded(error) if (words := limit.said)]
+    limits = list(filter(None, map(_said, _exceeded(error))))
     return f"{said}; {' and '.join(limits)}" if limits else said
 
 
-def _exceeded(error: BaseException) -> list[_ProcessLimit]:
+def _exceeded(error: BaseException) -> list[int]:
+    """Return the numbers of the limits that an error may be due to."""
     if isinstance(error, OSError):
-        return [_LIMITS[error.errno]] if error.errno in _LIMITS else []
+        return [error.errno] if error.errno in _LIMITS else []
     if isinstance(error, MemoryError):
-        return [_LIMITS[errno.ENOMEM]]
-    if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
-        return [_LIMITS[errno.ENOMEM], _LIMITS[errno.EAGAIN]]
-    return []
+        return [errno.ENOMEM]
+    return [errno.ENOMEM, errno.EAGAIN] if isinstance(error, RuntimeError) and str(error) == _NO_THREAD else []
+
+
+class FreeMemory(NamedTuple):
+    """The bytes that one limit leaves, and the remedy if they are too few."""
+
+    size_bytes: int
+    place: str
+    remedy: str
+
+
+def require_free(size_bytes: int, directory: str | None = None, root: str = "/") -> None:
+    """Raise `ConfigError` unless `size_bytes` of memory are free now, and on `directory`'s file system if given.
+
+    A size is compared with the free memory before a page is touched: the kernel grants more than it has. `root` is the
+    directory of /proc and /sys/fs/cgroup.
+    """
+    limits = [_available(root), *_cgroup_limits(root)]
+    if directory is not None:
+        limits.append(_file_system(directory))
+    tightest = min(limits)
+    if size_bytes > tightest.size_bytes:
+        free = f"{max(tightest.size_bytes, 0):,} are free in {tightest.place}"
+        raise ConfigError(f"{size_bytes:,} bytes of host memory were asked for and {free}: {tightest.remedy}")
+
+
+def _available(root: str) -> FreeMemory:
+    with open(os.path.join(root, "proc/meminfo")) as meminfo:
+        fields = dict(line.split(":") for line in meminfo)
+    size_bytes = int(fields["MemAvailable"].split()[0]) * 1024
+    return FreeMemory(size_bytes, "this machine's memory (MemAvailable)", "ask for fewer bytes, or free some")
+
+
+def _file_system(directory: str) -> FreeMemory:
+    status = os.statvfs(directory)
+    remedy = "ask for fewer bytes, or mount it larger (mount -o remount,size=...; in a container, --shm-size)"
+    return FreeMemory(status.f_bavail * status.f_frsize, directory, remedy)
+
+
+def _cgroup_limits(root: str) -> Iterator[FreeMemory]:
+    """Yield the bytes that each limited control group above this process leaves, in version 2's or 1's hierarchy."""
+    with suppress(FileNotFoundError), open(os.path.join(root, "proc/self/cgroup")) as groups:
+        for line in groups:
+            _, controllers, path = line.rstrip("\n").split(":", 2)
+            if not controllers:
+                names = ("memory.max", "memory.current", "")
+                yield from _group_limits(os.path.join(root, "sys/fs/cgroup"), path, names)
+            elif "memory" in controllers.split(","):
+                names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+                yield from _group_limits(os.path.join(root, "sys/fs/cgroup/memory"), path, names)
+
+
+def _group_limits(mount: str, path: str, names: tuple[str, str, str]) -> Iterator[FreeMemory]:
+    limit_name, usage_name, stat_prefix = names
+    parts = [part for part in path.split("/") if part]
+    for depth in range(len(parts), -1, -1):
+        group = os.path.join(mount, *parts[:depth])
+        # A container may see its own group as the root, under a path that does not exist here.
+        with suppress(OSError):
+            limit = _read_file(group, limit_name).strip()
+            if limit == "max":
+                continue
+            statistics = dict(line.split() for line in _read_file(group, "memory.stat").splitlines())
+            # The kernel reclaims page cache before it refuses memory. Shared mappings are not in these counts.
+            cache = sum(int(statistics[f"{stat_prefix}{name}_file"]) for name in ("inactive", "active"))
+            free = int(limit) - int(_read_file(group, usage_name)) + cache
+            yield FreeMemory(free, f"control group {group}", f"ask for fewer bytes, or raise its {limit_name}")
+
+
+def _read_file(group: str, name: str) -> str:
+    with open(os.path.join(group, name)) as file:
+        return file.read()

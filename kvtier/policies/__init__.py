@@ -1,30 +1,19 @@
 """Eviction policies: the contract, built-in policies, policies by name, and orders of small numbers."""
 
-from kvtier.policies.ahead import EvictionQueue
-from kvtier.policies.density import Density
-from kvtier.policies.ghosts import ARC, S3FIFO
-from kvtier.policies.hinted import HintedOrder, Retained, Sessions
-from kvtier.policies.numbered import LinkedLRU, NumberOrder, number_order
-from kvtier.policies.plain import FIFO, LRU
-from kvtier.policies.policy import Policy, known_policies, policy_class, require_policy
-from kvtier.settings.hints import Hint
-
-__all__ = [
-    "ARC",
-    "FIFO",
-    "LRU",
-    "S3FIFO",
-    "Density",
-    "EvictionQueue",
-    "Hint",
-    "HintedOrder",
-    "LinkedLRU",
-    "NumberOrder",
-    "Policy",
-    "Retained",
-    "Sessions",
-    "known_policies",
-    "number_order",
-    "policy_class",
-    "require_policy",
-]
+from kvtier.policies.density import Density as Density
+from kvtier.policies.hinted import EvictionQueue as EvictionQueue
+from kvtier.policies.hinted import HintedOrder as HintedOrder
+from kvtier.policies.hinted import Retained as Retained
+from kvtier.policies.hinted import Sessions as Sessions
+from kvtier.policies.numbered import LinkedLRU as LinkedLRU
+from kvtier.policies.numbered import NumberOrder as NumberOrder
+from kvtier.policies.numbered import number_order as number_order
+from kvtier.policies.plain import ARC as ARC
+from kvtier.policies.plain import FIFO as FIFO
+from kvtier.policies.plain import LRU as LRU
+from kvtier.policies.plain import S3FIFO as S3FIFO
+from kvtier.policies.policy import Policy as Policy
+from kvtier.policies.policy import known_policies as known_policies
+from kvtier.policies.policy import policy_class as policy_class
+from kvtier.policies.policy import require_policy as require_policy
+from kvtier.settings.hints import Hint as Hint

@@ -12,9 +12,8 @@ from heapq import heapify, heappop
 from itertools import chain, filterfalse, islice
 from typing import Any
 
-from kvtier.policies.classes import HintLabels
 from kvtier.policies.policy import K, Policy
-from kvtier.policies.returns import STEPS, Branch, Label, Returns
+from kvtier.policies.returns import STEPS, Branch, HintLabels, Label, Returns
 from kvtier.settings.hints import Hint
 
 WARM_UP_REQUESTS = 512  # Until then it is an LRU: nothing is known yet.

@@ -21,11 +21,11 @@ K = TypeVar("K", bound=Hashable)
 ENTRY_POINT_GROUP = "kvtier.policies"
 
 _BUILT_IN = {
-    "arc": "kvtier.policies.ghosts:ARC",
+    "arc": "kvtier.policies.plain:ARC",
     "density": "kvtier.policies.density:Density",
     "fifo": "kvtier.policies.plain:FIFO",
     "lru": "kvtier.policies.plain:LRU",
-    "s3fifo": "kvtier.policies.ghosts:S3FIFO",
+    "s3fifo": "kvtier.policies.plain:S3FIFO",
 }
 
 

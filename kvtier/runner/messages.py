@@ -322,8 +322,8 @@ Message = (
 LocalMessage = RunnerLost | RunnerGone | RunnerBack
 
 _encoder = msgspec.msgpack.Encoder()
-_actions = msgspec.msgpack.Decoder(list[Action | Close])
-_messages = msgspec.msgpack.Decoder(list[Message])
+actions_of = msgspec.msgpack.Decoder(list[Action | Close]).decode  # Of a frame's body.
+messages_of = msgspec.msgpack.Decoder(list[Message]).decode
 
 
 def frame(items: Sequence[Action | Close | Message]) -> bytes:
@@ -332,14 +332,6 @@ def frame(items: Sequence[Action | Close | Message]) -> bytes:
 
 def framed(body: bytes) -> bytes:
     return len(body).to_bytes(LENGTH_BYTES, "little") + body
-
-
-def actions_of(body: bytes) -> list[Action | Close]:
-    return _actions.decode(body)
-
-
-def messages_of(body: bytes) -> list[Message]:
-    return _messages.decode(body)
 
 
 async def read_frame(reader: StreamReader) -> bytes | None:

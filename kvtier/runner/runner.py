@@ -54,6 +54,7 @@ TURNS_S = 0.05  # A call that has ended leaves its task a few turns of the loop 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 Call = Callable[[], Awaitable[Sequence[Outcome]]]
 
@@ -243,7 +244,9 @@ class Runner:
 
     async def close_tiers(self, deadline_s: float) -> None:
         """Close the tiers alone; if the runner's loop has been closed, on another one."""
-        closings = [asyncio.ensure_future(_awaited(partial(tier.backend.aclose, deadline_s))) for tier in self._tiers]
+        closings = [
+            asyncio.ensure_future(_awaited(partial(tier.backend.aclose, deadline_s), bool)) for tier in self._tiers
+        ]
         if closings:
             await asyncio.wait(closings, timeout=deadline_s + TURNS_S)
         for tier, closing in zip(self._tiers, closings, strict=True):
@@ -315,7 +318,7 @@ class Runner:
             self._post(Finished.of(action.id, _all(Code.DEADLINE, chunks), self._clock() - begun))
             ended(True)
             return
-        task, in_time = await self._begun(tier, _listed(call), f"{chunks} chunks")
+        task, in_time = await self._begun(tier, _awaited(call, list[Outcome]), f"{chunks} chunks")
         budget.release(size_bytes, chunks)
         if in_time:
             failed, cause = _outcome(task, chunks, self._logs[tier.name])
@@ -334,7 +337,7 @@ class Runner:
         """Probe, and post one answer a key, or none."""
         tier, keys = self._tiers[action.tier], unpack_keys(action.keys)
         begun = self._clock()
-        call = _told(partial(tier.backend.probe, keys))
+        call = _awaited(partial(tier.backend.probe, keys), _packed_answers)
         task, in_time = await self._begun(tier, call, f"a question about {len(keys)} chunks")
         present, cause = _answers(task, len(keys), self._logs[tier.name]) if in_time else (b"", "deadline")
         self._post(Answered(action.id, present, self._clock() - begun, cause))
@@ -343,7 +346,7 @@ class Runner:
     async def _delete(self, action: Delete) -> None:
         tier, keys = self._tiers[action.tier], unpack_keys(action.keys)
         begun = self._clock()
-        call = _awaited(partial(tier.backend.delete, keys))
+        call = _awaited(partial(tier.backend.delete, keys), bool)
         self._changing[action.tier] += 1
         try:
             task, in_time = await self._begun(tier, call, f"a deletion of {len(keys)} chunks")
@@ -367,10 +370,8 @@ class Runner:
         task = asyncio.ensure_future(call)
         in_time, _ = await asyncio.wait({task}, timeout=tier.deadline_s)
         if not in_time:
-            level = self._logs[tier.name].level(logging.WARNING, "overdue")
-            logger.log(
-                level, "tier %s: %s ran out of time (%g s); see %s", tier.name, what, tier.deadline_s, Remedy.OVERDUE
-            )
+            log, overdue = self._logs[tier.name], f"{what} ran out of time ({tier.deadline_s:g} s)"
+            log.line(logging.WARNING, "overdue", overdue, Remedy.OVERDUE)
         return task, bool(in_time)
 
     async def _ended(self, tier: RunnerTier, task: "asyncio.Task[Any]", *, in_time: bool) -> None:
@@ -401,22 +402,12 @@ async def _in_time(work: Coroutine[Any, Any, None], deadline_s: float) -> bool:
     return True
 
 
-async def _awaited(call: Callable[[], Awaitable[T]]) -> T:
-    """Call a tier; every exception is the task's failure, also one before the first await."""
+async def _awaited(call: Callable[[], Awaitable[T]], taken: Callable[[T], R]) -> R:
+    """Call a tier, and take its answer; every exception is the task's failure, also one before the first await."""
     try:
-        return await call()
+        return taken(await call())
     except SystemExit as error:  # It would end the loop, and with it every other tier's work.
         raise RuntimeError(f"a tier may not exit, {error.code!r}") from error
-
-
-async def _listed(call: Call) -> list[Outcome]:
-    """Call a tier, and take its outcomes."""
-    return list(await _awaited(call))
-
-
-async def _told(call: Callable[[], Awaitable[Sequence[bool]]]) -> bytes:
-    """Probe a tier, and take its answers, one byte each."""
-    return bytes(map(bool, await _awaited(call)))
 
 
 class CallLog:
@@ -426,31 +417,28 @@ class CallLog:
         self.name = name
         self._limit = LineLimit(lambda: asyncio.get_running_loop().time())
 
-    def level(self, level: int, kind: str) -> int:
-        """Return the level of a line; DEBUG if one of its kind was logged within the last minute."""
-        return level if self._limit.allows(kind) else logging.DEBUG
+    def line(
+        self, level: int, kind: str, said: object, remedy: Remedy, *, exc_info: BaseException | None = None
+    ) -> None:
+        """Log a line; at DEBUG if one of its kind was logged within the last minute."""
+        level = level if self._limit.allows(kind) else logging.DEBUG
+        logger.log(level, "tier %s: %s; see %s", self.name, said, remedy, exc_info=exc_info)
 
 
 def _completed(task: "asyncio.Task[Any]", log: CallLog) -> bool:
     """Return True if an ended call returned; log its failure."""
     if task.cancelled():
-        level = log.level(logging.ERROR, "cancelled")
-        logger.log(level, "tier %s: its call was cancelled from within; see %s", log.name, Remedy.CONTRACT)
+        log.line(logging.ERROR, "cancelled", "its call was cancelled from within", Remedy.CONTRACT)
         return False
     error = task.exception()
     if error is None:
         return True
     if isinstance(error, BackendClosed):  # During the runner's own closing: queued calls are given up.
-        if log.level(logging.INFO, "closed") == logging.INFO:
-            logger.info("tier %s: %s", log.name, error)
+        log.line(logging.INFO, "closed", error, Remedy.CLOSED)
     elif isinstance(error, BackendError):
-        level = log.level(logging.WARNING, "unavailable")
-        logger.log(level, "tier %s: %s; see %s", log.name, error, Remedy.UNAVAILABLE)
+        log.line(logging.WARNING, "unavailable", error, Remedy.UNAVAILABLE)
     else:  # The supervisor's edge: a bug in a tier costs its hits, not the others'.
-        level = log.level(logging.ERROR, "raised")
-        logger.log(
-            level, "tier %s: its call raised what no tier may raise; see %s", log.name, Remedy.CONTRACT, exc_info=error
-        )
+        log.line(logging.ERROR, "raised", "its call raised what no tier may raise", Remedy.CONTRACT, exc_info=error)
     return False
 
 
@@ -466,15 +454,16 @@ def _outcome(task: "asyncio.Task[Sequence[Outcome]]", chunks: int, log: CallLog)
         return _all(Code.UNAVAILABLE, chunks), _cause(task)
     outcomes = task.result()
     if len(outcomes) != chunks:
-        level = log.level(logging.ERROR, "outcomes")
-        logger.log(
-            level, "tier %s: %d outcomes for %d chunks; see %s", log.name, len(outcomes), chunks, Remedy.CONTRACT
-        )
+        log.line(logging.ERROR, "outcomes", f"{len(outcomes)} outcomes for {chunks} chunks", Remedy.CONTRACT)
         return _all(Code.FAILED, chunks), ""
     failed = {index: code_of(outcome) for index, outcome in enumerate(outcomes) if outcome is not None}
     if not failed:
         return failed, ""
     return failed, cause_of(max(filter(None, outcomes), key=code_of))
+
+
+def _packed_answers(present: Sequence[bool]) -> bytes:
+    return bytes(map(bool, present))
 
 
 def _answers(task: "asyncio.Task[bytes]", keys: int, log: CallLog) -> tuple[bytes, str]:
@@ -485,7 +474,7 @@ def _answers(task: "asyncio.Task[bytes]", keys: int, log: CallLog) -> tuple[byte
     return present if len(present) == keys else b"", ""
 
 
-def _deletion(task: "asyncio.Task[None]", keys: int, log: CallLog) -> tuple[dict[int, Code], str]:
+def _deletion(task: "asyncio.Task[Any]", keys: int, log: CallLog) -> tuple[dict[int, Code], str]:
     """Return index → code of the keys whose delete failed, all or none, and the cause."""
     if _completed(task, log):
         return {}, ""

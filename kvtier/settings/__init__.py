@@ -1,61 +1,33 @@
 """Settings: fields of configuration structs, their units, words for errors, and plug-ins."""
 
-from kvtier.settings.fields import Checked, decode, option_fields, struct_fields, struct_paths
-from kvtier.settings.foreign import foreign, read_toml
-from kvtier.settings.plugins import find_class, known_names
-from kvtier.settings.secrets import check_secret, open_secret, secret_variable
-from kvtier.settings.units import (
-    AGE_S_MAX,
-    SIZE_BYTES_MAX,
-    Age,
-    Count,
-    Duration,
-    Index,
-    Path,
-    PositiveDuration,
-    PositiveSize,
-    SecretName,
-    SecretPath,
-    Share,
-    Size,
-    SlowDuration,
-    parse_duration,
-    parse_size,
-    shown_age,
-    shown_bytes,
-)
-from kvtier.settings.words import names_a_path
-
-__all__ = [
-    "AGE_S_MAX",
-    "SIZE_BYTES_MAX",
-    "Age",
-    "Checked",
-    "Count",
-    "Duration",
-    "Index",
-    "Path",
-    "PositiveDuration",
-    "PositiveSize",
-    "SecretName",
-    "SecretPath",
-    "Share",
-    "Size",
-    "SlowDuration",
-    "check_secret",
-    "decode",
-    "find_class",
-    "foreign",
-    "known_names",
-    "names_a_path",
-    "open_secret",
-    "option_fields",
-    "parse_duration",
-    "parse_size",
-    "read_toml",
-    "secret_variable",
-    "shown_age",
-    "shown_bytes",
-    "struct_fields",
-    "struct_paths",
-]
+from kvtier.settings.fields import Checked as Checked
+from kvtier.settings.fields import decode as decode
+from kvtier.settings.fields import foreign as foreign
+from kvtier.settings.fields import names_a_path as names_a_path
+from kvtier.settings.fields import option_fields as option_fields
+from kvtier.settings.fields import read_toml as read_toml
+from kvtier.settings.fields import struct_fields as struct_fields
+from kvtier.settings.fields import struct_paths as struct_paths
+from kvtier.settings.plugins import find_class as find_class
+from kvtier.settings.plugins import known_names as known_names
+from kvtier.settings.secrets import check_secret as check_secret
+from kvtier.settings.secrets import open_secret as open_secret
+from kvtier.settings.secrets import secret_variable as secret_variable
+from kvtier.settings.units import AGE_S_MAX as AGE_S_MAX
+from kvtier.settings.units import SIZE_BYTES_MAX as SIZE_BYTES_MAX
+from kvtier.settings.units import Age as Age
+from kvtier.settings.units import Count as Count
+from kvtier.settings.units import Duration as Duration
+from kvtier.settings.units import Index as Index
+from kvtier.settings.units import Path as Path
+from kvtier.settings.units import PositiveDuration as PositiveDuration
+from kvtier.settings.units import PositiveSize as PositiveSize
+from kvtier.settings.units import SecretName as SecretName
+from kvtier.settings.units import SecretPath as SecretPath
+from kvtier.settings.units import Share as Share
+from kvtier.settings.units import Size as Size
+from kvtier.settings.units import SlowDuration as SlowDuration
+from kvtier.settings.units import parse_duration as parse_duration
+from kvtier.settings.units import parse_size as parse_size
+from kvtier.settings.units import shown_age as shown_age
+from kvtier.settings.units import shown_bytes as shown_bytes

@@ -1,40 +1,45 @@
 """The decoder of configurations: structs from untyped input, strict, every mistake named by the path of its field.
 
 Input is walked field by field beside the struct's annotations, and msgspec converts the leaves. msgspec could convert
-the whole at once. But its messages do not say which values are accepted, and leave out the keys of dictionaries on the
-way.
+the whole at once. But its messages show what was given, which may be a secret. They do not say which values are
+accepted, and leave out the keys of dictionaries on the way.
 """
 
 import difflib
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import takewhile
 from types import NoneType, UnionType
-from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeGuard, TypeVar, Union, get_args, get_origin
 
 import msgspec
 from msgspec.structs import FieldInfo, force_setattr
 
-from kvtier.errors import ConfigError
-from kvtier.settings.words import (
-    accepted,
-    is_list,
-    is_struct,
-    is_table,
-    quoted,
-    secret_in,
-    shown,
-    sort_of,
-    structs_in,
-    unwrapped,
-)
+from kvtier.errors import ConfigError, escaped
+from kvtier.settings.units import Unit, parse_path, unit_of
 
 DEPTH_MAX = 32  # Nested lists and tables; a tier's options need three.
 KEY_CHARACTERS_MAX = 64  # In a field's name in a message.
+SHOWN_CHARACTERS_MAX = 80  # Of a value in a message: enough to find it, on one line.
+SHOWN_BITS_MAX = 256  # Longer integers are described: Python refuses to write out very long ones.
+
+_BOUNDS = {
+    "ge": "at least",
+    "gt": "more than",
+    "le": "at most",
+    "lt": "less than",
+    "multiple_of": "a multiple of",
+    "min_length": "of length at least",
+    "max_length": "of length at most",
+    "pattern": "matching",
+}
+_KINDS = {str: "text", int: "an integer", float: "a number", bool: "true or false", NoneType: "nothing"}
 
 S = TypeVar("S", bound=msgspec.Struct)
+T = TypeVar("T")
 
 
 class Checked(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -59,17 +64,15 @@ class Checked(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return ()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in self.__rich_repr__())})"
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.__rich_repr__())})"
 
-    def __rich_repr__(self) -> list[tuple[str, Any]]:
-        """Return the fields without secrets; of fields that others decode, such as a tier's options, only the names."""
-        return [(field.name, self._shown(field)) for field in struct_fields(type(self)).values()]
-
-    def _shown(self, field: FieldInfo) -> Any:
-        value = getattr(self, field.name)
-        if field.name == self.rest:
-            return _Verbatim(f"<{', '.join(map(repr, value))}>")
-        return _Verbatim("<not shown>") if value is not None and secret_in(field.type) else value
+    def __rich_repr__(self) -> Iterator[tuple[str, Any]]:
+        """Yield the fields without secrets; of fields that others decode, such as a tier's options, only the names."""
+        for field in struct_fields(type(self)).values():
+            value = getattr(self, field.name)
+            if field.name == self.rest:
+                value = sorted(value)
+            yield field.name, "<not shown>" if value is not None and is_secret(field.type) else value
 
     def __post_init__(self) -> None:
         for name, field in struct_fields(type(self)).items():
@@ -77,15 +80,6 @@ class Checked(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             value = _value(field.type, given, name)
             if value is not given:  # Read from text, or a list made a tuple.
                 force_setattr(self, field.name, value)
-
-
-class _Verbatim(str):
-    """Text whose representation is itself."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
 
 
 class _UnknownFieldError(ConfigError):
@@ -119,14 +113,23 @@ def decode(
         raise ConfigError(message) from None
 
 
-def struct_paths(cls: type[msgspec.Struct], where: str = "") -> Iterator[str]:
-    """Yield the paths of all fields of a struct and of those in it, such as `secondary_tiers[].limits.deadline_s`."""
-    for name, field in option_fields(cls).items():
-        yield _join(where, name)
-        for inner, in_list in structs_in(field.type):
-            yield from struct_paths(inner, _join(where, name) + "[]" * in_list)
-    if issubclass(cls, Checked):
-        yield from (_join(where, name) for name in cls.known_rest())
+def foreign(decode: Callable[[Any], T], text: str | bytes) -> T:
+    """Decode text with `json.loads`, `tomllib.loads` or one of msgspec's decoders.
+
+    Raises only `ValueError`, also for text that is nested too deeply.
+    """
+    try:
+        return decode(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def read_toml(text: str) -> dict[str, Any]:
+    """Decode TOML. Raises only `ValueError`."""
+    return foreign(tomllib.loads, text)
+
+
+# The fields of a struct.
 
 
 @cache
@@ -140,6 +143,63 @@ def option_fields(cls: type[msgspec.Struct]) -> dict[str, FieldInfo]:
     """Return the fields that a file may set."""
     facts = {*cls.facts, cls.rest} if issubclass(cls, Checked) else set[str | None]()
     return {name: field for name, field in struct_fields(cls).items() if field.name not in facts}
+
+
+def struct_paths(cls: type[msgspec.Struct], where: str = "") -> Iterator[str]:
+    """Yield the paths of all fields of a struct and of those in it, such as `secondary_tiers[].limits.deadline_s`."""
+    for name, field in option_fields(cls).items():
+        path, inner = _join(where, name), field.type
+        yield path
+        if get_origin(inner) in (tuple, list):
+            path, inner = f"{path}[]", get_args(inner)[0]
+        for member in _members(inner):
+            if _is_struct(member):
+                yield from struct_paths(member, path)
+    if issubclass(cls, Checked):
+        yield from (_join(where, name) for name in cls.known_rest())
+
+
+def names_a_path(kind: Any) -> bool:
+    """Return True if an annotation is `Path`, or a union with it."""
+    return any(unit.parse is parse_path for unit in map(_unit, _members(kind)) if unit is not None)
+
+
+def is_secret(kind: Any) -> bool:
+    """Return True if an annotation is of a secret, or a union with it: no message shows a value of it."""
+    return any(unit.hidden for unit in map(_unit, _members(kind)) if unit is not None)
+
+
+def _members(kind: Any) -> Sequence[Any]:
+    """Return the members of a union, or the only kind."""
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+
+
+def _bare(kind: Any) -> Any:
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+
+
+def _metas(kind: Any) -> list[msgspec.Meta]:
+    metadata = get_args(kind)[1:] if get_origin(kind) is Annotated else ()
+    return [meta for meta in metadata if isinstance(meta, msgspec.Meta)]
+
+
+def _unit(kind: Any) -> Unit | None:
+    return next(filter(None, map(unit_of, _metas(kind))), None)
+
+
+def _is_struct(bare: Any) -> TypeGuard[type[msgspec.Struct]]:
+    return isinstance(bare, type) and issubclass(bare, msgspec.Struct)
+
+
+def is_table(given: object) -> TypeGuard[Mapping[Any, Any]]:
+    return isinstance(given, Mapping)
+
+
+def is_list(given: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(given, list | tuple)
+
+
+# The walk.
 
 
 def _struct(cls: type[S], given: object, path: str, siblings: tuple[str, ...] = ()) -> S:
@@ -169,26 +229,13 @@ def _struct(cls: type[S], given: object, path: str, siblings: tuple[str, ...] = 
         raise ConfigError(f"{path}: {error}" if path else str(error)) from error
 
 
-def _missing(cls: type[msgspec.Struct], field: FieldInfo, path: str, others: Iterable[str]) -> str:
-    name = field.encode_name
-    meant = [key for key in others if _meant(cls, key) == repr(name)]
-    close = meant or difflib.get_close_matches(name, others, n=1)
-    hint = f" (did you mean it by {close[0]!r}?)" if close else ""
-    return f"{_join(path, name)}: missing, {accepted(field.type)} required{hint}"
-
-
-def _meant(cls: type[msgspec.Struct], key: str) -> str | None:
-    """Return the suggestion for a key, from the struct or one of its bases."""
-    bases = [base for base in cls.__mro__ if issubclass(base, Checked)]
-    return next((base.meant[key] for base in bases if key in base.meant), None)
-
-
 def _value(kind: Any, given: Any, path: str) -> Any:
     """Return a value of the annotation `kind`. Raises `ConfigError` with its path."""
-    bare, unit = unwrapped(kind)
-    if get_origin(bare) in (Union, UnionType):
-        return _one_of(bare, given, path)
-    if is_struct(bare):
+    bare, unit = _bare(kind), _unit(kind)
+    members = [member for member in _members(bare) if member is not NoneType]
+    if len(members) == 1 and len(_members(bare)) == 2:  # `X | None`: X's own message is the best one.
+        return None if given is None else _value(members[0], given, path)
+    if _is_struct(bare):
         return _struct(bare, given, path)
     if bare is Any:
         return _plain(given, path)
@@ -199,21 +246,6 @@ def _value(kind: Any, given: Any, path: str) -> Any:
         return msgspec.convert(value, kind)
     except ValueError:  # Includes msgspec's ValidationError, which may show the value.
         raise ConfigError(_refusal(path, given, kind)) from None
-
-
-def _one_of(union: Any, given: Any, path: str) -> Any:
-    """Return a value of the first member that accepts it."""
-    members = [member for member in get_args(union) if member is not NoneType]
-    if given is None and len(members) < len(get_args(union)):
-        return None
-    if len(members) == 1:  # `X | None`: X's own message is the best one.
-        return _value(members[0], given, path)
-    for member in members:
-        try:
-            return _value(member, given, path)
-        except ConfigError:
-            continue
-    raise ConfigError(_refusal(path, given, union))
 
 
 def _elements(bare: Any, given: Any, path: str) -> Any:
@@ -248,7 +280,7 @@ def _plain(given: Any, path: str, depth: int = 0) -> Any:
     if isinstance(given, str) and not given.isascii() and any("\ud800" <= letter <= "\udfff" for letter in given):
         raise ConfigError(f"{path}: text with lone surrogates given, text that UTF-8 can encode accepted")
     if not isinstance(given, int | float | str):
-        raise ConfigError(f"{path}: {sort_of(given)} given, text, a number, true, false, a list or a table accepted")
+        raise ConfigError(f"{path}: {_sort_of(given)} given, text, a number, true, false, a list or a table accepted")
     return given
 
 
@@ -267,13 +299,30 @@ def _join(path: str, key: str) -> str:
     return f"{path}.{shown_key}" if path else shown_key
 
 
+# Messages.
+
+
+def _missing(cls: type[msgspec.Struct], field: FieldInfo, path: str, others: Iterable[str]) -> str:
+    name = field.encode_name
+    meant = [key for key in others if _meant(cls, key) == repr(name)]
+    close = meant or difflib.get_close_matches(name, others, n=1)
+    hint = f" (did you mean it by {close[0]!r}?)" if close else ""
+    return f"{_join(path, name)}: missing, {_accepted(field.type)} required{hint}"
+
+
+def _meant(cls: type[msgspec.Struct], key: str) -> str | None:
+    """Return the suggestion for a key, from the struct or one of its bases."""
+    bases = [base for base in cls.__mro__ if issubclass(base, Checked)]
+    return next((base.meant[key] for base in bases if key in base.meant), None)
+
+
 def _refusal(path: str, given: object, kind: Any) -> str:
-    if secret := secret_in(kind):
-        return f"{path}: {sort_of(given)} given, {secret} accepted, not the secret itself"
-    unit = unwrapped(kind)[1]
+    unit = _unit(kind)
+    if unit is not None and unit.hidden:
+        return f"{path}: {_sort_of(given)} given, {unit.accepted} accepted, not the secret itself"
     meant = unit.respelled(given) if unit is not None and isinstance(given, str) else None
     hint = f" (did you mean {meant!r}?)" if meant else ""
-    return f"{path}: {shown(given)} given, {accepted(kind)} accepted{hint}"
+    return f"{path}: {shown(given)} given, {_accepted(kind)} accepted{hint}"
 
 
 def _unknown(error: _UnknownFieldError, places: list[str]) -> str:
@@ -292,3 +341,70 @@ def _unknown(error: _UnknownFieldError, places: list[str]) -> str:
 def _levels_shared(place: str, path: str) -> int:
     pairs = zip(place.split("."), path.split("."), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _accepted(kind: Any) -> str:
+    """Return the words for what an annotation accepts."""
+    bare, unit = _bare(kind), _unit(kind)
+    origin, arguments = get_origin(bare), get_args(bare)
+    if unit is not None:
+        words = unit.accepted
+    elif len(_members(bare)) > 1:
+        words = " or ".join(map(_accepted, arguments))
+    elif origin is Literal:
+        words = " or ".join(map(repr, arguments))
+    elif _is_struct(bare) or origin is dict:
+        words = "a table of fields"
+    elif origin in (tuple, list):
+        return f"a list{_bounds(kind)}, each element {_accepted(arguments[0])}"
+    else:
+        words = _KINDS.get(bare, getattr(bare, "__name__", str(bare)))
+    return words + _bounds(kind)
+
+
+def _bounds(kind: Any) -> str:
+    """Return the bounds of an annotated number, text or list in words."""
+    found = [
+        f"{word} {limit:,}" if isinstance(limit, int | float) else f"{word} {limit}"
+        for meta in _metas(kind)
+        for name, word in _BOUNDS.items()
+        if (limit := getattr(meta, name)) is not None
+    ]
+    return f", {' and '.join(found)}" if found else ""
+
+
+def shown(given: object) -> str:
+    """Return a value in words: itself if it is short, otherwise its kind."""
+    if is_table(given):
+        return "a table"
+    if is_list(given):
+        return "a list"
+    if isinstance(given, bool | NoneType):
+        return {True: "true", False: "false", None: "nothing"}[given]
+    if isinstance(given, int) and given.bit_length() > SHOWN_BITS_MAX:
+        return f"an integer of {given.bit_length():,} bits"
+    return quoted(given) if isinstance(given, str) else _cut(escaped(repr(given)))
+
+
+def quoted(text: str) -> str:
+    """Return text in quotes, escaped, cut, and without a user and a password."""
+    return _cut(repr(without_login(text)))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= SHOWN_CHARACTERS_MAX else f"{text[: SHOWN_CHARACTERS_MAX - 1]}…"
+
+
+def without_login(text: str) -> str:
+    """Return an address without what precedes its `@`, which may be a user and a password."""
+    head, at, rest = text.rpartition("@")
+    return f"…@{rest}" if at and ":" in head else text
+
+
+def _sort_of(given: object) -> str:
+    """Return the kind of a value in words, and nothing of the value."""
+    if is_table(given) or is_list(given) or isinstance(given, bool | NoneType):
+        return shown(given)
+    if isinstance(given, str):
+        return "text"
+    return "a number" if isinstance(given, int | float) else f"a value of type {type(given).__name__}"

@@ -7,15 +7,16 @@ counted, and the first of each kind is logged. The same struct serves both faces
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from reprlib import Repr
 from types import NoneType
-from typing import Annotated, Generic, Literal, TypeGuard, TypeVar
+from typing import Annotated, Generic, Literal, TypeVar
 
 import msgspec
 from msgspec.structs import force_setattr
 
 from kvtier.errors import Remedy
+from kvtier.settings.fields import is_table
 
 PRIORITY_MAX = 99
 RETAIN_S_MAX = 86_400.0  # Longer times are cut to this: no chunk is kept forever.
@@ -52,11 +53,11 @@ class Hint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """No chunk of the request is stored in a tier, or in the named tiers."""
 
     def __post_init__(self) -> None:
-        for attribute, types in _TYPES.items():
+        for attribute, (types, _) in _TYPES.items():
             value = getattr(self, attribute)
             if type(value) not in types:
                 force_setattr(self, attribute, _plain(attribute, value, types))
-        if not isinstance(self.no_store, bool) and not _all_text(self.no_store):
+        if not isinstance(self.no_store, bool) and not all(isinstance(name, str) for name in self.no_store):
             raise TypeError(_refusal("no_store", self.no_store))
 
     def keeps_out(self, tier: str) -> bool:
@@ -141,7 +142,7 @@ class _UnreadableError(Exception):
 
 def _read(given: object) -> Hint:
     sent: object = msgspec.to_builtins(given) if isinstance(given, Hint) else given
-    if not _is_table(sent):
+    if not is_table(sent):
         raise _UnreadableError("type", f"{type(given).__name__} given, a table of a hint's fields accepted")
     if len(sent) > len(_FIELDS):  # A million of them would take a step's time.
         raise _UnreadableError("field", f"{len(sent):,} fields given, {_ACCEPTED} accepted")
@@ -159,10 +160,6 @@ def _read(given: object) -> Hint:
     return hint
 
 
-def _is_table(given: object) -> TypeGuard[Mapping[str, object]]:
-    return isinstance(given, Mapping)
-
-
 def _wrong(field: tuple[str, object]) -> str | None:
     """Return the message about a field, a name and a value; None if it is valid."""
     try:
@@ -173,14 +170,12 @@ def _wrong(field: tuple[str, object]) -> str | None:
 
 
 def _refusal(name: str, value: object) -> str:
-    return f"{name}: {shown(value)} given, {_ACCEPTED_OF[name]} accepted"
+    name = name.rstrip("_")
+    _, accepted = _TYPES["class_" if name == "class" else name]
+    return f"{name}: {shown(value)} given, {accepted} accepted"
 
 
-def _all_text(values: Iterable[object]) -> bool:
-    return all(isinstance(value, str) for value in values)
-
-
-def _plain(attribute: str, value: object, types: frozenset[type]) -> object:
+def _plain(attribute: str, value: object, types: Sequence[type]) -> object:
     """Return the plain value of a subclass, such as NumPy's float or an enum's text; TypeError for other types."""
     if isinstance(value, float) and float in types:
         return float(value)
@@ -188,30 +183,21 @@ def _plain(attribute: str, value: object, types: frozenset[type]) -> object:
         return int(value)
     if isinstance(value, str) and str in types:
         return str.__str__(value)
-    raise TypeError(_refusal(attribute.rstrip("_"), value))
+    raise TypeError(_refusal(attribute, value))
 
 
 _short = Repr()
 _short.maxstring = _short.maxother = SAID_CHARACTERS_MAX
 
-_SECONDS: frozenset[type] = frozenset((float, int, NoneType))
-_TYPES: dict[str, frozenset[type]] = {
-    "over": frozenset((bool,)),
+_SECONDS = (float, int, NoneType), "a finite number of seconds, at least 0,"
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {  # What each attribute takes, and the words for it.
+    "over": ((bool,), "true or false"),
     "returns_in_s": _SECONDS,
     "retain_s": _SECONDS,
-    "priority": frozenset((int,)),
-    "tokens": frozenset((int, NoneType)),
-    "class_": frozenset((str, NoneType)),
-    "no_store": frozenset((bool, tuple, list)),
-}
-_ACCEPTED_OF = {
-    "over": "true or false",
-    "returns_in_s": "a finite number of seconds, at least 0,",
-    "retain_s": "a finite number of seconds, at least 0,",
-    "priority": f"a whole number from 0 to {PRIORITY_MAX}",
-    "tokens": "a whole number, at least 0,",
-    "class": f"text of at most {CLASS_CHARACTERS_MAX} characters",
-    "no_store": f"true, false, or a list of at most {TIERS_NAMED_MAX} tiers' names,",
+    "priority": ((int,), f"a whole number from 0 to {PRIORITY_MAX}"),
+    "tokens": ((int, NoneType), "a whole number, at least 0,"),
+    "class_": ((str, NoneType), f"text of at most {CLASS_CHARACTERS_MAX} characters"),
+    "no_store": ((bool, tuple, list), f"true, false, or a list of at most {TIERS_NAMED_MAX} tiers' names,"),
 }
 _encoder = msgspec.msgpack.Encoder()
 _FIELDS = frozenset(field.encode_name for field in msgspec.structs.fields(Hint))

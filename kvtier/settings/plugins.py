@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 
 from kvtier.errors import ConfigError
-from kvtier.settings.words import quoted
+from kvtier.settings.fields import quoted
 
 
 def known_names(built_in: Mapping[str, str], group: str) -> tuple[str, ...]:

@@ -19,7 +19,6 @@ SLOW_S_MIN = 0.1  # A healthy process or mount on a busy machine takes tens of m
 AGE_S_MAX = 10 * 365 * 86_400.0  # Ten years: no chunk is kept as long.
 
 _UNIT = "kvtier_unit"  # Key in `Meta.extra` of the `Unit` of an annotation.
-_HIDDEN = "kvtier_secret"  # Key in `Meta.extra` of options that no message shows; its value says what they accept.
 
 _POWERS = {letter: power for power, letter in enumerate("KMGTP", 1)}
 SIZE_UNITS: dict[str, Decimal] = {
@@ -71,7 +70,10 @@ def parse_path(text: str) -> str:
     if not text or "\0" in text:
         raise ValueError("no path")
     path = os.path.expanduser(text)
-    return path if os.path.isabs(path) else os.path.join(_working_directory(), path)
+    try:
+        return path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
+    except FileNotFoundError as error:
+        raise ValueError("the working directory is gone") from error
 
 
 class Unit(NamedTuple):
@@ -81,6 +83,7 @@ class Unit(NamedTuple):
     accepted: str  # Ends the sentence "… accepted".
     units: Mapping[str, Decimal] = {}
     words: Mapping[str, str] = {}
+    hidden: bool = False  # No message shows a value of it: the commonest slip puts a secret itself there.
 
     def respelled(self, text: str) -> str | None:
         """Return text with the unit that was probably meant, such as `10GB` for `10gb`; None if unknown."""
@@ -105,6 +108,8 @@ _DURATION = Unit(
     _DURATION_WORDS,
 )
 _PATH = Unit(parse_path, "a path")
+_SECRET_PATH = Unit(parse_path, "the path of a file with it", hidden=True)
+_SECRET_NAME = Unit(str, "the name of an environment variable with it", hidden=True)
 
 Size = Annotated[int, msgspec.Meta(ge=0, le=SIZE_BYTES_MAX, extra={_UNIT: _SIZE})]
 """Bytes: an int, or text with a unit. Decimal units are powers of 1,000, binary ones of 1,024."""
@@ -127,10 +132,10 @@ Age = Annotated[float, msgspec.Meta(ge=DURATION_S_MIN, le=AGE_S_MAX, extra={_UNI
 Path = Annotated[str, msgspec.Meta(min_length=1, extra={_UNIT: _PATH})]
 """A path in the file system, made absolute once, so that it survives a change of directory."""
 
-SecretPath = Annotated[str, msgspec.Meta(min_length=1, extra={_UNIT: _PATH, _HIDDEN: "the path of a file with it"})]
-"""A `Path` of a file with a secret. No message shows it: the commonest slip puts the secret itself there."""
+SecretPath = Annotated[str, msgspec.Meta(min_length=1, extra={_UNIT: _SECRET_PATH})]
+"""A `Path` of a file with a secret; no message shows it."""
 
-SecretName = Annotated[str, msgspec.Meta(min_length=1, extra={_HIDDEN: "the name of an environment variable with it"})]
+SecretName = Annotated[str, msgspec.Meta(min_length=1, extra={_UNIT: _SECRET_NAME})]
 """The name of an environment variable with a secret; no message shows it either."""
 
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
@@ -165,19 +170,6 @@ def shown_age(age_s: float) -> str:
         if age_s >= seconds:
             return f"{age_s / seconds:.1f} {unit}"
     return f"{age_s:.0f} s"
-
-
-def secret_of(meta: msgspec.Meta) -> str | None:
-    """Return the words for what an option for a secret accepts; None for any other option."""
-    found = (meta.extra or {}).get(_HIDDEN)
-    return found if isinstance(found, str) else None
-
-
-def _working_directory() -> str:
-    try:
-        return os.getcwd()
-    except FileNotFoundError as error:
-        raise ValueError("the working directory is gone") from error
 
 
 def _quantity(text: str, units: dict[str, Decimal]) -> Decimal:

@@ -15,7 +15,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 import msgspec
 
@@ -41,7 +41,7 @@ from kvtier.errors import (
     NoSpace,
     TransferFailed,
 )
-from kvtier.settings import Checked, Duration
+from kvtier.settings import Checked, Duration, decode
 
 __all__ = ["Fault", "Faults", "FaultyBackend", "FaultyOptions"]
 
@@ -66,7 +66,6 @@ ERRORS: dict[FaultKind, type[ChunkError]] = {
 UNDEFINED = b"\xdb"  # Fills the buffer of a failed chunk.
 
 Scripted = FaultKind | Literal["none"]
-Text = Annotated[str, msgspec.Meta(min_length=1)]
 Rate = Annotated[float, msgspec.Meta(ge=0, le=1)]
 """A share, 0 to 1."""
 
@@ -129,40 +128,26 @@ class Dice:
         self._scripts[operation].extend(faults)
 
     def throw(self, operation: Operation, keys: Sequence[OffloadKey]) -> Throw:
-        script = self._scripts[operation]
-        return self._scripted(script.popleft(), keys) if script else self._random_throw(operation, keys)
-
-    def _scripted(self, fault: Fault | None, keys: Sequence[OffloadKey]) -> Throw:
-        if fault is None:
-            return Throw(frozenset(), 0.0, [None] * len(keys))
-        kind = fault.kind
-        if kind in OF_CALLS:
-            return Throw(frozenset((kind,)), self.faults.delay_s if kind == "delay" else 0.0, [None] * len(keys))
-        return Throw(frozenset(), 0.0, [kind if fault.keys is None or key in fault.keys else None for key in keys])
-
-    def _random_throw(self, operation: Operation, keys: Sequence[OffloadKey]) -> Throw:
+        if self._scripts[operation]:
+            return self._scripted(self._scripts[operation].popleft(), keys)
         of_call: frozenset[FaultKind] = frozenset(kind for kind in OF_CALLS if self._happens(kind))
         delay_s = self._random.uniform(0, self.faults.delay_s) if "delay" in of_call else 0.0
         return Throw(of_call, delay_s, [self._first(OF_CHUNKS[operation]) for _ in keys])
 
+    def _scripted(self, fault: Fault | None, keys: Sequence[OffloadKey]) -> Throw:
+        kind = None if fault is None else fault.kind
+        if kind is None or kind in OF_CALLS:
+            of_call: frozenset[FaultKind] = frozenset() if kind is None else frozenset((kind,))
+            return Throw(of_call, self.faults.delay_s if kind == "delay" else 0.0, [None] * len(keys))
+        chosen = keys if fault is None or fault.keys is None else fault.keys
+        return Throw(frozenset(), 0.0, [kind if key in chosen else None for key in keys])
+
     def _first(self, kinds: Sequence[FaultKind]) -> FaultKind | None:
-        for kind in kinds:
-            if self._happens(kind):
-                return kind
-        return None
+        return next(filter(self._happens, kinds), None)
 
     def _happens(self, kind: FaultKind) -> bool:
         rate: float = getattr(self.faults, kind)
         return rate > 0 and self._random.random() < rate
-
-
-class InnerTier(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The inner tier: its type and its own options in one table."""
-
-    rest: ClassVar[str | None] = "options"
-
-    type: Text
-    options: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
 
 
 class Script(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -177,7 +162,7 @@ class Script(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class FaultyOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """An inner tier and its faults."""
 
-    inner: InnerTier
+    inner: dict[str, Any]  # Its type and its own options in one table.
     faults: Faults = FAULTLESS
     script: Script = Script()
     seed: Seed = 0
@@ -192,8 +177,9 @@ class FaultyOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     def inner_tier(self) -> tuple[type[Backend], msgspec.Struct]:
         """Return the inner tier's class and its options. Raises `ConfigError`."""
-        options = tier_options(TierConfig(type=self.inner.type, options=self.inner.options), "inner")
-        return backend_class(self.inner.type), options
+        tier = decode(TierConfig, self.inner, "inner")
+        options = tier_options(tier, "inner")
+        return backend_class(tier.type), options
 
     def dice(self) -> Dice:
         """Return dice with the script. Raises `ValueError` for an impossible fault."""

@@ -20,6 +20,7 @@ import os
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from contextvars import Context
+from functools import partial
 from typing import Any, NoReturn, TypeVar, TypeVarTuple
 
 from kvtier.errors import KVTierError
@@ -28,18 +29,10 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 ITERATIONS_AT_ONE_MOMENT_MAX = 1_000_000  # Some ten seconds of real time: a task that still polls then polls forever.
-REFUSED = {
+REFUSED = {  # Of what asyncio's own loop would begin, and not end; it refuses the rest itself.
     "a thread": ("run_in_executor", "set_default_executor"),
-    "a file descriptor": (
-        *("add_reader", "remove_reader", "add_writer", "remove_writer"),
-        *("connect_read_pipe", "connect_write_pipe"),
-    ),
-    "a socket": (
-        *("sock_recv", "sock_recv_into", "sock_recvfrom", "sock_recvfrom_into", "sock_sendall", "sock_sendto"),
-        *("sock_connect", "sock_accept", "sock_sendfile", "sendfile", "start_tls", "getaddrinfo", "getnameinfo"),
-        *("create_connection", "create_server", "create_unix_connection", "create_unix_server"),
-        *("create_datagram_endpoint", "connect_accepted_socket"),
-    ),
+    "a file descriptor": ("add_reader", "remove_reader", "add_writer", "remove_writer"),
+    "a socket": ("create_connection", "create_server", "create_datagram_endpoint", "getaddrinfo", "getnameinfo"),
     "a process": ("subprocess_exec", "subprocess_shell"),
     "a signal": ("add_signal_handler", "remove_signal_handler"),
 }
@@ -51,12 +44,8 @@ class VirtualTimeError(KVTierError):
     """The code under test did something that virtual time cannot go on from: mend what the message names."""
 
 
-class NotVirtual(VirtualTimeError):
+class NotVirtual(VirtualTimeError, NotImplementedError):
     """The code under test reached for a thread, a socket, a process or a signal: use a fake, or a real loop."""
-
-
-class NotImplementedInVirtualTime(NotVirtual, NotImplementedError):
-    """A method of the loop was called that virtual time has not; asyncio tells it by the same error."""
 
 
 class Deadlock(VirtualTimeError):
@@ -183,18 +172,13 @@ class _Task(asyncio.Task[Any]):
         return self._number
 
 
-def _refusal(name: str, what: str) -> Callable[..., NoReturn]:
-    def refuse(*_: object, **__: object) -> NoReturn:
-        raise NotImplementedInVirtualTime(
-            f"loop.{name} was called: virtual time has no use for {what}; use a fake, or a real loop"
-        )
-
-    return refuse
+def _refuse(name: str, what: str, *_: object, **__: object) -> NoReturn:
+    raise NotVirtual(f"loop.{name} was called: virtual time has no use for {what}; use a fake, or a real loop")
 
 
 for _what, _names in REFUSED.items():
     for _name in _names:
-        setattr(VirtualTimeLoop, _name, _refusal(_name, _what))
+        setattr(VirtualTimeLoop, _name, staticmethod(partial(_refuse, _name, _what)))
 
 
 def place(coroutine: Any) -> str:

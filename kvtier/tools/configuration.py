@@ -14,7 +14,7 @@ from kvtier.config import EngineConfig, TierConfig, placed, read_json, read_tabl
 from kvtier.errors import ConfigError, one_line
 from kvtier.integrations.vllm_options import ANYWHERE, SecondaryOptions, VllmOptions, is_line, read_line
 from kvtier.settings import option_fields, read_toml
-from kvtier.settings.words import is_list, is_table, secret_in, without_login
+from kvtier.settings.fields import is_list, is_secret, is_table, without_login
 from kvtier.tools import statuses
 from kvtier.tools.options import JsonOption
 from kvtier.tools.outputs import STDOUT, check_outputs, encoded, plain_table, write_json
@@ -111,7 +111,7 @@ def _told(value: Any) -> Any:
 def _shown(field: msgspec.structs.FieldInfo, value: Any) -> Any:
     if not isinstance(value, str):
         return _told(value)
-    return HIDDEN if secret_in(field.type) or SECRET_NAME.search(field.name) else without_login(value)
+    return HIDDEN if is_secret(field.type) or SECRET_NAME.search(field.name) else without_login(value)
 
 
 def _flat(value: Any, path: str) -> Iterator[tuple[str, str]]:

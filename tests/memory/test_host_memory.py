@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.memory.prefault import prefault, require_free
-from kvtier.memory.region import Region
+from kvtier.memory.region import Region, prefault
 from kvtier.memory.rendezvous import Meeting, SharedFile
+from kvtier.memory.this_process import require_free
 
 MIB = 1 << 20
 
@@ -26,13 +26,21 @@ def machine(root: Path, *, groups: str = "0::/\n", available_bytes: int = 1_000 
     return str(root)
 
 
-def limited(group: str, limit: int, used: int, cache: int = 0) -> dict[str, str]:
+def limited(group: str, limit_mib: int, used_mib: int, cache_mib: int = 0) -> dict[str, str]:
     """Return the files of a version-2 group."""
+    half = cache_mib * MIB // 2
     return {
-        f"{group}memory_max": f"{limit}\n",
-        f"{group}memory_current": f"{used}\n",
-        f"{group}memory_stat": f"anon 1\ninactive_file {cache // 2}\nactive_file {cache // 2}\n",
+        f"{group}memory_max": f"{limit_mib * MIB}\n",
+        f"{group}memory_current": f"{used_mib * MIB}\n",
+        f"{group}memory_stat": f"anon 1\ninactive_file {half}\nactive_file {half}\n",
     }
+
+
+VERSION_1 = {
+    "memory__pod__memory_limit_in_bytes": str(500 * MIB),
+    "memory__pod__memory_usage_in_bytes": str(100 * MIB),
+    "memory__pod__memory_stat": f"inactive_file 1\ntotal_inactive_file {10 * MIB}\ntotal_active_file {20 * MIB}\n",
+}
 
 
 def free_bytes(root: str) -> int:
@@ -60,41 +68,29 @@ def test_a_size_above_the_available_memory_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_control_group_leaves_its_limit_less_used_memory_except_page_cache(tmp_path: Path) -> None:
-    root = machine(tmp_path, groups="0::/pod\n", **limited("pod__", 500 * MIB, 300 * MIB, 40 * MIB))
+    root = machine(tmp_path, groups="0::/pod\n", **limited("pod__", 500, 300, 40))
     assert free_bytes(root) == 240 * MIB
     with pytest.raises(ConfigError, match=r"control group .*/sys/fs/cgroup/pod: .* raise its memory.max"):
         require_free(241 * MIB, root=root)
 
 
-def test_the_tightest_of_nested_control_groups_counts(tmp_path: Path) -> None:
-    groups = limited("pod__", 500 * MIB, 450 * MIB) | limited("pod__engine__", 400 * MIB, 100 * MIB)
-    assert free_bytes(machine(tmp_path, groups="0::/pod/engine\n", **groups)) == 50 * MIB
-
-
-def test_a_container_finds_its_group_at_the_root(tmp_path: Path) -> None:
-    root = machine(tmp_path, groups="0::/host/path/of/it\n", **limited("", 500 * MIB, 200 * MIB))
-    assert free_bytes(root) == 300 * MIB
-
-
-def test_a_group_without_a_limit_does_not_limit(tmp_path: Path) -> None:
-    assert free_bytes(machine(tmp_path, groups="0::/pod\n", pod__memory_max="max\n")) == 1_000 * MIB
+@pytest.mark.parametrize(
+    ("groups", "files", "free"),
+    [
+        ("0::/pod/engine\n", limited("pod__", 500, 450) | limited("pod__engine__", 400, 100), 50),  # The tightest.
+        ("0::/host/path/of/it\n", limited("", 500, 200), 300),  # A container finds its group at the root.
+        ("0::/pod\n", {"pod__memory_max": "max\n"}, 1_000),
+        ("12:cpu,cpuacct:/pod\n4:memory:/pod\n1:name=systemd:/\n0::/\n", VERSION_1, 430),
+    ],
+)
+def test_every_limited_control_group_counts(tmp_path: Path, groups: str, files: dict[str, str], free: int) -> None:
+    assert free_bytes(machine(tmp_path, groups=groups, **files)) == free * MIB
 
 
 def test_a_group_above_its_limit_has_nothing_free(tmp_path: Path) -> None:
-    root = machine(tmp_path, groups="0::/pod\n", **limited("pod__", 100 * MIB, 110 * MIB))
+    root = machine(tmp_path, groups="0::/pod\n", **limited("pod__", 100, 110))
     with pytest.raises(ConfigError, match="and 0 are free in control group"):
         require_free(1, root=root)
-
-
-def test_control_groups_of_version_1_count(tmp_path: Path) -> None:
-    root = machine(
-        tmp_path,
-        groups="12:cpu,cpuacct:/pod\n4:memory:/pod\n1:name=systemd:/\n0::/\n",
-        memory__pod__memory_limit_in_bytes=str(500 * MIB),
-        memory__pod__memory_usage_in_bytes=str(100 * MIB),
-        memory__pod__memory_stat=f"inactive_file 1\ntotal_inactive_file {10 * MIB}\ntotal_active_file {20 * MIB}\n",
-    )
-    assert free_bytes(root) == 430 * MIB
 
 
 def test_a_kernel_without_control_groups_has_only_its_memory(tmp_path: Path) -> None:

@@ -106,18 +106,12 @@ def test_a_row_is_the_workers_slots_and_padding_to_the_page() -> None:
     assert [layout.slot(worker) for worker in range(3)] == [slice(0, 3_000), slice(3_000, 6_000), slice(6_000, 9_000)]
     assert RowLayout(slot_bytes=4_096, workers=2).row_bytes == 8_192
     assert RowLayout(slot_bytes=1, workers=1).row_bytes == 4_096
-
-
-@pytest.mark.parametrize("worker", [-1, 3])
-def test_an_unknown_worker_has_no_slot(worker: int) -> None:
-    with pytest.raises(IndexError, match=f"worker {worker} of 3"):
-        RowLayout(slot_bytes=1, workers=3).slot(worker)
-
-
-@pytest.mark.parametrize(("slot_bytes", "workers"), [(0, 1), (1, 0), (-4_096, 1)])
-def test_an_empty_layout_is_refused(slot_bytes: int, workers: int) -> None:
-    with pytest.raises(ConfigError, match="both must be positive"):
-        RowLayout(slot_bytes=slot_bytes, workers=workers)
+    for worker in (-1, 3):
+        with pytest.raises(IndexError, match=f"worker {worker} of 3"):
+            layout.slot(worker)
+    for slot_bytes, workers in ((0, 1), (1, 0), (-4_096, 1)):
+        with pytest.raises(ConfigError, match="both must be positive"):
+            RowLayout(slot_bytes=slot_bytes, workers=workers)
 
 
 @pytest.mark.usefixtures("no_descriptor_left")

@@ -107,23 +107,6 @@ def test_memory_that_a_peer_has_taken_for_all_counts_once(small_tmpfs: Path) -> 
 
 
 @pytest.mark.usefixtures("no_descriptor_left")
-def test_the_last_participant_to_map_removes_the_name(shm_path: str) -> None:
-    with shared(shm_path, 0, 3), shared(shm_path, 2, 3):
-        assert os.path.exists(shm_path)
-        with shared(shm_path, 1, 3):
-            assert not os.path.exists(shm_path)
-
-
-@pytest.mark.usefixtures("no_descriptor_left")
-def test_the_last_participant_to_leave_early_removes_the_name(shm_path: str) -> None:
-    first, second = shared(shm_path, 0, 3), shared(shm_path, 1, 3)
-    first.close()
-    assert os.path.exists(shm_path)
-    second.close()
-    assert not os.path.exists(shm_path)
-
-
-@pytest.mark.usefixtures("no_descriptor_left")
 def test_of_participants_that_leave_at_once_one_removes_the_name(shm_path: str, request: pytest.FixtureRequest) -> None:
     request.addfinalizer(functools.partial(sys.setswitchinterval, sys.getswitchinterval()))
     sys.setswitchinterval(1e-6)
@@ -140,27 +123,24 @@ def test_of_participants_that_leave_at_once_one_removes_the_name(shm_path: str, 
             assert not os.path.exists(shm_path)
 
 
-def test_participants_killed_after_they_have_met_leave_no_name(spawn: Spawn, shm_path: str) -> None:
-    for process in (joined(spawn, shm_path, 0, 2), joined(spawn, shm_path, 1, 2)):
-        kill(process)
-    assert not os.path.exists(shm_path)
-
-
-def test_the_file_of_dead_participants_is_replaced(spawn: Spawn, shm_path: str) -> None:
-    for process in (joined(spawn, shm_path, 0, 3), joined(spawn, shm_path, 2, 3)):
-        kill(process)
+@pytest.mark.usefixtures("no_descriptor_left")
+def test_the_last_participant_to_map_or_to_leave_early_removes_the_name(shm_path: str) -> None:
+    first, second = shared(shm_path, 0, 3), shared(shm_path, 2, 3)
+    first.close()
     assert os.path.exists(shm_path)
-    # Participant 1 never came, so its place in the old file is free.
-    with shared(shm_path, 1, 3) as second, shared(shm_path, 0, 3) as first, shared(shm_path, 2, 3) as third:
-        assert not os.path.exists(shm_path)
-        assert bytes(second.view) == bytes(4 * ROW_BYTES)
-        second.row(0)[:] = b"\x05" * ROW_BYTES
-        assert bytes(first.row(0)) == bytes(third.row(0)) == b"\x05" * ROW_BYTES
+    second.close()
+    assert not os.path.exists(shm_path)
+    with shared(shm_path, 0, 2):
+        assert os.path.exists(shm_path)
+        with shared(shm_path, 1, 2):
+            assert not os.path.exists(shm_path)
 
 
 def test_participants_that_find_a_dead_ones_file_at_once_meet_in_a_new_one(spawn: Spawn, shm_path: str) -> None:
-    for _ in range(3):
-        kill(joined(spawn, shm_path, 1, 4))
+    for dead in ([1], [0, 2], [0, 1, 3]):  # Of the others, the place in the old file is free.
+        for process in [joined(spawn, shm_path, number, 4) for number in dead]:
+            kill(process)
+        assert os.path.exists(shm_path)
         with ThreadPoolExecutor(4) as threads:
             regions = list(threads.map(lambda number: shared(shm_path, number, 4), range(4)))
         assert not os.path.exists(shm_path)
@@ -194,21 +174,11 @@ def test_a_participant_killed_at_any_moment_blocks_no_other(seed: int, spawn: Sp
 def test_the_others_stay_together_when_one_is_killed(spawn: Spawn, shm_path: str) -> None:
     with shared(shm_path, 0, 3, rows=3) as first:
         kill(joined(spawn, shm_path, 1, 3))
-        with pytest.raises(ConfigError, match="participant 1 has mapped it already"):
+        with pytest.raises(ConfigError, match=r"participant 1 has mapped it already .* a path of its own"):
             shared(shm_path, 1, 3, rows=3, timeout_s=0.02)  # It would share no state with them: all start again.
         with shared(shm_path, 2, 3, rows=3) as third:
             third.row(2)[:] = b"\x03" * ROW_BYTES
             assert bytes(first.view) == bytes(ROW_BYTES) + b"\x02" * ROW_BYTES + b"\x03" * ROW_BYTES
-
-
-@pytest.mark.usefixtures("no_descriptor_left")
-def test_a_second_process_cannot_take_a_participants_place(shm_path: str) -> None:
-    with shared(shm_path, 0, 2) as first:
-        with pytest.raises(ConfigError, match=r"participant 0 has mapped it already .* a path of its own"):
-            shared(shm_path, 0, 2, timeout_s=0.02)
-        with shared(shm_path, 1, 2) as second:
-            second.row(0)[:] = b"\x01" * ROW_BYTES
-            assert bytes(first.row(0)) == b"\x01" * ROW_BYTES
 
 
 def test_a_successor_waits_for_its_predecessors_end(spawn: Spawn, shm_path: str) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from kvtier.policies import Hint, Policy
-from kvtier.policies.classes import Classes
+from kvtier.policies.returns import Classes
 
 STEPS = 17
 WIDTHS = [1] + [2**step for step in range(STEPS - 1)]

@@ -2,9 +2,8 @@
 
 import random
 
-from kvtier.policies.classes import CLASSES_MAX, IDLE_HINTS, OFTEN, Classes
 from kvtier.policies.density import DensityOrder
-from kvtier.policies.returns import LABELS_MAX
+from kvtier.policies.returns import CLASSES_MAX, IDLE_HINTS, LABELS_MAX, OFTEN, Classes
 from kvtier.settings.hints import Hint
 
 ROWS = 64

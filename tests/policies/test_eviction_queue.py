@@ -183,15 +183,3 @@ def test_whoever_is_aside_and_may_go_counts_for_a_call_that_needs_all(gone_ahead
     assert gone_ahead.evict(1, Kept(range(500, 999))) == [999]
     victims = gone_ahead.evict(3, Kept([*range(500), *range(500, 996)]))
     assert victims == [996, 997, 998]
-
-
-def test_what_leaves_and_is_used_again_without_end_takes_no_more_memory_and_keeps_its_place() -> None:
-    plain, leaving = LinkedLRU(1_000), EvictionQueue[int](LinkedLRU(1_000), 500)
-    both(plain, leaving, lambda order: order.insert(range(1_000)))
-    for _ in range(200):
-        assert leaving.choose(500 - len(leaving), none_kept)
-        used = sorted(leaving)[:250]
-        both(plain, leaving, lambda order, used=used: order.touch(used))
-    assert leaving.choose(250, none_kept)
-    assert leaving.evict(1_000, none_kept) == plain.evict(1_000, none_kept)
-    assert not leaving

@@ -210,9 +210,11 @@ class HintedMachine(RuleBasedStateMachine):
 TestHinted = HintedMachine.TestCase
 
 
-def hinted(policy: str, keys: Sequence[int] = (), *, retained_max: int = 8) -> HintedOrder[int]:
+def hinted(
+    policy: str, keys: Sequence[int] = (), *, retained_max: int = 8, names: Sequence[int | None] = range(100)
+) -> HintedOrder[int]:
     """Make an order of numbers under a policy, as the primary does."""
-    order: Any = number_order(policy_class(policy)(100), 100, range(100), int)
+    order: Any = number_order(policy_class(policy)(100), 100, names, names.index)
     hinted = HintedOrder[int](order, retained_max)
     for key in keys:
         hinted.insert([key])
@@ -223,56 +225,26 @@ each_policy = pytest.mark.parametrize("policy", known_policies())
 
 
 @each_policy
-def test_under_every_policy_demoted_keys_go_first(policy: str) -> None:
-    order = hinted(policy, range(20))
-    order.demote([17, 18, 19])
-    assert order.evict(3, none_kept) == [19, 18, 17]
-    assert order.evict(17, none_kept) is not None
-
-
-@each_policy
-def test_under_every_policy_a_demoted_key_that_is_used_again_is_like_any_other(policy: str) -> None:
+def test_under_every_policy_demoted_keys_go_first_unless_they_are_used_again(policy: str) -> None:
     order = hinted(policy, range(20))
     for key in range(20):
         order.end([key])
-    order.demote([18, 19])
+    order.demote([15, 16, 17, 18, 19])
     order.touch([18, 19])
     order.end([18, 19])
+    assert order.evict(3, none_kept) == [17, 16, 15]
     assert not {18, 19} & set(order.evict(5, none_kept) or ())
 
 
 @each_policy
-def test_under_every_policy_retained_keys_go_last(policy: str) -> None:
-    order = hinted(policy, range(20))
-    order.retain([0, 1, 2], 100.0, 5)
-    assert not {0, 1, 2} & set(order.evict(17, none_kept) or ())
-    assert set(order.evict(3, none_kept) or ()) == {0, 1, 2}
-
-
-@each_policy
-def test_under_every_policy_a_row_that_moves_stays_retained(policy: str) -> None:
+def test_under_every_policy_retained_keys_go_last_also_when_they_have_moved(policy: str) -> None:
     names: list[int | None] = list(range(100))
-    order: Any = HintedOrder(number_order(policy_class(policy)(100), 100, names, int), 8)
-    for key in range(10):
-        order.insert([key])
-    order.retain([3], 100.0, 0)
-    names[50], names[3] = 3, None
-    order.move(3, 50)
-    assert 50 in order.retained
-    assert 3 not in order.retained
-
-
-@pytest.mark.parametrize("policy", [name for name in known_policies() if name != "density"])
-def test_a_session_that_is_over_loses_the_keys_that_no_other_has_used(policy: str) -> None:
-    head, first, other = [0, 1], [2, 3, 4], [5, 6, 7]
-    order = hinted(policy, range(20, 30))
-    for own in (first, other):
-        order.insert([*head, *own] if own is first else own)
-        order.touch(head)
-        order.end([*head, *own])
-    order.end([*head, *first], OVER)
-    assert order.evict(3, none_kept) == [4, 3, 2]
-    assert not {*head, *other} & set(order.evict(5, none_kept) or ())
+    order = hinted(policy, range(20), names=names)
+    order.retain([0, 1, 2], 100.0, 5)
+    names[50], names[2] = 2, None
+    order.move(2, 50)
+    assert not {0, 1, 50} & set(order.evict(17, none_kept) or ())
+    assert set(order.evict(3, none_kept) or ()) == {0, 1, 50}
 
 
 def test_requests_without_resident_keys_at_their_end_take_no_memory() -> None:
@@ -285,23 +257,6 @@ def test_requests_without_resident_keys_at_their_end_take_no_memory() -> None:
         assert tracemalloc.get_traced_memory()[0] < 10_000
     finally:
         tracemalloc.stop()
-
-
-@pytest.mark.parametrize(
-    ("turns", "gone"),
-    [
-        ([[0, 1, 2], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6]], [6, 5, 4, 3, 2, 1, 0]),
-        ([[0, 1, 2], [0, 1, 3]], [3, 1, 0]),  # Without its last chunk, which was only partly filled.
-    ],
-)
-def test_a_conversation_is_one_session(turns: list[list[int]], gone: list[int]) -> None:
-    order, resident = hinted("lru"), set[int]()
-    for turn in turns:
-        order.insert([key for key in turn if key not in resident])
-        resident.update(turn)
-        order.end(turn, Hint(over=turn is turns[-1]))
-    order.insert([9])
-    assert order.evict(len(gone), none_kept) == gone
 
 
 def test_keys_from_before_the_first_hint_count_as_shared() -> None:

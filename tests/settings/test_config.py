@@ -4,9 +4,8 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvtier.backend.contract import Abandoned, Backend, Durability, Outcome, Read, TierContext, Write
-from kvtier.backend.namespace import FileMapper, Namespace, OffloadKey
+from kvtier.backend.namespace import FileMapper, Namespace
 from kvtier.config import (
     Checked,
     EngineConfig,
@@ -28,6 +26,7 @@ from kvtier.config import (
 )
 from kvtier.errors import ConfigError
 from kvtier.settings import decode
+from kvtier_backends.dummy import DummyBackend
 
 SMALL: dict[str, Any] = {"cpu_bytes_to_use": "1MiB", "chunk_bytes": "16KiB"}
 
@@ -37,30 +36,10 @@ class ShelfOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     capacity_bytes: PositiveSize | None = None
 
 
-class Shelf(Backend[ShelfOptions]):
+class Shelf(DummyBackend):
     """A backend with an option that must be given; never opened here."""
 
-    durability = Durability.HOST
-    options_type = ShelfOptions
-
-    @classmethod
-    async def open(cls, options: ShelfOptions, context: TierContext) -> Self:
-        raise NotImplementedError
-
-    async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
-        raise NotImplementedError
-
-    async def load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
-        raise NotImplementedError
-
-    async def store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
-        raise NotImplementedError
-
-    async def delete(self, keys: Sequence[OffloadKey]) -> None:
-        raise NotImplementedError
-
-    async def aclose(self, deadline_s: float) -> Abandoned:
-        raise NotImplementedError
+    options_type = ShelfOptions  # type: ignore[assignment]
 
 
 class GreedyOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -101,10 +80,6 @@ def test_a_row_is_a_chunk_padded_to_the_page(chunk_bytes: int, row_bytes: int) -
     assert (config.row_bytes, config.rows) == (row_bytes, 3)
 
 
-def test_a_primary_of_one_row_is_a_primary() -> None:
-    assert EngineConfig(cpu_bytes_to_use=4_096, chunk_bytes=1).rows == 1
-
-
 def test_a_primary_of_no_row_is_refused_with_both_numbers() -> None:
     assert refused({"cpu_bytes_to_use": 8_191, "chunk_bytes": 4_097}) == (
         "cpu_bytes_to_use: 8,191 bytes given, which hold 0 rows of 8,192; "
@@ -139,22 +114,15 @@ def test_a_changed_copy_is_checked_like_a_new_one() -> None:
 TIER: dict[str, Any] = {"type": "fs", "root": "/x"}
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [
-    ({"cpu_bytes_to_use": -1}, "cpu_bytes_to_use: -1 given, bytes as an integer, or text such as"),
-    ({"cpu_bytes_to_use": "10 gigs"}, "cpu_bytes_to_use: '10 gigs' given, bytes as an integer, or text such as"),
     ({"cpu_bytes_to_use": "2000PiB"}, "cpu_bytes_to_use: '2000PiB' given, bytes as an integer, or text such as"),
-    ({"chunk_bytes": 0}, "chunk_bytes: 0 given, bytes as an integer, or text such as"),
-    ({"cpu_bytes": 1}, "cpu_bytes: no such field; did you mean 'cpu_bytes_to_use'?"),
-    ({"runner": "fork"}, "runner: 'fork' given, 'inline' or 'process' accepted"),
     ({"eviction_policy": ""}, "eviction_policy: '' given, text"),
-    ({"eviction_policy": None}, "eviction_policy: nothing given, text"),
-    ({"events": "yes"}, "events: 'yes' given, true or false accepted"),
-    ({"limits": {"lease_share": 2}}, "limits.lease_share: 2 given, a number, more than 0 and at most 1"),
-    ({"limits": {"heartbeat_s": "0s"}}, "limits.heartbeat_s: '0s' given, seconds as a number"),
     *(
-        ({"limits": {"heartbeat_s": given}}, f"limits.heartbeat_s: {given!r} given, seconds as a number")
-        for given in ("1us", "99ms", "40d")  # The kernel's poll takes no timeout of 25 days.
+        ({"limits": {name: given}}, f"limits.{name}: {given!r} given, seconds as a number")
+        for name, given in (  # The kernel's poll takes no timeout of 25 days.
+            *(("heartbeat_s", "99ms"), ("heartbeat_s", "40d")),
+            *(("lease_s", "25h"), ("close_s", "25h")),
+        )
     ),
-    *(({"limits": {name: "25h"}}, f"limits.{name}: '25h' given, seconds") for name in ("lease_s", "close_s")),
     *(
         (
             {"secondary_tiers": [TIER | {"limits": {name: given}}]},
@@ -163,36 +131,22 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         for name in ("deadline_s", "answer_ttl_s")
         for given in ("1us", "25h")
     ),
-    ({"limits": {"action_chunks": 0}}, "limits.action_chunks: 0 given, an integer, at least 1"),
     ({"limits": {"action_chunks": 1 << 30}}, "limits.action_chunks: 1073741824 given, an integer, at least 1 and at"),
     (
         {"secondary_tiers": [TIER | {"limits": {"store_chunks_in_flight": 1 << 30}}]},
         "secondary_tiers[0].limits.store_chunks_in_flight: 1073741824 given, an integer, at least 1 and at most",
     ),
-    ({"namespace": {}}, "namespace.model_name: missing, text required"),
     ({"namespace": {"model_name": "a\0"}}, "namespace.model_name: 'a\\x00' given"),
-    ({"secondary_tiers": TIER}, "secondary_tiers: a table given, a list, each"),
-    ({"secondary_tiers": [TIER, "fs"]}, "secondary_tiers[1]: 'fs' given, a table"),
-    ({"secondary_tiers": [TIER, {"root": "/x"}]}, "secondary_tiers[1].type: missing, text"),
-    ({"secondary_tiers": [TIER | {"type": ""}]}, "secondary_tiers[0].type: '' given, text"),
     ({"secondary_tiers": [TIER | {"medium": "DISK"}]}, "secondary_tiers[0].medium: 'DISK' given, 'CPU' or 'STORAGE'"),
-    ({"secondary_tiers": [TIER | {"locality": "local"}]}, "secondary_tiers[0].locality: 'local' given, 'LOCAL' or"),
-    (
-        {"secondary_tiers": [TIER | {"limits": {"deadline": 1}}]},
-        "secondary_tiers[0].limits.deadline: no such field; did",
-    ),
-    ({"secondary_tiers": [TIER | {"limits": {"deadline_s": 0}}]}, "secondary_tiers[0].limits.deadline_s: 0 given"),
     ({"secondary_tiers": [TIER | {"name": "cpu"}]}, "secondary_tiers[0].name: 'cpu' given, a name of its own accepted"),
     ({"secondary_tiers": [TIER, TIER | {"name": "0:fs"}]}, "secondary_tiers[1].name: '0:fs' given, a name of its own"),
     ({"secondary_tiers": [TIER | {"options": {"root": "/y"}}]}, "secondary_tiers[0].options: no such field"),
-    ({"namespace": {"model_name": "m", "tp_size": 2}}, "namespace.tp_size: no such field"),
-    (
-        {"secondary_tiers": [TIER | {"limits": {"store_bytes_in_flight": "12KiB"}}]},
-        "secondary_tiers[0].limits.store_bytes_in_flight: 12,288 bytes given, at least one row of 16,384 accepted",
-    ),
-    (
-        {"secondary_tiers": [TIER | {"limits": {"load_bytes_in_flight": 1}}]},
-        "secondary_tiers[0].limits.load_bytes_in_flight: 1 bytes given, at least one row of 16,384 accepted",
+    *(
+        (
+            {"secondary_tiers": [TIER | {"limits": {f"{direction}_bytes_in_flight": "12KiB"}}]},
+            f"secondary_tiers[0].limits.{direction}_bytes_in_flight: 12,288 bytes given, at least one row of 16,384",
+        )
+        for direction in ("store", "load")
     ),
 ]
 
@@ -200,11 +154,6 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("change", "message"), MISTAKES)
 def test_a_mistake_is_named_by_its_path(change: dict[str, Any], message: str) -> None:
     assert refused(SMALL | change).startswith(message)
-
-
-@pytest.mark.parametrize("field", ["cpu_bytes_to_use", "chunk_bytes"])
-def test_what_must_be_given_is_named(field: str) -> None:
-    assert refused({name: value for name, value in SMALL.items() if name != field}).startswith(f"{field}: missing, ")
 
 
 # --- Tiers ------------------------------------------------------------------------------------------------------------
@@ -245,17 +194,10 @@ def test_places_in_a_path_are_filled_in_inside_vllm_and_refused_elsewhere() -> N
         tier_options(placed(replace(tier, options={"root": "/kv/{rank}"}), {"dp_rank": "3"}), "secondary_tiers[0]")
 
 
-def test_the_dummy_tier_needs_no_options() -> None:
-    assert isinstance(tier_options(TierConfig(type="dummy"), "secondary_tiers[0]"), msgspec.Struct)
-
-
 OPTION_MISTAKES: list[tuple[dict[str, Any], str]] = [
-    ({"type": SHELF}, "secondary_tiers[1].root: missing, text required"),
-    ({"type": SHELF, "root": 3}, "secondary_tiers[1].root: 3 given, text accepted"),
     ({"type": SHELF, "root": "/x", "capacity_bytes": "0B"}, "secondary_tiers[1].capacity_bytes: '0B' given, bytes"),
     ({"type": SHELF, "root": "/x", "limts": {}}, "secondary_tiers[1].limts: no such field; did you mean 'limits'?"),
     ({"type": SHELF, "rot": "/x"}, "secondary_tiers[1].rot: no such field; did you mean 'root'? Known here: capacity_"),
-    ({"type": "dumy"}, "secondary_tiers[1].type: 'dumy' is no tier type; did you mean 'dummy'?"),
     ({"type": "kvtier_nowhere:Tier"}, "secondary_tiers[1].type: tier type 'kvtier_nowhere:Tier': there is no module"),
     ({"type": GREEDY}, f"secondary_tiers[1].type: {GREEDY!r} has options named like fields of every tier: "),
 ]
@@ -281,36 +223,14 @@ PLAIN = st.recursive(
         | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), max_size=5), inner, max_size=3)
     ),
 )
-SIZES = st.integers(1 << 20, 1 << 40)
-SHARES = st.floats(0.01, 1.0)
-LIMITS = st.builds(
-    TierLimits,
-    deadline_s=st.floats(0.001, 86_400),
-    load_bytes_in_flight=SIZES,
-    store_bytes_in_flight=SIZES,
-    breaker_failures=st.integers(1, 100),
-)
-TIERS = st.builds(
-    TierConfig,
-    type=st.sampled_from(["fs", "dummy", "module:Class"]),
-    limits=LIMITS,
-    request_level=st.booleans(),
-    medium=st.sampled_from([None, "CPU", "STORAGE"]),
-    options=st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), PLAIN, max_size=4),
-)
-CONFIGS = st.builds(
-    EngineConfig,
-    cpu_bytes_to_use=SIZES,
-    chunk_bytes=st.integers(1, 1 << 20),
-    secondary_tiers=st.lists(TIERS, max_size=3).map(tuple),
-    runner=st.sampled_from([None, "inline", "process"]),
-    limits=st.builds(EngineLimits, cascade_share=SHARES, lease_share=SHARES, action_chunks=st.integers(1, 4096)),
-    events=st.booleans(),
-)
+OPTIONS = st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), PLAIN, max_size=4)
 
 
-@given(config=CONFIGS)
-def test_a_configuration_survives_the_way_to_another_process(config: EngineConfig) -> None:
+@given(options=OPTIONS)
+def test_a_configuration_survives_the_way_to_another_process(options: dict[str, Any]) -> None:
+    limits = EngineLimits(cascade_share=0.123, action_chunks=3)
+    tiers = (TierConfig(type="dummy", limits=TierLimits(deadline_s=0.001), medium="CPU", options=options),)
+    config = EngineConfig(cpu_bytes_to_use=1 << 40, chunk_bytes=1, secondary_tiers=tiers, limits=limits, events=True)
     assert msgspec.json.decode(msgspec.json.encode(config), type=EngineConfig) == config
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=EngineConfig) == config
 
@@ -393,7 +313,6 @@ def test_a_date_among_a_tiers_options_is_refused(tmp_path: Path) -> None:
         ("a.json", "", r"is malformed: Expecting value: line 1"),
         ("a.json", '{"a": 1, "b": 1, "a": 2}', r"is malformed: given twice: a$"),
         ("a.json", "[]", r"a list given, a table of fields accepted"),
-        ("a.json", b"\xff\xfe{}", r"is not UTF-8 at byte 0"),
         ("a.json", '{"cpu_bytes_to_use": NaN, "chunk_bytes": 1}', r"cpu_bytes_to_use: nan given"),
         (
             "a.json",
@@ -404,7 +323,6 @@ def test_a_date_among_a_tiers_options_is_refused(tmp_path: Path) -> None:
         ("a.toml", "a = " + "[" * 100_000, r"is malformed"),
         ("a.json", '{"a": ' + "[" * 900 + "]" * 900 + "}", r"is malformed: nested too deeply|a: no such field"),
         ("a.yaml", "a: 1", r"the file's name ends neither in \.toml nor in \.json"),
-        ("toml", "a: 1", r"the file's name ends neither in \.toml nor in \.json"),
     ],
 )
 def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, name: str, text: str | bytes, message: str) -> None:
@@ -413,10 +331,6 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, name: str, t
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     assert unreadable(tmp_path / "a.toml") == "cannot be read: No such file or directory"
-    assert unreadable(tmp_path / "a.toml" / "b.toml") == "cannot be read: No such file or directory"
-
-
-def test_a_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.toml").mkdir()
     assert unreadable(tmp_path / "a.toml") == "cannot be read: Is a directory"
 
@@ -426,11 +340,6 @@ def test_a_file_without_permission_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, "a.toml", TOML)
     os.chmod(path, 0)
     assert unreadable(path) == "cannot be read: Permission denied"
-
-
-def test_a_file_that_is_a_loop_of_links_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.toml").symlink_to(tmp_path / "a.toml")
-    assert unreadable(tmp_path / "a.toml") == "cannot be read: Too many levels of symbolic links"
 
 
 @pytest.mark.usefixtures("outside")

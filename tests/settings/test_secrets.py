@@ -14,7 +14,7 @@ from kvtier.backend.seal_options import SealOptions
 from kvtier.config import EngineConfig, TierConfig, tier_options
 from kvtier.errors import ConfigError
 from kvtier.settings import open_secret, struct_fields
-from kvtier.settings.words import secret_in
+from kvtier.settings.fields import is_secret
 
 SECRET = "hunter2" * 10
 AES = {"seal": "aes-256-gcm"}
@@ -30,7 +30,7 @@ WITH: dict[str, dict[str, Any]] = {
 def options_with_secrets() -> Iterator[tuple[str, str]]:
     for type_name in BUILT_IN_TYPES:
         for name, field in struct_fields(backend_class(type_name).options_type).items():
-            if secret_in(field.type):
+            if is_secret(field.type):
                 yield type_name, name
 
 
@@ -76,7 +76,7 @@ def test_every_option_whose_name_speaks_of_a_secret_hides_its_value() -> None:
     for type_name in BUILT_IN_TYPES:
         for name, field in struct_fields(backend_class(type_name).options_type).items():
             speaks = name.endswith("_env") or any(word in name for word in ("key_", "password", "credential", "secret"))
-            assert bool(secret_in(field.type)) == (speaks or name == "tls_cert_file"), (type_name, name)
+            assert is_secret(field.type) == (speaks or name == "tls_cert_file"), (type_name, name)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Tiers that each break a promise: the conformance suite must reject them.
 
-This is a catalogue: each class differs from an honest tier in a few lines, and names the promises that those break.
-`test_conformance_rejects.py` runs these promises, and no others, against it.
+This is a catalogue. Each liar is the honest `Tier` with one seam changed, and names the promises that it breaks: a row
+of a table where an expression says it, else a class. `test_conformance_rejects.py` runs these promises, and no others,
+against it.
 """
 
 import asyncio
@@ -11,46 +12,68 @@ import threading
 import time
 from contextlib import suppress
 from itertools import count
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from msgspec.structs import replace
 
-from kvtier.backend import (
-    Abandoned,
-    Added,
-    Advised,
-    Durability,
-    Inventory,
-    Measured,
-    Read,
-    Removed,
-    ScanDone,
-    Wrapper,
-    Write,
-)
+from kvtier.backend import Abandoned, Added, Durability, Read, Removed, ScanDone, Wrapper, Write
 from kvtier.errors import BackendClosed, BackendUnavailable, ChunkMissing, NoSpace
 from kvtier.settings.hints import Advice, Hint
-from kvtier.testing.conformance import (
-    AdvisedConformance,
-    BackendConformance,
-    BoundedConformance,
-    CountedConformance,
-    DescribedConformance,
-    DurableBackendConformance,
-    InventoryConformance,
-    Lender,
-    MeasuredConformance,
-    NamespacedConformance,
-    WrapperConformance,
-    keys_of,
-    tier_context,
-)
+from kvtier.testing import conformance
+from kvtier.testing.conformance import Lender, keys_of, tier_context
 from kvtier_backends.dummy import DummyBackend, DummyOptions, forget_store
+
+ROUND_TRIP = "test_what_was_stored_is_loaded_bit_for_bit_again_and_again"
+MISSING = "test_what_was_never_stored_is_missing"
+ODD_KEYS = "test_odd_keys_are_keys_like_any_other"
+ORDER = "test_outcomes_come_in_the_order_of_the_batch"
+TWICE = "test_a_key_twice_in_a_batch_is_answered_twice"
+LENGTH = "test_a_buffer_of_the_wrong_length_is_refused"
+UNFIT = "test_a_key_that_a_tier_cannot_hold_costs_its_neighbours_nothing"
+NOTHING_ELSE = "test_deleting_takes_nothing_else"
+DELETED = "test_a_deleted_key_is_missing_and_can_be_stored_again"
+BESIDE = "test_a_load_beside_a_store_or_a_delete_is_whole_or_missing"
+THRONG = "test_in_a_throng_every_chunk_is_whole"
+CANCELLED_LOAD = "test_a_cancelled_load_leaves_its_buffers_alone"
+CANCELLED_STORE = "test_a_cancelled_store_leaves_its_buffers_alone"
+CANCELLED_TWICE = "test_a_call_cancelled_again_and_again_still_waits"
+CANCELLED_PROBE = "test_a_cancelled_probe_or_delete_leaves_a_tier_that_works"
+CANCELLED_THRONG = "test_in_a_throng_of_cancelled_calls_every_chunk_is_whole"
+BLOCKS = "test_no_call_blocks_the_loop"
+STORED_COPY = "test_what_is_stored_is_a_copy"
+KEPT = "test_no_buffer_is_kept_and_nothing_beside_it_is_written"
+CLOSED = "test_a_closed_tier_refuses_every_call"
+CLOSING = "test_closing_waits_for_what_is_under_way_and_refuses_new_calls"
+OUTLIVES = "test_chunks_outlive_the_tier"
+LASTS = "test_the_last_store_or_delete_is_the_one_that_lasts"
+SCAN = "test_what_is_there_is_reported_before_the_scan_is_done"
+REPORT = "test_a_report_is_true_until_it_ends_with_the_tier"
+COUNTED_ONCE = "test_every_chunk_is_counted_once"
+SESSION = "test_of_a_session_that_is_over_goes_what_no_other_has_used"
+PRIORITY = "test_a_higher_priority_takes_the_place_of_a_lower_one"
+HARMLESS = "test_advice_changes_nothing_that_is_there"
+COUNTS = "test_what_happens_is_counted_in_whole_numbers"
+DESCRIPTION = "test_a_description_is_one_line_and_stays_the_same"
+OFFERS = "test_a_wrapper_offers_exactly_what_it_wraps"
+PASSES_ON = "test_a_wrapper_passes_on_reports_and_advice"
+ANY_BYTES = "test_any_bytes_come_back"
+SAYS = "test_a_tier_says_what_it_promises_and_takes"
+LARGE = "test_a_large_batch_moves_as_a_small_one_does"
+SEQUENCE = "test_a_batch_is_any_sequence"
+EMPTY = "test_an_empty_batch_is_answered_with_nothing"
+EVICTIONS = "test_what_went_for_room_is_reported"
+IN_PART = "test_a_batch_that_does_not_fit_is_stored_in_part"
+HEAD = "test_a_request_that_is_over_leaves_its_head_newest"
+RANKED = "test_what_was_ranked_goes_after_what_was_not"
+DEMOTED = "test_what_was_demoted_goes_first"
+RETAINED = "test_what_is_retained_stays_while_others_come"
+TIME = "test_what_was_retained_goes_when_its_time_is_over"
+DURABILITY = "test_a_wrapper_promises_no_more_than_what_it_wraps"
 
 
 class Tier(DummyBackend):
-    """Honest: breaks nothing."""
+    """Honest: breaks nothing. Its seams are the methods that a liar changes."""
 
     breaks: ClassVar[tuple[str, ...]] = ()
     real_time: ClassVar[bool] = False
@@ -65,10 +88,39 @@ class Tier(DummyBackend):
         self.context = context
         self.missed = 0
 
+    def name(self, key):
+        return key
+
+    probed = deleted = reads = writes = measured = lambda self, given: given  # Given: a batch, or an occupancy.
+    loaded = stored = lambda self, batch, outcomes: outcomes
+    reported = advised = lambda self, given: [given]
+
+    async def probe(self, keys):
+        return await super().probe([self.name(key) for key in self.probed(keys)])
+
     async def load(self, reads):
-        outcomes = await super().load(reads)
+        outcomes = await super().load([Read(self.name(key), into) for key, into in self.reads(reads)])
         self.missed += len(outcomes) - outcomes.count(None)
-        return outcomes
+        return self.loaded(reads, outcomes)
+
+    async def store(self, writes):
+        outcomes = await super().store([Write(self.name(key), row) for key, row in self.writes(writes)])
+        return self.stored(writes, outcomes)
+
+    async def delete(self, keys):
+        await super().delete([self.name(key) for key in self.deleted(keys)])
+
+    async def watch(self):
+        async for event in super().watch():
+            for told in self.reported(event):
+                yield told
+
+    def occupancy(self):
+        return self.measured(super().occupancy())
+
+    def advise(self, advice):
+        for told in self.advised(advice):
+            super().advise(told)
 
     def counts(self):
         return {"missed": self.missed}
@@ -91,38 +143,84 @@ class Around(Wrapper):
         return cls(DummyBackend(options, context))
 
 
+def lie(liar: str, /, *breaks: str, **seams: Any) -> None:
+    """Make a liar of the seams that it changes."""
+    globals()[liar] = type(liar, (Tier,), {"__module__": __name__, **seams}, breaks=breaks)
+
+
+def all_well(_tier, chunks, _outcomes):
+    return [None] * len(chunks)
+
+
+def raise_the_first(_tier, _chunks, outcomes):
+    for outcome in filter(None, outcomes):
+        raise outcome
+    return outcomes
+
+
+def once(_tier, chunks):
+    return list({chunk.key: chunk for chunk in chunks}.values())
+
+
+def flip_a_bit(_tier, chunks, outcomes):
+    for _, buffer in chunks:
+        buffer[-1] ^= 1
+    return outcomes
+
+
+def keys_in(chunks):
+    return [chunk.key for chunk in chunks]
+
+
+def refuse(when):
+    """Return a seam that refuses a whole batch."""
+
+    def seam(tier, chunks):
+        if when(tier, chunks):
+            raise ValueError("this batch is refused")
+        return chunks
+
+    return seam
+
+
+def refuse_length(tier, chunks):
+    return any(len(buffer) != tier.context.row_bytes for _, buffer in chunks)
+
+
+def around(change):
+    """Return a wrapper that is changed as it is made."""
+
+    def wrap(inner):
+        wrapper = Around(inner)
+        change(wrapper, inner)
+        return wrapper
+
+    return staticmethod(wrap)
+
+
 # What goes in comes out.
 
-
-class Forgets(Tier, breaks="test_what_was_stored_is_loaded_bit_for_bit"):
-    async def store(self, writes):
-        return [None] * len(writes)
-
-
-class FlipsABit(Tier, breaks="test_what_was_stored_is_loaded_bit_for_bit"):
-    async def load(self, reads):
-        outcomes = await super().load(reads)
-        for _, into in reads:
-            into[-1] ^= 1
-        return outcomes
+lie("Forgets", ROUND_TRIP, writes=lambda *_: [], stored=all_well)
+lie("FlipsABit", ROUND_TRIP, loaded=flip_a_bit)
+lie("MakesUp", MISSING, loaded=all_well)
+lie("Guesses", MISSING, probe=lambda _, keys: answer([True] * len(keys)))
+lie("NamesByText", ODD_KEYS, name=lambda _, key: key.decode("ascii").encode())
+lie("FoldsCase", ODD_KEYS, name=lambda _, key: key.lower())
+lie("NamesByTheFirstHalf", ODD_KEYS, name=lambda _, key: key[:16] + key[-4:])
+lie("IgnoresGroups", ODD_KEYS, NOTHING_ELSE, name=lambda _, key: key[:-4] + bytes(4))
+lie("SkipsZeros", ANY_BYTES, writes=lambda _, writes: [write for write in writes if any(write.row)], stored=all_well)
+lie("SaysNothing", SAYS, durability="safe")
 
 
-class UsesUp(Tier, breaks="test_what_was_loaded_can_be_loaded_again"):
+async def answer(given):
+    return given
+
+
+class UsesUp(Tier, breaks=ROUND_TRIP):
     async def load(self, reads):
         outcomes = await super().load(reads)
         await super().delete([read.key for read in reads])
         return outcomes
-
-
-class MakesUp(Tier, breaks="test_what_was_never_stored_is_missing"):
-    async def load(self, reads):
-        await super().load(reads)
-        return [None] * len(reads)
-
-
-class Guesses(Tier, breaks="test_a_probe_says_what_a_load_would_find"):
-    async def probe(self, keys):
-        return [True] * len(keys)
 
 
 class KeepsTheFirst(Tier, breaks="test_the_last_store_of_a_key_counts"):
@@ -132,216 +230,112 @@ class KeepsTheFirst(Tier, breaks="test_the_last_store_of_a_key_counts"):
         return [None] * len(writes)
 
 
-class Renames(Tier):
-    """Base of tiers that take several keys for one."""
-
-    def name(self, key):
-        return key
-
-    async def probe(self, keys):
-        return await super().probe([self.name(key) for key in keys])
-
-    async def load(self, reads):
-        return await super().load([Read(self.name(read.key), read.into) for read in reads])
-
-    async def store(self, writes):
-        return await super().store([Write(self.name(write.key), write.row) for write in writes])
-
-    async def delete(self, keys):
-        await super().delete([self.name(key) for key in keys])
-
-
-class NamesByText(Renames, breaks="test_an_odd_key_is_a_key_like_any_other"):
-    def name(self, key):
-        return key.decode("ascii").encode()
-
-
-class FoldsCase(Renames, breaks="test_keys_that_look_alike_are_different_chunks"):
-    def name(self, key):
-        return key.lower()
-
-
-class NamesByTheFirstHalf(Renames, breaks="test_keys_that_look_alike_are_different_chunks"):
-    def name(self, key):
-        return key[:16] + key[-4:]
-
-
-class IgnoresGroups(
-    Renames, breaks=("test_keys_that_look_alike_are_different_chunks", "test_deleting_takes_nothing_else")
-):
-    def name(self, key):
-        return key[:-4] + bytes(4)
-
-
-class SkipsZeros(Tier, breaks="test_any_bytes_come_back"):
-    async def store(self, writes):
-        await super().store([write for write in writes if any(write.row)])
-        return [None] * len(writes)
-
-
-class SaysNothing(Tier, breaks="test_a_tier_says_what_it_promises_and_takes"):
-    durability = "safe"
-
-
 # Batches.
 
-
-class RefusesEmptyBatches(Tier, breaks="test_an_empty_batch_is_answered_with_nothing"):
-    async def load(self, reads):
-        if not reads:
-            raise ValueError("nothing to load")
-        return await super().load(reads)
-
-
-class AnswersOutOfOrder(Tier, breaks="test_outcomes_come_in_the_order_of_the_batch"):
-    async def load(self, reads):
-        return sorted(await super().load(reads), key=lambda outcome: outcome is not None)
-
-
-class RaisesForOne(Tier, breaks="test_a_missing_chunk_costs_its_neighbours_nothing"):
-    async def load(self, reads):
-        outcomes = await super().load(reads)
-        for outcome in filter(None, outcomes):
-            raise outcome
-        return outcomes
-
-
-class ForgetsDuplicates(
-    Tier,
-    breaks=(
-        "test_a_key_twice_in_a_load_fills_both_buffers",
-        "test_a_key_twice_in_a_store_leaves_one_whole_chunk",
-        "test_a_key_twice_in_a_probe_or_a_delete_is_nothing_special",
+lie("AnswersOutOfOrder", ORDER, loaded=lambda _, __, outcomes: sorted(outcomes, key=lambda each: each is not None))
+lie("RaisesForOne", ORDER, loaded=raise_the_first)
+lie("ForgetsDuplicateKeys", TWICE, probed=lambda _, keys: list(dict.fromkeys(keys)))
+lie("ForgetsDuplicateReads", TWICE, reads=once)
+lie("ForgetsDuplicateWrites", TWICE, writes=once)
+lie(
+    "FillsOneOfTwo",
+    TWICE,
+    reads=once,
+    loaded=lambda _, reads, told: list(
+        map(dict(zip(dict.fromkeys(keys_in(reads)), told, strict=True)).get, keys_in(reads))
     ),
-):
-    async def probe(self, keys):
-        return await super().probe(list(dict.fromkeys(keys)))
+)
+lie(
+    "TakesTheFirstOfMany",
+    LARGE,
+    writes=lambda _, writes: writes[:256],
+    stored=lambda _, writes, outcomes: outcomes + [None] * len(writes[256:]),
+)
+lie(
+    "SaysItTookAnyKey",
+    UNFIT,
+    writes=lambda _, writes: [write for write in writes if 4 <= len(write.key) <= 255],
+    stored=all_well,
+)
+lie("WantsLists", SEQUENCE, reads=lambda _, reads: reads[:1] + reads[1:] + [])
+lie("RefusesEmptyBatches", EMPTY, reads=refuse(lambda _, reads: not reads))
+lie("RefusesTheBatchForAKey", UNFIT, writes=refuse(lambda _, writes: any(len(write.key) > 255 for write in writes)))
+lie("RefusesTheReadsForALength", LENGTH, reads=refuse(refuse_length))
+lie("RefusesTheWritesForALength", LENGTH, writes=refuse(refuse_length))
 
+
+def fitting(tier, block=b""):
+    return memoryview(bytearray(bytes(block).ljust(tier.context.row_bytes, b"\0")[: tier.context.row_bytes]))
+
+
+lie("WritesAnyLength", LENGTH, writes=lambda tier, writes: [Write(key, fitting(tier, row)) for key, row in writes])
+
+
+class ReadsIntoAnyLength(Tier, breaks=LENGTH):
     async def load(self, reads):
-        return await super().load(list({read.key: read for read in reads}.values()))
-
-    async def store(self, writes):
-        return await super().store(list({write.key: write for write in writes}.values()))
-
-
-class FillsOneOfTwo(Tier, breaks="test_a_key_twice_in_a_load_fills_both_buffers"):
-    async def load(self, reads):
-        outcomes = await super().load(list({read.key: read for read in reads}.values()))
-        by_key = dict(zip(dict.fromkeys(read.key for read in reads), outcomes, strict=True))
-        return [by_key[read.key] for read in reads]
-
-
-class TakesTheFirstOfMany(Tier, breaks="test_a_large_batch_moves_as_a_small_one_does"):
-    async def store(self, writes):
-        return await super().store(writes[:256]) + [None] * len(writes[256:])
-
-
-class TakesAnyLength(
-    Tier,
-    breaks=(
-        "test_a_load_into_a_buffer_of_the_wrong_length_is_refused",
-        "test_a_store_from_a_buffer_of_the_wrong_length_is_refused",
-    ),
-):
-    def row(self, block=b""):
-        return memoryview(bytearray(bytes(block).ljust(self.context.row_bytes, b"\0")[: self.context.row_bytes]))
-
-    async def load(self, reads):
-        rows = [self.row() for _ in reads]
+        rows = [fitting(self) for _ in reads]
         outcomes = await super().load([Read(read.key, row) for read, row in zip(reads, rows, strict=True)])
         for read, row in zip(reads, rows, strict=True):
             read.into[: len(row)] = row[: len(read.into)]
         return outcomes
 
-    async def store(self, writes):
-        return await super().store([Write(write.key, self.row(write.row)) for write in writes])
-
-
-class RefusesTheBatchForAKey(Tier, breaks="test_a_key_that_a_tier_cannot_hold_costs_its_neighbours_nothing"):
-    async def store(self, writes):
-        if any(len(write.key) > 255 for write in writes):
-            raise BackendUnavailable("a key is too long")
-        return await super().store(writes)
-
-
-class SaysItTookAnyKey(Tier, breaks="test_a_key_that_a_tier_cannot_hold_costs_its_neighbours_nothing"):
-    async def store(self, writes):
-        fit = [write for write in writes if 4 <= len(write.key) <= 255]
-        await super().store(fit)
-        return [None] * len(writes)
-
-
-class RefusesTheBatchForALength(
-    Tier,
-    breaks=(
-        "test_a_load_into_a_buffer_of_the_wrong_length_is_refused",
-        "test_a_store_from_a_buffer_of_the_wrong_length_is_refused",
-    ),
-):
-    def check(self, buffers):
-        if any(len(buffer) != self.context.row_bytes for buffer in buffers):
-            raise ValueError("a buffer of the wrong length")
-
-    async def load(self, reads):
-        self.check(read.into for read in reads)
-        return await super().load(reads)
-
-    async def store(self, writes):
-        self.check(write.row for write in writes)
-        return await super().store(writes)
-
-
-class WantsLists(Tier, breaks="test_a_batch_is_any_sequence"):
-    async def load(self, reads):
-        return await super().load([*reads[:1]] + reads[1:])  # noqa: RUF005
-
 
 # Deleting.
 
-
-class DeletesNothing(Tier, breaks="test_a_deleted_key_is_missing_and_can_be_stored_again"):
-    async def delete(self, keys):
-        pass
-
-
-class DeletesTheWholeHash(Tier, breaks="test_deleting_takes_nothing_else"):
-    async def delete(self, keys):
-        await super().delete([key[:-1] + bytes([group]) for key in keys for group in range(4)])
+lie("DeletesNothing", DELETED, deleted=lambda _, keys: [])
+lie(
+    "DeletesTheWholeHash",
+    NOTHING_ELSE,
+    deleted=lambda _, keys: [key[:-1] + bytes([group]) for key in keys for group in range(4)],
+)
 
 
-class RefusesUnknownKeys(Tier, breaks="test_unknown_keys_are_ignored"):
+class RefusesUnknownKeys(Tier, breaks=NOTHING_ELSE):
     async def delete(self, keys):
         if not all(await self.probe(keys)):
             raise KeyError(keys)
         await super().delete(keys)
 
 
-class RemembersTheDead(Tier, breaks="test_a_deleted_key_is_missing_and_can_be_stored_again"):
+class RemembersTheDead(Tier, breaks=DELETED):
     dead = frozenset()
 
-    async def delete(self, keys):
+    def deleted(self, keys):
         self.dead |= set(keys)
-        await super().delete(keys)
+        return keys
 
-    async def store(self, writes):
-        await super().store([write for write in writes if write.key not in self.dead])
-        return [None] * len(writes)
+    def writes(self, writes):
+        return [write for write in writes if write.key not in self.dead]
+
+    stored = all_well
 
 
 # Concurrency.
 
 
-class TakesOneCallAtATime(Tier, breaks="test_stores_at_once_all_arrive"):
-    busy = False
+class Watched(Tier):
+    """Base of tiers that know which stores are under way."""
+
+    def __init__(self, options, context):
+        super().__init__(options, context)
+        self.under_way = []
 
     async def store(self, writes):
-        if self.busy:
-            raise BackendUnavailable("busy")
-        self.busy = True
+        self.under_way.append(asyncio.current_task())
         try:
             return await super().store(writes)
         finally:
-            self.busy = False
+            self.ended()
+
+    def ended(self):
+        self.under_way.remove(asyncio.current_task())
+
+
+class TakesOneCallAtATime(Watched, breaks="test_stores_at_once_all_arrive"):
+    def writes(self, writes):
+        if len(self.under_way) > 1:
+            raise BackendUnavailable("busy")
+        return writes
 
 
 class InPlace(Tier):
@@ -379,18 +373,11 @@ class InPlace(Tier):
             self.shelf.pop(key, None)
 
 
-class TearsChunks(
-    InPlace,
-    breaks=(
-        "test_of_stores_of_one_key_at_once_one_whole_chunk_wins",
-        "test_a_load_beside_a_store_is_old_or_new_or_missing",
-        "test_in_a_throng_every_chunk_is_whole",
-    ),
-):
+class TearsChunks(InPlace, breaks=("test_of_stores_of_one_key_at_once_one_whole_chunk_wins", BESIDE, THRONG)):
     pass
 
 
-class DeletesInPieces(InPlace, breaks="test_a_load_beside_a_delete_is_whole_or_missing"):
+class DeletesInPieces(InPlace, breaks=BESIDE):
     async def delete(self, keys):
         for key in keys:
             self.shelf.get(key, bytearray(1))[:1] = b"\0"
@@ -412,7 +399,7 @@ class LoadsAKeyOnce(Tier, breaks="test_one_chunk_goes_into_many_buffers_at_once"
         return outcomes
 
 
-class SharesOneBuffer(Tier, breaks="test_in_a_throng_every_chunk_is_whole"):
+class SharesOneBuffer(Tier, breaks=THRONG):
     async def load(self, reads):
         self.scratch = memoryview(bytearray(self.context.row_bytes))
         outcomes = []
@@ -426,29 +413,25 @@ class SharesOneBuffer(Tier, breaks="test_in_a_throng_every_chunk_is_whole"):
 # Cancellation.
 
 
-class AbandonsThreads(
-    InPlace,
-    breaks=(
-        "test_a_cancelled_load_leaves_its_buffers_alone",
-        "test_a_cancelled_store_leaves_its_buffers_alone",
-        "test_a_call_cancelled_again_and_again_still_waits",
-        "test_in_a_throng_of_cancelled_calls_every_chunk_is_whole",
-    ),
-):
+class Abandons(InPlace):
+    """Base of tiers whose cancelled calls go on with rows that are no longer lent."""
+
+    async def load(self, reads):
+        return await self.go_on(self.load_one, reads)
+
+    async def store(self, writes):
+        return await self.go_on(self.store_one, writes)
+
+    def store_one(self, key, row):
+        self.shelf[key] = bytearray(row)
+
+
+class AbandonsThreads(Abandons, breaks=(CANCELLED_LOAD, CANCELLED_STORE, CANCELLED_TWICE, CANCELLED_THRONG)):
     """The mistake that `kvtier.backend.lending` mends: a cancelled call returns while its thread goes on."""
 
     real_time = True
 
-    async def load(self, reads):
-        return await self.in_thread(self.load_one, reads)
-
-    async def store(self, writes):
-        return await self.in_thread(self.store_one, writes)
-
-    def store_one(self, key, block):
-        self.shelf[key] = bytearray(block)
-
-    async def in_thread(self, move, chunks):
+    async def go_on(self, move, chunks):
         """Do what `asyncio.to_thread` does: whoever cancels goes on, and so does the thread, on a busy machine, too."""
         loop, outcomes, owner_went_on = asyncio.get_running_loop(), [], threading.Event()
         ended = loop.create_future()
@@ -467,19 +450,10 @@ class AbandonsThreads(
             raise
 
 
-class AwaitsItsClient(InPlace, breaks=AbandonsThreads.breaks):
+class AwaitsItsClient(Abandons, breaks=AbandonsThreads.breaks):
     """The mistake that `in_task` mends: a client's coroutine is cancelled, and its transport goes on with rows."""
 
-    async def load(self, reads):
-        return await self.by_transport(self.load_one, reads)
-
-    async def store(self, writes):
-        return await self.by_transport(self.store_one, writes)
-
-    def store_one(self, key, row):
-        self.shelf[key] = bytearray(row)
-
-    async def by_transport(self, move, chunks):
+    async def go_on(self, move, chunks):
         """Do what clients do: the loop moves the bytes, and whoever waits for them may go away."""
         loop = asyncio.get_running_loop()
         ended = loop.create_future()
@@ -493,7 +467,7 @@ class AwaitsItsClient(InPlace, breaks=AbandonsThreads.breaks):
         return await ended
 
 
-class WaitsOnce(Tier, breaks="test_a_call_cancelled_again_and_again_still_waits"):
+class WaitsOnce(Tier, breaks=CANCELLED_TWICE):
     async def load(self, reads):
         call = asyncio.ensure_future(super().load(reads))
         try:
@@ -503,9 +477,7 @@ class WaitsOnce(Tier, breaks="test_a_call_cancelled_again_and_again_still_waits"
             raise
 
 
-class SwallowsCancellation(
-    Tier, breaks=("test_a_cancelled_load_leaves_its_buffers_alone", "test_a_cancelled_store_leaves_its_buffers_alone")
-):
+class SwallowsCancellation(Tier, breaks=(CANCELLED_LOAD, CANCELLED_STORE)):
     async def load(self, reads):
         try:
             return await super().load(reads)
@@ -519,28 +491,28 @@ class SwallowsCancellation(
             return [NoSpace("cancelled")] * len(writes)
 
 
-class LeavesItsLock(
-    Tier,
-    breaks=("test_a_cancelled_delete_has_deleted_each_key_or_not", "test_a_cancelled_probe_leaves_a_tier_that_works"),
-):
+class LeavesTheLockOfAProbe(Tier, breaks=CANCELLED_PROBE):
     def __init__(self, options, context):
         super().__init__(options, context)
         self.lock = asyncio.Lock()
 
     async def probe(self, keys):
+        return await self.locked(super().probe(keys))
+
+    async def locked(self, call):
         await self.lock.acquire()
-        present = await super().probe(keys)
+        answer = await call
         self.lock.release()
-        return present
+        return answer
+
+
+class LeavesTheLockOfADelete(LeavesTheLockOfAProbe, breaks=CANCELLED_PROBE):
+    async def probe(self, keys):
+        async with self.lock:
+            return await Tier.probe(self, keys)
 
     async def delete(self, keys):
-        await self.lock.acquire()
-        await super().delete(keys)
-        self.lock.release()
-
-    async def load(self, reads):
-        async with self.lock:
-            return await super().load(reads)
+        await self.locked(super().delete(keys))
 
 
 class JoinsCalls(Tier, breaks="test_a_cancelled_call_costs_the_others_nothing"):
@@ -558,30 +530,28 @@ class JoinsCalls(Tier, breaks="test_a_cancelled_call_costs_the_others_nothing"):
         return outcomes
 
 
-class NeverForgetsACall(Tier, breaks="test_a_tier_ends_as_usual_after_cancelled_calls"):
-    under_way = 0
-
-    async def store(self, writes):
-        self.under_way += 1
-        outcomes = await super().store(writes)
-        self.under_way -= 1
-        return outcomes
+class NeverForgetsACancelledCall(Watched, breaks=CANCELLED_THRONG):
+    def ended(self):
+        if not asyncio.current_task().cancelling():
+            super().ended()
 
     async def aclose(self, deadline_s):
         await super().aclose(deadline_s)
-        return Abandoned(self.under_way)
+        return Abandoned(len(self.under_way))
 
 
 # Good manners.
 
+lie("Scribbles", STORED_COPY, stored=flip_a_bit)
 
-class SleepsOnTheLoop(Tier, breaks="test_no_call_blocks_the_loop"):
+
+class SleepsOnTheLoop(Tier, breaks=BLOCKS):
     async def probe(self, keys):
         time.sleep(0.001)  # noqa: ASYNC251
         return await super().probe(keys)
 
 
-class WritesOnTheLoop(Tier, breaks="test_no_call_blocks_the_loop"):
+class WritesOnTheLoop(Tier, breaks=BLOCKS):
     async def store(self, writes):
         null = os.open(os.devnull, os.O_WRONLY)
         os.pwritev(null, [write.row for write in writes], 0)
@@ -589,21 +559,13 @@ class WritesOnTheLoop(Tier, breaks="test_no_call_blocks_the_loop"):
         return await super().store(writes)
 
 
-class Scribbles(Tier, breaks="test_a_store_changes_nothing_in_the_buffers"):
-    async def store(self, writes):
-        outcomes = await super().store(writes)
-        for _, block in writes:
-            block[0] ^= 0xFF
-        return outcomes
-
-
-class KeepsTheLendersBuffer(InPlace, breaks=("test_what_is_stored_is_a_copy", "test_no_buffer_is_kept")):
+class KeepsTheLendersBuffer(InPlace, breaks=(STORED_COPY, KEPT)):
     async def store(self, writes):
         self.shelf.update(writes)
         return [None] * len(writes)
 
 
-class KeepsTheBorrowersBuffer(Tier, breaks=("test_what_is_loaded_is_a_copy", "test_no_buffer_is_kept")):
+class KeepsTheBorrowersBuffer(Tier, breaks=("test_what_is_loaded_is_a_copy", KEPT)):
     def __init__(self, options, context):
         super().__init__(options, context)
         self.recent = {}
@@ -618,29 +580,25 @@ class KeepsTheBorrowersBuffer(Tier, breaks=("test_what_is_loaded_is_a_copy", "te
         return outcomes
 
 
-class WritesBesideTheRow(Tier, breaks="test_nothing_beside_the_lent_rows_is_written"):
-    async def load(self, reads):
-        outcomes = await super().load(reads)
+class WritesBesideTheRow(Tier, breaks=KEPT):
+    def loaded(self, reads, outcomes):
         for _, into in reads:
             ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(into)) + len(into), 0, 1)
         return outcomes
 
 
-class RemembersItsLastCall(Tier, breaks="test_no_buffer_is_kept"):
-    async def store(self, writes):
+class RemembersItsLastCall(Tier, breaks=KEPT):
+    def stored(self, writes, outcomes):
         self.last = writes
-        return await super().store(writes)
+        return outcomes
 
 
 # The end.
 
-
-class NeverCloses(Tier, breaks="test_a_closed_tier_refuses_every_call"):
-    async def aclose(self, deadline_s):
-        return Abandoned(0)
+lie("NeverCloses", CLOSED, aclose=lambda *_: answer(Abandoned(0)))
 
 
-class ClosesOnce(Tier, breaks="test_closing_again_is_no_error"):
+class ClosesOnce(Tier, breaks=CLOSED):
     closed = False
 
     async def aclose(self, deadline_s):
@@ -650,33 +608,14 @@ class ClosesOnce(Tier, breaks="test_closing_again_is_no_error"):
         return await super().aclose(deadline_s)
 
 
-class CancelsWhatIsUnderWay(Tier, breaks="test_what_is_under_way_is_waited_for"):
-    def __init__(self, options, context):
-        super().__init__(options, context)
-        self.under_way = set()
-
-    async def store(self, writes):
-        self.under_way.add(asyncio.current_task())
-        return await super().store(writes)
-
+class CancelsWhatIsUnderWay(Watched, breaks=CLOSING):
     async def aclose(self, deadline_s):
         for task in self.under_way:
             task.cancel()
         return await super().aclose(deadline_s)
 
 
-class ClosesAfterWaiting(
-    Tier, breaks=("test_new_calls_are_refused_while_closing_waits", "test_a_cancelled_close_can_be_called_again")
-):
-    under_way = 0
-
-    async def store(self, writes):
-        self.under_way += 1
-        try:
-            return await super().store(writes)
-        finally:
-            self.under_way -= 1
-
+class ClosesAfterWaiting(Watched, breaks=(CLOSING, "test_a_cancelled_close_can_be_called_again")):
     async def aclose(self, deadline_s):
         while self.under_way:
             await asyncio.sleep(0.001)
@@ -692,18 +631,18 @@ class HidesWhatItLeaves(Tier, breaks="test_closing_without_patience_says_what_it
 # Durability.
 
 
-class Volatile(Tier, breaks="test_chunks_outlive_the_tier"):
+class Volatile(Tier, breaks=OUTLIVES):
     async def aclose(self, deadline_s):
         forget_store("suite")
         return await super().aclose(deadline_s)
 
 
-class ReadsNamesBackWrongly(Renames, breaks="test_chunks_outlive_the_tier"):
+class ReadsNamesBackWrongly(Tier, breaks=OUTLIVES):
     def name(self, key):
         return key if not self.opened_before else key.lower()
 
 
-class ReplaysTheFirstStore(Tier, breaks="test_the_last_store_is_the_one_that_lasts"):
+class ReplaysTheFirstStore(Tier, breaks=LASTS):
     async def store(self, writes):
         present = await self.probe([b"first" + write.key for write in writes])
         firsts = [
@@ -716,7 +655,7 @@ class ReplaysTheFirstStore(Tier, breaks="test_the_last_store_is_the_one_that_las
         return await super().load([Read(b"first" + key if self.opened_before else key, into) for key, into in reads])
 
 
-class BringsBackTheDead(Tier, breaks="test_what_was_deleted_stays_deleted"):
+class BringsBackTheDead(Tier, breaks=LASTS):
     def __init__(self, options, context):
         super().__init__(options, context)
         self.hidden = set()
@@ -724,8 +663,7 @@ class BringsBackTheDead(Tier, breaks="test_what_was_deleted_stays_deleted"):
     async def delete(self, keys):
         self.hidden |= set(keys)
 
-    async def load(self, reads):
-        outcomes = await super().load(reads)
+    def loaded(self, reads, outcomes):
         return [ChunkMissing("") if key in self.hidden else out for (key, _), out in zip(reads, outcomes, strict=True)]
 
 
@@ -741,7 +679,7 @@ class StoresInTwoSteps(Tier, breaks="test_a_store_cut_short_leaves_whole_chunks"
 # Namespaces.
 
 
-class IgnoresNamespaces(Tier, breaks=("test_namespaces_share_no_chunk", "test_deleting_stays_in_its_namespace")):
+class IgnoresNamespaces(Tier, breaks="test_namespaces_share_no_chunk"):
     def __init__(self, options, context):
         same = tier_context(context.row_bytes).mapper
         super().__init__(replace(options, shared=True), context._replace(mapper=same))
@@ -749,65 +687,54 @@ class IgnoresNamespaces(Tier, breaks=("test_namespaces_share_no_chunk", "test_de
 
 # Inventory.
 
+lie("ReportsNothing", SCAN, reported=lambda _, event: [] if isinstance(event, Added) else [event])
+lie("EvictsInSilence", EVICTIONS, reported=lambda _, event: [] if isinstance(event, Removed) else [event])
 
-class ReportsTheDead(Tier, breaks="test_what_is_there_is_reported_before_the_scan_is_done"):
-    def __init__(self, options, context):
-        super().__init__(options, context)
-        self.dead = []
 
-    async def delete(self, keys):
-        self.dead += keys
-        await super().delete(keys)
+class ReportsTheDead(Tier, breaks=SCAN):
+    dead = ()
+
+    def deleted(self, keys):
+        self.dead = [*self.dead, *keys]
+        return keys
 
     async def watch(self):
-        yield Added(self.dead)
+        yield Added(list(self.dead))
         async for event in super().watch():
             yield event
 
 
-class ReportsNothing(Tier, breaks="test_what_is_there_is_reported_before_the_scan_is_done"):
-    async def watch(self):
-        async for event in super().watch():
-            if not isinstance(event, Added):
-                yield event
+class SaysNothingWhenEmpty(Tier, breaks=SCAN):
+    before = None
 
-
-class SaysNothingWhenEmpty(Tier, breaks="test_what_is_there_is_reported_before_the_scan_is_done"):
-    async def watch(self):
-        before = None
-        async for event in super().watch():
-            if not isinstance(event, ScanDone) or before is not None:
-                yield event
-            before = event
+    def reported(self, event):
+        before, self.before = self.before, event
+        return [event] if before is not None or not isinstance(event, ScanDone) else []
 
 
 class ReportsAllAtOnce(Tier, breaks="test_reports_come_in_batches"):
-    async def watch(self):
-        keys = []
-        async for event in super().watch():
-            if isinstance(event, Added):
-                keys += event.keys
-                continue
-            if isinstance(event, ScanDone):
-                yield Added(keys)
-            yield event
+    keys = ()
+
+    def reported(self, event):
+        if isinstance(event, Added):
+            self.keys = [*self.keys, *event.keys]
+            return []
+        return [Added(self.keys), event] if isinstance(event, ScanDone) else [event]
 
 
-class ReportsForEver(Tier, breaks="test_the_report_ends_with_the_tier"):
+class ReportsForEver(Tier, breaks=REPORT):
     async def watch(self):
         async for event in super().watch():
             yield event
         await asyncio.Event().wait()
 
 
-class ReportsWhatItWasTold(Tier, breaks="test_what_is_there_is_not_reported_as_removed"):
-    def __init__(self, options, context):
-        super().__init__(options, context)
-        self.deleted = asyncio.Queue()
+class ReportsWhatItWasTold(Tier, breaks=REPORT):
+    all_deleted = ()
 
-    async def delete(self, keys):
-        await super().delete(keys)
-        self.deleted.put_nowait(keys)
+    def deleted(self, keys):
+        self.all_deleted = [*self.all_deleted, *keys]
+        return keys
 
     async def watch(self):
         async for event in super().watch():
@@ -815,9 +742,9 @@ class ReportsWhatItWasTold(Tier, breaks="test_what_is_there_is_not_reported_as_r
             if isinstance(event, ScanDone):
                 break
         while True:
-            keys = await self.deleted.get()
             await asyncio.sleep(0.005)
-            yield Removed(keys)
+            told, self.all_deleted = self.all_deleted, ()
+            yield Removed(list(told))
 
 
 class DiesWithItsListener(Tier, breaks="test_a_consumer_may_go_away"):
@@ -831,39 +758,32 @@ class DiesWithItsListener(Tier, breaks="test_a_consumer_may_go_away"):
 
 # Occupancy.
 
-
-class StartsFull(Tier, breaks="test_every_chunk_is_counted_once"):
-    def occupancy(self):
-        return super().occupancy()._replace(used_bytes=4_096)
+lie("StartsFull", COUNTED_ONCE, measured=lambda _, now: now._replace(used_bytes=4_096))
+lie("CountsMisses", COUNTED_ONCE, measured=lambda tier, now: now._replace(chunks=now.chunks + tier.missed))
 
 
-class CountsStores(Tier, breaks="test_every_chunk_is_counted_once"):
-    stored = 0
+class CountsStores(Tier, breaks=COUNTED_ONCE):
+    all_stored = 0
 
-    async def store(self, writes):
-        self.stored += len(writes)
-        return await super().store(writes)
+    def stored(self, writes, outcomes):
+        self.all_stored += len(writes)
+        return outcomes
 
-    def occupancy(self):
-        return super().occupancy()._replace(chunks=self.stored)
+    def measured(self, now):
+        return now._replace(chunks=self.all_stored)
 
 
 class NeverShrinks(Tier, breaks="test_what_was_deleted_uses_nothing"):
     most = 0
 
-    def occupancy(self):
-        now = super().occupancy()
+    def measured(self, now):
         self.most = max(self.most, now.used_bytes)
         return now._replace(used_bytes=self.most)
 
 
-class CountsMisses(Tier, breaks="test_loading_and_probing_change_nothing"):
-    def occupancy(self):
-        now = super().occupancy()
-        return now._replace(chunks=now.chunks + self.missed)
-
-
 # Capacity.
+
+lie("FailsTheBatchForOne", IN_PART, stored=raise_the_first)
 
 
 class Overflows(Tier, breaks="test_the_capacity_is_never_exceeded"):
@@ -871,8 +791,8 @@ class Overflows(Tier, breaks="test_the_capacity_is_never_exceeded"):
         super().__init__(replace(options, capacity_bytes=None), context)
         self.capacity_bytes = options.capacity_bytes
 
-    def occupancy(self):
-        return super().occupancy()._replace(capacity_bytes=self.capacity_bytes)
+    def measured(self, now):
+        return now._replace(capacity_bytes=self.capacity_bytes)
 
 
 class RefusesWhenFull(Tier, breaks="test_the_newest_chunks_are_there"):
@@ -883,24 +803,15 @@ class RefusesWhenFull(Tier, breaks="test_the_newest_chunks_are_there"):
         return await super().store(writes)
 
 
-class FailsTheBatchForOne(Tier, breaks="test_a_batch_that_does_not_fit_is_stored_in_part"):
-    async def store(self, writes):
-        outcomes = await super().store(writes)
-        for outcome in filter(None, outcomes):
-            raise outcome
-        return outcomes
-
-
 class LeaksRoom(Tier, breaks="test_deleting_makes_room"):
-    def occupancy(self):
-        now = super().occupancy()
-        return now._replace(used_bytes=now.used_bytes + 64) if self.leaked else now
-
     leaked = False
 
-    async def delete(self, keys):
+    def deleted(self, keys):
         self.leaked = True
-        await super().delete(keys)
+        return keys
+
+    def measured(self, now):
+        return now._replace(used_bytes=now.used_bytes + 64) if self.leaked else now
 
 
 class TakesASecondPlace(Tier, breaks="test_storing_again_takes_no_second_place"):
@@ -911,123 +822,67 @@ class TakesASecondPlace(Tier, breaks="test_storing_again_takes_no_second_place")
         return outcomes
 
 
-class EvictsInSilence(Tier, breaks="test_what_went_for_room_is_reported"):
-    async def watch(self):
-        async for event in super().watch():
-            if not isinstance(event, Removed):
-                yield event
+# Hints.
 
-
-# Renews recency.
-
-
-class RanksHeadFirst(Tier, breaks="test_a_request_that_is_over_leaves_its_head_newest"):
-    def advise(self, advice):
-        super().advise(advice.of(advice.keys[::-1]))
-
-
-class IgnoresRenewals(Tier, breaks="test_what_was_ranked_goes_after_what_was_not"):
-    def advise(self, advice):
-        if advice.is_hint:
-            super().advise(advice)
-
-
-class CountsWhatIsRanked(Tier, breaks="test_advice_changes_nothing_that_is_there"):
-    ranked = 0
-
-    def advise(self, advice):
-        self.ranked += len(advice.keys)
-        super().advise(advice)
-
-    def occupancy(self):
-        now = super().occupancy()
-        return now._replace(chunks=now.chunks + self.ranked)
-
-
-# Takes hints.
-
-
-class IgnoresDemotions(Tier, breaks="test_what_was_demoted_goes_first"):
-    def advise(self, advice):
-        if advice.kind != "demote":
-            super().advise(advice)
+lie("RanksHeadFirst", HEAD, advised=lambda _, advice: [advice.of(advice.keys[::-1])])
+lie("IgnoresRenewals", RANKED, advised=lambda _, advice: [advice] if advice.is_hint else [])
+lie("IgnoresDemotions", DEMOTED, advised=lambda _, advice: [] if advice.kind == "demote" else [advice])
+lie(
+    "DemotesWhatOthersUse",
+    SESSION,
+    advised=lambda _, advice: [advice, *([Advice("demote", advice.keys)] if advice.hint is not None else ())],
+)
+lie(
+    "TakesRenewalsForEnds",
+    SESSION,
+    advised=lambda _, advice: [advice if advice.is_hint else Advice("rank", advice.keys, Hint())],
+)
+lie("RetainsNothing", RETAINED, PRIORITY, advised=lambda _, advice: [] if advice.kind == "retain" else [advice])
+lie("RetainsForEver", TIME, advised=lambda _, advice: [replace(advice, seconds=1e9)])
+lie("IgnoresPriorities", PRIORITY, advised=lambda _, advice: [replace(advice, priority=0)])
 
 
 class DemotesForEver(Tier, breaks="test_what_was_demoted_and_is_used_again_is_as_any_other"):
     demoted = ()
 
-    def advise(self, advice):
-        super().advise(advice)
+    def advised(self, advice):
         if advice.kind == "demote":
             self.demoted = advice.keys
-        else:
-            super().advise(Advice("demote", [key for key in advice.keys if key in self.demoted]))
+            return [advice]
+        return [advice, Advice("demote", [key for key in advice.keys if key in self.demoted])]
 
 
-class DemotesWhatOthersUse(Tier, breaks="test_of_a_session_that_is_over_goes_what_no_other_has_used"):
-    def advise(self, advice):
-        super().advise(advice)
-        if advice.hint is not None:
-            super().advise(Advice("demote", advice.keys))
+class CountsWhatIsRanked(Tier, breaks=HARMLESS):
+    kind = "rank"
+    heard = 0
+
+    def advised(self, advice):
+        self.heard += len(advice.keys) if advice.kind == self.kind else 0
+        return [advice]
+
+    def measured(self, now):
+        return now._replace(chunks=now.chunks + self.heard)
 
 
-class TakesRenewalsForEnds(Tier, breaks="test_of_a_session_that_is_over_goes_what_no_other_has_used"):
-    def advise(self, advice):
-        super().advise(advice if advice.is_hint else Advice("rank", advice.keys, Hint()))
+class CountsWhatIsRetained(CountsWhatIsRanked, breaks=HARMLESS):
+    kind = "retain"
 
 
-class RetainsNothing(
-    Tier,
-    breaks=("test_what_is_retained_stays_while_others_come", "test_a_higher_priority_takes_the_place_of_a_lower_one"),
-):
-    def advise(self, advice):
-        if advice.kind != "retain":
-            super().advise(advice)
-
-
-class RetainsForEver(Tier, breaks="test_what_was_retained_goes_when_its_time_is_over"):
-    def advise(self, advice):
-        super().advise(replace(advice, seconds=1e9))
-
-
-class IgnoresPriorities(Tier, breaks="test_a_higher_priority_takes_the_place_of_a_lower_one"):
-    def advise(self, advice):
-        super().advise(replace(advice, priority=0))
-
-
-class KeepsRoomForWhatIsRetained(Tier, breaks="test_a_store_finds_as_much_room_whatever_is_retained"):
-    retained = 0
-
-    def advise(self, advice):
-        self.retained += len(advice.keys) if advice.kind == "retain" else 0
-        super().advise(advice)
-
-    async def store(self, writes):
-        outcomes = list(await super().store(writes))
-        return outcomes if self.retained < 8 else [NoSpace("retained")] * len(writes)
-
-
-class CountsWhatIsRetained(Tier, breaks="test_advice_changes_nothing_that_is_there"):
-    retained = 0
-
-    def advise(self, advice):
-        self.retained += len(advice.keys) if advice.kind == "retain" else 0
-        super().advise(advice)
-
-    def occupancy(self):
-        now = super().occupancy()
-        return now._replace(chunks=now.chunks + self.retained)
+class KeepsRoomForWhatIsRetained(CountsWhatIsRetained, breaks="test_a_store_finds_as_much_room_whatever_is_retained"):
+    def stored(self, writes, outcomes):
+        return outcomes if self.heard < 8 else [NoSpace("retained")] * len(writes)
 
 
 # Counts, and describes itself.
 
+lie("CountsNothing", COUNTS, counts=lambda _: {})
+lie("CountsInSentences", COUNTS, counts=lambda tier: {"chunks that were not there": tier.missed})
+lie("CountsInHalves", COUNTS, counts=lambda tier: {"missed": tier.missed / 2})
+lie("DescribesItselfInLines", DESCRIPTION, description=lambda _: {"store": "suite\nrow: any"})
+lie("DescribesItsContents", DESCRIPTION, description=lambda tier: {"chunks": str(tier.occupancy().chunks)})
 
-class CountsNothing(Tier, breaks=("test_what_happens_is_counted", "test_counts_are_whole_numbers_by_words")):
-    def counts(self):
-        return {}
 
-
-class CountsSinceItWasAsked(Tier, breaks="test_what_happens_is_counted"):
+class CountsSinceItWasAsked(Tier, breaks=COUNTS):
     def counts(self):
         told, self.missed = self.missed, 0
         return {"missed": told}
@@ -1041,13 +896,12 @@ class CountsWhatIsThere(Tier, breaks="test_a_total_never_falls"):
         return {"missed": self.missed, "held": 1_000 - self.turn}
 
 
-class LendsItsCounts(Tier, breaks="test_what_happens_is_counted"):
+class LendsItsCounts(Tier, breaks=COUNTS):
     def __init__(self, options, context):
         super().__init__(options, context)
         self.totals = {}
 
-    async def load(self, reads):
-        outcomes = await super().load(reads)
+    def loaded(self, reads, outcomes):
         self.totals["missed"] = self.missed
         return outcomes
 
@@ -1055,106 +909,38 @@ class LendsItsCounts(Tier, breaks="test_what_happens_is_counted"):
         return self.totals
 
 
-class CountsInSentences(Tier, breaks="test_counts_are_whole_numbers_by_words"):
-    def counts(self):
-        return {"chunks that were not there": self.missed}
-
-
-class CountsInHalves(Tier, breaks="test_counts_are_whole_numbers_by_words"):
-    def counts(self):
-        return {"missed": self.missed / 2}
-
-
-class DescribesItselfInLines(Tier, breaks="test_a_description_is_one_line_and_stays_the_same"):
-    def description(self):
-        return {"store": "suite\nrow: any"}
-
-
-class DescribesItsContents(Tier, breaks="test_a_description_is_one_line_and_stays_the_same"):
-    def description(self):
-        return {"chunks": str(self.occupancy().chunks)}
-
-
 # Wrappers.
 
 
-class ForgetsCounts(Around):
-    def __init__(self, inner):
-        super().__init__(inner)
-        vars(self).pop("counts", None)
+async def another_scan():
+    yield ScanDone(complete=False)
 
 
-class WrapsWithoutCounts(Tier, breaks="test_a_wrapper_offers_what_it_wraps"):
-    wrap = staticmethod(ForgetsCounts)
+def say_it_is_empty(wrapper, inner):
+    wrapper.occupancy = lambda: inner.occupancy()._replace(chunks=0, used_bytes=0)
 
 
-class ClaimsCounts(Around):
-    def counts(self):
-        return {}
-
-
-class WrapsWithCountsOfItsOwn(Tier, breaks="test_a_wrapper_offers_nothing_else"):
-    wrap = staticmethod(ClaimsCounts)
-
-
-class MeasuresItself(Around):
-    def __init__(self, inner):
-        super().__init__(inner)
-        if isinstance(inner, Measured):
-            self.occupancy = lambda: inner.occupancy()._replace(chunks=0, used_bytes=0)
-
-
-class WrapsAndSaysItIsEmpty(Tier, breaks="test_a_wrapper_passes_on_reports_and_advice"):
-    wrap = staticmethod(MeasuresItself)
-
-
-class DoesNotPassOnEvents(Around):
-    def __init__(self, inner):
-        super().__init__(inner)
-        if isinstance(inner, Inventory):
-            self.watch = self._watch
-
-    async def _watch(self):
-        async for _ in self._inner.watch():
-            yield ScanDone(complete=False)
-
-
-class WrapsAndReportsAnotherScan(Tier, breaks="test_a_wrapper_passes_on_reports_and_advice"):
-    wrap = staticmethod(DoesNotPassOnEvents)
-
-
-class DoesNotPassOnAdvice(Around):
-    def __init__(self, inner):
-        super().__init__(inner)
-        if isinstance(inner, Advised):
-            self.advise = lambda advice: None
-
-
-class WrapsAndKeepsAdvice(Tier, breaks="test_a_wrapper_passes_on_reports_and_advice"):
-    wrap = staticmethod(DoesNotPassOnAdvice)
-
-
-class PromisesTheMost(Around):
-    def __init__(self, inner):
-        super().__init__(inner)
-        self.durability = Durability.POWER
-
-
-class WrapsAndPromisesMore(Tier, breaks="test_a_wrapper_promises_no_more_than_what_it_wraps"):
-    wrap = staticmethod(PromisesTheMost)
+lie("WrapsWithoutCounts", OFFERS, wrap=around(lambda wrapper, _: vars(wrapper).pop("counts", None)))
+lie("WrapsWithCountsOfItsOwn", OFFERS, wrap=around(lambda wrapper, _: setattr(wrapper, "counts", dict)))
+lie("WrapsAndSaysItIsEmpty", PASSES_ON, wrap=around(say_it_is_empty))
+lie("WrapsAndReportsAnotherScan", PASSES_ON, wrap=around(lambda wrapper, _: setattr(wrapper, "watch", another_scan)))
+lie("WrapsAndKeepsAdvice", PASSES_ON, wrap=around(lambda wrapper, _: setattr(wrapper, "advise", repr)))
+lie(
+    "WrapsAndPromisesMore", DURABILITY, wrap=around(lambda wrapper, _: setattr(wrapper, "durability", Durability.POWER))
+)
 
 
 class Everything(
-    BackendConformance,
-    DurableBackendConformance,
-    NamespacedConformance,
-    InventoryConformance,
-    MeasuredConformance,
-    BoundedConformance,
-    AdvisedConformance,
-    CountedConformance,
-    DescribedConformance,
-    WrapperConformance,
+    conformance.BackendConformance,
+    conformance.DurableBackendConformance,
+    conformance.NamespacedConformance,
+    conformance.InventoryConformance,
+    conformance.MeasuredConformance,
+    conformance.BoundedConformance,
+    conformance.AdvisedConformance,
+    conformance.CountedConformance,
+    conformance.DescribedConformance,
+    conformance.WrapperConformance,
 ):
     """All promises, made by a device in a named store that is slow enough for calls to meet."""
 

@@ -44,7 +44,7 @@ def run(folder, *options) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_suite_runs_in_strict_mode_and_explains_its_assertions(tmp_path):
-    ended = run(tmp_path, "-k", "TestGood or test_a_probe_says")
+    ended = run(tmp_path, "-k", "TestGood or test_the_last_store")
     assert "1 failed" in ended.stdout
-    assert "FAILED test_theirs.py::TestBad::test_a_probe_says_what_a_load_would_find" in ended.stdout
-    assert "At index 0 diff: False != True" in ended.stdout
+    assert "FAILED test_theirs.py::TestBad::test_the_last_store_of_a_key_counts" in ended.stdout
+    assert "At index 0 diff: 'ChunkMissing' != " in ended.stdout

@@ -50,5 +50,5 @@ def test_every_promise_is_broken_by_a_tier():
 def test_a_rejection_says_whose_bytes_were_found(failures):
     (story,) = failures["TearsChunks", "test_of_stores_of_one_key_at_once_one_whole_chunk_wins"]
     assert "no chunk: from byte 0 " in story
-    (story,) = failures["Forgets", "test_what_was_stored_is_loaded_bit_for_bit"]
+    (story,) = failures["Forgets", "test_what_was_stored_is_loaded_bit_for_bit_again_and_again"]
     assert "assert ['ChunkMissin" in story

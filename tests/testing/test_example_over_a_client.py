@@ -1,14 +1,11 @@
-"""The example over a client of coroutines: as short as it says, true to the contract, honest if its server fails."""
+"""The example over a client of coroutines: true to the contract, honest if its server fails."""
 
-import ast
 import importlib.util
-import io
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import tokenize
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,31 +18,12 @@ from kvtier.testing.conformance.lender import label
 from tests.redis.servers import RedisServer
 
 FOLDER = Path(__file__).parents[2] / "examples" / "coroutine_client"
-EXAMPLE = FOLDER / "valkey_backend.py"
-LINES_MAX = 60
 CHUNK_BYTES = 4_096
 MISSING = "ChunkMissing"
-LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
-spec = importlib.util.spec_from_file_location("valkey_backend", EXAMPLE)
+spec = importlib.util.spec_from_file_location("valkey_backend", FOLDER / "valkey_backend.py")
 example = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(example)
-
-
-def lines_of_code(text: str) -> set[int]:
-    """Return the lines that are neither empty, nor imports, nor comments, nor docstrings."""
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = list(ast.walk(ast.parse(text)))
-    left_out = [node.body[0] for node in nodes if isinstance(node, documented) and ast.get_docstring(node)]
-    left_out += [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
-    tokens = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in LAYOUT]
-    lines = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
-    return lines - {line for one in left_out for line in range(one.lineno, one.end_lineno + 1)}
-
-
-def test_it_has_fewer_than_60_lines_beyond_its_imports() -> None:
-    assert len(lines_of_code('"""A."""\n\nimport os\n\n# A reason.\nx = """\n"""\n')) == 2
-    assert len(lines_of_code(EXAMPLE.read_text())) < LINES_MAX
 
 
 @pytest.fixture

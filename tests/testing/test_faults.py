@@ -50,11 +50,9 @@ class TestOffers(WrapperConformance):
         return FaultyBackend
 
 
-class TestAroundAnInstantTier(WithoutFaults):
+class TestAroundADevice(WithoutFaults):
     """The whole suite, as if there were no wrapper."""
 
-
-class TestAroundADevice(WithoutFaults):
     device = DummyOptions(latency_s=0.001, concurrency=4)
 
 
@@ -196,17 +194,8 @@ async def throng(faulty: FaultyBackend) -> list[str]:
     return [*story, str(sorted(faulty.met.items()))]
 
 
-FAULTS = {
-    "unavailable": 0.1,
-    "late_unavailable": 0.1,
-    "delay": 0.5,
-    "hang": 0.1,
-    "hang_s": 3,
-    "failed": 0.1,
-    "missing": 0.1,
-    "corrupt": 0.1,
-    "no_space": 0.1,
-}
+KINDS = ("unavailable", "late_unavailable", "hang", "failed", "missing", "corrupt", "no_space")
+FAULTS = {**dict.fromkeys(KINDS, 0.1), "delay": 0.5, "hang_s": 3}
 
 
 def test_the_same_seed_tells_the_same_story():
@@ -259,8 +248,3 @@ async def test_a_faulty_tier_is_opened_by_configuration(lender):
 def test_a_mistake_in_the_configuration_is_named(given, path):
     with pytest.raises(ConfigError, match=f"^tiers.{path}"):
         decode(backend_class(TYPE).options_type, given, "tiers")
-
-
-def test_a_script_takes_only_faults_of_its_operation(faulty):
-    with pytest.raises(ValueError, match="'corrupt' is no fault of a store"):
-        faulty.script("store", "corrupt")

@@ -41,7 +41,7 @@ chunk of each byte.
 import pytest
 
 # Before their import, or third parties see bare AssertionErrors.
-MODULES = ("lender", "moving", "calling", "suite", "optional", "wrapping")
+MODULES = ("lender", "calling", "suite", "optional")
 pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in MODULES))
 
 from kvtier.testing.conformance.lender import Lender, key_of, keys_of, label, tier_context  # noqa: E402
@@ -53,9 +53,9 @@ from kvtier.testing.conformance.optional import (  # noqa: E402
     Follower,
     InventoryConformance,
     MeasuredConformance,
+    WrapperConformance,
 )
 from kvtier.testing.conformance.suite import BackendConformance, DurableBackendConformance, NamespacedConformance  # noqa: E402
-from kvtier.testing.conformance.wrapping import WrapperConformance  # noqa: E402
 
 __all__ = [
     "AdvisedConformance",

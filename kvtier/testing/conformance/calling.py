@@ -40,25 +40,17 @@ class Concurrency(Promises):
             told = await lender.recall(backend, keys)
             assert all(chunk in map(label, [key] * 8, versions) for key, chunk in zip(keys, told, strict=True)), told
 
-    async def test_a_load_beside_a_store_is_old_or_new_or_missing(self, backend: Backend, lender: Lender) -> None:
-        """A reader gets the old chunk, the new one, or none: never half of each."""
+    async def test_a_load_beside_a_store_or_a_delete_is_whole_or_missing(
+        self, backend: Backend, lender: Lender
+    ) -> None:
+        """A reader gets the old chunk, the new one, or none: never half of each. A chunk is deleted as a whole."""
         keys = keys_of(4)
-        await lender.keep(backend, keys)
         whole = {"ChunkMissing", *(label(key, version) for key in keys for version in range(4))}
-        for version in range(1, 4):
-            calls = [lender.recall(backend, keys) for _ in range(6)]
-            told = await asyncio.gather(*calls[:2], _nothing(lender.keep(backend, keys, version)), *calls[2:])
-            assert not {chunk for chunks in told for chunk in chunks} - whole
-        assert await lender.recall(backend, keys) == [label(key, 3) for key in keys]
-
-    async def test_a_load_beside_a_delete_is_whole_or_missing(self, backend: Backend, lender: Lender) -> None:
-        """A chunk is deleted as a whole."""
-        keys = keys_of(4)
-        for _ in range(3):
-            await lender.keep(backend, keys)
-            calls = [lender.recall(backend, keys) for _ in range(6)]
-            told = await asyncio.gather(*calls[:2], _nothing(backend.delete(keys)), *calls[2:])
-            assert not {chunk for chunks in told for chunk in chunks} - {"ChunkMissing", *map(label, keys)}
+        for version in range(4):
+            for call in (lender.keep(backend, keys), lender.keep(backend, keys, version), backend.delete(keys)):
+                loads = [lender.recall(backend, keys) for _ in range(6)]
+                told = await asyncio.gather(*loads[:2], _nothing(call), *loads[2:])
+                assert not {chunk for chunks in told for chunk in chunks} - whole
             assert await lender.recall(backend, keys) == ["ChunkMissing"] * 4
 
     async def test_one_chunk_goes_into_many_buffers_at_once(self, backend: Backend, lender: Lender) -> None:
@@ -155,27 +147,19 @@ class Cancellation(Promises):
         assert all(chunk in (label(key), label(key, 1)) for key, chunk in zip(keys, told, strict=True)), told
 
     @after_steps
-    async def test_a_cancelled_delete_has_deleted_each_key_or_not(
+    async def test_a_cancelled_probe_or_delete_leaves_a_tier_that_works(
         self, backend: Backend, lender: Lender, after: int
     ) -> None:
-        """A partial delete leaves whole chunks, and a usable tier."""
+        """A cancelled probe changes nothing; a cancelled delete has deleted each key or not."""
         keys = keys_of(BATCH_CHUNKS)
         await lender.keep(backend, keys)
+        await _cancel(backend.probe(keys), after)
+        assert list(await backend.probe(keys)) == [True] * len(keys)
         await _cancel(backend.delete(keys), after)
         told = await lender.recall(backend, keys)
         assert all(chunk in (label(key), "ChunkMissing") for key, chunk in zip(keys, told, strict=True)), told
         await backend.delete(keys)
         assert list(await backend.probe(keys)) == [False] * len(keys)
-
-    @after_steps
-    async def test_a_cancelled_probe_leaves_a_tier_that_works(
-        self, backend: Backend, lender: Lender, after: int
-    ) -> None:
-        """A cancelled probe changes nothing."""
-        keys = keys_of(BATCH_CHUNKS)
-        await lender.keep(backend, keys)
-        await _cancel(backend.probe(keys), after)
-        assert list(await backend.probe(keys)) == [True] * len(keys)
 
     @after_steps
     async def test_a_cancelled_call_costs_the_others_nothing(
@@ -195,7 +179,10 @@ class Cancellation(Promises):
         assert await lender.recall(backend, others) == [label(key) for key in others]
 
     async def test_in_a_throng_of_cancelled_calls_every_chunk_is_whole(self, backend: Backend, lender: Lender) -> None:
-        """Calls on the same few keys, each cancelled somewhere: no buffer is touched later, and no chunk is torn."""
+        """Calls on the same few keys, each cancelled somewhere: no buffer is touched later, and no chunk is torn.
+
+        A cancelled call that has raised does not count as running.
+        """
         rng = random.Random(0)
         keys = keys_of(6)
         await lender.keep(backend, keys)
@@ -213,13 +200,6 @@ class Cancellation(Promises):
         await asyncio.gather(*map(act, range(42)))
         for key, told in zip(keys, await lender.recall(backend, keys), strict=True):
             assert told in {"ChunkMissing", *(label(key, turn) for turn in range(42))}
-
-    async def test_a_tier_ends_as_usual_after_cancelled_calls(self, backend: Backend, lender: Lender) -> None:
-        """A cancelled call that has raised does not count as running."""
-        keys = keys_of(BATCH_CHUNKS)
-        for after in (0, 1, 2, 5):
-            await _cancel(backend.store(lender.writes(keys)), after)
-            await _cancel(backend.load(lender.reads(keys)), after)
         assert await backend.aclose(PATIENCE_S) == Abandoned(0)
 
 
@@ -237,15 +217,8 @@ async def _cancel(call: Coroutine[Any, Any, Any], after: int) -> None:
 # Calls of a tier on files that blockbuster does not watch by default.
 ALSO_BLOCKING = (
     *("builtins.open", "os.open", "os.pread", "os.preadv", "os.pwrite", "os.pwritev", "os.readv", "os.writev"),
-    *(
-        "os.fsync",
-        "os.fdatasync",
-        "os.ftruncate",
-        "os.truncate",
-        "os.posix_fallocate",
-        "os.utime",
-        "os.copy_file_range",
-    ),
+    *("os.fsync", "os.fdatasync", "os.ftruncate", "os.truncate", "os.utime"),
+    *("os.posix_fallocate", "os.copy_file_range"),
 )
 
 
@@ -263,18 +236,12 @@ class GoodManners(Promises):
             await asyncio.gather(backend.store(writes), backend.load(reads), backend.delete(keys))
             await backend.aclose(PATIENCE_S)
 
-    async def test_a_store_changes_nothing_in_the_buffers(self, backend: Backend, lender: Lender) -> None:
-        """The tier only reads the buffers of a store."""
-        keys = keys_of(8)
-        writes = lender.writes(keys)
-        await backend.store(writes)
-        assert [lender.identify(write.row) for write in writes] == [label(key) for key in keys]
-
     async def test_what_is_stored_is_a_copy(self, backend: Backend, lender: Lender) -> None:
-        """After `store` has answered, the owner may reuse the buffers."""
+        """The tier only reads the buffers of a store. After `store` has answered, the owner may reuse them."""
         keys = keys_of(8)
         writes = lender.writes(keys)
         assert list(await backend.store(writes)) == [None] * 8
+        assert [lender.identify(write.row) for write in writes] == [label(key) for key in keys]
         for _, block in writes:
             block[:] = lender.chunk(key_of(99))
         assert await lender.recall(backend, keys) == [label(key) for key in keys]
@@ -291,24 +258,18 @@ class GoodManners(Promises):
         await lender.keep(backend, keys, version=1)
         assert [lender.identify(read.into) for read in reads] == [label(key_of(99))] * 8
 
-    async def test_nothing_beside_the_lent_rows_is_written(self, backend: Backend, lender: Lender) -> None:
-        """The rows before and after a lent one belong to other requests."""
-        keys = keys_of(8)
-        await lender.keep(backend, keys[:6])
-        await lender.recall(backend, keys)
-        await lender.keep(backend, keys, version=1)
-        await asyncio.gather(*(lender.recall(backend, keys) for _ in range(4)))
-        assert lender.guards_are_intact()
-
-    async def test_no_buffer_is_kept(self, backend: Backend, lender: Lender) -> None:
+    async def test_no_buffer_is_kept_and_nothing_beside_it_is_written(self, backend: Backend, lender: Lender) -> None:
         """After a call has answered, the tier has no reference to its buffers: their memory can be unmapped.
 
-        A thread may need a moment to release its last arguments. An idle one must not keep them.
+        The rows before and after a lent one belong to other requests. A thread may need a moment to release its last
+        arguments. An idle one must not keep them.
         """
         keys = keys_of(8)
         await lender.keep(backend, keys)
         assert len(await lender.recall(backend, [*keys, key_of(9)])) == 9
         await lender.keep(backend, keys, version=1)
+        await asyncio.gather(*(lender.recall(backend, keys) for _ in range(4)))
+        assert lender.guards_are_intact()
         gc.collect()
         for patience in range(8):
             if lender.take_back():
@@ -332,9 +293,13 @@ def _nothing_may_block() -> Generator[None]:
 
 class TheEnd(Promises):
     async def test_a_closed_tier_refuses_every_call(self, backend: Backend, lender: Lender) -> None:
-        """A closed tier raises `BackendClosed`, and never answers about its chunks."""
+        """A closed tier raises `BackendClosed`, and never answers about its chunks.
+
+        `aclose` may be called repeatedly, and concurrently.
+        """
         await lender.keep(backend, [key_of(0)])
-        assert await backend.aclose(PATIENCE_S) == Abandoned(0)
+        assert await asyncio.gather(backend.aclose(PATIENCE_S), backend.aclose(PATIENCE_S)) == [Abandoned(0)] * 2
+        assert await backend.aclose(0) == Abandoned(0)
         with pytest.raises(BackendClosed):
             await backend.probe([key_of(0)])
         with pytest.raises(BackendClosed):
@@ -344,33 +309,22 @@ class TheEnd(Promises):
         with pytest.raises(BackendClosed):
             await backend.delete([key_of(0)])
 
-    async def test_closing_again_is_no_error(self, backend: Backend) -> None:
-        """`aclose` may be called repeatedly, and concurrently."""
-        closings = await asyncio.gather(*(backend.aclose(PATIENCE_S) for _ in range(2)))
-        assert closings == [Abandoned(0)] * 2
-        assert await backend.aclose(0) == Abandoned(0)
-
-    async def test_what_is_under_way_is_waited_for(self, backend: Backend, lender: Lender) -> None:
-        """Calls that began before `aclose` are answered as usual."""
+    async def test_closing_waits_for_what_is_under_way_and_refuses_new_calls(
+        self, backend: Backend, lender: Lender
+    ) -> None:
+        """Calls that began before `aclose` are answered as usual. It refuses from its first step, not from its last."""
         keys, others = keys_of(32), keys_of(32, start=100)
         await lender.keep(backend, keys)
         reads = lender.reads(keys)
         load, store = await begun(backend.load(reads)), await begun(backend.store(lender.writes(others)))
-        assert await backend.aclose(PATIENCE_S) == Abandoned(0)
-        await ended(load)
-        await ended(store)
-        assert lender.told(reads, load.result()) == [label(key) for key in keys]
-        assert list(store.result()) == [None] * 32
-
-    async def test_new_calls_are_refused_while_closing_waits(self, backend: Backend, lender: Lender) -> None:
-        """`aclose` refuses from its first step, not from its last."""
-        store = await begun(backend.store(lender.writes(keys_of(32))))
         closing = await begun(backend.aclose(PATIENCE_S))
         with pytest.raises(BackendClosed):
             await backend.load(lender.reads([key_of(0)]))
-        await ended(closing)
-        await ended(store)
-        assert (closing.result(), list(store.result())) == (Abandoned(0), [None] * 32)
+        for task in (closing, load, store):
+            await ended(task)
+        assert closing.result() == Abandoned(0)
+        assert lender.told(reads, load.result()) == [label(key) for key in keys]
+        assert list(store.result()) == [None] * 32
 
     async def test_closing_without_patience_says_what_it_leaves(self, backend: Backend, lender: Lender) -> None:
         """Without patience `aclose` answers at once: buffers are out of use, or their calls are counted as left.

@@ -1,28 +1,39 @@
-"""Promises of the optional protocols, and of a tier with a capacity."""
+"""Promises of the optional protocols, of a tier with a capacity, and of a tier that wraps another one."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
+
+import msgspec
+import pytest
 
 from kvtier.backend import (
     INVENTORY_BATCH_KEYS,
+    OPTIONAL,
+    Abandoned,
     Added,
     Advice,
     Advised,
     Backend,
+    Calls,
     Counted,
     Described,
+    Durability,
     Hint,
     Inventory,
     InventoryEvent,
     Measured,
     Occupancy,
     OffloadKey,
+    Outcome,
+    Read,
     Removed,
     ScanDone,
+    TierContext,
     Write,
 )
+from kvtier.errors import ChunkMissing, NoSpace
 from kvtier.testing.conformance.lender import PATIENCE_S, Lender, Promises, ended, key_of, keys_of, label
 
 Provoke = Callable[[], Awaitable[None]]
@@ -126,19 +137,11 @@ class InventoryConformance(Promises):
         assert _added(events) == set(keys)
         assert all(len(event.keys) <= INVENTORY_BATCH_KEYS for event in events if not isinstance(event, ScanDone))
 
-    async def test_the_report_ends_with_the_tier(self, backend: Backend, lender: Lender) -> None:
-        """Closing ends the iteration, with one `ScanDone` in all of it."""
-        await lender.keep(backend, keys_of(5))
-        follower = Follower(backend)
-        await lender.keep(backend, keys_of(5, start=10))
-        await follower.until(lambda: follower.scanned)
-        await backend.aclose(PATIENCE_S)
-        await ended(follower.task)
-        follower.task.result()
-        assert [type(event) for event in follower.events].count(ScanDone) == 1
+    async def test_a_report_is_true_until_it_ends_with_the_tier(self, backend: Backend, lender: Lender) -> None:
+        """An event is true when it is yielded; what `store` and `delete` were asked to do needs none.
 
-    async def test_what_is_there_is_not_reported_as_removed(self, backend: Backend, lender: Lender) -> None:
-        """An event is true when it is yielded; what `store` and `delete` were asked to do needs none."""
+        Closing ends the iteration, with one `ScanDone` in all of it.
+        """
         keys = keys_of(6)
         follower = Follower(backend)
         await follower.until(lambda: follower.scanned)
@@ -151,7 +154,9 @@ class InventoryConformance(Promises):
         assert follower.held == set(keys)
         await backend.aclose(PATIENCE_S)
         await ended(follower.task)
+        follower.task.result()
         assert follower.held == set(keys)
+        assert [type(event) for event in follower.events].count(ScanDone) == 1
 
     async def test_a_consumer_may_go_away(self, backend: Backend, lender: Lender) -> None:
         """A cancelled consumer costs the tier nothing."""
@@ -224,7 +229,7 @@ def _added(events: list[InventoryEvent]) -> set[OffloadKey]:
 
 class MeasuredConformance(Promises):
     async def test_every_chunk_is_counted_once(self, backend: Backend, lender: Lender) -> None:
-        """An empty tier has no chunks and uses no bytes. Storing a key again takes no second place."""
+        """An empty tier has no chunks and uses no bytes. Storing again, loading and probing take no second place."""
         keys = keys_of(10)
         assert occupancy(backend)[:2] == (0, 0)
         await lender.keep(backend, keys)
@@ -233,6 +238,10 @@ class MeasuredConformance(Promises):
         assert once.chunks == occupancy(backend).chunks == 10
         assert once.used_bytes > 0
         assert occupancy(backend).used_bytes <= once.used_bytes * 2
+        before = occupancy(backend)
+        await lender.recall(backend, keys_of(20))
+        await backend.probe(keys_of(20))
+        assert occupancy(backend) == before
 
     async def test_what_was_deleted_uses_nothing(self, backend: Backend, lender: Lender) -> None:
         """A deleted chunk frees its bytes; an unknown key frees none."""
@@ -245,14 +254,6 @@ class MeasuredConformance(Promises):
         assert 0 < half.used_bytes < full.used_bytes
         await backend.delete(keys)
         assert occupancy(backend)[:2] == (0, 0)
-
-    async def test_loading_and_probing_change_nothing(self, backend: Backend, lender: Lender) -> None:
-        """Hits and misses take no room."""
-        await lender.keep(backend, keys_of(5))
-        before = occupancy(backend)
-        await lender.recall(backend, keys_of(10))
-        await backend.probe(keys_of(10))
-        assert occupancy(backend) == before
 
 
 def occupancy(backend: Backend) -> Occupancy:
@@ -396,8 +397,11 @@ async def until_some_go(tier: Backend, lender: Lender, keys: list[OffloadKey]) -
 class CountedConformance(Promises):
     """Needs the fixture `provoke`: an async function without arguments that makes `backend` count something."""
 
-    async def test_what_happens_is_counted(self, backend: Backend, provoke: Provoke) -> None:
-        """Each event raises a total. A mapping that was returned never changes."""
+    async def test_what_happens_is_counted_in_whole_numbers(self, backend: Backend, provoke: Provoke) -> None:
+        """Each event raises a total. A mapping that was returned never changes.
+
+        A name is the value of a metric's label: letters, digits and underscores.
+        """
         assert isinstance(backend, Counted)
         returned: Mapping[str, int] = {}
         total = sum(counts(backend).values())
@@ -408,6 +412,10 @@ class CountedConformance(Promises):
             total = sum(returned.values())
         await provoke()
         assert sum(returned.values()) == total
+        for name, count in returned.items():
+            assert name.isidentifier(), name
+            assert type(count) is int, (name, count)
+            assert count >= 0, (name, count)
 
     async def test_a_total_never_falls(self, backend: Backend, lender: Lender, provoke: Provoke) -> None:
         """A consumer that adds up differences would count backwards."""
@@ -420,16 +428,6 @@ class CountedConformance(Promises):
             await backend.delete(keys)
             after = counts(backend)
             assert {name: after.get(name, 0) for name in before if after.get(name, 0) < before[name]} == {}
-
-    async def test_counts_are_whole_numbers_by_words(self, backend: Backend, provoke: Provoke) -> None:
-        """A name is the value of a metric's label: letters, digits and underscores."""
-        await provoke()
-        told = counts(backend)
-        assert told
-        for name, total in told.items():
-            assert name.isidentifier(), name
-            assert type(total) is int, (name, total)
-            assert total >= 0, (name, total)
 
 
 def counts(backend: Backend) -> dict[str, int]:
@@ -452,3 +450,127 @@ class DescribedConformance(Promises):
 def description(backend: Backend) -> dict[str, str]:
     assert isinstance(backend, Described), f"{type(backend).__name__} has no description()"
     return dict(backend.description())
+
+
+Wrap = Callable[[Backend], Backend]
+
+each_protocol = pytest.mark.parametrize("protocol", OPTIONAL, ids=lambda protocol: protocol.__name__)
+
+
+class WrapperConformance(Promises):
+    """Needs the fixture `wrap`: a function that puts the wrapper around an open tier."""
+
+    @each_protocol
+    async def test_a_wrapper_offers_exactly_what_it_wraps(self, wrap: Wrap, protocol: type[Any]) -> None:
+        """An engine sees only the wrapper's protocols. It claims none that its inner tier lacks."""
+        wrapper = wrap(inner_tier(protocol))
+        assert isinstance(wrapper, protocol), f"{type(wrapper).__name__} forgets {protocol.__name__}"
+        wrapper = wrap(inner_tier(*(other for other in OPTIONAL if other is not protocol)))
+        assert not isinstance(wrapper, protocol), f"{type(wrapper).__name__} claims {protocol.__name__}"
+
+    async def test_a_wrapper_passes_on_reports_and_advice(self, wrap: Wrap) -> None:
+        """Occupancy, description, events and advice pass unchanged. The wrapper may add counters."""
+        inner = inner_tier(*OPTIONAL)
+        wrapper = wrap(inner)
+        assert isinstance(wrapper, Measured)
+        assert isinstance(wrapper, Counted)
+        assert isinstance(wrapper, Described)
+        assert isinstance(wrapper, Inventory)
+        assert isinstance(wrapper, Advised)
+        assert wrapper.occupancy() == OCCUPANCY
+        assert COUNTS.items() <= wrapper.counts().items()
+        assert DESCRIPTION.items() <= wrapper.description().items()
+        assert [event async for event in wrapper.watch()] == [ScanDone(complete=True)]
+        given = [
+            Advice("rank", keys_of(1)),
+            Advice("rank", keys_of(1), Hint(over=True)),
+            Advice("demote", keys_of(2)),
+            Advice("retain", keys_of(3), seconds=60.0, priority=7),
+        ]
+        for advice in given:
+            wrapper.advise(advice)
+        assert inner.advice == given
+
+    @pytest.mark.parametrize("durability", Durability, ids=lambda durability: durability.name)
+    async def test_a_wrapper_promises_no_more_than_what_it_wraps(self, wrap: Wrap, durability: Durability) -> None:
+        """A chunk is as durable as in the inner tier."""
+        inner = inner_tier()
+        inner.durability = durability
+        levels = list(Durability)
+        assert levels.index(wrap(inner).durability) <= levels.index(durability)
+
+
+OCCUPANCY = Occupancy(chunks=7, used_bytes=7 << 14, capacity_bytes=1 << 20, reserved_bytes=1 << 14)
+COUNTS: Mapping[str, int] = {"corrupt_checksum": 3, "evicted": 5}
+DESCRIPTION: Mapping[str, str] = {"root": "/nowhere", "layout": "nothing"}
+
+
+class Nothing(Backend):
+    """A tier that is always empty, to test the wrapper around it."""
+
+    durability = Durability.PROCESS
+    options_type = msgspec.Struct
+
+    def __init__(self) -> None:
+        self.advice: list[Advice[OffloadKey]] = []
+        self._calls = Calls("nothing")
+
+    @classmethod
+    async def open(cls, options: msgspec.Struct, context: TierContext) -> Self:
+        raise NotImplementedError  # `inner_tier` makes it.
+
+    async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        return [False] * len(keys)
+
+    async def load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
+        return [ChunkMissing(key.hex()) for key, _ in reads]
+
+    async def store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
+        return [NoSpace(key.hex()) for key, _ in writes]
+
+    async def delete(self, keys: Sequence[OffloadKey]) -> None:
+        pass
+
+    async def aclose(self, deadline_s: float) -> Abandoned:
+        return await self._calls.close(deadline_s)
+
+
+class _Reports(Nothing):
+    async def watch(self) -> AsyncIterator[InventoryEvent]:
+        yield ScanDone(complete=True)
+
+
+class _Measures(Nothing):
+    def occupancy(self) -> Occupancy:
+        return OCCUPANCY
+
+
+class _Heeds(Nothing):
+    def advise(self, advice: Advice[OffloadKey]) -> None:
+        self.advice.append(advice)
+
+
+class _Counts(Nothing):
+    def counts(self) -> Mapping[str, int]:
+        return dict(COUNTS)
+
+
+class _Describes(Nothing):
+    def description(self) -> Mapping[str, str]:
+        return dict(DESCRIPTION)
+
+
+OFFERING: Mapping[type[Any], type[Nothing]] = {
+    Inventory: _Reports,
+    Measured: _Measures,
+    Advised: _Heeds,
+    Counted: _Counts,
+    Described: _Describes,
+}
+
+
+def inner_tier(*protocols: type[Any]) -> Nothing:
+    """Return a tier with exactly these optional protocols."""
+    bases = tuple(OFFERING[protocol] for protocol in protocols) or (Nothing,)
+    tier: Nothing = type("Inner", bases, {})()
+    return tier
