@@ -103,7 +103,6 @@ class TierConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True)
     type: Text  # As `kvtier.backend.backend_class` knows it.
     name: str = ""  # In metrics and messages; empty becomes "<index>:<type>".
     limits: TierLimits = TierLimits()
-    request_level: bool = False  # Store all of a request's chunks, also those already present.
     cascade: Literal["store", "evict", "second_use"] = "store"  # When a chunk is written to it.
     medium: Literal["CPU", "STORAGE"] | None = None  # For requests that choose tiers; None matches any choice.
     locality: Literal["LOCAL", "REMOTE"] | None = None
@@ -173,11 +172,6 @@ class EngineConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         force_setattr(self, "namespace", replace(self.namespace, row_bytes=self.row_bytes))
         force_setattr(self, "secondary_tiers", _named(self.secondary_tiers))
         for index, tier in enumerate(self.secondary_tiers):
-            if tier.request_level and tier.cascade != "store":
-                raise ConfigError(
-                    f"secondary_tiers[{index}].cascade: {tier.cascade!r} given, 'store' accepted with request_level = "
-                    "true, by which the tier gets all of a request's chunks at once"
-                )
             for field in ("load_bytes_in_flight", "store_bytes_in_flight"):
                 if getattr(tier.limits, field) < self.row_bytes:
                     raise ConfigError(

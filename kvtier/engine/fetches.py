@@ -1,4 +1,7 @@
-"""Fetches: how a call of the asyncio face waits until the leading run of its keys is in the primary.
+"""How calls of the asyncio face wait: for rows, for loads, and for a turn of the loop.
+
+`Progress` steps the engine and wakes all waiters whenever a message came or something was released. `Fetches` wait
+until the leading run of their keys is in the primary.
 
 Waiting requests lease at most a share of the rows. So chunks that have come are pinned and leased no more, and leave
 their share to later ones. Calls without a row stand in a line. Only the first in the line takes rows, and only it holds
@@ -12,18 +15,125 @@ itself: then no row comes back, and all calls in the line give up `lease_s` afte
 # ruff: noqa: SLF001  Waiters and their steps are one engine.
 # pyright: reportPrivateUsage=false
 
+import asyncio
 import logging
 import math
+import weakref
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 
 from kvtier.backend import OffloadKey
 from kvtier.engine.answers import LookupResult
-from kvtier.engine.progress import Progress
-from kvtier.engine.requests import Request, Turn
+from kvtier.engine.requests import NEVER, Request, Turn
 from kvtier.engine.steps import StepManager
-from kvtier.errors import LineLimit, Remedy
+from kvtier.errors import LineLimit, Remedy, WrongLoop
+
+LEASES_EVERY_S = 0.05  # Between looks at expiring leases: a waiting request renews its own in every step.
 
 logger = logging.getLogger(__name__)
+
+
+class Progress:
+    """Steps a kvtier engine when messages came, and wakes its waiters, on one loop."""
+
+    def __init__(self, steps: StepManager, loop: asyncio.AbstractEventLoop) -> None:
+        self._steps = steps
+        self._loop = loop
+        self._next: asyncio.Future[None] | None = None
+        self._stirred = 0
+        self._pumping = False
+        self._called = False  # In this turn of the loop.
+        self.clearing = False  # A reset is in progress, and no call gets rows.
+        wake = weakref.WeakMethod(self._wake)  # A runner outlives an engine that is dropped, and must not keep it.
+        steps._bridge.notify = lambda: None if (alive := wake()) is None else alive()
+        steps._given_back = self.stir
+        self._wake()
+
+    def check_loop(self) -> None:
+        """Raise `WrongLoop` on another loop, or `EngineClosed` if the engine is closed."""
+        if asyncio.get_running_loop() is not self._loop:
+            self._steps._check_open()
+            state = "closed" if self._loop.is_closed() else "another one"
+            raise WrongLoop(
+                f"this kvtier engine belongs to the event loop that opened it, which is {state}: open an engine on "
+                "this loop"
+            )
+
+    async def turn(self) -> None:
+        """Begin a call: let the loop turn, unless it has turned since the last call.
+
+        Calls in a loop that never wait would otherwise stop all other tasks.
+        """
+        self.check_loop()
+        if self._called:
+            await asyncio.sleep(0)
+        if not self._called:
+            self._called = True
+            self._loop.call_soon(self._turned)
+
+    def stir(self) -> None:
+        self._stirred += 1
+        progress, self._next = self._next, None
+        if progress is not None and not progress.done():
+            progress.set_result(None)
+
+    async def made(self, *, for_rows: bool = False, loads_of: Request | None = None, until: float = NEVER) -> None:
+        """End the step, and wait until a message came or something was released; the loop turns in any case.
+
+        A waiter `for_rows` also looks again when leases expire. One for the loads of a request looks again when they,
+        or its probes, are late. If the step itself released something, all waiters look again at once. `until` ends
+        the wait. Raises `EngineClosed`.
+        """
+        steps, ledger = self._steps, self._steps.ledger
+        leased, looked_up_at = ledger.leases.rows, ledger._now
+        before = self._stirred, ledger.loads.withdrawals, ledger.prefetches.ended
+        steps.end_step()
+        steps._check_open()
+        if before != (self._stirred, ledger.loads.withdrawals, ledger.prefetches.ended):
+            self.stir()
+            await asyncio.sleep(0)
+        elif for_rows and ledger.leases.rows < leased:
+            await asyncio.sleep(0)
+        else:
+            if self._next is None:
+                self._next = self._loop.create_future()
+            if for_rows and ledger.leases.ends_at is not None:
+                until = min(until, max(steps._clock() + LEASES_EVERY_S, ledger.leases.ends_at))
+            elif loads_of is not None:
+                until = min(until, loads_of.late_after(looked_up_at))
+            await asyncio.wait((self._next,), timeout=None if until == NEVER else max(0.0, until - steps._clock()))
+        steps._check_open()
+        steps._receive()
+
+    async def cleared(self) -> None:
+        while self.clearing:
+            await self.made()
+
+    async def rest(self, deadline_s: float) -> bool:
+        try:
+            async with asyncio.timeout(deadline_s):
+                self._steps.end_step()
+                while self._steps.ledger.pending:
+                    await self.made()
+        except TimeoutError:
+            return False
+        return True
+
+    def _wake(self) -> None:
+        """Let the loop take messages; called from any thread."""
+        if not self._pumping:
+            self._pumping = True
+            with suppress(RuntimeError):  # The loop is closed.
+                self._loop.call_soon_threadsafe(self._pump)
+
+    def _pump(self) -> None:
+        self._pumping = False  # First, so that messages from here on wake the loop again.
+        self._steps.end_step()
+        self.stir()
+
+    def _turned(self) -> None:
+        self._called = False
 
 
 class Fetches:
@@ -31,7 +141,7 @@ class Fetches:
 
     def __init__(self, steps: StepManager, progress: Progress) -> None:
         self._steps = steps
-        self._ledger = steps._ledger
+        self._ledger = steps.ledger
         self._progress = progress
         self._line: dict[_Fetch, float] = {}
         """Calls that wait for rows, the first one first, and since when."""
@@ -49,7 +159,6 @@ class Fetches:
             self._leave(fetch)
 
     async def _advance(self, fetch: "_Fetch") -> bool:
-        """Look up, pin the hits, and wait for more, with a turn of the loop; True if the run is over."""
         await self._progress.cleared()
         self._steps._receive()
         hits, waits, short = self._look(fetch)
@@ -114,17 +223,15 @@ class Fetches:
             self._served_at = self._steps._clock()
 
     async def _wait_for_rows(self, fetch: "_Fetch") -> None:
-        """Wait until rows were released, or this call is late."""
         late_at = max(self._line[fetch], self._served_at) + self._wait_max_s(fetch)
         await self._progress.made(for_rows=True, until=late_at)
         fetch.late = self._steps._clock() >= max(late_at, self._served_at + self._wait_max_s(fetch))
 
     def _wait_max_s(self, fetch: "_Fetch") -> float:
         """Return how long to wait while no call is served: no longer than computing the chunks."""
-        return min(self._steps.config.limits.lease_s, self._ledger.wait_max_s(len(fetch.missing)))
+        return min(self._steps.config.limits.lease_s, self._ledger.loads.wait_max_s(len(fetch.missing)))
 
     def _rows_come_back(self, fetch: "_Fetch") -> bool:
-        """Return True if others hold rows that will be free."""
         ledger, own = self._ledger, len(fetch.rows)
         others = ledger.rows_in_use > own or ledger.leases.rows > len(fetch.request.leased) or ledger.pending
         return others and own < ledger.rows_left(fetch.keys[:own])
@@ -151,16 +258,14 @@ class Fetches:
             self._cut = 0
 
 
+@dataclass(slots=True, eq=False)
 class _Fetch:
     """One call: its keys in prefix order, and the rows of the leading ones, which it has pinned."""
 
-    __slots__ = ("keys", "late", "request", "rows")
-
-    def __init__(self, keys: Sequence[OffloadKey], request: Request, rows: list[int]) -> None:
-        self.keys = keys
-        self.request = request
-        self.rows = rows
-        self.late = False  # It has given up waiting for rows.
+    keys: Sequence[OffloadKey]
+    request: Request
+    rows: list[int]
+    late: bool = False  # It has given up waiting for rows.
 
     @property
     def missing(self) -> Sequence[OffloadKey]:

@@ -1,31 +1,35 @@
 """The ledger: the state of one kvtier engine, and every decision about it, in plain synchronous calls.
 
 No await, no clock, no I/O: the time is an argument, and `end_step` returns the actions to carry out. So every change of
-state is atomic, and a test is a plain call. The ledger answers its caller; `loads`, `outbox`
-and `inbox` are its traffic with the tiers. Three modules decide for it: `worth` what is loaded and what is computed,
-`writeback` what is written later, and `prefetches` what is looked up before a request asks.
+state is atomic, and a test is a plain call. `traffic` sends and settles. Three modules decide for the ledger: `loads`
+what is loaded and what is computed, `writeback` what is written later, and `prefetches` what is looked up in advance.
 """
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from kvtier.backend import OffloadKey, check_keys
 from kvtier.config import PRIMARY_NAME, PROBES_IN_FLIGHT_MAX, QUEUED_ACTIONS_MAX, EngineConfig, TierConfig
-from kvtier.engine.answers import HIT, HIT_PENDING, MISS, RETRY, EventKind, EventLog, LookupResult, StorePlan
-from kvtier.engine.inbox import Inbox, Observe
+from kvtier.engine.answers import (
+    HIT,
+    HIT_PENDING,
+    MISS,
+    RETRY,
+    EventKind,
+    EventLog,
+    LookupResult,
+    StorePlan,
+    sources_of,
+)
 from kvtier.engine.loads import Loads
-from kvtier.engine.outbox import Outbox
 from kvtier.engine.prefetches import Prefetches
 from kvtier.engine.prefill import PrefillSpeed
 from kvtier.engine.primary import Primary
-from kvtier.engine.requests import NEVER, PROMOTIONS_MAX, Leases, Request, Search, StepHits, Waited
-from kvtier.engine.second_use import SecondUse
-from kvtier.engine.sources import sources_of
-from kvtier.engine.tier import WHEN_EVICTED, LocationMap, Tier, TierSpec
-from kvtier.engine.transfers import Transfers
-from kvtier.engine.worth import Worth
-from kvtier.engine.writeback import NO_STORE, WriteBack
+from kvtier.engine.requests import PROMOTIONS_MAX, Leases, Request, Search, StepHits, Waited
+from kvtier.engine.tier import WHEN_EVICTED, LedgerLimits, Tier, TierSpec
+from kvtier.engine.traffic import Observe, Operation, Traffic
+from kvtier.engine.writeback import NO_STORE, SecondUse, WriteBack
 from kvtier.policies import Policy, policy_class
 from kvtier.runner.messages import Action, Gone, LocalMessage, Message, RunnerBack, RunnerGone, RunnerLost, unpack_keys
 from kvtier.settings.hints import RETAIN_S_MAX, Advice, IgnoredHints, hint_of, shortened
@@ -33,33 +37,17 @@ from kvtier.settings.hints import RETAIN_S_MAX, Advice, IgnoredHints, hint_of, s
 __all__ = ["Ledger", "LedgerCounters", "LedgerLimits", "LookupResult", "StorePlan", "ledger_of", "rows_of_share"]
 
 
-class LedgerLimits(NamedTuple):
-    """Rows are the primary's; seconds are of the clock whose times the ledger is given."""
-
-    cascade_rows_max: int  # Pinned by cascades at once. Further cascades are dropped, so that stores go on.
-    lease_rows_max: int  # Leased to waiting requests at once.
-    lease_s: float
-    action_chunks: int  # The most that one action moves.
-    ahead_rows: int = 1  # Free, or chosen for eviction, ahead of demand.
-    chunk_tokens: int = 1
-    row_bytes: int = 1
-    late_margin: float = 1.5  # Longest load, as a multiple of computing.
-    retained_rows_max: int = 0  # Retained by hints at once.
-
-
+@dataclass(slots=True)
 class LedgerCounters:
     """Totals since the start, in chunks unless a name says otherwise."""
 
-    __slots__ = ("hits", "misses", "promotions_refused", "rows_kept", "saved_s", "stores", "stores_refused")
-
-    def __init__(self) -> None:
-        self.hits = 0  # Loaded, and in the primary at the look-up.
-        self.misses = 0  # Found nowhere, once a request and key.
-        self.promotions_refused = 0  # Held by a tier, without a free row here.
-        self.rows_kept = 0  # Released while the caller still held views of them.
-        self.saved_s = 0.0  # Seconds to compute the loaded chunks, while the prefill speed was known.
-        self.stores = 0
-        self.stores_refused = 0  # Without room.
+    hits: int = 0  # Loaded, and in the primary at the look-up.
+    misses: int = 0  # Found nowhere, once a request and key.
+    promotions_refused: int = 0  # Held by a tier, without a free row here.
+    rows_kept: int = 0  # Released while the caller still held views of them.
+    saved_s: float = 0.0  # Seconds to compute the loaded chunks, while the prefill speed was known.
+    stores: int = 0
+    stores_refused: int = 0  # Without room.
 
 
 class Ledger:
@@ -77,38 +65,18 @@ class Ledger:
         waited: Waited | None = None,
     ) -> None:
         self.prefill = prefill or PrefillSpeed()
-        self._worth = Worth(
-            self.prefill, chunk_tokens=limits.chunk_tokens, row_bytes=limits.row_bytes, late_margin=limits.late_margin
-        )
-        self._events = events or EventLog()
+        self.events = events or EventLog()
+        self.runners_lost = 0  # Counted by the owner: a runner that was closed properly is settled like a lost one.
         ahead_rows = limits.ahead_rows if any(spec.cascade == WHEN_EVICTED for spec in tiers) else 0
         self.primary = Primary(rows, policy, limits.retained_rows_max, ahead_rows=ahead_rows)
         self.tiers = [Tier(index, spec) for index, spec in enumerate(tiers)]
-        self.locations = LocationMap()
         self.leases = Leases(self.primary, limits.lease_rows_max, limits.lease_s)
         self._hits = StepHits(self.primary, self.leases, waited)
-        self.transfers = Transfers(self.primary)
-        self.outbox = Outbox(
-            self.primary,
-            self.tiers,
-            self.locations,
-            self.transfers,
-            cascade_rows_max=limits.cascade_rows_max,
-            action_chunks=limits.action_chunks,
-        )
-        self.loads = Loads(self._worth, self.primary, self.leases, self.transfers, self.tiers, limits.action_chunks)
-        self.writeback = WriteBack(
-            self.primary,
-            self.tiers,
-            self.locations,
-            self.outbox,
-            ahead_rows=ahead_rows,
-            action_chunks=limits.action_chunks,
-        )
-        self.second_use = SecondUse(self.primary, self.tiers, self.locations, self.outbox)
-        self.inbox = Inbox(
-            self.primary, self.leases, self.tiers, self.locations, self.transfers, self.outbox, self._events, observe
-        )
+        self.traffic = Traffic(self.primary, self.leases, self.tiers, limits, self.events, observe)
+        self.locations = self.traffic.locations
+        self.loads = Loads(self.prefill, self.primary, self.leases, self.traffic, self.tiers, limits)
+        self.writeback = WriteBack(self.primary, self.tiers, self.traffic, limits)
+        self.second_use = SecondUse(self.primary, self.tiers, self.traffic)
         self.counters = LedgerCounters()
         self.row_bytes = limits.row_bytes
         self.hints_ignored = IgnoredHints()
@@ -122,8 +90,6 @@ class Ledger:
         self.kept: Counter[int] = Counter()  # Row -> views that the caller still holds, each of them a pin.
         self._now = 0.0
         self._step = 1
-        self._parked: dict[OffloadKey, list[tuple[Tier, Request]]] = {}  # Filling keys for request-level tiers.
-        self._request_level = [tier for tier in self.tiers if tier.spec.request_level]
 
     # A step.
 
@@ -134,88 +100,84 @@ class Ledger:
             self.leases.expire(now)
 
     def apply(self, message: Message | LocalMessage) -> None:
-        """Apply a message of the runner, or of its bridge."""
         match message:
             case RunnerLost():
                 self.runner_up = False
-                stores = self.transfers.stores_in_flight()
-                self.inbox.lose(self._now)
-                for tier, keys in stores:
-                    self.writeback.interrupted(tier, keys)
+                for lost in self.traffic.lose(self._now):
+                    if lost.operation is Operation.CASCADE:
+                        self.writeback.interrupted(lost.tier, lost.keys)
             case RunnerGone():
-                self.inbox.gone(message.epoch)
+                self.traffic.gone(message.epoch)
             case RunnerBack():
                 self.runner_up = True
-                self.transfers.epoch = message.epoch
+                self.traffic.epoch = message.epoch
                 if self.primary.takes_hints:
-                    self.outbox.expect_hints()
+                    self.traffic.expect_hints()
                 self._delete_undeleted()
             case _:
-                self.inbox.apply(message, self._now)
+                self.traffic.apply(message, self._now)
                 if self.writeback.active and isinstance(message, Gone):
                     self.writeback.lost(self.tiers[message.tier], unpack_keys(message.keys))
 
     def refuse(self, actions: Sequence[Action]) -> None:
-        """Settle actions that the bridge did not take."""
-        self.inbox.refuse(actions, self._now)
+        self.traffic.refuse(actions, self._now)
 
     def end_step(self) -> list[Action]:
         """Weigh loads, lease the rows of waiting requests, release other hits; return the actions.
 
         A declined load is a miss for its request from now on.
         """
-        worth, loads = self._worth, self.loads
+        loads = self.loads
         if loads.wanted or loads.trials:
             loads.weigh(self._now, self._step)
         if self.prefetches.waiting:  # After the weighing: a prefetch may load what a request declined.
             self.prefetches.step()
-        weighs = worth.token_s > 0
-        self._hits.end(self._now, worth.wait_max_s(worth.chunk_s) if weighs else None)
+        weighs = loads.token_s > 0
+        self._hits.end(self._now, loads.wait_max_s(1) if weighs else None)
         if self._forgetting:
             self._forgetting = dict.fromkeys(self.delete(list(self._forgetting)))
-        if self._parked:
-            self._cascade_parked()
         if self.writeback.active:
             self.writeback.clean_ahead(self._now, runner_up=self.runner_up)
-        actions = self.outbox.flush(loads.flush(self._now) if loads.queue else ())
+        actions = self.traffic.flush(loads.flush(self._now) if loads.queue else ())
         if weighs or self.prefill.tokens_per_s:
-            worth.begin_step()
+            loads.begin_step()
         self._step += 1
         return actions
 
     @property
     def pending(self) -> bool:
         """True if something is queued, or in flight within its deadline: steps should go on."""
-        if self.transfers.in_flight or not (self.outbox.empty and self.loads.empty) or self.prefetches:
+        if self.traffic.in_flight or not (self.traffic.nothing_queued and self.loads.empty) or self.prefetches:
             return True
         return self._awaits_runner and not self.runner_up and self.writeback.queued_rows > 0
 
     def end(self, *, runner_returns: bool) -> None:
-        """Clean every dirty row; if no runner is up, with the next one, if there will be one."""
+        """Clean every dirty row: with the next runner, if none is up and one will be."""
         self._awaits_runner = runner_returns
         self.writeback.end()
 
     # Looking up.
 
     def lookup(self, key: OffloadKey, request: Request) -> LookupResult:
-        """Find a key, and promote it if a tier has it."""
         if key not in self.primary.ready:
             return self._lookup_absent(key, request)
         self._hits.add(request, key)
         return HIT
 
     def _lookup_absent(self, key: OffloadKey, request: Request) -> LookupResult:
-        """Find a tier for a key that is not ready in the primary, and promote it."""
         if key in self.primary.filling:
             return self._join(key, request)
         search = request.search
         if not (self.promoting and self.runner_up) or search.promotions.get(key, 0) >= PROMOTIONS_MAX:
             return self._miss(key, request, search)
-        never = self._worth.never if request.weighed and self._worth.token_s else None
+        never = self.loads.never if request.weighed and self.loads.token_s else None
         holders = self.locations.mask.get(key, 0)
         sources = sources_of(key, request, search, self.tiers, holders, self._now, never)
         if sources.late:
-            self._end_probes(key, sources.late, search)
+            search.end_probes(self._now)
+            if key not in search.missed:
+                for tier in sources.late:
+                    tier.counters.dropped["asking"] += 1
         if sources.having:
             source, *others = sources.having
             alternatives = bool(others or sources.silent)
@@ -227,18 +189,10 @@ class Ledger:
         return self._miss(key, request, search, sources.admitted)
 
     def _join(self, key: OffloadKey, request: Request) -> LookupResult:
-        """Wait for a load in flight, unless the request computes the key instead."""
-        if self._worth.token_s and (self._now >= request.late_at or request.declined(key)):
+        if self.loads.token_s and (self._now >= request.late_at or request.declined(key)):
             self.loads.give_up(key, request)
             return self._miss(key, request, request.search)
         return self._wait_for(key, request)
-
-    def _end_probes(self, key: OffloadKey, late: Sequence[Tier], search: Search) -> None:
-        """Wait no longer for tiers whose answers are late; they count as not having the key."""
-        search.end_probes(self._now)
-        if key not in search.missed:
-            for tier in late:
-                tier.counters.drop("asking", 1)
 
     def _try_or_decline(self, key: OffloadKey, too_slow: Sequence[Tier], request: Request) -> LookupResult:
         """Promote a key behind others of the request, or as a trial of its tier; else the request computes it."""
@@ -251,19 +205,18 @@ class Ledger:
     def _probe(self, key: OffloadKey, tiers: Sequence[Tier], request: Request) -> bool:
         """Queue probes for a key; return False if none of these tiers may be probed now."""
         check_keys((key,))  # A look-up that probes no tier needs no check: it finds nothing.
-        asks, asked, weighs = False, request.search.asked, request.weighed and self._worth.token_s > 0
+        asks, asked, weighs = False, request.search.asked, request.weighed and self.loads.token_s > 0
         for tier in tiers:
             if tier.may_ask(key):
                 tier.ask(key)
                 if weighs and (tier.index, key) not in asked:
                     weighs = False
-                    wait_max_s = self._worth.wait_max_s(self._worth.chunk_s)
-                    request.search.await_probe(self._now, tier.probe_latency_s, wait_max_s)
+                    request.search.await_probe(self._now, tier.probe_latency_s, self.loads.wait_max_s(1))
                 asked.add((tier.index, key))
                 request.retried_in = self._step
                 asks = True
             else:
-                tier.counters.drop("asking", 1)
+                tier.counters.dropped["asking"] += 1
         return asks
 
     def _promote(
@@ -280,7 +233,7 @@ class Ledger:
         The hits before it are leased first: a prefix that exceeds the share keeps its leading part.
         """
         turn, evicted = request.turn, None
-        if (turn is None or turn.mine) and self._hits.leasable(request, 1):
+        if (turn is None or turn.mine) and self._hits.leasable(request):
             evicted = self._reserve((key,))
         if evicted is None and turn is not None:
             turn.short = True
@@ -288,7 +241,7 @@ class Ledger:
         if evicted is None:
             self.counters.promotions_refused += 1
             return self._miss(key, request, request.search)
-        self._events.add(EventKind.REMOVED, PRIMARY_NAME, evicted)
+        self.events.add(EventKind.REMOVED, PRIMARY_NAME, evicted)
         self._hits.lease(request, self._now)
         self.leases.take(self.primary.filling[key], request, self._now)
         search = request.search
@@ -311,17 +264,13 @@ class Ledger:
         self._miss(keys[0], request, request.search)
         return chunks
 
-    def wait_max_s(self, chunks: int) -> float:
-        """Return how long to wait for chunks: as long as computing them takes, with the margin; NEVER if unknown."""
-        return self._worth.wait_max_s(chunks * self._worth.chunk_s) if self._worth.token_s else NEVER
-
     def rows_left(self, keys: Collection[OffloadKey] = ()) -> int:
         """Return how many rows can be free for keys at some time.
 
         Hung transfers hold the others, or callers that still read them.
         """
         row_key = self.primary.key
-        held = {*self.transfers.pins_overdue(), *self.kept}
+        held = {*self.traffic.pins_overdue(), *self.kept}
         stuck = {key for row in held if (key := row_key(row)) is not None}
         return self.primary.rows - self.primary.rows_quarantined - len(stuck.difference(keys))
 
@@ -356,14 +305,19 @@ class Ledger:
         if request.leased:
             for row in rows:
                 self.leases.end(row, request)
-        self._count_hits(keys, request)
-        if self._worth.token_s:
-            self.counters.saved_s += request.tokens_of(keys, self._chunk_tokens) * self._worth.token_s
+        sources = request.sources
+        if not sources:
+            self.counters.hits += len(keys)
+        for key in keys if sources else ():
+            source = sources.get(key)
+            counters = self.counters if source is None else self.tiers[source].counters
+            counters.hits += 1
+        if self.loads.token_s:
+            self.counters.saved_s += request.tokens_of(keys, self._chunk_tokens) * self.loads.token_s
         self._access(keys, keys, request)
         return rows
 
     def complete_load(self, keys: Sequence[OffloadKey]) -> None:
-        """Drop the pins of one `prepare_load`."""
         self.primary.unpin(list(map(self.primary.ready.__getitem__, keys)))
         self.rows_in_use -= len(keys)
 
@@ -380,7 +334,6 @@ class Ledger:
         self.primary.pin(rows)
 
     def let_go(self, row: int) -> None:
-        """Drop one pin of `keep`."""
         if row not in self.kept:  # The primary was cleared meanwhile: the row is in quarantine.
             self.primary.release(row)
             return
@@ -388,18 +341,6 @@ class Ledger:
         if not self.kept[row]:
             del self.kept[row]
         self.primary.unpin((row,))
-
-    def _count_hits(self, keys: Sequence[OffloadKey], request: Request) -> None:
-        sources = request.sources
-        if not sources:
-            self.counters.hits += len(keys)
-            return
-        for key in keys:
-            source = sources.get(key)
-            if source is None:
-                self.counters.hits += 1
-            else:
-                self.tiers[source].counters.hits += 1
 
     def _access(self, present: Sequence[OffloadKey], keys: Sequence[OffloadKey], request: Request) -> None:
         """Record that a request uses `keys`; count one access to those that are present.
@@ -443,12 +384,10 @@ class Ledger:
             self.counters.stores_refused += len(absent)
             return None
         if evicted:
-            self._events.add(EventKind.REMOVED, PRIMARY_NAME, evicted)
+            self.events.add(EventKind.REMOVED, PRIMARY_NAME, evicted)
         if self._forgetting:
             self._have_gone(absent)
         self._access(present, keys, request)
-        if present and self._request_level:
-            self._offer_present(present, request)
         request.storing += len(absent)
         self.rows_in_use += len(absent)
         return StorePlan(absent, [filling[key] for key in absent], evicted)
@@ -456,27 +395,32 @@ class Ledger:
     def complete_store(self, keys: Sequence[OffloadKey], request: Request, *, success: bool = True) -> None:
         """Make keys of a `StorePlan` loadable, all or some, and cascade them; without `success`, forget them."""
         check_keys(keys)
-        published = self.primary.publish(keys) if success else self._give_up(keys)
+        if success:
+            published = self.primary.publish(keys)
+        else:
+            published = [key for key in keys if key in self.primary.filling]
+            self.leases.abandon(published)
         request.storing -= len(published)
         self.rows_in_use -= len(published)
         if not success:
+            self.events.add(EventKind.FAILED, PRIMARY_NAME, published, "store")
             return
         if published:
             self.counters.stores += len(published)
-            self._events.add(EventKind.STORED, PRIMARY_NAME, published)
+            self.events.add(EventKind.STORED, PRIMARY_NAME, published)
         for tier in self.tiers:
             if not request.stores_in(tier.spec):
                 if request.allows(tier.spec):
-                    tier.counters.skip(NO_STORE, len(published))
+                    tier.counters.skipped[NO_STORE] += len(published)
                 self.writeback.keep_out(published, tier)
             elif tier.spec.cascade == WHEN_EVICTED:
                 self.writeback.written(published, tier, request)
             else:
                 due = published if tier.at_once else self.second_use.stored(published, tier, request)
                 if self.runner_up:
-                    self.outbox.cascade(due, tier, self._now)
+                    self.traffic.cascade(due, tier, self._now)
                 else:
-                    tier.counters.drop("runner", len(due))
+                    tier.counters.dropped["runner"] += len(due)
 
     def _reserve(
         self, keys: Sequence[OffloadKey], offered: Collection[OffloadKey] = (), after: OffloadKey | None = None
@@ -490,41 +434,7 @@ class Ledger:
             self.writeback.evicting(evicted)
         return evicted
 
-    def _give_up(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Forget keys that the LLM engine did not store; return those that were reserved."""
-        given_up = [key for key in keys if key in self.primary.filling]
-        for key in given_up:
-            self.leases.end_row(self.primary.filling[key])
-            self.primary.abandon(key, lent=False)
-        self._events.add(EventKind.FAILED, PRIMARY_NAME, given_up, "store")
-        return given_up
-
-    def _offer_present(self, keys: Sequence[OffloadKey], request: Request) -> None:
-        """Cascade present keys to request-level tiers; filling ones when they are ready."""
-        for tier in self._request_level:
-            if request.allows(tier.spec) and not request.keeps_out(tier.spec):
-                self.outbox.cascade(dict.fromkeys(filter(self.primary.ready.__contains__, keys)), tier, self._now)
-                for key in keys:
-                    if key in self.primary.filling:
-                        self._parked.setdefault(key, []).append((tier, request))
-
-    def _cascade_parked(self) -> None:
-        for key, wishes in list(self._parked.items()):
-            if key in self.primary.filling:
-                continue
-            del self._parked[key]
-            if key in self.primary.ready:
-                for tier, request in wishes:
-                    if not request.keeps_out(tier.spec):  # Its hint may be newer.
-                        self.outbox.cascade((key,), tier, self._now)
-
     # A request's beginning and end.
-
-    def wants_all(self, request: Request) -> bool:
-        """Return True if a tier wants all of the request's chunks, including present ones."""
-        return bool(self._request_level) and any(
-            request.allows(tier.spec) and not request.keeps_out(tier.spec) for tier in self._request_level
-        )
 
     def hint(self, request: Request, given: object) -> None:
         """Set a client's hint for this request; it replaces an earlier one.
@@ -564,7 +474,7 @@ class Ledger:
             self.second_use.keep_out(used, request)
         for tier in self.tiers:
             if self.runner_up and request.allows(tier.spec):
-                self.outbox.end(used, tier, hint)
+                self.traffic.end(used, tier, hint)
         if hint is not None and hint.retain_s:
             keys, seconds = request.leading(hint.tokens, self._chunk_tokens), min(hint.retain_s, RETAIN_S_MAX)
             self.advise(Advice("retain", keys, seconds=seconds, priority=hint.priority), request)
@@ -582,14 +492,14 @@ class Ledger:
         heeded = self.primary.advise(advice.of(rows), self._now)
         for tier in self.tiers:
             if self.runner_up and (request is None or request.allows(tier.spec)):
-                self.outbox.advise(tier, advice)
+                self.traffic.advise(tier, advice)
         return heeded
 
     def _take_hints(self) -> None:
         """Track sessions from the first hint on, here and in tiers."""
         if not self.primary.takes_hints:
             self.primary.take_hints()
-            self.outbox.expect_hints()
+            self.traffic.expect_hints()
 
     def forget(self, keys: Sequence[OffloadKey]) -> int:
         """Forget keys here and in every tier; return how many are gone here.
@@ -602,7 +512,7 @@ class Ledger:
         return len(keys) - len(held)
 
     def _have_gone(self, keys: Sequence[OffloadKey]) -> None:
-        """Delete keys in tiers that were to be forgotten and are gone here; later ones of their name are new."""
+        """Delete keys in tiers that were to be forgotten and are gone here; later chunks under them are new."""
         gone = [key for key in keys if key in self._forgetting]
         self._delete_in_tiers(gone)
         for key in gone:
@@ -616,9 +526,9 @@ class Ledger:
         A key that only a hung store holds, or a view that should be released, is forgotten. Its row stays lent. The
         store may still end after this call.
         """
-        lost, ready = self.transfers.pins_overdue() + self.kept, self.primary.ready
+        lost, ready = self.traffic.pins_overdue() + self.kept, self.primary.ready
         gone = [key for key in keys if key in ready and self.primary.discard(key, lost[ready[key]])]
-        self._events.add(EventKind.REMOVED, PRIMARY_NAME, gone)
+        self.events.add(EventKind.REMOVED, PRIMARY_NAME, gone)
         held = [key for key in keys if self.primary.row(key) is not None]
         self._delete_in_tiers([key for key in keys if self.primary.row(key) is None])
         return held
@@ -630,7 +540,7 @@ class Ledger:
             for tier in self.tiers:
                 self.locations.remove(tier, keys)
                 tier.forget_answers(keys)
-                self.outbox.delete(keys, tier)
+                self.traffic.delete(keys, tier)
 
     def _delete_undeleted(self) -> None:
         """Send deletes that a lost runner did not do, except for keys that have been stored again."""
@@ -638,21 +548,19 @@ class Ledger:
             keys = [key for key in tier.take_undeleted() if self.primary.row(key) is None]
             if keys:
                 self.locations.remove(tier, keys)
-                self.outbox.delete(keys, tier)
+                self.traffic.delete(keys, tier)
 
     def reset(self) -> None:
         """Clear the primary; tiers keep their chunks. Transfers in flight are given up, and their rows stay lent."""
         self.prefetches.clear()
         self.loads.clear()
-        self.outbox.clear()
-        self.inbox.give_up(self._now)
+        lent = self.traffic.reset(self._now)
         self.leases.clear()
-        self._parked.clear()
         self._hits.clear()
         if self.writeback.active:
             self.writeback.clear()
-        gone = self.primary.clear(self.transfers.clear() + self.kept)
-        self._events.add(EventKind.REMOVED, PRIMARY_NAME, gone)
+        gone = self.primary.clear(lent + self.kept)
+        self.events.add(EventKind.REMOVED, PRIMARY_NAME, gone)
         self._have_gone(list(self._forgetting))
         self.kept.clear()
         self.rows_in_use = 0
@@ -679,7 +587,6 @@ def ledger_of(config: EngineConfig, events: EventLog | None, observe: Observe, w
 
 
 def rows_of_share(share: float, rows: int) -> int:
-    """Return a share of rows, at least one."""
     return max(1, int(share * rows))
 
 
@@ -694,7 +601,6 @@ def _queued_chunks(config: EngineConfig) -> int:
 
 
 def _spec_of(tier: TierConfig, config: EngineConfig) -> TierSpec:
-    """Convert a tier's bytes into chunks and its shares into rows."""
     limits = tier.limits
     store_chunks_max = min(limits.store_chunks_in_flight, limits.store_bytes_in_flight // config.row_bytes)
     if tier.cascade == WHEN_EVICTED:
@@ -708,7 +614,6 @@ def _spec_of(tier: TierConfig, config: EngineConfig) -> TierSpec:
         breaker_cooldown_s=limits.breaker_cooldown_s,
         trial_chunks=config.limits.action_chunks,
         overdue_rows_max=rows_of_share(config.limits.quarantine_share, config.rows),
-        request_level=tier.request_level,
         cascade=tier.cascade,
         medium=tier.medium,
         locality=tier.locality,

@@ -1,7 +1,9 @@
 """Loads: what look-ups want from the tiers, which of it is worth loading, and the batches that are sent.
 
-A look-up reserves the row. At the step's end, when all that a request wants is known, its loads are weighed: see
-`worth`. A load is queued once, after that. A declined one gives its row back, and the request computes.
+A look-up reserves the row. At the step's end, when all that a request wants is known, its loads are weighed. A load's
+time is predicted by its tier's speed, for its own bytes and those queued ahead of it. Tiers load side by side, so the
+slowest one decides when the leading part is there. The rest is declined: it gives its rows back, and the request
+computes it.
 
 A tier whose loads are declined shows nothing. So once a second a few declined chunks are loaded for no request, to see
 whether the tier has become faster. A tier that is passed over, while another one loads, is tried with a prompt's last
@@ -10,36 +12,98 @@ chunks; the request computes these.
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
+from typing import NamedTuple
 
 from kvtier.backend import OffloadKey
+from kvtier.engine.prefill import EXPLORE_SHARE, PrefillSpeed
 from kvtier.engine.primary import Primary
 from kvtier.engine.requests import NEVER, Leases, Request
-from kvtier.engine.tier import Tier
-from kvtier.engine.transfers import Operation, Transfer, Transfers
-from kvtier.engine.worth import Choice, LoadRun, Worth
+from kvtier.engine.tier import LedgerLimits, Tier
+from kvtier.engine.traffic import Operation, Traffic, Transfer
 from kvtier.runner.messages import Action, Promote, pack_keys, pack_rows
+
+TRIAL_CHUNKS = 2  # Of the first trial of a declined tier,
+TRIAL_GROWTH = 4  # and times as many in the next one, while that takes less than computing the declined chunks.
+TRIAL_EVERY_S = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class LoadRun:
+    """Neighbouring keys that a request wants from one tier."""
+
+    tier: Tier
+    start: int  # Place of the first key among all that the request has found in the step.
+    keys: list[OffloadKey] = field(default_factory=list[OffloadKey])
+    alternatives: bool = False  # A further tier has some of it, or has not answered yet.
+    too_slow: Sequence[Tier] = ()  # Were passed over for its last keys,
+    common: int = 0  # for this many of them.
+
+    def append(self, key: OffloadKey, too_slow: Sequence[Tier], *, alternatives: bool) -> None:
+        self.keys.append(key)
+        self.alternatives = self.alternatives or alternatives
+        if too_slow != self.too_slow:
+            self.too_slow, self.common = too_slow, 0
+        self.common += 1
+
+    def cut(self, chunks: int) -> Sequence[OffloadKey]:
+        gone = self.keys[-chunks:]
+        del self.keys[-chunks:]
+        return gone
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.keys)
+
+
+class Choice(NamedTuple):
+    """The leading part that is worth its load."""
+
+    end: int  # A place among the keys that the request has found in the step.
+    seconds: float  # Predicted for its load; 0 if unknown, or if nothing is loaded.
+    computing_s: float  # Predicted for computing it.
 
 
 class Loads:
     """All loads that are not sent yet, and every decision about them."""
 
     def __init__(
-        self, worth: Worth, primary: Primary, leases: Leases, transfers: Transfers, tiers: Sequence[Tier], batch: int
+        self,
+        prefill: PrefillSpeed,
+        primary: Primary,
+        leases: Leases,
+        traffic: Traffic,
+        tiers: Sequence[Tier],
+        limits: LedgerLimits,
     ) -> None:
-        """`batch`: the most chunks of one action."""
-        self._worth = worth
+        self._prefill = prefill
         self._primary = primary
         self._leases = leases
-        self._transfers = transfers
+        self._traffic = traffic
         self._tiers = tiers
-        self._batch = batch
+        self._limits = limits
+        self.token_s = 0.0  # Seconds to compute one token, in this step; 0 while unknown: loads are not weighed.
         self.wanted: dict[Request, list[LoadRun]] = {}  # Not weighed yet, in the order of asking.
         self.queue: dict[tuple[Tier, Request | None], list[OffloadKey]] = {}
         self.trials: dict[Tier, Request] = {}  # The request whose look-up of this step tries a tier.
         self.withdrawals = 0  # Requests that must look up again, because some of what they wanted is not loaded.
         self._now = 0.0  # Of the step that is weighed,
         self._ahead: dict[Tier, int] = {}  # and its chunks that were weighed before those of the next request.
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Take the present prefill speed for a whole step."""
+        speed = self._prefill.tokens_per_s
+        self.token_s = 0.0 if speed is None else 1.0 / speed
+
+    def wait_max_s(self, chunks: int) -> float:
+        """Return how long to wait for chunks: as long as computing them takes, with the margin; NEVER if unknown."""
+        return chunks * self._chunk_s * self._limits.late_margin if self.token_s else NEVER
+
+    @property
+    def _chunk_s(self) -> float:
+        return self._limits.chunk_tokens * self.token_s
 
     @property
     def empty(self) -> bool:
@@ -47,11 +111,16 @@ class Loads:
 
     def keys(self) -> set[OffloadKey]:
         """Return the keys that are in flight, or about to be."""
-        sent = [each.keys for each in self._transfers.in_flight.values() if each.operation is Operation.PROMOTION]
+        sent = [each.keys for each in self._traffic.in_flight.values() if each.operation is Operation.PROMOTION]
         wanted = [run.keys for runs in self.wanted.values() for run in runs]
         return set(chain(*wanted, *self.queue.values(), *sent))
 
     # Within a look-up.
+
+    def never(self, tier: Tier) -> bool:
+        """Return True if each chunk of this tier takes longer to load than to compute, however many there are."""
+        speed = tier.speed
+        return speed is not None and speed.s_per_byte * self._limits.row_bytes >= self._chunk_s
 
     def want(
         self,
@@ -67,7 +136,7 @@ class Loads:
         `too_slow` were passed over for it. `alternatives`: a further tier has the key, or has not answered yet.
         """
         tier.breaker.take()
-        if not (request.weighed and self._worth.token_s):
+        if not (request.weighed and self.token_s):
             self._queue_batch((key,), tier, request)
             return
         runs = self.wanted.setdefault(request, [])
@@ -77,17 +146,16 @@ class Loads:
 
     def may_try(self, tier: Tier, request: Request, now: float) -> bool:
         """Return True if a request is to try a tier that is too slow; one request a step, so that few rows wait."""
-        if tier not in self.trials and self._worth.trial_due(tier, now):
+        if tier not in self.trials and _trial_due(tier, now):
             self.trials[tier] = request
         return self.trials.get(tier) is request
 
     def decline(self, keys: Sequence[OffloadKey], tier: Tier, request: Request, now: float) -> None:
-        """Decline keys of a tier: the request computes them."""
         for key in keys:
             request.search.decline(key)
         tier.counters.declined += len(keys)
         tier.counters.declined_requests += 1
-        expected_s = self._worth.load_s(tier, self._ahead.get(tier, 0) + len(keys), now)
+        expected_s = self._load_s(tier, self._ahead.get(tier, 0) + len(keys), now)
         if expected_s < math.inf:
             tier.counters.declined_seconds += expected_s
 
@@ -126,14 +194,13 @@ class Loads:
         self.trials.clear()
 
     def flush(self, now: float) -> Iterator[Action]:
-        """Turn queued loads into actions."""
         for (tier, request), queued in self.queue.items():
-            for start in range(0, len(queued), self._batch):
-                keys = queued[start : start + self._batch]
+            for start in range(0, len(queued), self._limits.action_chunks):
+                keys = queued[start : start + self._limits.action_chunks]
                 rows = list(map(self._primary.filling.__getitem__, keys))
-                id_ = self._transfers.send(Operation.PROMOTION, tier, keys, rows, request)
-                if self._worth.token_s:
-                    self._predict(self._transfers.in_flight[id_], now)
+                id_ = self._traffic.send(Operation.PROMOTION, tier, keys, rows, request)
+                if self.token_s:
+                    self._predict(self._traffic.in_flight[id_], now)
                 tier.loading += len(keys)
                 yield Promote(id_, tier.index, pack_keys(keys), pack_rows(rows))
         self.queue.clear()
@@ -145,17 +212,16 @@ class Loads:
         self.trials.clear()
 
     def _predict(self, load: Transfer, now: float) -> None:
-        """Record the predicted duration of a load that is about to be sent."""
         tier, request, chunks = load.tier, load.request, len(load.keys)
         load.sent_at = now
         if tier.speed is None:
             return
-        load.expected_s = self._worth.load_s(tier, chunks, now)
-        load.size_bytes = self._worth.size_bytes(tier, chunks)
+        load.expected_s = self._load_s(tier, chunks, now)
+        load.size_bytes = (tier.loading + chunks) * self._limits.row_bytes
         if request is None or request.late_at == NEVER:
-            load.computing_s = (tier.loading + chunks) * self._worth.chunk_s
+            load.computing_s = (tier.loading + chunks) * self._chunk_s
         else:  # All that the request waits for.
-            load.computing_s = self._worth.computing_s(request.late_at - now)
+            load.computing_s = (request.late_at - now) / self._limits.late_margin
 
     def _queue_batch(self, keys: Sequence[OffloadKey], tier: Tier, request: Request | None) -> None:
         self.queue.setdefault((tier, request), []).extend(keys)
@@ -173,8 +239,11 @@ class Loads:
 
         `waits`: for a probe's answer.
         """
-        choice = self._choice(runs, request)
-        computes = not waits and self._worth.computes_anyway(choice, self._now)
+        choice = self._choose(runs, request)
+        computes = False  # To measure the prefill speed.
+        if choice.seconds and not waits:
+            tokens, lost_s = choice.computing_s / self.token_s, choice.computing_s - choice.seconds
+            computes = self._prefill.explores(tokens, lost_s, self._now)
         if computes:
             choice = Choice(runs[0].start, 0.0, 0.0)
         kept = [run for run in runs if run.start < choice.end]
@@ -185,37 +254,55 @@ class Loads:
             self._try_passed(kept[-1], request, costs=True)
         self._queue_runs(kept, request)
         if choice.computing_s:
-            late_at = self._now + self._worth.wait_max_s(choice.computing_s)
+            late_at = self._now + self._limits.late_margin * choice.computing_s
             request.late_at = late_at if request.late_at == NEVER else max(late_at, request.late_at)
         if not left:
             return ()
         self.withdrawals += 1
         if not computes and any(run.alternatives for run in left):
-            return self._pass_over(left, request)
+            for run in left:  # The request looks in further tiers.
+                request.search.passed |= run.tier.bit
+            return self._undo(left, request)
         return self._decline_runs(left, request)
 
-    def _choice(self, runs: Sequence[LoadRun], request: Request) -> Choice:
-        tokens = request.tokens_found(self._worth.chunk_tokens)
+    def _choose(self, runs: Sequence[LoadRun], request: Request) -> Choice:
+        """Choose the leading runs of a request whose load saves most time; the keys between them are in the primary.
+
+        All or nothing, where a leading part is of no use by itself: for models with several groups.
+        """
+        first, tokens = runs[0].start, request.tokens_found(self._limits.chunk_tokens)
+        best = nothing = Choice(first, 0.0, 0.0)
+        chunks, slowest_s = dict(self._ahead), 0.0
+        for run, end in zip(runs, [*(run.start for run in runs[1:]), request.found], strict=True):
+            chunks[run.tier] = chunks.get(run.tier, 0) + len(run.keys)
+            slowest_s = max(slowest_s, self._load_s(run.tier, chunks[run.tier], self._now))
+            computing_s = (end - first) * self._chunk_s
+            if computing_s - slowest_s > best.computing_s - best.seconds:
+                best = Choice(end, slowest_s, computing_s)
         if tokens is None:
-            return self._worth.choose(runs, request.found, self._ahead, self._now)
-        return self._worth.choose_all(runs, request.found, tokens, self._ahead, self._now)
+            return best
+        computing_s = tokens * self.token_s
+        return Choice(request.found, slowest_s, computing_s) if slowest_s < computing_s else nothing
+
+    def _load_s(self, tier: Tier, chunks: int, now: float) -> float:
+        """Return the predicted time of a load behind those that the tier has in flight.
+
+        A tier without a speed loads for one request first; others do not wait for it.
+        """
+        if tier.speed is None:
+            return math.inf if tier.loading else 0.0
+        size_bytes = (tier.loading + chunks) * self._limits.row_bytes
+        return tier.speed.seconds(size_bytes) * tier.slowdown(size_bytes, now)
 
     def _undo(self, runs: Sequence[LoadRun], request: Request) -> list[OffloadKey]:
         """Take loads back, as if they had not been looked up; return their keys."""
         gone = [key for run in runs for key in run.keys]
         for key in gone:
             request.search.undo(key)
-        self._abandon(gone)
+        self._leases.abandon(gone)
         return gone
 
-    def _pass_over(self, runs: Sequence[LoadRun], request: Request) -> list[OffloadKey]:
-        """Take loads back, and let the request look in further tiers."""
-        for run in runs:
-            request.search.passed |= run.tier.bit
-        return self._undo(runs, request)
-
     def _decline_runs(self, runs: Sequence[LoadRun], request: Request) -> list[OffloadKey]:
-        """Let a request compute these runs; return the keys that are not loaded."""
         self._try_passed(runs[-1], request, costs=False)
         declined: dict[Tier, list[OffloadKey]] = {}
         for run in runs:
@@ -223,18 +310,12 @@ class Loads:
         gone: list[OffloadKey] = []
         for tier, keys in declined.items():
             self.decline(keys, tier, request, self._now)
-            gone += keys[self._try(keys, tier, request) :]
-        self._abandon(gone)
+            chunks = 0 if self._ahead.get(tier) else self._trial_chunks(tier, len(keys), len(keys))
+            if chunks:
+                self._load_for_none(keys[:chunks], tier, request)
+            gone += keys[chunks:]
+        self._leases.abandon(gone)
         return gone
-
-    def _try(self, declined: Sequence[OffloadKey], tier: Tier, request: Request) -> int:
-        """Load the first declined keys for no request, if it is time to try the tier; return how many."""
-        if self._ahead.get(tier):
-            return 0
-        chunks = self._worth.trial_chunks(tier, len(declined), len(declined), self._now)
-        if chunks:
-            self._load_for_none(declined[:chunks], tier, request)
-        return chunks
 
     def _try_passed(self, run: LoadRun, request: Request, *, costs: bool) -> None:
         """Take the last keys off a request's last run and load them for no request, if it is time to try another tier.
@@ -244,13 +325,13 @@ class Loads:
         """
         if not run.too_slow:
             return
-        if costs and (run.end < request.found or request.tokens_found(self._worth.chunk_tokens) is not None):
+        if costs and (run.end < request.found or request.tokens_found(self._limits.chunk_tokens) is not None):
             return
         for tier in run.too_slow:
             if self._ahead.get(tier):
                 continue
             most = min(run.common, len(run.keys) // 2, tier.admits(self._now))
-            chunks = self._worth.trial_chunks(tier, len(run.keys), most, self._now, costs=costs)
+            chunks = self._trial_chunks(tier, len(run.keys), most, costs=costs)
             if chunks:
                 keys = run.cut(chunks)
                 for key in keys:
@@ -258,6 +339,25 @@ class Loads:
                 tier.breaker.take(chunks)
                 self._load_for_none(keys, tier, request)
                 return
+
+    def _trial_chunks(self, tier: Tier, wanted: int, most: int, *, costs: bool = False) -> int:
+        """Return how many chunks to load from a tier as a trial, up to `most`; 0 if none is due.
+
+        `wanted`: the chunks that a request would load from it. Few chunks show what a call costs, and many what their
+        bytes cost. A tier on which many are a burden gets fewer. `costs`: the request computes them, although another
+        tier would load them. Then trials wait, so that they take a small share of the time.
+        """
+        if not _trial_due(tier, self._now):
+            return 0
+        last, chunks = tier.trial, TRIAL_CHUNKS
+        if last is not None and last.seconds < wanted * self._chunk_s:
+            chunks = TRIAL_GROWTH * last.chunks
+        chunks = min(chunks, most)
+        if costs and self._now - tier.tried_at < chunks * self._chunk_s / EXPLORE_SHARE:
+            return 0
+        if chunks:
+            tier.trial, tier.tried_at = None, self._now
+        return chunks
 
     def _load_for_none(self, keys: Sequence[OffloadKey], tier: Tier, request: Request) -> None:
         """Load keys as a trial; the request that has looked them up does not hold their rows."""
@@ -267,7 +367,7 @@ class Loads:
         self._queue_batch(keys, tier, None)
         tier.counters.explored += len(keys)
 
-    def _abandon(self, keys: Sequence[OffloadKey]) -> None:
-        for key in keys:
-            self._leases.end_row(self._primary.filling[key])
-            self._primary.abandon(key, lent=False)
+
+def _trial_due(tier: Tier, now: float) -> bool:
+    """Return True if a tier that was declined or passed over is to be tried again."""
+    return not tier.loading and now - tier.tried_at >= TRIAL_EVERY_S

@@ -13,7 +13,6 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from itertools import count
-from types import TracebackType
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from msgspec.structs import replace
@@ -22,13 +21,12 @@ from prometheus_client import CollectorRegistry
 from kvtier.backend import Lanes, OffloadKey, checked_keys, in_thread
 from kvtier.config import EngineConfig
 from kvtier.engine.answers import Event, StorePlan
-from kvtier.engine.fetches import Fetches
-from kvtier.engine.inbox import Observe
+from kvtier.engine.fetches import Fetches, Progress
 from kvtier.engine.metrics import EngineStats
-from kvtier.engine.progress import Progress
 from kvtier.engine.steps import StepManager, checked, make_region
+from kvtier.engine.traffic import Observe
 from kvtier.errors import Remedy, RowsStillRead
-from kvtier.memory import LentRow, Region, fill_standard_streams
+from kvtier.memory import LentRow, fill_standard_streams
 from kvtier.runner.bridge import InlineBridge
 from kvtier.runner.runner import open_tiers
 from kvtier.settings.hints import shown
@@ -59,7 +57,7 @@ class TieringOffloadingManager:
         """Take over a kvtier engine whose runner is up; `open` makes both."""
         self.steps = steps
         self.config: EngineConfig = steps.config
-        self._ledger = steps._ledger
+        self._ledger = steps.ledger
         self._progress = Progress(steps, loop)
         self._fetches = Fetches(steps, self._progress)
         self._closing: asyncio.Task[int] | None = None
@@ -109,14 +107,14 @@ class TieringOffloadingManager:
     ) -> int:
         """Store `chunks[i]` under `keys[i]`, in prefix order; return how many leading keys are in the primary now.
 
-        The call waits for room in the primary and for budget of the tiers. So no chunk is dropped for the lack of
-        either, unless transfers hang: the call does not wait for these. Fewer than all keys are stored only if the
-        primary cannot hold more. Keys that are present keep their chunk. Without a `request_id` the call is a request
-        of its own. `hint` is the application's word on the request, as `StepManager.on_new_request` takes it.
+        The call waits for room in the primary and for budget of the tiers, so no chunk is dropped for the lack of
+        either, unless transfers hang. Fewer than all keys are stored only if the primary cannot hold more. Keys that
+        are present keep their chunk. Without a `request_id` the call is a request of its own. `hint` is as in
+        `StepManager.on_new_request`.
 
         A cancelled call has stored some leading part. ValueError for a chunk of the wrong length, and for a key that is
-        given twice with different bytes; TypeError for what is no chunk or no key: nothing was stored.
-        Do not await this call while the same task holds rows of `fetch`, because the call may wait for these rows.
+        given twice with different bytes; TypeError for an invalid chunk or key: nothing was stored. A task that holds
+        rows of `fetch` must not await this call, which may wait for these rows.
         """
         await self._progress.turn()
         keys = checked_keys(keys)
@@ -133,19 +131,18 @@ class TieringOffloadingManager:
     ) -> AsyncGenerator[Sequence[memoryview]]:
         """Bring the longest leading run of `keys` whose chunks are in any tier into the primary, and lend it.
 
-        The answer is a sequence of read-only views, one a key and each `chunk_bytes` long. They are valid inside the
-        `async with`, and released after it. A chunk that fails to load ends the run before it, and raises nothing.
-        `hint`: as `put` takes it.
+        The answer is a sequence of read-only views, one a key and each `chunk_bytes` long, valid inside the
+        `async with`. A chunk that fails to load ends the run before it, and raises nothing.
 
         The call waits for rows that others hold, in order of asking. It ends its run before the first chunk without a
         row if nobody holds rows that will come back, as when the run is longer than the primary (see `stream`), or if
         no waiting call was served for `limits.lease_s`: a task that awaits this call while it holds rows may wait for
         itself. What was not loaded is counted as `promotions_refused`, and logged once a minute.
 
-        Slices and arrays that are made of a view must be gone when the block ends, too. If one is left, the block
-        raises `RowsStillRead`, or adds a note to the error that it raised itself. Such a row has no other use until the
-        slice has gone. A tensor that `torch.frombuffer` makes of a view cannot be seen, and would read the row's next
-        chunk. `get` gives copies.
+        Slices and arrays of a view must be gone when the block ends, too. If one is left, the block raises
+        `RowsStillRead`, or adds a note to the error that it raised itself, and the row stays out of use until the slice
+        has gone. A tensor that `torch.frombuffer` makes of a view cannot be seen, and would read the row's next chunk.
+        `get` gives copies.
         """
         await self._progress.turn()
         keys = checked_keys(keys)
@@ -158,9 +155,9 @@ class TieringOffloadingManager:
     ) -> AsyncGenerator[Sequence[memoryview]]:
         """Lend the run that `fetch` would, of any length, in parts: `async for rows in engine.stream(keys)`.
 
-        Each part is a sequence of views of the next keys, at most as many as waiting requests may lease. It is brought
-        when it is asked for, as by a `fetch`, and its views are valid until the next part is. Whoever leaves the loop
-        early has given the rows back one turn of the event loop later, and at once with `contextlib.aclosing`.
+        Each part has views of the next keys, at most as many as waiting requests may lease. It is brought when it is
+        asked for, and valid until the next part is. A loop that is left early returns its rows one turn of the event
+        loop later, and at once with `contextlib.aclosing`.
         """
         keys, size = checked_keys(keys), self._ledger.leases.rows_max
         with self._one(request_id, hint) as own_id:
@@ -186,8 +183,7 @@ class TieringOffloadingManager:
     async def delete(self, keys: Sequence[OffloadKey], deadline_s: float | None = None) -> bool:
         """Forget keys in the primary and in every tier; waits for all calls that hold their rows.
 
-        False if the deadline came first. Then keys that were still held have stayed. The others were forgotten, though
-        a tier may not have answered yet.
+        False if the deadline came first: keys that were still held have stayed, and a tier may not have answered yet.
         """
         await self._progress.turn()
         held = self.steps.delete(keys)
@@ -205,9 +201,9 @@ class TieringOffloadingManager:
     async def prefetch(self, keys: Sequence[OffloadKey]) -> int:
         """Bring the longest leading run of keys whose chunks are in any tier into the primary; return its length there.
 
-        It holds no rows when it returns. A run longer than the share of leases comes in its leading part. The call does
-        not wait for rows: the first chunk without one ends the run, and so does a chunk that fails to load. After a
-        cancelled call, chunks in flight still come. Of more than a thousand calls at once, the newest return 0.
+        A run longer than the share of leases comes in its leading part. The call does not wait for rows: the first
+        chunk without one ends the run, and so does a chunk that fails to load. After a cancelled call, chunks in flight
+        still come. Of more than a thousand calls at once, the newest return 0.
         """
         await self._progress.turn()
         await self._progress.cleared()
@@ -226,10 +222,7 @@ class TieringOffloadingManager:
         return self._said(self.steps.demote(keys))
 
     def forget(self, keys: Sequence[OffloadKey]) -> int:
-        """Forget keys here and in every tier; a key in use is forgotten when its use is over. See `StepManager.forget`.
-
-        It waits for nothing. `drain` waits for the tiers, and `delete` also for all calls that hold rows.
-        """
+        """Forget keys here and in every tier, those in use later; see `StepManager.forget`."""
         return self._said(self.steps.forget(keys))
 
     def retain(self, keys: Sequence[OffloadKey], seconds: float, *, priority: int = 0) -> int:
@@ -264,13 +257,7 @@ class TieringOffloadingManager:
                 self._progress.stir()
 
     async def aclose(self, deadline_s: float | None = None) -> int:
-        """Let transfers end, close the tiers and the runner; return how many transfers were left behind.
-
-        Dirty rows are first written to tiers with `cascade = "evict"`, within the same deadline.
-
-        Takes at most the deadline for the transfers and once more for the closing. Once begun it goes on, even if
-        cancelled. Idempotent.
-        """
+        """Close the engine, as `StepManager.close` does. Once begun it goes on, even if cancelled. Idempotent."""
         if self._closing is None and not self.steps._closed:
             self._progress.check_loop()
             self._closing = asyncio.ensure_future(self._close(deadline_s))
@@ -283,32 +270,26 @@ class TieringOffloadingManager:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     # How it begins and ends.
 
     @classmethod
     async def _begun_inline(cls, config: EngineConfig, observer: Observe | None) -> StepManager:
-        loop = asyncio.get_running_loop()
+        loop, region = asyncio.get_running_loop(), None
         config = checked(replace(config, runner="inline"))
         fill_standard_streams()
-        region = await cls._region(config, loop)
+        if config.rows * config.row_bytes > ON_LOOP_BYTES_MAX:
+            with suppress(NotImplementedError):  # A loop in virtual time has no threads, and may be blocked.
+                region = await loop.run_in_executor(None, make_region, config)
+        region = region or make_region(config)
         try:
             bridge = InlineBridge(await open_tiers(config), region, config.limits.close_s)
         except BaseException:
             region.close()
             raise
         return cls.step_manager(config, region, bridge, clock=loop.time, observer=observer)
-
-    @staticmethod
-    async def _region(config: EngineConfig, loop: asyncio.AbstractEventLoop) -> Region:
-        if config.rows * config.row_bytes > ON_LOOP_BYTES_MAX:
-            with suppress(NotImplementedError):  # A loop in virtual time has no threads, and may be blocked.
-                return await loop.run_in_executor(None, make_region, config)
-        return make_region(config)
 
     @classmethod
     async def _begun(cls, config: EngineConfig, observer: Observe | None) -> StepManager:
@@ -329,8 +310,7 @@ class TieringOffloadingManager:
         steps, seconds = self.steps, self.steps._deadline(deadline_s)
         steps._begin_end()
         await self.drain(deadline_s)
-        steps._say_unwritten()
-        steps._tier_log.look(steps._clock(), last=True)
+        steps._end_drained()
         steps._closed = True
         self._progress.stir()
         if isinstance(steps._bridge, InlineBridge):
@@ -343,7 +323,6 @@ class TieringOffloadingManager:
     # How the face waits.
 
     def _said(self, answer: int) -> int:
-        """Send advice to the tiers now."""
         self.steps.end_step()
         self._progress.stir()
         return answer
@@ -369,7 +348,6 @@ class TieringOffloadingManager:
 
     @asynccontextmanager
     async def _lent(self, keys: Sequence[OffloadKey], request_id: str) -> AsyncGenerator[Sequence[memoryview]]:
-        """Lend the leading run of keys when it is in the primary."""
         rows: list[int] = []
         lent: list[LentRow] = []
         try:
@@ -419,16 +397,16 @@ class TieringOffloadingManager:
 
     async def _fill(self, plan: StorePlan, chunks: Sequence[Chunk], request_id: str) -> None:
         """Write the chunks, and cascade them in slices that exceed no limit, unless a store hangs."""
-        outbox, done = self._ledger.outbox, 0
+        traffic, done = self._ledger.traffic, 0
         try:
             while done < len(plan.keys):
                 if done:
                     await asyncio.sleep(0)
-                end = min(done + outbox.slice_chunks, len(plan.keys))
+                end = min(done + traffic.slice_chunks, len(plan.keys))
                 await self._write(plan.rows[done:end], chunks[done:end])
                 async with self._turn:
                     self.steps._check_open()
-                    while outbox.storing and not outbox.room(end - done):
+                    while traffic.storing and not traffic.room(end - done):
                         await self._progress.made()
                 self.steps.complete_store(plan.keys[done:end], request_id)
                 done = end
@@ -462,19 +440,16 @@ class TieringOffloadingManager:
         taken: list[Chunk] = [
             each if type(each) is bytes else _as_bytes(key, each) for key, each in zip(keys, chunks, strict=True)
         ]
+        first = dict(zip(reversed(keys), reversed(taken), strict=True))
         for key, chunk in zip(keys, taken, strict=True):
             if len(chunk) != self.config.chunk_bytes:
                 raise ValueError(f"{key.hex()}: a chunk of {len(chunk):,} bytes, not {self.config.chunk_bytes:,}")
-        first = dict(zip(reversed(keys), reversed(taken), strict=True))
-        if len(first) < len(keys):
-            for key, chunk in zip(keys, taken, strict=True):
-                if first[key] != chunk:
-                    raise ValueError(f"{key.hex()}: given twice, with different bytes: a key stands for one chunk")
+            if first[key] is not chunk and first[key] != chunk:
+                raise ValueError(f"{key.hex()}: given twice, with different bytes: a key stands for one chunk")
         return taken
 
 
 def _as_bytes(key: OffloadKey, chunk: object) -> memoryview:
-    """Return a view of a chunk's bytes."""
     try:
         view = memoryview(chunk)  # type: ignore[arg-type]
         if view.itemsize == 1 and view.c_contiguous:
@@ -490,7 +465,6 @@ class Opening(Generic[M]):
 
     def __init__(self, begin: Callable[[], Coroutine[Any, Any, M]]) -> None:
         self._begin = begin
-        self._opened: M | None = None
 
     def __await__(self) -> Generator[Any, None, M]:
         return self._begin().__await__()
@@ -499,8 +473,5 @@ class Opening(Generic[M]):
         self._opened = await self
         return self._opened
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._opened is not None
+    async def __aexit__(self, *_: object) -> None:
         await self._opened.aclose()

@@ -1,15 +1,22 @@
-"""Metrics for Prometheus and statistics for programs: the tables below, one line a metric.
+"""Metrics for Prometheus, statistics for programs, and the log of tiers.
 
-They are read from the ledger on request, so counting costs a step nothing. Only durations are observed as they happen:
-once a transfer, and once a wait.
+The metrics are the tables below, one line each. They are read from the ledger on request, so counting costs a step
+nothing. Only durations are observed as they happen: once a transfer, and once a wait. The log compares the same
+counters with those of its last line: breakers that open and close, with the cause, and once a minute dropped and failed
+chunks.
 """
 
+import errno
+import logging
+import math
+import os
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from prometheus_client import CollectorRegistry, Histogram
@@ -18,18 +25,21 @@ from prometheus_client.metrics_core import Metric as MetricFamily
 from prometheus_client.registry import Collector
 
 from kvtier import __version__
-from kvtier.engine.answers import EventLog
 from kvtier.engine.ledger import Ledger
 from kvtier.engine.primary import Primary
-from kvtier.engine.tier import BreakerState, Tier
-from kvtier.settings.hints import IgnoredHints
+from kvtier.engine.tier import CLOSED, PRESSURE, BreakerState, Tier
+from kvtier.errors import Remedy
 
 Labels = tuple[str, ...]
 Reading = float | dict[str, int] | dict[str, float] | dict[Labels, float] | None
 """One number, one for each value of a metric's labels, or None while there is none."""
 
 _PYTHON = platform.python_version()
+LOOK_EVERY_S = 1.0  # Without messages: drops alone make none.
+LOSSES_EVERY_S = 60.0  # Between two lines of losses of one tier.
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+logger = logging.getLogger(__name__)
 
 
 class Metric(NamedTuple):
@@ -58,27 +68,14 @@ class Durations(NamedTuple):
     labels: Labels
 
 
-class RunnerFacts(Protocol):
-    """The subject of `RUNNER_METRICS`."""
-
-    @property
-    def runner_up(self) -> bool: ...
-    @property
-    def runners_lost(self) -> int: ...
-    @property
-    def events_dropped(self) -> int: ...
-    @property
-    def hints_ignored(self) -> IgnoredHints: ...
+def _metric(
+    kind: Literal["counter", "gauge"], name: str, about: str, read: str | Callable[[Any], Reading], *labels: str
+) -> Metric:
+    """Describe a metric; `read` is the path of an attribute of the subject, or what computes the reading."""
+    return Metric(name, kind, about, attrgetter(read) if isinstance(read, str) else read, labels)
 
 
-def _counter(name: str, about: str, read: str | Callable[[Any], Reading], *labels: str) -> Metric:
-    """Describe a counter; `read` is the path of an attribute of the subject, or what computes the reading."""
-    return Metric(name, "counter", about, attrgetter(read) if isinstance(read, str) else read, labels)
-
-
-def _gauge(name: str, about: str, read: str | Callable[[Any], Reading], *labels: str) -> Metric:
-    """Describe a gauge, as `_counter` describes a counter."""
-    return Metric(name, "gauge", about, attrgetter(read) if isinstance(read, str) else read, labels)
+_counter, _gauge = partial(_metric, "counter"), partial(_metric, "gauge")
 
 
 def _counted(name: str, about: str, *labels: str) -> Metric:
@@ -87,7 +84,6 @@ def _counted(name: str, about: str, *labels: str) -> Metric:
 
 
 def row_states(primary: Primary) -> dict[str, int]:
-    """Return the number of rows in each state."""
     return {
         "ready": len(primary.ready),
         "filling": len(primary.filling),
@@ -99,7 +95,7 @@ def row_states(primary: Primary) -> dict[str, int]:
 def _rows_held(ledger: Ledger) -> dict[str, int]:
     return {
         "leased": ledger.leases.rows,
-        "cascading": len(ledger.transfers.cascade_rows),
+        "cascading": len(ledger.traffic.cascade_rows),
         "kept": len(ledger.kept),
         "retained": ledger.primary.retained,
     }
@@ -119,7 +115,6 @@ def _bytes_moved(tier: Tier) -> dict[str, int]:
 
 
 def _build(_: object) -> dict[Labels, float]:
-    """Return the versions of kvtier, of Python and, in its process, of vLLM."""
     return {(__version__, _PYTHON, getattr(sys.modules.get("vllm"), "__version__", "")): 1.0}
 
 
@@ -136,7 +131,7 @@ RUNNER_METRICS = MetricTable(
         _gauge("build_info", "1; the labels tell the versions.", _build, "version", "python", "vllm"),
         _gauge("runner_up", "1 while there is a runner that takes work, else 0.", "runner_up"),
         _counter("runners_lost", "Runners that ended too early.", "runners_lost"),
-        _counter("events_dropped", "Events that were not taken in time.", "events_dropped"),
+        _counter("events_dropped", "Events that were not taken in time.", "events.dropped"),
         _counter("hints_ignored", "Hints, or parts of them, ignored.", "hints_ignored.counts", "reason"),
     ),
 )
@@ -286,11 +281,9 @@ class Series(NamedTuple):
 class Metrics(Collector):
     """An engine's metrics in a registry of its own; several engines of one process do not collide."""
 
-    def __init__(self, ledger: Ledger, events: EventLog | None = None) -> None:
+    def __init__(self, ledger: Ledger) -> None:
         self.registry = CollectorRegistry()
-        self.runners_lost = 0  # Counted by the manager: the ledger also settles a runner that was closed properly.
         self._ledger = ledger
-        self._events = events or EventLog()
         latency, self._waits = (
             Histogram(each.name, each.help, each.labels, buckets=SECONDS, registry=self.registry)
             for each in (TRANSFER_SECONDS, WAIT_SECONDS)
@@ -302,37 +295,15 @@ class Metrics(Collector):
         }
         self.registry.register(self)
 
-    @property
-    def runner_up(self) -> bool:
-        return self._ledger.runner_up
-
-    @property
-    def events_dropped(self) -> int:
-        return self._events.dropped
-
-    @property
-    def hints_ignored(self) -> IgnoredHints:
-        return self._ledger.hints_ignored
-
     def observe(self, tier: str, operation: str, seconds: float) -> None:
         self._latency[tier, operation].observe(seconds)
 
     def observe_wait(self, seconds: float) -> None:
         self._waits.observe(seconds)
 
-    def series(self) -> list[Series]:
-        """Return every metric of every subject."""
-        return [
-            *series(RUNNER_METRICS, self),
-            *series(LEDGER_METRICS, self._ledger),
-            *series(PRIMARY_METRICS, self._ledger),
-            *(each for tier in self._ledger.tiers for each in series(DECISION_METRICS, tier, tier.spec.name)),
-            *(each for tier in self._ledger.tiers for each in series(TIER_METRICS, tier, tier.spec.name)),
-        ]
-
     def collect(self) -> Iterator[MetricFamily]:
         families = {name: _family(name, metric, labels) for name, metric, labels in described()}
-        for name, _, labels, read in self.series():
+        for name, _, labels, read in ledger_series(self._ledger):
             for further, number in samples(read()):
                 families[name].add_metric((*labels, *further), number)
         yield from families.values()
@@ -341,18 +312,26 @@ class Metrics(Collector):
         return EngineStats(
             primary=_primary_stats(self._ledger),
             tiers=tuple(map(_tier_stats, self._ledger.tiers)),
-            runners_lost=self.runners_lost,
-            events_dropped=self.events_dropped,
-            hints_ignored=dict(self.hints_ignored.counts),
+            runners_lost=self._ledger.runners_lost,
+            events_dropped=self._ledger.events.dropped,
+            hints_ignored=dict(self._ledger.hints_ignored.counts),
         )
 
 
 def described() -> Iterator[tuple[str, Metric, Labels]]:
-    """Yield every metric with its whole name and all its labels."""
     tables: tuple[MetricTable, ...] = (RUNNER_METRICS, LEDGER_METRICS, PRIMARY_METRICS, DECISION_METRICS, TIER_METRICS)
     for table in tables:
         for metric in table.metrics:
             yield table.prefix + metric.name, metric, (*table.labels, *metric.labels)
+
+
+def ledger_series(ledger: Ledger) -> list[Series]:
+    tables: tuple[MetricTable, ...] = (RUNNER_METRICS, LEDGER_METRICS, PRIMARY_METRICS)
+    return [
+        *(each for table in tables for each in series(table, ledger)),
+        *(each for tier in ledger.tiers for each in series(DECISION_METRICS, tier, tier.spec.name)),
+        *(each for tier in ledger.tiers for each in series(TIER_METRICS, tier, tier.spec.name)),
+    ]
 
 
 def series(table: MetricTable, subject: object, *labels: str) -> list[Series]:
@@ -390,3 +369,85 @@ def _primary_stats(ledger: Ledger) -> PrimaryStats:
 def _tier_stats(tier: Tier) -> TierStats:
     readings = _readings(DECISION_METRICS, tier) | _readings(TIER_METRICS, tier)
     return msgspec.convert(readings | {"name": tier.spec.name, "breaker": tier.breaker.state.value}, TierStats)
+
+
+class TierLog:
+    """Logs what has changed since the last line."""
+
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        self.due = -math.inf  # When to look again without a message.
+        self._told = [_Told(tier) for tier in tiers]
+
+    def look(self, now: float, *, last: bool = False) -> None:
+        self.due = now + LOOK_EVERY_S
+        for told in self._told:
+            told.breaker(now)
+            told.losses(now, last=last)
+
+
+class _Told:
+    """The state of one tier at its last line."""
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
+        self._open = False
+        self._opened = 0
+        self._lost = _lost(tier)
+        self._losses_at = -math.inf
+
+    def breaker(self, now: float) -> None:
+        """Log that the breaker opened or closed; a failed trial is no new opening."""
+        breaker, name = self._tier.breaker, self._tier.spec.name
+        if breaker.opened != self._opened:
+            self._opened = breaker.opened
+            if not self._open:
+                logger.warning(
+                    "tier %s: the breaker is open after %d failures in a row; the last cause is %s; it is tried again"
+                    " every %g s; since the last line %s; see %s",
+                    name,
+                    breaker.failures,
+                    _in_words(self._tier.counters.last_cause),
+                    self._tier.spec.breaker_cooldown_s,
+                    self._losses(now, cause=False) or "no chunk failed",
+                    Remedy.BREAKER,
+                )
+            self._open = True
+        if self._open and breaker.state is CLOSED:
+            self._open = False
+            logger.info("tier %s: the breaker is closed again", name)
+
+    def losses(self, now: float, *, last: bool) -> None:
+        if (last or now >= self._losses_at) and _lost(self._tier) != self._lost and (losses := self._losses(now)):
+            logger.warning("tier %s: since the last line %s; see %s", self._tier.spec.name, losses, Remedy.LOSSES)
+
+    def _losses(self, now: float, *, cause: bool = True) -> str:
+        counters, before = self._tier.counters, self._lost
+        self._lost = _lost(self._tier)
+        grown, parts = self._lost - before, list[str]()
+        for verb in ("were dropped", "left the primary unwritten", "failed"):
+            if chunks := {name: count for (each, name), count in grown.items() if each == verb}:
+                reasons = ", ".join(f"{name} {count:,}" for name, count in chunks.items())
+                parts.append(f"{sum(chunks.values()):,} chunks {verb} ({reasons})")
+        if unanswered := grown["questions", ""]:
+            parts.append(f"questions not answered: {unanswered:,}")
+        if parts:
+            self._losses_at = now + LOSSES_EVERY_S
+        if cause and counters.last_cause and any(verb in ("failed", "questions") for verb, _ in grown):
+            parts.append(f"the last cause is {_in_words(counters.last_cause)}")
+        return "; ".join(parts)
+
+
+def _lost(tier: Tier) -> Counter[tuple[str, str]]:
+    """Count what a tier did not do, by kind and reason."""
+    counters = tier.counters
+    lost = Counter({("were dropped", name): count for name, count in counters.dropped.items()})
+    lost.update({("failed", name): count for name, count in counters.failed.items()})
+    lost["left the primary unwritten", PRESSURE] = counters.skipped.get(PRESSURE, 0)
+    lost["questions", ""] = counters.probes_failed
+    return lost
+
+
+def _in_words(cause: str) -> str:
+    """Return a cause, with the system's message if it is an errno."""
+    number = getattr(errno, cause, None)
+    return f"{cause} ({os.strerror(number)})" if isinstance(number, int) else cause or "unknown"

@@ -7,6 +7,7 @@ the share of leases. A prefetch undoes earlier hints on its keys that they are e
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 
 from kvtier.backend import OffloadKey
@@ -21,14 +22,14 @@ AT_ONCE = 4
 WAITING_MAX = 1_024  # Further ones are not begun.
 
 
+@dataclass(slots=True, eq=False)
 class Prefetch:
     """One call: the keys in prefix order, and how many leading ones are ready."""
 
-    def __init__(self, keys: Sequence[OffloadKey]) -> None:
-        self.keys = keys
-        self.here = 0
-        self.over = False
-        self.request = Request("prefetch", weighed=False)
+    keys: Sequence[OffloadKey]
+    here: int = 0
+    over: bool = False
+    request: Request = field(default_factory=lambda: Request("prefetch", weighed=False))
 
 
 class Prefetches:
@@ -69,7 +70,6 @@ class Prefetches:
         return prefetch
 
     def give_up(self, prefetch: Prefetch) -> None:
-        """End a prefetch; loads in flight go on."""
         if not prefetch.over:
             self.waiting.remove(prefetch)
             self._end(prefetch)

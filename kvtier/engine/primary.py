@@ -73,7 +73,6 @@ class Primary:
         return self._idle
 
     def row(self, key: OffloadKey) -> int | None:
-        """Return the row of a key that is ready or filling."""
         row = self.ready.get(key)
         return self.filling.get(key) if row is None else row
 
@@ -81,16 +80,13 @@ class Primary:
         return self._keys[row]
 
     def keys_of(self, rows: Iterable[int]) -> list[OffloadKey]:
-        """Return the keys of rows that each have one, in order."""
         return cast("list[OffloadKey]", list(map(self._keys.__getitem__, rows)))
 
     def rows_of(self, keys: Iterable[OffloadKey]) -> list[int]:
-        """Return the rows of those of the keys that are ready or filling, in order."""
         ready, filling = self.ready.get, self.filling.get
         return [row for key in keys if (row := ready(key)) is not None or (row := filling(key)) is not None]
 
     def ready_rows(self, rows: Iterable[int]) -> list[int]:
-        """Return those of the rows that are ready."""
         keys, ready = self._keys, self.ready
         return [row for row in rows if keys[row] in ready]
 
@@ -129,7 +125,6 @@ class Primary:
         return evicted
 
     def publish(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
-        """Turn filling rows ready; return their keys without those that were not filling."""
         filling, ready, pins = self.filling, self.ready, self._pins
         published: list[OffloadKey] = []
         idle = 0
@@ -227,7 +222,6 @@ class Primary:
 
     @property
     def retained(self) -> int:
-        """The number of rows that hints retain."""
         return 0 if self._hinted is None else len(self._hinted.retained)
 
     @property
@@ -237,7 +231,6 @@ class Primary:
 
     @property
     def takes_hints(self) -> bool:
-        """True from the first hint on."""
         return self._hinted is not None
 
     def take_hints(self) -> HintedOrder[int]:
@@ -267,38 +260,31 @@ class Primary:
         return sum(map(hinted.retained.__contains__, advice.keys)) if advice.kind == "retain" else len(advice.keys)
 
     def spare(self, rows: Sequence[int]) -> None:
-        """Undo the demotion of rows; this is no access."""
         self._come_back(rows)
         self.take_hints().spare(rows)
 
     def end_retentions(self, now: float) -> None:
-        """End retentions whose time is over."""
         if self._hinted is not None:
             self._hinted.retained.expire(now)
 
     # Rows that are chosen for eviction ahead of demand.
 
-    def choose_ahead(self, count: int) -> bool:
-        """Choose so many more rows, or as many as are idle; False if there are none.
-
-        Rows that were pinned when their turn came are considered again.
-        """
+    def choose_ahead(self, count: int) -> None:
+        """Choose `count` more rows, or as many as are idle. Rows that were pinned when their turn came have another."""
         assert self.ahead is not None
         pins, ahead = self._pins, self.ahead
         ahead.reconsider(self._keeper(()))
-        if count <= 0:
-            return False
         idle = self._idle - len(ahead)
         if count > idle:  # Chosen rows that are pinned are not idle; they are counted only where it matters.
             idle += sum(pins[row] > 0 for row in ahead)
-        return idle > 0 and ahead.choose(min(count, idle), self._keeper(()))
+        if count > 0 and idle > 0:
+            ahead.choose(min(count, idle), self._keeper(()))
 
     def _come_back(self, rows: Sequence[int]) -> None:
         if self.ahead is not None:
             self.ahead.come_back(rows)
 
     def end_step(self) -> None:
-        """Release held rows."""
         self._held.clear()
 
     def clear(self, lent: Mapping[int, int]) -> list[OffloadKey]:

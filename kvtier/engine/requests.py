@@ -7,6 +7,7 @@ until an eviction, or to the step's end. Most steps evict nothing.
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import chain, count
 
 from kvtier.backend import OffloadKey, of_one_group
@@ -23,23 +24,21 @@ PROMOTIONS_MAX = 2  # Of one key for one request: the second may follow an evict
 DECLINED = PROMOTIONS_MAX + 1  # In place of a count: the request computes the key.
 NEVER = math.inf  # As a time.
 
-_numbers = count(1)
 
-
+@dataclass(slots=True, eq=False)
 class Search:
     """A request's search in the tiers. Most requests find all in the primary, or are new: these have none."""
 
-    __slots__ = ("answer_at", "asked", "gave_up", "missed", "passed", "probe_deadline", "promotions", "sources")
-
-    def __init__(self) -> None:
-        self.promotions: dict[OffloadKey, int] = {}
-        self.sources: dict[OffloadKey, int] = {}  # Key -> index of the tier that it was promoted from.
-        self.missed: set[OffloadKey] = set()
-        self.gave_up = False  # A load was late.
-        self.passed = 0  # Bits of the tiers that are too slow for it, while others may be faster.
-        self.asked: set[tuple[int, OffloadKey]] = set()  # Tiers, by index, that were probed for a key for it.
-        self.answer_at = 0.0  # When their answers are expected.
-        self.probe_deadline = NEVER
+    promotions: dict[OffloadKey, int] = field(default_factory=dict[OffloadKey, int])
+    sources: dict[OffloadKey, int] = field(default_factory=dict[OffloadKey, int])
+    """Key -> index of the tier that it was promoted from."""
+    missed: set[OffloadKey] = field(default_factory=set[OffloadKey])
+    gave_up: bool = False  # A load was late.
+    passed: int = 0  # Bits of the tiers that are too slow for it, while others may be faster.
+    asked: set[tuple[int, OffloadKey]] = field(default_factory=set[tuple[int, OffloadKey]])
+    """Tiers, by index, that were probed for a key for it."""
+    answer_at: float = 0.0  # When their answers are expected.
+    probe_deadline: float = NEVER
 
     def await_probe(self, now: float, latency_s: float, wait_max_s: float) -> None:
         """Wait for one more probe, and `wait_max_s` longer; `latency_s` is how long the tier's last probe took."""
@@ -48,21 +47,18 @@ class Search:
         self.answer_at = now + latency_s if begun else max(self.answer_at, now + latency_s)
 
     def awaits_probes(self, now: float) -> bool:
-        """Return True before the probe deadline, unless the answer is expected after it."""
         return max(now, self.answer_at) < self.probe_deadline
 
     def end_probes(self, now: float) -> None:
-        """Wait for no more answers."""
         self.probe_deadline = min(now, self.probe_deadline)
 
     def probes_late_after(self, now: float) -> float:
         """Return when the request gives up its probes; `now`, once, if the answer is expected too late."""
         if not now < self.probe_deadline < NEVER:
             return NEVER
-        if self.awaits_probes(now):
-            return self.probe_deadline
-        self.end_probes(now)
-        return now
+        if not self.awaits_probes(now):
+            self.probe_deadline = now
+        return self.probe_deadline
 
     def give_up(self, key: OffloadKey) -> None:
         """Never promote this key again: its load has failed."""
@@ -80,73 +76,42 @@ class Search:
         self.sources.pop(key, None)
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class Turn:
     """One look-up pass of a call that waits for rows."""
 
-    __slots__ = ("mine", "short")
-
-    def __init__(self, *, mine: bool) -> None:
-        self.mine = mine  # It may take rows now.
-        self.short = False  # It found too few.
+    mine: bool  # It may take rows now.
+    short: bool = False  # It found too few.
 
 
+@dataclass(slots=True, eq=False)
 class Request:
     """One request, from `on_new_request` until it has finished and its last store has completed."""
 
-    __slots__ = (
-        "_search",
-        "finished",
-        "held",
-        "hint",
-        "hits",
-        "id",
-        "late_at",
-        "leased",
-        "leased_hits",
-        "load_matchers",
-        "matchers",
-        "number",
-        "position",
-        "retried_in",
-        "storing",
-        "told",
-        "turn",
-        "used",
-        "waiting_since",
-        "waits",
-        "weighed",
-    )
-
-    def __init__(
-        self,
-        request_id: str,
-        matchers: Sequence[TierMatcher] | None = None,
-        load_matchers: Sequence[TierMatcher] | None = None,
-        position: Position | None = None,
-        *,
-        weighed: bool = True,
-    ) -> None:
-        self.id = request_id
-        self.number = next(_numbers)  # An id may come again.
-        self.weighed = weighed  # Its loads are weighed against computing; a prefetch's are not.
-        self.matchers = matchers  # None: every tier.
-        self.load_matchers = load_matchers  # A further limit on the tiers that it is loaded from; None: no limit.
-        self.position = position  # None: keys are used in prefix order.
-        self.hint: Hint | None = None
-        self.used: dict[OffloadKey, None] = {}  # Keys whose one access was counted, in prefix order.
-        self.hits: list[OffloadKey] = []  # Keys answered HIT or HIT_PENDING in this step, since the last eviction.
-        self.held: list[OffloadKey] = []  # Those before it.
-        self.leased_hits = 0  # How many of both, from the first on, were leased, or exceeded the share.
-        self.waits = False  # One of them was HIT_PENDING.
-        self.waiting_since: float | None = None  # The end of the first step with a HIT_PENDING.
-        self.retried_in = 0  # The last step in which it was answered RETRY.
-        self.late_at = NEVER  # When it gives up its loads.
-        self.leased: set[int] = set()
-        self._search: Search | None = None
-        self.turn: Turn | None = None  # Set while a call looks up that waits for rows; without it, no row is a miss.
-        self.storing = 0  # Keys reserved and not completed.
-        self.finished = False
-        self.told = 0  # How many used keys were ranked at its end.
+    id: str
+    matchers: Sequence[TierMatcher] | None = None  # None: every tier.
+    load_matchers: Sequence[TierMatcher] | None = None  # A further limit on the tiers that it is loaded from.
+    position: Position | None = None  # None: keys are used in prefix order.
+    _: KW_ONLY
+    weighed: bool = True  # Its loads are weighed against computing; a prefetch's are not.
+    number: int = field(default_factory=count(1).__next__)  # An id may come again.
+    hint: Hint | None = None
+    used: dict[OffloadKey, None] = field(default_factory=dict[OffloadKey, None])
+    """Keys whose one access was counted, in prefix order."""
+    hits: list[OffloadKey] = field(default_factory=list[OffloadKey])
+    """Keys answered HIT or HIT_PENDING in this step, since the last eviction."""
+    held: list[OffloadKey] = field(default_factory=list[OffloadKey])  # Those before it.
+    leased_hits: int = 0  # How many of both, from the first on, were leased, or exceeded the share.
+    waits: bool = False  # One of them was HIT_PENDING.
+    waiting_since: float | None = None  # The end of the first step with a HIT_PENDING.
+    retried_in: int = 0  # The last step in which it was answered RETRY.
+    late_at: float = NEVER  # When it gives up its loads.
+    leased: set[int] = field(default_factory=set[int])
+    turn: Turn | None = None  # Set while a call looks up that waits for rows; without it, no row is a miss.
+    storing: int = 0  # Keys reserved and not completed.
+    finished: bool = False
+    told: int = 0  # How many used keys were ranked at its end.
+    _search: Search | None = None
 
     @property
     def found(self) -> int:
@@ -182,7 +147,6 @@ class Request:
         return len(keys) * chunk_tokens
 
     def declined(self, key: OffloadKey) -> bool:
-        """Return True if the request computes the key although a load may be in flight."""
         return self._search is not None and self._search.promotions.get(key) == DECLINED
 
     def allows(self, spec: TierSpec) -> bool:
@@ -199,15 +163,14 @@ class Request:
         return self.hint is not None and self.hint.keeps_out(spec.name)
 
     def stores_in(self, spec: TierSpec) -> bool:
-        return self.allows(spec) and (self.hint is None or not self.hint.keeps_out(spec.name))
+        return self.allows(spec) and not self.keeps_out(spec)
 
     def leading(self, tokens: int | None, chunk_tokens: int) -> list[OffloadKey]:
         """Return the used keys of chunks that begin within the leading tokens; None: all of them."""
         used = list(self.used)
         if tokens is None:
             return used
-        position = self.position
-        if position is None:
+        if (position := self.position) is None:
             return used[: -(-tokens // chunk_tokens)]
         return [key for key in used if (end := position(key)) is not None and end - chunk_tokens < tokens]
 
@@ -229,7 +192,6 @@ class Request:
         return continues
 
     def order_used(self) -> None:
-        """Sort the used keys into prefix order."""
         if self.position is not None:
             self.used = dict.fromkeys(by_position(list(self.used), self.position))
 
@@ -241,7 +203,6 @@ class Request:
         return first is None or second is None or first <= second
 
     def forget_hits(self) -> None:
-        """Forget the hits of a step that has ended."""
         self.hits.clear()
         if self.held:
             self.held.clear()
@@ -254,15 +215,15 @@ class Request:
             self._search = Search()
         return self._search
 
-    def late_after(self, now: float) -> float:
-        """Return when the request next gives up a load or a probe."""
-        probes_late_at = NEVER if self._search is None else self._search.probes_late_after(now)
-        return min(probes_late_at, self.late_at if self.late_at > now else NEVER)
-
     @property
     def sources(self) -> Mapping[OffloadKey, int]:
         """The tiers that promoted keys came from, by index."""
         return {} if self._search is None else self._search.sources
+
+    def late_after(self, now: float) -> float:
+        """Return when the request next gives up a load or a probe."""
+        probes_late_at = NEVER if self._search is None else self._search.probes_late_after(now)
+        return min(probes_late_at, self.late_at if self.late_at > now else NEVER)
 
 
 class Leases:
@@ -293,20 +254,15 @@ class Leases:
         """Lease a row to a request; False if the share is used up."""
         if row in request.leased:
             return True
-        holders = self._holders.get(row)
-        if holders is None:
-            if len(self._holders) >= self.rows_max:
-                return False
-            self._holders[row] = [request]
-        else:
-            holders.append(request)
+        if row not in self._holders and len(self._holders) >= self.rows_max:
+            return False
+        self._holders.setdefault(row, []).append(request)
         request.leased.add(row)
         self._primary.pin((row,))
         self.deadlines.setdefault(request, now + self._lease_s)
         return True
 
     def end(self, row: int, request: Request) -> None:
-        """End one lease, if there is one."""
         if row not in request.leased:
             return
         request.leased.discard(row)
@@ -322,8 +278,13 @@ class Leases:
         for row in tuple(request.leased):
             self.end(row, request)
 
+    def abandon(self, keys: Sequence[OffloadKey]) -> None:
+        """Free the rows of filling keys that nothing will fill, and end their leases."""
+        for key in keys:
+            self.end_row(self._primary.filling[key])
+            self._primary.abandon(key, lent=False)
+
     def end_row(self, row: int) -> None:
-        """End every lease of a row."""
         for request in tuple(self._holders.get(row, ())):
             self.end(row, request)
 
@@ -381,9 +342,9 @@ class StepHits:
         self._held += self._fresh
         self._fresh.clear()
 
-    def leasable(self, request: Request, more: int) -> bool:
-        """Return True if the request's hits and `more` other rows fit into the share of leases."""
-        return self._leases.room(self._rows(request), more)
+    def leasable(self, request: Request) -> bool:
+        """Return True if the request's hits and one more row fit into the share of leases."""
+        return self._leases.room(self._rows(request), 1)
 
     def lease(self, request: Request, now: float) -> None:
         """Lease a request its hits: a prefix that exceeds the share keeps its leading part."""
@@ -417,7 +378,6 @@ class StepHits:
         self._fresh.clear()
 
     def end_wait(self, request: Request, now: float) -> None:
-        """Report how long a request has waited for loads, if it has."""
         since, request.waiting_since = request.waiting_since, None
         if since is not None and self._waited is not None:
             self._waited(now - since)

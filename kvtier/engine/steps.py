@@ -4,19 +4,15 @@ Every call of a step is plain, touches memory only and crosses no thread. A step
 wake-up. The answers wait in the bridge's mailbox. They are applied before look-ups and evictions.
 """
 
-# ruff: noqa: SLF001  `Inside` is the door to what is private.
-# pyright: reportPrivateUsage=false
-
 import logging
 import math
 import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import index
-from types import TracebackType
 from typing import Self
 from warnings import warn
 
@@ -27,13 +23,12 @@ from kvtier import __version__
 from kvtier.backend import OffloadKey, checked_keys
 from kvtier.config import EVENTS_MAX, EngineConfig, settled
 from kvtier.engine.answers import HIT, Event, EventLog, LookupResult, StorePlan
-from kvtier.engine.inbox import Observe
-from kvtier.engine.ledger import Ledger, ledger_of, rows_of_share
-from kvtier.engine.metrics import EngineStats, Metrics
+from kvtier.engine.ledger import ledger_of, rows_of_share
+from kvtier.engine.metrics import EngineStats, Metrics, TierLog
 from kvtier.engine.prefetches import Prefetch
 from kvtier.engine.requests import Position, Request, Waited
 from kvtier.engine.tier import TierMatcher, TierSpec
-from kvtier.engine.tier_log import TierLog
+from kvtier.engine.traffic import Observe
 from kvtier.engine.writeback import CLOSED
 from kvtier.errors import EngineClosed, Remedy
 from kvtier.memory import LentRow, Region, let_go_in_forks, require_descriptors
@@ -50,7 +45,8 @@ class StepManager:
     """Tiers chunks over a primary in host memory and any number of secondary tiers, for an LLM engine that steps.
 
     All calls belong to one thread. `drain`, `reset` and `close` block, each up to its deadline; nothing else does. A
-    request is known from `on_new_request` to `on_request_finished`, by an id of the caller's.
+    request is known from `on_new_request` to `on_request_finished`, by an id of the caller's. `ledger` is the engine's
+    inside, without a promise; reading it is harmless.
     """
 
     def __init__(
@@ -65,27 +61,25 @@ class StepManager:
     ) -> None:
         self.config = config
         self.region = region
-        self._clock = clock
-        self._observer = observer
-        self._waited = waited
+        self._clock, self._bridge = clock, bridge
+        self._observer, self._waited = observer, waited
         self._bug_level = logging.ERROR
-        self._bridge = bridge
         self._mailbox = bridge.mailbox
-        self._messages_received = 0  # Shows that figures may have changed.
+        self.messages_received = 0  # If it has changed, figures may have changed.
         self._replaced = -1  # The last epoch that was replaced for its quarantined rows.
         self._events = EventLog(EVENTS_MAX if config.events else 0)
-        self._ledger = ledger_of(config, self._events, self._observe, self._observe_wait)
-        self._ready: Mapping[OffloadKey, int] = self._ledger.primary.ready
-        self._tier_log = TierLog(self._ledger.tiers)
-        self._metrics = Metrics(self._ledger, self._events)
+        self.ledger = ledger_of(config, self._events, self._observe, self._observe_wait)
+        self._ready: Mapping[OffloadKey, int] = self.ledger.primary.ready
+        self._tier_log = TierLog(self.ledger.tiers)
+        self._metrics = Metrics(self.ledger)
         self._requests: dict[str, Request] = {}
         self._calls: Counter[Request] = Counter()  # Calls of the asyncio face in progress keep a request known.
-        self._given_back: Callable[[], None] | None = None  # Called when rows or leases were released.
+        self._given_back: Callable[[], object] = int  # Called when rows or leases were released.
         self._kept: list[LentRow] = []  # Released, and still read.
         self._owner_pid = os.getpid()
         self._closed = self._forked = False
         let_go_in_forks(self)
-        self._ledger.begin_step(clock())
+        self.ledger.begin_step(clock())
         say_start(config, bridge, config.eviction_policy)
 
     @classmethod
@@ -131,9 +125,7 @@ class StepManager:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -141,12 +133,10 @@ class StepManager:
 
     @property
     def _described(self) -> str:
-        """Whether the engine is closed, its rows, and each tier's name, type and breaker."""
-        primary, closed = self._ledger.primary, " (closed)" * self._closed
-        types = [tier.type for tier in self.config.secondary_tiers]
+        primary, closed = self.ledger.primary, " (closed)" * self._closed
         tiers = [
-            f"{tier.spec.name} ({kind}, breaker {tier.breaker.state.value})"
-            for tier, kind in zip(self._ledger.tiers, types, strict=True)
+            f"{config.name} ({config.type}, breaker {tier.breaker.state.value})"
+            for tier, config in zip(self.ledger.tiers, self.config.secondary_tiers, strict=True)
         ]
         return f"{closed}: {len(primary.ready):,} of {primary.rows:,} rows ready; tiers: {', '.join(tiers) or 'none'}"
 
@@ -167,16 +157,15 @@ class StepManager:
         load_matchers: Sequence[TierMatcher] | None = None,
         position: Position | None = None,
         hint: object = None,
-    ) -> bool:
+    ) -> None:
         """Begin a request; `matchers` limit the tiers that serve it, None means all.
 
-        `load_matchers` limit further the tiers from which it is loaded. Its chunks are stored in the others, too.
-        `position` returns where a key's chunk ends in the request's tokens. It is for LLM engines that do not offer
-        keys in prefix order: for models with several groups, keys come one group after the other. `hint` is a `Hint`,
-        or the object that a client sent as one: see `kvtier.settings.hints`. A bad one is ignored and counted.
+        `load_matchers` limit further the tiers from which it is loaded; its chunks are stored in the others, too.
+        `position` returns where a key's chunk ends in the request's tokens, for LLM engines that do not offer keys in
+        prefix order (with several groups, they come one group after the other). `hint` is a `Hint`, or the object that
+        a client sent as one: see `kvtier.settings.hints`. A bad one is ignored and counted.
 
-        Returns whether a tier wants all of the request's chunks, also those that are present already. Raises
-        `EngineClosed` after closing, and ValueError if the id is in use. An id is in use until its request has
+        Raises `EngineClosed` after closing, and ValueError if the id is in use. An id is in use until its request has
         finished, and its last store, `put` or `fetch` is over.
         """
         self._check_open()
@@ -190,8 +179,7 @@ class StepManager:
         self._receive()
         request = self._requests[request_id] = Request(request_id, matchers, load_matchers, position)
         if hint is not None:
-            self._ledger.hint(request, hint)
-        return self._ledger.wants_all(request)
+            self.ledger.hint(request, hint)
 
     def on_request_finished(self, request_id: str, hint: object = None) -> None:
         """Rank the request's keys and end its leases. Completions, and a load decided before, may still follow.
@@ -199,12 +187,11 @@ class StepManager:
         `hint` replaces the hint that was given when the request began, if there is one. Nothing happens if the request
         is not known.
         """
-        if self._forked:
-            self._check_owner()
+        self._check_owner()
         request = self._requests.get(request_id)
         if request is not None:
             if hint is not None:
-                self._ledger.hint(request, hint)
+                self.ledger.hint(request, hint)
             self._finish(request)
 
     # Looking up, loading, storing.
@@ -226,33 +213,39 @@ class StepManager:
         if hits and key in self._ready:  # Inlined: the ledger would do the same.
             hits.append(key)
             return HIT
-        return self._ledger.lookup(key, request)
+        return self.ledger.lookup(key, request)
+
+    def hits(self, request_id: str) -> list[OffloadKey]:
+        """Return a request's hits, for a caller that cannot afford a call of `lookup`.
+
+        While the list is not empty, a key that is in `ledger.primary.ready` may be appended to it, in place of a
+        look-up. The end of the step and a reset empty it. So does any store or look-up that evicts, or tries to. It is
+        the same list for as long as the request is known.
+        """
+        return self._known(request_id).hits
 
     def source(self, key: OffloadKey, request_id: str) -> TierSpec | None:
         """Return the tier from which this request had a key promoted; None if it found it in the primary."""
         self._check_owner()
         request = self._requests.get(request_id)
         index = None if request is None else request.sources.get(key)
-        return None if index is None else self._ledger.tiers[index].spec
+        return None if index is None else self.ledger.tiers[index].spec
 
     def prepare_load(self, keys: Sequence[OffloadKey], request_id: str) -> list[int]:
         """Pin the rows of keys that were HIT in this step and return them, in order; LookupError for any other key."""
-        rows = self._ledger.prepare_load(keys, self._request(request_id))
-        if self._given_back is not None:  # A share of leases.
-            self._given_back()
+        rows = self.ledger.prepare_load(keys, self._request(request_id))
+        self._given_back()
         return rows
 
     def complete_load(self, keys: Sequence[OffloadKey], request_id: str) -> None:  # noqa: ARG002  # Part of the protocol.
         """Release rows of `prepare_load` that the LLM engine has read."""
-        if self._forked:
-            self._check_owner()
-        self._ledger.complete_load(keys)
-        if self._given_back is not None:
-            self._given_back()
+        self._check_owner()
+        self.ledger.complete_load(keys)
+        self._given_back()
 
     def touch(self, keys: Sequence[OffloadKey], request_id: str) -> None:
         """Count a use of these keys by the request; absent ones, and a second use, count nothing."""
-        self._ledger.touch(keys, self._request(request_id))
+        self.ledger.touch(keys, self._request(request_id))
 
     def prepare_store(self, keys: Sequence[OffloadKey], request_id: str) -> StorePlan | None:
         """Reserve rows for those of the keys that are absent: all of them, or None and nothing changed.
@@ -261,18 +254,17 @@ class StepManager:
         """
         if self._mailbox:
             self._receive()
-        return self._ledger.prepare_store(keys, self._request(request_id))
+        return self.ledger.prepare_store(keys, self._request(request_id))
 
     def complete_store(self, keys: Sequence[OffloadKey], request_id: str, *, success: bool = True) -> None:
         """Make written rows loadable, and cascade them; with `success` false, forget them."""
         if self._closed and not self._forked:
             return
         request = self._request(request_id)
-        self._ledger.complete_store(keys, request, success=success)
+        self.ledger.complete_store(keys, request, success=success)
         if request.finished:
             self._forget(request)
-        if self._given_back is not None:
-            self._given_back()
+        self._given_back()
 
     def note_prefill(self, tokens: int, seconds: float) -> None:
         """Record a step of the LLM engine that computed `tokens` of prompts in `seconds`.
@@ -280,29 +272,26 @@ class StepManager:
         The prefill speed is learned from it, against which loads are weighed, unless the configuration has one. Steps
         without a prompt need not be recorded. One step alone shows nothing: it may have compiled.
         """
-        if self._forked:
-            self._check_owner()
-        self._ledger.prefill.note(tokens, seconds, self._clock())
+        self._check_owner()
+        self.ledger.prefill.note(tokens, seconds, self._clock())
 
     # Deletes, events, and the end of a step.
 
     def delete(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Forget keys here and in every tier; return those that have stayed, because something holds their rows.
 
-        Tiers delete at the step's end. A key that only a hung store holds is forgotten, too. The store may still end
-        after this call.
+        Tiers delete at the step's end. A key that only a hung store holds is forgotten; the store may still end later.
         """
         self._check_open()
-        return self._ledger.delete(checked_keys(keys))
+        return self.ledger.delete(checked_keys(keys))
 
     # Advice on keys, without a request.
 
     def prefetch(self, keys: Sequence[OffloadKey]) -> None:
         """Bring the longest leading run of keys whose chunks are in any tier into the primary, from this step on.
 
-        It takes steps, as a request's look-ups do, and there is pending work until it is over. It brings at most the
-        share of leases. It does not report which chunks came; a look-up does. Of more than a thousand calls at once,
-        the newest are ignored.
+        It takes steps, and there is pending work until it is over. It brings at most the share of leases. A look-up
+        shows which chunks came. Of more than a thousand calls at once, the newest are ignored.
         """
         self._prefetch(keys)
 
@@ -312,7 +301,7 @@ class StepManager:
         The next use of a key undoes it. Tiers get the advice at the step's end.
         """
         self._check_open()
-        return self._ledger.advise(Advice("demote", checked_keys(keys)))
+        return self.ledger.advise(Advice("demote", checked_keys(keys)))
 
     def forget(self, keys: Sequence[OffloadKey]) -> int:
         """Forget keys here and in every tier; return how many are gone here.
@@ -321,7 +310,7 @@ class StepManager:
         which it is not. So is a key that is stored again before that. Tiers delete at the step's end.
         """
         self._check_open()
-        return self._ledger.forget(checked_keys(keys))
+        return self.ledger.forget(checked_keys(keys))
 
     def retain(self, keys: Sequence[OffloadKey], seconds: float, *, priority: int = 0) -> int:
         """Keep keys, in prefix order, from eviction for some seconds, here and in tiers; return how many are kept here.
@@ -333,7 +322,7 @@ class StepManager:
         """
         self._check_open()
         taken = checked_keys(keys)
-        return self._ledger.advise(Advice("retain", taken, seconds=_retained_s(seconds), priority=_priority(priority)))
+        return self.ledger.advise(Advice("retain", taken, seconds=_retained_s(seconds), priority=_priority(priority)))
 
     def take_events(self) -> list[Event]:
         """Return the events of chunks since the last call; none unless the configuration says `events`."""
@@ -346,21 +335,20 @@ class StepManager:
         self._receive()
         if self._kept:
             self._take_kept()
-        actions = self._ledger.end_step()
+        actions = self.ledger.end_step()
         if actions:
             refused = self._bridge.send(actions)
             if refused:
-                self._ledger.refuse(refused)
-                if self._given_back is not None:
-                    self._given_back()
-        if self._ledger.transfers.overdue:
+                self.ledger.refuse(refused)
+                self._given_back()
+        if self.ledger.traffic.overdue:
             self._watch_quarantine()
 
     def has_pending_work(self) -> bool:
         """Return True if the LLM engine should go on stepping. Overdue transfers do not count."""
         if self._mailbox or self._forked:
             self._receive()
-        return self._ledger.pending
+        return self.ledger.pending
 
     # What it counts.
 
@@ -373,28 +361,18 @@ class StepManager:
         """A Prometheus registry with everything that this kvtier engine counts."""
         return self._metrics.registry
 
-    @property
-    def runners_lost(self) -> int:
-        """The number of runners that ended, or were killed, before the engine was closed."""
-        return self._metrics.runners_lost
-
-    @property
-    def events_dropped(self) -> int:
-        """The number of events that were dropped because they were not taken in time."""
-        return self._events.dropped
-
     # The whole.
 
     def drain(self, deadline_s: float | None = None) -> bool:
         """Send all queued actions, and wait until nothing is in flight; False if the deadline came first. Blocks."""
         until = time.monotonic() + self._deadline(deadline_s)
         while True:
-            ended = self._ledger.prefetches.ended
+            ended = self.ledger.prefetches.ended
             self.end_step()
             left = until - time.monotonic()
-            if not self._ledger.pending or left <= 0:
-                return not self._ledger.pending
-            if ended == self._ledger.prefetches.ended:
+            if not self.ledger.pending or left <= 0:
+                return not self.ledger.pending
+            if ended == self.ledger.prefetches.ended:
                 self._bridge.wait(left)
 
     def reset(self, deadline_s: float | None = None) -> bool:
@@ -410,10 +388,10 @@ class StepManager:
                 f"{calls} put or fetch under way, which may hold rows: await TieringOffloadingManager.reset()"
             )
         until = time.monotonic() + self._deadline(deadline_s)
-        self._ledger.loads.clear()
-        self._ledger.outbox.clear()
+        self.ledger.loads.clear()
+        self.ledger.traffic.forget_queued()
         try:
-            while self._ledger.transfers.in_flight and (left := until - time.monotonic()) > 0:
+            while self.ledger.traffic.in_flight and (left := until - time.monotonic()) > 0:
                 self._bridge.wait(left)
                 self._receive()
         finally:  # After an interrupt, too: queued transfers are forgotten already.
@@ -423,7 +401,7 @@ class StepManager:
     def on_reset_flushed(self) -> None:
         """Promote again after a reset: the LLM engine's workers no longer touch earlier rows."""
         self._check_owner()
-        self._ledger.promoting = True
+        self.ledger.promoting = True
 
     def close(self, deadline_s: float | None = None) -> int:
         """Let transfers end, close the tiers and the runner; return how many transfers were left behind.
@@ -435,8 +413,7 @@ class StepManager:
             return 0
         self._begin_end()
         self.drain(deadline_s)
-        self._say_unwritten()
-        self._tier_log.look(self._clock(), last=True)
+        self._end_drained()
         abandoned = self._bridge.close(self._deadline(deadline_s))
         self._free()
         return abandoned
@@ -444,7 +421,7 @@ class StepManager:
     def forked(self) -> None:
         """Stop the engine in a forked child: it has no runner, and its rows are the owner's.
 
-        From then on `stats`, `metrics`, `runners_lost` and `events_dropped` return the figures of the fork's moment in
+        From then on `stats` and `metrics` return the figures of the fork's moment in
         the child. `close` and `aclose` do nothing there, and every other call raises `EngineClosed`.
         """
         self._forked = self._closed = True
@@ -453,29 +430,26 @@ class StepManager:
         self.region.close()
 
     def _receive(self) -> None:
-        """Apply everything in the mailbox."""
-        if self._forked:
-            self._check_owner()
+        self._check_owner()
         now = self._clock()
-        self._ledger.begin_step(now)
+        self.ledger.begin_step(now)
         mailbox = self._mailbox
         if not mailbox and now < self._tier_log.due:
             return
         while mailbox:
             message = mailbox.popleft()
-            self._messages_received += 1
-            self._ledger.apply(message)
+            self.messages_received += 1
+            self.ledger.apply(message)
             if isinstance(message, RunnerBack):
                 self._bridge.admit(message.epoch)
             elif isinstance(message, RunnerLost):
-                self._metrics.runners_lost += 1
+                self.ledger.runners_lost += 1
         if not self._closed:  # Failures of the closing are expected.
             self._tier_log.look(now)
 
     # The requests that are known.
 
     def _known(self, request_id: str) -> Request:
-        """Return a request that has begun and not finished."""
         try:
             return self._requests[request_id]
         except KeyError:
@@ -492,13 +466,12 @@ class StepManager:
 
     def _prefetch(self, keys: Sequence[OffloadKey]) -> Prefetch:
         self._check_open()
-        return self._ledger.prefetches.begin(checked_keys(keys))
+        return self.ledger.prefetches.begin(checked_keys(keys))
 
     def _finish(self, request: Request) -> None:
-        self._ledger.finish(request)
+        self.ledger.finish(request)
         self._forget(request)
-        if self._given_back is not None:
-            self._given_back()
+        self._given_back()
 
     def _forget(self, request: Request) -> None:
         """Forget a request that is over; a later one with its id stays."""
@@ -523,81 +496,76 @@ class StepManager:
 
     def _keep(self, lent: Sequence[LentRow]) -> None:
         """Keep rows out of use that callers still read; every step looks again."""
-        self._ledger.keep([each.row for each in lent])
+        self.ledger.keep([each.row for each in lent])
         self._kept += lent
 
     def _take_kept(self) -> None:
-        """Release kept rows that are no longer read."""
         kept, self._kept = self._kept, []
         for each in kept:
             if each.release():
-                self._ledger.let_go(each.row)
+                self.ledger.let_go(each.row)
             else:
                 self._kept.append(each)
-        if len(self._kept) < len(kept) and self._given_back is not None:
+        if len(self._kept) < len(kept):
             self._given_back()
 
     def _watch_quarantine(self) -> None:
-        """Replace the runner when hung transfers hold more than their share of rows."""
-        transfers = self._ledger.transfers
+        traffic = self.ledger.traffic
         if (
-            transfers.epoch > self._replaced
-            and transfers.rows_overdue >= rows_of_share(self.config.limits.quarantine_share, self.config.rows)
+            traffic.epoch > self._replaced
+            and traffic.rows_overdue >= rows_of_share(self.config.limits.quarantine_share, self.config.rows)
             and self._bridge.replace()
         ):
-            self._replaced = transfers.epoch
+            self._replaced = traffic.epoch
 
     def _observe(self, tier: str, operation: str, seconds: float) -> None:
         self._metrics.observe(tier, operation, seconds)
         if self._observer is not None:
-            with self._bugs_logged(f"{operation} of tier {tier}"):
-                self._observer(tier, operation, seconds)
+            self._tell(f"{operation} of tier {tier}", partial(self._observer, tier, operation, seconds))
 
     def _observe_wait(self, seconds: float) -> None:
         self._metrics.observe_wait(seconds)
         if self._waited is not None:
-            with self._bugs_logged(f"wait of {seconds:.3f} s"):
-                self._waited(seconds)
+            self._tell(f"wait of {seconds:.3f} s", partial(self._waited, seconds))
 
-    @contextmanager
-    def _bugs_logged(self, observed: str) -> Generator[None]:
-        """Log an observer's exception: it may raise for every transfer, so only the first is an error."""
+    def _tell(self, seen: str, observer: Callable[[], object]) -> None:
         try:
-            yield
+            observer()
         except Exception:  # The supervisor's edge: a bug in an observer costs no transfer its outcome.
+            # It may raise for every transfer, so only the first is an error.
             level, self._bug_level = self._bug_level, logging.DEBUG
-            logger.log(level, "the observer raised for a %s; see %s", observed, Remedy.OBSERVER, exc_info=True)
+            logger.log(level, "the observer raised for a %s; see %s", seen, Remedy.OBSERVER, exc_info=True)
 
     # The end, of all or of what it holds.
 
     def _reset(self) -> bool:
-        clean = not self._ledger.transfers.in_flight
-        self._ledger.reset()
+        clean = not self.ledger.traffic.in_flight
+        self.ledger.reset()
         for request in list(self._requests.values()):
             request.storing = 0
             self._forget(request)
         return clean
 
     def _begin_end(self) -> None:
-        """Clean all dirty rows from now on."""
         self._receive()
-        self._ledger.end(runner_returns=self._bridge.returns)
+        self.ledger.end(runner_returns=self._bridge.returns)
 
-    def _say_unwritten(self) -> None:
-        """Count and log dirty rows that were not written."""
-        if chunks := self._ledger.writeback.give_up(CLOSED):
+    def _end_drained(self) -> None:
+        """Count and log what was lost, and dirty rows that were not written."""
+        if chunks := self.ledger.writeback.give_up(CLOSED):
             logger.warning(
                 "%s chunks were not written to tiers with cascade = 'evict' by the end's deadline: a larger close_s, "
                 "or a faster tier, may keep more; see %s",
                 f"{chunks:,}",
                 Remedy.UNWRITTEN,
             )
+        self._tier_log.look(self._clock(), last=True)
 
     def _free(self) -> None:
         """Apply the last messages and free the rows' memory; lent rows keep it until they are released."""
         self._closed = True
         self._receive()
-        self._ledger.apply(RunnerLost(self._ledger.transfers.epoch, "it was closed"))
+        self.ledger.apply(RunnerLost(self.ledger.traffic.epoch, "it was closed"))
         self._requests.clear()
         self._kept.clear()  # Their readers keep the memory.
         self.region.close()
@@ -615,30 +583,6 @@ class StepManager:
         if self._closed:
             self._check_owner()
             raise EngineClosed("this kvtier engine was closed")
-
-
-class Inside:
-    """A kvtier engine's internal parts, without a promise; reading them is harmless."""
-
-    def __init__(self, engine: StepManager) -> None:
-        self._engine = engine
-        self.ledger: Ledger = engine._ledger
-        self.metrics = engine._metrics
-        self.ready = self.ledger.primary.ready
-
-    @property
-    def messages_received(self) -> int:
-        """The number of applied messages. If it has changed, figures may have changed."""
-        return self._engine._messages_received
-
-    def hits(self, request_id: str) -> list[OffloadKey]:
-        """Return a request's hits, for a caller that cannot afford a call of `lookup`.
-
-        While the list is not empty, a key that is in `ready` may be appended to it, in place of a look-up. The end of
-        the step and a reset empty it. So does any store or look-up that evicts, or tries to. It is the same list for as
-        long as the request is known.
-        """
-        return self._engine._known(request_id).hits
 
 
 def _retained_s(seconds: float) -> float:

@@ -4,7 +4,8 @@
 bytes.
 """
 
-from collections.abc import Collection, Iterable, KeysView, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, KeysView, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, Protocol
@@ -36,6 +37,20 @@ UNDELETED_MAX = 4_096  # Keys; their actions are far fewer than a bridge takes i
 ANSWERS_MAX = 65_536  # Of each kind a tier: about 10 MB. Older ones are asked for again.
 
 
+class LedgerLimits(NamedTuple):
+    """An engine's limits, in rows of the primary, chunks and seconds."""
+
+    cascade_rows_max: int  # Pinned by cascades at once. Further cascades are dropped, so that stores go on.
+    lease_rows_max: int  # Leased to waiting requests at once.
+    lease_s: float
+    action_chunks: int  # The most that one action moves.
+    ahead_rows: int = 1  # Free, or chosen for eviction, ahead of demand.
+    chunk_tokens: int = 1
+    row_bytes: int = 1  # What a chunk takes of the primary.
+    late_margin: float = 1.5  # Longest load, as a multiple of computing.
+    retained_rows_max: int = 0  # Retained by hints at once.
+
+
 class TierSpec(NamedTuple):
     """A tier's facts that decisions depend on."""
 
@@ -47,7 +62,6 @@ class TierSpec(NamedTuple):
     trial_chunks: int
     asked_keys_max: int = 65_536  # In probes at once.
     overdue_rows_max: int = ALL  # Held by its hung transfers at once.
-    request_level: bool = False
     cascade: str = AT_ONCE
     medium: str | None = None
     locality: str | None = None
@@ -84,36 +98,17 @@ class TierCounters:
     stored: int = 0
     transfers_failed: int = 0
     probes_failed: int = 0
-    failed: dict[str, int] = field(default_factory=dict[str, int])  # By a code's name.
-    causes: dict[str, int] = field(default_factory=dict[str, int])  # By one of `CAUSES`.
+    failed: Counter[str] = field(default_factory=Counter[str])  # By a code's name.
+    causes: Counter[str] = field(default_factory=Counter[str])  # By one of `CAUSES`.
     last_cause: str = ""  # Unabridged.
-    reported: dict[str, int] = field(default_factory=dict[str, int])  # By the tier's own name.
-    dropped: dict[str, int] = field(default_factory=dict[str, int])  # By reason.
-    skipped: dict[str, int] = field(default_factory=dict[str, int])  # By reason.
-
-    def note(self, counts: Mapping[str, int]) -> None:
-        for name, times in counts.items():
-            self.reported[name] = self.reported.get(name, 0) + times
-
-    def drop(self, reason: str, chunks: int) -> None:
-        self.dropped[reason] = self.dropped.get(reason, 0) + chunks
-
-    def skip(self, reason: str, chunks: int) -> None:
-        self.skipped[reason] = self.skipped.get(reason, 0) + chunks
-
-    def fail(self, code: str, chunks: int) -> None:
-        self.failed[code] = self.failed.get(code, 0) + chunks
-
-    def compare(self, expected_s: float, seconds: float) -> None:
-        """Count how long a load was expected to take, and how long it took."""
-        self.expected_seconds += expected_s
-        self.loaded_seconds += seconds
+    reported: Counter[str] = field(default_factory=Counter[str])  # By the tier's own name.
+    dropped: Counter[str] = field(default_factory=Counter[str])  # By reason.
+    skipped: Counter[str] = field(default_factory=Counter[str])  # By reason.
 
     def blame(self, cause: str) -> None:
-        """Count what lay behind a call's failure."""
+        """Count the cause of a call's failure."""
         self.last_cause = cause
-        name = cause if cause in CAUSES else "other"
-        self.causes[name] = self.causes.get(name, 0) + 1
+        self.causes[cause if cause in CAUSES else "other"] += 1
 
 
 class BreakerState(Enum):
@@ -125,6 +120,7 @@ class BreakerState(Enum):
 CLOSED, OPEN, HALF_OPEN = BreakerState.CLOSED, BreakerState.OPEN, BreakerState.HALF_OPEN
 
 
+@dataclass(slots=True)
 class Breaker:
     """A circuit breaker for a tier that only fails; pure, with the time as an argument.
 
@@ -134,16 +130,15 @@ class Breaker:
     An answer does not close the breaker: a disk that cannot be read may still be listed.
     """
 
-    def __init__(self, failures_max: int, cooldown_s: float, trial_chunks: int) -> None:
-        self.state = CLOSED
-        self.opened = 0  # How often it opened.
-        self.failures = 0  # In a row.
-        self._failures_max = failures_max
-        self._cooldown_s = cooldown_s
-        self._trial_chunks = trial_chunks
-        self._until = 0.0
-        self._trial_left = 0
-        self._asks_left = 0
+    failures_max: int
+    cooldown_s: float
+    trial_chunks: int
+    state: BreakerState = CLOSED
+    opened: int = 0  # How often it opened.
+    failures: int = 0  # In a row.
+    _until: float = 0.0
+    _trial_left: int = 0
+    _asks_left: int = 0
 
     def admits(self, now: float) -> int:
         """Return how many chunks may be sent now; the sender calls `take`."""
@@ -151,21 +146,18 @@ class Breaker:
             return ALL
         if now >= self._until:
             self.state = HALF_OPEN
-            self._trial_left = self._asks_left = self._trial_chunks
-            self._until = now + self._cooldown_s
+            self._trial_left = self._asks_left = self.trial_chunks
+            self._until = now + self.cooldown_s
         return self._trial_left if self.state is HALF_OPEN else 0
 
     def take(self, chunks: int = 1) -> None:
-        """Count sent chunks against the trial, if there is one."""
         if self.state is HALF_OPEN:
             self._trial_left = max(0, self._trial_left - chunks)
 
     def admits_asking(self) -> bool:
-        """Return True if one more key may be probed; the caller then calls `ask`."""
         return self.state is not HALF_OPEN or self._asks_left > 0
 
     def ask(self) -> None:
-        """Count a probed key against the trial, if there is one."""
         if self.state is HALF_OPEN:
             self._asks_left -= 1
 
@@ -177,11 +169,11 @@ class Breaker:
         """Open at once."""
         self.opened += self.state is not OPEN
         self.state = OPEN
-        self._until = now + self._cooldown_s
+        self._until = now + self.cooldown_s
 
     def failed(self, now: float) -> None:
         self.failures += 1
-        if self.state is HALF_OPEN or (self.state is CLOSED and self.failures >= self._failures_max):
+        if self.state is HALF_OPEN or (self.state is CLOSED and self.failures >= self.failures_max):
             self.trip(now)
 
 
@@ -244,8 +236,8 @@ class Tier:
         self.reserved_bytes = 0
         self._present_until: dict[OffloadKey, float] = {}
         self._absent_until: dict[OffloadKey, float] = {}
-        self._unsure: dict[OffloadKey, None] = {}  # Probed even though the tier reports what it holds.
-        self._doubted: dict[OffloadKey, None] = {}  # Present by the last answer, but a later call has failed.
+        self._unsure: dict[OffloadKey, float] = {}  # Probed even though the tier reports what it holds.
+        self._doubted: dict[OffloadKey, float] = {}  # Present by the last answer, but a later call has failed.
         self._undeleted: dict[OffloadKey, None] = {}  # Deletes that no runner has done.
 
     def admits(self, now: float) -> int:
@@ -256,6 +248,11 @@ class Tier:
         if self.overdue_rows >= self.spec.overdue_rows_max:
             return 0
         return ALL if self.breaker.state is CLOSED else self.breaker.admits(now)  # Inlined: runs for every look-up.
+
+    @property
+    def hangs(self) -> bool:
+        """Whether its hung transfers hold as many rows as they may."""
+        return self.overdue_rows >= self.spec.overdue_rows_max
 
     def slowdown(self, size_bytes: int, now: float) -> float:
         """Return how many times slower than its speed the tier is now for a load of this size.
@@ -272,7 +269,6 @@ class Tier:
         return max(lag, (now - max(first.sent_at, self.heard_at)) / first.expected_s)
 
     def give_up(self, request: object) -> None:
-        """Record that loads are too late for the request that they were sent for."""
         self.counters.given_up += 1
         for load in self.loads.values():
             load.given_up = load.given_up or load.request is request
@@ -308,7 +304,7 @@ class Tier:
         return True if self._present_until.get(key, 0.0) > now else None
 
     def last_answer(self, key: OffloadKey) -> bool:
-        """Return the last answer, however old; a forgotten one counts as absent."""
+        """The last answer, however old; a forgotten one counts as absent."""
         return key in self._present_until
 
     @property
@@ -330,23 +326,17 @@ class Tier:
             del self._doubted[key]
             turned = not present
         fresh.pop(key, None)  # So that the order of insertion is the order of age.
-        fresh[key] = now + self.spec.answer_ttl_s
-        if len(fresh) > ANSWERS_MAX:
-            del fresh[next(iter(fresh))]
+        _remember(fresh, key, now + self.spec.answer_ttl_s)
         return turned
 
     def doubt(self, key: OffloadKey, now: float) -> None:
         """Count the key as absent for `answer_ttl_s` without an answer of the tier."""
         if self.believe(key, present=False, now=now):
-            self._doubted[key] = None
-            if len(self._doubted) > ANSWERS_MAX:
-                del self._doubted[next(iter(self._doubted))]
+            _remember(self._doubted, key, 0.0)
 
     def unsure(self, key: OffloadKey) -> None:
         """Probe the key from now on, until it is stored again or known to be gone."""
-        self._unsure[key] = None
-        if len(self._unsure) > ANSWERS_MAX:
-            del self._unsure[next(iter(self._unsure))]
+        _remember(self._unsure, key, 0.0)
 
     def forget_answers(self, keys: Iterable[OffloadKey]) -> None:
         """Forget answers for these keys, also those in flight: something newer is known."""
@@ -363,7 +353,7 @@ class Tier:
             del self._undeleted[next(iter(self._undeleted))]
 
     def take_undeleted(self) -> Collection[OffloadKey]:
-        """Return and forget the keys of `keep_undeleted` that have not been stored again."""
+        """Take the keys of `keep_undeleted` that have not been stored again."""
         undeleted, self._undeleted = self._undeleted, {}
         return undeleted
 
@@ -390,7 +380,6 @@ class Tier:
         return key in self.asking or (len(self.asking) < self.spec.asked_keys_max and self.breaker.admits_asking())
 
     def ask(self, key: OffloadKey) -> None:
-        """Queue a probe for the key, unless there is one."""
         if key not in self.asking:
             self.asking.add(key)
             self.breaker.ask()
@@ -412,25 +401,28 @@ class Tier:
         return False
 
     def unanswered(self, cause: str, now: float) -> None:
-        """Record a probe that the tier did not answer."""
         self.counters.probes_failed += 1
         self.counters.blame(cause or "other")
         self.breaker.failed(now)
 
     def use(self, usage: TierUsage) -> None:
-        """Record the tier's occupancy and its own counts."""
         self.chunks, self.used_bytes = usage.chunks, usage.used_bytes
         self.capacity_bytes, self.reserved_bytes = usage.capacity_bytes, usage.reserved_bytes
-        self.counters.note(usage.counts)
+        self.counters.reported.update(usage.counts)
 
     def _settle_raced(self, sent: Sequence[OffloadKey], moved: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
-        """Re-probe keys that were reported removed during their store; return the others that moved."""
         raced = self.raced.intersection(sent)
         self.raced -= raced
         for key in moved:
             if key in raced:
                 self.unsure(key)
         return [key for key in moved if key not in raced]
+
+
+def _remember(answers: dict[OffloadKey, float], key: OffloadKey, until: float) -> None:
+    answers[key] = until
+    if len(answers) > ANSWERS_MAX:
+        del answers[next(iter(answers))]
 
 
 class LocationMap:
@@ -448,7 +440,7 @@ class LocationMap:
         """Return those of the keys that a tier neither holds, as far as is known, nor is getting."""
         mask, bit, storing, answered = self.mask, tier.bit, tier.storing, tier.answered
         if mask.keys().isdisjoint(keys) and storing.isdisjoint(keys) and answered.isdisjoint(keys):
-            return keys  # As most are that leave the primary.
+            return keys  # Most that leave the primary.
         return [key for key in keys if not (mask.get(key, 0) & bit or key in storing or key in answered)]
 
     def remove(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:

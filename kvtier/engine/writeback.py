@@ -1,22 +1,24 @@
-"""The write-back cache: chunks that are written to a tier when they leave the primary (`cascade = "evict"`).
+"""Tiers that a chunk is written to later than when it is stored: when it leaves the primary, or on its second use.
 
-A row is *dirty* for a tier until its chunk was sent there. Rows that are evicted next are *cleaned* ahead of demand:
-their chunks are sent, as far as the tier's limits allow, and are pinned until that is done. So a store finds rows that
-are clean. It never waits: a row that is needed while it is dirty is evicted, and its chunk goes unwritten.
+*Write-back* (`cascade = "evict"`): a row is *dirty* for a tier until its chunk was sent there. Rows that are evicted
+next are *cleaned* ahead of demand: their chunks are sent, as far as the tier's limits allow, and are pinned until that
+is done. So a store finds rows that are clean. It never waits: a row that is needed while it is dirty is evicted, and
+its chunk goes unwritten. Rows of a session that is over are not cleaned, unless they are used again: written last,
+they would be the newest in the tier.
 
-Rows of a session that is over are not cleaned, unless they are used again: written last, they would be the newest in
-the tier.
+*Second use* (`cascade = "second_use"`): a key that is stored is only remembered. When it is stored again, or used while
+it is in the primary, it is sent.
 """
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from kvtier.backend import OffloadKey
-from kvtier.engine.outbox import Outbox
 from kvtier.engine.primary import Primary
 from kvtier.engine.requests import Request
-from kvtier.engine.tier import PRESSURE, WHEN_EVICTED, LocationMap, Tier, TierSpec
+from kvtier.engine.tier import ON_SECOND_USE, PRESSURE, WHEN_EVICTED, LedgerLimits, Tier, TierSpec
+from kvtier.engine.traffic import Traffic
 from kvtier.settings.hints import Advice
 
 QUEUED_A_ROW = 2  # Entries to be cleaned for each row, at most: more are of rows that came back and were chosen again.
@@ -26,6 +28,11 @@ CLOSED = "closed"  # close() reached its deadline.
 RESET = "reset"  # The primary was cleared.
 NO_STORE = "no_store"  # A hint keeps it out.
 OVER = "over"  # Its session is over, and no other has used it since.
+
+FIRST_USE = "first_use"  # A chunk was remembered, and not sent.
+
+SEEN_A_ROW = 4  # Keys remembered for each row: a later return is no second use.
+SEEN_MIN = 65_536  # Some megabytes, for a small primary.
 
 _NO_WRITER = 0  # As a request's number: unknown.
 _KEPT_OUT = -1  # In place of the writer: the chunk is kept out of the tier.
@@ -37,39 +44,26 @@ Dirty = tuple[OffloadKey, int, bool]
 class WriteBack:
     """Which rows are dirty for which tiers, and which are cleaned next."""
 
-    def __init__(
-        self,
-        primary: Primary,
-        tiers: Sequence[Tier],
-        locations: LocationMap,
-        outbox: Outbox,
-        *,
-        ahead_rows: int,
-        action_chunks: int,
-    ) -> None:
-        """`ahead_rows`: rows that are free, or chosen for eviction, ahead of demand."""
+    def __init__(self, primary: Primary, tiers: Sequence[Tier], traffic: Traffic, limits: LedgerLimits) -> None:
         self._primary = primary
-        self._locations = locations
-        self._outbox = outbox
-        self._action_chunks = action_chunks
+        self._locations = traffic.locations
+        self._traffic = traffic
+        self._action_chunks = limits.action_chunks
         self._tiers = [tier for tier in tiers if tier.spec.cascade == WHEN_EVICTED]
         self.active = bool(self._tiers)
         self._dirty = [0] * primary.rows if self.active else []  # Bits of the tiers that a row is dirty for.
         self._writers = {tier: [_NO_WRITER] * primary.rows for tier in self._tiers}
         """Number of the request that brought each row's chunk."""
-        self.demoted: set[int] = set()
-        """Rows that are cleaned, and demoted in the tier, until they are used again."""
-        self.over: set[int] = set()
-        """Rows of sessions that are over, until they are used again: they are not cleaned."""
+        self.demoted: set[int] = set()  # Rows that are cleaned, and demoted in the tier, until they are used again.
+        self.over: set[int] = set()  # Rows of sessions that are over, until they are used again: not cleaned.
         self._lost: list[Dirty] = []  # Evicted in this step.
-        self._ahead_rows = self._wanted_rows = ahead_rows
+        self._ahead_rows = self._wanted_rows = limits.ahead_rows  # Free, or chosen for eviction, ahead of demand.
         self._queues = {tier: deque[int]() for tier in self._tiers}  # Rows to be cleaned, in order.
         self._ending = False
 
     # What makes rows dirty and clean.
 
     def written(self, keys: Sequence[OffloadKey], tier: Tier, request: Request) -> None:
-        """Make the rows of keys that a request has stored dirty for a tier."""
         rows = list(map(self._primary.ready.__getitem__, keys))
         dirty, writers, bit, number = self._dirty, self._writers[tier], tier.bit, request.number
         for row in rows:
@@ -110,7 +104,7 @@ class WriteBack:
             if request.keeps_out(tier.spec):
                 own = {key: row for key, row in rows if writers[row] == request.number}
                 dirty = [key for key, row in own.items() if self._dirty[row] & tier.bit]
-                tier.counters.skip(NO_STORE, len(self._locations.lacking(dirty, tier)))
+                tier.counters.skipped[NO_STORE] += len(self._locations.lacking(dirty, tier))
                 self.keep_out(own, tier)
 
     def forget(self, keys: Sequence[OffloadKey]) -> None:
@@ -119,7 +113,6 @@ class WriteBack:
             self.keep_out(keys, tier)
 
     def lost(self, tier: Tier, keys: Iterable[OffloadKey]) -> None:
-        """Make rows dirty again whose chunks a tier has lost."""
         if tier in self._writers:
             writers = self._writers[tier]
             for row in map(self._primary.ready.get, keys):
@@ -167,12 +160,11 @@ class WriteBack:
             if not runner_up:
                 continue
             if keys:  # Chunks that the tier has of them are as recent there as those that it is sent.
-                self._outbox.advise(tier, Advice("rank", keys))
+                self._traffic.advise(tier, Advice("rank", keys))
             if queue:
                 self._send(tier, queue, now)
 
     def want(self, rows: int) -> None:
-        """Choose so many rows in the next step: a call waits for them."""
         self._wanted_rows = max(self._wanted_rows, rows)
 
     def room(self, rows: int) -> bool:
@@ -186,7 +178,6 @@ class WriteBack:
 
     @property
     def queued_rows(self) -> int:
-        """The number of rows that are cleaned as soon as their tiers' limits allow."""
         return sum(map(len, self._queues.values()))
 
     def end(self) -> None:
@@ -198,12 +189,12 @@ class WriteBack:
 
     def give_up(self, reason: str) -> int:
         """Count dirty rows as not written; return how many would have been."""
+        if not self.active:
+            return 0
         self._count_lost()
-        dirty, over = self._dirty, self.over
-        given_up = [(key, row) for key, row in self._primary.ready.items() if dirty[row]] if self.active else []
-        skipped = self._skip([(key, dirty[row], row in over) for key, row in given_up], reason)
-        for _, row in given_up:
-            dirty[row] = 0
+        dirty, over, ready = self._dirty, self.over, self._primary.ready
+        skipped = self._skip([(key, dirty[row], row in over) for key, row in ready.items() if dirty[row]], reason)
+        self._dirty = [0] * len(dirty)
         return skipped
 
     def clear(self) -> None:
@@ -224,15 +215,15 @@ class WriteBack:
         queue.extend(rows)
 
     def _send(self, tier: Tier, queue: deque[int], now: float) -> None:
-        places, keys = self._outbox.places(tier, now), list[OffloadKey]()
+        places, keys = self._traffic.places(tier, now), list[OffloadKey]()
         while queue and len(keys) < places:
             keys += self._cleaned(_taken(queue, places - len(keys)), tier)
         size, head_first = self._action_chunks, 1 if self._ending else -1
         for start in range(0, len(keys), size):  # Head first within an action, as a tier expects it.
-            self._outbox.store(keys[start : start + size][::head_first], tier)
+            self._traffic.store(keys[start : start + size][::head_first], tier)
         row_of = self._primary.ready.__getitem__
         if self.demoted and (demoted := [key for key in keys[::head_first] if row_of(key) in self.demoted]):
-            self._outbox.advise(tier, Advice("demote", demoted))
+            self._traffic.advise(tier, Advice("demote", demoted))
 
     def _cleaned(self, rows: Iterable[int], tier: Tier) -> Sequence[OffloadKey]:
         """Make rows clean; return the keys to send: those that the tier lacks, in order.
@@ -249,7 +240,6 @@ class WriteBack:
         return self._locations.lacking(primary.keys_of(cleaned), tier)
 
     def _dirty_for(self, tier: Tier, rows: Iterable[int]) -> list[int]:
-        """Return the rows that are dirty for a tier and whose session is not over."""
         dirty, bit, over = self._dirty, tier.bit, self.over
         if over:
             return [row for row in rows if dirty[row] & bit and row not in over]
@@ -267,15 +257,72 @@ class WriteBack:
             for over in (False, True):
                 keys = [key for key, bits, was_over in chunks if bits & tier.bit and was_over is over]
                 if lacked := len(self._locations.lacking(keys, tier)):
-                    tier.counters.skip(OVER if over else reason, lacked)
+                    tier.counters.skipped[OVER if over else reason] += lacked
                     skipped += 0 if over else lacked
         return skipped
 
 
 def _taken(queue: deque[int], count: int) -> list[int]:
-    """Take up to `count` of the first rows."""
     if count < len(queue):
         return [queue.popleft() for _ in range(count)]
     rows = list(queue)
     queue.clear()
     return rows
+
+
+Seen = OrderedDict[OffloadKey, int]
+"""Keys that were stored once, the oldest first, each with the number of the request that it was first seen with."""
+
+
+class SecondUse:
+    """The keys that each of these tiers has seen once."""
+
+    def __init__(self, primary: Primary, tiers: Sequence[Tier], traffic: Traffic) -> None:
+        self._primary = primary
+        self._locations = traffic.locations
+        self._traffic = traffic
+        self._seen = {tier: Seen() for tier in tiers if tier.spec.cascade == ON_SECOND_USE}
+        self._seen_max = max(SEEN_MIN, SEEN_A_ROW * primary.rows)
+        self.active = bool(self._seen)
+
+    def stored(self, keys: Sequence[OffloadKey], tier: Tier, request: Request) -> list[OffloadKey]:
+        """Record keys that a request has stored; return those that are sent to the tier now."""
+        seen = self._seen[tier]
+        again = [key for key in keys if key in seen]
+        for key in reversed(keys):  # If there are too many to remember, the first ones are kept.
+            seen.setdefault(key, request.number)
+            seen.move_to_end(key)
+        self._trim(seen)
+        if len(again) < len(keys):
+            tier.counters.skipped[FIRST_USE] += len(keys) - len(again)
+        return again
+
+    def used(self, keys: Iterable[OffloadKey], request: Request, now: float) -> None:
+        """Send keys that a request uses, if they are ready; remember the others, which are in flight."""
+        ready = self._primary.ready
+        for tier, seen in self._seen.items():
+            if not request.stores_in(tier.spec):
+                continue
+            again = [key for key in keys if key in ready and not tier.last_answer(key)]
+            self._traffic.cascade(dict.fromkeys(again), tier, now)
+            for key in keys:
+                if key not in ready:
+                    seen.setdefault(key, request.number)
+            self._trim(seen)
+
+    def keep_out(self, keys: Sequence[OffloadKey], request: Request) -> None:
+        """Forget keys that were first seen with a request that keeps its own out of tiers."""
+        for tier, seen in self._seen.items():
+            if request.keeps_out(tier.spec):
+                first = [key for key in keys if seen.get(key) == request.number]
+                for key in self._locations.lacking(first, tier):
+                    del seen[key]
+
+    def forget(self, keys: Iterable[OffloadKey]) -> None:
+        for seen in self._seen.values():
+            for key in keys:
+                seen.pop(key, None)
+
+    def _trim(self, seen: Seen) -> None:
+        for _ in range(len(seen) - self._seen_max):
+            seen.popitem(last=False)

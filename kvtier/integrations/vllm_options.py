@@ -206,7 +206,6 @@ class SecondaryOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only
 
     name: str = ""
     limits: SecondaryLimits = SecondaryLimits()
-    request_level: bool = False
     cascade: Literal["store"] = "store"
     medium: Literal["CPU", "STORAGE"] | None = None
     locality: Literal["LOCAL", "REMOTE"] | None = None
@@ -244,7 +243,6 @@ def secondary_config(
         type=options.backend,
         name=options.name or f"kvtier:{options.backend}",
         limits=TierLimits(**_of(TierLimits, options.limits)),
-        request_level=options.request_level,
         medium=options.medium,
         locality=options.locality,
         options=options.options,

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from kvtier.backend import Advice
 from kvtier.backend.namespace import FileMapper, Namespace, OffloadKey, chunk_hash, group_index, make_offload_key
-from kvtier.engine.steps import Inside
 from kvtier.memory.region import Region
 from kvtier.policies import Policy, policy_class
 from kvtier.runner.messages import (
@@ -107,8 +106,8 @@ def store_and_evict(tiers: int) -> Work:
 
     def store(batches: list[list[OffloadKey]]) -> None:
         engine.each(batches, engine.store)
-        for tier in Inside(engine.manager).ledger.tiers:  # Or the next round would find them there, and store nothing.
-            Inside(engine.manager).ledger.locations.remove(tier, [key for keys in batches for key in keys])
+        for tier in engine.manager.ledger.tiers:  # Or the next round would find them there, and store nothing.
+            engine.manager.ledger.locations.remove(tier, [key for keys in batches for key in keys])
 
     def work() -> None:
         batches = sets.pop(0)

@@ -17,7 +17,6 @@ from typing import NamedTuple
 from kvtier.backend.namespace import OffloadKey, make_offload_key
 from kvtier.config import EngineConfig
 from kvtier.engine.manager import TieringOffloadingManager
-from kvtier.engine.steps import Inside
 from kvtier.policies import LRU
 from kvtier.testing import virtual_time
 from kvtier.tools.replay.study import measure, policy_hits
@@ -116,14 +115,14 @@ async def _run(workload: Sequence[TraceRequest], rows: int, capacity: int, predi
 
 
 def _sample(engine: TieringOffloadingManager) -> Sample:
-    audit(Inside(engine.steps).ledger)
+    audit(engine.steps.ledger)
     gc.collect()
-    (tier,) = Inside(engine.steps).ledger.tiers
+    (tier,) = engine.steps.ledger.tiers
     return Sample(
         asyncio.get_running_loop().time(),
         tier.used_bytes,
-        len(Inside(engine.steps).ledger.primary.ready),
-        len(Inside(engine.steps).ledger.locations.mask),
+        len(engine.steps.ledger.primary.ready),
+        len(engine.steps.ledger.locations.mask),
         tracemalloc.get_traced_memory()[0],
     )
 

@@ -12,7 +12,7 @@ from kvtier.backend.namespace import OffloadKey, make_offload_key
 from kvtier.config import EngineConfig
 from kvtier.engine.ledger import Ledger
 from kvtier.engine.manager import TieringOffloadingManager
-from kvtier.engine.steps import Inside, StepManager
+from kvtier.engine.steps import StepManager
 from kvtier.settings import decode
 from tests.engine.ledger import bench
 
@@ -52,7 +52,7 @@ def steps_of(engine: Engine) -> StepManager:
 
 
 def ledger_in(engine: Engine) -> Ledger:
-    return Inside(steps_of(engine)).ledger
+    return steps_of(engine).ledger
 
 
 async def put(engine: TieringOffloadingManager, numbers: Iterable[int], *, request_id: str | None = None) -> int:

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.config import EngineConfig
 from kvtier.engine.manager import TieringOffloadingManager
-from kvtier.errors import ConfigError
 from tests.engine.kit import FAULTY, PATIENCE_S, at_rest, children, describe, found, ledger_in, put, store, until
 
 STORER = """
@@ -134,15 +132,3 @@ async def test_a_put_waits_for_the_writes_that_make_room_for_it(open_engine, dis
         assert await put(engine, range(first, first + 12)) == 12
     assert engine.stats().tiers[0].skipped == {}
     assert await at_rest(engine)
-
-
-@pytest.mark.parametrize("cascade", ["evict", "second_use"])
-def test_a_tier_for_whole_requests_is_refused_another_moment(cascade):
-    with pytest.raises(ConfigError, match=rf"secondary_tiers\[0\]\.cascade: '{cascade}' given, 'store' accepted"):
-        EngineConfig.from_dict(
-            {
-                "cpu_bytes_to_use": "1MiB",
-                "chunk_bytes": "4KiB",
-                "secondary_tiers": [{"type": "dummy", "cascade": cascade, "request_level": True}],
-            }
-        )

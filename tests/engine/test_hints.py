@@ -197,7 +197,7 @@ async def test_no_hint_ends_an_engine_wherever_its_runner_lives(open_engine, tmp
         assert engine.stats().hints_ignored == ignored, number
     assert [await found(engine, [number]) for number in range(len(ODD_HINTS) + 1)] == [1] * (len(ODD_HINTS) + 1)
     assert engine.stats().tiers[0].stored == len(ODD_HINTS) + 1
-    assert engine.steps.runners_lost == 0
+    assert engine.steps.stats().runners_lost == 0
 
 
 # Calls about keys.
@@ -261,7 +261,7 @@ async def prefetching(open_engine):
     """Open an engine in the middle of a prefetch, and return both."""
     engine = await emptied(open_engine, 3, tier={"type": "dummy", "latency_s": 0.2})
     call = asyncio.ensure_future(engine.prefetch(keys(range(3))))
-    await until(lambda: ledger_in(engine).transfers.in_flight)
+    await until(lambda: ledger_in(engine).traffic.in_flight)
     return engine, call
 
 
@@ -335,7 +335,7 @@ async def test_a_retention_may_be_said_in_numbers_of_any_kind(open_engine, runne
     assert await at_rest(engine)
     assert await engine.reset()
     assert await found(engine, range(4)) == 4
-    assert engine.steps.runners_lost == 0
+    assert engine.steps.stats().runners_lost == 0
 
 
 NO_RETENTIONS: list[tuple[Any, Any, str]] = [  # Seconds, priority, and how the error names what is wrong.

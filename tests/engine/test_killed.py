@@ -31,9 +31,9 @@ def slow(disk, **changes):
 async def kill(engine, how=signal.SIGKILL):
     """Kill the runner that is up."""
     (runner,) = children()
-    lost = engine.steps.runners_lost
+    lost = engine.steps.stats().runners_lost
     os.kill(runner, how)
-    await until(lambda: engine.steps.runners_lost > lost, engine)
+    await until(lambda: engine.steps.stats().runners_lost > lost, engine)
 
 
 async def until_serving(engine, number):
@@ -59,7 +59,7 @@ async def test_a_runner_killed_in_mid_transfer_costs_hits_and_no_byte(open_engin
         await asyncio.gather(*calls)
         await engine.reset()
         await until_serving(engine, 0)
-    assert engine.steps.runners_lost == 5
+    assert engine.steps.stats().runners_lost == 5
     assert tier.counters.failed["lost"] > 0
     await until(lambda: settled(engine), engine)
     assert [await found(engine, range(first, first + 8)) for first in range(0, 48, 8)] == [8] * 6
@@ -73,7 +73,7 @@ async def test_the_next_runner_makes_a_killed_ones_deletions(open_engine, disk, 
     (runner,) = children()
     os.kill(runner, signal.SIGKILL)
     if moment == "afterwards":
-        await until(lambda: engine.steps.runners_lost, engine)
+        await until(lambda: engine.steps.stats().runners_lost, engine)
     assert engine.forget([key(2), key(3)]) == 2
     await engine.reset()
     await until_serving(engine, 0)
@@ -97,7 +97,7 @@ async def test_a_runner_that_holds_too_many_rows_is_replaced_and_its_rows_come_b
     hung = {"type": FAULTY, "inner": disk, "script": {"store": ["hang"]}, "limits": {"deadline_s": 0.05}}
     engine = await open_engine(8, hung, runner="process", limits={"quarantine_share": 0.2})
     await put(engine, [1, 2])
-    await until(lambda: engine.steps.runners_lost == 1, engine)
+    await until(lambda: engine.steps.stats().runners_lost == 1, engine)
     await until(lambda: settled(engine), engine)
     assert await found(engine, [1, 2]) == 2
     assert await put(engine, range(10, 18)) == 8
@@ -111,7 +111,7 @@ async def test_a_runner_that_holds_few_rows_is_left_alone(open_engine, disk):
     await put(engine, [1, 2])
     await until(lambda: ledger_in(engine).tiers[0].counters.failed, engine)
     await until(lambda: settled(engine), engine)
-    assert engine.steps.runners_lost == 0
+    assert engine.steps.stats().runners_lost == 0
 
 
 async def test_while_no_runner_can_be_started_the_primary_serves_and_the_tier_comes_back(open_engine, tmp_path):
@@ -150,12 +150,12 @@ if sys.argv[2] == "opening":
 engine = StepManager.start(describe(64, tier, runner="process"))
 if sys.argv[2] == "opens":
     engine.close()
-    print(engine.runners_lost, flush=True)
+    print(engine.stats().runners_lost, flush=True)
 if sys.argv[2] == "stores":
     print(*children(), flush=True)
     for number in range(0, 1 << 30, 8):
         store(engine, range(number, number + 8))
-        while not ledger_in(engine).outbox.room(8):
+        while not ledger_in(engine).traffic.room(8):
             engine.drain(0.01)
 if sys.argv[2] == "waits":
     store(engine, range(8))
@@ -165,7 +165,7 @@ if sys.argv[2] == "waits":
     except KeyboardInterrupt:
         store(engine, range(8, 16))
         engine.drain()
-        print(ledger_in(engine).tiers[0].counters.stored, engine.runners_lost, flush=True)
+        print(ledger_in(engine).tiers[0].counters.stored, engine.stats().runners_lost, flush=True)
     engine.close()
 """
 

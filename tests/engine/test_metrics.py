@@ -33,9 +33,9 @@ def engine() -> Bench:
     return engine
 
 
-def samples(engine: Bench, events: EventLog | None = None) -> dict[tuple[str, ...], float]:
+def samples(engine: Bench) -> dict[tuple[str, ...], float]:
     """Return every sample by name and labels' values."""
-    metrics = Metrics(engine.ledger, events)
+    metrics = Metrics(engine.ledger)
     metrics.observe("disk", "load", 0.2)
     return {
         (sample.name.removeprefix("kvtier_"), *sample.labels.values()): sample.value
@@ -72,10 +72,10 @@ def test_the_primarys_metrics_show_its_work_and_its_rows(engine: Bench) -> None:
 
 
 def test_an_engines_metrics_show_its_version_its_runner_and_lost_events(engine: Bench) -> None:
-    events = EventLog(2)
+    events = engine.ledger.events = EventLog(2)
     for _ in range(5):
         events.add(EventKind.STORED, "cpu", engine.keys("a"))
-    seen = samples(engine, events)
+    seen = samples(engine)
     assert seen["build_info", __version__, platform.python_version(), ""] == 1
     assert (seen["runner_up",], seen["runners_lost_total",], seen["events_dropped_total",]) == (1, 0, 3)
     engine.ledger.apply(RunnerLost(0, "killed by the machine"))

@@ -91,7 +91,7 @@ async def main():
         mount.rename(mount.parent / "away")
         (child,) = children()
         os.kill(child, signal.SIGKILL)
-        await until(lambda: engine.steps.runners_lost == 1, engine)
+        await until(lambda: engine.steps.stats().runners_lost == 1, engine)
         seen = {child}
         await until(lambda: seen.update(children()) or len(seen) > 2, engine)
         (mount.parent / "away").rename(mount)
@@ -131,7 +131,7 @@ async def main():
             if runner == "process" and not turn:
                 (child,) = children()
                 os.kill(child, signal.SIGKILL)
-                await until(lambda: engine.steps.runners_lost == 1, engine)
+                await until(lambda: engine.steps.stats().runners_lost == 1, engine)
                 await until(lambda: ledger_in(engine).runner_up and children() - {child}, engine)
                 await engine.reset()
                 await until(lambda: engine.stats().primary.rows_free == 4, engine)
@@ -173,7 +173,7 @@ async def main():
         os.chdir("/")
         (child,) = children()
         os.kill(child, signal.SIGKILL)
-        await until(lambda: engine.steps.runners_lost == 1, engine)
+        await until(lambda: engine.steps.stats().runners_lost == 1, engine)
         while not ledger_in(engine).tiers[0].counters.stored:
             await put(engine, [1])
             await engine.drain()
@@ -198,7 +198,7 @@ async def test_a_relative_root_is_the_same_directory_for_every_runner(open_engin
     monkeypatch.chdir(tmp_path / "elsewhere")
     (runner,) = children()
     os.kill(runner, signal.SIGKILL)
-    await until(lambda: engine.steps.runners_lost == 1, engine)
+    await until(lambda: engine.steps.stats().runners_lost == 1, engine)
     while not await found(engine, [1]):
         await engine.drain()
     assert os.listdir() == []
@@ -278,6 +278,7 @@ if child == 0:
         "complete_store": [[key(1)], "known"],
         "complete_load": [[key(1)], "known"],
         "touch": [[key(1)], "known"],
+        "hits": ["known"],
         "note_prefill": [1, 1.0],
         "prefetch": [[key(1)]],
         "demote": [[key(1)]],
@@ -291,7 +292,7 @@ if child == 0:
         "on_reset_flushed": [],
         "delete": [[key(1)]],
     }
-    answer = {"stats", "metrics", "runners_lost", "events_dropped"}
+    answer = {"stats", "metrics"}
     assert steps.keys() | answer | {"start", "close", "forked"} == public(StepManager)
     for name, args in steps.items():
         refused(getattr(engine, name), *args)
@@ -313,7 +314,7 @@ if child == 0:
     for name, args in calls.items():
         refused(getattr(face, name), *args)
     assert engine.stats() == face.stats() == counted
-    assert (engine.runners_lost, engine.events_dropped) == (0, 0)
+    assert (engine.stats().runners_lost, engine.stats().events_dropped) == (0, 0)
     assert engine.metrics.get_sample_value("kvtier_primary_stores_total") == 4
     assert engine.close() == 0
     assert asyncio.run(face.aclose()) == 0
@@ -322,7 +323,7 @@ assert os.waitpid(child, 0)[1] == 0
 engine.on_request_finished("known")
 store(engine, range(4, 8))
 assert engine.drain()
-print(ledger_in(engine).tiers[0].counters.stored, engine.runners_lost)
+print(ledger_in(engine).tiers[0].counters.stored, engine.stats().runners_lost)
 assert engine.close() == 0
 """
     )

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from kvtier.engine.answers import Sources, sources_of
 from kvtier.engine.requests import Request
-from kvtier.engine.sources import Sources, sources_of
 from kvtier.engine.tier import Tier, TierMatcher, TierSpec
 from tests.engine.kit import key
 

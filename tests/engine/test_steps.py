@@ -7,7 +7,6 @@ import time
 import pytest
 
 from kvtier.engine.ledger import LookupResult
-from kvtier.engine.steps import Inside
 from kvtier.engine.tier import TierMatcher
 from tests.engine.kit import FAULTY, PATIENCE_S, chunk, key, ledger_in, settled
 
@@ -163,16 +162,15 @@ def test_hits_that_a_caller_adds_are_kept_until_the_step_ends(start_engine):
     assert store(engine, [1, 2], "writer")
     engine.on_new_request("reader")
     assert engine.lookup(key(1), "reader") is HIT
-    inside = Inside(engine)
     with pytest.raises(LookupError, match="nobody"):
-        inside.hits("nobody")
-    hits = inside.hits("reader")
-    assert key(2) in inside.ready
+        engine.hits("nobody")
+    ready, hits = engine.ledger.primary.ready, engine.hits("reader")
+    assert key(2) in ready
     hits.append(key(2))
     engine.on_new_request("other")
     assert not store(engine, [3], "other")
     assert not hits  # It is to look up again.
-    assert engine.prepare_load([key(1), key(2)], "reader") == [inside.ready[key(1)], inside.ready[key(2)]]
+    assert engine.prepare_load([key(1), key(2)], "reader") == [ready[key(1)], ready[key(2)]]
     engine.complete_load([key(1), key(2)], "reader")
     engine.end_step()
     assert store(engine, [3], "other")

@@ -84,7 +84,7 @@ async def test_puts_that_hung_stores_keep_from_their_tier_let_timers_fire(open_e
     await put(engine, [1, 2])
     await engine.drain()
     assert not ledger_in(engine).pending
-    assert len(ledger_in(engine).transfers.cascade_rows) == 2
+    assert len(ledger_in(engine).traffic.cascade_rows) == 2
 
     async def put_on():
         for number in range(10, 1_000_000):
@@ -114,7 +114,7 @@ async def test_put_stores_all_that_hung_transfers_leave_room_for_while_others_ke
         await engine.reset()
         assert await found(engine, [1, 2]) == 0
     await asyncio.sleep(10)
-    assert len(ledger_in(engine).primary.quarantined) + len(ledger_in(engine).transfers.cascade_rows) == 2
+    assert len(ledger_in(engine).primary.quarantined) + len(ledger_in(engine).traffic.cascade_rows) == 2
 
     async def ask_for_ever(number):
         await asyncio.sleep(0.3 * number)

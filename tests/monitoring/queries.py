@@ -10,7 +10,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.engine.tier import BreakerState
-from kvtier.engine.transfers import Operation
+from kvtier.engine.traffic import Operation
 from kvtier.runner.messages import Code
 
 ROOT = Path(__file__).parents[2]

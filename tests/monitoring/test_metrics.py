@@ -25,8 +25,8 @@ async def page_of(folder: Path) -> str:
         await engine.reset()
         assert await found(engine, range(6)) == 6
         for tier in engine._ledger.tiers:  # What is told once a second, and what takes a full queue.
-            tier.counters.note({"evicted": 1})
-            tier.counters.drop("budget", 1)
+            tier.counters.reported["evicted"] += 1
+            tier.counters.dropped["budget"] += 1
         return generate_latest(engine.metrics).decode()
 
 

@@ -181,7 +181,7 @@ class Host:
         return {
             "quarantined": len(ledger.primary.quarantined),
             "breaker": ledger.tiers[0].breaker.state.name,
-            "runners_lost": engine.steps.runners_lost,
+            "runners_lost": engine.steps.stats().runners_lost,
         }
 
     async def close_engine(self, name: str, deadline_s: float = 20.0) -> int:

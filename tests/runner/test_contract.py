@@ -222,10 +222,10 @@ async def test_a_hung_store_keeps_its_rows_and_delays_no_other_tier_and_no_load(
         hung, other = ledger_in(engine).tiers
         assert hung.counters.failed == {"deadline": 4}
         assert other.counters.stored == 8
-        assert len(ledger_in(engine).transfers.cascade_rows) == 4
+        assert len(ledger_in(engine).traffic.cascade_rows) == 4
         assert await found(engine, range(4)) == 4
         assert await found(engine, range(20, 24)) == 4
-    await until(lambda: not ledger_in(engine).transfers.cascade_rows, engine)
+    await until(lambda: not ledger_in(engine).traffic.cascade_rows, engine)
     assert await at_rest(engine)
 
 

@@ -160,12 +160,8 @@ def test_a_mistake_is_named_by_its_path(change: dict[str, Any], message: str) ->
 
 
 def test_a_tier_is_written_flat() -> None:
-    tier = decode(
-        TierConfig, {"type": "fs", "root": "/x", "lanes": [1, {"deep": 2}], "request_level": True, "medium": "STORAGE"}
-    )
-    assert tier == TierConfig(
-        type="fs", request_level=True, medium="STORAGE", options={"root": "/x", "lanes": [1, {"deep": 2}]}
-    )
+    tier = decode(TierConfig, {"type": "fs", "root": "/x", "lanes": [1, {"deep": 2}], "medium": "STORAGE"})
+    assert tier == TierConfig(type="fs", medium="STORAGE", options={"root": "/x", "lanes": [1, {"deep": 2}]})
     assert tier.limits == TierLimits()
 
 

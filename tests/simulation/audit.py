@@ -12,7 +12,7 @@ from kvtier.engine.ledger import Ledger
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.engine.steps import StepManager
 from kvtier.engine.tier import WHEN_EVICTED, Tier
-from kvtier.engine.transfers import Operation, Transfer
+from kvtier.engine.traffic import Operation, Transfer
 from tests.simulation.turns import check_turn
 
 
@@ -32,10 +32,10 @@ class AuditedSteps(StepManager):
         check_turn()
         if not self._closed:
             self.audits += 1
-            audit(self._ledger)
+            audit(self.ledger)
 
     def _reset(self) -> bool:
-        in_flight = list(self._ledger.transfers.in_flight.values())
+        in_flight = list(self.ledger.traffic.in_flight.values())
         clean = super()._reset()
         if not clean:
             self.on_give_up(in_flight)
@@ -61,9 +61,9 @@ def audit(ledger: Ledger) -> None:
 
 def audit_quiet(engine: TieringOffloadingManager) -> None:
     """Raise AssertionError for whatever an engine keeps though nothing is under way and nobody uses it."""
-    ledger = engine.steps._ledger
+    ledger = engine.steps.ledger
     audit(ledger)
-    primary, transfers = ledger.primary, ledger.transfers
+    primary, transfers = ledger.primary, ledger.traffic
     assert not engine.steps._requests, f"requests never forgotten: {list(engine.steps._requests)}"
     assert not ledger.rows_in_use, f"{ledger.rows_in_use} rows in use by nobody"
     assert not any(primary._pins), f"pins left: {primary._pins}"
@@ -72,7 +72,6 @@ def audit_quiet(engine: TieringOffloadingManager) -> None:
     assert not primary.quarantined, f"quarantined for ever: {primary.quarantined}"
     assert not transfers.in_flight, f"outcomes lost: {list(transfers.in_flight)}"
     assert not transfers.overdue, f"rows never returned: {list(transfers.overdue)}"
-    assert not ledger._parked, f"parked for ever: {ledger._parked}"
     assert primary.rows_free + len(primary.ready) == primary.rows, "rows leaked"
 
 
@@ -105,7 +104,7 @@ def _audit_rows(ledger: Ledger) -> None:
 
 
 def _audit_transfers(ledger: Ledger) -> None:
-    primary, transfers = ledger.primary, ledger.transfers
+    primary, transfers = ledger.primary, ledger.traffic
     borrowers: Counter[int] = Counter()
     for transfer in transfers.overdue.values():
         if transfer.forgotten or transfer.operation is Operation.PROMOTION:
@@ -122,16 +121,16 @@ def _audit_transfers(ledger: Ledger) -> None:
     cascading: Counter[int] = Counter()
     for transfer in _cascades(ledger):
         cascading.update(transfer.rows)
-    for queued in ledger.outbox._cascades.values():
+    for queued in ledger.traffic._cascades.values():
         cascading.update(primary.ready[key] for key in queued)
     assert cascading == transfers.cascade_rows, f"cascading {dict(cascading)}, noted {dict(transfers.cascade_rows)}"
-    assert len(transfers.cascade_rows) <= ledger.outbox._cascade_rows_max, "cascades pin more than their share"
+    assert len(transfers.cascade_rows) <= ledger.traffic._cascade_rows_max, "cascades pin more than their share"
 
 
 def _audit_pins(ledger: Ledger) -> None:
     primary, leases = ledger.primary, ledger.leases
     assert leases.rows <= leases.rows_max, f"{leases.rows} rows leased, {leases.rows_max} may be"
-    explained = ledger.transfers.cascade_rows + ledger.kept
+    explained = ledger.traffic.cascade_rows + ledger.kept
     for row, holders in leases._holders.items():
         assert primary.key(row) is not None, f"row {row} is leased and holds nothing"
         assert all(row in request.leased for request in holders), f"row {row}: a lease that its holder does not know"
@@ -163,7 +162,7 @@ def _audit_tier(ledger: Ledger, tier: Tier) -> None:
     loading = sum(len(transfer.keys) for transfer in _in_flight(ledger, Operation.PROMOTION) if transfer.tier is tier)
     assert loading == tier.loading, f"tier {name}: {loading} chunks loading, {tier.loading} noted"
     storing = [key for sent in _in_flight(ledger, Operation.CASCADE) if sent.tier is tier for key in sent.keys]
-    storing += ledger.outbox._cascades.get(tier, ())
+    storing += ledger.traffic._cascades.get(tier, ())
     assert len(storing) == len(set(storing)), f"tier {name}: a chunk is stored twice at once"
     assert set(storing) == tier.storing, f"tier {name}: {len(storing)} chunks storing, {len(tier.storing)} noted"
     assert tier.raced <= tier.storing, f"tier {name}: raced by what is not stored"
@@ -174,12 +173,12 @@ def _audit_tier(ledger: Ledger, tier: Tier) -> None:
 
 
 def _in_flight(ledger: Ledger, operation: Operation) -> Iterable[Transfer]:
-    return [transfer for transfer in ledger.transfers.in_flight.values() if transfer.operation is operation]
+    return [transfer for transfer in ledger.traffic.in_flight.values() if transfer.operation is operation]
 
 
 def _cascades(ledger: Ledger) -> Iterable[Transfer]:
     """Yield every cascade that still has pins."""
-    transfers = ledger.transfers
+    transfers = ledger.traffic
     for transfer in (*transfers.in_flight.values(), *transfers.overdue.values()):
         if transfer.operation is Operation.CASCADE and not transfer.forgotten:
             yield transfer

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvtier.backend import OffloadKey
-from kvtier.engine.steps import Inside
-from kvtier.engine.transfers import Transfer
+from kvtier.engine.traffic import Transfer
 from kvtier.testing.virtual_time import place
 from tests.simulation.audit import AuditedManager, audit_quiet
 from tests.simulation.programs import Program
@@ -88,18 +87,18 @@ class LifeUnderWay:
 
     async def _rest(self, engine: AuditedManager) -> None:
         """Step until nothing is owed to a tier, or late: what a tier loses is owed to it again."""
-        ledger = Inside(engine.steps).ledger
+        ledger = engine.steps.ledger
         for _ in range(int(PATIENCE_S)):
             engine.steps.end_step()
             assert await engine.drain(PATIENCE_S), "what is under way never ends"
-            if not ledger.transfers.overdue and not ledger.writeback.queued_rows:
+            if not ledger.traffic.overdue and not ledger.writeback.queued_rows:
                 return
             await asyncio.sleep(1.0)
         raise AssertionError("what is owed is written for ever")
 
     def _check_beliefs(self, engine: AuditedManager) -> None:
         """Hold what the engine believes of each tier against the tier's own last words."""
-        ledger, now = Inside(engine.steps).ledger, asyncio.get_running_loop().time()
+        ledger, now = engine.steps.ledger, asyncio.get_running_loop().time()
         for tier, book in zip(ledger.tiers, self._books, strict=True):
             for key, truth in book.truth.items():
                 believed = tier.answer(key, bool(ledger.locations.mask.get(key, 0) & tier.bit), now)
@@ -123,7 +122,7 @@ class LifeUnderWay:
 
     def _count(self, engine: AuditedManager) -> None:
         self._counts["audits"] += engine.steps.audits
-        ledger = Inside(engine.steps).ledger
+        ledger = engine.steps.ledger
         self._counts["primary hits"] += ledger.counters.hits
         self._counts["promotions refused"] += ledger.counters.promotions_refused
         for tier in ledger.tiers:

@@ -115,8 +115,7 @@ def _tier(dice: random.Random, seed: int, index: int) -> dict[str, Any]:
         "answer_ttl_s": dice.choice((0.001, 0.5, 5.0)),
     }
     device = _device(dice, seed, index)
-    whole = dice.random() < 0.2
-    moments = ("store",) if whole else ("store", "evict", "evict", "second_use")
+    moments = ("store", "store", "evict", "evict", "second_use")
     return {
         "type": WITNESS,
         "name": f"tier{index}",
@@ -126,7 +125,6 @@ def _tier(dice: random.Random, seed: int, index: int) -> dict[str, Any]:
         "faults": _faults(dice, deadline_s),
         "seed": seed,
         "limits": limits,
-        "request_level": whole,
         "cascade": random.Random(f"cascade of seed {seed}, tier {index}").choice(moments),
         "medium": dice.choice((None, "CPU", "STORAGE")),
         "locality": dice.choice((None, "LOCAL", "REMOTE")),

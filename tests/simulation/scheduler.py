@@ -93,8 +93,8 @@ class Scheduler:
     def _arrive(self) -> None:
         while self._arriving and self._arriving[0].arrives_s <= self._now:
             prompt = self._arriving.popleft()
-            wants_all = self._steps.on_new_request(prompt.id, prompt.matchers, hint=prompt.hint)
-            self._waiting.append(_Run(prompt, wants_all))
+            self._steps.on_new_request(prompt.id, prompt.matchers, hint=prompt.hint)
+            self._waiting.append(_Run(prompt))
 
     def _schedule(self) -> None:
         """Let those run whose prefix is there, in order of arrival; who waits for a promotion lets others pass."""
@@ -157,7 +157,7 @@ class Scheduler:
 
     def _compute(self, run: "_Run", chunks: int) -> None:
         """Compute the next chunks and begin to store them; what finds no room is not kept."""
-        first = 0 if run.wants_all and run.done == run.hits else run.done
+        first = run.done
         run.done += chunks
         plan = self._steps.prepare_store(run.prompt.keys[first : run.done], run.prompt.id) if chunks else None
         if plan is not None:
@@ -188,7 +188,6 @@ class _Run:
     """One request on its way."""
 
     prompt: Prompt
-    wants_all: bool
     hits: int = 0
     done: int = 0
     looks: int = 0

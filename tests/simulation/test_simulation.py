@@ -9,12 +9,11 @@ import sys
 
 import pytest
 
-from kvtier.engine.inbox import Inbox
+from kvtier.engine.fetches import Progress
 from kvtier.engine.ledger import Ledger
 from kvtier.engine.primary import Primary
-from kvtier.engine.progress import Progress
 from kvtier.engine.tier import Tier
-from kvtier.engine.transfers import Transfers
+from kvtier.engine.traffic import Traffic
 from kvtier_backends.dummy import DummyBackend
 from tests.simulation.world import run_seeds
 
@@ -63,8 +62,8 @@ def test_seeds_meet_every_fault_and_every_ending():
 
 # A simulation that finds nothing proves nothing: each of these breaks an engine, and a few seeds must find it out.
 
-abandon, answer, settle = Primary.abandon, Tier.answer, Inbox._settle_cascade
-apply, made, store, load = Inbox.apply, Progress.made, DummyBackend.store, DummyBackend.load
+abandon, answer, settle = Primary.abandon, Tier.answer, Traffic._settle_cascade
+apply, made, store, load = Traffic.apply, Progress.made, DummyBackend.store, DummyBackend.load
 messages = itertools.count(1)
 
 
@@ -93,12 +92,12 @@ BREAKS = {  # What is replaced, by what; how the simulation says it; and seeds, 
         *("", range(200)),
     ),
     "a hung store's row is freed": (
-        *(Inbox, "_settle_cascade", lambda *args, lent: settle(*args, lent=False)),
+        *(Traffic, "_settle_cascade", lambda *args, lent: settle(*args, lent=False)),
         *("", range(200)),
     ),
     "a failed store stays visible": (
         *(
-            Inbox,
+            Traffic,
             "_settle_cascade",
             lambda self, sent, moved, now, *, lent: settle(self, sent, sent.keys, now, lent=lent),
         ),
@@ -110,10 +109,10 @@ BREAKS = {  # What is replaced, by what; how the simulation says it; and seeds, 
     ),
     "a finished request keeps pins": (Ledger, "finish", lambda self, request: None, "", range(50)),
     "outcomes are lost": (
-        *(Inbox, "apply", lambda self, message, now: next(messages) % 50 and apply(self, message, now)),
+        *(Traffic, "apply", lambda self, message, now: next(messages) % 50 and apply(self, message, now)),
         *("", range(50)),
     ),
-    "rows never come back": (Transfers, "take_back", lambda self, id_: None, "", range(200)),
+    "rows never come back": (Traffic, "_take_back", lambda self, id_: None, "", range(200)),
     "calls do not let the loop turn": (Progress, "turn", no_turn, "turns of the loop", range(50)),
     "a call spins": (Progress, "made", spin, "ms for the loop to turn", range(50, 100)),
     "a tier loses what it stored": (DummyBackend, "store", forget_the_last, "", range(50)),

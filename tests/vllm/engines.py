@@ -20,7 +20,7 @@ from vllm.v1.engine import utils as engine_processes
 from vllm.v1.executor import multiproc_executor
 
 from kvtier.engine.ledger import Ledger
-from kvtier.engine.steps import Inside, StepManager
+from kvtier.engine.steps import StepManager
 from kvtier.integrations.vllm.manager import VllmManager
 from tests.vllm import heap  # noqa: F401  # After vLLM.
 from tests.vllm.models import VOCABULARY
@@ -137,7 +137,7 @@ class Engine:
 
     @property
     def ledger(self) -> Ledger:
-        return Inside(self.kvtier).ledger
+        return self.kvtier.ledger
 
     def answer(
         self,

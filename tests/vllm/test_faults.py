@@ -164,7 +164,7 @@ def test_a_runner_that_is_killed_is_replaced(llama, disk):
         for pid in runners():
             os.kill(pid, signal.SIGKILL)
         assert tokens(engine.answer(asked)) == expected
-        while engine.kvtier.runners_lost == 0 or not engine.ledger.runner_up:
+        while engine.kvtier.stats().runners_lost == 0 or not engine.ledger.runner_up:
             engine.settle()
         engine.llm.reset_prefix_cache(reset_connector=True)
         assert tokens(answers := engine.answer(asked)) == expected

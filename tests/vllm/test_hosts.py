@@ -105,7 +105,7 @@ def test_a_service_that_goes_while_requests_load_from_it_costs_hits_and_they_com
             answers = engine.answer(asked)
             assert (tokens(answers), hits(answers)) == (expected, [0] * len(asked))
             assert sum(tier.counters.causes.values()) > 0
-            until(lambda: engine.kvtier.has_pending_work() or engine.ledger.transfers.rows_overdue == 0)
+            until(lambda: engine.kvtier.has_pending_work() or engine.ledger.traffic.rows_overdue == 0)
         finally:
             mend()  # Other tests have the same service.
         until(lambda: found_again(engine, asked, expected))

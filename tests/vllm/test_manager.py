@@ -6,7 +6,7 @@ import pytest
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 
 from kvtier.backend.namespace import OffloadKey, make_offload_key
-from kvtier.engine.steps import Inside, StepManager
+from kvtier.engine.steps import StepManager
 from kvtier.integrations.vllm.manager import Offers, VllmManager
 from kvtier.integrations.vllm.stats import ObservedTimes
 from tests.benchmarks.protocol import Steps
@@ -89,7 +89,7 @@ class Both:
         """Reset in the middle of a step that has found something; a reset would wait for what is under way."""
         while self.through.has_pending_work() or self.direct.has_pending_work():
             self.end_step()
-        for key in list(Inside(self.direct).ready):
+        for key in list(self.direct.ledger.primary.ready):
             self.lookup(name, key)
         self.through.reset_cache()
         self.direct.reset()
@@ -121,7 +121,7 @@ def test_of_what_vllm_stores_beyond_a_tiers_budget_the_beginning_cascades() -> N
     """vLLM names what its workers have stored in no order."""
     steps = Steps(len(KEYS), tiers=1)
     steps.hold(0)
-    ledger = Inside(steps.manager).ledger
+    ledger = steps.manager.ledger
     ledger.tiers[0].spec = ledger.tiers[0].spec._replace(store_chunks_max=3)
     through, context = VllmManager(steps.manager, ObservedTimes()), ReqContext(req_id="r")
     dice = random.Random(5)
@@ -146,9 +146,7 @@ def test_the_groups_of_a_model_are_stored_in_vllms_order_and_leave_tail_first() 
     output = through.prepare_store([*groups[0], *groups[1]], context)
     assert output is not None
     assert output.keys_to_store == [*groups[0], *groups[1]]
-    assert list(output.store_spec.block_ids) == [
-        Inside(steps.manager).ledger.primary.row(key) for key in output.keys_to_store
-    ]
+    assert list(output.store_spec.block_ids) == [steps.manager.ledger.primary.row(key) for key in output.keys_to_store]
     through.complete_store(set(output.keys_to_store), context)
     through.on_request_finished(context)
     through.on_new_request(other := ReqContext(req_id="other"))
@@ -199,5 +197,5 @@ def test_what_vllm_is_told_is_what_the_engine_says(seed: int) -> None:
     while both.contexts:
         both.finish(next(iter(both.contexts)))
     both.end_step()
-    assert not Inside(both.through.engine).ledger.leases.rows
+    assert not both.through.engine.ledger.leases.rows
     assert not both.through.has_pending_work()

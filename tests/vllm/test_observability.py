@@ -234,7 +234,7 @@ def test_a_tier_behind_vllms_own_manager_says_how_it_goes(vllm_log, monkeypatch)
     )
     summary = Summary([tier], clock=lambda: next(seconds))
     tier.counters.stored, tier.counters.loaded, tier.capacity_bytes = 3, 2, 8 << 30
-    tier.counters.drop("breaker", 5)
+    tier.counters.dropped["breaker"] += 5
     for _ in range(4):
         summary.look()
     (line,) = vllm_log.getvalue().splitlines()

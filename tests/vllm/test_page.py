@@ -52,7 +52,7 @@ def test_the_table_of_a_tier_behind_vllms_manager_names_every_field_with_its_def
     fields = {field.name: field for field in msgspec.structs.fields(SecondaryOptions)}
     assert named.keys() == fields.keys() - {"options"}
     assert {name for name, default in named.items() if default == "required"} == {"backend"}
-    for name in ("name", "request_level", "enable_kv_events"):
+    for name in ("name", "enable_kv_events"):
         assert json.loads(named[name].strip("`")) == fields[name].default
     for name in ("interop", "revision"):
         assert (named[name], fields[name].default) == ("none", None)

@@ -446,7 +446,7 @@ def test_a_fork_of_its_owner_sends_the_runner_nothing_and_goes_on_in_the_owner(o
 
 
 def test_the_log_hears_of_a_breaker_that_opens_and_of_the_cause(caplog):
-    caplog.set_level("WARNING", "kvtier.engine.tier_log")
+    caplog.set_level("WARNING", "kvtier.engine.metrics")
     scene = Scene(scanned=True)
     for number, key in enumerate((A, B, C)):
         scene.client.store(number, [key], [number], "one")

@@ -25,8 +25,9 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.engine.answers import LookupResult as Answer
+from kvtier.engine.metrics import ledger_series
 from kvtier.engine.requests import by_position
-from kvtier.engine.steps import Inside, StepManager
+from kvtier.engine.steps import StepManager
 from kvtier.engine.tier import TierMatcher
 from kvtier.integrations.vllm.events import Media, config_info, offloading_events
 from kvtier.integrations.vllm.stats import ObservedTimes, Stats, Summary
@@ -41,7 +42,6 @@ HINT = "kvtier"  # In a request's `kv_transfer_params`.
 STORES_SKIPPED = "vllm:kv_offload_stores_skipped"  # As vLLM's own manager counts them.
 LOOKUP_HIT = LookupResult.HIT  # A constant: an enum's member look-up costs a call.
 _CHUNK_LEVEL = RequestOffloadingContext(OffloadPolicy.CHUNK_LEVEL)
-_REQUEST_LEVEL = RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
 
 
 class VllmManager(OffloadingManager):
@@ -54,13 +54,12 @@ class VllmManager(OffloadingManager):
         """Own an engine, whose observer is `times`; `shutdown` closes it. Without `offers` every offer is stored."""
         self.engine = engine
         self._offers = offers
-        self._inside = Inside(engine)
-        self._ledger = self._inside.ledger
-        self._ready = self._inside.ready
+        self._ledger = engine.ledger
+        self._ready = self._ledger.primary.ready
         self._hits: list[OffloadKey] = []  # One request's hits in this step: the ledger's own list.
         self._hits_of: ReqContext | None = None  # The request of these hits; None while there are none.
         self._media = Media(self._ledger.tiers)
-        self._stats = Stats(self._inside.metrics.series(), times)
+        self._stats = Stats(ledger_series(self._ledger), times)
         self._summary = Summary(self._ledger.tiers, self._ledger)
         self._flush = _Flush()
         self._calls = 0  # Calls that may have changed a count.
@@ -74,8 +73,8 @@ class VllmManager(OffloadingManager):
         chosen = req_context.load_tier_filter
         matchers = None if chosen is TierFilter.ALL else _matchers(chosen)
         position, hint = req_context.get_offload_key_position, hint_in(req_context)
-        wanted = self.engine.on_new_request(req_context.req_id, load_matchers=matchers, position=position, hint=hint)
-        return _REQUEST_LEVEL if wanted else _CHUNK_LEVEL
+        self.engine.on_new_request(req_context.req_id, load_matchers=matchers, position=position, hint=hint)
+        return _CHUNK_LEVEL
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._calls += 1
@@ -140,7 +139,7 @@ class VllmManager(OffloadingManager):
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         # Called once a step, and most steps change nothing. Changes of a step's end are reported in the next step.
-        seen = self._calls, self._inside.messages_received
+        seen = self._calls, self.engine.messages_received
         changed = seen != self._reported
         if not (changed or self._report_again):
             return None
@@ -176,7 +175,7 @@ class VllmManager(OffloadingManager):
         request_id = req_context.req_id
         found = self.engine.lookup(key, request_id)
         if req_context is not self._hits_of:
-            self._hits = self._inside.hits(request_id)  # pyright: ignore[reportAttributeAccessIssue]  # Both are bytes.
+            self._hits = self.engine.hits(request_id)  # pyright: ignore[reportAttributeAccessIssue]  # Both are bytes.
         self._hits_of = req_context if self._hits else None  # Empty if room was made in vain.
         return _RESULTS[found]
 

@@ -1,6 +1,6 @@
 """The second door's manager: one tier behind vLLM's manager, which picks the rows and pins them.
 
-It is the engine's own traffic with tiers (`Transfers`, `Outbox`, `Inbox`), over rows that are vLLM's. vLLM has no
+It is the engine's own `Traffic` with tiers, over rows that are vLLM's. vLLM has no
 quarantine for rows that come back late, so a job ends only when nothing uses its rows any more. A runner that has not
 released rows in time is replaced: the end of its process frees them.
 """
@@ -10,12 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from kvtier.backend import OffloadKey
 from kvtier.engine.answers import Event, EventLog
-from kvtier.engine.inbox import Inbox, Observe
-from kvtier.engine.outbox import Outbox
+from kvtier.engine.metrics import TierLog
 from kvtier.engine.requests import PROMOTIONS_MAX, Leases, Position, Request, Search
-from kvtier.engine.tier import LocationMap, Tier, TierSpec
-from kvtier.engine.tier_log import TierLog
-from kvtier.engine.transfers import Operation, Transfers
+from kvtier.engine.tier import LedgerLimits, Tier, TierSpec
+from kvtier.engine.traffic import Observe, Operation, Traffic
 from kvtier.memory import let_go_in_forks
 from kvtier.runner.bridge import Bridge
 from kvtier.runner.messages import (
@@ -81,20 +79,16 @@ class TierClient:
         self.tier = tier = Tier(0, spec)
         self.runners_lost = 0
         self.hints_ignored = IgnoredHints()
+        self.events = events or EventLog()
         rows = _VllmsRows()
-        self._where = LocationMap()
-        self._transfers = Transfers(rows)
-        self._outbox = Outbox(
-            rows, [tier], self._where, self._transfers, cascade_rows_max=0, action_chunks=action_chunks
-        )
-        leases = Leases(rows, 0, 0.0)
-        self._inbox = Inbox(rows, leases, [tier], self._where, self._transfers, self._outbox, events, observe)
+        limits = LedgerLimits(0, 0, 0.0, action_chunks)
+        self._traffic = Traffic(rows, Leases(rows, 0, 0.0), [tier], limits, self.events, observe)
+        self._where = self._traffic.locations
         self._tier_log = TierLog([tier])
         self._bridge = bridge
         let_go_in_forks(bridge)  # In a forked child every call fails.
         self._action_chunks = action_chunks
         self._chunk_tokens = chunk_tokens
-        self._events = events
         self._up = True  # There is a runner that takes actions.
         self._requests: dict[str, Request] = {}
         self._jobs: dict[int, DoorJob] = {}  # By the ids of parts whose rows are in use.
@@ -104,15 +98,11 @@ class TierClient:
     @property
     def pending(self) -> bool:
         """True while a job or a probe is in flight."""
-        return bool(self._jobs or self._over or self._transfers.in_flight or self.tier.to_ask)
+        return bool(self._jobs or self._over or self._traffic.in_flight or self.tier.to_ask)
 
     @property
     def runner_up(self) -> bool:
         return self._up
-
-    @property
-    def events_dropped(self) -> int:
-        return 0 if self._events is None else self._events.dropped
 
     # Requests, and what they ask for.
 
@@ -174,7 +164,7 @@ class TierClient:
         request.used.update(dict.fromkeys(keys))
         lacking = {key: row for key, row in offered if key not in storing and not mask.get(key, 0)}
         if request.keeps_out(self.tier.spec):
-            self.tier.counters.skip("no_store", len(lacking))
+            self.tier.counters.skipped["no_store"] += len(lacking)
             lacking = {}
         chunks = [(key, row) for key, row in lacking.items() if self._take(key, now)]
         request.storing += 1
@@ -189,7 +179,7 @@ class TierClient:
     def flush(self) -> None:
         """Send the probes and parts since the last call; called once at the end of a step."""
         begun, self._begun = self._begun, []
-        if actions := [*self._outbox.flush(), *begun]:
+        if actions := [*self._traffic.flush(), *begun]:
             self._refuse(self._bridge.send(actions), time.monotonic())
 
     # The whole.
@@ -203,7 +193,7 @@ class TierClient:
 
     def take_events(self) -> list[Event]:
         self._receive()
-        return [] if self._events is None else self._events.take()
+        return self.events.take()
 
     def close(self, deadline_s: float) -> int:
         """Close the tier; return the number of transfers that were left behind."""
@@ -223,7 +213,7 @@ class TierClient:
         if (tier.index, key) in search.asked and key not in tier.asking:
             return tier.last_answer(key)
         if not tier.may_ask(key):
-            tier.counters.drop("asking", 1)
+            tier.counters.dropped["asking"] += 1
             return False
         tier.ask(key)
         search.asked.add((tier.index, key))
@@ -233,7 +223,7 @@ class TierClient:
         """Return True if one more chunk may be stored, and count it: as being stored, or as dropped."""
         tier = self.tier
         if reason := self._refusal(now):
-            tier.counters.drop(reason, 1)
+            tier.counters.dropped[reason] += 1
             return False
         tier.storing.add(key)
         tier.breaker.take()
@@ -248,16 +238,16 @@ class TierClient:
             return "budget"
         if tier.admits(now):
             return ""
-        return "overdue" if tier.overdue_rows >= tier.spec.overdue_rows_max else "breaker"
+        return "overdue" if tier.hangs else "breaker"
 
     def _begin(self, job: DoorJob, chunks: Sequence[Chunk]) -> None:
         """Queue a job's parts; a job without any ends at once."""
         action = Promote if job.operation is Operation.PROMOTION else Cascade
         for start in range(0, len(chunks), self._action_chunks):
             keys, rows = zip(*chunks[start : start + self._action_chunks], strict=True)
-            id_ = self._transfers.send(job.operation, self.tier, keys, rows, job.request)
+            id_ = self._traffic.send(job.operation, self.tier, keys, rows, job.request)
             if job.operation is Operation.CASCADE:
-                self._transfers.pin_cascade(rows)
+                self._traffic.pin_cascade(rows)
             self._jobs[id_] = job
             job.parts += 1
             self._begun.append(action(id_, self.tier.index, pack_keys(keys), pack_rows(rows)))
@@ -269,11 +259,11 @@ class TierClient:
         if not request.finished or request.storing:
             return
         hint = request.hint
-        self._outbox.end(list(request.used), self.tier, hint)
+        self._traffic.end(list(request.used), self.tier, hint)
         if hint is not None and hint.retain_s:
             keys = request.leading(hint.tokens, self._chunk_tokens)
             retained_s = min(hint.retain_s, RETAIN_S_MAX)
-            self._outbox.advise(self.tier, Advice("retain", keys, seconds=retained_s, priority=hint.priority))
+            self._traffic.advise(self.tier, Advice("retain", keys, seconds=retained_s, priority=hint.priority))
 
     # What comes back.
 
@@ -291,28 +281,26 @@ class TierClient:
         match message:
             case Finished():
                 self._credit(message)
-                self._inbox.apply(message, now)
-                if message.id in self._transfers.overdue:
+                self._traffic.apply(message, now)
+                if message.id in self._traffic.overdue:
                     self._bridge.replace()  # The runner serves this tier alone.
                 self._let_go((message.id,))
             case Returned():
-                self._inbox.apply(message, now)
+                self._traffic.apply(message, now)
                 self._let_go((message.id,))
             case RunnerLost():
                 self._up = False
                 self.runners_lost += 1
                 self._refuse_begun(now)
-                self._inbox.lose(now)
+                self._traffic.lose(now)
             case RunnerGone():
-                lent = list(self._transfers.overdue_of(message.epoch))
-                self._inbox.gone(message.epoch)
-                self._let_go(lent)
+                self._let_go(self._traffic.gone(message.epoch))
             case RunnerBack():
                 self._refuse_begun(now)
-                self._up, self._transfers.epoch = True, message.epoch
+                self._up, self._traffic.epoch = True, message.epoch
                 self._bridge.admit(message.epoch)
             case _:
-                self._inbox.apply(message, now)
+                self._traffic.apply(message, now)
 
     def _refuse_begun(self, now: float) -> None:
         """Settle parts that were never sent to the runner they were begun for.
@@ -324,12 +312,12 @@ class TierClient:
 
     def _refuse(self, actions: Sequence[Action], now: float) -> None:
         """Settle actions that the bridge did not take."""
-        self._inbox.refuse(actions, now)
+        self._traffic.refuse(actions, now)
         self._let_go(action.id for action in actions if not isinstance(action, Acknowledge | Advise))
 
     def _credit(self, message: Finished) -> None:
         """Add the keys that moved to the part's job."""
-        job, transfer = self._jobs.get(message.id), self._transfers.in_flight.get(message.id)
+        job, transfer = self._jobs.get(message.id), self._traffic.in_flight.get(message.id)
         if job is not None and transfer is not None:
             failed = message.failures()
             job.moved += [key for index, key in enumerate(transfer.keys) if index not in failed]
@@ -337,7 +325,7 @@ class TierClient:
     def _let_go(self, ids: Iterable[int]) -> None:
         """Take parts whose rows are unused from their jobs; the last one ends its job."""
         for id_ in ids:
-            if id_ in self._transfers.overdue:
+            if id_ in self._traffic.overdue:
                 continue
             job = self._jobs.pop(id_, None)
             if job is not None:

@@ -89,7 +89,6 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self.locality = self._media.locality(tier.spec)
         self._stats = Stats(client_series(self._client), times)
         self._summary = Summary([tier])
-        self._policy = OffloadPolicy.REQUEST_LEVEL if tier.spec.request_level else OffloadPolicy.CHUNK_LEVEL
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
@@ -108,7 +107,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self._client.begin(req_context.req_id, req_context.get_offload_key_position, hint_in(req_context))
-        return RequestOffloadingContext(self._policy)
+        return RequestOffloadingContext(OffloadPolicy.CHUNK_LEVEL)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._client.finish(req_context.req_id)

@@ -163,7 +163,7 @@ class Drive:
 
     def _gone(self) -> BackendUnavailable:
         (tier,) = self.manager.stats().tiers
-        lost = self.manager.runners_lost
+        lost = self.manager.stats().runners_lost
         why = f"{lost} runners were lost" if lost else f"failures: {tier.failed}"
         return BackendUnavailable(f"tier {tier.name}: chunks that it had did not come back ({why})")
 

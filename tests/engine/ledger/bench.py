@@ -224,7 +224,7 @@ class Bench:
 
 def settled(ledger: Ledger) -> bool:
     """Return True if no row is pinned, leased, filling, lent or lost, and no transfer is in flight."""
-    primary, transfers = ledger.primary, ledger.transfers
+    primary, transfers = ledger.primary, ledger.traffic
     return (
         not any(map(primary.pinned, range(primary.rows)))
         and not (ledger.pending or transfers.overdue or transfers.cascade_rows)

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from kvtier.backend import make_offload_key
-from kvtier.engine.second_use import SEEN_MIN
+from kvtier.engine.writeback import SEEN_MIN
 from kvtier.runner.messages import Advise, Code, RunnerLost, unpack_keys, unpack_rows
 from kvtier.settings.hints import Advice, Hint
 from tests.engine.ledger.bench import HIT, PENDING, Bench, keys_of, names_of

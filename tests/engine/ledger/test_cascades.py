@@ -5,9 +5,7 @@ import pytest
 from kvtier.engine.answers import Event, EventKind
 from kvtier.engine.tier import TierMatcher
 from kvtier.runner.messages import Cascade, Code, Delete, Probe, Promote, unpack_rows
-from tests.engine.ledger.bench import MISS, PENDING, RETRY, Bench, cascades
-
-PLAIN, WHOLE = Bench.spec("plain"), Bench.spec("whole", request_level=True)
+from tests.engine.ledger.bench import MISS, PENDING, RETRY, cascades
 
 
 def test_a_store_that_is_complete_cascades_to_every_tier_in_batches_that_an_action_may_move(bench):
@@ -38,7 +36,7 @@ def test_a_chunk_cascades_to_the_tiers_that_its_request_allows(bench):
 
 
 def test_a_chunk_is_not_sent_twice_to_a_tier(bench):
-    engine = bench(rows=2, tiers=[WHOLE])
+    engine = bench(rows=2)
     engine.holds("b")
     engine.store("a", engine.request("first"))
     engine.store("aab", engine.request("second"))
@@ -61,39 +59,6 @@ def test_a_chunk_that_a_tier_lost_is_sent_again(bench):
     assert cascades(engine.step()) == [(0, "a")]
 
 
-def test_request_level_tiers_get_chunks_that_were_present_before_if_the_request_allows_them(bench):
-    engine = bench(tiers=[PLAIN, WHOLE])
-    engine.stored_alone("a")
-    engine.store("a", engine.request("r", []))
-    assert engine.step() == []
-    engine.store("aba")
-    sent = engine.step()
-    assert cascades(sent) == [(0, "b"), (1, "ab")]
-    engine.finish_all(sent)
-    assert engine.settled()
-
-
-def test_request_level_tiers_get_chunks_in_flight_once_they_arrive(bench):
-    engine = bench(tiers=[PLAIN, WHOLE])
-    engine.holds("ac", tier=0)
-    engine.lookup("a")
-    engine.lookup("c")
-    arrives, fails = engine.step()
-    writer = engine.request("writer", [TierMatcher(medium="CPU")])
-    engine.ledger.prepare_store(engine.keys("b"), writer)
-    assert engine.store("abc") is not None
-    assert engine.step() == []
-    engine.finish(arrives)
-    engine.fail(fails, Code.MISSING)
-    sent = engine.step()
-    assert cascades(sent) == [(1, "a")]
-    engine.ledger.complete_store(engine.keys("b"), writer)
-    sent += engine.step()
-    assert cascades(sent) == [(1, "a"), (1, "b")]
-    engine.finish_all(sent)
-    assert not engine.ledger.pending
-
-
 def test_loads_leave_before_stores_and_probes_before_both(bench):
     engine = bench(tiers=2)
     engine.holds("b")
@@ -106,18 +71,18 @@ def test_loads_leave_before_stores_and_probes_before_both(bench):
 
 def test_beyond_a_tiers_budget_cascades_are_dropped_and_counted(bench):
     engine = bench(tiers=[bench.spec("slow", store_chunks_max=2), bench.spec("fast")], cascade_rows_max=4)
-    outbox = engine.ledger.outbox
-    assert (outbox.slice_chunks, outbox.room(2), outbox.room(3)) == (2, True, False)
+    traffic = engine.ledger.traffic
+    assert (traffic.slice_chunks, traffic.room(2), traffic.room(3)) == (2, True, False)
     engine.store("abc")
     sent = engine.step()
     assert cascades(sent) == [(0, "ab"), (1, "abc")]
     assert (engine.counters(0).dropped, engine.counters(1).dropped) == ({"budget": 1}, {})
-    assert not outbox.room(1)
+    assert not traffic.room(1)
     engine.finish_all(sent)
     assert engine.settled()
     engine.store("d")
     assert cascades(engine.step()) == [(0, "d"), (1, "d")]
-    assert (outbox.room(1), outbox.room(2)) == (True, False)
+    assert (traffic.room(1), traffic.room(2)) == (True, False)
 
 
 def test_beyond_the_cascades_share_of_the_primary_they_are_dropped_so_that_stores_go_on(bench):

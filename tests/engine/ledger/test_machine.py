@@ -72,15 +72,14 @@ seldom = st.integers(0, 3).map(lambda drawn: drawn == 0)  # Or the machine would
 
 
 class Kind(NamedTuple):
-    """When each tier is written, whether the second one gets whole requests, and what computing a chunk takes."""
+    """When each tier is written, and what computing a chunk takes."""
 
     cascades: tuple[str, str]
-    whole: bool = False
     computing_s: float | None = None
 
 
 KINDS = [
-    Kind(("store", "store"), whole=True),
+    Kind(("store", "store")),
     Kind(("evict", "second_use")),
     Kind(("evict", "evict")),
     Kind(("evict", "second_use"), computing_s=1.0),  # It computes what a tier would load too slowly.
@@ -173,8 +172,8 @@ class Engine(RuleBasedStateMachine):
 
     @initialize(kind=st.sampled_from(KINDS), scanned=st.booleans())
     def begin(self, kind: Kind, scanned: bool) -> None:
-        self.cascades, whole, self.computing_s = kind
-        peer = {"locality": "REMOTE", "request_level": whole, "cascade": kind.cascades[1], "breaker_failures": 1}
+        self.cascades, self.computing_s = kind
+        peer = {"locality": "REMOTE", "cascade": kind.cascades[1], "breaker_failures": 1}
         self.bench = Bench(
             ROWS,
             [Bench.spec("disk", store_chunks_max=3, cascade=kind.cascades[0]), Bench.spec("peer", **peer)],
@@ -502,19 +501,19 @@ class Engine(RuleBasedStateMachine):
     def every_pin_has_a_reason(self) -> None:
         primary = self.ledger.primary
         loaded = {row for _, rows in self.loads for row in rows}
-        filling, cascading = set(primary.filling.values()), set(self.ledger.transfers.cascade_rows)
+        filling, cascading = set(primary.filling.values()), set(self.ledger.traffic.cascade_rows)
         assert {row for row in range(ROWS) if primary.pinned(row)} == loaded | cascading | self._leased() | filling
         stored = [row for _, _, rows in self.stores for row in rows]
         assert self.ledger.rows_in_use == sum(len(rows) for _, rows in self.loads) + len(stored)
 
     @invariant()
     def every_transfer_is_accounted_for(self) -> None:
-        transfers = self.ledger.transfers
+        transfers = self.ledger.traffic
         assert set(transfers.in_flight) == set(self.in_flight)
         assert set(transfers.overdue) == set(self.late)
         if self.between_steps:
             assert transfers.cascade_rows == self._cascading()
-            assert self.ledger.outbox.empty
+            assert self.ledger.traffic.nothing_queued
 
     @invariant()
     def what_is_lent_stays_where_it_is(self) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtier.engine import outbox
+from kvtier.engine import traffic
 from kvtier.engine.tier import TierMatcher
 from kvtier.runner.messages import Advise, RunnerLost
 from kvtier.settings.hints import Hint
@@ -66,7 +66,7 @@ def test_a_tier_hears_only_of_what_it_is_known_to_hold_and_of_requests_that_may_
 
 
 def test_a_long_request_is_told_of_in_parts_the_tail_first(bench, monkeypatch):
-    monkeypatch.setattr(outbox, "ADVICE_KEYS_MAX", 3)
+    monkeypatch.setattr(traffic, "ADVICE_KEYS_MAX", 3)
     engine = bench()
     engine.holds("abcdefgh")
     end(engine, "abcdefgh")
@@ -77,11 +77,11 @@ def test_a_long_request_is_told_of_in_parts_the_tail_first(bench, monkeypatch):
 def test_of_too_many_in_one_step_the_newest_are_told(bench):
     engine = bench()
     engine.holds("a")
-    for _ in range(outbox.ADVICE_MAX + 10):
+    for _ in range(traffic.ADVICE_MAX + 10):
         end(engine, "a")
     assert not engine.ledger.pending  # No call waits for it.
     engine.step()
-    assert engine.ranked == [(0, "a")] * outbox.ADVICE_MAX
+    assert engine.ranked == [(0, "a")] * traffic.ADVICE_MAX
 
 
 @pytest.mark.parametrize("why", ["the bridge refuses it", "the runner is lost"])

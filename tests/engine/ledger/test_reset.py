@@ -78,17 +78,6 @@ def test_a_tier_that_did_not_end_in_time_is_out_of_use_until_it_has_proved_itsel
     assert sorted(action.tier for action in engine.step()) == [0, 1]
 
 
-def test_a_reset_forgets_stores_that_request_level_tiers_waited_for(bench):
-    engine = bench(tiers=[bench.spec("plain"), bench.spec("whole", request_level=True)])
-    engine.holds("a", tier=0)
-    engine.lookup("a")
-    engine.step()
-    engine.store("a")
-    engine.ledger.reset()
-    engine.stored_alone("a")
-    assert engine.step() == []
-
-
 @pytest.mark.parametrize("first", ["reader", "store"])
 def test_a_row_that_a_reader_and_a_hung_store_keep_is_free_when_both_are_through(bench, first):
     engine = bench(rows=1)

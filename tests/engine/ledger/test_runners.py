@@ -29,15 +29,15 @@ def test_a_successor_works_while_its_predecessor_still_holds_rows_which_are_no_f
     engine.store("ab")
     engine.step()
     lose(engine)
-    assert engine.ledger.transfers.rows_overdue == 2
+    assert engine.ledger.traffic.rows_overdue == 2
     engine.ledger.apply(RunnerBack(1))
-    assert engine.ledger.transfers.rows_overdue == 0
+    assert engine.ledger.traffic.rows_overdue == 0
     engine.store("c")
     (store,) = engine.step()
     engine.ledger.apply(RunnerGone(0))
     assert engine.ledger.pending
     engine.fail(store, Code.DEADLINE, lent=True)
-    assert engine.ledger.transfers.rows_overdue == 1
+    assert engine.ledger.traffic.rows_overdue == 1
     engine.give_back(store)
     assert engine.settled()
 

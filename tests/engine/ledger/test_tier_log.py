@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from kvtier.engine.tier_log import TierLog
+from kvtier.engine.metrics import TierLog
 from kvtier.errors import Remedy
 from kvtier.runner.messages import Answered, Code, Finished, pack_rows
 from tests.engine.ledger.bench import SECONDS, Bench
@@ -22,7 +22,7 @@ def log(engine: Bench) -> TierLog:
 
 @pytest.fixture(autouse=True)
 def heard(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    caplog.set_level(logging.INFO, "kvtier.engine.tier_log")
+    caplog.set_level(logging.INFO, "kvtier.engine.metrics")
     return caplog
 
 

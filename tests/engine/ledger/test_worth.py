@@ -3,9 +3,9 @@
 import pytest
 
 from kvtier.backend.namespace import make_offload_key
+from kvtier.engine.loads import TRIAL_CHUNKS, TRIAL_EVERY_S
 from kvtier.engine.requests import Request
 from kvtier.engine.tier import TierMatcher
-from kvtier.engine.worth import TRIAL_CHUNKS, TRIAL_EVERY_S
 from kvtier.runner.messages import Code, Found, Probe, Promote, pack_keys, unpack_keys
 from tests.engine.ledger.bench import HIT, MISS, PENDING, RETRY, SECONDS, Bench, ending_at, loads, names_of
 

@@ -134,7 +134,7 @@ async def test_an_engine_whose_disk_was_remounted_read_only_says_so_with_the_cau
     options = {"root": str(disk / "tier"), "layout": layout, "capacity_bytes": "4MiB"}
     tier = {"type": "fs", "name": "disk", "limits": {"breaker_failures": 3}, **options}
     engine = await TieringOffloadingManager.open(describe(64, tier, runner=runner, limits={"action_chunks": 1}))
-    caplog.set_level(logging.INFO, "kvtier.engine.tier_log")
+    caplog.set_level(logging.INFO, "kvtier.engine.metrics")
     async with engine:
         if layout == "files":
             await put(engine, range(4))
@@ -148,7 +148,7 @@ async def test_an_engine_whose_disk_was_remounted_read_only_says_so_with_the_cau
         assert told.dropped == {"breaker": 13}
         assert engine.metrics.get_sample_value("kvtier_tier_causes_total", {"tier": "disk", "cause": "EROFS"}) == 3
         remount(disk, "rw")
-    first, opened, dropped = [record for record in caplog.records if record.name == "kvtier.engine.tier_log"]
+    first, opened, dropped = [record for record in caplog.records if record.name == "kvtier.engine.metrics"]
     assert first.levelno == opened.levelno == dropped.levelno == logging.WARNING
     assert "1 chunks failed (failed 1); the last cause is EROFS (Read-only file system)" in first.getMessage()
     assert "tier disk: the breaker is open after 3 failures in a row; the last cause is EROFS" in opened.getMessage()

@@ -9,7 +9,6 @@ from kvtier.backend.namespace import OffloadKey, make_offload_key
 from kvtier.config import EngineConfig
 from kvtier.engine.answers import LookupResult
 from kvtier.engine.manager import TieringOffloadingManager
-from kvtier.engine.steps import Inside
 from kvtier.policies import known_policies
 from kvtier.settings.hints import Hint
 from kvtier.testing.virtual_time import VirtualTimeLoop
@@ -35,7 +34,7 @@ class Driver:
         self._manager = manager
         self._capacity = capacity
         self.engine = manager.steps
-        self._ledger = Inside(self.engine).ledger
+        self._ledger = self.engine.ledger
 
     async def started(self) -> None:
         await self._until(lambda: self._ledger.tiers[0].authoritative)
