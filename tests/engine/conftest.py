@@ -2,10 +2,13 @@
 
 import gc
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 import pytest
@@ -81,3 +84,23 @@ def start_engine(outside: None, nothing_left: None) -> Iterator[Start]:
     yield start_engine
     for engine in started:
         engine.close()
+
+
+@pytest.fixture
+def program(outside: None) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
+    """Start Python programs, each in a process group of its own; what is left of them at the end is killed."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(text: str, *args: str, **options: Any) -> "subprocess.Popen[str]":
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, sys.path))}
+        started.append(subprocess.Popen([sys.executable, "-c", text, *args], env=environment, **streams, **options))
+        return started[-1]
+
+    yield start
+    for process in started:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()

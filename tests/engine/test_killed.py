@@ -4,8 +4,6 @@ import asyncio
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -171,27 +169,9 @@ if sys.argv[2] == "waits":
 
 
 @pytest.fixture
-def owner():
-    """Start an owner with a runner in a process group of their own; both are killed at the end."""
-    started = []
-
-    def start(tier, does):
-        owner = subprocess.Popen(
-            [sys.executable, "-c", OWNER, repr(tier), does],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-            start_new_session=True,
-        )
-        started.append(owner)
-        return owner
-
-    yield start
-    for owner in started:
-        with suppress(ProcessLookupError):
-            os.killpg(owner.pid, signal.SIGKILL)
-        owner.wait()
-        owner.stdout.close()
+def owner(program):
+    """Start an owner with a runner."""
+    return lambda tier, does: program(OWNER, repr(tier), does)
 
 
 def processes(group):
@@ -207,15 +187,6 @@ def processes(group):
     return living
 
 
-def gone(group):
-    """Wait until every process of a group has ended."""
-    ends = time.monotonic() + PATIENCE_S
-    while living := processes(group):
-        assert time.monotonic() < ends, living
-        time.sleep(0.01)
-    return True
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_an_owner_that_is_killed_leaves_no_process_and_no_temporary(owner, disk, seed):
     killed = owner(disk, "stores")
@@ -223,35 +194,36 @@ def test_an_owner_that_is_killed_leaves_no_process_and_no_temporary(owner, disk,
     time.sleep(random.Random(seed).uniform(0, 0.2))  # At some moment, not for something.
     killed.kill()
     killed.wait()
-    assert gone(killed.pid)
+    wait_for(lambda: not processes(killed.pid))
     files = [path for path in Path(disk["root"]).rglob("*") if path.is_file()]
     assert {path.suffix for path in files} <= {".bin", ".json", ""}  # The checkpoint has none.
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(("tier", "does"), [("HangsInAThread", "stores"), ("HangsAtOpening", "opening")])
 def test_a_runner_that_hangs_does_not_outlive_its_owner(owner, tier, does):
     killed = owner({"type": f"tests.engine.rude_tiers:{tier}"}, does)
     assert killed.stdout.readline().strip()
-    deadline = time.monotonic() + PATIENCE_S
-    while len(processes(killed.pid)) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(lambda: len(processes(killed.pid)) == 2)
     time.sleep(0.3)  # So that it hangs; if it does not yet, the test is only easier.
     killed.kill()
     killed.wait()
-    assert gone(killed.pid)
+    wait_for(lambda: not processes(killed.pid))
 
 
 def test_the_next_owner_finds_chunks_confirmed_to_a_killed_one(owner, disk):
     killed = owner(disk, "waits")
     assert killed.stdout.readline().strip()
-    deadline = time.monotonic() + PATIENCE_S
-    while len(list(Path(disk["root"]).rglob("*.bin"))) < 8:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(lambda: len(list(Path(disk["root"]).rglob("*.bin"))) == 8)
     killed.kill()
     killed.wait()
-    assert gone(killed.pid)
+    wait_for(lambda: not processes(killed.pid))
 
     async def look() -> int:
         async with TieringOffloadingManager.open(describe(64, disk)) as engine:
@@ -267,16 +239,14 @@ def test_an_interrupt_is_the_owners_to_handle(owner, disk, number):
     os.killpg(interrupted.pid, number)
     assert interrupted.stdout.readline().split() == ["16", "0"]
     assert interrupted.wait(PATIENCE_S) == 0
-    assert gone(interrupted.pid)
+    wait_for(lambda: not processes(interrupted.pid))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_runner_interrupted_during_its_start_comes_up(owner, disk, number):
     started = owner(disk, "opens")
-    deadline = time.monotonic() + PATIENCE_S
-    while len(living := processes(started.pid)) < 2:
-        assert time.monotonic() < deadline
-    (runner,) = living - {started.pid}
+    wait_for(lambda: len(processes(started.pid)) == 2)
+    (runner,) = processes(started.pid) - {started.pid}
     with suppress(ProcessLookupError):  # It has come up, and its owner has closed it.
         for _ in range(100):
             os.kill(runner, number)

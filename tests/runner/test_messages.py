@@ -21,11 +21,8 @@ def test_rows_are_unpacked_as_they_were_packed(rows: list[int]) -> None:
     assert list(unpack_rows(pack_rows(rows))) == rows
 
 
-def test_keys_of_one_length_need_no_table_of_lengths() -> None:
+def test_keys_of_one_length_need_no_table_of_lengths_though_all_are_empty() -> None:
     assert pack_keys([OffloadKey(b"ab"), OffloadKey(b"cd")]) == PackedKeys(b"abcd", 2)
-
-
-def test_keys_that_are_all_empty_are_not_forgotten() -> None:
     assert unpack_keys(pack_keys([OffloadKey(b"")] * 3)) == [b"", b"", b""]
 
 

@@ -84,7 +84,7 @@ def test_a_runner_whose_tier_stopped_its_loop_can_be_closed(nothing_left, tier, 
     with bridge("thread", {"type": f"{RUDE}:{tier}"}) as runner:
         runner.send([Cascade(1, 0, KEYS, pack_rows([0, 1]))])
         assert runner.wait(PATIENCE_S)
-        assert runner.close(1.0) == left
+        assert runner.close(0.2) == left
 
 
 async def test_an_observer_that_raises_is_logged_and_costs_no_outcome(nothing_left, caplog):
