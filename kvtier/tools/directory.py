@@ -45,7 +45,7 @@ COUNTED = {
 }
 """Fields of `du` with the number of files of each kind, and their bytes."""
 
-fs: Any = import_module("kvtier_backends.fs.directory.files")  # By name: tools know no tier.
+fs: Any = import_module("kvtier_backends.fs.directory")  # By name: tools know no tier.
 
 DirectoryArgument = Annotated[
     str,

@@ -215,14 +215,14 @@ def catalog_uses() -> Work:
     keys = keys_of()
     catalog = catalog_of(keys)
     parts = [keys[start : start + KEYS_A_REQUEST] for start in range(0, KEYS, KEYS_A_REQUEST)]
-    return lambda: [catalog.used(part, 10_000) for part in parts]
+    return lambda: [catalog.index.use(part, 10_000) for part in parts]
 
 
 def catalog_ranks() -> Work:
     keys = keys_of(ROWS)
     catalog = catalog_of(keys)
     parts = [keys[start : start + KEYS_A_REQUEST] for start in range(0, KEYS, KEYS_A_REQUEST)]
-    return lambda: [catalog.advise(Advice("rank", part), 10_000, 0) for part in parts]
+    return lambda: [catalog.index.advise(Advice("rank", part), 10_000, 0) for part in parts]
 
 
 def catalog_evictions() -> Work:

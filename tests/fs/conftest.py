@@ -20,7 +20,8 @@ from kvtier.backend.namespace import FileMapper, Namespace, OffloadKey
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import label
 from kvtier_backends.fs import FsBackend, FsOptions
-from kvtier_backends.fs.disk import below, capacity, trial
+from kvtier_backends.fs.disk import below, capacity
+from kvtier_backends.fs.disk import root as disk_root
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Footer, read_footer
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.segments import checkpoint
@@ -119,7 +120,7 @@ def root(tmp_path) -> Path:
 
 CONSTANTS: dict[str, Any] = {
     "checkpoint_s": (checkpoint, "CHECKPOINT_S"),
-    "queue_bytes": (trial, "QUEUE_BYTES"),
+    "queue_bytes": (disk_root, "QUEUE_BYTES"),
     "low_water": (capacity, "LOW_WATER"),
 }
 

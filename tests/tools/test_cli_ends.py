@@ -341,7 +341,7 @@ main()
         "typer",
         "kvtier.tools.directory",
         "rich.table",
-        "kvtier_backends.fs.directory.files",
+        "kvtier_backends.fs.directory",
     ],
 )
 def test_ctrl_c_during_any_import_ends_with_130_and_no_message(place: Path, name: str) -> None:

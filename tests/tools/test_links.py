@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.backend.directory import Kind, StoredFile
 from kvtier.testing.conformance.lender import keys_of
-from kvtier_backends.fs.directory.files import FilesDirectory
+from kvtier_backends.fs.directory import FilesDirectory
 
 COMMANDS = (("du",), ("ls",), ("verify",), ("prune", "--older-than", "0s", "--yes"), ("prune", "--leftovers", "--yes"))
 

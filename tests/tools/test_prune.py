@@ -15,7 +15,7 @@ from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier.tools.cli import main
 from kvtier_backends.fs import FsBackend, FsOptions
-from kvtier_backends.fs.directory.files import FilesDirectory
+from kvtier_backends.fs.directory import FilesDirectory
 from kvtier_backends.fs.disk.temporaries import Writer, temporary_name
 
 DAY_S = 86_400

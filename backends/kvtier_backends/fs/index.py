@@ -7,7 +7,8 @@ the policy has seen nothing of them. With LRU this is one order by last use, thr
 
 import time
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,34 @@ from kvtier.policies import HintedOrder, LinkedLRU, NumberOrder, Policy, number_
 
 LISTED_LEAST = 1_024  # Idle numbers that are sorted at once during a scan,
 LISTED_PART = 64  # and at least one in so many: some milliseconds a million.
+
+
+class InUse:
+    """Keys, by how many calls each is in use. Belongs to the loop's thread."""
+
+    def __init__(self) -> None:
+        self._calls: dict[OffloadKey, int] = {}
+
+    def __contains__(self, key: OffloadKey) -> bool:
+        return key in self._calls
+
+    def __iter__(self) -> Iterator[OffloadKey]:
+        return iter(self._calls)
+
+    @contextmanager
+    def __call__(self, keys: Sequence[OffloadKey]) -> Generator[None]:
+        """Keep the keys' chunks for as long as the block lasts."""
+        calls = self._calls
+        for key in keys:
+            calls[key] = calls.get(key, 0) + 1
+        try:
+            yield
+        finally:
+            for key in keys:
+                if calls[key] == 1:
+                    del calls[key]
+                else:
+                    calls[key] -= 1
 
 
 class ChunkIndex:

@@ -16,7 +16,7 @@ import pytest
 from kvtier.errors import BackendClosed
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import keys_of, label
-from kvtier_backends.fs.disk import packing
+from kvtier_backends.fs.disk import footer
 from kvtier_backends.fs.disk import reads as reads_module
 from kvtier_backends.fs.disk.reads import ONE_BY_ONE, PLACES, Context, QueuedReads, Wanted, takes_queued
 
@@ -224,9 +224,8 @@ def test_a_read_that_is_queued_is_tried_for_real(file, watched) -> None:
     assert not takes_queued(file[0], page)
 
 
-@pytest.mark.parametrize("options", [{"load_queue_bytes": 0}, {"io": "buffered"}])
-def test_reads_are_queued_where_it_is_wanted_and_direct(open_folder, options) -> None:
-    assert open_folder(**options).reads is ONE_BY_ONE
+def test_reads_are_queued_only_with_direct_io(open_folder) -> None:
+    assert open_folder(io="buffered").reads is ONE_BY_ONE
 
 
 def test_reads_are_queued_on_a_disk_unless_the_kernel_refuses(open_folder, monkeypatch) -> None:
@@ -334,7 +333,7 @@ async def test_files_are_closed_whatever_becomes_of_their_reads(open_tier, lende
     tier, keys = await scattered(open_tier, lender, "files")
     before = len(os.listdir("/proc/self/fd"))
     with monkeypatch.context() as patch:
-        patch.setattr(packing, "judge_chunk", _no_memory)
+        patch.setattr(footer, "judge_chunk", _no_memory)
         with pytest.raises(MemoryError):
             await tier.load(lender.reads(keys))
     with monkeypatch.context() as patch:

@@ -15,7 +15,7 @@ from kvtier.backend import BackendUnavailable, FileMapper, Removed
 from kvtier.errors import ConfigError
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import keys_of
-from kvtier_backends.fs import FsBackend, lives
+from kvtier_backends.fs import FsBackend, backend
 from kvtier_backends.fs.disk import owner
 from kvtier_backends.fs.disk.owner import OWNER
 from kvtier_backends.fs.layout import Left
@@ -36,7 +36,7 @@ def impatient(monkeypatch) -> None:
 @pytest.fixture
 def looking(monkeypatch) -> None:
     """Let every call look whether the directory is there."""
-    monkeypatch.setattr(lives, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(backend, "LOOK_EVERY_S", 0.0)
 
 
 @pytest.fixture
@@ -182,14 +182,14 @@ async def test_a_call_that_is_cancelled_while_the_directory_is_opened_again_keep
     tier, lender, root, mapper, options, monkeypatch, looking
 ) -> None:
     """The folder of chunks alone is gone: the owner's file stays, locked until the life has ended."""
-    ending, may_end, end = asyncio.Event(), asyncio.Event(), lives.Life.aclose
+    ending, may_end, end = asyncio.Event(), asyncio.Event(), backend.Life.aclose
 
-    async def slow_end(life: lives.Life, ends_at: float, close_files: Callable[[], None]) -> Left:
+    async def slow_end(life: backend.Life, ends_at: float, close_files: Callable[[], None]) -> Left:
         ending.set()
         await may_end.wait()
         return await end(life, ends_at, close_files)
 
-    monkeypatch.setattr(lives.Life, "aclose", slow_end)
+    monkeypatch.setattr(backend.Life, "aclose", slow_end)
     remove_chunks(root, mapper)
     call = asyncio.create_task(trial(tier, lender))
     await asyncio.wait_for(ending.wait(), DEADLINE_S)
@@ -201,7 +201,7 @@ async def test_a_call_that_is_cancelled_while_the_directory_is_opened_again_keep
 
 async def test_an_error_of_the_disk_ends_no_life(tier, lender, options, system_call, monkeypatch, looking) -> None:
     """An error proves nothing: all chunks would be scanned again, and none be found before."""
-    monkeypatch.setattr(lives, "open_tier", None)
+    monkeypatch.setattr(backend, "open_tier", None)
     failing = system_call("stat", error=errno.EIO, only=lambda name, **_: name == OWNER)
     await lender.keep(tier, NEW)
     assert failing.times

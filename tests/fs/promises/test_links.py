@@ -21,7 +21,7 @@ from kvtier.backend.directory import Kind
 from kvtier.backend.namespace import FileMapper
 from kvtier.errors import ConfigError
 from kvtier.testing.conformance.lender import key_of, keys_of
-from kvtier_backends.fs.directory.files import FilesDirectory
+from kvtier_backends.fs.directory import FilesDirectory
 from kvtier_backends.fs.disk.below import open_beneath, open_by_parts
 from tests.fs.conftest import DEADLINE_S, SLOT_BYTES, kinds, scanned, until, whole
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.testing.conformance.lender import key_of, keys_of, label
-from kvtier_backends.fs.directory.files import FilesDirectory
+from kvtier_backends.fs.directory import FilesDirectory
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Footer, read_footer, write_footer
 from kvtier_backends.fs.disk.temporaries import ABANDONED_S, TemporarySweep, Writer
 from kvtier_backends.fs.files.index import FileEntry, FileIndex

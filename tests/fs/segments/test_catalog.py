@@ -11,8 +11,7 @@ from kvtier.backend import Advice
 from kvtier.backend.namespace import OffloadKey
 from kvtier.policies import LRU
 from kvtier.testing.conformance.lender import key_of, keys_of
-from kvtier_backends.fs.segments.catalog import Catalog
-from kvtier_backends.fs.segments.slots import FreeSlots, Recalled, SlotEntry
+from kvtier_backends.fs.segments.catalog import Catalog, FreeSlots, Recalled, SlotEntry
 
 FILE_SLOTS = 8
 KEYS = 3  # Few, and hardly fewer slots: they are fought over.
@@ -128,11 +127,11 @@ class CatalogMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, KEYS - 1))
     def use(self, number: int) -> None:
         self.clock += 1
-        self.catalog.used([key_of(number)], self.clock)
+        self.catalog.index.use([key_of(number)], self.clock)
 
     @rule(numbers=st.lists(st.integers(0, KEYS - 1), max_size=4))
     def rank(self, numbers: list[int]) -> None:
-        self.catalog.advise(Advice("rank", [key_of(number) for number in numbers]), self.clock, 0)
+        self.catalog.index.advise(Advice("rank", [key_of(number) for number in numbers]), self.clock, 0)
 
     @rule(number=st.integers(0, KEYS - 1))
     def delete(self, number: int) -> None:
@@ -265,8 +264,8 @@ def held(catalog: Catalog, count: int) -> list[OffloadKey]:
 def test_what_was_used_longest_ago_goes_first(policy) -> None:
     catalog = Catalog(policy)
     keys = held(catalog, 5)
-    catalog.used(keys[:1], 10)
-    catalog.advise(Advice("rank", [keys[2], keys[1]]), 20, 0)
+    catalog.index.use(keys[:1], 10)
+    catalog.index.advise(Advice("rank", [keys[2], keys[1]]), 20, 0)
     order: list[OffloadKey] = []
     while slots := catalog.evict(1, ()):
         (gone,) = {key for key in keys if key not in catalog and key not in order}

@@ -23,11 +23,11 @@ from xxhash import xxh3_64_intdigest
 from kvtier.backend import FileMapper, Namespace, OffloadKey, TierContext, make_offload_key
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs import FsBackend, FsOptions
-from kvtier_backends.fs.counters import Counters
 from kvtier_backends.fs.disk.root import Folder
+from kvtier_backends.fs.layout import Counters
 from kvtier_backends.fs.segments import checkpoint as checkpoint_module
+from kvtier_backends.fs.segments.catalog import Snapshot
 from kvtier_backends.fs.segments.checkpoint import KEY_BYTES_MAX, SlotCheckpoint
-from kvtier_backends.fs.segments.slots import Snapshot
 from tests.fs.conftest import ROW_BYTES, scanned
 
 DEADLINE_S = 20.0
@@ -220,10 +220,10 @@ import os, signal, sys
 from array import array
 from kvtier.backend import FileMapper, Namespace, TierContext
 from kvtier_backends.fs import FsOptions
-from kvtier_backends.fs.counters import Counters
+from kvtier_backends.fs.layout import Counters
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.segments.checkpoint import SlotCheckpoint
-from kvtier_backends.fs.segments.slots import Snapshot
+from kvtier_backends.fs.segments.catalog import Snapshot
 mapper = FileMapper(Namespace(model_name="org/model"))
 folder = Folder(FsOptions(root=sys.argv[1]), TierContext("0:fs", mapper, {ROW_BYTES}))
 folder.open()

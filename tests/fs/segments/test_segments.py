@@ -20,12 +20,11 @@ from kvtier.backend import Kind
 from kvtier.backend.contract import Removed, ScanDone
 from kvtier.errors import BackendClosed, BackendUnavailable, cause_of
 from kvtier.testing.conformance.lender import key_of, keys_of, label
-from kvtier_backends.fs.directory.files import FilesDirectory
-from kvtier_backends.fs.directory.slots import SegmentsDirectory
+from kvtier_backends.fs.directory import FilesDirectory, SegmentsDirectory
 from kvtier_backends.fs.disk.capacity import Disk
 from kvtier_backends.fs.disk.owner import OWNER
-from kvtier_backends.fs.segments import losses
-from kvtier_backends.fs.segments.runs import RUN_SLOTS_MAX
+from kvtier_backends.fs.segments import room
+from kvtier_backends.fs.segments.mover import RUN_SLOTS_MAX
 from kvtier_backends.fs.segments.segment import HEADER_BYTES, Header, read_header
 from tests.fs.conftest import DEADLINE_S, SLOT_BYTES, kinds, scanned, segments, taken_bytes, until, whole
 
@@ -364,13 +363,13 @@ async def test_slots_that_were_pruned_are_stored_to_again_and_on_a_full_disk_ref
 @pytest.fixture
 def closing(monkeypatch) -> None:
     """Close at once what was removed."""
-    monkeypatch.setattr(losses, "CLOSE_S", 0.01)
+    monkeypatch.setattr(room, "CLOSE_S", 0.01)
 
 
 @pytest.fixture
 def looking(monkeypatch) -> None:
     """Look all the time what was removed."""
-    monkeypatch.setattr(losses, "LOOK_S", 0.01)
+    monkeypatch.setattr(room, "LOOK_S", 0.01)
 
 
 def open_without_a_name(root: Path) -> int:

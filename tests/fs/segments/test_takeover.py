@@ -12,7 +12,7 @@ from kvtier.backend import EngineId, TierContext
 from kvtier.errors import NoSpace
 from kvtier.testing.conformance.lender import keys_of, label
 from kvtier_backends.fs import FsBackend, FsOptions
-from kvtier_backends.fs.segments import start
+from kvtier_backends.fs.segments import recovery
 from kvtier_backends.fs.segments.folder import SegmentFolder
 from tests.fs.conftest import DEADLINE_S, FOOTER_BYTES, ROW_BYTES, segments, taken_bytes, until_stored, whole
 
@@ -24,7 +24,7 @@ NEW = keys_of(200, start=1_000)  # More than the capacity holds.
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch) -> None:
-    monkeypatch.setattr(start, "AGAIN_S", 0.02)
+    monkeypatch.setattr(recovery, "AGAIN_S", 0.02)
 
 
 @pytest.fixture

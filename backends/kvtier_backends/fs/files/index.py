@@ -4,6 +4,7 @@ It answers probes without a system call, and reports changes to an inventory's c
 is there: a load corrects that. A chunk that is wrongly taken for absent would be lost until the next start.
 """
 
+import asyncio
 import time
 from array import array
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -11,10 +12,10 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from kvtier.backend import Advice, OffloadKey
+from kvtier.errors import BackendClosed
 from kvtier.policies import Policy
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES
-from kvtier_backends.fs.disk.claims import Claims
-from kvtier_backends.fs.index import ChunkIndex
+from kvtier_backends.fs.index import ChunkIndex, InUse
 
 REFRESH_MINUTES = 60  # A file's time is set to its last use at most so often.
 MINUTE_NS = 60_000_000_000
@@ -38,6 +39,48 @@ def minute_of(time_ns: int) -> int:
 def is_later(time_ns: int, known_ns: int) -> bool:
     """Return True if a file's time is a later minute than the one that was known of it."""
     return minute_of(time_ns) > minute_of(known_ns)
+
+
+class Claims:
+    """Keys that are busy: calls use their files, or these are on their way out. Belongs to the loop's thread.
+
+    A chunk that a call uses is never chosen for eviction. A store of a key whose file is being removed waits until the
+    file is gone. Otherwise the removal would meet the new file. A load does not wait: that chunk is a miss.
+    """
+
+    def __init__(self) -> None:
+        """Start without claims."""
+        self.leaving: set[OffloadKey] = set()
+        """Whose files are going: whether they are still there is up to the lane that is at it."""
+        self.in_use = InUse()
+        """The keys whose files calls are at."""
+        self._gone = asyncio.Event()  # Replaced each time that some are.
+        self._closed = False
+
+    async def until_gone(self, keys: Sequence[OffloadKey]) -> None:
+        """Wait until none of the keys' files is leaving; raises `BackendClosed` once closed."""
+        while not self.leaving.isdisjoint(keys):
+            if self._closed:
+                raise BackendClosed("closed before the former chunk was removed")
+            await self._gone.wait()
+
+    def begin(self, keys: Iterable[OffloadKey]) -> None:
+        """Mark these keys' files as leaving."""
+        self.leaving.update(keys)
+
+    def end(self, keys: Iterable[OffloadKey]) -> None:
+        """Record that they are gone, or stay."""
+        self.leaving.difference_update(keys)
+        self._wake()
+
+    def close(self) -> None:
+        """End all waiting for files. A chunk that was chosen, and not removed yet, stays."""
+        self._closed = True
+        self._wake()
+
+    def _wake(self) -> None:
+        gone, self._gone = self._gone, asyncio.Event()
+        gone.set()
 
 
 class FileIndex:

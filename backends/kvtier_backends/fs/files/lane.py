@@ -15,12 +15,19 @@ from typing import Self
 from kvtier.backend import OffloadKey, Outcome, Read, Write
 from kvtier.errors import ChunkCorrupt, ChunkMissing
 from kvtier_backends.fs.disk.below import ForeignError, believable_ns
-from kvtier_backends.fs.disk.footer import FOOTER_BYTES, GONE, LEFT_ALONE, ChunkFault, Whole, failure, judge_length
+from kvtier_backends.fs.disk.footer import (
+    FOOTER_BYTES,
+    GONE,
+    LEFT_ALONE,
+    ChunkFault,
+    Packing,
+    Whole,
+    failure,
+    judge_length,
+)
 from kvtier_backends.fs.disk.lanes import Pages, share_chunks
-from kvtier_backends.fs.disk.packing import Packing
 from kvtier_backends.fs.disk.reads import Wanted
-from kvtier_backends.fs.files.chunk_files import ChunkFiles, DoubtError, FoundFile, OpenChunk
-from kvtier_backends.fs.files.discard import Discarded
+from kvtier_backends.fs.files.chunk_files import ChunkFiles, Discarded, DoubtError, FoundFile, OpenChunk
 from kvtier_backends.fs.files.index import FileEntry, is_later
 from kvtier_backends.fs.layout import OpenTier
 

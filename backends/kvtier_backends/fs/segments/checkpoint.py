@@ -11,14 +11,12 @@ trust); for each chunk the length of its key u8, the key padded to the longest, 
 its last use in ns since the epoch u64; XXH3-64 of all that, u64.
 """
 
-import asyncio
 import hashlib
 import logging
 import os
 import struct
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -27,14 +25,13 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64
 
 from kvtier.backend import INVENTORY_BATCH_KEYS, FileMapper, OffloadKey
-from kvtier.errors import BackendClosed, Remedy
-from kvtier_backends.fs.counters import Counters
-from kvtier_backends.fs.disk.capacity import Capacity
+from kvtier.errors import Remedy
 from kvtier_backends.fs.disk.footer import SLICE_BYTES
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.disk.temporaries import boot_id
+from kvtier_backends.fs.layout import Counters
+from kvtier_backends.fs.segments.catalog import Snapshot
 from kvtier_backends.fs.segments.segment import Segment
-from kvtier_backends.fs.segments.slots import Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -182,45 +179,6 @@ class SlotCheckpoint:
         begin, record_bytes = _HEAD.size + size, _record(longest).size
         chunks, rest = divmod(end - begin, record_bytes)
         return None if rest or chunks < 0 else Memory(same_boot, segments, _columns(content, begin, chunks, longest))
-
-
-class CheckpointSchedule:
-    """The schedule of a tier's checkpoints: every so often, and at the end. Belongs to the loop's thread."""
-
-    def __init__(self, capacity: Capacity, counters: Counters, bytes_worst: Callable[[], int]) -> None:
-        """`bytes_worst`: the most that the next one takes."""
-        self.ready = False
-        """Set once a new one is not worse than the last: the chunks that the last one names are known."""
-        self._capacity = capacity
-        self._counters = counters
-        self._bytes_worst = bytes_worst
-
-    async def run(self, write: Callable[[], Awaitable[None]]) -> None:
-        """Write one every so often, until cancelled."""
-        while True:
-            await asyncio.sleep(CHECKPOINT_S)
-            if self.ready and (room_bytes := self._promised_bytes()):
-                try:
-                    await write()
-                finally:
-                    self._capacity.release(room_bytes)
-
-    def last(self, queue: Callable[[], object]) -> None:
-        """Queue the last one on a lane; only the first closing can."""
-        wanted, self.ready = self.ready, False
-        if wanted and self._promised_bytes():
-            with suppress(BackendClosed):
-                queue()
-
-    def _promised_bytes(self) -> int:
-        """Promise room for a new checkpoint; 0 if there is not enough, and the last one stays."""
-        wanted_bytes = self._bytes_worst()
-        granted_bytes = self._capacity.reserve(wanted_bytes)
-        if granted_bytes == wanted_bytes:
-            return wanted_bytes
-        self._capacity.release(granted_bytes)
-        self._counters.count("checkpoints_failed")
-        return 0
 
 
 def remembered(segments: Sequence[Segment], before_ns: int) -> list[Remembered]:

@@ -9,11 +9,9 @@ from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.layout import Background, Left, OpenTier, left_s, until
 from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.folder import SegmentFolder
-from kvtier_backends.fs.segments.loading import SlotLoading
-from kvtier_backends.fs.segments.losses import Losses
+from kvtier_backends.fs.segments.mover import SlotMover
+from kvtier_backends.fs.segments.recovery import SegmentsStart
 from kvtier_backends.fs.segments.room import Room
-from kvtier_backends.fs.segments.start import SegmentsStart
-from kvtier_backends.fs.segments.storing import SlotStoring
 from kvtier_backends.fs.segments.wiping import Wiping
 
 SCAN_PATIENCE_S = 0.5  # So long after the start a call waits for the scan of what it needs, if it needs it.
@@ -36,16 +34,14 @@ class SegmentsLayout:
         self._folder = folder
         self._wiping = Wiping(tier, catalog)
         self._room = Room(tier, catalog, folder, self._wiping)
-        self._losses = Losses(tier, catalog, folder)
-        self._loading = SlotLoading(tier, catalog, self._wiping)
-        self._storing = SlotStoring(tier, catalog, self._room, self._losses)
+        self._mover = SlotMover(tier, catalog, self._room, self._wiping)
         self._start = SegmentsStart(tier, catalog, folder, self._room)
         self._background = Background()
         self._begun = time.monotonic()
 
     def begin(self) -> None:
         start = self._start
-        works = (start.run, start.run_checkpoints, self._wiping.run, self._room.run, self._losses.run)
+        works = (start.run, start.run_checkpoints, self._wiping.run, self._room.run, self._room.run_losses)
         self._background.begin(self._tier.context.name, works)
 
     async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
@@ -58,14 +54,14 @@ class SegmentsLayout:
         if self._catalog.has_candidate(keys):  # A later chunk of the key may lie in a segment that is not read yet.
             await self._is_scanned()
         try:
-            return await self._loading(reads)
+            return await self._mover.load(reads)
         finally:
             self._wiping.check()
 
     async def store(self, writes: Sequence[Write]) -> tuple[list[Outcome], int]:
         await self._is_scanned()
         try:
-            return await self._storing(writes)
+            return await self._mover.store(writes)
         finally:
             self._wiping.written()
 
@@ -79,11 +75,11 @@ class SegmentsLayout:
     def advise(self, advice: Advice[OffloadKey]) -> None:
         tier = self._tier
         retained_max = tier.retained_max(tier.context.row_bytes + FOOTER_BYTES)
-        self._catalog.advise(advice, tier.clock_ns(), retained_max)
+        self._catalog.index.advise(advice, tier.clock_ns(), retained_max)
 
     @property
     def retentions_cut(self) -> int:
-        return self._catalog.retentions_cut
+        return self._catalog.index.retentions_cut
 
     def occupancy(self) -> Occupancy:
         chunks, slot_bytes = len(self._catalog), self._tier.context.row_bytes + FOOTER_BYTES
@@ -93,7 +89,7 @@ class SegmentsLayout:
     async def aclose(self, ends_at: float) -> Left:
         self._start.stop()
         self._background.cancel()
-        self._room.close()
+        self._room.opened.set()
         lanes = self._tier.lanes
         loads, stores = await self._tier.end_transfers(ends_at)
         self._wiping.begin_last()

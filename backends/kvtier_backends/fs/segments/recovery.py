@@ -1,5 +1,10 @@
-"""The recovery of segments at a start: their list, the part of a checkpoint that is believed, and the footers."""
+"""The recovery of segments at a start: their list, the part of a checkpoint that is believed, and the footers.
 
+The chunks of the last checkpoint are known first, and the footers correct them. Blocking work runs in a lane of its
+own. The part on the loop's thread records what was read, and writes checkpoints.
+"""
+
+import asyncio
 import logging
 import os
 import time
@@ -11,18 +16,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.backend import INVENTORY_BATCH_KEYS, read_folder
-from kvtier.errors import LineLimit, Remedy
+from kvtier.errors import BackendClosed, LineLimit, Remedy
 from kvtier_backends.fs.disk.below import AHEAD_NS, believable_ns, list_folder
 from kvtier_backends.fs.disk.footer import ChunkFault, Footer, read_footer
 from kvtier_backends.fs.disk.remains import is_absent
+from kvtier_backends.fs.index import oldest_last
 from kvtier_backends.fs.layout import OpenTier
-from kvtier_backends.fs.segments.checkpoint import Remembered, RememberedChunks, SlotCheckpoint
+from kvtier_backends.fs.segments import checkpoint
+from kvtier_backends.fs.segments.catalog import Catalog, Recalled, SlotEntry, Snapshot
+from kvtier_backends.fs.segments.checkpoint import (
+    SETTLED_NS,
+    Remembered,
+    RememberedChunks,
+    SlotCheckpoint,
+    remembered,
+    trusted,
+)
 from kvtier_backends.fs.segments.folder import SegmentFolder, Unusable
+from kvtier_backends.fs.segments.room import Room
 from kvtier_backends.fs.segments.segment import ZEROS, Segment
-from kvtier_backends.fs.segments.slots import Recalled, SlotEntry
 
 logger = logging.getLogger(__name__)
 
+AGAIN_S = 5.0  # Between two looks at what could not be seen, or was locked, at the start.
 NAMED_MAX = 8  # Segments in the log; a line must stay one.
 SEQUENCE_MAX = (1 << 63) - 1  # The year 2262, in ns. Greater ones are not ours, and would leave none for later chunks.
 
@@ -46,6 +62,167 @@ class Seen(NamedTuple):
     torn: Sequence[tuple[int, ChunkFault]] = ()
     distrusted: str = ""  # A segment with slots that are neither free nor held: the next start has to look again.
     failed: bool = False  # That segment could not be read to its end.
+
+
+class SegmentsStart:
+    """The start-up scan of one tier, and its checkpoints. Belongs to the loop's thread."""
+
+    def __init__(self, tier: OpenTier, catalog: Catalog, folder: SegmentFolder, room: Room) -> None:
+        self.done = asyncio.Event()
+        """Set once everything that was there at the start is known."""
+        self.recalled = asyncio.Event()
+        """Set once everything that the last checkpoint names is known."""
+        self._checkpoint = SlotCheckpoint(tier.root, tier.context.mapper, tier.counters, tier.context.row_bytes)
+        self._recovery = Recovery(tier, folder, self._checkpoint)
+        self._catalog = catalog
+        self._segments = catalog.segments
+        self._room = room
+        self._capacity = tier.capacity
+        self._counters = tier.counters
+        self._lane = tier.lanes.scan
+        self._clock_ns = tier.clock_ns
+        self._distrusted: set[str] = set()  # Segments that the next start has to read through.
+        self._failed = 0
+        self._added = 0  # Opened segments that the catalog knows,
+        self._unusable = 0  # and unusable ones that the room knows.
+        self._writes_checkpoints = False  # A new one is not worse than the last: the chunks of that one are known.
+
+    def stop(self) -> None:
+        """Ask the scan to end soon."""
+        self._recovery.stopped = True
+        self.recalled.set()
+
+    async def run(self) -> None:
+        """Find out what is there, once."""
+        recovery, catalog, counters = self._recovery, self._catalog, self._counters
+        await self._lane.run(recovery.open_all)
+        around = await self._lane.run(recovery.look_around)
+        self._failed += recovery.failed
+        self._add_opened()
+        self._count(around)
+        self._room.opened.set()
+        recalled = recovery.recalled()
+        while (chunks := await self._lane.run(next, recalled, None)) is not None:
+            catalog.recall(chunks)
+        self.recalled.set()
+        found = recovery.recovered()
+        while (seen := await self._lane.run(next, found, None)) is not None:
+            self._note(seen)
+        counters.count("scan_skipped", len(recovery.unusable))
+        counters.count("scan_failed", self._failed)
+        counters.count("scan_swept", around.swept)
+        counters.count("scan_others", around.others)
+        catalog.index.order_idle(await self._lane.run(oldest_last, *catalog.index.idle()))
+        catalog.scan_ended(complete=not self._failed)
+        await self._room.shrink()
+        self._writes_checkpoints = True
+        self.done.set()
+        while self._capacity.unseen_bytes or any(not segment.own for segment in self._segments.all):
+            await asyncio.sleep(AGAIN_S)
+            await self._look_again()
+
+    async def _look_again(self) -> None:
+        """Measure what could not be seen at the start, and take over segments whose locks have been released.
+
+        A process that hangs keeps its locks until it ends: a runner that was replaced, or `kvtier prune`.
+        """
+        async with self._room.changing:  # A segment that is just being made would be taken for another process's.
+            await self._lane.run(self._recovery.open_all)
+            for segment in self._add_opened():
+                segment.own = False  # Locked, and not read yet: it is taken over like the others.
+            self._count(await self._lane.run(self._recovery.look_around))
+        for segment in list(self._segments.all):
+            if not segment.own:
+                async with self._room.changing:  # The part that is known must not be removed for room meanwhile.
+                    await self._take_over(segment)
+
+    async def _take_over(self, segment: Segment) -> None:
+        """Own a segment, if its lock is free, by what its footers say now.
+
+        Until all of them are known, no checkpoint names it.
+        """
+        found = await self._lane.run(self._recovery.take_over, segment)
+        if found is None:
+            return
+        while (seen := await self._lane.run(next, found, None)) is not None:
+            self._catalog.take_over(*seen.looked, seen.held)
+            self._note_rest(seen)
+        segment.own = True
+        logger.info("%s: taken over from a process that has ended", segment.name)
+
+    def _add_opened(self) -> Sequence[Segment]:
+        """Add the segments that were opened since the last call, and return them."""
+        opened = self._recovery.opened[self._added :]
+        for segment in opened:
+            self._segments.add(segment, self._catalog.add(segment.header.slots))
+        self._added += len(opened)
+        self._room.unusable += self._recovery.unusable[self._unusable :]
+        self._unusable = len(self._recovery.unusable)
+        return opened
+
+    def _count(self, around: Around) -> None:
+        """Count what lies around the open segments. As long as that is unknown, it is all that is on the disk."""
+        if around.measured:
+            self._capacity.other_bytes, self._capacity.unseen_bytes = around.taken_bytes, 0
+
+    async def run_checkpoints(self) -> None:
+        """Write down what is known every so often, until cancelled."""
+        while True:
+            await asyncio.sleep(checkpoint.CHECKPOINT_S)
+            if self._writes_checkpoints and (room_bytes := self._promised_bytes()):
+                try:
+                    # What is written between the two is not in the first: that segment is looked through, not trusted.
+                    before_ns = self._clock_ns() - SETTLED_NS
+                    segments = await self._lane.run(remembered, list(self._segments.all), before_ns)
+                    segments = trusted(segments, self._unsettled())
+                    await self._lane.run(self._checkpoint.write, segments, self._catalog.snapshot())
+                finally:
+                    self._capacity.release(room_bytes)
+
+    def write_last_checkpoint(self) -> None:
+        """Queue it on the lane, when nothing writes any more; only the first closing can."""
+        wanted, self._writes_checkpoints = self._writes_checkpoints, False
+        if wanted and self._promised_bytes():
+            with suppress(BackendClosed):
+                segments, snapshot = list(self._segments.all), self._catalog.snapshot()
+                self._lane.submit(self._write_last, segments, self._unsettled(), snapshot)
+
+    def _write_last(self, segments: Sequence[Segment], unsettled: set[str], snapshot: Snapshot) -> None:
+        settled = trusted(remembered(segments, self._clock_ns() + SETTLED_NS), unsettled)
+        self._checkpoint.write(settled, snapshot)
+
+    def _promised_bytes(self) -> int:
+        """Promise room for a new checkpoint; 0 if there is not enough, and the last one stays."""
+        wanted_bytes = self._checkpoint.bytes_worst(len(self._catalog), len(self._segments.all))
+        granted_bytes = self._capacity.reserve(wanted_bytes)
+        if granted_bytes == wanted_bytes:
+            return wanted_bytes
+        self._capacity.release(granted_bytes)
+        self._counters.count("checkpoints_failed")
+        return 0
+
+    def _unsettled(self) -> set[str]:
+        """Return the names of segments with a slot whose footer may say something else than what is known."""
+        return {self._segments.of(slot).name for slot in self._catalog.unsettled()} | self._distrusted
+
+    def _note(self, seen: Seen) -> None:
+        if seen.foreign:
+            for chunk in seen.held:
+                self._catalog.found(chunk, foreign=True)
+        else:
+            self._catalog.looked(*seen.looked, seen.held)
+        self._note_rest(seen)
+
+    def _note_rest(self, seen: Seen) -> None:
+        """Record the slots of a range that hold no chunk."""
+        for first, count in seen.free:
+            self._catalog.free.add(first, count)
+        for slot, fault in seen.torn:
+            self._counters.corrupt(fault)
+            self._catalog.outdated.retire(slot, None)
+        if seen.distrusted:
+            self._distrusted.add(seen.distrusted)
+        self._failed += seen.failed
 
 
 class Recovery:
@@ -204,13 +381,13 @@ class _Places:
                 )
 
 
-def _is_there(segments: dict[str, Segment], remembered: Remembered) -> bool:
-    segment = segments.get(remembered.name)
-    return segment is not None and segment.own and segment.header.slots == remembered.slots
+def _is_there(segments: dict[str, Segment], said: Remembered) -> bool:
+    segment = segments.get(said.name)
+    return segment is not None and segment.own and segment.header.slots == said.slots
 
 
-def _is_untouched(segment: Segment, remembered: Remembered) -> bool:
-    return remembered.written_at_ns > 0 and os.fstat(segment.fd).st_mtime_ns == remembered.written_at_ns
+def _is_untouched(segment: Segment, said: Remembered) -> bool:
+    return 0 < said.written_at_ns == os.fstat(segment.fd).st_mtime_ns
 
 
 def _footers_of(segment: Segment, root_fd: int, now_ns: int) -> Iterator[Seen]:

@@ -2,81 +2,82 @@
 
 Evicting a chunk costs only a change in memory, so no chunk is evicted before its slot is wanted. Room of the file
 system is taken a segment at a time, and given back only when there is too much.
+
+A segment may be lost: another program has removed it, and the next start will not find its chunks. No call fails by
+itself, since a file without a name can be written and read as before. So after its write, a store asks whether the file
+still has its name. All segments are checked from time to time, too. The chunks of a lost segment are forgotten at once.
+When no call uses it any more, it is closed, and its room is free.
 """
 
 import asyncio
+import errno
+import logging
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 
 from kvtier.backend import OffloadKey, in_thread
+from kvtier.errors import Remedy
 from kvtier.memory import file_bytes_max
 from kvtier_backends.fs.disk.footer import FULL
-from kvtier_backends.fs.layout import OpenTier, Settling
+from kvtier_backends.fs.layout import OpenTier, Settling, until
 from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.checkpoint import RECORD_BYTES_MAX
 from kvtier_backends.fs.segments.folder import SegmentFolder, Unusable
 from kvtier_backends.fs.segments.segment import HEADER_BYTES, SEGMENT_BYTES_MOST, Segment
 from kvtier_backends.fs.segments.wiping import Wiping
 
+logger = logging.getLogger(__name__)
+
 SEGMENT_BYTES_LEAST = 16 << 20  # The first one's; each makes the tier twice as large, up to `SEGMENT_BYTES_MOST`.
 SYNCED_BYTES_MOST = 64 << 20  # With fsync they are written all over first, for which stores wait.
 FULL_PAUSE_S = 10.0  # A full disk is asked again after so long.
 TICK_S = 10.0
+LOOK_S = 10.0  # Two microseconds a segment.
+CLOSE_S = 1.0  # Calls that used a lost segment have mostly ended by then.
 
 
 class Room:
-    """Slots for stores, and what is given back when there is too much. Belongs to the loop's thread."""
+    """The slots for stores, and the segments that come and go. Belongs to the loop's thread."""
 
     def __init__(self, tier: OpenTier, catalog: Catalog, folder: SegmentFolder, wiping: Wiping) -> None:
         """Make and remove segments in the lanes for stores."""
+        self.opened = asyncio.Event()
+        """Set when all segments that were there are known, and at the end."""
+        self.changing = asyncio.Lock()
+        """Held while segments are made or removed."""
+        self.error: OSError | None = None
+        """Why the last segment could not be made, if that was not for want of room."""
+        self.unusable: list[Unusable] = []
+        """Files that take room and hold no chunk: they go before any chunk."""
         self._tier = tier
         self._catalog = catalog
+        self._segments = catalog.segments
         self._folder = folder
         self._wiping = wiping
-        self._segments = catalog.segments
-        self._leftovers = Leftovers(tier, folder)
-        self._growth = Growth(tier, catalog, folder, self._leftovers)
         self._capacity = tier.capacity
         self._counters = tier.counters
+        self._lanes = tier.lanes.store
         self._settling = Settling(tier)
-        self._ttl_s = ttl_s = tier.options.ttl_s
-        self._tick_s = TICK_S if ttl_s is None else min(TICK_S, max(ttl_s / 16, 0.01))
-
-    @property
-    def error(self) -> OSError | None:
-        """Why there are no more slots, if that is not for want of room."""
-        return self._growth.error
+        self._full_until_s = 0.0
+        self._seen_lost: list[Segment] = []  # By lanes, and not yet noted.
+        self._lost: list[Segment] = []  # Noted, and open still.
+        self._wake_losses = asyncio.Event()
+        most_bytes, limit_bytes = SYNCED_BYTES_MOST if tier.options.fsync else SEGMENT_BYTES_MOST, file_bytes_max()
+        self._most_bytes = most_bytes if limit_bytes is None else min(most_bytes, limit_bytes - HEADER_BYTES)
 
     @property
     def disk_is_full(self) -> bool:
-        """Whether the disk has lately had no room for more."""
-        return self._growth.disk_is_full
-
-    @property
-    def changing(self) -> asyncio.Lock:
-        """Held while segments are made or removed."""
-        return self._growth.changing
-
-    def found(self, unusable: Iterable[Unusable]) -> None:
-        """Add files that take room and hold nothing: they go first."""
-        self._leftovers.found(unusable)
-
-    def begin(self) -> None:
-        """Make segments from now on: all that were there are known."""
-        self._growth.opened.set()
-
-    def close(self) -> None:
-        """End the wait for segments to be known: lanes are closed."""
-        self._growth.opened.set()
+        """Whether the disk has lately had no room for a segment of the wanted size."""
+        return time.monotonic() < self._full_until_s
 
     async def take(self, count: int, incoming: Sequence[OffloadKey]) -> list[int]:
         """Give out up to `count` slots: free ones, new ones, then those of evicted chunks."""
         catalog = self._catalog
         slots = catalog.take_free(count)
         try:
-            while len(slots) < count and await self._growth.grow(count - len(slots)):
+            while len(slots) < count and await self._grow(count - len(slots)):
                 slots += catalog.take_free(count - len(slots))
             while len(slots) < count and await self._wiping.until_some_wiped():
                 slots += catalog.take_free(count - len(slots))
@@ -84,7 +85,7 @@ class Room:
             catalog.give_back(slots)
             raise
         if len(slots) < count:
-            if self._growth.disk_is_full:
+            if self.disk_is_full:
                 self._counters.count("disk_full", count - len(slots))
             slots += catalog.take_free(count - len(slots))
             victims = catalog.evict(count - len(slots), incoming)
@@ -94,32 +95,35 @@ class Room:
 
     async def run(self) -> None:
         """Give back what is too much, and let go what was not used for long, until cancelled."""
+        ttl_s = self._tier.options.ttl_s
+        tick_s = TICK_S if ttl_s is None else min(TICK_S, max(ttl_s / 16, 0.01))
         while True:
             await self._settling()
             await self.shrink()
-            self._expire()
-            await asyncio.sleep(min(self._tick_s, self._settling.left_s()))
+            if ttl_s is not None and not self._catalog.scanning:
+                self._expire(self._tier.clock_ns() - int(ttl_s * 1e9))
+            await asyncio.sleep(min(tick_s, self._settling.left_s()))
 
     async def shrink(self) -> None:
         """Remove segments as long as they take more than they may."""
         if self._catalog.scanning:
             return
-        await self._growth.look_at_disk()
-        async with self._growth.changing:
+        await self._look_at_disk()
+        async with self.changing:
             while (free_bytes := self._capacity.free_bytes()) is not None and free_bytes < 0:
-                if not (await self._leftovers.remove() or await self._remove_coldest()):
+                if not (await self._remove_leftover() or await self._remove_coldest()):
                     return
-                await self._growth.look_at_disk()  # Else everything would go for what the first removal has given back.
+                await self._look_at_disk()  # Else everything would go for what the first removal has given back.
 
-    def _expire(self) -> None:
-        if self._ttl_s is None or self._catalog.scanning:
-            return
-        expired = self._catalog.unused_since(self._tier.clock_ns() - int(self._ttl_s * 1e9))
+    def _expire(self, before_ns: int) -> None:
+        expired = self._catalog.unused_since(before_ns)
         self._counters.count("expired", len(expired))
         for key in expired:
             self._catalog.inventory.lost(key)
         self._catalog.remove(expired)
         self._wiping.check()
+
+    # Segments that go.
 
     async def _remove_coldest(self) -> bool:
         """Remove the segment that has the chunk that was used longest ago; False if none may go."""
@@ -131,95 +135,30 @@ class Room:
             if chunks is not None:
                 self._counters.count("evicted", chunks)
                 self._segments.remove(segment)
-                await in_thread(self._tier.lanes.store, self._remove_file, segment)
+                remove, remains = partial(self._folder.remove, segment), self._tier.root.remains
+                await in_thread(self._lanes, remains.remove, segment.name, segment.allocated_bytes, remove)
+                self._counters.count("evictions_failed", remains.take_failed())
                 return segment.closed  # Else the others would be given up in vain, too.
         return False
 
-    def _remove_file(self, segment: Segment) -> None:
-        """Remove a segment that no call uses, now or later. Blocks, in a lane; one at a time."""
-        remove = partial(self._folder.remove, segment)
+    async def _remove_leftover(self) -> bool:
+        """Remove a file that takes room and holds no chunk; False if none can be removed."""
         remains = self._tier.root.remains
-        remains.remove(segment.name, segment.allocated_bytes, remove)
-        self._counters.count("evictions_failed", remains.take_failed())
-
-
-class Leftovers:
-    """Files that take room and hold no chunk, which go before any chunk. Belongs to the loop's thread."""
-
-    def __init__(self, tier: OpenTier, folder: SegmentFolder) -> None:
-        """Remove them in the lanes for stores."""
-        self._tier = tier
-        self._folder = folder
-        self._unusable: list[Unusable] = []
-
-    def found(self, unusable: Iterable[Unusable]) -> None:
-        """Add files that take room and hold nothing."""
-        self._unusable += unusable
-
-    async def remove(self) -> bool:
-        """Remove one of them; False if none can be removed."""
-        remains = self._tier.root.remains
-        if remains.used_bytes and await in_thread(self._tier.lanes.store, remains.again):
+        if remains.used_bytes and await in_thread(self._lanes, remains.again):
             return True
-        for unusable in list(self._unusable):
+        for unusable in list(self.unusable):
             removed = False
             with suppress(OSError):  # Then it takes its room still.
-                removed = await in_thread(self._tier.lanes.store, self._folder.remove_unusable, unusable)
+                removed = await in_thread(self._lanes, self._folder.remove_unusable, unusable)
             if removed:
-                self._unusable.remove(unusable)
-                self._tier.capacity.other_bytes -= unusable.allocated_bytes
+                self.unusable.remove(unusable)
+                self._capacity.other_bytes -= unusable.allocated_bytes
                 return True
         return False
 
+    # New segments, each as large as all before it, while there is room.
 
-class SegmentMaking:
-    """A segment that a lane makes. A call that is cancelled meanwhile knows it, too."""
-
-    def __init__(self) -> None:
-        self.segment: Segment | None = None
-        self.is_full = False
-        self.error: OSError | None = None  # Any other than that.
-
-    def run(self, folder: SegmentFolder, slots: int) -> None:
-        """Make the largest that the disk has room for, up to `slots`. Blocks, in a lane."""
-        while slots and self.segment is None:
-            try:
-                self.segment = folder.create(slots)
-            except OSError as error:
-                if error.errno not in FULL:
-                    self.error = error.with_traceback(None)
-                    return
-                self.is_full = True
-                slots //= 2
-
-
-class Growth:
-    """New segments, each as large as all before it, while there is room. Belongs to the loop's thread."""
-
-    def __init__(self, tier: OpenTier, catalog: Catalog, folder: SegmentFolder, leftovers: Leftovers) -> None:
-        """Make them in the lanes for stores."""
-        self.opened = asyncio.Event()
-        """Set when all segments that were there are known."""
-        self.changing = asyncio.Lock()
-        """Held while segments are made or removed."""
-        self.error: OSError | None = None
-        """Why the last segment could not be made, if that was not for want of room."""
-        self._catalog = catalog
-        self._segments = catalog.segments
-        self._folder = folder
-        self._leftovers = leftovers
-        self._capacity = tier.capacity
-        self._lanes = tier.lanes.store
-        most_bytes, limit_bytes = SYNCED_BYTES_MOST if tier.options.fsync else SEGMENT_BYTES_MOST, file_bytes_max()
-        self._most_bytes = most_bytes if limit_bytes is None else min(most_bytes, limit_bytes - HEADER_BYTES)
-        self._full_until_s = 0.0
-
-    @property
-    def disk_is_full(self) -> bool:
-        """Whether the disk has lately had no room for a segment of the wanted size."""
-        return time.monotonic() < self._full_until_s
-
-    async def grow(self, wanted_slots: int) -> bool:
+    async def _grow(self, wanted_slots: int) -> bool:
         """Make a segment; False if there is no room for one. A slot that has become free counts."""
         await self.opened.wait()
         async with self.changing:
@@ -227,19 +166,19 @@ class Growth:
                 return True
             if self.disk_is_full:
                 return False
-            await self.look_at_disk()
+            await self._look_at_disk()
             most_slots = max(1, self._most_bytes // self._folder.header(1).slot_bytes)
             while (slots := self._affordable_slots(wanted_slots)) < min(wanted_slots, most_slots):
-                if not await self._leftovers.remove():
+                if not await self._remove_leftover():
                     break
             if not slots:
                 return False
             while not await self._make(slots):
-                if not self.disk_is_full or not await self._leftovers.remove():
+                if not self.disk_is_full or not await self._remove_leftover():
                     return False
             return True
 
-    async def look_at_disk(self) -> None:
+    async def _look_at_disk(self) -> None:
         """See how much is free there, if it matters. If asking fails, the last answer stays."""
         if self._capacity.watches_disk:
             with suppress(OSError):
@@ -271,16 +210,76 @@ class Growth:
                 await in_thread(self._lanes, making.run, self._folder, slots)
         finally:
             self._capacity.release(granted_bytes)
-            if making.segment is not None:
-                self._take_in(making.segment)
-                self._capacity.wrote(making.segment.allocated_bytes)
+            if (segment := making.segment) is not None:
+                first = self._catalog.add(segment.header.slots)
+                self._segments.add(segment, first)
+                self._catalog.free.add(first, segment.header.slots)
+                self._capacity.wrote(segment.allocated_bytes)
         self.error = making.error
         self._full_until_s = time.monotonic() + FULL_PAUSE_S if making.is_full else 0.0
         return making.segment is not None
 
-    def _take_in(self, segment: Segment) -> None:
-        """Add a new segment and its free slots."""
-        count = segment.header.slots
-        first = self._catalog.add(count)
-        self._segments.add(segment, first)
-        self._catalog.free.add(first, count)
+    # Segments that are lost.
+
+    def errors(self, segments: Iterable[Segment]) -> dict[Segment, OSError]:
+        """Return why chunks in some of the segments will not be found by the next start. Blocks, in a lane."""
+        errors: dict[Segment, OSError] = {}
+        for segment in segments:
+            try:
+                if not self._folder.has(segment):
+                    self._seen_lost.append(segment)
+                    errors[segment] = OSError(errno.ENOENT, f"{segment.name} was removed by another program")
+            except OSError as error:
+                errors[segment] = error.with_traceback(None)
+        return errors
+
+    def note_lost(self) -> None:
+        """Forget the chunks of segments that were seen to be lost."""
+        seen, self._seen_lost = self._seen_lost, []
+        for segment in seen:
+            if segment in self._segments.all and segment not in self._lost:
+                logger.warning(
+                    "%s: removed by another program; its chunks are lost; see %s", segment.name, Remedy.UNDERFOOT
+                )
+                self._counters.count("segments_lost")
+                self._lost.append(segment)
+        for segment in self._lost:
+            self._catalog.abandon(segment.first_slot, segment.header.slots)
+        if self._lost:
+            self._wake_losses.set()
+
+    async def run_losses(self) -> None:
+        """Look at all segments every so often, and let go of the lost ones, until cancelled."""
+        while True:
+            await until(self._wake_losses.wait(), LOOK_S)
+            self._wake_losses.clear()
+            await self._tier.lanes.evict.run(self.errors, list(self._segments.all))
+            self.note_lost()
+            while self._lost:
+                for segment in list(self._lost):
+                    if self._catalog.abandon(segment.first_slot, segment.header.slots):
+                        self._lost.remove(segment)
+                        self._segments.remove(segment)
+                        await self._tier.lanes.evict.run(self._folder.close, segment)
+                await asyncio.sleep(CLOSE_S)
+
+
+class SegmentMaking:
+    """A segment that a lane makes. A call that is cancelled meanwhile knows it, too."""
+
+    def __init__(self) -> None:
+        self.segment: Segment | None = None
+        self.is_full = False
+        self.error: OSError | None = None  # Any other than that.
+
+    def run(self, folder: SegmentFolder, slots: int) -> None:
+        """Make the largest that the disk has room for, up to `slots`. Blocks, in a lane."""
+        while slots and self.segment is None:
+            try:
+                self.segment = folder.create(slots)
+            except OSError as error:
+                if error.errno not in FULL:
+                    self.error = error.with_traceback(None)
+                    return
+                self.is_full = True
+                slots //= 2

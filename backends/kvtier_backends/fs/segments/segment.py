@@ -12,6 +12,7 @@ import errno
 import mmap
 import os
 import struct
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -143,6 +144,35 @@ class Segment:
                 unlock_file(self.fd)  # A fork that has the descriptor, too, would keep the lock.
             with suppress(OSError):
                 os.close(self.fd)
+
+
+class Segments:
+    """The tier's segments by the numbers of their slots. Belongs to the loop's thread."""
+
+    def __init__(self) -> None:
+        self.all: list[Segment] = []
+        self._first_slots: list[int] = []
+
+    @property
+    def used_bytes(self) -> int:
+        """The room that they take of the disk, at most."""
+        return sum(segment.allocated_bytes for segment in self.all)
+
+    def add(self, segment: Segment, first_slot: int) -> None:
+        """Add a segment; its slots have greater numbers than all before."""
+        segment.first_slot = first_slot
+        self.all.append(segment)
+        self._first_slots.append(first_slot)
+
+    def remove(self, segment: Segment) -> None:
+        """Remove a segment; the caller closes it."""
+        index = self.all.index(segment)
+        del self.all[index]
+        del self._first_slots[index]
+
+    def of(self, slot: int) -> Segment:
+        """Return the segment that has a slot."""
+        return self.all[bisect_right(self._first_slots, slot) - 1]
 
 
 def punch_hole(fd: int, offset: int, size_bytes: int) -> None:

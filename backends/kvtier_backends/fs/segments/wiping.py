@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from kvtier.backend import OffloadKey
 from kvtier.errors import BackendClosed, BackendUnavailable, Remedy
@@ -16,35 +15,27 @@ from kvtier_backends.fs.segments.segment import Segment, sync
 logger = logging.getLogger(__name__)
 
 
-class Doomed(NamedTuple):
-    """A slot that is to be wiped."""
-
-    slot: int
-    segment: Segment
-
-
 @dataclass(slots=True)
 class WipingRound:
     """Slots that a lane is to wipe, and slots that it has wiped, even if the waiting call is cancelled."""
 
-    doomed: list[Doomed]
-    wiped: list[Doomed] = field(default_factory=list[Doomed])
+    doomed: dict[int, Segment]
+    wiped: list[int] = field(default_factory=list[int])
     error: OSError | None = None  # The last, if a slot could not be wiped.
 
 
 class Wiping:
-    """The wiping of one tier's slots. Belongs to the loop's thread, and wipes in a lane."""
+    """The wiping of one tier's slots. Belongs to the loop's thread, and wipes in the lane for what is behind the calls.
+
+    With `fsync`, a wiped slot is wiped after a power cut, too.
+    """
 
     def __init__(self, tier: OpenTier, catalog: Catalog) -> None:
-        """Wipe in the lane for what is behind the calls. With `fsync`, a wiped slot is wiped after a power cut, too."""
+        self._tier = tier
         self._catalog = catalog
-        self._segments = catalog.segments
-        self._name = tier.root.chunks
-        self._counters = tier.counters
-        self._lane = tier.lanes.evict
-        self._fsync = tier.options.fsync
+        self._outdated = catalog.outdated
         self._wake = asyncio.Event()
-        self._round = WipingRound([])
+        self._round = WipingRound({})
         self._round_ended = asyncio.Event()  # Replaced each time that one has.
         self._rounds_failed = 0
         self._error: OSError | None = None  # Of the last round that failed.
@@ -53,39 +44,37 @@ class Wiping:
 
     def check(self) -> None:
         """Start a round if slots wait to be wiped."""
-        if self._catalog.outdated.waits:
+        if self._outdated.waits:
             self._wake.set()
 
     def corrupt(self, key: OffloadKey, slot: int, fault: ChunkFault) -> None:
         """Drop a chunk whose slot holds other bytes; count and log it."""
-        self._counters.corrupt(fault)
+        self._tier.counters.corrupt(fault)
         level = logging.DEBUG if fault in self._warned else logging.WARNING
         self._warned.add(fault)
-        segment = self._segments.of(slot)
-        logger.log(level, "%s: slot %d is corrupt (%s); see %s", segment.name, slot, fault, Remedy.CORRUPT)
+        name = self._catalog.segments.of(slot).name
+        logger.log(level, "%s: slot %d is corrupt (%s); see %s", name, slot, fault, Remedy.CORRUPT)
         self._catalog.lost(key)
         self.check()
 
     async def until_wiped(self, keys: Sequence[OffloadKey]) -> None:
         """Wait until nothing outdated of these keys is on the disk; raises `BackendUnavailable` if that fails."""
-        outdated = self._catalog.outdated
         rounds_failed = self._rounds_failed
-        while any(key in outdated for key in keys):
+        while any(key in self._outdated for key in keys):
             if self._closed:
-                raise BackendClosed(f"{self._name}: closed")
-            round_ended = self._round_ended
+                raise BackendClosed(f"{self._tier.root.chunks}: closed")
             self.check()
-            await round_ended.wait()
-            if self._rounds_failed > rounds_failed and any(key in outdated for key in keys):
-                raise BackendUnavailable(f"{self._name}: footers could not be wiped") from self._error
+            await self._round_ended.wait()
+            if self._rounds_failed > rounds_failed and any(key in self._outdated for key in keys):
+                raise BackendUnavailable(f"{self._tier.root.chunks}: footers could not be wiped") from self._error
 
     async def until_some_wiped(self) -> bool:
         """Wait for what is being wiped; False if there is nothing, or it fails."""
-        if self._closed or not (self._round.doomed or self._catalog.outdated.waits):
+        if self._closed or not (self._round.doomed or self._outdated.waits):
             return False
-        rounds_failed, round_ended = self._rounds_failed, self._round_ended
+        rounds_failed = self._rounds_failed
         self.check()
-        await round_ended.wait()
+        await self._round_ended.wait()
         return not self._closed and self._rounds_failed == rounds_failed
 
     async def run(self) -> None:
@@ -93,9 +82,9 @@ class Wiping:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            self._round = WipingRound(self._take())
+            self._round = self._next_round()
             # No buffer is lent: a tier that closes need not wait for the thread.
-            await self._lane.run(self._wipe, self._round)
+            await self._tier.lanes.evict.run(self._wipe, self._round)
             self._note()
 
     def begin_last(self) -> None:
@@ -103,10 +92,9 @@ class Wiping:
         if self._closed:
             return
         self._closed = True
-        # A round in flight is wiped again: none of its slots was given out.
-        self._catalog.outdated.still_due(one.slot for one in self._round.doomed)
-        self._round = WipingRound(self._take())
-        self._lane.submit(self._wipe, self._round)
+        self._outdated.still_due(self._round.doomed)  # A round in flight is wiped again: no slot of it was given out.
+        self._round = self._next_round()
+        self._tier.lanes.evict.submit(self._wipe, self._round)
 
     def end_last(self, *, ended: bool) -> None:
         """Free the wiped slots if the lane has ended, and end the calls that wait."""
@@ -120,37 +108,36 @@ class Wiping:
         self._end_round()
         self.check()
 
-    def _take(self) -> list[Doomed]:
-        return [Doomed(slot, self._segments.of(slot)) for slot in self._catalog.outdated.take_due()]
+    def _next_round(self) -> WipingRound:
+        return WipingRound({slot: self._catalog.segments.of(slot) for slot in self._outdated.take_due()})
 
-    def _wipe(self, work: "WipingRound") -> None:
+    def _wipe(self, work: WipingRound) -> None:
         """Wipe slots. Blocks, in a lane."""
-        for one in work.doomed:
+        for slot, segment in work.doomed.items():
             try:
-                one.segment.wipe(one.slot - one.segment.first_slot)
-                work.wiped.append(one)
+                segment.wipe(slot - segment.first_slot)
+                work.wiped.append(slot)
             except OSError as error:
                 work.error = frameless(error)
-        if self._fsync:
+        if self._tier.options.fsync:
             try:
-                sync({one.segment.name: one.segment for one in work.wiped}.values())
+                sync({work.doomed[slot].name: work.doomed[slot] for slot in work.wiped}.values())
             except OSError as error:
                 work.error = frameless(error)
                 work.wiped.clear()
 
     def _note(self) -> None:
         """Free wiped slots; those that could not be wiped wait for the next round."""
-        done, self._round = self._round, WipingRound([])
-        outdated = self._catalog.outdated
-        wiped = {one.slot for one in done.wiped}
-        for slot in wiped:
-            outdated.clear(slot)
+        done, self._round = self._round, WipingRound({})
+        for slot in set(done.wiped):
+            self._outdated.clear(slot)
             self._catalog.free.add(slot)
-        outdated.still_due(one.slot for one in done.doomed if one.slot not in wiped)
-        if len(wiped) < len(done.doomed):
+        left = done.doomed.keys() - set(done.wiped)
+        self._outdated.still_due(slot for slot in done.doomed if slot in left)
+        if left:
             self._rounds_failed += 1
             self._error = done.error
-            self._counters.count("evictions_failed", len(done.doomed) - len(wiped))
+            self._tier.counters.count("evictions_failed", len(left))
         self._end_round()
 
     def _end_round(self) -> None:

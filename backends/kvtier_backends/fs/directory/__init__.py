@@ -1,1 +1,0 @@
-"""The directory of a tier, as commands see it."""

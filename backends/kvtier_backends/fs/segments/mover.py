@@ -1,0 +1,342 @@
+"""The mover: it fills slots from rows, and drains them into rows and verifies these.
+
+Neighbouring slots are one call to the disk. The catalog decides which slots; it has a stored chunk only once the batch
+was written and synced. A slot may be written to while it is read. The bytes are verified. If they are not the chunk,
+the catalog says whether that is in another slot by now, and it is read there.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain, islice
+from operator import attrgetter
+from typing import NamedTuple
+
+from kvtier.backend import Lanes, OffloadKey, Outcome, Read, Write, in_thread, in_threads
+from kvtier.errors import ChunkCorrupt, ChunkMissing
+from kvtier_backends.fs.disk.footer import GONE, LEFT_ALONE, ChunkFault, failure
+from kvtier_backends.fs.disk.lanes import Pages, share_chunks, share_least, share_out
+from kvtier_backends.fs.disk.reads import Wanted
+from kvtier_backends.fs.layout import OpenTier
+from kvtier_backends.fs.segments.catalog import Catalog
+from kvtier_backends.fs.segments.room import Room
+from kvtier_backends.fs.segments.segment import Segment, Segments, read_all, sync, write_all
+from kvtier_backends.fs.segments.wiping import Wiping
+
+LOOKS_MAX = 4  # A chunk that has moved so often while it was read is missed.
+PIECE_BYTES = 4 << 20  # Of a run, read in one call: while one is verified, others are under way.
+RUN_SLOTS_MAX = 512  # Two buffers a slot; Linux takes 1,024 in one call (IOV_MAX).
+
+
+class SlotPart(NamedTuple):
+    """A chunk and the slot that it is read from or written to."""
+
+    slot: int
+    position: int  # In the batch.
+    key: OffloadKey
+    row: memoryview
+    sequence: int  # To be written, or of the last chunk that the slot had when the read began.
+
+
+class SlotRun(NamedTuple):
+    """Chunks in neighbouring slots."""
+
+    segment: Segment
+    parts: Sequence[SlotPart]
+
+    @property
+    def offset(self) -> int:
+        """Where in the file the first slot begins."""
+        return self.segment.header.offset(self.parts[0].slot - self.segment.first_slot)
+
+    def pieces(self, piece_bytes: int) -> "list[SlotRun]":
+        """Split it into runs of equal length, of about `piece_bytes` each and at least one slot."""
+        count = -(-len(self.parts) // max(1, piece_bytes // self.segment.header.slot_bytes))
+        size = -(-len(self.parts) // count)
+        return [SlotRun(self.segment, self.parts[start : start + size]) for start in range(0, len(self.parts), size)]
+
+    def alone(self) -> "list[SlotRun]":
+        return [SlotRun(self.segment, [part]) for part in self.parts]
+
+
+@dataclass(slots=True)
+class SlotShare:
+    """One lane's part of a batch, and the results, in the order of the parts: also of a call that was cancelled."""
+
+    runs: Sequence[SlotRun]
+    outcomes: list[Outcome] = field(default_factory=list[Outcome])
+    faults: dict[int, ChunkFault] = field(default_factory=dict[int, ChunkFault])  # By position, of loads.
+    gone: int = 0  # Failures that say that the whole file system is away.
+
+    @property
+    def parts(self) -> list[SlotPart]:
+        return [part for run in self.runs for part in run.parts]
+
+
+def shares_of(segments: Segments, parts: Iterable[SlotPart], lanes: int, most: int, least: int = 1) -> list[SlotShare]:
+    """Split a batch into shares as `share_out` does, neighbours together."""
+    ordered = sorted(parts, key=attrgetter("slot"))
+    return [SlotShare(list(runs_of(segments, part))) for part in share_out(ordered, lanes, most, least)]
+
+
+def runs_of(segments: Segments, ordered: Sequence[SlotPart]) -> Iterator[SlotRun]:
+    """Yield parts, in ascending order of slots, as runs."""
+    start = 0
+    while start < len(ordered):
+        first = ordered[start].slot
+        segment = segments.of(first)
+        most = min(len(ordered) - start, RUN_SLOTS_MAX, segment.first_slot + segment.header.slots - first)
+        count = 1
+        while count < most and ordered[start + count].slot == first + count:
+            count += 1
+        yield SlotRun(segment, ordered[start : start + count])
+        start += count
+
+
+class SlotMover:
+    """The loads and stores of one tier, a batch at a time. Belongs to the loop's thread; what blocks runs in lanes."""
+
+    def __init__(self, tier: OpenTier, catalog: Catalog, room: Room, wiping: Wiping) -> None:
+        self._tier = tier
+        self._catalog = catalog
+        self._room = room
+        self._wiping = wiping
+        self._packing = tier.packing
+        self._share_chunks = share_chunks(tier.context.row_bytes)
+        self._share_least = share_least(tier.context.row_bytes, tier.root.reads.queue_bytes)
+        self._load_pages, self._store_pages = (self._pages(lanes) for lanes in (tier.lanes.load, tier.lanes.store))
+
+    def _pages(self, lanes: Lanes) -> Pages:
+        return Pages(lanes.count, self._share_chunks * self._packing.beside_bytes)
+
+    # Loads.
+
+    async def load(self, reads: Sequence[Read]) -> tuple[list[Outcome], int]:
+        """Load the chunks; return the outcomes, and how many say that the file system is away."""
+        outcomes: list[Outcome] = [None] * len(reads)
+        with self._tier.lanes.loads_first.loading(), self._catalog.in_use([read.key for read in reads]):
+            left, gone = list(enumerate(reads)), 0
+            for _ in range(LOOKS_MAX):
+                if not left:
+                    break
+                left, gone_now = await self._look(left, outcomes)
+                gone += gone_now
+        now_ns = self._tier.clock_ns()
+        self._catalog.index.use(
+            [read.key for read, outcome in zip(reads, outcomes, strict=True) if outcome is None], now_ns
+        )
+        return outcomes, gone
+
+    async def _look(
+        self, left: Sequence[tuple[int, Read]], outcomes: list[Outcome]
+    ) -> tuple[list[tuple[int, Read]], int]:
+        """Read chunks where they are now; return those that were moved meanwhile."""
+        catalog, lanes, parts = self._catalog, self._tier.lanes.load, list[SlotPart]()
+        for position, (key, into) in left:
+            if (slot := catalog.slot(key)) is None:
+                outcomes[position] = ChunkMissing(f"{key.hex()}: no slot")
+            else:
+                parts.append(SlotPart(slot, position, key, into, catalog.sequence(slot)))
+        shares = shares_of(catalog.segments, parts, lanes.count, self._share_chunks, self._share_least)
+        await in_threads(lanes, [partial(self._drain, share) for share in shares])
+        again: list[tuple[int, Read]] = []
+        for share in shares:
+            for part, outcome in zip(share.parts, share.outcomes, strict=True):
+                slot, position, key, into, sequence = part
+                outcomes[position] = outcome
+                fault = share.faults.get(position)
+                if outcome is None and fault is None:
+                    continue
+                now = catalog.slot(key)
+                if now != slot or catalog.sequence(slot) != sequence:
+                    outcomes[position] = ChunkMissing(f"{key.hex()}: no slot any more")
+                    if now is not None:
+                        again.append((position, Read(key, into)))
+                elif fault is not None:
+                    outcomes[position] = self._judge(key, slot, fault)
+        return again, sum(share.gone for share in shares)
+
+    def _judge(self, key: OffloadKey, slot: int, fault: ChunkFault) -> Outcome:
+        """Return the outcome of a chunk that its slot does not hold; a corrupt one is dropped."""
+        if self._catalog.is_candidate(slot) or self._catalog.is_foreign(slot):
+            self._catalog.lost(key)
+            return ChunkMissing(f"{key.hex()}: not there any more")
+        if left := LEFT_ALONE.get(fault):
+            self._tier.counters.count(left.counter)
+            return ChunkMissing(f"{key.hex()}: {left.why}; left alone")
+        self._wiping.corrupt(key, slot, fault)
+        return ChunkCorrupt(f"{key.hex()}: {fault}: slot {slot}")
+
+    def _drain(self, share: SlotShare) -> None:
+        """Fill the share's rows. A fault need not be one: the slot may have got another chunk meanwhile. Blocks."""
+        pieces = [piece for run in share.runs for piece in run.pieces(PIECE_BYTES)]
+        outcomes = [list[Outcome]() for _ in pieces]
+        with self._load_pages.one() as pages:
+            self._tier.root.reads(self._wanted(pieces, pages, share, outcomes))
+        share.outcomes += chain.from_iterable(outcomes)
+
+    def _wanted(
+        self, pieces: Sequence[SlotRun], pages: memoryview, share: SlotShare, outcomes: Sequence[list[Outcome]]
+    ) -> Iterator[Wanted]:
+        left = self._split(pages)
+        for piece, found in zip(pieces, outcomes, strict=True):
+            besides = list(islice(left, len(piece.parts)))
+            size_bytes = len(piece.parts) * piece.segment.header.slot_bytes
+            came = partial(self._came, piece, besides, share, found)
+            yield Wanted(piece.segment.fd, self._places(piece, besides), piece.offset, size_bytes, came)
+
+    def _came(
+        self,
+        piece: SlotRun,
+        besides: Sequence[memoryview],
+        share: SlotShare,
+        found: list[Outcome],
+        result: int | OSError,
+    ) -> None:
+        """Record the outcomes of neighbouring slots that were read in one call."""
+        error = result if isinstance(result, OSError) else None
+        if not isinstance(result, OSError):
+            try:
+                read_all(piece.segment.fd, self._places(piece, besides), piece.offset, result)
+            except OSError as other:
+                error = other.with_traceback(None)
+        if error is None:
+            for part, beside in zip(piece.parts, besides, strict=True):
+                fault = self._packing.judge(part.key, part.row, beside)
+                if fault is not None:
+                    share.faults[part.position] = fault
+            found += [None] * len(piece.parts)
+        elif len(piece.parts) > 1:  # One bad place costs its own chunk only.
+            for alone, beside in zip(piece.alone(), besides, strict=True):
+                self._came(alone, [beside], share, found, 0)
+        else:
+            share.gone += error.errno in GONE
+            found.append(failure(piece.parts[0].key, error))
+
+    # Stores.
+
+    async def store(self, writes: Sequence[Write]) -> tuple[list[Outcome], int]:
+        """Store the chunks that fit, the leading ones first: without its head, a prefix's tail is of no use.
+
+        Returns the outcomes, and how many say that the file system is away.
+        """
+        keys = [write.key for write in writes]
+        with self._catalog.in_use(keys):
+            incoming = [key for key in dict.fromkeys(keys) if key not in self._catalog]
+            slots = await self._room.take(len(writes), incoming)
+            try:
+                fitting = writes[: len(slots)]
+                allowed = fitting[: await self._tier.allowed(len(fitting))]
+            except BaseException:
+                self._catalog.give_back(slots)
+                raise
+            self._catalog.give_back(slots[len(allowed) :])
+            outcomes, gone = await self._write(allowed, slots[: len(allowed)])
+        outcomes += self._tier.refused(fitting[len(allowed) :], "write_budget")
+        without = writes[len(fitting) :]
+        if (error := self._room.error) is not None and without:
+            outcomes += [failure(write.key, error) for write in without]
+            return outcomes, gone + len(without) * (error.errno in GONE)
+        others = not all(segment.own for segment in self._catalog.segments.all)
+        outcomes += self._tier.refused(without, self._tier.scarce(others=others, disk=self._room.disk_is_full))
+        return outcomes, gone
+
+    async def _write(self, writes: Sequence[Write], slots: Sequence[int]) -> tuple[list[Outcome], int]:
+        now_ns, lanes, fsync = self._tier.clock_ns(), self._tier.lanes.store, self._tier.options.fsync
+        last = self._catalog.next_sequences(len(writes), now_ns) + len(writes) - 1
+        # The head's number is the greatest: a prefix outlives its continuation, also after a restart.
+        parts = [
+            SlotPart(slot, position, key, row, last - position)
+            for position, ((key, row), slot) in enumerate(zip(writes, sorted(slots), strict=True))
+        ]
+        shares = shares_of(self._catalog.segments, parts, lanes.count, self._share_chunks)
+        synced: list[OSError | None] = [] if fsync else [None]
+        told = False
+        try:
+            await in_threads(lanes, [partial(self._fill, share) for share in shares])
+            if fsync:
+                segments = dict.fromkeys(run.segment for share in shares for run in share.runs)
+                await in_thread(lanes, _sync, segments, synced)
+            told = True
+        finally:
+            outcomes = self._note(shares, synced, len(writes), now_ns, told=told)
+            self._room.note_lost()
+        error = synced[0] if synced else None
+        away = error is not None and error.errno in GONE
+        return outcomes, len(writes) if away else sum(share.gone for share in shares)
+
+    def _fill(self, share: SlotShare) -> None:
+        """Write the share's chunks, and see whether that was of use. Blocks, in a lane."""
+        loads_first = self._tier.lanes.loads_first
+        with self._store_pages.one() as pages:
+            for run in share.runs:
+                done = 0
+                while done < len(run.parts):
+                    with loads_first.storing():  # Fewer slots in one call where loads wait for the disk.
+                        count = max(1, loads_first.slice_bytes // run.segment.header.slot_bytes)
+                        part = run.parts[done : done + count]
+                        share.outcomes += self._fill_run(SlotRun(run.segment, part), pages, share)
+                        done += len(part)
+        if errors := self._room.errors({run.segment for run in share.runs}):
+            segments = [run.segment for run in share.runs for _ in run.parts]
+            for index, (segment, written) in enumerate(zip(segments, share.parts, strict=True)):
+                if segment in errors and share.outcomes[index] is None:
+                    share.outcomes[index] = failure(written.key, errors[segment])
+
+    def _fill_run(self, run: SlotRun, pages: memoryview, share: SlotShare) -> list[Outcome]:
+        besides = list(islice(self._split(pages), len(run.parts)))
+        for part, beside in zip(run.parts, besides, strict=True):
+            self._packing.close(part.key, part.row, beside, part.sequence)
+        try:
+            write_all(run.segment.fd, self._places(run, besides), run.offset)
+        except OSError as error:
+            if len(run.parts) > 1:
+                return [outcome for alone in run.alone() for outcome in self._fill_run(alone, pages, share)]
+            share.gone += error.errno in GONE
+            return [failure(run.parts[0].key, error)]
+        return [None] * len(run.parts)
+
+    def _note(
+        self, shares: Sequence[SlotShare], synced: Sequence[OSError | None], count: int, now_ns: int, *, told: bool
+    ) -> list[Outcome]:
+        """Record written chunks in the catalog, tail first, and give back the other slots.
+
+        `synced`: empty if the batch was not, as a cancelled call's lane has not come to it; otherwise its error.
+        """
+        outcomes: list[Outcome] = [None] * count
+        stored: list[SlotPart] = []
+        for share in shares:
+            for index, part in enumerate(share.parts):
+                is_written = index < len(share.outcomes)
+                outcome = share.outcomes[index] if is_written else None
+                if outcome is None and synced and synced[0] is not None:
+                    outcome = failure(part.key, synced[0])
+                if is_written and outcome is None and synced:
+                    stored.append(part)
+                else:
+                    self._catalog.failed(part.key, part.slot)
+                outcomes[part.position] = outcome
+        for part in sorted(stored, key=attrgetter("position"), reverse=True):
+            self._catalog.stored(part.key, part.slot, part.sequence, now_ns - part.position)
+            if not told:
+                self._catalog.inventory.added(part.key)
+        return outcomes
+
+    def _places(self, run: SlotRun, besides: Sequence[memoryview]) -> list[memoryview]:
+        pairs = zip(run.parts, besides, strict=True)
+        return [place for part, beside in pairs for place in self._packing.places(part.row, beside)]
+
+    def _split(self, pages: memoryview) -> Iterator[memoryview]:
+        """Yield the buffer beside each chunk."""
+        size = self._packing.beside_bytes
+        return (pages[start : start + size] for start in range(0, len(pages), size))
+
+
+def _sync(segments: Iterable[Segment], synced: list[OSError | None]) -> None:
+    """Sync, and write down that it is done: a call that is cancelled meanwhile knows it, too. Blocks, in a lane."""
+    try:
+        sync(segments)
+    except OSError as error:
+        synced.append(error.with_traceback(None))
+    else:
+        synced.append(None)
