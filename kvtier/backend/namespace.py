@@ -298,7 +298,8 @@ def refusal(namespace: Namespace) -> str:
     """
     if not namespace.parallel_agnostic:
         return "not asked for"
-    if namespace.interop == "vllm" and namespace.is_parallelism_agnostic and _workers(namespace) == 1:
+    workers = namespace.tp_size * namespace.pp_size * namespace.pcp_size * namespace.dcp_size
+    if namespace.interop == "vllm" and namespace.is_parallelism_agnostic and workers == 1:
         return ""
     if namespace.is_parallelism_agnostic is False and not namespace.replicated_layout:
         return "the LLM engine reports that its rows depend on the parallel sizes"
@@ -313,10 +314,6 @@ def refusal(namespace: Namespace) -> str:
         latent = all(group.attention in ("mla", None) for group in namespace.kv_cache_groups)
         return "" if latent else "only MLA's latent KV is the same in every worker"
     return _refusal_of_workers_own(namespace)
-
-
-def _workers(namespace: Namespace) -> int:
-    return namespace.tp_size * namespace.pp_size * namespace.pcp_size * namespace.dcp_size
 
 
 def _refusal_of_workers_own(namespace: Namespace) -> str:

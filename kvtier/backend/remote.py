@@ -9,8 +9,10 @@ import threading
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
-from typing import ClassVar, Generic, TypeVar
+from functools import partial
+from typing import Annotated, ClassVar, Generic, TypeVar
 
+from msgspec import Meta
 from msgspec.structs import fields
 
 from kvtier.backend.contract import Backend, Outcome, Read, TierContext, Write
@@ -19,6 +21,11 @@ from kvtier.backend.namespace import FileMapper, OffloadKey
 from kvtier.backend.seal_options import SealOptions
 
 FINGERPRINT_CHARACTERS = 8
+PREFIX_BYTES_MAX = 128
+PORT_MAX = (1 << 16) - 1
+
+Text = Annotated[str, Meta(min_length=1)]
+Prefix = Annotated[str, Meta(max_length=PREFIX_BYTES_MAX, pattern=r"^[!-~]*$")]  # Of names, in printable ASCII.
 
 RemoteOptionsT = TypeVar("RemoteOptionsT", bound=SealOptions)
 
@@ -83,11 +90,11 @@ class RemoteBackend(Backend[RemoteOptionsT], Generic[RemoteOptionsT]):
 
     async def load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
         with self._calls.one():
-            return await self._fit.load(reads, self._load_once)
+            return await self._fit.load(reads, partial(load_each_once, call=self._load))
 
     async def store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
         with self._calls.one():
-            return await self._fit.store(writes, self._store_once)
+            return await self._fit.store(writes, partial(store_each_once, call=self._store))
 
     async def delete(self, keys: Sequence[OffloadKey]) -> None:
         """Raises `BackendUnavailable` if the service may still have any of the keys."""
@@ -103,9 +110,3 @@ class RemoteBackend(Backend[RemoteOptionsT], Generic[RemoteOptionsT]):
         defaults = {field.name: field.default for field in fields(options)}
         unusual = [name for name in others if getattr(options, name) != defaults[name]]
         return {name: str(getattr(options, name)) for name in (first, *unusual, "seal")}
-
-    async def _load_once(self, reads: Sequence[Read]) -> Sequence[Outcome]:
-        return await load_each_once(reads, self._load)
-
-    async def _store_once(self, writes: Sequence[Write]) -> Sequence[Outcome]:
-        return await store_each_once(writes, self._store)

@@ -58,22 +58,23 @@ class SealOptions(Options, frozen=True, kw_only=True):
         return made
 
     def _secrets(self) -> list[bytes]:
-        if self.seal_key_file is not None:
-            return _read_secrets(_text_of(self.seal_key_file), "seal_key_file")
-        text = secret_variable("seal_key_env", str(self.seal_key_env)).decode(errors="replace")
-        return _read_secrets(text, "seal_key_env")
+        """Read secrets, one a line in hex or base64; skip empty lines and comments (#).
 
-
-def _read_secrets(text: str, where: str) -> list[bytes]:
-    """Read secrets, one a line in hex or base64; skip empty lines and comments (#).
-
-    Raises `ConfigError`, whose message begins with `where` and shows nothing of the secrets.
-    """
-    lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
-    found = [_secret(line, f"{where}, line {number}") for number, line in lines if line and not line.startswith("#")]
-    if not found:
-        raise ConfigError(f"{where}: holds no key; one a line accepted, {SECRET_BYTES} bytes in hex or base64")
-    return found
+        Raises `ConfigError`, whose message begins with the option and shows nothing of the secrets.
+        """
+        if self.seal_key_file is None:
+            where, written = "seal_key_env", secret_variable("seal_key_env", str(self.seal_key_env))
+        else:
+            where = "seal_key_file"
+            with open_secret(where, self.seal_key_file) as file:
+                written = file.read(SECRETS_BYTES_MAX + 1)
+        if len(written) > SECRETS_BYTES_MAX or not written.isascii():
+            raise ConfigError(f"{where}: no list of keys: at most {SECRETS_BYTES_MAX:,} bytes of ASCII accepted")
+        lines = [(number, line.strip()) for number, line in enumerate(written.decode("ascii").splitlines(), 1)]
+        found = [_secret(line, f"{where}, line {at}") for at, line in lines if line and not line.startswith("#")]
+        if not found:
+            raise ConfigError(f"{where}: holds no key; one a line accepted, {SECRET_BYTES} bytes in hex or base64")
+        return found
 
 
 def _secret(line: str, where: str) -> bytes:
@@ -84,13 +85,3 @@ def _secret(line: str, where: str) -> bytes:
     if len(secret) != SECRET_BYTES:
         raise ConfigError(f"{where}: no key; {SECRET_BYTES} bytes in hex or base64 accepted")
     return secret
-
-
-def _text_of(path: str) -> str:
-    with open_secret("seal_key_file", path) as file:
-        text = file.read(SECRETS_BYTES_MAX + 1)
-    if len(text) > SECRETS_BYTES_MAX or not text.isascii():
-        raise ConfigError(
-            f"seal_key_file: the file is no list of keys: at most {SECRETS_BYTES_MAX:,} bytes of ASCII accepted"
-        )
-    return text.decode("ascii")

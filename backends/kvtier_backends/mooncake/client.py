@@ -25,17 +25,14 @@ from kvtier.backend import (
     SealOptions,
     TransferFailed,
 )
+from kvtier.backend.remote import PORT_MAX, Prefix, Text
 
 REPLICAS_MAX = 16
-PREFIX_BYTES_MAX = 128
-PORT_MAX = (1 << 16) - 1
 CONNECT_S_MAX = 1.0
 ZERO_COPY_CHUNKS = 32  # In a call; Mooncake refuses more than some hundreds.
 PACKAGE = "mooncake-transfer-engine-non-cuda"
 
-Text = Annotated[str, msgspec.Meta(min_length=1)]
 Replicas = Annotated[int, msgspec.Meta(ge=1, le=REPLICAS_MAX)]
-Prefix = Annotated[str, msgspec.Meta(max_length=PREFIX_BYTES_MAX, pattern=r"^[!-~]*$")]
 Move = Callable[[Sequence[str], Sequence[int], int], list[int]]
 
 TORN = -707  # The read's lease expired: the value may have been overwritten meanwhile.

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvtier.backend import SealOptions
+from kvtier.backend.remote import Text
 from kvtier.errors import ConfigError
 from kvtier.settings import Duration, Index, PositiveDuration, PositiveSize, SecretPath, check_secret
 
@@ -15,7 +16,6 @@ REQUESTS_MAX = 512  # Each is a connection: more of them meet the limits of the 
 PREFIX_BYTES_MAX = 256  # Of a name's 1,024.
 
 Scheme = Literal["s3", "gs", "az"]
-Text = Annotated[str, msgspec.Meta(min_length=1)]
 Requests = Annotated[int, msgspec.Meta(ge=1, le=REQUESTS_MAX)]
 
 _SCHEMES: dict[str, Scheme] = {"s3": "s3", "gs": "gs", "az": "az"}

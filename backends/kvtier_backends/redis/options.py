@@ -11,6 +11,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 import msgspec
 
 from kvtier.backend import SealOptions
+from kvtier.backend.remote import PORT_MAX, Prefix, Text
 from kvtier.errors import ConfigError
 from kvtier.settings import (
     Age,
@@ -25,17 +26,13 @@ from kvtier.settings import (
 )
 
 PORT, SENTINEL_PORT = 6_379, 26_379
-PORT_MAX = (1 << 16) - 1
 LANES_MAX = 64  # A server is one core: more threads only queue there.
 PATH_BYTES_MAX = 107  # Of a socket (https://man7.org/linux/man-pages/man7/unix.7.html).
-PREFIX_BYTES_MAX = 128
 PASSWORD_BYTES_MAX = 4_096
 ACCEPTED = "'redis://host:6379', or rediss://, unix://, redis+sentinel:// or redis+cluster:// accepted"
 
 Topology = Literal["servers", "sentinel", "cluster"]
-Text = Annotated[str, msgspec.Meta(min_length=1)]
 Lanes = Annotated[int, msgspec.Meta(ge=1, le=LANES_MAX)]
-Prefix = Annotated[str, msgspec.Meta(max_length=PREFIX_BYTES_MAX, pattern=r"^[!-~]*$")]
 
 _TOPOLOGIES: dict[str, Topology] = {"": "servers", "sentinel": "sentinel", "cluster": "cluster"}
 _URL = re.compile(r"(rediss?)(?:\+(sentinel|cluster))?://(?:([^/@]*)@)?([^/@]+)(?:/(.*))?", re.DOTALL)
