@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.backend.contract import Occupancy, backend_class
-from kvtier.errors import ConfigError
 from kvtier.settings import decode
 from kvtier.testing.conformance import (
     AdvisedConformance,
@@ -85,16 +84,6 @@ class TestAnInstantDummy(Suites):
 @pytest.mark.virtual_time
 class TestADeviceInVirtualTime(Suites):
     options = DEVICE
-
-
-class TestADeviceInRealTime(BackendConformance):
-    chunk_bytes = 8_192
-
-    @pytest.fixture
-    async def backend(self):
-        tier = DummyBackend(DEVICE, tier_context(self.chunk_bytes))
-        yield tier
-        await tier.aclose(10)
 
 
 ROW_BYTES = 4_096
@@ -282,19 +271,3 @@ async def test_a_tier_is_opened_by_configuration(lender):
     tier = await tier_type.open(decode(tier_type.options_type, given), tier_context(ROW_BYTES))
     await lender.keep(tier, keys_of(1))
     assert tier.occupancy() == Occupancy(1, ROW_BYTES, 16_384)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("latency_s", -1),
-        ("latency_s", "fast"),
-        ("bandwidth_bytes_per_s", 0),
-        ("concurrency", 0),
-        ("capacity_bytes", "16 pages"),
-        ("colour", "blue"),
-    ],
-)
-def test_a_mistake_in_the_configuration_is_named(field, value):
-    with pytest.raises(ConfigError, match=f"^tiers.{field}: "):
-        decode(DummyOptions, {field: value}, "tiers")

@@ -4,7 +4,6 @@ import asyncio
 import ctypes
 import mmap
 import resource
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -51,41 +50,20 @@ async def test_a_slot_whose_transfer_failed_is_never_used_again() -> None:
     assert not await addresses(staging, 2) & gone
 
 
-def raises() -> None:
-    raise ZeroDivisionError
-
-
-def cancels() -> None:
-    raise asyncio.CancelledError
-
-
-@pytest.mark.parametrize("ends", [raises, cancels])
-async def test_a_block_that_fails_or_is_cancelled_has_retired_its_slots(ends: Callable[[], None]) -> None:
+@pytest.mark.parametrize("error", [ZeroDivisionError, asyncio.CancelledError])
+async def test_a_block_that_fails_or_is_cancelled_has_retired_its_slots(error: type[BaseException]) -> None:
     staging = Staging("0:tested", 4_096, 2, retired_max=4)
     used: set[int] = set()
 
     async def transfer() -> None:
         async with staging.lend(2) as slots:
             used.update(map(address, slots.views))
-            ends()
+            raise error
 
-    with pytest.raises((ZeroDivisionError, asyncio.CancelledError)):
+    with pytest.raises(error):
         await transfer()
     assert staging.retired == 2
     assert not await addresses(staging, 2) & used
-
-
-async def test_late_bytes_hit_nothing_that_is_in_use() -> None:
-    staging = Staging("0:tested", 4_096, 2, retired_max=2)
-    async with staging.lend(2) as slots:
-        late = slots.views
-        slots.retire()
-    async with staging.lend(2) as slots:
-        for view in slots.views:
-            view[:] = b"\x01" * 4_096
-        for view in late:
-            view[:] = b"\xff" * 4_096
-        assert all(view == b"\x01" * 4_096 for view in slots.views)
 
 
 async def test_too_many_retired_slots_are_an_unavailable_tier_and_no_endless_memory() -> None:
@@ -134,11 +112,8 @@ async def test_a_waiter_that_is_cancelled_takes_nothing() -> None:
         with pytest.raises(asyncio.CancelledError):
             await waiting
     assert len(await addresses(staging, 1)) == 1
-
-
-async def test_more_slots_than_there_are_is_a_mistake() -> None:
-    with pytest.raises(ValueError, match="3 slots wanted, 1 to 2 are there"):
-        await addresses(Staging("0:tested", 4_096, 2, retired_max=0), 3)
+    with pytest.raises(ValueError, match="3 slots wanted, 1 to 1 are there"):
+        await addresses(staging, 3)
 
 
 async def test_only_the_slots_whose_transfers_failed_are_retired() -> None:

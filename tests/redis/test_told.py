@@ -99,21 +99,14 @@ CLUSTER = {"scheme": "redis+cluster"}
 SENTINEL = {"scheme": "redis+sentinel", "path": "/cache"}
 
 
-@pytest.mark.parametrize("kind", [b"MOVED", b"ASK"])
-async def test_a_redirect_to_a_path_is_not_followed(node, trap, opened, monkeypatch, lender, kind) -> None:
+async def test_no_answer_that_names_a_path_is_followed(node, trap, opened, monkeypatch) -> None:
     monkeypatch.setenv(PASSWORD, "right")
-    moved = b"-%b 1 trap:0\r\n" % kind
-    lying = node({b"EXISTS": moved})
-    lying.answers[b"CLUSTER SLOTS"] = slots(at(None, lying.port))
-    tier = await opened(f"127.0.0.1:{lying.port}", scheme="redis+cluster", password_env=PASSWORD, **QUICK)
-    with pytest.raises(BackendUnavailable):
-        await tier.probe(keys_of(3))
-    with pytest.raises(BlockingIOError):
-        trap.accept()
-
-
-async def test_a_table_or_a_sentinel_that_names_a_path_is_refused(node, trap, opened, monkeypatch) -> None:
-    monkeypatch.setenv(PASSWORD, "right")
+    for kind in (b"MOVED", b"ASK"):
+        lying = node({b"EXISTS": b"-%b 1 trap:0\r\n" % kind})
+        lying.answers[b"CLUSTER SLOTS"] = slots(at(None, lying.port))
+        tier = await opened(f"127.0.0.1:{lying.port}", password_env=PASSWORD, **CLUSTER, **QUICK)
+        with pytest.raises(BackendUnavailable):
+            await tier.probe(keys_of(3))
     lying = node({b"CLUSTER SLOTS": slots(at(b"trap", 0)), b"SENTINEL": b"*2\r\n$4\r\ntrap\r\n$1\r\n0\r\n"})
     for about in (CLUSTER, SENTINEL):
         with pytest.raises(BackendUnavailable):
@@ -198,21 +191,21 @@ def test_slots_of_a_node_whose_host_is_unknown_stay_with_the_one_that_was_asked(
     assert topology.server_of(b"name").address == Address("127.0.0.1", asked.port)
 
 
-@pytest.mark.parametrize("told", ["::1:7000", "[::1]:7000"])
-def test_a_redirect_to_an_address_of_the_sixth_version_is_understood(told: str) -> None:
-    assert target_of(Refused(f"MOVED 12 {told}"), ASKED) == Address("::1", 7_000)
-
-
-def test_a_redirect_without_a_host_means_another_port_of_the_same_one() -> None:
-    assert target_of(Refused("MOVED 12 :7000"), ASKED) == Address("10.0.0.1", 7_000)
-
-
 @pytest.mark.parametrize(
-    "told",
-    ["", "12", "12 h", "12 h:", "12 h:0", "12 h:65536", "12 h:٣", "12 ?:7000", "12 /a:1", "12 h\x1b:1", "12 a b:1"],
+    ("told", "where"),
+    [
+        ("12 ::1:7000", Address("::1", 7_000)),
+        ("12 [::1]:7000", Address("::1", 7_000)),
+        ("12 :7000", Address("10.0.0.1", 7_000)),  # Without a host: another port of the same one.
+        *(
+            (f"{'12 ' * bool(told)}{told}", ASKED)
+            for told in ("", "h", "h:", "h:0", "h:65536", "h:٣", "?:7000", "/a:1")
+        ),
+        *((told, ASKED) for told in ("12", "12 h\x1b:1", "12 a b:1")),
+    ],
 )
-def test_a_redirect_that_names_no_address_leads_nowhere_else(told: str) -> None:
-    assert target_of(Refused(f"MOVED {told}"), ASKED) == ASKED
+def test_a_redirect_leads_to_an_address_or_nowhere_else(told: str, where: Address) -> None:
+    assert target_of(Refused(f"MOVED {told}"), ASKED) == where
 
 
 def test_a_servers_error_is_short_and_printable_wherever_it_is_shown() -> None:
