@@ -1,7 +1,6 @@
 """A server for all tests of a run, each under a prefix of its own; servers and proxies for those that break them."""
 
 import socket
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -35,12 +34,10 @@ def server(outside: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.fixture(scope="session")
-def another_server(outside: None) -> Iterator[RedisServer]:
-    """Start a server that also listens on `socket` in its folder, whose path must be short."""
-    with tempfile.TemporaryDirectory(prefix="kvtier-", dir="/tmp") as folder:
-        server = RedisServer(Path(folder), "--unixsocket", f"{folder}/socket").start()
-        yield server
-        server.kill()
+def another_server(outside: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path_factory.mktemp("redis")).start()
+    yield server
+    server.kill()
 
 
 @pytest.fixture

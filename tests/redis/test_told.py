@@ -4,12 +4,9 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
-from kvtier.backend import BackendUnavailable
-from kvtier.testing.conformance import keys_of
 from kvtier_backends.redis import RedisOptions
 from kvtier_backends.redis.backend import target_of
 from kvtier_backends.redis.link import Refused, refusal_of
@@ -60,17 +57,6 @@ def node(request: pytest.FixtureRequest) -> Iterator[type[Node]]:
     return start
 
 
-@pytest.fixture
-def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
-    """Listen on a Unix socket that nobody has named to the tier."""
-    monkeypatch.chdir(tmp_path)  # A path is short.
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind("trap")
-        listener.listen()
-        listener.setblocking(False)
-        yield listener
-
-
 def slots(*nodes: bytes, of: bytes = WHOLE) -> bytes:
     """Return a table with one range."""
     return b"*1\r\n*%d\r\n%b%b" % (2 + len(nodes), of, b"".join(nodes))
@@ -99,22 +85,6 @@ CLUSTER = {"scheme": "redis+cluster"}
 SENTINEL = {"scheme": "redis+sentinel", "path": "/cache"}
 
 
-async def test_no_answer_that_names_a_path_is_followed(node, trap, opened, monkeypatch) -> None:
-    monkeypatch.setenv(PASSWORD, "right")
-    for kind in (b"MOVED", b"ASK"):
-        lying = node({b"EXISTS": b"-%b 1 trap:0\r\n" % kind})
-        lying.answers[b"CLUSTER SLOTS"] = slots(at(None, lying.port))
-        tier = await opened(f"127.0.0.1:{lying.port}", password_env=PASSWORD, **CLUSTER, **QUICK)
-        with pytest.raises(BackendUnavailable):
-            await tier.probe(keys_of(3))
-    lying = node({b"CLUSTER SLOTS": slots(at(b"trap", 0)), b"SENTINEL": b"*2\r\n$4\r\ntrap\r\n$1\r\n0\r\n"})
-    for about in (CLUSTER, SENTINEL):
-        with pytest.raises(BackendUnavailable):
-            await opened(f"127.0.0.1:{lying.port}", password_env=PASSWORD, **about, **QUICK)
-    with pytest.raises(BlockingIOError):
-        trap.accept()
-
-
 @pytest.mark.parametrize(
     "told",
     [
@@ -124,6 +94,7 @@ async def test_no_answer_that_names_a_path_is_followed(node, trap, opened, monke
         slots(at(b"h", 1), of=b":9\r\n:5\r\n"),
         slots(at(b"h", 1), of=b":%b\r\n:5\r\n" % (b"9" * 4_000)),
         slots(at(b"h", -1)),
+        slots(at(b"h", 0)),
         slots(at(b"h", 65_536)),
         slots(at(b"h\x1b[2J", 1)),
         slots(at(b"h\0", 1)),
@@ -155,6 +126,7 @@ def test_a_table_that_no_cluster_has_is_refused(node, told_by, told) -> None:
     "told",
     [
         b"*2\r\n$1\r\nh\r\n$5\r\n65536\r\n",
+        b"*2\r\n$1\r\nh\r\n$1\r\n0\r\n",
         b"*2\r\n$0\r\n\r\n$1\r\n1\r\n",
         b"*3\r\n$1\r\nh\r\n$1\r\n1\r\n:1\r\n",
         b"*-1\r\n",

@@ -20,12 +20,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from kvtier.backend import Abandoned, BackendUnavailable, ConfigError, OffloadKey, chunk_hash
-from kvtier.testing.conformance import keys_of, label, tier_context
-from kvtier_backends.redis import RedisBackend, RedisOptions
+from kvtier.testing.conformance import keys_of, label
+from kvtier_backends.redis import RedisOptions
 from kvtier_backends.redis.link import Link
 from kvtier_backends.redis.options import Address
 from kvtier_backends.redis.servers import Away, Login, Server, make_topology
-from tests.redis.conftest import CHUNK_BYTES
 from tests.redis.servers import PATIENCE_S, Proxy, RedisServer, free_port, until
 from tests.redis.test_faults import QUICK
 from tests.remote.tiers import recovers
@@ -48,14 +47,6 @@ def test_servers_share_chunks_evenly_and_a_new_one_takes_its_share_only() -> Non
     moved = [new for old, new in zip(three, four, strict=True) if old != new]
     assert set(moved) == {"d:1"}
     assert 850 < len(moved) < 1_150
-
-
-async def test_a_server_is_reached_over_a_socket_of_its_host(prefix, another_server, lender) -> None:
-    options = RedisOptions(url=f"unix://{another_server.folder}/socket?db=1", prefix=prefix)
-    tier, keys = await RedisBackend.open(options, tier_context(CHUNK_BYTES)), keys_of(8)
-    await lender.keep(tier, keys)
-    assert await lender.recall(tier, keys) == [label(key) for key in keys]
-    assert await tier.aclose(PATIENCE_S) == Abandoned(0)
 
 
 async def test_a_tier_opens_if_one_of_its_servers_answers(opened, server, lender) -> None:

@@ -82,10 +82,8 @@ class Link:
 
     def interrupt(self) -> None:
         """Make another thread's call fail at once. For any thread."""
-        try:
-            socket.socket.shutdown(
-                self._socket, socket.SHUT_RDWR
-            )  # TLS's own would leave the rest to be read undecrypted.
+        try:  # TLS's own would leave the rest to be read undecrypted.
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
         except OSError:
             return  # Closed, or never connected.
 
@@ -279,7 +277,7 @@ class HostNames:
 
 def connect(address: Address, names: HostNames, tls: ssl.SSLContext | None, ends_at: float) -> Link:
     """Make a connection. Raises `OSError`, of which TLS's errors are a kind."""
-    opened = _connected(address, names, ends_at)
+    opened = _connected(names, ends_at)
     try:
         if tls is not None:
             opened.settimeout(max(ends_at - time.monotonic(), 0.001))
@@ -290,35 +288,24 @@ def connect(address: Address, names: HostNames, tls: ssl.SSLContext | None, ends
         raise
 
 
-def _connected(address: Address, names: HostNames, ends_at: float) -> socket.socket:
-    if not address.port:
-        return _connected_to(socket.AF_UNIX, address.host, ends_at)
+def _connected(names: HostNames, ends_at: float) -> socket.socket:
     found, why = names.look_up(ends_at), OSError("its name has no address")
     for tried, (family, _, _, _, where) in enumerate(found):
-        now = time.monotonic()
-        try:  # An equal share of the time left for each: the first might use it all.
-            opened = _connected_to(family, where, now + (ends_at - now) / (len(found) - tried))
+        left_s = (ends_at - time.monotonic()) / (len(found) - tried)  # An equal share: the first might use it all.
+        if left_s <= 0:
+            raise TimeoutError("not connected in time")
+        opened = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            opened.settimeout(left_s)
+            opened.connect(where)
         except OSError as error:
+            opened.close()
             why = error
             continue
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         return opened
     raise why
-
-
-def _connected_to(family: int, where: Any, ends_at: float) -> socket.socket:
-    left = ends_at - time.monotonic()
-    if left <= 0:
-        raise TimeoutError("not connected in time")
-    opened = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        opened.settimeout(left)
-        opened.connect(where)
-    except BaseException:
-        opened.close()
-        raise
-    return opened
 
 
 def number_of(error: OSError) -> int:

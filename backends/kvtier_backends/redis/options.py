@@ -1,7 +1,6 @@
 """A Redis tier's options: the URL of its servers, the secrets, and the number of requests at once."""
 
 import ipaddress
-import os
 import re
 import ssl
 from collections.abc import Iterable, Mapping
@@ -27,29 +26,25 @@ from kvtier.settings import (
 
 PORT, SENTINEL_PORT = 6_379, 26_379
 LANES_MAX = 64  # A server is one core: more threads only queue there.
-PATH_BYTES_MAX = 107  # Of a socket (https://man7.org/linux/man-pages/man7/unix.7.html).
 PASSWORD_BYTES_MAX = 4_096
-ACCEPTED = "'redis://host:6379', or rediss://, unix://, redis+sentinel:// or redis+cluster:// accepted"
+ACCEPTED = "'redis://host:6379', or rediss://, redis+sentinel:// or redis+cluster:// accepted"
 
 Topology = Literal["servers", "sentinel", "cluster"]
 Lanes = Annotated[int, msgspec.Meta(ge=1, le=LANES_MAX)]
 
 _TOPOLOGIES: dict[str, Topology] = {"": "servers", "sentinel": "sentinel", "cluster": "cluster"}
 _URL = re.compile(r"(rediss?)(?:\+(sentinel|cluster))?://(?:([^/@]*)@)?([^/@]+)(?:/(.*))?", re.DOTALL)
-_SOCKET = re.compile(r"unix://(?:([^/@]*)@)?(/[^?]+)(?:\?db=([0-9]{1,9}))?", re.DOTALL)
 _WORD = re.compile(r"[^\s:/?#@=,;&%\0]+")  # A user or a primary. Passwords of other programs follow these characters.
 _DB = re.compile(r"[0-9]{1,9}")
 
 
 class Address(NamedTuple):
-    """Where a server listens: a host and its port, or a path and the port 0."""
+    """Where a server listens."""
 
     host: str
     port: int
 
     def __str__(self) -> str:
-        if not self.port:
-            return f"unix:{self.host}"
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
@@ -65,10 +60,7 @@ class Servers(NamedTuple):
 
 
 def told_address(host: str, port: str) -> Address | None:
-    """Return the address that a server names; None if it is no host with a port from 1 to 65,535.
-
-    A server never names a path: that would send us, and our password, to any socket of this machine.
-    """
+    """Return the address that a server or a URL names; None if it is no host with a port from 1 to 65,535."""
     is_port = port.isascii() and port.isdecimal() and len(port) <= len(str(PORT_MAX)) and 1 <= int(port) <= PORT_MAX
     return Address(host, int(port)) if is_port and host != "?" and _is_host(host) else None
 
@@ -88,7 +80,7 @@ class RedisOptions(SealOptions, frozen=True, kw_only=True):
 
     url: Text = "redis://127.0.0.1:6379"
     """`redis://[user@]host[:port][,host…][/db]`, or `rediss://` with TLS. With several servers, each chunk's name
-    decides which one has it: all engines give the same list. `unix:///path[?db=n]`: a socket of this machine.
+    decides which one has it: all engines give the same list.
     `redis+sentinel://host[,host…]/primary[/db]`: sentinels say where the primary is. `redis+cluster://host[,host…]`:
     some nodes of a cluster. `rediss+sentinel://` and `rediss+cluster://`: with TLS."""
 
@@ -163,12 +155,9 @@ class RedisOptions(SealOptions, frozen=True, kw_only=True):
 
         Users paste connection strings of other programs, such as `host:6379,password=…`.
         """
-        if match := _SOCKET.fullmatch(self.url):
-            user, path, db = match.groups()
-            return Servers((_socket(path),), username=_word(user), db=int(db or 0))
         if (match := _URL.fullmatch(self.url)) is None:
             raise ConfigError(f"url: no URL of servers given, {ACCEPTED}")
-        scheme, kind, user, hosts, path = match.groups("")
+        scheme, kind, _, hosts, path = match.groups("")
         topology = _TOPOLOGIES[kind]
         port = SENTINEL_PORT if topology == "sentinel" else PORT
         addresses = tuple(_address(host, place, port) for place, host in enumerate(hosts.split(","), 1))
@@ -238,13 +227,6 @@ def _primary_and_db(path: str, topology: Topology) -> tuple[str, int]:
     if number and not _DB.fullmatch(number):
         raise ConfigError("url: no number of a database behind the servers, such as '/0'")
     return primary, int(number or 0)
-
-
-def _socket(path: str) -> Address:
-    path_bytes = len(os.fsencode(path))
-    if path_bytes > PATH_BYTES_MAX or "\0" in path:
-        raise ConfigError(f"url: a path of {path_bytes} bytes given, at most {PATH_BYTES_MAX} without NUL accepted")
-    return Address(path, 0)
 
 
 def _address(text: str, place: int, port: int) -> Address:
