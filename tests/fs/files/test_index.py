@@ -7,11 +7,13 @@ import pytest
 
 from kvtier.backend import Advice
 from kvtier.backend.contract import INVENTORY_BATCH_KEYS, Added, InventoryEvent, Removed, ScanDone
-from kvtier.backend.namespace import OffloadKey, make_offload_key
+from kvtier.backend.namespace import OffloadKey
 from kvtier.policies import LRU
+from kvtier.testing.conformance.lender import key_of, keys_of
 from kvtier_backends.fs.files.index import FileEntry, FileIndex
+from kvtier_backends.fs.segments.catalog import Catalog, SlotEntry
 
-A, B, C, D = (make_offload_key(name * 32) for name in (b"a", b"b", b"c", b"d"))
+A, B, C, D = keys_of(4)
 
 
 @pytest.fixture
@@ -26,29 +28,17 @@ def events(index: FileIndex) -> list[InventoryEvent]:
     return told
 
 
-def scanned(index: FileIndex) -> FileIndex:
+def gone_from(index: FileIndex) -> list[OffloadKey]:
+    """Evict all chunks; return their keys in that order."""
+    return [victim.key for victim in index.victims(len(index))]
+
+
+@pytest.fixture
+def followed(index) -> FileIndex:
     index.inventory.begin()
     index.scan_ended(complete=True)
     assert events(index) == [ScanDone(complete=True)]
     return index
-
-
-def test_what_was_removed_gives_back_its_room(index) -> None:
-    index.stored(FileEntry(A, 12_288))
-    index.stored(FileEntry(B, 4_096))
-    index.removed(A)
-    index.removed(C)
-    assert index.used_bytes == 4_096
-    assert gone_from(index) == [B]
-
-
-def test_keys_stand_in_the_order_of_their_last_use(index) -> None:
-    for key in (A, B, C):
-        index.stored(FileEntry(key, 512))
-    index.used([A])
-    index.stored(FileEntry(B, 512))
-    index.used([make_offload_key(b"unknown")])
-    assert gone_from(index) == [C, A, B]
 
 
 def test_what_the_scan_finds_is_older_than_what_was_used_since_the_start(index) -> None:
@@ -79,58 +69,38 @@ def test_a_removal_does_not_reach_what_was_stored_after_it_began(index) -> None:
     assert early == {B}  # It is over.
 
 
-def test_the_scan_does_not_bring_back_what_was_removed_beside_it(index) -> None:
+def test_a_report_begins_with_what_is_there_and_not_with_what_was_removed_beside_the_scan(index) -> None:
     index.removed(A)
     index.removed(B)
     index.stored(FileEntry(B, 512))
+    index.inventory.begin()
     index.scanned([FileEntry(A, 512), FileEntry(B, 512), FileEntry(C, 512)])
     index.scan_ended(complete=True)
-    assert (A in index, B in index, C in index) == (False, True, True)
+    assert events(index) == [Added([B, C]), ScanDone(complete=True)]
 
 
-def test_only_a_complete_scan_makes_it_the_authority(index) -> None:
-    assert not index.authoritative
-    index.scan_ended(complete=False)
-    assert not index.authoritative
-    index.inventory.begin()
-    assert events(index) == [ScanDone(complete=False)]
-    index.scan_ended(complete=True)
-    assert index.authoritative
+def test_only_what_no_call_explains_is_reported(followed) -> None:
+    followed.stored(FileEntry(A, 512))
+    followed.stored(FileEntry(B, 512))
+    followed.removed(A)
+    assert events(followed) == []
+    followed.lost(A)  # Nobody thinks that it is there.
+    followed.lost(B)
+    followed.found(FileEntry(C, 512))
+    assert events(followed) == [Added([C]), Removed([B])]
 
 
-def test_a_report_begins_with_what_is_there(index) -> None:
-    index.stored(FileEntry(A, 512))
-    index.scanned([FileEntry(B, 512)])
-    index.inventory.begin()
-    index.scanned([FileEntry(B, 512), FileEntry(C, 512)])
-    index.scan_ended(complete=True)
-    assert events(index) == [Added([A, B, C]), ScanDone(complete=True)]
-
-
-def test_only_what_no_call_explains_is_reported(index) -> None:
-    scanned(index)
-    index.stored(FileEntry(A, 512))
-    index.stored(FileEntry(B, 512))
-    index.removed(A)
-    assert events(index) == []
-    index.lost(A)  # Nobody thinks that it is there.
-    index.lost(B)
-    index.found(FileEntry(C, 512))
-    assert events(index) == [Added([C]), Removed([B])]
-
-
-def test_an_event_is_true_when_it_is_told(index) -> None:
-    scanned(index)
+def test_an_event_is_true_when_it_is_told(followed) -> None:
     for key in (A, B):
-        index.found(FileEntry(key, 512))
-    index.lost(A)
-    index.lost(B)
-    index.stored(FileEntry(B, 512))
-    assert events(index) == [Added([B]), Removed([A])]
+        followed.found(FileEntry(key, 512))
+    followed.lost(A)
+    followed.lost(B)
+    followed.stored(FileEntry(B, 512))
+    assert events(followed) == [Added([B]), Removed([A])]
 
 
 def test_batches_have_a_limit(index) -> None:
-    keys = [make_offload_key(number.to_bytes(32, "big")) for number in range(2 * INVENTORY_BATCH_KEYS + 1)]
+    keys = keys_of(2 * INVENTORY_BATCH_KEYS + 1)
     index.inventory.begin()
     index.scanned([FileEntry(key, 512) for key in keys])
     index.scan_ended(complete=True)
@@ -145,66 +115,58 @@ def test_batches_have_a_limit(index) -> None:
 
 
 @pytest.mark.usefixtures("thorough")
-@pytest.mark.parametrize("naming", ["stored", "scanned"])
-def test_a_chunk_takes_two_hundred_bytes_at_most(naming) -> None:
-    """Key and order included, however full the dictionary happens to be."""
-    count, now_ns = 100_000, 1_700_000_000_000_000_000
+@pytest.mark.parametrize("how", ["stored", "scanned", "found in slots"])
+def test_a_chunk_takes_two_hundred_bytes_at_most(how) -> None:
+    """Key and order included, just behind the growth of a dictionary, where it takes most."""
+    count, now_ns = 90_000, 1_700_000_000_000_000_000
     tracemalloc.start()
     try:
-        index = FileIndex()
-        for start in range(0, count, 1_000):
-            chunks = [
-                FileEntry(OffloadKey(number.to_bytes(36, "big")), 20_480, now_ns + number * 1_000_000)
-                for number in range(start, start + 1_000)
-            ]
-            if naming == "scanned":
-                index.scanned(chunks)
-            else:
-                for chunk in chunks:
-                    index.stored(chunk)
-            del chunks
+        before_bytes, _ = tracemalloc.get_traced_memory()
+        index = Catalog(None) if how == "found in slots" else FileIndex()
+        if how == "found in slots":
+            index.add(count)
+        for number in range(count):
+            key = OffloadKey(number.to_bytes(36, "big"))
+            match how:
+                case "stored":
+                    index.stored(FileEntry(key, 20_480, now_ns + number * 1_000_000))
+                case "scanned":
+                    index.scanned([FileEntry(key, 20_480, now_ns + number * 1_000_000)])
+                case _:
+                    index.found(SlotEntry(key, number, number + 1, number + 1))
+        index.scan_ended(complete=True)
         used_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert used_bytes / count < 200
     assert len(index) == count
-
-
-def key_of(number: int) -> OffloadKey:
-    return make_offload_key(number.to_bytes(32, "big"))
+    assert (used_bytes - before_bytes) / count <= 200
 
 
 def test_without_a_policy_it_evicts_as_lru_does() -> None:
     """Through thousands of uses, removals and evictions."""
-    dice = random.Random(5)
-    ours, theirs = FileIndex(), FileIndex(LRU(1 << 20))
-    for _ in range(20_000):
-        number, what = dice.randrange(3_000), dice.random()
-        key = key_of(number)
+    dice, ours, theirs = random.Random(5), FileIndex(), FileIndex(LRU(1 << 20))
+    keys = keys_of(1_005)
+    for _ in range(8_000):
+        number, what = dice.randrange(1_000), dice.random()
         for index in (ours, theirs):
             if what < 0.5:
-                index.stored(FileEntry(key, 512))
+                index.stored(FileEntry(keys[number], 512))
             elif what < 0.8:
-                index.used([key])
+                index.used([keys[number]])
             elif what < 0.85:
-                index.removed(key)
+                index.removed(keys[number])
             elif what < 0.9:
-                index.advise(Advice("rank", [key_of(number + place) for place in range(5)]), 0)
+                index.advise(Advice("rank", keys[number : number + 5]), 0)
         if what >= 0.9:
             count = dice.randrange(1, 4)
             assert ours.victims(count) == theirs.victims(count)
     left = [gone_from(index) for index in (ours, theirs)]
-    assert len(left[0]) > 500
+    assert len(left[0]) > 200
     assert left[0] == left[1]
 
 
-def gone_from(index: FileIndex) -> list[OffloadKey]:
-    """Evict all chunks; return their keys in that order."""
-    return [victim.key for victim in index.victims(len(index))]
-
-
-def test_chunks_in_use_at_the_cold_end_are_renewed() -> None:
-    index, keys = FileIndex(), [key_of(number) for number in range(6)]
+def test_chunks_in_use_at_the_cold_end_are_renewed_and_idle_ones_go_later_in_their_turn(index) -> None:
+    keys = keys_of(6)
     for key in keys:
         index.stored(FileEntry(key, 512))
     with index.claims.in_use(keys):
@@ -212,21 +174,16 @@ def test_chunks_in_use_at_the_cold_end_are_renewed() -> None:
     with index.claims.in_use(keys[:2]):
         assert [victim.key for victim in index.victims(2)] == keys[2:4]
     assert gone_from(index) == [keys[number] for number in (4, 5, 0, 1)]
-
-
-def test_chunks_from_before_the_start_go_by_their_last_use_whatever_batch_they_came_in() -> None:
-    dice = random.Random(7)
     index = FileIndex()
-    uses = [(time_ns, key_of(number)) for number, time_ns in enumerate(dice.sample(range(10_000), 2_000))]
+    index.scanned([FileEntry(key, 512, number) for number, key in enumerate(keys[:4], 1)])
+    with index.claims.in_use(keys[:2]):
+        assert [victim.key for victim in index.victims(1)] == keys[2:3]
+    assert gone_from(index) == [keys[0], keys[1], keys[3]]
+
+
+def test_chunks_from_before_the_start_go_by_their_last_use_whatever_batch_they_came_in(index) -> None:
+    uses = [(time_ns, key_of(number)) for number, time_ns in enumerate(random.Random(7).sample(range(10_000), 2_000))]
     for start in range(0, len(uses), 300):
         index.scanned([FileEntry(key, 512, time_ns) for time_ns, key in uses[start : start + 300]])
     chosen = [victim.key for _ in range(200) for victim in index.victims(10)]
     assert chosen == [key for _, key in sorted(uses)]
-
-
-def test_an_idle_chunk_in_use_stays_and_goes_later_in_its_turn() -> None:
-    index, keys = FileIndex(), [key_of(number) for number in range(4)]
-    index.scanned([FileEntry(key, 512, number) for number, key in enumerate(keys, 1)])
-    with index.claims.in_use(keys[:2]):
-        assert [victim.key for victim in index.victims(1)] == keys[2:3]
-    assert gone_from(index) == [keys[0], keys[1], keys[3]]

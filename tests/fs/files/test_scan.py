@@ -1,107 +1,70 @@
-"""What was there before the tier is found beside its work, and nothing else is taken for a chunk."""
+"""What was there before the tier is found beside its work; temporaries of the dead go, and all else is left alone."""
 
-import asyncio
 import errno
 import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from itertools import count
 
 import pytest
 
-from kvtier.backend.contract import Added, ScanDone
-from kvtier.backend.namespace import FileMapper, Namespace, OffloadKey
-from kvtier.testing.conformance.lender import key_of, keys_of, label
-from kvtier_backends.fs import FsBackend
+from kvtier.testing.conformance.lender import key_of, keys_of
+from kvtier_backends.fs.disk.temporaries import (
+    ABANDONED_S,
+    TemporarySweep,
+    Writer,
+    started_at,
+    temporary_name,
+    writer_of,
+)
+from tests.fs.conftest import ROW_BYTES, scanned, temporaries, whole
 
-DEADLINE_S = 20.0
-
-
-async def scanned(tier: FsBackend) -> tuple[set[OffloadKey], bool]:
-    """Wait for the scan; return what it reported and whether that is all."""
-    keys: set[OffloadKey] = set()
-    async with asyncio.timeout(DEADLINE_S):
-        async for event in tier.watch():
-            if isinstance(event, ScanDone):
-                return keys, event.complete
-            assert isinstance(event, Added)
-            keys.update(event.keys)
-    raise AssertionError("the report ended")
+NOW_S = 1_700_000_000.0
 
 
-async def test_what_was_stored_before_is_found(open_tier, lender) -> None:
-    keys = [*keys_of(40), key_of(1, group=3)]
-    before = await open_tier()
-    await lender.keep(before, keys)
-    occupied = before.occupancy()
-    await before.aclose(DEADLINE_S)
-    tier = await open_tier()
-    assert await scanned(tier) == (set(keys), True)
-    assert tier.occupancy() == occupied
-    assert tier.counters().scan_skipped == 0
-
-
-async def test_an_empty_directory_is_scanned_too(open_tier) -> None:
-    assert await scanned(await open_tier()) == (set(), True)
-
-
-async def test_strangers_and_temporaries_are_no_chunks(open_tier, lender, path_of) -> None:
-    before = await open_tier()
-    await lender.keep(before, [key_of(0)])
-    await before.aclose(DEADLINE_S)
+async def test_strangers_temporaries_and_links_are_no_chunks(open_tier, stored, lender, path_of) -> None:
+    await stored(keys_of(1))
     path = path_of(key_of(0))
-    whole = path.read_bytes()
+    content = path.read_bytes()
     for name in (".0-1-2-3.tmp", "notes.txt", f"{path.name}_123.tmp", "zz.bin", path.name.upper()):
-        path.with_name(name).write_bytes(whole)
-    path.with_name(key_of(7)[:32].hex() + ".bin").write_bytes(whole)  # In a folder that is not its own.
+        path.with_name(name).write_bytes(content)
+    path.with_name(key_of(7)[:32].hex() + ".bin").write_bytes(content)  # In a folder that is not its own.
+    (path.parent / "again").symlink_to(path.parent.parent)  # A circle.
     tier = await open_tier()
-    assert await scanned(tier) == ({key_of(0)}, True)
-    assert await lender.recall(tier, [key_of(0)]) == [label(key_of(0))]
-
-
-async def test_other_namespaces_are_left_alone(open_tier, lender, root) -> None:
-    tier = await open_tier()
-    await lender.keep(tier, [key_of(0)])
-    name = FileMapper(Namespace(model_name="org/model", rank=1)).name(key_of(0))
-    (root / name).parent.mkdir(parents=True)
-    (root / name).write_bytes(bytes(12_288))
-    await tier.aclose(DEADLINE_S)
-    assert await scanned(await open_tier()) == ({key_of(0)}, True)
+    assert await scanned(tier, complete=True) == {key_of(0)}
+    assert await lender.recall(tier, keys_of(1)) == whole(keys_of(1))
 
 
 @pytest.mark.parametrize(("unverified", "found"), [("accept", {1}), ("refuse", set())])
-async def test_files_that_no_load_would_take_are_skipped_and_counted(
-    open_tier, path_of, unverified, found, row_bytes
-) -> None:
-    lengths = {0: 0, 1: row_bytes, 2: row_bytes - 1, 3: row_bytes + 1, 4: row_bytes + 4_097}
+async def test_files_that_no_load_would_take_are_skipped_and_counted(open_tier, path_of, unverified, found) -> None:
+    lengths = {0: 0, 1: ROW_BYTES, 2: ROW_BYTES - 1, 3: ROW_BYTES + 1, 4: ROW_BYTES + 4_097}
     for number, length in lengths.items():
         path_of(key_of(number)).parent.mkdir(parents=True)
         path_of(key_of(number)).write_bytes(bytes(length))
     tier = await open_tier(unverified=unverified)
-    assert await scanned(tier) == ({key_of(number) for number in found}, True)
+    assert await scanned(tier, complete=True) == {key_of(number) for number in found}
     assert tier.counters().scan_skipped == len(lengths) - len(found)
     assert all(path_of(key_of(number)).exists() for number in lengths)
 
 
-async def test_the_tier_answers_while_it_is_scanned(open_tier, lender, hurry, system_call) -> None:
-    before = await open_tier()
-    await lender.keep(before, keys_of(3))
-    await before.aclose(DEADLINE_S)
+async def test_the_tier_answers_while_it_is_scanned(open_tier, stored, lender, hurry, system_call) -> None:
+    await stored(keys_of(3))
     hurry()
     listing = system_call("scandir", sticks=True)
     tier = await open_tier()
     await listing.wait_entered()
     assert list(await tier.probe(keys_of(5))) == [True, True, True, False, False]
-    assert await lender.recall(tier, keys_of(4)) == [*map(label, keys_of(3)), "ChunkMissing"]
+    assert await lender.recall(tier, keys_of(4)) == [*whole(keys_of(3)), "ChunkMissing"]
     await lender.keep(tier, [key_of(9)])
     assert list(await tier.probe([key_of(9), key_of(8)])) == [True, False]
     listing.let_go()
-    assert await scanned(tier) == ({*keys_of(3), key_of(9)}, True)
+    assert await scanned(tier, complete=True) == {*keys_of(3), key_of(9)}
 
 
-async def test_what_is_deleted_beside_the_scan_stays_deleted(open_tier, lender, hurry, system_call) -> None:
+async def test_what_is_deleted_beside_the_scan_stays_deleted(open_tier, stored, lender, hurry, system_call) -> None:
     """The scan has seen a file, but not told of it, when it is deleted."""
-    before = await open_tier()
-    await lender.keep(before, keys_of(2))
-    await before.aclose(DEADLINE_S)
+    await stored(keys_of(2))
     folders = count(1)  # The namespace, then one folder of the last key's two: the first key's have been seen.
     hurry()
     listing = system_call("scandir", sticks=True, only=lambda folder: next(folders) > 4)
@@ -110,7 +73,7 @@ async def test_what_is_deleted_beside_the_scan_stays_deleted(open_tier, lender, 
     await tier.delete(keys_of(2))
     await lender.keep(tier, [key_of(1)])
     listing.let_go()
-    assert await scanned(tier) == ({key_of(1)}, True)
+    assert await scanned(tier, complete=True) == {key_of(1)}
     assert list(await tier.probe(keys_of(2))) == [False, True]
 
 
@@ -123,36 +86,103 @@ async def test_an_index_that_is_whole_answers_without_a_system_call(open_tier, l
     assert asked.times == 0
 
 
-async def test_a_folder_that_cannot_be_read_leaves_the_tier_asking(open_tier, lender, path_of, system_call) -> None:
-    before = await open_tier()
-    await lender.keep(before, keys_of(2))
-    await before.aclose(DEADLINE_S)
+async def test_a_folder_that_cannot_be_read_leaves_the_tier_asking(
+    open_tier, stored, lender, path_of, system_call
+) -> None:
+    await stored(keys_of(2))
     hidden = path_of(key_of(0)).parent.name
-
-    def lists_it(name: str, flags: int, *args: int, **kwargs: int) -> bool:
-        return bool(flags & os.O_DIRECTORY) and name.endswith(hidden)
-
+    lists_it = lambda name, flags, *_, **__: flags & os.O_DIRECTORY and name.endswith(hidden)  # noqa: E731
     system_call("open", error=errno.EACCES, only=lists_it)
     tier = await open_tier()
-    assert await scanned(tier) == ({key_of(1)}, False)
+    assert await scanned(tier, complete=False) == {key_of(1)}
     assert tier.counters().scan_failed == 1
     assert list(await tier.probe(keys_of(3))) == [True, True, False]
-    assert await lender.recall(tier, [key_of(0)]) == [label(key_of(0))]
+    assert await lender.recall(tier, keys_of(1)) == whole(keys_of(1))
 
 
-async def test_closing_ends_a_scan_that_hangs(open_tier, system_call, row_bytes) -> None:
-    listing = system_call("scandir", sticks=True)
+# Temporaries: of this machine's dead processes, and of others' when they are old.
+
+
+@pytest.fixture
+def sleeper(outside) -> Iterator["subprocess.Popen[bytes]"]:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+@pytest.fixture
+def sweep(tmp_path) -> Iterator[Callable[..., bool]]:
+    """Put a file there, 1 hour old, sweep over it, and say whether it is gone."""
+    root_fd = os.open(tmp_path, os.O_RDONLY)
+    sweep = TemporarySweep(root_fd, Writer.this_process(), NOW_S)
+
+    def swept(name: str, age_s: float = 3_600.0) -> bool:
+        path = tmp_path / name
+        path.write_bytes(b"half")
+        os.utime(path, (NOW_S - age_s, NOW_S - age_s))
+        sweep(".", name)
+        return not path.exists()
+
+    yield swept
+    os.close(root_fd)
+
+
+def test_temporaries_have_names_of_their_own_that_say_whose_they_are() -> None:
+    writer = Writer.this_process()
+    assert (writer.pid, writer) == (os.getpid(), Writer.this_process())
+    names = {temporary_name(writer) for _ in range(100)}
+    assert len(names) == 100
+    assert {writer_of(name) for name in names} == {writer}
+
+
+def test_a_live_processs_temporary_is_left_alone(sweep, sleeper) -> None:
+    here = Writer.this_process()
+    assert not sweep(temporary_name(here))
+    assert not sweep(temporary_name(Writer(here.boot, sleeper.pid, started_at(sleeper.pid) or 0)))
+
+
+def test_a_dead_processs_temporary_is_swept(sweep, sleeper) -> None:
+    name = temporary_name(Writer(Writer.this_process().boot, sleeper.pid, started_at(sleeper.pid) or 0))
+    sleeper.kill()
+    os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)  # Nobody has collected it: dead all the same.
+    assert sweep(name, age_s=0.0)
+    sleeper.wait()
+    assert sweep(name, age_s=0.0)
+
+
+def test_a_process_of_the_same_id_is_not_the_one_that_wrote(sweep) -> None:
+    here = Writer.this_process()
+    assert sweep(temporary_name(here._replace(started=here.started - 1)), age_s=0.0)
+
+
+def test_of_another_machine_or_container_only_the_old_is_swept(sweep) -> None:
+    """Nobody of that id lives here, and yet the writer may. A temporary from the future is old."""
+    elsewhere = temporary_name(Writer("00000000", os.getpid(), 1))
+    ages_s = [0.0, ABANDONED_S - 1, ABANDONED_S + 1, -ABANDONED_S / 2, -2 * ABANDONED_S]
+    assert [sweep(elsewhere, age_s) for age_s in ages_s] == [False, False, True, False, True]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["chunk.bin", "config.json", "chunk.bin_123.tmp", ".hidden", ".tmp", ".0-1-2-3.tmp", ".01234567-1-2-3.tmp.bin"],
+)
+def test_what_is_no_temporary_of_ours_is_left_alone(sweep, name) -> None:
+    assert writer_of(name) is None
+    assert not sweep(name)
+
+
+async def test_the_tier_sweeps_what_it_finds_at_its_start(open_tier, stored, lender, root, mapper, path_of) -> None:
+    """One that cannot be removed is left."""
+    await stored(keys_of(2))
+    here = Writer.this_process()
+    dead = here._replace(started=here.started - 1)
+    for folder in (path_of(key_of(0)).parent, path_of(key_of(1)).parent, root / mapper.folder):
+        for writer in (dead, here):
+            (folder / temporary_name(writer)).write_bytes(b"half")
+    (root / mapper.folder / temporary_name(dead)).mkdir()
     tier = await open_tier()
-    await listing.wait_entered()
-    assert await tier.aclose(0) == (0,)  # It holds no lent buffer.
-    listing.let_go()
-    assert await tier.aclose(DEADLINE_S) == (0,)
-
-
-async def test_a_link_in_a_circle_does_not_hold_up_the_scan(open_tier, lender, path_of) -> None:
-    before = await open_tier()
-    await lender.keep(before, [key_of(0)])
-    await before.aclose(DEADLINE_S)
-    folder = path_of(key_of(0)).parent
-    (folder / "again").symlink_to(folder.parent)
-    assert await scanned(await open_tier()) == ({key_of(0)}, True)
+    await scanned(tier)
+    assert tier.counters().scan_swept == 3
+    assert len(temporaries(root)) == 3
+    assert await lender.recall(tier, keys_of(2)) == whole(keys_of(2))

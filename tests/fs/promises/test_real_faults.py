@@ -15,69 +15,57 @@ import pytest
 
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.errors import BackendUnavailable
-from kvtier.testing.conformance.lender import keys_of, label
+from kvtier.testing.conformance.lender import keys_of
 from tests.engine.kit import describe, put
-from tests.fs.conftest import MakeSystemCall, SystemCall, scanned
-
-PATIENCE_S = 30.0
+from tests.fs.conftest import DEADLINE_S, kinds, scanned, temporaries, whole
 
 
-@pytest.fixture(params=["files", "segments"])
-def layout(request) -> str:
-    return str(request.param)
+@pytest.fixture
+async def tier(disk, open_tier, layout):
+    return await open_tier(layout=layout, root=str(disk.path / "tier"), queue_bytes=0)
 
 
 async def test_a_tier_without_a_segment_that_cannot_make_one_says_why(disk, open_tier, lender) -> None:
-    tier = await open_tier(root=str(disk.path / "tier"), layout="segments", capacity_bytes="1MiB")
+    tier = await open_tier(root=str(disk.path / "tier"), layout="segments")
     assert list(await tier.probe(keys_of(1))) == [False]
     disk.tell("eio")
-    outcomes = await tier.store(lender.writes(keys_of(3)))
-    assert [type(outcome).__name__ for outcome in outcomes] == ["TransferFailed"] * 3
+    assert kinds(await tier.store(lender.writes(keys_of(3)))) == ["TransferFailed"] * 3
     disk.tell("well")
     await lender.keep(tier, keys_of(3))
-    assert await lender.recall(tier, keys_of(3)) == list(map(label, keys_of(3)))
+    assert await lender.recall(tier, keys_of(3)) == whole(keys_of(3))
 
 
 async def test_a_disk_of_ones_own_is_a_disk(disk, open_tier, lender, layout) -> None:
     tier = await open_tier(layout=layout, root=str(disk.path / "tier"), capacity_bytes="1MiB")
     for start in range(0, 100, 10):
         await lender.keep(tier, keys_of(10, start))
-    assert await lender.recall(tier, keys_of(10, 90)) == list(map(label, keys_of(10, 90)))
+    assert await lender.recall(tier, keys_of(10, 90)) == whole(keys_of(10, 90))
     assert tier.counters().evicted > 0
 
 
-async def test_reads_that_fail_are_failures_and_leave_the_file_alone(disk, open_tier, lender, layout) -> None:
-    tier = await open_tier(layout=layout, root=str(disk.path / "tier"))
+async def test_reads_and_writes_that_fail_leave_what_was_there_and_nothing_else(disk, tier, lender) -> None:
     await lender.keep(tier, keys_of(3))
     disk.tell("eio")
     assert await lender.recall(tier, keys_of(3)) == ["TransferFailed"] * 3
+    assert kinds(await tier.store(lender.writes(keys_of(6), version=1))) == ["TransferFailed"] * 6
     disk.tell("well")
-    assert await lender.recall(tier, keys_of(3)) == list(map(label, keys_of(3)))
+    assert await lender.recall(tier, keys_of(6)) == [*whole(keys_of(3)), *["ChunkMissing"] * 3]
     assert tier.counters().corrupt == {}
+    assert temporaries(disk.path / "tier") == []
 
 
-async def test_writes_that_fail_leave_what_was_there_and_nothing_else(disk, open_tier, lender, layout) -> None:
-    tier = await open_tier(layout=layout, root=str(disk.path / "tier"))
-    await lender.keep(tier, keys_of(3))
-    disk.tell("eio")
-    outcomes = await tier.store(lender.writes(keys_of(6), version=1))
-    assert [type(outcome).__name__ for outcome in outcomes] == ["TransferFailed"] * 6
-    disk.tell("well")
-    assert await lender.recall(tier, keys_of(6)) == [*map(label, keys_of(3)), *["ChunkMissing"] * 3]
-    assert [path for path in (disk.path / "tier").rglob("*.tmp") if path.is_file()] == []
-
-
-async def test_a_mount_that_hangs_holds_its_calls_and_nothing_else(
-    disk, open_tier, lender, layout, system_call
-) -> None:
-    tier = await open_tier(layout=layout, root=str(disk.path / "tier"), queue_bytes=0)
+async def test_a_mount_that_hangs_holds_its_calls_and_nothing_else(disk, tier, lender, layout, system_call) -> None:
     await lender.keep(tier, keys_of(3))
     await scanned(tier)
-    load_begins, store_begins = beginnings(layout, system_call)
+    if layout == "segments":  # The system calls with which a load and a store come to the disk.
+        load_begins, store_begins = system_call("preadv"), system_call("pwritev")
+    else:
+        load_begins = system_call("open", only=lambda path, *_, **__: path.endswith(".bin"))
+        store_begins = system_call("open", only=lambda _, flags, *__, **___: flags & os.O_PATH)  # The folder.
     disk.tell("hang")
     load = asyncio.create_task(lender.recall(tier, keys_of(3)))
     store = asyncio.create_task(tier.store(lender.writes(keys_of(3, start=10))))
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(DEADLINE_S):
         await load_begins.wait_entered()
         await store_begins.wait_entered()
         assert list(await tier.probe(keys_of(4))) == [True] * 3 + [False]
@@ -85,22 +73,11 @@ async def test_a_mount_that_hangs_holds_its_calls_and_nothing_else(
         assert not load.done()
         assert not store.done()
         disk.tell("well")
-        assert await load == list(map(label, keys_of(3)))
+        assert await load == whole(keys_of(3))
         assert list(await store) == [None] * 3
 
 
-def beginnings(layout: str, system_call: MakeSystemCall) -> list[SystemCall]:
-    """Count the system calls with which a load and a store come to the disk."""
-    if layout == "segments":
-        return [system_call("preadv"), system_call("pwritev")]
-    return [
-        system_call("open", only=lambda path, *_, **__: path.endswith(".bin")),
-        system_call("open", only=lambda _, flags, *__, **___: flags & os.O_PATH),  # The folder, to write in it.
-    ]
-
-
-async def test_a_mount_whose_server_has_died_is_unavailable(disk, open_tier, lender, layout) -> None:
-    tier = await open_tier(layout=layout, root=str(disk.path / "tier"))
+async def test_a_mount_whose_server_has_died_is_unavailable(disk, tier, lender) -> None:
     await lender.keep(tier, keys_of(3))
     disk.end()
     with pytest.raises(BackendUnavailable, match=os.strerror(errno.ENOTCONN)):
@@ -118,12 +95,11 @@ async def test_a_disk_that_was_remounted_read_only_serves_what_it_has(mount, ope
     tier = await open_tier(root=str(disk / "tier"), capacity_bytes="4MiB")
     await lender.keep(tier, keys_of(3))
     remount(disk, "ro")
-    outcomes = await tier.store(lender.writes(keys_of(3, start=10)))
-    assert [type(outcome).__name__ for outcome in outcomes] == ["TransferFailed"] * 3
-    assert await lender.recall(tier, keys_of(3)) == list(map(label, keys_of(3)))
+    assert kinds(await tier.store(lender.writes(keys_of(3, start=10)))) == ["TransferFailed"] * 3
+    assert await lender.recall(tier, keys_of(3)) == whole(keys_of(3))
     remount(disk, "rw")
     await lender.keep(tier, keys_of(3, start=10))
-    assert await lender.recall(tier, keys_of(3, start=10)) == list(map(label, keys_of(3, start=10)))
+    assert await lender.recall(tier, keys_of(3, start=10)) == whole(keys_of(3, start=10))
 
 
 @pytest.mark.parametrize("runner", ["inline", "process"])

@@ -5,10 +5,7 @@ import errno
 import hashlib
 import os
 import shutil
-import signal
 import struct
-import subprocess
-import sys
 import threading
 from array import array
 from collections.abc import Iterable
@@ -23,18 +20,18 @@ from xxhash import xxh3_64_intdigest
 from kvtier.backend import FileMapper, Namespace, OffloadKey, TierContext, make_offload_key
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs import FsBackend, FsOptions
+from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.layout import Counters
 from kvtier_backends.fs.segments import checkpoint as checkpoint_module
 from kvtier_backends.fs.segments.catalog import Snapshot
 from kvtier_backends.fs.segments.checkpoint import KEY_BYTES_MAX, SlotCheckpoint
-from tests.fs.conftest import ROW_BYTES, scanned
+from tests.fs.conftest import DEADLINE_S, ROW_BYTES, scanned, segments, whole
 
-DEADLINE_S = 20.0
 KEYS = make_offload_key(b"abc", 1), make_offload_key(b"longer", 2)
 USED_AT_NS = 1_700_000_000_000_000_001, 1_700_000_000_000_000_000
 BOOT = hashlib.sha256(Path("/proc/sys/kernel/random/boot_id").read_bytes()).digest()
-SMALL = {"layout": "segments", "capacity_bytes": "1MiB"}
+SEGMENTS = {"layout": "segments", "capacity_bytes": "1MiB"}
 
 # As it lies on the disk, except the checksum and the boot of the machine.
 PUBLISHED = (
@@ -49,13 +46,18 @@ PUBLISHED = (
 
 
 @pytest.fixture
+def counters() -> Counters:
+    return Counters()
+
+
+@pytest.fixture
 def folder(open_folder) -> Folder:
     return open_folder(layout="segments")
 
 
 @pytest.fixture
-def checkpoint(folder, mapper) -> SlotCheckpoint:
-    return SlotCheckpoint(folder, mapper, Counters(), ROW_BYTES)
+def checkpoint(folder, mapper, counters) -> SlotCheckpoint:
+    return SlotCheckpoint(folder, mapper, counters, ROW_BYTES)
 
 
 @pytest.fixture
@@ -87,9 +89,8 @@ def test_a_checkpoint_is_what_was_published(checkpoint, path) -> None:
     assert keys_in(checkpoint) == list(KEYS)
     assert [column.tolist() for column in memory.chunks[:3]] == [[0, 2], [7, 9], list(USED_AT_NS)]
     path.unlink()
-    keys: list[OffloadKey | None] = [KEYS[0], None, KEYS[1]]
     times = array("q", [USED_AT_NS[0], 0, USED_AT_NS[1]])
-    checkpoint.write(memory.segments, Snapshot(keys, array("Q", [7, 0, 9]), times, frozenset()))
+    checkpoint.write(memory.segments, Snapshot([KEYS[0], None, KEYS[1]], array("Q", [7, 0, 9]), times, frozenset()))
     assert path.read_bytes() == with_checksum(PUBLISHED)
 
 
@@ -122,9 +123,11 @@ def test_a_damaged_checkpoint_is_ignored(checkpoint, path, data) -> None:
     assert checkpoint.read() is None
 
 
-def test_a_checkpoint_of_another_version_layout_or_row_length_is_ignored(folder, checkpoint, mapper, path) -> None:
+def test_a_checkpoint_of_another_version_layout_or_row_length_is_ignored(
+    folder, checkpoint, mapper, path, counters
+) -> None:
     checkpoint.write([], snapshot(keys_of(1)))
-    other, counters = FileMapper(Namespace(model_name="org/model", layout="LBHNC")), Counters()
+    other = FileMapper(Namespace(model_name="org/model", layout="LBHNC"))
     assert SlotCheckpoint(folder, other, counters, ROW_BYTES).read() is None
     assert SlotCheckpoint(folder, mapper, counters, 2 * ROW_BYTES).read() is None
     assert counters.totals().checkpoints_ignored == 2
@@ -136,34 +139,26 @@ def test_a_checkpoint_of_another_version_layout_or_row_length_is_ignored(folder,
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS, errno.EIO])
-def test_a_checkpoint_that_cannot_be_written_leaves_the_last(folder, mapper, error, monkeypatch) -> None:
-    counters = Counters()
-    checkpoint = SlotCheckpoint(folder, mapper, counters, ROW_BYTES)
+def test_a_checkpoint_that_cannot_be_written_leaves_the_last(checkpoint, counters, system_call, error) -> None:
+    """As one does whose writer is killed."""
     checkpoint.write([], snapshot(keys_of(1)))
-
-    def fail(*args: object, **kwargs: object) -> None:
-        raise OSError(error, os.strerror(error))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", fail)
-        checkpoint.write([], snapshot([]))
+    system_call("rename", error=error)
+    checkpoint.write([], snapshot([]))
     assert keys_in(checkpoint) == keys_of(1)
     assert (counters.totals().checkpoints_written, counters.totals().checkpoints_failed) == (1, 1)
 
 
 async def test_chunks_beyond_the_limit_of_a_checkpoint_are_found_by_the_scan(
-    open_tier, lender, path, monkeypatch
+    open_tier, stored, lender, path, monkeypatch
 ) -> None:
     """Nor is it longer than the next start reads."""
     monkeypatch.setattr(checkpoint_module, "BYTES_MAX", 2_000)
-    first = await open_tier(**SMALL)
-    await lender.keep(first, keys_of(40))
-    await first.aclose(DEADLINE_S)
+    await stored(keys_of(40), **SEGMENTS)
     assert 1_000 < path.stat().st_size <= 2_000
-    tier = await open_tier(**SMALL)
+    tier = await open_tier(**SEGMENTS)
     await scanned(tier)
     assert 10 < tier.counters().checkpoint_chunks < 40
-    assert await lender.recall(tier, keys_of(40)) == [label(key) for key in keys_of(40)]
+    assert await lender.recall(tier, keys_of(40)) == whole(keys_of(40))
 
 
 async def test_a_checkpoint_is_written_every_so_often(open_tier, lender, root, monkeypatch) -> None:
@@ -173,24 +168,22 @@ async def test_a_checkpoint_is_written_every_so_often(open_tier, lender, root, m
         publish(folder, name, pieces)
         published.release()
 
-    tier = await open_tier(**SMALL, checkpoint_s=0.01)
+    tier = await open_tier(**SEGMENTS, checkpoint_s=0.01)
     await scanned(tier)
     await lender.keep(tier, keys_of(3))
     monkeypatch.setattr(Folder, "publish", publish_and_say)
     for _ in range(2):  # The first may have begun before the chunks were stored.
         assert await asyncio.to_thread(published.acquire, timeout=DEADLINE_S)
     copy = shutil.copytree(root, root.with_name("copy"))  # As after a kill: the first has not closed.
-    another = await open_tier(**SMALL | {"root": str(copy)})
+    another = await open_tier(**SEGMENTS | {"root": str(copy)})
     await scanned(another)
     assert another.counters().checkpoint_chunks == 3
 
 
-async def test_closing_in_no_time_leaves_the_last_checkpoint(open_tier, lender, path) -> None:
-    before = await open_tier(**SMALL)
-    await lender.keep(before, keys_of(2))
-    await before.aclose(DEADLINE_S)
+async def test_closing_in_no_time_leaves_the_last_checkpoint(open_tier, stored, path) -> None:
+    await stored(keys_of(2), **SEGMENTS)
     content = path.read_bytes()
-    tier = await open_tier(**SMALL)
+    tier = await open_tier(**SEGMENTS)
     await scanned(tier)
     await tier.delete(keys_of(2))
     await tier.aclose(0)
@@ -210,32 +203,140 @@ async def test_two_ranks_have_checkpoints_of_their_own(root, lender) -> None:
     assert {path.name for path in root.glob("*/index*")} == {"index_r0_segments", "index_r1_segments"}
 
 
-@pytest.mark.usefixtures("outside")
-async def test_a_writer_that_is_killed_while_it_checkpoints_leaves_a_whole_one(open_tier, lender, root) -> None:
-    before = await open_tier(**SMALL)
-    await lender.keep(before, keys_of(3))
-    await before.aclose(DEADLINE_S)
-    program = f"""
-import os, signal, sys
-from array import array
-from kvtier.backend import FileMapper, Namespace, TierContext
-from kvtier_backends.fs import FsOptions
-from kvtier_backends.fs.layout import Counters
-from kvtier_backends.fs.disk.root import Folder
-from kvtier_backends.fs.segments.checkpoint import SlotCheckpoint
-from kvtier_backends.fs.segments.catalog import Snapshot
-mapper = FileMapper(Namespace(model_name="org/model"))
-folder = Folder(FsOptions(root=sys.argv[1]), TierContext("0:fs", mapper, {ROW_BYTES}))
-folder.open()
-os.rename = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
-SlotCheckpoint(folder, mapper, Counters(), {ROW_BYTES}).write([], Snapshot([], array("Q"), array("q"), frozenset()))
-"""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    killed = await asyncio.to_thread(
-        subprocess.run, [sys.executable, "-c", program, str(root)], env=environment, check=False
-    )
-    assert killed.returncode == -signal.SIGKILL
-    tier = await open_tier(**SMALL)
+# Starts over segments that somebody may have written to since the checkpoint: it is a candidate's only witness.
+
+
+@pytest.fixture
+def stop_the_walk(hurry, system_call):
+    """Hold the next scan before the first footer; nobody waits for it."""
+
+    def stop_the_walk(error: int = 0):
+        hurry()
+        return system_call("posix_fadvise", sticks=True, error=error)
+
+    return stop_the_walk
+
+
+@pytest.fixture
+def untrusted(stored, root, path):
+    """Store chunks; return the checkpoint that names them, of which the next start trusts no segment."""
+
+    async def untrusted(chunks: int) -> bytes:
+        await stored(keys_of(chunks), **SEGMENTS)
+        touch(root)
+        return path.read_bytes()
+
+    return untrusted
+
+
+def touch(root: Path) -> None:
+    for segment in segments(root):
+        os.utime(segment, ns=(1, 1))
+
+
+@pytest.mark.parametrize("checkpoint_s", [0, 1_800])
+async def test_a_restart_knows_every_chunk_and_no_other(open_tier, lender, path, checkpoint_s) -> None:
+    """Also of what was written since the checkpoint: it is then from before, as after a kill."""
+    first, keys = await open_tier(**SEGMENTS), keys_of(40)
+    await lender.keep(first, keys)
+    await first.aclose(DEADLINE_S)
+    old = path.read_bytes()
+    second = await open_tier(**SEGMENTS)
+    await lender.keep(second, keys[:10], version=1)
+    await second.delete(keys[30:])
+    await lender.keep(second, keys_of(3, start=100))
+    await second.aclose(DEADLINE_S)
+    path.write_bytes(old)
+    tier = await open_tier(**SEGMENTS, checkpoint_s=checkpoint_s)
+    assert await scanned(tier) >= {*keys[:30], *keys_of(3, start=100)}
+    assert list(await tier.probe(keys)) == [True] * 30 + [False] * 10
+    expected = [*whole(keys[:10], 1), *whole(keys[10:30]), *["ChunkMissing"] * 10]
+    assert await lender.recall(tier, keys) == expected
+    assert tier.counters().checkpoint_chunks == (40 if checkpoint_s else 0)
+
+
+async def test_all_that_the_checkpoint_names_is_a_hit_before_one_footer_was_read(
+    open_tier, untrusted, lender, stop_the_walk
+) -> None:
+    await untrusted(40)
+    walk = stop_the_walk()
+    tier = await open_tier(**SEGMENTS)
+    assert all(await tier.probe(keys_of(40)))
+    assert not any(await tier.probe(keys_of(3, start=40)))
+    assert await lender.recall(tier, keys_of(40)) == whole(keys_of(40))
+    await walk.wait_entered()
+    walk.let_go()
+    assert await scanned(tier) == set(keys_of(40))
+    assert await lender.recall(tier, keys_of(40)) == whole(keys_of(40))
+
+
+@pytest.mark.parametrize(
+    ("at", "damage", "afterwards"),
+    [
+        (ROW_BYTES, bytes(FOOTER_BYTES), "ChunkMissing"),
+        (ROW_BYTES + 70, b"\xff", "ChunkMissing"),
+        (0, b"half of another chunk", "ChunkCorrupt"),
+    ],
+)
+async def test_a_candidate_that_is_not_there_is_a_miss_and_no_fault(
+    open_tier, untrusted, lender, root, place_of, stop_the_walk, at, damage, afterwards
+) -> None:
+    """Only the footer, once it has been read, makes a fault of it."""
+    await untrusted(3)
+    place_of(key_of(1)).overwrite(at, damage)
+    touch(root)
+    walk = stop_the_walk()
+    tier = await open_tier(**SEGMENTS)
+    assert await lender.recall(tier, keys_of(3)) == [label(key_of(0)), "ChunkMissing", label(key_of(2))]
+    assert list(await tier.probe(keys_of(3))) == [True, False, True]
+    assert tier.counters().corrupt == {}
+    walk.let_go()
     await scanned(tier)
-    assert list(await tier.probe(keys_of(3))) == [True] * 3
-    assert (tier.counters().checkpoint_chunks, tier.counters().scan_swept) == (3, 1)
+    assert await lender.recall(tier, keys_of(3)) == [label(key_of(0)), afterwards, label(key_of(2))]
+
+
+async def test_what_was_written_over_a_candidate_is_kept_whatever_comes_meanwhile(
+    open_tier, untrusted, lender, path, stop_the_walk
+) -> None:
+    """Neither a store of the candidate's key nor a failed load of it touches a slot that nobody has looked at."""
+    old, new = await untrusted(4), keys_of(4, start=10)
+    second = await open_tier(**SEGMENTS)
+    await second.delete(keys_of(4))
+    await lender.keep(second, new)
+    await second.aclose(DEADLINE_S)
+    path.write_bytes(old)
+    walk = stop_the_walk()
+    tier = await open_tier(**SEGMENTS | {"capacity_bytes": "4MiB"})
+    assert await lender.recall(tier, keys_of(2)) == ["ChunkMissing"] * 2
+    await lender.keep(tier, keys_of(3), version=1)
+    walk.let_go()
+    assert await scanned(tier) >= set(new)
+    async with asyncio.timeout(DEADLINE_S):
+        while (await tier.probe([key_of(3)]))[0]:
+            await asyncio.sleep(0.001)
+    assert await lender.recall(tier, [*keys_of(4), *new]) == [*whole(keys_of(3), 1), "ChunkMissing", *whole(new)]
+
+
+async def test_a_segment_that_went_after_the_checkpoint_has_no_candidates(open_tier, untrusted, lender, root) -> None:
+    """Nor has one of another tier that has its name by now."""
+    await untrusted(4)
+    (segment,) = segments(root)
+    segment.write_bytes(b"\x89kvtseg\n" + bytes(segment.stat().st_size - 8))
+    tier = await open_tier(**SEGMENTS)
+    assert await lender.recall(tier, keys_of(4)) == ["ChunkMissing"] * 4
+    await tier.aclose(DEADLINE_S)
+    segment.unlink()
+    assert not any(await (await open_tier(**SEGMENTS)).probe(keys_of(4)))
+
+
+async def test_candidates_of_a_segment_that_cannot_be_read_are_taken_back(open_tier, untrusted, stop_the_walk) -> None:
+    await untrusted(4)
+    walk = stop_the_walk(errno.EIO)
+    tier = await open_tier(**SEGMENTS)
+    assert all(await tier.probe(keys_of(4)))
+    await walk.wait_entered()
+    walk.let_go()
+    await scanned(tier, complete=False)
+    async with asyncio.timeout(DEADLINE_S):
+        while any(await tier.probe(keys_of(4))):
+            await asyncio.sleep(0.001)
