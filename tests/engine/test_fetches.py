@@ -70,14 +70,6 @@ async def test_fetches_of_nearly_all_rows_are_served_in_order_of_asking(open_eng
     assert await at_rest(engine)
 
 
-async def test_a_fetch_waits_longer_than_a_lease_in_a_line_that_moves(open_engine):
-    engine = await filled(open_engine, 8, 80, limits={"lease_s": 10})
-    begun = now()
-    counts = await asyncio.gather(*(held(engine, range(8 * task, 8 * task + 8), 6.0) for task in range(10)))
-    assert counts == [8] * 10
-    assert now() - begun > 60
-
-
 async def test_only_what_needs_rows_waits_in_the_line_and_who_leaves_it_lets_the_next_one_through(open_engine):
     engine = await filled(open_engine, 8, 32)
     async with engine.fetch(keys_of(range(8))):

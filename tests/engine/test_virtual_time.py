@@ -14,24 +14,6 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def test_a_load_takes_its_latency_and_its_bytes_share_of_the_bandwidth(open_engine):
-    second_a_chunk = {"type": "dummy", "latency_s": 10.0, "bandwidth_bytes_per_s": CHUNK_BYTES, "concurrency": 64}
-    engine = await open_engine(8, second_a_chunk)
-    await put(engine, range(4))
-    assert await engine.drain(deadline_s=100)
-    assert now() == 10 + 4
-    assert await engine.reset()
-    assert await found(engine, range(4)) == 4
-    assert now() == 14 + 10 + 4
-
-
-async def test_chunks_beyond_a_devices_slots_wait_for_the_next_one(open_engine):
-    engine = await open_engine(8, {"type": "dummy", "latency_s": 1.0, "concurrency": 2})
-    await put(engine, range(4))
-    assert await engine.drain()
-    assert now() == 2.0
-
-
 async def test_loads_do_not_wait_for_the_budget_of_stores(open_engine):
     budget = {"store_chunks_in_flight": 1, "load_bytes_in_flight": CHUNK_BYTES}
     engine = await open_engine(64, {"type": "dummy", "latency_s": 1.0, "limits": budget})

@@ -163,18 +163,6 @@ async def test_put_waits_for_rows_that_waiting_requests_lease(open_engine):
     assert 10 <= now() - begun <= 12
 
 
-async def test_a_reset_waits_for_a_fetch_in_parts(open_engine):
-    engine = await open_engine(8, SLOW)
-    await put(engine, range(8))
-    assert await engine.reset()
-    fetching = asyncio.ensure_future(found(engine, range(8)))
-    await asyncio.sleep(1.5)
-    async with asyncio.timeout(100):
-        assert await engine.reset()
-    assert await fetching >= 4
-    assert await found(engine, range(8)) == 8
-
-
 @pytest.mark.parametrize("cancelled", [None, 0.0, 0.5])
 async def test_a_closing_that_is_cancelled_goes_on(cancelled):
     engine = await TieringOffloadingManager.open(describe(4, SLOW))
@@ -202,13 +190,6 @@ async def test_a_delete_waits_no_longer_than_its_deadline(open_engine):
     async with asyncio.timeout(300):
         assert await engine.delete([key(1)], deadline_s=200)
     assert await found(engine, [1]) == 0
-
-
-async def test_closing_takes_its_deadline_and_once_more_for_the_tiers():
-    engine = await TieringOffloadingManager.open(describe(4, faulty(deadline_s=100, store=["hang"])))
-    await put(engine, [1])
-    assert await engine.aclose(deadline_s=5) == 1
-    assert 10 <= now() < 10.5
 
 
 async def test_after_closing_every_call_raises_engine_closed():
@@ -379,14 +360,3 @@ async def test_a_synchronous_reset_during_a_put_or_fetch_names_the_one_that_can_
     assert engine.steps.reset()
     assert await at_rest(engine)
     await engine.aclose()
-
-
-async def test_the_wait_of_a_fetch_is_observed_once(open_engine):
-    engine = await open_engine(4, SLOW)
-    assert await put(engine, range(2)) == 2
-    await engine.reset()
-    assert await found(engine, range(2)) == 2
-    assert await found(engine, range(2)) == 2  # From the primary: without a wait.
-    count, total = (engine.metrics.get_sample_value(f"kvtier_load_wait_seconds_{each}") for each in ("count", "sum"))
-    assert count == 1
-    assert total == pytest.approx(1.0, abs=0.1)

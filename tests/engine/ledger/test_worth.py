@@ -41,9 +41,8 @@ FAST, SLOW_CALLS, SLOW_BYTES = (0.1, 0.1), (100.0, 0.0), (0.0, 2.0)
 # What is declined.
 
 
-@pytest.mark.parametrize("computing_s", [1.0, None])
-def test_loads_that_save_time_are_sent_as_if_nothing_was_weighed(computing_s):
-    bench = tier(takes=(0.1, 0.01), computing_s=computing_s)
+def test_loads_that_save_time_are_sent_as_if_nothing_was_weighed():
+    bench = tier(takes=(0.1, 0.01))
     request = bench.request()
     assert bench.lookup("abcdef", request) == [PENDING] * 6
     sent = bench.step()
