@@ -4,6 +4,8 @@ import asyncio
 import os
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -102,44 +104,53 @@ class FailsToClose(DummyBackend):
         raise OSError("of a kind that no tier may raise")
 
 
-class AnswersNothing(DummyBackend):
-    """Forgets to return."""
+def answering(change: Callable[[Any], Any]) -> type[DummyBackend]:
+    """Make a tier that moves chunks, and changes its answers."""
 
-    async def probe(self, keys):
-        await super().probe(keys)
+    class Answering(DummyBackend):
+        async def probe(self, keys):
+            return change(await super().probe(keys))
 
-    async def load(self, reads):
-        await super().load(reads)
+        async def load(self, reads):
+            return change(await super().load(reads))
 
-    async def store(self, writes):
-        await super().store(writes)
+        async def store(self, writes):
+            return change(await super().store(writes))
 
-
-class AnswersTooLittle(DummyBackend):
-    async def probe(self, keys):
-        return (await super().probe(keys))[1:]
-
-    async def load(self, reads):
-        return (await super().load(reads))[1:]
-
-    async def store(self, writes):
-        return (await super().store(writes))[1:]
+    return Answering
 
 
-class Raises(DummyBackend):
-    """Raises what no tier may raise, even before there is anything to wait for."""
-
-    def probe(self, keys):
+class Nonsense:
+    def __bool__(self):
         raise ZeroDivisionError
 
-    def load(self, reads):
-        raise ZeroDivisionError
 
-    async def store(self, writes):
-        raise ZeroDivisionError
+AnswersNothing = answering(lambda answer: None)  # It forgets to return.
+AnswersTooLittle = answering(lambda answer: answer[1:])
+AnswersANumber = answering(lambda answer: 1)
+AnswersNonsense = answering(lambda answer: [Nonsense() for _ in answer])
 
-    def delete(self, keys):
-        raise ZeroDivisionError
+
+def failing(error: type[BaseException]) -> type[DummyBackend]:
+    """Make a tier whose calls raise what no tier may raise, some even before there is anything to wait for."""
+
+    class Failing(DummyBackend):
+        def probe(self, keys):
+            raise error
+
+        def load(self, reads):
+            raise error
+
+        async def store(self, writes):
+            raise error
+
+        async def delete(self, keys):
+            raise error
+
+    return Failing
+
+
+Raises, Exits = failing(ZeroDivisionError), failing(SystemExit)
 
 
 class Cancels(DummyBackend):
@@ -150,22 +161,6 @@ class Cancels(DummyBackend):
 
     async def store(self, writes):
         raise asyncio.CancelledError
-
-
-class Exits(DummyBackend):
-    """Ends the program, or tries to."""
-
-    async def probe(self, keys):
-        raise SystemExit(1)
-
-    async def load(self, reads):
-        raise SystemExit(1)
-
-    async def store(self, writes):
-        raise SystemExit("no more")
-
-    async def delete(self, keys):
-        raise SystemExit
 
 
 class HangsInAThread(DummyBackend):
@@ -188,24 +183,6 @@ class HangsAtOpening(DummyBackend):
     @classmethod
     async def open(cls, options: msgspec.Struct, context):
         return await in_thread(Lanes(1, "hung"), time.sleep, 3_600)
-
-
-class Nonsense:
-    def __bool__(self):
-        raise ZeroDivisionError
-
-
-class AnswersNonsense(DummyBackend):
-    """Answers with invalid values."""
-
-    async def probe(self, keys):
-        return [Nonsense() for _ in keys]
-
-    async def load(self, reads):
-        return 1
-
-    async def store(self, writes):
-        return [Nonsense() for _ in writes]
 
 
 class GoesOnReporting(DummyBackend):

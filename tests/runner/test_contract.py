@@ -228,7 +228,7 @@ async def test_closing_with_a_hung_tier_ends_at_its_deadline_and_counts_what_it_
 
 
 @pytest.mark.parametrize(
-    "tier", ["AnswersNothing", "AnswersTooLittle", "AnswersNonsense", "Raises", "Cancels", "Exits"]
+    "tier", ["AnswersNothing", "AnswersTooLittle", "AnswersANumber", "AnswersNonsense", "Raises", "Cancels", "Exits"]
 )
 async def test_a_tier_that_breaks_its_contract_costs_its_hits_only(open_engine, runner, tier, tmp_path):
     engine = await open_engine(4, {"type": f"{RUDE}:{tier}", "store": str(tmp_path), "shared": True}, runner=runner)

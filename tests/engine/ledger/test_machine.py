@@ -309,35 +309,28 @@ class Engine(RuleBasedStateMachine):
         waiting = self.ledger.prefetches.waiting
         self.ledger.prefetches.give_up(waiting[which % len(waiting)])
 
-    @rule(names=names, sure=seldom)
-    def forget(self, names: str, sure: bool) -> None:
-        if not sure:
+    @rule(names=names, how=st.sampled_from(["forget", "delete", *[""] * 6]))
+    def forget(self, names: str, how: str) -> None:
+        if not how:
             return
         self.between_steps = False
         self._hear()
-        keys = keys_of(names)
-        for owed in self.owed:
-            here = [key for key in keys if self.ledger.primary.row(key) is not None]
-            owed.left(keys)
-            owed.kept_out.update(here)  # What is held is not written any more.
-        self.ledger.forget(keys)
+        keys, row_of = keys_of(names), self.ledger.primary.row
+        if how == "forget":
+            for owed in self.owed:
+                here = [key for key in keys if row_of(key) is not None]
+                owed.left(keys)
+                owed.kept_out.update(here)  # What is held is not written any more.
+            self.ledger.forget(keys)
+            self.forgetting.update(keys)
+            self.forgotten.update(keys)
+        else:
+            held = self.ledger.delete(keys)
+            for owed in self.owed:
+                owed.left([key for key in keys if key not in held])
         for key in keys:
-            if self.ledger.primary.row(key) is None:
+            if row_of(key) is None:
                 self.hits.pop(key, None)
-        self.forgetting.update(keys)
-        self.forgotten.update(keys)
-
-    @rule(names=names, sure=seldom)
-    def delete(self, names: str, sure: bool) -> None:
-        if not sure:
-            return
-        self.between_steps = False
-        self._hear()
-        held = self.ledger.delete(keys_of(names))
-        for owed in self.owed:
-            owed.left([key for key in keys_of(names) if key not in held])
-        for key in set(keys_of(names)) - set(held):
-            self.hits.pop(key, None)
 
     @rule(refused=seldom, seconds=st.sampled_from([0.0, 0.0, 1.0, 6.0]))
     def end_step(self, refused: bool, seconds: float) -> None:
@@ -478,18 +471,16 @@ class Engine(RuleBasedStateMachine):
     def each_row_is_in_one_state_and_the_states_add_up(self) -> None:
         primary = self.ledger.primary
         states = Counter(dict.fromkeys(row_states(primary), 0))
-        states.update(map(self._state, range(ROWS)))
+        lent_late = {row for lent in self.late.values() for row in lent.rows}
+        for row in range(ROWS):
+            key = primary.key(row)
+            if key is None:  # Lent to something late, or pinned by a store whose key was forgotten; or free.
+                states["quarantined" if row in lent_late or primary.pinned(row) else "free"] += 1
+            else:
+                states["ready" if primary.ready.get(key) == row else "filling"] += 1
         assert row_states(primary) == states
         evictable = [row for row in primary.ready.values() if not primary.pinned(row)]
         assert primary.rows_evictable == len(evictable)
-
-    def _state(self, row: int) -> str:
-        """Return the state of a row, from facts about this row alone."""
-        primary, key = self.ledger.primary, self.ledger.primary.key(row)
-        if key is None:  # Lent to something late, or pinned by a store whose key was forgotten; or free.
-            lent = any(row in lent.rows for lent in self.late.values())
-            return "quarantined" if lent or primary.pinned(row) else "free"
-        return "ready" if primary.ready.get(key) == row else "filling"
 
     @invariant()
     def every_ready_row_holds_its_chunk(self) -> None:

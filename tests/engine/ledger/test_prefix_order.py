@@ -31,19 +31,40 @@ def test_a_running_request_stored_in_pieces_loses_its_tail_first(bench):
     assert engine.ready() == "abcXYZ"
 
 
-@pytest.mark.parametrize("again", ["loaded", "offered"])
-def test_a_prefix_that_is_used_again_outlives_chunks_computed_after_it(bench, again):
-    engine = bench(rows=4, tiers=0)
-    engine.stored_alone("ab")
-    request = engine.request()
-    if again == "loaded":
-        engine.lookup("ab", request)
-        engine.load("ab", request)
-    else:
-        engine.store("ab", request)
-    engine.store("cd", request)
+# Who stores (S), fails to store (F) or loads (L) which piece, in order: r is the request, o others; and what leaves.
+STORIES = {
+    "a loaded prefix outlives what is computed after it": (4, ["oSab", "rLab", "rScd"], "dcb"),
+    "a prefix that is offered again does, too": (4, ["oSab", "rSab", "rScd"], "dcb"),
+    "a chunk that comes late takes its place": (3, ["rSa", "rSc", "rSb"], "cb"),
+    "a store that is tried again keeps its place": (4, ["rSab", "rFc", "rSc", "rSd"], "dc"),
+    "a missing chunk comes back to its place": (3, ["oSbc", "rSabc"], "cb"),
+    "two requests with one prompt keep its order": (4, ["rSab", "qSab", "rScd", "qScd"], "dcb"),
+    "a request that began early demotes nothing that it uses": (3, ["rSa", "oSx", "qSb", "rLb"], "x"),
+}
+
+
+@pytest.mark.parametrize("story", STORIES)
+@pytest.mark.parametrize("finished", [False, True])
+def test_the_end_of_a_prefix_leaves_first(bench, story, finished):
+    rows, deeds, left = STORIES[story]
+    engine = bench(rows, tiers=0)
+    position = positions("abcd")
+    requests = {name: engine.request(name, position=position if name != "o" else None) for name in "rqo"}
+    for who, does, *names in deeds:
+        request, piece = requests[who], "".join(names)
+        if does == "L":
+            engine.lookup(piece, request)
+            engine.load(piece, request)
+        elif does == "F":
+            plan = engine.ledger.prepare_store(engine.keys(piece), request)
+            engine.ledger.complete_store(plan.keys, request, success=False)
+        else:
+            engine.store(piece, request)
     engine.step()
-    assert leave(engine, 3) == engine.keys("dcb")
+    if finished:
+        for name in "qr":
+            engine.ledger.finish(requests[name])
+    assert leave(engine, len(left)) == engine.keys(left)
 
 
 @pytest.mark.parametrize("finished", [False, True])
@@ -60,55 +81,6 @@ def test_the_groups_of_a_model_lose_their_tails_together(bench, finished):
     if finished:
         engine.ledger.finish(request)
     assert set(leave(engine, 2)) == {c, f}
-
-
-@pytest.mark.parametrize("finished", [False, True])
-def test_a_chunk_that_comes_late_takes_its_place_in_the_prefix(bench, finished):
-    engine = bench(rows=3, tiers=0)
-    request = engine.request(position=positions("abc"))
-    for piece in ("a", "c", "b"):
-        engine.store(piece, request)
-    if finished:
-        engine.ledger.finish(request)
-    assert leave(engine, 2) == engine.keys("cb")
-
-
-def test_a_store_that_is_tried_again_keeps_its_place(bench):
-    engine = bench(rows=4, tiers=0)
-    request = engine.request(position=positions("abcd"))
-    engine.store("ab", request)
-    engine.ledger.complete_store(engine.ledger.prepare_store(engine.keys("c"), request).keys, request, success=False)
-    engine.store("c", request)
-    engine.store("d", request)
-    assert leave(engine, 2) == engine.keys("dc")
-
-
-def test_a_request_that_began_early_demotes_nothing_that_it_uses(bench):
-    engine = bench(rows=3, tiers=0)
-    old = engine.request(position=positions("ps"))
-    engine.store("p", old)
-    engine.store("c", engine.request("cold"))
-    engine.store("s", engine.request("newer"))
-    engine.lookup("s", old)
-    engine.load("s", old)
-    engine.step()
-    assert leave(engine, 1) == engine.keys("c")
-
-
-def test_two_running_requests_with_one_prompt_keep_its_order(bench):
-    engine = bench(rows=4, tiers=0)
-    first, second = (engine.request(name, position=positions("abcd")) for name in ("first", "second"))
-    for piece in ("ab", "cd"):
-        engine.store(piece, first)
-        engine.store(piece, second)
-    assert leave(engine, 3) == engine.keys("dcb")
-
-
-def test_a_missing_chunk_of_a_prefix_comes_back_to_its_place(bench):
-    engine = bench(rows=3, tiers=0)
-    engine.stored_alone("bc")
-    engine.store("abc", engine.request())
-    assert leave(engine, 2) == engine.keys("cb")
 
 
 def test_a_request_whose_tail_has_left_goes_on_behind_what_is_left_of_it(bench):
