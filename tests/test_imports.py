@@ -52,19 +52,13 @@ def test_a_backend_loads_no_torch(backend: str) -> None:
     assert loaded_of({"torch"}, modules_after(f"import kvtier_backends.{backend}")) == set()
 
 
-NEEDS_TORCH = (
-    "kvtier.kvcache",
-    "kvtier.integrations",
-    *(f"kvtier.tools.selftest.{name}" for name in ("caches", "checks", "device")),
-    "kvtier_backends.cpu",
-)
+NEEDS_TORCH = ("kvtier.kvcache", "kvtier.integrations", "kvtier.tools.selftest_checks", "kvtier_backends.cpu")
 BLOCK_TORCH = "import sys; sys.modules['torch'] = None\n"
 COMMANDS = {
     "version": "--version",
     "replay": "replay generated --limit 5",
     "policies": "policies generated --limit 20 --policies lru",
     "size": "size generated --limit 20 --kv-bytes-per-token 8 --memory 4MiB --disk 0",
-    "trace info": "trace info generated --limit 20",
     "verify": "verify {root}",
     "du": "du {root}",
     "ls": "ls {root}",

@@ -4,17 +4,13 @@ Each command is a function in its own module, imported when it is called: `kvtie
 """
 
 import inspect
-import logging
 import os
-import time
 from collections.abc import Callable, Sequence
-from enum import Enum
 from functools import wraps
 from importlib import import_module
 from typing import Annotated, Any, NamedTuple, cast
 
 import typer
-from typer.completion import get_completion_inspect_parameters, shell_complete
 
 from kvtier import __version__
 from kvtier.errors import PAGE, ConfigError, KVTierError, TraceError, one_line
@@ -24,9 +20,6 @@ from kvtier.tools.options import COMMON, JSON
 HELP_COLUMNS = 120  # Longer lines are hard to read.
 PROGRAM = "kvtier"
 COMPLETE = "_KVTIER_COMPLETE"  # Set by a shell's script when Tab is pressed.
-COMPLETED_WORDS = ("_TYPER_COMPLETE_ARGS", "COMP_WORDS")  # The words so far: zsh and fish, bash.
-
-logger = logging.getLogger(__name__)
 
 # The error that typer raises for a wrong call. Its class has no public name.
 UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__bases__[0])
@@ -35,137 +28,77 @@ UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__bases__[0])
 class Command(NamedTuple):
     """One command: the place of its function, its line in the help, and calls that show its use."""
 
-    module: str
-    function: str
+    place: str  # Module and function, below `kvtier.tools`.
     summary: str
-    examples: tuple[str, ...] = ()
+    examples: tuple[str, ...]
 
 
 COMMANDS = {
     "policies": Command(
-        "kvtier.tools.replay.policies_command",
-        "policies",
+        "replay.policies_command:policies",
         "Compare eviction policies by their hit ratios over a trace.",
-        (
-            "kvtier policies trace.jsonl",
-            "kvtier policies generated --limit 500 --policies lru,s3fifo,opt --sizes 0.05,0.2",
-        ),
+        ("kvtier policies generated --limit 500 --policies lru,s3fifo,opt --sizes 0.05,0.2",),
     ),
     "config check": Command(
-        "kvtier.tools.configuration",
-        "check",
+        "configuration:check",
         "Check a configuration, and show what holds in the end.",
-        ("kvtier config check kvtier.toml", "kvtier config check kvtier.toml --json"),
+        ("kvtier config check kvtier.toml --json",),
     ),
     "verify": Command(
-        "kvtier.tools.directory",
-        "verify",
+        "directory:verify",
         "Check every chunk in a tier's directory.",
-        ("kvtier verify tier", "kvtier verify tier --sample 1%", "kvtier verify kvtier.toml#disk --json found.json"),
+        ("kvtier verify tier --sample 1%", "kvtier verify kvtier.toml#disk --json found.json"),
     ),
     "du": Command(
-        "kvtier.tools.directory",
-        "du",
-        "Show what each namespace in a tier's directory takes.",
-        ("kvtier du tier", "kvtier du kvtier.toml#disk --json"),
+        "directory:du", "Show what each namespace in a tier's directory takes.", ("kvtier du kvtier.toml#disk --json",)
     ),
-    "ls": Command(
-        "kvtier.tools.directory",
-        "ls",
-        "List the chunks in a tier's directory.",
-        ("kvtier ls tier --limit 10", "kvtier ls tier --json chunks.json"),
-    ),
+    "ls": Command("directory:ls", "List the chunks in a tier's directory.", ("kvtier ls tier --limit 10",)),
     "prune": Command(
-        "kvtier.tools.prune",
-        "prune",
+        "prune:prune",
         "Remove chunks from a tier's directory.",
-        (
-            "kvtier prune tier --older-than 7d --list",
-            "kvtier prune tier --to-size 50% --yes",
-            "kvtier prune tier --corrupt --leftovers --yes",
-        ),
+        ("kvtier prune tier --older-than 7d --list", "kvtier prune tier --corrupt --leftovers --yes"),
     ),
     "top": Command(
-        "kvtier.tools.top",
-        "top",
-        "Watch a live engine: tiers, rates, hit ratio, breakers.",
-        ("kvtier top http://127.0.0.1:9400/metrics", "kvtier top unix:/run/vllm.sock", "kvtier top 9400 --once --json"),
+        "top:top", "Watch a live engine: tiers, rates, hit ratio, breakers.", ("kvtier top 9400 --once --json",)
     ),
     "replay": Command(
-        "kvtier.tools.replay.replay_command",
-        "replay",
+        "replay.replay_command:replay",
         "Replay a trace through a whole engine with real bytes.",
         ("kvtier replay generated --limit 100", "kvtier replay trace.jsonl --config kvtier.toml --json report.json"),
     ),
     "simulate": Command(
-        "kvtier.tools.replay.simulate_command",
-        "simulate",
+        "replay.simulate:simulate",
         "Replay a trace in virtual time; show times to first token.",
-        ("kvtier simulate trace.jsonl", "kvtier simulate trace.jsonl --config kvtier.toml --disk-speed 7GB/s,4GB/s"),
+        ("kvtier simulate trace.jsonl --config kvtier.toml --disk-speed 7GB/s,4GB/s",),
     ),
     "size": Command(
-        "kvtier.tools.replay.size_command",
-        "size",
+        "replay.size:size",
         "Compare sizes of memory and disk over a trace.",
         ("kvtier size trace.jsonl --kv-bytes-per-token 131072 --memory 1G --disk 4G,16G",),
     ),
-    "trace info": Command(
-        "kvtier.tools.replay.trace_commands",
-        "info",
-        "Show the contents of a trace.",
-        ("kvtier trace info trace.jsonl", "kvtier trace info generated --limit 100 --json"),
-    ),
-    "trace convert": Command(
-        "kvtier.tools.replay.trace_commands",
-        "convert",
-        "Make a trace from token ids.",
-        ("kvtier trace convert tokens.jsonl --output converted.jsonl --block-tokens 16",),
-    ),
     "bench": Command(
-        "kvtier.tools.bench.commands",
-        "bench",
+        "bench:bench",
         "Measure a directory or the tiers of a configuration.",
-        (
-            "kvtier bench . --chunk-sizes 128K --size 1M --rounds 1",
-            "kvtier bench kvtier.toml --size 1M --rounds 1 --json bench.json",
-        ),
-    ),
-    "completion": Command(
-        "kvtier.tools.commands",
-        "completion",
-        "Print the script for a shell's completion.",
-        ("kvtier completion bash", "kvtier completion zsh", "kvtier completion fish"),
+        ("kvtier bench . --chunk-sizes 128K --size 1M --rounds 1", "kvtier bench kvtier.toml --json bench.json"),
     ),
     "selftest": Command(
-        "kvtier.tools.selftest.command",
-        "selftest",
+        "selftest:selftest",
         "Prove on this machine's GPU that every byte comes back.",
-        ("kvtier selftest", "kvtier selftest --device cpu --json report.json"),
+        ("kvtier selftest --device cpu --json report.json",),
     ),
 }
-GROUPS = {
-    "config": "Check configurations, kvtier's own and what vLLM is given.",
-    "trace": "Inspect and make traces of requests.",
-}
+GROUPS = {"config": "Check configurations, kvtier's own and what vLLM is given."}
 HINT = "Exit status: 0 success, 1 bad data found, 2 usage error, 3 I/O or system error; the reference has all."
 REMEDIES = f"Remedies for each message: {PAGE}"
 
 
-class Shell(Enum):
-    """Shells with completion."""
-
-    BASH = "bash"
-    ZSH = "zsh"
-    FISH = "fish"
-
-
 def run(args: Sequence[str]) -> int:
     """Run a command and return its exit status; an error of the caller or the machine is one line on stderr."""
-    if COMPLETE in os.environ:
-        return _complete()
     given = [*args, "--help"] if list(args) in ([], *([group] for group in GROUPS)) else _with_stdout(args)
     try:
         command = typer.main.get_command(command_line(given))
+        if COMPLETE in os.environ:
+            command.main(prog_name=PROGRAM)
         with command.make_context(PROGRAM, given) as context:
             command.invoke(context)
     except typer.Exit as end:
@@ -209,23 +142,6 @@ def _failed(why: str, status: int) -> int:
     return status
 
 
-def _complete() -> int:
-    """Print the words that may follow, for a shell's script."""
-    words = next((os.environ[name] for name in COMPLETED_WORDS if name in os.environ), "").split()
-    get_completion_inspect_parameters()  # Registers the shells.
-    typer.main.get_command(command_line(words[1:])).main(prog_name=PROGRAM, complete_var=COMPLETE)
-    return statuses.DONE
-
-
-def completion(shell: Annotated[Shell, typer.Argument(metavar="SHELL", help="bash, zsh or fish.")]) -> None:
-    """Print the script that makes a shell complete kvtier's commands and options.
-
-    For the running shell: source <(kvtier completion bash). For all: write it to where your shell looks for it.
-    """
-    get_completion_inspect_parameters()  # Registers the shells.
-    shell_complete(typer.main.get_command(command_line([])), {}, PROGRAM, COMPLETE, f"source_{shell.value}")
-
-
 def command_line(args: Sequence[str]) -> typer.Typer:
     """Return all commands. Only the one that the arguments call is imported; the others are names."""
     first = ("kvtier replay generated --limit 100", "kvtier du DIR", "kvtier COMMAND --help")
@@ -235,11 +151,14 @@ def command_line(args: Sequence[str]) -> typer.Typer:
         name: _app(summary, [command.examples[0] for own, command in COMMANDS.items() if own.startswith(f"{name} ")])
         for name, summary in GROUPS.items()
     }
-    words = [arg for arg in args if not arg.startswith("-")]
+    words, completing = [arg for arg in args if not arg.startswith("-")], COMPLETE in os.environ
     for name, command in COMMANDS.items():
         *group, own_name = name.split()
-        called = words[: len(group) + 1] == [*group, own_name]
-        function = _with_common(getattr(import_module(command.module), command.function), name) if called else _nothing
+        called = completing or words[: len(group) + 1] == [*group, own_name]
+        module, _, function_name = command.place.partition(":")
+        function = _nothing
+        if called:
+            function = _with_common(getattr(import_module(f"kvtier.tools.{module}"), function_name))
         epilog = _epilog(command.examples)
         (groups[group[0]] if group else app).command(own_name, short_help=command.summary, epilog=epilog)(function)
     for name, group_app in groups.items():
@@ -251,7 +170,6 @@ def _app(summary: str, examples: Sequence[str]) -> typer.Typer:
     app = typer.Typer(
         help=summary,
         epilog=_epilog(examples),
-        add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,  # Boxes around options hinder a search for them.
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": HELP_COLUMNS},
@@ -267,33 +185,24 @@ def _epilog(examples: Sequence[str]) -> str:
     )
 
 
-def _with_common(function: Callable[..., None], name: str) -> Callable[..., None]:
+def _with_common(function: Callable[..., None]) -> Callable[..., None]:
     """Return a command with the options that all commands have; they apply while it runs."""
 
     @wraps(function)
-    def call(**given: Any) -> None:
-        from kvtier.tools.outputs import Wishes, granted  # Not for `--help`: rich takes long to import.
+    def call(verbose: int, quiet: bool, **given: Any) -> None:
+        from kvtier.tools.outputs import logged  # Not for `--help`: rich takes long to import.
 
-        with granted(Wishes(**{option: given.pop(option) for option in COMMON})):
-            begun = time.monotonic()
-            logger.info("%s %s: %s", PROGRAM, __version__, name)
-            try:
-                function(**given)
-            finally:
-                logger.info("%s: ended after %.1f s", name, time.monotonic() - begun)
+        with logged(verbose=verbose, quiet=quiet):
+            function(**given)
 
     signature = inspect.signature(function)
     options = [
-        inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=_default(kind), annotation=kind)
-        for option, kind in COMMON.items()
+        inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+        for option, (kind, default) in COMMON.items()
     ]
     call.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *options])  # type: ignore[attr-defined]
-    call.__annotations__ = {**function.__annotations__, **COMMON}
+    call.__annotations__ = {**function.__annotations__, **{option: kind for option, (kind, _) in COMMON.items()}}
     return call
-
-
-def _default(kind: Any) -> object:
-    return {int: 0, bool: False}.get(kind.__origin__)
 
 
 def _print_version(wanted: bool) -> None:

@@ -25,8 +25,6 @@ SECRET_NAME = re.compile(r"(?i)pass|secret|token|credential|(?:^|_)key(?:$|_)") 
 
 
 class CheckedConfig(msgspec.Struct, frozen=True):
-    """The effective configuration, with defaults and without secrets."""
-
     configuration: dict[str, Any]
     doubts: list[str]  # What would fail on this machine.
 
@@ -69,7 +67,6 @@ def _stdin() -> object:
 
 
 def _tiers(config: Config) -> Iterator[tuple[str, Any]]:
-    """Yield the path and the decoded options of each tier."""
     tiers: Sequence[TierConfig | SecondaryOptions] = config if isinstance(config, tuple) else config.secondary_tiers
     in_vllm = not isinstance(config, EngineConfig)
     for index, tier in enumerate(tiers):

@@ -4,7 +4,7 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from itertools import islice
@@ -29,6 +29,7 @@ from kvtier.tools.outputs import (
     counted,
     json_output,
     plain_table,
+    printed,
     write_json,
     write_rows,
 )
@@ -138,7 +139,6 @@ def readable(
 
 
 def share_of(option: str, text: str) -> float:
-    """Parse a share such as 1% or 0.01. Raises `ConfigError`."""
     try:
         share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
@@ -162,8 +162,6 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NamespaceUsage(Usage, frozen=True, kw_only=True):
-    """One namespace."""
-
     model: str  # Empty if the namespace has no config.json.
 
 
@@ -253,7 +251,7 @@ def ls(
             (_listed(place, each, now_s) for place, each in found if each.kind is Kind.CHUNK), limit
         )
         if json_path != STDOUT:
-            rows = _printed(rows)
+            rows = printed(rows, _line)
         write_rows(file, rows)
     left_out.report()
 
@@ -270,14 +268,10 @@ def _listed(place: Place, file: StoredFile, now_s: float) -> ListedChunk:
     )
 
 
-def _printed(rows: Iterable[ListedChunk]) -> Iterator[ListedChunk]:
-    """Print each row before it is yielded. A line is never broken, so that it can be searched."""
-    for row in rows:
-        name, group = (row.file, "-") if row.hash is None else (row.hash, row.group)
-        size, age = shown_bytes(row.bytes), shown_age(row.age_s)
-        line = f"{name}  {group:>3}  {size:>10}  {age:>8}  {row.namespace}"
-        typer.echo(one_line(f"{line}  {row.fault}" if row.fault else line))
-        yield row
+def _line(row: ListedChunk) -> str:
+    name, group = (row.file, "-") if row.hash is None else (row.hash, row.group)
+    line = f"{name}  {group:>3}  {shown_bytes(row.bytes):>10}  {shown_age(row.age_s):>8}  {row.namespace}"
+    return f"{line}  {row.fault}" if row.fault else line
 
 
 class BadFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -319,7 +313,6 @@ class Verification:
         self._begun = time.monotonic()
 
     def run(self, places: Sequence[Place]) -> Iterator[BadFile]:
-        """Check the files of these namespaces, and yield the bad ones."""
         for place, file in walked(self._directory, places, "verifying"):
             finding = self._check(place, file)
             if finding is None:

@@ -1,7 +1,7 @@
 """Options that several commands have, each declared once, and the values that are lists."""
 
 from collections.abc import Callable
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -29,9 +29,6 @@ PlotOption = Annotated[
     str | None, typer.Option("--plot", metavar="OUT", help="Draw the figures to this file: .png, .pdf or .svg.")
 ]
 LimitOption = Annotated[int | None, typer.Option(min=1, max=REQUESTS_MAX, help="Read at most this many requests.")]
-StrictOption = Annotated[
-    bool, typer.Option("--strict", help="Reject a trace that cannot be true, instead of warning of it.")
-]
 SeedOption = Annotated[
     int, typer.Option(min=0, max=SEED_MAX, help="Seed of the chunks' bytes and of the generated workload.")
 ]
@@ -53,19 +50,21 @@ LoadAlwaysOption = Annotated[
     bool, typer.Option("--load-always", help="Load every chunk that a tier has, even if computing is faster.")
 ]
 
-COMMON = {
-    "verbose": Annotated[
-        int, typer.Option("--verbose", "-v", count=True, show_default=False, help="Log to stderr; -vv: everything.")
-    ],
-    "quiet": Annotated[
-        bool, typer.Option("--quiet", "-q", help="Show results and errors only: no progress, notes or warnings.")
-    ],
-    "wide": Annotated[bool, typer.Option("--wide", help="Cut and break no line, however long.")],
-    "log_file": Annotated[
-        str | None, typer.Option("--log-file", metavar="FILE", help="Append the log to this file, with times.")
-    ],
+COMMON: dict[str, tuple[Any, object]] = {
+    "verbose": (
+        Annotated[
+            int, typer.Option("--verbose", "-v", count=True, show_default=False, help="Log to stderr; -vv: everything.")
+        ],
+        0,
+    ),
+    "quiet": (
+        Annotated[
+            bool, typer.Option("--quiet", "-q", help="Show results and errors only: no progress, notes or warnings.")
+        ],
+        False,
+    ),
 }
-"""The options of every command: fields of `Wishes`."""
+"""The options of every command, with their defaults."""
 
 T = TypeVar("T")
 

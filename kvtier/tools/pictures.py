@@ -1,4 +1,4 @@
-"""Pictures of a replay and of sizes compared. Needs matplotlib; imported only when a picture is asked for."""
+"""The picture of a replay. Needs matplotlib; imported only when a picture is asked for."""
 
 # matplotlib leaves the types of its keyword arguments out:
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -12,10 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from kvtier.tools.outputs import counted, picture_format, replacing, round_size
+from kvtier.tools.outputs import counted, picture_format, replacing
 from kvtier.tools.replay.replay import ReplayTally, TierTotals
 from kvtier.tools.replay.report import Report
-from kvtier.tools.replay.sizes import SizeCell, SizeReport
 
 DOTS_PER_INCH = 150
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#888888")
@@ -80,47 +79,16 @@ def _draw_course(hits: Axes, traffic: Axes, report: Report, tally: ReplayTally) 
         axes.set_xlabel("time since the replay began, s")
 
 
-def write_size_picture(path: str, report: SizeReport) -> None:
-    """Draw the hit ratio and the time to first token over the size of the memory, one line for each disk."""
-    figure = Figure(figsize=(9.0, 4.6), layout="constrained")
-    ratios, medians = figure.subplots(1, 2)
-    _draw_sizes(ratios, report, "hits / chunk references", lambda cell: cell.hit_ratio)
-    ratios.axhline(report.best_hit_ratio, color="grey", linestyle="--", label="best possible")
-    _draw_sizes(medians, report, "p50 of the time to first token, s", lambda cell: cell.ttft_s.p50)
-    medians.axhline(report.without_tiering_ttft_s.p50, color="grey", linestyle="--", label="without tiering")
-    for axes in (ratios, medians):
-        axes.set_ylim(bottom=0.0)
-        _finish(axes)
-    figure.suptitle(_short(report.trace), parse_math=False)
-    _save(figure, path)
-
-
-def _draw_sizes(axes: Axes, report: SizeReport, label: str, value: Callable[[SizeCell], float]) -> None:
-    for number, disk_bytes in enumerate(dict.fromkeys(cell.disk_bytes for cell in report.sizes)):
-        cells = sorted((c for c in report.sizes if c.disk_bytes == disk_bytes), key=lambda cell: cell.memory_bytes)
-        name = f"{round_size(disk_bytes)} of disk" if disk_bytes else "no disk"
-        memories = [cell.memory_bytes for cell in cells]
-        axes.plot(memories, list(map(value, cells)), marker="o", markersize=4, color=_colour(number), label=name)
-    marks = sorted({cell.memory_bytes for cell in report.sizes})
-    axes.set_xscale("log")
-    axes.set_xticks(marks, labels=list(map(round_size, marks)), fontsize=8)
-    axes.minorticks_off()
-    axes.set_xlabel("memory, logarithmic")
-    axes.set_ylabel(label)
-
-
 def _colour(number: int) -> str:
     return COLOURS[number % len(COLOURS)]
 
 
 def _short(name: str) -> str:
-    """Return a name as text of bounded length: a file's name may be long, or no text."""
     plain = name.encode("utf-8", "replace").decode()
     return plain if len(plain) <= LABEL_CHARACTERS_MAX else f"{plain[: LABEL_CHARACTERS_MAX - 1]}…"
 
 
 def _finish(axes: Axes) -> None:
-    """Add the grid and the legend; remove the upper and the right edge of the frame."""
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     if axes.get_legend_handles_labels()[0]:

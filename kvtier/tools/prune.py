@@ -9,11 +9,11 @@ import msgspec
 import typer
 
 from kvtier.backend import Directory, Kind, Place, State, StoredFile
-from kvtier.errors import ConfigError, one_line
+from kvtier.errors import ConfigError
 from kvtier.settings import AGE_S_MAX, SIZE_BYTES_MAX, parse_duration, parse_size, shown_age, shown_bytes
 from kvtier.tools.directory import DirectoryArgument, LeftOut, NamespaceOption, chosen, opened, readable, share_of
 from kvtier.tools.options import JsonOption
-from kvtier.tools.outputs import STDOUT, check_outputs, counted, encoded, json_output, write_rows
+from kvtier.tools.outputs import STDOUT, check_outputs, counted, encoded, json_output, printed, write_rows
 
 T = TypeVar("T", int, float)
 
@@ -41,8 +41,6 @@ class PruneReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False
 
 
 class Rule(NamedTuple):
-    """Chooses the files to be removed."""
-
     unused_since_ns: int  # Chunks not used since then go.
     corrupt: bool
     leftovers: bool
@@ -112,7 +110,7 @@ def prune(
         sweep = PruneRun(tier, Rule(since_ns, corrupt, leftovers, everything), remove=yes)
         rows = sweep.run(places)
         if show and json_path != STDOUT:
-            rows = _printed(rows)
+            rows = printed(rows, _line)
         write_rows(file if show else None, rows, "list", sweep.report)
         if file is not None and not show:
             file.write(encoded(sweep.report()) + b"\n")
@@ -140,12 +138,8 @@ def _parsed(option: str, text: str | None, parse: Callable[[str], T], most: floa
     return value
 
 
-def _printed(rows: Iterator[PrunedFile]) -> Iterator[PrunedFile]:
-    """Print each row before it is yielded."""
-    for row in rows:
-        line = f"{shown_bytes(row.bytes):>10}  {shown_age(row.age_s):>8}  {row.why:<9}  {row.file}"
-        typer.echo(one_line(line))
-        yield row
+def _line(row: PrunedFile) -> str:
+    return f"{shown_bytes(row.bytes):>10}  {shown_age(row.age_s):>8}  {row.why:<9}  {row.file}"
 
 
 def _since(directory: Directory, places: Sequence[Place], limit: float) -> int:
@@ -172,7 +166,6 @@ class PruneRun:
         self._files = self._freed_bytes = self._cleared = 0
 
     def run(self, places: Sequence[Place]) -> Iterator[PrunedFile]:
-        """Process all files, one namespace after the other, and yield the removed ones."""
         for place in places:
             files, left_out = self._files, self.left_out.count
             yield from self._swept(place)

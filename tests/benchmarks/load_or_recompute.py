@@ -18,10 +18,16 @@ from msgspec.structs import replace
 
 from kvtier.config import EngineConfig, TierConfig, TierLimits
 from kvtier.testing.virtual_time import VirtualTimeLoop
-from kvtier.tools.replay.model import KV_BYTES_PER_TOKEN, scale_model
 from kvtier.tools.replay.replay import ChunkSource, ReplayTally
+from kvtier.tools.replay.simulate import (
+    KV_BYTES_PER_TOKEN,
+    Servers,
+    VirtualReplay,
+    arrivals_s,
+    scale_model,
+    without_tiering_s,
+)
 from kvtier.tools.replay.traces import Trace
-from kvtier.tools.replay.virtual import Servers, VirtualReplay, arrivals_s, without_tiering_s
 from tests.slow_tier import SLOWING
 
 DISK = "disk"
@@ -90,7 +96,7 @@ def replayed(case: Case) -> Outcome:
     """Replay the trace against one disk."""
     trace, servers = Trace(case.trace, limit=case.limit), Servers()
     chunk_bytes = trace.block_tokens * KV_BYTES_PER_TOKEN
-    model = scale_model(config_of(case, chunk_bytes, trace.block_tokens, servers)).config
+    model = scale_model(config_of(case, chunk_bytes, trace.block_tokens, servers))
     if case.slow:
         model = slowing(model)
     replay = VirtualReplay(

@@ -20,8 +20,8 @@ from kvtier.engine.steps import StepManager
 from kvtier.memory import Region
 from kvtier.runner.bridge import Bridge
 from kvtier.runner.messages import Action, Cascade, Delete, Finished, Found, Promote, Scanned, pack_keys
-from kvtier.tools.bench.commands import run_bench
-from kvtier.tools.bench.figures import ROUNDS, Pair, Row, Setting, Side, interleaved, row_of, steps_of
+from kvtier.tools.bench import run_bench
+from kvtier.tools.figures import ROUNDS, Pair, Row, Setting, Side, interleaved, row_of, steps_of
 
 ROWS = 65_536
 KEYS_A_REQUEST = 32

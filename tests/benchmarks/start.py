@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 
-from kvtier.tools.bench.figures import Side, interleaved, load
+from kvtier.tools.figures import Side, interleaved
 
 COMMANDS = {
     "python -c pass": ["-c", "pass"],
@@ -30,7 +30,7 @@ def measure(arguments: list[str]) -> float:
 
 
 def main(rounds: int = ROUNDS) -> None:
-    before = load()
+    before = os.getloadavg()
     measured = interleaved(
         [Side(name, lambda arguments=arguments: measure(arguments)) for name, arguments in COMMANDS.items()], rounds
     )
@@ -39,7 +39,7 @@ def main(rounds: int = ROUNDS) -> None:
         ratios = [time / least for time, least in zip(times, bare, strict=True)]
         spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
         print(f"{name:16} {statistics.median(times):7.1f} ms  {statistics.median(ratios):5.2f} times  ({spread})")
-    print(f"{rounds} rounds; load of the machine {before[0]:.2f} before, {load()[0]:.2f} after")
+    print(f"{rounds} rounds; load of the machine {before[0]:.2f} before, {os.getloadavg()[0]:.2f} after")
 
 
 if __name__ == "__main__":

@@ -7,19 +7,18 @@ from typing import Any
 
 import msgspec
 
-from kvtier.tools.bench.figures import Figures
 from kvtier.tools.configuration import CheckedConfig
 from kvtier.tools.directory import DirectoryUsage, ListedChunk, VerifyReport
+from kvtier.tools.figures import Figures
 from kvtier.tools.prune import PruneReport
 from kvtier.tools.replay.report import Report
-from kvtier.tools.replay.sizes import SizeReport
-from kvtier.tools.replay.trace_commands import TraceInfo
-from kvtier.tools.selftest.command import SelftestReport
+from kvtier.tools.replay.size import SizeReport
+from kvtier.tools.selftest import SelftestReport
 from kvtier.tools.top import EngineNow
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "json.md"
 REPORTS: dict[str, Any] = {
-    "policies": dict[str, dict[str, float | dict[str, float]]],  # With --tier one level deeper.
+    "policies": dict[str, dict[str, float]],
     "config check": CheckedConfig,
     "verify": VerifyReport,
     "du": DirectoryUsage,
@@ -29,7 +28,6 @@ REPORTS: dict[str, Any] = {
     "replay": Report,
     "simulate": Report,
     "size": SizeReport,
-    "trace info": TraceInfo,
     "selftest": SelftestReport,
     "bench": Figures,
 }

@@ -40,8 +40,8 @@ from kvtier.testing import conformance
 from kvtier.tools import statuses
 from kvtier.tools.commands import COMMANDS, command_line
 from kvtier.tools.options import COMMON, JSON
+from kvtier.tools.replay.replay_command import rooted
 from kvtier.tools.replay.report import Report
-from kvtier.tools.replay.setup import rooted
 from tests.docs import schemas
 
 ROOT = Path(__file__).parents[2]

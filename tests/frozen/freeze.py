@@ -56,22 +56,12 @@ def told(*command: str) -> Figures:
 
 GENERATED: dict[str, Callable[[], Figures]] = {
     "policies": lambda: policies("generated", "--limit", "800", "--policies", POLICIES, "--sizes", "0.01,0.05,0.2"),
-    "cascades": lambda: policies(
-        "generated", "--limit", "800", "--policies", "lru,density", "--sizes", "0.05", "--tier", "0.2",
-        "--cascades", "store,evict,second_use",
-    ),
     "replay": lambda: replayed("generated", "--limit", "400"),
-}  # fmt: skip
+}
 """Figures on the generated workload."""
 
 REAL: dict[str, tuple[str, Callable[[str], Figures]]] = {
     "conversation": (CONVERSATION, lambda path: policies(path, "--policies", POLICIES, "--sizes", "0.05,0.25")),
-    "conversation, cascades": (
-        CONVERSATION,
-        lambda path: policies(
-            path, "--policies", "lru", "--sizes", "0.05", "--tier", "0.1", "--cascades", "store,evict"
-        ),
-    ),
     "conversation, replay": (CONVERSATION, lambda path: replayed(path, "--limit", "600")),
     "mini_swe": (MINI_SWE, lambda path: policies(path, "--policies", POLICIES, "--sizes", "0.05,0.25")),
     "agents": (AGENTIC, lambda path: policies(path, "--policies", "lru,density", "--sizes", "0.01", "--limit", "6000")),

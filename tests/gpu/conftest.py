@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from kvtier.kvcache.transfer.cuda import copiers_with
-from kvtier.tools.selftest.device import TorchDevice
+from kvtier.tools.selftest_checks import TorchDevice
 from tests.gpu.modelled import Modelled, model
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from kvtier.kvcache.transfer.cuda import Descriptors, copiers_with
-from kvtier.tools.selftest.device import TorchDevice
+from kvtier.tools.selftest_checks import TorchDevice
 
 SPIN_S = 0.2  # Longer than a thread waits for its turn, unless the machine is very busy: then a check tries again.
 

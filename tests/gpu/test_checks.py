@@ -10,9 +10,7 @@ from kvtier.kvcache.transfer import CopiersOf, Direction
 from kvtier.kvcache.transfer.cuda import CudaCopier, Descriptors, batched, copiers_with
 from kvtier.kvcache.transfer.jobs import Copier, CopyJob, Finish
 from kvtier.kvcache.transfer.pages import Sides
-from kvtier.tools.selftest.caches import families
-from kvtier.tools.selftest.checks import checks, come_back, transfers_wait
-from kvtier.tools.selftest.device import NotHere, TorchDevice, Wrong
+from kvtier.tools.selftest_checks import NotHere, TorchDevice, Wrong, checks, come_back, families, transfers_wait
 from tests.gpu.modelled import Modelled, batches
 
 

@@ -17,9 +17,16 @@ import torch
 from kvtier.kvcache.transfer import Direction, GroupBlocks, TransferWorker
 from kvtier.kvcache.transfer.cuda import BatchedCopy, Descriptors, batched_copy, copiers_with
 from kvtier.memory import Region
-from kvtier.tools.selftest.caches import plain_caches, random_bytes, require_same
-from kvtier.tools.selftest.checks import submit, transfer
-from kvtier.tools.selftest.device import NotHere, TorchDevice, host
+from kvtier.tools.selftest_checks import (
+    NotHere,
+    TorchDevice,
+    host,
+    plain_caches,
+    random_bytes,
+    require_same,
+    submit,
+    transfer,
+)
 from tests.gpu.children import child
 
 PAGES, PAGE_BYTES = 24, 64 << 10

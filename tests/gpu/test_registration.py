@@ -11,9 +11,7 @@ import torch
 from kvtier.errors import Remedy
 from kvtier.kvcache.transfer import Direction, GroupBlocks, TransferWorker
 from kvtier.memory import Region, RowLayout
-from kvtier.tools.selftest.caches import plain_caches, random_bytes, require_same
-from kvtier.tools.selftest.checks import transfer
-from kvtier.tools.selftest.device import TorchDevice, host
+from kvtier.tools.selftest_checks import TorchDevice, host, plain_caches, random_bytes, require_same, transfer
 from tests.gpu.children import child
 
 PROCESSES = 3

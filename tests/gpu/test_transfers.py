@@ -8,17 +8,23 @@ import pytest
 import torch
 
 from kvtier.kvcache.transfer import Direction, GroupBlocks, TransferWorker, slot_layout
-from kvtier.tools.selftest.caches import (
+from kvtier.tools.selftest_checks import (
+    CANARY,
+    ROWS,
+    TRIES,
+    TorchDevice,
+    Wrong,
     caches_of,
     families,
+    finished,
     move_by_hand,
     plain_caches,
     random_bytes,
     requests_of,
     require_same,
+    submit,
+    worker_and_rows,
 )
-from kvtier.tools.selftest.checks import CANARY, ROWS, TRIES, finished, submit, worker_and_rows
-from kvtier.tools.selftest.device import TorchDevice, Wrong
 from tests.gpu.modelled import Modelled
 from tests.gpu.test_checks import Hasty, copiers_of
 

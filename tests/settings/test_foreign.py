@@ -12,8 +12,7 @@ from kvtier.backend.namespace import FileMapper, Namespace
 from kvtier.config import EngineConfig
 from kvtier.errors import MESSAGE_HEAD_MAX, MESSAGE_TAIL_MAX, ConfigError, KVTierError
 from kvtier.tools.cli import main
-from kvtier.tools.replay.logs import Conversion
-from kvtier.tools.replay.models import kv_bytes_per_token
+from kvtier.tools.replay.size import kv_bytes_per_token
 from kvtier.tools.replay.traces import Trace
 from kvtier_backends.fs import FsBackend, FsOptions
 
@@ -27,7 +26,6 @@ READERS: dict[str, Callable[[str], Any]] = {
     "configuration.toml": EngineConfig.load,
     "model.json": kv_bytes_per_token,
     "trace.jsonl": lambda path: list(Trace(path)),
-    "log.jsonl": lambda path: list(Conversion([path], 16)),
 }
 
 

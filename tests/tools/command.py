@@ -35,3 +35,9 @@ def check_refusal(capsys: pytest.CaptureFixture[str], complaint: str) -> None:
     assert shown.err.startswith("kvtier: ")
     assert complaint in shown.err
     assert shown.err.count("\n") == 1
+
+
+def verified(out: str) -> dict[str, Any]:
+    """Return what `kvtier verify` counted that is not zero, without the list of files, and without what it took."""
+    left_out = ("files", "skipped", "read_bytes", "seconds")
+    return {name: told for name, told in json.loads(out).items() if told and name not in left_out}

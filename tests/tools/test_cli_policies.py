@@ -1,16 +1,14 @@
-"""`kvtier policies`: hit ratios by policy and size, without a tier and with one."""
+"""`kvtier policies`: hit ratios by policy and size."""
 
 import os
 from pathlib import Path
 
 import pytest
-from msgspec import structs
 
-from kvtier.settings.hints import Hint
 from kvtier.tools.replay.study import measure, simulation
-from kvtier.tools.replay.tiered import CASCADES, tiered_hits
-from kvtier.tools.replay.traces import Trace, TraceRequest, write_trace
+from kvtier.tools.replay.traces import Trace, TraceRequest
 from tests.tools.command import check_refusal, reported, run
+from tests.tools.replay.written import write_trace
 
 
 @pytest.fixture
@@ -38,10 +36,8 @@ def test_a_heading_is_one_line_in_a_pipe_however_narrow_its_table(
     trace: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     long = str(Path(trace).rename(Path(trace).with_name(f"{'a long name ' * 6}.jsonl.gz")))
-    assert run("policies", long, "--policies", "lru", "--sizes", "0.5", "--tier", "0.5") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"Hit ratios, {os.path.basename(long)}"
-    assert lines[4:6] == ["", "Blocks written to the tier, for each block asked for"]
+    assert run("policies", long, "--policies", "lru", "--sizes", "0.5") == 0
+    assert capsys.readouterr().out.splitlines()[0] == f"Hit ratios, {os.path.basename(long)}"
 
 
 def test_the_json_has_the_studys_ratios_under_the_given_names(trace: str, tmp_path: Path) -> None:
@@ -88,9 +84,6 @@ def test_a_trace_without_any_block_has_a_hit_ratio_of_zero(tmp_path: Path) -> No
         (["--policies", "no_such_module:Own"], "policy 'no_such_module:Own': there is no module"),
         (["--json", "{tmp}/absent/out.json"], "--json {tmp}/absent/out.json: No such file or directory"),
         (["--json", "{tmp}"], "--json {tmp}: it is a directory"),
-        (["--tier", "1.5"], "--tier '1.5': expected shares of the unique blocks"),
-        (["--cascades", "evict"], "--cascades evict: accepted with --tier only"),
-        (["--tier", "0.5", "--cascades", "write"], "--cascades 'write': store, evict, second_use accepted"),
     ],
 )
 def test_a_bad_call_is_rejected_before_the_trace_is_opened(
@@ -100,13 +93,6 @@ def test_a_bad_call_is_rejected_before_the_trace_is_opened(
     assert run("policies", tmp_path / "absent.jsonl", *given) == 2
     check_refusal(capsys, complaint.format(tmp=tmp_path))
     assert os.listdir(tmp_path) == []
-
-
-def test_the_policy_that_knows_the_future_is_rejected_with_a_tier(
-    trace: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("policies", trace, "--tier", "0.5", "--policies", "opt") == 2
-    check_refusal(capsys, "policy 'opt' given with a tier")
 
 
 def test_a_bad_trace_is_rejected_and_nothing_is_written(
@@ -119,25 +105,3 @@ def test_a_bad_trace_is_rejected_and_nothing_is_written(
     assert run("policies", bad, "--json", f"{tmp_path}/out.json") == 2
     check_refusal(capsys, f"{bad}, line 30: Input data was truncated")
     assert os.listdir(tmp_path) == ["bad.jsonl"]
-
-
-def test_a_tier_under_the_caches_has_the_tiered_studys_hits_and_writes(trace: str, tmp_path: Path) -> None:
-    options = ("--sizes", "0.5", "--tier", "0.7", "--cascades", ",".join(CASCADES))
-    report = reported(tmp_path, "policies", trace, *options)
-    assert len(report["hit_ratio"]) == 5 * len(CASCADES)  # All policies but opt.
-    extent = measure(Trace(trace))
-    for cascade in CASCADES:
-        served = list(tiered_hits(Trace(trace), "lru", 5, 7, cascade))
-        assert report["hit_ratio"][f"lru, {cascade}"]["0.5"] == extent.hit_ratio(sum(each.hits for each in served))
-        assert report["written"][f"lru, {cascade}"]["0.5"] == extent.hit_ratio(sum(each.written for each in served))
-
-
-def test_nothing_that_hints_keep_out_of_the_disk_is_written_to_the_tier(trace: str, tmp_path: Path) -> None:
-    def written(tier: str) -> float:
-        hinted = tmp_path / "hinted.jsonl"
-        write_trace(hinted, (structs.replace(each, hint=Hint(no_store=(tier,))) for each in Trace(trace)))
-        command = ("policies", hinted, "--policies", "lru", "--sizes", "0.5", "--tier", "0.7")
-        return reported(tmp_path, *command)["written"]["lru, store"]["0.5"]
-
-    assert written("disk") == 0
-    assert written("another") > 0

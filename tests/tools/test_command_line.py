@@ -5,7 +5,6 @@ import logging
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,8 +20,10 @@ from kvtier.testing.conformance.lender import keys_of
 from kvtier.tools.cli import main
 from kvtier.tools.commands import COMMANDS, GROUPS
 from kvtier.tools.options import JSON
-from kvtier.tools.replay.traces import TraceRequest, write_trace
+from kvtier.tools.replay.traces import TraceRequest
 from tests.docs.schemas import REPORTS, written
+from tests.tools.command import KVTIER
+from tests.tools.replay.written import write_trace
 
 CONFIG = """
 cpu_bytes_to_use = "1MiB"
@@ -32,7 +33,7 @@ type = "fs"
 name = "disk"
 root = "tier"
 """
-LONE = ("top", "completion", "selftest")  # A live engine, a shell and a GPU have tests of their own.
+LONE = ("top", "selftest")  # A live engine and a GPU have tests of their own.
 EXAMPLES = [(name, example) for name, command in COMMANDS.items() if name not in LONE for example in command.examples]
 
 
@@ -42,7 +43,6 @@ def place(root: Path, store: Callable[..., list[Path]], monkeypatch: pytest.Monk
     store(keys_of(8))
     monkeypatch.chdir(root.parent)
     (root.parent / "kvtier.toml").write_text(CONFIG)
-    (root.parent / "tokens.jsonl").write_text(json.dumps({"token_ids": list(range(64))}) + "\n")
     write_trace(
         root.parent / "trace.jsonl",
         [TraceRequest(1_000 * turn, 512 * turn, 1, tuple(range(turn))) for turn in range(1, 6)],
@@ -79,12 +79,6 @@ def test_the_version_is_one_line_and_python_runs_the_package_as_the_command() ->
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, f"kvtier {kvtier.__version__}\n", "")
-
-
-def test_every_command_has_examples_of_its_own() -> None:
-    for name, command in COMMANDS.items():
-        assert command.examples
-        assert all(example.startswith(f"kvtier {name}") for example in command.examples)
 
 
 @pytest.mark.usefixtures("outside", "place")
@@ -133,34 +127,10 @@ def test_the_word_that_json_took_for_its_file_is_named(capsys: pytest.CaptureFix
 
 
 @pytest.mark.usefixtures("place")
-@pytest.mark.parametrize("option", ["-v", "-vv", "--verbose"])
-def test_verbose_logs_to_stderr(capsys: pytest.CaptureFixture[str], option: str) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["du", "tier", option])
-    out, err = capsys.readouterr()
-    assert (end.value.code, out.startswith("namespace")) == (0, True)
-    assert {line.split()[2] for line in err.splitlines()} == {"INFO"}
-    assert "du: ended after" in err
-
-
-def test_a_log_file_is_appended_to_and_has_the_reason_of_a_failure(
-    place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for call in (["du", "tier"], ["du", "absent"]):
-        with pytest.raises(SystemExit):
-            main([*call, "--log-file", "kvtier.log"])
-    lines = (place / "kvtier.log").read_text().splitlines()
-    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} [A-Z]+ kvtier", line) for line in lines)
-    assert "absent: No such file or directory; a tier's directory accepted" in lines[-1]
-    assert "ERROR" in lines[-1]
-    assert capsys.readouterr().err == "kvtier: absent: No such file or directory; a tier's directory accepted\n"
-
-
-@pytest.mark.usefixtures("place")
 def test_a_command_restores_the_loggers(run: Any) -> None:
     loggers = [logging.getLogger(name) for name in ("kvtier", "kvtier_backends")]
     before = [(logger.level, list(logger.handlers)) for logger in loggers]
-    run("du", "tier", "-vv", "--log-file", "kvtier.log")
+    run("du", "tier", "-vv")
     assert [(logger.level, list(logger.handlers)) for logger in loggers] == before
 
 
@@ -171,56 +141,66 @@ def impossible(place: Path) -> str:
     return str(path)
 
 
+@pytest.mark.parametrize("option", ["-v", "-vv", "--verbose"])
+def test_verbose_logs_to_stderr_with_time_and_level(
+    place: Path, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["policies", impossible(place), "--sizes", "1", option])
+    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} WARNING kvtier\.", capsys.readouterr().err)
+
+
 def test_quiet_leaves_out_warnings_and_keeps_results(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = []
     for options in ([], ["--quiet"], ["-q"]):
         with pytest.raises(SystemExit):
-            main(["trace", "info", impossible(place), *options])
+            main(["policies", impossible(place), "--sizes", "1", *options])
         shown.append(capsys.readouterr())
     assert "id 1 follows id 2" in shown[0].err
     assert [each.err for each in shown[1:]] == ["", ""]
     assert shown[0].out == shown[1].out == shown[2].out != ""
 
 
+TITLES = {"verify": "verifying", "du": "counting", "ls": "listing", "prune": "looking"}
+
+
+@pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "pipe"])
+@pytest.mark.parametrize("command", TITLES)
+def test_a_terminal_shows_a_bar_and_a_pipe_none(
+    store, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, terminal: bool
+) -> None:
+    store(keys_of(3))
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+    with pytest.raises(SystemExit, match="0"):
+        main([command, str(root), *(["--older-than", "1d"] if command == "prune" else [])])
+    shown = capsys.readouterr().err
+    assert TITLES[command] in shown if terminal else shown == ""
+
+
 # A shell's completion.
 
 
-BASH = """
-source <(kvtier completion bash)
-COMP_WORDS=({words})
-COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))
-_kvtier_completion kvtier
-printf '%s\\n' "${{COMPREPLY[@]}}"
-"""
-
-
-def completed(words: str) -> set[str]:
-    """Press Tab behind these words in a bash."""
-    path = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
-    ran = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", BASH.format(words=words)],
-        env={**os.environ, "PATH": path, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert ran.stderr == ""
-    return set(ran.stdout.split())
-
-
 @pytest.mark.usefixtures("outside")
-@pytest.mark.skipif(not os.path.exists(f"{os.path.dirname(sys.executable)}/kvtier"), reason="kvtier is not installed")
-def test_bash_completes_commands_and_options() -> None:
-    assert completed("kvtier ver") == {"verify"}
-    assert completed("kvtier trace ''") >= {"info", "convert"}
-    assert completed("kvtier prune tier --le") == {"--leftovers"}
-    assert completed("kvtier completion ''") == {"bash", "zsh", "fish"}
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [("kvtier ver", {"verify"}), ("kvtier config ", {"check"}), ("kvtier prune tier --le", {"--leftovers"})],
+)
+def test_a_shell_completes_commands_and_options(words: str, completed: set[str]) -> None:
+    asked = {"_KVTIER_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    surroundings = {**os.environ, **asked, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run(KVTIER, env=surroundings, capture_output=True, text=True, check=True)
+    assert (set(ran.stdout.split()), ran.stderr) == (completed, "")
 
 
-@pytest.mark.usefixtures("outside")
-@pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_the_scripts_of_other_shells_are_in_their_language(run: Any, shell: str) -> None:
-    status, out = run("completion", shell)
-    assert (status, "_KVTIER_COMPLETE=complete_" + shell in out) == (0, True)
-    if program := shutil.which(shell):
-        subprocess.run([program, "-n", "-c", out], check=True)
+def test_without_torch_the_self_test_names_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "kvtier.tools.selftest_checks", None)
+    monkeypatch.delattr(kvtier.tools, "selftest_checks", raising=False)
+    with pytest.raises(SystemExit) as end:
+        main(["selftest"])
+    err = capsys.readouterr().err
+    assert (end.value.code, err.count("\n")) == (2, 1)
+    assert "torch cannot be loaded" in err
+    assert "pip install 'kvtier[torch]'" in err

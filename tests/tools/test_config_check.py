@@ -140,20 +140,13 @@ def test_a_tier_behind_vllms_own_manager_is_checked(run: Run, tmp_path: Path) ->
     ("given", "told"),
     [
         (line({"type": "fs"}), "kv_connector_extra_config.secondary_tiers[0].root: missing, a path"),
-        (line({"type": "disk", "root": "/x"}), "kv_connector_extra_config.secondary_tiers[0].type: 'disk' is no tier"),
         (line({"type": "dummy"}, deadline_s=3), "did you mean 'kv_connector_extra_config.secondary_tiers[0].limits.d"),
-        (line({"type": "dummy"}, spec_module_path="kvtier"), "spec_module_path: 'kvtier' given, 'kvtier.integrations"),
-        (line({"type": "dummy"}, spec_name="KVTier"), "spec_name: nothing of kvtier's given, 'KVTierOffloadingSpec'"),
         ('{"kv_connector": "KVTierConnector", "cpu_bytes_to_use": 1}', "did you mean 'kv_connector_extra_config.cpu"),
-        ('{"kv_connector": "KVTierConnector"}', "kv_connector_extra_config: missing"),
         ("{", "is malformed"),
-        ("[" * 100_000, "is malformed"),
         ("cpu_bytes_to_use = 1", "chunk_bytes: missing"),
-        ("", "cpu_bytes_to_use: missing"),
         (MISNAMED.format(""), "secondary_tiers[0].type: missing, text, of length at least 1 required (did you mean it"),
-        (MISNAMED.format('type = "fs"'), "secondary_tiers[0].backend: no such field; did you mean 'type'?"),
     ],
-    ids=range(13),
+    ids=range(6),
 )
 def test_a_wrong_field_of_a_line_is_refused_by_its_path(run: Run, given: str, told: str) -> None:
     status, out, err = run("-", given=given)

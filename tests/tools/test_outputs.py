@@ -4,13 +4,13 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.tools.outputs import check_writable, counted, replacing, round_size
+from kvtier.tools.outputs import check_writable, replacing
 
 
 def test_a_file_takes_its_place_when_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "out"
     path.write_bytes(b"old")
-    with replacing(path) as file:
+    with replacing(str(path)) as file:
         file.write(b"new")
         assert path.read_bytes() == b"old"
     assert path.read_bytes() == b"new"
@@ -18,7 +18,7 @@ def test_a_file_takes_its_place_when_it_is_whole(tmp_path: Path) -> None:
 
 
 def write_and_be_interrupted(path: Path) -> None:
-    with replacing(path) as file:
+    with replacing(str(path)) as file:
         file.write(b"ne")
         raise KeyboardInterrupt
 
@@ -35,8 +35,8 @@ def test_an_interrupted_file_leaves_what_was_there(tmp_path: Path) -> None:
 def test_a_link_still_leads_to_the_file_that_was_written(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "elsewhere" / "file")
-    check_writable("--json", tmp_path / "out")
-    with replacing(tmp_path / "out") as file:
+    check_writable("--json", str(tmp_path / "out"))
+    with replacing(str(tmp_path / "out")) as file:
         file.write(b"new")
     assert (tmp_path / "out").is_symlink()
     assert (tmp_path / "elsewhere" / "file").read_bytes() == b"new"
@@ -54,14 +54,6 @@ def test_a_pipe_is_written_directly(tmp_path: Path) -> None:
     os.close(writer)
 
 
-def test_a_file_that_can_be_written_is_accepted_and_left_alone(tmp_path: Path) -> None:
-    check_writable("--json", tmp_path / "new")
-    (tmp_path / "old").write_bytes(b"old")
-    check_writable("--json", tmp_path / "old")
-    assert os.listdir(tmp_path) == ["old"]
-    assert (tmp_path / "old").read_bytes() == b"old"
-
-
 def test_a_file_that_cannot_be_written_is_refused_with_its_option(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     for path, complaint in (
@@ -71,36 +63,4 @@ def test_a_file_that_cannot_be_written_is_refused_with_its_option(tmp_path: Path
         (tmp_path / ("x" * 300), "File name too long"),
     ):
         with pytest.raises(ConfigError, match=f"^--json {path}: {complaint}; expected a file that can be written"):
-            check_writable("--json", path)
-
-
-def test_a_directory_without_permission_is_refused(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    if os.access(tmp_path, os.W_OK):
-        pytest.skip("this user may write everywhere")
-    with pytest.raises(ConfigError, match="Permission denied"):
-        check_writable("--json", tmp_path / "out")
-
-
-@pytest.mark.parametrize(("count", "words"), [(0, "0 files"), (1, "1 file"), (2, "2 files"), (1_000, "1,000 files")])
-def test_one_of_something_has_no_plural(count: int, words: str) -> None:
-    assert counted(count, "file") == words
-
-
-@pytest.mark.parametrize(
-    ("size_bytes", "words"),
-    [
-        (64 << 30, "64 GiB"),
-        (64 * 10**9, "64 GB"),
-        (3 << 39, "1,536 GiB"),
-        (1_024, "1 KiB"),
-        (1_000_000, "1 MB"),
-        (1 << 60, "1,024 PiB"),
-        (1_000, "1 kB"),
-        (1_500, "1.5 kB"),
-        (123_456_789_000, "123.5 GB"),
-        (999, "999 bytes"),
-    ],
-)
-def test_a_size_is_written_as_people_give_it(size_bytes: int, words: str) -> None:
-    assert round_size(size_bytes) == words
+            check_writable("--json", str(path))

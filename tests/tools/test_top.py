@@ -11,38 +11,19 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge
-from prometheus_client.exposition import MetricsHandler
 
 from kvtier import EngineConfig, TieringOffloadingManager, make_offload_key
-from kvtier.tools.cli import main
-from kvtier.tools.top import Change, EngineNow, Reading, engine_now
+from kvtier.tools.top import EngineNow, Reading, engine_now
 from tests.docs.schemas import written
 from tests.serving import served
+from tests.tools.command import KVTIER, run
 
 CHUNK_BYTES = 16_384
-
-
-@contextmanager
-def served_on_a_socket(registry: CollectorRegistry, path: Path) -> Iterator[str]:
-    class Handler(MetricsHandler.factory(registry)):  # type: ignore[misc]
-        def address_string(self) -> str:
-            return "a socket"
-
-    server = socketserver.UnixStreamServer(str(path), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"unix:{path}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 @contextmanager
@@ -73,26 +54,17 @@ async def used(tiers: TieringOffloadingManager, first: int) -> None:
 
 
 def top(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as end:
-        main(["top", *map(str, args)])
+    status = run("top", *args)
     told = capsys.readouterr()
-    return end.value.code, told.out, told.err
+    return status, told.out, told.err
 
 
-def test_once_tells_of_a_live_engine_by_its_address_and_by_a_socket(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_once_tells_of_a_live_engine_by_its_address(capsys: pytest.CaptureFixture[str]) -> None:
     with engine() as (tiers, runner):
         runner.run(used(tiers, 0))
         stats = tiers.stats().primary
-        with served(tiers.metrics) as port, served_on_a_socket(tiers.metrics, tmp_path / "engine.sock") as socket:
-            for address in (
-                port,
-                f"127.0.0.1:{port}",
-                f"http://127.0.0.1:{port}",
-                f"http://127.0.0.1:{port}/metrics",
-                socket,
-            ):
+        with served(tiers.metrics) as port:
+            for address in (port, f"127.0.0.1:{port}", f"http://127.0.0.1:{port}", f"http://127.0.0.1:{port}/metrics"):
                 status, out, err = top(capsys, address, "--once", "--json", "--interval", "100ms")
                 assert (status, err) == (0, "")
                 told = json.loads(out)
@@ -133,11 +105,11 @@ AFTER = {"hits": 20, "misses": 40, "stores": 5, "loaded": 8_192, "is_open": 1, "
 
 
 def reading(at_s: float, **numbers: int) -> Reading:
-    return Reading(PAGE.format(**numbers).lstrip(), at_s)
+    return Reading.parsed(PAGE.format(**numbers).lstrip(), at_s)
 
 
 def test_rates_are_changes_between_two_readings_summed_over_the_engines_of_an_address() -> None:
-    found = engine_now("here", Change(reading(10.0, **BEFORE), reading(12.0, **AFTER)))
+    found = engine_now("here", reading(10.0, **BEFORE), reading(12.0, **AFTER))
     disk = found.tiers["disk"]
     assert found.hit_ratio == round(60 / 100, 4)
     assert found.hit_ratio_now == round(30 / 60, 4)
@@ -154,7 +126,7 @@ def test_rates_are_changes_between_two_readings_summed_over_the_engines_of_an_ad
 
 
 def test_a_restarted_engine_has_no_negative_rates() -> None:
-    found = engine_now("here", Change(reading(10.0, **AFTER), reading(12.0, **BEFORE)))
+    found = engine_now("here", reading(10.0, **AFTER), reading(12.0, **BEFORE))
     assert found.primary is not None
     assert found.primary["hits_per_s"] == 5.0
     assert found.tiers["disk"]["loaded_bytes_per_s"] == 0.0
@@ -163,7 +135,7 @@ def test_a_restarted_engine_has_no_negative_rates() -> None:
 def test_a_tier_behind_vllms_own_manager_has_no_hit_ratio() -> None:
     """Only vLLM knows its hits, and the primary is vLLM's."""
     page = 'kvtier_tier_stored_total{tier="disk"} 4\nkvtier_tier_used_bytes{tier="disk"} 9\n'
-    found = engine_now("here", Change(Reading(page, 0.0), Reading(page, 1.0)))
+    found = engine_now("here", Reading.parsed(page, 0.0), Reading.parsed(page, 1.0))
     assert (found.hit_ratio, found.hit_ratio_now, found.primary) == (None, None, None)
     disk = found.tiers["disk"]
     assert (disk["used_bytes"], disk["capacity_bytes"], found.breakers["disk"]) == (9, 0, "")
@@ -178,12 +150,10 @@ def test_an_address_without_kvtiers_metrics_is_refused(capsys: pytest.CaptureFix
     assert err == f"kvtier: {port}: there are metrics, but none of kvtier; the address of an engine accepted\n"
 
 
-def test_an_address_where_nobody_answers_ends_with_3(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_an_address_where_nobody_answers_ends_with_3(capsys: pytest.CaptureFixture[str]) -> None:
     with served(CollectorRegistry()) as port:
         pass
     assert top(capsys, port, "--once") == (3, "", f"kvtier: {port}: Connection refused\n")
-    absent = tmp_path / "absent.sock"
-    assert top(capsys, absent, "--once") == (3, "", f"kvtier: {absent}: No such file or directory\n")
 
 
 def test_a_page_without_metrics_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -199,77 +169,44 @@ def test_a_page_without_metrics_is_refused(capsys: pytest.CaptureFixture[str]) -
         status, out, err = top(capsys, port, "--once")
         thread.join()
     assert (status, out) == (2, "")
-    assert err.startswith(f"kvtier: '{port}': the page has no metrics; ")
+    assert err.startswith(f"kvtier: '{port}': no metrics there (")
 
 
-class Watching:
-    """A `kvtier top` in a terminal of its own."""
-
-    def __init__(self, address: object) -> None:
-        self._fd, theirs = pty.openpty()
-        command = [sys.executable, "-m", "kvtier", "top", str(address), "--interval", "100ms"]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm", "COLUMNS": "160"}
-        self.process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment)
-        os.close(theirs)
-        self.shown = b""
-
-    def until(self, word: bytes) -> None:
-        """Read on until something more is shown, and it has this word."""
-        shown = b""
-        while word not in shown:
-            shown += os.read(self._fd, 4_096)
-        self.shown += shown
-
-    def ended(self) -> int:
-        """Press Ctrl-C, read the rest, and return the status."""
-        self.process.send_signal(signal.SIGINT)
-        with suppress(OSError):  # Linux's way to say that the other end was closed.
-            while piece := os.read(self._fd, 4_096):
-                self.shown += piece
-        os.close(self._fd)
-        return self.process.wait()
-
-
-@contextmanager
-def watching(address: object) -> Iterator[Watching]:
-    watch = Watching(address)
-    try:
-        yield watch
-    finally:
-        watch.process.kill()
-        watch.process.wait()
-
-
-def breaker_gauge() -> tuple[CollectorRegistry, Gauge]:
+@pytest.mark.usefixtures("outside")
+def test_a_terminal_shows_an_engine_that_changes_and_goes_away_until_ctrl_c() -> None:
+    """The breaker half opens while it is watched. The last figures stay, with the reason."""
     registry = CollectorRegistry()
     breaker = Gauge("kvtier_tier_breaker", "State.", ("tier", "state"), registry=registry)
     breaker.labels("disk", "closed").set(1)
-    return registry, breaker
+    terminal, theirs = pty.openpty()
+    shown = b""
 
+    def until(word: bytes) -> None:
+        nonlocal shown
+        seen = b""
+        while word not in seen:
+            seen += os.read(terminal, 4_096)
+        shown += seen
 
-@pytest.mark.usefixtures("outside")
-def test_a_terminal_shows_an_engine_anew_until_ctrl_c() -> None:
-    """The breaker opens while it is watched."""
-    registry, breaker = breaker_gauge()
-    with served(registry) as port, watching(port) as watch:
-        watch.until(b"closed")
+    with served(registry) as port:
+        command = [*KVTIER, "top", str(port), "--interval", "100ms"]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm", "COLUMNS": "160"}
+        watching = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment)
+        os.close(theirs)
+        until(b"closed")
         breaker.labels("disk", "closed").set(0)
         breaker.labels("disk", "half_open").set(1)
-        watch.until(b"half_open")
-        assert watch.ended() == 130
-    assert b"Traceback" not in watch.shown
-
-
-@pytest.mark.usefixtures("outside")
-def test_an_engine_that_goes_away_leaves_its_last_figures_and_the_reason() -> None:
-    registry, _ = breaker_gauge()
-    with served(registry) as port:
-        watch = Watching(port)
-        watch.until(b"closed")
+        until(b"half_open")
     try:
-        watch.until(b"Connection refused")
-        assert watch.process.poll() is None
-        assert watch.ended() == 130
+        until(b"Connection refused")
+        assert watching.poll() is None
+        watching.send_signal(signal.SIGINT)
+        with suppress(OSError):  # Linux's way to say that the other end was closed.
+            while piece := os.read(terminal, 4_096):
+                shown += piece
+        assert watching.wait() == 130
     finally:
-        watch.process.kill()
-        watch.process.wait()
+        watching.kill()
+        watching.wait()
+        os.close(terminal)
+    assert b"Traceback" not in shown

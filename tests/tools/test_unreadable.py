@@ -80,10 +80,6 @@ def a_folder(files: list[Path]) -> Path:
     return files[2].parent
 
 
-def a_namespace(files: list[Path]) -> Path:
-    return files[2].parents[2]
-
-
 @pytest.mark.parametrize("which", [a_file, a_folder])
 def test_verify_goes_on_after_what_it_cannot_read_and_counts_it_apart(forbidden, root: Path, which) -> None:
     files = forbidden(which)
@@ -98,26 +94,6 @@ def test_verify_goes_on_after_what_it_cannot_read_and_counts_it_apart(forbidden,
         name_of(files[4], root): ("corrupt", "truncated"),
     }
     assert ran.err == ""
-
-
-def test_unreadable_files_alone_end_verify_with_1_and_are_named(forbidden, root: Path) -> None:
-    files = forbidden(a_file)
-    ran = unprivileged("verify", root)
-    assert ran.status == 1
-    assert "4 chunks checked, 0 corrupt, 0 without anything to verify them by, 1 unreadable" in ran.out
-    assert files[2].name in ran.out.replace("\n", "")
-    assert "Permission denied" in ran.out
-
-
-def test_a_namespace_whose_folder_cannot_be_read_is_no_reason_to_leave_out_the_others(
-    forbidden, store, root: Path
-) -> None:
-    forbidden(a_namespace)
-    store(keys_of(3), model="other")
-    ran = unprivileged("verify", root, "--json")
-    assert (ran.status, ran.told["checked"], ran.told["unreadable"]) == (1, 3, 1)
-    ran = unprivileged("du", root, "--json")
-    assert (ran.status, ran.told["chunks"], ran.told["left_out"]) == (1, 3, 1)
 
 
 @pytest.mark.parametrize("command", ["du", "ls"])
@@ -202,10 +178,3 @@ def test_a_segment_that_is_cut_off_counts_what_it_lost(run, root: Path, store) -
     status, out = run("prune", root, "--corrupt", "--yes", "--json")
     assert (status, json.loads(out)["files"]) == (0, slots - 2)
     assert run("verify", root)[0] == 0
-
-
-def test_a_segment_that_is_cut_off_goes_with_its_namespace(run, root: Path, store) -> None:
-    (segment,) = store(keys_of(5), layout="segments")
-    os.truncate(segment, HEADER_BYTES + 2 * SLOT_BYTES + 100)
-    assert run("prune", root, "--namespace", segment.parent.name, "--yes")[0] == 0
-    assert not segment.exists()

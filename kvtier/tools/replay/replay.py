@@ -57,7 +57,6 @@ class ChunkSource:
         return make_offload_key(hashlib.sha256(self._salt + b"%d" % block_id).digest())
 
     def chunks(self, keys: Sequence[OffloadKey]) -> list[memoryview]:
-        """Generate the chunks of these keys, one after the other in new memory."""
         return [row.data for row in self._rows(keys)]
 
     def wrong(self, keys: Sequence[OffloadKey], chunks: Sequence[memoryview]) -> list[OffloadKey]:
@@ -84,8 +83,6 @@ class ChunkSource:
 
 
 class TierTotals(NamedTuple):
-    """One tier's totals, in chunks."""
-
     hits: int
     loaded: int
     stored: int
@@ -96,8 +93,6 @@ class TierTotals(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """The totals at one moment."""
-
     seconds: float  # Since the replay began.
     requests: int
     chunk_references: int
@@ -105,8 +100,6 @@ class Sample(NamedTuple):
 
 
 class ReplayTally:
-    """Counts of one replay."""
-
     def __init__(self, requests_expected: int) -> None:
         self.requests = 0
         self.chunk_references = 0
@@ -122,7 +115,6 @@ class ReplayTally:
         self._requests_a_sample = max(1, -(-requests_expected // SAMPLES_MAX))
 
     def time(self, operation: str, seconds: float) -> None:
-        """Record the duration of one call."""
         samples = self.latencies_s.get(operation)
         if samples is None:
             samples = self.latencies_s[operation] = array("d")
@@ -152,7 +144,6 @@ class ReplayTally:
             self.sample(stats(), seconds)
 
     def sample(self, stats: EngineStats, seconds: float) -> None:
-        """Keep a sample of the totals."""
         self.seconds = seconds
         gpu = {} if self.gpu_hits is None else {GPU_NAME: TierTotals(self.gpu_hits, 0, 0)}
         self.samples.append(Sample(seconds, self.requests, self.chunk_references, gpu | totals(stats)))
@@ -259,7 +250,6 @@ class ReplayClient:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the client was created."""
         return self._clock() - self._begun
 
     @contextmanager
@@ -331,7 +321,6 @@ class Replay:
         *,
         concurrency: int = CONCURRENCY,
     ) -> None:
-        """Keep at most `concurrency` requests open at once."""
         self.tally = tally
         self._requests = iter(requests)
         self._config = config

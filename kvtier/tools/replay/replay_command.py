@@ -2,26 +2,33 @@
 
 import asyncio
 import os
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
-from typing import Annotated
+from collections.abc import Callable, Coroutine, Generator
+from contextlib import ExitStack, contextmanager, suppress
+from shutil import disk_usage
+from typing import Annotated, Any
 
 import typer
 import uvloop
 from msgspec.structs import replace
 from rich.progress import MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from kvtier.config import EngineConfig, read_config
+from kvtier.config import EngineConfig, TierConfig, TierLimits, read_config, tier_options
+from kvtier.errors import ConfigError
+from kvtier.settings import shown_bytes
 from kvtier.tools import statuses
-from kvtier.tools.options import JsonOption, LimitOption, PlotOption, SeedOption, StrictOption, TraceArgument
-from kvtier.tools.outputs import bar, busy, check_outputs, make_directory, temporary_directory, write_json
+from kvtier.tools.options import JsonOption, LimitOption, PlotOption, SeedOption, TraceArgument
+from kvtier.tools.outputs import bar, busy, check_directory, check_outputs, temporary_directory, write_json
 from kvtier.tools.replay.replay import CONCURRENCY, CONCURRENCY_MAX, ChunkSource, Replay, ReplayTally
 from kvtier.tools.replay.report import make_report, print_report
-from kvtier.tools.replay.setup import check_room, check_roots, default_config, rooted, without_root
 from kvtier.tools.replay.study import Extent, measure
-from kvtier.tools.replay.virtual import VirtualReplay
 from kvtier.tools.replay.workload import GENERATED, AnyTrace, open_trace
 
+CHUNK_BYTES = 16 << 10
+PRIMARY_SHARE = 0.05  # Of the trace's unique blocks: small, so that many hits come from the tier below.
+PRIMARY_ROWS_MIN = 512  # A short trace's primary: 8 MiB.
+STORE_CHUNKS = 256  # Keeps the lanes busy. Waiting stores pin rows: more would cost hits in the primary.
+FOOTER_BYTES = 4_096  # Of each chunk of an fs tier.
+FOLDER_BYTES = 4_096
 STEPS_MAX = 1_000  # Of the bar: more could not be seen.
 
 
@@ -44,7 +51,6 @@ def replay(
         ),
     ] = None,
     limit: LimitOption = None,
-    strict: StrictOption = False,
     json_path: JsonOption = None,
     plot_path: PlotOption = None,
     concurrency: Annotated[
@@ -57,14 +63,14 @@ def replay(
     Exits with 1 if any byte was wrong. Ctrl-C ends the replay with a report of the finished requests.
     """
     check_outputs(json_path, plot_path)
-    opened = open_trace(trace, seed=seed, limit=limit, strict=strict)
+    opened = open_trace(trace, seed=seed, limit=limit)
     extent = measured(opened)
     with ExitStack() as stack:
         engine = _engine(config, fs, extent, concurrency, stack)
         engine = replace(engine, chunk_tokens=opened.block_tokens)  # Hints count in tokens.
         source = ChunkSource.of(opened, engine.chunk_bytes, seed)
         replay = Replay(opened, engine, source, ReplayTally(extent.requests), concurrency=concurrency)
-        interrupted = run_with_bar(replay, uvloop.new_event_loop, extent.requests)
+        interrupted = run_with_bar(replay.run, replay.tally, uvloop.new_event_loop, extent.requests)
         report = make_report(
             replay.tally,
             command="kvtier replay",
@@ -76,7 +82,7 @@ def replay(
         )
         console = write_json(json_path, report)
         if plot_path is not None and not interrupted:  # Ctrl-C takes effect at once, and drawing takes a second.
-            from kvtier.tools.pictures import write_replay_picture  # An extra: see `check_picture`.
+            from kvtier.tools.pictures import write_replay_picture  # An extra: see `check_outputs`.
 
             write_replay_picture(plot_path, report, replay.tally)
         print_report(report, console)
@@ -92,14 +98,107 @@ def _engine(
     """Return the engine with a root for every fs tier. The stack removes a temporary directory."""
     config = default_config(extent, concurrency) if config_path is None else read_config(config_path)
     if fs is not None:
-        make_directory("--fs", fs)
+        _make_directory(fs)
         return rooted(config, fs, override=True)
     check_roots(config)
     if not without_root(config):
         return config
-    directory = stack.enter_context(temporary_directory())
+    directory = stack.enter_context(temporary_directory("kvtier-replay-"))
     check_room(config, extent, directory)
     return rooted(config, directory, override=False)
+
+
+def _make_directory(path: str) -> None:
+    """Create the directory of `--fs` with mode 0700, or accept an existing one. Raises `ConfigError`."""
+    try:
+        with suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+    except (OSError, ValueError) as error:
+        missing = isinstance(error, FileNotFoundError) and path != ""
+        why = "parent directory does not exist" if missing else getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"--fs: cannot create {path!r}: {why}") from error
+    check_directory("--fs", path)
+
+
+def default_config(extent: Extent, concurrency: int) -> EngineConfig:
+    return EngineConfig(
+        cpu_bytes_to_use=primary_rows(extent, concurrency) * CHUNK_BYTES,
+        chunk_bytes=CHUNK_BYTES,
+        runner="process",
+        secondary_tiers=(TierConfig(type="fs", limits=TierLimits(store_chunks_in_flight=STORE_CHUNKS)),),
+    )
+
+
+def primary_rows(extent: Extent, concurrency: int) -> int:
+    """Return the size of a small primary that holds the longest request for each of the concurrent ones.
+
+    At least two of them, and at most the trace twice: half of the rows may be leased, or wait for a tier.
+    """
+    open_rows = min(max(2, concurrency) * extent.longest, 2 * extent.unique_blocks)
+    return max(PRIMARY_ROWS_MIN, extent.capacity(PRIMARY_SHARE), open_rows)
+
+
+def check_roots(config: EngineConfig) -> None:
+    """Raise `ConfigError` if an fs tier's own root does not exist."""
+    for index, tier in enumerate(config.secondary_tiers):
+        root = tier.options.get("root")
+        if _is_fs(tier) and isinstance(root, str):
+            check_directory(f"secondary_tiers[{index}].root", root)
+
+
+def without_root(config: EngineConfig) -> bool:
+    return any(_is_fs(tier) and "root" not in tier.options for tier in config.secondary_tiers)
+
+
+def rooted(config: EngineConfig, directory: str, *, override: bool) -> EngineConfig:
+    """Set the root of fs tiers: of all of them, or only of those that have none.
+
+    An only fs tier gets the directory itself; each of several gets a folder in it, named by the tier's index.
+    """
+    tiers = config.secondary_tiers
+    alone = sum(map(_is_fs, tiers)) == 1
+    if override and not any(map(_is_fs, tiers)):
+        raise ConfigError(f"--fs {directory}: the configuration has no tier of type fs")
+    return replace(
+        config,
+        secondary_tiers=tuple(
+            replace(tier, options={**tier.options, "root": directory if alone else f"{directory}/{index}"})
+            if _is_fs(tier) and (override or "root" not in tier.options)
+            else tier
+            for index, tier in enumerate(tiers)
+        ),
+    )
+
+
+def check_room(config: EngineConfig, extent: Extent, directory: str) -> None:
+    """Raise `ConfigError` if the trace's chunks would fill the disk of a temporary directory."""
+    needed = 0
+    for index, tier in enumerate(config.secondary_tiers):
+        if _is_fs(tier) and "root" not in tier.options:
+            options = fs_options(tier, f"secondary_tiers[{index}]")
+            taken = extent.unique_blocks * chunk_bytes_on_disk(options, config.row_bytes)
+            needed += taken if options.capacity_bytes is None else min(taken, options.capacity_bytes)
+    free = disk_usage(directory).free
+    if needed > free:
+        raise ConfigError(
+            f"{directory}: the trace's chunks take about {shown_bytes(needed)}, {shown_bytes(free)} are free; "
+            "a directory elsewhere (--fs DIR), or fewer requests (--limit N), accepted"
+        )
+
+
+def fs_options(tier: TierConfig, where: str) -> Any:
+    """Decode an fs tier's own options; its root may be missing. Raises `ConfigError`."""
+    return tier_options(replace(tier, options={"root": "missing", **tier.options}), where)
+
+
+def chunk_bytes_on_disk(options: Any, row_bytes: int) -> int:
+    """Return the size of a chunk on disk, with its footer; with vLLM's naming most chunks have their own folder."""
+    foldered: bool = options.layout == "files" and options.naming == "vllm"
+    return row_bytes + FOOTER_BYTES + FOLDER_BYTES * foldered
+
+
+def _is_fs(tier: TierConfig) -> bool:
+    return tier.type == "fs"
 
 
 def measured(requests: AnyTrace) -> Extent:
@@ -109,12 +208,15 @@ def measured(requests: AnyTrace) -> Extent:
 
 
 def run_with_bar(
-    replay: Replay | VirtualReplay, loop_factory: Callable[[], asyncio.AbstractEventLoop], requests: int
+    run: Callable[[Callable[[], None]], Coroutine[Any, Any, ReplayTally]],
+    tally: ReplayTally,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop],
+    requests: int,
 ) -> bool:
     """Run a replay with a bar on stderr. Return True if Ctrl-C interrupted it; it has then closed its engine."""
     try:
-        with asyncio.Runner(loop_factory=loop_factory) as runner, _bar(replay.tally, requests) as progress:
-            runner.run(replay.run(progress))
+        with asyncio.Runner(loop_factory=loop_factory) as runner, _bar(tally, requests) as progress:
+            runner.run(run(progress))
     except KeyboardInterrupt:
         return True
     return False
@@ -122,7 +224,6 @@ def run_with_bar(
 
 @contextmanager
 def _bar(tally: ReplayTally, requests: int) -> Generator[Callable[[], None]]:
-    """Yield a callback for finished requests that updates the bar."""
     ratio = TextColumn("hit ratio {task.fields[hit_ratio]:.4f}")
     every = max(1, requests // STEPS_MAX)
     with bar(MofNCompleteColumn(), ratio, TimeElapsedColumn(), TimeRemainingColumn()) as progress:

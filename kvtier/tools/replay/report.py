@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 import msgspec
 import numpy as np
 from rich.console import Console
-from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
@@ -14,7 +13,6 @@ from kvtier import __version__
 from kvtier.config import PRIMARY_NAME, EngineConfig
 from kvtier.settings import shown_bytes
 from kvtier.tools.outputs import counted, plain_table
-from kvtier.tools.replay.model import Figure, Figures
 from kvtier.tools.replay.replay import ReplayTally, TierTotals
 from kvtier.tools.replay.study import Extent, too_long
 
@@ -65,9 +63,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     requests_per_s: float
     latency_s: Mapping[str, Quantiles]
     tiers: Mapping[str, TierReport]
-    engine: Figures
+    engine: Mapping[str, int | str]
     ttft_s: Mapping[str, Quantiles] | None  # Times to first token, in virtual time only.
-    model: Mapping[str, Figures] | None  # The figures of each modelled part, in virtual time only.
     warnings: list[str]  # Limits of the configuration that cost hits, with the remedy.
 
 
@@ -81,7 +78,6 @@ def make_report(
     config: EngineConfig,
     interrupted: bool = False,
     ttft_s: "Mapping[str, array[float]] | None" = None,
-    model: Mapping[str, Figures] | None = None,
 ) -> Report:
     """Sum up the counts until the last sample. `config` has the sizes of the real engine."""
     totals = tally.samples[-1].tiers if tally.samples else {PRIMARY_NAME: TierTotals(0, 0, 0)}
@@ -110,7 +106,6 @@ def make_report(
             "runner": config.runner or "inline",
         },
         ttft_s=None if ttft_s is None else {name: quantiles(samples) for name, samples in ttft_s.items()},
-        model=model,
         warnings=[*too_long(extent, config.rows, "the primary"), *_warnings(config, tiers)],
     )
 
@@ -130,7 +125,6 @@ def _tier_report(totals: TierTotals, row_bytes: int) -> TierReport:
 
 
 def _warnings(config: EngineConfig, tiers: Mapping[str, TierReport]) -> Iterator[str]:
-    """Name the limits that dropped cascades, with the remedy."""
     for index, tier in enumerate(config.secondary_tiers):
         limits = tier.limits
         by_bytes = limits.store_bytes_in_flight // config.row_bytes <= limits.store_chunks_in_flight
@@ -154,7 +148,6 @@ def quantiles(seconds: "array[float]") -> Quantiles:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print a summary, the tables and the warnings."""
     state = "[yellow]interrupted after[/]" if report.interrupted else "replayed"
     virtual = "" if report.ttft_s is None else " of virtual time"
     wrong = "[red]" if report.wrong_chunks else "[green]"
@@ -168,20 +161,14 @@ def print_report(report: Report, console: Console) -> None:
     )
     if not (report.drained or report.interrupted):
         console.print("[yellow]some cascades had not reached their tiers when the deadline passed[/]")
-    for table in _tables(report):
+    tables = [_tier_table(report), _time_table("latency", report.latency_s, 1_000, "ms")]
+    if report.ttft_s is not None:
+        tables.append(_time_table("time to first token", report.ttft_s, 1, "s"))
+    for table in tables:
         console.print()
         console.print(table)
     for warning in report.warnings:
         console.print(f"[yellow]{escape(warning)}[/]", highlight=False)
-
-
-def _tables(report: Report) -> Iterator[Table]:
-    yield _tier_table(report)
-    yield _time_table("latency", report.latency_s, 1_000, "ms")
-    if report.ttft_s is not None:
-        yield _time_table("time to first token", report.ttft_s, 1, "s")
-    if report.model is not None:
-        yield model_table(report.model)
 
 
 def _tier_table(report: Report) -> Table:
@@ -212,28 +199,3 @@ def _time_table(heading: str, times: Mapping[str, Quantiles], scale: int, unit: 
         seconds = (taken.p50, taken.p99, taken.mean)
         table.add_row(escape(name), *(f"{each * scale:,.2f}" for each in seconds), f"{taken.samples:,}")
     return table
-
-
-def model_table(model: Mapping[str, Figures]) -> Table:
-    """Return the table of what was modelled, with its figures."""
-    table = plain_table("modelled", "with")
-    for part, figures in model.items():
-        table.add_row(escape(part), escape(", ".join(shown_figure(name, value) for name, value in figures.items())))
-    return table
-
-
-def shown_figure(name: str, value: Figure) -> str:
-    """Format a figure by the unit that ends its name: `store 4.0 GB/s`, `latency 0.1 ms`."""
-    words = name.replace("_bytes_", "_").replace("_per_s", "").replace("_per_day", "").removesuffix("_bytes")
-    per = "/s" if name.endswith("_per_s") else "/day" if name.endswith("_per_day") else ""
-    if value is None:
-        shown, per = "no limit", ""
-    elif "_bytes" in name and isinstance(value, int | float):
-        shown = decimal(int(value)) if per else shown_bytes(int(value))  # Rates as the makers of drives give them.
-    elif name == "latency_s":
-        words, shown = "latency", f"{float(value) * 1_000:,.4g} ms"
-    elif isinstance(value, int | float):
-        shown = f"{value:,g}" if isinstance(value, float) else f"{value:,}"
-    else:
-        shown = value
-    return f"{words.replace('_', ' ')} {shown}{per}"

@@ -9,7 +9,6 @@ engine's own, so an engine with a primary alone has exactly these hits, request 
 from array import array
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import filterfalse, repeat, takewhile
 from typing import Any, NamedTuple
@@ -31,8 +30,6 @@ Simulation = Callable[[Iterable[TraceRequest], int], Iterator[int]]
 
 
 class Extent(NamedTuple):
-    """The extent of a trace."""
-
     requests: int
     block_references: int
     unique_blocks: int
@@ -41,11 +38,9 @@ class Extent(NamedTuple):
 
     @property
     def longest(self) -> int:
-        """Blocks of the longest request."""
         return max(self.lengths, default=0)
 
     def longer(self, capacity: int) -> int:
-        """Return the number of requests with more blocks than this capacity."""
         return sum(requests for blocks, requests in self.lengths.items() if blocks > capacity)
 
     def capacity(self, share: float) -> int:
@@ -89,11 +84,12 @@ def simulation(name: str, block_tokens: int = BLOCK_TOKENS) -> Simulation:
     if name == OPT:
         return opt_hits
     try:
-        return partial(_simulate, policy_class(name), block_tokens)
+        policy: Any = policy_class(name)
     except ConfigError as error:
         if ":" in name:
             raise
         raise ConfigError(f"{error}; or {OPT!r}, the best that any could do") from error
+    return lambda requests, capacity: policy_hits(requests, policy(capacity), capacity, block_tokens=block_tokens)
 
 
 class Cache:
@@ -107,7 +103,6 @@ class Cache:
         self._resident: set[int] = set()
 
     def leading_run(self, blocks: tuple[int, ...]) -> int:
-        """Return the number of leading blocks that are resident."""
         return _leading_run(blocks, self._resident)
 
     def use(self, blocks: tuple[int, ...], hint: Hint | None = None, now_s: float = 0.0) -> None:
@@ -151,7 +146,6 @@ class Cache:
 
 
 def leading(used: Sequence[int], hint: Hint, block_tokens: int) -> Sequence[int]:
-    """Return the leading blocks that a hint retains."""
     return used if hint.tokens is None else used[: -(-hint.tokens // block_tokens)]
 
 
@@ -172,12 +166,6 @@ def policy_hits(
     for request, hint in zip(requests, given, strict=False):
         yield cache.leading_run(request.hash_ids)
         cache.use(request.hash_ids, request.hint if hints is None else hint, request.timestamp_ms / 1_000)
-
-
-def _simulate(
-    cls: type[Policy[Any]], block_tokens: int, requests: Iterable[TraceRequest], capacity: int
-) -> Iterator[int]:
-    return policy_hits(requests, cls(capacity), capacity, block_tokens=block_tokens)
 
 
 def opt_hits(requests: Iterable[TraceRequest], capacity: int) -> Iterator[int]:

@@ -12,7 +12,6 @@ engine can have. The lengths must fit the number of ids. The times must not be s
 """
 
 import codecs
-import gzip
 import json
 import logging
 import os
@@ -20,10 +19,10 @@ import stat
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import suppress
 from functools import partial
 from itertools import chain, islice
-from typing import Annotated, Any, BinaryIO, Protocol, cast
+from typing import Annotated, Any, Protocol
 
 import msgspec
 import zstandard
@@ -31,7 +30,6 @@ import zstandard
 from kvtier.errors import Remedy, TraceError
 from kvtier.settings import foreign
 from kvtier.settings.hints import Hint
-from kvtier.tools.outputs import replacing
 
 BLOCK_TOKENS = 512  # Mooncake's own; another size is in the meta line.
 HINT = "kvtier"  # The field of a line with its hint, as of a request to vLLM.
@@ -56,6 +54,8 @@ _TIMES = "timestamp must be in milliseconds: multiply seconds by 1,000"
 
 
 _NAMES = {"timestamp_ms": "timestamp", "hint": HINT}
+
+logger = logging.getLogger(__name__)
 
 
 class TraceRequest(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, rename=_NAMES):
@@ -85,18 +85,12 @@ class Trace:
     cannot be true; it remembers about 100 bytes for each distinct id, and at most `IDS_MAX` ids.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str], *, limit: int | None = None, strict: bool = False, checked: bool = False
-    ) -> None:
-        """Read the beginning of the file. An iteration yields at most `limit` requests.
-
-        With `strict`, a trace that cannot be true is a `TraceError`; with `checked`, it is neither that nor a warning.
-        """
+    def __init__(self, path: str | os.PathLike[str], *, limit: int | None = None, checked: bool = False) -> None:
+        """Read the beginning of the file. An iteration yields at most `limit` requests; `checked` omits warnings."""
         self.path = os.fspath(path)
         self.limit = limit
-        self.strict = strict
         self._checked = checked
-        begin = list(islice(trace_lines(self.path), 2))
+        begin = list(islice(_lines(self.path), 2))
         meta = _meta(begin[0][1]) if begin else None
         if len(begin) < (1 if meta is None else 2):
             raise TraceError(f"{self.path}: no requests in it; expected one a line, such as {_EXAMPLE}")
@@ -107,8 +101,8 @@ class Trace:
     def __iter__(self) -> Iterator[TraceRequest]:
         decode = msgspec.json.Decoder(TraceRequest).decode
         stop = None if self.limit is None else self._lines_before + self.limit
-        check = None if self._checked else TraceCheck(self.path, self.block_tokens, strict=self.strict)
-        for number, line in islice(trace_lines(self.path), self._lines_before, stop):
+        check = None if self._checked else TraceCheck(self.path, self.block_tokens)
+        for number, line in islice(_lines(self.path), self._lines_before, stop):
             try:
                 request, wrong_hint = _request(decode, line)
             except ValueError as error:
@@ -130,34 +124,6 @@ class Trace:
         return size
 
 
-def write_trace(
-    path: str | os.PathLike[str], requests: Iterable[TraceRequest], meta: Mapping[str, Any] | None = None
-) -> None:
-    """Write a trace that `Trace` reads back: in gzip or zstd if the name ends in `.gz` or `.zst`.
-
-    The same requests give the same bytes. Blocks of other than 512 tokens need a `meta` with their `block_size`.
-    If it raises, an existing file of this name stays.
-    """
-    encode = msgspec.json.Encoder().encode
-    with replacing(path) as file, _compressing(file, os.fspath(path)) as out:
-        if meta:
-            out.write(encode({"meta": meta}) + b"\n")
-        for request in requests:
-            out.write(encode(request) + b"\n")
-
-
-class _Writer(Protocol):
-    def write(self, data: bytes, /) -> int: ...
-
-
-def _compressing(file: BinaryIO, path: str) -> AbstractContextManager[_Writer]:
-    if path.endswith(".gz"):
-        return gzip.GzipFile(filename="", fileobj=file, mode="wb", mtime=0)
-    if path.endswith(".zst"):
-        return zstandard.ZstdCompressor().stream_writer(file, closefd=False)
-    return nullcontext(file)
-
-
 def _meta(line: bytes) -> dict[str, Any] | None:
     try:
         return foreign(msgspec.json.Decoder(_MetaLine).decode, line).meta
@@ -170,20 +136,11 @@ def _request(decode: Callable[[bytes], TraceRequest], line: bytes) -> tuple[Trac
     try:
         return foreign(decode, line), ""
     except msgspec.DecodeError as error:
-        if f'"{HINT}"'.encode() not in line:
-            raise
-        return msgspec.convert({**_table(line, error), HINT: None}, TraceRequest), str(error)
-
-
-def _table(line: bytes, error: msgspec.DecodeError) -> dict[str, Any]:
-    """Return a line's fields, even if a number is out of msgspec's range; raises `error` if it is not a table."""
-    try:
-        table: object = foreign(json.loads, line)
-    except ValueError:
-        raise error from None
-    if not isinstance(table, dict):
-        raise error
-    return cast("dict[str, Any]", table)
+        with suppress(ValueError):
+            table: Any = foreign(json.loads, line)  # Takes numbers that are out of msgspec's range, too.
+            if isinstance(table, dict) and HINT in table:
+                return msgspec.convert({**table, HINT: None}, TraceRequest), str(error)
+        raise
 
 
 def _excerpt(line: bytes) -> str:
@@ -191,7 +148,7 @@ def _excerpt(line: bytes) -> str:
     return f"{text!r}{'…' if len(line) > 60 else ''}"
 
 
-def trace_lines(path: str) -> Iterator[tuple[int, bytes]]:
+def _lines(path: str) -> Iterator[tuple[int, bytes]]:
     """Yield each line that is not blank, with its number in the file, from 1."""
     number, rest = 1, b""
     try:
@@ -228,8 +185,6 @@ def _content(path: str) -> Iterator[bytes]:
 
 
 class _Decompressor(Protocol):
-    """A decompression object of zlib or zstandard."""
-
     @property
     def eof(self) -> bool: ...
     @property
@@ -259,72 +214,52 @@ def _decompressed(pieces: Iterable[bytes], new_stream: Callable[[], _Decompresso
         raise EOFError("its last stream has no end")
 
 
-logger = logging.getLogger(__name__)
-
-
 class TraceCheck:
-    """The check of one pass over a trace. If `strict`, it raises `TraceError` at the first fault."""
+    """The check of one pass over a trace. Remembers at most `ids_max` distinct ids; later ones are not checked."""
 
-    def __init__(self, path: str, block_tokens: int, *, strict: bool, ids_max: int = IDS_MAX) -> None:
-        """Remember at most `ids_max` distinct ids; later ones are not checked."""
-        self._path = path
-        self._block_tokens = block_tokens
-        self._strict = strict
-        self._ids_max = ids_max
+    def __init__(self, path: str, block_tokens: int, *, ids_max: int = IDS_MAX) -> None:
+        self._path, self._block_tokens, self._ids_max = path, block_tokens, ids_max
         self._before: dict[int, int | None] = {}  # Id -> the id that it follows; None if it stands first.
         self._first: dict[str, str] = {}  # Remedy -> the fault of the first line that needs it.
-        self._lines: Counter[str] = Counter()
+        self._faults: Counter[str] = Counter()  # Lines by their remedy.
         self._requests = self._tokens = self._line = 0
         self._first_ms = self._last_ms = 0.0
 
-    def look(self, line: int, request: "TraceRequest", wrong_hint: str = "") -> None:
-        """Check the request of one line; `wrong_hint` is the fault of its hint."""
+    def look(self, line: int, request: TraceRequest, wrong_hint: str = "") -> None:
         if wrong_hint:
             self._note(line, wrong_hint, _HINTS)
-        ids = request.hash_ids
+        ids, size, tokens = request.hash_ids, self._block_tokens, request.input_length
         before = (None, *ids[:-1]) if ids else ()
         known = self._before.setdefault if len(self._before) < self._ids_max else self._before.get
         if tuple(map(known, ids, before)) != before:
             self._note(line, self._unchained(ids, before), _CHAINED)
-        if not request.input_length // self._block_tokens <= len(ids) <= -(-request.input_length // self._block_tokens):
-            self._note(
-                line,
-                f"{len(ids):,} ids of {self._block_tokens:,} tokens for {request.input_length:,} tokens",
-                _LENGTHS.format(block_tokens=self._block_tokens),
-            )
+        if not tokens // size <= len(ids) <= -(-tokens // size):
+            lengths = f"{len(ids):,} ids of {size:,} tokens for {tokens:,} tokens"
+            self._note(line, lengths, _LENGTHS.format(block_tokens=size))
         if not self._requests:
             self._first_ms = request.timestamp_ms
         self._requests += 1
-        self._tokens += request.input_length
+        self._tokens += tokens
         self._last_ms, self._line = request.timestamp_ms, line
 
     def end(self) -> None:
         """Check the times of the whole trace, and warn of each kind of fault with its first line."""
         span_s = (self._last_ms - self._first_ms) / 1_000
         if self._requests >= REQUESTS_MIN and 0 < span_s * TOKENS_PER_S_MAX < self._tokens:
-            self._note(
-                self._line,
-                f"{self._requests:,} requests with {self._tokens:,} tokens in {span_s:,.3g} s since the first",
-                _TIMES,
-            )
+            rate = f"{self._requests:,} requests with {self._tokens:,} tokens in {span_s:,.3g} s since the first"
+            self._note(self._line, rate, _TIMES)
         for remedy, first in self._first.items():
-            lines = self._lines[remedy]
+            lines = self._faults[remedy]
             such = f" ({lines:,} such lines)" if lines > 1 else ""
             logger.warning("%s; %s%s; see %s", first, remedy, such, Remedy.TRACE)
 
     def _unchained(self, ids: tuple[int, ...], before: tuple[int | None, ...]) -> str:
-        """Describe the first id that follows another one than before."""
-        for block, now in zip(ids, before, strict=True):
-            then = self._before.get(block, now)
-            if then != now:
-                here = "stands first" if now is None else f"follows id {now}"
-                there = "later" if now is None else "stood first" if then is None else f"id {then}"
-                return f"id {block} {here} here and {there} before"
-        raise AssertionError(ids)
+        block, now = next(each for each in zip(ids, before, strict=True) if self._before.get(*each) != each[1])
+        then = self._before[block]
+        here = "stands first" if now is None else f"follows id {now}"
+        there = "later" if now is None else "stood first" if then is None else f"id {then}"
+        return f"id {block} {here} here and {there} before"
 
-    def _note(self, line: int, what: str, remedy: str) -> None:
-        message = f"{self._path}, line {line}: {what}"
-        if self._strict:
-            raise TraceError(f"{message}; {remedy}")
-        self._first.setdefault(remedy, message)
-        self._lines[remedy] += 1
+    def _note(self, line: int, fault: str, remedy: str) -> None:
+        self._first.setdefault(remedy, f"{self._path}, line {line}: {fault}")
+        self._faults[remedy] += 1

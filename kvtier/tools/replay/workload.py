@@ -1,27 +1,20 @@
 """A workload from a seed: chats and agents that share system prompts, for demonstrations and tests without a trace.
 
 Many sessions share system prompts with Zipf's popularity, each prompt of a session contains the one before and its
-reply, and lengths have heavy tails. Left out: retries, branching and shortened histories, load that changes with the
-hour, and users who share documents.
+reply, and lengths have heavy tails, as lognormal distributions. Left out: retries, branching and shortened histories,
+load that changes with the hour, and users who share documents. Sources of the defaults:
 
-Sources of the defaults, by field:
-
-- `chat`: measured on Mooncake's `conversation_trace` (Qin et al., "Mooncake: Trading More Storage for Less
-  Computation", USENIX FAST 2025; 12,031 requests of one hour), where a prompt that shares more than its first block
-  with an earlier one counts as its next turn. Quartiles and 90 %: first prompts of 1,336, 5,264, 13,056 and 25,561
-  tokens; 31, 13, 7 and 4 % of the sessions reach a 2nd, 3rd, 4th and 5th turn; 66, 123, 264 and 483 s between turns;
-  7, 23, 425 and 4,267 tokens more than the prompt and reply before; replies of 156, 350, 472 and 597 tokens.
+- `chat`: Mooncake's `conversation_trace` (Qin et al., "Mooncake: Trading More Storage for Less Computation", USENIX
+  FAST 2025; 12,031 requests of one hour), where a prompt that shares more than its first block with an earlier one
+  counts as its next turn.
 - `agents`: pauses, replies and tool results from the coding agents of kv-cache-tester (Callan Fox / WEKA, commit
-  94f6046d; 710 sessions, 47,972 requests): 11, 17, 38 and 128 s; 138, 218, 429 and 904 tokens; 43, 275, 978 and 2,979
-  tokens. Turns and first prompts come from lmcache-agent-trace (LMCache, commit 16a14ada; 20 runs of 12, 30, 30 and
-  30 turns, first prompts of 1,568, 1,805, 2,493 and 3,627 tokens), whose sessions a demonstration can hold.
-- `arrival_cv`: bursty session starts from a Gamma distribution as in BurstGPT (Wang et al., arXiv 2401.17644); the
-  value is our choice.
-- Our choice: number, length and popularity of the system prompts, and the share of agents.
+  94f6046d; 47,972 requests); turns and first prompts from lmcache-agent-trace (LMCache, commit 16a14ada; 20 runs).
+- `arrival_cv`: bursty session starts from a Gamma distribution as in BurstGPT (Wang et al., arXiv 2401.17644).
+- Our choice: the value of `arrival_cv`, the system prompts, and the share of agents.
 
-A lognormal fits all of these roughly and has two parameters. 12,000 requests of chats alone have 7,505 sessions in
-3,752 s (the real trace 7,373 in 3,537 s), prompts of 12,941 tokens on average (12,035) and replies of 360 (343), a
-best possible hit ratio of 0.400 (0.366), and one of 0.241 (0.196) in an LRU cache of 5 % of the unique blocks.
+12,000 requests of chats alone have 7,505 sessions in 3,752 s (the real trace 7,373 in 3,537 s), prompts of 12,941
+tokens on average (12,035), a best possible hit ratio of 0.400 (0.366), and one of 0.241 (0.196) in an LRU cache of 5 %
+of the unique blocks.
 """
 
 import heapq
@@ -50,7 +43,6 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
         return min(self.most, self.median * math.exp(self.sigma * source.gauss(0.0, 1.0)))
 
     def draw_count(self, source: random.Random) -> int:
-        """Draw a whole number, at least 1."""
         return max(1, round(self.draw(source)))
 
 
@@ -123,13 +115,11 @@ class GeneratedTrace:
 AnyTrace = Trace | GeneratedTrace
 
 
-def open_trace(
-    name: str, *, seed: int = 0, limit: int | None = None, strict: bool = False, checked: bool = False
-) -> AnyTrace:
+def open_trace(name: str, *, seed: int = 0, limit: int | None = None, checked: bool = False) -> AnyTrace:
     """Return the trace of a file, or the workload of a seed for `generated`. Raises `TraceError`."""
     if name == GENERATED:
         return GeneratedTrace(Workload(seed=seed), limit=limit)
-    return Trace(name, limit=limit, strict=strict, checked=checked)
+    return Trace(name, limit=limit, checked=checked)
 
 
 def generate(workload: Workload) -> Iterator[TraceRequest]:
@@ -158,14 +148,11 @@ def generate(workload: Workload) -> Iterator[TraceRequest]:
 
 
 def _gap_s(workload: Workload, source: random.Random) -> float:
-    """Draw a Gamma-distributed time with the wanted mean and coefficient of variation."""
     variance = workload.arrival_cv**2
     return source.gammavariate(1 / variance, variance / workload.sessions_per_s)
 
 
 class _SessionKind:
-    """Sessions of one kind: their dialogue, and system prompts by popularity."""
-
     def __init__(self, dialogue: Dialogue, workload: Workload, source: random.Random, ids: Iterator[int]) -> None:
         self.dialogue = dialogue
         self.workload = workload
@@ -202,7 +189,6 @@ class _Session:
         return self._turns_left == 0 or self._prompt_tokens > self.kind.workload.context_tokens_max
 
     def ask(self, now_s: float) -> TraceRequest:
-        """Return the next request, and prepare the one after it."""
         kind, prompt_tokens = self.kind, self._prompt_tokens
         whole, rest = divmod(prompt_tokens, kind.workload.block_tokens)
         self._blocks += islice(kind.ids, whole - len(self._blocks))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kvtier.backend import OffloadKey
 from kvtier.memory import Region
-from kvtier.tools.bench.raw import RawFile
+from kvtier.tools.bench import RawFile
 from tests.benchmarks.peers.side_by_side import arguments, compare_disks, give_out
 
 THREADS = 4

@@ -25,14 +25,13 @@ from kvtier.backend import (
 )
 from kvtier.memory import Region
 from kvtier.settings import decode
-from kvtier.tools.bench.figures import (
+from kvtier.tools.figures import (
     ROUNDS,
     Figures,
     Pair,
     Row,
     Side,
     interleaved,
-    load,
     print_figures,
     rate_of,
     row_of,
@@ -103,10 +102,10 @@ def arguments(description: str | None) -> argparse.Namespace:
 
 def give_out(command: str, given: argparse.Namespace, measure: Callable[[str], Iterator[Row]]) -> None:
     """Measure in a temporary directory, and print the figures."""
-    before, begun = load(), time.perf_counter()
+    before, begun = os.getloadavg(), time.perf_counter()
     with tempfile.TemporaryDirectory(dir=given.directory, prefix="kvtier-peers-") as folder:
         rows = list(measure(folder))
-    machine = this_machine(before, given.directory)
+    machine = this_machine(before)
     figures = Figures(command=command, machine=machine, seconds=time.perf_counter() - begun, rows=rows)
     print_figures(figures, write_json(given.json, figures))
 

@@ -27,7 +27,7 @@ from vllm.v1.kv_offload.tiering.manager import (
 
 from kvtier.integrations.vllm.manager import VllmManager
 from kvtier.integrations.vllm.stats import TransferTimes
-from kvtier.tools.bench.figures import Pair, Row, Side, interleaved, row_of
+from kvtier.tools.figures import Pair, Row, Side, interleaved, row_of
 from tests.benchmarks.peers.side_by_side import arguments, give_out
 from tests.benchmarks.protocol import CHUNK_BYTES, KEYS_A_REQUEST, REQUESTS_A_STEP, ROWS, Steps
 

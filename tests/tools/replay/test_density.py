@@ -10,7 +10,6 @@ from kvtier.tools.replay.traces import Trace
 from kvtier.tools.replay.workload import GeneratedTrace
 from tests.policies.naive_density import NaiveDensity
 from tests.tools.replay.real import AGENTIC, CONVERSATION, MINI_SWE, SIZES, Traces
-from tests.tools.replay.test_engine_equals_study import engine_hits
 
 WORSE_AT_MOST = 0.006  # Than LRU, in any cell.
 
@@ -22,13 +21,6 @@ def test_the_study_has_the_hits_of_a_naive_cache_request_by_request(share: float
     naive = list(policy_hits(trace, NaiveDensity(capacity), capacity))
     assert list(policy_hits(trace, Density(capacity), capacity)) == naive
     assert naive != list(simulation("lru")(trace, capacity))
-
-
-@pytest.mark.parametrize("share", [0.01, 0.05])
-def test_the_engine_has_the_hits_of_the_study_when_it_has_learned(thorough: None, share: float) -> None:
-    trace = GeneratedTrace(limit=3_000)
-    capacity = measure(trace).capacity(share)
-    assert list(engine_hits(trace, "density", capacity)) == list(simulation("density")(trace, capacity))
 
 
 def hit_ratio(traces: Traces, name: str, size: str) -> float:

@@ -88,15 +88,6 @@ def test_with_hints_on_real_chats_under_every_policy(traces: Traces, policy: str
     assert list(engine_hits(requests, policy, capacity)) == list(simulation(policy)(requests, capacity))
 
 
-@pytest.mark.parametrize("name", ["mooncake_conversation.jsonl.gz", "agentic_local_b512.jsonl.zst"])
-def test_on_the_beginning_of_real_traces_under_lru(traces, name: str) -> None:
-    trace = Trace(traces / name, limit=1_500)
-    capacity = measure(trace).capacity(0.05)
-    hits = list(engine_hits(trace, "lru", capacity))
-    assert hits == list(simulation("lru")(trace, capacity))
-    assert sum(hits) > 0
-
-
 def test_with_requests_that_have_holes_and_blocks_twice() -> None:
     blocks = [(1, 2, 3), (), (2, 9), (1, 2, 3, 4), (7, 7, 8), (1, 5, 2, 6, 3), (9, 2, 1), (3,), (1, 2, 3, 4, 5, 6, 7)]
     trace = [TraceRequest(0, 0, 0, hash_ids) for hash_ids in blocks]

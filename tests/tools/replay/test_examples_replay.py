@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvtier.config import read_config
-from kvtier.tools.replay.traces import TraceRequest, write_trace
+from kvtier.tools.replay.traces import TraceRequest
+from tests.tools.replay.written import write_trace
 
 pytestmark = pytest.mark.usefixtures("outside")
 

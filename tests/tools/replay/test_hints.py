@@ -9,16 +9,16 @@ from typing import NamedTuple
 
 import pytest
 
-from kvtier.policies import Density, policy_class
+from kvtier.policies import Density
 from kvtier.settings.hints import Hint
 from kvtier.tools.replay.study import Extent, policy_hits
-from kvtier.tools.replay.traces import Trace, TraceRequest, write_trace
+from kvtier.tools.replay.traces import Trace, TraceRequest
 from kvtier.tools.replay.workload import GeneratedTrace, Workload
 from tests.tools.replay.oracle import Future, Saying, future, hinted, hints
 from tests.tools.replay.real import AGENTIC, CONVERSATION, Traces
+from tests.tools.replay.written import write_trace
 
 SEEDS = (1, 2, 3)
-OVER = Hint(over=True)
 
 
 def request(at_s: float, *blocks: int, tokens: int | None = None) -> TraceRequest:
@@ -39,32 +39,8 @@ def test_a_session_returns_with_what_it_does_not_share_and_is_over_with_its_last
     assert future(requests, 512) == Future([False, True, False, True, True], [9.0, None, 21.0, None, None])
 
 
-# Its hints.
-
-
 def said(saying: Saying, known: Future) -> list[Hint | None]:
     return list(hints(known, saying))
-
-
-KNOWN = Future([number % 2 == 1 for number in range(2_000)], [None if number % 2 else 8.0 for number in range(2_000)])
-
-
-def test_an_oracle_says_all_and_only_what_is_true_unless_asked_otherwise() -> None:
-    assert said(Saying(over=1), KNOWN) == [OVER if last else None for last in KNOWN.last]
-    assert said(Saying(returns=1), KNOWN) == [None if last else Hint(returns_in_s=8.0) for last in KNOWN.last]
-    assert said(Saying(), KNOWN) == [None] * 2_000
-
-
-@pytest.mark.parametrize("lies", [0.25, 0.5])
-@pytest.mark.parametrize("every", [2, 5])
-def test_lies_about_returns_have_their_share_however_many_sessions_return(lies: float, every: int) -> None:
-    """A returns after its own time, which no other request has; all others never return."""
-    known = Future([False] * 4_000, [None if number % every else number + 1.0 for number in range(4_000)])
-    times = [None if hint is None else hint.returns_in_s for hint in said(Saying(returns=1, lies=lies, seed=1), known)]
-    hinted = [(time, after_s) for time, after_s in zip(times, known.returns_s, strict=True) if time is not None]
-    assert all(times[::every])
-    assert abs(sum(time != after_s for time, after_s in hinted) / len(hinted) - lies) < 0.04
-    assert any(after_s is None for _, after_s in hinted)
 
 
 # Their worth.
@@ -95,7 +71,7 @@ def test_the_study_uses_the_hints_of_a_traces_lines(tmp_path: Path) -> None:
 
 # The worth of a class, which is an opaque name.
 
-BUSY, IDLE, OTHER = (Hint(class_=name) for name in ("planner", "title", "search"))
+BUSY, IDLE = (Hint(class_=name) for name in ("planner", "title"))
 
 
 class Classed(NamedTuple):
@@ -132,12 +108,6 @@ def test_a_class_whose_sessions_return_more_often_is_learned_whatever_its_name(c
     assert min(gains[1:]) > 0
 
 
-def test_classes_that_say_nothing_cost_next_to_nothing(classed: Classed) -> None:
-    dice = random.Random(5)
-    assert mean(classed.gains([dice.choice((BUSY, IDLE, OTHER)) for _ in classed.returns])) > -0.01
-    assert mean(classed.gains([BUSY] * len(classed.returns))) > -0.005
-
-
 @pytest.mark.parametrize("lie", ["noise", "the contrary"])
 def test_a_class_that_begins_to_lie_is_unlearned(classed: Classed, lie: str) -> None:
     dice = random.Random(5)
@@ -150,14 +120,6 @@ def test_a_class_that_begins_to_lie_is_unlearned(classed: Classed, lie: str) -> 
     assert mean(gains[:2]) > 0.03  # It was believed,
     assert mean(gains[2:4]) < 0  # for too long,
     assert mean(gains[6:]) > -0.01  # and is not any more.
-
-
-@pytest.mark.parametrize("name", ["arc", "fifo", "lru", "s3fifo"])
-def test_what_is_said_of_a_return_changes_nothing_for_a_policy_that_does_not_learn(name: str) -> None:
-    trace = GeneratedTrace(limit=200)
-    told = [Hint(returns_in_s=5.0)] * 200
-    policy = policy_class(name)
-    assert list(policy_hits(trace, policy(100), 100, told)) == list(policy_hits(trace, policy(100), 100))
 
 
 @pytest.mark.usefixtures("thorough")

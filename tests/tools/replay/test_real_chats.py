@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from kvtier.tools.replay.traces import Trace, write_trace
+from kvtier.tools.replay.traces import Trace
 from tests.tools.command import reported
 from tests.tools.replay.real import CONVERSATION, Traces
+from tests.tools.replay.written import write_trace
 
 SHARE = 0.05  # Of the unique blocks, in the cache.
 CHUNK_BYTES = 512 * 8  # Of a model with eight bytes a token.

@@ -40,70 +40,55 @@ class Watched:
             await asyncio.sleep(0)
 
 
-async def test_requests_without_a_common_prefix_do_not_wait() -> None:
+Script = list[tuple[str, tuple[object, ...], str]]
+"""What happens to a request, and the requests that were let through until then."""
+
+SCRIPTS: dict[str, Script] = {
+    "without a common prefix nobody waits": [("admit", ("a", (1, 2)), "a"), ("admit", ("b", (3, 4)), "ab")],
+    "a request waits for the one that computes its prefix": [
+        ("admit", ("a", (1, 2)), "a"),
+        ("looked_up", ("a", 0), "a"),
+        ("admit", ("b", (1, 2, 3)), "a"),
+        ("leave", ("a",), "ab"),
+    ],
+    "one that failed before its look-up is not waited for": [
+        ("admit", ("a", (1, 2)), "a"),
+        ("admit", ("b", (1, 2, 3)), "a"),
+        ("leave", ("a",), "ab"),
+    ],
+    "a prefix that was computed before is no reason to wait": [
+        ("admit", ("a", (1, 2)), "a"),
+        ("looked_up", ("a", 0), "a"),
+        ("leave", ("a",), "a"),
+        ("admit", ("b", (1, 2, 3)), "ab"),
+        ("looked_up", ("b", 2), "ab"),
+        ("admit", ("c", (1, 2, 4)), "abc"),
+    ],
+    "a lost block that is computed again is waited for again": [
+        ("admit", ("a", (1, 2)), "a"),
+        ("looked_up", ("a", 0), "a"),
+        ("leave", ("a",), "a"),
+        ("admit", ("b", (1, 2, 3)), "ab"),
+        ("looked_up", ("b", 1), "ab"),  # Block 2 is gone.
+        ("admit", ("c", (1, 2, 4)), "ab"),
+        ("leave", ("b",), "abc"),
+    ],
+    "no request waits for a later one: otherwise two could wait for each other": [
+        ("admit", ("a", (1, 2)), "a"),
+        ("looked_up", ("a", 0), "a"),
+        ("leave", ("a",), "a"),
+        ("admit", ("b", (9,)), "ab"),
+        ("admit", ("c", (9, 1, 2)), "ab"),
+        ("admit", ("d", (1, 2)), "abd"),
+        ("looked_up", ("d", 0), "abd"),  # A lost block is computed by a later one.
+        ("leave", ("b",), "abdc"),
+    ],
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+async def test_requests_are_let_through_in_an_order_that_no_concurrency_changes(script: Script) -> None:
     watched = Watched()
-    await watched.admit("a", (1, 2))
-    await watched.admit("b", (3, 4))
-    assert watched.through == ["a", "b"]
-
-
-@pytest.mark.parametrize("looked_up_first", [True, False])
-async def test_a_request_waits_for_the_one_that_computes_its_prefix(looked_up_first: bool) -> None:
-    watched = Watched()
-    await watched.admit("a", (1, 2))
-    if looked_up_first:
-        await watched.looked_up("a", 0)
-    await watched.admit("b", (1, 2, 3))
-    assert watched.through == ["a"]
-    await watched.leave("a")  # Without a look-up it has failed.
-    assert watched.through == ["a", "b"]
-
-
-async def test_a_prefix_that_was_computed_before_is_no_reason_to_wait() -> None:
-    watched = Watched()
-    await watched.admit("a", (1, 2))
-    await watched.looked_up("a", 0)
-    await watched.leave("a")
-    await watched.admit("b", (1, 2, 3))
-    await watched.looked_up("b", 2)
-    await watched.admit("c", (1, 2, 4))
-    assert watched.through == ["a", "b", "c"]
-
-
-async def test_a_lost_block_that_is_computed_again_is_waited_for_again() -> None:
-    watched = Watched()
-    await watched.admit("a", (1, 2))
-    await watched.looked_up("a", 0)
-    await watched.leave("a")
-    await watched.admit("b", (1, 2, 3))
-    await watched.looked_up("b", 1)  # Block 2 is gone.
-    await watched.admit("c", (1, 2, 4))
-    assert watched.through == ["a", "b"]
-    await watched.leave("b")
-    assert watched.through == ["a", "b", "c"]
-
-
-async def test_each_request_of_a_series_waits_for_the_one_before() -> None:
-    watched = Watched()
-    for name, blocks in (("a", (1,)), ("b", (1, 2)), ("c", (1, 2, 3))):
-        await watched.admit(name, blocks)
-    assert watched.through == ["a"]
-    for name, hits, through in (("a", 0, "ab"), ("b", 1, "abc"), ("c", 2, "abc")):
-        await watched.looked_up(name, hits)
-        await watched.leave(name)
+    for step, given, through in script:
+        await getattr(watched, step)(*given)
         assert watched.through == list(through)
-
-
-async def test_no_request_waits_for_a_later_one() -> None:
-    """Even if a later one computes a lost block: otherwise two could wait for each other."""
-    watched = Watched()
-    await watched.admit("first", (1, 2))
-    await watched.looked_up("first", 0)
-    await watched.leave("first")
-    await watched.admit("a", (9,))
-    await watched.admit("b", (9, 1, 2))
-    await watched.admit("c", (1, 2))
-    await watched.looked_up("c", 0)
-    assert watched.through == ["first", "a", "c"]
-    await watched.leave("a")
-    assert watched.through == ["first", "a", "c", "b"]

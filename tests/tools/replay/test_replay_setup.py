@@ -9,9 +9,8 @@ import pytest
 from kvtier.config import EngineConfig
 from kvtier.errors import ConfigError
 from kvtier.settings import decode
-from kvtier.tools.outputs import check_directory, make_directory
-from kvtier.tools.replay.setup import (
-    PRIMARY_ROWS_MIN,
+from kvtier.tools.outputs import check_directory
+from kvtier.tools.replay.replay_command import (
     check_room,
     check_roots,
     default_config,
@@ -20,6 +19,7 @@ from kvtier.tools.replay.setup import (
     without_root,
 )
 from kvtier.tools.replay.study import Extent
+from tests.tools.command import check_refusal, run
 
 HOUR = Extent(requests=12_031, block_references=288_500, unique_blocks=182_790, best_hits=105_710, lengths={247: 1})
 
@@ -37,10 +37,6 @@ def test_by_default_a_small_primary_stands_over_files_without_a_place() -> None:
     assert (config.rows, config.chunk_bytes) == (9_140, 16 << 10)
     assert [tier.type for tier in config.secondary_tiers] == ["fs"]
     assert without_root(config)
-
-
-def test_however_short_the_trace_the_default_primary_holds_a_long_prompt() -> None:
-    assert default_config(Extent(1, 10, 10, 0, {10: 1}), 8).rows == PRIMARY_ROWS_MIN
 
 
 def test_the_default_primary_holds_the_longest_request_for_each_concurrent_one_but_no_more_than_the_trace_twice() -> (
@@ -71,11 +67,6 @@ def test_fs_tiers_get_the_directory_or_a_folder_each(
     assert not without_root(placed)
 
 
-def test_a_directory_for_an_engine_without_files_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--fs /there: the configuration has no tier of type fs"):
-        rooted(engine({"type": "dummy"}), "/there", override=True)
-
-
 def test_a_directory_that_is_not_there_is_refused_and_not_made(tmp_path: Path) -> None:
     missing, file = str(tmp_path / "missing"), tmp_path / "file"
     file.touch()
@@ -90,23 +81,21 @@ def test_a_directory_that_is_not_there_is_refused_and_not_made(tmp_path: Path) -
 
 def test_a_trace_that_would_fill_the_disk_of_a_temporary_directory_is_refused(tmp_path: Path) -> None:
     check_room(engine({"type": "fs"}), Extent(1, 1, 1, 0, {1: 1}), str(tmp_path))
-    check_room(engine({"type": "dummy"}), Extent(1, 1 << 40, 1 << 40, 0, {1: 1}), str(tmp_path))
+    for tier in ({"type": "dummy"}, {"type": "fs", "root": str(tmp_path)}, {"type": "fs", "capacity_bytes": "1MiB"}):
+        check_room(engine(tier), Extent(1, 1 << 40, 1 << 40, 0, {1: 1}), str(tmp_path))
     with pytest.raises(ConfigError, match=r"the trace's chunks take about .* PiB, .* are free"):
         check_room(engine({"type": "fs"}), Extent(1, 1 << 40, 1 << 40, 0, {1: 1}), str(tmp_path))
 
 
-def test_a_tier_with_a_root_of_its_own_takes_nothing_of_a_temporary_directory(tmp_path: Path) -> None:
-    config = engine({"type": "fs", "root": str(tmp_path)}, {"type": "fs", "capacity_bytes": "1MiB"})
-    check_room(config, Extent(1, 1 << 40, 1 << 40, 0, {1: 1}), str(tmp_path))
-
-
-def test_a_directory_for_chunks_is_made_for_its_user_alone_where_its_parent_is(tmp_path: Path) -> None:
-    path = tmp_path / "chunks"
+@pytest.mark.usefixtures("outside")
+def test_a_directory_for_chunks_is_made_for_its_user_alone_where_its_parent_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for _ in range(2):
-        make_directory("--fs", str(path))
-        assert path.stat().st_mode & 0o777 == 0o700
-    with pytest.raises(ConfigError, match=r"--fs: cannot create .*: parent directory does not exist"):
-        make_directory("--fs", str(tmp_path / "absent" / "chunks"))
+        assert run("replay", "generated", "--limit", "1", "--fs", tmp_path / "chunks") == 0
+        assert (tmp_path / "chunks").stat().st_mode & 0o777 == 0o700
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="no such directory"):
-        make_directory("--fs", str(tmp_path / "file"))
+    capsys.readouterr()
+    for path, why in (("absent/chunks", "parent directory does not exist"), ("file", "no such directory")):
+        assert run("replay", "generated", "--limit", "1", "--fs", tmp_path / path) == 2
+        check_refusal(capsys, why)

@@ -1,6 +1,8 @@
 """The policy study against naive caches, and against the figures that others found for the real traces."""
 
 import json
+from functools import cache
+from itertools import combinations
 
 import pytest
 from hypothesis import given
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvtier.errors import ConfigError
 from kvtier.policies import FIFO, LRU
-from kvtier.tools.replay.study import Extent, measure, policy_hits, simulation
+from kvtier.tools.replay.study import Extent, measure, opt_hits, policy_hits, simulation
 from kvtier.tools.replay.traces import Trace, TraceRequest
 from tests.tools.replay.real import AGENTIC, CONVERSATION, MINI_SWE, SIZES, Traces
 
@@ -77,16 +79,11 @@ def test_a_prefix_outlives_its_continuation() -> None:
         assert list(simulation(name)(requests, 3)) == [0, 0, 2]
 
 
-def test_the_extent_counts_what_is_there() -> None:
+def test_the_extent_counts_what_is_there_and_a_share_of_it_is_rounded_to_at_least_one() -> None:
     extent = measure(requests_of((1, 2, 3), (1, 2, 4), (), (5, 1)))
     assert extent == Extent(requests=4, block_references=8, unique_blocks=5, best_hits=2, lengths={0: 1, 2: 1, 3: 2})
-    assert extent.hit_ratio(2) == 0.25
-    assert measure([]).hit_ratio(0) == 0.0
-
-
-def test_a_share_of_the_unique_blocks_is_rounded_to_at_least_one() -> None:
-    extent = Extent(requests=1, block_references=1, unique_blocks=182_790, best_hits=0, lengths={1: 1})
-    assert [extent.capacity(share) for share in (1e-9, 0.01, 0.05, 1.0)] == [1, 1_828, 9_140, 182_790]
+    assert (extent.hit_ratio(2), measure([]).hit_ratio(0)) == (0.25, 0.0)
+    assert [extent._replace(unique_blocks=182_790).capacity(share) for share in (1e-9, 0.05)] == [1, 9_140]
 
 
 def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
@@ -117,3 +114,55 @@ def test_the_real_traces_have_the_hit_ratios_that_others_found(traces: Traces, n
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_large_trace_has_the_hit_ratios_that_others_found(traces: Traces, policy: str, size: str) -> None:
     assert_reference_ratios(traces, AGENTIC, policy, (size,))
+
+
+# The best that any policy could do.
+
+
+@st.composite
+def prefix_chained(draw: st.DrawFn) -> list[TraceRequest]:
+    """Draw requests whose block ids stand for prefixes: the same id always comes after the same ids."""
+    paths = draw(st.lists(st.lists(st.integers(0, 1), max_size=4).map(tuple), max_size=7))
+    ids: dict[tuple[int, ...], int] = {}
+    prompts = [tuple(ids.setdefault(path[:end], len(ids)) for end in range(1, len(path) + 1)) for path in paths]
+    return [TraceRequest(0, 0, 0, blocks) for blocks in prompts]
+
+
+def best_hits(requests: list[TraceRequest], capacity: int) -> int:
+    """Try every set of blocks that could be kept after each request."""
+
+    @cache
+    def best_from(number: int, resident: frozenset[int]) -> int:
+        if number == len(requests):
+            return 0
+        blocks = requests[number].hash_ids
+        run = next((place for place, block in enumerate(blocks) if block not in resident), len(blocks))
+        candidates = sorted(resident.union(blocks))
+        kept = combinations(candidates, min(capacity, len(candidates)))
+        return run + max(best_from(number + 1, frozenset(blocks)) for blocks in kept)
+
+    return best_from(0, frozenset())
+
+
+@given(requests=prefix_chained(), capacity=st.integers(1, 5))
+def test_no_choice_of_blocks_to_keep_gives_more_hits(requests: list[TraceRequest], capacity: int) -> None:
+    assert sum(opt_hits(requests, capacity)) == best_hits(requests, capacity)
+
+
+def test_outdated_entries_are_cleared_away_without_a_trace() -> None:
+    """One prompt again and again outdates each entry as soon as it is made, more often than a heap is renewed."""
+    requests = [TraceRequest(0, 0, 0, tuple(range(100)))] * 1_500
+    assert list(opt_hits(requests, 50)) == [0] + [50] * 1_499
+
+
+@pytest.mark.parametrize(
+    ("prompts", "capacity", "hits"),
+    [
+        ([(1,), (2,), (3,), (1,)], 1, [0, 0, 0, 1]),  # A block that is never used again is not kept.
+        ([(1, 2), (1, 2)], 1, [0, 1]),  # Of two blocks with the same next use, the head is kept.
+        ([(1, 1, 2), (1, 1, 2)], 2, [0, 3]),
+        ([()], 1, [0]),
+    ],
+)
+def test_opt_keeps_what_is_used_next(prompts: list[tuple[int, ...]], capacity: int, hits: list[int]) -> None:
+    assert list(opt_hits(requests_of(*prompts), capacity)) == hits

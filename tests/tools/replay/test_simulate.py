@@ -1,8 +1,7 @@
-"""The scale model: the limits of a tier are those of its model, and the report shows its figures."""
+"""`kvtier simulate`: the scale model's limits and figures, and how long each request waits for its first token."""
 
 import asyncio
 import time
-import tomllib
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,19 +10,28 @@ from typing import Any
 import pytest
 
 from kvtier.config import EngineConfig
-from kvtier.engine.manager import TieringOffloadingManager
-from kvtier.errors import ConfigError
+from kvtier.engine.manager import ON_LOOP_BYTES_MAX, TieringOffloadingManager
+from kvtier.errors import ConfigError, TraceError
 from kvtier.memory import PAGE_BYTES
 from kvtier.policies import LRU
 from kvtier.settings import decode
 from kvtier.testing.virtual_time import run
-from kvtier.tools.replay.model import SSDS, DiskSpeed, disk_speed, scale_model
 from kvtier.tools.replay.replay import ChunkSource, ReplayClient, ReplayTally, TierTotals
+from kvtier.tools.replay.simulate import (
+    GPU_LOAD_BYTES_PER_S,
+    DiskSpeed,
+    Servers,
+    VirtualReplay,
+    arrivals_s,
+    disk_speed,
+    scale_model,
+    without_tiering_s,
+)
 from kvtier.tools.replay.study import measure, policy_hits
-from kvtier.tools.replay.traces import TraceRequest, write_trace
-from kvtier.tools.replay.virtual import GPU_LOAD_BYTES_PER_S, Servers, VirtualReplay, arrivals_s, without_tiering_s
+from kvtier.tools.replay.traces import TraceRequest
 from kvtier.tools.replay.workload import GeneratedTrace
-from tests.tools.command import reported
+from tests.benchmarks.load_or_recompute import Case, replayed
+from tests.tools.replay.real import CONVERSATION, Traces
 
 BLOCK_TOKENS = 512
 MIB = 1 << 20
@@ -50,7 +58,7 @@ def fs_tier(chunks: int, **more: object) -> dict[str, Any]:
 def replay_of(
     config: EngineConfig, requests: Sequence[TraceRequest] = WORKLOAD, servers: Servers | None = None
 ) -> VirtualReplay:
-    model = scale_model(config).config
+    model = scale_model(config)
     return VirtualReplay(
         requests,
         model,
@@ -127,10 +135,6 @@ def test_the_limit_of_stores_in_flight_is_kept() -> None:
     assert (stored.stored, dict(stored.dropped)) == (3, {"budget": 7})
 
 
-def test_a_tier_without_room_for_a_chunk_holds_none() -> None:
-    assert totals(engine(fs_tier(0) | {"capacity_bytes": 1}))["0:fs"].hits == 0
-
-
 # The engine's own cache.
 
 
@@ -153,18 +157,6 @@ def test_hits_on_the_gpu_never_reach_kvtier_and_cost_nothing() -> None:
         assert list(times) == pytest.approx([4.0, 1 / 512, 1 / 512])
 
 
-def test_kvtier_finds_blocks_that_the_gpus_cache_evicted() -> None:
-    """Two prompts by turns, room for one and a half: the leading half of each is still in the cache."""
-    prompts = [tuple(range(4)), tuple(range(10, 14))] * 2
-    requests = [TraceRequest(number * PAUSE_MS, 4 * BLOCK_TOKENS, 1, ids) for number, ids in enumerate(prompts)]
-    replay, without = both_sides(engine(), requests, Servers(512, 2, 3 * BLOCK_TOKENS))
-    assert {name: tier.hits for name, tier in replay.tally.samples[-1].tiers.items()} == {"gpu": 4, "cpu": 4}
-    copied_s = 2 * MIB / GPU_LOAD_BYTES_PER_S
-    assert list(without) == pytest.approx([4.0, 4.0, 2.0, 2.0])
-    with_tiering = [4.0, 4.0, copied_s + 1 / 512, copied_s + 1 / 512]
-    assert list(replay.times_to_first_token_s) == pytest.approx(with_tiering)
-
-
 @pytest.mark.parametrize("blocks", [34, 667])
 def test_an_engine_that_adds_nothing_is_as_fast_as_none_behind_the_same_cache_on_the_gpu(blocks: int) -> None:
     """Requests a tenth of a second apart queue, and enter the cache in the same order on both sides.
@@ -183,31 +175,10 @@ def test_an_engine_that_adds_nothing_is_as_fast_as_none_behind_the_same_cache_on
 # Scaling.
 
 
-def test_a_page_stands_for_a_chunk_and_every_size_is_scaled_with_it() -> None:
-    tier = {"type": "dummy", "bandwidth_bytes_per_s": "1GiB", "capacity_bytes": "8GiB", "latency_s": "1ms"}
-    config = engine({**tier, "limits": {"load_bytes_in_flight": "512MiB"}}, rows=100, chunk_bytes=64 * MIB)
-    model = scale_model(config).config
-    assert (model.rows, model.chunk_bytes, model.runner) == (100, PAGE_BYTES, "inline")
-    scaled = model.secondary_tiers[0]
-    assert scaled.options["bandwidth_bytes_per_s"] == (1 << 30) // 16_384
-    assert scaled.options["capacity_bytes"] == (8 << 30) // 16_384
-    assert scaled.options["latency_s"] == 0.001
-    assert scaled.limits.load_bytes_in_flight == 8 * PAGE_BYTES
-    assert model.namespace.row_bytes == PAGE_BYTES
-
-
-def test_an_fs_tier_is_modelled_as_a_disk_with_its_own_name_and_limits() -> None:
-    tier = {"type": "fs", "root": "/nowhere", "name": "ssd", "limits": {"deadline_s": 7}}
-    modelled = scale_model(engine(tier, chunk_bytes=PAGE_BYTES)).config.secondary_tiers[0]
-    assert (modelled.type, modelled.name, modelled.limits.deadline_s) == ("dummy", "ssd", 7.0)
-    assert modelled.options["bandwidth_bytes_per_s"] == SSDS.load_bytes_per_s
-    assert modelled.options["store_bandwidth_bytes_per_s"] == SSDS.store_bytes_per_s
-
-
 def test_a_tier_of_another_type_stays_as_it_is() -> None:
     tier = {"type": "kvtier.testing.faults:FaultyBackend", "inner": {"type": "dummy"}, "faults": {"missing": 0.1}}
     config = engine(tier)
-    assert scale_model(config).config.secondary_tiers[0].options == config.secondary_tiers[0].options
+    assert scale_model(config).secondary_tiers[0].options == config.secondary_tiers[0].options
 
 
 @pytest.mark.parametrize(
@@ -223,56 +194,120 @@ def test_wrong_options_and_names_are_rejected_though_nothing_is_opened(tier: dic
         scale_model(engine(tier))
 
 
-# What the report says.
-
-
-CONFIG = """
-cpu_bytes_to_use = "80MiB"
-chunk_bytes = "1MiB"
-[[secondary_tiers]]
-type = "fs"
-capacity_bytes = "100MiB"
-write_budget_bytes_per_day = "1TiB"
-ttl_s = "1h"
-[[secondary_tiers]]
-type = "dummy"
-name = "remote"
-latency_s = "1ms"
-bandwidth_bytes_per_s = "1GiB"
-capacity_bytes = "10MiB"
-"""
-
-
-def test_the_report_shows_the_figures_that_the_model_uses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace, engine_file = tmp_path / "trace.jsonl", tmp_path / "engine.toml"
-    write_trace(trace, WORKLOAD)
-    engine_file.write_text(CONFIG)
-    told = reported(
-        tmp_path, "simulate", trace, "--config", engine_file, "--disk-speed", "1GB/s,400MB/s", "--gpu-cache-tokens", 7
-    )
-    parts = told["model"]
-    assert list(parts) == ["prefill", "gpu", "cpu", "0:fs", "remote"]
-    assert parts["prefill"] == {"tokens_per_s": 20_000, "slots": 4}
-    assert parts["gpu"] == {"cache_tokens": 7, "load_bytes_per_s": 25e9}
-    assert parts["cpu"] == {"capacity_bytes": 80 * MIB, "chunks": told["engine"]["rows"], "eviction_policy": "lru"}
-    assert parts["0:fs"]["not_modelled"] == "ttl_s, write_budget_bytes_per_day"
-    config = decode(EngineConfig, tomllib.loads(CONFIG))
-    disk = DiskSpeed(1_000_000_000, 400_000_000)
-    used = [tier.options for tier in scale_model(config, disk).config.secondary_tiers]
-    for figures, options in ((parts["0:fs"], used[0]), (parts["remote"], used[1])):
-        assert figures["load_bytes_per_s"] // 256 == options["bandwidth_bytes_per_s"]
-        assert figures["latency_s"] == options["latency_s"]
-        assert figures["concurrency"] == options["concurrency"]
-        assert figures["chunks"] == options["capacity_bytes"] // 4_096
-    assert parts["0:fs"]["store_bytes_per_s"] // 256 == used[0]["store_bandwidth_bytes_per_s"]
-    shown = capsys.readouterr().out
-    assert "load 1.0 GB/s, store 400.0 MB/s, latency 0.1 ms" in shown
-    assert "cache tokens 7" in shown
-    assert "not modelled ttl_s" in shown
-
-
 @pytest.mark.parametrize("rates", ["", "7GB/s", "7GB,4GB/s", "fast,slow", "0B/s,1GB/s", "1GB/s,1GB/s,1GB/s"])
 def test_rates_of_a_disk_are_two_sizes_a_second(rates: str) -> None:
     assert disk_speed("--disk-speed", " 7GB/s, 4MiB/s ") == DiskSpeed(7_000_000_000, 4 * MIB)
     with pytest.raises(ConfigError, match=rf"--disk-speed '{rates}': expected bytes a second .* as in 7GB/s,4GB/s"):
         disk_speed("--disk-speed", rates)
+
+
+def at(*stamps_ms: float) -> list[TraceRequest]:
+    return [TraceRequest(stamp, 1, 1, ()) for stamp in stamps_ms]
+
+
+def prompts(*prompts: tuple[float, Sequence[int]]) -> list[TraceRequest]:
+    return [TraceRequest(at_ms, len(blocks) * BLOCK_TOKENS, 1, tuple(blocks)) for at_ms, blocks in prompts]
+
+
+def servers_of(tokens_per_s: float = 512, slots: int = 4, cache_tokens: int = 0) -> Servers:
+    return Servers(tokens_per_s, slots, cache_tokens)
+
+
+def first_tokens_s(
+    requests: Sequence[TraceRequest], config: EngineConfig, servers: Servers | None = None
+) -> list[float]:
+    """Replay, and return the times to first token in order."""
+    replay = replay_of(config, requests, servers or servers_of())
+    tally = run(replay.run())
+    assert tally.wrong_chunks == 0
+    assert tally.requests == len(requests)
+    return list(replay.times_to_first_token_s)
+
+
+# When requests arrive.
+
+
+def test_a_primary_that_a_real_loop_prepares_in_a_thread_is_modelled_too() -> None:
+    rows = ON_LOOP_BYTES_MAX // PAGE_BYTES + 1  # Of a scale model, in which a page stands for a chunk.
+    replay = replay_of(engine(rows=rows), prompts((0, [1, 2]), (1_000, [1, 2])), servers_of(1_000, 1))
+    assert run(replay.run()).hits == 2
+
+
+@pytest.mark.parametrize(
+    ("stamps_ms", "arrivals"),
+    [
+        ((1_000, 1_250, 4_000), [0.0, 0.25, 3.0]),
+        ((0, 0, 0, 3_000, 3_000, 9_000), [0.0, 1.0, 2.0, 3.0, 4.5, 9.0]),  # Batches are spread over their time,
+        ((0, 3_000, 3_000, 3_000), [0.0, 3.0, 4.0, 5.0]),  # the last one, too.
+        ((7, 7, 7), [0.0, 0.0, 0.0]),
+        ((), []),
+    ],
+)
+def test_requests_arrive_at_the_times_of_the_trace(stamps_ms: tuple[float, ...], arrivals: list[float]) -> None:
+    assert list(arrivals_s(at(*stamps_ms))) == arrivals
+
+
+def test_decreasing_times_are_rejected_with_the_request() -> None:
+    with pytest.raises(TraceError, match="request 3: timestamp 4 after 5"):
+        arrivals_s(at(0, 5, 4))
+
+
+# How long the first token takes.
+
+
+def test_without_tiering_prompts_queue_for_the_servers_and_are_computed_whole() -> None:
+    requests = prompts((0, range(2)), (0, range(2)), (0, range(4)), (5_000, range(1)))
+    servers = servers_of(slots=2)
+    assert list(without_tiering_s(requests, [0.0, 0.0, 0.0, 5.0], servers)) == [2.0, 2.0, 6.0, 1.0]
+
+
+def test_a_prefix_in_the_primary_takes_the_time_of_its_copy_to_the_gpu() -> None:
+    """A prompt that is all there still computes a token."""
+    requests = prompts((0, range(4)), (60_000, range(6)), (120_000, range(2)))
+    copied_s = MIB / GPU_LOAD_BYTES_PER_S
+    assert first_tokens_s(requests, engine(rows=64)) == pytest.approx([4.0, 2.0 + 4 * copied_s, 2 * copied_s + 1 / 512])
+
+
+def test_a_prefix_in_a_tier_takes_the_tiers_time_too() -> None:
+    """Four chunks of a MiB at a MiB a second and half a second of latency; two others had pushed them out."""
+    tier = {"type": "dummy", "latency_s": 0.5, "bandwidth_bytes_per_s": "1MiB"}
+    requests = prompts((0, range(4)), (60_000, range(100, 106)), (120_000, range(200, 206)), (180_000, range(6)))
+    times = first_tokens_s(requests, engine(tier, rows=12))
+    assert times == pytest.approx([4.0, 6.0, 6.0, 4.5 + 4 * MIB / GPU_LOAD_BYTES_PER_S + 2.0])
+
+
+def test_an_interrupted_replay_has_the_times_of_the_requests_that_were_served() -> None:
+    replay = replay_of(engine(rows=64), prompts((0, range(2)), (3_600_000, range(2))), servers_of())
+
+    async def interrupted() -> None:
+        task = asyncio.create_task(replay.run())
+        await asyncio.sleep(60)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    run(interrupted())
+    assert list(replay.times_to_first_token_s) == [2.0]
+    assert replay.tally.requests == 1
+
+
+# Loads that are weighed against computing.
+
+WEIGHED_REQUESTS = 900  # Of the conversation: four minutes of it, and with them the slow one.
+
+
+@pytest.mark.parametrize(
+    ("gb_per_s", "slow"),
+    [
+        (0.2, False),
+        *(pytest.param(*case, marks=pytest.mark.outside) for case in ((1.0, False), (7.0, False), (7.0, True))),
+    ],
+)
+def test_no_disk_makes_a_conversation_wait_longer_than_none(traces: Traces, gb_per_s: float, slow: bool) -> None:
+    trace = str(traces / CONVERSATION)
+    case = Case(trace, WEIGHED_REQUESTS, 64 << 30, gb_per_s, slow, weighed=True)
+    found = replayed(case)
+    assert found.wrong_chunks == 0
+    assert max(found.p50, found.p99) <= 1.02
+    if gb_per_s == 7.0 and not slow:
+        assert found.hit_ratio >= replayed(case._replace(weighed=False)).hit_ratio - 0.02

@@ -1,4 +1,4 @@
-"""The replay in virtual time: a trace at its own pace against models of the tiers; measures times to first token.
+"""`kvtier simulate`: a trace at its own pace, in virtual time, against models of the tiers; times to first token.
 
 The model: requests queue, first come first served, for `slots` equal servers that compute one prompt each. A server
 takes the leading run that the LLM engine's own prefix cache on the GPU holds: it is free, and kvtier is not asked for
@@ -10,40 +10,212 @@ all that the cache on the GPU does not hold.
 Where the model differs from real engines: all servers share one cache on the GPU, and a server that loads does nothing
 else (both make tiering look worse); attention grows with the square of the prompt (which makes recomputing look
 cheaper); decoding is left out.
+
+In the scale model of an engine a page stands for a chunk, and a dummy tier for a disk. Nobody has the memory for the
+chunks of a real engine, of tens of MiB each. So every size and bandwidth is divided by the number of pages in a row:
+transfers take as long as the real ones.
 """
 
 import asyncio
 import heapq
 import logging
+import os
 from array import array
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from msgspec.structs import replace
+import typer
+from msgspec.structs import asdict, replace
 
-from kvtier.config import EngineConfig
+from kvtier.config import EngineConfig, TierConfig, TierLimits, read_config, tier_options
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.engine.metrics import EngineStats
-from kvtier.errors import TraceError
+from kvtier.errors import ConfigError, TraceError
+from kvtier.memory import PAGE_BYTES
 from kvtier.policies import LRU
-from kvtier.tools.replay.model import DiskSpeed, ScaleModel, scale_model
+from kvtier.settings import parse_size
+from kvtier.testing.virtual_time import VirtualTimeLoop
+from kvtier.tools import statuses
+from kvtier.tools.options import (
+    DiskSpeedOption,
+    GpuCacheOption,
+    JsonOption,
+    LimitOption,
+    LoadAlwaysOption,
+    PrefillOption,
+    SeedOption,
+    SlotsOption,
+    TraceArgument,
+)
+from kvtier.tools.outputs import check_outputs, write_json
 from kvtier.tools.replay.replay import GPU_NAME, ChunkSource, ReplayClient, ReplayTally, task_group
+from kvtier.tools.replay.replay_command import chunk_bytes_on_disk, fs_options, measured, primary_rows, run_with_bar
+from kvtier.tools.replay.report import make_report, print_report
 from kvtier.tools.replay.study import Cache
 from kvtier.tools.replay.traces import BLOCK_TOKENS, TraceRequest
-from kvtier.tools.replay.workload import AnyTrace
+from kvtier.tools.replay.workload import GENERATED, AnyTrace, open_trace
 
 PREFILL_TOKENS_PER_S = 20_000.0  # Of one server: an 8B model on one GPU of 2023.
 SLOTS = 4
 GPU_LOAD_BYTES_PER_S = 25e9  # Host to device over sixteen lanes of PCIe 4.
 GPU_CACHE_TOKENS = 262_144  # Of one server. 80 GB hold 420,000 of an 8B model next to its weights and running requests.
 LOGGERS_OF_LOSSES = ("kvtier.engine", "kvtier.runner")
+KV_BYTES_PER_TOKEN = 131_072  # Llama 3.1 8B in bf16: K and V of 32 layers, 8 heads of 128, 2 bytes each.
+DISK_QUEUE_CHUNKS = 1_024  # Four times the chunks of a long prompt; an SSD takes them in five seconds.
+SSDS_RATES = "28GB/s,16GB/s"  # Those of `SSDS`.
+DISK_NAME = "disk"  # The name of the modelled tier, for hints whose `no_store` names tiers.
+CascadeName = Literal["store", "evict", "second_use"]
+WITH_TIERING, WITHOUT_TIERING = "with_tiering", "without_tiering"
+
+
+def simulate(
+    trace: TraceArgument = GENERATED,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="The engine, in TOML or JSON; by default chunks of an 8B model in a primary of 5 % of the unique "
+            "blocks, or more for long requests, over a disk without a limit.",
+        ),
+    ] = None,
+    prefill_tokens_per_s: PrefillOption = PREFILL_TOKENS_PER_S,
+    slots: SlotsOption = SLOTS,
+    gpu_cache_tokens: GpuCacheOption = GPU_CACHE_TOKENS,
+    disk_rates: DiskSpeedOption = SSDS_RATES,
+    load_always: LoadAlwaysOption = False,
+    limit: LimitOption = None,
+    json_path: JsonOption = None,
+    seed: SeedOption = 0,
+) -> None:
+    """Replay a trace at its own times in virtual time, against models of the tiers, and report first tokens.
+
+    Ctrl-C ends the replay with a report of the finished requests.
+    """
+    check_outputs(json_path)
+    disk = disk_speed("--disk-speed", disk_rates)
+    opened = open_trace(trace, seed=seed, limit=limit)
+    extent = measured(opened)
+    servers = Servers(prefill_tokens_per_s, slots, gpu_cache_tokens)
+    if config is None:
+        chunk_bytes = opened.block_tokens * KV_BYTES_PER_TOKEN
+        engine = model_engine(chunk_bytes, primary_rows(extent, slots) * chunk_bytes, None, disk)
+    else:
+        engine = read_config(config)
+    replay = modelled(opened, engine, servers, disk, extent.requests, load_always=load_always, seed=seed)
+    interrupted = run_with_bar(replay.run, replay.tally, VirtualTimeLoop, extent.requests)
+    times = {WITH_TIERING: replay.times_to_first_token_s}
+    if not interrupted:
+        times[WITHOUT_TIERING] = without_tiering_s(opened, arrivals_s(opened), servers, opened.block_tokens)
+    report = make_report(
+        replay.tally,
+        command="kvtier simulate",
+        trace=os.path.basename(opened.path),
+        seed=seed,
+        extent=extent,
+        config=engine,
+        interrupted=interrupted,
+        ttft_s=times,
+    )
+    print_report(report, write_json(json_path, report))
+    if interrupted:
+        raise typer.Exit(statuses.INTERRUPTED)
+    if report.wrong_chunks:
+        raise typer.Exit(statuses.DATA_WRONG)
+
+
+class DiskSpeed(NamedTuple):
+    """The speed of a disk, or of several as one; latency and concurrency are those of four NVMe SSDs."""
+
+    load_bytes_per_s: int
+    store_bytes_per_s: int
+    latency_s: float = 100e-6
+    concurrency: int = 256
+
+
+SSDS = DiskSpeed(28_000_000_000, 16_000_000_000)  # Four of a data centre, one a server, behind four lanes of PCIe 4.
+
+
+def disk_speed(option: str, text: str) -> DiskSpeed:
+    try:
+        load, store = (
+            parse_size(rate.strip().removesuffix("/s")) * rate.strip().endswith("/s") for rate in text.split(",")
+        )
+    except ValueError:
+        load = store = 0
+    if not load or not store:
+        raise ConfigError(f"{option} {text!r}: expected bytes a second for reads and for writes, as in 7GB/s,4GB/s")
+    return DiskSpeed(load, store)
+
+
+def model_engine(
+    chunk_bytes: int, memory_bytes: int, disk_bytes: int | None, disk: DiskSpeed, cascade: CascadeName = "store"
+) -> EngineConfig:
+    """Return an engine with a primary over one disk with a capacity; None: without a limit, 0: no disk."""
+    in_flight = DISK_QUEUE_CHUNKS * chunk_bytes
+    limits = TierLimits(load_bytes_in_flight=in_flight, store_bytes_in_flight=in_flight)
+    options = _disk_options(disk) | {"capacity_bytes": disk_bytes}
+    tier = TierConfig(type="dummy", name=DISK_NAME, limits=limits, cascade=cascade, options=options)
+    return EngineConfig(
+        cpu_bytes_to_use=memory_bytes, chunk_bytes=chunk_bytes, secondary_tiers=() if disk_bytes == 0 else (tier,)
+    )
+
+
+def scale_model(config: EngineConfig, disk: DiskSpeed = SSDS) -> EngineConfig:
+    """Scale an engine down to rows of one page, with its runner on the caller's loop.
+
+    Real files take real time, so tiers of type `fs` become dummy ones: with their capacity and limits, and the
+    speed of `disk`. Tiers of other types run as they are. Raises `ConfigError` for options that their type does not have.
+    """
+    tiers = list[TierConfig]()
+    for index, tier in enumerate(config.secondary_tiers):
+        where = f"secondary_tiers[{index}]"
+        if tier.name == GPU_NAME:
+            raise ConfigError(f"{where}.name: {tier.name!r} given, another accepted: the LLM engine's cache has it")
+        options = None  # A tier that runs as it is.
+        if tier.type == "fs":
+            given, row_bytes = fs_options(tier, where), config.row_bytes
+            room = given.capacity_bytes and given.capacity_bytes // chunk_bytes_on_disk(given, row_bytes) * row_bytes
+            options = _disk_options(disk) | {"capacity_bytes": room}
+        elif tier.type == "dummy":
+            options = asdict(tier_options(tier, where))
+        tiers.append(_scaled(tier, options, config.row_bytes // PAGE_BYTES))
+    return replace(
+        config,
+        cpu_bytes_to_use=config.rows * PAGE_BYTES,
+        chunk_bytes=PAGE_BYTES,
+        runner="inline",
+        namespace=replace(config.namespace, row_bytes=None),
+        secondary_tiers=tuple(tiers),
+    )
+
+
+def _disk_options(disk: DiskSpeed) -> dict[str, Any]:
+    return {
+        "latency_s": disk.latency_s,
+        "bandwidth_bytes_per_s": disk.load_bytes_per_s,
+        "store_bandwidth_bytes_per_s": disk.store_bytes_per_s,
+        "concurrency": disk.concurrency,
+    }
+
+
+def _scaled(tier: TierConfig, options: dict[str, Any] | None, pages: int) -> TierConfig:
+    limits = replace(
+        tier.limits,
+        load_bytes_in_flight=max(PAGE_BYTES, tier.limits.load_bytes_in_flight // pages),
+        store_bytes_in_flight=max(PAGE_BYTES, tier.limits.store_bytes_in_flight // pages),
+    )
+    if options is None:
+        return replace(tier, limits=limits)
+    sizes = ("bandwidth_bytes_per_s", "store_bandwidth_bytes_per_s")
+    scaled = {size: max(1, options[size] // pages) for size in sizes if options.get(size) is not None}
+    if options["capacity_bytes"] is not None:
+        scaled["capacity_bytes"] = options["capacity_bytes"] // pages
+    return replace(tier, type="dummy", limits=limits, options=options | scaled)
 
 
 class Servers(NamedTuple):
-    """The servers that compute prompts, all alike."""
-
     tokens_per_s: float = PREFILL_TOKENS_PER_S  # Of one server.
     slots: int = SLOTS
     cache_tokens: int = GPU_CACHE_TOKENS  # Held by the LLM engine's own prefix cache on each server's GPU.
@@ -56,13 +228,6 @@ class Servers(NamedTuple):
         """Return an empty LRU prefix cache, shared by all servers; None if it holds no block."""
         blocks = self.slots * self.cache_tokens // block_tokens
         return Cache(LRU(blocks), blocks) if blocks else None
-
-    def figures(self) -> dict[str, dict[str, float]]:
-        """Return what is modelled of the servers, and with which figures."""
-        return {
-            "prefill": {"tokens_per_s": self.tokens_per_s, "slots": self.slots},
-            GPU_NAME: {"cache_tokens": self.cache_tokens, "load_bytes_per_s": GPU_LOAD_BYTES_PER_S},
-        }
 
 
 class VirtualReplay:
@@ -197,20 +362,19 @@ def modelled(
     *,
     load_always: bool = False,
     seed: int = 0,
-) -> tuple[ScaleModel, VirtualReplay]:
-    """Return an engine's scale model and its replay. A prefill speed in the configuration wins over the servers'."""
+) -> VirtualReplay:
+    """Return a replay through a scale model. A prefill speed in the configuration wins over the servers'."""
     speed = None if load_always else config.prefill_tokens_per_s or servers.tokens_per_s
     model = scale_model(replace(config, prefill_tokens_per_s=speed, chunk_tokens=requests.block_tokens), disk)
-    replay = VirtualReplay(
+    return VirtualReplay(
         requests,
-        model.config,
-        ChunkSource.of(requests, model.config.chunk_bytes, seed),
+        model,
+        ChunkSource.of(requests, model.chunk_bytes, seed),
         ReplayTally(requests_expected),
         chunk_bytes=config.chunk_bytes,
         block_tokens=requests.block_tokens,
         servers=servers,
     )
-    return model, replay
 
 
 def without_tiering_s(

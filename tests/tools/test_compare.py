@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.compare import COUNTED, Verdict, instructions, main, multiples, report, stored
+from tests.benchmarks.compare import COUNTED, Verdict, instructions, main, report, stored
 from tests.benchmarks.hot import CALIBRATION, CASES, TIMED_ONLY
 
 FAKE_VALGRIND = """#!/bin/sh
@@ -31,11 +31,6 @@ def test_every_case_can_be_repeated(name: str) -> None:
         work()
 
 
-def test_costs_are_multiples_of_the_calibrations_per_operation() -> None:
-    costs = {CALIBRATION: 2_048.0, "fs checksum, 64 KiB": 10.0, "look up, hit": 4_096.0}
-    assert multiples(costs) == {CALIBRATION: 1.0, "fs checksum, 64 KiB": 5.0, "look up, hit": 2.0}
-
-
 def test_a_case_that_costs_more_than_it_may_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     found = [Verdict("same", 1.04, 1.0), Verdict("slower", 1.06, 1.0), Verdict("new", 9.0, None)]
     assert not report(found, 0.05)
@@ -43,17 +38,6 @@ def test_a_case_that_costs_more_than_it_may_is_named(capsys: pytest.CaptureFixtu
     assert [line.endswith("SLOWER") for line in lines[:3]] == [False, True, False]
     assert lines[3] == "3 cases, 1 cost more than 5% above their baseline"
     assert report(found[:1], 0.05)
-
-
-def test_a_baseline_is_kept_by_kind_and_python(baseline: Path) -> None:
-    baseline.write_text(json.dumps({"times": {"2.7": {"group_index": 4.0}}}))
-    assert main(["--times", "--write", "--baseline", str(baseline), "group_index"]) == 0
-    told = json.loads(baseline.read_text())
-    (version,) = set(told["times"]) - {"2.7"}
-    assert told["times"]["2.7"] == {"group_index": 4.0}
-    assert set(told["times"][version]) == {"group_index"}
-    assert stored("times", version, baseline) == told["times"][version]
-    assert stored("instructions", version, baseline) is None
 
 
 def test_a_regression_is_an_exit_status(baseline: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,12 +65,7 @@ def test_a_count_is_the_median_of_the_marked_calls(tmp_path: Path) -> None:
     assert counts == {CALIBRATION: 400.0, "group_index": 1_000.0}  # Of parts 2, 4, 6 and 8, 10, 12.
 
 
-def test_an_unknown_case_is_refused() -> None:
-    with pytest.raises(SystemExit, match="no such case: nonsense"):
-        main(["nonsense"])
-
-
 def test_the_stored_baseline_has_every_case() -> None:
-    counted = stored("instructions", "3.11", Path(__file__).parents[2] / "benchmarks" / "baseline.json")
+    counted = stored("instructions", "3.11", Path(__file__).parents[1] / "benchmarks" / "baseline.json")
     assert counted is not None
     assert set(counted) == set(CASES) - TIMED_ONLY - {CALIBRATION}

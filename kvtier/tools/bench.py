@@ -1,0 +1,391 @@
+"""`kvtier bench`: tiers through a whole engine, each figure next to its limit, measured in turn in one run.
+
+The limit is plain threads on one file in the same directory (fs), the tier's bare client (`Limit`), or a memcpy.
+"""
+
+import errno
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from functools import partial
+from itertools import count
+from typing import Annotated, Any
+
+import typer
+from msgspec.structs import replace
+from rich.progress import TimeElapsedColumn, TimeRemainingColumn
+
+from kvtier.backend import OffloadKey, backend_class, make_offload_key
+from kvtier.config import EngineConfig, TierConfig, read_config, tier_options
+from kvtier.engine.answers import LookupResult
+from kvtier.engine.steps import StepManager
+from kvtier.errors import BackendUnavailable, ConfigError
+from kvtier.memory import PAGE_BYTES, Region
+from kvtier.settings import parse_size, shown_bytes
+from kvtier.tools.figures import (
+    ROUNDS,
+    Figures,
+    Measure,
+    Pair,
+    Row,
+    Setting,
+    Side,
+    interleaved,
+    print_figures,
+    rate_of,
+    row_of,
+    steps_of,
+    this_machine,
+)
+from kvtier.tools.options import JsonOption, listed
+from kvtier.tools.outputs import bar, check_directory, check_outputs, temporary_directory, write_json
+
+CHUNK_SIZES = "2MiB"
+LAYOUTS = ("segments", "files")
+ROUNDS_MAX = 10_000  # All figures are kept, and a round takes at least a tenth of a second.
+CHUNK_BYTES_MAX = 1 << 30  # A hundred times the largest in use; several are in memory at once.
+MOVED_BYTES_MAX = 16 << 30  # Bytes of one measurement; they are in memory at once.
+PRIMARY_SHARES = 4  # The primary has at most this multiple of the moved bytes; more only takes time to prepare.
+PART_BYTES = 8 << 20  # Of one call, or of one thread's turn: any disk reaches its best rate.
+KEYS_A_REQUEST = 64
+DELETED_AT_ONCE = 256  # Four calls: a slow tier cannot answer thousands within its deadline.
+CHUNKS_MIN = 16  # Fewer are no load to measure.
+STEP_S = 0.002  # Waited between two steps, unless a transfer ends first.
+DRAIN_S = 60.0
+SIDES = 4  # Measurements of one tier in a round.
+
+
+def bench(
+    place: Annotated[
+        str, typer.Argument(metavar="PLACE", help="A directory to measure as fs tiers, or a configuration.")
+    ],
+    size: Annotated[str, typer.Option(help="Bytes that one measurement moves.")] = "64MiB",
+    chunk_sizes: Annotated[
+        str | None, typer.Option(help=f"Chunk sizes, comma-separated, for a directory: {CHUNK_SIZES} by default.")
+    ] = None,
+    rounds: Annotated[
+        int, typer.Option(min=1, max=ROUNDS_MAX, help="Rounds, after a first one that does not count.")
+    ] = ROUNDS,
+    json_path: JsonOption = None,
+) -> None:
+    """Measure stores and loads of each tier through a whole engine, next to their limits.
+
+    A directory is measured as an fs tier of each layout. The chunks of an fs tier lie in a temporary directory in its
+    root. Other tiers get new random keys. All of them are removed at the end.
+    """
+    size_bytes = _sizes("--size", size, most=MOVED_BYTES_MAX)[0]
+    with ExitStack() as stack:
+        if place.endswith((".toml", ".json")) and not os.path.isdir(place):
+            if chunk_sizes is not None:
+                raise ConfigError(f"--chunk-sizes: accepted with a directory only; {place} has chunk_bytes")
+            config = read_config(place)
+            check_outputs(json_path)
+            engines = _configured(config, place, stack)
+        else:
+            chunks = _sizes("--chunk-sizes", CHUNK_SIZES if chunk_sizes is None else chunk_sizes, most=CHUNK_BYTES_MAX)
+            if any(each % PAGE_BYTES for each in chunks):
+                raise ConfigError(f"--chunk-sizes {chunk_sizes!r}: expected multiples of {PAGE_BYTES:,} bytes")
+            check_directory("PLACE", place)
+            check_outputs(json_path)
+            directory = _scratch_in(place, stack)
+            engines = [_of_layout(directory, layout, size_bytes, each) for each in chunks for layout in LAYOUTS]
+        run_bench(
+            "kvtier bench",
+            lambda step: (row for engine in engines for row in measure_tier(engine, size_bytes, rounds, step)),
+            len(engines) * steps_of(SIDES, rounds),
+            json_path=json_path,
+        )
+
+
+def run_bench(
+    command: str, work: Callable[[Callable[[], None]], Iterator[Row]], steps: int, *, json_path: str | None
+) -> None:
+    """Measure, print and write the figures. `work` calls its argument after each measurement."""
+    before, begun = os.getloadavg(), time.perf_counter()
+    with bar(TimeElapsedColumn(), TimeRemainingColumn()) as progress:
+        task = progress.add_task(command, total=steps)
+        rows = list(work(lambda: progress.advance(task)))
+    seconds = time.perf_counter() - begun
+    figures = Figures(command=command, machine=this_machine(before), seconds=seconds, rows=rows)
+    print_figures(figures, write_json(json_path, figures))
+
+
+def _sizes(option: str, text: str, *, most: int) -> list[int]:
+    """Parse comma-separated sizes; `ConfigError` names the option."""
+    found = listed(
+        option,
+        text,
+        lambda part: int(part) if part.isdecimal() else parse_size(part),
+        "sizes with commas between them, as 128KiB,2MiB",
+    )
+    if not 0 < min(found) <= max(found) <= most:
+        raise ConfigError(f"{option} {text!r}: expected sizes of at least 1 and at most {most:,} bytes")
+    return found
+
+
+def _configured(config: EngineConfig, path: str, stack: ExitStack) -> list[EngineConfig]:
+    if not config.secondary_tiers:
+        raise ConfigError(f"{path}: secondary_tiers: none given, at least one accepted: there is nothing to measure")
+    engines: list[EngineConfig] = []
+    for tier in config.secondary_tiers:
+        alone = tier
+        if tier.type == "fs":
+            root = tier.options.get("root")
+            directory = _scratch_in(root if isinstance(root, str) else tempfile.gettempdir(), stack)
+            alone = replace(tier, options={**tier.options, "root": directory})
+        engines.append(replace(config, secondary_tiers=(alone,)))
+    return engines
+
+
+def _of_layout(directory: str, layout: str, size_bytes: int, chunk_bytes: int) -> EngineConfig:
+    root = os.path.join(directory, f"{layout}-{chunk_bytes}")
+    tier = TierConfig(type="fs", options={"root": root, "layout": layout})
+    room = _primary_bytes(size_bytes, chunk_bytes)
+    return EngineConfig(cpu_bytes_to_use=room, chunk_bytes=chunk_bytes, secondary_tiers=(tier,))
+
+
+def _primary_bytes(size_bytes: int, row_bytes: int) -> int:
+    return max(PRIMARY_SHARES * size_bytes, 64 * row_bytes)
+
+
+def _scratch_in(directory: str, stack: ExitStack) -> str:
+    """Return a temporary directory in this one. Raises `ConfigError`."""
+    try:
+        os.stat(directory)  # mkdtemp takes an empty name for the default directory.
+        return stack.enter_context(temporary_directory(".kvtier-bench-", directory))
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name, as configurations may have.
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{directory!r}: {why}; a directory that can be written to accepted") from error
+
+
+def measure_tier(config: EngineConfig, size_bytes: int, rounds: int, step: Callable[[], None]) -> Iterator[Row]:
+    """Yield the rows of an engine's one tier; `step` is called after each measurement."""
+    room = min(config.cpu_bytes_to_use, _primary_bytes(size_bytes, config.row_bytes))
+    config = replace(config, cpu_bytes_to_use=room, runner="process")
+    (tier,) = config.secondary_tiers
+    options: Any = tier_options(tier, "secondary_tiers[]")
+    with ExitStack() as stack:
+        drive = Drive(config, size_bytes)
+        stack.callback(drive.close)
+        read, write, limit_is, settings = _limits(tier, options, drive, stack)
+        moved = partial(rate_of, moved_bytes=drive.moved_bytes)
+        sides = [
+            Side("store", moved(drive.store_new), tidy=drive.remove_new),
+            Side("load", moved(drive.load), prepare=drive.forget),
+            Side("read limit", read),
+            Side("write limit", write),
+        ]
+        measured = interleaved(sides, rounds, step=step)
+    named: dict[str, Setting] = {"tier": tier.name, **settings}
+    for operation, limit in (("store", "write limit"), ("load", "read limit")):
+        yield row_of(Pair(operation, config.row_bytes, named, "MB/s", operation, limit, limit_is), measured)
+
+
+def _limits(
+    tier: TierConfig, options: Any, drive: "Drive", stack: ExitStack
+) -> tuple[Measure, Measure, str, dict[str, Setting]]:
+    """Return the fastest reads and writes in MB/s, their description, and settings that decide the figures."""
+    region = stack.enter_context(Region.private(2 * drive.chunks, drive.row_bytes))
+    rows = [region.row(index) for index in range(2 * drive.chunks)]
+    for row in rows:
+        stack.callback(row.release)
+    used, rate = rows[: drive.chunks], partial(rate_of, moved_bytes=drive.moved_bytes)
+    if tier.type == "fs":
+        raw = RawFile(os.path.join(options.root, ".kvtier-raw"), used, direct=options.io != "buffered")
+        stack.callback(raw.close)
+        settings = {"layout": options.layout, "io": "direct" if raw.direct else "buffered", "fsync": options.fsync}
+        return (
+            rate(lambda: raw.read(options.load_lanes)),
+            rate(lambda: raw.write(options.store_lanes, sync=options.fsync)),
+            "preadv and pwritev of one file",
+            settings | {"load_lanes": options.load_lanes, "store_lanes": options.store_lanes},
+        )
+    limit = backend_class(tier.type).limit(options, used)
+    if limit is not None:
+        stack.callback(limit.close)
+        return rate(limit.read), rate(limit.write), limit.limit_is, {}
+
+    def copy() -> None:
+        for target, source in zip(used, rows[drive.chunks :], strict=True):
+            target[:] = source
+
+    return rate(copy), rate(copy), "memcpy", {}
+
+
+class RawFile:
+    """The limit of a disk: plain threads that call preadv and pwritev on one file that was written before.
+
+    No names, no metadata, no new blocks, no checksums: no tier moves a chunk with less work.
+    """
+
+    def __init__(self, path: str, buffers: Sequence[memoryview], *, direct: bool) -> None:
+        """Write a chunk for each buffer. O_DIRECT only if the file system takes it. On `OSError` no file is left."""
+        self.direct = direct
+        self._path, self._buffers, self._chunk_bytes = path, buffers, len(buffers[0])
+        try:
+            self._fd = self._filled()
+        except OSError as error:
+            if not direct or error.errno != errno.EINVAL:
+                raise
+            self.direct = False
+            self._fd = self._filled()
+
+    def read(self, threads: int) -> None:
+        self._each(threads, os.preadv)
+
+    def write(self, threads: int, *, sync: bool) -> None:
+        self._each(threads, os.pwritev)
+        if sync:
+            os.fdatasync(self._fd)
+
+    def close(self) -> None:
+        os.close(self._fd)
+        os.unlink(self._path)
+
+    def _filled(self) -> int:
+        fd = -1
+        try:
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | (os.O_DIRECT if self.direct else 0), 0o600)
+            size_bytes = len(self._buffers) * self._chunk_bytes
+            part = memoryview(mmap.mmap(-1, PART_BYTES))
+            part[:] = os.urandom(PAGE_BYTES) * (PART_BYTES // PAGE_BYTES)
+            for start in range(0, size_bytes, PART_BYTES):
+                os.pwritev(fd, [part[: min(PART_BYTES, size_bytes - start)]], start)
+            os.fsync(fd)
+        except BaseException:
+            if fd >= 0:
+                os.close(fd)
+            with suppress(FileNotFoundError):  # Linux creates the file before it refuses O_DIRECT.
+                os.unlink(self._path)
+            raise
+        return fd
+
+    def _each(self, threads: int, call: Callable[[int, list[memoryview], int], int]) -> None:
+        """Call for each chunk. An interrupted call returns only when no thread uses the file any more."""
+
+        def move(start: int) -> None:
+            for index in range(start, min(start + size, len(self._buffers))):
+                moved = call(self._fd, [self._buffers[index]], index * self._chunk_bytes)
+                if moved != self._chunk_bytes:
+                    raise OSError(None, f"{moved:,} bytes moved of {self._chunk_bytes:,}")
+
+        size = max(1, min(-(-len(self._buffers) // threads), PART_BYTES // self._chunk_bytes))
+        with ThreadPoolExecutor(threads) as pool:
+            for _ in pool.map(move, range(0, len(self._buffers), size)):
+                pass
+
+
+class Drive:
+    """One engine with one tier, and the chunks that stay in the tier to be loaded."""
+
+    def __init__(self, config: EngineConfig, size_bytes: int) -> None:
+        """Start the engine and store the chunks to be loaded. Raises `ConfigError` if it is too small."""
+        (tier,) = config.secondary_tiers
+        limits = config.limits
+        self.chunks = min(
+            max(CHUNKS_MIN, size_bytes // config.row_bytes),
+            int(config.rows * min(limits.lease_share, limits.cascade_share)) // 2,
+            tier.limits.store_chunks_in_flight,
+            tier.limits.store_bytes_in_flight // config.row_bytes,
+        )
+        if self.chunks < CHUNKS_MIN:
+            raise ConfigError(
+                f"cpu_bytes_to_use: {shown_bytes(config.cpu_bytes_to_use)} given, at least "
+                f"{shown_bytes(4 * CHUNKS_MIN * config.row_bytes)} accepted: fewer rows are no load to measure"
+            )
+        self.row_bytes, self.moved_bytes = config.row_bytes, self.chunks * config.row_bytes
+        self.manager = StepManager.start(config)
+        self._requests = count()
+        self._extra: list[OffloadKey] = []  # Stored by measurements, to be removed.
+        self.kept = _new_keys(self.chunks)
+        try:
+            self.store(self.kept)
+        except BaseException:
+            self.close()
+            raise
+
+    def store(self, keys: Sequence[OffloadKey]) -> None:
+        """Store chunks and wait until they are in the tier. `ConfigError` if some are not."""
+        (before,) = self.manager.stats().tiers
+        request = self._begin()
+        plan = self.manager.prepare_store(keys, request)
+        assert plan is not None, f"no room for {len(keys)} chunks"
+        for number, row in enumerate(plan.rows):
+            self.manager.region.row(row)[:8] = number.to_bytes(8, "big")
+        self.manager.complete_store(plan.keys, request)
+        self.manager.on_request_finished(request)
+        drained = self.manager.drain(DRAIN_S)
+        (tier,) = self.manager.stats().tiers
+        if not drained or tier.stored - before.stored != len(keys):
+            reasons = {**tier.failed, **tier.dropped}
+            raise ConfigError(f"tier {tier.name}: took {tier.stored - before.stored} of {len(keys)}: {reasons}")
+
+    def store_new(self) -> None:
+        self._extra = _new_keys(self.chunks)
+        self.store(self._extra)
+
+    def remove_new(self) -> None:
+        self._delete(self._extra)
+        self._extra = []
+
+    def forget(self) -> None:
+        """Empty the primary, so that loads come from the tier."""
+        if not self.manager.reset():
+            raise self._gone()
+        self.manager.on_reset_flushed()
+
+    def load(self) -> None:
+        manager = self.manager
+        parts = [self.kept[start : start + KEYS_A_REQUEST] for start in range(0, self.chunks, KEYS_A_REQUEST)]
+        asked = [(keys, self._begin()) for keys in parts]
+        while True:  # Twice; once more if the tier's answer has expired.
+            results = {manager.lookup(key, request) for keys, request in asked for key in keys}
+            if LookupResult.MISS in results:
+                raise self._gone()
+            if results == {LookupResult.HIT}:
+                break
+            manager.end_step()
+            while manager.has_pending_work():
+                manager.drain(STEP_S)
+                manager.end_step()
+        for _, request in asked:
+            manager.on_request_finished(request)
+        manager.end_step()
+
+    def close(self) -> None:
+        try:
+            self._delete([*self.kept, *self._extra])
+        finally:
+            self.manager.close()
+
+    def _gone(self) -> BackendUnavailable:
+        (tier,) = self.manager.stats().tiers
+        lost = self.manager.stats().runners_lost
+        why = f"{lost} runners were lost" if lost else f"failures: {tier.failed}"
+        return BackendUnavailable(f"tier {tier.name}: chunks that it had did not come back ({why})")
+
+    def _begin(self) -> str:
+        request = str(next(self._requests))
+        self.manager.on_new_request(request)
+        return request
+
+    def _delete(self, keys: Sequence[OffloadKey]) -> None:
+        for start in range(0, len(keys), DELETED_AT_ONCE):
+            left: Sequence[OffloadKey] = keys[start : start + DELETED_AT_ONCE]
+            while left := self.manager.delete(left):
+                self.manager.drain(STEP_S)
+            if not self.manager.drain(DRAIN_S):
+                (tier,) = self.manager.config.secondary_tiers
+                raise BackendUnavailable(
+                    f"tier {tier.name}: deletions did not end within {DRAIN_S:g} s; up to {len(keys) - start:,} chunks "
+                    "of this run are left in it"
+                )
+
+
+def _new_keys(number: int) -> list[OffloadKey]:
+    """Return random keys, which no other engine uses."""
+    return [make_offload_key(os.urandom(32)) for _ in range(number)]

@@ -1,0 +1,336 @@
+"""`kvtier size`: sizes of memory and disk compared over a trace, in hits, seconds and bytes written.
+
+Each combination of sizes is simulated, several at once in their own processes.
+"""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, TimeElapsedColumn
+
+from kvtier.errors import ConfigError
+from kvtier.settings import SIZE_BYTES_MAX, foreign, parse_size, shown_bytes
+from kvtier.testing.virtual_time import run
+from kvtier.tools.options import (
+    DiskSpeedOption,
+    GpuCacheOption,
+    JsonOption,
+    LimitOption,
+    LoadAlwaysOption,
+    PrefillOption,
+    SlotsOption,
+    TraceArgument,
+    listed,
+)
+from kvtier.tools.outputs import bar, check_outputs, counted, plain_table, write_json
+from kvtier.tools.replay.replay_command import measured
+from kvtier.tools.replay.report import Quantiles, make_report, quantiles
+from kvtier.tools.replay.simulate import (
+    DISK_NAME,
+    GPU_CACHE_TOKENS,
+    PREFILL_TOKENS_PER_S,
+    SLOTS,
+    SSDS_RATES,
+    CascadeName,
+    DiskSpeed,
+    Servers,
+    arrivals_s,
+    disk_speed,
+    model_engine,
+    modelled,
+    without_tiering_s,
+)
+from kvtier.tools.replay.study import Extent, too_long
+from kvtier.tools.replay.workload import open_trace
+
+SIZES = "sizes with units and commas between them, as in 64GiB,1TiB, at most 1024PiB"
+SIZES_OR_NONE = f"{SIZES}; 0 for none"
+DAY_S = 86_400.0
+ROWS_SPARE = 1_024  # For transfers in flight.
+KV_BYTES_MAX = 1 << 30  # For a token. A thousand times the bytes of the largest models.
+VALUE_BYTES = 2  # As models are served, whatever the type of their weights.
+PLAIN = ("granite", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+
+
+class SizeQuestion(msgspec.Struct, frozen=True):
+    """All that the combinations of sizes have in common; it travels to other processes."""
+
+    trace: str
+    limit: int | None
+    chunk_bytes: int
+    extent: Extent
+    servers: Servers
+    disk: DiskSpeed
+    cascade: CascadeName
+    load_always: bool
+
+
+class SizeCell(msgspec.Struct, frozen=True):
+    """One combination of sizes. Bytes are those of chunks; ratios are shares of the block references."""
+
+    memory_bytes: int
+    disk_bytes: int
+    hit_ratio: float
+    hits: dict[str, float]  # By the tier that held them: `gpu`, `cpu`, `disk`.
+    ttft_s: Quantiles
+    gpu_seconds_saved: float  # For computing the tiers' hits, over the whole trace.
+    written_bytes_per_day: float
+    dropped_chunks: int  # Never sent: the disk was too slow.
+    failed_chunks: int  # Sent, and not stored or loaded in time.
+
+
+class SizeReport(msgspec.Struct, frozen=True):
+    """The JSON of `kvtier size`."""
+
+    trace: str
+    kv_bytes_per_token: int
+    chunk_bytes: int
+    trace_bytes: int  # Of all unique blocks.
+    best_hit_ratio: float
+    without_tiering_ttft_s: Quantiles
+    load_always: bool  # Every chunk that a tier had was loaded, even if computing was faster.
+    sizes: list[SizeCell]
+    warnings: list[str]  # Requests that are longer than the smallest primary.
+
+
+def size(
+    trace: TraceArgument,
+    kv_bytes: Annotated[
+        int | None,
+        typer.Option("--kv-bytes-per-token", min=1, max=KV_BYTES_MAX, help="Bytes of KV cache for each token."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="The model's config.json, which gives these bytes, or its folder."),
+    ] = None,
+    memory: Annotated[str, typer.Option(help="Sizes of the primary, in host memory.")] = "64GiB,256GiB",
+    disk: Annotated[str, typer.Option(help="Capacities of a disk tier under it; 0 for none.")] = "1TiB,4TiB",
+    cascade: Annotated[CascadeName, typer.Option(help="When chunks are written to the disk.")] = "store",
+    prefill_tokens_per_s: PrefillOption = PREFILL_TOKENS_PER_S,
+    slots: SlotsOption = SLOTS,
+    gpu_cache_tokens: GpuCacheOption = GPU_CACHE_TOKENS,
+    disk_rates: DiskSpeedOption = SSDS_RATES,
+    load_always: LoadAlwaysOption = False,
+    limit: LimitOption = None,
+    json_path: JsonOption = None,
+) -> None:
+    """Compare sizes of memory and disk over a trace: hits, times to first token, GPU time, writes.
+
+    Each combination of sizes is simulated, as `kvtier simulate` does.
+    """
+    check_outputs(json_path)
+    memories = listed("--memory", memory, _size, SIZES)
+    disks = listed("--disk", disk, _size_or_none, SIZES_OR_NONE)
+    per_token = _kv_bytes(kv_bytes, model)
+    speed = disk_speed("--disk-speed", disk_rates)
+    opened = open_trace(trace, limit=limit)
+    chunk_bytes = opened.block_tokens * per_token
+    extent = measured(opened)
+    combinations = [(primary, capacity) for primary in memories for capacity in disks]
+    for primary, capacity in combinations:
+        _check_room(chunk_bytes, primary, capacity)
+    servers = Servers(prefill_tokens_per_s, slots, gpu_cache_tokens)
+    without = quantiles(without_tiering_s(opened, arrivals_s(opened), servers, opened.block_tokens))
+    question = SizeQuestion(trace, limit, chunk_bytes, extent, servers, speed, cascade, load_always)
+    with bar(MofNCompleteColumn(), TimeElapsedColumn()) as progress:
+        task = progress.add_task("simulating", total=len(combinations))
+        cells = size_cells(question, combinations, lambda: progress.advance(task))
+    least = min(memories)
+    report = SizeReport(
+        trace=os.path.basename(opened.path),
+        kv_bytes_per_token=per_token,
+        chunk_bytes=chunk_bytes,
+        trace_bytes=extent.unique_blocks * chunk_bytes,
+        best_hit_ratio=extent.hit_ratio(extent.best_hits),
+        without_tiering_ttft_s=without,
+        load_always=load_always,
+        sizes=cells,
+        warnings=too_long(extent, least // chunk_bytes, f"--memory {shown_bytes(least)}: a primary"),
+    )
+    _show(report, write_json(json_path, report))
+
+
+def _size(text: str) -> int:
+    size_bytes = parse_size(text)
+    if size_bytes > SIZE_BYTES_MAX:
+        raise ValueError(text)
+    return size_bytes
+
+
+def _size_or_none(text: str) -> int:
+    return 0 if text == "0" else _size(text)
+
+
+def _kv_bytes(given: int | None, model: str | None) -> int:
+    if given is None and model is not None:
+        return kv_bytes_per_token(model)
+    if given is None or model is not None:
+        raise ConfigError("--kv-bytes-per-token or --model: one of both accepted, and one is needed")
+    return given
+
+
+def _check_room(chunk_bytes: int, memory_bytes: int, disk_bytes: int) -> None:
+    for option, given in (("--memory", memory_bytes), ("--disk", disk_bytes)):
+        if 0 < given < chunk_bytes:
+            raise ConfigError(
+                f"{option} {shown_bytes(given)}: a chunk of this trace has {shown_bytes(chunk_bytes)}; "
+                "room for at least one accepted"
+            )
+
+
+def _show(report: SizeReport, console: Console) -> None:
+    headings = ("memory", "disk", "hit\nratio", "p50\ns", "p99\ns", "GPU s\nsaved", "written\na day")
+    console.out(f"Sizes of a cache, {report.trace}", highlight=False)
+    table = plain_table(*(f">{heading}" for heading in headings))
+    without = report.without_tiering_ttft_s
+    table.add_row("none", "none", "", f"{without.p50:.2f}", f"{without.p99:.2f}")
+    for cell in report.sizes:
+        table.add_row(
+            shown_bytes(cell.memory_bytes),
+            shown_bytes(cell.disk_bytes) if cell.disk_bytes else "none",
+            f"{cell.hit_ratio:.4f}",
+            f"{cell.ttft_s.p50:.2f}",
+            f"{cell.ttft_s.p99:.2f}",
+            _short(cell.gpu_seconds_saved),
+            shown_bytes(round(cell.written_bytes_per_day)) if cell.disk_bytes else "",
+        )
+    console.print(table)
+    console.print()
+    console.print(
+        f"All blocks of the trace take {shown_bytes(report.trace_bytes)}. The best possible hit ratio is "
+        f"{report.best_hit_ratio:.4f}. p50 and p99 are times to the first token.",
+        highlight=False,
+    )
+    if lost := max(cell.dropped_chunks + cell.failed_chunks for cell in report.sizes):
+        console.print(
+            f"[yellow]The disk was too slow: in the worst row, {counted(lost, 'chunk')} not written or read in time. "
+            "Write less (--cascade second_use), or ask for a faster disk (--disk-speed).[/]",
+            highlight=False,
+        )
+    for warning in report.warnings:
+        console.print(f"[yellow]{warning}[/]", highlight=False)
+
+
+def _short(number: float) -> str:
+    """Format a number with two significant digits: a small one is never shown as 0."""
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
+
+
+def size_cell(question: SizeQuestion, memory_bytes: int, disk_bytes: int) -> SizeCell:
+    extent, chunk_bytes = question.extent, question.chunk_bytes
+    requests = open_trace(question.trace, limit=question.limit, checked=True)
+    used_bytes = (2 * extent.unique_blocks + ROWS_SPARE) * chunk_bytes
+    memory = min(memory_bytes, used_bytes)  # More rows than the trace could ever use only cost time.
+    config = model_engine(chunk_bytes, memory, disk_bytes, question.disk, question.cascade)
+    replay = modelled(
+        requests, config, question.servers, question.disk, extent.requests, load_always=question.load_always
+    )
+    tally = run(replay.run())
+    report = make_report(tally, command="", trace="", seed=0, extent=extent, config=config)
+    disk = report.tiers.get(DISK_NAME)
+    return SizeCell(
+        memory_bytes=memory_bytes,
+        disk_bytes=disk_bytes,
+        hit_ratio=report.hit_ratio,
+        hits={name: extent.hit_ratio(tier.hits) for name, tier in report.tiers.items()},
+        ttft_s=quantiles(replay.times_to_first_token_s),
+        gpu_seconds_saved=tally.tokens_found / question.servers.tokens_per_s,
+        written_bytes_per_day=0.0 if disk is None else disk.bytes_stored / report.seconds * DAY_S,
+        dropped_chunks=0 if disk is None else sum(disk.dropped.values()),
+        failed_chunks=0 if disk is None else sum(disk.failed.values()),
+    )
+
+
+def size_cells(
+    question: SizeQuestion, combinations: Sequence[tuple[int, int]], progress: Callable[[], None]
+) -> list[SizeCell]:
+    """Simulate each combination, several at once on several processors; call `progress` after each."""
+    workers = min(len(combinations), len(os.sched_getaffinity(0)))
+    cells: list[SizeCell] = []
+    if workers == 1:
+        for sizes in combinations:
+            cells.append(size_cell(question, *sizes))
+            progress()
+        return cells
+    with _processes(workers) as pool:
+        futures = [pool.submit(size_cell, question, *sizes) for sizes in combinations]
+        for done in as_completed(futures):
+            done.result()
+            progress()
+        return [each.result() for each in futures]
+
+
+@contextmanager
+def _processes(count: int) -> Generator[ProcessPoolExecutor]:
+    """Yield a pool whose processes end with the block; if it raises, they are terminated."""
+    before = set(multiprocessing.active_children())
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(count, mp_context=context, initializer=_begin_worker) as pool:
+        try:
+            yield pool
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in set(multiprocessing.active_children()) - before:
+                process.terminate()
+            raise
+
+
+def _begin_worker() -> None:
+    """Leave Ctrl-C to the parent process, and end when it ends, however it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+class ModelConfig(msgspec.Struct):
+    model_type: str
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    hidden_size: int = 0
+    head_dim: int | None = None
+    quantization_config: dict[str, Any] | None = None
+
+
+def kv_bytes_per_token(model: str) -> int:
+    """Return the bytes for a model's `config.json`, or for the folder that has it.
+
+    Raises `ConfigError` for a file that cannot be read, and for a model that is not plain.
+    """
+    path = os.path.join(model, "config.json") if os.path.isdir(model) else model
+    try:
+        with open(path, "rb") as file:
+            config = foreign(msgspec.json.Decoder(ModelConfig).decode, file.read())
+    except OSError as error:
+        raise ConfigError(
+            f"--model {path}: cannot be read: {error.strerror}; a model's config.json accepted"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(
+            f"--model {path}: {error}; a config.json of a plain model, or --kv-bytes-per-token, accepted"
+        ) from error
+    quantized = [name for name, value in (config.quantization_config or {}).items() if "kv_cache" in name and value]
+    if config.model_type not in PLAIN or quantized:
+        given = f"model_type {config.model_type!r}" if not quantized else f"quantization_config.{quantized[0]}"
+        raise ConfigError(f"--model {path}: {given}; {', '.join(PLAIN)}, or --kv-bytes-per-token, accepted")
+    heads, layers = config.num_key_value_heads, config.num_hidden_layers
+    head_dim = config.head_dim or config.hidden_size // max(1, config.num_attention_heads)
+    found = 2 * layers * heads * head_dim * VALUE_BYTES
+    if not 0 < found <= KV_BYTES_MAX or min(layers, heads, head_dim) < 1:
+        raise ConfigError(f"--model {path}: {found} bytes a token, at least 1 and at most {KV_BYTES_MAX} accepted")
+    return found

@@ -1,1 +1,0 @@
-"""The self-test: does every byte come back from this machine's device, in order, and how fast."""
