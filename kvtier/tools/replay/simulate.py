@@ -166,7 +166,7 @@ def scale_model(config: EngineConfig, disk: DiskSpeed = SSDS) -> EngineConfig:
     """Scale an engine down to rows of one page, with its runner on the caller's loop.
 
     Real files take real time, so tiers of type `fs` become dummy ones: with their capacity and limits, and the
-    speed of `disk`. Tiers of other types run as they are. Raises `ConfigError` for options that their type does not have.
+    speed of `disk`. Tiers of other types run as they are. Raises `ConfigError` for options that a type does not have.
     """
     tiers = list[TierConfig]()
     for index, tier in enumerate(config.secondary_tiers):
