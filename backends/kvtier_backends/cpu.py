@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Protocol, Self, SupportsInt, cast
 
 from kvtier.errors import Remedy
-from kvtier.memory import Region, RowLayout
+from kvtier.memory import Region
 
 try:
     import torch
@@ -62,11 +62,6 @@ class CpuMemory:
     def row(self, index: int) -> torch.Tensor:
         """Return one row, of shape (row_bytes,)."""
         return self.rows[index]
-
-    def slots(self, layout: RowLayout, worker: int) -> torch.Tensor:
-        """Return a worker's slot of every row, of shape (rows, slot_bytes) and strides (row_bytes, 1)."""
-        assert layout.row_bytes == self.rows.shape[1], layout
-        return self.rows[:, layout.slot(worker)]
 
     def close(self) -> None:
         """Unpin and release the memory. No copy may be in flight. May be called again."""

@@ -2,7 +2,6 @@
 
 from kvtier.memory.region import LentRow as LentRow
 from kvtier.memory.region import Region as Region
-from kvtier.memory.region import RowLayout as RowLayout
 from kvtier.memory.rendezvous import Apart as Apart
 from kvtier.memory.rendezvous import mappings as mappings
 from kvtier.memory.rendezvous import ranges as ranges

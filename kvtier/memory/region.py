@@ -22,8 +22,6 @@ from functools import lru_cache
 from types import TracebackType
 from typing import Self
 
-import msgspec
-
 from kvtier.errors import ConfigError
 from kvtier.memory.rendezvous import PARTICIPANTS_MAX, Meeting, SharedFile
 from kvtier.memory.this_process import PAGE_BYTES, fill_standard_streams, reason, require_free
@@ -40,30 +38,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 logger = logging.getLogger(__name__)
-
-
-class RowLayout(msgspec.Struct, frozen=True):
-    """The layout of a row: `| worker 0 | worker 1 | ... | padding to the page |`."""
-
-    slot_bytes: int  # One worker's part of a chunk.
-    workers: int
-
-    def __post_init__(self) -> None:
-        if self.slot_bytes < 1 or self.workers < 1:
-            raise ConfigError(
-                f"a row of {self.workers} workers with {self.slot_bytes} bytes each: both must be positive"
-            )
-
-    @property
-    def row_bytes(self) -> int:
-        """The length of the workers' slots, rounded up to whole pages."""
-        return -(-self.slot_bytes * self.workers // PAGE_BYTES) * PAGE_BYTES
-
-    def slot(self, worker: int) -> slice:
-        """Return the position of a worker's bytes in each row."""
-        if not 0 <= worker < self.workers:
-            raise IndexError(f"worker {worker} of {self.workers}")
-        return slice(worker * self.slot_bytes, (worker + 1) * self.slot_bytes)
 
 
 class Region:
@@ -302,12 +276,13 @@ def prefault(mapping: mmap.mmap, fd: int | None, first: int = 0) -> None:
     size_bytes = len(mapping)
     starts = range(0, size_bytes, PREFAULT_SLICE_BYTES)
     turn = first // PREFAULT_SLICE_BYTES
-    fill = _populate if _populates(mapping) else _touch
     size, begun = f"{size_bytes / (1 << 20):,.0f} MiB", time.monotonic()
     logger.info("taking %s of host memory; the start waits for it", size)  # 3 to 4 s a GiB, at worst.
 
     def fill_slice(start: int) -> None:
-        fill(mapping, fd, start, min(PREFAULT_SLICE_BYTES, size_bytes - start))
+        length = min(PREFAULT_SLICE_BYTES, size_bytes - start)
+        if not _populate(mapping, start, length):
+            _touch(mapping, fd, start, length)
 
     with ThreadPoolExecutor(min(PREFAULT_THREADS_MAX, len(os.sched_getaffinity(0)))) as threads:
         for _ in threads.map(fill_slice, (*starts[turn:], *starts[:turn])):
@@ -315,22 +290,16 @@ def prefault(mapping: mmap.mmap, fd: int | None, first: int = 0) -> None:
     logger.info("took %s of host memory in %.1f s", size, time.monotonic() - begun)
 
 
-def _populates(mapping: mmap.mmap) -> bool:
-    try:
-        _populate(mapping, None, 0, PAGE_BYTES)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return False
-    return True
-
-
-def _populate(mapping: mmap.mmap, _fd: int | None, start: int, length: int) -> None:
+def _populate(mapping: mmap.mmap, start: int, length: int) -> bool:
+    """Allocate pages as this kernel does best; False if it is too old for that."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapping, start))
-    if _libc.madvise(address, length, _MADV_POPULATE_WRITE):
-        code = ctypes.get_errno()
-        code = errno.ENOSPC if code == errno.EFAULT else code  # Instead of SIGBUS: the file system is full.
-        raise OSError(code, os.strerror(code))
+    if not _libc.madvise(address, length, _MADV_POPULATE_WRITE):
+        return True
+    code = ctypes.get_errno()
+    if code == errno.EINVAL:
+        return False
+    code = errno.ENOSPC if code == errno.EFAULT else code  # Instead of SIGBUS: the file system is full.
+    raise OSError(code, os.strerror(code))
 
 
 def _touch(mapping: mmap.mmap, fd: int | None, start: int, length: int) -> None:

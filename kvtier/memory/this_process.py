@@ -83,17 +83,17 @@ def start_thread(thread: threading.Thread) -> None:
 
 
 class HoldsDescriptors(Protocol):
-    """An object with descriptors that a forked child must not share."""
-
-    def forked(self) -> None:
-        """Release the descriptors in the child, where only the forking thread runs."""
+    def forked(self) -> None: ...
 
 
 _holders: "weakref.WeakSet[HoldsDescriptors]" = weakref.WeakSet()
 
 
 def let_go_in_forks(holder: HoldsDescriptors) -> None:
-    """Call `holder.forked()` in every later forked child of this process, while the holder exists."""
+    """Call `holder.forked()` in every later forked child of this process, while the holder exists.
+
+    The child must not share the holder's descriptors. Only the forking thread runs there.
+    """
     _holders.add(holder)
 
 

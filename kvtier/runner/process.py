@@ -15,8 +15,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from typing import Self
 
 import msgspec
@@ -64,7 +64,7 @@ class RunnerProcess:
         self.process = process
         self.socket = owner_socket
         self.actions_unsent = 0
-        self._unsent: deque[tuple[memoryview, int]] = deque()  # A frame's rest, and its number of actions.
+        self.unsent: deque[tuple[memoryview, int]] = deque()  # A frame's rest, and its number of actions.
 
     @classmethod
     def start(
@@ -73,8 +73,12 @@ class RunnerProcess:
         """Start a child and send it the configuration; OSError if it cannot be started."""
         fill_standard_streams()  # They may have been closed since the last start.
         ours, theirs = socket.socketpair()
-        with theirs, _this_process() as owner_fds, ExitStack() as unless_started:
+        owner_fds: list[int] = []
+        with theirs, ExitStack() as at_end, ExitStack() as unless_started:
             unless_started.callback(ours.close)
+            with suppress(OSError):  # The kernel, or a sandbox, lacks it.
+                owner_fds.append(os.pidfd_open(os.getpid()))  # By which the child sees this process end.
+                at_end.callback(os.close, owner_fds[0])
             fds = (theirs.fileno(), region_fd, *owner_fds)
             given = map(str, (theirs.fileno(), region_fd, wanted_level(), *engine, *owner_fds))
             process = subprocess.Popen(  # noqa: S603  # Our own module, with numbers for arguments.
@@ -88,13 +92,9 @@ class RunnerProcess:
             ours.sendall(framed(msgspec.msgpack.encode(config)))
         return cls(epoch, process, ours)
 
-    @property
-    def unsent(self) -> bool:
-        return bool(self._unsent)
-
     def queue(self, items: Sequence[Action | Close]) -> None:
         """Queue one frame."""
-        self._unsent.append((memoryview(frame(items)), len(items)))
+        self.unsent.append((memoryview(frame(items)), len(items)))
         self.actions_unsent += len(items)
 
     def flush(self) -> bool:
@@ -102,8 +102,8 @@ class RunnerProcess:
 
         Frames to a child that has ended are lost with it: the supervisor sees its socket end.
         """
-        while self._unsent:
-            rest, actions = self._unsent[0]
+        while self.unsent:
+            rest, actions = self.unsent[0]
             try:
                 sent = self.socket.send(rest, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
             except BlockingIOError:
@@ -111,9 +111,9 @@ class RunnerProcess:
             except OSError:
                 return False
             if sent < len(rest):
-                self._unsent[0] = (rest[sent:], actions)
+                self.unsent[0] = (rest[sent:], actions)
             else:
-                self._unsent.popleft()
+                self.unsent.popleft()
                 self.actions_unsent -= actions
         return False
 
@@ -127,20 +127,6 @@ def environment() -> dict[str, str]:
             with suppress(FileNotFoundError):  # It is relative to a directory that is gone.
                 places.append(os.path.abspath(place))
     return {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
-
-
-@contextmanager
-def _this_process() -> Generator[Sequence[int]]:
-    """Open a descriptor by which a child sees this process end; none where the kernel, or a sandbox, lacks it."""
-    try:
-        fd = os.pidfd_open(os.getpid())
-    except OSError:
-        yield ()
-        return
-    try:
-        yield (fd,)
-    finally:
-        os.close(fd)
 
 
 class ProcessBridge(Bridge):

@@ -10,19 +10,23 @@ import torch
 
 from kvtier.errors import Remedy
 from kvtier.kvcache.transfer import Direction, GroupBlocks, TransferWorker
-from kvtier.memory import Region, RowLayout
+from kvtier.memory import Region
 from kvtier.tools.selftest_checks import TorchDevice, host, plain_caches, random_bytes, require_same, transfer
 from tests.gpu.children import child
 
 PROCESSES = 3
 PAGES, PAGE_BYTES = 24, 64 << 10
 SLICE_BYTES = 1 << 20  # Several rows.
-LAYOUT = RowLayout(slot_bytes=PAGE_BYTES, workers=PROCESSES)
+ROW_BYTES = PROCESSES * PAGE_BYTES
 BACKWARDS = [GroupBlocks(range(PAGES), list(reversed(range(PAGES))))]
 HUGE_BYTES = {"cpu": 256 << 20, "cuda": 32 << 30}
 HUGE_ROW_BYTES = 2 << 20
 HUGE_SHARE = 0.4  # Of the memory that is free now: the rest is the machine's.
 OUT_OF_MEMORY = 2  # As cudaHostRegister answers.
+
+
+def slots_of(memory: host.CpuMemory, rank: int) -> torch.Tensor:
+    return memory.rows[:, rank * PAGE_BYTES : (rank + 1) * PAGE_BYTES]
 
 
 def there_and_back(device: TorchDevice, slots: torch.Tensor, right: torch.Tensor, groups: list[GroupBlocks]) -> None:
@@ -43,12 +47,12 @@ def share(parent: Connection, memory_file: str, rank: int, device_name: str) -> 
     """Use one slot of every row, in a process of its own, before and after another process is killed."""
     device = TorchDevice(device_name)
     with (
-        Region.attach(os.open(memory_file, os.O_RDWR), PAGES, LAYOUT.row_bytes) as region,
+        Region.attach(os.open(memory_file, os.O_RDWR), PAGES, ROW_BYTES) as region,
         host.CpuMemory(region, pin_with=device.pin_with, pin_slice_bytes=SLICE_BYTES) as memory,
     ):
         for number in range(2):
             right = random_bytes((PAGES, PAGE_BYTES), PROCESSES * number + rank)
-            there_and_back(device, memory.slots(LAYOUT, rank), right, BACKWARDS)
+            there_and_back(device, slots_of(memory, rank), right, BACKWARDS)
             parent.send(memory.pinned)
             parent.recv()
 
@@ -57,7 +61,7 @@ def share(parent: Connection, memory_file: str, rank: int, device_name: str) -> 
 def test_several_processes_register_one_region_and_one_that_is_killed_costs_the_others_nothing(
     device: TorchDevice,
 ) -> None:
-    with Region.memfd(PAGES, LAYOUT.row_bytes) as region, ExitStack() as stack:
+    with Region.memfd(PAGES, ROW_BYTES) as region, ExitStack() as stack:
         memory_file = f"/proc/{os.getpid()}/fd/{region.fd}"
         made = [stack.enter_context(child(share, memory_file, rank, device.name)) for rank in range(PROCESSES)]
         assert [each.answer() for each in made] == [device.has_streams] * PROCESSES
@@ -65,7 +69,7 @@ def test_several_processes_register_one_region_and_one_that_is_killed_costs_the_
             assert memory.pinned == device.has_streams
             for rank in range(PROCESSES):
                 right = random_bytes((PAGES, PAGE_BYTES), rank).flip(0)
-                require_same(f"slots of process {rank}", memory.slots(LAYOUT, rank), right)
+                require_same(f"slots of process {rank}", slots_of(memory, rank), right)
         made[-1].process.kill()
         for each in made[:-1]:
             each.tell("again")

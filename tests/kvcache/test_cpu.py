@@ -10,7 +10,7 @@ import torch
 
 import kvtier
 from kvtier.errors import Remedy
-from kvtier.memory.region import Region, RowLayout
+from kvtier.memory.region import Region
 from kvtier_backends.cpu import CpuMemory, cuda_runtime
 
 ROW_BYTES = 8_192
@@ -52,23 +52,9 @@ def test_a_tensor_and_its_row_are_the_same_bytes() -> None:
         assert memory.rows.data_ptr() % 4_096 == 0
 
 
-def test_each_worker_writes_its_own_slot_of_every_row() -> None:
-    layout = RowLayout(slot_bytes=3_000, workers=2)
-    with Region.memfd(3, layout.row_bytes) as region, CpuMemory(region) as memory:
-        for worker in range(2):
-            slots = memory.slots(layout, worker)
-            assert (slots.shape, slots.stride()) == ((3, 3_000), (8_192, 1))
-            for row in range(3):
-                slots[row] = 10 * row + worker + 1
-        for row in range(3):
-            expected = bytes([10 * row + 1]) * 3_000 + bytes([10 * row + 2]) * 3_000 + bytes(2_192)
-            assert bytes(region.row(row)) == expected
-
-
 def test_a_slot_can_be_seen_as_the_engines_own_type() -> None:
-    layout = RowLayout(slot_bytes=4_096, workers=2)
-    with Region.private(2, layout.row_bytes) as region, CpuMemory(region) as memory:
-        memory.slots(layout, 1).view(torch.bfloat16)[0].fill_(1.0)
+    with Region.private(2, 8_192) as region, CpuMemory(region) as memory:
+        memory.rows[:, 4_096:].view(torch.bfloat16)[0].fill_(1.0)
         assert bytes(region.row(0)) == bytes(4_096) + b"\x80\x3f" * 2_048
 
 
@@ -80,7 +66,7 @@ def test_a_row_that_is_not_there_is_an_error() -> None:
 def test_memory_stays_under_a_tensor_whatever_is_closed_first() -> None:
     region = Region.memfd(2, ROW_BYTES)
     memory = CpuMemory(region)
-    slots = memory.slots(RowLayout(slot_bytes=ROW_BYTES, workers=1), 0)
+    slots = memory.rows[:]
     region.close()
     memory.rows.fill_(3)
     memory.close()

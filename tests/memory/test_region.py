@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.memory.region import Region, RowLayout
+from kvtier.memory.region import Region
 
 ROW_BYTES = 8_192
 
@@ -98,20 +98,6 @@ def mapped(start: int) -> bool:
     with open("/proc/self/maps") as maps:
         spans = [tuple(int(end, 16) for end in line.split()[0].split("-")) for line in maps]
     return any(low <= start < high for low, high in spans)
-
-
-def test_a_row_is_the_workers_slots_and_padding_to_the_page() -> None:
-    layout = RowLayout(slot_bytes=3_000, workers=3)
-    assert layout.row_bytes == 12_288
-    assert [layout.slot(worker) for worker in range(3)] == [slice(0, 3_000), slice(3_000, 6_000), slice(6_000, 9_000)]
-    assert RowLayout(slot_bytes=4_096, workers=2).row_bytes == 8_192
-    assert RowLayout(slot_bytes=1, workers=1).row_bytes == 4_096
-    for worker in (-1, 3):
-        with pytest.raises(IndexError, match=f"worker {worker} of 3"):
-            layout.slot(worker)
-    for slot_bytes, workers in ((0, 1), (1, 0), (-4_096, 1)):
-        with pytest.raises(ConfigError, match="both must be positive"):
-            RowLayout(slot_bytes=slot_bytes, workers=workers)
 
 
 @pytest.mark.usefixtures("no_descriptor_left")

@@ -85,7 +85,7 @@ class SlotLayout(NamedTuple):
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a chunk: what a `RowLayout` needs for a worker's slot, or for the row where pages are canonical."""
+        """Bytes of a chunk: of a worker's slot, or of the row where pages are canonical."""
         return self.blocks_per_chunk * sum(self.page_bytes)
 
 
