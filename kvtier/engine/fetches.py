@@ -61,10 +61,7 @@ class Progress:
             )
 
     async def turn(self) -> None:
-        """Begin a call: let the loop turn, unless it has turned since the last call.
-
-        Calls in a loop that never wait would otherwise stop all other tasks.
-        """
+        """Begin a call: let the loop turn, unless it has since the last call, or calls in a loop stop all others."""
         self.check_loop()
         if self._called:
             await asyncio.sleep(0)

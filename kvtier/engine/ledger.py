@@ -123,10 +123,7 @@ class Ledger:
         self.traffic.refuse(actions, self._now)
 
     def end_step(self) -> list[Action]:
-        """Weigh loads, lease the rows of waiting requests, release other hits; return the actions.
-
-        A declined load is a miss for its request from now on.
-        """
+        """Weigh loads (a declined one is a miss from now on), lease rows to waiting requests; return the actions."""
         loads = self.loads
         if loads.wanted or loads.trials:
             loads.weigh(self._now, self._step)
@@ -265,10 +262,7 @@ class Ledger:
         return chunks
 
     def rows_left(self, keys: Collection[OffloadKey] = ()) -> int:
-        """Return how many rows can be free for keys at some time.
-
-        Hung transfers hold the others, or callers that still read them.
-        """
+        """Return how many rows can be free for keys at some time: those that no hung transfer and no reader holds."""
         row_key = self.primary.key
         held = {*self.traffic.pins_overdue(), *self.kept}
         stuck = {key for row in held if (key := row_key(row)) is not None}
@@ -437,10 +431,7 @@ class Ledger:
     # A request's beginning and end.
 
     def hint(self, request: Request, given: object) -> None:
-        """Set a client's hint for this request; it replaces an earlier one.
-
-        An unreadable hint is ignored and counted, and so is the name of an unknown tier.
-        """
+        """Set a request's hint, in place of an earlier one. An unreadable one and unknown tiers' names are counted."""
         hint = hint_of(given, self.hints_ignored)
         if hint is None:
             return
@@ -451,10 +442,7 @@ class Ledger:
                 self.hints_ignored.add("tier", f"no_store names {shortened(name)}, which is no tier here")
 
     def finish(self, request: Request) -> None:
-        """Rank the request's keys, tail first, here and in tiers, and end its leases.
-
-        Loads and completions may still follow.
-        """
+        """Rank the request's keys, tail first, here and in tiers, and end its leases; completions may still follow."""
         request.finished = True
         if request.waiting_since is not None:
             self._hits.end_wait(request, self._now)
@@ -502,10 +490,7 @@ class Ledger:
             self.traffic.expect_hints()
 
     def forget(self, keys: Sequence[OffloadKey]) -> int:
-        """Forget keys here and in every tier; return how many are gone here.
-
-        A held key is forgotten when it is released. It is deleted in tiers now, and then again: it may be in flight.
-        """
+        """Forget keys here and in every tier; return how many are gone here. Held ones follow when released."""
         held = self.delete(keys)
         self._delete_in_tiers(held)
         self._forgetting.update(dict.fromkeys(held))

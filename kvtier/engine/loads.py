@@ -235,10 +235,7 @@ class Loads:
     # One request's loads.
 
     def _weigh(self, runs: Sequence[LoadRun], request: Request, *, waits: bool) -> Sequence[OffloadKey]:
-        """Queue the loads that save a request most time; return the keys that are not loaded.
-
-        `waits`: for a probe's answer.
-        """
+        """Queue the loads that save a request most time; return the keys not loaded. `waits`: for a probe's answer."""
         choice = self._choose(runs, request)
         computes = False  # To measure the prefill speed.
         if choice.seconds and not waits:
@@ -285,10 +282,7 @@ class Loads:
         return Choice(request.found, slowest_s, computing_s) if slowest_s < computing_s else nothing
 
     def _load_s(self, tier: Tier, chunks: int, now: float) -> float:
-        """Return the predicted time of a load behind those that the tier has in flight.
-
-        A tier without a speed loads for one request first; others do not wait for it.
-        """
+        """Predict a load's time, behind those in flight. A tier without a speed loads for one request first."""
         if tier.speed is None:
             return math.inf if tier.loading else 0.0
         size_bytes = (tier.loading + chunks) * self._limits.row_bytes

@@ -26,7 +26,7 @@ from kvtier.engine.metrics import EngineStats
 from kvtier.engine.steps import StepManager, checked, make_region
 from kvtier.engine.traffic import Observe
 from kvtier.errors import Remedy, RowsStillRead
-from kvtier.memory import LentRow, fill_standard_streams
+from kvtier.memory import LentRow, Region, fill_standard_streams
 from kvtier.runner.bridge import InlineBridge
 from kvtier.runner.runner import open_tiers
 from kvtier.settings.hints import shown
@@ -277,7 +277,8 @@ class TieringOffloadingManager:
 
     @classmethod
     async def _begun_inline(cls, config: EngineConfig, observer: Observe | None) -> StepManager:
-        loop, region = asyncio.get_running_loop(), None
+        loop = asyncio.get_running_loop()
+        region: Region | None = None
         config = checked(replace(config, runner="inline"))
         fill_standard_streams()
         if config.rows * config.row_bytes > ON_LOOP_BYTES_MAX:

@@ -89,10 +89,7 @@ class Prefetches:
             self.give_up(self.waiting[0])
 
     def _look(self, prefetch: Prefetch, stored: Collection[OffloadKey]) -> None:
-        """Look up keys to the window's end.
-
-        Keys that are being `stored` count as ready: it is unknown when they will be.
-        """
+        """Look up keys to the window's end. Those being `stored` count as ready: it is unknown when they will be."""
         request, waits = prefetch.request, False
         for place in range(prefetch.here, len(prefetch.keys)):
             key = prefetch.keys[place]

@@ -119,10 +119,7 @@ class Request:
         return len(self.held) + len(self.hits)
 
     def tokens_found(self, chunk_tokens: int) -> int | None:
-        """Return how many tokens this step's hits stand for; None if each stands for a chunk, in prefix order.
-
-        A model with several groups, or with a sliding window, needs all or none of them.
-        """
+        """Return the tokens of this step's hits, where all or none are needed; None if each stands for a chunk."""
         if self.position is None:
             return None
         first, last = (self.held or self.hits)[0], (self.hits or self.held)[-1]

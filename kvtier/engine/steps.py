@@ -74,7 +74,7 @@ class StepManager:
         self._metrics = Metrics(self.ledger)
         self._requests: dict[str, Request] = {}
         self._calls: Counter[Request] = Counter()  # Calls of the asyncio face in progress keep a request known.
-        self._given_back: Callable[[], object] = int  # Called when rows or leases were released.
+        self._given_back: Callable[[], None] = lambda: None  # Called when rows or leases were released.
         self._kept: list[LentRow] = []  # Released, and still read.
         self._owner_pid = os.getpid()
         self._closed = self._forked = False

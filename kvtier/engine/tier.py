@@ -313,10 +313,7 @@ class Tier:
         return self._present_until.keys()
 
     def believe(self, key: OffloadKey, *, present: bool, now: float) -> bool:
-        """Remember an answer for `answer_ttl_s`; it overrides the last one, and one in flight.
-
-        Return True if the last one was the contrary.
-        """
+        """Remember an answer for `answer_ttl_s`; it overrides any other. Return True if the last was the contrary."""
         self.asking.discard(key)
         fresh, stale = self._present_until, self._absent_until
         if not present:
@@ -386,10 +383,7 @@ class Tier:
             self.to_ask.append(key)
 
     def judge(self, codes: Collection[Code], now: float, cause: str = "") -> bool:
-        """Tell the breaker how a transfer ended; return True if a failure was the tier's fault.
-
-        Failures are counted under the `cause`, or without one under the worst code.
-        """
+        """Tell the breaker how a transfer ended; True if by the tier's fault. Counts `cause`, else the worst code."""
         if codes and not NO_FAILURE.issuperset(codes):
             worst = max(code for code in codes if code not in NO_FAILURE)
             self.counters.blame(cause or (worst.name.lower() if worst in _SAY_ALL else "other"))

@@ -131,10 +131,7 @@ class Traffic:
         self._deletes.setdefault(tier, []).extend(keys)
 
     def end(self, keys: Sequence[OffloadKey], tier: Tier, hint: Hint | None) -> None:
-        """Queue the end of a request that used these keys, in prefix order.
-
-        Until the first hint of any request, this only renews recency.
-        """
+        """Queue the end of a request that used these keys, in prefix order. Without any hint yet, it renews recency."""
         self._hinted = self._hinted or hint is not None
         self.advise(tier, Advice("rank", keys, hint or _NOTHING_SAID if self._hinted else None))
 
@@ -414,10 +411,7 @@ class Traffic:
             self._observe(transfer.tier.spec.name, transfer.operation.value, message.seconds)
 
     def _compare(self, load: Transfer, message: messages.Finished) -> None:
-        """Compare a load's duration with its prediction.
-
-        A failed load may have failed at once: it does not show that its tier is fast.
-        """
+        """Compare a load's duration with its prediction. A failed load does not show that its tier is fast."""
         tier = load.tier
         if load.given_up or not message.codes:
             tier.compare(load, message.seconds)
@@ -523,10 +517,7 @@ class Traffic:
         tier.doubt(key, now)
 
     def _end_late(self, id_: int, moved: Iterable[int]) -> None:
-        """Take back the rows of an overdue transfer, and probe the keys that it has stored after all.
-
-        They may have been deleted or evicted before this message came.
-        """
+        """Take back an overdue transfer's rows. Keys that it has stored are probed: they may be deleted by now."""
         transfer = self.overdue.get(id_)
         if transfer is not None and transfer.operation is Operation.CASCADE:
             keys = [transfer.keys[index] for index in moved]
@@ -545,10 +536,7 @@ class Traffic:
         self._believe(transfer, message.present, now)
 
     def _believe(self, probe: Transfer, present: bytes, now: float) -> None:
-        """Believe answers, except for keys that were stored, deleted or found since the probe was sent.
-
-        Without answers, the keys count as absent for `answer_ttl_s`.
-        """
+        """Believe answers, except for keys with newer news. Without answers, keys are absent for `answer_ttl_s`."""
         tier = probe.tier
         gone: list[OffloadKey] = []
         for index, key in enumerate(probe.keys):

@@ -226,10 +226,7 @@ class WriteBack:
             self._traffic.advise(tier, Advice("demote", demoted))
 
     def _cleaned(self, rows: Iterable[int], tier: Tier) -> Sequence[OffloadKey]:
-        """Make rows clean; return the keys to send: those that the tier lacks, in order.
-
-        Rows that were used again, or have gone, stay as they are.
-        """
+        """Make rows clean, except those used again or gone; return the keys that the tier lacks, in order."""
         primary, dirty, others = self._primary, self._dirty, ~tier.bit
         assert primary.ahead is not None
         each = dict.fromkeys(rows)  # A row that came back and was chosen again stands twice in the queue.
