@@ -79,7 +79,7 @@ def sources_of(
         answer = tier.answer(key, holders & tier.bit, now)
         if answer is None and asked and (tier.index, key) in asked:
             if key not in tier.asking:
-                answer = tier.last_answer(key)
+                answer = key in tier.answered
             elif not search.awaits_probes(now):
                 answer = False
                 late = (*late, tier)

@@ -303,13 +303,9 @@ class Tier:
             return False
         return True if self._present_until.get(key, 0.0) > now else None
 
-    def last_answer(self, key: OffloadKey) -> bool:
-        """The last answer, however old; a forgotten one counts as absent."""
-        return key in self._present_until
-
     @property
     def answered(self) -> KeysView[OffloadKey]:
-        """The keys for which `last_answer` is true."""
+        """The keys that the tier has by its last answer, however old; forgotten ones count as absent."""
         return self._present_until.keys()
 
     def believe(self, key: OffloadKey, *, present: bool, now: float) -> bool:

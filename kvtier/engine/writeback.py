@@ -300,7 +300,7 @@ class SecondUse:
         for tier, seen in self._seen.items():
             if not request.stores_in(tier.spec):
                 continue
-            again = [key for key in keys if key in ready and not tier.last_answer(key)]
+            again = [key for key in keys if key in ready and key not in tier.answered]
             self._traffic.cascade(dict.fromkeys(again), tier, now)
             for key in keys:
                 if key not in ready:

@@ -211,7 +211,7 @@ class TierClient:
         """Queue a probe, one a request: with answers older than a step it would otherwise wait for ever."""
         tier = self.tier
         if (tier.index, key) in search.asked and key not in tier.asking:
-            return tier.last_answer(key)
+            return key in tier.answered
         if not tier.may_ask(key):
             tier.counters.dropped["asking"] += 1
             return False
