@@ -29,16 +29,17 @@ NEVER = math.inf  # As a time.
 class Search:
     """A request's search in the tiers. Most requests find all in the primary, or are new: these have none."""
 
-    promotions: dict[OffloadKey, int] = field(default_factory=dict[OffloadKey, int])
-    sources: dict[OffloadKey, int] = field(default_factory=dict[OffloadKey, int])
-    """Key -> index of the tier that it was promoted from."""
-    missed: set[OffloadKey] = field(default_factory=set[OffloadKey])
+    promotions: dict[OffloadKey, int] = field(init=False)
+    sources: dict[OffloadKey, int] = field(init=False)  # Key -> index of the tier that it was promoted from.
+    missed: set[OffloadKey] = field(init=False)
+    asked: set[tuple[int, OffloadKey]] = field(init=False)  # Tiers, by index, that were probed for a key for it.
     gave_up: bool = False  # A load was late.
     passed: int = 0  # Bits of the tiers that are too slow for it, while others may be faster.
-    asked: set[tuple[int, OffloadKey]] = field(default_factory=set[tuple[int, OffloadKey]])
-    """Tiers, by index, that were probed for a key for it."""
     answer_at: float = 0.0  # When their answers are expected.
     probe_deadline: float = NEVER
+
+    def __post_init__(self) -> None:
+        self.promotions, self.sources, self.missed, self.asked = {}, {}, set(), set()
 
     def await_probe(self, now: float, latency_s: float, wait_max_s: float) -> None:
         """Wait for one more probe, and `wait_max_s` longer; `latency_s` is how long the tier's last probe took."""
@@ -96,22 +97,23 @@ class Request:
     weighed: bool = True  # Its loads are weighed against computing; a prefetch's are not.
     number: int = field(default_factory=count(1).__next__)  # An id may come again.
     hint: Hint | None = None
-    used: dict[OffloadKey, None] = field(default_factory=dict[OffloadKey, None])
-    """Keys whose one access was counted, in prefix order."""
-    hits: list[OffloadKey] = field(default_factory=list[OffloadKey])
-    """Keys answered HIT or HIT_PENDING in this step, since the last eviction."""
-    held: list[OffloadKey] = field(default_factory=list[OffloadKey])  # Those before it.
+    used: dict[OffloadKey, None] = field(init=False)  # Keys whose one access was counted, in prefix order.
+    hits: list[OffloadKey] = field(init=False)  # Keys answered HIT or HIT_PENDING in this step, after an eviction.
+    held: list[OffloadKey] = field(init=False)  # Those before it.
     leased_hits: int = 0  # How many of both, from the first on, were leased, or exceeded the share.
     waits: bool = False  # One of them was HIT_PENDING.
     waiting_since: float | None = None  # The end of the first step with a HIT_PENDING.
     retried_in: int = 0  # The last step in which it was answered RETRY.
     late_at: float = NEVER  # When it gives up its loads.
-    leased: set[int] = field(default_factory=set[int])
+    leased: set[int] = field(init=False)
     turn: Turn | None = None  # Set while a call looks up that waits for rows; without it, no row is a miss.
     storing: int = 0  # Keys reserved and not completed.
     finished: bool = False
     told: int = 0  # How many used keys were ranked at its end.
     _search: Search | None = None
+
+    def __post_init__(self) -> None:  # Factories of typed lists would cost each request several calls.
+        self.used, self.hits, self.held, self.leased = {}, [], [], set()
 
     @property
     def found(self) -> int:

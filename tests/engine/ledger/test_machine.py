@@ -576,7 +576,7 @@ class Engine(RuleBasedStateMachine):
     def _stored(self, keys: list[OffloadKey], request: Request) -> None:
         for owed in self.owed:
             tier, mask = owed.tier, self.ledger.locations.mask
-            had = {k for k in keys if mask.get(k, 0) & tier.bit or tier.last_answer(k) or k in tier.storing}
+            had = {k for k in keys if mask.get(k, 0) & tier.bit or k in tier.answered or k in tier.storing}
             owed.stored(keys, request, had=had)
 
     def _promoted(self, keys: list[OffloadKey], request: Request) -> None:
