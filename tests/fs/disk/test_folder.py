@@ -1,45 +1,40 @@
 """A directory is checked, tried and made before the first chunk, or refused and left as it was."""
 
 import json
-import logging
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvtier.errors import BackendUnavailable, ConfigError
-from kvtier_backends.fs import FsOptions
 from kvtier_backends.fs.disk.owner import OWNER
-from kvtier_backends.fs.disk.root import Folder
-
-OpenFolder = Callable[..., Folder]
 
 
-def entries(root: Path) -> list[str]:
+def entries(root) -> list[str]:
     return sorted(str(path.relative_to(root)) for path in root.rglob("*"))
 
 
-def test_a_missing_root_is_made_with_its_config(open_folder, mapper, root) -> None:
+@pytest.fixture
+def config(root, mapper) -> Path:
+    """Where a directory's configuration is, in a folder that is there."""
+    path = root / mapper.config_name
+    path.parent.mkdir(parents=True)
+    return path
+
+
+def test_a_missing_root_is_made_with_its_config_and_opening_again_changes_nothing(open_folder, mapper, root) -> None:
     folder = open_folder()
     assert (root / mapper.config_name).read_bytes() == mapper.config_bytes
     assert entries(root) == sorted([OWNER, mapper.folder, mapper.config_name, folder.chunks])
-
-
-def test_opening_again_changes_nothing(open_folder, mapper, root) -> None:
-    open_folder().close()
+    folder.close()
     before = (root / mapper.config_name).stat()
-    open_folder()
-    assert (root / mapper.config_name).stat().st_mtime_ns == before.st_mtime_ns
-
-
-def test_other_files_in_the_root_are_left_alone(open_folder, root) -> None:
-    root.mkdir()
     (root / "notes.txt").write_text("mine")
     open_folder()
+    assert (root / mapper.config_name).stat().st_mtime_ns == before.st_mtime_ns
     assert (root / "notes.txt").read_text() == "mine"
 
 
@@ -50,54 +45,36 @@ def test_direct_io_is_found_where_it_works(open_folder) -> None:
         folder.close()
 
 
-def test_a_config_written_in_another_style_is_the_same(open_folder, mapper, root) -> None:
-    config = root / mapper.config_name
-    config.parent.mkdir(parents=True)
-    config.write_text(json.dumps(json.loads(mapper.config_bytes)))
-    open_folder()
-
-
-def test_a_config_of_another_namespace_is_refused(open_folder, mapper, root) -> None:
-    config = root / mapper.config_name
-    config.parent.mkdir(parents=True)
+def test_a_config_in_another_style_is_the_same_and_of_another_namespace_is_refused(
+    open_folder, mapper, root, config
+) -> None:
     config.write_text('{"model_name": "another"}')
     with pytest.raises(ConfigError, match=r"^root: .*config\.json"):
         open_folder()
     assert entries(root) == sorted([mapper.folder, mapper.config_name])
+    config.write_text(json.dumps(json.loads(mapper.config_bytes)))
+    open_folder()
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"model_na', b"\xff\xfe"])
-def test_a_config_that_a_killed_writer_left_is_written_anew(open_folder, mapper, root, torn, caplog) -> None:
-    config = root / mapper.config_name
-    config.parent.mkdir(parents=True)
+def test_a_config_that_a_killed_writer_left_is_written_again(open_folder, mapper, config, torn, caplog) -> None:
     config.write_bytes(torn)
     open_folder()
     assert config.read_bytes() == mapper.config_bytes
     assert "not JSON" in caplog.text
 
 
-def test_a_missing_parent_is_refused(open_folder, tmp_path) -> None:
+def test_a_root_that_cannot_be_made_is_refused(open_folder, tmp_path, root) -> None:
     with pytest.raises(ConfigError, match=r"^root: .*missing/tier.*No such file"):
         open_folder(root=str(tmp_path / "missing" / "tier"))
     assert entries(tmp_path) == []
-
-
-def test_a_file_is_no_root(open_folder, root) -> None:
     root.write_text("a file")
     with pytest.raises(ConfigError, match=r"^root: .*Not a directory"):
         open_folder()
     assert root.read_text() == "a file"
-
-
-@pytest.mark.parametrize("kernels", ["/proc", "/sys/kernel"])
-def test_a_directory_where_nothing_can_be_made_is_refused(open_folder, kernels) -> None:
-    with pytest.raises(ConfigError, match=r"^root: "):
-        open_folder(root=kernels)
-
-
-def test_an_empty_root_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^root: "):
-        FsOptions(root="")
+    for kernels in ("/proc", "/sys/kernel"):
+        with pytest.raises(ConfigError, match=r"^root: "):
+            open_folder(root=kernels)
 
 
 @pytest.fixture
@@ -137,13 +114,9 @@ except ConfigError as error:
     assert entries(public_directory) == []
 
 
-def test_nothing_is_left_of_a_root_that_was_made_in_vain(open_folder, root, monkeypatch) -> None:
+def test_nothing_is_left_of_a_root_that_was_made_in_vain(open_folder, root, system_call) -> None:
     fds = os.listdir("/proc/self/fd")
-
-    def fail(*args: object) -> int:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(os, "preadv", fail)
+    system_call("preadv", error=5)
     with pytest.raises(BackendUnavailable, match="Input/output error"):
         open_folder()
     assert not root.exists()
@@ -164,13 +137,6 @@ def test_what_does_not_come_back_is_refused(open_folder, root, monkeypatch) -> N
     assert not root.exists()
 
 
-def test_where_direct_io_is_refused_the_page_cache_is_used_and_said_so(open_folder, mount, caplog) -> None:
-    root = mount("ramfs", "size=1m")
-    folder = open_folder(root=str(root))
-    assert not folder.direct
-    assert [record.levelno for record in caplog.records if "no direct I/O" in record.getMessage()] == [logging.WARNING]
-
-
 def test_where_direct_io_is_refused_asking_for_it_is_a_mistake(open_folder, mount) -> None:
     root = mount("ramfs", "size=1m")
     with pytest.raises(ConfigError, match=r"^io: 'direct'"):
@@ -183,9 +149,7 @@ def test_direct_io_that_is_refused_at_any_call_is_refused(open_folder, flag, mon
     call = getattr(os, flag)
 
     def refuse_direct(what: str | int, *args: object, **kwargs: object) -> object:
-        flags = args[0] if flag == "open" else os.O_RDWR | _flags(int(what))
-        assert isinstance(flags, int)
-        if flags & os.O_DIRECT:
+        if (args[0] if flag == "open" else os.O_RDWR | _flags(int(what))) & os.O_DIRECT:
             raise OSError(22, "Invalid argument")
         return call(what, *args, **kwargs)
 
@@ -210,6 +174,5 @@ def test_a_full_disk_can_be_opened_again(open_folder, mount, mapper) -> None:
     open_folder(root=str(root), io="buffered").close()
     with (root / "ballast").open("wb", buffering=0) as file:
         assert file.write(bytes(65_536)) < 65_536
-    folder = open_folder(root=str(root))
+    assert open_folder(root=str(root)).root_fd >= 0
     assert (root / mapper.config_name).exists()
-    assert folder.root_fd >= 0

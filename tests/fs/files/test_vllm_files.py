@@ -11,21 +11,22 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing.conformance.lender import chunk, key_of, keys_of, label
-from tests.fs.conftest import taken_bytes
+from kvtier.testing.conformance.lender import chunk, key_of, keys_of
+from tests.fs.conftest import ROW_BYTES, taken_bytes, whole
+
+KEYS = keys_of(3)
 
 
-def read_as_vllm(path: Path, row_bytes: int, flags: int) -> bytes:
-    row = mmap.mmap(-1, row_bytes)
-    fd = os.open(path, os.O_RDONLY | flags)
+def read_as_vllm(path: Path, flags: int = 0) -> bytes:
+    row, fd = mmap.mmap(-1, ROW_BYTES), os.open(path, os.O_RDONLY | flags)
     try:
-        assert os.readv(fd, [row]) == row_bytes
+        assert os.readv(fd, [row]) == ROW_BYTES
     finally:
         os.close(fd)
     return row[:]
 
 
-def write_as_vllm(path: Path, block: bytes, flags: int) -> None:
+def write_as_vllm(path: Path, block: bytes, flags: int = 0) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     row = mmap.mmap(-1, len(block))
     row[:] = block
@@ -40,82 +41,71 @@ def write_as_vllm(path: Path, block: bytes, flags: int) -> None:
 
 @pytest.mark.parametrize("io", ["direct", "buffered"])
 @pytest.mark.parametrize("flags", [os.O_DIRECT, 0])
-async def test_vllm_reads_our_chunks(open_tier, lender, path_of, io, flags, row_bytes) -> None:
-    tier = await open_tier(io=io)
-    await lender.keep(tier, keys_of(3))
-    for key in keys_of(3):
-        assert read_as_vllm(path_of(key), row_bytes, flags) == chunk(key, 0, row_bytes)
+async def test_vllm_reads_our_chunks(open_tier, lender, path_of, io, flags) -> None:
+    await lender.keep(await open_tier(io=io), KEYS)
+    for key in KEYS:
+        assert read_as_vllm(path_of(key), flags) == chunk(key, 0, ROW_BYTES)
 
 
 async def test_vllm_finds_its_config(open_tier, root, mapper) -> None:
     await open_tier()
     config = json.loads((root / mapper.config_name).read_bytes())
-    assert config["model_name"] == "org/model"
-    assert config["inference_engine"] == "vllm"
+    assert (config["model_name"], config["inference_engine"]) == ("org/model", "vllm")
 
 
 @pytest.mark.parametrize("io", ["direct", "buffered"])
 @pytest.mark.parametrize("flags", [os.O_DIRECT, 0])
-async def test_vllms_chunks_are_read_if_they_are_accepted(open_tier, lender, path_of, io, flags, row_bytes) -> None:
-    for key in keys_of(3):
-        write_as_vllm(path_of(key), chunk(key, 0, row_bytes), flags)
+async def test_vllms_chunks_are_read_if_they_are_accepted(open_tier, lender, path_of, io, flags) -> None:
+    for key in KEYS:
+        write_as_vllm(path_of(key), chunk(key, 0, ROW_BYTES), flags)
         lender.chunk(key)
     tier = await open_tier(io=io, unverified="accept")
     assert list(await tier.probe(keys_of(4))) == [True, True, True, False]
-    assert await lender.recall(tier, keys_of(3)) == [label(key) for key in keys_of(3)]
+    assert await lender.recall(tier, KEYS) == whole(KEYS)
     assert tier.counters().unverified_accepted == 3
-    assert tier.occupancy().used_bytes >= 3 * row_bytes
+    assert tier.occupancy().used_bytes >= 3 * ROW_BYTES
 
 
-async def test_vllms_chunks_are_refused_by_default_and_left_alone(open_tier, lender, path_of, row_bytes) -> None:
-    for key in keys_of(3):
-        write_as_vllm(path_of(key), chunk(key, 0, row_bytes), 0)
+async def test_vllms_chunks_are_refused_by_default_and_left_alone(open_tier, lender, path_of) -> None:
+    for key in KEYS:
+        write_as_vllm(path_of(key), chunk(key, 0, ROW_BYTES))
     tier = await open_tier()
-    assert list(await tier.probe(keys_of(3))) == [False, False, False]
-    assert await lender.recall(tier, keys_of(3)) == ["ChunkMissing"] * 3
-    assert tier.counters().unverified_refused == 3
-    assert tier.counters().corrupt == {}
-    assert read_as_vllm(path_of(key_of(0)), row_bytes, 0) == chunk(key_of(0), 0, row_bytes)
+    assert list(await tier.probe(KEYS)) == [False, False, False]
+    assert await lender.recall(tier, KEYS) == ["ChunkMissing"] * 3
+    assert (tier.counters().unverified_refused, tier.counters().corrupt) == (3, {})
+    assert read_as_vllm(path_of(KEYS[0])) == chunk(KEYS[0], 0, ROW_BYTES)
 
 
 async def test_a_chunk_of_vllms_in_place_of_ours_takes_its_room_until_it_goes_for_it(
-    open_tier, lender, path_of, root, row_bytes
+    open_tier, lender, path_of, root
 ) -> None:
     """Refused, it is there all the same: what is stored after it has no more room than before."""
-    capacity_bytes = 1 << 20
-    tier = await open_tier(capacity_bytes=capacity_bytes)
-    keys = keys_of(16)
+    tier, keys = await open_tier(capacity_bytes=1 << 20), keys_of(16)
     await lender.keep(tier, keys)
     for key in keys:
-        write_as_vllm(path_of(key), chunk(key, 0, row_bytes), 0)
+        write_as_vllm(path_of(key), chunk(key, 0, ROW_BYTES))
     assert await lender.recall(tier, keys) == ["ChunkMissing"] * 16
-    for start in range(100, 180, 10):
+    for start in range(100, 160, 10):
         await lender.keep(tier, keys_of(10, start=start))
-        assert taken_bytes(root) <= capacity_bytes
+        assert taken_bytes(root) <= 1 << 20
     assert not any(path_of(key).exists() for key in keys)
 
 
 @pytest.mark.parametrize("unverified", ["accept", "refuse"])
-async def test_a_store_of_ours_makes_vllms_chunk_a_verified_one(
-    open_tier, lender, path_of, unverified, row_bytes
-) -> None:
-    write_as_vllm(path_of(key_of(0)), b"\x01" * row_bytes, 0)
+async def test_a_store_of_ours_makes_vllms_chunk_a_verified_one(open_tier, lender, path_of, unverified) -> None:
+    write_as_vllm(path_of(key_of(0)), b"\x01" * ROW_BYTES)
     tier = await open_tier(unverified=unverified)
-    await lender.keep(tier, [key_of(0)])
-    assert await lender.recall(tier, [key_of(0)]) == [label(key_of(0))]
+    await lender.keep(tier, keys_of(1))
+    assert await lender.recall(tier, keys_of(1)) == whole(keys_of(1))
     assert tier.counters().unverified_accepted == tier.counters().unverified_refused == 0
 
 
-async def test_a_torn_chunk_of_vllms_is_a_miss(open_tier, lender, path_of, row_bytes) -> None:
-    write_as_vllm(path_of(key_of(0)), bytes(row_bytes - 4_096), 0)
-    tier = await open_tier(unverified="accept")
-    assert await lender.recall(tier, [key_of(0)]) == ["ChunkCorrupt"]
-
-
-async def test_vllms_temporaries_are_no_chunks(open_tier, path_of, row_bytes) -> None:
+async def test_a_torn_chunk_of_vllms_is_a_miss_and_its_temporaries_are_no_chunks(open_tier, lender, path_of) -> None:
     path = path_of(key_of(0))
     path.parent.mkdir(parents=True)
-    path.with_name(f"{path.name}_1234567890.tmp").write_bytes(bytes(row_bytes))
+    path.with_name(f"{path.name}_1234567890.tmp").write_bytes(bytes(ROW_BYTES))
     tier = await open_tier(unverified="accept")
-    assert list(await tier.probe([key_of(0)])) == [False]
+    assert list(await tier.probe(keys_of(1))) == [False]
     assert tier.occupancy().chunks == 0
+    path.write_bytes(bytes(ROW_BYTES - 4_096))
+    assert await lender.recall(tier, keys_of(1)) == ["ChunkCorrupt"]

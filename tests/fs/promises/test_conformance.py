@@ -2,7 +2,8 @@
 
 import os
 import tempfile
-from pathlib import Path
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -27,33 +28,52 @@ from tests.fs.conftest import SECRETS
 LAID_OUT = [{"naming": "vllm"}, {"naming": "flat"}, {"layout": "segments"}]
 
 
-class Suites(
-    BackendConformance, DurableBackendConformance, InventoryConformance, MeasuredConformance, DescribedConformance
-):
-    """Every suite that fits, over one directory; a subclass says how it is used."""
+class Opening:
+    """Opens tiers over one directory, which are closed in the end."""
 
     chunk_bytes = 8_192
 
-    def options(self, root: str) -> FsOptions:
-        return FsOptions(root=root, layout="files")
-
     @pytest.fixture
-    def root(self, tmp_path):
+    def root(self, tmp_path) -> str:
         return str(tmp_path)
 
     @pytest.fixture
-    async def reopen(self, root):
-        opened = []
+    async def open_one(self, root):
+        opened: list[FsBackend] = []
 
-        async def reopen():
-            if opened:
-                await opened[-1].aclose(10)
-            opened.append(await FsBackend.open(self.options(root), tier_context(self.chunk_bytes)))
+        async def open_one(*, named: dict[str, str] | None = None, **options: Any) -> FsBackend:
+            given = FsOptions(root=root, **options)
+            opened.append(await FsBackend.open(given, tier_context(self.chunk_bytes, **named or {})))
             return opened[-1]
 
-        yield reopen
+        yield open_one
         for tier in opened:
             await tier.aclose(10)
+
+
+class Suites(
+    Opening,
+    BackendConformance,
+    DurableBackendConformance,
+    InventoryConformance,
+    MeasuredConformance,
+    DescribedConformance,
+):
+    """Every suite that fits; a subclass says how the directory is used."""
+
+    options: dict[str, Any]
+
+    @pytest.fixture
+    async def reopen(self, open_one):
+        opened: list[FsBackend] = []
+
+        async def reopen() -> FsBackend:
+            for tier in opened[-1:]:
+                await tier.aclose(10)
+            opened.append(await open_one(**self.options))
+            return opened[-1]
+
+        return reopen
 
     @pytest.fixture
     async def backend(self, reopen):
@@ -63,140 +83,124 @@ class Suites(
 class TestFs(Suites):
     """One file a chunk."""
 
+    options = {"layout": "files"}  # noqa: RUF012
+
     @pytest.mark.usefixtures("thorough")  # It makes four thousand files.
-    async def test_reports_come_in_batches(self, backend, lender):
+    async def test_reports_come_in_batches(self, backend, lender) -> None:
         await super().test_reports_come_in_batches(backend, lender)
-
-
-class TestNamespacesOfASharedRoot(NamespacedConformance):
-    """A root that is not shared has one tier, and so one namespace at a time."""
-
-    chunk_bytes = 8_192
-
-    @pytest.fixture
-    async def open_one(self, tmp_path):
-        opened = []
-
-        async def open_one(**named):
-            options = FsOptions(root=str(tmp_path), shared=True)
-            opened.append(await FsBackend.open(options, tier_context(self.chunk_bytes, **named)))
-            return opened[-1]
-
-        yield open_one
-        for tier in opened:
-            await tier.aclose(10)
-
-    @pytest.fixture
-    async def backend(self, open_one):
-        return await open_one()
-
-    @pytest.fixture
-    async def neighbour(self, backend, open_one):
-        return await open_one(model_name="other")
 
 
 class TestSegments(Suites):
     """The default: chunks in slots of segments."""
 
-    def options(self, root: str) -> FsOptions:
-        return FsOptions(root=root)
+    options = {}  # noqa: RUF012
 
 
 class TestEncryptedSegments(Suites):
     """The default with a seal."""
 
     many_chunks = 100  # Batches of reports do not depend on the seal.
+    options = {"seal": "aes-256-gcm", "seal_key_env": SECRETS}  # noqa: RUF012
 
     @pytest.fixture(autouse=True)
-    def secrets(self, monkeypatch):
+    def secrets(self, monkeypatch) -> None:
         monkeypatch.setenv(SECRETS, "ab" * 32)
-
-    def options(self, root: str) -> FsOptions:
-        return FsOptions(root=root, seal="aes-256-gcm", seal_key_env=SECRETS)
 
 
 class TestEncryptedFiles(TestEncryptedSegments):
     """One encrypted file a chunk."""
 
-    def options(self, root: str) -> FsOptions:
-        return FsOptions(root=root, layout="files", seal="aes-256-gcm", seal_key_env=SECRETS)
+    options = {**TestEncryptedSegments.options, "layout": "files"}  # noqa: RUF012
 
 
 @pytest.mark.usefixtures("thorough")
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="there is no file system in memory")
-class TestSegmentsInMemoryWithEveryOptionTheOtherWay(Suites):
-    """Within a capacity, because of the first segment every byte is written."""
+class InMemory(Suites):
+    """In memory, because thousands of fsyncs take a disk minutes, and a segment's first bytes are all written."""
 
     @pytest.fixture
-    def root(self):
+    def root(self) -> Iterator[str]:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
             yield root
 
-    def options(self, root: str) -> FsOptions:
-        return FsOptions(
-            root=root, layout="segments", capacity_bytes="64MiB", io="buffered", fsync=True, load_lanes=1, store_lanes=1
-        )
+
+OTHER_WAY = {"io": "buffered", "fsync": True, "load_lanes": 1, "store_lanes": 1}
+
+
+class TestSegmentsInMemoryWithEveryOptionTheOtherWay(InMemory):
+    options = {**OTHER_WAY, "layout": "segments", "capacity_bytes": "64MiB"}  # noqa: RUF012
+
+
+class TestFsInMemoryWithEveryOptionTheOtherWay(InMemory):
+    options = {**OTHER_WAY, "naming": "flat", "unverified": "accept"}  # noqa: RUF012
+
+
+class TestFsShared(InMemory):
+    """As one of several processes would be."""
+
+    options = {"shared": True, "capacity_bytes": "1GiB", "naming": "flat"}  # noqa: RUF012
+
+
+class TestNamespacesOfASharedRoot(Opening, NamespacedConformance):
+    """A root that is not shared has one tier, and so one namespace at a time."""
+
+    @pytest.fixture
+    async def backend(self, open_one):
+        return await open_one(shared=True)
+
+    @pytest.fixture
+    async def neighbour(self, backend, open_one):
+        return await open_one(shared=True, named={"model_name": "other"})
 
 
 @pytest.mark.parametrize("laid_out", LAID_OUT, ids=lambda one: next(iter(one.values())))
-class TestFsCounts(CountedConformance):
+class TestFsCounts(Opening, CountedConformance):
     """Corrupt chunks."""
 
-    chunk_bytes = 8_192
-
     @pytest.fixture
-    async def backend(self, tmp_path, laid_out):
-        tier = await FsBackend.open(FsOptions(root=str(tmp_path), **laid_out), tier_context(self.chunk_bytes))
-        yield tier
-        await tier.aclose(10)
+    async def backend(self, open_one, laid_out):
+        return await open_one(**laid_out)
 
     @pytest.fixture
     def provoke(self, tmp_path, backend):
         lender, key = Lender(self.chunk_bytes), key_of(1_000)
 
-        async def provoke():
+        async def provoke() -> None:
+            """Flip a bit in the middle of a chunk, in the one file where it is stored."""
             await lender.keep(backend, [key])
-            assert damage(tmp_path, lender.chunk(key)) == 1
+            chunk, found = lender.chunk(key), 0
+            for path in filter(os.path.isfile, tmp_path.rglob("*")):
+                stored = bytearray(path.read_bytes())
+                if (at := stored.find(chunk)) >= 0:
+                    found += 1
+                    with path.open("r+b") as file:
+                        file.seek(at + len(chunk) // 2)
+                        file.write(bytes([stored[at + len(chunk) // 2] ^ 1]))
+            assert found == 1
             assert await lender.recall(backend, [key]) == ["ChunkCorrupt"]
 
         return provoke
 
 
-def damage(root: Path, chunk: bytes) -> int:
-    """Flip a bit in the middle of a chunk wherever it is stored; return in how many files it was."""
-    found = 0
-    for path in filter(Path.is_file, root.rglob("*")):
-        stored = path.read_bytes()
-        if (at := stored.find(chunk)) >= 0:
-            found += 1
-            with path.open("r+b") as file:
-                file.seek(at + len(chunk) // 2)
-                file.write(bytes([stored[at + len(chunk) // 2] ^ 1]))
-    return found
-
-
-class Small:
+class Small(Opening):
     """Room for 16 chunks and their folders, and for 8 more that are being written."""
 
     chunk_bytes = 65_536
 
     @pytest.fixture
-    def policy(self):
+    def policy(self) -> str:
         return "lru"
 
     @pytest.fixture
-    async def small(self, tmp_path, policy, laid_out):
+    async def small(self, open_one, policy, laid_out):
         room_bytes = 24 * (self.chunk_bytes + 4_096 + 4 * 4_096)
-        options = FsOptions(root=str(tmp_path), capacity_bytes=room_bytes, eviction_policy=policy, **laid_out)
-        tier = await FsBackend.open(options, tier_context(self.chunk_bytes))
-        yield tier
-        await tier.aclose(10)
+        return await open_one(capacity_bytes=room_bytes, eviction_policy=policy, **laid_out)
 
 
 @pytest.mark.parametrize(
     ("laid_out", "policy"),
     [
-        *(({"naming": "vllm"}, policy) for policy in ("lru", "s3fifo", "density")),
+        *(({"naming": "vllm"}, policy) for policy in ("lru", "s3fifo")),
         *(({"layout": "segments"}, policy) for policy in known_policies()),
     ],
     ids=lambda one: one if isinstance(one, str) else next(iter(one.values())),
@@ -208,33 +212,3 @@ class TestFsWithinACapacity(Small, BoundedConformance):
 @pytest.mark.parametrize("laid_out", LAID_OUT, ids=lambda one: next(iter(one.values())))
 class TestFsByRecency(Small, AdvisedConformance):
     """As it comes."""
-
-
-@pytest.mark.usefixtures("thorough")
-@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="there is no file system in memory")
-class TestFsInMemoryWithEveryOptionTheOtherWay(Suites):
-    """In memory, because thousands of fsyncs take a disk minutes."""
-
-    @pytest.fixture
-    def root(self):
-        with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
-            yield root
-
-    def options(self, root: str) -> FsOptions:
-        return FsOptions(
-            root=root, naming="flat", io="buffered", fsync=True, unverified="accept", load_lanes=1, store_lanes=1
-        )
-
-
-@pytest.mark.usefixtures("thorough")
-@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="there is no file system in memory")
-class TestFsShared(Suites):
-    """As one of several processes would be."""
-
-    @pytest.fixture
-    def root(self):
-        with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
-            yield root
-
-    def options(self, root: str) -> FsOptions:
-        return FsOptions(root=root, shared=True, capacity_bytes="1GiB", naming="flat")
