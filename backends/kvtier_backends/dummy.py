@@ -97,7 +97,6 @@ class DummyDevice:
     def _book(
         self, now: float, slots: list[float], link_free_at: float, on_link_s: Sequence[float]
     ) -> tuple[float, float]:
-        """Return the end of the last transfer, and when the link is free again."""
         ends_at = now
         for link_s in on_link_s:
             ended_at = max(now, slots[0]) + self.latency_s

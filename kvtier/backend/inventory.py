@@ -36,19 +36,16 @@ class InventoryQueue:
         self._changed = asyncio.Event()  # Something for the consumer, or the end.
 
     def added(self, key: OffloadKey) -> None:
-        """Report a chunk that is present."""
         if self._wanted:
             self._added.append(key)
             self._changed.set()
 
     def lost(self, key: OffloadKey) -> None:
-        """Report a chunk that is gone."""
         if self._wanted:
             self._lost.append(key)
             self._changed.set()
 
     def scan_ended(self, *, complete: bool) -> None:
-        """Report the end of the start-up scan."""
         self.complete = complete
         self._changed.set()
 
@@ -58,7 +55,6 @@ class InventoryQueue:
         self._changed.set()
 
     def believed(self) -> list[OffloadKey]:
-        """Return the keys that the consumer may believe to be present."""
         return [*self._held, *self._lost] if self._wanted else []
 
     async def watch(self, believed: Iterable[OffloadKey] = ()) -> AsyncGenerator[InventoryEvent]:

@@ -343,7 +343,6 @@ def _refusal_of_workers_own(namespace: Namespace) -> str:
 
 
 def _fields(namespace: Namespace, *, parallel_agnostic: bool) -> dict[str, Any]:
-    """Return the fields of vLLM's digest, under vLLM's names."""
     fields: dict[str, Any] = {
         "model_name": namespace.model_name,
         "tokens_per_hash": namespace.tokens_per_hash,

@@ -105,7 +105,6 @@ class RemoteBackend(Backend[RemoteOptionsT], Generic[RemoteOptionsT]):
         return self._counts.copy()
 
     def description(self) -> dict[str, str]:
-        """Return the options that say where and how chunks are kept."""
         options, (first, *others) = self._options, self.described
         defaults = {field.name: field.default for field in fields(options)}
         unusual = [name for name in others if getattr(options, name) != defaults[name]]

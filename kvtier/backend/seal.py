@@ -106,7 +106,6 @@ class Seal(ABC):
         self.sum_up(into)
 
     def sum_up(self, seal: memoryview) -> None:
-        """Write the checksum of a seal's other bytes."""
         _SUM.pack_into(seal, _LAYOUT.size, xxh3_64_intdigest(seal[: _LAYOUT.size]))
 
     def read(self, key: OffloadKey, seal: memoryview) -> "Given | SealFault":

@@ -39,7 +39,6 @@ class SealOptions(Options, frozen=True, kw_only=True):
             )
 
     def doubts(self) -> Iterable[str]:
-        """Yield why the keys cannot be read."""
         try:
             if self.seal != "xxh3":
                 self._secrets()

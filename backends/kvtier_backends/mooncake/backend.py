@@ -126,7 +126,6 @@ class MooncakeBackend(RemoteBackend[MooncakeOptions]):
     def __init__(
         self, options: MooncakeOptions, context: TierContext, client: PoolClient, seal: Seal, threads: Threads
     ) -> None:
-        """Use `open` instead."""
         super().__init__(options, context)
         self._mapper = context.mapper
         self._row_bytes = context.row_bytes

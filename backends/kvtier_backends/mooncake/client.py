@@ -139,7 +139,6 @@ def number_of(code: int) -> int:
 
 
 def caused(error: E, number: int) -> E:
-    """Set the system's error as the cause of an error."""
     error.__cause__ = OSError(number, os.strerror(number))
     return error
 
@@ -211,7 +210,6 @@ class ZeroCopy(Limit):
     limit_is = "Mooncake's own zero-copy calls"
 
     def __init__(self, client: PoolClient, prefix: str, rows: Sequence[memoryview]) -> None:
-        """Take over a client, and store the rows."""
         self._client = client
         whose = f"{prefix}limit-{os.urandom(16).hex()}"
         self._names = [f"{whose}/{index}" for index in range(len(rows))]

@@ -55,7 +55,6 @@ class Moved(NamedTuple):
     meanings: list[Meaning | None]  # One for each return code; None for success.
 
     def wholly(self, *meanings: Meaning) -> bool:
-        """Return True if each chunk ended in one of these ways."""
         return all(meaning in meanings for meaning in self.meanings)
 
 
@@ -137,7 +136,6 @@ class Part(Generic[Chunk]):
         return self.slots.views[index][seal.sealed_bytes - seal.beside_bytes : seal.sealed_bytes]
 
     def is_in(self, index: int, part: memoryview) -> bool:
-        """Return True if a buffer lies in the slot itself."""
         return part.obj is self.slots.views[index].obj
 
     def failed(self, index: int, code: int) -> Outcome:
@@ -164,7 +162,6 @@ def moved(work: Callable[[Part[Chunk]], Moved], part: Part[Chunk]) -> Moved:
 
 
 def store(part: Part[Write]) -> Moved:
-    """Store rows. Raises `GivenUp`."""
     for index in range(len(part.names)):
         part.use(index, partial(_seal_into_slot, part, index))
     codes = part.call(part.client.put, range(len(part.names)))
@@ -196,7 +193,6 @@ class _Doubt(NamedTuple):
 
 
 def load(part: Part[Read]) -> Moved:
-    """Fill rows. Raises `GivenUp`."""
     return _Loading(part).run()
 
 
@@ -255,7 +251,6 @@ class _Loading:
         self._doubts[index] = _Doubt(fault, came)
 
     def _read_again(self, codes: list[int]) -> list[int]:
-        """Settle the doubts, and return the codes of all chunks."""
         part, before, self._doubts = self._part, self._doubts, {}
         again = list(before)
         second = part.call(part.client.get, again)
@@ -360,7 +355,6 @@ class Threads:
         return not self._under_way
 
     def shutdown(self) -> None:
-        """End the idle threads."""
         while self._idle:
             self._idle.pop().shutdown(wait=False)
 

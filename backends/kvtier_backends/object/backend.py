@@ -94,7 +94,6 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
     def __init__(
         self, options: ObjectOptions, context: TierContext, store: ObjectStore, seal: Seal, lanes: Lanes
     ) -> None:
-        """Use `open` instead."""
         self._names = ObjectNames(options.target().prefix, context.mapper)
         super().__init__(options, context, self._names.key_bytes_max)
         self._row_bytes = context.row_bytes
@@ -153,7 +152,6 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
             self._index.listing_ended()
 
     async def _page(self, offset: str | None) -> Sequence[Any]:
-        """Return the first page of names after `offset`; empty at the end."""
         with suppress(StopAsyncIteration):
             return await anext(self._listing(offset))
         return []
@@ -297,7 +295,6 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
             self._besides.append(memory)
 
     def _closed(self, write: Write, beside: memoryview) -> tuple[memoryview, bytes]:
-        """Seal a row, and return the object's body and its seal."""
         first = self._seal.close(write.key, write.row, beside)[0]
         return first[: self._row_bytes], bytes(beside[-SEAL_BYTES:])
 
@@ -345,7 +342,6 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
         return fn(*args, **kwargs) if self._inline else await in_thread(self._lanes, fn, *args, **kwargs)
 
     def _beside(self) -> bytearray:
-        """Return memory for a seal. It is kept for later requests."""
         with suppress(IndexError):
             return self._besides.pop()
         return bytearray(self._seal.beside_bytes)
@@ -368,7 +364,6 @@ class Bare(Enum):
 
 
 def _prepared(options: ObjectOptions, context: TierContext) -> tuple[ObjectStore, Seal]:
-    """Read the files that the options name. Blocks."""
     return make_store(options), options.make_seal(context.mapper.fingerprint, context.row_bytes)
 
 
@@ -390,13 +385,11 @@ class BucketIndex:
         return len(self.held) >= self._held_max
 
     def knows(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
-        """Return for each key True, False, or None if it is unknown."""
         self._forget_absent()
         held, absent = self.held, self._absent
         return [True if key in held else False if key in absent else None for key in keys]
 
     def listed(self, key: OffloadKey) -> None:
-        """Record a key of the start-up scan."""
         if key not in self.held and not self.full and key not in self._deleted:
             self.held[key] = None
             self._absent.pop(key, None)
@@ -408,7 +401,6 @@ class BucketIndex:
         self.queue.scan_ended(complete=False)
 
     def there(self, key: OffloadKey) -> None:
-        """Record a key that a call has stored or found."""
         self._absent.pop(key, None)
         if key in self.held or not self._held_max:
             return
@@ -417,13 +409,11 @@ class BucketIndex:
         self.held[key] = None
 
     def deleted(self, key: OffloadKey) -> None:
-        """Record a key that a call deletes."""
         if self.queue.complete is None:
             self._deleted.add(key)
         self.gone(key)
 
     def gone(self, key: OffloadKey) -> None:
-        """Record a key that a call has not found."""
         if key in self.held:
             del self.held[key]
             self.queue.lost(key)
@@ -432,7 +422,6 @@ class BucketIndex:
             self._absent[key] = self._clock() + self._absent_ttl_s
 
     def unknown(self, key: OffloadKey) -> None:
-        """Forget the state of a key whose store failed."""
         self.held.pop(key, None)
         self._absent.pop(key, None)
 

@@ -93,7 +93,6 @@ class Trouble(NamedTuple):
     number: int = 0  # The system's error number, where there is one.
 
     def behind(self, error: E) -> E:
-        """Set this as the cause of an error, and return the error."""
         if self.number:
             error.__cause__ = OSError(self.number, os.strerror(self.number))
         return error
@@ -135,7 +134,6 @@ def _kind_of(error: BaseException, code: str, status: str, words: str) -> Troubl
 
 
 def _number_of(kind: TroubleKind, words: str) -> int:
-    """Return the system's error number, from obstore's debugging text."""
     if kind is TroubleKind.DENIED:
         return errno.EACCES
     return errno.ETIMEDOUT if _TIMED_OUT in words else int(_first(_NUMBER, words) or 0)
@@ -169,7 +167,6 @@ class ObjectNames:
 
 
 def attributes_of(footer: bytes) -> dict[str, str]:
-    """Return the attributes of an object with this seal."""
     return {SEAL_NAME: base64.b64encode(footer).decode()}
 
 
@@ -291,7 +288,6 @@ class Turns:
 
 
 async def _answer(ask: Callable[[C], Awaitable[A]], chunk: C) -> A | Trouble:
-    """Ask up to three times, and return the answer or the last trouble."""
     waits = iter(WAITS_S)
     while True:
         try:
@@ -305,7 +301,6 @@ async def _answer(ask: Callable[[C], Awaitable[A]], chunk: C) -> A | Trouble:
 
 
 def all_away(answers: Sequence[object]) -> Trouble | None:
-    """Return the trouble with the whole bucket, if every request met one."""
     troubles = [answer for answer in answers if isinstance(answer, Trouble) and answer.kind not in OF_ONE_CHUNK]
     return troubles[0] if troubles and len(troubles) == len(answers) else None
 

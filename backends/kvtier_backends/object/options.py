@@ -87,7 +87,6 @@ class ObjectOptions(SealOptions, frozen=True, kw_only=True):
             raise ConfigError(f"unverified: 'accept' given with seal = {self.seal!r}, which refuses unsealed objects")
 
     def doubts(self) -> Iterable[str]:
-        """Yield why the seal's keys or the credentials cannot be read."""
         yield from super().doubts()
         try:
             if self.credentials_file is not None:

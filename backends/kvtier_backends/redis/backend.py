@@ -86,7 +86,6 @@ class RedisBackend(RemoteBackend[RedisOptions]):
     def __init__(
         self, options: RedisOptions, context: TierContext, topology: Topology, seal: Seal, lanes: "RedisLanes"
     ) -> None:
-        """Use `open` instead."""
         super().__init__(options, context)
         # A cluster hashes only what is between braces: with them, every chunk would be on one node.
         folder = context.mapper.chunks_folder.replace("{", "%7B")
@@ -241,7 +240,6 @@ def _check_servers(topology: Topology, options: RedisOptions) -> None:
 
 
 def _parts(indices: list[int], count: int, least: int) -> list[list[int]]:
-    """Divide evenly into up to `count` parts of at least `least` each, or into a single part."""
     parts = max(1, min(count, len(indices) // least))
     size = -(-len(indices) // parts)
     return [indices[start : start + size] for start in range(0, len(indices), size)]
@@ -292,7 +290,6 @@ class Work(ABC, Generic[A]):
         """Return the outcome of an error of this chunk alone."""
 
     def done(self, index: int) -> bool:
-        """Return True if this server has nothing left to answer for a place."""
         return index in self.answers or index in self.unreachable or index in self.redirects
 
     def fail(self, indices: Sequence[int], why: str, number: int) -> None:
@@ -304,12 +301,10 @@ class Work(ABC, Generic[A]):
         return OSError(self.number, os.strerror(self.number)) if self.number else None
 
     def hear_some(self, link: Link, indices: Sequence[int], *, asking: bool) -> int:
-        """Read replies of the first of these places, and return how many. Raises `Lost`."""
         self.hear(link, indices[0], asking=asking)
         return 1
 
     def hear(self, link: Link, index: int, *, asking: bool) -> None:
-        """Read and record a place's reply. Raises `Lost`."""
         not_allowed = _read_asking(link) if asking else None
         try:
             self.answers[index] = self.read(link, index)
@@ -437,7 +432,6 @@ class AskWork(Work[bool]):
         return b"*2\r\n$6\r\n%b\r\n$%d\r\n" % (self._command, name_bytes)
 
     def hear_some(self, link: Link, indices: Sequence[int], *, asking: bool) -> int:
-        """Read all replies that have arrived: there may be thousands, of four bytes each."""
         if asking:
             return super().hear_some(link, indices, asking=asking)
         heads = link.heads(len(indices))

@@ -147,7 +147,6 @@ class Link:
         self._expect_end()
 
     def _taken(self, place: memoryview) -> memoryview:
-        """Fill a place from the bytes read ahead, and return the rest of it."""
         ready = min(self._end - self._start, len(place))
         place[:ready] = self._ahead[self._start : self._start + ready]
         self._start += ready
@@ -227,7 +226,6 @@ class Link:
 
 
 def refusal_of(line: bytes) -> Refused:
-    """Return the error of a reply's first line, made printable."""
     return Refused(one_line(line[1:].decode("utf-8", "replace")[:ERROR_CHARACTERS_MAX]))
 
 

@@ -142,7 +142,6 @@ class RedisOptions(SealOptions, frozen=True, kw_only=True):
             raise ConfigError("tls_key_file: given without tls_cert_file")
 
     def doubts(self) -> Iterable[str]:
-        """Yield why the seal's keys, the password or the files for TLS cannot be read."""
         yield from super().doubts()
         for read in (self.password, self.tls_context):
             try:

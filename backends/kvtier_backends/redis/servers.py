@@ -269,7 +269,6 @@ class Topology(ABC):
         """Return the server of a name, from memory."""
 
     def places_of(self, names: Sequence[bytes]) -> dict[Server, list[int]]:
-        """Return the places of these names by server, from memory."""
         places: defaultdict[Server, list[int]] = defaultdict(list)
         for index, name in enumerate(names):
             places[self.server_of(name)].append(index)
@@ -429,7 +428,6 @@ def _slot(name: bytes) -> int:
 
 
 def _primary_told(link: Link) -> Address:
-    """Read a sentinel's answer: a host and a port."""
     length = link.length(b"*")
     if length is None:
         raise Lost("it watches no primary of this name")
