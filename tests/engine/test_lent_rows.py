@@ -9,7 +9,6 @@ import pytest
 
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.errors import RowsStillRead
-from kvtier.memory.region import Region
 from tests.engine.kit import CHUNK_BYTES, at_rest, chunk, describe, found, key, ledger_in, put, settled
 
 pytestmark = pytest.mark.virtual_time
@@ -153,15 +152,3 @@ async def test_views_released_in_time_cost_nothing(open_engine):
         with pytest.raises(ValueError, match="released"):
             view[0]
     assert settled(engine)
-
-
-def test_the_memory_of_a_region_goes_with_the_last_that_reads_a_lent_row(make):
-    region = Region.private(1, CHUNK_BYTES)
-    region.row(0)[:] = chunk(1)
-    lent = region.lend(0, CHUNK_BYTES)
-    made = make(lent.view)
-    region.close()
-    assert not lent.release()
-    assert starts_with(made, 1)
-    del made
-    assert lent.release()

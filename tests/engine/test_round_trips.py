@@ -1,7 +1,5 @@
 """Chunks come back bit for bit, however few rows there are. Each bridge has such tests in tests/runner."""
 
-import asyncio
-
 import pytest
 
 from kvtier.backend.namespace import make_offload_key
@@ -15,28 +13,10 @@ async def test_a_primary_of_one_row_works(open_engine):
     for number in range(5):
         assert await put(engine, [number]) == 1
     assert await put(engine, [1, 2]) == 1
+    assert await engine.put([key(1)], [chunk(9)]) == 1  # A second put of a key keeps the first chunk.
     for number in range(5):
         assert await found(engine, [number]) == 1
     assert await at_rest(engine)
-
-
-async def test_a_second_put_of_a_key_keeps_the_first_chunk(open_engine):
-    engine = await open_engine(4, DUMMY)
-    await put(engine, [1])
-    assert await engine.put([key(1), key(2)], [chunk(9), chunk(2)]) == 2
-    assert await found(engine, [1, 2]) == 2
-
-
-async def test_a_delete_waits_for_readers_of_the_rows(open_engine):
-    engine = await open_engine(8, DUMMY)
-    await put(engine, [1])
-    async with engine.fetch([key(1)]) as rows:
-        deleting = asyncio.ensure_future(engine.delete([key(1)]))
-        assert await engine.drain()
-        assert not deleting.done()
-        assert bytes(rows[0]) == chunk(1)
-    await deleting
-    assert await found(engine, [1]) == 0
 
 
 async def test_a_tier_lets_a_long_requests_tail_go_before_its_head(open_engine, tmp_path):

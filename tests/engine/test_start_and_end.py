@@ -172,12 +172,16 @@ def wait_for(bridge, condition):
     raise AssertionError(f"it did not come about: {list(bridge.mailbox)}")
 
 
-def test_a_successor_gets_nothing_before_its_owner_knows_of_it(bridge):
+@pytest.mark.parametrize("admitted", [True, False])
+def test_a_successor_gets_nothing_before_its_owner_knows_of_it_and_ends_with_the_rest(bridge, admitted):
     assert sent(bridge)
     kill_runner(bridge, until=RunnerBack)
     assert not sent(bridge)
-    bridge.admit(1)
-    assert sent(bridge)
+    if admitted:
+        bridge.admit(1)
+        assert sent(bridge)
+    bridge.close(0.5)
+    wait_for(bridge, lambda: not children())
 
 
 def test_a_successor_that_has_died_meanwhile_is_not_admitted(bridge, monkeypatch):
@@ -202,16 +206,6 @@ def test_a_successor_that_blocks_as_it_opens_is_killed_and_has_a_successor_itsel
         wait_for(bridge, lambda: not wish.exists())
         monkeypatch.undo()
         wait_for(bridge, lambda: has_said(bridge, RunnerBack))
-
-
-def test_a_successor_that_was_never_admitted_ends_with_the_rest(bridge):
-    kill_runner(bridge, until=RunnerBack)
-    bridge.close(0.5)
-    for _ in range(1_000):
-        if not children():
-            break
-        bridge.wait(0.01)
-    assert not children()
 
 
 async def test_calls_cut_off_by_closing_are_not_logged(caplog):

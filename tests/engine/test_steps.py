@@ -26,26 +26,6 @@ def store(engine, numbers, request_id):
     return True
 
 
-def serve(engine, numbers, request_id):
-    """Serve one request from beginning to end, and hold every byte that is loaded against what was stored."""
-    engine.on_new_request(request_id)
-    deadline = time.monotonic() + PATIENCE_S
-    while True:
-        results = [engine.lookup(key(number), request_id) for number in numbers]
-        run = results.index(MISS) if MISS in results else len(results)
-        if results[:run] == [HIT] * run:
-            break
-        assert time.monotonic() < deadline, results
-        engine.end_step()
-    keys = [key(number) for number in numbers[:run]]
-    rows = engine.prepare_load(keys, request_id)
-    assert [bytes(engine.region.row(row)) for row in rows] == [chunk(number) for number in numbers[:run]]
-    engine.complete_load(keys, request_id)
-    store(engine, numbers[run:], request_id)
-    engine.end_step()
-    engine.on_request_finished(request_id)
-
-
 def test_a_drain_gives_up_at_its_deadline(start_engine):
     engine = start_engine(4, {"type": FAULTY, "inner": DUMMY, "script": {"store": ["hang"]}, "faults": {"hang_s": 1.0}})
     engine.on_new_request("r")
@@ -105,23 +85,6 @@ def test_an_interrupted_reset_is_a_reset(start_engine):
     while not settled(engine):
         assert time.monotonic() < deadline
         engine.end_step()
-
-
-def test_the_statistics_show_counters_and_held_rows(start_engine):
-    engine = start_engine(3, {"type": "dummy", "name": "far"}, limits={"cascade_share": 1.0})
-    for numbers in ([1, 2, 3], [1, 4], [3]):  # The fourth chunk takes the row of the third, which leaves first.
-        serve(engine, numbers, f"{numbers}")
-        assert engine.drain()
-    stats = engine.stats()
-    (tier,) = stats.tiers
-    primary = stats.primary
-    assert (tier.name, tier.breaker, tier.dropped, tier.failed, tier.causes) == ("far", "closed", {}, {}, {})
-    assert (primary.stores, primary.hits, primary.misses) == (4, 1, 4)
-    assert (tier.stored, tier.promoted, tier.loaded, tier.hits, tier.misses) == (4, 1, 1, 1, 4)
-    assert (primary.rows_ready, primary.rows_free, primary.evictions) == (3, 0, 2)
-    in_between = (primary.rows_filling, primary.rows_quarantined, primary.rows_leased, primary.rows_in_use)
-    assert (in_between, tier.loading, tier.storing) == ((0, 0, 0, 0), 0, 0)
-    assert (stats.runners_lost, stats.events_dropped) == (0, 0)
 
 
 @pytest.mark.usefixtures("outside")
