@@ -6,6 +6,7 @@ At rest it must owe nothing and believe of each tier what the tier says; a closi
 import asyncio
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kvtier.backend import OffloadKey
@@ -21,23 +22,20 @@ PATIENCE_S = 2_000.0  # Of virtual time: a life in which anybody still waits aft
 SETTLING_S = 30.0  # Longer than any answer is believed and any breaker cools down.
 
 
+@dataclass(slots=True, eq=False)
 class LifeUnderWay:
     """One of a scenario's."""
 
-    def __init__(
-        self, scenario: Scenario, books: Sequence[Book], life: Life, number: int, counts: "Counter[str]"
-    ) -> None:
-        """`books`: one a tier. `counts`: what was met is added to it."""
-        self._scenario = scenario
-        self._books = books
-        self._life = life
-        self._number = number
-        self._counts = counts
+    scenario: Scenario
+    books: Sequence[Book]  # One a tier.
+    life: Life
+    number: int
+    counts: Counter[str]  # What was met is added to it.
 
     async def run(self) -> None:
         """Open an engine, have it used until this life ends, and stop everything."""
-        life = self._life
-        engine = await AuditedManager.open(self._scenario.config)
+        life = self.life
+        engine = await AuditedManager.open(self.scenario.config)
         engine.steps.on_give_up = self._give_up
         try:
             users = self._users(engine)
@@ -56,16 +54,16 @@ class LifeUnderWay:
 
     def _users(self, engine: AuditedManager) -> list["asyncio.Task[Any]"]:
         """Set everybody going who uses the engine in this life."""
-        life = self._life
-        scheduler = Scheduler(engine, life.prompts, life.pace, resets_s=life.resets_s, seed=self._scenario.seed)
+        life = self.life
+        scheduler = Scheduler(engine, life.prompts, life.pace, resets_s=life.resets_s, seed=self.scenario.seed)
         programs = [
             Program(
                 engine,
-                self._scenario.documents,
+                self.scenario.documents,
                 matchers,
                 habits,
-                f"{self._scenario.seed}, life {self._number}, program {index}",
-                self._counts,
+                f"{self.scenario.seed}, life {self.number}, program {index}",
+                self.counts,
             )
             for index, (habits, matchers) in enumerate(life.habits)
         ]
@@ -74,7 +72,7 @@ class LifeUnderWay:
     async def _calm_down(self, engine: AuditedManager) -> None:
         """Let nothing fail any more, wait until all is at rest, and hold the engine to account."""
         for _ in range(int(SETTLING_S)):
-            for book in self._books:
+            for book in self.books:
                 assert book.witness is not None
                 book.witness.calm()  # Again: a delayed call may hang later.
             await asyncio.sleep(1.0)
@@ -99,7 +97,7 @@ class LifeUnderWay:
     def _check_beliefs(self, engine: AuditedManager) -> None:
         """Hold what the engine believes of each tier against the tier's own last words."""
         ledger, now = engine.steps.ledger, asyncio.get_running_loop().time()
-        for tier, book in zip(ledger.tiers, self._books, strict=True):
+        for tier, book in zip(ledger.tiers, self.books, strict=True):
             for key, truth in book.truth.items():
                 believed = tier.answer(key, bool(ledger.locations.mask.get(key, 0) & tier.bit), now)
                 wrong = (truth is Truth.PRESENT and believed is False) or (truth is Truth.GONE and believed is True)
@@ -110,7 +108,7 @@ class LifeUnderWay:
     async def _close(self, engine: AuditedManager, users: Sequence["asyncio.Task[Any]"]) -> None:
         """Close the engine while programs use it: within its time, and nobody is left waiting."""
         loop = asyncio.get_running_loop()
-        begun, close_s = loop.time(), self._scenario.config.limits.close_s
+        begun, close_s = loop.time(), self.scenario.config.limits.close_s
         users[0].cancel()  # The scheduler: whoever steps an engine does not step on beside its shutdown.
         await asyncio.wait(users[:1])
         await engine.aclose()
@@ -121,15 +119,15 @@ class LifeUnderWay:
             assert not left, f"not told that the engine closed: {len(left)}"
 
     def _count(self, engine: AuditedManager) -> None:
-        self._counts["audits"] += engine.steps.audits
+        self.counts["audits"] += engine.steps.audits
         ledger = engine.steps.ledger
-        self._counts["primary hits"] += ledger.counters.hits
-        self._counts["promotions refused"] += ledger.counters.promotions_refused
+        self.counts["primary hits"] += ledger.counters.hits
+        self.counts["promotions refused"] += ledger.counters.promotions_refused
         for tier in ledger.tiers:
-            self._counts["tier hits"] += tier.counters.hits
-            self._counts["breaker opened"] += tier.breaker.opened
-            self._counts["cascades dropped"] += sum(tier.counters.dropped.values())
-            self._counts.update({f"failed:{code}": chunks for code, chunks in tier.counters.failed.items()})
+            self.counts["tier hits"] += tier.counters.hits
+            self.counts["breaker opened"] += tier.breaker.opened
+            self.counts["cascades dropped"] += sum(tier.counters.dropped.values())
+            self.counts.update({f"failed:{code}": chunks for code, chunks in tier.counters.failed.items()})
 
     async def _stop(self) -> None:
         """Stop everything where it is, as the end of a process does, and have the tiers let go of what they keep."""
@@ -138,16 +136,16 @@ class LifeUnderWay:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        for book in self._books:
+        for book in self.books:
             if book.witness is not None:
                 await book.witness.aclose(0)
                 book.witness.count_faults()
 
     def _give_up(self, in_flight: Iterable[Transfer]) -> None:
-        keys: list[list[OffloadKey]] = [[] for _ in self._books]
+        keys: list[list[OffloadKey]] = [[] for _ in self.books]
         for transfer in in_flight:
             keys[transfer.tier.index] += transfer.keys
-        for book, given_up in zip(self._books, keys, strict=True):
+        for book, given_up in zip(self.books, keys, strict=True):
             book.give_up(given_up)
 
 

@@ -7,6 +7,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvtier.backend import OffloadKey
@@ -41,46 +42,40 @@ class Habits(NamedTuple):
     hints: float = 0.0  # Share of operations with a hint, good or bad, and with a call about keys after them.
 
 
+@dataclass(eq=False)
 class Program:
     """One of them. `documents` are prefix chains; it uses leading parts of them."""
 
-    def __init__(
-        self,
-        engine: TieringOffloadingManager,
-        documents: Sequence[Sequence[OffloadKey]],
-        matchers: Sequence[TierMatcher] | None,
-        habits: Habits,
-        seed: str,
-        counts: Counter[str],
-    ) -> None:
-        self._engine = engine
-        self._documents = documents
-        self._matchers = matchers
-        self._habits = habits
-        self._name = seed
-        self._random = random.Random(seed)
-        self._hints = random.Random(f"{seed}, hints")  # Apart: a seed is the same story but for its hints.
-        self._reads = random.Random(f"{seed}, reads")
-        self._counts = counts
-        self._number = 0
+    engine: TieringOffloadingManager
+    documents: Sequence[Sequence[OffloadKey]]
+    matchers: Sequence[TierMatcher] | None
+    habits: Habits
+    name: str
+    counts: Counter[str]
+    number: int = 0
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.name)
+        self._hints = random.Random(f"{self.name}, hints")  # Apart: a seed is the same story but for its hints.
+        self._reads = random.Random(f"{self.name}, reads")
 
     async def run(self) -> None:
         """Do everything, or as much as can be done before the engine is closed."""
         operations: list[Callable[[], Coroutine[Any, Any, None]]] = [self._put, self._fetch, self._delete, self._reset]
-        for _ in range(self._habits.operations):
-            await asyncio.sleep(self._random.uniform(0, self._habits.pause_s))
-            (operation,) = self._random.choices(operations, self._habits.weights)
+        for _ in range(self.habits.operations):
+            await asyncio.sleep(self._random.uniform(0, self.habits.pause_s))
+            (operation,) = self._random.choices(operations, self.habits.weights)
             cancelled_after_s = None
-            if self._random.random() < self._habits.cancels:
+            if self._random.random() < self.habits.cancels:
                 cancelled_after_s = self._random.choice((0.0, self._random.uniform(0, 1.0)))
             try:
                 await self._do(operation(), cancelled_after_s)
-                if self._hints.random() < self._habits.hints:
+                if self._hints.random() < self.habits.hints:
                     await self._do(self._tell(), cancelled_after_s)
             except EngineClosed:
-                self._counts["requests told that the engine closed"] += 1
+                self.counts["requests told that the engine closed"] += 1
                 return
-            self._counts["operations"] += 1
+            self.counts["operations"] += 1
         self._finish()
 
     async def _do(self, work: Coroutine[Any, Any, None], cancelled_after_s: float | None) -> None:
@@ -90,20 +85,20 @@ class Program:
         task = asyncio.ensure_future(work)
         await asyncio.wait({task}, timeout=cancelled_after_s)
         if not task.done():
-            self._counts["cancelled"] += 1
+            self.counts["cancelled"] += 1
             task.cancel()
         await asyncio.wait({task})
         if not task.cancelled():
             task.result()
 
     async def _put(self) -> None:
-        keys, size_bytes = self._some_keys(), self._engine.config.chunk_bytes
-        put = await self._engine.put(
+        keys, size_bytes = self._some_keys(), self.engine.config.chunk_bytes
+        put = await self.engine.put(
             keys, [chunk_of(key, size_bytes) for key in keys], request_id=self._begin(), hint=self._hint()
         )
         self._finish()
         assert 0 <= put <= len(keys)
-        self._counts["chunks put"] += put
+        self.counts["chunks put"] += put
 
     async def _fetch(self) -> None:
         keys = self._some_keys()
@@ -111,26 +106,26 @@ class Program:
         if read is not None:
             await read(keys)
         nested = self._some_keys() if self._reads.random() < 0.1 else ()
-        async with self._engine.fetch(keys, request_id=self._begin(), hint=self._hint()) as rows:
+        async with self.engine.fetch(keys, request_id=self._begin(), hint=self._hint()) as rows:
             self._compare(keys, rows)
             if nested:
-                async with self._engine.fetch(nested) as more:
+                async with self.engine.fetch(nested) as more:
                     self._compare(nested, more)
-            await asyncio.sleep(self._random.uniform(0, self._habits.hold_s))
+            await asyncio.sleep(self._random.uniform(0, self.habits.hold_s))
             self._compare(keys, rows)
-            self._counts["chunks fetched"] += len(rows)
+            self.counts["chunks fetched"] += len(rows)
         self._finish()
 
     async def _stream(self, keys: Sequence[OffloadKey]) -> None:
         """Read in parts, sometimes not to the end."""
         done, leaves = 0, self._reads.random() < 0.2
-        async for rows in self._engine.stream(keys):
+        async for rows in self.engine.stream(keys):
             self._compare(keys[done:], rows)
             done += len(rows)
-            self._counts["chunks streamed"] += len(rows)
+            self.counts["chunks streamed"] += len(rows)
             if leaves:
                 return
-            await asyncio.sleep(self._reads.uniform(0, self._habits.hold_s))
+            await asyncio.sleep(self._reads.uniform(0, self.habits.hold_s))
             self._compare(keys[done - len(rows) :], rows)
 
     async def _insist(self, keys: Sequence[OffloadKey]) -> None:
@@ -139,55 +134,55 @@ class Program:
         assert isinstance(loop, TurningLoop)
         calls, begun = self._reads.choice((2, 20)), loop.turns
         for _ in range(calls):
-            self._counts["chunks found by insisting"] += len(await self._engine.get(keys))
+            self.counts["chunks found by insisting"] += len(await self.engine.get(keys))
         assert loop.turns - begun >= calls - 1, f"{calls} calls in {loop.turns - begun} turns of the loop"
 
     async def _tell(self) -> None:
         """Hint at keys that a request used, uses or will use."""
-        document = self._hints.choice(self._documents)
+        document = self._hints.choice(self.documents)
         keys = document[: self._hints.randint(0, len(document))]
         match self._hints.choice(("prefetch", "demote", "forget", "retain")):
             case "prefetch":
-                self._counts["chunks prefetched"] += await self._engine.prefetch(keys)
+                self.counts["chunks prefetched"] += await self.engine.prefetch(keys)
             case "demote":
-                self._counts["chunks demoted"] += self._engine.demote(keys)
+                self.counts["chunks demoted"] += self.engine.demote(keys)
             case "forget":
-                self._counts["chunks forgotten"] += self._engine.forget(keys[-2:])
+                self.counts["chunks forgotten"] += self.engine.forget(keys[-2:])
             case _:
                 seconds, priority = self._hints.uniform(0.1, 10.0), self._hints.randint(0, 99)
-                self._counts["chunks retained"] += self._engine.retain(keys, seconds, priority=priority)
+                self.counts["chunks retained"] += self.engine.retain(keys, seconds, priority=priority)
 
     def _hint(self) -> object:
-        return some_hint(self._hints) if self._hints.random() < self._habits.hints else None
+        return some_hint(self._hints) if self._hints.random() < self.habits.hints else None
 
     async def _delete(self) -> None:
-        await self._engine.delete(self._some_keys()[-2:])
+        await self.engine.delete(self._some_keys()[-2:])
 
     async def _reset(self) -> None:
-        await self._engine.reset()
-        self._counts["resets"] += 1
+        await self.engine.reset()
+        self.counts["resets"] += 1
 
     def _begin(self) -> str | None:
         """Begin a request of the program's own, or (None) leave that to the engine."""
         self._finish()  # What a cancelled operation left.
-        if self._matchers is None:
+        if self.matchers is None:
             return None
-        self._number += 1
-        self._engine.steps.on_new_request(self._request_id, self._matchers)
+        self.number += 1
+        self.engine.steps.on_new_request(self._request_id, self.matchers)
         return self._request_id
 
     def _finish(self) -> None:
-        self._engine.steps.on_request_finished(self._request_id)
+        self.engine.steps.on_request_finished(self._request_id)
 
     @property
     def _request_id(self) -> str:
-        return f"{self._name} {self._number}"
+        return f"{self.name} {self.number}"
 
     def _some_keys(self) -> Sequence[OffloadKey]:
-        document = self._random.choice(self._documents)
+        document = self._random.choice(self.documents)
         return document[: self._random.randint(1, len(document))]
 
     def _compare(self, keys: Sequence[OffloadKey], rows: Sequence[memoryview]) -> None:
         for key, row in zip(keys, rows, strict=False):
-            self._counts["bytes fetched"] += len(row)
-            assert row == chunk_of(key, self._engine.config.chunk_bytes), f"wrong bytes: {key.hex()}"
+            self.counts["bytes fetched"] += len(row)
+            assert row == chunk_of(key, self.engine.config.chunk_bytes), f"wrong bytes: {key.hex()}"

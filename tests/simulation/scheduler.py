@@ -63,14 +63,11 @@ class Scheduler:
         seed: int = 0,
     ) -> None:
         self.served: list[Served] = []
-        self._manager = engine
-        self._steps = engine.steps
-        self._pace = pace
+        self._manager, self._steps, self._pace = engine, engine.steps, pace
         self._arriving = deque(sorted(prompts, key=lambda prompt: prompt.arrives_s))
         self._resets = deque(sorted(resets_s))
         self._random = random.Random(seed)
-        self._waiting: list[_Run] = []
-        self._running: list[_Run] = []
+        self._waiting, self._running = list[_Run](), list[_Run]()
         self._now = 0.0
 
     async def run(self) -> list[Served]:

@@ -11,6 +11,7 @@ import signal
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
@@ -59,14 +60,14 @@ def simulate(seed: int) -> Verdict:
         return world.verdict()
 
 
+@dataclass
 class Summary:
     """The outcome of some seeds."""
 
-    def __init__(self) -> None:
-        self.seeds = 0
-        self.counts: Counter[str] = Counter()
-        self.virtual_s = 0.0
-        self.failures: list[str] = []
+    seeds: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    virtual_s: float = 0.0
+    failures: list[str] = field(default_factory=list)
 
     def add(self, other: "Summary") -> None:
         self.seeds += other.seeds
@@ -100,8 +101,7 @@ class _World:
     """The scenario under way."""
 
     def __init__(self, scenario: Scenario, books: Sequence[Book]) -> None:
-        self._scenario = scenario
-        self._books = books
+        self._scenario, self._books = scenario, books
         self._counts: Counter[str] = Counter()
         self._times: list[float] = []
 
