@@ -89,11 +89,6 @@ async def scanned(tier: FsBackend, *, complete: bool | None = None) -> set[Offlo
     raise AssertionError("the report ended")
 
 
-@pytest.fixture
-def row_bytes() -> int:
-    return ROW_BYTES
-
-
 @pytest.fixture(params=["files", "segments"])
 def layout(request) -> str:
     return str(request.param)

@@ -6,6 +6,7 @@ import pytest
 
 from kvtier.testing.conformance.lender import keys_of
 from kvtier_backends.fs.files import layout as files_layout
+from tests.fs.conftest import taken_bytes
 
 MIB = 1 << 20
 CAPACITY_BYTES = 24 * MIB
@@ -28,7 +29,7 @@ def nfs(monkeypatch) -> None:
 
 @pytest.mark.usefixtures("nfs", "thorough")
 @pytest.mark.parametrize("options", WAYS, ids=str)
-async def test_a_directory_on_nfs_is_filled_to_its_capacity(open_tier, lender, taken_bytes, root, options):
+async def test_a_directory_on_nfs_is_filled_to_its_capacity(open_tier, lender, root, options) -> None:
     tier = await open_tier(capacity_bytes=CAPACITY_BYTES, **options)
     stored = 0
     while not tier.counters().evicted:

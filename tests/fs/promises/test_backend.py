@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 from blockbuster import blockbuster_ctx
 
-from kvtier.backend.contract import Added, Durability, Occupancy, ScanDone, TierContext, backend_class
+from kvtier.backend.contract import Added, Durability, ScanDone, TierContext, backend_class
 from kvtier.backend.namespace import OffloadKey, make_offload_key
 from kvtier.errors import BackendClosed, BackendUnavailable
 from kvtier.testing.conformance.lender import key_of, keys_of
@@ -120,15 +120,6 @@ async def test_loads_and_stores_have_lanes_of_their_own(open_tier, lender, syste
         await lender.keep(tier, keys_of(16, start=50))
     stuck.let_go()
     assert await load == whole(keys_of(1))
-
-
-async def test_occupancy_is_what_the_file_system_counts(open_tier, lender, root) -> None:
-    tier = await open_tier()
-    await lender.keep(tier, keys_of(20))
-    await lender.keep(tier, keys_of(5), version=1)
-    await tier.delete(keys_of(3, start=10))
-    allocated_bytes = sum(path.stat().st_blocks * 512 for path in root.rglob("*.bin"))
-    assert tier.occupancy() == Occupancy(17, allocated_bytes, None)
 
 
 async def test_a_chunk_that_is_gone_or_corrupt_is_a_miss_and_reported_as_removed(open_tier, lender, path_of) -> None:

@@ -41,10 +41,7 @@ DAMAGES: dict[str, tuple[Damage, ChunkFault]] = {
 }
 OF_FILES: dict[str, tuple[Damage, ChunkFault]] = {  # A slot has one length.
     "empty": (cut_to(0), ChunkFault.TRUNCATED),
-    "a page": (cut_to(4_096), ChunkFault.TRUNCATED),
-    "a byte less than a row": (cut_to(ROW_BYTES - 1), ChunkFault.TRUNCATED),
     "a byte more than a row": (cut_to(ROW_BYTES + 1), ChunkFault.TRUNCATED),
-    "a byte less than a footer": (cut_to(SLOT_BYTES - 1), ChunkFault.TRUNCATED),
     "a byte too long": (cut_to(SLOT_BYTES + 1), ChunkFault.OVERLONG),
     "a page too long": (cut_to(SLOT_BYTES + FOOTER_BYTES), ChunkFault.OVERLONG),
     "much too long": (cut_to(ROW_BYTES * 10), ChunkFault.OVERLONG),

@@ -109,13 +109,6 @@ async def test_a_link_in_the_place_of_a_folder_is_refused_by_name(
     assert os.listdir(treasure.parent) == ["treasure"]
 
 
-async def test_the_root_itself_may_be_a_link(open_tier, lender, tmp_path, root) -> None:
-    (tmp_path / "disk").mkdir()
-    root.symlink_to(tmp_path / "disk")
-    await lender.keep(await open_tier(), keys_of(2))
-    assert list((tmp_path / "disk").rglob("*.bin"))
-
-
 async def test_a_link_in_the_place_of_the_checkpoint_is_not_read_and_is_replaced(
     open_tier, stored, lender, root, mapper, treasure
 ) -> None:

@@ -55,10 +55,14 @@ async def spend(budget: DiskWriteBudget) -> int:
     return total
 
 
-async def test_a_full_bucket_is_an_eighth_of_a_day(open_budget) -> None:
-    budget = open_budget()
-    assert await spend(budget) == DAY_BYTES // 8
-    assert await budget.take(1) == 0
+async def test_a_full_bucket_is_an_eighth_of_a_day_for_all_engines_together(open_budget) -> None:
+    one, two = open_budget(), open_budget()
+    assert sum(await asyncio.gather(spend(one), spend(two))) == DAY_BYTES // 8
+    assert await one.take(1) == 0
+
+
+async def test_only_whole_chunks_are_allowed(open_budget) -> None:
+    assert await open_budget(8 * 2_500).take(5) == 2
 
 
 async def test_no_day_sees_more_than_its_bytes(open_budget, clock) -> None:
@@ -100,17 +104,6 @@ async def test_a_damaged_file_is_an_empty_bucket(open_budget, tmp_path, clock) -
     assert await spend(budget) == 0
     clock.now_ns += DAY_NS
     assert await spend(budget) == DAY_BYTES // 8
-
-
-async def test_only_whole_chunks_are_allowed(open_budget) -> None:
-    budget = open_budget(8 * 2_500)
-    assert await budget.take(5) == 2
-
-
-async def test_two_engines_draw_on_one_bucket(open_budget) -> None:
-    one, two = open_budget(), open_budget()
-    spent = await asyncio.gather(spend(one), spend(two))
-    assert sum(spent) == DAY_BYTES // 8
 
 
 async def test_a_budget_that_cannot_be_opened_leaves_no_file_open(open_budget, system_call, tmp_path) -> None:
