@@ -30,7 +30,7 @@ from kvtier.memory import require_file_bytes
 from kvtier.settings import shown_bytes
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.files.layout import FilesLayout
-from kvtier_backends.fs.layout import FsCounters, Layout, Left, OpenTier, by_name, left_s, open_tier, until
+from kvtier_backends.fs.layout import FsCounters, Left, OpenTier, by_name, left_s, open_tier, until
 from kvtier_backends.fs.options import FsOptions
 from kvtier_backends.fs.segments.layout import SegmentsLayout
 from kvtier_backends.fs.segments.segment import HEADER_BYTES, SEGMENT_BYTES_MOST
@@ -43,7 +43,7 @@ ItemT = TypeVar("ItemT", Read, Write)
 LOOK_EVERY_S = 10.0
 END_S = 1.0  # Calls on a directory that is gone fail at once, or hang in its file system for ever.
 
-LAYOUTS: dict[str, Callable[[OpenTier], Layout]] = {"files": FilesLayout, "segments": SegmentsLayout}
+Layout = FilesLayout | SegmentsLayout
 
 
 class FsBackend(Backend[FsOptions]):
@@ -68,14 +68,13 @@ class FsBackend(Backend[FsOptions]):
             raise
 
     def __init__(self, tier: OpenTier) -> None:
-        """Use `open` instead."""
         if tier.options.fsync:
             self.durability = Durability.POWER
         if tier.options.io == "auto" and not tier.root.direct:
             tier.counters.count("buffered_fallback")
         self._name = tier.context.name
         self._stores = Calls(self._name)
-        self._lives = Lives(tier, LAYOUTS[tier.options.layout or ""])
+        self._lives = Lives(tier)
         self._closed = False
 
     async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
@@ -116,12 +115,10 @@ class FsBackend(Backend[FsOptions]):
         self._layout.advise(advice)
 
     def counts(self) -> dict[str, int]:
-        """See `Counted`."""
-        retentions_cut = self._lives.retentions_cut_before + self._layout.retentions_cut
+        retentions_cut = self._lives.retentions_cut_before + self._layout.index.retentions_cut
         return by_name(self.counters()) | {"retentions_cut": retentions_cut}
 
     def description(self) -> dict[str, str]:
-        """See `Described`."""
         options = self._lives.now.tier.options
         about = {"root": options.root, "layout": options.layout or ""}
         if options.naming is not None:
@@ -133,7 +130,6 @@ class FsBackend(Backend[FsOptions]):
         return about
 
     def counters(self) -> FsCounters:
-        """Return what was counted since the tier was opened."""
         return self._lives.now.tier.counters.totals()
 
     @property
@@ -203,10 +199,8 @@ class Lives:
     loop's thread.
     """
 
-    def __init__(self, tier: OpenTier, layout: Callable[[OpenTier], Layout]) -> None:
-        """Begin the first one on an open directory. `layout`: makes a life's layout, and starts nothing."""
-        self._make_layout = layout
-        self.now = self._life(tier)
+    def __init__(self, tier: OpenTier) -> None:
+        self.now = _life(tier)
         self.retentions_cut_before = 0
         self._doubted = False  # A call has failed, and the root was not checked since.
         self._ended = False  # The life has ended, and the next has not begun.
@@ -257,7 +251,7 @@ class Lives:
         while not self._closed:
             life, believed = self.now, self._believed
             self._believed = []
-            async with aclosing(life.layout.inventory.watch(believed)) as events:
+            async with aclosing(life.layout.index.inventory.watch(believed)) as events:
                 async for event in events:
                     yield event
             while life is self.now and not self._closed:
@@ -267,12 +261,8 @@ class Lives:
     def close(self) -> None:
         """End the inventory's iteration, and begin no other life."""
         self._closed = True
-        self.now.layout.inventory.close()
+        self.now.layout.index.inventory.close()
         self._changed.set()
-
-    def _life(self, tier: OpenTier) -> Life:
-        layout = self._make_layout(tier)
-        return Life(tier, layout, Fit(tier.context.row_bytes, layout.key_bytes_max))
 
     def _close_files(self, life: Life) -> None:
         """Let go of every descriptor, and of the locks; idempotent. No lane may be in a call; any thread may call."""
@@ -318,9 +308,9 @@ class Lives:
         self._idle.clear()
         if self._calls and not await until(self._idle.wait(), END_S):
             raise BackendUnavailable(f"{name}: the directory is gone, and calls hang that were begun before")
-        self._believed += life.layout.inventory.believed()
-        self.retentions_cut_before += life.layout.retentions_cut
-        life.layout.inventory.close()
+        self._believed += life.layout.index.inventory.believed()
+        self.retentions_cut_before += life.layout.index.retentions_cut
+        life.layout.index.inventory.close()
         self._ended = True
         await life.aclose(time.monotonic() + END_S, life.close_files)
         with suppress(OSError):  # Of a task that met the end.
@@ -335,8 +325,14 @@ class Lives:
         if self._closed:
             tier.let_go()
             raise BackendUnavailable(f"{before.context.name}: closed")
-        self.now = self._life(tier)
+        self.now = _life(tier)
         self._ended = False
         self.now.layout.begin()
         self._changed.set()
         logger.info("%s: %s is there again", before.context.name, tier.options.root)
+
+
+def _life(tier: OpenTier) -> Life:
+    """Make a life on an open directory, and start nothing."""
+    layout: Layout = FilesLayout(tier) if tier.options.layout == "files" else SegmentsLayout(tier)
+    return Life(tier, layout, Fit(tier.context.row_bytes, layout.key_bytes_max))

@@ -326,7 +326,6 @@ class FilesDirectory:
         yield StoredFile(kind, name, key, status.st_size, taken_bytes, used_at_ns, status.st_ino, fault)
 
     def _is_still(self, file: StoredFile, before: os.stat_result) -> bool:
-        """Return True if the file still has its name and was not written since."""
         with suppress(FileNotFoundError, NotADirectoryError, ForeignError):
             now = below.look(self._fd, file.name)
             return os.path.samestat(now, before) and now.st_mtime_ns == before.st_mtime_ns
@@ -387,7 +386,6 @@ def _kind(name: str) -> Kind:
 
 
 def _footer_at_end(fd: int, size_bytes: int) -> Footer | ChunkFault:
-    """Read a file's last page; a shorter file has no footer."""
     page = os.pread(fd, FOOTER_BYTES, max(0, size_bytes - FOOTER_BYTES))
     return read_footer(memoryview(page)) if len(page) == FOOTER_BYTES else ChunkFault.TRUNCATED
 
@@ -409,7 +407,6 @@ def is_slot(name: str) -> bool:
 
 
 def unreadable(name: str, error: OSError) -> StoredFile:
-    """Return the entry of a file or folder that cannot be read."""
     return StoredFile(Kind.UNREADABLE, name, None, 0, 0, 0, 0, reason(error))
 
 
@@ -434,7 +431,6 @@ class SegmentsDirectory:
         self._empty_below = 0  # In that segment, while it is locked.
 
     def close(self) -> None:
-        """Close the open segment."""
         if self._open is not None:
             os.close(self._open[1])
             self._open = None
@@ -465,7 +461,6 @@ class SegmentsDirectory:
         yield StoredFile(Kind.BESIDE, name, None, rest_bytes, rest_bytes, 0, 0)
 
     def check(self, file: StoredFile) -> Finding:
-        """See `Directory`."""
         name, place = _split(file.name)
         try:
             fd = self._opened(name)

@@ -165,7 +165,6 @@ class ChunkIndex:
         return 0 if self._hinted is None else self._hinted.retained.cut
 
     def remove(self, number: int) -> OffloadKey:
-        """Forget a held chunk; return its key."""
         self.take(number)
         return self.forget(number)
 

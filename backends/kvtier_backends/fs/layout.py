@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from kvtier.backend import Advice, InventoryQueue, Occupancy, OffloadKey, Outcome, Read, TierContext, Write
+from kvtier.backend import OffloadKey, Outcome, TierContext, Write
 from kvtier.errors import BackendClosed, NoSpace
 from kvtier.policies import LRU, Policy, policy_class
 from kvtier_backends.fs.disk.capacity import Capacity
@@ -48,7 +48,6 @@ class FsCounters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     corrupt_left: int = 0  # Of those, files that could not be deleted.
     scan_skipped: int = 0  # Files found at the start that no load would take: a wrong length, or refused.
     scan_swept: int = 0  # Temporaries of dead processes, removed.
-    scan_others: int = 0  # Folders of other namespaces, left alone.
     evicted: int = 0  # Files that went for room.
     expired: int = 0  # Files that went because they were not used for `ttl_s`.
     evictions_failed: int = 0  # Files that could not be removed, and take room still.
@@ -73,11 +72,8 @@ class Counters:
     """Counts on behalf of any thread."""
 
     def __init__(self) -> None:
-        """Start from zero."""
         self._lock = threading.Lock()
-        self._totals: Counter[str] = Counter()
-        self._corrupt: Counter[str] = Counter()
-        self._refused: Counter[str] = Counter()
+        self._totals, self._corrupt, self._refused = Counter[str](), Counter[str](), Counter[str]()
 
     def count(self, what: str, times: int = 1) -> None:
         """Add to the counter of this name in `FsCounters`."""
@@ -85,18 +81,15 @@ class Counters:
             self._totals[what] += times
 
     def corrupt(self, fault: str) -> None:
-        """Count one corrupt chunk, by its `ChunkFault`."""
         with self._lock:
             self._corrupt[str(fault)] += 1
 
     def refuse(self, reason: str, chunks: int) -> None:
-        """Count chunks that were not stored for want of room."""
         if chunks:
             with self._lock:
                 self._refused[reason] += chunks
 
     def totals(self) -> FsCounters:
-        """Return what was counted so far."""
         with self._lock:
             return FsCounters(**self._totals, corrupt=dict(self._corrupt), refused=dict(self._refused))
 
@@ -119,7 +112,6 @@ class OpenTier:
 
     @property
     def chunks_most(self) -> int:
-        """How many chunks the tier can have."""
         size_bytes = self.root.disk.size_bytes
         return min(self.options.capacity_bytes or size_bytes, size_bytes) // self.context.row_bytes
 
@@ -207,51 +199,6 @@ class Left(NamedTuple):
     others: int  # Jobs without lent buffers; with any of either, descriptors must stay open.
 
 
-class Layout(Protocol):
-    """One tier's chunks. Belongs to the loop's thread. Chunks that do not fit are kept out before calls come here."""
-
-    key_bytes_max: int
-    """The longest key whose chunk has a place."""
-
-    @property
-    def inventory(self) -> InventoryQueue: ...
-
-    async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]: ...
-
-    async def load(self, reads: Sequence[Read]) -> tuple[list[Outcome], int]:
-        """Load the chunks; return the outcomes, and how many say that the file system is away."""
-        ...
-
-    async def store(self, writes: Sequence[Write]) -> tuple[list[Outcome], int]: ...
-
-    async def delete(self, keys: Sequence[OffloadKey]) -> None: ...
-
-    def advise(self, advice: Advice[OffloadKey]) -> None: ...
-
-    @property
-    def retentions_cut(self) -> int:
-        """How many chunks were to be retained and were not, or not for all their time."""
-        ...
-
-    def occupancy(self) -> Occupancy: ...
-
-    def begin(self) -> None:
-        """Start the tasks that run beside the calls."""
-        ...
-
-    async def aclose(self, ends_at: float) -> Left:
-        """Wait for what is under way, at most until then by the monotonic clock; no call comes any more. Idempotent."""
-        ...
-
-    def close_files(self) -> None:
-        """Let go of the chunks' files that are open; idempotent. No thread may be using them. Any thread may call."""
-        ...
-
-    async def ended(self) -> None:
-        """Wait for what ran beside the calls, and raise what was wrong with it, if anything was."""
-        ...
-
-
 class Settling:
     """Remains are removed again, what is in doubt is looked at, and what is beside the chunks is measured.
 
@@ -267,7 +214,6 @@ class Settling:
         self._due_s = time.monotonic() + LOOK_S
 
     def left_s(self) -> float:
-        """Return the time until it is due."""
         return left_s(self._due_s)
 
     def wanted(self) -> bool:
@@ -305,7 +251,6 @@ class Background:
         self._tasks: list[asyncio.Task[None]] = []
 
     def begin(self, name: str, works: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> None:
-        """Start a task for each."""
         self._tasks = [asyncio.create_task(work(), name=f"kvtier-{name}-{work.__name__}") for work in works]
 
     def cancel(self) -> None:

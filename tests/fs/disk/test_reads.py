@@ -17,7 +17,7 @@ from kvtier.errors import BackendClosed
 from kvtier.testing.conformance.lender import keys_of
 from kvtier_backends.fs.disk import footer
 from kvtier_backends.fs.disk import reads as reads_module
-from kvtier_backends.fs.disk.reads import ONE_BY_ONE, PLACES, Context, QueuedReads, Wanted, takes_queued
+from kvtier_backends.fs.disk.reads import ONE_BY_ONE, PLACES, Context, Reads, Wanted, takes_queued
 from tests.fs.conftest import DEADLINE_S, whole
 
 PAGE = mmap.PAGESIZE
@@ -103,7 +103,7 @@ def test_each_read_brings_its_bytes_and_is_told_once(file, watched, queue_bytes,
     fd, content = file
     pages = random.Random(count).sample(range(PAGES), count)
     asked = Asked(fd, pages)
-    QueuedReads(queue_bytes)(iter(asked.wanted))
+    Reads(queue_bytes)(iter(asked.wanted))
     assert asked.told == [[PAGE]] * count
     assert [bytes(row) for row in asked.rows] == [content[page * PAGE :][:PAGE] for page in pages]
     assert watched.under_way == 0
@@ -113,7 +113,7 @@ def test_each_read_brings_its_bytes_and_is_told_once(file, watched, queue_bytes,
 
 def test_a_read_beyond_the_end_brings_what_there_is(file) -> None:
     asked = Asked(file[0], [PAGES - 1, PAGES, PAGES + 1], 2 * PAGE)
-    QueuedReads(1 << 20)(asked.wanted)
+    Reads(1 << 20)(asked.wanted)
     assert asked.told == [[PAGE], [0], [0]]
 
 
@@ -121,7 +121,7 @@ def test_a_read_beyond_the_end_brings_what_there_is(file) -> None:
 def test_what_the_kernel_does_not_take_is_read_all_the_same(file, watched, takes) -> None:
     watched.takes, watched.error = takes, errno.EAGAIN
     asked = Asked(file[0], list(range(PAGES)))
-    QueuedReads(1 << 20)(asked.wanted)
+    Reads(1 << 20)(asked.wanted)
     assert asked.told == [[PAGE]] * PAGES
     assert b"".join(asked.rows) == file[1]
 
@@ -129,7 +129,7 @@ def test_what_the_kernel_does_not_take_is_read_all_the_same(file, watched, takes
 def test_a_read_that_cannot_be_says_why_and_costs_no_other(file) -> None:
     asked = Asked(file[0], list(range(8)))
     asked.wanted[3] = asked.wanted[3]._replace(fd=-1)
-    QueuedReads(1 << 20)(asked.wanted)
+    Reads(1 << 20)(asked.wanted)
     told = asked.told.pop(3)[0]
     assert isinstance(told, OSError)
     assert told.errno == errno.EBADF
@@ -140,7 +140,7 @@ def test_without_a_context_reads_are_done_one_by_one(file, monkeypatch) -> None:
     monkeypatch.setattr(reads_module, "_idle", reads_module.deque())
     monkeypatch.setattr(reads_module, "Context", refuse)
     asked = Asked(file[0], list(range(PAGES)))
-    QueuedReads(1 << 20)(asked.wanted)
+    Reads(1 << 20)(asked.wanted)
     assert asked.told == [[PAGE]] * PAGES
     assert not takes_queued(file[0], memoryview(bytearray(PAGE)))
 
@@ -159,7 +159,7 @@ def test_nothing_is_under_way_when_asking_or_telling_fails(file, watched, fails)
 
     failing = [*wanted[:20], *(each._replace(done=fail) for each in wanted[20:])] if fails == "telling" else asking()
     with pytest.raises(LookupError):
-        QueuedReads(1 << 20)(failing)
+        Reads(1 << 20)(failing)
     assert watched.most
     assert watched.under_way == 0
 
@@ -170,9 +170,9 @@ def test_a_fork_has_contexts_of_its_own(file, monkeypatch) -> None:
     """The parent's would take no read of the child's."""
     results = spoiled(monkeypatch, lambda result: result)
     asked = Asked(file[0], list(range(PAGES)))
-    QueuedReads(1 << 20)(asked.wanted)
+    Reads(1 << 20)(asked.wanted)
     if not (child := os.fork()):
-        QueuedReads(1 << 20)(asked.wanted)
+        Reads(1 << 20)(asked.wanted)
         os._exit(asked.told != [[PAGE, PAGE]] * PAGES or results != [PAGE] * 2 * PAGES)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
@@ -224,7 +224,7 @@ def test_reads_are_queued_on_a_disk_unless_the_kernel_refuses(open_folder, monke
     folder = open_folder()
     if not folder.direct or not os.major(os.fstat(folder.root_fd).st_dev):
         pytest.skip("chunks are not on a disk with direct I/O here")
-    assert isinstance(folder.reads, QueuedReads)
+    assert folder.reads.queue_bytes
     folder.close()
     monkeypatch.setattr(Context, "start", refuse)
     assert open_folder().reads is ONE_BY_ONE

@@ -156,7 +156,7 @@ def test_without_a_policy_it_evicts_as_lru_does() -> None:
             elif what < 0.85:
                 index.removed(keys[number])
             elif what < 0.9:
-                index.advise(Advice("rank", keys[number : number + 5]), 0)
+                index.numbers.advise(Advice("rank", keys[number : number + 5]), 0, 0)
         if what >= 0.9:
             count = dice.randrange(1, 4)
             assert ours.victims(count) == theirs.victims(count)

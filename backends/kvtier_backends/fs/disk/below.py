@@ -144,7 +144,6 @@ def open_folder(root_fd: int, name: str) -> int:
 
 
 def list_folder(root_fd: int, name: str) -> list[str]:
-    """Return the names in a directory. Raises what `open_file` does."""
     fd = open_folder(root_fd, name)
     try:
         return os.listdir(fd)
@@ -153,7 +152,6 @@ def list_folder(root_fd: int, name: str) -> list[str]:
 
 
 def sync_folder(root_fd: int, name: str) -> None:
-    """Sync the names in a directory to the device. Raises what `open_file` does."""
     fd = open_folder(root_fd, name)
     try:
         os.fsync(fd)
@@ -173,21 +171,18 @@ def look(root_fd: int, name: str) -> os.stat_result:
 
 
 def date(root_fd: int, name: str, time_ns: int) -> None:
-    """Set the times of a file."""
     folder, _, base = name.rpartition("/")
     with Reached(root_fd, folder) as fd:
         os.utime(base, ns=(time_ns, time_ns), dir_fd=fd, follow_symlinks=False)
 
 
 def unlink(root_fd: int, name: str) -> None:
-    """Remove a file."""
     folder, _, base = name.rpartition("/")
     with Reached(root_fd, folder) as fd:
         os.unlink(base, dir_fd=fd)
 
 
 def rename(root_fd: int, name: str, new: str) -> None:
-    """Rename a file in place of what had the new name."""
     folder, _, base = name.rpartition("/")
     new_folder, _, new_base = new.rpartition("/")
     with Reached(root_fd, folder) as fd, Reached(root_fd, new_folder) as new_fd:
@@ -221,7 +216,6 @@ def permit(fd: int, mode: int) -> None:
 
 
 def rmdir(root_fd: int, name: str) -> None:
-    """Remove an empty directory."""
     folder, _, base = name.rpartition("/")
     with Reached(root_fd, folder) as fd:
         os.rmdir(base, dir_fd=fd)

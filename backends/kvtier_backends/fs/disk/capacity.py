@@ -46,7 +46,6 @@ class Disk:
         """For who is not root."""
 
     def look(self) -> None:
-        """See what is free now. Blocks."""
         found = os.fstatvfs(self._fd)
         self.free_bytes = found.f_bavail * found.f_frsize
 
@@ -62,7 +61,6 @@ class Disk:
 
 
 def taken_bytes(status: os.stat_result, *, counts_blocks: bool) -> int:
-    """Return a file's room, on a file system that counts so."""
     length = 0 if counts_blocks else -(-status.st_size // SECTOR_BYTES)
     return max(status.st_blocks, length) * SECTOR_BYTES
 
@@ -139,7 +137,6 @@ class FolderSizes:
         self.scanned_bytes += self._settle(name, status)
 
     def removed(self, name: str) -> None:
-        """Give back what a directory took."""
         with self._lock:
             self._doubtful.pop(name, None)
             self._know(name, there=False)
@@ -228,7 +225,6 @@ class Reservation:
     """The room that one store was promised."""
 
     def __init__(self) -> None:
-        """Promise nothing yet."""
         self.bytes = 0
 
 
@@ -251,12 +247,10 @@ class Capacity:
         self._min_free_bytes = min_free_bytes
 
     def count(self, *parts: Used) -> None:
-        """Count what these use, from now on."""
         self._parts += parts
 
     @property
     def used_bytes(self) -> int:
-        """The known bytes on the disk."""
         return sum(part.used_bytes for part in self._parts) + self.leaving_bytes + self.other_bytes
 
     def free_bytes(self) -> int | None:
@@ -277,11 +271,9 @@ class Capacity:
 
     @property
     def watches_disk(self) -> bool:
-        """Whether it matters what others leave free."""
         return self._min_free_bytes > 0
 
     def look(self) -> None:
-        """See what is free on the disk. Blocks; any thread may call."""
         self._disk.look()
 
     def wrote(self, added_bytes: int) -> None:
@@ -312,7 +304,6 @@ class Capacity:
         return self.surplus_of(self.used_bytes - self.leaving_bytes, self.reserved_bytes)
 
     def surplus_of(self, used_bytes: int, reserved_bytes: int) -> int:
-        """Return the bytes to evict for these used and promised bytes."""
         surplus = 0
         if self.limit_bytes is not None:
             low = int(self.limit_bytes * LOW_WATER)

@@ -13,7 +13,6 @@ their places in every version.
 
 import errno
 import struct
-from abc import ABC, abstractmethod
 from enum import Enum, StrEnum
 from typing import NamedTuple
 
@@ -129,7 +128,6 @@ def read_footer(page: memoryview) -> Footer | ChunkFault:
 
 
 def payload_checksum(payload: memoryview) -> int:
-    """Return the checksum of a chunk's bytes."""
     if len(payload) <= SLICE_BYTES:
         return xxh3_64_intdigest(payload)
     total = xxh3_64()
@@ -146,7 +144,6 @@ class Whole(Enum):
 
 
 def judge_length(file_bytes: int, row_bytes: int) -> Whole | ChunkFault:
-    """Return the kind or the fault of a file of this length."""
     if file_bytes == row_bytes + FOOTER_BYTES:
         return Whole.FOOTED
     if file_bytes == row_bytes:
@@ -182,74 +179,45 @@ _FAULTS = {SealFault.LENGTH: ChunkFault.FOOTER, SealFault.FOREIGN: ChunkFault.FO
 """What is wrong with a seal in a footer whose checksum is right; the others have one name here and there."""
 
 
-class Packing(ABC):
+class Packing:
     """The bytes on the disk for a row: the row itself or its ciphertext, and a footer. For any thread.
 
     A row is lent, and others may read it. So it is never encrypted in place: each chunk in flight takes one more buffer
-    of a row's length.
+    of a row's length. The footer's checksum is of the ciphertext: that needs no key.
 
     Each call has a buffer of at least `beside_bytes` to itself, beside the row; both are aligned by a page.
     """
 
-    def __init__(self, fingerprint: bytes, row_bytes: int, beside_bytes: int, key_bytes_max: int) -> None:
-        """Take the namespace's fingerprint, of 32 bytes."""
+    def __init__(self, fingerprint: bytes, row_bytes: int, seal: Seal | None = None) -> None:
+        """`seal`: one that has all that goes out beside the row, the seal itself at the end; None: rows as they are."""
+        assert seal is None or seal.beside_bytes == row_bytes + SEAL_BYTES
         self._fingerprint = fingerprint
         self._row_bytes = row_bytes
-        self.beside_bytes = beside_bytes
-        self.key_bytes_max = key_bytes_max
+        self._seal = seal
+        self.beside_bytes = FOOTER_BYTES if seal is None else row_bytes + FOOTER_BYTES
+        self.key_bytes_max = KEY_BYTES_MAX if seal is None else SEALED_KEY_BYTES_MAX
         """The longest key that a footer has room for."""
 
-    @abstractmethod
     def places(self, row: memoryview, beside: memoryview) -> list[memoryview]:
         """Return the buffers for the disk, in order, to write from or to read into: parts of the two buffers."""
-
-    @abstractmethod
-    def close(self, key: OffloadKey, row: memoryview, beside: memoryview, sequence: int = 0) -> None:
-        """Pack a row into its places."""
-
-    @abstractmethod
-    def judge(self, key: OffloadKey, row: memoryview, beside: memoryview) -> ChunkFault | None:
-        """Return the fault of the bytes in the places; None: the row is the chunk, bit for bit.
-
-        If something is wrong, the row is undefined.
-        """
-
-
-class PlainPacking(Packing):
-    """The row as it is: nothing is copied."""
-
-    def __init__(self, fingerprint: bytes, row_bytes: int) -> None:
-        super().__init__(fingerprint, row_bytes, FOOTER_BYTES, KEY_BYTES_MAX)
-
-    def places(self, row: memoryview, beside: memoryview) -> list[memoryview]:
-        return [row, beside]
+        return [row, beside] if self._seal is None else [beside]
 
     def close(self, key: OffloadKey, row: memoryview, beside: memoryview, sequence: int = 0) -> None:
-        write_footer(beside, Footer(key, len(row), payload_checksum(row), self._fingerprint, sequence))
-
-    def judge(self, key: OffloadKey, row: memoryview, beside: memoryview) -> ChunkFault | None:
-        return judge_chunk(row, beside[:FOOTER_BYTES], key, self._fingerprint)
-
-
-class SealedPacking(Packing):
-    """Ciphertext, with its seal in the footer. The footer's checksum is of the ciphertext: that needs no key."""
-
-    def __init__(self, fingerprint: bytes, row_bytes: int, seal: Seal) -> None:
-        """Take a seal that has all that goes out beside the row, the seal itself at the end."""
-        super().__init__(fingerprint, row_bytes, row_bytes + FOOTER_BYTES, SEALED_KEY_BYTES_MAX)
-        assert seal.beside_bytes == row_bytes + SEAL_BYTES
-        self._seal = seal
-
-    def places(self, row: memoryview, beside: memoryview) -> list[memoryview]:  # noqa: ARG002
-        return [beside]
-
-    def close(self, key: OffloadKey, row: memoryview, beside: memoryview, sequence: int = 0) -> None:
+        if self._seal is None:
+            write_footer(beside, Footer(key, len(row), payload_checksum(row), self._fingerprint, sequence))
+            return
         self._seal.close(key, row, beside[: self._seal.beside_bytes])
         ciphertext, page = beside[: self._row_bytes], beside[self._row_bytes :]
         checksum, seal = payload_checksum(ciphertext), bytes(page[:SEAL_BYTES])
         write_footer(page, Footer(key, self._row_bytes, checksum, self._fingerprint, sequence, seal))
 
     def judge(self, key: OffloadKey, row: memoryview, beside: memoryview) -> ChunkFault | None:
+        """Return the fault of the bytes in the places; None: the row is the chunk, bit for bit.
+
+        If something is wrong, the row is undefined.
+        """
+        if self._seal is None:
+            return judge_chunk(row, beside[:FOOTER_BYTES], key, self._fingerprint)
         page = beside[self._row_bytes :][:FOOTER_BYTES]
         footer = judge_footer(page, key, self._fingerprint, self._row_bytes)
         if isinstance(footer, ChunkFault):
@@ -264,6 +232,5 @@ class SealedPacking(Packing):
 def make_packing(options: SealOptions, context: TierContext) -> Packing:
     """Return the packing that the options ask for. It reads the keys: not for the loop. Raises `ConfigError`."""
     fingerprint, row_bytes = context.mapper.fingerprint, context.row_bytes
-    if options.seal == "xxh3":
-        return PlainPacking(fingerprint, row_bytes)
-    return SealedPacking(fingerprint, row_bytes, options.make_seal(fingerprint, row_bytes))
+    seal = None if options.seal == "xxh3" else options.make_seal(fingerprint, row_bytes)
+    return Packing(fingerprint, row_bytes, seal)

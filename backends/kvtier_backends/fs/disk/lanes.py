@@ -54,7 +54,6 @@ class LoadsFirst:
     """The right of way that one tier's loads have over its stores. Any thread may call."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock`: in seconds."""
         self._changed = threading.Condition()
         self._clock = clock
         self._loads = 0

@@ -243,7 +243,6 @@ class RootOwner:
             os.ftruncate(fd, len(content))
 
     def _there(self) -> Holder | None:
-        """Return the holder as the file names it; None if it does not."""
         try:
             fd = open_file(self._root_fd, OWNER)
         except OSError:

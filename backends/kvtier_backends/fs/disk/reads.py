@@ -13,7 +13,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 BUFFERS_MAX = 64  # Of one read.
 PLACES = 32  # As many as a lane is sent chunks at once; the system has 65,536 for all its processes.
@@ -140,52 +140,31 @@ class Wanted(NamedTuple):
     done: Callable[[int | OSError], None]  # Called once, with the bytes that came: fewer are an end, or worth a retry.
 
 
-class Reads(Protocol):
-    """A way in which a lane reads."""
+class Reads:
+    """A way in which a lane reads. Any number of threads may call."""
 
-    @property
-    def queue_bytes(self) -> int:
-        """About how many bytes are in flight at once; 0: one read."""
-        ...
+    def __init__(self, queue_bytes: int) -> None:
+        """Keep about `queue_bytes` in flight in each thread; reads that are as long or longer are done one by one."""
+        self.queue_bytes = queue_bytes
 
     def __call__(self, wanted: Iterable[Wanted]) -> None:
         """Do the reads, which are asked for as there is room, and tell what became of each, in any order.
 
         Blocks. When it returns or raises, none is in flight.
         """
-        ...
-
-
-class PlainReads:
-    """See `Reads`. Any number of threads may call."""
-
-    queue_bytes = 0
-
-    def __call__(self, wanted: Iterable[Wanted]) -> None:
-        for read in wanted:
-            read.done(_read(read))
-
-
-ONE_BY_ONE = PlainReads()
-
-
-class QueuedReads:
-    """See `Reads`. Any number of threads may call."""
-
-    def __init__(self, queue_bytes: int) -> None:
-        """Keep about `queue_bytes` in flight in each thread; longer reads are done one by one."""
-        self.queue_bytes = queue_bytes
-
-    def __call__(self, wanted: Iterable[Wanted]) -> None:
         reads = iter(wanted)
-        first = list(islice(reads, LEAST))
+        first = list(islice(reads, LEAST if self.queue_bytes else 0))
         worth_it = len(first) == LEAST and first[0].size_bytes < self.queue_bytes
         context = _borrow() if worth_it else None
         if context is None:
-            ONE_BY_ONE(chain(first, reads))
+            for read in chain(first, reads):
+                read.done(_read(read))
         else:
             _Queue(context, self.queue_bytes).run(chain(first, reads))
             _idle.append(context)  # Not after a failure: reads may still be in it.
+
+
+ONE_BY_ONE = Reads(0)
 
 
 class _Queue:
@@ -227,7 +206,6 @@ class _Queue:
                 read.done(_read(read))
 
     def _room(self) -> int:
-        """Return how many reads to start now."""
         count = len(self._under_way)
         if count < LEAST:
             return LEAST - count

@@ -18,29 +18,18 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from kvtier.backend import NAME_BYTES_MAX, NAMINGS, SEGMENTS_SUFFIX, FileMapper, Lanes, TierContext
+from kvtier.backend import NAME_BYTES_MAX, NAMINGS, SEGMENTS_SUFFIX, Lanes, TierContext
 from kvtier.errors import BackendUnavailable, ConfigError, Remedy
 from kvtier.memory import PAGE_BYTES, let_go_in_forks, reason
 from kvtier.settings import foreign
 from kvtier_backends.fs.disk import below
-from kvtier_backends.fs.disk.below import (
-    NO_LINK,
-    ForeignError,
-    Reached,
-    open_below,
-    open_file,
-    open_folder,
-    permit,
-    refuse_others,
-    refused,
-    unlock_file,
-)
+from kvtier_backends.fs.disk.below import NO_LINK, ForeignError, Reached, open_below, open_file, open_folder
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES, Disk, FolderSizes, file_bytes_worst
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, FULL, GONE
 from kvtier_backends.fs.disk.owner import OWNER, Holder, RootOwner
-from kvtier_backends.fs.disk.reads import ONE_BY_ONE, QUEUE_BYTES, QueuedReads, Reads, takes_queued
+from kvtier_backends.fs.disk.reads import ONE_BY_ONE, QUEUE_BYTES, Reads, takes_queued
 from kvtier_backends.fs.disk.remains import Beside, Remains, called, names_in, remove_folder
 from kvtier_backends.fs.disk.shared_page import SharedPage
 from kvtier_backends.fs.disk.temporaries import TemporarySweep, Writer, next_number, temporary_name, writer_of
@@ -149,16 +138,15 @@ class Folder:
                 self._say_it_is_used()
                 self._refuse_links()
                 self._settle_config(undo)
-                trial = RootTrial(root, self.root_fd, self._mapper, self.writer, self.disk, self.remains)
-                self.direct = trial.direct(self._options.io)
-                self.reads = trial.reads() if self.direct else ONE_BY_ONE
-                self.sizes = FolderSizes(trial.new_folder_bytes(self.mode), shared=bool(self._options.shared))
+                self.direct = self._try_direct()
+                self.reads = self._try_reads() if self.direct else ONE_BY_ONE
+                self.sizes = FolderSizes(self._new_folder_bytes(), shared=bool(self._options.shared))
                 self._warn_of_other_layouts()
                 for doubt in self._options.doubts():
                     logger.warning("%s: %s; see %s", root, doubt, Remedy.CONFIGURATION)
                 undo.pop_all()
         except ForeignError as error:
-            raise refused(root, error) from error
+            raise below.refused(root, error) from error
         except OSError as error:
             if error.errno in _OURS_TO_MEND:
                 raise ConfigError(
@@ -185,7 +173,7 @@ class Folder:
                     self.root_fd, budget_name, bytes_per_day, unit_bytes, time.time_ns, lanes
                 )
         except ForeignError as error:
-            raise refused(options.root, error) from error
+            raise below.refused(options.root, error) from error
         except OSError as error:
             raise ConfigError(
                 f"root: {options.root!r} given, a file system with locks on files accepted for shared = true or a "
@@ -204,7 +192,7 @@ class Folder:
             self._owner.let_go()
         if self._used_fd >= 0:
             with suppress(OSError):
-                unlock_file(self._used_fd)  # A fork that has the descriptor, too, would keep the lock.
+                below.unlock_file(self._used_fd)  # A fork that has the descriptor, too, would keep the lock.
         self.forked()
 
     def is_gone(self, *, failed: bool) -> bool:
@@ -298,7 +286,7 @@ class Folder:
         try:
             with Reached(self.root_fd, folder) as fd:
                 with open(open_below(fd, temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
-                    permit(file.fileno(), self.mode & 0o666)
+                    below.permit(file.fileno(), self.mode & 0o666)
                     for piece in pieces:
                         written_bytes += len(piece)
                         file.write(piece)
@@ -340,7 +328,7 @@ class Folder:
     def _let_others_in(self, book: str) -> None:
         """Make a book that those who share the root may write to."""
         fd = open_file(self.root_fd, book, os.O_RDWR | os.O_CREAT)
-        permit(fd, self.mode & 0o666)
+        below.permit(fd, self.mode & 0o666)
         os.close(fd)
 
     def _own(self, root: str, undo: ExitStack) -> None:
@@ -363,7 +351,86 @@ class Folder:
                 status = below.look(self._used_fd, name)
                 if stat.S_ISLNK(status.st_mode):
                     kind = stat.S_IFREG if name.endswith(".seg") else stat.S_IFDIR
-                    refuse_others(self.root_fd, f"{self.chunks}/{name}", kind)
+                    below.refuse_others(self.root_fd, f"{self.chunks}/{name}", kind)
+
+    def _try_direct(self) -> bool:
+        """Write and read two pages the way that chunks will be, aligned by a page; return whether directly."""
+        mode, root = self._options.io, self._options.root
+        if mode != "buffered" and self._transfers(os.O_DIRECT):
+            return True
+        if mode == "direct":
+            raise ConfigError(f"io: 'direct' given, 'auto' or 'buffered' accepted: {root} refuses it")
+        if not self._transfers(0):
+            raise BackendUnavailable(f"{root}: what is written there does not come back")
+        if mode == "auto":
+            logger.warning("%s: no direct I/O there; chunks go through the page cache; see %s", root, Remedy.BUFFERED)
+        return False
+
+    def _try_reads(self) -> Reads:
+        """Read a page directly, the way that chunks are to be; return how lanes read.
+
+        Several reads run at once only directly from a local disk. Without direct I/O the kernel does not go on by
+        itself. If a file server is silent, reads that the kernel goes on with would keep this process from being
+        killed.
+        """
+        with suppress(OSError):
+            fd = open_below(self.root_fd, self._mapper.config_name, os.O_RDONLY | os.O_DIRECT | NO_LINK)
+            try:
+                is_disk = os.major(os.fstat(fd).st_dev) != 0  # Only block devices have a nonzero major number.
+                if is_disk and takes_queued(fd, memoryview(mmap.mmap(-1, PAGE_BYTES))):
+                    return Reads(QUEUE_BYTES)
+            finally:
+                os.close(fd)
+        logger.info("%s: a lane reads one chunk at a time there", self._options.root)
+        return ONE_BY_ONE
+
+    def _new_folder_bytes(self) -> int:
+        """Return the room of an empty directory, by a trial."""
+        name = f"{self._mapper.folder}/{temporary_name(self.writer)}"
+        try:
+            below.mkdir(self.root_fd, name, self.mode)
+        except OSError as error:
+            if error.errno in FULL:
+                return self.disk.block_bytes
+            raise
+        try:
+            return below.look(self.root_fd, name).st_blocks * SECTOR_BYTES
+        finally:
+            self.remains.remove(name, self.disk.block_bytes, partial(remove_folder, self.root_fd, name))
+
+    def _transfers(self, flag: int) -> bool:
+        folder, name = self._mapper.folder, temporary_name(self.writer)
+        try:
+            with ExitStack() as stack:
+                folder_fd = stack.enter_context(Reached(self.root_fd, folder))
+                stack.callback(self.remains.remove, f"{folder}/{name}", self.disk.block_bytes * 2)
+                # Linux makes the file before it refuses the flag.
+                fd = open_below(folder_fd, name, os.O_RDWR | os.O_CREAT | os.O_EXCL | flag)
+                stack.callback(os.close, fd)
+                page = memoryview(mmap.mmap(-1, PAGE_BYTES))
+                page[:] = os.urandom(len(page))
+                os.pwrite(fd, page, 0)
+                self.disk.tried(os.fstat(fd))
+                return _come_back(fd)
+        except OSError as error:
+            if flag and error.errno in _REFUSED:
+                return False
+            if error.errno in FULL:
+                return self._readable(flag)
+            raise
+
+    def _readable(self, flag: int) -> bool:
+        """Try reading alone: a full disk still serves its chunks."""
+        try:
+            fd = open_below(self.root_fd, self._mapper.config_name, os.O_RDONLY | flag | NO_LINK)
+            try:
+                return os.preadv(fd, [mmap.mmap(-1, PAGE_BYTES)], 0) > 0
+            finally:
+                os.close(fd)
+        except OSError as error:
+            if flag and error.errno in _REFUSED:
+                return False
+            raise
 
     def _warn_of_other_layouts(self) -> None:
         """Warn of chunks of this namespace that only other options use: no tier removes them for room."""
@@ -425,100 +492,8 @@ def _name_bytes_max(root_fd: int) -> int:
 
 
 def _quietly(call: Callable[..., None], *args: int | str) -> None:
-    """Clean up and ignore errors: the error that led here is the one to report."""
     with suppress(OSError):
         call(*args)
-
-
-class RootTrial:
-    """Tries an open root beside the namespace's configuration. Blocks; removes what it has made."""
-
-    def __init__(
-        self, root: str, root_fd: int, mapper: FileMapper, writer: Writer, disk: Disk, remains: Remains
-    ) -> None:
-        """`root`: as messages name it."""
-        self._root, self._root_fd, self._mapper = root, root_fd, mapper
-        self._writer, self._disk, self._remains = writer, disk, remains
-
-    def direct(self, mode: Literal["auto", "direct", "buffered"]) -> bool:
-        """Write and read two pages the way that chunks will be, aligned by a page; return whether directly."""
-        if mode != "buffered" and self._transfers(os.O_DIRECT):
-            return True
-        if mode == "direct":
-            raise ConfigError(f"io: 'direct' given, 'auto' or 'buffered' accepted: {self._root} refuses it")
-        if not self._transfers(0):
-            raise BackendUnavailable(f"{self._root}: what is written there does not come back")
-        if mode == "auto":
-            logger.warning(
-                "%s: no direct I/O there; chunks go through the page cache; see %s", self._root, Remedy.BUFFERED
-            )
-        return False
-
-    def reads(self) -> Reads:
-        """Read a page directly, the way that chunks are to be; return how lanes read.
-
-        Several reads run at once only directly from a local disk. Without direct I/O the kernel does not go on by
-        itself. If a file server is silent, reads that the kernel goes on with would keep this process from being
-        killed.
-        """
-        with suppress(OSError):
-            fd = open_below(self._root_fd, self._mapper.config_name, os.O_RDONLY | os.O_DIRECT | NO_LINK)
-            try:
-                is_disk = os.major(os.fstat(fd).st_dev) != 0  # Only block devices have a nonzero major number.
-                if is_disk and takes_queued(fd, memoryview(mmap.mmap(-1, PAGE_BYTES))):
-                    return QueuedReads(QUEUE_BYTES)
-            finally:
-                os.close(fd)
-        logger.info("%s: a lane reads one chunk at a time there", self._root)
-        return ONE_BY_ONE
-
-    def new_folder_bytes(self, mode: int) -> int:
-        """Return the room of an empty directory."""
-        name = f"{self._mapper.folder}/{temporary_name(self._writer)}"
-        try:
-            below.mkdir(self._root_fd, name, mode)
-        except OSError as error:
-            if error.errno in FULL:
-                return self._disk.block_bytes
-            raise
-        try:
-            return below.look(self._root_fd, name).st_blocks * SECTOR_BYTES
-        finally:
-            self._remains.remove(name, self._disk.block_bytes, partial(remove_folder, self._root_fd, name))
-
-    def _transfers(self, flag: int) -> bool:
-        folder, name = self._mapper.folder, temporary_name(self._writer)
-        try:
-            with ExitStack() as stack:
-                folder_fd = stack.enter_context(Reached(self._root_fd, folder))
-                stack.callback(self._remains.remove, f"{folder}/{name}", self._disk.block_bytes * 2)
-                # Linux makes the file before it refuses the flag.
-                fd = open_below(folder_fd, name, os.O_RDWR | os.O_CREAT | os.O_EXCL | flag)
-                stack.callback(os.close, fd)
-                page = memoryview(mmap.mmap(-1, PAGE_BYTES))
-                page[:] = os.urandom(len(page))
-                os.pwrite(fd, page, 0)
-                self._disk.tried(os.fstat(fd))
-                return _come_back(fd)
-        except OSError as error:
-            if flag and error.errno in _REFUSED:
-                return False
-            if error.errno in FULL:
-                return self._readable(flag)
-            raise
-
-    def _readable(self, flag: int) -> bool:
-        """Try reading alone: a full disk still serves its chunks."""
-        try:
-            fd = open_below(self._root_fd, self._mapper.config_name, os.O_RDONLY | flag | NO_LINK)
-            try:
-                return os.preadv(fd, [mmap.mmap(-1, PAGE_BYTES)], 0) > 0
-            finally:
-                os.close(fd)
-        except OSError as error:
-            if flag and error.errno in _REFUSED:
-                return False
-            raise
 
 
 def _come_back(fd: int) -> bool:

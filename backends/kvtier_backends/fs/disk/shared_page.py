@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
@@ -69,23 +70,19 @@ class Count(NamedTuple):
     removed_bytes: int
 
 
+@dataclass(slots=True)
 class Page:
-    """The content of the page, while it is locked."""
+    """The content of the page, while it is locked; as it is made, nothing is known."""
 
-    def __init__(self, *, begun_ns: int = 0, untold: int = 0) -> None:
-        """Make an unknown page."""
-        self.begun_ns = begun_ns
-        """When it was last begun; no two lives of a page have the same."""
-        self.generation = 0
-        """How often it was written since then."""
-        self.untold = untold
-        """A bit for each slot whose process has not said since then what it has promised."""
-        self.known = False
-        self.boot = bytes(8)
-        self.used_bytes = 0
-        self.added_bytes = 0
-        self.removed_bytes = 0
-        self.reserved_bytes = [0] * SLOTS
+    begun_ns: int = 0  # When it was last begun; no two lives of a page have the same.
+    generation: int = 0  # How often it was written since then.
+    untold: int = 0  # A bit for each slot whose process has not said since then what it has promised.
+    known: bool = False
+    boot: bytes = bytes(8)
+    used_bytes: int = 0
+    added_bytes: int = 0
+    removed_bytes: int = 0
+    reserved_bytes: list[int] = field(default_factory=lambda: [0] * SLOTS)
 
 
 class SharedPage:
@@ -331,13 +328,9 @@ def read_page(content: bytes) -> Page | None:
     (checksum,) = _CHECKSUM.unpack_from(content, _CHECKSUM_AT)
     if (magic, version) != (MAGIC, VERSION) or checksum != xxh3_64_intdigest(content[:_CHECKSUM_AT]):
         return None
-    page = Page()
-    page.known = bool(flags & KNOWN)
-    page.boot = boot
-    page.used_bytes, page.added_bytes, page.removed_bytes = used, added, removed
-    page.reserved_bytes = list(_SLOTS.unpack_from(content, _HEAD.size))
-    page.begun_ns, page.generation, page.untold = _LIFE.unpack_from(content, _LIFE_AT)
-    return page
+    reserved_bytes = list(_SLOTS.unpack_from(content, _HEAD.size))
+    begun_ns, generation, untold = _LIFE.unpack_from(content, _LIFE_AT)
+    return Page(begun_ns, generation, untold, bool(flags & KNOWN), boot, used, added, removed, reserved_bytes)
 
 
 def _written(page: Page) -> bytes:

@@ -36,7 +36,6 @@ class Writer(NamedTuple):
 
     @classmethod
     def this_process(cls) -> Self:
-        """Read from /proc who we are."""
         boot = boot_id() + os.readlink("/proc/self/ns/pid").encode()
         started = started_at(os.getpid())
         assert started is not None
@@ -127,7 +126,6 @@ class TemporarySweep:
         return True
 
     def is_own(self, name: str) -> bool:
-        """Return True for a temporary that this process may be writing."""
         return writer_of(name) == self._here and _number_of(name) >= self._own_from
 
     def is_abandoned(self, name: str, changed_s: float) -> bool:

@@ -85,7 +85,6 @@ class DiskWriteBudget:
             )
 
     def close(self) -> None:
-        """Close the file; idempotent. No thread may be using it."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -45,7 +45,6 @@ class FileRemoval:
 
     @property
     def short_bytes(self) -> int:
-        """The bytes that the reservation still lacks."""
         return max(0, self.wanted_bytes - self.reservation.bytes)
 
 
@@ -102,7 +101,6 @@ class Accounts:
             self._tier.lanes.store.submit(self._tell, self._page, reservation.bytes)
 
     def added(self, added_bytes: int) -> None:
-        """Count the bytes that a store or a delete of ours has added; below 0 if more has gone."""
         self._capacity.wrote(added_bytes)
         with self._telling:
             self._untold_bytes += added_bytes
@@ -138,7 +136,6 @@ class Accounts:
             removal.reservation.bytes += self._capacity.exchange(removal.gone_bytes, removal.short_bytes)
 
     def may_have_surplus(self) -> bool:
-        """Return True if it is worth asking for the surplus."""
         return self._page is not None or self._capacity.surplus_bytes() > 0
 
     async def surplus_bytes(self) -> int:

@@ -40,48 +40,6 @@ class Discarded(Enum):
     LEFT = "left"  # It could not be renamed.
 
 
-class Discard:
-    """Deletes corrupt files of one folder. A good file that has replaced one meanwhile stays.
-
-    No system call removes a name on the condition that it is still a certain file. So the file is renamed aside and
-    looked at there. If it is another file than was read, it is put back, unless a newer one has come. For a moment its
-    chunk is missing, but no chunk is lost.
-    """
-
-    def __init__(self, folder: Folder) -> None:
-        """Discard in an opened folder."""
-        self._root = folder.root_fd
-        self._disk = folder.disk
-        self._writer = folder.writer
-        self._remains = folder.remains
-        self._warned: set[ChunkFault] = set()
-
-    def __call__(self, name: str, fd: int, fault: ChunkFault) -> Discarded:
-        """Discard the file that is open as `fd` and was found under `name`. Raises what `fstat` does."""
-        file = os.fstat(fd)
-        taken_bytes = self._disk.taken_bytes(file)
-        aside = f"{os.path.dirname(name)}/{temporary_name(self._writer)}"
-        try:
-            if not take_aside(self._root, name, file, aside):
-                return Discarded.REPLACED
-        except OSError as error:
-            self._remains.remove(aside, taken_bytes)
-            with suppress(OSError):
-                if isinstance(error, FileNotFoundError) and is_absent(self._root, name):
-                    return Discarded.REPLACED  # Somebody else has discarded it.
-            self._log(fault, f"{name}: corrupt ({fault}) and cannot be discarded: {error.strerror}")
-            return Discarded.LEFT
-        self._remains.remove(aside, taken_bytes)
-        self._log(fault, f"{name}: corrupt ({fault}); deleted")
-        return Discarded.DELETED
-
-    def _log(self, fault: ChunkFault, line: str) -> None:
-        """Warn once of each kind: a whole directory may be corrupt, and all of it is counted."""
-        level = logging.DEBUG if fault in self._warned else logging.WARNING
-        self._warned.add(fault)
-        logger.log(level, "%s; see %s", line, Remedy.CORRUPT)
-
-
 def take_aside(root_fd: int, name: str, file: os.stat_result, aside: str) -> bool:
     """Rename this file; False if the name is another file's by now, which keeps it."""
     if not os.path.samestat(below.look(root_fd, name), file):
@@ -100,8 +58,7 @@ class OpenChunk:
 
     __slots__ = ("_discard", "_disk", "_fd", "_name")
 
-    def __init__(self, name: str, fd: int, disk: Disk, discard: Discard) -> None:
-        """Take over an open descriptor."""
+    def __init__(self, name: str, fd: int, disk: Disk, discard: Callable[[str, int, ChunkFault], Discarded]) -> None:
         self._disk = disk
         self._name = name
         self._fd = fd
@@ -134,7 +91,6 @@ class OpenChunk:
         return got
 
     def allocated_bytes(self) -> int:
-        """Return the bytes that the file takes on the disk."""
         return self._disk.taken_bytes(os.fstat(self._fd))
 
     def discard(self, fault: ChunkFault) -> Discarded:
@@ -196,13 +152,40 @@ class ChunkFiles:
         self._disk = folder.disk
         self._chunks = folder.chunks
         self._direct = os.O_DIRECT if folder.direct else 0
-        self._discard = Discard(folder)
+        self._warned: set[ChunkFault] = set()
 
     def open(self, key: OffloadKey) -> OpenChunk | None:
         """Open a chunk's file to read it; None without a file. A link is no chunk, wherever it leads."""
         name = self._mapper.name(key)
         fd = called(lambda: open_below(self._root, name, os.O_RDONLY | NO_LINK | self._direct), self._root, name)
-        return None if fd is None else OpenChunk(name, fd, self._disk, self._discard)
+        return None if fd is None else OpenChunk(name, fd, self._disk, self.discard)
+
+    def discard(self, name: str, fd: int, fault: ChunkFault) -> Discarded:
+        """Delete the corrupt file that is open as `fd` and was found under this name. Raises what `fstat` does.
+
+        No system call removes a name on the condition that it is still a certain file. So the file is renamed aside and
+        looked at there. If it is another file than was read, it is put back, unless a newer one has come. For a moment
+        its chunk is missing, but no chunk is lost.
+        """
+        file = os.fstat(fd)
+        taken_bytes = self._disk.taken_bytes(file)
+        aside = f"{os.path.dirname(name)}/{temporary_name(self._writer)}"
+        done, result = "deleted", Discarded.DELETED
+        try:
+            if not take_aside(self._root, name, file, aside):
+                return Discarded.REPLACED
+        except OSError as error:
+            with suppress(OSError):
+                if isinstance(error, FileNotFoundError) and is_absent(self._root, name):
+                    result = Discarded.REPLACED  # Somebody else has discarded it.
+            if result is not Discarded.REPLACED:
+                done, result = f"cannot be discarded: {error.strerror}", Discarded.LEFT
+        self._remains.remove(aside, taken_bytes)
+        if result is not Discarded.REPLACED:  # One warning of each kind: a whole directory may be corrupt.
+            level = logging.DEBUG if fault in self._warned else logging.WARNING
+            self._warned.add(fault)
+            logger.log(level, "%s: corrupt (%s); %s; see %s", name, fault, done, Remedy.CORRUPT)
+        return result
 
     def write(self, key: OffloadKey, buffers: Sequence[memoryview], used_at_ns: int) -> int:
         """Put a file of these bytes in place of what was there, and return the bytes that it takes on the disk.
@@ -308,7 +291,6 @@ class ChunkFiles:
         return True
 
     def stamp(self, key: OffloadKey, used_at_ns: int) -> None:
-        """Set the time of a chunk's file, if there is one."""
         with suppress(OSError):  # It is a hint, for after a restart.
             below.date(self._root, self._mapper.name(key), used_at_ns)
 

@@ -75,7 +75,6 @@ class Eviction:
         return reservation
 
     def stored(self, added_bytes: int) -> None:
-        """Account for the bytes that a store or a delete has added."""
         self.accounts.added(added_bytes)
 
     def release(self, reservation: Reservation) -> None:
@@ -103,7 +102,6 @@ class Eviction:
             self._wake.set()
 
     def scanned(self, batch: Sequence[FileEntry]) -> None:
-        """Count the chunks that the scan has found."""
         found_bytes = self._index.scanned(batch)
         self._capacity.unseen_bytes = max(0, self._capacity.unseen_bytes - found_bytes)
 
@@ -114,7 +112,6 @@ class Eviction:
         self._wake.set()
 
     async def run(self) -> None:
-        """Work in the background until cancelled."""
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._pause_s()):
@@ -238,7 +235,6 @@ class Stamps:
     """
 
     def __init__(self, tier: OpenTier, index: FileIndex, chunks: FileChunks) -> None:
-        """Write in the lane for what is behind the calls."""
         self._index = index
         self._chunks = chunks
         self._lane = tier.lanes.evict
@@ -254,7 +250,6 @@ class Stamps:
         return len(self._due) >= STAMPS_MAX
 
     async def write(self) -> None:
-        """Set the times of files that were used."""
         due, self._due = self._due, {}
         if due:
             await self._lane.run(self._chunks.stamp, due)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from kvtier.backend import Advice, OffloadKey
+from kvtier.backend import OffloadKey
 from kvtier.errors import BackendClosed
 from kvtier.policies import Policy
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES
@@ -65,7 +65,6 @@ class Claims:
             await self._gone.wait()
 
     def begin(self, keys: Iterable[OffloadKey]) -> None:
-        """Mark these keys' files as leaving."""
         self.leaving.update(keys)
 
     def end(self, keys: Iterable[OffloadKey]) -> None:
@@ -159,16 +158,7 @@ class FileIndex:
         self.numbers.store(key, number, self._clock_ns())
 
     def used(self, keys: Sequence[OffloadKey]) -> None:
-        """Count a use of those keys, in prefix order, that are known."""
         self.numbers.use(keys, self._clock_ns())
-
-    def advise(self, advice: Advice[OffloadKey], retained_max: int) -> None:
-        """See `ChunkIndex`."""
-        self.numbers.advise(advice, self._clock_ns(), retained_max)
-
-    @property
-    def retentions_cut(self) -> int:
-        return self.numbers.retentions_cut
 
     def refresh_due(self, key: OffloadKey, now_ns: int) -> bool:
         """Return True if a file's time should be set to now; asked once, it counts as done."""
@@ -237,7 +227,6 @@ class FileIndex:
         return noted_bytes
 
     def scan_ended(self, *, complete: bool) -> None:
-        """Record the end of a scan; `complete`: nothing was left out."""
         self._scanning = False
         self.inventory.scan_ended(complete=complete)
         self._removed_in_scan.clear()

@@ -5,26 +5,15 @@ share, chunk by chunk: the call that lent the buffers may be cancelled, and its 
 """
 
 import errno
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
-from typing import Self
 
 from kvtier.backend import OffloadKey, Outcome, Read, Write
 from kvtier.errors import ChunkCorrupt, ChunkMissing
 from kvtier_backends.fs.disk.below import ForeignError, believable_ns
-from kvtier_backends.fs.disk.footer import (
-    FOOTER_BYTES,
-    GONE,
-    LEFT_ALONE,
-    ChunkFault,
-    Packing,
-    Whole,
-    failure,
-    judge_length,
-)
+from kvtier_backends.fs.disk.footer import FOOTER_BYTES, GONE, LEFT_ALONE, ChunkFault, Whole, failure, judge_length
 from kvtier_backends.fs.disk.lanes import Pages, share_chunks
 from kvtier_backends.fs.disk.reads import Wanted
 from kvtier_backends.fs.files.chunk_files import ChunkFiles, Discarded, DoubtError, FoundFile, OpenChunk
@@ -46,80 +35,9 @@ class LoadShare:
     left: set[OffloadKey] = field(default_factory=set[OffloadKey])  # Keys whose files are of no use here, and stay.
     irremovable: set[OffloadKey] = field(default_factory=set[OffloadKey])  # Keys of corrupt files that stay for now.
     gone: int = 0  # Failures that say that the whole file system is away.
-
-
-Judge = Callable[[OpenChunk, Read, memoryview, int], Outcome]
-"""Says what has come of a file, by what is beside the row and how many bytes a first read brought. Raises OSError."""
-
-
-class OpenShare:
-    """A share of loads in flight, with several files open at a time. Files that are still open are closed with it."""
-
-    def __init__(self, files: ChunkFiles, share: LoadShare, packing: Packing, pages: memoryview, judge: Judge) -> None:
-        """`pages`: room for the bytes beside each row, and `ROOM_BYTES`."""
-        self._files = files
-        self._share = share
-        self._packing = packing
-        self._beside_bytes = packing.beside_bytes + ROOM_BYTES
-        self._pages = pages
-        self._judge = judge
-        self._opened: dict[int, OpenChunk] = {}
-        self._outcomes: list[Outcome] = [None] * len(share.reads)
-        self._allocated_bytes: list[int | None] = [None] * len(share.reads)
-
-    def wanted(self) -> Iterator[Wanted]:
-        """Open one file after the other, and ask for what is in it."""
-        for index, read in enumerate(self._share.reads):
-            if read.key in self._share.leaving:
-                self._outcomes[index] = ChunkMissing(f"{read.key.hex()}: no file any more")
-                continue
-            try:
-                chunk = self._files.open(read.key)
-            except (NotADirectoryError, ForeignError):
-                self._outcomes[index] = ChunkMissing(f"{read.key.hex()}: no file")
-            except OSError as error:
-                self._fail(index, error)
-            else:
-                if chunk is None:
-                    self._outcomes[index] = ChunkMissing(f"{read.key.hex()}: no file")
-                    self._files.tidy(read.key)  # Whoever has removed it may have left its folders.
-                    continue
-                self._opened[index] = chunk
-                yield chunk.wanted(self._packing.places(read.into, self._beside(index)), partial(self._came, index))
-
-    def end(self) -> None:
-        """Write down in the share what became of all of it."""
-        self._share.outcomes, self._share.allocated_bytes = self._outcomes, self._allocated_bytes
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        while self._opened:
-            self._opened.popitem()[1].close()
-
-    def _came(self, index: int, result: int | OSError) -> None:
-        with self._opened.pop(index) as chunk:
-            try:
-                if isinstance(result, OSError):
-                    raise result
-                outcome = self._judge(chunk, self._share.reads[index], self._beside(index), result)
-                if self._share.measure and outcome is None:
-                    self._allocated_bytes[index] = chunk.allocated_bytes()
-                self._outcomes[index] = outcome
-            except OSError as error:
-                self._fail(index, error, opened=True)
-
-    def _fail(self, index: int, error: OSError, *, opened: bool = False) -> None:
-        key = self._share.reads[index].key
-        if opened and error.errno == errno.ESTALE:  # Another host has removed it: a file server keeps no open file.
-            self._outcomes[index] = ChunkMissing(f"{key.hex()}: removed as it was read")
-            return
-        self._outcomes[index] = failure(key, error)
-        self._share.gone += error.errno in GONE
-
-    def _beside(self, index: int) -> memoryview:
-        return self._pages[index * self._beside_bytes : (index + 1) * self._beside_bytes]
+    opened: dict[int, OpenChunk] = field(default_factory=dict[int, OpenChunk])  # By position in the share.
+    found: dict[int, Outcome] = field(default_factory=dict[int, Outcome])  # The same: outcomes other than `None`.
+    sizes: dict[int, int] = field(default_factory=dict[int, int])
 
 
 @dataclass(slots=True)
@@ -138,7 +56,6 @@ class FileChunks:
     """The blocking part of loads, stores and removals of files. As many threads may call at once as there are pages."""
 
     def __init__(self, tier: OpenTier) -> None:
-        """Make pages for each of the lanes for loads and stores."""
         lanes, mapper = tier.lanes, tier.context.mapper
         self._files = ChunkFiles(tier.root, mapper, lanes.loads_first, fsync=tier.options.fsync)
         self._loads_first = lanes.loads_first
@@ -153,12 +70,56 @@ class FileChunks:
 
     def load(self, share: LoadShare) -> None:
         """Fill the share's buffers; none but a `None` outcome says that one holds its chunk."""
-        with (
-            self._load_pages.one() as pages,
-            OpenShare(self._files, share, self._packing, pages, partial(self._judge, share)) as opened,
-        ):
-            self._reads(opened.wanted())
-            opened.end()
+        with self._load_pages.one() as pages:
+            try:
+                self._reads(self._wanted(share, pages))
+            finally:
+                while share.opened:
+                    share.opened.popitem()[1].close()
+        share.outcomes = [share.found.get(index) for index in range(len(share.reads))]
+        share.allocated_bytes = [share.sizes.get(index) for index in range(len(share.reads))]
+
+    def _wanted(self, share: LoadShare, pages: memoryview) -> Iterator[Wanted]:
+        """Open one file after the other, and ask for what is in it."""
+        size = self._packing.beside_bytes + ROOM_BYTES
+        for index, (key, into) in enumerate(share.reads):
+            beside = pages[index * size : (index + 1) * size]
+            if key in share.leaving:
+                share.found[index] = ChunkMissing(f"{key.hex()}: no file any more")
+                continue
+            try:
+                chunk = self._files.open(key)
+            except (NotADirectoryError, ForeignError):
+                share.found[index] = ChunkMissing(f"{key.hex()}: no file")
+            except OSError as error:
+                share.found[index] = failure(key, error)
+                share.gone += error.errno in GONE
+            else:
+                if chunk is None:
+                    share.found[index] = ChunkMissing(f"{key.hex()}: no file")
+                    self._files.tidy(key)  # Whoever has removed it may have left its folders.
+                    continue
+                share.opened[index] = chunk
+                yield chunk.wanted(self._packing.places(into, beside), partial(self._came, share, index, beside))
+
+    def _came(self, share: LoadShare, index: int, beside: memoryview, result: int | OSError) -> None:
+        read, error = share.reads[index], result if isinstance(result, OSError) else None
+        with share.opened.pop(index) as chunk:
+            if not isinstance(result, OSError):
+                try:
+                    outcome = self._judge(share, chunk, read, beside, result)
+                    if outcome is not None:
+                        share.found[index] = outcome
+                    elif share.measure:
+                        share.sizes[index] = chunk.allocated_bytes()
+                except OSError as raised:
+                    error = raised.with_traceback(None)  # Its frames would keep the lent buffer.
+        if error is not None and error.errno == errno.ESTALE:
+            # Another host has removed it: a file server keeps no open file.
+            share.found[index] = ChunkMissing(f"{read.key.hex()}: removed as it was read")
+        elif error is not None:
+            share.found[index] = failure(read.key, error)
+            share.gone += error.errno in GONE
 
     def store(self, share: StoreShare) -> None:
         """Store the share's chunks, each wholly or not at all."""
@@ -213,17 +174,22 @@ class FileChunks:
         return sure
 
     def settle_folders(self) -> bool:
-        """See `ChunkFiles`."""
         return self._files.settle_folders()
 
     def stamp(self, used_at_ns: Mapping[OffloadKey, int]) -> None:
-        """Set files' times to their last uses."""
         for key, time_ns in used_at_ns.items():
             self._files.stamp(key, time_ns)
 
     def loadable(self, keys: Sequence[OffloadKey]) -> list[bool]:
         """Ask the file system for each key whether a load would likely find it."""
-        return [self._loadable(key) for key in keys]
+        answers: list[bool] = []
+        for key in keys:
+            try:
+                length = self._files.length(key)
+            except OSError:
+                length = None
+            answers.append(length is not None and self.takes(length))
+        return answers
 
     def takes(self, file_bytes: int) -> bool:
         """Return True if a load would take a file of this length."""
@@ -236,13 +202,6 @@ class FileChunks:
             return self.takes(found.file_bytes)
         believable = 0 <= found.used_at_ns == believable_ns(found.used_at_ns, now_ns)
         return believable and is_later(found.used_at_ns, victim.used_at_ns)
-
-    def _loadable(self, key: OffloadKey) -> bool:
-        try:
-            length = self._files.length(key)
-        except OSError:
-            return False
-        return length is not None and self.takes(length)
 
     def _store(self, write: Write, used_at_ns: int, beside: memoryview, share: StoreShare) -> None:
         key, row = write

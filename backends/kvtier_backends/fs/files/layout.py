@@ -24,16 +24,19 @@ SMALL_PATIENCE_S = 5.0  # and for a small directory's longer, from each call: on
 
 
 class FilesLayout:
-    """See `Layout`."""
+    """One tier's chunks in files. Belongs to the loop's thread.
+
+    Chunks that do not fit are kept out before calls come here. Loads and stores return the outcomes, and how many say
+    that the file system is away.
+    """
 
     def __init__(self, tier: OpenTier) -> None:
-        """Make its parts, on the running loop."""
         root = tier.root
         self.key_bytes_max = min(tier.packing.key_bytes_max, tier.context.mapper.key_bytes_max(root.name_bytes_max))
         self._tier = tier
         self._lanes = tier.lanes
         self._index = index = FileIndex(tier.policy(), tier.clock_ns)
-        self.inventory = index.inventory
+        self.index = index.numbers
         tier.capacity.count(index, root.sizes)
         self._chunks = chunks = FileChunks(tier)
         self._eviction = eviction = Eviction(tier, index, chunks, Accounts(tier))
@@ -46,6 +49,7 @@ class FilesLayout:
         self._patient_until = time.monotonic() + SCAN_PATIENCE_S
 
     def begin(self) -> None:
+        """Start the tasks that run beside the calls."""
         self._background.begin(self._tier.context.name, (self._start.run, self._eviction.run))
 
     async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
@@ -194,19 +198,16 @@ class FilesLayout:
     def advise(self, advice: Advice[OffloadKey]) -> None:
         tier, index = self._tier, self._index
         chunk_bytes = max(tier.context.row_bytes + FOOTER_BYTES, index.used_bytes // max(1, len(index)))
-        index.advise(advice, tier.retained_max(chunk_bytes))
+        self.index.advise(advice, tier.clock_ns(), tier.retained_max(chunk_bytes))
         if advice.kind == "rank":
             self._eviction.used(advice.keys)
-
-    @property
-    def retentions_cut(self) -> int:
-        return self._index.retentions_cut
 
     def occupancy(self) -> Occupancy:
         capacity = self._tier.capacity
         return Occupancy(len(self._index), self._eviction.used_bytes(), capacity.limit_bytes, capacity.reserved_bytes)
 
     async def aclose(self, ends_at: float) -> Left:
+        """Wait for what is in flight, at most until then by the monotonic clock; no call comes any more. Idempotent."""
         self._start.stop()
         self._background.cancel()
         self._index.claims.close()
@@ -218,7 +219,8 @@ class FilesLayout:
         return Left(loads + stores, sum(others))
 
     def close_files(self) -> None:
-        pass  # None is open between two calls.
+        """None is open between two calls."""
 
     async def ended(self) -> None:
+        """Wait for what ran beside the calls, and raise its error, if there was one."""
         await self._background.ended()

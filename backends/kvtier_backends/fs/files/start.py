@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import chain
 
-from kvtier.backend import INVENTORY_BATCH_KEYS, read_folder
+from kvtier.backend import INVENTORY_BATCH_KEYS
 from kvtier.errors import Remedy
 from kvtier_backends.fs.disk import below
 from kvtier_backends.fs.disk.below import believable_ns, list_folder, open_folder
@@ -25,7 +25,6 @@ from kvtier_backends.fs.layout import OpenTier
 
 logger = logging.getLogger(__name__)
 
-NAMED_MAX = 8  # Neighbours in the log; a line must stay one.
 _REMOVED = {errno.ENOENT, errno.ESTALE}  # Since it was listed, or over a network as it was read.
 DEPTH_MAX = 8  # Folders within folders. Names have three; a loop of bind mounts would have no end.
 
@@ -47,8 +46,6 @@ class Scan:
         """Files of ours by name, that no load would take."""
         self.failed = 0
         """Folders that could not be read: what they take is not known."""
-        self.others = 0
-        """Folders of other namespaces, or of ours named otherwise: left alone."""
         folder, self._now_ns = tier.root, tier.clock_ns()
         self._sweep = folder.sweep(self._now_ns / 1e9)
         self._folder = folder
@@ -85,7 +82,6 @@ class Scan:
                 self._sweep(self._mapper.folder, name)
             self._folder.beside.look()
             self.seen_bytes += self._folder.beside.used_bytes + self._folder.remains.used_bytes
-            others = [name for name in list_folder(self._root, ".") if name != chunks_folder and read_folder(name)]
         except OSError as error:
             self.failed += 1
             logger.warning(
@@ -93,15 +89,6 @@ class Scan:
                 chunks_folder,
                 error.strerror,
                 Remedy.UNREADABLE,
-            )
-            return
-        self.others = len(others)
-        if others:
-            logger.info(
-                "%s has %d neighbours, left alone: %s",
-                chunks_folder,
-                len(others),
-                ", ".join(sorted(others)[:NAMED_MAX]),
             )
         yield from ()
 
@@ -175,7 +162,6 @@ class FilesStart:
     """The scans of one tier. Belongs to the loop's thread."""
 
     def __init__(self, tier: OpenTier, index: FileIndex, chunks: FileChunks, eviction: Eviction) -> None:
-        """Scan in the lane for that."""
         self.done = asyncio.Event()
         """Set once everything that was there at the start is known."""
         self.gauged = asyncio.Event()
@@ -189,7 +175,6 @@ class FilesStart:
         self._scan = Scan(tier, chunks.takes)
 
     def stop(self) -> None:
-        """Ask the scan to end soon."""
         self._scan.stop()
         self.gauged.set()
 
@@ -215,7 +200,6 @@ class FilesStart:
         counters.count("scan_skipped", scan.skipped)
         counters.count("scan_failed", scan.failed)
         counters.count("scan_swept", scan.swept)
-        counters.count("scan_others", scan.others)
         self._capacity.other_bytes = scan.other_bytes
         if not scan.failed:
             self._tier.root.sizes.scan_ended()

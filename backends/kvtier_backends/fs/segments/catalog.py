@@ -58,7 +58,6 @@ class Snapshot(NamedTuple):
     foreign: frozenset[int]
 
     def entries(self) -> Iterator[SlotEntry]:
-        """Yield the chunks that are the tier's own."""
         for slot, key in enumerate(self.keys):
             if key is not None and slot not in self.foreign:
                 yield SlotEntry(key, slot, self.sequences[slot], self.used_at_ns[slot])
@@ -169,7 +168,6 @@ class Outdated:
         self._due[slot] = None
 
     def clear(self, slot: int) -> None:
-        """Record that a slot was wiped or overwritten."""
         self._taken.discard(slot)
         for key in self._keys.pop(slot, ()):
             left = tuple(other for other in self._slots[key] if other != slot)
@@ -195,7 +193,6 @@ class Outdated:
 
     @property
     def waits(self) -> bool:
-        """Whether there is something to wipe."""
         return bool(self._due)
 
     def slots(self) -> list[int]:
@@ -229,7 +226,6 @@ class Catalog:
         return key in self._of
 
     def slot(self, key: OffloadKey) -> int | None:
-        """Return where a key's chunk is; None if there is none."""
         return self._of.get(key)
 
     def sequence(self, slot: int) -> int:
@@ -268,7 +264,6 @@ class Catalog:
     # Slots for stores.
 
     def take_free(self, count: int) -> list[int]:
-        """Give out up to `count` free slots to write to."""
         taken = self.free.take(count)
         self._in_flight.update(taken)
         return taken
@@ -341,7 +336,6 @@ class Catalog:
         return [key for key in keys if key is not None and not self._is_kept(key)]
 
     def coldest(self) -> int | None:
-        """Return the slot that was used longest ago of those that may go."""
         return self.index.coldest(self._keeps)
 
     def clear_range(self, first: int, count: int) -> int | None:

@@ -79,7 +79,6 @@ class RememberedChunks(NamedTuple):
     record_bytes: int
 
     def keys(self, chosen: NDArray[np.intp]) -> list[OffloadKey]:
-        """Return the keys of chosen chunks."""
         content = self.content
         places = self.begin + _LENGTH_BYTES + chosen * self.record_bytes
         ends = places + self.lengths[chosen]
@@ -98,14 +97,12 @@ class SlotCheckpoint:
     """One namespace's checkpoint, beside its configuration. Blocks; one thread at a time."""
 
     def __init__(self, folder: Folder, mapper: FileMapper, counters: Counters, row_bytes: int) -> None:
-        """Use an opened folder."""
         self._folder = folder
         self._name = f"{mapper.folder}/index{folder.chunks.removeprefix(mapper.folder)}"
         self._row_bytes, self._fingerprint = row_bytes, mapper.fingerprint
         self._counters = counters
 
     def bytes_worst(self, chunks: int, segments: int) -> int:
-        """Return the most that a checkpoint takes of the disk."""
         preamble_bytes = _PREAMBLE.size + segments * SEGMENT_BYTES_MAX
         size_bytes = _HEAD.size + preamble_bytes + chunks * RECORD_BYTES_MAX + _CHECKSUM.size
         block_bytes = self._folder.disk.block_bytes

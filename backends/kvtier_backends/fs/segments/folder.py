@@ -49,7 +49,6 @@ class SegmentFolder:
         return self._folder.root_fd
 
     def worst_bytes(self, slots: int) -> int:
-        """Return the most that a segment takes: as fragmented as can be."""
         block_bytes = self._folder.disk.block_bytes
         blocks = -(-self.header(slots).file_bytes // block_bytes)
         return (blocks + blocks // 340 + 2) * block_bytes  # A block maps 340 extents: see `capacity.py`.
@@ -146,7 +145,6 @@ class SegmentFolder:
             self.close(segment)
 
     def remove_unusable(self, unusable: Unusable) -> bool:
-        """Remove a file that no process writes; return True if it is gone."""
         try:
             fd = open_file(self.root_fd, unusable.name, os.O_RDWR)
         except FileNotFoundError:
@@ -184,7 +182,6 @@ class SegmentFolder:
             raise
 
     def _drop(self, name: str, slots: int) -> None:
-        """Remove a file that was to be a segment, or count it until it has gone."""
         self._folder.remains.remove(name, self.worst_bytes(slots))
 
     def _create_in_folder(self, aside: str) -> int:

@@ -20,14 +20,13 @@ RECALL_PATIENCE_S = 10.0
 
 
 class SegmentsLayout:
-    """See `Layout`."""
+    """One tier's chunks in slots. Offers what `FilesLayout` does."""
 
     def __init__(self, tier: OpenTier) -> None:
-        """Make its parts, on the running loop."""
         self.key_bytes_max = tier.packing.key_bytes_max
         self._tier = tier
         self._catalog = catalog = Catalog(tier.policy())
-        self.inventory = catalog.inventory
+        self.index = catalog.index
         tier.capacity.count(catalog.segments)
         row_bytes, fingerprint = tier.context.row_bytes, tier.context.mapper.fingerprint
         folder = SegmentFolder(tier.root, row_bytes=row_bytes, fingerprint=fingerprint, fsync=tier.options.fsync)
@@ -75,11 +74,7 @@ class SegmentsLayout:
     def advise(self, advice: Advice[OffloadKey]) -> None:
         tier = self._tier
         retained_max = tier.retained_max(tier.context.row_bytes + FOOTER_BYTES)
-        self._catalog.index.advise(advice, tier.clock_ns(), retained_max)
-
-    @property
-    def retentions_cut(self) -> int:
-        return self._catalog.index.retentions_cut
+        self.index.advise(advice, tier.clock_ns(), retained_max)
 
     def occupancy(self) -> Occupancy:
         chunks, slot_bytes = len(self._catalog), self._tier.context.row_bytes + FOOTER_BYTES
@@ -102,6 +97,7 @@ class SegmentsLayout:
         return Left(loads + stores, wiping + scan)
 
     def close_files(self) -> None:
+        """Let go of the open segments; idempotent. No thread may be using them. Any thread may call."""
         self._folder.close_all()
 
     async def ended(self) -> None:

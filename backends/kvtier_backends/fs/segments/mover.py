@@ -46,7 +46,6 @@ class SlotRun(NamedTuple):
 
     @property
     def offset(self) -> int:
-        """Where in the file the first slot begins."""
         return self.segment.header.offset(self.parts[0].slot - self.segment.first_slot)
 
     def pieces(self, piece_bytes: int) -> "list[SlotRun]":
@@ -80,7 +79,6 @@ def shares_of(segments: Segments, parts: Iterable[SlotPart], lanes: int, most: i
 
 
 def runs_of(segments: Segments, ordered: Sequence[SlotPart]) -> Iterator[SlotRun]:
-    """Yield parts, in ascending order of slots, as runs."""
     start = 0
     while start < len(ordered):
         first = ordered[start].slot
@@ -327,7 +325,6 @@ class SlotMover:
         return [place for part, beside in pairs for place in self._packing.places(part.row, beside)]
 
     def _split(self, pages: memoryview) -> Iterator[memoryview]:
-        """Yield the buffer beside each chunk."""
         size = self._packing.beside_bytes
         return (pages[start : start + size] for start in range(0, len(pages), size))
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.backend import INVENTORY_BATCH_KEYS, read_folder
+from kvtier.backend import INVENTORY_BATCH_KEYS
 from kvtier.errors import BackendClosed, LineLimit, Remedy
 from kvtier_backends.fs.disk.below import AHEAD_NS, believable_ns, list_folder
 from kvtier_backends.fs.disk.footer import ChunkFault, Footer, read_footer
@@ -41,15 +41,6 @@ logger = logging.getLogger(__name__)
 AGAIN_S = 5.0  # Between two looks at what could not be seen, or was locked, at the start.
 NAMED_MAX = 8  # Segments in the log; a line must stay one.
 SEQUENCE_MAX = (1 << 63) - 1  # The year 2262, in ns. Greater ones are not ours, and would leave none for later chunks.
-
-
-class Around(NamedTuple):
-    """The tier's files and folders besides segments."""
-
-    taken_bytes: int  # Unfinished files, and segments that are not open.
-    measured: bool  # False: it could not be seen how much that is.
-    others: int  # Folders of other namespaces, or of this one laid out otherwise.
-    swept: int
 
 
 class Seen(NamedTuple):
@@ -88,18 +79,15 @@ class SegmentsStart:
         self._writes_checkpoints = False  # A new one is not worse than the last: the chunks of that one are known.
 
     def stop(self) -> None:
-        """Ask the scan to end soon."""
         self._recovery.stopped = True
         self.recalled.set()
 
     async def run(self) -> None:
-        """Find out what is there, once."""
         recovery, catalog, counters = self._recovery, self._catalog, self._counters
         await self._lane.run(recovery.open_all)
-        around = await self._lane.run(recovery.look_around)
+        swept = self._count(*await self._lane.run(recovery.look_around))
         self._failed += recovery.failed
         self._add_opened()
-        self._count(around)
         self._room.opened.set()
         recalled = recovery.recalled()
         while (chunks := await self._lane.run(next, recalled, None)) is not None:
@@ -110,8 +98,7 @@ class SegmentsStart:
             self._note(seen)
         counters.count("scan_skipped", len(recovery.unusable))
         counters.count("scan_failed", self._failed)
-        counters.count("scan_swept", around.swept)
-        counters.count("scan_others", around.others)
+        counters.count("scan_swept", swept)
         catalog.index.order_idle(await self._lane.run(oldest_last, *catalog.index.idle()))
         catalog.scan_ended(complete=not self._failed)
         await self._room.shrink()
@@ -130,7 +117,7 @@ class SegmentsStart:
             await self._lane.run(self._recovery.open_all)
             for segment in self._add_opened():
                 segment.own = False  # Locked, and not read yet: it is taken over like the others.
-            self._count(await self._lane.run(self._recovery.look_around))
+            self._count(*await self._lane.run(self._recovery.look_around))
         for segment in list(self._segments.all):
             if not segment.own:
                 async with self._room.changing:  # The part that is known must not be removed for room meanwhile.
@@ -160,10 +147,11 @@ class SegmentsStart:
         self._unusable = len(self._recovery.unusable)
         return opened
 
-    def _count(self, around: Around) -> None:
+    def _count(self, taken_bytes: int | None, swept: int) -> int:
         """Count what lies around the open segments. As long as that is unknown, it is all that is on the disk."""
-        if around.measured:
-            self._capacity.other_bytes, self._capacity.unseen_bytes = around.taken_bytes, 0
+        if taken_bytes is not None:
+            self._capacity.other_bytes, self._capacity.unseen_bytes = taken_bytes, 0
+        return swept
 
     async def run_checkpoints(self) -> None:
         """Write down what is known every so often, until cancelled."""
@@ -282,18 +270,19 @@ class Recovery:
                 Remedy.UNUSABLE,
             )
 
-    def look_around(self) -> Around:
-        """Measure and sweep the files beside the segments."""
+    def look_around(self) -> tuple[int | None, int]:
+        """Sweep the files beside the segments; return their room, and how many were swept.
+
+        That is the room of unfinished files and of segments that are not open; None if it could not be seen.
+        """
         sweep = self._folder.sweep(self._now_ns / 1e9)
-        taken, measured, names = 0, False, list[str]()
+        taken_bytes = None
         try:
             for folder in (self._folder.chunks, self._mapper.folder):
                 for name in list_folder(self._folder.root_fd, folder):
                     sweep(folder, name)
             self._folder.beside.look()
-            taken = self._folder.unfinished_bytes() + self._segment_folder.unopened_bytes()
-            measured = True
-            names = list_folder(self._folder.root_fd, ".")
+            taken_bytes = self._folder.unfinished_bytes() + self._segment_folder.unopened_bytes()
         except OSError as error:
             self.failed += 1
             if self._lines.allows("others"):
@@ -303,8 +292,7 @@ class Recovery:
                     error.strerror,
                     Remedy.UNREADABLE,
                 )
-        others = sum(name != self._folder.chunks and read_folder(name) is not None for name in names)
-        return Around(taken, measured, others, sweep.removed)
+        return taken_bytes, sweep.removed
 
     def take_over(self, segment: Segment) -> Iterator[Seen] | None:
         """Lock a segment that another process wrote, to yield what its footers say; None if that is not possible."""
@@ -320,16 +308,15 @@ class Recovery:
         memory = self._checkpoint.read()
         if memory is None:
             return
-        segments = {segment.name: segment for segment in self.opened}
-        there = [each for each in memory.segments if _is_there(segments, each)]
-        there.sort(key=lambda each: each.first_slot)
-        if not there:
+        by_name = {segment.name: segment for segment in self.opened}
+        segments = [(said, by_name[said.name]) for said in memory.segments if _is_there(by_name, said)]
+        segments.sort(key=lambda pair: pair[0].first_slot)
+        if not segments:
             return
         if memory.same_boot:
-            self._untouched = [segments[each.name] for each in there if _is_untouched(segments[each.name], each)]
+            self._untouched = [segment for said, segment in segments if _is_untouched(segment, said)]
         self._taken = np.zeros(max(segment.first_slot + segment.header.slots for segment in self.opened), np.uint8)
-        places = _Places(there, [segments[each.name] for each in there], set(self._untouched))
-        for batch in places.recalled(memory.chunks, self._now_ns):
+        for batch in _recalled(memory.chunks, segments, set(self._untouched), self._now_ns):
             if self.stopped:
                 return
             self._taken[batch.slots] = 1
@@ -350,35 +337,31 @@ class Recovery:
                     yield seen if segment.own else Seen(seen.held, foreign=True, failed=seen.failed)
 
 
-class _Places:
-    """The slots of a checkpoint's segments, where they are today."""
-
-    def __init__(self, there: Sequence[Remembered], segments: Sequence[Segment], untouched: set[Segment]) -> None:
-        """`there`: in the order of their first slots, `segments` in the same."""
-        self._firsts = np.array([each.first_slot for each in there], np.uint64)
-        self._counts = np.array([each.slots for each in there], np.uint64)
-        self._firsts_now = np.array([segment.first_slot for segment in segments], np.int64)
-        self._candidates = np.array([segment not in untouched for segment in segments], np.uint8)
-
-    def recalled(self, chunks: RememberedChunks, now_ns: int) -> Iterator[Recalled]:
-        """Yield the chunks that have a place, in batches."""
-        for start in range(0, len(chunks.slots), INVENTORY_BATCH_KEYS):
-            slots = chunks.slots[start : start + INVENTORY_BATCH_KEYS]
-            index = np.searchsorted(self._firsts, slots, side="right").astype(np.intp) - 1
-            places = slots - self._firsts[index]
-            sequences = chunks.sequences[start : start + INVENTORY_BATCH_KEYS]
-            good = np.flatnonzero((index >= 0) & (places < self._counts[index]) & (sequences <= SEQUENCE_MAX))
-            index, places = index[good], places[good].astype(np.int64)
-            used_at_ns = chunks.used_at_ns[start + good]
-            used_at_ns[used_at_ns > now_ns + AHEAD_NS] = now_ns
-            if len(good):
-                yield Recalled(
-                    chunks.keys(start + good),
-                    self._firsts_now[index] + places,
-                    sequences[good],
-                    used_at_ns.astype(np.int64),
-                    self._candidates[index],
-                )
+def _recalled(
+    chunks: RememberedChunks, segments: Sequence[tuple[Remembered, Segment]], untouched: set[Segment], now_ns: int
+) -> Iterator[Recalled]:
+    """Yield the chunks in these segments, in batches, where they are today; the segments in order of their slots."""
+    firsts = np.array([said.first_slot for said, _ in segments], np.uint64)
+    counts = np.array([said.slots for said, _ in segments], np.uint64)
+    firsts_now = np.array([segment.first_slot for _, segment in segments], np.int64)
+    candidates = np.array([segment not in untouched for _, segment in segments], np.uint8)
+    for start in range(0, len(chunks.slots), INVENTORY_BATCH_KEYS):
+        slots = chunks.slots[start : start + INVENTORY_BATCH_KEYS]
+        index = np.searchsorted(firsts, slots, side="right").astype(np.intp) - 1
+        places = slots - firsts[index]
+        sequences = chunks.sequences[start : start + INVENTORY_BATCH_KEYS]
+        good = np.flatnonzero((index >= 0) & (places < counts[index]) & (sequences <= SEQUENCE_MAX))
+        index, places = index[good], places[good].astype(np.int64)
+        used_at_ns = chunks.used_at_ns[start + good]
+        used_at_ns[used_at_ns > now_ns + AHEAD_NS] = now_ns
+        if len(good):
+            yield Recalled(
+                chunks.keys(start + good),
+                firsts_now[index] + places,
+                sequences[good],
+                used_at_ns.astype(np.int64),
+                candidates[index],
+            )
 
 
 def _is_there(segments: dict[str, Segment], said: Remembered) -> bool:
@@ -418,7 +401,6 @@ def _footers_of(segment: Segment, root_fd: int, now_ns: int) -> Iterator[Seen]:
 
 
 def _footer_in(page: memoryview, segment: Segment) -> Footer | ChunkFault:
-    """Return a footer of this segment, or its fault."""
     footer = read_footer(page)
     if isinstance(footer, ChunkFault):
         return footer

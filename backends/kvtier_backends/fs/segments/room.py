@@ -42,7 +42,6 @@ class Room:
     """The slots for stores, and the segments that come and go. Belongs to the loop's thread."""
 
     def __init__(self, tier: OpenTier, catalog: Catalog, folder: SegmentFolder, wiping: Wiping) -> None:
-        """Make and remove segments in the lanes for stores."""
         self.opened = asyncio.Event()
         """Set when all segments that were there are known, and at the end."""
         self.changing = asyncio.Lock()

@@ -58,15 +58,12 @@ class Header(NamedTuple):
         return self.offset(self.slots)
 
     def offset(self, place: int) -> int:
-        """Return where in the file a slot begins."""
         return HEADER_BYTES + place * self.slot_bytes
 
     def footer_offset(self, place: int) -> int:
-        """Return where in the file a slot's footer begins."""
         return self.offset(place) + self.row_bytes
 
     def written(self) -> bytes:
-        """Return the page."""
         body = _HEAD.pack(MAGIC, VERSION, 0, self.row_bytes, self.slots, self.fingerprint).ljust(_CHECKSUM_AT, b"\0")
         return body + _CHECKSUM.pack(xxh3_64_intdigest(body))
 
@@ -133,7 +130,6 @@ class Segment:
             os.close(fd)
 
     def wipe(self, place: int) -> None:
-        """Zero a slot's footer: nothing is there."""
         write_all(self.fd, [WIPED], self.header.footer_offset(place))
 
     def close(self) -> None:
@@ -155,11 +151,9 @@ class Segments:
 
     @property
     def used_bytes(self) -> int:
-        """The room that they take of the disk, at most."""
         return sum(segment.allocated_bytes for segment in self.all)
 
     def add(self, segment: Segment, first_slot: int) -> None:
-        """Add a segment; its slots have greater numbers than all before."""
         segment.first_slot = first_slot
         self.all.append(segment)
         self._first_slots.append(first_slot)
@@ -171,7 +165,6 @@ class Segments:
         del self._first_slots[index]
 
     def of(self, slot: int) -> Segment:
-        """Return the segment that has a slot."""
         return self.all[bisect_right(self._first_slots, slot) - 1]
 
 
@@ -186,13 +179,11 @@ def punch_hole(fd: int, offset: int, size_bytes: int) -> None:
 
 
 def sync(segments: Iterable[Segment]) -> None:
-    """Sync the bytes that were written to segments to the device."""
     for segment in segments:
         os.fdatasync(segment.fd)
 
 
 def ask_ahead(fd: int, header: Header, places: Sequence[int]) -> None:
-    """Ask the kernel to read these slots' footers ahead, all at once."""
     for place in places:
         os.posix_fadvise(fd, header.footer_offset(place), FOOTER_BYTES, os.POSIX_FADV_WILLNEED)
 
@@ -208,7 +199,6 @@ def read_all(fd: int, buffers: Sequence[memoryview], offset: int, done: int = 0)
 
 
 def write_all(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
-    """Write the buffers there, one behind the other."""
     total, done = sum(map(len, buffers)), 0
     while done < total:
         wrote = os.pwritev(fd, _rest(buffers, done) if done else buffers, offset + done)

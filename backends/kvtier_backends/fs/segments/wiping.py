@@ -43,7 +43,6 @@ class Wiping:
         self._warned: set[ChunkFault] = set()
 
     def check(self) -> None:
-        """Start a round if slots wait to be wiped."""
         if self._outdated.waits:
             self._wake.set()
 
@@ -78,7 +77,6 @@ class Wiping:
         return not self._closed and self._rounds_failed == rounds_failed
 
     async def run(self) -> None:
-        """Wipe in the background until cancelled."""
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -112,7 +110,6 @@ class Wiping:
         return WipingRound({slot: self._catalog.segments.of(slot) for slot in self._outdated.take_due()})
 
     def _wipe(self, work: WipingRound) -> None:
-        """Wipe slots. Blocks, in a lane."""
         for slot, segment in work.doomed.items():
             try:
                 segment.wipe(slot - segment.first_slot)
