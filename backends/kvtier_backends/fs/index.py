@@ -69,7 +69,6 @@ class ChunkIndex:
         self._clock = clock
 
     def add(self, count: int) -> int:
-        """Add `count` numbers; return the first."""
         first = len(self.keys)
         self.keys.extend([None] * count)
         self.used_at_ns.extend([0] * count)
@@ -210,7 +209,6 @@ class ChunkIndex:
         return victims
 
     def unused_since(self, before_ns: int) -> list[int]:
-        """Return the numbers of our chunks whose last use was before that time."""
         used_at_ns = np.array(self.used_at_ns, dtype=np.int64)
         old = np.flatnonzero((used_at_ns > 0) & (used_at_ns < before_ns)).tolist()
         return [number for number in old if number not in self.foreign]

@@ -76,7 +76,6 @@ class Counters:
         self._totals, self._corrupt, self._refused = Counter[str](), Counter[str](), Counter[str]()
 
     def count(self, what: str, times: int = 1) -> None:
-        """Add to the counter of this name in `FsCounters`."""
         with self._lock:
             self._totals[what] += times
 
@@ -116,7 +115,6 @@ class OpenTier:
         return min(self.options.capacity_bytes or size_bytes, size_bytes) // self.context.row_bytes
 
     def retained_max(self, chunk_bytes: int) -> int:
-        """Return how many chunks of this size may be retained at once."""
         limit_bytes = self.options.capacity_bytes or self.root.disk.size_bytes
         return int(self.context.retained_share * (limit_bytes // chunk_bytes))
 
@@ -224,7 +222,6 @@ class Settling:
         return sooner
 
     async def __call__(self) -> None:
-        """Settle what can be settled, if it is due."""
         if self.left_s():
             return
         self._due_s = time.monotonic() + LOOK_S  # For calls that come meanwhile.

@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvtier.memory import PAGE_BYTES
@@ -32,7 +33,6 @@ class Disk:
     """
 
     def __init__(self, fd: int) -> None:
-        """Look at the file system that a directory, open as `fd`, is on. Blocks."""
         self._fd = fd
         found = os.fstatvfs(fd)
         whole = PAGE_BYTES <= found.f_frsize <= FRAGMENT_BYTES_MOST
@@ -133,7 +133,6 @@ class FolderSizes:
             self._unlooked[name] = self._unlooked.get(name, 0) + grown_bytes
 
     def scanned(self, name: str, status: os.stat_result) -> None:
-        """Count a directory that the scan has come to."""
         self.scanned_bytes += self._settle(name, status)
 
     def removed(self, name: str) -> None:
@@ -221,11 +220,11 @@ def file_bytes_worst(file_bytes: int, block_bytes: int) -> int:
     return (blocks + maps) * block_bytes
 
 
+@dataclass(slots=True)
 class Reservation:
     """The room that one store was promised."""
 
-    def __init__(self) -> None:
-        self.bytes = 0
+    bytes: int = 0
 
 
 class Capacity:

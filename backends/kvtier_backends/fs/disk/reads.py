@@ -140,6 +140,16 @@ class Wanted(NamedTuple):
     done: Callable[[int | OSError], None]  # Called once, with the bytes that came: fewer are an end, or worth a retry.
 
 
+def part_of(buffers: Sequence[memoryview], start: int, end: int) -> list[memoryview]:
+    """Return these bytes of the buffers as if they were one."""
+    pieces: list[memoryview] = []
+    for buffer in buffers:
+        if piece := buffer[max(0, start) : max(0, end)]:
+            pieces.append(piece)
+        start, end = start - len(buffer), end - len(buffer)
+    return pieces
+
+
 class Reads:
     """A way in which a lane reads. Any number of threads may call."""
 

@@ -239,7 +239,6 @@ class Folder:
             return file.read(min(bytes_max, os.fstat(fd).st_size))  # As much memory is taken as is asked for.
 
     def sweep(self, now_s: float) -> TemporarySweep:
-        """Return what removes abandoned temporaries at this time."""
         return TemporarySweep(self.root_fd, self.writer, now_s, self.remains, self._own_from)
 
     def beside_bytes(self) -> int:
@@ -326,13 +325,11 @@ class Folder:
         os.close(open_folder(self.root_fd, name))
 
     def _let_others_in(self, book: str) -> None:
-        """Make a book that those who share the root may write to."""
         fd = open_file(self.root_fd, book, os.O_RDWR | os.O_CREAT)
         below.permit(fd, self.mode & 0o666)
         os.close(fd)
 
     def _own(self, root: str, undo: ExitStack) -> None:
-        """Take the root for this tier; wait for an owner that may be closing."""
         holder = Holder.of(self._context, self.writer, shared=bool(self._options.shared))
         self._owner = RootOwner(root, self.root_fd, holder, self.mode & 0o666)
         self._owner.take()

@@ -288,7 +288,6 @@ class SharedPage:
         return bool(_FLOCK.unpack(told)[0] != fcntl.F_UNLCK)
 
     def _reap(self, page: Page) -> None:
-        """Count the promises of dead processes as written."""
         for slot, reserved_bytes in enumerate(page.reserved_bytes):
             matters = reserved_bytes or page.untold >> slot & 1
             if matters and slot != self._slot and not self._is_alive(slot):

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 
 from kvtier.backend import OffloadKey, in_thread
@@ -27,17 +28,14 @@ AGAIN_TIMES = 20  # or 20 times as long as the last one took: the disk has other
 AGAIN_S_MOST = 600.0  # What others have stored, and what dead processes have left, is seen after so long.
 
 
+@dataclass(slots=True)
 class FileRemoval:
     """The files that lanes have removed so far, and the reservation that they are removed for."""
 
-    def __init__(self, reservation: Reservation | None = None, wanted_bytes: int = 0) -> None:
-        """Remove nothing yet. `wanted_bytes`: the bytes that the reservation should have in the end."""
-        self.gone: dict[OffloadKey, int] = {}
-        """The bytes that each removed file has given back."""
-        self.used: list[FileEntry] = []
-        """Files that stay, because another process has used them since."""
-        self.reservation = reservation or Reservation()
-        self.wanted_bytes = wanted_bytes
+    reservation: Reservation = field(default_factory=Reservation)
+    wanted_bytes: int = 0  # That the reservation should have in the end.
+    gone: dict[OffloadKey, int] = field(default_factory=dict[OffloadKey, int])  # The bytes that each has given back.
+    used: list[FileEntry] = field(default_factory=list[FileEntry])  # They stay: another process has used them since.
 
     @property
     def gone_bytes(self) -> int:
@@ -80,7 +78,6 @@ class Accounts:
         return self._page is not None and (not self.known or self._page.promised_to_others)
 
     async def promise(self, reservation: Reservation, wanted_bytes: int) -> None:
-        """Promise as much as is free, up to `wanted_bytes` in all."""
         wanted_bytes -= reservation.bytes
         if self._page is None:
             reservation.bytes += self._capacity.reserve(wanted_bytes)
@@ -139,7 +136,6 @@ class Accounts:
         return self._page is not None or self._capacity.surplus_bytes() > 0
 
     async def surplus_bytes(self) -> int:
-        """Return the bytes to evict before stores have to wait."""
         if self._page is None:
             return self._capacity.surplus_bytes()
         taken = await self._tier.lanes.evict.run(self._taken, self._page)
@@ -204,7 +200,6 @@ class Accounts:
         return granted_bytes is not None
 
     def _heard(self, *, known: bool) -> None:
-        """Record whether the page has answered with used and promised bytes."""
         if known:
             self._page_lost.clear()
         else:

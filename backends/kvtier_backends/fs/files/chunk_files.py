@@ -21,7 +21,7 @@ from kvtier_backends.fs.disk.below import NO_LINK, ForeignError, Reached, open_b
 from kvtier_backends.fs.disk.capacity import Disk, file_bytes_worst
 from kvtier_backends.fs.disk.footer import ChunkFault
 from kvtier_backends.fs.disk.lanes import LoadsFirst
-from kvtier_backends.fs.disk.reads import Wanted
+from kvtier_backends.fs.disk.reads import Wanted, part_of
 from kvtier_backends.fs.disk.remains import called, is_absent, listed, remove_file, remove_folder
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.disk.temporaries import temporary_name
@@ -98,16 +98,6 @@ class OpenChunk:
         return self._discard(self._name, self._fd, fault)
 
 
-def part_of(buffers: Sequence[memoryview], start: int, end: int) -> list[memoryview]:
-    """Return these bytes of the buffers as if they were one."""
-    pieces: list[memoryview] = []
-    for buffer in buffers:
-        if piece := buffer[max(0, start) : max(0, end)]:
-            pieces.append(piece)
-        start, end = start - len(buffer), end - len(buffer)
-    return pieces
-
-
 class FoundFile(NamedTuple):
     """A file as it is seen without being opened."""
 
@@ -120,7 +110,6 @@ class DoubtError(OSError):
     """A store that has failed, after which the chunk's file may be the new one."""
 
     def __init__(self, error: OSError, allocated_bytes: int) -> None:
-        """`allocated_bytes`: what the new file takes."""
         super().__init__(error.errno, error.strerror)
         self.allocated_bytes = allocated_bytes
 
@@ -275,7 +264,6 @@ class ChunkFiles:
         return not self._sizes.doubtful
 
     def _settle_folder(self, folder: str) -> bool:
-        """Return True if a folder in doubt is gone."""
         try:
             if folder == self._chunks:
                 raise OSError(errno.ENOTEMPTY, "the tier's own, which stays")
@@ -295,7 +283,6 @@ class ChunkFiles:
             below.date(self._root, self._mapper.name(key), used_at_ns)
 
     def length(self, key: OffloadKey) -> int | None:
-        """Return the length of a chunk's file in bytes; None if there is none."""
         status = self._stat(key)
         return status and status.st_size
 
@@ -322,7 +309,6 @@ class ChunkFiles:
             return None
 
     def _publish(self, folder_fd: int, parent: str, temporary: str, base: str, file: os.stat_result) -> None:
-        """Give a finished file its name."""
         try:
             below.rename(folder_fd, temporary, base)
         except OSError as error:

@@ -34,12 +34,11 @@ class Eviction:
         self._capacity = tier.capacity
         self._wake = asyncio.Event()
         self._chosen: list[FileEntry] = []  # Files that the background has still to remove.
-        self.stamps = Stamps(tier, index, chunks)
+        self._stamps: dict[OffloadKey, int] = {}  # Uses that their files' times do not say yet.
         self._scanned = False
         self._settling = Settling(tier, chunks.settle_folders)
 
     def used_bytes(self) -> int:
-        """Return the bytes of chunks, of files that are being removed, and of those that should be gone."""
         chunks_bytes = self._index.used_bytes + self._capacity.leaving_bytes
         return self.accounts.shown_bytes(chunks_bytes + self._tier.root.remains.used_bytes)
 
@@ -74,11 +73,7 @@ class Eviction:
             self.accounts.refused()
         return reservation
 
-    def stored(self, added_bytes: int) -> None:
-        self.accounts.added(added_bytes)
-
     def release(self, reservation: Reservation) -> None:
-        """Take a promise back: stored bytes have been counted."""
         self.accounts.release(reservation)
         self.check()
 
@@ -90,9 +85,21 @@ class Eviction:
         return removal.gone_bytes
 
     def used(self, keys: Sequence[OffloadKey]) -> None:
-        """Queue the new times of files that were used now, in prefix order."""
-        if self.stamps.used(keys):
+        """Record uses of files, in prefix order, to set their times behind the loads, unless these are recent.
+
+        After a restart they say when files were used.
+        """
+        now_ns = self._tier.clock_ns()
+        for index, key in enumerate(keys):
+            if self._index.refresh_due(key, now_ns):
+                self._stamps[key] = now_ns - index  # The head is the newest, also after a restart.
+        if len(self._stamps) >= STAMPS_MAX:
             self._wake.set()
+
+    def stamp_last(self) -> None:
+        """Queue the last uses before the lane ends."""
+        with suppress(BackendClosed):  # Closed before.
+            self._tier.lanes.evict.submit(self._chunks.stamp, self._stamps)
 
     def check(self) -> None:
         """Wake the background if chunks should go before the next store."""
@@ -122,7 +129,9 @@ class Eviction:
                 await self._remove_surplus()
                 self._choose_expired()
                 await self._remove_chosen()
-            await self.stamps.write()
+            if self._stamps:
+                due, self._stamps = self._stamps, {}
+                await self._tier.lanes.evict.run(self._chunks.stamp, due)
 
     def _pause_s(self) -> float:
         ttl_s = self._tier.options.ttl_s
@@ -144,7 +153,7 @@ class Eviction:
                 for key, allocated_bytes in (await self._tier.lanes.evict.run(self._chunks.look, keys)).items():
                     if key in unchanged and key not in self._claims.leaving:
                         if allocated_bytes:  # Otherwise the process that removed it may have told the page.
-                            self.stored(allocated_bytes - self._index.taken_bytes(key))
+                            self.accounts.added(allocated_bytes - self._index.taken_bytes(key))
                         self._index.measured(key, allocated_bytes)
         await self._settling()
         if self._index.doubtful:
@@ -195,7 +204,6 @@ class Eviction:
         self._capacity.leaving_bytes += sum(victim.allocated_bytes for victim in victims)
 
     async def _remove(self, victims: Sequence[FileEntry], removal: FileRemoval) -> None:
-        """Remove in the stores' lanes, for a store that waits for it."""
         lanes = self._tier.lanes.store
         parts = share_out(victims, lanes.count, BATCH_FILES)
         try:
@@ -205,7 +213,6 @@ class Eviction:
         self.accounts.removed(removal)
 
     async def _remove_behind(self, victims: Sequence[FileEntry]) -> int:
-        """Remove in the background's lane; return how much went."""
         removal = FileRemoval()
         try:
             # No buffer is lent: a tier that closes need not wait for the thread.
@@ -226,35 +233,3 @@ class Eviction:
         for chunk in removal.used:
             self._index.stays(chunk)
         self._claims.end(victim.key for victim in victims)
-
-
-class Stamps:
-    """Files' times, which say after a restart when they were used: set behind the loads, and seldom.
-
-    Belongs to the loop's thread.
-    """
-
-    def __init__(self, tier: OpenTier, index: FileIndex, chunks: FileChunks) -> None:
-        self._index = index
-        self._chunks = chunks
-        self._lane = tier.lanes.evict
-        self._clock_ns = tier.clock_ns
-        self._due: dict[OffloadKey, int] = {}
-
-    def used(self, keys: Sequence[OffloadKey]) -> bool:
-        """Record uses of files, in prefix order, unless their times are recent; return True if it is time to write."""
-        now_ns = self._clock_ns()
-        for index, key in enumerate(keys):
-            if self._index.refresh_due(key, now_ns):
-                self._due[key] = now_ns - index  # The head is the newest, also after a restart.
-        return len(self._due) >= STAMPS_MAX
-
-    async def write(self) -> None:
-        due, self._due = self._due, {}
-        if due:
-            await self._lane.run(self._chunks.stamp, due)
-
-    def write_before_end(self) -> None:
-        """Queue the last uses before the lane ends."""
-        with suppress(BackendClosed):  # Closed before.
-            self._lane.submit(self._chunks.stamp, self._due)

@@ -49,7 +49,6 @@ class Claims:
     """
 
     def __init__(self) -> None:
-        """Start without claims."""
         self.leaving: set[OffloadKey] = set()
         """Whose files are going: whether they are still there is up to the lane that is at it."""
         self.in_use = InUse()
@@ -68,7 +67,6 @@ class Claims:
         self.leaving.update(keys)
 
     def end(self, keys: Iterable[OffloadKey]) -> None:
-        """Record that they are gone, or stay."""
         self.leaving.difference_update(keys)
         self._wake()
 
@@ -110,7 +108,6 @@ class FileIndex:
 
     @property
     def files(self) -> int:
-        """How many files of chunks' names there are, whether or not a load would take them."""
         return len(self._of) + len(self._unloadable)
 
     def __len__(self) -> int:
@@ -180,7 +177,6 @@ class FileIndex:
             self._set_room(number, allocated_bytes)
 
     def removed(self, key: OffloadKey) -> None:
-        """Record that a `call` of ours has removed a chunk."""
         if self._scanning:
             self._removed_in_scan.add(key)
         self.doubtful.discard(key)

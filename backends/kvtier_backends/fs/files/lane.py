@@ -80,7 +80,6 @@ class FileChunks:
         share.allocated_bytes = [share.sizes.get(index) for index in range(len(share.reads))]
 
     def _wanted(self, share: LoadShare, pages: memoryview) -> Iterator[Wanted]:
-        """Open one file after the other, and ask for what is in it."""
         size = self._packing.beside_bytes + ROOM_BYTES
         for index, (key, into) in enumerate(share.reads):
             beside = pages[index * size : (index + 1) * size]
@@ -122,7 +121,6 @@ class FileChunks:
             share.gone += error.errno in GONE
 
     def store(self, share: StoreShare) -> None:
-        """Store the share's chunks, each wholly or not at all."""
         with self._store_pages.one() as beside:
             for index, write in enumerate(share.writes):
                 with self._loads_first.storing():
@@ -139,7 +137,6 @@ class FileChunks:
         return last
 
     def evict(self, victims: Sequence[FileEntry], gone: dict[OffloadKey, int]) -> None:
-        """Remove victims, and note what each has given back."""
         for victim in victims:
             with suppress(OSError):  # It is there still, and the caller counts it so.
                 gone[victim.key] = victim.allocated_bytes if self._files.remove(victim.key, known=True) else 0
@@ -192,7 +189,6 @@ class FileChunks:
         return answers
 
     def takes(self, file_bytes: int) -> bool:
-        """Return True if a load would take a file of this length."""
         whole = judge_length(file_bytes, self._row_bytes)
         return whole is Whole.FOOTED or (whole is Whole.BARE and self._accept_bare)
 

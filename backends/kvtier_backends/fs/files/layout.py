@@ -160,7 +160,7 @@ class FilesLayout:
                         self._eviction.doubt([write.key])
                     if not told or write.key in share.doubtful:
                         self._index.inventory.added(write.key)
-        self._eviction.stored(added_bytes)
+        self._eviction.accounts.added(added_bytes)
 
     async def _try_again(self, writes: Sequence[Write], failed: Sequence[int], outcomes: list[Outcome]) -> None:
         """Make room on a full disk, and write what did not fit."""
@@ -186,7 +186,7 @@ class FilesLayout:
             finally:
                 sure = unchanged.intersection(removed)  # Others were stored before they were removed, or since.
                 self._eviction.doubt(key for key in keys if key in self._index and key not in sure)
-                self._eviction.stored(-sum(self._index.taken_bytes(key) for key in sure if removed[key]))
+                self._eviction.accounts.added(-sum(self._index.taken_bytes(key) for key in sure if removed[key]))
                 for key in sure:
                     note(key)
         for error in filter(None, errors):
@@ -211,7 +211,7 @@ class FilesLayout:
         self._start.stop()
         self._background.cancel()
         self._index.claims.close()
-        self._eviction.stamps.write_before_end()
+        self._eviction.stamp_last()
         loads, stores = await self._tier.end_transfers(ends_at)
         self._start.done.set()  # For stores that still wait: lanes are closed then.
         lanes = self._lanes.scan, self._lanes.evict

@@ -37,7 +37,6 @@ class Scan:
     """
 
     def __init__(self, tier: OpenTier, takes: Callable[[int], bool]) -> None:
-        """`takes`: whether a load would take a file of this length."""
         self.seen_bytes = 0
         """What is taken by all that it has seen, but for strangers' files."""
         self.other_bytes = 0
@@ -59,7 +58,6 @@ class Scan:
 
     @property
     def swept(self) -> int:
-        """Temporaries of dead processes that were removed."""
         return self._sweep.removed
 
     def next_batch(self) -> list[FileEntry]:
@@ -72,7 +70,6 @@ class Scan:
         return batch
 
     def stop(self) -> None:
-        """Ask the walk to end soon. Any thread may call."""
         self._stopped = True
 
     def _look_around(self, chunks_folder: str) -> Iterator[FileEntry]:
@@ -179,7 +176,6 @@ class FilesStart:
         self.gauged.set()
 
     async def run(self) -> None:
-        """Scan the directory; where it is shared, again and again."""
         accounts = self._eviction.accounts
         while True:
             await accounts.scan_began()

@@ -195,7 +195,6 @@ def remembered(segments: Sequence[Segment], before_ns: int) -> list[Remembered]:
 
 
 def trusted(segments: Sequence[Remembered], unsettled: set[str]) -> list[Remembered]:
-    """Return the segments, with those that are unsettled marked as not to be trusted."""
     return [each._replace(written_at_ns=0) if each.name in unsettled else each for each in segments]
 
 

@@ -57,7 +57,6 @@ class SegmentFolder:
         return Header(self._row_bytes, slots, self._fingerprint)
 
     def names(self) -> list[str]:
-        """Return the names of all segments, in the order that they were made."""
         names = filter(NAME.fullmatch, listing(self.root_fd, self._folder.chunks))
         return [f"{self._folder.chunks}/{name}" for name in sorted(names)]
 
@@ -174,26 +173,23 @@ class SegmentFolder:
             return None
         return header
 
-    def _create(self, aside: str, slots: int) -> int:
-        try:
-            return self._create_in_folder(aside)
-        except OSError:
-            self._drop(aside, slots)
-            raise
-
     def _drop(self, name: str, slots: int) -> None:
         self._folder.remains.remove(name, self.worst_bytes(slots))
 
-    def _create_in_folder(self, aside: str) -> int:
+    def _create(self, aside: str, slots: int) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | self._direct
         try:
-            return open_below(self.root_fd, aside, flags)
-        except FileNotFoundError:  # Somebody has removed the folder.
-            with suppress(FileExistsError):
-                self._folder.make_folder(self._folder.chunks)
-            if self._fsync:
-                os.fsync(self.root_fd)
-            return open_below(self.root_fd, aside, flags)
+            try:
+                return open_below(self.root_fd, aside, flags)
+            except FileNotFoundError:  # Somebody has removed the folder.
+                with suppress(FileExistsError):
+                    self._folder.make_folder(self._folder.chunks)
+                if self._fsync:
+                    os.fsync(self.root_fd)
+                return open_below(self.root_fd, aside, flags)
+        except OSError:
+            self._drop(aside, slots)
+            raise
 
     def _publish(self, aside: str, fd: int, slots: int) -> str:
         """Give a file the next number. A place is taken first, since not every file system has links or swaps."""

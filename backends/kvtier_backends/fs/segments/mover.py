@@ -191,7 +191,6 @@ class SlotMover:
         found: list[Outcome],
         result: int | OSError,
     ) -> None:
-        """Record the outcomes of neighbouring slots that were read in one call."""
         error = result if isinstance(result, OSError) else None
         if not isinstance(result, OSError):
             try:

@@ -138,7 +138,6 @@ class SegmentsStart:
         logger.info("%s: taken over from a process that has ended", segment.name)
 
     def _add_opened(self) -> Sequence[Segment]:
-        """Add the segments that were opened since the last call, and return them."""
         opened = self._recovery.opened[self._added :]
         for segment in opened:
             self._segments.add(segment, self._catalog.add(segment.header.slots))
@@ -410,7 +409,6 @@ def _footer_in(page: memoryview, segment: Segment) -> Footer | ChunkFault:
 
 
 def _runs(first_slot: int, taken: NDArray[np.uint8]) -> list[tuple[int, int]]:
-    """Return the runs of places that nothing is in."""
     edges = np.flatnonzero(np.diff(taken, prepend=np.uint8(1), append=np.uint8(1)))
     starts, ends = edges[::2], edges[1::2]
     return list(zip((first_slot + starts).tolist(), (ends - starts).tolist(), strict=True))

@@ -23,6 +23,7 @@ from xxhash import xxh3_64_intdigest
 from kvtier.memory import PAGE_BYTES, let_go_in_forks
 from kvtier_backends.fs.disk.below import open_file, unlock_file
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
+from kvtier_backends.fs.disk.reads import part_of
 
 HEADER_BYTES = PAGE_BYTES
 MAGIC = b"\x89kvtseg\n"
@@ -192,7 +193,7 @@ def read_all(fd: int, buffers: Sequence[memoryview], offset: int, done: int = 0)
     """Fill the buffers from `offset`, of which `done` bytes are read; a shorter file is an error."""
     total = sum(map(len, buffers))
     while done < total:
-        read = os.preadv(fd, _rest(buffers, done) if done else buffers, offset + done)
+        read = os.preadv(fd, part_of(buffers, done, total) if done else buffers, offset + done)
         if read == 0:
             raise OSError(errno.EIO, f"{done} of {total} bytes and then the file's end")
         done += read
@@ -201,17 +202,7 @@ def read_all(fd: int, buffers: Sequence[memoryview], offset: int, done: int = 0)
 def write_all(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
     total, done = sum(map(len, buffers)), 0
     while done < total:
-        wrote = os.pwritev(fd, _rest(buffers, done) if done else buffers, offset + done)
+        wrote = os.pwritev(fd, part_of(buffers, done, total) if done else buffers, offset + done)
         if wrote == 0:
             raise OSError(errno.EIO, f"wrote {done} of {total} bytes and then none")
         done += wrote
-
-
-def _rest(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
-    """Return the buffers without their first `done` bytes."""
-    rest: list[memoryview] = []
-    for buffer in buffers:
-        if done < len(buffer):
-            rest.append(buffer[done:])
-        done = max(0, done - len(buffer))
-    return rest
