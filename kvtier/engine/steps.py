@@ -74,7 +74,7 @@ class StepManager:
         self._metrics = Metrics(self.ledger)
         self._requests: dict[str, Request] = {}
         self._calls: Counter[Request] = Counter()  # Calls of the asyncio face in progress keep a request known.
-        self._given_back: Callable[[], None] = lambda: None  # Called when rows or leases were released.
+        self._given_back: Callable[[], object] = bool  # Called when rows or leases were released: here by no one.
         self._kept: list[LentRow] = []  # Released, and still read.
         self._owner_pid = os.getpid()
         self._closed = self._forked = False
@@ -187,7 +187,8 @@ class StepManager:
         `hint` replaces the hint that was given when the request began, if there is one. Nothing happens if the request
         is not known.
         """
-        self._check_owner()
+        if self._forked:
+            self._check_owner()
         request = self._requests.get(request_id)
         if request is not None:
             if hint is not None:
@@ -239,7 +240,8 @@ class StepManager:
 
     def complete_load(self, keys: Sequence[OffloadKey], request_id: str) -> None:  # noqa: ARG002  # Part of the protocol.
         """Release rows of `prepare_load` that the LLM engine has read."""
-        self._check_owner()
+        if self._forked:
+            self._check_owner()
         self.ledger.complete_load(keys)
         self._given_back()
 
@@ -272,7 +274,8 @@ class StepManager:
         The prefill speed is learned from it, against which loads are weighed, unless the configuration has one. Steps
         without a prompt need not be recorded. One step alone shows nothing: it may have compiled.
         """
-        self._check_owner()
+        if self._forked:
+            self._check_owner()
         self.ledger.prefill.note(tokens, seconds, self._clock())
 
     # Deletes, events, and the end of a step.
@@ -430,7 +433,8 @@ class StepManager:
         self.region.close()
 
     def _receive(self) -> None:
-        self._check_owner()
+        if self._forked:
+            self._check_owner()
         now = self._clock()
         self.ledger.begin_step(now)
         mailbox = self._mailbox

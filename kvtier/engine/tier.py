@@ -236,8 +236,8 @@ class Tier:
         self.reserved_bytes = 0
         self._present_until: dict[OffloadKey, float] = {}
         self._absent_until: dict[OffloadKey, float] = {}
-        self._unsure: dict[OffloadKey, float] = {}  # Probed even though the tier reports what it holds.
-        self._doubted: dict[OffloadKey, float] = {}  # Present by the last answer, but a later call has failed.
+        self._unsure: dict[OffloadKey, None] = {}  # Probed even though the tier reports what it holds.
+        self._doubted: dict[OffloadKey, None] = {}  # Present by the last answer, but a later call has failed.
         self._undeleted: dict[OffloadKey, None] = {}  # Deletes that no runner has done.
 
     def admits(self, now: float) -> int:
@@ -319,17 +319,19 @@ class Tier:
             del self._doubted[key]
             turned = not present
         fresh.pop(key, None)  # So that the order of insertion is the order of age.
-        _remember(fresh, key, now + self.spec.answer_ttl_s)
+        fresh[key] = now + self.spec.answer_ttl_s
+        if len(fresh) > ANSWERS_MAX:  # Inlined: runs for every stored chunk.
+            del fresh[next(iter(fresh))]
         return turned
 
     def doubt(self, key: OffloadKey, now: float) -> None:
         """Count the key as absent for `answer_ttl_s` without an answer of the tier."""
         if self.believe(key, present=False, now=now):
-            _remember(self._doubted, key, 0.0)
+            _remember(self._doubted, key)
 
     def unsure(self, key: OffloadKey) -> None:
         """Probe the key from now on, until it is stored again or known to be gone."""
-        _remember(self._unsure, key, 0.0)
+        _remember(self._unsure, key)
 
     def forget_answers(self, keys: Iterable[OffloadKey]) -> None:
         """Forget answers for these keys, also those in flight: something newer is known."""
@@ -409,8 +411,8 @@ class Tier:
         return [key for key in moved if key not in raced]
 
 
-def _remember(answers: dict[OffloadKey, float], key: OffloadKey, until: float) -> None:
-    answers[key] = until
+def _remember(answers: dict[OffloadKey, None], key: OffloadKey) -> None:
+    answers[key] = None
     if len(answers) > ANSWERS_MAX:
         del answers[next(iter(answers))]
 
