@@ -393,6 +393,7 @@ class _Told:
         self._open = False
         self._opened = 0
         self._lost = _lost(tier)
+        self._total = self._lost.total()
         self._losses_at = -math.inf
 
     def breaker(self, now: float) -> None:
@@ -417,12 +418,16 @@ class _Told:
             logger.info("tier %s: the breaker is closed again", name)
 
     def losses(self, now: float, *, last: bool) -> None:
-        if (last or now >= self._losses_at) and _lost(self._tier) != self._lost and (losses := self._losses(now)):
+        counters = self._tier.counters
+        lost = sum(counters.dropped.values()) + sum(counters.failed.values()) + counters.skipped.get(PRESSURE, 0)
+        changed = lost + counters.probes_failed != self._total  # Runs at every message.
+        if changed and (last or now >= self._losses_at) and (losses := self._losses(now)):
             logger.warning("tier %s: since the last line %s; see %s", self._tier.spec.name, losses, Remedy.LOSSES)
 
     def _losses(self, now: float, *, cause: bool = True) -> str:
         counters, before = self._tier.counters, self._lost
         self._lost = _lost(self._tier)
+        self._total = self._lost.total()
         grown, parts = self._lost - before, list[str]()
         for verb in ("were dropped", "left the primary unwritten", "failed"):
             if chunks := {name: count for (each, name), count in grown.items() if each == verb}:

@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import chain, count
+from typing import cast
 
 from kvtier.backend import OffloadKey, of_one_group
 from kvtier.engine.primary import Primary, Rows
@@ -23,6 +24,10 @@ Waited = Callable[[float], None]
 PROMOTIONS_MAX = 2  # Of one key for one request: the second may follow an eviction; a third would be a loop.
 DECLINED = PROMOTIONS_MAX + 1  # In place of a count: the request computes the key.
 NEVER = math.inf  # As a time.
+
+_no_keys = cast("type[list[OffloadKey]]", list)  # Factories without a call in Python.
+_no_rows = cast("type[set[int]]", set)
+_no_uses = cast("type[dict[OffloadKey, None]]", dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -97,23 +102,20 @@ class Request:
     weighed: bool = True  # Its loads are weighed against computing; a prefetch's are not.
     number: int = field(default_factory=count(1).__next__)  # An id may come again.
     hint: Hint | None = None
-    used: dict[OffloadKey, None] = field(init=False)  # Keys whose one access was counted, in prefix order.
-    hits: list[OffloadKey] = field(init=False)  # Keys answered HIT or HIT_PENDING in this step, after an eviction.
-    held: list[OffloadKey] = field(init=False)  # Those before it.
+    used: dict[OffloadKey, None] = field(default_factory=_no_uses)  # Keys, in prefix order, with one access counted.
+    hits: list[OffloadKey] = field(default_factory=_no_keys)  # Answered HIT or HIT_PENDING since the last eviction.
+    held: list[OffloadKey] = field(default_factory=_no_keys)  # Those before it, in this step.
     leased_hits: int = 0  # How many of both, from the first on, were leased, or exceeded the share.
     waits: bool = False  # One of them was HIT_PENDING.
     waiting_since: float | None = None  # The end of the first step with a HIT_PENDING.
     retried_in: int = 0  # The last step in which it was answered RETRY.
     late_at: float = NEVER  # When it gives up its loads.
-    leased: set[int] = field(init=False)
+    leased: set[int] = field(default_factory=_no_rows)
     turn: Turn | None = None  # Set while a call looks up that waits for rows; without it, no row is a miss.
     storing: int = 0  # Keys reserved and not completed.
     finished: bool = False
     told: int = 0  # How many used keys were ranked at its end.
     _search: Search | None = None
-
-    def __post_init__(self) -> None:  # Factories of typed lists would cost each request several calls.
-        self.used, self.hits, self.held, self.leased = {}, [], [], set()
 
     @property
     def found(self) -> int:
