@@ -9,7 +9,7 @@ from kvtier.backend import make_offload_key
 from kvtier.engine.writeback import SEEN_MIN
 from kvtier.runner.messages import Advise, Code, RunnerLost, unpack_keys, unpack_rows
 from kvtier.settings.hints import Advice, Hint
-from tests.engine.ledger.bench import HIT, PENDING, Bench, keys_of, names_of
+from tests.engine.ledger.bench import HIT, PENDING, Bench, ending_at, keys_of, names_of
 from tests.engine.ledger.bench import cascades as sent
 
 NOTHING = {"no_store": True}
@@ -417,9 +417,9 @@ def test_what_a_request_keeps_out_of_a_tier_is_written_to_the_others_alone(evict
     assert skipped(engine, 1) == {"no_store": 4}
 
 
-def stored_for_a_session_that_is_over(engine, names, **more):
+def stored_for_a_session_that_is_over(engine, names, position=None, **more):
     engine.ledger.hint(engine.request(), {"class": "first"})  # From here on, sessions are known.
-    request = engine.request()
+    request = engine.request(position=position)
     engine.store(names, request)
     over(engine, request, {"over": True, **more})
 
@@ -432,10 +432,12 @@ def test_what_is_prefetched_after_its_session_was_over_is_written_as_any_other(e
     assert written_at_the_end(engine) == "ab"
 
 
-def test_the_leading_part_that_is_retained_is_written_though_its_session_is_over(evicting):
+@pytest.mark.parametrize("ends", [None, [1, 2, 3, 4]])
+def test_the_leading_part_that_is_retained_is_written_though_its_session_is_over(evicting, ends):
     """Another session that begins alike will use it."""
     engine = evicting(retained_rows_max=4)
-    stored_for_a_session_that_is_over(engine, "abcd", retain_s=60.0, tokens=2)
+    position = None if ends is None else ending_at(keys_of("abcd"), ends)
+    stored_for_a_session_that_is_over(engine, "abcd", position, retain_s=60.0, tokens=2)
     assert written_at_the_end(engine) == "ab"
     assert engine.ledger.writeback.give_up("closed") == 0
     assert skipped(engine) == {"over": 2}

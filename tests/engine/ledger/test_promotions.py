@@ -152,3 +152,10 @@ def test_a_chunk_that_its_request_computed_after_all_is_no_hit_of_the_tier(bench
     engine.lookup("a", request)
     engine.load("a", request)
     assert (engine.ledger.counters.hits, engine.ledger.tiers[0].counters.hits) == (1, 0)
+
+
+def test_a_tier_on_trial_is_loaded_from_for_a_few_chunks(bench):
+    engine = held_by_tier(bench, "abcd")
+    engine.ledger.tiers[0].breaker.trip(engine.now)
+    engine.step(seconds=5.0)
+    assert engine.lookup("abcd") == [PENDING, PENDING, MISS, MISS]
