@@ -81,7 +81,20 @@ def make_report(
 ) -> Report:
     """Sum up the counts until the last sample. `config` has the sizes of the real engine."""
     totals = tally.samples[-1].tiers if tally.samples else {PRIMARY_NAME: TierTotals(0, 0, 0)}
-    tiers = {name: _tier_report(tier, config.row_bytes) for name, tier in totals.items()}
+    tiers = {
+        name: TierReport(
+            hits=tier.hits,
+            chunks_loaded=tier.loaded,
+            chunks_stored=tier.stored,
+            bytes_loaded=tier.loaded * config.row_bytes,
+            bytes_stored=tier.stored * config.row_bytes,
+            dropped=tier.dropped,
+            failed=tier.failed,
+            skipped=tier.skipped,
+            refused=tier.refused,
+        )
+        for name, tier in totals.items()
+    }
     return Report(
         command=command,
         trace=trace,
@@ -107,20 +120,6 @@ def make_report(
         },
         ttft_s=None if ttft_s is None else {name: quantiles(samples) for name, samples in ttft_s.items()},
         warnings=[*too_long(extent, config.rows, "the primary"), *_warnings(config, tiers)],
-    )
-
-
-def _tier_report(totals: TierTotals, row_bytes: int) -> TierReport:
-    return TierReport(
-        hits=totals.hits,
-        chunks_loaded=totals.loaded,
-        chunks_stored=totals.stored,
-        bytes_loaded=totals.loaded * row_bytes,
-        bytes_stored=totals.stored * row_bytes,
-        dropped=totals.dropped,
-        failed=totals.failed,
-        skipped=totals.skipped,
-        refused=totals.refused,
     )
 
 

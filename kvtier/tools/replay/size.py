@@ -129,7 +129,7 @@ def size(
     """
     check_outputs(json_path)
     memories = listed("--memory", memory, _size, SIZES)
-    disks = listed("--disk", disk, _size_or_none, SIZES_OR_NONE)
+    disks = listed("--disk", disk, lambda text: 0 if text == "0" else _size(text), SIZES_OR_NONE)
     per_token = _kv_bytes(kv_bytes, model)
     speed = disk_speed("--disk-speed", disk_rates)
     opened = open_trace(trace, limit=limit)
@@ -164,10 +164,6 @@ def _size(text: str) -> int:
     if size_bytes > SIZE_BYTES_MAX:
         raise ValueError(text)
     return size_bytes
-
-
-def _size_or_none(text: str) -> int:
-    return 0 if text == "0" else _size(text)
 
 
 def _kv_bytes(given: int | None, model: str | None) -> int:

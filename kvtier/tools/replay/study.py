@@ -40,9 +40,6 @@ class Extent(NamedTuple):
     def longest(self) -> int:
         return max(self.lengths, default=0)
 
-    def longer(self, capacity: int) -> int:
-        return sum(requests for blocks, requests in self.lengths.items() if blocks > capacity)
-
     def capacity(self, share: float) -> int:
         """Return this share of the unique blocks, rounded, at least one."""
         return max(1, round(share * self.unique_blocks))
@@ -67,7 +64,7 @@ def measure(requests: Iterable[TraceRequest]) -> Extent:
 
 def too_long(extent: Extent, capacity: int, of: str) -> list[str]:
     """Return a warning if requests are longer than a cache: only their leading blocks can be stored or found."""
-    longer = extent.longer(capacity)
+    longer = sum(requests for blocks, requests in extent.lengths.items() if blocks > capacity)
     if not longer:
         return []
     return [
