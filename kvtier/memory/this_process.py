@@ -133,7 +133,7 @@ def is_of_a_limit(error: BaseException) -> bool:
 def reason(error: BaseException) -> str:
     """Return the message of an error. If a limit of this process may be the cause, name it and the remedy."""
     said = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-    limits = list(filter(None, map(_said, _exceeded(error))))
+    limits = [words for code in _exceeded(error) if (words := _said(code))]
     return f"{said}; {' and '.join(limits)}" if limits else said
 
 

@@ -63,9 +63,14 @@ class LRU(FIFO[K]):
         self.touch(keys)
 
     def evict(self, count: int, keep: Callable[[K], bool], incoming: Sequence[K] = ()) -> list[K] | None:
-        victims = super().evict(count, keep, incoming)
-        if victims is not None:
-            _renew_coldest(self._order, keep)
+        order = self._order
+        victims = list(islice(filterfalse(keep, order), count))
+        if len(victims) < count:
+            return None
+        for key in victims:
+            del order[key]
+        for key in list(takewhile(keep, order)):  # Otherwise every call would pass over long-pinned keys.
+            order.move_to_end(key)
         return victims
 
 
@@ -257,10 +262,5 @@ def _retire(
     for key in victims:
         del order[key]
         ghosts[key] = None
-    _renew_coldest(order, keep)
-
-
-def _renew_coldest(order: OrderedDict[K, None], keep: Callable[[K], bool]) -> None:
-    """Renew the kept keys at the cold end. Otherwise every call would pass over long-pinned keys."""
     for key in list(takewhile(keep, order)):
         order.move_to_end(key)

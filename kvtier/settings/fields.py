@@ -66,13 +66,15 @@ class Checked(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.__rich_repr__())})"
 
-    def __rich_repr__(self) -> Iterator[tuple[str, Any]]:
-        """Yield the fields without secrets; of fields that others decode, such as a tier's options, only the names."""
-        for field in struct_fields(type(self)).values():
-            value = getattr(self, field.name)
-            if field.name == self.rest:
-                value = sorted(value)
-            yield field.name, "<not shown>" if value is not None and is_secret(field.type) else value
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        """Return the fields without secrets; of fields that others decode, such as a tier's options, only the names."""
+        return [(field.name, self._shown(field)) for field in struct_fields(type(self)).values()]
+
+    def _shown(self, field: FieldInfo) -> Any:
+        value = getattr(self, field.name)
+        if field.name == self.rest:
+            return sorted(value)
+        return "<not shown>" if value is not None and is_secret(field.type) else value
 
     def __post_init__(self) -> None:
         for name, field in struct_fields(type(self)).items():

@@ -298,7 +298,8 @@ class TheEnd(Promises):
         `aclose` may be called repeatedly, and concurrently.
         """
         await lender.keep(backend, [key_of(0)])
-        assert await asyncio.gather(backend.aclose(PATIENCE_S), backend.aclose(PATIENCE_S)) == [Abandoned(0)] * 2
+        closings = await asyncio.gather(*(backend.aclose(PATIENCE_S) for _ in range(2)))
+        assert closings == [Abandoned(0)] * 2
         assert await backend.aclose(0) == Abandoned(0)
         with pytest.raises(BackendClosed):
             await backend.probe([key_of(0)])
