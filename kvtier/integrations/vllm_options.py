@@ -27,7 +27,7 @@ from kvtier.config import (
 )
 from kvtier.errors import ConfigError
 from kvtier.policies import require_policy
-from kvtier.settings import Checked, Count, Duration, Index, PositiveSize, Share, SlowDuration, decode, struct_fields
+from kvtier.settings import Checked, Duration, PositiveSize, Share, SlowDuration, decode, struct_fields
 from kvtier.settings.fields import is_list, is_table, shown
 
 if TYPE_CHECKING:  # `rows` imports vLLM; options can be checked without it.
@@ -40,9 +40,6 @@ PACKAGE = "kvtier.integrations.vllm"
 SECOND = "KVTierSecondaryTier"
 ANYWHERE: Mapping[str, str] = dict.fromkeys(PLACES, "0")
 """The places of no engine, to check options alone."""
-
-_FIRST_DOOR = '"spec_name": "KVTierOffloadingSpec" puts kvtier in its place, which can do that'
-_WEIGHING = ("prefill_tokens_per_s", "late_margin")  # Options of the first door alone.
 
 
 class VllmOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -70,12 +67,6 @@ class VllmOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     revision: Text | None = None
     """Revision of the weights: vLLM does not pass its own on."""
-
-    store_threshold: Index = 0
-    """Offers of a chunk until it is stored; 0 and 1: the first is enough. vLLM has it without tiers only."""
-
-    max_tracker_size: Count = 64_000
-    """Chunks whose offers are counted, those offered last, if `store_threshold` is 2 or more."""
 
     prefill_tokens_per_s: TokensPerSecond | None = None
     """Tokens of prompts that the LLM engine computes in a second. None: as KVTierConnector measures it."""
@@ -179,21 +170,14 @@ def _chunk_tokens(namespace: Namespace) -> int | None:
     return None if finest is None else finest * namespace.blocks_per_chunk
 
 
-_ENGINE = EngineLimits()
-
-
 class SecondaryLimits(TierLimits, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The limits of a tier behind vLLM's own manager: a tier's, and its runner's."""
 
-    action_chunks: ActionChunks = _ENGINE.action_chunks
-    quarantine_share: Share = _ENGINE.quarantine_share
-    heartbeat_s: SlowDuration = _ENGINE.heartbeat_s
-    close_s: Duration = _ENGINE.close_s
-    retained_share: Part = _ENGINE.retained_share
-
-
-ENGINE_ONLY = struct_fields(EngineLimits).keys() - struct_fields(SecondaryLimits).keys()
-"""Limits of an engine that bound the use of the primary. Behind vLLM's manager the primary is vLLM's."""
+    action_chunks: ActionChunks = EngineLimits().action_chunks
+    quarantine_share: Share = EngineLimits().quarantine_share
+    heartbeat_s: SlowDuration = EngineLimits().heartbeat_s
+    close_s: Duration = EngineLimits().close_s
+    retained_share: Part = EngineLimits().retained_share
 
 
 class SecondaryOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -206,7 +190,6 @@ class SecondaryOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only
 
     name: str = ""
     limits: SecondaryLimits = SecondaryLimits()
-    cascade: Literal["store"] = "store"
     medium: Literal["CPU", "STORAGE"] | None = None
     locality: Literal["LOCAL", "REMOTE"] | None = None
     enable_kv_events: bool = False
@@ -217,21 +200,6 @@ class SecondaryOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only
 
 def read_secondary_options(given: Mapping[str, Any]) -> SecondaryOptions:
     """Decode a tier's configuration, without vLLM's own fields; `ConfigError` names what is wrong in it."""
-    limits = given.get("limits")
-    for name in sorted(name for name in ENGINE_ONLY if isinstance(limits, Mapping) and name in limits):
-        raise ConfigError(
-            f"secondary_tiers[].limits.{name}: given, none accepted: here memory is vLLM's, and so are its limits"
-        )
-    if (cascade := given.get("cascade", "store")) != "store":
-        raise ConfigError(
-            f"secondary_tiers[].cascade: {cascade!r} given, 'store' accepted: here vLLM's own manager says what is "
-            f"written, and when. {_FIRST_DOOR}"
-        )
-    for name in given.keys() & _WEIGHING:
-        raise ConfigError(
-            f"secondary_tiers[].{name}: {given[name]!r} given, none accepted: here vLLM's own manager says what is "
-            f"loaded. {_FIRST_DOOR}"
-        )
     return decode(SecondaryOptions, dict(given), "secondary_tiers[]")
 
 
@@ -239,10 +207,11 @@ def secondary_config(
     options: SecondaryOptions, namespace: Namespace, places: Mapping[str, str], *, rows: int, row_bytes: int
 ) -> EngineConfig:
     """Return the configuration of a runner with one tier, over rows that are vLLM's; its paths are absolute."""
+    limits = msgspec.structs.asdict(options.limits)
     tier = TierConfig(
         type=options.backend,
         name=options.name or f"kvtier:{options.backend}",
-        limits=TierLimits(**_of(TierLimits, options.limits)),
+        limits=TierLimits(**{name: limits[name] for name in struct_fields(TierLimits)}),
         medium=options.medium,
         locality=options.locality,
         options=options.options,
@@ -254,15 +223,9 @@ def secondary_config(
         runner="process",
         namespace=namespace,
         chunk_tokens=_chunk_tokens(namespace),
-        limits=EngineLimits(**_of(EngineLimits, options.limits)),
+        limits=EngineLimits(**{name: limits[name] for name in struct_fields(EngineLimits).keys() & limits.keys()}),
     )
     return settled(config)
-
-
-def _of(kind: type[TierLimits | EngineLimits], limits: SecondaryLimits) -> dict[str, Any]:
-    """Return the limits that are fields of this kind."""
-    names = struct_fields(kind).keys() & struct_fields(SecondaryLimits).keys()
-    return {name: getattr(limits, name) for name in names}
 
 
 def _with_medium(tier: TierConfig, places: Mapping[str, str], where: str) -> TierConfig:

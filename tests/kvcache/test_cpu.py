@@ -1,14 +1,10 @@
 """Rows as torch tensors: the same bytes, kept alive, pinned where that can be done."""
 
 import logging
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-import kvtier
 from kvtier.errors import Remedy
 from kvtier.memory.region import Region
 from kvtier_backends.cpu import CpuMemory, cuda_runtime
@@ -50,17 +46,8 @@ def test_a_tensor_and_its_row_are_the_same_bytes() -> None:
             index * ROW_BYTES for index in range(4)
         ]
         assert memory.rows.data_ptr() % 4_096 == 0
-
-
-def test_a_slot_can_be_seen_as_the_engines_own_type() -> None:
-    with Region.private(2, 8_192) as region, CpuMemory(region) as memory:
-        memory.rows[:, 4_096:].view(torch.bfloat16)[0].fill_(1.0)
-        assert bytes(region.row(0)) == bytes(4_096) + b"\x80\x3f" * 2_048
-
-
-def test_a_row_that_is_not_there_is_an_error() -> None:
-    with Region.private(2, ROW_BYTES) as region, CpuMemory(region) as memory, pytest.raises(IndexError):
-        memory.row(2)
+        with pytest.raises(IndexError):
+            memory.row(4)
 
 
 def test_memory_stays_under_a_tensor_whatever_is_closed_first() -> None:
@@ -69,23 +56,11 @@ def test_memory_stays_under_a_tensor_whatever_is_closed_first() -> None:
     slots = memory.rows[:]
     region.close()
     memory.rows.fill_(3)
-    memory.close()
+    for _ in range(2):
+        memory.close()
     assert slots.sum().item() == 2 * ROW_BYTES * 3
-
-
-def test_closed_memory_has_no_rows() -> None:
-    with Region.private(2, ROW_BYTES) as region:
-        memory = CpuMemory(region)
-        memory.close()
-        memory.close()
-        with pytest.raises(IndexError):
-            memory.row(0)
-
-
-def test_memory_is_not_pinned_unless_asked_for() -> None:
-    with Region.private(2, ROW_BYTES) as region, CpuMemory(region) as memory:
-        assert not memory.pinned
-        assert not memory.rows.is_pinned()
+    with pytest.raises(IndexError):
+        memory.row(0)
 
 
 def test_every_row_is_pinned_once_in_slices_of_whole_rows() -> None:
@@ -102,12 +77,8 @@ def test_every_row_is_pinned_once_in_slices_of_whole_rows() -> None:
             }
         assert registry.ranges == {}
         assert not memory.pinned
-
-
-def test_a_row_larger_than_a_slice_is_pinned_whole() -> None:
-    registry = HostRegistry()
-    with Region.private(2, ROW_BYTES) as region, CpuMemory(region, pin_with=registry, pin_slice_bytes=1):
-        assert list(registry.ranges.values()) == [ROW_BYTES, ROW_BYTES]
+        with CpuMemory(region, pin_with=registry, pin_slice_bytes=1):  # A row is larger than a slice.
+            assert list(registry.ranges.values()) == [ROW_BYTES] * 7
 
 
 def test_what_cannot_be_pinned_whole_is_not_pinned_at_all_and_works(caplog: pytest.LogCaptureFixture) -> None:
@@ -169,11 +140,3 @@ def test_a_failure_to_pin_does_not_fail_the_next_kernel(caplog: pytest.LogCaptur
             assert not second.pinned
         assert torch.ones(8, device="cuda").sum().item() == 8
     assert "cudaHostRegister failed with 712" in caplog.text
-
-
-@pytest.mark.usefixtures("outside")
-def test_the_core_and_its_region_load_no_torch() -> None:
-    script = "import sys, kvtier, kvtier.memory.region; print('torch' in sys.modules, 'kvtier_backends' in sys.modules)"
-    root = Path(kvtier.__file__).parents[1]
-    result = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=True)
-    assert result.stdout == "False False\n"

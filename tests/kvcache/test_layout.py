@@ -87,11 +87,6 @@ def test_pages_are_as_long_as_their_heads_states_and_padding(spec: LayerSpec, un
     assert (spec.unpadded_page_bytes, spec.page_bytes) == (unpadded, padded)
 
 
-def test_a_group_knows_its_kernel_blocks_and_the_bytes_of_all_its_layers() -> None:
-    group = KVCacheGroup(layers={"a": attention(), "b": attention(4)}, kernel_block_size=2)
-    assert (group.block_size, group.kernel_blocks, group.page_bytes) == (4, 2, 256 + 512)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -169,15 +164,6 @@ def test_parts_around_the_blocks_come_in_the_order_of_the_shape() -> None:
         assert [start for start, _, _ in places(canonical, base)] == [quarter * part for part in starts]
 
 
-def test_latent_caches_and_states_are_one_tensor_each() -> None:
-    base = memory(1_000)
-    cache = cache_view(base, LATENT_SPEC, LATENT, BLOCKS)
-    kept = state_views(base, STATE, BLOCKS, offset_bytes=LATENT_SPEC.page_bytes * BLOCKS)
-    canonical = canonical_kv_caches(config_of({"a": LATENT_SPEC}, {"s": STATE}), {"a": cache, "s": kept}, {"a": LATENT})
-    assert places(canonical, base) == [(0, (BLOCKS, 96), (96, 1)), (480, (BLOCKS, 40), (40, 1))]
-    assert page_bytes(canonical) == [[96], [40]]
-
-
 def test_padding_is_part_of_rows_but_not_of_what_is_referred_to() -> None:
     padded = states((2, 3), (7,), dtypes=(BF16, FLOAT), padded_page_bytes=64)
     base = memory(64 * BLOCKS)
@@ -192,16 +178,6 @@ def test_a_storage_that_ends_with_its_last_page_does_so_without_that_ones_paddin
     cache = cache_view(base, padded, KV_JOINED_NHD, BLOCKS, block_stride_bytes=PAGE_BYTES + 32)
     canonical = canonical_kv_caches(config_of({"a": padded}), {"a": cache})
     assert places(canonical, base) == [(0, (BLOCKS, PAGE_BYTES), (PAGE_BYTES + 32, 1))]
-
-
-@pytest.mark.parametrize("axes", [KV_SPLIT_HND, KV_JOINED_NHD, KV_FRONT_NHD])
-def test_kernel_blocks_make_up_the_engines_blocks(axes: CacheAxes) -> None:
-    base = memory(PAGE_BYTES * BLOCKS)
-    cache = cache_view(base, ATTENTION, axes, BLOCKS, kernel_blocks=2)
-    assert BLOCKS * 2 in cache.shape
-    canonical = canonical_kv_caches(config_of({"a": ATTENTION}, kernel_block_size=2), {"a": cache}, {"a": axes})
-    assert sum(tensor.shape[1] for tensor in canonical.tensors) == PAGE_BYTES
-    assert {tensor.shape[0] for tensor in canonical.tensors} == {BLOCKS}
 
 
 def test_a_cache_may_begin_anywhere_in_its_storage() -> None:
@@ -224,17 +200,6 @@ def test_layers_over_the_same_bytes_share_a_tensor(num_blocks: int) -> None:
     canonical = canonical_kv_caches(config, caches)
     assert places(canonical, base) == [(0, (num_blocks, PAGE_BYTES), (PAGE_BYTES, 1))]
     assert page_bytes(canonical) == [[PAGE_BYTES], [PAGE_BYTES], [40]]
-
-
-def test_layers_of_one_group_over_the_same_bytes_are_as_long_as_the_longest() -> None:
-    specs = {layer: attention(heads, padded_page_bytes=PAGE_BYTES) for layer, heads in (("short", 1), ("long", 2))}
-    base = memory(PAGE_BYTES * BLOCKS)
-    caches = {
-        layer: cache_view(base, spec, KV_JOINED_HND, BLOCKS, block_stride_bytes=PAGE_BYTES)
-        for layer, spec in specs.items()
-    }
-    ((ref,),) = canonical_kv_caches(config_of(specs), caches, dict.fromkeys(specs, KV_JOINED_HND)).groups
-    assert (ref.page_bytes, ref.layers) == (PAGE_BYTES, ("short", "long"))
 
 
 def test_pages_in_rows_are_one_tensor_of_rows_and_one_reference_a_group() -> None:
@@ -441,14 +406,6 @@ def test_pages_that_no_row_holds_together_are_refused(offsets: dict[str, int], s
 # Allocated.
 
 
-def test_the_layers_of_all_groups_share_tensors_one_after_the_other() -> None:
-    config = config_of({"a": ATTENTION, "b": ATTENTION}, {"s": PADDED_STATE})
-    layers = allocate_tensors(config, dict.fromkeys("ab", KV_JOINED_NHD))
-    canonical = canonical_kv_caches(config, layers, dict.fromkeys("ab", KV_JOINED_NHD))
-    assert [[ref.tensor for ref in refs] for refs in canonical.groups] == [[0, 1], [0]]
-    assert [tensor.untyped_storage().nbytes() for tensor in canonical.tensors] == [PAGE_BYTES * BLOCKS] * 2
-
-
 def shapes_in(layers: Mapping[str, LayerCache]) -> dict[str, tuple[int, tuple[int, ...], tuple[int, ...]]]:
     return {
         layer: (view.storage_offset(), tuple(view.shape), view.stride())
@@ -505,17 +462,6 @@ def test_rows_are_as_long_as_the_longest_group_and_whole_elements_of_all_others(
     )
     made = allocate_rows(KVCacheConfig(num_blocks=3, groups=groups), dict.fromkeys(("long", "short"), LATENT))
     assert made.rows.shape == (3, row_bytes)
-
-
-def test_differing_pages_are_packed_side_by_side() -> None:
-    made = family("deepseek_v4", 2)
-    rows = allocate_rows(made.config, made.axes)
-    sizes = [[spec.page_bytes for spec in group.layers.values()][:3] for group in made.config.groups]
-    assert sizes == [[37_440, 8_640, 1_728], [37_440] * 3, [32_832, 8_640, 32_832], [32_832] * 3]
-    assert rows.rows.shape == (2, 8 * 37_440)
-    window = rows.layers["1.1"]
-    assert isinstance(window, torch.Tensor)
-    assert (window.shape, window.stride(), window.storage_offset()) == ((2, 64, 584), (8 * 37_440, 584, 1), 37_440)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v4", "gpt_oss_20b"])

@@ -1,11 +1,6 @@
 """Tiers that are written later, in the real engine: what has left the primary is a hit, and every answer is right."""
 
-import pytest
-
-from kvtier.errors import ConfigError
-from kvtier.integrations.vllm_options import read_secondary_options
 from tests.vllm.engines import PROMPT_HITS, Engine, hits, kvtier, prompts, right, tokens
-from tests.vllm.test_secondary import behind_vllm
 
 BLOCKS = PROMPT_HITS // 32
 
@@ -42,13 +37,3 @@ def test_what_was_evicted_from_the_primary_is_written_and_is_a_hit_later(llama, 
     with Engine(llama, over(disk, "evict")) as engine:
         again = asked_in_turn(engine, asked)
         assert (tokens(again), hits(again)) == (expected, [PROMPT_HITS] * len(asked)), "its end wrote the rest"
-
-
-@pytest.mark.parametrize("cascade", ["evict", "second_use"])
-def test_behind_vllms_own_manager_a_moment_is_refused_by_name(llama, disk, cascade):
-    """The message is what somebody reads when vLLM does not start."""
-    message = rf"secondary_tiers\[\]\.cascade: '{cascade}' given, 'store' accepted.*KVTierOffloadingSpec"
-    with pytest.raises(ConfigError, match=message):
-        read_secondary_options({"backend": "fs", "root": str(disk), "cascade": cascade})
-    with pytest.raises(Exception, match=message):
-        Engine(llama, behind_vllm(disk, cascade=cascade))

@@ -39,13 +39,6 @@ def test_time_between_requests_is_not_prefills(llama, monkeypatch):
         assert sum(noted) < stepping_s
 
 
-def test_a_configured_speed_is_not_measured(llama):
-    asked = prompts(5)
-    with Engine(llama, kvtier(prefill_tokens_per_s=1e9), measured=True) as engine:
-        engine.answer(asked)
-        assert engine.ledger.prefill.tokens_per_s == 1e9
-
-
 def test_behind_vllms_own_manager_the_connector_is_vllms(llama, disk):
     asked = prompts(4)
     expected = right(llama, asked)

@@ -36,8 +36,7 @@ def flip_a_bit(path: Path, dice: random.Random) -> None:
         file.write(bytes([byte ^ 1 << dice.randrange(8)]))
 
 
-@pytest.mark.parametrize("damage", [truncate, flip_a_bit])
-def test_damaged_files_are_recomputed_and_counted(llama, disk, damage):
+def test_damaged_files_are_recomputed_and_counted(llama, disk):
     asked = prompts(6)
     expected = right(llama, asked)
     fill(llama, kvtier_files(disk), asked)
@@ -45,8 +44,8 @@ def test_damaged_files_are_recomputed_and_counted(llama, disk, damage):
     with Engine(llama, kvtier_files(disk)) as engine:
         while not engine.ledger.tiers[0].authoritative:  # It has seen every file whole.
             engine.kvtier.end_step()
-        for path in dice.sample(chunk_files(disk), 12):
-            damage(path, dice)
+        for number, path in enumerate(dice.sample(chunk_files(disk), 12)):
+            (truncate, flip_a_bit)[number % 2](path, dice)
         assert tokens(answers := engine.answer(asked)) == expected
         assert 0 < sum(hits(answers)) < 6 * PROMPT_HITS
         failures = engine.ledger.tiers[0].counters.failed

@@ -25,8 +25,9 @@ def folders(disk) -> set[str]:
     return {path.name for path in disk.iterdir() if path.is_dir()}
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("first", ["vllm", "kvtier"])
+@pytest.mark.parametrize(
+    ("first", "way"), [*(("vllm", way) for way in WAYS), ("kvtier", "canonical pages, which kvtier takes by itself")]
+)
 def test_what_one_wrote_the_other_hits(llama, disk, way, first):
     theirs_option, ours_option = WAYS[way]
     engines = {"vllm": vllm_tiering(disk, **theirs_option), "kvtier": ours(disk, **ours_option)}

@@ -60,15 +60,3 @@ def test_what_the_connector_measures_decides_about_loads(llama, disk, tmp_path):
         assert max(hits(answers)) < PROMPT_HITS
         assert tier.counters.declined_requests > 0
         speed.unlink()
-
-
-def test_with_vllms_own_connector_everything_is_loaded_however_slow(llama, disk, tmp_path):
-    asked, speed = prompts(5), tmp_path / "speed"
-    expected = right(llama, asked)
-    speed.write_text(str(CRAWLING_BYTES_PER_S * 4))
-    with Engine(llama, over(disk, speed)) as engine:
-        engine.answer(asked)
-        engine.settle()
-        answers = [engine.answer([prompt])[0] for prompt in asked]
-        assert (tokens(answers), hits(answers)) == (expected, [PROMPT_HITS] * len(asked))
-        assert engine.ledger.prefill.tokens_per_s is None

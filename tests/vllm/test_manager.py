@@ -7,7 +7,7 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 
 from kvtier.backend.namespace import OffloadKey, make_offload_key
 from kvtier.engine.steps import StepManager
-from kvtier.integrations.vllm.manager import Offers, VllmManager
+from kvtier.integrations.vllm.manager import VllmManager
 from kvtier.integrations.vllm.stats import ObservedTimes
 from tests.benchmarks.protocol import Steps
 
@@ -153,39 +153,6 @@ def test_the_groups_of_a_model_are_stored_in_vllms_order_and_leave_tail_first() 
     output = through.prepare_store(KEYS[:2], other)
     assert output is not None
     assert set(output.evicted_keys) == {groups[0][1], groups[1][1]}
-
-
-def offer(through: VllmManager, keys: list[OffloadKey], name: str) -> list[OffloadKey]:
-    """Have a request offer keys; store and return those that are to be stored."""
-    through.on_new_request(context := ReqContext(req_id=name))
-    output = through.prepare_store(keys, context)
-    assert output is not None
-    through.complete_store(set(output.keys_to_store), context)
-    through.on_request_finished(context)
-    return output.keys_to_store
-
-
-def test_a_chunk_is_stored_when_it_was_offered_often_enough() -> None:
-    through = VllmManager(Steps(len(KEYS)).manager, ObservedTimes(), Offers(threshold=3, keys_max=100))
-    a, b, c = KEYS[:3]
-    assert [offer(through, [a, b], f"first {turn}") for turn in range(3)] == [[], [], [a, b]]
-    assert offer(through, [a, b, c], "another") == []
-    stats = through.get_stats()
-    assert stats is not None
-    assert stats.data["data"]["vllm:kv_offload_stores_skipped"] == {(): 5}
-    assert [offer(through, [a, b, c], f"more {turn}") for turn in range(2)] == [[], [c]]
-    through.reset_cache()
-    assert offer(through, [a, b, c], "after a reset") == [a, b, c]
-
-
-def test_of_chunks_that_were_offered_as_many_are_remembered_as_is_said() -> None:
-    through = VllmManager(Steps(len(KEYS)).manager, ObservedTimes(), Offers(threshold=2, keys_max=3))
-    a, b, c, d = KEYS[:4]
-    assert offer(through, [a, b], "one") == []
-    assert offer(through, [c, d], "two") == []
-    assert offer(through, [b], "three") == []
-    assert offer(through, [a, b, c, d], "more than can be remembered") == [b, c]
-    assert [offer(through, [a, c, d], name) for name in ("again", "and again")] == [[a], [d]]
 
 
 @pytest.mark.parametrize("seed", range(100))

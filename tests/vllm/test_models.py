@@ -16,12 +16,7 @@ KINDS = {  # The model, and what its engine needs: GPU blocks for little more th
 
 @pytest.mark.parametrize(
     ("kind", "blocks_per_chunk", "least"),
-    [
-        ("sliding windows", 1, PROMPT_HITS),
-        ("sliding windows", 4, 896),
-        ("short convolutions", 1, 896),
-        ("short convolutions", 4, 0),  # vLLM keeps their state at a prompt's end, which is no chunk's.
-    ],
+    [("sliding windows", 1, PROMPT_HITS), ("sliding windows", 4, 896), ("short convolutions", 1, 896)],
 )
 def test_models_of_every_kind_have_hits_and_are_right(checkpoints, disk, kind, blocks_per_chunk, least):
     make, gpu_blocks, changes = KINDS[kind]
@@ -34,23 +29,22 @@ def test_models_of_every_kind_have_hits_and_are_right(checkpoints, disk, kind, b
         assert tokens(engine.answer(asked)) == expected
         assert tokens(warm := engine.answer(asked)) == expected
         assert min(hits(warm)) >= least, hits(warm)
-        assert (engine.ledger.counters.hits > 0) == (least > 0)
+        assert engine.ledger.counters.hits > 0
         engine.settle()
     with start(extra) as engine:
         assert tokens(again := engine.answer(asked)) == expected
         assert min(hits(again)) >= least, hits(again)
-        assert (engine.ledger.tiers[0].counters.hits > 0) == (least > 0)
+        assert engine.ledger.tiers[0].counters.hits > 0
 
 
-@pytest.mark.parametrize("blocks_per_chunk", [1, 4])
-def test_latent_attention_answers_from_kvtiers_chunks_as_from_vllms_own(checkpoints, disk, blocks_per_chunk):
+def test_latent_attention_answers_from_kvtiers_chunks_as_from_vllms_own(checkpoints, disk):
     """What vLLM's CPU build answers here depends on the batch, and on what is cached: both are the same."""
     model = deepseek_v2(checkpoints)
     asked = prompts(4)
     changes = {"gpu_blocks": 100, "max_num_seqs": 1}
-    with Engine(model, vllm_tiering(None, blocks_per_chunk=blocks_per_chunk), **changes) as engine:
+    with Engine(model, vllm_tiering(None, blocks_per_chunk=4), **changes) as engine:
         expected = [tokens(engine.answer(asked)), tokens(engine.answer(asked))]
-    extra = kvtier(disk, blocks_per_chunk=blocks_per_chunk)
+    extra = kvtier(disk, blocks_per_chunk=4)
     with Engine(model, extra, **changes) as engine:
         assert tokens(engine.answer(asked)) == expected[0]
         assert tokens(warm := engine.answer(asked)) == expected[1]

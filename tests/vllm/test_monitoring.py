@@ -51,8 +51,10 @@ def page(llama, tmp_path_factory):
         return generate_latest(REGISTRY).decode()
 
 
-def test_every_metric_and_label_that_is_named_is_there(page):
+def test_every_metric_and_label_that_is_named_is_there_and_none_that_a_scrape_adds(page):
     assert unknown(EVERY, samples_of(page)) == []
+    own = {name: series for name, series in samples_of(page).items() if name.startswith("kvtier_")}
+    assert [name for name, series in own.items() if any(OF_PROMETHEUS & labels.keys() for labels in series)] == []
 
 
 def test_rows_add_up_and_the_build_says_what_runs(page):
@@ -75,13 +77,6 @@ def test_an_engine_after_another_in_one_process_counts_from_zero(page, llama, tm
         engine.answer(prompts(1, tokens=100, seed=1))
         found = samples_of(generate_latest(REGISTRY).decode())
         assert {series["tier"] for series in found["kvtier_tier_used_bytes"]} == {"0:fs"}
-
-
-def test_vllm_gives_no_label_that_a_scrape_adds(page):
-    """Else Prometheus would rename vLLM's, and the board's variables would choose nothing."""
-    for name, series in samples_of(page).items():
-        if name.startswith("kvtier_"):
-            assert not any(OF_PROMETHEUS & labels.keys() for labels in series), name
 
 
 def test_a_request_that_was_answered_from_a_tier_has_waited_and_saved_computing(page):

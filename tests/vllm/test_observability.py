@@ -35,7 +35,7 @@ def stats_of(engine: Engine) -> dict[tuple[str, tuple[str, ...]], float]:
     }
 
 
-def test_what_is_counted_goes_through_vllms_own_stats(llama, disk):
+def test_counts_and_facts_go_through_vllms_own_stats_as_they_were_declared(llama, disk):
     fill(llama, kvtier(disk), prompts(2))
     with Engine(llama, kvtier(disk)) as engine:
         engine.manager.get_stats = lambda: None  # Else vLLM takes them step by step.
@@ -48,8 +48,15 @@ def test_what_is_counted_goes_through_vllms_own_stats(llama, disk):
         assert len(counted["kvtier_transfer_seconds", ("0:fs", "load")]) >= 1
         assert counted["kvtier_primary_rows", ("ready",)] == 62
         assert counted["kvtier_tier_breaker", ("0:fs", "closed")] == 1.0
-        assert {name for name, _ in counted} <= KVTierOffloadingSpec.build_metric_definitions(kvtier(disk)).keys()
         assert engine.manager.get_stats() is None
+        primary, tier = engine.manager.config_info()
+    declared = KVTierOffloadingSpec.build_metric_definitions(kvtier(disk))
+    assert {name: len(labels) for name, labels in counted} == {
+        name: len(declared[name].labelnames) for name, _ in counted
+    }
+    assert (primary["tier"], primary["rows"], primary["kvtier_version"]) == ("cpu", 1_024, __version__)
+    assert (tier["tier"], tier["sharing"]) == ("0:fs", "any parallel size")
+    assert (primary.keys() | tier.keys()) <= set(KVTierOffloadingSpec.config_info_keys(kvtier(disk)))
 
 
 def test_every_metric_of_kvtiers_is_declared_to_vllm():
@@ -57,17 +64,6 @@ def test_every_metric_of_kvtiers_is_declared_to_vllm():
     times = ObservedTimes()
     own = Metrics(ledger_of(config, None, times.observe)).registry
     assert metric_definitions().keys() == {family.name for family in own.collect()}
-
-
-def test_every_series_has_the_labels_that_were_declared(llama, disk):
-    declared = KVTierOffloadingSpec.build_metric_definitions(kvtier(disk))
-    with Engine(llama, kvtier(disk)) as engine:
-        engine.manager.get_stats = lambda: None
-        engine.answer(prompts(2))
-        engine.settle()
-        del engine.manager.get_stats
-        for name, labels in stats_of(engine):
-            assert len(labels) == len(declared[name].labelnames), name
 
 
 def test_hits_name_their_source(llama, disk):
@@ -144,17 +140,6 @@ def watch_events(engine: Engine) -> list:
 
     engine.connector.take_events = noted
     return told
-
-
-def test_the_facts_of_an_engine_have_declared_labels(llama, disk):
-    with Engine(llama, kvtier(disk)) as engine:
-        primary, tier = engine.manager.config_info()
-    assert primary["tier"] == "cpu"
-    assert primary["rows"] == 1_024
-    assert primary["kvtier_version"] == __version__
-    assert tier["tier"] == "0:fs"
-    assert tier["sharing"] == "any parallel size"
-    assert (primary.keys() | tier.keys()) <= set(KVTierOffloadingSpec.config_info_keys(kvtier(disk)))
 
 
 # In the log.

@@ -23,7 +23,7 @@ from vllm.v1.kv_offload.config import (
 
 from kvtier.errors import ConfigError
 from kvtier.integrations.vllm import KVTierOffloadingSpec, spec
-from kvtier.integrations.vllm.hosts import require_one_node, require_rows_of_all
+from kvtier.integrations.vllm.rows import require_one_node, require_rows_of_all
 
 PAGE, WORKERS = 4_096, 4
 

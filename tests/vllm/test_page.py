@@ -26,6 +26,9 @@ def configurations() -> list[dict]:
 
 
 def test_every_configuration_of_the_page_is_accepted():
+    connectors = [(given["kv_connector"], given.get("kv_connector_module_path")) for given in configurations()]
+    measuring = (KVTierConnector.__name__, KVTierConnector.__module__.rpartition(".")[0])
+    assert connectors == [*[measuring] * (len(connectors) - 1), ("OffloadingConnector", None)]
     *first_door, second_door = [given["kv_connector_extra_config"] for given in configurations()]
     read = [read_options(extra).cpu_bytes_to_use for extra in first_door]
     assert read == [4 << 30, 256 << 30, 64 << 30, 128 << 30, 128 << 30, 64 << 30]
@@ -64,18 +67,10 @@ def test_the_table_of_options_names_every_field_with_its_default():
     assert named.keys() == fields.keys() - {"spec_name", "spec_module_path"}
     required = {name for name, default in named.items() if default == "required"}
     assert required == {name for name, field in fields.items() if field.required}
-    for name in ("eviction_policy", "late_margin", "max_tracker_size", "shared_memory_dir", "store_threshold"):
+    for name in ("eviction_policy", "late_margin", "shared_memory_dir"):
         assert json.loads(named[name].strip("`")) == fields[name].default
     for name in ("canonical_layout", "interop", "prefill_tokens_per_s", "revision"):
         assert (named[name], fields[name].default) == ("none", None)
-
-
-def test_the_configurations_of_the_first_door_have_the_connector_that_measures():
-    *first_door, second_door = [
-        (given["kv_connector"], given.get("kv_connector_module_path")) for given in configurations()
-    ]
-    assert set(first_door) == {(KVTierConnector.__name__, KVTierConnector.__module__.rpartition(".")[0])}
-    assert second_door == ("OffloadingConnector", None)
 
 
 def test_the_hints_of_the_page_are_hints():

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.integrations.vllm.prefill import MeasuredPrefill, PrefillMeter, StepTokens, step_tokens
+from kvtier.integrations.vllm.connector import MeasuredPrefill, PrefillMeter, StepTokens, step_tokens
 
 
 def output(counts: dict[str, int], **more: Any) -> Any:

@@ -1,12 +1,9 @@
 """The second door: kvtier's tiers behind vLLM's own manager."""
 
-import random
-import shutil
-
 import pytest
 
 from tests.vllm.engines import PROMPT_HITS, Engine, fill, hits, prompts, right, tokens
-from tests.vllm.test_faults import FAULTY, chunk_files, flip_a_bit
+from tests.vllm.test_faults import FAULTY
 from tests.vllm.vllm_tiering import vllm_tiering
 
 
@@ -31,29 +28,6 @@ def test_a_prefix_comes_back_after_a_restart(llama, disk):
         engine.settle()
         stats = tier_of(engine).get_stats()
         assert stats is None or not stats.is_empty()
-
-
-def test_a_primary_far_smaller_than_the_working_set(llama, disk):
-    asked = prompts(8)
-    expected = right(llama, asked)
-    with Engine(llama, behind_vllm(disk, cpu_bytes=5 << 20)) as engine:
-        for _ in range(3):
-            assert tokens(answers := engine.answer(asked)) == expected
-            engine.settle()
-        assert sum(hits(answers)) > 0
-
-
-def test_what_is_damaged_is_recomputed(llama, disk):
-    asked, others = prompts(4), prompts(4, seed=1)
-    expected = right(llama, asked), right(llama, others)
-    fill(llama, behind_vllm(disk, layout="files"), asked)
-    with Engine(llama, behind_vllm(disk, layout="files")) as engine:
-        dice = random.Random(2)
-        for path in dice.sample(chunk_files(disk), 8):
-            flip_a_bit(path, dice)
-        assert tokens(engine.answer(asked)) == expected[0]
-        shutil.rmtree(disk)
-        assert tokens(engine.answer(others)) == expected[1]
 
 
 @pytest.mark.parametrize("operation", ["load", "store", "probe"])

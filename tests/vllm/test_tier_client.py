@@ -8,8 +8,8 @@ import pytest
 from kvtier.backend.namespace import OffloadKey
 from kvtier.engine.answers import EventLog
 from kvtier.engine.tier import TierSpec
-from kvtier.integrations.vllm.second_door import TierClient
-from kvtier.integrations.vllm.stats import ObservedTimes, Stats, client_series, tier_metric_definitions
+from kvtier.integrations.vllm.secondary import TierClient, client_series
+from kvtier.integrations.vllm.stats import ObservedTimes, Stats, tier_metric_definitions
 from kvtier.memory.region import Region
 from kvtier.runner.bridge import Bridge, ThreadBridge
 from kvtier.runner.messages import (
@@ -222,14 +222,6 @@ def test_a_tier_hears_of_a_requests_hint_when_the_request_and_its_stores_are_ove
     assert retain.advice() == Advice("retain", [A], seconds=60.0, priority=7)
 
 
-def test_a_hint_that_is_none_is_counted_and_the_request_goes_on():
-    scene = Scene(scanned=True)
-    scene.client.begin("bad", hint={"no_store": "all"})
-    scene.client.store(1, [A], [0], "bad")
-    assert len(scene.sent()) == 1
-    assert scene.counted()["kvtier_hints_ignored", ("value",)] == 1
-
-
 def test_a_job_is_over_when_its_rows_are_and_late_ones_count_against_the_share():
     scene = Scene(scanned=True, overdue_rows_max=2)
     scene.client.store(1, [A, B], [0, 1], "one")
@@ -280,19 +272,10 @@ def test_what_was_not_sent_when_its_runner_was_lost_is_over_and_never_sent():
     scene.bridge.full = True
     assert scene.sent() == []
     scene.bridge.full = False
+    scene.client.load(3, [C], [2], "one")  # Begun while there is no runner.
     scene.hear(RunnerGone(0), RunnerBack(1))
     assert scene.sent() == []
-    assert not scene.client.tier.loading
-    assert not scene.client.tier.storing
-
-
-def test_what_was_begun_without_a_runner_is_not_the_next_ones():
-    scene = Scene(scanned=True)
-    scene.hear(RunnerLost(0, "killed"))
-    scene.client.load(1, [A], [0], "one")
-    scene.hear(RunnerGone(0), RunnerBack(1))
-    assert scene.sent() == []
-    assert [(done.job_id, done.whole) for done in scene.client.finished()] == [(1, False)]
+    assert [(done.job_id, done.whole) for done in scene.client.finished()] == [(3, False)]
     assert not scene.client.pending
 
 
@@ -336,13 +319,6 @@ def test_a_tier_hears_in_prefix_order_of_what_came_in_any():
     (rank,) = scene.sent()
     keys = unpack_keys(rank.keys)
     assert (set(keys[:2]), set(keys[2:])) == ({A, C}, {B, D})
-
-
-def test_a_request_that_used_nothing_ranks_nothing():
-    scene = Scene(scanned=True)
-    scene.client.has(A, "one")
-    scene.client.finish("one")
-    assert scene.sent() == []
 
 
 def test_what_goes_while_it_is_stored_is_asked_for_later():
@@ -440,20 +416,3 @@ def test_a_fork_of_its_owner_sends_the_runner_nothing_and_goes_on_in_the_owner(o
         assert [(done.job_id, done.whole) for done in client.finished()] == [(2, True)]
         assert client.tier.counters.stored == 1
         client.close(60.0)
-
-
-# What the log hears.
-
-
-def test_the_log_hears_of_a_breaker_that_opens_and_of_the_cause(caplog):
-    caplog.set_level("WARNING", "kvtier.engine.metrics")
-    scene = Scene(scanned=True)
-    for number, key in enumerate((A, B, C)):
-        scene.client.store(number, [key], [number], "one")
-        (store,) = scene.sent()
-        scene.hear(Finished(store.id, pack_rows([0]), bytes([Code.FAILED]), 0.1, cause="EROFS"))
-    assert scene.counted()["kvtier_tier_causes", ("kvtier:fs", "EROFS")] == 3
-    assert "the breaker is open after 3 failures in a row; the last cause is EROFS" in caplog.messages[-1]
-    scene.client.store(3, [D], [3], "one")
-    scene.client.close(0.0)
-    assert caplog.messages[-1].startswith("tier kvtier:fs: since the last line 1 chunks were dropped (breaker 1); see ")

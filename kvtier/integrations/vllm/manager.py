@@ -4,8 +4,7 @@ It translates and decides nothing, with one exception: after a reset vLLM 0.32 d
 released the rows, so that is concluded here (`_Flush`).
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -29,8 +28,7 @@ from kvtier.engine.metrics import ledger_series
 from kvtier.engine.requests import by_position
 from kvtier.engine.steps import StepManager
 from kvtier.engine.tier import TierMatcher
-from kvtier.integrations.vllm.events import Media, config_info, offloading_events
-from kvtier.integrations.vllm.stats import ObservedTimes, Stats, Summary
+from kvtier.integrations.vllm.stats import Media, ObservedTimes, Stats, Summary, config_info, offloading_events
 
 _RESULTS = {
     Answer.MISS: LookupResult.MISS,
@@ -39,7 +37,6 @@ _RESULTS = {
     Answer.RETRY: LookupResult.RETRY,
 }
 HINT = "kvtier"  # In a request's `kv_transfer_params`.
-STORES_SKIPPED = "vllm:kv_offload_stores_skipped"  # As vLLM's own manager counts them.
 LOOKUP_HIT = LookupResult.HIT  # A constant: an enum's member look-up costs a call.
 _CHUNK_LEVEL = RequestOffloadingContext(OffloadPolicy.CHUNK_LEVEL)
 
@@ -50,10 +47,9 @@ class VllmManager(OffloadingManager):
     `reset_cache` and `shutdown` are the exceptions: they wait for transfers in flight, within the engine's `close_s`.
     """
 
-    def __init__(self, engine: StepManager, times: ObservedTimes, offers: "Offers | None" = None) -> None:
-        """Own an engine, whose observer is `times`; `shutdown` closes it. Without `offers` every offer is stored."""
+    def __init__(self, engine: StepManager, times: ObservedTimes) -> None:
+        """Own an engine, whose observer is `times`; `shutdown` closes it."""
         self.engine = engine
-        self._offers = offers
         self._ledger = engine.ledger
         self._ready = self._ledger.primary.ready
         self._hits: list[OffloadKey] = []  # One request's hits in this step: the ledger's own list.
@@ -109,10 +105,7 @@ class VllmManager(OffloadingManager):
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         self._calls += 1
         self._hits_of = None  # Room may be made, which empties hits.
-        offered: Sequence[OffloadKey] = _keys(keys)
-        if self._offers is not None:
-            offered = self._offers.often_enough(offered, self._ledger.primary.row)
-        plan = self.engine.prepare_store(offered, req_context.req_id)
+        plan = self.engine.prepare_store(_keys(keys), req_context.req_id)
         if plan is None:
             return None
         self._flush.outstanding += len(plan.keys)
@@ -145,11 +138,7 @@ class VllmManager(OffloadingManager):
             return None
         self._reported, self._report_again = seen, changed
         self._summary.look()
-        stats = self._stats.take()
-        if self._offers is not None and (skipped := self._offers.take_skipped()):
-            stats = stats or OffloadingConnectorStats()
-            stats.increase_counter(STORES_SKIPPED, skipped)
-        return stats
+        return self._stats.take()
 
     def config_info(self) -> Sequence[dict[str, str | int]]:  # vLLM 0.33's.
         """Return one mapping of labels to values for each tier."""
@@ -182,33 +171,6 @@ class VllmManager(OffloadingManager):
     def _completed(self, chunks: int) -> None:
         if self._flush.completed(chunks):
             self.engine.on_reset_flushed()
-
-
-class Offers:
-    """The counts of offers: a chunk that is not offered again need not be stored (vLLM's `store_threshold`)."""
-
-    def __init__(self, threshold: int, keys_max: int) -> None:
-        """Store a chunk from its `threshold`-th offer on. The `keys_max` chunks offered last are remembered."""
-        self._threshold = threshold
-        self._keys_max = keys_max
-        self._counts: OrderedDict[OffloadKey, int] = OrderedDict()  # The chunk offered longest ago first.
-        self._skipped = 0
-
-    def often_enough(self, keys: Sequence[OffloadKey], row: Callable[[OffloadKey], int | None]) -> Sequence[OffloadKey]:
-        """Count an offer of these keys; return those to store now, and those that have a row already."""
-        counts, threshold = self._counts, self._threshold
-        for key in reversed(keys):  # If not all can be remembered, the first ones are.
-            counts[key] = counts.pop(key, 0) + 1
-        for _ in range(len(counts) - self._keys_max):
-            counts.popitem(last=False)
-        wanted = [key for key in keys if counts.get(key, 0) >= threshold or row(key) is not None]
-        self._skipped += len(keys) - len(wanted)
-        return wanted
-
-    def take_skipped(self) -> int:
-        """Return the number of chunks that were not stored since the last call."""
-        taken, self._skipped = self._skipped, 0
-        return taken
 
 
 class _Flush:

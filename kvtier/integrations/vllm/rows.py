@@ -1,19 +1,39 @@
-"""The row plan: what a row holds, decided alike by the scheduler and by every worker from what vLLM tells both.
+"""An engine's rows: what a row holds, and that scheduler and workers, on one host, share them.
 
-There are two layouts. *Workers' own*: each worker's pages lie in a slot of its own, as vLLM's tiers have them by
-default. The bytes then depend on the number of workers. *Canonical*: all workers share one area, in which each page
-lies as if there were no workers. The bytes are then the same for every tensor-parallel size. With one worker, both are
-the same bytes if the heads of a block lie outside of its tokens. vLLM's offloading connector asks for that.
+The plan of a row is decided alike by the scheduler and by every worker, from what vLLM tells both. There are two
+layouts. *Workers' own*: each worker's pages lie in a slot of its own, as vLLM's tiers have them by default. The bytes
+then depend on the number of workers. *Canonical*: all workers share one area, in which each page lies as if there were
+no workers. The bytes are then the same for every tensor-parallel size. With one worker, both are the same bytes if the
+heads of a block lie outside of its tokens. vLLM's offloading connector asks for that.
+
+Another host has other memory. A worker there finds no file of that name, makes one, and runs. Of its part of a chunk
+the scheduler's rows would hold zeros, and tiers would store them with a right checksum. So nothing begins until all
+have met. In vLLM 0.32 and 0.33 the scheduler's side is made when all workers have their caches: whoever is missing then
+does not come.
 """
 
+import os
+import socket
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import NamedTuple
 
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import canonical_format_id
+from vllm.v1.kv_offload.base import OffloadingSpec
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvtier.backend import Group, Namespace
 from kvtier.config import PLACES
 from kvtier.errors import ConfigError
+from kvtier.memory import Apart, Region, mappings, ranges
+
+MET_S = 30.0  # Workers have mapped the rows before; only an unforeseen case takes this long.
+
+_REMEDY = (
+    "give each engine one host, with tensor and pipeline parallelism within it and data parallelism across hosts;"
+    " if they are containers of one host, give them one /dev/shm (--ipc=host)"
+)
 
 
 def places_of(config: OffloadingConfig) -> dict[str, str]:
@@ -91,3 +111,49 @@ def namespace_of(config: OffloadingConfig, plan: RowPlan, *, revision: str | Non
         is_parallelism_agnostic=parallel.is_parallelism_agnostic,
         interop="vllm" if interop else None,
     )
+
+
+def require_one_node(config: VllmConfig) -> None:
+    """Raise `ConfigError` if vLLM is told to spread one engine over several hosts."""
+    nodes = config.parallel_config.nnodes_within_dp
+    if nodes > 1:
+        raise ConfigError(f"--nnodes: {nodes} hosts given for one engine, 1 accepted with kvtier: {_REMEDY}")
+
+
+@contextmanager
+def one_host(workers: int) -> Generator[None]:
+    """Turn `Apart` into a `ConfigError` in vLLM's words: participants are workers by rank, and then the scheduler."""
+    try:
+        yield
+    except Apart as error:
+        ranks = [participant for participant in error.missing if participant < workers]
+        who = [f"workers of rank {ranges(ranks)} (of {workers})"] if ranks else []
+        who += ["the scheduler"] if workers in error.missing else []
+        raise ConfigError(_refusal(error.path, " and ".join(who))) from error
+
+
+def require_met(region: Region, workers: int) -> None:
+    """Raise `ConfigError` unless scheduler and workers have all mapped these rows."""
+    with one_host(workers):
+        region.require_met()
+
+
+def rows_fd(spec: OffloadingSpec) -> int | None:
+    """Return the descriptor of vLLM's own rows, or of the first part of them; None if there is none."""
+    fd = getattr(getattr(spec, "_scheduler_mmap", None), "fd", None)
+    return fd if isinstance(fd, int) else None
+
+
+def require_rows_of_all(spec: OffloadingSpec) -> None:
+    """Raise `ConfigError` if fewer processes than vLLM has workers have mapped vLLM's own rows on this host.
+
+    vLLM starts all the same and keeps no record. Each worker maps the file once, and so does the scheduler.
+    """
+    fd, workers = rows_fd(spec), spec.config.parallel.world_size
+    found = 0 if fd is None else mappings(fd, workers + 1)
+    if fd is not None and 0 < found <= workers:
+        raise ConfigError(_refusal(os.readlink(f"/proc/self/fd/{fd}"), f"{workers + 1 - found} of {workers} workers"))
+
+
+def _refusal(path: str, who: str) -> str:
+    return f"{path}: {who} have not mapped it on {socket.gethostname()}, and chunks would lack their part: {_REMEDY}"

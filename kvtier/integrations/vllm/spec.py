@@ -15,7 +15,6 @@ from typing import Any
 
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
-    OffloadingCounterMetadata,
     OffloadingManager,
     OffloadingMetricMetadata,
     OffloadingSpec,
@@ -26,11 +25,9 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from kvtier.config import EngineConfig
 from kvtier.engine.steps import StepManager
 from kvtier.errors import ConfigError
-from kvtier.integrations.vllm.events import INFO_KEYS
-from kvtier.integrations.vllm.hosts import MET_S, one_host, require_met
-from kvtier.integrations.vllm.manager import STORES_SKIPPED, Offers, VllmManager
-from kvtier.integrations.vllm.rows import namespace_of, places_of, plan_rows
-from kvtier.integrations.vllm.stats import ObservedTimes, log_as_vllm, metric_definitions, unregister_earlier
+from kvtier.integrations.vllm.manager import VllmManager
+from kvtier.integrations.vllm.rows import MET_S, namespace_of, one_host, places_of, plan_rows, require_met
+from kvtier.integrations.vllm.stats import INFO_KEYS, ObservedTimes, log_as_vllm, metric_definitions, unregister_earlier
 from kvtier.integrations.vllm.worker import make_worker
 from kvtier.integrations.vllm_options import engine_config, read_options
 from kvtier.memory import Region
@@ -56,10 +53,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
         unregister_earlier()
-        if read_options(extra_config).store_threshold <= 1:
-            return metric_definitions()
-        skipped = OffloadingCounterMetadata(documentation="Chunks not stored: offered less often than store_threshold.")
-        return metric_definitions() | {STORES_SKIPPED: skipped}
+        return metric_definitions()
 
     @classmethod
     def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:  # vLLM 0.33's.
@@ -75,7 +69,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
             engine = StepManager.start(
                 self._engine_config, region=region, observer=times.observe, waited=times.observe_wait
             )
-            self._manager = VllmManager(engine, times, self._offers())
+            self._manager = VllmManager(engine, times)
         return self._manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
@@ -90,10 +84,6 @@ class KVTierOffloadingSpec(OffloadingSpec):
                 region.close()
                 raise
         return self._worker
-
-    def _offers(self) -> Offers | None:
-        options = self._options
-        return Offers(options.store_threshold, options.max_tracker_size) if options.store_threshold > 1 else None
 
     def _region(self, participant: int, met_s: float | None = None) -> Region:
         """Join the rows that scheduler and workers of this engine share; each takes a part of the pre-faulting."""

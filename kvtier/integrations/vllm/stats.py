@@ -1,4 +1,4 @@
-"""Stats and log of an engine inside vLLM: its metrics on vLLM's `/metrics`, and a line every so often in vLLM's log.
+"""Reports in vLLM's words: events, metrics on vLLM's `/metrics`, a line every so often in vLLM's log, and facts.
 
 The metrics are those of `kvtier.engine.metrics`. vLLM carries observations, not totals: counters are sent as what was
 added since the last call, gauges when they change. A counter without further labels is first sent as it is, even if 0,
@@ -8,18 +8,27 @@ comparisons.
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields
 
 import vllm.envs as envs
 from prometheus_client import REGISTRY
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
+    Locality,
+    Medium,
     OffloadingCounterMetadata,
+    OffloadingEvent,
     OffloadingGaugeMetadata,
     OffloadingHistogramMetadata,
     OffloadingMetricMetadata,
 )
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvtier import __version__
+from kvtier.backend import FileMapper, OffloadKey
+from kvtier.config import PRIMARY_NAME, EngineConfig
+from kvtier.engine.answers import Event, EventKind
 from kvtier.engine.ledger import Ledger
 from kvtier.engine.metrics import (
     DECISION_METRICS,
@@ -36,14 +45,18 @@ from kvtier.engine.metrics import (
     Reading,
     Series,
     samples,
-    series,
 )
-from kvtier.engine.tier import Tier
-from kvtier.integrations.vllm.second_door import TierClient
+from kvtier.engine.tier import Tier, TierSpec
 from kvtier.runner.messages import LOGGERS
 from kvtier.settings import shown_bytes
 
 logger = logging.getLogger(__name__)
+
+_TELLS_WHAT_DID_NOT_COME = "metadata_only" in {field.name for field in fields(OffloadingEvent)}  # From vLLM 0.33 on.
+_SOURCES = {Medium.CPU: CacheHitSource.HOST, Medium.STORAGE: CacheHitSource.DISK}
+
+INFO_KEYS = ("tier", "type", "kvtier_version", "eviction_policy", "rows", "row_bytes", "namespace", "sharing")
+"""The labels of vLLM's info metric (`vllm:kv_offload_config_info`)."""
 
 _CLIENT_TABLES: tuple[MetricTable, ...] = (RUNNER_METRICS, TIER_METRICS)
 """The metrics of a tier behind vLLM's own manager, which makes all decisions."""
@@ -71,11 +84,6 @@ def unregister_earlier() -> None:
     registered = REGISTRY._names_to_collectors  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     for collector in {registered[name] for name in metric_definitions() if name in registered}:
         REGISTRY.unregister(collector)
-
-
-def client_series(client: TierClient) -> list[Series]:
-    """Return every metric of a tier behind vLLM's own manager, and of its runner."""
-    return [*series(RUNNER_METRICS, client), *series(TIER_METRICS, client.tier, client.tier.spec.name)]
 
 
 class ObservedTimes:
@@ -221,3 +229,72 @@ def _report(stats: OffloadingConnectorStats, series: Series, reading: Reading, l
 def _holds(tier: Tier) -> str:
     limit = "" if tier.capacity_bytes is None else f" of {shown_bytes(tier.capacity_bytes)}"
     return f"{tier.spec.name} holds {shown_bytes(tier.used_bytes)}{limit}"
+
+
+class Media:
+    """The tiers' media and localities, as vLLM names them."""
+
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        self._tiers = {tier.spec.name: tier for tier in tiers}
+
+    def source(self, tier: TierSpec | None) -> CacheHitSource:
+        """Return the source of a hit: the primary if no tier is given."""
+        return _SOURCES[Medium.CPU if tier is None else self.medium(tier)]
+
+    def medium(self, tier: TierSpec) -> Medium:
+        return Medium.STORAGE if tier.medium is None else Medium(tier.medium)
+
+    def locality(self, tier: TierSpec) -> Locality | None:
+        return None if tier.locality is None else Locality(tier.locality)
+
+    def event(self, event: Event) -> OffloadingEvent:
+        """Translate a stored or removed event."""
+        removed = event.kind is EventKind.REMOVED
+        if event.tier == PRIMARY_NAME:
+            return OffloadingEvent(list(event.keys), Medium.CPU, removed)
+        tier = self._tiers[event.tier]
+        return OffloadingEvent(
+            list(event.keys),
+            self.medium(tier.spec),
+            removed,
+            locality=self.locality(tier.spec),
+            ownership=event.tier,
+            removal_expected=tier.reports,  # Otherwise vLLM would keep the chunk's description for ever.
+        )
+
+
+def offloading_events(
+    events: Iterable[Event], media: Media, *, absent: Callable[[OffloadKey], bool] | None = None
+) -> Iterator[OffloadingEvent]:
+    """Translate events.
+
+    A failure is passed on for the chunks that are still `absent` from the primary: vLLM keeps a description of each
+    chunk whose load it asked for. For other chunks nothing that was announced became untrue.
+    """
+    for event in events:
+        if event.kind is not EventKind.FAILED:
+            yield media.event(event)
+        elif _TELLS_WHAT_DID_NOT_COME and absent is not None and (keys := list(filter(absent, event.keys))):
+            # pyright reads vLLM 0.32, which does not know the field.
+            yield OffloadingEvent(keys, Medium.CPU, True, metadata_only=True)  # pyright: ignore[reportCallIssue]
+
+
+def config_info(config: EngineConfig) -> list[dict[str, str | int]]:
+    """Return the labels of the primary and of each tier behind it; labels that do not apply are left out."""
+    mapper = FileMapper(config.namespace)
+    common: dict[str, str | int] = {
+        "kvtier_version": __version__,
+        "namespace": mapper.folder,
+        "sharing": "any parallel size" if mapper.parallel_agnostic else f"this size only: {mapper.why}",
+    }
+    primary: dict[str, str | int] = {
+        "tier": PRIMARY_NAME,
+        "type": PRIMARY_NAME,
+        "eviction_policy": config.eviction_policy,
+        "rows": config.rows,
+        "row_bytes": config.row_bytes,
+    }
+    return [
+        {**common, **primary},
+        *({**common, "tier": tier.name, "type": tier.type} for tier in config.secondary_tiers),
+    ]
