@@ -93,6 +93,27 @@ async def test_a_chunk_that_is_in_place_though_its_store_has_failed_counts(
     assert counted_bytes(tier) == taken_bytes(root)
 
 
+async def test_a_segment_that_was_made_though_the_disk_said_that_it_is_full_takes_its_room(
+    open_tier, lender, root, system_call, monkeypatch
+) -> None:
+    """A smaller one in its place would be too much until it is gone."""
+    tier, allocate = await open_tier(layout="segments", capacity_bytes=CAPACITY_BYTES), os.posix_fallocate
+
+    def allocate_and_fail(fd: int, offset: int, length: int) -> None:
+        allocate(fd, offset, length)
+        if length > CAPACITY_BYTES // 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate_and_fail)
+    unlink = system_call("unlink", error=errno.EIO, only=of_kind(".tmp"))
+    await tier.store(lender.writes(keys_of(2)))
+    assert taken_bytes(root) <= CAPACITY_BYTES
+    unlink.let_go()
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    await until_stored(tier, lender, keys_of(2))
+    assert taken_bytes(root) <= CAPACITY_BYTES
+
+
 async def test_chunks_go_for_a_large_file_in_the_place_of_the_tiers_own(
     open_tier, lender, root, mapper, layout
 ) -> None:

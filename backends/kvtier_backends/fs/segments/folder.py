@@ -107,9 +107,10 @@ class SegmentFolder:
                 _write_zeros(fd, HEADER_BYTES, header.file_bytes)
                 os.fsync(fd)
             name = self._publish(aside, fd, slots)
-        except BaseException:
+        except BaseException as error:
             os.close(fd)
-            self._drop(aside, slots)
+            if not self._drop(aside, slots) and isinstance(error, OSError):  # A smaller one would be too much.
+                raise OSError(errno.EEXIST, f"{aside} could not be removed") from error
             raise
         return self._taken(Segment(name, fd, header, own=True, allocated_bytes=self.worst_bytes(slots)))
 
@@ -173,8 +174,8 @@ class SegmentFolder:
             return None
         return header
 
-    def _drop(self, name: str, slots: int) -> None:
-        self._folder.remains.remove(name, self.worst_bytes(slots))
+    def _drop(self, name: str, slots: int) -> bool:
+        return self._folder.remains.remove(name, self.worst_bytes(slots))
 
     def _create(self, aside: str, slots: int) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | self._direct
