@@ -7,9 +7,8 @@ until an eviction, or to the step's end. Most steps evict nothing.
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from itertools import chain, count
-from typing import cast
 
 from kvtier.backend import OffloadKey, of_one_group
 from kvtier.engine.primary import Primary, Rows
@@ -25,9 +24,7 @@ PROMOTIONS_MAX = 2  # Of one key for one request: the second may follow an evict
 DECLINED = PROMOTIONS_MAX + 1  # In place of a count: the request computes the key.
 NEVER = math.inf  # As a time.
 
-_no_keys = cast("type[list[OffloadKey]]", list)  # Factories without a call in Python.
-_no_rows = cast("type[set[int]]", set)
-_no_uses = cast("type[dict[OffloadKey, None]]", dict)
+_numbers = count(1)
 
 
 @dataclass(slots=True, eq=False)
@@ -90,32 +87,63 @@ class Turn:
     short: bool = False  # It found too few.
 
 
-@dataclass(slots=True, eq=False)
 class Request:
     """One request, from `on_new_request` until it has finished and its last store has completed."""
 
-    id: str
-    matchers: Sequence[TierMatcher] | None = None  # None: every tier.
-    load_matchers: Sequence[TierMatcher] | None = None  # A further limit on the tiers that it is loaded from.
-    position: Position | None = None  # None: keys are used in prefix order.
-    _: KW_ONLY
-    weighed: bool = True  # Its loads are weighed against computing; a prefetch's are not.
-    number: int = field(default_factory=count(1).__next__)  # An id may come again.
-    hint: Hint | None = None
-    used: dict[OffloadKey, None] = field(default_factory=_no_uses)  # Keys, in prefix order, with one access counted.
-    hits: list[OffloadKey] = field(default_factory=_no_keys)  # Answered HIT or HIT_PENDING since the last eviction.
-    held: list[OffloadKey] = field(default_factory=_no_keys)  # Those before it, in this step.
-    leased_hits: int = 0  # How many of both, from the first on, were leased, or exceeded the share.
-    waits: bool = False  # One of them was HIT_PENDING.
-    waiting_since: float | None = None  # The end of the first step with a HIT_PENDING.
-    retried_in: int = 0  # The last step in which it was answered RETRY.
-    late_at: float = NEVER  # When it gives up its loads.
-    leased: set[int] = field(default_factory=_no_rows)
-    turn: Turn | None = None  # Set while a call looks up that waits for rows; without it, no row is a miss.
-    storing: int = 0  # Keys reserved and not completed.
-    finished: bool = False
-    told: int = 0  # How many used keys were ranked at its end.
-    _search: Search | None = None
+    __slots__ = (
+        "_search",
+        "finished",
+        "held",
+        "hint",
+        "hits",
+        "id",
+        "late_at",
+        "leased",
+        "leased_hits",
+        "load_matchers",
+        "matchers",
+        "number",
+        "position",
+        "retried_in",
+        "storing",
+        "told",
+        "turn",
+        "used",
+        "waiting_since",
+        "waits",
+        "weighed",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        matchers: Sequence[TierMatcher] | None = None,
+        load_matchers: Sequence[TierMatcher] | None = None,
+        position: Position | None = None,
+        *,
+        weighed: bool = True,
+    ) -> None:
+        self.id = request_id
+        self.number = next(_numbers)  # An id may come again.
+        self.weighed = weighed  # Its loads are weighed against computing; a prefetch's are not.
+        self.matchers = matchers  # None: every tier.
+        self.load_matchers = load_matchers  # A further limit on the tiers that it is loaded from; None: no limit.
+        self.position = position  # None: keys are used in prefix order.
+        self.hint: Hint | None = None
+        self.used: dict[OffloadKey, None] = {}  # Keys whose one access was counted, in prefix order.
+        self.hits: list[OffloadKey] = []  # Keys answered HIT or HIT_PENDING in this step, since the last eviction.
+        self.held: list[OffloadKey] = []  # Those before it.
+        self.leased_hits = 0  # How many of both, from the first on, were leased, or exceeded the share.
+        self.waits = False  # One of them was HIT_PENDING.
+        self.waiting_since: float | None = None  # The end of the first step with a HIT_PENDING.
+        self.retried_in = 0  # The last step in which it was answered RETRY.
+        self.late_at = NEVER  # When it gives up its loads.
+        self.leased: set[int] = set()
+        self._search: Search | None = None
+        self.turn: Turn | None = None  # Set while a call looks up that waits for rows; without it, no row is a miss.
+        self.storing = 0  # Keys reserved and not completed.
+        self.finished = False
+        self.told = 0  # How many used keys were ranked at its end.
 
     @property
     def found(self) -> int:
