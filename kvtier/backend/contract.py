@@ -380,8 +380,7 @@ def backend_class(type_name: str) -> type[Backend]:
 def _checked(type_name: str, found: object) -> type[Backend]:
     if not (isinstance(found, type) and issubclass(found, Backend)):
         raise ConfigError(f"tier type {type_name!r}: {found!r} is no subclass of kvtier.backend.Backend")
-    options = getattr(found, "options_type", None)
-    is_struct = isinstance(options, type) and issubclass(options, msgspec.Struct)
+    options: Any = getattr(found, "options_type", None)
     if inspect.isabstract(found):
         why = f" does not implement {', '.join(sorted(found.__abstractmethods__))}"
     elif not isinstance(getattr(found, "durability", None), Durability):
@@ -390,7 +389,7 @@ def _checked(type_name: str, found: object) -> type[Backend]:
         why = f".locality is {found.locality!r}; 'LOCAL', 'REMOTE' or None accepted"
     elif found.runner not in (None, "process"):
         why = f".runner is {found.runner!r}; 'process' or None accepted"
-    elif not is_struct:
+    elif not (isinstance(options, type) and issubclass(options, msgspec.Struct)):
         why = ".options_type is no msgspec.Struct"
     elif not (options.__struct_config__.frozen and options.__struct_config__.forbid_unknown_fields):
         why = ".options_type is not both frozen and closed to unknown fields"
