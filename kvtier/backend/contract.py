@@ -378,7 +378,7 @@ def backend_class(type_name: str) -> type[Backend]:
 
 
 def _checked(type_name: str, found: object) -> type[Backend]:
-    if not (isinstance(found, type) and issubclass(found, Backend)):
+    if not _is_backend(found):
         raise ConfigError(f"tier type {type_name!r}: {found!r} is no subclass of kvtier.backend.Backend")
     options: Any = getattr(found, "options_type", None)
     if inspect.isabstract(found):
@@ -396,3 +396,7 @@ def _checked(type_name: str, found: object) -> type[Backend]:
     else:
         return found
     raise ConfigError(f"tier type {type_name!r}: {found.__name__}{why}")
+
+
+def _is_backend(found: object) -> TypeGuard[type[Backend]]:
+    return isinstance(found, type) and issubclass(found, Backend)
