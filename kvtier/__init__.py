@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kvtier.config import EngineLimits as EngineLimits
     from kvtier.config import TierConfig as TierConfig
     from kvtier.config import TierLimits as TierLimits
+    from kvtier.config import __version__ as __version__
     from kvtier.engine.answers import Event as Event
     from kvtier.engine.answers import EventKind as EventKind
     from kvtier.engine.answers import LookupResult as LookupResult
@@ -32,11 +33,9 @@ if TYPE_CHECKING:
     from kvtier.errors import WrongLoop as WrongLoop
     from kvtier.settings.hints import Hint as Hint
 
-__version__ = "0.2.0"
-
 _NAMES_BY_MODULE = {
     "kvtier.backend.namespace": "Group Namespace OffloadKey make_offload_key",
-    "kvtier.config": "EngineConfig EngineLimits TierConfig TierLimits",
+    "kvtier.config": "EngineConfig EngineLimits TierConfig TierLimits __version__",
     "kvtier.engine.answers": "Event EventKind LookupResult StorePlan",
     "kvtier.engine.manager": "TieringOffloadingManager",
     "kvtier.engine.metrics": "EngineStats PrimaryStats TierStats",
@@ -47,7 +46,7 @@ _NAMES_BY_MODULE = {
 }
 
 if not TYPE_CHECKING:  # Type checkers read the imports above, and would accept every name.
-    __all__ = sorted(["__version__", *(name for names in _NAMES_BY_MODULE.values() for name in names.split())])
+    __all__ = sorted(name for names in _NAMES_BY_MODULE.values() for name in names.split())
 
     def __getattr__(name: str) -> object:
         for module_name, names in _NAMES_BY_MODULE.items():

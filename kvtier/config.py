@@ -37,6 +37,8 @@ from kvtier.settings import (
 )
 from kvtier.settings.fields import is_secret
 
+__version__ = "0.2.0"
+
 PRIMARY_NAME = "cpu"  # The primary's name among those of tiers.
 ROWS_MAX = (1 << 32) - 1  # Row numbers travel between processes as 32-bit integers.
 CHUNKS_IN_FLIGHT_MAX = 1 << 24  # Some gigabytes of bookkeeping: a larger limit would be none.

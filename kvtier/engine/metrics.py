@@ -24,7 +24,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric as MetricFamily
 from prometheus_client.registry import Collector
 
-from kvtier import __version__
+from kvtier.config import __version__
 from kvtier.engine.ledger import Ledger
 from kvtier.engine.primary import Primary
 from kvtier.engine.tier import CLOSED, PRESSURE, BreakerState, Tier

@@ -19,9 +19,8 @@ from warnings import warn
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
-from kvtier import __version__
 from kvtier.backend import OffloadKey, checked_keys
-from kvtier.config import EVENTS_MAX, EngineConfig, settled
+from kvtier.config import EVENTS_MAX, EngineConfig, __version__, settled
 from kvtier.engine.answers import HIT, Event, EventLog, LookupResult, StorePlan
 from kvtier.engine.ledger import ledger_of, rows_of_share
 from kvtier.engine.metrics import EngineStats, Metrics, TierLog

@@ -25,9 +25,8 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvtier import __version__
 from kvtier.backend import FileMapper, OffloadKey
-from kvtier.config import PRIMARY_NAME, EngineConfig
+from kvtier.config import PRIMARY_NAME, EngineConfig, __version__
 from kvtier.engine.answers import Event, EventKind
 from kvtier.engine.ledger import Ledger
 from kvtier.engine.metrics import (
