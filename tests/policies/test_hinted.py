@@ -110,7 +110,9 @@ class NaiveHinted:
 
     def chosen(self, count: int, kept: frozenset[int]) -> list[int] | None:
         first = [key for key in self.demoted if key not in kept][:count]
-        rest = self.order.evict(count - len(first), lambda key: key in kept or key in first)
+        rest: list[int] | None = []
+        if not first or len(first) < count:  # Else the order is not asked, and renews no kept key.
+            rest = self.order.evict(count - len(first), lambda key: key in kept or key in first)
         if rest is None:
             return None
         self.order.remove(first)
