@@ -3,7 +3,9 @@
 import asyncio
 import gc
 import signal
+import socket
 import threading
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,8 @@ from kvtier.testing.conformance import key_of, keys_of, label
 from tests.redis.conftest import CHUNK_BYTES, QUICK
 from tests.redis.servers import PATIENCE_S, RedisServer, until
 from tests.remote.tiers import recovers, used_again
+
+NO_FAMILY = 200  # Beyond Linux's AF_MAX.
 
 # Values of other programs.
 
@@ -229,6 +233,19 @@ async def test_an_unresolved_name_holds_no_row(opened, proxy, names_hang, lender
     assert sum("resolve" in thread.name for thread in threading.enumerate()) == 1
     names_hang.set()
     await recovers(tier, lender, keys)
+
+
+async def test_an_address_of_a_family_that_the_machine_lacks_is_passed_over(opened, proxy, lender, monkeypatch) -> None:
+    """A name has an IPv6 address, too, and the kernel may be without."""
+    look_up = socket.getaddrinfo
+
+    def with_another_family(*about: Any, **more: Any) -> Any:
+        found = look_up(*about, **more)
+        return [(NO_FAMILY, *found[0][1:]), *found]
+
+    monkeypatch.setattr(socket, "getaddrinfo", with_another_family)
+    tier = await opened(f"localhost:{proxy.port}", **QUICK)
+    await lender.keep(tier, keys_of(2))
 
 
 async def test_a_call_that_needs_another_request_is_answered_while_the_tier_closes(

@@ -292,18 +292,26 @@ def _connected(names: HostNames, ends_at: float) -> socket.socket:
         left_s = (ends_at - time.monotonic()) / (len(found) - tried)  # An equal share: the first might use it all.
         if left_s <= 0:
             raise TimeoutError("not connected in time")
-        opened = socket.socket(family, socket.SOCK_STREAM)
         try:
-            opened.settimeout(left_s)
-            opened.connect(where)
-        except OSError as error:
-            opened.close()
+            opened = _connected_to(family, where, left_s)
+        except OSError as error:  # Also of a family that this machine does not have, such as IPv6.
             why = error
             continue
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         return opened
     raise why
+
+
+def _connected_to(family: int, where: Any, left_s: float) -> socket.socket:
+    opened = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        opened.settimeout(left_s)
+        opened.connect(where)
+    except BaseException:
+        opened.close()
+        raise
+    return opened
 
 
 def number_of(error: OSError) -> int:

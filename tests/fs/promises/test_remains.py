@@ -114,6 +114,17 @@ async def test_a_segment_that_was_made_though_the_disk_said_that_it_is_full_take
     assert taken_bytes(root) <= CAPACITY_BYTES
 
 
+async def test_a_file_system_that_goes_while_a_segment_is_made_makes_the_tier_unavailable(
+    open_tier, lender, system_call
+) -> None:
+    """That the segment cannot be removed either does not hide why."""
+    tier = await open_tier(layout="segments", capacity_bytes=CAPACITY_BYTES)
+    system_call("posix_fallocate", error=errno.ENOTCONN)
+    system_call("unlink", error=errno.ENOTCONN, only=of_kind(".tmp"))
+    with pytest.raises(BackendUnavailable, match=os.strerror(errno.ENOTCONN)):
+        await tier.store(lender.writes(keys_of(2)))
+
+
 async def test_chunks_go_for_a_large_file_in_the_place_of_the_tiers_own(
     open_tier, lender, root, mapper, layout
 ) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from kvtier_backends.fs.disk import below
 from kvtier_backends.fs.disk.below import ForeignError, lock_file, open_below, open_file, sync_folder
+from kvtier_backends.fs.disk.footer import FULL
 from kvtier_backends.fs.disk.remains import called, is_absent, listing, remove_file
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.disk.temporaries import temporary_name
@@ -109,7 +110,8 @@ class SegmentFolder:
             name = self._publish(aside, fd, slots)
         except BaseException as error:
             os.close(fd)
-            if not self._drop(aside, slots) and isinstance(error, OSError):  # A smaller one would be too much.
+            is_gone = self._drop(aside, slots)
+            if isinstance(error, OSError) and error.errno in FULL and not is_gone:  # A smaller one would be too much.
                 raise OSError(errno.EEXIST, f"{aside} could not be removed") from error
             raise
         return self._taken(Segment(name, fd, header, own=True, allocated_bytes=self.worst_bytes(slots)))
