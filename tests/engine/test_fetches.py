@@ -92,6 +92,23 @@ async def test_only_what_needs_rows_waits_in_the_line_and_who_leaves_it_lets_the
             await third
 
 
+async def test_fetches_that_wait_for_rows_do_not_wake_each_other_for_ever(open_engine, monkeypatch):
+    engine = await filled(open_engine, 8, 40)
+    ended_at, end_step = [], engine.steps.end_step
+    monkeypatch.setattr(engine.steps, "end_step", lambda: (ended_at.append(now()), end_step()))
+    async with asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(held(engine, range(8)))
+        await asyncio.sleep(0.5)  # It is short of rows, and loads what it has rows for until the first second is over.
+        others = [tasks.create_task(held(engine, (0, at))) for at in (16, 24)]  # Both want a chunk that is loading.
+        await asyncio.sleep(0.1)
+        assert await found(engine, [1_000]) == 0  # The end of any call wakes all that wait.
+        for _ in range(1_000):
+            await asyncio.sleep(0)
+        assert ended_at.count(now()) < 50
+    assert [task.result() for task in (first, *others)] == [8, 2, 2]
+    assert await at_rest(engine)
+
+
 async def test_a_task_that_waits_for_its_own_rows_gets_the_rows_that_are_left(open_engine, caplog):
     engine = await filled(open_engine, 8, 24, limits={"lease_s": 10})
     with caplog.at_level(logging.WARNING):
