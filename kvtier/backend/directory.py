@@ -26,7 +26,7 @@ class Kind(Enum):
 
     CHUNK = "chunk"
     TEMPORARY = "temporary"  # A store in progress.
-    LEFTOVER = "leftover"  # An unfinished store of a killed process, or a kept corrupt file.
+    LEFTOVER = "leftover"  # An unfinished store of a killed process, or a segment whose first page is damaged.
     LOST = "lost"  # A slot beyond the end of a truncated segment.
     UNREADABLE = "unreadable"  # A file or folder that the system refuses to read.
     BESIDE = "beside"  # Takes space without being a chunk: a folder, the tier's own files, free space in a segment.

@@ -155,7 +155,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int  # Of the chunks.
     temporaries: int  # Stores in progress.
     temporary_bytes: int
-    leftovers: int  # Left by killed processes, and corrupt files that were kept.
+    leftovers: int  # Unfinished stores of killed processes, and damaged segments.
     leftover_bytes: int
     beside_bytes: int  # Folders, the tier's own files, and free space in segments.
     allocated_bytes: int  # The sum.
@@ -176,7 +176,7 @@ def du(directory: DirectoryArgument, namespace: NamespaceOption = None, json_pat
     """Show the number of chunks of each namespace, and the space that the file system has allocated to it.
 
     Allocated space has chunks, free space in segments, folders and the tier's own files. Leftovers are unfinished
-    stores of killed processes, and corrupt files that were kept. `kvtier prune --leftovers` removes them.
+    stores of killed processes, and segments whose first page is damaged. `kvtier prune --leftovers` removes them.
     """
     check_outputs(json_path, None)
     left_out = LeftOut()

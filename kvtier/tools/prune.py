@@ -82,7 +82,7 @@ def prune(
     ] = None,
     corrupt: Annotated[bool, typer.Option("--corrupt", help="Corrupt chunks; reads every chunk.")] = False,
     leftovers: Annotated[
-        bool, typer.Option("--leftovers", help="Unfinished stores of killed processes, and kept corrupt files.")
+        bool, typer.Option("--leftovers", help="Unfinished stores of killed processes, and damaged segments.")
     ] = False,
     show: Annotated[bool, typer.Option("--list", help="Name each file to be removed, and why.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Remove them. Without this option, nothing is removed.")] = False,

@@ -90,6 +90,27 @@ async def test_a_use_is_written_to_the_file_at_most_once_an_hour(open_small, sto
     assert there == [True] * 3 + [False] * 4 + [True]
 
 
+async def test_a_use_until_the_end_is_written_to_the_file(open_tier, stored, lender, path_of, system_call) -> None:
+    """Also one whose load ends while earlier uses are written."""
+    await stored(keys_of(3))
+    hours_ago_ns = path_of(key_of(0)).stat().st_mtime_ns - 4 * 3_600 * 10**9
+    for key in keys_of(3):
+        os.utime(path_of(key), ns=(hours_ago_ns, hours_ago_ns))
+    tier = await open_tier()
+    await scanned(tier)
+    await lender.recall(tier, keys_of(2))
+    read, write = system_call("preadv", sticks=True), system_call("utime", sticks=True)
+    last = asyncio.create_task(lender.recall(tier, [key_of(2)]))
+    await read.wait_entered()
+    closing = asyncio.create_task(tier.aclose(DEADLINE_S))
+    await write.wait_entered()
+    read.let_go()
+    await last
+    write.let_go()
+    await closing
+    assert all(path_of(key).stat().st_mtime_ns > hours_ago_ns for key in keys_of(3))
+
+
 async def test_a_chunk_that_is_being_read_does_not_go(open_small, lender, system_call, layout) -> None:
     tier = await open_small(layout, load_lanes=1, queue_bytes=0)
     await scanned(tier)

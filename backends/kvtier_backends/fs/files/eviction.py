@@ -97,9 +97,10 @@ class Eviction:
             self._wake.set()
 
     def stamp_last(self) -> None:
-        """Queue the last uses before the lane ends."""
+        """Queue the last uses before the lane ends, so far."""
+        due, self._stamps = self._stamps, {}  # The lane's own from now on: loads still in flight are uses, too.
         with suppress(BackendClosed):  # Closed before.
-            self._tier.lanes.evict.submit(self._chunks.stamp, self._stamps)
+            self._tier.lanes.evict.submit(self._chunks.stamp, due)
 
     def check(self) -> None:
         """Wake the background if chunks should go before the next store."""

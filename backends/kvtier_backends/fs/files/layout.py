@@ -213,6 +213,7 @@ class FilesLayout:
         self._index.claims.close()
         self._eviction.stamp_last()
         loads, stores = await self._tier.end_transfers(ends_at)
+        self._eviction.stamp_last()
         self._start.done.set()  # For stores that still wait: lanes are closed then.
         lanes = self._lanes.scan, self._lanes.evict
         others = await asyncio.gather(*(each.aclose(left_s(ends_at)) for each in lanes))
