@@ -15,6 +15,7 @@ from kvtier.backend import (
     Backend,
     Calls,
     ChunkMissing,
+    ConfigError,
     Count,
     Durability,
     Duration,
@@ -117,13 +118,13 @@ class Store:
     def __init__(self, chunks_max: int | None) -> None:
         self.chunks: dict[OffloadKey, bytes] = {}
         self.users: list[InventoryQueue] = []
-        self._chunks_max = chunks_max
+        self.chunks_max = chunks_max
         self._order: LRU[OffloadKey] | HintedOrder[OffloadKey] = LRU(chunks_max or 1)
 
     def put(self, key: OffloadKey, chunk: bytes, keep: Container[OffloadKey]) -> bool:
         """Replace the chunk of a key; return False, and change nothing, if there is no room without those to keep."""
         if key not in self.chunks:
-            if self._chunks_max is not None and len(self.chunks) >= self._chunks_max:
+            if self.chunks_max is not None and len(self.chunks) >= self.chunks_max:
                 victims = self._order.evict(1, keep.__contains__)
                 if victims is None:
                     return False
@@ -176,11 +177,13 @@ class DummyBackend(Backend[DummyOptions]):
         self._device = DummyDevice(options)
         self._calls = Calls(context.name)
         self._fit = Fit(context.row_bytes)
-        self._chunks_max = None if options.capacity_bytes is None else options.capacity_bytes // context.row_bytes
-        self._store = Store(self._chunks_max)
+        chunks_max = None if options.capacity_bytes is None else options.capacity_bytes // context.row_bytes
+        self._store = Store(chunks_max)
         if options.store is not None:
             namespaces = _named.setdefault(options.store, {})
             self._store = namespaces.setdefault((context.mapper.chunks_folder, context.row_bytes), self._store)
+            if self._store.chunks_max != chunks_max:
+                raise ConfigError("capacity_bytes: another given than at the store's first opening, the same accepted")
         self._inventory = InventoryQueue(self._store.chunks)
         self._inventory.scan_ended(complete=not options.shared)
         self._store.users.append(self._inventory)
@@ -244,7 +247,7 @@ class DummyBackend(Backend[DummyOptions]):
         return self._inventory.watch()
 
     def advise(self, advice: Advice[OffloadKey]) -> None:
-        retained_max = int(self._context.retained_share * (self._chunks_max or 0))
+        retained_max = int(self._context.retained_share * (self._store.chunks_max or 0))
         self._store.advise(advice, retained_max, asyncio.get_running_loop().time)
 
     def occupancy(self) -> Occupancy:

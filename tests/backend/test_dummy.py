@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.backend.contract import Occupancy, backend_class
+from kvtier.errors import ConfigError
 from kvtier.settings import decode
 from kvtier.testing.conformance import (
     AdvisedConformance,
@@ -256,6 +257,12 @@ async def test_tiers_that_share_a_store_see_each_others_chunks_and_claim_no_comp
     assert await lender.recall(second, [key_of(10)]) == [label(key_of(10))]
     assert second.occupancy() == first.occupancy() == Occupancy(4, 4 * ROW_BYTES, 4 * ROW_BYTES)
     await second.aclose(1)
+
+
+async def test_a_store_has_one_capacity(shelf):
+    dummy(store=shelf, capacity_bytes=4 * ROW_BYTES)
+    with pytest.raises(ConfigError, match="capacity_bytes: another given"):
+        dummy(store=shelf, capacity_bytes=8 * ROW_BYTES)
 
 
 async def test_rows_of_another_length_are_misses(lender, shelf):
