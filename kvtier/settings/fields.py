@@ -72,7 +72,7 @@ class Checked(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     def _shown(self, field: FieldInfo) -> Any:
         value = getattr(self, field.name)
-        if field.name == self.rest:
+        if isinstance(value, dict):
             return sorted(value)
         return "<not shown>" if value is not None and is_secret(field.type) else value
 
@@ -319,9 +319,10 @@ def _meant(cls: type[msgspec.Struct], key: str) -> str | None:
 
 
 def _refusal(path: str, given: object, kind: Any) -> str:
+    if is_secret(kind):
+        accepted = " or ".join(unit.accepted for unit in map(_unit, _members(kind)) if unit is not None)
+        return f"{path}: {_sort_of(given)} given, {accepted} accepted, not the secret itself"
     unit = _unit(kind)
-    if unit is not None and unit.hidden:
-        return f"{path}: {_sort_of(given)} given, {unit.accepted} accepted, not the secret itself"
     meant = unit.respelled(given) if unit is not None and isinstance(given, str) else None
     hint = f" (did you mean {meant!r}?)" if meant else ""
     return f"{path}: {shown(given)} given, {_accepted(kind)} accepted{hint}"

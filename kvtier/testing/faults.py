@@ -41,7 +41,7 @@ from kvtier.errors import (
     NoSpace,
     TransferFailed,
 )
-from kvtier.settings import Checked, Duration, decode
+from kvtier.settings import Checked, Duration, decode, option_fields
 
 __all__ = ["Fault", "Faults", "FaultyBackend", "FaultyOptions"]
 
@@ -178,6 +178,8 @@ class FaultyOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def inner_tier(self) -> tuple[type[Backend], msgspec.Struct]:
         """Return the inner tier's class and its options. Raises `ConfigError`."""
         tier = decode(TierConfig, self.inner, "inner")
+        for name in sorted(option_fields(TierConfig).keys() & self.inner.keys() - {"type"}):
+            raise ConfigError(f"inner.{name}: given, only options of {tier.type!r} accepted: move it beside inner")
         options = tier_options(tier, "inner")
         return backend_class(tier.type), options
 

@@ -13,8 +13,9 @@ from kvtier.backend import BUILT_IN_TYPES, backend_class
 from kvtier.backend.seal_options import SealOptions
 from kvtier.config import EngineConfig, TierConfig, tier_options
 from kvtier.errors import ConfigError
-from kvtier.settings import open_secret, struct_fields
+from kvtier.settings import Checked, SecretName, decode, open_secret, struct_fields
 from kvtier.settings.fields import is_secret
+from kvtier.testing.faults import FaultyOptions
 
 SECRET = "hunter2" * 10
 AES = {"seal": "aes-256-gcm"}
@@ -104,6 +105,20 @@ def test_a_repr_shows_what_is_no_secret() -> None:
     assert "lanes=3" in repr(options)
     assert "NAME" not in repr(options)
     assert msgspec.structs.asdict(options)["password_env"] == "NAME"
+    inner = {"type": "redis", "url": "redis://host", "password_env": "NAME"}
+    assert "NAME" not in repr(decode(FaultyOptions, {"inner": inner}))
+
+
+class Choosy(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Options of somebody's tier, with a secret among other values."""
+
+    token: SecretName | int | bool = False
+
+
+def test_a_secret_among_other_kinds_of_values_is_not_shown_either() -> None:
+    with pytest.raises(ConfigError, match=r"^token: a number given, the name of an") as refused:
+        decode(Choosy, {"token": 271_828.5})
+    assert "271" not in str(refused.value)
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o604, 0o640, 0o660, 0o620, 0o444])

@@ -236,6 +236,7 @@ async def test_a_faulty_tier_is_opened_by_configuration(lender):
         ({"inner": {}}, "inner.type"),
         ({"inner": {"type": "dumy"}}, "inner.type"),
         ({"inner": {"type": "dummy", "latency": 1}}, "inner.latency"),
+        ({"inner": {"type": "dummy", "limits": {"deadline_s": 1}}}, "inner.limits: .*move it beside inner"),
         ({"inner": {"type": "dummy"}, "faults": {"hang": 2}}, "faults.hang"),
         ({"inner": {"type": "dummy"}, "faults": {"explode": 1}}, "faults.explode"),
         ({"inner": {"type": "dummy"}, "script": {"load": ["no_space"]}}, "script"),
