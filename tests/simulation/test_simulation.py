@@ -1,5 +1,6 @@
 """Simulated engines: a fixed number of seeds keep every promise, a seed is one story, and broken engines are caught."""
 
+import asyncio
 import itertools
 import logging
 import os
@@ -77,6 +78,16 @@ async def spin(self, **waits):
     await made(self, **waits)
 
 
+async def poll(self, **waits):
+    if "loads_of" not in waits:
+        await made(self, **waits)
+        return
+    self._steps.end_step()
+    await asyncio.sleep(0)
+    self._steps._check_open()
+    self._steps._receive()
+
+
 async def forget_the_last(self, writes):
     return [*await store(self, writes[:-1]), None] if writes else []
 
@@ -115,6 +126,7 @@ BREAKS = {  # What is replaced, by what; how the simulation says it; and seeds, 
     "rows never come back": (Traffic, "_take_back", lambda self, id_: None, "", range(200)),
     "calls do not let the loop turn": (Progress, "turn", no_turn, "turns of the loop", range(50)),
     "a call spins": (Progress, "made", spin, "ms for the loop to turn", range(50, 100)),
+    "a call polls": (Progress, "made", poll, "something polls", range(50, 100)),
     "a tier loses what it stored": (DummyBackend, "store", forget_the_last, "", range(50)),
     "a tier swaps chunks": (DummyBackend, "load", load_in_reverse, "wrong bytes", range(9, 300)),
 }
