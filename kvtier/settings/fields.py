@@ -72,7 +72,7 @@ class Checked(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     def _shown(self, field: FieldInfo) -> Any:
         value = getattr(self, field.name)
-        if isinstance(value, dict):
+        if is_table(value):
             return sorted(value)
         return "<not shown>" if value is not None and is_secret(field.type) else value
 
