@@ -8,12 +8,14 @@ import json
 import logging
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
+from types import FrameType
 from typing import Any, BinaryIO, Literal, TypeVar
 
 import msgspec
@@ -267,9 +269,15 @@ def check_directory(what: str, path: str) -> None:
 
 @contextmanager
 def temporary_directory(prefix: str, parent: str | None = None) -> Generator[str]:
-    """Yield a temporary directory in `parent`, by default in the system's one. It is removed at the end."""
+    """Yield a temporary directory in `parent`, by default in the system's one. It is removed at the end.
+
+    SIGTERM and SIGHUP end the block as Ctrl-C does, unless they are ignored or handled elsewhere.
+    """
     path = tempfile.mkdtemp(prefix=prefix, dir=parent)
+    ending = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
     try:
+        for number in ending:
+            signal.signal(number, _interrupt)
         yield path
     finally:
         for _ in range(20):  # A runner may outlive its owner for a moment and still write.
@@ -277,3 +285,12 @@ def temporary_directory(prefix: str, parent: str | None = None) -> Generator[str
             if not os.path.lexists(path):
                 break
             time.sleep(0.1)
+        for number in ending:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _interrupt(_: int, frame: FrameType | None) -> None:
+    on_ctrl_c = signal.getsignal(signal.SIGINT)
+    if not callable(on_ctrl_c):  # Ignored, as in a shell's background job.
+        raise KeyboardInterrupt
+    on_ctrl_c(signal.SIGINT, frame)

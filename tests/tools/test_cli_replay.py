@@ -254,9 +254,12 @@ def test_a_bad_trace_is_rejected_with_the_lines_number_before_anything_is_made(
 
 
 @pytest.mark.usefixtures("outside")
-@pytest.mark.parametrize("command", ["replay", "simulate"])
+@pytest.mark.parametrize(
+    ("command", "told_to_end"),
+    [("replay", signal.SIGINT), ("replay", signal.SIGTERM), ("replay", signal.SIGHUP), ("simulate", signal.SIGINT)],
+)
 def test_an_interrupt_ends_a_replay_with_130_and_a_report_of_the_finished_requests(
-    tmp_path: Path, temporary: Path, command: str
+    tmp_path: Path, temporary: Path, command: str, told_to_end: signal.Signals
 ) -> None:
     long, out, picture = tmp_path / "long.jsonl", tmp_path / "out.json", tmp_path / "out.png"
     prompts = [range(user * 1_000, user * 1_000 + 100 + turn) for turn in range(80) for user in range(50)]
@@ -269,7 +272,7 @@ def test_an_interrupt_ends_a_replay_with_130_and_a_report_of_the_finished_reques
     ):
         os.close(theirs)
         seen = see(screen, rb"[1-9]\d*/4000")
-        process.send_signal(signal.SIGINT)
+        process.send_signal(told_to_end)
         seen += see(screen, None)
         shown, _ = process.communicate(timeout=60)
     assert process.returncode == 130
