@@ -204,6 +204,21 @@ def test_pieces_of_several_allocations_or_turns_stay_apart() -> None:
     assert len(_merged([first, first._replace(local=16, host=16)])) == 1
 
 
+def test_no_copy_reaches_from_one_allocation_into_the_next(strategy: Callable[..., Move]) -> None:
+    memory = np.zeros(256, dtype=np.int8)  # The second layer's allocation begins where the first one's ends.
+    layers = [torch.frombuffer(memory[start : start + 128], dtype=torch.int8).view(2, 64) for start in (0, 128)]
+    pieces = (tuple(Piece(layer, 0, 64, 128 * number, 64, 64, ()) for number, layer in enumerate(layers)),)
+    slots = torch.zeros((1, 256), dtype=torch.int8)
+    pages = (pages_of(GroupBlocks([0, 1], [0]), 2, num_blocks=2, num_rows=1),)
+    assert len(descriptors(Sides(pieces, slots, 2, 2), Direction.STORE, pages).sizes) == 2
+    memory[:] = np.arange(256, dtype=np.uint8).view(np.int8)
+    strategy(pieces, slots, 2, 2)(Direction.STORE, pages)
+    assert slots.numpy().tobytes() == memory.tobytes()
+    memory[:] = 0
+    strategy(pieces, slots, 2, 2)(Direction.LOAD, pages)
+    assert memory.tobytes() == slots.numpy().tobytes()
+
+
 def test_pieces_at_uneven_distances_stay_apart() -> None:
     memory = torch.zeros(1_000, dtype=torch.int8)
     starts = [0, 64, 128, 300, 200]  # Three at one distance; then on, and back again.

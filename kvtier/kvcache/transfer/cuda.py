@@ -141,31 +141,34 @@ def batched_copy(device: torch.device) -> BatchedCopy | None:
 
 def descriptors(sides: Sides, direction: Direction, groups: tuple[BlockPages, ...]) -> Descriptors:
     """Return a transfer's copies: page by page, neighbours joined."""
-    slots, columns = sides.slots, [(_NONE, _NONE, _NONE, _NONE)]
+    slots, columns, allocations = sides.slots, [(_NONE, _NONE, _NONE, _NONE)], dict[int, int]()
     for group, pages in zip(sides.pieces, groups, strict=True):
         for piece in group:
             moved = sides.moved(direction, piece, pages)
-            in_cache = storage_of(piece.memory) + piece.local + moved.blocks * piece.local_stride
+            storage = storage_of(piece.memory)
+            in_one = moved.rows + allocations.setdefault(storage, len(allocations)) * len(slots)
+            in_cache = storage + piece.local + moved.blocks * piece.local_stride
             in_slots = (
                 slots.data_ptr() + piece.host + moved.positions * piece.host_stride + moved.rows * slots.stride(0)
             )
             places = repeated(in_cache, [(repeat.times, repeat.local) for repeat in piece.repeats])
-            rows = repeated(moved.rows, [(repeat.times, 0) for repeat in piece.repeats])
+            wholes = repeated(in_one, [(repeat.times, 0) for repeat in piece.repeats])
             in_slots = repeated(in_slots, [(repeat.times, repeat.host) for repeat in piece.repeats])
-            columns.append((places, in_slots, np.full(len(places), piece.size_bytes), rows))
-    local, host, sizes, rows = map(np.concatenate, zip(*columns, strict=True))
-    return joined(local, host, sizes, rows) if direction is Direction.STORE else joined(host, local, sizes, rows)
+            columns.append((places, in_slots, np.full(len(places), piece.size_bytes), wholes))
+    local, host, sizes, wholes = map(np.concatenate, zip(*columns, strict=True))
+    return joined(local, host, sizes, wholes) if direction is Direction.STORE else joined(host, local, sizes, wholes)
 
 
-def joined(sources: Indices, targets: Indices, sizes: Indices, rows: Indices) -> Descriptors:
-    """Order copies by their targets, and make one of those that follow each other on both sides, within a row.
+def joined(sources: Indices, targets: Indices, sizes: Indices, wholes: Indices) -> Descriptors:
+    """Order copies by their targets, and make one of those that follow each other on both sides, within a whole.
 
-    Not beyond: rows are pinned in slices, and CUDA refuses a copy that reaches over two of them.
+    A whole is a row and an allocation of the device, by number. Rows are pinned in slices, and CUDA refuses a copy that
+    reaches over two of them. Two allocations may lie side by side, too.
     """
     order = np.argsort(targets, kind="stable")
-    sources, targets, sizes, rows = sources[order], targets[order], sizes[order], rows[order]
+    sources, targets, sizes, wholes = sources[order], targets[order], sizes[order], wholes[order]
     follows = (sources[:-1] + sizes[:-1] == sources[1:]) & (targets[:-1] + sizes[:-1] == targets[1:])
-    follows &= rows[:-1] == rows[1:]
+    follows &= wholes[:-1] == wholes[1:]
     firsts = np.flatnonzero(np.concatenate((np.ones(min(1, len(sizes)), dtype=bool), ~follows)))
     return Descriptors(sources[firsts], targets[firsts], np.add.reduceat(sizes, firsts) if len(sizes) else sizes)
 
