@@ -48,7 +48,11 @@ def said() -> Iterator[Said]:
                 texts = node.args[1:] if node.func.attr == "log" else node.args
                 first = texts[0]
                 text = first.value if isinstance(first, ast.Constant) else constants.get(getattr(first, "id", ""), "")
-                yield Said(f"{path.relative_to(ROOT)}:{node.lineno}", str(text), ast.unparse(texts[-1]))
+                last = ast.unparse(texts[-1])
+                if last != "remedy":  # Of a call's log, which is given it.
+                    yield Said(f"{path.relative_to(ROOT)}:{node.lineno}", str(text), last)
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "line":
+                yield Said(f"{path.relative_to(ROOT)}:{node.lineno}", "; see %s", ast.unparse(node.args[-1]))
 
 
 def warned() -> Iterator[str]:
