@@ -74,7 +74,10 @@ def draw(seed: int) -> Scenario:
         EngineConfig.from_dict(described, where=f"seed {seed}"),
         [tier["inner"]["capacity_bytes"] is None for tier in tiers],  # Others may evict stored chunks.
         documents,
-        [_told(_life(dice, documents, ending, number), seed, number) for number, ending in enumerate(endings)],
+        [
+            _told(_crowded(_life(dice, documents, ending, number), seed, number), seed, number)
+            for number, ending in enumerate(endings)
+        ],
     )
 
 
@@ -179,6 +182,13 @@ def _life(dice: random.Random, documents: Sequence[Sequence[OffloadKey]], ending
     )
     resets_s = [dice.uniform(0, 4)] if scheduled and dice.random() < 0.2 else []
     return Life(programs, prompts, pace, resets_s, ending, dice.uniform(0, 6))
+
+
+def _crowded(life: Life, seed: int, number: int) -> Life:
+    """Add programs to a few lives, so that many calls wait for rows: by separate dice, as hints are."""
+    dice = random.Random(f"seed {seed}, life {number}, crowd")
+    crowd = [dice.choice(life.habits) for _ in range(5)] if life.habits and dice.random() < 0.15 else []
+    return life._replace(habits=[*life.habits, *crowd])
 
 
 def _told(life: Life, seed: int, number: int) -> Life:
