@@ -19,7 +19,6 @@ import stat
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from functools import partial
 from itertools import chain, islice
 from typing import Annotated, Any, Protocol
@@ -136,11 +135,13 @@ def _request(decode: Callable[[bytes], TraceRequest], line: bytes) -> tuple[Trac
     try:
         return foreign(decode, line), ""
     except msgspec.DecodeError as error:
-        with suppress(ValueError):
+        try:
             table: Any = foreign(json.loads, line)  # Takes numbers that are out of msgspec's range, too.
-            if isinstance(table, dict) and HINT in table:
-                return msgspec.convert({**table, HINT: None}, TraceRequest), str(error)
-        raise
+        except ValueError:
+            raise error from None
+        if not (isinstance(table, dict) and HINT in table):
+            raise
+        return msgspec.convert({**table, HINT: None}, TraceRequest), str(error)
 
 
 def _excerpt(line: bytes) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.errors import TraceError
 from kvtier.settings.hints import Hint
 from kvtier.tools.replay.study import measure
 from kvtier.tools.replay.traces import IDS_MAX, REQUESTS_MIN, Trace, TraceCheck, TraceRequest
@@ -132,6 +133,12 @@ def test_an_invalid_hint_is_a_warning_with_its_line_and_its_request_is_kept(
     assert "line 2: Expected `int` <= 99 - at `$.kvtier.priority`" in warning
     assert "(3 such lines)" in warning
     assert "a hint is a table" in warning
+
+
+def test_a_line_with_an_invalid_hint_is_refused_for_what_is_wrong_beside_it(trace_file: Callable[..., str]) -> None:
+    line = b'{"kvtier": {"oops": 1}, "timestamp": "x", "input_length": 512, "output_length": 1, "hash_ids": [1]}'
+    with pytest.raises(TraceError, match=r"line 1: Expected `int \| float`, got `str` - at `\$\.timestamp`"):
+        list(Trace(trace_file(line)))
 
 
 # Times in seconds.
