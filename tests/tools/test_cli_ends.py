@@ -134,7 +134,6 @@ def calls() -> Iterator[list[str]]:
             yield ["bench", config]
     for name in ("policies", "replay"):
         yield from ([*name.split(), bad] for bad in TRACES)
-    yield from (["trace", "convert", bad, "--output", "out.jsonl"] for bad in TRACES)
 
 
 def options(name: str) -> Iterator[Any]:
