@@ -57,12 +57,16 @@ class Answer(NamedTuple):
 
 
 class Reference(tuple[int, ...]):  # noqa: SLOT001  # Tuples take none.
-    """Tokens that are right, and any beyond the first near tie: there the batch's shape decides which is chosen."""
+    """Tokens that are right; an answer may leave them at a near tie, where the batch's shape decides."""
 
-    sure: int
+    choices: list[set[int]]
+    """The likeliest token of each step, and those that are nearly as likely."""
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, tuple) and len(self) == len(other) and self[: self.sure] == other[: self.sure]
+        if not isinstance(other, tuple) or len(other) != len(self):
+            return False
+        steps = zip(self, other, self.choices, strict=True)
+        return next((token in choices for right, token, choices in steps if token != right), True)
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -260,11 +264,12 @@ def right(model: str, given: Sequence[Prompt], new_tokens: int = NEW_TOKENS, **c
 
 
 def reference(output: CompletionOutput) -> Reference:
-    """Return an answer's tokens, and how many of them come before the first near tie."""
+    """Return an answer's tokens, with those of each step that are nearly as likely."""
     found = Reference(output.token_ids)
-    best = [sorted((each.logprob for each in step.values()), reverse=True) for step in output.logprobs]
-    gaps = [first - second for first, second, *_ in best]
-    found.sure = next((at for at, gap in enumerate(gaps) if gap < TIE), len(gaps))
+    found.choices = []
+    for step in output.logprobs:
+        best = max(each.logprob for each in step.values())
+        found.choices.append({token for token, each in step.items() if best - each.logprob < TIE})
     return found
 
 
