@@ -244,6 +244,7 @@ def computed(
 
 
 TIE = 0.05  # Of logarithms of probabilities: bfloat16 on another processor, or in another batch, moves them less.
+LIKELY = 5  # Tokens of a step that are compared: three near ties at one step have been seen.
 _references: dict[tuple[str, str, int], dict[tuple[int, ...], Reference]] = {}
 
 
@@ -256,7 +257,7 @@ def right(model: str, given: Sequence[Prompt], new_tokens: int = NEW_TOKENS, **c
     if missing:
         with Engine(model, gpu_blocks=400, **changes) as engine:
             asked = sampling(new_tokens)
-            asked.logprobs = 2
+            asked.logprobs = LIKELY
             outputs = engine.llm.generate([{"prompt_token_ids": prompt} for prompt in missing], asked, use_tqdm=False)
             for prompt, output in zip(missing, outputs, strict=True):
                 known[tuple(prompt)] = reference(output.outputs[0])

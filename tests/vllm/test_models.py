@@ -3,6 +3,7 @@
 from functools import partial
 
 import pytest
+import torch
 
 from tests.vllm.engines import PROMPT_HITS, Engine, fill, hits, kvtier, prompts, right, tokens
 from tests.vllm.models import another_llama, deepseek_v2, gemma3, lfm2, llama
@@ -55,6 +56,10 @@ def test_latent_attention_answers_from_kvtiers_chunks_as_from_vllms_own(checkpoi
         assert min(hits(again)) >= 960
 
 
+@pytest.mark.skipif(
+    not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()),
+    reason="vLLM has fp8 KV caches on processors with AVX-512 or AMX alone",
+)
 def test_fp8_kv_has_hits_is_right_and_has_names_of_its_own(llama, disk):
     asked = prompts(4)
     expected = right(llama, asked, kv_cache_dtype="fp8_e4m3")
