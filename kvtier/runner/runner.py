@@ -422,7 +422,7 @@ class CallLog:
     ) -> None:
         """Log a line; at DEBUG if one of its kind was logged within the last minute."""
         level = level if self._limit.allows(kind) else logging.DEBUG
-        logger.log(level, "tier %s: %s; see %s", self.name, said, remedy, exc_info=exc_info)
+        logger.log(level, "tier %s: %s; see %s", self.name, said, remedy, exc_info=exc_info, stacklevel=2)
 
 
 def _completed(task: "asyncio.Task[Any]", log: CallLog) -> bool:
