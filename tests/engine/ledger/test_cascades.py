@@ -49,16 +49,6 @@ def test_a_chunk_is_not_sent_twice_to_a_tier(bench):
     assert engine.step() == []
 
 
-def test_a_chunk_that_a_tier_lost_is_sent_again(bench):
-    engine = bench(rows=1)
-    engine.holds("a")
-    engine.knows_all()
-    engine.lookup("a", request := engine.request())
-    engine.fail(*engine.step(), Code.MISSING)
-    engine.store("a", request)
-    assert cascades(engine.step()) == [(0, "a")]
-
-
 def test_loads_leave_before_stores_and_probes_before_both(bench):
     engine = bench(tiers=2)
     engine.holds("b")
@@ -152,53 +142,40 @@ def test_each_reason_why_a_chunk_did_not_move_is_counted_by_its_name(bench, code
     assert counters.transfers_failed == (code in (Code.FAILED, Code.UNAVAILABLE, Code.DEADLINE))
 
 
-def test_a_tier_whose_hung_stores_hold_too_many_rows_is_sent_no_more_until_some_come_back(bench):
+def test_a_tier_whose_hung_transfers_hold_too_many_rows_is_not_used_until_some_come_back(bench):
     """Or one hung tier takes the whole share of cascades, a few rows with every trial, and starves the healthy ones."""
     engine = bench(rows=8, tiers=[bench.spec("hung", overdue_rows_max=2), bench.spec("well")], cascade_rows_max=4)
+    engine.holds("x")
     engine.store("ab")
     hung, well = engine.step()
     engine.finish(well)
     engine.fail(hung, Code.DEADLINE, lent=True)
+    engine.knows_all(1)
+    assert engine.lookup("x") == [MISS]
     engine.store("cdef")
     assert cascades(engine.step()) == [(1, "cd")]
     assert (engine.counters(0).dropped, engine.counters(1).dropped) == ({"overdue": 4}, {"pinned": 2})
     engine.give_back(hung)
+    assert engine.lookup("x") == [PENDING]
     engine.store("gh")
     assert (0, "gh") in cascades(engine.step())
 
 
-def test_a_tier_whose_hung_loads_hold_too_many_rows_is_not_loaded_from_until_some_come_back(bench):
-    engine = bench(tiers=[bench.spec(overdue_rows_max=1, answer_ttl_s=0.1)])
-    engine.holds("ab")
-    engine.knows_all()
-    assert engine.lookup("a") == [PENDING]
-    (load,) = engine.step()
-    engine.fail(load, Code.DEADLINE, lent=True)
-    assert engine.lookup("b") == [MISS]
-    engine.give_back(load)
-    assert engine.lookup("b") == [PENDING]
-
-
-def test_a_chunk_stored_after_the_deadline_is_probed(bench):
+@pytest.mark.parametrize("given_up_by", ["its deadline", "a reset"])
+def test_a_chunk_stored_after_the_deadline_is_probed(bench, given_up_by):
     """It was given up, and the tier has it all the same: neither a miss nor believed."""
     engine = bench(rows=2)
     engine.knows_all()
     engine.store("ab")
     (late,) = engine.step()
-    engine.fail(late, Code.DEADLINE, lent=True)
-    engine.give_back(late, moved=[0])
-    engine.stored_alone("cd")
+    if given_up_by == "its deadline":
+        engine.fail(late, Code.DEADLINE, lent=True)
+        engine.give_back(late, moved=[0])
+        engine.stored_alone("cd")
+    else:
+        engine.reset()
+        engine.step(seconds=60.0)  # The breaker admits a trial.
+        engine.finish(late, {1: Code.FAILED})
     assert engine.lookup("ab") == [RETRY, MISS]
     engine.answer(*engine.step(), present=True)
     assert engine.lookup("a") == [PENDING]
-
-
-def test_a_chunk_stored_after_a_reset_is_probed(bench):
-    engine = bench(rows=2)
-    engine.knows_all()
-    engine.store("ab")
-    (late,) = engine.step()
-    engine.reset()
-    engine.step(seconds=60.0)  # The breaker admits a trial.
-    engine.finish(late, {1: Code.FAILED})
-    assert engine.lookup("ab") == [RETRY, MISS]

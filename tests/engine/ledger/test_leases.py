@@ -36,25 +36,19 @@ def test_a_lease_ends_when_its_request_loads_the_row(bench):
     assert engine.settled()
 
 
-def test_a_lease_ends_after_its_time(bench):
+@pytest.mark.parametrize("end", ["its time", "its requests"])
+def test_a_lease_ends_after_its_time_or_with_the_last_of_its_requests(bench, end):
     engine = bench(lease_s=10.0)
-    engine.holds("a")
-    engine.lookup("a", engine.request())
-    engine.finish_all(engine.step(seconds=9.0))
-    assert engine.ledger.leases.rows == 1
-    engine.step(seconds=1.0)
-    assert engine.settled()
-
-
-def test_a_row_is_leased_as_long_as_one_of_its_requests_waits(bench):
-    engine = bench()
     engine.holds("a")
     first, second = engine.request("first"), engine.request("second")
     assert engine.lookup("a", first) == engine.lookup("a", second) == [PENDING]
-    engine.finish_all(engine.step())
+    engine.finish_all(engine.step(seconds=9.0))
     engine.ledger.finish(first)
     assert engine.ledger.leases.rows == 1
-    engine.ledger.finish(second)
+    if end == "its time":
+        engine.step(seconds=1.0)
+    else:
+        engine.ledger.finish(second)
     assert engine.settled()
 
 

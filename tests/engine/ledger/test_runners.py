@@ -22,6 +22,10 @@ def test_transfers_of_a_lost_runner_are_lost_and_counted(bench):
     assert engine.lookup("a", request) == [MISS]
     assert (engine.counters().failed, engine.counters().transfers_failed) == ({"lost": 3}, 0)
     assert engine.ledger.tiers[0].breaker.admits(engine.now)
+    engine.ledger.apply(RunnerBack(1))
+    assert engine.lookup("c") == [MISS]
+    engine.step(seconds=10.0)
+    assert engine.lookup("c") == [RETRY]
 
 
 def test_a_successor_works_while_its_predecessor_still_holds_rows_which_are_no_fault_of_it(bench):
@@ -52,16 +56,6 @@ def test_after_a_loss_known_keys_stay_known_and_the_rest_is_probed(bench):
     assert [type(action) for action in engine.step()] == [Probe, Promote]
     engine.ledger.apply(Scanned(0, complete=True))
     assert engine.lookup("d") == [MISS]
-
-
-def test_a_probe_that_was_lost_is_a_miss_and_is_asked_again_later(bench):
-    engine = bench()
-    engine.lookup("a")
-    engine.step()
-    lose(engine, back=True)
-    assert engine.lookup("a") == [MISS]
-    engine.step(seconds=10.0)
-    assert engine.lookup("a") == [RETRY]
 
 
 def test_while_there_is_no_runner_a_look_up_misses_at_once_and_stores_stay_in_the_primary(bench):

@@ -14,8 +14,11 @@ def holding(names: str = "abc", **options: object) -> Bench:
     return engine
 
 
-def test_a_wait_lasts_from_the_step_that_sent_for_chunks_to_the_one_in_which_all_are_there() -> None:
+@pytest.mark.parametrize("full", [False, True])
+def test_a_wait_lasts_from_the_step_that_sent_for_chunks_to_the_one_in_which_all_are_there(full: bool) -> None:
+    """Where room is made between a step's look-ups, too: the request is noted before it and after it."""
     engine = holding()
+    engine.stored_alone("stuvwxyz" if full else "")
     request, other = engine.request(), engine.request("other")
     assert engine.lookup("ab", request) == [PENDING] * 2
     (load,) = engine.step(seconds=2.0)
@@ -66,19 +69,6 @@ def test_a_wait_that_is_in_vain_ends_with_the_next_look_up_or_the_requests_end(w
         engine.step(seconds=9.0)
     assert engine.waited == [2.0]
     engine.ledger.finish(request)
-    assert engine.waited == [2.0]
-
-
-def test_a_wait_for_rows_that_others_had_is_one_wait() -> None:
-    """Room was made between the look-ups of one step, so that the request is noted before it and after it."""
-    engine = holding()
-    engine.stored_alone("stuvwxyz")
-    request = engine.request()
-    assert engine.lookup("abc", request) == [PENDING] * 3
-    (load,) = engine.step(seconds=2.0)
-    engine.finish(load)
-    engine.lookup("abc", request)
-    engine.step()
     assert engine.waited == [2.0]
 
 
