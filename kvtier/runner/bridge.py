@@ -19,7 +19,7 @@ from kvtier.config import OPEN_S, EngineConfig
 from kvtier.errors import BackendUnavailable
 from kvtier.memory import Region, fill_standard_streams, reason, start_thread
 from kvtier.runner.messages import Action, LocalMessage, Message, RunnerLost
-from kvtier.runner.runner import Runner, RunnerTier, open_tiers
+from kvtier.runner.runner import GIVEN_UP_S, Runner, RunnerTier, open_tiers
 
 START_S = 30.0  # For a runner to start, besides its tiers: on a busy machine an interpreter takes seconds.
 CLOSING_S = 1.0  # Beyond the deadline that a runner in a thread keeps itself.
@@ -147,6 +147,7 @@ class ThreadBridge(Bridge):
         super().__init__()
         self._region = region
         self._abandoned: int | None = None
+        self._opening_ended = threading.Event()
         fill_standard_streams()
         try:
             self._loop = uvloop.new_event_loop()
@@ -159,6 +160,7 @@ class ThreadBridge(Bridge):
             self._runner = opening.result(opening_s(config))
         except BaseException as error:  # An interrupt, too: a runner that did not start cannot be closed.
             opening.cancel()
+            self._opening_ended.wait(GIVEN_UP_S + config.limits.close_s)  # It closes the tiers that it has opened.
             self._loop.call_soon_threadsafe(self._loop.stop)
             if isinstance(error, TimeoutError):
                 message = f"the runner does not open within {opening_s(config):g} s: a tier blocks"
@@ -202,7 +204,9 @@ class ThreadBridge(Bridge):
                 self._loop.close()
 
     async def _open(self, config: EngineConfig) -> Runner:
-        tiers = await open_tiers(config)
-        runner = Runner(tiers, self._region, lambda message: self._deliver((message,)))
+        try:
+            runner = Runner(await open_tiers(config), self._region, lambda message: self._deliver((message,)))
+        finally:
+            self._opening_ended.set()
         runner.start()
         return runner

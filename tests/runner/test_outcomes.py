@@ -6,7 +6,9 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
+from kvtier.backend import Abandoned
 from kvtier.engine.manager import TieringOffloadingManager
+from kvtier.errors import BackendUnavailable
 from kvtier.memory.region import Region
 from kvtier.runner.bridge import Bridge, ThreadBridge
 from kvtier.runner.messages import (
@@ -23,6 +25,7 @@ from kvtier.runner.messages import (
     pack_rows,
 )
 from kvtier.runner.process import ProcessBridge
+from kvtier_backends.dummy import DummyBackend
 from tests.engine.kit import CHUNK_BYTES, PATIENCE_S, at_rest, describe, found, key, put
 
 RUDE = "tests.engine.rude_tiers"
@@ -85,6 +88,24 @@ def test_a_runner_whose_tier_stopped_its_loop_can_be_closed(nothing_left, tier, 
         runner.send([Cascade(1, 0, KEYS, pack_rows([0, 1]))])
         assert runner.wait(PATIENCE_S)
         assert runner.close(0.2) == left
+
+
+def test_a_start_that_is_given_up_closes_the_tiers_that_it_has_opened(nothing_left, monkeypatch):
+    closed: list[str] = []
+
+    async def aclose(tier: DummyBackend, deadline_s: float) -> Abandoned:
+        await asyncio.sleep(0.05)
+        closed.append("closed")
+        return Abandoned(0)
+
+    monkeypatch.setattr("kvtier.runner.bridge.opening_s", lambda _: 0.2)
+    monkeypatch.setattr(DummyBackend, "aclose", aclose)
+    with (
+        pytest.raises(BackendUnavailable, match=r"does not open within 0.2 s"),
+        bridge("thread", {"type": "dummy"}, {"type": f"{RUDE}:NeverOpens"}),
+    ):
+        pass
+    assert closed == ["closed"]
 
 
 async def test_an_observer_that_raises_is_logged_and_costs_no_outcome(nothing_left, caplog):
