@@ -25,6 +25,10 @@ from kvtier.settings.hints import Advice, Hint
 
 LENGTH_BYTES = 4  # Of a frame, before it; little-endian.
 LOGGERS = ("kvtier", "kvtier_backends")
+RECORD_FIELDS = (
+    *("name", "levelno", "levelname", "msg", "created", "msecs", "process"),
+    *("pathname", "filename", "module", "lineno", "funcName"),
+)
 
 
 class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
@@ -97,38 +101,30 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 # Actions: owner → runner.
 
 
-class Promote(_Message, frozen=True, tag="P"):
+class _OfKeys(_Message, frozen=True):
+    id: int
+    tier: int
+    keys: PackedKeys
+
+
+class _Transfer(_OfKeys, frozen=True):
+    rows: bytes
+
+
+class Promote(_Transfer, frozen=True, tag="P"):
     """Load chunks from a tier into rows."""
 
-    id: int
-    tier: int
-    keys: PackedKeys
-    rows: bytes
 
-
-class Cascade(_Message, frozen=True, tag="C"):
+class Cascade(_Transfer, frozen=True, tag="C"):
     """Store the chunks in rows to a tier."""
 
-    id: int
-    tier: int
-    keys: PackedKeys
-    rows: bytes
 
-
-class Probe(_Message, frozen=True, tag="Q"):
+class Probe(_OfKeys, frozen=True, tag="Q"):
     """Ask a tier which of these keys it has."""
 
-    id: int
-    tier: int
-    keys: PackedKeys
 
-
-class Delete(_Message, frozen=True, tag="D"):
+class Delete(_OfKeys, frozen=True, tag="D"):
     """Delete keys of a tier."""
-
-    id: int
-    tier: int
-    keys: PackedKeys
 
 
 class Advise(_Message, frozen=True, tag="A"):
@@ -208,18 +204,17 @@ class Answered(_Message, frozen=True, tag="a"):
     cause: str = ""
 
 
-class Found(_Message, frozen=True, tag="+"):
+class _Inventory(_Message, frozen=True):
+    tier: int
+    keys: PackedKeys
+
+
+class Found(_Inventory, frozen=True, tag="+"):
     """Inventory: the tier holds these keys."""
 
-    tier: int
-    keys: PackedKeys
 
-
-class Gone(_Message, frozen=True, tag="-"):
+class Gone(_Inventory, frozen=True, tag="-"):
     """Inventory: the tier has removed these keys."""
-
-    tier: int
-    keys: PackedKeys
 
 
 class Scanned(_Message, frozen=True, tag="s"):
@@ -264,16 +259,9 @@ class Beat(_Message, frozen=True, tag="b"):
 
 
 class Logged(_Message, frozen=True, tag="l"):
-    """A line of the runner's log, with its logger's name, its time since the epoch and its place in the code."""
+    """A line of the runner's log: the fields of its record that travel."""
 
-    name: str
-    level: int
-    text: str
-    at: float
-    process: int
-    path: str
-    line: int
-    function: str
+    record: dict[str, str | int | float]
 
 
 class Closed(_Message, frozen=True, tag="c"):
@@ -379,27 +367,16 @@ class ToOwner(QueueHandler):
         self._post = post
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        message = Logged(
-            record.name,
-            record.levelno,
-            record.getMessage(),
-            record.created,
-            record.process or 0,
-            record.pathname,
-            record.lineno,
-            record.funcName or "",
-        )
+        fields = vars(record)
+        message = Logged({name: value for name in RECORD_FIELDS if (value := fields[name]) is not None})
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._post, message)
 
 
 def log_again(message: Logged) -> None:
     """Pass a runner's record to the owner's loggers."""
-    logger = logging.getLogger(message.name)
-    if not logger.isEnabledFor(message.level):
-        return
-    record = logger.makeRecord(
-        message.name, message.level, message.path, message.line, message.text, (), None, message.function
-    )
-    record.created, record.process, record.processName = message.at, message.process, "kvtier-runner"
-    logger.handle(record)
+    record = logging.makeLogRecord(message.record)
+    logger = logging.getLogger(record.name)
+    if logger.isEnabledFor(record.levelno):
+        record.processName = "kvtier-runner"
+        logger.handle(record)

@@ -63,7 +63,7 @@ MESSAGES = [
     Opened(),
     OpenFailed("no such directory", config=True),
     Beat(),
-    Logged("kvtier.runner.runner", 30, "tier disk: away", 1_700_000_000.25, 4_711, "/lib/kvtier/runner.py", 12, "run"),
+    Logged({"name": "kvtier.runner.runner", "levelno": 30, "msg": "tier disk: away", "created": 1_700_000_000.25}),
     Closed(3),
 ]
 
