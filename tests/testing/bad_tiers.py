@@ -9,7 +9,6 @@ import asyncio
 import ctypes
 import os
 import threading
-import time
 from contextlib import suppress
 from itertools import count
 from typing import Any, ClassVar
@@ -38,32 +37,22 @@ THRONG = "test_in_a_throng_every_chunk_is_whole"
 CANCELLED_LOAD = "test_a_cancelled_load_leaves_its_buffers_alone"
 CANCELLED_STORE = "test_a_cancelled_store_leaves_its_buffers_alone"
 CANCELLED_TWICE = "test_a_call_cancelled_again_and_again_still_waits"
-CANCELLED_PROBE = "test_a_cancelled_probe_or_delete_leaves_a_tier_that_works"
 CANCELLED_THRONG = "test_in_a_throng_of_cancelled_calls_every_chunk_is_whole"
-BLOCKS = "test_no_call_blocks_the_loop"
 STORED_COPY = "test_what_is_stored_is_a_copy"
 KEPT = "test_no_buffer_is_kept_and_nothing_beside_it_is_written"
 CLOSED = "test_a_closed_tier_refuses_every_call"
 CLOSING = "test_closing_waits_for_what_is_under_way_and_refuses_new_calls"
-OUTLIVES = "test_chunks_outlive_the_tier"
-LASTS = "test_the_last_store_or_delete_is_the_one_that_lasts"
 SCAN = "test_what_is_there_is_reported_before_the_scan_is_done"
 REPORT = "test_a_report_is_true_until_it_ends_with_the_tier"
 COUNTED_ONCE = "test_every_chunk_is_counted_once"
 SESSION = "test_of_a_session_that_is_over_goes_what_no_other_has_used"
 PRIORITY = "test_a_higher_priority_takes_the_place_of_a_lower_one"
-HARMLESS = "test_advice_changes_nothing_that_is_there"
 COUNTS = "test_what_happens_is_counted_in_whole_numbers"
 DESCRIPTION = "test_a_description_is_one_line_and_stays_the_same"
 OFFERS = "test_a_wrapper_offers_exactly_what_it_wraps"
 PASSES_ON = "test_a_wrapper_passes_on_reports_and_advice"
 ANY_BYTES = "test_any_bytes_come_back"
-SAYS = "test_a_tier_says_what_it_promises_and_takes"
-LARGE = "test_a_large_batch_moves_as_a_small_one_does"
-SEQUENCE = "test_a_batch_is_any_sequence"
-EMPTY = "test_an_empty_batch_is_answered_with_nothing"
 EVICTIONS = "test_what_went_for_room_is_reported"
-IN_PART = "test_a_batch_that_does_not_fit_is_stored_in_part"
 HEAD = "test_a_request_that_is_over_leaves_its_head_newest"
 RANKED = "test_what_was_ranked_goes_after_what_was_not"
 DEMOTED = "test_what_was_demoted_goes_first"
@@ -77,7 +66,6 @@ class Tier(DummyBackend):
 
     breaks: ClassVar[tuple[str, ...]] = ()
     real_time: ClassVar[bool] = False
-    opened_before = 0  # How many tiers were open over the same storage before this one.
 
     def __init_subclass__(cls, breaks=()):
         super().__init_subclass__()
@@ -86,7 +74,7 @@ class Tier(DummyBackend):
     def __init__(self, options, context):
         super().__init__(options, context)
         self.context = context
-        self.missed = 0
+        self.totals = {"missed": 0}
 
     def name(self, key):
         return key
@@ -100,7 +88,7 @@ class Tier(DummyBackend):
 
     async def load(self, reads):
         outcomes = await super().load([Read(self.name(key), into) for key, into in self.reads(reads)])
-        self.missed += len(outcomes) - outcomes.count(None)
+        self.totals["missed"] += len(outcomes) - outcomes.count(None)
         return self.loaded(reads, outcomes)
 
     async def store(self, writes):
@@ -123,7 +111,7 @@ class Tier(DummyBackend):
             super().advise(told)
 
     def counts(self):
-        return {"missed": self.missed}
+        return dict(self.totals)
 
     def description(self):
         return {"store": "suite", "row": f"{self.context.row_bytes:,} bytes"}
@@ -168,10 +156,6 @@ def flip_a_bit(_tier, chunks, outcomes):
     return outcomes
 
 
-def keys_in(chunks):
-    return [chunk.key for chunk in chunks]
-
-
 def refuse(when):
     """Return a seam that refuses a whole batch."""
 
@@ -209,18 +193,11 @@ lie("FoldsCase", ODD_KEYS, name=lambda _, key: key.lower())
 lie("NamesByTheFirstHalf", ODD_KEYS, name=lambda _, key: key[:16] + key[-4:])
 lie("IgnoresGroups", ODD_KEYS, NOTHING_ELSE, name=lambda _, key: key[:-4] + bytes(4))
 lie("SkipsZeros", ANY_BYTES, writes=lambda _, writes: [write for write in writes if any(write.row)], stored=all_well)
-lie("SaysNothing", SAYS, durability="safe")
+lie("SaysNothing", "test_a_tier_says_what_it_promises_and_takes", durability="safe")
 
 
 async def answer(given):
     return given
-
-
-class UsesUp(Tier, breaks=ROUND_TRIP):
-    async def load(self, reads):
-        outcomes = await super().load(reads)
-        await super().delete([read.key for read in reads])
-        return outcomes
 
 
 class KeepsTheFirst(Tier, breaks="test_the_last_store_of_a_key_counts"):
@@ -238,16 +215,8 @@ lie("ForgetsDuplicateKeys", TWICE, probed=lambda _, keys: list(dict.fromkeys(key
 lie("ForgetsDuplicateReads", TWICE, reads=once)
 lie("ForgetsDuplicateWrites", TWICE, writes=once)
 lie(
-    "FillsOneOfTwo",
-    TWICE,
-    reads=once,
-    loaded=lambda _, reads, told: list(
-        map(dict(zip(dict.fromkeys(keys_in(reads)), told, strict=True)).get, keys_in(reads))
-    ),
-)
-lie(
     "TakesTheFirstOfMany",
-    LARGE,
+    "test_a_large_batch_moves_as_a_small_one_does",
     writes=lambda _, writes: writes[:256],
     stored=lambda _, writes, outcomes: outcomes + [None] * len(writes[256:]),
 )
@@ -257,8 +226,8 @@ lie(
     writes=lambda _, writes: [write for write in writes if 4 <= len(write.key) <= 255],
     stored=all_well,
 )
-lie("WantsLists", SEQUENCE, reads=lambda _, reads: reads[:1] + reads[1:] + [])
-lie("RefusesEmptyBatches", EMPTY, reads=refuse(lambda _, reads: not reads))
+lie("WantsLists", "test_a_batch_is_any_sequence", reads=lambda _, reads: reads[:1] + reads[1:] + [])
+lie("RefusesEmptyBatches", "test_an_empty_batch_is_answered_with_nothing", reads=refuse(lambda _, reads: not reads))
 lie("RefusesTheBatchForAKey", UNFIT, writes=refuse(lambda _, writes: any(len(write.key) > 255 for write in writes)))
 lie("RefusesTheReadsForALength", LENGTH, reads=refuse(refuse_length))
 lie("RefusesTheWritesForALength", LENGTH, writes=refuse(refuse_length))
@@ -269,15 +238,6 @@ def fitting(tier, block=b""):
 
 
 lie("WritesAnyLength", LENGTH, writes=lambda tier, writes: [Write(key, fitting(tier, row)) for key, row in writes])
-
-
-class ReadsIntoAnyLength(Tier, breaks=LENGTH):
-    async def load(self, reads):
-        rows = [fitting(self) for _ in reads]
-        outcomes = await super().load([Read(read.key, row) for read, row in zip(reads, rows, strict=True)])
-        for read, row in zip(reads, rows, strict=True):
-            read.into[: len(row)] = row[: len(read.into)]
-        return outcomes
 
 
 # Deleting.
@@ -399,37 +359,19 @@ class LoadsAKeyOnce(Tier, breaks="test_one_chunk_goes_into_many_buffers_at_once"
         return outcomes
 
 
-class SharesOneBuffer(Tier, breaks=THRONG):
-    async def load(self, reads):
-        self.scratch = memoryview(bytearray(self.context.row_bytes))
-        outcomes = []
-        for key, into in reads:
-            outcomes += await super().load([Read(key, self.scratch)])
-            await asyncio.sleep(0.001)
-            into[:] = self.scratch
-        return outcomes
-
-
 # Cancellation.
 
 
-class Abandons(InPlace):
-    """Base of tiers whose cancelled calls go on with rows that are no longer lent."""
+class AbandonsThreads(InPlace, breaks=(CANCELLED_LOAD, CANCELLED_STORE, CANCELLED_TWICE, CANCELLED_THRONG)):
+    """The mistake that `kvtier.backend.lending` mends: a cancelled call returns while its thread goes on."""
+
+    real_time = True
 
     async def load(self, reads):
         return await self.go_on(self.load_one, reads)
 
     async def store(self, writes):
-        return await self.go_on(self.store_one, writes)
-
-    def store_one(self, key, row):
-        self.shelf[key] = bytearray(row)
-
-
-class AbandonsThreads(Abandons, breaks=(CANCELLED_LOAD, CANCELLED_STORE, CANCELLED_TWICE, CANCELLED_THRONG)):
-    """The mistake that `kvtier.backend.lending` mends: a cancelled call returns while its thread goes on."""
-
-    real_time = True
+        return await self.go_on(lambda key, row: self.shelf.update({key: bytearray(row)}), writes)
 
     async def go_on(self, move, chunks):
         """Do what `asyncio.to_thread` does: whoever cancels goes on, and so does the thread, on a busy machine, too."""
@@ -450,23 +392,6 @@ class AbandonsThreads(Abandons, breaks=(CANCELLED_LOAD, CANCELLED_STORE, CANCELL
             raise
 
 
-class AwaitsItsClient(Abandons, breaks=AbandonsThreads.breaks):
-    """The mistake that `in_task` mends: a client's coroutine is cancelled, and its transport goes on with rows."""
-
-    async def go_on(self, move, chunks):
-        """Do what clients do: the loop moves the bytes, and whoever waits for them may go away."""
-        loop = asyncio.get_running_loop()
-        ended = loop.create_future()
-
-        def arrived():
-            outcomes = [move(*chunk) for chunk in chunks]
-            if not ended.cancelled():
-                ended.set_result(outcomes)
-
-        loop.call_later(0.005, arrived)
-        return await ended
-
-
 class WaitsOnce(Tier, breaks=CANCELLED_TWICE):
     async def load(self, reads):
         call = asyncio.ensure_future(super().load(reads))
@@ -477,21 +402,15 @@ class WaitsOnce(Tier, breaks=CANCELLED_TWICE):
             raise
 
 
-class SwallowsCancellation(Tier, breaks=(CANCELLED_LOAD, CANCELLED_STORE)):
+class SwallowsCancellation(Tier, breaks=CANCELLED_LOAD):
     async def load(self, reads):
         try:
             return await super().load(reads)
         except asyncio.CancelledError:
             return [ChunkMissing("cancelled")] * len(reads)
 
-    async def store(self, writes):
-        try:
-            return await super().store(writes)
-        except asyncio.CancelledError:
-            return [NoSpace("cancelled")] * len(writes)
 
-
-class LeavesTheLockOfAProbe(Tier, breaks=CANCELLED_PROBE):
+class LeavesTheLockOfAProbe(Tier, breaks="test_a_cancelled_probe_or_delete_leaves_a_tier_that_works"):
     def __init__(self, options, context):
         super().__init__(options, context)
         self.lock = asyncio.Lock()
@@ -504,15 +423,6 @@ class LeavesTheLockOfAProbe(Tier, breaks=CANCELLED_PROBE):
         answer = await call
         self.lock.release()
         return answer
-
-
-class LeavesTheLockOfADelete(LeavesTheLockOfAProbe, breaks=CANCELLED_PROBE):
-    async def probe(self, keys):
-        async with self.lock:
-            return await Tier.probe(self, keys)
-
-    async def delete(self, keys):
-        await self.locked(super().delete(keys))
 
 
 class JoinsCalls(Tier, breaks="test_a_cancelled_call_costs_the_others_nothing"):
@@ -543,15 +453,10 @@ class NeverForgetsACancelledCall(Watched, breaks=CANCELLED_THRONG):
 # Good manners.
 
 lie("Scribbles", STORED_COPY, stored=flip_a_bit)
+lie("RemembersItsLastCall", KEPT, stored=lambda tier, writes, outcomes: vars(tier).update(last=writes) or outcomes)
 
 
-class SleepsOnTheLoop(Tier, breaks=BLOCKS):
-    async def probe(self, keys):
-        time.sleep(0.001)  # noqa: ASYNC251
-        return await super().probe(keys)
-
-
-class WritesOnTheLoop(Tier, breaks=BLOCKS):
+class WritesOnTheLoop(Tier, breaks="test_no_call_blocks_the_loop"):
     async def store(self, writes):
         null = os.open(os.devnull, os.O_WRONLY)
         os.pwritev(null, [write.row for write in writes], 0)
@@ -584,12 +489,6 @@ class WritesBesideTheRow(Tier, breaks=KEPT):
     def loaded(self, reads, outcomes):
         for _, into in reads:
             ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(into)) + len(into), 0, 1)
-        return outcomes
-
-
-class RemembersItsLastCall(Tier, breaks=KEPT):
-    def stored(self, writes, outcomes):
-        self.last = writes
         return outcomes
 
 
@@ -631,31 +530,13 @@ class HidesWhatItLeaves(Tier, breaks="test_closing_without_patience_says_what_it
 # Durability.
 
 
-class Volatile(Tier, breaks=OUTLIVES):
+class Volatile(Tier, breaks="test_chunks_outlive_the_tier"):
     async def aclose(self, deadline_s):
         forget_store("suite")
         return await super().aclose(deadline_s)
 
 
-class ReadsNamesBackWrongly(Tier, breaks=OUTLIVES):
-    def name(self, key):
-        return key if not self.opened_before else key.lower()
-
-
-class ReplaysTheFirstStore(Tier, breaks=LASTS):
-    async def store(self, writes):
-        present = await self.probe([b"first" + write.key for write in writes])
-        firsts = [
-            Write(b"first" + key, block) for (key, block), there in zip(writes, present, strict=True) if not there
-        ]
-        await super().store(firsts)
-        return await super().store(writes)
-
-    async def load(self, reads):
-        return await super().load([Read(b"first" + key if self.opened_before else key, into) for key, into in reads])
-
-
-class BringsBackTheDead(Tier, breaks=LASTS):
+class BringsBackTheDead(Tier, breaks="test_the_last_store_or_delete_is_the_one_that_lasts"):
     def __init__(self, options, context):
         super().__init__(options, context)
         self.hidden = set()
@@ -729,22 +610,13 @@ class ReportsForEver(Tier, breaks=REPORT):
         await asyncio.Event().wait()
 
 
-class ReportsWhatItWasTold(Tier, breaks=REPORT):
-    all_deleted = ()
-
-    def deleted(self, keys):
-        self.all_deleted = [*self.all_deleted, *keys]
-        return keys
-
+class ReportsWhatIsThereAsGone(Tier, breaks=REPORT):
     async def watch(self):
         async for event in super().watch():
             yield event
-            if isinstance(event, ScanDone):
-                break
-        while True:
-            await asyncio.sleep(0.005)
-            told, self.all_deleted = self.all_deleted, ()
-            yield Removed(list(told))
+            while isinstance(event, ScanDone):
+                await asyncio.sleep(0.005)
+                yield Removed(keys_of(6))
 
 
 class DiesWithItsListener(Tier, breaks="test_a_consumer_may_go_away"):
@@ -759,7 +631,7 @@ class DiesWithItsListener(Tier, breaks="test_a_consumer_may_go_away"):
 # Occupancy.
 
 lie("StartsFull", COUNTED_ONCE, measured=lambda _, now: now._replace(used_bytes=4_096))
-lie("CountsMisses", COUNTED_ONCE, measured=lambda tier, now: now._replace(chunks=now.chunks + tier.missed))
+lie("CountsMisses", COUNTED_ONCE, measured=lambda tier, now: now._replace(chunks=now.chunks + tier.totals["missed"]))
 
 
 class CountsStores(Tier, breaks=COUNTED_ONCE):
@@ -783,7 +655,7 @@ class NeverShrinks(Tier, breaks="test_what_was_deleted_uses_nothing"):
 
 # Capacity.
 
-lie("FailsTheBatchForOne", IN_PART, stored=raise_the_first)
+lie("FailsTheBatchForOne", "test_a_batch_that_does_not_fit_is_stored_in_part", stored=raise_the_first)
 
 
 class Overflows(Tier, breaks="test_the_capacity_is_never_exceeded"):
@@ -852,7 +724,7 @@ class DemotesForEver(Tier, breaks="test_what_was_demoted_and_is_used_again_is_as
         return [advice, Advice("demote", [key for key in advice.keys if key in self.demoted])]
 
 
-class CountsWhatIsRanked(Tier, breaks=HARMLESS):
+class CountsWhatIsRanked(Tier, breaks="test_advice_changes_nothing_that_is_there"):
     kind = "rank"
     heard = 0
 
@@ -864,11 +736,9 @@ class CountsWhatIsRanked(Tier, breaks=HARMLESS):
         return now._replace(chunks=now.chunks + self.heard)
 
 
-class CountsWhatIsRetained(CountsWhatIsRanked, breaks=HARMLESS):
+class KeepsRoomForWhatIsRetained(CountsWhatIsRanked, breaks="test_a_store_finds_as_much_room_whatever_is_retained"):
     kind = "retain"
 
-
-class KeepsRoomForWhatIsRetained(CountsWhatIsRetained, breaks="test_a_store_finds_as_much_room_whatever_is_retained"):
     def stored(self, writes, outcomes):
         return outcomes if self.heard < 8 else [NoSpace("retained")] * len(writes)
 
@@ -876,16 +746,17 @@ class KeepsRoomForWhatIsRetained(CountsWhatIsRetained, breaks="test_a_store_find
 # Counts, and describes itself.
 
 lie("CountsNothing", COUNTS, counts=lambda _: {})
-lie("CountsInSentences", COUNTS, counts=lambda tier: {"chunks that were not there": tier.missed})
-lie("CountsInHalves", COUNTS, counts=lambda tier: {"missed": tier.missed / 2})
+lie("CountsInSentences", COUNTS, counts=lambda tier: {"chunks that were not there": tier.totals["missed"]})
+lie("CountsInHalves", COUNTS, counts=lambda tier: {"missed": tier.totals["missed"] / 2})
+lie("LendsItsCounts", COUNTS, counts=lambda tier: tier.totals)
 lie("DescribesItselfInLines", DESCRIPTION, description=lambda _: {"store": "suite\nrow: any"})
 lie("DescribesItsContents", DESCRIPTION, description=lambda tier: {"chunks": str(tier.occupancy().chunks)})
 
 
 class CountsSinceItWasAsked(Tier, breaks=COUNTS):
     def counts(self):
-        told, self.missed = self.missed, 0
-        return {"missed": told}
+        told, self.totals = self.totals, {"missed": 0}
+        return told
 
 
 class CountsWhatIsThere(Tier, breaks="test_a_total_never_falls"):
@@ -893,20 +764,7 @@ class CountsWhatIsThere(Tier, breaks="test_a_total_never_falls"):
 
     def counts(self):
         self.turn += 1
-        return {"missed": self.missed, "held": 1_000 - self.turn}
-
-
-class LendsItsCounts(Tier, breaks=COUNTS):
-    def __init__(self, options, context):
-        super().__init__(options, context)
-        self.totals = {}
-
-    def loaded(self, reads, outcomes):
-        self.totals["missed"] = self.missed
-        return outcomes
-
-    def counts(self):
-        return self.totals
+        return {**self.totals, "held": 1_000 - self.turn}
 
 
 # Wrappers.
@@ -960,7 +818,6 @@ class Everything(
             if opened:
                 await opened[-1].aclose(10)
             opened.append(self.open())
-            opened[-1].opened_before = len(opened) - 1
             return opened[-1]
 
         return reopen
