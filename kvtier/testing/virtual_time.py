@@ -74,10 +74,8 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self._numbers = itertools.count()
         self._own_thread = threading.get_ident()  # That it was made in, and later the one that it runs in.
         self._threads_refused: list[str] = []
+        self.set_task_factory(lambda loop, coroutine, **options: _Task(next(self._numbers), coroutine, loop, **options))
         self._jump(0.0)
-
-    def __repr__(self) -> str:
-        return f"<VirtualTimeLoop at {self._now_s:,.6f} s{' closed' * self.is_closed()}>"
 
     def run_forever(self) -> None:
         """Run until `stop` is called. Raises `Deadlock` if it can never be."""
@@ -128,23 +126,14 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
             raise NotVirtual(f"call_soon_threadsafe from thread {name!r}: a thread's time is real")
         return self.call_soon(callback, *args, context=context)
 
-    def create_task(self, coro: Any, **options: Any) -> asyncio.Task[Any]:
-        if self.get_task_factory() is not None:
-            return super().create_task(coro, **options)
-        self._check_open()
-        return _Task(next(self._numbers), coro, loop=self, **options)
-
     def call_at(
         self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        self._check_open()
+        if self.is_closed():
+            raise RuntimeError("Event loop is closed")
         timer = _Timer(next(self._numbers), when, callback, args, self, context)
         heapq.heappush(self._scheduled, timer)
         return timer
-
-    def _check_open(self) -> None:
-        if self.is_closed():
-            raise RuntimeError("Event loop is closed")
 
 
 class _Timer(asyncio.TimerHandle):
@@ -164,9 +153,9 @@ class _Timer(asyncio.TimerHandle):
 class _Task(asyncio.Task[Any]):
     """A task with a place in the order of tasks."""
 
-    def __init__(self, number: int, coroutine: Coroutine[Any, Any, Any], **options: Any) -> None:
+    def __init__(self, number: int, coroutine: Any, loop: asyncio.AbstractEventLoop, **options: Any) -> None:
         self._number = number  # First: the base class puts the task into a set.
-        super().__init__(coroutine, **options)
+        super().__init__(coroutine, loop=loop, **options)
 
     def __hash__(self) -> int:
         return self._number
