@@ -117,8 +117,9 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @invariant()
     def exactly_the_resident_keys_can_be_evicted(self) -> None:
-        for peer in self.peers:
-            assert sorted(drained(peer)) == sorted(self.resident)
+        for peer in copy.deepcopy(self.peers):
+            assert set(peer.evict(len(self.resident), none_kept)) == self.resident
+            assert peer.evict(1, none_kept) is None
 
     def do_insert(self, keys: list[int]) -> None:
         for peer in self.peers:
@@ -126,14 +127,16 @@ class PolicyMachine(RuleBasedStateMachine):
         self.resident.update(keys)
 
     def do_evict(self, count: int, kept: frozenset[int], incoming: Sequence[int]) -> bool:
-        before = [drained(peer) for peer in self.peers]
+        too_many = len(self.resident - kept) < count
+        before = [drained(peer) for peer in self.peers] if too_many else []
         answers = [peer.evict(count, kept.__contains__, incoming) for peer in self.peers]
         victims = answers[0]
         assert answers == [victims] * len(self.peers)
-        if victims is None:
-            assert len(self.resident - kept) < count
+        if too_many:
+            assert victims is None
             assert [drained(peer) for peer in self.peers] == before
             return False
+        assert victims is not None
         assert len(victims) == len(set(victims)) == count
         assert self.resident - kept >= set(victims)
         self.resident.difference_update(victims)

@@ -2,13 +2,14 @@
 
 import random
 
+import pytest
+
 from kvtier.policies.density import DensityOrder
-from kvtier.policies.returns import CLASSES_MAX, IDLE_HINTS, LABELS_MAX, OFTEN, Classes
+from kvtier.policies.returns import CLASSES_MAX, IDLE_HINTS, OFTEN, Classes
 from kvtier.settings.hints import Hint
 
 ROWS = 64
-RESIDENT = 5_000  # More than the limit of open runs.
-CALLS = 40_000
+RESIDENT = 300
 
 
 def test_a_frequent_name_becomes_a_class_and_keeps_its_number() -> None:
@@ -40,18 +41,19 @@ def test_a_class_unused_for_long_is_replaced() -> None:
     assert answer == (0, True)
 
 
-def test_the_number_of_labels_is_bounded_whatever_clients_send() -> None:
+def test_the_number_of_labels_is_bounded_whatever_clients_send(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every class and every expected time could be told apart from every other, by every turn and pause."""
+    monkeypatch.setattr("kvtier.policies.returns.LABELS_MAX", 128)
     dice = random.Random(1)
     order = DensityOrder(ROWS, list(range(ROWS)), numbers=ROWS)
     order.insert(range(ROWS))
-    for _ in range(20_000):
+    for _ in range(2_000):
         first = dice.randrange(ROWS)
         keys = range(first, dice.randint(first + 1, ROWS))
         order.touch(keys)
         order.rank(keys, Hint(returns_in_s=10 ** dice.uniform(0, 6), class_=f"client {dice.randrange(60)}"))
     labels = order._returns._labels  # pyright: ignore[reportPrivateUsage]
-    assert LABELS_MAX / 2 < len(labels) <= LABELS_MAX + 300
+    assert 128 <= len(labels) <= 128 + 300
     assert order.evict(ROWS, lambda key: 0) is not None
 
 
@@ -84,12 +86,13 @@ def victims_of(returns_in_s: float) -> list[int]:
     return victims
 
 
-def test_an_order_that_is_never_ranked_forgets_evicted_runs_and_stays_an_lru() -> None:
+def test_an_order_that_is_never_ranked_forgets_evicted_runs_and_stays_an_lru(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tier that is only written to learns of no request's end. It would remember each store forever."""
+    monkeypatch.setattr("kvtier.policies.density._OPEN_RUNS", RESIDENT * 4 // 5)
     order = DensityOrder(16, list(range(RESIDENT)), numbers=RESIDENT, warm_up_requests=1)
     for number in range(RESIDENT):
         order.insert([number])
-    for call in range(CALLS):
+    for call in range(8 * RESIDENT):
         assert order.evict(1, lambda key: 0) == [call % RESIDENT]
         order.insert([call % RESIDENT])
     remembered = sum(map(len, order._aging))  # pyright: ignore[reportPrivateUsage]

@@ -196,6 +196,7 @@ def test_what_is_already_made_is_taken_as_it_is() -> None:
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5) | st.integers(), inner, max_size=3),
+    max_leaves=8,
 )
 FIELDS = st.sampled_from([*Tree.__struct_fields__, *Leaf.__struct_fields__])
 
