@@ -4,6 +4,7 @@ A tier on a service says how it asks for keys and how it moves chunks. Here it r
 chunks that it cannot hold, sends each key of a batch once, counts, and describes itself.
 """
 
+import os
 import sys
 import threading
 from abc import abstractmethod
@@ -27,12 +28,20 @@ PORT_MAX = (1 << 16) - 1
 Text = Annotated[str, Meta(min_length=1)]
 Prefix = Annotated[str, Meta(max_length=PREFIX_BYTES_MAX, pattern=r"^[!-~]*$")]  # Of names, in printable ASCII.
 
+ErrorT = TypeVar("ErrorT", bound=Exception)
 RemoteOptionsT = TypeVar("RemoteOptionsT", bound=SealOptions)
 
 
 def name_prefix(prefix: str, mapper: FileMapper) -> str:
     """Return the beginning of every name in a namespace. Rows of another layout get other names."""
     return f"{prefix}{mapper.fingerprint.hex()[:FINGERPRINT_CHARACTERS]}/"
+
+
+def caused(error: ErrorT, number: int) -> ErrorT:
+    """Give an error its cause by the system's number, by whose name failures are counted; 0: there is none."""
+    if number:
+        error.__cause__ = OSError(number, os.strerror(number))
+    return error
 
 
 class Totals:
@@ -45,10 +54,6 @@ class Totals:
     def count(self, what: str, times: int = 1) -> None:
         with self._lock:
             self._totals[what] += times
-
-    def add(self, counts: Counter[str]) -> None:
-        with self._lock:
-            self._totals += counts
 
     def copy(self) -> dict[str, int]:
         with self._lock:

@@ -298,7 +298,7 @@ def test_a_former_primary_is_forgotten(watched) -> None:
     assert closed(links) == [True, False, False]
     old.give_back(links[1])
     assert closed(links) == [True, True, False]
-    assert topology.close() == 1
+    topology.close()
     old.drop(links[2])
 
 

@@ -12,8 +12,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Self
 
 from kvtier.backend import (
     Abandoned,
@@ -30,19 +31,19 @@ from kvtier.backend import (
     Write,
     in_task,
 )
-from kvtier.backend.remote import RemoteBackend, name_prefix
+from kvtier.backend.remote import RemoteBackend, caused, name_prefix
 from kvtier_backends.mooncake.client import (
     Meaning,
     MooncakeOptions,
     PoolClient,
     ZeroCopy,
-    caused,
+    answer_of,
     connect,
     meaning_of,
     number_of,
     transfer_s_max,
 )
-from kvtier_backends.mooncake.moving import GivenUp, Late, Means, Moved, Part, Threads, load, moved, store
+from kvtier_backends.mooncake.moving import Chunk, GivenUp, Late, Load, Means, Moved, Part, Store, Threads
 
 NAMES_A_CALL = 1_024  # Half a millisecond of the master's.
 PART_CHUNKS_MAX = 16  # Mooncake moves four at a time, each four with its own time-out.
@@ -55,15 +56,13 @@ RETIRED_BYTES_MAX = 1 << 40  # Address space only, of 128 TiB: their memory is g
 OPEN_S = 30.0  # One try of Mooncake's takes some seconds.
 GIVEN_UP_S = 1.0  # For calls that were given up to return.
 
-Chunk = TypeVar("Chunk", Read, Write)
-
 
 class _Lost(NamedTuple):
     """The reason why waiting calls are not tried."""
 
     why: str
-    away: bool
-    number: int = errno.ETIMEDOUT  # The system's number for the cause.
+    number: int  # The system's number for the cause.
+    away: bool = False
 
     def unavailable(self) -> BackendUnavailable:
         return caused(BackendUnavailable(self.why), self.number)
@@ -74,22 +73,18 @@ class Queue:
 
     def __init__(self, at_once: int) -> None:
         self.turns = asyncio.Semaphore(at_once)
-        self._found: _Lost | None = None
-
-    def found(self, lost: _Lost) -> None:
-        """Fail the calls that wait now. For any thread."""
-        self._found = lost
+        self.found: _Lost | None = None  # Fails the calls that wait now. For any thread.
 
     def since_now(self) -> Callable[[], _Lost | None]:
         """Return a function that returns, in any thread, the failure found after this call."""
-        known = self._found
-        return lambda: None if self._found is known else self._found
+        known = self.found
+        return lambda: None if self.found is known else self.found
 
 
 class Way(NamedTuple, Generic[Chunk]):
     """One direction: its own queue, threads and staging, so a flood of stores delays no load."""
 
-    work: Callable[[Part[Chunk]], Moved]
+    part_type: type[Part[Chunk]]
     means: Means
     staging: Staging
     queue: Queue
@@ -128,15 +123,13 @@ class MooncakeBackend(RemoteBackend[MooncakeOptions]):
     ) -> None:
         super().__init__(options, context)
         self._mapper = context.mapper
-        self._row_bytes = context.row_bytes
         self._prefix = name_prefix(options.prefix, context.mapper)
         self._client = client
         self._open = True
         self._seal = seal
-        self._part_chunks_min = max(1, PART_BYTES_MIN // seal.sealed_bytes)
         self._threads = threads
-        self._loads: Way[Read] = self._way(client, load)
-        self._stores: Way[Write] = self._way(client, store)
+        self._loads: Way[Read] = self._way(Load)
+        self._stores: Way[Write] = self._way(Store)
         self._asking = Queue(ASKERS)
         self._queues = (self._loads.queue, self._stores.queue, self._asking)
 
@@ -146,13 +139,15 @@ class MooncakeBackend(RemoteBackend[MooncakeOptions]):
     async def _store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
         return await self._move(self._stores, writes)
 
+    async def _probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        return [code == 1 for code in await self._ask(self._client.exist, keys)]
+
     async def _delete(self, keys: Sequence[OffloadKey]) -> None:
-        codes = await self._ask(self._client.remove, self._names(keys))
-        kept = [code for code in codes if code < 0 and meaning_of(code) is not Meaning.MISSING]
+        codes = await self._ask(self._client.remove, keys)
+        kept = [code for code in codes if meaning_of(code) not in (None, Meaning.MISSING)]
         if kept:
-            why = f"Mooncake answers {kept[0]} ({meaning_of(kept[0]).value})"
-            error = BackendUnavailable(f"{self._name}: {len(kept)} of {len(codes)} chunks are not deleted: {why}")
-            raise caused(error, number_of(kept[0]))
+            why = f"{len(kept)} of {len(codes)} chunks are not deleted: {answer_of(kept[0])}"
+            raise caused(BackendUnavailable(f"{self._name}: {why}"), number_of(kept[0]))
 
     async def aclose(self, deadline_s: float) -> Abandoned:
         """Close, as the contract says. Calls that miss the deadline fail at once.
@@ -175,37 +170,32 @@ class MooncakeBackend(RemoteBackend[MooncakeOptions]):
         self._threads.shutdown()
         return left
 
-    def _way(self, client: PoolClient, work: Callable[[Part[Chunk]], Moved]) -> Way[Chunk]:
-        options, slot_bytes = self._options, self._seal.sealed_bytes
-        chunks = min(PART_CHUNKS_MAX, max(PART_CHUNKS_MIN, PART_BYTES_MAX // self._row_bytes))
-        slots = min(options.staging_bytes // 2 // slot_bytes, PARTS_AT_ONCE * chunks)
+    def _way(self, part_type: type[Part[Chunk]]) -> Way[Chunk]:
+        slot_bytes = self._seal.sealed_bytes
+        chunks = min(PART_CHUNKS_MAX, max(PART_CHUNKS_MIN, PART_BYTES_MAX // self._seal.row_bytes))
+        slots = min(self._options.staging_bytes // 2 // slot_bytes, PARTS_AT_ONCE * chunks)
         at_once = min(PARTS_AT_ONCE, slots)
         staging = Staging(self._name, slot_bytes, slots, RETIRED_BYTES_MAX // slot_bytes)
         queue = Queue(at_once)
-        means = Means(client, self._seal, threading.Lock(), partial(self._answered, queue))
-        return Way(work, means, staging, queue, at_once, slots // at_once)
+        means = Means(self._client, self._seal, threading.Lock(), partial(self._answered, queue))
+        return Way(part_type, means, staging, queue, at_once, slots // at_once)
 
     def _names(self, keys: Sequence[OffloadKey]) -> list[str]:
         name, prefix = self._mapper.name, self._prefix
         return [prefix + name(key) for key in keys]
 
-    async def _probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
-        return [code == 1 for code in await self._ask(self._client.exist, self._names(keys))]
-
-    async def _ask(self, call: Callable[[Sequence[str]], list[int]], names: Sequence[str]) -> list[int]:
+    async def _ask(self, call: Callable[[Sequence[str]], list[int]], keys: Sequence[OffloadKey]) -> list[int]:
         """Make a call that moves no bytes. Raises `BackendUnavailable` if the master does not answer in time."""
-        found = self._asking.since_now()
+        names, found = self._names(keys), self._asking.since_now()
         async with self._asking.turns:
             if lost := found():
                 raise lost.unavailable()
             try:
                 codes = await self._threads.run(partial(_in_batches, call, names), _in(self._options.timeout_s))
             except Late:
-                self._counts.count("late")
-                late = _Lost(f"{self._name}: {self._too_late()}", away=False)
-                self._asking.found(late)
+                self._asking.found = late = self._late(1, f"{self._name}: ")
                 raise late.unavailable()  # noqa: B904  # It has its own cause.
-            if code := next((code for code in codes if code < 0 and meaning_of(code) is Meaning.AWAY), None):
+            if code := next((code for code in codes if meaning_of(code) is Meaning.AWAY), None):
                 self._counts.count("unreachable", len(names))
                 raise self._found_away(code).unavailable()
         return codes
@@ -213,24 +203,19 @@ class MooncakeBackend(RemoteBackend[MooncakeOptions]):
     def _found_away(self, code: int) -> _Lost:
         """Fail all waiting calls. For any thread."""
         why = f"{self._name}: the master {self._options.master} does not answer ({code})"
-        away = _Lost(why, away=True, number=number_of(code))
+        away = _Lost(why, number_of(code), away=True)
         for queue in self._queues:
-            queue.found(away)
+            queue.found = away
         return away
 
     async def _move(self, way: Way[Chunk], chunks: Sequence[Chunk]) -> Sequence[Outcome]:
         ends_at = time.monotonic() + self._options.timeout_s
         names = self._names([chunk.key for chunk in chunks])
         whole: _Whole[Chunk] = _Whole(names, chunks, way.queue.since_now(), ends_at)
-        parts = _parts(len(chunks), way, self._part_chunks_min)
-        waiting = iter(parts)
-        movers = [self._move_parts(way, whole, waiting) for _ in range(min(way.at_once, len(parts)))]
-        if len(movers) == 1:
-            await movers[0]
-        else:
-            async with asyncio.TaskGroup() as group:  # A cancelled group waits for parts that have begun.
-                for mover in movers:
-                    group.create_task(mover)
+        parts = iter(_parts(len(chunks), way, max(1, PART_BYTES_MIN // self._seal.sealed_bytes)))
+        async with asyncio.TaskGroup() as group:  # A cancelled group waits for parts that have begun.
+            for _ in range(way.at_once):
+                group.create_task(self._move_parts(way, whole, parts))
         return whole.outcomes()
 
     async def _move_parts(self, way: Way[Chunk], whole: "_Whole[Chunk]", parts: Iterator[range]) -> None:
@@ -241,20 +226,19 @@ class MooncakeBackend(RemoteBackend[MooncakeOptions]):
 
     async def _move_part(self, way: Way[Chunk], whole: "_Whole[Chunk]", part: range) -> None:
         if time.monotonic() >= whole.ends_at:  # It has used up its time in the queue.
-            whole.lose(self._late(len(part)))
+            whole.own = self._late(len(part))
             return
         try:
             self._threads.check()
             async with way.staging.lend(len(part)) as slots:
                 names, chunks = whole.names[part.start : part.stop], whole.chunks[part.start : part.stop]
-                done = await self._moved(way, whole, Part(way.means, names, chunks, slots, whole.found))
+                done = await self._moved(way, whole, way.part_type(way.means, names, chunks, slots, whole.found))
         except BackendUnavailable as error:
-            behind = error.__cause__
-            number = behind.errno if isinstance(behind, OSError) else None
-            whole.lose(_Lost(str(error), away=True, number=number or errno.EIO))
+            whole.own = _Lost(str(error), getattr(error.__cause__, "errno", None) or errno.EIO, away=True)
             return
         if done is not None:
-            self._counts.add(done.counts)
+            for what, times in done.counts.items():
+                self._counts.count(what, times)
             whole.take(part, done)
 
     async def _moved(self, way: Way[Chunk], whole: "_Whole[Chunk]", part: Part[Chunk]) -> Moved | None:
@@ -264,59 +248,50 @@ class MooncakeBackend(RemoteBackend[MooncakeOptions]):
             return whole.ends_at if part.entered_at is None else part.entered_at + self._options.timeout_s
 
         try:
-            done = await self._threads.run(
-                partial(moved, way.work, part), ends_at, unwanted=lambda _: part.slots.empty()
-            )
+            done = await self._threads.run(part.move, ends_at, unwanted=lambda _: part.slots.empty())
         except GivenUp:
-            part.slots.retire(() if part.entered_at is None else None)
+            if part.entered_at is not None:
+                part.slots.retire()
             return None
         except Late:
             part.slots.retire()
-            whole.lose(late := self._late(len(part.names)))
+            whole.own = late = self._late(len(part.names))
             if part.inside:  # A part outside only waits or is copied.
-                way.queue.found(late)
+                way.queue.found = late
             return None
         finally:
             part.give_up()  # After `found`: it lets the next part in.
-        part.slots.retire(done.unsafe)
+        part.slots.retire(done.unsafe())
         return done
 
     def _answered(self, queue: Queue, codes: Sequence[int], took_s: float) -> None:
         """Fail waiting calls if an answer of Mooncake's concerns all of them. For any thread."""
-        meanings = {meaning_of(code) if code < 0 else None for code in codes}
+        meanings = set(map(meaning_of, codes))
         if meanings == {Meaning.AWAY}:
             self._found_away(codes[0])
         elif meanings <= {Meaning.FAILED, Meaning.AWAY} and took_s >= transfer_s_max(self._options):
-            queue.found(_Lost("transfers fail by Mooncake's own time-out", away=False))
+            queue.found = _Lost("transfers fail by Mooncake's own time-out", errno.ETIMEDOUT)
 
-    def _late(self, chunks: int) -> _Lost:
+    def _late(self, chunks: int, whose: str = "") -> _Lost:
         self._counts.count("late", chunks)
-        return _Lost(self._too_late(), away=False)
-
-    def _too_late(self) -> str:
-        return f"no answer within timeout_s = {self._options.timeout_s:g} s"
+        return _Lost(f"{whose}no answer within timeout_s = {self._options.timeout_s:g} s", errno.ETIMEDOUT)
 
 
+@dataclass
 class _Whole(Generic[Chunk]):
     """One call's chunks and their outcomes."""
 
-    def __init__(
-        self, names: Sequence[str], chunks: Sequence[Chunk], found: Callable[[], _Lost | None], ends_at: float
-    ) -> None:
-        self.names = names
-        self.chunks: Sequence[Chunk] = chunks
-        self.ends_at = ends_at  # No part enters Mooncake later.
-        self.found = found  # Returns the queue's failure since the call began; holds no row.
-        self._lost: _Lost | None = None
-        self._outcomes: dict[int, Outcome] = {}
-        self._away = 0
+    names: Sequence[str]
+    chunks: Sequence[Chunk]
+    found: Callable[[], _Lost | None]  # Returns the queue's failure since the call began; holds no row.
+    ends_at: float  # No part enters Mooncake later.
+    own: _Lost | None = None
+    _outcomes: dict[int, Outcome] = field(default_factory=dict)
+    _away: int = 0
 
     def lost(self) -> _Lost | None:
         """Return why the rest is not tried, if there is a reason of its own or of its queue."""
-        return self._lost or self.found()
-
-    def lose(self, lost: _Lost) -> None:
-        self._lost = lost
+        return self.own or self.found()
 
     def take(self, part: range, moved: Moved) -> None:
         """Record a part. If nothing of it moved, the rest is lost, too."""
@@ -324,19 +299,17 @@ class _Whole(Generic[Chunk]):
         if moved.wholly(Meaning.AWAY):  # Its queue knows already.
             self._away += len(part)
         elif moved.wholly(Meaning.FAILED, Meaning.AWAY):
-            self.lose(_Lost("transfers fail", away=False, number=errno.EIO))
+            self.own = _Lost("transfers fail", errno.EIO)
 
     def outcomes(self) -> list[Outcome]:
         """Return all outcomes. Raises `BackendUnavailable` if no chunk has an answer."""
-        lost = self.lost()
-        if lost is not None and lost.away and self._away == len(self._outcomes):
-            raise lost.unavailable()
-        return [self._outcomes[at] if at in self._outcomes else self._untried(at) for at in range(len(self.chunks))]
-
-    def _untried(self, at: int) -> Outcome:
-        lost = self.lost()
-        assert lost is not None, "every part was tried"
-        return caused(TransferFailed(f"{self.chunks[at].key.hex()}: {lost.why}"), lost.number)
+        if (lost := self.lost()) is not None:
+            if lost.away and self._away == len(self._outcomes):
+                raise lost.unavailable()
+            for at, chunk in enumerate(self.chunks):
+                if at not in self._outcomes:
+                    self._outcomes[at] = caused(TransferFailed(f"{chunk.key.hex()}: {lost.why}"), lost.number)
+        return [self._outcomes[at] for at in range(len(self.chunks))]
 
 
 def _prepared(options: MooncakeOptions, context: TierContext) -> tuple[PoolClient, Seal]:
@@ -356,10 +329,8 @@ def _in(seconds: float) -> Callable[[], float]:
 
 
 def _in_batches(call: Callable[[Sequence[str]], list[int]], names: Sequence[str]) -> list[int]:
-    codes: list[int] = []
-    for start in range(0, len(names), NAMES_A_CALL):
-        codes += call(names[start : start + NAMES_A_CALL])
-    return codes
+    starts = range(0, len(names), NAMES_A_CALL)
+    return [code for start in starts for code in call(names[start : start + NAMES_A_CALL])]
 
 
 def _parts(count: int, way: Way[Any], least: int) -> list[range]:

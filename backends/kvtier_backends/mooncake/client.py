@@ -12,19 +12,11 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Annotated, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from kvtier.backend import (
-    BackendUnavailable,
-    ConfigError,
-    Limit,
-    PositiveDuration,
-    PositiveSize,
-    SealOptions,
-    TransferFailed,
-)
+from kvtier.backend import BackendUnavailable, ConfigError, Limit, PositiveDuration, PositiveSize, SealOptions
 from kvtier.backend.remote import PORT_MAX, Prefix, Text
 
 REPLICAS_MAX = 16
@@ -36,8 +28,7 @@ Replicas = Annotated[int, msgspec.Meta(ge=1, le=REPLICAS_MAX)]
 Move = Callable[[Sequence[str], Sequence[int], int], list[int]]
 
 TORN = -707  # The read's lease expired: the value may have been overwritten meanwhile.
-
-E = TypeVar("E", bound=BackendUnavailable | TransferFailed)
+MASTER_LATE = -901
 
 
 class MooncakeOptions(SealOptions, frozen=True, kw_only=True):
@@ -79,25 +70,6 @@ class MooncakeOptions(SealOptions, frozen=True, kw_only=True):
             raise ConfigError("devices: no use with protocol = 'tcp'; protocol = 'rdma' has devices")
 
 
-class ReplicateConfig(Protocol):
-    """The options of a store, as Mooncake's package has them."""
-
-    replica_num: int
-
-
-class MooncakeDistributedStore(Protocol):
-    """The methods that this tier calls of Mooncake's client. Each answers a code, or one a key."""
-
-    def setup(self, config: dict[str, object]) -> int: ...
-    def batch_is_exist(self, keys: list[str]) -> list[int]: ...
-    def batch_get_into(self, keys: list[str], buffer_ptrs: list[int], sizes: list[int]) -> list[int]: ...
-    def batch_upsert_from(
-        self, keys: list[str], buffer_ptrs: list[int], sizes: list[int], config: ReplicateConfig
-    ) -> list[int]: ...
-    def batch_remove(self, keys: list[str], force: bool) -> list[int]: ...
-    def close(self) -> int: ...
-
-
 class Meaning(Enum):
     """The meaning of a code of Mooncake's for a chunk."""
 
@@ -122,54 +94,53 @@ _MEANINGS = {
     -800: Meaning.FAILED,  # TRANSFER_FAIL
     -801: Meaning.FAILED,  # Mooncake's own checksum, if it is switched on.
     -900: Meaning.AWAY,  # RPC_FAIL
-    -901: Meaning.AWAY,  # The master did not answer in time.
+    MASTER_LATE: Meaning.AWAY,
 }
-_NUMBERS = {-901: errno.ETIMEDOUT}
-_NUMBERS_BY_MEANING = {Meaning.BUSY: errno.EBUSY, Meaning.FAILED: errno.EIO, Meaning.AWAY: errno.ENOTCONN}
+_NUMBERS: dict[Meaning | None, int] = {Meaning.BUSY: errno.EBUSY, Meaning.AWAY: errno.ENOTCONN}
 
 
-def meaning_of(code: int) -> Meaning:
-    """Return the meaning of a negative code. An unknown one counts as a failed transfer, which retires the slot."""
-    return _MEANINGS.get(code, Meaning.FAILED)
+def meaning_of(code: int) -> Meaning | None:
+    """Return the meaning of a code; None for success. An unknown failure is one of transfer, which retires the slot."""
+    return None if code >= 0 else _MEANINGS.get(code, Meaning.FAILED)
+
+
+def answer_of(code: int) -> str:
+    return f"Mooncake answers {code} ({_MEANINGS.get(code, Meaning.FAILED).value})"
 
 
 def number_of(code: int) -> int:
     """Return the nearest error number of the system, by whose names failures are counted."""
-    return _NUMBERS.get(code) or _NUMBERS_BY_MEANING.get(meaning_of(code), errno.EIO)
-
-
-def caused(error: E, number: int) -> E:
-    error.__cause__ = OSError(number, os.strerror(number))
-    return error
+    return errno.ETIMEDOUT if code == MASTER_LATE else _NUMBERS.get(meaning_of(code), errno.EIO)
 
 
 def has_ended(code: int) -> bool:
     """Return True if no byte can arrive after this answer."""
-    return code >= 0 or (meaning_of(code) is not Meaning.FAILED and code != TORN)
+    return meaning_of(code) is not Meaning.FAILED and code != TORN
 
 
 class PoolClient:
     """One connection to a pool. For any thread. Its calls block without the GIL."""
 
-    def __init__(self, store: "MooncakeDistributedStore", kept: "ReplicateConfig") -> None:
+    def __init__(self, store: Any, kept: Any) -> None:
+        """`store`: a `MooncakeDistributedStore`; `kept`: the `ReplicateConfig` of what it stores."""
         self._store = store
         self._kept = kept
 
     def exist(self, names: Sequence[str]) -> list[int]:
         """Return for each name 1, 0, or a code."""
-        return self._store.batch_is_exist(list(names))
+        return list(self._store.batch_is_exist(list(names)))
 
     def get(self, names: Sequence[str], addresses: Sequence[int], size_bytes: int) -> list[int]:
         """Fill a buffer for each name, and return its number of bytes, or a code."""
-        return self._store.batch_get_into(list(names), list(addresses), [size_bytes] * len(names))
+        return list(self._store.batch_get_into(list(names), list(addresses), [size_bytes] * len(names)))
 
     def put(self, names: Sequence[str], addresses: Sequence[int], size_bytes: int) -> list[int]:
         """Store a buffer under each name, replacing an older value: 0, or a code."""
-        return self._store.batch_upsert_from(list(names), list(addresses), [size_bytes] * len(names), self._kept)
+        return list(self._store.batch_upsert_from(list(names), list(addresses), [size_bytes] * len(names), self._kept))
 
     def remove(self, names: Sequence[str]) -> list[int]:
         """Remove the names, even while they are read: 0, or a code."""
-        return self._store.batch_remove(list(names), True)
+        return list(self._store.batch_remove(list(names), True))
 
     def close(self) -> None:
         """Leave the pool. During another call this is a segmentation fault."""
@@ -182,8 +153,8 @@ class PoolClient:
 
 def connect(options: MooncakeOptions, tier_name: str) -> PoolClient:
     """Return a client that lends no memory to the pool. Blocks. Raises `ConfigError` and `BackendUnavailable`."""
-    store_type, replicate_type = _imported(options)
-    store, kept = store_type(), replicate_type()
+    module = _imported(options)
+    store, kept = module.MooncakeDistributedStore(), module.ReplicateConfig()
     kept.replica_num = options.replicas
     code = store.setup(
         {
@@ -253,13 +224,12 @@ def transfer_s_max(options: MooncakeOptions) -> int:
     return max(1, math.floor(options.timeout_s))
 
 
-def _imported(
-    options: MooncakeOptions,
-) -> "tuple[Callable[[], MooncakeDistributedStore], Callable[[], ReplicateConfig]]":
+def _imported(options: MooncakeOptions) -> Any:
+    """Return Mooncake's module."""
     os.environ.update(environment(options))
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # Its least; it logs to standard error.
     try:
-        module = importlib.import_module("mooncake.store")
+        return importlib.import_module("mooncake.store")
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"type: 'mooncake' needs the package {PACKAGE}: pip install 'kvtier[mooncake]' "
@@ -270,4 +240,3 @@ def _imported(
             f"type: 'mooncake': the package is installed and cannot be loaded: {error}; Debian and Ubuntu have what "
             "it needs in libibverbs1, libnuma1 and libcurl4"
         ) from error
-    return module.MooncakeDistributedStore, module.ReplicateConfig

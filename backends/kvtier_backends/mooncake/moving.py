@@ -7,11 +7,11 @@ row at a time. A call that gives up the thread gets its rows back at once.
 import asyncio
 import ctypes
 import errno
-import os
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -34,7 +34,8 @@ from kvtier.backend import (
     TransferFailed,
     Write,
 )
-from kvtier_backends.mooncake.client import Meaning, Move, PoolClient, caused, has_ended, meaning_of, number_of
+from kvtier.backend.remote import caused
+from kvtier_backends.mooncake.client import Meaning, Move, PoolClient, answer_of, has_ended, meaning_of, number_of
 
 LATE_MAX = 64  # Abandoned calls that still run: with more, the client counts as lost.
 
@@ -50,12 +51,15 @@ class Moved(NamedTuple):
     """The outcome of a part."""
 
     outcomes: list[Outcome]
-    unsafe: list[int]  # Places of slots that late bytes may reach.
+    codes: Sequence[int]
     counts: Counter[str]
-    meanings: list[Meaning | None]  # One for each return code; None for success.
+
+    def unsafe(self) -> list[int]:
+        """Return the places of slots that late bytes may reach."""
+        return [index for index, code in enumerate(self.codes) if not has_ended(code)]
 
     def wholly(self, *meanings: Meaning) -> bool:
-        return all(meaning in meanings for meaning in self.meanings)
+        return all(meaning_of(code) in meanings for code in self.codes)
 
 
 class Means(NamedTuple):
@@ -70,47 +74,41 @@ class Means(NamedTuple):
     """Called with the codes of a call and its duration, before the next one passes the gate."""
 
 
-class Part(Generic[Chunk]):
+class Part(ABC, Generic[Chunk]):
     """The work of one thread: names, slots of staging, and rows that are lent to it until they are taken back."""
 
     def __init__(
         self, means: Means, names: Sequence[str], chunks: Sequence[Chunk], slots: Slots, found: Callable[[], object]
     ) -> None:
         """`found` returns a reason once trying is useless; it holds no row."""
-        self.client, self.seal, self._gate, self._answered = means
-        self._found = found
-        self._lock = threading.Lock()
-        self.inside = False  # Holds the gate.
-        self.entered_at: float | None = None
         self.names = names
-        self.keys: list[OffloadKey] = [chunk.key for chunk in chunks]
         self.slots = slots
-        self.counts = Counter[str]()
-        self.addresses = [ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in slots.views]
+        self.entered_at: float | None = None
+        self.inside = False  # Holds the gate.
+        self._client, self._seal, self._gate, self._answered = means
+        self._found = found
+        self._inside_lock = threading.Lock()
         self._chunks: Sequence[Chunk] | None = chunks
         self._rows_lock = threading.Lock()
+        self._keys: list[OffloadKey] = [chunk.key for chunk in chunks]
+        self._addresses = [ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in slots.views]
+        self._outcomes: dict[int, Outcome] = {}
+        self._counts = Counter[str]()
 
-    def use(self, index: int, use: Callable[[OffloadKey, memoryview], T]) -> T:
-        """Call `use` with a key and its row. Raises `GivenUp`."""
-        with self._rows_lock:
-            if self._chunks is None:
-                raise GivenUp
-            return use(*self._chunks[index])
+    @abstractmethod
+    def _run(self) -> list[int]:
+        """Move the chunks, record each one's outcome, and return the codes."""
 
-    def call(self, call: Move, indices: Sequence[int]) -> list[int]:
-        """Fill or store these slots when the gate opens, and return the codes. Raises `GivenUp`."""
-        names, addresses = [self.names[index] for index in indices], [self.addresses[index] for index in indices]
-        self._gate.acquire()
-        self.inside = True
+    def move(self) -> Moved:
+        """Do the work, in the part's thread, and free the memory of slots that are not used again. Raises `GivenUp`."""
         try:
-            self._enter()
-            began = time.monotonic()
-            codes = call(names, addresses, self.seal.sealed_bytes)
-            if self.inside:  # A part that was given up reports nothing new.
-                self._answered(codes, time.monotonic() - began)
-            return codes
-        finally:
-            self._leave()
+            codes = self._run()
+        except GivenUp:
+            self.slots.empty()
+            raise
+        moved = Moved([self._outcomes[index] for index in range(len(codes))], codes, self._counts)
+        self.slots.empty(moved.unsafe())
+        return moved
 
     def give_up(self) -> None:
         """Take back the rows and the gate, whether the thread has ended or not. Waits for a copy of a row in use."""
@@ -118,71 +116,75 @@ class Part(Generic[Chunk]):
             self._chunks = None
         self._leave()
 
-    def _enter(self) -> None:
-        if self._chunks is None or self._found():
-            raise GivenUp
-        if self.entered_at is None:
-            self.entered_at = time.monotonic()
+    def _use(self, index: int, use: Callable[[int, OffloadKey, memoryview], T]) -> T:
+        """Call `use` with a place, its key and its row. Raises `GivenUp`."""
+        with self._rows_lock:
+            if self._chunks is None:
+                raise GivenUp
+            return use(index, *self._chunks[index])
+
+    def _call(self, call: Move, indices: Sequence[int]) -> list[int]:
+        """Fill or store these slots when the gate opens, and return the codes. Raises `GivenUp`."""
+        names, addresses = [self.names[index] for index in indices], [self._addresses[index] for index in indices]
+        self._gate.acquire()
+        self.inside = True
+        try:
+            if self._chunks is None or self._found():
+                raise GivenUp
+            began = time.monotonic()
+            self.entered_at = self.entered_at or began
+            codes = call(names, addresses, self._seal.sealed_bytes)
+            if self.inside:  # A part that was given up reports nothing new.
+                self._answered(codes, time.monotonic() - began)
+            return codes
+        finally:
+            self._leave()
 
     def _leave(self) -> None:
-        with self._lock:
+        with self._inside_lock:
             inside, self.inside = self.inside, False
         if inside:
             self._gate.release()
 
-    def beside(self, index: int) -> memoryview:
+    def _beside(self, index: int) -> memoryview:
         """Return the part of a slot beside the row: for the seal, or for all that is sent."""
-        seal = self.seal
+        seal = self._seal
         return self.slots.views[index][seal.sealed_bytes - seal.beside_bytes : seal.sealed_bytes]
 
-    def is_in(self, index: int, part: memoryview) -> bool:
-        return part.obj is self.slots.views[index].obj
+    def _outside(self, index: int, pieces: Iterable[memoryview]) -> list[tuple[memoryview, memoryview]]:
+        """Return each piece that is not in the slot, with its place there; in order, the pieces fill the slot."""
+        view, at, found = self.slots.views[index], 0, []
+        for piece in pieces:
+            if piece.obj is not view.obj:
+                found.append((piece, view[at : at + piece.nbytes]))
+            at += piece.nbytes
+        return found
 
-    def failed(self, index: int, code: int) -> Outcome:
+    def _failed(self, index: int, code: int) -> Outcome:
         """Return the outcome of a code that does not concern the chunk itself."""
-        self.counts["unreachable" if meaning_of(code) is Meaning.AWAY else "transfers_failed"] += 1
-        why = f"{self.keys[index].hex()}: Mooncake answers {code} ({meaning_of(code).value})"
-        return caused(TransferFailed(why), number_of(code))
-
-    def moved(self, outcomes: list[Outcome], codes: Sequence[int]) -> Moved:
-        """Return the result, and give back the memory of slots that are not used again."""
-        unsafe = [index for index, code in enumerate(codes) if not has_ended(code)]
-        self.slots.empty(unsafe)
-        meanings = [None if code >= 0 else meaning_of(code) for code in codes]
-        return Moved(outcomes, unsafe, self.counts, meanings)
+        self._counts["unreachable" if meaning_of(code) is Meaning.AWAY else "transfers_failed"] += 1
+        return caused(TransferFailed(f"{self._keys[index].hex()}: {answer_of(code)}"), number_of(code))
 
 
-def moved(work: Callable[[Part[Chunk]], Moved], part: Part[Chunk]) -> Moved:
-    """Do the work of a part, in its thread. Raises `GivenUp`."""
-    try:
-        return work(part)
-    except GivenUp:
-        part.slots.empty()
-        raise
+class Store(Part[Write]):
+    def _run(self) -> list[int]:
+        for index in range(len(self.names)):
+            self._use(index, self._close)
+        codes = self._call(self._client.put, range(len(self.names)))
+        self._outcomes = {index: self._stored(index, code) for index, code in enumerate(codes)}
+        return codes
 
+    def _close(self, index: int, key: OffloadKey, row: memoryview) -> None:
+        for piece, place in self._outside(index, self._seal.close(key, row, self._beside(index))):
+            copy(piece, place)
 
-def store(part: Part[Write]) -> Moved:
-    for index in range(len(part.names)):
-        part.use(index, partial(_seal_into_slot, part, index))
-    codes = part.call(part.client.put, range(len(part.names)))
-    return part.moved([_stored(part, index, code) for index, code in enumerate(codes)], codes)
-
-
-def _seal_into_slot(part: Part[Write], index: int, key: OffloadKey, row: memoryview) -> None:
-    view, at = part.slots.views[index], 0
-    for piece in part.seal.close(key, row, part.beside(index)):
-        if not part.is_in(index, piece):
-            copy(piece, view[at : at + piece.nbytes])
-        at += piece.nbytes
-
-
-def _stored(part: Part[Write], index: int, code: int) -> Outcome:
-    if code >= 0:
-        return None
-    if meaning_of(code) is Meaning.FULL:
-        part.counts["no_room"] += 1
-        return NoSpace(f"{part.keys[index].hex()}: the pool has no room")
-    return part.failed(index, code)
+    def _stored(self, index: int, code: int) -> Outcome:
+        if code >= 0:
+            return None
+        if meaning_of(code) is Meaning.FULL:
+            self._counts["no_room"] += 1
+            return NoSpace(f"{self._keys[index].hex()}: the pool has no room")
+        return self._failed(index, code)
 
 
 class _Doubt(NamedTuple):
@@ -192,40 +194,39 @@ class _Doubt(NamedTuple):
     came: bytes
 
 
-def load(part: Part[Read]) -> Moved:
-    return _Loading(part).run()
-
-
-class _Loading:
+class Load(Part[Read]):
     """A load. A wrong value is read a second time. If the same bytes come again, it is corrupt and is removed."""
 
-    def __init__(self, part: Part[Read]) -> None:
-        self._part = part
-        self._outcomes: dict[int, Outcome] = {}
-        self._doubts: dict[int, _Doubt] = {}
+    def _run(self) -> list[int]:
+        codes = dict(enumerate(self._call(self._client.get, range(len(self.names)))))
+        if doubts := self._take(codes):
+            again = list(doubts)
+            second = dict(zip(again, self._call(self._client.get, again), strict=True))
+            self._judge(doubts, self._take(second))
+            codes |= second
+        return list(codes.values())
 
-    def run(self) -> Moved:
-        part = self._part
-        codes = part.call(part.client.get, range(len(part.names)))
-        for index, code in enumerate(codes):
-            self._take(index, code)
-        if self._doubts:
-            codes = self._read_again(list(codes))
-        return part.moved([self._outcomes[index] for index in range(len(codes))], codes)
+    def _take(self, codes: dict[int, int]) -> dict[int, _Doubt]:
+        """Record the outcomes, except those in doubt."""
+        doubts = {index: self._taken(index, code) for index, code in codes.items()}
+        return {index: doubt for index, doubt in doubts.items() if doubt is not None}
 
-    def _take(self, index: int, code: int) -> None:
-        part = self._part
-        meaning = meaning_of(code) if code < 0 else None
-        if meaning is Meaning.TOO_LONG or (meaning is None and code != part.seal.sealed_bytes):
-            self._doubt(index, SealFault.LENGTH, b"%d" % code)
-        elif meaning is Meaning.MISSING:
-            self._outcomes[index] = ChunkMissing(f"{part.keys[index].hex()}: Mooncake answers {code}")
+    def _taken(self, index: int, code: int) -> _Doubt | None:
+        meaning, key, fault = meaning_of(code), self._keys[index], None
+        if meaning is Meaning.TOO_LONG or (meaning is None and code != self._seal.sealed_bytes):
+            return _Doubt(SealFault.LENGTH, b"%d" % code)
+        if meaning is Meaning.MISSING:
+            self._outcomes[index] = ChunkMissing(f"{key.hex()}: Mooncake answers {code}")
         elif meaning is not None:
-            self._outcomes[index] = part.failed(index, code)
-        elif fault := part.use(index, partial(self._open, index)):
-            self._fault(index, fault)
-        else:
+            self._outcomes[index] = self._failed(index, code)
+        elif (fault := self._use(index, self._open)) is None:
             self._outcomes[index] = None
+        elif fault.corrupt:
+            return _Doubt(fault, xxh3_128_digest(self.slots.views[index]))
+        else:
+            self._counts[f"sealed_{fault}"] += 1
+            self._outcomes[index] = fault.outcome(key)
+        return None
 
     def _open(self, index: int, key: OffloadKey, row: memoryview) -> SealFault | None:
         """Copy, then check the copy: bytes that reach the slot later are not in the row.
@@ -233,41 +234,22 @@ class _Loading:
         A cipher decrypts out of the slot. That is safe: Mooncake has reported these bytes as complete, and a slot whose
         transfer may go on is never used again.
         """
-        part, beside, at = self._part, self._part.beside(index), 0
-        for place in part.seal.places(row, beside):
-            if not part.is_in(index, place):
-                copy(part.slots.views[index][at : at + place.nbytes], place)
-            at += place.nbytes
-        return part.seal.open(key, row, beside)
+        beside = self._beside(index)
+        for place, piece in self._outside(index, self._seal.places(row, beside)):
+            copy(piece, place)
+        return self._seal.open(key, row, beside)
 
-    def _fault(self, index: int, fault: SealFault) -> None:
-        if fault.corrupt:
-            self._doubt(index, fault, xxh3_128_digest(self._part.slots.views[index]))
-            return
-        self._part.counts[f"sealed_{fault}"] += 1
-        self._outcomes[index] = fault.outcome(self._part.keys[index])
-
-    def _doubt(self, index: int, fault: SealFault, came: bytes) -> None:
-        self._doubts[index] = _Doubt(fault, came)
-
-    def _read_again(self, codes: list[int]) -> list[int]:
-        part, before, self._doubts = self._part, self._doubts, {}
-        again = list(before)
-        second = part.call(part.client.get, again)
-        for index, code in zip(again, second, strict=True):
-            codes[index] = code
-            self._take(index, code)
-        corrupt = [index for index in again if self._doubts.get(index) == before[index]]
-        for index in self._doubts:
-            key = part.keys[index]
+    def _judge(self, first: dict[int, _Doubt], second: dict[int, _Doubt]) -> None:
+        """Tell corrupt chunks from mixtures by two reads, and remove them."""
+        corrupt = [index for index, doubt in second.items() if doubt == first[index]]
+        for index, doubt in second.items():
+            key = self._keys[index]
             mixture = ChunkMissing(f"{key.hex()}: it is being stored")
-            self._outcomes[index] = before[index].fault.outcome(key) if index in corrupt else mixture
-        for index in corrupt:
-            part.counts[f"corrupt_{before[index].fault}"] += 1
-        part.counts["torn"] += len(again) - len(corrupt)
+            self._outcomes[index] = doubt.fault.outcome(key) if index in corrupt else mixture
+        self._counts.update(f"corrupt_{first[index].fault}" for index in corrupt)
+        self._counts["torn"] += len(first) - len(corrupt)
         if corrupt:
-            part.client.remove([part.names[index] for index in corrupt])
-        return codes
+            self._client.remove([self.names[index] for index in corrupt])
 
 
 def copy(source: memoryview, into: memoryview) -> None:
@@ -312,10 +294,8 @@ class Threads:
         self._waiting.add(waiting)
         ended = False
         try:
-            while True:
-                await asyncio.wait({waiting}, timeout=max(0.0, ends_at() - time.monotonic()))
-                if waiting.done() or ends_at() <= time.monotonic():
-                    break
+            while not waiting.done() and (left_s := ends_at() - time.monotonic()) > 0:
+                await asyncio.wait({waiting}, timeout=left_s)
             ended = waiting.done() and not waiting.cancelled()
         finally:
             self._waiting.discard(waiting)
@@ -337,7 +317,7 @@ class Threads:
         """Raise `BackendUnavailable` if too many calls are late."""
         if len(self._under_way) - len(self._waiting) >= LATE_MAX:
             why = f"{self._tier_name}: {LATE_MAX} calls of its client are late and still running"
-            raise BackendUnavailable(why) from TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+            raise caused(BackendUnavailable(why), errno.ETIMEDOUT)
 
     def give_up(self) -> None:
         """Raise `Late` in every waiting and later call."""

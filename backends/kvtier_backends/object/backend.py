@@ -3,9 +3,8 @@
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, suppress
-from enum import Enum
 from typing import Any, ParamSpec, Self, TypeVar
 
 import obstore
@@ -15,6 +14,7 @@ from kvtier.backend import (
     SEAL_BYTES,
     Abandoned,
     BackendUnavailable,
+    ChunkCorrupt,
     ChunkMissing,
     ConfigError,
     Durability,
@@ -30,19 +30,19 @@ from kvtier.backend import (
     TierContext,
     TransferFailed,
     Write,
-    in_task,
     in_thread,
 )
-from kvtier.backend.remote import RemoteBackend
+from kvtier.backend.remote import RemoteBackend, caused
 from kvtier.errors import Remedy
 from kvtier_backends.object.bucket import (
+    MISTAKES,
+    OF_ONE_CHUNK,
     PAGE_KEYS,
     STORE_ERRORS,
     ObjectNames,
     Trouble,
     TroubleKind,
     Turns,
-    all_away,
     attributes_of,
     footer_of,
     make_store,
@@ -102,7 +102,6 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
         self._seal = seal
         self._lanes = lanes
         self._accept_bare = options.unverified == "accept"
-        self._under_way: set[asyncio.Task[Any]] = set()
         self._besides: list[bytearray] = []
         self._index = BucketIndex(options.index_chunks, options.absent_ttl_s, asyncio.get_running_loop().time)
         self._scan: asyncio.Task[None] | None = None
@@ -119,8 +118,8 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
         try:
             left = await self._calls.close(deadline_s)
             if left.transfers:
-                for task in self._under_way:
-                    task.cancel()
+                for turns in (self._load_turns, self._store_turns, self._ask_turns):
+                    turns.end()
                 left = await self._calls.close(CLOSE_GRACE_S)
             if self._scan is not None:
                 await asyncio.wait((self._scan,), timeout=CLOSE_GRACE_S)
@@ -139,7 +138,7 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
         page: Sequence[Any] = []
         if not isinstance(first, Trouble):
             page = first
-        elif first.mistake:
+        elif first.kind in MISTAKES:
             raise ConfigError(f"url: {self._options.url!r} cannot be used: {first.why}")
         elif first.kind is not TroubleKind.LISTED:
             raise BackendUnavailable(f"{self._name}: {self._options.url}: {first.why}")
@@ -201,18 +200,13 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
         if None not in known:
             return [bool(answer) for answer in known]
         unknown = dict.fromkeys(key for key, answer in zip(keys, known, strict=True) if answer is None)
-        answers = await self._whole(self._ask(list(unknown)))
-        return [answers.get(key, False) if answer is None else answer for key, answer in zip(keys, known, strict=True)]
-
-    async def _ask(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, bool]:
-        """Ask for each key's object. A key whose request failed counts as absent."""
-        answers = self._checked(await self._ask_turns.each(keys, self._head))
-        for key, answer in zip(keys, answers, strict=True):
+        told = dict(zip(unknown, self._checked(await self._ask_turns.each(list(unknown), self._head)), strict=True))
+        for key, answer in told.items():
             if answer is True:
                 self._index.there(key)
             elif answer is False or answer.kind is TroubleKind.MISSING:
                 self._index.gone(key)
-        return {key: answer is True for key, answer in zip(keys, answers, strict=True)}
+        return [told[key] is True if answer is None else answer for key, answer in zip(keys, known, strict=True)]
 
     async def _head(self, key: OffloadKey) -> bool:
         about = await obstore.head_async(self._bucket, self._names.name(key))
@@ -221,32 +215,33 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
     # Chunks, one request each.
 
     async def _load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
-        answers = await self._whole(self._get_all(reads))
-        return [self._loaded(read.key, answer) for read, answer in zip(reads, answers, strict=True)]
-
-    async def _get_all(self, reads: Sequence[Read]) -> "list[SealFault | Bare | Trouble | None]":
         answers = self._checked(await self._load_turns.each(reads, self._get))
-        corrupt = [
-            read.key for read, got in zip(reads, answers, strict=True) if isinstance(got, SealFault) and got.corrupt
-        ]
+        outcomes = [self._loaded(read.key, answer) for read, answer in zip(reads, answers, strict=True)]
+        corrupt = [read.key for read, got in zip(reads, outcomes, strict=True) if isinstance(got, ChunkCorrupt)]
         if corrupt:
             await self._ask_turns.each(corrupt, self._remove)
-        return answers
+        return outcomes
 
-    async def _get(self, read: Read) -> "SealFault | Bare | None":
+    async def _get(self, read: Read) -> Outcome:
         result = await obstore.get_async(self._bucket, self._names.name(read.key))
         footer, whole = footer_of(result.attributes), result.meta["size"] == self._row_bytes
-        if isinstance(footer, SealFault):
-            return footer
-        if footer is None and not (whole and self._accept_bare):
-            return Bare.REFUSED
-        if not whole:
-            return SealFault.LENGTH
-        body = memoryview(await result.bytes_async())
         if footer is None:
-            read.into[:] = body
-            return Bare.ACCEPTED
-        return await self._beside_loop(self._opened, read, body, footer)
+            if not (whole and self._accept_bare):
+                self._counts.count("unverified_refused")
+                return ChunkMissing(f"{read.key.hex()}: an object without a seal")
+            read.into[:] = memoryview(await result.bytes_async())
+            self._counts.count("unverified_accepted")
+            return None
+        fault: SealFault | None = SealFault.LENGTH
+        if isinstance(footer, SealFault):
+            fault = footer
+        elif whole:
+            body = memoryview(await result.bytes_async())
+            fault = await self._beside_loop(self._opened, read, body, footer)
+        if fault is None:
+            return None
+        self._counts.count(f"{'corrupt' if fault.corrupt else 'sealed'}_{fault}")
+        return fault.outcome(read.key)
 
     def _opened(self, read: Read, body: memoryview, footer: bytes) -> SealFault | None:
         memory = self._beside()
@@ -257,31 +252,25 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
         self._besides.append(memory)
         return fault
 
-    def _loaded(self, key: OffloadKey, got: "SealFault | Bare | Trouble | None") -> Outcome:
-        if isinstance(got, Trouble) and got.kind is not TroubleKind.MISSING:
-            return got.behind(TransferFailed(f"{key.hex()}: {got.why}"))
-        if isinstance(got, Bare):
-            self._counts.count(got.value)
-        if got is None or got is Bare.ACCEPTED:
+    def _loaded(self, key: OffloadKey, got: Outcome | Trouble) -> Outcome:
+        if isinstance(got, Trouble):
+            if got.kind is not TroubleKind.MISSING:
+                return caused(TransferFailed(f"{key.hex()}: {got.why}"), got.number)
+            got = ChunkMissing(key.hex())
+        if got is None:
             self._index.there(key)
-            return None
-        self._index.gone(key)
-        if isinstance(got, SealFault):
-            self._counts.count(f"{'corrupt' if got.corrupt else 'sealed'}_{got}")
-            return got.outcome(key)
-        return ChunkMissing(f"{key.hex()}: an object without a seal" if got is Bare.REFUSED else key.hex())
+        else:
+            self._index.gone(key)
+        return got
 
     async def _store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
-        answers = await self._whole(self._put_all(writes))
-        return [self._stored(write.key, answer) for write, answer in zip(writes, answers, strict=True)]
-
-    async def _put_all(self, writes: Sequence[Write]) -> list[Trouble | None]:
         try:
-            return self._checked(await self._store_turns.each(writes, self._put))
+            answers = self._checked(await self._store_turns.each(writes, self._put))
         except BackendUnavailable:
             for write in writes:
                 self._index.unknown(write.key)
             raise
+        return [self._stored(write.key, answer) for write, answer in zip(writes, answers, strict=True)]
 
     async def _put(self, write: Write) -> None:
         memory = self._beside()
@@ -303,39 +292,21 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
             self._index.there(key)
             return None
         self._index.unknown(key)
-        return answer.behind(
-            (NoSpace if answer.kind is TroubleKind.FULL else TransferFailed)(f"{key.hex()}: {answer.why}")
-        )
+        error = (NoSpace if answer.kind is TroubleKind.FULL else TransferFailed)(f"{key.hex()}: {answer.why}")
+        return caused(error, answer.number)
 
     async def _delete(self, keys: Sequence[OffloadKey]) -> None:
-        await self._whole(self._delete_all(keys))
-
-    async def _delete_all(self, keys: Sequence[OffloadKey]) -> None:
         for key in keys:
             self._index.deleted(key)
         answers = self._checked(await self._ask_turns.each(keys, self._remove))
         failed = [answer for answer in answers if answer is not None and answer.kind is not TroubleKind.MISSING]
         if failed:
-            raise failed[0].behind(BackendUnavailable(f"{self._name}: {failed[0].why}"))
+            raise caused(BackendUnavailable(f"{self._name}: {failed[0].why}"), failed[0].number)
 
     async def _remove(self, key: OffloadKey) -> None:
         await obstore.delete_async(self._bucket, self._names.name(key))
 
     # Common to all calls.
-
-    async def _whole(self, call: Coroutine[Any, Any, T]) -> T:
-        """Run a call's requests to their end, even if the call is cancelled. Only `aclose` ends them early."""
-
-        async def run() -> T:
-            task = asyncio.current_task()
-            assert task is not None
-            self._under_way.add(task)
-            try:
-                return await call
-            finally:
-                self._under_way.discard(task)
-
-        return await in_task(run())
 
     async def _beside_loop(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a call that reads a whole row: in a thread, unless rows are short."""
@@ -351,16 +322,10 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
         for answer in answers:
             if isinstance(answer, Trouble) and answer.kind is not TroubleKind.MISSING:
                 self._counts.count(answer.kind.value)
-        if trouble := all_away(answers):
-            raise trouble.behind(BackendUnavailable(f"{self._name}: {trouble.why}"))
+        away = [answer for answer in answers if isinstance(answer, Trouble) and answer.kind not in OF_ONE_CHUNK]
+        if away and len(away) == len(answers):
+            raise caused(BackendUnavailable(f"{self._name}: {away[0].why}"), away[0].number)
         return answers
-
-
-class Bare(Enum):
-    """An object without a seal; the value is the name of its counter."""
-
-    ACCEPTED = "unverified_accepted"
-    REFUSED = "unverified_refused"
 
 
 def _prepared(options: ObjectOptions, context: TierContext) -> tuple[ObjectStore, Seal]:

@@ -42,7 +42,6 @@ WAITS_S = (0.05, 0.2)  # Before the second and the third try. More tries only ad
 
 A = TypeVar("A")
 C = TypeVar("C")
-E = TypeVar("E", bound=Exception)
 
 STORE_ERRORS = (BaseError, OSError, ValueError)
 """Every error that obstore raises; some are Python's own."""
@@ -81,6 +80,9 @@ class TroubleKind(Enum):
 OF_ONE_CHUNK = frozenset({TroubleKind.MISSING, TroubleKind.FULL, TroubleKind.NAME})
 """Trouble with one chunk, not with the whole bucket."""
 
+MISTAKES = frozenset({TroubleKind.NO_BUCKET, TroubleKind.DENIED, TroubleKind.ELSEWHERE, TroubleKind.NAME})
+"""Trouble that, at the start, is a mistake of the configuration."""
+
 AGAIN = frozenset({TroubleKind.AWAY, TroubleKind.SLOW})
 """Trouble that may pass before the next try."""
 
@@ -91,16 +93,6 @@ class Trouble(NamedTuple):
     kind: TroubleKind
     why: str
     number: int = 0  # The system's error number, where there is one.
-
-    def behind(self, error: E) -> E:
-        if self.number:
-            error.__cause__ = OSError(self.number, os.strerror(self.number))
-        return error
-
-    @property
-    def mistake(self) -> bool:
-        """True for trouble that, at the start, is a mistake of the configuration."""
-        return self.kind in (TroubleKind.NO_BUCKET, TroubleKind.DENIED, TroubleKind.ELSEWHERE, TroubleKind.NAME)
 
 
 def trouble_of(error: BaseException) -> Trouble:
@@ -265,9 +257,16 @@ class Turns:
         self._count = count
         self._timeout_s = timeout_s
         self._free = asyncio.Semaphore(count)
+        self._deadlines: set[asyncio.Timeout] = set()
+
+    def end(self) -> None:
+        """End all calls now, as their deadlines do."""
+        for deadline in self._deadlines:
+            if not deadline.expired():
+                deadline.reschedule(0.0)
 
     async def each(self, chunks: Sequence[C], ask: Callable[[C], Awaitable[A]]) -> list[A | Trouble]:
-        """Ask for each chunk, and return all answers at the last one or at the deadline.
+        """Ask for each chunk, and return all answers at the last one, at the deadline, or at `end`.
 
         No request is in flight afterwards, cancelled or not.
         """
@@ -280,10 +279,15 @@ class Turns:
                 async with self._free:
                     answers[index] = await _answer(ask, chunks[index])
 
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._timeout_s), asyncio.TaskGroup() as group:
+        try:
+            async with asyncio.timeout(self._timeout_s) as deadline, asyncio.TaskGroup() as group:
+                self._deadlines.add(deadline)
                 for _ in range(min(self._count, len(chunks))):
                     group.create_task(serve())
+        except TimeoutError:
+            pass
+        finally:
+            self._deadlines.discard(deadline)
         return answers
 
 
@@ -298,11 +302,6 @@ async def _answer(ask: Callable[[C], Awaitable[A]], chunk: C) -> A | Trouble:
         if wait_s is None or trouble.kind not in AGAIN:
             return trouble
         await asyncio.sleep(wait_s)
-
-
-def all_away(answers: Sequence[object]) -> Trouble | None:
-    troubles = [answer for answer in answers if isinstance(answer, Trouble) and answer.kind not in OF_ONE_CHUNK]
-    return troubles[0] if troubles and len(troubles) == len(answers) else None
 
 
 async def released(view: memoryview) -> None:

@@ -6,7 +6,6 @@ the unanswered requests, which are sent again on another connection.
 
 import asyncio
 import errno
-import os
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -37,7 +36,7 @@ from kvtier.backend import (
     in_thread,
     in_threads,
 )
-from kvtier.backend.remote import RemoteBackend, Totals, name_prefix
+from kvtier.backend.remote import RemoteBackend, Totals, caused, name_prefix
 from kvtier_backends.redis.link import END, Buffer, Link, Lost, Refused, number_in, refusal_of, request
 from kvtier_backends.redis.options import Address, RedisOptions, told_address
 from kvtier_backends.redis.servers import CONNECT_S, Away, Login, Server, Topology, check, make_topology
@@ -92,9 +91,9 @@ class RedisBackend(RemoteBackend[RedisOptions]):
         self._prefix = f"{name_prefix(options.prefix, context.mapper)}{folder}/"
         self._name_of = NAMINGS[context.mapper.naming].name
         self._topology = topology
-        self._seal = seal
-        self._window = max(1, options.window_bytes // context.row_bytes)
         self._lanes = lanes
+        window = max(1, options.window_bytes // context.row_bytes)
+        self._means = Means(self._counts, seal, window, options.ttl_s)
 
     async def aclose(self, deadline_s: float) -> Abandoned:
         """Close, as the contract says. Calls that miss the deadline fail at once: their connections are closed."""
@@ -120,23 +119,21 @@ class RedisBackend(RemoteBackend[RedisOptions]):
         return [work.answers.get(index, False) for index in range(len(keys))]
 
     async def _load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
-        names = self._names([read.key for read in reads])
-        work = LoadWork(names, reads, self._seal, self._window, self._counts)
+        work = LoadWork(self._names([read.key for read in reads]), reads, self._means)
         await self._move(work, self._lanes.load)
         if work.corrupt:
-            await self._ask(b"UNLINK", [names[index] for index in work.corrupt], work.ends_at)
-        return self._outcomes(work, [read.key for read in reads])
+            await self._ask(b"UNLINK", [work.names[index] for index in work.corrupt], work.ends_at)
+        return self._outcomes(work, reads)
 
     async def _store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
-        keys = [write.key for write in writes]
-        work = StoreWork(self._names(keys), writes, self._seal, self._window, self._options.ttl_s, self._counts)
+        work = StoreWork(self._names([write.key for write in writes]), writes, self._means)
         await self._move(work, self._lanes.store)
-        return self._outcomes(work, keys)
+        return self._outcomes(work, writes)
 
     async def _delete(self, keys: Sequence[OffloadKey]) -> None:
         work = await self._ask(b"UNLINK", self._names(keys))
         if work.unreachable:
-            raise BackendUnavailable(f"{self._name}: {next(iter(work.unreachable.values()))}") from work.cause()
+            raise caused(BackendUnavailable(f"{self._name}: {next(iter(work.unreachable.values()))}"), work.number)
 
     async def _ask(self, command: bytes, names: Sequence[bytes], ends_at: float | None = None) -> "AskWork":
         work = AskWork(command, names, self._counts)
@@ -144,49 +141,42 @@ class RedisBackend(RemoteBackend[RedisOptions]):
         await self._move(work, self._lanes.ask)
         return work
 
-    def _outcomes(self, work: "Work[Outcome]", keys: Sequence[OffloadKey]) -> list[Outcome]:
+    def _outcomes(self, work: "Work[Outcome]", chunks: Sequence[Read] | Sequence[Write]) -> list[Outcome]:
         self._refuse_if_away(work)
-        away = {index: TransferFailed(f"{keys[index].hex()}: {why}") for index, why in work.unreachable.items()}
-        for outcome in away.values():
-            outcome.__cause__ = work.cause()
-        return [away[index] if index in away else work.answers[index] for index in range(len(keys))]
+        for index, why in work.unreachable.items():
+            work.answers[index] = caused(TransferFailed(f"{chunks[index].key.hex()}: {why}"), work.number)
+        return [work.answers[index] for index in range(len(chunks))]
 
     def _refuse_if_away(self, work: "Work[Any]") -> None:
         if work.unreachable and len(work.unreachable) == len(work.names):
-            raise BackendUnavailable(f"{self._name}: {work.unreachable[0]}") from work.cause()
+            raise caused(BackendUnavailable(f"{self._name}: {work.unreachable[0]}"), work.number)
 
     async def _move(self, work: "Work[Any]", lanes: Lanes) -> None:
         """Get an answer for every name, from its server or from another that it redirects to."""
-        if self._topology.stale:
+        topology = self._topology
+        if topology.stale:
             with suppress(TimeoutError):  # Rows are lent: a late answer serves later calls.
                 async with asyncio.timeout(CONNECT_S):
-                    await self._lanes.ask.run(self._topology.renew)
-        await self._exchange(work, lanes, self._topology.places_of(work.names))
+                    await self._lanes.ask.run(topology.renew)
+        await self._exchange(work, lanes, topology.places_of(work.names))
         for _ in range(REDIRECTS_MAX):
-            if not work.redirects or not self._topology.cluster:
+            if not work.redirects or not topology.cluster:
                 break
             redirects, work.redirects = work.redirects, {}
             self._counts.count("redirected", len(redirects))
-            for asking in (False, True):
-                places: defaultdict[Server, list[int]] = defaultdict(list)
-                for index, to in redirects.items():
-                    if to.asking == asking:
-                        places[self._topology.at(to.address)].append(index)
-                await self._exchange(work, lanes, places, asking=asking)
-        self._give_up(work)
+            places: defaultdict[Server, list[int]] = defaultdict(list)
+            for index, address in redirects.items():
+                places[topology.at(address)].append(index)
+            await self._exchange(work, lanes, places)
+        remedy = "" if topology.cluster else "; redis+cluster:// is accepted with a cluster"
+        for index, address in work.redirects.items():
+            work.unreachable[index] = f"its slot has moved to {address}{remedy}"
+        topology.stale = topology.stale or work.stale or bool(work.unreachable)
 
-    def _give_up(self, work: "Work[Any]") -> None:
-        remedy = "" if self._topology.cluster else "; redis+cluster:// is accepted with a cluster"
-        for index, to in work.redirects.items():
-            work.unreachable[index] = f"its slot has moved to {to.address}{remedy}"
-        self._topology.stale = self._topology.stale or work.stale or bool(work.unreachable)
-
-    async def _exchange(
-        self, work: "Work[Any]", lanes: Lanes, places: dict[Server, list[int]], *, asking: bool = False
-    ) -> None:
+    async def _exchange(self, work: "Work[Any]", lanes: Lanes, places: dict[Server, list[int]]) -> None:
         by_server: list[list[Callable[[], None]]] = [
             [
-                partial(exchange, server, work, part, self._options.timeout_s, asking=asking)
+                partial(exchange, server, work, part, self._options.timeout_s)
                 for part in _parts(some, lanes.count, work.part_chunks)
             ]
             for server, some in places.items()
@@ -245,11 +235,13 @@ def _parts(indices: list[int], count: int, least: int) -> list[list[int]]:
     return [indices[start : start + size] for start in range(0, len(indices), size)]
 
 
-class Redirect(NamedTuple):
-    """Another server has a chunk: permanently, or for this request alone (`asking`)."""
+class Means(NamedTuple):
+    """The means that all calls that move rows share."""
 
-    address: Address
-    asking: bool
+    counters: Totals
+    seal: Seal
+    window: int  # Requests in flight on one connection.
+    ttl_s: float | None
 
 
 class Work(ABC, Generic[A]):
@@ -257,18 +249,17 @@ class Work(ABC, Generic[A]):
 
     has_rows = False  # Rows must not be copied into a joined request.
 
-    def __init__(
-        self, names: Sequence[bytes], counters: Totals, *, window: int = ASKED_MAX, row_bytes: int = 0
-    ) -> None:
-        self.window = window  # Requests in flight on one connection.
-        self.gulp = max(1, window // 2)  # Requests of one send.
-        self.part_chunks = max(1, PART_BYTES_MIN // row_bytes) if row_bytes else len(names) + 1
+    def __init__(self, names: Sequence[bytes], counters: Totals, window: int = ASKED_MAX, row_bytes: int = 0) -> None:
         self.names = names
         self.counters = counters
+        self.window = window
+        self.gulp = max(1, window // 2)  # Requests of one send.
+        self.part_chunks = max(1, PART_BYTES_MIN // row_bytes) if row_bytes else len(names) + 1
         self.answers: dict[int, A] = {}
         self.unreachable: dict[int, str] = {}  # Reasons, of places whose server is away.
         self.number = 0  # The system's error number of the last reason that has one.
-        self.redirects: dict[int, Redirect] = {}
+        self.redirects: dict[int, Address] = {}
+        self.asking: set[int] = set()  # Places whose redirect is for one request alone.
         self.stale = False  # A server has answered that it is not the right one.
         self.ends_at: float | None = None  # Deadline on every server; set when the first lane begins.
 
@@ -276,9 +267,12 @@ class Work(ABC, Generic[A]):
     def ask(self, link: Link, index: int, turn: int) -> list[Buffer]:
         """Return a place's request; `turn` is its index in the `gulp`."""
 
-    def ask_some(self, link: Link, indices: Sequence[int], *, asking: bool) -> list[Buffer]:
-        requests = [self.ask(link, place, turn) for turn, place in enumerate(indices)]
-        parts = [part for parts in requests for part in ((ASKING, *parts) if asking else parts)]
+    def ask_some(self, link: Link, indices: Sequence[int]) -> list[Buffer]:
+        parts: list[Buffer] = []
+        for turn, index in enumerate(indices):
+            if index in self.asking:
+                parts.append(ASKING)
+            parts += self.ask(link, index, turn)
         return parts if self.has_rows else [b"".join(parts)]
 
     @abstractmethod
@@ -297,15 +291,12 @@ class Work(ABC, Generic[A]):
         for index in indices:
             self.unreachable[index] = why
 
-    def cause(self) -> OSError | None:
-        return OSError(self.number, os.strerror(self.number)) if self.number else None
-
-    def hear_some(self, link: Link, indices: Sequence[int], *, asking: bool) -> int:
-        self.hear(link, indices[0], asking=asking)
+    def hear_some(self, link: Link, indices: Sequence[int]) -> int:
+        self.hear(link, indices[0])
         return 1
 
-    def hear(self, link: Link, index: int, *, asking: bool) -> None:
-        not_allowed = _read_asking(link) if asking else None
+    def hear(self, link: Link, index: int) -> None:
+        not_allowed = _read_asking(link) if index in self.asking else None
         try:
             self.answers[index] = self.read(link, index)
         except Refused as refusal:
@@ -315,7 +306,8 @@ class Work(ABC, Generic[A]):
         kind = refusal.kind
         self.stale = self.stale or kind in NOT_THE_ONE
         if kind in ("MOVED", "ASK"):
-            self.redirects[index] = Redirect(target_of(refusal, link.address), asking=kind == "ASK")
+            self.redirects[index] = target_of(refusal, link.address)
+            (self.asking.add if kind == "ASK" else self.asking.discard)(index)
         elif kind in OF_ONE_CHUNK:
             self.answers[index] = self.refused(index, refusal)
         else:
@@ -326,13 +318,11 @@ class Work(ABC, Generic[A]):
 class LoadWork(Work[Outcome]):
     """Loads into rows, each checked by its seal."""
 
-    def __init__(
-        self, names: Sequence[bytes], reads: Sequence[Read], seal: Seal, window: int, counters: Totals
-    ) -> None:
-        super().__init__(names, counters, window=window, row_bytes=seal.sealed_bytes)
+    def __init__(self, names: Sequence[bytes], reads: Sequence[Read], means: Means) -> None:
+        super().__init__(names, means.counters, means.window, means.seal.sealed_bytes)
         self.corrupt: list[int] = []  # Places whose values are to be deleted.
         self._reads = reads
-        self._seal = seal
+        self._seal = means.seal
 
     def ask(self, link: Link, index: int, turn: int) -> list[Buffer]:  # noqa: ARG002
         return [request(b"GET", self.names[index])]
@@ -373,21 +363,14 @@ class StoreWork(Work[Outcome]):
 
     has_rows = True
 
-    def __init__(
-        self,
-        names: Sequence[bytes],
-        writes: Sequence[Write],
-        seal: Seal,
-        window: int,
-        ttl_s: float | None,
-        counters: Totals,
-    ) -> None:
-        super().__init__(names, counters, window=window, row_bytes=seal.sealed_bytes)
+    def __init__(self, names: Sequence[bytes], writes: Sequence[Write], means: Means) -> None:
+        super().__init__(names, means.counters, means.window, means.seal.sealed_bytes)
         self._writes = writes
-        self._seal = seal
-        self._head = b"*3\r\n" if ttl_s is None else b"*5\r\n"
-        milliseconds = b"" if ttl_s is None else b"%d" % max(1, round(ttl_s * 1_000))
-        self._tail = b"\r\n" if ttl_s is None else b"\r\n$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(milliseconds), milliseconds)
+        self._seal = means.seal
+        self._head, self._tail = b"*3\r\n", END
+        if means.ttl_s is not None:
+            milliseconds = b"%d" % max(1, round(means.ttl_s * 1_000))
+            self._head, self._tail = b"*5\r\n", b"\r\n$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(milliseconds), milliseconds)
 
     def ask(self, link: Link, index: int, turn: int) -> list[Buffer]:
         key, row = self._writes[index]
@@ -420,20 +403,20 @@ class AskWork(Work[bool]):
         name = self.names[index]
         return [self._head(len(name)), name, END]
 
-    def ask_some(self, link: Link, indices: Sequence[int], *, asking: bool) -> list[Buffer]:
+    def ask_some(self, link: Link, indices: Sequence[int]) -> list[Buffer]:
         """Join all requests at once where names have one length, as they mostly do."""
         names = [self.names[index] for index in indices]
-        if asking or len(set(map(len, names))) != 1:
-            return super().ask_some(link, indices, asking=asking)
+        if self.asking or len(set(map(len, names))) != 1:
+            return super().ask_some(link, indices)
         head = self._head(len(names[0]))
         return [head, (END + head).join(names), END]
 
     def _head(self, name_bytes: int) -> bytes:
         return b"*2\r\n$6\r\n%b\r\n$%d\r\n" % (self._command, name_bytes)
 
-    def hear_some(self, link: Link, indices: Sequence[int], *, asking: bool) -> int:
-        if asking:
-            return super().hear_some(link, indices, asking=asking)
+    def hear_some(self, link: Link, indices: Sequence[int]) -> int:
+        if self.asking:
+            return super().hear_some(link, indices)
         heads = link.heads(len(indices))
         answers = [answer for answer in map(TRUTHS.get, heads) if answer is not None]
         if len(answers) == len(heads):
@@ -458,7 +441,7 @@ class AskWork(Work[bool]):
         return False
 
 
-def exchange(server: Server, work: Work[A], indices: Sequence[int], timeout_s: float, *, asking: bool = False) -> None:
+def exchange(server: Server, work: Work[A], indices: Sequence[int], timeout_s: float) -> None:
     """Ask one server for these places, in a lane, until the work's deadline.
 
     A lost connection is replaced once, and again as long as each new one gets an answer: an idle connection may have
@@ -475,7 +458,7 @@ def exchange(server: Server, work: Work[A], indices: Sequence[int], timeout_s: f
             work.counters.count("unreachable", len(left))
             return work.fail(left, str(error), error.number)
         try:
-            _converse(link, work, left, asking=asking)
+            _converse(link, work, left)
         except Lost as error:
             work.counters.count("connections_lost")
             server.drop(link, str(error), late=error.late)
@@ -490,15 +473,15 @@ def exchange(server: Server, work: Work[A], indices: Sequence[int], timeout_s: f
     return None
 
 
-def _converse(link: Link, work: Work[A], indices: Sequence[int], *, asking: bool) -> None:
+def _converse(link: Link, work: Work[A], indices: Sequence[int]) -> None:
     """Send half a window of requests at a time, and read the replies in order."""
     sent = heard = 0
     while heard < len(indices):
         while sent < len(indices) and sent - heard <= work.window - work.gulp:
             some = indices[sent : sent + work.gulp]
-            link.send(work.ask_some(link, some, asking=asking))
+            link.send(work.ask_some(link, some))
             sent += len(some)
-        heard += work.hear_some(link, indices[heard:sent], asking=asking)
+        heard += work.hear_some(link, indices[heard:sent])
 
 
 def _read_asking(link: Link) -> Refused | None:

@@ -27,6 +27,7 @@ MICROSECONDS = 1_000_000
 TEXT_BYTES_MAX = 1_024  # A host's name or a node's id; a name in the DNS has 253.
 DIGITS_MAX = 18  # Below 2^60: no length is longer.
 DEPTH_MAX = 8  # Nested arrays; a table of slots has 4.
+VALUES_MAX = 1 << 20  # In one answer; a table of single slots, each on three nodes, has half of them.
 ERROR_CHARACTERS_MAX = 400  # Shown of a server's error.
 
 _TIMEVAL = struct.Struct("@ll")
@@ -58,6 +59,7 @@ class Link:
         self.address = address
         self.ends_at = 0.0  # Deadline of requests in flight, by `time.monotonic`.
         self.memory = bytearray()  # A buffer for the user of the link.
+        self._values_left = 0  # Of the answer that is read.
         self._socket = opened
         self._scatters = not isinstance(opened, ssl.SSLSocket)  # A TLS socket has no sendmsg and no recvmsg_into.
         if self._scatters:
@@ -162,32 +164,31 @@ class Link:
             count -= passed
         self._expect_end()
 
-    def length(self, kind: bytes) -> int | None:
-        """Read the head of an array (`*`) or a bulk reply (`$`), and return its length; None for a null."""
-        head = self.head()
-        return None if head == kind + b"-1" else number_in(head, kind)
+    def answer(self) -> Any:
+        """Read a reply of any kind: arrays as lists, texts as bytes. Raises `Refused`, and `Lost` beyond the limits."""
+        self._values_left = VALUES_MAX
+        return self._value(DEPTH_MAX)
 
-    def text(self) -> bytes | None:
-        """Read a bulk reply of at most `TEXT_BYTES_MAX`; None for a null."""
-        length = self.length(b"$")
-        if length is None:
-            return None
+    def _value(self, depth: int) -> Any:
+        head = self.head()
+        kind, is_null = head[:1], head[1:] == b"-1"
+        self._values_left -= 1
+        if not depth or not self._values_left:
+            raise Lost(
+                f"the server answers more than {VALUES_MAX:,} values, or arrays in arrays, more than {DEPTH_MAX}"
+            )
+        if kind == b"*" and not is_null:
+            return [self._value(depth - 1) for _ in range(number_in(head, b"*"))]
+        if kind == b"$" and not is_null:
+            return self._text(number_in(head, b"$"))
+        return None if is_null else number_in(head, b":") if kind == b":" else head[1:]
+
+    def _text(self, length: int) -> bytes:
         if length > TEXT_BYTES_MAX:
             raise Lost(f"the server answers {length:,} bytes where a name was asked for")
         text = bytearray(length)
         self.fill([memoryview(text)])
         return bytes(text)
-
-    def pass_over(self, count: int, depth: int = 1) -> None:
-        """Discard `count` values of any kind. Takes no memory; only the deadline bounds it."""
-        if depth > DEPTH_MAX:
-            raise Lost(f"the server answers arrays in arrays, more than {DEPTH_MAX}")
-        for _ in range(count):
-            head = self.head()
-            if head[:1] == b"$" and head != b"$-1":
-                self.skip(number_in(head, b"$"))
-            elif head[:1] == b"*" and head != b"*-1":
-                self.pass_over(number_in(head, b"*"), depth + 1)
 
     def _expect_end(self) -> None:
         while self._end - self._start < len(END):

@@ -10,14 +10,14 @@ import time
 from abc import ABC, abstractmethod
 from binascii import crc_hqx
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
-from typing import TypeVar
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
 from xxhash import xxh3_64_intdigest
 
 from kvtier.errors import ConfigError
-from kvtier_backends.redis.link import HostNames, Link, Lost, Refused, connect, number_in, number_of, request
+from kvtier_backends.redis.link import HostNames, Link, Lost, Refused, connect, number_of, request
 from kvtier_backends.redis.options import Address, RedisOptions, told_address
 
 CONNECT_S = 1.0  # Limit of making a connection, and of asking a server where others are.
@@ -99,28 +99,38 @@ class Server:
 
     def borrow(self, ends_at: float) -> tuple[Link, bool]:
         """Return a connection, and True if it is new. Raises `Away`."""
-        kept: Link | None = None
-        unfit: list[Link] = []
         with self._lock:
             if self._closed:
                 raise Away(f"{self.address}: closed")
             if time.monotonic() < self._away_until:
                 raise Away(f"{self.address}: {self._why}", self._number)
-            while kept is None and self._idle:
+            while self._idle:
                 link = self._idle.pop()
                 if link.quiet():
-                    kept = link
-                else:
-                    unfit.append(link)
-            if kept is not None:
-                self._lent.add(kept)
-            elif self._why:
+                    self._lent.add(link)
+                    link.ends_at = ends_at
+                    return link, False
+                link.close()
+            if self._why:
                 self._away_until = time.monotonic() + CONNECT_S  # This thread tries; others do not wait.
-        for link in unfit:
-            link.close()
-        used = kept or self._opened(min(ends_at, time.monotonic() + CONNECT_S))
-        used.ends_at = ends_at
-        return used, kept is None
+        link = self._opened(min(ends_at, time.monotonic() + CONNECT_S))
+        link.ends_at = ends_at
+        return link, True
+
+    @contextmanager
+    def link(self, limit_s: float) -> Generator[Link]:
+        """Lend a connection for the length of the block; an error closes it. Raises `Away`, also for the server's."""
+        link, _ = self.borrow(time.monotonic() + limit_s)
+        try:
+            yield link
+        except (Lost, Refused) as error:
+            self.drop(link)
+            number = error.number if isinstance(error, Lost) else 0
+            raise Away(f"{self.address}: {self._login.hide(str(error))}", number) from None
+        except BaseException:
+            self.drop(link)
+            raise
+        self.give_back(link)
 
     def give_back(self, link: Link) -> None:
         """Keep a connection without requests in flight."""
@@ -154,13 +164,12 @@ class Server:
             link.close()
         return lent
 
-    def close(self) -> int:
-        """Close idle connections, make calls in flight fail, and return how many there are."""
+    def close(self) -> None:
+        """Close idle connections, and make calls in flight fail."""
         self.forget()
         with self._lock:
             for link in self._lent:
                 link.interrupt()
-            return len(self._lent)
 
     def _opened(self, ends_at: float) -> Link:
         try:
@@ -204,36 +213,27 @@ def check(server: Server, prefix: bytes, *, cluster: bool, timeout_s: float) -> 
     """Try every request that the tier makes, on one small value. Raises `Away` and `ConfigError`."""
     name = prefix + b"opened"
     try:
-        link, _ = server.borrow(time.monotonic() + timeout_s)
+        with server.link(timeout_s) as link:
+            for words in (
+                (b"CLUSTER", b"KEYSLOT", name),
+                (b"EXISTS", name),
+                (b"SET", name, b"", b"PX", b"1000"),
+                (b"GET", name),
+                (b"UNLINK", name),
+                *([(b"ASKING",)] if cluster else []),
+            ):
+                link.send([request(*words)])
+                try:
+                    link.answer()
+                except Refused as refusal:
+                    _judge(refusal, words[0].decode(), str(server.address), cluster=cluster)
+                else:
+                    if words[0] == b"CLUSTER" and not cluster:
+                        raise ConfigError(f"url: {server.address} is a node of a cluster: redis+cluster:// accepted")
     except Away as error:
         if error.option is None:
             raise
         raise ConfigError(f"{error.option}: {error}") from error
-    try:
-        for words in (
-            (b"CLUSTER", b"KEYSLOT", name),
-            (b"EXISTS", name),
-            (b"SET", name, b"", b"PX", b"1000"),
-            (b"GET", name),
-            (b"UNLINK", name),
-            *([(b"ASKING",)] if cluster else []),
-        ):
-            link.send([request(*words)])
-            try:
-                if link.head() == b"$0":
-                    link.fill([])
-            except Refused as refusal:
-                _judge(refusal, words[0].decode(), str(server.address), cluster=cluster)
-            else:
-                if words[0] == b"CLUSTER" and not cluster:
-                    raise ConfigError(f"url: {server.address} is a node of a cluster: redis+cluster:// accepted")
-    except Lost as error:
-        server.drop(link)
-        raise Away(f"{server.address}: {error}", error.number) from None
-    except BaseException:
-        server.drop(link)
-        raise
-    server.give_back(link)
 
 
 def _judge(refusal: Refused, command: str, where: str, *, cluster: bool) -> None:
@@ -291,28 +291,17 @@ class Topology(ABC):
             self._renewing.release()
 
     def _first_answer(
-        self, servers: Sequence[Server], words: Sequence[bytes], read: Callable[[Link], A], who: str = ""
+        self, servers: Sequence[Server], words: Sequence[bytes], read: Callable[[Any, Address], A], who: str = ""
     ) -> A:
-        """Return the first server's answer; each gets `CONNECT_S`. Raises `Away` with all reasons."""
+        """Return the first server's answer, as `read`; each gets `CONNECT_S`. Raises `Away` with all reasons."""
         reasons: list[str] = []
         for server in servers:
             try:
-                link, _ = server.borrow(time.monotonic() + CONNECT_S)
+                with server.link(CONNECT_S) as link:
+                    link.send([request(*words)])
+                    return read(link.answer(), server.address)
             except Away as error:
                 reasons.append(str(error))
-                continue
-            try:
-                link.send([request(*words)])
-                answer = read(link)
-            except (Lost, Refused) as error:
-                reasons.append(f"{server.address}: {self.login.hide(str(error))}")
-                server.drop(link)
-            except BaseException:
-                server.drop(link)
-                raise
-            else:
-                server.give_back(link)
-                return answer
         raise Away(who + "; ".join(reasons))
 
     def known(self) -> list[Server]:
@@ -336,12 +325,13 @@ class Topology(ABC):
             self._servers = {server.address: server for server in servers}
             self._forgotten = [server for server in (*self._forgotten, *gone) if server.forget()]
 
-    def close(self) -> int:
-        """Close every connection, and return how many were in use."""
+    def close(self) -> None:
+        """Close every connection, also those in use."""
         with self._lock:
             self._closed = True
             every = [*self._servers.values(), *self._forgotten]
-        return sum(server.close() for server in every)
+        for server in every:
+            server.close()
 
 
 class ServerList(Topology):
@@ -386,10 +376,10 @@ class Sentinels(Topology):
         self.forget_all_but({self._primary})
         self.stale = False
 
-    def close(self) -> int:
+    def close(self) -> None:
         for sentinel in self._sentinels:
             sentinel.close()
-        return super().close()
+        super().close()
 
 
 class Cluster(Topology):
@@ -427,49 +417,33 @@ def _slot(name: bytes) -> int:
     return crc_hqx(name[start + 1 : end] if tagged else name, 0) % SLOTS
 
 
-def _primary_told(link: Link) -> Address:
-    length = link.length(b"*")
-    if length is None:
+def _primary_told(answer: Any, _: Address) -> Address:
+    if answer is None:
         raise Lost("it watches no primary of this name")
-    if length == 2 and (address := told_address(_text(link.text()), _text(link.text()))):
-        return address
+    with suppress(AttributeError, TypeError, ValueError):
+        host, port = answer
+        if address := told_address(host.decode(), port.decode()):
+            return address
     raise Lost("its answer is no address of a primary")
 
 
-def _slots_told(link: Link) -> list[Address]:
-    """Read a node's table of slots. A slot that is missing there is asked of this node, which knows better."""
-    slots = [link.address] * SLOTS
-    for _ in range(_length(link, 0, SLOTS)):
-        parts = _length(link, 3)
-        start, end = number_in(link.head(), b":"), number_in(link.head(), b":")
-        if not start <= end < SLOTS:
-            raise Lost(f"it names slots {start:,} to {end:,}, and a cluster has {SLOTS:,}")
-        facts = _length(link, 2)
-        node = _node_told(_text(link.text()), number_in(link.head(), b":"), link.address)
-        link.pass_over(facts - 2)
-        link.pass_over(parts - 3)  # The replicas.
-        slots[start : end + 1] = [node] * (end + 1 - start)
+def _slots_told(answer: Any, asked: Address) -> list[Address]:
+    """Check a node's table of slots. A slot that is missing there is asked of this node, which knows better."""
+    slots = [asked] * SLOTS
+    try:
+        for start, end, (host, port, *_), *_replicas in answer:
+            if not 0 <= start <= end < SLOTS:
+                raise Lost(f"it names slots {start:,} to {end:,}, and a cluster has {SLOTS:,}")
+            slots[start : end + 1] = [_node_told(host or b"", port, asked)] * (end + 1 - start)
+    except (AttributeError, TypeError, ValueError):
+        raise Lost("its answer is no list of slots") from None
     return slots
 
 
-def _node_told(host: str, port: int, asked: Address) -> Address:
+def _node_told(host: bytes, port: int, asked: Address) -> Address:
     """Return a node's address: an empty host is that of the node asked, and "?" an unknown one."""
-    if host == "?":
+    if host == b"?":
         return asked
-    if (address := told_address(host or asked.host, str(port))) is None:
-        raise Lost(f"it names a node at {host!r} and port {port:,}, which is no address")
+    if (address := told_address(host.decode() or asked.host, str(port))) is None:
+        raise Lost(f"it names a node at {host!r} and port {port!r}, which is no address")
     return address
-
-
-def _length(link: Link, least: int, most: int | None = None) -> int:
-    length = link.length(b"*")
-    if length is None or length < least or (most is not None and length > most):
-        raise Lost("its answer is no list of slots")
-    return length
-
-
-def _text(given: bytes | None) -> str:
-    try:
-        return (given or b"").decode()
-    except UnicodeDecodeError:
-        raise Lost(f"it names a host {given!r}") from None
