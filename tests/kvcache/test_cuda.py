@@ -87,30 +87,20 @@ def test_a_transfer_comes_after_what_the_device_was_told_before_its_submission_a
     streams: Stream,
 ) -> None:
     done = list[str]()
-    copier = cuda.CudaCopier(
-        Direction.STORE, HOST, lambda job: Stream.current.queue.append(lambda: done.append("copy"))
-    )
+
+    def copy(job: CopyJob) -> None:
+        Stream.current.queue.append(lambda: done.append(f"copy {job.job_id}"))
+
+    copier = cuda.CudaCopier(Direction.STORE, HOST, copy)
     streams.queue.append(lambda: done.append("the blocks are written"))
     one = job(copier)
     streams.queue.append(lambda: done.append("later"))
-    finish = copier.begin(one)
+    finishes = [copier.begin(one), copier.begin(job(copier, 2)), copier.begin(job(copier, 3))]
     assert done == []  # Begun, and nobody has waited.
-    finish()
-    assert done == ["the blocks are written", "copy"]
-
-
-def test_transfers_of_one_way_end_in_the_order_in_which_they_begin(streams: Stream) -> None:
-    done = list[int]()
-
-    def copy(job: CopyJob) -> None:
-        Stream.current.queue.append(lambda: done.append(job.job_id))
-
-    copier = cuda.CudaCopier(Direction.LOAD, HOST, copy)
-    finishes = [copier.begin(job(copier, number)) for number in range(3)]
-    finishes[1]()
-    assert done == [0, 1]
+    finishes[0]()
+    assert done == ["the blocks are written", "copy 1"]
     finishes[2]()
-    assert done == [0, 1, 2]
+    assert done[2:] == ["later", "copy 2", "copy 3"]  # In the order in which they began.
 
 
 def test_loads_have_the_more_urgent_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,13 +135,13 @@ class FakeRuntime:
 
     cudaDeviceAttr = SimpleNamespace(cudaDevAttrCanUseHostPointerForRegisteredMem=91)  # noqa: N815
 
-    def cudaDeviceGetAttribute(self, attribute: int, device: int) -> tuple[int, int]:  # noqa: N802
-        assert (attribute, device) == (91, 0)
-        return 0, 1
-
-    def __init__(self, answer: int = 0) -> None:
-        self.answer = answer
+    def __init__(self, answer: int = 0, *, copies: bool = True, able: tuple[int, int | None] = (0, 1)) -> None:
+        self.answer, self.copies, self.able = answer, copies, able
         self.calls: list[tuple[int, int, int]] = []
+
+    def cudaDeviceGetAttribute(self, attribute: int, device: int) -> tuple[int, int | None]:  # noqa: N802
+        assert (attribute, device) == (91, 0)
+        return self.able
 
     def cudaMemcpyBatchAsync(  # noqa: N802
         self,
@@ -167,7 +157,7 @@ class FakeRuntime:
         assert (starts, kinds, len(attributes)) == ([0], 1, 1)
         self.calls.append((count, attributes[0].srcAccessOrder, stream))
         for target, source, size in zip(targets, sources, sizes, strict=True):
-            ctypes.memmove(target, source, size)
+            ctypes.memmove(target, source, size if self.copies else 0)
         return (self.answer,)
 
 
@@ -195,8 +185,12 @@ def test_a_refused_batch_is_an_error_with_cudas_answer() -> None:
     ("runtime", "reason"),
     [
         (None, "No module named 'cuda"),
-        (SimpleNamespace(), "cuda-bindings older than 12.8"),
+        (SimpleNamespace(), "has no attribute 'cudaMemcpyAttributes'"),  # cuda-bindings older than 12.8.
         (FakeRuntime(answer=35), r"cudaMemcpyBatchAsync of 1 copies: \(35,\)"),
+        (FakeRuntime(copies=False), "says that it copied, and did not"),
+        # Batches fault there; single copies are translated.
+        (FakeRuntime(able=(0, 0)), "takes no addresses of registered host memory"),
+        (FakeRuntime(able=(35, None)), "cudaDeviceGetAttribute: 35"),
     ],
 )
 def test_without_batched_copies_pages_are_copied_one_by_one_and_the_log_says_why(
@@ -214,33 +208,32 @@ def test_batched_copies_are_tried_once_before_they_are_relied_on(monkeypatch: py
     assert [(count, order) for count, order, _ in runtime.calls] == [(1, 1)]
 
 
-def test_a_runtime_that_says_it_copied_and_did_not_is_not_relied_on(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    runtime = FakeRuntime()
-    monkeypatch.setattr(runtime, "cudaMemcpyBatchAsync", lambda *args: (0,))
-    find(runtime, monkeypatch)
-    assert cuda.batched_copy(HOST) is None
-    assert "says that it copied, and did not" in caplog.text
-
-
-def find(runtime: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have cuda-python's runtime found; None: have it not installed."""
+def find(runtime: object, patch: pytest.MonkeyPatch) -> None:
+    """Let cuda-python's runtime be found; None: it is not installed."""
 
     def find_module(name: str) -> object:
         if runtime is None:
             raise ModuleNotFoundError("No module named 'cuda'")
         return runtime
 
-    monkeypatch.setattr(importlib, "import_module", find_module)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    patch.setattr(importlib, "import_module", find_module)
+    patch.setattr(torch.cuda, "synchronize", lambda device: None)
 
 
-def test_many_copies_are_several_batches_on_the_stream_of_the_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def sides() -> Sides:
+    """Five pages, and five rows of one."""
+    cache, slots = torch.arange(80, dtype=torch.int8).view(5, 16), torch.zeros((5, 16), dtype=torch.int8)
+    return Sides(((Piece(cache, 0, 16, 0, 16, 16, ()),),), slots, 1, 5)
+
+
+def test_many_copies_are_several_batches_on_the_stream_of_the_transfer(
+    sides: Sides, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cuda, "BATCH_COPIES_MAX", 2)
     runtime, stream = FakeRuntime(), Stream()
-    cache, slots = torch.arange(80, dtype=torch.int8).view(5, 16), torch.zeros((5, 16), dtype=torch.int8)
-    begin = cuda.batched(Sides(((Piece(cache, 0, 16, 0, 16, 16, ()),),), slots, 1, 5), cuda._through(runtime))
+    cache, slots = sides.pieces[0][0].memory, sides.slots
+    begin = cuda.batched(sides, cuda._through(runtime))
     blocks, rows = [4, 2, 0, 3, 1], [0, 2, 4, 1, 3]
     pages = pages_of(GroupBlocks(blocks, rows), 1, num_blocks=5, num_rows=5)
     kept = cache.clone()
@@ -256,33 +249,14 @@ def test_many_copies_are_several_batches_on_the_stream_of_the_transfer(monkeypat
 
 
 def test_rows_that_could_not_be_pinned_are_copied_one_by_one_and_the_log_says_why(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    sides: Sides, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Not every device takes a batch of addresses that are not pinned; torch's own copies are right on all of them."""
     runtime = FakeRuntime()
     monkeypatch.setattr(cuda, "batched_copy", lambda device: cuda._through(runtime))
-    cache, slots = torch.arange(80, dtype=torch.int8).view(5, 16), torch.zeros((5, 16), dtype=torch.int8)
-    store = cuda.cuda_copiers(Sides(((Piece(cache, 0, 16, 0, 16, 16, ()),),), slots, 1, 5), HOST)[1]
+    store = cuda.cuda_copiers(sides, HOST)[1]
     pages = pages_of(GroupBlocks([4, 2], [0, 3]), 1, num_blocks=5, num_rows=5)
     store.begin(CopyJob(1, Direction.STORE, (pages,), mark=store.mark()))()
-    assert torch.equal(slots[[0, 3]], cache[[4, 2]])
+    assert torch.equal(sides.slots[[0, 3]], sides.pieces[0][0].memory[[4, 2]])
     assert runtime.calls == []
     assert "rows are not pinned" in caplog.text
-
-
-def test_a_device_that_takes_no_addresses_of_pinned_memory_has_no_batches(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Batches fault there; single copies are translated."""
-    for answer, able, why in ((0, 0, "takes no addresses of registered host memory"), (35, None, "35")):
-        runtime = SimpleNamespace(
-            cudaMemcpyBatchAsync=lambda *_: (0,),
-            cudaMemcpyAttributes=SimpleNamespace,
-            cudaMemcpySrcAccessOrder=int,
-            cudaDeviceAttr=SimpleNamespace(cudaDevAttrCanUseHostPointerForRegisteredMem=91),
-            cudaDeviceGetAttribute=lambda attribute, device, answer=answer, able=able: (answer, able),
-        )
-        monkeypatch.setattr(importlib, "import_module", lambda name, runtime=runtime: runtime)
-        assert cuda.batched_copy(HOST) is None
-        assert why in caplog.text
-        caplog.clear()

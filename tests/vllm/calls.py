@@ -12,7 +12,7 @@ from kvtier.config import EngineConfig
 from kvtier.engine.steps import StepManager
 from kvtier.integrations.vllm import KVTierConnector, KVTierOffloadingSpec, KVTierSecondaryTier
 from kvtier.integrations.vllm.manager import VllmManager
-from kvtier.integrations.vllm.stats import ObservedTimes
+from kvtier.integrations.vllm.stats import Stats
 from kvtier.integrations.vllm.worker import VllmWorker
 
 OURS = {
@@ -45,7 +45,7 @@ def mismatches() -> Iterator[str]:
 def told_of_failed_stores() -> list[tuple[list[int], bool, bool]]:
     """Fail two stores, try one of them again, and return what vLLM is told: keys, removed, of descriptions only."""
     config = EngineConfig(cpu_bytes_to_use=16_384, chunk_bytes=4_096, events=True)
-    manager = VllmManager(StepManager.start(config), ObservedTimes())
+    manager = VllmManager(StepManager.start(config), Stats())
     context = base.ReqContext(req_id="r")
     manager.on_new_request(context)
     manager.prepare_store(keys := [make_offload_key(bytes([number])) for number in (1, 2)], context)

@@ -8,7 +8,7 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 from kvtier.backend.namespace import OffloadKey, make_offload_key
 from kvtier.engine.steps import StepManager
 from kvtier.integrations.vllm.manager import VllmManager
-from kvtier.integrations.vllm.stats import ObservedTimes
+from kvtier.integrations.vllm.stats import Stats
 from tests.benchmarks.protocol import Steps
 
 KEYS = [make_offload_key(bytes([number]) * 32) for number in range(8)]
@@ -40,7 +40,7 @@ class Both:
     """One engine through vLLM's interface, and its equal through the step protocol."""
 
     def __init__(self) -> None:
-        self.through = VllmManager(engine().manager, ObservedTimes())
+        self.through = VllmManager(engine().manager, Stats())
         self.direct = engine().manager
         self.contexts: dict[str, ReqContext] = {}
         self.hits: dict[str, list[OffloadKey]] = {}
@@ -123,7 +123,7 @@ def test_of_what_vllm_stores_beyond_a_tiers_budget_the_beginning_cascades() -> N
     steps.hold(0)
     ledger = steps.manager.ledger
     ledger.tiers[0].spec = ledger.tiers[0].spec._replace(store_chunks_max=3)
-    through, context = VllmManager(steps.manager, ObservedTimes()), ReqContext(req_id="r")
+    through, context = VllmManager(steps.manager, Stats()), ReqContext(req_id="r")
     dice = random.Random(5)
     for place, key in enumerate(KEYS):
         context.set_offload_key_position(key, place)
@@ -137,7 +137,7 @@ def test_of_what_vllm_stores_beyond_a_tiers_budget_the_beginning_cascades() -> N
 
 def test_the_groups_of_a_model_are_stored_in_vllms_order_and_leave_tail_first() -> None:
     steps = Steps(ROWS)
-    through, context = VllmManager(steps.manager, ObservedTimes()), ReqContext(req_id="r")
+    through, context = VllmManager(steps.manager, Stats()), ReqContext(req_id="r")
     groups = [[make_offload_key(bytes([group, place]), group) for place in range(2)] for group in range(2)]
     for keys in groups:
         for place, key in enumerate(keys, 1):

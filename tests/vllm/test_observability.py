@@ -6,9 +6,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from io import StringIO
 
-import pytest
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -18,10 +16,8 @@ from kvtier.backend.namespace import Namespace
 from kvtier.config import EngineConfig
 from kvtier.engine.ledger import ledger_of
 from kvtier.engine.metrics import Metrics
-from kvtier.engine.tier import Tier, TierSpec
 from kvtier.integrations.vllm import KVTierOffloadingSpec
-from kvtier.integrations.vllm.stats import ObservedTimes, Summary, log_as_vllm, metric_definitions
-from kvtier.runner.messages import LOGGERS
+from kvtier.integrations.vllm.stats import Stats, log_as_vllm, metric_definitions
 from tests.vllm.engines import Engine, fill, kvtier, prompts
 
 BLOCK_BYTES = 64 << 10
@@ -61,8 +57,7 @@ def test_counts_and_facts_go_through_vllms_own_stats_as_they_were_declared(llama
 
 def test_every_metric_of_kvtiers_is_declared_to_vllm():
     config = EngineConfig(cpu_bytes_to_use=1 << 20, chunk_bytes=BLOCK_BYTES, namespace=Namespace(model_name="m"))
-    times = ObservedTimes()
-    own = Metrics(ledger_of(config, None, times.observe)).registry
+    own = Metrics(ledger_of(config, None, Stats().observe)).registry
     assert metric_definitions().keys() == {family.name for family in own.collect()}
 
 
@@ -91,19 +86,6 @@ def watch_sources(engine: Engine) -> list[dict[CacheHitSource, int]]:
 
     engine.connector.get_external_cache_hit_sources = noted
     return told
-
-
-def test_a_request_may_choose_the_tiers_that_it_loads_from(llama, disk):
-    asked = prompts(1)
-    fill(llama, kvtier(disk), asked)
-    with Engine(llama, kvtier(disk)) as engine:
-        cached = {}
-        for medium in ("CPU", "STORAGE"):
-            (answer,) = engine.answer(asked, load_tiers=[{"medium": medium}])
-            cached[medium] = answer.cached
-            engine.settle()
-            engine.llm.reset_prefix_cache(reset_connector=True)
-        assert cached == {"CPU": 0, "STORAGE": 992}
 
 
 def test_events_tell_medium_and_tier(llama, disk):
@@ -144,83 +126,30 @@ def watch_events(engine: Engine) -> list:
 
 # In the log.
 
-
-@pytest.fixture
-def vllm_log():
-    """What vLLM's own logger is handed, from INFO on; kvtier's loggers are left as they were."""
-    vllm, loggers = logging.getLogger("vllm"), [logging.getLogger(name) for name in LOGGERS]
-    before = [(each, each.level, each.propagate, list(each.handlers)) for each in (vllm, *loggers)]
-    for each in loggers:  # As in a program that has not made an engine yet.
-        each.handlers, each.propagate = [], True
-        each.setLevel(logging.NOTSET)
-    handler = logging.StreamHandler(StringIO())
-    vllm.addHandler(handler)
-    vllm.setLevel(logging.INFO)
-    yield handler.stream
-    for each, level, propagate, handlers in before:
-        each.handlers, each.propagate = handlers, propagate
-        each.setLevel(level)
-
-
 ONE_ENGINE = """
 import sys
 from pathlib import Path
-from tests.vllm.engines import Engine, fill, kvtier, prompts
-model, disk = sys.argv[1], Path(sys.argv[2])
-fill(model, kvtier(disk), prompts(2))
-with Engine(model, kvtier(disk)) as engine:
-    engine.answer(prompts(2))
-    engine.settle()
-    engine.manager.get_stats()
+from tests.vllm.engines import Engine, kvtier
+with Engine(sys.argv[1], kvtier(Path(sys.argv[2]))):
+    pass
 """
 
 
-@pytest.fixture
-def written(llama, disk):
-    """What a program with vLLM in it writes that runs one engine after the other, of which the second finds chunks."""
-    given = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_LOG_STATS_INTERVAL": "0.001", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", ONE_ENGINE, llama, str(disk)], env=os.environ | given, capture_output=True, text=True
-    )
+def test_kvtiers_log_comes_in_vllms_form(llama, disk):
+    given = os.environ | {"VLLM_LOGGING_LEVEL": "INFO", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", ONE_ENGINE, llama, str(disk)]
+    done = subprocess.run(command, env=given, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
-
-
-TIME = r"\d\d-\d\d \d\d:\d\d:\d\d"
-
-
-def test_kvtiers_log_comes_in_vllms_form_and_a_line_says_how_it_goes(written, disk):
-    assert len(re.findall(rf"INFO {TIME} \[steps.py:\d+\] kvtier \d", written)) == 2
-    about = f"tier 0:fs: root {disk}, layout segments; found"
-    started = rf"pid=(\d+)\) INFO {TIME} \[reports.py:\d+\] {about} (\d+)"
-    (_, found_first), (_, found_then) = re.findall(started, written)
-    assert (found_first, found_then) == ("0", str(6 * 31))
-    assert len({pid for pid, _ in re.findall(started, written)}) == 2  # Each runner's process has its own.
-    lines = re.findall(rf"INFO {TIME} \[stats.py:\d+\] kvtier: (.*)", written)
-    assert any(line.startswith("hit ratio 100.0%, loaded ") for line in lines), lines
-    assert any(re.search(r"\bloaded [\d.]+ [KM]iB, stored", line) for line in lines), lines  # Perhaps in a line before.
-    assert all(re.search(r"% full, 0:fs holds [\d.]+ ([KM]i)?B", line) for line in lines), lines
+    written, info = done.stdout + done.stderr, r"INFO \d\d-\d\d \d\d:\d\d:\d\d"
+    assert len(re.findall(rf"{info} \[steps.py:\d+\] kvtier \d", written)) == 1
+    about = f"tier 0:fs: root {disk}, layout segments; found 0"
+    assert len(re.findall(rf"pid=\d+\) {info} \[reports.py:\d+\] {about}", written)) == 1  # The runner's process.
     assert not re.search(r"^(WARNING|INFO|ERROR):kvtier", written, re.MULTILINE)
 
 
-def test_a_configured_logger_is_left_alone(vllm_log):
-    own, handler = logging.getLogger("kvtier"), logging.NullHandler()
-    own.addHandler(handler)
+def test_a_configured_logger_is_left_alone(monkeypatch):
+    own, handlers = logging.getLogger("kvtier"), [logging.NullHandler()]
+    monkeypatch.setattr(own, "handlers", handlers)
+    monkeypatch.setattr(own, "propagate", True)
     log_as_vllm()
-    assert (own.handlers, own.propagate) == ([handler], True)
-
-
-def test_a_tier_behind_vllms_own_manager_says_how_it_goes(vllm_log, monkeypatch):
-    monkeypatch.setenv("VLLM_LOG_STATS_INTERVAL", "10")
-    log_as_vllm()
-    tier, seconds = (
-        Tier(0, TierSpec("disk", 100, 60.0, 3, 60.0, 2, row_bytes=1 << 30)),
-        iter([0.0, 9.0, 11.0, 12.0, 22.0]),
-    )
-    summary = Summary([tier], clock=lambda: next(seconds))
-    tier.counters.stored, tier.counters.loaded, tier.capacity_bytes = 3, 2, 8 << 30
-    tier.counters.dropped["breaker"] += 5
-    for _ in range(4):
-        summary.look()
-    (line,) = vllm_log.getvalue().splitlines()
-    assert line == "kvtier: loaded 2.0 GiB, stored 3.0 GiB, disk holds 0 B of 8.0 GiB, 5 chunks dropped"
+    assert (own.handlers, own.propagate) == (handlers, True)

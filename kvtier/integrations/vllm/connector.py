@@ -7,7 +7,6 @@ ends with the step's answer. So idle time does not count, and a step that waited
 
 import time
 from collections import deque
-from typing import NamedTuple
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
@@ -40,43 +39,29 @@ class KVTierConnector(OffloadingConnector):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         if self._meter is not None:
-            self._meter.scheduled(step_tokens(scheduler_output), time.monotonic())
+            self._meter.scheduled(*step_tokens(scheduler_output), time.monotonic())
         return super().build_connector_meta(scheduler_output)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Return the changes. vLLM asks once for every answer of a step, which marks the step's end."""
         if self._meter is not None and (prefill := self._meter.answered(time.monotonic())):
-            self._engine.note_prefill(prefill.tokens, prefill.seconds)
+            self._engine.note_prefill(*prefill)
         return super().get_kv_connector_stats()
 
 
-class StepTokens(NamedTuple):
-    """The tokens of one step: of prompts, also those that a preempted request computes again, and of answers."""
+def step_tokens(output: SchedulerOutput) -> tuple[int, int]:
+    """Return the tokens that a step computes of prompts and of answers: (0, 0) if its time also goes to other work.
 
-    prefill: int
-    decode: int
-
-
-class MeasuredPrefill(NamedTuple):
-    """A measured piece of prefill."""
-
-    tokens: int
-    seconds: float
-
-
-NOTHING = StepTokens(0, 0)
-
-
-def step_tokens(output: SchedulerOutput) -> StepTokens:
-    """Return the tokens that a step computes; none for a step whose time also goes to other work."""
+    What a preempted request computes again is prompt, too.
+    """
     counts, total = output.num_scheduled_tokens, output.total_num_scheduled_tokens
     if output.scheduled_encoder_inputs or output.has_sync_kv_loads:
-        return NOTHING
+        return 0, 0
     if total == len(counts):  # Most steps: a token for each request.
-        return StepTokens(0, total)
+        return 0, total
     drafts = output.scheduled_spec_decode_tokens
     prefill = sum(count for request, count in counts.items() if count > 1 + len(drafts.get(request, ())))
-    return StepTokens(prefill, total - prefill)
+    return prefill, total - prefill
 
 
 class PrefillMeter:
@@ -84,35 +69,28 @@ class PrefillMeter:
 
     def __init__(self, steps_max: int) -> None:
         """`steps_max`: the most steps that the LLM engine has in flight at once."""
-        self._under_way: deque[tuple[StepTokens, float]] = deque(maxlen=steps_max)
+        self._in_flight: deque[tuple[int, int, float]] = deque(maxlen=steps_max)
         self._answered_at = float("-inf")
         self._decode_s: float | None = None  # Mean time of a step that only decodes.
 
-    def scheduled(self, step: StepTokens, now: float) -> None:
-        """Record the start of a step, which may queue behind those in flight."""
-        self._under_way.append((step, now))
+    def scheduled(self, prefill: int, decode: int, now: float) -> None:
+        """Record the start of a step with these tokens, which may queue behind those in flight."""
+        self._in_flight.append((prefill, decode, now))
 
-    def answered(self, now: float) -> MeasuredPrefill | None:
-        """Record the answer of the oldest step in flight; return its prefill, if it has one.
+    def answered(self, now: float) -> tuple[int, float] | None:
+        """Record the answer of the oldest step in flight; return its prefill, if it has one: tokens and seconds.
 
         The time of decoding is subtracted: that of a step which only decodes, but at most the decoded tokens' share of
         the step.
         """
-        if not self._under_way:
+        if not self._in_flight:
             return None
-        step, scheduled_at = self._under_way.popleft()
+        prefill, decode, scheduled_at = self._in_flight.popleft()
         seconds = now - max(scheduled_at, self._answered_at)
         self._answered_at = now
-        if step.prefill:
-            return self._prefill(step, seconds)
-        if step.decode:
-            self._note_decode(seconds)
-        return None
-
-    def _prefill(self, step: StepTokens, seconds: float) -> MeasuredPrefill:
-        decoding_s = min(self._decode_s or 0.0, seconds * step.decode / (step.prefill + step.decode))
-        return MeasuredPrefill(step.prefill, seconds - decoding_s)
-
-    def _note_decode(self, seconds: float) -> None:
         mean = self._decode_s
-        self._decode_s = seconds if mean is None else mean + DECODE_NEWEST * (seconds - mean)
+        if prefill:
+            return prefill, seconds - min(mean or 0.0, seconds * decode / (prefill + decode))
+        if decode:
+            self._decode_s = seconds if mean is None else mean + DECODE_NEWEST * (seconds - mean)
+        return None

@@ -1,7 +1,8 @@
 """The scheduler's side: vLLM's OffloadingManager in front of kvtier's step protocol.
 
-It translates and decides nothing, with one exception: after a reset vLLM 0.32 does not report when its workers have
-released the rows, so that is concluded here (`_Flush`).
+It translates and decides nothing, with one exception. After a reset vLLM 0.32 does not report when its workers have
+released the rows. But it drops the reports of transfers from before the reset, and makes every worker finish these
+before later ones. So they have finished if there were none, or when all workers have reported the first later transfer.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -28,7 +29,7 @@ from kvtier.engine.metrics import ledger_series
 from kvtier.engine.requests import by_position
 from kvtier.engine.steps import StepManager
 from kvtier.engine.tier import TierMatcher
-from kvtier.integrations.vllm.stats import Media, ObservedTimes, Stats, Summary, config_info, offloading_events
+from kvtier.integrations.vllm.stats import Media, Stats, config_info, offloading_events
 
 _RESULTS = {
     Answer.MISS: LookupResult.MISS,
@@ -47,17 +48,18 @@ class VllmManager(OffloadingManager):
     `reset_cache` and `shutdown` are the exceptions: they wait for transfers in flight, within the engine's `close_s`.
     """
 
-    def __init__(self, engine: StepManager, times: ObservedTimes) -> None:
-        """Own an engine, whose observer is `times`; `shutdown` closes it."""
+    def __init__(self, engine: StepManager, stats: Stats) -> None:
+        """Own an engine, which `stats` observes; `shutdown` closes it."""
         self.engine = engine
         self._ledger = engine.ledger
         self._ready = self._ledger.primary.ready
         self._hits: list[OffloadKey] = []  # One request's hits in this step: the ledger's own list.
         self._hits_of: ReqContext | None = None  # The request of these hits; None while there are none.
         self._media = Media(self._ledger.tiers)
-        self._stats = Stats(ledger_series(self._ledger), times)
-        self._summary = Summary(self._ledger.tiers, self._ledger)
-        self._flush = _Flush()
+        self._stats = stats
+        stats.watch(ledger_series(self._ledger))
+        self._copying = 0  # Chunks that workers are copying, by their reports since the last reset.
+        self._flushing = False  # Workers may still use rows of before a reset.
         self._calls = 0  # Calls that may have changed a count.
         self._reported = (-1, -1)  # Calls and messages at the last report.
         self._report_again = False
@@ -91,7 +93,7 @@ class VllmManager(OffloadingManager):
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         self._calls += 1
         rows = self.engine.prepare_load(_keys(keys), req_context.req_id)
-        self._flush.outstanding += len(rows)
+        self._copying += len(rows)
         return CPULoadStoreSpec(rows)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -108,7 +110,7 @@ class VllmManager(OffloadingManager):
         plan = self.engine.prepare_store(_keys(keys), req_context.req_id)
         if plan is None:
             return None
-        self._flush.outstanding += len(plan.keys)
+        self._copying += len(plan.keys)
         return PrepareStoreOutput(plan.keys, CPULoadStoreSpec(plan.rows), plan.evicted)
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
@@ -137,7 +139,6 @@ class VllmManager(OffloadingManager):
         if not (changed or self._report_again):
             return None
         self._reported, self._report_again = seen, changed
-        self._summary.look()
         return self._stats.take()
 
     def config_info(self) -> Sequence[dict[str, str | int]]:  # vLLM 0.33's.
@@ -148,12 +149,14 @@ class VllmManager(OffloadingManager):
         self._calls += 1
         self._hits_of = None
         self.engine.reset()
-        if self._flush.begin():
+        self._flushing |= self._copying > 0
+        self._copying = 0
+        if not self._flushing:
             self.engine.on_reset_flushed()
 
     def on_reset_flushed(self) -> None:  # vLLM 0.33's.
         """Let tiers fill rows again: no worker uses rows of before the reset any more."""
-        self._flush.awaited = False
+        self._flushing = False
         self.engine.on_reset_flushed()
 
     def shutdown(self) -> None:
@@ -169,32 +172,9 @@ class VllmManager(OffloadingManager):
         return _RESULTS[found]
 
     def _completed(self, chunks: int) -> None:
-        if self._flush.completed(chunks):
-            self.engine.on_reset_flushed()
-
-
-class _Flush:
-    """The flush after a reset: concludes when vLLM's workers have released their rows.
-
-    vLLM drops the reports of transfers from before the reset, and makes every worker finish these before later ones.
-    So they have finished if there were none, or when all workers have reported the first later transfer.
-    """
-
-    def __init__(self) -> None:
-        self.outstanding = 0  # Chunks that workers are copying, by their reports.
-        self.awaited = False
-
-    def begin(self) -> bool:
-        """Record a reset; return True if no worker was copying."""
-        self.awaited = self.awaited or self.outstanding > 0
-        self.outstanding = 0
-        return not self.awaited
-
-    def completed(self, chunks: int) -> bool:
-        """Record the copies of chunks; return True if that ends a reset's flush."""
-        self.outstanding -= chunks
-        ended, self.awaited = self.awaited, False
-        return ended
+        self._copying -= chunks
+        if self._flushing:
+            self.on_reset_flushed()
 
 
 def hint_in(req_context: ReqContext) -> object:
@@ -209,9 +189,6 @@ def _keys(keys: Collection[OffloadKey]) -> list[OffloadKey]:
 
 def _matchers(chosen: TierFilter) -> list[TierMatcher]:
     return [
-        TierMatcher(
-            None if matcher.medium is None else matcher.medium.value,
-            None if matcher.locality is None else matcher.locality.value,
-        )
-        for matcher in chosen.matchers
+        TierMatcher(each.medium and each.medium.value, each.locality and each.locality.value)
+        for each in chosen.matchers
     ]

@@ -27,7 +27,7 @@ from kvtier.engine.steps import StepManager
 from kvtier.errors import ConfigError
 from kvtier.integrations.vllm.manager import VllmManager
 from kvtier.integrations.vllm.rows import MET_S, namespace_of, one_host, places_of, plan_rows, require_met
-from kvtier.integrations.vllm.stats import INFO_KEYS, ObservedTimes, log_as_vllm, metric_definitions, unregister_earlier
+from kvtier.integrations.vllm.stats import INFO_KEYS, Stats, log_as_vllm, metric_definitions, unregister_earlier
 from kvtier.integrations.vllm.worker import make_worker
 from kvtier.integrations.vllm_options import engine_config, read_options
 from kvtier.memory import Region
@@ -65,11 +65,11 @@ class KVTierOffloadingSpec(OffloadingSpec):
             workers = self.config.parallel.world_size
             with one_host(workers):
                 region = self._region(participant=workers, met_s=MET_S)  # Workers go by their ranks, below it.
-            times = ObservedTimes()
+            stats = Stats()
             engine = StepManager.start(
-                self._engine_config, region=region, observer=times.observe, waited=times.observe_wait
+                self._engine_config, region=region, observer=stats.observe, waited=stats.observe_wait
             )
-            self._manager = VllmManager(engine, times)
+            self._manager = VllmManager(engine, stats)
         return self._manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:

@@ -1,4 +1,4 @@
-"""Reports in vLLM's words: events, metrics on vLLM's `/metrics`, a line every so often in vLLM's log, and facts.
+"""Reports in vLLM's words: events, metrics on vLLM's `/metrics`, log records, and facts.
 
 The metrics are those of `kvtier.engine.metrics`. vLLM carries observations, not totals: counters are sent as what was
 added since the last call, gauges when they change. A counter without further labels is first sent as it is, even if 0,
@@ -7,11 +7,9 @@ comparisons.
 """
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 
-import vllm.envs as envs
 from prometheus_client import REGISTRY
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -28,7 +26,6 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvtier.backend import FileMapper, OffloadKey
 from kvtier.config import PRIMARY_NAME, EngineConfig, __version__
 from kvtier.engine.answers import Event, EventKind
-from kvtier.engine.ledger import Ledger
 from kvtier.engine.metrics import (
     DECISION_METRICS,
     LEDGER_METRICS,
@@ -47,9 +44,6 @@ from kvtier.engine.metrics import (
 )
 from kvtier.engine.tier import Tier, TierSpec
 from kvtier.runner.messages import LOGGERS
-from kvtier.settings import shown_bytes
-
-logger = logging.getLogger(__name__)
 
 _TELLS_WHAT_DID_NOT_COME = "metadata_only" in {field.name for field in fields(OffloadingEvent)}  # From vLLM 0.33 on.
 _SOURCES = {Medium.CPU: CacheHitSource.HOST, Medium.STORAGE: CacheHitSource.DISK}
@@ -85,30 +79,23 @@ def unregister_earlier() -> None:
         REGISTRY.unregister(collector)
 
 
-class ObservedTimes:
-    """The durations of transfers and waits since the last `take`, in seconds; an engine's observers are its methods."""
+class Stats:
+    """The statistics for vLLM: what has changed since the last `take`. An engine's observers are its methods."""
 
     def __init__(self) -> None:
+        self._series: Sequence[Series] = ()
+        self._last: list[Reading] = []
         self._seconds: list[tuple[Durations, Labels, float]] = []
+
+    def watch(self, series: Sequence[Series]) -> None:
+        """Report these series from now on."""
+        self._series, self._last = series, [None] * len(series)
 
     def observe(self, tier: str, operation: str, seconds: float) -> None:
         self._seconds.append((TRANSFER_SECONDS, (tier, operation), seconds))
 
     def observe_wait(self, seconds: float) -> None:
         self._seconds.append((WAIT_SECONDS, (), seconds))
-
-    def take(self) -> list[tuple[Durations, Labels, float]]:
-        taken, self._seconds = self._seconds, []
-        return taken
-
-
-class Stats:
-    """The statistics for vLLM: what has changed since the last `take`."""
-
-    def __init__(self, series: Sequence[Series], times: ObservedTimes) -> None:
-        self._series = series
-        self._times = times
-        self._last: list[Reading] = [None] * len(series)
 
     def take(self) -> OffloadingConnectorStats | None:
         """Return what has changed; None if nothing has."""
@@ -119,58 +106,10 @@ class Stats:
                 if reading != last:
                     _report(stats, self._series[index], reading, last)
                     self._last[index] = reading.copy() if isinstance(reading, dict) else reading  # Many are live.
-        for durations, labels, seconds in self._times.take():
-            stats.observe_histogram(durations.name, seconds, labels)
+        seconds, self._seconds = self._seconds, []
+        for durations, labels, each in seconds:
+            stats.observe_histogram(durations.name, each, labels)
         return None if stats.is_empty() else stats
-
-
-class Summary:
-    """The line in the log: what has changed, as often as vLLM logs its own figures; none while nothing changes."""
-
-    def __init__(
-        self, tiers: Sequence[Tier], ledger: Ledger | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """Without a `ledger` the primary is vLLM's, and the line has nothing of it."""
-        self._tiers = tiers
-        self._ledger = ledger
-        self._clock = clock
-        self._due = clock() + envs.VLLM_LOG_STATS_INTERVAL
-        self._before = self._counts()
-
-    def look(self) -> None:
-        """Log a line if it is due."""
-        if (now := self._clock()) < self._due:
-            return
-        self._due = now + envs.VLLM_LOG_STATS_INTERVAL
-        counts = self._counts()
-        if counts == self._before:
-            return
-        hits, misses, loaded, stored, dropped = (
-            count - before for count, before in zip(counts, self._before, strict=True)
-        )
-        self._before = counts
-        parts = [f"loaded {shown_bytes(loaded)}", f"stored {shown_bytes(stored)}"]
-        if self._ledger is not None:
-            if hits + misses:
-                parts.insert(0, f"hit ratio {hits / (hits + misses):.1%}")
-            primary = self._ledger.primary
-            parts.append(f"primary {1 - primary.rows_free / primary.rows:.1%} full")
-        parts += [_holds(tier) for tier in self._tiers]
-        if dropped:
-            parts.append(f"{dropped:,} chunks dropped")
-        logger.info("kvtier: %s", ", ".join(parts))
-
-    def _counts(self) -> tuple[int, ...]:
-        """Return hits, misses, bytes loaded from tiers and stored in them, and chunks dropped before a store."""
-        own = None if self._ledger is None else self._ledger.counters
-        counted = [(tier.counters, tier.spec.row_bytes) for tier in self._tiers]
-        return (
-            (0 if own is None else own.hits) + sum(each.hits for each, _ in counted),
-            0 if own is None else own.misses,
-            sum(each.loaded * row_bytes for each, row_bytes in counted),
-            sum(each.stored * row_bytes for each, row_bytes in counted),
-            sum(sum(each.dropped.values()) for each, _ in counted),
-        )
 
 
 class ToVllm(logging.Handler):
@@ -223,11 +162,6 @@ def _report(stats: OffloadingConnectorStats, series: Series, reading: Reading, l
             stats.increase_counter(series.name, number - before.get(further, 0), labels)
         else:
             stats.set_gauge(series.name, number, labels)
-
-
-def _holds(tier: Tier) -> str:
-    limit = "" if tier.capacity_bytes is None else f" of {shown_bytes(tier.capacity_bytes)}"
-    return f"{tier.spec.name} holds {shown_bytes(tier.used_bytes)}{limit}"
 
 
 class Media:

@@ -1,4 +1,4 @@
-"""Places of a cache's bytes in its storage: by the names of its axes, or by its strides alone.
+"""Places of a cache's bytes in its storage, by the names of its axes and by its strides.
 
 One letter an axis: B blocks (a kernel's), K key and value, H heads, N states (tokens), C content of one head's one
 state. Names instead of positions let one rule place heads, split keys from values and find blocks for every backend.
@@ -135,33 +135,13 @@ class BlockRun(NamedTuple):
     offset_bytes: int
     stride_bytes: int
     extent_bytes: int
-    gap: str  # Why the extent has bytes of others in it; empty: it has none.
+    gap: str  # The bytes of others in the extent, described; empty: there are none.
 
 
 class _Axis(NamedTuple):
     axis: int
     size: int
     stride_bytes: int
-
-
-def block_axis(layer: str, tensor: torch.Tensor, blocks: int) -> int:
-    """Return the axis of the (kernel) blocks in a cache without named axes: the first, or the one behind K and V.
-
-    Raises `ConfigError` where neither fits, or both do.
-    """
-    shape = tuple(tensor.shape)
-    leading = bool(shape) and shape[0] == blocks
-    behind = len(shape) > 1 and shape[0] == 2 and shape[1] == blocks
-    if leading and behind:
-        raise ConfigError(
-            f"{layer}: shape {shape} and strides {tuple(tensor.stride())} may have its {blocks} blocks first "
-            "or second; name its axes"
-        )
-    if not leading and not behind:
-        raise ConfigError(
-            f"{layer}: shape {shape} and strides {tensor.stride()} have no axis of {blocks} blocks in front"
-        )
-    return 0 if leading else 1
 
 
 def block_runs(layer: str, tensor: torch.Tensor, axis: int, num_blocks: int) -> list[BlockRun]:
@@ -199,14 +179,11 @@ def _extent(layer: str, tensor: torch.Tensor, inner: list[_Axis], item_bytes: in
     extent_bytes, gap = item_bytes, ""
     for axis in inner:
         if axis.stride_bytes < extent_bytes:
-            raise ConfigError(
-                f"{layer}: stride {tensor.stride(axis.axis)} of axis {axis.axis} makes elements overlap "
-                f"(shape {tuple(tensor.shape)}, strides {tuple(tensor.stride())})"
-            )
+            raise ConfigError(f"{layer}: stride {tensor.stride(axis.axis)} of axis {axis.axis} makes elements overlap")
         if axis.stride_bytes > extent_bytes and not gap:
             gap = (
                 f"stride {tensor.stride(axis.axis)} of axis {axis.axis} leaves {axis.stride_bytes - extent_bytes:,} "
-                f"bytes free inside of each block (shape {tuple(tensor.shape)}, strides {tuple(tensor.stride())})"
+                "bytes free inside of each block"
             )
         extent_bytes += (axis.size - 1) * axis.stride_bytes
     return extent_bytes, gap

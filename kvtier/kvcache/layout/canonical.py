@@ -20,7 +20,6 @@ from kvtier.kvcache.layout.axes import (
     AxesOf,
     BlockRun,
     CacheAxes,
-    block_axis,
     block_runs,
     cache_view,
     state_views,
@@ -31,6 +30,8 @@ from kvtier.kvcache.layout.model import AttentionSpec, KVCacheConfig, KVCacheGro
 
 LayerCache = torch.Tensor | Sequence[torch.Tensor]
 """An attention layer's cache, or a state-space layer's states."""
+
+UNNAMED = "an attention layer without axes: its backend must name them"
 
 
 class PageRun(msgspec.Struct, frozen=True):
@@ -173,7 +174,7 @@ def _layer_views(
             return state_views(memory, spec, num_blocks, offset_bytes=offset_bytes, block_stride_bytes=stride_bytes)
         assert isinstance(spec, AttentionSpec), spec
         if axes is None:
-            raise ConfigError("an attention layer without axes: its backend must name them")
+            raise ConfigError(UNNAMED)
         return cache_view(
             memory,
             spec,
@@ -187,16 +188,14 @@ def _layer_views(
         raise ConfigError(f"{layer}: {error}") from error
 
 
-def canonical_kv_caches(
-    config: KVCacheConfig, caches: Mapping[str, LayerCache], axes: AxesOf | None = None
-) -> CanonicalKVCaches:
+def canonical_kv_caches(config: KVCacheConfig, caches: Mapping[str, LayerCache], axes: AxesOf) -> CanonicalKVCaches:
     """Find the pages of a model's groups in the caches, which have the layers' names.
 
-    Without a layer's `axes`, its blocks are found by its shape. Raises `ConfigError`, naming layer and stride, if only
-    a copy could bring a cache into pages, or a cache does not fit its spec.
+    Raises `ConfigError`, naming layer and stride, if only a copy could bring a cache into pages, or a cache does not
+    fit its spec.
     """
     placed = {
-        layer: _placed(layer, caches[layer], group, (axes or {}).get(layer), config.num_blocks)
+        layer: _placed(layer, caches[layer], group, axes.get(layer), config.num_blocks)
         for group in config.groups
         for layer in group.layers
     }
@@ -254,16 +253,14 @@ def _placed(
 def _attention_runs(
     layer: str, cache: torch.Tensor, group: KVCacheGroup, axes: CacheAxes | None, num_blocks: int
 ) -> list[BlockRun]:
-    blocks = num_blocks * group.kernel_blocks
     if axes is None:
-        axis = block_axis(layer, cache, blocks)
-    else:
-        axis = axes.shape.index("B")
-        if cache.ndim != len(axes.shape) or cache.shape[axis] != blocks:
-            raise ConfigError(
-                f"{layer}: shape {tuple(cache.shape)} and strides {tuple(cache.stride())} given, "
-                f"{blocks} blocks as axis {axis} of {axes.shape} accepted"
-            )
+        raise ConfigError(f"{layer}: {UNNAMED}")
+    blocks, axis = num_blocks * group.kernel_blocks, axes.shape.index("B")
+    if cache.ndim != len(axes.shape) or cache.shape[axis] != blocks:
+        raise ConfigError(
+            f"{layer}: shape {tuple(cache.shape)} and strides {tuple(cache.stride())} given, "
+            f"{blocks} blocks as axis {axis} of {axes.shape} accepted"
+        )
     runs = block_runs(layer, cache, axis, num_blocks)
     if len(runs) > 2 * getattr(group.layers[layer], "num_kv_heads", 1):  # Keys and values of each head.
         raise ConfigError(

@@ -128,12 +128,10 @@ def batched_copy(device: torch.device) -> BatchedCopy | None:
     """Return `cudaMemcpyBatchAsync` of cuda-python; None, and a warning, where that or the driver does not have it."""
     try:
         runtime: Any = importlib.import_module("cuda.bindings.runtime")
-        if not hasattr(runtime, "cudaMemcpyBatchAsync"):
-            raise ImportError("cuda-bindings older than 12.8")
         copy = _through(runtime)
         _require_host_addresses(runtime, device)
         _try_out(copy, device)
-    except (ImportError, RuntimeError) as error:
+    except (AttributeError, ImportError, RuntimeError) as error:  # AttributeError: cuda-bindings older than 12.8.
         logger.warning(WITHOUT_BATCHES, f"{error} (kvtier[cuda] has them)", Remedy.UNBATCHED)
         return None
     return copy
@@ -214,13 +212,9 @@ def _try_out(copy: BatchedCopy, device: torch.device) -> None:
     target = torch.zeros_like(source)
     torch.cuda.synchronize(device)
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    whole = Descriptors(*(np.array([value]) for value in (source.data_ptr(), target.data_ptr(), source.nbytes)))
     with torch.cuda.device(device):
-        copy(_whole(source, target), stream.cuda_stream, False)
+        copy(whole, stream.cuda_stream, False)
         stream.synchronize()
     if not torch.equal(source, target):
         raise RuntimeError("cudaMemcpyBatchAsync says that it copied, and did not")
-
-
-def _whole(source: torch.Tensor, target: torch.Tensor) -> Descriptors:
-    columns = (source.data_ptr(), target.data_ptr(), source.nbytes)
-    return Descriptors(*(np.array([value]) for value in columns))

@@ -133,33 +133,17 @@ def _serve(jobs: CopyJobs, copier: Copier) -> None:
     begun = deque[tuple[CopyJob, Finish]]()
     while True:
         job = jobs.take(copier.directions, wait=not begun) if len(begun) < copier.ahead else None
-        if job is not None:
-            begun.append((job, _begin(copier, job)))
-        elif begun:
-            done, finish = begun.popleft()
-            jobs.finish(done, _failure(done, finish))
-        else:
-            return
-
-
-def _begin(copier: Copier, job: CopyJob) -> Finish:
-    """Begin a transfer; a failure is raised by its `Finish`."""
-    try:
-        return copier.begin(job)
-    except Exception as error:  # noqa: BLE001  # A thread that ended would leave all waiting.
-        failed = error
-
-        def fail() -> None:
-            raise failed
-
-        return fail
-
-
-def _failure(job: CopyJob, finish: Finish) -> TransferFailed | None:
-    try:
-        finish()
-    except Exception as error:  # noqa: BLE001  # As above.
-        failure = TransferFailed(f"{job.direction.value} {job.job_id} of {job.size_bytes:,} bytes: {error}")
-        failure.__cause__ = error
-        return failure
-    return None
+        try:
+            if job is not None:
+                begun.append((job, copier.begin(job)))
+            elif begun:
+                job, finish = begun.popleft()
+                finish()
+                jobs.finish(job, None)
+            else:
+                return
+        except Exception as error:  # noqa: BLE001  # A thread that ended would leave all waiting.
+            assert job is not None
+            failure = TransferFailed(f"{job.direction.value} {job.job_id} of {job.size_bytes:,} bytes: {error}")
+            failure.__cause__ = error
+            jobs.finish(job, failure)
