@@ -43,13 +43,6 @@ def cache_and_slots(device: TorchDevice) -> Generator[Place]:
         yield layer.tensors[0], rows[:, :PAGE_BYTES], worker
 
 
-def submit_late(device: TorchDevice, worker: TransferWorker, direction: Direction) -> bool:
-    """Submit a transfer of everything behind a kernel that spins; return True if that was in time."""
-    pending = device.launch_late(lambda: None) if device.has_streams else lambda: True
-    submit(worker, direction, EVERYTHING)
-    return pending()
-
-
 def test_of_many_transfers_at_once_the_later_one_wins(each_device: TorchDevice) -> None:
     family = families()[0]
     here, twin = caches_of(family, each_device.place), caches_of(family, torch.device("cpu"))
@@ -71,56 +64,39 @@ def test_of_many_transfers_at_once_the_later_one_wins(each_device: TorchDevice) 
             require_same("caches", memory, expected)
 
 
-def overwrite(rows: torch.Tensor) -> None:
-    """Write canaries, the last row first: a copy that is late is at the first ones."""
-    for row in reversed(range(len(rows))):
-        rows[row].fill_(CANARY)
+def rows_are_let_go(direction: Direction, device: TorchDevice) -> None:
+    """Write canaries over rows when their transfer's result is reported, the last row first: it is late at the first.
 
-
-def rows_of_a_store_are_let_go(device: TorchDevice) -> None:
-    """Write canaries over rows when their store's result is reported: all of them must live."""
+    Of a store, all canaries must live; of a load, the blocks must have the bytes from before.
+    """
     with cache_and_slots(device) as (cache, rows, worker):
-        for _ in range(TRIES):
-            cache.fill_(1)
-            in_time = submit_late(device, worker, Direction.STORE)
-            finished(worker)
-            overwrite(rows)
-            device.synchronize()
-            require_same("rows that a store let go", rows, torch.full_like(rows, CANARY))
-            if in_time:
-                return
-    pytest.fail("no store was submitted before the kernel had finished")
-
-
-def rows_of_a_load_are_let_go(device: TorchDevice) -> None:
-    """Write canaries over rows when their load's result is reported: the blocks must have the bytes from before."""
-    with cache_and_slots(device) as (cache, rows, worker):
-        right = random_bytes(tuple(rows.shape), 1)
+        right, canaries = random_bytes(tuple(rows.shape), 1), torch.full_like(rows, CANARY)
         for _ in range(TRIES):
             cache.fill_(1)
             rows.copy_(right)
-            in_time = submit_late(device, worker, Direction.LOAD)
+            pending = device.launch_late(lambda: None) if device.has_streams else lambda: True
+            submit(worker, direction, EVERYTHING)
+            in_time = pending()
             finished(worker)
-            overwrite(rows)
+            for row in reversed(range(len(rows))):
+                rows[row].fill_(CANARY)
             device.synchronize()
-            require_same("blocks whose rows were let go", cache, right)
+            require_same("rows that were let go", rows, canaries)
+            if direction is Direction.LOAD:
+                require_same("blocks whose rows were let go", cache, right)
             if in_time:
                 return
-    pytest.fail("no load was submitted before the kernel had finished")
+    pytest.fail("no transfer was submitted before the kernel had finished")
 
 
-def test_rows_are_not_written_after_their_store(each_device: TorchDevice) -> None:
-    rows_of_a_store_are_let_go(each_device)
+@pytest.mark.parametrize("direction", Direction)
+def test_rows_are_the_callers_when_their_transfer_is_reported(direction: Direction, each_device: TorchDevice) -> None:
+    rows_are_let_go(direction, each_device)
 
 
-def test_rows_are_not_read_after_their_load(each_device: TorchDevice) -> None:
-    rows_of_a_load_are_let_go(each_device)
-
-
-def test_a_result_that_comes_early_is_found_by_both(modelled: Modelled) -> None:
+@pytest.mark.parametrize("direction", Direction)
+def test_a_result_that_comes_early_is_found(direction: Direction, modelled: Modelled) -> None:
     modelled.copiers = copiers_of(Hasty, at_once=False)
-    with pytest.raises(Wrong):
-        rows_of_a_store_are_let_go(modelled)
     with pytest.raises(Wrong) as _wrong:  # Its frames keep the memory.
-        rows_of_a_load_are_let_go(modelled)
+        rows_are_let_go(direction, modelled)
     modelled.synchronize()  # Before the memory goes.

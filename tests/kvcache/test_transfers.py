@@ -20,8 +20,6 @@ from kvtier.kvcache.layout import (
 )
 from kvtier.kvcache.transfer import NO_BLOCKS, Direction, GroupBlocks, TransferWorker, slot_layout, strided
 from kvtier.kvcache.transfer.jobs import CopyJob, Finish
-from kvtier.memory.region import Region
-from kvtier_backends.cpu import CpuMemory, cuda_runtime
 from tests.kvcache.families import GROUPS, family
 from tests.kvcache.models import Model, contents, fill, models, requests, storages, touched
 
@@ -354,30 +352,3 @@ def test_a_transfer_that_fails_says_so_and_the_others_go_on() -> None:
         4: "store 4 of 48 bytes: no room for addresses",
         5: "store 5 of 48 bytes: no such page",
     }
-
-
-def test_a_closed_worker_refuses_and_may_be_closed_again() -> None:
-    worker = TransferWorker(caches_on("cpu"), slots_for(4))
-    worker.submit_store(1, [GroupBlocks([1], [1])])
-    assert worker.close()
-    assert worker.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        worker.submit_load(2, [GroupBlocks([1], [1])])
-    assert [result.job_id for result in worker.poll()] == [1]
-
-
-def test_workers_share_the_rows_of_the_primary(device: str) -> None:
-    slot_bytes = 2 * PAGE_BYTES
-    with (
-        Region.private(4, 4_096) as region,
-        CpuMemory(region, pin_with=cuda_runtime() if device == "cuda" else None) as memory,
-    ):
-        for rank in range(3):
-            caches = caches_on(device)
-            caches.tensors[0].add_(10 * rank)
-            slots = memory.rows[:, rank * slot_bytes : (rank + 1) * slot_bytes]
-            with TransferWorker(caches, slots, blocks_per_chunk=2) as worker:
-                worker.submit_store(1, [GroupBlocks([3, 4], [2])])
-        row = bytes(region.row(2))
-        assert row[: 6 * PAGE_BYTES : PAGE_BYTES] == bytes([3, 4, 13, 14, 23, 24])
-        assert not any(row[6 * PAGE_BYTES :])

@@ -6,7 +6,7 @@ from prometheus_client import generate_latest
 
 from kvtier.engine.manager import TieringOffloadingManager
 from tests.engine.kit import FAULTY, describe, found, put
-from tests.monitoring.queries import EVERY, Query, samples_of, unknown
+from tests.monitoring.queries import EVERY, samples_of, unknown
 
 
 async def page_of(folder: Path) -> str:
@@ -34,21 +34,3 @@ async def test_every_metric_and_label_that_is_named_is_there(tmp_path: Path) -> 
     samples = samples_of(await page_of(tmp_path))
     assert len(EVERY) > 40
     assert unknown(EVERY, samples) == []
-
-
-async def test_a_name_that_is_wrong_would_be_found(tmp_path: Path) -> None:
-    samples = samples_of(await page_of(tmp_path))
-    wrong = [
-        Query("name", 'rate(kvtier_tier_hit_total{job=~"$job"}[5m])'),
-        Query("label", 'kvtier_tier_hits_total{teir=~"$tier"}'),
-        Query("value", 'kvtier_primary_rows{state="idle"}'),
-        Query("group", "sum by (instance, row) (kvtier_primary_rows)"),
-        Query("legend", "kvtier_runner_up", "{{instance}} {{tier}}"),
-    ]
-    assert unknown(wrong, samples) == [
-        "name: no metric kvtier_tier_hit_total",
-        "label: kvtier_tier_hits_total has no label teir",
-        "value: kvtier_primary_rows has no state idle",
-        "group: none of its metrics has a label row",
-        "legend: none of its metrics has a label tier",
-    ]

@@ -1,13 +1,19 @@
 """vLLM's own scheduler and connector around a model that is a hash: all that runs of its Python files alone.
 
+    PYTHONPATH=SOURCES:KVTIER VLLM_CACHE_ROOT=EMPTY python mini_engine.py MODEL DISK
+
+prints as JSON what that version says of kvtier, in one process: an import takes longer than all that is asked.
+
 Everything on kvtier's side of the boundary is called by vLLM's code: `Scheduler`, `OffloadingConnector` in both roles.
 The model writes, into each KV block that is full, bytes that follow from the tokens up to its end: a block that came
 from a tier is right if it holds just these bytes.
 """
 
 import hashlib
+import json
 import os
 import random
+import sys
 import warnings
 from functools import partial
 from typing import Any
@@ -38,6 +44,7 @@ from vllm.v1.request import Request  # noqa: E402
 from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 
 from kvtier.integrations.vllm import KVTierConnector  # noqa: E402
+from tests.vllm.calls import mismatches, told_of_failed_stores  # noqa: E402
 
 BLOCK_TOKENS, HEADS, HEAD_DIM, LAYERS = 32, 4, 32, 4
 
@@ -224,3 +231,17 @@ def prefill_noted(model: str, disk: str) -> list[int]:
     engine.answer([[number] * 1_000 for number in range(3)], "new")
     engine.close()
     return noted
+
+
+def main(model: str, disk: str) -> dict[str, object]:
+    return {
+        "version": vllm.__version__,
+        "mismatches": list(mismatches()),
+        "failed stores": told_of_failed_stores(),
+        "prefill noted": prefill_noted(model, f"{disk}/noted"),
+        "doors": {door: run(model, f"{disk}/{door}", door) for door in ("first", "second")},
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(*sys.argv[1:])))

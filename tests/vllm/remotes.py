@@ -11,7 +11,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -23,25 +23,12 @@ QUICK_S, PATIENT_S = 1.0, 60.0  # Time-outs.
 LIMITS = {"breaker_failures": 2, "breaker_cooldown_s": 0.2, "answer_ttl_s": 0.2}
 
 
-class Fault(NamedTuple):
-    """What becomes of a service, and how it comes back."""
-
-    strike: Callable[[], None]
-    mend: Callable[[], None]
-
-
 class Remote(ABC):
     """A service, and the tier that uses it: the same configuration on every host."""
-
-    faults: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def options(self, timeout_s: float) -> Mapping[str, Any]:
         """Return the tier's own options, with its type."""
-
-    def fault(self, name: str) -> Fault:
-        """Return what happens, by its name: one of `faults`."""
-        raise KeyError(name)
 
     def end(self) -> None:  # noqa: B027  # A folder needs none.
         """Stop the service."""
@@ -68,67 +55,49 @@ class Folder(Remote):
 class Redis(Remote):
     """A server that forgets everything when it ends."""
 
-    faults = ("hangs", "is killed")
-
     def __init__(self, folder: Path) -> None:
-        self._server = RedisServer(folder).start()
+        self.server = RedisServer(folder).start()
 
     def options(self, timeout_s: float) -> Mapping[str, Any]:
-        return {"type": "redis", "url": f"redis://{self._server.address}", "timeout_s": timeout_s}
-
-    def fault(self, name: str) -> Fault:
-        signalled = self._server.signal
-        return {
-            "hangs": Fault(lambda: signalled(signal.SIGSTOP), lambda: signalled(signal.SIGCONT)),
-            "is killed": Fault(self._server.kill, lambda: self._server.start() and None),
-        }[name]
+        return {"type": "redis", "url": f"redis://{self.server.address}", "timeout_s": timeout_s}
 
     def empty(self) -> None:
-        self._server.ask("FLUSHALL")
+        self.server.ask("FLUSHALL")
 
     def end(self) -> None:
-        self._server.kill()
+        self.server.kill()
 
 
 class Mooncake(Remote):
     """A master that knows where chunks are, and an owner whose memory they are in."""
 
-    faults = ("loses its owner", "has an owner that hangs", "loses its master")
-
     def __init__(self, folder: Path) -> None:
         loads = subprocess.run([sys.executable, "-c", "import mooncake.store"], capture_output=True, text=True)
         if loads.returncode:
             pytest.skip(f"Mooncake does not load here: {loads.stderr.splitlines()[-1]}")
-        self._pool = Pool(folder, client_ttl_s=2)
-        self._pool.add_owner()
+        self.pool = Pool(folder, client_ttl_s=2)
+        self.pool.add_owner()
 
     def options(self, timeout_s: float) -> Mapping[str, Any]:
-        return {"type": "mooncake", "master": self._pool.address, "timeout_s": timeout_s}
+        return {"type": "mooncake", "master": self.pool.address, "timeout_s": timeout_s}
 
-    def fault(self, name: str) -> Fault:
-        pool, owner = self._pool, self._pool.owners[-1]
-        return {
-            "loses its owner": Fault(owner.kill, lambda: pool.add_owner() and None),
-            "has an owner that hangs": Fault(
-                lambda: owner.signal(signal.SIGSTOP), lambda: owner.signal(signal.SIGCONT)
-            ),
-            "loses its master": Fault(pool.master.kill, lambda: pool.start_master() and None),
-        }[name]
+    @property
+    def owner(self) -> Any:
+        return self.pool.owners[-1]
 
     def end(self) -> None:
-        self._pool.close()
+        self.pool.close()
 
 
 class Bucket(Remote):
     """A bucket of a server that speaks S3."""
 
-    faults = ("hangs", "loses its bucket")
     bucket = "kvtier"
 
     def __init__(self, folder: Path) -> None:
         credentials = {name: uuid.uuid4().hex for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")}
-        self._server = MotoServer(folder, credentials).start()
-        self._server.client.create_bucket(Bucket=self.bucket)
+        self.server = MotoServer(folder, credentials).start()
+        self.server.client.create_bucket(Bucket=self.bucket)
         self._keys = folder / "credentials"
         self._keys.write_text(
             "\n".join(["[default]", *(f"{name.lower()} = {key}" for name, key in credentials.items())])
@@ -139,27 +108,43 @@ class Bucket(Remote):
         return {
             "type": "object",
             "url": f"s3://{self.bucket}/kv",
-            "endpoint": self._server.endpoint,
+            "endpoint": self.server.endpoint,
             "credentials_file": str(self._keys),
             "absent_ttl_s": 0.2,
             "timeout_s": timeout_s,
         }
 
-    def fault(self, name: str) -> Fault:
-        server = self._server
-        return {
-            "hangs": Fault(lambda: server.signal(signal.SIGSTOP), lambda: server.signal(signal.SIGCONT)),
-            "loses its bucket": Fault(
-                lambda: server.remove_bucket(self.bucket),
-                lambda: server.client.create_bucket(Bucket=self.bucket) and None,
-            ),
-        }[name]
-
     def end(self) -> None:
-        self._server.kill()
+        self.server.kill()
 
 
 REMOTES: dict[str, type[Remote]] = {"fs": Folder, "redis": Redis, "mooncake": Mooncake, "object": Bucket}
 """The tiers that hosts can share, by type."""
 
-FAULTS = [(name, fault) for name, remote in REMOTES.items() for fault in remote.faults]
+Step = Callable[[Any], object]
+
+
+def hangs(process_of: Callable[[Any], Any]) -> tuple[Step, Step]:
+    """Stop a process of a service, and let it go on."""
+    return (
+        lambda remote: process_of(remote).signal(signal.SIGSTOP),
+        lambda remote: process_of(remote).signal(signal.SIGCONT),
+    )
+
+
+FAULTS: dict[tuple[str, str], tuple[Step, Step]] = {
+    ("redis", "hangs"): hangs(lambda remote: remote.server),
+    ("redis", "is killed"): (lambda remote: remote.server.kill(), lambda remote: remote.server.start()),
+    ("mooncake", "loses its owner"): (lambda remote: remote.owner.kill(), lambda remote: remote.pool.add_owner()),
+    ("mooncake", "has an owner that hangs"): hangs(lambda remote: remote.owner),
+    ("mooncake", "loses its master"): (
+        lambda remote: remote.pool.master.kill(),
+        lambda remote: remote.pool.start_master(),
+    ),
+    ("object", "hangs"): hangs(lambda remote: remote.server),
+    ("object", "loses its bucket"): (
+        lambda remote: remote.server.remove_bucket(remote.bucket),
+        lambda remote: remote.server.client.create_bucket(Bucket=remote.bucket),
+    ),
+}
+"""What becomes of a service, and how it comes back."""

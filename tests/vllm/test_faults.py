@@ -100,21 +100,6 @@ def test_a_full_disk(llama, mounted):
             assert tokens(engine.answer(asked)) == expected
 
 
-def test_a_disk_that_becomes_read_only(llama, mounted):
-    disk = mounted("size=64m")
-    first, second = prompts(4), prompts(4, seed=1)
-    expected = right(llama, first), right(llama, second)
-    with Engine(llama, kvtier_files(disk, cpu_bytes_to_use="5MiB")) as engine:  # A segment is open, and forbids it.
-        engine.answer(first)
-        engine.settle()
-        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-        assert tokens(answers := engine.answer(first)) == expected[0]
-        assert sum(hits(answers)) > 0
-        assert tokens(engine.answer(second)) == expected[1]
-        engine.settle()
-        assert sum(engine.ledger.tiers[0].counters.failed.values()) > 0
-
-
 def faulty(disk: Path, **changes: Any) -> dict[str, Any]:
     tier = {"type": FAULTY, "inner": {"type": "fs", "root": str(disk)}, "limits": {"deadline_s": 0.5}}
     return kvtier(None, cpu_bytes_to_use="5MiB", secondary_tiers=[tier | changes])
@@ -146,12 +131,6 @@ def test_a_tier_where_everything_fails_now_and_then(llama, disk):
     rates = {"failed": 0.1, "missing": 0.05, "corrupt": 0.05, "no_space": 0.05, "unavailable": 0.05}
     counters = ask_thrice(llama, faulty(disk, faults=rates, seed=3), prompts(8)).counters
     assert {"failed", "no_space"} <= counters.failed.keys(), counters.failed
-
-
-def test_a_tier_that_fails_every_call(llama, disk):
-    counters = ask_thrice(llama, faulty(disk, faults={"unavailable": 1.0}), prompts(4)).counters
-    assert counters.failed.get("unavailable", 0) > 0
-    assert counters.dropped.get("breaker", 0) > 0
 
 
 def test_a_runner_that_is_killed_is_replaced(llama, disk):

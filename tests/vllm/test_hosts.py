@@ -92,12 +92,12 @@ def test_a_service_that_goes_while_requests_load_from_it_costs_hits_and_they_com
 ):
     asked = prompts(4)
     expected, remote = right(llama, asked), services(name)
-    strike, mend = remote.fault(fault)
+    strike, mend = FAULTS[name, fault]
     with Engine(llama, on(remote, quick=True)) as engine:
         engine.answer(asked)
         forget(engine)
         (tier,) = engine.ledger.tiers
-        answers = answer_and(engine, asked, strike, when=lambda: tier.loading > 0)
+        answers = answer_and(engine, asked, lambda: strike(remote), when=lambda: tier.loading > 0)
         try:
             assert tokens(answers) == expected
             engine.settle()
@@ -107,7 +107,7 @@ def test_a_service_that_goes_while_requests_load_from_it_costs_hits_and_they_com
             assert sum(tier.counters.causes.values()) > 0
             until(lambda: engine.kvtier.has_pending_work() or engine.ledger.traffic.rows_overdue == 0)
         finally:
-            mend()  # Other tests have the same service.
+            mend(remote)  # Other tests have the same service.
         until(lambda: found_again(engine, asked, expected))
 
 
@@ -129,7 +129,7 @@ def test_a_hosts_own_directory_gets_what_it_computes_and_not_what_it_loads(llama
         own, pool = engine.ledger.tiers
         found = []
         for locality in ("REMOTE", "LOCAL", "LOCAL", "REMOTE"):
-            answers = engine.answer(asked, load_tiers=[{"locality": locality}])
+            answers = engine.answer(asked, load_tiers=[{"medium": "STORAGE", "locality": locality}])
             assert tokens(answers) == expected
             forget(engine)
             found.append((locality, hits(answers), own.counters.stored, own.counters.hits, pool.counters.hits))
@@ -144,7 +144,7 @@ def test_a_hosts_own_directory_gets_what_it_computes_and_not_what_it_loads(llama
 
 def test_nothing_that_kvtier_does_on_the_schedulers_thread_blocks_while_a_service_hangs(llama, services):
     asked, remote = prompts(2), services("redis")
-    expected, (strike, mend) = right(llama, asked), remote.fault("hangs")
+    expected, (strike, mend) = right(llama, asked), FAULTS["redis", "hangs"]
 
     async def serve(engine: Engine) -> list[Answer]:  # What blocks is looked for where a loop runs.
         answers = engine.answer(asked)
@@ -154,7 +154,7 @@ def test_nothing_that_kvtier_does_on_the_schedulers_thread_blocks_while_a_servic
     with Engine(llama, on(remote, quick=True)) as engine:
         engine.answer(asked)
         forget(engine)
-        strike()
+        strike(remote)
         try:
             with blockbuster_ctx(scanned_modules=["kvtier", "kvtier_backends"]) as watch:
                 watch.functions["socket.socket.send"].can_block_in("runner/process.py", "flush")  # It does not.
@@ -162,7 +162,7 @@ def test_nothing_that_kvtier_does_on_the_schedulers_thread_blocks_while_a_servic
                     assert tokens(asyncio.run(serve(engine))) == expected
             assert sum(engine.ledger.tiers[0].counters.causes.values()) > 0
         finally:
-            mend()
+            mend(remote)
 
 
 def test_a_router_can_follow_by_vllms_events_where_every_block_is(llama, services, tmp_path):

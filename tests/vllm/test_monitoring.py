@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 from prometheus_client import REGISTRY, generate_latest
-from vllm import __version__ as vllm_version
+from vllm import __version__
 
-from kvtier import __version__
 from tests.engine.kit import FAULTY
 from tests.monitoring.queries import EVERY, OF_PROMETHEUS, samples_of, unknown
 from tests.vllm.engines import Engine, kvtier, prompts
@@ -54,19 +53,8 @@ def page(llama, tmp_path_factory):
 def test_every_metric_and_label_that_is_named_is_there_and_none_that_a_scrape_adds(page):
     assert unknown(EVERY, samples_of(page)) == []
     own = {name: series for name, series in samples_of(page).items() if name.startswith("kvtier_")}
+    assert [labels["vllm"] for labels in own["kvtier_build_info"]] == [__version__]
     assert [name for name, series in own.items() if any(OF_PROMETHEUS & labels.keys() for labels in series)] == []
-
-
-def test_rows_add_up_and_the_build_says_what_runs(page):
-    samples = {
-        (sample.name, sample.labels.get("state") or sample.labels.get("version")): (sample.labels, sample.value)
-        for family in REGISTRY.collect()
-        for sample in family.samples
-        if sample.name in {"kvtier_primary_rows", "kvtier_build_info"}
-    }
-    assert sum(value for (name, _), (_, value) in samples.items() if name == "kvtier_primary_rows") == ROWS
-    labels, one = samples["kvtier_build_info", __version__]
-    assert (labels["vllm"], one) == (vllm_version, 1)
 
 
 def test_an_engine_after_another_in_one_process_counts_from_zero(page, llama, tmp_path):
@@ -77,16 +65,6 @@ def test_an_engine_after_another_in_one_process_counts_from_zero(page, llama, tm
         engine.answer(prompts(1, tokens=100, seed=1))
         found = samples_of(generate_latest(REGISTRY).decode())
         assert {series["tier"] for series in found["kvtier_tier_used_bytes"]} == {"0:fs"}
-
-
-def test_a_request_that_was_answered_from_a_tier_has_waited_and_saved_computing(page):
-    values = {
-        line.split("{")[0]: float(line.rsplit(" ", 1)[1])
-        for line in page.splitlines()
-        if line.startswith(("kvtier_load_wait_seconds_count", "kvtier_computing_saved_seconds_total"))
-    }
-    assert values["kvtier_load_wait_seconds_count"] >= 1
-    assert values["kvtier_computing_saved_seconds_total"] >= 32  # A chunk of 32 tokens, each a second.
 
 
 NAMES = ("kvtier_tier_stored_total", "vllm:prompt_tokens_total")

@@ -4,7 +4,6 @@ import pytest
 
 from tests.vllm.engines import PROMPT_HITS, Engine, fill, hits, kvtier, prompts, right, tokens
 from tests.vllm.models import deepseek_v2, llama_of_few_heads
-from tests.vllm.vllm_tiering import vllm_tiering
 
 
 @pytest.mark.parametrize(("stored_at", "loaded_at"), [(2, 1), (1, 2)])
@@ -59,14 +58,3 @@ def test_latent_attention_is_shared_by_every_size_if_pages_are_canonical(checkpo
         assert hits(first := engine.answer(asked)) == ([PROMPT_HITS] * 2 if canonical else [0, 0])
         assert [given[0] for given in tokens(first)] == [given[0] for given in one]
         assert hits(engine.answer(asked)) == [PROMPT_HITS] * 2
-
-
-def test_why_the_names_of_vllms_default_rows_are_not_ours(llama, disk):
-    """vLLM gives rows of workers' own pages one name at every size; here it takes other layers' heads for its own."""
-    asked = prompts(2)
-    expected = right(llama, asked)
-    disk.mkdir()
-    assert fill(llama, vllm_tiering(disk), asked) == expected
-    with Engine(llama, vllm_tiering(disk), tensor_parallel_size=2) as engine:
-        assert tokens(answers := engine.answer(asked)) != expected
-        assert hits(answers) == [PROMPT_HITS] * 2

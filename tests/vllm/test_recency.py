@@ -1,7 +1,5 @@
 """With a primary of half the working set, what an LRU would keep is what is there, although vLLM never touches."""
 
-from collections import OrderedDict
-
 from kvtier.backend.namespace import OffloadKey
 from tests.vllm.engines import Engine, hits, kvtier, prompts, right, tokens
 from tests.vllm.models import gemma3
@@ -17,15 +15,14 @@ def test_the_chunks_that_survive_are_those_of_an_lru(llama):
     asked = prompts(8)
     order = [0, 1, 2, 3, 0, 4, 1, 5, 0, 6, 1, 7, 0]  # 0 and 1 are used again and again; memory is for four prompts.
     expected = dict(enumerate(right(llama, asked)))
-    model = LeastRecentlyUsed(4 * CHUNKS)
     with Engine(llama, kvtier(cpu_bytes_to_use=4 * CHUNKS * BLOCK_BYTES)) as engine:
         keys = keys_by_prompt(engine)
-        for index in order:
+        for turn, index in enumerate(order, 1):
             (answer,) = engine.answer([asked[index]])
             engine.settle()
             assert answer.tokens == expected[index]
-            model.use(keys[-1])
-            assert set(engine.ledger.primary.ready) == model.keys
+            latest = dict(zip(reversed(order[:turn]), reversed(keys), strict=True))
+            assert set(engine.ledger.primary.ready) == {key for chunks in list(latest.values())[:4] for key in chunks}
         assert tokens(answers := engine.answer([asked[0], asked[1]])) == [expected[0], expected[1]]
         assert min(hits(answers)) > 0
 
@@ -58,29 +55,6 @@ def test_a_hybrid_models_prompts_that_do_not_all_fit_hit_no_less_than_with_vllms
                 engine.settle()
     assert tokens(answers["kvtier"]) == tokens(answers["vllm"])
     assert sum(hits(answers["kvtier"])) >= sum(hits(answers["vllm"])) > 0, [hits(each) for each in answers.values()]
-
-
-class LeastRecentlyUsed:
-    """An LRU of chunks, ranked at a request's end so that a prefix outlives its continuation."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._kept = OrderedDict[OffloadKey, None]()
-
-    @property
-    def keys(self) -> set[OffloadKey]:
-        return set(self._kept)
-
-    def use(self, keys: list[OffloadKey]) -> None:
-        absent = [key for key in keys if key not in self._kept]
-        present = [key for key in keys if key in self._kept]
-        for key in present:
-            self._kept.move_to_end(key)
-        for _ in range(len(self._kept) + len(absent) - self._capacity):
-            self._kept.popitem(last=False)
-        for key in reversed(keys):
-            self._kept[key] = None
-            self._kept.move_to_end(key)
 
 
 def keys_by_prompt(engine: Engine) -> list[list[OffloadKey]]:

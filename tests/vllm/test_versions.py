@@ -31,7 +31,7 @@ def report(llama: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
         "VLLM_CACHE_ROOT": str(folder / "cache"),
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
-    command = [sys.executable, "-W", "ignore", str(HERE / "version_report.py"), llama, str(folder)]
+    command = [sys.executable, "-W", "ignore", str(HERE / "mini_engine.py"), llama, str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4_000:]
     return json.loads(done.stdout.splitlines()[-1])
