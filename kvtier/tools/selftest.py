@@ -33,7 +33,9 @@ class SelftestReport(Figures, frozen=True, kw_only=True):
 
 
 def selftest(
-    device: Annotated[str, typer.Option(help="Place of the KV caches: cuda, or cpu for a dry run.")] = "cuda",
+    device: Annotated[
+        Literal["cuda", "cpu"], typer.Option(help="Place of the KV caches: cuda, or cpu for a dry run.")
+    ] = "cuda",
     json_path: JsonOption = None,
 ) -> None:
     """Prove on this machine's device that every byte comes back in order, and measure the rate each way."""

@@ -82,7 +82,7 @@ def test_json_for_standard_output_goes_there_alone(
 
 def test_an_absent_or_unknown_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["selftest", "--device", "tpu"]) == 2
-    assert "--device 'tpu': expected one of cpu, cuda" in capsys.readouterr().err
+    assert "'tpu' is not one of 'cuda', 'cpu'" in capsys.readouterr().err
     if not torch.cuda.is_available():
         assert run(["selftest"]) == 2
         assert f"torch {torch.__version__} finds none; cpu accepted, for a dry run" in capsys.readouterr().err

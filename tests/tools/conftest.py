@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,42 +29,40 @@ def root(tmp_path: Path) -> Path:
     return path
 
 
+@asynccontextmanager
+async def opened(
+    root: Path, model: str = "org/model", rank: int = 0, row_bytes: int = ROW_BYTES, **options: object
+) -> AsyncIterator[tuple[FsBackend, Lender]]:
+    """Open a tier in this directory, by default of files, and give it a lender."""
+    given = FsOptions(root=str(root), **{"layout": "files", **options})  # type: ignore[arg-type]
+    context = TierContext("0:fs", FileMapper(Namespace(model_name=model, rank=rank)), row_bytes)
+    tier = await FsBackend.open(given, context)
+    yield tier, Lender(row_bytes)
+    assert await tier.aclose(10) == (0,)
+
+
 @pytest.fixture
 def store(root: Path) -> Store:
-    """Have a tier keep these chunks, and return their files, or all segments."""
+    """Store these chunks in a tier; return their files, or all segments."""
 
-    async def work(
-        keys: Sequence[OffloadKey], model: str, rank: int, naming: str, row_bytes: int, layout: str, **options: str
-    ) -> list[Path]:
-        mapper = FileMapper(Namespace(model_name=model, rank=rank))
-        named = naming if layout == "files" else None
-        given = FsOptions(root=str(root), layout=layout, naming=named, **options)  # type: ignore[arg-type]
-        tier = await FsBackend.open(given, TierContext("0:fs", mapper, row_bytes))
-        await Lender(row_bytes).keep(tier, keys)
-        assert await tier.aclose(10) == (0,)
+    async def work(keys: Sequence[OffloadKey], **options: Any) -> None:
+        async with opened(root, **options) as (tier, lender):
+            await lender.keep(tier, keys)
+
+    def store(keys: Sequence[OffloadKey], *, naming: str = "vllm", layout: str = "files", **options: Any) -> list[Path]:
+        naming_option = {"naming": naming} if layout == "files" else {}
+        asyncio.run(work(keys, layout=layout, **naming_option, **options))
         if layout == "segments":
             return sorted(root.glob("*_segments/*.seg"))
-        names = FileMapper(mapper.namespace, naming)  # type: ignore[arg-type]
-        return [root / names.name(key) for key in keys]
-
-    def store(
-        keys: Sequence[OffloadKey],
-        *,
-        model: str = "org/model",
-        rank: int = 0,
-        naming: str = "vllm",
-        row_bytes: int = ROW_BYTES,
-        layout: str = "files",
-        **options: str,
-    ) -> list[Path]:
-        return asyncio.run(work(keys, model, rank, naming, row_bytes, layout, **options))
+        namespace = Namespace(model_name=options.get("model", "org/model"), rank=options.get("rank", 0))
+        return [root / FileMapper(namespace, naming).name(key) for key in keys]  # type: ignore[arg-type]
 
     return store
 
 
 @pytest.fixture(autouse=True)
 def no_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have lines be as long as they are: a worker of pytest-xdist says that it has 80 columns."""
+    """Break no lines: a worker of pytest-xdist sets 80 columns."""
     monkeypatch.delenv("COLUMNS", raising=False)
 
 

@@ -72,7 +72,7 @@ def test_names_in_an_engines_metrics_are_shown_escaped(told: Callable[..., str])
     registry = CollectorRegistry()
     Gauge("kvtier_tier_breaker", "1.", ("tier", "state"), registry=registry).labels(NAME, "closed").set(1)
     with served(registry) as port:
-        assert SHOWN in told("top", "--once", port)
+        assert SHOWN in told("top", "--once", "--interval", "100ms", port)
 
 
 def test_a_terminal_has_the_screens_own_colours_and_none_of_a_names(monkeypatch: pytest.MonkeyPatch) -> None:

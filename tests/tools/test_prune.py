@@ -8,14 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.backend.contract import ScanDone, TierContext
-from kvtier.backend.directory import Kind, Place, StoredFile
-from kvtier.backend.namespace import FileMapper, Namespace
-from kvtier.testing.conformance import Lender
+from kvtier.backend.contract import ScanDone
+from kvtier.backend.directory import Kind, StoredFile
 from kvtier.testing.conformance.lender import key_of, keys_of, label
-from kvtier_backends.fs import FsBackend, FsOptions
 from kvtier_backends.fs.directory import FilesDirectory
 from kvtier_backends.fs.disk.temporaries import Writer, temporary_name
+from tests.tools.conftest import opened
 
 DAY_S = 86_400
 CHUNK_BYTES = 12_288
@@ -59,6 +57,7 @@ def test_the_longest_unused_go_until_the_rest_fits(store, run_json, root: Path, 
     report = run_json("prune", root, "--to-size", size, "--yes")
     assert report["files"] == 5 - kept
     assert left(files) == [True] * kept + [False] * (5 - kept)
+    assert [path.parents[1].exists() for path in files] == left(files)
 
 
 def test_a_namespace_goes_as_a_whole_and_others_stay(store, run_json, root: Path) -> None:
@@ -111,52 +110,39 @@ def test_somebody_elses_files_stay_however_old_and_whatever_is_pruned(store, run
     assert left([path, *theirs]) == [False] + [True] * len(theirs)
 
 
-def test_empty_folders_go_and_the_tier_makes_them_again(store, run_json, root: Path) -> None:
-    files = store(keys_of(2))
-    age(files[0], 10)
-    run_json("prune", root, "--older-than", "1d", "--yes")
-    assert not files[0].parent.parent.exists()
-    assert files[1].exists()
-    store([key_of(0)])
-    assert files[0].exists()
+def listed(directory: FilesDirectory) -> StoredFile:
+    (place,) = directory.places()
+    files = (file for part in directory.parts(place) for file in directory.files(place, part))
+    return next(file for file in files if file.kind is Kind.CHUNK)
 
 
-def chunks(contents: FilesDirectory, place: Place) -> list[StoredFile]:
-    files = (file for part in contents.parts(place) for file in contents.files(place, part))
-    return [file for file in files if file.kind is Kind.CHUNK]
-
-
-def test_a_chunk_that_was_stored_anew_meanwhile_stays(store, root: Path) -> None:
-    """Between the listing and the removal, a tier has put a new file in place."""
+def test_a_chunk_that_a_tier_stored_again_after_it_was_listed_stays(store, root: Path) -> None:
     (path,) = store([key_of(0)])
-    contents = FilesDirectory.open(str(root))
-    (place,) = contents.places()
-    (listed,) = chunks(contents, place)
+    directory = FilesDirectory.open(str(root))
+    before = listed(directory)
     store([key_of(0)])
-    assert not contents.remove(listed)
+    assert not directory.remove(before)
     assert path.exists()
-    (listed,) = chunks(contents, place)
+    after = listed(directory)
     path.unlink()
-    assert not contents.remove(listed)
-    contents.close()
+    assert not directory.remove(after)
+    directory.close()
 
 
-async def test_an_engine_misses_what_was_removed_and_can_store_it_again(root: Path, run) -> None:
-    mapper, lender = FileMapper(Namespace(model_name="org/model")), Lender(8_192)
-    tier = await FsBackend.open(FsOptions(root=str(root), layout="files"), TierContext("0:fs", mapper, 8_192))
-    await lender.keep(tier, keys_of(4))
-    async for event in tier.watch():
-        if isinstance(event, ScanDone):
-            break
-    for number in (0, 1):
-        age(root / mapper.name(key_of(number)), 10)
-    assert (await asyncio.to_thread(run, "prune", root, "--older-than", "1d", "--yes"))[0] == 0
-    expected = ["ChunkMissing", "ChunkMissing", label(key_of(2)), label(key_of(3))]
-    assert await lender.recall(tier, keys_of(4)) == expected
-    assert list(await tier.probe(keys_of(4))) == [False, False, True, True]
-    await lender.keep(tier, keys_of(2), version=1)
-    assert await lender.recall(tier, keys_of(2)) == [label(key_of(0), 1), label(key_of(1), 1)]
-    assert await tier.aclose(10) == (0,)
+async def test_an_engine_misses_removed_chunks_and_can_store_them_again(root: Path, run) -> None:
+    async with opened(root) as (tier, lender):
+        await lender.keep(tier, keys_of(4))
+        async for event in tier.watch():
+            if isinstance(event, ScanDone):
+                break
+        for path in [path for key in keys_of(2) for path in root.rglob(f"*{key[:-4].hex()}*")]:
+            age(path, 10)
+        assert (await asyncio.to_thread(run, "prune", root, "--older-than", "1d", "--yes"))[0] == 0
+        expected = ["ChunkMissing", "ChunkMissing", label(key_of(2)), label(key_of(3))]
+        assert await lender.recall(tier, keys_of(4)) == expected
+        assert list(await tier.probe(keys_of(4))) == [False, False, True, True]
+        await lender.keep(tier, keys_of(2), version=1)
+        assert await lender.recall(tier, keys_of(2)) == [label(key_of(0), 1), label(key_of(1), 1)]
 
 
 def test_a_list_names_each_file_that_goes_and_why(store, run, run_json, root: Path, tmp_path: Path) -> None:
@@ -190,15 +176,13 @@ def test_an_emptied_namespace_leaves_nothing_behind(store, run, root: Path, layo
     assert os.listdir(root) == []
 
 
-def test_a_namespace_that_a_live_engine_uses_keeps_its_folders_and_books(root: Path, run) -> None:
+def test_a_namespace_that_a_live_engine_uses_keeps_its_folders(root: Path, run) -> None:
     async def work() -> None:
-        mapper = FileMapper(Namespace(model_name="org/model"))
-        tier = await FsBackend.open(FsOptions(root=str(root), layout="files"), TierContext("0:fs", mapper, 8_192))
-        await Lender(8_192).keep(tier, keys_of(3))
-        there = sorted(root.iterdir())
-        assert (await asyncio.to_thread(run, "prune", root, "--to-size", "0B", "--yes"))[0] == 0
-        assert sorted(root.iterdir()) == there
-        assert await tier.aclose(10) == (0,)
+        async with opened(root) as (tier, lender):
+            await lender.keep(tier, keys_of(3))
+            there = sorted(root.iterdir())
+            assert (await asyncio.to_thread(run, "prune", root, "--to-size", "0B", "--yes"))[0] == 0
+            assert sorted(root.iterdir()) == there
 
     asyncio.run(work())
     (name,) = (path.name for path in root.glob("*_*") if not (path / "config.json").exists())

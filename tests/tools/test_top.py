@@ -64,7 +64,7 @@ def test_once_tells_of_a_live_engine_by_its_address(capsys: pytest.CaptureFixtur
         runner.run(used(tiers, 0))
         stats = tiers.stats().primary
         with served(tiers.metrics) as port:
-            for address in (port, f"127.0.0.1:{port}", f"http://127.0.0.1:{port}", f"http://127.0.0.1:{port}/metrics"):
+            for address in (port, f"127.0.0.1:{port}", f"http://127.0.0.1:{port}/metrics"):
                 status, out, err = top(capsys, address, "--once", "--json", "--interval", "100ms")
                 assert (status, err) == (0, "")
                 told = json.loads(out)

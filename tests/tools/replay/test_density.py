@@ -14,9 +14,9 @@ from tests.tools.replay.real import AGENTIC, CONVERSATION, MINI_SWE, SIZES, Trac
 WORSE_AT_MOST = 0.006  # Than LRU, in any cell.
 
 
-@pytest.mark.parametrize("share", [0.01, 0.05])
+@pytest.mark.parametrize("share", [0.01, 0.03])
 def test_the_study_has_the_hits_of_a_naive_cache_request_by_request(share: float) -> None:
-    trace = GeneratedTrace(limit=1_500)
+    trace = GeneratedTrace(limit=800)
     capacity = measure(trace).capacity(share)
     naive = list(policy_hits(trace, NaiveDensity(capacity), capacity))
     assert list(policy_hits(trace, Density(capacity), capacity)) == naive

@@ -60,13 +60,13 @@ def told_chats(traces: Traces) -> Callable[[Saying], float]:
 
 
 def test_the_study_uses_the_hints_of_a_traces_lines(tmp_path: Path) -> None:
-    trace = GeneratedTrace(limit=1_500)
+    trace = GeneratedTrace(limit=600)
     told = list(hinted(trace, future(trace, 512), Saying(over=0.9, seed=1)))
     write_trace(tmp_path / "trace.jsonl", told)
     said = [each.hint for each in told]
-    hits = list(policy_hits(Trace(tmp_path / "trace.jsonl"), Density[int](500), 500))
-    assert hits == list(policy_hits(trace, Density[int](500), 500, said))
-    assert sum(hits) > sum(policy_hits(trace, Density[int](500), 500))
+    hits = list(policy_hits(Trace(tmp_path / "trace.jsonl"), Density[int](200), 200))
+    assert hits == list(policy_hits(trace, Density[int](200), 200, said))
+    assert sum(hits) > sum(policy_hits(trace, Density[int](200), 200))
 
 
 # The worth of a class, which is an opaque name.

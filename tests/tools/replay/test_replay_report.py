@@ -139,6 +139,7 @@ def test_chunks_that_a_limit_kept_from_a_tier_are_said_with_their_number_and_the
     assert report.warnings[0] in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("thorough")
 @pytest.mark.parametrize(
     ("samples", "suffix", "begin"), [(0, ".svg", b"<?xml"), (1, ".png", b"\x89PNG"), (400, ".pdf", b"%PDF")]
 )
