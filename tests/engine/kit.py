@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,14 @@ async def until(condition: Callable[[], object], engine: Engine | None = None) -
             if engine is not None:
                 steps_of(engine).end_step()
             await asyncio.sleep(0.002)
+
+
+async def kill_runner(engine: Engine, how: int = signal.SIGKILL) -> None:
+    """Kill the runner that is up, and wait until the engine knows."""
+    (runner,) = children()
+    lost = engine.stats().runners_lost
+    os.kill(runner, how)
+    await until(lambda: engine.stats().runners_lost > lost, engine)
 
 
 def settled(engine: Engine) -> bool:

@@ -1,3 +1,5 @@
+import pytest
+
 from kvtier.engine.answers import Event, EventKind, EventLog
 from tests.engine.kit import key
 
@@ -8,16 +10,11 @@ STORED, REMOVED, FAILED = (
 )
 
 
-def test_events_are_taken_once_and_in_order_and_beyond_a_limit_the_oldest_go_and_are_counted() -> None:
-    log = EventLog(events_max=2)
+@pytest.mark.parametrize(("events_max", "kept", "dropped"), [(2, [REMOVED, FAILED], 1), (0, [], 0)])
+def test_events_are_taken_once_and_in_order_and_beyond_a_limit_the_oldest_go_and_are_counted(events_max, kept, dropped):
+    log = EventLog(events_max)
     log.add(EventKind.STORED, "cpu", [])  # No keys are no event.
     for event in (STORED, REMOVED, FAILED):
         log.add(*event)
-    assert (log.take(), log.dropped) == ([REMOVED, FAILED], 1)
+    assert (log.take(), log.dropped) == (kept, dropped)
     assert log.take() == []
-
-
-def test_a_disabled_log_keeps_nothing() -> None:
-    off = EventLog()
-    off.add(*STORED)
-    assert (off.take(), off.dropped) == ([], 0)

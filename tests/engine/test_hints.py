@@ -15,7 +15,7 @@ import pytest
 
 from kvtier import EventKind, Hint
 from kvtier.engine.manager import TieringOffloadingManager
-from tests.engine.kit import CHUNK_BYTES, FAULTY, at_rest, chunk, found, key, ledger_in, put, until
+from tests.engine.kit import CHUNK_BYTES, at_rest, chunk, found, key, ledger_in, put, until
 
 OVER = Hint(over=True)
 SLOT_BYTES = CHUNK_BYTES + 4_096
@@ -204,22 +204,11 @@ async def test_a_prefetch_counts_nothing_that_has_gone_again_before_its_end(open
     assert here(engine, range(3)) == [1, 2]
 
 
-async def test_a_prefetch_ends_before_a_chunk_that_fails_to_load(open_engine):
-    tier = {"type": FAULTY, "inner": {"type": "dummy"}, "faults": {"corrupt": 1.0}}
-    engine = await emptied(open_engine, 3, tier=tier)
-    assert await engine.prefetch(keys(range(3))) == 0
-    assert await at_rest(engine)
-
-
 @pytest.mark.virtual_time
 async def test_a_prefetch_waits_for_loads_of_another_prefetch(open_engine):
     engine = await emptied(open_engine, 4, 16, {"type": "dummy", "latency_s": 1.0})
-
-    async def prefetched() -> list[int]:
-        assert await engine.prefetch(keys(range(4))) == 4
-        return here(engine, range(4))
-
-    assert await asyncio.gather(prefetched(), prefetched()) == [[0, 1, 2, 3]] * 2
+    assert await asyncio.gather(*(engine.prefetch(keys(range(4))) for _ in range(2))) == [4, 4]
+    assert here(engine, range(4)) == [0, 1, 2, 3]
     assert await at_rest(engine)
 
 
@@ -234,28 +223,22 @@ async def test_a_prefetch_loads_chunks_that_a_request_would_compute(open_engine)
     assert await found(engine, range(3)) == 0
 
 
-async def prefetching(open_engine):
-    """Open an engine in the middle of a prefetch, and return both."""
-    engine = await emptied(open_engine, 3, tier={"type": "dummy", "latency_s": 0.2})
-    call = asyncio.ensure_future(engine.prefetch(keys(range(3))))
+@pytest.mark.parametrize("cancelled", [True, False], ids=["cancelled", "reset"])
+async def test_a_prefetch_that_is_cancelled_leaves_nothing_held(open_engine, cancelled):
+    """And so does a reset."""
+    engine = await emptied(open_engine, 3, tier={"type": "dummy", "latency_s": 0.05})
+    given = keys(range(3))
+    call = asyncio.ensure_future(engine.prefetch(given))
     await until(lambda: ledger_in(engine).traffic.in_flight)
-    return engine, call
-
-
-async def test_a_prefetch_that_is_cancelled_leaves_nothing_held(open_engine):
-    engine, call = await prefetching(open_engine)
-    call.cancel()
-    await asyncio.wait([call])
-    assert call.cancelled()
+    given.clear()  # A list of keys may be changed as soon as the call has begun.
+    if cancelled:
+        call.cancel()
+        await asyncio.wait([call])
+    else:
+        assert await engine.reset()
+        assert await call in (0, 3)
     assert await at_rest(engine)
-    assert here(engine, range(3)) == [0, 1, 2]
-
-
-async def test_a_reset_ends_a_prefetch(open_engine):
-    engine, call = await prefetching(open_engine)
-    assert await engine.reset()
-    assert await call in (0, 3)
-    assert await at_rest(engine)
+    assert not cancelled or here(engine, range(3)) == [0, 1, 2]
 
 
 async def test_a_forgotten_chunk_is_removed_everywhere_with_an_event_each(open_engine, tmp_path):
@@ -373,16 +356,6 @@ def test_a_valid_hint_takes_numbers_and_strings_of_any_class():
     assert Hint(no_store=False, retain_s=None, tokens=None, class_=None) == Hint()
     as_others = Hint(retain_s=np.float64(2.5), priority=HTTPStatus.OK, class_=Name("agent"), no_store=["disk"])  # type: ignore[arg-type]
     assert msgspec.json.encode(as_others) == b'{"retain_s":2.5,"priority":200,"class":"agent","no_store":["disk"]}'
-
-
-async def test_a_list_of_keys_may_be_changed_as_soon_as_the_call_has_returned(open_engine):
-    engine = await emptied(open_engine, 6, 16, {"type": "dummy", "latency_s": 0.05})
-    given = keys(range(6))
-    engine.steps.prefetch(given)
-    assert engine.steps.has_pending_work()
-    given.clear()
-    assert await engine.drain()
-    assert here(engine, range(6)) == list(range(6))
 
 
 async def test_retain_keeps_chunks_in_a_tier_too(open_engine, tmp_path):

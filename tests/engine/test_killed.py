@@ -10,8 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.engine.manager import TieringOffloadingManager
-from tests.engine.kit import FAULTY, PATIENCE_S, at_rest, children, describe, found, key, ledger_in, put, settled, until
+from tests.engine.kit import (
+    FAULTY,
+    PATIENCE_S,
+    at_rest,
+    children,
+    found,
+    key,
+    kill_runner,
+    ledger_in,
+    put,
+    settled,
+    until,
+)
 
 pytestmark = pytest.mark.usefixtures("outside")
 
@@ -24,14 +35,6 @@ def disk(tmp_path):
 def slow(disk, **changes):
     """Describe a tier on disk whose calls take a moment, so that they can be interrupted."""
     return {"type": FAULTY, "inner": disk, "faults": {"delay": 1.0, "delay_s": 0.03}} | changes
-
-
-async def kill(engine, how=signal.SIGKILL):
-    """Kill the runner that is up."""
-    (runner,) = children()
-    lost = engine.steps.stats().runners_lost
-    os.kill(runner, how)
-    await until(lambda: engine.steps.stats().runners_lost > lost, engine)
 
 
 async def until_serving(engine, number):
@@ -53,7 +56,7 @@ async def test_a_runner_killed_in_mid_transfer_costs_hits_and_no_byte(open_engin
         calls += [asyncio.ensure_future(put(engine, range(100 + 4 * turn, 104 + 4 * turn)))]
         await until(lambda: tier.loading or all(call.done() for call in calls))  # noqa: B023  # Asked at once.
         await asyncio.sleep(dice.uniform(0, 0.01))
-        await kill(engine)
+        await kill_runner(engine)
         await asyncio.gather(*calls)
         await engine.reset()
         await until_serving(engine, 0)
@@ -86,30 +89,23 @@ async def test_a_runner_that_hangs_is_replaced_for_its_silence(open_engine, disk
     await put(engine, [1])
     await put(engine, [2, 3, 4, 5])
     assert await engine.drain()
-    await kill(engine, signal.SIGSTOP)
+    await kill_runner(engine, signal.SIGSTOP)
     await until_serving(engine, 1)
     await until(lambda: settled(engine), engine)
 
 
-async def test_a_runner_that_holds_too_many_rows_is_replaced_and_its_rows_come_back(open_engine, disk):
+@pytest.mark.parametrize("too_many", [True, False])
+async def test_a_runner_that_holds_too_many_rows_is_replaced_and_its_rows_come_back(open_engine, disk, too_many):
+    """One that holds few is left alone."""
     hung = {"type": FAULTY, "inner": disk, "script": {"store": ["hang"]}, "limits": {"deadline_s": 0.05}}
-    engine = await open_engine(8, hung, runner="process", limits={"quarantine_share": 0.2})
-    await put(engine, [1, 2])
-    await until(lambda: engine.steps.stats().runners_lost == 1, engine)
-    await until(lambda: settled(engine), engine)
-    assert await found(engine, [1, 2]) == 2
-    assert await put(engine, range(10, 18)) == 8
-
-
-async def test_a_runner_that_holds_few_rows_is_left_alone(open_engine, disk):
-    hung = {"type": FAULTY, "inner": disk, "script": {"store": ["hang"]}, "limits": {"deadline_s": 0.05}}
-    engine = await open_engine(
-        8, hung | {"faults": {"hang_s": 0.5}}, runner="process", limits={"quarantine_share": 0.5}
-    )
+    hung |= {} if too_many else {"faults": {"hang_s": 0.5}}
+    engine = await open_engine(8, hung, runner="process", limits={"quarantine_share": 0.2 if too_many else 0.5})
     await put(engine, [1, 2])
     await until(lambda: ledger_in(engine).tiers[0].counters.failed, engine)
     await until(lambda: settled(engine), engine)
-    assert engine.steps.stats().runners_lost == 0
+    assert engine.steps.stats().runners_lost == too_many
+    assert await found(engine, [1, 2]) == 2
+    assert await put(engine, range(10, 18)) == 8
 
 
 async def test_while_no_runner_can_be_started_the_primary_serves_and_the_tier_comes_back(open_engine, tmp_path):
@@ -120,7 +116,7 @@ async def test_while_no_runner_can_be_started_the_primary_serves_and_the_tier_co
     await put(engine, [2, 3, 4, 5])
     assert await engine.drain()
     mount.rename(tmp_path / "away")
-    await kill(engine)
+    await kill_runner(engine)
     assert await found(engine, [2, 3, 4]) == 3
     assert await found(engine, [1]) == 0
     assert await put(engine, [6]) == 1
@@ -215,21 +211,6 @@ def test_a_runner_that_hangs_does_not_outlive_its_owner(owner, tier, does):
     killed.kill()
     killed.wait()
     wait_for(lambda: not processes(killed.pid))
-
-
-def test_the_next_owner_finds_chunks_confirmed_to_a_killed_one(owner, disk):
-    killed = owner(disk, "waits")
-    assert killed.stdout.readline().strip()
-    wait_for(lambda: len(list(Path(disk["root"]).rglob("*.bin"))) == 8)
-    killed.kill()
-    killed.wait()
-    wait_for(lambda: not processes(killed.pid))
-
-    async def look() -> int:
-        async with TieringOffloadingManager.open(describe(64, disk)) as engine:
-            return await found(engine, range(9))
-
-    assert asyncio.run(look()) == 8
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -54,13 +54,6 @@ async def test_an_fs_tier_logs_its_configuration_and_the_chunks_that_it_found(
     assert re.fullmatch(re.escape(said) + r" of \d+\.\d [KM]iB in \d+\.\d\d s", line), line
 
 
-async def test_a_wrapped_tier_logs_the_inner_ones_description(open_engine, log, tmp_path):
-    inner = {"type": "fs", "root": str(tmp_path / "tier")}
-    engine = await open_engine(8, {"type": FAULTY, "name": "own", "inner": inner})
-    await until(lambda: lines(log, "tier own"), engine)
-    assert lines(log, "tier own")[0].startswith(f"tier own: root {tmp_path}/tier, layout segments; found 0")
-
-
 @pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize("level", [logging.INFO, logging.ERROR])
 async def test_log_records_of_a_runners_process_appear_in_the_owners_log_by_its_level(open_engine, log, level):

@@ -78,12 +78,3 @@ async def test_seed_22829_a_delete_waits_for_a_forgotten_request_no_longer_than_
     async with asyncio.timeout(60):
         await engine.delete([key(1)])
     assert asyncio.get_running_loop().time() - begun <= 12
-
-
-async def test_leases_of_no_length_cause_no_polling(open_engine):
-    engine = await open_engine(4, SLOW, limits={"lease_s": 0})
-    await put(engine, [1, 2])
-    await engine.reset()
-    fetching = [asyncio.ensure_future(found(engine, [1, 2])) for _ in range(2)]
-    await asyncio.gather(*fetching, engine.delete([key(1)]), put(engine, range(10, 14)))
-    assert await at_rest(engine)

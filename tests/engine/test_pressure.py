@@ -1,4 +1,4 @@
-"""Two hundred requests wait for a tier, over a primary that holds a tenth of them: the queue moves, and in order.
+"""A hundred requests wait for a tier, over a primary that holds a tenth of them: the queue moves, and in order.
 
 The engine is a model (`tests.simulation.scheduler`) in virtual time: a step of 20 ms, sixteen requests at a
 time, so many chunks computed a step. Without leases, waiting requests evict each other's prefixes: what a tier loaded
@@ -20,7 +20,7 @@ from tests.simulation.witness import chunk_of
 
 pytestmark = pytest.mark.virtual_time
 
-REQUESTS, CHUNKS_A_REQUEST = 200, 20
+REQUESTS, CHUNKS_A_REQUEST = 100, 20
 ROWS = REQUESTS * CHUNKS_A_REQUEST // 10
 PACE = Pace(step_s=0.02, running_max=16, prefill_chunks=2, decode_s=0.2)
 PROMPTS = [
@@ -85,7 +85,7 @@ def test_a_promotion_beyond_the_share_is_computed_so_a_slow_tier_does_not_set_th
 
 def test_the_first_requests_do_not_wait_longest(leased):
     waits = {int(one.id): one.waited_s for one in leased.served}
-    first, last = (max(waits[request] for request in half) for half in (range(100), range(100, 200)))
+    first, last = (max(waits[request] for request in half) for half in (range(50), range(50, 100)))
     assert first < last
 
 

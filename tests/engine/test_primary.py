@@ -34,9 +34,3 @@ def test_keys_that_come_from_elsewhere_are_known_by_the_objects_that_are_kept(pr
     own = primary.own(copies)
     assert own == [A, B]
     assert (own[0] is A, own[1] is copies[1]) == (True, True)
-
-
-def test_one_unpin_too_many_is_a_bug_that_shows(primary: Primary) -> None:
-    row = primary.ready[A]
-    with pytest.raises(AssertionError, match=str(row)):
-        primary.unpin([row])

@@ -2,19 +2,18 @@
 
 import fcntl
 import os
-import signal
 import subprocess
 import time
 
 import pytest
 
-from tests.engine.kit import PATIENCE_S, children, found, put, until
+from tests.engine.kit import PATIENCE_S, found, kill_runner, put
 
 PRELUDE = """
 import asyncio, os, resource, signal, subprocess, sys, traceback
 from inspect import signature
 from pathlib import Path
-from tests.engine.kit import children, chunk, describe, found, key, ledger_in, put, store, until
+from tests.engine.kit import children, chunk, describe, found, key, kill_runner, ledger_in, put, store, until
 from kvtier.errors import EngineClosed, KVTierError
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.engine.steps import StepManager
@@ -67,10 +66,8 @@ async def main():
         await put(engine, [2, 3, 4, 5])
         assert await engine.drain()
         mount.rename(mount.parent / "away")
-        (child,) = children()
-        os.kill(child, signal.SIGKILL)
-        await until(lambda: engine.steps.stats().runners_lost == 1, engine)
-        seen = {child}
+        seen = children()
+        await kill_runner(engine)
         await until(lambda: seen.update(children()) or len(seen) > 2, engine)
         (mount.parent / "away").rename(mount)
         while not await found(engine, [1]):
@@ -107,10 +104,9 @@ async def main():
             for pid in {os.getpid(), *children()}:
                 assert streams(pid) <= {"/dev/null"}, streams(pid)
             if runner == "process" and not turn:
-                (child,) = children()
-                os.kill(child, signal.SIGKILL)
-                await until(lambda: engine.steps.stats().runners_lost == 1, engine)
-                await until(lambda: ledger_in(engine).runner_up and children() - {child}, engine)
+                killed = children()
+                await kill_runner(engine)
+                await until(lambda: ledger_in(engine).runner_up and children() - killed, engine)
                 await engine.reset()
                 await until(lambda: engine.stats().primary.rows_free == 4, engine)
 
@@ -149,9 +145,7 @@ async def main():
     tier = {"type": "tiers_of_mine:Mine"}
     async with TieringOffloadingManager.open(describe(4, tier, runner=runner)) as engine:
         os.chdir("/")
-        (child,) = children()
-        os.kill(child, signal.SIGKILL)
-        await until(lambda: engine.steps.stats().runners_lost == 1, engine)
+        await kill_runner(engine)
         while not ledger_in(engine).tiers[0].counters.stored:
             await put(engine, [1])
             await engine.drain()
@@ -174,9 +168,7 @@ async def test_a_relative_root_is_the_same_directory_for_every_runner(open_engin
     await put(engine, [2, 3, 4, 5])
     assert await engine.drain()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    (runner,) = children()
-    os.kill(runner, signal.SIGKILL)
-    await until(lambda: engine.steps.stats().runners_lost == 1, engine)
+    await kill_runner(engine)
     while not await found(engine, [1]):
         await engine.drain()
     assert os.listdir() == []

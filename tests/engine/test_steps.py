@@ -8,28 +8,15 @@ import pytest
 
 from kvtier.engine.ledger import LookupResult
 from kvtier.engine.tier import TierMatcher
-from tests.engine.kit import FAULTY, PATIENCE_S, chunk, key, ledger_in, settled
+from tests.engine.kit import FAULTY, PATIENCE_S, key, ledger_in, settled, store
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 DUMMY = {"type": "dummy"}
 
 
-def store(engine, numbers, request_id):
-    """Store as an engine does; say whether there was room."""
-    plan = engine.prepare_store([key(number) for number in numbers], request_id)
-    if plan is None:
-        return False
-    of = {key(number): number for number in numbers}
-    for each, row in zip(plan.keys, plan.rows, strict=True):
-        engine.region.row(row)[:] = chunk(of[each])
-    engine.complete_store(plan.keys, request_id)
-    return True
-
-
 def test_a_drain_gives_up_at_its_deadline(start_engine):
     engine = start_engine(4, {"type": FAULTY, "inner": DUMMY, "script": {"store": ["hang"]}, "faults": {"hang_s": 1.0}})
-    engine.on_new_request("r")
-    store(engine, [1], "r")
+    store(engine, [1])
     assert not engine.drain(deadline_s=0.01)
     assert engine.drain()
 
@@ -39,42 +26,31 @@ def test_a_store_may_complete_after_its_request_has_finished(start_engine):
     engine = start_engine(4, DUMMY | {"locality": "LOCAL"}, remote)
     engine.on_new_request("r", [TierMatcher(locality="REMOTE")])
     plan = engine.prepare_store([key(1), key(2)], "r")
-    for number, row in zip((1, 2), plan.rows, strict=True):
-        engine.region.row(row)[:] = chunk(number)
     engine.complete_store([key(1)], "r")
     engine.on_request_finished("r")
     engine.end_step()
-    engine.complete_store([key(2)], "r")
+    engine.complete_store(plan.keys[1:], "r")
     assert engine.drain()
     assert [tier.counters.stored for tier in ledger_in(engine).tiers] == [0, 2]
     assert settled(engine)
     engine.on_new_request("r")
+    with pytest.raises(ValueError, match="'r' is known already"):
+        engine.on_new_request("r")
     assert engine.lookup(key(1), "r") is HIT
     engine.on_request_finished("r")
     engine.prepare_load([key(1)], "r")  # Calls after its end are served.
     engine.complete_load([key(1)], "r")
-    assert store(engine, [3], "r")
     engine.touch([key(1)], "r")
     assert engine.drain()
     assert settled(engine)
 
 
-def test_a_request_must_be_known_and_only_once(start_engine):
-    engine = start_engine(4)
-    with pytest.raises(LookupError, match="'r' is unknown"):
-        engine.lookup(key(1), "r")
-    engine.on_new_request("r")
-    with pytest.raises(ValueError, match="'r' is known already"):
-        engine.on_new_request("r")
-
-
 def test_an_interrupted_reset_is_a_reset(start_engine):
     slow = {"type": "dummy", "latency_s": 0.5}
     engine = start_engine(4, slow, limits={"cascade_share": 1.0})
+    store(engine, [1, 2])
     engine.on_new_request("r")
-    store(engine, [1, 2], "r")
-    engine.end_step()
-    store(engine, [3], "r")
+    engine.complete_store(engine.prepare_store([key(3)], "r").keys, "r")
     timer = threading.Timer(0.05, signal.raise_signal, (signal.SIGINT,))  # As Ctrl-C does.
     timer.start()
     with pytest.raises(KeyboardInterrupt):
@@ -91,13 +67,11 @@ def test_an_interrupted_reset_is_a_reset(start_engine):
 def test_a_step_that_the_bridge_cannot_take_is_dropped_and_counted(start_engine, monkeypatch):
     monkeypatch.setattr("kvtier.runner.process.QUEUED_ACTIONS_MAX", 1)
     engine = start_engine(8, DUMMY, limits={"action_chunks": 1})
-    engine.on_new_request("r")
-    store(engine, [1, 2, 3], "r")
-    engine.end_step()
+    store(engine, [1, 2, 3])
     (tier,) = ledger_in(engine).tiers
     assert tier.counters.dropped == {"bridge": 3}
     assert settled(engine)
-    store(engine, [4], "r")
+    store(engine, [4])
     assert engine.drain()
     assert tier.counters.stored == 1
 
@@ -110,9 +84,7 @@ def test_more_than_the_socket_takes_at_once_arrives_in_the_end(start_engine, mon
         DUMMY | {"limits": {"store_chunks_in_flight": 100_000}},
         limits={"cascade_share": 1.0, "action_chunks": 1},
     )
-    engine.on_new_request("r")
-    assert store(engine, range(4_000), "r")  # Some 300 KB of actions in one frame.
-    engine.end_step()
+    store(engine, range(4_000))  # Some 300 KB of actions in one frame.
     assert engine.drain()
     (tier,) = ledger_in(engine).tiers
     assert (tier.counters.stored, tier.counters.dropped) == (4_000, {})
@@ -121,8 +93,7 @@ def test_more_than_the_socket_takes_at_once_arrives_in_the_end(start_engine, mon
 
 def test_hits_that_a_caller_adds_are_kept_until_the_step_ends(start_engine):
     engine = start_engine(2)
-    engine.on_new_request("writer")
-    assert store(engine, [1, 2], "writer")
+    store(engine, [1, 2])
     engine.on_new_request("reader")
     assert engine.lookup(key(1), "reader") is HIT
     with pytest.raises(LookupError, match="nobody"):
@@ -131,9 +102,9 @@ def test_hits_that_a_caller_adds_are_kept_until_the_step_ends(start_engine):
     assert key(2) in ready
     hits.append(key(2))
     engine.on_new_request("other")
-    assert not store(engine, [3], "other")
+    assert engine.prepare_store([key(3)], "other") is None
     assert not hits  # It is to look up again.
     assert engine.prepare_load([key(1), key(2)], "reader") == [ready[key(1)], ready[key(2)]]
     engine.complete_load([key(1), key(2)], "reader")
     engine.end_step()
-    assert store(engine, [3], "other")
+    store(engine, [3])

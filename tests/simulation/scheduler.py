@@ -45,9 +45,7 @@ class Served(NamedTuple):
 
     id: str
     hits: int
-    looks: int  # Steps in which it looked up its keys.
     waited_s: float  # From its arrival until it ran.
-    first_token_s: float  # From its arrival until all its chunks were loaded or computed.
 
 
 class Scheduler:
@@ -102,7 +100,6 @@ class Scheduler:
         return len(self._running) >= self._pace.running_max
 
     def _look(self, run: "_Run") -> bool:
-        run.looks += 1
         hits, waits = 0, False
         for key in run.prompt.keys:
             result = self._steps.lookup(key, run.prompt.id)
@@ -138,9 +135,7 @@ class Scheduler:
                 self._compute(run, chunks)
             elif run.ends_at is None:
                 run.ends_at = self._now + self._pace.decode_s
-                self.served.append(
-                    Served(run.prompt.id, run.hits, run.looks, run.waited_s, self._now - run.prompt.arrives_s)
-                )
+                self.served.append(Served(run.prompt.id, run.hits, run.waited_s))
             if run.ends_at is not None and self._now >= run.ends_at:
                 self._steps.on_request_finished(run.prompt.id)
                 self._running.remove(run)
@@ -187,7 +182,6 @@ class _Run:
     prompt: Prompt
     hits: int = 0
     done: int = 0
-    looks: int = 0
     waited_s: float = 0.0
     loaded_at: float = 0.0
     ends_at: float | None = None

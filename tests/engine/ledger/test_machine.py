@@ -22,11 +22,9 @@ from hypothesis.stateful import (
 )
 
 from kvtier.backend.namespace import OffloadKey
-from kvtier.config import PRIMARY_NAME
-from kvtier.engine.answers import EventKind
 from kvtier.engine.ledger import LookupResult
 from kvtier.engine.requests import Request
-from kvtier.engine.tier import WHEN_EVICTED, Tier, TierMatcher
+from kvtier.engine.tier import TierMatcher
 from kvtier.runner.messages import (
     Acknowledge,
     Action,
@@ -96,78 +94,6 @@ class Lent(NamedTuple):
     epoch: int
 
 
-class Owed:
-    """What a tier is owed that is written when chunks leave, by what was said and done: no more, and no less.
-
-    A chunk that the tier lacks for certain is owed `surely`. Of another one the tier may have, or have had, a copy: it
-    is owed perhaps, and so is one that was loaded from some tier.
-    """
-
-    def __init__(self, tier: Tier) -> None:
-        self.tier = tier
-        self.surely: dict[OffloadKey, bool] = {}  # Those that are owed, and whether they are for certain.
-        self.stored_by: dict[OffloadKey, int] = {}  # Numbers of requests.
-        self.kept_out: set[OffloadKey] = set()
-        self.evicted: list[tuple[OffloadKey, bool]] = []  # In this step, of what was owed: counted when it ends.
-        self.skipped_min = 0
-        self.skipped_perhaps = 0
-
-    def stored(self, keys: list[OffloadKey], request: Request, *, had: set[OffloadKey]) -> None:
-        """Record that a request has stored keys; `had`: those that the tier may have."""
-        self.left(keys)
-        self.stored_by.update(dict.fromkeys(keys, request.number))
-        if request.stores_in(self.tier.spec):
-            self.surely.update((key, key not in had) for key in keys)
-            return
-        self.kept_out.update(keys)
-        self.skipped_min += len(keys) * request.allows(self.tier.spec)
-
-    def promoted(self, keys: list[OffloadKey], request: Request) -> None:
-        self.left(keys)
-        if request.stores_in(self.tier.spec):
-            self.surely.update(dict.fromkeys(keys, False))
-
-    def unsure(self, keys: list[OffloadKey]) -> None:
-        """Record that the tier may have keys, or that another one had them."""
-        self.surely.update((key, False) for key in keys if key in self.surely)
-        self.evicted = [(key, surely and key not in keys) for key, surely in self.evicted]
-
-    def lost(self, keys: list[OffloadKey]) -> None:
-        self.surely.update((key, self.surely.get(key, False)) for key in keys if key not in self.kept_out)
-
-    def keep_out(self, request: Request) -> None:
-        """Record that a request keeps its own keys out of the tier, by its last hint."""
-        for key in request.used:
-            if self.stored_by.get(key) == request.number:
-                self.skip(key)
-                self.kept_out.add(key)
-            else:
-                self.skipped_perhaps += 1  # If it was promoted for that one.
-
-    def skip(self, key: OffloadKey) -> None:
-        """Record that a key will not be written: if it was owed for certain, that is counted."""
-        self.evict(key)
-        self.settle()
-
-    def evict(self, key: OffloadKey) -> None:
-        """Record that a key has left the primary: if it is owed, that is counted when the step ends."""
-        if key in self.surely:
-            self.evicted.append((key, self.surely.pop(key)))
-
-    def settle(self) -> None:
-        for _, surely in self.evicted:
-            self.skipped_min += surely
-            self.skipped_perhaps += not surely
-        self.evicted.clear()
-
-    def left(self, keys: list[OffloadKey]) -> None:
-        """Forget keys that belong to another request now, or to none."""
-        for key in keys:
-            self.surely.pop(key, None)
-            self.stored_by.pop(key, None)
-        self.kept_out.difference_update(keys)
-
-
 class Engine(RuleBasedStateMachine):
     """An engine, two tiers and a runner."""
 
@@ -187,9 +113,7 @@ class Engine(RuleBasedStateMachine):
             computing_s=kind.computing_s,
         )
         self.ledger = self.bench.ledger
-        self.owed = [Owed(tier) for tier in self.ledger.tiers if tier.spec.cascade == WHEN_EVICTED]
         self.wanted: set[tuple[int, OffloadKey]] = set()  # By tier, what somebody stored or used who may write to it.
-        self.forgetting: set[OffloadKey] = set()  # And not stored since.
         self.forgotten: set[OffloadKey] = set()  # And neither stored since, nor reported by a tier.
         self.content: list[OffloadKey | None] = [None] * ROWS
         self.requests = [self.bench.request()]
@@ -224,9 +148,8 @@ class Engine(RuleBasedStateMachine):
                 row = self.ledger.primary.ready[key]
                 assert self.content[row] == key
                 self.hits[key] = row
-            self._hear()
             if absent and self.ledger.primary.row(key) is not None:
-                self._promoted([key], request)
+                self._want([key], request)
 
     @precondition(lambda self: self.hits)
     @rule(which=pick, count=st.integers(1, 3))
@@ -254,7 +177,6 @@ class Engine(RuleBasedStateMachine):
         if plan.keys:
             assert not set(plan.evicted) & set(keys_of(names))
             self.stores.append((request, plan.keys, plan.rows))
-            self.forgetting.difference_update(plan.keys)
             self.forgotten.difference_update(plan.keys)
 
     @precondition(lambda self: self.stores)
@@ -266,7 +188,6 @@ class Engine(RuleBasedStateMachine):
             self.content[row] = key
         if success:
             self._want(keys[:part], request)  # Its hint may be another one than when the store began.
-            self._stored([key for key in keys[:part] if key in self.ledger.primary.filling], request)
         self.ledger.complete_store(keys[:part], request, success=success)
         if keys[part:]:
             self.stores.append((request, keys[part:], rows[part:]))
@@ -282,9 +203,6 @@ class Engine(RuleBasedStateMachine):
     def finish_request(self, which: int, hint: Hint | None) -> None:
         request = self.requests.pop(which % len(self.requests))
         self.ledger.hint(request, hint)
-        for owed in self.owed:
-            if request.keeps_out(owed.tier.spec):
-                owed.keep_out(request)
         self.ledger.finish(request)
         assert not request.leased
         if request.hint is not None and request.hint.retain_s:
@@ -315,33 +233,23 @@ class Engine(RuleBasedStateMachine):
         if not how:
             return
         self.between_steps = False
-        self._hear()
-        keys, row_of = keys_of(names), self.ledger.primary.row
+        keys = keys_of(names)
         if how == "forget":
-            for owed in self.owed:
-                here = [key for key in keys if row_of(key) is not None]
-                owed.left(keys)
-                owed.kept_out.update(here)  # What is held is not written any more.
             self.ledger.forget(keys)
-            self.forgetting.update(keys)
             self.forgotten.update(keys)
         else:
-            held = self.ledger.delete(keys)
-            for owed in self.owed:
-                owed.left([key for key in keys if key not in held])
+            self.ledger.delete(keys)
         for key in keys:
-            if row_of(key) is None:
+            if self.ledger.primary.row(key) is None:
                 self.hits.pop(key, None)
 
     @rule(refused=seldom, seconds=st.sampled_from([0.0, 0.0, 1.0, 6.0]))
     def end_step(self, refused: bool, seconds: float) -> None:
         prefetched = [prefetch.request for prefetch in self.ledger.prefetches.waiting]
         actions = self.ledger.end_step()
-        self._hear()
         for request in prefetched:
-            self._promoted([key for key in request.sources if key in self.ledger.primary.filling], request)
+            self._want([key for key in request.sources if key in self.ledger.primary.filling], request)
         self._check_writes(actions)
-        self._check_counts()
         self._check_forgotten()
         if refused or not self.runner_up:
             self.ledger.refuse(actions)
@@ -360,7 +268,6 @@ class Engine(RuleBasedStateMachine):
             return
         self.ledger.prefetches.clear()
         self.ledger.reset()
-        self._hear()
         self.last_before_reset = max([self.last_before_reset, *self.in_flight, *self.late])
         self.late |= self.in_flight
         self.in_flight.clear()
@@ -384,7 +291,6 @@ class Engine(RuleBasedStateMachine):
         lent = self.in_flight.pop(list(self.in_flight)[which % len(self.in_flight)])
         codes = {index: code for index, code in enumerate(failed[: len(lent.keys)]) if code}
         self._work(lent, codes)
-        self._may_have(lent.keys)
         if isinstance(lent.action, Probe):
             self.bench.answer(lent.action, present)
         else:
@@ -403,7 +309,6 @@ class Engine(RuleBasedStateMachine):
     def rows_come_back(self, which: int, finished: bool) -> None:
         lent = self.late.pop(list(self.late)[which % len(self.late)])
         self._end_late(lent)
-        self._may_have(lent.keys)
         if finished:
             self.bench.finish(lent.action)
         else:
@@ -446,15 +351,11 @@ class Engine(RuleBasedStateMachine):
     @rule(names=names, tier=tiers)
     def found(self, names: str, tier: int) -> None:
         self.bench.holds(names, tier)
-        self._may_have(keys_of(names))
         self.forgotten.difference_update(keys_of(names))
 
     @rule(names=names, tier=tiers)
     def gone(self, names: str, tier: int) -> None:
         self.bench.loses(names, tier)
-        for owed in self.owed:
-            if owed.tier.index == tier:
-                owed.lost([key for key in keys_of(names) if key in self.ledger.primary.ready])
 
     @precondition(lambda self: self.computing_s is not None)
     @rule(tier=tiers, chunk_s=st.sampled_from([0.01, 0.9, 30.0]))
@@ -503,17 +404,6 @@ class Engine(RuleBasedStateMachine):
         assert not writing or max(writing.values()) == 1
 
     @invariant()
-    def what_has_left_is_heard_of(self) -> None:
-        self._hear()
-
-    def _check_counts(self) -> None:
-        """What is owed is written, or counted when the step ends."""
-        for owed in self.owed:
-            owed.settle()
-            counted = sum(owed.tier.counters.skipped.values())
-            assert owed.skipped_min <= counted <= owed.skipped_min + owed.skipped_perhaps
-
-    @invariant()
     def a_hit_stays_until_the_step_ends(self) -> None:
         assert self.hits.items() <= self.ledger.primary.ready.items()
 
@@ -533,15 +423,9 @@ class Engine(RuleBasedStateMachine):
             self.ledger.finish(request)
         self.ledger.prefetches.clear()
         actions = self.ledger.end_step()
-        self._hear()
         self._check_writes(actions)
         self.ledger.refuse(actions)
         assert self.bench.settled()
-        for owed in self.owed:
-            for key in list(owed.surely):
-                owed.skip(key)
-        self.ledger.writeback.give_up("closed")
-        self._check_counts()
 
     # How the machine plays.
 
@@ -549,34 +433,9 @@ class Engine(RuleBasedStateMachine):
         """Record that chunks are used: a second use may be queued, and sent at the step's end."""
         self.between_steps = self.between_steps and "second_use" not in self.cascades
 
-    def _hear(self) -> None:
-        """Record what has left the primary: what was owed of it is not written."""
-        for event in self.bench.events.take():
-            if event.kind is EventKind.REMOVED and event.tier == PRIMARY_NAME:
-                for owed in self.owed:
-                    owed.unsure([key for key in event.keys if key in self.forgetting])  # It may have been for that.
-                    for key in event.keys:
-                        owed.evict(key)
-                    owed.left(list(event.keys))
-
-    def _stored(self, keys: list[OffloadKey], request: Request) -> None:
-        for owed in self.owed:
-            tier, mask = owed.tier, self.ledger.locations.mask
-            had = {k for k in keys if mask.get(k, 0) & tier.bit or k in tier.answered or k in tier.storing}
-            owed.stored(keys, request, had=had)
-
-    def _promoted(self, keys: list[OffloadKey], request: Request) -> None:
-        for owed in self.owed:
-            owed.promoted(keys, request)
-        self._want(keys, request)
-
     def _want(self, keys: list[OffloadKey], request: Request) -> None:
         """Record the tiers that keys may be written to."""
         self.wanted |= {(tier.index, key) for tier in self.ledger.tiers if request.stores_in(tier.spec) for key in keys}
-
-    def _may_have(self, keys: list[OffloadKey]) -> None:
-        for owed in self.owed:
-            owed.unsure(keys)
 
     def _are_as_any_other(self, keys: list[OffloadKey]) -> None:
         writeback, rows = self.ledger.writeback, set(self.ledger.primary.rows_of(keys))
@@ -584,16 +443,11 @@ class Engine(RuleBasedStateMachine):
         assert not rows & writeback.demoted
 
     def _check_writes(self, actions: list[Action]) -> None:
-        """What is written was wanted there by somebody, and is owed where chunks are written that leave."""
+        """What is written was wanted there by somebody."""
         for action in actions:
             if isinstance(action, Cascade):
                 keys = unpack_keys(action.keys)
                 assert {(action.tier, key) for key in keys} <= self.wanted
-                for owed in self.owed:
-                    if owed.tier.index == action.tier:
-                        assert set(keys) <= owed.surely.keys()
-                        for key in keys:
-                            del owed.surely[key]
 
     def _check_forgotten(self) -> None:
         """What was forgotten has gone, or is held, and goes with the first step's end at which it is not."""
