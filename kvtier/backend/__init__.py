@@ -1,170 +1,89 @@
 """The contract of a tier, and all that its author needs: `from kvtier.backend import …`, and nothing else."""
 
-from kvtier.backend.contract import (
-    BUILT_IN_TYPES,
-    INVENTORY_BATCH_KEYS,
-    OPTIONAL,
-    Abandoned,
-    Added,
-    Advised,
-    Backend,
-    Counted,
-    Described,
-    Durability,
-    EngineId,
-    Inventory,
-    InventoryEvent,
-    Limit,
-    Measured,
-    Occupancy,
-    Options,
-    Outcome,
-    Read,
-    Removed,
-    ScanDone,
-    TierContext,
-    Wrapper,
-    Write,
-    backend_class,
-    known_types,
-)
-from kvtier.backend.directory import MISPLACED, Directory, Finding, Kind, Place, State, StoredFile
-from kvtier.backend.inventory import InventoryQueue
-from kvtier.backend.lending import (
-    Calls,
-    Fit,
-    Lanes,
-    Slots,
-    Staging,
-    in_task,
-    in_thread,
-    in_threads,
-    load_each_once,
-    store_each_once,
-)
-from kvtier.backend.namespace import (
-    NAME_BYTES_MAX,
-    NAMINGS,
-    SEGMENTS_SUFFIX,
-    Attention,
-    FileMapper,
-    Group,
-    Namespace,
-    Naming,
-    NamingKind,
-    OffloadKey,
-    check_keys,
-    checked_keys,
-    chunk_hash,
-    group_index,
-    make_offload_key,
-    of_one_group,
-    read_folder,
-    refusal,
-)
-from kvtier.backend.seal import SEAL_BYTES, Seal, SealFault, of_another_version
-from kvtier.backend.seal_options import SealOptions
-from kvtier.errors import (
-    BackendClosed,
-    BackendError,
-    BackendUnavailable,
-    ChunkCorrupt,
-    ChunkError,
-    ChunkMissing,
-    ConfigError,
-    KVTierError,
-    NoSpace,
-    TransferFailed,
-)
-from kvtier.settings import Count, Duration, Index, Path, PositiveDuration, PositiveSize, Share, Size
-from kvtier.settings.hints import Advice, Hint
-
-__all__ = [
-    "BUILT_IN_TYPES",
-    "INVENTORY_BATCH_KEYS",
-    "MISPLACED",
-    "NAME_BYTES_MAX",
-    "NAMINGS",
-    "OPTIONAL",
-    "SEAL_BYTES",
-    "SEGMENTS_SUFFIX",
-    "Abandoned",
-    "Added",
-    "Advice",
-    "Advised",
-    "Attention",
-    "Backend",
-    "BackendClosed",
-    "BackendError",
-    "BackendUnavailable",
-    "Calls",
-    "ChunkCorrupt",
-    "ChunkError",
-    "ChunkMissing",
-    "ConfigError",
-    "Count",
-    "Counted",
-    "Described",
-    "Directory",
-    "Durability",
-    "Duration",
-    "EngineId",
-    "FileMapper",
-    "Finding",
-    "Fit",
-    "Group",
-    "Hint",
-    "Index",
-    "Inventory",
-    "InventoryEvent",
-    "InventoryQueue",
-    "KVTierError",
-    "Kind",
-    "Lanes",
-    "Limit",
-    "Measured",
-    "Namespace",
-    "Naming",
-    "NamingKind",
-    "NoSpace",
-    "Occupancy",
-    "OffloadKey",
-    "Options",
-    "Outcome",
-    "Path",
-    "Place",
-    "PositiveDuration",
-    "PositiveSize",
-    "Read",
-    "Removed",
-    "ScanDone",
-    "Seal",
-    "SealFault",
-    "SealOptions",
-    "Share",
-    "Size",
-    "Slots",
-    "Staging",
-    "State",
-    "StoredFile",
-    "TierContext",
-    "TransferFailed",
-    "Wrapper",
-    "Write",
-    "backend_class",
-    "check_keys",
-    "checked_keys",
-    "chunk_hash",
-    "group_index",
-    "in_task",
-    "in_thread",
-    "in_threads",
-    "known_types",
-    "load_each_once",
-    "make_offload_key",
-    "of_another_version",
-    "of_one_group",
-    "read_folder",
-    "refusal",
-    "store_each_once",
-]
+from kvtier.backend.contract import BUILT_IN_TYPES as BUILT_IN_TYPES
+from kvtier.backend.contract import INVENTORY_BATCH_KEYS as INVENTORY_BATCH_KEYS
+from kvtier.backend.contract import OPTIONAL as OPTIONAL
+from kvtier.backend.contract import Abandoned as Abandoned
+from kvtier.backend.contract import Added as Added
+from kvtier.backend.contract import Advised as Advised
+from kvtier.backend.contract import Backend as Backend
+from kvtier.backend.contract import Counted as Counted
+from kvtier.backend.contract import Described as Described
+from kvtier.backend.contract import Durability as Durability
+from kvtier.backend.contract import EngineId as EngineId
+from kvtier.backend.contract import Inventory as Inventory
+from kvtier.backend.contract import InventoryEvent as InventoryEvent
+from kvtier.backend.contract import Limit as Limit
+from kvtier.backend.contract import Measured as Measured
+from kvtier.backend.contract import Occupancy as Occupancy
+from kvtier.backend.contract import Options as Options
+from kvtier.backend.contract import Outcome as Outcome
+from kvtier.backend.contract import Read as Read
+from kvtier.backend.contract import Removed as Removed
+from kvtier.backend.contract import ScanDone as ScanDone
+from kvtier.backend.contract import TierContext as TierContext
+from kvtier.backend.contract import Wrapper as Wrapper
+from kvtier.backend.contract import Write as Write
+from kvtier.backend.contract import backend_class as backend_class
+from kvtier.backend.contract import known_types as known_types
+from kvtier.backend.directory import MISPLACED as MISPLACED
+from kvtier.backend.directory import Directory as Directory
+from kvtier.backend.directory import Finding as Finding
+from kvtier.backend.directory import Kind as Kind
+from kvtier.backend.directory import Place as Place
+from kvtier.backend.directory import State as State
+from kvtier.backend.directory import StoredFile as StoredFile
+from kvtier.backend.inventory import InventoryQueue as InventoryQueue
+from kvtier.backend.lending import Calls as Calls
+from kvtier.backend.lending import Fit as Fit
+from kvtier.backend.lending import Lanes as Lanes
+from kvtier.backend.lending import Slots as Slots
+from kvtier.backend.lending import Staging as Staging
+from kvtier.backend.lending import in_task as in_task
+from kvtier.backend.lending import in_thread as in_thread
+from kvtier.backend.lending import in_threads as in_threads
+from kvtier.backend.lending import load_each_once as load_each_once
+from kvtier.backend.lending import store_each_once as store_each_once
+from kvtier.backend.namespace import NAME_BYTES_MAX as NAME_BYTES_MAX
+from kvtier.backend.namespace import NAMINGS as NAMINGS
+from kvtier.backend.namespace import SEGMENTS_SUFFIX as SEGMENTS_SUFFIX
+from kvtier.backend.namespace import Attention as Attention
+from kvtier.backend.namespace import FileMapper as FileMapper
+from kvtier.backend.namespace import Group as Group
+from kvtier.backend.namespace import Namespace as Namespace
+from kvtier.backend.namespace import Naming as Naming
+from kvtier.backend.namespace import NamingKind as NamingKind
+from kvtier.backend.namespace import OffloadKey as OffloadKey
+from kvtier.backend.namespace import check_keys as check_keys
+from kvtier.backend.namespace import checked_keys as checked_keys
+from kvtier.backend.namespace import chunk_hash as chunk_hash
+from kvtier.backend.namespace import group_index as group_index
+from kvtier.backend.namespace import make_offload_key as make_offload_key
+from kvtier.backend.namespace import of_one_group as of_one_group
+from kvtier.backend.namespace import read_folder as read_folder
+from kvtier.backend.namespace import refusal as refusal
+from kvtier.backend.seal import SEAL_BYTES as SEAL_BYTES
+from kvtier.backend.seal import Seal as Seal
+from kvtier.backend.seal import SealFault as SealFault
+from kvtier.backend.seal import of_another_version as of_another_version
+from kvtier.backend.seal_options import SealOptions as SealOptions
+from kvtier.errors import BackendClosed as BackendClosed
+from kvtier.errors import BackendError as BackendError
+from kvtier.errors import BackendUnavailable as BackendUnavailable
+from kvtier.errors import ChunkCorrupt as ChunkCorrupt
+from kvtier.errors import ChunkError as ChunkError
+from kvtier.errors import ChunkMissing as ChunkMissing
+from kvtier.errors import ConfigError as ConfigError
+from kvtier.errors import KVTierError as KVTierError
+from kvtier.errors import NoSpace as NoSpace
+from kvtier.errors import TransferFailed as TransferFailed
+from kvtier.settings import Count as Count
+from kvtier.settings import Duration as Duration
+from kvtier.settings import Index as Index
+from kvtier.settings import Path as Path
+from kvtier.settings import PositiveDuration as PositiveDuration
+from kvtier.settings import PositiveSize as PositiveSize
+from kvtier.settings import Share as Share
+from kvtier.settings import Size as Size
+from kvtier.settings.hints import Advice as Advice
+from kvtier.settings.hints import Hint as Hint

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import kvtier
@@ -28,7 +29,12 @@ Figures = dict[str, Any]
 
 def names() -> Figures:
     """Return the public names of the two packages that users import from."""
-    return {module.__name__: sorted(module.__all__) for module in (kvtier, kvtier.backend)}
+    return {"kvtier": sorted(kvtier.__all__), "kvtier.backend": sorted(public(kvtier.backend))}
+
+
+def public(module: ModuleType) -> set[str]:
+    """Return the public names of a package that re-exports them, without its modules."""
+    return {name for name, value in vars(module).items() if name[0] != "_" and not isinstance(value, ModuleType)}
 
 
 def promises() -> list[str]:
