@@ -253,7 +253,7 @@ class Runner:
             if not closing.done():
                 logger.error("tier %s does not close; see %s", tier.name, Remedy.CLOSING)
             else:
-                _completed(closing, self._logs[tier.name])
+                _result(closing, self._logs[tier.name])
 
     def _spawn(self, action: _Answerable, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(self._see_through(action, work))
@@ -339,7 +339,9 @@ class Runner:
         begun = self._clock()
         call = _awaited(partial(tier.backend.probe, keys), _packed_answers)
         task, in_time = await self._begun(tier, call, f"a question about {len(keys)} chunks")
-        present, cause = _answers(task, len(keys), self._logs[tier.name]) if in_time else (b"", "deadline")
+        present, cause = _result(task, self._logs[tier.name]) if in_time else (None, "deadline")
+        if present is None or len(present) != len(keys):
+            present = b""
         self._post(Answered(action.id, present, self._clock() - begun, cause))
         await self._ended(tier, task, in_time=in_time)
 
@@ -350,10 +352,9 @@ class Runner:
         self._changing[action.tier] += 1
         try:
             task, in_time = await self._begun(tier, call, f"a deletion of {len(keys)} chunks")
-            if in_time:
-                failed, cause = _deletion(task, len(keys), self._logs[tier.name])
-            else:
-                failed, cause = _all(Code.DEADLINE, len(keys)), ""
+            answer, cause = _result(task, self._logs[tier.name]) if in_time else (None, "")
+            code = Code.UNAVAILABLE if in_time else Code.DEADLINE
+            failed = _all(code, len(keys)) if answer is None else {}
             self._reports[action.tier].usage(now=self._changing[action.tier] == 1)
             self._post(Finished.of(action.id, failed, self._clock() - begun, cause=cause))
             await self._ended(tier, task, in_time=in_time)
@@ -378,7 +379,7 @@ class Runner:
         """Wait for a call that was reported late, and log its failure."""
         if not in_time:
             await asyncio.wait({task})
-            _completed(task, self._logs[tier.name])
+            _result(task, self._logs[tier.name])
 
     def _tell(self, action: Advise | Acknowledge) -> None:
         """Carry out an action that has no answer."""
@@ -425,60 +426,37 @@ class CallLog:
         logger.log(level, "tier %s: %s; see %s", self.name, said, remedy, exc_info=exc_info, stacklevel=2)
 
 
-def _completed(task: "asyncio.Task[Any]", log: CallLog) -> bool:
-    """Return True if an ended call returned; log its failure."""
+def _result(task: "asyncio.Task[T]", log: CallLog) -> tuple[T | None, str]:
+    """Return an ended call's answer, None if it failed, and the cause of its failure, which is logged."""
     if task.cancelled():
         log.line(logging.ERROR, "cancelled", "its call was cancelled from within", Remedy.CONTRACT)
-        return False
+        return None, ""
     error = task.exception()
     if error is None:
-        return True
+        return task.result(), ""
     if isinstance(error, BackendClosed):  # During the runner's own closing: queued calls are given up.
         log.line(logging.INFO, "closed", error, Remedy.CLOSED)
     elif isinstance(error, BackendError):
         log.line(logging.WARNING, "unavailable", error, Remedy.UNAVAILABLE)
     else:  # The supervisor's edge: a bug in a tier costs its hits, not the others'.
         log.line(logging.ERROR, "raised", "its call raised what no tier may raise", Remedy.CONTRACT, exc_info=error)
-    return False
+    return None, cause_of(error)
 
 
-def _cause(task: "asyncio.Task[Any]") -> str:
-    """Return the cause of an ended call's failure."""
-    error = None if task.cancelled() else task.exception()
-    return "" if error is None else cause_of(error)
-
-
-def _outcome(task: "asyncio.Task[Sequence[Outcome]]", chunks: int, log: CallLog) -> tuple[dict[int, Code], str]:
+def _outcome(task: "asyncio.Task[list[Outcome]]", chunks: int, log: CallLog) -> tuple[dict[int, Code], str]:
     """Return index → code of the chunks that did not move, and the cause of the worst failure."""
-    if not _completed(task, log):
-        return _all(Code.UNAVAILABLE, chunks), _cause(task)
-    outcomes = task.result()
+    outcomes, cause = _result(task, log)
+    if outcomes is None:
+        return _all(Code.UNAVAILABLE, chunks), cause
     if len(outcomes) != chunks:
         log.line(logging.ERROR, "outcomes", f"{len(outcomes)} outcomes for {chunks} chunks", Remedy.CONTRACT)
         return _all(Code.FAILED, chunks), ""
     failed = {index: code_of(outcome) for index, outcome in enumerate(outcomes) if outcome is not None}
-    if not failed:
-        return failed, ""
-    return failed, cause_of(max(filter(None, outcomes), key=code_of))
+    return failed, cause_of(max(filter(None, outcomes), key=code_of)) if failed else ""
 
 
 def _packed_answers(present: Sequence[bool]) -> bytes:
     return bytes(map(bool, present))
-
-
-def _answers(task: "asyncio.Task[bytes]", keys: int, log: CallLog) -> tuple[bytes, str]:
-    """Return a probe's answers, none if it failed or their number is wrong, and the cause of its failure."""
-    if not _completed(task, log):
-        return b"", _cause(task)
-    present = task.result()
-    return present if len(present) == keys else b"", ""
-
-
-def _deletion(task: "asyncio.Task[Any]", keys: int, log: CallLog) -> tuple[dict[int, Code], str]:
-    """Return index → code of the keys whose delete failed, all or none, and the cause."""
-    if _completed(task, log):
-        return {}, ""
-    return _all(Code.UNAVAILABLE, keys), _cause(task)
 
 
 def _all(code: Code, chunks: int) -> dict[int, Code]:

@@ -70,7 +70,7 @@ async def test_log_records_of_a_runners_process_appear_in_the_owners_log_by_its_
     (record,) = [record for record in log.records if "cannot be reached" in record.getMessage()]
     assert (record.name, record.levelno, record.filename) == ("kvtier.runner.runner", logging.WARNING, "runner.py")
     assert record.process == engine.steps._bridge.pid
-    assert record.funcName == "_completed"
+    assert record.funcName == "_result"
     assert record.getMessage().endswith(f"; see {Remedy.UNAVAILABLE}")
 
 
