@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.backend.contract import Occupancy, backend_class
+from kvtier.backend.contract import Occupancy
 from kvtier.errors import ConfigError
-from kvtier.settings import decode
 from kvtier.testing.conformance import (
     AdvisedConformance,
     BackendConformance,
@@ -210,13 +209,6 @@ class TestRoom:
         await lender.keep(tier, [key_of(4)])
         assert await tier.probe(keys_of(5)) == [True, False, True, True, True]
 
-    async def test_a_prefix_outlives_its_continuation(self, lender):
-        tier = dummy(capacity_bytes=4 * ROW_BYTES)
-        await lender.keep(tier, keys_of(4))
-        await lender.recall(tier, keys_of(4))
-        await lender.keep(tier, keys_of(2, start=10))
-        assert await tier.probe(keys_of(4)) == [True, True, False, False]
-
     async def test_a_batch_without_room_is_kept_from_its_beginning(self, lender):
         tier = dummy(capacity_bytes=4 * ROW_BYTES)
         await lender.keep(tier, keys_of(3, start=10))
@@ -270,11 +262,3 @@ async def test_rows_of_another_length_are_misses(lender, shelf):
     longer = Lender(2 * ROW_BYTES)
     tier = DummyBackend(DummyOptions(store=shelf), tier_context(2 * ROW_BYTES, model_name="m"))
     assert await longer.recall(tier, keys_of(1)) == ["ChunkMissing"]
-
-
-async def test_a_tier_is_opened_by_configuration(lender):
-    tier_type = backend_class("dummy")
-    given = {"latency_s": "1ms", "bandwidth_bytes_per_s": "1GiB", "capacity_bytes": "16KiB", "concurrency": 2}
-    tier = await tier_type.open(decode(tier_type.options_type, given), tier_context(ROW_BYTES))
-    await lender.keep(tier, keys_of(1))
-    assert tier.occupancy() == Occupancy(1, ROW_BYTES, 16_384)

@@ -80,15 +80,12 @@ def test_a_row_is_a_chunk_padded_to_the_page(chunk_bytes: int, row_bytes: int) -
     assert (config.row_bytes, config.rows) == (row_bytes, 3)
 
 
-def test_a_primary_of_no_row_is_refused_with_both_numbers() -> None:
+def test_a_primary_of_no_row_or_of_too_many_is_refused_with_both_numbers() -> None:
+    assert "hold 4,294,967,296 rows of 4,096" in refused({"cpu_bytes_to_use": 1 << 44, "chunk_bytes": 1})
     assert refused({"cpu_bytes_to_use": 8_191, "chunk_bytes": 4_097}) == (
         "cpu_bytes_to_use: 8,191 bytes given, which hold 0 rows of 8,192; "
         "at least 1 row and at most 4,294,967,295 accepted"
     )
-
-
-def test_more_rows_than_can_be_numbered_are_refused() -> None:
-    assert "hold 4,294,967,296 rows of 4,096" in refused({"cpu_bytes_to_use": 1 << 44, "chunk_bytes": 1})
 
 
 def test_the_namespace_learns_how_long_a_row_is() -> None:
@@ -97,11 +94,6 @@ def test_the_namespace_learns_how_long_a_row_is() -> None:
     assert short.namespace == Namespace(model_name="m", row_bytes=16_384)
     assert FileMapper(short.namespace).folder == FileMapper(long.namespace).folder
     assert FileMapper(short.namespace).fingerprint != FileMapper(long.namespace).fingerprint
-
-
-def test_a_namespace_of_other_rows_is_refused() -> None:
-    message = refused(SMALL | {"namespace": Namespace(model_name="m", row_bytes=4_096)})
-    assert message == "namespace.row_bytes: 4,096 given, but chunk_bytes makes rows of 16,384"
 
 
 def test_a_changed_copy_is_checked_like_a_new_one() -> None:
@@ -118,23 +110,21 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"eviction_policy": ""}, "eviction_policy: '' given, text"),
     *(
         ({"limits": {name: given}}, f"limits.{name}: {given!r} given, seconds as a number")
-        for name, given in (  # The kernel's poll takes no timeout of 25 days.
-            *(("heartbeat_s", "99ms"), ("heartbeat_s", "40d")),
-            *(("lease_s", "25h"), ("close_s", "25h")),
-        )
+        for name, given in (("heartbeat_s", "99ms"), ("heartbeat_s", "40d"), ("lease_s", "25h"), ("close_s", "25h"))
     ),
-    *(
-        (
-            {"secondary_tiers": [TIER | {"limits": {name: given}}]},
-            f"secondary_tiers[0].limits.{name}: {given!r} given, seconds as a number",
-        )
-        for name in ("deadline_s", "answer_ttl_s")
-        for given in ("1us", "25h")
+    (
+        {"secondary_tiers": [TIER | {"limits": {"answer_ttl_s": "1us"}}]},
+        "secondary_tiers[0].limits.answer_ttl_s: '1us'",
     ),
+    ({"secondary_tiers": [TIER | {"limits": {"deadline_s": "25h"}}]}, "secondary_tiers[0].limits.deadline_s: '25h'"),
     ({"limits": {"action_chunks": 1 << 30}}, "limits.action_chunks: 1073741824 given, an integer, at least 1 and at"),
     (
         {"secondary_tiers": [TIER | {"limits": {"store_chunks_in_flight": 1 << 30}}]},
         "secondary_tiers[0].limits.store_chunks_in_flight: 1073741824 given, an integer, at least 1 and at most",
+    ),
+    (
+        {"namespace": Namespace(model_name="m", row_bytes=4_096)},
+        "namespace.row_bytes: 4,096 given, but chunk_bytes makes rows of 16,384",
     ),
     ({"namespace": {"model_name": "a\0"}}, "namespace.model_name: 'a\\x00' given"),
     ({"secondary_tiers": [TIER | {"medium": "DISK"}]}, "secondary_tiers[0].medium: 'DISK' given, 'CPU' or 'STORAGE'"),
@@ -291,9 +281,6 @@ def test_toml_and_json_say_the_same(tmp_path: Path) -> None:
 def test_a_mistake_in_a_file_is_named_by_file_and_path(tmp_path: Path) -> None:
     path = write(tmp_path, "engine.toml", TOML.replace('"10s"', '"ten"'))
     assert unreadable(path).startswith("secondary_tiers[0].limits.deadline_s: 'ten' given, seconds as a number")
-
-
-def test_a_date_among_a_tiers_options_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, "engine.toml", TOML + "since = 2026-01-01\n")
     assert unreadable(path).startswith("secondary_tiers[1].since: a value of type date given, text, a number")
 
@@ -329,13 +316,6 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     assert unreadable(tmp_path / "a.toml") == "cannot be read: No such file or directory"
     (tmp_path / "a.toml").mkdir()
     assert unreadable(tmp_path / "a.toml") == "cannot be read: Is a directory"
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_file_without_permission_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path, "a.toml", TOML)
-    os.chmod(path, 0)
-    assert unreadable(path) == "cannot be read: Permission denied"
 
 
 @pytest.mark.usefixtures("outside")
