@@ -48,7 +48,7 @@ class LampOptions(Options, frozen=True, kw_only=True):
 
 
 def test_options_are_frozen_and_closed_and_checked() -> None:
-    assert LampOptions(burns_s="2min").burns_s == 120  # type: ignore[arg-type]
+    assert LampOptions(burns_s="2min").burns_s == 120
     assert LampOptions.__struct_config__.frozen
     assert LampOptions.__struct_config__.forbid_unknown_fields
     with pytest.raises(ConfigError, match=r"^burns_s: "):

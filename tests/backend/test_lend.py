@@ -93,9 +93,7 @@ async def test_every_call_ends_before_a_failure_is_raised(lanes: Lanes, gate: Ga
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_a_cancelled_call_waits_for_its_end_however_often_it_is_cancelled(
-    lend: Lend, gate: Gate, fails: bool
-) -> None:
+async def test_a_cancelled_call_waits_for_its_end_however_often_it_is_cancelled(lend, gate, fails):
     waiting = asyncio.ensure_future(lend(lambda: gate() and 1 // (not fails)))
     await gate.wait_entered()
     for _ in range(3):
@@ -170,9 +168,7 @@ async def test_a_cancelled_whole_waits_for_the_part_that_runs_and_drops_the_part
     assert await lanes.aclose(DEADLINE_S) == 0
 
 
-async def test_a_call_without_a_lent_buffer_leaves_its_thread_at_it_when_it_is_cancelled(
-    lanes: Lanes, gate: Gate
-) -> None:
+async def test_a_call_without_a_lent_buffer_leaves_its_thread_at_it_when_it_is_cancelled(lanes, gate):
     assert await lanes.run(divmod, 7, 2) == (3, 1)
     call = asyncio.create_task(lanes.run(gate))
     await gate.wait_entered()
@@ -323,8 +319,8 @@ def test_a_thread_that_outlives_its_loop_ends_quietly(gate: Gate, caplog: pytest
     gate.opened.set()
     lanes.shutdown(wait=True)
     assert not call.done()
-    call.get_coro().close()  # type: ignore[union-attr]  # As the interpreter's end would; a pending task complains.
-    call._log_destroy_pending = False  # type: ignore[attr-defined]
+    call.get_coro().close()  # As the interpreter's end would; a pending task complains.
+    call._log_destroy_pending = False
     assert caplog.records == []
 
 

@@ -10,16 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.backend.namespace import (
-    NAMINGS,
-    FileMapper,
-    Group,
-    Namespace,
-    NamingKind,
-    OffloadKey,
-    make_offload_key,
-    read_folder,
-)
+from kvtier.backend.namespace import NAMINGS, FileMapper, Group, Namespace, OffloadKey, make_offload_key, read_folder
 from kvtier.errors import ConfigError
 from kvtier.settings import decode
 
@@ -169,9 +160,7 @@ def test_other_folders_are_no_folders_of_chunks(name: str) -> None:
 
 
 @given(namespace=NAMESPACES, key=KEYS, naming=NAMING)
-def test_a_name_gives_back_its_key_in_its_naming_alone(
-    namespace: Namespace, key: OffloadKey, naming: NamingKind
-) -> None:
+def test_a_name_gives_back_its_key_in_its_naming_alone(namespace, key, naming):
     """So no two keys share a name."""
     mapper = FileMapper(namespace, naming)
     other = FileMapper(namespace, "flat" if naming == "vllm" else "vllm")
@@ -185,9 +174,7 @@ def test_a_name_gives_back_its_key_in_its_naming_alone(
 
 
 @given(namespace=NAMESPACES, key=KEYS, place=st.integers(0), letter=st.characters(), naming=NAMING)
-def test_a_name_with_a_letter_changed_is_no_name_of_the_same_key(
-    namespace: Namespace, key: OffloadKey, place: int, letter: str, naming: NamingKind
-) -> None:
+def test_a_name_with_a_letter_changed_is_no_name_of_the_same_key(namespace, key, place, letter, naming):
     mapper = FileMapper(namespace, naming)
     name = mapper.name(key)
     place %= len(name)
@@ -197,9 +184,7 @@ def test_a_name_with_a_letter_changed_is_no_name_of_the_same_key(
 
 
 @given(namespace=NAMESPACES, key=KEYS, naming=NAMING)
-def test_a_name_stays_in_the_folder_that_it_is_put_in(
-    namespace: Namespace, key: OffloadKey, naming: NamingKind
-) -> None:
+def test_a_name_stays_in_the_folder_that_it_is_put_in(namespace, key, naming):
     mapper = FileMapper(namespace, naming)
     for name in (mapper.name(key), mapper.config_name):
         assert not name.startswith("/")
@@ -288,7 +273,7 @@ def test_a_namespace_survives_the_way_to_another_process(namespace: Namespace) -
 
 def test_weights_and_adapters_have_names_of_their_own_and_none_without_them() -> None:
     def folder(**given: str) -> str:
-        return FileMapper(Namespace(model_name="default", **given)).folder  # type: ignore[arg-type]
+        return FileMapper(Namespace(model_name="default", **given)).folder
 
     kinds = [{}, {"weights_revision": "a"}, {"weights_revision": "b"}, {"adapter": "a"}]
     assert len({folder(**kind) for kind in kinds}) == len(kinds)
@@ -324,9 +309,7 @@ REFUSALS: list[tuple[Namespace, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("namespace", "change", "why"), REFUSALS)
-def test_one_condition_that_fails_keeps_parallel_sizes_apart_and_says_so(
-    namespace: Namespace, change: dict[str, Any], why: str
-) -> None:
+def test_one_condition_that_fails_keeps_parallel_sizes_apart_and_says_so(namespace, change, why):
     assert FileMapper(namespace).parallel_agnostic
     refused = FileMapper(msgspec.structs.replace(namespace, **change))
     assert not refused.parallel_agnostic

@@ -135,9 +135,7 @@ def test_a_module_that_is_not_there_is_named() -> None:
         ("raise ImportError('libfabric.so.1: cannot open')\n", "cannot be imported: libfabric.so.1: cannot open"),
     ],
 )
-def test_a_dependency_that_cannot_be_imported_is_named_and_the_cause_is_kept(
-    module: Install, source: str, message: str
-) -> None:
+def test_a_dependency_that_cannot_be_imported_is_named_and_the_cause_is_kept(module, source, message):
     with pytest.raises(ConfigError, match=message) as caught:
         backend_class(f"{module(source)}:Tier")
     assert isinstance(caught.value.__cause__, ImportError)

@@ -3,7 +3,6 @@
 import base64
 import contextlib
 import os
-from pathlib import Path
 
 import pytest
 
@@ -148,9 +147,7 @@ def test_keys_are_rotated_without_losing_a_chunk(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("written", [NEW.hex(), base64.b64encode(NEW).decode(), f"# ours\n\n  {NEW.hex()}  \n"])
-def test_keys_are_read_from_a_file_in_hex_or_base64(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str
-) -> None:
+def test_keys_are_read_from_a_file_in_hex_or_base64(tmp_path, monkeypatch, written):
     path = tmp_path / "keys"
     path.write_text(written)
     path.chmod(0o600)
@@ -181,9 +178,7 @@ def test_invalid_keys_are_refused_and_never_shown(monkeypatch: pytest.MonkeyPatc
     assert not any(line in str(told.value) for line in text.split())
 
 
-def test_keys_that_are_not_there_are_a_mistake_of_the_configuration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_that_are_not_there_are_a_mistake_of_the_configuration(tmp_path, monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     with pytest.raises(ConfigError, match="has no variable"):
         SealOptions(seal="aes-256-gcm", seal_key_env=VARIABLE).make_seal(FINGERPRINT, ROW_BYTES)

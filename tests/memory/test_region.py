@@ -11,6 +11,8 @@ import pytest
 from kvtier.errors import ConfigError
 from kvtier.memory.region import Region
 
+pytestmark = pytest.mark.usefixtures("no_descriptor_left")
+
 ROW_BYTES = 8_192
 
 CHILD_WRITES = """
@@ -74,7 +76,6 @@ def mapped(start: int) -> bool:
     return any(low <= start < high for low, high in spans)
 
 
-@pytest.mark.usefixtures("no_descriptor_left")
 def test_rows_are_zero_writable_aligned_and_separate(make: Make) -> None:
     with make(4, ROW_BYTES) as region:
         assert bytes(region.view) == bytes(4 * ROW_BYTES)
@@ -97,7 +98,6 @@ def test_all_memory_is_allocated_at_the_start(make: Make) -> None:
         assert resident(region) == [1] * 128
 
 
-@pytest.mark.usefixtures("no_descriptor_left")
 def test_two_mappings_see_each_others_bytes(shm_path: str) -> None:
     for first in (Region.memfd(4, ROW_BYTES), Region.shared(shm_path, 4, ROW_BYTES, participant=0, participants=1)):
         with first, Region.attach(first.fd, 4, ROW_BYTES) as second:
@@ -107,7 +107,6 @@ def test_two_mappings_see_each_others_bytes(shm_path: str) -> None:
             assert bytes(first.view) == bytes(second.view) == written + bytes(2 * ROW_BYTES)
 
 
-@pytest.mark.usefixtures("no_descriptor_left")
 def test_an_attached_region_outlives_the_one_it_was_attached_to() -> None:
     first = Region.memfd(4, ROW_BYTES)
     second = Region.attach(first.fd, 4, ROW_BYTES)
@@ -126,7 +125,6 @@ def test_the_bytes_of_a_killed_process_stay_for_the_others(spawn: Spawn) -> None
         assert bytes(region.view) == bytes(2 * ROW_BYTES) + b"\x07" * ROW_BYTES + bytes(ROW_BYTES)
 
 
-@pytest.mark.usefixtures("no_descriptor_left")
 def test_a_region_of_another_size_is_not_attached() -> None:
     with Region.memfd(4, ROW_BYTES) as region:
         for rows, row_bytes in ((5, ROW_BYTES), (3, ROW_BYTES), (4, 4_096)):
@@ -143,7 +141,6 @@ def test_a_region_cannot_be_truncated_under_its_mappings() -> None:
                 os.ftruncate(region.fd, size_bytes)
 
 
-@pytest.mark.usefixtures("no_descriptor_left")
 def test_a_closed_region_gives_its_memory_back_and_has_no_rows(make: Make) -> None:
     region = make(4, ROW_BYTES)
     start = address(region.view)
@@ -158,7 +155,6 @@ def test_a_closed_region_gives_its_memory_back_and_has_no_rows(make: Make) -> No
         _ = region.view
 
 
-@pytest.mark.usefixtures("no_descriptor_left")
 def test_memory_stays_under_a_lent_row_until_it_comes_back(make: Make) -> None:
     region = make(4, ROW_BYTES)
     lent = region.row(1)
@@ -174,14 +170,12 @@ def test_memory_stays_under_a_lent_row_until_it_comes_back(make: Make) -> None:
 @pytest.mark.parametrize(
     ("rows", "row_bytes"), [(0, 4_096), (-1, 4_096), (1, 0), (1, -4_096), (1, 4_095), (1, 4_097), (-2, -4_096)]
 )
-@pytest.mark.usefixtures("no_descriptor_left")
 def test_impossible_sizes_are_refused(make: Make, rows: int, row_bytes: int) -> None:
     with pytest.raises(ConfigError, match=r"at least one is needed|a positive multiple of 4,096 is needed"):
         make(rows, row_bytes)
 
 
 @pytest.mark.parametrize("rows", [1 << 40, 1 << 52, 1 << 90])
-@pytest.mark.usefixtures("no_descriptor_left")
 def test_a_size_above_the_free_memory_is_refused_before_it_is_touched(make: Make, rows: int) -> None:
     with pytest.raises(
         ConfigError, match=r"^[\d,]+ bytes of host memory were asked for and [\d,]+ are free in .+: ask"
@@ -199,9 +193,7 @@ def test_a_size_above_the_free_memory_is_refused_before_it_is_touched(make: Make
         ("shared", "RLIMIT_FSIZE", "File too large"),
     ],
 )
-def test_a_region_that_the_kernel_refuses_leaves_no_descriptor_or_file(
-    kind: str, limit: str, reason: str, spawn: Spawn, shm_path: str
-) -> None:
+def test_a_region_that_the_kernel_refuses_leaves_no_descriptor_or_file(kind, limit, reason, spawn, shm_path):
     child = spawn(CHILD_WITH_LIMITS, kind, limit, shm_path)
     assert reason in child.communicate()[0]
     assert child.returncode == 0

@@ -22,6 +22,8 @@ from kvtier.errors import ConfigError
 from kvtier.memory.region import Region
 from kvtier.memory.rendezvous import Apart, Meeting, SharedFile, mappings
 
+pytestmark = pytest.mark.usefixtures("no_descriptor_left")
+
 ROW_BYTES = 4_096
 
 Process = subprocess.Popen[str]
@@ -75,7 +77,6 @@ def shared(path: str, participant: int, participants: int, *, rows: int = 4, tim
     return Region.shared(path, rows, ROW_BYTES, participant=participant, participants=participants, timeout_s=timeout_s)
 
 
-@pytest.mark.usefixtures("no_descriptor_left")
 def test_many_races_make_one_memory_each_and_leave_no_name(shm_path: str) -> None:
     with ThreadPoolExecutor(8) as threads:
         for number in range(40):
@@ -92,7 +93,6 @@ def test_many_races_make_one_memory_each_and_leave_no_name(shm_path: str) -> Non
             assert not os.path.exists(path)
 
 
-@pytest.mark.usefixtures("no_descriptor_left")
 def test_memory_that_a_peer_has_taken_for_all_counts_once(small_tmpfs: Path) -> None:
     with ThreadPoolExecutor(4) as threads:
         for _ in range(20):
@@ -106,7 +106,6 @@ def test_memory_that_a_peer_has_taken_for_all_counts_once(small_tmpfs: Path) -> 
                 region.close()
 
 
-@pytest.mark.usefixtures("no_descriptor_left")
 def test_of_participants_that_leave_at_once_one_removes_the_name(shm_path: str, request: pytest.FixtureRequest) -> None:
     request.addfinalizer(functools.partial(sys.setswitchinterval, sys.getswitchinterval()))
     sys.setswitchinterval(1e-6)
@@ -123,7 +122,6 @@ def test_of_participants_that_leave_at_once_one_removes_the_name(shm_path: str, 
             assert not os.path.exists(shm_path)
 
 
-@pytest.mark.usefixtures("no_descriptor_left")
 def test_the_last_participant_to_map_or_to_leave_early_removes_the_name(shm_path: str) -> None:
     first, second = shared(shm_path, 0, 3), shared(shm_path, 2, 3)
     first.close()
@@ -191,10 +189,7 @@ def test_a_successor_waits_for_its_predecessors_end(spawn: Spawn, shm_path: str)
 
 
 @pytest.mark.parametrize(("rows", "row_bytes", "participants"), [(5, 4_096, 2), (2, 8_192, 2), (4, 4_096, 3)])
-@pytest.mark.usefixtures("no_descriptor_left")
-def test_participants_with_different_sizes_get_an_error_with_both(
-    rows: int, row_bytes: int, participants: int, shm_path: str
-) -> None:
+def test_participants_with_different_sizes_get_an_error_with_both(rows, row_bytes, participants, shm_path):
     with shared(shm_path, 0, 2) as first:
         message = (
             rf"has 4 rows of 4,096 bytes for 2 participants, but participant 1 expects {rows} of {row_bytes:,}"
@@ -208,7 +203,6 @@ def test_participants_with_different_sizes_get_an_error_with_both(
 
 
 @pytest.mark.parametrize(("participant", "participants"), [(-1, 2), (2, 2), (0, 0), (0, 5_000)])
-@pytest.mark.usefixtures("no_descriptor_left")
 def test_an_impossible_participant_is_refused(participant: int, participants: int, shm_path: str) -> None:
     with pytest.raises(ConfigError, match=f"participant {participant} of {participants}"):
         shared(shm_path, participant, participants)
@@ -232,7 +226,6 @@ def test_an_owner_starts_when_the_last_of_the_others_has_mapped(shm_path: str) -
                 each.require_met()
 
 
-@pytest.mark.usefixtures("no_descriptor_left")
 def test_an_owner_learns_which_participants_are_on_another_host(spawn: Spawn, shm_path: str) -> None:
     """Another directory stands for another host's shared memory: the same name, other memory."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as elsewhere:
@@ -275,7 +268,6 @@ def test_mappings_of_a_file_are_counted_in_every_process(spawn: Spawn, shm_path:
 
 
 @pytest.mark.parametrize("content", [b"", b"other data", bytes(5 * 4_096)])
-@pytest.mark.usefixtures("no_descriptor_left")
 def test_any_other_file_is_left_unchanged(content: bytes, shm_path: str) -> None:
     Path(shm_path).write_bytes(content)
     with pytest.raises(ConfigError, match="is no region of this user's"):
@@ -285,7 +277,6 @@ def test_any_other_file_is_left_unchanged(content: bytes, shm_path: str) -> None
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
-@pytest.mark.usefixtures("no_descriptor_left")
 def test_a_region_of_another_user_is_not_joined(shm_path: str) -> None:
     with shared(shm_path, 0, 2):
         os.chown(shm_path, 65_534, 65_534)
@@ -293,7 +284,6 @@ def test_a_region_of_another_user_is_not_joined(shm_path: str) -> None:
             shared(shm_path, 1, 2)
 
 
-@pytest.mark.usefixtures("no_descriptor_left")
 def test_a_path_that_cannot_hold_shared_memory_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     os.symlink("nowhere", tmp_path / "link")
@@ -315,7 +305,6 @@ def test_the_file_is_private_to_its_user_and_not_inherited(shm_path: str) -> Non
         assert fcntl.fcntl(region.fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
 
 
-@pytest.mark.usefixtures("no_descriptor_left")
 def test_a_participant_that_dies_before_it_has_mapped_blocks_no_other(shm_path: str) -> None:
     file = SharedFile.meet(Meeting(shm_path, 4, ROW_BYTES, 2, 0), timeout_s=1.0)
     os.close(file.fd)  # What the kernel does for a process that is killed here.

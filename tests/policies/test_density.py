@@ -52,7 +52,7 @@ def test_the_number_of_labels_is_bounded_whatever_clients_send(monkeypatch: pyte
         keys = range(first, dice.randint(first + 1, ROWS))
         order.touch(keys)
         order.rank(keys, Hint(returns_in_s=10 ** dice.uniform(0, 6), class_=f"client {dice.randrange(60)}"))
-    labels = order._returns._labels  # pyright: ignore[reportPrivateUsage]
+    labels = order._returns._labels
     assert 128 <= len(labels) <= 128 + 300
     assert order.evict(ROWS, lambda key: 0) is not None
 
@@ -95,5 +95,5 @@ def test_an_order_that_is_never_ranked_forgets_evicted_runs_and_stays_an_lru(mon
     for call in range(8 * RESIDENT):
         assert order.evict(1, lambda key: 0) == [call % RESIDENT]
         order.insert([call % RESIDENT])
-    remembered = sum(map(len, order._aging))  # pyright: ignore[reportPrivateUsage]
+    remembered = sum(map(len, order._aging))
     assert remembered < 2 * RESIDENT

@@ -287,7 +287,7 @@ def test_retaining_the_same_keys_again_takes_no_more_memory() -> None:
     retained = Retained[int](10)
     for now in range(10_000):
         retained.retain(range(10), float(now + 1_000), 0)
-    assert len(retained._ends) < 2_000  # pyright: ignore[reportPrivateUsage]
+    assert len(retained._ends) < 2_000
 
 
 def test_a_share_of_nothing_retains_nothing() -> None:

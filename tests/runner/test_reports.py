@@ -36,7 +36,7 @@ class HoldsOne(DummyBackend):
 class Silent(HoldsOne):
     """A tier that does not say what it holds."""
 
-    watch = None  # type: ignore[assignment]
+    watch = None
 
 
 def raises(bug: type[BaseException]) -> Callable[..., Any]:
@@ -68,9 +68,7 @@ BUGS = [ZeroDivisionError, SystemExit, asyncio.CancelledError]
 
 @pytest.mark.parametrize("bug", BUGS)
 @pytest.mark.parametrize("method", ["description", "occupancy", "counts"])
-async def test_a_tier_whose_description_fails_still_reports_its_chunks(
-    method: str, bug: type[BaseException], caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_tier_whose_description_fails_still_reports_its_chunks(method, bug, caplog):
     caplog.set_level(logging.INFO, "kvtier.runner.reports")
     tier = HoldsOne()
     setattr(tier, method, raises(bug))
@@ -80,7 +78,7 @@ async def test_a_tier_whose_description_fails_still_reports_its_chunks(
 
 async def test_a_tier_without_a_description_still_reports() -> None:
     tier = Silent()
-    tier.description = raises(ZeroDivisionError)  # type: ignore[attr-defined]
+    tier.description = raises(ZeroDivisionError)
     assert await reported(tier, ASK_IT) == [ASK_IT]
 
 
@@ -88,14 +86,12 @@ async def test_a_tier_without_a_description_still_reports() -> None:
 async def test_figures_that_are_none_are_not_sent(figures: Any, caplog: pytest.LogCaptureFixture) -> None:
     """They could not be read at the other end of a process's socket, which would cost the runner."""
     tier = HoldsOne()
-    tier.occupancy = lambda: figures  # type: ignore[method-assign]
+    tier.occupancy = lambda: figures
     assert await reported(tier, ALL_IS_KNOWN) == [FOUND, ALL_IS_KNOWN]
     assert "its occupancy() raised" in caplog.text
 
 
-async def test_a_tiers_bug_is_logged_once_and_not_every_second(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_tiers_bug_is_logged_once_and_not_every_second(caplog, monkeypatch):
     monkeypatch.setattr("kvtier.runner.reports.USAGE_EVERY_S", 0.0)
     asked: list[int] = []
 
@@ -104,7 +100,7 @@ async def test_a_tiers_bug_is_logged_once_and_not_every_second(
         raise ZeroDivisionError
 
     tier = HoldsOne()
-    tier.occupancy = occupancy  # type: ignore[method-assign]
+    tier.occupancy = occupancy
     reports = Reports(0, "tier", tier, SpeedMeter(), lambda _: None)
     async with asyncio.timeout(PATIENCE_S):
         while len(asked) < 5:
@@ -115,9 +111,7 @@ async def test_a_tiers_bug_is_logged_once_and_not_every_second(
 
 
 @pytest.mark.parametrize("bug", [*BUGS, None])
-async def test_a_tier_whose_inventory_ends_before_the_tier_does_is_asked_from_then_on(
-    bug: type[BaseException] | None,
-) -> None:
+async def test_a_tier_whose_inventory_ends_before_the_tier_does_is_asked_from_then_on(bug):
     async def watch() -> AsyncIterator[Any]:
         yield Added([key(1)])
         yield ScanDone(complete=True)
@@ -125,13 +119,13 @@ async def test_a_tier_whose_inventory_ends_before_the_tier_does_is_asked_from_th
             raise bug
 
     tier = HoldsOne()
-    tier.watch = watch  # type: ignore[method-assign]
+    tier.watch = watch
     assert contents(await reported(tier, ASK_IT)) == [FOUND, ALL_IS_KNOWN, ASK_IT]
 
 
 async def test_a_tier_that_exits_on_advice_loses_the_advice_only(caplog: pytest.LogCaptureFixture) -> None:
     tier = HoldsOne()
-    tier.advise = raises(SystemExit)  # type: ignore[attr-defined]
+    tier.advise = raises(SystemExit)
     with Region.private(1, CHUNK_BYTES) as region:
         runner = Runner([RunnerTier("tier", tier, 1.0, Budget(1, 1), Budget(1, 1))], region, lambda _: None)
         runner.submit([Advise.of(0, Advice("rank", [key(1)]))])

@@ -47,9 +47,7 @@ def sizes(count: int, seed: int = 1) -> list[int]:
     noise=st.floats(0.0, 0.25),
     seed=st.integers(0, 1_000),
 )
-def test_half_of_the_predictions_are_within_a_quarter(
-    fixed_s: float, bytes_per_s: float, noise: float, seed: int
-) -> None:
+def test_half_of_the_predictions_are_within_a_quarter(fixed_s, bytes_per_s, noise, seed):
     device = Device(fixed_s=fixed_s, bytes_per_s=bytes_per_s, noise=noise, seed=seed)
     errors = list(device.loads(sizes(200, seed)))
     assert statistics.median(errors) <= MEDIAN_ERROR_MAX

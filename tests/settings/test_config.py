@@ -39,7 +39,7 @@ class ShelfOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 class Shelf(DummyBackend):
     """A backend with an option that must be given; never opened here."""
 
-    options_type = ShelfOptions  # type: ignore[assignment]
+    options_type = ShelfOptions
 
 
 class GreedyOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -48,7 +48,7 @@ class GreedyOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Greedy(Shelf):
-    options_type = GreedyOptions  # type: ignore[assignment]
+    options_type = GreedyOptions
 
 
 SHELF = f"{__name__}:Shelf"

@@ -79,10 +79,10 @@ def test_what_is_given_arrives_with_units_read_and_lists_frozen() -> None:
 
 
 def test_a_constructor_reads_and_checks_what_a_file_would() -> None:
-    assert Leaf(root="/a", size_bytes="1KiB", wait_s="5min") == Leaf(root="/a", size_bytes=1024, wait_s=300)  # type: ignore[arg-type]
-    assert Tree(leaves=[{"root": "/a"}]).leaves == (Leaf(root="/a"),)  # type: ignore[arg-type]
+    assert Leaf(root="/a", size_bytes="1KiB", wait_s="5min") == Leaf(root="/a", size_bytes=1024, wait_s=300)
+    assert Tree(leaves=[{"root": "/a"}]).leaves == (Leaf(root="/a"),)
     with pytest.raises(ConfigError, match=r"^leaves\[0\]\.size_bytes: -1 given"):
-        Tree(leaves=[{"root": "/a", "size_bytes": -1}])  # type: ignore[arg-type]
+        Tree(leaves=[{"root": "/a", "size_bytes": -1}])
 
 
 MISTAKES: list[tuple[object, str]] = [

@@ -78,9 +78,7 @@ def test_what_a_message_quotes_of_a_mapping_is_escaped_and_short(given: dict[str
 
 
 @pytest.mark.parametrize("text", [DEEP, b'{"model_name": ' + b"[" * 900 + b"]" * 900 + b"}", LONG, b"[]"], ids=range(4))
-async def test_a_foreign_config_json_ends_neither_a_start_nor_du(
-    tmp_path: Path, text: bytes, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_foreign_config_json_ends_neither_a_start_nor_du(tmp_path, text, capsys):
     mapper = FileMapper(Namespace(model_name="m"))
     file = tmp_path / mapper.config_name
     file.parent.mkdir(parents=True)

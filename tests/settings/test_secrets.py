@@ -122,16 +122,14 @@ def test_a_secret_among_other_kinds_of_values_is_not_shown_either() -> None:
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o604, 0o640, 0o660, 0o620, 0o444])
-def test_a_file_that_others_can_read_or_write_is_refused_with_the_command_that_mends_it(
-    tmp_path: Path, mode: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_others_can_read_or_write_is_refused_with_the_command_that_mends_it(tmp_path, mode, monkeypatch):
     path = tmp_path / "keys"
     path.write_text("ab" * 32)
     path.chmod(mode)
     if os.geteuid() == 0:
         os.chown(path, 1_000, 1_000)
     with pytest.raises(ConfigError) as refused:
-        SealOptions(**AES, seal_key_file=str(path)).make_seal(b"\0" * 32, 4_096)  # type: ignore[arg-type]
+        SealOptions(**AES, seal_key_file=str(path)).make_seal(b"\0" * 32, 4_096)
     assert f"its mode is {mode:04o}; chmod 600 it, or mount the Secret with defaultMode: 0400" in str(refused.value)
     assert str(path) not in shown(refused.value)
 

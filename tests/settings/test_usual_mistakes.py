@@ -83,9 +83,7 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("given", "begins", "remedy"), MISTAKES, ids=[begins for _, begins, _ in MISTAKES])
-def test_a_usual_mistake_is_refused_with_its_field_its_value_and_a_remedy(
-    given: dict[str, Any], begins: str, remedy: str
-) -> None:
+def test_a_usual_mistake_is_refused_with_its_field_its_value_and_a_remedy(given, begins, remedy):
     with pytest.raises(ConfigError) as refused:
         EngineConfig.from_dict(given)
     message = str(refused.value)
