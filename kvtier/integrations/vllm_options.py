@@ -45,37 +45,23 @@ ANYWHERE: Mapping[str, str] = dict.fromkeys(PLACES, "0")
 class VllmOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The first door's options: kvtier's own, under vLLM's names where it has one, and those that vLLM reads itself."""
 
-    cpu_bytes_to_use: PositiveSize
-    """Host memory of the primary in bytes, for all workers together."""
-
+    cpu_bytes_to_use: PositiveSize  # Host memory of the primary, for all workers together.
     eviction_policy: Text = "lru"
-    """Name of the policy by which chunks leave a full primary."""
-
-    secondary_tiers: tuple[TierConfig, ...] = ()
-    """Tiers behind the primary, asked in this order."""
-
+    secondary_tiers: tuple[TierConfig, ...] = ()  # Behind the primary, asked in this order.
     limits: EngineLimits = EngineLimits()
-    """Bounds on what the engine takes of the primary, and on how long it waits."""
 
+    # Canonical pages in rows, the same at every tensor-parallel size. None: where vLLM vouches for them. True: vLLM
+    # decides more widely, and refuses to start where it cannot. False: each worker's own pages.
     canonical_layout: bool | None = None
-    """Canonical pages in rows, the same at every tensor-parallel size. None: where vLLM vouches for them. True: vLLM
-    decides more widely, and refuses to start where it cannot. False: each worker's own pages."""
 
+    # `vllm`: chunks are named as vLLM's own file tier names them even where only its naming, not its rows, is the same
+    # for every tensor-parallel size. For one worker only.
     interop: Literal["vllm"] | None = None
-    """`vllm`: chunks are named as vLLM's own file tier names them even where only its naming, not its rows, is the
-    same for every tensor-parallel size. For one worker only."""
 
-    revision: Text | None = None
-    """Revision of the weights: vLLM does not pass its own on."""
-
-    prefill_tokens_per_s: TokensPerSecond | None = None
-    """Tokens of prompts that the LLM engine computes in a second. None: as KVTierConnector measures it."""
-
-    late_margin: LateMargin = 1.5
-    """Times what computing takes, a load may take; then the request computes after all."""
-
-    shared_memory_dir: Text = "/dev/shm"  # noqa: S108  # Where Linux has its shared memory.
-    """A tmpfs in which scheduler and workers meet; nothing is left there once they have."""
+    revision: Text | None = None  # Of the weights: vLLM does not pass its own on.
+    prefill_tokens_per_s: TokensPerSecond | None = None  # None: as KVTierConnector measures it.
+    late_margin: LateMargin = 1.5  # Times what computing takes, a load may take; then the request computes after all.
+    shared_memory_dir: Text = "/dev/shm"  # noqa: S108  # A tmpfs in which scheduler and workers meet.
 
     # vLLM's own.
     spec_name: Text | None = None
@@ -130,9 +116,9 @@ def _require_module(given: Mapping[str, Any], name: str, where: str) -> None:
 
 def _checked_options(options: VllmOptions) -> VllmOptions:
     """Check tiers as an engine does; only vLLM knows the length of a row."""
-    engine = {name: getattr(options, name) for name in ("cpu_bytes_to_use", "limits")}
+    engine = {"cpu_bytes_to_use": options.cpu_bytes_to_use, "limits": options.limits, "chunk_bytes": 1}
     tiers = tuple(placed(tier, ANYWHERE) for tier in options.secondary_tiers)
-    EngineConfig.from_dict({**engine, "secondary_tiers": tiers, "chunk_bytes": 1}, WHERE)
+    EngineConfig.from_dict({**engine, "secondary_tiers": tiers}, WHERE)
     return options
 
 

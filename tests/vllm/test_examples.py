@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections import Counter
@@ -14,6 +13,8 @@ import pytest
 import zmq
 from prometheus_client.parser import text_string_to_metric_families
 from vllm.distributed.kv_events import BlockStored, KVEventBatch
+
+from tests.remote.servers import free_port
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TOPIC = "kvtier"
@@ -34,16 +35,14 @@ def environment_in(folder: Path) -> dict[str, str]:
     }
 
 
-def test_prompts_come_back_from_memory_and_from_disk(environment, tmp_path):
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "vllm_offline.py")],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def ran(command: list[str], given: dict[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(command, env=given, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4_000:]
+    return done
+
+
+def test_prompts_come_back_from_memory_and_from_disk(environment, tmp_path):
+    done = ran([sys.executable, str(EXAMPLES / "vllm_offline.py")], environment, tmp_path)
     cached = dict(re.findall(r"(new|memory|disk).*?: ([\d,]+) of 6,000 prompt tokens", done.stdout))
     assert cached == {"new": "0", "memory": "5,952", "disk": "5,952"}
     assert "the same answers each time: True" in done.stdout
@@ -59,15 +58,9 @@ def test_a_server_counts_on_metrics_and_tells_a_subscriber(environment, tmp_path
     with zmq.Context() as context, context.socket(zmq.SUB) as subscriber:
         subscriber.connect(ends)
         subscriber.setsockopt_string(zmq.SUBSCRIBE, TOPIC)
-        done = subprocess.run(
-            ["bash", str(EXAMPLES / "vllm_serve.sh"), "--kv-events-config", events],
-            env=environment | {"PORT": str(free_port()), "KVTIER": str(tmp_path / "tier")},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-4_000:]
+        command = ["bash", str(EXAMPLES / "vllm_serve.sh"), "--kv-events-config", events]
+        given = {"PORT": str(free_port()), "KVTIER": str(tmp_path / "tier")}
+        done = ran(command, environment | given, tmp_path)
         stored = told(subscriber)
     assert re.findall(r"prompt.*?(\d+) tokens cached", done.stdout) == ["0", "0", "0", "992"]
     metrics = scraped(done.stdout)
@@ -77,12 +70,6 @@ def test_a_server_counts_on_metrics_and_tells_a_subscriber(environment, tmp_path
     assert metrics["kvtier_tier_breaker", "0:fs", "closed"] == 1
     assert stored["CPU", None] == stored["STORAGE", "0:fs"] == 93
     assert list((tmp_path / "tier").rglob("*.seg"))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def scraped(page: str) -> dict[tuple[str, str | None, str | None], float]:

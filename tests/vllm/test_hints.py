@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 
 from tests.vllm.engines import PROMPT_HITS, Engine, fill, hits, kvtier, prompts, right, tokens
-from tests.vllm.test_examples import environment, free_port  # noqa: F401  # A fixture.
 from tests.vllm.test_secondary import behind_vllm, tier_of
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 BLOCKS = PROMPT_HITS // 32
 
 NO_HINTS: list[object] = [  # Integers of more than 64 bits vLLM itself refuses, wherever they are in a request.

@@ -1,6 +1,8 @@
 """The manager that vLLM calls beside the engine that it calls: whatever it finds by itself must change nothing."""
 
 import random
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
@@ -15,33 +17,33 @@ KEYS = [make_offload_key(bytes([number]) * 32) for number in range(8)]
 ROWS = 4
 
 
-def engine() -> Steps:
-    """Return an engine over one tier that has done everything by the time it is asked."""
-    steps = Steps(ROWS, tiers=1)
-    steps.hold(0)
-    return steps
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Steps]]:
+    """Return what makes an engine over tiers that have done everything by the time they are asked."""
+    made: list[StepManager] = []
+    start = StepManager
 
-
-@pytest.fixture(autouse=True)
-def engines_are_closed(monkeypatch):
-    made = []
-
-    def make(*given, **named):
-        made.append(StepManager(*given, **named))
+    def kept(*given: Any, **named: Any) -> StepManager:
+        made.append(start(*given, **named))
         return made[-1]
 
-    monkeypatch.setattr("tests.benchmarks.protocol.StepManager", make)
-    yield
-    for engine in made:
-        engine.close(0.0)
+    def steps(rows: int = ROWS, tiers: int = 1) -> Steps:
+        steps = Steps(rows, tiers)
+        for tier in range(tiers):
+            steps.hold(tier)
+        return steps
+
+    monkeypatch.setattr("tests.benchmarks.protocol.StepManager", kept)
+    yield steps
+    for each in made:
+        each.close(0.0)
 
 
 class Both:
     """One engine through vLLM's interface, and its equal through the step protocol."""
 
-    def __init__(self) -> None:
-        self.through = VllmManager(engine().manager, Stats())
-        self.direct = engine().manager
+    def __init__(self, through: StepManager, direct: StepManager) -> None:
+        self.through, self.direct = VllmManager(through, Stats()), direct
         self.contexts: dict[str, ReqContext] = {}
         self.hits: dict[str, list[OffloadKey]] = {}
         self.requests = 0
@@ -117,10 +119,9 @@ class Both:
                     self.lookup(name, key)
 
 
-def test_of_what_vllm_stores_beyond_a_tiers_budget_the_beginning_cascades() -> None:
+def test_of_what_vllm_stores_beyond_a_tiers_budget_the_beginning_cascades(engine: Callable[..., Steps]) -> None:
     """vLLM names what its workers have stored in no order."""
-    steps = Steps(len(KEYS), tiers=1)
-    steps.hold(0)
+    steps = engine(len(KEYS))
     ledger = steps.manager.ledger
     ledger.tiers[0].spec = ledger.tiers[0].spec._replace(store_chunks_max=3)
     through, context = VllmManager(steps.manager, Stats()), ReqContext(req_id="r")
@@ -135,8 +136,8 @@ def test_of_what_vllm_stores_beyond_a_tiers_budget_the_beginning_cascades() -> N
     assert ledger.tiers[0].storing == set(KEYS[:3])
 
 
-def test_the_groups_of_a_model_are_stored_in_vllms_order_and_leave_tail_first() -> None:
-    steps = Steps(ROWS)
+def test_the_groups_of_a_model_are_stored_in_vllms_order_and_leave_tail_first(engine: Callable[..., Steps]) -> None:
+    steps = engine(tiers=0)
     through, context = VllmManager(steps.manager, Stats()), ReqContext(req_id="r")
     groups = [[make_offload_key(bytes([group, place]), group) for place in range(2)] for group in range(2)]
     for keys in groups:
@@ -156,8 +157,8 @@ def test_the_groups_of_a_model_are_stored_in_vllms_order_and_leave_tail_first() 
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_what_vllm_is_told_is_what_the_engine_says(seed: int) -> None:
-    both, dice = Both(), random.Random(seed)
+def test_what_vllm_is_told_is_what_the_engine_says(engine: Callable[..., Steps], seed: int) -> None:
+    both, dice = Both(engine().manager, engine().manager), random.Random(seed)
     both.begin()
     for _ in range(200):
         both.do_something(dice)

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from kvtier.config import TierLimits
 from kvtier.integrations.vllm import KVTierConnector
@@ -43,34 +44,26 @@ def test_the_page_names_the_engines_limits_that_a_tier_behind_vllms_manager_has(
     assert named == set(SecondaryLimits.__struct_fields__) - set(TierLimits.__struct_fields__)
 
 
-def table(heading: str) -> dict[str, str]:
-    """Return the defaults, by field, that a section's table names."""
+@pytest.mark.parametrize(
+    ("heading", "options", "unnamed"),
+    [
+        ("Options", VllmOptions, {"spec_name", "spec_module_path"}),
+        ("Keep vLLM's manager", SecondaryOptions, {"options"}),
+    ],
+)
+def test_a_table_of_options_names_every_field_with_its_default(heading, options, unnamed):
     section = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`.*?) \| (.*?) \| .*\|$", section, re.MULTILINE)
-    return {name: default for names, default in rows for name in re.findall(r"`(\w+)`", names)}
-
-
-def test_the_table_of_a_tier_behind_vllms_manager_names_every_field_with_its_default():
-    named = table("Keep vLLM's manager")
-    fields = {field.name: field for field in msgspec.structs.fields(SecondaryOptions)}
-    assert named.keys() == fields.keys() - {"options"}
-    assert {name for name, default in named.items() if default == "required"} == {"backend"}
-    for name in ("name", "enable_kv_events"):
-        assert json.loads(named[name].strip("`")) == fields[name].default
-    for name in ("interop", "revision"):
-        assert (named[name], fields[name].default) == ("none", None)
-
-
-def test_the_table_of_options_names_every_field_with_its_default():
-    named = table("Options")
-    fields = {field.name: field for field in msgspec.structs.fields(VllmOptions)}
-    assert named.keys() == fields.keys() - {"spec_name", "spec_module_path"}
+    named = {name: default for names, default in rows for name in re.findall(r"`(\w+)`", names)}
+    fields = {field.name: field for field in msgspec.structs.fields(options)}
+    assert named.keys() == fields.keys() - unnamed
     required = {name for name, default in named.items() if default == "required"}
     assert required == {name for name, field in fields.items() if field.required}
-    for name in ("eviction_policy", "late_margin", "shared_memory_dir"):
-        assert json.loads(named[name].strip("`")) == fields[name].default
-    for name in ("canonical_layout", "interop", "prefill_tokens_per_s", "revision"):
-        assert (named[name], fields[name].default) == ("none", None)
+    for name, default in named.items():
+        if default == "none":
+            assert fields[name].default is None
+        elif default.startswith("`"):
+            assert default.strip("`") == msgspec.json.encode(fields[name].default).decode()
 
 
 def test_the_hints_of_the_page_are_hints():

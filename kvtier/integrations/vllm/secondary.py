@@ -435,14 +435,15 @@ def _start(spec: OffloadingSpec, rows: memoryview, config: EngineConfig) -> tupl
 
     Raises `ConfigError` if the thread will not do for the tier.
     """
-    fd = _rows_fd(spec, rows.nbytes)
-    if fd is None:
+    fd = rows_fd(spec)
+    mapped = fd is not None and os.fstat(fd).st_size == rows.nbytes  # vLLM 0.33 has several files from 1 GiB on.
+    if fd is not None and mapped:
+        region = Region.attach(fd, config.rows, config.row_bytes)
+    else:
         _check_thread(config)
         region = Region.over(rows, config.rows, config.row_bytes)
-    else:
-        region = Region.attach(fd, config.rows, config.row_bytes)
     try:
-        return (ThreadBridge if fd is None else ProcessBridge)(config, region), region
+        return (ProcessBridge if mapped else ThreadBridge)(config, region), region
     except BaseException:
         region.close()
         raise
@@ -456,9 +457,3 @@ def _check_thread(config: EngineConfig) -> None:
             f"secondary_tiers[].backend: {config.secondary_tiers[0].type!r} given, which needs a process of its own: "
             "vLLM's rows are not in one file here, which another process could map; use kvtier's own connector"
         ) from error
-
-
-def _rows_fd(spec: OffloadingSpec, size_bytes: int) -> int | None:
-    """Return the descriptor of vLLM's rows; None if they are not in one file (as vLLM 0.33 has them from 1 GiB on)."""
-    fd = rows_fd(spec)
-    return fd if fd is not None and os.fstat(fd).st_size == size_bytes else None

@@ -61,19 +61,14 @@ class CacheAxes(msgspec.Struct, frozen=True):
         }
 
 
-KV_FRONT_NHD = CacheAxes("KBNHC")
-"""Keys in front, values behind: two runs of all blocks."""
+KV_FRONT_NHD = CacheAxes("KBNHC")  # Keys in front, values behind: two runs of all blocks.
 KV_FRONT_HND = CacheAxes("KBNHC", "KBHNC")
-KV_SPLIT_NHD = CacheAxes("BKNHC")
-"""Keys and values in the halves of each page."""
+KV_SPLIT_NHD = CacheAxes("BKNHC")  # Keys and values in the halves of each page.
 KV_SPLIT_HND = CacheAxes("BKNHC", "BKHNC")
-KV_JOINED_NHD = CacheAxes("BHNC", "BNHC")
-"""Key and value of one head's one token side by side (vLLM 0.32 for all backends)."""
+KV_JOINED_NHD = CacheAxes("BHNC", "BNHC")  # Key and value of a head's token side by side (vLLM 0.32 for all backends).
 KV_JOINED_HND = CacheAxes("BHNC")
-HEADS_FRONT = CacheAxes("BHNC", "HBNC")
-"""Heads around the blocks."""
-LATENT = CacheAxes("BNC")
-"""One latent vector a token; no heads."""
+HEADS_FRONT = CacheAxes("BHNC", "HBNC")  # Heads around the blocks.
+LATENT = CacheAxes("BNC")  # One latent vector a token; no heads.
 
 AxesOf = Mapping[str, CacheAxes]
 """The axes of each attention layer."""

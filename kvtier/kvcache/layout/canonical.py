@@ -100,21 +100,15 @@ def allocate_tensors(config: KVCacheConfig, axes: AxesOf, device: torch.device |
             raise ConfigError(f"layers that share a tensor need pages of one length: {pages} bytes")
         memory = torch.zeros(config.num_blocks * max(pages.values()), dtype=torch.int8, device=device)
         for group, layer in using:
-            layers[layer] = _in_tensor(memory, group, layer, axes.get(layer), config.num_blocks)
+            spec, of_layer = group.layers[layer], axes.get(layer)
+            around = "" if of_layer is None else of_layer.outside_blocks
+            if spec.page_bytes > spec.unpadded_page_bytes and group.kernel_blocks > 1:
+                raise ConfigError(f"{layer}: a padded page cannot be split into {group.kernel_blocks} kernel blocks")
+            if spec.page_bytes > spec.unpadded_page_bytes and around:
+                raise ConfigError(f"{layer}: pages with axes {around} around blocks cannot be padded")
+            stride_bytes = None if around else spec.page_bytes // group.kernel_blocks
+            layers[layer] = _layer_views(memory, group, layer, of_layer, config.num_blocks, stride_bytes=stride_bytes)
     return layers
-
-
-def _in_tensor(
-    memory: torch.Tensor, group: KVCacheGroup, layer: str, axes: CacheAxes | None, num_blocks: int
-) -> LayerCache:
-    spec, around = group.layers[layer], "" if axes is None else axes.outside_blocks
-    padded = spec.page_bytes > spec.unpadded_page_bytes
-    if padded and group.kernel_blocks > 1:
-        raise ConfigError(f"{layer}: a padded page cannot be split into {group.kernel_blocks} kernel blocks")
-    if padded and around:
-        raise ConfigError(f"{layer}: pages with axes {around} around blocks cannot be padded")
-    stride_bytes = None if around else spec.page_bytes // group.kernel_blocks
-    return _layer_views(memory, group, layer, axes, num_blocks, stride_bytes=stride_bytes)
 
 
 def allocate_rows(config: KVCacheConfig, axes: AxesOf, device: torch.device | str = "cpu") -> RowCaches:

@@ -32,12 +32,10 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unpadded_page_bytes(self) -> int:
-        """Bytes of a page without padding."""
         raise NotImplementedError
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page, padding included."""
         return -(-(self.padded_page_bytes or self.unpadded_page_bytes) // self.align_bytes) * self.align_bytes
 
     @property
@@ -70,8 +68,7 @@ class AttentionSpec(LayerSpec, frozen=True, kw_only=True):
             raise ConfigError(f"a block of {self.block_size} tokens has no whole states of {self.tokens_per_state}")
 
     @property
-    def states(self) -> int:
-        """States in a block."""
+    def states(self) -> int:  # In a block.
         return self.block_size // self.tokens_per_state
 
     @property
@@ -132,12 +129,10 @@ class KVCacheGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def block_size(self) -> int:
-        """Tokens in a block."""
         return next(iter(self.layers.values())).block_size
 
     @property
-    def kernel_blocks(self) -> int:
-        """Kernel blocks in a block."""
+    def kernel_blocks(self) -> int:  # In a block.
         return 1 if self.kernel_block_size is None else self.block_size // self.kernel_block_size
 
     @property
