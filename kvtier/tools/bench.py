@@ -7,17 +7,15 @@ import errno
 import mmap
 import os
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from typing import Annotated, Any
 
 import typer
 from msgspec.structs import replace
-from rich.progress import TimeElapsedColumn, TimeRemainingColumn
 
 from kvtier.backend import OffloadKey, backend_class, make_offload_key
 from kvtier.config import EngineConfig, TierConfig, read_config, tier_options
@@ -26,23 +24,9 @@ from kvtier.engine.steps import StepManager
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.memory import PAGE_BYTES, Region
 from kvtier.settings import parse_size, shown_bytes
-from kvtier.tools.figures import (
-    ROUNDS,
-    Figures,
-    Measure,
-    Pair,
-    Row,
-    Setting,
-    Side,
-    interleaved,
-    print_figures,
-    rate_of,
-    row_of,
-    steps_of,
-    this_machine,
-)
-from kvtier.tools.options import JsonOption, listed
-from kvtier.tools.outputs import bar, check_directory, check_outputs, temporary_directory, write_json
+from kvtier.tools.figures import ROUNDS, Measure, Row, Setting, Side, interleaved, rate_of, row_of, run_bench
+from kvtier.tools.options import JsonOption
+from kvtier.tools.outputs import check_directory, check_outputs, temporary_directory
 
 CHUNK_SIZES = "2MiB"
 LAYOUTS = ("segments", "files")
@@ -56,7 +40,6 @@ DELETED_AT_ONCE = 256  # Four calls: a slow tier cannot answer thousands within 
 CHUNKS_MIN = 16  # Fewer are no load to measure.
 STEP_S = 0.002  # Waited between two steps, unless a transfer ends first.
 DRAIN_S = 60.0
-SIDES = 4  # Measurements of one tier in a round.
 
 
 def bench(
@@ -77,79 +60,56 @@ def bench(
     A directory is measured as an fs tier of each layout. The chunks of an fs tier lie in a temporary directory in its
     root. Other tiers get new random keys. All of them are removed at the end.
     """
-    size_bytes = _sizes("--size", size, most=MOVED_BYTES_MAX)[0]
+    size_bytes = _size("--size", size, most=MOVED_BYTES_MAX)
+    if place.endswith((".toml", ".json")) and not os.path.isdir(place):
+        if chunk_sizes is not None:
+            raise ConfigError(f"--chunk-sizes: accepted with a directory only; {place} has chunk_bytes")
+        configs = [read_config(place)]
+        if not configs[0].secondary_tiers:
+            raise ConfigError(f"{place}: secondary_tiers: none given, at least one accepted")
+    else:
+        sizes = dict.fromkeys((chunk_sizes or CHUNK_SIZES).split(","))
+        chunks = [_size("--chunk-sizes", each.strip(), most=CHUNK_BYTES_MAX) for each in sizes]
+        if any(each % PAGE_BYTES for each in chunks):
+            raise ConfigError(f"--chunk-sizes {chunk_sizes!r}: expected multiples of {PAGE_BYTES:,} bytes")
+        check_directory("PLACE", place)
+        configs = [_of_directory(place, size_bytes, each) for each in chunks]
+    check_outputs(json_path)
     with ExitStack() as stack:
-        if place.endswith((".toml", ".json")) and not os.path.isdir(place):
-            if chunk_sizes is not None:
-                raise ConfigError(f"--chunk-sizes: accepted with a directory only; {place} has chunk_bytes")
-            config = read_config(place)
-            check_outputs(json_path)
-            engines = _configured(config, place, stack)
-        else:
-            chunks = _sizes("--chunk-sizes", CHUNK_SIZES if chunk_sizes is None else chunk_sizes, most=CHUNK_BYTES_MAX)
-            if any(each % PAGE_BYTES for each in chunks):
-                raise ConfigError(f"--chunk-sizes {chunk_sizes!r}: expected multiples of {PAGE_BYTES:,} bytes")
-            check_directory("PLACE", place)
-            check_outputs(json_path)
-            directory = _scratch_in(place, stack)
-            engines = [_of_layout(directory, layout, size_bytes, each) for each in chunks for layout in LAYOUTS]
-        run_bench(
-            "kvtier bench",
-            lambda step: (row for engine in engines for row in measure_tier(engine, size_bytes, rounds, step)),
-            len(engines) * steps_of(SIDES, rounds),
-            json_path=json_path,
-        )
+        engines = [engine for config in configs for engine in _engines(config, stack)]
+        work = partial(chain.from_iterable, (measure_tier(engine, size_bytes, rounds) for engine in engines))
+        run_bench("kvtier bench", work, json_path)
 
 
-def run_bench(
-    command: str, work: Callable[[Callable[[], None]], Iterator[Row]], steps: int, *, json_path: str | None
-) -> None:
-    """Measure, print and write the figures. `work` calls its argument after each measurement."""
-    before, begun = os.getloadavg(), time.perf_counter()
-    with bar(TimeElapsedColumn(), TimeRemainingColumn()) as progress:
-        task = progress.add_task(command, total=steps)
-        rows = list(work(lambda: progress.advance(task)))
-    seconds = time.perf_counter() - begun
-    figures = Figures(command=command, machine=this_machine(before), seconds=seconds, rows=rows)
-    print_figures(figures, write_json(json_path, figures))
+def _size(option: str, text: str, *, most: int) -> int:
+    try:
+        size_bytes = int(text) if text.isdecimal() else parse_size(text)
+    except ValueError:
+        size_bytes = 0
+    if not 0 < size_bytes <= most:
+        raise ConfigError(f"{option} {text!r}: expected a size such as 2MiB, of at least 1 and at most {most:,} bytes")
+    return size_bytes
 
 
-def _sizes(option: str, text: str, *, most: int) -> list[int]:
-    """Parse comma-separated sizes; `ConfigError` names the option."""
-    found = listed(
-        option,
-        text,
-        lambda part: int(part) if part.isdecimal() else parse_size(part),
-        "sizes with commas between them, as 128KiB,2MiB",
-    )
-    if not 0 < min(found) <= max(found) <= most:
-        raise ConfigError(f"{option} {text!r}: expected sizes of at least 1 and at most {most:,} bytes")
-    return found
+def _of_directory(directory: str, size_bytes: int, chunk_bytes: int) -> EngineConfig:
+    tiers = (TierConfig(type="fs", options={"root": directory, "layout": layout}) for layout in LAYOUTS)
+    room = _primary_bytes(size_bytes, chunk_bytes)
+    return EngineConfig(cpu_bytes_to_use=room, chunk_bytes=chunk_bytes, secondary_tiers=tuple(tiers))
 
 
-def _configured(config: EngineConfig, path: str, stack: ExitStack) -> list[EngineConfig]:
-    if not config.secondary_tiers:
-        raise ConfigError(f"{path}: secondary_tiers: none given, at least one accepted: there is nothing to measure")
-    engines: list[EngineConfig] = []
+def _primary_bytes(size_bytes: int, row_bytes: int) -> int:
+    return max(PRIMARY_SHARES * size_bytes, 64 * row_bytes)
+
+
+def _engines(config: EngineConfig, stack: ExitStack) -> Iterator[EngineConfig]:
+    """Yield an engine for each tier; the stack removes the temporary directories of fs tiers."""
     for tier in config.secondary_tiers:
         alone = tier
         if tier.type == "fs":
             root = tier.options.get("root")
             directory = _scratch_in(root if isinstance(root, str) else tempfile.gettempdir(), stack)
             alone = replace(tier, options={**tier.options, "root": directory})
-        engines.append(replace(config, secondary_tiers=(alone,)))
-    return engines
-
-
-def _of_layout(directory: str, layout: str, size_bytes: int, chunk_bytes: int) -> EngineConfig:
-    root = os.path.join(directory, f"{layout}-{chunk_bytes}")
-    tier = TierConfig(type="fs", options={"root": root, "layout": layout})
-    room = _primary_bytes(size_bytes, chunk_bytes)
-    return EngineConfig(cpu_bytes_to_use=room, chunk_bytes=chunk_bytes, secondary_tiers=(tier,))
-
-
-def _primary_bytes(size_bytes: int, row_bytes: int) -> int:
-    return max(PRIMARY_SHARES * size_bytes, 64 * row_bytes)
+        yield replace(config, secondary_tiers=(alone,))
 
 
 def _scratch_in(directory: str, stack: ExitStack) -> str:
@@ -162,8 +122,8 @@ def _scratch_in(directory: str, stack: ExitStack) -> str:
         raise ConfigError(f"{directory!r}: {why}; a directory that can be written to accepted") from error
 
 
-def measure_tier(config: EngineConfig, size_bytes: int, rounds: int, step: Callable[[], None]) -> Iterator[Row]:
-    """Yield the rows of an engine's one tier; `step` is called after each measurement."""
+def measure_tier(config: EngineConfig, size_bytes: int, rounds: int) -> Iterator[Row]:
+    """Yield the rows of an engine's one tier."""
     room = min(config.cpu_bytes_to_use, _primary_bytes(size_bytes, config.row_bytes))
     config = replace(config, cpu_bytes_to_use=room, runner="process")
     (tier,) = config.secondary_tiers
@@ -172,17 +132,16 @@ def measure_tier(config: EngineConfig, size_bytes: int, rounds: int, step: Calla
         drive = Drive(config, size_bytes)
         stack.callback(drive.close)
         read, write, limit_is, settings = _limits(tier, options, drive, stack)
-        moved = partial(rate_of, moved_bytes=drive.moved_bytes)
         sides = [
-            Side("store", moved(drive.store_new), tidy=drive.remove_new),
-            Side("load", moved(drive.load), prepare=drive.forget),
+            Side("store", rate_of(drive.store_new, drive.moved_bytes), tidy=drive.remove_new),
+            Side("load", rate_of(drive.load, drive.moved_bytes), prepare=drive.forget),
             Side("read limit", read),
             Side("write limit", write),
         ]
-        measured = interleaved(sides, rounds, step=step)
+        found = interleaved(sides, rounds)
     named: dict[str, Setting] = {"tier": tier.name, **settings}
     for operation, limit in (("store", "write limit"), ("load", "read limit")):
-        yield row_of(Pair(operation, config.row_bytes, named, "MB/s", operation, limit, limit_is), measured)
+        yield row_of(operation, found[operation], found[limit], limit_is, named, chunk_bytes=config.row_bytes)
 
 
 def _limits(
@@ -193,7 +152,7 @@ def _limits(
     rows = [region.row(index) for index in range(2 * drive.chunks)]
     for row in rows:
         stack.callback(row.release)
-    used, rate = rows[: drive.chunks], partial(rate_of, moved_bytes=drive.moved_bytes)
+    used, rate = rows[: drive.chunks], partial(rate_of, amount=drive.moved_bytes)
     if tier.type == "fs":
         raw = RawFile(os.path.join(options.root, ".kvtier-raw"), used, direct=options.io != "buffered")
         stack.callback(raw.close)

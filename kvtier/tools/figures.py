@@ -1,6 +1,6 @@
 """Figures of a benchmark: each with the limit next to it and their ratio, and the table that shows them.
 
-A ratio of 1 is at the limit, 0.5 is half as good, whatever the unit. It is the median of each round's own ratio: a
+Figures are rates. A ratio of 1 is at the limit, 0.5 is half as good. It is the median of each round's own ratio: a
 disturbance of a few seconds slows both sides of a round. So sides are measured in turn, round after round, in a random
 order.
 """
@@ -10,7 +10,7 @@ import platform
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -20,7 +20,7 @@ from rich.markup import escape
 
 from kvtier import __version__
 from kvtier.settings import shown_bytes
-from kvtier.tools.outputs import plain_table
+from kvtier.tools.outputs import busy, plain_table, write_json
 
 FORMAT = 1  # Of the JSON; incremented when a field changes its meaning.
 ROUNDS = 7
@@ -28,7 +28,7 @@ ROUNDS = 7
 Load = tuple[float, float, float]
 Setting = str | int | bool | None
 Measure = Callable[[], float]
-"""Do the work once and return the figure: a rate, or a time."""
+"""Does the work once; returns its rate."""
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,8 +45,11 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def this_machine(load_before: Load) -> Machine:
+    with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+        processors = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+        processor = next(processors, platform.machine())
     return Machine(
-        processor=_processor(),
+        processor=processor,
         processors=len(os.sched_getaffinity(0)),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         kernel=f"{platform.system()} {platform.release()}",
@@ -55,12 +58,6 @@ def this_machine(load_before: Load) -> Machine:
         load_before=load_before,
         load_after=os.getloadavg(),
     )
-
-
-def _processor() -> str:
-    with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-        names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-        return next(names, platform.machine())
 
 
 class Side(NamedTuple):
@@ -72,14 +69,12 @@ class Side(NamedTuple):
     tidy: Callable[[], None] = lambda: None
 
 
-def interleaved(
-    sides: Sequence[Side], rounds: int, *, seed: int = 0, step: Callable[[], None] = lambda: None
-) -> dict[str, list[float]]:
-    """Measure each side once a round and return its figures in the order of rounds; call `step` after each side.
+def interleaved(sides: Sequence[Side], rounds: int) -> dict[str, list[float]]:
+    """Measure each side once a round and return its figures in the order of rounds.
 
     The first round does not count: it touches memory, starts threads and fills caches.
     """
-    dice = random.Random(seed)
+    dice = random.Random(0)
     measured: dict[str, list[float]] = {side.name: [] for side in sides}
     for _ in range(rounds + 1):
         for side in dice.sample(sides, len(sides)):
@@ -88,23 +83,18 @@ def interleaved(
                 measured[side.name].append(side.measure())
             finally:
                 side.tidy()
-            step()
     return {name: figures[1:] for name, figures in measured.items()}
 
 
-def rate_of(work: Callable[[], object], moved_bytes: int, clock: Callable[[], float] = time.perf_counter) -> Measure:
-    """Return a measurement of the work's rate in MB/s."""
+def rate_of(work: Callable[[], object], amount: int, clock: Callable[[], float] = time.perf_counter) -> Measure:
+    """Return a measurement of the work's rate, in millions a second: of bytes, MB/s."""
 
     def measure() -> float:
         begun = clock()
         work()
-        return moved_bytes / 1e6 / (clock() - begun)
+        return amount / 1e6 / (clock() - begun)
 
     return measure
-
-
-def steps_of(sides: int, rounds: int) -> int:
-    return sides * (rounds + 1)
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,6 +112,32 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int
 
 
+def row_of(
+    operation: str,
+    figures: Sequence[float],
+    limits: Sequence[float],
+    limit_is: str,
+    settings: Mapping[str, Setting],
+    *,
+    chunk_bytes: int | None = None,
+    unit: str = "MB/s",
+) -> Row:
+    """Return the row of one side's rates, of each round, beside those of its limit."""
+    ratios = [figure / limit for figure, limit in zip(figures, limits, strict=True)]
+    return Row(
+        operation=operation,
+        chunk_bytes=chunk_bytes,
+        settings=settings,
+        unit=unit,
+        figure=statistics.median(figures),
+        limit=statistics.median(limits),
+        limit_is=limit_is,
+        ratio=statistics.median(ratios),
+        spread=(min(ratios), max(ratios)),
+        rounds=len(ratios),
+    )
+
+
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
     command: str
     format: int = FORMAT
@@ -130,34 +146,14 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     rows: list[Row]
 
 
-class Pair(NamedTuple):
-    """The two measurements that make a row."""
-
-    operation: str
-    chunk_bytes: int | None
-    settings: Mapping[str, Setting]
-    unit: str
-    figure: str  # Names of measurements.
-    limit: str
-    limit_is: str
-
-
-def row_of(pair: Pair, measured: Mapping[str, Sequence[float]]) -> Row:
-    figures, limits = measured[pair.figure], measured[pair.limit]
-    upside_down = pair.unit == "ms"  # Less is better.
-    ratios = [limit / figure if upside_down else figure / limit for figure, limit in zip(figures, limits, strict=True)]
-    return Row(
-        operation=pair.operation,
-        chunk_bytes=pair.chunk_bytes,
-        settings=pair.settings,
-        unit=pair.unit,
-        figure=statistics.median(figures),
-        limit=statistics.median(limits),
-        limit_is=pair.limit_is,
-        ratio=statistics.median(ratios),
-        spread=(min(ratios), max(ratios)),
-        rounds=len(ratios),
-    )
+def run_bench(command: str, work: Callable[[], Iterable[Row]], json_path: str | None) -> None:
+    """Measure, print and write the figures."""
+    before, begun = os.getloadavg(), time.perf_counter()
+    with busy(command):
+        rows = list(work())
+    seconds = time.perf_counter() - begun
+    figures = Figures(command=command, machine=this_machine(before), seconds=seconds, rows=rows)
+    print_figures(figures, write_json(json_path, figures))
 
 
 def print_figures(figures: Figures, console: Console) -> None:

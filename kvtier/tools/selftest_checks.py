@@ -33,7 +33,7 @@ from kvtier.kvcache.transfer import (
 )
 from kvtier.kvcache.transfer.cuda import batched_copy, copiers_with
 from kvtier.memory import PAGE_BYTES, Region
-from kvtier.tools.figures import Pair, Row, Side, interleaved, rate_of, row_of
+from kvtier.tools.figures import Row, Side, interleaved, rate_of, row_of
 
 SPIN_CYCLES = 400_000_000  # A fifth of a second at 2 GHz: longer than a busy machine takes to submit a transfer.
 BLOCKS = 24
@@ -339,7 +339,7 @@ def rates(device: TorchDevice) -> list[Row]:
         measured = interleaved([Side(name, rate_of(copy, moved_bytes)) for name, copy in copies.items()], RATE_ROUNDS)
     pages = {"page_bytes": RATE_PAGE_BYTES, "layers": RATE_LAYERS}
     return [
-        row_of(Pair(way, chunk_bytes, pages, "MB/s", way, limit, f"one plain copy {limit}"), measured)
+        row_of(way, measured[way], measured[limit], f"one plain copy {limit}", pages, chunk_bytes=chunk_bytes)
         for way, limit in (("store", "to host"), ("load", "to device"))
     ]
 

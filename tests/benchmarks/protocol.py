@@ -1,15 +1,13 @@
-"""The step protocol on one core: look-ups, stores, loads, and whole steps over several tiers and numbers of keys.
+"""Steps over several tiers and numbers of keys, beside a step over one tier with few keys.
 
-The figure is processor time of the owner's thread. The limit is a Python loop over the same number of operations on a
-bare dictionary. A step is also compared with the same step over one tier with few keys: its cost must not grow with
-the number of held keys. The runner answers at once, so that outcomes are applied, too.
+A step's cost must not grow with the number of held keys. The figure is processor time of the owner's thread. The runner
+answers at once, so that outcomes are applied, too.
 
     python -m tests.benchmarks.protocol
 """
 
 import random
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
@@ -20,8 +18,7 @@ from kvtier.engine.steps import StepManager
 from kvtier.memory import Region
 from kvtier.runner.bridge import Bridge
 from kvtier.runner.messages import Action, Cascade, Delete, Finished, Found, Promote, Scanned, pack_keys
-from kvtier.tools.bench import run_bench
-from kvtier.tools.figures import ROUNDS, Pair, Row, Setting, Side, interleaved, row_of, steps_of
+from kvtier.tools.figures import ROUNDS, Row, Side, interleaved, rate_of, row_of, run_bench
 
 ROWS = 65_536
 KEYS_A_REQUEST = 32
@@ -130,44 +127,8 @@ class Steps:
         return request_id
 
 
-LIMIT_IS = "dictionary operations"
 STEPS_A_ROUND = 16
 STEP_KEYS = REQUESTS_A_STEP * KEYS_A_REQUEST
-
-Batches = list[list[OffloadKey]]
-
-
-class Bare:
-    """The dictionary operations that no engine can avoid."""
-
-    def __init__(self, batches: Batches) -> None:
-        self.table = OrderedDict((key, 0) for keys in batches for key in keys)
-
-    def look_up(self, batches: Batches) -> None:
-        get = self.table.get
-        for keys in batches:
-            for key in keys:
-                get(key)
-
-    def store(self, batches: Batches) -> None:
-        """Insert keys, and remove as many of the oldest."""
-        table, go = self.table, self.table.popitem
-        for keys in batches:
-            for key in keys:
-                table[key] = 0
-                go(last=False)
-
-    def load(self, batches: Batches) -> None:
-        """Look keys up, move them to the end, and look them up again."""
-        renew, get = self.table.move_to_end, self.table.get
-        for keys in batches:
-            for key in keys:
-                renew(key)
-                get(key)
-
-    def step(self, batches: Batches) -> None:
-        self.look_up(batches)
-        self.store(batches)
 
 
 class Engine(NamedTuple):
@@ -176,133 +137,34 @@ class Engine(NamedTuple):
     tiers: int
     held: int
 
-    @property
-    def label(self) -> str:
-        return f"step {self.tiers} {self.held}"
-
-
-def measure_lookups(sizes: Sequence[int], rounds: int, step: Callable[[], None]) -> Iterator[Row]:
-    """Yield rows of keys a second: present in the primary, and absent everywhere, for primaries of these sizes."""
-    for rows in sizes:
-        yield from _lookups(rows, rounds, step)
-
-
-def _lookups(rows: int, rounds: int, step: Callable[[], None]) -> Iterator[Row]:
-    with ExitStack() as stack:
-        steps = Steps(rows, tiers=1)
+    def side(self, stack: ExitStack) -> Side:
+        """Return the rate of keys over some steps."""
+        steps = Steps(tiers=self.tiers)
         stack.callback(steps.close)
-        steps.hold(0)
-        present, absent = steps.new_keys(), steps.new_keys()
-        steps.each(present, steps.store)
-        bare = Bare(present)
-        sides = [
-            Side("hit", _rate(rows, lambda: steps.each(present, steps.look_up))),
-            Side("miss", _rate(rows, lambda: steps.each(absent, steps.look_up))),
-            Side("bare hit", _rate(rows, lambda: bare.look_up(present))),
-            Side("bare miss", _rate(rows, lambda: bare.look_up(absent))),
-        ]
-        measured = interleaved(sides, rounds, step=step)
-    for name in ("hit", "miss"):
-        yield row_of(Pair(f"look up, {name}", None, {"keys": rows}, "keys/s", name, f"bare {name}", LIMIT_IS), measured)
+        steps.hold(self.held)
+        steps.each(steps.new_keys(), steps.store)
+        new: list[list[list[OffloadKey]]] = []
+
+        def prepare() -> None:
+            new[:] = [steps.new_keys(STEP_KEYS) for _ in range(STEPS_A_ROUND)]
+
+        def work() -> None:
+            for batches in new:
+                steps.step(batches)
+
+        return Side(str(self), rate_of(work, STEPS_A_ROUND * STEP_KEYS, time.thread_time), prepare)
 
 
-def measure_steps(engines: Sequence[Engine], rounds: int, step: Callable[[], None]) -> Iterator[Row]:
-    """Yield rows of keys a second for stores and loads, and of ms for whole steps of 64 requests with 32 keys each."""
-    yield from _stores_and_loads(rounds, step)
+def measure(engines: Sequence[Engine], rounds: int) -> Iterator[Row]:
     with ExitStack() as stack:
-        sides = [_step_side(engine, stack) for engine in engines]
-        sides.append(_bare_side())
-        measured = interleaved(sides, rounds, step=step)
-    for engine in engines:
-        settings: dict[str, Setting] = {"tiers": engine.tiers, "keys_held": engine.held}
-        yield row_of(Pair("step", None, settings, "ms", engine.label, "bare", LIMIT_IS), measured)
-        if engine != engines[0]:
-            limit_is = f"a step over {engines[0].tiers} tier with {engines[0].held:,} keys"
-            yield row_of(Pair("step", None, settings, "ms", engine.label, engines[0].label, limit_is), measured)
-
-
-def lookup_steps(sizes: Sequence[int], rounds: int) -> int:
-    return len(sizes) * steps_of(4, rounds)
-
-
-def step_steps(engines: Sequence[Engine], rounds: int) -> int:
-    return steps_of(4, rounds) + steps_of(len(engines) + 1, rounds)
-
-
-def _stores_and_loads(rounds: int, step: Callable[[], None]) -> Iterator[Row]:
-    with ExitStack() as stack:
-        storing, loading = Steps(), Steps()
-        stack.callback(storing.close)
-        stack.callback(loading.close)
-        present, new = loading.new_keys(), Batches()
-        storing.each(storing.new_keys(), storing.store)
-        loading.each(present, loading.store)
-        bare_store, bare_load = Bare(present), Bare(present)
-
-        def refill() -> None:
-            new[:] = storing.new_keys()
-
-        sides = [
-            Side("store", _rate(ROWS, lambda: storing.each(new, storing.store)), refill),
-            Side("load", _rate(ROWS, lambda: loading.each(present, loading.load))),
-            Side("bare store", _rate(ROWS, lambda: bare_store.store(new)), refill),
-            Side("bare load", _rate(ROWS, lambda: bare_load.load(present))),
-        ]
-        measured = interleaved(sides, rounds, step=step)
-    for name, operation in (("store", "prepare and complete a store"), ("load", "touch, prepare and complete a load")):
-        yield row_of(Pair(operation, None, {"keys": ROWS}, "keys/s", name, f"bare {name}", LIMIT_IS), measured)
-
-
-def _step_side(engine: Engine, stack: ExitStack) -> Side:
-    steps = Steps(tiers=engine.tiers)
-    stack.callback(steps.close)
-    steps.hold(engine.held)
-    steps.each(steps.new_keys(), steps.store)
-    return _repeated(engine.label, steps.step, lambda: steps.new_keys(STEP_KEYS))
-
-
-def _bare_side() -> Side:
-    dice = random.Random(0)
-    bare = Bare(Steps.random_keys(ROWS, dice))
-    return _repeated("bare", bare.step, lambda: Steps.random_keys(STEP_KEYS, dice))
-
-
-def _repeated(name: str, step: Callable[[Batches], None], new_keys: Callable[[], Batches]) -> Side:
-    """Measure the ms that a step takes, on average over some with new keys."""
-    new: list[Batches] = []
-
-    def prepare() -> None:
-        new[:] = [new_keys() for _ in range(STEPS_A_ROUND)]
-
-    def measure() -> float:
-        begun = time.thread_time()
-        for batches in new:
-            step(batches)
-        return 1e3 * (time.thread_time() - begun) / STEPS_A_ROUND
-
-    return Side(name, measure, prepare)
-
-
-def _rate(keys: int, work: Callable[[], None]) -> Callable[[], float]:
-    def measure() -> float:
-        begun = time.thread_time()
-        work()
-        return keys / (time.thread_time() - begun)
-
-    return measure
-
-
-def main() -> None:
-    """Print look-ups over primaries of several sizes, and steps over several tiers and numbers of held keys."""
-    engines = [Engine(1, 10_000), Engine(2, 10_000), Engine(4, 10_000), Engine(1, 1_000_000)]
-    sizes = [4_096, 65_536, 262_144]
-
-    def work(step: Callable[[], None]) -> Iterator[Row]:
-        yield from measure_lookups(sizes, ROUNDS, step)
-        yield from measure_steps(engines, ROUNDS, step)
-
-    run_bench("protocol", work, lookup_steps(sizes, ROUNDS) + step_steps(engines, ROUNDS), json_path=None)
+        measured = interleaved([engine.side(stack) for engine in engines], rounds)
+    first, *others = engines
+    limit_is = f"a step over {first.tiers} tier with {first.held:,} keys"
+    for engine in others:
+        figures, limits = measured[str(engine)], measured[str(first)]
+        yield row_of("step", figures, limits, limit_is, engine._asdict(), unit="million keys/s")
 
 
 if __name__ == "__main__":
-    main()
+    compared = [Engine(1, 10_000), Engine(2, 10_000), Engine(4, 10_000), Engine(1, 1_000_000)]
+    run_bench("protocol", lambda: measure(compared, ROUNDS), None)

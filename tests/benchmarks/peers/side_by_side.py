@@ -4,7 +4,6 @@ import argparse
 import asyncio
 import os
 import tempfile
-import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
@@ -25,19 +24,7 @@ from kvtier.backend import (
 )
 from kvtier.memory import Region
 from kvtier.settings import decode
-from kvtier.tools.figures import (
-    ROUNDS,
-    Figures,
-    Pair,
-    Row,
-    Side,
-    interleaved,
-    print_figures,
-    rate_of,
-    row_of,
-    this_machine,
-)
-from kvtier.tools.outputs import write_json
+from kvtier.tools.figures import ROUNDS, Row, Side, interleaved, rate_of, row_of, run_bench
 
 CALLS = 16  # Requests at once; the chunks of each are one call.
 LAYOUTS = ("files", "segments")
@@ -102,12 +89,8 @@ def arguments(description: str | None) -> argparse.Namespace:
 
 def give_out(command: str, given: argparse.Namespace, measure: Callable[[str], Iterator[Row]]) -> None:
     """Measure in a temporary directory, and print the figures."""
-    before, begun = os.getloadavg(), time.perf_counter()
     with tempfile.TemporaryDirectory(dir=given.directory, prefix="kvtier-peers-") as folder:
-        rows = list(measure(folder))
-    machine = this_machine(before)
-    figures = Figures(command=command, machine=machine, seconds=time.perf_counter() - begun, rows=rows)
-    print_figures(figures, write_json(given.json, figures))
+        run_bench(command, lambda: measure(folder), given.json)
 
 
 def compare_disks(folder: str, given: argparse.Namespace, peers: dict[str, Opened]) -> Iterator[Row]:
@@ -143,9 +126,9 @@ def compare_disks(folder: str, given: argparse.Namespace, peers: dict[str, Opene
         for layout, lanes in cases:
             for name in peers:
                 for way, limit in (("load", "load"), ("store", "store"), ("store, full", "store")):
+                    ours, theirs = measured[f"{way} {layout} {lanes}"], measured[f"{limit} {name}"]
                     settings = {"layout": layout, "lanes": lanes}
-                    figure = f"{way} {layout} {lanes}"
-                    yield row_of(Pair(way, chunk_bytes, settings, "MB/s", figure, f"{limit} {name}", name), measured)
+                    yield row_of(way, ours, theirs, name, settings, chunk_bytes=chunk_bytes)
 
 
 def disk_sides(name: str, tier: DiskTier, region: Region, stack: ExitStack) -> list[Side]:

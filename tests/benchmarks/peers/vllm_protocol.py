@@ -13,6 +13,7 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from vllm.v1.kv_offload.base import LookupResult, OffloadingManager, ReqContext, ScheduleEndContext
@@ -27,12 +28,13 @@ from vllm.v1.kv_offload.tiering.manager import (
 
 from kvtier.integrations.vllm.manager import VllmManager
 from kvtier.integrations.vllm.stats import TransferTimes
-from kvtier.tools.figures import Pair, Row, Side, interleaved, row_of
+from kvtier.tools.figures import Row, Side, interleaved, rate_of, row_of
 from tests.benchmarks.peers.side_by_side import arguments, give_out
 from tests.benchmarks.protocol import CHUNK_BYTES, KEYS_A_REQUEST, REQUESTS_A_STEP, ROWS, Steps
 
 STEPS_A_ROUND = 16
 VLLM = "vLLM's manager"
+UNIT = "million keys/s"
 Batches = list[list[Any]]
 
 
@@ -126,26 +128,30 @@ def vllm_tiering() -> Caller:
 
 
 def measure(rounds: int) -> Iterator[Row]:
-    """Yield rows of ns a key, and of ms a step. The garbage collector runs between measurements only."""
+    """Yield rows of keys a second. The garbage collector runs between measurements only."""
     gc.disable()
     yield from _operations(rounds)
     ours, theirs = kvtier_caller(1), vllm_tiering()
     dice = random.Random(3)
     for caller in (ours, theirs):
         caller.each(Steps.random_keys(ROWS, dice), caller.store)
-    sides = [_steps_of("step kvtier", ours, dice), _steps_of("step vllm", theirs, dice)]
-    measured = interleaved(sides, rounds)
+    measured = interleaved([_steps_of("kvtier", ours, dice), _steps_of("vllm", theirs, dice)], rounds)
     theirs.manager.shutdown()
     settings = {"requests": REQUESTS_A_STEP, "keys_a_request": KEYS_A_REQUEST}
-    yield row_of(Pair("one step, one tier", None, settings, "ms", "step kvtier", "step vllm", VLLM), measured)
+    yield row_of("one step, one tier", measured["kvtier"], measured["vllm"], VLLM, settings, unit=UNIT)
 
 
 def _steps_of(name: str, caller: Caller, dice: random.Random) -> Side:
     new: list[Batches] = []
     keys = REQUESTS_A_STEP * KEYS_A_REQUEST
+
+    def work() -> None:
+        for batches in new:
+            caller.step(batches)
+
     return Side(
         name,
-        lambda: _ms_a_step(caller, new),
+        rate_of(work, STEPS_A_ROUND * keys, time.thread_time),
         lambda: _renew(new, [Steps.random_keys(keys, dice) for _ in range(STEPS_A_ROUND)]),
     )
 
@@ -159,23 +165,21 @@ def _operations(rounds: int) -> Iterator[Row]:
         loading.each(present, loading.store)
         storing.each(Steps.random_keys(ROWS, dice), storing.store)
         new: Batches = []
-        sides += [
-            Side(f"look up {name}", lambda c=loading, p=present: _ns_a_key(c, p, c.look_up), gc_collect),
-            Side(f"load {name}", lambda c=loading, p=present: _ns_a_key(c, p, c.load), gc_collect),
-            Side(
-                f"store {name}",
-                lambda c=storing, n=new: _ns_a_key(c, n, c.store),
-                lambda n=new: _renew(n, Steps.random_keys(ROWS, dice)),
-            ),
-        ]
+        for what, caller, batches, prepare in (
+            ("look up", loading, present, gc_collect),
+            ("load", loading, present, gc_collect),
+            ("store", storing, new, lambda n=new: _renew(n, Steps.random_keys(ROWS, dice))),
+        ):
+            call = {"look up": caller.look_up, "load": caller.load, "store": caller.store}[what]
+            work = partial(caller.each, batches, call)
+            sides.append(Side(f"{what} {name}", rate_of(work, ROWS, time.thread_time), prepare))
     measured = interleaved(sides, rounds)
     for name, operation in (
         ("look up", "look-up in the primary"),
         ("store", "prepare_store + complete_store, evicting"),
         ("load", "touch + prepare_load + complete_load"),
     ):
-        pair = Pair(operation, None, {"keys": ROWS}, "ns", f"{name} kvtier", f"{name} vllm", VLLM)
-        yield row_of(pair, measured)
+        yield row_of(operation, measured[f"{name} kvtier"], measured[f"{name} vllm"], VLLM, {"keys": ROWS}, unit=UNIT)
 
 
 def gc_collect() -> None:
@@ -185,19 +189,6 @@ def gc_collect() -> None:
 def _renew(kept: list[Any], new: list[Any]) -> None:
     kept[:] = new
     gc.collect()
-
-
-def _ns_a_key(caller: Caller, batches: Batches, call: Callable[[list[Any], ReqContext], None]) -> float:
-    begun = time.thread_time()
-    caller.each(batches, call)
-    return 1e9 * (time.thread_time() - begun) / ROWS
-
-
-def _ms_a_step(caller: Caller, steps: list[Batches]) -> float:
-    begun = time.thread_time()
-    for batches in steps:
-        caller.step(batches)
-    return 1e3 * (time.thread_time() - begun) / len(steps)
 
 
 def main() -> None:
