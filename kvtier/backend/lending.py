@@ -31,6 +31,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 KEY_BYTES_SHOWN = 68  # In a message; a refused key may have any length.
 Chunk = TypeVar("Chunk", Read, Write)
+Move = Callable[[Sequence[Chunk]], Awaitable[Sequence[Outcome]]]
 
 
 async def in_thread(lanes: "Lanes", fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -322,15 +323,11 @@ class Fit:
         told = iter(answers)
         return [self._takes(key) and next(told) for key in keys]
 
-    async def load(
-        self, reads: Sequence[Read], call: Callable[[Sequence[Read]], Awaitable[Sequence[Outcome]]]
-    ) -> Sequence[Outcome]:
+    async def load(self, reads: Sequence[Read], call: Move[Read]) -> Sequence[Outcome]:
         """Load the chunks that fit. The others are missing."""
         return await self._move(reads, call, ChunkMissing)
 
-    async def store(
-        self, writes: Sequence[Write], call: Callable[[Sequence[Write]], Awaitable[Sequence[Outcome]]]
-    ) -> Sequence[Outcome]:
+    async def store(self, writes: Sequence[Write], call: Move[Write]) -> Sequence[Outcome]:
         """Store the chunks that fit. The others get `NoSpace`, which is no fault of the tier."""
         return await self._move(writes, call, NoSpace)
 
@@ -338,10 +335,7 @@ class Fit:
         return keys if all(map(self._takes, keys)) else list(filter(self._takes, keys))
 
     async def _move(
-        self,
-        batch: Sequence[Chunk],
-        call: Callable[[Sequence[Chunk]], Awaitable[Sequence[Outcome]]],
-        refused: type[ChunkMissing | NoSpace],
+        self, batch: Sequence[Chunk], call: Move[Chunk], refused: type[ChunkMissing | NoSpace]
     ) -> Sequence[Outcome]:
         row_bytes, most = self._row_bytes, self._key_bytes_max
         unfit = {
@@ -365,9 +359,7 @@ class Fit:
         return f"{name}: a buffer of {buffer.nbytes:,} bytes, rows of {self._row_bytes:,} accepted"
 
 
-async def load_each_once(
-    reads: Sequence[Read], call: Callable[[Sequence[Read]], Awaitable[Sequence[Outcome]]]
-) -> Sequence[Outcome]:
+async def load_each_once(reads: Sequence[Read], call: Move[Read]) -> Sequence[Outcome]:
     """Load each key of a batch once, and copy its chunk to the other places of the key.
 
     For services that fill only one buffer of a repeated key. A failed key fails in all its places. A batch without
@@ -386,9 +378,7 @@ async def load_each_once(
     return [outcomes[index] for index in range(len(reads))]
 
 
-async def store_each_once(
-    writes: Sequence[Write], call: Callable[[Sequence[Write]], Awaitable[Sequence[Outcome]]]
-) -> Sequence[Outcome]:
+async def store_each_once(writes: Sequence[Write], call: Move[Write]) -> Sequence[Outcome]:
     """Store each key of a batch once, from its last place. All its places get that outcome."""
     last = {write.key: index for index, write in enumerate(writes)}
     if len(last) == len(writes):

@@ -19,7 +19,6 @@ from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
-from types import TracebackType
 from typing import Self
 
 from kvtier.errors import ConfigError
@@ -69,20 +68,26 @@ class Region:
     @classmethod
     def private(cls, rows: int, row_bytes: int) -> Self:
         """Make a region that only this process sees."""
-        require_free(_rows_bytes(rows, row_bytes))
+        rows_bytes = _rows_bytes(rows, row_bytes)
+        require_free(rows_bytes)
         with _undone_on_failure() as resources:
-            return cls._map(resources, None, rows, row_bytes, prefault_from=0)
+            mapping = _mapped(resources, None, rows_bytes)
+            prefault(mapping, 0)
+            return cls(mapping, rows, row_bytes, None, resources.pop_all())
 
     @classmethod
     def memfd(cls, rows: int, row_bytes: int) -> Self:
         """Make a region without a name, which other processes attach by its `fd`. It ends with its last holder."""
-        require_free(_rows_bytes(rows, row_bytes))
+        rows_bytes = _rows_bytes(rows, row_bytes)
+        require_free(rows_bytes)
         with _undone_on_failure() as resources:
             fd = os.memfd_create("kvtier", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             resources.callback(os.close, fd)
-            os.ftruncate(fd, rows * row_bytes)
+            os.ftruncate(fd, rows_bytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-            return cls._map(resources, fd, rows, row_bytes, prefault_from=0)
+            mapping = _mapped(resources, fd, rows_bytes)
+            prefault(mapping, 0)
+            return cls(mapping, rows, row_bytes, fd, resources.pop_all())
 
     @classmethod
     def attach(cls, fd: int, rows: int, row_bytes: int) -> Self:
@@ -99,7 +104,7 @@ class Region:
                 raise ConfigError(
                     f"{rows:,} rows of {row_bytes:,} bytes expected behind a file of {size_bytes:,} bytes"
                 )
-            return cls._map(resources, own_fd, rows, row_bytes, prefault_from=None)
+            return cls(_mapped(resources, own_fd, rows_bytes), rows, row_bytes, own_fd, resources.pop_all())
 
     @classmethod
     def shared(
@@ -131,8 +136,12 @@ class Region:
         with _undone_on_failure() as resources:
             file = SharedFile.meet(Meeting(path, rows, row_bytes, participants, participant), timeout_s)
             resources.callback(file.leave)
-            start = rows_bytes // participants * participant
-            return cls._map(resources, file.fd, rows, row_bytes, prefault_from=start, file=file, met_s=met_s)
+            mapping = _mapped(resources, file.fd, rows_bytes)
+            file.arrive()
+            if met_s is not None:
+                file.require_all(met_s)
+            prefault(mapping, rows_bytes // participants * participant)
+            return cls(mapping, rows, row_bytes, file.fd, resources.pop_all(), file)
 
     @classmethod
     def over(cls, memory: memoryview, rows: int, row_bytes: int) -> Self:
@@ -143,32 +152,6 @@ class Region:
         resources = ExitStack()
         resources.callback(whole.release)
         return cls(whole, rows, row_bytes, None, resources)
-
-    @classmethod
-    def _map(
-        cls,
-        resources: ExitStack,
-        fd: int | None,
-        rows: int,
-        row_bytes: int,
-        *,
-        prefault_from: int | None,
-        file: SharedFile | None = None,
-        met_s: float | None = None,
-    ) -> Self:
-        if fd is None:
-            mapping = mmap.mmap(-1, rows * row_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        else:
-            mapping = mmap.mmap(fd, rows * row_bytes)
-        resources.callback(_unmap, mapping)
-        give_advice(mapping)
-        if file is not None:
-            file.arrive()
-            if met_s is not None:
-                file.require_all(met_s)
-        if prefault_from is not None:
-            prefault(mapping, prefault_from)
-        return cls(mapping, rows, row_bytes, fd, resources.pop_all(), file)
 
     @property
     def view(self) -> memoryview:
@@ -200,9 +183,7 @@ class Region:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -252,6 +233,14 @@ def _undone_on_failure() -> Generator[ExitStack]:
             yield resources
     except (OSError, MemoryError, RuntimeError) as error:  # RuntimeError: no thread could start.
         raise ConfigError(f"the kernel refuses host memory: {reason(error)}") from error
+
+
+def _mapped(resources: ExitStack, fd: int | None, size_bytes: int) -> mmap.mmap:
+    """Map a file, or private memory."""
+    mapping = mmap.mmap(-1 if fd is None else fd, size_bytes, mmap.MAP_PRIVATE if fd is None else mmap.MAP_SHARED)
+    resources.callback(_unmap, mapping)
+    give_advice(mapping)
+    return mapping
 
 
 def _unmap(mapping: mmap.mmap) -> None:

@@ -44,6 +44,7 @@ _PATH_SUPERSEDED = (Branch("superseded", 50, 0.1),)
 _FEW = 8  # For up to this many runs, counting each run's keys in turn is faster than counting all at once.
 
 _Part = tuple["_KeyRun", "array[int]"]  # A run, and those of its keys that go.
+_PartOf = Callable[["array[int]", int, Callable[[int], int]], "array[int]"]
 
 
 class Density(Policy[K]):
@@ -398,11 +399,7 @@ class DensityOrder:
                 yield from self._cells[heappop(cells)[1]]
 
     def _choose(
-        self,
-        count: int,
-        keep: Callable[[int], int],
-        part_of: "Callable[[array[int], int, Callable[[int], int]], array[int]]",
-        runs: Iterable[_KeyRun],
+        self, count: int, keep: Callable[[int], int], part_of: _PartOf, runs: Iterable[_KeyRun]
     ) -> list[_Part] | None:
         """Choose `count` keys of these runs, as `part_of` chooses up to that many of one run; None if too few."""
         parts: list[_Part] = []

@@ -307,6 +307,7 @@ Message = (
     | Logged
     | Closed
 )
+Post = Callable[[Message], None]
 LocalMessage = RunnerLost | RunnerGone | RunnerBack
 
 _encoder = msgspec.msgpack.Encoder()
@@ -360,7 +361,7 @@ def wanted_level() -> int:
 class ToOwner(QueueHandler):
     """Posts records, from any thread; records after the loop's end are lost."""
 
-    def __init__(self, loop: AbstractEventLoop, post: Callable[[Message], None]) -> None:
+    def __init__(self, loop: AbstractEventLoop, post: Post) -> None:
         """`post` belongs to the loop's thread."""
         super().__init__(SimpleQueue())  # Unused: only the handler's `prepare` is.
         self._loop = loop

@@ -23,7 +23,7 @@ import msgspec
 
 from kvtier.backend import Added, Backend, Counted, Described, Inventory, Measured, Occupancy, Removed, ScanDone
 from kvtier.errors import Remedy
-from kvtier.runner.messages import Found, Gone, Message, Scanned, TierSpeed, TierUsage, pack_keys
+from kvtier.runner.messages import Found, Gone, Post, Scanned, TierSpeed, TierUsage, pack_keys
 from kvtier.settings import shown_bytes
 
 SPEED_EVERY_S = 0.01  # Decisions are made by it: a change must be known before the next request is weighed.
@@ -117,9 +117,7 @@ class SpeedMeter:
 class Reports:
     """The reports of one tier. All methods belong to the runner's loop."""
 
-    def __init__(
-        self, index: int, name: str, backend: Backend, meter: SpeedMeter, post: Callable[[Message], None]
-    ) -> None:
+    def __init__(self, index: int, name: str, backend: Backend, meter: SpeedMeter, post: Post) -> None:
         """`index`: the tier's number in messages."""
         self._index = index
         self._name = name

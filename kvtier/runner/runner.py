@@ -37,7 +37,7 @@ from kvtier.runner.messages import (
     Code,
     Delete,
     Finished,
-    Message,
+    Post,
     Probe,
     Promote,
     Returned,
@@ -188,11 +188,7 @@ class Runner:
     """One kvtier engine's tasks. All methods belong to the loop that it was made on."""
 
     def __init__(
-        self,
-        tiers: Sequence[RunnerTier],
-        region: Region,
-        post: Callable[[Message], None],
-        clock: Callable[[], float] = time.perf_counter,
+        self, tiers: Sequence[RunnerTier], region: Region, post: Post, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         """Take open tiers; `clock` times transfers (uvloop's own has milliseconds only)."""
         self._tiers = tiers
@@ -284,14 +280,14 @@ class Runner:
             meter.end_load(begun, size_bytes, self._clock(), moved=moved)
             self._reports[action.tier].speed()
 
-        await self._transfer(action, len(reads), tier.loads, partial(tier.backend.load, reads), ended)
+        await self._transfer(action, len(reads), partial(tier.backend.load, reads), ended)
 
     async def _cascade(self, action: Cascade) -> None:
         tier = self._tiers[action.tier]
         writes = [Write(key, row) for key, row in self._lent(action)]
         self._changing[action.tier] += 1
         try:
-            await self._transfer(action, len(writes), tier.stores, partial(tier.backend.store, writes))
+            await self._transfer(action, len(writes), partial(tier.backend.store, writes))
         finally:
             self._changing[action.tier] -= 1
 
@@ -300,18 +296,14 @@ class Runner:
         return zip(unpack_keys(action.keys), map(self._region.row, unpack_rows(action.rows)), strict=True)
 
     async def _transfer(
-        self,
-        action: Promote | Cascade,
-        chunks: int,
-        budget: Budget,
-        call: Call,
-        ended: Callable[[bool], None] = lambda _: None,
+        self, action: Promote | Cascade, chunks: int, call: Call, ended: Callable[[bool], None] = lambda _: None
     ) -> None:
         """Wait for budget, then for the call, each at most the tier's deadline, and post the outcome.
 
         `ended` is called when the outcome is known; its argument is True if the duration shows the tier's speed.
         """
         tier = self._tiers[action.tier]
+        budget = tier.loads if isinstance(action, Promote) else tier.stores
         begun = self._clock()
         size_bytes = chunks * self._region.row_bytes
         if not await _in_time(budget.acquire(size_bytes, chunks), tier.deadline_s):
