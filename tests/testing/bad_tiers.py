@@ -9,6 +9,7 @@ import asyncio
 import ctypes
 import os
 import threading
+from collections import Counter
 from contextlib import suppress
 from itertools import count
 from typing import Any, ClassVar
@@ -74,7 +75,9 @@ class Tier(DummyBackend):
     def __init__(self, options, context):
         super().__init__(options, context)
         self.context = context
-        self.totals = {"missed": 0}
+        self.totals = {"missed": 0, "stored": 0}
+        self.heard = Counter()  # Keys of advice, by its kind.
+        self.dead = []  # Keys that were deleted.
 
     def name(self, key):
         return key
@@ -93,9 +96,11 @@ class Tier(DummyBackend):
 
     async def store(self, writes):
         outcomes = await super().store([Write(self.name(key), row) for key, row in self.writes(writes)])
+        self.totals["stored"] += len(writes)
         return self.stored(writes, outcomes)
 
     async def delete(self, keys):
+        self.dead += keys
         await super().delete([self.name(key) for key in self.deleted(keys)])
 
     async def watch(self):
@@ -107,6 +112,7 @@ class Tier(DummyBackend):
         return self.measured(super().occupancy())
 
     def advise(self, advice):
+        self.heard[advice.kind] += len(advice.keys)
         for told in self.advised(advice):
             super().advise(told)
 
@@ -257,18 +263,12 @@ class RefusesUnknownKeys(Tier, breaks=NOTHING_ELSE):
         await super().delete(keys)
 
 
-class RemembersTheDead(Tier, breaks=DELETED):
-    dead = frozenset()
-
-    def deleted(self, keys):
-        self.dead |= set(keys)
-        return keys
-
-    def writes(self, writes):
-        return [write for write in writes if write.key not in self.dead]
-
-    stored = all_well
-
+lie(
+    "RemembersTheDead",
+    DELETED,
+    writes=lambda tier, writes: [write for write in writes if write.key not in tier.dead],
+    stored=all_well,
+)
 
 # Concurrency.
 
@@ -573,12 +573,6 @@ lie("EvictsInSilence", EVICTIONS, reported=lambda _, event: [] if isinstance(eve
 
 
 class ReportsTheDead(Tier, breaks=SCAN):
-    dead = ()
-
-    def deleted(self, keys):
-        self.dead = [*self.dead, *keys]
-        return keys
-
     async def watch(self):
         yield Added(list(self.dead))
         async for event in super().watch():
@@ -634,15 +628,7 @@ lie("StartsFull", COUNTED_ONCE, measured=lambda _, now: now._replace(used_bytes=
 lie("CountsMisses", COUNTED_ONCE, measured=lambda tier, now: now._replace(chunks=now.chunks + tier.totals["missed"]))
 
 
-class CountsStores(Tier, breaks=COUNTED_ONCE):
-    all_stored = 0
-
-    def stored(self, writes, outcomes):
-        self.all_stored += len(writes)
-        return outcomes
-
-    def measured(self, now):
-        return now._replace(chunks=self.all_stored)
+lie("CountsStores", COUNTED_ONCE, measured=lambda tier, now: now._replace(chunks=tier.totals["stored"]))
 
 
 class NeverShrinks(Tier, breaks="test_what_was_deleted_uses_nothing"):
@@ -675,15 +661,11 @@ class RefusesWhenFull(Tier, breaks="test_the_newest_chunks_are_there"):
         return await super().store(writes)
 
 
-class LeaksRoom(Tier, breaks="test_deleting_makes_room"):
-    leaked = False
-
-    def deleted(self, keys):
-        self.leaked = True
-        return keys
-
-    def measured(self, now):
-        return now._replace(used_bytes=now.used_bytes + 64) if self.leaked else now
+lie(
+    "LeaksRoom",
+    "test_deleting_makes_room",
+    measured=lambda tier, now: now._replace(used_bytes=now.used_bytes + 64 * bool(tier.dead)),
+)
 
 
 class TakesASecondPlace(Tier, breaks="test_storing_again_takes_no_second_place"):
@@ -724,24 +706,16 @@ class DemotesForEver(Tier, breaks="test_what_was_demoted_and_is_used_again_is_as
         return [advice, Advice("demote", [key for key in advice.keys if key in self.demoted])]
 
 
-class CountsWhatIsRanked(Tier, breaks="test_advice_changes_nothing_that_is_there"):
-    kind = "rank"
-    heard = 0
-
-    def advised(self, advice):
-        self.heard += len(advice.keys) if advice.kind == self.kind else 0
-        return [advice]
-
-    def measured(self, now):
-        return now._replace(chunks=now.chunks + self.heard)
-
-
-class KeepsRoomForWhatIsRetained(CountsWhatIsRanked, breaks="test_a_store_finds_as_much_room_whatever_is_retained"):
-    kind = "retain"
-
-    def stored(self, writes, outcomes):
-        return outcomes if self.heard < 8 else [NoSpace("retained")] * len(writes)
-
+lie(
+    "CountsWhatIsRanked",
+    "test_advice_changes_nothing_that_is_there",
+    measured=lambda tier, now: now._replace(chunks=now.chunks + tier.heard["rank"]),
+)
+lie(
+    "KeepsRoomForWhatIsRetained",
+    "test_a_store_finds_as_much_room_whatever_is_retained",
+    stored=lambda tier, writes, outcomes: outcomes if tier.heard["retain"] < 8 else [NoSpace("")] * len(writes),
+)
 
 # Counts, and describes itself.
 
@@ -755,7 +729,7 @@ lie("DescribesItsContents", DESCRIPTION, description=lambda tier: {"chunks": str
 
 class CountsSinceItWasAsked(Tier, breaks=COUNTS):
     def counts(self):
-        told, self.totals = self.totals, {"missed": 0}
+        told, self.totals = self.totals, dict.fromkeys(self.totals, 0)
         return told
 
 
