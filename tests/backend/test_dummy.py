@@ -24,11 +24,13 @@ from kvtier.testing.conformance import (
     tier_context,
 )
 from kvtier_backends.dummy import DummyBackend, DummyDevice, DummyOptions, forget_store
+from tests.testing.suites import Reopened
 
 DEVICE = DummyOptions(latency_s=0.001, bandwidth_bytes_per_s=200_000_000, concurrency=4)
 
 
 class Suites(
+    Reopened,
     BackendConformance,
     DurableBackendConformance,
     NamespacedConformance,
@@ -43,38 +45,19 @@ class Suites(
     options: DummyOptions
 
     @pytest.fixture
-    async def reopen(self):
+    def open_tier(self):
         forget_store("suite")
-        opened = []
 
-        async def reopen():
-            if opened:
-                await opened[-1].aclose(10)
-            opened.append(DummyBackend(self.named(), tier_context(self.chunk_bytes)))
-            return opened[-1]
+        async def open_tier(**context):
+            options = msgspec.structs.replace(self.options, store="suite")
+            return DummyBackend(options, tier_context(self.chunk_bytes, **context))
 
-        yield reopen
-        for tier in opened:
-            await tier.aclose(10)
-
-    @pytest.fixture
-    async def backend(self, reopen):
-        return await reopen()
-
-    @pytest.fixture
-    async def neighbour(self, backend):
-        tier = DummyBackend(self.named(), tier_context(self.chunk_bytes, model_name="other"))
-        yield tier
-        await tier.aclose(10)
+        return open_tier
 
     @pytest.fixture
     async def small(self):
-        capacity_bytes = self.room_chunks * self.chunk_bytes
-        context = tier_context(self.chunk_bytes)
-        return DummyBackend(self.named(store=None, capacity_bytes=capacity_bytes), context)
-
-    def named(self, **changes):
-        return msgspec.structs.replace(self.options, **{"store": "suite", **changes})
+        options = msgspec.structs.replace(self.options, capacity_bytes=self.room_chunks * self.chunk_bytes)
+        return DummyBackend(options, tier_context(self.chunk_bytes))
 
 
 class TestAnInstantDummy(Suites):

@@ -23,6 +23,7 @@ from kvtier.settings.hints import Advice, Hint
 from kvtier.testing import conformance
 from kvtier.testing.conformance import Lender, keys_of, tier_context
 from kvtier_backends.dummy import DummyBackend, DummyOptions, forget_store
+from tests.testing.suites import Reopened
 
 ROUND_TRIP = "test_what_was_stored_is_loaded_bit_for_bit_again_and_again"
 MISSING = "test_what_was_never_stored_is_missing"
@@ -763,6 +764,7 @@ lie(
 
 
 class Everything(
+    Reopened,
     conformance.BackendConformance,
     conformance.DurableBackendConformance,
     conformance.NamespacedConformance,
@@ -784,25 +786,13 @@ class Everything(
         return self.tier(options, tier_context(self.chunk_bytes, model_name=model_name))
 
     @pytest.fixture
-    async def reopen(self):
+    def open_tier(self):
         forget_store("suite")
-        opened = []
 
-        async def reopen():
-            if opened:
-                await opened[-1].aclose(10)
-            opened.append(self.open())
-            return opened[-1]
+        async def open_tier(**context):
+            return self.open(**context)
 
-        return reopen
-
-    @pytest.fixture
-    async def backend(self, reopen):
-        return await reopen()
-
-    @pytest.fixture
-    async def neighbour(self, backend):
-        return self.open(model_name="other")
+        return open_tier
 
     @pytest.fixture
     async def small(self):

@@ -11,6 +11,7 @@ from kvtier.testing.conformance import (
     NamespacedConformance,
     tier_context,
 )
+from tests.testing.suites import Reopened
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "write_a_backend.py"
 
@@ -19,41 +20,20 @@ write_a_backend = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(write_a_backend)
 
 
-class TestTheExampleBackend(BackendConformance, DurableBackendConformance, NamespacedConformance):
+class TestTheExampleBackend(Reopened, BackendConformance, DurableBackendConformance, NamespacedConformance):
     @pytest.fixture
-    async def reopen(self, open_tier):
+    async def open_tier(self, tmp_path):
+        options = write_a_backend.SqliteOptions(path=str(tmp_path / "chunks.db"))
         opened = []
 
-        async def reopen():
-            if opened:
-                await opened[-1].aclose(10)
-            opened.append(await open_tier("conformance"))
+        async def open_tier(**context):
+            context = tier_context(self.chunk_bytes, **context)
+            opened.append(await write_a_backend.SqliteBackend.open(options, context))
             return opened[-1]
 
-        yield reopen
+        yield open_tier
         for tier in opened:
             await tier.aclose(10)
-
-    @pytest.fixture
-    def open_tier(self, tmp_path):
-        options = write_a_backend.SqliteOptions(path=str(tmp_path / "chunks.db"))
-
-        async def open_tier(model_name):
-            return await write_a_backend.SqliteBackend.open(
-                options, tier_context(self.chunk_bytes, model_name=model_name)
-            )
-
-        return open_tier
-
-    @pytest.fixture
-    async def backend(self, reopen):
-        return await reopen()
-
-    @pytest.fixture
-    async def neighbour(self, open_tier):
-        tier = await open_tier("other")
-        yield tier
-        await tier.aclose(10)
 
 
 @pytest.mark.usefixtures("outside")
