@@ -12,21 +12,7 @@ Subclass what your tier offers, in a module that pytest collects, and give it op
             yield tier
             await tier.aclose(deadline_s=10)
 
-- `BackendConformance`: every tier.
-- `DurableBackendConformance`: tiers that keep chunks when they are closed. Fixture `reopen`: an async function without
-  arguments that closes the open tier, if there is one, opens one over what it left, and returns it.
-- `NamespacedConformance`: tiers that two models can share. Fixture `neighbour`: a tier over the storage of `backend`,
-  opened with `tier_context(self.chunk_bytes, model_name="other")`.
-- `InventoryConformance`, `MeasuredConformance`: tiers that offer `Inventory`, `Measured`.
-- `BoundedConformance`: tiers that offer `Measured` and have a capacity. Fixture `small`: a tier with room for
-  `room_chunks` chunks; `backend` is not needed.
-- `AdvisedConformance`: tiers that heed hints, too. Fixture `small` as before.
-- `CountedConformance`: tiers that offer `Counted`. Fixture `provoke`: an async function without arguments that makes
-  `backend` count something.
-- `DescribedConformance`: tiers that offer `Described`.
-- `WrapperConformance`: tiers that stand around another one. Fixture `wrap`: a function that puts the wrapper around an
-  open tier; `backend` is not needed.
-
+`BackendConformance` is for every tier, the others for what a tier offers. Each names the fixtures that it needs.
 Every test opens a new tier: fixtures have function scope. `chunk_bytes` (16,384) is the length of a row. `settle_s` is
 how long a test waits for traces of a thread that should have ended. A class may override both.
 
@@ -44,34 +30,19 @@ import pytest
 MODULES = ("lender", "calling", "suite", "optional")
 pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in MODULES))
 
-from kvtier.testing.conformance.lender import Lender, key_of, keys_of, label, tier_context  # noqa: E402
-from kvtier.testing.conformance.optional import (  # noqa: E402
-    AdvisedConformance,
-    BoundedConformance,
-    CountedConformance,
-    DescribedConformance,
-    Follower,
-    InventoryConformance,
-    MeasuredConformance,
-    WrapperConformance,
-)
-from kvtier.testing.conformance.suite import BackendConformance, DurableBackendConformance, NamespacedConformance  # noqa: E402
-
-__all__ = [
-    "AdvisedConformance",
-    "BackendConformance",
-    "BoundedConformance",
-    "CountedConformance",
-    "DescribedConformance",
-    "DurableBackendConformance",
-    "Follower",
-    "InventoryConformance",
-    "Lender",
-    "MeasuredConformance",
-    "NamespacedConformance",
-    "WrapperConformance",
-    "key_of",
-    "keys_of",
-    "label",
-    "tier_context",
-]
+from kvtier.testing.conformance.lender import Lender as Lender
+from kvtier.testing.conformance.lender import key_of as key_of
+from kvtier.testing.conformance.lender import keys_of as keys_of
+from kvtier.testing.conformance.lender import label as label
+from kvtier.testing.conformance.lender import tier_context as tier_context
+from kvtier.testing.conformance.optional import AdvisedConformance as AdvisedConformance
+from kvtier.testing.conformance.optional import BoundedConformance as BoundedConformance
+from kvtier.testing.conformance.optional import CountedConformance as CountedConformance
+from kvtier.testing.conformance.optional import DescribedConformance as DescribedConformance
+from kvtier.testing.conformance.optional import Follower as Follower
+from kvtier.testing.conformance.optional import InventoryConformance as InventoryConformance
+from kvtier.testing.conformance.optional import MeasuredConformance as MeasuredConformance
+from kvtier.testing.conformance.optional import WrapperConformance as WrapperConformance
+from kvtier.testing.conformance.suite import BackendConformance as BackendConformance
+from kvtier.testing.conformance.suite import DurableBackendConformance as DurableBackendConformance
+from kvtier.testing.conformance.suite import NamespacedConformance as NamespacedConformance
