@@ -301,14 +301,15 @@ class TheEnd(Promises):
         closings = await asyncio.gather(*(backend.aclose(PATIENCE_S) for _ in range(2)))
         assert closings == [Abandoned(0)] * 2
         assert await backend.aclose(0) == Abandoned(0)
-        with pytest.raises(BackendClosed):
-            await backend.probe([key_of(0)])
-        with pytest.raises(BackendClosed):
-            await backend.load(lender.reads([key_of(0)]))
-        with pytest.raises(BackendClosed):
-            await backend.store(lender.writes([key_of(0)]))
-        with pytest.raises(BackendClosed):
-            await backend.delete([key_of(0)])
+        reads, writes = lender.reads([key_of(0)]), lender.writes([key_of(0)])
+        for call in (
+            backend.probe([key_of(0)]),
+            backend.load(reads),
+            backend.store(writes),
+            backend.delete([key_of(0)]),
+        ):
+            with pytest.raises(BackendClosed):
+                await call
 
     async def test_closing_waits_for_what_is_under_way_and_refuses_new_calls(
         self, backend: Backend, lender: Lender
