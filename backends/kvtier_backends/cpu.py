@@ -7,8 +7,8 @@ bytes, and never touch CUDA.
 import ctypes
 import logging
 import os
-from types import TracebackType
-from typing import Protocol, Self, SupportsInt, cast
+from contextlib import AbstractContextManager
+from typing import Protocol, SupportsInt, cast
 
 from kvtier.errors import Remedy
 from kvtier.memory import Region
@@ -39,7 +39,7 @@ def cuda_runtime() -> HostRegister | None:
     return cast("HostRegister", torch.cuda.cudart())  # type: ignore[no-untyped-call]
 
 
-class CpuMemory:
+class CpuMemory(AbstractContextManager["CpuMemory", None]):
     """Views of a region's rows as torch.int8 tensors, zero-copy; each keeps the memory mapped.
 
     With `pin_with` (a worker passes `cuda_runtime()`) the rows are pinned. If that fails, they stay unpinned, with a
@@ -69,12 +69,7 @@ class CpuMemory:
             self._unpin(self._pin_with)
         self.rows = self.rows.new_empty((0, self.rows.shape[1]))
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _pin(self, runtime: HostRegister, slice_bytes: int) -> None:

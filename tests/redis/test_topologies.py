@@ -22,9 +22,9 @@ from cryptography.x509.oid import NameOID
 from kvtier.backend import Abandoned, BackendUnavailable, ConfigError, OffloadKey, chunk_hash
 from kvtier.testing.conformance import keys_of, label
 from kvtier_backends.redis import RedisOptions
-from kvtier_backends.redis.link import Link
+from kvtier_backends.redis.link import Lost
 from kvtier_backends.redis.options import Address
-from kvtier_backends.redis.servers import Away, Login, Server, make_topology
+from kvtier_backends.redis.servers import Away, Login, Server, Topology, make_topology
 from tests.redis.servers import PATIENCE_S, Proxy, RedisServer, free_port, until
 from tests.redis.test_faults import QUICK
 from tests.remote.tiers import recovers
@@ -35,9 +35,13 @@ PASSWORD = "KVTIER_TEST_PASSWORD"
 # Several servers.
 
 
+def topology_of(url: str) -> Topology:
+    options = RedisOptions(url=url)
+    return make_topology(options, Login(options))
+
+
 def owners(*servers: str, count: int = 4_000) -> list[str]:
-    options = RedisOptions(url=f"redis://{','.join(servers)}")
-    topology = make_topology(options, Login(options))
+    topology = topology_of(f"redis://{','.join(servers)}")
     return [str(topology.server_of(b"name %d" % number).address) for number in range(count)]
 
 
@@ -89,23 +93,18 @@ async def test_an_access_list_that_lacks_a_command_is_named_at_the_start(
     assert await lender.recall(tier, keys) == ["ChunkMissing", *(label(key) for key in keys[1:])]
 
 
-async def test_the_error_of_a_server_without_passwords_shows_none(opened, own_server, monkeypatch) -> None:
-    """It knows no AUTH, and its error repeats what it was given."""
-    server = own_server("--rename-command", "AUTH", "")
+async def test_no_error_shows_a_password_that_a_server_sends_back(opened, own_server, monkeypatch) -> None:
+    """One without passwords repeats it in its error; an echo server sends back everything."""
     monkeypatch.setenv(PASSWORD, "geheim")
     with pytest.raises(ConfigError, match=r"^password_env: .*unknown command") as refused:
-        await opened(server.address, password_env=PASSWORD)
+        await opened(own_server("--rename-command", "AUTH", "").address, password_env=PASSWORD)
     assert "geheim" not in str(refused.value)
-
-
-async def test_the_error_of_an_echo_server_shows_no_password(opened, monkeypatch) -> None:
-    monkeypatch.setenv(PASSWORD, "geheim")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=_echo, args=(listener,), daemon=True).start()
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        with pytest.raises(BackendUnavailable, match="does not speak Redis") as refused:
+        with pytest.raises(BackendUnavailable, match="does not speak Redis") as failed:
             await opened(address, user="kv@", password_env=PASSWORD, **QUICK)
-        assert "geheim" not in str(refused.value)
+        assert "geheim" not in str(failed.value)
 
 
 def _echo(listener: socket.socket) -> None:
@@ -162,24 +161,13 @@ def certified(tmp_path: Path) -> ssl.SSLContext:
     """Return a certificate of this host's, and leave it in `ca.pem`."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kvtier test")])
-    now = dt.datetime.now(dt.UTC)
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - dt.timedelta(days=1))
-        .not_valid_after(now + dt.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), True)
-        .sign(key, hashes.SHA256())
-    )
-    pem = serialization.Encoding.PEM
-    plain = serialization.NoEncryption()
-    (tmp_path / "ca.pem").write_bytes(certificate.public_bytes(pem))
+    now, day = dt.datetime.now(dt.UTC), dt.timedelta(days=1)
+    host = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    made = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number(), now - day, now + day)
+    made = made.add_extension(host, False).add_extension(x509.BasicConstraints(ca=True, path_length=None), True)
+    pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+    (tmp_path / "ca.pem").write_bytes(made.sign(key, hashes.SHA256()).public_bytes(pem))
     (tmp_path / "key.pem").write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain))
-    (tmp_path / "key.pem").chmod(0o600)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tmp_path / "ca.pem", tmp_path / "key.pem")
     return context
@@ -277,41 +265,9 @@ async def test_a_tier_follows_the_primary_that_sentinels_name(opened, watched, l
     assert replica.ask("DBSIZE") >= 12
 
 
-def test_a_former_primary_is_forgotten(watched) -> None:
-    """With its connections, but for those in use: these are closed when they are given back, or with the tier."""
-    primary, replica, sentinel = watched
-    options = RedisOptions(url=f"redis+sentinel://{sentinel.address}/cache")
-    topology = make_topology(options, Login(options))
-    topology.refresh()
-    (old,) = topology.known()
-    links = [old.borrow(time.monotonic() + PATIENCE_S)[0] for _ in range(3)]
-    old.give_back(links[0])
-    primary.kill()
-    until(lambda: replica.ask("ROLE")[0] == b"master")
-
-    def follows() -> bool:
-        with suppress(Away):  # They have not agreed yet.
-            topology.refresh()
-        return [str(server.address) for server in topology.known()] == [replica.address]
-
-    until(follows)
-    assert closed(links) == [True, False, False]
-    old.give_back(links[1])
-    assert closed(links) == [True, True, False]
-    topology.close()
-    old.drop(links[2])
-
-
-def closed(links: list[Link]) -> list[bool]:
-    return [link.closed for link in links]
-
-
-async def test_a_tier_with_an_unknown_primary_does_not_open(opened, watched) -> None:
+async def test_neither_an_unknown_primary_nor_a_sentinel_itself_is_a_server(opened, watched) -> None:
     with pytest.raises(BackendUnavailable, match="sentinels"):
         await opened(watched[2].address, scheme="redis+sentinel", path="/other", **QUICK)
-
-
-async def test_a_sentinel_is_refused_as_a_server(opened, watched) -> None:
     with pytest.raises(ConfigError, match=r"url: .* keeps no values"):
         await opened(watched[2].address)
 
@@ -380,14 +336,21 @@ async def test_chunks_go_to_the_nodes_that_have_their_slots(opened, cluster, len
     assert tier.counts() == {}
 
 
-def test_a_cluster_remembers_its_own_nodes_only(nodes) -> None:
-    options = RedisOptions(url=f"redis+cluster://{nodes[0].address}")
-    topology = make_topology(options, Login(options))
-    gone = [topology.at(Address("127.0.0.1", port)) for port in range(1, 6)]  # Somebody was sent there.
+def test_a_server_that_is_no_node_any_more_is_forgotten(nodes, server) -> None:
+    """With its connections, except those in use: they are closed when they are given back, or with the tier."""
+    topology = topology_of(f"redis+cluster://{nodes[0].address}")
+    old = topology.at(Address("127.0.0.1", server.port))  # A redirect has named it.
+    links = [old.borrow(time.monotonic() + PATIENCE_S)[0] for _ in range(3)]
+    old.give_back(links[0])
     topology.refresh()
-    assert {str(server.address) for server in topology.known()} == {node.address for node in nodes}
-    assert not set(gone) & set(topology.known())
+    assert {str(known.address) for known in topology.known()} == {node.address for node in nodes}
+    assert [link.closed for link in links] == [True, False, False]
+    old.give_back(links[1])
+    assert [link.closed for link in links] == [True, True, False]
     topology.close()
+    with pytest.raises(Lost):
+        links[2].head()
+    old.drop(links[2])
 
 
 async def test_a_slot_that_moves_is_followed_at_every_moment_of_it(opened, cluster, prefix, lender) -> None:

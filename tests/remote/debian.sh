@@ -55,7 +55,7 @@ redis_like() { # PROGRAM: one that Debian's package of the same name has.
     [[ -x $program ]] || program=$(command -v "$1") || { skipped "$1: its package has no such program"; return; }
     printf '#!/bin/sh\nLD_LIBRARY_PATH=%q exec %q "$@"\n' "$libraries" "$program" >"$folder/bin/$1"
     chmod +x "$folder/bin/$1"
-    KVTIER_REDIS_SERVER=$folder/bin/$1 tested "$("$folder/bin/$1" --version)" tests/redis tests/remote/test_redis.py
+    KVTIER_REDIS_SERVER=$folder/bin/$1 tested "$("$folder/bin/$1" --version)" tests/redis tests/remote/test_remotes.py::TestRedis
 }
 
 three_ports() { # The first of three in a row that nobody listens on.
@@ -79,7 +79,7 @@ ceph() {
     coproc gateway { "$here/ceph.sh" "$folder/ceph" "$(three_ports)" "$folder/root" 2>"$folder/gateway.log"; }
     local endpoint='' ends=${gateway[1]} gateway_pid=$gateway_PID
     read -r endpoint <&"${gateway[0]}" || { skipped "Ceph: the gateway does not start here, see $folder/gateway.log"; return; }
-    KVTIER_S3_ENDPOINT=$endpoint tested "Ceph's object gateway" tests/object tests/remote/test_object.py
+    KVTIER_S3_ENDPOINT=$endpoint tested "Ceph's object gateway" tests/object tests/remote/test_remotes.py::TestObject
     exec {ends}>&-
     wait "$gateway_pid" || true
 }

@@ -4,17 +4,13 @@ import asyncio
 from collections.abc import Awaitable, Iterable, Sequence
 from typing import Any
 
-from kvtier.backend import BackendUnavailable, OffloadKey, make_offload_key
+from kvtier.backend import BackendUnavailable
 from kvtier.config import EngineConfig
 from kvtier.engine.manager import TieringOffloadingManager
-from tests.engine.kit import ledger_in, settled
+from tests.engine.kit import key, ledger_in, settled
 
 CHUNK_BYTES = 65_536  # Longer than what sockets and pipes take at once.
 REST_S = 120.0  # For what must happen while a fault lasts; a remote's own time-outs are seconds.
-
-
-def key(number: int) -> OffloadKey:
-    return make_offload_key(number.to_bytes(8, "big") * 4)
 
 
 def chunk(number: int) -> bytes:
@@ -49,7 +45,7 @@ async def opened(described: dict[str, Any]) -> TieringOffloadingManager:
 
 async def put(engine: TieringOffloadingManager, numbers: Iterable[int]) -> int:
     numbers = list(numbers)
-    return await engine.put([key(number) for number in numbers], [chunk(number) for number in numbers])
+    return await engine.put(list(map(key, numbers)), list(map(chunk, numbers)))
 
 
 async def found(engine: TieringOffloadingManager, numbers: Iterable[int]) -> int:

@@ -1,9 +1,12 @@
 """The mooncake tier on a pool of its own: a master that stays, and an owner of memory that is broken."""
 
 import ctypes
+import os
 import time
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from kvtier.backend import SEAL_BYTES, FileMapper, OffloadKey
 from kvtier.backend.remote import name_prefix
@@ -51,6 +54,8 @@ class MooncakeRemote(ServerRemote):
     waited_for = frozenset({Fault.HUNG})
 
     def __init__(self, folder: Path) -> None:
+        os.environ.update(ENVIRONMENT)
+        pytest.importorskip("mooncake.store", reason="a library that Mooncake needs is missing", exc_type=ImportError)
         self.pool = Pool(folder, client_ttl_s=OWNER_TTL_S)
         self.start()
         self.proxy = Proxy(self.pool.port)

@@ -5,6 +5,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kvtier.backend import OffloadKey, chunk_hash
 from kvtier_backends.object.bucket import SEAL_NAME
 from tests.object.servers import MotoServer, S3Server
@@ -55,6 +57,9 @@ class ObjectRemote(ServerRemote):
         self.server: S3Server = self._ours or outside
         self._begin()
         self.stored = Objects(self.server, self._bucket)
+        self._environment = pytest.MonkeyPatch()  # Runners and owners have it from here.
+        self._environment.setenv("AWS_ACCESS_KEY_ID", self.server.access_key)
+        self._environment.setenv("AWS_SECRET_ACCESS_KEY", self.server.secret_key)
         self.proxy = Proxy(self.server.port)
 
     def tier(self, *, by_proxy: bool = False, quick: bool = True) -> dict[str, Any]:
@@ -78,6 +83,7 @@ class ObjectRemote(ServerRemote):
         self._ours.kill()
 
     def end(self) -> None:
+        self._environment.undo()
         self.proxy.end()
         if self._ours is None:
             self.server.remove_bucket(self._bucket)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from kvtier.backend import SEAL_BYTES, OffloadKey
 from tests.remote.kit import CHUNK_BYTES, chunk, key
 from tests.remote.outcomes import IN_THE_STORE, Fault
-from tests.remote.servers import PIECE_BYTES, Proxy
+from tests.remote.servers import Proxy
 
 DRIP_BYTES, DRIP_S = 512, 0.02  # A chunk takes seconds.
 DISTURBANCES = (Fault.HUNG, Fault.KILLED, Fault.RESTARTED, Fault.REFUSED, Fault.RESET)
@@ -120,9 +120,9 @@ class ServerRemote(Remote):
             return
         begin, end = {
             Fault.REFUSED: (self.proxy.refuse, self.proxy.listen),
-            Fault.RESET: (self._reset, self._pass_on),
+            Fault.RESET: (self._reset, self.proxy.pass_on),
             Fault.HUNG: (lambda: self.signal(signal.SIGSTOP), lambda: self.signal(signal.SIGCONT)),
-            Fault.SLOW: (self._slow, self._pass_on),
+            Fault.SLOW: (self._slow, self.proxy.pass_on),
             Fault.KILLED: (self.kill, self.start),
             Fault.RESTARTED: (self._restart, lambda: None),
             Fault.FULL: (self.fill, self.make_room),
@@ -142,10 +142,6 @@ class ServerRemote(Remote):
 
     def _slow(self) -> None:
         self.proxy.piece_bytes, self.proxy.pause_s = DRIP_BYTES, DRIP_S
-
-    def _pass_on(self) -> None:
-        self.proxy.reply = lambda passed: passed
-        self.proxy.piece_bytes, self.proxy.pause_s = PIECE_BYTES, 0.0
 
 
 def changed(fault: Fault, held: Held, number: int) -> Held:

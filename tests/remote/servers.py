@@ -116,15 +116,14 @@ def until(condition: Callable[[], object]) -> None:
 class Proxy:
     """Stands before a server. What is read from the server passes through `reply`, bytes in, bytes out; None resets.
 
-    `open` false: replies are held back, and nothing is closed. `pause_s` goes by before each piece, either way. With
-    `tls`, clients speak TLS to it.
+    `pause_s` goes by before each piece, either way. With `tls`, clients speak TLS to it.
     """
 
     def __init__(self, port: int, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None) -> None:
         self.reply: Callable[[bytes], bytes | None] = lambda passed: passed
-        self.open = threading.Event()
-        self.open.set()
-        self.held: list[bytes] = []  # Replies that had to wait for `open`.
+        self.held: list[bytes] = []  # Replies that had to wait.
+        self._passes = threading.Event()
+        self._passes.set()
         self.piece_bytes = PIECE_BYTES
         self.pause_s = 0.0
         self._to = port
@@ -151,6 +150,16 @@ class Proxy:
             thread.join(PATIENCE_S)
         self.reset()
 
+    def hold(self) -> None:
+        """Hold replies back, and close nothing."""
+        self._passes.clear()
+
+    def pass_on(self) -> None:
+        """Pass on everything, unchanged and at once."""
+        self.reply = lambda passed: passed
+        self.piece_bytes, self.pause_s = PIECE_BYTES, 0.0
+        self._passes.set()
+
     def _run(self, call: Callable[..., None], *arguments: object) -> None:
         self._threads.append(threading.Thread(target=call, args=arguments, name=call.__name__, daemon=True))
         self._threads[-1].start()
@@ -161,7 +170,7 @@ class Proxy:
             _reset(connection)
 
     def end(self) -> None:
-        self.open.set()
+        self._passes.set()
         self.refuse()
         for thread in self._threads:
             thread.join(PATIENCE_S)
@@ -198,9 +207,9 @@ class Proxy:
     def _pass(self, piece: bytes, target: socket.socket, is_reply: bool) -> bool:
         """Pass a piece on, changed or not; say whether the connection goes on."""
         if is_reply:
-            if not self.open.is_set():
+            if not self._passes.is_set():
                 self.held.append(piece)
-            self.open.wait(PATIENCE_S)
+            self._passes.wait(PATIENCE_S)
             changed = self.reply(piece)
             if changed is None:
                 return False

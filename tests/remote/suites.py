@@ -1,13 +1,12 @@
 """Suites of remote tiers: the contract, damaged values, and a disturbed network."""
 
 import asyncio
-import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
 
-from kvtier.backend import SEAL_BYTES, Abandoned, BackendUnavailable
+from kvtier.backend import SEAL_BYTES, Abandoned, BackendUnavailable, Read, Write
 from kvtier.errors import cause_of
 from kvtier.testing.conformance import (
     BackendConformance,
@@ -143,21 +142,25 @@ class DamagedValues(CountedConformance):
 class DisturbedNetwork:
     """Failures between tier and service. Needs `open_by_proxy`, whose time-outs are short, and `proxy`."""
 
-    async def test_a_refused_connection_is_an_unavailable_tier_until_it_is_accepted(
-        self, open_by_proxy: Open, proxy: Proxy, lender
+    @pytest.mark.parametrize(
+        ("begin", "end", "cause"), [("refuse", "listen", "ECONNREFUSED"), ("hold", "pass_on", "ETIMEDOUT")]
+    )
+    async def test_a_server_that_refuses_or_hangs_fails_calls_in_time_and_no_byte_comes_late(
+        self, open_by_proxy: Open, proxy: Proxy, lender, begin, end, cause
     ) -> None:
-        tier, keys = await open_by_proxy(), keys_of(8)
+        tier, keys = await open_by_proxy(), keys_of(64)
         await lender.keep(tier, keys)
-        proxy.refuse()
-        reads, writes = lender.reads(keys), lender.writes(keys)
-        unknown = keys_of(2, start=90)
-        for call in (tier.load(reads), tier.store(writes), tier.probe(unknown), tier.delete(keys)):
-            with pytest.raises(BackendUnavailable, match=r"refused|error sending"):
+        getattr(proxy, begin)()
+        reads, writes = lender.reads(keys), lender.writes(keys, version=1)
+        for call in (tier.load(reads), tier.store(writes), tier.probe(keys_of(2, start=90)), tier.delete(keys)):
+            with pytest.raises(BackendUnavailable) as failed:
                 await call
-        await used_again(lender, [*(read.into for read in reads), *(write.row for write in writes)])
+            assert cause_of(failed.value) == cause
         with pytest.raises(BackendUnavailable):
             await open_by_proxy()
-        proxy.listen()
+        await used_again(lender, rows_of(reads, writes))
+        getattr(proxy, end)()
+        await used_again(lender, rows_of(reads, writes))
         await recovers(tier, lender, keys)
 
     async def test_a_connection_reset_while_idle_costs_nothing(self, open_by_proxy: Open, proxy, lender) -> None:
@@ -182,47 +185,12 @@ class DisturbedNetwork:
             for key, chunk in zip(keys, outcomes, strict=True):
                 assert chunk in (label(key), "ChunkCorrupt", "ChunkMissing", "TransferFailed"), chunk
 
-    async def test_a_server_that_hangs_fails_calls_in_time_and_no_byte_comes_late(
-        self, open_by_proxy: Open, proxy, lender
-    ) -> None:
-        tier, keys = await open_by_proxy(), keys_of(64)
-        await lender.keep(tier, keys)
-        proxy.open.clear()
-        reads, writes = lender.reads(keys), lender.writes(keys, version=1)
-        for call in (tier.load(reads), tier.store(writes), tier.probe(keys_of(2, start=90)), tier.delete(keys)):
-            with pytest.raises(BackendUnavailable) as failed:
-                await call
-            assert cause_of(failed.value) == "ETIMEDOUT"
-        rows = [*(read.into for read in reads), *(write.row for write in writes)]
-        await used_again(lender, rows)
-        proxy.open.set()
-        await used_again(lender, rows)
-        await recovers(tier, lender, keys)
-
-    async def test_a_reply_that_drips_misses_the_deadline(self, open_by_proxy: Open, proxy, lender) -> None:
-        """Each piece arrives well within any time-out of its own."""
-        tier, keys, enough = await open_by_proxy(), keys_of(4), threading.Event()
-        await lender.keep(tier, keys)
-        proxy.piece_bytes = 64
-
-        def drip(passed: bytes) -> bytes:
-            enough.wait(0.05)
-            return passed
-
-        proxy.reply = drip
-        reads = lender.reads(keys)
-        with pytest.raises(BackendUnavailable):
-            await tier.load(reads)
-        await used_again(lender, [read.into for read in reads])
-        enough.set()
-        await recovers(tier, lender, keys)
-
     async def test_a_cancelled_call_to_a_hung_server_ends_with_its_time_out(
         self, open_by_proxy: Open, proxy, lender
     ) -> None:
         tier, keys = await open_by_proxy(), keys_of(4)
         await lender.keep(tier, keys)
-        proxy.open.clear()
+        proxy.hold()
         reads, writes = lender.reads(keys), lender.writes(keys)
         starts = (tier.load(reads), tier.store(writes), tier.probe(keys_of(2, start=90)))
         calls = [asyncio.create_task(call) for call in starts]
@@ -233,14 +201,14 @@ class DisturbedNetwork:
         for call in calls:
             with pytest.raises(asyncio.CancelledError):
                 await call
-        await used_again(lender, [*(read.into for read in reads), *(write.row for write in writes)])
-        proxy.open.set()
+        await used_again(lender, rows_of(reads, writes))
+        proxy.pass_on()
         await recovers(tier, lender, keys)
 
     async def test_closing_ends_calls_that_hang(self, open_by_proxy: Open, proxy, lender) -> None:
         tier, keys = await open_by_proxy(timeout_s=PATIENCE_S), keys_of(4)
         await lender.keep(tier, keys)
-        proxy.open.clear()
+        proxy.hold()
         reads, writes = lender.reads(keys), lender.writes(keys)
         calls = [asyncio.create_task(call) for call in (tier.load(reads), tier.store(writes))]
         async with asyncio.timeout(PATIENCE_S):
@@ -250,9 +218,12 @@ class DisturbedNetwork:
         for call in calls:
             with pytest.raises(BackendUnavailable):
                 await call
-        await used_again(lender, [*(read.into for read in reads), *(write.row for write in writes)])
+        await used_again(lender, rows_of(reads, writes))
         assert await tier.aclose(10) == Abandoned(0)
-        proxy.open.set()
+
+
+def rows_of(reads: Sequence[Read], writes: Sequence[Write]) -> list[memoryview]:
+    return [*(read.into for read in reads), *(write.row for write in writes)]
 
 
 def flips(at: int) -> Callable[[bytes], bytes]:

@@ -46,7 +46,6 @@ VALUE_BYTES_MAX = 512 << 20  # The servers' default (proto-max-bulk-len).
 PART_BYTES_MIN = 4 << 20  # Least share of a call for one lane: a smaller one is done before another thread has begun.
 REDIRECTS_MAX = 3  # Of one chunk: a cluster whose slots move answers after one or two.
 ASKED_MAX = 1_024  # Small requests in flight: their replies fit a socket's buffer.
-SKIPPED_BYTES_MAX = 16 << 20  # A longer value costs more to read than a new connection.
 OF_ONE_CHUNK = frozenset({"OOM", "WRONGTYPE", "ERR"})
 NOT_THE_ONE = frozenset({"READONLY", "MASTERDOWN", "CLUSTERDOWN", "MOVED", "NOAUTH"})
 
@@ -332,14 +331,9 @@ class LoadWork(Work[Outcome]):
         head = link.head()
         if head == b"$-1":
             return ChunkMissing(key.hex())
-        length = number_in(head, b"$")
-        if length != self._seal.sealed_bytes:
-            outcome = self._faulty(index, key, SealFault.LENGTH)
-            if length > SKIPPED_BYTES_MAX:
-                self.answers[index] = outcome
-                raise Lost(f"a value of {length:,} bytes")
-            link.skip(length)
-            return outcome
+        if (length := number_in(head, b"$")) != self._seal.sealed_bytes:
+            self.answers[index] = self._faulty(index, key, SealFault.LENGTH)
+            raise Lost(f"a value of {length:,} bytes")  # Left behind with its connection, however long it is.
         beside = beside_of(link, self._seal, 1, 0)
         link.fill(self._seal.places(row, beside))
         fault = self._seal.open(key, row, beside)
@@ -445,7 +439,7 @@ def exchange(server: Server, work: Work[A], indices: Sequence[int], timeout_s: f
     """Ask one server for these places, in a lane, until the work's deadline.
 
     A lost connection is replaced once, and again as long as each new one gets an answer: an idle connection may have
-    been closed long ago. A value that is far too long is left behind with its connection.
+    been closed long ago.
     """
     now, left = time.monotonic(), list(indices)
     work.ends_at = ends_at = now + timeout_s if work.ends_at is None else work.ends_at

