@@ -31,12 +31,21 @@ def cut_to(length: int) -> Damage:
     return lambda place: os.truncate(place.path, length)
 
 
+def flipped(at: int) -> Damage:
+    """Damage a byte whatever it is: ciphertext and times may have any."""
+
+    def damage(place: Place) -> None:
+        place.overwrite(at, bytes([place.read()[at] ^ 0xFF]))
+
+    return damage
+
+
 DAMAGES: dict[str, tuple[Damage, ChunkFault]] = {
     "a zeroed footer": (overwritten(ROW_BYTES, bytes(FOOTER_BYTES)), ChunkFault.ZEROED),
     "a stranger": (overwritten(ROW_BYTES, b"PK\3\4" * 1_024), ChunkFault.FOREIGN),
     "a damaged footer": (overwritten(ROW_BYTES + 70, b"\xff"), ChunkFault.FOOTER),
-    "a damaged sequence number": (overwritten(ROW_BYTES + 4_085, b"\xff"), ChunkFault.FOOTER),
-    "a damaged payload": (overwritten(0, b"\xff"), ChunkFault.PAYLOAD),
+    "a damaged sequence number": (flipped(ROW_BYTES + 4_085), ChunkFault.FOOTER),
+    "a damaged payload": (flipped(0), ChunkFault.PAYLOAD),
     "a zeroed page": (overwritten(4_096, bytes(4_096)), ChunkFault.PAYLOAD),
 }
 OF_FILES: dict[str, tuple[Damage, ChunkFault]] = {  # A slot has one length.
