@@ -30,12 +30,12 @@ async def main(trace_name: str = "generated") -> None:
             chunk_bytes=CHUNK_BYTES,
             secondary_tiers=(TierConfig(type="fs", options={"root": directory}),),
         )
-        replay = Replay(trace, config, ChunkSource(CHUNK_BYTES), ReplayTally(extent.requests))
+        replay = Replay(trace, config, ChunkSource(CHUNK_BYTES), ReplayTally(extent.requests, CHUNK_BYTES))
         tally = await replay.run()
 
     print(f"{tally.requests:,} requests, {tally.chunk_references:,} chunks, {tally.wrong_chunks:,} of them wrong")
-    for name, totals in tally.samples[-1].tiers.items():
-        print(f"{name:>10}  hit ratio {extent.hit_ratio(totals.hits):.4f}  {totals.stored:,} chunks stored")
+    for name, tier in tally.samples[-1].tiers.items():
+        print(f"{name:>10}  hit ratio {extent.hit_ratio(tier.hits):.4f}  {tier.chunks_stored:,} chunks stored")
     print(f"{'together':>10}  hit ratio {tally.hit_ratio:.4f}")
     print(f"{'at best':>10}  hit ratio {extent.hit_ratio(extent.best_hits):.4f}")
 

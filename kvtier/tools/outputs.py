@@ -95,18 +95,30 @@ def logged(*, verbose: int, quiet: bool) -> Generator[None]:
     handler = _Log()
     if verbose:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    before = [(logger, logger.level) for logger in map(logging.getLogger, LOGGERS)]
     token = _quiet.set(quiet)
+    with log_levels(LOGGERS, logging.ERROR if quiet else LEVELS[min(verbose, len(LEVELS) - 1)]) as loggers:
+        try:
+            for logger in loggers:
+                logger.addHandler(handler)
+            yield
+        finally:
+            for logger in loggers:
+                logger.removeHandler(handler)
+            _quiet.reset(token)
+
+
+@contextmanager
+def log_levels(names: Iterable[str], level: int) -> Generator[list[logging.Logger]]:
+    """Set the level of these loggers until the block ends."""
+    loggers = list(map(logging.getLogger, names))
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(level)
     try:
-        for logger, _ in before:
-            logger.setLevel(logging.ERROR if quiet else LEVELS[min(verbose, len(LEVELS) - 1)])
-            logger.addHandler(handler)
-        yield
+        yield loggers
     finally:
-        for logger, level in before:
-            logger.setLevel(level)
-            logger.removeHandler(handler)
-        _quiet.reset(token)
+        for logger, old in zip(loggers, before, strict=True):
+            logger.setLevel(old)
 
 
 def console(*, stderr: bool = False, quiet: bool = False) -> Console:

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from kvtier.tools.outputs import counted, picture_format, replacing
-from kvtier.tools.replay.replay import ReplayTally, TierTotals
+from kvtier.tools.replay.replay import ReplayTally, TierReport
 from kvtier.tools.replay.report import Report
 
 DOTS_PER_INCH = 150
@@ -55,22 +55,19 @@ def _draw_course(hits: Axes, traffic: Axes, report: Report, tally: ReplayTally) 
     def grown(values: list[int]) -> Numbers:
         return np.diff(np.interp(edges, times, [0, *values]))
 
-    def of_tier(name: str, value: Callable[[TierTotals], int]) -> Numbers:
+    def of_tier(name: str, value: Callable[[TierReport], int]) -> Numbers:
         return grown([value(sample.tiers[name]) for sample in tally.samples])
 
     references = np.maximum(grown([sample.chunk_references for sample in tally.samples]), 1e-9)
-    row_bytes = int(report.engine["chunk_bytes"] or 0)
     below: Numbers = np.zeros(SLICES)
     for index, name in enumerate(report.tiers if tally.samples else ()):
         colour, label = _colour(index), _short(name)
         above = below + of_tier(name, lambda tier: tier.hits) / references
         hits.stairs(above, edges, baseline=below, fill=True, color=colour, label=label)
         below = above
-        read, written = of_tier(name, lambda tier: tier.loaded), of_tier(name, lambda tier: tier.stored)
-        traffic.stairs(row_bytes * read / width_s, edges, color=colour, label=f"{label}, read")
-        traffic.stairs(
-            row_bytes * written / width_s, edges, color=colour, linestyle="dashed", label=f"{label}, written"
-        )
+        read, written = of_tier(name, lambda tier: tier.bytes_loaded), of_tier(name, lambda tier: tier.bytes_stored)
+        traffic.stairs(read / width_s, edges, color=colour, label=f"{label}, read")
+        traffic.stairs(written / width_s, edges, color=colour, linestyle="dashed", label=f"{label}, written")
     hits.set_ylim(0.0, 1.0)
     hits.set_ylabel("hits / chunk references")
     traffic.set_ylabel("bytes moved a second")

@@ -103,7 +103,7 @@ def replayed(case: Case) -> Outcome:
         trace,
         model,
         ChunkSource(model.chunk_bytes),
-        ReplayTally(case.limit or 1),
+        ReplayTally(case.limit or 1, chunk_bytes),
         chunk_bytes=chunk_bytes,
         block_tokens=trace.block_tokens,
         servers=servers,

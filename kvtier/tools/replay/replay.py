@@ -6,6 +6,7 @@ import time
 from array import array
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
@@ -82,25 +83,36 @@ class ChunkSource:
         return made.view(np.uint8)[:, : self.chunk_bytes]
 
 
-class TierTotals(NamedTuple):
+class TierReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One tier's part. Of the primary, chunks that were read and that were put."""
+
     hits: int
-    loaded: int
-    stored: int
-    dropped: Mapping[str, int] = {}  # Cascades that were never sent, by reason.
-    failed: Mapping[str, int] = {}  # Failed transfers, by reason.
-    skipped: Mapping[str, int] = {}  # Cascades that were not wanted, or not any more, by reason.
-    refused: Mapping[str, int] = {}  # Stores and promotions without a row in the primary.
+    chunks_loaded: int
+    chunks_stored: int
+    bytes_loaded: int
+    bytes_stored: int
+    dropped: Mapping[str, int]  # Cascades that were never sent, by reason.
+    failed: Mapping[str, int]  # Failed transfers, by reason.
+    skipped: Mapping[str, int]  # Cascades that were not wanted, or not any more, by reason.
+    refused: Mapping[str, int]  # Chunks without a row in the primary: `stores` and `promotions`.
+
+
+def tier_report(hits: int, loaded: int, stored: int, row_bytes: int, **reasons: Mapping[str, int]) -> TierReport:
+    sizes = {"bytes_loaded": loaded * row_bytes, "bytes_stored": stored * row_bytes}
+    counts = {name: reasons.get(name, {}) for name in ("dropped", "failed", "skipped", "refused")}
+    return TierReport(hits=hits, chunks_loaded=loaded, chunks_stored=stored, **sizes, **counts)
 
 
 class Sample(NamedTuple):
     seconds: float  # Since the replay began.
     requests: int
     chunk_references: int
-    tiers: Mapping[str, TierTotals]
+    tiers: Mapping[str, TierReport]
 
 
 class ReplayTally:
-    def __init__(self, requests_expected: int) -> None:
+    def __init__(self, requests_expected: int, row_bytes: int) -> None:
+        self._row_bytes = row_bytes  # Of the real engine, if a model is replayed.
         self.requests = 0
         self.chunk_references = 0
         self.hits = 0
@@ -145,23 +157,25 @@ class ReplayTally:
 
     def sample(self, stats: EngineStats, seconds: float) -> None:
         self.seconds = seconds
-        gpu = {} if self.gpu_hits is None else {GPU_NAME: TierTotals(self.gpu_hits, 0, 0)}
-        self.samples.append(Sample(seconds, self.requests, self.chunk_references, gpu | totals(stats)))
+        gpu = {} if self.gpu_hits is None else {GPU_NAME: tier_report(self.gpu_hits, 0, 0, 0)}
+        tiers = gpu | totals(stats, self._row_bytes)
+        self.samples.append(Sample(seconds, self.requests, self.chunk_references, tiers))
 
     @property
     def hit_ratio(self) -> float:
         return self.hits / self.chunk_references if self.chunk_references else 0.0
 
 
-def totals(stats: EngineStats) -> dict[str, TierTotals]:
+def totals(stats: EngineStats, row_bytes: int) -> dict[str, TierReport]:
     """Return the totals of every tier, the primary first. All hits are read from the primary."""
     primary = stats.primary
     read = primary.hits + sum(tier.hits for tier in stats.tiers)
     refused = {"stores": primary.stores_refused, "promotions": primary.promotions_refused}
     refused = {what: chunks for what, chunks in refused.items() if chunks}
-    found = {PRIMARY_NAME: TierTotals(primary.hits, read, primary.stores, refused=refused)}
+    found = {PRIMARY_NAME: tier_report(primary.hits, read, primary.stores, row_bytes, refused=refused)}
     for tier in stats.tiers:
-        found[tier.name] = TierTotals(tier.hits, tier.loaded, tier.stored, tier.dropped, tier.failed, tier.skipped)
+        reasons = {"dropped": tier.dropped, "failed": tier.failed, "skipped": tier.skipped}
+        found[tier.name] = tier_report(tier.hits, tier.loaded, tier.stored, row_bytes, **reasons)
     return found
 
 
@@ -309,36 +323,28 @@ async def task_group() -> AsyncGenerator[asyncio.TaskGroup]:
         raise errors.exceptions[0] from None
 
 
+@dataclass
 class Replay:
     """One pass of requests through one engine. `tally` may be read at any time, even after a cancelled run."""
 
-    def __init__(
-        self,
-        requests: Iterable[TraceRequest],
-        config: EngineConfig,
-        source: ChunkSource,
-        tally: ReplayTally,
-        *,
-        concurrency: int = CONCURRENCY,
-    ) -> None:
-        self.tally = tally
-        self._requests = iter(requests)
-        self._config = config
-        self._source = source
-        self._concurrency = concurrency
+    requests: Iterable[TraceRequest]
+    config: EngineConfig
+    source: ChunkSource
+    tally: ReplayTally
+    concurrency: int = field(default=CONCURRENCY, kw_only=True)
 
     async def run(self, progress: Callable[[], None] = lambda: None) -> ReplayTally:
         """Replay all requests, calling `progress` after each, and wait until all cascades have reached the tiers.
 
         A cancel closes the engine within a second; `tally` keeps the counts.
         """
-        manager = await TieringOffloadingManager.open(self._config, observer=self.tally.observe)
+        manager = await TieringOffloadingManager.open(self.config, observer=self.tally.observe)
         close_s = None
         try:
-            client = ReplayClient(manager, self._source, self.tally, clock=time.perf_counter)  # uvloop's ticks in ms.
+            client = ReplayClient(manager, self.source, self.tally, clock=time.perf_counter)  # uvloop's ticks in ms.
             try:
                 await self._replay(client, progress)
-                self.tally.drained = await manager.drain(_drain_s(self._config))
+                self.tally.drained = await manager.drain(_drain_s(self.config))
             finally:
                 self.tally.sample(manager.stats(), client.seconds)
         except asyncio.CancelledError:
@@ -349,20 +355,25 @@ class Replay:
         return self.tally
 
     async def _replay(self, client: ReplayClient, progress: Callable[[], None]) -> None:
-        claims = BlockClaims()
+        claims, requests = BlockClaims(), iter(self.requests)
         room = Budget(OPEN_BYTES_MAX, _open_chunks_max(client.manager))
         async with task_group() as group:
-            for _ in range(self._concurrency):
-                group.create_task(self._work(client, claims, room, progress))
+            for _ in range(self.concurrency):
+                group.create_task(self._work(requests, client, claims, room, progress))
 
     async def _work(
-        self, client: ReplayClient, claims: BlockClaims, room: Budget, progress: Callable[[], None]
+        self,
+        requests: Iterator[TraceRequest],
+        client: ReplayClient,
+        claims: BlockClaims,
+        room: Budget,
+        progress: Callable[[], None],
     ) -> None:
         """Serve requests one after the other. Each is claimed when it is taken, before anything waits."""
-        for request in self._requests:
+        for request in requests:
             turn = claims.admit(request.hash_ids)
             chunks = len(request.hash_ids)
-            size_bytes = min(chunks * self._source.chunk_bytes, PUT_BYTES_MAX)
+            size_bytes = min(chunks * self.source.chunk_bytes, PUT_BYTES_MAX)
             await room.acquire(size_bytes, chunks)
             try:
                 await claims.wait(turn)
@@ -374,7 +385,7 @@ class Replay:
             progress()
 
     async def _serve(self, client: ReplayClient, claims: BlockClaims, turn: ClaimTurn, hint: Hint | None) -> None:
-        keys = list(map(self._source.key, turn.block_ids))
+        keys = list(map(self.source.key, turn.block_ids))
         with client.request(hint) as request_id:
             hits = await client.fetch(keys, request_id)
             claims.looked_up(turn, hits)

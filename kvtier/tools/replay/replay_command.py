@@ -15,11 +15,10 @@ from rich.progress import MofNCompleteColumn, TextColumn, TimeElapsedColumn, Tim
 from kvtier.config import EngineConfig, TierConfig, TierLimits, read_config, tier_options
 from kvtier.errors import ConfigError
 from kvtier.settings import shown_bytes
-from kvtier.tools import statuses
 from kvtier.tools.options import JsonOption, LimitOption, PlotOption, SeedOption, TraceArgument
-from kvtier.tools.outputs import bar, busy, check_directory, check_outputs, temporary_directory, write_json
+from kvtier.tools.outputs import bar, busy, check_directory, check_outputs, temporary_directory
 from kvtier.tools.replay.replay import CONCURRENCY, CONCURRENCY_MAX, ChunkSource, Replay, ReplayTally
-from kvtier.tools.replay.report import make_report, print_report
+from kvtier.tools.replay.report import deliver, make_report
 from kvtier.tools.replay.study import Extent, measure
 from kvtier.tools.replay.workload import GENERATED, AnyTrace, open_trace
 
@@ -69,7 +68,7 @@ def replay(
         engine = _engine(config, fs, extent, concurrency, stack)
         engine = replace(engine, chunk_tokens=opened.block_tokens)  # Hints count in tokens.
         source = ChunkSource.of(opened, engine.chunk_bytes, seed)
-        replay = Replay(opened, engine, source, ReplayTally(extent.requests), concurrency=concurrency)
+        replay = Replay(opened, engine, source, ReplayTally(extent.requests, engine.row_bytes), concurrency=concurrency)
         interrupted = run_with_bar(replay.run, replay.tally, uvloop.new_event_loop, extent.requests)
         report = make_report(
             replay.tally,
@@ -80,16 +79,11 @@ def replay(
             config=engine,
             interrupted=interrupted,
         )
-        console = write_json(json_path, report)
         if plot_path is not None and not interrupted:  # Ctrl-C takes effect at once, and drawing takes a second.
             from kvtier.tools.pictures import write_replay_picture  # An extra: see `check_outputs`.
 
             write_replay_picture(plot_path, report, replay.tally)
-        print_report(report, console)
-        if interrupted:
-            raise typer.Exit(statuses.INTERRUPTED)
-    if report.wrong_chunks:
-        raise typer.Exit(statuses.DATA_WRONG)
+        deliver(report, json_path)
 
 
 def _engine(
@@ -142,12 +136,12 @@ def check_roots(config: EngineConfig) -> None:
     """Raise `ConfigError` if an fs tier's own root does not exist."""
     for index, tier in enumerate(config.secondary_tiers):
         root = tier.options.get("root")
-        if _is_fs(tier) and isinstance(root, str):
+        if tier.type == "fs" and isinstance(root, str):
             check_directory(f"secondary_tiers[{index}].root", root)
 
 
 def without_root(config: EngineConfig) -> bool:
-    return any(_is_fs(tier) and "root" not in tier.options for tier in config.secondary_tiers)
+    return any(tier.type == "fs" and "root" not in tier.options for tier in config.secondary_tiers)
 
 
 def rooted(config: EngineConfig, directory: str, *, override: bool) -> EngineConfig:
@@ -155,26 +149,22 @@ def rooted(config: EngineConfig, directory: str, *, override: bool) -> EngineCon
 
     An only fs tier gets the directory itself; each of several gets a folder in it, named by the tier's index.
     """
-    tiers = config.secondary_tiers
-    alone = sum(map(_is_fs, tiers)) == 1
-    if override and not any(map(_is_fs, tiers)):
+    tiers = list(config.secondary_tiers)
+    of_fs = [index for index, tier in enumerate(tiers) if tier.type == "fs"]
+    if override and not of_fs:
         raise ConfigError(f"--fs {directory}: the configuration has no tier of type fs")
-    return replace(
-        config,
-        secondary_tiers=tuple(
-            replace(tier, options={**tier.options, "root": directory if alone else f"{directory}/{index}"})
-            if _is_fs(tier) and (override or "root" not in tier.options)
-            else tier
-            for index, tier in enumerate(tiers)
-        ),
-    )
+    for index in of_fs:
+        if override or "root" not in tiers[index].options:
+            root = directory if len(of_fs) == 1 else f"{directory}/{index}"
+            tiers[index] = replace(tiers[index], options={**tiers[index].options, "root": root})
+    return replace(config, secondary_tiers=tuple(tiers))
 
 
 def check_room(config: EngineConfig, extent: Extent, directory: str) -> None:
     """Raise `ConfigError` if the trace's chunks would fill the disk of a temporary directory."""
     needed = 0
     for index, tier in enumerate(config.secondary_tiers):
-        if _is_fs(tier) and "root" not in tier.options:
+        if tier.type == "fs" and "root" not in tier.options:
             options = fs_options(tier, f"secondary_tiers[{index}]")
             taken = extent.unique_blocks * chunk_bytes_on_disk(options, config.row_bytes)
             needed += taken if options.capacity_bytes is None else min(taken, options.capacity_bytes)
@@ -195,10 +185,6 @@ def chunk_bytes_on_disk(options: Any, row_bytes: int) -> int:
     """Return the size of a chunk on disk, with its footer; with vLLM's naming most chunks have their own folder."""
     foldered: bool = options.layout == "files" and options.naming == "vllm"
     return row_bytes + FOOTER_BYTES + FOLDER_BYTES * foldered
-
-
-def _is_fs(tier: TierConfig) -> bool:
-    return tier.type == "fs"
 
 
 def measured(requests: AnyTrace) -> Extent:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 import numpy as np
+import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -12,8 +13,9 @@ from rich.table import Table
 from kvtier import __version__
 from kvtier.config import PRIMARY_NAME, EngineConfig
 from kvtier.settings import shown_bytes
-from kvtier.tools.outputs import counted, plain_table
-from kvtier.tools.replay.replay import ReplayTally, TierTotals
+from kvtier.tools import statuses
+from kvtier.tools.outputs import counted, plain_table, write_json
+from kvtier.tools.replay.replay import ReplayTally, TierReport, tier_report
 from kvtier.tools.replay.study import Extent, too_long
 
 FORMAT = 2  # Of the JSON; changes with the meaning of a field.
@@ -26,20 +28,6 @@ class Quantiles(msgspec.Struct, frozen=True):
     p99: float
     mean: float
     samples: int
-
-
-class TierReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One tier's part. Of the primary, chunks that were read and that were put."""
-
-    hits: int
-    chunks_loaded: int
-    chunks_stored: int
-    bytes_loaded: int
-    bytes_stored: int
-    dropped: Mapping[str, int]  # Cascades that were never sent, by reason.
-    failed: Mapping[str, int]  # Failed transfers, by reason.
-    skipped: Mapping[str, int]  # Cascades that were not wanted, or not any more, by reason.
-    refused: Mapping[str, int]  # Chunks without a row in the primary: `stores` and `promotions`.
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,21 +68,7 @@ def make_report(
     ttft_s: "Mapping[str, array[float]] | None" = None,
 ) -> Report:
     """Sum up the counts until the last sample. `config` has the sizes of the real engine."""
-    totals = tally.samples[-1].tiers if tally.samples else {PRIMARY_NAME: TierTotals(0, 0, 0)}
-    tiers = {
-        name: TierReport(
-            hits=tier.hits,
-            chunks_loaded=tier.loaded,
-            chunks_stored=tier.stored,
-            bytes_loaded=tier.loaded * config.row_bytes,
-            bytes_stored=tier.stored * config.row_bytes,
-            dropped=tier.dropped,
-            failed=tier.failed,
-            skipped=tier.skipped,
-            refused=tier.refused,
-        )
-        for name, tier in totals.items()
-    }
+    tiers = tally.samples[-1].tiers if tally.samples else {PRIMARY_NAME: tier_report(0, 0, 0, 0)}
     return Report(
         command=command,
         trace=trace,
@@ -144,6 +118,15 @@ def quantiles(seconds: "array[float]") -> Quantiles:
         return Quantiles(0.0, 0.0, 0.0, 0)
     p50, p99 = np.percentile(seconds, (50, 99))
     return Quantiles(float(p50), float(p99), float(np.mean(seconds)), len(seconds))
+
+
+def deliver(report: Report, json_path: str | None) -> None:
+    """Write and print a report; end the command with a status that tells an interrupt or wrong bytes."""
+    print_report(report, write_json(json_path, report))
+    if report.interrupted:
+        raise typer.Exit(statuses.INTERRUPTED)
+    if report.wrong_chunks:
+        raise typer.Exit(statuses.DATA_WRONG)
 
 
 def print_report(report: Report, console: Console) -> None:

@@ -21,9 +21,9 @@ import heapq
 import logging
 import os
 from array import array
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, pairwise
 from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
@@ -37,7 +37,6 @@ from kvtier.memory import PAGE_BYTES
 from kvtier.policies import LRU
 from kvtier.settings import parse_size
 from kvtier.testing.virtual_time import VirtualTimeLoop
-from kvtier.tools import statuses
 from kvtier.tools.options import (
     DiskSpeedOption,
     GpuCacheOption,
@@ -49,10 +48,10 @@ from kvtier.tools.options import (
     SlotsOption,
     TraceArgument,
 )
-from kvtier.tools.outputs import check_outputs, write_json
+from kvtier.tools.outputs import check_outputs, log_levels
 from kvtier.tools.replay.replay import GPU_NAME, ChunkSource, ReplayClient, ReplayTally, task_group
 from kvtier.tools.replay.replay_command import chunk_bytes_on_disk, fs_options, measured, primary_rows, run_with_bar
-from kvtier.tools.replay.report import make_report, print_report
+from kvtier.tools.replay.report import deliver, make_report
 from kvtier.tools.replay.study import Cache
 from kvtier.tools.replay.traces import BLOCK_TOKENS, TraceRequest
 from kvtier.tools.replay.workload import GENERATED, AnyTrace, open_trace
@@ -98,11 +97,9 @@ def simulate(
     opened = open_trace(trace, seed=seed, limit=limit)
     extent = measured(opened)
     servers = Servers(prefill_tokens_per_s, slots, gpu_cache_tokens)
-    if config is None:
-        chunk_bytes = opened.block_tokens * KV_BYTES_PER_TOKEN
-        engine = model_engine(chunk_bytes, primary_rows(extent, slots) * chunk_bytes, None, disk)
-    else:
-        engine = read_config(config)
+    chunk_bytes = opened.block_tokens * KV_BYTES_PER_TOKEN
+    by_default = model_engine(chunk_bytes, primary_rows(extent, slots) * chunk_bytes, None, disk)
+    engine = by_default if config is None else read_config(config)
     replay = modelled(opened, engine, servers, disk, extent.requests, load_always=load_always, seed=seed)
     interrupted = run_with_bar(replay.run, replay.tally, VirtualTimeLoop, extent.requests)
     times = {WITH_TIERING: replay.times_to_first_token_s}
@@ -118,11 +115,7 @@ def simulate(
         interrupted=interrupted,
         ttft_s=times,
     )
-    print_report(report, write_json(json_path, report))
-    if interrupted:
-        raise typer.Exit(statuses.INTERRUPTED)
-    if report.wrong_chunks:
-        raise typer.Exit(statuses.DATA_WRONG)
+    deliver(report, json_path)
 
 
 class DiskSpeed(NamedTuple):
@@ -230,6 +223,7 @@ class Servers(NamedTuple):
         return Cache(LRU(blocks), blocks) if blocks else None
 
 
+@dataclass
 class VirtualReplay:
     """One pass of requests through a scale model of an engine, on a `VirtualTimeLoop`.
 
@@ -237,40 +231,28 @@ class VirtualReplay:
     run, too.
     """
 
-    def __init__(
-        self,
-        requests: Iterable[TraceRequest],
-        config: EngineConfig,
-        source: ChunkSource,
-        tally: ReplayTally,
-        *,
-        chunk_bytes: int,
-        block_tokens: int,
-        servers: Servers,
-    ) -> None:
-        self.tally = tally
-        self.times_to_first_token_s = array("d")
-        self.stats: EngineStats | None = None
-        """The engine's statistics at the end."""
-        self._gpu = servers.cache(block_tokens)
-        if self._gpu is not None:
-            tally.gpu_hits = 0
-        self._requests = requests
-        self._config = config
-        self._source = source
-        self._load_s_per_chunk = chunk_bytes / GPU_LOAD_BYTES_PER_S
-        self._block_tokens = block_tokens
-        self._servers = servers
+    requests: Iterable[TraceRequest]
+    config: EngineConfig
+    source: ChunkSource
+    tally: ReplayTally
+    chunk_bytes: int = field(kw_only=True)
+    block_tokens: int = field(kw_only=True)
+    servers: Servers = field(kw_only=True)
+    times_to_first_token_s: "array[float]" = field(default_factory=lambda: array("d"))
+    stats: EngineStats | None = None  # At the end.
+
+    def __post_init__(self) -> None:
+        self._gpu = self.servers.cache(self.block_tokens)
+        self.tally.gpu_hits = None if self._gpu is None else 0
 
     async def run(self, progress: Callable[[], None] = lambda: None) -> ReplayTally:
         """Replay all requests, calling `progress` after each, and wait until all cascades have reached the tiers."""
-        arrivals = arrivals_s(self._requests)
-        with _silent_losses():
-            async with TieringOffloadingManager.open(self._config, observer=self.tally.observe) as manager:
+        arrivals = arrivals_s(self.requests)
+        with log_levels(LOGGERS_OF_LOSSES, logging.ERROR):  # An hour passes in seconds, and the report counts them.
+            async with TieringOffloadingManager.open(self.config, observer=self.tally.observe) as manager:
                 clock = asyncio.get_running_loop().time
-                client = ReplayClient(
-                    manager, self._source, self.tally, clock=clock, load_s_per_chunk=self._load_s_per_chunk
-                )
+                load_s = self.chunk_bytes / GPU_LOAD_BYTES_PER_S
+                client = ReplayClient(manager, self.source, self.tally, clock=clock, load_s_per_chunk=load_s)
                 try:
                     await self._replay(client, arrivals, progress)
                     self.tally.drained = await manager.drain()
@@ -280,9 +262,9 @@ class VirtualReplay:
         return self.tally
 
     async def _replay(self, client: ReplayClient, arrivals: Sequence[float], progress: Callable[[], None]) -> None:
-        free = asyncio.Semaphore(self._servers.slots)
+        free = asyncio.Semaphore(self.servers.slots)
         async with task_group() as group:
-            for request, arrival_s in zip(self._requests, arrivals, strict=True):
+            for request, arrival_s in zip(self.requests, arrivals, strict=True):
                 await asyncio.sleep(arrival_s - client.seconds)
                 task = group.create_task(self._serve(request, arrival_s, client, free))
                 task.add_done_callback(lambda _: progress())
@@ -290,15 +272,15 @@ class VirtualReplay:
     async def _serve(
         self, request: TraceRequest, arrival_s: float, client: ReplayClient, free: asyncio.Semaphore
     ) -> None:
-        keys = list(map(self._source.key, request.hash_ids))
+        keys = list(map(self.source.key, request.hash_ids))
         with client.request(request.hint) as request_id:
             async with free:
                 keys = keys[self._found_in_gpu(request) :]
                 hits = await client.fetch(keys, request_id) if keys else 0
-                asked = request.input_length - (len(request.hash_ids) - len(keys)) * self._block_tokens
-                self.tally.tokens_found += max(0, min(asked, hits * self._block_tokens))
+                asked = request.input_length - (len(request.hash_ids) - len(keys)) * self.block_tokens
+                self.tally.tokens_found += max(0, min(asked, hits * self.block_tokens))
                 found = len(request.hash_ids) - len(keys) + hits
-                await asyncio.sleep(self._servers.seconds(request.input_length - found * self._block_tokens))
+                await asyncio.sleep(self.servers.seconds(request.input_length - found * self.block_tokens))
                 if self._gpu is not None:
                     self._gpu.use(request.hash_ids)
             self.times_to_first_token_s.append(client.seconds - arrival_s)
@@ -313,43 +295,24 @@ class VirtualReplay:
         return found
 
 
-@contextmanager
-def _silent_losses() -> Generator[None]:
-    """Suppress warnings of lost chunks: an hour passes in seconds here, and the report counts them all."""
-    before = [(logger, logger.level) for logger in map(logging.getLogger, LOGGERS_OF_LOSSES)]
-    for logger, _ in before:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in before:
-            logger.setLevel(level)
-
-
 def arrivals_s(requests: Iterable[TraceRequest]) -> "array[float]":
     """Return the arrivals in seconds from the first; those of one timestamp are spread over the time it covers.
 
     This time is the shortest between two timestamps of the trace: Mooncake's come in batches of three seconds, whose
     requests would otherwise all queue at once. Raises `TraceError` for a timestamp that is earlier than the one before.
     """
-    stamps = array("d")
-    for number, request in enumerate(requests, 1):
-        if stamps and request.timestamp_ms < stamps[-1]:
+    stamps = array("d", (request.timestamp_ms for request in requests))
+    for number, (before, after) in enumerate(pairwise(stamps), 2):
+        if after < before:
             raise TraceError(
-                f"request {number:,}: timestamp {request.timestamp_ms:,} after {stamps[-1]:,.0f}; timestamps that do "
-                "not decrease accepted, where requests are replayed at their own times"
+                f"request {number:,}: timestamp {after:,.0f} after {before:,.0f}; timestamps that do not decrease "
+                "accepted, where requests are replayed at their own times"
             )
-        stamps.append(request.timestamp_ms)
-    steps = [after - before for before, after in pairwise(stamps) if after > before]
-    span = min(steps, default=0.0)
+    span = min((after - before for before, after in pairwise(stamps) if after > before), default=0.0)
     spread = array("d")
-    start = 0
-    for end in range(1, len(stamps) + 1):
-        if end == len(stamps) or stamps[end] != stamps[start]:
-            spread.extend(
-                (stamps[start] - stamps[0] + span * place / (end - start)) / 1_000 for place in range(end - start)
-            )
-            start = end
+    for stamp, same in groupby(stamps):
+        count = len(list(same))
+        spread.extend((stamp - stamps[0] + span * place / count) / 1_000 for place in range(count))
     return spread
 
 
@@ -370,7 +333,7 @@ def modelled(
         requests,
         model,
         ChunkSource.of(requests, model.chunk_bytes, seed),
-        ReplayTally(requests_expected),
+        ReplayTally(requests_expected, config.row_bytes),
         chunk_bytes=config.chunk_bytes,
         block_tokens=requests.block_tokens,
         servers=servers,

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
+from itertools import product
 from typing import Annotated, Any
 
 import msgspec
@@ -53,7 +54,6 @@ from kvtier.tools.replay.study import Extent, too_long
 from kvtier.tools.replay.workload import open_trace
 
 SIZES = "sizes with units and commas between them, as in 64GiB,1TiB, at most 1024PiB"
-SIZES_OR_NONE = f"{SIZES}; 0 for none"
 DAY_S = 86_400.0
 ROWS_SPARE = 1_024  # For transfers in flight.
 KV_BYTES_MAX = 1 << 30  # For a token. A thousand times the bytes of the largest models.
@@ -129,15 +129,21 @@ def size(
     """
     check_outputs(json_path)
     memories = listed("--memory", memory, _size, SIZES)
-    disks = listed("--disk", disk, lambda text: 0 if text == "0" else _size(text), SIZES_OR_NONE)
-    per_token = _kv_bytes(kv_bytes, model)
+    disks = listed("--disk", disk, lambda text: 0 if text == "0" else _size(text), f"{SIZES}; 0 for none")
+    if (kv_bytes is None) == (model is None):
+        raise ConfigError("--kv-bytes-per-token or --model: one of both accepted, and one is needed")
+    per_token = kv_bytes or kv_bytes_per_token(model or "")
     speed = disk_speed("--disk-speed", disk_rates)
     opened = open_trace(trace, limit=limit)
     chunk_bytes = opened.block_tokens * per_token
     extent = measured(opened)
-    combinations = [(primary, capacity) for primary in memories for capacity in disks]
-    for primary, capacity in combinations:
-        _check_room(chunk_bytes, primary, capacity)
+    for option, given in [("--memory", each) for each in memories] + [("--disk", each) for each in disks if each]:
+        if given < chunk_bytes:
+            raise ConfigError(
+                f"{option} {shown_bytes(given)}: a chunk of this trace has {shown_bytes(chunk_bytes)}; "
+                "room for at least one accepted"
+            )
+    combinations = list(product(memories, disks))
     servers = Servers(prefill_tokens_per_s, slots, gpu_cache_tokens)
     without = quantiles(without_tiering_s(opened, arrivals_s(opened), servers, opened.block_tokens))
     question = SizeQuestion(trace, limit, chunk_bytes, extent, servers, speed, cascade, load_always)
@@ -164,23 +170,6 @@ def _size(text: str) -> int:
     if size_bytes > SIZE_BYTES_MAX:
         raise ValueError(text)
     return size_bytes
-
-
-def _kv_bytes(given: int | None, model: str | None) -> int:
-    if given is None and model is not None:
-        return kv_bytes_per_token(model)
-    if given is None or model is not None:
-        raise ConfigError("--kv-bytes-per-token or --model: one of both accepted, and one is needed")
-    return given
-
-
-def _check_room(chunk_bytes: int, memory_bytes: int, disk_bytes: int) -> None:
-    for option, given in (("--memory", memory_bytes), ("--disk", disk_bytes)):
-        if 0 < given < chunk_bytes:
-            raise ConfigError(
-                f"{option} {shown_bytes(given)}: a chunk of this trace has {shown_bytes(chunk_bytes)}; "
-                "room for at least one accepted"
-            )
 
 
 def _show(report: SizeReport, console: Console) -> None:
@@ -283,14 +272,9 @@ def _processes(count: int) -> Generator[ProcessPoolExecutor]:
 def _begin_worker() -> None:
     """Leave Ctrl-C to the parent process, and end when it ends, however it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
-    parent.join()
-    os._exit(1)
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 class ModelConfig(msgspec.Struct):

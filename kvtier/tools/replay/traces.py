@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain, islice
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import msgspec
 import zstandard
@@ -95,7 +95,10 @@ class Trace:
             raise TraceError(f"{self.path}: no requests in it; expected one a line, such as {_EXAMPLE}")
         self._lines_before = 0 if meta is None else 1
         self.meta: Mapping[str, Any] = meta or {}
-        self.block_tokens = self._block_tokens()
+        size: Any = self.meta.get("block_size", BLOCK_TOKENS)
+        if type(size) is not int or size < 1:
+            raise TraceError(f"{self.path}, line 1: meta.block_size is {size!r}; expected tokens a block, at least 1")
+        self.block_tokens: int = size
 
     def __iter__(self) -> Iterator[TraceRequest]:
         decode = msgspec.json.Decoder(TraceRequest).decode
@@ -115,12 +118,6 @@ class Trace:
         if check is not None and not self._checked:
             self._checked = True
             check.end()
-
-    def _block_tokens(self) -> int:
-        size = self.meta.get("block_size", BLOCK_TOKENS)
-        if type(size) is not int or size < 1:
-            raise TraceError(f"{self.path}, line 1: meta.block_size is {size!r}; expected tokens a block, at least 1")
-        return size
 
 
 def _meta(line: bytes) -> dict[str, Any] | None:
@@ -179,29 +176,16 @@ def _content(path: str) -> Iterator[bytes]:
     with open(path, "rb") as file:
         first = file.read(_READ_BYTES)
         pieces = chain((first,), iter(partial(file.read, _READ_BYTES), b""))
-        new_stream = _decompressor(first)
-        plain = pieces if new_stream is None else _decompressed(pieces, new_stream)
+        plain: Iterator[bytes] = pieces
+        if first.startswith(b"\x1f\x8b"):
+            plain = _decompressed(pieces, partial(zlib.decompressobj, wbits=31))  # The largest window, gzip's header.
+        elif first.startswith(b"\x28\xb5\x2f\xfd"):
+            plain = _decompressed(pieces, zstandard.ZstdDecompressor().decompressobj)
         yield next(plain, b"").removeprefix(codecs.BOM_UTF8)
         yield from plain
 
 
-class _Decompressor(Protocol):
-    @property
-    def eof(self) -> bool: ...
-    @property
-    def unused_data(self) -> bytes: ...
-    def decompress(self, data: bytes, /) -> bytes: ...
-
-
-def _decompressor(first: bytes) -> Callable[[], _Decompressor] | None:
-    if first.startswith(b"\x1f\x8b"):
-        return partial(zlib.decompressobj, wbits=31)  # The largest window, with gzip's header.
-    if first.startswith(b"\x28\xb5\x2f\xfd"):
-        return zstandard.ZstdDecompressor().decompressobj
-    return None
-
-
-def _decompressed(pieces: Iterable[bytes], new_stream: Callable[[], _Decompressor]) -> Iterator[bytes]:
+def _decompressed(pieces: Iterable[bytes], new_stream: Callable[[], Any]) -> Iterator[bytes]:
     """Decompress concatenated streams, as parallel compressors and `cat` write them."""
     stream, begun = new_stream(), False
     for piece in pieces:

@@ -11,7 +11,7 @@ from kvtier.config import EngineConfig
 from kvtier.errors import TraceError
 from kvtier.policies import policy_class
 from kvtier.settings import decode
-from kvtier.tools.replay.replay import SAMPLES_MAX, ChunkSource, Replay, ReplayTally, TierTotals
+from kvtier.tools.replay.replay import SAMPLES_MAX, ChunkSource, Replay, ReplayTally, TierReport
 from kvtier.tools.replay.study import measure, policy_hits
 from kvtier.tools.replay.traces import Trace, TraceRequest
 from kvtier.tools.replay.workload import GeneratedTrace, Workload
@@ -46,10 +46,12 @@ def replay_of(
             "limits": limits,
         },
     )
-    return Replay(requests, config, ChunkSource(CHUNK_BYTES), ReplayTally(len(requests)), concurrency=concurrency)
+    return Replay(
+        requests, config, ChunkSource(CHUNK_BYTES), ReplayTally(len(requests), CHUNK_BYTES), concurrency=concurrency
+    )
 
 
-def tiers_of(tally: ReplayTally) -> dict[str, TierTotals]:
+def tiers_of(tally: ReplayTally) -> dict[str, TierReport]:
     return dict(tally.samples[-1].tiers)
 
 
@@ -72,9 +74,9 @@ async def test_over_a_tier_of_everything_the_hits_are_the_best_possible_however_
     extent = measure(requests)
     assert tally.hits == extent.best_hits
     tiers = tiers_of(tally)
-    assert tiers["0:dummy"].stored == extent.unique_blocks
-    assert tiers["cpu"].stored == extent.unique_blocks
-    assert tiers["0:dummy"].loaded >= tiers["0:dummy"].hits > 0
+    assert tiers["0:dummy"].chunks_stored == extent.unique_blocks
+    assert tiers["cpu"].chunks_stored == extent.unique_blocks
+    assert tiers["0:dummy"].chunks_loaded >= tiers["0:dummy"].hits > 0
     assert tiers["cpu"].hits > 0
     assert tiers["0:dummy"].dropped == {}
 
@@ -90,7 +92,7 @@ async def test_three_tiers_of_different_speeds_all_get_everything_and_the_first_
     extent = measure(requests)
     assert tally.hits == extent.best_hits
     found = tiers_of(tally)
-    assert [found[f"tier {index}"].stored for index in range(3)] == [extent.unique_blocks] * 3
+    assert [found[f"tier {index}"].chunks_stored for index in range(3)] == [extent.unique_blocks] * 3
     assert [found[f"tier {index}"].dropped for index in range(3)] == [{}] * 3
     assert found["tier 0"].hits > 0
 
@@ -108,7 +110,7 @@ async def test_a_tier_that_fails_every_call_costs_its_hits_and_is_reported(reque
     check(tally, requests)
     tiers = tiers_of(tally)
     assert tally.hits == tiers["cpu"].hits == sum(policy_hits(requests, policy_class("lru")(300), 300))
-    assert tiers["bad"].hits == tiers["bad"].loaded == tiers["bad"].stored == 0
+    assert tiers["bad"].hits == tiers["bad"].chunks_loaded == tiers["bad"].chunks_stored == 0
     assert tiers["bad"].failed["unavailable"] > 0
     assert tiers["bad"].dropped["breaker"] > 0
 
@@ -145,7 +147,7 @@ async def test_through_files_all_chunks_come_back_right_and_a_second_replay_find
     again = await replay_of(some, tier, rows=300, runner=runner).run()
     check(again, some)
     assert again.hits == extent.block_references
-    assert tiers_of(again)["0:fs"].stored == 0
+    assert tiers_of(again)["0:fs"].chunks_stored == 0
 
 
 @pytest.mark.virtual_time
@@ -173,7 +175,7 @@ async def test_a_trace_that_turns_out_bad_ends_the_replay_with_its_own_error(tmp
     path = tmp_path / "trace.jsonl"
     path.write_bytes(line % 1 + line % 2 + b"{}\n")
     config = EngineConfig(cpu_bytes_to_use=1 << 20, chunk_bytes=CHUNK_BYTES, runner="inline")
-    replay = Replay(Trace(path), config, ChunkSource(CHUNK_BYTES), ReplayTally(3))
+    replay = Replay(Trace(path), config, ChunkSource(CHUNK_BYTES), ReplayTally(3, CHUNK_BYTES))
     with pytest.raises(TraceError, match="line 3"):
         await replay.run()
     assert replay.tally.requests <= 2

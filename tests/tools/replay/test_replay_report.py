@@ -11,11 +11,12 @@ from kvtier.backend.namespace import OffloadKey
 from kvtier.config import EngineConfig
 from kvtier.tools.outputs import encoded
 from kvtier.tools.pictures import write_replay_picture
-from kvtier.tools.replay.replay import WRONG_KEYS_MAX, ReplayTally, Sample, TierTotals
+from kvtier.tools.replay.replay import WRONG_KEYS_MAX, ReplayTally, Sample, tier_report
 from kvtier.tools.replay.report import Report, make_report, print_report
 from kvtier.tools.replay.study import Extent
 
 ROW_BYTES = 4_096
+REASONS = {"dropped": {"budget": 7}, "failed": {"failed": 1, "lost": 2}}
 CONFIG = EngineConfig.from_dict(
     {
         "cpu_bytes_to_use": "1MiB",
@@ -27,7 +28,7 @@ CONFIG = EngineConfig.from_dict(
 
 def tally_of(samples: int) -> ReplayTally:
     """Return the tally of a replay that found a half of ten chunks a request, a second each."""
-    tally = ReplayTally(samples)
+    tally = ReplayTally(samples, ROW_BYTES)
     for number in range(1, samples + 1):
         tally.requests = number
         tally.looked_up(10, 5, ())
@@ -38,8 +39,8 @@ def tally_of(samples: int) -> ReplayTally:
                 number,
                 10 * number,
                 {
-                    "cpu": TierTotals(2 * number, 5 * number, 5 * number),
-                    "disk [1]": TierTotals(3 * number, 4 * number, 5 * number, {"budget": 7}, {"failed": 1, "lost": 2}),
+                    "cpu": tier_report(2 * number, 5 * number, 5 * number, ROW_BYTES),
+                    "disk [1]": tier_report(3 * number, 4 * number, 5 * number, ROW_BYTES, **REASONS),
                 },
             )
         )
@@ -83,7 +84,7 @@ def test_the_json_has_every_figure_under_its_name() -> None:
 def test_what_the_primary_refused_is_in_the_json_and_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     tally = tally_of(1)
     refused = {"stores": 3, "promotions": 4}
-    tally.samples[-1] = tally.samples[-1]._replace(tiers={"cpu": TierTotals(1, 1, 1, refused=refused)})
+    tally.samples[-1] = tally.samples[-1]._replace(tiers={"cpu": tier_report(1, 1, 1, ROW_BYTES, refused=refused)})
     report = report_of(tally)
     assert json.loads(encoded(report))["tiers"]["cpu"]["refused"] == refused
     print_report(report, Console(width=200))
@@ -93,7 +94,7 @@ def test_what_the_primary_refused_is_in_the_json_and_the_table(capsys: pytest.Ca
 
 
 def test_nothing_replayed_is_a_report_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    report = report_of(ReplayTally(100), interrupted=True)
+    report = report_of(ReplayTally(100, ROW_BYTES), interrupted=True)
     told = json.loads(encoded(report))
     assert (told["requests"], told["hit_ratio"], told["requests_per_s"], told["hits"]) == (0, 0.0, 0.0, {"cpu": 0})
     assert told["interrupted"] is True
@@ -102,7 +103,7 @@ def test_nothing_replayed_is_a_report_all_the_same(capsys: pytest.CaptureFixture
 
 
 def test_some_of_the_wrong_keys_are_named_and_all_are_counted() -> None:
-    tally = ReplayTally(1)
+    tally = ReplayTally(1, ROW_BYTES)
     keys = [OffloadKey(bytes([number])) for number in range(2 * WRONG_KEYS_MAX)]
     tally.looked_up(100, 50, keys[:3])
     tally.looked_up(100, 50, keys[3:])

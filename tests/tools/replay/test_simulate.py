@@ -16,7 +16,7 @@ from kvtier.memory import PAGE_BYTES
 from kvtier.policies import LRU
 from kvtier.settings import decode
 from kvtier.testing.virtual_time import run
-from kvtier.tools.replay.replay import ChunkSource, ReplayClient, ReplayTally, TierTotals
+from kvtier.tools.replay.replay import ChunkSource, ReplayClient, ReplayTally, TierReport
 from kvtier.tools.replay.simulate import (
     GPU_LOAD_BYTES_PER_S,
     DiskSpeed,
@@ -63,14 +63,14 @@ def replay_of(
         requests,
         model,
         ChunkSource(model.chunk_bytes),
-        ReplayTally(len(requests)),
+        ReplayTally(len(requests), config.row_bytes),
         chunk_bytes=config.chunk_bytes,
         block_tokens=BLOCK_TOKENS,
         servers=servers or Servers(cache_tokens=0),
     )
 
 
-def totals(config: EngineConfig, requests: Sequence[TraceRequest] = WORKLOAD) -> dict[str, TierTotals]:
+def totals(config: EngineConfig, requests: Sequence[TraceRequest] = WORKLOAD) -> dict[str, TierReport]:
     tally = run(replay_of(config, requests).run())
     assert tally.wrong_chunks == 0
     return dict(tally.samples[-1].tiers)
@@ -112,9 +112,9 @@ def test_a_model_has_the_hits_of_the_engine_with_real_bytes_tier_by_tier(tmp_pat
     assert real["below"].hits > 0
 
 
-async def one_by_one(config: EngineConfig, requests: Sequence[TraceRequest]) -> dict[str, TierTotals]:
+async def one_by_one(config: EngineConfig, requests: Sequence[TraceRequest]) -> dict[str, TierReport]:
     """Replay with real bytes, each request after all that the one before stored has reached the tiers."""
-    tally, source = ReplayTally(len(requests)), ChunkSource(config.chunk_bytes)
+    tally, source = ReplayTally(len(requests), config.row_bytes), ChunkSource(config.chunk_bytes)
     async with TieringOffloadingManager.open(config) as manager:
         client = ReplayClient(manager, source, tally, clock=time.perf_counter)
         for request in requests:
@@ -132,7 +132,7 @@ def test_the_limit_of_stores_in_flight_is_kept() -> None:
     limits = {"store_bytes_in_flight": 3 * MIB}
     requests = [TraceRequest(0, BLOCK_TOKENS * 10, 1, tuple(range(10)))]
     stored = totals(engine({"type": "fs", "limits": limits}), requests)["0:fs"]
-    assert (stored.stored, dict(stored.dropped)) == (3, {"budget": 7})
+    assert (stored.chunks_stored, dict(stored.dropped)) == (3, {"budget": 7})
 
 
 # The engine's own cache.
