@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 FLEET = ROOT / "examples" / "fleet"
 PAGE = (ROOT / "docs" / "how-to" / "fleet.md").read_text()
 COMPOSE = sorted(FLEET.glob("compose.*.yaml"))
+NODE = ROOT / "examples" / "kubernetes" / "node.yaml"
 MANIFESTS = sorted((FLEET / "kubernetes").glob("*.yaml"))
 VLLMS_OWN = {"spec_name", "spec_module_path", "blocks_per_chunk", "revision"}  # What no engine without vLLM has.
 SIZES = {"": 1, "k": 10, "m": 20, "g": 30, "t": 40}
@@ -110,7 +111,7 @@ def in_kubernetes(path: Path) -> Iterator[Engine]:
             continue
         mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
-        claims = {one["metadata"]["name"]: one["spec"] for one in workload["spec"]["volumeClaimTemplates"]}
+        claims = {one["metadata"]["name"]: one["spec"] for one in workload["spec"].get("volumeClaimTemplates", ())}
         assert mounts["shm"] == "/dev/shm"
         yield Engine(
             where=f"{path.name} {workload['metadata']['name']}",
@@ -122,11 +123,17 @@ def in_kubernetes(path: Path) -> Iterator[Engine]:
                 for key in secrets_of_the_page()[volume["secret"]["secretName"]]
             },
             volume=mounts["nvme"],
-            volume_bytes=size(claims["nvme"]["resources"]["requests"]["storage"]),
+            volume_bytes=size(claims["nvme"]["resources"]["requests"]["storage"]) if claims else None,
             shm_bytes=size(volumes["shm"]["emptyDir"]["sizeLimit"]),
             memory_bytes=size(container["resources"]["limits"]["memory"]),
             patience_s=pod["terminationGracePeriodSeconds"] - container["lifecycle"]["preStop"]["sleep"]["seconds"],
         )
+
+
+def nodes_pod(kind: str) -> dict[str, Any]:
+    """Return a pod of the example of engines that share a node's directory."""
+    (found,) = of_kind(NODE, kind)
+    return found["spec"]["template"]["spec"]
 
 
 def secrets_of_the_page() -> dict[str, dict[str, str]]:
@@ -174,3 +181,4 @@ ENGINES = [
     *(one for path in COMPOSE for one in in_compose(path)),
     *(one for path in MANIFESTS for one in in_kubernetes(path)),
 ]
+(NODES_ENGINE,) = in_kubernetes(NODE)

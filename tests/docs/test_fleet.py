@@ -23,6 +23,8 @@ from tests.docs.fleet import (
     ENGINES,
     FLEET,
     MANIFESTS,
+    NODE,
+    NODES_ENGINE,
     PAGE,
     ROOT,
     Engine,
@@ -33,6 +35,7 @@ from tests.docs.fleet import (
     in_compose,
     in_kubernetes,
     make_secrets,
+    nodes_pod,
     objects,
     of_kind,
     of_service,
@@ -40,6 +43,7 @@ from tests.docs.fleet import (
     size,
     workloads,
 )
+from tests.docs.test_compatibility import known_to_vllms_door
 from tests.engine.kit import at_rest, found, put
 from tests.redis.servers import RedisServer
 
@@ -47,6 +51,7 @@ KUBERNETES = ["1.31.0", "1.37.0"]  # The oldest and the newest that are tried.
 DOCKERFILES = sorted(FLEET.glob("*.Dockerfile"))
 BESIDE_BYTES = 4 << 30  # What vLLM keeps in /dev/shm besides the primary, at most.
 HOST_BYTES = 32 << 30  # What an engine takes of the host besides /dev/shm: Python, CUDA, weights in transit.
+CLOSES = 2  # A tier that hangs is waited for twice as long as `close_s`.
 SERVER_SHARE = 1.1  # Of what a server may keep: connections' buffers and fragments come on top.
 
 every_engine = pytest.mark.parametrize("engine", ENGINES, ids=[engine.where for engine in ENGINES])
@@ -68,10 +73,11 @@ def test_a_compose_file_is_one_by_the_compose_specification(path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", KUBERNETES)
-@every_manifest
+@pytest.mark.parametrize("path", [*MANIFESTS, NODE], ids=lambda path: path.name)
 def test_a_manifest_is_one_by_the_schemas_of_kubernetes(path: Path, version: str) -> None:
     for one in objects(path):
         kubernetes_validate.validate(one, version, strict=True)
+    assert path is not NODE or version.rpartition(".")[0] in (ROOT / "docs/how-to/kubernetes.md").read_text()
 
 
 def test_a_mistyped_field_would_be_found(tmp_path: Path) -> None:
@@ -88,33 +94,29 @@ def test_a_mistyped_field_would_be_found(tmp_path: Path) -> None:
 
 
 @every_engine
-def test_kvtier_accepts_what_an_engine_is_configured_with(engine: Engine) -> None:
-    (local, _), (remote, options) = engine.tiers
+def test_an_engine_is_one_that_kvtier_accepts_with_secrets_in_mounted_files(engine: Engine) -> None:
+    (local, on_drive), (remote, options) = engine.tiers
     assert (local, engine.connector["kv_connector"]) == ("fs", "OffloadingConnector")
     assert engine.where.partition(" ")[0] in PAGE
     assert remote in {"redis", "mooncake"}
     assert options.seal == "aes-256-gcm"
-
-
-@every_engine
-def test_an_engine_keeps_its_chunks_apart_by_the_revision_that_it_serves(engine: Engine) -> None:
     assert engine.connector["kv_connector_extra_config"]["revision"] == engine.flag("revision")
+    given = {name: getattr(options, name) for name in struct_fields(type(options)) if name.endswith(("_file", "_env"))}
+    asked = {name: str(path) for name, path in given.items() if path is not None}
+    assert asked
+    assert set(asked.values()) <= engine.secrets
+    assert not any(name.endswith("_env") for name in asked)
+    assert Path(on_drive.root).is_relative_to(engine.volume)
+    if engine.volume_bytes is not None:
+        assert on_drive.capacity_bytes + on_drive.min_free_bytes <= engine.volume_bytes
 
 
-@every_engine
-def test_secrets_are_files_that_the_example_mounts(engine: Engine) -> None:
-    _, options = engine.tiers[1]
-    asked = {name: getattr(options, name) for name in struct_fields(type(options)) if name.endswith(("_file", "_env"))}
-    given = {str(path) for path in asked.values() if path is not None}
-    assert given
-    assert given <= engine.secrets
-    assert not any(name.endswith("_env") for name, value in asked.items() if value is not None)
-
-
-@every_engine
-def test_memory_has_room_for_what_an_engine_takes(engine: Engine) -> None:
+@pytest.mark.parametrize("engine", [*ENGINES, NODES_ENGINE], ids=lambda engine: engine.where)
+def test_an_engine_has_the_memory_and_the_time_that_it_needs(engine: Engine) -> None:
     assert engine.shm_bytes >= engine.config.cpu_bytes_to_use + BESIDE_BYTES
     assert engine.memory_bytes >= engine.shm_bytes + HOST_BYTES
+    closes = CLOSES if engine is NODES_ENGINE else 1
+    assert engine.patience_s > int(engine.flag("shutdown-timeout")) + closes * engine.config.limits.close_s
 
 
 def test_a_server_has_memory_for_more_than_it_keeps() -> None:
@@ -128,25 +130,11 @@ def test_a_server_has_memory_for_more_than_it_keeps() -> None:
 
 
 def kept_bytes(command: list[str]) -> int:
-    """Return what a server is told to keep at most; 0 for an engine."""
+    """Return the limit of what a server keeps; 0 for an engine."""
     if "--maxmemory" in command:
         return size(command[command.index("--maxmemory") + 1])
     segments = [one.partition("=")[2] for one in command if one.startswith("--global_segment_size=")]
     return size(segments[0]) if segments else 0
-
-
-@every_engine
-def test_the_local_tier_lies_on_the_local_drive_and_fits_it(engine: Engine) -> None:
-    _, options = engine.tiers[0]
-    assert Path(options.root).is_relative_to(engine.volume)
-    assert options.capacity_bytes is not None
-    if engine.volume_bytes is not None:
-        assert options.capacity_bytes + options.min_free_bytes <= engine.volume_bytes
-
-
-@every_engine
-def test_an_engine_has_the_time_that_it_needs_to_end(engine: Engine) -> None:
-    assert engine.patience_s > int(engine.flag("shutdown-timeout")) + engine.config.limits.close_s
 
 
 # What they refer to is there.
@@ -168,21 +156,18 @@ def test_a_compose_file_refers_to_what_it_has(path: Path, made: Path) -> None:
 
 
 @every_compose_file
-def test_engines_of_a_compose_file_differ_in_their_places_only(path: Path) -> None:
-    one, other = (engine.connector for engine in in_compose(path))
-    hosts = [
-        each["kv_connector_extra_config"]["secondary_tiers"][1].pop("local_host", name)
-        for each, name in ((one, "engine-a"), (other, "engine-b"))
-    ]
-    assert (one == other, hosts) == (True, ["engine-a", "engine-b"])
-
-
-@every_compose_file
-def test_two_engines_of_a_compose_file_share_the_remote_tier_alone(path: Path) -> None:
+def test_two_engines_of_a_compose_file_differ_in_their_places_and_share_the_remote_tier_alone(path: Path) -> None:
     services = compose(path)["services"]
-    mounts = [services[engine.where.split()[1]]["volumes"][0] for engine in in_compose(path)]
-    devices = [str(services[engine.where.split()[1]]["deploy"]) for engine in in_compose(path)]
-    assert len(set(mounts)) == len(set(devices)) == 2
+    engines = list(in_compose(path))
+    one, other = (engine.connector for engine in engines)
+    for each, name in ((one, "engine-a"), (other, "engine-b")):
+        assert each["kv_connector_extra_config"]["secondary_tiers"][1].pop("local_host", name) == name
+    assert one == other
+    own = [services[engine.where.split()[1]] for engine in engines]
+    assert len({each["volumes"][0] for each in own}) == len({str(each["deploy"]) for each in own}) == 2
+    for engine, service in zip(engines, own, strict=True):
+        networks = service.get("networks")
+        assert all(services[host].get("networks") == networks or networks for host, _ in addresses(engine))
 
 
 @every_manifest
@@ -238,14 +223,6 @@ def test_remote_services_are_asked_by_names_that_there_are(path: Path) -> None:
                 assert pod[0] in {f"{name}-{index}" for index in range(replicas)}
 
 
-@every_compose_file
-def test_remote_services_of_a_compose_file_are_asked_by_names_that_there_are(path: Path) -> None:
-    services = compose(path)["services"]
-    for engine in in_compose(path):
-        own = services[engine.where.split()[1]].get("networks")
-        assert all(services[host].get("networks") == own or own for host, _ in addresses(engine))
-
-
 def labels_of(workload: dict[str, Any]) -> dict[str, str]:
     return workload["spec"]["template"]["metadata"]["labels"]
 
@@ -270,21 +247,55 @@ def test_nothing_secret_stands_in_the_examples() -> None:
 # Images.
 
 
-def test_images_are_made_of_versions_that_kvtier_knows() -> None:
+def test_images_are_made_of_a_version_that_kvtier_knows_and_of_files_that_are_there() -> None:
     (given,) = re.findall(r"^FROM vllm/vllm-openai:v([\d.]+)$", (FLEET / "engine.Dockerfile").read_text(), re.MULTILINE)
-    source = (ROOT / "kvtier" / "integrations" / "vllm" / "__init__.py").read_text()
-    assert given.rpartition(".")[0] in re.findall(
-        r'"([\d.]+)"', re.search(r"^KNOWN_VERSIONS = (.*)$", source, re.MULTILINE)[1]
-    )
+    assert given.rpartition(".")[0] in known_to_vllms_door()
+    examples = "".join(one.read_text() for one in (*COMPOSE, *MANIFESTS))
+    for path in DOCKERFILES:
+        text = path.read_text()
+        assert all(
+            (ROOT / one).exists() for line in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE) for one in line.split()
+        )
+        (tag,) = re.findall(r"-t (\S+) \.$", text, re.MULTILINE)
+        assert tag in examples
+        assert f"docker build -f examples/fleet/{path.name} \\\n    -t {tag} ." in PAGE
 
 
-@pytest.mark.parametrize("path", DOCKERFILES, ids=[path.name for path in DOCKERFILES])
-def test_what_an_image_copies_is_there(path: Path) -> None:
-    for copied in re.findall(r"^COPY (.*) \S+$", path.read_text(), re.MULTILINE):
-        assert all((ROOT / one).exists() for one in copied.split())
-    (tag,) = re.findall(r"-t (\S+) \.$", path.read_text(), re.MULTILINE)
-    assert any(tag in one.read_text() for one in (*COMPOSE, *MANIFESTS))
-    assert f"docker build -f examples/fleet/{path.name} \\\n    -t {tag} ." in PAGE
+# Engines that share a node's directory.
+
+
+def test_engines_of_a_node_share_its_directory_as_kvtier_accepts() -> None:
+    ((kind, options),) = NODES_ENGINE.tiers
+    assert (kind, options.layout, options.shared) == ("fs", "files", True)
+    assert options.capacity_bytes
+    assert NODES_ENGINE.connector["kv_connector_extra_config"]["revision"] == NODES_ENGINE.flag("revision")
+    (container,) = nodes_pod("Deployment")["containers"]
+    assert all(port in ports_of(container) for port in probed(container))
+
+
+def test_every_pod_of_a_node_means_the_same_directory_and_only_engines_write_to_it() -> None:
+    ((_, options),) = NODES_ENGINE.tiers
+    paths, images = set[str](), set[str]()
+    for kind in ("Deployment", "DaemonSet"):
+        found = nodes_pod(kind)
+        paths |= {volume["hostPath"]["path"] for volume in found["volumes"] if volume["name"] == "nvme"}
+        for container in (*found.get("initContainers", ()), *found["containers"]):
+            (mount,) = (mount for mount in container["volumeMounts"] if mount["name"] == "nvme")
+            assert Path(options.root).is_relative_to(mount["mountPath"])
+            assert mount.get("readOnly", False) == (container["name"] == "verify")
+            images.add(container["image"].rpartition(":")[0])
+    assert len(paths) == 1
+    assert images <= {re.search(r"-t (\S+):\S+ \.$", path.read_text(), re.MULTILINE)[1] for path in DOCKERFILES}
+    (make,) = nodes_pod("DaemonSet")["initContainers"]
+    assert make["command"][-1] == options.root
+    assert f"kvtier verify {options.root} --sample 1%" in nodes_pod("DaemonSet")["containers"][0]["args"][0]
+    assert "runAsUser" not in NODE.read_text(), "all run as the same user: the image's"
+
+
+@pytest.mark.parametrize("name", ["how-to/kubernetes.md", "how-to/troubleshooting.md"])
+def test_a_page_names_metrics_that_there_are(name: str) -> None:
+    known = set(re.findall(r"`(kvtier_\w+)", (ROOT / "docs" / "reference" / "metrics.md").read_text()))
+    assert set(re.findall(r"`(kvtier_\w+)", (ROOT / "docs" / name).read_text())) - {"kvtier_"} <= known
 
 
 # What can run.

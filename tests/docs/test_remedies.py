@@ -130,8 +130,3 @@ def test_the_address_is_that_of_the_page() -> None:
 def test_the_help_of_every_command_ends_with_the_pages_address(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*name.split(), "--help"]) == 0
     assert capsys.readouterr().out.rstrip().endswith(PAGE)
-
-
-def test_the_metrics_that_the_page_names_exist() -> None:
-    known = set(re.findall(r"`(kvtier_\w+)", (ROOT / "docs" / "reference" / "metrics.md").read_text()))
-    assert set(re.findall(r"`(kvtier_\w+)", FILE.read_text())) - {"kvtier_"} <= known
