@@ -55,14 +55,8 @@ def test_a_backend_loads_no_torch(backend: str) -> None:
 NEEDS_TORCH = ("kvtier.kvcache", "kvtier.integrations", "kvtier.tools.selftest_checks", "kvtier_backends.cpu")
 BLOCK_TORCH = "import sys; sys.modules['torch'] = None\n"
 COMMANDS = {
-    "version": "--version",
     "replay": "replay generated --limit 5",
-    "policies": "policies generated --limit 20 --policies lru",
-    "size": "size generated --limit 20 --kv-bytes-per-token 8 --memory 4MiB --disk 0",
-    "verify": "verify {root}",
     "du": "du {root}",
-    "ls": "ls {root}",
-    "prune": "prune {root} --leftovers",
     "bench": "bench {root} --chunk-sizes 8KiB --size 64KiB --rounds 1",
 }
 
@@ -100,7 +94,7 @@ def test_what_needs_torch_says_how_to_install_it(module: str) -> None:
 def test_a_command_runs_without_torch(name: str, tmp_path: Path) -> None:
     args = COMMANDS[name].format(root=tmp_path).split()
     ran = without_torch("from kvtier.tools.cli import main; main()", *args)
-    assert (ran.returncode, ran.stdout != "") == (0, name != "ls"), ran.stderr
+    assert (ran.returncode, ran.stdout != "") == (0, True), ran.stderr
 
 
 def test_every_public_name_is_what_its_module_says() -> None:
@@ -117,8 +111,5 @@ def test_every_public_name_is_what_its_module_says() -> None:
     for module_name, name in checked:
         assert getattr(kvtier, name) is getattr(importlib.import_module(module_name), name), name
     assert set(kvtier.__all__) <= set(dir(kvtier))
-
-
-def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="'kvtier' has no attribute 'nonsense'"):
         kvtier.nonsense  # noqa: B018

@@ -1,6 +1,5 @@
 """The published archives: the source distribution, and the wheel that an installer builds from it."""
 
-import os
 import re
 import subprocess
 import sys
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import kvtier
-from tests import dist
 
 ROOT = Path(__file__).parent.parent
 
@@ -50,14 +48,11 @@ def modules_below(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*.py")}
 
 
-def test_the_wheel_holds_the_engine_and_its_tiers_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_holds_the_engine_and_its_tiers_typed_and_with_their_licence_and_nothing_else(wheel: Path) -> None:
     (information,) = wheel.glob("*.dist-info")
     assert {path.name for path in wheel.iterdir()} == {"kvtier", "kvtier_backends", information.name}
     assert modules_below(wheel / "kvtier") == modules_below(ROOT / "kvtier")
     assert modules_below(wheel / "kvtier_backends") == modules_below(ROOT / "backends" / "kvtier_backends")
-
-
-def test_the_wheel_says_that_it_is_typed_and_under_which_licence(wheel: Path) -> None:
     assert (wheel / "kvtier" / "py.typed").is_file()
     assert (wheel / "kvtier_backends" / "py.typed").is_file()
     (licence,) = wheel.glob("*.dist-info/licenses/LICENSE")
@@ -75,43 +70,6 @@ def test_the_source_distribution_brings_no_tests_and_no_workspace(sdist: Path) -
         "kvtier",
         "pyproject.toml",
     }
-
-
-# What `make dist` tries.
-
-
-def test_a_python_that_does_not_run_is_passed_over(
-    outside: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    version = f"3.{sys.version_info.minor}"
-    names = [tmp_path / "broken" / f"python{version}", tmp_path / "whole" / f"python{version}"]
-    for name, program in zip(names, ("exit 127", f'exec {sys.executable} "$@"'), strict=True):
-        name.parent.mkdir()
-        name.write_text(f"#!/bin/sh\n{program}\n")
-        name.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{names[0].parent}:{names[1].parent}:{os.environ['PATH']}")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert dist.pythons([version, "3.1"]) == {version: str(names[1])}
-
-
-def test_an_archive_that_cannot_be_installed_is_a_failure_that_names_its_command(
-    outside: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    archive = tmp_path / "kvtier-0.0.0-py3-none-any.whl"
-    archive.write_bytes(b"no archive")
-    assert dist.reported(dist.Trial("3", sys.executable, archive)) == 1
-    assert "install --quiet" in capsys.readouterr().out
-
-
-def test_nothing_is_tried_where_an_archive_is_missing(
-    outside: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert dist.main(tmp_path) == 1
-    assert "0 archives" in capsys.readouterr().out
-
-
-def test_the_package_says_by_which_versions_of_python_it_is_tried() -> None:
-    assert dist.supported() == ["3.11", "3.12", "3.13"]
 
 
 def test_every_version_says_the_same(wheel: Path) -> None:

@@ -133,18 +133,6 @@ def one_spaced(line: str) -> str:
     return " ".join(line.split())
 
 
-def test_a_sample_is_held_to_every_figure_but_those_that_are_marked() -> None:
-    printed = "one 1\ntwo 2\nhits   21,029  0.5\nmore\n"
-    assert_prints(sample("one 1\n…\nhits ~7 0.5"), printed)
-    for wrong in ("one 2", "one", "two 2\n…\none 1", "one 1\nhits ~7 0.5", "hits ~7 0.6", "hits ~7 ~.5 1"):
-        with pytest.raises(AssertionError):
-            assert_prints(sample(wrong), printed)
-
-
-def sample(text: str) -> Block:
-    return NOTHING._replace(text=text, is_output=True)
-
-
 def decode_configuration(block: Block, table: dict[str, Any]) -> None:
     """Decode a configuration as a replay would; what a fragment leaves out is made up."""
     config = decode(EngineConfig, {"cpu_bytes_to_use": "1GiB", "chunk_bytes": "1MiB", **table}, block.where)

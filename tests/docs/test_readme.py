@@ -54,12 +54,6 @@ def test_every_link_is_a_whole_address_of_a_file_that_is_here_and_of_a_heading_i
     assert [link for link in found if leads_nowhere(link)] == []
 
 
-def test_a_link_to_nothing_is_found() -> None:
-    assert not leads_nowhere(f"{FILES}README.md#install")
-    wrong = ["docs/index.md", "#install", f"{FILES}docs/none.md", f"{FILES}README.md#none", f"{RAW}none.svg", FILES]
-    assert [link for link in wrong if not leads_nowhere(link)] == []
-
-
 def test_the_addresses_of_the_package_lead_into_this_tree() -> None:
     urls = PROJECT["urls"]
     assert {urls["Homepage"], urls["Source"]} == {HOME}
