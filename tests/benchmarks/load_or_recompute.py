@@ -11,26 +11,25 @@ import argparse
 import asyncio
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
 
-from kvtier.config import EngineConfig, TierConfig, TierLimits
 from kvtier.testing.virtual_time import VirtualTimeLoop
-from kvtier.tools.replay.replay import ChunkSource, ReplayTally
 from kvtier.tools.replay.simulate import (
     KV_BYTES_PER_TOKEN,
+    DiskSpeed,
     Servers,
     VirtualReplay,
     arrivals_s,
-    scale_model,
+    model_engine,
+    modelled,
     without_tiering_s,
 )
 from kvtier.tools.replay.traces import Trace
 from tests.slow_tier import SLOWING
 
-DISK = "disk"
 DISK_BYTES = 4 << 40
 QUEUE_S = 5.0  # Of writes; more would only run into the tier's deadline.
 STORE_SHARE = 4 / 7  # Of the rate of loads, as an NVMe SSD.
@@ -62,58 +61,35 @@ class Outcome(NamedTuple):
     wrong_chunks: int
 
 
-def config_of(case: Case, chunk_bytes: int, block_tokens: int, servers: Servers) -> EngineConfig:
+def replay_of(case: Case) -> VirtualReplay:
+    trace, servers = Trace(case.trace, limit=case.limit), Servers()
+    chunk_bytes = trace.block_tokens * KV_BYTES_PER_TOKEN
     load_bytes_per_s = int(case.gb_per_s * 1e9)
-    store_bytes_per_s = int(load_bytes_per_s * STORE_SHARE)
-    options: dict[str, Any] = {
-        "latency_s": LATENCY_S,
-        "bandwidth_bytes_per_s": load_bytes_per_s,
-        "store_bandwidth_bytes_per_s": store_bytes_per_s,
-        "concurrency": CONCURRENCY,
-        "capacity_bytes": DISK_BYTES,
-    }
-    limits = TierLimits(
-        load_bytes_in_flight=1024 * chunk_bytes,
-        store_bytes_in_flight=max(chunk_bytes, int(QUEUE_S * store_bytes_per_s)),
-    )
-    return EngineConfig(
-        cpu_bytes_to_use=case.memory_bytes,
-        chunk_bytes=chunk_bytes,
-        secondary_tiers=(TierConfig(type="dummy", name=DISK, limits=limits, options=options),),
-        prefill_tokens_per_s=servers.tokens_per_s if case.weighed else None,
-        chunk_tokens=block_tokens,
-    )
-
-
-def slowing(model: EngineConfig) -> EngineConfig:
-    """Return a scale model whose disk is slow for a while."""
-    (tier,) = model.secondary_tiers
-    slow = {"slow_at_s": SLOW_AT_S, "slow_for_s": SLOW_FOR_S, "slow_factor": SLOW_FACTOR}
-    return replace(model, secondary_tiers=(replace(tier, type=SLOWING["type"], options={**tier.options, **slow}),))
+    disk = DiskSpeed(load_bytes_per_s, int(load_bytes_per_s * STORE_SHARE), LATENCY_S, CONCURRENCY)
+    config = model_engine(chunk_bytes, case.memory_bytes, DISK_BYTES, disk)
+    (tier,) = config.secondary_tiers
+    queue_bytes = max(chunk_bytes, int(QUEUE_S * disk.store_bytes_per_s))
+    tier = replace(tier, limits=replace(tier.limits, store_bytes_in_flight=queue_bytes))
+    config = replace(config, secondary_tiers=(tier,))
+    replay = modelled(trace, config, servers, disk, case.limit or 1, load_always=not case.weighed)
+    if case.slow:
+        (tier,) = replay.config.secondary_tiers
+        slow = {"slow_at_s": SLOW_AT_S, "slow_for_s": SLOW_FOR_S, "slow_factor": SLOW_FACTOR}
+        tier = replace(tier, type=SLOWING["type"], options={**tier.options, **slow})
+        replay.config = replace(replay.config, secondary_tiers=(tier,))
+    return replay
 
 
 def replayed(case: Case) -> Outcome:
     """Replay the trace against one disk."""
-    trace, servers = Trace(case.trace, limit=case.limit), Servers()
-    chunk_bytes = trace.block_tokens * KV_BYTES_PER_TOKEN
-    model = scale_model(config_of(case, chunk_bytes, trace.block_tokens, servers))
-    if case.slow:
-        model = slowing(model)
-    replay = VirtualReplay(
-        trace,
-        model,
-        ChunkSource(model.chunk_bytes),
-        ReplayTally(case.limit or 1, chunk_bytes),
-        chunk_bytes=chunk_bytes,
-        block_tokens=trace.block_tokens,
-        servers=servers,
-    )
+    replay = replay_of(case)
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         tally = runner.run(replay.run())
     stats = replay.stats
     assert stats is not None
     (tier,) = stats.tiers
-    without = without_tiering_s(trace, arrivals_s(trace), servers, trace.block_tokens)
+    requests = replay.requests
+    without = without_tiering_s(requests, arrivals_s(requests), replay.servers, replay.block_tokens)
     p50, p99 = np.quantile(replay.times_to_first_token_s, (0.5, 0.99)) / np.quantile(without, (0.5, 0.99))
     return Outcome(
         hit_ratio=tally.hit_ratio,

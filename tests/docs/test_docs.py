@@ -300,19 +300,22 @@ def as_written(field: msgspec.structs.FieldInfo) -> str:
     return f"`{json.dumps(default)}`"
 
 
-def test_the_configuration_page_names_every_policy() -> None:
-    assert set(rows_of("configuration.md", "Eviction policies")) == set(known_policies())
-
-
-def test_the_errors_page_names_every_error_and_every_code() -> None:
+def kinds_of_errors() -> set[str]:
     kinds = {name: value for name, value in vars(kvtier.errors).items() if isinstance(value, type)}
-    errors = {name for name, kind in kinds.items() if issubclass(kind, kvtier.errors.KVTierError)}
-    assert set(rows_of("errors.md", "Errors")) == errors
-    assert set(rows_of("errors.md", "Reasons")) == {code.name.lower() for code in Code}
+    return {name for name, kind in kinds.items() if issubclass(kind, kvtier.errors.KVTierError)}
 
 
-def test_the_events_page_names_every_kind() -> None:
-    assert set(rows_of("events.md", "Kinds")) == {kind.value for kind in EventKind}
+@pytest.mark.parametrize(
+    ("page", "heading", "there"),
+    [
+        ("configuration.md", "Eviction policies", set(known_policies())),
+        ("errors.md", "Errors", kinds_of_errors()),
+        ("errors.md", "Reasons", {code.name.lower() for code in Code}),
+        ("events.md", "Kinds", {kind.value for kind in EventKind}),
+    ],
+)
+def test_a_page_names_everything_that_there_is(page: str, heading: str, there: set[str]) -> None:
+    assert set(rows_of(page, heading)) == there
 
 
 def test_the_metrics_page_names_every_metric_with_its_kind_and_labels() -> None:

@@ -182,20 +182,6 @@ def test_a_simulation_reports_first_tokens_and_the_same_seed_gives_the_same_byte
     assert os.listdir(temporary) == []
 
 
-def test_chunks_that_a_limit_kept_from_a_tier_are_a_warning_that_names_the_limit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "engine.toml"
-    path.write_text('cpu_bytes_to_use = "32GiB"\nchunk_bytes = "64MiB"\n[[secondary_tiers]]\ntype = "fs"\n')
-    told = simulated(tmp_path, "generated", "--config", str(path), "--limit", "20")
-    dropped = told["tiers"]["0:fs"]["dropped"]["budget"]
-    assert told["warnings"] == [
-        f"tier 0:fs: {dropped:,} chunks were never stored in it; secondary_tiers[0].limits.store_bytes_in_flight was "
-        "256.0 MiB: raise it"
-    ]
-    assert f"{dropped:,} chunks were never stored in it" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("written", ["", "prefill_tokens_per_s = 20000.0\n"])
 def test_chunks_have_the_length_of_the_traces_blocks_when_loads_are_weighed(tmp_path: Path, written: str) -> None:
     """A chunk of 512 tokens takes 26 ms to compute, and one load 10 ms: worth it, and not at fewer tokens a chunk."""
@@ -211,13 +197,6 @@ def test_chunks_have_the_length_of_the_traces_blocks_when_loads_are_weighed(tmp_
 
 
 # Bad calls.
-
-
-def test_a_primary_larger_than_the_memory_is_rejected_before_anything_is_allocated(
-    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("replay", trace, "--config", config_file(tmp_path, rows=1 << 31)) == 2
-    check_refusal(capsys, "free")
 
 
 def test_without_matplotlib_a_picture_is_rejected_with_the_remedy(

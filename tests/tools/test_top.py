@@ -141,35 +141,29 @@ def test_a_tier_behind_vllms_own_manager_has_no_hit_ratio() -> None:
     assert (disk["used_bytes"], disk["capacity_bytes"], found.breakers["disk"]) == (9, 0, "")
 
 
+class Html(socketserver.StreamRequestHandler):
+    def handle(self) -> None:
+        self.rfile.readline()
+        self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 15\r\n\r\n<html>\xff</html>\n")
+
+
 def test_an_address_without_kvtiers_metrics_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     registry = CollectorRegistry()
-    Counter("strange", "Of somebody else.", registry=registry)
+    Counter("strange", "Of another program.", registry=registry)
     with served(registry) as port:
         status, out, err = top(capsys, port, "--once")
     assert (status, out) == (2, "")
     assert err == f"kvtier: {port}: there are metrics, but none of kvtier; the address of an engine accepted\n"
+    with socketserver.TCPServer(("127.0.0.1", 0), Html) as server:
+        threading.Thread(target=server.handle_request).start()
+        port = server.server_address[1]
+        assert top(capsys, port, "--once")[2].startswith(f"kvtier: '{port}': no metrics there (")
 
 
 def test_an_address_where_nobody_answers_ends_with_3(capsys: pytest.CaptureFixture[str]) -> None:
     with served(CollectorRegistry()) as port:
         pass
     assert top(capsys, port, "--once") == (3, "", f"kvtier: {port}: Connection refused\n")
-
-
-def test_a_page_without_metrics_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    class Html(socketserver.StreamRequestHandler):
-        def handle(self) -> None:
-            self.rfile.readline()
-            self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 15\r\n\r\n<html>\xff</html>\n")
-
-    with socketserver.TCPServer(("127.0.0.1", 0), Html) as server:
-        thread = threading.Thread(target=server.handle_request)
-        thread.start()
-        port = server.server_address[1]
-        status, out, err = top(capsys, port, "--once")
-        thread.join()
-    assert (status, out) == (2, "")
-    assert err.startswith(f"kvtier: '{port}': no metrics there (")
 
 
 @pytest.mark.usefixtures("outside")

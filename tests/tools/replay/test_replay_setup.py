@@ -32,16 +32,10 @@ def roots(config: EngineConfig) -> list[object]:
     return [tier.options.get("root") for tier in config.secondary_tiers]
 
 
-def test_by_default_a_small_primary_stands_over_files_without_a_place() -> None:
-    config = default_config(HOUR, 8)
-    assert (config.rows, config.chunk_bytes) == (9_140, 16 << 10)
-    assert [tier.type for tier in config.secondary_tiers] == ["fs"]
-    assert without_root(config)
-
-
 def test_the_default_primary_holds_the_longest_request_for_each_concurrent_one_but_no_more_than_the_trace_twice() -> (
     None
 ):
+    assert default_config(HOUR, 8).rows == 9_140
     agents = Extent(
         requests=402, block_references=196_744, unique_blocks=12_626, best_hits=0, lengths={311: 401, 3_570: 1}
     )

@@ -13,10 +13,9 @@ from kvtier.tools.replay.study import measure
 from kvtier.tools.replay.traces import IDS_MAX, REQUESTS_MIN, Trace, TraceCheck, TraceRequest
 from kvtier.tools.replay.workload import GeneratedTrace
 from tests.tools.command import run
-from tests.tools.replay.real import Traces
+from tests.tools.replay.real import AGENTIC, CONVERSATION, MINI_SWE, Traces
 from tests.tools.replay.written import write_trace
 
-REAL = ["mooncake_conversation.jsonl.gz", "agentic_local_b512.jsonl.zst", "lmcache_miniswe_b16.jsonl.gz"]
 CHAINED, LENGTHS, TIMES = "hash_ids must be chained", "hash_ids and input_length must fit", "milliseconds"
 
 Told = Callable[[Iterable[TraceRequest]], list[str]]
@@ -41,15 +40,11 @@ def prompts(*prompts: tuple[int, ...]) -> list[TraceRequest]:
     return [TraceRequest(number * 1_000, 512 * len(ids), 1, ids) for number, ids in enumerate(prompts)]
 
 
-def in_seconds(requests: Iterable[TraceRequest]) -> list[TraceRequest]:
-    return [TraceRequest(each.timestamp_ms / 1_000, each.input_length, 1, each.hash_ids) for each in requests]
-
-
 # Correct traces.
 
 
 @pytest.mark.usefixtures("thorough")
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("name", [CONVERSATION, MINI_SWE, AGENTIC])
 def test_a_real_trace_gives_no_warning(traces: Traces, caplog: pytest.LogCaptureFixture, name: str) -> None:
     assert measure(Trace(traces / name)).requests > 0
     assert caplog.records == []
@@ -99,15 +94,6 @@ def test_a_trace_is_warned_of_once_however_often_it_is_read(tmp_path: Path, capl
     assert len(caplog.records) == 1
 
 
-def test_a_hash_of_each_blocks_own_content_is_found_in_the_generated_workload(told: Told) -> None:
-    """Without the blocks before it in the hash, the second block of one prompt is the third of another."""
-    requests = [
-        TraceRequest(each.timestamp_ms, each.input_length, 1, tuple(block % 1_000 for block in each.hash_ids))
-        for each in GeneratedTrace(limit=200)
-    ]
-    assert any(CHAINED in warning for warning in told(requests))
-
-
 # Lengths that do not fit.
 
 
@@ -145,8 +131,9 @@ def test_a_line_with_an_invalid_hint_is_refused_for_what_is_wrong_beside_it(trac
 
 
 def test_times_in_seconds_are_warned_of_with_the_rate_that_they_would_mean(told: Told) -> None:
-    requests = list(GeneratedTrace(limit=500))
-    (warning,) = told(in_seconds(requests))
+    requests = GeneratedTrace(limit=500)
+    in_seconds = [TraceRequest(each.timestamp_ms / 1_000, each.input_length, 1, each.hash_ids) for each in requests]
+    (warning,) = told(in_seconds)
     assert "line 500: 500 requests with " in warning
     assert TIMES in warning
 
@@ -158,12 +145,10 @@ def test_a_burst_and_a_trace_without_times_are_accepted(told: Told) -> None:
     assert told(timeless) == []
 
 
-@pytest.mark.parametrize("command", ["simulate", "policies", "size"])
-def test_a_command_warns_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+def test_a_command_warns_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "trace.jsonl"
     write_trace(path, prompts((0, 1), (1, 2), (2, 1)))
-    more = ["--kv-bytes-per-token", "8", "--disk", "0", "--memory", "1MiB"] if command == "size" else []
-    assert run(command, path, *more) == 0
+    assert run("size", path, "--kv-bytes-per-token", "8", "--disk", "0", "--memory", "1MiB") == 0
     warning = capsys.readouterr().err
     assert f"{path}, line 2: id 1 stands first here and later before; {CHAINED}" in warning
     assert warning.count("\n") == 1
