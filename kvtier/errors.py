@@ -25,7 +25,6 @@ class Remedy(Enum):
     # The engine does not start, or not as configured.
     CONFIGURATION = "configuration-refused"
     OPENING = "tier-cannot-be-opened"
-    OTHER_LAYOUT = "chunks-in-another-layout"
     REWRITTEN = "configuration-of-a-namespace-written-anew"
     BUFFERED = "no-direct-io"
 

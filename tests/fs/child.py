@@ -22,7 +22,6 @@ from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs import FsBackend, FsOptions
 from kvtier_backends.fs.disk import owner
-from kvtier_backends.fs.disk.shared_page import SharedPage
 from kvtier_backends.fs.segments import checkpoint
 
 WORKERS = 4  # Calls at once.
@@ -151,18 +150,7 @@ async def obey(asked: Asked, seed: int) -> None:
         say(words[0], await orders[words[0]](*words[1:]))
 
 
-async def change_a_page(asked: Asked, seed: int) -> None:
-    """Change a shared page over and over; say `changed` each time that it was changed some more."""
-    page = SharedPage(os.open(asked["root"], os.O_RDONLY | os.O_DIRECTORY), "ledger", b"8 bytes.")
-    while True:
-        for size_bytes in range(1, 65):
-            promised_bytes = page.reserve(2 * size_bytes, 1 << 40)
-            page.settle(promised_bytes or 0, size_bytes)
-            page.exchange(size_bytes, 0)
-        say("changed")
-
-
-WORKS = {work.__name__: work for work in (hammer, journal, obey, change_a_page)}
+WORKS = {work.__name__: work for work in (hammer, journal, obey)}
 
 
 def main(work: str, asked: str) -> None:

@@ -77,6 +77,13 @@ async def until_stored(tier: FsBackend, lender: Lender, keys: Sequence[OffloadKe
             await asyncio.sleep(0.001)
 
 
+async def until_probed(tier: FsBackend, keys: Sequence[OffloadKey], *, there: bool) -> None:
+    """Wait until all of the keys are there, or none."""
+    async with asyncio.timeout(DEADLINE_S):
+        while list(await tier.probe(keys)) != [there] * len(keys):
+            await asyncio.sleep(0.001)
+
+
 async def scanned(tier: FsBackend, *, complete: bool | None = None) -> set[OffloadKey]:
     """Wait for the end of a tier's start-up scan, and return the keys that it has reported."""
     keys = set[OffloadKey]()
@@ -173,24 +180,21 @@ class Place(NamedTuple):
             file.write(content)
 
 
+def places_in(root: Path, row_bytes: int = ROW_BYTES) -> dict[OffloadKey, Place]:
+    """Return where each key's newest chunk lies on the disk, whatever its layout; older ones wait to be wiped."""
+    found, chunk_bytes = dict[OffloadKey, tuple[int, Place]](), row_bytes + FOOTER_BYTES
+    for path in (*root.rglob("*.bin"), *root.rglob("*.seg")):
+        content, first = memoryview(path.read_bytes()), HEADER_BYTES if path.suffix == ".seg" else 0
+        for begins in range(first, len(content) - chunk_bytes + 1, chunk_bytes):
+            footer = read_footer(content[begins + row_bytes : begins + chunk_bytes])
+            if isinstance(footer, Footer) and footer.sequence >= found.get(footer.key, (0,))[0]:
+                found[footer.key] = footer.sequence, Place(path, begins)
+    return {key: place for key, (_, place) in found.items()}
+
+
 @pytest.fixture
-def place_of(root, path_of) -> Callable[[OffloadKey], Place]:
-    """Find a key's newest chunk on the disk, whatever its layout."""
-
-    def place_of(key: OffloadKey) -> Place:
-        if path_of(key).exists():
-            return Place(path_of(key), 0)
-        found: list[tuple[int, Place]] = []
-        for segment in segments(root):
-            content = memoryview(segment.read_bytes())
-            for begins in range(HEADER_BYTES, len(content), SLOT_BYTES):
-                footer = read_footer(content[begins + ROW_BYTES : begins + SLOT_BYTES])
-                if isinstance(footer, Footer) and footer.key == key:
-                    found.append((footer.sequence, Place(segment, begins)))
-        assert found, f"{key.hex()} is nowhere"
-        return max(found)[1]  # What else has the key waits to be wiped.
-
-    return place_of
+def place_of(root) -> Callable[[OffloadKey], Place]:
+    return lambda key: places_in(root)[key]
 
 
 @pytest.fixture

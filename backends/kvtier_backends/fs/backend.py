@@ -54,10 +54,7 @@ class FsBackend(Backend[FsOptions]):
 
     @classmethod
     async def open(cls, options: FsOptions, context: TierContext) -> Self:
-        """Open the tier and start to look what the directory holds; calls are answered meanwhile.
-
-        A root that is missing is made if its parent is there.
-        """
+        """Open the tier; calls are answered while the directory is scanned. A root is made if its parent is there."""
         _require_room_for_a_chunk(options, context.row_bytes)
         mapper = FileMapper(context.mapper.namespace, options.naming or "vllm")
         tier = await open_tier(options, context._replace(mapper=mapper))
@@ -151,7 +148,6 @@ class FsBackend(Backend[FsOptions]):
 
 
 def _require_room_for_a_chunk(options: FsOptions, row_bytes: int) -> None:
-    """Refuse to begin where every store would fail."""
     chunk_bytes = row_bytes + FOOTER_BYTES
     for name in ("capacity_bytes", "write_budget_bytes_per_day"):
         given_bytes: int | None = getattr(options, name)
@@ -192,11 +188,9 @@ class Life(NamedTuple):
 class Lives:
     """The lives of one tier, one at a time: each is its directory from the opening until the directory is gone.
 
-    A directory goes with its disk or mount, or with `rm -rf`. Calls fail then. After a call that failed, the next one
-    looks whether the directory is still there. If it is gone, the tier is opened again: folders are made, the root is
-    owned and scanned, and only then the call begins. As long as that fails, so do calls, which are few: a breaker is
-    open. Stores look every so often, too, because in a root that was emptied not all of them fail. Belongs to the
-    loop's thread.
+    A directory goes with its disk or mount, or with `rm -rf`. After a call that failed, the next one looks whether the
+    directory is still there, and opens the tier again before it begins. Stores look every so often, too: in a root that
+    was emptied, not all of them fail. Belongs to the loop's thread.
     """
 
     def __init__(self, tier: OpenTier) -> None:
@@ -270,7 +264,6 @@ class Lives:
             life.close_files()
 
     async def _look(self) -> None:
-        """Make sure that there is a directory, by opening it again if it is gone."""
         async with self._turn:
             tier = self.now.tier
             if self._ended or await tier.lanes.load.run(partial(tier.root.is_gone, failed=self._doubted)):
@@ -333,6 +326,5 @@ class Lives:
 
 
 def _life(tier: OpenTier) -> Life:
-    """Make a life on an open directory, and start nothing."""
     layout: Layout = FilesLayout(tier) if tier.options.layout == "files" else SegmentsLayout(tier)
     return Life(tier, layout, Fit(tier.context.row_bytes, layout.key_bytes_max))

@@ -20,6 +20,7 @@ from xxhash import xxh3_64
 
 from kvtier.backend import MISPLACED, NAMINGS, Finding, Kind, Naming, OffloadKey, Place, State, StoredFile, read_folder
 from kvtier.errors import ConfigError
+from kvtier.memory import reason
 from kvtier.settings import foreign
 from kvtier_backends.fs.disk import below
 from kvtier_backends.fs.disk.below import ForeignError, believable_ns, lock_file, open_file, open_folder
@@ -34,6 +35,7 @@ from kvtier_backends.fs.disk.footer import (
     read_footer,
 )
 from kvtier_backends.fs.disk.owner import OWNER, remove_ownerless
+from kvtier_backends.fs.disk.reads import write_all
 from kvtier_backends.fs.disk.root import BOOK, CONFIG_BYTES_MAX
 from kvtier_backends.fs.disk.temporaries import TemporarySweep, Writer, chunk_of_vllms, temporary_name, writer_of
 from kvtier_backends.fs.files.chunk_files import take_aside
@@ -46,7 +48,6 @@ from kvtier_backends.fs.segments.segment import (
     is_later,
     punch_hole,
     read_header,
-    write_all,
 )
 
 SLICE_BYTES = 1 << 20
@@ -116,41 +117,25 @@ class FilesDirectory:
         elif part == found.folder:
             yield from self._beside(place, part)
         elif found.kind == "segments":
-            yield from self._slots.files(part) if is_segment(part) else self._file(_kind(part), part)
+            yield from self._slots.files(part) if _SEGMENT.fullmatch(part) else self._file(_kind(part), part)
         else:
             yield from self._walk(part, len(place.name) + 1, NAMINGS[found.kind], DEPTH_MAX)
 
     def _beside(self, place: Place, folder: str) -> Iterator[StoredFile]:
-        """Yield the files beside the chunks, and the namespace's own folder.
-
-        Files that belong to all namespaces count for the first one.
-        """
+        """Yield the files beside the chunks and their folder; files of all namespaces count for the first one."""
         yield from self._file(Kind.BESIDE, place.name)
         if place.name == next(iter(self._folders)):
             yield from self._file(Kind.BESIDE, OWNER)
         is_first = place.name == next(name for name, found in self._folders.items() if found.folder == folder)
         if is_first:
             yield from self._file(Kind.BESIDE, folder)
-        for entry in self._listed(folder) if is_first else self._books(place):
-            if not is_first or self._is_own_or_shared(place, entry):
+        for entry in self._listed(folder):
+            owner = _owner(folder, entry)
+            if owner == place.name or (is_first and owner not in self._folders):
                 yield from self._file(_kind(entry), f"{folder}/{entry}")
 
-    def _books(self, place: Place) -> list[str]:
-        """Return the names of the books that are this namespace's alone."""
-        folder = self._folders[place.name].folder
-        return [
-            entry
-            for entry in self._listed(folder)
-            if (book := BOOK.fullmatch(entry)) and f"{folder}{book[1]}" == place.name
-        ]
-
-    def _is_own_or_shared(self, place: Place, entry: str) -> bool:
-        book = BOOK.fullmatch(entry)
-        owner = None if book is None or book[1] is None else f"{self._folders[place.name].folder}{book[1]}"
-        return owner == place.name or owner not in self._folders
-
     def check(self, place: Place, file: StoredFile) -> Finding:
-        if is_slot(file.name):
+        if _SLOT.fullmatch(file.name):
             return self._slots.check(file)
         try:
             fd = open_file(self._fd, file.name)
@@ -174,7 +159,7 @@ class FilesDirectory:
             os.close(fd)
 
     def remove(self, file: StoredFile) -> int | None:
-        if is_slot(file.name) or is_segment(file.name):
+        if _SLOT.fullmatch(file.name) or _SEGMENT.fullmatch(file.name):
             return self._slots.remove(file)
         folder = os.path.dirname(file.name)
         aside = os.path.join(folder, temporary_name(self._writer))
@@ -209,13 +194,11 @@ class FilesDirectory:
         return True
 
     def _clear_beside(self, place: Place) -> None:
-        """Remove a namespace's books, with the last one of its model what all of them had, and last the owner's file.
-
-        Raises `OSError`.
-        """
+        """Remove a namespace's books, then what none of its model needs, then the owner's file. Raises `OSError`."""
         folder = self._folders[place.name].folder
-        for entry in self._books(place):
-            if not entry.startswith(BUDGET) or self._is_idle(f"{folder}/{entry}"):
+        for entry in self._listed(folder):
+            is_own = _owner(folder, entry) == place.name
+            if is_own and not (entry.startswith(BUDGET) and self._is_used(f"{folder}/{entry}")):
                 below.unlink(self._fd, f"{folder}/{entry}")
         others = [name for name in self._listed(".") if (found := read_folder(name)) and found.folder == folder]
         beside = set(self._listed(folder))
@@ -233,8 +216,8 @@ class FilesDirectory:
                 self._remove_empty(f"{folder}/{entry}", depth - 1)
         below.rmdir(self._fd, folder)
 
-    def _is_idle(self, name: str) -> bool:
-        return self._now_ns / 1e9 - below.look(self._fd, name).st_mtime > BUDGET_IDLE_S
+    def _is_used(self, name: str) -> bool:
+        return self._now_ns / 1e9 - below.look(self._fd, name).st_mtime <= BUDGET_IDLE_S
 
     def close(self) -> None:
         self._slots.close()
@@ -244,7 +227,6 @@ class FilesDirectory:
         return taken_bytes(status, counts_blocks=self._counts_blocks)
 
     def _tells_blocks(self, folder: str) -> bool:
-        """Return True if the file system reports blocks, by a file that has some."""
         with suppress(OSError):
             return below.look(self._fd, f"{folder}/config.json").st_blocks > 0
         return True
@@ -293,7 +275,6 @@ class FilesDirectory:
                 yield from self._plain(name, skip, naming)
 
     def _plain(self, name: str, skip: int, naming: Naming) -> Iterator[StoredFile]:
-        """Yield files and empty folders, by their names."""
         entry = os.path.basename(name)
         key = naming.key(name[skip:])
         if key is not None:
@@ -306,7 +287,6 @@ class FilesDirectory:
             yield from self._file(_kind(entry), name)
 
     def _file(self, kind: Kind, name: str, key: OffloadKey | None = None) -> Iterator[StoredFile]:
-        """Yield the file, unless it is gone by now."""
         try:
             status = below.look(self._fd, name)
         except FileNotFoundError:
@@ -360,7 +340,6 @@ class FilesDirectory:
                 return Finding(State.CORRUPT, length)
 
     def _rows_of(self, place: Place) -> int | None:
-        """Return how long a namespace's rows are, by the first good footer; None without one."""
         if place.name not in self._row_bytes:
             chunks = (file for part in self.parts(place) for file in self.files(place, part) if file.key is not None)
             searched = (self._row_of(file.name) for file in islice(chunks, ROW_SEARCH_FILES_MAX))
@@ -378,6 +357,12 @@ class FilesDirectory:
             if isinstance(footer, Footer) and judge_length(size_bytes, footer.payload_bytes) is Whole.FOOTED:
                 return footer.payload_bytes
         return None
+
+
+def _owner(folder: str, entry: str) -> str | None:
+    """Return the namespace that a book belongs to alone; None for what no namespace or all of a model have."""
+    book = BOOK.fullmatch(entry)
+    return f"{folder}{book[1]}" if book and book[1] else None
 
 
 def _kind(name: str) -> Kind:
@@ -398,28 +383,15 @@ def _checksum(fd: int, payload_bytes: int) -> int:
     return total.intdigest()
 
 
-def is_segment(name: str) -> bool:
-    return _SEGMENT.fullmatch(name) is not None
-
-
-def is_slot(name: str) -> bool:
-    return _SLOT.fullmatch(name) is not None
-
-
 def unreadable(name: str, error: OSError) -> StoredFile:
     return StoredFile(Kind.UNREADABLE, name, None, 0, 0, 0, 0, reason(error))
-
-
-def reason(error: OSError) -> str:
-    return error.strerror or str(error)
 
 
 class SegmentsDirectory:
     """Segments as commands see them: each slot with a footer is a chunk, named by its segment and place.
 
-    An engine that writes to a segment holds its lock. Commands still read such a segment, because all bytes are
-    verified. They remove nothing in it. A slot's identity is its sequence number, which no later chunk there has.
-    Blocks; one thread at a time.
+    Nothing is removed in a segment that an engine writes. A slot's identity is its sequence number, which no later
+    chunk there has. Blocks; one thread at a time.
     """
 
     def __init__(self, root_fd: int, now_ns: int, taken_bytes: Callable[[os.stat_result], int]) -> None:
@@ -478,13 +450,12 @@ class SegmentsDirectory:
         return finding
 
     def remove(self, file: StoredFile) -> int | None:
-        """Wipe a slot and give its room back; remove a segment in which nothing is left, and what is no segment.
+        """Wipe a slot and give its room back; remove an empty segment, and what is no segment. Returns the freed bytes.
 
-        Returns the bytes that the file system has got back: 0 for a slot where it has no holes. Raises
-        `BlockingIOError` if an engine is writing to it.
+        Raises `BlockingIOError` if an engine is writing to it.
         """
         try:
-            return self._wipe(file, *_split(file.name)) if is_slot(file.name) else self._remove_whole(file)
+            return self._wipe(file, *_split(file.name)) if _SLOT.fullmatch(file.name) else self._remove_whole(file)
         except FileNotFoundError:
             return None
         except BlockingIOError as error:
@@ -596,7 +567,6 @@ def _identity(page: bytes) -> int:
 
 
 def _is_of(footer: Footer, header: Header) -> bool:
-    """Return True if a chunk is of its segment's namespace and row length."""
     return (footer.payload_bytes, footer.fingerprint) == (header.row_bytes, header.fingerprint)
 
 

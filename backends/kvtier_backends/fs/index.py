@@ -142,10 +142,7 @@ class ChunkIndex:
             self._order.touch(numbers)
 
     def advise(self, advice: Advice[OffloadKey], now_ns: int, retained_max: int) -> None:
-        """Apply advice to those of its keys that are known. All but a demotion renews their recency.
-
-        `retained_max`: how many chunks may be retained at once.
-        """
+        """Apply advice to its known keys: all but a demotion is a use. `retained_max` chunks may be retained."""
         hinted = self._take_hints() if advice.is_hint else None
         if advice.kind == "demote":
             known = (self.of.get(key) for key in dict.fromkeys(advice.keys))
@@ -233,10 +230,7 @@ class ChunkIndex:
         self._oldest = oldest_last
 
     def _renew(self, keys: Iterable[OffloadKey], now_ns: int) -> tuple[list[int], list[int]]:
-        """Set the last use of known keys; return their numbers, and those that were used for the first time.
-
-        These are in the order from then on.
-        """
+        """Set the last use of known keys; return their numbers, and those that this puts into the order."""
         of, foreign, idle, used_at_ns = self.of, self.foreign, self._idle, self.used_at_ns
         known = [number for key in dict.fromkeys(keys) if (number := of.get(key)) is not None and number not in foreign]
         first_used: list[int] = []

@@ -95,10 +95,7 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class OpenTier:
-    """An open tier: one record, made once, with everything that its parts need.
-
-    Belongs to the loop's thread, but for what says otherwise.
-    """
+    """An open tier: everything that its parts need. Belongs to the loop's thread, where no part says otherwise."""
 
     options: FsOptions
     context: TierContext
@@ -140,10 +137,7 @@ class OpenTier:
         return "others" if others else "capacity"
 
     async def end_transfers(self, ends_at: float) -> tuple[int, int]:
-        """Wait for loads and stores, at most until then; return how many of each are left.
-
-        After the last store, the rest of the write budget is put back behind all this.
-        """
+        """Wait for loads and stores; return how many of each are left. The write budget's rest is put back."""
         lanes, budget = self.lanes, self.root.write_budget
         loads, stores = await asyncio.gather(lanes.load.aclose(left_s(ends_at)), lanes.store.aclose(left_s(ends_at)))
         with suppress(BackendClosed):  # Closed before.
@@ -154,14 +148,11 @@ class OpenTier:
         return loads, stores
 
     def let_go(self) -> None:
-        """Close the root and end the threads, behind the jobs that they have."""
         _let_go(self.root, self.lanes)
 
 
 async def open_tier(options: FsOptions, context: TierContext, before: OpenTier | None = None) -> OpenTier:
-    """Start a tier's threads, and open its root and what is kept beside its chunks.
-
-    `before`: the same tier, whose directory is gone.
+    """Start a tier's threads, open its root and what is beside its chunks; `before`: the same tier, gone.
 
     Raises what `Folder.open` and `make_packing` do; whatever is raised, nothing stays open.
     """
@@ -181,7 +172,7 @@ async def open_tier(options: FsOptions, context: TierContext, before: OpenTier |
 def _open(root: Folder, options: FsOptions, context: TierContext, lanes: FsLanes) -> Packing:
     packing = make_packing(options, context)  # First: what is refused leaves nothing on the disk.
     root.open()
-    root.open_beside(context.row_bytes, lanes.store)
+    root.open_beside(lanes.store)
     return packing
 
 
@@ -198,10 +189,7 @@ class Left(NamedTuple):
 
 
 class Settling:
-    """Remains are removed again, what is in doubt is looked at, and what is beside the chunks is measured.
-
-    Belongs to the loop's thread, and works in the lane for what is behind the calls.
-    """
+    """Remains are removed again, doubts settled, and files beside the chunks measured. Belongs to the loop's thread."""
 
     def __init__(self, tier: OpenTier, settle: Callable[[], bool] = lambda: True) -> None:
         """`settle`: settles what else is in doubt, in the lane, and returns True if nothing is left."""
@@ -244,8 +232,7 @@ class Settling:
 class Background:
     """A layout's tasks beside its calls."""
 
-    def __init__(self) -> None:
-        self._tasks: list[asyncio.Task[None]] = []
+    _tasks: Sequence[asyncio.Task[None]] = ()
 
     def begin(self, name: str, works: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> None:
         self._tasks = [asyncio.create_task(work(), name=f"kvtier-{name}-{work.__name__}") for work in works]
@@ -255,10 +242,7 @@ class Background:
             task.cancel()
 
     async def ended(self) -> None:
-        """Wait for cancelled tasks, and raise what was wrong with one, if anything was.
-
-        Tasks of a loop that is closed end no more: their engine was dropped after it.
-        """
+        """Wait for cancelled tasks, unless their loop is closed, and raise what was wrong with one."""
         if ending := [task for task in self._tasks if not task.done() and not task.get_loop().is_closed()]:
             await asyncio.wait(ending)
         for task in self._tasks:

@@ -1,19 +1,13 @@
 """Stores give way to loads: all but one lane wait, that one goes on, and nobody waits for what hangs."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from kvtier_backends.fs.disk import lanes as module
 from kvtier_backends.fs.disk.lanes import LoadsFirst
 from tests.fs.conftest import DEADLINE_S
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Lane:
@@ -81,8 +75,8 @@ def test_a_lane_that_was_at_a_chunk_before_the_load_came_waits_at_its_next_slice
 
 
 def test_all_lanes_store_a_little_after_the_last_load(patient) -> None:
-    clock = Clock()
-    loads_first = LoadsFirst(clock)
+    clock = SimpleNamespace(now=100.0)
+    loads_first = LoadsFirst(lambda: clock.now)
     with loads_first.loading():
         lanes = [Lane(loads_first) for _ in range(4)]
         going = wait_for_one(lanes)

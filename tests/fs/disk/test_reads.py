@@ -5,7 +5,6 @@ import errno
 import itertools
 import mmap
 import os
-import platform
 import random
 import signal
 import threading
@@ -17,7 +16,7 @@ from kvtier.errors import BackendClosed
 from kvtier.testing.conformance.lender import keys_of
 from kvtier_backends.fs.disk import footer
 from kvtier_backends.fs.disk import reads as reads_module
-from kvtier_backends.fs.disk.reads import ONE_BY_ONE, PLACES, Context, Reads, Wanted, takes_queued
+from kvtier_backends.fs.disk.reads import ONE_BY_ONE, PLACES, Context, Reads, Wanted, has_queue
 from tests.fs.conftest import DEADLINE_S, whole
 
 PAGE = mmap.PAGESIZE
@@ -48,7 +47,6 @@ class Watched(Context):
         self.most = 0
         self.takes = places
         self.error = 0  # With which all that is not taken is refused.
-        self.spoil: Callable[[int, int], int] = lambda place, result: result
 
     def start(self, places):
         if not self.takes:
@@ -61,7 +59,7 @@ class Watched(Context):
     def wait(self, under_way):
         ended = super().wait(under_way)
         self.under_way -= len(ended)
-        return [(place, self.spoil(place, result)) for place, result in ended]
+        return ended
 
 
 @pytest.fixture
@@ -99,7 +97,6 @@ class Asked:
 @pytest.mark.parametrize(("queue_bytes", "most"), [(PAGE, 0), (PAGE + 1, 2), (3 * PAGE, 6), (1 << 30, PLACES)])
 @pytest.mark.parametrize("count", [0, 1, 2, 3, PAGES])
 def test_each_read_brings_its_bytes_and_is_told_once(file, watched, queue_bytes, most, count) -> None:
-    """And no more is under way than there is room for."""
     fd, content = file
     pages = random.Random(count).sample(range(PAGES), count)
     asked = Asked(fd, pages)
@@ -142,7 +139,7 @@ def test_without_a_context_reads_are_done_one_by_one(file, monkeypatch) -> None:
     asked = Asked(file[0], list(range(PAGES)))
     Reads(1 << 20)(asked.wanted)
     assert asked.told == [[PAGE]] * PAGES
-    assert not takes_queued(file[0], memoryview(bytearray(PAGE)))
+    assert not has_queue()
 
 
 @pytest.mark.parametrize("fails", [2, 7, 40, "telling"])
@@ -167,7 +164,6 @@ def test_nothing_is_under_way_when_asking_or_telling_fails(file, watched, fails)
 @pytest.mark.usefixtures("outside")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_fork_has_contexts_of_its_own(file, monkeypatch) -> None:
-    """The parent's would take no read of the child's."""
     results = spoiled(monkeypatch, lambda result: result)
     asked = Asked(file[0], list(range(PAGES)))
     Reads(1 << 20)(asked.wanted)
@@ -179,41 +175,14 @@ def test_a_fork_has_contexts_of_its_own(file, monkeypatch) -> None:
 
 def test_a_signal_does_not_end_the_waiting(file) -> None:
     context, row = Context(1), memoryview(mmap.mmap(-1, PAGE))
-    ended: list[tuple[int, int]] = []
-    caught = threading.Event()
-    waiting = threading.Thread(target=lambda: ended.extend(context.wait(1)), daemon=True)
-    before = signal.signal(signal.SIGUSR1, lambda *_: caught.set())
-    try:
-        waiting.start()
-        while not is_waiting(waiting):
-            assert waiting.is_alive()
-        signal.pthread_kill(waiting.ident, signal.SIGUSR1)
-        while not caught.is_set():  # Which this thread does, when it comes to it.
-            assert waiting.is_alive()
-    finally:
-        signal.signal(signal.SIGUSR1, before)
     context.prepare(0, file[0], [row], PAGE)
-    context.start([0])
-    waiting.join(DEADLINE_S)
-    assert ended == [(0, PAGE)]
+    before = signal.signal(signal.SIGALRM, lambda *_: context.start([0]))  # Until then there is nothing to wait for.
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
+        assert context.wait(1) == [(0, PAGE)]
+    finally:
+        signal.signal(signal.SIGALRM, before)
     assert row == file[1][PAGE : 2 * PAGE]
-
-
-def is_waiting(thread: threading.Thread) -> bool:
-    """Return True if a thread sleeps in the kernel's `io_getevents`."""
-    number = {"x86_64": b"208", "aarch64": b"4"}[platform.machine()]
-    with open(f"/proc/self/task/{thread.native_id}/syscall", "rb") as syscall:
-        return syscall.read().split()[0] == number
-
-
-def test_a_read_that_is_queued_is_tried_for_real(file, watched) -> None:
-    page = memoryview(bytearray(PAGE))
-    assert takes_queued(file[0], page)
-    assert bytes(page) == file[1][:PAGE]
-    watched.spoil = lambda place, result: -errno.EIO
-    assert not takes_queued(file[0], page)
-    watched.takes, watched.error = 0, errno.EINVAL
-    assert not takes_queued(file[0], page)
 
 
 def test_reads_are_queued_only_with_direct_io(open_folder) -> None:
@@ -226,7 +195,8 @@ def test_reads_are_queued_on_a_disk_unless_the_kernel_refuses(open_folder, monke
         pytest.skip("chunks are not on a disk with direct I/O here")
     assert folder.reads.queue_bytes
     folder.close()
-    monkeypatch.setattr(Context, "start", refuse)
+    monkeypatch.setattr(reads_module, "_idle", reads_module.deque())
+    monkeypatch.setattr(reads_module, "Context", refuse)
     assert open_folder().reads is ONE_BY_ONE
 
 
@@ -261,9 +231,7 @@ async def scattered(open_tier, lender, layout: str, **options: object):
     return tier, keys_of(40)[::2]
 
 
-async def test_an_error_of_a_queued_read_is_the_chunks_alone_that_have_it(
-    open_tier, lender, layout, monkeypatch
-) -> None:
+async def test_an_error_of_a_queued_read_is_its_chunks_alone(open_tier, lender, layout, monkeypatch) -> None:
     tier, keys = await scattered(open_tier, lender, layout)
     with monkeypatch.context() as patch:
         ended = itertools.count()
@@ -290,9 +258,7 @@ async def test_a_queued_read_that_comes_short_is_gone_on_with(open_tier, lender,
     assert set(results) == {PAGE}
 
 
-async def test_a_hung_queued_read_is_left_behind_and_its_buffer_stays_lent(
-    open_tier, lender, layout, monkeypatch
-) -> None:
+async def test_a_hung_queued_read_is_left_and_its_buffer_stays_lent(open_tier, lender, layout, monkeypatch) -> None:
     tier, keys = await scattered(open_tier, lender, layout)
     waiting, go_on, wait = threading.Event(), threading.Event(), Context.wait
 
@@ -320,7 +286,7 @@ async def test_files_are_closed_whatever_becomes_of_their_reads(open_tier, lende
     tier, keys = await scattered(open_tier, lender, "files")
     before = len(os.listdir("/proc/self/fd"))
     with monkeypatch.context() as patch:
-        patch.setattr(footer, "judge_chunk", _no_memory)
+        patch.setattr(footer, "read_footer", _no_memory)
         with pytest.raises(MemoryError):
             await tier.load(lender.reads(keys))
     with monkeypatch.context() as patch:

@@ -41,10 +41,7 @@ async def test_a_directory_on_nfs_is_filled_to_its_capacity(open_tier, lender, r
 
 @pytest.mark.parametrize("options", [{"capacity_bytes": CAPACITY_BYTES}, {"min_free_bytes": MIB}], ids=str)
 @pytest.mark.parametrize("shared", [False, True])
-async def test_a_small_directory_has_room_before_its_first_count_is_over(
-    open_tier, lender, monkeypatch, options, shared
-) -> None:
-    """However long the engine took to its first store: that takes nothing off the time for the count."""
+async def test_a_small_directory_has_room_before_its_count(open_tier, lender, monkeypatch, options, shared) -> None:
     monkeypatch.setattr(files_layout, "SCAN_PATIENCE_S", 0.0)
     for version in range(3):
         tier = await open_tier(shared=shared, **options)

@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import os
-import random
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -19,7 +18,6 @@ from kvtier.memory import PAGE_BYTES
 from kvtier_backends.fs.disk.shared_page import SLOTS, SharedPage, read_page
 from tests.fs.conftest import DEADLINE_S
 
-ROUNDS = int(os.environ.get("KVTIER_SHARED_ROUNDS", "20"))
 BOOT = b"8 bytes."
 
 
@@ -94,7 +92,8 @@ def test_a_count_beside_stores_is_at_least_what_is_there(one_and_other) -> None:
 
 def test_a_damaged_page_says_that_nothing_is_known(open_page, ledger) -> None:
     page = counted(open_page(), 10)
-    for damage in (b"", b"?" * PAGE_BYTES, ledger.read_bytes()[:-1] + b"!"):
+    whole = ledger.read_bytes()
+    for damage in (b"", b"?" * PAGE_BYTES, whole[:-1] + b"!", whole[:-1], whole[:8] + b"\2" + whole[9:]):
         ledger.write_bytes(damage)
         assert page.reserve(10, 100) is None
         page.settle(0, 5)
@@ -103,7 +102,6 @@ def test_a_damaged_page_says_that_nothing_is_known(open_page, ledger) -> None:
 
 
 def test_every_flipped_bit_is_seen(open_page, ledger) -> None:
-    """And whatever mixture of two pages a torn write leaves is one of them, or seen."""
     page = counted(open_page(), 10)
     old = ledger.read_bytes()
     page.settle(page.reserve(77, 100) or 0, 33)
@@ -161,7 +159,6 @@ def test_a_count_that_began_before_the_page_was_lost_is_not_taken(one_and_other,
 
 
 def test_a_page_that_is_older_than_one_that_was_seen_is_not_taken(open_page, ledger) -> None:
-    """As a backup brings it back, or a disk that has lost a write."""
     page = counted(open_page(), 10)
     old = ledger.read_bytes()
     page.settle(0, 80)
@@ -184,24 +181,8 @@ def test_a_page_is_what_was_published(open_page, ledger) -> None:
     assert page.taken() == (30, 50)
 
 
-def test_a_writer_that_is_killed_leaves_a_page_that_the_others_go_on_with(open_page, tmp_path, launch) -> None:
-    """Two processes change it all the time, and one is killed, over and over."""
-    dice, page = random.Random(1), counted(open_page(), 0)
-    writers = [launch("change_a_page", root=str(tmp_path)) for _ in range(2)]
-    for _ in range(ROUNDS):
-        for writer in writers:
-            if not writer.pid:
-                writer.begin()
-            writer.until("changed")
-        dice.choice(writers).kill()
-        used_bytes, promised_bytes = page.taken() or pytest.fail("the page is lost")
-        assert used_bytes <= ROUNDS * 128
-        assert promised_bytes <= 3 * 128
-
-
 @pytest.mark.parametrize("alone", [False, True])
 def test_after_another_boot_the_directory_is_counted_again_unless_somebody_was_there(open_page, alone) -> None:
-    """Another machine, all the time."""
     first = counted(open_page(), 10)
     if alone:
         first.close()
@@ -282,7 +263,6 @@ def test_a_slot_that_another_process_has_had_meanwhile_stays_its(one_and_other, 
 
 
 def test_who_waits_behind_a_call_that_fails_fails_with_it(one_and_other, system_call) -> None:
-    """And does not wait for a time-out of the file server's of its own."""
     page, _ = one_and_other
     hanging = system_call("pread", error=errno.EIO, sticks=True)
     told: list[Exception] = []

@@ -10,7 +10,6 @@ import pytest
 
 from kvtier.testing.conformance.lender import key_of, keys_of
 from kvtier_backends.fs.disk.lanes import LoadsFirst
-from kvtier_backends.fs.disk.temporaries import Writer, temporary_name
 from kvtier_backends.fs.files.chunk_files import ChunkFiles
 from tests.fs.conftest import kinds, whole
 
@@ -34,9 +33,7 @@ class Looks(LoadsFirst):
 
 
 @pytest.mark.parametrize(("slice_bytes", "pauses"), [(4_096, 4), (8_192, 1), (16_384, 0)])
-def test_a_chunk_is_written_in_slices_between_which_others_go_first(
-    open_folder, mapper, path_of, slice_bytes, pauses
-) -> None:
+def test_a_chunk_is_written_in_slices_and_others_go_first(open_folder, mapper, path_of, slice_bytes, pauses) -> None:
     looks, (row, page) = Looks(slice_bytes), (memoryview(mmap.mmap(-1, size)) for size in (16_384, 4_096))
     row[:] = bytes(range(256)) * 64
     ChunkFiles(open_folder(), mapper, looks, fsync=False).write(key_of(0), [row, page], 0)
@@ -57,9 +54,7 @@ async def test_short_reads_and_writes_are_gone_on_with(open_tier, lender, monkey
 
 
 @pytest.mark.parametrize("call", ["pwritev", "rename", "a device that takes no more"])
-async def test_a_failed_write_leaves_what_was_there_and_nothing_else(
-    open_tier, lender, root, system_call, monkeypatch, call
-) -> None:
+async def test_a_failed_write_leaves_what_was_there(open_tier, lender, root, system_call, monkeypatch, call) -> None:
     tier = await open_tier()
     await lender.keep(tier, KEYS)
     files = {path for path in root.rglob("*") if path.is_file()}
@@ -108,9 +103,7 @@ async def test_a_temporary_name_that_is_taken_is_left_to_its_owner(open_tier, le
     assert path.with_name(".1.tmp").read_bytes() == b"another's"
 
 
-async def test_with_fsync_the_file_its_folder_and_new_folders_parents_are_synced(
-    open_tier, lender, mapper, monkeypatch
-) -> None:
+async def test_with_fsync_a_file_its_folder_and_new_parents_are_synced(open_tier, lender, mapper, monkeypatch) -> None:
     tier, synced, fsync = await open_tier(fsync=True), list[str](), os.fsync
 
     def note(fd: int) -> None:
@@ -121,8 +114,3 @@ async def test_with_fsync_the_file_its_folder_and_new_folders_parents_are_synced
     await lender.keep(tier, KEYS)
     chunks, outer, inner, _ = mapper.name(key_of(0)).split("/")
     assert [re.sub(r"^\..*\.tmp$", "tmp", name) for name in synced] == [chunks, outer, "tmp", inner]
-
-
-def test_an_attempt_is_never_taken_for_a_chunk(mapper) -> None:
-    folder = os.path.dirname(mapper.name(key_of(0)))
-    assert mapper.key(f"{folder}/{temporary_name(Writer.this_process())}") is None

@@ -6,7 +6,7 @@ import tracemalloc
 import pytest
 
 from kvtier.backend import Advice
-from kvtier.backend.contract import INVENTORY_BATCH_KEYS, Added, InventoryEvent, Removed, ScanDone
+from kvtier.backend.contract import Added, InventoryEvent, Removed, ScanDone
 from kvtier.backend.namespace import OffloadKey
 from kvtier.policies import LRU
 from kvtier.testing.conformance.lender import key_of, keys_of
@@ -99,25 +99,9 @@ def test_an_event_is_true_when_it_is_told(followed) -> None:
     assert events(followed) == [Added([B]), Removed([A])]
 
 
-def test_batches_have_a_limit(index) -> None:
-    keys = keys_of(2 * INVENTORY_BATCH_KEYS + 1)
-    index.inventory.begin()
-    index.scanned([FileEntry(key, 512) for key in keys])
-    index.scan_ended(complete=True)
-    batches = [list(event.keys) for event in events(index) if isinstance(event, Added)]
-    assert [len(batch) for batch in batches] == [INVENTORY_BATCH_KEYS, INVENTORY_BATCH_KEYS, 1]
-    assert [key for batch in batches for key in batch] == keys
-    for key in keys:
-        index.lost(key)
-    for key in keys[1:]:
-        index.stored(FileEntry(key, 512))
-    assert events(index) == [Removed([keys[0]])]  # Whole batches may have become untrue.
-
-
 @pytest.mark.usefixtures("thorough")
 @pytest.mark.parametrize("how", ["stored", "scanned", "found in slots"])
 def test_a_chunk_takes_two_hundred_bytes_at_most(how) -> None:
-    """Key and order included, just behind the growth of a dictionary, where it takes most."""
     count, now_ns = 90_000, 1_700_000_000_000_000_000
     tracemalloc.start()
     try:
@@ -143,7 +127,6 @@ def test_a_chunk_takes_two_hundred_bytes_at_most(how) -> None:
 
 
 def test_without_a_policy_it_evicts_as_lru_does() -> None:
-    """Through thousands of uses, removals and evictions."""
     dice, ours, theirs = random.Random(5), FileIndex(), FileIndex(LRU(1 << 20))
     keys = keys_of(1_005)
     for _ in range(8_000):

@@ -63,7 +63,6 @@ async def test_the_tier_answers_while_it_is_scanned(open_tier, stored, lender, h
 
 
 async def test_what_is_deleted_beside_the_scan_stays_deleted(open_tier, stored, lender, hurry, system_call) -> None:
-    """The scan has seen a file, but not told of it, when it is deleted."""
     await stored(keys_of(2))
     folders = count(1)  # The namespace, then one folder of the last key's two: the first key's have been seen.
     hurry()
@@ -86,9 +85,7 @@ async def test_an_index_that_is_whole_answers_without_a_system_call(open_tier, l
     assert asked.times == 0
 
 
-async def test_a_folder_that_cannot_be_read_leaves_the_tier_asking(
-    open_tier, stored, lender, path_of, system_call
-) -> None:
+async def test_an_unreadable_folder_leaves_the_tier_asking(open_tier, stored, lender, path_of, system_call) -> None:
     await stored(keys_of(2))
     hidden = path_of(key_of(0)).parent.name
     lists_it = lambda name, flags, *_, **__: flags & os.O_DIRECTORY and name.endswith(hidden)  # noqa: E731
@@ -173,7 +170,6 @@ def test_what_is_no_temporary_of_ours_is_left_alone(sweep, name) -> None:
 
 
 async def test_the_tier_sweeps_what_it_finds_at_its_start(open_tier, stored, lender, root, mapper, path_of) -> None:
-    """One that cannot be removed is left."""
     await stored(keys_of(2))
     here = Writer.this_process()
     dead = here._replace(started=here.started - 1)

@@ -76,10 +76,7 @@ async def test_vllms_chunks_are_refused_by_default_and_left_alone(open_tier, len
     assert read_as_vllm(path_of(KEYS[0])) == chunk(KEYS[0], 0, ROW_BYTES)
 
 
-async def test_a_chunk_of_vllms_in_place_of_ours_takes_its_room_until_it_goes_for_it(
-    open_tier, lender, path_of, root
-) -> None:
-    """Refused, it is there all the same: what is stored after it has no more room than before."""
+async def test_a_chunk_of_vllms_in_place_of_ours_takes_its_room_until_it_goes(open_tier, lender, path_of, root) -> None:
     tier, keys = await open_tier(capacity_bytes=1 << 20), keys_of(16)
     await lender.keep(tier, keys)
     for key in keys:

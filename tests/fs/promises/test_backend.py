@@ -18,7 +18,7 @@ from kvtier.backend.namespace import OffloadKey, make_offload_key
 from kvtier.errors import BackendClosed, BackendUnavailable
 from kvtier.testing.conformance.lender import key_of, keys_of
 from kvtier_backends.fs import FsBackend, FsCounters, FsOptions
-from kvtier_backends.fs.disk.lanes import SHARE_BYTES_MAX, SHARE_CHUNKS_MAX, share_chunks, share_least, share_out
+from kvtier_backends.fs.disk.lanes import share_chunks, share_least, share_out
 from tests.fs.conftest import DEADLINE_S, ROW_BYTES, SECRETS, kinds, scanned, whole
 
 
@@ -89,18 +89,18 @@ def test_a_batch_is_shared_out_over_the_lanes_that_have_enough_to_do(chunks, lan
 
 
 @pytest.mark.parametrize(
-    ("row_bytes", "queue_bytes", "chunks"),
-    [(4_096, 8 << 20, 32), (128 << 10, 8 << 20, 32), (2 << 20, 8 << 20, 2), (8 << 20, 8 << 20, 1), (4_096, 0, 1)],
+    ("row_bytes", "queue_bytes", "least", "most"),
+    [
+        (4_096, 8 << 20, 32, 32),
+        (128 << 10, 8 << 20, 32, 32),
+        (2 << 20, 8 << 20, 2, 8),
+        (8 << 20, 8 << 20, 1, 2),
+        (32 << 20, 8 << 20, 1, 1),
+        (4_096, 0, 1, 32),
+    ],
 )
-def test_a_lane_that_reads_ahead_is_worth_half_its_queue(row_bytes, queue_bytes, chunks) -> None:
-    assert share_least(row_bytes, queue_bytes) == chunks
-
-
-@pytest.mark.parametrize("row_bytes", [4_096, 1 << 20, SHARE_BYTES_MAX, 10 * SHARE_BYTES_MAX])
-def test_a_share_is_bounded_in_chunks_and_bytes(row_bytes) -> None:
-    chunks = share_chunks(row_bytes)
-    assert 1 <= chunks <= SHARE_CHUNKS_MAX
-    assert chunks == 1 or chunks * row_bytes <= SHARE_BYTES_MAX
+def test_a_lane_is_sent_half_its_queue_at_least_and_so_much_at_most(row_bytes, queue_bytes, least, most) -> None:
+    assert (share_least(row_bytes, queue_bytes), share_chunks(row_bytes)) == (least, most)
 
 
 async def test_loads_and_stores_have_lanes_of_their_own(open_tier, lender, system_call) -> None:
@@ -123,7 +123,6 @@ async def test_loads_and_stores_have_lanes_of_their_own(open_tier, lender, syste
 
 
 async def test_a_chunk_that_is_gone_or_corrupt_is_a_miss_and_reported_as_removed(open_tier, lender, path_of) -> None:
-    """A probe of what somebody has removed is a hint, until a load has been there."""
     tier = await open_tier()
     await lender.keep(tier, keys_of(3))
     report = tier.watch()
@@ -219,9 +218,7 @@ async def test_a_descriptor_is_given_up_when_the_thread_that_uses_it_has_ended_a
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.EMFILE, errno.EACCES])
-async def test_an_error_of_the_disk_is_one_chunks_and_leaves_its_chunk_alone(
-    open_tier, lender, system_call, layout, error
-) -> None:
+async def test_an_error_of_the_disk_leaves_its_chunk_alone(open_tier, lender, system_call, layout, error) -> None:
     tier = await open_tier(queue_bytes=0, layout=layout)
     await lender.keep(tier, keys_of(2))
     failing = system_call("preadv", error=error)
@@ -260,9 +257,7 @@ async def test_a_delete_that_fails_says_how_much_of_it(open_tier, lender, path_o
     assert list(await tier.probe(keys_of(3))) == [False, True, False]
 
 
-async def test_where_direct_io_is_refused_and_blocks_are_not_counted_the_tier_works(
-    open_tier, lender, mount, caplog
-) -> None:
+async def test_without_direct_io_and_counted_blocks_the_tier_works(open_tier, lender, mount, caplog) -> None:
     root = str(mount("ramfs", "size=1m"))
     tier = await open_tier(root=root)
     await lender.keep(tier, keys_of(5))
@@ -283,10 +278,7 @@ async def test_where_direct_io_is_refused_and_blocks_are_not_counted_the_tier_wo
         ({"layout": "segments", "seal": "aes-256-gcm", "seal_key_env": SECRETS}, 3_884),
     ],
 )
-async def test_the_longest_key_has_a_place_and_a_longer_one_costs_nobody_else(
-    open_tier, lender, monkeypatch, options, longest
-) -> None:
-    """Of the group whose name is the longest; what is refused says how long keys may be, and moves no other chunk."""
+async def test_the_longest_key_fits_and_longer_ones_cost_none(open_tier, lender, monkeypatch, options, longest) -> None:
     monkeypatch.setenv(SECRETS, "ab" * 32)
     tier = await open_tier(**options)
     fits, long, short = (make_offload_key(b"l" * length, 0xFFFF_FFFF) for length in (longest, longest + 1, 0))

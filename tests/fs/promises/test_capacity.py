@@ -32,7 +32,6 @@ ENGINES = {
 async def test_stores_loads_and_deletes_at_once_never_exceed_it_whoever_is_killed(
     launch, open_tier, lender, root, options: dict[str, Any], engines: int
 ) -> None:
-    """At random moments everything is held still, and what the directory takes is counted."""
     dice, options = random.Random(SEED), {"capacity_bytes": CAPACITY_BYTES, **options}
     children = [launch("hammer", keys=CHUNKS, options=options) for _ in range(engines)]
     for number, child in enumerate(children):
@@ -63,23 +62,6 @@ async def test_stores_loads_and_deletes_at_once_never_exceed_it_whoever_is_kille
     assert taken_bytes(root) <= CAPACITY_BYTES
 
 
-async def test_two_processes_that_write_the_same_keys_leave_whole_chunks(launch, open_tier, lender, root) -> None:
-    """And see nothing else meanwhile: each chunk that is read is of one version, or the reader dies of it."""
-    children = [launch("hammer", keys=6, options=SHARED) for _ in range(2)]
-    for number, child in enumerate(children):
-        child.begin(number)
-    for _ in range(10):
-        for child in children:
-            child.works()
-    for child in children:
-        child.kill()
-    tier, versions = await open_tier(**SHARED), [whole(keys_of(6), version) for version in range(3)]
-    for version in range(3):
-        lender.writes(keys_of(6), version)  # To recognise them.
-    for told, chunks in zip(await lender.recall(tier, keys_of(6)), zip(*versions, strict=True), strict=True):
-        assert told in ("ChunkMissing", *chunks)
-
-
 async def test_too_much_at_the_start_goes_at_once(open_tier, stored, lender, root, layout) -> None:
     keys = keys_of(4 * ROOM)
     await stored(keys, layout=layout, capacity_bytes=5 * CAPACITY_BYTES)
@@ -91,9 +73,7 @@ async def test_too_much_at_the_start_goes_at_once(open_tier, stored, lender, roo
     assert (await lender.recall(tier, keys[:4])) == whole(keys[:4])
 
 
-async def test_a_chunk_that_does_not_fit_with_its_folder_is_no_space_and_costs_nothing(
-    open_tier, stored, lender, layout
-) -> None:
+async def test_a_chunk_that_does_not_fit_with_its_folder_costs_nothing(open_tier, stored, lender, layout) -> None:
     await stored(keys_of(3), capacity_bytes=CAPACITY_BYTES, layout=layout)
     small = await open_tier(capacity_bytes=SLOT_BYTES, layout=layout)  # And its folder.
     assert kinds(await small.store(lender.writes(keys_of(2, 90)))) == ["NoSpace"] * 2
@@ -101,7 +81,6 @@ async def test_a_chunk_that_does_not_fit_with_its_folder_is_no_space_and_costs_n
 
 
 async def test_files_that_vllm_wrote_count_and_go_as_others_do(open_tier, lender, root, mapper) -> None:
-    """Also where they are refused: whoever wrote them, they take room."""
     for key in keys_of(4 * ROOM, start=1_000):
         path = root / mapper.name(key)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from kvtier.errors import BackendClosed
 from kvtier.policies import LRU
 from kvtier.testing.conformance.lender import key_of, keys_of
 from kvtier_backends.fs.disk.capacity import chunk_bytes_worst
-from tests.fs.conftest import DEADLINE_S, SLOT_BYTES, kinds, scanned, taken_bytes, until, whole
+from tests.fs.conftest import DEADLINE_S, SLOT_BYTES, scanned, taken_bytes, until, until_probed, whole
 
 ROOM = 12
 CAPACITY_BYTES = {"files": ROOM * (SLOT_BYTES + 8_192) + 65_536, "segments": ROOM * SLOT_BYTES + 65_536}
@@ -71,7 +71,6 @@ async def test_a_restart_keeps_the_order_of_last_use(open_small, lender, layout,
 
 
 async def test_a_use_is_written_to_the_file_at_most_once_an_hour(open_small, stored, lender, path_of) -> None:
-    """A restart knows by it what was used last."""
     await stored(keys_of(8))
     for key in keys_of(7):  # These were stored more than an hour ago.
         found = path_of(key).stat()
@@ -91,7 +90,6 @@ async def test_a_use_is_written_to_the_file_at_most_once_an_hour(open_small, sto
 
 
 async def test_a_use_until_the_end_is_written_to_the_file(open_tier, stored, lender, path_of, system_call) -> None:
-    """Also one whose load ends while earlier uses are written."""
     await stored(keys_of(3))
     hours_ago_ns = path_of(key_of(0)).stat().st_mtime_ns - 4 * 3_600 * 10**9
     for key in keys_of(3):
@@ -125,10 +123,7 @@ async def test_a_chunk_that_is_being_read_does_not_go(open_small, lender, system
     assert tier.counters().evicted > 0
 
 
-async def test_a_chunk_that_is_stored_while_its_old_file_goes_is_not_removed_with_it(
-    open_small, lender, system_call
-) -> None:
-    """Else the removal, chosen before, would meet the new file."""
+async def test_a_chunk_stored_while_its_old_file_goes_is_not_removed_with_it(open_small, lender, system_call) -> None:
     tier = await open_small()
     await lender.keep(tier, keys_of(1))
     name = key_of(0)[:-4].hex()
@@ -158,9 +153,7 @@ async def test_a_policy_that_never_evicts_costs_stores_and_nothing_else(open_sma
 async def test_unused_chunks_expire(open_tier, lender, layout) -> None:
     tier = await open_tier(layout=layout, ttl_s=0.05)
     await lender.keep(tier, keys_of(3))
-    async with asyncio.timeout(DEADLINE_S):
-        while any(await tier.probe(keys_of(3))):
-            await asyncio.sleep(0.01)
+    await until_probed(tier, keys_of(3), there=False)
     assert tier.counters().expired == 3
     await lender.keep(tier, keys_of(3), version=1)
 
@@ -175,10 +168,7 @@ async def test_what_was_not_used_for_long_before_a_start_expires(open_tier, stor
     assert list(await tier.probe([key_of(0), key_of(1), key_of(5)])) == [False, True, True]
 
 
-async def test_a_store_that_waits_for_what_goes_ends_with_the_tier(
-    open_tier, stored, lender, path_of, system_call
-) -> None:
-    """Nobody removes any more what was chosen to go, and was not come to."""
+async def test_a_store_that_waits_for_a_removal_ends_with_it(open_tier, stored, lender, path_of, system_call) -> None:
     keys = keys_of(100)  # More than go in one hop.
     await stored(keys)
     for key in keys:
@@ -195,9 +185,7 @@ async def test_a_store_that_waits_for_what_goes_ends_with_the_tier(
             await storing
 
 
-async def test_a_store_that_waits_for_a_scan_that_hangs_ends_with_the_tier(
-    open_tier, lender, system_call, layout
-) -> None:
+async def test_a_store_that_waits_for_a_hung_scan_ends_with_the_tier(open_tier, lender, system_call, layout) -> None:
     tier = await open_tier(layout=layout)
     stuck = system_call("scandir" if layout == "files" else "listdir", sticks=True)  # Its scan has not begun.
     await stuck.wait_entered()
@@ -211,7 +199,6 @@ async def test_a_store_that_waits_for_a_scan_that_hangs_ends_with_the_tier(
 
 @pytest.mark.parametrize("options", [{"naming": "vllm"}, {"shared": True}], ids=["vllm", "shared"])
 async def test_a_file_that_somebody_has_open_never_changes(open_small, lender, root, options) -> None:
-    """An open file stays what it was, whatever happens to its name."""
     tier = await open_small(**options, capacity_bytes=2 * CAPACITY_BYTES["files"])
     await fill(tier, lender)
     paths = [Path(folder, name) for folder, _, names in os.walk(root) for name in fnmatch.filter(names, "*.bin")]
@@ -230,9 +217,7 @@ async def test_a_file_that_somebody_has_open_never_changes(open_small, lender, r
     assert tier.counters().evicted > 0
 
 
-async def test_a_cancelled_store_to_a_full_tier_leaves_whole_chunks_and_counts_what_is_there(
-    open_small, lender, system_call, layout
-) -> None:
+async def test_a_cancelled_store_to_a_full_tier_leaves_whole_chunks(open_small, lender, system_call, layout) -> None:
     tier = await open_small(layout, store_lanes=1)
     await fill(tier, lender)
     stuck = system_call("pwritev", sticks=True)
@@ -252,7 +237,6 @@ async def test_a_cancelled_store_to_a_full_tier_leaves_whole_chunks_and_counts_w
 async def test_a_file_that_takes_more_than_is_wanted_is_counted_until_it_is_gone(
     open_tier, stored, lender, path_of, root, system_call, monkeypatch
 ) -> None:
-    """Though more go with it: what these leave is not taken off."""
     await stored(keys_of(10), naming="flat")
     large = path_of(key_of(5))
     large.write_bytes(bytes(64 << 10))
@@ -280,17 +264,6 @@ async def test_a_file_that_takes_more_than_is_wanted_is_counted_until_it_is_gone
     assert counted_bytes >= there_bytes
 
 
-async def test_a_batch_larger_than_the_tier_keeps_its_head(open_small, lender, root) -> None:
-    tier, batch = await open_small(naming="flat"), keys_of(4 * ROOM)
-    await fill(tier, lender)
-    outcomes = kinds(await tier.store(lender.writes(batch)))
-    kept = outcomes.index("NoSpace")
-    assert kept > 0
-    assert set(outcomes[kept:]) == {"NoSpace"}
-    assert await lender.recall(tier, batch[:kept]) == whole(batch[:kept])
-    assert taken_bytes(root) <= CAPACITY_BYTES["files"]
-
-
 # Folders of files, each of which takes a block or more: kept for ever, they would take the room of chunks.
 
 
@@ -305,9 +278,7 @@ async def test_folders_of_what_goes_go_with_it(open_small, lender, root) -> None
 
 @pytest.mark.parametrize("shared", [False, True], ids=["its own", "shared"])
 @pytest.mark.parametrize("noticed", ["as it is loaded", pytest.param("as it is evicted", marks=pytest.mark.outside)])
-async def test_folders_that_somebody_has_emptied_go_when_their_chunks_are_found_missing(
-    open_tier, lender, root, shared, noticed
-) -> None:
+async def test_emptied_folders_go_when_their_chunks_are_found_missing(open_tier, lender, root, shared, noticed) -> None:
     tier = await open_tier(capacity_bytes=2 << 20, shared=shared)
     await lender.keep(tier, keys_of(40))
     emptied = list(root.rglob("*.bin"))
@@ -322,10 +293,7 @@ async def test_folders_that_somebody_has_emptied_go_when_their_chunks_are_found_
 
 
 @pytest.mark.parametrize("times", [3, 1_000])
-async def test_a_store_makes_folders_again_that_are_found_empty_while_it_makes_them(
-    open_tier, lender, monkeypatch, times
-) -> None:
-    """Unless they vanish for ever."""
+async def test_a_store_makes_folders_again_that_vanish_meanwhile(open_tier, lender, monkeypatch, times) -> None:
     tier = await open_tier()
     mkdir, vanished = os.mkdir, []
 

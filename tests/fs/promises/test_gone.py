@@ -82,9 +82,7 @@ REMOVALS: dict[str, Callable[[Path, FileMapper], object]] = {
 
 
 @pytest.mark.parametrize("removed", REMOVALS)
-async def test_what_is_removed_is_made_again_and_its_chunks_are_misses(
-    tier, lender, root, mapper, removed, open_tier, options, looking
-) -> None:
+async def test_what_is_removed_is_made_again(tier, lender, root, mapper, removed, open_tier, options, looking) -> None:
     await scanned(tier)
     gone = set[bytes]()
 
@@ -137,9 +135,7 @@ async def test_a_renamed_root_goes_on_being_used(tier, lender, root, replaced) -
     assert await lender.recall(tier, OLD + NEW) == whole(OLD + NEW)
 
 
-async def test_a_new_directory_that_another_tier_has_taken_is_left_to_it(
-    tier, lender, root, open_tier, options
-) -> None:
+async def test_a_new_directory_that_another_tier_took_is_left_to_it(tier, lender, root, open_tier, options) -> None:
     rmtree(root)
     other = await open_tier(shared=not options.get("shared", False))
     for _ in range(2):
@@ -165,9 +161,7 @@ async def test_an_unmounted_mount_point_is_never_filled(open_tier, lender, mount
     assert OWNER in os.listdir(root)
 
 
-async def test_no_call_reaches_a_directory_that_is_gone_and_its_tier_can_be_closed(
-    tier, lender, root, options, looking
-) -> None:
+async def test_no_call_reaches_a_lost_directory_and_its_tier_closes(tier, lender, root, options, looking) -> None:
     rmtree(root)
     root.write_bytes(b"a file in its place")
     assert not await trial(tier, lender)  # It was due to look, and no call had failed before.
@@ -178,9 +172,7 @@ async def test_no_call_reaches_a_directory_that_is_gone_and_its_tier_can_be_clos
     assert await tier.aclose(DEADLINE_S) == (0,)
 
 
-async def test_a_call_that_is_cancelled_while_the_directory_is_opened_again_keeps_no_root(
-    tier, lender, root, mapper, options, monkeypatch, looking
-) -> None:
+async def test_a_cancelled_call_keeps_no_root(tier, lender, root, mapper, options, monkeypatch, looking) -> None:
     """The folder of chunks alone is gone: the owner's file stays, locked until the life has ended."""
     ending, may_end, end = asyncio.Event(), asyncio.Event(), backend.Life.aclose
 

@@ -22,8 +22,8 @@ from kvtier.backend.namespace import FileMapper
 from kvtier.errors import ConfigError
 from kvtier.testing.conformance.lender import key_of, keys_of
 from kvtier_backends.fs.directory import FilesDirectory
-from kvtier_backends.fs.disk.below import open_beneath, open_by_parts
-from tests.fs.conftest import DEADLINE_S, SLOT_BYTES, kinds, scanned, until, whole
+from kvtier_backends.fs.disk.below import open_beneath
+from tests.fs.conftest import DEADLINE_S, SLOT_BYTES, kinds, scanned, whole
 
 TREASURE = b"not for anybody else" * 400
 BESIDE = {"config.json": {}, "ledger_r0": {"shared": True}, "write-budget_r0": {"write_budget_bytes_per_day": "1GiB"}}
@@ -74,9 +74,7 @@ def put(kind: str, path: Path, treasure: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["a symbolic link", "a named pipe", "a directory", "a device"])
 @pytest.mark.parametrize("name", BESIDE)
-async def test_what_is_no_file_in_the_place_of_a_tiers_own_is_refused_by_name(
-    open_tier, stored, root, mapper, treasure, name, kind
-) -> None:
+async def test_others_in_a_books_place_are_refused(open_tier, stored, root, mapper, treasure, name, kind) -> None:
     await stored([], **BESIDE[name])
     path = root / mapper.folder / name
     put(kind, path, treasure)
@@ -87,9 +85,7 @@ async def test_what_is_no_file_in_the_place_of_a_tiers_own_is_refused_by_name(
 
 
 @pytest.mark.parametrize("name", ["ledger_r0", "write-budget_r0"])
-async def test_a_second_name_of_somebodys_file_is_not_written_to(
-    open_tier, stored, root, mapper, treasure, name
-) -> None:
+async def test_a_second_name_of_a_file_is_not_written_to(open_tier, stored, root, mapper, treasure, name) -> None:
     await stored([])
     (root / mapper.folder / name).hardlink_to(treasure)
     assert f"{name} has another name, too; remove this one" in await refused(open_tier, **BESIDE[name])
@@ -97,9 +93,7 @@ async def test_a_second_name_of_somebodys_file_is_not_written_to(
 
 
 @pytest.mark.parametrize("place", ["namespace", "chunks", "first"])
-async def test_a_link_in_the_place_of_a_folder_is_refused_by_name(
-    open_tier, stored, root, mapper, treasure, place, layout
-) -> None:
+async def test_a_link_in_a_folders_place_is_refused(open_tier, stored, root, mapper, treasure, place, layout) -> None:
     await stored(keys_of(1), layout=layout)
     chunks = root / (mapper.chunks_folder + ("_segments" if layout == "segments" else ""))
     path = {"namespace": root / mapper.folder, "chunks": chunks, "first": next(chunks.iterdir())}[place]
@@ -109,35 +103,22 @@ async def test_a_link_in_the_place_of_a_folder_is_refused_by_name(
     assert os.listdir(treasure.parent) == ["treasure"]
 
 
-async def test_a_link_in_the_place_of_the_checkpoint_is_not_read_and_is_replaced(
-    open_tier, stored, lender, root, mapper, treasure
-) -> None:
+@pytest.mark.parametrize("kind", ["a symbolic link", "a named pipe"])
+async def test_what_is_no_checkpoint_is_replaced(open_tier, stored, lender, root, mapper, treasure, kind) -> None:
     await stored(keys_of(2), layout="segments")
     (index,) = (root / mapper.folder).glob("index*")
-    put("a symbolic link", index, treasure)
+    put(kind, index, treasure)
     tier = await open_tier(layout="segments")
     assert await lender.recall(tier, keys_of(2)) == whole(keys_of(2))
     await scanned(tier)  # Before that, the last checkpoint is better than one of what is known.
     assert tier.counters().checkpoints_ignored == 1
     await tier.aclose(DEADLINE_S)
     assert treasure.read_bytes() == TREASURE
-    assert not index.is_symlink()
-
-
-async def test_a_pipe_in_the_place_of_the_checkpoint_holds_up_nothing(
-    open_tier, stored, lender, root, mapper, treasure
-) -> None:
-    await stored(keys_of(2), layout="segments")
-    (index,) = (root / mapper.folder).glob("index*")
-    put("a named pipe", index, treasure)
-    tier = await open_tier(layout="segments")
-    await lender.keep(tier, keys_of(2))
-    await until(lambda: tier.counters().checkpoints_ignored > 0)
+    assert stat.S_ISREG(index.lstat().st_mode)
 
 
 @pytest.mark.parametrize("kind", ["a symbolic link", "a named pipe", "a socket"])
 async def test_what_is_no_file_at_a_chunks_name_is_no_chunk(open_tier, lender, path_of, treasure, kind) -> None:
-    """Even if the link leads to the chunk itself; a store replaces it, and a delete removes it."""
     tier = await open_tier()
     await lender.keep(tier, keys_of(4))
     path, chunk = path_of(key_of(0)), treasure.parent / "chunk"
@@ -156,10 +137,7 @@ async def test_what_is_no_file_at_a_chunks_name_is_no_chunk(open_tier, lender, p
 
 
 @pytest.mark.parametrize("naming", ["vllm", "flat"])
-async def test_nothing_is_left_where_a_folder_of_chunks_leads_that_is_a_link(
-    open_tier, lender, root, mapper, treasure, naming
-) -> None:
-    """One that has come since the tier was opened: the store fails, by name, and what it had made is removed."""
+async def test_nothing_is_stored_through_a_link_to_a_folder(open_tier, lender, root, mapper, treasure, naming) -> None:
     tier = await open_tier(naming=naming)
     folder = (root / FileMapper(mapper.namespace, naming).name(key_of(0))).parent
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -172,10 +150,7 @@ async def test_nothing_is_left_where_a_folder_of_chunks_leads_that_is_a_link(
 
 
 @pytest.mark.parametrize("kind", ["a symbolic link", "a named pipe", "a second name"])
-async def test_what_is_no_file_of_its_own_in_the_place_of_a_segment_is_not_written_to(
-    open_tier, stored, lender, root, treasure, kind
-) -> None:
-    """A pipe, or a file that has another name, is a segment that cannot be opened; a link is refused by name."""
+async def test_others_in_a_segments_place_are_left_alone(open_tier, stored, lender, root, treasure, kind) -> None:
     await stored(keys_of(2), layout="segments")
     (segment,) = root.rglob("*.seg")
     copy, content = treasure.parent / "copy", segment.read_bytes()
@@ -232,10 +207,7 @@ LEVELS = [
 
 
 @pytest.mark.parametrize(("way", "level"), LEVELS)
-async def test_nothing_behind_a_link_in_the_place_of_a_folder_is_read_written_or_removed(
-    open_tier, lender, root, mapper, tmp_path, way, level
-) -> None:
-    """By loads, stores, deletes, evictions, stamps, checkpoints, or any command."""
+async def test_nothing_behind_a_folders_link_is_touched(open_tier, lender, root, mapper, tmp_path, way, level) -> None:
     tier = await open_tier(capacity_bytes=CAPACITY_BYTES, write_budget_bytes_per_day="10GiB", **WAYS[way])
     await lender.keep(tier, keys_of(CHUNKS))
     await scanned(tier)
@@ -275,8 +247,7 @@ def for_all_that_a_command_sees(root: Path) -> None:
         contents.close()
 
 
-@pytest.mark.parametrize("opened", [open_beneath, open_by_parts])
-def test_a_name_is_opened_without_a_link_in_one_call_and_on_any_kernel(tmp_path, opened) -> None:
+def test_a_name_is_opened_in_one_call_without_a_link(tmp_path) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "b" / "file").touch()
     (tmp_path / "link").symlink_to("a")
@@ -284,31 +255,15 @@ def test_a_name_is_opened_without_a_link_in_one_call_and_on_any_kernel(tmp_path,
     (tmp_path / "a" / "b" / "link").symlink_to("file")
     root_fd = os.open(tmp_path, os.O_RDONLY)
     try:
-        os.close(opened(root_fd, "a/b/file", os.O_RDONLY | os.O_NOFOLLOW))
+        os.close(open_beneath(root_fd, "a/b/file", os.O_RDONLY | os.O_NOFOLLOW))
         for name in ("link/b/file", "a/link/file", "a/b/link", "a/b/file/more", "link/../../etc"):
             with pytest.raises(OSError, match=r"levels of symbolic links|Not a directory") as error:
-                opened(root_fd, name, os.O_RDONLY | os.O_NOFOLLOW)
+                open_beneath(root_fd, name, os.O_RDONLY | os.O_NOFOLLOW)
             assert error.value.errno in (errno.ELOOP, errno.ENOTDIR), name
         with pytest.raises(FileNotFoundError):
-            opened(root_fd, "a/b/none", os.O_RDONLY | os.O_NOFOLLOW)
+            open_beneath(root_fd, "a/b/none", os.O_RDONLY | os.O_NOFOLLOW)
     finally:
         os.close(root_fd)
-
-
-async def test_a_kernel_without_the_call_refuses_a_link_by_name_too(
-    open_tier, lender, system_call, root, tmp_path
-) -> None:
-    several = system_call(
-        "open", error=errno.ENOSYS, only=lambda name, *_, **how: not how and "/" in name[1:-1] and name[0] != "/"
-    )
-    tier = await open_tier()
-    await lender.keep(tier, keys_of(2))
-    assert several.times, "it was asked first"
-    for folder in root.glob("*_r0/*"):
-        folder.rename(tmp_path / folder.name)
-        folder.symlink_to(tmp_path / folder.name)
-    assert await lender.recall(tier, keys_of(2)) == ["ChunkMissing"] * 2
-    assert all("is a symbolic link" in str(outcome) for outcome in await tier.store(lender.writes(keys_of(2))))
 
 
 def test_one_module_alone_gives_names_to_the_system() -> None:

@@ -17,9 +17,7 @@ from kvtier.backend.namespace import FileMapper, Namespace
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, label
 from kvtier_backends.fs import FsBackend, FsOptions
-from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Footer, read_footer
-from kvtier_backends.fs.segments.segment import HEADER_BYTES
-from tests.fs.conftest import DEADLINE_S, taken_bytes
+from tests.fs.conftest import DEADLINE_S, Place, places_in, taken_bytes
 
 ROW_BYTES = 4_096
 CAPACITY_BYTES = 256 << 10
@@ -109,17 +107,9 @@ class Tier(RuleBasedStateMachine):
                 file.write(bytes([byte ^ 1]))
             self.damaged.add(number)
 
-    def places(self) -> dict[int, tuple[Path, int]]:
-        """Return where the chunks lie on the disk."""
-        numbers, found = {key_of(number): number for number in range(16)}, dict[int, tuple[int, Path, int]]()
-        for path in (*self.root.rglob("*.bin"), *self.root.rglob("*.seg")):
-            content, first = memoryview(path.read_bytes()), HEADER_BYTES if path.suffix == ".seg" else 0
-            for begins in range(first, len(content) - ROW_BYTES - FOOTER_BYTES + 1, ROW_BYTES + FOOTER_BYTES):
-                footer = read_footer(content[begins + ROW_BYTES : begins + ROW_BYTES + FOOTER_BYTES])
-                if isinstance(footer, Footer) and footer.key in numbers:
-                    number = numbers[footer.key]
-                    found[number] = max(found.get(number, (-1, path, 0)), (footer.sequence, path, begins))
-        return {number: (path, begins) for number, (_, path, begins) in found.items()}
+    def places(self) -> dict[int, Place]:
+        places = places_in(self.root, ROW_BYTES)
+        return {number: places[key_of(number)] for number in range(16) if key_of(number) in places}
 
     @rule(which=several)
     def rank(self, which: list[int]) -> None:

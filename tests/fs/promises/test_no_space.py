@@ -48,9 +48,7 @@ async def test_a_refused_chunk_says_what_is_scarce(open_tier, lender, layout, op
     assert tier.counters().refused == {scarce: len(refused)}
 
 
-async def test_room_that_others_have_been_promised_is_told_apart_from_a_full_directory(
-    open_tier, lender, system_call
-) -> None:
+async def test_room_promised_to_others_is_told_apart_from_a_full_directory(open_tier, lender, system_call) -> None:
     options = {"shared": True, "capacity_bytes": "256KiB", "naming": "flat"}
     first, second = await open_tier(**options), await open_tier(**options)
     stuck = system_call("pwritev", sticks=True)
@@ -86,10 +84,7 @@ async def test_a_full_disk_still_serves_what_is_on_it(open_tier, lender, mount, 
     assert again.counters().disk_full > 0
 
 
-async def test_a_small_ext4_full_of_others_files_goes_on_at_the_cost_of_the_oldest(
-    open_tier, lender, mount, layout
-) -> None:
-    """No limit is set: it is the disk that is full, blocks of directories and all."""
+async def test_a_small_ext4_full_of_others_files_goes_on_without_the_oldest(open_tier, lender, mount, layout) -> None:
     root = mount("ext4", image_bytes=4 << 20)
     tier = await open_tier(layout=layout, root=str(root / "tier"), capacity_bytes=None)
     for start in range(0, 600, 6):

@@ -15,9 +15,7 @@ from typing import Any
 import pytest
 
 from kvtier.backend import EngineId, FileMapper, Namespace, TierContext
-from kvtier.config import EngineConfig
 from kvtier.errors import ConfigError
-from kvtier.runner.runner import open_tiers
 from kvtier.testing.conformance.lender import keys_of
 from kvtier_backends.fs import FsBackend, FsOptions
 from kvtier_backends.fs.disk import below, owner
@@ -78,19 +76,6 @@ async def test_another_model_or_row_length_on_the_same_root_is_refused_too(open_
     await open_tier(layout="segments")
     with pytest.raises(ConfigError, match="tier 0:fs of process"):
         await open_as(**other)
-
-
-async def test_one_engine_with_two_tiers_of_one_root_is_refused_and_leaves_it_free(root, open_tier) -> None:
-    given = {
-        "cpu_bytes_to_use": "1MiB",
-        "chunk_bytes": ROW_BYTES,
-        "runner": "inline",
-        "namespace": {"model_name": "org/model"},
-        "secondary_tiers": [{"type": "fs", "root": str(root)}, {"type": "fs", "root": f"{root}/."}],
-    }
-    with pytest.raises(ConfigError, match="used by tier 0:fs of process"):
-        await open_tiers(EngineConfig.from_dict(given))
-    await open_tier()
 
 
 async def test_another_path_of_the_directory_is_the_same_root(open_tier, root) -> None:
@@ -164,10 +149,7 @@ async def test_a_replaced_runner_never_waits_for_the_one_that_hangs(open_as, hol
 
 
 @pytest.mark.parametrize("other", ["tier", "successor"])
-async def test_a_successor_gives_way_to_whoever_took_the_root_at_the_same_moment(
-    root, hold, open_as, monkeypatch, other
-) -> None:
-    """Another tier locks the dead predecessor's file, or a later successor replaces ours, as we replace it."""
+async def test_a_successor_gives_way_to_who_took_the_root_just_then(root, hold, open_as, monkeypatch, other) -> None:
     hold(ENGINE, hangs=True)
     said, rename = owners_file(root), below.rename
     theirs = json.dumps(said | {"tier": "1:theirs", "engine": 0})
@@ -190,10 +172,7 @@ async def test_a_successor_gives_way_to_whoever_took_the_root_at_the_same_moment
         assert owners_file(root)["process"] != said["process"]
 
 
-async def test_a_successor_takes_the_root_if_its_predecessor_lets_go_at_the_same_moment(
-    root, hold, open_as, monkeypatch
-) -> None:
-    """A predecessor whose start fails removes its file."""
+async def test_a_successor_takes_a_root_that_its_predecessor_leaves_just_then(root, hold, open_as, monkeypatch) -> None:
     hold(ENGINE, hangs=True)
     temporary_name = owner.temporary_name
 
@@ -213,9 +192,7 @@ async def test_two_engines_of_one_process_are_two(open_as, hold) -> None:
         await open_as(EngineId(os.getpid(), 2))
 
 
-async def test_where_there_are_no_locks_a_root_of_ones_own_works_and_warns(
-    open_tier, lender, monkeypatch, caplog
-) -> None:
+async def test_without_locks_a_root_of_ones_own_works_and_warns(open_tier, lender, monkeypatch, caplog) -> None:
     def no_locks(*args: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -278,7 +255,6 @@ async def test_a_directory_that_a_tier_makes_is_its_users_alone(open_tier, lende
 
 @pytest.mark.parametrize("mode", [0o2770, 0o750, 0o755, 0o1777])
 async def test_folders_below_a_root_that_was_there_have_its_permissions(open_tier, lender, root, mode) -> None:
-    """Below a directory for everybody, they are for one."""
     root.mkdir()
     root.chmod(mode)
     before = os.umask(0o077)

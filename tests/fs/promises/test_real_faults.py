@@ -35,14 +35,6 @@ async def test_a_tier_without_a_segment_that_cannot_make_one_says_why(disk, open
     assert await lender.recall(tier, keys_of(3)) == whole(keys_of(3))
 
 
-async def test_a_disk_of_ones_own_is_a_disk(disk, open_tier, lender, layout) -> None:
-    tier = await open_tier(layout=layout, root=str(disk.path / "tier"), capacity_bytes="1MiB")
-    for start in range(0, 100, 10):
-        await lender.keep(tier, keys_of(10, start))
-    assert await lender.recall(tier, keys_of(10, 90)) == whole(keys_of(10, 90))
-    assert tier.counters().evicted > 0
-
-
 async def test_reads_and_writes_that_fail_leave_what_was_there_and_nothing_else(disk, tier, lender) -> None:
     await lender.keep(tier, keys_of(3))
     disk.tell("eio")
@@ -103,9 +95,7 @@ async def test_a_disk_that_was_remounted_read_only_serves_what_it_has(mount, ope
 
 
 @pytest.mark.parametrize("runner", ["inline", "process"])
-async def test_an_engine_whose_disk_was_remounted_read_only_says_so_with_the_cause(
-    mount, runner, layout, caplog
-) -> None:
+async def test_an_engine_whose_disk_is_remounted_read_only_says_the_cause(mount, runner, layout, caplog) -> None:
     disk = mount("ext4", image_bytes=32 << 20)
     options = {"root": str(disk / "tier"), "layout": layout, "capacity_bytes": "4MiB"}
     tier = {"type": "fs", "name": "disk", "limits": {"breaker_failures": 3}, **options}

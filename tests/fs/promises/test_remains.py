@@ -53,10 +53,7 @@ async def test_an_unfinished_file_counts_until_it_can_be_removed(open_tier, lend
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.EPERM, errno.ENOENT])
-async def test_a_file_that_is_reported_as_missing_counts_until_it_is_gone(
-    open_tier, lender, root, system_call, error
-) -> None:
-    """And so does one that may not be removed; both are there to load."""
+async def test_a_file_reported_as_missing_counts_until_it_is_gone(open_tier, lender, root, system_call, error) -> None:
     tier, kept = await open_tier(capacity_bytes=CAPACITY_BYTES), []
     unlink = system_call("unlink", error=error, only=of_kind(".bin"))
     for start in range(0, 80, 10):
@@ -74,9 +71,7 @@ async def test_a_file_that_is_reported_as_missing_counts_until_it_is_gone(
     assert taken_bytes(root) <= CAPACITY_BYTES
 
 
-async def test_a_load_of_a_file_that_is_reported_as_missing_fails_and_forgets_nothing(
-    open_tier, lender, system_call
-) -> None:
+async def test_a_load_of_a_file_reported_as_missing_fails_and_forgets_nothing(open_tier, lender, system_call) -> None:
     tier = await open_tier()
     await lender.keep(tier, keys_of(1))
     missing = system_call("open", error=errno.ENOENT, only=of_kind(".bin"))
@@ -85,9 +80,7 @@ async def test_a_load_of_a_file_that_is_reported_as_missing_fails_and_forgets_no
     assert await lender.recall(tier, keys_of(1)) == whole(keys_of(1))
 
 
-async def test_a_chunk_that_is_in_place_though_its_store_has_failed_counts(
-    open_tier, lender, root, system_call
-) -> None:
+async def test_a_chunk_that_a_failed_store_has_put_in_place_counts(open_tier, lender, root, system_call) -> None:
     tier = await open_tier(fsync=True)
     await lender.keep(tier, keys_of(1))
     system_call("fsync", error=errno.EIO, only=lambda fd: os.path.isdir(f"/proc/self/fd/{fd}"))
@@ -96,10 +89,7 @@ async def test_a_chunk_that_is_in_place_though_its_store_has_failed_counts(
     assert counted_bytes(tier) == taken_bytes(root)
 
 
-async def test_a_segment_that_was_made_though_the_disk_said_that_it_is_full_takes_its_room(
-    open_tier, lender, root, system_call, monkeypatch
-) -> None:
-    """A smaller one in its place would be too much until it is gone."""
+async def test_a_segment_made_though_the_disk_is_full_counts(open_tier, lender, root, system_call, monkeypatch) -> None:
     tier, allocate = await open_tier(layout="segments", capacity_bytes=CAPACITY_BYTES), os.posix_fallocate
 
     def allocate_and_fail(fd: int, offset: int, length: int) -> None:
@@ -117,10 +107,7 @@ async def test_a_segment_that_was_made_though_the_disk_said_that_it_is_full_take
     assert taken_bytes(root) <= CAPACITY_BYTES
 
 
-async def test_a_file_system_that_goes_while_a_segment_is_made_makes_the_tier_unavailable(
-    open_tier, lender, system_call
-) -> None:
-    """That the segment cannot be removed either does not hide why."""
+async def test_a_file_system_that_goes_as_a_segment_is_made_is_unavailable(open_tier, lender, system_call) -> None:
     tier = await open_tier(layout="segments", capacity_bytes=CAPACITY_BYTES)
     system_call("posix_fallocate", error=errno.ENOTCONN)
     system_call("unlink", error=errno.ENOTCONN, only=of_kind(".tmp"))
@@ -128,9 +115,7 @@ async def test_a_file_system_that_goes_while_a_segment_is_made_makes_the_tier_un
         await tier.store(lender.writes(keys_of(2)))
 
 
-async def test_chunks_go_for_a_large_file_in_the_place_of_the_tiers_own(
-    open_tier, lender, root, mapper, layout
-) -> None:
+async def test_chunks_go_for_a_large_file_in_place_of_the_tiers_own(open_tier, lender, root, mapper, layout) -> None:
     tier = await open_tier(layout=layout, capacity_bytes=CAPACITY_BYTES)
     for start in range(0, 60, 10):
         await tier.store(lender.writes(keys_of(10, start)))
@@ -139,9 +124,7 @@ async def test_chunks_go_for_a_large_file_in_the_place_of_the_tiers_own(
     assert counted_bytes(tier) >= taken_bytes(root)
 
 
-async def test_room_that_could_not_be_seen_at_the_start_counts_as_all_there_may_be_until_it_is_seen(
-    open_tier, lender, root, system_call, monkeypatch
-) -> None:
+async def test_unseen_room_counts_as_all_that_may_be_there(open_tier, lender, root, system_call, monkeypatch) -> None:
     monkeypatch.setattr("kvtier_backends.fs.files.accounts.AGAIN_S_LEAST", 0.01)
     monkeypatch.setattr("kvtier_backends.fs.files.accounts.AGAIN_TIMES", 0)
     before = await open_tier(capacity_bytes=CAPACITY_BYTES)
@@ -159,9 +142,7 @@ async def test_room_that_could_not_be_seen_at_the_start_counts_as_all_there_may_
 
 
 @pytest.mark.parametrize("error", [errno.EBUSY, errno.EIO, errno.ENOENT])
-async def test_a_disk_that_errs_is_not_taken_for_one_that_is_gone(
-    open_tier, lender, system_call, layout, error
-) -> None:
+async def test_a_disk_that_errs_is_not_taken_for_a_lost_one(open_tier, lender, system_call, layout, error) -> None:
     tier = await open_tier(layout=layout)
     await lender.keep(tier, keys_of(2))
     before, by_name = tier._lives.now, lambda name, *_, **__: not isinstance(name, int)
@@ -176,9 +157,7 @@ async def test_a_disk_that_errs_is_not_taken_for_one_that_is_gone(
     assert tier._lives.now is before
 
 
-async def test_a_deletion_that_fails_on_what_was_never_stored_takes_nothing_off(
-    open_tier, lender, root, system_call
-) -> None:
+async def test_a_failed_deletion_of_what_is_not_there_takes_nothing_off(open_tier, lender, root, system_call) -> None:
     tier = await open_tier()
     await lender.keep(tier, keys_of(1))
     unlink = system_call(
@@ -201,13 +180,15 @@ async def test_folders_that_a_failed_store_has_made_go(open_tier, lender, root, 
 
 
 def test_a_file_is_proved_absent_though_its_folder_is_made_between_two_calls(tmp_path, monkeypatch) -> None:
+    opened = below.open_folder
+
     def open_folder(root_fd: int, name: str) -> int:
         try:
-            return below.open_folder(root_fd, name)
+            return opened(root_fd, name)
         finally:
             (tmp_path / "folder").mkdir(exist_ok=True)
 
-    monkeypatch.setattr(remains, "open_folder", open_folder)
+    monkeypatch.setattr(below, "open_folder", open_folder)
     root_fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         assert remains.is_absent(root_fd, "folder/chunk")

@@ -60,9 +60,7 @@ async def test_nothing_of_a_row_is_on_the_disk(stored_with, lender, root) -> Non
     assert not in_rows & on_disk
 
 
-async def test_without_the_key_chunks_are_misses_and_with_it_they_are_there_again(
-    stored_with, open_with, lender, root
-) -> None:
+async def test_without_the_key_chunks_are_misses_and_with_it_hits_again(stored_with, open_with, lender, root) -> None:
     await stored_with(OLD)
     before = contents(root)
     other = await open_with(NEW)
@@ -85,9 +83,7 @@ async def test_keys_are_rotated_without_losing_a_chunk(stored_with, open_with, l
 
 
 @pytest.mark.parametrize(("first", "second"), [((), (NEW,)), ((NEW,), ())], ids=["plain first", "sealed first"])
-async def test_what_was_stored_with_the_other_kind_of_seal_is_a_miss_until_it_is_stored_again(
-    stored_with, open_with, lender, root, first, second
-) -> None:
+async def test_a_chunk_of_another_seal_is_a_miss(stored_with, open_with, lender, root, first, second) -> None:
     await stored_with(*first)
     before = contents(root)
     tier = await open_with(*second)
@@ -98,9 +94,7 @@ async def test_what_was_stored_with_the_other_kind_of_seal_is_a_miss_until_it_is
     assert await lender.recall(tier, KEYS) == whole(KEYS, 1)
 
 
-async def test_what_is_left_alone_takes_its_room_and_goes_when_that_is_wanted(
-    stored_with, open_with, lender, root
-) -> None:
+async def test_what_is_left_alone_takes_room_until_that_is_wanted(stored_with, open_with, lender, root) -> None:
     await stored_with(OLD, keys=keys_of(30))
     tier = await open_with(NEW)
     await scanned(tier)
@@ -148,7 +142,6 @@ async def test_a_seal_of_a_later_version_is_a_miss_and_left_alone(open_with, len
 
 
 async def test_what_vllm_looks_for_is_never_encrypted(stored_with, root, mapper) -> None:
-    """It reads a row's length from a file of its own name, and believes it."""
     await stored_with(NEW)
     assert not (root / mapper.chunks_folder).exists()
     with pytest.raises(ConfigError, match=r"^naming: 'vllm' given, 'flat' accepted with seal = 'aes-256-gcm'"):
@@ -167,9 +160,7 @@ async def test_a_row_without_a_footer_is_never_accepted_by_who_has_keys(open_wit
     assert tier.counters().unverified_refused == 1
 
 
-async def test_keys_that_are_not_there_are_a_mistake_of_the_configuration_and_leave_nothing(
-    open_tier, root, monkeypatch, layout
-) -> None:
+async def test_missing_keys_are_refused_and_leave_nothing(open_tier, root, monkeypatch, layout) -> None:
     monkeypatch.delenv(SECRETS, raising=False)
     with pytest.raises(ConfigError, match=r"^seal_key_env: the environment has no variable"):
         await open_tier(layout=layout, **SEALED)

@@ -1,6 +1,5 @@
-"""What is not the tier's own takes no room of its, and is left alone: strangers' files, neighbours, other layouts."""
+"""What is not the tier's own takes no room of its, and is left alone: strangers' files and neighbours."""
 
-import logging
 import os
 
 import pytest
@@ -9,12 +8,15 @@ from kvtier.backend.contract import TierContext
 from kvtier.backend.namespace import FileMapper, Namespace
 from kvtier.testing.conformance.lender import key_of, keys_of
 from kvtier_backends.fs import FsBackend, FsOptions
-from kvtier_backends.fs.disk.owner import OWNER
 from tests.fs.conftest import DEADLINE_S, ROW_BYTES, scanned, whole
 
 CAPACITY_BYTES = 1 << 20
-FILES, FLAT, SEGMENTS = {"layout": "files"}, {"layout": "files", "naming": "flat"}, {"layout": "segments"}
-WAYS = {"vllm": FILES, "flat": FLAT, "shared": {"shared": True}, "segments": SEGMENTS}
+WAYS = {
+    "vllm": {"layout": "files"},
+    "flat": {"naming": "flat"},
+    "shared": {"shared": True},
+    "segments": {"layout": "segments"},
+}
 STRANGERS = ("{chunks}/README", "{chunks}/abc/README", "{folder}/backup.tar", "{folder}/backup/a/b")
 LEFTOVERS = ("{chunks}/.00000000-1-1-1.tmp", "{folder}/index_r7")  # Named as the tier names its own.
 CHUNK_NAMES = {
@@ -28,7 +30,6 @@ CHUNK_NAMES = {
 @pytest.mark.parametrize("holes", [True, False], ids=["of holes", "of bytes"])
 @pytest.mark.parametrize("way", WAYS)
 async def test_strangers_files_cost_no_chunk(open_tier, stored, lender, root, mapper, way, holes) -> None:
-    """Also of holes under a chunk's own name, where they cost no other."""
     options = {"capacity_bytes": CAPACITY_BYTES, **WAYS[way]}
     await stored(keys_of(8), **options)
     chunks = mapper.chunks_folder + {"flat": "_flat", "segments": "_segments"}.get(way, "")
@@ -45,44 +46,7 @@ async def test_strangers_files_cost_no_chunk(open_tier, stored, lender, root, ma
     assert tier.counters().evicted == 0
 
 
-def warnings(caplog) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-
-
-@pytest.mark.parametrize(
-    ("before", "now", "remedy"),
-    [
-        (FILES, SEGMENTS, 'layout = "files"'),
-        (FLAT, SEGMENTS, 'layout = "files" and naming = "flat"'),
-        (SEGMENTS, FILES, 'layout = "segments"'),
-        (FLAT, FILES, 'layout = "files" and naming = "flat"'),
-        (FILES, FLAT, 'layout = "files"'),
-    ],
-)
-async def test_who_changes_the_layout_hears_of_what_lies_there_in_the_old_one(
-    open_tier, stored, root, mapper, caplog, before, now, remedy
-) -> None:
-    await stored([key_of(1)], **before)
-    (chunks,) = (name for name in os.listdir(root) if name not in (mapper.folder, OWNER))
-    caplog.clear()
-    await open_tier(**now)
-    (said,) = warnings(caplog)
-    for part in (f"{root}/{chunks} ", remedy, f"--namespace {chunks}"):
-        assert part in said
-
-
-@pytest.mark.parametrize("now", [FILES, FLAT, SEGMENTS])
-async def test_other_models_and_empty_folders_are_no_news(open_tier, stored, root, mapper, caplog, now) -> None:
-    for options in (FILES, FLAT, SEGMENTS):  # Each leaves a folder without a chunk.
-        await stored([], **options)
-    (root / f"other_{'0' * 12}_r0" / "000").mkdir(parents=True)
-    (root / mapper.chunks_folder.replace("_r0", "_r1") / "000").mkdir(parents=True)
-    await open_tier(**now)
-    assert warnings(caplog) == []
-
-
 async def test_neighbours_are_left_alone(open_tier, stored, lender, root) -> None:
-    """Another model, another rank, and the same facts under flat names."""
     await stored([key_of(0)])
     neighbours = [
         (Namespace(model_name="other"), "vllm"),

@@ -3,7 +3,6 @@
 On memory's file system, which keeps any time; on a disk, the kernel brings most of these within its own limits.
 """
 
-import asyncio
 import os
 import tempfile
 import time
@@ -16,7 +15,7 @@ from kvtier.testing.conformance.lender import key_of, keys_of
 from kvtier_backends.fs.directory import FilesDirectory
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, read_footer, write_footer
 from kvtier_backends.fs.files.index import FileEntry, FileIndex
-from tests.fs.conftest import DEADLINE_S, ROW_BYTES, SLOT_BYTES, scanned, segments, until, whole
+from tests.fs.conftest import DEADLINE_S, ROW_BYTES, SLOT_BYTES, scanned, segments, until, until_probed, whole
 
 FAR_S = 16_725_225_600  # The year 2500.
 ODD_TIMES_S = [-1, -(1 << 33), 0, FAR_S, 1 << 40]  # The last takes more than 64 bits of ns.
@@ -33,9 +32,7 @@ def date(path: Path, time_s: int) -> None:
 
 
 @pytest.mark.parametrize("time_s", ODD_TIMES_S)
-async def test_a_file_of_any_date_is_a_chunk_like_any_other(
-    open_tier, stored, lender, place_of, layout, time_s
-) -> None:
+async def test_a_file_of_any_date_is_a_chunk_like_others(open_tier, stored, lender, place_of, layout, time_s) -> None:
     await stored(keys_of(3), layout=layout)
     for _ in range(2):
         date(place_of(key_of(1)).path, time_s)
@@ -59,7 +56,6 @@ async def test_a_file_from_before_1970_goes_first(open_tier, stored, lender, pat
 
 
 async def test_a_file_from_the_future_was_used_when_it_was_first_seen(open_tier, stored, lender, path_of) -> None:
-    """And its time says so from then on, or every start would take it for the newest."""
     await stored(keys_of(2))
     date(path_of(key_of(0)), FAR_S)
     tier = await open_tier()
@@ -98,23 +94,17 @@ def renumber(place_of):
 
 
 @pytest.mark.parametrize("sequence", [(1 << 64) - 1, 1 << 63, 7_258_118_400 * 10**9])
-async def test_a_slot_numbered_in_the_future_costs_nothing_but_itself(
-    open_tier, stored, lender, renumber, sequence
-) -> None:
+async def test_a_slot_numbered_in_the_future_costs_only_itself(open_tier, stored, lender, renumber, sequence) -> None:
     """What is stored later is used now, and expires: a number that orders chunks is no time."""
     await stored(keys_of(3), layout="segments", checkpoint_s=0)
     renumber(key_of(1), sequence)
     tier = await open_tier(layout="segments", checkpoint_s=0, ttl_s=0.1)
     await scanned(tier)
     await lender.keep(tier, keys_of(2, start=5))
-    async with asyncio.timeout(DEADLINE_S):
-        while any(await tier.probe(keys_of(8))):
-            await asyncio.sleep(0.01)
+    await until_probed(tier, keys_of(8), there=False)
 
 
-async def test_what_people_see_of_a_file_from_the_future_is_no_later_than_now(
-    stored, path_of, renumber, root, layout
-) -> None:
+async def test_commands_see_a_file_from_the_future_no_later_than_now(stored, path_of, renumber, root, layout) -> None:
     await stored(keys_of(1), layout=layout)
     if segments(root):
         renumber(key_of(0), (1 << 64) - 1)

@@ -5,6 +5,7 @@ import errno
 import os
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,17 +18,9 @@ UNIT_BYTES = 1_000
 DAY_BYTES = 3_200_000
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_ns = 1_800_000_000 * 10**9
-
-    def __call__(self) -> int:
-        return self.now_ns
-
-
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> SimpleNamespace:
+    return SimpleNamespace(now_ns=1_800_000_000 * 10**9)
 
 
 @pytest.fixture
@@ -37,7 +30,7 @@ async def open_budget(tmp_path, clock):
     opened: list[DiskWriteBudget] = []
 
     def open_budget(bytes_per_day: int = DAY_BYTES) -> DiskWriteBudget:
-        opened.append(DiskWriteBudget(fd, "budget", bytes_per_day, UNIT_BYTES, clock, lanes))
+        opened.append(DiskWriteBudget(fd, "budget", bytes_per_day, UNIT_BYTES, lambda: clock.now_ns, lanes))
         return opened[-1]
 
     yield open_budget
@@ -66,7 +59,6 @@ async def test_only_whole_chunks_are_allowed(open_budget) -> None:
 
 
 async def test_no_day_sees_more_than_its_bytes(open_budget, clock) -> None:
-    """Through closings, kills, a clock that jumps back, and pauses of every length."""
     dice = random.Random(7)
     written: list[tuple[int, int]] = []
     passed_ns = 0
@@ -127,9 +119,7 @@ async def test_beyond_a_days_write_budget_nothing_is_stored_and_everything_loads
 
 
 @pytest.mark.parametrize("disk", ["fails", "hangs"])
-async def test_a_write_budget_is_given_back_beside_the_loop_and_keeps_no_tier_from_closing(
-    open_tier, lender, system_call, layout, disk
-) -> None:
+async def test_giving_a_budget_back_keeps_no_tier_from_closing(open_tier, lender, system_call, layout, disk) -> None:
     tier = await open_tier(layout=layout, write_budget_bytes_per_day="1MiB")
     await lender.keep(tier, keys_of(1))
     giving_back = system_call("pwrite", **({"error": errno.EIO} if disk == "fails" else {"sticks": True}))

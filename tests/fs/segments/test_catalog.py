@@ -1,8 +1,10 @@
 """The catalog and the disk's footers say the same, whatever is stored, deleted, evicted and cut short at any moment."""
 
 from contextlib import AbstractContextManager
+from itertools import takewhile
 
 import numpy as np
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -199,53 +201,32 @@ class CatalogMachine(RuleBasedStateMachine):
 TestCatalog = CatalogMachine.TestCase
 
 
-class FreeSlotsMachine(RuleBasedStateMachine):
-    """Runs beside a set of numbers: those of some files' slots."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.free, self.model, self.taken = FreeSlots(), set[int](), set(range(5 * FILE_SLOTS))
-        self.dropped = set[int]()
-
-    @precondition(lambda self: self.taken)
-    @rule(data=st.data())
-    def add(self, data: st.DataObject) -> None:
-        first = data.draw(st.sampled_from(sorted(self.taken)))
-        count = 1
-        while (first + count) % FILE_SLOTS and first + count in self.taken and data.draw(st.booleans()):
-            count += 1
-        self.free.add(first, count)
-        self.model |= set(range(first, first + count)) - self.dropped
-        self.taken -= set(range(first, first + count))
-
-    @rule(count=st.integers(0, 12))
-    def take(self, count: int) -> None:
-        longest = self.longest()
-        taken = self.free.take(count)
-        assert len(taken) == min(count, len(self.model))
-        assert len(set(taken)) == len(taken)
-        assert set(taken) <= self.model
-        if count <= longest:
-            assert taken == list(range(taken[0], taken[0] + count)) if taken else count == 0 or not longest
-        self.model -= set(taken)
-        self.taken |= set(taken)
-
-    @rule(file=st.integers(0, 4))
-    def drop(self, file: int) -> None:
-        slots = set(range(file * FILE_SLOTS, (file + 1) * FILE_SLOTS))
-        self.free.drop(file * FILE_SLOTS, FILE_SLOTS)
-        self.model -= slots
-        self.dropped |= slots
-
-    def longest(self) -> int:
-        return max((next(n for n in range(1, 42) if slot + n not in self.model) for slot in self.model), default=0)
-
-    @invariant()
-    def they_are_as_many(self) -> None:
-        assert self.free.count == len(self.model)
-
-
-TestFreeSlots = FreeSlotsMachine.TestCase
+@given(st.lists(st.tuples(st.sampled_from(["add", "take", "drop"]), st.integers(0, 39), st.integers(1, 12))))
+def test_free_slots_are_a_set_that_is_given_out_in_runs(steps) -> None:
+    """Five files of eight slots; what belongs to a dropped one is never given out again."""
+    free, model, taken, dropped = FreeSlots(), set[int](), set(range(40)), set[int]()
+    for step, at, count in steps:
+        file = range(at // FILE_SLOTS * FILE_SLOTS, at // FILE_SLOTS * FILE_SLOTS + FILE_SLOTS)
+        match step:
+            case "add":
+                run = list(takewhile(taken.__contains__, range(at, min(at + count, file.stop))))
+                if run:
+                    free.add(at, len(run))
+                taken -= set(run)
+                model |= set(run) - dropped
+            case "take":
+                longest = max((next(n for n in range(1, 42) if slot + n not in model) for slot in model), default=0)
+                got = free.take(count)
+                assert len(got) == len(set(got)) == min(count, len(model))
+                assert set(got) <= model
+                assert count > longest or got == list(range(got[0], got[0] + count))
+                model -= set(got)
+                taken |= set(got)
+            case _:
+                free.drop(file.start, FILE_SLOTS)
+                model -= set(file)
+                dropped |= set(file)
+        assert free.count == len(model)
 
 
 def held(catalog: Catalog, count: int) -> list[OffloadKey]:
@@ -260,7 +241,6 @@ def held(catalog: Catalog, count: int) -> list[OffloadKey]:
 
 
 def test_what_a_call_is_at_does_not_go() -> None:
-    """And if its former slot is outdated, it costs that slot only."""
     catalog = Catalog(None)
     keys = held(catalog, 3)
     with catalog.in_use([keys[0], keys[0], keys[1]]):
@@ -278,7 +258,6 @@ def test_what_a_call_is_at_does_not_go() -> None:
 
 
 def test_nothing_goes_before_every_footer_was_seen() -> None:
-    """An older chunk of the same key may lie where nobody has looked yet."""
     catalog = Catalog(None)
     catalog.add(2)
     catalog.found(SlotEntry(key_of(0), 0, 5, 5))
@@ -297,7 +276,6 @@ def test_sequence_numbers_rise_whatever_the_clock_does() -> None:
 
 
 def test_slots_that_are_being_wiped_are_unsettled() -> None:
-    """Their segment may not go, nor be trusted by the next start, though nobody knows what is in them."""
     catalog = Catalog(None)
     catalog.add(3)
     catalog.outdated.retire(1, None)
@@ -314,7 +292,6 @@ def test_slots_that_are_being_wiped_are_unsettled() -> None:
 
 
 def test_what_a_failed_store_may_have_left_is_waited_for() -> None:
-    """Else its key comes back after a delete. What had gone for room in the same slot may be there still."""
     catalog = Catalog(None)
     (old,) = held(catalog, 1)
     (slot,) = catalog.evict(1, ())

@@ -11,7 +11,6 @@ from array import array
 from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -26,7 +25,7 @@ from kvtier_backends.fs.layout import Counters
 from kvtier_backends.fs.segments import checkpoint as checkpoint_module
 from kvtier_backends.fs.segments.catalog import Snapshot
 from kvtier_backends.fs.segments.checkpoint import KEY_BYTES_MAX, SlotCheckpoint
-from tests.fs.conftest import DEADLINE_S, ROW_BYTES, scanned, segments, whole
+from tests.fs.conftest import DEADLINE_S, ROW_BYTES, scanned, segments, until_probed, whole
 
 KEYS = make_offload_key(b"abc", 1), make_offload_key(b"longer", 2)
 USED_AT_NS = 1_700_000_000_000_000_001, 1_700_000_000_000_000_000
@@ -73,7 +72,7 @@ def snapshot(keys: Iterable[OffloadKey]) -> Snapshot:
 
 def keys_in(checkpoint: SlotCheckpoint) -> list[OffloadKey] | None:
     memory = checkpoint.read()
-    return memory and memory.chunks.keys(np.arange(len(memory.chunks.slots)))
+    return memory and checkpoint_module.keys_of(memory.chunks)
 
 
 def with_checksum(content: bytes) -> bytes:
@@ -87,7 +86,8 @@ def test_a_checkpoint_is_what_was_published(checkpoint, path) -> None:
     assert memory.same_boot
     assert memory.segments == [("x/00000001.seg", 0, 2, 1_699_999_999_000_000_000), ("x/00000002.seg", 2, 1, 0)]
     assert keys_in(checkpoint) == list(KEYS)
-    assert [column.tolist() for column in memory.chunks[:3]] == [[0, 2], [7, 9], list(USED_AT_NS)]
+    columns = [memory.chunks[name].tolist() for name in ("slot", "sequence", "used_at_ns")]
+    assert columns == [[0, 2], [7, 9], list(USED_AT_NS)]
     path.unlink()
     times = array("q", [USED_AT_NS[0], 0, USED_AT_NS[1]])
     checkpoint.write(memory.segments, Snapshot([KEYS[0], None, KEYS[1]], array("Q", [7, 0, 9]), times, frozenset()))
@@ -123,9 +123,7 @@ def test_a_damaged_checkpoint_is_ignored(checkpoint, path, data) -> None:
     assert checkpoint.read() is None
 
 
-def test_a_checkpoint_of_another_version_layout_or_row_length_is_ignored(
-    folder, checkpoint, mapper, path, counters
-) -> None:
+def test_a_checkpoint_of_another_version_or_namespace_is_ignored(folder, checkpoint, mapper, path, counters) -> None:
     checkpoint.write([], snapshot(keys_of(1)))
     other = FileMapper(Namespace(model_name="org/model", layout="LBHNC"))
     assert SlotCheckpoint(folder, other, counters, ROW_BYTES).read() is None
@@ -140,7 +138,6 @@ def test_a_checkpoint_of_another_version_layout_or_row_length_is_ignored(
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS, errno.EIO])
 def test_a_checkpoint_that_cannot_be_written_leaves_the_last(checkpoint, counters, system_call, error) -> None:
-    """As one does whose writer is killed."""
     checkpoint.write([], snapshot(keys_of(1)))
     system_call("rename", error=error)
     checkpoint.write([], snapshot([]))
@@ -148,10 +145,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_last(checkpoint, counter
     assert (counters.totals().checkpoints_written, counters.totals().checkpoints_failed) == (1, 1)
 
 
-async def test_chunks_beyond_the_limit_of_a_checkpoint_are_found_by_the_scan(
-    open_tier, stored, lender, path, monkeypatch
-) -> None:
-    """Nor is it longer than the next start reads."""
+async def test_chunks_beyond_a_checkpoints_limit_are_scanned(open_tier, stored, lender, path, monkeypatch) -> None:
     monkeypatch.setattr(checkpoint_module, "BYTES_MAX", 2_000)
     await stored(keys_of(40), **SEGMENTS)
     assert 1_000 < path.stat().st_size <= 2_000
@@ -236,7 +230,6 @@ def touch(root: Path) -> None:
 
 @pytest.mark.parametrize("checkpoint_s", [0, 1_800])
 async def test_a_restart_knows_every_chunk_and_no_other(open_tier, lender, path, checkpoint_s) -> None:
-    """Also of what was written since the checkpoint: it is then from before, as after a kill."""
     first, keys = await open_tier(**SEGMENTS), keys_of(40)
     await lender.keep(first, keys)
     await first.aclose(DEADLINE_S)
@@ -255,7 +248,7 @@ async def test_a_restart_knows_every_chunk_and_no_other(open_tier, lender, path,
     assert tier.counters().checkpoint_chunks == (40 if checkpoint_s else 0)
 
 
-async def test_all_that_the_checkpoint_names_is_a_hit_before_one_footer_was_read(
+async def test_a_checkpoints_chunks_are_hits_before_footers_are_read(
     open_tier, untrusted, lender, stop_the_walk
 ) -> None:
     await untrusted(40)
@@ -281,7 +274,6 @@ async def test_all_that_the_checkpoint_names_is_a_hit_before_one_footer_was_read
 async def test_a_candidate_that_is_not_there_is_a_miss_and_no_fault(
     open_tier, untrusted, lender, root, place_of, stop_the_walk, at, damage, afterwards
 ) -> None:
-    """Only the footer, once it has been read, makes a fault of it."""
     await untrusted(3)
     place_of(key_of(1)).overwrite(at, damage)
     touch(root)
@@ -295,9 +287,7 @@ async def test_a_candidate_that_is_not_there_is_a_miss_and_no_fault(
     assert await lender.recall(tier, keys_of(3)) == [label(key_of(0)), afterwards, label(key_of(2))]
 
 
-async def test_what_was_written_over_a_candidate_is_kept_whatever_comes_meanwhile(
-    open_tier, untrusted, lender, path, stop_the_walk
-) -> None:
+async def test_what_was_written_over_a_candidate_is_kept(open_tier, untrusted, lender, path, stop_the_walk) -> None:
     """Neither a store of the candidate's key nor a failed load of it touches a slot that nobody has looked at."""
     old, new = await untrusted(4), keys_of(4, start=10)
     second = await open_tier(**SEGMENTS)
@@ -311,14 +301,11 @@ async def test_what_was_written_over_a_candidate_is_kept_whatever_comes_meanwhil
     await lender.keep(tier, keys_of(3), version=1)
     walk.let_go()
     assert await scanned(tier) >= set(new)
-    async with asyncio.timeout(DEADLINE_S):
-        while (await tier.probe([key_of(3)]))[0]:
-            await asyncio.sleep(0.001)
+    await until_probed(tier, [key_of(3)], there=False)
     assert await lender.recall(tier, [*keys_of(4), *new]) == [*whole(keys_of(3), 1), "ChunkMissing", *whole(new)]
 
 
 async def test_a_segment_that_went_after_the_checkpoint_has_no_candidates(open_tier, untrusted, lender, root) -> None:
-    """Nor has one of another tier that has its name by now."""
     await untrusted(4)
     (segment,) = segments(root)
     segment.write_bytes(b"\x89kvtseg\n" + bytes(segment.stat().st_size - 8))
@@ -337,6 +324,4 @@ async def test_candidates_of_a_segment_that_cannot_be_read_are_taken_back(open_t
     await walk.wait_entered()
     walk.let_go()
     await scanned(tier, complete=False)
-    async with asyncio.timeout(DEADLINE_S):
-        while any(await tier.probe(keys_of(4))):
-            await asyncio.sleep(0.001)
+    await until_probed(tier, keys_of(4), there=False)

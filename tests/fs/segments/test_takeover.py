@@ -1,6 +1,5 @@
 """A replaced runner takes over its predecessor's segments once the kernel has released their locks."""
 
-import asyncio
 import errno
 import fcntl
 import os
@@ -14,7 +13,16 @@ from kvtier.testing.conformance.lender import keys_of, label
 from kvtier_backends.fs import FsBackend, FsOptions
 from kvtier_backends.fs.segments import recovery
 from kvtier_backends.fs.segments.folder import SegmentFolder
-from tests.fs.conftest import DEADLINE_S, FOOTER_BYTES, ROW_BYTES, segments, taken_bytes, until_stored, whole
+from tests.fs.conftest import (
+    DEADLINE_S,
+    FOOTER_BYTES,
+    ROW_BYTES,
+    segments,
+    taken_bytes,
+    until_probed,
+    until_stored,
+    whole,
+)
 
 ENGINE = EngineId(os.getpid(), 7)
 CAPACITY_BYTES = 1 << 20
@@ -62,7 +70,6 @@ async def test_a_replaced_runner_stores_again_once_its_predecessor_is_dead(launc
 
 
 async def test_a_segment_is_taken_over_as_its_footers_say(open_tier, stored, lender, root, place_of) -> None:
-    """A chunk that was deleted or stored again meanwhile does not come back; a wiped slot is free."""
     kept, deleted, again, wiped = keys = keys_of(4)
     await stored(keys, layout="segments")
     (segment,) = segments(root)
@@ -73,9 +80,7 @@ async def test_a_segment_is_taken_over_as_its_footers_say(open_tier, stored, len
         await second.delete([deleted])
         place_of(wiped).overwrite(ROW_BYTES, bytes(FOOTER_BYTES))
         assert await lender.recall(second, [kept]) == [label(kept)]
-    async with asyncio.timeout(DEADLINE_S):
-        while (await second.probe([wiped]))[0]:
-            await asyncio.sleep(0.02)
+    await until_probed(second, [wiped], there=False)
     expected = [label(kept), "ChunkMissing", label(again, 1), "ChunkMissing"]
     assert await lender.recall(second, keys) == expected
     await second.aclose(DEADLINE_S)
@@ -84,9 +89,7 @@ async def test_a_segment_is_taken_over_as_its_footers_say(open_tier, stored, len
     assert third.counters().corrupt == {}
 
 
-async def test_a_segment_that_could_not_be_opened_at_the_start_is_read_once_it_can_be(
-    open_tier, stored, lender, monkeypatch
-) -> None:
+async def test_a_segment_that_cannot_be_opened_is_read_once_it_can(open_tier, stored, lender, monkeypatch) -> None:
     keys = keys_of(20)
     await stored(keys, layout="segments")
 
@@ -98,9 +101,7 @@ async def test_a_segment_that_could_not_be_opened_at_the_start_is_read_once_it_c
         erring.setattr(SegmentFolder, "unopened_bytes", fails)
         tier = await open_tier(layout="segments")
         assert list(await tier.probe(keys)) == [False] * 20
-    async with asyncio.timeout(DEADLINE_S):
-        while not all(await tier.probe(keys)):
-            await asyncio.sleep(0.02)
+    await until_probed(tier, keys, there=True)
     assert await lender.recall(tier, keys) == whole(keys)
     await tier.aclose(DEADLINE_S)
     assert await lender.recall(await open_tier(layout="segments"), keys) == whole(keys)

@@ -11,33 +11,26 @@ import fcntl
 import os
 import stat
 import struct
+from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from types import TracebackType
+from typing import TypeVar
 
 from kvtier.errors import ConfigError
+
+T = TypeVar("T")
 
 NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK  # A pipe or a device opens at once, or fails; a regular file does not care.
 AHEAD_NS = 3_600_000_000_000  # As much as an hour, two machines' clocks may differ.
 
-_OPENAT2 = 437  # On every machine. Linux has it since 5.6; some containers refuse it.
+_OPENAT2 = 437  # On every machine.
 _BENEATH = 0x08 | 0x04  # RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS
-_NO_CALL = {errno.ENOSYS, errno.EPERM}  # The answers of an older kernel, and of a container.
 FILE_MODE = 0o644
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW  # To reach what is in it.
 
 _syscall = ctypes.CDLL(None, use_errno=True).syscall  # Without `argtypes`, which cost a microsecond a call.
 
-
-class _Hows(dict[int, bytes]):
-    """By flags, struct open_how of linux/openat2.h: flags, mode, resolve. Made once, since each load needs one."""
-
-    def __missing__(self, flags: int) -> bytes:
-        mode = FILE_MODE if flags & os.O_CREAT else 0
-        self[flags] = how = struct.pack("=QQQ", flags | os.O_CLOEXEC, mode, _BENEATH)
-        return how
-
-
-_hows = _Hows()
 
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
@@ -76,20 +69,13 @@ class Reached:
 
 
 def open_below(root_fd: int, name: str, flags: int, kind: int | None = stat.S_IFREG) -> int:
-    """Open what has this name, if no part of it is a link. `kind`: the kind that is expected; None: any.
+    """Open a name that has no link in any part; `kind`: the kind that is expected, None: any.
 
-    Raises `ForeignError` instead of the `OSError` of `os.open` if the reason is another kind, there or on the way.
+    Raises `ForeignError` instead of `os.open`'s `OSError` if the reason is another kind, there or on the way.
     """
     flags |= os.O_NOFOLLOW
     try:
-        if "/" not in name:
-            return os.open(name, flags, FILE_MODE, dir_fd=root_fd)
-        try:
-            return open_beneath(root_fd, name, flags)
-        except OSError as error:
-            if error.errno not in _NO_CALL:
-                raise
-        return open_by_parts(root_fd, name, flags)
+        return _opened(root_fd, name, flags)
     except (FileNotFoundError, FileExistsError):
         raise
     except OSError:
@@ -97,34 +83,30 @@ def open_below(root_fd: int, name: str, flags: int, kind: int | None = stat.S_IF
         raise
 
 
+def _opened(root_fd: int, name: str, flags: int) -> int:
+    return open_beneath(root_fd, name, flags) if "/" in name else os.open(name, flags, FILE_MODE, dir_fd=root_fd)
+
+
 def open_beneath(root_fd: int, name: str, flags: int) -> int:
-    """Open a name of several parts in one call. Raises OSError of ENOSYS or EPERM where there is no such call."""
     path = name.encode("utf-8", "surrogateescape")
     while True:
-        fd: int = _syscall(_OPENAT2, root_fd, path, _hows[flags], 24)
+        fd: int = _syscall(_OPENAT2, root_fd, path, _how(flags), 24)
         if fd >= 0:
             return fd
         if (number := ctypes.get_errno()) != errno.EINTR:
             raise OSError(number, os.strerror(number), name)
 
 
-def open_by_parts(root_fd: int, name: str, flags: int) -> int:
-    """Open it folder by folder, on any kernel. Raises what `open_beneath` does."""
-    *folders, base = filter(None, name.split("/")) if "/" in name else [name]
-    opened = [root_fd]
-    try:
-        for folder in folders:
-            opened.append(os.open(folder, _FOLDER, dir_fd=opened[-1]))
-        return os.open(base, flags, FILE_MODE, dir_fd=opened[-1])
-    finally:
-        for fd in opened[1:]:
-            os.close(fd)
+@cache
+def _how(flags: int) -> bytes:
+    """Return struct open_how of linux/openat2.h: flags, mode, resolve."""
+    return struct.pack("=QQQ", flags | os.O_CLOEXEC, FILE_MODE if flags & os.O_CREAT else 0, _BENEATH)
 
 
 def open_file(root_fd: int, name: str, flags: int = os.O_RDONLY) -> int:
-    """Open a regular file. A file for writing must have no second name, which might be another program's.
+    """Open a regular file: to write, one without a second name, which might be another program's.
 
-    Raises `ForeignError` for anything else that lies there, and what `os.open` does.
+    Raises `ForeignError` for anything else, and what `os.open` does.
     """
     fd = open_below(root_fd, name, flags | NO_LINK)
     try:
@@ -143,18 +125,11 @@ def open_folder(root_fd: int, name: str) -> int:
     return open_below(root_fd, name, os.O_RDONLY | os.O_DIRECTORY, stat.S_IFDIR)
 
 
-def list_folder(root_fd: int, name: str) -> list[str]:
+def with_folder(root_fd: int, name: str, call: Callable[[int], T]) -> T:
+    """Return the result of a call on a folder's descriptor, such as `os.listdir` or `os.fsync`."""
     fd = open_folder(root_fd, name)
     try:
-        return os.listdir(fd)
-    finally:
-        os.close(fd)
-
-
-def sync_folder(root_fd: int, name: str) -> None:
-    fd = open_folder(root_fd, name)
-    try:
-        os.fsync(fd)
+        return call(fd)
     finally:
         os.close(fd)
 
@@ -234,40 +209,31 @@ def unlock_file(fd: int) -> None:
 def refuse_others(root_fd: int, name: str, kind: int | None) -> None:
     """Raise `ForeignError` if something of another kind lies there, or anything but folders on the way."""
     parts = [part for part in name.split("/") if part]
-    for count in range(1, len(parts)):
-        _refuse_others(root_fd, "/".join(parts[:count]), stat.S_IFDIR)
-    if kind is not None:
-        _refuse_others(root_fd, name, kind)
-
-
-def _refuse_others(root_fd: int, name: str, kind: int) -> None:
-    try:
-        fd = open_by_parts(root_fd, name, os.O_PATH | os.O_NOFOLLOW)
-    except OSError:
-        return  # There is none, or no telling.
-    try:
-        _check(os.fstat(fd), name, kind)
-    finally:
-        os.close(fd)
+    for count in range(1, len(parts) + (kind is not None)):
+        path, expected = "/".join(parts[:count]), stat.S_IFDIR if count < len(parts) else kind
+        try:
+            fd = _opened(root_fd, path, os.O_PATH | os.O_NOFOLLOW)
+        except OSError:
+            continue  # There is none, or no telling.
+        try:
+            _check(os.fstat(fd), path, expected)
+        finally:
+            os.close(fd)
 
 
 def refused(root: str, error: ForeignError) -> ConfigError:
-    """Return the message for the user who has named this root."""
     return ConfigError(
         f"root: {root!r} given, a directory with nothing else in the place of a tier's files accepted: {error.strerror}"
     )
 
 
-def _check(status: os.stat_result, name: str, kind: int) -> None:
+def _check(status: os.stat_result, name: str, kind: int | None) -> None:
     found = stat.S_IFMT(status.st_mode)
-    if found != kind:
+    if kind not in (None, found):
         code = errno.ELOOP if found == stat.S_IFLNK else errno.EINVAL
         raise ForeignError(code, f"{name} is {_KINDS[found]}, {_KINDS[kind]} or nothing accepted; remove it")
 
 
 def believable_ns(time_ns: int, now_ns: int) -> int:
-    """Return a file's time as one that can be believed: not before 1970, and if it is far ahead, now.
-
-    Anybody may set a file's time, and a clock may have been wrong. Clocks of machines that share a directory differ.
-    """
+    """Return a file's time, which anybody may set, as one to believe: not before 1970, and now if it is far ahead."""
     return now_ns if time_ns > now_ns + AHEAD_NS else max(time_ns, 0)

@@ -26,10 +26,9 @@ FOLDERS_GROWN = 2  # and above these some that grow by a block, also where a new
 
 
 class Disk:
-    """The file system as a whole, as it was seen when it was last looked at. Any thread may look.
+    """The file system as a whole, as it was last looked at. Any thread may look.
 
-    A try shows how the file system counts a file's room. `statvfs` is not asked: a file server answers with the sizes
-    that it likes to send at once.
+    How it counts a file's room is tried: a file server answers `statvfs` with the sizes that it likes to send at once.
     """
 
     def __init__(self, fd: int) -> None:
@@ -68,9 +67,8 @@ def taken_bytes(status: os.stat_result, *, counts_blocks: bool) -> int:
 class FolderSizes:
     """The sizes of directories on the disk: on some file systems nothing, on others, at one a chunk, much.
 
-    Each folder is counted once, when a store or the scan notices that it is there or has grown. Only sizes other than a
-    new directory's are remembered, so that a million directories of one block each take no memory. Counts on behalf of
-    any thread.
+    Each is counted once, when a store or the scan notices it or its growth. Only sizes other than a new directory's are
+    remembered: a million directories of one block take no memory. Counts on behalf of any thread.
     """
 
     def __init__(self, new_bytes: int, *, shared: bool = False) -> None:
@@ -150,8 +148,7 @@ class FolderSizes:
     def not_removed(self, name: str, error: OSError, *, was_there: bool) -> None:
         """Record a failed removal of a directory: it may be gone all the same, or should go later.
 
-        `was_there`: just before, unless another lane or process has removed it. Then it counts no longer. It is asked
-        only about a directory that is not among the last that were made, looked at or removed.
+        `was_there`: it counted just before, unless it is among the last that were made, looked at or removed.
         """
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
             return
@@ -176,7 +173,6 @@ class FolderSizes:
                 self.used_bytes -= self._unlooked.pop(name, 0)
 
     def scan_ended(self) -> None:
-        """From now on every directory has been counted."""
         with self._lock:
             self._seen = None
 
@@ -214,7 +210,6 @@ def chunk_bytes_worst(file_bytes: int, block_bytes: int, folder_bytes: int) -> i
 
 
 def file_bytes_worst(file_bytes: int, block_bytes: int) -> int:
-    """Return the most that a file can take: as fragmented as can be."""
     blocks = -(-file_bytes // block_bytes)
     maps = 0 if blocks <= EXTENTS_INLINE else -(-blocks // EXTENTS_PER_BLOCK)
     return (blocks + maps) * block_bytes
@@ -263,7 +258,6 @@ class Capacity:
 
     @property
     def is_disk_scarcer(self) -> bool:
-        """Whether `min_free_bytes` leaves less room than the limit does."""
         left_bytes = self._disk.free_bytes - self._min_free_bytes
         used_bytes = self.used_bytes + self.unseen_bytes
         return self._min_free_bytes > 0 and (self.limit_bytes is None or left_bytes < self.limit_bytes - used_bytes)

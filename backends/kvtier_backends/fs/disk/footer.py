@@ -60,18 +60,12 @@ class ChunkFault(StrEnum):
     KEY = "key"  # Encrypted with a key that the tier was not given: left alone.
 
 
-class LeftAlone(NamedTuple):
-    """A fault that is no corruption: the chunk may be right for another kvtier engine."""
-
-    counter: str
-    why: str
-
-
 LEFT_ALONE = {
-    ChunkFault.VERSION: LeftAlone("other_version", "of a later format"),
-    ChunkFault.KIND: LeftAlone("sealed_kind", "sealed otherwise than this tier's option `seal` says"),
-    ChunkFault.KEY: LeftAlone("sealed_key", "sealed with a key that this tier was not given"),
+    ChunkFault.VERSION: ("other_version", "of a later format"),
+    ChunkFault.KIND: ("sealed_kind", "sealed otherwise than this tier's option `seal` says"),
+    ChunkFault.KEY: ("sealed_key", "sealed with a key that this tier was not given"),
 }
+"""Faults that are no corruption, each with its counter: the chunk may be right for another kvtier engine."""
 
 
 def failure(key: OffloadKey, error: OSError) -> ChunkError:
@@ -151,30 +145,6 @@ def judge_length(file_bytes: int, row_bytes: int) -> Whole | ChunkFault:
     return ChunkFault.TRUNCATED if file_bytes < row_bytes + FOOTER_BYTES else ChunkFault.OVERLONG
 
 
-def judge_chunk(payload: memoryview, page: memoryview, key: OffloadKey, fingerprint: bytes) -> ChunkFault | None:
-    """Compare a row and its footer with what was asked for; None: they are that, bit for bit."""
-    footer = judge_footer(page, key, fingerprint, len(payload))
-    if isinstance(footer, ChunkFault):
-        return footer
-    if footer.seal:
-        return ChunkFault.KIND
-    if footer.payload_checksum != payload_checksum(payload):
-        return ChunkFault.PAYLOAD
-    return None
-
-
-def judge_footer(page: memoryview, key: OffloadKey, fingerprint: bytes, row_bytes: int) -> Footer | ChunkFault:
-    """Read the footer of what was asked for, or say why it is not that."""
-    footer = read_footer(page)
-    if isinstance(footer, ChunkFault):
-        return footer
-    if footer.key != key:
-        return ChunkFault.SWAPPED
-    if footer.fingerprint != fingerprint or footer.payload_bytes != row_bytes:
-        return ChunkFault.NAMESPACE
-    return footer
-
-
 _FAULTS = {SealFault.LENGTH: ChunkFault.FOOTER, SealFault.FOREIGN: ChunkFault.FOOTER, SealFault.SEAL: ChunkFault.FOOTER}
 """What is wrong with a seal in a footer whose checksum is right; the others have one name here and there."""
 
@@ -182,10 +152,8 @@ _FAULTS = {SealFault.LENGTH: ChunkFault.FOOTER, SealFault.FOREIGN: ChunkFault.FO
 class Packing:
     """The bytes on the disk for a row: the row itself or its ciphertext, and a footer. For any thread.
 
-    A row is lent, and others may read it. So it is never encrypted in place: each chunk in flight takes one more buffer
-    of a row's length. The footer's checksum is of the ciphertext: that needs no key.
-
-    Each call has a buffer of at least `beside_bytes` to itself, beside the row; both are aligned by a page.
+    A row is lent, so it is encrypted into a buffer of at least `beside_bytes` that each call has beside it; both are
+    aligned by a page. The footer's checksum is of the ciphertext: that needs no key.
     """
 
     def __init__(self, fingerprint: bytes, row_bytes: int, seal: Seal | None = None) -> None:
@@ -212,18 +180,19 @@ class Packing:
         write_footer(page, Footer(key, self._row_bytes, checksum, self._fingerprint, sequence, seal))
 
     def judge(self, key: OffloadKey, row: memoryview, beside: memoryview) -> ChunkFault | None:
-        """Return the fault of the bytes in the places; None: the row is the chunk, bit for bit.
-
-        If something is wrong, the row is undefined.
-        """
-        if self._seal is None:
-            return judge_chunk(row, beside[:FOOTER_BYTES], key, self._fingerprint)
-        page = beside[self._row_bytes :][:FOOTER_BYTES]
-        footer = judge_footer(page, key, self._fingerprint, self._row_bytes)
+        """Return the fault of the bytes in the places: the row is undefined; None: it is the chunk, bit for bit."""
+        page = beside[self.beside_bytes - FOOTER_BYTES : self.beside_bytes]
+        footer = read_footer(page)
         if isinstance(footer, ChunkFault):
             return footer
-        if not footer.seal:
+        if footer.key != key:
+            return ChunkFault.SWAPPED
+        if footer.fingerprint != self._fingerprint or footer.payload_bytes != self._row_bytes:
+            return ChunkFault.NAMESPACE
+        if bool(footer.seal) == (self._seal is None):
             return ChunkFault.KIND
+        if self._seal is None:
+            return None if footer.payload_checksum == payload_checksum(row) else ChunkFault.PAYLOAD
         page[:SEAL_BYTES] = footer.seal  # Right behind the ciphertext, as the cipher wants its tag.
         fault = self._seal.open(key, row, beside[: self._seal.beside_bytes])
         return None if fault is None else _FAULTS.get(fault) or ChunkFault(fault.value)

@@ -29,10 +29,7 @@ PATIENCE_S = 1.0  # A lane waits no longer for another one, which may hang.
 
 
 class Pages:
-    """Aligned pages for footers, as direct I/O wants them: as many as there are transfers at once.
-
-    Any thread may borrow one.
-    """
+    """Aligned pages for footers, as direct I/O wants them: one for each transfer at once. Any thread may borrow one."""
 
     def __init__(self, count: int, page_bytes: int) -> None:
         """Map `count` pages of `page_bytes`, a multiple of the system's own page."""
@@ -62,7 +59,6 @@ class LoadsFirst:
 
     @property
     def slice_bytes(self) -> int:
-        """How much to write before the next look."""
         return SLICE_BYTES if self._left_s() else CALM_SLICE_BYTES
 
     @contextmanager
@@ -120,7 +116,6 @@ class FsLanes(NamedTuple):
         return self.load, self.store, self.scan, self.evict
 
     def let_go(self) -> None:
-        """End the threads when their queues are empty."""
         for lanes in self.all:
             lanes.shutdown(wait=False)
 

@@ -15,7 +15,7 @@ import logging
 import os
 import socket
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import msgspec
 
@@ -64,14 +64,7 @@ class Holder(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def is_replaced_by(self, other: "Holder") -> bool:
         """Return True if the other is the same tier of the same engine, in a later runner."""
-        return self._is_of(other.engine) and self.tier == other.tier and self.process != other.process
-
-    def stays_while(self, other: "Holder") -> bool:
-        """Return True if both are tiers of one engine, of which neither closes before the other has opened."""
-        return self._is_of(other.engine) and self.tier != other.tier
-
-    def _is_of(self, engine: int) -> bool:
-        return bool(engine) and self.engine == engine
+        return 0 < self.engine == other.engine and self.tier == other.tier and self.process != other.process
 
     def __str__(self) -> str:
         command = f" ({one_line(self.command)})" if self.command else ""
@@ -90,16 +83,13 @@ class RootOwner:
         let_go_in_forks(self)
 
     def take(self) -> None:
-        """Become the owner, or one of those that share the root; wait for an owner that may be closing.
+        """Become an owner of the root; wait for an owner that may be closing.
 
-        Raises `ConfigError` that names the holder if it stays, and for `shared = true` if there are no locks; `OSError`
-        if the file cannot be made.
+        Raises `ConfigError` that names a holder that stays, or says that there are no locks to share with; `OSError`.
         """
         until, seen = 0.0, None
         while not self._try():
             holder = self._there()
-            if holder is not None and holder.stays_while(self._holder):
-                raise self._refusal(holder)
             # Seen twice: the content is not that of an owner before the one that has the lock.
             if holder is not None and holder == seen and holder.is_replaced_by(self._holder) and self._replace(holder):
                 return
@@ -117,9 +107,7 @@ class RootOwner:
             return
         with suppress(OSError):
             if undo and self._made and self._is_in_place(self._fd):
-                fcntl.flock(
-                    self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB
-                )  # Refused if others share it by now: then the file stays.
+                lock_file(self._fd)  # Refused if others share it by now: then the file stays.
                 below.unlink(self._root_fd, OWNER)
         with suppress(OSError):
             unlock_file(self._fd)  # A fork that has the descriptor, too, would keep the lock.
@@ -136,7 +124,6 @@ class RootOwner:
             self._fd = -1
 
     def _try(self) -> bool:
-        """Take the lock if it is free, and write down who has it."""
         writable = open_file(self._root_fd, OWNER, os.O_RDWR | os.O_CREAT)
         try:
             locked = self._lock(writable)
@@ -151,18 +138,18 @@ class RootOwner:
     def _lock(self, writable: int) -> int | None:
         """Lock the open file; return a descriptor that has the lock, None if another owner has it."""
         fd = os.open(f"/proc/self/fd/{writable}", os.O_RDONLY)
-        try:
-            if self._locks(fd):
-                return fd
-        except OSError as error:
-            if error.errno != errno.EBADF:  # As NFS says of an exclusive lock on a file that is open to be read.
-                os.close(fd)
-                raise
-            os.dup2(writable, fd, inheritable=False)
-            if self._locks(fd):
-                return fd
-        os.close(fd)
-        return None
+        with ExitStack() as undo:
+            undo.callback(os.close, fd)
+            try:
+                locked = self._locks(fd)
+            except OSError as error:
+                if error.errno != errno.EBADF:  # As NFS says of an exclusive lock on a file that is open to be read.
+                    raise
+                os.dup2(writable, fd, inheritable=False)
+                locked = self._locks(fd)
+            if locked:
+                undo.pop_all()
+        return fd if locked else None
 
     def _locks(self, fd: int) -> bool:
         try:
@@ -186,21 +173,17 @@ class RootOwner:
         return True
 
     def _keep_if_in_place(self) -> bool:
-        """Return True if our locked file is the root's; otherwise let go of it."""
-        in_place = False
-        try:
-            in_place = self._is_in_place(self._fd)
-        finally:
-            if not in_place:
-                self.forked()
+        with ExitStack() as undo:
+            undo.callback(self.forked)
+            if in_place := self._is_in_place(self._fd):
+                undo.pop_all()
         return in_place
 
     def _replace(self, predecessor: Holder) -> bool:
-        """Put a file of ours in the place of the one that our predecessor has locked.
+        """Put a file of ours in the place of our predecessor's locked one; False if that has changed meanwhile.
 
-        False if another successor came later, or if the predecessor has removed its file. Raises `ConfigError` if the
-        predecessor has ended meanwhile and another tier has its file: that one is the owner, and finds its file removed
-        when it next looks.
+        Raises `ConfigError` if another tier has its file by now: that one is the owner, and finds its file removed when
+        it next looks.
         """
         name = temporary_name(Writer.this_process())
         try:

@@ -22,13 +22,7 @@ LEAST = 2  # Under way at once: one to wait for, and one to go on with.
 START = 4  # Started in one call: the disk begins with these while the next files are opened.
 
 
-class _Numbers(NamedTuple):
-    setup: int
-    submit: int
-    getevents: int
-
-
-_NUMBERS = {"x86_64": _Numbers(206, 209, 208), "aarch64": _Numbers(0, 2, 4)}  # Of 64-bit programs.
+_NUMBERS = {"x86_64": (206, 209, 208), "aarch64": (0, 2, 4)}  # Of io_setup, io_submit, io_getevents in 64 bits.
 
 # struct iocb and struct io_event of linux/aio_abi.h, struct iovec.
 _IOCB = struct.Struct("=QQHhiQQqQQ")
@@ -47,9 +41,8 @@ _AT_ONCE = (ctypes.c_long * 2)(0, 0)  # A time to wait: struct timespec.
 class Context:
     """Linux AIO: direct reads of one thread, in flight at once, each in a place of its own. It ends with the process.
 
-    System calls by number, since libaio is not everywhere. Not io_uring, which containers refuse: it was as fast.
-
-    The kernel writes to a read's buffers until `wait` has returned its place, whatever else happens.
+    System calls by number, since libaio is not everywhere; containers refuse io_uring. The kernel writes to a read's
+    buffers until `wait` has returned its place, whatever else happens.
     """
 
     def __init__(self, places: int) -> None:
@@ -58,14 +51,14 @@ class Context:
         if numbers is None:
             raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
         self.places = places
-        self._submit, self._getevents = ctypes.c_long(numbers.submit), ctypes.c_long(numbers.getevents)
+        setup, self._submit, self._getevents = map(ctypes.c_long, numbers)
         self._iocbs = (ctypes.c_char * (places * _IOCB.size))()
         self._iovecs = (ctypes.c_char * (places * BUFFERS_MAX * _IOVEC.size))()
         self._events = (ctypes.c_char * (places * _EVENT.size))()
         self._pointers = (ctypes.c_uint64 * places)()
         self._iocbs_at, self._iovecs_at = ctypes.addressof(self._iocbs), ctypes.addressof(self._iovecs)
         self._id = ctypes.c_ulong(0)
-        _checked(_syscall(ctypes.c_long(numbers.setup), ctypes.c_long(places), ctypes.byref(self._id)))
+        _checked(_syscall(setup, ctypes.c_long(places), ctypes.byref(self._id)))
 
     def prepare(self, place: int, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
         """Write down a read of at most `BUFFERS_MAX` writable buffers, to be started in a free place."""
@@ -80,19 +73,13 @@ class Context:
         )
 
     def start(self, places: Sequence[int]) -> int:
-        """Start reads that were prepared; return how many of them, from the first on, the kernel has taken.
-
-        Raises OSError if it takes none.
-        """
+        """Start prepared reads; return how many of the first the kernel has taken. Raises OSError if it takes none."""
         for index, place in enumerate(places):
             self._pointers[index] = self._iocbs_at + place * _IOCB.size
         return _checked(_syscall(self._submit, self._id, ctypes.c_long(len(places)), self._pointers))
 
     def wait(self, under_way: int) -> list[tuple[int, int]]:
-        """Wait until one has ended; return the places of all that have, with the bytes read, or a negative errno.
-
-        `under_way`: how many are.
-        """
+        """Wait until one has ended; return the places of all that have, with the bytes read or a negative errno."""
         ended = self._ended(_syscall, 1)
         while not ended:  # A signal.
             ended = self._ended(_syscall, 1)
@@ -150,6 +137,33 @@ def part_of(buffers: Sequence[memoryview], start: int, end: int) -> list[memoryv
     return pieces
 
 
+def read_on(fd: int, buffers: Sequence[memoryview], done: int) -> int:
+    """Fill the rest of the buffers, of which `done` bytes are read; return how many came: all of the file that fits."""
+    end = min(os.fstat(fd).st_size, sum(map(len, buffers)))
+    while done < end and (more := os.preadv(fd, part_of(buffers, done, end), done)):
+        done += more
+    return done
+
+
+def read_all(fd: int, buffers: Sequence[memoryview], offset: int, done: int = 0) -> None:
+    """Fill the buffers from `offset`, of which `done` bytes are read; a shorter file is an error."""
+    total = sum(map(len, buffers))
+    while done < total:
+        read = os.preadv(fd, part_of(buffers, done, total) if done else buffers, offset + done)
+        if read == 0:
+            raise OSError(errno.EIO, f"{done} of {total} bytes and then the file's end")
+        done += read
+
+
+def write_all(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+    total, done = sum(map(len, buffers)), 0
+    while done < total:
+        wrote = os.pwritev(fd, part_of(buffers, done, total) if done else buffers, offset + done)
+        if wrote == 0:
+            raise OSError(errno.EIO, f"wrote {done} of {total} bytes and then none")
+        done += wrote
+
+
 class Reads:
     """A way in which a lane reads. Any number of threads may call."""
 
@@ -158,10 +172,7 @@ class Reads:
         self.queue_bytes = queue_bytes
 
     def __call__(self, wanted: Iterable[Wanted]) -> None:
-        """Do the reads, which are asked for as there is room, and tell what became of each, in any order.
-
-        Blocks. When it returns or raises, none is in flight.
-        """
+        """Do the reads, asked for as there is room, and report each, in any order. Blocks; none outlasts the call."""
         reads = iter(wanted)
         first = list(islice(reads, LEAST if self.queue_bytes else 0))
         worth_it = len(first) == LEAST and first[0].size_bytes < self.queue_bytes
@@ -231,21 +242,11 @@ class _Queue:
         return ended
 
 
-def takes_queued(fd: int, page: memoryview) -> bool:
-    """Return True if reads of a file can be queued, by a trial. Raises OSError if it cannot be read."""
-    length, context = os.preadv(fd, [page], 0), _borrow()
-    if context is None:
-        return False
-    expected = bytes(page)
-    page[:] = bytes(len(page))
-    context.prepare(0, fd, [page], 0)
-    try:
-        context.start([0])
-    except OSError:
-        return False
-    ended = context.wait(1)
-    _idle.append(context)
-    return ended == [(0, length)] and bytes(page) == expected
+def has_queue() -> bool:
+    """Return True if this process can queue reads."""
+    if (context := _borrow()) is not None:
+        _idle.append(context)
+    return context is not None
 
 
 def _read(read: Wanted) -> int | OSError:

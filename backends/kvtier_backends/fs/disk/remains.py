@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeVar
 
 from kvtier.errors import LineLimit, Remedy
 from kvtier_backends.fs.disk import below
-from kvtier_backends.fs.disk.below import ForeignError, open_folder
+from kvtier_backends.fs.disk.below import ForeignError, with_folder
 
 logger = logging.getLogger(__name__)
 
@@ -35,29 +35,20 @@ _getdents = getattr(ctypes.CDLL(None, use_errno=True), "getdents64", None)
 
 
 def is_absent(root_fd: int, name: str) -> bool:
-    """Return True if a listing proves that a name is not there, False if one has it; raises OSError for no listing.
+    """Return whether a listing proves that a name is not there; raises OSError if there is no listing.
 
-    Its folder may be made between two calls. So the listing is tried again before it raises the OSError of `listed`.
+    Its folder may be made between two calls: so it is tried again, before it raises the OSError of `listed`.
     """
     folder, _, last = name.rpartition("/")
     for _ in range(CALLS_MAX):
         try:
-            return last not in listing(root_fd, folder or ".")
+            return last not in with_folder(root_fd, folder or ".", names_in)
         except (ForeignError, NotADirectoryError):
             return True  # Something else lies in the place of its folder.
         except FileNotFoundError:
             if is_absent(root_fd, folder) if folder else os.fstat(root_fd).st_nlink == 0:
                 return True
     raise listed(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), folder or "."))
-
-
-def listing(root_fd: int, folder: str) -> set[str]:
-    """Return the names in a folder, all of them. Raises what `open_folder` does."""
-    fd = open_folder(root_fd, folder)
-    try:
-        return names_in(fd)
-    finally:
-        os.close(fd)
 
 
 def names_in(fd: int) -> set[str]:
@@ -107,10 +98,9 @@ def remove_folder(root_fd: int, name: str) -> bool:
 
 
 def called(call: Callable[[], T], root_fd: int, name: str) -> T | None:
-    """Return the result of a call on a name; None if the name is proved absent.
+    """Return the result of a call on a name; None if the name is proved absent. Raises any error of the call.
 
-    Another file may come between the call and the listing. So the call is tried again before it raises the OSError of
-    `listed`. It raises any other error of the call at once.
+    Another file may come between call and listing: so it is tried again, before it raises the OSError of `listed`.
     """
     for _ in range(CALLS_MAX):
         with suppress(FileNotFoundError):
@@ -168,7 +158,6 @@ class Remains:
         return True
 
     def take_failed(self) -> int:
-        """Return how many more names could not be removed since the last call."""
         with self._lock:
             failed, self._failed = self._failed, 0
         return failed
@@ -200,27 +189,19 @@ class Remains:
 
 
 class Beside:
-    """The room of a tier's files beside its chunks, as it was last measured, with what has come since."""
+    """The room of a tier's files beside its chunks, as it was last measured."""
 
     def __init__(self, measure: Callable[[], int]) -> None:
         """Count nothing until the first look. `measure` returns all of it, or raises OSError."""
         self.used_bytes = 0
         self._measure = measure
-        self._since_bytes = 0
-        self._lock = threading.Lock()
-        self._looking = threading.Lock()  # Or an older measure would replace a newer one.
+        self._lock = threading.Lock()  # Or an older measure would replace a newer one.
 
-    def added(self, added_bytes: int) -> None:
-        """Count bytes that have come or, below 0, gone since the last look."""
+    def look(self, added_bytes: int = 0) -> None:
+        """Measure it. Blocks; if that raises OSError, `added_bytes` count until the next look."""
         with self._lock:
-            self.used_bytes = max(0, self.used_bytes + added_bytes)
-            self._since_bytes += max(0, added_bytes)
-
-    def look(self) -> None:
-        """Measure it. Blocks; raises OSError, and then nothing has changed."""
-        with self._looking:
-            with self._lock:
-                self._since_bytes = 0
-            measured_bytes = self._measure()
-            with self._lock:
-                self.used_bytes = measured_bytes + self._since_bytes  # Some perhaps twice, until the next look.
+            try:
+                self.used_bytes = self._measure()
+            except OSError:
+                self.used_bytes += added_bytes
+                raise

@@ -20,7 +20,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from typing import NamedTuple
 
-from kvtier.backend import NAME_BYTES_MAX, NAMINGS, SEGMENTS_SUFFIX, Lanes, TierContext
+from kvtier.backend import SEGMENTS_SUFFIX, Lanes, TierContext
 from kvtier.errors import BackendUnavailable, ConfigError, Remedy
 from kvtier.memory import PAGE_BYTES, let_go_in_forks, reason
 from kvtier.settings import foreign
@@ -29,7 +29,7 @@ from kvtier_backends.fs.disk.below import NO_LINK, ForeignError, Reached, open_b
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES, Disk, FolderSizes, file_bytes_worst
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, FULL, GONE
 from kvtier_backends.fs.disk.owner import OWNER, Holder, RootOwner
-from kvtier_backends.fs.disk.reads import ONE_BY_ONE, QUEUE_BYTES, Reads, takes_queued
+from kvtier_backends.fs.disk.reads import ONE_BY_ONE, QUEUE_BYTES, Reads, has_queue
 from kvtier_backends.fs.disk.remains import Beside, Remains, called, names_in, remove_folder
 from kvtier_backends.fs.disk.shared_page import SharedPage
 from kvtier_backends.fs.disk.temporaries import TemporarySweep, Writer, next_number, temporary_name, writer_of
@@ -42,13 +42,6 @@ CONFIG_BYTES_MAX = 1 << 20  # Thousands of layer names; anything longer is anoth
 
 _OWN = re.compile(r"[0-9a-f]{2,3}|[0-9]{8}\.seg")  # Folders of chunks, and segments.
 BOOK = re.compile(r"config\.json|(?:index|ledger|write-budget)(_r[0-9]+(?:_flat|_segments)?)")
-
-_LAYOUTS = {
-    NAMINGS["vllm"].suffix: 'layout = "files"',
-    NAMINGS["flat"].suffix: 'layout = "files" and naming = "flat"',
-    SEGMENTS_SUFFIX: 'layout = "segments"',
-}
-"""The options that use a folder, by how its name ends."""
 
 _REFUSED = {errno.EINVAL, errno.EOPNOTSUPP}  # How file systems say that they have no direct I/O.
 _OURS_TO_MEND = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENAMETOOLONG}
@@ -115,8 +108,7 @@ class Folder:
     def open(self) -> None:
         """Become an owner of the root, make missing folders, and find out how files can be written. Blocks.
 
-        Raises `ConfigError` for what the user can mend, such as another owner, and `BackendUnavailable` for the rest,
-        and then leaves nothing.
+        Raises `ConfigError` for what the user can mend, `BackendUnavailable` for the rest, and then leaves nothing.
         """
         self.writer = Writer.this_process()
         root = self._options.root
@@ -132,7 +124,7 @@ class Folder:
                 self.remains, self.beside = Remains(self.root_fd), Beside(self.beside_bytes)
                 self._own_from = next_number()
                 self.disk = Disk(self.root_fd)
-                self.name_bytes_max = _name_bytes_max(self.root_fd)
+                self.name_bytes_max = os.fpathconf(self.root_fd, "PC_NAME_MAX")
                 for name in (self._mapper.folder, self.chunks):
                     self._make(name, undo)
                 self._say_it_is_used()
@@ -141,7 +133,6 @@ class Folder:
                 self.direct = self._try_direct()
                 self.reads = self._try_reads() if self.direct else ONE_BY_ONE
                 self.sizes = FolderSizes(self._new_folder_bytes(), shared=bool(self._options.shared))
-                self._warn_of_other_layouts()
                 for doubt in self._options.doubts():
                     logger.warning("%s: %s; see %s", root, doubt, Remedy.CONFIGURATION)
                 undo.pop_all()
@@ -154,24 +145,19 @@ class Folder:
                 ) from error
             raise BackendUnavailable(f"{root}: {reason(error)}") from error
 
-    def open_beside(self, row_bytes: int, lanes: Lanes) -> None:
-        """Open the files beside the chunks that all users of the directory share, for these lanes. Blocks.
+    def open_beside(self, lanes: Lanes) -> None:
+        """Open the shared page and the write budget. Blocks.
 
         Raises `ConfigError` for what the user can mend, and `BackendUnavailable` if too many share the directory.
         """
-        options = self._options
-        name = f"{self._mapper.folder}/{{}}{self.chunks.removeprefix(self._mapper.folder)}"
+        options, unit_bytes = self._options, self._context.row_bytes + FOOTER_BYTES
         try:
             if options.shared:
-                self._let_others_in(name.format("ledger"))
                 boot = hashlib.sha256(self.writer.boot.encode()).digest()[:8]
-                self.shared_page = SharedPage(self.root_fd, name.format("ledger"), boot)
+                self.shared_page = SharedPage(self.root_fd, self._book("ledger"), boot)
             if (bytes_per_day := options.write_budget_bytes_per_day) is not None:
-                budget_name, unit_bytes = name.format("write-budget"), row_bytes + FOOTER_BYTES
-                self._let_others_in(budget_name)
-                self.write_budget = DiskWriteBudget(
-                    self.root_fd, budget_name, bytes_per_day, unit_bytes, time.time_ns, lanes
-                )
+                name = self._book("write-budget")
+                self.write_budget = DiskWriteBudget(self.root_fd, name, bytes_per_day, unit_bytes, time.time_ns, lanes)
         except ForeignError as error:
             raise below.refused(options.root, error) from error
         except OSError as error:
@@ -181,10 +167,7 @@ class Folder:
             ) from error
 
     def close(self) -> None:
-        """Close the root and the files beside the chunks; idempotent. No thread may be using them.
-
-        A number that is given up would be another file's.
-        """
+        """Close the root and the files beside the chunks; idempotent. No thread may be using them."""
         for beside in (self.shared_page, self.write_budget):
             if beside is not None:
                 beside.close()
@@ -198,8 +181,7 @@ class Folder:
     def is_gone(self, *, failed: bool) -> bool:
         """Return True if the root, its folders or its owner's file were removed, or their file system is away. Blocks.
 
-        `failed`: calls fail there. Then it is gone, too, if the path leads to another directory by now, which is on no
-        mount below. A root that was only renamed is there.
+        `failed`: calls fail there; then it is gone, too, if its path leads to another directory, on no mount below.
         """
         try:
             if not os.fstat(self.root_fd).st_nlink or self._owner is None or not self._owner.is_seen():
@@ -222,12 +204,10 @@ class Folder:
         return False
 
     def forked(self) -> None:
-        if self._used_fd >= 0:
-            os.close(self._used_fd)
-            self._used_fd = -1
-        if self.root_fd >= 0:
-            os.close(self.root_fd)
-            self.root_fd = -1
+        used_fd, root_fd, self._used_fd, self.root_fd = self._used_fd, self.root_fd, -1, -1
+        for fd in (used_fd, root_fd):
+            if fd >= 0:
+                os.close(fd)
 
     def read(self, name: str, bytes_max: int) -> bytes | None:
         """Return the first bytes of a small file; None if there is none."""
@@ -242,10 +222,7 @@ class Folder:
         return TemporarySweep(self.root_fd, self.writer, now_s, self.remains, self._own_from)
 
     def beside_bytes(self) -> int:
-        """Return the room of a tier's files beside the chunks: its books and unfinished files.
-
-        Files that this process is writing do not count, nor do other programs' files there. Raises OSError.
-        """
+        """Return the room of the files beside the chunks, except what this process writes. Raises OSError."""
         return self._measured(self._mapper.folder, BOOK.fullmatch) + self.taken_bytes(OWNER)
 
     def unfinished_bytes(self) -> int:
@@ -292,26 +269,16 @@ class Folder:
                 below.rename(fd, temporary, base)
         except BaseException:
             self.remains.remove(f"{folder}/{temporary}", file_bytes_worst(written_bytes, self.disk.block_bytes))
-            self._look_beside(written_bytes)
             raise
-        self._look_beside(written_bytes)
-
-    def _look_beside(self, added_bytes: int) -> None:
-        """Measure the room beside the chunks; if that fails, `added_bytes` count until the next look."""
-        try:
-            self.beside.look()
-        except OSError:
-            self.beside.added(file_bytes_worst(added_bytes, self.disk.block_bytes))
+        finally:
+            with suppress(OSError):
+                self.beside.look(file_bytes_worst(written_bytes, self.disk.block_bytes))
 
     def _check_mount(self, root: str) -> None:
         """Refuse the directory below a mount that is away: chunks would fill the wrong disk."""
         self.mount = mount_of(self.root_fd)
         if self._before is not None and self.mount.number in self._before.below:
             raise BackendUnavailable(f"{root}: its file system is not mounted")
-
-    def make_folder(self, name: str) -> None:
-        """Make a folder with the root's permissions, whatever the umask is. Raises what `os.mkdir` does."""
-        below.mkdir(self.root_fd, name, self.mode)
 
     def _make_root(self, root: str, undo: ExitStack) -> None:
         with suppress(FileExistsError):
@@ -320,14 +287,17 @@ class Folder:
 
     def _make(self, name: str, undo: ExitStack) -> None:
         with suppress(FileExistsError):
-            self.make_folder(name)
+            below.mkdir(self.root_fd, name, self.mode)
             undo.callback(_quietly, below.rmdir, self.root_fd, name)
         os.close(open_folder(self.root_fd, name))
 
-    def _let_others_in(self, book: str) -> None:
-        fd = open_file(self.root_fd, book, os.O_RDWR | os.O_CREAT)
+    def _book(self, kind: str) -> str:
+        """Return the name of a book of this namespace, which all who may write to the root may write."""
+        name = f"{self._mapper.folder}/{kind}{self.chunks.removeprefix(self._mapper.folder)}"
+        fd = open_file(self.root_fd, name, os.O_RDWR | os.O_CREAT)
         below.permit(fd, self.mode & 0o666)
         os.close(fd)
+        return name
 
     def _own(self, root: str, undo: ExitStack) -> None:
         holder = Holder.of(self._context, self.writer, shared=bool(self._options.shared))
@@ -364,20 +334,13 @@ class Folder:
         return False
 
     def _try_reads(self) -> Reads:
-        """Read a page directly, the way that chunks are to be; return how lanes read.
+        """Return how lanes read: several reads at once only directly from a local disk.
 
-        Several reads run at once only directly from a local disk. Without direct I/O the kernel does not go on by
-        itself. If a file server is silent, reads that the kernel goes on with would keep this process from being
-        killed.
+        Reads that wait in the kernel for a silent file server would keep this process from being killed.
         """
-        with suppress(OSError):
-            fd = open_below(self.root_fd, self._mapper.config_name, os.O_RDONLY | os.O_DIRECT | NO_LINK)
-            try:
-                is_disk = os.major(os.fstat(fd).st_dev) != 0  # Only block devices have a nonzero major number.
-                if is_disk and takes_queued(fd, memoryview(mmap.mmap(-1, PAGE_BYTES))):
-                    return Reads(QUEUE_BYTES)
-            finally:
-                os.close(fd)
+        is_disk = os.major(self._status.st_dev) != 0  # Only block devices have a nonzero major number.
+        if is_disk and has_queue():
+            return Reads(QUEUE_BYTES)
         logger.info("%s: a lane reads one chunk at a time there", self._options.root)
         return ONE_BY_ONE
 
@@ -429,30 +392,6 @@ class Folder:
                 return False
             raise
 
-    def _warn_of_other_layouts(self) -> None:
-        """Warn of chunks of this namespace that only other options use: no tier removes them for room."""
-        own = self._mapper.chunks_folder.removesuffix(NAMINGS["flat"].suffix)
-        for suffix, options in _LAYOUTS.items():
-            name = f"{own}{suffix}"
-            if name != self.chunks and self._holds_anything(name):
-                logger.warning(
-                    "%s/%s holds chunks of this namespace in another layout: this tier neither uses nor removes them, "
-                    "and its capacity does not count them; %s uses them, `kvtier prune %s --namespace %s --yes` "
-                    "removes them; see %s",
-                    *(self._options.root, name, options, self._options.root, name),
-                    Remedy.OTHER_LAYOUT,
-                )
-
-    def _holds_anything(self, name: str) -> bool:
-        with suppress(OSError):  # Mostly: there is no such folder.
-            fd = open_folder(self.root_fd, name)
-            try:
-                with os.scandir(fd) as entries:
-                    return any(entries)
-            finally:
-                os.close(fd)
-        return False
-
     def _settle_config(self, undo: ExitStack) -> None:
         """Leave the names' meaning beside the chunks, as vLLM does, or see that what is there says the same."""
         name, ours = self._mapper.config_name, self._mapper.config_bytes
@@ -479,13 +418,6 @@ def _folders_mode(root_mode: int) -> int:
     if root_mode & stat.S_ISVTX:  # A directory where everybody makes their own, such as /tmp.
         return stat.S_IRWXU
     return stat.S_IRWXU | root_mode & (stat.S_ISGID | stat.S_IRWXG | stat.S_IROTH | stat.S_IXOTH)
-
-
-def _name_bytes_max(root_fd: int) -> int:
-    try:
-        return os.fpathconf(root_fd, "PC_NAME_MAX")
-    except OSError:
-        return NAME_BYTES_MAX
 
 
 def _quietly(call: Callable[..., None], *args: int | str) -> None:

@@ -43,10 +43,8 @@ MAGIC = b"\x89kvledg\n"
 VERSION = 1
 KNOWN = 1  # Flag: the directory has been counted.
 ALL_SLOTS = (1 << SLOTS) - 1
-PAUSE_S_LEAST = 50e-6  # Between two attempts at a lock that another process has: it has it for microseconds,
-PAUSE_S_MOST = (
-    0.01  # or over a network for some milliseconds. A kernel that waits for a file server would sleep for 1 s.
-)
+# Between two attempts at a lock that another process has: for microseconds, or over a network for milliseconds.
+PAUSE_S_LEAST, PAUSE_S_MOST = 50e-6, 0.01  # A kernel that waits for a file server would sleep for 1 s.
 
 _HEAD = struct.Struct("<8sII8sQQQ")
 _SLOTS = struct.Struct(f"<{SLOTS}Q")
@@ -88,12 +86,11 @@ class Page:
 class SharedPage:
     """One process's hold on the page. Blocks for as long as others change it; any thread may call.
 
-    Every call raises `BackendUnavailable` if the page cannot be read, locked or written. The page may have been changed
-    or not. The next call opens the file again.
+    Every call raises `BackendUnavailable` if the page is away, and may have changed it. The next opens the file again.
     """
 
     def __init__(self, root_fd: int, name: str, boot: bytes) -> None:
-        """Open the file and take a slot. `boot`: 8 bytes that say on which boot of which machine we are.
+        """Open the file and take a slot; `boot`: 8 bytes that tell this boot of this machine from others.
 
         Raises `BackendUnavailable` if all slots are taken, and `OSError` where there are no such locks.
         """
@@ -123,9 +120,7 @@ class SharedPage:
     def close(self) -> None:
         """Give up the slot; promises that were not taken back count as written. Idempotent."""
         with self._threads:
-            if self._fd >= 0:
-                os.close(self._fd)
-                self._fd = -1
+            self.forked()
 
     def reserve(self, wanted_bytes: int, limit_bytes: int) -> int | None:
         """Promise as much of that as fits into the limit, and return how much it was; None: used bytes are unknown."""
@@ -164,10 +159,7 @@ class SharedPage:
             return Count(page.begun_ns, page.added_bytes, page.removed_bytes)
 
     def end_count(self, began: Count, seen_bytes: int) -> None:
-        """Correct the used bytes by the scan's, and by changes since the count began.
-
-        That is not known if the page was begun again meanwhile: then nothing changes, and another count is needed.
-        """
+        """Correct the used bytes by the scan's and the changes since, unless the page was begun again meanwhile."""
         with self._page() as page:
             if page.begun_ns != began.begun_ns:
                 return
@@ -233,7 +225,7 @@ class SharedPage:
             page.untold &= ~(1 << self._slot)
 
     def _open_again(self, begun_s: float) -> None:
-        """Open the file under the number that it has: another thread may be waiting for a lock on it.
+        """Open the file under its number again: another thread may be waiting for a lock on it.
 
         A call that has waited behind one that failed since `begun_s` fails with it, without a time-out of its own.
         """

@@ -74,11 +74,6 @@ def writer_of(name: str) -> Writer | None:
     return match and Writer(match[1], int(match[2]), int(match[3]))
 
 
-def _number_of(name: str) -> int:
-    match = _NAME.fullmatch(name)
-    return int(match[4]) if match else 0
-
-
 def chunk_of_vllms(name: str) -> str:
     """Return the name of the chunk that vLLM writes under this one; empty for any other name."""
     match = _VLLMS.fullmatch(name)
@@ -88,18 +83,14 @@ def chunk_of_vllms(name: str) -> str:
 class TemporarySweep:
     """Removes temporaries that killed processes left, and none of live ones. Blocks; one thread at a time.
 
-    Of this machine and container, the process table knows who lives. Writers on other machines may live or not. Their
-    files are left alone for as long as a store can take, by a clock that may be behind ours or ahead. To be wrong costs
-    a live writer that one store, which then fails: its rename finds no file.
+    The process table knows who lives in this container. Files of other machines' writers are left for as long as a
+    store can take. To be wrong costs a live writer one store, whose rename finds no file.
     """
 
     def __init__(
         self, root_fd: int, here: Writer, now_s: float, remains: Remains | None = None, own_from: int = 0
     ) -> None:
-        """`here`: who we are; `now_s`: the time, since the epoch; `remains`: counts what cannot be removed.
-
-        `own_from`: temporaries of this process with smaller numbers are another tier's, live or closed.
-        """
+        """`remains` counts what cannot be removed; this process's temporaries before `own_from` are another tier's."""
         self.removed = 0
         self._remains = remains
         self._own_from = own_from
@@ -126,7 +117,8 @@ class TemporarySweep:
         return True
 
     def is_own(self, name: str) -> bool:
-        return writer_of(name) == self._here and _number_of(name) >= self._own_from
+        match = _NAME.fullmatch(name)
+        return match is not None and writer_of(name) == self._here and int(match[4]) >= self._own_from
 
     def is_abandoned(self, name: str, changed_s: float) -> bool:
         """Return True if no process writes a temporary of this name, which may be another program's."""

@@ -36,10 +36,7 @@ class DiskWriteBudget:
     def __init__(
         self, root_fd: int, name: str, bytes_per_day: int, unit_bytes: int, clock_ns: Callable[[], int], lanes: Lanes
     ) -> None:
-        """Open the file, or make it with a full bucket, and use it in these lanes. Blocks.
-
-        `unit_bytes`: the bytes that one chunk writes.
-        """
+        """Open the file, or make it with a full bucket. Blocks. `unit_bytes`: the bytes that one chunk writes."""
         self._fd = open_file(root_fd, name, os.O_RDWR | os.O_CREAT)
         self._lanes = lanes
         self._unit_bytes = unit_bytes

@@ -87,10 +87,7 @@ class Accounts:
         self._heard(known=await in_thread(self._tier.lanes.store, promise))
 
     def release(self, reservation: Reservation) -> None:
-        """Take a promise back: the stored bytes have been counted.
-
-        The page is told in the lane of the store, behind it: until then the bytes count as promised.
-        """
+        """Take a promise back: its bytes are counted. The page is told in the stores' lane, behind the store."""
         if self._page is None:
             self._capacity.release(reservation.bytes)
             return
@@ -191,10 +188,7 @@ class Accounts:
     # The page.
 
     def _promise(self, page: SharedPage, reservation: Reservation, wanted_bytes: int, limit_bytes: int) -> bool:
-        """Put a promise of the page into the reservation, also for a cancelled call; False: used bytes are unknown.
-
-        Blocks, in a lane.
-        """
+        """Put a promise into the reservation, also for a cancelled call; False: used bytes are unknown. Blocks."""
         granted_bytes = page.reserve(wanted_bytes, limit_bytes)
         reservation.bytes += granted_bytes or 0
         return granted_bytes is not None
@@ -215,8 +209,7 @@ class Accounts:
     def _tell(self, page: SharedPage, released_bytes: int = 0) -> None:
         """Tell the page of all changes, and take promises back. Blocks, in a lane.
 
-        If it is unknown whether the page was told, it is told again of stored bytes, and not of removed ones. Until the
-        next count it may say too much, and never too little.
+        In doubt it is told again of stored bytes, not of removed ones: too much until the next count, never too little.
         """
         with self._telling:
             released_bytes += self._released_bytes

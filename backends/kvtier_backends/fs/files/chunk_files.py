@@ -7,21 +7,19 @@ and any thread may call. A failure raises the `OSError` of the system call.
 import errno
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from enum import Enum
 from functools import partial
-from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from kvtier.backend import FileMapper, OffloadKey
 from kvtier.errors import Remedy
 from kvtier_backends.fs.disk import below
-from kvtier_backends.fs.disk.below import NO_LINK, ForeignError, Reached, open_below, sync_folder
-from kvtier_backends.fs.disk.capacity import Disk, file_bytes_worst
+from kvtier_backends.fs.disk.below import NO_LINK, ForeignError, Reached, open_below, with_folder
+from kvtier_backends.fs.disk.capacity import file_bytes_worst
 from kvtier_backends.fs.disk.footer import ChunkFault
 from kvtier_backends.fs.disk.lanes import LoadsFirst
-from kvtier_backends.fs.disk.reads import Wanted, part_of
+from kvtier_backends.fs.disk.reads import part_of, write_all
 from kvtier_backends.fs.disk.remains import called, is_absent, listed, remove_file, remove_folder
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.disk.temporaries import temporary_name
@@ -30,14 +28,6 @@ logger = logging.getLogger(__name__)
 
 CREATE_ATTEMPTS = 8  # Someone may remove a folder between its making and its use, but not for ever.
 VANISHING = "folders vanish as fast as they are made"
-
-
-class Discarded(Enum):
-    """What happened to a corrupt file."""
-
-    DELETED = "deleted"
-    REPLACED = "replaced"  # A newer file has its name, and stays.
-    LEFT = "left"  # It could not be renamed.
 
 
 def take_aside(root_fd: int, name: str, file: os.stat_result, aside: str) -> bool:
@@ -51,51 +41,6 @@ def take_aside(root_fd: int, name: str, file: os.stat_result, aside: str) -> boo
         below.link(root_fd, aside, name)
     below.unlink(root_fd, aside)
     return False
-
-
-class OpenChunk:
-    """A chunk's file while it is open: reading and discarding mean the same file, whatever its name."""
-
-    __slots__ = ("_discard", "_disk", "_fd", "_name")
-
-    def __init__(self, name: str, fd: int, disk: Disk, discard: Callable[[str, int, ChunkFault], Discarded]) -> None:
-        self._disk = disk
-        self._name = name
-        self._fd = fd
-        self._discard = discard
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-    def wanted(self, buffers: Sequence[memoryview], done: Callable[[int | OSError], None]) -> Wanted:
-        """Ask for the file's bytes; what comes may be less than there is."""
-        return Wanted(self._fd, buffers, 0, sum(map(len, buffers)), done)
-
-    def read_on(self, buffers: Sequence[memoryview], got: int, expected_bytes: int) -> int:
-        """Fill the rest of the buffers after a first read, and return how many bytes came in all.
-
-        That is all that the file has, if the buffers have room for it. `expected_bytes`: the length at which there is
-        no doubt that the end was reached.
-        """
-        if got == expected_bytes:
-            return got
-        end = min(os.fstat(self._fd).st_size, sum(map(len, buffers)))
-        while got < end and (more := os.preadv(self._fd, part_of(buffers, got, end), got)):
-            got += more
-        return got
-
-    def allocated_bytes(self) -> int:
-        return self._disk.taken_bytes(os.fstat(self._fd))
-
-    def discard(self, fault: ChunkFault) -> Discarded:
-        """Delete this very file, not one that has replaced it meanwhile."""
-        return self._discard(self._name, self._fd, fault)
 
 
 class FoundFile(NamedTuple):
@@ -126,61 +71,50 @@ class ChunkFiles:
     """The files of one namespace, by key."""
 
     def __init__(self, folder: Folder, mapper: FileMapper, loads_first: LoadsFirst, *, fsync: bool) -> None:
-        """Use an opened folder, and let others go first between two slices of a chunk.
-
-        With `fsync`, a chunk is on the device when `write` returns.
-        """
+        """Use an opened folder. With `fsync`, a chunk is on the device when `write` returns."""
         self._loads_first = loads_first
-        self._root = folder.root_fd
-        self._folders_mode = folder.mode
+        self._folder, self._root = folder, folder.root_fd
         self._mapper = mapper
-        self._writer = folder.writer
-        self._remains = folder.remains
+        self._remains, self._sizes, self._disk = folder.remains, folder.sizes, folder.disk
         self._fsync = fsync
-        self._sizes = folder.sizes
-        self._disk = folder.disk
-        self._chunks = folder.chunks
         self._direct = os.O_DIRECT if folder.direct else 0
         self._warned: set[ChunkFault] = set()
 
-    def open(self, key: OffloadKey) -> OpenChunk | None:
+    def open(self, key: OffloadKey) -> int | None:
         """Open a chunk's file to read it; None without a file. A link is no chunk, wherever it leads."""
         name = self._mapper.name(key)
-        fd = called(lambda: open_below(self._root, name, os.O_RDONLY | NO_LINK | self._direct), self._root, name)
-        return None if fd is None else OpenChunk(name, fd, self._disk, self.discard)
+        return called(lambda: open_below(self._root, name, os.O_RDONLY | NO_LINK | self._direct), self._root, name)
 
-    def discard(self, name: str, fd: int, fault: ChunkFault) -> Discarded:
-        """Delete the corrupt file that is open as `fd` and was found under this name. Raises what `fstat` does.
+    def discard(self, key: OffloadKey, fd: int, fault: ChunkFault) -> bool:
+        """Delete the corrupt file of a chunk, open as `fd`; False if that fails. Raises what `fstat` does.
 
-        No system call removes a name on the condition that it is still a certain file. So the file is renamed aside and
-        looked at there. If it is another file than was read, it is put back, unless a newer one has come. For a moment
-        its chunk is missing, but no chunk is lost.
+        No system call removes a name only if it is a certain file. So the file is renamed aside, and looked at there.
+        Another one is put back, unless a newer has come: for a moment its chunk is missing, but none is lost.
         """
-        file = os.fstat(fd)
-        taken_bytes = self._disk.taken_bytes(file)
-        aside = f"{os.path.dirname(name)}/{temporary_name(self._writer)}"
-        done, result = "deleted", Discarded.DELETED
+        file, name = os.fstat(fd), self._mapper.name(key)
+        aside = f"{os.path.dirname(name)}/{temporary_name(self._folder.writer)}"
+        done, gone = "deleted", False
         try:
             if not take_aside(self._root, name, file, aside):
-                return Discarded.REPLACED
+                return True  # A newer one has its name, and stays.
         except OSError as error:
-            with suppress(OSError):
-                if isinstance(error, FileNotFoundError) and is_absent(self._root, name):
-                    result = Discarded.REPLACED  # Somebody else has discarded it.
-            if result is not Discarded.REPLACED:
-                done, result = f"cannot be discarded: {error.strerror}", Discarded.LEFT
-        self._remains.remove(aside, taken_bytes)
-        if result is not Discarded.REPLACED:  # One warning of each kind: a whole directory may be corrupt.
+            done = f"cannot be discarded: {error.strerror}"
+            with suppress(OSError):  # Somebody else may have discarded it.
+                gone = isinstance(error, FileNotFoundError) and is_absent(self._root, name)
+        self._remains.remove(aside, self._disk.taken_bytes(file))
+        if not gone:  # One warning of each kind: a whole directory may be corrupt.
             level = logging.DEBUG if fault in self._warned else logging.WARNING
             self._warned.add(fault)
             logger.log(level, "%s: corrupt (%s); %s; see %s", name, fault, done, Remedy.CORRUPT)
-        return result
+        return gone or done == "deleted"
+
+    def allocated_bytes(self, fd: int) -> int:
+        return self._disk.taken_bytes(os.fstat(fd))
 
     def write(self, key: OffloadKey, buffers: Sequence[memoryview], used_at_ns: int) -> int:
-        """Put a file of these bytes in place of what was there, and return the bytes that it takes on the disk.
+        """Put a file of these bytes and this time in place of what was there; return the bytes that it takes.
 
-        `used_at_ns` becomes the file's time, by which files are ordered after a restart. Until it has returned, readers
-        find what was there before; a failure leaves that. Raises `DoubtError` if the new file may be in place, whole.
+        Until then, readers find what was there before; a failure leaves that. Raises `DoubtError` if that is in doubt.
         """
         parent, _, base = self._mapper.name(key).rpartition("/")
         try:
@@ -207,7 +141,7 @@ class ChunkFiles:
             allocated_bytes = self._disk.taken_bytes(status)
             try:
                 if self._fsync:
-                    sync_folder(folder_fd, ".")
+                    with_folder(folder_fd, ".", os.fsync)
             except OSError as error:
                 raise DoubtError(error, allocated_bytes) from error
             finally:
@@ -215,10 +149,7 @@ class ChunkFiles:
         return allocated_bytes
 
     def remove(self, key: OffloadKey, *, known: bool = False) -> bool:
-        """Remove a chunk's file and the folders that it leaves empty; False if there was none.
-
-        `known`: its folders count.
-        """
+        """Remove a chunk's file and folders left empty; False if there was none. `known`: its folders count."""
         was_there = remove_file(self._root, self._mapper.name(key))
         self.tidy(key, was_there=was_there or known)  # Whoever has removed it may have left its folders, too.
         return was_there
@@ -242,7 +173,7 @@ class ChunkFiles:
         self._tidy(os.path.dirname(temporary), was_there=remove_file(self._root, temporary))
 
     def _tidy(self, folder: str, *, was_there: bool) -> None:
-        while folder != self._chunks:
+        while folder != self._folder.chunks:
             with self._sizes.changing(folder):
                 try:
                     below.rmdir(self._root, folder)
@@ -265,7 +196,7 @@ class ChunkFiles:
 
     def _settle_folder(self, folder: str) -> bool:
         try:
-            if folder == self._chunks:
+            if folder == self._folder.chunks:
                 raise OSError(errno.ENOTEMPTY, "the tier's own, which stays")
             if remove_folder(self._root, folder):
                 self._sizes.removed(folder)
@@ -287,7 +218,7 @@ class ChunkFiles:
         return status and status.st_size
 
     def look(self, key: OffloadKey) -> "FoundFile | None":
-        """Return a chunk's file's room, and when it was used; None without a file.
+        """Return a chunk's file's room and last use; None without a file.
 
         Opening asks a file server, whatever this machine remembers of the file; looking by name need not.
         """
@@ -336,7 +267,7 @@ class ChunkFiles:
         raise OSError(errno.EAGAIN, VANISHING)
 
     def _create_in(self, parent: str) -> Temporary:
-        folder, name = self._reach(parent), temporary_name(self._writer)
+        folder, name = self._reach(parent), temporary_name(self._folder.writer)
         try:
             fd = open_below(folder.fd, name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | self._direct)
         except BaseException as error:
@@ -353,10 +284,8 @@ class ChunkFiles:
                 self._loads_first.give_way()
             slice_bytes = self._loads_first.slice_bytes
             end = total if total - done < 2 * slice_bytes else done + slice_bytes  # No call for a footer alone.
-            wrote = os.pwritev(fd, part_of(buffers, done, end), done)  # Fewer: the next call says why.
-            if wrote == 0:
-                raise OSError(errno.EIO, f"wrote {done} of {total} bytes and then none")
-            done += wrote
+            write_all(fd, part_of(buffers, done, end), done)
+            done = end
 
     def _reach(self, folder: str) -> Reached:
         """Open a folder, and make it if there is none: most stores find theirs, and save the call."""
@@ -369,14 +298,14 @@ class ChunkFiles:
     def _make(self, parent_fd: int, parent: str, base: str) -> Reached:
         folder = f"{parent}/{base}" if parent else base
         with suppress(FileExistsError), self._sizes.making(folder):
-            below.mkdir(parent_fd, base, self._folders_mode)
+            below.mkdir(parent_fd, base, self._folder.mode)
         made = Reached(parent_fd, base)
         self._look_at(folder, made.fd)
         if parent:
             self._look_at(parent, parent_fd)
         try:
             if self._fsync:
-                sync_folder(parent_fd, ".")
+                with_folder(parent_fd, ".", os.fsync)
         except BaseException:
             made.close()
             raise

@@ -30,7 +30,6 @@ class Eviction:
         self._index = index
         self._chunks = chunks
         self.accounts = accounts
-        self._claims = index.claims
         self._capacity = tier.capacity
         self._wake = asyncio.Event()
         self._chosen: list[FileEntry] = []  # Files that the background has still to remove.
@@ -85,10 +84,7 @@ class Eviction:
         return removal.gone_bytes
 
     def used(self, keys: Sequence[OffloadKey]) -> None:
-        """Record uses of files, in prefix order, to set their times behind the loads, unless these are recent.
-
-        After a restart they say when files were used.
-        """
+        """Record uses, in prefix order: files' times are set behind the loads, unless they are recent."""
         now_ns = self._tier.clock_ns()
         for index, key in enumerate(keys):
             if self._index.refresh_due(key, now_ns):
@@ -103,7 +99,6 @@ class Eviction:
             self._tier.lanes.evict.submit(self._chunks.stamp, due)
 
     def check(self) -> None:
-        """Wake the background if chunks should go before the next store."""
         if len(self._tier.root.remains):
             self._want_settling()
         if self._scanned and self.accounts.may_have_surplus():
@@ -152,7 +147,7 @@ class Eviction:
         if keys := list(islice(self._index.doubtful, STAMPS_MAX)):
             with self._index.call(keys) as unchanged:
                 for key, allocated_bytes in (await self._tier.lanes.evict.run(self._chunks.look, keys)).items():
-                    if key in unchanged and key not in self._claims.leaving:
+                    if key in unchanged and key not in self._index.claims.leaving:
                         if allocated_bytes:  # Otherwise the process that removed it may have told the page.
                             self.accounts.added(allocated_bytes - self._index.taken_bytes(key))
                         self._index.measured(key, allocated_bytes)
@@ -201,7 +196,7 @@ class Eviction:
 
     def _begin(self, victims: Sequence[FileEntry]) -> None:
         self.accounts.chosen(victims)
-        self._claims.begin(victim.key for victim in victims)
+        self._index.claims.leaving.update(victim.key for victim in victims)
         self._capacity.leaving_bytes += sum(victim.allocated_bytes for victim in victims)
 
     async def _remove(self, victims: Sequence[FileEntry], removal: FileRemoval) -> None:
@@ -233,4 +228,4 @@ class Eviction:
                 self._tier.counters.count("evictions_failed")
         for chunk in removal.used:
             self._index.stays(chunk)
-        self._claims.end(victim.key for victim in victims)
+        self._index.claims.end(victim.key for victim in victims)

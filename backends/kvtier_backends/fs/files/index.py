@@ -44,8 +44,8 @@ def is_later(time_ns: int, known_ns: int) -> bool:
 class Claims:
     """Keys that are busy: calls use their files, or these are on their way out. Belongs to the loop's thread.
 
-    A chunk that a call uses is never chosen for eviction. A store of a key whose file is being removed waits until the
-    file is gone. Otherwise the removal would meet the new file. A load does not wait: that chunk is a miss.
+    A chunk in use is never chosen to go. A store waits until its key's old file is gone: the removal would meet the new
+    one. For a load, a leaving chunk is a miss.
     """
 
     def __init__(self) -> None:
@@ -62,9 +62,6 @@ class Claims:
             if self._closed:
                 raise BackendClosed("closed before the former chunk was removed")
             await self._gone.wait()
-
-    def begin(self, keys: Iterable[OffloadKey]) -> None:
-        self.leaving.update(keys)
 
     def end(self, keys: Iterable[OffloadKey]) -> None:
         self.leaving.difference_update(keys)
@@ -102,11 +99,6 @@ class FileIndex:
         self._removed_in_scan: set[OffloadKey] = set()
 
     @property
-    def authoritative(self) -> bool:
-        """Whether a key that is not in here is absent."""
-        return self.inventory.complete is True
-
-    @property
     def files(self) -> int:
         return len(self._of) + len(self._unloadable)
 
@@ -123,10 +115,7 @@ class FileIndex:
 
     @contextmanager
     def call(self, keys: Iterable[OffloadKey]) -> Generator[set[OffloadKey]]:
-        """Give, for as long as the block lasts, those of the keys that were not stored since it began.
-
-        Only of these can a call say that they are gone.
-        """
+        """Give, while the block lasts, the keys that were not stored since: only they can be said to be gone."""
         unchanged = set(keys)
         self._calls.append(unchanged)
         try:
@@ -198,10 +187,7 @@ class FileIndex:
             self.inventory.added(chunk.key)
 
     def scanned(self, chunks: Sequence[FileEntry]) -> int:
-        """Record chunks of the scan, except those that were stored, used or removed meanwhile.
-
-        Returns the room of the recorded ones.
-        """
+        """Record the scan's chunks, except those stored, used or removed meanwhile; return the room of these."""
         noted_bytes = 0
         for chunk in chunks:
             key, number = chunk.key, self._of.get(chunk.key)
@@ -237,10 +223,7 @@ class FileIndex:
     # Files that go.
 
     def victims(self, count: int, incoming: Sequence[OffloadKey] = ()) -> list[FileEntry]:
-        """Choose up to `count` files that no call uses, forget them, and report them as removed.
-
-        `incoming`: the keys that the room is for.
-        """
+        """Choose up to `count` files that no call uses, forget them, and report them as removed."""
         in_use = self.claims.in_use
         return [self._evict(number) for number in self.numbers.evict(count, self._keeps, in_use, incoming)]
 

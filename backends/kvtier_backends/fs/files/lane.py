@@ -5,6 +5,7 @@ share, chunk by chunk: the call that lent the buffers may be cancelled, and its 
 """
 
 import errno
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,8 +16,8 @@ from kvtier.errors import ChunkCorrupt, ChunkMissing
 from kvtier_backends.fs.disk.below import ForeignError, believable_ns
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, GONE, LEFT_ALONE, ChunkFault, Whole, failure, judge_length
 from kvtier_backends.fs.disk.lanes import Pages, share_chunks
-from kvtier_backends.fs.disk.reads import Wanted
-from kvtier_backends.fs.files.chunk_files import ChunkFiles, Discarded, DoubtError, FoundFile, OpenChunk
+from kvtier_backends.fs.disk.reads import Wanted, read_on
+from kvtier_backends.fs.files.chunk_files import ChunkFiles, DoubtError, FoundFile
 from kvtier_backends.fs.files.index import FileEntry, is_later
 from kvtier_backends.fs.layout import OpenTier
 
@@ -35,7 +36,7 @@ class LoadShare:
     left: set[OffloadKey] = field(default_factory=set[OffloadKey])  # Keys whose files are of no use here, and stay.
     irremovable: set[OffloadKey] = field(default_factory=set[OffloadKey])  # Keys of corrupt files that stay for now.
     gone: int = 0  # Failures that say that the whole file system is away.
-    opened: dict[int, OpenChunk] = field(default_factory=dict[int, OpenChunk])  # By position in the share.
+    opened: dict[int, int] = field(default_factory=dict[int, int])  # Files' descriptors, by position in the share.
     found: dict[int, Outcome] = field(default_factory=dict[int, Outcome])  # The same: outcomes other than `None`.
     sizes: dict[int, int] = field(default_factory=dict[int, int])
 
@@ -57,13 +58,10 @@ class FileChunks:
 
     def __init__(self, tier: OpenTier) -> None:
         lanes, mapper = tier.lanes, tier.context.mapper
+        self._tier = tier
         self._files = ChunkFiles(tier.root, mapper, lanes.loads_first, fsync=tier.options.fsync)
-        self._loads_first = lanes.loads_first
-        self._counters = tier.counters
         self._row_bytes = tier.context.row_bytes
         self._packing = tier.packing
-        self._accept_bare = tier.options.unverified == "accept"
-        self._reads = tier.root.reads
         beside_bytes = tier.packing.beside_bytes
         self._load_pages = Pages(lanes.load.count, share_chunks(self._row_bytes) * (beside_bytes + ROOM_BYTES))
         self._store_pages = Pages(lanes.store.count, beside_bytes)
@@ -72,10 +70,10 @@ class FileChunks:
         """Fill the share's buffers; none but a `None` outcome says that one holds its chunk."""
         with self._load_pages.one() as pages:
             try:
-                self._reads(self._wanted(share, pages))
+                self._tier.root.reads(self._wanted(share, pages))
             finally:
                 while share.opened:
-                    share.opened.popitem()[1].close()
+                    os.close(share.opened.popitem()[1])
         share.outcomes = [share.found.get(index) for index in range(len(share.reads))]
         share.allocated_bytes = [share.sizes.get(index) for index in range(len(share.reads))]
 
@@ -87,32 +85,35 @@ class FileChunks:
                 share.found[index] = ChunkMissing(f"{key.hex()}: no file any more")
                 continue
             try:
-                chunk = self._files.open(key)
+                fd = self._files.open(key)
             except (NotADirectoryError, ForeignError):
                 share.found[index] = ChunkMissing(f"{key.hex()}: no file")
             except OSError as error:
                 share.found[index] = failure(key, error)
                 share.gone += error.errno in GONE
             else:
-                if chunk is None:
+                if fd is None:
                     share.found[index] = ChunkMissing(f"{key.hex()}: no file")
                     self._files.tidy(key)  # Whoever has removed it may have left its folders.
                     continue
-                share.opened[index] = chunk
-                yield chunk.wanted(self._packing.places(into, beside), partial(self._came, share, index, beside))
+                share.opened[index] = fd
+                places = self._packing.places(into, beside)
+                yield Wanted(fd, places, 0, sum(map(len, places)), partial(self._came, share, index, beside))
 
     def _came(self, share: LoadShare, index: int, beside: memoryview, result: int | OSError) -> None:
         read, error = share.reads[index], result if isinstance(result, OSError) else None
-        with share.opened.pop(index) as chunk:
+        fd = share.opened.pop(index)
+        try:
             if not isinstance(result, OSError):
-                try:
-                    outcome = self._judge(share, chunk, read, beside, result)
-                    if outcome is not None:
-                        share.found[index] = outcome
-                    elif share.measure:
-                        share.sizes[index] = chunk.allocated_bytes()
-                except OSError as raised:
-                    error = raised.with_traceback(None)  # Its frames would keep the lent buffer.
+                outcome = self._judge(share, fd, read, beside, result)
+                if outcome is not None:
+                    share.found[index] = outcome
+                elif share.measure:
+                    share.sizes[index] = self._files.allocated_bytes(fd)
+        except OSError as raised:
+            error = raised.with_traceback(None)  # Its frames would keep the lent buffer.
+        finally:
+            os.close(fd)
         if error is not None and error.errno == errno.ESTALE:
             # Another host has removed it: a file server keeps no open file.
             share.found[index] = ChunkMissing(f"{read.key.hex()}: removed as it was read")
@@ -123,7 +124,7 @@ class FileChunks:
     def store(self, share: StoreShare) -> None:
         with self._store_pages.one() as beside:
             for index, write in enumerate(share.writes):
-                with self._loads_first.storing():
+                with self._tier.lanes.loads_first.storing():
                     self._store(write, share.used_at_ns - index, beside, share)
 
     def remove(self, keys: Sequence[OffloadKey], removed: dict[OffloadKey, bool]) -> OSError | None:
@@ -190,7 +191,7 @@ class FileChunks:
 
     def takes(self, file_bytes: int) -> bool:
         whole = judge_length(file_bytes, self._row_bytes)
-        return whole is Whole.FOOTED or (whole is Whole.BARE and self._accept_bare)
+        return whole is Whole.FOOTED or (whole is Whole.BARE and self._tier.options.unverified == "accept")
 
     def _is_used(self, found: FoundFile, victim: FileEntry, now_ns: int) -> bool:
         """Return True if others have used a file, or replaced one that no load would take."""
@@ -214,9 +215,11 @@ class FileChunks:
             share.allocated_bytes.append(allocated_bytes)
             share.outcomes.append(None)
 
-    def _judge(self, share: LoadShare, chunk: OpenChunk, read: Read, beside: memoryview, got: int) -> Outcome:
+    def _judge(self, share: LoadShare, fd: int, read: Read, beside: memoryview, got: int) -> Outcome:
         key, into = read
-        file_bytes = chunk.read_on(self._packing.places(into, beside), got, self._row_bytes + FOOTER_BYTES)
+        file_bytes = got
+        if got != self._row_bytes + FOOTER_BYTES:  # The first read has not come to the end for certain.
+            file_bytes = read_on(fd, self._packing.places(into, beside), got)
         whole = judge_length(file_bytes, self._row_bytes)
         if whole is Whole.BARE:
             return self._bare(share, key)
@@ -224,21 +227,22 @@ class FileChunks:
         if fault is None:
             return None
         if left := LEFT_ALONE.get(fault):
-            self._counters.count(left.counter)
+            counter, why = left
+            self._tier.counters.count(counter)
             share.left.add(key)
-            return ChunkMissing(f"{key.hex()}: {left.why}; left alone")
-        self._counters.corrupt(fault)
-        if chunk.discard(fault) is Discarded.LEFT:
-            self._counters.count("corrupt_left")
+            return ChunkMissing(f"{key.hex()}: {why}; left alone")
+        self._tier.counters.corrupt(fault)
+        if not self._files.discard(key, fd, fault):
+            self._tier.counters.count("corrupt_left")
             share.irremovable.add(key)
         self._files.tidy(key)
         return ChunkCorrupt(f"{key.hex()}: {fault}: a file of {file_bytes:,} bytes for a row of {self._row_bytes:,}")
 
     def _bare(self, share: LoadShare, key: OffloadKey) -> Outcome:
         """Judge a file without a footer. Refused, it may have replaced one of ours, and takes room as that did."""
-        if self._accept_bare:
-            self._counters.count("unverified_accepted")
+        if self._tier.options.unverified == "accept":
+            self._tier.counters.count("unverified_accepted")
             return None
-        self._counters.count("unverified_refused")
+        self._tier.counters.count("unverified_refused")
         share.left.add(key)
         return ChunkMissing(f"{key.hex()}: a file without a footer; refused")

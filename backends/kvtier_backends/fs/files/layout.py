@@ -26,8 +26,7 @@ SMALL_PATIENCE_S = 5.0  # and for a small directory's longer, from each call: on
 class FilesLayout:
     """One tier's chunks in files. Belongs to the loop's thread.
 
-    Chunks that do not fit are kept out before calls come here. Loads and stores return the outcomes, and how many say
-    that the file system is away.
+    Loads and stores return the outcomes, and how many say that the file system is away.
     """
 
     def __init__(self, tier: OpenTier) -> None:
@@ -54,7 +53,7 @@ class FilesLayout:
 
     async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         answers = [not self._tier.options.shared and key in self._index for key in keys]  # Others remove files, too.
-        if self._index.authoritative or all(answers):
+        if self._index.inventory.complete or all(answers):
             return answers
         unknown = [key for key, known in zip(keys, answers, strict=True) if not known]
         shares = share_out(unknown, self._lanes.load.count, PROBES_MAX)
@@ -105,10 +104,9 @@ class FilesLayout:
             self._eviction.doubt([key])
 
     async def store(self, writes: Sequence[Write]) -> tuple[list[Outcome], int]:
-        """Promise room for the worst case before a byte is written. The leading chunks of a batch get it first.
+        """Promise room for the worst case before a byte is written, to the leading chunks first: a tail needs its head.
 
-        Without its head, a prefix's tail is of no use. If the disk is still full, other chunks are removed, and failed
-        stores are tried once more.
+        If the disk is still full, other chunks are removed, and failed stores are tried once more.
         """
         if not self._start.done.is_set():
             if self._tier.options.shared or self._tier.capacity.free_bytes() is not None:

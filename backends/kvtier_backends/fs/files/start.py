@@ -9,12 +9,12 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from itertools import chain
+from itertools import islice
 
 from kvtier.backend import INVENTORY_BATCH_KEYS
 from kvtier.errors import Remedy
 from kvtier_backends.fs.disk import below
-from kvtier_backends.fs.disk.below import believable_ns, list_folder, open_folder
+from kvtier_backends.fs.disk.below import believable_ns, open_folder, with_folder
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES
 from kvtier_backends.fs.disk.remains import called, is_absent, names_in
 from kvtier_backends.fs.files.eviction import Eviction
@@ -30,10 +30,9 @@ DEPTH_MAX = 8  # Folders within folders. Names have three; a loop of bind mounts
 
 
 class Scan:
-    """One walk over a namespace's files, a batch at a time. Blocks; one thread at a time.
+    """One walk over a namespace's files. Blocks; one thread at a time.
 
-    The next batch is asked for when the last one is indexed, so that a million files never lie in a queue. No buffer is
-    lent, so a cancelled scan need not wait for its thread.
+    The next batch is asked for when the last one is indexed: a million files never lie in a queue.
     """
 
     def __init__(self, tier: OpenTier, takes: Callable[[int], bool]) -> None:
@@ -45,49 +44,30 @@ class Scan:
         """Files of ours by name, that no load would take."""
         self.failed = 0
         """Folders that could not be read: what they take is not known."""
-        folder, self._now_ns = tier.root, tier.clock_ns()
-        self._sweep = folder.sweep(self._now_ns / 1e9)
-        self._folder = folder
-        self._root = folder.root_fd
-        self._disk = folder.disk
-        self._sizes, self._remains = folder.sizes, folder.remains
+        self._folder, self._root, self._now_ns = tier.root, tier.root.root_fd, tier.clock_ns()
+        self.sweep = self._folder.sweep(self._now_ns / 1e9)
         self._mapper = tier.context.mapper
         self._takes = takes
         self._stopped = False
-        self._chunks = chain(self._look_around(folder.chunks), self._walk(folder.chunks, DEPTH_MAX))
-
-    @property
-    def swept(self) -> int:
-        return self._sweep.removed
+        self._chunks = self._all()
 
     def next_batch(self) -> list[FileEntry]:
         """Return the next chunks; an empty list at the end."""
-        batch: list[FileEntry] = []
-        for chunk in self._chunks:
-            batch.append(chunk)
-            if len(batch) == INVENTORY_BATCH_KEYS:
-                break
-        return batch
+        return list(islice(self._chunks, INVENTORY_BATCH_KEYS))
 
     def stop(self) -> None:
         self._stopped = True
 
-    def _look_around(self, chunks_folder: str) -> Iterator[FileEntry]:
-        """Sweep old files beside the chunks, and report files that are left alone. Finds no chunks."""
+    def _all(self) -> Iterator[FileEntry]:
+        """Sweep old files beside the chunks, count the others, and yield the chunks."""
         try:
-            for name in list_folder(self._root, self._mapper.folder):
-                self._sweep(self._mapper.folder, name)
+            for name in with_folder(self._root, self._mapper.folder, os.listdir):
+                self.sweep(self._mapper.folder, name)
             self._folder.beside.look()
             self.seen_bytes += self._folder.beside.used_bytes + self._folder.remains.used_bytes
         except OSError as error:
-            self.failed += 1
-            logger.warning(
-                "%s: what is beside its chunks cannot be listed: %s; see %s",
-                chunks_folder,
-                error.strerror,
-                Remedy.UNREADABLE,
-            )
-        yield from ()
+            self._fail(self._mapper.folder, error)
+        yield from self._walk(self._folder.chunks, DEPTH_MAX)
 
     def _walk(self, folder: str, depth: int) -> Iterator[FileEntry]:
         try:
@@ -96,12 +76,15 @@ class Scan:
             with suppress(OSError):
                 if error.errno in _REMOVED and is_absent(self._root, folder):
                     return
-            self.failed += 1
-            logger.warning("%s: cannot be listed: %s; see %s", folder, error.strerror, Remedy.UNREADABLE)
+            self._fail(folder, error)
             return
         yield from chunks
         for name in names if depth else ():
             yield from self._walk(f"{folder}/{name}", depth - 1)
+
+    def _fail(self, folder: str, error: OSError) -> None:
+        self.failed += 1
+        logger.warning("%s: cannot be listed: %s; see %s", folder, error.strerror, Remedy.UNREADABLE)
 
     def _list(self, folder: str) -> tuple[list[str], list[FileEntry]]:
         """Return a folder's folders and chunks; its descriptor is closed before the walk goes on."""
@@ -110,7 +93,7 @@ class Scan:
         fd = open_folder(self._root, folder)
         try:
             status = os.fstat(fd)
-            self._sizes.scanned(folder, status)
+            self._folder.sizes.scanned(folder, status)
             self.seen_bytes += status.st_blocks * SECTOR_BYTES
             unseen = names_in(fd)
             with os.scandir(fd) as entries:
@@ -130,15 +113,15 @@ class Scan:
 
     def _file(self, folder: str, entry: "os.DirEntry[str]") -> FileEntry | None:
         """Return the room of a file with a chunk's name. The room of our other files is added up."""
-        temporary = self._sweep(folder, entry.name)
+        temporary = self.sweep(folder, entry.name)
         key = None if temporary else self._mapper.key(f"{folder}/{entry.name}")
         status = called(lambda: entry.stat(follow_symlinks=False), self._root, f"{folder}/{entry.name}")
         if status is None:
             return None
-        taken_bytes = self._disk.taken_bytes(status)
+        taken_bytes = self._folder.disk.taken_bytes(status)
         if key is None:
             # What this process writes now has been reserved.
-            if temporary and not self._sweep.is_own(entry.name) and f"{folder}/{entry.name}" not in self._remains:
+            if temporary and not self.sweep.is_own(entry.name) and f"{folder}/{entry.name}" not in self._folder.remains:
                 self.seen_bytes += taken_bytes
                 self.other_bytes += taken_bytes
             return None
@@ -147,12 +130,9 @@ class Scan:
         self.skipped += not loadable
         used_at_ns = believable_ns(status.st_mtime_ns, self._now_ns)
         if used_at_ns < status.st_mtime_ns:  # Or each start would take it for the newest.
-            self._date(folder, entry.name, used_at_ns)
+            with suppress(OSError):  # Somebody else's.
+                below.date(self._root, f"{folder}/{entry.name}", used_at_ns)
         return FileEntry(key, taken_bytes, used_at_ns, loadable)
-
-    def _date(self, folder: str, name: str, time_ns: int) -> None:
-        with suppress(OSError):  # Somebody else's.
-            below.date(self._root, f"{folder}/{name}", time_ns)
 
 
 class FilesStart:
@@ -167,7 +147,6 @@ class FilesStart:
         self._index = index
         self._takes = chunks.takes
         self._eviction = eviction
-        self._capacity = tier.capacity
         self._lane = tier.lanes.scan
         self._scan = Scan(tier, chunks.takes)
 
@@ -195,8 +174,8 @@ class FilesStart:
                 self.gauged.set()
         counters.count("scan_skipped", scan.skipped)
         counters.count("scan_failed", scan.failed)
-        counters.count("scan_swept", scan.swept)
-        self._capacity.other_bytes = scan.other_bytes
+        counters.count("scan_swept", scan.sweep.removed)
+        self._tier.capacity.other_bytes = scan.other_bytes
         if not scan.failed:
             self._tier.root.sizes.scan_ended()
         self._index.numbers.order_idle(await self._lane.run(oldest_last, *self._index.numbers.idle()))

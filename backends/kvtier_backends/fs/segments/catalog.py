@@ -66,7 +66,7 @@ class Snapshot(NamedTuple):
 class FreeSlots:
     """A set of numbers, given out in runs: a job whose chunks lie together is one call to the disk.
 
-    The longest run is given out first, so a job needs few calls. Slots that are given back join their neighbours.
+    The longest run is given out first. Slots that are given back join their neighbours.
     """
 
     def __init__(self) -> None:
@@ -107,7 +107,6 @@ class FreeSlots:
         return taken
 
     def drop(self, first: int, count: int) -> None:
-        """Remove all slots of a file, for good."""
         if not self._is_dropped(first):
             insort(self._dropped, (first, first + count))
         end = first + count
@@ -138,8 +137,8 @@ class FreeSlots:
 class Outdated:
     """Slots whose footers are no longer true, until they are overwritten or wiped.
 
-    After a restart, footers are all that is known. So a chunk is not evicted, and does not count as deleted, while an
-    older chunk of its key is still on the disk. That one would come back.
+    A chunk is neither evicted nor deleted while an older one of its key is on the disk: after a restart, that one would
+    come back.
     """
 
     def __init__(self) -> None:
@@ -251,7 +250,6 @@ class Catalog:
         return any(slot is not None and self.is_candidate(slot) for slot in slots)
 
     def unsettled(self) -> list[int]:
-        """Return the slots whose footers may differ from the catalog."""
         return [*self._in_flight, *self.outdated.slots()]
 
     def add(self, count: int) -> int:
@@ -339,10 +337,7 @@ class Catalog:
         return self.index.coldest(self._keeps)
 
     def clear_range(self, first: int, count: int) -> int | None:
-        """Forget the slots of a file that is to be removed, and their chunks; return how many chunks there were.
-
-        None, and nothing is changed, if a call uses one of them.
-        """
+        """Forget a file's slots and chunks; return how many. None, and nothing changes, if a call uses one of them."""
         end = first + count
         keys = [key for key in self._keys[first:end] if key is not None]
         if any(map(self._is_kept, keys)) or any(first <= slot < end for slot in self.unsettled()):
@@ -354,10 +349,7 @@ class Catalog:
         return len(keys)
 
     def abandon(self, first: int, count: int) -> bool:
-        """Forget the chunks of slots whose file is lost, except those that calls use; True when none is left.
-
-        None of the slots is given out any more.
-        """
+        """Forget a lost file's chunks, except those that calls use; return True when none is left."""
         self.free.drop(first, count)
         end, left = first + count, False
         for key in self._keys[first:end]:
@@ -442,10 +434,7 @@ class Catalog:
                 self.found(chunk)
 
     def scan_ended(self, *, complete: bool) -> None:
-        """Record that every footer has been seen; from now on chunks may go for room.
-
-        `complete`: a key that is not known is absent.
-        """
+        """Let chunks go for room: every footer has been seen. `complete`: a key that is not known is absent."""
         self._candidates = bytearray()
         self.scanning = False
         self.inventory.scan_ended(complete=complete)
@@ -467,7 +456,6 @@ class Catalog:
         return key is not None and (key in self.in_use or key in self.outdated)
 
     def _retire(self, slot: int, key: OffloadKey) -> None:
-        """Mark a slot whose chunk goes to be wiped, if it is ours and its footer is known."""
         if self.is_candidate(slot):
             self._candidates[slot] = 0
         elif slot not in self.index.foreign:

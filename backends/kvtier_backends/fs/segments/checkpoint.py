@@ -47,12 +47,17 @@ _HEAD = struct.Struct("<8sIIQ32s")
 _PREAMBLE = struct.Struct("<32sQ")
 _NAME_BYTES = struct.Struct("<H")
 _SEGMENT = struct.Struct("<QQQ")
-_LENGTH_BYTES = 1  # Of a key's length, before the key.
 _CHECKSUM = struct.Struct("<Q")
 
 
 def _record(key_bytes: int) -> struct.Struct:
     return struct.Struct(f"<B{key_bytes}sQQQ")
+
+
+def _columns(key_bytes: int) -> "np.dtype[np.void]":
+    """Return the same record for numpy."""
+    numbers = [(name, "<u8") for name in ("slot", "sequence", "used_at_ns")]
+    return np.dtype([("length", "u1"), ("key", f"V{key_bytes}"), *numbers])
 
 
 RECORD_BYTES_MAX = _record(KEY_BYTES_MAX).size
@@ -67,30 +72,12 @@ class Remembered(NamedTuple):
     written_at_ns: int  # 0: not to be trusted.
 
 
-class RememberedChunks(NamedTuple):
-    """The chunks of a checkpoint, by column: millions of them make no objects but their keys, when these are wanted."""
-
-    slots: NDArray[np.uint64]
-    sequences: NDArray[np.uint64]
-    used_at_ns: NDArray[np.uint64]
-    lengths: NDArray[np.uint8]
-    content: bytes
-    begin: int  # The first record's place in the content.
-    record_bytes: int
-
-    def keys(self, chosen: NDArray[np.intp]) -> list[OffloadKey]:
-        content = self.content
-        places = self.begin + _LENGTH_BYTES + chosen * self.record_bytes
-        ends = places + self.lengths[chosen]
-        return [OffloadKey(content[at:end]) for at, end in zip(places.tolist(), ends.tolist(), strict=True)]
-
-
 class Memory(NamedTuple):
     """The content of a checkpoint."""
 
     same_boot: bool
     segments: list[Remembered]
-    chunks: RememberedChunks
+    chunks: "NDArray[np.void]"  # Records by column: millions of them make no objects.
 
 
 class SlotCheckpoint:
@@ -136,7 +123,7 @@ class SlotCheckpoint:
             self._counters.count("checkpoints_ignored")
             logger.info("%s: no checkpoint of this namespace and version, or torn; ignored", self._name)
         else:
-            self._counters.count("checkpoint_chunks", len(found.chunks.slots))
+            self._counters.count("checkpoint_chunks", len(found.chunks))
         return found
 
     def _written(self, segments: Sequence[Remembered], snapshot: Snapshot) -> Iterator[bytes]:
@@ -173,9 +160,16 @@ class SlotCheckpoint:
             same_boot, segments, size = _read_preamble(whole[_HEAD.size : end])
         except (OSError, ValueError, struct.error):  # The checksum is right, and the content is not ours.
             return None
-        begin, record_bytes = _HEAD.size + size, _record(longest).size
-        chunks, rest = divmod(end - begin, record_bytes)
-        return None if rest or chunks < 0 else Memory(same_boot, segments, _columns(content, begin, chunks, longest))
+        begin, columns = _HEAD.size + size, _columns(longest)
+        chunks, rest = divmod(end - begin, columns.itemsize)
+        return (
+            None if rest or chunks < 0 else Memory(same_boot, segments, np.frombuffer(content, columns, chunks, begin))
+        )
+
+
+def keys_of(chunks: "NDArray[np.void]") -> list[OffloadKey]:
+    lengths, keys = (chunks[name].tolist() for name in ("length", "key"))
+    return [OffloadKey(key[:length]) for length, key in zip(lengths, keys, strict=True)]
 
 
 def remembered(segments: Sequence[Segment], before_ns: int) -> list[Remembered]:
@@ -196,23 +190,6 @@ def remembered(segments: Sequence[Segment], before_ns: int) -> list[Remembered]:
 
 def trusted(segments: Sequence[Remembered], unsettled: set[str]) -> list[Remembered]:
     return [each._replace(written_at_ns=0) if each.name in unsettled else each for each in segments]
-
-
-def _columns(content: bytes, begin: int, chunks: int, key_bytes: int) -> RememberedChunks:
-    fields_at, record_bytes = _LENGTH_BYTES + key_bytes, _record(key_bytes).size
-    row = np.dtype(
-        {
-            "names": ["length", "slot", "sequence", "used_at_ns"],
-            "formats": ["u1", "<u8", "<u8", "<u8"],
-            "offsets": [0, fields_at, fields_at + 8, fields_at + 16],
-            "itemsize": record_bytes,
-        }
-    )
-    table = np.frombuffer(content, row, chunks, begin)
-    lengths = np.minimum(table["length"], key_bytes).astype(np.uint8)
-    return RememberedChunks(
-        table["slot"], table["sequence"], table["used_at_ns"], lengths, content, begin, record_bytes
-    )
 
 
 def _preamble(segments: Sequence[Remembered], *, whole: bool) -> bytes:

@@ -12,12 +12,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from kvtier_backends.fs.disk import below
-from kvtier_backends.fs.disk.below import ForeignError, lock_file, open_below, open_file, sync_folder
+from kvtier_backends.fs.disk.below import ForeignError, lock_file, open_below, open_file, with_folder
 from kvtier_backends.fs.disk.footer import FULL
-from kvtier_backends.fs.disk.remains import called, is_absent, listing, remove_file
+from kvtier_backends.fs.disk.reads import write_all
+from kvtier_backends.fs.disk.remains import called, is_absent, names_in, remove_file
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.disk.temporaries import temporary_name
-from kvtier_backends.fs.segments.segment import HEADER_BYTES, Header, Segment, read_header, write_all
+from kvtier_backends.fs.segments.segment import HEADER_BYTES, Header, Segment, read_header
 
 SUFFIX = ".seg"
 NAME = re.compile(r"[0-9]{8}\.seg")
@@ -58,11 +59,10 @@ class SegmentFolder:
         return Header(self._row_bytes, slots, self._fingerprint)
 
     def names(self) -> list[str]:
-        names = filter(NAME.fullmatch, listing(self.root_fd, self._folder.chunks))
+        names = filter(NAME.fullmatch, with_folder(self.root_fd, self._folder.chunks, names_in))
         return [f"{self._folder.chunks}/{name}" for name in sorted(names)]
 
     def unopened(self) -> list[str]:
-        """Return the names of segments that are not open here, in the same order."""
         known = {segment.name for segment in self._opened}
         return [name for name in self.names() if name not in known and name not in self._folder.remains]
 
@@ -128,10 +128,7 @@ class SegmentFolder:
         return named is not None and os.path.samestat(named, status)
 
     def remove(self, segment: Segment) -> None:
-        """Remove a segment of which no slot is in use, if it is there and not replaced by another file.
-
-        Until it has gone it stays open and locked. Raises OSError if it may be there still; it can be called again.
-        """
+        """Remove a segment without slots in use, unless its name is another file's. Repeatable after an OSError."""
         if not segment.closed and self.has(segment):
             remove_file(self.root_fd, segment.name)
         self.close(segment)
@@ -180,16 +177,8 @@ class SegmentFolder:
         return self._folder.remains.remove(name, self.worst_bytes(slots))
 
     def _create(self, aside: str, slots: int) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | self._direct
         try:
-            try:
-                return open_below(self.root_fd, aside, flags)
-            except FileNotFoundError:  # Somebody has removed the folder.
-                with suppress(FileExistsError):
-                    self._folder.make_folder(self._folder.chunks)
-                if self._fsync:
-                    os.fsync(self.root_fd)
-                return open_below(self.root_fd, aside, flags)
+            return open_below(self.root_fd, aside, os.O_RDWR | os.O_CREAT | os.O_EXCL | self._direct)
         except OSError:
             self._drop(aside, slots)
             raise
@@ -214,7 +203,6 @@ class SegmentFolder:
         raise OSError(errno.ENOSPC, "no numbers are left for segments")
 
     def _take_place(self, aside: str, name: str, fd: int) -> None:
-        """Rename the file that is open as `fd` to a name that is free."""
         taken = open_below(self.root_fd, name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             _lock(taken)  # Or another process would take it for an unusable file.
@@ -227,7 +215,7 @@ class SegmentFolder:
         finally:
             os.close(taken)
         if self._fsync:
-            sync_folder(self.root_fd, self._folder.chunks)
+            with_folder(self.root_fd, self._folder.chunks, os.fsync)
 
 
 def _write_zeros(fd: int, start: int, end: int) -> None:

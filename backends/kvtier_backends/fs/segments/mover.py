@@ -16,11 +16,11 @@ from kvtier.backend import Lanes, OffloadKey, Outcome, Read, Write, in_thread, i
 from kvtier.errors import ChunkCorrupt, ChunkMissing
 from kvtier_backends.fs.disk.footer import GONE, LEFT_ALONE, ChunkFault, failure
 from kvtier_backends.fs.disk.lanes import Pages, share_chunks, share_least, share_out
-from kvtier_backends.fs.disk.reads import Wanted
+from kvtier_backends.fs.disk.reads import Wanted, read_all, write_all
 from kvtier_backends.fs.layout import OpenTier
 from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.room import Room
-from kvtier_backends.fs.segments.segment import Segment, Segments, read_all, sync, write_all
+from kvtier_backends.fs.segments.segment import Segment, Segments, sync
 from kvtier_backends.fs.segments.wiping import Wiping
 
 LOOKS_MAX = 4  # A chunk that has moved so often while it was read is missed.
@@ -155,13 +155,13 @@ class SlotMover:
         return again, sum(share.gone for share in shares)
 
     def _judge(self, key: OffloadKey, slot: int, fault: ChunkFault) -> Outcome:
-        """Return the outcome of a chunk that its slot does not hold; a corrupt one is dropped."""
         if self._catalog.is_candidate(slot) or self._catalog.is_foreign(slot):
             self._catalog.lost(key)
             return ChunkMissing(f"{key.hex()}: not there any more")
         if left := LEFT_ALONE.get(fault):
-            self._tier.counters.count(left.counter)
-            return ChunkMissing(f"{key.hex()}: {left.why}; left alone")
+            counter, why = left
+            self._tier.counters.count(counter)
+            return ChunkMissing(f"{key.hex()}: {why}; left alone")
         self._wiping.corrupt(key, slot, fault)
         return ChunkCorrupt(f"{key.hex()}: {fault}: slot {slot}")
 
@@ -213,10 +213,7 @@ class SlotMover:
     # Stores.
 
     async def store(self, writes: Sequence[Write]) -> tuple[list[Outcome], int]:
-        """Store the chunks that fit, the leading ones first: without its head, a prefix's tail is of no use.
-
-        Returns the outcomes, and how many say that the file system is away.
-        """
+        """Store the chunks that fit, the leading ones first; return what `load` does."""
         keys = [write.key for write in writes]
         with self._catalog.in_use(keys):
             incoming = [key for key in dict.fromkeys(keys) if key not in self._catalog]

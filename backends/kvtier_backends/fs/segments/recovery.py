@@ -17,21 +17,14 @@ from numpy.typing import NDArray
 
 from kvtier.backend import INVENTORY_BATCH_KEYS
 from kvtier.errors import BackendClosed, LineLimit, Remedy
-from kvtier_backends.fs.disk.below import AHEAD_NS, believable_ns, list_folder
+from kvtier_backends.fs.disk.below import AHEAD_NS, believable_ns, with_folder
 from kvtier_backends.fs.disk.footer import ChunkFault, Footer, read_footer
 from kvtier_backends.fs.disk.remains import is_absent
 from kvtier_backends.fs.index import oldest_last
 from kvtier_backends.fs.layout import OpenTier
 from kvtier_backends.fs.segments import checkpoint
 from kvtier_backends.fs.segments.catalog import Catalog, Recalled, SlotEntry, Snapshot
-from kvtier_backends.fs.segments.checkpoint import (
-    SETTLED_NS,
-    Remembered,
-    RememberedChunks,
-    SlotCheckpoint,
-    remembered,
-    trusted,
-)
+from kvtier_backends.fs.segments.checkpoint import SETTLED_NS, Remembered, SlotCheckpoint, remembered, trusted
 from kvtier_backends.fs.segments.folder import SegmentFolder, Unusable
 from kvtier_backends.fs.segments.room import Room
 from kvtier_backends.fs.segments.segment import ZEROS, Segment
@@ -65,17 +58,13 @@ class SegmentsStart:
         """Set once everything that the last checkpoint names is known."""
         self._checkpoint = SlotCheckpoint(tier.root, tier.context.mapper, tier.counters, tier.context.row_bytes)
         self._recovery = Recovery(tier, folder, self._checkpoint)
+        self._tier = tier
         self._catalog = catalog
         self._segments = catalog.segments
         self._room = room
-        self._capacity = tier.capacity
-        self._counters = tier.counters
         self._lane = tier.lanes.scan
-        self._clock_ns = tier.clock_ns
         self._distrusted: set[str] = set()  # Segments that the next start has to read through.
         self._failed = 0
-        self._added = 0  # Opened segments that the catalog knows,
-        self._unusable = 0  # and unusable ones that the room knows.
         self._writes_checkpoints = False  # A new one is not worse than the last: the chunks of that one are known.
 
     def stop(self) -> None:
@@ -83,11 +72,9 @@ class SegmentsStart:
         self.recalled.set()
 
     async def run(self) -> None:
-        recovery, catalog, counters = self._recovery, self._catalog, self._counters
-        await self._lane.run(recovery.open_all)
-        swept = self._count(*await self._lane.run(recovery.look_around))
+        recovery, catalog, counters = self._recovery, self._catalog, self._tier.counters
+        await self._open()
         self._failed += recovery.failed
-        self._add_opened()
         self._room.opened.set()
         recalled = recovery.recalled()
         while (chunks := await self._lane.run(next, recalled, None)) is not None:
@@ -98,36 +85,26 @@ class SegmentsStart:
             self._note(seen)
         counters.count("scan_skipped", len(recovery.unusable))
         counters.count("scan_failed", self._failed)
-        counters.count("scan_swept", swept)
         catalog.index.order_idle(await self._lane.run(oldest_last, *catalog.index.idle()))
         catalog.scan_ended(complete=not self._failed)
         await self._room.shrink()
         self._writes_checkpoints = True
         self.done.set()
-        while self._capacity.unseen_bytes or any(not segment.own for segment in self._segments.all):
+        while self._tier.capacity.unseen_bytes or any(not segment.own for segment in self._segments.all):
             await asyncio.sleep(AGAIN_S)
             await self._look_again()
 
     async def _look_again(self) -> None:
-        """Measure what could not be seen at the start, and take over segments whose locks have been released.
-
-        A process that hangs keeps its locks until it ends: a runner that was replaced, or `kvtier prune`.
-        """
+        """Measure what could not be seen at the start, and take over segments whose writers have ended since."""
         async with self._room.changing:  # A segment that is just being made would be taken for another process's.
-            await self._lane.run(self._recovery.open_all)
-            for segment in self._add_opened():
-                segment.own = False  # Locked, and not read yet: it is taken over like the others.
-            self._count(*await self._lane.run(self._recovery.look_around))
+            await self._open()
         for segment in list(self._segments.all):
             if not segment.own:
                 async with self._room.changing:  # The part that is known must not be removed for room meanwhile.
                     await self._take_over(segment)
 
     async def _take_over(self, segment: Segment) -> None:
-        """Own a segment, if its lock is free, by what its footers say now.
-
-        Until all of them are known, no checkpoint names it.
-        """
+        """Own a segment, if its lock is free, by its footers: until all are known, no checkpoint names it."""
         found = await self._lane.run(self._recovery.take_over, segment)
         if found is None:
             return
@@ -137,34 +114,29 @@ class SegmentsStart:
         segment.own = True
         logger.info("%s: taken over from a process that has ended", segment.name)
 
-    def _add_opened(self) -> Sequence[Segment]:
-        opened = self._recovery.opened[self._added :]
+    async def _open(self) -> None:
+        """Open the segments that are not, and measure the rest. Until that succeeds, it is all that is on the disk."""
+        opened, unusable = await self._lane.run(self._recovery.open_all)
         for segment in opened:
+            segment.own &= not self.done.is_set()  # Later, it is read only when it is taken over like the others.
             self._segments.add(segment, self._catalog.add(segment.header.slots))
-        self._added += len(opened)
-        self._room.unusable += self._recovery.unusable[self._unusable :]
-        self._unusable = len(self._recovery.unusable)
-        return opened
-
-    def _count(self, taken_bytes: int | None, swept: int) -> int:
-        """Count what lies around the open segments. As long as that is unknown, it is all that is on the disk."""
+        self._room.unusable += unusable
+        taken_bytes = await self._lane.run(self._recovery.look_around)
         if taken_bytes is not None:
-            self._capacity.other_bytes, self._capacity.unseen_bytes = taken_bytes, 0
-        return swept
+            self._tier.capacity.other_bytes, self._tier.capacity.unseen_bytes = taken_bytes, 0
 
     async def run_checkpoints(self) -> None:
-        """Write down what is known every so often, until cancelled."""
         while True:
             await asyncio.sleep(checkpoint.CHECKPOINT_S)
             if self._writes_checkpoints and (room_bytes := self._promised_bytes()):
                 try:
                     # What is written between the two is not in the first: that segment is looked through, not trusted.
-                    before_ns = self._clock_ns() - SETTLED_NS
+                    before_ns = self._tier.clock_ns() - SETTLED_NS
                     segments = await self._lane.run(remembered, list(self._segments.all), before_ns)
                     segments = trusted(segments, self._unsettled())
                     await self._lane.run(self._checkpoint.write, segments, self._catalog.snapshot())
                 finally:
-                    self._capacity.release(room_bytes)
+                    self._tier.capacity.release(room_bytes)
 
     def write_last_checkpoint(self) -> None:
         """Queue it on the lane, when nothing writes any more; only the first closing can."""
@@ -175,21 +147,20 @@ class SegmentsStart:
                 self._lane.submit(self._write_last, segments, self._unsettled(), snapshot)
 
     def _write_last(self, segments: Sequence[Segment], unsettled: set[str], snapshot: Snapshot) -> None:
-        settled = trusted(remembered(segments, self._clock_ns() + SETTLED_NS), unsettled)
+        settled = trusted(remembered(segments, self._tier.clock_ns() + SETTLED_NS), unsettled)
         self._checkpoint.write(settled, snapshot)
 
     def _promised_bytes(self) -> int:
         """Promise room for a new checkpoint; 0 if there is not enough, and the last one stays."""
         wanted_bytes = self._checkpoint.bytes_worst(len(self._catalog), len(self._segments.all))
-        granted_bytes = self._capacity.reserve(wanted_bytes)
+        granted_bytes = self._tier.capacity.reserve(wanted_bytes)
         if granted_bytes == wanted_bytes:
             return wanted_bytes
-        self._capacity.release(granted_bytes)
-        self._counters.count("checkpoints_failed")
+        self._tier.capacity.release(granted_bytes)
+        self._tier.counters.count("checkpoints_failed")
         return 0
 
     def _unsettled(self) -> set[str]:
-        """Return the names of segments with a slot whose footer may say something else than what is known."""
         return {self._segments.of(slot).name for slot in self._catalog.unsettled()} | self._distrusted
 
     def _note(self, seen: Seen) -> None:
@@ -201,11 +172,10 @@ class SegmentsStart:
         self._note_rest(seen)
 
     def _note_rest(self, seen: Seen) -> None:
-        """Record the slots of a range that hold no chunk."""
         for first, count in seen.free:
             self._catalog.free.add(first, count)
         for slot, fault in seen.torn:
-            self._counters.corrupt(fault)
+            self._tier.counters.corrupt(fault)
             self._catalog.outdated.retire(slot, None)
         if seen.distrusted:
             self._distrusted.add(seen.distrusted)
@@ -226,22 +196,19 @@ class Recovery:
         self._lines = LineLimit(time.monotonic)
         self._untouched: list[Segment] = []  # As the checkpoint says.
         self._taken = np.zeros(0, np.uint8)  # By slot: 1 if the checkpoint names a chunk there.
+        self._tier = tier
         self._folder = tier.root
-        self._mapper = tier.context.mapper
         self._segment_folder = segment_folder
         self._checkpoint = checkpoint
 
-    def open_all(self) -> None:
-        """Open every segment that is not open; those that are gone by then, or cannot be read, are not there."""
-        known, unusable = {each.name for each in self.unusable}, len(self.unusable)
+    def open_all(self) -> tuple[list[Segment], list[Unusable]]:
+        """Open every segment that is not open; return those. What is gone by then, or cannot be read, is not there."""
+        known, opened, unusable = {each.name for each in self.unusable}, list[Segment](), list[Unusable]()
         try:
             names = self._segment_folder.unopened()
         except OSError as error:
-            self.failed += 1
-            if self._lines.allows("segments"):
-                where = self._folder.chunks
-                logger.warning("%s: cannot be listed: %s; see %s", where, error.strerror, Remedy.UNREADABLE)
-            return
+            self._fail(self._folder.chunks, "cannot be listed", error)
+            names = []
         for name in names:
             if name in known:
                 continue
@@ -251,47 +218,42 @@ class Recovery:
                 with suppress(OSError):
                     if isinstance(error, FileNotFoundError) and is_absent(self._folder.root_fd, name):
                         continue
-                self.failed += 1
-                if self._lines.allows(name):
-                    logger.warning("%s: cannot be opened: %s; see %s", name, error.strerror, Remedy.UNREADABLE)
+                self._fail(name, "cannot be opened", error)
                 continue
             if isinstance(found, Segment):
-                self.opened.append(found)
+                opened.append(found)
             else:
-                self.unusable.append(found)
-        if len(self.unusable) > unusable:
+                unusable.append(found)
+        if unusable:
             logger.warning(
                 "%s: %d segments hold nothing for this tier (a first page that is damaged, of other rows or of a later "
                 "version), and go before any chunk when their room is wanted: %s; see %s",
-                self._folder.chunks,
-                len(self.unusable),
-                ", ".join(each.name for each in self.unusable[:NAMED_MAX]),
+                *(self._folder.chunks, len(unusable), ", ".join(each.name for each in unusable[:NAMED_MAX])),
                 Remedy.UNUSABLE,
             )
+        self.opened += opened
+        self.unusable += unusable
+        return opened, unusable
 
-    def look_around(self) -> tuple[int | None, int]:
-        """Sweep the files beside the segments; return their room, and how many were swept.
-
-        That is the room of unfinished files and of segments that are not open; None if it could not be seen.
-        """
-        sweep = self._folder.sweep(self._now_ns / 1e9)
-        taken_bytes = None
+    def look_around(self) -> int | None:
+        """Sweep old files; return the room of those left and of segments that are not open, None if it is unknown."""
+        sweep, folders = self._folder.sweep(self._now_ns / 1e9), (self._folder.chunks, self._tier.context.mapper.folder)
         try:
-            for folder in (self._folder.chunks, self._mapper.folder):
-                for name in list_folder(self._folder.root_fd, folder):
+            for folder in folders:
+                for name in with_folder(self._folder.root_fd, folder, os.listdir):
                     sweep(folder, name)
             self._folder.beside.look()
-            taken_bytes = self._folder.unfinished_bytes() + self._segment_folder.unopened_bytes()
+            return self._folder.unfinished_bytes() + self._segment_folder.unopened_bytes()
         except OSError as error:
-            self.failed += 1
-            if self._lines.allows("others"):
-                logger.warning(
-                    "%s: what is beside its segments cannot be listed: %s; see %s",
-                    self._folder.chunks,
-                    error.strerror,
-                    Remedy.UNREADABLE,
-                )
-        return taken_bytes, sweep.removed
+            self._fail(self._folder.chunks, "what is beside its segments cannot be listed", error)
+            return None
+        finally:
+            self._tier.counters.count("scan_swept", sweep.removed)
+
+    def _fail(self, name: str, what: str, error: OSError) -> None:
+        self.failed += 1
+        if self._lines.allows(f"{name}: {what}"):
+            logger.warning("%s: %s: %s; see %s", name, what, error.strerror, Remedy.UNREADABLE)
 
     def take_over(self, segment: Segment) -> Iterator[Seen] | None:
         """Lock a segment that another process wrote, to yield what its footers say; None if that is not possible."""
@@ -337,30 +299,23 @@ class Recovery:
 
 
 def _recalled(
-    chunks: RememberedChunks, segments: Sequence[tuple[Remembered, Segment]], untouched: set[Segment], now_ns: int
+    chunks: "NDArray[np.void]", segments: Sequence[tuple[Remembered, Segment]], untouched: set[Segment], now_ns: int
 ) -> Iterator[Recalled]:
     """Yield the chunks in these segments, in batches, where they are today; the segments in order of their slots."""
     firsts = np.array([said.first_slot for said, _ in segments], np.uint64)
     counts = np.array([said.slots for said, _ in segments], np.uint64)
     firsts_now = np.array([segment.first_slot for _, segment in segments], np.int64)
     candidates = np.array([segment not in untouched for _, segment in segments], np.uint8)
-    for start in range(0, len(chunks.slots), INVENTORY_BATCH_KEYS):
-        slots = chunks.slots[start : start + INVENTORY_BATCH_KEYS]
-        index = np.searchsorted(firsts, slots, side="right").astype(np.intp) - 1
-        places = slots - firsts[index]
-        sequences = chunks.sequences[start : start + INVENTORY_BATCH_KEYS]
-        good = np.flatnonzero((index >= 0) & (places < counts[index]) & (sequences <= SEQUENCE_MAX))
-        index, places = index[good], places[good].astype(np.int64)
-        used_at_ns = chunks.used_at_ns[start + good]
-        used_at_ns[used_at_ns > now_ns + AHEAD_NS] = now_ns
-        if len(good):
-            yield Recalled(
-                chunks.keys(start + good),
-                firsts_now[index] + places,
-                sequences[good],
-                used_at_ns.astype(np.int64),
-                candidates[index],
-            )
+    for start in range(0, len(chunks), INVENTORY_BATCH_KEYS):
+        batch = chunks[start : start + INVENTORY_BATCH_KEYS]
+        index = np.searchsorted(firsts, batch["slot"], side="right").astype(np.intp) - 1
+        places = batch["slot"] - firsts[index]
+        good = (index >= 0) & (places < counts[index]) & (batch["sequence"] <= SEQUENCE_MAX)
+        batch, index, places = batch[good], index[good], places[good].astype(np.int64)
+        used_at_ns = np.where(batch["used_at_ns"] > now_ns + AHEAD_NS, now_ns, batch["used_at_ns"]).astype(np.int64)
+        if len(batch):
+            slots = firsts_now[index] + places
+            yield Recalled(checkpoint.keys_of(batch), slots, batch["sequence"], used_at_ns, candidates[index])
 
 
 def _is_there(segments: dict[str, Segment], said: Remembered) -> bool:

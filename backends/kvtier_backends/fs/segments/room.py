@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 
 from kvtier.backend import OffloadKey, in_thread
@@ -56,8 +57,6 @@ class Room:
         self._folder = folder
         self._wiping = wiping
         self._capacity = tier.capacity
-        self._counters = tier.counters
-        self._lanes = tier.lanes.store
         self._settling = Settling(tier)
         self._full_until_s = 0.0
         self._seen_lost: list[Segment] = []  # By lanes, and not yet noted.
@@ -85,10 +84,10 @@ class Room:
             raise
         if len(slots) < count:
             if self.disk_is_full:
-                self._counters.count("disk_full", count - len(slots))
+                self._tier.counters.count("disk_full", count - len(slots))
             slots += catalog.take_free(count - len(slots))
             victims = catalog.evict(count - len(slots), incoming)
-            self._counters.count("evicted", len(victims))
+            self._tier.counters.count("evicted", len(victims))
             slots += victims
         return slots
 
@@ -104,7 +103,6 @@ class Room:
             await asyncio.sleep(min(tick_s, self._settling.left_s()))
 
     async def shrink(self) -> None:
-        """Remove segments as long as they take more than they may."""
         if self._catalog.scanning:
             return
         await self._look_at_disk()
@@ -116,7 +114,7 @@ class Room:
 
     def _expire(self, before_ns: int) -> None:
         expired = self._catalog.unused_since(before_ns)
-        self._counters.count("expired", len(expired))
+        self._tier.counters.count("expired", len(expired))
         for key in expired:
             self._catalog.inventory.lost(key)
         self._catalog.remove(expired)
@@ -132,23 +130,22 @@ class Room:
         for segment in [*chosen, *own]:
             chunks = self._catalog.clear_range(segment.first_slot, segment.header.slots)
             if chunks is not None:
-                self._counters.count("evicted", chunks)
+                self._tier.counters.count("evicted", chunks)
                 self._segments.remove(segment)
                 remove, remains = partial(self._folder.remove, segment), self._tier.root.remains
-                await in_thread(self._lanes, remains.remove, segment.name, segment.allocated_bytes, remove)
-                self._counters.count("evictions_failed", remains.take_failed())
+                await in_thread(self._tier.lanes.store, remains.remove, segment.name, segment.allocated_bytes, remove)
+                self._tier.counters.count("evictions_failed", remains.take_failed())
                 return segment.closed  # Else the others would be given up in vain, too.
         return False
 
     async def _remove_leftover(self) -> bool:
-        """Remove a file that takes room and holds no chunk; False if none can be removed."""
         remains = self._tier.root.remains
-        if remains.used_bytes and await in_thread(self._lanes, remains.again):
+        if remains.used_bytes and await in_thread(self._tier.lanes.store, remains.again):
             return True
         for unusable in list(self.unusable):
             removed = False
             with suppress(OSError):  # Then it takes its room still.
-                removed = await in_thread(self._lanes, self._folder.remove_unusable, unusable)
+                removed = await in_thread(self._tier.lanes.store, self._folder.remove_unusable, unusable)
             if removed:
                 self.unusable.remove(unusable)
                 self._capacity.other_bytes -= unusable.allocated_bytes
@@ -181,7 +178,7 @@ class Room:
         """See how much is free there, if it matters. If asking fails, the last answer stays."""
         if self._capacity.watches_disk:
             with suppress(OSError):
-                await in_thread(self._lanes, self._capacity.look)
+                await in_thread(self._tier.lanes.store, self._capacity.look)
 
     def _affordable_slots(self, wanted_slots: int) -> int:
         """Return how many slots the next segment should have; 0 if it is too few to be one."""
@@ -206,7 +203,7 @@ class Room:
         making = SegmentMaking()
         try:
             if granted_bytes == worst_bytes:
-                await in_thread(self._lanes, making.run, self._folder, slots)
+                await in_thread(self._tier.lanes.store, making.run, self._folder, slots)
         finally:
             self._capacity.release(granted_bytes)
             if (segment := making.segment) is not None:
@@ -233,14 +230,11 @@ class Room:
         return errors
 
     def note_lost(self) -> None:
-        """Forget the chunks of segments that were seen to be lost."""
         seen, self._seen_lost = self._seen_lost, []
         for segment in seen:
             if segment in self._segments.all and segment not in self._lost:
-                logger.warning(
-                    "%s: removed by another program; its chunks are lost; see %s", segment.name, Remedy.UNDERFOOT
-                )
-                self._counters.count("segments_lost")
+                logger.warning("%s: removed by another program, and its chunks; see %s", segment.name, Remedy.UNDERFOOT)
+                self._tier.counters.count("segments_lost")
                 self._lost.append(segment)
         for segment in self._lost:
             self._catalog.abandon(segment.first_slot, segment.header.slots)
@@ -248,7 +242,6 @@ class Room:
             self._wake_losses.set()
 
     async def run_losses(self) -> None:
-        """Look at all segments every so often, and let go of the lost ones, until cancelled."""
         while True:
             await until(self._wake_losses.wait(), LOOK_S)
             self._wake_losses.clear()
@@ -263,13 +256,13 @@ class Room:
                 await asyncio.sleep(CLOSE_S)
 
 
+@dataclass(slots=True)
 class SegmentMaking:
     """A segment that a lane makes. A call that is cancelled meanwhile knows it, too."""
 
-    def __init__(self) -> None:
-        self.segment: Segment | None = None
-        self.is_full = False
-        self.error: OSError | None = None  # Any other than that.
+    segment: Segment | None = None
+    is_full: bool = False
+    error: OSError | None = None  # Any other than that.
 
     def run(self, folder: SegmentFolder, slots: int) -> None:
         """Make the largest that the disk has room for, up to `slots`. Blocks, in a lane."""

@@ -8,7 +8,6 @@ it. Slots follow, each a row and its footer.
 """
 
 import ctypes
-import errno
 import mmap
 import os
 import struct
@@ -23,7 +22,7 @@ from xxhash import xxh3_64_intdigest
 from kvtier.memory import PAGE_BYTES, let_go_in_forks
 from kvtier_backends.fs.disk.below import open_file, unlock_file
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
-from kvtier_backends.fs.disk.reads import part_of
+from kvtier_backends.fs.disk.reads import read_all, write_all
 
 HEADER_BYTES = PAGE_BYTES
 MAGIC = b"\x89kvtseg\n"
@@ -70,10 +69,7 @@ class Header(NamedTuple):
 
 
 def read_header(page: bytes) -> Header | None:
-    """Read a segment's first page; None if it is damaged, of another version, or no first page.
-
-    One that speaks of more than a segment can hold is damaged, too: its checksum keeps no secret.
-    """
+    """Read a segment's first page; None if it is damaged, of another version or longer than a segment."""
     if len(page) != HEADER_BYTES:
         return None
     magic, version, _, row_bytes, slots, fingerprint = _HEAD.unpack_from(page)
@@ -86,7 +82,6 @@ def read_header(page: bytes) -> Header | None:
 
 
 def is_later(page: bytes) -> bool:
-    """Return True if the first bytes of an unreadable first page are those of a later version."""
     return page[:8] == MAGIC and int.from_bytes(page[8:12], "little") > VERSION
 
 
@@ -112,10 +107,7 @@ class Segment:
             os.close(self.fd)
 
     def footers(self, root_fd: int, first: int, count: int) -> Iterator[memoryview]:
-        """Yield the footers of `count` slots that no store has: each is valid until the next is asked for.
-
-        Read through the page cache, which is asked for many of them at once.
-        """
+        """Yield the footers of `count` slots that no store has: each is valid until the next."""
         fd = open_file(root_fd, self.name)
         try:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
@@ -136,11 +128,10 @@ class Segment:
     def close(self) -> None:
         """Let go of it and of its lock; idempotent. No thread may be using it: its number would be another file's."""
         if not self.closed:
-            self.closed = True
             with suppress(OSError):
                 unlock_file(self.fd)  # A fork that has the descriptor, too, would keep the lock.
             with suppress(OSError):
-                os.close(self.fd)
+                self.forked()
 
 
 class Segments:
@@ -170,10 +161,7 @@ class Segments:
 
 
 def punch_hole(fd: int, offset: int, size_bytes: int) -> None:
-    """Give the room of these bytes back to the file system; they are zeros then. Raises OSError where it has no holes.
-
-    A chunk that is written there later needs room on the disk again, which may be full by then.
-    """
+    """Give the room of these bytes back: they are zeros then. Raises OSError where the file system has no holes."""
     if _fallocate(fd, _PUNCH_HOLE, offset, size_bytes):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
@@ -187,22 +175,3 @@ def sync(segments: Iterable[Segment]) -> None:
 def ask_ahead(fd: int, header: Header, places: Sequence[int]) -> None:
     for place in places:
         os.posix_fadvise(fd, header.footer_offset(place), FOOTER_BYTES, os.POSIX_FADV_WILLNEED)
-
-
-def read_all(fd: int, buffers: Sequence[memoryview], offset: int, done: int = 0) -> None:
-    """Fill the buffers from `offset`, of which `done` bytes are read; a shorter file is an error."""
-    total = sum(map(len, buffers))
-    while done < total:
-        read = os.preadv(fd, part_of(buffers, done, total) if done else buffers, offset + done)
-        if read == 0:
-            raise OSError(errno.EIO, f"{done} of {total} bytes and then the file's end")
-        done += read
-
-
-def write_all(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
-    total, done = sum(map(len, buffers)), 0
-    while done < total:
-        wrote = os.pwritev(fd, part_of(buffers, done, total) if done else buffers, offset + done)
-        if wrote == 0:
-            raise OSError(errno.EIO, f"wrote {done} of {total} bytes and then none")
-        done += wrote

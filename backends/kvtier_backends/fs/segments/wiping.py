@@ -25,10 +25,7 @@ class WipingRound:
 
 
 class Wiping:
-    """The wiping of one tier's slots. Belongs to the loop's thread, and wipes in the lane for what is behind the calls.
-
-    With `fsync`, a wiped slot is wiped after a power cut, too.
-    """
+    """The wiping of one tier's slots, synced with `fsync`. Belongs to the loop's thread, and wipes in a lane."""
 
     def __init__(self, tier: OpenTier, catalog: Catalog) -> None:
         self._tier = tier
@@ -47,7 +44,6 @@ class Wiping:
             self._wake.set()
 
     def corrupt(self, key: OffloadKey, slot: int, fault: ChunkFault) -> None:
-        """Drop a chunk whose slot holds other bytes; count and log it."""
         self._tier.counters.corrupt(fault)
         level = logging.DEBUG if fault in self._warned else logging.WARNING
         self._warned.add(fault)
@@ -102,7 +98,6 @@ class Wiping:
             self._end_round()
 
     def written(self) -> None:
-        """Wake calls after a store: it has overwritten outdated chunks."""
         self._end_round()
         self.check()
 
