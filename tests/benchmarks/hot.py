@@ -1,4 +1,4 @@
-"""Every function that a step or a chunk pays for, as work that can be repeated: what is timed, and what is counted.
+"""Every function that a step or a chunk pays for, as work that can be repeated.
 
 A case makes its work once; each call of the work does the same again, so that counts of instructions agree to a
 thousandth. `operations` is how many keys, chunks or messages one call handles. The calibration is plain Python: what a
@@ -267,23 +267,6 @@ def row_views() -> Work:
     return lambda: [region.row(index) for index in range(KEYS)]
 
 
-def transfer_plans() -> Work:
-    """Return what finds the runs of a transfer's pages, half of them scattered. Needs numpy, not torch."""
-    import numpy as np
-
-    from kvtier.kvcache.transfer.pages import GroupBlocks, pages_of
-    from kvtier.kvcache.transfer.strided import runs_of
-
-    scattered = np.random.default_rng(3).permutation(KEYS)
-    blocks = np.concatenate((np.arange(KEYS // 2), scattered[scattered >= KEYS // 2]))
-
-    def work() -> None:
-        pages = pages_of(GroupBlocks(blocks, np.arange(KEYS)), 1, num_blocks=KEYS, num_rows=KEYS)
-        list(runs_of(pages.blocks).parts(pages.blocks, 64))
-
-    return work
-
-
 def name(naming: str) -> Work:
     return each(FileMapper(Namespace(model_name="bench"), naming).name)  # type: ignore[arg-type]
 
@@ -319,7 +302,4 @@ CASES: dict[str, Case] = {
     "fs checksum, 64 KiB": Case(lambda: checksums(64 << 10), 1),
     "fs checksum, 2 MiB": Case(lambda: checksums(2 << 20), 1),
     "region: row views": Case(row_views),
-    "transfer plan": Case(transfer_plans),
 }
-
-TIMED_ONLY = {"transfer plan"}  # It needs numpy, whose start alone takes a minute to count.
