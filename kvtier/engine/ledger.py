@@ -144,7 +144,7 @@ class Ledger:
     @property
     def pending(self) -> bool:
         """True if something is queued, or in flight within its deadline: steps should go on."""
-        if self.traffic.in_flight or not (self.traffic.nothing_queued and self.loads.empty) or self.prefetches:
+        if self.traffic.in_flight or not (self.traffic.nothing_queued and self.loads.empty) or self.prefetches.waiting:
             return True
         return self._awaits_runner and not self.runner_up and self.writeback.queued_rows > 0
 
@@ -230,7 +230,7 @@ class Ledger:
         The hits before it are leased first: a prefix that exceeds the share keeps its leading part.
         """
         turn, evicted = request.turn, None
-        if (turn is None or turn.mine) and self._hits.leasable(request):
+        if (turn is None or turn.mine) and self.leases.room(self._hits.rows(request), 1):
             evicted = self._reserve((key,))
         if evicted is None and turn is not None:
             turn.short = True
@@ -557,10 +557,10 @@ def ledger_of(config: EngineConfig, events: EventLog | None, observe: Observe, w
     rows, limits = config.rows, config.limits
     policy = policy_class(config.eviction_policy)(rows)
     bounds = LedgerLimits(
-        cascade_rows_max=rows_of_share(limits.cascade_share, rows),
-        lease_rows_max=rows_of_share(limits.lease_share, rows),
-        lease_s=limits.lease_s,
-        action_chunks=limits.action_chunks,
+        rows_of_share(limits.cascade_share, rows),
+        rows_of_share(limits.lease_share, rows),
+        limits.lease_s,
+        limits.action_chunks,
         ahead_rows=rows_of_share(limits.leaving_share, rows),
         chunk_tokens=config.tokens_per_chunk,
         row_bytes=config.row_bytes,
@@ -575,29 +575,23 @@ def rows_of_share(share: float, rows: int) -> int:
     return max(1, int(share * rows))
 
 
-def _queued_chunks(config: EngineConfig) -> int:
-    """Return how many chunks may be sent at once to each tier with `cascade = "evict"`.
-
-    The bridge refuses a step that exceeds its queue. Dirty rows can wait for the next step instead, so all these tiers
-    together have half of the queue.
-    """
-    tiers = sum(tier.cascade == WHEN_EVICTED for tier in config.secondary_tiers)
-    return max(1, QUEUED_ACTIONS_MAX // (2 * tiers)) * config.limits.action_chunks
-
-
 def _spec_of(tier: TierConfig, config: EngineConfig) -> TierSpec:
     limits = tier.limits
     store_chunks_max = min(limits.store_chunks_in_flight, limits.store_bytes_in_flight // config.row_bytes)
     if tier.cascade == WHEN_EVICTED:
-        store_chunks_max = min(store_chunks_max, _queued_chunks(config))
+        # The bridge refuses a step that exceeds its queue. Dirty rows can wait for the next step instead, so all these
+        # tiers together have half of the queue.
+        tiers = sum(each.cascade == WHEN_EVICTED for each in config.secondary_tiers)
+        actions = max(1, QUEUED_ACTIONS_MAX // (2 * tiers))
+        store_chunks_max = min(store_chunks_max, actions * config.limits.action_chunks)
     return TierSpec(
-        name=tier.name,
-        store_chunks_max=store_chunks_max,
-        answer_ttl_s=limits.answer_ttl_s,
-        asked_keys_max=PROBES_IN_FLIGHT_MAX,
-        breaker_failures=limits.breaker_failures,
-        breaker_cooldown_s=limits.breaker_cooldown_s,
+        tier.name,
+        store_chunks_max,
+        limits.answer_ttl_s,
+        limits.breaker_failures,
+        limits.breaker_cooldown_s,
         trial_chunks=config.limits.action_chunks,
+        asked_keys_max=PROBES_IN_FLIGHT_MAX,
         overdue_rows_max=rows_of_share(config.limits.quarantine_share, config.rows),
         cascade=tier.cascade,
         medium=tier.medium,

@@ -47,11 +47,6 @@ class LoadRun:
             self.too_slow, self.common = too_slow, 0
         self.common += 1
 
-    def cut(self, chunks: int) -> Sequence[OffloadKey]:
-        gone = self.keys[-chunks:]
-        del self.keys[-chunks:]
-        return gone
-
     @property
     def end(self) -> int:
         return self.start + len(self.keys)
@@ -65,31 +60,29 @@ class Choice(NamedTuple):
     computing_s: float  # Predicted for computing it.
 
 
+@dataclass(slots=True, eq=False)
 class Loads:
     """All loads that are not sent yet, and every decision about them."""
 
-    def __init__(
-        self,
-        prefill: PrefillSpeed,
-        primary: Primary,
-        leases: Leases,
-        traffic: Traffic,
-        tiers: Sequence[Tier],
-        limits: LedgerLimits,
-    ) -> None:
-        self._prefill = prefill
-        self._primary = primary
-        self._leases = leases
-        self._traffic = traffic
-        self._tiers = tiers
-        self._limits = limits
-        self.token_s = 0.0  # Seconds to compute one token, in this step; 0 while unknown: loads are not weighed.
-        self.wanted: dict[Request, list[LoadRun]] = {}  # Not weighed yet, in the order of asking.
-        self.queue: dict[tuple[Tier, Request | None], list[OffloadKey]] = {}
-        self.trials: dict[Tier, Request] = {}  # The request whose look-up of this step tries a tier.
-        self.withdrawals = 0  # Requests that must look up again, because some of what they wanted is not loaded.
-        self._now = 0.0  # Of the step that is weighed,
-        self._ahead: dict[Tier, int] = {}  # and its chunks that were weighed before those of the next request.
+    _prefill: PrefillSpeed
+    _primary: Primary
+    _leases: Leases
+    _traffic: Traffic
+    _tiers: Sequence[Tier]
+    _limits: LedgerLimits
+    token_s: float = 0.0  # Seconds to compute one token, in this step; 0 while unknown: loads are not weighed.
+    wanted: dict[Request, list[LoadRun]] = field(default_factory=dict[Request, list[LoadRun]])
+    """Not weighed yet, in the order of asking."""
+    queue: dict[tuple[Tier, Request | None], list[OffloadKey]] = field(
+        default_factory=dict[tuple[Tier, Request | None], list[OffloadKey]]
+    )
+    trials: dict[Tier, Request] = field(default_factory=dict[Tier, Request])
+    """The request whose look-up of this step tries a tier."""
+    withdrawals: int = 0  # Requests that must look up again, because some of what they wanted is not loaded.
+    _now: float = 0.0  # Of the step that is weighed,
+    _ahead: dict[Tier, int] = field(default_factory=dict[Tier, int])  # and its chunks that are weighed so far.
+
+    def __post_init__(self) -> None:
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -327,7 +320,8 @@ class Loads:
             most = min(run.common, len(run.keys) // 2, tier.admits(self._now))
             chunks = self._trial_chunks(tier, len(run.keys), most, costs=costs)
             if chunks:
-                keys = run.cut(chunks)
+                keys = run.keys[-chunks:]
+                del run.keys[-chunks:]
                 for key in keys:
                     request.search.decline(key)
                 tier.breaker.take(chunks)

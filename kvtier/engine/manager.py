@@ -207,7 +207,8 @@ class TieringOffloadingManager:
         """
         await self._progress.turn()
         await self._progress.cleared()
-        prefetch = self.steps._prefetch(keys)
+        self.steps._check_open()
+        prefetch = self._ledger.prefetches.begin(checked_keys(keys))
         try:
             self.steps.end_step()
             while not prefetch.over:

@@ -32,29 +32,17 @@ class Prefetch:
     request: Request = field(default_factory=lambda: Request("prefetch", weighed=False))
 
 
+@dataclass(slots=True, eq=False)
 class Prefetches:
     """All prefetches that are not over."""
 
-    def __init__(
-        self,
-        primary: Primary,
-        writeback: WriteBack,
-        leases: Leases,
-        loads: Loads,
-        lookup: Callable[[OffloadKey, Request], LookupResult],
-    ) -> None:
-        self._primary = primary
-        self._writeback = writeback
-        self._leases = leases
-        self._loads = loads
-        self._lookup = lookup
-        self.waiting: deque[Prefetch] = deque()
-        """The oldest first."""
-        self.ended = 0
-        """How many have ended: while this grows, the next step goes on without a message."""
-
-    def __bool__(self) -> bool:
-        return bool(self.waiting)
+    _primary: Primary
+    _writeback: WriteBack
+    _leases: Leases
+    _loads: Loads
+    _lookup: Callable[[OffloadKey, Request], LookupResult]
+    waiting: deque[Prefetch] = field(default_factory=deque[Prefetch])  # The oldest first.
+    ended: int = 0  # While this grows, the next step goes on without a message.
 
     def begin(self, keys: Sequence[OffloadKey]) -> Prefetch:
         """Begin a prefetch with the next step; one above the limit is over at once."""

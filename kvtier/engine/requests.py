@@ -24,24 +24,19 @@ PROMOTIONS_MAX = 2  # Of one key for one request: the second may follow an evict
 DECLINED = PROMOTIONS_MAX + 1  # In place of a count: the request computes the key.
 NEVER = math.inf  # As a time.
 
-_numbers = count(1)
-
 
 @dataclass(slots=True, eq=False)
 class Search:
     """A request's search in the tiers. Most requests find all in the primary, or are new: these have none."""
 
-    promotions: dict[OffloadKey, int] = field(init=False)
-    sources: dict[OffloadKey, int] = field(init=False)  # Key -> index of the tier that it was promoted from.
-    missed: set[OffloadKey] = field(init=False)
-    asked: set[tuple[int, OffloadKey]] = field(init=False)  # Tiers, by index, that were probed for a key for it.
+    promotions: dict[OffloadKey, int] = field(default_factory=dict[OffloadKey, int])
+    sources: dict[OffloadKey, int] = field(default_factory=dict[OffloadKey, int])  # Key -> its tier's index.
+    missed: set[OffloadKey] = field(default_factory=set[OffloadKey])
+    asked: set[tuple[int, OffloadKey]] = field(default_factory=set[tuple[int, OffloadKey]])  # Tiers probed for a key.
     gave_up: bool = False  # A load was late.
     passed: int = 0  # Bits of the tiers that are too slow for it, while others may be faster.
     answer_at: float = 0.0  # When their answers are expected.
     probe_deadline: float = NEVER
-
-    def __post_init__(self) -> None:
-        self.promotions, self.sources, self.missed, self.asked = {}, {}, set(), set()
 
     def await_probe(self, now: float, latency_s: float, wait_max_s: float) -> None:
         """Wait for one more probe, and `wait_max_s` longer; `latency_s` is how long the tier's last probe took."""
@@ -87,63 +82,35 @@ class Turn:
     short: bool = False  # It found too few.
 
 
+@dataclass(slots=True, eq=False)
 class Request:
-    """One request, from `on_new_request` until it has finished and its last store has completed."""
+    """One request of the LLM engine, as long as it is known."""
 
-    __slots__ = (
-        "_search",
-        "finished",
-        "held",
-        "hint",
-        "hits",
-        "id",
-        "late_at",
-        "leased",
-        "leased_hits",
-        "load_matchers",
-        "matchers",
-        "number",
-        "position",
-        "retried_in",
-        "storing",
-        "told",
-        "turn",
-        "used",
-        "waiting_since",
-        "waits",
-        "weighed",
-    )
-
-    def __init__(
-        self,
-        request_id: str,
-        matchers: Sequence[TierMatcher] | None = None,
-        load_matchers: Sequence[TierMatcher] | None = None,
-        position: Position | None = None,
-        *,
-        weighed: bool = True,
-    ) -> None:
-        self.id = request_id
-        self.number = next(_numbers)  # An id may come again.
-        self.weighed = weighed  # Its loads are weighed against computing; a prefetch's are not.
-        self.matchers = matchers  # None: every tier.
-        self.load_matchers = load_matchers  # A further limit on the tiers that it is loaded from; None: no limit.
-        self.position = position  # None: keys are used in prefix order.
-        self.hint: Hint | None = None
-        self.used: dict[OffloadKey, None] = {}  # Keys whose one access was counted, in prefix order.
-        self.hits: list[OffloadKey] = []  # Keys answered HIT or HIT_PENDING in this step, since the last eviction.
-        self.held: list[OffloadKey] = []  # Those before it.
-        self.leased_hits = 0  # How many of both, from the first on, were leased, or exceeded the share.
-        self.waits = False  # One of them was HIT_PENDING.
-        self.waiting_since: float | None = None  # The end of the first step with a HIT_PENDING.
-        self.retried_in = 0  # The last step in which it was answered RETRY.
-        self.late_at = NEVER  # When it gives up its loads.
-        self.leased: set[int] = set()
-        self._search: Search | None = None
-        self.turn: Turn | None = None  # Set while a call looks up that waits for rows; without it, no row is a miss.
-        self.storing = 0  # Keys reserved and not completed.
-        self.finished = False
-        self.told = 0  # How many used keys were ranked at its end.
+    id: str
+    matchers: Sequence[TierMatcher] | None = None  # None: every tier.
+    load_matchers: Sequence[TierMatcher] | None = None  # A further limit on the tiers that it is loaded from.
+    position: Position | None = None  # None: keys are used in prefix order.
+    weighed: bool = field(default=True, kw_only=True)  # Its loads are weighed against computing; a prefetch's are not.
+    number: int = field(default_factory=count(1).__next__)  # An id may come again.
+    hint: Hint | None = None
+    used: dict[OffloadKey, None] = field(default_factory=dict[OffloadKey, None])
+    """Keys whose one access was counted, in prefix order."""
+    hits: list[OffloadKey] = field(default_factory=list[OffloadKey])
+    """Keys answered HIT or HIT_PENDING in this step, since the last eviction."""
+    held: list[OffloadKey] = field(default_factory=list[OffloadKey])  # Those before it.
+    leased_hits: int = 0
+    """How many of both, from the first on, were leased, or exceeded the share."""
+    waits: bool = False  # One of them was HIT_PENDING.
+    waiting_since: float | None = None  # The end of the first step with a HIT_PENDING.
+    retried_in: int = 0  # The last step in which it was answered RETRY.
+    late_at: float = NEVER  # When it gives up its loads.
+    leased: set[int] = field(default_factory=set[int])
+    _search: Search | None = None
+    turn: Turn | None = None
+    """Set while a call looks up that waits for rows; without it, no row is a miss."""
+    storing: int = 0  # Keys reserved and not completed.
+    finished: bool = False
+    told: int = 0  # How many used keys were ranked at its end.
 
     @property
     def found(self) -> int:
@@ -214,7 +181,10 @@ class Request:
     def use(self, keys: Sequence[OffloadKey]) -> bool:
         """Record the use of keys, in prefix order; return True if they continue the keys used before."""
         used, last = self.used, self.last_used
-        continues = last is None or not keys or (keys[0] not in used and self._lies_before(last, keys[0]))
+        continues = last is None or not keys or keys[0] not in used
+        if continues and last is not None and keys and self.position is not None:
+            before, begin = self.position(last), self.position(keys[0])
+            continues = before is None or begin is None or before <= begin
         used.update(dict.fromkeys(keys))
         if not continues:
             self.order_used()
@@ -223,13 +193,6 @@ class Request:
     def order_used(self) -> None:
         if self.position is not None:
             self.used = dict.fromkeys(by_position(list(self.used), self.position))
-
-    def _lies_before(self, one: OffloadKey, other: OffloadKey) -> bool:
-        """Compare positions; keys without one are used in prefix order."""
-        if self.position is None:
-            return True
-        first, second = self.position(one), self.position(other)
-        return first is None or second is None or first <= second
 
     def forget_hits(self) -> None:
         self.hits.clear()
@@ -371,13 +334,9 @@ class StepHits:
         self._held += self._fresh
         self._fresh.clear()
 
-    def leasable(self, request: Request) -> bool:
-        """Return True if the request's hits and one more row fit into the share of leases."""
-        return self._leases.room(self._rows(request), 1)
-
     def lease(self, request: Request, now: float) -> None:
         """Lease a request its hits: a prefix that exceeds the share keeps its leading part."""
-        for row in self._rows(request):
+        for row in self.rows(request):
             if not self._leases.take(row, request, now):
                 break
         request.leased_hits = len(request.held) + len(request.hits)
@@ -418,7 +377,7 @@ class StepHits:
         self._fresh.clear()
         self._held.clear()
 
-    def _rows(self, request: Request) -> Sequence[int]:
+    def rows(self, request: Request) -> Sequence[int]:
         """Return the rows of hits that no lease was tried for; a key whose load has failed has none."""
         held = len(request.held)
         if request.leased_hits >= held:

@@ -12,8 +12,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from operator import index
-from typing import Self
+from numbers import Integral, Real
+from typing import Any, Self
 from warnings import warn
 
 from msgspec.structs import replace
@@ -24,7 +24,6 @@ from kvtier.config import EVENTS_MAX, EngineConfig, __version__, settled
 from kvtier.engine.answers import HIT, Event, EventLog, LookupResult, StorePlan
 from kvtier.engine.ledger import ledger_of, rows_of_share
 from kvtier.engine.metrics import EngineStats, Metrics, TierLog
-from kvtier.engine.prefetches import Prefetch
 from kvtier.engine.requests import Position, Request, Waited
 from kvtier.engine.tier import TierMatcher, TierSpec
 from kvtier.engine.traffic import Observe
@@ -295,7 +294,8 @@ class StepManager:
         It takes steps, and there is pending work until it is over. It brings at most the share of leases. A look-up
         shows which chunks came. Of more than a thousand calls at once, the newest are ignored.
         """
-        self._prefetch(keys)
+        self._check_open()
+        self.ledger.prefetches.begin(checked_keys(keys))
 
     def demote(self, keys: Sequence[OffloadKey]) -> int:
         """Evict keys before all others, here and in tiers; return how many are here.
@@ -323,8 +323,11 @@ class StepManager:
         that is no number.
         """
         self._check_open()
-        taken = checked_keys(keys)
-        return self.ledger.advise(Advice("retain", taken, seconds=_retained_s(seconds), priority=_priority(priority)))
+        _check("seconds", seconds, Real, lambda given: 0 < given < math.inf, "a positive, finite number")
+        accepted = f"a whole number from 0 to {PRIORITY_MAX}"
+        _check("priority", priority, Integral, lambda given: 0 <= given <= PRIORITY_MAX, accepted)
+        seconds = float(min(seconds, RETAIN_S_MAX))
+        return self.ledger.advise(Advice("retain", checked_keys(keys), seconds=seconds, priority=int(priority)))
 
     def take_events(self) -> list[Event]:
         """Return the events of chunks since the last call; none unless the configuration says `events`."""
@@ -467,10 +470,6 @@ class StepManager:
             request = Request(request_id)
         return request
 
-    def _prefetch(self, keys: Sequence[OffloadKey]) -> Prefetch:
-        self._check_open()
-        return self.ledger.prefetches.begin(checked_keys(keys))
-
     def _finish(self, request: Request) -> None:
         self.ledger.finish(request)
         self._forget(request)
@@ -588,26 +587,11 @@ class StepManager:
             raise EngineClosed("this kvtier engine was closed")
 
 
-def _retained_s(seconds: float) -> float:
-    try:
-        possible = bool(0 < seconds < math.inf)
-    except (ArithmeticError, TypeError, ValueError):  # Of a signalling NaN; of text; of an array.
-        possible = None
-    if not possible:
-        error = TypeError if possible is None else ValueError
-        raise error(f"seconds: {shown(seconds)} given, a positive, finite number accepted, as in retain(keys, 60.0)")
-    return float(min(seconds, RETAIN_S_MAX))
-
-
-def _priority(given: int) -> int:
-    accepted = f"a whole number from 0 to {PRIORITY_MAX} accepted"
-    try:
-        priority = index(given)
-    except TypeError:
-        raise TypeError(f"priority: {shown(given)} given, {accepted}") from None
-    if not 0 <= priority <= PRIORITY_MAX:
-        raise ValueError(f"priority: {shown(given)} given, {accepted}")
-    return int(priority)
+def _check(name: str, given: object, kind: type, valid: Callable[[Any], bool], accepted: str) -> None:
+    """Raise TypeError for what is no number of this kind, and ValueError for an invalid one."""
+    if not isinstance(given, kind) or not valid(given):
+        error = ValueError if isinstance(given, kind) else TypeError
+        raise error(f"{name}: {shown(given)} given, {accepted} accepted")
 
 
 def checked(config: EngineConfig) -> EngineConfig:

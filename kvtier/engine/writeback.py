@@ -217,7 +217,7 @@ class WriteBack:
     def _send(self, tier: Tier, queue: deque[int], now: float) -> None:
         places, keys = self._traffic.places(tier, now), list[OffloadKey]()
         while queue and len(keys) < places:
-            keys += self._cleaned(_taken(queue, places - len(keys)), tier)
+            keys += self._cleaned([queue.popleft() for _ in range(min(places - len(keys), len(queue)))], tier)
         size, head_first = self._action_chunks, 1 if self._ending else -1
         for start in range(0, len(keys), size):  # Head first within an action, as a tier expects it.
             self._traffic.store(keys[start : start + size][::head_first], tier)
@@ -257,14 +257,6 @@ class WriteBack:
                     tier.counters.skipped[OVER if over else reason] += lacked
                     skipped += 0 if over else lacked
         return skipped
-
-
-def _taken(queue: deque[int], count: int) -> list[int]:
-    if count < len(queue):
-        return [queue.popleft() for _ in range(count)]
-    rows = list(queue)
-    queue.clear()
-    return rows
 
 
 Seen = OrderedDict[OffloadKey, int]

@@ -39,20 +39,14 @@ def test_an_engine_runs_on_rows_that_other_processes_share(outside):
         region.row(0)
 
 
-def test_rows_of_another_size_are_refused():
+def test_rows_that_do_not_fit_are_refused_and_a_start_that_fails_gives_the_rows_back():
+    path = new_shared_memory()
+    unmet = Region.shared(path, ROWS, CHUNK_BYTES, participant=1, participants=3)
+    with pytest.raises(ConfigError, match=f"^{path}: participants 0, 2 of 3 have not mapped it on "):
+        StepManager.start(CONFIG, region=unmet)
+    assert not os.path.exists(path)
     with Region.private(ROWS + 1, CHUNK_BYTES) as region, pytest.raises(ValueError, match="5 rows of 4,096 bytes"):
         StepManager.start(CONFIG, region=region)
-
-
-def test_rows_that_other_processes_have_not_mapped_yet_are_refused():
-    path = new_shared_memory()
-    region = Region.shared(path, ROWS, CHUNK_BYTES, participant=1, participants=3)
-    with pytest.raises(ConfigError, match=f"^{path}: participants 0, 2 of 3 have not mapped it on "):
-        StepManager.start(CONFIG, region=region)
-    assert not os.path.exists(path)
-
-
-def test_a_start_that_fails_gives_the_rows_back():
     region = Region.private(ROWS, CHUNK_BYTES)
     with pytest.raises(ConfigError):
         StepManager.start(describe(ROWS, {"type": "nothing"}), region=region)
@@ -74,9 +68,7 @@ def test_the_source_of_a_hit_is_the_tier_that_loaded_it(start_engine):
 def test_a_choice_of_tiers_to_load_from_does_not_limit_where_chunks_are_stored(start_engine):
     engine = start_engine(ROWS, {"type": "dummy"})
     engine.on_new_request("first", load_matchers=[])
-    for number in (1, 2):
-        plan = engine.prepare_store([key(number)], "first")
-        engine.complete_store(plan.keys, "first")
+    engine.complete_store(engine.prepare_store([key(1), key(2)], "first").keys, "first")
     engine.on_new_request("second", load_matchers=[TierMatcher()])
     loaded(engine, 1, "second")
     assert engine.lookup(key(2), "first") is LookupResult.MISS

@@ -9,7 +9,7 @@ import pytest
 
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.errors import RowsStillRead
-from tests.engine.kit import CHUNK_BYTES, at_rest, chunk, describe, found, key, ledger_in, put, settled
+from tests.engine.kit import CHUNK_BYTES, at_rest, chunk, describe, found, key, ledger_in, put
 
 pytestmark = pytest.mark.virtual_time
 
@@ -139,16 +139,3 @@ async def test_a_kept_view_outlives_the_engine(nothing_left, make):
     made = await keep(engine, [1, 2], make)
     await engine.aclose()
     assert [starts_with(each, number) for each, number in zip(made, [1, 2], strict=True)] == [True, True]
-
-
-async def test_views_released_in_time_cost_nothing(open_engine):
-    engine = await open_engine(2)
-    await put(engine, [1, 2])
-    async with engine.fetch([key(1), key(2)]) as rows:
-        made = [np.frombuffer(row, np.uint8) for row in rows]
-        del made
-        first = row = rows[0]
-    for view in (*rows, first, row):
-        with pytest.raises(ValueError, match="released"):
-            view[0]
-    assert settled(engine)

@@ -54,13 +54,6 @@ def test_another_speed_is_learned_within_some_half_lives_or_by_one_step_after_a_
     assert speed.tokens_per_s == pytest.approx(10_000.0, rel=0.05)
 
 
-@pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf, math.nan])
-def test_a_step_without_a_valid_duration_is_ignored(seconds: float) -> None:
-    speed = PrefillSpeed()
-    speed.note(100_000, seconds, 0.0)
-    assert speed.tokens_per_s is None
-
-
 def test_no_step_is_so_fast_that_computing_takes_no_time() -> None:
     """A clock may stand nearly still. Later steps say how fast computing really is."""
     speed = PrefillSpeed()
@@ -72,10 +65,11 @@ def test_no_step_is_so_fast_that_computing_takes_no_time() -> None:
     assert speed.tokens_per_s == pytest.approx(20_000, rel=0.05)
 
 
-def test_a_step_without_prompt_tokens_is_ignored() -> None:
+@pytest.mark.parametrize("ignored", [(0, 1.0), *((100_000, seconds) for seconds in (0.0, -1.0, math.inf, math.nan))])
+def test_a_step_without_prompt_tokens_or_a_valid_duration_is_ignored(ignored: tuple[int, float]) -> None:
     speed = PrefillSpeed()
     for _ in range(4):
-        speed.note(0, 1.0, 0.0)
+        speed.note(*ignored, 0.0)
         speed.note(FULL, 0.1, 0.0)
     assert speed.tokens_per_s == pytest.approx(FULL / 0.1)
 

@@ -183,36 +183,24 @@ engine.drain()
 """
 
 
-def test_a_fork_of_its_owner_keeps_no_runner_alive(run):
-    forked = run(
-        FORKED
-        + """
-(child,) = children()
-if os.fork():
-    print(child, flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
-signal.pause()
-"""
-    )
-    runner = int(forked.stdout.readline())
-    forked.wait()
-    assert ended(runner)
-
-
-def test_a_runner_ends_with_its_owner_though_another_process_holds_the_socket(run):
-    """As has who was forked while the runner was being started."""
-    killed = run(
-        FORKED
-        + """
-(child,) = children()
+HOLDERS = {
+    "a fork": """
+if not os.fork():
+    signal.pause()
+""",
+    "another process": """
 opened = map(int, os.listdir("/proc/self/fd"))
 sockets = [fd for fd in opened if fd > 2 and Path(f"/proc/self/fd/{fd}").is_socket()]
 assert sockets
 subprocess.Popen(["sleep", "1000"], pass_fds=sockets, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-print(child, flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    )
+""",  # As has who was forked while the runner was being started.
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_runner_ends_with_its_owner_though_another_process_holds_the_socket(run, holder):
+    end = "print(*runners, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)"
+    killed = run(f"{FORKED}\nrunners = children()\n{HOLDERS[holder]}\n{end}")
     runner = int(killed.stdout.readline())
     killed.wait()
     assert ended(runner)

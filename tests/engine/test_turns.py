@@ -150,18 +150,8 @@ async def test_a_long_put_and_a_long_get_let_the_loop_turn_while_they_copy(monke
     assert turns >= 14
 
 
-@pytest.mark.virtual_time
-async def test_prefetches_of_chunks_in_the_primary_are_drained_at_once(open_engine):
-    engine = await open_engine(8)
-    await put(engine, range(8))
-    for number in range(30):
-        engine.steps.prefetch([key(number % 8)])
-    begun = asyncio.get_running_loop().time()
-    assert await engine.drain()
-    assert asyncio.get_running_loop().time() == begun
-
-
 def test_calls_on_another_loop_are_refused_by_name():
+    """Once the engine is closed, they fail as on its own."""
     with asyncio.Runner() as first:
         opened = first.run(opening())
         for call in (*CALLS.values(), lambda engine: engine.aclose()):
@@ -171,7 +161,11 @@ def test_calls_on_another_loop_are_refused_by_name():
             ):
                 second.run(_awaited(call, opened))
         first.run(opened.aclose())
-    assert asyncio.run(_awaited(lambda engine: engine.aclose(), opened)) is None
+        for runner in (first, asyncio.Runner()):
+            with pytest.raises(EngineClosed):
+                runner.run(found(opened, [1]))
+            assert runner.run(_awaited(lambda engine: engine.aclose(), opened)) is None
+        runner.close()
 
 
 @pytest.mark.usefixtures("outside")
@@ -190,17 +184,3 @@ async def _awaited(call, engine):
 
 async def opening(**fields):
     return await TieringOffloadingManager.open(describe(4, **fields))
-
-
-def test_calls_on_a_closed_engine_fail_and_let_the_loop_turn():
-    async def main():
-        engine = await opening()
-        await engine.aclose()
-        turned = asyncio.ensure_future(asyncio.sleep(0))
-        for _ in range(3):
-            with pytest.raises(EngineClosed):
-                await found(engine, [1])
-            await engine.aclose()
-        assert turned.done()
-
-    asyncio.run(main())

@@ -22,16 +22,13 @@ NO_KEYS: dict[str, tuple[Any, str]] = {
     "numbers": (array("I", [1, 2]), r"keys\[0\]: 1 \(int\) given, bytes accepted"),
 }
 
-few = pytest.mark.parametrize("asked", [False, True], ids=["a tier that knows", "a tier that is asked"])
+
+@pytest.fixture(params=[False, True], ids=["a tier that knows", "a tier that is asked"])
+async def engine(request, open_engine) -> Any:
+    return await open_engine(8, {"type": "dummy", "shared": request.param})
 
 
-def tier(asked: bool = False) -> dict[str, Any]:
-    return {"type": "dummy", "store": f"asked {asked} {id(object())}", "shared": asked}
-
-
-@few
-async def test_a_call_of_the_asyncio_face_refuses_an_invalid_key(open_engine, asked):
-    engine = await open_engine(8, tier(asked))
+async def test_a_call_of_the_asyncio_face_refuses_an_invalid_key(engine):
     assert await put(engine, [1, 2, 3]) == 3
     for keys, complaint in NO_KEYS.values():
         for call in (engine.delete, engine.prefetch, engine.get, lambda keys: engine.put(keys, [chunk(1)] * len(keys))):
@@ -57,9 +54,7 @@ async def goes_on(engine) -> None:
     audit_quiet(engine)
 
 
-@few
-async def test_a_call_between_steps_refuses_an_invalid_key(open_engine, asked):
-    engine = await open_engine(8, tier(asked))
+async def test_a_call_between_steps_refuses_an_invalid_key(engine):
     steps = engine.steps
     store(engine, [1, 2, 3])
     calls = (steps.delete, steps.prefetch, steps.forget, steps.demote, lambda keys: steps.retain(keys, 60.0))
@@ -71,10 +66,8 @@ async def test_a_call_between_steps_refuses_an_invalid_key(open_engine, asked):
     await goes_on(engine)
 
 
-@few
-async def test_an_invalid_key_in_a_step_changes_nothing(open_engine, asked):
+async def test_an_invalid_key_in_a_step_changes_nothing(engine):
     """A look-up of an invalid key may be a miss. Every other call raises, and changes nothing."""
-    engine = await open_engine(8, tier(asked))
     store(engine, [1, 2, 3])
     for bad in ("a key", 7, None, bytearray(key(1)), (b"hash", 0), [key(1)]):
         meet(engine.steps, bad)

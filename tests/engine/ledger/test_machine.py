@@ -222,7 +222,7 @@ class Engine(RuleBasedStateMachine):
         self.ledger.prefetches.begin(keys_of(names))
         self._are_as_any_other(keys_of(names))
 
-    @precondition(lambda self: self.ledger.prefetches)
+    @precondition(lambda self: self.ledger.prefetches.waiting)
     @rule(which=pick)
     def give_up_prefetch(self, which: int) -> None:
         waiting = self.ledger.prefetches.waiting

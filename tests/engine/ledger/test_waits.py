@@ -44,7 +44,7 @@ def test_neither_hits_nor_misses_nor_a_prefetch_are_waits() -> None:
     engine.finish(load)
     engine.step(seconds=1.0)
     engine.ledger.finish(request)
-    assert not engine.ledger.prefetches
+    assert not engine.ledger.prefetches.waiting
     assert engine.waited == []
 
 

@@ -163,19 +163,6 @@ def test_a_model_of_several_groups_needs_all_or_nothing(fixed_s):
     assert sent == (looked_up if fixed_s < 6.0 else [])
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_several_groups_save_the_time_of_their_tokens_once(order):
-    bench = tier()
-    full, window = ([make_offload_key(name.encode(), group) for name in "abcdef"] for group in order)
-    request = bench.request(position=ending_at([*full, *window], [1, 2, 3, 4, 5, 6] * 2))
-    groups = {order[0]: full, order[1]: window[3:]}
-    keys = [*groups[0], *groups[1]]  # As vLLM loads them.
-    bench.ledger.prepare_store(keys, request)
-    bench.ledger.complete_store(keys, request)
-    bench.ledger.prepare_load(keys, request)
-    assert bench.ledger.counters.saved_s == 6.0
-
-
 # What is late.
 
 
@@ -335,14 +322,6 @@ def test_a_trial_that_took_longer_than_computing_is_followed_by_a_small_one():
         ("klmnopqrstuv", "kl", 0.3),
     ]:
         tried(bench, names, expected, seconds=seconds, pause_s=TRIAL_EVERY_S)
-
-
-def test_a_tier_that_loads_the_leading_part_is_not_tried_with_the_declined_rest():
-    bench = tier(tiers=2, rows=32, holds="abcdefij", takes=FAST)
-    bench.holds("gh", tier=1)
-    bench.takes(*SLOW_CALLS, tier=1)
-    bench.step(TRIAL_EVERY_S)
-    assert wanted(bench, "abcdefghij") == {0: "abcdef", 1: "gh"}, "gh is the other tier's trial"
 
 
 def test_a_load_declined_for_a_request_still_serves_a_prefetch():
@@ -543,30 +522,20 @@ def test_what_a_tier_that_is_never_chosen_is_tried_with(case, sent):
         assert first.admits(bench.now) == 0, "the trial counts"
 
 
-def test_a_tier_that_is_passed_over_is_tried_where_the_others_are_too_slow_too():
-    bench = both(SLOW_CALLS, SLOW_CALLS)
-    bench.step(TRIAL_EVERY_S)
-    request = bench.request()
-    sent = chosen(bench, "abcdef", request)
-    assert loads(sent) == {0: "ef", 1: "ab"}
-    assert bench.lookup("abcdef", request) == [MISS] * 6
-    bench.finish_all(sent)
-    bench.step()
-    assert bench.settled()
-
-
-def test_tiers_that_are_declined_at_once_are_tried_in_turn():
-    bench = both((0.0, 100.0), (0.0, 100.0))
-    bench.step(TRIAL_EVERY_S)
-    tried: list[int] = []
-    for names in ("ab", "cd"):
-        bench.lookup(names)
-        sent = bench.step(TRIAL_EVERY_S)
-        tried += loads(sent)
-        bench.finish_all(sent)
+@pytest.mark.parametrize(
+    ("slow", "tries"), [(SLOW_CALLS, [{0: "ef", 1: "ab"}]), ((0.0, 100.0), [{0: "ab"}, {1: "cd"}])]
+)
+def test_tiers_that_are_all_too_slow_are_tried_together_or_in_turn(slow, tries):
+    """In turn if a look-up shows at once that they are."""
+    bench = both(slow, slow)
+    for expected in tries:
         bench.step(TRIAL_EVERY_S)
-    assert tried == [0, 1]
-
-
-def test_without_weighing_the_first_tier_that_has_it_loads():
-    assert wanted(both((100.0, 1.0), FAST, computing_s=None), "abcdef") == {0: "abcdef"}
+        names = "abcdef" if len(tries) == 1 else expected.get(0) or expected[1]
+        request = bench.request()
+        bench.lookup(names, request)
+        sent = bench.step(TRIAL_EVERY_S * (len(tries) - 1)) or chosen(bench, names, request)
+        assert loads(sent) == expected
+        assert bench.lookup(names, request) == [MISS] * len(names)
+        bench.finish_all(sent)
+        bench.step()
+        assert bench.settled()
