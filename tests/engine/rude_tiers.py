@@ -28,7 +28,6 @@ def raising(error: BaseException) -> type[DummyBackend]:
 
 
 Unreachable = raising(BackendUnavailable("not today"))
-CancelsItsOpening = raising(asyncio.CancelledError())
 EndsItsThread = raising(GeneratorExit())
 
 

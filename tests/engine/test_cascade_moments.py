@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.engine.manager import TieringOffloadingManager
-from tests.engine.kit import FAULTY, PATIENCE_S, at_rest, children, describe, found, ledger_in, put, store, until
+from tests.engine.kit import FAULTY, PATIENCE_S, at_rest, children, describe, found, ledger_in, put, until
 
 STORER = """
 import asyncio, ctypes, signal, sys
@@ -70,18 +70,6 @@ async def test_a_clean_end_keeps_everything_though_the_runner_is_killed_in_it(op
     counted = engine.stats()
     assert (counted.runners_lost, counted.tiers[0].skipped) == (1, {})
     assert await kept(disk, range(40)) == [*range(40)]
-
-
-@pytest.mark.usefixtures("outside")
-def test_a_synchronous_engine_waits_at_its_end_for_a_new_runner(start_engine, disk):
-    engine = start_engine(64, disk | {"cascade": "evict"}, limits={"close_s": PATIENCE_S})
-    store(engine, range(40))
-    (runner,) = children()
-    os.kill(runner, signal.SIGKILL)
-    engine.close()
-    counted = engine.stats()
-    assert (counted.runners_lost, counted.tiers[0].skipped) == (1, {})
-    assert asyncio.run(kept(disk, range(40))) == [*range(40)]
 
 
 @pytest.mark.usefixtures("outside")

@@ -37,43 +37,32 @@ def dropped(said, gone):
     return [str(each.message) for each in said if each.category is ResourceWarning and "kvtier" in str(each.message)]
 
 
-def test_steps_that_are_dropped_are_named_and_leave_nothing(outside, nothing_left, told, disk):
-    engine = StepManager.start(describe(8, disk))
-    store(engine, range(2))
-    gone = weakref.ref(engine)
-    del engine
-    (said,) = dropped(told, gone)
-    assert "<StepManager: 2 of 8 rows ready; tiers: 0:fs (fs, breaker closed)> was dropped" in said
-    assert "#engine-not-closed" in said
-
-
-def test_an_engine_that_its_loop_drops_is_named_and_leaves_nothing(nothing_left, told, disk, runner):
+@pytest.mark.parametrize("loop", ["running", "closed", "none"])
+def test_an_engine_that_its_loop_drops_is_named_and_leaves_nothing(nothing_left, told, disk, runner, loop, caplog):
     async def main():
         engine = await TieringOffloadingManager.open(describe(8, disk, runner=runner))
         assert await put(engine, range(2)) == 2
+        if loop == "closed":
+            return engine
         assert await engine.drain()
         await asyncio.sleep(0.1)  # What a loop is about to call, it keeps.
         gone = weakref.ref(engine.steps)
         del engine
-        (said,) = dropped(told, gone)
-        assert "StepManager: 2 of 8 rows ready" in said
+        assert len(dropped(told, gone)) == 1
         async with TieringOffloadingManager.open(describe(8, disk, runner=runner)) as again:
             assert await found(again, range(2)) == 2
             return weakref.ref(again.steps)
 
-    assert len(dropped(told, asyncio.run(main()))) == 1, "one that was closed is dropped in silence"
-
-
-def test_an_engine_whose_loop_is_closed_leaves_nothing_either(nothing_left, told, disk, runner, caplog):
-    async def main():
-        engine = await TieringOffloadingManager.open(describe(8, disk, runner=runner))
-        assert await put(engine, range(2)) == 2
-        return engine
-
-    engine = asyncio.run(main())
-    gone = weakref.ref(engine.steps)
+    if loop == "none":
+        engine = StepManager.start(describe(8, disk)) if runner == "process" else pytest.skip("it needs a loop")
+        store(engine, range(2))
+    else:
+        engine = asyncio.run(main())
+    gone = weakref.ref(getattr(engine, "steps", engine)) if loop != "running" else engine
     del engine
-    assert len(dropped(told, gone)) == 1
+    (said,) = dropped(told, gone)  # One that was closed is dropped in silence.
+    assert "StepManager: 2 of 8 rows ready; tiers: 0:fs (fs, breaker closed)> was dropped" in said
+    assert "#engine-not-closed" in said
     for closing in (thread for thread in threading.enumerate() if thread.name == "kvtier-closing"):
         closing.join()
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []

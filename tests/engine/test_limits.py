@@ -40,18 +40,12 @@ def test_after_the_cool_down_a_few_chunks_may_pass_and_their_success_closes_it(b
     breaker.take(1)
     assert breaker.admits(19.9) == 0
     assert breaker.admits(20.0) == 2, "a trial without any outcome is renewed"
+    breaker.failed(22.0)
+    assert not breaker.admits(31.9), "a trial that fails opens it for another cool-down"
+    assert (breaker.admits(32.0), breaker.opened) == (2, 2)
     breaker.succeeded()
     fail(breaker, 2)
     assert breaker.state is BreakerState.CLOSED
-
-
-def test_a_trial_that_fails_opens_it_for_another_cool_down(breaker: Breaker) -> None:
-    fail(breaker, 3)
-    assert breaker.admits(10.0)
-    breaker.failed(12.0)
-    assert not breaker.admits(21.9)
-    assert breaker.admits(22.0)
-    assert breaker.opened == 2
 
 
 @pytest.mark.parametrize("beyond", [(50, 1), (0, 2)], ids=["bytes", "chunks"])

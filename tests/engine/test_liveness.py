@@ -1,4 +1,4 @@
-"""A hung, failing or slow tier in virtual time: deadlines, counters and logs.
+"""A hung, failing or slow tier in virtual time: deadlines, schedules, counters and logs.
 
 tests/runner has threads that really hang.
 """
@@ -7,9 +7,14 @@ import asyncio
 
 import pytest
 
+from kvtier.engine.tier import BreakerState
 from tests.engine.kit import CHUNK_BYTES, FAULTY, found, key, ledger_in, put, store
 
 pytestmark = pytest.mark.virtual_time
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def faulty(limits=None, **fields):
@@ -20,11 +25,11 @@ def faulty(limits=None, **fields):
 async def test_each_kind_of_failing_call_is_logged_once_a_minute(open_engine, caplog, fault, said):
     tier = faulty({"deadline_s": 0.5, "breaker_failures": 1_000}, script={"delete": [fault] * 100})
     engine = await open_engine(4, tier)
-    begun = asyncio.get_running_loop().time()
+    begun = now()
     for number in range(100):
         engine.forget([key(number)])
         await engine.drain()
-    minutes = int((asyncio.get_running_loop().time() - begun) // 60)
+    minutes = int((now() - begun) // 60)
     assert len([line for line in caplog.messages if said in line]) == 1 + minutes
     assert ledger_in(engine).tiers[0].counters.transfers_failed == 100
 
@@ -35,7 +40,7 @@ async def test_waiting_for_a_budget_that_hung_loads_hold_ends_at_the_deadline(op
     await put(engine, range(4))
     await engine.reset()
     counts = await asyncio.gather(*(found(engine, [number]) for number in range(4)))
-    assert asyncio.get_running_loop().time() <= 10.0
+    assert now() <= 10.0
     assert sum(counts) <= 2
 
 
@@ -60,3 +65,59 @@ async def test_hung_stores_pin_no_more_than_their_share_and_the_rest_is_dropped(
         await asyncio.sleep(100)
     assert ledger_in(engine).tiers[0].counters.dropped == {"pinned": 60}
     assert await found(engine, [63]) == 1
+
+
+async def test_loads_do_not_wait_for_the_budget_of_stores(open_engine):
+    budget = {"store_chunks_in_flight": 1, "load_bytes_in_flight": CHUNK_BYTES}
+    engine = await open_engine(64, {"type": "dummy", "latency_s": 1.0, "limits": budget})
+    await put(engine, [0])
+    assert await engine.reset()
+    assert now() == 1.0
+    storing = asyncio.ensure_future(put(engine, range(1, 21)))
+    await asyncio.sleep(0.5)
+    assert await found(engine, [0]) == 1
+    assert now() == 2.5
+    await storing
+    assert now() == 1.0 + 19  # One at a time, the last of them not waited for.
+
+
+async def test_a_breaker_opens_tries_and_closes_and_the_metrics_show_it(open_engine):
+    failing = faulty({"breaker_failures": 2, "breaker_cooldown_s": 60.0}, script={"store": ["unavailable"] * 3})
+    engine = await open_engine(8, failing)
+    (tier,) = ledger_in(engine).tiers
+
+    def state():
+        shown = engine.metrics.get_sample_value
+        labels = [{"tier": tier.spec.name, "state": each.value} for each in BreakerState]
+        (found,) = [each["state"] for each in labels if shown("kvtier_tier_breaker", each)]
+        return found
+
+    assert state() == "closed"
+    for number in range(3):
+        await put(engine, [number])
+        await engine.drain()
+    assert state() == "open"
+    assert (tier.counters.failed, tier.counters.dropped) == ({"unavailable": 2}, {"breaker": 1})
+    await asyncio.sleep(60)
+    await put(engine, [3])  # The tier still fails.
+    await engine.drain()
+    assert state() == "open"
+    await asyncio.sleep(60)
+    assert tier.breaker.admits(now())
+    assert state() == "half_open"
+    await put(engine, [4])
+    await engine.drain()
+    assert (state(), tier.counters.stored, tier.breaker.opened) == ("closed", 1, 2)
+
+
+async def test_a_busy_tiers_occupancy_is_reported_once_a_second_and_after_the_last_store(open_engine):
+    engine = await open_engine(64, {"type": "dummy", "latency_s": 0.1, "concurrency": 1})
+    (tier,) = ledger_in(engine).tiers
+    for number in range(30):
+        await put(engine, [number])
+    told = set()
+    while ledger_in(engine).pending:
+        told.add(tier.chunks)
+        await asyncio.sleep(0.05)
+    assert 2 <= len(told) <= 5
+    assert (tier.chunks, tier.used_bytes) == (30, 30 * CHUNK_BYTES)
