@@ -15,12 +15,12 @@ import pytest
 from kvtier.backend import SEAL_BYTES
 from kvtier.testing.conformance import tier_context
 from tests.remote.servers import PATIENCE_S
-from tests.remote.tiers import CHUNK_BYTES, lender, prefix
+from tests.remote.tiers import CHUNK_BYTES, lender, open_with, prefix
 
 if TYPE_CHECKING:
     from tests.remote.mooncake import Values
 
-__all__ = ["lender", "prefix"]
+__all__ = ["lender", "open_with", "prefix"]
 
 TIMEOUT_S = 2.0  # Of whatever hangs.
 WHY: str | None = "mooncake-transfer-engine-non-cuda is not installed here"
@@ -98,38 +98,26 @@ def client(shared_clients: "Callable[..., PoolClient]", pool: "Pool") -> "PoolCl
 
 
 @pytest.fixture
-async def opened(
-    prefix: str, pool: "Pool", shared_clients: "Callable[..., PoolClient]", monkeypatch: pytest.MonkeyPatch
-):
-    """Open tiers of the pool that nobody breaks, which are closed when the test ends."""
+def opened(prefix: str, pool: "Pool", shared_clients: "Callable[..., PoolClient]", monkeypatch, open_with):
+    """Open tiers of the pool that nobody breaks."""
     monkeypatch.setattr(backend, "connect", shared_clients)
-    tiers: list[MooncakeBackend] = []
 
-    async def opened(
-        *, model_name: str = "conformance", chunk_bytes: int = CHUNK_BYTES, **fields: Any
-    ) -> MooncakeBackend:
-        options = MooncakeOptions(**{"master": pool.address, "prefix": prefix, **fields})
-        tiers.append(await MooncakeBackend.open(options, tier_context(chunk_bytes, model_name=model_name)))
-        return tiers[-1]
+    async def opened(**fields: Any) -> MooncakeBackend:
+        return await open_with(MooncakeBackend, **{"master": pool.address, "prefix": prefix, **fields})
 
-    yield opened
-    for tier in tiers:
-        await tier.aclose(10)
+    return opened
 
 
 @pytest.fixture
-async def opened_alone(prefix: str):
+def opened_alone(prefix: str, open_with, monkeypatch):
     """Open tiers with clients of their own, on pools that belong to the test."""
-    tiers: list[MooncakeBackend] = []
+    monkeypatch.setattr("tests.remote.tiers.CLOSE_S", 0.0)
 
-    async def opened_alone(pool: "Pool", *, chunk_bytes: int = CHUNK_BYTES, **fields: Any) -> MooncakeBackend:
-        options = MooncakeOptions(**{"master": pool.address, "prefix": prefix, "timeout_s": TIMEOUT_S, **fields})
-        tiers.append(await MooncakeBackend.open(options, tier_context(chunk_bytes)))
-        return tiers[-1]
+    async def opened_alone(pool: "Pool", **fields: Any) -> MooncakeBackend:
+        given = {"master": pool.address, "prefix": prefix, "timeout_s": TIMEOUT_S, **fields}
+        return await open_with(MooncakeBackend, **given)
 
-    yield opened_alone
-    for tier in tiers:
-        await tier.aclose(0)
+    return opened_alone
 
 
 @pytest.fixture

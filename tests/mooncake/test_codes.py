@@ -6,7 +6,7 @@ from kvtier.backend import BackendUnavailable, ChunkCorrupt, ChunkMissing, NoSpa
 from kvtier.testing.conformance import key_of
 from kvtier_backends.mooncake import backend
 from kvtier_backends.mooncake.client import Meaning, PoolClient, has_ended, meaning_of
-from tests.mooncake.conftest import CHUNK_BYTES
+from tests.remote.tiers import CHUNK_BYTES
 
 
 class Answers(PoolClient):

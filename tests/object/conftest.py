@@ -3,7 +3,7 @@
 import os
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvtier.testing.conformance import tier_context
-from kvtier_backends.object import ObjectBackend, ObjectOptions
+from kvtier_backends.object import ObjectBackend
 from tests.remote.servers import PATIENCE_S, Proxy
-from tests.remote.tiers import CHUNK_BYTES, lender, proxy
+from tests.remote.tiers import lender, open_with, proxy
 
 if TYPE_CHECKING:
     from tests.object.servers import MotoServer, S3Server
     from tests.remote.object import Objects
 
-__all__ = ["lender", "proxy"]
+__all__ = ["lender", "open_with", "proxy"]
 
 WITHOUT_MOTO = find_spec("moto") is None
 collect_ignore_glob = ["test_[!o]*.py"] if WITHOUT_MOTO else []  # All but test_options.py.
@@ -61,15 +60,14 @@ def own_server(outside: None, tmp_path: Path) -> "Iterator[Callable[..., MotoSer
     """Start servers that belong to the test."""
     from tests.object.servers import MotoServer
 
-    servers: list[MotoServer] = []
+    with ExitStack() as servers:
 
-    def own_server(**fields: Any) -> MotoServer:
-        servers.append(MotoServer(tmp_path, CREDENTIALS, **fields))
-        return servers[-1].start()
+        def own_server(**fields: Any) -> MotoServer:
+            server = MotoServer(tmp_path, CREDENTIALS, **fields)
+            servers.callback(server.kill)
+            return server.start()
 
-    yield own_server
-    for server in servers:
-        server.kill()
+        yield own_server
 
 
 @pytest.fixture
@@ -82,20 +80,12 @@ def bucket(server: "S3Server") -> Iterator[str]:
 
 
 @pytest.fixture
-async def opened(server: "S3Server", bucket: str):
-    """Open tiers that are closed when the test ends."""
-    tiers: list[ObjectBackend] = []
-
-    async def opened(
-        *, prefix: str = "kv", model_name: str = "conformance", chunk_bytes: int = CHUNK_BYTES, **fields: Any
-    ) -> ObjectBackend:
+def opened(server: "S3Server", bucket: str, open_with):
+    async def opened(*, prefix: str = "kv", **fields: Any) -> ObjectBackend:
         given = {"url": f"s3://{bucket}/{prefix}", "endpoint": server.endpoint, **fields}
-        tiers.append(await ObjectBackend.open(ObjectOptions(**given), tier_context(chunk_bytes, model_name=model_name)))
-        return tiers[-1]
+        return await open_with(ObjectBackend, **given)
 
-    yield opened
-    for tier in tiers:
-        await tier.aclose(10)
+    return opened
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ from xxhash import xxh3_64_intdigest
 from kvtier.backend import SEAL_BYTES, Added, BackendUnavailable, ConfigError, OffloadKey, Removed, ScanDone
 from kvtier.testing.conformance import Lender, key_of, keys_of, label
 from kvtier_backends.object.bucket import SEAL_NAME
-from tests.object.conftest import CHUNK_BYTES, QUICK
+from tests.object.conftest import QUICK
 from tests.object.servers import S3Server
 from tests.remote.servers import PATIENCE_S
-from tests.remote.tiers import recovers
+from tests.remote.tiers import CHUNK_BYTES, kept, recovers
 
 UNKNOWN = {"index_chunks": 0, "absent_ttl_s": 0}  # Every look-up asks.
 VERSION_AT, SUM_BYTES = 24, 8  # In a seal; the sum is at its end.
@@ -30,8 +30,7 @@ VERSION_AT, SUM_BYTES = 24, 8  # In a seal; the sum is at its end.
 async def test_an_object_with_an_unreadable_seal_is_corrupt_and_is_replaced(
     opened, server, bucket, stored, lender, seal
 ) -> None:
-    tier, key = await opened(), key_of(1)
-    await lender.keep(tier, [key])
+    tier, (key,) = await kept(lender, opened(), 1)
     name = stored.name(key)
     server.put(bucket, name, bytes(CHUNK_BYTES), {SEAL_NAME: seal})
     assert await lender.recall(tier, [key]) == ["ChunkCorrupt"]
@@ -44,8 +43,7 @@ async def test_an_object_with_an_unreadable_seal_is_corrupt_and_is_replaced(
 async def test_an_object_of_a_later_version_of_any_length_is_left_alone(
     opened, server, bucket, stored, lender, body_bytes, more
 ) -> None:
-    tier, key = await opened(), key_of(1)
-    await lender.keep(tier, [key])
+    tier, (key,) = await kept(lender, opened(), 1)
     name = stored.name(key)
     seal = bytearray(base64.b64decode(server.get(bucket, name)[1][SEAL_NAME]))
     seal[VERSION_AT] += 1
@@ -171,8 +169,7 @@ async def test_a_foreign_name_that_cannot_be_listed_costs_the_list_and_nothing_e
 
 
 async def test_a_removed_bucket_costs_hits_until_it_is_back(opened, server, bucket, stored, lender) -> None:
-    tier, keys = await opened(), keys_of(3)
-    await lender.keep(tier, keys)
+    tier, keys = await kept(lender, opened(), 3)
     server.remove_bucket(bucket)
     with pytest.raises(ConfigError, match=r"url: 's3://kvtier-.*' cannot be used: 404 NoSuchBucket"):
         await opened()
@@ -234,8 +231,7 @@ def says(status: str, code: str) -> Any:
     ],
 )
 async def test_each_error_of_a_store_is_unavailable_until_it_ends(opened, proxy, lender, status, code, counted) -> None:
-    tier, keys = await opened(endpoint=f"http://{proxy.address}"), keys_of(3)
-    await lender.keep(tier, keys)
+    tier, keys = await kept(lender, opened(endpoint=f"http://{proxy.address}"), 3)
     proxy.reply = says(status, code)
     for call in (tier.load(lender.reads(keys)), tier.store(lender.writes(keys)), tier.delete(keys)):
         with pytest.raises(BackendUnavailable, match=f"{code}|Received redirect"):
@@ -246,8 +242,7 @@ async def test_each_error_of_a_store_is_unavailable_until_it_ends(opened, proxy,
 
 
 async def test_a_store_without_room_has_no_space_and_still_loads(opened, proxy, lender) -> None:
-    tier, keys = await opened(endpoint=f"http://{proxy.address}"), keys_of(3)
-    await lender.keep(tier, keys)
+    tier, keys = await kept(lender, opened(endpoint=f"http://{proxy.address}"), 3)
     proxy.reply = says("507 Insufficient Storage", "XMinioStorageFull")
     outcomes = await tier.store(lender.writes(keys))
     assert [type(outcome).__name__ for outcome in outcomes] == ["NoSpace"] * 3
@@ -273,8 +268,7 @@ async def test_a_connection_that_has_died_silently_costs_time_and_nothing_else(
     opened, proxy, lender, operation
 ) -> None:
     """As behind a gateway that forgets idle connections: nothing is closed, and nothing comes back."""
-    tier, keys = await opened(endpoint=f"http://{proxy.address}", **UNKNOWN, timeout_s=4), keys_of(1)
-    await lender.keep(tier, keys)
+    tier, keys = await kept(lender, opened(endpoint=f"http://{proxy.address}", **UNKNOWN, timeout_s=4), 1)
     first, ended = [True], threading.Event()
 
     def swallow(passed: bytes) -> bytes | None:

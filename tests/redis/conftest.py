@@ -3,20 +3,19 @@
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvtier.testing.conformance import tier_context
-from kvtier_backends.redis import RedisBackend, RedisOptions
+from kvtier_backends.redis import RedisBackend
 from tests.redis.servers import PATIENCE_S, Proxy, RedisServer
 from tests.remote.redis import Values
-from tests.remote.suites import CHUNK_BYTES
-from tests.remote.tiers import lender, prefix, proxy
+from tests.remote.tiers import lender, open_with, prefix, proxy
 
-__all__ = ["lender", "prefix", "proxy"]
+__all__ = ["lender", "open_with", "prefix", "proxy"]
 
 QUICK = {"timeout_s": 1.0}  # These tests wait for the time-outs.
 
@@ -26,32 +25,27 @@ def retries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier_backends.redis.servers.RETRY_S", 0.001)
 
 
-@pytest.fixture(scope="session")
-def server(outside: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+def started(outside: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     server = RedisServer(tmp_path_factory.mktemp("redis")).start()
     yield server
     server.kill()
 
 
-@pytest.fixture(scope="session")
-def another_server(outside: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path_factory.mktemp("redis")).start()
-    yield server
-    server.kill()
+server = pytest.fixture(started, scope="session")
+another_server = pytest.fixture(started, scope="session")
 
 
 @pytest.fixture
 def own_server(outside: None, tmp_path: Path) -> Iterator[Callable[..., RedisServer]]:
     """Start servers that belong to the test."""
-    servers: list[RedisServer] = []
+    with ExitStack() as servers:
 
-    def own_server(*arguments: str, **fields: Any) -> RedisServer:
-        servers.append(RedisServer(tmp_path, *arguments, **fields))
-        return servers[-1].start()
+        def own_server(*arguments: str, **fields: Any) -> RedisServer:
+            server = RedisServer(tmp_path, *arguments, **fields)
+            servers.callback(server.kill)
+            return server.start()
 
-    yield own_server
-    for server in servers:
-        server.kill()
+        yield own_server
 
 
 @pytest.fixture
@@ -71,27 +65,14 @@ def names_hang(monkeypatch) -> Iterator[threading.Event]:
 
 
 @pytest.fixture
-async def opened(prefix: str):
-    """Open tiers that are closed when the test ends."""
-    tiers: list[RedisBackend] = []
-
+def opened(prefix: str, open_with):
     async def opened(
-        *servers: str,
-        scheme: str = "redis",
-        user: str = "",
-        path: str = "",
-        model_name: str = "conformance",
-        chunk_bytes: int = CHUNK_BYTES,
-        **fields: Any,
+        *servers: str, scheme: str = "redis", user: str = "", path: str = "", **fields: Any
     ) -> RedisBackend:
         url = f"{scheme}://{user}{','.join(servers)}{path}"
-        options = RedisOptions(url=url, prefix=prefix, **fields)
-        tiers.append(await RedisBackend.open(options, tier_context(chunk_bytes, model_name=model_name)))
-        return tiers[-1]
+        return await open_with(RedisBackend, url=url, prefix=prefix, **fields)
 
-    yield opened
-    for tier in tiers:
-        await tier.aclose(10)
+    return opened
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ import pytest
 from kvtier.backend import SEAL_BYTES, Abandoned, BackendUnavailable, lending
 from kvtier.errors import cause_of
 from kvtier.testing.conformance import key_of, keys_of, label
-from tests.redis.conftest import CHUNK_BYTES, QUICK
+from tests.redis.conftest import QUICK
 from tests.redis.servers import PATIENCE_S, RedisServer, until
-from tests.remote.tiers import recovers, used_again
+from tests.remote.tiers import CHUNK_BYTES, kept, recovers, used_again
 
 NO_FAMILY = 200  # Beyond Linux's AF_MAX.
 
@@ -24,8 +24,7 @@ NO_FAMILY = 200  # Beyond Linux's AF_MAX.
 
 @pytest.mark.parametrize("words", [["RPUSH", b"a"], ["HSET", b"a", b"b"]])
 async def test_a_value_of_another_type_is_corrupt_and_is_replaced(opened, server, stored, lender, words) -> None:
-    tier, key = await opened(server.address), key_of(1)
-    await lender.keep(tier, [key])
+    tier, (key,) = await kept(lender, opened(server.address), 1)
     server.ask("DEL", stored.name(key))
     server.ask(words[0], stored.name(key), *words[1:])
     assert await lender.recall(tier, [key]) == ["ChunkCorrupt"]
@@ -38,8 +37,7 @@ async def test_a_value_of_another_type_is_corrupt_and_is_replaced(opened, server
 
 
 async def test_chunks_expire_after_their_ttl(opened, server, stored, lender) -> None:
-    tier, key = await opened(server.address, ttl_s="1h"), key_of(1)
-    await lender.keep(tier, [key])
+    tier, (key,) = await kept(lender, opened(server.address, ttl_s="1h"), 1)
     name = stored.name(key)
     assert 3_500_000 < server.ask("PTTL", name) <= 3_600_000
     server.ask("PEXPIRE", name, 1)
@@ -124,8 +122,7 @@ async def test_each_error_of_a_server_has_its_outcome(opened, proxy, lender, ans
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b":1\r\n", b"*0\r\n", b"$x\r\n", b"x" * 9_000])
 async def test_a_server_of_another_protocol_is_unavailable(opened, proxy, lender, answer) -> None:
-    tier, key = await opened(proxy.address, **QUICK), key_of(1)
-    await lender.keep(tier, [key])
+    tier, (key,) = await kept(lender, opened(proxy.address, **QUICK), 1)
     proxy.reply = lambda passed: answer
     reads = lender.reads([key])
     with pytest.raises(BackendUnavailable):
@@ -154,8 +151,7 @@ async def test_an_unrequested_reply_answers_nothing(opened, proxy, lender) -> No
 
 @pytest.mark.parametrize("passed_bytes", [3, (CHUNK_BYTES + SEAL_BYTES) // 2, 5 * (CHUNK_BYTES + SEAL_BYTES) + 7])
 async def test_a_reply_cut_in_the_middle_fails_the_unanswered_chunks(opened, proxy, lender, passed_bytes) -> None:
-    tier, keys = await opened(proxy.address, lanes=1, **QUICK), keys_of(8)
-    await lender.keep(tier, keys)
+    tier, keys = await kept(lender, opened(proxy.address, lanes=1, **QUICK), 8)
     left = passed_bytes
 
     def cut(passed: bytes) -> bytes | None:
@@ -181,8 +177,7 @@ async def test_no_call_waits_for_a_server_that_is_known_to_hang(
     """Of two servers one hangs: its chunks fail, the other's go on, and it is tried by one thread at a time."""
     monkeypatch.setattr("kvtier_backends.redis.servers.RETRY_S", 3_600.0)
     other = own_server()
-    tier, keys = await opened(server.address, other.address, **QUICK), keys_of(32)
-    await lender.keep(tier, keys)
+    tier, keys = await kept(lender, opened(server.address, other.address, **QUICK), 32)
     other.signal(signal.SIGSTOP)
     reads = lender.reads(keys)
     outcomes = await tier.load(reads)
@@ -212,8 +207,7 @@ async def test_a_call_that_meets_several_hung_servers_waits_for_its_time_once(op
 
 
 async def test_an_unresolved_name_holds_no_row(opened, proxy, names_hang, lender) -> None:
-    tier, keys = await opened(f"localhost:{proxy.port}", **QUICK), keys_of(8)
-    await lender.keep(tier, keys)
+    tier, keys = await kept(lender, opened(f"localhost:{proxy.port}", **QUICK), 8)
     names_hang.clear()
     proxy.reset()
     for _ in range(3):
@@ -242,8 +236,7 @@ async def test_an_address_of_a_family_that_the_machine_lacks_is_passed_over(open
 async def test_a_call_that_needs_another_request_is_answered_while_the_tier_closes(
     opened, server, stored, lender
 ) -> None:
-    tier, keys = await opened(server.address), keys_of(3)
-    await lender.keep(tier, keys)
+    tier, keys = await kept(lender, opened(server.address), 3)
     server.ask("SETRANGE", stored.name(keys[1]), 5, b"?")
     reads = lender.reads(keys)
     load = asyncio.create_task(tier.load(reads))
@@ -268,8 +261,7 @@ async def test_opening_or_closing_that_is_cancelled_leaves_no_connection(opened,
         await opening
     gc.collect()  # What was left open would be closed by it, with a warning that fails the test.
     until(lambda: connections(server) == 0)
-    tier, keys = await opened(server.address, timeout_s=600), keys_of(8)
-    await lender.keep(tier, keys)
+    tier, keys = await kept(lender, opened(server.address, timeout_s=600), 8)
     server.signal(signal.SIGSTOP)
     load = asyncio.create_task(tier.load(lender.reads(keys)))
     await asyncio.sleep(0.05)

@@ -27,7 +27,7 @@ from kvtier_backends.redis.options import Address
 from kvtier_backends.redis.servers import Away, Login, Server, Topology, make_topology
 from tests.redis.servers import PATIENCE_S, Proxy, RedisServer, free_port, until
 from tests.redis.test_faults import QUICK
-from tests.remote.tiers import recovers
+from tests.remote.tiers import kept, recovers
 
 PASSWORD = "KVTIER_TEST_PASSWORD"
 
@@ -87,8 +87,7 @@ async def test_an_access_list_that_lacks_a_command_is_named_at_the_start(
     with pytest.raises(ConfigError, match=r"url: .* does not allow its user UNLINK"):
         await opened(server.address, user="kv@", password_env=PASSWORD)
     server.ask(*user, "+unlink")
-    tier, keys = await opened(server.address, user="kv@", password_env=PASSWORD), keys_of(3)
-    await lender.keep(tier, keys)
+    tier, keys = await kept(lender, opened(server.address, user="kv@", password_env=PASSWORD), 3)
     await tier.delete(keys[:1])
     assert await lender.recall(tier, keys) == ["ChunkMissing", *(label(key) for key in keys[1:])]
 
@@ -126,8 +125,7 @@ async def test_a_server_is_reached_by_an_address_of_the_sixth_version(opened, se
     except OSError:
         pytest.skip("this machine has no IPv6")
     try:
-        tier, keys = await opened(proxy.address, lanes=1), keys_of(12)
-        await lender.keep(tier, keys)
+        tier, keys = await kept(lender, opened(proxy.address, lanes=1), 12)
         assert await lender.recall(tier, keys) == [label(key) for key in keys]
         assert list(await tier.probe(keys)) == [True] * 12
     finally:
@@ -174,8 +172,7 @@ def certified(tmp_path: Path) -> ssl.SSLContext:
 
 
 async def test_chunks_travel_over_tls(opened, front, tmp_path, lender) -> None:
-    tier, keys = await opened(front.address, scheme="rediss", tls_ca_file=str(tmp_path / "ca.pem")), keys_of(64)
-    await lender.keep(tier, keys)
+    tier, keys = await kept(lender, opened(front.address, scheme="rediss", tls_ca_file=str(tmp_path / "ca.pem")), 64)
     assert await lender.recall(tier, keys) == [label(key) for key in keys]
     assert list(await tier.probe(keys)) == [True] * 64
 
@@ -256,8 +253,7 @@ def watched(own_server, tmp_path: Path) -> tuple[RedisServer, RedisServer, Redis
 async def test_a_tier_follows_the_primary_that_sentinels_name(opened, watched, lender) -> None:
     primary, replica, sentinel = watched
     about = {"scheme": "redis+sentinel", "path": "/cache"}
-    tier, keys = await opened(sentinel.address, **about, **QUICK), keys_of(12)
-    await lender.keep(tier, keys)
+    tier, keys = await kept(lender, opened(sentinel.address, **about, **QUICK), 12)
     assert primary.ask("DBSIZE") >= 12
     primary.kill()
     until(lambda: replica.ask("ROLE")[0] == b"master")
@@ -325,8 +321,7 @@ def stored_as(node: RedisServer, prefix: str, key: OffloadKey) -> bytes | None:
 @pytest.mark.parametrize("model_name", ["plain", "org/{model}-v1"])
 async def test_chunks_go_to_the_nodes_that_have_their_slots(opened, cluster, lender, model_name) -> None:
     """Of a name with braces, only what is between them would say where it goes."""
-    tier, keys = await opened(cluster[0].address, scheme="redis+cluster", model_name=model_name), keys_of(60)
-    await lender.keep(tier, keys)
+    tier, keys = await kept(lender, opened(cluster[0].address, scheme="redis+cluster", model_name=model_name), 60)
     assert await lender.recall(tier, keys) == [label(key) for key in keys]
     assert list(await tier.probe(keys)) == [True] * 60
     sizes = [node.ask("DBSIZE") for node in cluster]
@@ -355,8 +350,7 @@ def test_a_server_that_is_no_node_any_more_is_forgotten(nodes, server) -> None:
 
 async def test_a_slot_that_moves_is_followed_at_every_moment_of_it(opened, cluster, prefix, lender) -> None:
     """ASK while it moves, MOVED afterwards; each chunk is found, and stored, in the same call."""
-    tier, keys = await opened(cluster[0].address, scheme="redis+cluster"), keys_of(40)
-    await lender.keep(tier, keys)
+    tier, keys = await kept(lender, opened(cluster[0].address, scheme="redis+cluster"), 40)
     key = next(key for key in keys if stored_as(cluster[0], prefix, key))
     name = stored_as(cluster[0], prefix, key)
     has_moved = moving(cluster, name)
@@ -399,8 +393,7 @@ async def test_a_refused_asking_does_not_shift_the_replies(opened, cluster, pref
 
 
 async def test_a_node_that_hangs_costs_its_slots_only(opened, cluster, lender) -> None:
-    tier, keys = await opened(cluster[0].address, scheme="redis+cluster", **QUICK), keys_of(40)
-    await lender.keep(tier, keys)
+    tier, keys = await kept(lender, opened(cluster[0].address, scheme="redis+cluster", **QUICK), 40)
     cluster[1].signal(signal.SIGSTOP)
     told = await lender.recall(tier, keys)
     assert 0 < told.count("TransferFailed") < 40
@@ -409,8 +402,7 @@ async def test_a_node_that_hangs_costs_its_slots_only(opened, cluster, lender) -
 
 async def test_calls_do_not_wait_for_a_new_table_of_slots(opened, cluster, names_hang, lender) -> None:
     """Neither a load, whose rows are lent, nor a probe behind it."""
-    tier, keys = await opened(f"localhost:{cluster[0].port}", scheme="redis+cluster", **QUICK), keys_of(40)
-    await lender.keep(tier, keys)
+    tier, keys = await kept(lender, opened(f"localhost:{cluster[0].port}", scheme="redis+cluster", **QUICK), 40)
     cluster[1].signal(signal.SIGSTOP)
     names_hang.clear()
     for _ in range(2):  # The first finds it out, the others would ask for what is new.

@@ -54,7 +54,7 @@ class ObjectRemote(ServerRemote):
         outside = S3Server.outside()
         self._ours = MotoServer(folder, CREDENTIALS) if outside is None else None
         self.lacks = {} if outside is None else NOT_OURS
-        self.server: S3Server = self._ours or outside
+        self.server = self._ours or outside
         self._begin()
         self.stored = Objects(self.server, self._bucket)
         self._environment = pytest.MonkeyPatch()  # Runners and owners have it from here.
@@ -89,13 +89,3 @@ class ObjectRemote(ServerRemote):
             self.server.remove_bucket(self._bucket)
         else:
             self._ours.kill()  # It keeps nothing.
-
-    def signal(self, number: int) -> None:
-        assert self._ours is not None
-        self._ours.signal(number)
-
-    def fill(self) -> None:
-        raise NotImplementedError("a bucket has no end")
-
-    def make_room(self) -> None:
-        raise NotImplementedError("a bucket has no end")

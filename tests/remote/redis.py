@@ -45,15 +45,6 @@ class RedisRemote(ServerRemote):
         address = self.proxy.address if by_proxy else self.server.address
         return {"type": "redis", "url": f"redis://{address}", "timeout_s": 0.5 if quick else PATIENCE_S}
 
-    def start(self) -> None:
-        self.server.start()
-
-    def kill(self) -> None:
-        self.server.kill()
-
-    def signal(self, number: int) -> None:
-        self.server.signal(number)
-
     def fill(self) -> None:
         self.server.ask("CONFIG", "SET", "maxmemory", "1")
 

@@ -20,7 +20,7 @@ from kvtier.testing.conformance import (
 )
 from tests.remote.remotes import Held, Stored
 from tests.remote.servers import PATIENCE_S, Proxy
-from tests.remote.tiers import CHUNK_BYTES, recovers, used_again
+from tests.remote.tiers import CHUNK_BYTES, kept, recovers, used_again
 
 KEYS = "KVTIER_TEST_KEYS"
 Open = Callable[..., Awaitable[Any]]
@@ -148,8 +148,7 @@ class DisturbedNetwork:
     async def test_a_server_that_refuses_or_hangs_fails_calls_in_time_and_no_byte_comes_late(
         self, open_by_proxy: Open, proxy: Proxy, lender, begin, end, cause
     ) -> None:
-        tier, keys = await open_by_proxy(), keys_of(64)
-        await lender.keep(tier, keys)
+        tier, keys = await kept(lender, open_by_proxy(), 64)
         getattr(proxy, begin)()
         reads, writes = lender.reads(keys), lender.writes(keys, version=1)
         for call in (tier.load(reads), tier.store(writes), tier.probe(keys_of(2, start=90)), tier.delete(keys)):
@@ -164,8 +163,7 @@ class DisturbedNetwork:
         await recovers(tier, lender, keys)
 
     async def test_a_connection_reset_while_idle_costs_nothing(self, open_by_proxy: Open, proxy, lender) -> None:
-        tier, keys = await open_by_proxy(), keys_of(8)
-        await lender.keep(tier, keys)
+        tier, keys = await kept(lender, open_by_proxy(), 8)
         proxy.reset()
         assert await lender.recall(tier, keys) == [label(key) for key in keys]
         proxy.reset()
@@ -188,8 +186,7 @@ class DisturbedNetwork:
     async def test_a_cancelled_call_to_a_hung_server_ends_with_its_time_out(
         self, open_by_proxy: Open, proxy, lender
     ) -> None:
-        tier, keys = await open_by_proxy(), keys_of(4)
-        await lender.keep(tier, keys)
+        tier, keys = await kept(lender, open_by_proxy(), 4)
         proxy.hold()
         reads, writes = lender.reads(keys), lender.writes(keys)
         starts = (tier.load(reads), tier.store(writes), tier.probe(keys_of(2, start=90)))
@@ -206,8 +203,7 @@ class DisturbedNetwork:
         await recovers(tier, lender, keys)
 
     async def test_closing_ends_calls_that_hang(self, open_by_proxy: Open, proxy, lender) -> None:
-        tier, keys = await open_by_proxy(timeout_s=PATIENCE_S), keys_of(4)
-        await lender.keep(tier, keys)
+        tier, keys = await kept(lender, open_by_proxy(timeout_s=PATIENCE_S), 4)
         proxy.hold()
         reads, writes = lender.reads(keys), lender.writes(keys)
         calls = [asyncio.create_task(call) for call in (tier.load(reads), tier.store(writes))]

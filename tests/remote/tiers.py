@@ -3,16 +3,18 @@
 import asyncio
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
 
-from kvtier.backend import BackendUnavailable, OffloadKey
-from kvtier.testing.conformance import Lender, key_of, label
+from kvtier.backend import Backend, BackendUnavailable, OffloadKey
+from kvtier.testing.conformance import Lender, key_of, keys_of, label, tier_context
 from tests.remote.servers import PATIENCE_S, Proxy
 
 CHUNK_BYTES = 16_384
+CLOSE_S = 10.0
 
 
 @pytest.fixture
@@ -28,11 +30,33 @@ def lender() -> Iterator[Lender]:
 
 
 @pytest.fixture
+async def open_with() -> AsyncIterator[Callable[..., Awaitable[Any]]]:
+    """Open tiers that are closed when the test ends."""
+    async with AsyncExitStack() as tiers:
+
+        async def open_with(
+            tier: type[Backend], *, model_name: str = "conformance", chunk_bytes: int = CHUNK_BYTES, **fields: Any
+        ) -> Backend:
+            opened = await tier.open(tier.options_type(**fields), tier_context(chunk_bytes, model_name=model_name))
+            tiers.push_async_callback(opened.aclose, CLOSE_S)
+            return opened
+
+        yield open_with
+
+
+@pytest.fixture
 def proxy(server: Any) -> Iterator[Proxy]:
     """Return a proxy before the server that a run's tests share."""
     proxy = Proxy(server.port)
     yield proxy
     proxy.end()
+
+
+async def kept(lender: Lender, opening: Awaitable[Any], count: int) -> tuple[Any, list[OffloadKey]]:
+    """Return a tier that is being opened, and keys that it holds by then."""
+    tier, keys = await opening, keys_of(count)
+    await lender.keep(tier, keys)
+    return tier, keys
 
 
 async def used_again(lender: Lender, rows: list[memoryview]) -> None:
