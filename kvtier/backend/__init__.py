@@ -13,7 +13,6 @@ from kvtier.backend.contract import Durability as Durability
 from kvtier.backend.contract import EngineId as EngineId
 from kvtier.backend.contract import Inventory as Inventory
 from kvtier.backend.contract import InventoryEvent as InventoryEvent
-from kvtier.backend.contract import Limit as Limit
 from kvtier.backend.contract import Measured as Measured
 from kvtier.backend.contract import Occupancy as Occupancy
 from kvtier.backend.contract import Options as Options

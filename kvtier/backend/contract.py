@@ -134,25 +134,6 @@ class Options(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return ()
 
 
-class Limit(ABC):
-    """The limit of a tier: the rate at which its bare client moves rows, without checks and promises."""
-
-    limit_is: ClassVar[str]
-    """Name of the limit, shown by `kvtier bench`."""
-
-    @abstractmethod
-    def read(self) -> None:
-        """Fill the rows with their stored chunks. Blocks."""
-
-    @abstractmethod
-    def write(self) -> None:
-        """Store the rows. Blocks."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Remove the stored chunks, and close the client."""
-
-
 class Backend(ABC, Generic[OptionsT]):
     """A secondary tier; generic in its options.
 
@@ -212,15 +193,6 @@ class Backend(ABC, Generic[OptionsT]):
 
         May be called again, to wait for those.
         """
-
-    @classmethod
-    def limit(cls, options: OptionsT, rows: Sequence[memoryview]) -> Limit | None:  # noqa: ARG003
-        """Return the limit that `kvtier bench` puts beside the tier, with these rows stored; None: it has none.
-
-        Blocks. Raises `ConfigError` and `BackendUnavailable`. It has a default, because it is no promise of an open
-        tier.
-        """
-        return None
 
 
 class Added(NamedTuple):

@@ -1,6 +1,6 @@
 """`kvtier bench`: tiers through a whole engine, each figure next to its limit, measured in turn in one run.
 
-The limit is plain threads on one file in the same directory (fs), the tier's bare client (`Limit`), or a memcpy.
+The limit is plain threads on one file in the same directory (fs), or a memcpy.
 """
 
 import errno
@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 from msgspec.structs import replace
 
-from kvtier.backend import OffloadKey, backend_class, make_offload_key
+from kvtier.backend import OffloadKey, make_offload_key
 from kvtier.config import EngineConfig, TierConfig, read_config, tier_options
 from kvtier.engine.answers import LookupResult
 from kvtier.engine.steps import StepManager
@@ -163,10 +163,6 @@ def _limits(
             "preadv and pwritev of one file",
             settings | {"load_lanes": options.load_lanes, "store_lanes": options.store_lanes},
         )
-    limit = backend_class(tier.type).limit(options, used)
-    if limit is not None:
-        stack.callback(limit.close)
-        return rate(limit.read), rate(limit.write), limit.limit_is, {}
 
     def copy() -> None:
         for target, source in zip(used, rows[drive.chunks :], strict=True):

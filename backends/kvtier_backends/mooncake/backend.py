@@ -36,7 +36,6 @@ from kvtier_backends.mooncake.client import (
     Meaning,
     MooncakeOptions,
     PoolClient,
-    ZeroCopy,
     answer_of,
     connect,
     meaning_of,
@@ -113,10 +112,6 @@ class MooncakeBackend(RemoteBackend[MooncakeOptions]):
             raise BackendUnavailable(f"{context.name}: the master {options.master} does not answer") from None
         finally:
             threads.shutdown()
-
-    @classmethod
-    def limit(cls, options: MooncakeOptions, rows: Sequence[memoryview]) -> ZeroCopy:
-        return ZeroCopy(connect(options, "bench"), options.prefix, rows)
 
     def __init__(
         self, options: MooncakeOptions, context: TierContext, client: PoolClient, seal: Seal, threads: Threads

@@ -16,12 +16,11 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from kvtier.backend import BackendUnavailable, ConfigError, Limit, PositiveDuration, PositiveSize, SealOptions
+from kvtier.backend import BackendUnavailable, ConfigError, PositiveDuration, PositiveSize, SealOptions
 from kvtier.backend.remote import PORT_MAX, Prefix, Text
 
 REPLICAS_MAX = 16
 CONNECT_S_MAX = 1.0
-ZERO_COPY_CHUNKS = 32  # In a call; Mooncake refuses more than some hundreds.
 PACKAGE = "mooncake-transfer-engine-non-cuda"
 
 Replicas = Annotated[int, msgspec.Meta(ge=1, le=REPLICAS_MAX)]
@@ -173,37 +172,6 @@ def connect(options: MooncakeOptions, tier_name: str) -> PoolClient:
             f"{tier_name}: the master {options.master} does not answer: Mooncake's setup returns {code}"
         )
     return PoolClient(store, kept)
-
-
-class ZeroCopy(Limit):
-    """Mooncake's own calls on rows themselves: the limit of the tier. For a process that may crash."""
-
-    limit_is = "Mooncake's own zero-copy calls"
-
-    def __init__(self, client: PoolClient, prefix: str, rows: Sequence[memoryview]) -> None:
-        self._client = client
-        whose = f"{prefix}limit-{os.urandom(16).hex()}"
-        self._names = [f"{whose}/{index}" for index in range(len(rows))]
-        self._addresses = [ctypes.addressof(ctypes.c_char.from_buffer(row)) for row in rows]
-        self._row_bytes = rows[0].nbytes
-        self.write()
-
-    def read(self) -> None:
-        self._all(self._client.get, self._row_bytes)
-
-    def write(self) -> None:
-        self._all(self._client.put, 0)
-
-    def close(self) -> None:
-        self._client.remove(self._names)
-        self._client.close()
-
-    def _all(self, call: Move, expected: int) -> None:
-        for start in range(0, len(self._names), ZERO_COPY_CHUNKS):
-            part = slice(start, start + ZERO_COPY_CHUNKS)
-            codes = call(self._names[part], self._addresses[part], self._row_bytes)
-            if failed := [code for code in codes if code != expected]:
-                raise BackendUnavailable(f"Mooncake's own calls fail: {failed[0]} for {len(failed)} of {len(codes)}")
 
 
 def environment(options: MooncakeOptions) -> dict[str, str]:
