@@ -55,7 +55,7 @@ class Login:
             self._greeting.insert(0, (request(b"AUTH", *names), b"+OK"))
 
     def greet(self, link: Link) -> None:
-        """Log in. Raises `Lost` and `Refused`, which show no password."""
+        """Log in. Raises `Lost`, which shows no password, and `Refused`, which may."""
         link.send([b"".join(asked for asked, _ in self._greeting)])
         refusals: list[Refused] = []
         for _, answer in self._greeting:
@@ -64,8 +64,8 @@ class Login:
                     raise Lost("the server does not speak Redis's protocol: unexpected answer to a greeting")
             except Refused as refusal:
                 refusals.append(refusal)
-        if refusals:  # The first explains the others.
-            raise Refused(self.hide(str(refusals[0])))
+        if refusals:
+            raise refusals[0]  # It explains the others.
 
     def to_mend(self, refusal: Refused) -> str | None:
         """Return the option to mend; None for a refusal that may pass by itself."""
@@ -125,8 +125,7 @@ class Server:
             yield link
         except (Lost, Refused) as error:
             self.drop(link)
-            number = error.number if isinstance(error, Lost) else 0
-            raise Away(f"{self.address}: {self._login.hide(str(error))}", number) from None
+            raise self._away(error) from None
         except BaseException:
             self.drop(link)
             raise
@@ -172,38 +171,37 @@ class Server:
                 link.interrupt()
 
     def _opened(self, ends_at: float) -> Link:
+        link: Link | None = None
         try:
-            link = self._connected(ends_at)
-        except Away as error:
+            link = connect(self.address, self._names, self._login.tls, ends_at)
             with self._lock:
-                self._is_away(str(error).partition(": ")[2], error.number)
-            raise
+                self._lent.add(link)
+                if self._closed:
+                    link.interrupt()  # Closed while it connected.
+            link.ends_at = ends_at
+            self._login.greet(link)
+        except (OSError, Lost, Refused) as error:
+            if link is not None:
+                self.drop(link)
+            away = self._away(error)
+            with self._lock:
+                self._is_away(str(away).partition(": ")[2], away.number)
+            raise away from None
         with self._lock:
             self._away_until, self._why = 0.0, ""
         return link
 
-    def _connected(self, ends_at: float) -> Link:
-        try:
-            link = connect(self.address, self._names, self._login.tls, ends_at)
-        except ssl.SSLCertVerificationError as error:
-            why = f"{self.address}: its certificate is refused: {error.verify_message}"
-            raise Away(why, option="tls_ca_file") from None
-        except OSError as error:
-            raise Away(f"{self.address}: {error.strerror or error}", number_of(error)) from None
-        with self._lock:
-            self._lent.add(link)
-            if self._closed:
-                link.interrupt()  # Closed while it connected.
-        link.ends_at = ends_at
-        try:
-            self._login.greet(link)
-        except Lost as error:
-            self.drop(link)
-            raise Away(f"{self.address}: {error}", error.number) from None
-        except Refused as error:
-            self.drop(link)
-            raise Away(f"{self.address}: {error}", option=self._login.to_mend(error)) from None
-        return link
+    def _away(self, error: OSError | Lost | Refused) -> Away:
+        why, number, option = str(error), 0, None
+        if isinstance(error, ssl.SSLCertVerificationError):
+            why, option = f"its certificate is refused: {error.verify_message}", "tls_ca_file"
+        elif isinstance(error, OSError):
+            why, number = error.strerror or why, number_of(error)
+        elif isinstance(error, Lost):
+            number = error.number
+        else:
+            why, option = self._login.hide(why), self._login.to_mend(error)
+        return Away(f"{self.address}: {why}", number, option)
 
     def _is_away(self, why: str, number: int) -> None:
         self._away_until, self._why, self._number = time.monotonic() + RETRY_S, why, number
