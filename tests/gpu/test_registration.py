@@ -1,6 +1,5 @@
 """Host memory on the device: registered by several processes, in slices, and refused."""
 
-import logging
 import os
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
@@ -8,7 +7,6 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
-from kvtier.errors import Remedy
 from kvtier.kvcache.transfer import Direction, GroupBlocks, TransferWorker
 from kvtier.memory import Region
 from kvtier.tools.selftest_checks import TorchDevice, host, plain_caches, random_bytes, require_same, transfer
@@ -94,28 +92,3 @@ def test_a_huge_region_is_registered_in_slices_and_rows_at_their_edges_come_back
         assert memory.pinned == device.has_streams
         right = random_bytes((len(edges), HUGE_ROW_BYTES), 1)
         there_and_back(device, memory.rows, right, [GroupBlocks(range(len(edges)), edges)])
-
-
-class Refusing:
-    """A driver whose limit is reached."""
-
-    def cudaHostRegister(self, address: int, size_bytes: int, flags: int, /) -> int:  # noqa: N802
-        return OUT_OF_MEMORY
-
-    def cudaHostUnregister(self, address: int, /) -> int:  # noqa: N802
-        return 0
-
-
-def test_copies_of_memory_that_cannot_be_registered_are_right(
-    device: TorchDevice, caplog: pytest.LogCaptureFixture
-) -> None:
-    with (
-        caplog.at_level(logging.WARNING),
-        Region.private(PAGES, PAGE_BYTES) as region,
-        host.CpuMemory(region, pin_with=Refusing()) as memory,
-    ):
-        assert not memory.pinned
-        there_and_back(device, memory.rows, random_bytes((PAGES, PAGE_BYTES), 1), BACKWARDS)
-    refused, *others = (record.getMessage() for record in caplog.records)
-    assert refused.endswith(str(Remedy.UNPINNED))
-    assert ["rows are not pinned" in other for other in others] == [True] * device.has_streams

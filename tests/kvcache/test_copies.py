@@ -31,30 +31,31 @@ from tests.kvcache.models import Model, fill, models, requests, storages
 NUM_ROWS = 7
 
 Move = Callable[[Direction, tuple[BlockPages, ...]], None]
-Pieces = tuple[tuple[Piece, ...], ...]
+Strategy = Callable[[Sides], Move]
 
 
-def by_index(pieces: Pieces, slots: torch.Tensor, blocks_per_chunk: int, num_blocks: int) -> Move:
-    copier = HostCopier(Sides(pieces, slots, blocks_per_chunk, num_blocks))
+def by_index(sides: Sides) -> Move:
+    copier = HostCopier(sides)
     return lambda direction, groups: copier.begin(CopyJob(1, direction, groups))()
 
 
-def by_address(pieces: Pieces, slots: torch.Tensor, blocks_per_chunk: int, num_blocks: int) -> Move:
+def by_address(sides: Sides) -> Move:
     def move(direction: Direction, groups: tuple[BlockPages, ...]) -> None:
-        copies = descriptors(Sides(pieces, slots, blocks_per_chunk, num_blocks), direction, groups)
-        for source, target, size in zip(*(column.tolist() for column in copies), strict=True):
+        for source, target, size in zip(
+            *(each.tolist() for each in descriptors(sides, direction, groups)), strict=True
+        ):
             ctypes.memmove(target, source, size)
 
     return move
 
 
-def one_by_one(pieces: Pieces, slots: torch.Tensor, blocks_per_chunk: int, num_blocks: int) -> Move:
-    copy = cuda.one_by_one(Sides(pieces, slots, blocks_per_chunk, num_blocks))
+def one_by_one(sides: Sides) -> Move:
+    copy = cuda.one_by_one(sides)
     return lambda direction, groups: copy(CopyJob(1, direction, groups))
 
 
 @pytest.fixture(params=[by_address, one_by_one], ids=lambda strategy: strategy.__name__)
-def strategy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Move]:
+def strategy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Strategy:
     monkeypatch.setattr(strided, "RUN_BYTES_MIN", 100)  # So that each way by index is taken by some models.
     monkeypatch.setattr(strided, "MEMMOVE_BYTES_MIN", 64)
     return request.param
@@ -63,7 +64,7 @@ def strategy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(model=models(), data=st.data(), canonical_rows=st.booleans(), rank=st.integers(0, 3))
 def test_each_strategy_moves_what_copies_by_index_move(
-    model: Model, data: st.DataObject, canonical_rows: bool, rank: int, strategy: Callable[..., Move]
+    model: Model, data: st.DataObject, canonical_rows: bool, rank: int, strategy: Strategy
 ) -> None:
     layers, caches = model.allocate("cpu")
     caches = in_a_group_of_four(caches, rank)
@@ -73,10 +74,10 @@ def test_each_strategy_moves_what_copies_by_index_move(
     pages = tuple(
         pages_of(group, model.blocks_per_chunk, num_blocks=caches.num_blocks, num_rows=NUM_ROWS) for group in groups
     )
-    pieces = pieces_of(caches, layout)
+    sides = Sides(pieces_of(caches, layout), slots, model.blocks_per_chunk, caches.num_blocks)
     for direction in (Direction.STORE, Direction.LOAD):
-        assert moved(by_index, direction, pages, pieces, slots, model, layers) == moved(
-            strategy, direction, pages, pieces, slots, model, layers
+        assert moved(by_index(sides), direction, pages, slots, layers) == moved(
+            strategy(sides), direction, pages, slots, layers
         )
 
 
@@ -96,19 +97,13 @@ def in_a_group_of_four(caches: CanonicalKVCaches, rank: int) -> CanonicalKVCache
 
 
 def moved(
-    strategy: Callable[..., Move],
-    direction: Direction,
-    pages: tuple[BlockPages, ...],
-    pieces: Pieces,
-    slots: torch.Tensor,
-    model: Model,
-    layers: dict,
+    move: Move, direction: Direction, pages: tuple[BlockPages, ...], slots: torch.Tensor, layers: dict
 ) -> list[bytes]:
     for seed, memory in enumerate(storages(layers).values()):
         fill(memory, seed)
     rows = slots._base
     fill(rows, 50)
-    strategy(pieces, slots, model.blocks_per_chunk, model.config.num_blocks)(direction, pages)
+    move(direction, pages)
     return [memory.numpy().tobytes() for memory in (*storages(layers).values(), rows)]
 
 
@@ -165,7 +160,7 @@ def test_pieces_that_are_alike_but_for_whose_turn_it_is_move_apart() -> None:
     slots = torch.zeros((4, 64), dtype=torch.int8)
     pieces = (Piece(everyones, 0, 32, 0, 64, 32, ()), Piece(shared, 0, 32, 32, 64, 32, (), 2, 1))
     pages = pages_of(GroupBlocks(range(4), range(4)), 1, num_blocks=4, num_rows=4)
-    by_index((pieces,), slots, 1, 4)(Direction.STORE, (pages,))
+    by_index(Sides((pieces,), slots, 1, 4))(Direction.STORE, (pages,))
     assert slots[:, [0, 32]].tolist() == [[1, 0], [1, 2], [1, 0], [1, 2]]
 
 
@@ -204,18 +199,19 @@ def test_pieces_of_several_allocations_or_turns_stay_apart() -> None:
     assert len(_merged([first, first._replace(local=16, host=16)])) == 1
 
 
-def test_no_copy_reaches_from_one_allocation_into_the_next(strategy: Callable[..., Move]) -> None:
+def test_no_copy_reaches_from_one_allocation_into_the_next(strategy: Strategy) -> None:
     memory = np.zeros(256, dtype=np.int8)  # The second layer's allocation begins where the first one's ends.
     layers = [torch.frombuffer(memory[start : start + 128], dtype=torch.int8).view(2, 64) for start in (0, 128)]
     pieces = (tuple(Piece(layer, 0, 64, 128 * number, 64, 64, ()) for number, layer in enumerate(layers)),)
     slots = torch.zeros((1, 256), dtype=torch.int8)
     pages = (pages_of(GroupBlocks([0, 1], [0]), 2, num_blocks=2, num_rows=1),)
-    assert len(descriptors(Sides(pieces, slots, 2, 2), Direction.STORE, pages).sizes) == 2
+    sides = Sides(pieces, slots, 2, 2)
+    assert len(descriptors(sides, Direction.STORE, pages).sizes) == 2
     memory[:] = np.arange(256, dtype=np.uint8).view(np.int8)
-    strategy(pieces, slots, 2, 2)(Direction.STORE, pages)
+    strategy(sides)(Direction.STORE, pages)
     assert slots.numpy().tobytes() == memory.tobytes()
     memory[:] = 0
-    strategy(pieces, slots, 2, 2)(Direction.LOAD, pages)
+    strategy(sides)(Direction.LOAD, pages)
     assert memory.tobytes() == slots.numpy().tobytes()
 
 

@@ -116,22 +116,6 @@ def test_without_cuda_there_is_nothing_to_pin_with() -> None:
 
 
 @needs_cuda
-def test_cuda_pins_the_rows_and_copies_to_and_from_them() -> None:
-    runtime = cuda_runtime()
-    with Region.memfd(4, 1 << 20) as region:
-        with CpuMemory(region, pin_with=runtime, pin_slice_bytes=2 << 20) as memory:
-            assert memory.pinned
-            assert all(memory.row(index).is_pinned() for index in range(4))
-            region.row(1)[:] = bytes(range(256)) * 4_096
-            on_device = memory.row(1).to("cuda", non_blocking=True)
-            memory.row(3).copy_(on_device, non_blocking=True)
-            torch.cuda.synchronize()
-            assert bytes(region.row(3)) == bytes(range(256)) * 4_096
-            rows = memory.rows
-        assert not rows.is_pinned()
-
-
-@needs_cuda
 def test_a_failure_to_pin_does_not_fail_the_next_kernel(caplog: pytest.LogCaptureFixture) -> None:
     runtime = cuda_runtime()
     with Region.memfd(2, 1 << 20) as region, CpuMemory(region, pin_with=runtime) as first:

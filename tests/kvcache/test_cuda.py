@@ -1,11 +1,8 @@
-"""What a CUDA device is told, and in which order: on streams that do nothing until they are waited for."""
+"""What a CUDA device is told, and what happens without batched copies. The order of copies is proved in `tests/gpu`."""
 
-import contextlib
 import ctypes
 import importlib
 import re
-from collections import deque
-from collections.abc import Callable, Iterator
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -17,98 +14,22 @@ from kvtier.kvcache.transfer import cuda
 from kvtier.kvcache.transfer.cuda import Descriptors
 from kvtier.kvcache.transfer.jobs import CopyJob
 from kvtier.kvcache.transfer.pages import Direction, GroupBlocks, Piece, Sides, pages_of
+from tests.gpu.modelled import Stream, current, model, on
 
 HOST = torch.device("cpu")
 
 
-class Stream:
-    """A queue of what a device was told to do."""
-
-    current: "Stream"
-
-    def __init__(self, device: object = None, priority: int = 0) -> None:
-        self.priority = priority
-        self.cuda_stream = id(self)
-        self.queue = deque[Callable[[], None]]()
-
-    def synchronize(self) -> None:
-        while self.queue:
-            self.queue.popleft()()
-
-    def wait_event(self, event: "Event") -> None:
-        self.queue.append(event.synchronize)
-
-
-class Event:
-    """A place in a stream's queue."""
-
-    def __init__(self, blocking: bool = False) -> None:
-        self.blocking = blocking
-        self.reached = False
-
-    def record(self, stream: Stream) -> None:
-        self.stream = stream
-        stream.queue.append(self._reach)
-
-    def synchronize(self) -> None:
-        while not self.reached:
-            self.stream.queue.popleft()()
-
-    def _reach(self) -> None:
-        self.reached = True
-
-
-@contextlib.contextmanager
-def on(stream: Stream) -> Iterator[None]:
-    before, Stream.current = Stream.current, stream
-    try:
-        yield
-    finally:
-        Stream.current = before
-
-
 @pytest.fixture(autouse=True)
-def streams(monkeypatch: pytest.MonkeyPatch) -> Stream:
-    """Return the engine's stream."""
-    Stream.current = engines = Stream()
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "stream", on)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream.current)
-    return engines
-
-
-def job(copier: cuda.CudaCopier, number: int = 1) -> CopyJob:
-    return CopyJob(number, Direction.STORE, (), mark=copier.mark())
-
-
-def test_a_transfer_comes_after_what_the_device_was_told_before_its_submission_and_not_after_the_rest(
-    streams: Stream,
-) -> None:
-    done = list[str]()
-
-    def copy(job: CopyJob) -> None:
-        Stream.current.queue.append(lambda: done.append(f"copy {job.job_id}"))
-
-    copier = cuda.CudaCopier(Direction.STORE, HOST, copy)
-    streams.queue.append(lambda: done.append("the blocks are written"))
-    one = job(copier)
-    streams.queue.append(lambda: done.append("later"))
-    finishes = [copier.begin(one), copier.begin(job(copier, 2)), copier.begin(job(copier, 3))]
-    assert done == []  # Begun, and nobody has waited.
-    finishes[0]()
-    assert done == ["the blocks are written", "copy 1"]
-    finishes[2]()
-    assert done[2:] == ["later", "copy 2", "copy 3"]  # In the order in which they began.
+def modelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    model(monkeypatch)
 
 
 def test_loads_have_the_more_urgent_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = list[Stream]()
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: made.append(Stream(priority=priority)))
+    priorities = list[int]()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: priorities.append(priority))
     for direction in (Direction.LOAD, Direction.STORE):
         assert cuda.CudaCopier(direction, HOST, lambda job: None).directions == (direction,)
-    assert [stream.priority for stream in made] == [-1, 0]
+    assert priorities == [-1, 0]
 
 
 def test_a_transfer_that_fails_to_begin_has_let_go_of_its_rows_when_it_says_so() -> None:
@@ -116,12 +37,12 @@ def test_a_transfer_that_fails_to_begin_has_let_go_of_its_rows_when_it_says_so()
     moved = list[str]()
 
     def copy(job: CopyJob) -> None:
-        Stream.current.queue.append(lambda: moved.append("first batch"))
+        current().tell(lambda: moved.append("first batch"))
         raise RuntimeError("cudaMemcpyBatchAsync of 2 copies: (1, 1)")
 
     copier = cuda.CudaCopier(Direction.STORE, HOST, copy)
     with pytest.raises(RuntimeError, match="of 2 copies"):
-        copier.begin(job(copier))
+        copier.begin(CopyJob(1, Direction.STORE, (), mark=copier.mark()))
     assert moved == ["first batch"]
 
 

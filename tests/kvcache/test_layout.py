@@ -33,7 +33,6 @@ from kvtier.kvcache.layout.axes import (
     KV_SPLIT_NHD,
     LATENT,
 )
-from tests.kvcache.families import family
 
 BLOCKS = 5
 BF16, FLOAT = torch.bfloat16, torch.float32
@@ -418,15 +417,6 @@ def test_rows_are_as_long_as_the_longest_group_and_whole_elements_of_all_others(
     )
     made = allocate_rows(KVCacheConfig(num_blocks=3, groups=groups), dict.fromkeys(("long", "short"), LATENT))
     assert made.rows.shape == (3, row_bytes)
-
-
-@pytest.mark.parametrize("name", ["deepseek_v4", "gpt_oss_20b"])
-def test_rows_are_found_again_in_their_layers_views(name: str) -> None:
-    made = family(name, 2)
-    rows = allocate_rows(made.config, made.axes)
-    found = canonical_kv_caches(made.config, rows.layers, made.axes)
-    assert [(tensor.data_ptr(), tensor.shape) for tensor in found.tensors] == [(rows.rows.data_ptr(), rows.rows.shape)]
-    assert page_bytes(found) == [[rows.rows.shape[1]]] * len(found.groups)
 
 
 WIDE = attention(padded_page_bytes=512)

@@ -122,16 +122,11 @@ def test_there_is_a_story_of_every_alert_that_goes_off_and_one_of_every_that_doe
 
 
 @pytest.mark.parametrize("rule", RULES, ids=[rule["alert"] for rule in RULES])
-def test_an_alert_says_what_is_wrong_and_leads_to_what_to_do(rule: dict[str, Any]) -> None:
-    annotations = rule["annotations"]
-    assert annotations.keys() == {"summary", "description", "runbook_url"}
-    assert "{{ $labels.instance }}" in annotations["summary"]
+def test_an_alert_leads_to_what_to_do(rule: dict[str, Any]) -> None:
     assert rule["labels"]["severity"] in {"critical", "warning", "info"}
-    page, _, anchor = annotations["runbook_url"].removeprefix(HOME).partition("#")
-    assert page == str(PAGE.relative_to(EXAMPLES.parents[1]))
-    headings = re.findall(r"^#+ `?(\w+)`?$", PAGE.read_text(), re.MULTILINE)
-    assert anchor in [heading.lower() for heading in headings]
-    assert rule["alert"] in headings
+    page, _, anchor = rule["annotations"]["runbook_url"].removeprefix(HOME).partition("#")
+    assert (page, anchor) == (str(PAGE.relative_to(EXAMPLES.parents[1])), rule["alert"].lower())
+    assert rule["alert"] in re.findall(r"^#+ `?(\w+)`?$", PAGE.read_text(), re.MULTILINE)
 
 
 def test_the_compose_file_is_one_and_mounts_what_there_is() -> None:

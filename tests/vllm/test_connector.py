@@ -24,22 +24,6 @@ def test_prefill_is_measured_from_the_steps_unless_its_speed_is_configured(llama
         assert engine.ledger.prefill.tokens_per_s > len(asked) * PROMPT_TOKENS / took_s
 
 
-def test_time_between_requests_is_not_prefills(llama, monkeypatch):
-    asked = prompts(2)
-    with Engine(llama, kvtier(), measured=True) as engine:
-        noted: list[float] = []
-        monkeypatch.setattr(engine.kvtier, "note_prefill", lambda _, seconds: noted.append(seconds))
-        stepping_s = 0.0
-        for prompt in asked:
-            begun = time.monotonic()
-            engine.answer([prompt])
-            stepping_s += time.monotonic() - begun
-            until = time.monotonic() + stepping_s  # Nobody asks for as long as all took so far.
-            while time.monotonic() < until:
-                pass
-        assert sum(noted) < stepping_s
-
-
 def test_behind_vllms_own_manager_the_connector_is_vllms(llama, disk):
     asked = prompts(4)
     expected = right(llama, asked)

@@ -23,45 +23,13 @@ from tests.vllm.engines import Engine, fill, kvtier, prompts
 BLOCK_BYTES = 64 << 10
 
 
-def stats_of(engine: Engine) -> dict[tuple[str, tuple[str, ...]], float]:
-    stats = engine.manager.get_stats()
-    assert stats is not None
-    return {
-        (name, labels): value for name, by_label in stats.data["data"].items() for labels, value in by_label.items()
-    }
-
-
-def test_counts_and_facts_go_through_vllms_own_stats_as_they_were_declared(llama, disk):
-    fill(llama, kvtier(disk), prompts(2))
-    with Engine(llama, kvtier(disk)) as engine:
-        engine.manager.get_stats = lambda: None  # Else vLLM takes them step by step.
-        engine.answer(prompts(2))
-        engine.settle()
-        del engine.manager.get_stats
-        counted = stats_of(engine)
-        assert counted["kvtier_tier_hits", ("0:fs",)] == 62
-        assert counted["kvtier_tier_bytes", ("0:fs", "load")] == 62 * BLOCK_BYTES
-        assert len(counted["kvtier_transfer_seconds", ("0:fs", "load")]) >= 1
-        assert counted["kvtier_primary_rows", ("ready",)] == 62
-        assert counted["kvtier_tier_breaker", ("0:fs", "closed")] == 1.0
-        assert engine.manager.get_stats() is None
-        primary, tier = engine.manager.config_info()
-    declared = KVTierOffloadingSpec.build_metric_definitions(kvtier(disk))
-    assert {name: len(labels) for name, labels in counted} == {
-        name: len(declared[name].labelnames) for name, _ in counted
-    }
-    assert (primary["tier"], primary["rows"], primary["kvtier_version"]) == ("cpu", 1_024, __version__)
-    assert (tier["tier"], tier["sharing"]) == ("0:fs", "any parallel size")
-    assert (primary.keys() | tier.keys()) <= set(KVTierOffloadingSpec.config_info_keys(kvtier(disk)))
-
-
 def test_every_metric_of_kvtiers_is_declared_to_vllm():
     config = EngineConfig(cpu_bytes_to_use=1 << 20, chunk_bytes=BLOCK_BYTES, namespace=Namespace(model_name="m"))
     own = Metrics(ledger_of(config, None, Stats().observe)).registry
     assert metric_definitions().keys() == {family.name for family in own.collect()}
 
 
-def test_hits_name_their_source(llama, disk):
+def test_hits_name_their_source_and_facts_are_labels_that_were_declared(llama, disk):
     fill(llama, kvtier(disk), prompts(1))
     with Engine(llama, kvtier(disk), disable_log_stats=False) as engine:
         sources = watch_sources(engine)
@@ -70,7 +38,11 @@ def test_hits_name_their_source(llama, disk):
         engine.answer(prompts(1, seed=2))
         engine.settle()
         engine.answer(prompts(1))
+        primary, tier = engine.manager.config_info()
     assert sources == [{CacheHitSource.DISK: 992}, {CacheHitSource.HOST: 992}]
+    assert (primary["tier"], primary["rows"], primary["kvtier_version"]) == ("cpu", 1_024, __version__)
+    assert (tier["tier"], tier["sharing"]) == ("0:fs", "any parallel size")
+    assert (primary.keys() | tier.keys()) <= set(KVTierOffloadingSpec.config_info_keys(kvtier(disk)))
 
 
 def watch_sources(engine: Engine) -> list[dict[CacheHitSource, int]]:

@@ -185,21 +185,3 @@ def stores_are_under_way(engine: Engine) -> bool:
     requests = engine.core.scheduler.requests.values()
     loading = any(request.status is RequestStatus.WAITING_FOR_REMOTE_KVS for request in requests)
     return engine.connector.has_pending_push_work() and not loading and bool(engine.ledger.primary.filling)
-
-
-def test_a_chunk_may_be_several_blocks(llama, disk):
-    asked = families(12)
-    expected = right(llama, asked)
-    extra = kvtier(disk, blocks_per_chunk=4)
-    with Engine(llama, extra, gpu_blocks=96) as engine:
-        for _ in range(2):
-            assert tokens(answers := engine.answer(asked)) == expected
-        assert sum(hits(answers)) > 0
-        engine.settle()
-    with Engine(llama, extra, gpu_blocks=96) as engine:
-        assert tokens(answers := engine.answer(asked)) == expected
-        chunk_tokens = 32 * 4
-        assert all(
-            answer.cached >= len(prompt) // chunk_tokens * chunk_tokens
-            for prompt, answer in zip(asked, answers, strict=True)
-        )

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kvtier.integrations.vllm_options import read_options
 from tests.docs import readme
 from tests.remote.servers import ServerProcess, free_port
 from tests.vllm.test_examples import EXAMPLES, environment_in
@@ -27,11 +26,6 @@ PROMPT = " ".join(f"w{number * 7919 % 1_000}" for number in range(1_000))
 OTHER = " ".join(f"w{number * 7919 % 1_000}" for number in range(1, 1_001))
 PROMPT_HITS = 992  # Every whole block of it.
 IN_THIS_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"  # Set for the tests; a reader's server has its engine in another.
-
-
-def test_the_configuration_in_the_lines_is_one_that_the_connector_reads():
-    extra = json.loads(readme.serve_arguments()[-1])["kv_connector_extra_config"]
-    assert read_options(extra).cpu_bytes_to_use == 8 << 30
 
 
 class Servers(NamedTuple):
