@@ -88,9 +88,13 @@ def in_a_group_of_four(caches: CanonicalKVCaches, rank: int) -> CanonicalKVCache
         size = ref.page_bytes
         if not group:
             return ref._replace(
-                mapping=PageMapping(canonical_bytes=size, runs=(PageRun(0, 0, size),), writers=4, writer_index=rank)
+                mapping=PageMapping(
+                    canonical_page_size_bytes=size, runs=(PageRun(0, 0, size),), num_writers=4, writer_index=rank
+                )
             )
-        return ref._replace(mapping=PageMapping(canonical_bytes=4 * size, runs=(PageRun(0, rank * size, size),)))
+        return ref._replace(
+            mapping=PageMapping(canonical_page_size_bytes=4 * size, runs=(PageRun(0, rank * size, size),))
+        )
 
     groups = (tuple(mapped(ref, number) for ref in refs) for number, refs in enumerate(caches.groups))
     return caches._replace(groups=tuple(groups))

@@ -134,9 +134,12 @@ def worker_of(tp_size: int, rank: int, device: str) -> CanonicalKVCaches:
     own = HEADS // tp_size * HEAD_BYTES
     whole = TOKENS * HEADS * HEAD_BYTES
     runs = (PageRun(0, rank * own, own, TOKENS, own, HEADS * HEAD_BYTES),)
-    heads = PageMapping(canonical_bytes=whole, runs=runs)
+    heads = PageMapping(canonical_page_size_bytes=whole, runs=runs)
     latent = PageMapping(
-        canonical_bytes=LATENT_BYTES, runs=(PageRun(0, 0, LATENT_BYTES),), writers=tp_size, writer_index=rank
+        canonical_page_size_bytes=LATENT_BYTES,
+        runs=(PageRun(0, 0, LATENT_BYTES),),
+        num_writers=tp_size,
+        writer_index=rank,
     )
     sizes = (TOKENS * own, TOKENS * own, LATENT_BYTES)
     tensors = tuple(torch.zeros((BLOCKS, size), dtype=torch.int8, device=device) for size in sizes)
@@ -197,7 +200,9 @@ def slot_caches(*groups: dict[int, int]) -> CanonicalKVCaches:
     """Tensors with pages of 64 and 32 bytes; groups by tensor and what of its pages they use, in one of 3 workers."""
 
     def ref(tensor: int, used: int) -> DataRef:
-        return DataRef(tensor, used, mapping=PageMapping(canonical_bytes=3 * used, runs=(PageRun(0, 0, used),)))
+        return DataRef(
+            tensor, used, mapping=PageMapping(canonical_page_size_bytes=3 * used, runs=(PageRun(0, 0, used),))
+        )
 
     return CanonicalKVCaches(
         (torch.zeros((4, 64), dtype=torch.int8), torch.zeros((4, 32), dtype=torch.int8)),

@@ -31,12 +31,7 @@ from kvtier.engine.steps import StepManager
 from kvtier.engine.tier import TierMatcher
 from kvtier.integrations.vllm.stats import Media, Stats, config_info, offloading_events
 
-_RESULTS = {
-    Answer.MISS: LookupResult.MISS,
-    Answer.HIT: LookupResult.HIT,
-    Answer.HIT_PENDING: LookupResult.HIT_PENDING,
-    Answer.RETRY: LookupResult.RETRY,
-}
+_RESULTS = {answer: LookupResult[answer.name] for answer in Answer}
 HINT = "kvtier"  # In a request's `kv_transfer_params`.
 LOOKUP_HIT = LookupResult.HIT  # A constant: an enum's member look-up costs a call.
 _CHUNK_LEVEL = RequestOffloadingContext(OffloadPolicy.CHUNK_LEVEL)

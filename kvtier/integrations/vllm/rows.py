@@ -1,15 +1,14 @@
 """An engine's rows: what a row holds, and that scheduler and workers, on one host, share them.
 
-The plan of a row is decided alike by the scheduler and by every worker, from what vLLM tells both. There are two
-layouts. *Workers' own*: each worker's pages lie in a slot of its own, as vLLM's tiers have them by default. The bytes
-then depend on the number of workers. *Canonical*: all workers share one area, in which each page lies as if there were
-no workers. The bytes are then the same for every tensor-parallel size. With one worker, both are the same bytes if the
-heads of a block lie outside of its tokens. vLLM's offloading connector asks for that.
+Scheduler and workers decide the plan of a row alike, from what vLLM tells both. There are two layouts. *Workers' own*:
+each worker's pages lie in a slot of its own, as vLLM's tiers have them by default; the bytes depend on the number of
+workers. *Canonical*: all workers share one area, in which each page lies as if there were no workers; the bytes are the
+same for every tensor-parallel size. With one worker, both are the same bytes if the heads of a block lie outside of its
+tokens. vLLM's offloading connector asks for that.
 
-Another host has other memory. A worker there finds no file of that name, makes one, and runs. Of its part of a chunk
-the scheduler's rows would hold zeros, and tiers would store them with a right checksum. So nothing begins until all
-have met. In vLLM 0.32 and 0.33 the scheduler's side is made when all workers have their caches: whoever is missing then
-does not come.
+A worker on another host finds no file of that name, makes one, and runs. Of its part of a chunk the scheduler's rows
+would hold zeros, and tiers would store them with a right checksum. So nothing begins until all have met. vLLM makes the
+scheduler's side when all workers have their caches: whoever is missing then does not come.
 """
 
 import os

@@ -1,6 +1,6 @@
 """The worker: kvtier's transfers between rows and KV cache, as vLLM submits, polls and awaits them.
 
-The KV cache is the one that vLLM registers: the same tensors, its mappings translated.
+The KV cache is the one that vLLM registers: the same tensors, with its mappings.
 """
 
 from collections.abc import Callable, Iterator
@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.kv_offload.base import (
     BlockIDsLoadStoreSpec,
-    CanonicalKVCacheRef,
-    CanonicalPageMapping,
     GPULoadStoreSpec,
     LoadStoreSpec,
     OffloadingWorker,
@@ -18,7 +16,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.base import CanonicalKVCaches as VllmKVCaches
 
 from kvtier.integrations.vllm.rows import RowPlan
-from kvtier.kvcache.layout import CanonicalKVCaches, DataRef, PageMapping, PageRun
+from kvtier.kvcache.layout import CanonicalKVCaches, DataRef
 from kvtier.kvcache.transfer import GroupBlocks, TransferWorker
 from kvtier.memory import Region
 from kvtier_backends.cpu import CpuMemory, cuda_runtime
@@ -120,33 +118,12 @@ class VllmWorker(OffloadingWorker):
 
 
 def canonical_caches(given: VllmKVCaches) -> CanonicalKVCaches:
-    """Translate vLLM's pages; layers that share bytes are moved once."""
-    return CanonicalKVCaches(
-        tuple(each.tensor for each in given.tensors),
-        tuple(tuple(dict.fromkeys(map(_ref, refs))) for refs in given.group_data_refs),
-    )
+    """Translate vLLM's pages; layers that share bytes are moved once.
 
-
-def _ref(ref: CanonicalKVCacheRef) -> DataRef:
-    """Translate a reference; a page without a mapping is not certified, and never moves as a canonical one."""
-    mapping = None if ref.mapping is None else _mapping(ref.mapping)
-    return DataRef(ref.tensor_idx, ref.page_size_bytes, mapping=mapping)
-
-
-def _mapping(mapping: CanonicalPageMapping) -> PageMapping:
-    return PageMapping(
-        canonical_bytes=mapping.canonical_page_size_bytes,
-        runs=tuple(
-            PageRun(
-                run.local_offset,
-                run.canonical_offset,
-                run.fragment_size,
-                run.num_fragments,
-                run.local_stride,
-                run.canonical_stride,
-            )
-            for run in mapping.runs
-        ),
-        writers=mapping.num_writers,
-        writer_index=mapping.writer_index,
-    )
+    A page without a mapping is not certified, and never moves as a canonical one.
+    """
+    groups = [
+        dict.fromkeys(DataRef(ref.tensor_idx, ref.page_size_bytes, mapping=ref.mapping) for ref in refs)
+        for refs in given.group_data_refs
+    ]
+    return CanonicalKVCaches(tuple(each.tensor for each in given.tensors), tuple(map(tuple, groups)))

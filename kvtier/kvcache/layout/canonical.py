@@ -35,12 +35,12 @@ UNNAMED = "an attention layer without axes: its backend must name them"
 
 
 class PageRun(msgspec.Struct, frozen=True):
-    """Fragment i of `count`: `size_bytes` from `offset + i * stride` on, in the worker's page and in the canonical."""
+    """Fragment i: `fragment_size` bytes from `offset + i * stride` on, in the worker's page and the canonical one."""
 
     local_offset: int
     canonical_offset: int
-    size_bytes: int
-    count: int = 1
+    fragment_size: int
+    num_fragments: int = 1
     local_stride: int = 0
     canonical_stride: int = 0
 
@@ -48,12 +48,13 @@ class PageRun(msgspec.Struct, frozen=True):
 class PageMapping(msgspec.Struct, frozen=True, kw_only=True):
     """One worker's part of a canonical page, which is what a block of a layer would be in one worker alone.
 
-    Loads read all runs; stores write them when it is this worker's turn.
+    Loads read all runs; stores write them when it is this worker's turn. Names are vLLM's: its own mappings, and their
+    runs, are taken as they are.
     """
 
-    canonical_bytes: int
+    canonical_page_size_bytes: int
     runs: tuple[PageRun, ...]
-    writers: int = 1  # Workers that hold these very bytes.
+    num_writers: int = 1  # Workers that hold these very bytes.
     writer_index: int = 0
 
 

@@ -97,7 +97,7 @@ def slot_layout(caches: CanonicalKVCaches, blocks_per_chunk: int = 1, *, canonic
     if canonical:
         page_bytes = [0] * len(page_bytes)
         for ref in (ref for refs in caches.groups for ref in refs):
-            page_bytes[ref.tensor] = max(page_bytes[ref.tensor], _mapping(ref).canonical_bytes)
+            page_bytes[ref.tensor] = max(page_bytes[ref.tensor], _mapping(ref).canonical_page_size_bytes)
     offsets = [blocks_per_chunk * sum(page_bytes[:index]) for index in range(len(page_bytes))]
     return SlotLayout(blocks_per_chunk, tuple(offsets), tuple(page_bytes), canonical)
 
@@ -171,7 +171,7 @@ def _require_within(what: str, indices: Indices, count: int) -> None:
 
 def _mapping(ref: DataRef) -> PageMapping:
     whole = (PageRun(0, 0, ref.page_bytes),)
-    return ref.mapping or PageMapping(canonical_bytes=ref.page_bytes, runs=whole)
+    return ref.mapping or PageMapping(canonical_page_size_bytes=ref.page_bytes, runs=whole)
 
 
 def _of_ref(caches: CanonicalKVCaches, layout: SlotLayout, ref: DataRef) -> list[Piece]:
@@ -184,9 +184,11 @@ def _of_ref(caches: CanonicalKVCaches, layout: SlotLayout, ref: DataRef) -> list
             local_stride=tensor.stride(0),
             host=layout.offsets[ref.tensor] + run.canonical_offset,
             host_stride=layout.page_bytes[ref.tensor],
-            size_bytes=run.size_bytes,
-            repeats=(Repeat(run.count, run.local_stride, run.canonical_stride),) if run.count > 1 else (),
-            writers=mapping.writers,
+            size_bytes=run.fragment_size,
+            repeats=(Repeat(run.num_fragments, run.local_stride, run.canonical_stride),)
+            if run.num_fragments > 1
+            else (),
+            writers=mapping.num_writers,
             writer_index=mapping.writer_index,
         )
         for run in mapping.runs

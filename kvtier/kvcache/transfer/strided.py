@@ -62,7 +62,7 @@ class HostCopier:
         for group, pages in zip(self._groups, job.groups, strict=True):
             for pieces in group:
                 copy_alike(job.direction, pieces, pages)
-        return _nothing
+        return lambda: None
 
 
 class Runs(NamedTuple):
@@ -242,6 +242,3 @@ def _through_tiles(source: StridedSide, target: StridedSide, moves: Moves) -> No
         some = chosen[first : first + tile_pages]
         torch.index_select(source.pages, 0, some, out=tile.pages[: len(some)])
         target.items[moves.to_pages[first : first + tile_pages]] = tile.items[: len(some)]
-
-
-def _nothing() -> None: ...
