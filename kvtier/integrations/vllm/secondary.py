@@ -165,22 +165,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
             self._rank(request)
 
     def lookup(self, key: VllmKey, req_context: ReqContext) -> LookupResult:
-        now = self._receive()
-        search = self._request(req_context).search
-        if not self.runner_up or not self.tier.admits(now) or search.promotions.get(key, 0) >= PROMOTIONS_MAX:
-            return LookupResult.MISS
-        answer = self.tier.answer(key, bool(self._where.mask.get(key, 0)), now)
-        if answer is None:
-            answer = self._ask(key, search)
-        if answer is None:
-            return LookupResult.RETRY
-        if answer:
-            self.tier.breaker.take()
-            return LookupResult.HIT
-        if key not in search.missed:
-            search.missed.add(key)
-            self.tier.counters.misses += 1
-        return LookupResult.MISS
+        return self._look_up(key, self._request(req_context).search)
 
     # Moving.
 
@@ -258,6 +243,23 @@ class KVTierSecondaryTier(SecondaryTierManager):
         begun, self._begun = self._begun, []
         if actions := [*self._traffic.flush(), *begun]:
             self._refuse(self._bridge.send(actions), time.monotonic())
+
+    def _look_up(self, key: OffloadKey, search: Search) -> LookupResult:
+        now = self._receive()
+        if not self.runner_up or not self.tier.admits(now) or search.promotions.get(key, 0) >= PROMOTIONS_MAX:
+            return LookupResult.MISS
+        answer = self.tier.answer(key, bool(self._where.mask.get(key, 0)), now)
+        if answer is None:
+            answer = self._ask(key, search)
+        if answer is None:
+            return LookupResult.RETRY
+        if answer:
+            self.tier.breaker.take()
+            return LookupResult.HIT
+        if key not in search.missed:
+            search.missed.add(key)
+            self.tier.counters.misses += 1
+        return LookupResult.MISS
 
     def _ask(self, key: OffloadKey, search: Search) -> bool | None:
         """Queue a probe, one a request: with answers older than a step it would otherwise wait for ever."""
