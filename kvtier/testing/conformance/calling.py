@@ -301,13 +301,9 @@ class TheEnd(Promises):
         closings = await asyncio.gather(*(backend.aclose(PATIENCE_S) for _ in range(2)))
         assert closings == [Abandoned(0)] * 2
         assert await backend.aclose(0) == Abandoned(0)
-        reads, writes = lender.reads([key_of(0)]), lender.writes([key_of(0)])
-        for call in (
-            backend.probe([key_of(0)]),
-            backend.load(reads),
-            backend.store(writes),
-            backend.delete([key_of(0)]),
-        ):
+        keys = [key_of(0)]
+        reads, writes = lender.reads(keys), lender.writes(keys)
+        for call in (backend.probe(keys), backend.load(reads), backend.store(writes), backend.delete(keys)):
             with pytest.raises(BackendClosed):
                 await call
 

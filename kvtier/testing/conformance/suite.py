@@ -15,10 +15,8 @@ Reopen = Callable[[], Awaitable[Backend]]
 
 ODD_KEYS = (
     # Parts and ways of paths, control characters, invalid UTF-8, letters and digits in both cases, and lengths.
-    *map(
-        make_offload_key, (b"", b"/", b".", b"..", b"../../../etc/passwd", b"\0", b"\0\0", b"\n", b"%00", b"\xc3\x28")
-    ),
-    *map(make_offload_key, (b"a", b"A", b"deadbeef", b"DEADBEEF", key_of(0)[:16], bytes(range(64)))),
+    *map(make_offload_key, (b"", b"/", b".", b"..", b"../../../etc/passwd", b"\0", b"\0\0", b"\n", b"%00")),
+    *map(make_offload_key, (b"\xc3\x28", b"a", b"A", b"deadbeef", b"DEADBEEF", key_of(0)[:16], bytes(range(64)))),
     *(key_of(0, group) for group in (0, 1, 256, 0xFFFF_FFFF)),
     OffloadKey(b"\xff" * 36),
 )
