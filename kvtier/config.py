@@ -205,10 +205,7 @@ def read_config(path: str | os.PathLike[str]) -> EngineConfig:
 
 
 def tier_options(tier: TierConfig, where: str) -> msgspec.Struct:
-    """Decode a tier's own options against its backend, which this imports.
-
-    `where` is the tier's path, such as `secondary_tiers[1]`. Raises `ConfigError`.
-    """
+    """Decode a tier's own options against its backend, which this imports. `where` is the tier's path."""
     try:
         options = backend_class(tier.type).options_type
     except ConfigError as error:

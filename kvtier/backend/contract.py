@@ -127,10 +127,7 @@ class Options(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
     meant: ClassVar[Mapping[str, str]] = {"backend": "'type'"}
 
     def doubts(self) -> Iterable[str]:
-        """Yield options that do not fit this machine, such as a capacity above the disk's size. Blocks.
-
-        Each message begins with the option's name. `kvtier config check` shows them.
-        """
+        """Yield options that do not fit this machine, each beginning with the option's name. Blocks."""
         return ()
 
 

@@ -88,10 +88,7 @@ class Directory(Protocol):
         ...
 
     def remove(self, file: StoredFile) -> int | None:
-        """Remove this file and return the number of freed bytes; None if it is gone or was replaced.
-
-        Raises `OSError` if it cannot be removed, such as while a kvtier engine is writing to it.
-        """
+        """Remove this file; return the freed bytes, None if it is gone or was replaced. Raises `OSError`."""
         ...
 
     def clear(self, place: Place) -> bool:

@@ -45,10 +45,7 @@ async def in_thread(lanes: "Lanes", fn: Callable[P, T], *args: P.args, **kwargs:
 
 
 async def in_threads(lanes: "Lanes", calls: Sequence[Callable[[], T]]) -> list[T]:
-    """Run the calls concurrently on the lanes, as `in_thread` does one, and return their results in order.
-
-    Returns when the last call has ended. Raises the first failed call's error, in their order.
-    """
+    """Run calls as `in_thread` does, concurrently; when all have ended, return results or raise the first error."""
     jobs = lanes.start(calls)
     ended = _when_ended(jobs)
     cancelled: asyncio.CancelledError | None = None
@@ -139,10 +136,7 @@ class Lanes(Executor):
         return self.start([partial(fn, *args, **kwargs)])[0]
 
     async def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run one call that has no lent buffer, and return its result. Raises `BackendClosed` once closed.
-
-        A cancelled call returns at once. A call that has begun goes on in its thread; another never begins.
-        """
+        """Run a call without a lent buffer. A cancelled caller returns at once; a call that has begun goes on."""
         return await aiofiles.os.wrap(fn)(*args, executor=self, **kwargs)
 
     async def aclose(self, deadline_s: float) -> int:
@@ -181,10 +175,7 @@ class Lanes(Executor):
             ended.wait()
 
     def when_ended(self, call: Callable[[], object]) -> None:
-        """Call `call` once, when every thread has ended: now, or from the last thread.
-
-        For resources that running calls need.
-        """
+        """Call `call` once, when every thread has ended: now, or from the last thread."""
         _call_when_ended(self._ends, call)
 
     def _drain(self) -> list["_Job[Any]"]:
@@ -303,10 +294,7 @@ class Calls:
 
 
 class Fit:
-    """The lengths of keys and rows that a tier can hold. A chunk that does not fit gets its own outcome.
-
-    A batch that fits, as all of kvtier's do, is passed on unchanged.
-    """
+    """The lengths of keys and rows that a tier can hold. A chunk that does not fit gets its own outcome."""
 
     def __init__(self, row_bytes: int, key_bytes_max: int = sys.maxsize) -> None:
         self._row_bytes = row_bytes

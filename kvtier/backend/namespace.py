@@ -73,10 +73,7 @@ def chunk_hash(key: OffloadKey) -> bytes:
 
 
 def of_one_group(keys: Sequence[OffloadKey]) -> bool:
-    """Return True if all keys are of one group, given that they are ordered by group.
-
-    Keys of one group are in prefix order.
-    """
+    """Return True if all keys are of one group, in prefix order, given that they are ordered by group."""
     return not keys or keys[0][-GROUP_BYTES:] == keys[-1][-GROUP_BYTES:]
 
 
@@ -236,10 +233,7 @@ class Namespace(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class FileMapper:
-    """Maps chunks' keys to names in one namespace, and back.
-
-    Names are relative, `/`-separated and cannot leave their folder. Each key has one name.
-    """
+    """Maps each chunk's key to one name in a namespace, and back. Names are relative and stay in their folder."""
 
     def __init__(self, namespace: Namespace, naming: NamingKind = "vllm") -> None:
         self.namespace = namespace
@@ -280,10 +274,7 @@ class FileMapper:
         return (name_bytes - self._naming.besides_bytes) // 2 + GROUP_BYTES
 
     def key(self, name: str) -> OffloadKey | None:
-        """Return the key of a name; None for a temporary, another namespace's, or a foreign name.
-
-        The empty hash has an empty folder in its name. Its name without that folder, as in a listing, is accepted.
-        """
+        """Return the key of a name, with or without the empty hash's empty folder; None for any other name."""
         return self._naming.key(name[len(self._prefix) :]) if name.startswith(self._prefix) else None
 
 

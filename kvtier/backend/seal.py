@@ -93,10 +93,7 @@ class Seal(ABC):
 
     @abstractmethod
     def open(self, key: OffloadKey, row: memoryview, beside: memoryview) -> SealFault | None:
-        """Verify received bytes in their places. None: the row is the chunk, bit for bit.
-
-        After a fault the row is undefined.
-        """
+        """Verify received bytes in their places. None: the row is the chunk, bit for bit; else it is undefined."""
 
     def write(self, key: OffloadKey, into: memoryview, given: "Given") -> None:
         _LAYOUT.pack_into(

@@ -57,10 +57,7 @@ class SealOptions(Options, frozen=True, kw_only=True):
         return made
 
     def _secrets(self) -> list[bytes]:
-        """Read secrets, one a line in hex or base64; skip empty lines and comments (#).
-
-        Raises `ConfigError`, whose message begins with the option and shows nothing of the secrets.
-        """
+        """Read secrets, one a line, except empty lines and comments (#). Raises `ConfigError`, which shows none."""
         if self.seal_key_file is None:
             where, written = "seal_key_env", secret_variable("seal_key_env", str(self.seal_key_env))
         else:

@@ -91,10 +91,7 @@ class Region:
 
     @classmethod
     def attach(cls, fd: int, rows: int, row_bytes: int) -> Self:
-        """Map the region behind another region's `fd`, which the caller closes.
-
-        Raises `ConfigError` if that region has another size.
-        """
+        """Map the region behind another region's `fd`, which the caller closes. `ConfigError` for another size."""
         rows_bytes = _rows_bytes(rows, row_bytes)
         with _undone_on_failure() as resources:
             own_fd = os.dup(fd)

@@ -201,10 +201,7 @@ class SharedFile:
 
 
 def mappings(fd: int, most: int) -> int:
-    """Count the mappings of a file's beginning in all processes that /proc shows, up to `most`.
-
-    For a file of other programs, which has no place for participants. 0 if /proc does not show even this process's.
-    """
+    """Count the mappings of another program's file, from its beginning, that /proc shows, up to `most`."""
     status = os.fstat(fd)
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
     mapped, count = f" 00000000 {device} {status.st_ino} ".encode(), 0

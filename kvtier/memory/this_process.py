@@ -90,10 +90,7 @@ _holders: "weakref.WeakSet[HoldsDescriptors]" = weakref.WeakSet()
 
 
 def let_go_in_forks(holder: HoldsDescriptors) -> None:
-    """Call `holder.forked()` in every later forked child of this process, while the holder exists.
-
-    The child must not share the holder's descriptors. Only the forking thread runs there.
-    """
+    """Call `holder.forked()` in every later forked child of this process, while the holder exists."""
     _holders.add(holder)
 
 

@@ -48,10 +48,7 @@ _PartOf = Callable[["array[int]", int, Callable[[int], int]], "array[int]"]
 
 
 class Density(Policy[K]):
-    """Hit density: an order of runs by the hits that they promise a request waited. See `DensityOrder`.
-
-    It is an LRU for the first `warm_up_requests` that end, and learns meanwhile.
-    """
+    """Hit density, an order of runs (see `DensityOrder`): an LRU until `warm_up_requests` have ended."""
 
     learns_hints = True
 

@@ -181,10 +181,7 @@ class HintedOrder(Generic[K]):
     learns_hints = True
 
     def __init__(self, order: Order[K], retained_max: int, clock: Callable[[], float] | None = None) -> None:
-        """Wrap an order, which may have keys already. `retained_max`: how many keys may be retained at once.
-
-        `clock`: the time of `until`; without it, the owner calls `retained.expire`.
-        """
+        """Wrap an order, which may have keys. `clock` is that of `until`; without it, the owner calls `retained.expire`."""
         self._clock = clock
         self.retained = Retained[K](retained_max)
         self._order: Any = order
@@ -241,10 +238,7 @@ class HintedOrder(Generic[K]):
                 self.retain(advice.keys, now + advice.seconds, advice.priority)
 
     def end(self, keys: Sequence[K], hint: Hint | None = None) -> Sequence[K]:
-        """Rank all keys of a request that ends; return the keys of its session alone if that is over.
-
-        Those are demoted.
-        """
+        """Rank all keys of a request that ends; if its session is over, demote and return the keys of that alone."""
         if self._sessions is None:
             self.rank(keys, hint)
             return ()

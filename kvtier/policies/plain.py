@@ -1,7 +1,4 @@
-"""Policies that learn no hints: FIFO and LRU, and with ghosts ARC and S3-FIFO.
-
-Ghosts are evicted keys that a policy remembers, to learn from their return.
-"""
+"""Policies that learn no hints: FIFO and LRU; ARC and S3-FIFO also learn from ghosts, the keys that they evicted."""
 
 import math
 from collections import OrderedDict
@@ -49,10 +46,7 @@ class FIFO(Policy[K]):
 
 
 class LRU(FIFO[K]):
-    """Least recently used, the default: evicts the key with the oldest last use.
-
-    A kept key at the cold end is renewed, because it is in use.
-    """
+    """Least recently used, the default. A kept key at the cold end is in use, and renewed."""
 
     def touch(self, keys: Sequence[K]) -> None:
         renew = self._order.move_to_end

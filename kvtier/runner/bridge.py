@@ -53,10 +53,7 @@ class Bridge(ABC):
         """Hand actions to the runner, with one wake-up; return those that it cannot take. Never waits."""
 
     def admit(self, epoch: int) -> None:
-        """Send to the runner of this epoch from now on: the owner has settled the transfers of the one before.
-
-        Before that nothing is sent to a new runner, or its rows would be settled with the old one's.
-        """
+        """Send to the runner of this epoch from now on: the owner has settled the transfers of the one before."""
         raise AssertionError(f"this runner is never replaced: there is no epoch {epoch}")
 
     def replace(self) -> bool:

@@ -54,10 +54,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunnerProcess:
-    """A child, the owner's end of its socket, and the frames that the socket has not taken yet.
-
-    Callers on several threads share a lock.
-    """
+    """A child, the owner's end of its socket, and frames that are not sent yet. Threads share them under a lock."""
 
     def __init__(self, epoch: int, process: "subprocess.Popen[bytes]", owner_socket: socket.socket) -> None:
         self.epoch = epoch
@@ -98,10 +95,7 @@ class RunnerProcess:
         self.actions_unsent += len(items)
 
     def flush(self) -> bool:
-        """Send as much as the socket takes, without waiting; return True if some is left.
-
-        Frames to a child that has ended are lost with it: the supervisor sees its socket end.
-        """
+        """Send as much as the socket takes, without waiting; return True if some is left. A dead child takes all."""
         while self.unsent:
             rest, actions = self.unsent[0]
             try:

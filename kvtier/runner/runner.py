@@ -130,10 +130,7 @@ class RunnerTier(NamedTuple):
 
 
 async def open_tiers(config: EngineConfig, engine: EngineId | None = None) -> list[RunnerTier]:
-    """Open every tier on the running loop. If one fails, those before it are closed and its error is raised.
-
-    `engine`: the engine whose runner this is; None: a new one.
-    """
+    """Open every tier on the running loop. If one fails, close those before it and raise its error."""
     mapper, engine = FileMapper(config.namespace), engine or EngineId.new()
     opened: list[RunnerTier] = []
     try:
@@ -298,10 +295,7 @@ class Runner:
     async def _transfer(
         self, action: Promote | Cascade, chunks: int, call: Call, ended: Callable[[bool], None] = lambda _: None
     ) -> None:
-        """Wait for budget, then for the call, each at most the tier's deadline, and post the outcome.
-
-        `ended` is called when the outcome is known; its argument is True if the duration shows the tier's speed.
-        """
+        """Wait for budget, then for the call, each up to the deadline. `ended(True)`: its time shows the speed."""
         tier = self._tiers[action.tier]
         budget = tier.loads if isinstance(action, Promote) else tier.stores
         begun = self._clock()

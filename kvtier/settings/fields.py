@@ -116,10 +116,7 @@ def decode(
 
 
 def foreign(decode: Callable[[Any], T], text: str | bytes) -> T:
-    """Decode text with `json.loads`, `tomllib.loads` or one of msgspec's decoders.
-
-    Raises only `ValueError`, also for text that is nested too deeply.
-    """
+    """Decode text by another library. Raises only `ValueError`, also for text that is nested too deeply."""
     try:
         return decode(text)
     except RecursionError:
@@ -261,10 +258,7 @@ def _elements(bare: Any, given: Any, path: str) -> Any:
 
 
 def _plain(given: Any, path: str, depth: int = 0) -> Any:
-    """Return a value of builtin types that JSON and msgpack can carry to another process.
-
-    The value may be a secret, so messages tell only its kind.
-    """
+    """Return a value of types that JSON and msgpack carry. It may be a secret, so messages tell only its kind."""
     if depth > DEPTH_MAX:
         raise ConfigError(f"{path}: nested too deeply; at most {DEPTH_MAX} lists and tables within each other accepted")
     if is_table(given):

@@ -109,10 +109,7 @@ class IgnoredHints:
 
 
 def hint_of(given: object, ignored: IgnoredHints | None = None) -> Hint | None:
-    """Return the hint in a `Hint`, a table of its fields, or None. Never raises.
-
-    An unreadable hint is ignored as a whole: the result is None, and `ignored` counts it.
-    """
+    """Return the hint in a `Hint`, a table, or None. An unreadable one is None, and counted in `ignored`."""
     if given is None:
         return None
     try:

@@ -1,7 +1,4 @@
-"""Plug-ins: classes by name, built in, named by an installed distribution, or written out as `module:Class`.
-
-A class is imported on first use: its dependencies may not be installed.
-"""
+"""Plug-ins: classes by name (built in, a distribution's, or `module:Class`), imported at their first use."""
 
 import difflib
 import importlib

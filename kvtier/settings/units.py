@@ -63,10 +63,7 @@ def parse_duration(text: str) -> float:
 
 
 def parse_path(text: str) -> str:
-    """Read a path: a relative one is meant from the working directory, `~` is the user's home.
-
-    ValueError for one that is empty or has a zero byte.
-    """
+    """Read a path as an absolute one, `~` as the user's home. ValueError if it is empty or has a zero byte."""
     if not text or "\0" in text:
         raise ValueError("no path")
     path = os.path.expanduser(text)

@@ -118,10 +118,7 @@ class Dice:
         self._scripts: dict[Operation, deque[Fault | None]] = {operation: deque() for operation in OF_CHUNKS}
 
     def script(self, operation: Operation, faults: Sequence[Fault | None]) -> None:
-        """Append faults of the next calls of an operation; None: no fault.
-
-        Raises `ValueError` for a fault that the operation cannot have.
-        """
+        """Append faults of an operation's next calls; None: no fault. ValueError for one that it cannot have."""
         for fault in faults:
             if fault is not None and fault.kind not in (*OF_CALLS, *OF_CHUNKS[operation]):
                 raise ValueError(f"{operation}: {fault.kind!r} is no fault of a {operation}")
@@ -269,10 +266,7 @@ class FaultyBackend(Wrapper[FaultyOptions]):
         return throw
 
     async def _meet(self, throw: Throw, call: Callable[[], Awaitable[T]]) -> T:
-        """Call the inner tier with the faults of the call.
-
-        A cancelled wait ends at once: the inner tier has not been called.
-        """
+        """Call the inner tier with the faults of the call. A wait that is cancelled ends before that."""
         if throw.delay_s:
             await asyncio.sleep(throw.delay_s)
         if "hang" in throw.of_call:

@@ -53,10 +53,7 @@ class Deadlock(VirtualTimeError):
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end in virtual time, as `asyncio.run` does in real time.
-
-    Raises `Deadlock`, once every task has been cancelled, if the coroutine can never end.
-    """
+    """Run a coroutine in virtual time, as `asyncio.run` does. Raises `Deadlock` if it can never end."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)
 

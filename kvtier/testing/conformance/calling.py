@@ -293,10 +293,7 @@ def _nothing_may_block() -> Generator[None]:
 
 class TheEnd(Promises):
     async def test_a_closed_tier_refuses_every_call(self, backend: Backend, lender: Lender) -> None:
-        """A closed tier raises `BackendClosed`, and never answers about its chunks.
-
-        `aclose` may be called repeatedly, and concurrently.
-        """
+        """A closed tier raises `BackendClosed`, whatever it holds. `aclose` may be called again, and concurrently."""
         await lender.keep(backend, [key_of(0)])
         closings = await asyncio.gather(*(backend.aclose(PATIENCE_S) for _ in range(2)))
         assert closings == [Abandoned(0)] * 2

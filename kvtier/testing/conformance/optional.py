@@ -138,10 +138,7 @@ class InventoryConformance(Promises):
         assert all(len(event.keys) <= INVENTORY_BATCH_KEYS for event in events if not isinstance(event, ScanDone))
 
     async def test_a_report_is_true_until_it_ends_with_the_tier(self, backend: Backend, lender: Lender) -> None:
-        """An event is true when it is yielded; what `store` and `delete` were asked to do needs none.
-
-        Closing ends the iteration, with one `ScanDone` in all of it.
-        """
+        """An event is true when it is yielded. Closing ends the iteration, with one `ScanDone` in all of it."""
         keys = keys_of(6)
         follower = Follower(backend)
         await follower.until(lambda: follower.scanned)
@@ -400,10 +397,7 @@ class CountedConformance(Promises):
     """Needs the fixture `provoke`: an async function without arguments that makes `backend` count something."""
 
     async def test_what_happens_is_counted_in_whole_numbers(self, backend: Backend, provoke: Provoke) -> None:
-        """Each event raises a total. A mapping that was returned never changes.
-
-        A name is the value of a metric's label: letters, digits and underscores.
-        """
+        """Each event raises a total, whose name is an identifier. A mapping that was returned never changes."""
         returned: Mapping[str, int] = {}
         total = sum(counts(backend).values())
         for _ in range(2):

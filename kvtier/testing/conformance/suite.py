@@ -199,10 +199,7 @@ class BackendConformance(WhatGoesInComesOut, Batches, Deleting, Concurrency, Can
 
 
 class DurableBackendConformance(Promises):
-    """Needs the fixture `reopen`, which closes the open tier, if any, opens one over its storage, and returns it.
-
-    The first call opens the first tier, so `backend` may be `await reopen()`.
-    """
+    """Needs the fixture `reopen`, which closes the open tier, if any, and returns a new one over its storage."""
 
     async def test_chunks_outlive_the_tier(self, backend: Backend, reopen: Reopen, lender: Lender) -> None:
         """A stored chunk is present when the tier is opened again, more than once, under its exact key."""
