@@ -181,7 +181,7 @@ class HintedOrder(Generic[K]):
     learns_hints = True
 
     def __init__(self, order: Order[K], retained_max: int, clock: Callable[[], float] | None = None) -> None:
-        """Wrap an order, which may have keys. `clock` is that of `until`; without it, the owner calls `retained.expire`."""
+        """Wrap an order, which may have keys. `clock`: of `until`; without it, the owner calls `retained.expire`."""
         self._clock = clock
         self.retained = Retained[K](retained_max)
         self._order: Any = order
