@@ -62,35 +62,24 @@ class InventoryQueue:
 
         `believed`: keys that the consumer believes to be present. Those that the scan does not find are `Removed`.
         """
-        consumer = self.begin()
-        self._lost.extend(believed)
+        self._consumer += 1
+        consumer = self._consumer
+        self._wanted, self._scan_told = True, False
+        self._added, self._lost = deque(self._held), deque(believed)
         try:
             while not self._closed:
-                if (event := self.next_event()) is not None:
+                if (event := self._next_event()) is not None:
                     yield event
                 else:
                     self._changed.clear()
                     await self._changed.wait()
         finally:
-            self.end(consumer)
+            if consumer == self._consumer:  # No other one has started since.
+                self._wanted = False
+                self._added.clear()
+                self._lost.clear()
 
-    def begin(self) -> int:
-        """Start a new consumer with the keys that are present now. Returns its number."""
-        self.end(self._consumer)
-        self._consumer += 1
-        self._wanted = True
-        self._scan_told = False
-        self._added.extend(self._held)
-        return self._consumer
-
-    def end(self, consumer: int) -> None:
-        """Drop the events of a consumer, unless another one has started since."""
-        if consumer == self._consumer:
-            self._wanted = False
-            self._added.clear()
-            self._lost.clear()
-
-    def next_event(self) -> InventoryEvent | None:
+    def _next_event(self) -> InventoryEvent | None:
         """Return the consumer's next event; None if there is none yet."""
         while self._added:
             if keys := [key for key in _take(self._added) if key in self._held]:

@@ -54,13 +54,6 @@ class Speed(NamedTuple):
         return max(LEAST_S, self.fixed_s + self.s_per_byte * load_bytes)
 
 
-class BegunLoad(NamedTuple):
-    """What a meter must remember of a load in flight."""
-
-    at: float
-    moved_bytes: int  # By loads of the tier, until then.
-
-
 class SpeedMeter:
     """One tier's speed, measured where its transfers run; pure, with the time as an argument.
 
@@ -77,14 +70,15 @@ class SpeedMeter:
         self._drift = 0.0  # Logarithm of the factor for all sizes.
         self._learned_at = -math.inf
 
-    def begin_load(self, now: float) -> BegunLoad:
-        return BegunLoad(now, self._moved_bytes)
+    def begin_load(self, now: float) -> tuple[float, int]:
+        """Return the time and the bytes that loads have moved until now, for `end_load`."""
+        return now, self._moved_bytes
 
-    def end_load(self, begun: BegunLoad, size_bytes: int, now: float, *, moved: bool = True) -> None:
+    def end_load(self, begun: tuple[float, int], size_bytes: int, now: float, *, moved: bool = True) -> None:
         """Learn from a load that has ended, or that missed its deadline; a failed one says nothing."""
         self._moved_bytes += size_bytes
         if moved and now - self._learned_at >= LEARN_EVERY_S:
-            self._learn(self._moved_bytes - begun.moved_bytes, max(LEAST_S, now - begun.at), now)
+            self._learn(self._moved_bytes - begun[1], max(LEAST_S, now - begun[0]), now)
 
     def _learn(self, size: int, seen: float, now: float) -> None:
         size = max(1, size)  # The fit divides by the sizes.
