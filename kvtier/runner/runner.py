@@ -300,7 +300,10 @@ class Runner:
         budget = tier.loads if isinstance(action, Promote) else tier.stores
         begun = self._clock()
         size_bytes = chunks * self._region.row_bytes
-        if not await _in_time(budget.acquire(size_bytes, chunks), tier.deadline_s):
+        try:
+            async with asyncio.timeout(tier.deadline_s):
+                await budget.acquire(size_bytes, chunks)
+        except TimeoutError:
             self._post(Finished.of(action.id, _all(Code.DEADLINE, chunks), self._clock() - begun))
             ended(True)
             return
@@ -323,7 +326,7 @@ class Runner:
         """Probe, and post one answer a key, or none."""
         tier, keys = self._tiers[action.tier], unpack_keys(action.keys)
         begun = self._clock()
-        call = _awaited(partial(tier.backend.probe, keys), _packed_answers)
+        call = _awaited(partial(tier.backend.probe, keys), lambda present: bytes(map(bool, present)))
         task, in_time = await self._begun(tier, call, f"a question about {len(keys)} chunks")
         present, cause = _result(task, self._logs[tier.name]) if in_time else (None, "deadline")
         if present is None or len(present) != len(keys):
@@ -380,15 +383,6 @@ class Runner:
             )
 
 
-async def _in_time(work: Coroutine[Any, Any, None], deadline_s: float) -> bool:
-    try:
-        async with asyncio.timeout(deadline_s):
-            await work
-    except TimeoutError:
-        return False
-    return True
-
-
 async def _awaited(call: Callable[[], Awaitable[T]], taken: Callable[[T], R]) -> R:
     """Call a tier, and take its answer; every exception is the task's failure, also one before the first await."""
     try:
@@ -439,10 +433,6 @@ def _outcome(task: "asyncio.Task[list[Outcome]]", chunks: int, log: CallLog) -> 
         return _all(Code.FAILED, chunks), ""
     failed = {index: code_of(outcome) for index, outcome in enumerate(outcomes) if outcome is not None}
     return failed, cause_of(max(filter(None, outcomes), key=code_of)) if failed else ""
-
-
-def _packed_answers(present: Sequence[bool]) -> bytes:
-    return bytes(map(bool, present))
 
 
 def _all(code: Code, chunks: int) -> dict[int, Code]:

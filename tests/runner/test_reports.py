@@ -33,12 +33,6 @@ class HoldsOne(DummyBackend):
         await asyncio.Event().wait()
 
 
-class Silent(HoldsOne):
-    """A tier that does not say what it holds."""
-
-    watch = None
-
-
 def raises(bug: type[BaseException]) -> Callable[..., Any]:
     def method(*_: Any) -> Any:
         raise bug
@@ -74,12 +68,6 @@ async def test_a_tier_whose_description_fails_still_reports_its_chunks(method, b
     setattr(tier, method, raises(bug))
     assert contents(await reported(tier, ALL_IS_KNOWN)) == [FOUND, ALL_IS_KNOWN]
     assert f"its {method}() raised" in caplog.text
-
-
-async def test_a_tier_without_a_description_still_reports() -> None:
-    tier = Silent()
-    tier.description = raises(ZeroDivisionError)
-    assert await reported(tier, ASK_IT) == [ASK_IT]
 
 
 @pytest.mark.parametrize("figures", [(1.5, 0, None), ("many", 0, None), (1, 2), None, (1, 0, None, 0, 0)], ids=repr)
