@@ -207,7 +207,6 @@ class Fetches:
     # The line.
 
     def _first(self, fetch: "_Fetch") -> bool:
-        """Return True if no other call waits for rows before this one, or if this one gives up."""
         return fetch.late or next(iter(self._line), fetch) is fetch
 
     def _leave(self, fetch: "_Fetch") -> None:

@@ -51,8 +51,6 @@ class LedgerCounters:
 
 
 class Ledger:
-    """All state of one kvtier engine, and every decision about it."""
-
     def __init__(
         self,
         rows: int,
@@ -484,7 +482,6 @@ class Ledger:
         return heeded
 
     def _take_hints(self) -> None:
-        """Track sessions from the first hint on, here and in tiers."""
         if not self.primary.takes_hints:
             self.primary.take_hints()
             self.traffic.expect_hints()

@@ -31,8 +31,6 @@ TRIAL_EVERY_S = 1.0
 
 @dataclass(slots=True, eq=False)
 class LoadRun:
-    """Neighbouring keys that a request wants from one tier."""
-
     tier: Tier
     start: int  # Place of the first key among all that the request has found in the step.
     keys: list[OffloadKey] = field(default_factory=list[OffloadKey])
@@ -86,7 +84,6 @@ class Loads:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Take the present prefill speed for a whole step."""
         speed = self._prefill.tokens_per_s
         self.token_s = 0.0 if speed is None else 1.0 / speed
 
@@ -357,5 +354,4 @@ class Loads:
 
 
 def _trial_due(tier: Tier, now: float) -> bool:
-    """Return True if a tier that was declined or passed over is to be tried again."""
     return not tier.loading and now - tier.tried_at >= TRIAL_EVERY_S

@@ -53,16 +53,12 @@ class Metric(NamedTuple):
 
 
 class MetricTable(NamedTuple):
-    """The metrics of one kind of subject."""
-
     prefix: str  # Of their names.
     labels: Labels  # The labels that all of them have.
     metrics: tuple[Metric, ...]
 
 
 class Durations(NamedTuple):
-    """A histogram of seconds, observed as they happen."""
-
     name: str
     help: str
     labels: Labels
@@ -79,7 +75,6 @@ _counter, _gauge = partial(_metric, "counter"), partial(_metric, "gauge")
 
 
 def _counted(name: str, about: str, *labels: str) -> Metric:
-    """Describe the counter of this name among the subject's `counters`."""
     return _counter(name, about, f"counters.{name}", *labels)
 
 
@@ -270,8 +265,6 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Series(NamedTuple):
-    """One metric of one subject."""
-
     name: str
     metric: Metric
     labels: Labels  # The values of its table's labels.
@@ -335,7 +328,6 @@ def ledger_series(ledger: Ledger) -> list[Series]:
 
 
 def series(table: MetricTable, subject: object, *labels: str) -> list[Series]:
-    """Return a subject's metrics; `labels` are the values of the table's labels."""
     return [
         Series(table.prefix + metric.name, metric, labels, partial(metric.read, subject)) for metric in table.metrics
     ]
@@ -372,8 +364,6 @@ def _tier_stats(tier: Tier) -> TierStats:
 
 
 class TierLog:
-    """Logs what has changed since the last line."""
-
     def __init__(self, tiers: Sequence[Tier]) -> None:
         self.due = -math.inf  # When to look again without a message.
         self._told = [_Told(tier) for tier in tiers]
@@ -386,8 +376,6 @@ class TierLog:
 
 
 class _Told:
-    """The state of one tier at its last line."""
-
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
         self._open = False

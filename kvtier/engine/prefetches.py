@@ -34,8 +34,6 @@ class Prefetch:
 
 @dataclass(slots=True, eq=False)
 class Prefetches:
-    """All prefetches that are not over."""
-
     _primary: Primary
     _writeback: WriteBack
     _leases: Leases

@@ -82,7 +82,6 @@ class PrefillSpeed:
 
     @property
     def _average_step(self) -> float:
-        """The tokens of an average token's step."""
         return self._squares / self._noted if self._noted else 0.0
 
     def _count(self, share: float, token_s: float, now: float) -> None:

@@ -76,8 +76,6 @@ class Search:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Turn:
-    """One look-up pass of a call that waits for rows."""
-
     mine: bool  # It may take rows now.
     short: bool = False  # It found too few.
 
@@ -114,7 +112,6 @@ class Request:
 
     @property
     def found(self) -> int:
-        """The number of keys answered HIT or HIT_PENDING in this step."""
         return len(self.held) + len(self.hits)
 
     def tokens_found(self, chunk_tokens: int) -> int | None:

@@ -482,7 +482,6 @@ class StepManager:
             del self._requests[request.id]
 
     def _call_began(self, request_id: str) -> Request:
-        """Keep a request known until `_call_ended`: a call of the asyncio face uses it."""
         request = self._known(request_id)
         self._calls[request] += 1
         return request
@@ -588,7 +587,6 @@ class StepManager:
 
 
 def _check(name: str, given: object, kind: type, valid: Callable[[Any], bool], accepted: str) -> None:
-    """Raise TypeError for what is no number of this kind, and ValueError for an invalid one."""
     if not isinstance(given, kind) or not valid(given):
         error = ValueError if isinstance(given, kind) else TypeError
         raise error(f"{name}: {shown(given)} given, {accepted} accepted")
@@ -602,7 +600,6 @@ def checked(config: EngineConfig) -> EngineConfig:
 
 
 def make_region(config: EngineConfig) -> Region:
-    """Make the rows of an engine that shares them with its runner alone."""
     make: Callable[[int, int], Region] = Region.memfd if config.runner == "process" else Region.private
     return make(config.rows, config.row_bytes)
 

@@ -52,8 +52,6 @@ class LedgerLimits(NamedTuple):
 
 
 class TierSpec(NamedTuple):
-    """A tier's facts that decisions depend on."""
-
     name: str
     store_chunks_max: int  # Queued or in flight at once.
     answer_ttl_s: float
@@ -106,7 +104,6 @@ class TierCounters:
     skipped: Counter[str] = field(default_factory=Counter[str])  # By reason.
 
     def blame(self, cause: str) -> None:
-        """Count the cause of a call's failure."""
         self.last_cause = cause
         self.causes[cause if cause in CAUSES else "other"] += 1
 
@@ -166,7 +163,6 @@ class Breaker:
         self.failures = 0
 
     def trip(self, now: float) -> None:
-        """Open at once."""
         self.opened += self.state is not OPEN
         self.state = OPEN
         self._until = now + self.cooldown_s
@@ -206,8 +202,6 @@ class Trial(NamedTuple):
 
 
 class Tier:
-    """One tier of the ledger."""
-
     def __init__(self, index: int, spec: TierSpec) -> None:
         self.index = index
         self.bit = 1 << index
@@ -251,7 +245,6 @@ class Tier:
 
     @property
     def hangs(self) -> bool:
-        """Whether its hung transfers hold as many rows as they may."""
         return self.overdue_rows >= self.spec.overdue_rows_max
 
     def slowdown(self, size_bytes: int, now: float) -> float:
@@ -418,8 +411,6 @@ def _remember(answers: dict[OffloadKey, None], key: OffloadKey) -> None:
 
 
 class LocationMap:
-    """The tiers that are known to hold each key."""
-
     def __init__(self) -> None:
         self.mask: dict[OffloadKey, int] = {}
 

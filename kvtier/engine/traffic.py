@@ -47,8 +47,6 @@ class Operation(Enum):
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """One action that was sent."""
-
     operation: Operation
     tier: Tier
     keys: Sequence[OffloadKey]
@@ -171,7 +169,6 @@ class Traffic:
 
     @property
     def storing(self) -> bool:
-        """Whether a store is queued, or in flight within its deadline."""
         return any(tier.storing for tier in self._tiers)
 
     @property

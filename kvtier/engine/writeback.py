@@ -73,7 +73,6 @@ class WriteBack:
             self._enqueue(rows, tier)
 
     def promoted(self, key: OffloadKey, source: TierSpec, request: Request) -> None:
-        """Make the row of a chunk that comes from one tier dirty for the others."""
         row = self._primary.filling[key]
         for tier, writers in self._writers.items():
             writers[row] = _NO_WRITER
@@ -108,7 +107,6 @@ class WriteBack:
                 self.keep_out(own, tier)
 
     def forget(self, keys: Sequence[OffloadKey]) -> None:
-        """Write no chunk of these keys, which are to be forgotten everywhere."""
         for tier in self._tiers:
             self.keep_out(keys, tier)
 
@@ -264,8 +262,6 @@ Seen = OrderedDict[OffloadKey, int]
 
 
 class SecondUse:
-    """The keys that each of these tiers has seen once."""
-
     def __init__(self, primary: Primary, tiers: Sequence[Tier], traffic: Traffic) -> None:
         self._primary = primary
         self._locations = traffic.locations

@@ -28,12 +28,10 @@ def key(number: int) -> OffloadKey:
 
 
 def chunk(number: int) -> bytes:
-    """Return a chunk that identifies itself in each of its parts."""
     return number.to_bytes(8, "big") * (CHUNK_BYTES // 8)
 
 
 def describe(rows: int = 8, *tiers: dict[str, Any], runner: str | None = None, **fields: Any) -> EngineConfig:
-    """Describe an engine of so many rows; without a tier given it has none."""
     described = {
         "cpu_bytes_to_use": rows * CHUNK_BYTES,
         "chunk_bytes": CHUNK_BYTES,

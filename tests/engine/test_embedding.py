@@ -72,12 +72,3 @@ def test_a_choice_of_tiers_to_load_from_does_not_limit_where_chunks_are_stored(s
     engine.on_new_request("second", load_matchers=[TierMatcher()])
     loaded(engine, 1, "second")
     assert engine.lookup(key(2), "first") is LookupResult.MISS
-
-
-def test_a_reset_forgets_requests_that_were_kept_for_their_stores_alone(start_engine):
-    engine = start_engine(ROWS)
-    engine.on_new_request("first")
-    engine.prepare_store([key(1)], "first")
-    engine.on_request_finished("first")
-    assert engine.reset()
-    engine.on_new_request("first")  # The id is free again.

@@ -55,17 +55,6 @@ async def test_a_policy_that_never_evicts_stops_no_request(open_engine):
     assert await at_rest(engine)
 
 
-@pytest.mark.parametrize("policy", BUILT_IN)
-async def test_a_prefix_loses_its_tail_first(open_engine, policy):
-    """Without its head, what is left of it is of no use to anybody."""
-    engine = await open_engine(8, eviction_policy=policy)
-    await put(engine, range(6))
-    for number in range(10, 14):
-        await put(engine, [number])
-    left = [number for number in range(6) if key(number) in ledger_in(engine).primary.ready]
-    assert left == list(range(len(left)))
-
-
 async def test_seed_22829_a_delete_waits_for_a_forgotten_request_no_longer_than_its_lease(open_engine):
     engine = await open_engine(2, SLOW, limits={"lease_s": 10})
     await put(engine, [1])

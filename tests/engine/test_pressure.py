@@ -11,7 +11,6 @@ from typing import NamedTuple
 import pytest
 
 from kvtier.engine.manager import TieringOffloadingManager
-from kvtier.errors import ConfigError
 from kvtier.testing import virtual_time
 from tests.engine.kit import CHUNK_BYTES, describe, key, ledger_in
 from tests.simulation.audit import AuditedManager, audit_quiet
@@ -99,14 +98,3 @@ async def test_a_primary_smaller_than_any_request_serves_them_all(rows):
 async def test_a_prefix_that_exceeds_the_share_gives_its_leading_part():
     run = await serve(rows=20, lease_share=0.5, prompts=PROMPTS[:1])
     assert [one.hits for one in run.served] == [10]
-
-
-async def test_one_prefix_for_all_is_loaded_once():
-    shared = PROMPTS[0].keys
-    run = await serve(prompts=[Prompt(str(request), shared) for request in range(50)])
-    assert (run.promoted, run.hits) == (CHUNKS_A_REQUEST, 50 * CHUNKS_A_REQUEST)
-
-
-def test_a_share_of_nothing_is_no_configuration():
-    with pytest.raises(ConfigError, match="lease_share"):
-        describe(ROWS, limits={"lease_share": 0.0})

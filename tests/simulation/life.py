@@ -24,8 +24,6 @@ SETTLING_S = 30.0  # Longer than any answer is believed and any breaker cools do
 
 @dataclass(slots=True, eq=False)
 class LifeUnderWay:
-    """One of a scenario's."""
-
     scenario: Scenario
     books: Sequence[Book]  # One a tier.
     life: Life
@@ -53,7 +51,6 @@ class LifeUnderWay:
             engine.steps.forked()  # As good as gone: a crash closes nothing.
 
     def _users(self, engine: AuditedManager) -> list["asyncio.Task[Any]"]:
-        """Set everybody going who uses the engine in this life."""
         life = self.life
         scheduler = Scheduler(engine, life.prompts, life.pace, resets_s=life.resets_s, seed=self.scenario.seed)
         programs = [
@@ -70,7 +67,6 @@ class LifeUnderWay:
         return [asyncio.create_task(scheduler.run()), *(asyncio.create_task(program.run()) for program in programs)]
 
     async def _calm_down(self, engine: AuditedManager) -> None:
-        """Let nothing fail any more, wait until all is at rest, and hold the engine to account."""
         for _ in range(int(SETTLING_S)):
             for book in self.books:
                 assert book.witness is not None
@@ -84,7 +80,6 @@ class LifeUnderWay:
         assert await engine.aclose(PATIENCE_S) == 0, "something was left behind at rest"  # All that was owed goes now.
 
     async def _rest(self, engine: AuditedManager) -> None:
-        """Step until nothing is owed to a tier, or late: what a tier loses is owed to it again."""
         ledger = engine.steps.ledger
         for _ in range(int(PATIENCE_S)):
             engine.steps.end_step()
@@ -95,7 +90,6 @@ class LifeUnderWay:
         raise AssertionError("what is owed is written for ever")
 
     def _check_beliefs(self, engine: AuditedManager) -> None:
-        """Hold what the engine believes of each tier against the tier's own last words."""
         ledger, now = engine.steps.ledger, asyncio.get_running_loop().time()
         for tier, book in zip(ledger.tiers, self.books, strict=True):
             for key, truth in book.truth.items():
@@ -106,7 +100,6 @@ class LifeUnderWay:
                 )
 
     async def _close(self, engine: AuditedManager, users: Sequence["asyncio.Task[Any]"]) -> None:
-        """Close the engine while programs use it: within its time, and nobody is left waiting."""
         loop = asyncio.get_running_loop()
         begun, close_s = loop.time(), self.scenario.config.limits.close_s
         users[0].cancel()  # The scheduler: whoever steps an engine does not step on beside its shutdown.
@@ -130,7 +123,6 @@ class LifeUnderWay:
             self.counts.update({f"failed:{code}": chunks for code, chunks in tier.counters.failed.items()})
 
     async def _stop(self) -> None:
-        """Stop everything where it is, as the end of a process does, and have the tiers let go of what they keep."""
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()

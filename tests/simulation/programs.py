@@ -117,7 +117,6 @@ class Program:
         self._finish()
 
     async def _stream(self, keys: Sequence[OffloadKey]) -> None:
-        """Read in parts, sometimes not to the end."""
         done, leaves = 0, self._reads.random() < 0.2
         async for rows in self.engine.stream(keys):
             self._compare(keys[done:], rows)
@@ -129,7 +128,6 @@ class Program:
             self._compare(keys[done - len(rows) :], rows)
 
     async def _insist(self, keys: Sequence[OffloadKey]) -> None:
-        """Call again and again, as somebody does who waits for chunks in his own way."""
         loop = asyncio.get_running_loop()
         assert isinstance(loop, TurningLoop)
         calls, begun = self._reads.choice((2, 20)), loop.turns
@@ -138,7 +136,6 @@ class Program:
         assert loop.turns - begun >= calls - 1, f"{calls} calls in {loop.turns - begun} turns of the loop"
 
     async def _tell(self) -> None:
-        """Hint at keys that a request used, uses or will use."""
         document = self._hints.choice(self.documents)
         keys = document[: self._hints.randint(0, len(document))]
         match self._hints.choice(("prefetch", "demote", "forget", "retain")):
@@ -163,7 +160,6 @@ class Program:
         self.counts["resets"] += 1
 
     def _begin(self) -> str | None:
-        """Begin a request of the program's own, or (None) leave that to the engine."""
         self._finish()  # What a cancelled operation left.
         if self.matchers is None:
             return None

@@ -21,8 +21,6 @@ Ending = Literal["crash", "close", "calm"]
 
 
 class Life(NamedTuple):
-    """One life of the engine, from its opening to its end."""
-
     habits: Sequence[tuple[Habits, Sequence[TierMatcher] | None]]  # One a program.
     prompts: Sequence[Prompt]
     pace: Pace
@@ -82,7 +80,6 @@ def draw(seed: int) -> Scenario:
 
 
 def _weighing(seed: int) -> dict[str, Any]:
-    """Choose whether loads are weighed against computing. By dice of its own: a seed is the same story otherwise."""
     dice = random.Random(f"weighing {seed}")
     if dice.random() < 0.5:
         return {}
@@ -95,7 +92,6 @@ def _weighing(seed: int) -> dict[str, Any]:
 
 
 def _documents(dice: random.Random) -> list[list[OffloadKey]]:
-    """Make prefix chains, all with the same head."""
     shared = dice.randint(0, 3)
     return [
         [_key(0 if index < shared else document, index) for index in range(dice.randint(1, DOCUMENT_CHUNKS_MAX))]
@@ -139,7 +135,6 @@ def book_name(seed: int, index: int) -> str:
 
 
 def _device(dice: random.Random, seed: int, index: int) -> dict[str, Any]:
-    """Describe a device whose chunks outlive the engine: its store has a name."""
     return {
         "type": "dummy",
         "store": f"simulation: seed {seed}, tier {index}",
@@ -152,7 +147,6 @@ def _device(dice: random.Random, seed: int, index: int) -> dict[str, Any]:
 
 
 def _faults(dice: random.Random, deadline_s: float) -> dict[str, Any]:
-    """Choose what goes wrong with a tier, and how often: anything from nothing to nearly all."""
     if dice.random() < 0.25:
         return {}
     often = dice.choice((0.02, 0.1, 0.4))
@@ -185,14 +179,12 @@ def _life(dice: random.Random, documents: Sequence[Sequence[OffloadKey]], ending
 
 
 def _crowded(life: Life, seed: int, number: int) -> Life:
-    """Add programs to a few lives, so that many calls wait for rows: by separate dice, as hints are."""
     dice = random.Random(f"seed {seed}, life {number}, crowd")
     crowd = [dice.choice(life.habits) for _ in range(5)] if life.habits and dice.random() < 0.15 else []
     return life._replace(habits=[*life.habits, *crowd])
 
 
 def _told(life: Life, seed: int, number: int) -> Life:
-    """Add hints to a life, or none, with separate dice: the rest of the story stays the same."""
     dice = random.Random(f"seed {seed}, life {number}, hints")
     share = dice.choice((0.0, 0.3, 1.0))
     return life._replace(

@@ -41,8 +41,6 @@ class Pace(NamedTuple):
 
 
 class Served(NamedTuple):
-    """A prompt that was served."""
-
     id: str
     hits: int
     waited_s: float  # From its arrival until it ran.
@@ -92,7 +90,6 @@ class Scheduler:
             self._waiting.append(_Run(prompt))
 
     def _schedule(self) -> None:
-        """Let those run whose prefix is there, in order of arrival; who waits for a promotion lets others pass."""
         self._waiting = [run for run in self._waiting if self._full or not self._look(run)]
 
     @property
@@ -121,7 +118,6 @@ class Scheduler:
         return True
 
     def _advance(self) -> None:
-        """Move every running request on by one step."""
         budget = self._pace.prefill_chunks
         for run in tuple(self._running):
             if run.loading:
@@ -148,7 +144,6 @@ class Scheduler:
         run.loading = ()
 
     def _compute(self, run: "_Run", chunks: int) -> None:
-        """Compute the next chunks and begin to store them; what finds no room is not kept."""
         first = run.done
         run.done += chunks
         plan = self._steps.prepare_store(run.prompt.keys[first : run.done], run.prompt.id) if chunks else None
@@ -165,7 +160,6 @@ class Scheduler:
             run.storing = ()
 
     def _preempt(self) -> None:
-        """Return every row in use, and restart requests without a first token."""
         for run in tuple(self._running):
             if run.loading:
                 self._complete_load(run)
@@ -177,8 +171,6 @@ class Scheduler:
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """One request on its way."""
-
     prompt: Prompt
     hits: int = 0
     done: int = 0

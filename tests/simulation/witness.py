@@ -35,8 +35,6 @@ CHUNK_UNIT_BYTES = 8
 
 
 class Truth(Enum):
-    """A key's state by the tier's own words."""
-
     PRESENT = "present"  # It said that the chunk is stored, or loaded it.
     GONE = "gone"  # It said that it is not there, or that it was deleted.
     UNSURE = "unsure"  # Calls raced, came late, or were given up: both may be true.
@@ -82,7 +80,6 @@ class Book:
         self._given_up.update(key for key in keys if key not in self._under_way)
 
     def report(self, keys: Iterable[OffloadKey], truth: Truth) -> None:
-        """Record an event of the tier."""
         for key in keys:
             self.truth[key] = Truth.UNSURE if self._under_way[key] else truth
 
@@ -132,7 +129,6 @@ class Witness(Wrapper[WitnessOptions]):
         self._faulty.release()
 
     def count_faults(self) -> None:
-        """Add the faults that were met to the book's counts; once, at the end."""
         self.book.counts.update({f"fault:{kind}": count for kind, count in self._faulty.met.items()})
 
     async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
@@ -243,7 +239,6 @@ class Witness(Wrapper[WitnessOptions]):
 
 @contextmanager
 def open_book(name: str) -> Generator[Book]:
-    """Keep a book under a name, for tiers whose configuration names it."""
     book = _open_books[name] = Book()
     try:
         yield book

@@ -34,8 +34,6 @@ class SimulationFailed(KVTierError):
 
 
 class Verdict(NamedTuple):
-    """The outcome of one seed."""
-
     seed: int
     digest: str  # Of everything that was counted and of when it happened: the same seed, the same digest.
     counts: Counter[str]
@@ -62,8 +60,6 @@ def simulate(seed: int) -> Verdict:
 
 @dataclass
 class Summary:
-    """The outcome of some seeds."""
-
     seeds: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     virtual_s: float = 0.0
@@ -77,7 +73,6 @@ class Summary:
 
 
 def run_seeds(seeds: range) -> Summary:
-    """Run some seeds, one after the other."""
     summary = Summary()
     for seed in seeds:
         summary.seeds += 1
@@ -92,14 +87,11 @@ def run_seeds(seeds: range) -> Summary:
 
 
 def quiet() -> None:
-    """Leave Ctrl-C to the parent, and faults that were asked for out of the logs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.disable(logging.CRITICAL)
 
 
 class _World:
-    """The scenario under way."""
-
     def __init__(self, scenario: Scenario, books: Sequence[Book]) -> None:
         self._scenario, self._books = scenario, books
         self._counts: Counter[str] = Counter()
@@ -132,7 +124,6 @@ class _World:
         return Verdict(self._scenario.seed, hashlib.sha256(story).hexdigest()[:16], self._counts, sum(self._times))
 
     def _run(self, work: Any) -> None:
-        """Run one life on a loop of its own; what its callbacks raise is raised here."""
         errors: list[BaseException] = []
         with asyncio.Runner(loop_factory=TurningLoop) as runner:
             loop = runner.get_loop()
@@ -165,7 +156,6 @@ class _World:
             await engine.delete(sorted({key for document in self._scenario.documents for key in document}))
 
     def _sound_config(self, index: int) -> EngineConfig:
-        """Describe an engine over one of the tiers, with nothing that fails."""
         tier = self._scenario.config.secondary_tiers[index]
         inner = tier.options["inner"]
         options = {key: value for key, value in inner.items() if key != "type"}
@@ -178,7 +168,6 @@ class _World:
 
 
 def _errors_of(context: dict[str, Any]) -> list[BaseException]:
-    """Return the errors of a loop's callback, except a tier's failure that a crash left unretrieved."""
     error = context.get("exception")
     if isinstance(error, BackendError):
         return []

@@ -35,7 +35,6 @@ SECONDS = 0.25  # What every transfer here is said to have taken.
 
 
 def keys_of(names: str) -> list[OffloadKey]:
-    """Return one key per letter, in order."""
     return [make_offload_key(name.encode()) for name in names]
 
 
@@ -49,14 +48,12 @@ def ending_at(keys: Sequence[OffloadKey], ends: Sequence[int]) -> Position:
 
 
 def cascades(actions: Sequence[Action]) -> list[tuple[int, str]]:
-    """Return tier and names of each store."""
     return sorted(
         (action.tier, names_of(unpack_keys(action.keys))) for action in actions if isinstance(action, Cascade)
     )
 
 
 def loads(actions: Sequence[Action]) -> dict[int, str]:
-    """Return the names of loaded keys by tier."""
     named: dict[int, str] = {}
     for action in actions:
         if isinstance(action, Promote):
@@ -102,7 +99,6 @@ class Bench:
 
     @staticmethod
     def spec(name: str = "tier", **changes: object) -> TierSpec:
-        """Describe a tier; failures that open its breaker, chunks that try it, and seconds are small."""
         described = TierSpec(
             name,
             store_chunks_max=1_000,
@@ -139,7 +135,6 @@ class Bench:
         return plan
 
     def stored_alone(self, names: str) -> None:
-        """Put keys into the primary alone: nothing cascades."""
         self.store(names, self.request("alone", [TierMatcher(medium="CPU")]))
 
     def stored_in_tiers(self, names: str) -> None:
@@ -157,13 +152,11 @@ class Bench:
         return [action for action in actions if not isinstance(action, Acknowledge) and action not in ranks]
 
     def load(self, names: str, request: Request | None = None) -> list[int]:
-        """Load keys, all the way."""
         rows = self.ledger.prepare_load(keys_of(names), request or self.request())
         self.ledger.complete_load(keys_of(names))
         return rows
 
     def reset(self) -> None:
-        """Reset, and let workers flush."""
         self.ledger.reset()
         self.ledger.promoting = True
 
@@ -171,25 +164,20 @@ class Bench:
         return self.ledger.primary.row(*keys_of(name))
 
     def ready(self) -> str:
-        """Return the names of the ready keys, in alphabetical order."""
         return "".join(name for name in string.ascii_letters if keys_of(name)[0] in self.ledger.primary.ready)
 
     # As the tiers.
 
     def holds(self, names: str, tier: int = 0) -> None:
-        """Report that a tier holds these keys."""
         self.ledger.apply(Found(tier, pack_keys(keys_of(names))))
 
     def loses(self, names: str, tier: int = 0) -> None:
-        """Report that a tier holds these keys no more."""
         self.ledger.apply(Gone(tier, pack_keys(keys_of(names))))
 
     def takes(self, fixed_s: float, chunk_s: float, tier: int = 0) -> None:
-        """Report how fast a tier is: for each load, and for each chunk."""
         self.ledger.apply(TierSpeed(tier, fixed_s, chunk_s))
 
     def knows_all(self, tier: int = 0, *, complete: bool = True) -> None:
-        """Report that a tier has listed all its keys."""
         self.ledger.apply(Scanned(tier, complete))
 
     def finish(
@@ -199,13 +187,11 @@ class Bench:
         self.ledger.apply(Finished(action.id, pack_rows(list(failed)), bytes(failed.values()), seconds, lent))
 
     def finish_all(self, actions: Sequence[Action], seconds: float = SECONDS) -> None:
-        """Finish every transfer with all of its chunks."""
         for action in actions:
             if isinstance(action, Promote | Cascade):
                 self.finish(action, seconds=seconds)
 
     def fail(self, action: Action, code: Code, *, lent: bool = False) -> None:
-        """Finish an action with all chunks failed for one reason."""
         self.finish(action, dict.fromkeys(range(len(unpack_keys(action.keys))), code), lent=lent)
 
     def give_back(self, action: Action, moved: Sequence[int] = ()) -> None:

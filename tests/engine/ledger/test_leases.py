@@ -5,7 +5,6 @@ import weakref
 import pytest
 
 from kvtier.engine.requests import Request
-from kvtier.runner.messages import Code
 from tests.engine.ledger.bench import HIT, MISS, PENDING
 
 
@@ -60,19 +59,6 @@ def test_leases_of_all_requests_together_take_no_more_than_their_share(bench):
     assert engine.ledger.counters.promotions_refused == 3
     engine.step()
     assert engine.ledger.leases.rows == 3
-
-
-def test_a_row_that_was_given_to_another_key_since_the_lookup_is_not_given_out_twice(bench):
-    engine = bench(rows=1)
-    engine.holds("a")
-    engine.lookup("a", engine.request("first"))
-    (load,) = engine.step()
-    second = engine.request("second")
-    assert engine.lookup("a", second) == [PENDING]
-    engine.fail(load, Code.FAILED)
-    engine.step()
-    engine.ledger.finish(second)
-    assert engine.ledger.primary.rows_free == 1
 
 
 class Watched(Request):

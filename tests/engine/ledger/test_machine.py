@@ -95,8 +95,6 @@ class Lent(NamedTuple):
 
 
 class Engine(RuleBasedStateMachine):
-    """An engine, two tiers and a runner."""
-
     @initialize(kind=st.sampled_from(KINDS), scanned=st.booleans())
     def begin(self, kind: Kind, scanned: bool) -> None:
         self.cascades, self.computing_s = kind
@@ -263,7 +261,6 @@ class Engine(RuleBasedStateMachine):
 
     @rule(flushed=st.booleans(), sure=seldom)
     def reset(self, flushed: bool, sure: bool) -> None:
-        """Give up transfers in flight; the engine's own loads and stores are finished by contract."""
         if not sure:
             return
         self.ledger.prefetches.clear()
@@ -360,7 +357,6 @@ class Engine(RuleBasedStateMachine):
     @precondition(lambda self: self.computing_s is not None)
     @rule(tier=tiers, chunk_s=st.sampled_from([0.01, 0.9, 30.0]))
     def speed(self, tier: int, chunk_s: float) -> None:
-        """Some loads are worth their time, some are not, and some come too late."""
         self.bench.takes(0.1, chunk_s, tier)
 
     # What must be true after each of them.
@@ -434,7 +430,6 @@ class Engine(RuleBasedStateMachine):
         self.between_steps = self.between_steps and "second_use" not in self.cascades
 
     def _want(self, keys: list[OffloadKey], request: Request) -> None:
-        """Record the tiers that keys may be written to."""
         self.wanted |= {(tier.index, key) for tier in self.ledger.tiers if request.stores_in(tier.spec) for key in keys}
 
     def _are_as_any_other(self, keys: list[OffloadKey]) -> None:
@@ -466,7 +461,6 @@ class Engine(RuleBasedStateMachine):
         return set().union(*(request.leased for request in [*self.requests, *prefetches]))
 
     def _cascading(self) -> Counter[int]:
-        """Count the cascades that pin each row: those of before a reset pin nothing."""
         everything = self.in_flight | {id_: lent for id_, lent in self.late.items() if id_ > self.last_before_reset}
         return Counter(row for lent in everything.values() if isinstance(lent.action, Cascade) for row in lent.rows)
 
@@ -477,7 +471,6 @@ class Engine(RuleBasedStateMachine):
         self.in_flight[action.id] = Lent(action, unpack_keys(action.keys), rows, self.epoch)
 
     def _work(self, lent: Lent, failed: dict[int, Code]) -> None:
-        """Write what a promotion brings, and read what a cascade takes."""
         for index, (key, row) in enumerate(zip(lent.keys, lent.rows, strict=False)):
             if isinstance(lent.action, Promote):
                 self.content[row] = RUBBISH if index in failed else key
@@ -485,7 +478,6 @@ class Engine(RuleBasedStateMachine):
                 assert self.content[row] == key
 
     def _end_late(self, lent: Lent) -> None:
-        """Write or read for the last time."""
         for key, row in zip(lent.keys, lent.rows, strict=True):
             if isinstance(lent.action, Promote):
                 self.content[row] = RUBBISH
