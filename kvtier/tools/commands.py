@@ -104,7 +104,7 @@ def run(args: Sequence[str]) -> int:
     except typer.Exit as end:
         return end.exit_code
     except UsageError as error:
-        return _failed(error.format_message() + _given(error, given) + _json_hint(given), statuses.REFUSED)
+        return _failed(error.format_message() + _given(error, given), statuses.REFUSED)
     except (ConfigError, TraceError) as error:
         return _failed(str(error), statuses.REFUSED)
     except KVTierError as error:
@@ -129,12 +129,6 @@ def _given(error: Exception, args: Sequence[str]) -> str:
             value = value if equals else args[at + 1]
             return "" if repr(value) in error.message else f"; given {value!r}"
     return ""
-
-
-def _json_hint(args: Sequence[str]) -> str:
-    """Name the word that `--json` took for its file: it may be the argument that is missing."""
-    at = args.index(JSON) + 1 if JSON in args else len(args)
-    return f" {JSON} took {args[at]!r} for its file; {JSON}=- takes none." if at < len(args) else ""
 
 
 def _failed(why: str, status: int) -> int:

@@ -34,7 +34,7 @@ def check(
     json_path: JsonOption = None,
 ) -> None:
     """Check a configuration, and show its fields with defaults, without secrets. Status 1: it would fail here."""
-    check_outputs(json_path, None)
+    check_outputs(json_path)
     config = _read(path)
     doubts = list(_doubts(config))
     told = _told({"secondary_tiers": config} if isinstance(config, tuple) else config)

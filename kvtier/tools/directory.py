@@ -4,8 +4,8 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from importlib import import_module
 from itertools import islice
 from typing import Annotated, Any
@@ -75,14 +75,9 @@ class LeftOut:
             raise typer.Exit(statuses.DATA_WRONG)
 
 
-@contextmanager
-def opened(where: str) -> Generator[Directory]:
+def opened(where: str) -> "closing[Directory]":
     """Open the directory of an fs tier, by its path or by a configuration. Raises `ConfigError`."""
-    directory: Directory = fs.FilesDirectory.open(_root(where))
-    try:
-        yield directory
-    finally:
-        directory.close()
+    return closing(fs.FilesDirectory.open(_root(where)))
 
 
 def _root(where: str) -> str:
@@ -178,7 +173,7 @@ def du(directory: DirectoryArgument, namespace: NamespaceOption = None, json_pat
     Allocated space has chunks, free space in segments, folders and the tier's own files. Leftovers are unfinished
     stores of killed processes, and segments whose first page is damaged. `kvtier prune --leftovers` removes them.
     """
-    check_outputs(json_path, None)
+    check_outputs(json_path)
     left_out = LeftOut()
     with opened(directory) as tier:
         places = chosen(tier, namespace)
@@ -209,14 +204,8 @@ def _usage(counts: Counter[str]) -> dict[str, int]:
 
 
 def _cells(row: Usage) -> list[str]:
-    return [
-        f"{row.chunks:,}",
-        shown_bytes(row.bytes),
-        shown_bytes(row.allocated_bytes),
-        f"{row.temporaries:,}",
-        f"{row.leftovers:,}",
-        shown_bytes(row.leftover_bytes),
-    ]
+    sizes = map(shown_bytes, (row.bytes, row.allocated_bytes))
+    return [f"{row.chunks:,}", *sizes, f"{row.temporaries:,}", f"{row.leftovers:,}", shown_bytes(row.leftover_bytes)]
 
 
 class ListedChunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -243,7 +232,7 @@ def ls(
     calls them corrupt. A tier sets a file's time to the chunk's last use at most once an hour. A chunk in a segment
     has only the time of its store.
     """
-    check_outputs(json_path, None)
+    check_outputs(json_path)
     now_s, left_out = time.time(), LeftOut()
     with opened(directory) as tier, json_output(json_path) as file:
         found = readable(tier, chosen(tier, namespace), "listing", left_out)
@@ -369,7 +358,7 @@ def verify(
     and are counted. Damage to encrypted chunks is found; only a tier with the key can tell who wrote them. Nothing is
     changed: `kvtier prune --corrupt` removes corrupt chunks.
     """
-    check_outputs(json_path, None)
+    check_outputs(json_path)
     share = 1.0 if sample is None else share_of("--sample", sample)
     with opened(directory) as tier, json_output(json_path) as file:
         verification = Verification(tier, share, random.Random())

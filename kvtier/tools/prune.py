@@ -101,7 +101,7 @@ def prune(
         raise ConfigError(
             "nothing says what to remove; expected --older-than, --to-size, --corrupt, --leftovers or --namespace"
         )
-    check_outputs(json_path, None)
+    check_outputs(json_path)
     since_ns = 0 if age_s is None else time.time_ns() - int(age_s * 1e9)
     with opened(directory) as tier, json_output(json_path) as file:
         places = chosen(tier, namespace)

@@ -157,13 +157,11 @@ def engine_now(address: str, before: Reading, now: Reading) -> EngineNow:
         last, this = sum(before.values(name, **labels)), present(name, **labels)
         return this - last if this >= last else this
 
+    def figure(name: str, metric: str, **labels: str) -> float:
+        return round(added(metric, **labels) / seconds, 3) if name.endswith("_per_s") else present(metric, **labels)
+
     def figures(metrics: Metrics, **labels: str) -> Figures:
-        return {
-            name: round(added(metric, **own, **labels) / seconds, 3)
-            if name.endswith("_per_s")
-            else present(metric, **own, **labels)
-            for name, (metric, own) in metrics.items()
-        }
+        return {name: figure(name, metric, **own, **labels) for name, (metric, own) in metrics.items()}
 
     knows_hits = bool(now.values("kvtier_primary_misses_total"))
     ratios: list[float | None] = []

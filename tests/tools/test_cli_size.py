@@ -1,10 +1,6 @@
 """`kvtier size`: the worth of caches of several sizes for a trace, and the bytes of a model's tokens."""
 
 import json
-import os
-import signal
-import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +12,7 @@ from kvtier.settings.hints import Hint
 from kvtier.tools.replay.size import kv_bytes_per_token
 from kvtier.tools.replay.study import measure, simulation
 from kvtier.tools.replay.traces import Trace, TraceRequest
-from tests.tools.command import KVTIER, reported, run
+from tests.tools.command import reported, run
 from tests.tools.replay.written import write_trace
 
 CHUNK_BYTES = 512 * 8  # Of a model with eight bytes a token.
@@ -45,7 +41,6 @@ def test_a_memory_without_a_disk_has_the_hits_of_the_study(trace: str, tmp_path:
     assert cell["gpu_seconds_saved"] == pytest.approx(800 * 512 / 20_000)
 
 
-@pytest.mark.usefixtures("outside")
 def test_each_combination_of_sizes_is_a_row_and_the_disk_has_what_memory_evicted(
     trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,7 +114,6 @@ def test_a_disk_that_is_too_slow_is_one_line_with_the_remedy(
     assert caplog.records == []
 
 
-@pytest.mark.usefixtures("outside")
 def test_a_trace_that_cannot_be_true_is_one_warning_for_all_sizes(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -134,42 +128,6 @@ def test_the_hints_of_a_trace_reach_the_engine_and_the_disk_is_named_disk(trace:
     write_trace(hinted, [replace(each, hint=Hint(no_store=("disk",))) for each in Trace(trace)])
     (cell,) = sized(hinted, tmp_path, "--memory", "400KiB", "--disk", "4MiB")["sizes"]
     assert (cell["written_bytes_per_day"], cell["hits"]["disk"]) == (0, 0)
-
-
-@pytest.mark.usefixtures("outside")
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor simulates in one process")
-@pytest.mark.parametrize("killed_by", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_the_end_of_the_command_ends_its_processes(tmp_path: Path, killed_by: signal.Signals) -> None:
-    path = str(tmp_path / "long.jsonl")
-    requests = (
-        TraceRequest(1_000 * number, 51_200, 1, tuple(range(100 * number, 100 * number + 100)))
-        for number in range(20_000)
-    )
-    write_trace(path, requests)
-    sizes = ("--kv-bytes-per-token", "8", "--memory", "8MiB,16MiB", "--disk", "64MiB")
-    command = subprocess.Popen([*KVTIER, "size", path, *sizes], stderr=subprocess.PIPE, start_new_session=True)
-    with command:
-        children = Path(f"/proc/{command.pid}/task/{command.pid}/children")
-        simulating: list[Path] = []
-        while len(simulating) < 2:  # The resource tracker is a third child.
-            assert command.poll() is None, command.communicate()
-            found = [Path("/proc", pid, "cmdline") for pid in children.read_text().split()]
-            simulating = [each for each in found if b"spawn_main" in each.read_bytes()]
-            time.sleep(0.01)
-        command.send_signal(killed_by)
-        assert command.wait() == (130 if killed_by == signal.SIGINT else -killed_by)
-        deadline = time.monotonic() + 60
-        while any(map(still_runs, simulating)):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-
-
-def still_runs(cmdline: Path) -> bool:
-    """Return True if a process runs; a zombie has no arguments."""
-    try:
-        return bool(cmdline.read_bytes())
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 @pytest.mark.parametrize(

@@ -117,16 +117,6 @@ def test_json_with_a_file_writes_it_whole_and_the_table_to_stdout(run: Any, plac
 
 
 @pytest.mark.usefixtures("place")
-def test_the_word_that_json_took_for_its_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["du", "--json", "tier"])
-    assert end.value.code == 2
-    assert capsys.readouterr().err == (
-        "kvtier: Missing argument 'DIR'. --json took 'tier' for its file; --json=- takes none.\n"
-    )
-
-
-@pytest.mark.usefixtures("place")
 def test_a_command_restores_the_loggers(run: Any) -> None:
     loggers = [logging.getLogger(name) for name in ("kvtier", "kvtier_backends")]
     before = [(logger.level, list(logger.handlers)) for logger in loggers]

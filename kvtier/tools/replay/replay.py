@@ -98,9 +98,15 @@ class TierReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tier_report(hits: int, loaded: int, stored: int, row_bytes: int, **reasons: Mapping[str, int]) -> TierReport:
-    sizes = {"bytes_loaded": loaded * row_bytes, "bytes_stored": stored * row_bytes}
     counts = {name: reasons.get(name, {}) for name in ("dropped", "failed", "skipped", "refused")}
-    return TierReport(hits=hits, chunks_loaded=loaded, chunks_stored=stored, **sizes, **counts)
+    return TierReport(
+        hits=hits,
+        chunks_loaded=loaded,
+        chunks_stored=stored,
+        bytes_loaded=loaded * row_bytes,
+        bytes_stored=stored * row_bytes,
+        **counts,
+    )
 
 
 class Sample(NamedTuple):

@@ -1,15 +1,6 @@
-"""`kvtier size`: sizes of memory and disk compared over a trace, in hits, seconds and bytes written.
+"""`kvtier size`: sizes of memory and disk compared over a trace, in hits, seconds and bytes written."""
 
-Each combination of sizes is simulated, several at once in their own processes.
-"""
-
-import multiprocessing
 import os
-import signal
-import threading
-from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
 from itertools import product
 from typing import Annotated, Any
 
@@ -34,7 +25,7 @@ from kvtier.tools.options import (
 )
 from kvtier.tools.outputs import bar, check_outputs, counted, plain_table, write_json
 from kvtier.tools.replay.replay_command import measured
-from kvtier.tools.replay.report import Quantiles, make_report, quantiles
+from kvtier.tools.replay.report import Quantiles, quantiles
 from kvtier.tools.replay.simulate import (
     DISK_NAME,
     GPU_CACHE_TOKENS,
@@ -42,8 +33,8 @@ from kvtier.tools.replay.simulate import (
     SLOTS,
     SSDS_RATES,
     CascadeName,
-    DiskSpeed,
     Servers,
+    VirtualReplay,
     arrivals_s,
     disk_speed,
     model_engine,
@@ -59,19 +50,6 @@ ROWS_SPARE = 1_024  # For transfers in flight.
 KV_BYTES_MAX = 1 << 30  # For a token. A thousand times the bytes of the largest models.
 VALUE_BYTES = 2  # As models are served, whatever the type of their weights.
 PLAIN = ("granite", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
-
-
-class SizeQuestion(msgspec.Struct, frozen=True):
-    """All that the combinations of sizes have in common; it travels to other processes."""
-
-    trace: str
-    limit: int | None
-    chunk_bytes: int
-    extent: Extent
-    servers: Servers
-    disk: DiskSpeed
-    cascade: CascadeName
-    load_always: bool
 
 
 class SizeCell(msgspec.Struct, frozen=True):
@@ -143,13 +121,15 @@ def size(
                 f"{option} {shown_bytes(given)}: a chunk of this trace has {shown_bytes(chunk_bytes)}; "
                 "room for at least one accepted"
             )
-    combinations = list(product(memories, disks))
     servers = Servers(prefill_tokens_per_s, slots, gpu_cache_tokens)
     without = quantiles(without_tiering_s(opened, arrivals_s(opened), servers, opened.block_tokens))
-    question = SizeQuestion(trace, limit, chunk_bytes, extent, servers, speed, cascade, load_always)
+    cells = list[SizeCell]()
     with bar(MofNCompleteColumn(), TimeElapsedColumn()) as progress:
-        task = progress.add_task("simulating", total=len(combinations))
-        cells = size_cells(question, combinations, lambda: progress.advance(task))
+        for sizes in progress.track(list(product(memories, disks)), description="simulating"):
+            rows = min(sizes[0] // chunk_bytes, 2 * extent.unique_blocks + ROWS_SPARE)  # More would only cost time.
+            config = model_engine(chunk_bytes, rows * chunk_bytes, sizes[1], speed, cascade)
+            replay = modelled(opened, config, servers, speed, extent.requests, load_always=load_always)
+            cells.append(size_cell(replay, extent, sizes))
     least = min(memories)
     report = SizeReport(
         trace=os.path.basename(opened.path),
@@ -210,71 +190,22 @@ def _short(number: float) -> str:
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
-def size_cell(question: SizeQuestion, memory_bytes: int, disk_bytes: int) -> SizeCell:
-    extent, chunk_bytes = question.extent, question.chunk_bytes
-    requests = open_trace(question.trace, limit=question.limit, checked=True)
-    used_bytes = (2 * extent.unique_blocks + ROWS_SPARE) * chunk_bytes
-    memory = min(memory_bytes, used_bytes)  # More rows than the trace could ever use only cost time.
-    config = model_engine(chunk_bytes, memory, disk_bytes, question.disk, question.cascade)
-    replay = modelled(
-        requests, config, question.servers, question.disk, extent.requests, load_always=question.load_always
-    )
+def size_cell(replay: VirtualReplay, extent: Extent, sizes: tuple[int, int]) -> SizeCell:
+    """Simulate one combination of sizes."""
     tally = run(replay.run())
-    report = make_report(tally, command="", trace="", seed=0, extent=extent, config=config)
-    disk = report.tiers.get(DISK_NAME)
+    tiers = tally.samples[-1].tiers
+    disk = tiers.get(DISK_NAME)
     return SizeCell(
-        memory_bytes=memory_bytes,
-        disk_bytes=disk_bytes,
-        hit_ratio=report.hit_ratio,
-        hits={name: extent.hit_ratio(tier.hits) for name, tier in report.tiers.items()},
+        memory_bytes=sizes[0],
+        disk_bytes=sizes[1],
+        hit_ratio=tally.hit_ratio,
+        hits={name: extent.hit_ratio(tier.hits) for name, tier in tiers.items()},
         ttft_s=quantiles(replay.times_to_first_token_s),
-        gpu_seconds_saved=tally.tokens_found / question.servers.tokens_per_s,
-        written_bytes_per_day=0.0 if disk is None else disk.bytes_stored / report.seconds * DAY_S,
+        gpu_seconds_saved=tally.tokens_found / replay.servers.tokens_per_s,
+        written_bytes_per_day=0.0 if disk is None else disk.bytes_stored / tally.seconds * DAY_S,
         dropped_chunks=0 if disk is None else sum(disk.dropped.values()),
         failed_chunks=0 if disk is None else sum(disk.failed.values()),
     )
-
-
-def size_cells(
-    question: SizeQuestion, combinations: Sequence[tuple[int, int]], progress: Callable[[], None]
-) -> list[SizeCell]:
-    """Simulate each combination, several at once on several processors; call `progress` after each."""
-    workers = min(len(combinations), len(os.sched_getaffinity(0)))
-    cells: list[SizeCell] = []
-    if workers == 1:
-        for sizes in combinations:
-            cells.append(size_cell(question, *sizes))
-            progress()
-        return cells
-    with _processes(workers) as pool:
-        futures = [pool.submit(size_cell, question, *sizes) for sizes in combinations]
-        for done in as_completed(futures):
-            done.result()
-            progress()
-        return [each.result() for each in futures]
-
-
-@contextmanager
-def _processes(count: int) -> Generator[ProcessPoolExecutor]:
-    """Yield a pool whose processes end with the block; if it raises, they are terminated."""
-    before = set(multiprocessing.active_children())
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(count, mp_context=context, initializer=_begin_worker) as pool:
-        try:
-            yield pool
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in set(multiprocessing.active_children()) - before:
-                process.terminate()
-            raise
-
-
-def _begin_worker() -> None:
-    """Leave Ctrl-C to the parent process, and end when it ends, however it ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 class ModelConfig(msgspec.Struct):

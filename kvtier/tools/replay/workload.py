@@ -115,11 +115,11 @@ class GeneratedTrace:
 AnyTrace = Trace | GeneratedTrace
 
 
-def open_trace(name: str, *, seed: int = 0, limit: int | None = None, checked: bool = False) -> AnyTrace:
+def open_trace(name: str, *, seed: int = 0, limit: int | None = None) -> AnyTrace:
     """Return the trace of a file, or the workload of a seed for `generated`. Raises `TraceError`."""
     if name == GENERATED:
         return GeneratedTrace(Workload(seed=seed), limit=limit)
-    return Trace(name, limit=limit, checked=checked)
+    return Trace(name, limit=limit)
 
 
 def generate(workload: Workload) -> Iterator[TraceRequest]:
