@@ -74,17 +74,6 @@ async def test_a_chunk_shorter_than_its_row_comes_back_at_its_length(open_engine
         assert [bytes(row) for row in rows] == [chunk(1)[:1_000]]
 
 
-async def test_keys_of_any_length_are_kept_apart(open_engine, runner, tmp_path):
-    engine = await open_engine(4, {"type": "fs", "root": str(tmp_path / "tier")}, runner=runner)
-    keys = [b"\0\0\0\0", b"/\0\0\0\0", b"..\0\0\0\0", b"a\0\0\0\0", b"A\0\0\0\0", b"\xff" * 36]
-    for number, each in enumerate(keys):
-        assert await engine.put([each], [chunk(number)]) == 1
-    assert await engine.drain()
-    for number, each in enumerate(keys):
-        async with engine.fetch([each]) as rows:
-            assert [bytes(row) for row in rows] == [chunk(number)]
-
-
 async def test_a_deleted_chunk_is_gone_from_every_tier(open_engine, runner, tmp_path):
     engine = await open_engine(8, {"type": "fs", "root": str(tmp_path / "tier")}, DUMMY, runner=runner)
     await put(engine, range(4))

@@ -26,18 +26,9 @@ def test_keys_of_one_length_need_no_table_of_lengths_though_all_are_empty() -> N
     assert unpack_keys(pack_keys([OffloadKey(b"")] * 3)) == [b"", b"", b""]
 
 
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (ChunkMissing("gone"), Code.MISSING),
-        (ChunkCorrupt("rotten"), Code.CORRUPT),
-        (NoSpace("full"), Code.NO_SPACE),
-        (TransferFailed("broken"), Code.FAILED),
-        (ChunkError("of a kind that is not known here"), Code.FAILED),
-    ],
-)
-def test_each_error_has_its_code(error: ChunkError, code: Code) -> None:
-    assert code_of(error) is code
+def test_each_error_has_its_code() -> None:
+    errors = (ChunkMissing(""), ChunkCorrupt(""), NoSpace(""), TransferFailed(""), ChunkError("of an unknown kind"))
+    assert list(map(code_of, errors)) == [Code.MISSING, Code.CORRUPT, Code.NO_SPACE, Code.FAILED, Code.FAILED]
 
 
 def caused(error: Exception, cause: BaseException) -> Exception:

@@ -111,6 +111,7 @@ MISTAKES: list[tuple[object, str]] = [
     ({"count": 10**5_000}, "count: an integer of 16,610 bits given, an integer, at least 1"),
     ({"count": True}, "count: true given, an integer"),
     ({"count": "3"}, "count: '3' given, an integer"),
+    ({"count": "x" * 10_000}, f"count: '{'x' * 78}… given, an integer"),
     ({"flag": 1}, "flag: 1 given, true or false accepted"),
     ({"pair": [1]}, "pair: a list given, a list"),
     ({"words": ["a", 2]}, "words[1]: 2 given, text accepted"),
@@ -137,12 +138,6 @@ def test_a_mistake_is_named_by_its_path_what_was_given_and_what_would_do(given: 
         decode(Tree, given, where="engine.tree")
     assert str(placed.value).startswith(("engine.tree.", "engine.tree: "))
     assert str(placed.value).removeprefix("engine.tree")[1:].strip().startswith(message)
-
-
-def test_a_long_value_is_cut_in_the_message() -> None:
-    with pytest.raises(ConfigError) as caught:
-        decode(Tree, {"count": "x" * 10_000})
-    assert len(str(caught.value)) < 200
 
 
 def test_a_missing_field_is_looked_for_among_the_misspelt_ones() -> None:
@@ -185,12 +180,6 @@ def test_a_struct_that_is_not_ours_is_decoded_as_strictly() -> None:
 def test_siblings_are_named_beside_the_fields() -> None:
     with pytest.raises(ConfigError, match=r"(?m)did you mean 'limits'\? Known here: limits, root, size_bytes, wait_s$"):
         decode(Leaf, {"root": "/a", "limts": {}}, siblings=["limits"])
-
-
-def test_what_is_already_made_is_taken_as_it_is() -> None:
-    leaf = Leaf(root="/a")
-    assert decode(Leaf, leaf) is leaf
-    assert Tree(leaf=leaf).leaf is leaf
 
 
 ANYTHING = st.recursive(

@@ -36,15 +36,11 @@ class TestBad(BackendConformance):
 """
 
 
-def run(folder, *options) -> subprocess.CompletedProcess[str]:
-    (folder / "pytest.ini").write_text(SETTINGS)
-    (folder / "test_theirs.py").write_text(TESTS)
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-
-
 def test_the_suite_runs_in_strict_mode_and_explains_its_assertions(tmp_path):
-    ended = run(tmp_path, "-k", "TestGood or test_the_last_store")
-    assert "1 failed" in ended.stdout
-    assert "FAILED test_theirs.py::TestBad::test_the_last_store_of_a_key_counts" in ended.stdout
-    assert "At index 0 diff: 'ChunkMissing' != " in ended.stdout
+    (tmp_path / "pytest.ini").write_text(SETTINGS)
+    (tmp_path / "test_theirs.py").write_text(TESTS)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "TestGood or test_the_last_store"]
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False).stdout
+    assert "1 failed" in said
+    assert "FAILED test_theirs.py::TestBad::test_the_last_store_of_a_key_counts" in said
+    assert "At index 0 diff: 'ChunkMissing' != " in said
