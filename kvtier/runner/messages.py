@@ -95,7 +95,7 @@ def code_of(error: ChunkError) -> Code:
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Tagged by its class's name."""
+    """An array that begins with a letter for its class."""
 
 
 # Actions: owner → runner.

@@ -39,17 +39,6 @@ async def test_slots_are_page_aligned_apart_and_used_again() -> None:
     assert staging.retired == 0
 
 
-async def test_a_slot_whose_transfer_failed_is_never_used_again() -> None:
-    staging = Staging("0:tested", 4_096, 2, retired_max=10)
-    gone: set[int] = set()
-    for _ in range(5):
-        retired = await addresses(staging, 2, retire=True)
-        assert not retired & gone
-        gone |= retired
-    assert staging.retired == 10
-    assert not await addresses(staging, 2) & gone
-
-
 @pytest.mark.parametrize("error", [ZeroDivisionError, asyncio.CancelledError])
 async def test_a_block_that_fails_or_is_cancelled_has_retired_its_slots(error: type[BaseException]) -> None:
     staging = Staging("0:tested", 4_096, 2, retired_max=4)

@@ -1,7 +1,7 @@
 """An order whose keys leave before they go: with hints, what leaves and comes back is who it was."""
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import pytest
 
@@ -101,7 +101,8 @@ def test_over_an_lru_both_together_are_an_lru(seed: int) -> None:
         match dice.randrange(6):
             case 0 | 1 if len(here) < 50:
                 new = dice.sample(sorted(set(range(60)) - set(here)), dice.randint(1, 10))
-                both(plain, leaving, lambda order, new=new: order.insert(new))
+                plain.insert(new)
+                leaving.insert(new)
                 here += new
             case 0 | 1 | 2:
                 count = dice.randint(1, 12)
@@ -110,19 +111,16 @@ def test_over_an_lru_both_together_are_an_lru(seed: int) -> None:
                 here = [key for key in here if key not in (expected or ())]
             case 3:
                 gone = dice.sample(here, min(len(here), dice.randrange(3)))
-                both(plain, leaving, lambda order, gone=gone: order.remove(gone))
+                plain.remove(gone)
+                leaving.remove(gone)
                 here = [key for key in here if key not in gone]
             case 4:
                 used = dice.sample(here, min(len(here), dice.randrange(8)))
-                both(plain, leaving, lambda order, used=used: order.touch(used))
+                plain.touch(used)
+                leaving.touch(used)
             case _:
                 leaving.choose(dice.randint(0, 15), none_kept)
                 assert set(leaving) <= set(here)
-
-
-def both(one: LinkedLRU, other: EvictionQueue[int], do: Callable[[LinkedLRU | EvictionQueue[int]], None]) -> None:
-    do(one)
-    do(other)
 
 
 class Kept:
