@@ -123,7 +123,6 @@ def _scratch_in(directory: str, stack: ExitStack) -> str:
 
 
 def measure_tier(config: EngineConfig, size_bytes: int, rounds: int) -> Iterator[Row]:
-    """Yield the rows of an engine's one tier."""
     room = min(config.cpu_bytes_to_use, _primary_bytes(size_bytes, config.row_bytes))
     config = replace(config, cpu_bytes_to_use=room, runner="process")
     (tier,) = config.secondary_tiers

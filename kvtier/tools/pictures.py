@@ -37,13 +37,20 @@ def write_replay_picture(path: str, report: Report, tally: ReplayTally) -> None:
     _draw_course(hits, traffic, report, tally)
     for index, (name, samples) in enumerate(tally.latencies_s.items()):
         shares = np.linspace(0.0, 1.0, QUANTILES)
-        latencies.plot(1e3 * np.quantile(samples, shares), shares, color=_colour(index), label=_short(name))
+        latencies.plot(
+            1e3 * np.quantile(samples, shares), shares, color=COLOURS[index % len(COLOURS)], label=_short(name)
+        )
     latencies.set_xscale("log")
     latencies.set_xlabel("ms, logarithmic")
     latencies.set_ylabel("share of the calls")
     for axes in (hits, traffic, latencies):
-        _finish(axes)
-    _save(figure, path)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(frameon=False, fontsize=8, ncols=2)
+    with replacing(path) as file, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # Letters that the font lacks become boxes.
+        figure.savefig(file, format=picture_format(path), dpi=DOTS_PER_INCH)
 
 
 def _draw_course(hits: Axes, traffic: Axes, report: Report, tally: ReplayTally) -> None:
@@ -61,7 +68,7 @@ def _draw_course(hits: Axes, traffic: Axes, report: Report, tally: ReplayTally) 
     references = np.maximum(grown([sample.chunk_references for sample in tally.samples]), 1e-9)
     below: Numbers = np.zeros(SLICES)
     for index, name in enumerate(report.tiers if tally.samples else ()):
-        colour, label = _colour(index), _short(name)
+        colour, label = COLOURS[index % len(COLOURS)], _short(name)
         above = below + of_tier(name, lambda tier: tier.hits) / references
         hits.stairs(above, edges, baseline=below, fill=True, color=colour, label=label)
         below = above
@@ -76,24 +83,6 @@ def _draw_course(hits: Axes, traffic: Axes, report: Report, tally: ReplayTally) 
         axes.set_xlabel("time since the replay began, s")
 
 
-def _colour(number: int) -> str:
-    return COLOURS[number % len(COLOURS)]
-
-
 def _short(name: str) -> str:
     plain = name.encode("utf-8", "replace").decode()
     return plain if len(plain) <= LABEL_CHARACTERS_MAX else f"{plain[: LABEL_CHARACTERS_MAX - 1]}…"
-
-
-def _finish(axes: Axes) -> None:
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, fontsize=8, ncols=2)
-
-
-def _save(figure: Figure, path: str) -> None:
-    """Write a picture in the format that the file's name asks for; letters that the font lacks become boxes."""
-    with replacing(path) as file, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from font")
-        figure.savefig(file, format=picture_format(path), dpi=DOTS_PER_INCH)

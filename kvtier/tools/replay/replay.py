@@ -116,27 +116,24 @@ class Sample(NamedTuple):
     tiers: Mapping[str, TierReport]
 
 
+@dataclass
 class ReplayTally:
-    def __init__(self, requests_expected: int, row_bytes: int) -> None:
-        self._row_bytes = row_bytes  # Of the real engine, if a model is replayed.
-        self.requests = 0
-        self.chunk_references = 0
-        self.hits = 0
-        self.gpu_hits: int | None = None  # Hits in the LLM engine's own cache; None if it has none.
-        self.tokens_found = 0  # Tokens of prompts found in tiers, in virtual time.
-        self.wrong_chunks = 0
-        self.wrong_keys: list[OffloadKey] = []
-        self.seconds = 0.0
-        self.drained = False  # All cascades had reached their tiers at the end.
-        self.latencies_s: dict[str, array[float]] = {}
-        self.samples: list[Sample] = []
-        self._requests_a_sample = max(1, -(-requests_expected // SAMPLES_MAX))
+    requests_expected: int
+    row_bytes: int  # Of the real engine, if a model is replayed.
+    requests: int = 0
+    chunk_references: int = 0
+    hits: int = 0
+    gpu_hits: int | None = None  # Hits in the LLM engine's own cache; None if it has none.
+    tokens_found: int = 0  # Tokens of prompts found in tiers, in virtual time.
+    wrong_chunks: int = 0
+    wrong_keys: list[OffloadKey] = field(default_factory=list[OffloadKey])
+    seconds: float = 0.0
+    drained: bool = False  # All cascades had reached their tiers at the end.
+    latencies_s: "dict[str, array[float]]" = field(default_factory=dict)
+    samples: list[Sample] = field(default_factory=list[Sample])
 
     def time(self, operation: str, seconds: float) -> None:
-        samples = self.latencies_s.get(operation)
-        if samples is None:
-            samples = self.latencies_s[operation] = array("d")
-        samples.append(seconds)
+        self.latencies_s.setdefault(operation, array("d")).append(seconds)
 
     def observe(self, tier: str, operation: str, seconds: float) -> None:
         """Record the duration of one batch of a tier; an engine's observer."""
@@ -158,13 +155,13 @@ class ReplayTally:
     def finished(self, stats: Callable[[], EngineStats], seconds: float) -> None:
         """Count a finished request; keep a sample of the totals every few requests."""
         self.requests += 1
-        if self.requests % self._requests_a_sample == 0:
+        if self.requests % max(1, -(-self.requests_expected // SAMPLES_MAX)) == 0:
             self.sample(stats(), seconds)
 
     def sample(self, stats: EngineStats, seconds: float) -> None:
         self.seconds = seconds
         gpu = {} if self.gpu_hits is None else {GPU_NAME: tier_report(self.gpu_hits, 0, 0, 0)}
-        tiers = gpu | totals(stats, self._row_bytes)
+        tiers = gpu | totals(stats, self.row_bytes)
         self.samples.append(Sample(seconds, self.requests, self.chunk_references, tiers))
 
     @property

@@ -1,19 +1,8 @@
 """`kvtier simulate`: a trace at its own pace, in virtual time, against models of the tiers; times to first token.
 
-The model: requests queue, first come first served, for `slots` equal servers that compute one prompt each. A server
-takes the leading run that the LLM engine's own prefix cache on the GPU holds: it is free, and kvtier is not asked for
-it. It looks the rest up, waits until the tiers' chunks are in the primary, copies them to the GPU, computes the other
-tokens at `tokens_per_s`, and is free again with the first token. The prompt is then in the cache on the GPU. Computed
-chunks are stored without waiting: what a tier cannot take is dropped and counted. Without tiering, the server computes
-all that the cache on the GPU does not hold.
-
-Where the model differs from real engines: all servers share one cache on the GPU, and a server that loads does nothing
-else (both make tiering look worse); attention grows with the square of the prompt (which makes recomputing look
-cheaper); decoding is left out.
-
-In the scale model of an engine a page stands for a chunk, and a dummy tier for a disk. Nobody has the memory for the
-chunks of a real engine, of tens of MiB each. So every size and bandwidth is divided by the number of pages in a row:
-transfers take as long as the real ones.
+The reference of the command line has the model of servers and of their prefix cache. In the scale model of an engine a
+page stands for a chunk, and a dummy tier for a disk: the chunks of a real engine, of tens of MiB each, would not fit
+into memory. Every size and bandwidth is divided by the number of pages in a row, so transfers take their real time.
 """
 
 import asyncio

@@ -6,9 +6,8 @@ them as objects takes half a gigabyte. The compression is recognised by the firs
 The format is that of the traces in https://github.com/kvcache-ai/Mooncake, "FAST25-release", optionally preceded by one
 line `{"meta": {...}}`.
 
-A wrong file parses as well and gives figures, so each reader checks for three faults. A chained id stands for its block
-after all blocks before it, so it always follows the same id; ids of each block's own content promise hits that no
-engine can have. The lengths must fit the number of ids. The times must not be seconds.
+A wrong file parses as well and gives figures, so each reader checks for three faults: ids that are not chained promise
+hits that no engine can have; lengths must fit the number of ids; times must not be seconds.
 """
 
 import codecs
