@@ -72,10 +72,7 @@ def draw(seed: int) -> Scenario:
         EngineConfig.from_dict(described, where=f"seed {seed}"),
         [tier["inner"]["capacity_bytes"] is None for tier in tiers],  # Others may evict stored chunks.
         documents,
-        [
-            _told(_crowded(_life(dice, documents, ending, number), seed, number), seed, number)
-            for number, ending in enumerate(endings)
-        ],
+        [_life(dice, documents, ending, number, seed) for number, ending in enumerate(endings)],
     )
 
 
@@ -157,7 +154,9 @@ def _faults(dice: random.Random, deadline_s: float) -> dict[str, Any]:
     return faults
 
 
-def _life(dice: random.Random, documents: Sequence[Sequence[OffloadKey]], ending: Ending, number: int) -> Life:
+def _life(
+    dice: random.Random, documents: Sequence[Sequence[OffloadKey]], ending: Ending, number: int, seed: int
+) -> Life:
     programs = [(_habits(dice), _matchers(dice)) for _ in range(dice.choice((0, 1, 2, 3)))]
     scheduled = dice.choice((0, 2, 8)) if programs else 8
     if scheduled:  # Whoever steps an engine resets it, and nobody beside it.
@@ -175,22 +174,14 @@ def _life(dice: random.Random, documents: Sequence[Sequence[OffloadKey]], ending
         failed_stores=dice.choice((0.0, 0.0, 0.3)),
     )
     resets_s = [dice.uniform(0, 4)] if scheduled and dice.random() < 0.2 else []
-    return Life(programs, prompts, pace, resets_s, ending, dice.uniform(0, 6))
-
-
-def _crowded(life: Life, seed: int, number: int) -> Life:
-    dice = random.Random(f"seed {seed}, life {number}, crowd")
-    crowd = [dice.choice(life.habits) for _ in range(5)] if life.habits and dice.random() < 0.15 else []
-    return life._replace(habits=[*life.habits, *crowd])
-
-
-def _told(life: Life, seed: int, number: int) -> Life:
+    ends_s = dice.uniform(0, 6)
+    dice = random.Random(f"seed {seed}, life {number}, crowd")  # In a few lives many calls wait for rows.
+    programs += [dice.choice(programs) for _ in range(5)] if programs and dice.random() < 0.15 else []
     dice = random.Random(f"seed {seed}, life {number}, hints")
     share = dice.choice((0.0, 0.3, 1.0))
-    return life._replace(
-        habits=[(habits._replace(hints=share), chosen) for habits, chosen in life.habits],
-        prompts=[prompt._replace(hint=some_hint(dice) if dice.random() < share else None) for prompt in life.prompts],
-    )
+    programs = [(habits._replace(hints=share), chosen) for habits, chosen in programs]
+    prompts = [prompt._replace(hint=some_hint(dice) if dice.random() < share else None) for prompt in prompts]
+    return Life(programs, prompts, pace, resets_s, ending, ends_s)
 
 
 def _habits(dice: random.Random) -> Habits:
