@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,6 +54,11 @@ def nothing_left() -> Iterator[None]:
 @pytest.fixture(params=["inline", "process"])
 def runner(request: pytest.FixtureRequest) -> str:
     return request.param
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> dict[str, Any]:
+    return {"type": "fs", "root": str(tmp_path / "tier")}
 
 
 Open = Callable[..., Awaitable[TieringOffloadingManager]]

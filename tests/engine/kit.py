@@ -31,6 +31,14 @@ def chunk(number: int) -> bytes:
     return number.to_bytes(8, "big") * (CHUNK_BYTES // 8)
 
 
+def keys(numbers: Iterable[int]) -> list[OffloadKey]:
+    return [key(number) for number in numbers]
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
 def describe(rows: int = 8, *tiers: dict[str, Any], runner: str | None = None, **fields: Any) -> EngineConfig:
     described = {
         "cpu_bytes_to_use": rows * CHUNK_BYTES,
@@ -57,14 +65,14 @@ def ledger_in(engine: Engine) -> Ledger:
 async def put(engine: TieringOffloadingManager, numbers: Iterable[int], *, request_id: str | None = None) -> int:
     numbers = list(numbers)
     chunks = [chunk(number) for number in numbers]
-    return await engine.put([key(number) for number in numbers], chunks, request_id=request_id)
+    return await engine.put(keys(numbers), chunks, request_id=request_id)
 
 
 def store(engine: Engine, numbers: Iterable[int]) -> None:
     """Store as a synchronous engine does, in one step."""
     steps, numbers = steps_of(engine), list(numbers)
     steps.on_new_request(f"store {numbers}")
-    plan = steps.prepare_store([key(number) for number in numbers], f"store {numbers}")
+    plan = steps.prepare_store(keys(numbers), f"store {numbers}")
     assert plan is not None
     for number, row in zip(numbers, plan.rows, strict=True):
         steps.region.row(row)[:] = chunk(number)
@@ -76,7 +84,7 @@ def store(engine: Engine, numbers: Iterable[int]) -> None:
 async def found(engine: TieringOffloadingManager, numbers: Iterable[int], *, request_id: str | None = None) -> int:
     """Fetch, hold every byte against what was put, and return how many leading chunks came."""
     numbers = list(numbers)
-    async with engine.fetch([key(number) for number in numbers], request_id=request_id) as rows:
+    async with engine.fetch(keys(numbers), request_id=request_id) as rows:
         assert [bytes(row) for row in rows] == [chunk(number) for number in numbers[: len(rows)]]
         return len(rows)
 

@@ -31,11 +31,6 @@ asyncio.run(main())
 """
 
 
-@pytest.fixture
-def disk(tmp_path):
-    return {"type": "fs", "root": str(tmp_path / "tier")}
-
-
 async def kept(disk, numbers):
     """Open a new engine over the disk and name the chunks that it finds, every byte of which is compared."""
     async with TieringOffloadingManager.open(describe(64, disk)) as engine:

@@ -16,11 +16,6 @@ from tests.engine.kit import PATIENCE_S, describe, found, put, store
 
 
 @pytest.fixture
-def disk(tmp_path):
-    return {"type": "fs", "root": str(tmp_path / "tier")}
-
-
-@pytest.fixture
 def told():
     """Collect what is said of engines that are dropped."""
     with warnings.catch_warnings(record=True) as said:

@@ -6,21 +6,13 @@ import logging
 import pytest
 
 from kvtier.errors import EngineClosed, RowsStillRead
-from tests.engine.kit import at_rest, chunk, found, key, ledger_in, put
+from tests.engine.kit import at_rest, chunk, found, key, keys, ledger_in, now, put
 from tests.simulation.audit import audit_quiet
 
 pytestmark = pytest.mark.virtual_time
 
 SLOW = {"type": "dummy", "latency_s": 1.0}
 HOLD_S = 2.0
-
-
-def now():
-    return asyncio.get_running_loop().time()
-
-
-def keys_of(numbers):
-    return [key(number) for number in numbers]
 
 
 async def filled(open_engine, rows, chunks, **fields):
@@ -34,7 +26,7 @@ async def filled(open_engine, rows, chunks, **fields):
 
 async def held(engine, numbers, seconds=HOLD_S):
     """Fetch, hold the rows for a while, and return how many there were."""
-    async with engine.fetch(keys_of(numbers)) as rows:
+    async with engine.fetch(keys(numbers)) as rows:
         await asyncio.sleep(seconds)
         assert [bytes(row) for row in rows] == [chunk(number) for number in numbers[: len(rows)]]
         return len(rows)
@@ -60,7 +52,7 @@ async def test_fetches_of_nearly_all_rows_are_served_in_order_of_asking(open_eng
     served = []
 
     async def fetch(task):
-        async with engine.fetch(keys_of(range(16 * task, 16 * task + 12))) as rows:
+        async with engine.fetch(keys(range(16 * task, 16 * task + 12))) as rows:
             served.append((task, len(rows)))
             await asyncio.sleep(HOLD_S)
 
@@ -72,19 +64,19 @@ async def test_fetches_of_nearly_all_rows_are_served_in_order_of_asking(open_eng
 
 async def test_only_what_needs_rows_waits_in_the_line_and_who_leaves_it_lets_the_next_one_through(open_engine):
     engine = await filled(open_engine, 8, 32)
-    async with engine.fetch(keys_of(range(8))):
+    async with engine.fetch(keys(range(8))):
         first, second = (asyncio.ensure_future(held(engine, range(at, at + 8))) for at in (8, 16))
         await asyncio.sleep(1)
         begun = now()
         assert await found(engine, range(8)) == 8
         assert await found(engine, [1_000]) == 0  # A chunk that no tier has needs no row either.
-        assert await engine.prefetch(keys_of(range(8, 16))) == 0
+        assert await engine.prefetch(keys(range(8, 16))) == 0
         assert now() == begun
         assert not first.done()
         first.cancel()
         await asyncio.wait({first})
     assert await second == 8
-    async with engine.fetch(keys_of(range(16, 24))):
+    async with engine.fetch(keys(range(16, 24))):
         third = asyncio.ensure_future(held(engine, range(24, 32)))
         await asyncio.sleep(1)
         await engine.aclose()
@@ -112,7 +104,7 @@ async def test_fetches_that_wait_for_rows_do_not_wake_each_other_for_ever(open_e
 async def test_a_task_that_waits_for_its_own_rows_gets_the_rows_that_are_left(open_engine, caplog):
     engine = await filled(open_engine, 8, 24, limits={"lease_s": 10})
     with caplog.at_level(logging.WARNING):
-        async with engine.fetch(keys_of(range(6))) as rows:
+        async with engine.fetch(keys(range(6))) as rows:
             begun = now()
             assert await found(engine, range(8, 14)) == 2
             assert now() - begun == pytest.approx(12, abs=1)
@@ -141,7 +133,7 @@ async def test_tasks_that_wait_for_each_other_all_give_up_after_one_lease(open_e
 
 async def test_a_fetch_waits_for_rows_no_longer_than_computing_would_take(open_engine):
     engine = await filled(open_engine, 8, 24, limits={"lease_s": 1_000}, prefill_tokens_per_s=1.0, chunk_tokens=2)
-    async with engine.fetch(keys_of(range(8))):
+    async with engine.fetch(keys(range(8))):
         begun = now()
         assert await found(engine, range(8, 16)) == 0
         assert now() - begun == pytest.approx(8 * 2 * 1.5)
@@ -161,7 +153,7 @@ async def test_a_run_longer_than_the_primary_is_cut_at_once_and_counted(open_eng
 async def read(engine, numbers):
     """Read a run in parts, hold every byte against what was put, and return the parts' lengths."""
     lengths, numbers = [], list(numbers)
-    async for rows in engine.stream(keys_of(numbers)):
+    async for rows in engine.stream(keys(numbers)):
         begun = sum(lengths)
         assert [bytes(row) for row in rows] == [chunk(number) for number in numbers[begun : begun + len(rows)]]
         lengths.append(len(rows))
@@ -181,7 +173,7 @@ async def test_a_stream_reads_a_run_of_any_length_in_parts(open_engine):
 
 async def test_the_views_of_a_part_are_gone_at_the_next_part_and_a_kept_slice_is_an_error(open_engine):
     engine = await filled(open_engine, 16, 24)
-    parts = engine.stream(keys_of(range(24)))
+    parts = engine.stream(keys(range(24)))
     first = (await anext(parts))[0]
     kept = [(await anext(parts))[0][:8]]
     with pytest.raises(ValueError, match="released"):
@@ -196,7 +188,7 @@ async def test_the_views_of_a_part_are_gone_at_the_next_part_and_a_kept_slice_is
 @pytest.mark.parametrize("how", ["left", "closed", "cancelled"])
 async def test_leaving_a_stream_early_gives_the_rows_back(open_engine, how):
     engine = await filled(open_engine, 16, 24)
-    parts = engine.stream(keys_of(range(24)))
+    parts = engine.stream(keys(range(24)))
     assert len(await anext(parts)) == 8
     if how == "cancelled":
         with pytest.raises(TimeoutError):
@@ -214,9 +206,9 @@ async def test_leaving_a_stream_early_gives_the_rows_back(open_engine, how):
 async def test_a_stream_may_belong_to_a_request_of_the_callers_and_ends_with_the_engine(open_engine):
     engine = await filled(open_engine, 16, 24)
     engine.steps.on_new_request("r", [])
-    assert [len(rows) async for rows in engine.stream(keys_of(range(24)), request_id="r")] == []
+    assert [len(rows) async for rows in engine.stream(keys(range(24)), request_id="r")] == []
     engine.steps.on_request_finished("r")
-    parts = engine.stream(keys_of(range(24)))
+    parts = engine.stream(keys(range(24)))
     assert len(await anext(parts)) == 8
     await engine.aclose()
     with pytest.raises(EngineClosed):

@@ -15,7 +15,7 @@ import pytest
 
 from kvtier import EventKind, Hint
 from kvtier.engine.manager import TieringOffloadingManager
-from tests.engine.kit import CHUNK_BYTES, at_rest, chunk, found, key, ledger_in, put, until
+from tests.engine.kit import CHUNK_BYTES, at_rest, chunk, found, key, keys, ledger_in, put, until
 
 OVER = Hint(over=True)
 SLOT_BYTES = CHUNK_BYTES + 4_096
@@ -33,11 +33,7 @@ def here(engine: TieringOffloadingManager, numbers: Iterable[int]) -> list[int]:
 
 async def put_hinted(engine: TieringOffloadingManager, numbers: Iterable[int], hint: object) -> None:
     numbers = list(numbers)
-    await engine.put([key(number) for number in numbers], [chunk(number) for number in numbers], hint=hint)
-
-
-def keys(numbers: Iterable[int]) -> list[Any]:
-    return [key(number) for number in numbers]
+    await engine.put(keys(numbers), [chunk(number) for number in numbers], hint=hint)
 
 
 async def emptied(open_engine, chunks: int, rows: int = 8, tier: dict[str, Any] | None = None, **fields: Any):

@@ -9,7 +9,7 @@ import pytest
 
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.errors import RowsStillRead
-from tests.engine.kit import CHUNK_BYTES, at_rest, chunk, describe, found, key, ledger_in, put
+from tests.engine.kit import CHUNK_BYTES, at_rest, chunk, describe, found, key, keys, ledger_in, put
 
 pytestmark = pytest.mark.virtual_time
 
@@ -36,7 +36,7 @@ async def keep(engine, numbers, make):
     """Fetch, and keep what was made of the rows beyond the block."""
     made = []
     with pytest.raises(RowsStillRead):
-        async with engine.fetch([key(number) for number in numbers]) as rows:
+        async with engine.fetch(keys(numbers)) as rows:
             made += map(make, rows)
     return made
 
@@ -71,7 +71,7 @@ async def test_the_error_the_log_and_the_metric_name_the_rows_still_read(open_en
     engine = await open_engine(8)
     await put(engine, range(5))
     with caplog.at_level(logging.WARNING), pytest.raises(RowsStillRead) as raised:
-        async with engine.fetch([key(number) for number in range(5)]) as rows:
+        async with engine.fetch(keys(range(5))) as rows:
             kept = [row[:1] for row in rows[1:]]
     for told in (str(raised.value), *(record.getMessage() for record in caplog.records)):
         assert "4 of 5 rows" in told

@@ -8,13 +8,9 @@ import asyncio
 import pytest
 
 from kvtier.engine.tier import BreakerState
-from tests.engine.kit import CHUNK_BYTES, FAULTY, found, key, ledger_in, put, store
+from tests.engine.kit import CHUNK_BYTES, FAULTY, found, key, ledger_in, now, put, store
 
 pytestmark = pytest.mark.virtual_time
-
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 def faulty(limits=None, **fields):

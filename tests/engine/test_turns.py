@@ -8,7 +8,7 @@ import uvloop
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.errors import EngineClosed, WrongLoop
 from kvtier.testing.virtual_time import VirtualTimeLoop
-from tests.engine.kit import FAULTY, chunk, describe, found, key, ledger_in, put
+from tests.engine.kit import FAULTY, chunk, describe, found, key, keys, ledger_in, put
 
 HIT, ABSENT = [key(1)], [key(404)]
 CALLS = {
@@ -146,7 +146,7 @@ async def test_a_long_put_and_a_long_get_let_the_loop_turn_while_they_copy(monke
     assert await put(engine, range(64)) == 64
     assert turns >= 16
     turns = 0
-    assert len(await engine.get([key(number) for number in range(64)])) == 64
+    assert len(await engine.get(keys(range(64)))) == 64
     assert turns >= 14
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvtier.engine.manager import TieringOffloadingManager as Engine
-from tests.engine.kit import PATIENCE_S, at_rest, children, found, key, put, until
+from tests.engine.kit import PATIENCE_S, at_rest, children, found, keys, put, until
 
 CLIENTS = 4
 REQUESTS = 4  # Of each client, at least.
@@ -69,11 +69,11 @@ async def serve(engine: Engine, dice: random.Random) -> None:
     first = dice.randrange(PREFIXES) * 100
     numbers = range(first, first + dice.randrange(1, LONGEST + 1))
     if dice.random() < 0.2:
-        await engine.prefetch([key(number) for number in numbers])
+        await engine.prefetch(keys(numbers))
     run = await found(engine, numbers)
     await put(engine, numbers)
     if dice.random() < 0.05:
-        await engine.delete([key(number) for number in numbers[run:]])
+        await engine.delete(keys(numbers[run:]))
 
 
 async def client(engine: Engine, dice: random.Random, enough: Callable[[], bool]) -> None:

@@ -9,7 +9,7 @@ from kvtier.engine.answers import LookupResult
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.errors import EngineClosed
 from kvtier_backends.dummy import forget_store
-from tests.engine.kit import FAULTY, at_rest, chunk, describe, found, key, ledger_in, put, settled
+from tests.engine.kit import FAULTY, at_rest, chunk, describe, found, key, ledger_in, now, put, settled
 
 pytestmark = pytest.mark.virtual_time
 
@@ -26,10 +26,6 @@ def faulty(deadline_s=10.0, hang_s=None, **script):
         "limits": {"deadline_s": deadline_s},
         **faults,
     }
-
-
-def now():
-    return asyncio.get_running_loop().time()
 
 
 async def test_a_long_put_has_its_turn_among_many_short_ones(open_engine):

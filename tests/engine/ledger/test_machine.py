@@ -70,18 +70,11 @@ hints = st.sampled_from(
 seldom = st.integers(0, 3).map(lambda drawn: drawn == 0)  # Or the machine would spend its time in ruins.
 
 
-class Kind(NamedTuple):
-    """When each tier is written, and what computing a chunk takes."""
-
-    cascades: tuple[str, str]
-    computing_s: float | None = None
-
-
-KINDS = [
-    Kind(("store", "store")),
-    Kind(("evict", "second_use")),
-    Kind(("evict", "evict")),
-    Kind(("evict", "second_use"), computing_s=1.0),  # It computes what a tier would load too slowly.
+KINDS = [  # When each tier is written, and what computing a chunk takes: more than a tier's load, or less.
+    (("store", "store"), None),
+    (("evict", "second_use"), None),
+    (("evict", "evict"), None),
+    (("evict", "second_use"), 1.0),
 ]
 
 
@@ -96,19 +89,19 @@ class Lent(NamedTuple):
 
 class Engine(RuleBasedStateMachine):
     @initialize(kind=st.sampled_from(KINDS), scanned=st.booleans())
-    def begin(self, kind: Kind, scanned: bool) -> None:
+    def begin(self, kind: tuple[tuple[str, str], float | None], scanned: bool) -> None:
         self.cascades, self.computing_s = kind
-        peer = {"locality": "REMOTE", "cascade": kind.cascades[1], "breaker_failures": 1}
+        peer = {"locality": "REMOTE", "cascade": self.cascades[1], "breaker_failures": 1}
         self.bench = Bench(
             ROWS,
-            [Bench.spec("disk", store_chunks_max=3, cascade=kind.cascades[0]), Bench.spec("peer", **peer)],
+            [Bench.spec("disk", store_chunks_max=3, cascade=self.cascades[0]), Bench.spec("peer", **peer)],
             lease_rows_max=3,
             cascade_rows_max=3,
             lease_s=4.0,
             action_chunks=2,
             ahead_rows=2,
             retained_rows_max=2,
-            computing_s=kind.computing_s,
+            computing_s=self.computing_s,
         )
         self.ledger = self.bench.ledger
         self.wanted: set[tuple[int, OffloadKey]] = set()  # By tier, what somebody stored or used who may write to it.
