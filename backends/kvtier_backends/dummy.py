@@ -58,7 +58,6 @@ class DummyDevice:
     """
 
     def __init__(self, options: DummyOptions) -> None:
-        """Start idle. Without latency and bandwidth limit a device takes no time at all."""
         load_bytes_per_s = options.bandwidth_bytes_per_s
         store_bytes_per_s = options.store_bandwidth_bytes_per_s or load_bytes_per_s
         self.latency_s = options.latency_s
@@ -170,7 +169,6 @@ class DummyBackend(Backend[DummyOptions]):
     options_type = DummyOptions
 
     def __init__(self, options: DummyOptions, context: TierContext) -> None:
-        """Open the tier at once, without waiting."""
         self._context = context
         self._row_bytes = context.row_bytes
         self._capacity_bytes = options.capacity_bytes

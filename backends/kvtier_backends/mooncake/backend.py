@@ -57,8 +57,6 @@ GIVEN_UP_S = 1.0  # For calls that were given up to return.
 
 
 class _Lost(NamedTuple):
-    """The reason why waiting calls are not tried."""
-
     why: str
     number: int  # The system's number for the cause.
     away: bool = False
@@ -274,8 +272,6 @@ class MooncakeBackend(RemoteBackend[MooncakeOptions]):
 
 @dataclass
 class _Whole(Generic[Chunk]):
-    """One call's chunks and their outcomes."""
-
     names: Sequence[str]
     chunks: Sequence[Chunk]
     found: Callable[[], _Lost | None]  # Returns the queue's failure since the call began; holds no row.

@@ -70,8 +70,6 @@ class MooncakeOptions(SealOptions, frozen=True, kw_only=True):
 
 
 class Meaning(Enum):
-    """The meaning of a code of Mooncake's for a chunk."""
-
     MISSING = "missing"
     TOO_LONG = "too long"  # Longer than the buffer: no chunk of this length.
     FULL = "full"
@@ -193,7 +191,6 @@ def transfer_s_max(options: MooncakeOptions) -> int:
 
 
 def _imported(options: MooncakeOptions) -> Any:
-    """Return Mooncake's module."""
     os.environ.update(environment(options))
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # Its least; it logs to standard error.
     try:

@@ -48,8 +48,6 @@ class GivenUp(Exception):
 
 
 class Moved(NamedTuple):
-    """The outcome of a part."""
-
     outcomes: list[Outcome]
     codes: Sequence[int]
     counts: Counter[str]
@@ -63,8 +61,6 @@ class Moved(NamedTuple):
 
 
 class Means(NamedTuple):
-    """The means that all parts of one direction share."""
-
     client: PoolClient
     seal: Seal
     gate: threading.Lock
@@ -161,7 +157,6 @@ class Part(ABC, Generic[Chunk]):
         return found
 
     def _failed(self, index: int, code: int) -> Outcome:
-        """Return the outcome of a code that does not concern the chunk itself."""
         self._counts["unreachable" if meaning_of(code) is Meaning.AWAY else "transfers_failed"] += 1
         return caused(TransferFailed(f"{self._keys[index].hex()}: {answer_of(code)}"), number_of(code))
 
@@ -207,7 +202,6 @@ class Load(Part[Read]):
         return list(codes.values())
 
     def _take(self, codes: dict[int, int]) -> dict[int, _Doubt]:
-        """Record the outcomes, except those in doubt."""
         doubts = {index: self._taken(index, code) for index, code in codes.items()}
         return {index: doubt for index, doubt in doubts.items() if doubt is not None}
 

@@ -88,8 +88,6 @@ AGAIN = frozenset({TroubleKind.AWAY, TroubleKind.SLOW})
 
 
 class Trouble(NamedTuple):
-    """The reason why a request failed."""
-
     kind: TroubleKind
     why: str
     number: int = 0  # The system's error number, where there is one.

@@ -235,8 +235,6 @@ def _parts(indices: list[int], count: int, least: int) -> list[list[int]]:
 
 
 class Means(NamedTuple):
-    """The means that all calls that move rows share."""
-
     counters: Totals
     seal: Seal
     window: int  # Requests in flight on one connection.
@@ -315,8 +313,6 @@ class Work(ABC, Generic[A]):
 
 
 class LoadWork(Work[Outcome]):
-    """Loads into rows, each checked by its seal."""
-
     def __init__(self, names: Sequence[bytes], reads: Sequence[Read], means: Means) -> None:
         super().__init__(names, means.counters, means.window, means.seal.sealed_bytes)
         self.corrupt: list[int] = []  # Places whose values are to be deleted.
@@ -353,8 +349,6 @@ class LoadWork(Work[Outcome]):
 
 
 class StoreWork(Work[Outcome]):
-    """Stores of rows and their seals, each as one value."""
-
     has_rows = True
 
     def __init__(self, names: Sequence[bytes], writes: Sequence[Write], means: Means) -> None:
@@ -468,7 +462,6 @@ def exchange(server: Server, work: Work[A], indices: Sequence[int], timeout_s: f
 
 
 def _converse(link: Link, work: Work[A], indices: Sequence[int]) -> None:
-    """Send half a window of requests at a time, and read the replies in order."""
     sent = heard = 0
     while heard < len(indices):
         while sent < len(indices) and sent - heard <= work.window - work.gulp:

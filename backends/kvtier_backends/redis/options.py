@@ -39,8 +39,6 @@ _DB = re.compile(r"[0-9]{1,9}")
 
 
 class Address(NamedTuple):
-    """Where a server listens."""
-
     host: str
     port: int
 

@@ -263,8 +263,7 @@ class Topology(ABC):
         self._closed = False
 
     @abstractmethod
-    def server_of(self, name: bytes) -> Server:
-        """Return the server of a name, from memory."""
+    def server_of(self, name: bytes) -> Server: ...
 
     def places_of(self, names: Sequence[bytes]) -> dict[Server, list[int]]:
         places: defaultdict[Server, list[int]] = defaultdict(list)
@@ -324,7 +323,6 @@ class Topology(ABC):
             self._forgotten = [server for server in (*self._forgotten, *gone) if server.forget()]
 
     def close(self) -> None:
-        """Close every connection, also those in use."""
         with self._lock:
             self._closed = True
             every = [*self._servers.values(), *self._forgotten]
