@@ -112,13 +112,6 @@ def _echo(listener: socket.socket) -> None:
             connection.sendall(passed)
 
 
-async def test_a_database_that_there_is_not_is_a_mistake_of_the_configuration(opened, server, cluster) -> None:
-    with pytest.raises(ConfigError, match=r"^url: .*DB index is out of range"):
-        await opened(server.address, path="/1000")
-    with pytest.raises(ConfigError, match=r"^url: .*SELECT is not allowed in cluster mode"):
-        await opened(cluster[0].address, path="/1")
-
-
 async def test_a_server_is_reached_by_an_address_of_the_sixth_version(opened, server, lender) -> None:
     try:
         proxy = Proxy(server.port, host="::1")
@@ -171,19 +164,17 @@ def certified(tmp_path: Path) -> ssl.SSLContext:
     return context
 
 
-async def test_chunks_travel_over_tls(opened, front, tmp_path, lender) -> None:
-    tier, keys = await kept(lender, opened(front.address, scheme="rediss", tls_ca_file=str(tmp_path / "ca.pem")), 64)
+async def test_chunks_travel_over_tls_and_closing_ends_calls_that_hang(
+    opened, own_server, certified, tmp_path, lender
+) -> None:
+    server = own_server()
+    front = Proxy(server.port, tls=certified)
+    opening = opened(front.address, scheme="rediss", tls_ca_file=str(tmp_path / "ca.pem"), timeout_s=600)
+    tier, keys = await kept(lender, opening, 64)
     assert await lender.recall(tier, keys) == [label(key) for key in keys]
     assert list(await tier.probe(keys)) == [True] * 64
-
-
-async def test_closing_ends_calls_that_hang_over_tls(opened, own_server, certified, tmp_path, lender) -> None:
-    server, keys = own_server(), keys_of(8)
-    front = Proxy(server.port, tls=certified)
-    tier = await opened(front.address, scheme="rediss", tls_ca_file=str(tmp_path / "ca.pem"), timeout_s=600)
-    await lender.keep(tier, keys)
     server.signal(signal.SIGSTOP)
-    load = asyncio.create_task(tier.load(lender.reads(keys)))
+    load = asyncio.create_task(tier.load(lender.reads(keys[:8])))
     await asyncio.sleep(0.05)
     assert await tier.aclose(0.05) == Abandoned(1)
     with pytest.raises(BackendUnavailable):
@@ -415,8 +406,13 @@ async def test_calls_do_not_wait_for_a_new_table_of_slots(opened, cluster, names
     await recovers(tier, lender, keys)
 
 
-async def test_a_topology_that_is_another_is_a_mistake_of_the_configuration(opened, cluster, server) -> None:
-    with pytest.raises(ConfigError, match="is a node of a cluster"):
-        await opened(cluster[0].address)
+async def test_a_url_that_does_not_fit_its_servers_is_a_mistake_of_the_configuration(opened, cluster, server) -> None:
+    for address, about, told in (
+        (server.address, {"path": "/1000"}, r"^url: .*DB index is out of range"),
+        (cluster[0].address, {"path": "/1"}, r"^url: .*SELECT is not allowed in cluster mode"),
+        (cluster[0].address, {}, "is a node of a cluster"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            await opened(address, **about)
     with pytest.raises((ConfigError, BackendUnavailable), match="cluster"):
         await opened(server.address, scheme="redis+cluster")
