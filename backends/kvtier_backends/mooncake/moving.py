@@ -241,7 +241,8 @@ class Load(Part[Read]):
             mixture = ChunkMissing(f"{key.hex()}: it is being stored")
             self._outcomes[index] = doubt.fault.outcome(key) if index in corrupt else mixture
         self._counts.update(f"corrupt_{first[index].fault}" for index in corrupt)
-        self._counts["torn"] += len(first) - len(corrupt)
+        if torn := len(first) - len(corrupt):
+            self._counts["torn"] += torn
         if corrupt:
             self._client.remove([self.names[index] for index in corrupt])
 
