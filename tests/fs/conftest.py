@@ -132,6 +132,7 @@ async def open_tier(root, mapper, monkeypatch) -> AsyncIterator[OpenTier]:
     """Open tiers over `root`, of files or of one small segment if not told otherwise; each is closed in the end.
 
     The names of `CONSTANTS` are taken, too, from then on. With `checkpoint_s=0` there is no checkpoint at the start.
+    So are `engine`, `namespace` and `row_bytes` of its context.
     """
     opened: list[FsBackend] = []
 
@@ -145,7 +146,9 @@ async def open_tier(root, mapper, monkeypatch) -> AsyncIterator[OpenTier]:
             monkeypatch.setattr(*CONSTANTS[name], given.pop(name))
         if given["layout"] == "segments":
             given.setdefault("capacity_bytes", "1MiB")
-        opened.append(await FsBackend.open(FsOptions(**given), TierContext("0:fs", mapper, ROW_BYTES)))
+        named = FileMapper(given.pop("namespace", mapper.namespace))
+        context = TierContext("0:fs", named, given.pop("row_bytes", ROW_BYTES), engine=given.pop("engine", None))
+        opened.append(await FsBackend.open(FsOptions(**given), context))
         return opened[-1]
 
     yield open_tier

@@ -232,7 +232,7 @@ class Lives:
             opening.cancel()
         left = await self.now.aclose(ends_at, partial(self._close_files, self.now))
         with suppress(*[OSError] if self._ended else []):
-            await self.now.layout.ended()
+            await self.now.layout.background.ended()
         return left
 
     def note(self, outcomes: Sequence[Outcome]) -> None:
@@ -307,7 +307,7 @@ class Lives:
         self._ended = True
         await life.aclose(time.monotonic() + END_S, life.close_files)
         with suppress(OSError):  # Of a task that met the end.
-            await life.layout.ended()
+            await life.layout.background.ended()
 
     async def _begin(self) -> None:
         before = self.now.tier

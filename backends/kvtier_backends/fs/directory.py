@@ -36,6 +36,7 @@ from kvtier_backends.fs.disk.footer import (
 )
 from kvtier_backends.fs.disk.owner import OWNER, remove_ownerless
 from kvtier_backends.fs.disk.reads import write_all
+from kvtier_backends.fs.disk.remains import Remains
 from kvtier_backends.fs.disk.root import BOOK, CONFIG_BYTES_MAX
 from kvtier_backends.fs.disk.temporaries import TemporarySweep, Writer, chunk_of_vllms, temporary_name, writer_of
 from kvtier_backends.fs.files.chunk_files import take_aside
@@ -78,7 +79,7 @@ class FilesDirectory:
             raise ConfigError(f"{root}: {error.strerror}; a tier's directory accepted") from error
         self._writer = Writer.this_process()
         self._now_ns = time.time_ns()
-        self._sweep = TemporarySweep(self._fd, self._writer, self._now_ns / 1e9)
+        self._sweep = TemporarySweep(self._fd, self._writer, self._now_ns / 1e9, Remains(self._fd))
         self._slots = SegmentsDirectory(self._fd, self._now_ns, self._taken_bytes)
         self._row_bytes: dict[str, int | None] = {}
         try:
@@ -312,21 +313,19 @@ class FilesDirectory:
         return False
 
     def _judge(self, place: Place, file: StoredFile, fd: int, size_bytes: int) -> Finding:
-        footer = _footer_at_end(fd, size_bytes)
-        if footer is ChunkFault.VERSION:
-            return Finding(State.UNVERIFIED)
+        footer, fault = _footer_at_end(fd, size_bytes), ""
         if isinstance(footer, ChunkFault):
             return self._judge_without_footer(place, footer, size_bytes)
-        if footer.key != file.key:
-            return Finding(State.CORRUPT, ChunkFault.SWAPPED)
         if (whole := judge_length(size_bytes, footer.payload_bytes)) is not Whole.FOOTED:
-            return Finding(State.CORRUPT, whole.value)
-        if _checksum(fd, footer.payload_bytes) != footer.payload_checksum:
-            return Finding(State.CORRUPT, ChunkFault.PAYLOAD)
-        return Finding(State.SEALED if footer.seal else State.WHOLE)
+            fault = whole.value
+        if footer.key != file.key:
+            fault = ChunkFault.SWAPPED
+        return _finding(footer, fault, lambda: _checksum(fd, footer.payload_bytes))
 
     def _judge_without_footer(self, place: Place, fault: ChunkFault, size_bytes: int) -> Finding:
         """Tell vLLM's files, which end with their rows, from damaged ones by the length of the rows of others."""
+        if fault is ChunkFault.VERSION:
+            return Finding(State.UNVERIFIED)
         row_bytes = self._rows_of(place)
         if row_bytes is None:
             whole = bool(size_bytes) and size_bytes % FOOTER_BYTES == 0
@@ -577,12 +576,14 @@ def _judge(slot: memoryview, header: Header, identity: int) -> Finding:
     if _identity(bytes(page)) != identity:
         return Finding(State.GONE)
     footer = read_footer(page)
-    if footer is ChunkFault.VERSION:
-        return Finding(State.UNVERIFIED)
     if isinstance(footer, ChunkFault):
-        return Finding(State.CORRUPT, footer)
-    if not _is_of(footer, header):
-        return Finding(State.CORRUPT, ChunkFault.NAMESPACE)
-    if payload_checksum(slot[: header.row_bytes]) != footer.payload_checksum:
-        return Finding(State.CORRUPT, ChunkFault.PAYLOAD)
-    return Finding(State.SEALED if footer.seal else State.WHOLE)
+        return Finding(State.UNVERIFIED) if footer is ChunkFault.VERSION else Finding(State.CORRUPT, footer)
+    fault = "" if _is_of(footer, header) else ChunkFault.NAMESPACE
+    return _finding(footer, fault, lambda: payload_checksum(slot[: header.row_bytes]))
+
+
+def _finding(footer: Footer, fault: str, checksum: Callable[[], int]) -> Finding:
+    """Return the state of a chunk with this footer, and perhaps a fault, by its payload's checksum."""
+    if not fault and checksum() != footer.payload_checksum:
+        fault = ChunkFault.PAYLOAD
+    return Finding(State.CORRUPT, fault) if fault else Finding(State.SEALED if footer.seal else State.WHOLE)

@@ -53,12 +53,10 @@ class ChunkIndex:
 
     def __init__(self, policy: Policy[OffloadKey] | None, clock: Callable[[], float] = time.monotonic) -> None:
         """Start empty. `policy`: orders the chunks that were used since the start; None for LRU."""
-        self.of: dict[OffloadKey, int] = {}
-        """The number of each key's chunk."""
+        self.of: dict[OffloadKey, int] = {}  # The number of each key's chunk.
         self.keys: list[OffloadKey | None] = []
         self.used_at_ns = array("q")  # By number; 0: nothing is held there.
-        self.foreign: set[int] = set()
-        """Numbers of chunks that another process has: in no order, they never go."""
+        self.foreign: set[int] = set()  # Numbers of chunks that another process has: in no order, they never go.
         self.inventory = InventoryQueue(self.of)
         self._idle = bytearray()  # By number: 1 for a chunk from before the start that was not used since.
         self._idle_count = 0
@@ -122,11 +120,9 @@ class ChunkIndex:
         self._idle_count += len(numbers)
 
     def used_elsewhere(self, number: int, used_at_ns: int) -> None:
-        """Record a use of an idle chunk by another process."""
         self.used_at_ns[number] = max(self.used_at_ns[number], used_at_ns)
 
     def own(self, number: int) -> None:
-        """Take over a chunk that another process had: it is idle from now on."""
         self.foreign.discard(number)
         self._idle[number] = 1
         self._idle_count += 1
@@ -157,7 +153,6 @@ class ChunkIndex:
 
     @property
     def retentions_cut(self) -> int:
-        """How many chunks were to be retained and were not, or not for all their time."""
         return 0 if self._hinted is None else self._hinted.retained.cut
 
     def remove(self, number: int) -> OffloadKey:
@@ -226,7 +221,6 @@ class ChunkIndex:
         return bytes(self._idle), self.used_at_ns[:]
 
     def order_idle(self, oldest_last: "array[int]") -> None:
-        """Use this order of the idle chunks, which a scan has completed."""
         self._oldest = oldest_last
 
     def _renew(self, keys: Iterable[OffloadKey], now_ns: int) -> tuple[list[int], list[int]]:

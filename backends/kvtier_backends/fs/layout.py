@@ -62,7 +62,6 @@ class FsCounters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 def by_name(counters: FsCounters) -> dict[str, int]:
-    """Return the totals with those by kind as names of their own, such as `corrupt_payload`."""
     totals = msgspec.structs.asdict(counters)
     kinds: dict[str, dict[str, int]] = {name: totals.pop(name) for name in ("corrupt", "refused")}
     return totals | {f"{name}_{kind}": total for name, by in kinds.items() for kind, total in by.items()}
@@ -126,7 +125,6 @@ class OpenTier:
         return chunks if budget is None or not chunks else await budget.take(chunks)
 
     def refused(self, writes: Sequence[Write], reason: Scarce) -> list[Outcome]:
-        """Count chunks that are not stored, and return their outcomes."""
         self.counters.refuse(reason, len(writes))
         return [NoSpace(f"{write.key.hex()}: {reason}: {_WHY[reason]}") for write in writes]
 
@@ -148,7 +146,8 @@ class OpenTier:
         return loads, stores
 
     def let_go(self) -> None:
-        _let_go(self.root, self.lanes)
+        self.lanes.scan.submit(self.root.close)  # A cancelled call's thread may still be at it.
+        self.lanes.let_go()
 
 
 async def open_tier(options: FsOptions, context: TierContext, before: OpenTier | None = None) -> OpenTier:
@@ -161,7 +160,8 @@ async def open_tier(options: FsOptions, context: TierContext, before: OpenTier |
     try:
         packing = await lanes.scan.run(_open, root, options, context, lanes)
     except BaseException:
-        _let_go(root, lanes)
+        lanes.scan.submit(root.close)
+        lanes.let_go()
         raise
     capacity = Capacity(root.disk, limit_bytes=options.capacity_bytes, min_free_bytes=options.min_free_bytes)
     capacity.count(root.beside, root.remains)
@@ -174,11 +174,6 @@ def _open(root: Folder, options: FsOptions, context: TierContext, lanes: FsLanes
     root.open()
     root.open_beside(lanes.store)
     return packing
-
-
-def _let_go(root: Folder, lanes: FsLanes) -> None:
-    lanes.scan.submit(root.close)  # When the lane comes to it: a cancelled call's thread may still be at it.
-    lanes.let_go()
 
 
 class Left(NamedTuple):
@@ -251,7 +246,6 @@ class Background:
 
 
 def left_s(ends_at: float) -> float:
-    """Return the seconds until then, by the monotonic clock; 0 if it has passed."""
     return max(0.0, ends_at - time.monotonic())
 
 

@@ -104,13 +104,6 @@ def test_what_does_not_come_back_is_refused(open_folder, root, monkeypatch) -> N
     assert not root.exists()
 
 
-def test_where_direct_io_is_refused_asking_for_it_is_a_mistake(open_folder, mount) -> None:
-    root = mount("ramfs", "size=1m")
-    with pytest.raises(ConfigError, match=r"^io: 'direct'"):
-        open_folder(root=str(root), io="direct")
-    assert entries(root) == []
-
-
 @pytest.mark.parametrize("flag", ["open", "pwritev"])
 def test_direct_io_that_is_refused_at_any_call_is_refused(open_folder, flag, monkeypatch) -> None:
     call = getattr(os, flag)
@@ -121,6 +114,8 @@ def test_direct_io_that_is_refused_at_any_call_is_refused(open_folder, flag, mon
         return call(what, *args, **kwargs)
 
     monkeypatch.setattr(os, flag, refuse_direct)
+    with pytest.raises(ConfigError, match=r"^io: 'direct'"):
+        open_folder(io="direct")
     assert not open_folder().direct
 
 

@@ -84,15 +84,6 @@ async def test_readers_see_the_old_file_until_the_new_one_is_whole(open_tier, le
     assert path_of(key_of(0)).read_bytes() != before
 
 
-async def test_folders_are_made_only_when_they_are_missing(open_tier, lender, system_call) -> None:
-    tier, made = await open_tier(), system_call("mkdir")
-    await lender.keep(tier, KEYS)
-    assert made.times
-    times = made.times
-    await lender.keep(tier, KEYS)
-    assert made.times == times
-
-
 async def test_a_temporary_name_that_is_taken_is_left_to_its_owner(open_tier, lender, path_of, monkeypatch) -> None:
     tier, path, names = await open_tier(), path_of(key_of(0)), iter([".1.tmp", ".1.tmp", ".2.tmp"])
     monkeypatch.setattr("kvtier_backends.fs.files.chunk_files.temporary_name", lambda writer: next(names))

@@ -1,7 +1,9 @@
 """The index errs on the side of "there", forgets nothing it must tell, and stays small."""
 
+import asyncio
 import random
 import tracemalloc
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
@@ -21,11 +23,29 @@ def index() -> FileIndex:
     return FileIndex()
 
 
-def events(index: FileIndex) -> list[InventoryEvent]:
-    told: list[InventoryEvent] = []
-    while (event := index.inventory.next_event()) is not None:
-        told.append(event)
-    return told
+Told = Callable[[], Awaitable[list[InventoryEvent]]]
+
+
+@pytest.fixture
+async def told(index) -> AsyncIterator[Told]:
+    """Return what the index's report has told since the last call; the first one begins it."""
+    heard, listening = list[InventoryEvent](), list[asyncio.Task[None]]()
+
+    async def listen() -> None:
+        async for event in index.inventory.watch():
+            heard.append(event)
+
+    async def told() -> list[InventoryEvent]:
+        if not listening:
+            listening.append(asyncio.create_task(listen()))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        news, heard[:] = list(heard), []
+        return news
+
+    yield told
+    index.inventory.close()
+    await asyncio.gather(*listening)
 
 
 def gone_from(index: FileIndex) -> list[OffloadKey]:
@@ -34,10 +54,9 @@ def gone_from(index: FileIndex) -> list[OffloadKey]:
 
 
 @pytest.fixture
-def followed(index) -> FileIndex:
-    index.inventory.begin()
+async def followed(index, told) -> FileIndex:
     index.scan_ended(complete=True)
-    assert events(index) == [ScanDone(complete=True)]
+    assert await told() == [ScanDone(complete=True)]
     return index
 
 
@@ -69,34 +88,34 @@ def test_a_removal_does_not_reach_what_was_stored_after_it_began(index) -> None:
     assert early == {B}  # It is over.
 
 
-def test_a_report_begins_with_what_is_there_and_not_with_what_was_removed_beside_the_scan(index) -> None:
+async def test_a_report_begins_with_what_is_there_and_not_with_what_was_removed(index, told) -> None:
     index.removed(A)
     index.removed(B)
     index.stored(FileEntry(B, 512))
-    index.inventory.begin()
+    assert await told() == [Added([B])]
     index.scanned([FileEntry(A, 512), FileEntry(B, 512), FileEntry(C, 512)])
     index.scan_ended(complete=True)
-    assert events(index) == [Added([B, C]), ScanDone(complete=True)]
+    assert await told() == [Added([C]), ScanDone(complete=True)]
 
 
-def test_only_what_no_call_explains_is_reported(followed) -> None:
+async def test_only_what_no_call_explains_is_reported(followed, told) -> None:
     followed.stored(FileEntry(A, 512))
     followed.stored(FileEntry(B, 512))
     followed.removed(A)
-    assert events(followed) == []
+    assert await told() == []
     followed.lost(A)  # Nobody thinks that it is there.
     followed.lost(B)
     followed.found(FileEntry(C, 512))
-    assert events(followed) == [Added([C]), Removed([B])]
+    assert await told() == [Added([C]), Removed([B])]
 
 
-def test_an_event_is_true_when_it_is_told(followed) -> None:
+async def test_an_event_is_true_when_it_is_told(followed, told) -> None:
     for key in (A, B):
         followed.found(FileEntry(key, 512))
     followed.lost(A)
     followed.lost(B)
     followed.stored(FileEntry(B, 512))
-    assert events(followed) == [Added([B]), Removed([A])]
+    assert await told() == [Added([B]), Removed([A])]
 
 
 @pytest.mark.usefixtures("thorough")

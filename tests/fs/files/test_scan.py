@@ -10,6 +10,7 @@ from itertools import count
 import pytest
 
 from kvtier.testing.conformance.lender import key_of, keys_of
+from kvtier_backends.fs.disk.remains import Remains
 from kvtier_backends.fs.disk.temporaries import (
     ABANDONED_S,
     TemporarySweep,
@@ -112,7 +113,7 @@ def sleeper(outside) -> Iterator["subprocess.Popen[bytes]"]:
 def sweep(tmp_path) -> Iterator[Callable[..., bool]]:
     """Put a file there, 1 hour old, sweep over it, and say whether it is gone."""
     root_fd = os.open(tmp_path, os.O_RDONLY)
-    sweep = TemporarySweep(root_fd, Writer.this_process(), NOW_S)
+    sweep = TemporarySweep(root_fd, Writer.this_process(), NOW_S, Remains(root_fd))
 
     def swept(name: str, age_s: float = 3_600.0) -> bool:
         path = tmp_path / name

@@ -10,11 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from kvtier.backend.contract import TierContext
-from kvtier.backend.namespace import FileMapper, Namespace
+from kvtier.backend.namespace import Namespace
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
-from kvtier_backends.fs import ChunkFault, FsBackend, FsOptions
+from kvtier_backends.fs import ChunkFault, FsBackend
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.segments.segment import HEADER_BYTES
 from tests.fs.conftest import ROW_BYTES, SLOT_BYTES, Place, scanned, segments, taken_bytes, whole
@@ -181,10 +180,9 @@ async def test_swapped_chunks_are_misses(open_tier, lender, place_of, seal, layo
 
 
 @pytest.mark.parametrize("other", [{"layout": "LBHNC"}, {"row_bytes": 4_096}])
-async def test_a_file_of_a_namespace_with_the_same_names_is_a_miss(open_tier, lender, root, other) -> None:
+async def test_a_file_of_a_namespace_with_the_same_names_is_a_miss(open_tier, lender, other) -> None:
     """What vLLM leaves out of its names is in the footer's fingerprint."""
-    mapper = FileMapper(Namespace(model_name="org/model", **other))
-    theirs = await FsBackend.open(FsOptions(root=str(root), layout="files"), TierContext("1:fs", mapper, ROW_BYTES))
+    theirs = await open_tier(namespace=Namespace(model_name="org/model", **other))
     await lender.keep(theirs, [KEY])
     await theirs.aclose(10)
     ours = await open_tier()
@@ -192,10 +190,9 @@ async def test_a_file_of_a_namespace_with_the_same_names_is_a_miss(open_tier, le
     assert ours.counters().corrupt == {"namespace": 1}
 
 
-async def test_rows_of_another_length_are_misses(open_tier, stored, lender, root, mapper, layout) -> None:
+async def test_rows_of_another_length_are_misses(open_tier, stored, lender, root, layout) -> None:
     await stored([key_of(2)], layout=layout)
-    options = FsOptions(root=str(root), layout=layout, capacity_bytes="1MiB")
-    theirs = await FsBackend.open(options, TierContext("1:fs", mapper, 4 * ROW_BYTES))
+    theirs = await open_tier(layout=layout, capacity_bytes="1MiB", row_bytes=4 * ROW_BYTES)
     longer = Lender(4 * ROW_BYTES)
     await longer.keep(theirs, [KEY])
     miss = "ChunkCorrupt" if layout == "files" else "ChunkMissing"

@@ -1,7 +1,6 @@
 """A directory that goes away and comes back, empty or as it was: the tier works again without a restart."""
 
 import asyncio
-import errno
 import os
 import shutil
 import subprocess
@@ -189,12 +188,3 @@ async def test_a_cancelled_call_keeps_no_root(tier, lender, root, mapper, option
     await asyncio.wait([call])
     may_end.set()
     assert await works_again(tier, lender)
-
-
-async def test_an_error_of_the_disk_ends_no_life(tier, lender, options, system_call, monkeypatch, looking) -> None:
-    """An error proves nothing: all chunks would be scanned again, and none be found before."""
-    monkeypatch.setattr(backend, "open_tier", None)
-    failing = system_call("stat", error=errno.EIO, only=lambda name, **_: name == OWNER)
-    await lender.keep(tier, NEW)
-    assert failing.times
-    assert await lender.recall(tier, OLD) == whole(OLD)

@@ -12,7 +12,6 @@ import shutil
 import stat
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -171,22 +170,12 @@ async def test_others_in_a_segments_place_are_left_alone(open_tier, stored, lend
     assert copy.read_bytes() == content
 
 
-class Seen(NamedTuple):
-    """A file or folder as it was found."""
-
-    mode: int
-    inode: int
-    modified_ns: int
-    content: bytes
-
-
-def everything_in(folder: Path) -> dict[str, Seen]:
-    """Return all that is in a folder of somebody else's."""
-    found = dict[str, Seen]()
+def everything_in(folder: Path) -> dict[str, tuple[object, ...]]:
+    """Return all that is in a folder of somebody else's, as it was found."""
+    found = dict[str, tuple[object, ...]]()
     for path in [folder, *folder.rglob("*")]:
-        status = path.lstat()
-        content = path.read_bytes() if path.is_file() else b""
-        found[str(path)] = Seen(status.st_mode, status.st_ino, status.st_mtime_ns, content)
+        status, content = path.lstat(), path.read_bytes() if path.is_file() else b""
+        found[str(path)] = status.st_mode, status.st_ino, status.st_mtime_ns, content
     return found
 
 

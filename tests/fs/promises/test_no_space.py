@@ -84,9 +84,12 @@ async def test_a_full_disk_still_serves_what_is_on_it(open_tier, lender, mount, 
     assert again.counters().disk_full > 0
 
 
-async def test_a_small_ext4_full_of_others_files_goes_on_without_the_oldest(open_tier, lender, mount, layout) -> None:
+@pytest.mark.parametrize("capacity_bytes", [None, "1GiB"])  # The latter is larger than the disk.
+async def test_a_small_ext4_full_of_others_files_goes_on_without_the_oldest(
+    open_tier, lender, mount, layout, capacity_bytes
+) -> None:
     root = mount("ext4", image_bytes=4 << 20)
-    tier = await open_tier(layout=layout, root=str(root / "tier"), capacity_bytes=None)
+    tier = await open_tier(layout=layout, root=str(root / "tier"), capacity_bytes=capacity_bytes)
     for start in range(0, 600, 6):
         keys = keys_of(6, start)
         outcomes = await tier.store(lender.writes(keys))
@@ -96,10 +99,3 @@ async def test_a_small_ext4_full_of_others_files_goes_on_without_the_oldest(open
     assert temporaries(root) == []
     assert tier.counters().evicted > 0
     assert tier.counters().disk_full > 0
-
-
-async def test_a_limit_larger_than_its_disk_is_a_full_disk_and_no_more(open_tier, lender, mount, layout) -> None:
-    tier = await open_tier(layout=layout, root=str(mount("tmpfs", "size=512k")), capacity_bytes="1GiB")
-    for start in range(0, 200, 4):
-        await lender.keep(tier, keys_of(4, start))
-        assert await lender.recall(tier, keys_of(4, start)) == whole(keys_of(4, start))

@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 
-from kvtier.backend import EngineId, FileMapper, Namespace, TierContext
+from kvtier.backend import EngineId, Namespace
 from kvtier.errors import ConfigError
 from kvtier.testing.conformance.lender import keys_of
-from kvtier_backends.fs import FsBackend, FsOptions
 from kvtier_backends.fs.disk import below, owner
-from tests.fs.conftest import DEADLINE_S, ROW_BYTES, Child, whole
+from tests.fs.conftest import DEADLINE_S, Child, whole
 
 ENGINE = EngineId(os.getpid(), 7)
 
@@ -48,21 +47,6 @@ def hold(launch):
     return hold
 
 
-@pytest.fixture
-async def open_as(root, mapper):
-    """Open the root as a tier of some engine, model or row length."""
-    opened: list[FsBackend] = []
-
-    async def open_as(engine: EngineId | None = None, model: str = "org/model", row_bytes: int = ROW_BYTES):
-        context = TierContext("0:fs", FileMapper(Namespace(model_name=model)), row_bytes, engine=engine)
-        opened.append(await FsBackend.open(FsOptions(root=str(root)), context))
-        return opened[-1]
-
-    yield open_as
-    for tier in opened:
-        assert await tier.aclose(DEADLINE_S) == (0,)
-
-
 async def test_a_second_tier_of_one_root_is_refused_by_name(open_tier, layout) -> None:
     await open_tier(layout=layout)
     with pytest.raises(ConfigError, match=r"^root: ") as refused:
@@ -71,11 +55,11 @@ async def test_a_second_tier_of_one_root_is_refused_by_name(open_tier, layout) -
         assert name in str(refused.value)
 
 
-@pytest.mark.parametrize("other", [{"model": "another/model"}, {"row_bytes": 4_096}])
-async def test_another_model_or_row_length_on_the_same_root_is_refused_too(open_tier, open_as, other) -> None:
+@pytest.mark.parametrize("other", [{"namespace": Namespace(model_name="another/model")}, {"row_bytes": 4_096}])
+async def test_another_model_or_row_length_on_the_same_root_is_refused_too(open_tier, other) -> None:
     await open_tier(layout="segments")
     with pytest.raises(ConfigError, match="tier 0:fs of process"):
-        await open_as(**other)
+        await open_tier(**other)
 
 
 async def test_another_path_of_the_directory_is_the_same_root(open_tier, root) -> None:
@@ -138,18 +122,18 @@ async def test_an_owner_that_stays_is_named_after_the_wait(open_tier, hold) -> N
         await open_tier()
 
 
-async def test_a_replaced_runner_never_waits_for_the_one_that_hangs(open_as, hold) -> None:
+async def test_a_replaced_runner_never_waits_for_the_one_that_hangs(open_tier, hold) -> None:
     hung = hold(ENGINE, hangs=True)
-    await open_as(ENGINE)
+    await open_tier(engine=ENGINE)
     with pytest.raises(ConfigError, match="is used by"):
-        await open_as()
+        await open_tier()
     hung.kill()
     with pytest.raises(ConfigError, match="is used by"):  # Its end changes nothing: the successor has the root.
-        await open_as()
+        await open_tier()
 
 
 @pytest.mark.parametrize("other", ["tier", "successor"])
-async def test_a_successor_gives_way_to_who_took_the_root_just_then(root, hold, open_as, monkeypatch, other) -> None:
+async def test_a_successor_gives_way_to_who_took_the_root_just_then(root, hold, open_tier, monkeypatch, other) -> None:
     hold(ENGINE, hangs=True)
     said, rename = owners_file(root), below.rename
     theirs = json.dumps(said | {"tier": "1:theirs", "engine": 0})
@@ -166,13 +150,13 @@ async def test_a_successor_gives_way_to_who_took_the_root_just_then(root, hold, 
     monkeypatch.setattr(below, "rename", race)
     if other == "tier":
         with pytest.raises(ConfigError, match="is used by tier 1:theirs"):
-            await open_as(ENGINE)
+            await open_tier(engine=ENGINE)
     else:  # Nobody has that one's lock.
-        await open_as(ENGINE)
+        await open_tier(engine=ENGINE)
         assert owners_file(root)["process"] != said["process"]
 
 
-async def test_a_successor_takes_a_root_that_its_predecessor_leaves_just_then(root, hold, open_as, monkeypatch) -> None:
+async def test_a_successor_takes_a_root_that_its_predecessor_leaves(root, hold, open_tier, monkeypatch) -> None:
     hold(ENGINE, hangs=True)
     temporary_name = owner.temporary_name
 
@@ -182,14 +166,14 @@ async def test_a_successor_takes_a_root_that_its_predecessor_leaves_just_then(ro
         return temporary_name(*args)
 
     monkeypatch.setattr(owner, "temporary_name", race)
-    await open_as(ENGINE)
+    await open_tier(engine=ENGINE)
     assert owners_file(root)["pid"] == ENGINE.pid
 
 
-async def test_two_engines_of_one_process_are_two(open_as, hold) -> None:
+async def test_two_engines_of_one_process_are_two(open_tier, hold) -> None:
     hold(EngineId(os.getpid(), 1))
     with pytest.raises(ConfigError, match="is used by"):
-        await open_as(EngineId(os.getpid(), 2))
+        await open_tier(engine=EngineId(os.getpid(), 2))
 
 
 async def test_without_locks_a_root_of_ones_own_works_and_warns(open_tier, lender, monkeypatch, caplog) -> None:

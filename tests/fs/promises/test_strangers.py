@@ -4,11 +4,9 @@ import os
 
 import pytest
 
-from kvtier.backend.contract import TierContext
-from kvtier.backend.namespace import FileMapper, Namespace
+from kvtier.backend.namespace import Namespace
 from kvtier.testing.conformance.lender import key_of, keys_of
-from kvtier_backends.fs import FsBackend, FsOptions
-from tests.fs.conftest import DEADLINE_S, ROW_BYTES, scanned, whole
+from tests.fs.conftest import DEADLINE_S, scanned, whole
 
 CAPACITY_BYTES = 1 << 20
 WAYS = {
@@ -54,8 +52,7 @@ async def test_neighbours_are_left_alone(open_tier, stored, lender, root) -> Non
         (Namespace(model_name="org/model"), "flat"),
     ]
     for namespace, naming in neighbours:
-        context = TierContext("1:fs", FileMapper(namespace), ROW_BYTES)
-        theirs = await FsBackend.open(FsOptions(root=str(root), naming=naming), context)
+        theirs = await open_tier(namespace=namespace, naming=naming)
         await lender.keep(theirs, [key_of(0)], version=1)
         await theirs.aclose(DEADLINE_S)
     files = sorted(path for path in root.rglob("*") if path.is_file())

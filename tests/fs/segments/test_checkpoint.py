@@ -16,9 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from kvtier.backend import FileMapper, Namespace, OffloadKey, TierContext, make_offload_key
+from kvtier.backend import FileMapper, Namespace, OffloadKey, make_offload_key
 from kvtier.testing.conformance.lender import key_of, keys_of, label
-from kvtier_backends.fs import FsBackend, FsOptions
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.layout import Counters
@@ -185,11 +184,10 @@ async def test_closing_in_no_time_leaves_the_last_checkpoint(open_tier, stored, 
     assert path.read_bytes() == content
 
 
-async def test_two_ranks_have_checkpoints_of_their_own(root, lender) -> None:
+async def test_two_ranks_have_checkpoints_of_their_own(open_tier, root, lender) -> None:
     for rank in (0, 1):
-        mapper = FileMapper(Namespace(model_name="org/model", rank=rank))
         for _ in range(2):
-            tier = await FsBackend.open(FsOptions(root=str(root)), TierContext("0:fs", mapper, ROW_BYTES))
+            tier = await open_tier(**SEGMENTS, namespace=Namespace(model_name="org/model", rank=rank))
             await scanned(tier)
             await lender.keep(tier, [key_of(rank)])
             await tier.aclose(DEADLINE_S)

@@ -3,14 +3,12 @@
 import errno
 import fcntl
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from kvtier.backend import EngineId, TierContext
+from kvtier.backend import EngineId
 from kvtier.errors import NoSpace
 from kvtier.testing.conformance.lender import keys_of, label
-from kvtier_backends.fs import FsBackend, FsOptions
 from kvtier_backends.fs.segments import recovery
 from kvtier_backends.fs.segments.folder import SegmentFolder
 from tests.fs.conftest import (
@@ -26,6 +24,7 @@ from tests.fs.conftest import (
 
 ENGINE = EngineId(os.getpid(), 7)
 CAPACITY_BYTES = 1 << 20
+OURS = {"layout": "segments", "capacity_bytes": CAPACITY_BYTES, "engine": ENGINE}
 OLD = keys_of(40)
 NEW = keys_of(200, start=1_000)  # More than the capacity holds.
 
@@ -35,26 +34,12 @@ def hasty(monkeypatch) -> None:
     monkeypatch.setattr(recovery, "AGAIN_S", 0.02)
 
 
-@pytest.fixture
-async def successor(root, mapper) -> AsyncIterator[Callable[[], Awaitable[FsBackend]]]:
-    opened: list[FsBackend] = []
-
-    async def successor() -> FsBackend:
-        options = FsOptions(root=str(root), capacity_bytes=CAPACITY_BYTES)
-        opened.append(await FsBackend.open(options, TierContext("0:fs", mapper, ROW_BYTES, engine=ENGINE)))
-        return opened[-1]
-
-    yield successor
-    for tier in opened:
-        assert await tier.aclose(DEADLINE_S) == (0,)
-
-
-async def test_a_replaced_runner_stores_again_once_its_predecessor_is_dead(launch, successor, lender, root) -> None:
+async def test_a_replaced_runner_stores_again_once_its_predecessor_is_dead(launch, open_tier, lender, root) -> None:
     predecessor = launch("obey", engine=ENGINE, options={"capacity_bytes": CAPACITY_BYTES})
     predecessor.begin()
     assert predecessor.ask(f"store {len(OLD)} 0") == len(OLD)
     predecessor.stop()  # It hangs.
-    tier, new = await successor(), NEW[:10]
+    tier, new = await open_tier(**OURS), NEW[:10]
     for key in OLD:
         lender.chunk(key)  # As its predecessor stored it.
     assert await lender.recall(tier, OLD) == whole(OLD)  # Read from the locked segments.
@@ -66,7 +51,7 @@ async def test_a_replaced_runner_stores_again_once_its_predecessor_is_dead(launc
     await lender.keep(tier, NEW[:60])  # Evicts what was taken over.
     assert taken_bytes(root) <= CAPACITY_BYTES
     await tier.aclose(DEADLINE_S)
-    assert await lender.recall(await successor(), NEW[:60]) == whole(NEW[:60])
+    assert await lender.recall(await open_tier(**OURS), NEW[:60]) == whole(NEW[:60])
 
 
 async def test_a_segment_is_taken_over_as_its_footers_say(open_tier, stored, lender, root, place_of) -> None:

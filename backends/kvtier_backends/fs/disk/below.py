@@ -14,7 +14,6 @@ import struct
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from types import TracebackType
 from typing import TypeVar
 
 from kvtier.errors import ConfigError
@@ -60,7 +59,7 @@ class Reached:
     def __enter__(self) -> int:
         return self.fd
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -41,8 +41,7 @@ class Disk:
         """Whether it says at once what a file takes: not where blocks are found late (ZFS) or are not told at all."""
         self.size_bytes = found.f_blocks * found.f_frsize
         self.used_bytes = (found.f_blocks - found.f_bfree) * found.f_frsize
-        self.free_bytes = found.f_bavail * found.f_frsize
-        """For who is not root."""
+        self.free_bytes = found.f_bavail * found.f_frsize  # For who is not root.
 
     def look(self) -> None:
         found = os.fstatvfs(self._fd)
@@ -77,8 +76,7 @@ class FolderSizes:
         self._known: dict[str, bool] = {}  # The last that were made, looked at or removed: whether they are there.
         self.new_bytes = new_bytes
         self.used_bytes = 0
-        self.scanned_bytes = 0
-        """Of those, what the scan has found."""
+        self.scanned_bytes = 0  # Of those, what the scan has found.
         self._other: dict[str, int] = {}
         self._doubtful: dict[str, bool] = {}  # Whether the name counts, and no longer does when it is proved absent.
         self._unlooked: dict[str, int] = {}  # The room by which each may have grown since it could be looked at.
@@ -228,12 +226,9 @@ class Capacity:
     def __init__(self, disk: Disk, *, limit_bytes: int | None, min_free_bytes: int) -> None:
         """Count nothing yet. `min_free_bytes`: the room of the file system that is left to others."""
         self.limit_bytes = limit_bytes
-        self.reserved_bytes = 0
-        """Bytes promised to stores in flight."""
-        self.leaving_bytes = 0
-        """Of files that are being removed: free once they are gone."""
-        self.other_bytes = 0
-        """Of what else of ours lies in the tier's folders."""
+        self.reserved_bytes = 0  # Bytes promised to stores in flight.
+        self.leaving_bytes = 0  # Of files that are being removed: free once they are gone.
+        self.other_bytes = 0  # Of what else of ours lies in the tier's folders.
         self.unseen_bytes = disk.used_bytes
         """As much as the directory may hold that the scan has not come to: at first, all that is on the disk."""
         self._disk = disk

@@ -121,6 +121,18 @@ def read_footer(page: memoryview) -> Footer | ChunkFault:
     return Footer(key, payload_bytes, payload_checksum, fingerprint, sequence, seal)
 
 
+def signed(head: bytes) -> bytes:
+    """Return a page: the head, zeros, and a checksum of all before it."""
+    body = head.ljust(_CHECKSUM_AT, b"\0")
+    return body + _CHECKSUM.pack(xxh3_64_intdigest(body))
+
+
+def is_signed(page: bytes, magic: bytes, version: int) -> bool:
+    """Return True if a page begins with this magic and version, and its checksum is right."""
+    begins, body = magic + version.to_bytes(4, "little"), page[:_CHECKSUM_AT]
+    return page.startswith(begins) and page[_CHECKSUM_AT:] == _CHECKSUM.pack(xxh3_64_intdigest(body))
+
+
 def payload_checksum(payload: memoryview) -> int:
     if len(payload) <= SLICE_BYTES:
         return xxh3_64_intdigest(payload)

@@ -32,7 +32,6 @@ class Pages:
     """Aligned pages for footers, as direct I/O wants them: one for each transfer at once. Any thread may borrow one."""
 
     def __init__(self, count: int, page_bytes: int) -> None:
-        """Map `count` pages of `page_bytes`, a multiple of the system's own page."""
         assert page_bytes % mmap.PAGESIZE == 0, page_bytes
         whole = memoryview(mmap.mmap(-1, count * page_bytes))
         self._free = deque(whole[start : start + page_bytes] for start in range(0, count * page_bytes, page_bytes))
@@ -111,17 +110,13 @@ class FsLanes(NamedTuple):
     evict: Lanes
     loads_first: LoadsFirst
 
-    @property
-    def all(self) -> tuple[Lanes, Lanes, Lanes, Lanes]:
-        return self.load, self.store, self.scan, self.evict
-
     def let_go(self) -> None:
-        for lanes in self.all:
+        for lanes in self[:4]:
             lanes.shutdown(wait=False)
 
     def when_ended(self, call: Callable[[], object]) -> None:
         """Call it when the last of the threads has ended, in that thread; at once if that was before."""
-        for lanes in self.all:
+        for lanes in self[:4]:
             call = partial(lanes.when_ended, call)
         call()
 

@@ -269,7 +269,6 @@ def _named(holder: Holder | None) -> str:
 
 
 def _command(pid: int) -> str:
-    """Return how a process of this host was started, shortened; empty if it cannot be read."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             words = file.read(CONTENT_BYTES_MAX).split(b"\0")

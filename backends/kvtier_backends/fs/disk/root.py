@@ -75,16 +75,13 @@ def mount_of(fd: int) -> Mount:
 class Folder:
     """An open root, and where this namespace's files are in it."""
 
-    writer: Writer
-    """Who we are in the names of unfinished files; there from `open` on, as are the next five."""
+    writer: Writer  # Who we are in the names of unfinished files; there from `open` on, as are the next five.
     remains: Remains
     beside: Beside
     sizes: FolderSizes
     disk: Disk
-    name_bytes_max: int
-    """How long a file's name may be there: 255 bytes mostly, 143 where names are encrypted."""
-    mode: int
-    """Permission bits of folders that the tier makes below the root: the root's own."""
+    name_bytes_max: int  # How long a file's name may be there: 255 bytes mostly, 143 where names are encrypted.
+    mode: int  # Permission bits of folders that the tier makes below the root: the root's own.
 
     def __init__(self, options: FsOptions, context: TierContext, before: Mount | None = None) -> None:
         """Touch nothing yet. `before`: the mount that the root was on until it was gone."""
@@ -92,8 +89,7 @@ class Folder:
         self.mount = UNKNOWN
         self._before = before
         self._owner: RootOwner | None = None
-        self.shared_page: SharedPage | None = None
-        """As the options want it; as is the next."""
+        self.shared_page: SharedPage | None = None  # As the options want it; as is the next.
         self.write_budget: DiskWriteBudget | None = None
         self._used_fd = -1
         self._own_from = 0
@@ -210,7 +206,6 @@ class Folder:
                 os.close(fd)
 
     def read(self, name: str, bytes_max: int) -> bytes | None:
-        """Return the first bytes of a small file; None if there is none."""
         try:
             fd = open_file(self.root_fd, name)
         except FileNotFoundError:
@@ -275,7 +270,6 @@ class Folder:
                 self.beside.look(file_bytes_worst(written_bytes, self.disk.block_bytes))
 
     def _check_mount(self, root: str) -> None:
-        """Refuse the directory below a mount that is away: chunks would fill the wrong disk."""
         self.mount = mount_of(self.root_fd)
         if self._before is not None and self.mount.number in self._before.below:
             raise BackendUnavailable(f"{root}: its file system is not mounted")
@@ -312,7 +306,6 @@ class Folder:
             fcntl.flock(self._used_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def _refuse_links(self) -> None:
-        """Raise `ForeignError` if there is a link in the place of something that has chunks."""
         for name in filter(_OWN.fullmatch, os.listdir(self._used_fd)):  # 4,096 at most, or all segments.
             with suppress(FileNotFoundError):
                 status = below.look(self._used_fd, name)
@@ -345,7 +338,6 @@ class Folder:
         return ONE_BY_ONE
 
     def _new_folder_bytes(self) -> int:
-        """Return the room of an empty directory, by a trial."""
         name = f"{self._mapper.folder}/{temporary_name(self.writer)}"
         try:
             below.mkdir(self.root_fd, name, self.mode)
@@ -426,7 +418,6 @@ def _quietly(call: Callable[..., None], *args: int | str) -> None:
 
 
 def _come_back(fd: int) -> bool:
-    """Return True if two pages written in one call are read back in one."""
     written, read = (memoryview(mmap.mmap(-1, 2 * PAGE_BYTES)) for _ in range(2))
     written[:] = bytes(range(256)) * (len(written) // 256)
     halves = slice(None, PAGE_BYTES), slice(PAGE_BYTES, None)

@@ -30,11 +30,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from xxhash import xxh3_64_intdigest
-
 from kvtier.errors import BackendUnavailable, Remedy
 from kvtier.memory import PAGE_BYTES, let_go_in_forks
 from kvtier_backends.fs.disk.below import open_file
+from kvtier_backends.fs.disk.footer import is_signed, signed
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +49,6 @@ _HEAD = struct.Struct("<8sII8sQQQ")
 _SLOTS = struct.Struct(f"<{SLOTS}Q")
 _LIFE = struct.Struct("<QQQ")
 _LIFE_AT = _HEAD.size + _SLOTS.size
-_CHECKSUM = struct.Struct("<Q")
-_CHECKSUM_AT = PAGE_BYTES - _CHECKSUM.size
 _FLOCK = struct.Struct("hhqqi0q")  # struct flock of fcntl(2).
 
 # Locked bytes lie behind the page, where no data is.
@@ -99,8 +96,7 @@ class SharedPage:
         self._lost_at_s: float | None = None  # When a call failed, and none has succeeded since.
         self._seen = 0, 0  # The last seen beginning and generation of the page.
         self._promised_bytes = 0  # As our slot says, whatever has become of the page.
-        self.promised_to_others = False
-        """Whether others had room promised when we last asked for some."""
+        self.promised_to_others = False  # Whether others had room promised when we last asked for some.
         self._threads = threading.Lock()
         self._evictors = threading.Lock()
         self._fd = open_file(root_fd, name, os.O_RDWR | os.O_CREAT)
@@ -170,7 +166,6 @@ class SharedPage:
 
     @contextmanager
     def evicting(self) -> Generator[None]:
-        """Keep others from evicting for as long as the block lasts."""
         with self._evictors:
             try:
                 _lock(self._fd, fcntl.F_WRLCK, _EVICTION_LOCK)
@@ -313,12 +308,9 @@ def _count(page: Page, added_bytes: int) -> None:
 
 def read_page(content: bytes) -> Page | None:
     """Read a page; None if it is new, damaged or of another version."""
-    if len(content) != PAGE_BYTES:
+    if not is_signed(content, MAGIC, VERSION):
         return None
-    magic, version, flags, boot, used, added, removed = _HEAD.unpack_from(content)
-    (checksum,) = _CHECKSUM.unpack_from(content, _CHECKSUM_AT)
-    if (magic, version) != (MAGIC, VERSION) or checksum != xxh3_64_intdigest(content[:_CHECKSUM_AT]):
-        return None
+    _, _, flags, boot, used, added, removed = _HEAD.unpack_from(content)
     reserved_bytes = list(_SLOTS.unpack_from(content, _HEAD.size))
     begun_ns, generation, untold = _LIFE.unpack_from(content, _LIFE_AT)
     return Page(begun_ns, generation, untold, bool(flags & KNOWN), boot, used, added, removed, reserved_bytes)
@@ -328,5 +320,4 @@ def _written(page: Page) -> bytes:
     flags = KNOWN if page.known else 0
     head = _HEAD.pack(MAGIC, VERSION, flags, page.boot, page.used_bytes, page.added_bytes, page.removed_bytes)
     life = _LIFE.pack(page.begun_ns, page.generation, page.untold)
-    body = (head + _SLOTS.pack(*page.reserved_bytes) + life).ljust(_CHECKSUM_AT, b"\0")
-    return body + _CHECKSUM.pack(xxh3_64_intdigest(body))
+    return signed(head + _SLOTS.pack(*page.reserved_bytes) + life)

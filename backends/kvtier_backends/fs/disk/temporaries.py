@@ -87,9 +87,7 @@ class TemporarySweep:
     store can take. To be wrong costs a live writer one store, whose rename finds no file.
     """
 
-    def __init__(
-        self, root_fd: int, here: Writer, now_s: float, remains: Remains | None = None, own_from: int = 0
-    ) -> None:
+    def __init__(self, root_fd: int, here: Writer, now_s: float, remains: Remains, own_from: int = 0) -> None:
         """`remains` counts what cannot be removed; this process's temporaries before `own_from` are another tier's."""
         self.removed = 0
         self._remains = remains
@@ -107,11 +105,7 @@ class TemporarySweep:
         try:
             status = below.look(self._root, path)
             if self.is_abandoned(name, status.st_mtime):
-                if self._remains is None:
-                    below.unlink(self._root, path)
-                elif not self._remains.remove(path, status.st_blocks * SECTOR_BYTES):
-                    return True
-                self.removed += 1
+                self.removed += self._remains.remove(path, status.st_blocks * SECTOR_BYTES)
         except OSError as error:  # Mostly: its writer has just ended, well or not.
             logger.debug("%s: cannot be swept: %s", path, error.strerror)
         return True

@@ -53,10 +53,6 @@ class DiskWriteBudget:
             raise
         let_go_in_forks(self)
 
-    def forked(self) -> None:
-        """Close the file in a child: the rest of the advance is its owner's."""
-        self.close()
-
     async def take(self, chunks: int) -> int:
         """Return how many of the chunks there are bytes for; they count as written."""
         wanted_bytes = chunks * self._unit_bytes
@@ -85,6 +81,8 @@ class DiskWriteBudget:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    forked = close  # In a child: the rest of the advance is its owner's.
 
     def _draw(self, wanted_bytes: int) -> None:
         """Take from the bucket, or put back into it, under the file's lock: other processes may draw on it, too."""

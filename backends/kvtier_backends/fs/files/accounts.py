@@ -50,7 +50,6 @@ class Accounts:
     """The used and promised bytes of one directory. For the loop's thread, except where it says that a call blocks."""
 
     def __init__(self, tier: OpenTier) -> None:
-        """Keep them for this tier alone, or on the page that its directory is shared by."""
         self._tier = tier
         self._page = tier.root.shared_page
         self._capacity = tier.capacity

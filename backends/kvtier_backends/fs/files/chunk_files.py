@@ -162,11 +162,9 @@ class ChunkFiles:
         raise listed(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name))
 
     def tidy(self, key: OffloadKey, *, was_there: bool = False) -> None:
-        """Remove the empty folders above a file that is gone: they take room, too."""
         self._tidy(os.path.dirname(self._mapper.name(key)), was_there=was_there)
 
     def _drop(self, temporary: str, taken_bytes: int) -> None:
-        """Remove an unfinished file, and folders that were made for it, now or later."""
         self._remains.remove(temporary, taken_bytes, partial(self._remove_temporary, temporary))
 
     def _remove_temporary(self, temporary: str) -> None:

@@ -25,7 +25,6 @@ class Eviction:
     """The eviction of one tier. Belongs to the loop's thread, and removes in lanes."""
 
     def __init__(self, tier: OpenTier, index: FileIndex, chunks: FileChunks, accounts: Accounts) -> None:
-        """Remove in the stores' lanes for a store that finds no room, else in the lane for what is behind the calls."""
         self._tier = tier
         self._index = index
         self._chunks = chunks
@@ -42,7 +41,6 @@ class Eviction:
         return self.accounts.shown_bytes(chunks_bytes + self._tier.root.remains.used_bytes)
 
     def doubt(self, keys: Iterable[OffloadKey]) -> None:
-        """Look later at files that may have gone, or may be others."""
         self._index.doubtful.update(keys)
         self._want_settling()
 
@@ -139,7 +137,6 @@ class Eviction:
             self._wake.set()
 
     async def _settle(self) -> None:
-        """Look at what is in doubt, if it is due, and remove what remains."""
         if self._settling.left_s():
             return
         if self._index.doubtful or len(self._tier.root.remains) or self._tier.root.sizes.doubtful:

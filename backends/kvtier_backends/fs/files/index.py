@@ -51,8 +51,7 @@ class Claims:
     def __init__(self) -> None:
         self.leaving: set[OffloadKey] = set()
         """Whose files are going: whether they are still there is up to the lane that is at it."""
-        self.in_use = InUse()
-        """The keys whose files calls are at."""
+        self.in_use = InUse()  # The keys whose files calls are at.
         self._gone = asyncio.Event()  # Replaced each time that some are.
         self._closed = False
 
@@ -81,13 +80,11 @@ class FileIndex:
     """The chunks of one directory, by key. Belongs to the loop's thread."""
 
     def __init__(self, policy: Policy[OffloadKey] | None = None, clock_ns: Callable[[], int] = time.time_ns) -> None:
-        """Start empty: every key may be there. `policy`: None for LRU."""
         self.used_bytes = 0
         self.claims = Claims()
         self.numbers = ChunkIndex(policy)
         self.inventory = self.numbers.inventory
-        self.doubtful: set[OffloadKey] = set()
-        """Keys whose files may have gone, or may take another room."""
+        self.doubtful: set[OffloadKey] = set()  # Keys whose files may have gone, or may take another room.
         self._clock_ns = clock_ns
         self._of = self.numbers.of
         self._free: list[int] = []
@@ -214,7 +211,6 @@ class FileIndex:
         self._removed_in_scan.clear()
 
     def stays(self, chunk: FileEntry) -> None:
-        """Record that a file that was to go for room is there still."""
         if chunk.loadable:
             self.found(chunk)
         elif chunk.key not in self._of and chunk.key not in self._unloadable:
@@ -228,7 +224,6 @@ class FileIndex:
         return [self._evict(number) for number in self.numbers.evict(count, self._keeps, in_use, incoming)]
 
     def unused_since(self, before_ns: int) -> list[FileEntry]:
-        """Choose the files whose last use was before that time, forget them, and report them as removed."""
         old = [number for number in self.numbers.unused_since(before_ns) if not self._keeps(number)]
         for number in old:
             self.numbers.take(number)

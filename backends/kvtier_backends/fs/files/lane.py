@@ -194,7 +194,6 @@ class FileChunks:
         return whole is Whole.FOOTED or (whole is Whole.BARE and self._tier.options.unverified == "accept")
 
     def _is_used(self, found: FoundFile, victim: FileEntry, now_ns: int) -> bool:
-        """Return True if others have used a file, or replaced one that no load would take."""
         if not victim.loadable:
             return self.takes(found.file_bytes)
         believable = 0 <= found.used_at_ns == believable_ns(found.used_at_ns, now_ns)

@@ -40,7 +40,7 @@ class FilesLayout:
         self._chunks = chunks = FileChunks(tier)
         self._eviction = eviction = Eviction(tier, index, chunks, Accounts(tier))
         self._start = FilesStart(tier, index, chunks, eviction)
-        self._background = Background()
+        self.background = Background()
         row_bytes = tier.context.row_bytes
         self._share_chunks = share_chunks(row_bytes)
         self._share_least = share_least(row_bytes, root.reads.queue_bytes)
@@ -48,8 +48,7 @@ class FilesLayout:
         self._patient_until = time.monotonic() + SCAN_PATIENCE_S
 
     def begin(self) -> None:
-        """Start the tasks that run beside the calls."""
-        self._background.begin(self._tier.context.name, (self._start.run, self._eviction.run))
+        self.background.begin(self._tier.context.name, (self._start.run, self._eviction.run))
 
     async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         answers = [not self._tier.options.shared and key in self._index for key in keys]  # Others remove files, too.
@@ -161,7 +160,6 @@ class FilesLayout:
         self._eviction.accounts.added(added_bytes)
 
     async def _try_again(self, writes: Sequence[Write], failed: Sequence[int], outcomes: list[Outcome]) -> None:
-        """Make room on a full disk, and write what did not fit."""
         self._tier.counters.count("disk_full", len(failed))
         again = [writes[index] for index in failed]
         wanted_bytes = len(again) * self._worst_bytes
@@ -207,7 +205,7 @@ class FilesLayout:
     async def aclose(self, ends_at: float) -> Left:
         """Wait for what is in flight, at most until then by the monotonic clock; no call comes any more. Idempotent."""
         self._start.stop()
-        self._background.cancel()
+        self.background.cancel()
         self._index.claims.close()
         self._eviction.stamp_last()
         loads, stores = await self._tier.end_transfers(ends_at)
@@ -219,7 +217,3 @@ class FilesLayout:
 
     def close_files(self) -> None:
         """None is open between two calls."""
-
-    async def ended(self) -> None:
-        """Wait for what ran beside the calls, and raise its error, if there was one."""
-        await self._background.ended()

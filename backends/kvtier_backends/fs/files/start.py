@@ -36,14 +36,10 @@ class Scan:
     """
 
     def __init__(self, tier: OpenTier, takes: Callable[[int], bool]) -> None:
-        self.seen_bytes = 0
-        """What is taken by all that it has seen, but for strangers' files."""
-        self.other_bytes = 0
-        """What is taken by a tier's files that are no chunks."""
-        self.skipped = 0
-        """Files of ours by name, that no load would take."""
-        self.failed = 0
-        """Folders that could not be read: what they take is not known."""
+        self.seen_bytes = 0  # What is taken by all that it has seen, but for strangers' files.
+        self.other_bytes = 0  # What is taken by a tier's files that are no chunks.
+        self.skipped = 0  # Files of ours by name, that no load would take.
+        self.failed = 0  # Folders that could not be read: what they take is not known.
         self._folder, self._root, self._now_ns = tier.root, tier.root.root_fd, tier.clock_ns()
         self.sweep = self._folder.sweep(self._now_ns / 1e9)
         self._mapper = tier.context.mapper
@@ -139,10 +135,8 @@ class FilesStart:
     """The scans of one tier. Belongs to the loop's thread."""
 
     def __init__(self, tier: OpenTier, index: FileIndex, chunks: FileChunks, eviction: Eviction) -> None:
-        self.done = asyncio.Event()
-        """Set once everything that was there at the start is known."""
-        self.gauged = asyncio.Event()
-        """Set once the scan has found a full batch, or everything."""
+        self.done = asyncio.Event()  # Set once everything that was there at the start is known.
+        self.gauged = asyncio.Event()  # Set once the scan has found a full batch, or everything.
         self._tier = tier
         self._index = index
         self._takes = chunks.takes

@@ -203,7 +203,6 @@ class Catalog:
     """The slots of each key, and the order in which chunks go."""
 
     def __init__(self, policy: Policy[OffloadKey] | None, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start empty. `policy`: None for LRU."""
         self.segments = Segments()
         self.free = FreeSlots()
         self.outdated = Outdated()

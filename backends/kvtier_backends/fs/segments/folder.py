@@ -134,7 +134,6 @@ class SegmentFolder:
         self.close(segment)
 
     def close(self, segment: Segment) -> None:
-        """Let go of a segment and of its lock; idempotent. No thread may be using it."""
         segment.close()
         self._opened.discard(segment)
 

@@ -35,13 +35,13 @@ class SegmentsLayout:
         self._room = Room(tier, catalog, folder, self._wiping)
         self._mover = SlotMover(tier, catalog, self._room, self._wiping)
         self._start = SegmentsStart(tier, catalog, folder, self._room)
-        self._background = Background()
+        self.background = Background()
         self._begun = time.monotonic()
 
     def begin(self) -> None:
         start = self._start
         works = (start.run, start.run_checkpoints, self._wiping.run, self._room.run, self._room.run_losses)
-        self._background.begin(self._tier.context.name, works)
+        self.background.begin(self._tier.context.name, works)
 
     async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         await self._are_known(keys)
@@ -83,7 +83,7 @@ class SegmentsLayout:
 
     async def aclose(self, ends_at: float) -> Left:
         self._start.stop()
-        self._background.cancel()
+        self.background.cancel()
         self._room.opened.set()
         lanes = self._tier.lanes
         loads, stores = await self._tier.end_transfers(ends_at)
@@ -99,9 +99,6 @@ class SegmentsLayout:
     def close_files(self) -> None:
         """Let go of the open segments; idempotent. No thread may be using them. Any thread may call."""
         self._folder.close_all()
-
-    async def ended(self) -> None:
-        await self._background.ended()
 
     async def _are_known(self, keys: Sequence[OffloadKey]) -> None:
         if not all(key in self._catalog for key in keys) and not self._start.recalled.is_set():

@@ -128,7 +128,6 @@ class SlotMover:
     async def _look(
         self, left: Sequence[tuple[int, Read]], outcomes: list[Outcome]
     ) -> tuple[list[tuple[int, Read]], int]:
-        """Read chunks where they are now; return those that were moved meanwhile."""
         catalog, lanes, parts = self._catalog, self._tier.lanes.load, list[SlotPart]()
         for position, (key, into) in left:
             if (slot := catalog.slot(key)) is None:

@@ -52,10 +52,8 @@ class SegmentsStart:
     """The start-up scan of one tier, and its checkpoints. Belongs to the loop's thread."""
 
     def __init__(self, tier: OpenTier, catalog: Catalog, folder: SegmentFolder, room: Room) -> None:
-        self.done = asyncio.Event()
-        """Set once everything that was there at the start is known."""
-        self.recalled = asyncio.Event()
-        """Set once everything that the last checkpoint names is known."""
+        self.done = asyncio.Event()  # Set once everything that was there at the start is known.
+        self.recalled = asyncio.Event()  # Set once everything that the last checkpoint names is known.
         self._checkpoint = SlotCheckpoint(tier.root, tier.context.mapper, tier.counters, tier.context.row_bytes)
         self._recovery = Recovery(tier, folder, self._checkpoint)
         self._tier = tier
@@ -190,8 +188,7 @@ class Recovery:
         self._now_ns = tier.clock_ns()
         self.opened: list[Segment] = []
         self.unusable: list[Unusable] = []
-        self.failed = 0
-        """Segments that could not be opened, and folders that could not be listed."""
+        self.failed = 0  # Segments that could not be opened, and folders that could not be listed.
         self.stopped = False
         self._lines = LineLimit(time.monotonic)
         self._untouched: list[Segment] = []  # As the checkpoint says.

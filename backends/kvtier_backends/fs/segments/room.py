@@ -43,14 +43,10 @@ class Room:
     """The slots for stores, and the segments that come and go. Belongs to the loop's thread."""
 
     def __init__(self, tier: OpenTier, catalog: Catalog, folder: SegmentFolder, wiping: Wiping) -> None:
-        self.opened = asyncio.Event()
-        """Set when all segments that were there are known, and at the end."""
-        self.changing = asyncio.Lock()
-        """Held while segments are made or removed."""
-        self.error: OSError | None = None
-        """Why the last segment could not be made, if that was not for want of room."""
-        self.unusable: list[Unusable] = []
-        """Files that take room and hold no chunk: they go before any chunk."""
+        self.opened = asyncio.Event()  # Set when all segments that were there are known, and at the end.
+        self.changing = asyncio.Lock()  # Held while segments are made or removed.
+        self.error: OSError | None = None  # Why the last segment could not be made, if that was not for want of room.
+        self.unusable: list[Unusable] = []  # Files that take room and hold no chunk: they go before any chunk.
         self._tier = tier
         self._catalog = catalog
         self._segments = catalog.segments

@@ -17,11 +17,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from xxhash import xxh3_64_intdigest
-
 from kvtier.memory import PAGE_BYTES, let_go_in_forks
 from kvtier_backends.fs.disk.below import open_file, unlock_file
-from kvtier_backends.fs.disk.footer import FOOTER_BYTES
+from kvtier_backends.fs.disk.footer import FOOTER_BYTES, is_signed, signed
 from kvtier_backends.fs.disk.reads import read_all, write_all
 
 HEADER_BYTES = PAGE_BYTES
@@ -38,8 +36,6 @@ _fallocate = ctypes.CDLL(None, use_errno=True).fallocate
 _fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 
 _HEAD = struct.Struct("<8sIIQQ32s")
-_CHECKSUM = struct.Struct("<Q")
-_CHECKSUM_AT = HEADER_BYTES - _CHECKSUM.size
 
 
 class Header(NamedTuple):
@@ -64,18 +60,14 @@ class Header(NamedTuple):
         return self.offset(place) + self.row_bytes
 
     def written(self) -> bytes:
-        body = _HEAD.pack(MAGIC, VERSION, 0, self.row_bytes, self.slots, self.fingerprint).ljust(_CHECKSUM_AT, b"\0")
-        return body + _CHECKSUM.pack(xxh3_64_intdigest(body))
+        return signed(_HEAD.pack(MAGIC, VERSION, 0, self.row_bytes, self.slots, self.fingerprint))
 
 
 def read_header(page: bytes) -> Header | None:
     """Read a segment's first page; None if it is damaged, of another version or longer than a segment."""
-    if len(page) != HEADER_BYTES:
+    if not is_signed(page, MAGIC, VERSION):
         return None
-    magic, version, _, row_bytes, slots, fingerprint = _HEAD.unpack_from(page)
-    (checksum,) = _CHECKSUM.unpack_from(page, _CHECKSUM_AT)
-    if (magic, version) != (MAGIC, VERSION) or checksum != xxh3_64_intdigest(page[:_CHECKSUM_AT]):
-        return None
+    _, _, _, row_bytes, slots, fingerprint = _HEAD.unpack_from(page)
     header = Header(row_bytes, slots, fingerprint)
     whole = slots and row_bytes and not row_bytes % PAGE_BYTES
     return header if whole and header.file_bytes <= HEADER_BYTES + SEGMENT_BYTES_MOST else None
