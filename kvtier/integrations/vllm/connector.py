@@ -1,8 +1,8 @@
 """KVTierConnector: vLLM's offloading connector, which also measures how fast the LLM engine computes prompts.
 
-vLLM passes requests and keys to a manager. Only a connector sees a step's tokens, and when it is answered. A step's
-time begins when it could begin: when it was scheduled, or when the step before was answered, whichever was later. It
-ends with the step's answer. So idle time does not count, and a step that waited behind another counts its own time.
+Only a connector sees a step's tokens, and when it is answered. A step's time begins when it was scheduled, or when the
+step before was answered, whichever was later, and ends with its answer. So idle time does not count, and a step that
+waited behind another counts its own time.
 """
 
 import time

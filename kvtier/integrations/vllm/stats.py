@@ -2,8 +2,7 @@
 
 The metrics are those of `kvtier.engine.metrics`. vLLM carries observations, not totals: counters are sent as what was
 added since the last call, gauges when they change. A counter without further labels is first sent as it is, even if 0,
-so that its series exists before it counts. vLLM asks once a step, so nothing here may cost more than some dozen
-comparisons.
+so that its series exists before it counts. vLLM asks once a step: some dozen comparisons are the limit.
 """
 
 import logging

@@ -34,8 +34,7 @@ class CacheAxes(msgspec.Struct, frozen=True):
             raise ConfigError(f"axes {self.order!r} in memory: C, the content, is accepted as the innermost")
 
     @property
-    def order(self) -> str:
-        """The axes in memory."""
+    def order(self) -> str:  # In memory.
         return self.memory or self.shape
 
     @property
@@ -202,7 +201,6 @@ def _offsets(around: list[_Axis]) -> Iterator[int]:
 
 
 def offset_bytes(tensor: torch.Tensor) -> int:
-    """Return a tensor's offset in its storage."""
     return int(tensor.storage_offset()) * tensor.element_size()
 
 

@@ -58,14 +58,10 @@ class Copier(Protocol):
     """A copier: takes transfers from one thread, one after the other."""
 
     @property
-    def directions(self) -> Collection[Direction]:
-        """The directions that it takes, the more urgent first."""
-        ...
+    def directions(self) -> Collection[Direction]: ...  # That it takes, the more urgent first.
 
     @property
-    def ahead(self) -> int:
-        """The number of transfers that it can begin before the first has ended."""
-        ...
+    def ahead(self) -> int: ...  # Transfers that it can begin before the first has ended.
 
     def mark(self) -> object:
         """Mark, in the submitting thread, the work that the LLM engine has launched on the device until now."""

@@ -84,8 +84,7 @@ class SlotLayout(NamedTuple):
     canonical: bool
 
     @property
-    def slot_bytes(self) -> int:
-        """Bytes of a chunk: of a worker's slot, or of the row where pages are canonical."""
+    def slot_bytes(self) -> int:  # Of a worker's slot, or of the row where pages are canonical.
         return self.blocks_per_chunk * sum(self.page_bytes)
 
 
@@ -124,8 +123,7 @@ class Piece(NamedTuple):
     writer_index: int = 0
 
     @property
-    def page_bytes(self) -> int:
-        """Bytes that move of each page."""
+    def page_bytes(self) -> int:  # That move of each page.
         return self.size_bytes * prod(repeat.times for repeat in self.repeats)
 
     @property
