@@ -1,15 +1,12 @@
-"""An hour of a busy engine in virtual time: occupancy and memory stay flat, and hits are what the study predicts.
+"""A long run of a busy engine in virtual time: occupancy and memory stay flat, and hits are what the study predicts.
 
-    .venv/bin/python -m tests.benchmarks.soak [REQUESTS] [SEED]
-
-A generated workload at its own arrival times (12,000 requests are an hour), every request a task of its own that
-fetches its prefix, compares each byte and puts the rest, over a primary and a tier that together hold a twentieth of
-what is written. The prediction is `kvtier policies`' LRU at the size of the tier: the primary's chunks are in it, too.
+A generated workload at its own arrival times, every request a task of its own that fetches its prefix, compares each
+byte and puts the rest, over a primary and a tier that together hold a twentieth of what is written. The prediction is
+`kvtier policies`' LRU at the size of the tier: the primary's chunks are in it, too.
 """
 
 import asyncio
 import gc
-import sys
 import tracemalloc
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -34,7 +31,6 @@ SETTLED = SAMPLES // 4  # Samples that are passed over: the tier is filling.
 class Sample(NamedTuple):
     """The engine in mid-use."""
 
-    at_s: float
     tier_bytes: int
     rows_ready: int
     known_keys: int  # That the ledger has an entry for.
@@ -48,7 +44,6 @@ class Soak(NamedTuple):
     predicted: float
     capacity_bytes: int
     rows: int
-    hours: float
     samples: list[Sample]
 
     @property
@@ -106,12 +101,11 @@ async def _run(workload: Sequence[TraceRequest], rows: int, capacity: int, predi
                 tasks.create_task(serve(request))
                 if number % every == 0:
                     samples.append(_sample(engine))
-        hours = loop.time() / 3_600
         assert await engine.drain(3_600)
         await asyncio.sleep(60)
         engine.steps.end_step()
         audit_quiet(engine)
-    return Soak(hits / references, predicted, capacity * CHUNK_BYTES, rows, hours, samples)
+    return Soak(hits / references, predicted, capacity * CHUNK_BYTES, rows, samples)
 
 
 def _sample(engine: TieringOffloadingManager) -> Sample:
@@ -119,7 +113,6 @@ def _sample(engine: TieringOffloadingManager) -> Sample:
     gc.collect()
     (tier,) = engine.steps.ledger.tiers
     return Sample(
-        asyncio.get_running_loop().time(),
         tier.used_bytes,
         len(engine.steps.ledger.primary.ready),
         len(engine.steps.ledger.locations.mask),
@@ -129,17 +122,3 @@ def _sample(engine: TieringOffloadingManager) -> Sample:
 
 def _key(block: int) -> OffloadKey:
     return make_offload_key(block.to_bytes(8, "big") * 4)
-
-
-def main() -> None:
-    result = soak(*map(int, sys.argv[1:3] or ["12000"]))
-    print(f"{result.hours:.2f} h of virtual time; hit ratio {result.hit_ratio:.4f}, predicted {result.predicted:.4f}")
-    print(f"tier of {result.capacity_bytes:,} bytes, primary of {result.rows:,} rows")
-    print("hours  tier bytes  rows ready  known keys  memory MB")
-    for at_s, tier_bytes, rows_ready, known_keys, memory_bytes in result.samples:
-        print(f"{at_s / 3_600:5.2f} {tier_bytes:11,} {rows_ready:11,} {known_keys:11,} {memory_bytes / 1e6:10.2f}")
-    print(f"memory grew by {100 * result.memory_growth:.2f} % once the tier was full")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""A long run in virtual time, at the size for every day; `python -m tests.benchmarks.soak` is the whole hour."""
+"""A long run in virtual time."""
 
 import pytest
 

@@ -118,22 +118,15 @@ def test_a_place_in_a_path_of_vllms_line_is_accepted(run: Run, tmp_path: Path, o
     status, out, err = run("-", given=line(tier, spec_name=spec))
     assert (status, err) == (0, "")
     assert "secondary_tiers[0].root" in out
+    assert "secondary_tiers[0].layout" in out
+    status, _, err = run("-", given=line({**tier, "rot": 1}, spec_name=spec))
+    assert (status, "rot: no such field; did you mean 'root'?" in err) == (2, True)
 
 
 def test_a_secret_that_looks_like_a_place_is_not_shown(run: Run) -> None:
     status, out, err = run("-", given=line({"type": "redis", "password_file": "${hunter2}"}))
     assert status == 2
     assert "hunter2" not in out + err
-
-
-def test_a_tier_behind_vllms_own_manager_is_checked(run: Run, tmp_path: Path) -> None:
-    tier = {"type": "KVTierSecondaryTier", "module_path": PACKAGE, "backend": "fs", "root": str(tmp_path)}
-    status, out, _ = run("-", given=line(tier, spec_name="TieringOffloadingSpec"))
-    assert status == 0
-    assert "secondary_tiers[0].layout" in out
-    status, _, err = run("-", given=line({**tier, "rot": 1}, spec_name="TieringOffloadingSpec"))
-    assert status == 2
-    assert "rot: no such field; did you mean 'root'?" in err
 
 
 @pytest.mark.parametrize(
