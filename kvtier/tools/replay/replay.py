@@ -129,7 +129,7 @@ class ReplayTally:
     wrong_keys: list[OffloadKey] = field(default_factory=list[OffloadKey])
     seconds: float = 0.0
     drained: bool = False  # All cascades had reached their tiers at the end.
-    latencies_s: "dict[str, array[float]]" = field(default_factory=dict)
+    latencies_s: "dict[str, array[float]]" = field(default_factory=dict[str, "array[float]"])
     samples: list[Sample] = field(default_factory=list[Sample])
 
     def time(self, operation: str, seconds: float) -> None:
