@@ -277,7 +277,7 @@ class _Whole(Generic[Chunk]):
     found: Callable[[], _Lost | None]  # Returns the queue's failure since the call began; holds no row.
     ends_at: float  # No part enters Mooncake later.
     own: _Lost | None = None
-    _outcomes: dict[int, Outcome] = field(default_factory=dict)
+    _outcomes: dict[int, Outcome] = field(default_factory=dict[int, Outcome])
     _away: int = 0
 
     def lost(self) -> _Lost | None:

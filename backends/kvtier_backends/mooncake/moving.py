@@ -149,7 +149,8 @@ class Part(ABC, Generic[Chunk]):
 
     def _outside(self, index: int, pieces: Iterable[memoryview]) -> list[tuple[memoryview, memoryview]]:
         """Return each piece that is not in the slot, with its place there; in order, the pieces fill the slot."""
-        view, at, found = self.slots.views[index], 0, []
+        view, at = self.slots.views[index], 0
+        found: list[tuple[memoryview, memoryview]] = []
         for piece in pieces:
             if piece.obj is not view.obj:
                 found.append((piece, view[at : at + piece.nbytes]))

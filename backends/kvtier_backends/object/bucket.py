@@ -277,9 +277,10 @@ class Turns:
                 async with self._free:
                     answers[index] = await _answer(ask, chunks[index])
 
+        deadline = asyncio.timeout(self._timeout_s)
+        self._deadlines.add(deadline)
         try:
-            async with asyncio.timeout(self._timeout_s) as deadline, asyncio.TaskGroup() as group:
-                self._deadlines.add(deadline)
+            async with deadline, asyncio.TaskGroup() as group:
                 for _ in range(min(self._count, len(chunks))):
                     group.create_task(serve())
         except TimeoutError:
