@@ -71,7 +71,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self._numbers = itertools.count()
         self._own_thread = threading.get_ident()  # That it was made in, and later the one that it runs in.
         self._threads_refused: list[str] = []
-        self.set_task_factory(lambda loop, coroutine, **options: _Task(next(self._numbers), coroutine, loop, **options))
+        self.set_task_factory(self._new_task)
         self._jump(0.0)
 
     def run_forever(self) -> None:
@@ -122,6 +122,9 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
             self._threads_refused.append(name)
             raise NotVirtual(f"call_soon_threadsafe from thread {name!r}: a thread's time is real")
         return self.call_soon(callback, *args, context=context)
+
+    def _new_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+        return _Task(next(self._numbers), coroutine, loop, **options)
 
     def call_at(
         self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None

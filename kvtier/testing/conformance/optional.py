@@ -529,12 +529,20 @@ async def _one_scan(_: Nothing) -> AsyncIterator[InventoryEvent]:
     yield ScanDone(complete=True)
 
 
+def _heed(tier: Nothing, advice: Advice[OffloadKey]) -> None:
+    tier.advice.append(advice)
+
+
+def _returning(value: Any) -> Callable[[Nothing], Any]:
+    return lambda _: value
+
+
 OFFERING: Mapping[type[Any], Mapping[str, Any]] = {
     Inventory: {"watch": _one_scan},
-    Measured: {"occupancy": lambda _: OCCUPANCY},
-    Advised: {"advise": lambda tier, advice: tier.advice.append(advice)},
-    Counted: {"counts": lambda _: dict(COUNTS)},
-    Described: {"description": lambda _: dict(DESCRIPTION)},
+    Measured: {"occupancy": _returning(OCCUPANCY)},
+    Advised: {"advise": _heed},
+    Counted: {"counts": _returning(COUNTS)},
+    Described: {"description": _returning(DESCRIPTION)},
 }
 
 
