@@ -24,19 +24,24 @@ PROMOTIONS_MAX = 2  # Of one key for one request: the second may follow an evict
 DECLINED = PROMOTIONS_MAX + 1  # In place of a count: the request computes the key.
 NEVER = math.inf  # As a time.
 
+_numbers = count(1)
+
 
 @dataclass(slots=True, eq=False)
 class Search:
     """A request's search in the tiers. Most requests find all in the primary, or are new: these have none."""
 
-    promotions: dict[OffloadKey, int] = field(default_factory=dict[OffloadKey, int])
-    sources: dict[OffloadKey, int] = field(default_factory=dict[OffloadKey, int])  # Key -> its tier's index.
-    missed: set[OffloadKey] = field(default_factory=set[OffloadKey])
-    asked: set[tuple[int, OffloadKey]] = field(default_factory=set[tuple[int, OffloadKey]])  # Tiers probed for a key.
+    promotions: dict[OffloadKey, int] = field(init=False)
+    sources: dict[OffloadKey, int] = field(init=False)  # Key -> index of the tier that it was promoted from.
+    missed: set[OffloadKey] = field(init=False)
+    asked: set[tuple[int, OffloadKey]] = field(init=False)  # Tiers, by index, that were probed for a key for it.
     gave_up: bool = False  # A load was late.
     passed: int = 0  # Bits of the tiers that are too slow for it, while others may be faster.
     answer_at: float = 0.0  # When their answers are expected.
     probe_deadline: float = NEVER
+
+    def __post_init__(self) -> None:
+        self.promotions, self.sources, self.missed, self.asked = {}, {}, set(), set()
 
     def await_probe(self, now: float, latency_s: float, wait_max_s: float) -> None:
         """Wait for one more probe, and `wait_max_s` longer; `latency_s` is how long the tier's last probe took."""
@@ -80,35 +85,63 @@ class Turn:
     short: bool = False  # It found too few.
 
 
-@dataclass(slots=True, eq=False)
 class Request:
-    """One request of the LLM engine, as long as it is known."""
+    """One request, from `on_new_request` until it has finished and its last store has completed."""
 
-    id: str
-    matchers: Sequence[TierMatcher] | None = None  # None: every tier.
-    load_matchers: Sequence[TierMatcher] | None = None  # A further limit on the tiers that it is loaded from.
-    position: Position | None = None  # None: keys are used in prefix order.
-    weighed: bool = field(default=True, kw_only=True)  # Its loads are weighed against computing; a prefetch's are not.
-    number: int = field(default_factory=count(1).__next__)  # An id may come again.
-    hint: Hint | None = None
-    used: dict[OffloadKey, None] = field(default_factory=dict[OffloadKey, None])
-    """Keys whose one access was counted, in prefix order."""
-    hits: list[OffloadKey] = field(default_factory=list[OffloadKey])
-    """Keys answered HIT or HIT_PENDING in this step, since the last eviction."""
-    held: list[OffloadKey] = field(default_factory=list[OffloadKey])  # Those before it.
-    leased_hits: int = 0
-    """How many of both, from the first on, were leased, or exceeded the share."""
-    waits: bool = False  # One of them was HIT_PENDING.
-    waiting_since: float | None = None  # The end of the first step with a HIT_PENDING.
-    retried_in: int = 0  # The last step in which it was answered RETRY.
-    late_at: float = NEVER  # When it gives up its loads.
-    leased: set[int] = field(default_factory=set[int])
-    _search: Search | None = None
-    turn: Turn | None = None
-    """Set while a call looks up that waits for rows; without it, no row is a miss."""
-    storing: int = 0  # Keys reserved and not completed.
-    finished: bool = False
-    told: int = 0  # How many used keys were ranked at its end.
+    __slots__ = (
+        "_search",
+        "finished",
+        "held",
+        "hint",
+        "hits",
+        "id",
+        "late_at",
+        "leased",
+        "leased_hits",
+        "load_matchers",
+        "matchers",
+        "number",
+        "position",
+        "retried_in",
+        "storing",
+        "told",
+        "turn",
+        "used",
+        "waiting_since",
+        "waits",
+        "weighed",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        matchers: Sequence[TierMatcher] | None = None,
+        load_matchers: Sequence[TierMatcher] | None = None,
+        position: Position | None = None,
+        *,
+        weighed: bool = True,
+    ) -> None:
+        self.id = request_id
+        self.number = next(_numbers)  # An id may come again.
+        self.weighed = weighed  # Its loads are weighed against computing; a prefetch's are not.
+        self.matchers = matchers  # None: every tier.
+        self.load_matchers = load_matchers  # A further limit on the tiers that it is loaded from; None: no limit.
+        self.position = position  # None: keys are used in prefix order.
+        self.hint: Hint | None = None
+        self.used: dict[OffloadKey, None] = {}  # Keys whose one access was counted, in prefix order.
+        self.hits: list[OffloadKey] = []  # Keys answered HIT or HIT_PENDING in this step, since the last eviction.
+        self.held: list[OffloadKey] = []  # Those before it.
+        self.leased_hits = 0  # How many of both, from the first on, were leased, or exceeded the share.
+        self.waits = False  # One of them was HIT_PENDING.
+        self.waiting_since: float | None = None  # The end of the first step with a HIT_PENDING.
+        self.retried_in = 0  # The last step in which it was answered RETRY.
+        self.late_at = NEVER  # When it gives up its loads.
+        self.leased: set[int] = set()
+        self._search: Search | None = None
+        self.turn: Turn | None = None  # Set while a call looks up that waits for rows; without it, no row is a miss.
+        self.storing = 0  # Keys reserved and not completed.
+        self.finished = False
+        self.told = 0  # How many used keys were ranked at its end.
 
     @property
     def found(self) -> int:
