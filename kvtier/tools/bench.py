@@ -68,7 +68,7 @@ def bench(
         if not configs[0].secondary_tiers:
             raise ConfigError(f"{place}: secondary_tiers: none given, at least one accepted")
     else:
-        sizes = dict.fromkeys((chunk_sizes or CHUNK_SIZES).split(","))
+        sizes = dict.fromkeys((CHUNK_SIZES if chunk_sizes is None else chunk_sizes).split(","))
         chunks = [_size("--chunk-sizes", each.strip(), most=CHUNK_BYTES_MAX) for each in sizes]
         if any(each % PAGE_BYTES for each in chunks):
             raise ConfigError(f"--chunk-sizes {chunk_sizes!r}: expected multiples of {PAGE_BYTES:,} bytes")
