@@ -42,8 +42,8 @@ def of_kvtier(engine: Engine, name: str) -> tuple[Any, dict[str, int]]:
     """Return the tier, and what was ignored of hints."""
     if name == "first":
         return engine.ledger.tiers[0], engine.ledger.hints_ignored.counts
-    client = tier_of(engine)._client
-    return client.tier, client.hints_ignored.counts
+    tier = tier_of(engine)
+    return tier.tier, tier.hints_ignored.counts
 
 
 @pytest.mark.parametrize("name", ["first", "second"])
