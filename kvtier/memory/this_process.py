@@ -180,22 +180,33 @@ def _file_system(directory: str) -> FreeMemory:
 
 
 def _cgroup_limits(root: str) -> Iterator[FreeMemory]:
-    """Yield the bytes that each limited control group above this process leaves (version 2)."""
-    parts: list[str] = []
+    """Yield the bytes that each limited control group above this process leaves, in version 2's or 1's hierarchy."""
     with suppress(FileNotFoundError), open(os.path.join(root, "proc/self/cgroup")) as groups:
-        parts = [part for line in groups if line.startswith("0::") for part in line[3:].strip().split("/") if part]
+        for line in groups:
+            _, controllers, path = line.rstrip("\n").split(":", 2)
+            if not controllers:
+                names = ("memory.max", "memory.current", "")
+                yield from _group_limits(os.path.join(root, "sys/fs/cgroup"), path, names)
+            elif "memory" in controllers.split(","):
+                names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+                yield from _group_limits(os.path.join(root, "sys/fs/cgroup/memory"), path, names)
+
+
+def _group_limits(mount: str, path: str, names: tuple[str, str, str]) -> Iterator[FreeMemory]:
+    limit_name, usage_name, stat_prefix = names
+    parts = [part for part in path.split("/") if part]
     for depth in range(len(parts), -1, -1):
-        group = os.path.join(root, "sys/fs/cgroup", *parts[:depth])
+        group = os.path.join(mount, *parts[:depth])
         # A container may see its own group as the root, under a path that does not exist here.
         with suppress(OSError):
-            limit = _read_file(group, "memory.max").strip()
+            limit = _read_file(group, limit_name).strip()
             if limit == "max":
                 continue
             statistics = dict(line.split() for line in _read_file(group, "memory.stat").splitlines())
             # The kernel reclaims page cache before it refuses memory. Shared mappings are not in these counts.
-            cache = int(statistics["inactive_file"]) + int(statistics["active_file"])
-            free = int(limit) - int(_read_file(group, "memory.current")) + cache
-            yield FreeMemory(free, f"control group {group}", "ask for fewer bytes, or raise its memory.max")
+            cache = sum(int(statistics[f"{stat_prefix}{name}_file"]) for name in ("inactive", "active"))
+            free = int(limit) - int(_read_file(group, usage_name)) + cache
+            yield FreeMemory(free, f"control group {group}", f"ask for fewer bytes, or raise its {limit_name}")
 
 
 def _read_file(group: str, name: str) -> str:

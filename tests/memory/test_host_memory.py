@@ -36,6 +36,13 @@ def limited(group: str, limit_mib: int, used_mib: int, cache_mib: int = 0) -> di
     }
 
 
+VERSION_1 = {
+    "memory__pod__memory_limit_in_bytes": str(500 * MIB),
+    "memory__pod__memory_usage_in_bytes": str(100 * MIB),
+    "memory__pod__memory_stat": f"inactive_file 1\ntotal_inactive_file {10 * MIB}\ntotal_active_file {20 * MIB}\n",
+}
+
+
 def free_bytes(root: str) -> int:
     """Return the largest size that is accepted."""
     low, high = 0, 1 << 62
@@ -73,7 +80,7 @@ def test_a_control_group_leaves_its_limit_less_used_memory_except_page_cache(tmp
         ("0::/pod/engine\n", limited("pod__", 500, 450) | limited("pod__engine__", 400, 100), 50),  # The tightest.
         ("0::/host/path/of/it\n", limited("", 500, 200), 300),  # A container finds its group at the root.
         ("0::/pod\n", {"pod__memory_max": "max\n"}, 1_000),
-        ("1:name=systemd:/\n0::/pod\n", limited("pod__", 500, 70), 430),
+        ("12:cpu,cpuacct:/pod\n4:memory:/pod\n1:name=systemd:/\n0::/\n", VERSION_1, 430),
     ],
 )
 def test_every_limited_control_group_counts(tmp_path: Path, groups: str, files: dict[str, str], free: int) -> None:
