@@ -29,6 +29,7 @@ PREFAULT_SLICE_BYTES = 64 << 20  # 0.02 to 0.2 s of the kernel's time, for which
 PREFAULT_THREADS_MAX = 8  # Clearing pages is bound by memory bandwidth, which a few cores reach.
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python 3.11's mmap.
+_TOUCH_BYTES = 1 << 20  # Touched at once with the GIL held, for less than its switch interval.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL  # A shorter file under a mapping is SIGBUS.
 
 # mmap.madvise holds the GIL (10 s for 4 GiB in pages of 4 KiB, measured); a foreign call does not.
@@ -72,7 +73,7 @@ class Region:
         require_free(rows_bytes)
         with _undone_on_failure() as resources:
             mapping = _mapped(resources, None, rows_bytes)
-            prefault(mapping, 0)
+            prefault(mapping, None)
             return cls(mapping, rows, row_bytes, None, resources.pop_all())
 
     @classmethod
@@ -86,7 +87,7 @@ class Region:
             os.ftruncate(fd, rows_bytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             mapping = _mapped(resources, fd, rows_bytes)
-            prefault(mapping, 0)
+            prefault(mapping, fd)
             return cls(mapping, rows, row_bytes, fd, resources.pop_all())
 
     @classmethod
@@ -137,7 +138,7 @@ class Region:
             file.arrive()
             if met_s is not None:
                 file.require_all(met_s)
-            prefault(mapping, rows_bytes // participants * participant)
+            prefault(mapping, file.fd, rows_bytes // participants * participant)
             return cls(mapping, rows, row_bytes, file.fd, resources.pop_all(), file)
 
     @classmethod
@@ -252,8 +253,8 @@ def give_advice(mapping: mmap.mmap) -> None:
             mapping.madvise(advice)
 
 
-def prefault(mapping: mmap.mmap, first: int) -> None:
-    """Allocate every page of a mapping without changing a byte.
+def prefault(mapping: mmap.mmap, fd: int | None, first: int = 0) -> None:
+    """Allocate every page of a mapping without changing a byte; `fd` is its file, None if it is private.
 
     Works in slices, on several threads without the GIL. It begins with the slice that holds byte `first` and wraps
     around, so processes that share the mapping can begin in different places. Raises OSError if memory runs out.
@@ -265,13 +266,33 @@ def prefault(mapping: mmap.mmap, first: int) -> None:
     logger.info("taking %s of host memory; the start waits for it", size)  # 3 to 4 s a GiB, at worst.
 
     def fill_slice(start: int) -> None:
-        address = ctypes.addressof(ctypes.c_char.from_buffer(mapping, start))
-        if _libc.madvise(address, min(PREFAULT_SLICE_BYTES, size_bytes - start), _MADV_POPULATE_WRITE):
-            code = ctypes.get_errno()
-            code = errno.ENOSPC if code == errno.EFAULT else code  # Instead of SIGBUS: the file system is full.
-            raise OSError(code, "Linux 5.14 or later is needed" if code == errno.EINVAL else os.strerror(code))
+        length = min(PREFAULT_SLICE_BYTES, size_bytes - start)
+        if not _populate(mapping, start, length):
+            _touch(mapping, fd, start, length)
 
     with ThreadPoolExecutor(min(PREFAULT_THREADS_MAX, len(os.sched_getaffinity(0)))) as threads:
         for _ in threads.map(fill_slice, (*starts[turn:], *starts[:turn])):
             pass
     logger.info("took %s of host memory in %.1f s", size, time.monotonic() - begun)
+
+
+def _populate(mapping: mmap.mmap, start: int, length: int) -> bool:
+    """Allocate pages as this kernel does best; False if it is too old for that."""
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapping, start))
+    if not _libc.madvise(address, length, _MADV_POPULATE_WRITE):
+        return True
+    code = ctypes.get_errno()
+    if code == errno.EINVAL:
+        return False
+    code = errno.ENOSPC if code == errno.EFAULT else code  # Instead of SIGBUS: the file system is full.
+    raise OSError(code, os.strerror(code))
+
+
+def _touch(mapping: mmap.mmap, fd: int | None, start: int, length: int) -> None:
+    """Allocate pages on older kernels: a file's, which others may be writing, by fallocate; private ones by writing."""
+    if fd is not None:
+        os.posix_fallocate(fd, start, length)
+        return
+    for begin in range(start, start + length, _TOUCH_BYTES):
+        end = min(begin + _TOUCH_BYTES, start + length)
+        mapping[begin:end:PAGE_BYTES] = bytes((end - begin) // PAGE_BYTES)

@@ -127,6 +127,6 @@ def test_prefaulting_changes_no_byte_wherever_it_begins() -> None:
     with mmap.mmap(-1, 130 * MIB) as mapping:
         for first in (0, 65 * MIB, 129 * MIB):
             mapping[first : first + 5] = b"bytes"
-            prefault(mapping, first)
+            prefault(mapping, None, first)
             assert mapping[first : first + 5] == b"bytes"
         assert sum(mapping[start] for start in range(0, len(mapping), 4_096)) == 3 * ord("b")

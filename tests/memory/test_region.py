@@ -46,6 +46,32 @@ except ConfigError as error:
 assert os.listdir("/proc/self/fd") == before
 """
 
+CHILD_WITHOUT_ADVICE = """
+# seccomp refuses huge pages (14), exclusion from dumps (16) and population (23), as an old kernel does.
+import ctypes, os, platform, struct, sys
+from kvtier.memory.region import Region
+madvise = {"x86_64": 28, "aarch64": 233}[platform.machine()]
+LOAD, EQUAL, RETURN, ALLOW, REFUSE = 0x20, 0x15, 0x06, 0x7FFF0000, 0x00050000 | 22
+steps = [(LOAD, 0, 0, 0), (EQUAL, 0, 4, madvise), (LOAD, 0, 0, 32), (EQUAL, 3, 0, 14), (EQUAL, 2, 0, 16),
+         (EQUAL, 1, 0, 23), (RETURN, 0, 0, ALLOW), (RETURN, 0, 0, REFUSE)]
+code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(steps), ctypes.addressof(code)))
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, program, 0, 0):
+    print("no seccomp")
+    sys.exit()
+assert libc.madvise(None, 0, 23) == -1 and ctypes.get_errno() == 22
+with Region.attach(int(sys.argv[1]), 4, 8192) as peer:
+    peer.row(1)[:] = b"\\x05" * 8192
+    own = Region.memfd(4, 8192) if sys.argv[2] == "memfd" else Region.private(4, 8192)
+    pages = (ctypes.c_ubyte * 8)()
+    address = ctypes.addressof(ctypes.c_char.from_buffer(own.view))
+    assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(4 * 8192), pages) == 0
+    # Pages that were allocated for a file count as resident only once they are cleared.
+    there = sum(page & 1 for page in pages) * 4096 if own.fd is None else os.fstat(own.fd).st_blocks * 512
+    print("bytes there:", there, "all zero:", bytes(own.view) == bytes(4 * 8192))
+"""
+
 Make = Callable[[int, int], Region]
 Spawn = Callable[..., subprocess.Popen[str]]
 
@@ -96,6 +122,17 @@ def test_an_index_outside_the_region_is_an_error(index: int) -> None:
 def test_all_memory_is_allocated_at_the_start(make: Make) -> None:
     with make(64, ROW_BYTES) as region:
         assert resident(region) == [1] * 128
+
+
+@pytest.mark.parametrize("kind", ["private", "memfd"])
+@pytest.mark.skipif(os.uname().machine not in {"x86_64", "aarch64"}, reason="the number of madvise is not known here")
+def test_a_kernel_that_refuses_every_advice_still_prefaults(kind: str, spawn: Spawn) -> None:
+    with Region.memfd(4, ROW_BYTES) as region:
+        said = spawn(CHILD_WITHOUT_ADVICE, region.fd, kind, pass_fds=(region.fd,)).communicate()[0]
+        if said == "no seccomp\n":
+            pytest.skip("system calls cannot be filtered here")
+        assert said == "bytes there: 32768 all zero: True\n"
+        assert bytes(region.row(1)) == b"\x05" * ROW_BYTES
 
 
 def test_two_mappings_see_each_others_bytes(shm_path: str) -> None:
