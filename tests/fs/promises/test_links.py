@@ -21,7 +21,7 @@ from kvtier.backend.namespace import FileMapper
 from kvtier.errors import ConfigError
 from kvtier.testing.conformance.lender import key_of, keys_of
 from kvtier_backends.fs.directory import FilesDirectory
-from kvtier_backends.fs.disk.below import open_beneath
+from kvtier_backends.fs.disk.below import open_beneath, open_by_parts
 from tests.fs.conftest import DEADLINE_S, SLOT_BYTES, kinds, scanned, whole
 
 TREASURE = b"not for anybody else" * 400
@@ -236,7 +236,8 @@ def for_all_that_a_command_sees(root: Path) -> None:
         contents.close()
 
 
-def test_a_name_is_opened_in_one_call_without_a_link(tmp_path) -> None:
+@pytest.mark.parametrize("opened", [open_beneath, open_by_parts])
+def test_a_name_is_opened_in_one_call_without_a_link(tmp_path, opened) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "b" / "file").touch()
     (tmp_path / "link").symlink_to("a")
@@ -244,15 +245,31 @@ def test_a_name_is_opened_in_one_call_without_a_link(tmp_path) -> None:
     (tmp_path / "a" / "b" / "link").symlink_to("file")
     root_fd = os.open(tmp_path, os.O_RDONLY)
     try:
-        os.close(open_beneath(root_fd, "a/b/file", os.O_RDONLY | os.O_NOFOLLOW))
+        os.close(opened(root_fd, "a/b/file", os.O_RDONLY | os.O_NOFOLLOW))
         for name in ("link/b/file", "a/link/file", "a/b/link", "a/b/file/more", "link/../../etc"):
             with pytest.raises(OSError, match=r"levels of symbolic links|Not a directory") as error:
-                open_beneath(root_fd, name, os.O_RDONLY | os.O_NOFOLLOW)
+                opened(root_fd, name, os.O_RDONLY | os.O_NOFOLLOW)
             assert error.value.errno in (errno.ELOOP, errno.ENOTDIR), name
         with pytest.raises(FileNotFoundError):
-            open_beneath(root_fd, "a/b/none", os.O_RDONLY | os.O_NOFOLLOW)
+            opened(root_fd, "a/b/none", os.O_RDONLY | os.O_NOFOLLOW)
     finally:
         os.close(root_fd)
+
+
+async def test_a_kernel_without_the_call_refuses_a_link_by_name_too(
+    open_tier, lender, system_call, root, tmp_path
+) -> None:
+    several = system_call(
+        "open", error=errno.ENOSYS, only=lambda name, *_, **how: not how and "/" in name[1:-1] and name[0] != "/"
+    )
+    tier = await open_tier()
+    await lender.keep(tier, keys_of(2))
+    assert several.times, "it was asked first"
+    for folder in root.glob("*_r0/*"):
+        folder.rename(tmp_path / folder.name)
+        folder.symlink_to(tmp_path / folder.name)
+    assert await lender.recall(tier, keys_of(2)) == ["ChunkMissing"] * 2
+    assert all("is a symbolic link" in str(outcome) for outcome in await tier.store(lender.writes(keys_of(2))))
 
 
 def test_one_module_alone_gives_names_to_the_system() -> None:

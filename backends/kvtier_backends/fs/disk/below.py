@@ -23,7 +23,8 @@ T = TypeVar("T")
 NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK  # A pipe or a device opens at once, or fails; a regular file does not care.
 AHEAD_NS = 3_600_000_000_000  # As much as an hour, two machines' clocks may differ.
 
-_OPENAT2 = 437  # On every machine.
+_OPENAT2 = 437  # On every machine. Linux has it since 5.6; some containers refuse it.
+_NO_CALL = {errno.ENOSYS, errno.EPERM}  # The answers of an older kernel, and of a container.
 _BENEATH = 0x08 | 0x04  # RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS
 FILE_MODE = 0o644
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW  # To reach what is in it.
@@ -83,10 +84,30 @@ def open_below(root_fd: int, name: str, flags: int, kind: int | None = stat.S_IF
 
 
 def _opened(root_fd: int, name: str, flags: int) -> int:
-    return open_beneath(root_fd, name, flags) if "/" in name else os.open(name, flags, FILE_MODE, dir_fd=root_fd)
+    if "/" in name:
+        try:
+            return open_beneath(root_fd, name, flags)
+        except OSError as error:
+            if error.errno not in _NO_CALL:
+                raise
+    return open_by_parts(root_fd, name, flags)
+
+
+def open_by_parts(root_fd: int, name: str, flags: int) -> int:
+    """Open it folder by folder, on any kernel. Raises what `open_beneath` does."""
+    *folders, base = name.split("/")
+    opened = [root_fd]
+    try:
+        for folder in folders:
+            opened.append(os.open(folder, _FOLDER, dir_fd=opened[-1]))
+        return os.open(base, flags, FILE_MODE, dir_fd=opened[-1])
+    finally:
+        for fd in opened[1:]:
+            os.close(fd)
 
 
 def open_beneath(root_fd: int, name: str, flags: int) -> int:
+    """Open a name of several parts in one call. Raises OSError of ENOSYS or EPERM where there is no such call."""
     path = name.encode("utf-8", "surrogateescape")
     while True:
         fd: int = _syscall(_OPENAT2, root_fd, path, _how(flags), 24)
