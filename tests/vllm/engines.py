@@ -243,7 +243,7 @@ def computed(
         return tokens(answers)
 
 
-TIE = 0.05  # Of logarithms of probabilities: bfloat16 on another processor, or in another batch, moves them less.
+TIE = 0.13  # Two steps of a bfloat16 logit between 8 and 16: another processor or batch moves it by one.
 LIKELY = 5  # Tokens of a step that are compared: three near ties at one step have been seen.
 _references: dict[tuple[str, str, int], dict[tuple[int, ...], Reference]] = {}
 
