@@ -27,7 +27,7 @@ from kvtier.backend import OffloadKey
 from kvtier.engine.answers import LookupResult
 from kvtier.engine.requests import NEVER, Request, Turn
 from kvtier.engine.steps import StepManager
-from kvtier.errors import LineLimit, Remedy, WrongLoop
+from kvtier.errors import EngineClosed, LineLimit, Remedy, WrongLoop
 
 LEASES_EVERY_S = 0.05  # Between looks at expiring leases: a waiting request renews its own in every step.
 
@@ -126,7 +126,8 @@ class Progress:
 
     def _pump(self) -> None:
         self._pumping = False  # First, so that messages from here on wake the loop again.
-        self._steps.end_step()
+        with suppress(EngineClosed):  # In a forked child; those that `stir` wakes raise it.
+            self._steps.end_step()
         self.stir()
 
     def _turned(self) -> None:

@@ -323,3 +323,16 @@ async def test_a_synchronous_reset_during_a_put_or_fetch_names_the_one_that_can_
     assert engine.steps.reset()
     assert await at_rest(engine)
     await engine.aclose()
+
+
+async def test_a_step_that_was_due_at_a_fork_raises_nothing_in_the_loop_and_ends_who_waits(open_engine):
+    engine = await open_engine(4, SLOW)
+    errors = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+    waiting = asyncio.create_task(put(engine, range(8)))
+    await asyncio.sleep(0.5)
+    engine._progress._wake()
+    engine._progress._steps.forked()
+    with pytest.raises(EngineClosed, match="is a fork of it"):
+        await waiting
+    assert errors == []

@@ -18,7 +18,12 @@ from kvtier.engine.traffic import Traffic
 from kvtier_backends.dummy import DummyBackend
 from tests.simulation.world import run_seeds
 
-BATCHES = [range(10), *(pytest.param(batch, marks=pytest.mark.outside) for batch in (range(10, 55), range(55, 100)))]
+FORKED_WITH_A_STEP_DUE = range(10_000_266, 10_000_267)
+BATCHES = [
+    range(10),
+    FORKED_WITH_A_STEP_DUE,
+    *(pytest.param(batch, marks=pytest.mark.outside) for batch in (range(10, 55), range(55, 100))),
+]
 
 
 @pytest.fixture(autouse=True)
