@@ -188,9 +188,7 @@ def zero_copy(made: ExitStack, options: MooncakeOptions, rows: Sequence[memoryvi
     return lambda: move(client.put), lambda: move(client.get)
 
 
-def prepared(
-    remote: str, made: ExitStack, rows: Sequence[memoryview]
-) -> tuple[type[RemoteBackend[Any]], type[Any], dict[str, Any], Side]:
+def prepared(remote, made, rows):
     """Start a server. Return the tier's class and options, and its limit."""
     folder = Path(made.enter_context(tempfile.TemporaryDirectory()))
     if remote == "redis":

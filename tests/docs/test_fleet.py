@@ -310,9 +310,7 @@ def test_secrets_that_are_there_are_not_replaced(made: Path) -> None:
 
 
 @pytest.mark.parametrize("path", of_service("valkey"), ids=lambda path: path.name)
-async def test_valkey_as_it_is_started_serves_engines_as_they_are_configured(
-    path: Path, made: Path, tmp_path: Path
-) -> None:
+async def test_valkey_as_it_is_started_serves_engines_as_they_are_configured(path, made, tmp_path):
     (engine, *_) = [engine for engine in ENGINES if engine.where.startswith(f"{path.name} ")]
     servers = [start(command_of(path, "valkey"), made, tmp_path) for _ in addresses(engine)]
     url = f"redis://kvtier@{','.join(server.address for server in servers)}"

@@ -10,7 +10,6 @@ from msgspec.structs import replace
 
 from kvtier.kvcache.layout import (
     AttentionSpec,
-    AxesOf,
     CacheAxes,
     CanonicalKVCaches,
     KVCacheConfig,
@@ -141,9 +140,7 @@ def tensors_of(cache: LayerCache) -> list[torch.Tensor]:
     return [cache] if isinstance(cache, torch.Tensor) else list(cache)
 
 
-def contents(
-    config: KVCacheConfig, axes: AxesOf, layers: Mapping[str, LayerCache], groups: list[GroupBlocks]
-) -> dict[str, list[bytes]]:
+def contents(config, axes, layers, groups):
     """Return what the layers of each group keep in its blocks, element by element in the order of their shapes."""
     found = dict[str, list[bytes]]()
     for group, request in zip(config.groups, groups, strict=True):
@@ -171,9 +168,7 @@ def storages(layers: Mapping[str, LayerCache]) -> dict[int, torch.Tensor]:
     return found
 
 
-def touched(
-    model: Model, layers: Mapping[str, LayerCache], canonical: CanonicalKVCaches, groups: list[GroupBlocks]
-) -> dict[int, torch.Tensor]:
+def touched(model, layers, canonical, groups):
     """Return which bytes of every allocation are the groups' in their blocks; whole rows where layers are in rows."""
     masks = {address: torch.zeros(len(data), dtype=torch.bool) for address, data in storages(layers).items()}
     for number, (group, request) in enumerate(zip(model.config.groups, groups, strict=True)):

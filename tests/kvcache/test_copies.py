@@ -26,7 +26,7 @@ from kvtier.kvcache.transfer.pages import (
     slot_layout,
 )
 from kvtier.kvcache.transfer.strided import HostCopier
-from tests.kvcache.models import Model, fill, models, requests, storages
+from tests.kvcache.models import fill, models, requests, storages
 
 NUM_ROWS = 7
 
@@ -63,9 +63,7 @@ def strategy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(model=models(), data=st.data(), canonical_rows=st.booleans(), rank=st.integers(0, 3))
-def test_each_strategy_moves_what_copies_by_index_move(
-    model: Model, data: st.DataObject, canonical_rows: bool, rank: int, strategy: Strategy
-) -> None:
+def test_each_strategy_moves_what_copies_by_index_move(model, data, canonical_rows, rank, strategy):
     layers, caches = model.allocate("cpu")
     caches = in_a_group_of_four(caches, rank)
     layout = slot_layout(caches, model.blocks_per_chunk, canonical=canonical_rows)
@@ -100,9 +98,7 @@ def in_a_group_of_four(caches: CanonicalKVCaches, rank: int) -> CanonicalKVCache
     return caches._replace(groups=tuple(groups))
 
 
-def moved(
-    move: Move, direction: Direction, pages: tuple[BlockPages, ...], slots: torch.Tensor, layers: dict
-) -> list[bytes]:
+def moved(move, direction, pages, slots, layers):
     for seed, memory in enumerate(storages(layers).values()):
         fill(memory, seed)
     rows = slots._base
@@ -113,9 +109,7 @@ def moved(
 
 @pytest.mark.parametrize("scattered", ["blocks", "rows", "both", "neither"])
 @pytest.mark.parametrize("blocks_per_chunk", [1, 3])
-def test_runs_are_assigned_and_scattered_pages_moved_one_by_one_or_in_tiles(
-    scattered: str, blocks_per_chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_are_assigned_and_scattered_pages_moved_one_by_one_or_in_tiles(scattered, blocks_per_chunk, monkeypatch):
     """Bytes are the same whichever way is taken: the limits between them are moved so that each is."""
     chunks, page_bytes = 8, 64
     count = chunks * blocks_per_chunk
@@ -144,9 +138,7 @@ def test_runs_are_assigned_and_scattered_pages_moved_one_by_one_or_in_tiles(
 
 
 @pytest.mark.parametrize("limits", [(0, 0), (1 << 40, 0), (1 << 40, 1 << 40)], ids=["runs", "one by one", "tiles"])
-def test_repeats_may_lie_at_distances_that_are_no_multiples_of_their_length(
-    limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_repeats_may_lie_at_distances_that_are_no_multiples_of_their_length(limits, monkeypatch):
     monkeypatch.setattr(strided, "RUN_BYTES_MIN", limits[0])
     monkeypatch.setattr(strided, "MEMMOVE_BYTES_MIN", limits[1])
     cache, slots = torch.empty((4, 48), dtype=torch.int8), torch.zeros((4, 64), dtype=torch.int8)

@@ -114,9 +114,7 @@ def test_a_refused_batch_is_an_error_with_cudas_answer() -> None:
         (FakeRuntime(able=(35, None)), "cudaDeviceGetAttribute: 35"),
     ],
 )
-def test_without_batched_copies_pages_are_copied_one_by_one_and_the_log_says_why(
-    runtime: object, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_batched_copies_pages_are_copied_one_by_one_and_the_log_says_why(runtime, reason, monkeypatch, caplog):
     find(runtime, monkeypatch)
     assert cuda.batched_copy(HOST) is None
     assert re.search(reason, caplog.text)
@@ -148,9 +146,7 @@ def sides() -> Sides:
     return Sides(((Piece(cache, 0, 16, 0, 16, 16, ()),),), slots, 1, 5)
 
 
-def test_many_copies_are_several_batches_on_the_stream_of_the_transfer(
-    sides: Sides, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_copies_are_several_batches_on_the_stream_of_the_transfer(sides, monkeypatch):
     monkeypatch.setattr(cuda, "BATCH_COPIES_MAX", 2)
     runtime, stream = FakeRuntime(), Stream()
     cache, slots = sides.pieces[0][0].memory, sides.slots
@@ -169,9 +165,7 @@ def test_many_copies_are_several_batches_on_the_stream_of_the_transfer(
     assert runtime.calls == [(count, order, handle) for order in (in_stream_order, any_time) for count in (2, 2, 1)]
 
 
-def test_rows_that_could_not_be_pinned_are_copied_one_by_one_and_the_log_says_why(
-    sides: Sides, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rows_that_could_not_be_pinned_are_copied_one_by_one_and_the_log_says_why(sides, monkeypatch, caplog):
     """Not every device takes a batch of addresses that are not pinned; torch's own copies are right on all of them."""
     runtime = FakeRuntime()
     monkeypatch.setattr(cuda, "batched_copy", lambda device: cuda._through(runtime))

@@ -75,9 +75,7 @@ def test_transfers_of_one_way_begin_without_waiting_for_each_other(jobs: CopyJob
         st.tuples(st.sampled_from(BOTH), st.frozensets(st.integers(0, 5)), st.frozensets(st.integers(0, 5)))
     )
 )
-def test_whatever_is_submitted_all_of_it_starts_and_conflicts_keep_their_order(
-    submitted: list[tuple[Direction, frozenset[int], frozenset[int]]],
-) -> None:
+def test_whatever_is_submitted_all_of_it_starts_and_conflicts_keep_their_order(submitted):
     jobs = CopyJobs(clock())
     for number, (direction, blocks, rows) in enumerate(submitted):
         jobs.submit(job(number, direction, blocks=tuple(blocks), rows=tuple(rows)))

@@ -56,9 +56,7 @@ STATE = states((2, 3), (7,), dtypes=(BF16, FLOAT))
 PADDED_STATE = states((2, 3), (7,), dtypes=(BF16, FLOAT), padded_page_bytes=PAGE_BYTES)
 
 
-def config_of(
-    *groups: Mapping[str, LayerSpec], num_blocks: int = BLOCKS, kernel_block_size: int | None = None
-) -> KVCacheConfig:
+def config_of(*groups, num_blocks=BLOCKS, kernel_block_size=None):
     made = (KVCacheGroup(layers=dict(group), kernel_block_size=kernel_block_size) for group in groups)
     return KVCacheConfig(num_blocks=num_blocks, groups=tuple(made))
 
@@ -132,9 +130,7 @@ def page_bytes(canonical: CanonicalKVCaches) -> list[list[int]]:
     return [[ref.page_bytes for ref in refs] for refs in canonical.groups]
 
 
-def pages_in(
-    cache: LayerCache, spec: LayerSpec = ATTENTION, axes: CacheAxes | None = None, num_blocks: int = BLOCKS
-) -> CanonicalKVCaches:
+def pages_in(cache, spec=ATTENTION, axes=None, num_blocks=BLOCKS):
     """Find the pages of a model of one layer."""
     return canonical_kv_caches(config_of({"a": spec}, num_blocks=num_blocks), {"a": cache}, {"a": axes} if axes else {})
 
@@ -449,9 +445,7 @@ WIDE = attention(padded_page_bytes=512)
         (allocate_tensors, attention(padded_page_bytes=259), None, KV_JOINED_NHD, "blocks of 256 bytes cannot lie 259"),
     ],
 )
-def test_caches_that_no_backend_could_read_are_refused(
-    allocate: Any, spec: LayerSpec, kernel_block_size: int | None, axes: CacheAxes | None, message: str
-) -> None:
+def test_caches_that_no_backend_could_read_are_refused(allocate, spec, kernel_block_size, axes, message):
     with pytest.raises(ConfigError, match=f"^a: {re.escape(message)}"):
         allocate(config_of({"a": spec}, kernel_block_size=kernel_block_size), {"a": axes} if axes else {})
 
@@ -468,9 +462,7 @@ def test_layers_whose_pages_differ_share_no_tensor() -> None:
         ({"offset_bytes": 1}, "a page at byte 1 of its memory cannot hold elements of torch.bfloat16"),
     ],
 )
-def test_pages_that_would_reach_into_each_other_or_split_elements_are_refused(
-    view: dict[str, int], message: str
-) -> None:
+def test_pages_that_would_reach_into_each_other_or_split_elements_are_refused(view, message):
     with pytest.raises(ConfigError, match=message):
         cache_view(memory(4_096), ATTENTION, KV_JOINED_NHD, 3, **view)
     with pytest.raises(ConfigError, match=r"pages 18 bytes apart do not hold whole elements of torch\.float32"):

@@ -21,7 +21,7 @@ from kvtier.kvcache.layout import (
 from kvtier.kvcache.transfer import NO_BLOCKS, Direction, GroupBlocks, TransferWorker, slot_layout, strided
 from kvtier.kvcache.transfer.jobs import CopyJob, Finish
 from tests.kvcache.families import GROUPS, family
-from tests.kvcache.models import Model, contents, fill, models, requests, storages, touched
+from tests.kvcache.models import contents, fill, models, requests, storages, touched
 
 KIB = 1 << 10
 PAGE_BYTES, BLOCKS = 48, 8
@@ -40,9 +40,7 @@ def every_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @ONE_DEVICE
 @given(model=models(), data=st.data())
-def test_what_is_stored_is_loaded_bit_for_bit_and_nothing_else_changes(
-    model: Model, data: st.DataObject, device: str, every_way: None
-) -> None:
+def test_what_is_stored_is_loaded_bit_for_bit_and_nothing_else_changes(model, data, device, every_way):
     num_rows, workers = 9, 2
     layers, canonical = model.allocate(device)
     groups = data.draw(requests(model.config, model.blocks_per_chunk, num_rows))
@@ -267,9 +265,7 @@ def test_a_load_of_a_block_that_is_being_stored_comes_after(device: str) -> None
         (3, [7], [1], [[-1, -1, -1], [7, -1, -1], [-1, -1, -1]]),
     ],
 )
-def test_a_request_may_begin_and_end_inside_a_chunk(
-    device: str, first_block: int, blocks: list[int], rows: list[int], expected: list[list[int]]
-) -> None:
+def test_a_request_may_begin_and_end_inside_a_chunk(device, first_block, blocks, rows, expected):
     slots = slots_for(3, blocks_per_chunk=3)
     with TransferWorker(caches_on(device), slots, blocks_per_chunk=3) as worker:
         worker.submit_store(1, [GroupBlocks(blocks, rows, first_block)])

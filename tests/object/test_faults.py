@@ -55,9 +55,7 @@ async def test_an_object_of_a_later_version_of_any_length_is_left_alone(
     assert name in server.names(bucket)
 
 
-async def test_vllms_bare_objects_are_loaded_only_with_unverified_accept(
-    opened, server, bucket, stored, lender
-) -> None:
+async def test_vllms_bare_objects_are_loaded_only_with_unverified_accept(opened, server, bucket, stored, lender):
     """They have the same names and nothing to verify them by."""
     tier, accepts, key = await opened(), await opened(unverified="accept"), key_of(1)
     await lender.keep(tier, [key])
@@ -264,9 +262,7 @@ async def test_a_store_that_is_busy_for_a_moment_is_retried(opened, proxy, lende
 
 
 @pytest.mark.parametrize("operation", ["load", "store", "probe"])
-async def test_a_connection_that_has_died_silently_costs_time_and_nothing_else(
-    opened, proxy, lender, operation
-) -> None:
+async def test_a_connection_that_has_died_silently_costs_time_and_nothing_else(opened, proxy, lender, operation):
     """As behind a gateway that forgets idle connections: nothing is closed, and nothing comes back."""
     tier, keys = await kept(lender, opened(endpoint=f"http://{proxy.address}", **UNKNOWN, timeout_s=4), 1)
     first, ended = [True], threading.Event()

@@ -66,9 +66,7 @@ def names_hang(monkeypatch) -> Iterator[threading.Event]:
 
 @pytest.fixture
 def opened(prefix: str, open_with):
-    async def opened(
-        *servers: str, scheme: str = "redis", user: str = "", path: str = "", **fields: Any
-    ) -> RedisBackend:
+    async def opened(*servers, scheme="redis", user="", path="", **fields):
         url = f"{scheme}://{user}{','.join(servers)}{path}"
         return await open_with(RedisBackend, url=url, prefix=prefix, **fields)
 

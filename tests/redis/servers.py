@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +34,7 @@ def program() -> str:
 class RedisServer:
     """One server's process; it keeps nothing when it ends."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *arguments: str,
-        port: int | None = None,
-        program_arguments: Sequence[str] = (),
-        **client: Any,
-    ) -> None:
+    def __init__(self, folder, *arguments, port=None, program_arguments=(), **client):
         self.folder = folder
         self.port = port or free_port()
         self.address = f"127.0.0.1:{self.port}"

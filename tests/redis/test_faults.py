@@ -52,9 +52,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("told", REFUSALS)
-async def test_a_server_that_refuses_is_unavailable_until_it_accepts(
-    opened, own_server, lender, monkeypatch, told
-) -> None:
+async def test_a_server_that_refuses_is_unavailable_until_it_accepts(opened, own_server, lender, monkeypatch, told):
     monkeypatch.setenv("KVTIER_TEST_PASSWORD", "100")
     server, keys = own_server("--requirepass", "100", password="100"), keys_of(3)
     tier = await opened(server.address, password_env="KVTIER_TEST_PASSWORD", **QUICK)
@@ -171,9 +169,7 @@ async def test_a_reply_cut_in_the_middle_fails_the_unanswered_chunks(opened, pro
     await recovers(tier, lender, keys)
 
 
-async def test_no_call_waits_for_a_server_that_is_known_to_hang(
-    opened, server, own_server, lender, monkeypatch
-) -> None:
+async def test_no_call_waits_for_a_server_that_is_known_to_hang(opened, server, own_server, lender, monkeypatch):
     """Of two servers one hangs: its chunks fail, the other's go on, and it is tried by one thread at a time."""
     monkeypatch.setattr("kvtier_backends.redis.servers.RETRY_S", 3_600.0)
     other = own_server()
@@ -233,9 +229,7 @@ async def test_an_address_of_a_family_that_the_machine_lacks_is_passed_over(open
     await lender.keep(tier, keys_of(2))
 
 
-async def test_a_call_that_needs_another_request_is_answered_while_the_tier_closes(
-    opened, server, stored, lender
-) -> None:
+async def test_a_call_that_needs_another_request_is_answered_while_the_tier_closes(opened, server, stored, lender):
     tier, keys = await kept(lender, opened(server.address), 3)
     server.ask("SETRANGE", stored.name(keys[1]), 5, b"?")
     reads = lender.reads(keys)

@@ -77,9 +77,7 @@ async def test_a_wrong_password_is_a_config_error(opened, own_server, monkeypatc
     await lender.keep(await opened(server.address, password_env=PASSWORD), keys_of(3))
 
 
-async def test_an_access_list_that_lacks_a_command_is_named_at_the_start(
-    opened, own_server, monkeypatch, lender
-) -> None:
+async def test_an_access_list_that_lacks_a_command_is_named_at_the_start(opened, own_server, monkeypatch, lender):
     server = own_server()
     monkeypatch.setenv(PASSWORD, "right")
     user = ["ACL", "SETUSER", "kv", "on", ">right", "~test-*", "-@all", "+ping", "+exists", "+get", "+set"]
@@ -164,9 +162,7 @@ def certified(tmp_path: Path) -> ssl.SSLContext:
     return context
 
 
-async def test_chunks_travel_over_tls_and_closing_ends_calls_that_hang(
-    opened, own_server, certified, tmp_path, lender
-) -> None:
+async def test_chunks_travel_over_tls_and_closing_ends_calls_that_hang(opened, own_server, certified, tmp_path, lender):
     server = own_server()
     front = Proxy(server.port, tls=certified)
     opening = opened(front.address, scheme="rediss", tls_ca_file=str(tmp_path / "ca.pem"), timeout_s=600)

@@ -35,9 +35,7 @@ class Shared:
             assert await found(later, chunks) == ROWS
 
     @pytest.mark.parametrize("other", [{"model_name": "other"}, {"weights_revision": "other"}], ids=str)
-    async def test_engines_of_other_models_and_revisions_never_meet(
-        self, remote: Remote, chunks: range, other: dict[str, str]
-    ) -> None:
+    async def test_engines_of_other_models_and_revisions_never_meet(self, remote, chunks, other):
         config = describe(ROWS, remote.tier(quick=False))
         async with await opened(config) as engine:
             assert await put(engine, chunks) == ROWS

@@ -183,9 +183,7 @@ class DisturbedNetwork:
             for key, chunk in zip(keys, outcomes, strict=True):
                 assert chunk in (label(key), "ChunkCorrupt", "ChunkMissing", "TransferFailed"), chunk
 
-    async def test_a_cancelled_call_to_a_hung_server_ends_with_its_time_out(
-        self, open_by_proxy: Open, proxy, lender
-    ) -> None:
+    async def test_a_cancelled_call_to_a_hung_server_ends_with_its_time_out(self, open_by_proxy, proxy, lender):
         tier, keys = await kept(lender, open_by_proxy(), 4)
         proxy.hold()
         reads, writes = lender.reads(keys), lender.writes(keys)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.backend import Backend, BackendUnavailable, OffloadKey
+from kvtier.backend import BackendUnavailable, OffloadKey
 from kvtier.testing.conformance import Lender, key_of, keys_of, label, tier_context
 from tests.remote.servers import PATIENCE_S, Proxy
 
@@ -34,9 +34,7 @@ async def open_with() -> AsyncIterator[Callable[..., Awaitable[Any]]]:
     """Open tiers that are closed when the test ends."""
     async with AsyncExitStack() as tiers:
 
-        async def open_with(
-            tier: type[Backend], *, model_name: str = "conformance", chunk_bytes: int = CHUNK_BYTES, **fields: Any
-        ) -> Backend:
+        async def open_with(tier, *, model_name="conformance", chunk_bytes=CHUNK_BYTES, **fields):
             opened = await tier.open(tier.options_type(**fields), tier_context(chunk_bytes, model_name=model_name))
             tiers.push_async_callback(opened.aclose, CLOSE_S)
             return opened

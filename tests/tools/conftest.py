@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,7 @@ def root(tmp_path: Path) -> Path:
 
 
 @asynccontextmanager
-async def opened(
-    root: Path, model: str = "org/model", rank: int = 0, row_bytes: int = ROW_BYTES, **options: object
-) -> AsyncIterator[tuple[FsBackend, Lender]]:
+async def opened(root, model="org/model", rank=0, row_bytes=ROW_BYTES, **options):
     """Open a tier in this directory, by default of files, and give it a lender."""
     given = FsOptions(root=str(root), **{"layout": "files", **options})  # type: ignore[arg-type]
     context = TierContext("0:fs", FileMapper(Namespace(model_name=model, rank=rank)), row_bytes)

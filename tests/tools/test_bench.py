@@ -78,9 +78,7 @@ def configured(tmp_path: Path) -> Callable[[str], Path]:
 
 
 @pytest.mark.usefixtures("outside")
-def test_a_directory_is_measured_as_a_tier_of_each_layout_and_left_as_it_was(
-    tmp_path: Path, measured: Callable[..., dict[str, Any]]
-) -> None:
+def test_a_directory_is_measured_as_a_tier_of_each_layout_and_left_as_it_was(tmp_path, measured):
     (tmp_path / "mine").write_text("stays")
     told = measured(tmp_path, "--chunk-sizes", "8KiB,16KiB", *SHORT)
     moves = told["rows"]
@@ -91,9 +89,7 @@ def test_a_directory_is_measured_as_a_tier_of_each_layout_and_left_as_it_was(
 
 
 @pytest.mark.usefixtures("outside")
-def test_each_tier_of_a_configuration_is_measured_next_to_its_limit(
-    tmp_path: Path, configured: Callable[[str], Path], measured: Callable[..., dict[str, Any]]
-) -> None:
+def test_each_tier_of_a_configuration_is_measured_next_to_its_limit(tmp_path, configured, measured):
     root = tmp_path / "root"
     root.mkdir()
     told = measured(
@@ -107,17 +103,13 @@ def test_each_tier_of_a_configuration_is_measured_next_to_its_limit(
 
 
 @pytest.mark.usefixtures("outside")
-def test_a_tier_whose_answers_have_expired_is_asked_again(
-    configured: Callable[[str], Path], measured: Callable[..., dict[str, Any]]
-) -> None:
+def test_a_tier_whose_answers_have_expired_is_asked_again(configured, measured):
     slow = '[[secondary_tiers]]\ntype = "dummy"\nshared = true\nlatency_s = "10ms"\nlimits = { answer_ttl_s = "5ms" }\n'
     assert {row["operation"] for row in measured(configured(slow), *SHORT)["rows"]} == OPERATIONS
 
 
 @pytest.mark.usefixtures("outside")
-def test_chunks_are_deleted_a_few_calls_at_a_time(
-    tmp_path: Path, measured: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_are_deleted_a_few_calls_at_a_time(tmp_path, measured, monkeypatch):
     """A slow tier cannot answer thousands of deletions within its deadline."""
     (tmp_path / "counting_tier.py").write_text(COUNTING)
     monkeypatch.syspath_prepend(tmp_path)
@@ -132,9 +124,7 @@ def test_chunks_are_deleted_a_few_calls_at_a_time(
 # What is written and shown.
 
 
-def test_the_table_names_the_limit_and_json_is_written_to_a_file_or_alone_to_stdout(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_names_the_limit_and_json_is_written_to_a_file_or_alone_to_stdout(tmp_path, capsys):
     row = Row(
         operation="store",
         chunk_bytes=128 << 10,
@@ -172,17 +162,13 @@ def test_the_table_names_the_limit_and_json_is_written_to_a_file_or_alone_to_std
         (["{tmp}/absent.toml", "--chunk-sizes", "8KiB"], "--chunk-sizes: accepted with a directory only"),
     ],
 )
-def test_a_wrong_call_is_refused_in_one_line(
-    args: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_call_is_refused_in_one_line(args, complaint, tmp_path, capsys):
     assert run(*(arg.format(tmp=tmp_path) for arg in args)) == 2
     check_refusal(capsys, complaint.format(tmp=tmp_path))
     assert not list(tmp_path.iterdir())
 
 
-def test_an_engine_with_nothing_to_measure_is_refused(
-    configured: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_engine_with_nothing_to_measure_is_refused(configured, capsys):
     assert run(configured("")) == 2
     check_refusal(capsys, "secondary_tiers: none given, at least one accepted")
     config = configured('[[secondary_tiers]]\ntype = "dummy"\n')
@@ -219,9 +205,7 @@ def chunks(count: int) -> list[memoryview]:
 
 
 @pytest.mark.parametrize("threads", [1, 3, 16])
-def test_a_raw_file_gives_every_buffer_back_what_it_wrote(
-    tmp_path: Path, threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_raw_file_gives_every_buffer_back_what_it_wrote(tmp_path, threads, monkeypatch):
     buffers = chunks(7)
     with closing(RawFile(str(tmp_path / "raw"), buffers, direct=True)) as raw:
         for number, buffer in enumerate(buffers):
@@ -237,9 +221,7 @@ def test_a_raw_file_gives_every_buffer_back_what_it_wrote(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_raw_file_is_buffered_if_the_file_system_takes_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_raw_file_is_buffered_if_the_file_system_takes_nothing_else(tmp_path, monkeypatch):
     def refusing(fd: int, buffers: list[memoryview], start: int) -> int:
         if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
             raise OSError(errno.EINVAL, "Invalid argument")

@@ -172,9 +172,7 @@ def refused(call: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize("first", sorted({call[0] for call in CALLS}), ids=lambda first: shown([first]))
-def test_a_bad_call_is_rejected_in_one_line_with_2(
-    place: Path, first: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_call_is_rejected_in_one_line_with_2(place, first, monkeypatch, capsys):
     monkeypatch.chdir(place)
     calls = [call for call in CALLS if call[0] == first]
     assert {shown(call): wrong for call in calls if (wrong := refused(call, capsys))} == {}
@@ -183,9 +181,7 @@ def test_a_bad_call_is_rejected_in_one_line_with_2(
 # In other processes.
 
 
-def ended(
-    *args: str, program: str = PROGRAM, stdout: int | None = subprocess.PIPE, **environment: str
-) -> tuple[int, str, str]:
+def ended(*args, program=PROGRAM, stdout=subprocess.PIPE, **environment):
     """Run a command; return its status and what it wrote to both outputs."""
     command = [sys.executable, "-c", program, *args]
     surroundings = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": "", **environment}
@@ -328,9 +324,7 @@ def test_a_bug_of_kvtier_ends_with_70(monkeypatch: pytest.MonkeyPatch, capsys: p
         (MemoryError(), "kvtier: there is not enough memory for this\n"),
     ],
 )
-def test_a_failure_of_the_machine_ends_with_3(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, told: str
-) -> None:
+def test_a_failure_of_the_machine_ends_with_3(monkeypatch, capsys, error, told):
     def refused(_: object) -> None:
         raise error
 

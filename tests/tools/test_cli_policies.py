@@ -69,18 +69,14 @@ def test_a_trace_without_any_block_has_a_hit_ratio_of_zero(tmp_path: Path) -> No
         (["--json", "{tmp}/absent/out.json"], "--json {tmp}/absent/out.json: No such file or directory"),
     ],
 )
-def test_a_bad_call_is_rejected_before_the_trace_is_opened(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str], complaint: str
-) -> None:
+def test_a_bad_call_is_rejected_before_the_trace_is_opened(tmp_path, capsys, args, complaint):
     given = [arg.format(tmp=tmp_path) for arg in args]
     assert run("policies", tmp_path / "absent.jsonl", *given) == 2
     check_refusal(capsys, complaint.format(tmp=tmp_path))
     assert os.listdir(tmp_path) == []
 
 
-def test_a_bad_trace_is_rejected_and_nothing_is_written(
-    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_trace_is_rejected_and_nothing_is_written(trace, tmp_path, capsys):
     bad = tmp_path / "bad.jsonl"
     write_trace(bad, Trace(trace))
     bad.write_bytes(bad.read_bytes()[:-10])

@@ -113,9 +113,7 @@ def test_the_default_primary_holds_long_requests_so_that_nothing_is_lost(tmp_pat
 
 
 @BOTH
-def test_requests_longer_than_the_primary_are_a_warning(
-    tmp_path: Path, way: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_requests_longer_than_the_primary_are_a_warning(tmp_path, way, capsys):
     trace = str(tmp_path / "trace.jsonl")
     prompts = [tuple(range(8 * (at % 2), 8 * (at % 2) + 6)) for at in range(6)] + [tuple(range(20, 27))]
     write_trace(trace, [TraceRequest(60_000 * at, 512 * len(ids), 9, ids) for at, ids in enumerate(prompts)])
@@ -126,9 +124,7 @@ def test_requests_longer_than_the_primary_are_a_warning(
     assert line in capsys.readouterr().out
 
 
-def test_wrong_bytes_end_the_command_with_1(
-    trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_bytes_end_the_command_with_1(trace, tmp_path, monkeypatch, capsys):
     (tmp_path / "forgetful_tier.py").write_text(
         "from kvtier_backends.dummy import DummyBackend\n"
         "class Forgetful(DummyBackend):\n"
@@ -163,9 +159,7 @@ def test_the_hints_of_a_trace_reach_the_engine(tmp_path: Path, way: tuple[str, .
 
 
 @pytest.mark.usefixtures("outside")
-def test_a_simulation_reports_first_tokens_and_the_same_seed_gives_the_same_bytes(
-    trace: str, tmp_path: Path, temporary: Path
-) -> None:
+def test_a_simulation_reports_first_tokens_and_the_same_seed_gives_the_same_bytes(trace, tmp_path, temporary):
     out = [tmp_path / "0.json", tmp_path / "1.json"]
     for hash_seed, path in enumerate(out):
         command = [*KVTIER, "simulate", trace, "--gpu-cache-tokens", "2048", "--json", str(path)]
@@ -199,9 +193,7 @@ def test_chunks_have_the_length_of_the_traces_blocks_when_loads_are_weighed(tmp_
 # Bad calls.
 
 
-def test_without_matplotlib_a_picture_is_rejected_with_the_remedy(
-    trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_matplotlib_a_picture_is_rejected_with_the_remedy(trace, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert run("replay", trace, "--plot", tmp_path / "out.png") == 2

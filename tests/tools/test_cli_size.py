@@ -41,9 +41,7 @@ def test_a_memory_without_a_disk_has_the_hits_of_the_study(trace: str, tmp_path:
     assert cell["gpu_seconds_saved"] == pytest.approx(800 * 512 / 20_000)
 
 
-def test_each_combination_of_sizes_is_a_row_and_the_disk_has_what_memory_evicted(
-    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_combination_of_sizes_is_a_row_and_the_disk_has_what_memory_evicted(trace, tmp_path, capsys):
     report = sized(trace, tmp_path, "--memory", "400KiB,1600KiB", "--disk", "0,4MB")
     cells = {(cell["memory_bytes"] >> 10, cell["disk_bytes"]): cell for cell in report["sizes"]}
     assert list(cells) == [(400, 0), (400, 4_000_000), (1600, 0), (1600, 4_000_000)]
@@ -102,9 +100,7 @@ def test_a_slow_disk_is_loaded_from_only_if_that_is_faster_unless_always_asked_f
     assert with_it["ttft_s"]["p99"] <= 1.02 * without_tiering_s < without_it["ttft_s"]["p99"]
 
 
-def test_a_disk_that_is_too_slow_is_one_line_with_the_remedy(
-    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_disk_that_is_too_slow_is_one_line_with_the_remedy(trace, tmp_path, capsys, caplog):
     options = ("--memory", "400KiB", "--disk", "4MiB", "--disk-speed", "100B/s,57B/s")
     (cell,) = sized(trace, tmp_path, *options)["sizes"]
     lost = cell["dropped_chunks"] + cell["failed_chunks"]
@@ -114,9 +110,7 @@ def test_a_disk_that_is_too_slow_is_one_line_with_the_remedy(
     assert caplog.records == []
 
 
-def test_a_trace_that_cannot_be_true_is_one_warning_for_all_sizes(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trace_that_cannot_be_true_is_one_warning_for_all_sizes(tmp_path, capfd):
     path = str(tmp_path / "unchained.jsonl")
     write_trace(path, [TraceRequest(0, 1_024, 1, (1, 2)), TraceRequest(60_000, 1_024, 1, (3, 2))])
     sized(path, tmp_path, "--memory", "400KiB", "--disk", "0,4MiB")
@@ -143,9 +137,7 @@ def test_the_hints_of_a_trace_reach_the_engine_and_the_disk_is_named_disk(trace:
         (("--kv-bytes-per-token", "2", "--cascade", "never"), "'never' is not one of 'store', 'evict', 'second_use'"),
     ],
 )
-def test_a_wrong_call_is_rejected_by_name(
-    trace: str, options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_call_is_rejected_by_name(trace, options, message, capsys):
     assert run("size", trace, *options) == 2
     assert message in capsys.readouterr().err
 
@@ -185,8 +177,6 @@ def test_a_plain_models_configuration_gives_the_bytes_of_a_token(tmp_path: Path)
         ({"head_dim": 10**15}, "at most 1073741824"),
     ],
 )
-def test_a_model_that_is_not_plain_is_rejected_instead_of_counted_wrongly(
-    tmp_path: Path, fields: dict[str, Any], named: str
-) -> None:
+def test_a_model_that_is_not_plain_is_rejected_instead_of_counted_wrongly(tmp_path, fields, named):
     with pytest.raises(ConfigError, match=rf"--model .*{named}"):
         kv_bytes_per_token(model_file(tmp_path, LLAMA | fields))

@@ -89,9 +89,7 @@ def test_the_examples_of_the_help_run(run: Any, name: str, example: str) -> None
 
 @pytest.mark.usefixtures("outside", "place")
 @pytest.mark.parametrize("name", [name for name in REPORTS if name not in LONE])
-def test_the_json_of_a_command_fits_its_schema(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_the_json_of_a_command_fits_its_schema(capfd, monkeypatch, name):
     """Stdout has the JSON and nothing else, and no field that the schema lacks."""
     first = next(example for other, example in EXAMPLES if other == name)
     call = shlex.split(re.sub(f" {JSON}( [^-][^ ]*)?", "", first))[1:]
@@ -132,9 +130,7 @@ def impossible(place: Path) -> str:
 
 
 @pytest.mark.parametrize("option", ["-v", "-vv", "--verbose"])
-def test_verbose_logs_to_stderr_with_time_and_level(
-    place: Path, capsys: pytest.CaptureFixture[str], option: str
-) -> None:
+def test_verbose_logs_to_stderr_with_time_and_level(place, capsys, option):
     with pytest.raises(SystemExit):
         main(["policies", impossible(place), "--sizes", "1", option])
     assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} WARNING kvtier\.", capsys.readouterr().err)
@@ -156,9 +152,7 @@ TITLES = {"verify": "verifying", "du": "counting", "ls": "listing", "prune": "lo
 
 @pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "pipe"])
 @pytest.mark.parametrize("command", TITLES)
-def test_a_terminal_shows_a_bar_and_a_pipe_none(
-    store, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, terminal: bool
-) -> None:
+def test_a_terminal_shows_a_bar_and_a_pipe_none(store, root, monkeypatch, capsys, command, terminal):
     store(keys_of(3))
     if terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")
@@ -183,9 +177,7 @@ def test_a_shell_completes_commands_and_options(words: str, completed: set[str])
     assert (set(ran.stdout.split()), ran.stderr) == (completed, "")
 
 
-def test_without_torch_the_self_test_names_the_remedy(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_torch_the_self_test_names_the_remedy(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "kvtier.tools.selftest_checks", None)
     monkeypatch.delattr(kvtier.tools, "selftest_checks", raising=False)
     with pytest.raises(SystemExit) as end:

@@ -59,9 +59,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     return run
 
 
-def test_the_effective_configuration_is_shown_with_defaults_and_without_secrets(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_effective_configuration_is_shown_with_defaults_and_without_secrets(run, tmp_path, monkeypatch):
     monkeypatch.setenv("KVTIER_TEST_PASSWORD", "hunter2")
     path = tmp_path / "kvtier.toml"
     path.write_text(TOML.format(folder=tmp_path, capacity="1MiB"))

@@ -91,9 +91,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_verify_and_ls_agree_on_a_fault_and_prune_removes_just_that_chunk(
-    store, run, run_json, root: Path, kind: str
-) -> None:
+def test_verify_and_ls_agree_on_a_fault_and_prune_removes_just_that_chunk(store, run, run_json, root, kind):
     damage, fault, listed, naming = DAMAGES[kind]
     files = store(keys_of(3), **({"layout": "segments"} if naming == "segments" else {"naming": naming}))
     damage(files[0])
@@ -125,9 +123,7 @@ def test_a_slot_with_a_chunk_of_another_namespace_is_corrupt(store, run, run_jso
     assert faults == {f"{ours.relative_to(root)}#0": "namespace"}
 
 
-def test_all_kinds_are_counted_and_named_with_their_keys(
-    store, run, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_kinds_are_counted_and_named_with_their_keys(store, run, root, monkeypatch):
     """The screen names some of them, the JSON all."""
     monkeypatch.setattr("kvtier.tools.directory.NAMED_MAX", 4)
     files = store(keys_of(6))
@@ -162,9 +158,7 @@ def test_whole_directories_pass_and_one_namespace_can_be_chosen(store, run, root
 
 
 @pytest.mark.parametrize("layout", ["files", "segments"])
-def test_damage_of_encrypted_chunks_is_found_without_their_keys(
-    store, run, root: Path, monkeypatch: pytest.MonkeyPatch, layout: str
-) -> None:
+def test_damage_of_encrypted_chunks_is_found_without_their_keys(store, run, root, monkeypatch, layout):
     """Only a tier with the key can tell who wrote them."""
     monkeypatch.setenv("KVTIER_TEST_FS_SECRETS", "ab" * 32)
     seal = {"seal": "aes-256-gcm", "seal_key_env": "KVTIER_TEST_FS_SECRETS"}
@@ -197,9 +191,7 @@ def test_vllms_files_and_later_formats_are_corrupt_only_if_they_are_cut_off(stor
     ("name", "message"),
     [("missing", "No such file or directory"), ("file", "Not a directory"), ("photos", "holds no chunks")],
 )
-def test_a_directory_without_chunks_is_rejected(
-    root: Path, capsys: pytest.CaptureFixture[str], name: str, message: str
-) -> None:
+def test_a_directory_without_chunks_is_rejected(root, capsys, name, message):
     (root / "file").touch()
     (root / "photos" / "summer").mkdir(parents=True)
     assert run_command("verify", root / name) == 2
@@ -213,9 +205,7 @@ def test_an_unknown_namespace_is_rejected(store, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize("layout", ["files", "segments"])
-def test_a_chunk_that_is_replaced_while_verify_reads_it_is_not_corrupt(
-    store, run, root: Path, monkeypatch: pytest.MonkeyPatch, layout: str
-) -> None:
+def test_a_chunk_that_is_replaced_while_verify_reads_it_is_not_corrupt(store, run, root, monkeypatch, layout):
     """An engine has removed the file, or is writing another chunk into the slot: its footer is to come."""
     path = store(keys_of(1), layout=layout, naming="flat")[0]
     whole, read = path.read_bytes(), os.pread
@@ -261,9 +251,7 @@ async def test_an_engine_that_stores_and_deletes_meanwhile_is_no_corruption(root
 
 
 @pytest.mark.parametrize(("sample", "least", "most"), [("100%", 400, 400), ("25%", 30, 200), ("0.25", 30, 200)])
-def test_a_sample_checks_about_that_share_and_counts_what_it_left_out(
-    store, run_json, root: Path, sample: str, least: int, most: int
-) -> None:
+def test_a_sample_checks_about_that_share_and_counts_what_it_left_out(store, run_json, root, sample, least, most):
     """Bounds that a fair draw of 400 chunks passes except once in more than a thousand million calls."""
     store(keys_of(400), layout="segments", row_bytes=4_096)
     found = run_json("verify", root, "--sample", sample)

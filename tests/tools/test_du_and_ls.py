@@ -67,9 +67,7 @@ def test_du_tells_what_is_under_way_from_what_was_left_behind(store, run_json, r
 
 
 @pytest.mark.parametrize("columns", ["60", None])
-def test_dus_table_has_whole_names_in_a_narrow_terminal_and_lines_in_a_pipe(
-    store, run, root: Path, monkeypatch: pytest.MonkeyPatch, columns: str | None
-) -> None:
+def test_dus_table_has_whole_names_in_a_narrow_terminal_and_lines_in_a_pipe(store, run, root, monkeypatch, columns):
     names = [namespace_of(store(keys_of(1), model=f"org/{'long' * 20}{number}")[0], root) for number in range(2)]
     monkeypatch.setenv("COLUMNS", columns) if columns else monkeypatch.delenv("COLUMNS")
     _, out = run("du", root)

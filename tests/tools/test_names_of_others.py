@@ -53,9 +53,7 @@ def test_a_replays_report_shows_its_traces_name_as_it_is(outside: None, told: Ca
     assert SHOWN in told("replay", trace)
 
 
-def test_a_model_and_files_of_a_directory_are_shown_as_they_are(
-    told: Callable[..., str], root: Path, store: Callable[..., list[Path]]
-) -> None:
+def test_a_model_and_files_of_a_directory_are_shown_as_they_are(told, root, store):
     first, second = store(keys_of(2), model=f"org/{NAME}")
     second.rename(second.with_name(f"{NAME}.bin"))
     assert f"org/{SHOWN}" in told("du", root)

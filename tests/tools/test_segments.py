@@ -63,9 +63,7 @@ def test_pruned_chunks_stay_away_and_an_empty_segment_is_removed(store, run_json
     assert asyncio.run(recalled(root, 4)) == ["ChunkMissing"] * 4
 
 
-def test_a_segment_of_a_live_engine_is_read_left_alone_and_the_others_are_pruned(
-    root: Path, store, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_segment_of_a_live_engine_is_read_left_alone_and_the_others_are_pruned(root, store, capsys):
     others = store(keys_of(4), model="z", layout="segments")
     taken_bytes = sum(map(blocks_of, others))
 
@@ -86,9 +84,7 @@ def test_a_segment_of_a_live_engine_is_read_left_alone_and_the_others_are_pruned
 
 
 @pytest.mark.parametrize(("size", "pruned"), [("50%", 20), ("3%", 39), ("0B", 40)])
-def test_a_prune_frees_what_it_reports_and_a_tier_stores_there_again(
-    root: Path, store, run_json, size: str, pruned: int
-) -> None:
+def test_a_prune_frees_what_it_reports_and_a_tier_stores_there_again(root, store, run_json, size, pruned):
     (segment,) = store(keys_of(40), layout="segments")
     before = blocks_of(segment)
     report = run_json("prune", root, "--to-size", size, "--yes")
@@ -102,9 +98,7 @@ def test_a_prune_frees_what_it_reports_and_a_tier_stores_there_again(
 
 
 @pytest.mark.parametrize("option", ["--corrupt", "--leftovers"])
-def test_a_segment_with_a_damaged_first_page_goes_when_its_engine_has_gone(
-    root: Path, capsys: pytest.CaptureFixture[str], run, run_json, option: str
-) -> None:
+def test_a_segment_with_a_damaged_first_page_goes_when_its_engine_has_gone(root, capsys, run, run_json, option):
     async def work() -> None:
         async with opened(root, layout="segments") as (tier, lender):
             await lender.keep(tier, keys_of(3))
@@ -127,9 +121,7 @@ def test_a_segment_with_a_damaged_first_page_goes_when_its_engine_has_gone(
     ("row_bytes", "slots"),
     [(ROW_BYTES, 1 << 60), (ROW_BYTES, 1 << 27), (1 << 62, 1), (1 << 44, 2), (0, 1 << 30), (ROW_BYTES, 0), (100, 5)],
 )
-def test_a_first_page_that_claims_more_than_a_segment_can_hold_is_not_believed(
-    root: Path, store, run, row_bytes: int, slots: int
-) -> None:
+def test_a_first_page_that_claims_more_than_a_segment_can_hold_is_not_believed(root, store, run, row_bytes, slots):
     """Its checksum is right: whoever may write there has made it. The file itself is empty except for some pages."""
     (segment,) = store(keys_of(2), layout="segments")
     header = read_header(segment.read_bytes()[:HEADER_BYTES])

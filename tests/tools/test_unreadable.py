@@ -105,9 +105,7 @@ def test_prune_goes_on_after_a_file_that_it_may_not_remove(forbid, root: Path, s
 
 @pytest.mark.parametrize("command", [*CALLS.values(), ("prune", "--older-than", "0s", "--yes")], ids=" ".join)
 @pytest.mark.parametrize("place", ["namespace", "first", "segment"])
-def test_a_command_names_a_link_goes_on_and_leaves_its_target(
-    root: Path, store, run, place: str, command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_names_a_link_goes_on_and_leaves_its_target(root, store, run, place, command, capsys):
     files = store(keys_of(3), layout="segments" if place == "segment" else "files")
     link = {"namespace": files[0].parents[2], "first": files[0].parents[1], "segment": files[0]}[place]
     elsewhere = root.parent / "elsewhere"

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from vllm import LLM, SamplingParams
@@ -100,15 +99,7 @@ def kvtier_files(disk: Path, *, shared: bool = False, **changes: Any) -> dict[st
 class Engine:
     """One engine; a context manager, so that whatever it holds is given back."""
 
-    def __init__(
-        self,
-        model: str,
-        offloading: Mapping[str, Any] | None = None,
-        *,
-        gpu_blocks: int = GPU_BLOCKS,
-        measured: bool = False,
-        **changes: Any,
-    ) -> None:
+    def __init__(self, model, offloading=None, *, gpu_blocks=GPU_BLOCKS, measured=False, **changes):
         """`measured`: prefill is, by kvtier's own connector; the same prompts then need not have the same hits."""
         if offloading is not None:
             changes["kv_transfer_config"] = KVTransferConfig(
@@ -158,14 +149,7 @@ class Engine:
     def ledger(self) -> Ledger:
         return self.kvtier.ledger
 
-    def answer(
-        self,
-        given: Sequence[Prompt],
-        new_tokens: int = NEW_TOKENS,
-        load_tiers: Sequence[Mapping[str, str]] = (),
-        hint: object = None,
-        salt: str | None = None,
-    ) -> list[Answer]:
+    def answer(self, given, new_tokens=NEW_TOKENS, load_tiers=(), hint=None, salt=None):
         """Answer all prompts, as many at once as vLLM schedules; they may choose the tiers that they load from."""
         asked = sampling(new_tokens)
         params: dict[str, Any] = {"kv_load_tiers": list(load_tiers)} if load_tiers else {}
@@ -191,9 +175,7 @@ class Engine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind, error, trace):
         self.close()
 
 
@@ -233,9 +215,7 @@ def fill(model: str, offloading: Mapping[str, Any], asked: Sequence[Prompt], **c
     return [_filled[name].tokens[tuple(prompt)] for prompt in asked]
 
 
-def computed(
-    model: str, offloading: Mapping[str, Any], asked: Sequence[Prompt], **changes: Any
-) -> list[tuple[int, ...]]:
+def computed(model, offloading, asked, **changes):
     """Return the tokens of an engine that computes and stores the prompts, and ends."""
     with Engine(model, offloading, **changes) as engine:
         answers = engine.answer(asked)

@@ -240,9 +240,7 @@ def subscribed(endpoint: str) -> Iterator[tuple[zmq.Socket[bytes], KVEventsConfi
         yield socket, events
 
 
-def answer_and(
-    engine: Engine, given: Sequence[Prompt], then: Callable[[], None], *, when: Callable[[], bool]
-) -> list[Answer]:
+def answer_and(engine, given, then, *, when):
     """Answer all prompts, and do something between the first two steps where it is time for it."""
     llm = engine.llm.llm_engine
     for index, prompt in enumerate(given):

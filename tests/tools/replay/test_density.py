@@ -31,9 +31,7 @@ def hit_ratio(traces: Traces, name: str, size: str) -> float:
 
 @pytest.mark.usefixtures("thorough")
 @pytest.mark.parametrize(("size", "least"), [("0.01", 0.091), ("0.05", 0.218), ("0.10", 0.290)])
-def test_a_small_cache_of_real_chats_has_more_hits_than_with_any_other_policy(
-    traces: Traces, size: str, least: float
-) -> None:
+def test_a_small_cache_of_real_chats_has_more_hits_than_with_any_other_policy(traces, size, least):
     """Of the other policies, the best have 0.075 (S3-FIFO), 0.210 and 0.284 (ARC), as the policy study says."""
     assert hit_ratio(traces, CONVERSATION, size) >= least
 

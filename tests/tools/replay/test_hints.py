@@ -124,9 +124,7 @@ def test_a_class_that_begins_to_lie_is_unlearned(classed: Classed, lie: str) -> 
 
 @pytest.mark.usefixtures("thorough")
 @pytest.mark.parametrize(("share", "least"), [(0.5, 0.25), (0.9, 0.32)])
-def test_hints_that_sessions_are_over_are_worth_more_than_a_policy(
-    told_chats: Callable[[Saying], float], share: float, least: float
-) -> None:
+def test_hints_that_sessions_are_over_are_worth_more_than_a_policy(told_chats, share, least):
     assert mean(told_chats(Saying(over=share, seed=seed)) for seed in SEEDS) >= least
 
 
@@ -144,9 +142,7 @@ def known_agents(agents: Path) -> Future:
 
 
 @pytest.mark.parametrize(("share", "least"), [(0.5, 0.60), (1.0, 0.66)])
-def test_hints_of_when_agents_return_are_worth_more_than_a_policy(
-    traces: Traces, agents: Path, known_agents: Future, share: float, least: float
-) -> None:
+def test_hints_of_when_agents_return_are_worth_more_than_a_policy(traces, agents, known_agents, share, least):
     saying = Saying(returns=share, error=0.5, seed=1)
     told = said(saying, known_agents)
     assert hit_ratio(Trace(agents, checked=True), traces.extent(AGENTIC), 0.01, told) >= least

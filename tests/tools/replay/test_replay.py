@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,15 +25,7 @@ def requests() -> Sequence[TraceRequest]:
     return tuple(GeneratedTrace(Workload(seed=3), limit=90))
 
 
-def replay_of(
-    requests: Sequence[TraceRequest],
-    *tiers: dict[str, Any],
-    rows: int,
-    concurrency: int = 8,
-    runner: str = "inline",
-    policy: str = "lru",
-    **limits: Any,
-) -> Replay:
+def replay_of(requests, *tiers, rows, concurrency=8, runner="inline", policy="lru", **limits):
     config = decode(
         EngineConfig,
         {
@@ -82,9 +73,7 @@ async def test_over_a_tier_of_everything_the_hits_are_the_best_possible_however_
 
 
 @pytest.mark.virtual_time
-async def test_three_tiers_of_different_speeds_all_get_everything_and_the_first_is_asked_first(
-    requests: Sequence[TraceRequest],
-) -> None:
+async def test_three_tiers_of_different_speeds_all_get_everything_and_the_first_is_asked_first(requests):
     speeds = ({"latency_s": "10us"}, {"latency_s": "5ms", "concurrency": 2}, {"bandwidth_bytes_per_s": "20MB"})
     tiers = [{"type": "dummy", "name": f"tier {index}", **speed} for index, speed in enumerate(speeds)]
     tally = await replay_of(requests, *tiers, rows=300).run()
@@ -115,9 +104,7 @@ async def test_a_tier_that_fails_every_call_costs_its_hits_and_is_reported(reque
     assert tiers["bad"].dropped["breaker"] > 0
 
 
-async def test_wrong_bytes_are_counted_and_named(
-    requests: Sequence[TraceRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_wrong_bytes_are_counted_and_named(requests, tmp_path, monkeypatch):
     (tmp_path / "lying_tier.py").write_text(
         "from kvtier_backends.dummy import DummyBackend\n"
         "class Lying(DummyBackend):\n"
@@ -151,9 +138,7 @@ async def test_through_files_all_chunks_come_back_right_and_a_second_replay_find
 
 
 @pytest.mark.virtual_time
-async def test_a_cancelled_replay_ends_within_a_second_and_has_counted_what_it_did(
-    requests: Sequence[TraceRequest],
-) -> None:
+async def test_a_cancelled_replay_ends_within_a_second_and_has_counted_what_it_did(requests):
     """Its tier would take days, and its closing as long."""
     replay = replay_of(requests, {"type": "dummy", "latency_s": "1h", "concurrency": 1}, rows=300)
     task = asyncio.create_task(replay.run())

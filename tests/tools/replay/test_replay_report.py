@@ -112,9 +112,7 @@ def test_some_of_the_wrong_keys_are_named_and_all_are_counted() -> None:
     assert report.wrong_keys == [key.hex() for key in keys[:WRONG_KEYS_MAX]]
 
 
-def test_the_tables_have_the_figures_and_warn_of_a_limit_that_kept_chunks_from_a_tier(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_tables_have_the_figures_and_warn_of_a_limit_that_kept_chunks_from_a_tier(capsys):
     times = {"with_tiering": array("d", [1.0, 2.0]), "without_tiering": array("d", [3.0, 4.0])}
     report = report_of(tally_of(100), ttft_s=times)
     assert report.warnings == [

@@ -32,9 +32,7 @@ def roots(config: EngineConfig) -> list[object]:
     return [tier.options.get("root") for tier in config.secondary_tiers]
 
 
-def test_the_default_primary_holds_the_longest_request_for_each_concurrent_one_but_no_more_than_the_trace_twice() -> (
-    None
-):
+def test_the_default_primary_holds_the_longest_request_for_each_concurrent_one_but_no_more_than_the_trace_twice():
     assert default_config(HOUR, 8).rows == 9_140
     agents = Extent(
         requests=402, block_references=196_744, unique_blocks=12_626, best_hits=0, lengths={311: 401, 3_570: 1}
@@ -51,9 +49,7 @@ def test_the_default_primary_holds_the_longest_request_for_each_concurrent_one_b
         ([{"type": "fs", "root": "/own"}, {"type": "fs"}], True, ["/there/0", "/there/1"]),
     ],
 )
-def test_fs_tiers_get_the_directory_or_a_folder_each(
-    tiers: list[dict[str, Any]], override: bool, expected: list[str | None]
-) -> None:
+def test_fs_tiers_get_the_directory_or_a_folder_each(tiers, override, expected):
     config = engine(*tiers)
     assert without_root(config)
     placed = rooted(config, "/there", override=override)
@@ -82,9 +78,7 @@ def test_a_trace_that_would_fill_the_disk_of_a_temporary_directory_is_refused(tm
 
 
 @pytest.mark.usefixtures("outside")
-def test_a_directory_for_chunks_is_made_for_its_user_alone_where_its_parent_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_directory_for_chunks_is_made_for_its_user_alone_where_its_parent_is(tmp_path, capsys):
     for _ in range(2):
         assert run("replay", "generated", "--limit", "1", "--fs", tmp_path / "chunks") == 0
         assert (tmp_path / "chunks").stat().st_mode & 0o777 == 0o700

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -55,9 +54,7 @@ def fs_tier(chunks: int, **more: object) -> dict[str, Any]:
     return {"type": "fs", "layout": "segments", "capacity_bytes": chunks * (MIB + 4_096), **more}
 
 
-def replay_of(
-    config: EngineConfig, requests: Sequence[TraceRequest] = WORKLOAD, servers: Servers | None = None
-) -> VirtualReplay:
+def replay_of(config, requests=WORKLOAD, servers=None):
     model = scale_model(config)
     return VirtualReplay(
         requests,
@@ -138,9 +135,7 @@ def test_the_limit_of_stores_in_flight_is_kept() -> None:
 # The engine's own cache.
 
 
-def both_sides(
-    config: EngineConfig, requests: Sequence[TraceRequest], servers: Servers
-) -> tuple[VirtualReplay, "array[float]"]:
+def both_sides(config, requests, servers):
     """Return the finished replay, and the times to first token without tiering."""
     replay = replay_of(config, requests, servers)
     run(replay.run())
@@ -213,9 +208,7 @@ def servers_of(tokens_per_s: float = 512, slots: int = 4, cache_tokens: int = 0)
     return Servers(tokens_per_s, slots, cache_tokens)
 
 
-def first_tokens_s(
-    requests: Sequence[TraceRequest], config: EngineConfig, servers: Servers | None = None
-) -> list[float]:
+def first_tokens_s(requests, config, servers=None):
     """Replay, and return the times to first token in order."""
     replay = replay_of(config, requests, servers or servers_of())
     tally = run(replay.run())

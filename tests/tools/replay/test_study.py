@@ -48,9 +48,7 @@ any_requests = st.lists(st.lists(st.integers(0, 9), max_size=8).map(tuple), max_
 
 
 @given(requests=any_requests, capacity=st.integers(1, 8))
-def test_lru_and_fifo_have_the_hits_of_naive_caches_request_by_request(
-    requests: list[TraceRequest], capacity: int
-) -> None:
+def test_lru_and_fifo_have_the_hits_of_naive_caches_request_by_request(requests, capacity):
     assert list(policy_hits(requests, LRU(capacity), capacity)) == naive_hits(requests, capacity, renew=True)
     assert list(policy_hits(requests, FIFO(capacity), capacity)) == naive_hits(requests, capacity, renew=False)
 
@@ -58,9 +56,7 @@ def test_lru_and_fifo_have_the_hits_of_naive_caches_request_by_request(
 @given(
     requests=any_requests, capacity=st.integers(1, 8), name=st.sampled_from(["arc", "density", "fifo", "lru", "s3fifo"])
 )
-def test_no_policy_has_more_hits_than_a_cache_that_keeps_everything(
-    requests: list[TraceRequest], capacity: int, name: str
-) -> None:
+def test_no_policy_has_more_hits_than_a_cache_that_keeps_everything(requests, capacity, name):
     hits = list(simulation(name)(requests, capacity))
     kept_everything = list(policy_hits(requests, LRU(100), 100))
     assert all(mine <= best for mine, best in zip(hits, kept_everything, strict=True))

@@ -69,9 +69,7 @@ def test_blocks_that_are_only_partly_filled_may_have_an_id_or_none(told: Told) -
     ],
     ids=["other_predecessor", "now_first", "twice", "new_and_twice"],
 )
-def test_an_id_after_two_different_ids_is_no_prefixs_hash_and_is_warned_of_with_its_line(
-    told: Told, second: tuple[int, ...], complaint: str
-) -> None:
+def test_an_id_after_two_different_ids_is_no_prefixs_hash_and_is_warned_of_with_its_line(told, second, complaint):
     (warning,) = told(prompts((0, 1), second))
     assert complaint in warning
     assert CHAINED in warning
@@ -108,9 +106,7 @@ def test_a_length_that_does_not_fit_its_ids_is_warned_of_with_its_line(told: Tol
 # Invalid hints.
 
 
-def test_an_invalid_hint_is_a_warning_with_its_line_and_its_request_is_kept(
-    trace_file: Callable[..., str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_invalid_hint_is_a_warning_with_its_line_and_its_request_is_kept(trace_file, caplog):
     line = '{"timestamp": 1, "input_length": 512, "output_length": 1, "hash_ids": [1], "kvtier": %s}'
     given = ('{"class": "tool"}', '{"priority": 100}', "[1]", '{"retain_s": 1e999}', "null")
     trace = Trace(trace_file("\n".join(line % hint for hint in given).encode()))

@@ -33,9 +33,7 @@ compressed = pytest.mark.parametrize("compress", COMPRESSIONS.values(), ids=COMP
 
 
 @compressed
-def test_a_trace_is_read_whatever_it_is_compressed_with_and_called(
-    trace_file: TraceFile, compress: Callable[[bytes], bytes]
-) -> None:
+def test_a_trace_is_read_whatever_it_is_compressed_with_and_called(trace_file, compress):
     trace = Trace(trace_file(compress(META + LINES), "trace.dat"))
     assert list(trace) == REQUESTS
     assert list(trace) == REQUESTS  # Each iteration is a separate pass.
@@ -44,9 +42,7 @@ def test_a_trace_is_read_whatever_it_is_compressed_with_and_called(
 
 
 @compressed
-def test_compressed_streams_that_follow_each_other_are_one_trace(
-    trace_file: TraceFile, compress: Callable[[bytes], bytes]
-) -> None:
+def test_compressed_streams_that_follow_each_other_are_one_trace(trace_file, compress):
     first, second = LINES[:100], LINES[100:]
     assert list(Trace(trace_file(compress(first) + compress(second)))) == REQUESTS
 
@@ -93,9 +89,7 @@ def test_a_limit_counts_requests(trace_file: TraceFile, before: bytes, limit: in
         (b"\x00\x01\x02", "malformed"),
     ],
 )
-def test_a_bad_line_is_named_by_number_with_what_is_wrong_and_what_was_expected(
-    trace_file: TraceFile, line: bytes, complaint: str
-) -> None:
+def test_a_bad_line_is_named_by_number_with_what_is_wrong_and_what_was_expected(trace_file, line, complaint):
     path = trace_file(LINES + b"\n" + line + b"\n" + LINES)
     requests = iter(Trace(path))
     assert [next(requests), next(requests)] == REQUESTS
