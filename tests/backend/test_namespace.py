@@ -280,8 +280,6 @@ def test_weights_and_adapters_have_names_of_their_own_and_none_without_them() ->
     assert folder() == "default_e58d9229ebb8"
 
 
-# --- The gate ---------------------------------------------------------------------------------------------------------
-
 REFUSALS: list[tuple[Namespace, dict[str, Any], str]] = [
     (QWEN, {"parallel_agnostic": False}, "not asked for"),
     (QWEN, {"is_parallelism_agnostic": False}, "the LLM engine reports"),
@@ -369,8 +367,6 @@ def test_the_gate_opens_exactly_where_rows_are_the_same_at_every_size(layout: st
     alike = len({row(chunk, layout, workers) for workers in (1, 2, 4, 8)}) == 1
     assert FileMapper(namespace).parallel_agnostic == alike
 
-
-# --- The fingerprint --------------------------------------------------------------------------------------------------
 
 DIFFERENCES: list[dict[str, Any]] = [
     *(

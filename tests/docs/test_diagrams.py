@@ -32,9 +32,6 @@ def states_of(changes: set[Change]) -> set[str]:
     return set(itertools.chain.from_iterable(changes))
 
 
-# A breaker.
-
-
 def test_the_diagram_of_a_breaker_is_what_a_breaker_does() -> None:
     found: set[Change] = set()
     for calls in itertools.product(("succeeded", "failed", "trip", "admits"), repeat=CALLS_MAX):
@@ -46,9 +43,6 @@ def test_the_diagram_of_a_breaker_is_what_a_breaker_does() -> None:
     drawn = changes_drawn("failure-modes.md")
     assert drawn == {(before, after) for before, after in found if before != after}
     assert states_of(drawn) == {state.value for state in BreakerState}
-
-
-# A row: of a primary that has only one.
 
 
 class OneRow:
@@ -112,9 +106,6 @@ def test_the_diagram_of_a_rows_states_is_what_becomes_of_a_row() -> None:
     drawn = changes_drawn("lent-buffers.md")
     assert drawn == {(before, after) for before, after in found if before != after}
     assert states_of(drawn) == set(row_states(OneRow().primary))
-
-
-# The way of a chunk.
 
 
 def test_the_way_of_a_chunk_names_calls_actions_and_messages_that_there_are() -> None:

@@ -232,9 +232,6 @@ def test_every_failure_names_a_test() -> None:
     assert [cells[0] for cells in rows if "tests/" not in cells[3]] == []
 
 
-# What the reference says there is, and what there is.
-
-
 def rows_of(page: str, heading: str) -> dict[str, list[str]]:
     """Return a table's rows by their first cell, from the section under a heading."""
     text = (DOCS / "reference" / page).read_text()

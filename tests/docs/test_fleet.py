@@ -59,9 +59,6 @@ every_compose_file = pytest.mark.parametrize("path", COMPOSE, ids=[path.name for
 every_manifest = pytest.mark.parametrize("path", MANIFESTS, ids=[path.name for path in MANIFESTS])
 
 
-# Whoever would run them accepts them.
-
-
 def checked(path: Path) -> tuple[int, str]:
     ran = CliRunner().invoke(check_jsonschema, ["--builtin-schema", "vendor.compose-spec", str(path)])
     return ran.exit_code, ran.output
@@ -78,9 +75,6 @@ def test_a_manifest_is_one_by_the_schemas_of_kubernetes(path: Path, version: str
     for one in objects(path):
         kubernetes_validate.validate(one, version, strict=True)
     assert path is not NODE or version.rpartition(".")[0] in (ROOT / "docs/how-to/kubernetes.md").read_text()
-
-
-# kvtier accepts what they configure.
 
 
 @every_engine
@@ -125,9 +119,6 @@ def kept_bytes(command: list[str]) -> int:
         return size(command[command.index("--maxmemory") + 1])
     segments = [one.partition("=")[2] for one in command if one.startswith("--global_segment_size=")]
     return size(segments[0]) if segments else 0
-
-
-# What they refer to is there.
 
 
 @every_compose_file
@@ -234,9 +225,6 @@ def test_nothing_secret_stands_in_the_examples() -> None:
         assert not re.search(r"(?i)(password|key)(_env)?[\"']?\s*[:=]\s*[\"']?\$?\{?[\w-]{16,}", path.read_text())
 
 
-# Images.
-
-
 def test_images_are_made_of_a_version_that_kvtier_knows_and_of_files_that_are_there() -> None:
     (given,) = re.findall(r"^FROM vllm/vllm-openai:v([\d.]+)$", (FLEET / "engine.Dockerfile").read_text(), re.MULTILINE)
     assert given.rpartition(".")[0] in known_to_vllms_door()
@@ -249,9 +237,6 @@ def test_images_are_made_of_a_version_that_kvtier_knows_and_of_files_that_are_th
         (tag,) = re.findall(r"-t (\S+) \.$", text, re.MULTILINE)
         assert tag in examples
         assert f"docker build -f examples/fleet/{path.name} \\\n    -t {tag} ." in PAGE
-
-
-# Engines that share a node's directory.
 
 
 def test_engines_of_a_node_share_its_directory_as_kvtier_accepts() -> None:
@@ -286,9 +271,6 @@ def test_every_pod_of_a_node_means_the_same_directory_and_only_engines_write_to_
 def test_a_page_names_metrics_that_there_are(name: str) -> None:
     known = set(re.findall(r"`(kvtier_\w+)", (ROOT / "docs" / "reference" / "metrics.md").read_text()))
     assert set(re.findall(r"`(kvtier_\w+)", (ROOT / "docs" / name).read_text())) - {"kvtier_"} <= known
-
-
-# What can run.
 
 
 @pytest.fixture(scope="module")

@@ -61,9 +61,6 @@ def config_of(*groups, num_blocks=BLOCKS, kernel_block_size=None):
     return KVCacheConfig(num_blocks=num_blocks, groups=tuple(made))
 
 
-# Specs.
-
-
 @pytest.mark.parametrize(
     ("spec", "unpadded", "padded"),
     [
@@ -110,9 +107,6 @@ def test_a_model_that_cannot_be_is_refused(make: Any, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         make()
     assert message in str(error.value)
-
-
-# Pages in caches as an engine has them.
 
 
 def memory(size_bytes: int) -> torch.Tensor:
@@ -235,9 +229,6 @@ def test_states_with_a_gap_between_them_are_one_page() -> None:
     assert (places(canonical, base), page_bytes(canonical)) == ([(0, (BLOCKS, 44), (44, 1))], [[44]])
 
 
-# Refused by layer and stride.
-
-
 def strided(shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0) -> torch.Tensor:
     return memory(4 * PAGE_BYTES * BLOCKS).view(BF16).as_strided(shape, strides, offset)
 
@@ -352,9 +343,6 @@ def test_pages_that_no_row_holds_together_are_refused(offsets: dict[str, int], s
         f"{', '.join(caches)}: pages from byte 0 to {last} do not lie in one row of {row_bytes} bytes (their stride) "
         f"within {size_bytes:,} bytes of memory"
     )
-
-
-# Allocated.
 
 
 def shapes_in(layers: Mapping[str, LayerCache]) -> dict[str, tuple[int, tuple[int, ...], tuple[int, ...]]]:

@@ -218,9 +218,6 @@ def test_a_chunk_has_its_pages_tensor_after_tensor() -> None:
         slot_layout(slot_caches({0: 64}), blocks_per_chunk=0)
 
 
-# The worker as an engine uses it.
-
-
 def caches_on(device: str, groups: int = 1) -> CanonicalKVCaches:
     tensor = torch.arange(BLOCKS, dtype=torch.int8, device=device)[:, None].repeat(1, PAGE_BYTES)
     return CanonicalKVCaches((tensor,), ((DataRef(0, PAGE_BYTES),),) * groups)

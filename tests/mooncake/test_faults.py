@@ -90,9 +90,6 @@ async def test_a_mixture_beside_stores_is_never_taken_for_a_chunk(opened, lender
     lender.take_back()
 
 
-# Owners and masters that go.
-
-
 async def test_a_killed_owner_costs_its_chunks_and_another_one_is_used(alone, lender) -> None:
     pool, owner, tier, keys = await alone(client_ttl_s=2)
     owner.kill()
@@ -261,9 +258,6 @@ async def test_a_tier_without_its_master_does_not_open(own_pool, opened_alone) -
     pool.master.kill()
     with pytest.raises(BackendUnavailable, match=f"0:tested: the master {pool.address} does not answer"):
         await opened_alone(pool)
-
-
-# The end.
 
 
 async def test_closing_gives_up_calls_that_hang_or_wait_and_leaves_no_row(alone, lender) -> None:

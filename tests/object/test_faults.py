@@ -23,9 +23,6 @@ UNKNOWN = {"index_chunks": 0, "absent_ttl_s": 0}  # Every look-up asks.
 VERSION_AT, SUM_BYTES = 24, 8  # In a seal; the sum is at its end.
 
 
-# Objects of other programs.
-
-
 @pytest.mark.parametrize("seal", ["no base64!", "AAAA", base64.b64encode(bytes(SEAL_BYTES)).decode()])
 async def test_an_object_with_an_unreadable_seal_is_corrupt_and_is_replaced(
     opened, server, bucket, stored, lender, seal
@@ -78,9 +75,6 @@ async def test_rows_that_take_long_to_seal_are_sealed_in_threads(opened, monkeyp
     await lender.keep(tier, keys)
     assert await lender.recall(tier, keys) == [label(key) for key in keys]
     lender.take_back()
-
-
-# The index.
 
 
 async def test_a_new_tier_answers_from_its_start_up_list(opened, server, bucket, proxy, lender) -> None:
@@ -161,9 +155,6 @@ async def test_a_foreign_name_that_cannot_be_listed_costs_the_list_and_nothing_e
     assert await tier.probe(keys) == [True, True, False]
     assert await lender.recall(tier, keys[:2]) == [label(key) for key in keys[:2]]
     assert tier.counts() == {"listing_failed": 1}
-
-
-# Answers of a store.
 
 
 async def test_a_removed_bucket_costs_hits_until_it_is_back(opened, server, bucket, stored, lender) -> None:
@@ -256,9 +247,6 @@ async def test_a_store_that_is_busy_for_a_moment_is_retried(opened, proxy, lende
     proxy.reply = lambda passed: busy(passed) if passed.startswith(b"HTTP/") and left and left.pop() else passed
     assert await lender.recall(tier, keys[:1]) == [label(keys[0])]
     assert tier.counts() == {}
-
-
-# Servers and connections that fail.
 
 
 @pytest.mark.parametrize("operation", ["load", "store", "probe"])

@@ -19,8 +19,6 @@ from tests.remote.tiers import CHUNK_BYTES, kept, recovers, used_again
 
 NO_FAMILY = 200  # Beyond Linux's AF_MAX.
 
-# Values of other programs.
-
 
 @pytest.mark.parametrize("words", [["RPUSH", b"a"], ["HSET", b"a", b"b"]])
 async def test_a_value_of_another_type_is_corrupt_and_is_replaced(opened, server, stored, lender, words) -> None:
@@ -31,9 +29,6 @@ async def test_a_value_of_another_type_is_corrupt_and_is_replaced(opened, server
     assert tier.counts() == {"corrupt_foreign": 1}
     await lender.keep(tier, [key])
     assert await lender.recall(tier, [key]) == [label(key)]
-
-
-# Answers of a server.
 
 
 async def test_chunks_expire_after_their_ttl(opened, server, stored, lender) -> None:
@@ -142,9 +137,6 @@ async def test_an_unrequested_reply_answers_nothing(opened, proxy, lender) -> No
         assert list(await tier.probe(keys)) == [False] * 4
     await lender.keep(tier, keys)
     assert await lender.recall(tier, keys) == [label(key) for key in keys]
-
-
-# Servers and connections that fail.
 
 
 @pytest.mark.parametrize("passed_bytes", [3, (CHUNK_BYTES + SEAL_BYTES) // 2, 5 * (CHUNK_BYTES + SEAL_BYTES) + 7])

@@ -32,9 +32,6 @@ from tests.remote.tiers import kept, recovers
 PASSWORD = "KVTIER_TEST_PASSWORD"
 
 
-# Several servers.
-
-
 def topology_of(url: str) -> Topology:
     options = RedisOptions(url=url)
     return make_topology(options, Login(options))
@@ -61,9 +58,6 @@ async def test_a_tier_opens_if_one_of_its_servers_answers(opened, server, lender
     assert outcomes == {"NoneType", "TransferFailed"}
     with pytest.raises(BackendUnavailable, match="refused"):
         await opened(gone, **QUICK)
-
-
-# Who is let in.
 
 
 async def test_a_wrong_password_is_a_config_error(opened, own_server, monkeypatch, lender) -> None:
@@ -218,9 +212,6 @@ async def test_a_server_without_tls_is_unavailable_with_it(opened, server) -> No
         await opened(server.address, scheme="rediss", **QUICK)
 
 
-# Sentinel.
-
-
 @pytest.fixture
 def watched(own_server, tmp_path: Path) -> tuple[RedisServer, RedisServer, RedisServer]:
     """Return a primary, its replica, and the sentinel that watches them."""
@@ -253,9 +244,6 @@ async def test_neither_an_unknown_primary_nor_a_sentinel_itself_is_a_server(open
         await opened(watched[2].address, scheme="redis+sentinel", path="/other", **QUICK)
     with pytest.raises(ConfigError, match=r"url: .* keeps no values"):
         await opened(watched[2].address)
-
-
-# Cluster.
 
 
 @pytest.fixture(scope="module")

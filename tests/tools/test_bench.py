@@ -74,9 +74,6 @@ def configured(tmp_path: Path) -> Callable[[str], Path]:
     return configured
 
 
-# What is measured.
-
-
 @pytest.mark.usefixtures("outside")
 def test_a_directory_is_measured_as_a_tier_of_each_layout_and_left_as_it_was(tmp_path, measured):
     (tmp_path / "mine").write_text("stays")
@@ -121,9 +118,6 @@ def test_chunks_are_deleted_a_few_calls_at_a_time(tmp_path, measured, monkeypatc
     assert 1 <= most_at_once <= 4
 
 
-# What is written and shown.
-
-
 def test_the_table_names_the_limit_and_json_is_written_to_a_file_or_alone_to_stdout(tmp_path, capsys):
     row = Row(
         operation="store",
@@ -150,9 +144,6 @@ def test_the_table_names_the_limit_and_json_is_written_to_a_file_or_alone_to_std
     assert err == ""
 
 
-# What is refused.
-
-
 @pytest.mark.parametrize(
     ("args", "complaint"),
     [
@@ -177,9 +168,6 @@ def test_an_engine_with_nothing_to_measure_is_refused(configured, capsys):
     check_refusal(capsys, "cpu_bytes_to_use: 64.0 KiB given, at least 512.0 KiB accepted")
 
 
-# How it ends.
-
-
 @pytest.mark.usefixtures("outside")
 def test_ctrl_c_ends_it_and_leaves_nothing(tmp_path: Path) -> None:
     command = [*KVTIER, "bench", str(tmp_path), "--chunk-sizes", "64KiB", "--size", "1MiB", "--rounds", "2000"]
@@ -193,8 +181,6 @@ def test_ctrl_c_ends_it_and_leaves_nothing(tmp_path: Path) -> None:
     assert running.returncode == 130
     assert not list(tmp_path.iterdir())
 
-
-# The limit of a disk.
 
 CHUNK_BYTES = 8_192
 

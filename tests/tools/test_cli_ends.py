@@ -178,9 +178,6 @@ def test_a_bad_call_is_rejected_in_one_line_with_2(place, first, monkeypatch, ca
     assert {shown(call): wrong for call in calls if (wrong := refused(call, capsys))} == {}
 
 
-# In other processes.
-
-
 def ended(*args, program=PROGRAM, stdout=subprocess.PIPE, **environment):
     """Run a command; return its status and what it wrote to both outputs."""
     command = [sys.executable, "-c", program, *args]

@@ -50,9 +50,6 @@ def simulated(folder: Path, trace: str, *options: str) -> dict[str, Any]:
     return told
 
 
-# The report.
-
-
 @pytest.mark.usefixtures("outside")
 def test_without_a_configuration_a_trace_goes_through_memory_and_files_and_leaves_none(
     trace: str, tmp_path: Path, temporary: Path, capsys: pytest.CaptureFixture[str]
@@ -155,9 +152,6 @@ def test_the_hints_of_a_trace_reach_the_engine(tmp_path: Path, way: tuple[str, .
     assert sum(simulation("lru")([structs.replace(each, hint=None) for each in requests], 6)) == 0
 
 
-# In virtual time.
-
-
 @pytest.mark.usefixtures("outside")
 def test_a_simulation_reports_first_tokens_and_the_same_seed_gives_the_same_bytes(trace, tmp_path, temporary):
     out = [tmp_path / "0.json", tmp_path / "1.json"]
@@ -190,9 +184,6 @@ def test_chunks_have_the_length_of_the_traces_blocks_when_loads_are_weighed(tmp_
     assert told["hits"] == {"cpu": 0, "slow": 24}
 
 
-# Bad calls.
-
-
 def test_without_matplotlib_a_picture_is_rejected_with_the_remedy(trace, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
@@ -219,9 +210,6 @@ def test_a_bad_trace_is_rejected_with_the_lines_number_before_anything_is_made(
     check_refusal(capsys, complaint)
     assert os.listdir(tmp_path) == ["trace.jsonl"]
     assert os.listdir(temporary) == []
-
-
-# Ctrl-C.
 
 
 @pytest.mark.usefixtures("outside")

@@ -142,8 +142,6 @@ def test_a_wrong_call_is_rejected_by_name(trace, options, message, capsys):
     assert message in capsys.readouterr().err
 
 
-# The bytes of a token.
-
 LLAMA = {
     "model_type": "llama",
     "num_hidden_layers": 32,

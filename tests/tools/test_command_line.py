@@ -162,9 +162,6 @@ def test_a_terminal_shows_a_bar_and_a_pipe_none(store, root, monkeypatch, capsys
     assert TITLES[command] in shown if terminal else shown == ""
 
 
-# A shell's completion.
-
-
 @pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize(
     ("words", "completed"),

@@ -100,9 +100,6 @@ def test_prune_goes_on_after_a_file_that_it_may_not_remove(forbid, root: Path, s
     assert "Permission denied; 1 left out" in ran.err
 
 
-# Links and pipes.
-
-
 @pytest.mark.parametrize("command", [*CALLS.values(), ("prune", "--older-than", "0s", "--yes")], ids=" ".join)
 @pytest.mark.parametrize("place", ["namespace", "first", "segment"])
 def test_a_command_names_a_link_goes_on_and_leaves_its_target(root, store, run, place, command, capsys):

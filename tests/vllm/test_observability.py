@@ -96,8 +96,6 @@ def watch_events(engine: Engine) -> list:
     return told
 
 
-# In the log.
-
 ONE_ENGINE = """
 import sys
 from pathlib import Path

@@ -154,9 +154,6 @@ def finished(action: Action, failed: Sequence[int] = (), code: Code = Code.FAILE
     return Finished(action.id, pack_rows(failed), bytes([code] * len(failed)), 0.25, lent)
 
 
-# Looking up.
-
-
 def test_a_request_gets_an_answer_even_if_answers_are_older_than_a_step(play):
     scene = play(scanned=False, answer_ttl_s=1e-9)
     assert (scene.has(A), scene.has(B)) == (None, None)
@@ -209,9 +206,6 @@ def test_a_breakers_trial_lets_few_chunks_through(play):
     scene = play(A, B, C)
     scene.tier.tier.breaker.trip(-100.0)
     assert [scene.has(key) for key in (A, B, C)] == [True, True, False]
-
-
-# Moving.
 
 
 def test_of_a_job_beyond_the_budget_the_beginning_is_stored(play):
@@ -294,9 +288,6 @@ def test_what_the_bridge_does_not_take_is_settled(play):
     assert not scene.tier.has_pending_work()
 
 
-# Order, and what the tier says of itself.
-
-
 def test_a_tier_hears_of_a_requests_order_and_hint_when_it_and_its_stores_are_over(play):
     scene = play(A)
     scene.begin("one", {A: 16, B: 32, C: 48}, {"over": True, "retain_s": 60, "priority": 7, "tokens": 16})
@@ -351,9 +342,6 @@ def test_everything_declared_is_counted_and_nothing_else(play):
     assert counted["kvtier_transfer_seconds", (NAME, "store")] == [0.25] * 2
     assert counted["kvtier_transfer_seconds", (NAME, "probe")] == [0.1]
     assert {name for name, _ in counted} | {"kvtier_events_dropped"} == tier_metric_definitions().keys()
-
-
-# Over a runner.
 
 
 def test_a_job_with_a_row_that_is_not_there_ends_as_a_failure(monkeypatch):

@@ -25,9 +25,6 @@ def request(at_s: float, *blocks: int, tokens: int | None = None) -> TraceReques
     return TraceRequest(at_s * 1_000, 512 * len(blocks) if tokens is None else tokens, 1, blocks)
 
 
-# The oracle's knowledge.
-
-
 def test_a_session_returns_with_what_it_does_not_share_and_is_over_with_its_last_whole_block() -> None:
     requests = [
         request(0, 0, 1, 2),  # The first session, behind a system prompt,
@@ -41,9 +38,6 @@ def test_a_session_returns_with_what_it_does_not_share_and_is_over_with_its_last
 
 def said(saying: Saying, known: Future) -> list[Hint | None]:
     return list(hints(known, saying))
-
-
-# Their worth.
 
 
 def hit_ratio(requests: Iterable[TraceRequest], extent: Extent, share: float, said: Sequence[Hint | None]) -> float:
@@ -68,8 +62,6 @@ def test_the_study_uses_the_hints_of_a_traces_lines(tmp_path: Path) -> None:
     assert hits == list(policy_hits(trace, Density[int](200), 200, said))
     assert sum(hits) > sum(policy_hits(trace, Density[int](200), 200))
 
-
-# The worth of a class, which is an opaque name.
 
 BUSY, IDLE = (Hint(class_=name) for name in ("planner", "title"))
 

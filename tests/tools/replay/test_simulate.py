@@ -73,9 +73,6 @@ def totals(config: EngineConfig, requests: Sequence[TraceRequest] = WORKLOAD) ->
     return dict(tally.samples[-1].tiers)
 
 
-# The limits of a tier.
-
-
 def test_hits_fall_with_the_capacity_and_are_those_of_the_studys_lru_at_every_size() -> None:
     """The primary holds the last of what the tier holds, so both together find what one cache of that size would."""
     found: list[int] = []
@@ -132,9 +129,6 @@ def test_the_limit_of_stores_in_flight_is_kept() -> None:
     assert (stored.chunks_stored, dict(stored.dropped)) == (3, {"budget": 7})
 
 
-# The engine's own cache.
-
-
 def both_sides(config, requests, servers):
     """Return the finished replay, and the times to first token without tiering."""
     replay = replay_of(config, requests, servers)
@@ -165,9 +159,6 @@ def test_an_engine_that_adds_nothing_is_as_fast_as_none_behind_the_same_cache_on
     replay, without = both_sides(engine(rows=1), requests, Servers(slots=3, cache_tokens=blocks * BLOCK_TOKENS))
     assert replay.tally.gpu_hits == replay.tally.hits > 0
     assert sorted(replay.times_to_first_token_s) == pytest.approx(sorted(without))
-
-
-# Scaling.
 
 
 def test_a_tier_of_another_type_stays_as_it_is() -> None:
@@ -217,9 +208,6 @@ def first_tokens_s(requests, config, servers=None):
     return list(replay.times_to_first_token_s)
 
 
-# When requests arrive.
-
-
 def test_a_primary_that_a_real_loop_prepares_in_a_thread_is_modelled_too() -> None:
     rows = ON_LOOP_BYTES_MAX // PAGE_BYTES + 1  # Of a scale model, in which a page stands for a chunk.
     replay = replay_of(engine(rows=rows), prompts((0, [1, 2]), (1_000, [1, 2])), servers_of(1_000, 1))
@@ -243,9 +231,6 @@ def test_requests_arrive_at_the_times_of_the_trace(stamps_ms: tuple[float, ...],
 def test_decreasing_times_are_rejected_with_the_request() -> None:
     with pytest.raises(TraceError, match="request 3: timestamp 4 after 5"):
         arrivals_s(at(0, 5, 4))
-
-
-# How long the first token takes.
 
 
 def test_without_tiering_prompts_queue_for_the_servers_and_are_computed_whole() -> None:
@@ -283,8 +268,6 @@ def test_an_interrupted_replay_has_the_times_of_the_requests_that_were_served() 
     assert list(replay.times_to_first_token_s) == [2.0]
     assert replay.tally.requests == 1
 
-
-# Loads that are weighed against computing.
 
 WEIGHED_REQUESTS = 900  # Of the conversation: four minutes of it, and with them the slow one.
 

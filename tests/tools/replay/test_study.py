@@ -112,9 +112,6 @@ def test_the_large_trace_has_the_hit_ratios_that_others_found(traces: Traces, po
     assert_reference_ratios(traces, AGENTIC, policy, (size,))
 
 
-# The best that any policy could do.
-
-
 @st.composite
 def prefix_chained(draw: st.DrawFn) -> list[TraceRequest]:
     """Draw requests whose block ids stand for prefixes: the same id always comes after the same ids."""

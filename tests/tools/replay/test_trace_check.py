@@ -40,9 +40,6 @@ def prompts(*prompts: tuple[int, ...]) -> list[TraceRequest]:
     return [TraceRequest(number * 1_000, 512 * len(ids), 1, ids) for number, ids in enumerate(prompts)]
 
 
-# Correct traces.
-
-
 @pytest.mark.usefixtures("thorough")
 @pytest.mark.parametrize("name", [CONVERSATION, MINI_SWE, AGENTIC])
 def test_a_real_trace_gives_no_warning(traces: Traces, caplog: pytest.LogCaptureFixture, name: str) -> None:
@@ -54,9 +51,6 @@ def test_blocks_that_are_only_partly_filled_may_have_an_id_or_none(told: Told) -
     assert (
         told([TraceRequest(0, 1_030, 1, (0, 1)), TraceRequest(1, 1_030, 1, (0, 1, 2)), TraceRequest(2, 5, 1, ())]) == []
     )
-
-
-# Ids that are not chained.
 
 
 @pytest.mark.parametrize(
@@ -92,18 +86,12 @@ def test_a_trace_is_warned_of_once_however_often_it_is_read(tmp_path: Path, capl
     assert len(caplog.records) == 1
 
 
-# Lengths that do not fit.
-
-
 @pytest.mark.parametrize("tokens", [511, 1_536, 32, 0])
 def test_a_length_that_does_not_fit_its_ids_is_warned_of_with_its_line(told: Told, tokens: int) -> None:
     (warning,) = told([TraceRequest(0, 1_024, 1, (0, 1)), TraceRequest(1, tokens, 1, (0, 1))])
     assert f"line 2: 2 ids of 512 tokens for {tokens:,} tokens" in warning
     assert LENGTHS in warning
     assert '{"meta": {"block_size": ' in warning
-
-
-# Invalid hints.
 
 
 def test_an_invalid_hint_is_a_warning_with_its_line_and_its_request_is_kept(trace_file, caplog):
@@ -121,9 +109,6 @@ def test_a_line_with_an_invalid_hint_is_refused_for_what_is_wrong_beside_it(trac
     line = b'{"kvtier": {"oops": 1}, "timestamp": "x", "input_length": 512, "output_length": 1, "hash_ids": [1]}'
     with pytest.raises(TraceError, match=r"line 1: Expected `int \| float`, got `str` - at `\$\.timestamp`"):
         list(Trace(trace_file(line)))
-
-
-# Times in seconds.
 
 
 def test_times_in_seconds_are_warned_of_with_the_rate_that_they_would_mean(told: Told) -> None:
@@ -148,9 +133,6 @@ def test_a_command_warns_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     warning = capsys.readouterr().err
     assert f"{path}, line 2: id 1 stands first here and later before; {CHAINED}" in warning
     assert warning.count("\n") == 1
-
-
-# Memory.
 
 
 def kept_bytes(ids: int, ids_max: int) -> int:
