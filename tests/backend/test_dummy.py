@@ -94,8 +94,7 @@ async def test_an_instant_tier_never_waits(lender):
         return ended.value.value
 
     tier = dummy()
-    assert at_once(tier.store(lender.writes(keys))) == [None] * 4
-    assert at_once(tier.probe(keys)) == [True] * 4
+    assert (at_once(tier.store(lender.writes(keys))), at_once(tier.probe(keys))) == ([None] * 4, [True] * 4)
     reads = lender.reads(keys)
     assert lender.told(reads, at_once(tier.load(reads))) == [label(key) for key in keys]
     at_once(tier.delete(keys))

@@ -305,8 +305,7 @@ entered.wait()
 print("leaving", flush=True)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=DEADLINE_S, check=True)
-    assert done.stdout == b"leaving\n"
-    assert done.stderr == b""
+    assert (done.stdout, done.stderr) == (b"leaving\n", b"")
 
 
 def test_a_thread_that_outlives_its_loop_ends_quietly(gate: Gate, caplog: pytest.LogCaptureFixture) -> None:

@@ -91,8 +91,7 @@ VLLM_LLAMA_CONFIG_SHA256 = "7f1629890308df5a2e1076ce4504a22bffe44434dbebf4f8741e
 @pytest.mark.parametrize(("namespace", "folder", "rank"), VLLM_FOLDERS)
 def test_names_are_those_of_vllm(namespace: Namespace, folder: str, rank: int) -> None:
     mapper = FileMapper(namespace)
-    assert mapper.folder == folder
-    assert mapper.config_name == f"{folder}/config.json"
+    assert (mapper.folder, mapper.config_name) == (folder, f"{folder}/config.json")
     digits = "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f"
     assert mapper.name(ASCENDING) == f"{folder}_r{rank}/000/10_g0/{digits}.bin"
     assert mapper.name(ONES) == f"{folder}_r{rank}/fff/ff_g7/{'f' * 64}.bin"
@@ -118,10 +117,8 @@ def test_the_configuration_beside_the_chunks_is_the_text_that_vllm_writes() -> N
 
 def test_another_naming_changes_the_folder_alone() -> None:
     flat, vllms = FileMapper(LLAMA, "flat"), FileMapper(LLAMA)
-    assert flat.chunks_folder == f"{vllms.chunks_folder}_flat"
-    assert flat.folder == vllms.folder
-    assert flat.config_bytes == vllms.config_bytes
-    assert flat.fingerprint == vllms.fingerprint
+    assert (flat.chunks_folder, flat.folder) == (f"{vllms.chunks_folder}_flat", vllms.folder)
+    assert (flat.config_bytes, flat.fingerprint) == (vllms.config_bytes, vllms.fingerprint)
 
 
 SIZES = st.integers(1, 64)
@@ -169,8 +166,7 @@ def test_a_name_gives_back_its_key_in_its_naming_alone(namespace, key, naming):
     assert mapper.key(os.path.normpath(mapper.name(key))) == key  # As a directory walk sees it.
     assert other.key(mapper.name(key)) is None
     folder, _, name = mapper.name(key).partition("/")
-    assert read_folder(folder) == (mapper.folder, rank, naming)
-    assert NAMINGS[naming].key(name) == key
+    assert (read_folder(folder), NAMINGS[naming].key(name)) == ((mapper.folder, rank, naming), key)
 
 
 @given(namespace=NAMESPACES, key=KEYS, place=st.integers(0), letter=st.characters(), naming=NAMING)
@@ -276,8 +272,7 @@ def test_weights_and_adapters_have_names_of_their_own_and_none_without_them() ->
         return FileMapper(Namespace(model_name="default", **given)).folder
 
     kinds = [{}, {"weights_revision": "a"}, {"weights_revision": "b"}, {"adapter": "a"}]
-    assert len({folder(**kind) for kind in kinds}) == len(kinds)
-    assert folder() == "default_e58d9229ebb8"
+    assert (len({folder(**kind) for kind in kinds}), folder()) == (len(kinds), "default_e58d9229ebb8")
 
 
 REFUSALS: list[tuple[Namespace, dict[str, Any], str]] = [

@@ -353,8 +353,7 @@ def written_options(heading: str) -> dict[str, str]:
 def test_the_json_page_has_the_schema_of_every_command_that_writes_json() -> None:
     """`PYTHONPATH=. python tests/docs/schemas.py` writes it again."""
     writes = {name for name in COMMANDS if JSON in defaults(set(command_named(name).params))}
-    assert set(schemas.REPORTS) == writes
-    assert schemas.PAGE.read_text() == schemas.page()
+    assert (set(schemas.REPORTS), schemas.PAGE.read_text()) == (writes, schemas.page())
 
 
 def test_the_command_line_page_names_every_exit_status() -> None:

@@ -93,8 +93,7 @@ def test_every_warning_and_error_that_is_logged_ends_with_where_to_read_on() -> 
 def test_every_public_error_has_a_remedy_that_a_traceback_ends_with_and_its_text_does_not(error):
     assert "remedy" in vars(error), "its own, and not its base's"
     raised = error("row 7: no")
-    assert str(raised) == "row 7: no"
-    assert traceback.format_exception(raised)[-1] == f"see {raised.remedy}\n"
+    assert (str(raised), traceback.format_exception(raised)[-1]) == ("row 7: no", f"see {raised.remedy}\n")
     raised.add_note("and more")
     again = pickle.loads(pickle.dumps(raised))
     assert again.__notes__ == raised.__notes__ == [f"see {raised.remedy}", "and more"]
@@ -103,8 +102,7 @@ def test_every_public_error_has_a_remedy_that_a_traceback_ends_with_and_its_text
 
 def test_an_outcome_that_nobody_shows_has_no_address() -> None:
     outcome: ChunkError = ChunkMissing("gone")
-    assert str(outcome) == "gone"
-    assert vars(outcome) == {}
+    assert (str(outcome), vars(outcome)) == ("gone", {})
 
 
 def test_the_page_has_a_section_for_every_remedy_and_no_other() -> None:

@@ -40,8 +40,7 @@ def test_a_tensor_and_its_row_are_the_same_bytes() -> None:
         assert (memory.rows.shape, memory.rows.dtype, memory.rows.is_contiguous()) == ((4, ROW_BYTES), torch.int8, True)
         memory.row(1).fill_(-1)
         region.row(2)[:] = b"\x02" * ROW_BYTES
-        assert bytes(region.row(1)) == b"\xff" * ROW_BYTES
-        assert memory.row(2).tolist() == [2] * ROW_BYTES
+        assert (bytes(region.row(1)), memory.row(2).tolist()) == (b"\xff" * ROW_BYTES, [2] * ROW_BYTES)
         assert [memory.row(index).data_ptr() - memory.rows.data_ptr() for index in range(4)] == [
             index * ROW_BYTES for index in range(4)
         ]

@@ -66,8 +66,7 @@ async def test_each_code_has_its_outcome(answering, lender, code, loaded, stored
     (read,) = lender.reads([key])
     (outcome,) = await tier.load([read])
     assert type(outcome) is loaded
-    assert tier._loads.staging.retired == retired
-    assert len(answers.removed) == (loaded is ChunkCorrupt)
+    assert (tier._loads.staging.retired, len(answers.removed)) == (retired, loaded is ChunkCorrupt)
     (outcome,) = await tier.store(lender.writes([key]))
     assert type(outcome) is stored
     assert tier._stores.staging.retired == retired

@@ -223,8 +223,7 @@ async def test_calls_behind_a_late_call_fail_with_it(alone, lender, entered) -> 
     while not entered["get"]:
         await asyncio.sleep(0.01)
     outcomes = await asyncio.gather(first, *(tier.load(lender.reads([key])) for key in keys[1:]))  # Have time left.
-    assert {type(outcome) for (outcome,) in outcomes} == {TransferFailed}
-    assert entered["get"] == 1
+    assert ({type(outcome) for (outcome,) in outcomes}, entered["get"]) == ({TransferFailed}, 1)
     assert await tier.probe(keys) == [True] * 12, "the master is not blamed for it"
     owner.signal(signal.SIGCONT)
     await recovers(tier, lender, keys)
@@ -247,8 +246,7 @@ async def test_a_call_waits_its_time_for_a_turn_and_then_has_its_time(alone, len
     in_time = [outcome for outcome in found if outcome != ["TransferFailed"]]  # The threads decide which two.
     assert len(in_time) == 2
     assert all(outcome in ([label(key)], ["TransferFailed"]) for key, outcome in zip(keys, found, strict=True)), found
-    assert entered["get"] == 2
-    assert tier.counts()["late"] == 4
+    assert (entered["get"], tier.counts()["late"]) == (2, 4)
     monkeypatch.setattr(PoolClient, "get", get)
     assert await lender.recall(tier, keys) == [label(key) for key in keys]
 

@@ -174,8 +174,7 @@ async def test_no_call_waits_for_a_server_that_is_known_to_hang(opened, server, 
     assert {cause_of(outcome) for outcome in outcomes if outcome is not None} == {"ETIMEDOUT"}
     before = tier.counts().get("unreachable", 0)
     again = await lender.recall(tier, keys)
-    assert again == told
-    assert tier.counts()["unreachable"] - before == told.count("TransferFailed")
+    assert (again, tier.counts()["unreachable"] - before) == (told, told.count("TransferFailed"))
     other.signal(signal.SIGCONT)
 
 

@@ -69,9 +69,10 @@ class Tier(DummyBackend):
     breaks: ClassVar[tuple[str, ...]] = ()
     real_time: ClassVar[bool] = False
 
-    def __init_subclass__(cls, breaks=()):
-        super().__init_subclass__()
-        cls.breaks = (breaks,) if isinstance(breaks, str) else breaks
+    state: ClassVar[dict[str, Any]] = {}  # What makes each of a liar's own attributes.
+
+    def __init_subclass__(cls, breaks=(), **state):
+        cls.breaks, cls.state = (breaks,) if isinstance(breaks, str) else breaks, cls.state | state
 
     def __init__(self, options, context):
         super().__init__(options, context)
@@ -79,6 +80,7 @@ class Tier(DummyBackend):
         self.totals = {"missed": 0, "stored": 0}
         self.heard = Counter()  # Keys of advice, by its kind.
         self.dead = []  # Keys that were deleted.
+        vars(self).update({name: make() for name, make in self.state.items()})
 
     def name(self, key):
         return key
@@ -168,7 +170,7 @@ def refuse(when):
 
     def seam(tier, chunks):
         if when(tier, chunks):
-            raise ValueError("this batch is refused")
+            raise BackendUnavailable("this batch is refused")
         return chunks
 
     return seam
@@ -188,8 +190,6 @@ def around(change):
 
     return staticmethod(wrap)
 
-
-# What goes in comes out.
 
 lie("Forgets", ROUND_TRIP, writes=lambda *_: [], stored=all_well)
 lie("FlipsABit", ROUND_TRIP, loaded=flip_a_bit)
@@ -213,8 +213,6 @@ class KeepsTheFirst(Tier, breaks="test_the_last_store_of_a_key_counts"):
         await super().store([write for write, there in zip(writes, present, strict=True) if not there])
         return [None] * len(writes)
 
-
-# Batches.
 
 lie("AnswersOutOfOrder", ORDER, loaded=lambda _, __, outcomes: sorted(outcomes, key=lambda each: each is not None))
 lie("RaisesForOne", ORDER, loaded=raise_the_first)
@@ -247,8 +245,6 @@ def fitting(tier, block=b""):
 lie("WritesAnyLength", LENGTH, writes=lambda tier, writes: [Write(key, fitting(tier, row)) for key, row in writes])
 
 
-# Deleting.
-
 lie("DeletesNothing", DELETED, deleted=lambda _, keys: [])
 lie(
     "DeletesTheWholeHash",
@@ -271,15 +267,9 @@ lie(
     stored=all_well,
 )
 
-# Concurrency.
 
-
-class Watched(Tier):
+class Watched(Tier, under_way=list):
     """Base of tiers that know which stores are under way."""
-
-    def __init__(self, options, context):
-        super().__init__(options, context)
-        self.under_way = []
 
     async def store(self, writes):
         self.under_way.append(asyncio.current_task())
@@ -293,19 +283,11 @@ class Watched(Tier):
 
 
 class TakesOneCallAtATime(Watched, breaks="test_stores_at_once_all_arrive"):
-    def writes(self, writes):
-        if len(self.under_way) > 1:
-            raise BackendUnavailable("busy")
-        return writes
+    writes = refuse(lambda tier, _: len(tier.under_way) > 1)
 
 
-class InPlace(Tier):
+class InPlace(Tier, shelf=dict, turns=count):
     """Base of tiers that change what they hold where it lies, in steps."""
-
-    def __init__(self, options, context):
-        super().__init__(options, context)
-        self.shelf = {}
-        self.turns = count()
 
     async def probe(self, keys):
         return [key in self.shelf for key in keys]
@@ -346,11 +328,7 @@ class DeletesInPieces(InPlace, breaks=BESIDE):
         await super().delete(keys)
 
 
-class LoadsAKeyOnce(Tier, breaks="test_one_chunk_goes_into_many_buffers_at_once"):
-    def __init__(self, options, context):
-        super().__init__(options, context)
-        self.loading = set()
-
+class LoadsAKeyOnce(Tier, breaks="test_one_chunk_goes_into_many_buffers_at_once", loading=set):
     async def load(self, reads):
         if self.loading.issuperset(read.key for read in reads):
             return [None] * len(reads)
@@ -358,9 +336,6 @@ class LoadsAKeyOnce(Tier, breaks="test_one_chunk_goes_into_many_buffers_at_once"
         outcomes = await super().load(reads)
         self.loading.clear()
         return outcomes
-
-
-# Cancellation.
 
 
 class AbandonsThreads(InPlace, breaks=(CANCELLED_LOAD, CANCELLED_STORE, CANCELLED_TWICE, CANCELLED_THRONG)):
@@ -405,23 +380,17 @@ class WaitsOnce(Tier, breaks=CANCELLED_TWICE):
 
 class SwallowsCancellation(Tier, breaks=CANCELLED_LOAD):
     async def load(self, reads):
-        try:
+        with suppress(asyncio.CancelledError):
             return await super().load(reads)
-        except asyncio.CancelledError:
-            return [ChunkMissing("cancelled")] * len(reads)
+        return [ChunkMissing("cancelled")] * len(reads)
 
 
-class LeavesTheLockOfAProbe(Tier, breaks="test_a_cancelled_probe_or_delete_leaves_a_tier_that_works"):
-    def __init__(self, options, context):
-        super().__init__(options, context)
-        self.lock = asyncio.Lock()
-
+class LeavesTheLockOfAProbe(
+    Tier, breaks="test_a_cancelled_probe_or_delete_leaves_a_tier_that_works", lock=asyncio.Lock
+):
     async def probe(self, keys):
-        return await self.locked(super().probe(keys))
-
-    async def locked(self, call):
         await self.lock.acquire()
-        answer = await call
+        answer = await super().probe(keys)
         self.lock.release()
         return answer
 
@@ -451,8 +420,6 @@ class NeverForgetsACancelledCall(Watched, breaks=CANCELLED_THRONG):
         return Abandoned(len(self.under_way))
 
 
-# Good manners.
-
 lie("Scribbles", STORED_COPY, stored=flip_a_bit)
 lie("RemembersItsLastCall", KEPT, stored=lambda tier, writes, outcomes: vars(tier).update(last=writes) or outcomes)
 
@@ -471,11 +438,7 @@ class KeepsTheLendersBuffer(InPlace, breaks=(STORED_COPY, KEPT)):
         return [None] * len(writes)
 
 
-class KeepsTheBorrowersBuffer(Tier, breaks=("test_what_is_loaded_is_a_copy", KEPT)):
-    def __init__(self, options, context):
-        super().__init__(options, context)
-        self.recent = {}
-
+class KeepsTheBorrowersBuffer(Tier, breaks=("test_what_is_loaded_is_a_copy", KEPT), recent=dict):
     async def load(self, reads):
         if self.recent.keys() >= {read.key for read in reads}:
             for key, into in reads:
@@ -492,8 +455,6 @@ class WritesBesideTheRow(Tier, breaks=KEPT):
             ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(into)) + len(into), 0, 1)
         return outcomes
 
-
-# The end.
 
 lie("NeverCloses", CLOSED, aclose=lambda *_: answer(Abandoned(0)))
 
@@ -528,20 +489,10 @@ class HidesWhatItLeaves(Tier, breaks="test_closing_without_patience_says_what_it
         return Abandoned(0)
 
 
-# Durability.
+lie("Volatile", "test_chunks_outlive_the_tier", aclose=lambda *_: forget_store("suite") or answer(Abandoned(0)))
 
 
-class Volatile(Tier, breaks="test_chunks_outlive_the_tier"):
-    async def aclose(self, deadline_s):
-        forget_store("suite")
-        return await super().aclose(deadline_s)
-
-
-class BringsBackTheDead(Tier, breaks="test_the_last_store_or_delete_is_the_one_that_lasts"):
-    def __init__(self, options, context):
-        super().__init__(options, context)
-        self.hidden = set()
-
+class BringsBackTheDead(Tier, breaks="test_the_last_store_or_delete_is_the_one_that_lasts", hidden=set):
     async def delete(self, keys):
         self.hidden |= set(keys)
 
@@ -558,16 +509,11 @@ class StoresInTwoSteps(Tier, breaks="test_a_store_cut_short_leaves_whole_chunks"
         return await super().store(writes)
 
 
-# Namespaces.
-
-
 class IgnoresNamespaces(Tier, breaks="test_namespaces_share_no_chunk"):
     def __init__(self, options, context):
         same = tier_context(context.row_bytes).mapper
         super().__init__(replace(options, shared=True), context._replace(mapper=same))
 
-
-# Inventory.
 
 lie("ReportsNothing", SCAN, reported=lambda _, event: [] if isinstance(event, Added) else [event])
 lie("EvictsInSilence", EVICTIONS, reported=lambda _, event: [] if isinstance(event, Removed) else [event])
@@ -588,13 +534,10 @@ class SaysNothingWhenEmpty(Tier, breaks=SCAN):
         return [event] if before is not None or not isinstance(event, ScanDone) else []
 
 
-class ReportsAllAtOnce(Tier, breaks="test_reports_come_in_batches"):
-    keys = ()
-
+class ReportsAllAtOnce(Tier, breaks="test_reports_come_in_batches", keys=list):
     def reported(self, event):
         if isinstance(event, Added):
-            self.keys = [*self.keys, *event.keys]
-            return []
+            return self.keys.extend(event.keys) or []
         return [Added(self.keys), event] if isinstance(event, ScanDone) else [event]
 
 
@@ -623,24 +566,16 @@ class DiesWithItsListener(Tier, breaks="test_a_consumer_may_go_away"):
             await self.aclose(0)
 
 
-# Occupancy.
-
 lie("StartsFull", COUNTED_ONCE, measured=lambda _, now: now._replace(used_bytes=4_096))
 lie("CountsMisses", COUNTED_ONCE, measured=lambda tier, now: now._replace(chunks=now.chunks + tier.totals["missed"]))
-
-
 lie("CountsStores", COUNTED_ONCE, measured=lambda tier, now: now._replace(chunks=tier.totals["stored"]))
 
 
-class NeverShrinks(Tier, breaks="test_what_was_deleted_uses_nothing"):
-    most = 0
-
+class NeverShrinks(Tier, breaks="test_what_was_deleted_uses_nothing", most=int):
     def measured(self, now):
         self.most = max(self.most, now.used_bytes)
         return now._replace(used_bytes=self.most)
 
-
-# Capacity.
 
 lie("FailsTheBatchForOne", "test_a_batch_that_does_not_fit_is_stored_in_part", stored=raise_the_first)
 
@@ -677,8 +612,6 @@ class TakesASecondPlace(Tier, breaks="test_storing_again_takes_no_second_place")
         return outcomes
 
 
-# Hints.
-
 lie("RanksHeadFirst", HEAD, advised=lambda _, advice: [advice.of(advice.keys[::-1])])
 lie("IgnoresRenewals", RANKED, advised=lambda _, advice: [advice] if advice.is_hint else [])
 lie("IgnoresDemotions", DEMOTED, advised=lambda _, advice: [] if advice.kind == "demote" else [advice])
@@ -697,9 +630,7 @@ lie("RetainsForEver", TIME, advised=lambda _, advice: [replace(advice, seconds=1
 lie("IgnoresPriorities", PRIORITY, advised=lambda _, advice: [replace(advice, priority=0)])
 
 
-class DemotesForEver(Tier, breaks="test_what_was_demoted_and_is_used_again_is_as_any_other"):
-    demoted = ()
-
+class DemotesForEver(Tier, breaks="test_what_was_demoted_and_is_used_again_is_as_any_other", demoted=tuple):
     def advised(self, advice):
         if advice.kind == "demote":
             self.demoted = advice.keys
@@ -717,9 +648,6 @@ lie(
     "test_a_store_finds_as_much_room_whatever_is_retained",
     stored=lambda tier, writes, outcomes: outcomes if tier.heard["retain"] < 8 else [NoSpace("")] * len(writes),
 )
-
-# Counts, and describes itself.
-
 lie("CountsNothing", COUNTS, counts=lambda _: {})
 lie("CountsInSentences", COUNTS, counts=lambda tier: {"chunks that were not there": tier.totals["missed"]})
 lie("CountsInHalves", COUNTS, counts=lambda tier: {"missed": tier.totals["missed"] / 2})
@@ -734,15 +662,9 @@ class CountsSinceItWasAsked(Tier, breaks=COUNTS):
         return told
 
 
-class CountsWhatIsThere(Tier, breaks="test_a_total_never_falls"):
-    turn = 0
-
+class CountsWhatIsThere(Tier, breaks="test_a_total_never_falls", turns=count):
     def counts(self):
-        self.turn += 1
-        return {**self.totals, "held": 1_000 - self.turn}
-
-
-# Wrappers.
+        return {**self.totals, "held": 1_000 - next(self.turns)}
 
 
 async def another_scan():

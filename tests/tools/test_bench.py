@@ -94,8 +94,7 @@ def test_each_tier_of_a_configuration_is_measured_next_to_its_limit(tmp_path, co
     )
     for tier, limit in (("0:fs", "preadv and pwritev of one file"), ("1:dummy", "memcpy")):
         rows = {row["operation"]: row for row in told["rows"] if row["settings"]["tier"] == tier}
-        assert rows.keys() == OPERATIONS
-        assert rows["load"]["limit_is"] == limit
+        assert (rows.keys(), rows["load"]["limit_is"]) == (OPERATIONS, limit)
     assert not list(root.iterdir())
 
 

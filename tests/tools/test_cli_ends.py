@@ -328,5 +328,4 @@ def test_a_failure_of_the_machine_ends_with_3(monkeypatch, capsys, error, told):
     monkeypatch.setattr("kvtier.tools.commands.command_line", refused)
     with pytest.raises(SystemExit) as end:
         main(["du"])
-    assert end.value.code == 3
-    assert capsys.readouterr().err == told
+    assert (end.value.code, capsys.readouterr().err) == (3, told)

@@ -208,8 +208,7 @@ def test_a_bad_trace_is_rejected_with_the_lines_number_before_anything_is_made(
     os.unlink(trace)
     assert run("replay", good, "--json", f"{tmp_path}/out.json", "--plot", f"{tmp_path}/out.png") == 2
     check_refusal(capsys, complaint)
-    assert os.listdir(tmp_path) == ["trace.jsonl"]
-    assert os.listdir(temporary) == []
+    assert (os.listdir(tmp_path), os.listdir(temporary)) == (["trace.jsonl"], [])
 
 
 @pytest.mark.usefixtures("outside")
@@ -243,8 +242,7 @@ def test_an_interrupt_ends_a_replay_with_130_and_a_report_of_the_finished_reques
     assert told["wrong_chunks"] == 0
     assert told["chunk_references"] >= 100 * told["requests"]
     assert f"interrupted after {told['requests']:,} requests" in shown
-    assert sorted(os.listdir(tmp_path)) == ["long.jsonl", "out.json"]
-    assert os.listdir(temporary) == []
+    assert (sorted(os.listdir(tmp_path)), os.listdir(temporary)) == (["long.jsonl", "out.json"], [])
 
 
 def see(screen: IO[bytes], pattern: bytes | None) -> bytes:

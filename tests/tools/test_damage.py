@@ -105,8 +105,7 @@ def test_verify_and_ls_agree_on_a_fault_and_prune_removes_just_that_chunk(store,
     assert run("ls", root)[1].count(fault) == listed
     if naming == "segments":
         assert [row["hash"] is None for row in rows] == [False, fault != "payload", False]
-    assert [path.read_bytes() for path in files[1:]] == before
-    assert named == fault
+    assert ([path.read_bytes() for path in files[1:]], named) == (before, fault)
     assert run_json("prune", root, "--corrupt", "--yes")["files"] == 1
     assert verified(run("verify", root, "--json")[1]) == {"checked": 2}
     assert (root.parent / "elsewhere").exists() == (kind == "a link")

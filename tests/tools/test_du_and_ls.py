@@ -72,8 +72,7 @@ def test_dus_table_has_whole_names_in_a_narrow_terminal_and_lines_in_a_pipe(stor
     monkeypatch.setenv("COLUMNS", columns) if columns else monkeypatch.delenv("COLUMNS")
     _, out = run("du", root)
     cells = [line.split(" ")[0] for line in out.splitlines() if not line.startswith(" ")]
-    assert "".join(cells) == "".join(["namespace", *names, "total"])
-    assert (len(cells) == 4) == (columns is None)
+    assert ("".join(cells), len(cells) == 4) == ("".join(["namespace", *names, "total"]), columns is None)
     assert out.isascii()
 
 
@@ -93,10 +92,8 @@ def test_ls_lists_every_chunk_with_its_size_age_and_group(store, run_json, root:
     assert set(listed) == {key[:-4].hex() for key in keys}
     for key, path, group in zip(keys, files, (0, 3), strict=True):
         row = listed[key[:-4].hex()]
-        assert row["group"] == group
-        assert row["bytes"] == blocks_of([path])
-        assert row["namespace"] == namespace_of(path, root)
-        assert root / row["file"] == path
+        assert (row["group"], row["bytes"]) == (group, blocks_of([path]))
+        assert (row["namespace"], root / row["file"]) == (namespace_of(path, root), path)
     assert 3 * DAY_S <= listed[keys[0][:-4].hex()]["age_s"] < 4 * DAY_S
     store(keys, model="other")
     assert len(run_json("ls", root, "--namespace", namespace_of(files[0], root))) == 2

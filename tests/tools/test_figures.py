@@ -9,9 +9,7 @@ def test_a_rows_ratio_is_the_median_of_the_rounds_ratios() -> None:
     """A round in which the whole machine was ten times slower does not count as half of a difference."""
     row = row_of("load", [90.0, 9.0, 80.0], [100.0, 10.0, 100.0], "preadv", {"depth": 4}, chunk_bytes=4_096)
     assert (row.figure, row.limit) == (80.0, 100.0)
-    assert row.ratio == 0.9
-    assert row.spread == (0.8, 0.9)
-    assert row.rounds == 3
+    assert (row.ratio, row.spread, row.rounds) == (0.9, (0.8, 0.9), 3)
 
 
 def test_every_side_is_measured_once_a_round_and_the_first_round_does_not_count() -> None:

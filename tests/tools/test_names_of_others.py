@@ -83,8 +83,7 @@ def test_a_terminal_has_the_screens_own_colours_and_none_of_a_names(monkeypatch:
     screen.out(NAME, highlight=False)
     screen.print(f"[red]{NAME}[/] :smile:", highlight=False)
     written = stream.getvalue()
-    assert written.count(SHOWN) == 3
-    assert written.count(f"\x1b[31m{SHOWN}\x1b[0m") == 2
+    assert (written.count(SHOWN), written.count(f"\x1b[31m{SHOWN}\x1b[0m")) == (3, 2)
     assert ":smile:" in written
     assert not any(order in written for order in (TITLE, CLEARED, TURNED))
 

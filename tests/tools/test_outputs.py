@@ -11,8 +11,7 @@ def test_a_file_takes_its_place_when_it_is_whole(tmp_path: Path) -> None:
     with replacing(str(path)) as file:
         file.write(b"new")
         assert path.read_bytes() == b"old"
-    assert path.read_bytes() == b"new"
-    assert os.listdir(tmp_path) == ["out"]
+    assert (path.read_bytes(), os.listdir(tmp_path)) == (b"new", ["out"])
 
 
 def test_an_interrupted_file_leaves_what_was_there(tmp_path: Path) -> None:
@@ -21,8 +20,7 @@ def test_an_interrupted_file_leaves_what_was_there(tmp_path: Path) -> None:
     with suppress(KeyboardInterrupt), replacing(str(path)) as file:
         file.write(b"ne")
         raise KeyboardInterrupt
-    assert path.read_bytes() == b"old"
-    assert os.listdir(tmp_path) == ["out"]
+    assert (path.read_bytes(), os.listdir(tmp_path)) == (b"old", ["out"])
 
 
 def test_a_link_still_leads_to_the_file_that_was_written(tmp_path: Path) -> None:

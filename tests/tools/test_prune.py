@@ -55,8 +55,7 @@ def test_the_longest_unused_go_until_the_rest_fits(store, run_json, root: Path, 
     for days, path in enumerate(files):
         age(path, days + 1)
     report = run_json("prune", root, "--to-size", size, "--yes")
-    assert report["files"] == 5 - kept
-    assert left(files) == [True] * kept + [False] * (5 - kept)
+    assert (report["files"], left(files)) == (5 - kept, [True] * kept + [False] * (5 - kept))
     assert [path.parents[1].exists() for path in files] == left(files)
 
 
@@ -64,9 +63,7 @@ def test_a_namespace_goes_as_a_whole_and_others_stay(store, run_json, root: Path
     ours, theirs = store(keys_of(3)), store(keys_of(2), model="other")
     (theirs[0].parent / temporary_name(Writer.this_process()._replace(started=1))).write_bytes(b"left")
     report = run_json("prune", root, "--namespace", namespace_of(theirs[0], root), "--yes")
-    assert report["files"] == 3
-    assert left(ours) == [True] * 3
-    assert report["namespaces"] == 1
+    assert (report["files"], left(ours), report["namespaces"]) == (3, [True] * 3, 1)
     assert {folder.name.split("_")[0] for folder in root.glob("*_*")} == {"org"}
 
 
@@ -80,9 +77,7 @@ def test_leftovers_go_and_what_is_under_way_stays(store, run_json, root: Path) -
         each.write_bytes(b"half")
     age(old, 1)
     report = run_json("prune", root, "--leftovers", "--yes")
-    assert report["files"] == 2
-    assert left([path, live, young]) == [True] * 3
-    assert left([dead, old]) == [False] * 2
+    assert (report["files"], left([path, live, young]), left([dead, old])) == (2, [True] * 3, [False] * 2)
 
 
 @pytest.mark.parametrize("layout", ["files", "segments"])
@@ -160,8 +155,7 @@ def test_a_list_names_each_file_that_goes_and_why(store, run, run_json, root: Pa
         [("unused", names[0]), ("corrupt", names[1])]
     )
     assert last.startswith("2 files of ")
-    assert len(json.loads((tmp_path / "out.json").read_text())["list"]) == 2
-    assert left(files) == [True] * 3
+    assert (len(json.loads((tmp_path / "out.json").read_text())["list"]), left(files)) == (2, [True] * 3)
 
 
 @pytest.mark.parametrize("layout", ["files", "segments"])
@@ -186,8 +180,7 @@ def test_a_namespace_that_a_live_engine_uses_keeps_its_folders(root: Path, run) 
 
     asyncio.run(work())
     (name,) = (path.name for path in root.glob("*_*") if not (path / "config.json").exists())
-    assert run("prune", root, "--namespace", name, "--yes")[0] == 0
-    assert os.listdir(root) == []
+    assert (run("prune", root, "--namespace", name, "--yes")[0], os.listdir(root)) == (0, [])
 
 
 def test_a_write_budget_outlives_its_namespace_for_a_day(store, run, root: Path) -> None:
@@ -199,5 +192,4 @@ def test_a_write_budget_outlives_its_namespace_for_a_day(store, run, root: Path)
     assert run("du", root)[0] == 0
     store(keys_of(3))
     age(budget, 2)
-    assert run("prune", root, "--to-size", "0B", "--yes")[0] == 0
-    assert os.listdir(root) == []
+    assert (run("prune", root, "--to-size", "0B", "--yes")[0], os.listdir(root)) == (0, [])

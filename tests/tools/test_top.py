@@ -111,8 +111,7 @@ def reading(at_s: float, **numbers: int) -> Reading:
 def test_rates_are_changes_between_two_readings_summed_over_the_engines_of_an_address() -> None:
     found = engine_now("here", reading(10.0, **BEFORE), reading(12.0, **AFTER))
     disk = found.tiers["disk"]
-    assert found.hit_ratio == round(60 / 100, 4)
-    assert found.hit_ratio_now == round(30 / 60, 4)
+    assert (found.hit_ratio, found.hit_ratio_now) == (round(60 / 100, 4), round(30 / 60, 4))
     assert found.primary == {
         "rows": 40,
         "evictable_rows": 25,
@@ -128,8 +127,7 @@ def test_rates_are_changes_between_two_readings_summed_over_the_engines_of_an_ad
 def test_a_restarted_engine_has_no_negative_rates() -> None:
     found = engine_now("here", reading(10.0, **AFTER), reading(12.0, **BEFORE))
     assert found.primary is not None
-    assert found.primary["hits_per_s"] == 5.0
-    assert found.tiers["disk"]["loaded_bytes_per_s"] == 0.0
+    assert (found.primary["hits_per_s"], found.tiers["disk"]["loaded_bytes_per_s"]) == (5.0, 0.0)
 
 
 def test_a_tier_behind_vllms_own_manager_has_no_hit_ratio() -> None:

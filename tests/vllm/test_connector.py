@@ -18,8 +18,7 @@ def test_prefill_is_measured_from_the_steps_unless_its_speed_is_configured(llama
         begun = time.monotonic()
         answers = engine.answer(asked)
         took_s = time.monotonic() - begun
-        assert tokens(answers) == expected
-        assert sum(count for count, _ in noted) == len(asked) * PROMPT_TOKENS
+        assert (tokens(answers), sum(count for count, _ in noted)) == (expected, len(asked) * PROMPT_TOKENS)
         assert 0.0 < sum(seconds for _, seconds in noted) < took_s
         assert engine.ledger.prefill.tokens_per_s > len(asked) * PROMPT_TOKENS / took_s
 

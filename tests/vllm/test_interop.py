@@ -38,8 +38,7 @@ def test_what_one_wrote_the_other_hits(llama, disk, way, first):
     before = folders(disk)
     (second,) = engines.values()
     with Engine(llama, second) as engine:
-        assert tokens(answers := engine.answer(asked)) == expected
-        assert hits(answers) == [PROMPT_HITS] * 3
+        assert (tokens(answers := engine.answer(asked)), hits(answers)) == (expected, [PROMPT_HITS] * 3)
     assert folders(disk) == before
 
 
@@ -49,8 +48,7 @@ def test_canonical_pages_are_shared_with_vllm_at_another_size(llama, disk):
     disk.mkdir()
     fill(llama, vllm_tiering(disk, canonical_layout=True), asked)
     with Engine(llama, ours(disk), tensor_parallel_size=2) as engine:
-        assert tokens(answers := engine.answer(asked)) == expected
-        assert hits(answers) == [PROMPT_HITS] * 2
+        assert (tokens(answers := engine.answer(asked)), hits(answers)) == (expected, [PROMPT_HITS] * 2)
 
 
 def test_a_hybrid_models_directory_is_shared_without_an_option(checkpoints, disk):
@@ -70,8 +68,7 @@ def test_files_without_a_footer_are_refused_unless_they_are_accepted(llama, disk
     disk.mkdir()
     fill(llama, vllm_tiering(disk), asked)
     with Engine(llama, kvtier_files(disk, interop="vllm")) as engine:
-        assert tokens(answers := engine.answer(asked)) == expected
-        assert hits(answers) == [0, 0]
+        assert (tokens(answers := engine.answer(asked)), hits(answers)) == (expected, [0, 0])
 
 
 def test_vllms_default_rows_of_several_workers_are_refused(llama, disk):

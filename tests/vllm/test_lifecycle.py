@@ -37,8 +37,7 @@ def test_an_engine_that_is_killed_leaves_nothing_and_its_chunks(llama, disk):
     asked = prompts(2)
     expected = right(llama, asked)
     with Engine(llama, kvtier(disk)) as again:
-        assert tokens(answers := again.answer(asked)) == expected
-        assert hits(answers) == [PROMPT_HITS] * 2
+        assert (tokens(answers := again.answer(asked)), hits(answers)) == (expected, [PROMPT_HITS] * 2)
 
 
 def test_after_a_shutdown_nothing_is_left(llama, disk):
@@ -75,11 +74,9 @@ def test_two_engines_share_one_directory_at_the_same_time(llama, disk, peer):
         theirs = pool.submit(lambda: [other.answer(given) for given in (asked[:2], *[prompts(2, seed=1)] * 6)])
         while not theirs.done():
             assert tokens(engine.answer(asked)) == expected
-        assert tokens(theirs.result()[0]) == expected[:2]
-        assert tokens(engine.answer(asked)) == expected
+        assert (tokens(theirs.result()[0]), tokens(engine.answer(asked))) == (expected[:2], expected)
     with Engine(llama, kvtier_files(disk, shared=True)) as engine:
-        assert tokens(answers := engine.answer(asked)) == expected
-        assert hits(answers) == [PROMPT_HITS] * 4
+        assert (tokens(answers := engine.answer(asked)), hits(answers)) == (expected, [PROMPT_HITS] * 4)
 
 
 def test_a_second_engine_on_a_root_that_is_not_shared_is_refused_by_the_name_of_the_first(llama, disk, peer):

@@ -27,8 +27,7 @@ def test_models_of_every_kind_have_hits_and_are_right(checkpoints, disk, kind, b
     start = partial(Engine, model, gpu_blocks=gpu_blocks, **changes)
     extra = kvtier(disk, blocks_per_chunk=blocks_per_chunk)
     with start(extra) as engine:
-        assert tokens(engine.answer(asked)) == expected
-        assert tokens(warm := engine.answer(asked)) == expected
+        assert (tokens(engine.answer(asked)), tokens(warm := engine.answer(asked))) == (expected, expected)
         assert min(hits(warm)) >= least, hits(warm)
         assert engine.ledger.counters.hits > 0
         engine.settle()
@@ -65,10 +64,8 @@ def test_fp8_kv_has_hits_is_right_and_has_names_of_its_own(llama, disk):
     expected = right(llama, asked, kv_cache_dtype="fp8_e4m3")
     fill(llama, kvtier(disk), asked)
     with Engine(llama, kvtier(disk), kv_cache_dtype="fp8_e4m3") as engine:
-        assert tokens(cold := engine.answer(asked)) == expected
-        assert hits(cold) == [0] * 4
-        assert tokens(warm := engine.answer(asked)) == expected
-        assert hits(warm) == [PROMPT_HITS] * 4
+        assert (tokens(cold := engine.answer(asked)), hits(cold)) == (expected, [0] * 4)
+        assert (tokens(warm := engine.answer(asked)), hits(warm)) == (expected, [PROMPT_HITS] * 4)
 
 
 def test_a_revision_of_the_weights_has_names_of_its_own(checkpoints, disk, tmp_path):
@@ -80,7 +77,6 @@ def test_a_revision_of_the_weights_has_names_of_its_own(checkpoints, disk, tmp_p
     link.unlink()
     link.symlink_to(another_llama(checkpoints))
     with Engine(str(link), kvtier(disk, revision="two")) as engine:
-        assert tokens(answers := engine.answer(asked)) == expected
-        assert hits(answers) == [0, 0]
+        assert (tokens(answers := engine.answer(asked)), hits(answers)) == (expected, [0, 0])
     with Engine(str(link), kvtier(disk, revision="one")) as engine:  # What the revision keeps apart.
         assert hits(engine.answer(asked)) == [PROMPT_HITS] * 2

@@ -12,8 +12,7 @@ def test_full_attention_is_shared_by_every_tensor_parallel_size(llama, disk, sto
     expected = right(llama, asked)
     assert fill(llama, kvtier(disk), asked, tensor_parallel_size=stored_at) == expected
     with Engine(llama, kvtier(disk), tensor_parallel_size=loaded_at) as engine:
-        assert tokens(answers := engine.answer(asked)) == expected
-        assert hits(answers) == [PROMPT_HITS] * 3
+        assert (tokens(answers := engine.answer(asked)), hits(answers)) == (expected, [PROMPT_HITS] * 3)
 
 
 def test_workers_own_pages_are_each_sizes_own(llama, disk):
@@ -23,8 +22,7 @@ def test_workers_own_pages_are_each_sizes_own(llama, disk):
     fill(llama, own, asked)
     with Engine(llama, own, tensor_parallel_size=2) as engine:
         for cached in (0, PROMPT_HITS):
-            assert tokens(answers := engine.answer(asked)) == expected
-            assert hits(answers) == [cached] * 2
+            assert (tokens(answers := engine.answer(asked)), hits(answers)) == (expected, [cached] * 2)
             engine.settle()
             engine.llm.reset_prefix_cache(reset_connector=True)
 
@@ -38,10 +36,8 @@ def test_heads_of_which_every_worker_has_a_copy_are_right_at_every_size(checkpoi
     expected = right(model, asked), right(model, asked, tensor_parallel_size=2)
     assert fill(model, extra, asked) == expected[0]
     with Engine(model, extra, tensor_parallel_size=2) as engine:
-        assert tokens(cold := engine.answer(asked)) == expected[1]
-        assert hits(cold) == [0, 0]
-        assert tokens(warm := engine.answer(asked)) == expected[1]
-        assert hits(warm) == [PROMPT_HITS] * 2
+        assert (tokens(cold := engine.answer(asked)), hits(cold)) == (expected[1], [0, 0])
+        assert (tokens(warm := engine.answer(asked)), hits(warm)) == (expected[1], [PROMPT_HITS] * 2)
         engine.settle()
     with Engine(model, extra) as engine:
         assert tokens(engine.answer(asked)) == expected[0]

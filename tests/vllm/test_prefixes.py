@@ -36,17 +36,13 @@ def test_a_prefix_comes_back_from_memory_and_after_a_restart_from_disk(llama, di
     asked = prompts(6)
     expected = right(llama, asked)
     with Engine(llama, kvtier(disk)) as engine:
-        assert tokens(cold := engine.answer(asked)) == expected
-        assert hits(cold) == [0] * 6
-        assert tokens(warm := engine.answer(asked)) == expected
-        assert hits(warm) == [PROMPT_HITS] * 6
+        assert (tokens(cold := engine.answer(asked)), hits(cold)) == (expected, [0] * 6)
+        assert (tokens(warm := engine.answer(asked)), hits(warm)) == (expected, [PROMPT_HITS] * 6)
         assert engine.ledger.tiers[0].counters.hits == 0
         engine.settle()
     with Engine(llama, kvtier(disk)) as engine:
-        assert tokens(again := engine.answer(asked)) == expected
-        assert hits(again) == [PROMPT_HITS] * 6
-        assert engine.ledger.tiers[0].counters.hits == 6 * 31
-        assert engine.ledger.counters.hits == 0
+        assert (tokens(again := engine.answer(asked)), hits(again)) == (expected, [PROMPT_HITS] * 6)
+        assert (engine.ledger.tiers[0].counters.hits, engine.ledger.counters.hits) == (6 * 31, 0)
 
 
 def test_wrong_kv_would_be_seen_in_the_tokens(llama, disk):
@@ -64,8 +60,7 @@ def test_shared_prefixes_in_random_order_fifty_at_once(llama, disk):
     asked = families(50)
     expected = right(llama, asked)
     with Engine(llama, kvtier(disk), gpu_blocks=96) as engine:
-        assert tokens(engine.answer(asked)) == expected
-        assert tokens(warm := engine.answer(asked)) == expected
+        assert (tokens(engine.answer(asked)), tokens(warm := engine.answer(asked))) == (expected, expected)
         assert sum(hits(warm)) >= 0.9 * sum(len(prompt) // 32 * 32 for prompt in asked)
 
 
@@ -153,8 +148,7 @@ def test_an_engine_that_slept_has_forgotten_its_memory_and_keeps_the_disk(llama,
             engine.core.sleep(level)
             assert bool(engine.ledger.primary.ready) is (level == 0)
             engine.core.wake_up()
-            assert tokens(again := engine.answer(asked)) == expected
-            assert hits(again) == [PROMPT_HITS] * 4
+            assert (tokens(again := engine.answer(asked)), hits(again)) == (expected, [PROMPT_HITS] * 4)
 
 
 def test_a_reset_in_the_middle_of_everything(llama, disk):
@@ -174,8 +168,7 @@ def test_a_reset_in_the_middle_of_everything(llama, disk):
                     resets += 1
                     assert engine.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
                     assert not engine.ledger.promoting
-            assert resets == 2
-            assert [answered[index] for index in range(len(asked))] == expected[turn]
+            assert (resets, [answered[index] for index in range(len(asked))]) == (2, expected[turn])
         engine.settle()
         assert engine.ledger.promoting
 

@@ -214,8 +214,7 @@ def test_of_a_job_beyond_the_budget_the_beginning_is_stored(play):
     (store,) = scene.sent()
     assert unpack_keys(store.keys) == [A, B]
     scene.hear(finished(store))
-    assert scene.finished() == [(1, False, 2)]
-    assert scene.tier.tier.counters.dropped == {"budget": 1}
+    assert (scene.finished(), scene.tier.tier.counters.dropped) == ([(1, False, 2)], {"budget": 1})
 
 
 def test_what_the_tier_has_or_is_getting_is_not_stored_and_not_said_to_have_moved(play):
@@ -230,8 +229,7 @@ def test_what_a_request_says_not_to_store_is_over_at_once_and_counted(play, tier
     scene = play()
     scene.begin("secret", hint={"no_store": tiers})
     scene.store(1, [A, B], [0, 1], "secret")
-    assert scene.finished() == [(1, True, 0)]
-    assert scene.sent() == []
+    assert (scene.finished(), scene.sent()) == ([(1, True, 0)], [])
     assert scene.tier.tier.counters.skipped == {"no_store": 2}
 
 
@@ -244,8 +242,7 @@ def test_a_job_is_over_when_its_rows_are_and_late_ones_count_against_the_share(p
     scene.store(2, [C], [2])
     assert scene.tier.tier.counters.dropped == {"overdue": 1}
     scene.hear(Returned(store.id, pack_rows([1])))  # The other row's chunk has been stored.
-    assert scene.finished() == [(2, False, 0), (1, False, 0)]
-    assert scene.tier.tier.overdue_rows == 0
+    assert (scene.finished(), scene.tier.tier.overdue_rows) == ([(2, False, 0), (1, False, 0)], 0)
     assert (scene.has(A), scene.has(B)) == (False, None)  # It is asked for.
 
 
@@ -256,10 +253,8 @@ def test_what_a_lost_runner_had_is_over_when_its_process_is(play):
     scene.hear(finished(late, [0, 1], Code.DEADLINE, lent=True), RunnerLost(0, "killed"))
     assert (scene.finished(), scene.has(D)) == ([], False)
     scene.hear(RunnerBack(1), RunnerGone(0))
-    assert scene.bridge.admitted == [1]
-    assert scene.finished() == [(1, False, 0)]
-    assert scene.tier.tier.counters.failed == {"deadline": 2, "lost": 1}
-    assert scene.tier.tier.storing == set()
+    assert (scene.bridge.admitted, scene.finished()) == ([1], [(1, False, 0)])
+    assert (scene.tier.tier.counters.failed, scene.tier.tier.storing) == ({"deadline": 2, "lost": 1}, set())
     assert scene.has(D) is None
 
 
@@ -271,8 +266,7 @@ def test_what_was_not_sent_when_its_runner_was_lost_is_over_and_never_sent(play)
     assert scene.finished() == [(1, False, 0), (2, False, 0)]
     scene.load(3, [C], [2])  # Begun while there is no runner.
     scene.hear(RunnerGone(0), RunnerBack(1))
-    assert scene.sent() == []
-    assert scene.finished() == [(3, False, 0)]
+    assert (scene.sent(), scene.finished()) == ([], [(3, False, 0)])
     assert not scene.tier.has_pending_work()
 
 
@@ -282,8 +276,7 @@ def test_what_the_bridge_does_not_take_is_settled(play):
     assert scene.has(A) is None
     scene.load(1, [B], [1])
     scene.store(2, [C], [2], "two")
-    assert scene.sent() == []
-    assert sorted(scene.finished()) == [(1, False, 0), (2, False, 0)]
+    assert (scene.sent(), sorted(scene.finished())) == ([], [(1, False, 0), (2, False, 0)])
     assert scene.has(A) is False
     assert not scene.tier.has_pending_work()
 
@@ -333,11 +326,9 @@ def test_everything_declared_is_counted_and_nothing_else(play):
     counted = {(name, labels): value for name, by in stats.data["data"].items() for labels, value in by.items()}
     assert counted["kvtier_tier_reserved_bytes", (NAME,)] == 20
     assert counted["kvtier_tier_capacity_bytes", (NAME,)] == 100
-    assert counted["kvtier_tier_misses", (NAME,)] == 1
-    assert counted["kvtier_tier_probes_failed", (NAME,)] == 1
+    assert (counted["kvtier_tier_misses", (NAME,)], counted["kvtier_tier_probes_failed", (NAME,)]) == (1, 1)
     assert counted["kvtier_tier_skipped", (NAME, "no_store")] == 1
-    assert counted["kvtier_tier_reported", (NAME, "evicted")] == 3
-    assert counted["kvtier_runners_lost", ()] == 1
+    assert (counted["kvtier_tier_reported", (NAME, "evicted")], counted["kvtier_runners_lost", ()]) == (3, 1)
     assert counted["kvtier_transfer_seconds", (NAME, "load")] == [0.25]
     assert counted["kvtier_transfer_seconds", (NAME, "store")] == [0.25] * 2
     assert counted["kvtier_transfer_seconds", (NAME, "probe")] == [0.1]

@@ -23,8 +23,7 @@ def test_a_prefix_comes_back_after_a_restart(llama, disk):
     expected = right(llama, asked)
     assert fill(llama, behind_vllm(disk), asked) == expected
     with Engine(llama, behind_vllm(disk)) as engine:
-        assert tokens(answers := engine.answer(asked)) == expected
-        assert hits(answers) == [PROMPT_HITS] * 6
+        assert (tokens(answers := engine.answer(asked)), hits(answers)) == (expected, [PROMPT_HITS] * 6)
         engine.settle()
         stats = tier_of(engine).get_stats()
         assert stats is None or not stats.is_empty()
@@ -66,5 +65,4 @@ def test_a_reset_drains_the_tier_and_keeps_what_it_has(llama, disk):
         engine.answer(asked)
         engine.settle()
         assert engine.llm.reset_prefix_cache(reset_connector=True)
-        assert tokens(answers := engine.answer(asked)) == expected
-        assert hits(answers) == [PROMPT_HITS] * 4
+        assert (tokens(answers := engine.answer(asked)), hits(answers)) == (expected, [PROMPT_HITS] * 4)

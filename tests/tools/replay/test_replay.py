@@ -48,8 +48,7 @@ def tiers_of(tally: ReplayTally) -> dict[str, TierReport]:
 
 def check(tally: ReplayTally, requests: Sequence[TraceRequest]) -> None:
     """Check the invariants of a completed replay."""
-    assert tally.wrong_chunks == 0
-    assert tally.requests == len(requests)
+    assert (tally.wrong_chunks, tally.requests) == (0, len(requests))
     assert tally.chunk_references == measure(requests).block_references
     assert sum(tier.hits for tier in tiers_of(tally).values()) == tally.hits
     assert tally.drained
@@ -133,8 +132,7 @@ async def test_through_files_all_chunks_come_back_right_and_a_second_replay_find
     assert first.hits == extent.best_hits
     again = await replay_of(some, tier, rows=300, runner=runner).run()
     check(again, some)
-    assert again.hits == extent.block_references
-    assert tiers_of(again)["0:fs"].chunks_stored == 0
+    assert (again.hits, tiers_of(again)["0:fs"].chunks_stored) == (extent.block_references, 0)
 
 
 @pytest.mark.virtual_time
@@ -170,8 +168,7 @@ async def test_calls_are_timed_and_totals_are_sampled(requests: Sequence[TraceRe
     steps: list[int] = []
     replay = replay_of(requests, {"type": "dummy"}, rows=300)
     tally = await replay.run(lambda: steps.append(replay.tally.requests))
-    assert steps == list(range(1, len(requests) + 1))
-    assert len(tally.latencies_s["fetch"]) == len(requests)
+    assert (steps, len(tally.latencies_s["fetch"])) == (list(range(1, len(requests) + 1)), len(requests))
     assert {"put", "0:dummy load", "0:dummy store"} <= tally.latencies_s.keys()
     assert len(requests) <= len(tally.samples) <= SAMPLES_MAX + 1
     assert [sample.seconds for sample in tally.samples] == sorted(sample.seconds for sample in tally.samples)

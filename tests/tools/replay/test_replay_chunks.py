@@ -10,8 +10,7 @@ def test_a_generated_chunk_is_right_for_its_key_and_as_long_as_a_chunk(chunk_byt
     source = ChunkSource(chunk_bytes)
     keys = list(map(source.key, range(50)))
     chunks = source.chunks(keys)
-    assert [len(chunk) for chunk in chunks] == [chunk_bytes] * 50
-    assert source.wrong(keys, chunks) == []
+    assert ([len(chunk) for chunk in chunks], source.wrong(keys, chunks)) == ([chunk_bytes] * 50, [])
 
 
 def test_every_word_of_a_chunk_differs_from_the_same_word_of_any_other_and_from_its_neighbours() -> None:

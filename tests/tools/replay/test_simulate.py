@@ -203,8 +203,7 @@ def first_tokens_s(requests, config, servers=None):
     """Replay, and return the times to first token in order."""
     replay = replay_of(config, requests, servers or servers_of())
     tally = run(replay.run())
-    assert tally.wrong_chunks == 0
-    assert tally.requests == len(requests)
+    assert (tally.wrong_chunks, tally.requests) == (0, len(requests))
     return list(replay.times_to_first_token_s)
 
 
@@ -265,8 +264,7 @@ def test_an_interrupted_replay_has_the_times_of_the_requests_that_were_served() 
             await task
 
     run(interrupted())
-    assert list(replay.times_to_first_token_s) == [2.0]
-    assert replay.tally.requests == 1
+    assert (list(replay.times_to_first_token_s), replay.tally.requests) == ([2.0], 1)
 
 
 WEIGHED_REQUESTS = 900  # Of the conversation: four minutes of it, and with them the slow one.

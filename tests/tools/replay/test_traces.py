@@ -37,8 +37,7 @@ def test_a_trace_is_read_whatever_it_is_compressed_with_and_called(trace_file, c
     trace = Trace(trace_file(compress(META + LINES), "trace.dat"))
     assert list(trace) == REQUESTS
     assert list(trace) == REQUESTS  # Each iteration is a separate pass.
-    assert trace.block_tokens == 16
-    assert trace.meta == {"block_size": 16, "source": "here"}
+    assert (trace.block_tokens, trace.meta) == (16, {"block_size": 16, "source": "here"})
 
 
 @compressed

@@ -28,8 +28,7 @@ workloads = st.builds(
 @given(workload=workloads)
 def test_whatever_the_workload_its_requests_are_a_well_made_trace(workload: Workload) -> None:
     requests = list(generate(workload))
-    assert len(requests) == workload.requests
-    assert requests[0].timestamp_ms == 0
+    assert (len(requests), requests[0].timestamp_ms) == (workload.requests, 0)
     assert all(earlier.timestamp_ms <= later.timestamp_ms for earlier, later in pairwise(requests))
     before: dict[int, int | None] = {}
     for request in requests:
