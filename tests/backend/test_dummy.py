@@ -77,11 +77,11 @@ def lender():
     return Lender(ROW_BYTES)
 
 
-def dummy(**options) -> DummyBackend:
+def dummy(**options):
     return DummyBackend(DummyOptions(**options), tier_context(ROW_BYTES, name="0:dummy", model_name="m"))
 
 
-def now() -> float:
+def now():
     return asyncio.get_running_loop().time()
 
 

@@ -8,15 +8,15 @@ A, B = (make_offload_key(name) for name in (b"a", b"b"))
 DEADLINE_S = 20.0
 
 
-async def test_a_consumer_receives_the_keys_the_changes_and_the_end() -> None:
+async def test_a_consumer_receives_the_keys_the_changes_and_the_end():
     held: dict[OffloadKey, int] = {A: 1}
     queue, told = InventoryQueue(held), list[InventoryEvent]()
 
-    async def listen() -> None:
+    async def listen():
         async for event in queue.watch():
             told.append(event)
 
-    async def heard(events: int) -> None:
+    async def heard(events):
         while len(told) < events:
             await asyncio.sleep(0)
 
@@ -36,7 +36,7 @@ async def test_a_consumer_receives_the_keys_the_changes_and_the_end() -> None:
     assert told == [Added([A]), ScanDone(complete=True), Added([B]), Removed([A])]
 
 
-async def test_a_queue_that_is_closed_has_nothing_to_tell() -> None:
+async def test_a_queue_that_is_closed_has_nothing_to_tell():
     queue = InventoryQueue({A: 1})
     queue.close()
     assert [event async for event in queue.watch()] == []

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 
 import aiofiles
 import aiofiles.os
@@ -21,7 +21,7 @@ DEADLINE_S = 20.0  # For what happens at once; only a broken promise reaches it.
 
 
 @pytest.fixture
-async def lanes() -> AsyncIterator[Lanes]:
+async def lanes():
     lanes = Lanes(2, "test")
     yield lanes
     assert await lanes.aclose(DEADLINE_S) == 0
@@ -30,29 +30,29 @@ async def lanes() -> AsyncIterator[Lanes]:
 class Gate:
     """A call that says when a thread is in it, and stays there until it is let go."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.entered = threading.Event()
         self.opened = threading.Event()
         self.done = False
 
-    def __call__(self) -> str:
+    def __call__(self):
         self.entered.set()
         assert self.opened.wait(DEADLINE_S)
         self.done = True
         return "through"
 
-    async def wait_entered(self) -> None:
+    async def wait_entered(self):
         assert await asyncio.to_thread(self.entered.wait, DEADLINE_S)
 
 
 @pytest.fixture
-def gate() -> Iterator[Gate]:
+def gate():
     gate = Gate()
     yield gate
     gate.opened.set()
 
 
-async def turns(count: int = 5) -> None:
+async def turns(count=5):
     for _ in range(count):
         await asyncio.sleep(0)
 
@@ -61,27 +61,27 @@ Lend = Callable[[Callable[[], object]], Awaitable[object]]
 
 
 @pytest.fixture(params=["thread", "task"])
-def lend(request: pytest.FixtureRequest, lanes: Lanes) -> Lend:
+def lend(request, lanes):
     """Return a way to lend a buffer to a call: to a thread, or to a client's task."""
     if request.param == "thread":
         return lambda call: in_thread(lanes, call)
     return lambda call: in_task(asyncio.to_thread(call))
 
 
-async def test_the_result_or_error_of_a_call_is_passed_on(lend: Lend) -> None:
+async def test_the_result_or_error_of_a_call_is_passed_on(lend):
     assert await lend(lambda: divmod(7, 2)) == (3, 1)
     with pytest.raises(ZeroDivisionError):
         await lend(lambda: divmod(7, 0))
 
 
-async def test_calls_run_side_by_side_and_answer_in_order(lanes: Lanes) -> None:
+async def test_calls_run_side_by_side_and_answer_in_order(lanes):
     both = threading.Barrier(2)
     assert sorted(await in_threads(lanes, [lambda: both.wait(DEADLINE_S)] * 2)) == [0, 1]
     assert await in_threads(lanes, [lambda number=number: number for number in range(50)]) == list(range(50))
     assert await in_threads(lanes, []) == []
 
 
-async def test_every_call_ends_before_a_failure_is_raised(lanes: Lanes, gate: Gate) -> None:
+async def test_every_call_ends_before_a_failure_is_raised(lanes, gate):
     whole = asyncio.create_task(in_threads(lanes, [lambda: 1 / 0, gate]))
     await gate.wait_entered()
     await turns()
@@ -106,7 +106,7 @@ async def test_a_cancelled_call_waits_for_its_end_however_often_it_is_cancelled(
     assert gate.done
 
 
-async def test_a_call_cancelled_in_the_tick_its_end_comes_is_cancelled(lend: Lend) -> None:
+async def test_a_call_cancelled_in_the_tick_its_end_comes_is_cancelled(lend):
     ended = threading.Event()
     waiting = asyncio.ensure_future(lend(ended.set))
     await turns(3)
@@ -116,10 +116,10 @@ async def test_a_call_cancelled_in_the_tick_its_end_comes_is_cancelled(lend: Len
         await waiting
 
 
-async def test_a_timeout_comes_with_the_end_of_the_call_not_before(lend: Lend, gate: Gate) -> None:
+async def test_a_timeout_comes_with_the_end_of_the_call_not_before(lend, gate):
     limit = asyncio.timeout(None)
 
-    async def limited() -> None:
+    async def limited():
         async with limit:
             await lend(gate)
 
@@ -134,15 +134,15 @@ async def test_a_timeout_comes_with_the_end_of_the_call_not_before(lend: Lend, g
         await waiting
 
 
-async def test_a_client_that_cancels_itself_is_away_and_its_caller_is_not_cancelled() -> None:
-    async def gives_up() -> None:
+async def test_a_client_that_cancels_itself_is_away_and_its_caller_is_not_cancelled():
+    async def gives_up():
         raise asyncio.CancelledError
 
     with pytest.raises(BackendUnavailable, match="cancelled its own call"):
         await in_task(gives_up())
 
 
-async def test_a_task_cancelled_before_its_first_step_calls_nothing(gate: Gate) -> None:
+async def test_a_task_cancelled_before_its_first_step_calls_nothing(gate):
     call = asyncio.to_thread(gate)
     waiting = asyncio.create_task(in_task(call))
     waiting.cancel()
@@ -152,7 +152,7 @@ async def test_a_task_cancelled_before_its_first_step_calls_nothing(gate: Gate) 
     call.close()
 
 
-async def test_a_cancelled_whole_waits_for_the_part_that_runs_and_drops_the_part_that_waits(gate: Gate) -> None:
+async def test_a_cancelled_whole_waits_for_the_part_that_runs_and_drops_the_part_that_waits(gate):
     lanes = Lanes(1, "test")
     ran: list[int] = []
     whole = asyncio.create_task(in_threads(lanes, [gate, lambda: ran.append(2)]))
@@ -182,8 +182,8 @@ class Buffer(bytearray):
     """One that can be watched."""
 
 
-async def test_a_finished_call_keeps_nothing(lanes: Lanes) -> None:
-    async def use(buffer: Buffer, *, fail: bool) -> int:
+async def test_a_finished_call_keeps_nothing(lanes):
+    async def use(buffer, *, fail):
         await asyncio.sleep(0)
         size = len(buffer)
         del buffer
@@ -207,7 +207,7 @@ async def test_a_finished_call_keeps_nothing(lanes: Lanes) -> None:
         gc.enable()
 
 
-async def test_closed_lanes_refuse(lanes: Lanes) -> None:
+async def test_closed_lanes_refuse(lanes):
     assert await lanes.aclose(0) == 0
     with pytest.raises(BackendClosed):
         await in_thread(lanes, int)
@@ -215,7 +215,7 @@ async def test_closed_lanes_refuse(lanes: Lanes) -> None:
         lanes.submit(int)
 
 
-async def test_closing_waits_for_running_calls(lanes: Lanes, gate: Gate) -> None:
+async def test_closing_waits_for_running_calls(lanes, gate):
     call = asyncio.create_task(in_thread(lanes, gate))
     await gate.wait_entered()
     closing = asyncio.create_task(lanes.aclose(DEADLINE_S))
@@ -226,7 +226,7 @@ async def test_closing_waits_for_running_calls(lanes: Lanes, gate: Gate) -> None
     assert await call == "through"
 
 
-async def test_closing_counts_what_its_deadline_left_and_may_be_repeated(gate: Gate) -> None:
+async def test_closing_counts_what_its_deadline_left_and_may_be_repeated(gate):
     lanes = Lanes(2, "test")
     other = Gate()
     whole = asyncio.create_task(in_threads(lanes, [gate, other]))
@@ -239,7 +239,7 @@ async def test_closing_counts_what_its_deadline_left_and_may_be_repeated(gate: G
     assert await whole == ["through", "through"]
 
 
-async def test_closing_drops_calls_behind_a_hung_one(gate: Gate) -> None:
+async def test_closing_drops_calls_behind_a_hung_one(gate):
     lanes = Lanes(1, "test")
     hung = asyncio.create_task(in_thread(lanes, gate))
     await gate.wait_entered()
@@ -257,7 +257,7 @@ async def test_closing_drops_calls_behind_a_hung_one(gate: Gate) -> None:
     assert ran == []
 
 
-async def test_threads_end_with_their_lanes() -> None:
+async def test_threads_end_with_their_lanes():
     lanes = Lanes(3, "to-be-closed")
     await lanes.aclose(0)
     for thread in threading.enumerate():
@@ -266,7 +266,7 @@ async def test_threads_end_with_their_lanes() -> None:
             assert not thread.is_alive()
 
 
-async def test_a_callback_runs_once_when_no_call_is_left(gate: Gate) -> None:
+async def test_a_callback_runs_once_when_no_call_is_left(gate):
     lanes, ended = Lanes(2, "test"), queue.SimpleQueue[bool]()
     call = asyncio.create_task(in_thread(lanes, gate))
     await gate.wait_entered()
@@ -282,7 +282,7 @@ async def test_a_callback_runs_once_when_no_call_is_left(gate: Gate) -> None:
     assert ended.get_nowait()
 
 
-def test_lanes_are_an_executor_without_a_loop() -> None:
+def test_lanes_are_an_executor_without_a_loop():
     with Lanes(2, "test") as lanes:
         assert list(lanes.map(abs, [-1, 2, -3])) == [1, 2, 3]
     with pytest.raises(BackendClosed):
@@ -291,7 +291,7 @@ def test_lanes_are_an_executor_without_a_loop() -> None:
 
 @pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize("ending", ["", "import asyncio; asyncio.run(lanes.aclose(0))"])
-def test_a_hung_lane_does_not_hold_up_the_interpreters_exit(ending: str) -> None:
+def test_a_hung_lane_does_not_hold_up_the_interpreters_exit(ending):
     script = f"""
 import threading
 from kvtier.backend.lending import Lanes
@@ -308,7 +308,7 @@ print("leaving", flush=True)
     assert (done.stdout, done.stderr) == (b"leaving\n", b"")
 
 
-def test_a_thread_that_outlives_its_loop_ends_quietly(gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_thread_that_outlives_its_loop_ends_quietly(gate, caplog):
     lanes = Lanes(1, "test")
     loop = asyncio.new_event_loop()
     call = loop.create_task(in_thread(lanes, gate))
@@ -323,14 +323,14 @@ def test_a_thread_that_outlives_its_loop_ends_quietly(gate: Gate, caplog: pytest
     assert caplog.records == []
 
 
-async def sleep_in(calls: Calls, seconds: float) -> None:
+async def sleep_in(calls, seconds):
     with calls.one():
         await asyncio.sleep(seconds)
 
 
 @pytest.mark.virtual_time
 class TestCalls:
-    async def test_closing_waits_for_the_last_call_and_counts_those_that_its_deadline_left(self) -> None:
+    async def test_closing_waits_for_the_last_call_and_counts_those_that_its_deadline_left(self):
         calls = Calls("0:tier")
         running = [asyncio.create_task(sleep_in(calls, seconds)) for seconds in (1, 20, 30)]
         await asyncio.sleep(0)
@@ -343,7 +343,7 @@ class TestCalls:
         with pytest.raises(BackendClosed, match="tier 0:tier"):
             await sleep_in(calls, 1)
 
-    async def test_calls_that_fail_or_are_cancelled_are_over(self) -> None:
+    async def test_calls_that_fail_or_are_cancelled_are_over(self):
         calls = Calls("0:tier")
         with pytest.raises(ZeroDivisionError), calls.one():
             raise ZeroDivisionError

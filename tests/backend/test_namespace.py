@@ -18,7 +18,7 @@ ASCENDING = make_offload_key(bytes(range(32)), 0)
 ONES = make_offload_key(b"\xff" * 32, 7)
 
 
-def layers(count: int) -> tuple[str, ...]:
+def layers(count):
     return tuple(f"model.layers.{index}.self_attn.attn" for index in range(count))
 
 
@@ -89,7 +89,7 @@ VLLM_LLAMA_CONFIG_SHA256 = "7f1629890308df5a2e1076ce4504a22bffe44434dbebf4f8741e
 
 
 @pytest.mark.parametrize(("namespace", "folder", "rank"), VLLM_FOLDERS)
-def test_names_are_those_of_vllm(namespace: Namespace, folder: str, rank: int) -> None:
+def test_names_are_those_of_vllm(namespace, folder, rank):
     mapper = FileMapper(namespace)
     assert (mapper.folder, mapper.config_name) == (folder, f"{folder}/config.json")
     digits = "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f"
@@ -105,17 +105,17 @@ def test_names_are_those_of_vllm(namespace: Namespace, folder: str, rank: int) -
         (b"\xab\xcd", 1, "/abc/d_g1/abcd.bin", "/ab/abcd_g1.bin"),
     ],
 )
-def test_short_hashes_have_names_too(digest: bytes, group: int, vllm: str, flat: str) -> None:
+def test_short_hashes_have_names_too(digest, group, vllm, flat):
     namespace, key = Namespace(model_name="default"), make_offload_key(digest, group)
     assert FileMapper(namespace).name(key) == f"default_e58d9229ebb8_r0{vllm}"
     assert FileMapper(namespace, "flat").name(key) == f"default_e58d9229ebb8_r0_flat{flat}"
 
 
-def test_the_configuration_beside_the_chunks_is_the_text_that_vllm_writes() -> None:
+def test_the_configuration_beside_the_chunks_is_the_text_that_vllm_writes():
     assert hashlib.sha256(FileMapper(LLAMA).config_bytes).hexdigest() == VLLM_LLAMA_CONFIG_SHA256
 
 
-def test_another_naming_changes_the_folder_alone() -> None:
+def test_another_naming_changes_the_folder_alone():
     flat, vllms = FileMapper(LLAMA, "flat"), FileMapper(LLAMA)
     assert (flat.chunks_folder, flat.folder) == (f"{vllms.chunks_folder}_flat", vllms.folder)
     assert (flat.config_bytes, flat.fingerprint) == (vllms.config_bytes, vllms.fingerprint)
@@ -144,7 +144,7 @@ NAMING = st.sampled_from(sorted(NAMINGS))
 KEYS = st.builds(make_offload_key, st.binary(max_size=40), st.integers(0, 2**32 - 1))
 
 
-def test_flat_names_need_256_folders_at_most() -> None:
+def test_flat_names_need_256_folders_at_most():
     mapper = FileMapper(Namespace(model_name="default"), "flat")
     hashes = (hashlib.sha256(number.to_bytes(4, "big")).digest() for number in range(5_000))
     folders = {os.path.dirname(mapper.name(make_offload_key(digest))) for digest in hashes}
@@ -152,7 +152,7 @@ def test_flat_names_need_256_folders_at_most() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "lost+found", "m_e58d9229ebb8", "m_e58d9229ebb8_r", "m_e58d9229ebb8_r00", "_r0"])
-def test_other_folders_are_no_folders_of_chunks(name: str) -> None:
+def test_other_folders_are_no_folders_of_chunks(name):
     assert read_folder(name) is None
 
 
@@ -210,12 +210,12 @@ STRANGE = [
 
 
 @pytest.mark.parametrize("name", STRANGE)
-def test_a_name_that_is_not_ours_has_no_key(name: str) -> None:
+def test_a_name_that_is_not_ours_has_no_key(name):
     assert FileMapper(Namespace(model_name="default")).key(name) is None
 
 
 @pytest.mark.parametrize("short", [b"", b"a", b"abc"])
-def test_a_key_without_a_group_has_no_name(short: bytes) -> None:
+def test_a_key_without_a_group_has_no_name(short):
     with pytest.raises(ValueError, match=f"{len(short)} bytes"):
         FileMapper(Namespace(model_name="default")).name(OffloadKey(short))
 
@@ -233,7 +233,7 @@ def test_a_key_without_a_group_has_no_name(short: bytes) -> None:
         ({"model_name": "m", "kv_cache_groups": [{"layer_names": ["\ud800"]}]}, "kv_cache_groups[0].layer_names[0]: "),
     ],
 )
-def test_a_namespace_that_cannot_be_named_is_refused_by_its_field(fields: dict[str, Any], message: str) -> None:
+def test_a_namespace_that_cannot_be_named_is_refused_by_its_field(fields, message):
     with pytest.raises(ConfigError) as made:
         Namespace(**fields)
     assert str(made.value).startswith(message)
@@ -246,29 +246,29 @@ def test_a_namespace_that_cannot_be_named_is_refused_by_its_field(fields: dict[s
     ("fact", "message"),
     [({"rank": -1}, "rank: -1 given"), ({"tp_size": 0}, "tp_size: 0 given"), ({"tp_size": True}, "tp_size: true")],
 )
-def test_a_fact_that_cannot_be_is_refused_and_no_file_states_any(fact: dict[str, Any], message: str) -> None:
+def test_a_fact_that_cannot_be_is_refused_and_no_file_states_any(fact, message):
     with pytest.raises(ConfigError, match=f"^{message}"):
         Namespace(model_name="m", **fact)
     with pytest.raises(ConfigError, match=f"^{next(iter(fact))}: no such field"):
         decode(Namespace, {"model_name": "m"} | fact)
 
 
-def test_the_longest_model_name_makes_a_folder_and_a_longer_one_is_refused() -> None:
+def test_the_longest_model_name_makes_a_folder_and_a_longer_one_is_refused():
     assert len(FileMapper(Namespace(model_name="m" * 239)).name(ASCENDING).split("/")[0]) == 255
     with pytest.raises(ConfigError, match=r"^model_name: makes a folder's name of 256 bytes"):
         FileMapper(Namespace(model_name="m" * 235), "flat")
 
 
 @given(namespace=NAMESPACES)
-def test_a_namespace_survives_the_way_to_another_process(namespace: Namespace) -> None:
+def test_a_namespace_survives_the_way_to_another_process(namespace):
     as_json = msgspec.json.decode(msgspec.json.encode(namespace), type=Namespace)
     as_msgpack = msgspec.msgpack.decode(msgspec.msgpack.encode(namespace), type=Namespace)
     assert as_json == as_msgpack == namespace
     assert FileMapper(as_json).fingerprint == FileMapper(namespace).fingerprint
 
 
-def test_weights_and_adapters_have_names_of_their_own_and_none_without_them() -> None:
-    def folder(**given: str) -> str:
+def test_weights_and_adapters_have_names_of_their_own_and_none_without_them():
+    def folder(**given):
         return FileMapper(Namespace(model_name="default", **given)).folder
 
     kinds = [{}, {"weights_revision": "a"}, {"weights_revision": "b"}, {"adapter": "a"}]
@@ -311,7 +311,7 @@ def test_one_condition_that_fails_keeps_parallel_sizes_apart_and_says_so(namespa
     assert json.loads(refused.config_bytes)["tp_size"] == namespace.tp_size
 
 
-def test_the_engines_verdict_replaces_unknown_facts_except_the_layout() -> None:
+def test_the_engines_verdict_replaces_unknown_facts_except_the_layout():
     vouched = Namespace(
         model_name=QWEN.model_name,
         tp_size=4,
@@ -325,12 +325,12 @@ def test_the_engines_verdict_replaces_unknown_facts_except_the_layout() -> None:
 
 
 @pytest.mark.parametrize("change", [{"v2_model_runner": True}, {"per_token_head_scales": True}, {"total_kv_heads": 4}])
-def test_the_engines_verdict_does_not_outweigh_a_known_fact(change: dict[str, Any]) -> None:
+def test_the_engines_verdict_does_not_outweigh_a_known_fact(change):
     assert not FileMapper(msgspec.structs.replace(QWEN, is_parallelism_agnostic=True, **change)).parallel_agnostic
 
 
 @pytest.mark.parametrize("namespace", [QWEN, DEEPSEEK, GEMMA])
-def test_a_shared_cache_is_the_same_at_every_tensor_parallel_size(namespace: Namespace) -> None:
+def test_a_shared_cache_is_the_same_at_every_tensor_parallel_size(namespace):
     heads = namespace.total_kv_heads
     mappers = [
         FileMapper(
@@ -349,14 +349,14 @@ LAYOUTS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 AXES = "LBHNC"  # Layers, blocks of the chunk, heads, tokens, and a head's content.
 
 
-def row(chunk: np.ndarray, layout: str, workers: int) -> bytes:
+def row(chunk, layout, workers):
     """A chunk as a row: each worker's share of the heads in the layout's order, one worker after the other."""
     shares = np.split(chunk, workers, axis=AXES.index("H"))
     return b"".join(np.transpose(share, [AXES.index(axis) for axis in layout]).tobytes() for share in shares)
 
 
 @pytest.mark.parametrize(("layout", "blocks"), list(itertools.product(LAYOUTS, [1, 2])))
-def test_the_gate_opens_exactly_where_rows_are_the_same_at_every_size(layout: str, blocks: int) -> None:
+def test_the_gate_opens_exactly_where_rows_are_the_same_at_every_size(layout, blocks):
     chunk = np.arange(3 * blocks * 8 * 2 * 2, dtype=np.uint16).reshape(3, blocks, 8, 2, 2)
     namespace = msgspec.structs.replace(QWEN, layout=layout, blocks_per_chunk=blocks)
     alike = len({row(chunk, layout, workers) for workers in (1, 2, 4, 8)}) == 1
@@ -376,20 +376,20 @@ DIFFERENCES: list[dict[str, Any]] = [
 ]
 
 
-def test_whatever_gives_bytes_another_meaning_gives_another_fingerprint() -> None:
+def test_whatever_gives_bytes_another_meaning_gives_another_fingerprint():
     mappers = [FileMapper(LLAMA)] + [FileMapper(msgspec.structs.replace(LLAMA, **change)) for change in DIFFERENCES]
     assert len({mapper.fingerprint for mapper in mappers}) == len(mappers)
     assert {len(mapper.fingerprint) for mapper in mappers} == {32}
 
 
 @pytest.mark.parametrize("change", [{"layout": "LBHNC"}, {"row_bytes": 4096}, {"v2_model_runner": True}])
-def test_facts_that_vllm_leaves_out_of_its_names_stay_out_of_ours(change: dict[str, Any]) -> None:
+def test_facts_that_vllm_leaves_out_of_its_names_stay_out_of_ours(change):
     changed = FileMapper(msgspec.structs.replace(LLAMA, **change))
     assert changed.name(ASCENDING) == FileMapper(LLAMA).name(ASCENDING)
     assert changed.config_bytes == FileMapper(LLAMA).config_bytes
 
 
-def test_a_fingerprint_is_the_same_in_every_release() -> None:
+def test_a_fingerprint_is_the_same_in_every_release():
     same = "a118c5bde910c4c4a0a302541bc996a9e3596f43e88e8a294f87c32a9a09266c"
     assert FileMapper(LLAMA).fingerprint.hex() == same
 
@@ -408,7 +408,7 @@ VLLMS_NAMES = {"parallel_agnostic": True, "is_parallelism_agnostic": True, "layo
         {"parallel_agnostic": False},
     ],
 )
-def test_only_one_workers_rows_go_by_vllms_names_where_that_is_asked_for(fact: dict[str, Any]) -> None:
+def test_only_one_workers_rows_go_by_vllms_names_where_that_is_asked_for(fact):
     mapper = FileMapper(Namespace(model_name="m", kv_cache_groups=(Group(),), **VLLMS_NAMES | fact))
     assert mapper.parallel_agnostic == (not fact)
     assert ("parallel_agnostic" in json.loads(mapper.config_bytes)) == bool(fact)

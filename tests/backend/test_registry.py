@@ -1,6 +1,5 @@
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -34,11 +33,11 @@ numbers = itertools.count()
 
 
 @pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+def module(tmp_path, monkeypatch):
     """Make an importable module of some source text; answers its name, which no other test has used."""
     monkeypatch.syspath_prepend(tmp_path)
 
-    def install(source: str) -> str:
+    def install(source):
         name = f"kvtier_test_module_{next(numbers)}"
         (tmp_path / f"{name}.py").write_text(source)
         return name
@@ -47,11 +46,11 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 
 
 @pytest.fixture
-def distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+def distribution(tmp_path, monkeypatch):
     """Install a distribution with entry points of ours."""
     monkeypatch.syspath_prepend(tmp_path)
 
-    def install(name: str, points: dict[str, str]) -> str:
+    def install(name, points):
         folder = tmp_path / f"{name.replace('-', '_')}-1.0.dist-info"
         folder.mkdir()
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
@@ -62,19 +61,19 @@ def distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     return install
 
 
-def refused(type_name: str) -> str:
+def refused(type_name):
     with pytest.raises(ConfigError) as caught:
         backend_class(type_name)
     return str(caught.value)
 
 
-def test_a_class_is_found_by_its_module_and_name() -> None:
+def test_a_class_is_found_by_its_module_and_name():
     assert backend_class(f"{HERE}:Own") is Own
     assert backend_class(f"{HERE}:Shelf.Inner") is Own
 
 
 @pytest.mark.parametrize("value", [f"{HERE}:Own", f"{HERE} : Own", f"{HERE}:Own [extra]"])
-def test_a_distributions_type_is_found_by_its_entry_point(distribution: Install, value: str) -> None:
+def test_a_distributions_type_is_found_by_its_entry_point(distribution, value):
     distribution("kvtier-null", {"null": value})
     distribution("kvtier-same", {"null": f"{HERE}:Own"})  # Two that mean the same class are one.
     assert backend_class("null") is Own
@@ -83,18 +82,18 @@ def test_a_distributions_type_is_found_by_its_entry_point(distribution: Install,
 
 
 @pytest.mark.parametrize("value", ["kvtier", "a b:", "!", "[extra]"])
-def test_an_entry_point_that_names_no_class_is_refused(distribution: Install, value: str) -> None:
+def test_an_entry_point_that_names_no_class_is_refused(distribution, value):
     distribution("kvtier-null", {"null": value})
     assert refused("null") == "tier type 'null' is not of the form \"module:Class\""
 
 
-def test_a_distribution_cannot_replace_a_built_in_type(distribution: Install) -> None:
+def test_a_distribution_cannot_replace_a_built_in_type(distribution):
     distribution("kvtier-null", {"dummy": f"{HERE}:Own"})
     assert backend_class("dummy") is not Own
     assert known_types().count("dummy") == 1
 
 
-def test_a_type_that_two_distributions_claim_is_refused_naming_both(distribution: Install) -> None:
+def test_a_type_that_two_distributions_claim_is_refused_naming_both(distribution):
     distribution("kvtier-one", {"null": f"{HERE}:Own"})
     distribution("kvtier-two", {"null": f"{HERE}:Shelf.Inner"})
     message = refused("null")
@@ -102,7 +101,7 @@ def test_a_type_that_two_distributions_claim_is_refused_naming_both(distribution
     assert f"{HERE}:Shelf.Inner (kvtier-two)" in message
 
 
-def test_an_unknown_type_is_refused_with_the_closest_one_and_all_that_are_known(distribution: Install) -> None:
+def test_an_unknown_type_is_refused_with_the_closest_one_and_all_that_are_known(distribution):
     distribution("kvtier-null", {"null": f"{HERE}:Own"})
     message = refused("dumy")
     assert message.startswith("'dumy' is no tier type; did you mean 'dummy'? Known: ")
@@ -119,11 +118,11 @@ MALFORMED = [":", "a:", ":B", "a:b:c", "a..b:C", ".a:B", "a:B-C", "a b:C", "a:B.
         *((name, 'tier type {name!r} is not of the form "module:Class"') for name in MALFORMED),
     ],
 )
-def test_a_name_that_is_almost_a_type_is_refused(type_name: str, message: str) -> None:
+def test_a_name_that_is_almost_a_type_is_refused(type_name, message):
     assert refused(type_name).startswith(message.format(name=type_name))
 
 
-def test_a_module_that_is_not_there_is_named() -> None:
+def test_a_module_that_is_not_there_is_named():
     assert refused("kvtier_nowhere.deep:Tier").endswith("there is no module 'kvtier_nowhere' to import")
     assert refused("kvtier.nowhere:Tier").endswith("there is no module 'kvtier.nowhere' to import")
 
@@ -149,7 +148,7 @@ def test_a_dependency_that_cannot_be_imported_is_named_and_the_cause_is_kept(mod
         ("import importlib; importlib.import_module(__name__ + '.missing')\n", ModuleNotFoundError),
     ],
 )
-def test_a_bug_in_a_module_comes_out_as_it_is(module: Install, source: str, kind: type[Exception]) -> None:
+def test_a_bug_in_a_module_comes_out_as_it_is(module, source, kind):
     with pytest.raises(kind):
         backend_class(f"{module(source)}:Tier")
 
@@ -168,12 +167,12 @@ NOT_WHOLE: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("name", "message"), NOT_WHOLE)
-def test_an_incomplete_backend_is_refused_with_what_it_lacks(name: str, message: str) -> None:
+def test_an_incomplete_backend_is_refused_with_what_it_lacks(name, message):
     assert refused(f"{HERE}:{name}").endswith(message)
     assert refused("kvtier.backend:Backend").endswith("does not implement aclose, delete, load, open, probe, store")
 
 
-def test_a_tier_of_a_service_is_remote_unless_its_configuration_says_otherwise() -> None:
+def test_a_tier_of_a_service_is_remote_unless_its_configuration_says_otherwise():
     tiers = [{"type": "redis"}, {"type": "object", "url": "s3://bucket", "locality": "LOCAL"}, {"type": "dummy"}]
     config = EngineConfig.from_dict({"cpu_bytes_to_use": "1MiB", "chunk_bytes": 4_096, "secondary_tiers": tiers})
     assert [tier.locality for tier in settled(config).secondary_tiers] == ["REMOTE", "LOCAL", None]

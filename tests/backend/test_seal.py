@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from kvtier.backend import SEAL_BYTES, ConfigError, OffloadKey, Seal, SealFault, SealOptions
+from kvtier.backend import SEAL_BYTES, ConfigError, SealFault, SealOptions
 from kvtier.errors import ChunkCorrupt, ChunkMissing
 from kvtier.testing.conformance import key_of
 from kvtier.testing.conformance.lender import chunk
@@ -20,18 +20,18 @@ SALT_AT, NONCE_END = 92, 120
 
 
 @pytest.fixture(params=["xxh3", "aes-256-gcm"])
-def seal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Seal:
+def seal(request, monkeypatch):
     if request.param == "xxh3":
         return SealOptions().make_seal(FINGERPRINT, ROW_BYTES)
     return _with_keys(monkeypatch, NEW)
 
 
-def _with_keys(monkeypatch: pytest.MonkeyPatch, *secrets: bytes, fingerprint: bytes = FINGERPRINT) -> Seal:
+def _with_keys(monkeypatch, *secrets, fingerprint=FINGERPRINT):
     monkeypatch.setenv(VARIABLE, "\n".join(secret.hex() for secret in secrets))
     return SealOptions(seal="aes-256-gcm", seal_key_env=VARIABLE).make_seal(fingerprint, ROW_BYTES)
 
 
-def _closed(seal: Seal, key: OffloadKey, version: int = 0) -> bytearray:
+def _closed(seal, key, version=0):
     """Return what goes out for a key's chunk."""
     row, beside = memoryview(bytearray(chunk(key, version, ROW_BYTES))), memoryview(bytearray(seal.beside_bytes))
     closed = bytearray(b"".join(seal.close(key, row, beside)))
@@ -39,7 +39,7 @@ def _closed(seal: Seal, key: OffloadKey, version: int = 0) -> bytearray:
     return closed
 
 
-def _opened(seal: Seal, key: OffloadKey, sealed: bytes | bytearray) -> SealFault | bytes:
+def _opened(seal, key, sealed):
     """Return the row, or what is wrong with it."""
     row, beside = memoryview(bytearray(ROW_BYTES)), memoryview(bytearray(seal.beside_bytes))
     for place in seal.places(row, beside):
@@ -48,14 +48,14 @@ def _opened(seal: Seal, key: OffloadKey, sealed: bytes | bytearray) -> SealFault
     return seal.open(key, row, beside) or bytes(row)
 
 
-def test_a_sealed_row_comes_back_bit_for_bit(seal: Seal) -> None:
+def test_a_sealed_row_comes_back_bit_for_bit(seal):
     for number in range(4):
         sealed = _closed(seal, key_of(number))
         assert len(sealed) == seal.sealed_bytes == ROW_BYTES + SEAL_BYTES
         assert _opened(seal, key_of(number), sealed) == chunk(key_of(number), 0, ROW_BYTES)
 
 
-def test_every_flipped_bit_of_a_seal_and_any_of_a_row_is_found(seal: Seal) -> None:
+def test_every_flipped_bit_of_a_seal_and_any_of_a_row_is_found(seal):
     sealed = _closed(seal, key_of(1))
     for bit in [*range(0, ROW_BYTES * 8, 4_099), *range(ROW_BYTES * 8, len(sealed) * 8)]:
         sealed[bit // 8] ^= 1 << bit % 8
@@ -64,22 +64,22 @@ def test_every_flipped_bit_of_a_seal_and_any_of_a_row_is_found(seal: Seal) -> No
     assert isinstance(_opened(seal, key_of(1), sealed), bytes)
 
 
-def test_another_keys_chunk_is_not_taken_for_this_ones(seal: Seal) -> None:
+def test_another_keys_chunk_is_not_taken_for_this_ones(seal):
     assert _opened(seal, key_of(2), _closed(seal, key_of(1))) is SealFault.SWAPPED
 
 
-def test_a_mixture_of_two_stores_is_found(seal: Seal) -> None:
+def test_a_mixture_of_two_stores_is_found(seal):
     first, second = _closed(seal, key_of(1), 1), _closed(seal, key_of(1), 2)
     for at in (64, ROW_BYTES // 2, ROW_BYTES - 64):
         assert _opened(seal, key_of(1), first[:at] + second[at:]) is SealFault.PAYLOAD
 
 
-def test_bytes_without_a_seal_are_foreign(seal: Seal) -> None:
+def test_bytes_without_a_seal_are_foreign(seal):
     for strange in (bytes(seal.sealed_bytes), os.urandom(seal.sealed_bytes)):
         assert _opened(seal, key_of(1), strange) is SealFault.FOREIGN
 
 
-def test_another_namespaces_chunk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_namespaces_chunk_is_refused(monkeypatch):
     other = SealOptions().make_seal(b"\x02" * 32, ROW_BYTES)
     mine = SealOptions().make_seal(FINGERPRINT, ROW_BYTES)
     assert _opened(mine, key_of(1), _closed(other, key_of(1))) is SealFault.NAMESPACE
@@ -88,7 +88,7 @@ def test_another_namespaces_chunk_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert _opened(mine, key_of(1), _closed(other, key_of(1))) is SealFault.NAMESPACE
 
 
-def test_a_later_versions_seal_is_a_miss_and_not_corrupt(seal: Seal) -> None:
+def test_a_later_versions_seal_is_a_miss_and_not_corrupt(seal):
     sealed = _closed(seal, key_of(1))
     sealed[ROW_BYTES + VERSION_AT] = 2
     seal.sum_up(memoryview(sealed)[ROW_BYTES:])
@@ -97,14 +97,14 @@ def test_a_later_versions_seal_is_a_miss_and_not_corrupt(seal: Seal) -> None:
     assert isinstance(fault.outcome(key_of(1)), ChunkMissing)
 
 
-def test_damage_is_corrupt_and_a_missing_key_is_a_miss() -> None:
+def test_damage_is_corrupt_and_a_missing_key_is_a_miss():
     outcomes = {fault: type(fault.outcome(key_of(1))) for fault in SealFault}
     missing = {fault for fault, outcome in outcomes.items() if outcome is ChunkMissing}
     assert missing == {SealFault.VERSION, SealFault.KIND, SealFault.KEY}
     assert {outcomes[fault] for fault in SealFault if fault.corrupt} == {ChunkCorrupt}
 
 
-def test_a_cipher_hides_the_row_and_never_repeats_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cipher_hides_the_row_and_never_repeats_itself(monkeypatch):
     seal = _with_keys(monkeypatch, NEW)
     row = chunk(key_of(1), 0, ROW_BYTES)
     first, second = _closed(seal, key_of(1)), _closed(seal, key_of(1))
@@ -114,7 +114,7 @@ def test_a_cipher_hides_the_row_and_never_repeats_itself(monkeypatch: pytest.Mon
     assert not {row[at : at + 32] for at in range(0, ROW_BYTES, 32)} & set(parts)
 
 
-def test_a_forked_process_never_repeats_its_parents_nonces(outside: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_process_never_repeats_its_parents_nonces(outside, monkeypatch):
     """Two rows under one key and one nonce tell each other's bytes, and forge the seal."""
     seal = _with_keys(monkeypatch, NEW)
     _closed(seal, key_of(1))
@@ -131,13 +131,13 @@ def test_a_forked_process_never_repeats_its_parents_nonces(outside: None, monkey
     assert forked[SALT_AT:NONCE_END] != parent[SALT_AT:NONCE_END]
 
 
-def test_each_kind_of_seal_rejects_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_kind_of_seal_rejects_the_other(monkeypatch):
     plain, cipher = SealOptions().make_seal(FINGERPRINT, ROW_BYTES), _with_keys(monkeypatch, NEW)
     assert _opened(cipher, key_of(1), _closed(plain, key_of(1))) is SealFault.KIND
     assert _opened(plain, key_of(1), _closed(cipher, key_of(1))) is SealFault.KIND
 
 
-def test_keys_are_rotated_without_losing_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_are_rotated_without_losing_a_chunk(monkeypatch):
     before, during = _with_keys(monkeypatch, OLD), _with_keys(monkeypatch, NEW, OLD)
     after = _with_keys(monkeypatch, NEW)
     row = chunk(key_of(1), 0, ROW_BYTES)
@@ -165,13 +165,13 @@ def test_keys_are_read_from_a_file_in_hex_or_base64(tmp_path, monkeypatch, writt
         ({"seal": "sha1"}, "seal: 'sha1' given, 'xxh3' or 'aes-256-gcm' accepted"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused_by_name(options: dict[str, str], told: str) -> None:
+def test_options_that_do_not_go_together_are_refused_by_name(options, told):
     with pytest.raises(ConfigError, match=told.replace("(", r"\(")):
         SealOptions(**options)
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "secret", f"{NEW.hex()}\n{NEW.hex()[:-2]}", "=" * 44])
-def test_invalid_keys_are_refused_and_never_shown(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_invalid_keys_are_refused_and_never_shown(monkeypatch, text):
     monkeypatch.setenv(VARIABLE, text)
     with pytest.raises(ConfigError, match=r"seal_key_env.*32 bytes in hex or base64") as told:
         SealOptions(seal="aes-256-gcm", seal_key_env=VARIABLE).make_seal(FINGERPRINT, ROW_BYTES)

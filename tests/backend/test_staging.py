@@ -12,23 +12,23 @@ import pytest
 from kvtier.backend import BackendUnavailable, Staging
 
 
-def address(view: memoryview) -> int:
+def address(view):
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
-async def addresses(staging: Staging, count: int, *, retire: bool = False) -> set[int]:
+async def addresses(staging, count, *, retire=False):
     async with staging.lend(count) as slots:
         if retire:
             slots.retire()
         return {address(view) for view in slots.views}
 
 
-async def turns(count: int = 5) -> None:
+async def turns(count=5):
     for _ in range(count):
         await asyncio.sleep(0)
 
 
-async def test_slots_are_page_aligned_apart_and_used_again() -> None:
+async def test_slots_are_page_aligned_apart_and_used_again():
     staging = Staging("0:tested", 5_000, 4, retired_max=0)
     async with staging.lend(4) as slots:
         assert [len(view) for view in slots.views] == [5_000] * 4
@@ -40,11 +40,11 @@ async def test_slots_are_page_aligned_apart_and_used_again() -> None:
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, asyncio.CancelledError])
-async def test_a_block_that_fails_or_is_cancelled_has_retired_its_slots(error: type[BaseException]) -> None:
+async def test_a_block_that_fails_or_is_cancelled_has_retired_its_slots(error):
     staging = Staging("0:tested", 4_096, 2, retired_max=4)
     used: set[int] = set()
 
-    async def transfer() -> None:
+    async def transfer():
         async with staging.lend(2) as slots:
             used.update(map(address, slots.views))
             raise error
@@ -55,7 +55,7 @@ async def test_a_block_that_fails_or_is_cancelled_has_retired_its_slots(error: t
     assert not await addresses(staging, 2) & used
 
 
-async def test_too_many_retired_slots_are_an_unavailable_tier_and_no_endless_memory() -> None:
+async def test_too_many_retired_slots_are_an_unavailable_tier_and_no_endless_memory():
     staging = Staging("0:tested", 4_096, 2, retired_max=3)
     await addresses(staging, 2, retire=True)
     await addresses(staging, 2, retire=True)
@@ -65,7 +65,7 @@ async def test_too_many_retired_slots_are_an_unavailable_tier_and_no_endless_mem
         await addresses(staging, 2)
 
 
-async def test_a_waiter_fails_when_no_slot_can_come() -> None:
+async def test_a_waiter_fails_when_no_slot_can_come():
     staging = Staging("0:tested", 4_096, 1, retired_max=0)
     async with staging.lend(1) as slots:
         waiting = asyncio.create_task(addresses(staging, 1))
@@ -76,11 +76,11 @@ async def test_a_waiter_fails_when_no_slot_can_come() -> None:
         await waiting
 
 
-async def test_slots_are_lent_first_come_first_served() -> None:
+async def test_slots_are_lent_first_come_first_served():
     staging = Staging("0:tested", 4_096, 3, retired_max=0)
     served: list[int] = []
 
-    async def use(count: int) -> None:
+    async def use(count):
         async with staging.lend(count):
             served.append(count)
 
@@ -92,7 +92,7 @@ async def test_slots_are_lent_first_come_first_served() -> None:
     assert served == [3, 1]
 
 
-async def test_a_waiter_that_is_cancelled_takes_nothing() -> None:
+async def test_a_waiter_that_is_cancelled_takes_nothing():
     staging = Staging("0:tested", 4_096, 1, retired_max=0)
     async with staging.lend(1):
         waiting = asyncio.create_task(addresses(staging, 1))
@@ -105,7 +105,7 @@ async def test_a_waiter_that_is_cancelled_takes_nothing() -> None:
         await addresses(staging, 3)
 
 
-async def test_only_the_slots_whose_transfers_failed_are_retired() -> None:
+async def test_only_the_slots_whose_transfers_failed_are_retired():
     staging = Staging("0:tested", 4_096, 4, retired_max=4)
     async with staging.lend(4) as slots:
         places = [address(view) for view in slots.views]
@@ -116,7 +116,7 @@ async def test_only_the_slots_whose_transfers_failed_are_retired() -> None:
     assert not {places[1], places[2]} & again
 
 
-async def test_a_retired_slots_memory_is_given_back_and_its_place_is_not() -> None:
+async def test_a_retired_slots_memory_is_given_back_and_its_place_is_not():
     staging = Staging("0:tested", 4_096, 1, retired_max=1)
     async with staging.lend(1) as slots:
         late = slots.views[0]
@@ -129,7 +129,7 @@ async def test_a_retired_slots_memory_is_given_back_and_its_place_is_not() -> No
         assert slots.views[0] == bytes(4_096)
 
 
-async def test_a_waiter_fails_without_memory_and_a_later_one_is_served() -> None:
+async def test_a_waiter_fails_without_memory_and_a_later_one_is_served():
     size_bytes = 1 << 30  # More than is left, where every small thing still has room.
     staging = Staging("0:tested", size_bytes, 1, retired_max=1)
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)

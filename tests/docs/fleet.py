@@ -3,9 +3,8 @@
 import json
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import yaml
 
@@ -37,12 +36,12 @@ class Engine(NamedTuple):
     patience_s: float  # From SIGTERM to SIGKILL.
 
     @property
-    def connector(self) -> dict[str, Any]:
+    def connector(self):
         text = self.arguments[self.arguments.index("--kv-transfer-config") + 1]
         return json.loads(text.replace("$(POD_IP)", "10.0.0.7"))
 
     @property
-    def config(self) -> EngineConfig:
+    def config(self):
         """Return kvtier's configuration, of which vLLM says how long chunks are."""
         extra = self.connector["kv_connector_extra_config"]
         ours = {name: value for name, value in extra.items() if name not in VLLMS_OWN}
@@ -50,47 +49,47 @@ class Engine(NamedTuple):
         return EngineConfig.from_dict({"chunk_bytes": "2MiB", **ours}, self.where)
 
     @property
-    def tiers(self) -> list[tuple[str, Any]]:
+    def tiers(self):
         """Return each tier's type and its checked options."""
         tiers = self.config.secondary_tiers
         return [(tier.type, tier_options(tier, f"{self.where} secondary_tiers")) for tier in tiers]
 
-    def flag(self, name: str) -> str:
+    def flag(self, name):
         (value,) = (one.partition("=")[2] for one in self.arguments if one.startswith(f"--{name}="))
         return value
 
 
-def compose(path: Path) -> dict[str, Any]:
+def compose(path):
     """Read a compose file as it is where no variable is set."""
     return yaml.safe_load(re.sub(r"\$\{\w+(?::-([^}]*))?\}", lambda found: found[1] or "", path.read_text()))
 
 
-def objects(path: Path) -> list[dict[str, Any]]:
+def objects(path):
     return list(yaml.safe_load_all(path.read_text()))
 
 
-def of_kind(path: Path, *kinds: str) -> list[dict[str, Any]]:
+def of_kind(path, *kinds):
     return [one for one in objects(path) if one["kind"] in kinds]
 
 
-def workloads(path: Path) -> list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
+def workloads(path):
     """Return each workload with its pod and its one container."""
     found = of_kind(path, "StatefulSet", "Deployment")
     pods = [one["spec"]["template"]["spec"] for one in found]
     return [(one, pod, *pod["containers"]) for one, pod in zip(found, pods, strict=True)]
 
 
-def size(text: str) -> int:
+def size(text):
     number, unit = re.fullmatch(r"(\d+)([kmgt]?)i?b?", text, re.IGNORECASE).groups()
     shift = SIZES[unit.lower()]
     return int(number) << shift if unit else int(number)
 
 
-def duration(text: str) -> float:
+def duration(text):
     return sum(int(number) * SECONDS[unit] for number, unit in re.findall(r"(\d+)([smh])", text))
 
 
-def in_compose(path: Path) -> Iterator[Engine]:
+def in_compose(path):
     for name, service in compose(path)["services"].items():
         if "--kv-transfer-config" in service["command"]:
             yield Engine(
@@ -105,7 +104,7 @@ def in_compose(path: Path) -> Iterator[Engine]:
             )
 
 
-def in_kubernetes(path: Path) -> Iterator[Engine]:
+def in_kubernetes(path):
     for workload, pod, container in workloads(path):
         if "--kv-transfer-config" not in container["args"]:
             continue
@@ -130,19 +129,19 @@ def in_kubernetes(path: Path) -> Iterator[Engine]:
         )
 
 
-def nodes_pod(kind: str) -> dict[str, Any]:
+def nodes_pod(kind):
     """Return a pod of the example of engines that share a node's directory."""
     (found,) = of_kind(NODE, kind)
     return found["spec"]["template"]["spec"]
 
 
-def secrets_of_the_page() -> dict[str, dict[str, str]]:
+def secrets_of_the_page():
     """Return the Secrets that the page has its reader make: the file of each key."""
     commands = re.findall(r"kubectl .*create secret generic (\S+)((?:[\s\\]+--from-file=\S+)+)", PAGE)
     return {name: dict(re.findall(r"--from-file=(\S+?)=(\S+)", files)) for name, files in commands}
 
 
-def addresses(engine: Engine) -> list[tuple[str, int]]:
+def addresses(engine):
     _, options = engine.tiers[1]
     if not hasattr(options, "master"):
         return [tuple(address) for address in options.target().addresses]
@@ -150,12 +149,12 @@ def addresses(engine: Engine) -> list[tuple[str, int]]:
     return [(host, int(port))]
 
 
-def of_service(name: str) -> list[Path]:
+def of_service(name):
     """Return the examples whose remote tier is this."""
     return [path for path in (*COMPOSE, *MANIFESTS) if name in path.name]
 
 
-def command_of(path: Path, name: str) -> list[str]:
+def command_of(path, name):
     """Return the command line of a service, or of a workload."""
     if path in COMPOSE:
         return compose(path)["services"][name]["command"]
@@ -163,12 +162,12 @@ def command_of(path: Path, name: str) -> list[str]:
     return container["args"]
 
 
-def make_secrets(folder: Path) -> Path:
+def make_secrets(folder):
     subprocess.run(["bash", str(FLEET / "make_secrets.sh"), str(folder)], check=True)
     return folder
 
 
-def here(engine: Engine, made: Path, folder: Path, **remote: object) -> EngineConfig:
+def here(engine, made, folder, **remote):
     """Return the engine's configuration with small chunks, with folders here, and the remote tier's places as given."""
     folder.mkdir()
     local, given = engine.connector["kv_connector_extra_config"]["secondary_tiers"]

@@ -10,21 +10,21 @@ MODEL = "Qwen/Qwen3-8B"  # Of the lines that start a server.
 DIRECTORY = "/var/tmp/kvtier"  # Likewise.
 
 
-def blocks(language: str) -> list[str]:
+def blocks(language):
     """Return the code of all blocks of a language, in their order."""
     return re.findall(rf"^```{language}\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 
 
-def serve() -> str:
+def serve():
     """Return the lines that start a server, as a reader copies them."""
     (lines,) = (block for block in blocks("sh") if block.startswith("vllm serve "))
     return lines.rstrip("\n")
 
 
-def serve_arguments() -> list[str]:
+def serve_arguments():
     """Return the same as a shell reads them."""
     return shlex.split(serve())
 
 
-def section(heading: str) -> str:
+def section(heading):
     return TEXT.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]

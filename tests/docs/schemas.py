@@ -1,7 +1,6 @@
 """The schemas of what the commands write as JSON. Run as a program, it writes the page that has them."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +40,13 @@ that are here keep their names and their meaning, until the change log says othe
 """
 
 
-def page() -> str:
+def page():
     """Return the page as it should be; commands that write the same have one section."""
     sections = [f"## {heading}\n\n``` {{ .json .wrap }}\n{written(kind)}\n```\n" for heading, kind in headed()]
     return "\n".join((HEAD, *sections))
 
 
-def headed() -> Iterator[tuple[str, Any]]:
+def headed():
     """Yield each section's heading, and what its commands write."""
     names: dict[str, list[str]] = {}
     for name, kind in REPORTS.items():
@@ -56,7 +55,7 @@ def headed() -> Iterator[tuple[str, Any]]:
         yield ", ".join(same), REPORTS[same[0].removeprefix("kvtier ")]
 
 
-def written(kind: Any) -> str:
+def written(kind):
     return json.dumps(msgspec.json.schema(kind), indent=1)
 
 

@@ -11,13 +11,13 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 WORDS = ("tried", "expected", "refused", "not there", "yes", "until", "[not yet]", "calls checked")
 
 
-def rows(heading: str) -> list[list[str]]:
+def rows(heading):
     section = re.search(rf"^## {heading}$(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)[1]
     lines = [line for line in section.splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if not line.endswith("shows it |")]
 
 
-def known_to_vllms_door() -> tuple[str, ...]:
+def known_to_vllms_door():
     """Return the versions of vLLM that kvtier knows, without vLLM."""
     module = ast.parse((ROOT / "kvtier" / "integrations" / "vllm" / "__init__.py").read_text())
     (known,) = (
@@ -28,23 +28,23 @@ def known_to_vllms_door() -> tuple[str, ...]:
     return ast.literal_eval(known)
 
 
-def test_the_versions_of_vllm_are_those_that_kvtier_knows() -> None:
+def test_the_versions_of_vllm_are_those_that_kvtier_knows():
     assert [version for version, word, _ in rows("vLLM") if re.match(r"\d", version)] == list(known_to_vllms_door())
     assert ["any other", "refused"] in [row[:2] for row in rows("vLLM")]
 
 
-def test_the_oldest_python_is_that_of_the_package() -> None:
+def test_the_oldest_python_is_that_of_the_package():
     least = PROJECT["requires-python"].removeprefix(">=")
     refused = f"{least.rpartition('.')[0]}.{int(least.rpartition('.')[2]) - 1} and earlier"
     assert [row[:2] for row in rows("Python")][:2] == [[refused, "refused"], [least, "tried"]]
 
 
-def test_the_oldest_torch_is_that_of_the_extra() -> None:
+def test_the_oldest_torch_is_that_of_the_extra():
     (asked,) = PROJECT["optional-dependencies"]["torch"]
     assert f"torch {asked.removeprefix('torch>=')} and later" in [row[0] for row in rows("torch and CUDA")]
 
 
-def test_each_row_says_how_much_is_known_and_what_shows_it() -> None:
+def test_each_row_says_how_much_is_known_and_what_shows_it():
     tables = re.findall(r"^\|(?!-)(.*)\|$", PAGE, re.MULTILINE)
     assert all(len(row.split("|")) in (2, 3, 4) for row in tables)
     for heading in ("Operating system and processor", "Python", "vLLM", "torch and CUDA", "File systems"):

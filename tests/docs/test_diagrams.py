@@ -21,18 +21,18 @@ CALLS_MAX = 6  # One after the other: the longest way to any change takes fewer.
 Change = tuple[str, str]
 
 
-def changes_drawn(page: str) -> set[Change]:
+def changes_drawn(page):
     """Return the changes of state that a page's diagram draws."""
     text = (EXPLANATION / page).read_text()
     (drawn,) = re.findall(r"^```mermaid\nstateDiagram-v2\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     return set(re.findall(r"^ +(\w+) --> (\w+):", drawn, re.MULTILINE))
 
 
-def states_of(changes: set[Change]) -> set[str]:
+def states_of(changes):
     return set(itertools.chain.from_iterable(changes))
 
 
-def test_the_diagram_of_a_breaker_is_what_a_breaker_does() -> None:
+def test_the_diagram_of_a_breaker_is_what_a_breaker_does():
     found: set[Change] = set()
     for calls in itertools.product(("succeeded", "failed", "trip", "admits"), repeat=CALLS_MAX):
         breaker = Breaker(failures_max=2, cooldown_s=1.0, trial_chunks=1)
@@ -48,37 +48,37 @@ def test_the_diagram_of_a_breaker_is_what_a_breaker_does() -> None:
 class OneRow:
     """A primary with one row, used as the ledger uses rows. A call that the ledger never makes does nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.primary = Primary(1, LRU(1))
         self.key = make_offload_key(b"0")
         self.pins = 0  # Of stores into tiers.
 
     @property
-    def state(self) -> str:
+    def state(self):
         """The row's state, as the metric `kvtier_primary_rows` has it."""
         (state,) = (name for name, count in row_states(self.primary).items() if count)
         return state
 
-    def reserve(self) -> None:
+    def reserve(self):
         key = make_offload_key(self.key + b"0")
         if self.state in ("free", "ready") and self.primary.reserve([key]) is not None:
             self.key = key
 
-    def arrive(self) -> None:
+    def arrive(self):
         self.primary.publish([self.key])
 
-    def fail(self) -> None:
+    def fail(self):
         self.primary.abandon(self.key, lent=False)
 
-    def hang(self) -> None:
+    def hang(self):
         self.primary.abandon(self.key, lent=True)
 
-    def store(self) -> None:
+    def store(self):
         if self.state == "ready":
             self.primary.pin([0])
             self.pins += 1
 
-    def end(self) -> None:
+    def end(self):
         """A transfer that has the row ends."""
         if self.pins:
             self.primary.unpin([0])
@@ -86,15 +86,15 @@ class OneRow:
         elif self.primary.quarantined:
             self.primary.release(0)
 
-    def delete(self) -> None:
+    def delete(self):
         self.primary.discard(self.key, self.pins)
 
-    def reset(self) -> None:
+    def reset(self):
         self.primary.clear(Counter({0: self.pins}) + Counter(self.primary.quarantined))
         self.pins = 0
 
 
-def test_the_diagram_of_a_rows_states_is_what_becomes_of_a_row() -> None:
+def test_the_diagram_of_a_rows_states_is_what_becomes_of_a_row():
     found: set[Change] = set()
     names = ("reserve", "arrive", "fail", "hang", "store", "end", "delete", "reset")
     for calls in itertools.product(names, repeat=CALLS_MAX - 1):
@@ -108,7 +108,7 @@ def test_the_diagram_of_a_rows_states_is_what_becomes_of_a_row() -> None:
     assert states_of(drawn) == set(row_states(OneRow().primary))
 
 
-def test_the_way_of_a_chunk_names_calls_actions_and_messages_that_there_are() -> None:
+def test_the_way_of_a_chunk_names_calls_actions_and_messages_that_there_are():
     text = (EXPLANATION / "architecture.md").read_text()
     (drawn,) = re.findall(r"^```mermaid\nsequenceDiagram\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     said = re.findall(r"^ +(\w)-+>>(\w): (.*)", drawn, re.MULTILINE)

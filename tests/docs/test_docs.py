@@ -15,7 +15,6 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_args, get_origin
@@ -67,22 +66,22 @@ class Block(NamedTuple):
     is_output: bool  # Of the block of commands before it.
 
     @property
-    def where(self) -> str:
+    def where(self):
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
     @property
-    def commands(self) -> list[str]:
+    def commands(self):
         return [line.split()[0] for line in self.text.splitlines() if line.strip() and line[0] not in " #"]
 
     @property
-    def of_the_checkout(self) -> bool:
+    def of_the_checkout(self):
         return any(one in COMMANDS_OF_THE_CHECKOUT or one.startswith(("tests/", ".venv")) for one in self.commands)
 
 
 NOTHING = Block(ROOT, 0, "text", "", "", is_output=False)
 
 
-def blocks(page: Path) -> Iterator[Block]:
+def blocks(page):
     for token in MarkdownIt().parse(page.read_text()):
         if token.type == "fence" and token.map is not None:
             language, _, rest = token.info.strip("{. }").partition(" ")
@@ -92,16 +91,16 @@ def blocks(page: Path) -> Iterator[Block]:
             yield Block(page, token.map[0] + 2, language, title[1] if title else "", text, is_output)
 
 
-def included(snippet: re.Match[str]) -> str:
+def included(snippet):
     return (ROOT / snippet[1]).read_text()
 
 
-def run_python(block: Block, namespace: dict[str, Any]) -> None:
+def run_python(block, namespace):
     code = compile("\n" * (block.line - 1) + block.text, str(block.page), "exec")
     exec(code, namespace)
 
 
-def run_shell(block: Block, folder: Path) -> str:
+def run_shell(block, folder):
     """Run the commands, and return what they print."""
     ran = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", re.sub(r"^make\b", MAKE_HERE, block.text, flags=re.MULTILINE)],
@@ -115,7 +114,7 @@ def run_shell(block: Block, folder: Path) -> str:
     return ran.stdout
 
 
-def assert_prints(shown: Block, printed: str) -> None:
+def assert_prints(shown, printed):
     """Compare a sample with what its commands print. A column is as wide as its widest figure: spaces do not count."""
     rest = "\n".join(map(one_spaced, printed.splitlines()))
     for passage in re.split(r"^…$", shown.text, flags=re.MULTILINE):
@@ -125,15 +124,15 @@ def assert_prints(shown: Block, printed: str) -> None:
         rest = rest[found.end() :]
 
 
-def pattern(line: str) -> str:
+def pattern(line):
     return VARYING.join(map(re.escape, re.split(f"~{VARYING}", one_spaced(line))))
 
 
-def one_spaced(line: str) -> str:
+def one_spaced(line):
     return " ".join(line.split())
 
 
-def decode_configuration(block: Block, table: dict[str, Any]) -> None:
+def decode_configuration(block, table):
     """Decode a configuration as a replay would; what a fragment leaves out is made up."""
     config = decode(EngineConfig, {"cpu_bytes_to_use": "1GiB", "chunk_bytes": "1MiB", **table}, block.where)
     for index, tier in enumerate(rooted(config, "tier", override=False).secondary_tiers):
@@ -143,7 +142,7 @@ def decode_configuration(block: Block, table: dict[str, Any]) -> None:
 
 @pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, Any] = {"__name__": "__page__"}
     printed = ""
@@ -176,7 +175,7 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest
                 assert other == "text", f"{block.where}: a block of {other!r} is not checked by anything"
 
 
-def test_a_page_only_names_commands_that_the_checkout_has() -> None:
+def test_a_page_only_names_commands_that_the_checkout_has():
     rules = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for page in PAGES:
         text = page.read_text()
@@ -185,7 +184,7 @@ def test_a_page_only_names_commands_that_the_checkout_has() -> None:
         assert all(os.access(ROOT / lane, os.X_OK) for lane in lanes), page
 
 
-def test_the_page_on_contributing_lists_what_ci_runs() -> None:
+def test_the_page_on_contributing_lists_what_ci_runs():
     phases = re.findall(r"^phase (\S.*)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
     (listed,) = [
         block.text for block in blocks(DOCS / "how-to" / "contribute.md") if block.text.startswith("make setup\n")
@@ -195,7 +194,7 @@ def test_the_page_on_contributing_lists_what_ci_runs() -> None:
 
 @pytest.mark.usefixtures("outside")
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-def test_make_reads_its_rules_and_lists_them() -> None:
+def test_make_reads_its_rules_and_lists_them():
     done = subprocess.run(
         ["make", "--no-print-directory", "help"], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -204,11 +203,11 @@ def test_make_reads_its_rules_and_lists_them() -> None:
     assert [line.split()[0] for line in done.stdout.splitlines()] == rules
 
 
-def test_no_page_holds_a_merges_marks() -> None:
+def test_no_page_holds_a_merges_marks():
     assert [name for name in NAMES if re.search(r"^(<{7}|>{7}) ", (ROOT / name).read_text(), re.MULTILINE)] == []
 
 
-def test_every_test_that_a_page_names_exists() -> None:
+def test_every_test_that_a_page_names_exists():
     modules = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "kvtier" / "testing").rglob("*.py")]
     there = {name for module in modules for name in re.findall(r"def (test_\w+)", module.read_text())}
     text = "".join(page.read_text() for page in PAGES)
@@ -219,12 +218,12 @@ def test_every_test_that_a_page_names_exists() -> None:
     assert set(re.findall(r"`(\w+Conformance)`", text)) <= vars(conformance).keys()
 
 
-def is_there(path: str, name: str) -> bool:
+def is_there(path, name):
     module = ROOT / path
     return module.exists() and (not name or f"def {name}(" in module.read_text())
 
 
-def test_every_failure_names_a_test() -> None:
+def test_every_failure_names_a_test():
     page = (DOCS / "explanation" / "failure-modes.md").read_text()
     tables = re.findall(r"^\| failure \|.*\n\|---.*\n((?:\|.*\n)+)", page, re.MULTILINE)
     rows = [line.split("|")[1:-1] for table in tables for line in table.splitlines()]
@@ -232,7 +231,7 @@ def test_every_failure_names_a_test() -> None:
     assert [cells[0] for cells in rows if "tests/" not in cells[3]] == []
 
 
-def rows_of(page: str, heading: str) -> dict[str, list[str]]:
+def rows_of(page, heading):
     """Return a table's rows by their first cell, from the section under a heading."""
     text = (DOCS / "reference" / page).read_text()
     section = re.search(rf"^## {re.escape(heading)}$(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
@@ -254,12 +253,12 @@ STRUCTS: dict[str, type[msgspec.Struct]] = {
 
 
 @pytest.mark.parametrize("heading", STRUCTS)
-def test_the_configuration_page_names_every_field_with_its_default(heading: str) -> None:
+def test_the_configuration_page_names_every_field_with_its_default(heading):
     written = {name: cells[0] for name, cells in rows_of("configuration.md", heading).items()}
     assert written == {name: as_written(field) for name, field in option_fields(STRUCTS[heading]).items()}
 
 
-def test_the_configuration_page_tells_between_which_bounds_each_duration_and_size_lies() -> None:
+def test_the_configuration_page_tells_between_which_bounds_each_duration_and_size_lies():
     found: dict[str, set[str]] = {}
     for struct in STRUCTS.values():
         for name, field in option_fields(struct).items():
@@ -269,7 +268,7 @@ def test_the_configuration_page_tells_between_which_bounds_each_duration_and_siz
     assert {bounds: set(re.findall(r"`(\w+)`", cells[0])) for bounds, cells in written.items()} == found
 
 
-def bounds_of(kind: Any) -> str:
+def bounds_of(kind):
     """Write between which bounds an annotated duration or size must lie; empty for anything else."""
     plain = [kind] if get_origin(kind) is Annotated else get_args(kind)
     for one in plain:
@@ -281,7 +280,7 @@ def bounds_of(kind: Any) -> str:
     return ""
 
 
-def as_written(field: msgspec.structs.FieldInfo) -> str:
+def as_written(field):
     """Write a field's default as a table does, in TOML's words and with the largest unit that fits."""
     if field.required:
         return "required"
@@ -297,7 +296,7 @@ def as_written(field: msgspec.structs.FieldInfo) -> str:
     return f"`{json.dumps(default)}`"
 
 
-def kinds_of_errors() -> set[str]:
+def kinds_of_errors():
     kinds = {name: value for name, value in vars(kvtier.errors).items() if isinstance(value, type)}
     return {name for name, kind in kinds.items() if issubclass(kind, kvtier.errors.KVTierError)}
 
@@ -311,11 +310,11 @@ def kinds_of_errors() -> set[str]:
         ("events.md", "Kinds", {kind.value for kind in EventKind}),
     ],
 )
-def test_a_page_names_everything_that_there_is(page: str, heading: str, there: set[str]) -> None:
+def test_a_page_names_everything_that_there_is(page, heading, there):
     assert set(rows_of(page, heading)) == there
 
 
-def test_the_metrics_page_names_every_metric_with_its_kind_and_labels() -> None:
+def test_the_metrics_page_names_every_metric_with_its_kind_and_labels():
     found = {
         name + ("_total" if metric.kind == "counter" else ""): (metric.kind, set(labels))
         for name, metric, labels in described()
@@ -326,52 +325,52 @@ def test_the_metrics_page_names_every_metric_with_its_kind_and_labels() -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_command_line_page_names_every_option_with_its_default(name: str) -> None:
+def test_the_command_line_page_names_every_option_with_its_default(name):
     command = command_named(name)
     common = {option for option in command.params if option.name in COMMON}
     assert defaults(common) == written_options("Options of every command")
     assert defaults(set(command.params) - common) == written_options(f"kvtier {name}")
 
 
-def command_named(name: str) -> Any:
+def command_named(name):
     command: Any = typer.main.get_command(command_line(name.split()))
     for word in name.split():
         command = command.commands[word]
     return command
 
 
-def defaults(params: set[Any]) -> dict[str, str]:
+def defaults(params):
     options = {option.opts[0]: option.default for option in params if option.opts[0].startswith("--")}
     return {option: "none" if default is None else str(default) for option, default in options.items()}
 
 
-def written_options(heading: str) -> dict[str, str]:
+def written_options(heading):
     written = {option: cells[0].strip("`") for option, cells in rows_of("cli.md", heading).items()}
     return {option: default for option, default in written.items() if option.startswith("--")}
 
 
-def test_the_json_page_has_the_schema_of_every_command_that_writes_json() -> None:
+def test_the_json_page_has_the_schema_of_every_command_that_writes_json():
     """`PYTHONPATH=. python tests/docs/schemas.py` writes it again."""
     writes = {name for name in COMMANDS if JSON in defaults(set(command_named(name).params))}
     assert (set(schemas.REPORTS), schemas.PAGE.read_text()) == (writes, schemas.page())
 
 
-def test_the_command_line_page_names_every_exit_status() -> None:
+def test_the_command_line_page_names_every_exit_status():
     known = {str(value) for name, value in vars(statuses).items() if name.isupper()}
     assert {status for status in rows_of("cli.md", "Exit status") if status.isdecimal()} == known
 
 
-def test_the_command_line_page_names_every_field_of_a_report() -> None:
+def test_the_command_line_page_names_every_field_of_a_report():
     written = rows_of("cli.md", "kvtier replay")
     assert [name for name in written if not name.startswith("-")] == list(struct_fields(Report))
 
 
-def test_the_api_page_leads_to_things_that_there_are() -> None:
+def test_the_api_page_leads_to_things_that_there_are():
     for name in re.findall(r"^::: ([\w.]+)$", (DOCS / "reference" / "api.md").read_text(), re.MULTILINE):
         assert resolved(name) is not None, name
 
 
-def resolved(name: str) -> object:
+def resolved(name):
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         try:
@@ -384,7 +383,7 @@ def resolved(name: str) -> object:
     return None
 
 
-def test_the_api_page_leads_to_every_public_name() -> None:
+def test_the_api_page_leads_to_every_public_name():
     text = (DOCS / "reference" / "api.md").read_text()
     named = set(re.findall(r"`(\w+)`", text)) | set(re.findall(r"^::: [\w.]+\.(\w+)$", text, re.MULTILINE))
     assert set(kvtier.__all__) - {"__version__"} <= named

@@ -9,9 +9,7 @@ highest.
 import json
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +18,7 @@ FIGURES = {path.stem: json.loads(path.read_text()) for path in (ROOT / "docs/ass
 PAGE = (ROOT / "docs" / "explanation" / "performance.md").read_text()
 
 
-def table(figures: dict[str, Any]) -> Iterator[str]:
+def table(figures):
     """Yield the lines of a table of Markdown: of two sides' figures, or of ratios by a chunk's length."""
     if "sides" in figures:
         head = ["mix", "what", *figures["sides"].values(), "better by"]
@@ -34,17 +32,17 @@ def table(figures: dict[str, Any]) -> Iterator[str]:
     yield from (f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
 
 
-def shown(spread: list[float]) -> str:
+def shown(spread):
     median, low, high = spread
     return f"{median:.2f} ({low:.2f} to {high:.2f})"
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_the_pages_table_is_that_of_its_figures(name: str) -> None:
+def test_the_pages_table_is_that_of_its_figures(name):
     assert "\n\n" + "\n".join(table(FIGURES[name])) + "\n\n" in PAGE
 
 
-def test_the_page_leads_to_the_file_of_every_table() -> None:
+def test_the_page_leads_to_the_file_of_every_table():
     assert set(re.findall(r"\(\.\./assets/performance/([\w-]+)\.json\)", PAGE)) == set(FIGURES)
 
 

@@ -8,7 +8,6 @@ import json
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import kubernetes_validate
 import pytest
@@ -27,7 +26,6 @@ from tests.docs.fleet import (
     NODES_ENGINE,
     PAGE,
     ROOT,
-    Engine,
     addresses,
     command_of,
     compose,
@@ -59,26 +57,26 @@ every_compose_file = pytest.mark.parametrize("path", COMPOSE, ids=[path.name for
 every_manifest = pytest.mark.parametrize("path", MANIFESTS, ids=[path.name for path in MANIFESTS])
 
 
-def checked(path: Path) -> tuple[int, str]:
+def checked(path):
     ran = CliRunner().invoke(check_jsonschema, ["--builtin-schema", "vendor.compose-spec", str(path)])
     return ran.exit_code, ran.output
 
 
 @every_compose_file
-def test_a_compose_file_is_one_by_the_compose_specification(path: Path) -> None:
+def test_a_compose_file_is_one_by_the_compose_specification(path):
     assert checked(path)[0] == 0, checked(path)[1]
 
 
 @pytest.mark.parametrize("version", KUBERNETES)
 @pytest.mark.parametrize("path", [*MANIFESTS, NODE], ids=lambda path: path.name)
-def test_a_manifest_is_one_by_the_schemas_of_kubernetes(path: Path, version: str) -> None:
+def test_a_manifest_is_one_by_the_schemas_of_kubernetes(path, version):
     for one in objects(path):
         kubernetes_validate.validate(one, version, strict=True)
     assert path is not NODE or version.rpartition(".")[0] in (ROOT / "docs/how-to/kubernetes.md").read_text()
 
 
 @every_engine
-def test_an_engine_is_one_that_kvtier_accepts_with_secrets_in_mounted_files(engine: Engine) -> None:
+def test_an_engine_is_one_that_kvtier_accepts_with_secrets_in_mounted_files(engine):
     (local, on_drive), (remote, options) = engine.tiers
     assert (local, engine.connector["kv_connector"]) == ("fs", "OffloadingConnector")
     assert engine.where.partition(" ")[0] in PAGE
@@ -96,14 +94,14 @@ def test_an_engine_is_one_that_kvtier_accepts_with_secrets_in_mounted_files(engi
 
 
 @pytest.mark.parametrize("engine", [*ENGINES, NODES_ENGINE], ids=lambda engine: engine.where)
-def test_an_engine_has_the_memory_and_the_time_that_it_needs(engine: Engine) -> None:
+def test_an_engine_has_the_memory_and_the_time_that_it_needs(engine):
     assert engine.shm_bytes >= engine.config.cpu_bytes_to_use + BESIDE_BYTES
     assert engine.memory_bytes >= engine.shm_bytes + HOST_BYTES
     closes = CLOSES if engine is NODES_ENGINE else 1
     assert engine.patience_s > int(engine.flag("shutdown-timeout")) + closes * engine.config.limits.close_s
 
 
-def test_a_server_has_memory_for_more_than_it_keeps() -> None:
+def test_a_server_has_memory_for_more_than_it_keeps():
     services = [one for path in COMPOSE for one in compose(path)["services"].values()]
     given = [(one["command"], size(one["mem_limit"])) for one in services]
     for path in MANIFESTS:
@@ -113,7 +111,7 @@ def test_a_server_has_memory_for_more_than_it_keeps() -> None:
     assert all(limit >= kept * SERVER_SHARE for kept, limit in servers)
 
 
-def kept_bytes(command: list[str]) -> int:
+def kept_bytes(command):
     """Return the limit of what a server keeps; 0 for an engine."""
     if "--maxmemory" in command:
         return size(command[command.index("--maxmemory") + 1])
@@ -122,7 +120,7 @@ def kept_bytes(command: list[str]) -> int:
 
 
 @every_compose_file
-def test_a_compose_file_refers_to_what_it_has(path: Path, made: Path) -> None:
+def test_a_compose_file_refers_to_what_it_has(path, made):
     whole = compose(path)
     for name, service in whole["services"].items():
         assert set(service.get("depends_on", ())) <= whole["services"].keys(), name
@@ -137,7 +135,7 @@ def test_a_compose_file_refers_to_what_it_has(path: Path, made: Path) -> None:
 
 
 @every_compose_file
-def test_two_engines_of_a_compose_file_differ_in_their_places_and_share_the_remote_tier_alone(path: Path) -> None:
+def test_two_engines_of_a_compose_file_differ_in_their_places_and_share_the_remote_tier_alone(path):
     services = compose(path)["services"]
     engines = list(in_compose(path))
     one, other = (engine.connector for engine in engines)
@@ -152,7 +150,7 @@ def test_two_engines_of_a_compose_file_differ_in_their_places_and_share_the_remo
 
 
 @every_manifest
-def test_a_manifest_refers_to_what_it_has(path: Path, made: Path) -> None:
+def test_a_manifest_refers_to_what_it_has(path, made):
     names = {(one["kind"], one["metadata"]["name"]) for one in objects(path)}
     assert len(names) == len(objects(path))
     assert {one["metadata"].get("namespace", "kvtier") for one in objects(path)} == {"kvtier"}
@@ -172,7 +170,7 @@ def test_a_manifest_refers_to_what_it_has(path: Path, made: Path) -> None:
 
 
 @every_manifest
-def test_services_budgets_and_policies_choose_pods_that_there_are(path: Path) -> None:
+def test_services_budgets_and_policies_choose_pods_that_there_are(path):
     pods = [(labels_of(workload), ports_of(container)) for workload, _, container in workloads(path)]
     for one in of_kind(path, "Service", "PodDisruptionBudget"):
         selector = one["spec"]["selector"]
@@ -192,7 +190,7 @@ def test_services_budgets_and_policies_choose_pods_that_there_are(path: Path) ->
 
 
 @every_manifest
-def test_remote_services_are_asked_by_names_that_there_are(path: Path) -> None:
+def test_remote_services_are_asked_by_names_that_there_are(path):
     services = {one["metadata"]["name"]: one["spec"] for one in of_kind(path, "Service")}
     sets = {one["spec"]["serviceName"]: one for one in of_kind(path, "StatefulSet")}
     for engine in in_kubernetes(path):
@@ -204,28 +202,28 @@ def test_remote_services_are_asked_by_names_that_there_are(path: Path) -> None:
                 assert pod[0] in {f"{name}-{index}" for index in range(replicas)}
 
 
-def labels_of(workload: dict[str, Any]) -> dict[str, str]:
+def labels_of(workload):
     return workload["spec"]["template"]["metadata"]["labels"]
 
 
-def ports_of(container: dict[str, Any]) -> set[str]:
+def ports_of(container):
     return {port["name"] for port in container["ports"]}
 
 
-def probed(container: dict[str, Any]) -> set[str]:
+def probed(container):
     probes = [container[name] for name in ("startupProbe", "readinessProbe", "livenessProbe") if name in container]
     assert len(probes) >= 2
     return {probe[how]["port"] for probe in probes for how in ("httpGet", "tcpSocket") if how in probe}
 
 
-def test_nothing_secret_stands_in_the_examples() -> None:
+def test_nothing_secret_stands_in_the_examples():
     for path in MANIFESTS:
         assert not of_kind(path, "Secret")
     for path in (*COMPOSE, *MANIFESTS):
         assert not re.search(r"(?i)(password|key)(_env)?[\"']?\s*[:=]\s*[\"']?\$?\{?[\w-]{16,}", path.read_text())
 
 
-def test_images_are_made_of_a_version_that_kvtier_knows_and_of_files_that_are_there() -> None:
+def test_images_are_made_of_a_version_that_kvtier_knows_and_of_files_that_are_there():
     (given,) = re.findall(r"^FROM vllm/vllm-openai:v([\d.]+)$", (FLEET / "engine.Dockerfile").read_text(), re.MULTILINE)
     assert given.rpartition(".")[0] in known_to_vllms_door()
     examples = "".join(one.read_text() for one in (*COMPOSE, *MANIFESTS))
@@ -239,7 +237,7 @@ def test_images_are_made_of_a_version_that_kvtier_knows_and_of_files_that_are_th
         assert f"docker build -f examples/fleet/{path.name} \\\n    -t {tag} ." in PAGE
 
 
-def test_engines_of_a_node_share_its_directory_as_kvtier_accepts() -> None:
+def test_engines_of_a_node_share_its_directory_as_kvtier_accepts():
     ((kind, options),) = NODES_ENGINE.tiers
     assert (kind, options.layout, options.shared) == ("fs", "files", True)
     assert options.capacity_bytes
@@ -248,7 +246,7 @@ def test_engines_of_a_node_share_its_directory_as_kvtier_accepts() -> None:
     assert all(port in ports_of(container) for port in probed(container))
 
 
-def test_every_pod_of_a_node_means_the_same_directory_and_only_engines_write_to_it() -> None:
+def test_every_pod_of_a_node_means_the_same_directory_and_only_engines_write_to_it():
     ((_, options),) = NODES_ENGINE.tiers
     paths, images = set[str](), set[str]()
     for kind in ("Deployment", "DaemonSet"):
@@ -268,18 +266,18 @@ def test_every_pod_of_a_node_means_the_same_directory_and_only_engines_write_to_
 
 
 @pytest.mark.parametrize("name", ["how-to/kubernetes.md", "how-to/troubleshooting.md"])
-def test_a_page_names_metrics_that_there_are(name: str) -> None:
+def test_a_page_names_metrics_that_there_are(name):
     known = set(re.findall(r"`(kvtier_\w+)", (ROOT / "docs" / "reference" / "metrics.md").read_text()))
     assert set(re.findall(r"`(kvtier_\w+)", (ROOT / "docs" / name).read_text())) - {"kvtier_"} <= known
 
 
 @pytest.fixture(scope="module")
-def made(outside: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(outside, tmp_path_factory):
     """Return a folder with the secrets that the script makes."""
     return make_secrets(tmp_path_factory.mktemp("fleet") / "secrets")
 
 
-def test_secrets_that_are_there_are_not_replaced(made: Path) -> None:
+def test_secrets_that_are_there_are_not_replaced(made):
     before = {path.name: path.read_bytes() for path in made.iterdir()}
     again = subprocess.run(["bash", str(FLEET / "make_secrets.sh"), str(made)], capture_output=True, text=True)
     assert (again.returncode, "are kept" in again.stderr) == (1, True)
@@ -313,7 +311,7 @@ async def test_valkey_as_it_is_started_serves_engines_as_they_are_configured(pat
             server.kill()
 
 
-def start(command: list[str], made: Path, folder: Path) -> RedisServer:
+def start(command, made, folder):
     """Start a server as the example does, but for its address and for where its secrets are."""
     program, *given = command
     arguments = dict(zip(given[::2], given[1::2], strict=True))

@@ -23,7 +23,7 @@ OF_REQUESTS = {"kv_load_tiers"}  # In vLLM's `kv_transfer_params`.
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 
-def options_in_vllm() -> set[str]:
+def options_in_vllm():
     """Return the fields of the options inside vLLM, without vLLM."""
     structs = [node for node in ast.parse(OPTIONS_IN_VLLM.read_text()).body if isinstance(node, ast.ClassDef)]
     return {
@@ -34,25 +34,25 @@ def options_in_vllm() -> set[str]:
     }
 
 
-def options() -> set[str]:
+def options():
     structs = [EngineConfig, EngineLimits, TierConfig, TierLimits, Hint]
     structs += [backend_class(name).options_type for name in known_types()]
     ours = {field.encode_name for struct in structs for field in msgspec.structs.fields(struct)}
     return ours | options_in_vllm() | OF_REQUESTS
 
 
-def tables(page: Path) -> list[list[list[str]]]:
+def tables(page):
     """Return the tables of options: rows of cells, without their heads."""
     found = re.findall(r"^\| \w+'s .*\|\n\|[-|]+\|\n((?:\|.*\n)+)", page.read_text(), re.MULTILINE)
     return [[[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()] for table in found]
 
 
-def names(cell: str) -> set[str]:
+def names(cell):
     return set(re.findall(r"`([a-z_0-9]+)`", cell))
 
 
 @every_page
-def test_every_option_of_kvtiers_that_a_table_names_exists(page: Path) -> None:
+def test_every_option_of_kvtiers_that_a_table_names_exists(page):
     rows = [row for table in tables(page) for row in table if len(row) == 3]
     assert len(rows) > 15
     known = options()
@@ -62,14 +62,14 @@ def test_every_option_of_kvtiers_that_a_table_names_exists(page: Path) -> None:
 
 
 @every_page
-def test_no_option_of_theirs_stands_in_two_rows_of_a_table(page: Path) -> None:
+def test_no_option_of_theirs_stands_in_two_rows_of_a_table(page):
     for table in tables(page):
         theirs = [name for row in table for name in re.findall(r"`([^`]+)`", row[0])]
         assert len(theirs) == len(set(theirs))
 
 
 @every_page
-def test_the_tiers_of_a_pages_configurations_are_accepted(page: Path) -> None:
+def test_the_tiers_of_a_pages_configurations_are_accepted(page):
     blocks = re.findall(r"```json\n(.*?)```", page.read_text(), re.DOTALL)
     ours = [block for block in map(json.loads, blocks) if block["kv_connector"] == "KVTierConnector"]
     assert ours

@@ -4,7 +4,6 @@ import json
 import re
 import tomllib
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ PICTURE_BYTES_MAX = 8_192
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def links(text: str) -> Iterator[str]:
+def links(text):
     """Return where the links and pictures of a page lead."""
     for token in MarkdownIt().enable("table").parse(text):
         for child in token.children or []:
@@ -29,7 +28,7 @@ def links(text: str) -> Iterator[str]:
                 yield str(child.attrs["href" if child.type == "link_open" else "src"])
 
 
-def headings(page: Path) -> set[str]:
+def headings(page):
     """Return the anchors of a page's headings, as GitHub makes them."""
     tokens = MarkdownIt().parse(page.read_text())
     titles = [tokens[at + 1].children or [] for at, token in enumerate(tokens) if token.type == "heading_open"]
@@ -37,7 +36,7 @@ def headings(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in plain}
 
 
-def leads_nowhere(link: str) -> bool:
+def leads_nowhere(link):
     """Return True unless the link is the address of a file of this tree, with a heading of that name."""
     if link.startswith(RAW):
         return not (ROOT / link.removeprefix(RAW)).is_file()
@@ -48,19 +47,19 @@ def leads_nowhere(link: str) -> bool:
     return not page.is_file() or bool(anchor and anchor not in headings(page))
 
 
-def test_every_link_is_a_whole_address_of_a_file_that_is_here_and_of_a_heading_in_it() -> None:
+def test_every_link_is_a_whole_address_of_a_file_that_is_here_and_of_a_heading_in_it():
     found = list(links(readme.TEXT))
     assert len(found) > 20
     assert [link for link in found if leads_nowhere(link)] == []
 
 
-def test_the_addresses_of_the_package_lead_into_this_tree() -> None:
+def test_the_addresses_of_the_package_lead_into_this_tree():
     urls = PROJECT["urls"]
     assert {urls["Homepage"], urls["Source"]} == {HOME}
     assert [urls[name] for name in ("Documentation", "Changelog") if leads_nowhere(urls[name])] == []
 
 
-def test_the_picture_is_small_and_asks_for_nothing_and_says_what_it_shows() -> None:
+def test_the_picture_is_small_and_asks_for_nothing_and_says_what_it_shows():
     (link,) = (link for link in links(readme.TEXT) if link.startswith(RAW))
     picture = ROOT / link.removeprefix(RAW)
     assert picture.stat().st_size <= PICTURE_BYTES_MAX
@@ -72,12 +71,12 @@ def test_the_picture_is_small_and_asks_for_nothing_and_says_what_it_shows() -> N
     assert [value for one in root.iter() for value in one.attrib.values() if "//" in value] == []
 
 
-def test_it_opens_with_one_sentence() -> None:
+def test_it_opens_with_one_sentence():
     first = readme.TEXT.split("\n\n")[1]
     assert re.fullmatch(r"kvtier [^.]*\.", first.replace("\n", " "))
 
 
-def test_its_figure_is_the_one_of_the_performance_page() -> None:
+def test_its_figure_is_the_one_of_the_performance_page():
     number = r"([\d.]+)"
     claim = rf"\*\*{number} requests a second, .*? serves {number}: {number} times as many\*\* \({number} to {number} "
     ((ours, theirs, times, least, most),) = re.findall(claim, readme.TEXT)
@@ -85,7 +84,7 @@ def test_its_figure_is_the_one_of_the_performance_page() -> None:
     assert f"| fs | requests a second | {ours} | {theirs} | {times} ({least} to {most}) |" in page
 
 
-def test_the_lines_that_start_vllm_name_a_connector_and_a_configuration_of_ours() -> None:
+def test_the_lines_that_start_vllm_name_a_connector_and_a_configuration_of_ours():
     program, verb, model, option, written = readme.serve_arguments()
     assert (program, verb, model, option) == ("vllm", "serve", readme.MODEL, "--kv-transfer-config")
     assert len(readme.serve().splitlines()) == 3
@@ -106,7 +105,7 @@ def test_the_lines_that_start_vllm_name_a_connector_and_a_configuration_of_ours(
 
 
 @pytest.mark.usefixtures("outside")
-def test_the_sample_prints_what_stands_below_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_sample_prints_what_stands_below_it(capsys):
     (sample,) = readme.blocks("python")
     exec(compile(sample, "README.md", "exec"), {"__name__": "__page__"})
     printed = capsys.readouterr().out
@@ -114,7 +113,7 @@ def test_the_sample_prints_what_stands_below_it(capsys: pytest.CaptureFixture[st
     assert f"```text\n{printed}```" in readme.section("In a program of yours")
 
 
-def test_it_names_the_versions_of_python_and_of_vllm_that_the_package_does() -> None:
+def test_it_names_the_versions_of_python_and_of_vllm_that_the_package_does():
     install = readme.section("Install")
     pythons = re.findall(r":: (3\.\d+)$", "\n".join(PROJECT["classifiers"]), re.MULTILINE)
     assert f"Python {', '.join(pythons[:-1])} or {pythons[-1]}" in install
@@ -125,10 +124,10 @@ def test_it_names_the_versions_of_python_and_of_vllm_that_the_package_does() -> 
     assert f"vLLM may be {versions};" in install
 
 
-def test_it_says_first_that_it_has_never_run_on_a_gpu() -> None:
+def test_it_says_first_that_it_has_never_run_on_a_gpu():
     assert readme.section("Maturity").lstrip().startswith("**kvtier has never run on a GPU.**")
 
 
-def test_it_names_each_extra_that_an_installer_can_ask_for() -> None:
+def test_it_names_each_extra_that_an_installer_can_ask_for():
     for extra in re.findall(r"'\.\[(\w+)\]'", readme.TEXT):
         assert extra in PROJECT["optional-dependencies"]

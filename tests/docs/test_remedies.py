@@ -5,7 +5,6 @@ import pickle
 import re
 import traceback
 from collections import Counter
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -33,7 +32,7 @@ class Said(NamedTuple):
     last: str  # Its last argument, as written.
 
 
-def said() -> Iterator[Said]:
+def said():
     for path in SHIPPED:
         module = ast.parse(path.read_text())
         constants = {
@@ -55,7 +54,7 @@ def said() -> Iterator[Said]:
                 yield Said(f"{path.relative_to(ROOT)}:{node.lineno}", "; see %s", ast.unparse(node.args[-1]))
 
 
-def warned() -> Iterator[str]:
+def warned():
     """Yield the remedies in the texts of Python's own warnings."""
     for path in SHIPPED:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -63,7 +62,7 @@ def warned() -> Iterator[str]:
                 yield from re.findall(r"Remedy\.[A-Z_]+", ast.unparse(node))
 
 
-def is_loud(node: ast.AST) -> bool:
+def is_loud(node):
     """Return True for a call of a logger, by whatever name; `math.log` and a task's `exception()` are not."""
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LOUD):
         return False
@@ -73,16 +72,16 @@ def is_loud(node: ast.AST) -> bool:
 SAID = list(said())
 
 
-def headings(level: str) -> list[str]:
+def headings(level):
     tokens = MarkdownIt().parse(FILE.read_text())
     return [text.content for mark, text in pairwise(tokens) if (mark.tag, mark.nesting) == (level, 1)]
 
 
-def githubs_anchor(heading: str) -> str:
+def githubs_anchor(heading):
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-def test_every_warning_and_error_that_is_logged_ends_with_where_to_read_on() -> None:
+def test_every_warning_and_error_that_is_logged_ends_with_where_to_read_on():
     assert len(SAID) > 40, "the code is not seen"
     wrong = [one for one in SAID if not (one.text.endswith("; see %s") and re.fullmatch(r"Remedy\.[A-Z_]+", one.last))]
     assert wrong == []
@@ -100,29 +99,29 @@ def test_every_public_error_has_a_remedy_that_a_traceback_ends_with_and_its_text
     assert error("another").__notes__ == [f"see {raised.remedy}"]
 
 
-def test_an_outcome_that_nobody_shows_has_no_address() -> None:
+def test_an_outcome_that_nobody_shows_has_no_address():
     outcome: ChunkError = ChunkMissing("gone")
     assert (str(outcome), vars(outcome)) == ("gone", {})
 
 
-def test_the_page_has_a_section_for_every_remedy_and_no_other() -> None:
+def test_the_page_has_a_section_for_every_remedy_and_no_other():
     there = headings("h3")
     assert sorted(map(githubs_anchor, there)) == sorted(remedy.value for remedy in Remedy)
     assert [githubs_anchor(one) for one in there] == [slugify(one, "-") for one in there], "as our own pages name them"
     assert max(Counter(map(githubs_anchor, [*there, *headings("h2"), *headings("h1")])).values()) == 1
 
 
-def test_every_remedy_is_one_of_something_that_is_said() -> None:
+def test_every_remedy_is_one_of_something_that_is_said():
     used = {one.last for one in SAID} | {f"Remedy.{error.remedy.name}" for error in ERRORS} | set(warned())
     assert {f"Remedy.{remedy.name}" for remedy in Remedy} == used
 
 
-def test_the_address_is_that_of_the_page() -> None:
+def test_the_address_is_that_of_the_page():
     assert PAGE.endswith(f"/blob/main/{FILE.relative_to(ROOT)}")
     assert str(Remedy.BREAKER) == f"{Remedy.BREAKER}" == f"{PAGE}#breaker-open"
 
 
 @pytest.mark.parametrize("name", ["", *COMMANDS])
-def test_the_help_of_every_command_ends_with_the_pages_address(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_of_every_command_ends_with_the_pages_address(name, capsys):
     assert run([*name.split(), "--help"]) == 0
     assert capsys.readouterr().out.rstrip().endswith(PAGE)

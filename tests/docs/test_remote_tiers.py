@@ -11,7 +11,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "remote-tiers.md"
 
 
 @pytest.mark.parametrize("side", ["loads", "stores"])
-def test_the_pages_table_is_the_suites(side: str) -> None:
+def test_the_pages_table_is_the_suites(side):
     section = PAGE.read_text().partition(f"### {side.capitalize()}\n")[2].partition("\n#")[0]
     head, _, *rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("|")
@@ -21,6 +21,6 @@ def test_the_pages_table_is_the_suites(side: str) -> None:
     assert told == {fault: [_words(name, fault, side) for name in OUTCOMES] for fault in Fault}
 
 
-def _words(name: str, fault: Fault, side: str) -> frozenset[str]:
+def _words(name, fault, side):
     outcome = OUTCOMES[name][fault]
     return frozenset() if isinstance(outcome, str) else getattr(outcome, side)

@@ -10,5 +10,5 @@ import torch
         pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")),
     ]
 )
-def device(request: pytest.FixtureRequest) -> str:
+def device(request):
     return str(request.param)

@@ -22,30 +22,30 @@ class Family(NamedTuple):
     axes: dict[str, CacheAxes]
 
 
-def attention(heads: int, head_size: int, block_size: int = 16) -> LayerSpec:
+def attention(heads, head_size, block_size=16):
     return AttentionSpec(block_size=block_size, num_kv_heads=heads, head_size=head_size, dtype=BF16)
 
 
-def states(block_size: int, padded_to: LayerSpec, *shapes: tuple[int, ...]) -> LayerSpec:
+def states(block_size, padded_to, *shapes):
     return MambaSpec(
         block_size=block_size, shapes=shapes, dtypes=(BF16,) * len(shapes), padded_page_bytes=padded_to.page_bytes
     )
 
 
-def latent(block_size: int, head_size: int, dtype: torch.dtype = BF16, **fields: int) -> LayerSpec:
+def latent(block_size, head_size, dtype=BF16, **fields):
     """One latent a state; DeepSeek-V4's pages are multiples of 576 bytes."""
     return AttentionSpec(
         block_size=block_size, num_kv_heads=1, head_size=head_size, head_size_v=0, dtype=dtype, **fields
     )
 
 
-def packed(block_size: int, state_bytes: int, tokens_per_state: int) -> LayerSpec:
+def packed(block_size, state_bytes, tokens_per_state):
     return latent(
         block_size, 128, torch.uint8, state_bytes=state_bytes, tokens_per_state=tokens_per_state, align_bytes=576
     )
 
 
-def compressor(block_size: int, size: int) -> LayerSpec:
+def compressor(block_size, size):
     return latent(block_size, size, torch.float32, align_bytes=576)
 
 
@@ -79,7 +79,7 @@ GROUPS: dict[str, list[list[LayerSpec]]] = {
 """The specs of each group's layers."""
 
 
-def family(name: str, num_blocks: int) -> Family:
+def family(name, num_blocks):
     """Return a family's caches of so many blocks; its layers are named by group and place."""
     layers = [
         {f"{number}.{place}": spec for place, spec in enumerate(specs)} for number, specs in enumerate(GROUPS[name])

@@ -1,6 +1,5 @@
 """Random models and requests, and what the bytes of their layers are, worked out from the tensors alone."""
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -11,10 +10,8 @@ from msgspec.structs import replace
 from kvtier.kvcache.layout import (
     AttentionSpec,
     CacheAxes,
-    CanonicalKVCaches,
     KVCacheConfig,
     KVCacheGroup,
-    LayerCache,
     LayerSpec,
     MambaSpec,
     allocate_rows,
@@ -48,10 +45,10 @@ class Model(NamedTuple):
     blocks_per_chunk: int
 
     @property
-    def in_rows(self) -> bool:
+    def in_rows(self):
         return self.how.startswith("rows")
 
-    def allocate(self, device: str) -> tuple[dict[str, LayerCache], CanonicalKVCaches]:
+    def allocate(self, device):
         if self.in_rows:
             rows = allocate_rows(self.config, self.axes, device)
             found = canonical_kv_caches(self.config, rows.layers, self.axes) if self.how != "rows" else rows.canonical
@@ -66,7 +63,7 @@ class Model(NamedTuple):
 
 
 @st.composite
-def models(draw: st.DrawFn) -> Model:
+def models(draw):
     """Models of one to four groups: kinds of layers, padding, orders of axes, sharing and splits into kernel blocks."""
     how = draw(st.sampled_from(HOW))
     num_blocks = draw(st.integers(4, 9))
@@ -99,7 +96,7 @@ def models(draw: st.DrawFn) -> Model:
 
 
 @st.composite
-def specs(draw: st.DrawFn, kind: str, block_size: int) -> LayerSpec:
+def specs(draw, kind, block_size):
     dtype = draw(st.sampled_from(DTYPES))
     if kind == "state":
         shapes = draw(st.lists(st.tuples(st.integers(1, 4), st.sampled_from([4, 8])), min_size=1, max_size=3))
@@ -111,16 +108,16 @@ def specs(draw: st.DrawFn, kind: str, block_size: int) -> LayerSpec:
     return AttentionSpec(block_size=block_size, num_kv_heads=heads, head_size=size, dtype=dtype)
 
 
-def _padded(spec: LayerSpec, padding: int) -> LayerSpec:
+def _padded(spec, padding):
     return _widened(spec, -(-spec.page_bytes // 16) * 16 + padding) if padding else spec
 
 
-def _widened(spec: LayerSpec, page_bytes: int) -> LayerSpec:
+def _widened(spec, page_bytes):
     return replace(spec, padded_page_bytes=-(-page_bytes // 16) * 16)
 
 
 @st.composite
-def requests(draw: st.DrawFn, config: KVCacheConfig, blocks_per_chunk: int, num_rows: int) -> list[GroupBlocks]:
+def requests(draw, config, blocks_per_chunk, num_rows):
     """Some of the blocks for each group, none for two of them, from any place in a chunk on, in any rows."""
     blocks = draw(st.permutations(range(config.num_blocks)))
     rows = draw(st.permutations(range(num_rows)))
@@ -136,7 +133,7 @@ def requests(draw: st.DrawFn, config: KVCacheConfig, blocks_per_chunk: int, num_
     return groups
 
 
-def tensors_of(cache: LayerCache) -> list[torch.Tensor]:
+def tensors_of(cache):
     return [cache] if isinstance(cache, torch.Tensor) else list(cache)
 
 
@@ -153,13 +150,13 @@ def contents(config, axes, layers, groups):
     return found
 
 
-def block_bytes(tensor: torch.Tensor, axes: CacheAxes | None, kernel_blocks: int, block: int) -> bytes:
+def block_bytes(tensor, axes, kernel_blocks, block):
     axis = axes.shape.index("B") if axes else 0
     part = tensor.narrow(axis, block * kernel_blocks, kernel_blocks) if axes else tensor[block]
     return part.cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def storages(layers: Mapping[str, LayerCache]) -> dict[int, torch.Tensor]:
+def storages(layers):
     """Return all bytes of every allocation, by its address."""
     found = dict[int, torch.Tensor]()
     for tensor in (part for cache in layers.values() for part in tensors_of(cache)):
@@ -191,7 +188,7 @@ def touched(model, layers, canonical, groups):
     return masks
 
 
-def fill(tensor: torch.Tensor, seed: int) -> None:
+def fill(tensor, seed):
     """Fill with random bytes, all values of every dtype included."""
     data = np.random.default_rng(seed).integers(0, 256, tensor.nbytes, dtype=np.uint8)
     tensor.view(torch.uint8).copy_(torch.from_numpy(data).view(tensor.shape))

@@ -34,13 +34,13 @@ Move = Callable[[Direction, tuple[BlockPages, ...]], None]
 Strategy = Callable[[Sides], Move]
 
 
-def by_index(sides: Sides) -> Move:
+def by_index(sides):
     copier = HostCopier(sides)
     return lambda direction, groups: copier.begin(CopyJob(1, direction, groups))()
 
 
-def by_address(sides: Sides) -> Move:
-    def move(direction: Direction, groups: tuple[BlockPages, ...]) -> None:
+def by_address(sides):
+    def move(direction, groups):
         for source, target, size in zip(
             *(each.tolist() for each in descriptors(sides, direction, groups)), strict=True
         ):
@@ -49,13 +49,13 @@ def by_address(sides: Sides) -> Move:
     return move
 
 
-def one_by_one(sides: Sides) -> Move:
+def one_by_one(sides):
     copy = cuda.one_by_one(sides)
     return lambda direction, groups: copy(CopyJob(1, direction, groups))
 
 
 @pytest.fixture(params=[by_address, one_by_one], ids=lambda strategy: strategy.__name__)
-def strategy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Strategy:
+def strategy(request, monkeypatch):
     monkeypatch.setattr(strided, "RUN_BYTES_MIN", 100)  # So that each way by index is taken by some models.
     monkeypatch.setattr(strided, "MEMMOVE_BYTES_MIN", 64)
     return request.param
@@ -79,10 +79,10 @@ def test_each_strategy_moves_what_copies_by_index_move(model, data, canonical_ro
         )
 
 
-def in_a_group_of_four(caches: CanonicalKVCaches, rank: int) -> CanonicalKVCaches:
+def in_a_group_of_four(caches, rank):
     """Four workers take turns with the first group's pages; the other pages are each one's own."""
 
-    def mapped(ref: DataRef, group: int) -> DataRef:
+    def mapped(ref, group):
         size = ref.page_bytes
         if not group:
             return ref._replace(
@@ -151,7 +151,7 @@ def test_repeats_may_lie_at_distances_that_are_no_multiples_of_their_length(limi
     assert torch.equal(slots, expected)
 
 
-def test_pieces_that_are_alike_but_for_whose_turn_it_is_move_apart() -> None:
+def test_pieces_that_are_alike_but_for_whose_turn_it_is_move_apart():
     everyones, shared = (torch.full((4, 32), value, dtype=torch.int8) for value in (1, 2))
     slots = torch.zeros((4, 64), dtype=torch.int8)
     pieces = (Piece(everyones, 0, 32, 0, 64, 32, ()), Piece(shared, 0, 32, 32, 64, 32, (), 2, 1))
@@ -160,14 +160,14 @@ def test_pieces_that_are_alike_but_for_whose_turn_it_is_move_apart() -> None:
     assert slots[:, [0, 32]].tolist() == [[1, 0], [1, 2], [1, 0], [1, 2]]
 
 
-def test_neighbours_on_both_sides_are_one_copy() -> None:
+def test_neighbours_on_both_sides_are_one_copy():
     columns = ([300, 100, 110, 500], [30, 10, 20, 40], [10, 10, 10, 10], [3, 3, 3, 3])
     copies = joined(*(np.array(column) for column in columns))
     assert [column.tolist() for column in copies] == [[100, 300, 500], [10, 30, 40], [20, 10, 10]]
 
 
 @pytest.mark.parametrize("direction", Direction)
-def test_no_copy_reaches_from_one_row_into_the_next(direction: Direction) -> None:
+def test_no_copy_reaches_from_one_row_into_the_next(direction):
     """Rows are pinned in slices: a copy over two of them is refused, and rows that are neighbours may lie in two."""
     memory = torch.zeros((6, 64), dtype=torch.int8)
     caches = CanonicalKVCaches((memory,), ((DataRef(0, 64),),))
@@ -179,7 +179,7 @@ def test_no_copy_reaches_from_one_row_into_the_next(direction: Direction) -> Non
     assert copies.sizes.tolist() == [128, 128, 128]  # The two blocks of a chunk are neighbours, and one copy.
 
 
-def test_layers_of_one_allocation_are_one_piece() -> None:
+def test_layers_of_one_allocation_are_one_piece():
     memory = torch.zeros((40, 6, 64), dtype=torch.int8)
     caches = CanonicalKVCaches(tuple(memory.unbind(0)), ((),))
     refs = tuple(DataRef(layer, 64) for layer in range(40))
@@ -187,7 +187,7 @@ def test_layers_of_one_allocation_are_one_piece() -> None:
     assert [piece.repeats for piece in pieces] == [((40, 6 * 64, 2 * 64),)]
 
 
-def test_pieces_of_several_allocations_or_turns_stay_apart() -> None:
+def test_pieces_of_several_allocations_or_turns_stay_apart():
     one, other = torch.zeros(100, dtype=torch.int8), torch.zeros(100, dtype=torch.int8)
     first = Piece(one, 0, 8, 0, 8, 8, ())
     for second in (first._replace(memory=other), first._replace(writers=2)):
@@ -195,7 +195,7 @@ def test_pieces_of_several_allocations_or_turns_stay_apart() -> None:
     assert len(_merged([first, first._replace(local=16, host=16)])) == 1
 
 
-def test_no_copy_reaches_from_one_allocation_into_the_next(strategy: Strategy) -> None:
+def test_no_copy_reaches_from_one_allocation_into_the_next(strategy):
     memory = np.zeros(256, dtype=np.int8)  # The second layer's allocation begins where the first one's ends.
     layers = [torch.frombuffer(memory[start : start + 128], dtype=torch.int8).view(2, 64) for start in (0, 128)]
     pieces = (tuple(Piece(layer, 0, 64, 128 * number, 64, 64, ()) for number, layer in enumerate(layers)),)
@@ -211,7 +211,7 @@ def test_no_copy_reaches_from_one_allocation_into_the_next(strategy: Strategy) -
     assert memory.tobytes() == slots.numpy().tobytes()
 
 
-def test_pieces_at_uneven_distances_stay_apart() -> None:
+def test_pieces_at_uneven_distances_stay_apart():
     memory = torch.zeros(1_000, dtype=torch.int8)
     starts = [0, 64, 128, 300, 200]  # Three at one distance; then on, and back again.
     pieces = [Piece(memory, start, 8, start, 8, 8, ()) for start in starts]
@@ -229,7 +229,7 @@ def test_pieces_at_uneven_distances_stay_apart() -> None:
         ([7], 5, [[7]]),
     ],
 )
-def test_runs_are_as_few_as_there_can_be(indices: list[int], period: int | None, runs: list[list[int]]) -> None:
+def test_runs_are_as_few_as_there_can_be(indices, period, runs):
     given = np.array(indices)
     found = strided.runs_of(given, period)
     bounds = zip(found.starts.tolist(), found.stops.tolist(), strict=True)

@@ -19,7 +19,7 @@ without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a 
 class HostRegistry:
     """Registers memory by CUDA's rules, up to a limit: nothing twice, and nothing freed that is not registered."""
 
-    def __init__(self, limit_bytes: int = 1 << 62) -> None:
+    def __init__(self, limit_bytes=1 << 62):
         self.limit_bytes = limit_bytes
         self.ranges: dict[int, int] = {}
 
@@ -35,7 +35,7 @@ class HostRegistry:
         return NOT_REGISTERED if self.ranges.pop(address, None) is None else SUCCESS
 
 
-def test_a_tensor_and_its_row_are_the_same_bytes() -> None:
+def test_a_tensor_and_its_row_are_the_same_bytes():
     with Region.private(4, ROW_BYTES) as region, CpuMemory(region) as memory:
         assert (memory.rows.shape, memory.rows.dtype, memory.rows.is_contiguous()) == ((4, ROW_BYTES), torch.int8, True)
         memory.row(1).fill_(-1)
@@ -49,7 +49,7 @@ def test_a_tensor_and_its_row_are_the_same_bytes() -> None:
             memory.row(4)
 
 
-def test_memory_stays_under_a_tensor_whatever_is_closed_first() -> None:
+def test_memory_stays_under_a_tensor_whatever_is_closed_first():
     region = Region.memfd(2, ROW_BYTES)
     memory = CpuMemory(region)
     slots = memory.rows[:]
@@ -62,7 +62,7 @@ def test_memory_stays_under_a_tensor_whatever_is_closed_first() -> None:
         memory.row(0)
 
 
-def test_every_row_is_pinned_once_in_slices_of_whole_rows() -> None:
+def test_every_row_is_pinned_once_in_slices_of_whole_rows():
     registry = HostRegistry()
     with Region.private(7, ROW_BYTES) as region:
         with CpuMemory(region, pin_with=registry, pin_slice_bytes=3 * ROW_BYTES - 1) as memory:
@@ -80,7 +80,7 @@ def test_every_row_is_pinned_once_in_slices_of_whole_rows() -> None:
             assert list(registry.ranges.values()) == [ROW_BYTES] * 7
 
 
-def test_what_cannot_be_pinned_whole_is_not_pinned_at_all_and_works(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_pinned_whole_is_not_pinned_at_all_and_works(caplog):
     registry = HostRegistry(limit_bytes=3 * ROW_BYTES)
     with (
         caplog.at_level(logging.WARNING, "kvtier_backends.cpu"),
@@ -96,7 +96,7 @@ def test_what_cannot_be_pinned_whole_is_not_pinned_at_all_and_works(caplog: pyte
     assert said.endswith(str(Remedy.UNPINNED))
 
 
-def test_memory_that_cannot_be_unpinned_is_reported_and_let_go(caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_that_cannot_be_unpinned_is_reported_and_let_go(caplog):
     registry = HostRegistry()
     with Region.private(2, ROW_BYTES) as region:
         memory = CpuMemory(region, pin_with=registry)
@@ -108,14 +108,14 @@ def test_memory_that_cannot_be_unpinned_is_reported_and_let_go(caplog: pytest.Lo
 
 
 @without_cuda
-def test_without_cuda_there_is_nothing_to_pin_with() -> None:
+def test_without_cuda_there_is_nothing_to_pin_with():
     assert cuda_runtime() is None
     with Region.private(2, ROW_BYTES) as region, CpuMemory(region, pin_with=cuda_runtime()) as memory:
         assert not memory.pinned
 
 
 @needs_cuda
-def test_a_failure_to_pin_does_not_fail_the_next_kernel(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_to_pin_does_not_fail_the_next_kernel(caplog):
     runtime = cuda_runtime()
     with Region.memfd(2, 1 << 20) as region, CpuMemory(region, pin_with=runtime) as first:
         assert first.pinned

@@ -20,11 +20,11 @@ HOST = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def modelled(monkeypatch: pytest.MonkeyPatch) -> None:
+def modelled(monkeypatch):
     model(monkeypatch)
 
 
-def test_loads_have_the_more_urgent_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loads_have_the_more_urgent_stream(monkeypatch):
     priorities = list[int]()
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: priorities.append(priority))
     for direction in (Direction.LOAD, Direction.STORE):
@@ -32,11 +32,11 @@ def test_loads_have_the_more_urgent_stream(monkeypatch: pytest.MonkeyPatch) -> N
     assert priorities == [-1, 0]
 
 
-def test_a_transfer_that_fails_to_begin_has_let_go_of_its_rows_when_it_says_so() -> None:
+def test_a_transfer_that_fails_to_begin_has_let_go_of_its_rows_when_it_says_so():
     """Its first batch may be under way when the second is refused; its rows are another's once the failure is told."""
     moved = list[str]()
 
-    def copy(job: CopyJob) -> None:
+    def copy(job):
         current().tell(lambda: moved.append("first batch"))
         raise RuntimeError("cudaMemcpyBatchAsync of 2 copies: (1, 1)")
 
@@ -56,7 +56,7 @@ class FakeRuntime:
 
     cudaDeviceAttr = SimpleNamespace(cudaDevAttrCanUseHostPointerForRegisteredMem=91)  # noqa: N815
 
-    def __init__(self, answer: int = 0, *, copies: bool = True, able: tuple[int, int | None] = (0, 1)) -> None:
+    def __init__(self, answer=0, *, copies=True, able=(0, 1)):
         self.answer, self.copies, self.able = answer, copies, able
         self.calls: list[tuple[int, int, int]] = []
 
@@ -82,7 +82,7 @@ class FakeRuntime:
         return (self.answer,)
 
 
-def test_batched_copies_are_handed_over_as_cuda_python_takes_them() -> None:
+def test_batched_copies_are_handed_over_as_cuda_python_takes_them():
     source, target = torch.arange(64, dtype=torch.int8), torch.zeros(64, dtype=torch.int8)
     starts = np.array([0, 16, 40])
     copies = Descriptors(source.data_ptr() + starts, target.data_ptr() + starts, np.array([8, 8, 24]))
@@ -96,7 +96,7 @@ def test_batched_copies_are_handed_over_as_cuda_python_takes_them() -> None:
     assert all(later > earlier for earlier, later in pairwise(kept))
 
 
-def test_a_refused_batch_is_an_error_with_cudas_answer() -> None:
+def test_a_refused_batch_is_an_error_with_cudas_answer():
     copies = Descriptors(*(np.empty(0, dtype=np.int64) for _ in range(3)))
     with pytest.raises(RuntimeError, match=r"cudaMemcpyBatchAsync of 0 copies: \(35,\)"):
         cuda._through(FakeRuntime(answer=35))(copies, 0, False)
@@ -120,17 +120,17 @@ def test_without_batched_copies_pages_are_copied_one_by_one_and_the_log_says_why
     assert re.search(reason, caplog.text)
 
 
-def test_batched_copies_are_tried_once_before_they_are_relied_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batched_copies_are_tried_once_before_they_are_relied_on(monkeypatch):
     runtime = FakeRuntime()
     find(runtime, monkeypatch)
     assert cuda.batched_copy(HOST) is not None
     assert [(count, order) for count, order, _ in runtime.calls] == [(1, 1)]
 
 
-def find(runtime: object, patch: pytest.MonkeyPatch) -> None:
+def find(runtime, patch):
     """Let cuda-python's runtime be found; None: it is not installed."""
 
-    def find_module(name: str) -> object:
+    def find_module(name):
         if runtime is None:
             raise ModuleNotFoundError("No module named 'cuda'")
         return runtime
@@ -140,7 +140,7 @@ def find(runtime: object, patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def sides() -> Sides:
+def sides():
     """Five pages, and five rows of one."""
     cache, slots = torch.arange(80, dtype=torch.int8).view(5, 16), torch.zeros((5, 16), dtype=torch.int8)
     return Sides(((Piece(cache, 0, 16, 0, 16, 16, ()),),), slots, 1, 5)

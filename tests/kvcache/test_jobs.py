@@ -1,7 +1,6 @@
 """Which transfer starts next, and the results of those that ended."""
 
 import threading
-from collections.abc import Callable
 from itertools import count
 
 import numpy as np
@@ -16,22 +15,22 @@ from kvtier.kvcache.transfer.pages import BlockPages
 BOTH = (Direction.LOAD, Direction.STORE)
 
 
-def clock() -> Callable[[], float]:
+def clock():
     ticks = count()
     return lambda: float(next(ticks))
 
 
 @pytest.fixture
-def jobs() -> CopyJobs:
+def jobs():
     return CopyJobs(clock())
 
 
-def job(number: int, direction: Direction, *, blocks: tuple[int, ...] = (), rows: tuple[int, ...] = ()) -> CopyJob:
+def job(number, direction, *, blocks=(), rows=()):
     pages = BlockPages(np.array(blocks, dtype=np.int64), np.array(rows, dtype=np.int64), np.zeros(0, dtype=np.int64))
     return CopyJob(number, direction, (pages,), size_bytes=100 + number)
 
 
-def started(jobs: CopyJobs) -> list[int]:
+def started(jobs):
     """Take all that may start, finishing each before the next is taken."""
     order = list[int]()
     while (taken := jobs.take(BOTH, wait=False)) is not None:
@@ -40,7 +39,7 @@ def started(jobs: CopyJobs) -> list[int]:
     return order
 
 
-def test_loads_start_before_stores_unless_an_earlier_one_touches_the_same_bytes(jobs: CopyJobs) -> None:
+def test_loads_start_before_stores_unless_an_earlier_one_touches_the_same_bytes(jobs):
     jobs.submit(job(0, Direction.STORE, blocks=(1, 2), rows=(8,)))
     jobs.submit(job(1, Direction.STORE, blocks=(3,), rows=(9,)))
     jobs.submit(job(2, Direction.LOAD, blocks=(6,), rows=(6,)))
@@ -49,7 +48,7 @@ def test_loads_start_before_stores_unless_an_earlier_one_touches_the_same_bytes(
     assert started(jobs) == [2, 0, 3, 4, 1]
 
 
-def test_a_store_waits_for_an_earlier_load_of_its_blocks(jobs: CopyJobs) -> None:
+def test_a_store_waits_for_an_earlier_load_of_its_blocks(jobs):
     jobs.submit(job(0, Direction.LOAD, blocks=(1,), rows=(1,)))
     jobs.submit(job(1, Direction.STORE, blocks=(1,), rows=(2,)))
     assert jobs.take([Direction.STORE], wait=False) is None
@@ -62,7 +61,7 @@ def test_a_store_waits_for_an_earlier_load_of_its_blocks(jobs: CopyJobs) -> None
     assert store.job_id == 1
 
 
-def test_transfers_of_one_way_begin_without_waiting_for_each_other(jobs: CopyJobs) -> None:
+def test_transfers_of_one_way_begin_without_waiting_for_each_other(jobs):
     """One thread, and on a device one stream, keeps them in order."""
     for number in range(2):
         jobs.submit(job(number, Direction.STORE, blocks=(1,), rows=(1,)))
@@ -87,7 +86,7 @@ def test_whatever_is_submitted_all_of_it_starts_and_conflicts_keep_their_order(s
                 assert order.index(earlier) < order.index(later)
 
 
-def test_a_result_says_what_ended_how_long_it_took_and_how(jobs: CopyJobs) -> None:
+def test_a_result_says_what_ended_how_long_it_took_and_how(jobs):
     error = TransferFailed("store 1: the device is lost")
     for number, direction in enumerate(BOTH):
         jobs.submit(job(number, direction))
@@ -101,7 +100,7 @@ def test_a_result_says_what_ended_how_long_it_took_and_how(jobs: CopyJobs) -> No
     assert jobs.poll() == []
 
 
-def test_an_id_in_use_is_refused_until_its_result_is_returned(jobs: CopyJobs) -> None:
+def test_an_id_in_use_is_refused_until_its_result_is_returned(jobs):
     jobs.submit(job(7, Direction.LOAD))
     with pytest.raises(ValueError, match="transfer 7 is still in use"):
         jobs.submit(job(7, Direction.STORE))
@@ -112,7 +111,7 @@ def test_an_id_in_use_is_refused_until_its_result_is_returned(jobs: CopyJobs) ->
     jobs.submit(job(7, Direction.STORE))
 
 
-def test_waiting_ends_with_the_transfers_or_the_time(jobs: CopyJobs) -> None:
+def test_waiting_ends_with_the_transfers_or_the_time(jobs):
     jobs.submit(job(0, Direction.LOAD))
     assert not jobs.wait([0], timeout_s=0.0)
     assert jobs.wait([99], timeout_s=0.0)  # Not about: nothing to wait for.
@@ -122,7 +121,7 @@ def test_waiting_ends_with_the_transfers_or_the_time(jobs: CopyJobs) -> None:
     assert jobs.close(timeout_s=0.0)
 
 
-def test_closing_refuses_new_transfers_and_still_serves_one_that_waits_for_another(jobs: CopyJobs) -> None:
+def test_closing_refuses_new_transfers_and_still_serves_one_that_waits_for_another(jobs):
     jobs.submit(job(0, Direction.LOAD, blocks=(1,), rows=(1,)))
     jobs.submit(job(1, Direction.STORE, blocks=(1,), rows=(2,)))
     load = jobs.take([Direction.LOAD], wait=False)

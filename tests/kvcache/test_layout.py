@@ -1,8 +1,6 @@
 """Pages are found in every layout without a copy, allocated as described, and refused where only a copy could help."""
 
 import re
-from collections.abc import Mapping
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +9,6 @@ from kvtier.errors import ConfigError
 from kvtier.kvcache.layout import (
     AttentionSpec,
     CacheAxes,
-    CanonicalKVCaches,
     KVCacheConfig,
     KVCacheGroup,
     LayerCache,
@@ -38,15 +35,15 @@ BLOCKS = 5
 BF16, FLOAT = torch.bfloat16, torch.float32
 
 
-def attention(heads: int = 2, **fields: Any) -> AttentionSpec:
+def attention(heads=2, **fields):
     return AttentionSpec(**{"block_size": 4, "num_kv_heads": heads, "head_size": 8, "dtype": BF16} | fields)
 
 
-def latent(size: int, **fields: Any) -> AttentionSpec:
+def latent(size, **fields):
     return attention(1, head_size=size, head_size_v=0, **fields)
 
 
-def states(*shapes: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = (), **fields: Any) -> MambaSpec:
+def states(*shapes, dtypes=(), **fields):
     return MambaSpec(block_size=4, shapes=shapes, dtypes=dtypes or (BF16,) * len(shapes), **fields)
 
 
@@ -78,7 +75,7 @@ def config_of(*groups, num_blocks=BLOCKS, kernel_block_size=None):
         (states((3, 10), (5,), dtypes=(BF16, FLOAT)), 80, 80),
     ],
 )
-def test_pages_are_as_long_as_their_heads_states_and_padding(spec: LayerSpec, unpadded: int, padded: int) -> None:
+def test_pages_are_as_long_as_their_heads_states_and_padding(spec, unpadded, padded):
     assert (spec.unpadded_page_bytes, spec.page_bytes) == (unpadded, padded)
 
 
@@ -103,24 +100,24 @@ def test_pages_are_as_long_as_their_heads_states_and_padding(spec: LayerSpec, un
         (lambda: CacheAxes("BHNC", "BHCN"), "C, the content, is accepted as the innermost"),
     ],
 )
-def test_a_model_that_cannot_be_is_refused(make: Any, message: str) -> None:
+def test_a_model_that_cannot_be_is_refused(make, message):
     with pytest.raises(ConfigError) as error:
         make()
     assert message in str(error.value)
 
 
-def memory(size_bytes: int) -> torch.Tensor:
+def memory(size_bytes):
     return torch.arange(size_bytes).to(torch.int8)
 
 
-def places(canonical: CanonicalKVCaches, base: torch.Tensor) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+def places(canonical, base):
     """Return where each tensor begins in the memory, its shape and its strides."""
     start = base.data_ptr()
     assert all(tensor.dtype == torch.int8 for tensor in canonical.tensors)
     return [(tensor.data_ptr() - start, tuple(tensor.shape), tensor.stride()) for tensor in canonical.tensors]
 
 
-def page_bytes(canonical: CanonicalKVCaches) -> list[list[int]]:
+def page_bytes(canonical):
     return [[ref.page_bytes for ref in refs] for refs in canonical.groups]
 
 
@@ -136,7 +133,7 @@ def pages_in(cache, spec=ATTENTION, axes=None, num_blocks=BLOCKS):
         *((axes, 2) for axes in (KV_FRONT_NHD, KV_FRONT_HND, HEADS_FRONT)),
     ],
 )
-def test_a_cache_is_one_tensor_or_one_for_each_part_around_its_blocks(axes: CacheAxes, parts: int) -> None:
+def test_a_cache_is_one_tensor_or_one_for_each_part_around_its_blocks(axes, parts):
     base, size = memory(PAGE_BYTES * BLOCKS), PAGE_BYTES // parts
     canonical = pages_in(cache_view(base, ATTENTION, axes, BLOCKS), axes=axes)
     assert places(canonical, base) == [(part * size * BLOCKS, (BLOCKS, size), (size, 1)) for part in range(parts)]
@@ -146,7 +143,7 @@ def test_a_cache_is_one_tensor_or_one_for_each_part_around_its_blocks(axes: Cach
     assert places(alone, base) == [(0, (1, PAGE_BYTES), (PAGE_BYTES, 1))]
 
 
-def test_parts_around_the_blocks_come_in_the_order_of_the_shape() -> None:
+def test_parts_around_the_blocks_come_in_the_order_of_the_shape():
     quarter = PAGE_BYTES * BLOCKS // 4
     for axes, starts in ((CacheAxes("HKBNC"), [0, 1, 2, 3]), (CacheAxes("HKBNC", "KHBNC"), [0, 2, 1, 3])):
         base = memory(PAGE_BYTES * BLOCKS)
@@ -154,14 +151,14 @@ def test_parts_around_the_blocks_come_in_the_order_of_the_shape() -> None:
         assert [start for start, _, _ in places(canonical, base)] == [quarter * part for part in starts]
 
 
-def test_padding_is_part_of_rows_but_not_of_what_is_referred_to() -> None:
+def test_padding_is_part_of_rows_but_not_of_what_is_referred_to():
     padded = states((2, 3), (7,), dtypes=(BF16, FLOAT), padded_page_bytes=64)
     base = memory(64 * BLOCKS)
     canonical = pages_in(state_views(base, padded, BLOCKS), padded)
     assert (places(canonical, base), page_bytes(canonical)) == ([(0, (BLOCKS, 64), (64, 1))], [[40]])
 
 
-def test_a_storage_that_ends_with_its_last_page_does_so_without_that_ones_padding() -> None:
+def test_a_storage_that_ends_with_its_last_page_does_so_without_that_ones_padding():
     padded = attention(padded_page_bytes=PAGE_BYTES + 32)
     base = memory((PAGE_BYTES + 32) * BLOCKS - 32)
     cache = cache_view(base, padded, KV_JOINED_NHD, BLOCKS, block_stride_bytes=PAGE_BYTES + 32)
@@ -169,14 +166,14 @@ def test_a_storage_that_ends_with_its_last_page_does_so_without_that_ones_paddin
     assert found == [(0, (BLOCKS, PAGE_BYTES), (PAGE_BYTES + 32, 1))]
 
 
-def test_a_cache_may_begin_anywhere_in_its_storage() -> None:
+def test_a_cache_may_begin_anywhere_in_its_storage():
     base = memory(PAGE_BYTES * BLOCKS + 64)
     cache = cache_view(base[32:], ATTENTION, KV_JOINED_HND, BLOCKS)
     assert places(pages_in(cache, axes=KV_JOINED_HND), base) == [(32, (BLOCKS, PAGE_BYTES), (PAGE_BYTES, 1))]
 
 
 @pytest.mark.parametrize("num_blocks", [BLOCKS, 1])
-def test_layers_over_the_same_bytes_share_a_tensor(num_blocks: int) -> None:
+def test_layers_over_the_same_bytes_share_a_tensor(num_blocks):
     other = attention(4, head_size=4)
     base = memory(PAGE_BYTES * num_blocks)
     caches: dict[str, LayerCache] = {
@@ -190,7 +187,7 @@ def test_layers_over_the_same_bytes_share_a_tensor(num_blocks: int) -> None:
     assert page_bytes(canonical) == [[PAGE_BYTES], [PAGE_BYTES], [40]]
 
 
-def test_pages_in_rows_are_one_tensor_of_rows_and_one_reference_a_group() -> None:
+def test_pages_in_rows_are_one_tensor_of_rows_and_one_reference_a_group():
     row_bytes = 2 * PAGE_BYTES + 96
     base = memory(64 + row_bytes * BLOCKS)
     rows = base[64:]
@@ -205,14 +202,14 @@ def test_pages_in_rows_are_one_tensor_of_rows_and_one_reference_a_group() -> Non
     assert canonical.groups == (((0, row_bytes, ("a", "b"), None),), ((0, row_bytes, ("l",), None),))
 
 
-def test_a_row_begins_before_its_first_page_where_it_could_not_end_otherwise() -> None:
+def test_a_row_begins_before_its_first_page_where_it_could_not_end_otherwise():
     row_bytes = 2 * PAGE_BYTES
     base = memory(row_bytes * BLOCKS)
     second = cache_view(base, ATTENTION, KV_JOINED_NHD, BLOCKS, offset_bytes=PAGE_BYTES, block_stride_bytes=row_bytes)
     assert places(pages_in(second, axes=KV_JOINED_NHD), base) == [(0, (BLOCKS, row_bytes), (row_bytes, 1))]
 
 
-def test_heads_around_the_layers_of_a_row_lie_in_it_too() -> None:
+def test_heads_around_the_layers_of_a_row_lie_in_it_too():
     """vLLM's layout BHLNC: block, head, layer, token, content."""
     base = memory(2 * PAGE_BYTES * BLOCKS)
     five = base.view(BF16).view(BLOCKS, 2, 2, 4, 16)
@@ -222,14 +219,14 @@ def test_heads_around_the_layers_of_a_row_lie_in_it_too() -> None:
     assert places(canonical, base) == [(0, (BLOCKS, 2 * PAGE_BYTES), (2 * PAGE_BYTES, 1))]
 
 
-def test_states_with_a_gap_between_them_are_one_page() -> None:
+def test_states_with_a_gap_between_them_are_one_page():
     halves = (base := memory(44 * BLOCKS)).view(BF16)
     apart = [halves.as_strided((BLOCKS, 6), (22, 1)), halves.as_strided((BLOCKS, 6), (22, 1), 16)]
     canonical = pages_in(apart, states((6,), (6,)))
     assert (places(canonical, base), page_bytes(canonical)) == ([(0, (BLOCKS, 44), (44, 1))], [[44]])
 
 
-def strided(shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0) -> torch.Tensor:
+def strided(shape, strides, offset=0):
     return memory(4 * PAGE_BYTES * BLOCKS).view(BF16).as_strided(shape, strides, offset)
 
 
@@ -330,7 +327,7 @@ def test_a_cache_that_is_not_its_specs_or_that_only_a_copy_could_bring_into_page
         ({"a": 0}, 2 * PAGE_BYTES * BLOCKS - 32, PAGE_BYTES),  # The last row ends behind its memory.
     ],
 )
-def test_pages_that_no_row_holds_together_are_refused(offsets: dict[str, int], size_bytes: int, last: int) -> None:
+def test_pages_that_no_row_holds_together_are_refused(offsets, size_bytes, last):
     row_bytes, base = 2 * PAGE_BYTES, memory(size_bytes)
     caches = {
         layer: cache_view(base, ATTENTION, KV_JOINED_NHD, BLOCKS, offset_bytes=offset, block_stride_bytes=row_bytes)
@@ -345,7 +342,7 @@ def test_pages_that_no_row_holds_together_are_refused(offsets: dict[str, int], s
     )
 
 
-def shapes_in(layers: Mapping[str, LayerCache]) -> dict[str, tuple[int, tuple[int, ...], tuple[int, ...]]]:
+def shapes_in(layers):
     return {
         layer: (view.storage_offset(), tuple(view.shape), view.stride())
         for layer, view in layers.items()
@@ -353,7 +350,7 @@ def shapes_in(layers: Mapping[str, LayerCache]) -> dict[str, tuple[int, tuple[in
     }
 
 
-def test_equal_pages_make_rows_of_pages_times_layers() -> None:
+def test_equal_pages_make_rows_of_pages_times_layers():
     config = config_of(dict.fromkeys("ab", ATTENTION), dict.fromkeys("wx", ATTENTION), num_blocks=3)
     axes = {"a": KV_JOINED_NHD, "b": KV_JOINED_HND, "w": KV_SPLIT_HND, "x": KV_JOINED_NHD}
     made = allocate_rows(config, axes)
@@ -368,7 +365,7 @@ def test_equal_pages_make_rows_of_pages_times_layers() -> None:
     }
 
 
-def test_a_smaller_group_refers_to_its_part_of_the_rows_and_kernel_blocks_keep_one_distance() -> None:
+def test_a_smaller_group_refers_to_its_part_of_the_rows_and_kernel_blocks_keep_one_distance():
     groups = (
         KVCacheGroup(layers=dict.fromkeys("ab", ATTENTION), kernel_block_size=2),
         KVCacheGroup(layers={"w": ATTENTION}, kernel_block_size=1),
@@ -438,7 +435,7 @@ def test_caches_that_no_backend_could_read_are_refused(allocate, spec, kernel_bl
         allocate(config_of({"a": spec}, kernel_block_size=kernel_block_size), {"a": axes} if axes else {})
 
 
-def test_layers_whose_pages_differ_share_no_tensor() -> None:
+def test_layers_whose_pages_differ_share_no_tensor():
     with pytest.raises(ConfigError, match=r"pages of one length: \{'a': 256, 's': 40\} bytes"):
         allocate_tensors(config_of({"a": ATTENTION}, {"s": STATE}), {"a": KV_JOINED_NHD})
 

@@ -19,7 +19,6 @@ from kvtier.kvcache.layout import (
     canonical_kv_caches,
 )
 from kvtier.kvcache.transfer import NO_BLOCKS, Direction, GroupBlocks, TransferWorker, slot_layout, strided
-from kvtier.kvcache.transfer.jobs import CopyJob, Finish
 from tests.kvcache.families import GROUPS, family
 from tests.kvcache.models import contents, fill, models, requests, storages, touched
 
@@ -31,7 +30,7 @@ ONE_DEVICE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture
 
 
 @pytest.fixture
-def every_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def every_way(monkeypatch):
     """Move the limits between ways to copy to where each is taken by some small models."""
     monkeypatch.setattr(strided, "RUN_BYTES_MIN", 100)
     monkeypatch.setattr(strided, "MEMMOVE_BYTES_MIN", 64)
@@ -92,7 +91,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("name", GROUPS)
-def test_a_familys_pages_have_their_true_sizes_and_come_back_bit_for_bit(name: str) -> None:
+def test_a_familys_pages_have_their_true_sizes_and_come_back_bit_for_bit(name):
     in_groups, page_bytes, tensors, block_bytes = SHAPES[name]
     made = family(name, len(in_groups) + 1)
     groups = [GroupBlocks([block], [block + 1]) for block in range(len(in_groups))]
@@ -127,7 +126,7 @@ HEADS, HEAD_BYTES, TOKENS, LATENT_BYTES = 8, 8, 4, 96
 REQUEST = [GroupBlocks([4, 1, 3], [2, 0], 1), GroupBlocks([0, 5], [4], 0)]  # From the middle of a chunk of two.
 
 
-def worker_of(tp_size: int, rank: int, device: str) -> CanonicalKVCaches:
+def worker_of(tp_size, rank, device):
     """Return the caches of one of so many workers: two layers' heads, and a latent layer in the other group."""
     own = HEADS // tp_size * HEAD_BYTES
     whole = TOKENS * HEADS * HEAD_BYTES
@@ -145,7 +144,7 @@ def worker_of(tp_size: int, rank: int, device: str) -> CanonicalKVCaches:
     return CanonicalKVCaches(tensors, (tuple(refs), (DataRef(2, LATENT_BYTES, mapping=latent),)))
 
 
-def parts_of(tp_size: int, rank: int) -> list[torch.Tensor]:
+def parts_of(tp_size, rank):
     """Return the worker's pages, from tables of all heads."""
     own = HEADS // tp_size
     dice = np.random.default_rng(1)
@@ -156,7 +155,7 @@ def parts_of(tp_size: int, rank: int) -> list[torch.Tensor]:
     return [*(table[:, :, rank * own : (rank + 1) * own].flatten(1) for table in tables), latent]
 
 
-def store_all(tp_size: int, device: str) -> tuple[torch.Tensor, list[int]]:
+def store_all(tp_size, device):
     """Store the request from so many workers; return the rows, and the bytes that each has moved."""
     slot_bytes = slot_layout(worker_of(tp_size, 0, device), 2, canonical=True).slot_bytes
     rows, moved = torch.zeros((5, slot_bytes + 32), dtype=torch.int8), list[int]()
@@ -173,7 +172,7 @@ def store_all(tp_size: int, device: str) -> tuple[torch.Tensor, list[int]]:
 
 
 @pytest.mark.parametrize("writers", [1, 2, 4, 8])
-def test_rows_written_by_some_workers_are_read_by_any_others(writers: int, device: str) -> None:
+def test_rows_written_by_some_workers_are_read_by_any_others(writers, device):
     alone, moved_alone = store_all(1, device)
     rows, moved = store_all(writers, device)
     assert torch.equal(rows, alone)
@@ -190,14 +189,14 @@ def test_rows_written_by_some_workers_are_read_by_any_others(writers: int, devic
                 assert torch.equal(tensor.cpu(), expected)
 
 
-def test_each_of_the_workers_that_hold_the_same_bytes_writes_its_turn(device: str) -> None:
+def test_each_of_the_workers_that_hold_the_same_bytes_writes_its_turn(device):
     assert store_all(2, device)[1] == [3 * TOKENS * HEADS * HEAD_BYTES + LATENT_BYTES] * 2  # One of two latent pages.
 
 
-def slot_caches(*groups: dict[int, int]) -> CanonicalKVCaches:
+def slot_caches(*groups):
     """Tensors with pages of 64 and 32 bytes; groups by tensor and what of its pages they use, in one of 3 workers."""
 
-    def ref(tensor: int, used: int) -> DataRef:
+    def ref(tensor, used):
         return DataRef(
             tensor, used, mapping=PageMapping(canonical_page_size_bytes=3 * used, runs=(PageRun(0, 0, used),))
         )
@@ -208,7 +207,7 @@ def slot_caches(*groups: dict[int, int]) -> CanonicalKVCaches:
     )
 
 
-def test_a_chunk_has_its_pages_tensor_after_tensor() -> None:
+def test_a_chunk_has_its_pages_tensor_after_tensor():
     layout = slot_layout(slot_caches({0: 60, 1: 32}), blocks_per_chunk=3)  # Workers' own, with their padding.
     assert (layout.offsets, layout.page_bytes, layout.slot_bytes) == ((0, 192), (64, 32), 288)
     for groups in ([{0: 60, 1: 32}, {0: 40, 1: 8}], [{0: 40, 1: 8}, {0: 60, 1: 32}]):
@@ -218,16 +217,16 @@ def test_a_chunk_has_its_pages_tensor_after_tensor() -> None:
         slot_layout(slot_caches({0: 64}), blocks_per_chunk=0)
 
 
-def caches_on(device: str, groups: int = 1) -> CanonicalKVCaches:
+def caches_on(device, groups=1):
     tensor = torch.arange(BLOCKS, dtype=torch.int8, device=device)[:, None].repeat(1, PAGE_BYTES)
     return CanonicalKVCaches((tensor,), ((DataRef(0, PAGE_BYTES),),) * groups)
 
 
-def slots_for(rows: int, blocks_per_chunk: int = 1) -> torch.Tensor:
+def slots_for(rows, blocks_per_chunk=1):
     return torch.full((rows, blocks_per_chunk * PAGE_BYTES), -1, dtype=torch.int8)
 
 
-def test_a_store_and_a_load_are_polled_when_they_have_ended(device: str) -> None:
+def test_a_store_and_a_load_are_polled_when_they_have_ended(device):
     caches, slots = caches_on(device), slots_for(4)
     with TransferWorker(caches, slots) as worker:
         worker.submit_store(1, [GroupBlocks([5, 3], [0, 2])])
@@ -241,7 +240,7 @@ def test_a_store_and_a_load_are_polled_when_they_have_ended(device: str) -> None
     ]
 
 
-def test_a_load_of_a_block_that_is_being_stored_comes_after(device: str) -> None:
+def test_a_load_of_a_block_that_is_being_stored_comes_after(device):
     caches, slots = caches_on(device), slots_for(3)
     slots[2] = 99
     with TransferWorker(caches, slots) as worker:
@@ -281,7 +280,7 @@ def test_a_request_may_begin_and_end_inside_a_chunk(device, first_block, blocks,
         ([NO_BLOCKS, GroupBlocks([1], [3])], "row 3 of 3"),
     ],
 )
-def test_unknown_blocks_and_rows_are_refused_and_nothing_moves(groups: list[GroupBlocks], message: str) -> None:
+def test_unknown_blocks_and_rows_are_refused_and_nothing_moves(groups, message):
     slots = slots_for(3, 2)
     with TransferWorker(caches_on("cpu", groups=2), slots, blocks_per_chunk=2) as worker:
         with pytest.raises(ValueError, match=re.escape(message)):
@@ -302,12 +301,12 @@ def test_unknown_blocks_and_rows_are_refused_and_nothing_moves(groups: list[Grou
         torch.zeros((48, 3), dtype=torch.int8).t(),
     ],
 )
-def test_slots_that_chunks_do_not_fit_into_are_refused(slots: torch.Tensor) -> None:
+def test_slots_that_chunks_do_not_fit_into_are_refused(slots):
     with pytest.raises(ConfigError, match=r"\(rows, 48 or more\) int8 side by side in host memory accepted"):
         TransferWorker(caches_on("cpu"), slots)
 
 
-def test_caches_on_several_devices_or_on_an_unknown_one_are_refused() -> None:
+def test_caches_on_several_devices_or_on_an_unknown_one_are_refused():
     here, there = caches_on("cpu"), caches_on("meta")
     both = CanonicalKVCaches((*here.tensors, *there.tensors), (*here.groups, (DataRef(1, PAGE_BYTES),)))
     with pytest.raises(ConfigError, match="caches on cpu and meta: one device accepted"):
@@ -323,19 +322,19 @@ class Failing:
     ahead = 2
     at_begin = {1: RuntimeError("no stream"), 4: MemoryError("no room for addresses"), 5: IndexError("no such page")}  # noqa: RUF012
 
-    def mark(self) -> object:
+    def mark(self):
         return None
 
-    def begin(self, job: CopyJob) -> Finish:
+    def begin(self, job):
         if job.job_id in self.at_begin:
             raise self.at_begin[job.job_id]
         return self._fail if job.job_id == 2 else lambda: None
 
-    def _fail(self) -> None:
+    def _fail(self):
         raise RuntimeError("an illegal address")
 
 
-def test_a_transfer_that_fails_says_so_and_the_others_go_on() -> None:
+def test_a_transfer_that_fails_says_so_and_the_others_go_on():
     with TransferWorker(caches_on("cpu"), slots_for(4), copiers=lambda sides: [Failing()]) as worker:
         for number in (1, 2, 4, 5, 3):
             worker.submit_store(number, [GroupBlocks([number], [number % 4])])

@@ -5,10 +5,8 @@ are set here, and the tests' tiers share clients.
 """
 
 import os
-from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -16,9 +14,6 @@ from kvtier.backend import SEAL_BYTES
 from kvtier.testing.conformance import tier_context
 from tests.remote.servers import PATIENCE_S
 from tests.remote.tiers import CHUNK_BYTES, lender, open_with, prefix
-
-if TYPE_CHECKING:
-    from tests.remote.mooncake import Values
 
 __all__ = ["lender", "open_with", "prefix"]
 
@@ -41,12 +36,12 @@ else:
     from tests.mooncake.pools import Pool
 
 
-def pytest_report_header() -> list[str]:
+def pytest_report_header():
     return [] if WHY is None else [f"tests/mooncake is left out: {WHY} (tests/remote/run)"]
 
 
 @pytest.fixture(scope="session")
-def pool(outside: None, tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Pool]":
+def pool(outside, tmp_path_factory):
     """Start the shared pool."""
     pool = Pool(tmp_path_factory.mktemp("mooncake"))
     pool.add_owner()
@@ -55,11 +50,11 @@ def pool(outside: None, tmp_path_factory: pytest.TempPathFactory) -> "Iterator[P
 
 
 @pytest.fixture
-def own_pool(outside: None, tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Callable[..., Pool]]":
+def own_pool(outside, tmp_path_factory):
     """Start pools that belong to the test."""
     pools: list[Pool] = []
 
-    def own_pool(**fields: Any) -> Pool:
+    def own_pool(**fields):
         pools.append(Pool(tmp_path_factory.mktemp("mooncake"), **fields))
         return pools[-1]
 
@@ -69,15 +64,15 @@ def own_pool(outside: None, tmp_path_factory: pytest.TempPathFactory) -> "Iterat
 
 
 @pytest.fixture(scope="session")
-def shared_clients() -> "Iterator[Callable[..., PoolClient]]":
+def shared_clients():
     """Create one client for each master."""
     clients: dict[MooncakeOptions, PoolClient] = {}
 
     class Shared(PoolClient):
-        def close(self) -> None:
+        def close(self):
             """Stay open for the next test."""
 
-    def shared(options: MooncakeOptions, tier_name: str) -> PoolClient:
+    def shared(options, tier_name):
         found = MooncakeOptions(
             master=options.master, tenant=options.tenant, replicas=options.replicas, timeout_s=TIMEOUT_S
         )
@@ -92,28 +87,28 @@ def shared_clients() -> "Iterator[Callable[..., PoolClient]]":
 
 
 @pytest.fixture
-def client(shared_clients: "Callable[..., PoolClient]", pool: "Pool") -> "PoolClient":
+def client(shared_clients, pool):
     """Return a client that writes to the pool beside the tier."""
     return shared_clients(MooncakeOptions(master=pool.address), "the test's")
 
 
 @pytest.fixture
-def opened(prefix: str, pool: "Pool", shared_clients: "Callable[..., PoolClient]", monkeypatch, open_with):
+def opened(prefix, pool, shared_clients, monkeypatch, open_with):
     """Open tiers of the pool that nobody breaks."""
     monkeypatch.setattr(backend, "connect", shared_clients)
 
-    async def opened(**fields: Any) -> MooncakeBackend:
+    async def opened(**fields):
         return await open_with(MooncakeBackend, **{"master": pool.address, "prefix": prefix, **fields})
 
     return opened
 
 
 @pytest.fixture
-def opened_alone(prefix: str, open_with, monkeypatch):
+def opened_alone(prefix, open_with, monkeypatch):
     """Open tiers with clients of their own, on pools that belong to the test."""
     monkeypatch.setattr("tests.remote.tiers.CLOSE_S", 0.0)
 
-    async def opened_alone(pool: "Pool", **fields: Any) -> MooncakeBackend:
+    async def opened_alone(pool, **fields):
         given = {"master": pool.address, "prefix": prefix, "timeout_s": TIMEOUT_S, **fields}
         return await open_with(MooncakeBackend, **given)
 
@@ -126,7 +121,7 @@ def open_tier(opened):
 
 
 @pytest.fixture
-def stored(client: "PoolClient", prefix: str) -> "Values":
+def stored(client, prefix):
     from tests.remote.mooncake import Values
 
     return Values(client, prefix, tier_context(CHUNK_BYTES).mapper, CHUNK_BYTES + SEAL_BYTES)

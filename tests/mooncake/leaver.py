@@ -10,7 +10,7 @@ from kvtier_backends.mooncake import MooncakeBackend, MooncakeOptions
 CHUNK_BYTES = 16_384
 
 
-async def leave(master: str, prefix: str) -> None:
+async def leave(master, prefix):
     lender, keys = Lender(CHUNK_BYTES), keys_of(16)
     tier = await MooncakeBackend.open(
         MooncakeOptions(master=master, prefix=prefix, timeout_s=60), tier_context(CHUNK_BYTES)
@@ -24,7 +24,7 @@ async def leave(master: str, prefix: str) -> None:
     await call
 
 
-def say(what: str) -> None:
+def say(what):
     sys.stdout.write(f"{what}\n")
     sys.stdout.flush()
 

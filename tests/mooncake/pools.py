@@ -13,7 +13,7 @@ __all__ = ["PATIENCE_S", "Pool", "Program", "folder", "free_port", "until"]
 OWNER_BYTES = 256 << 20
 
 
-def folder() -> Path:
+def folder():
     """Return where the programs are: the commands on the path start Python first."""
     found = importlib.util.find_spec("mooncake")
     assert found is not None
@@ -24,14 +24,14 @@ def folder() -> Path:
 class Program(ServerProcess):
     """One of Mooncake's programs."""
 
-    def __init__(self, log: Path, *command: object, **environment: str) -> None:
+    def __init__(self, log, *command, **environment):
         super().__init__([str(word) for word in command], log, environment)
 
 
 class Pool:
     """A master and its owners."""
 
-    def __init__(self, place: Path, *, client_ttl_s: int = 10, lease_s: int = 1) -> None:
+    def __init__(self, place, *, client_ttl_s=10, lease_s=1):
         self._place = place
         self._lease_s = lease_s
         self._client_ttl_s = client_ttl_s
@@ -40,7 +40,7 @@ class Pool:
         self.owners: list[Program] = []
         self.master = self.start_master()
 
-    def start_master(self) -> Program:
+    def start_master(self):
         """Start the master, again after it was killed: where it was."""
         self.master = Program(
             self._place / "master.log",
@@ -56,7 +56,7 @@ class Pool:
         until(lambda: self._listens(self.port) and self._listens(self._metrics_port))
         return self.master
 
-    def add_owner(self, size_bytes: int = OWNER_BYTES) -> Program:
+    def add_owner(self, size_bytes=OWNER_BYTES):
         before = set(self.segments())
         owner = Program(
             self._place / f"owner{len(self.owners)}.log",
@@ -74,18 +74,18 @@ class Pool:
         until(lambda: set(self.segments()) - before)
         return owner
 
-    def segments(self) -> list[str]:
+    def segments(self):
         """Return what the master knows of owners."""
         about = f"http://127.0.0.1:{self._metrics_port}/get_all_segments"
         with suppress(OSError), urllib.request.urlopen(about, timeout=PATIENCE_S) as answer:
             return [line for line in answer.read().decode().splitlines() if line.strip()]
         return []
 
-    def close(self) -> None:
+    def close(self):
         for program in [*self.owners, self.master]:
             program.kill()
 
-    def _listens(self, port: int) -> bool:
+    def _listens(self, port):
         self.master.check()
         with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S):
             return True

@@ -14,7 +14,7 @@ from tests.remote.tiers import CHUNK_BYTES
 class Answers(PoolClient):
     """A client that asks nobody, and has one answer."""
 
-    def __init__(self, code: int, removal: int = 0) -> None:
+    def __init__(self, code, removal=0):
         self._code = code
         self._removal = removal
         self.removed: list[str] = []
@@ -29,13 +29,13 @@ class Answers(PoolClient):
         self.removed += names
         return [self._removal] * len(names)
 
-    def close(self) -> None:
+    def close(self):
         """There is nothing to close."""
 
 
 @pytest.fixture
 async def answering(opened, monkeypatch):
-    async def answering(code: int, removal: int = 0):
+    async def answering(code, removal=0):
         answers = Answers(code, removal)
         monkeypatch.setattr(backend, "connect", lambda options, tier_name: answers)
         return await opened(), answers
@@ -60,7 +60,7 @@ async def answering(opened, monkeypatch):
         (-12345, TransferFailed, TransferFailed, 1),
     ],
 )
-async def test_each_code_has_its_outcome(answering, lender, code, loaded, stored, retired) -> None:
+async def test_each_code_has_its_outcome(answering, lender, code, loaded, stored, retired):
     tier, answers = await answering(code)
     key = key_of(0)
     (read,) = lender.reads([key])
@@ -73,14 +73,14 @@ async def test_each_code_has_its_outcome(answering, lender, code, loaded, stored
 
 
 @pytest.mark.parametrize("removal", [-600, -706, -708, -714, -800, -12345, 0, -703, -704])
-async def test_only_a_chunk_that_the_pool_keeps_fails_the_deletion(answering, removal) -> None:
+async def test_only_a_chunk_that_the_pool_keeps_fails_the_deletion(answering, removal):
     tier, _ = await answering(0, removal)
     told = f"2 of 2 chunks are not deleted: Mooncake answers {removal}"
     with nullcontext() if removal in (0, -703, -704) else pytest.raises(BackendUnavailable, match=told):
         await tier.delete([key_of(0), key_of(1)])
 
 
-def test_an_unknown_code_is_a_transfer_that_may_continue() -> None:
+def test_an_unknown_code_is_a_transfer_that_may_continue():
     assert meaning_of(-1) is Meaning.FAILED
     assert not has_ended(-1)
     assert has_ended(CHUNK_BYTES)

@@ -1,7 +1,5 @@
 """The mooncake tier keeps the contract on a real pool, with its defaults and with every option changed."""
 
-from typing import Any
-
 import pytest
 
 from tests.remote.suites import KEYS, DamagedValues, RemoteSuites
@@ -15,7 +13,7 @@ class TestMooncakeWithEveryOptionChanged(RemoteSuites):
     """Encrypted, a chunk at a time, for another tenant."""
 
     @pytest.fixture
-    def fields(self, monkeypatch) -> dict[str, Any]:
+    def fields(self, monkeypatch):
         monkeypatch.setenv(KEYS, "ab" * 32)
         return {
             "seal": "aes-256-gcm",

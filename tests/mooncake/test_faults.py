@@ -6,10 +6,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -28,14 +27,14 @@ LARGE_BYTES = 1 << 20  # What takes more than one read of a socket.
 
 
 @pytest.fixture
-def entered(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def entered(monkeypatch):
     """Count how often Mooncake's own calls are entered."""
     counts = Counter[str]()
 
-    def counted(name: str) -> Callable[..., list[int]]:
+    def counted(name):
         call = getattr(PoolClient, name)
 
-        def count(*arguments: Any) -> list[int]:
+        def count(*arguments):
             counts[name] += 1
             return call(*arguments)
 
@@ -56,8 +55,8 @@ class Alone(NamedTuple):
 
 
 @pytest.fixture
-def alone(own_pool, opened_alone, lender) -> Callable[..., Awaitable[Alone]]:
-    async def alone(chunks: int = 64, *, client_ttl_s: int = 10, owners: int = 1, **fields: Any) -> Alone:
+def alone(own_pool, opened_alone, lender):
+    async def alone(chunks=64, *, client_ttl_s=10, owners=1, **fields):
         pool = own_pool(client_ttl_s=client_ttl_s)
         owner, *_ = [pool.add_owner() for _ in range(owners)]
         tier, keys = await opened_alone(pool, **fields), keys_of(chunks)
@@ -67,7 +66,7 @@ def alone(own_pool, opened_alone, lender) -> Callable[..., Awaitable[Alone]]:
     return alone
 
 
-async def test_a_mixture_beside_stores_is_never_taken_for_a_chunk(opened, lender) -> None:
+async def test_a_mixture_beside_stores_is_never_taken_for_a_chunk(opened, lender):
     """And what was stored is there in the end: a mixture is no reason to remove what is just being stored."""
     lender = Lender(LARGE_BYTES)
     tier, keys = await opened(chunk_bytes=LARGE_BYTES), keys_of(8)
@@ -90,7 +89,7 @@ async def test_a_mixture_beside_stores_is_never_taken_for_a_chunk(opened, lender
     lender.take_back()
 
 
-async def test_a_killed_owner_costs_its_chunks_and_another_one_is_used(alone, lender) -> None:
+async def test_a_killed_owner_costs_its_chunks_and_another_one_is_used(alone, lender):
     pool, owner, tier, keys = await alone(client_ttl_s=2)
     owner.kill()
     assert set(await lender.recall(tier, keys)) <= {"TransferFailed", "ChunkMissing"}  # The latter once it is dropped.
@@ -102,7 +101,7 @@ async def test_a_killed_owner_costs_its_chunks_and_another_one_is_used(alone, le
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-async def test_a_dead_owner_of_two_costs_its_share_or_with_replicas_nothing(alone, lender, replicas) -> None:
+async def test_a_dead_owner_of_two_costs_its_share_or_with_replicas_nothing(alone, lender, replicas):
     pool, owner, tier, keys = await alone(client_ttl_s=2, owners=2, replicas=replicas)
     owner.kill()
     until(lambda: len(pool.segments()) == 1)
@@ -114,7 +113,7 @@ async def test_a_dead_owner_of_two_costs_its_share_or_with_replicas_nothing(alon
 
 
 @pytest.mark.parametrize("operation", ["load", "store"])
-async def test_an_owner_that_hangs_fails_calls_in_time_and_no_row_is_used_later(alone, lender, operation) -> None:
+async def test_an_owner_that_hangs_fails_calls_in_time_and_no_row_is_used_later(alone, lender, operation):
     _, owner, tier, keys = await alone()
     chunks = lender.reads(keys) if operation == "load" else lender.writes(keys, version=1)
     owner.signal(signal.SIGSTOP)
@@ -137,7 +136,7 @@ async def test_an_owner_that_hangs_fails_calls_in_time_and_no_row_is_used_later(
     assert lender.guards_are_intact()
 
 
-async def test_a_hung_call_delays_no_load_of_other_chunks(alone, opened_alone, lender) -> None:
+async def test_a_hung_call_delays_no_load_of_other_chunks(alone, opened_alone, lender):
     """Though Mooncake gets one call at a time, and this one is not over."""
     pool, owner, _, keys = await alone(16, client_ttl_s=60, owners=2)
     tier = await opened_alone(pool, timeout_s=0.3)
@@ -151,7 +150,7 @@ async def test_a_hung_call_delays_no_load_of_other_chunks(alone, opened_alone, l
     await recovers(tier, lender, keys)
 
 
-async def test_a_late_call_that_ends_well_after_all_gives_its_memory_back(own_pool, opened_alone, lender) -> None:
+async def test_a_late_call_that_ends_well_after_all_gives_its_memory_back(own_pool, opened_alone, lender):
     """Its slots are retired, and as often as an owner hangs there are more of them."""
     pool, keys = own_pool(client_ttl_s=60), keys_of(16)
     owner = pool.add_owner()
@@ -166,7 +165,7 @@ async def test_a_late_call_that_ends_well_after_all_gives_its_memory_back(own_po
     until(lambda: not any(map(any, staging._kept)))
 
 
-async def test_a_cancelled_call_to_a_hung_owner_ends_with_its_time_out(alone, lender) -> None:
+async def test_a_cancelled_call_to_a_hung_owner_ends_with_its_time_out(alone, lender):
     _, owner, tier, keys = await alone()
     owner.signal(signal.SIGSTOP)
     call = asyncio.create_task(tier.load(lender.reads(keys)))
@@ -179,7 +178,7 @@ async def test_a_cancelled_call_to_a_hung_owner_ends_with_its_time_out(alone, le
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-async def test_a_master_that_is_away_is_unavailable_in_time_and_used_again(alone, lender, hangs) -> None:
+async def test_a_master_that_is_away_is_unavailable_in_time_and_used_again(alone, lender, hangs):
     pool, _, tier, keys = await alone(20)
     if hangs:
         pool.master.signal(signal.SIGSTOP)
@@ -198,7 +197,7 @@ async def test_a_master_that_is_away_is_unavailable_in_time_and_used_again(alone
     await recovers(tier, lender, keys)
 
 
-async def test_waiting_calls_do_not_retry_a_master_found_dead(alone, lender, entered) -> None:
+async def test_waiting_calls_do_not_retry_a_master_found_dead(alone, lender, entered):
     pool, _, tier, keys = await alone(12, timeout_s=PATIENCE_S)
     pool.master.kill()
     for _ in range(2):  # Those that begin after it was found try anew.
@@ -215,7 +214,7 @@ async def test_waiting_calls_do_not_retry_a_master_found_dead(alone, lender, ent
     await recovers(tier, lender, keys)
 
 
-async def test_calls_behind_a_late_call_fail_with_it(alone, lender, entered) -> None:
+async def test_calls_behind_a_late_call_fail_with_it(alone, lender, entered):
     _, owner, tier, keys = await alone(12, timeout_s=TIMEOUT_S / 2)
     entered.clear()
     owner.signal(signal.SIGSTOP)
@@ -229,14 +228,14 @@ async def test_calls_behind_a_late_call_fail_with_it(alone, lender, entered) -> 
     await recovers(tier, lender, keys)
 
 
-async def test_a_call_waits_its_time_for_a_turn_and_then_has_its_time(alone, lender, entered, monkeypatch) -> None:
+async def test_a_call_waits_its_time_for_a_turn_and_then_has_its_time(alone, lender, entered, monkeypatch):
     """Behind a slow client: a call with a turn in time is not late, and one without holds its rows no longer."""
     timeout_s = 4.0
     *_, tier, keys = await alone(6, timeout_s=timeout_s)
     get, began = PoolClient.get, list[float]()
     inside_s = iter([timeout_s / 2, timeout_s * 1.1])  # From the first entry on.
 
-    def slow(*arguments: Any) -> list[int]:
+    def slow(*arguments):
         began.append(time.monotonic())
         time.sleep(max(0.0, began[0] + next(inside_s, 0.0) - time.monotonic()))
         return get(*arguments)
@@ -251,14 +250,14 @@ async def test_a_call_waits_its_time_for_a_turn_and_then_has_its_time(alone, len
     assert await lender.recall(tier, keys) == [label(key) for key in keys]
 
 
-async def test_a_tier_without_its_master_does_not_open(own_pool, opened_alone) -> None:
+async def test_a_tier_without_its_master_does_not_open(own_pool, opened_alone):
     pool = own_pool()
     pool.master.kill()
     with pytest.raises(BackendUnavailable, match=f"0:tested: the master {pool.address} does not answer"):
         await opened_alone(pool)
 
 
-async def test_closing_gives_up_calls_that_hang_or_wait_and_leaves_no_row(alone, lender) -> None:
+async def test_closing_gives_up_calls_that_hang_or_wait_and_leaves_no_row(alone, lender):
     _, owner, tier, keys = await alone(timeout_s=PATIENCE_S)
     owner.signal(signal.SIGSTOP)
     calls = [asyncio.create_task(tier.load(lender.reads(keys))) for _ in range(4)]
@@ -269,7 +268,7 @@ async def test_closing_gives_up_calls_that_hang_or_wait_and_leaves_no_row(alone,
     assert lender.take_back()
 
 
-async def test_closing_amid_a_hang_crashes_nothing(own_pool, prefix) -> None:
+async def test_closing_amid_a_hang_crashes_nothing(own_pool, prefix):
     """In a process that ends as the runner's does: at once. A C++ destructor would wait for nobody, and crash."""
     pool = own_pool()
     owner = pool.add_owner()

@@ -1,9 +1,7 @@
 """The examples of a fleet on Mooncake: their command lines start a pool that engines as they are configured share."""
 
 import urllib.request
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +12,7 @@ from tests.mooncake.pools import Program, folder, free_port, until
 
 
 @pytest.fixture
-def programs() -> Iterator[ExitStack]:
+def programs():
     with ExitStack() as programs:
         yield programs
 
@@ -43,7 +41,7 @@ async def test_a_pool_as_it_is_started_serves_engines_as_they_are_configured(pat
         assert await found(another, range(32)) == 32
 
 
-def start(command: list[str], programs: ExitStack, log: Path, **changed: object) -> None:
+def start(command, programs, log, **changed):
     """Start one as the example does, but for addresses and sizes, which it must have given."""
     program, *arguments = command
     given = dict(argument.removeprefix("--").split("=", 1) for argument in arguments)
@@ -53,7 +51,7 @@ def start(command: list[str], programs: ExitStack, log: Path, **changed: object)
     programs.callback(started.kill)
 
 
-def healthy(port: int) -> bool:
+def healthy(port):
     """Ask as the examples' probes do."""
     with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=10) as answer:
         return bool(answer.status == 200)

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
@@ -40,12 +39,12 @@ except Exception as error:
         ({"seal": "aes-256-gcm"}, "seal: 'aes-256-gcm' given, which needs either"),
     ],
 )
-def test_options_that_cannot_be_used_are_refused_by_name(options: dict[str, Any], told: str) -> None:
+def test_options_that_cannot_be_used_are_refused_by_name(options, told):
     with pytest.raises(ConfigError, match=re.escape(told)):
         MooncakeOptions(**options)
 
 
-def test_mooncakes_own_time_outs_follow_ours() -> None:
+def test_mooncakes_own_time_outs_follow_ours():
     assert environment(MooncakeOptions(timeout_s=2.5, local_host="10.0.0.1")) == {
         "MC_TCP_STATUS_TIMEOUT_SEC": "2",
         "MC_TCP_PROGRESS_TIMEOUT_SEC": "2",
@@ -57,7 +56,7 @@ def test_mooncakes_own_time_outs_follow_ours() -> None:
     assert environment(MooncakeOptions(timeout_s=0.25))["MC_TCP_STATUS_TIMEOUT_SEC"] == "1"
 
 
-def test_only_the_runners_own_process_is_accepted() -> None:
+def test_only_the_runners_own_process_is_accepted():
     config = {"cpu_bytes_to_use": "1MiB", "chunk_bytes": 4_096, "secondary_tiers": [{"type": "mooncake"}]}
     told = "runner: 'inline' given, 'process' accepted with secondary_tiers[0] of type 'mooncake'"
     with pytest.raises(ConfigError, match=re.escape(told)):
@@ -66,20 +65,20 @@ def test_only_the_runners_own_process_is_accepted() -> None:
     assert tier.locality == "REMOTE"
 
 
-async def test_staging_that_holds_no_chunk_is_refused_by_name() -> None:
+async def test_staging_that_holds_no_chunk_is_refused_by_name():
     options = MooncakeOptions(staging_bytes=2 * 4_096)
     with pytest.raises(ConfigError, match="staging_bytes: 8,192 bytes given, at least 8,448 accepted"):
         await MooncakeBackend.open(options, tier_context(4_096))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mooncake") is not None, reason="it is installed here")
-async def test_a_missing_package_is_reported_by_name() -> None:
+async def test_a_missing_package_is_reported_by_name():
     with pytest.raises(ConfigError, match=r"mooncake-transfer-engine-non-cuda: pip install 'kvtier\[mooncake\]'"):
         await MooncakeBackend.open(MooncakeOptions(), tier_context(4_096))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mooncake") is None, reason="it is not installed here")
-def test_a_missing_system_library_is_reported_with_its_package(outside: None) -> None:
+def test_a_missing_system_library_is_reported_with_its_package(outside):
     without = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
     told = subprocess.run([sys.executable, "-c", OPENS], env=without, capture_output=True, text=True, check=True).stdout
     if told.startswith("BackendUnavailable"):

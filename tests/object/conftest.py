@@ -2,22 +2,15 @@
 
 import os
 import uuid
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvtier_backends.object import ObjectBackend
-from tests.remote.servers import PATIENCE_S, Proxy
+from tests.remote.servers import PATIENCE_S
 from tests.remote.tiers import lender, open_with, proxy
-
-if TYPE_CHECKING:
-    from tests.object.servers import MotoServer, S3Server
-    from tests.remote.object import Objects
 
 __all__ = ["lender", "open_with", "proxy"]
 
@@ -28,13 +21,13 @@ QUICK = {"timeout_s": 2.0}  # These tests wait for the time-outs.
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "kvtier-test", "AWS_SECRET_ACCESS_KEY": "kvtier-test-secret"}
 
 
-def pytest_report_header() -> list[str]:
+def pytest_report_header():
     told = "tests/object is left out, but for its options: moto is not installed here (tests/remote/run has it)"
     return [told] if WITHOUT_MOTO else []
 
 
 @pytest.fixture(scope="session")
-def server(outside: None, tmp_path_factory: pytest.TempPathFactory) -> "Iterator[S3Server]":
+def server(outside, tmp_path_factory):
     from tests.object.servers import MotoServer, S3Server
 
     if (given := S3Server.outside()) is not None:
@@ -46,7 +39,7 @@ def server(outside: None, tmp_path_factory: pytest.TempPathFactory) -> "Iterator
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def environment(monkeypatch):
     """Keep only the tests' own credentials in the environment, unless it names the server, too."""
     if "KVTIER_S3_ENDPOINT" not in os.environ:
         for name in [name for name in os.environ if name.startswith("AWS_")]:
@@ -56,13 +49,13 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def own_server(outside: None, tmp_path: Path) -> "Iterator[Callable[..., MotoServer]]":
+def own_server(outside, tmp_path):
     """Start servers that belong to the test."""
     from tests.object.servers import MotoServer
 
     with ExitStack() as servers:
 
-        def own_server(**fields: Any) -> MotoServer:
+        def own_server(**fields):
             server = MotoServer(tmp_path, CREDENTIALS, **fields)
             servers.callback(server.kill)
             return server.start()
@@ -71,7 +64,7 @@ def own_server(outside: None, tmp_path: Path) -> "Iterator[Callable[..., MotoSer
 
 
 @pytest.fixture
-def bucket(server: "S3Server") -> Iterator[str]:
+def bucket(server):
     bucket = f"kvtier-{uuid.uuid4().hex}"
     server.client.create_bucket(Bucket=bucket)
     yield bucket
@@ -80,8 +73,8 @@ def bucket(server: "S3Server") -> Iterator[str]:
 
 
 @pytest.fixture
-def opened(server: "S3Server", bucket: str, open_with):
-    async def opened(*, prefix: str = "kv", **fields: Any) -> ObjectBackend:
+def opened(server, bucket, open_with):
+    async def opened(*, prefix="kv", **fields):
         given = {"url": f"s3://{bucket}/{prefix}", "endpoint": server.endpoint, **fields}
         return await open_with(ObjectBackend, **given)
 
@@ -94,13 +87,13 @@ def open_tier(opened):
 
 
 @pytest.fixture
-def open_by_proxy(opened, proxy: Proxy):
+def open_by_proxy(opened, proxy):
     """Open tiers without an index: every look-up is a request."""
     return partial(opened, endpoint=f"http://{proxy.address}", index_chunks=0, absent_ttl_s=0, **QUICK)
 
 
 @pytest.fixture
-def stored(server: "S3Server", bucket: str) -> "Objects":
+def stored(server, bucket):
     from tests.remote.object import Objects
 
     return Objects(server, bucket)

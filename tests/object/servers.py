@@ -2,8 +2,6 @@
 
 import os
 import sys
-from collections.abc import Mapping
-from pathlib import Path
 
 import boto3
 import botocore.config
@@ -15,7 +13,7 @@ from tests.remote.servers import PATIENCE_S, ServerProcess, free_port, until
 class S3Server:
     """A server, and a client with all rights there. `KVTIER_S3_ENDPOINT` names one that runs already."""
 
-    def __init__(self, endpoint: str, credentials: Mapping[str, str]) -> None:
+    def __init__(self, endpoint, credentials):
         self.endpoint = endpoint
         self.port = int(endpoint.rpartition(":")[2])
         self.access_key, self.secret_key = (
@@ -38,29 +36,29 @@ class S3Server:
         )
 
     @classmethod
-    def outside(cls) -> "S3Server | None":
+    def outside(cls):
         """Return the one that the environment names: endpoint, and its keys under AWS's own names."""
         if (endpoint := os.environ.get("KVTIER_S3_ENDPOINT")) is None:
             return None
         return cls(endpoint, os.environ)
 
-    def names(self, bucket: str, prefix: str = "") -> list[str]:
+    def names(self, bucket, prefix=""):
         pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
         return [about["Key"] for page in pages for about in page.get("Contents", [])]
 
-    def get(self, bucket: str, name: str) -> tuple[bytes, dict[str, str]]:
+    def get(self, bucket, name):
         found = self.client.get_object(Bucket=bucket, Key=name)
         return found["Body"].read(), found["Metadata"]
 
-    def put(self, bucket: str, name: str, body: bytes, metadata: dict[str, str] | None = None) -> None:
+    def put(self, bucket, name, body, metadata=None):
         self.client.put_object(Bucket=bucket, Key=name, Body=body, Metadata=metadata or {})
 
-    def remove(self, bucket: str, *names: str) -> None:
+    def remove(self, bucket, *names):
         for start in range(0, len(names), 1_000):
             some = [{"Key": name} for name in names[start : start + 1_000]]
             self.client.delete_objects(Bucket=bucket, Delete={"Objects": some, "Quiet": True})
 
-    def remove_bucket(self, bucket: str) -> None:
+    def remove_bucket(self, bucket):
         self.remove(bucket, *self.names(bucket))
         self.client.delete_bucket(Bucket=bucket)
 
@@ -68,18 +66,18 @@ class S3Server:
 class MotoServer(S3Server):
     """moto's server, in a process that ends with this one. It keeps nothing when it ends."""
 
-    def __init__(self, folder: Path, credentials: Mapping[str, str], port: int | None = None) -> None:
+    def __init__(self, folder, credentials, port=None):
         super().__init__(f"http://127.0.0.1:{port or free_port()}", credentials)
         self._log = folder / f"moto-{self.port}.log"
         self._process: ServerProcess | None = None
 
-    def start(self) -> "MotoServer":
+    def start(self):
         program = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
         self._process = ServerProcess(program, self._log)
         until(self._answers)
         return self
 
-    def _answers(self) -> bool:
+    def _answers(self):
         assert self._process is not None
         self._process.check()
         try:
@@ -90,11 +88,11 @@ class MotoServer(S3Server):
             return False
         return True
 
-    def signal(self, number: int) -> None:
+    def signal(self, number):
         assert self._process is not None
         self._process.signal(number)
 
-    def kill(self) -> None:
+    def kill(self):
         if self._process is not None:
             self._process.kill()
             self._process = None

@@ -1,7 +1,5 @@
 """The object tier keeps the contract on a real server, with its defaults and with every option changed."""
 
-from typing import Any
-
 import pytest
 
 from kvtier.testing.conformance import InventoryConformance
@@ -16,7 +14,7 @@ class TestObjectWithEveryOptionChanged(RemoteSuites):
     """Encrypted, one request at a time, without an index, at the bucket's top."""
 
     @pytest.fixture
-    def fields(self, monkeypatch, tmp_path, server) -> dict[str, Any]:
+    def fields(self, monkeypatch, tmp_path, server):
         monkeypatch.setenv(KEYS, "ab" * 32)
         credentials = tmp_path / "credentials"
         credentials.write_text(

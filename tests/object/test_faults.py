@@ -15,7 +15,6 @@ from kvtier.backend import SEAL_BYTES, Added, BackendUnavailable, ConfigError, O
 from kvtier.testing.conformance import Lender, key_of, keys_of, label
 from kvtier_backends.object.bucket import SEAL_NAME
 from tests.object.conftest import QUICK
-from tests.object.servers import S3Server
 from tests.remote.servers import PATIENCE_S
 from tests.remote.tiers import CHUNK_BYTES, kept, recovers
 
@@ -67,7 +66,7 @@ async def test_vllms_bare_objects_are_loaded_only_with_unverified_accept(opened,
 
 
 @pytest.mark.parametrize("seal", ["xxh3", "aes-256-gcm"])
-async def test_rows_that_take_long_to_seal_are_sealed_in_threads(opened, monkeypatch, seal) -> None:
+async def test_rows_that_take_long_to_seal_are_sealed_in_threads(opened, monkeypatch, seal):
     monkeypatch.setenv("KVTIER_TEST_KEY", "11" * 32)
     key_env = {"seal_key_env": "KVTIER_TEST_KEY"} if seal != "xxh3" else {}
     lender, keys = Lender(8 << 20), keys_of(3)
@@ -77,7 +76,7 @@ async def test_rows_that_take_long_to_seal_are_sealed_in_threads(opened, monkeyp
     lender.take_back()
 
 
-async def test_a_new_tier_answers_from_its_start_up_list(opened, server, bucket, proxy, lender) -> None:
+async def test_a_new_tier_answers_from_its_start_up_list(opened, server, bucket, proxy, lender):
     keys = keys_of(20)
     await lender.keep(await opened(), keys)
     tier = await opened(endpoint=f"http://{proxy.address}")
@@ -89,14 +88,14 @@ async def test_a_new_tier_answers_from_its_start_up_list(opened, server, bucket,
     assert await tier.probe(keys) == [True] * 20
 
 
-async def test_an_interrupted_list_continues_from_the_last_name(opened, proxy, monkeypatch) -> None:
+async def test_an_interrupted_list_continues_from_the_last_name(opened, proxy, monkeypatch):
     """More names than fit one answer; the connection ends at the second, and again."""
     monkeypatch.setattr("kvtier_backends.object.backend.LIST_RETRY_S", 0.01)
     keys, lender = keys_of(1_200), Lender(4_096)
     await lender.keep(await opened(chunk_bytes=4_096, timeout_s="1min"), keys)
     first_page, cuts = threading.Event(), [None, None]
 
-    def cut(passed: bytes) -> bytes | None:
+    def cut(passed):
         if first_page.is_set() and cuts:
             return cuts.pop()
         if b"</ListBucketResult>" in passed:
@@ -114,7 +113,7 @@ async def test_an_interrupted_list_continues_from_the_last_name(opened, proxy, m
     lender.take_back()
 
 
-async def test_another_hosts_stores_are_found_and_its_deletions_are_one_miss(opened, lender) -> None:
+async def test_another_hosts_stores_are_found_and_its_deletions_are_one_miss(opened, lender):
     ours, theirs = await opened(absent_ttl_s=0), await opened()
     keys = keys_of(3)
     assert await ours.probe(keys) == [False] * 3
@@ -130,7 +129,7 @@ async def test_another_hosts_stores_are_found_and_its_deletions_are_one_miss(ope
     assert await ours.probe(keys) == [False, False, True]
 
 
-async def test_a_missing_chunk_is_not_asked_for_again_for_absent_ttl_s(opened, proxy, lender) -> None:
+async def test_a_missing_chunk_is_not_asked_for_again_for_absent_ttl_s(opened, proxy, lender):
     tier, keys = await opened(endpoint=f"http://{proxy.address}", absent_ttl_s="1h", **QUICK), keys_of(3)
     assert await tier.probe(keys) == [False] * 3
     proxy.refuse()
@@ -156,7 +155,7 @@ async def test_a_foreign_name_that_cannot_be_listed_costs_the_list_and_nothing_e
     assert tier.counts() == {"listing_failed": 1}
 
 
-async def test_a_removed_bucket_costs_hits_until_it_is_back(opened, server, bucket, stored, lender) -> None:
+async def test_a_removed_bucket_costs_hits_until_it_is_back(opened, server, bucket, stored, lender):
     tier, keys = await kept(lender, opened(), 3)
     server.remove_bucket(bucket)
     with pytest.raises(ConfigError, match=r"url: 's3://kvtier-.*' cannot be used: 404 NoSuchBucket"):
@@ -169,7 +168,7 @@ async def test_a_removed_bucket_costs_hits_until_it_is_back(opened, server, buck
     await recovers(tier, lender, keys)
 
 
-def deny(server: S3Server, after: int) -> None:
+def deny(server, after):
     """Set the number of requests that a private server accepts without authentication."""
     address, plain = f"{server.endpoint}/moto-api/reset-auth", {"Content-Type": "text/plain"}
     asked = urllib.request.Request(address, str(after).encode(), plain, method="POST")
@@ -192,7 +191,7 @@ async def test_refused_credentials_are_a_config_error_at_the_start_and_unavailab
     assert tier.counts()["denied"] == 3
 
 
-async def test_missing_credentials_are_a_config_error_at_the_start(opened, proxy, monkeypatch) -> None:
+async def test_missing_credentials_are_a_config_error_at_the_start(opened, proxy, monkeypatch):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", f"http://{proxy.address}")  # Where a machine in a cloud has some.
@@ -201,7 +200,7 @@ async def test_missing_credentials_are_a_config_error_at_the_start(opened, proxy
         await opened()
 
 
-def says(status: str, code: str) -> Any:
+def says(status, code):
     """Return a proxy's `reply` that answers with an error."""
     body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>So it is.</Message></Error>"
     reply = f"HTTP/1.1 {status}\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
@@ -218,7 +217,7 @@ def says(status: str, code: str) -> Any:
         ("500 Internal Server Error", "InternalError", "unreachable"),
     ],
 )
-async def test_each_error_of_a_store_is_unavailable_until_it_ends(opened, proxy, lender, status, code, counted) -> None:
+async def test_each_error_of_a_store_is_unavailable_until_it_ends(opened, proxy, lender, status, code, counted):
     tier, keys = await kept(lender, opened(endpoint=f"http://{proxy.address}"), 3)
     proxy.reply = says(status, code)
     for call in (tier.load(lender.reads(keys)), tier.store(lender.writes(keys)), tier.delete(keys)):
@@ -229,7 +228,7 @@ async def test_each_error_of_a_store_is_unavailable_until_it_ends(opened, proxy,
     await recovers(tier, lender, keys)
 
 
-async def test_a_store_without_room_has_no_space_and_still_loads(opened, proxy, lender) -> None:
+async def test_a_store_without_room_has_no_space_and_still_loads(opened, proxy, lender):
     tier, keys = await kept(lender, opened(endpoint=f"http://{proxy.address}"), 3)
     proxy.reply = says("507 Insufficient Storage", "XMinioStorageFull")
     outcomes = await tier.store(lender.writes(keys))
@@ -239,7 +238,7 @@ async def test_a_store_without_room_has_no_space_and_still_loads(opened, proxy, 
     assert await lender.recall(tier, keys) == [label(key) for key in keys]
 
 
-async def test_a_store_that_is_busy_for_a_moment_is_retried(opened, proxy, lender) -> None:
+async def test_a_store_that_is_busy_for_a_moment_is_retried(opened, proxy, lender):
     tier, keys, busy = await opened(endpoint=f"http://{proxy.address}"), keys_of(3), says("503 Slow Down", "SlowDown")
     await lender.keep(tier, keys)
     left = [True]
@@ -254,7 +253,7 @@ async def test_a_connection_that_has_died_silently_costs_time_and_nothing_else(o
     tier, keys = await kept(lender, opened(endpoint=f"http://{proxy.address}", **UNKNOWN, timeout_s=4), 1)
     first, ended = [True], threading.Event()
 
-    def swallow(passed: bytes) -> bytes | None:
+    def swallow(passed):
         return passed if not first or ended.wait(PATIENCE_S * first.pop()) else None
 
     proxy.reply = swallow
@@ -264,7 +263,7 @@ async def test_a_connection_that_has_died_silently_costs_time_and_nothing_else(o
     ended.set()
 
 
-async def test_a_body_cut_in_the_middle_is_no_chunk(opened, proxy, lender) -> None:
+async def test_a_body_cut_in_the_middle_is_no_chunk(opened, proxy, lender):
     """The connection ends behind half of it, each time it is tried."""
     tier, keys = await opened(endpoint=f"http://{proxy.address}", requests=1, **QUICK), keys_of(3)
     await lender.keep(await opened(), keys)
@@ -276,7 +275,7 @@ async def test_a_body_cut_in_the_middle_is_no_chunk(opened, proxy, lender) -> No
     await recovers(tier, lender, keys)
 
 
-async def test_a_tier_that_does_not_open_leaves_no_thread(opened, proxy) -> None:
+async def test_a_tier_that_does_not_open_leaves_no_thread(opened, proxy):
     before = {thread.name for thread in threading.enumerate()}
     proxy.refuse()
     with pytest.raises(BackendUnavailable):

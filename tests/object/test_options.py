@@ -1,7 +1,6 @@
 """An object tier's options, the names of its chunks, and what a store's errors mean: no server is asked."""
 
 import re
-from typing import Any
 
 import pytest
 from obstore.exceptions import GenericError, InvalidPathError, PermissionDeniedError
@@ -24,7 +23,7 @@ from kvtier_backends.object.options import Bucket
         ("az://container/caché", Bucket("az", "container", "caché/")),
     ],
 )
-def test_a_url_names_a_bucket_and_a_prefix(url: str, target: Bucket) -> None:
+def test_a_url_names_a_bucket_and_a_prefix(url, target):
     assert ObjectOptions(url=url).target() == target
 
 
@@ -54,13 +53,13 @@ def test_a_url_names_a_bucket_and_a_prefix(url: str, target: Bucket) -> None:
         ({"requests": 0}, "requests: 0 given"),
     ],
 )
-def test_options_that_cannot_be_used_are_refused_by_name(options: dict[str, Any], told: str) -> None:
+def test_options_that_cannot_be_used_are_refused_by_name(options, told):
     with pytest.raises((ConfigError, TypeError), match=re.escape(told)) as refused:
         ObjectOptions(**{"url": "s3://bucket", **options})
     assert "secret" not in str(refused.value)
 
 
-def test_a_credentials_file_that_cannot_be_used_is_named_and_not_shown(tmp_path) -> None:
+def test_a_credentials_file_that_cannot_be_used_is_named_and_not_shown(tmp_path):
     path = tmp_path / "credentials"
     for written, told in (
         (None, "the file cannot be read: No such file"),
@@ -77,14 +76,14 @@ def test_a_credentials_file_that_cannot_be_used_is_named_and_not_shown(tmp_path)
         assert "s3cret" not in str(refused.value)
 
 
-def test_every_kind_of_bucket_has_a_store(monkeypatch) -> None:
+def test_every_kind_of_bucket_has_a_store(monkeypatch):
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "mine")
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "a2V5")
     for fields in ({"url": "s3://bucket"}, {"url": "gs://bucket"}, {"url": "az://container"}):
         make_store(ObjectOptions(**fields))
 
 
-def test_names_are_those_of_vllms_own_object_tier() -> None:
+def test_names_are_those_of_vllms_own_object_tier():
     """vLLM 0.33 asks for `kv//<folder>`, and NIXL 1.5.1 sends one slash: seen on a server."""
     mapper = FileMapper(tier_context(4_096).mapper.namespace)
     names, top = ObjectNames("kv/", mapper), ObjectNames("", mapper)
@@ -94,7 +93,7 @@ def test_names_are_those_of_vllms_own_object_tier() -> None:
 
 
 @pytest.mark.parametrize("length", [4, 5, 6, 7, 36, 100])
-def test_every_key_that_fits_has_a_name_that_every_store_takes_and_that_leads_back(length: int) -> None:
+def test_every_key_that_fits_has_a_name_that_every_store_takes_and_that_leads_back(length):
     names = ObjectNames("a/b/", tier_context(4_096).mapper)
     for length_now in (length, names.key_bytes_max):
         key = key_of(3)[:1] * (length_now - 4) + b"\xff\xff\xff\xff"
@@ -106,7 +105,7 @@ def test_every_key_that_fits_has_a_name_that_every_store_takes_and_that_leads_ba
     assert names.key(names.name(key_of(1))[1:]) is None
 
 
-def _xml(status: str, code: str) -> str:
+def _xml(status, code):
     return (
         f"Object at location x not found: Error performing GET http://h/b/x?X-Amz-Signature=s3cret in 1ms - Server "
         f"returned non-2xx status code: {status}: <?xml version='1.0'?><Error><Code>{code}</Code><Message>It says so."
@@ -135,7 +134,7 @@ def _xml(status: str, code: str) -> str:
         (ValueError, 'Could not parse path: Path "a//b" contained empty path segment', "NAME"),
     ],
 )
-def test_each_error_of_a_store_has_its_kind_and_shows_no_secret(error_type, words, kind) -> None:
+def test_each_error_of_a_store_has_its_kind_and_shows_no_secret(error_type, words, kind):
     trouble = trouble_of(error_type(words))
     assert trouble.kind is TroubleKind[kind]
     assert trouble.why
@@ -143,7 +142,7 @@ def test_each_error_of_a_store_has_its_kind_and_shows_no_secret(error_type, word
     assert "\n" not in trouble.why
 
 
-async def test_the_index_keeps_known_keys_and_forgets_absent_ones() -> None:
+async def test_the_index_keeps_known_keys_and_forgets_absent_ones():
     now = [0.0]
     index, keys = BucketIndex(2, 5.0, lambda: now[0]), [key_of(number) for number in range(5)]
     index.there(keys[0])
@@ -158,7 +157,7 @@ async def test_the_index_keeps_known_keys_and_forgets_absent_ones() -> None:
     assert index.knows(keys[1:2]) == [None]
 
 
-async def test_a_listing_does_not_restore_chunks_deleted_meanwhile() -> None:
+async def test_a_listing_does_not_restore_chunks_deleted_meanwhile():
     index, key = BucketIndex(10, 0.0, lambda: 0.0), key_of(1)
     index.there(key)
     index.deleted(key)

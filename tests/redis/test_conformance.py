@@ -1,7 +1,6 @@
 """The redis tier keeps the contract on a real server, with its defaults and with every option changed."""
 
 from functools import partial
-from typing import Any
 
 import pytest
 
@@ -20,7 +19,7 @@ class TestRedisWithEveryOptionChanged(RemoteSuites):
         return partial(opened, server.address, another_server.address, path="/1")
 
     @pytest.fixture
-    def fields(self, monkeypatch) -> dict[str, Any]:
+    def fields(self, monkeypatch):
         monkeypatch.setenv(KEYS, "ab" * 32)
         return {"seal": "aes-256-gcm", "seal_key_env": KEYS, "window_bytes": 1, "lanes": 1, "ttl_s": "1h"}
 

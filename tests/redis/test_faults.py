@@ -6,7 +6,6 @@ import signal
 import socket
 import threading
 from contextlib import suppress
-from typing import Any
 
 import pytest
 
@@ -14,14 +13,14 @@ from kvtier.backend import SEAL_BYTES, Abandoned, BackendUnavailable, lending
 from kvtier.errors import cause_of
 from kvtier.testing.conformance import key_of, keys_of, label
 from tests.redis.conftest import QUICK
-from tests.redis.servers import PATIENCE_S, RedisServer, until
+from tests.redis.servers import PATIENCE_S, until
 from tests.remote.tiers import CHUNK_BYTES, kept, recovers, used_again
 
 NO_FAMILY = 200  # Beyond Linux's AF_MAX.
 
 
 @pytest.mark.parametrize("words", [["RPUSH", b"a"], ["HSET", b"a", b"b"]])
-async def test_a_value_of_another_type_is_corrupt_and_is_replaced(opened, server, stored, lender, words) -> None:
+async def test_a_value_of_another_type_is_corrupt_and_is_replaced(opened, server, stored, lender, words):
     tier, (key,) = await kept(lender, opened(server.address), 1)
     server.ask("DEL", stored.name(key))
     server.ask(words[0], stored.name(key), *words[1:])
@@ -31,7 +30,7 @@ async def test_a_value_of_another_type_is_corrupt_and_is_replaced(opened, server
     assert await lender.recall(tier, [key]) == [label(key)]
 
 
-async def test_chunks_expire_after_their_ttl(opened, server, stored, lender) -> None:
+async def test_chunks_expire_after_their_ttl(opened, server, stored, lender):
     tier, (key,) = await kept(lender, opened(server.address, ttl_s="1h"), 1)
     name = stored.name(key)
     assert 3_500_000 < server.ask("PTTL", name) <= 3_600_000
@@ -61,11 +60,11 @@ async def test_a_server_that_refuses_is_unavailable_until_it_accepts(opened, own
     await recovers(tier, lender, keys)
 
 
-async def test_a_tier_that_cannot_start_its_threads_leaves_none(opened, server, monkeypatch) -> None:
+async def test_a_tier_that_cannot_start_its_threads_leaves_none(opened, server, monkeypatch):
     """Those for stores are the last."""
     before, start = set(threading.enumerate()), lending.start_thread
 
-    def started(thread: threading.Thread) -> None:
+    def started(thread):
         if "-store-" in thread.name:
             raise RuntimeError("can't start new thread")
         start(thread)
@@ -98,7 +97,7 @@ async def test_a_tier_that_cannot_start_its_threads_leaves_none(opened, server, 
         ("ASK 3999 127.0.0.1:1", None),
     ],
 )
-async def test_each_error_of_a_server_has_its_outcome(opened, proxy, lender, answer, told) -> None:
+async def test_each_error_of_a_server_has_its_outcome(opened, proxy, lender, answer, told):
     """A chunk's own is its outcome; one of the whole server makes the tier unavailable, until it is over."""
     tier, key = await opened(proxy.address, **QUICK), key_of(1)
     proxy.reply = lambda passed: f"-{answer}\r\n".encode()
@@ -114,7 +113,7 @@ async def test_each_error_of_a_server_has_its_outcome(opened, proxy, lender, ans
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b":1\r\n", b"*0\r\n", b"$x\r\n", b"x" * 9_000])
-async def test_a_server_of_another_protocol_is_unavailable(opened, proxy, lender, answer) -> None:
+async def test_a_server_of_another_protocol_is_unavailable(opened, proxy, lender, answer):
     tier, (key,) = await kept(lender, opened(proxy.address, **QUICK), 1)
     proxy.reply = lambda passed: answer
     reads = lender.reads([key])
@@ -127,7 +126,7 @@ async def test_a_server_of_another_protocol_is_unavailable(opened, proxy, lender
     await recovers(tier, lender, [key])
 
 
-async def test_an_unrequested_reply_answers_nothing(opened, proxy, lender) -> None:
+async def test_an_unrequested_reply_answers_nothing(opened, proxy, lender):
     """Neither one that has been read with another's, nor one that comes when the connection is idle."""
     tier, keys = await opened(proxy.address), keys_of(4)
     for surplus in (b":1\r\n", b"+OK\r\n", b"$-1\r\n"):
@@ -140,11 +139,11 @@ async def test_an_unrequested_reply_answers_nothing(opened, proxy, lender) -> No
 
 
 @pytest.mark.parametrize("passed_bytes", [3, (CHUNK_BYTES + SEAL_BYTES) // 2, 5 * (CHUNK_BYTES + SEAL_BYTES) + 7])
-async def test_a_reply_cut_in_the_middle_fails_the_unanswered_chunks(opened, proxy, lender, passed_bytes) -> None:
+async def test_a_reply_cut_in_the_middle_fails_the_unanswered_chunks(opened, proxy, lender, passed_bytes):
     tier, keys = await kept(lender, opened(proxy.address, lanes=1, **QUICK), 8)
     left = passed_bytes
 
-    def cut(passed: bytes) -> bytes | None:
+    def cut(passed):
         nonlocal left
         if left < len(passed):
             return None
@@ -178,7 +177,7 @@ async def test_no_call_waits_for_a_server_that_is_known_to_hang(opened, server, 
     other.signal(signal.SIGCONT)
 
 
-async def test_a_call_that_meets_several_hung_servers_waits_for_its_time_once(opened, own_server, lender) -> None:
+async def test_a_call_that_meets_several_hung_servers_waits_for_its_time_once(opened, own_server, lender):
     """Their rows are free after `timeout_s`, however many of them hang, and though one lane asks them in turn."""
     servers, keys = [own_server() for _ in range(3)], keys_of(60)
     tier = await opened(*(server.address for server in servers), lanes=1, **QUICK)
@@ -193,7 +192,7 @@ async def test_a_call_that_meets_several_hung_servers_waits_for_its_time_once(op
     await recovers(tier, lender, keys)
 
 
-async def test_an_unresolved_name_holds_no_row(opened, proxy, names_hang, lender) -> None:
+async def test_an_unresolved_name_holds_no_row(opened, proxy, names_hang, lender):
     tier, keys = await kept(lender, opened(f"localhost:{proxy.port}", **QUICK), 8)
     names_hang.clear()
     proxy.reset()
@@ -207,11 +206,11 @@ async def test_an_unresolved_name_holds_no_row(opened, proxy, names_hang, lender
     await recovers(tier, lender, keys)
 
 
-async def test_an_address_of_a_family_that_the_machine_lacks_is_passed_over(opened, proxy, lender, monkeypatch) -> None:
+async def test_an_address_of_a_family_that_the_machine_lacks_is_passed_over(opened, proxy, lender, monkeypatch):
     """A name has an IPv6 address, too, and the kernel may be without."""
     look_up = socket.getaddrinfo
 
-    def with_another_family(*about: Any, **more: Any) -> Any:
+    def with_another_family(*about, **more):
         found = look_up(*about, **more)
         return [(NO_FAMILY, *found[0][1:]), *found]
 
@@ -231,12 +230,12 @@ async def test_a_call_that_needs_another_request_is_answered_while_the_tier_clos
     assert stored.held(keys[1]) is None
 
 
-def connections(server: RedisServer) -> int:
+def connections(server):
     return server.ask("INFO", "clients")["connected_clients"] - 1  # The one that asks.
 
 
 @pytest.mark.parametrize("turns", [0, 1, 2, 4])
-async def test_opening_or_closing_that_is_cancelled_leaves_no_connection(opened, own_server, lender, turns) -> None:
+async def test_opening_or_closing_that_is_cancelled_leaves_no_connection(opened, own_server, lender, turns):
     server = own_server()
     opening = asyncio.create_task(opened(server.address))
     for _ in range(turns):

@@ -2,8 +2,6 @@
 
 import os
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -31,7 +29,7 @@ from kvtier_backends.redis.options import Address, Servers
         ("rediss+cluster://a,b", Servers((Address("a", 6_379), Address("b", 6_379)), "cluster", tls=True)),
     ],
 )
-def test_a_url_says_where_servers_are_and_how_they_are_used(url: str, target: Servers) -> None:
+def test_a_url_says_where_servers_are_and_how_they_are_used(url, target):
     assert RedisOptions(url=url, password_env="A").target() == target
 
 
@@ -45,7 +43,7 @@ SECRETS = """
 
 
 @pytest.mark.parametrize("url", SECRETS)
-def test_no_error_repeats_a_url_that_may_hold_a_secret(url: str) -> None:
+def test_no_error_repeats_a_url_that_may_hold_a_secret(url):
     with pytest.raises(ConfigError, match=r"^url: ") as refused:
         RedisOptions(url=url, password_env="A")
     assert "secret" not in str(refused.value)
@@ -76,13 +74,13 @@ def test_no_error_repeats_a_url_that_may_hold_a_secret(url: str) -> None:
         ({"seal": "aes-256-gcm"}, "seal: 'aes-256-gcm' given, which needs either"),
     ],
 )
-def test_options_that_cannot_be_used_are_refused_by_name(options: dict[str, Any], told: str) -> None:
+def test_options_that_cannot_be_used_are_refused_by_name(options, told):
     with pytest.raises((ConfigError, TypeError), match=re.escape(told)) as refused:
         RedisOptions(**options)
     assert "secret" not in str(refused.value)
 
 
-def test_a_password_is_one_short_line_which_no_error_shows(tmp_path: Path) -> None:
+def test_a_password_is_one_short_line_which_no_error_shows(tmp_path):
     path = tmp_path / "password"
     path.touch(0o600)
     options = RedisOptions(password_file=str(path))
@@ -95,7 +93,7 @@ def test_a_password_is_one_short_line_which_no_error_shows(tmp_path: Path) -> No
     assert options.password() == "s3cret"
 
 
-def test_a_password_may_be_in_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_password_may_be_in_the_environment(tmp_path, monkeypatch):
     options = RedisOptions(password_env="KVTIER_TEST_PASSWORD")
     assert RedisOptions().password() is None
     with pytest.raises(ConfigError, match="password_env: the environment has no variable of the given name"):
@@ -110,7 +108,7 @@ def test_a_password_may_be_in_the_environment(tmp_path: Path, monkeypatch: pytes
         RedisOptions(password_file=str(tmp_path / "none")).password()
 
 
-def test_each_of_tlss_files_is_named_when_it_cannot_be_used(tmp_path: Path) -> None:
+def test_each_of_tlss_files_is_named_when_it_cannot_be_used(tmp_path):
     """Also a key that wants a passphrase: nobody is there to be asked for it."""
     key = ec.generate_private_key(ec.SECP256R1()).private_bytes(
         Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"passphrase")

@@ -2,7 +2,6 @@
 
 import socket
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import pytest
@@ -11,7 +10,7 @@ from kvtier_backends.redis import RedisOptions
 from kvtier_backends.redis.backend import target_of
 from kvtier_backends.redis.link import Refused, refusal_of
 from kvtier_backends.redis.options import Address
-from kvtier_backends.redis.servers import SLOTS, Away, Login, Topology, make_topology
+from kvtier_backends.redis.servers import SLOTS, Away, Login, make_topology
 from tests.redis.test_faults import QUICK
 
 PASSWORD = "KVTIER_TEST_PASSWORD"
@@ -23,23 +22,23 @@ OTHERS = b":1\r\n"  # To every other command: what a chunk that is not there is 
 class Node:
     """A server that answers a command as the test says, and greetings as they should be."""
 
-    def __init__(self, answers: dict[bytes, bytes]) -> None:
+    def __init__(self, answers):
         self.answers = {b"AUTH": b"+OK\r\n", b"PING": b"+PONG\r\n"} | answers
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self.address = Address("127.0.0.1", self.port)
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def close(self) -> None:
+    def close(self):
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
-    def _accept(self) -> None:
+    def _accept(self):
         with suppress(OSError):
             while True:
                 threading.Thread(target=self._serve, args=(self._listener.accept()[0],), daemon=True).start()
 
-    def _serve(self, client: socket.socket) -> None:
+    def _serve(self, client):
         with client, suppress(OSError), client.makefile("rb") as asked:
             while count := asked.readline()[1:]:
                 words = [asked.read(int(asked.readline()[1:]) + 2)[:-2] for _ in range(int(count))]
@@ -47,10 +46,10 @@ class Node:
 
 
 @pytest.fixture
-def node(request: pytest.FixtureRequest) -> Iterator[type[Node]]:
+def node(request):
     """Start nodes that end with the test."""
 
-    def start(answers: dict[bytes, bytes]) -> Node:
+    def start(answers):
         started = Node(answers)
         request.addfinalizer(started.close)
         return started
@@ -58,22 +57,22 @@ def node(request: pytest.FixtureRequest) -> Iterator[type[Node]]:
     return start
 
 
-def slots(*nodes: bytes, of: bytes = WHOLE) -> bytes:
+def slots(*nodes, of=WHOLE):
     """Return a table with one range."""
     return b"*1\r\n*%d\r\n%b%b" % (2 + len(nodes), of, b"".join(nodes))
 
 
-def at(host: bytes | None, port: int) -> bytes:
+def at(host, port):
     """Return a node of a table, with an id and without further names."""
     named = b"$-1" if host is None else b"$%d\r\n%b" % (len(host), host)
     return b"*4\r\n%b\r\n:%d\r\n$2\r\nid\r\n*0\r\n" % (named, port)
 
 
 @pytest.fixture
-def told_by(request: pytest.FixtureRequest) -> Callable[..., Topology]:
+def told_by(request):
     """Return what knows the servers by a node alone."""
 
-    def told_by(node: Node, scheme: str, path: str = "", **about: object) -> Topology:
+    def told_by(node, scheme, path="", **about):
         options = RedisOptions(url=f"{scheme}://127.0.0.1:{node.port}{path}", **about, **QUICK)
         topology = make_topology(options, Login(options))
         request.addfinalizer(topology.close)
@@ -115,7 +114,7 @@ SENTINEL = {"scheme": "redis+sentinel", "path": "/cache"}
         b"-ERR \x1b]0;title\x07\r\n",
     ],
 )
-def test_a_table_that_no_cluster_has_is_refused(node, told_by, told) -> None:
+def test_a_table_that_no_cluster_has_is_refused(node, told_by, told):
     topology = told_by(node({b"CLUSTER SLOTS": told}), **CLUSTER)
     with pytest.raises(Away) as refused:
         topology.refresh()
@@ -133,12 +132,12 @@ def test_a_table_that_no_cluster_has_is_refused(node, told_by, told) -> None:
         b"*-1\r\n",
     ],
 )
-def test_a_sentinel_that_names_no_address_is_refused(node, told_by, told) -> None:
+def test_a_sentinel_that_names_no_address_is_refused(node, told_by, told):
     with pytest.raises(Away, match="sentinels"):
         told_by(node({b"SENTINEL": told}), **SENTINEL).refresh()
 
 
-def test_a_sentinel_gets_no_password_without_sentinel_login(node, told_by, monkeypatch) -> None:
+def test_a_sentinel_gets_no_password_without_sentinel_login(node, told_by, monkeypatch):
     monkeypatch.setenv(PASSWORD, "geheim")
     sentinel = node({b"SENTINEL": b"*2\r\n$9\r\n127.0.0.1\r\n$4\r\n6379\r\n", b"AUTH": b"-ERR no password is set\r\n"})
     topology = told_by(sentinel, password_env=PASSWORD, **SENTINEL)
@@ -151,7 +150,7 @@ def test_a_sentinel_gets_no_password_without_sentinel_login(node, told_by, monke
 @pytest.mark.parametrize(
     ("host", "where"), [(None, "127.0.0.1"), (b"", "127.0.0.1"), (b"::1", "::1"), (b"node-1.example", "node-1.example")]
 )
-def test_a_table_names_hosts_or_means_the_one_that_was_asked(node, told_by, host, where) -> None:
+def test_a_table_names_hosts_or_means_the_one_that_was_asked(node, told_by, host, where):
     table, unknown = slots(at(host, 7_000), at(b"replica", 7_001)), node({b"CLUSTER SLOTS": slots(at(b"?", 7_000))})
     for asked, address in ((node({b"CLUSTER SLOTS": table}), Address(where, 7_000)), (unknown, unknown.address)):
         topology = told_by(asked, **CLUSTER)
@@ -172,11 +171,11 @@ def test_a_table_names_hosts_or_means_the_one_that_was_asked(node, told_by, host
         *((told, ASKED) for told in ("12", "12 h\x1b:1", "12 a b:1")),
     ],
 )
-def test_a_redirect_leads_to_an_address_or_nowhere_else(told: str, where: Address) -> None:
+def test_a_redirect_leads_to_an_address_or_nowhere_else(told, where):
     assert target_of(Refused(f"MOVED {told}"), ASKED) == where
 
 
-def test_a_servers_error_is_short_and_printable_wherever_it_is_shown() -> None:
+def test_a_servers_error_is_short_and_printable_wherever_it_is_shown():
     said = str(refusal_of(b"-ERR \x1b[2J\x9b" + b"x" * 4_000))
     assert said.isprintable()
     assert said.startswith("ERR ")

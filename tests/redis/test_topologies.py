@@ -9,9 +9,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from pathlib import Path
 
 import pytest
 from cryptography import x509
@@ -19,12 +17,12 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from kvtier.backend import Abandoned, BackendUnavailable, ConfigError, OffloadKey, chunk_hash
+from kvtier.backend import Abandoned, BackendUnavailable, ConfigError, chunk_hash
 from kvtier.testing.conformance import keys_of, label
 from kvtier_backends.redis import RedisOptions
 from kvtier_backends.redis.link import Lost
 from kvtier_backends.redis.options import Address
-from kvtier_backends.redis.servers import Away, Login, Server, Topology, make_topology
+from kvtier_backends.redis.servers import Away, Login, Server, make_topology
 from tests.redis.servers import PATIENCE_S, Proxy, RedisServer, free_port, until
 from tests.redis.test_faults import QUICK
 from tests.remote.tiers import kept, recovers
@@ -32,17 +30,17 @@ from tests.remote.tiers import kept, recovers
 PASSWORD = "KVTIER_TEST_PASSWORD"
 
 
-def topology_of(url: str) -> Topology:
+def topology_of(url):
     options = RedisOptions(url=url)
     return make_topology(options, Login(options))
 
 
-def owners(*servers: str, count: int = 4_000) -> list[str]:
+def owners(*servers, count=4_000):
     topology = topology_of(f"redis://{','.join(servers)}")
     return [str(topology.server_of(b"name %d" % number).address) for number in range(count)]
 
 
-def test_servers_share_chunks_evenly_and_a_new_one_takes_its_share_only() -> None:
+def test_servers_share_chunks_evenly_and_a_new_one_takes_its_share_only():
     three, four = owners("a:1", "b:1", "c:1"), owners("d:1", "c:1", "b:1", "a:1")
     assert all(1_200 < three.count(server) < 1_470 for server in ("a:1", "b:1", "c:1"))
     moved = [new for old, new in zip(three, four, strict=True) if old != new]
@@ -50,7 +48,7 @@ def test_servers_share_chunks_evenly_and_a_new_one_takes_its_share_only() -> Non
     assert 850 < len(moved) < 1_150
 
 
-async def test_a_tier_opens_if_one_of_its_servers_answers(opened, server, lender) -> None:
+async def test_a_tier_opens_if_one_of_its_servers_answers(opened, server, lender):
     gone = f"127.0.0.1:{free_port()}"
     tier = await opened(server.address, gone, **QUICK)
     keys = keys_of(20)
@@ -60,7 +58,7 @@ async def test_a_tier_opens_if_one_of_its_servers_answers(opened, server, lender
         await opened(gone, **QUICK)
 
 
-async def test_a_wrong_password_is_a_config_error(opened, own_server, monkeypatch, lender) -> None:
+async def test_a_wrong_password_is_a_config_error(opened, own_server, monkeypatch, lender):
     server = own_server("--requirepass", "right", password="right")
     with pytest.raises(ConfigError, match=r"^password_file: .*NOAUTH"):
         await opened(server.address)
@@ -84,7 +82,7 @@ async def test_an_access_list_that_lacks_a_command_is_named_at_the_start(opened,
     assert await lender.recall(tier, keys) == ["ChunkMissing", *(label(key) for key in keys[1:])]
 
 
-async def test_no_error_shows_a_password_that_a_server_sends_back(opened, own_server, monkeypatch) -> None:
+async def test_no_error_shows_a_password_that_a_server_sends_back(opened, own_server, monkeypatch):
     """One without passwords repeats it in its error; an echo server sends back everything."""
     monkeypatch.setenv(PASSWORD, "geheim")
     with pytest.raises(ConfigError, match=r"^password_env: .*unknown command") as refused:
@@ -98,13 +96,13 @@ async def test_no_error_shows_a_password_that_a_server_sends_back(opened, own_se
         assert "geheim" not in str(failed.value)
 
 
-def _echo(listener: socket.socket) -> None:
+def _echo(listener):
     with suppress(OSError), listener.accept()[0] as connection:
         while passed := connection.recv(1 << 16):
             connection.sendall(passed)
 
 
-async def test_a_server_is_reached_by_an_address_of_the_sixth_version(opened, server, lender) -> None:
+async def test_a_server_is_reached_by_an_address_of_the_sixth_version(opened, server, lender):
     try:
         proxy = Proxy(server.port, host="::1")
     except OSError:
@@ -117,7 +115,7 @@ async def test_a_server_is_reached_by_an_address_of_the_sixth_version(opened, se
         proxy.end()
 
 
-async def test_a_program_with_thousands_of_open_files_uses_it_as_any_other(opened, cluster, server, lender) -> None:
+async def test_a_program_with_thousands_of_open_files_uses_it_as_any_other(opened, cluster, server, lender):
     """`select` takes numbers up to 1,023."""
     with ExitStack() as stack:
         for _ in range(1_100):
@@ -132,7 +130,7 @@ async def test_a_program_with_thousands_of_open_files_uses_it_as_any_other(opene
 
 
 @pytest.fixture
-def front(server: RedisServer, certified: ssl.SSLContext) -> Iterator[Proxy]:
+def front(server, certified):
     """Return what ends TLS before a server that has none."""
     front = Proxy(server.port, tls=certified)
     yield front
@@ -140,7 +138,7 @@ def front(server: RedisServer, certified: ssl.SSLContext) -> Iterator[Proxy]:
 
 
 @pytest.fixture
-def certified(tmp_path: Path) -> ssl.SSLContext:
+def certified(tmp_path):
     """Return a certificate of this host's, and leave it in `ca.pem`."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kvtier test")])
@@ -174,12 +172,12 @@ async def test_chunks_travel_over_tls_and_closing_ends_calls_that_hang(opened, o
     front.end()
 
 
-async def test_a_server_with_an_untrusted_certificate_is_refused(opened, front) -> None:
+async def test_a_server_with_an_untrusted_certificate_is_refused(opened, front):
     with pytest.raises(ConfigError, match=r"^tls_ca_file: .*certificate is refused"):
         await opened(front.address, scheme="rediss")
 
 
-async def test_nodes_that_report_the_topology_need_trusted_certificates(opened, certified, cluster, tmp_path) -> None:
+async def test_nodes_that_report_the_topology_need_trusted_certificates(opened, certified, cluster, tmp_path):
     """They see the password, too."""
     front = Proxy(cluster[0].port, tls=certified)  # Its certificate is that of 127.0.0.1.
     other = f"localhost:{front.address.rpartition(':')[2]}"
@@ -188,10 +186,10 @@ async def test_nodes_that_report_the_topology_need_trusted_certificates(opened, 
     front.end()
 
 
-def test_a_failure_of_tls_is_not_taken_for_an_error_of_the_systems() -> None:
+def test_a_failure_of_tls_is_not_taken_for_an_error_of_the_systems():
     """TLS has numbers of its own: the 1 of any failure is the system's "not permitted"."""
 
-    def answer_in_the_clear(listener: socket.socket) -> None:
+    def answer_in_the_clear(listener):
         connection, _ = listener.accept()
         with connection:
             connection.sendall(b"-ERR there is no TLS here\r\n")
@@ -207,13 +205,13 @@ def test_a_failure_of_tls_is_not_taken_for_an_error_of_the_systems() -> None:
     assert failed.value.number == 0
 
 
-async def test_a_server_without_tls_is_unavailable_with_it(opened, server) -> None:
+async def test_a_server_without_tls_is_unavailable_with_it(opened, server):
     with pytest.raises(BackendUnavailable):
         await opened(server.address, scheme="rediss", **QUICK)
 
 
 @pytest.fixture
-def watched(own_server, tmp_path: Path) -> tuple[RedisServer, RedisServer, RedisServer]:
+def watched(own_server, tmp_path):
     """Return a primary, its replica, and the sentinel that watches them."""
     primary = own_server()
     replica = own_server("--replicaof", "127.0.0.1", str(primary.port))
@@ -228,7 +226,7 @@ def watched(own_server, tmp_path: Path) -> tuple[RedisServer, RedisServer, Redis
     return primary, replica, sentinel
 
 
-async def test_a_tier_follows_the_primary_that_sentinels_name(opened, watched, lender) -> None:
+async def test_a_tier_follows_the_primary_that_sentinels_name(opened, watched, lender):
     primary, replica, sentinel = watched
     about = {"scheme": "redis+sentinel", "path": "/cache"}
     tier, keys = await kept(lender, opened(sentinel.address, **about, **QUICK), 12)
@@ -239,7 +237,7 @@ async def test_a_tier_follows_the_primary_that_sentinels_name(opened, watched, l
     assert replica.ask("DBSIZE") >= 12
 
 
-async def test_neither_an_unknown_primary_nor_a_sentinel_itself_is_a_server(opened, watched) -> None:
+async def test_neither_an_unknown_primary_nor_a_sentinel_itself_is_a_server(opened, watched):
     with pytest.raises(BackendUnavailable, match="sentinels"):
         await opened(watched[2].address, scheme="redis+sentinel", path="/other", **QUICK)
     with pytest.raises(ConfigError, match=r"url: .* keeps no values"):
@@ -247,7 +245,7 @@ async def test_neither_an_unknown_primary_nor_a_sentinel_itself_is_a_server(open
 
 
 @pytest.fixture(scope="module")
-def nodes(outside: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RedisServer, RedisServer]]:
+def nodes(outside, tmp_path_factory):
     """Start two nodes with half of the slots each: they take seconds to believe each other."""
     folder, nodes = tmp_path_factory.mktemp("cluster"), []
     for _ in range(2):
@@ -265,7 +263,7 @@ def nodes(outside: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
 
 
 @pytest.fixture
-def cluster(nodes) -> Iterator[tuple[RedisServer, RedisServer]]:
+def cluster(nodes):
     """Return the nodes, empty."""
     for node in nodes:
         node.ask("FLUSHALL")
@@ -274,27 +272,27 @@ def cluster(nodes) -> Iterator[tuple[RedisServer, RedisServer]]:
         node.signal(signal.SIGCONT)
 
 
-def moving(cluster: tuple[RedisServer, RedisServer], name: bytes) -> Callable[[], None]:
+def moving(cluster, name):
     """Begin to move a name's slot to the second node, and return what ends it."""
     slot = cluster[0].ask("CLUSTER", "KEYSLOT", name)
     ids = [node.ask("CLUSTER", "MYID") for node in cluster]
     cluster[1].ask("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
     cluster[0].ask("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[1])
 
-    def ended() -> None:
+    def ended():
         for node in reversed(cluster):
             node.ask("CLUSTER", "SETSLOT", slot, "NODE", ids[1])
 
     return ended
 
 
-def stored_as(node: RedisServer, prefix: str, key: OffloadKey) -> bytes | None:
+def stored_as(node, prefix, key):
     names = node.ask("KEYS", f"{prefix}*{chunk_hash(key).hex()}.bin")
     return names[0] if names else None
 
 
 @pytest.mark.parametrize("model_name", ["plain", "org/{model}-v1"])
-async def test_chunks_go_to_the_nodes_that_have_their_slots(opened, cluster, lender, model_name) -> None:
+async def test_chunks_go_to_the_nodes_that_have_their_slots(opened, cluster, lender, model_name):
     """Of a name with braces, only what is between them would say where it goes."""
     tier, keys = await kept(lender, opened(cluster[0].address, scheme="redis+cluster", model_name=model_name), 60)
     assert await lender.recall(tier, keys) == [label(key) for key in keys]
@@ -306,7 +304,7 @@ async def test_chunks_go_to_the_nodes_that_have_their_slots(opened, cluster, len
     assert tier.counts() == {}
 
 
-def test_a_server_that_is_no_node_any_more_is_forgotten(nodes, server) -> None:
+def test_a_server_that_is_no_node_any_more_is_forgotten(nodes, server):
     """With its connections, except those in use: they are closed when they are given back, or with the tier."""
     topology = topology_of(f"redis+cluster://{nodes[0].address}")
     old = topology.at(Address("127.0.0.1", server.port))  # A redirect has named it.
@@ -323,7 +321,7 @@ def test_a_server_that_is_no_node_any_more_is_forgotten(nodes, server) -> None:
     old.drop(links[2])
 
 
-async def test_a_slot_that_moves_is_followed_at_every_moment_of_it(opened, cluster, prefix, lender) -> None:
+async def test_a_slot_that_moves_is_followed_at_every_moment_of_it(opened, cluster, prefix, lender):
     """ASK while it moves, MOVED afterwards; each chunk is found, and stored, in the same call."""
     tier, keys = await kept(lender, opened(cluster[0].address, scheme="redis+cluster"), 40)
     key = next(key for key in keys if stored_as(cluster[0], prefix, key))
@@ -341,7 +339,7 @@ async def test_a_slot_that_moves_is_followed_at_every_moment_of_it(opened, clust
     assert tier.counts()["redirected"] == before
 
 
-async def test_a_refused_asking_does_not_shift_the_replies(opened, cluster, prefix, lender, monkeypatch) -> None:
+async def test_a_refused_asking_does_not_shift_the_replies(opened, cluster, prefix, lender, monkeypatch):
     """ASKING and the request after it have a reply each, also when the first is a refusal."""
     for node in cluster:
         node.ask("ACL", "SETUSER", "kv", "on", ">right", "~*", "+@all", "-asking")
@@ -367,7 +365,7 @@ async def test_a_refused_asking_does_not_shift_the_replies(opened, cluster, pref
     has_moved()
 
 
-async def test_a_node_that_hangs_costs_its_slots_only(opened, cluster, lender) -> None:
+async def test_a_node_that_hangs_costs_its_slots_only(opened, cluster, lender):
     tier, keys = await kept(lender, opened(cluster[0].address, scheme="redis+cluster", **QUICK), 40)
     cluster[1].signal(signal.SIGSTOP)
     told = await lender.recall(tier, keys)
@@ -375,7 +373,7 @@ async def test_a_node_that_hangs_costs_its_slots_only(opened, cluster, lender) -
     assert all(chunk in (label(key), "TransferFailed") for key, chunk in zip(keys, told, strict=True))
 
 
-async def test_calls_do_not_wait_for_a_new_table_of_slots(opened, cluster, names_hang, lender) -> None:
+async def test_calls_do_not_wait_for_a_new_table_of_slots(opened, cluster, names_hang, lender):
     """Neither a load, whose rows are lent, nor a probe behind it."""
     tier, keys = await kept(lender, opened(f"localhost:{cluster[0].port}", scheme="redis+cluster", **QUICK), 40)
     cluster[1].signal(signal.SIGSTOP)
@@ -390,7 +388,7 @@ async def test_calls_do_not_wait_for_a_new_table_of_slots(opened, cluster, names
     await recovers(tier, lender, keys)
 
 
-async def test_a_url_that_does_not_fit_its_servers_is_a_mistake_of_the_configuration(opened, cluster, server) -> None:
+async def test_a_url_that_does_not_fit_its_servers_is_a_mistake_of_the_configuration(opened, cluster, server):
     for address, about, told in (
         (server.address, {"path": "/1000"}, r"^url: .*DB index is out of range"),
         (cluster[0].address, {"path": "/1"}, r"^url: .*SELECT is not allowed in cluster mode"),

@@ -6,5 +6,5 @@ LEFT_OUT = find_spec("mooncake") is None and find_spec("moto") is None
 collect_ignore_glob = ["test_*.py"] if LEFT_OUT else []
 
 
-def pytest_report_header() -> list[str]:
+def pytest_report_header():
     return ["tests/remote is left out: its servers are not installed here (tests/remote/run)"] if LEFT_OUT else []

@@ -6,10 +6,8 @@ import uuid
 
 import pytest
 
-from kvtier.engine.manager import TieringOffloadingManager
 from tests.remote.kit import REST_S, at_rest, became, describe, found, found_one_by_one, keep, opened, put
-from tests.remote.outcomes import IN_THE_STORE, ON_THE_WAY, OUTCOMES, Became, Fault
-from tests.remote.remotes import Remote
+from tests.remote.outcomes import IN_THE_STORE, ON_THE_WAY, OUTCOMES, Fault
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +20,7 @@ class Faults:
     """Every fault on one remote, which a subclass has as the fixture `remote`."""
 
     @pytest.mark.parametrize("fault", list(Fault))
-    async def test_a_fault_costs_hits_and_nothing_else(self, remote: Remote, fault: Fault) -> None:
+    async def test_a_fault_costs_hits_and_nothing_else(self, remote, fault):
         """Its outcome is the table's. Every row is reused meanwhile. Hits come back afterwards."""
         told = OUTCOMES[remote.name][fault]
         if isinstance(why := remote.lacks.get(fault, told), str):
@@ -49,14 +47,14 @@ class Faults:
         assert_told(told, loads, stores)
 
 
-def assert_told(told: Became, loads: set[str], stores: set[str]) -> None:
+def assert_told(told, loads, stores):
     assert loads, "nothing was loaded, and nothing failed"
     assert stores, "nothing was stored, and nothing failed"
     assert loads <= told.loads, f"loads: {sorted(loads)}, the table has {sorted(told.loads)}"
     assert stores <= told.stores, f"stores: {sorted(stores)}, the table has {sorted(told.stores)}"
 
 
-async def come_back(engine: TieringOffloadingManager, numbers: range, others: range) -> None:
+async def come_back(engine, numbers, others):
     """Wait until every chunk can be stored and loaded again."""
     async with asyncio.timeout(REST_S):
         while True:

@@ -1,8 +1,6 @@
 """Engines on a remote tier: chunks that identify themselves, and their outcomes by the tier's counters."""
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Sequence
-from typing import Any
 
 from kvtier.backend import BackendUnavailable
 from kvtier.config import EngineConfig
@@ -13,12 +11,12 @@ CHUNK_BYTES = 65_536  # Longer than what sockets and pipes take at once.
 REST_S = 120.0  # For what must happen while a fault lasts; a remote's own time-outs are seconds.
 
 
-def chunk(number: int) -> bytes:
+def chunk(number):
     """Return a chunk that identifies itself in each of its parts."""
     return number.to_bytes(8, "big") * (CHUNK_BYTES // 8)
 
 
-def describe(rows: int, tier: dict[str, Any]) -> dict[str, Any]:
+def describe(rows, tier):
     """Describe an engine as a file does, with its runner in a process."""
     return {
         "cpu_bytes_to_use": rows * CHUNK_BYTES,
@@ -29,11 +27,11 @@ def describe(rows: int, tier: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def configured(described: dict[str, Any]) -> EngineConfig:
+def configured(described):
     return EngineConfig.from_dict(described, where="the test's")
 
 
-async def opened(described: dict[str, Any]) -> TieringOffloadingManager:
+async def opened(described):
     """Open an engine as soon as the remote is there."""
     async with asyncio.timeout(REST_S):
         while True:
@@ -43,12 +41,12 @@ async def opened(described: dict[str, Any]) -> TieringOffloadingManager:
                 await asyncio.sleep(0.05)
 
 
-async def put(engine: TieringOffloadingManager, numbers: Iterable[int]) -> int:
+async def put(engine, numbers):
     numbers = list(numbers)
     return await engine.put(list(map(key, numbers)), list(map(chunk, numbers)))
 
 
-async def found(engine: TieringOffloadingManager, numbers: Iterable[int]) -> int:
+async def found(engine, numbers):
     """Fetch, compare every byte, and return the number of leading chunks that came."""
     numbers = list(numbers)
     async with engine.fetch([key(number) for number in numbers]) as rows:
@@ -57,23 +55,23 @@ async def found(engine: TieringOffloadingManager, numbers: Iterable[int]) -> int
         return len(rows)
 
 
-async def found_one_by_one(engine: TieringOffloadingManager, numbers: Iterable[int]) -> list[int]:
+async def found_one_by_one(engine, numbers):
     """Return which of them came, each fetched by itself, all at once."""
     numbers = list(numbers)
     came = await asyncio.gather(*(found(engine, [number]) for number in numbers))
     return [number for number, one in zip(numbers, came, strict=True) if one]
 
 
-async def at_rest(engine: TieringOffloadingManager) -> bool:
+async def at_rest(engine):
     """Wait for running transfers; return True if no row is lent, pinned or quarantined then."""
     return await engine.drain(REST_S) and settled(engine)
 
 
-async def became(engine: TieringOffloadingManager, call: Awaitable[object]) -> set[str]:
+async def became(engine, call):
     """Await a call and its transfers; return the outcomes that the tier has counted meanwhile."""
     counters = ledger_in(engine).tiers[0].counters
 
-    def totals() -> dict[str, int]:
+    def totals():
         told = {"loaded": counters.loaded, "stored": counters.stored, "missing": counters.misses}
         return told | counters.failed
 
@@ -83,7 +81,7 @@ async def became(engine: TieringOffloadingManager, call: Awaitable[object]) -> s
     return {what for what, total in totals().items() if total > before.get(what, 0)}
 
 
-async def keep(engine: TieringOffloadingManager, numbers: Sequence[int], others: Sequence[int]) -> None:
+async def keep(engine, numbers, others):
     """Store chunks that only the tier holds: others take their rows in the primary."""
     assert await put(engine, numbers) == len(numbers)
     assert await at_rest(engine)

@@ -13,7 +13,6 @@ from typing import Any
 
 from tests.remote.kit import REST_S, describe, found_one_by_one, opened
 from tests.remote.owner import A_LINE, CHUNKS, ROWS
-from tests.remote.remotes import Remote
 
 OWNERS = 3
 OPERATIONS = int(os.environ.get("KVTIER_MIXED_OPERATIONS", "600"))
@@ -28,7 +27,7 @@ logger = logging.getLogger(__name__)
 class Mixed:
     """Faults of owners and of the remote at once. A subclass has the fixture `remote`."""
 
-    async def test_mixed_operations_of_owners_that_are_killed_meet_no_wrong_byte(self, remote: Remote) -> None:
+    async def test_mixed_operations_of_owners_that_are_killed_meet_no_wrong_byte(self, remote):
         seed, base = random.randrange(1 << 32), uuid.uuid4().int >> 72
         logger.info("seed %d", seed)
         dice = random.Random(seed)
@@ -46,7 +45,7 @@ class Mixed:
             await found_one_by_one(last, range(base, base + CHUNKS))
 
 
-async def _owners(engine: dict[str, object], dice: random.Random, base: int) -> Counter[str]:
+async def _owners(engine, dice, base):
     """Run one owner after another until a share of the operations is done; kill each but the last."""
     met = Counter[str]()
     while met["operations"] < OPERATIONS / OWNERS:
@@ -55,7 +54,7 @@ async def _owners(engine: dict[str, object], dice: random.Random, base: int) -> 
     return met
 
 
-async def _owner(engine: dict[str, object], dice: random.Random, base: int, *, lines: int) -> Counter[str]:
+async def _owner(engine, dice, base, *, lines):
     command = [sys.executable, "-m", "tests.remote.owner", json.dumps(engine), str(dice.randrange(1 << 32)), str(base)]
     met = Counter[str]()
     with tempfile.TemporaryFile() as errors:  # No pipe: nobody reads it meanwhile, and Mooncake prints a lot.

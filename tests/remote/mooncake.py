@@ -3,15 +3,13 @@
 import ctypes
 import os
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from kvtier.backend import SEAL_BYTES, FileMapper, OffloadKey
+from kvtier.backend import SEAL_BYTES, FileMapper
 from kvtier.backend.remote import name_prefix
 from kvtier_backends.mooncake import MooncakeOptions
-from kvtier_backends.mooncake.client import Meaning, PoolClient, connect, environment, meaning_of
+from kvtier_backends.mooncake.client import Meaning, connect, environment, meaning_of
 from tests.mooncake.pools import Pool
 from tests.remote import servers
 from tests.remote.kit import CHUNK_BYTES, configured, describe
@@ -31,11 +29,11 @@ FILLING = "filling-"
 class Values(Stored):
     """The values of a pool in one namespace."""
 
-    def __init__(self, client: PoolClient, prefix: str, mapper: FileMapper, value_bytes: int) -> None:
+    def __init__(self, client, prefix, mapper, value_bytes):
         self._client, self._value_bytes = client, value_bytes
         self._name = lambda key: name_prefix(prefix, mapper) + mapper.name(key)
 
-    def held(self, key: OffloadKey) -> Held | None:
+    def held(self, key):
         if self._client.exist([self._name(key)]) == [0]:
             return None
         place = ctypes.create_string_buffer(self._value_bytes)
@@ -43,7 +41,7 @@ class Values(Stored):
         assert codes == [self._value_bytes]
         return Held.of(place.raw)
 
-    def plant(self, key: OffloadKey, held: Held) -> None:
+    def plant(self, key, held):
         value = held.row + held.seal
         place = ctypes.create_string_buffer(value, len(value))
         assert self._client.put([self._name(key)], [ctypes.addressof(place)], len(value)) == [0]
@@ -53,7 +51,7 @@ class MooncakeRemote(ServerRemote):
     name = "mooncake"
     waited_for = frozenset({Fault.HUNG})
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         os.environ.update(ENVIRONMENT)
         pytest.importorskip("mooncake.store", reason="a library that Mooncake needs is missing", exc_type=ImportError)
         self.pool = Pool(folder, client_ttl_s=OWNER_TTL_S)
@@ -65,26 +63,26 @@ class MooncakeRemote(ServerRemote):
         self.stored = Values(self._client, PREFIX, mapper, CHUNK_BYTES + SEAL_BYTES)
         self._filled: list[str] = []
 
-    def tier(self, *, by_proxy: bool = False, quick: bool = True) -> dict[str, Any]:
+    def tier(self, *, by_proxy=False, quick=True):
         master = self.proxy.address if by_proxy else self.pool.address
         return {"type": "mooncake", "master": master, "prefix": PREFIX, "timeout_s": TIMEOUT_S if quick else PATIENCE_S}
 
-    def start(self) -> None:
+    def start(self):
         until(lambda: not self.pool.segments())  # Else it would be told from the one before by nothing.
         self.pool.add_owner()
 
-    def kill(self) -> None:
+    def kill(self):
         self.pool.owners.pop().kill()
 
-    def end(self) -> None:
+    def end(self):
         self._client.close()
         self.proxy.end()
         self.pool.close()
 
-    def signal(self, number: int) -> None:
+    def signal(self, number):
         self.pool.owners[-1].signal(number)
 
-    def fill(self) -> None:
+    def fill(self):
         """Fill it with what is never evicted, first with large values, then with small ones."""
         from mooncake.store import ReplicateConfig
 
@@ -93,7 +91,7 @@ class MooncakeRemote(ServerRemote):
         for size_bytes in (8 << 20, CHUNK_BYTES, 4_096):
             self._fill_with(size_bytes, pinned)
 
-    def _fill_with(self, size_bytes: int, pinned: Any) -> None:
+    def _fill_with(self, size_bytes, pinned):
         value = ctypes.create_string_buffer(size_bytes)
         ends_at = time.monotonic() + servers.PATIENCE_S
         while True:
@@ -104,7 +102,7 @@ class MooncakeRemote(ServerRemote):
                 return
             assert time.monotonic() < ends_at, code
 
-    def make_room(self) -> None:
+    def make_room(self):
         codes = self._client.remove(self._filled)
         assert all(code == 0 or meaning_of(code) is Meaning.MISSING for code in codes), codes
         self._filled.clear()

@@ -2,8 +2,6 @@
 
 import base64
 import uuid
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,24 +20,24 @@ NOT_OURS = dict.fromkeys((Fault.HUNG, Fault.KILLED, Fault.RESTARTED), "the serve
 class Objects(Stored):
     """The chunks' objects in a bucket."""
 
-    def __init__(self, server: S3Server, bucket: str) -> None:
+    def __init__(self, server, bucket):
         self._server, self._bucket = server, bucket
         self._names: dict[OffloadKey, str] = {}
 
-    def name(self, key: OffloadKey) -> str:
+    def name(self, key):
         """Return the name of a chunk that is, or was, in the bucket."""
         if key not in self._names:
             names = self._server.names(self._bucket)
             (self._names[key],) = [name for name in names if chunk_hash(key).hex() in name]
         return self._names[key]
 
-    def held(self, key: OffloadKey) -> Held | None:
+    def held(self, key):
         if self.name(key) not in self._server.names(self._bucket):
             return None
         body, metadata = self._server.get(self._bucket, self.name(key))
         return Held(body, base64.b64decode(metadata[SEAL_NAME]))
 
-    def plant(self, key: OffloadKey, held: Held) -> None:
+    def plant(self, key, held):
         """Replace an object. Another program's has no metadata of ours: a seal of zeros stands for it."""
         metadata = {SEAL_NAME: base64.b64encode(held.seal).decode()} if held.seal.strip(b"\0") else {}
         self._server.put(self._bucket, self.name(key), held.row, metadata)
@@ -49,7 +47,7 @@ class ObjectRemote(ServerRemote):
     name = "object"
     forgets_absences = {"absent_ttl_s": "10ms"}  # noqa: RUF012
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self._bucket = f"kvtier-{uuid.uuid4().hex}"
         outside = S3Server.outside()
         self._ours = MotoServer(folder, CREDENTIALS) if outside is None else None
@@ -62,27 +60,27 @@ class ObjectRemote(ServerRemote):
         self._environment.setenv("AWS_SECRET_ACCESS_KEY", self.server.secret_key)
         self.proxy = Proxy(self.server.port)
 
-    def tier(self, *, by_proxy: bool = False, quick: bool = True) -> dict[str, Any]:
+    def tier(self, *, by_proxy=False, quick=True):
         endpoint = f"http://{self.proxy.address}" if by_proxy else self.server.endpoint
         times = {"timeout_s": TIMEOUT_S} if quick else {}
         return {"type": "object", "url": f"s3://{self._bucket}/suite", "endpoint": endpoint, **times}
 
-    def start(self) -> None:
+    def start(self):
         """Start it again; whoever comes by the proxy finds it with its bucket, or not at all."""
         self._begin()
         self.proxy.listen()
 
-    def _begin(self) -> None:
+    def _begin(self):
         if self._ours is not None:
             self._ours.start()
         self.server.client.create_bucket(Bucket=self._bucket)
 
-    def kill(self) -> None:
+    def kill(self):
         assert self._ours is not None
         self.proxy.refuse()
         self._ours.kill()
 
-    def end(self) -> None:
+    def end(self):
         self._environment.undo()
         self.proxy.end()
         if self._ours is None:

@@ -9,9 +9,7 @@ import json
 import random
 import sys
 from collections import Counter
-from typing import Any
 
-from kvtier.engine.manager import TieringOffloadingManager
 from tests.remote.kit import found, key, opened, put
 from tests.remote.servers import end_with_parent
 
@@ -22,7 +20,7 @@ A_LINE = 10  # Operations.
 OPERATIONS = ("fetch",) * 8 + ("put",) * 6 + ("delete",) * 2 + ("reset",)
 
 
-async def own(described: dict[str, Any], dice: random.Random, base: int) -> None:
+async def own(described, dice, base):
     engine = await opened(described)
     while True:
         met = Counter[str]()
@@ -32,7 +30,7 @@ async def own(described: dict[str, Any], dice: random.Random, base: int) -> None
         sys.stdout.flush()
 
 
-async def one(engine: TieringOffloadingManager, dice: random.Random, base: int, met: Counter[str]) -> None:
+async def one(engine, dice, base, met):
     first = base + dice.randrange(CHUNKS)
     numbers = range(first, min(first + dice.randint(1, RUN_MAX), base + CHUNKS))
     operation = dice.choice(OPERATIONS)

@@ -1,8 +1,5 @@
 """The redis tier on a server of its own."""
 
-from pathlib import Path
-from typing import Any
-
 from kvtier.backend import OffloadKey, chunk_hash
 from tests.redis.servers import RedisServer
 from tests.remote.remotes import Held, ServerRemote, Stored
@@ -14,39 +11,39 @@ PATIENCE_S = 10.0
 class Values(Stored):
     """The values of a server, or those under a prefix."""
 
-    def __init__(self, server: RedisServer, prefix: str = "") -> None:
+    def __init__(self, server, prefix=""):
         self._server, self._prefix = server, prefix
         self._names: dict[OffloadKey, bytes] = {}
 
-    def name(self, key: OffloadKey) -> bytes:
+    def name(self, key):
         """Return the name of a chunk that is, or was, on the server."""
         if key not in self._names:
             (self._names[key],) = self._server.ask("KEYS", f"{self._prefix}*{chunk_hash(key).hex()}.bin")
         return self._names[key]
 
-    def held(self, key: OffloadKey) -> Held | None:
+    def held(self, key):
         value = self._server.ask("GET", self.name(key))
         return None if value is None else Held.of(value)
 
-    def plant(self, key: OffloadKey, held: Held) -> None:
+    def plant(self, key, held):
         self._server.ask("SET", self.name(key), held.row + held.seal)
 
 
 class RedisRemote(ServerRemote):
     name = "redis"
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.server = RedisServer(folder, "--maxmemory-policy", "noeviction")
         self.start()
         self.stored = Values(self.server)
         self.proxy = Proxy(self.server.port)
 
-    def tier(self, *, by_proxy: bool = False, quick: bool = True) -> dict[str, Any]:
+    def tier(self, *, by_proxy=False, quick=True):
         address = self.proxy.address if by_proxy else self.server.address
         return {"type": "redis", "url": f"redis://{address}", "timeout_s": 0.5 if quick else PATIENCE_S}
 
-    def fill(self) -> None:
+    def fill(self):
         self.server.ask("CONFIG", "SET", "maxmemory", "1")
 
-    def make_room(self) -> None:
+    def make_room(self):
         self.server.ask("CONFIG", "SET", "maxmemory", "0")

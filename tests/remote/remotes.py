@@ -1,14 +1,13 @@
 """A remote tier in the suites: its configuration, and faults of its server and its chunks."""
 
-import random
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple, Protocol
 
-from kvtier.backend import SEAL_BYTES, OffloadKey
+from kvtier.backend import SEAL_BYTES
 from tests.remote.kit import CHUNK_BYTES, chunk, key
 from tests.remote.outcomes import IN_THE_STORE, Fault
 from tests.remote.servers import Proxy
@@ -25,18 +24,18 @@ class Held(NamedTuple):
     seal: bytes
 
     @classmethod
-    def of(cls, value: bytes) -> "Held":
+    def of(cls, value):
         return cls(value[:-SEAL_BYTES], value[-SEAL_BYTES:])
 
 
 class Stored(Protocol):
     """Access to the values of a service beside the tier."""
 
-    def held(self, key: OffloadKey) -> Held | None:
+    def held(self, key):
         """Return the value of a key; None if there is none."""
         ...
 
-    def plant(self, key: OffloadKey, held: Held) -> None:
+    def plant(self, key, held):
         """Replace the value of a key."""
         ...
 
@@ -56,19 +55,19 @@ class Remote(ABC):
     """Faults that end with the tier's time-out."""
 
     @abstractmethod
-    def tier(self, *, by_proxy: bool = False, quick: bool = True) -> dict[str, Any]:
+    def tier(self, *, by_proxy=False, quick=True):
         """Return a tier's table; `quick`: with short time-outs, which a machine under load may miss by itself."""
 
     @abstractmethod
-    def end(self) -> None:
+    def end(self):
         """End everything."""
 
     @abstractmethod
-    def disturb(self, dice: random.Random) -> None:
+    def disturb(self, dice):
         """Apply a short fault that it survives."""
 
     @contextmanager
-    def suffers(self, fault: Fault, numbers: Sequence[int]) -> Iterator[None]:
+    def suffers(self, fault, numbers):
         """Apply a fault for the length of the block. A fault in the store concerns these chunks, and stays."""
         assert fault in IN_THE_STORE
         for number in numbers:
@@ -84,35 +83,35 @@ class ServerRemote(Remote):
     proxy: Proxy
     server: Any
 
-    def start(self) -> None:
+    def start(self):
         """Start the server, empty, and wait until it answers."""
         self.server.start()
 
-    def kill(self) -> None:
+    def kill(self):
         """Kill the server at once; idempotent."""
         self.server.kill()
 
-    def signal(self, number: int) -> None:
+    def signal(self, number):
         self.server.signal(number)
 
-    def fill(self) -> None:
+    def fill(self):
         """Make the server reject stores for lack of room."""
         raise NotImplementedError("there is always room")
 
-    def make_room(self) -> None:
+    def make_room(self):
         """Undo `fill`."""
 
-    def end(self) -> None:
+    def end(self):
         self.proxy.end()
         self.kill()
 
-    def disturb(self, dice: random.Random) -> None:
+    def disturb(self, dice):
         fault = dice.choice([fault for fault in DISTURBANCES if fault not in self.lacks])
         with self.suffers(fault, ()):
             time.sleep(dice.uniform(0, DISTURBED_S_MAX))  # Some moment, not for something.
 
     @contextmanager
-    def suffers(self, fault: Fault, numbers: Sequence[int]) -> Iterator[None]:
+    def suffers(self, fault, numbers):
         if fault in IN_THE_STORE:
             with super().suffers(fault, numbers):
                 yield
@@ -132,18 +131,18 @@ class ServerRemote(Remote):
         finally:
             end()
 
-    def _restart(self) -> None:
+    def _restart(self):
         self.kill()
         self.start()
 
-    def _reset(self) -> None:
+    def _reset(self):
         self.proxy.reply = lambda passed: None
 
-    def _slow(self) -> None:
+    def _slow(self):
         self.proxy.piece_bytes, self.proxy.pause_s = DRIP_BYTES, DRIP_S
 
 
-def changed(fault: Fault, held: Held, number: int) -> Held:
+def changed(fault, held, number):
     """Return a stored value after a fault."""
     half = CHUNK_BYTES // 2
     match fault:

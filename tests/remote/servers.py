@@ -8,13 +8,12 @@ import os
 import select
 import signal
 import socket
-import ssl
 import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -32,12 +31,12 @@ os.execvp(sys.argv[1], sys.argv[1:])
 _starter = ThreadPoolExecutor(1, "starts-servers")  # The system ends a server with the thread that has started it.
 
 
-def end_with_parent() -> None:
+def end_with_parent():
     """Ask the system to kill this process when the thread that started it ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
-def free_port(*, with_bus: bool = False) -> int:
+def free_port(*, with_bus=False):
     """Return a port that nobody listens on; a cluster's node wants the one 10,000 above, too."""
     while True:
         with socket.socket() as one, socket.socket() as other:
@@ -55,13 +54,13 @@ def free_port(*, with_bus: bool = False) -> int:
 class ServerProcess:
     """One program that runs in the background until it is killed, or this process ends."""
 
-    def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, command, log, environment=None):
         """Start it; what it prints goes to the end of `log`."""
         self._command, self._log = command, log
         self._environment = {**os.environ, **(environment or {})}
         self._process = _starter.submit(self._started).result()
 
-    def _started(self) -> "subprocess.Popen[bytes]":
+    def _started(self):
         with open(self._log, "ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", ENDS_WITH_US, *self._command],
@@ -71,41 +70,41 @@ class ServerProcess:
                 env=self._environment,
             )
 
-    def check(self) -> None:
+    def check(self):
         """Fail with what it has printed if it has ended."""
         assert self._process.poll() is None, f"{self._command[0]} has ended: {self._log.read_text()[-2_000:]}"
 
-    def signal(self, number: int) -> None:
+    def signal(self, number):
         """Send a signal; one that stops the program is waited for."""
         self._process.send_signal(number)
         if number == signal.SIGSTOP:
             wait_until_stopped(self._process.pid)
 
-    def stop(self) -> None:
+    def stop(self):
         """Ask it to end, and wait until it has."""
         self._process.terminate()
         self._process.wait()
 
-    def kill(self) -> None:
+    def kill(self):
         """Kill it, stopped or not, and wait for its end; idempotent."""
         self._process.kill()
         self._process.wait()
 
 
-def wait_until_stopped(pid: int) -> None:
+def wait_until_stopped(pid):
     """Wait until a process that was sent SIGSTOP has stopped: on a busy machine its threads run on for a while."""
     tasks = Path(f"/proc/{pid}/task")
     until(lambda: all(_is_stopped(task) for task in tasks.iterdir()))
 
 
-def _is_stopped(task: Path) -> bool:
+def _is_stopped(task):
     try:
         return (task / "stat").read_text().rpartition(")")[2].split()[0] in "TZX"
     except (FileNotFoundError, ProcessLookupError):
         return True  # It ended meanwhile.
 
 
-def until(condition: Callable[[], object]) -> None:
+def until(condition):
     """Wait for a thing that has no event."""
     ends_at = time.monotonic() + PATIENCE_S
     while not condition():
@@ -119,7 +118,7 @@ class Proxy:
     `pause_s` goes by before each piece, either way. With `tls`, clients speak TLS to it.
     """
 
-    def __init__(self, port: int, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, port, host="127.0.0.1", tls=None):
         self.reply: Callable[[bytes], bytes | None] = lambda passed: passed
         self.held: list[bytes] = []  # Replies that had to wait.
         self._passes = threading.Event()
@@ -136,46 +135,46 @@ class Proxy:
         self.listen()
         self.address = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
-    def listen(self) -> None:
+    def listen(self):
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         listener = socket.create_server((self._host, self.port), family=family)
         self.port = listener.getsockname()[1]
         self._listening.set()
         self._run(self._accept, listener)
 
-    def refuse(self) -> None:
+    def refuse(self):
         """Listen no more, and close every connection."""
         self._listening.clear()
         for thread in [thread for thread in self._threads if thread.name == self._accept.__name__]:
             thread.join(PATIENCE_S)
         self.reset()
 
-    def hold(self) -> None:
+    def hold(self):
         """Hold replies back, and close nothing."""
         self._passes.clear()
 
-    def pass_on(self) -> None:
+    def pass_on(self):
         """Pass on everything, unchanged and at once."""
         self.reply = lambda passed: passed
         self.piece_bytes, self.pause_s = PIECE_BYTES, 0.0
         self._passes.set()
 
-    def _run(self, call: Callable[..., None], *arguments: object) -> None:
+    def _run(self, call, *arguments):
         self._threads.append(threading.Thread(target=call, args=arguments, name=call.__name__, daemon=True))
         self._threads[-1].start()
 
-    def reset(self) -> None:
+    def reset(self):
         connections, self._connections = self._connections, []
         for connection in connections:
             _reset(connection)
 
-    def end(self) -> None:
+    def end(self):
         self._passes.set()
         self.refuse()
         for thread in self._threads:
             thread.join(PATIENCE_S)
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept(self, listener):
         with listener:
             while self._listening.is_set():
                 if not select.select([listener], [], [], 0.05)[0]:
@@ -191,7 +190,7 @@ class Proxy:
                 self._run(self._pump, ours, theirs, False)
                 self._run(self._pump, theirs, ours, True)
 
-    def _pump(self, source: socket.socket, target: socket.socket, is_reply: bool) -> None:
+    def _pump(self, source, target, is_reply):
         try:
             while passed := source.recv(self.piece_bytes):
                 size_bytes = self.piece_bytes  # By now: it was asked for when pieces may have been longer.
@@ -204,7 +203,7 @@ class Proxy:
             _reset(source)
             _reset(target)
 
-    def _pass(self, piece: bytes, target: socket.socket, is_reply: bool) -> bool:
+    def _pass(self, piece, target, is_reply):
         """Pass a piece on, changed or not; say whether the connection goes on."""
         if is_reply:
             if not self._passes.is_set():
@@ -220,7 +219,7 @@ class Proxy:
         return True
 
 
-def _reset(connection: socket.socket) -> None:
+def _reset(connection):
     try:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
         connection.shutdown(socket.SHUT_RDWR)

@@ -6,7 +6,6 @@ import uuid
 import pytest
 
 from tests.remote.kit import REST_S, at_rest, describe, found, opened, put
-from tests.remote.remotes import Remote
 
 ROWS = 32
 LIMITS = {"answer_ttl_s": "10ms"}
@@ -16,12 +15,12 @@ class Shared:
     """Several engines on one remote, which a subclass has as the fixture `remote`."""
 
     @pytest.fixture
-    def chunks(self) -> range:
+    def chunks(self):
         """Return numbers of chunks that no other test uses."""
         first = uuid.uuid4().int >> 72
         return range(first, first + ROWS)
 
-    async def test_what_one_engine_has_stored_another_one_finds(self, remote: Remote, chunks: range) -> None:
+    async def test_what_one_engine_has_stored_another_one_finds(self, remote, chunks):
         """Also while both run: an engine asks again for chunks that were absent."""
         config = describe(ROWS, remote.tier(quick=False) | {"limits": LIMITS} | remote.forgets_absences)
         async with await opened(config) as one, await opened(config) as other:

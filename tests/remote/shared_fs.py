@@ -1,11 +1,8 @@
 """The fs tier on a directory that several processes share: its server is the file system's, and not ours to break."""
 
-import random
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
-from kvtier.backend import OffloadKey, chunk_hash
+from kvtier.backend import chunk_hash
 from tests.remote.kit import CHUNK_BYTES
 from tests.remote.remotes import Held, Remote, Stored
 
@@ -15,17 +12,17 @@ FILES_DISTURBED = 4
 class Files(Stored):
     """The chunks' files under a directory."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root):
         self._root = root
 
-    def held(self, key: OffloadKey) -> Held | None:
+    def held(self, key):
         value = self._path(key).read_bytes()
         return Held(value[:CHUNK_BYTES], value[CHUNK_BYTES:])  # Its footer is longer than a seal.
 
-    def plant(self, key: OffloadKey, held: Held) -> None:
+    def plant(self, key, held):
         self._path(key).write_bytes(held.row + held.seal)
 
-    def _path(self, key: OffloadKey) -> Path:
+    def _path(self, key):
         (path,) = self._root.rglob(f"{chunk_hash(key).hex()}.bin")
         return path
 
@@ -33,17 +30,17 @@ class Files(Stored):
 class SharedFsRemote(Remote):
     name = "fs"
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.root = folder / "shared"
         self.stored = Files(self.root)
 
-    def tier(self, *, by_proxy: bool = False, quick: bool = True) -> dict[str, Any]:
+    def tier(self, *, by_proxy=False, quick=True):
         return {"type": "fs", "layout": "files", "shared": True, "capacity_bytes": "256MiB", "root": str(self.root)}
 
-    def end(self) -> None:
+    def end(self):
         pass  # Nothing runs.
 
-    def disturb(self, dice: random.Random) -> None:
+    def disturb(self, dice):
         """Damage some files, and remove others."""
         files = sorted(self.root.rglob("*.bin"))
         for path in dice.sample(files, min(len(files), FILES_DISTURBED)):

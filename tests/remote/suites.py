@@ -1,19 +1,18 @@
 """Suites of remote tiers: the contract, damaged values, and a disturbed network."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
-from kvtier.backend import SEAL_BYTES, Abandoned, BackendUnavailable, Read, Write
+from kvtier.backend import SEAL_BYTES, Abandoned, BackendUnavailable
 from kvtier.errors import cause_of
 from kvtier.testing.conformance import (
     BackendConformance,
     CountedConformance,
     DescribedConformance,
     DurableBackendConformance,
-    Lender,
     NamespacedConformance,
     keys_of,
     label,
@@ -32,11 +31,11 @@ class RemoteSuites(BackendConformance, DurableBackendConformance, NamespacedConf
     chunk_bytes = 8_192
 
     @pytest.fixture
-    def fields(self) -> dict[str, Any]:
+    def fields(self):
         return {}
 
     @pytest.fixture
-    async def reopen(self, open_tier: Open, fields):
+    async def reopen(self, open_tier, fields):
         tiers = []
 
         async def reopen():
@@ -52,11 +51,11 @@ class RemoteSuites(BackendConformance, DurableBackendConformance, NamespacedConf
         return await reopen()
 
     @pytest.fixture
-    async def neighbour(self, backend, open_tier: Open, fields):
+    async def neighbour(self, backend, open_tier, fields):
         return await open_tier(model_name="other", chunk_bytes=self.chunk_bytes, **fields)
 
 
-def flipped(data: bytes, at: int) -> bytes:
+def flipped(data, at):
     at %= len(data)
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
@@ -67,14 +66,14 @@ class DamagedValues(CountedConformance):
     chunk_bytes = CHUNK_BYTES
 
     @pytest.fixture
-    async def backend(self, open_tier: Open):
+    async def backend(self, open_tier):
         return await open_tier()
 
     @pytest.fixture
-    def provoke(self, backend, stored: Stored, lender: Lender):
+    def provoke(self, backend, stored, lender):
         (key,) = keys_of(1, start=1_000)
 
-        async def provoke() -> None:
+        async def provoke():
             await lender.keep(backend, [key])
             held = stored.held(key)
             stored.plant(key, held._replace(row=flipped(held.row, 100)))
@@ -84,7 +83,7 @@ class DamagedValues(CountedConformance):
 
     @pytest.mark.parametrize("at", [0, CHUNK_BYTES // 2, -1])
     @pytest.mark.parametrize("part", ["row", "seal"])
-    async def test_a_flipped_byte_is_corrupt_and_is_deleted(self, backend, stored: Stored, lender, part, at) -> None:
+    async def test_a_flipped_byte_is_corrupt_and_is_deleted(self, backend, stored, lender, part, at):
         keys = keys_of(3)
         await lender.keep(backend, keys)
         held = stored.held(keys[1])
@@ -108,7 +107,7 @@ class DamagedValues(CountedConformance):
         await lender.keep(backend, keys, version=1)
         assert await lender.recall(backend, keys) == [label(key, 1) for key in keys]
 
-    async def test_a_foreign_value_is_corrupt_and_is_replaced(self, backend, stored: Stored, lender) -> None:
+    async def test_a_foreign_value_is_corrupt_and_is_replaced(self, backend, stored, lender):
         (key,) = keys_of(1)
         await lender.keep(backend, [key])
         foreign = Held(b"x" * CHUNK_BYTES, b"x" * SEAL_BYTES)
@@ -119,14 +118,14 @@ class DamagedValues(CountedConformance):
         await lender.keep(backend, [key])
         assert await lender.recall(backend, [key]) == [label(key)]
 
-    async def test_another_keys_value_is_not_taken_for_this_ones(self, backend, stored: Stored, lender) -> None:
+    async def test_another_keys_value_is_not_taken_for_this_ones(self, backend, stored, lender):
         keys = keys_of(2)
         await lender.keep(backend, keys)
         stored.plant(keys[0], stored.held(keys[1]))
         assert await lender.recall(backend, keys) == ["ChunkCorrupt", label(keys[1])]
         assert backend.counts() == {"corrupt_swapped": 1}
 
-    async def test_a_tier_without_the_key_misses_and_deletes_nothing(self, open_tier, monkeypatch, lender) -> None:
+    async def test_a_tier_without_the_key_misses_and_deletes_nothing(self, open_tier, monkeypatch, lender):
         tiers = []
         for keys_given in ("11" * 32, "22" * 32, "22" * 32 + "\n" + "11" * 32):
             monkeypatch.setenv(KEYS, keys_given)
@@ -162,7 +161,7 @@ class DisturbedNetwork:
         await used_again(lender, rows_of(reads, writes))
         await recovers(tier, lender, keys)
 
-    async def test_a_connection_reset_while_idle_costs_nothing(self, open_by_proxy: Open, proxy, lender) -> None:
+    async def test_a_connection_reset_while_idle_costs_nothing(self, open_by_proxy, proxy, lender):
         tier, keys = await kept(lender, open_by_proxy(), 8)
         proxy.reset()
         assert await lender.recall(tier, keys) == [label(key) for key in keys]
@@ -170,7 +169,7 @@ class DisturbedNetwork:
         await lender.keep(tier, keys, version=1)
         assert await lender.recall(tier, keys) == [label(key, 1) for key in keys]
 
-    async def test_a_byte_flipped_in_transfer_is_never_loaded(self, open_by_proxy: Open, proxy, lender) -> None:
+    async def test_a_byte_flipped_in_transfer_is_never_loaded(self, open_by_proxy, proxy, lender):
         tier, keys = await open_by_proxy(), keys_of(8)
         for turn in range(20):
             proxy.reply = lambda passed: passed
@@ -200,7 +199,7 @@ class DisturbedNetwork:
         proxy.pass_on()
         await recovers(tier, lender, keys)
 
-    async def test_closing_ends_calls_that_hang(self, open_by_proxy: Open, proxy, lender) -> None:
+    async def test_closing_ends_calls_that_hang(self, open_by_proxy, proxy, lender):
         tier, keys = await kept(lender, open_by_proxy(timeout_s=PATIENCE_S), 4)
         proxy.hold()
         reads, writes = lender.reads(keys), lender.writes(keys)
@@ -216,15 +215,15 @@ class DisturbedNetwork:
         assert await tier.aclose(10) == Abandoned(0)
 
 
-def rows_of(reads: Sequence[Read], writes: Sequence[Write]) -> list[memoryview]:
+def rows_of(reads, writes):
     return [*(read.into for read in reads), *(write.row for write in writes)]
 
 
-def flips(at: int) -> Callable[[bytes], bytes]:
+def flips(at):
     """Return a proxy's `reply` that flips one bit at this place of all that passes."""
     seen = 0
 
-    def flip(passed: bytes) -> bytes:
+    def flip(passed):
         nonlocal seen
         place, seen = at - seen, seen + len(passed)
         return flipped(passed, place) if 0 <= place < len(passed) else passed

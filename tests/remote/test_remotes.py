@@ -1,6 +1,5 @@
 """The suites of remote tiers, each tier on its own servers; fs on a directory that several processes share."""
 
-from collections.abc import Iterator
 from importlib import import_module
 
 import pytest
@@ -12,7 +11,7 @@ from tests.remote.shared import Shared
 
 
 @pytest.fixture(scope="class")
-def remote(request: pytest.FixtureRequest, outside: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Remote]:
+def remote(request, outside, tmp_path_factory):
     module, name, needs = request.cls.remote_is
     pytest.importorskip(needs, exc_type=ImportError)
     remote: Remote = getattr(import_module(f"tests.remote.{module}"), name)(tmp_path_factory.mktemp("remote"))

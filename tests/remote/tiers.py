@@ -3,13 +3,12 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
 
-from kvtier.backend import BackendUnavailable, OffloadKey
+from kvtier.backend import BackendUnavailable
 from kvtier.testing.conformance import Lender, key_of, keys_of, label, tier_context
 from tests.remote.servers import PATIENCE_S, Proxy
 
@@ -18,19 +17,19 @@ CLOSE_S = 10.0
 
 
 @pytest.fixture
-def prefix() -> str:
+def prefix():
     return f"test-{uuid.uuid4().hex}/"
 
 
 @pytest.fixture
-def lender() -> Iterator[Lender]:
+def lender():
     lender = Lender(CHUNK_BYTES)
     yield lender
     lender.take_back()
 
 
 @pytest.fixture
-async def open_with() -> AsyncIterator[Callable[..., Awaitable[Any]]]:
+async def open_with():
     """Open tiers that are closed when the test ends."""
     async with AsyncExitStack() as tiers:
 
@@ -43,21 +42,21 @@ async def open_with() -> AsyncIterator[Callable[..., Awaitable[Any]]]:
 
 
 @pytest.fixture
-def proxy(server: Any) -> Iterator[Proxy]:
+def proxy(server):
     """Return a proxy before the server that a run's tests share."""
     proxy = Proxy(server.port)
     yield proxy
     proxy.end()
 
 
-async def kept(lender: Lender, opening: Awaitable[Any], count: int) -> tuple[Any, list[OffloadKey]]:
+async def kept(lender, opening, count):
     """Return a tier that is being opened, and keys that it holds by then."""
     tier, keys = await opening, keys_of(count)
     await lender.keep(tier, keys)
     return tier, keys
 
 
-async def used_again(lender: Lender, rows: list[memoryview]) -> None:
+async def used_again(lender, rows):
     """Use rows for something else, as an engine does, and see that nobody else does."""
     for row in rows:
         row[:] = lender.chunk(key_of(99))
@@ -65,7 +64,7 @@ async def used_again(lender: Lender, rows: list[memoryview]) -> None:
     assert [lender.identify(row) for row in rows] == [label(key_of(99))] * len(rows)
 
 
-async def recalled(tier: Any, lender: Lender, keys: list[OffloadKey]) -> list[str]:
+async def recalled(tier, lender, keys):
     """Recall keys as soon as the tier is there again."""
     ends_at = time.monotonic() + PATIENCE_S
     while True:
@@ -79,7 +78,7 @@ async def recalled(tier: Any, lender: Lender, keys: list[OffloadKey]) -> list[st
         await asyncio.sleep(0.01)
 
 
-async def recovers(tier: Any, lender: Lender, keys: list[OffloadKey]) -> None:
+async def recovers(tier, lender, keys):
     """Wait until every key can be stored and loaded again."""
     ends_at = time.monotonic() + PATIENCE_S
     outcomes: list[Any] = ["nothing was stored"]

@@ -140,7 +140,7 @@ class Around(Wrapper):
         return cls(DummyBackend(options, context))
 
 
-def lie(liar: str, /, *breaks: str, **seams: Any) -> None:
+def lie(liar, /, *breaks, **seams):
     """Make a liar of the seams that it changes."""
     globals()[liar] = type(liar, (Tier,), {"__module__": __name__, **seams}, breaks=breaks)
 
@@ -734,7 +734,7 @@ class Everything(
         return self.tier.wrap
 
 
-def all_tiers(base: type[Tier] = Tier) -> list[type[Tier]]:
+def all_tiers(base=Tier):
     return [base, *(tier for subclass in base.__subclasses__() for tier in all_tiers(subclass))]
 
 

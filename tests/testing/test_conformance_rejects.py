@@ -19,7 +19,7 @@ REJECTIONS = [(tier.__name__, promise) for tier in bad_tiers.all_tiers() for pro
 
 
 @pytest.fixture(scope="module")
-def failures(outside, tmp_path_factory) -> dict[tuple[str, str], list[str]]:
+def failures(outside, tmp_path_factory):
     """Run all promises against the honest tier, and against each other one those that it breaks: how did they fail."""
     report = tmp_path_factory.mktemp("rejects") / "report.xml"
     wanted = [*(("Tier", promise) for promise in PROMISES), *REJECTIONS]

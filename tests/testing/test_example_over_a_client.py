@@ -6,9 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,10 +25,10 @@ spec.loader.exec_module(example)
 
 
 @pytest.fixture
-def own_server(outside: None, tmp_path: Path) -> Iterator[Callable[..., RedisServer]]:
+def own_server(outside, tmp_path):
     servers: list[RedisServer] = []
 
-    def own_server(*arguments: str) -> RedisServer:
+    def own_server(*arguments):
         servers.append(RedisServer(tmp_path, *arguments))
         return servers[-1].start()
 
@@ -40,7 +38,7 @@ def own_server(outside: None, tmp_path: Path) -> Iterator[Callable[..., RedisSer
 
 
 @pytest.fixture
-def lender() -> Iterator[Lender]:
+def lender():
     lender = Lender(CHUNK_BYTES)
     yield lender
     lender.take_back()
@@ -50,7 +48,7 @@ def lender() -> Iterator[Lender]:
 async def opened():
     tiers = []
 
-    async def opened(server: RedisServer, **fields: Any) -> Any:
+    async def opened(server, **fields):
         options = example.ValkeyOptions(url=f"redis://{server.address}", **fields)
         tiers.append(await example.ValkeyBackend.open(options, tier_context(CHUNK_BYTES)))
         return tiers[-1]
@@ -60,7 +58,7 @@ async def opened():
         await tier.aclose(10)
 
 
-def test_it_passes_its_own_suite_as_the_page_shows_it(own_server: Callable[..., RedisServer], tmp_path: Path) -> None:
+def test_it_passes_its_own_suite_as_the_page_shows_it(own_server, tmp_path):
     for path in FOLDER.glob("*.py"):
         shutil.copy(path, tmp_path)
     ran = subprocess.run(
@@ -74,7 +72,7 @@ def test_it_passes_its_own_suite_as_the_page_shows_it(own_server: Callable[..., 
     assert "skipped" not in ran.stdout
 
 
-async def test_a_server_that_is_gone_is_unavailable_and_its_successor_is_used(own_server, opened, lender) -> None:
+async def test_a_server_that_is_gone_is_unavailable_and_its_successor_is_used(own_server, opened, lender):
     server, keys = own_server(), keys_of(3)
     tier = await opened(server)
     await lender.keep(tier, keys)
@@ -86,7 +84,7 @@ async def test_a_server_that_is_gone_is_unavailable_and_its_successor_is_used(ow
     assert await lender.recall(tier, keys) == [MISSING] * 3
 
 
-async def test_a_server_that_hangs_costs_a_call_its_time_out_and_no_later_chunk(own_server, opened, lender) -> None:
+async def test_a_server_that_hangs_costs_a_call_its_time_out_and_no_later_chunk(own_server, opened, lender):
     server, keys = own_server(), keys_of(8)
     tier = await opened(server, timeout_s=1)
     await lender.keep(tier, keys)
@@ -98,7 +96,7 @@ async def test_a_server_that_hangs_costs_a_call_its_time_out_and_no_later_chunk(
     assert await lender.recall(tier, later) == list(map(label, later))  # Not the replies that come too late.
 
 
-async def test_a_full_server_refuses_chunks_one_by_one(own_server, opened, lender) -> None:
+async def test_a_full_server_refuses_chunks_one_by_one(own_server, opened, lender):
     server, keys = own_server("--maxmemory", "4mb"), keys_of(2_000)
     tier = await opened(server, timeout_s=60)
     outcomes = await tier.store(lender.writes(keys))
@@ -107,7 +105,7 @@ async def test_a_full_server_refuses_chunks_one_by_one(own_server, opened, lende
     assert await lender.recall(tier, stored) == list(map(label, stored))
 
 
-async def test_a_chunk_that_another_client_has_changed_is_corrupt(own_server, opened, lender) -> None:
+async def test_a_chunk_that_another_client_has_changed_is_corrupt(own_server, opened, lender):
     server, keys = own_server(), keys_of(4)
     tier = await opened(server)
     await lender.keep(tier, keys)

@@ -67,7 +67,7 @@ def lender():
     return Lender(ROW_BYTES)
 
 
-def tier(seed=0, **faults) -> FaultyBackend:
+def tier(seed=0, **faults):
     return FaultyBackend(DummyBackend(DummyOptions(), tier_context(ROW_BYTES)), Faults(**faults), seed)
 
 
@@ -76,7 +76,7 @@ def faulty():
     return tier()
 
 
-def now() -> float:
+def now():
     return asyncio.get_running_loop().time()
 
 
@@ -167,11 +167,11 @@ async def test_closing_leaves_hung_calls_and_counts_them(faulty, lender):
     assert await faulty.aclose(5) == Abandoned(0)
 
 
-async def throng(faulty: FaultyBackend) -> list[str]:
+async def throng(faulty):
     """Do a lot at once; tell what came of it, and when."""
     lender, story = Lender(ROW_BYTES), []
 
-    async def act(number: int) -> None:
+    async def act(number):
         keys = keys_of(4, start=number % 7)
         try:
             outcomes = list(map(repr, await faulty.store(lender.writes(keys)))) if number % 3 else []

@@ -168,7 +168,7 @@ def test_a_loop_keeps_its_time_between_runs():
         assert runner.get_loop().time() == 15
 
 
-async def jumble(seed: int) -> list[str]:
+async def jumble(seed):
     """Fan tasks out and in through everything that keeps tasks in sets; tell what happened."""
     rng, story, loop = random.Random(seed), [], asyncio.get_running_loop()
 

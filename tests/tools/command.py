@@ -2,8 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +11,7 @@ KVTIER = [sys.executable, "-c", "from kvtier.tools.cli import main; main()"]
 """The command in another process."""
 
 
-def run(*args: object) -> int:
+def run(*args):
     """Run a command in this process; return its exit status."""
     with pytest.raises(SystemExit) as end:
         main([str(arg) for arg in args])
@@ -21,14 +19,14 @@ def run(*args: object) -> int:
     return end.value.code
 
 
-def reported(folder: Path, *args: object, status: int = 0) -> Any:
+def reported(folder, *args, status=0):
     """Run a command with `--json` and a file in the folder; return the JSON."""
     path = folder / "reported.json"
     assert run(*args, "--json", path) == status
     return json.loads(path.read_bytes())
 
 
-def check_refusal(capsys: pytest.CaptureFixture[str], complaint: str) -> None:
+def check_refusal(capsys, complaint):
     """Check that a command wrote one line, on stderr, with this complaint."""
     shown = capsys.readouterr()
     assert shown.out == ""
@@ -37,7 +35,7 @@ def check_refusal(capsys: pytest.CaptureFixture[str], complaint: str) -> None:
     assert shown.err.count("\n") == 1
 
 
-def verified(out: str) -> dict[str, Any]:
+def verified(out):
     """Return what `kvtier verify` counted that is not zero, without the list of files, and without what it took."""
     left_out = ("files", "skipped", "read_bytes", "seconds")
     return {name: told for name, told in json.loads(out).items() if told and name not in left_out}

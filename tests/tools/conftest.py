@@ -2,15 +2,14 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvtier.backend.contract import TierContext
-from kvtier.backend.namespace import FileMapper, Namespace, OffloadKey
+from kvtier.backend.namespace import FileMapper, Namespace
 from kvtier.testing.conformance import Lender
 from kvtier.tools.cli import main
 from kvtier_backends.fs import FsBackend, FsOptions
@@ -22,7 +21,7 @@ Run = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     """A tier's directory; empty."""
     path = tmp_path / "tier"
     path.mkdir()
@@ -40,14 +39,14 @@ async def opened(root, model="org/model", rank=0, row_bytes=ROW_BYTES, **options
 
 
 @pytest.fixture
-def store(root: Path) -> Store:
+def store(root):
     """Store these chunks in a tier; return their files, or all segments."""
 
-    async def work(keys: Sequence[OffloadKey], **options: Any) -> None:
+    async def work(keys, **options):
         async with opened(root, **options) as (tier, lender):
             await lender.keep(tier, keys)
 
-    def store(keys: Sequence[OffloadKey], *, naming: str = "vllm", layout: str = "files", **options: Any) -> list[Path]:
+    def store(keys, *, naming="vllm", layout="files", **options):
         naming_option = {"naming": naming} if layout == "files" else {}
         asyncio.run(work(keys, layout=layout, **naming_option, **options))
         if layout == "segments":
@@ -59,17 +58,17 @@ def store(root: Path) -> Store:
 
 
 @pytest.fixture(autouse=True)
-def no_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_columns(monkeypatch):
     """Break no lines: a worker of pytest-xdist sets 80 columns."""
     monkeypatch.delenv("COLUMNS", raising=False)
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(capsys, monkeypatch):
     """Run a command in this process; return its exit status and what it wrote to stdout."""
     monkeypatch.setenv("COLUMNS", "200")
 
-    def run(*args: object) -> tuple[int, str]:
+    def run(*args):
         with pytest.raises(SystemExit) as end:
             main([str(arg) for arg in args])
         assert isinstance(end.value.code, int)
@@ -79,10 +78,10 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def run_json(run: Run) -> Callable[..., Any]:
+def run_json(run):
     """Run a command with --json, and return what it wrote."""
 
-    def run_json(*args: object) -> Any:
+    def run_json(*args):
         status, out = run(*args, "--json")
         assert status == 0
         return json.loads(out)

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -41,15 +40,15 @@ OPERATIONS = {"store", "load"}
 SHORT = ("--size", "256KiB", "--rounds", 1)
 
 
-def run(*args: object) -> int:
+def run(*args):
     return run_command("bench", *args)
 
 
 @pytest.fixture
-def measured(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
+def measured(capsys):
     """Run the command and return its JSON."""
 
-    def measured(*args: object) -> dict[str, Any]:
+    def measured(*args):
         assert run(*args, "--json", "-") == 0
         told: dict[str, Any] = json.loads(capsys.readouterr().out)
         for row in told["rows"]:
@@ -63,10 +62,10 @@ def measured(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]
 
 
 @pytest.fixture
-def configured(tmp_path: Path) -> Callable[[str], Path]:
+def configured(tmp_path):
     """Write the configuration of an engine of 4 MiB with these tiers."""
 
-    def configured(tiers: str) -> Path:
+    def configured(tiers):
         path = tmp_path / "engine.toml"
         path.write_text(f'cpu_bytes_to_use = "4MiB"\nchunk_bytes = "8KiB"\n{tiers}')
         return path
@@ -168,7 +167,7 @@ def test_an_engine_with_nothing_to_measure_is_refused(configured, capsys):
 
 
 @pytest.mark.usefixtures("outside")
-def test_ctrl_c_ends_it_and_leaves_nothing(tmp_path: Path) -> None:
+def test_ctrl_c_ends_it_and_leaves_nothing(tmp_path):
     command = [*KVTIER, "bench", str(tmp_path), "--chunk-sizes", "64KiB", "--size", "1MiB", "--rounds", "2000"]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'backends'}"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as running:
@@ -184,7 +183,7 @@ def test_ctrl_c_ends_it_and_leaves_nothing(tmp_path: Path) -> None:
 CHUNK_BYTES = 8_192
 
 
-def chunks(count: int) -> list[memoryview]:
+def chunks(count):
     whole = memoryview(mmap.mmap(-1, count * CHUNK_BYTES))
     return [whole[start : start + CHUNK_BYTES] for start in range(0, len(whole), CHUNK_BYTES)]
 
@@ -207,7 +206,7 @@ def test_a_raw_file_gives_every_buffer_back_what_it_wrote(tmp_path, threads, mon
 
 
 def test_a_raw_file_is_buffered_if_the_file_system_takes_nothing_else(tmp_path, monkeypatch):
-    def refusing(fd: int, buffers: list[memoryview], start: int) -> int:
+    def refusing(fd, buffers, start):
         if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
             raise OSError(errno.EINVAL, "Invalid argument")
         return write(fd, buffers, start)

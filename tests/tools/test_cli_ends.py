@@ -4,8 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -94,7 +93,7 @@ FIRST: dict[str, Sequence[str]] = {
 """Values that a command rejects as its first argument."""
 
 
-def whole(name: str, *first: str) -> list[str]:
+def whole(name, *first):
     """Return a valid call of a command, to which a wrong option is added, or a wrong argument is given."""
     argument = {
         "bench": ["."],
@@ -110,7 +109,7 @@ def whole(name: str, *first: str) -> list[str]:
     return [*name.split(), *(first or argument), *more]
 
 
-def options(name: str) -> Iterator[Any]:
+def options(name):
     """Yield the options of a command."""
     command: Any = typer.main.get_command(command_line(name.split()))
     for word in name.split():
@@ -118,7 +117,7 @@ def options(name: str) -> Iterator[Any]:
     yield from (param for param in command.params if param.opts[0].startswith("--"))
 
 
-def calls() -> Iterator[list[str]]:
+def calls():
     """Yield for each option and argument of each command calls that are wrong by it alone."""
     yield from (["absent"], ["--absent"], [NOT_TEXT], ["a\nb"], ["verify"], ["top", "1"], ["top", "1", JSON])
     for name in COMMANDS:
@@ -140,7 +139,7 @@ CALLS = list(calls())
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("place")
     (folder / "root").mkdir()
     (folder / "photos" / "summer").mkdir(parents=True)
@@ -155,11 +154,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def shown(call: list[str]) -> str:
+def shown(call):
     return " ".join(arg if len(arg) <= 30 else f"{arg[:9]}…" for arg in call).encode("unicode_escape").decode()
 
 
-def refused(call: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def refused(call, capsys):
     """Make a call; return what was wrong with its end, or nothing if it was rejected in one line."""
     before = sorted(os.listdir())
     with pytest.raises(SystemExit) as end:
@@ -196,7 +195,7 @@ WRITES = {
 
 @pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize("name", WRITES)
-def test_output_that_does_not_fit_on_the_disk_ends_with_3(place: Path, name: str) -> None:
+def test_output_that_does_not_fit_on_the_disk_ends_with_3(place, name):
     with open("/dev/full", "wb") as full:
         status, _, err = ended(*(arg.format(place=place) for arg in WRITES[name]), stdout=full.fileno())
     assert (status, err) == (3, "kvtier: stdout: No space left on device\n")
@@ -204,7 +203,7 @@ def test_output_that_does_not_fit_on_the_disk_ends_with_3(place: Path, name: str
 
 @pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize("name", WRITES)
-def test_output_that_is_not_read_ends_with_141_and_no_message(place: Path, name: str) -> None:
+def test_output_that_is_not_read_ends_with_141_and_no_message(place, name):
     ours, theirs = os.pipe()
     os.close(ours)
     status, _, err = ended(*(arg.format(place=place) for arg in WRITES[name]), stdout=theirs)
@@ -213,13 +212,13 @@ def test_output_that_is_not_read_ends_with_141_and_no_message(place: Path, name:
 
 
 @pytest.mark.usefixtures("outside")
-def test_a_report_that_does_not_fit_on_the_disk_ends_with_3_and_its_name(place: Path) -> None:
+def test_a_report_that_does_not_fit_on_the_disk_ends_with_3_and_its_name(place):
     status, _, err = ended("policies", f"{place}/trace.jsonl", "--json", "/dev/full")
     assert (status, err) == (3, "kvtier: /dev/full: No space left on device\n")
 
 
 @pytest.mark.usefixtures("outside")
-def test_characters_that_the_terminal_cannot_show_are_escaped(place: Path, tmp_path: Path) -> None:
+def test_characters_that_the_terminal_cannot_show_are_escaped(place, tmp_path):
     odd = tmp_path / "日本.jsonl"
     odd.write_bytes((place / "trace.jsonl").read_bytes())
     status, out, err = ended("policies", str(odd), "--policies", "lru", PYTHONIOENCODING="ascii")
@@ -232,7 +231,7 @@ def test_characters_that_the_terminal_cannot_show_are_escaped(place: Path, tmp_p
 
 
 @pytest.mark.usefixtures("outside")
-def test_a_file_whose_name_is_not_utf_8_is_named(place: Path, tmp_path: Path) -> None:
+def test_a_file_whose_name_is_not_utf_8_is_named(place, tmp_path):
     trace = os.fsencode(tmp_path / "trace") + b"\xff.jsonl"
     with open(trace, "wb") as file:
         file.write((place / "trace.jsonl").read_bytes())
@@ -265,13 +264,13 @@ main()
         "kvtier_backends.fs.directory",
     ],
 )
-def test_ctrl_c_during_any_import_ends_with_130_and_no_message(place: Path, name: str) -> None:
+def test_ctrl_c_during_any_import_ends_with_130_and_no_message(place, name):
     status, out, err = ended("du", str(place / "root"), program=INTERRUPTED_AT.format(name=name))
     assert (status, out, err) == (130, "", "")
 
 
 @pytest.mark.usefixtures("outside")
-def test_an_interrupt_ends_the_command_with_130_and_nothing_half_written(tmp_path: Path) -> None:
+def test_an_interrupt_ends_the_command_with_130_and_nothing_half_written(tmp_path):
     long = tmp_path / "long.jsonl"
     write_trace(long, (TraceRequest(number, 1, 1, tuple(range(number, number + 300))) for number in range(20_000)))
     command = [sys.executable, "-c", PROGRAM, "policies", str(long), "--json", str(tmp_path / "out.json")]
@@ -284,7 +283,7 @@ def test_an_interrupt_ends_the_command_with_130_and_nothing_half_written(tmp_pat
     assert sorted(os.listdir(tmp_path)) == ["long.jsonl"]
 
 
-def wait_until_open(pid: int, path: Path) -> None:
+def wait_until_open(pid, path):
     """Return once a process has a file open."""
     while True:
         try:
@@ -295,15 +294,15 @@ def wait_until_open(pid: int, path: Path) -> None:
 
 
 @pytest.mark.usefixtures("outside")
-def test_a_command_runs_with_closed_outputs(place: Path) -> None:
+def test_a_command_runs_with_closed_outputs(place):
     closed = "import os, sys; os.close(1); os.close(2); os.execv(sys.executable, [sys.executable, '-c', *sys.argv[1:]])"
     assert ended(PROGRAM, "du", str(place / "root"), program=closed) == (0, "", "")
 
 
-def test_a_bug_of_kvtier_ends_with_70(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bug_of_kvtier_ends_with_70(monkeypatch, capsys):
     """Python would end with 1, which means bad data."""
 
-    def faulty(_: object) -> int:
+    def faulty(_):
         raise AssertionError("impossible")
 
     monkeypatch.setattr("kvtier.tools.commands.run", faulty)
@@ -322,7 +321,7 @@ def test_a_bug_of_kvtier_ends_with_70(monkeypatch: pytest.MonkeyPatch, capsys: p
     ],
 )
 def test_a_failure_of_the_machine_ends_with_3(monkeypatch, capsys, error, told):
-    def refused(_: object) -> None:
+    def refused(_):
         raise error
 
     monkeypatch.setattr("kvtier.tools.commands.command_line", refused)

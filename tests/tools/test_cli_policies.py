@@ -1,7 +1,6 @@
 """`kvtier policies`: hit ratios by policy and size."""
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,7 @@ from tests.tools.replay.written import write_trace
 
 
 @pytest.fixture
-def trace(tmp_path: Path) -> str:
+def trace(tmp_path):
     """Return the path of a trace with three prompts over ten blocks, which return by turns."""
     prompts = [(0, 1, 2, 3), (0, 1, 4, 5, 6), (7, 8, 9)]
     path = tmp_path / "trace.jsonl.gz"
@@ -20,7 +19,7 @@ def trace(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_the_table_shows_each_policy_at_each_size(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_shows_each_policy_at_each_size(trace, capsys):
     assert run("policies", trace, "--policies", "lru,opt", "--sizes", "0.4,1") == 0
     shown = capsys.readouterr()
     assert shown.out.splitlines()[0] == "Hit ratios, trace.jsonl.gz"
@@ -32,7 +31,7 @@ def test_the_table_shows_each_policy_at_each_size(trace: str, capsys: pytest.Cap
     assert shown.err == ""
 
 
-def test_the_json_has_the_studys_ratios_under_the_given_names(trace: str, tmp_path: Path) -> None:
+def test_the_json_has_the_studys_ratios_under_the_given_names(trace, tmp_path):
     own = "kvtier.policies:LRU"
     options = ("--policies", f"lru, arc,opt,lru,{own}", "--sizes", "0.30,0.5,.5")
     ratios = reported(tmp_path, "policies", trace, *options)
@@ -48,13 +47,13 @@ def test_the_json_has_the_studys_ratios_under_the_given_names(trace: str, tmp_pa
     assert 0 < ratios["lru"]["0.5"] < 1
 
 
-def test_by_default_all_policies_are_compared_at_five_sizes(trace: str, tmp_path: Path) -> None:
+def test_by_default_all_policies_are_compared_at_five_sizes(trace, tmp_path):
     ratios = reported(tmp_path, "policies", trace, "--limit", "9")
     assert list(ratios) == ["fifo", "lru", "arc", "s3fifo", "density", "opt"]
     assert all(list(row) == ["0.01", "0.05", "0.10", "0.25", "0.50"] for row in ratios.values())
 
 
-def test_a_trace_without_any_block_has_a_hit_ratio_of_zero(tmp_path: Path) -> None:
+def test_a_trace_without_any_block_has_a_hit_ratio_of_zero(tmp_path):
     write_trace(tmp_path / "trace.jsonl", [TraceRequest(0, 5, 1, ())])
     assert set(reported(tmp_path, "policies", tmp_path / "trace.jsonl", "--sizes", "0.5")["lru"].values()) == {0.0}
 

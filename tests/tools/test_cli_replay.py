@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -22,7 +22,7 @@ SMALL = 'cpu_bytes_to_use = "{rows}"\nchunk_bytes = "4KiB"\nrunner = "inline"\n'
 
 
 @pytest.fixture(autouse=True)
-def temporary(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+def temporary(tmp_path_factory, monkeypatch):
     """Place temporary directories in the test's own folder."""
     folder = tmp_path_factory.mktemp("temporary")
     monkeypatch.setenv("TMPDIR", str(folder))
@@ -31,7 +31,7 @@ def temporary(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 
 @pytest.fixture
-def trace(tmp_path: Path) -> str:
+def trace(tmp_path):
     """Return a trace's path: six users with prompts that grow, in batches of three seconds."""
     prompts = [tuple(range(user * 100, user * 100 + turn)) for turn in range(1, 11) for user in range(6)]
     path = tmp_path / "trace.jsonl.gz"
@@ -39,13 +39,13 @@ def trace(tmp_path: Path) -> str:
     return str(path)
 
 
-def config_file(folder: Path, *lines: str, rows: int = 64) -> str:
+def config_file(folder, *lines, rows=64):
     path = folder / "engine.toml"
     path.write_text(SMALL.format(rows=f"{4 * rows}KiB") + "\n".join(lines))
     return str(path)
 
 
-def simulated(folder: Path, trace: str, *options: str) -> dict[str, Any]:
+def simulated(folder, trace, *options):
     told: dict[str, Any] = reported(folder, "simulate", trace, *options)
     return told
 
@@ -74,7 +74,7 @@ def test_without_a_configuration_a_trace_goes_through_memory_and_files_and_leave
 
 
 @pytest.mark.usefixtures("outside")
-def test_in_the_users_directory_chunks_stay_and_only_the_same_trace_finds_them(trace: str, tmp_path: Path) -> None:
+def test_in_the_users_directory_chunks_stay_and_only_the_same_trace_finds_them(trace, tmp_path):
     tier, other = tmp_path / "tier", tmp_path / "other.jsonl"
     write_trace(other, [TraceRequest(5, 1_024, 1, (0, 1)), TraceRequest(6, 1_024, 1, (2, 3))])
     first, again = (reported(tmp_path, "replay", trace, "--fs", tier, "--limit", "30") for _ in range(2))
@@ -84,7 +84,7 @@ def test_in_the_users_directory_chunks_stay_and_only_the_same_trace_finds_them(t
     assert reported(tmp_path, "replay", other, "--fs", tier)["hit_ratio"] == 0.0
 
 
-def test_a_workload_is_generated_from_a_seed_without_a_trace(tmp_path: Path) -> None:
+def test_a_workload_is_generated_from_a_seed_without_a_trace(tmp_path):
     config = config_file(tmp_path, rows=512)
     options = ("--config", config, "--limit", "50", "--concurrency", "1", "--seed")
     told = [reported(tmp_path, "replay", *options, seed) for seed in (1, 1, 2)]
@@ -99,7 +99,7 @@ BOTH = pytest.mark.parametrize(
 
 @pytest.mark.usefixtures("outside")
 @BOTH
-def test_the_default_primary_holds_long_requests_so_that_nothing_is_lost(tmp_path: Path, way: tuple[str, ...]) -> None:
+def test_the_default_primary_holds_long_requests_so_that_nothing_is_lost(tmp_path, way):
     """Agents' prompts have thousands of blocks, most of them in every prompt: a share of these is less than one."""
     sessions = [(*range(600), *range(1_000 * each, 1_000 * each + 100)) for each in (1, 2, 3, 4)]
     trace = str(tmp_path / "agents.jsonl")
@@ -138,7 +138,7 @@ def test_wrong_bytes_end_the_command_with_1(trace, tmp_path, monkeypatch, capsys
 
 
 @BOTH
-def test_the_hints_of_a_trace_reach_the_engine(tmp_path: Path, way: tuple[str, ...]) -> None:
+def test_the_hints_of_a_trace_reach_the_engine(tmp_path, way):
     """Finished sessions make room for one that returns: as many hits as the study has with the same hints."""
     blocks = [(0, 1, 2), *((10 * end, 10 * end + 1) for end in range(1, 5)), (0, 1, 2, 3)]
     requests = [
@@ -171,7 +171,7 @@ def test_a_simulation_reports_first_tokens_and_the_same_seed_gives_the_same_byte
 
 
 @pytest.mark.parametrize("written", ["", "prefill_tokens_per_s = 20000.0\n"])
-def test_chunks_have_the_length_of_the_traces_blocks_when_loads_are_weighed(tmp_path: Path, written: str) -> None:
+def test_chunks_have_the_length_of_the_traces_blocks_when_loads_are_weighed(tmp_path, written):
     """A chunk of 512 tokens takes 26 ms to compute, and one load 10 ms: worth it, and not at fewer tokens a chunk."""
     blocks = [tuple(range(10 * session, 10 * session + 3)) for session in range(4)] * 3
     requests = [TraceRequest(60_000 * number, 512 * len(ids), 9, ids) for number, ids in enumerate(blocks)]
@@ -245,7 +245,7 @@ def test_an_interrupt_ends_a_replay_with_130_and_a_report_of_the_finished_reques
     assert (sorted(os.listdir(tmp_path)), os.listdir(temporary)) == (["long.jsonl", "out.json"], [])
 
 
-def see(screen: IO[bytes], pattern: bytes | None) -> bytes:
+def see(screen, pattern):
     """Read a terminal until a pattern has come; None: until its other end is closed."""
     seen = b""
     while pattern is None or not re.search(pattern, seen):

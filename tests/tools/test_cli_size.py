@@ -1,8 +1,6 @@
 """`kvtier size`: the worth of caches of several sizes for a trace, and the bytes of a model's tokens."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -19,7 +17,7 @@ CHUNK_BYTES = 512 * 8  # Of a model with eight bytes a token.
 
 
 @pytest.fixture
-def trace(tmp_path: Path) -> str:
+def trace(tmp_path):
     """Return the path of a trace with 40 prompts of ten blocks, which return by turns, a minute apart."""
     path = str(tmp_path / "trace.jsonl")
     prompts = [tuple(range(10 * number, 10 * number + 10)) for number in range(40)]
@@ -28,11 +26,11 @@ def trace(tmp_path: Path) -> str:
     return path
 
 
-def sized(trace: str, tmp_path: Path, *options: str) -> Any:
+def sized(trace, tmp_path, *options):
     return reported(tmp_path, "size", trace, "--kv-bytes-per-token", "8", "--gpu-cache-tokens", "0", *options)
 
 
-def test_a_memory_without_a_disk_has_the_hits_of_the_study(trace: str, tmp_path: Path) -> None:
+def test_a_memory_without_a_disk_has_the_hits_of_the_study(trace, tmp_path):
     (cell,) = sized(trace, tmp_path, "--memory", "1600KiB", "--disk", "0")["sizes"]
     extent = measure(Trace(trace))
     assert cell["hit_ratio"] == extent.hit_ratio(sum(simulation("lru")(Trace(trace), 400)))
@@ -53,7 +51,7 @@ def test_each_combination_of_sizes_is_a_row_and_the_disk_has_what_memory_evicted
     assert shown.splitlines()[5].split()[:5] == ["400.0", "KiB", "3.8", "MiB", "0.6667"]
 
 
-def test_the_figures_of_a_small_trace_are_those_of_pencil_and_paper(tmp_path: Path) -> None:
+def test_the_figures_of_a_small_trace_are_those_of_pencil_and_paper(tmp_path):
     """One server computes 1,536 tokens, three blocks, a second. Memory holds six chunks, the disk moves ten a second.
 
     | at | blocks | found | time to first token |
@@ -87,7 +85,7 @@ def test_the_figures_of_a_small_trace_are_those_of_pencil_and_paper(tmp_path: Pa
     assert report["trace_bytes"] == written_bytes
 
 
-def test_a_slow_disk_is_loaded_from_only_if_that_is_faster_unless_always_asked_for(trace: str, tmp_path: Path) -> None:
+def test_a_slow_disk_is_loaded_from_only_if_that_is_faster_unless_always_asked_for(trace, tmp_path):
     options = ("--memory", "400KiB", "--disk", "4MiB", "--disk-speed", "10KB/s,1GB/s")
     weighed = sized(trace, tmp_path, *options)
     always = sized(trace, tmp_path, *options, "--load-always")
@@ -115,7 +113,7 @@ def test_a_trace_that_cannot_be_true_is_one_warning_for_all_sizes(tmp_path, capf
     assert capfd.readouterr().err.count("must be chained") == 1
 
 
-def test_the_hints_of_a_trace_reach_the_engine_and_the_disk_is_named_disk(trace: str, tmp_path: Path) -> None:
+def test_the_hints_of_a_trace_reach_the_engine_and_the_disk_is_named_disk(trace, tmp_path):
     hinted = str(tmp_path / "hinted.jsonl")
     write_trace(hinted, [replace(each, hint=Hint(no_store=("disk",))) for each in Trace(trace)])
     (cell,) = sized(hinted, tmp_path, "--memory", "400KiB", "--disk", "4MiB")["sizes"]
@@ -149,13 +147,13 @@ LLAMA = {
 }
 
 
-def model_file(folder: Path, config: object) -> str:
+def model_file(folder, config):
     path = folder / "config.json"
     path.write_text(json.dumps(config))
     return str(path)
 
 
-def test_a_plain_models_configuration_gives_the_bytes_of_a_token(tmp_path: Path) -> None:
+def test_a_plain_models_configuration_gives_the_bytes_of_a_token(tmp_path):
     path = model_file(tmp_path, {**LLAMA, "torch_dtype": "bfloat16"})
     assert kv_bytes_per_token(path) == kv_bytes_per_token(str(tmp_path)) == 131_072
     assert kv_bytes_per_token(model_file(tmp_path, {**LLAMA, "head_dim": 64})) == 65_536

@@ -7,9 +7,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import jsonschema
 import msgspec
@@ -38,7 +35,7 @@ EXAMPLES = [(name, example) for name, command in COMMANDS.items() if name not in
 
 
 @pytest.fixture
-def place(root: Path, store: Callable[..., list[Path]], monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(root, store, monkeypatch):
     """A folder with what the examples in the help name: a tier, its configuration, a trace and a log."""
     store(keys_of(8))
     monkeypatch.chdir(root.parent)
@@ -51,7 +48,7 @@ def place(root: Path, store: Callable[..., list[Path]], monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("name", ["", *GROUPS, *COMMANDS])
-def test_every_help_shows_the_usage_and_examples_and_h_is_short_for_it(run: Any, name: str) -> None:
+def test_every_help_shows_the_usage_and_examples_and_h_is_short_for_it(run, name):
     status, out = run(*name.split(), "--help")
     assert (status, out.lstrip().startswith(f"Usage: kvtier {name}")) == (0, True)
     examples = out.partition("Examples:\n")[2].partition("\n\n")[0].splitlines()
@@ -61,7 +58,7 @@ def test_every_help_shows_the_usage_and_examples_and_h_is_short_for_it(run: Any,
 
 
 @pytest.mark.usefixtures("outside")
-def test_the_help_lists_the_commands_and_imports_none_of_them() -> None:
+def test_the_help_lists_the_commands_and_imports_none_of_them():
     script = (
         "import sys; from kvtier.tools.cli import main\n"
         "try: main(['--help'])\n"
@@ -74,7 +71,7 @@ def test_the_help_lists_the_commands_and_imports_none_of_them() -> None:
 
 
 @pytest.mark.usefixtures("outside")
-def test_the_version_is_one_line_and_python_runs_the_package_as_the_command() -> None:
+def test_the_version_is_one_line_and_python_runs_the_package_as_the_command():
     command = [sys.executable, "-m", "kvtier", "--version"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -83,7 +80,7 @@ def test_the_version_is_one_line_and_python_runs_the_package_as_the_command() ->
 
 @pytest.mark.usefixtures("outside", "place")
 @pytest.mark.parametrize(("name", "example"), EXAMPLES, ids=lambda value: str(value))
-def test_the_examples_of_the_help_run(run: Any, name: str, example: str) -> None:
+def test_the_examples_of_the_help_run(run, name, example):
     assert run(*shlex.split(example)[1:])[0] == 0
 
 
@@ -104,25 +101,25 @@ def test_the_json_of_a_command_fits_its_schema(capfd, monkeypatch, name):
 
 @pytest.mark.usefixtures("place")
 @pytest.mark.parametrize("given", [("--json",), ("--json", "-"), ("--json=-",), ("--json", "--limit", "8")])
-def test_json_without_a_file_is_stdout(run: Any, given: tuple[str, ...]) -> None:
+def test_json_without_a_file_is_stdout(run, given):
     assert len(json.loads(run("ls", "tier", *given)[1])) == 8
 
 
-def test_json_with_a_file_writes_it_whole_and_the_table_to_stdout(run: Any, place: Path) -> None:
+def test_json_with_a_file_writes_it_whole_and_the_table_to_stdout(run, place):
     status, out = run("du", "tier", "--json", "out.json")
     assert (status, "namespace" in out) == (0, True)
     assert json.loads((place / "out.json").read_text())["chunks"] == 8
 
 
 @pytest.mark.usefixtures("place")
-def test_a_command_restores_the_loggers(run: Any) -> None:
+def test_a_command_restores_the_loggers(run):
     loggers = [logging.getLogger(name) for name in ("kvtier", "kvtier_backends")]
     before = [(logger.level, list(logger.handlers)) for logger in loggers]
     run("du", "tier", "-vv")
     assert [(logger.level, list(logger.handlers)) for logger in loggers] == before
 
 
-def impossible(place: Path) -> str:
+def impossible(place):
     """Write a trace that cannot be true, of which its readers warn."""
     path = place / "impossible.jsonl"
     write_trace(path, [TraceRequest(0, 512, 1, (1,)), TraceRequest(1, 1_024, 1, (2, 1))])
@@ -136,7 +133,7 @@ def test_verbose_logs_to_stderr_with_time_and_level(place, capsys, option):
     assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} WARNING kvtier\.", capsys.readouterr().err)
 
 
-def test_quiet_leaves_out_warnings_and_keeps_results(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_leaves_out_warnings_and_keeps_results(place, capsys):
     shown = []
     for options in ([], ["--quiet"], ["-q"]):
         with pytest.raises(SystemExit):
@@ -167,7 +164,7 @@ def test_a_terminal_shows_a_bar_and_a_pipe_none(store, root, monkeypatch, capsys
     ("words", "completed"),
     [("kvtier ver", {"verify"}), ("kvtier config ", {"check"}), ("kvtier prune tier --le", {"--leftovers"})],
 )
-def test_a_shell_completes_commands_and_options(words: str, completed: set[str]) -> None:
+def test_a_shell_completes_commands_and_options(words, completed):
     asked = {"_KVTIER_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
     surroundings = {**os.environ, **asked, "PYTHONPATH": os.pathsep.join(sys.path)}
     ran = subprocess.run(KVTIER, env=surroundings, capture_output=True, text=True, check=True)

@@ -5,8 +5,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -35,7 +33,7 @@ PACKAGE = "kvtier.integrations.vllm"
 Run = Callable[..., tuple[int, str, str]]
 
 
-def line(tier: dict[str, Any], **extra: Any) -> str:
+def line(tier, **extra):
     """Return the value of `--kv-transfer-config` for kvtier in the place of vLLM's manager."""
     first = {"spec_name": "KVTierOffloadingSpec", "spec_module_path": PACKAGE, "cpu_bytes_to_use": "1GiB"}
     return json.dumps(
@@ -49,8 +47,8 @@ def line(tier: dict[str, Any], **extra: Any) -> str:
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    def run(*args: object, given: str = "") -> tuple[int, str, str]:
+def run(capsys, monkeypatch):
+    def run(*args, given=""):
         monkeypatch.setattr("sys.stdin", io.StringIO(given))
         with pytest.raises(SystemExit) as ended:
             main(["config", "check", *map(str, args)])
@@ -74,7 +72,7 @@ def test_the_effective_configuration_is_shown_with_defaults_and_without_secrets(
     assert json.loads(in_json)["configuration"]["secondary_tiers"][1]["password_env"] == "(not shown)"
 
 
-def test_a_configuration_that_would_fail_on_this_machine_ends_with_1(run: Run, tmp_path: Path) -> None:
+def test_a_configuration_that_would_fail_on_this_machine_ends_with_1(run, tmp_path):
     path = tmp_path / "kvtier.toml"
     path.write_text(TOML.format(folder=tmp_path / "absent", capacity="1MiB"))
     status, _, err = run(path)
@@ -87,7 +85,7 @@ def test_a_configuration_that_would_fail_on_this_machine_ends_with_1(run: Run, t
     assert "secondary_tiers[0].capacity_bytes: 1,013,309,916,158,361,600 given, but the disk of" in err
 
 
-def test_a_root_of_two_tiers_is_refused_unless_both_share_it(run: Run, tmp_path: Path) -> None:
+def test_a_root_of_two_tiers_is_refused_unless_both_share_it(run, tmp_path):
     tier = '[[secondary_tiers]]\ntype = "fs"\nlayout = "files"\n'
     roots = [f'root = "{tmp_path}/tier"\n', f'root = "{tmp_path}/./tier"\n']
     sizes = 'cpu_bytes_to_use = "1MiB"\nchunk_bytes = "16KiB"\n'
@@ -100,7 +98,7 @@ def test_a_root_of_two_tiers_is_refused_unless_both_share_it(run: Run, tmp_path:
     assert "uses it" not in err
 
 
-def test_vllms_line_is_checked_from_a_file_and_from_stdin(run: Run, tmp_path: Path) -> None:
+def test_vllms_line_is_checked_from_a_file_and_from_stdin(run, tmp_path):
     text = line({"type": "fs", "root": str(tmp_path / "tier")})
     path = tmp_path / "line.json"
     path.write_text(text)
@@ -110,7 +108,7 @@ def test_vllms_line_is_checked_from_a_file_and_from_stdin(run: Run, tmp_path: Pa
 
 
 @pytest.mark.parametrize("own", [{}, {"type": "KVTierSecondaryTier", "module_path": PACKAGE, "backend": "fs"}])
-def test_a_place_in_a_path_of_vllms_line_is_accepted(run: Run, tmp_path: Path, own: dict[str, str]) -> None:
+def test_a_place_in_a_path_of_vllms_line_is_accepted(run, tmp_path, own):
     tier = {"type": "fs", "root": str(tmp_path / "{dp_rank}"), **own}
     spec = "TieringOffloadingSpec" if own else "KVTierOffloadingSpec"
     status, out, err = run("-", given=line(tier, spec_name=spec))
@@ -121,7 +119,7 @@ def test_a_place_in_a_path_of_vllms_line_is_accepted(run: Run, tmp_path: Path, o
     assert (status, "rot: no such field; did you mean 'root'?" in err) == (2, True)
 
 
-def test_a_secret_that_looks_like_a_place_is_not_shown(run: Run) -> None:
+def test_a_secret_that_looks_like_a_place_is_not_shown(run):
     status, out, err = run("-", given=line({"type": "redis", "password_file": "${hunter2}"}))
     assert status == 2
     assert "hunter2" not in out + err
@@ -139,14 +137,14 @@ def test_a_secret_that_looks_like_a_place_is_not_shown(run: Run) -> None:
     ],
     ids=range(6),
 )
-def test_a_wrong_field_of_a_line_is_refused_by_its_path(run: Run, given: str, told: str) -> None:
+def test_a_wrong_field_of_a_line_is_refused_by_its_path(run, given, told):
     status, out, err = run("-", given=given)
     assert (status, out) == (2, "")
     assert told in err
 
 
 @pytest.mark.usefixtures("outside")
-def test_a_class_of_a_module_beside_the_file_is_found_from_anywhere(tmp_path: Path) -> None:
+def test_a_class_of_a_module_beside_the_file_is_found_from_anywhere(tmp_path):
     (tmp_path / "own_tier_beside.py").write_text("from kvtier_backends.dummy import DummyBackend as Own\n")
     path = tmp_path / "kvtier.toml"
     path.write_text(

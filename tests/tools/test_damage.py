@@ -23,8 +23,8 @@ SLOT_AT = HEADER_BYTES + SLOT_BYTES  # Of the second slot.
 Damage = Callable[[Path], object]
 
 
-def overwrite(at: int, content: bytes) -> Damage:
-    def damage(path: Path) -> None:
+def overwrite(at, content):
+    def damage(path):
         with path.open("r+b") as file:
             file.seek(at)
             file.write(content)
@@ -32,27 +32,27 @@ def overwrite(at: int, content: bytes) -> Damage:
     return damage
 
 
-def truncate(length: int) -> Damage:
+def truncate(length):
     return lambda path: os.truncate(path, length)
 
 
-def misplace(path: Path) -> None:
+def misplace(path):
     there = path.parents[1] / "ff_g0" / path.name
     there.parent.mkdir(exist_ok=True)
     path.rename(there)
 
 
-def link(path: Path) -> None:
+def link(path):
     path.rename(path.parents[4] / "elsewhere")
     path.symlink_to(path.parents[4] / "elsewhere")
 
 
-def pipe(path: Path) -> None:
+def pipe(path):
     path.unlink()
     os.mkfifo(path)
 
 
-def make_later(path: Path) -> None:
+def make_later(path):
     page = bytearray(path.read_bytes()[ROW_BYTES:])
     struct.pack_into("<I", page, 8, 3)
     struct.pack_into("<Q", page, FOOTER_BYTES - 8, xxh3_64_intdigest(page[:-8]))
@@ -111,7 +111,7 @@ def test_verify_and_ls_agree_on_a_fault_and_prune_removes_just_that_chunk(store,
     assert (root.parent / "elsewhere").exists() == (kind == "a link")
 
 
-def test_a_slot_with_a_chunk_of_another_namespace_is_corrupt(store, run, run_json, root: Path) -> None:
+def test_a_slot_with_a_chunk_of_another_namespace_is_corrupt(store, run, run_json, root):
     (ours,) = store(keys_of(2), layout="segments")
     store(keys_of(2), model="other", layout="segments")
     (theirs,) = root.glob("other_*/*.seg")
@@ -143,7 +143,7 @@ def test_all_kinds_are_counted_and_named_with_their_keys(store, run, root, monke
     assert {each["state"] for each in told} == {"corrupt"}
 
 
-def test_whole_directories_pass_and_one_namespace_can_be_chosen(store, run, root: Path) -> None:
+def test_whole_directories_pass_and_one_namespace_can_be_chosen(store, run, root):
     store(keys_of(3))
     (bad, *_) = store(keys_of(3), model="other", row_bytes=4_096)
     (good, *_) = store(keys_of(3), rank=1, naming="flat")
@@ -170,7 +170,7 @@ def test_damage_of_encrypted_chunks_is_found_without_their_keys(store, run, root
     assert (status, verified(out)) == (1, {"checked": 3, "corrupt": {"payload": 1}, "sealed": 2})
 
 
-def test_vllms_files_and_later_formats_are_corrupt_only_if_they_are_cut_off(store, run, root: Path) -> None:
+def test_vllms_files_and_later_formats_are_corrupt_only_if_they_are_cut_off(store, run, root):
     """A row and nothing else, beside chunks of kvtier's and in a directory of vLLM's own."""
     files = store(keys_of(4))
     truncate(ROW_BYTES)(files[0])
@@ -197,7 +197,7 @@ def test_a_directory_without_chunks_is_rejected(root, capsys, name, message):
     check_refusal(capsys, message)
 
 
-def test_an_unknown_namespace_is_rejected(store, capsys: pytest.CaptureFixture[str], root: Path) -> None:
+def test_an_unknown_namespace_is_rejected(store, capsys, root):
     name = store([key_of(0)])[0].relative_to(root).parts[0]
     assert run_command("verify", root, "--namespace", "nonsense") == 2
     check_refusal(capsys, f"--namespace 'nonsense': not in the directory, which holds: {name}")
@@ -209,7 +209,7 @@ def test_a_chunk_that_is_replaced_while_verify_reads_it_is_not_corrupt(store, ru
     path = store(keys_of(1), layout=layout, naming="flat")[0]
     whole, read = path.read_bytes(), os.pread
 
-    def read_meanwhile(fd: int, length: int, at: int) -> bytes:
+    def read_meanwhile(fd, length, at):
         if layout == "files" and path.exists():
             path.rename(aside := path.with_suffix(".tmp"))
             overwrite(at, b"another chunk's")(aside)
@@ -226,13 +226,13 @@ def test_a_chunk_that_is_replaced_while_verify_reads_it_is_not_corrupt(store, ru
     assert not path.exists() or path.read_bytes() != whole
 
 
-async def test_an_engine_that_stores_and_deletes_meanwhile_is_no_corruption(root: Path, run) -> None:
+async def test_an_engine_that_stores_and_deletes_meanwhile_is_no_corruption(root, run):
     """Chunks are published by a rename: a reader sees one or the other, never half of each."""
     async with opened(root) as (tier, lender):
         await lender.keep(tier, keys_of(60))
         stop = asyncio.Event()
 
-        async def churn() -> None:
+        async def churn():
             version = 1
             while not stop.is_set():
                 await lender.keep(tier, keys_of(60), version=version)
@@ -259,7 +259,7 @@ def test_a_sample_checks_about_that_share_and_counts_what_it_left_out(store, run
     assert found["read_bytes"] == found["checked"] * (4_096 + FOOTER_BYTES)
 
 
-def test_a_sample_still_names_all_faults_that_need_no_reading(store, run, root: Path) -> None:
+def test_a_sample_still_names_all_faults_that_need_no_reading(store, run, root):
     misplace(store(keys_of(5))[0])
     status, out = run("verify", root, "--sample", "0.000001%", "--json")
     assert (status, json.loads(out)["corrupt"], json.loads(out)["skipped"]) == (1, {"misplaced": 1}, 4)

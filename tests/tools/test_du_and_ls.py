@@ -1,7 +1,6 @@
 """`kvtier du` and `kvtier ls` say what there is, by namespace and by chunk."""
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -11,21 +10,21 @@ from kvtier_backends.fs.disk.temporaries import Writer, temporary_name
 DAY_S = 86_400
 
 
-def blocks_of(paths: list[Path]) -> int:
+def blocks_of(paths):
     return sum(path.stat().st_blocks * 512 for path in paths)
 
 
-def namespace_of(path: Path, root: Path) -> str:
+def namespace_of(path, root):
     return path.relative_to(root).parts[0]
 
 
-def allocated_below(root: Path) -> int:
+def allocated_below(root):
     """Return what `du -s` does, without the directory itself."""
     return blocks_of(list(root.rglob("*")))
 
 
 @pytest.mark.parametrize("naming", ["vllm", "flat", "segments"])
-def test_du_counts_all_that_the_file_system_has_allocated(store, run_json, root: Path, naming: str) -> None:
+def test_du_counts_all_that_the_file_system_has_allocated(store, run_json, root, naming):
     """Free space in segments, folders, the tier's own files and strange ones included."""
     layout = {"layout": "segments"} if naming == "segments" else {"naming": naming}
     (path, *_) = store(keys_of(5), **layout)
@@ -39,7 +38,7 @@ def test_du_counts_all_that_the_file_system_has_allocated(store, run_json, root:
 
 
 @pytest.mark.parametrize("layout", ["files", "segments"])
-def test_du_counts_blocks_and_no_holes(store, run_json, root: Path, layout: str) -> None:
+def test_du_counts_blocks_and_no_holes(store, run_json, root, layout):
     """Whatever name a file of holes has: a chunk's, a segment's, an unfinished one's."""
     (path, *_) = store(keys_of(2), layout=layout)
     before = run_json("du", root)
@@ -51,7 +50,7 @@ def test_du_counts_blocks_and_no_holes(store, run_json, root: Path, layout: str)
     assert [after[field] for field in fields] == [before[field] for field in fields]
 
 
-def test_du_tells_what_is_under_way_from_what_was_left_behind(store, run_json, root: Path) -> None:
+def test_du_tells_what_is_under_way_from_what_was_left_behind(store, run_json, root):
     (path,) = store([key_of(0)])
     here = Writer.this_process()
     (path.parent / temporary_name(here)).write_bytes(bytes(4_096))
@@ -76,14 +75,14 @@ def test_dus_table_has_whole_names_in_a_narrow_terminal_and_lines_in_a_pipe(stor
     assert out.isascii()
 
 
-def test_du_works_without_a_configuration(store, run_json, root: Path) -> None:
+def test_du_works_without_a_configuration(store, run_json, root):
     (path,) = store([key_of(0)])
     for config in root.glob("*/config.json"):
         config.write_bytes(b'{"half')
     assert run_json("du", root)["namespaces"][namespace_of(path, root)]["model"] == ""
 
 
-def test_ls_lists_every_chunk_with_its_size_age_and_group(store, run_json, root: Path) -> None:
+def test_ls_lists_every_chunk_with_its_size_age_and_group(store, run_json, root):
     keys = [key_of(0), key_of(1, group=3)]
     files = store(keys)
     long_ago = files[0].stat().st_mtime - 3 * DAY_S
@@ -100,7 +99,7 @@ def test_ls_lists_every_chunk_with_its_size_age_and_group(store, run_json, root:
     assert [len(run_json("ls", root, "--limit", limit)) for limit in (3, 99)] == [3, 4]
 
 
-def test_lss_lines_are_for_people(store, run, root: Path) -> None:
+def test_lss_lines_are_for_people(store, run, root):
     (path,) = store([key_of(0)])
     status, out = run("ls", root)
     assert status == 0

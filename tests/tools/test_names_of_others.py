@@ -3,8 +3,6 @@
 import io
 import json
 import logging
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
@@ -25,10 +23,10 @@ SHOWN = r"a\x1b]0;owned\x1b\b\x9b2Jc\u202ed"
 
 
 @pytest.fixture
-def told(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def told(capsys):
     """Run a command in this process; return all that it wrote, of which nothing but the ends of lines is obeyed."""
 
-    def told(*args: object) -> str:
+    def told(*args):
         with pytest.raises(SystemExit):
             main([str(arg) for arg in args])
         out, err = capsys.readouterr()
@@ -39,17 +37,17 @@ def told(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 
 @pytest.fixture
-def trace(tmp_path: Path) -> Path:
+def trace(tmp_path):
     path = tmp_path / f"{NAME}.jsonl"
     write_trace(path, [TraceRequest(timestamp_ms=1, input_length=512, output_length=1, hash_ids=(0,))])
     return path
 
 
-def test_a_traces_name_is_shown_as_it_is(told: Callable[..., str], trace: Path) -> None:
+def test_a_traces_name_is_shown_as_it_is(told, trace):
     assert SHOWN in told("policies", trace)
 
 
-def test_a_replays_report_shows_its_traces_name_as_it_is(outside: None, told: Callable[..., str], trace: Path) -> None:
+def test_a_replays_report_shows_its_traces_name_as_it_is(outside, told, trace):
     assert SHOWN in told("replay", trace)
 
 
@@ -66,14 +64,14 @@ def test_a_model_and_files_of_a_directory_are_shown_as_they_are(told, root, stor
     assert first.name.removesuffix(".bin")[:8] in told("ls", root)
 
 
-def test_names_in_an_engines_metrics_are_shown_escaped(told: Callable[..., str]) -> None:
+def test_names_in_an_engines_metrics_are_shown_escaped(told):
     registry = CollectorRegistry()
     Gauge("kvtier_tier_breaker", "1.", ("tier", "state"), registry=registry).labels(NAME, "closed").set(1)
     with served(registry) as port:
         assert SHOWN in told("top", "--once", "--interval", "100ms", port)
 
 
-def test_a_terminal_has_the_screens_own_colours_and_none_of_a_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_has_the_screens_own_colours_and_none_of_a_names(monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     stream = io.StringIO()
     screen = Screen(file=stream, force_terminal=True, color_system="standard", width=200)
@@ -88,7 +86,7 @@ def test_a_terminal_has_the_screens_own_colours_and_none_of_a_names(monkeypatch:
     assert not any(order in written for order in (TITLE, CLEARED, TURNED))
 
 
-def test_a_log_line_that_quotes_a_name_obeys_nothing_in_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_line_that_quotes_a_name_obeys_nothing_in_it(capsys):
     with logged(verbose=0, quiet=False):
         logging.getLogger("kvtier").warning("%s: removed", NAME)
     assert capsys.readouterr().err == f"{SHOWN}: removed\n"

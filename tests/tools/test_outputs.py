@@ -1,11 +1,10 @@
 import os
 from contextlib import suppress
-from pathlib import Path
 
 from kvtier.tools.outputs import check_writable, replacing
 
 
-def test_a_file_takes_its_place_when_it_is_whole(tmp_path: Path) -> None:
+def test_a_file_takes_its_place_when_it_is_whole(tmp_path):
     path = tmp_path / "out"
     path.write_bytes(b"old")
     with replacing(str(path)) as file:
@@ -14,7 +13,7 @@ def test_a_file_takes_its_place_when_it_is_whole(tmp_path: Path) -> None:
     assert (path.read_bytes(), os.listdir(tmp_path)) == (b"new", ["out"])
 
 
-def test_an_interrupted_file_leaves_what_was_there(tmp_path: Path) -> None:
+def test_an_interrupted_file_leaves_what_was_there(tmp_path):
     path = tmp_path / "out"
     path.write_bytes(b"old")
     with suppress(KeyboardInterrupt), replacing(str(path)) as file:
@@ -23,7 +22,7 @@ def test_an_interrupted_file_leaves_what_was_there(tmp_path: Path) -> None:
     assert (path.read_bytes(), os.listdir(tmp_path)) == (b"old", ["out"])
 
 
-def test_a_link_still_leads_to_the_file_that_was_written(tmp_path: Path) -> None:
+def test_a_link_still_leads_to_the_file_that_was_written(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "elsewhere" / "file")
     check_writable("--json", str(tmp_path / "out"))
@@ -33,7 +32,7 @@ def test_a_link_still_leads_to_the_file_that_was_written(tmp_path: Path) -> None
     assert (tmp_path / "elsewhere" / "file").read_bytes() == b"new"
 
 
-def test_a_pipe_is_written_directly(tmp_path: Path) -> None:
+def test_a_pipe_is_written_directly(tmp_path):
     """A pipe, as `/dev/stdout` is one: replacing it would put a file where the pipe was."""
     reader, writer = os.pipe()
     path = f"/proc/self/fd/{writer}"

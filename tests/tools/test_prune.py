@@ -4,12 +4,11 @@ import asyncio
 import json
 import os
 import time
-from pathlib import Path
 
 import pytest
 
 from kvtier.backend.contract import ScanDone
-from kvtier.backend.directory import Kind, StoredFile
+from kvtier.backend.directory import Kind
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs.directory import FilesDirectory
 from kvtier_backends.fs.disk.temporaries import Writer, temporary_name
@@ -19,20 +18,20 @@ DAY_S = 86_400
 CHUNK_BYTES = 12_288
 
 
-def age(path: Path, days: float) -> None:
+def age(path, days):
     used_at = time.time() - days * DAY_S
     os.utime(path, (used_at, used_at))
 
 
-def left(paths: list[Path]) -> list[bool]:
+def left(paths):
     return [path.exists() for path in paths]
 
 
-def namespace_of(path: Path, root: Path) -> str:
+def namespace_of(path, root):
     return path.relative_to(root).parts[0]
 
 
-def test_without_yes_it_only_says_what_would_go_and_with_it_just_that_goes(store, run, run_json, root: Path) -> None:
+def test_without_yes_it_only_says_what_would_go_and_with_it_just_that_goes(store, run, run_json, root):
     files = store(keys_of(3))
     age(files[0], 10)
     report = run_json("prune", root, "--older-than", "7d")
@@ -50,7 +49,7 @@ def test_without_yes_it_only_says_what_would_go_and_with_it_just_that_goes(store
 
 
 @pytest.mark.parametrize(("size", "kept"), [("0B", 0), ("12KiB", 1), ("40 kB", 3), ("50%", 2), ("1GiB", 5)])
-def test_the_longest_unused_go_until_the_rest_fits(store, run_json, root: Path, size: str, kept: int) -> None:
+def test_the_longest_unused_go_until_the_rest_fits(store, run_json, root, size, kept):
     files = store(keys_of(5))
     for days, path in enumerate(files):
         age(path, days + 1)
@@ -59,7 +58,7 @@ def test_the_longest_unused_go_until_the_rest_fits(store, run_json, root: Path, 
     assert [path.parents[1].exists() for path in files] == left(files)
 
 
-def test_a_namespace_goes_as_a_whole_and_others_stay(store, run_json, root: Path) -> None:
+def test_a_namespace_goes_as_a_whole_and_others_stay(store, run_json, root):
     ours, theirs = store(keys_of(3)), store(keys_of(2), model="other")
     (theirs[0].parent / temporary_name(Writer.this_process()._replace(started=1))).write_bytes(b"left")
     report = run_json("prune", root, "--namespace", namespace_of(theirs[0], root), "--yes")
@@ -67,7 +66,7 @@ def test_a_namespace_goes_as_a_whole_and_others_stay(store, run_json, root: Path
     assert {folder.name.split("_")[0] for folder in root.glob("*_*")} == {"org"}
 
 
-def test_leftovers_go_and_what_is_under_way_stays(store, run_json, root: Path) -> None:
+def test_leftovers_go_and_what_is_under_way_stays(store, run_json, root):
     (path,) = store([key_of(0)])
     here = Writer.this_process()
     live, dead = (path.parent / temporary_name(writer) for writer in (here, here._replace(started=1)))
@@ -81,7 +80,7 @@ def test_leftovers_go_and_what_is_under_way_stays(store, run_json, root: Path) -
 
 
 @pytest.mark.parametrize("layout", ["files", "segments"])
-def test_somebody_elses_files_stay_however_old_and_whatever_is_pruned(store, run, root: Path, layout: str) -> None:
+def test_somebody_elses_files_stay_however_old_and_whatever_is_pruned(store, run, root, layout):
     """Only names that a tier makes are its own, and those of vLLM's unfinished chunks."""
     (path,) = store([key_of(0)], layout=layout)
     beside = next(root.glob("*/config.json")).parent
@@ -105,13 +104,13 @@ def test_somebody_elses_files_stay_however_old_and_whatever_is_pruned(store, run
     assert left([path, *theirs]) == [False] + [True] * len(theirs)
 
 
-def listed(directory: FilesDirectory) -> StoredFile:
+def listed(directory):
     (place,) = directory.places()
     files = (file for part in directory.parts(place) for file in directory.files(place, part))
     return next(file for file in files if file.kind is Kind.CHUNK)
 
 
-def test_a_chunk_that_a_tier_stored_again_after_it_was_listed_stays(store, root: Path) -> None:
+def test_a_chunk_that_a_tier_stored_again_after_it_was_listed_stays(store, root):
     (path,) = store([key_of(0)])
     directory = FilesDirectory.open(str(root))
     before = listed(directory)
@@ -124,7 +123,7 @@ def test_a_chunk_that_a_tier_stored_again_after_it_was_listed_stays(store, root:
     directory.close()
 
 
-async def test_an_engine_misses_removed_chunks_and_can_store_them_again(root: Path, run) -> None:
+async def test_an_engine_misses_removed_chunks_and_can_store_them_again(root, run):
     async with opened(root) as (tier, lender):
         await lender.keep(tier, keys_of(4))
         async for event in tier.watch():
@@ -140,7 +139,7 @@ async def test_an_engine_misses_removed_chunks_and_can_store_them_again(root: Pa
         assert await lender.recall(tier, keys_of(2)) == [label(key_of(0), 1), label(key_of(1), 1)]
 
 
-def test_a_list_names_each_file_that_goes_and_why(store, run, run_json, root: Path, tmp_path: Path) -> None:
+def test_a_list_names_each_file_that_goes_and_why(store, run, run_json, root, tmp_path):
     files = store(keys_of(3))
     age(files[0], 10)
     os.truncate(files[1], 100)
@@ -159,7 +158,7 @@ def test_a_list_names_each_file_that_goes_and_why(store, run, run_json, root: Pa
 
 
 @pytest.mark.parametrize("layout", ["files", "segments"])
-def test_an_emptied_namespace_leaves_nothing_behind(store, run, root: Path, layout: str) -> None:
+def test_an_emptied_namespace_leaves_nothing_behind(store, run, root, layout):
     store(keys_of(3), layout=layout)
     store(keys_of(3), layout=layout, rank=1)
     config, *_ = root.glob("*/config.json")
@@ -170,8 +169,8 @@ def test_an_emptied_namespace_leaves_nothing_behind(store, run, root: Path, layo
     assert os.listdir(root) == []
 
 
-def test_a_namespace_that_a_live_engine_uses_keeps_its_folders(root: Path, run) -> None:
-    async def work() -> None:
+def test_a_namespace_that_a_live_engine_uses_keeps_its_folders(root, run):
+    async def work():
         async with opened(root) as (tier, lender):
             await lender.keep(tier, keys_of(3))
             there = sorted(root.iterdir())
@@ -183,7 +182,7 @@ def test_a_namespace_that_a_live_engine_uses_keeps_its_folders(root: Path, run) 
     assert (run("prune", root, "--namespace", name, "--yes")[0], os.listdir(root)) == (0, [])
 
 
-def test_a_write_budget_outlives_its_namespace_for_a_day(store, run, root: Path) -> None:
+def test_a_write_budget_outlives_its_namespace_for_a_day(store, run, root):
     """Its file gone, a tier could write a part of its day's bytes again."""
     store(keys_of(3), write_budget_bytes_per_day=1 << 30)
     (budget,) = root.glob("*/write-budget*")

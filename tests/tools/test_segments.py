@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-from pathlib import Path
 
 import pytest
 
@@ -14,18 +13,18 @@ from tests.tools.conftest import ROW_BYTES, opened
 from tests.tools.test_damage import HEADER_BYTES, SLOT_BYTES, overwrite
 
 
-async def recalled(root: Path, count: int) -> list[str]:
+async def recalled(root, count):
     async with opened(root, layout="segments") as (tier, lender):
         for key in keys_of(count):
             lender.chunk(key)
         return list(await lender.recall(tier, keys_of(count)))
 
 
-def blocks_of(path: Path) -> int:
+def blocks_of(path):
     return path.stat().st_blocks * 512
 
 
-def test_du_and_ls_see_slots_next_to_files(store, run_json, root: Path) -> None:
+def test_du_and_ls_see_slots_next_to_files(store, run_json, root):
     store(keys_of(2))
     (segment,) = store(keys_of(5), layout="segments")
     report = run_json("du", root)["namespaces"][segment.parent.name]
@@ -36,7 +35,7 @@ def test_du_and_ls_see_slots_next_to_files(store, run_json, root: Path) -> None:
     assert all(0 <= row["age_s"] < 1_000 for row in rows)
 
 
-def test_a_segment_that_is_cut_off_counts_what_it_lost(run, run_json, root: Path, store) -> None:
+def test_a_segment_that_is_cut_off_counts_what_it_lost(run, run_json, root, store):
     (segment,) = store(keys_of(5), layout="segments")
     slots = (segment.stat().st_size - HEADER_BYTES) // SLOT_BYTES
     os.truncate(segment, HEADER_BYTES + 2 * SLOT_BYTES + 100)
@@ -48,7 +47,7 @@ def test_a_segment_that_is_cut_off_counts_what_it_lost(run, run_json, root: Path
     assert (run_json("prune", root, "--corrupt", "--yes")["files"], run("verify", root)[0]) == (slots - 2, 0)
 
 
-def test_pruned_chunks_stay_away_and_an_empty_segment_is_removed(store, run_json, root: Path) -> None:
+def test_pruned_chunks_stay_away_and_an_empty_segment_is_removed(store, run_json, root):
     (segment,) = store(keys_of(4), layout="segments")
     overwrite(HEADER_BYTES + 3 * SLOT_BYTES + 5, b"\xff\xfe")(segment)
     assert run_json("prune", root, "--corrupt", "--yes")["files"] == 1
@@ -65,7 +64,7 @@ def test_a_segment_of_a_live_engine_is_read_left_alone_and_the_others_are_pruned
     others = store(keys_of(4), model="z", layout="segments")
     taken_bytes = sum(map(blocks_of, others))
 
-    async def work() -> None:
+    async def work():
         async with opened(root, model="a", layout="segments") as (tier, lender):
             await lender.keep(tier, keys_of(3))
             assert await asyncio.to_thread(run_command, "verify", root) == 0
@@ -97,7 +96,7 @@ def test_a_prune_frees_what_it_reports_and_a_tier_stores_there_again(root, store
 
 @pytest.mark.parametrize("option", ["--corrupt", "--leftovers"])
 def test_a_segment_with_a_damaged_first_page_goes_when_its_engine_has_gone(root, capsys, run, run_json, option):
-    async def work() -> None:
+    async def work():
         async with opened(root, layout="segments") as (tier, lender):
             await lender.keep(tier, keys_of(3))
             (segment,) = root.glob("*_segments/*.seg")
@@ -130,7 +129,7 @@ def test_a_first_page_that_claims_more_than_a_segment_can_hold_is_not_believed(r
     assert asyncio.run(recalled(root, 2)) == ["ChunkMissing"] * 2
 
 
-def test_a_segment_of_a_later_format_is_not_corrupt(root: Path, store, run) -> None:
+def test_a_segment_of_a_later_format_is_not_corrupt(root, store, run):
     (segment,) = store(keys_of(2), layout="segments")
     overwrite(8, (2).to_bytes(4, "little"))(segment)
     assert (run("verify", root)[0], run("prune", root, "--corrupt", "--yes")[0]) == (0, 0)

@@ -9,9 +9,7 @@ import socketserver
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import jsonschema
 import pytest
@@ -27,7 +25,7 @@ CHUNK_BYTES = 16_384
 
 
 @contextmanager
-def engine() -> Iterator[tuple[TieringOffloadingManager, asyncio.AbstractEventLoop]]:
+def engine():
     """A real engine over one dummy tier, on a loop of its own."""
     tier = {"type": "dummy", "name": "slow", "capacity_bytes": "16MiB"}
     config = EngineConfig.from_dict(
@@ -42,24 +40,24 @@ def engine() -> Iterator[tuple[TieringOffloadingManager, asyncio.AbstractEventLo
             runner.run(manager.__aexit__(None, None, None))
 
 
-def keys(first: int, count: int) -> list[Any]:
+def keys(first, count):
     return [make_offload_key((first + number).to_bytes(32, "big")) for number in range(count)]
 
 
-async def used(tiers: TieringOffloadingManager, first: int) -> None:
+async def used(tiers, first):
     """Store 40 chunks, of which 32 fit into the primary, and ask for the last 10."""
     await tiers.put(keys(first, 40), [bytes(CHUNK_BYTES)] * 40)
     await tiers.drain()
     await tiers.get(keys(first + 30, 10))
 
 
-def top(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
+def top(capsys, *args):
     status = run("top", *args)
     told = capsys.readouterr()
     return status, told.out, told.err
 
 
-def test_once_tells_of_a_live_engine_by_its_address(capsys: pytest.CaptureFixture[str]) -> None:
+def test_once_tells_of_a_live_engine_by_its_address(capsys):
     with engine() as (tiers, runner):
         runner.run(used(tiers, 0))
         stats = tiers.stats().primary
@@ -104,11 +102,11 @@ BEFORE = {"hits": 10, "misses": 10, "stores": 5, "loaded": 0, "is_open": 0, "dro
 AFTER = {"hits": 20, "misses": 40, "stores": 5, "loaded": 8_192, "is_open": 1, "dropped": 7, "up": 0}
 
 
-def reading(at_s: float, **numbers: int) -> Reading:
+def reading(at_s, **numbers):
     return Reading.parsed(PAGE.format(**numbers).lstrip(), at_s)
 
 
-def test_rates_are_changes_between_two_readings_summed_over_the_engines_of_an_address() -> None:
+def test_rates_are_changes_between_two_readings_summed_over_the_engines_of_an_address():
     found = engine_now("here", reading(10.0, **BEFORE), reading(12.0, **AFTER))
     disk = found.tiers["disk"]
     assert (found.hit_ratio, found.hit_ratio_now) == (round(60 / 100, 4), round(30 / 60, 4))
@@ -124,13 +122,13 @@ def test_rates_are_changes_between_two_readings_summed_over_the_engines_of_an_ad
     assert (found.breakers, found.runner_up) == ({"disk": "open"}, False)
 
 
-def test_a_restarted_engine_has_no_negative_rates() -> None:
+def test_a_restarted_engine_has_no_negative_rates():
     found = engine_now("here", reading(10.0, **AFTER), reading(12.0, **BEFORE))
     assert found.primary is not None
     assert (found.primary["hits_per_s"], found.tiers["disk"]["loaded_bytes_per_s"]) == (5.0, 0.0)
 
 
-def test_a_tier_behind_vllms_own_manager_has_no_hit_ratio() -> None:
+def test_a_tier_behind_vllms_own_manager_has_no_hit_ratio():
     """Only vLLM knows its hits, and the primary is vLLM's."""
     page = 'kvtier_tier_stored_total{tier="disk"} 4\nkvtier_tier_used_bytes{tier="disk"} 9\n'
     found = engine_now("here", Reading.parsed(page, 0.0), Reading.parsed(page, 1.0))
@@ -140,12 +138,12 @@ def test_a_tier_behind_vllms_own_manager_has_no_hit_ratio() -> None:
 
 
 class Html(socketserver.StreamRequestHandler):
-    def handle(self) -> None:
+    def handle(self):
         self.rfile.readline()
         self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 15\r\n\r\n<html>\xff</html>\n")
 
 
-def test_an_address_without_kvtiers_metrics_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_address_without_kvtiers_metrics_is_refused(capsys):
     registry = CollectorRegistry()
     Counter("strange", "Of another program.", registry=registry)
     with served(registry) as port:
@@ -158,14 +156,14 @@ def test_an_address_without_kvtiers_metrics_is_refused(capsys: pytest.CaptureFix
         assert top(capsys, port, "--once")[2].startswith(f"kvtier: '{port}': no metrics there (")
 
 
-def test_an_address_where_nobody_answers_ends_with_3(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_address_where_nobody_answers_ends_with_3(capsys):
     with served(CollectorRegistry()) as port:
         pass
     assert top(capsys, port, "--once") == (3, "", f"kvtier: {port}: Connection refused\n")
 
 
 @pytest.mark.usefixtures("outside")
-def test_a_terminal_shows_an_engine_that_changes_and_goes_away_until_ctrl_c() -> None:
+def test_a_terminal_shows_an_engine_that_changes_and_goes_away_until_ctrl_c():
     """The breaker half opens while it is watched. The last figures stay, with the reason."""
     registry = CollectorRegistry()
     breaker = Gauge("kvtier_tier_breaker", "State.", ("tier", "state"), registry=registry)
@@ -173,7 +171,7 @@ def test_a_terminal_shows_an_engine_that_changes_and_goes_away_until_ctrl_c() ->
     terminal, theirs = pty.openpty()
     shown = b""
 
-    def until(word: bytes) -> None:
+    def until(word):
         nonlocal shown
         seen = b""
         while word not in seen:

@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +40,7 @@ class Ran(NamedTuple):
     err: str
 
 
-def unprivileged(root: Path, command: str, *options: str) -> Ran:
+def unprivileged(root, command, *options):
     """Run a command as a user who is bound by permissions."""
     paths = {"PYTHONPATH": os.pathsep.join(sys.path), "PROGRAM": WITHOUT_PRIVILEGE}
     line = [sys.executable, "-c", WITHOUT_PRIVILEGE, command, str(root), "--json", *options]
@@ -49,11 +49,11 @@ def unprivileged(root: Path, command: str, *options: str) -> Ran:
 
 
 @pytest.fixture
-def forbid(outside: None, root: Path) -> Iterator[Callable[[Path, int], None]]:
+def forbid(outside, root):
     """Take permissions of a file or a folder away until the test ends."""
     taken: list[Path] = []
 
-    def forbid(path: Path, mode: int) -> None:
+    def forbid(path, mode):
         path.chmod(mode)
         taken.append(path)
 
@@ -66,7 +66,7 @@ def forbid(outside: None, root: Path) -> Iterator[Callable[[Path, int], None]]:
     ("place", "command"),
     [(place, command) for place in PLACES for command in CALLS if (place, command) not in READING_NO_FILE],
 )
-def test_a_command_names_what_it_may_not_read_and_goes_on(forbid, root: Path, store, place: str, command: str) -> None:
+def test_a_command_names_what_it_may_not_read_and_goes_on(forbid, root, store, place, command):
     store(keys_of(2), model="other")
     files = store(keys_of(5), layout="segments" if place == "segment" else "files")
     path = PLACES[place](files)
@@ -91,7 +91,7 @@ def test_a_command_names_what_it_may_not_read_and_goes_on(forbid, root: Path, st
     assert ran.status == 1
 
 
-def test_prune_goes_on_after_a_file_that_it_may_not_remove(forbid, root: Path, store) -> None:
+def test_prune_goes_on_after_a_file_that_it_may_not_remove(forbid, root, store):
     files = store(keys_of(5))
     forbid(files[2].parent, 0o555)
     ran = unprivileged(root, "prune", "--to-size", "0B", "--yes")
@@ -116,7 +116,7 @@ def test_a_command_names_a_link_goes_on_and_leaves_its_target(root, store, run, 
     assert re.search(f"{link.name} is a symbolic link, a .* or nothing accepted; remove it", bad["fault"])
 
 
-def test_a_pipe_in_the_place_of_the_configuration_holds_up_nothing(root: Path, store, run_json) -> None:
+def test_a_pipe_in_the_place_of_the_configuration_holds_up_nothing(root, store, run_json):
     store(keys_of(3))
     (config,) = root.glob("*/config.json")
     config.unlink()
@@ -125,7 +125,7 @@ def test_a_pipe_in_the_place_of_the_configuration_holds_up_nothing(root: Path, s
     assert (row["model"], row["chunks"]) == ("", 3)
 
 
-def test_the_directory_itself_may_be_a_link(root: Path, store, run_json, tmp_path: Path) -> None:
+def test_the_directory_itself_may_be_a_link(root, store, run_json, tmp_path):
     store(keys_of(3))
     (tmp_path / "link").symlink_to(root)
     assert run_json("du", tmp_path / "link")["chunks"] == 3

@@ -1,7 +1,6 @@
 """The calls between vLLM and kvtier: what each of kvtier's methods takes, and what vLLM is told."""
 
 import inspect
-from collections.abc import Iterator
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload import base
@@ -24,7 +23,7 @@ OURS = {
 }
 
 
-def mismatches() -> Iterator[str]:
+def mismatches():
     """Say which methods do not take what vLLM passes."""
     for ours, theirs in OURS.items():
         yield from (f"{ours.__name__} lacks {name}" for name in getattr(ours, "__abstractmethods__", ()))
@@ -42,7 +41,7 @@ def mismatches() -> Iterator[str]:
             )
 
 
-def told_of_failed_stores() -> list[tuple[list[int], bool, bool]]:
+def told_of_failed_stores():
     """Fail two stores, try one of them again, and return what vLLM is told: keys, removed, of descriptions only."""
     config = EngineConfig(cpu_bytes_to_use=16_384, chunk_bytes=4_096, events=True)
     manager = VllmManager(StepManager.start(config), Stats())

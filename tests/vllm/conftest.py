@@ -2,15 +2,10 @@
 
 import os
 import warnings
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:
-    from tests.vllm.peer import Peer
 
 HERE = Path(__file__).parent
 WITHOUT_VLLM = find_spec("vllm") is None
@@ -30,31 +25,31 @@ else:
         import tests.vllm.engines  # noqa: F401
 
 
-def pytest_report_header() -> list[str]:
+def pytest_report_header():
     return ["tests/vllm is left out: vLLM is not installed here (make test-vllm has it)"] if WITHOUT_VLLM else []
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     for item in items:
         if HERE in item.path.parents:  # vLLM and what it imports warn of themselves.
             item.add_marker(pytest.mark.filterwarnings("ignore"))
 
 
 @pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoints(tmp_path_factory):
     """A folder for model checkpoints, each made once."""
     return tmp_path_factory.mktemp("checkpoints")
 
 
 @pytest.fixture(scope="session")
-def llama(checkpoints: Path) -> str:
+def llama(checkpoints):
     from tests.vllm.models import llama
 
     return llama(checkpoints)
 
 
 @pytest.fixture(scope="session")
-def peer() -> "Iterator[Peer]":
+def peer():
     """Another process that may have an engine."""
     from tests.vllm.peer import Peer
 
@@ -64,13 +59,13 @@ def peer() -> "Iterator[Peer]":
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Path:
+def disk(tmp_path):
     """The directory of a file tier."""
     return tmp_path / "tier"
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
+def nothing_is_left():
     """Whatever a test starts is gone when it ends: shared memory, runners' processes."""
     from tests.vllm.leftovers import leftovers, wait_until_gone
 

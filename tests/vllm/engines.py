@@ -5,22 +5,18 @@ import multiprocessing
 import random
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
-from vllm.outputs import CompletionOutput
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.engine import utils as engine_processes
 from vllm.v1.executor import multiproc_executor
 
-from kvtier.engine.ledger import Ledger
-from kvtier.engine.steps import StepManager
 from kvtier.integrations.vllm.manager import VllmManager
 from tests.vllm import heap  # noqa: F401  # After vLLM.
 from tests.vllm.models import VOCABULARY
@@ -61,25 +57,25 @@ class Reference(tuple[int, ...]):  # noqa: SLOT001  # Tuples take none.
     choices: list[set[int]]
     """The likeliest token of each step, and those that are nearly as likely."""
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, other):
         if not isinstance(other, tuple) or len(other) != len(self):
             return False
         steps = zip(self, other, self.choices, strict=True)
         return next((token in choices for right, token, choices in steps if token != right), True)
 
-    def __ne__(self, other: object) -> bool:
+    def __ne__(self, other):
         return not self == other
 
     __hash__ = tuple.__hash__
 
 
-def prompts(count: int, *, tokens: int = PROMPT_TOKENS, seed: int = 0) -> list[Prompt]:
+def prompts(count, *, tokens=PROMPT_TOKENS, seed=0):
     """Return prompts that share nothing."""
     dice = random.Random(seed)
     return [[dice.randrange(VOCABULARY) for _ in range(tokens)] for _ in range(count)]
 
 
-def kvtier(disk: Path | None = None, **changes: Any) -> dict[str, Any]:
+def kvtier(disk=None, **changes):
     """Return `kv_connector_extra_config` for kvtier, with an fs tier as it comes if a directory is given."""
     tiers = [] if disk is None else [{"type": "fs", "root": str(disk)}]
     return {
@@ -90,7 +86,7 @@ def kvtier(disk: Path | None = None, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def kvtier_files(disk: Path, *, shared: bool = False, **changes: Any) -> dict[str, Any]:
+def kvtier_files(disk, *, shared=False, **changes):
     """Return the same with one file a chunk, as vLLM has them."""
     tier = {"type": "fs", "layout": "files", "root": str(disk), "shared": shared}
     return kvtier(None, secondary_tiers=[tier], **changes)
@@ -129,24 +125,24 @@ class Engine:
             raise
 
     @property
-    def core(self) -> Any:
+    def core(self):
         return self.llm.llm_engine.engine_core.engine_core
 
     @property
-    def connector(self) -> Any:
+    def connector(self):
         return self.core.scheduler.connector
 
     @property
-    def manager(self) -> Any:
+    def manager(self):
         return self.connector.scheduler.manager
 
     @property
-    def kvtier(self) -> StepManager:
+    def kvtier(self):
         assert isinstance(self.manager, VllmManager), self.manager
         return self.manager.engine
 
     @property
-    def ledger(self) -> Ledger:
+    def ledger(self):
         return self.kvtier.ledger
 
     def answer(self, given, new_tokens=NEW_TOKENS, load_tiers=(), hint=None, salt=None):
@@ -161,25 +157,25 @@ class Engine:
         outputs = self.llm.generate([{"prompt_token_ids": prompt} | salted for prompt in given], asked, use_tqdm=False)
         return [Answer(tuple(output.outputs[0].token_ids), output.num_cached_tokens) for output in outputs]
 
-    def settle(self) -> None:
+    def settle(self):
         """Step until nothing is under way: vLLM defers the last step's stores to the next one."""
         scheduler = self.core.scheduler
         while scheduler.has_requests() or self.connector.has_pending_push_work():
             self.llm.llm_engine.step()
 
-    def close(self) -> None:
+    def close(self):
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
         gc.collect()
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         return self
 
     def __exit__(self, kind, error, trace):
         self.close()
 
 
-def sampling(new_tokens: int = NEW_TOKENS) -> SamplingParams:
+def sampling(new_tokens=NEW_TOKENS):
     return SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=new_tokens)
 
 
@@ -194,7 +190,7 @@ _filled: dict[str, Filled] = {}
 _directories = TemporaryDirectory(prefix="kvtier-filled-")
 
 
-def fill(model: str, offloading: Mapping[str, Any], asked: Sequence[Prompt], **changes: Any) -> list[tuple[int, ...]]:
+def fill(model, offloading, asked, **changes):
     """Fill a tier's directory with prompts, at least these; return their tokens.
 
     An engine computes and stores them once for each configuration. Later calls get a copy of its directory.
@@ -228,7 +224,7 @@ LIKELY = 5  # Tokens of a step that are compared: three near ties at one step ha
 _references: dict[tuple[str, str, int], dict[tuple[int, ...], Reference]] = {}
 
 
-def right(model: str, given: Sequence[Prompt], new_tokens: int = NEW_TOKENS, **changes: Any) -> list[tuple[int, ...]]:
+def right(model, given, new_tokens=NEW_TOKENS, **changes):
     """Return the tokens that an engine without offloading answers, asked once for each prompt."""
     known = _references.setdefault((model, repr(sorted(changes.items())), new_tokens), {})
     missing = [prompt for prompt in given if tuple(prompt) not in known]
@@ -244,7 +240,7 @@ def right(model: str, given: Sequence[Prompt], new_tokens: int = NEW_TOKENS, **c
     return [known[tuple(prompt)] for prompt in given]
 
 
-def reference(output: CompletionOutput) -> Reference:
+def reference(output):
     """Return an answer's tokens, with those of each step that are nearly as likely."""
     found = Reference(output.token_ids)
     found.choices = []
@@ -254,9 +250,9 @@ def reference(output: CompletionOutput) -> Reference:
     return found
 
 
-def tokens(answers: Sequence[Answer]) -> list[tuple[int, ...]]:
+def tokens(answers):
     return [answer.tokens for answer in answers]
 
 
-def hits(answers: Sequence[Answer]) -> list[int]:
+def hits(answers):
     return [answer.cached for answer in answers]

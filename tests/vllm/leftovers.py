@@ -7,7 +7,7 @@ from tests.own import is_ours, processes, shared_memory
 PATIENCE_S = 10.0  # A process that was told to end, or killed, is gone within it.
 
 
-def runners() -> set[int]:
+def runners():
     """Return the process ids of this test run's runners, also of those that nobody owns any more."""
     found: set[int] = set()
     for pid in processes():
@@ -21,12 +21,12 @@ def runners() -> set[int]:
     return found
 
 
-def leftovers() -> set[str]:
+def leftovers():
     """Name what is there now."""
     return shared_memory("kvtier-vllm-", "vllm_offload_") | {f"runner {pid}" for pid in runners()}
 
 
-def wait_until_gone(before: set[str]) -> set[str]:
+def wait_until_gone(before):
     """Wait for what was not there before to go; return what did not."""
     until = time.monotonic() + PATIENCE_S
     while (left := leftovers() - before) and time.monotonic() < until:

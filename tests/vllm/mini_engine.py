@@ -52,7 +52,7 @@ BLOCK_TOKENS, HEADS, HEAD_DIM, LAYERS = 32, 4, 32, 4
 class MiniEngine:
     """One engine, stepped until all requests are answered."""
 
-    def __init__(self, model: str, extra: dict[str, Any], blocks: int) -> None:
+    def __init__(self, model, extra, blocks):
         self.config = EngineArgs(
             model=model,
             dtype="bfloat16",
@@ -95,7 +95,7 @@ class MiniEngine:
         self.stats: list[Any] = []
         self.cached: dict[str, int] = {}
 
-    def answer(self, prompts: list[list[int]], name: str) -> list[int]:
+    def answer(self, prompts, name):
         """Run prompts to their end; return how many tokens of each were not computed."""
         requests = [
             Request(f"{name}-{index}", prompt, sampling(), None, block_hasher=self.hasher)
@@ -108,7 +108,7 @@ class MiniEngine:
             self.step(open_requests)
         return [self.cached[request.request_id] for request in requests]
 
-    def step(self, requests: dict[str, Request]) -> None:
+    def step(self, requests):
         output = self.scheduler.schedule()
         connector_output = KVConnectorOutput()
         self.worker.bind_connector_metadata(output.kv_connector_metadata)
@@ -132,7 +132,7 @@ class MiniEngine:
             ),
         )
 
-    def run_model(self, output: Any, requests: dict[str, Request]) -> dict[str, list[int]]:
+    def run_model(self, output, requests):
         """Write what is computed in this step, check what was not, and answer with one token where a prompt is done."""
         for new in output.scheduled_new_reqs:
             self.tables[new.req_id] = list(new.block_ids[0])
@@ -151,17 +151,17 @@ class MiniEngine:
             answers[request_id] = [len(request.all_token_ids) % 1_000] if done else []
         return answers
 
-    def check(self, request_id: str, request: Request, computed: int) -> None:
+    def check(self, request_id, request, computed):
         for block in range(computed // BLOCK_TOKENS):
             held = self.memory[:, self.tables[request_id][block]]
             self.wrong_blocks += not torch.equal(held, block_bytes(request.all_token_ids, block))
 
-    def close(self) -> None:
+    def close(self):
         self.worker.shutdown()
         self.scheduler.shutdown()
 
 
-def block_bytes(tokens: Any, block: int) -> torch.Tensor:
+def block_bytes(tokens, block):
     """Return a block's bytes, one row a layer."""
     seed = hashlib.sha256(repr(list(tokens[: (block + 1) * BLOCK_TOKENS])).encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(seed[:7], "big"))
@@ -169,11 +169,11 @@ def block_bytes(tokens: Any, block: int) -> torch.Tensor:
     return torch.randint(-128, 128, (LAYERS, size), dtype=torch.int8, generator=generator)
 
 
-def sampling() -> SamplingParams:
+def sampling():
     return SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=4)
 
 
-def doors(disk: str) -> dict[str, dict[str, Any]]:
+def doors(disk):
     tier = {"type": "KVTierSecondaryTier", "module_path": "kvtier.integrations.vllm", "backend": "fs", "root": disk}
     return {
         "first": {
@@ -192,7 +192,7 @@ def doors(disk: str) -> dict[str, dict[str, Any]]:
     }
 
 
-def exposition(engine: MiniEngine) -> str:
+def exposition(engine):
     """Have vLLM declare and observe what the engine reports, and return what a scrape would show."""
     kinds = (prometheus_client.Counter, prometheus_client.Gauge, prometheus_client.Histogram)
     registry = prometheus_client.CollectorRegistry()
@@ -203,7 +203,7 @@ def exposition(engine: MiniEngine) -> str:
     return prometheus_client.generate_latest(registry).decode()
 
 
-def run(model: str, disk: str, door: str) -> dict[str, Any]:
+def run(model, disk, door):
     """Ask one engine after another, over one disk; return hits, blocks that were wrong, and the last one's metrics."""
     dice = random.Random(0)
     prompts = [[dice.randrange(1_024) for _ in range(1_000)] for _ in range(4)]
@@ -221,7 +221,7 @@ def run(model: str, disk: str, door: str) -> dict[str, Any]:
     return report
 
 
-def prefill_noted(model: str, disk: str) -> list[int]:
+def prefill_noted(model, disk):
     """Ask an engine whose prefill nobody has said the speed of; return the tokens that kvtier notes, step by step."""
     extra = {name: value for name, value in doors(disk)["first"].items() if name != "prefill_tokens_per_s"}
     engine = MiniEngine(model, extra, blocks=48)
@@ -233,7 +233,7 @@ def prefill_noted(model: str, disk: str) -> list[int]:
     return noted
 
 
-def main(model: str, disk: str) -> dict[str, object]:
+def main(model, disk):
     return {
         "version": vllm.__version__,
         "mismatches": list(mismatches()),

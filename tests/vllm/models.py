@@ -1,7 +1,6 @@
 """Tiny models with random weights, saved once, so that engines of different sizes have the same ones."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import transformers
@@ -11,22 +10,22 @@ VOCABULARY = 1_024
 Maker = Callable[[], transformers.PretrainedConfig]
 
 
-def llama(folder: Path) -> str:
+def llama(folder):
     """Full attention, grouped queries: 64 KiB for a block of 32 tokens."""
     return _saved(folder / "llama", lambda: _llama_config(4))
 
 
-def llama_of_few_heads(folder: Path) -> str:
+def llama_of_few_heads(folder):
     """One KV head, of which every worker has a copy."""
     return _saved(folder / "llama-one-head", lambda: _llama_config(1))
 
 
-def another_llama(folder: Path) -> str:
+def another_llama(folder):
     """The same shapes, other weights."""
     return _saved(folder / "llama-other", lambda: _llama_config(4), seed=1)
 
 
-def gemma3(folder: Path) -> str:
+def gemma3(folder):
     """Sliding windows of 128 tokens in five of six layers, full attention in the sixth."""
     return _saved(
         folder / "gemma3",
@@ -41,7 +40,7 @@ def gemma3(folder: Path) -> str:
     )
 
 
-def deepseek_v2(folder: Path) -> str:
+def deepseek_v2(folder):
     """Multi-head latent attention, dense layers only."""
     return _saved(
         folder / "deepseek-v2",
@@ -61,7 +60,7 @@ def deepseek_v2(folder: Path) -> str:
     )
 
 
-def lfm2(folder: Path) -> str:
+def lfm2(folder):
     """Short convolutions, whose state vLLM keeps as it keeps Mamba's, in two of four layers."""
     return _saved(
         folder / "lfm2",
@@ -78,7 +77,7 @@ def lfm2(folder: Path) -> str:
     )
 
 
-def _common() -> dict[str, object]:
+def _common():
     return {
         "hidden_size": 256,
         "num_attention_heads": 8,
@@ -89,11 +88,11 @@ def _common() -> dict[str, object]:
     }
 
 
-def _llama_config(kv_heads: int) -> transformers.PretrainedConfig:
+def _llama_config(kv_heads):
     return transformers.LlamaConfig(**_common(), num_hidden_layers=4, num_key_value_heads=kv_heads, head_dim=32)
 
 
-def _saved(path: Path, config: Maker, seed: int = 0) -> str:
+def _saved(path, config, seed=0):
     if not (path / "config.json").exists():
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16)

@@ -2,17 +2,13 @@
 
 import multiprocessing
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from typing import Any
 
 from tests.remote.servers import PATIENCE_S
-from tests.vllm.engines import NEW_TOKENS, Answer, Engine, Prompt
+from tests.vllm.engines import NEW_TOKENS, Engine
 
 
-def start(target: Callable[..., None], *given: Any) -> tuple[BaseProcess, Connection]:
+def start(target, *given):
     """Start a function of a module in another process; it is given one end of a connection first."""
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()
@@ -25,11 +21,11 @@ def start(target: Callable[..., None], *given: Any) -> tuple[BaseProcess, Connec
 class Peer:
     """A process that has one engine at a time. It ends with its test run, however that ends."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._process, self._connection = start(serve)
 
     @contextmanager
-    def engine(self, model: str, offloading: Mapping[str, Any] | None, **changes: Any) -> "Iterator[Peer]":
+    def engine(self, model, offloading, **changes):
         """Keep an engine there for as long as the context lasts; raises AssertionError if it does not start."""
         self._call("open", model, offloading, changes)
         try:
@@ -37,26 +33,26 @@ class Peer:
         finally:
             self._call("close")
 
-    def answer(self, given: Sequence[Prompt], new_tokens: int = NEW_TOKENS) -> list[Answer]:
+    def answer(self, given, new_tokens=NEW_TOKENS):
         return self._call("answer", given, new_tokens)
 
-    def settle(self) -> None:
+    def settle(self):
         self._call("settle")
 
-    def end(self) -> None:
+    def end(self):
         self._connection.close()
         self._process.join(PATIENCE_S)
         self._process.kill()  # It hangs; or it has ended.
         self._process.join()
 
-    def _call(self, *words: Any) -> Any:
+    def _call(self, *words):
         self._connection.send(words)
         right, result = self._connection.recv()
         assert right, result
         return result
 
 
-def serve(connection: Connection) -> None:
+def serve(connection):
     """Do what the test asks, until it closes the connection."""
     engine: Engine | None = None
     while True:

@@ -9,8 +9,7 @@ import subprocess
 import sys
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,17 +26,17 @@ class Remote(ABC):
     """A service, and the tier that uses it: the same configuration on every host."""
 
     @abstractmethod
-    def options(self, timeout_s: float) -> Mapping[str, Any]:
+    def options(self, timeout_s):
         """Return the tier's own options, with its type."""
 
     def end(self) -> None:  # noqa: B027  # A folder needs none.
         """Stop the service."""
 
-    def empty(self) -> None:
+    def empty(self):
         """Take everything away that the service has, as somebody else would."""
         raise NotImplementedError
 
-    def tier(self, *, quick: bool = False, **changes: Any) -> dict[str, Any]:
+    def tier(self, *, quick=False, **changes):
         timeout_s = QUICK_S if quick else PATIENT_S
         return {**self.options(timeout_s), "limits": {**LIMITS, "deadline_s": 2 * timeout_s}, **changes}
 
@@ -45,47 +44,47 @@ class Remote(ABC):
 class Folder(Remote):
     """A directory that every host has mounted."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self._folder = folder
 
-    def options(self, timeout_s: float) -> Mapping[str, Any]:
+    def options(self, timeout_s):
         return {"type": "fs", "root": str(self._folder / "filer"), "shared": True, "locality": "REMOTE"}
 
 
 class Redis(Remote):
     """A server that forgets everything when it ends."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.server = RedisServer(folder).start()
 
-    def options(self, timeout_s: float) -> Mapping[str, Any]:
+    def options(self, timeout_s):
         return {"type": "redis", "url": f"redis://{self.server.address}", "timeout_s": timeout_s}
 
-    def empty(self) -> None:
+    def empty(self):
         self.server.ask("FLUSHALL")
 
-    def end(self) -> None:
+    def end(self):
         self.server.kill()
 
 
 class Mooncake(Remote):
     """A master that knows where chunks are, and an owner whose memory they are in."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         loads = subprocess.run([sys.executable, "-c", "import mooncake.store"], capture_output=True, text=True)
         if loads.returncode:
             pytest.skip(f"Mooncake does not load here: {loads.stderr.splitlines()[-1]}")
         self.pool = Pool(folder, client_ttl_s=2)
         self.pool.add_owner()
 
-    def options(self, timeout_s: float) -> Mapping[str, Any]:
+    def options(self, timeout_s):
         return {"type": "mooncake", "master": self.pool.address, "timeout_s": timeout_s}
 
     @property
-    def owner(self) -> Any:
+    def owner(self):
         return self.pool.owners[-1]
 
-    def end(self) -> None:
+    def end(self):
         self.pool.close()
 
 
@@ -94,7 +93,7 @@ class Bucket(Remote):
 
     bucket = "kvtier"
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         credentials = {name: uuid.uuid4().hex for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")}
         self.server = MotoServer(folder, credentials).start()
         self.server.client.create_bucket(Bucket=self.bucket)
@@ -104,7 +103,7 @@ class Bucket(Remote):
         )
         self._keys.chmod(0o600)
 
-    def options(self, timeout_s: float) -> Mapping[str, Any]:
+    def options(self, timeout_s):
         return {
             "type": "object",
             "url": f"s3://{self.bucket}/kv",
@@ -114,7 +113,7 @@ class Bucket(Remote):
             "timeout_s": timeout_s,
         }
 
-    def end(self) -> None:
+    def end(self):
         self.server.kill()
 
 
@@ -124,7 +123,7 @@ REMOTES: dict[str, type[Remote]] = {"fs": Folder, "redis": Redis, "mooncake": Mo
 Step = Callable[[Any], object]
 
 
-def hangs(process_of: Callable[[Any], Any]) -> tuple[Step, Step]:
+def hangs(process_of):
     """Stop a process of a service, and let it go on."""
     return (
         lambda remote: process_of(remote).signal(signal.SIGSTOP),

@@ -21,11 +21,11 @@ TOPIC = "kvtier"
 
 
 @pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
+def environment(tmp_path):
     return environment_in(tmp_path)
 
 
-def environment_in(folder: Path) -> dict[str, str]:
+def environment_in(folder):
     """Return this environment as if it had been activated, without what the tests set for themselves."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     return kept | {
@@ -35,7 +35,7 @@ def environment_in(folder: Path) -> dict[str, str]:
     }
 
 
-def ran(command: list[str], given: dict[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
+def ran(command, given, folder):
     done = subprocess.run(command, env=given, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4_000:]
     return done
@@ -72,7 +72,7 @@ def test_a_server_counts_on_metrics_and_tells_a_subscriber(environment, tmp_path
     assert list((tmp_path / "tier").rglob("*.seg"))
 
 
-def scraped(page: str) -> dict[tuple[str, str | None, str | None], float]:
+def scraped(page):
     """Return kvtier's series by name, tier and state."""
     lines = "".join(line + "\n" for line in page.splitlines() if line.startswith("kvtier_"))
     return {
@@ -82,7 +82,7 @@ def scraped(page: str) -> dict[tuple[str, str | None, str | None], float]:
     }
 
 
-def told(subscriber: zmq.Socket) -> Counter[tuple[str | None, str | None]]:
+def told(subscriber):
     """Count the blocks stored that the events tell of, by medium and tier; they are all there: the server has ended."""
     decode = msgspec.msgpack.Decoder(KVEventBatch).decode
     found: Counter[tuple[str | None, str | None]] = Counter()

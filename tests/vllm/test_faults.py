@@ -6,28 +6,25 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.vllm.engines import PROMPT_HITS, Engine, Prompt, fill, hits, kvtier, kvtier_files, prompts, right, tokens
+from tests.vllm.engines import PROMPT_HITS, Engine, fill, hits, kvtier, kvtier_files, prompts, right, tokens
 from tests.vllm.leftovers import runners
 
 FAULTY = "kvtier.testing.faults:FaultyBackend"
 
 
-def chunk_files(disk: Path) -> list[Path]:
+def chunk_files(disk):
     return sorted(disk.rglob("*.bin"))
 
 
-def truncate(path: Path, dice: random.Random) -> None:
+def truncate(path, dice):
     with path.open("r+b") as file:
         file.truncate(dice.randrange(path.stat().st_size))
 
 
-def flip_a_bit(path: Path, dice: random.Random) -> None:
+def flip_a_bit(path, dice):
     with path.open("r+b") as file:
         at = dice.randrange(path.stat().st_size)
         file.seek(at)
@@ -68,12 +65,12 @@ def test_a_directory_that_is_deleted_under_load(llama, disk):
 
 
 @pytest.fixture
-def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+def mounted(tmp_path):
     """Mount small file systems in memory; only root can."""
     place = tmp_path / "mounted"
     place.mkdir()
 
-    def mount(*options: str) -> Path:
+    def mount(*options):
         done = subprocess.run(
             ["mount", "-t", "tmpfs", "-o", ",".join(options), "tmpfs", str(place)], check=False, capture_output=True
         )
@@ -99,12 +96,12 @@ def test_a_full_disk(llama, mounted):
             assert tokens(engine.answer(asked)) == expected
 
 
-def faulty(disk: Path, **changes: Any) -> dict[str, Any]:
+def faulty(disk, **changes):
     tier = {"type": FAULTY, "inner": {"type": "fs", "root": str(disk)}, "limits": {"deadline_s": 0.5}}
     return kvtier(None, cpu_bytes_to_use="5MiB", secondary_tiers=[tier | changes])
 
 
-def ask_thrice(llama: str, extra: dict[str, Any], asked: list[Prompt]) -> Any:
+def ask_thrice(llama, extra, asked):
     """Ask all prompts three times, with an engine that has to load them from its tier; return what it knows of it."""
     expected = right(llama, asked)
     with Engine(llama, extra | {"limits": {"close_s": 1.0}}) as engine:

@@ -5,11 +5,11 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvtier.integrations.vllm_options import read_options
-from tests.docs.fleet import ENGINES, Engine
+from tests.docs.fleet import ENGINES
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=[engine.where for engine in ENGINES])
-def test_vllm_takes_the_arguments_of_an_example_and_kvtier_its_options(engine: Engine) -> None:
+def test_vllm_takes_the_arguments_of_an_example_and_kvtier_its_options(engine):
     parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(engine.arguments)
     assert parsed.model_tag == engine.arguments[0]
     assert parsed.shutdown_timeout == int(engine.flag("shutdown-timeout"))

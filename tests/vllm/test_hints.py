@@ -4,8 +4,6 @@ Those in a request's body are in `test_readme`, which has a server.
 """
 
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -34,11 +32,11 @@ HINTS: list[dict[str, object]] = [
 ]
 
 
-def door(name: str, disk: Path) -> dict[str, Any]:
+def door(name, disk):
     return kvtier(disk) if name == "first" else behind_vllm(disk)
 
 
-def of_kvtier(engine: Engine, name: str) -> tuple[Any, dict[str, int]]:
+def of_kvtier(engine, name):
     """Return the tier, and what was ignored of hints."""
     if name == "first":
         return engine.ledger.tiers[0], engine.ledger.hints_ignored.counts

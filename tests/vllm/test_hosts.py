@@ -3,7 +3,6 @@
 import asyncio
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from tests.vllm.engines import (
     PROMPT_HITS,
     Answer,
     Engine,
-    Prompt,
     fill,
     hits,
     kvtier,
@@ -35,11 +33,11 @@ from tests.vllm.test_secondary import behind_vllm
 
 
 @pytest.fixture(scope="module")
-def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Remote]]:
+def services(tmp_path_factory):
     """Start each service once, when it is first asked for."""
     started: dict[str, Remote] = {}
 
-    def service(name: str) -> Remote:
+    def service(name):
         if name not in started:
             started[name] = REMOTES[name](tmp_path_factory.mktemp(name))
         return started[name]
@@ -49,7 +47,7 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str
         remote.end()
 
 
-def on(remote: Remote, own: Path | None = None, *, quick: bool = False, **changes: Any) -> dict[str, Any]:
+def on(remote, own=None, *, quick=False, **changes):
     """Return the configuration of an engine on this service, behind a directory of its own if one is given."""
     tiers = [remote.tier(quick=quick, name="pool")]
     if own is not None:
@@ -57,7 +55,7 @@ def on(remote: Remote, own: Path | None = None, *, quick: bool = False, **change
     return kvtier(secondary_tiers=tiers, **changes)
 
 
-def forget(engine: Engine) -> None:
+def forget(engine):
     """Have the GPU and the primary forget all: what comes back comes from tiers."""
     engine.settle()
     assert engine.llm.reset_prefix_cache(reset_connector=True)
@@ -111,7 +109,7 @@ def test_a_service_that_goes_while_requests_load_from_it_costs_hits_and_they_com
         until(lambda: found_again(engine, asked, expected))
 
 
-def found_again(engine: Engine, asked: Sequence[Prompt], expected: Sequence[tuple[int, ...]]) -> bool:
+def found_again(engine, asked, expected):
     """Ask once more, with nothing in memory; say whether every prompt was a hit, and be sure that it was right."""
     forget(engine)
     answers = engine.answer(asked)
@@ -173,7 +171,7 @@ def test_a_router_can_follow_by_vllms_events_where_every_block_is(llama, service
         extra = on(remote, own=tmp_path / "own", self_describing_kv_events=True)
         with Engine(llama, extra, kv_events_config=events) as engine:
 
-            def listen() -> None:
+            def listen():
                 """Have the engine step, and tell the router what it said."""
                 engine.answer(prompts(1, tokens=BLOCK_TOKENS - 1))
                 engine.settle()
@@ -183,13 +181,13 @@ def test_a_router_can_follow_by_vllms_events_where_every_block_is(llama, service
                     heard.extend(batch.events)
                     router.hear(topic.decode(), batch)
 
-            def blocks(prompt: Prompt) -> list[bytes]:
+            def blocks(prompt):
                 """Return the hashes of a prompt's whole blocks, as far as they were told."""
                 told = {tuple(event.token_ids): event.block_hashes[0] for event in heard if described(event)}
                 starts = range(0, PROMPT_HITS, BLOCK_TOKENS)
                 return [told.get(tuple(prompt[start : start + BLOCK_TOKENS]), b"") for start in starts]
 
-            def places() -> list[set[tuple[str, str, str | None]]]:
+            def places():
                 """Return where the prompts' last whole blocks are, but for the GPU."""
                 listen()
                 lasts = [blocks(prompt)[-1] for prompt in asked]
@@ -213,15 +211,15 @@ def test_a_router_can_follow_by_vllms_events_where_every_block_is(llama, service
             assert places() == [{pool}] * 2
 
 
-def described(event: Any) -> bool:
+def described(event):
     return isinstance(event, BlockStored) and bool(event.token_ids)
 
 
-def gone(event: Any, tier: str) -> bool:
+def gone(event, tier):
     return isinstance(event, BlockRemoved) and (event.ownership, event.locality) == (tier, "REMOTE")
 
 
-def sample(page: str, title: str) -> dict[str, Any]:
+def sample(page, title):
     """Run a sample of a page of the documentation; return its names."""
     text = (Path(__file__).parents[2] / "docs" / page).read_text()
     (code,) = re.findall(rf'```python title="{re.escape(title)}"\n(.*?)```', text, re.DOTALL)
@@ -231,7 +229,7 @@ def sample(page: str, title: str) -> dict[str, Any]:
 
 
 @contextmanager
-def subscribed(endpoint: str) -> Iterator[tuple[zmq.Socket[bytes], KVEventsConfig]]:
+def subscribed(endpoint):
     """Listen to an engine's events; it has yet to begin."""
     events = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint, topic="a")
     with zmq.Context() as context, context.socket(zmq.SUB) as socket:

@@ -16,12 +16,12 @@ WAYS = {
 }
 
 
-def ours(disk, **changes) -> dict:
+def ours(disk, **changes):
     tier = {"type": "fs", "root": str(disk), "unverified": "accept"}
     return kvtier(None, secondary_tiers=[tier], **changes)
 
 
-def folders(disk) -> set[str]:
+def folders(disk):
     return {path.name for path in disk.iterdir() if path.is_dir()}
 
 

@@ -5,8 +5,6 @@ import os
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +15,7 @@ from tests.vllm.leftovers import leftovers, runners, wait_until_gone
 from tests.vllm.peer import start
 
 
-def answer_until_killed(connection: Connection, model: str, disk: Path) -> None:
+def answer_until_killed(connection, model, disk):
     """Answer prompts with two workers; send the processes once the first ones are stored."""
     engine = Engine(model, kvtier(disk), tensor_parallel_size=2)
     engine.answer(prompts(2))
@@ -51,11 +49,11 @@ def test_after_a_shutdown_nothing_is_left(llama, disk):
     assert {name for name in descriptors() - before[1] if "kvtier" in name or "memfd" in name} == set()
 
 
-def threads() -> set[str]:
+def threads():
     return {thread.name for thread in threading.enumerate()}
 
 
-def descriptors() -> set[str]:
+def descriptors():
     found = set()
     for number in os.listdir("/proc/self/fd"):
         try:

@@ -1,8 +1,5 @@
 """A tier that becomes slow, in the real engine: nobody waits for it, every answer is right, and it is used again."""
 
-from pathlib import Path
-from typing import Any
-
 from tests.redis.servers import until
 from tests.slow_tier import slow_fs
 from tests.vllm.engines import PROMPT_HITS, PROMPT_TOKENS, Engine, hits, kvtier, prompts, right, tokens
@@ -11,7 +8,7 @@ COMPUTED_TOKENS_PER_S = 1_000.0  # Said, not measured: a prompt takes a second, 
 CRAWLING_BYTES_PER_S = 768 << 10  # A prompt takes more than two and a half.
 
 
-def over(disk: Path, speed: Path, **changes: Any) -> dict[str, Any]:
+def over(disk, speed, **changes):
     """Return the configuration of an engine whose primary holds two of its prompts; the tier holds all of them."""
     return kvtier(cpu_bytes_to_use="5MiB", secondary_tiers=[slow_fs(disk, speed)], **changes)
 
@@ -38,7 +35,7 @@ def test_a_tier_that_becomes_slow_is_not_waited_for_and_is_used_again_when_it_is
         until(lambda: served(engine, asked, expected))
 
 
-def served(engine: Engine, asked: list[list[int]], expected: list[tuple[int, ...]]) -> bool:
+def served(engine, asked, expected):
     """Ask for everything once more, be sure that it was right, and say whether all of it was cached."""
     answers = [engine.answer([prompt])[0] for prompt in asked]
     assert tokens(answers) == expected

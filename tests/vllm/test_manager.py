@@ -1,8 +1,6 @@
 """The manager that vLLM calls beside the engine that it calls: whatever it finds by itself must change nothing."""
 
 import random
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
@@ -18,16 +16,16 @@ ROWS = 4
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Steps]]:
+def engine(monkeypatch):
     """Return what makes an engine over tiers that have done everything by the time they are asked."""
     made: list[StepManager] = []
     start = StepManager
 
-    def kept(*given: Any, **named: Any) -> StepManager:
+    def kept(*given, **named):
         made.append(start(*given, **named))
         return made[-1]
 
-    def steps(rows: int = ROWS, tiers: int = 1) -> Steps:
+    def steps(rows=ROWS, tiers=1):
         steps = Steps(rows, tiers)
         for tier in range(tiers):
             steps.hold(tier)
@@ -42,38 +40,38 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Steps]]:
 class Both:
     """One engine through vLLM's interface, and its equal through the step protocol."""
 
-    def __init__(self, through: StepManager, direct: StepManager) -> None:
+    def __init__(self, through, direct):
         self.through, self.direct = VllmManager(through, Stats()), direct
         self.contexts: dict[str, ReqContext] = {}
         self.hits: dict[str, list[OffloadKey]] = {}
         self.requests = 0
 
-    def begin(self) -> None:
+    def begin(self):
         self.requests += 1
         name = str(self.requests)
         self.contexts[name], self.hits[name] = ReqContext(req_id=name), []
         self.through.on_new_request(self.contexts[name])
         self.direct.on_new_request(name)
 
-    def finish(self, name: str) -> None:
+    def finish(self, name):
         self.through.on_request_finished(self.contexts.pop(name))
         self.direct.on_request_finished(name)
         del self.hits[name]
 
-    def lookup(self, name: str, key: OffloadKey) -> None:
+    def lookup(self, name, key):
         found = self.through.lookup(key, self.contexts[name])
         assert found.name == self.direct.lookup(key, name).name
         if found is LookupResult.HIT:
             self.hits[name].append(key)
 
-    def load(self, name: str) -> None:
+    def load(self, name):
         keys, context = self.hits[name], self.contexts[name]
         spec = self.through.prepare_load(keys, context)
         assert list(spec.block_ids) == self.direct.prepare_load(keys, name)
         self.through.complete_load(keys, context)
         self.direct.complete_load(keys, name)
 
-    def store(self, name: str, keys: list[OffloadKey]) -> None:
+    def store(self, name, keys):
         output, plan = self.through.prepare_store(keys, self.contexts[name]), self.direct.prepare_store(keys, name)
         assert (output is None) == (plan is None)
         if output is not None and plan is not None:
@@ -81,13 +79,13 @@ class Both:
             self.through.complete_store(plan.keys, self.contexts[name])
             self.direct.complete_store(plan.keys, name)
 
-    def end_step(self) -> None:
+    def end_step(self):
         self.through.on_schedule_end(ScheduleEndContext((), ()))
         self.direct.end_step()
         for hits in self.hits.values():
             hits.clear()
 
-    def reset(self, name: str) -> None:
+    def reset(self, name):
         """Reset in the middle of a step that has found something; a reset would wait for what is under way."""
         while self.through.has_pending_work() or self.direct.has_pending_work():
             self.end_step()
@@ -99,7 +97,7 @@ class Both:
         for hits in self.hits.values():
             hits.clear()
 
-    def do_something(self, dice: random.Random) -> None:
+    def do_something(self, dice):
         name = dice.choice(list(self.contexts))
         match dice.randrange(20):
             case 0 if len(self.contexts) < 4:
@@ -119,7 +117,7 @@ class Both:
                     self.lookup(name, key)
 
 
-def test_of_what_vllm_stores_beyond_a_tiers_budget_the_beginning_cascades(engine: Callable[..., Steps]) -> None:
+def test_of_what_vllm_stores_beyond_a_tiers_budget_the_beginning_cascades(engine):
     """vLLM names what its workers have stored in no order."""
     steps = engine(len(KEYS))
     ledger = steps.manager.ledger
@@ -136,7 +134,7 @@ def test_of_what_vllm_stores_beyond_a_tiers_budget_the_beginning_cascades(engine
     assert ledger.tiers[0].storing == set(KEYS[:3])
 
 
-def test_the_groups_of_a_model_are_stored_in_vllms_order_and_leave_tail_first(engine: Callable[..., Steps]) -> None:
+def test_the_groups_of_a_model_are_stored_in_vllms_order_and_leave_tail_first(engine):
     steps = engine(tiers=0)
     through, context = VllmManager(steps.manager, Stats()), ReqContext(req_id="r")
     groups = [[make_offload_key(bytes([group, place]), group) for place in range(2)] for group in range(2)]
@@ -157,7 +155,7 @@ def test_the_groups_of_a_model_are_stored_in_vllms_order_and_leave_tail_first(en
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_what_vllm_is_told_is_what_the_engine_says(engine: Callable[..., Steps], seed: int) -> None:
+def test_what_vllm_is_told_is_what_the_engine_says(engine, seed):
     both, dice = Both(engine().manager, engine().manager), random.Random(seed)
     both.begin()
     for _ in range(200):

@@ -1,8 +1,6 @@
 """What the board, the alerts and their page name is on vLLM's own `/metrics`, too."""
 
 import os
-from multiprocessing.connection import Connection
-from pathlib import Path
 
 import pytest
 from prometheus_client import REGISTRY, generate_latest
@@ -70,14 +68,14 @@ def test_an_engine_after_another_in_one_process_counts_from_zero(page, llama, tm
 NAMES = ("kvtier_tier_stored_total", "vllm:prompt_tokens_total")
 
 
-def two_engines(connection: Connection, model: str, folder: Path) -> None:
+def two_engines(connection, model, folder):
     """Start a second engine beside a first, and end the first; send after each of the three what is counted."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # Each has a process, so that one can have two.
 
-    def served(name: str) -> Engine:
+    def served(name):
         return Engine(model, kvtier(folder / name), disable_log_stats=False, served_model_name=name)
 
-    def counted(engine: Engine, seed: int) -> dict[tuple[str, str], float]:
+    def counted(engine, seed):
         for each in (seed, seed + 1):  # What a step has changed shows in the next one.
             engine.answer(prompts(1, seed=each))
         found = [sample for family in REGISTRY.collect() for sample in family.samples if sample.name in NAMES]

@@ -18,7 +18,7 @@ PARTS = ("v1/kv_offload", "distributed/kv_transfer/kv_connector/v1/offloading")
 VERSIONS = [Path(vllm.__file__).parent, *(Path(given) / "vllm" for given in (os.environ.get("VLLM_033"),) if given)]
 
 
-def vocabulary(root: Path) -> set[str]:
+def vocabulary(root):
     """Return what vLLM's offloading could call an option: texts, arguments and fields."""
     found = set[str]()
     for path in (file for part in PARTS for file in (root / part).rglob("*.py")):
@@ -31,7 +31,7 @@ def vocabulary(root: Path) -> set[str]:
     return found
 
 
-def theirs(*, newest: bool) -> set[str]:
+def theirs(*, newest):
     """Return the options of vLLM's that the page names; what only the newest version has is said to be so."""
     tables = re.findall(r"^\| vLLM's \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
     rows = [line for table in tables for line in table.splitlines() if newest or "vLLM 0.33 has it" not in line]

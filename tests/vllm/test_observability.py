@@ -45,7 +45,7 @@ def test_hits_name_their_source_and_facts_are_labels_that_were_declared(llama, d
     assert (primary.keys() | tier.keys()) <= set(KVTierOffloadingSpec.config_info_keys(kvtier(disk)))
 
 
-def watch_sources(engine: Engine) -> list[dict[CacheHitSource, int]]:
+def watch_sources(engine):
     """Collect what the connector tells vLLM of each external hit."""
     told: list[dict[CacheHitSource, int]] = []
     ask = engine.connector.get_external_cache_hit_sources
@@ -83,7 +83,7 @@ def test_events_tell_medium_and_tier(llama, disk):
     assert all(len(event.token_ids) == 32 for event in described)
 
 
-def watch_events(engine: Engine) -> list:
+def watch_events(engine):
     told: list = []
     take = engine.connector.take_events
 

@@ -5,7 +5,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,7 +37,7 @@ sys.stdin.readline()
 """
 
 
-def config(directory: str, rank: int = 0, **extra: object) -> OffloadingConfig:
+def config(directory, rank=0, **extra):
     return OffloadingConfig(
         groups=(OffloadingGroupConfig(tokens_per_block=16, layer_names=("layer",), group_id=0),),
         worker_kv_bytes_per_block=PAGE,
@@ -60,19 +59,19 @@ def config(directory: str, rank: int = 0, **extra: object) -> OffloadingConfig:
 
 
 @pytest.fixture
-def hosts() -> Iterator[tuple[str, str]]:
+def hosts():
     """Return two hosts' shared memory, as far as names go."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as one, tempfile.TemporaryDirectory(dir="/dev/shm") as other:
         yield one, other
 
 
 @pytest.fixture
-def worker() -> Iterator[Callable[[str, int], None]]:
+def worker():
     """Start workers' processes, which end with the test."""
     rows = (1 << 20) // (PAGE * WORKERS)
     with ExitStack() as at_end:
 
-        def start(directory: str, rank: int) -> None:
+        def start(directory, rank):
             command = [sys.executable, "-c", WORKER, f"{directory}/kvtier-vllm-engine"]
             numbers = map(str, (rows, PAGE * WORKERS, rank, WORKERS))
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -3,7 +3,7 @@
 import pytest
 
 from kvtier.backend.namespace import Namespace
-from kvtier.config import EngineConfig, EngineLimits, TierLimits
+from kvtier.config import EngineLimits, TierLimits
 from kvtier.errors import ConfigError
 from kvtier.integrations.vllm.secondary import _start
 from kvtier.integrations.vllm_options import read_options, read_secondary_options, secondary_config
@@ -12,7 +12,7 @@ from kvtier_backends.dummy import DummyBackend
 PLACES = {"dp_rank": "1", "engine_id": "blue"}
 
 
-def config_of(**given: object) -> EngineConfig:
+def config_of(**given):
     options = read_secondary_options({"backend": "dummy"} | given)
     return secondary_config(options, Namespace(model_name="tiny"), PLACES, rows=8, row_bytes=8_192)
 

@@ -22,7 +22,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "vllm.md").read_text()
 VLLMS_OWN = {"type", "module_path"}  # Fields of a secondary tier that vLLM takes out before the tier sees them.
 
 
-def configurations() -> list[dict]:
+def configurations():
     return [json.loads(block) for block in re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)]
 
 

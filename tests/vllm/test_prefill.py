@@ -1,7 +1,6 @@
 """The prefill meter: what steps say of how fast prompts are computed. Times are given, and no engine is needed."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -10,7 +9,7 @@ from kvtier.integrations.vllm.connector import PrefillMeter, step_tokens
 Step = tuple[int, int, float, float]  # Tokens of prompts, of answers; when it was scheduled and answered.
 
 
-def measured(steps: list[Step], steps_max: int = 1) -> list[tuple[int, float]]:
+def measured(steps, steps_max=1):
     """Run steps past a meter, each at its times, and return the tokens and seconds of prefill."""
     meter = PrefillMeter(steps_max)
     calls = [(begun, 1, (prefill, decode)) for prefill, decode, begun, _ in steps]
@@ -34,7 +33,7 @@ def measured(steps: list[Step], steps_max: int = 1) -> list[tuple[int, float]]:
         ({"a": 500}, {"has_sync_kv_loads": True}, (0, 0)),
     ],
 )
-def test_a_steps_tokens_are_of_prompts_or_of_answers(counts: dict[str, int], more: Any, tokens: Any) -> None:
+def test_a_steps_tokens_are_of_prompts_or_of_answers(counts, more, tokens):
     fields = {
         "num_scheduled_tokens": counts,
         "total_num_scheduled_tokens": sum(counts.values()),
@@ -78,11 +77,11 @@ STEPS: dict[str, tuple[list[Step], int, list[tuple[int, float]]]] = {
 
 
 @pytest.mark.parametrize(("steps", "steps_max", "prefill"), STEPS.values(), ids=STEPS)
-def test_prefill_has_its_own_time_alone(steps: list[Step], steps_max: int, prefill: list[tuple[int, float]]) -> None:
+def test_prefill_has_its_own_time_alone(steps, steps_max, prefill):
     assert measured(steps, steps_max) == prefill
 
 
-def test_an_answer_that_never_comes_does_not_shift_those_that_follow() -> None:
+def test_an_answer_that_never_comes_does_not_shift_those_that_follow():
     meter = PrefillMeter(steps_max=1)
     assert meter.answered(0.0) is None
     meter.scheduled(5_000, 0, 0.0)

@@ -4,25 +4,13 @@ import random
 
 from vllm.v1.request import RequestStatus
 
-from tests.vllm.engines import (
-    GPU_BLOCKS,
-    PROMPT_HITS,
-    Answer,
-    Engine,
-    Prompt,
-    hits,
-    kvtier,
-    prompts,
-    right,
-    sampling,
-    tokens,
-)
+from tests.vllm.engines import GPU_BLOCKS, PROMPT_HITS, Answer, Engine, hits, kvtier, prompts, right, sampling, tokens
 
 MIB = 1 << 20
 BLOCK_BYTES = 64 << 10  # Of the tiny llama, for 32 tokens.
 
 
-def families(count: int, sizes: tuple[int, ...] = (256, 512, 900), seed: int = 3) -> list[Prompt]:
+def families(count, sizes=(256, 512, 900), seed=3):
     """Return prompts that share prefixes of different lengths, in random order."""
     dice = random.Random(seed)
     trunks = prompts(4, tokens=1_000, seed=seed)
@@ -92,7 +80,7 @@ def test_requests_aborted_at_random_disturb_no_other(llama, disk):
         assert tokens(engine.answer(asked)) == list(expected.values())
 
 
-def steps_with_aborts(engine: Engine, asked: list[Prompt], dice: random.Random) -> dict[int, Answer]:
+def steps_with_aborts(engine, asked, dice):
     """Run all prompts at once; abort some at random moments; return what the others answered."""
     llm_engine = engine.llm.llm_engine
     for index, prompt in enumerate(asked):
@@ -124,7 +112,7 @@ def test_preempted_requests_come_back_right(llama, disk):
         assert preempted
 
 
-def count_preemptions(engine: Engine) -> list[str]:
+def count_preemptions(engine):
     """Collect the ids of requests that are preempted from now on, as the scheduler tells the manager."""
     seen: list[str] = []
     end_of_step = engine.manager.on_schedule_end
@@ -173,7 +161,7 @@ def test_a_reset_in_the_middle_of_everything(llama, disk):
         assert engine.ledger.promoting
 
 
-def stores_are_under_way(engine: Engine) -> bool:
+def stores_are_under_way(engine):
     """Say whether workers have stores and no loads: with loads, vLLM refuses to reset running requests."""
     requests = engine.core.scheduler.requests.values()
     loading = any(request.status is RequestStatus.WAITING_FOR_REMOTE_KVS for request in requests)

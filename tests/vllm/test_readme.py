@@ -6,7 +6,6 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +36,7 @@ class Servers(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+def servers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("readme")
     model, disk, given = folder / "model", folder / "tier", environment_in(folder)
     subprocess.run([sys.executable, str(EXAMPLES / "vllm_tiny_model.py"), str(model)], env=given, check=True)
@@ -68,7 +67,7 @@ def test_a_hint_in_the_body_of_a_request_reaches_kvtier(servers):
 
 
 @contextmanager
-def served(model: Path, disk: Path, environment: dict[str, str]) -> Iterator[str]:
+def served(model, disk, environment):
     """Start a server by the README's lines, with other names and less memory; give its address once it answers."""
     port = free_port()
     lines = readme.serve()
@@ -88,7 +87,7 @@ def served(model: Path, disk: Path, environment: dict[str, str]) -> Iterator[str
         server.kill()
 
 
-def healthy(address: str) -> bool:
+def healthy(address):
     try:
         with urllib.request.urlopen(f"{address}/health"):
             return True
@@ -96,7 +95,7 @@ def healthy(address: str) -> bool:
         return False
 
 
-def asked(address: str, model: Path, prompt: str = PROMPT, params: str | None = None) -> tuple[str, int]:
+def asked(address, model, prompt=PROMPT, params=None):
     """Return the answer to a prompt, and how many of its tokens were cached.
 
     `params` are the `kv_transfer_params`: JSON as it stands in the body.
@@ -111,7 +110,7 @@ def asked(address: str, model: Path, prompt: str = PROMPT, params: str | None = 
     return answer["choices"][0]["text"], details["cached_tokens"] if details else 0
 
 
-def counted(address: str, metric: str) -> float:
+def counted(address, metric):
     """Return what a server's /metrics says of a metric, all its labels together."""
     with urllib.request.urlopen(f"{address}/metrics") as answer:
         lines = [line for line in answer.read().decode().splitlines() if line.startswith(metric)]

@@ -57,7 +57,7 @@ def test_a_hybrid_models_prompts_that_do_not_all_fit_hit_no_less_than_with_vllms
     assert sum(hits(answers["kvtier"])) >= sum(hits(answers["vllm"])) > 0, [hits(each) for each in answers.values()]
 
 
-def keys_by_prompt(engine: Engine) -> list[list[OffloadKey]]:
+def keys_by_prompt(engine):
     """Collect the keys of each request, in prefix order, as the manager is asked for them."""
     asked: list[list[OffloadKey]] = []
     seen: dict[str, list[OffloadKey]] = {}

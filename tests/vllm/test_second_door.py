@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,35 +51,35 @@ class Played(Bridge):
 
     kind, pid = "played", 0
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.sent: list[Action] = []
         self.admitted: list[int] = []
         self.replaced = 0
         self.full = False
 
-    def send(self, actions: Sequence[Action]) -> Sequence[Action]:
+    def send(self, actions):
         if self.full:
             return actions
         self.sent += actions
         return ()
 
-    def admit(self, epoch: int) -> None:
+    def admit(self, epoch):
         self.admitted.append(epoch)
 
-    def replace(self) -> bool:
+    def replace(self):
         self.replaced += 1
         return False
 
-    def close(self, deadline_s: float) -> int:
+    def close(self, deadline_s):
         return 0
 
 
 class Scene:
     """A tier, the runner behind it, and the requests that vLLM has told it of."""
 
-    def __init__(self, bridge_of: BridgeOf, region: Region, patch: pytest.MonkeyPatch, action_chunks: int = 2) -> None:
-        def start(spec: object, rows: memoryview, config: Any) -> tuple[Bridge, Region]:
+    def __init__(self, bridge_of, region, patch, action_chunks=2):
+        def start(spec, rows, config):
             self.bridge: Any = bridge_of(config, region)
             return self.bridge, region
 
@@ -91,55 +91,55 @@ class Scene:
         self.tier = KVTierSecondaryTier(spec, rows, "KVTierSecondaryTier", **given)
         self.requests: dict[str, ReqContext] = {}
 
-    def begin(self, name: str, positions: dict[OffloadKey, int] | None = None, hint: object = None) -> ReqContext:
+    def begin(self, name, positions=None, hint=None):
         self.requests[name] = context = ReqContext(name, None if hint is None else {"kvtier": hint})
         for key, position in (positions or {}).items():
             context.set_offload_key_position(key, position)
         self.tier.on_new_request(context)
         return context
 
-    def finish(self, name: str) -> None:
+    def finish(self, name):
         self.tier.on_request_finished(self.requests[name])
 
-    def has(self, key: OffloadKey, name: str = "one") -> bool | None:
+    def has(self, key, name="one"):
         return ANSWERS[self.tier.lookup(key, self.requests.get(name) or self.begin(name))]
 
-    def load(self, job: int, keys: list[OffloadKey], rows: list[int], name: str = "one") -> None:
+    def load(self, job, keys, rows, name="one"):
         self.tier.submit_load(self._job(job, keys, rows, name))
 
-    def store(self, job: int, keys: list[OffloadKey], rows: list[int], name: str = "one") -> None:
+    def store(self, job, keys, rows, name="one"):
         self.tier.submit_store(self._job(job, keys, rows, name))
 
-    def finished(self) -> list[tuple[int, bool, int]]:
+    def finished(self):
         """Return what vLLM is told of jobs that have ended: id, success, chunks that moved."""
         found = self.tier.get_finished_jobs()
         return [(each.job_id, each.success, each.transfer_bytes // ROW_BYTES) for each in found]
 
-    def hear(self, *messages: Any) -> None:
+    def hear(self, *messages):
         self.bridge.mailbox.extend(messages)
         list(self.tier.take_events())
 
-    def sent(self) -> list[Any]:
+    def sent(self):
         """End a step, and take what was sent since the last call."""
         self.tier.on_schedule_end(None)
         sent, self.bridge.sent = self.bridge.sent, []
         return sent
 
-    def answer(self, *present: bool) -> None:
+    def answer(self, *present):
         (probe,) = self.sent()
         assert isinstance(probe, Probe)
         self.hear(Answered(probe.id, bytes(present), 0.1))
 
-    def _job(self, job: int, keys: list[OffloadKey], rows: list[int], name: str) -> TransferJob:
+    def _job(self, job, keys, rows, name):
         context = self.requests.get(name) or self.begin(name)
         return TransferJob(job, keys, np.array(rows), is_promotion=True, req_context=context)
 
 
 @pytest.fixture
-def play(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Scene]:
+def play(monkeypatch):
     """Return what makes a scene, with other facts of the tier, which has said what it has: `found`."""
 
-    def made(*found: OffloadKey, scanned: bool = True, **spec: Any) -> Scene:
+    def made(*found, scanned=True, **spec):
         scene = Scene(lambda config, region: Played(), Region.private(ROWS, ROW_BYTES), monkeypatch)
         scene.tier.tier.spec = scene.tier.tier.spec._replace(**spec)
         if scanned:
@@ -150,7 +150,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Scene]:
     return made
 
 
-def finished(action: Action, failed: Sequence[int] = (), code: Code = Code.FAILED, *, lent: bool = False) -> Finished:
+def finished(action, failed=(), code=Code.FAILED, *, lent=False):
     return Finished(action.id, pack_rows(failed), bytes([code] * len(failed)), 0.25, lent)
 
 

@@ -7,14 +7,14 @@ from tests.vllm.test_faults import FAULTY
 from tests.vllm.vllm_tiering import vllm_tiering
 
 
-def behind_vllm(disk, *, cpu_bytes: int = 64 << 20, backend: str = "fs", **changes) -> dict:
+def behind_vllm(disk, *, cpu_bytes=64 << 20, backend="fs", **changes):
     tier = {"type": "KVTierSecondaryTier", "module_path": "kvtier.integrations.vllm", "backend": backend}
     if backend == "fs":
         tier["root"] = str(disk)
     return vllm_tiering(None, secondary_tiers=[tier | changes], cpu_bytes_to_use=cpu_bytes)
 
 
-def tier_of(engine: Engine):
+def tier_of(engine):
     return engine.manager.secondary_tiers[0]
 
 

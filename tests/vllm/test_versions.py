@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +20,7 @@ SOURCES_033 = os.environ.get("VLLM_033")  # A folder with the Python files of th
 
 
 @pytest.fixture(scope="module")
-def report(llama: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def report(llama, tmp_path_factory):
     """What 0.33 says of everything."""
     if SOURCES_033 is None:
         pytest.skip("VLLM_033 names no folder with vLLM 0.33's Python files (make test-vllm has one)")

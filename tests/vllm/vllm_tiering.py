@@ -1,9 +1,5 @@
 """vLLM's own tiering, on CPU: its manager, its region and its file tier, with a worker that needs no GPU."""
 
-from pathlib import Path
-from typing import Any
-
-from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
@@ -14,7 +10,7 @@ from kvtier.integrations.vllm.worker import VllmWorker
 class TieringOnCpu(TieringOffloadingSpec):
     """Everything is vLLM's but the copies."""
 
-    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+    def get_worker(self, kv_caches):
         if self._worker is None:
             parallel = self.config.parallel
             rank = 0 if self.replicated_layout else parallel.rank
@@ -34,7 +30,7 @@ class TieringOnCpu(TieringOffloadingSpec):
         return self._worker
 
 
-def vllm_tiering(disk: Path | None, **changes: Any) -> dict[str, Any]:
+def vllm_tiering(disk, **changes):
     """Return `kv_connector_extra_config` for vLLM's own tiering, with its file tier if a directory is given."""
     tiers = [] if disk is None else [{"type": "fs", "root_dir": str(disk)}]
     return {

@@ -1,7 +1,6 @@
 """The real traces: beside the project, or where KVTIER_TRACES says."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,13 @@ BESIDE = Path(__file__).parents[4] / "shared" / "traces"
 
 
 @pytest.fixture(scope="session")
-def traces() -> Traces:
+def traces():
     """Return the real traces. What asks for them and takes seconds is of `tests/traces/run`."""
     return Traces(Path(os.environ.get("KVTIER_TRACES") or BESIDE))
 
 
 @pytest.fixture(scope="session")
-def agents(traces: Traces, thorough: None) -> Path:
+def agents(traces, thorough):
     """Return the largest trace's path: it takes minutes, so only `tests/traces/run` asks for it."""
     if "KVTIER_ALL_TRACES" not in os.environ:
         pytest.skip("takes minutes: tests/traces/run runs it")
@@ -26,10 +25,10 @@ def agents(traces: Traces, thorough: None) -> Path:
 
 
 @pytest.fixture
-def trace_file(tmp_path: Path) -> Callable[..., str]:
+def trace_file(tmp_path):
     """Write bytes as a trace's file and return its path."""
 
-    def write(content: bytes, name: str = "trace.jsonl") -> str:
+    def write(content, name="trace.jsonl"):
         path = tmp_path / name
         path.write_bytes(content)
         return str(path)

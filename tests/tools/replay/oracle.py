@@ -7,13 +7,12 @@ that, and it is over when no later request uses the last whole block.
 import math
 import random
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from kvtier.settings.hints import Hint
-from kvtier.tools.replay.traces import TraceRequest
 
 _OVER = Hint(over=True)
 
@@ -35,7 +34,7 @@ class Saying(NamedTuple):
     seed: int = 0
 
 
-def future(requests: Iterable[TraceRequest], block_tokens: int) -> Future:
+def future(requests, block_tokens):
     """Read a trace once. Takes some hundred bytes a distinct block."""
     user: dict[int, int] = {}  # Block -> the request that used it last.
     times_ms, shared, ends = array("d"), array("q"), list[int | None]()
@@ -56,20 +55,20 @@ def future(requests: Iterable[TraceRequest], block_tokens: int) -> Future:
     return Future([end is not None and user[end] == number for number, end in enumerate(ends)], returns_s)
 
 
-def hinted(requests: Iterable[TraceRequest], known: Future, saying: Saying) -> Iterator[TraceRequest]:
+def hinted(requests, known, saying):
     """Give the requests with an oracle's hints. A request that has a hint keeps that one."""
     for request, hint in zip(requests, hints(known, saying), strict=True):
         yield request if hint is None or request.hint is not None else replace(request, hint=hint)
 
 
-def hints(known: Future, saying: Saying) -> Iterator[Hint | None]:
+def hints(known, saying):
     """Give what is said of each request. The same seed gives the same, and each kind has dice of its own."""
     overs, returns = _overs(known, saying), _returns(known, saying)
     for over, returns_in_s in zip(overs, returns, strict=True):
         yield _OVER if over else None if returns_in_s is None else Hint(returns_in_s=returns_in_s)
 
 
-def _overs(known: Future, saying: Saying) -> Iterator[bool]:
+def _overs(known, saying):
     """Say of a share of the last requests that they are, and of so many others that lies have their share."""
     dice = random.Random(f"{saying.seed} over")
     ends = sum(known.last)
@@ -79,7 +78,7 @@ def _overs(known: Future, saying: Saying) -> Iterator[bool]:
         yield dice.random() < (saying.over if last else lies)
 
 
-def _returns(known: Future, saying: Saying) -> Iterator[float | None]:
+def _returns(known, saying):
     """Say of a share when they return: a lie has the time of any other, and one that never returns gets a lie, too.
 
     So what is said of those is wrong, and lies are rarer than their share: all of them together have that.

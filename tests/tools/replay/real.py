@@ -1,7 +1,5 @@
 """Real traces, which are no part of the project: their names, and the folder that has them."""
 
-from pathlib import Path
-
 import pytest
 
 from kvtier.tools.replay.study import Extent, measure
@@ -16,11 +14,11 @@ SIZES = ("0.01", "0.05", "0.10", "0.25", "0.50")
 class Traces:
     """The folder of the real traces. A test that asks for a file that is not there is skipped."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self._folder = folder
         self._extents: dict[str, Extent] = {}
 
-    def __truediv__(self, name: str) -> Path:
+    def __truediv__(self, name):
         """Return a file's path."""
         path = self._folder / name
         if not path.is_file():
@@ -30,7 +28,7 @@ class Traces:
             )
         return path
 
-    def extent(self, name: str) -> Extent:
+    def extent(self, name):
         """Return what is in a trace. It is read and checked once."""
         if name not in self._extents:
             self._extents[name] = measure(Trace(self / name))

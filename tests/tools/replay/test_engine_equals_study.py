@@ -1,10 +1,8 @@
 """The engine with a primary alone has exactly the hits that the policy study says, request by request."""
 
-from collections.abc import Callable, Iterable, Iterator
-
 import pytest
 
-from kvtier.backend.namespace import OffloadKey, make_offload_key
+from kvtier.backend.namespace import make_offload_key
 from kvtier.config import EngineConfig
 from kvtier.engine.ledger import LookupResult
 from kvtier.engine.steps import StepManager, make_region
@@ -13,13 +11,12 @@ from kvtier.runner.bridge import ThreadBridge
 from kvtier.tools.replay.study import measure, simulation
 from kvtier.tools.replay.traces import BLOCK_TOKENS, Trace, TraceRequest
 from kvtier.tools.replay.workload import GeneratedTrace
-from tests.tools.replay.real import Traces
 from tests.tools.replay.told import told
 
 CHUNK_BYTES = 4_096
 
 
-def engine_hits(requests: Iterable[TraceRequest], policy: str, capacity: int) -> Iterator[int]:
+def engine_hits(requests, policy, capacity):
     """Look up, offer the first `capacity` keys, finish: each request's hits by the step protocol, at the trace's times.
 
     A request says its hint when it begins or when it ends, by turns.
@@ -49,19 +46,19 @@ def engine_hits(requests: Iterable[TraceRequest], policy: str, capacity: int) ->
             engine.end_step()
 
 
-def started(config: EngineConfig, clock: Callable[[], float]) -> StepManager:
+def started(config, clock):
     """Start as `StepManager.start` does, with a clock of the test's."""
     region = make_region(config)
     return StepManager(config, region, ThreadBridge(config, region), clock=clock)
 
 
-def key_of(block: int) -> OffloadKey:
+def key_of(block):
     return make_offload_key(block.to_bytes(8, "big"))
 
 
 @pytest.mark.parametrize("policy", known_policies())
 @pytest.mark.parametrize("share", [0.0001, 0.2])
-def test_on_the_generated_trace_under_every_policy(policy: str, share: float) -> None:
+def test_on_the_generated_trace_under_every_policy(policy, share):
     trace = GeneratedTrace(limit=200)
     capacity = measure(trace).capacity(share)
     assert list(engine_hits(trace, policy, capacity)) == list(simulation(policy)(trace, capacity))
@@ -69,7 +66,7 @@ def test_on_the_generated_trace_under_every_policy(policy: str, share: float) ->
 
 @pytest.mark.parametrize("policy", known_policies())
 @pytest.mark.parametrize("share", [0.0001, 0.01, 0.2])
-def test_with_hints_of_all_kinds_under_every_policy(policy: str, share: float) -> None:
+def test_with_hints_of_all_kinds_under_every_policy(policy, share):
     trace = GeneratedTrace(limit=400)
     capacity = measure(trace).capacity(share)
     requests = told(trace)
@@ -81,14 +78,14 @@ def test_with_hints_of_all_kinds_under_every_policy(policy: str, share: float) -
 
 @pytest.mark.usefixtures("thorough")
 @pytest.mark.parametrize("policy", known_policies())
-def test_with_hints_on_real_chats_under_every_policy(traces: Traces, policy: str) -> None:
+def test_with_hints_on_real_chats_under_every_policy(traces, policy):
     trace = Trace(traces / "mooncake_conversation.jsonl.gz", limit=3_000)
     capacity = measure(trace).capacity(0.05)
     requests = told(trace)
     assert list(engine_hits(requests, policy, capacity)) == list(simulation(policy)(requests, capacity))
 
 
-def test_with_requests_that_have_holes_and_blocks_twice() -> None:
+def test_with_requests_that_have_holes_and_blocks_twice():
     blocks = [(1, 2, 3), (), (2, 9), (1, 2, 3, 4), (7, 7, 8), (1, 5, 2, 6, 3), (9, 2, 1), (3,), (1, 2, 3, 4, 5, 6, 7)]
     trace = [TraceRequest(0, 0, 0, hash_ids) for hash_ids in blocks]
     for policy in known_policies():

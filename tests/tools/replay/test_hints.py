@@ -1,9 +1,8 @@
 """The worth of hints to a policy that takes them: from oracles that know the trace's future, and with lies."""
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
@@ -11,21 +10,21 @@ import pytest
 
 from kvtier.policies import Density
 from kvtier.settings.hints import Hint
-from kvtier.tools.replay.study import Extent, policy_hits
+from kvtier.tools.replay.study import policy_hits
 from kvtier.tools.replay.traces import Trace, TraceRequest
 from kvtier.tools.replay.workload import GeneratedTrace, Workload
 from tests.tools.replay.oracle import Future, Saying, future, hinted, hints
-from tests.tools.replay.real import AGENTIC, CONVERSATION, Traces
+from tests.tools.replay.real import AGENTIC, CONVERSATION
 from tests.tools.replay.written import write_trace
 
 SEEDS = (1, 2, 3)
 
 
-def request(at_s: float, *blocks: int, tokens: int | None = None) -> TraceRequest:
+def request(at_s, *blocks, tokens=None):
     return TraceRequest(at_s * 1_000, 512 * len(blocks) if tokens is None else tokens, 1, blocks)
 
 
-def test_a_session_returns_with_what_it_does_not_share_and_is_over_with_its_last_whole_block() -> None:
+def test_a_session_returns_with_what_it_does_not_share_and_is_over_with_its_last_whole_block():
     requests = [
         request(0, 0, 1, 2),  # The first session, behind a system prompt,
         request(5, 0, 3),  # and the second, which never returns.
@@ -36,24 +35,24 @@ def test_a_session_returns_with_what_it_does_not_share_and_is_over_with_its_last
     assert future(requests, 512) == Future([False, True, False, True, True], [9.0, None, 21.0, None, None])
 
 
-def said(saying: Saying, known: Future) -> list[Hint | None]:
+def said(saying, known):
     return list(hints(known, saying))
 
 
-def hit_ratio(requests: Iterable[TraceRequest], extent: Extent, share: float, said: Sequence[Hint | None]) -> float:
+def hit_ratio(requests, extent, share, said):
     capacity = extent.capacity(share)
     return extent.hit_ratio(sum(policy_hits(requests, Density[int](capacity), capacity, said)))
 
 
 @pytest.fixture(scope="module")
-def told_chats(traces: Traces) -> Callable[[Saying], float]:
+def told_chats(traces):
     """Return what the hit ratio of real chats is at 5 % when an oracle says this."""
     chats, extent = list(Trace(traces / CONVERSATION)), traces.extent(CONVERSATION)
     known = future(chats, 512)
     return cache(lambda saying: hit_ratio(chats, extent, 0.05, said(saying, known)))
 
 
-def test_the_study_uses_the_hints_of_a_traces_lines(tmp_path: Path) -> None:
+def test_the_study_uses_the_hints_of_a_traces_lines(tmp_path):
     trace = GeneratedTrace(limit=600)
     told = list(hinted(trace, future(trace, 512), Saying(over=0.9, seed=1)))
     write_trace(tmp_path / "trace.jsonl", told)
@@ -73,38 +72,38 @@ class Classed(NamedTuple):
     returns: Sequence[bool]
     unsaid: Sequence[float]  # Hit ratios, by a thousand requests.
 
-    def gains(self, said: Sequence[Hint | None]) -> list[float]:
+    def gains(self, said):
         """Return how much more is found with hints, by a thousand requests."""
         return [
             with_hints - without for with_hints, without in zip(found(self.requests, said), self.unsaid, strict=True)
         ]
 
 
-def found(requests: Sequence[TraceRequest], said: Sequence[Hint | None]) -> list[float]:
+def found(requests, said):
     hits = list(policy_hits(requests, Density[int](2_600), 2_600, said))
     parts = [slice(begin, begin + 1_000) for begin in range(0, len(requests), 1_000)]
     return [sum(hits[part]) / sum(len(each.hash_ids) for each in requests[part]) for part in parts]
 
 
 @pytest.fixture(scope="module", params=[0, 1])
-def classed(request: pytest.FixtureRequest, thorough: None) -> Classed:
+def classed(request, thorough):
     """Give a generated trace, of whose first 6,000 requests' blocks the cache holds a twentieth."""
     requests = list(GeneratedTrace(Workload(requests=10_000, seed=request.param)))
     returns = [not last for last in future(requests, 512).last]
     return Classed(requests, returns, found(requests, [None] * len(requests)))
 
 
-def test_a_class_whose_sessions_return_more_often_is_learned_whatever_its_name(classed: Classed) -> None:
+def test_a_class_whose_sessions_return_more_often_is_learned_whatever_its_name(classed):
     gains = classed.gains([BUSY if returns else IDLE for returns in classed.returns])
     assert mean(gains) > 0.02
     assert min(gains[1:]) > 0
 
 
 @pytest.mark.parametrize("lie", ["noise", "the contrary"])
-def test_a_class_that_begins_to_lie_is_unlearned(classed: Classed, lie: str) -> None:
+def test_a_class_that_begins_to_lie_is_unlearned(classed, lie):
     dice = random.Random(5)
 
-    def said(number: int, returns: bool) -> Hint:
+    def said(number, returns):
         lied = number >= 2_000 and (lie == "the contrary" or dice.random() < 0.5)
         return BUSY if returns != lied else IDLE
 
@@ -124,12 +123,12 @@ def test_hints_that_sessions_are_over_are_worth_more_than_a_policy(told_chats, s
 @pytest.mark.parametrize(
     "saying", [Saying(over=0.5, lies=0.5), Saying(over=0.9, lies=0.5), Saying(returns=1, lies=0.5)]
 )
-def test_hints_of_which_half_are_lies_do_no_harm(told_chats: Callable[[Saying], float], saying: Saying) -> None:
+def test_hints_of_which_half_are_lies_do_no_harm(told_chats, saying):
     assert told_chats(saying._replace(error=0.5, seed=1)) >= told_chats(Saying()) - 0.005
 
 
 @pytest.fixture(scope="module")
-def known_agents(agents: Path) -> Future:
+def known_agents(agents):
     return future(Trace(agents), 512)
 
 

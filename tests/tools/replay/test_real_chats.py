@@ -1,13 +1,11 @@
 """The hit ratios of a real conversation are the same in every command that reports one."""
 
-from pathlib import Path
-
 import pytest
 from msgspec import structs
 
 from kvtier.tools.replay.traces import Trace
 from tests.tools.command import reported
-from tests.tools.replay.real import CONVERSATION, Traces
+from tests.tools.replay.real import CONVERSATION
 from tests.tools.replay.written import write_trace
 
 SHARE = 0.05  # Of the unique blocks, in the cache.
@@ -17,7 +15,7 @@ APART_MS = 60_000  # Each request is served before the next one arrives.
 
 @pytest.mark.usefixtures("thorough")
 @pytest.mark.parametrize("overlap", [True, False])
-def test_sizes_policies_and_simulate_report_the_same_hit_ratio(traces: Traces, tmp_path: Path, overlap: bool) -> None:
+def test_sizes_policies_and_simulate_report_the_same_hit_ratio(traces, tmp_path, overlap):
     """The study knows no time: if requests overlap, an engine's ratio differs a little."""
     path = traces / CONVERSATION
     memory_bytes = traces.extent(CONVERSATION).capacity(SHARE) * CHUNK_BYTES

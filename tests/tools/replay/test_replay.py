@@ -10,7 +10,7 @@ from kvtier.config import EngineConfig
 from kvtier.errors import TraceError
 from kvtier.policies import policy_class
 from kvtier.settings import decode
-from kvtier.tools.replay.replay import SAMPLES_MAX, ChunkSource, Replay, ReplayTally, TierReport
+from kvtier.tools.replay.replay import SAMPLES_MAX, ChunkSource, Replay, ReplayTally
 from kvtier.tools.replay.study import measure, policy_hits
 from kvtier.tools.replay.traces import Trace, TraceRequest
 from kvtier.tools.replay.workload import GeneratedTrace, Workload
@@ -20,7 +20,7 @@ SLOW = {"type": "dummy", "latency_s": "2ms", "concurrency": 4}
 
 
 @pytest.fixture(scope="module")
-def requests() -> Sequence[TraceRequest]:
+def requests():
     """Return requests of a generated workload with some thousand chunks."""
     return tuple(GeneratedTrace(Workload(seed=3), limit=90))
 
@@ -42,11 +42,11 @@ def replay_of(requests, *tiers, rows, concurrency=8, runner="inline", policy="lr
     )
 
 
-def tiers_of(tally: ReplayTally) -> dict[str, TierReport]:
+def tiers_of(tally):
     return dict(tally.samples[-1].tiers)
 
 
-def check(tally: ReplayTally, requests: Sequence[TraceRequest]) -> None:
+def check(tally, requests):
     """Check the invariants of a completed replay."""
     assert (tally.wrong_chunks, tally.requests) == (0, len(requests))
     assert tally.chunk_references == measure(requests).block_references
@@ -87,7 +87,7 @@ async def test_three_tiers_of_different_speeds_all_get_everything_and_the_first_
 
 @pytest.mark.virtual_time
 @pytest.mark.filterwarnings("default")
-async def test_a_tier_that_fails_every_call_costs_its_hits_and_is_reported(requests: Sequence[TraceRequest]) -> None:
+async def test_a_tier_that_fails_every_call_costs_its_hits_and_is_reported(requests):
     failing = {
         "type": "kvtier.testing.faults:FaultyBackend",
         "inner": {"type": "dummy"},
@@ -153,7 +153,7 @@ async def test_a_cancelled_replay_ends_within_a_second_and_has_counted_what_it_d
     assert not tally.drained
 
 
-async def test_a_trace_that_turns_out_bad_ends_the_replay_with_its_own_error(tmp_path: Path) -> None:
+async def test_a_trace_that_turns_out_bad_ends_the_replay_with_its_own_error(tmp_path):
     line = b'{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [%d]}\n'
     path = tmp_path / "trace.jsonl"
     path.write_bytes(line % 1 + line % 2 + b"{}\n")
@@ -164,7 +164,7 @@ async def test_a_trace_that_turns_out_bad_ends_the_replay_with_its_own_error(tmp
     assert replay.tally.requests <= 2
 
 
-async def test_calls_are_timed_and_totals_are_sampled(requests: Sequence[TraceRequest]) -> None:
+async def test_calls_are_timed_and_totals_are_sampled(requests):
     steps: list[int] = []
     replay = replay_of(requests, {"type": "dummy"}, rows=300)
     tally = await replay.run(lambda: steps.append(replay.tally.requests))
@@ -176,7 +176,7 @@ async def test_calls_are_timed_and_totals_are_sampled(requests: Sequence[TraceRe
 
 
 @pytest.mark.parametrize("blocks", [((), (1, 2), (1, 2)), ((1, 2, 1, 3), (1, 2, 1, 3))])
-async def test_requests_without_blocks_and_with_a_block_twice_count(blocks: Sequence[tuple[int, ...]]) -> None:
+async def test_requests_without_blocks_and_with_a_block_twice_count(blocks):
     requests = [TraceRequest(at, 512 * len(ids), 1, ids) for at, ids in enumerate(blocks)]
     tally = await replay_of(requests, {"type": "dummy"}, rows=8).run()
     check(tally, requests)

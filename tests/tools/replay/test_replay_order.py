@@ -1,7 +1,6 @@
 """The order of concurrent requests that share blocks."""
 
 import asyncio
-from collections.abc import Sequence
 
 import pytest
 
@@ -11,30 +10,30 @@ from kvtier.tools.replay.replay import BlockClaims, ClaimTurn
 class Watched:
     """Claims whose requests run as tasks; records those that were let through."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.order = BlockClaims()
         self.through: list[str] = []
         self.turns: dict[str, ClaimTurn] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
-    async def admit(self, name: str, blocks: Sequence[int]) -> None:
+    async def admit(self, name, blocks):
         self.turns[name] = self.order.admit(blocks)
         self.tasks[name] = asyncio.create_task(self._wait(name))
         await self.settle()
 
-    async def _wait(self, name: str) -> None:
+    async def _wait(self, name):
         await self.order.wait(self.turns[name])
         self.through.append(name)
 
-    async def looked_up(self, name: str, hits: int) -> None:
+    async def looked_up(self, name, hits):
         self.order.looked_up(self.turns[name], hits)
         await self.settle()
 
-    async def leave(self, name: str) -> None:
+    async def leave(self, name):
         self.order.leave(self.turns[name])
         await self.settle()
 
-    async def settle(self) -> None:
+    async def settle(self):
         """Let every task run until it waits."""
         for _ in range(5):
             await asyncio.sleep(0)
@@ -87,7 +86,7 @@ SCRIPTS: dict[str, Script] = {
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
-async def test_requests_are_let_through_in_an_order_that_no_concurrency_changes(script: Script) -> None:
+async def test_requests_are_let_through_in_an_order_that_no_concurrency_changes(script):
     watched = Watched()
     for step, given, through in script:
         await getattr(watched, step)(*given)

@@ -2,7 +2,6 @@
 
 import json
 from array import array
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -12,7 +11,7 @@ from kvtier.config import EngineConfig
 from kvtier.tools.outputs import encoded
 from kvtier.tools.pictures import write_replay_picture
 from kvtier.tools.replay.replay import WRONG_KEYS_MAX, ReplayTally, Sample, tier_report
-from kvtier.tools.replay.report import Report, make_report, print_report
+from kvtier.tools.replay.report import make_report, print_report
 from kvtier.tools.replay.study import Extent
 
 ROW_BYTES = 4_096
@@ -26,7 +25,7 @@ CONFIG = EngineConfig.from_dict(
 )
 
 
-def tally_of(samples: int) -> ReplayTally:
+def tally_of(samples):
     """Return the tally of a replay that found a half of ten chunks a request, a second each."""
     tally = ReplayTally(samples, ROW_BYTES)
     for number in range(1, samples + 1):
@@ -48,7 +47,7 @@ def tally_of(samples: int) -> ReplayTally:
     return tally
 
 
-def report_of(tally: ReplayTally, **given: object) -> Report:
+def report_of(tally, **given):
     fixed = {
         "command": "kvtier replay",
         "trace": "a $trace$ [bold]",
@@ -59,7 +58,7 @@ def report_of(tally: ReplayTally, **given: object) -> Report:
     return make_report(tally, **{**fixed, **given})  # type: ignore[arg-type]
 
 
-def test_the_json_has_every_figure_under_its_name() -> None:
+def test_the_json_has_every_figure_under_its_name():
     told = json.loads(encoded(report_of(tally_of(100))))
     expected = {
         "requests": 100,
@@ -81,7 +80,7 @@ def test_the_json_has_every_figure_under_its_name() -> None:
     assert (disk["dropped"], disk["failed"]) == ({"budget": 7}, {"failed": 1, "lost": 2})
 
 
-def test_what_the_primary_refused_is_in_the_json_and_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_primary_refused_is_in_the_json_and_the_table(capsys):
     tally = tally_of(1)
     refused = {"stores": 3, "promotions": 4}
     tally.samples[-1] = tally.samples[-1]._replace(tiers={"cpu": tier_report(1, 1, 1, ROW_BYTES, refused=refused)})
@@ -93,7 +92,7 @@ def test_what_the_primary_refused_is_in_the_json_and_the_table(capsys: pytest.Ca
     assert "promotions 4" in shown
 
 
-def test_nothing_replayed_is_a_report_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_replayed_is_a_report_all_the_same(capsys):
     report = report_of(ReplayTally(100, ROW_BYTES), interrupted=True)
     told = json.loads(encoded(report))
     assert (told["requests"], told["hit_ratio"], told["requests_per_s"], told["hits"]) == (0, 0.0, 0.0, {"cpu": 0})
@@ -102,7 +101,7 @@ def test_nothing_replayed_is_a_report_all_the_same(capsys: pytest.CaptureFixture
     assert "interrupted after 0 requests" in capsys.readouterr().out
 
 
-def test_some_of_the_wrong_keys_are_named_and_all_are_counted() -> None:
+def test_some_of_the_wrong_keys_are_named_and_all_are_counted():
     tally = ReplayTally(1, ROW_BYTES)
     keys = [OffloadKey(bytes([number])) for number in range(2 * WRONG_KEYS_MAX)]
     tally.looked_up(100, 50, keys[:3])
@@ -138,7 +137,7 @@ def test_the_tables_have_the_figures_and_warn_of_a_limit_that_kept_chunks_from_a
 @pytest.mark.parametrize(
     ("samples", "suffix", "begin"), [(0, ".svg", b"<?xml"), (1, ".png", b"\x89PNG"), (400, ".pdf", b"%PDF")]
 )
-def test_any_replay_is_drawn_in_the_format_of_the_name(tmp_path: Path, samples: int, suffix: str, begin: bytes) -> None:
+def test_any_replay_is_drawn_in_the_format_of_the_name(tmp_path, samples, suffix, begin):
     """The trace's name has letters that the font lacks, and dollar signs."""
     tally, path = tally_of(samples), tmp_path / f"course{suffix}"
     write_replay_picture(str(path), report_of(tally, trace="跟踪 $trace$.jsonl"), tally)

@@ -1,8 +1,6 @@
 """The default engine of a replay, and the roots of its fs tiers."""
 
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,11 +22,11 @@ from tests.tools.command import check_refusal, run
 HOUR = Extent(requests=12_031, block_references=288_500, unique_blocks=182_790, best_hits=105_710, lengths={247: 1})
 
 
-def engine(*tiers: dict[str, Any]) -> EngineConfig:
+def engine(*tiers):
     return decode(EngineConfig, {"cpu_bytes_to_use": "1MiB", "chunk_bytes": "16KiB", "secondary_tiers": tiers})
 
 
-def roots(config: EngineConfig) -> list[object]:
+def roots(config):
     return [tier.options.get("root") for tier in config.secondary_tiers]
 
 
@@ -57,7 +55,7 @@ def test_fs_tiers_get_the_directory_or_a_folder_each(tiers, override, expected):
     assert not without_root(placed)
 
 
-def test_a_directory_that_is_not_there_is_refused_and_not_made(tmp_path: Path) -> None:
+def test_a_directory_that_is_not_there_is_refused_and_not_made(tmp_path):
     missing, file = str(tmp_path / "missing"), tmp_path / "file"
     file.touch()
     for path in (missing, str(file)):
@@ -69,7 +67,7 @@ def test_a_directory_that_is_not_there_is_refused_and_not_made(tmp_path: Path) -
     check_roots(engine({"type": "fs", "root": str(tmp_path)}, {"type": "fs"}))
 
 
-def test_a_trace_that_would_fill_the_disk_of_a_temporary_directory_is_refused(tmp_path: Path) -> None:
+def test_a_trace_that_would_fill_the_disk_of_a_temporary_directory_is_refused(tmp_path):
     check_room(engine({"type": "fs"}), Extent(1, 1, 1, 0, {1: 1}), str(tmp_path))
     for tier in ({"type": "dummy"}, {"type": "fs", "root": str(tmp_path)}, {"type": "fs", "capacity_bytes": "1MiB"}):
         check_room(engine(tier), Extent(1, 1 << 40, 1 << 40, 0, {1: 1}), str(tmp_path))

@@ -2,9 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +12,7 @@ from kvtier.memory import PAGE_BYTES
 from kvtier.policies import LRU
 from kvtier.settings import decode
 from kvtier.testing.virtual_time import run
-from kvtier.tools.replay.replay import ChunkSource, ReplayClient, ReplayTally, TierReport
+from kvtier.tools.replay.replay import ChunkSource, ReplayClient, ReplayTally
 from kvtier.tools.replay.simulate import (
     GPU_LOAD_BYTES_PER_S,
     DiskSpeed,
@@ -30,7 +27,7 @@ from kvtier.tools.replay.study import measure, policy_hits
 from kvtier.tools.replay.traces import TraceRequest
 from kvtier.tools.replay.workload import GeneratedTrace
 from tests.benchmarks.load_or_recompute import Case, replayed
-from tests.tools.replay.real import CONVERSATION, Traces
+from tests.tools.replay.real import CONVERSATION
 
 BLOCK_TOKENS = 512
 MIB = 1 << 20
@@ -43,13 +40,13 @@ WORKLOAD = [
 EXTENT = measure(WORKLOAD)
 
 
-def engine(*tiers: dict[str, Any], rows: int = ROWS, chunk_bytes: int = MIB) -> EngineConfig:
+def engine(*tiers, rows=ROWS, chunk_bytes=MIB):
     return decode(
         EngineConfig, {"cpu_bytes_to_use": rows * chunk_bytes, "chunk_bytes": chunk_bytes, "secondary_tiers": tiers}
     )
 
 
-def fs_tier(chunks: int, **more: object) -> dict[str, Any]:
+def fs_tier(chunks, **more):
     """Return an fs tier with room for `chunks` chunks of a MiB, each with its footer."""
     return {"type": "fs", "layout": "segments", "capacity_bytes": chunks * (MIB + 4_096), **more}
 
@@ -67,13 +64,13 @@ def replay_of(config, requests=WORKLOAD, servers=None):
     )
 
 
-def totals(config: EngineConfig, requests: Sequence[TraceRequest] = WORKLOAD) -> dict[str, TierReport]:
+def totals(config, requests=WORKLOAD):
     tally = run(replay_of(config, requests).run())
     assert tally.wrong_chunks == 0
     return dict(tally.samples[-1].tiers)
 
 
-def test_hits_fall_with_the_capacity_and_are_those_of_the_studys_lru_at_every_size() -> None:
+def test_hits_fall_with_the_capacity_and_are_those_of_the_studys_lru_at_every_size():
     """The primary holds the last of what the tier holds, so both together find what one cache of that size would."""
     found: list[int] = []
     for share in (0.1, 0.4, 1.0):
@@ -96,7 +93,7 @@ def test_hits_fall_with_the_capacity_and_are_those_of_the_studys_lru_at_every_si
     ],
     ids=["room_for_800", "room_for_1500", "files", "segments"],
 )
-def test_a_model_has_the_hits_of_the_engine_with_real_bytes_tier_by_tier(tmp_path: Path, tier: dict[str, Any]) -> None:
+def test_a_model_has_the_hits_of_the_engine_with_real_bytes_tier_by_tier(tmp_path, tier):
     root = {"root": str(tmp_path / "tier")} if tier["type"] == "fs" else {}
     config = engine({**tier, **root, "name": "below"}, chunk_bytes=16 << 10)
     some = WORKLOAD[:25] if root else WORKLOAD
@@ -106,7 +103,7 @@ def test_a_model_has_the_hits_of_the_engine_with_real_bytes_tier_by_tier(tmp_pat
     assert real["below"].hits > 0
 
 
-async def one_by_one(config: EngineConfig, requests: Sequence[TraceRequest]) -> dict[str, TierReport]:
+async def one_by_one(config, requests):
     """Replay with real bytes, each request after all that the one before stored has reached the tiers."""
     tally, source = ReplayTally(len(requests), config.row_bytes), ChunkSource(config.chunk_bytes)
     async with TieringOffloadingManager.open(config) as manager:
@@ -122,7 +119,7 @@ async def one_by_one(config: EngineConfig, requests: Sequence[TraceRequest]) -> 
     return dict(tally.samples[-1].tiers)
 
 
-def test_the_limit_of_stores_in_flight_is_kept() -> None:
+def test_the_limit_of_stores_in_flight_is_kept():
     limits = {"store_bytes_in_flight": 3 * MIB}
     requests = [TraceRequest(0, BLOCK_TOKENS * 10, 1, tuple(range(10)))]
     stored = totals(engine({"type": "fs", "limits": limits}), requests)["0:fs"]
@@ -136,7 +133,7 @@ def both_sides(config, requests, servers):
     return replay, without_tiering_s(requests, arrivals_s(requests), servers, BLOCK_TOKENS)
 
 
-def test_hits_on_the_gpu_never_reach_kvtier_and_cost_nothing() -> None:
+def test_hits_on_the_gpu_never_reach_kvtier_and_cost_nothing():
     blocks = tuple(range(4))
     requests = [TraceRequest(number * PAUSE_MS, 4 * BLOCK_TOKENS, 1, blocks) for number in range(3)]
     replay, without = both_sides(engine(), requests, Servers(512, 1, 4 * BLOCK_TOKENS))
@@ -147,7 +144,7 @@ def test_hits_on_the_gpu_never_reach_kvtier_and_cost_nothing() -> None:
 
 
 @pytest.mark.parametrize("blocks", [34, 667])
-def test_an_engine_that_adds_nothing_is_as_fast_as_none_behind_the_same_cache_on_the_gpu(blocks: int) -> None:
+def test_an_engine_that_adds_nothing_is_as_fast_as_none_behind_the_same_cache_on_the_gpu(blocks):
     """Requests a tenth of a second apart queue, and enter the cache in the same order on both sides.
 
     The primary has one row, whose block the GPU has, too.
@@ -161,7 +158,7 @@ def test_an_engine_that_adds_nothing_is_as_fast_as_none_behind_the_same_cache_on
     assert sorted(replay.times_to_first_token_s) == pytest.approx(sorted(without))
 
 
-def test_a_tier_of_another_type_stays_as_it_is() -> None:
+def test_a_tier_of_another_type_stays_as_it_is():
     tier = {"type": "kvtier.testing.faults:FaultyBackend", "inner": {"type": "dummy"}, "faults": {"missing": 0.1}}
     config = engine(tier)
     assert scale_model(config).secondary_tiers[0].options == config.secondary_tiers[0].options
@@ -175,27 +172,27 @@ def test_a_tier_of_another_type_stays_as_it_is() -> None:
         ({"type": "dummy", "name": "gpu"}, r"secondary_tiers\[0\].name: 'gpu' given"),
     ],
 )
-def test_wrong_options_and_names_are_rejected_though_nothing_is_opened(tier: dict[str, Any], complaint: str) -> None:
+def test_wrong_options_and_names_are_rejected_though_nothing_is_opened(tier, complaint):
     with pytest.raises(ConfigError, match=complaint):
         scale_model(engine(tier))
 
 
 @pytest.mark.parametrize("rates", ["", "7GB/s", "7GB,4GB/s", "fast,slow", "0B/s,1GB/s", "1GB/s,1GB/s,1GB/s"])
-def test_rates_of_a_disk_are_two_sizes_a_second(rates: str) -> None:
+def test_rates_of_a_disk_are_two_sizes_a_second(rates):
     assert disk_speed("--disk-speed", " 7GB/s, 4MiB/s ") == DiskSpeed(7_000_000_000, 4 * MIB)
     with pytest.raises(ConfigError, match=rf"--disk-speed '{rates}': expected bytes a second .* as in 7GB/s,4GB/s"):
         disk_speed("--disk-speed", rates)
 
 
-def at(*stamps_ms: float) -> list[TraceRequest]:
+def at(*stamps_ms):
     return [TraceRequest(stamp, 1, 1, ()) for stamp in stamps_ms]
 
 
-def prompts(*prompts: tuple[float, Sequence[int]]) -> list[TraceRequest]:
+def prompts(*prompts):
     return [TraceRequest(at_ms, len(blocks) * BLOCK_TOKENS, 1, tuple(blocks)) for at_ms, blocks in prompts]
 
 
-def servers_of(tokens_per_s: float = 512, slots: int = 4, cache_tokens: int = 0) -> Servers:
+def servers_of(tokens_per_s=512, slots=4, cache_tokens=0):
     return Servers(tokens_per_s, slots, cache_tokens)
 
 
@@ -207,7 +204,7 @@ def first_tokens_s(requests, config, servers=None):
     return list(replay.times_to_first_token_s)
 
 
-def test_a_primary_that_a_real_loop_prepares_in_a_thread_is_modelled_too() -> None:
+def test_a_primary_that_a_real_loop_prepares_in_a_thread_is_modelled_too():
     rows = ON_LOOP_BYTES_MAX // PAGE_BYTES + 1  # Of a scale model, in which a page stands for a chunk.
     replay = replay_of(engine(rows=rows), prompts((0, [1, 2]), (1_000, [1, 2])), servers_of(1_000, 1))
     assert run(replay.run()).hits == 2
@@ -223,29 +220,29 @@ def test_a_primary_that_a_real_loop_prepares_in_a_thread_is_modelled_too() -> No
         ((), []),
     ],
 )
-def test_requests_arrive_at_the_times_of_the_trace(stamps_ms: tuple[float, ...], arrivals: list[float]) -> None:
+def test_requests_arrive_at_the_times_of_the_trace(stamps_ms, arrivals):
     assert list(arrivals_s(at(*stamps_ms))) == arrivals
 
 
-def test_decreasing_times_are_rejected_with_the_request() -> None:
+def test_decreasing_times_are_rejected_with_the_request():
     with pytest.raises(TraceError, match="request 3: timestamp 4 after 5"):
         arrivals_s(at(0, 5, 4))
 
 
-def test_without_tiering_prompts_queue_for_the_servers_and_are_computed_whole() -> None:
+def test_without_tiering_prompts_queue_for_the_servers_and_are_computed_whole():
     requests = prompts((0, range(2)), (0, range(2)), (0, range(4)), (5_000, range(1)))
     servers = servers_of(slots=2)
     assert list(without_tiering_s(requests, [0.0, 0.0, 0.0, 5.0], servers)) == [2.0, 2.0, 6.0, 1.0]
 
 
-def test_a_prefix_in_the_primary_takes_the_time_of_its_copy_to_the_gpu() -> None:
+def test_a_prefix_in_the_primary_takes_the_time_of_its_copy_to_the_gpu():
     """A prompt that is all there still computes a token."""
     requests = prompts((0, range(4)), (60_000, range(6)), (120_000, range(2)))
     copied_s = MIB / GPU_LOAD_BYTES_PER_S
     assert first_tokens_s(requests, engine(rows=64)) == pytest.approx([4.0, 2.0 + 4 * copied_s, 2 * copied_s + 1 / 512])
 
 
-def test_a_prefix_in_a_tier_takes_the_tiers_time_too() -> None:
+def test_a_prefix_in_a_tier_takes_the_tiers_time_too():
     """Four chunks of a MiB at a MiB a second and half a second of latency; two others had pushed them out."""
     tier = {"type": "dummy", "latency_s": 0.5, "bandwidth_bytes_per_s": "1MiB"}
     requests = prompts((0, range(4)), (60_000, range(100, 106)), (120_000, range(200, 206)), (180_000, range(6)))
@@ -253,10 +250,10 @@ def test_a_prefix_in_a_tier_takes_the_tiers_time_too() -> None:
     assert times == pytest.approx([4.0, 6.0, 6.0, 4.5 + 4 * MIB / GPU_LOAD_BYTES_PER_S + 2.0])
 
 
-def test_an_interrupted_replay_has_the_times_of_the_requests_that_were_served() -> None:
+def test_an_interrupted_replay_has_the_times_of_the_requests_that_were_served():
     replay = replay_of(engine(rows=64), prompts((0, range(2)), (3_600_000, range(2))), servers_of())
 
-    async def interrupted() -> None:
+    async def interrupted():
         task = asyncio.create_task(replay.run())
         await asyncio.sleep(60)
         task.cancel()
@@ -272,7 +269,7 @@ WEIGHED_REQUESTS = 900  # Of the conversation: four minutes of it, and with them
 
 @pytest.mark.usefixtures("thorough")
 @pytest.mark.parametrize(("gb_per_s", "slow"), [(0.2, False), (1.0, False), (7.0, False), (7.0, True)])
-def test_no_disk_makes_a_conversation_wait_longer_than_none(traces: Traces, gb_per_s: float, slow: bool) -> None:
+def test_no_disk_makes_a_conversation_wait_longer_than_none(traces, gb_per_s, slow):
     trace = str(traces / CONVERSATION)
     case = Case(trace, WEIGHED_REQUESTS, 64 << 30, gb_per_s, slow, weighed=True)
     found = replayed(case)

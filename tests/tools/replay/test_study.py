@@ -12,17 +12,17 @@ from kvtier.errors import ConfigError
 from kvtier.policies import FIFO, LRU
 from kvtier.tools.replay.study import Extent, measure, opt_hits, policy_hits, simulation
 from kvtier.tools.replay.traces import Trace, TraceRequest
-from tests.tools.replay.real import AGENTIC, CONVERSATION, MINI_SWE, SIZES, Traces
+from tests.tools.replay.real import AGENTIC, CONVERSATION, MINI_SWE, SIZES
 
 POLICIES = ("fifo", "lru", "arc", "s3fifo", "opt")
 TOLERANCE = 0.002
 
 
-def requests_of(*prompts: tuple[int, ...]) -> list[TraceRequest]:
+def requests_of(*prompts):
     return [TraceRequest(0, 0, 0, blocks) for blocks in prompts]
 
 
-def naive_hits(requests: list[TraceRequest], capacity: int, *, renew: bool) -> list[int]:
+def naive_hits(requests, capacity, *, renew):
     """Run the study's model literally, on a list with the coldest block first."""
     order: list[int] = []
     hits: list[int] = []
@@ -63,31 +63,31 @@ def test_no_policy_has_more_hits_than_a_cache_that_keeps_everything(requests, ca
     assert sum(kept_everything) == measure(requests).best_hits
 
 
-def test_a_request_larger_than_the_cache_keeps_its_head() -> None:
+def test_a_request_larger_than_the_cache_keeps_its_head():
     requests = requests_of((1, 2, 3, 4), (1, 2, 3, 4))
     for name in ("arc", "density", "fifo", "lru", "s3fifo", "opt"):
         assert list(simulation(name)(requests, 2)) == [0, 2]
 
 
-def test_a_prefix_outlives_its_continuation() -> None:
+def test_a_prefix_outlives_its_continuation():
     requests = requests_of((1, 2, 3), (4,), (1, 2, 3))
     for name in ("arc", "density", "fifo", "lru", "s3fifo"):
         assert list(simulation(name)(requests, 3)) == [0, 0, 2]
 
 
-def test_the_extent_counts_what_is_there_and_a_share_of_it_is_rounded_to_at_least_one() -> None:
+def test_the_extent_counts_what_is_there_and_a_share_of_it_is_rounded_to_at_least_one():
     extent = measure(requests_of((1, 2, 3), (1, 2, 4), (), (5, 1)))
     assert extent == Extent(requests=4, block_references=8, unique_blocks=5, best_hits=2, lengths={0: 1, 2: 1, 3: 2})
     assert (extent.hit_ratio(2), measure([]).hit_ratio(0)) == (0.25, 0.0)
     assert [extent._replace(unique_blocks=182_790).capacity(share) for share in (1e-9, 0.05)] == [1, 9_140]
 
 
-def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
+def test_an_unknown_policy_is_refused_with_the_known_ones():
     with pytest.raises(ConfigError, match=r"did you mean 'lru'.*Known: arc, density, fifo.*or 'opt', the best"):
         simulation("lrru")
 
 
-def assert_reference_ratios(traces: Traces, name: str, policy: str, sizes: tuple[str, ...]) -> None:
+def assert_reference_ratios(traces, name, policy, sizes):
     reference = json.loads((traces / "reference_hit_ratios.json").read_text())[name]
     extent = traces.extent(name)
     trace = Trace(traces / name, checked=True)
@@ -101,19 +101,19 @@ def assert_reference_ratios(traces: Traces, name: str, policy: str, sizes: tuple
 @pytest.mark.usefixtures("thorough")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", [CONVERSATION, MINI_SWE])
-def test_the_real_traces_have_the_hit_ratios_that_others_found(traces: Traces, name: str, policy: str) -> None:
+def test_the_real_traces_have_the_hit_ratios_that_others_found(traces, name, policy):
     assert_reference_ratios(traces, name, policy, SIZES)
 
 
 @pytest.mark.usefixtures("agents")
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_large_trace_has_the_hit_ratios_that_others_found(traces: Traces, policy: str, size: str) -> None:
+def test_the_large_trace_has_the_hit_ratios_that_others_found(traces, policy, size):
     assert_reference_ratios(traces, AGENTIC, policy, (size,))
 
 
 @st.composite
-def prefix_chained(draw: st.DrawFn) -> list[TraceRequest]:
+def prefix_chained(draw):
     """Draw requests whose block ids stand for prefixes: the same id always comes after the same ids."""
     paths = draw(st.lists(st.lists(st.integers(0, 1), max_size=4).map(tuple), max_size=7))
     ids: dict[tuple[int, ...], int] = {}
@@ -121,11 +121,11 @@ def prefix_chained(draw: st.DrawFn) -> list[TraceRequest]:
     return [TraceRequest(0, 0, 0, blocks) for blocks in prompts]
 
 
-def best_hits(requests: list[TraceRequest], capacity: int) -> int:
+def best_hits(requests, capacity):
     """Try every set of blocks that could be kept after each request."""
 
     @cache
-    def best_from(number: int, resident: frozenset[int]) -> int:
+    def best_from(number, resident):
         if number == len(requests):
             return 0
         blocks = requests[number].hash_ids
@@ -138,11 +138,11 @@ def best_hits(requests: list[TraceRequest], capacity: int) -> int:
 
 
 @given(requests=prefix_chained(), capacity=st.integers(1, 5))
-def test_no_choice_of_blocks_to_keep_gives_more_hits(requests: list[TraceRequest], capacity: int) -> None:
+def test_no_choice_of_blocks_to_keep_gives_more_hits(requests, capacity):
     assert sum(opt_hits(requests, capacity)) == best_hits(requests, capacity)
 
 
-def test_outdated_entries_are_cleared_away_without_a_trace() -> None:
+def test_outdated_entries_are_cleared_away_without_a_trace():
     """One prompt again and again outdates each entry as soon as it is made, more often than a heap is renewed."""
     requests = [TraceRequest(0, 0, 0, tuple(range(100)))] * 1_500
     assert list(opt_hits(requests, 50)) == [0] + [50] * 1_499
@@ -157,5 +157,5 @@ def test_outdated_entries_are_cleared_away_without_a_trace() -> None:
         ([()], 1, [0]),
     ],
 )
-def test_opt_keeps_what_is_used_next(prompts: list[tuple[int, ...]], capacity: int, hits: list[int]) -> None:
+def test_opt_keeps_what_is_used_next(prompts, capacity, hits):
     assert list(opt_hits(requests_of(*prompts), capacity)) == hits

@@ -1,7 +1,6 @@
 import gzip
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import zstandard
@@ -57,13 +56,13 @@ def test_compressed_streams_that_follow_each_other_are_one_trace(trace_file, com
     ],
     ids=["no_last_newline", "carriage_returns", "byte_order_mark", "blank_lines", "further_fields"],
 )
-def test_harmless_changes_to_a_file_are_accepted(trace_file: TraceFile, content: bytes) -> None:
+def test_harmless_changes_to_a_file_are_accepted(trace_file, content):
     assert list(Trace(trace_file(content))) == REQUESTS
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 3])
 @pytest.mark.parametrize("before", [b"", META])
-def test_a_limit_counts_requests(trace_file: TraceFile, before: bytes, limit: int) -> None:
+def test_a_limit_counts_requests(trace_file, before, limit):
     assert list(Trace(trace_file(before + LINES), limit=limit)) == REQUESTS[:limit]
 
 
@@ -102,13 +101,13 @@ def test_a_bad_line_is_named_by_number_with_what_is_wrong_and_what_was_expected(
 
 
 @pytest.mark.parametrize("size", [b"0", b"-512", b'"512"', b"null", b"true", b"0.5"])
-def test_an_invalid_block_size_is_rejected(trace_file: TraceFile, size: bytes) -> None:
+def test_an_invalid_block_size_is_rejected(trace_file, size):
     with pytest.raises(TraceError, match=r"line 1: meta.block_size is .*; expected tokens a block"):
         Trace(trace_file(b'{"meta": {"block_size": ' + size + b"}}\n" + LINES))
 
 
 @pytest.mark.parametrize("name", ["gzip", "zstd", "zstd_stream"])
-def test_a_compressed_trace_that_is_cut_short_is_an_error_wherever_it_ends(trace_file: TraceFile, name: str) -> None:
+def test_a_compressed_trace_that_is_cut_short_is_an_error_wherever_it_ends(trace_file, name):
     content = COMPRESSIONS[name](LINES)
     for length in range(4, len(content)):
         with pytest.raises(TraceError, match=r"line [123]: the compressed file is cut short or damaged"):
@@ -116,18 +115,18 @@ def test_a_compressed_trace_that_is_cut_short_is_an_error_wherever_it_ends(trace
 
 
 @pytest.mark.parametrize("content", [b"", b"\n \n", META, b"\xef\xbb\xbf"])
-def test_a_file_without_requests_is_an_error_at_once(trace_file: TraceFile, content: bytes) -> None:
+def test_a_file_without_requests_is_an_error_at_once(trace_file, content):
     with pytest.raises(TraceError, match="no requests in it; expected one a line"):
         Trace(trace_file(content))
 
 
-def test_a_file_without_lines_is_rejected_early(trace_file: TraceFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_without_lines_is_rejected_early(trace_file, monkeypatch):
     monkeypatch.setattr("kvtier.tools.replay.traces.LINE_BYTES_MAX", 1 << 20)
     with pytest.raises(TraceError, match="line 1: longer than 1,048,576 bytes"):
         Trace(trace_file(b"x" * (4 << 20)))
 
 
-def test_a_path_that_is_not_a_file_is_an_error_at_once(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_file_is_an_error_at_once(tmp_path):
     with pytest.raises(TraceError, match=r"absent\.jsonl: No such file"):
         Trace(tmp_path / "absent.jsonl")
     with pytest.raises(TraceError, match="no regular file"):
@@ -138,7 +137,7 @@ def test_a_path_that_is_not_a_file_is_an_error_at_once(tmp_path: Path) -> None:
 
 
 @given(content=st.binary(max_size=200))
-def test_any_bytes_are_requests_or_an_error(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+def test_any_bytes_are_requests_or_an_error(tmp_path_factory, content):
     path = tmp_path_factory.mktemp("any") / "trace"
     path.write_bytes(content)
     with pytest.raises(TraceError, match="any"):

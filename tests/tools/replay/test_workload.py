@@ -1,5 +1,4 @@
 from itertools import pairwise
-from pathlib import Path
 from statistics import fmean
 
 import msgspec
@@ -10,7 +9,6 @@ from hypothesis import strategies as st
 from kvtier.tools.replay.study import measure
 from kvtier.tools.replay.traces import Trace, TraceRequest
 from kvtier.tools.replay.workload import GeneratedTrace, Workload, generate, open_trace
-from tests.tools.replay.real import Traces
 from tests.tools.replay.written import write_trace
 
 workloads = st.builds(
@@ -26,7 +24,7 @@ workloads = st.builds(
 
 
 @given(workload=workloads)
-def test_whatever_the_workload_its_requests_are_a_well_made_trace(workload: Workload) -> None:
+def test_whatever_the_workload_its_requests_are_a_well_made_trace(workload):
     requests = list(generate(workload))
     assert (len(requests), requests[0].timestamp_ms) == (workload.requests, 0)
     assert all(earlier.timestamp_ms <= later.timestamp_ms for earlier, later in pairwise(requests))
@@ -39,7 +37,7 @@ def test_whatever_the_workload_its_requests_are_a_well_made_trace(workload: Work
             assert before.setdefault(block, previous) == previous
 
 
-def test_a_later_turn_begins_with_the_prompt_before_it() -> None:
+def test_a_later_turn_begins_with_the_prompt_before_it():
     """All whole blocks of a prompt come again; the last one, partly filled, becomes another block."""
     last: dict[object, TraceRequest] = {}
     later_turns = 0
@@ -58,7 +56,7 @@ def test_a_later_turn_begins_with_the_prompt_before_it() -> None:
 
 
 @pytest.mark.usefixtures("thorough")
-def test_chats_resemble_the_trace_that_they_are_modelled_on(traces: Traces) -> None:
+def test_chats_resemble_the_trace_that_they_are_modelled_on(traces):
     real = list(Trace(traces / "mooncake_conversation.jsonl.gz"))
     made = list(generate(Workload(requests=len(real), agent_share=0.0)))
     for length in ("input_length", "output_length"):
@@ -71,7 +69,7 @@ def test_chats_resemble_the_trace_that_they_are_modelled_on(traces: Traces) -> N
     assert made[-1].timestamp_ms == pytest.approx(real[-1].timestamp_ms, rel=0.1)
 
 
-def test_a_generated_trace_is_read_like_one_from_a_file(tmp_path: Path) -> None:
+def test_a_generated_trace_is_read_like_one_from_a_file(tmp_path):
     generated = GeneratedTrace(Workload(requests=50, block_tokens=16), limit=20)
     write_trace(tmp_path / "trace.jsonl.zst", generated, generated.meta)
     written = open_trace(str(tmp_path / "trace.jsonl.zst"))
@@ -80,7 +78,7 @@ def test_a_generated_trace_is_read_like_one_from_a_file(tmp_path: Path) -> None:
     assert msgspec.convert(written.meta["workload"], Workload) == generated.workload
 
 
-def test_a_generated_workload_has_as_many_requests_as_are_asked_for() -> None:
+def test_a_generated_workload_has_as_many_requests_as_are_asked_for():
     """The first ones are the same, however many are asked for."""
     default, more = list(open_trace("generated")), open_trace("generated", limit=3_200)
     assert len(default) == Workload().requests < 3_200

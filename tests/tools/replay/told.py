@@ -5,21 +5,19 @@ import random
 from msgspec import structs
 
 from kvtier.settings.hints import Hint
-from kvtier.tools.replay.traces import Trace, TraceRequest
-from kvtier.tools.replay.workload import GeneratedTrace
 from tests.tools.replay.oracle import Saying, future, hinted
 
 SAYING = Saying(over=0.6, returns=0.5, error=0.5, lies=0.2, seed=14)
 
 
-def told(trace: GeneratedTrace | Trace) -> list[TraceRequest]:
+def told(trace):
     """Give a trace's requests hints of all kinds; some say several things, and some say nothing."""
     dice = random.Random(14)
     known = future(trace, trace.block_tokens)
     return [structs.replace(each, hint=_more(each.hint, dice)) for each in hinted(trace, known, SAYING)]
 
 
-def _more(hint: Hint | None, dice: random.Random) -> Hint | None:
+def _more(hint, dice):
     said = Hint() if hint is None else hint
     if dice.random() < 0.2:
         said = structs.replace(said, retain_s=dice.choice((5.0, 60.0, 1e9)), priority=dice.randrange(3))
