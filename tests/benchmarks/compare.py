@@ -17,7 +17,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +29,12 @@ COUNTED = 3  # Calls; the median of them.
 EXIT_SLOWER, EXIT_NO_BASELINE = 1, 2
 
 
-def mark() -> None:
+def mark():
     """Begin another part of valgrind's profile: a call that nothing else makes, which it is told to look for."""
     os.getpriority(os.PRIO_PROCESS, 0)
 
 
-def run_marked(names: Sequence[str]) -> None:
+def run_marked(names):
     """Run cases with a mark before and after what counts. Only makes sense under valgrind."""
     for name in names:
         work = CASES[name].make()
@@ -48,7 +47,7 @@ def run_marked(names: Sequence[str]) -> None:
             mark()
 
 
-def instructions(names: Sequence[str], valgrind: str) -> dict[str, float]:
+def instructions(names, valgrind):
     """Count the instructions of one call of each case."""
     with tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/callgrind"
@@ -76,13 +75,13 @@ def instructions(names: Sequence[str], valgrind: str) -> dict[str, float]:
     }
 
 
-def multiples(costs: dict[str, float]) -> dict[str, float]:
+def multiples(costs):
     """Return what one operation costs, as multiples of one operation of the calibration."""
     unit = costs[CALIBRATION] / CASES[CALIBRATION].operations
     return {name: cost / CASES[name].operations / unit for name, cost in costs.items()}
 
 
-def report(costs: dict[str, float], baseline: dict[str, float]) -> bool:
+def report(costs, baseline):
     """Print the costs; return True if none is too far above its baseline."""
     slower = 0
     for name, cost in costs.items():
@@ -96,26 +95,26 @@ def report(costs: dict[str, float], baseline: dict[str, float]) -> bool:
     return not slower
 
 
-def _total(part: Path) -> float:
+def _total(part):
     for line in part.read_text().splitlines():
         if line.startswith("totals:"):
             return float(line.split()[1])
     raise SystemExit(f"{part.name} has no total: this valgrind writes another format")
 
 
-def stored(version: str) -> dict[str, float] | None:
+def stored(version):
     found: dict[str, Any] = json.loads(BASELINE.read_text())
     return found.get("instructions", {}).get(version)
 
 
-def store(version: str, costs: dict[str, float]) -> None:
+def store(version, costs):
     whole: dict[str, Any] = json.loads(BASELINE.read_text())
     rounded = {name: round(cost, 4) for name, cost in costs.items() if name != CALIBRATION}
     whole["instructions"][version] = dict(sorted({**(stored(version) or {}), **rounded}.items()))
     BASELINE.write_text(json.dumps(whole, indent=1, sort_keys=True) + "\n")
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="Cases; all of them by default.")
     parser.add_argument("--write", action="store_true", help="Store the counts as the baseline.")

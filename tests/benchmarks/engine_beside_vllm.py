@@ -16,9 +16,8 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 os.environ.update(
     {
@@ -36,7 +35,7 @@ os.environ.update(
 from rich.console import Console
 from rich.table import Table
 
-from tests.vllm.engines import Engine, Prompt, fill, kvtier, prompts, sampling
+from tests.vllm.engines import Engine, fill, kvtier, prompts, sampling
 from tests.vllm.models import llama
 from tests.vllm.vllm_tiering import vllm_tiering
 
@@ -87,14 +86,14 @@ class Served(NamedTuple):
 class Stopwatch:
     """Sums up, step by step, the time spent in a manager's methods, and the CPU time of it."""
 
-    def __init__(self, manager: Any) -> None:
+    def __init__(self, manager):
         self.steps: list[tuple[float, float]] = []
         self._spent = self._cpu = 0.0
         for name in TIMED:
             setattr(manager, name, self._timed(getattr(manager, name)))
 
-    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **named: Any) -> Any:
+    def _timed(self, method):
+        def timed(*args, **named):
             begun, begun_cpu = time.perf_counter(), time.thread_time()
             try:
                 return method(*args, **named)
@@ -104,12 +103,12 @@ class Stopwatch:
 
         return timed
 
-    def end_step(self) -> None:
+    def end_step(self):
         self.steps.append((self._spent, self._cpu))
         self._spent = self._cpu = 0.0
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
@@ -128,7 +127,7 @@ def main() -> None:
         asked.json.write_text(json.dumps({"rounds": asked.rounds, "load": load_before, "rows": rows}, indent=1))
 
 
-def one_round(side: str, model: str, disk: Path, *, seed: int) -> dict[str, Served]:
+def one_round(side, model, disk, *, seed):
     """Serve every mix with one engine whose directory has what is to come from disk."""
     disk.mkdir()
     extra = kvtier(disk) if side == "kvtier" else vllm_tiering(disk)
@@ -154,7 +153,7 @@ def one_round(side: str, model: str, disk: Path, *, seed: int) -> dict[str, Serv
         }
 
 
-def serve(engine: Engine, watch: Stopwatch, asked: list[Prompt]) -> Served:
+def serve(engine, watch, asked):
     """Answer the prompts, so many at once, and wait until nothing is under way; the wait is not counted."""
     llm_engine = engine.llm.llm_engine
     waiting = list(enumerate(asked))
@@ -192,11 +191,11 @@ def serve(engine: Engine, watch: Stopwatch, asked: list[Prompt]) -> Served:
     )
 
 
-def quantile(values: list[float], share: float) -> float:
+def quantile(values, share):
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
-def compared(rounds: dict[str, list[dict[str, Served]]]) -> Iterator[dict[str, Any]]:
+def compared(rounds):
     """Give a row for each mix and figure: both medians, and the median and extremes of the rounds' own ratios."""
     for mix in MIXES:
         for figure, more in FIGURES.items():
@@ -213,7 +212,7 @@ def compared(rounds: dict[str, list[dict[str, Served]]]) -> Iterator[dict[str, A
             }
 
 
-def show(rows: list[dict[str, Any]], rounds: int, load: float) -> None:
+def show(rows, rounds, load):
     table = Table(title=f"{rounds} rounds by turns, medians; load {load:.1f} at the start. Above 1: kvtier is better.")
     for name in ("mix", "figure", "kvtier", "vllm", "better_by", "least", "most"):
         table.add_column(name, justify="left" if name in ("mix", "figure") else "right")
@@ -222,7 +221,7 @@ def show(rows: list[dict[str, Any]], rounds: int, load: float) -> None:
     Console(width=120).print(table)
 
 
-def cell(value: str | float | None) -> str:
+def cell(value):
     if value is None:
         return ""
     return value if isinstance(value, str) else f"{value:.4g}"

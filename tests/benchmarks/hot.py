@@ -6,14 +6,14 @@ case costs beside it says something on any machine.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 from kvtier.backend import Advice
-from kvtier.backend.namespace import FileMapper, Namespace, OffloadKey, chunk_hash, group_index, make_offload_key
+from kvtier.backend.namespace import FileMapper, Namespace, chunk_hash, group_index, make_offload_key
 from kvtier.memory.region import Region
-from kvtier.policies import Policy, policy_class
+from kvtier.policies import policy_class
 from kvtier.runner.messages import (
     LENGTH_BYTES,
     Cascade,
@@ -45,16 +45,16 @@ class Case(NamedTuple):
     operations: int = KEYS
 
 
-def keys_of(count: int = KEYS, seed: int = 1) -> list[OffloadKey]:
+def keys_of(count=KEYS, seed=1):
     dice = random.Random(seed)
     return [make_offload_key(dice.randbytes(32)) for _ in range(count)]
 
 
-def calibration() -> Work:
+def calibration():
     """Return work that any interpreter does, and that nothing here changes: dictionaries, calls, bytes."""
     names = [key.hex() for key in keys_of()]
 
-    def work() -> int:
+    def work():
         table: dict[str, int] = {}
         for number, name in enumerate(names):
             table[name] = table.get(name[::-1], number)
@@ -63,32 +63,29 @@ def calibration() -> Work:
     return work
 
 
-def each(call: Callable[[OffloadKey], object]) -> Work:
+def each(call):
     keys = keys_of()
 
-    def work() -> None:
+    def work():
         for key in keys:
             call(key)
 
     return work
 
 
-def make_keys() -> Work:
+def make_keys():
     hashes = [chunk_hash(key) for key in keys_of()]
     return lambda: [make_offload_key(each) for each in hashes]
-
-
-# The engine's owner.
 
 
 class OwnSteps(Steps):
     """Steps whose engine is closed with the last reference to a case."""
 
-    def __del__(self) -> None:
+    def __del__(self):
         self.manager.close(0.0)
 
 
-def steps(call: str, *, tiers: int = 0, ready: bool = True) -> Work:
+def steps(call, *, tiers=0, ready=True):
     """Return requests of 32 keys through the step protocol, over and over the same ones."""
     engine = OwnSteps(ROWS, tiers=tiers)
     engine.hold(0)
@@ -98,18 +95,18 @@ def steps(call: str, *, tiers: int = 0, ready: bool = True) -> Work:
     return partial(engine.each, batches, getattr(engine, call))
 
 
-def store_and_evict(tiers: int) -> Work:
+def store_and_evict(tiers):
     """Return stores of keys that are always new, each evicting another, cascaded to some tiers."""
     engine = OwnSteps(ROWS, tiers=tiers)
     engine.hold(0)
     sets = [engine.new_keys(KEYS) for _ in range(2 + ROWS // KEYS)]  # By the time one comes again, it has gone.
 
-    def store(batches: list[list[OffloadKey]]) -> None:
+    def store(batches):
         engine.each(batches, engine.store)
         for tier in engine.manager.ledger.tiers:  # Or the next round would find them there, and store nothing.
             engine.manager.ledger.locations.remove(tier, [key for keys in batches for key in keys])
 
-    def work() -> None:
+    def work():
         batches = sets.pop(0)
         sets.append(batches)
         store(batches)
@@ -119,21 +116,18 @@ def store_and_evict(tiers: int) -> Work:
     return work
 
 
-# What crosses to the runner.
-
-
-def cascades() -> list[Cascade]:
+def cascades():
     parts = [keys_of(KEYS_A_REQUEST, seed) for seed in range(KEYS // KEYS_A_REQUEST)]
     return [Cascade(number, 0, pack_keys(keys), pack_rows(range(len(keys)))) for number, keys in enumerate(parts)]
 
 
-def encode_actions() -> Work:
+def encode_actions():
     parts = [keys_of(KEYS_A_REQUEST, seed) for seed in range(KEYS // KEYS_A_REQUEST)]
     rows = range(KEYS_A_REQUEST)
     return lambda: frame([Cascade(1, 0, pack_keys(keys), pack_rows(rows)) for keys in parts])
 
 
-def decode_actions() -> Work:
+def decode_actions():
     body = frame(cascades())[LENGTH_BYTES:]
     return lambda: [
         (unpack_keys(action.keys), unpack_rows(action.rows))
@@ -142,67 +136,61 @@ def decode_actions() -> Work:
     ]
 
 
-def decode_outcomes() -> Work:
+def decode_outcomes():
     body = frame([Finished(number, b"", b"", 0.001) for number in range(KEYS)])[LENGTH_BYTES:]
     return lambda: messages_of(body)
 
 
-# Policies.
-
-
-def policy(name: str, call: Callable[[Policy[OffloadKey], Sequence[OffloadKey]], object]) -> Work:
+def policy(name, call):
     kept = policy_class(name)(ROWS)
     keys = keys_of(ROWS)
     for start in range(0, ROWS, KEYS_A_REQUEST):
         kept.insert(keys[start : start + KEYS_A_REQUEST])
 
-    def work() -> None:
+    def work():
         for start in range(0, KEYS, KEYS_A_REQUEST):
             call(kept, keys[start : start + KEYS_A_REQUEST])
 
     return work
 
 
-def touch(kept: Policy[OffloadKey], keys: Sequence[OffloadKey]) -> None:
+def touch(kept, keys):
     kept.touch(keys)
 
 
-def evict_and_insert(kept: Policy[OffloadKey], keys: Sequence[OffloadKey]) -> None:
+def evict_and_insert(kept, keys):
     gone = kept.evict(len(keys), lambda key: False)
     assert gone is not None
     kept.insert(gone)
 
 
-# The fs tier.
-
-
-def index_of(keys: Sequence[OffloadKey]) -> FileIndex:
+def index_of(keys):
     index = FileIndex()
     for key in keys:
         index.stored(FileEntry(key, 1 << 20, 1))
     return index
 
 
-def index_stores() -> Work:
+def index_stores():
     keys = keys_of()
     index = index_of(keys)
     held = [FileEntry(key, 1 << 20, 1) for key in keys]
     return lambda: [index.stored(chunk) for chunk in held]
 
 
-def index_uses() -> Work:
+def index_uses():
     keys = keys_of()
     index = index_of(keys)
     parts = [keys[start : start + KEYS_A_REQUEST] for start in range(0, KEYS, KEYS_A_REQUEST)]
     return lambda: [index.used(part) for part in parts]
 
 
-def index_probes() -> Work:
+def index_probes():
     index = index_of(keys_of())
     return each(lambda key: key in index)
 
 
-def catalog_of(keys: Sequence[OffloadKey]) -> Catalog:
+def catalog_of(keys):
     catalog = Catalog(None)
     catalog.add(len(keys))
     for slot, key in enumerate(keys):
@@ -211,26 +199,26 @@ def catalog_of(keys: Sequence[OffloadKey]) -> Catalog:
     return catalog
 
 
-def catalog_uses() -> Work:
+def catalog_uses():
     keys = keys_of()
     catalog = catalog_of(keys)
     parts = [keys[start : start + KEYS_A_REQUEST] for start in range(0, KEYS, KEYS_A_REQUEST)]
     return lambda: [catalog.index.use(part, 10_000) for part in parts]
 
 
-def catalog_ranks() -> Work:
+def catalog_ranks():
     keys = keys_of(ROWS)
     catalog = catalog_of(keys)
     parts = [keys[start : start + KEYS_A_REQUEST] for start in range(0, KEYS, KEYS_A_REQUEST)]
     return lambda: [catalog.index.advise(Advice("rank", part), 10_000, 0) for part in parts]
 
 
-def catalog_evictions() -> Work:
+def catalog_evictions():
     """Return stores of keys that are not there, each in place of another."""
     catalog = catalog_of(keys_of(ROWS))
     sets = [keys_of(KEYS, seed) for seed in range(2, 5 + ROWS // KEYS)]
 
-    def work() -> None:
+    def work():
         keys = sets.pop(0)
         sets.append(keys)
         for start in range(0, KEYS, KEYS_A_REQUEST):
@@ -243,31 +231,28 @@ def catalog_evictions() -> Work:
     return work
 
 
-def footers_written() -> Work:
+def footers_written():
     page = memoryview(bytearray(FOOTER_BYTES))
     return each(lambda key: write_footer(page, Footer(key, 1 << 20, 7, bytes(32))))
 
 
-def footers_read() -> Work:
+def footers_read():
     page = memoryview(bytearray(FOOTER_BYTES))
     write_footer(page, Footer(keys_of(1)[0], 1 << 20, 7, bytes(32)))
     return each(lambda _: read_footer(page))
 
 
-def checksums(chunk_bytes: int) -> Work:
+def checksums(chunk_bytes):
     payload = memoryview(random.Random(5).randbytes(chunk_bytes))
     return lambda: payload_checksum(payload)
 
 
-# Rows.
-
-
-def row_views() -> Work:
+def row_views():
     region = Region.private(KEYS, 4_096)
     return lambda: [region.row(index) for index in range(KEYS)]
 
 
-def name(naming: str) -> Work:
+def name(naming):
     return each(FileMapper(Namespace(model_name="bench"), naming).name)  # type: ignore[arg-type]
 
 

@@ -21,7 +21,6 @@ from kvtier.tools.replay.simulate import (
     KV_BYTES_PER_TOKEN,
     DiskSpeed,
     Servers,
-    VirtualReplay,
     arrivals_s,
     model_engine,
     modelled,
@@ -61,7 +60,7 @@ class Outcome(NamedTuple):
     wrong_chunks: int
 
 
-def replay_of(case: Case) -> VirtualReplay:
+def replay_of(case):
     trace, servers = Trace(case.trace, limit=case.limit), Servers()
     chunk_bytes = trace.block_tokens * KV_BYTES_PER_TOKEN
     load_bytes_per_s = int(case.gb_per_s * 1e9)
@@ -80,7 +79,7 @@ def replay_of(case: Case) -> VirtualReplay:
     return replay
 
 
-def replayed(case: Case) -> Outcome:
+def replayed(case):
     """Replay the trace against one disk."""
     replay = replay_of(case)
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
@@ -103,7 +102,7 @@ def replayed(case: Case) -> Outcome:
     )
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace")
     parser.add_argument("--limit", type=int)

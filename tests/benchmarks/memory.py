@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-from kvtier.backend import OffloadKey, make_offload_key
+from kvtier.backend import make_offload_key
 from kvtier.engine.ledger import Ledger, LedgerLimits
 from kvtier.engine.requests import Request
 from kvtier.engine.tier import TierSpec
@@ -28,16 +28,16 @@ NOW_NS = 1_700_000_000_000_000_000
 DICE = random.Random(1)
 
 
-def resident_bytes() -> int:
+def resident_bytes():
     with open("/proc/self/statm", encoding="ascii") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def new_keys(count: int) -> list[OffloadKey]:
+def new_keys(count):
     return [make_offload_key(DICE.randbytes(32)) for _ in range(count)]
 
 
-def into_ledger(case: str, chunks: int, policy: str) -> object:
+def into_ledger(case, chunks, policy):
     rows = chunks if "primary" in case else 1
     tier = TierSpec("tier", 0, 1.0, 3, 1.0, 64)
     ledger = Ledger(rows, policy_class(policy)(rows), [tier], LedgerLimits(1, 1, 1.0, 64))
@@ -56,7 +56,7 @@ def into_ledger(case: str, chunks: int, policy: str) -> object:
     return ledger
 
 
-def into_index(case: str, chunks: int, policy: str) -> object:
+def into_index(case, chunks, policy):
     kind = policy_class(policy)
     index = FileIndex(None if kind is LRU else kind(chunks))
     for first in range(0, chunks + chunks // 2 * ("replaced" in case), BATCH):
@@ -78,7 +78,7 @@ CASES: dict[str, Callable[[str, int, str], object]] = {
 }
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--chunks", type=int, default=1_000_000)
     parser.add_argument("--policy", default="lru")

@@ -8,7 +8,6 @@ answers at once, so that outcomes are applied, too.
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -17,8 +16,8 @@ from kvtier.config import EngineConfig, EngineLimits, TierConfig, TierLimits
 from kvtier.engine.steps import StepManager
 from kvtier.memory import Region
 from kvtier.runner.bridge import Bridge
-from kvtier.runner.messages import Action, Cascade, Delete, Finished, Found, Promote, Scanned, pack_keys
-from kvtier.tools.figures import ROUNDS, Row, Side, interleaved, rate_of, row_of, run_bench
+from kvtier.runner.messages import Cascade, Delete, Finished, Found, Promote, Scanned, pack_keys
+from kvtier.tools.figures import ROUNDS, Side, interleaved, rate_of, row_of, run_bench
 
 ROWS = 65_536
 KEYS_A_REQUEST = 32
@@ -32,15 +31,15 @@ class Echo(Bridge):
 
     kind = "echo"
 
-    def send(self, actions: Sequence[Action]) -> Sequence[Action]:
+    def send(self, actions):
         done = [Finished(each.id, b"", b"", 0.0) for each in actions if isinstance(each, Promote | Cascade | Delete)]
         self.mailbox.extend(done)
         return ()
 
-    def admit(self, epoch: int) -> None:
+    def admit(self, epoch):
         raise AssertionError(epoch)
 
-    def replace(self) -> bool:
+    def replace(self):
         return False
 
     def close(self, deadline_s: float) -> int:  # Nothing is under way.
@@ -50,7 +49,7 @@ class Echo(Bridge):
 class Steps:
     """An engine whose rows are never touched, and requests of 32 keys each."""
 
-    def __init__(self, rows: int = ROWS, tiers: int = 0, *, seed: int = 7) -> None:
+    def __init__(self, rows=ROWS, tiers=0, *, seed=7):
         limits = TierLimits(store_chunks_in_flight=rows, store_bytes_in_flight=rows * CHUNK_BYTES)
         config = EngineConfig(
             cpu_bytes_to_use=rows * CHUNK_BYTES,
@@ -65,7 +64,7 @@ class Steps:
         self._random = random.Random(seed)
         self._requests = 0
 
-    def hold(self, keys: int) -> None:
+    def hold(self, keys):
         """Report this number of keys for every tier, and complete its scan. No request uses these keys."""
         for tier in range(len(self.manager.config.secondary_tiers)):
             for start in range(0, keys, REPORT_KEYS):
@@ -75,17 +74,17 @@ class Steps:
             self.bridge.mailbox.append(Scanned(tier, complete=True))
             self.manager.end_step()
 
-    def new_keys(self, count: int | None = None) -> list[list[OffloadKey]]:
+    def new_keys(self, count=None):
         """Return requests of new keys: `count` keys, or enough to fill the primary."""
         return self.random_keys(count or self.rows, self._random)
 
     @staticmethod
-    def random_keys(count: int, dice: random.Random) -> list[list[OffloadKey]]:
+    def random_keys(count, dice):
         """Return random keys in requests of 32."""
         keys = [make_offload_key(dice.randbytes(32)) for _ in range(count)]
         return [keys[start : start + KEYS_A_REQUEST] for start in range(0, count, KEYS_A_REQUEST)]
 
-    def each(self, batches: list[list[OffloadKey]], call: Callable[[list[OffloadKey], str], None]) -> None:
+    def each(self, batches, call):
         """Make a request and a step of each batch."""
         for keys in batches:
             request_id = self._begin()
@@ -93,21 +92,21 @@ class Steps:
             self.manager.on_request_finished(request_id)
             self.manager.end_step()
 
-    def look_up(self, keys: list[OffloadKey], request_id: str) -> None:
+    def look_up(self, keys, request_id):
         for key in keys:
             self.manager.lookup(key, request_id)
 
-    def store(self, keys: list[OffloadKey], request_id: str) -> None:
+    def store(self, keys, request_id):
         plan = self.manager.prepare_store(keys, request_id)
         assert plan is not None
         self.manager.complete_store(plan.keys, request_id)
 
-    def load(self, keys: list[OffloadKey], request_id: str) -> None:
+    def load(self, keys, request_id):
         self.manager.touch(keys, request_id)
         self.manager.prepare_load(keys, request_id)
         self.manager.complete_load(keys, request_id)
 
-    def step(self, batches: list[list[OffloadKey]]) -> None:
+    def step(self, batches):
         """Make one step of all batches, each a request with new keys: looked up, prepared, completed, cascaded."""
         requests = [self._begin() for _ in batches]
         for keys, request_id in zip(batches, requests, strict=True):
@@ -117,10 +116,10 @@ class Steps:
         for request_id in requests:
             self.manager.on_request_finished(request_id)
 
-    def close(self) -> None:
+    def close(self):
         self.manager.close()
 
-    def _begin(self) -> str:
+    def _begin(self):
         self._requests += 1
         request_id = str(self._requests)
         self.manager.on_new_request(request_id)
@@ -137,7 +136,7 @@ class Engine(NamedTuple):
     tiers: int
     held: int
 
-    def side(self, stack: ExitStack) -> Side:
+    def side(self, stack):
         """Return the rate of keys over some steps."""
         steps = Steps(tiers=self.tiers)
         stack.callback(steps.close)
@@ -145,17 +144,17 @@ class Engine(NamedTuple):
         steps.each(steps.new_keys(), steps.store)
         new: list[list[list[OffloadKey]]] = []
 
-        def prepare() -> None:
+        def prepare():
             new[:] = [steps.new_keys(STEP_KEYS) for _ in range(STEPS_A_ROUND)]
 
-        def work() -> None:
+        def work():
             for batches in new:
                 steps.step(batches)
 
         return Side(str(self), rate_of(work, STEPS_A_ROUND * STEP_KEYS, time.thread_time), prepare)
 
 
-def measure(engines: Sequence[Engine], rounds: int) -> Iterator[Row]:
+def measure(engines, rounds):
     with ExitStack() as stack:
         measured = interleaved([engine.side(stack) for engine in engines], rounds)
     first, *others = engines

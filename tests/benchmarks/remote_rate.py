@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,10 @@ from typing import Any
 import obstore
 import uvloop
 
-from kvtier.backend import Read, Write
 from kvtier.backend.remote import RemoteBackend
 from kvtier.testing.conformance import Lender, keys_of, tier_context
 from kvtier_backends.mooncake import MooncakeBackend, MooncakeOptions
-from kvtier_backends.mooncake.client import Move, connect
+from kvtier_backends.mooncake.client import connect
 from kvtier_backends.object import ObjectBackend, ObjectOptions
 from kvtier_backends.object.bucket import make_store
 from kvtier_backends.redis import RedisBackend, RedisOptions
@@ -41,7 +40,7 @@ OK = b'HTTP/1.1 200 OK\r\nETag: "x"\r\nLast-Modified: Mon, 12 Oct 2009 17:50:00 
 EMPTY_LIST = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
 
 
-def serve(answer: Callable[[socket.socket], None]) -> None:
+def serve(answer):
     """Print a port, and answer each connection in a thread."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=256)
     print(listener.getsockname()[1], flush=True)
@@ -49,7 +48,7 @@ def serve(answer: Callable[[socket.socket], None]) -> None:
         threading.Thread(target=answer, args=(listener.accept()[0],), daemon=True).start()
 
 
-def served(made: ExitStack, *arguments: object) -> int:
+def served(made, *arguments):
     """Start this program as a server, and return its port."""
     command = [sys.executable, "-m", "tests.benchmarks.remote_rate", *map(str, arguments)]
     process = made.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
@@ -58,16 +57,16 @@ def served(made: ExitStack, *arguments: object) -> int:
     return int(process.stdout.readline())
 
 
-def receive(connection: socket.socket, into: memoryview) -> None:
+def receive(connection, into):
     while into:
         into = into[connection.recv_into(into) :]
 
 
-def answer_bytes(total_bytes: int) -> Callable[[socket.socket], None]:
+def answer_bytes(total_bytes):
     """Return a server of plain bytes: for a `g` it sends them, for anything else it receives them."""
     memory = memoryview(bytearray(total_bytes))
 
-    def answer(connection: socket.socket) -> None:
+    def answer(connection):
         while asked := connection.recv(1):
             if asked == b"g":
                 connection.sendall(memory)
@@ -78,11 +77,11 @@ def answer_bytes(total_bytes: int) -> Callable[[socket.socket], None]:
     return answer
 
 
-def answer_requests() -> Callable[[socket.socket], None]:
+def answer_requests():
     """Return a server of PUT, GET, HEAD and LIST; every list is empty."""
     objects: dict[bytes, tuple[bytearray, bytes]] = {}
 
-    def answer(connection: socket.socket) -> None:
+    def answer(connection):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         left = b""
         while True:
@@ -113,7 +112,7 @@ def answer_requests() -> Callable[[socket.socket], None]:
     return answer
 
 
-def all_at_once(call: Callable[[int], object], calls: Iterable[int]) -> None:
+def all_at_once(call, calls):
     threads = [threading.Thread(target=call, args=(number,)) for number in calls]
     for thread in threads:
         thread.start()
@@ -124,45 +123,45 @@ def all_at_once(call: Callable[[int], object], calls: Iterable[int]) -> None:
 Side = tuple[Callable[[], Awaitable[Any]], Callable[[], Awaitable[Any]]]  # Puts and gets a batch.
 
 
-def sockets(made: ExitStack, rows: Sequence[memoryview]) -> Side:
+def sockets(made, rows):
     share_bytes = len(rows) * len(rows[0]) // LANES
     port = served(made, "sockets", share_bytes)
     links = [made.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(LANES)]
     memory = [memoryview(bytearray(share_bytes)) for _ in range(LANES)]
 
-    def put_one(lane: int) -> None:
+    def put_one(lane):
         links[lane].sendall(b"p")
         links[lane].sendall(memory[lane])
         links[lane].recv(1)
 
-    def get_one(lane: int) -> None:
+    def get_one(lane):
         links[lane].sendall(b"g")
         receive(links[lane], memory[lane])
 
-    async def put() -> None:
+    async def put():
         all_at_once(put_one, range(LANES))
 
-    async def get() -> None:
+    async def get():
         all_at_once(get_one, range(LANES))
 
     return put, get
 
 
-def bare_obstore(options: ObjectOptions, rows: Sequence[memoryview]) -> Side:
+def bare_obstore(options, rows):
     store = make_store(options)
     at_once = max(1, min(AT_ONCE, options.window_bytes // len(rows[0])))
 
-    async def put_one(index: int) -> None:
+    async def put_one(index):
         await obstore.put_async(store, f"bare/{index}", rows[index], use_multipart=False)
 
-    async def get_one(index: int) -> None:
+    async def get_one(index):
         result = await obstore.get_async(store, f"bare/{index}")
         rows[index][:] = memoryview(await result.bytes_async())
 
-    async def each(call: Callable[[int], Awaitable[None]]) -> None:
+    async def each(call):
         left = iter(range(len(rows)))
 
-        async def some() -> None:
+        async def some():
             for index in left:
                 await call(index)
 
@@ -171,7 +170,7 @@ def bare_obstore(options: ObjectOptions, rows: Sequence[memoryview]) -> Side:
     return lambda: each(put_one), lambda: each(get_one)
 
 
-def zero_copy(made: ExitStack, options: MooncakeOptions, rows: Sequence[memoryview]) -> Side:
+def zero_copy(made, options, rows):
     """Return Mooncake's own calls on the rows themselves."""
     client = connect(options, "bench")
     names = [f"bare/{index}" for index in range(len(rows))]
@@ -179,7 +178,7 @@ def zero_copy(made: ExitStack, options: MooncakeOptions, rows: Sequence[memoryvi
     made.callback(client.close)
     made.callback(client.remove, names)
 
-    async def move(call: Move) -> None:
+    async def move(call):
         for start in range(0, len(names), ZERO_COPY_CHUNKS):
             part = slice(start, start + ZERO_COPY_CHUNKS)
             codes = call(names[part], addresses[part], rows[0].nbytes)
@@ -210,7 +209,7 @@ def prepared(remote, made, rows):
     return MooncakeBackend, MooncakeOptions, where, zero_copy(made, MooncakeOptions(**where), rows)
 
 
-async def measure(remote: str, row_bytes: int, count: int, rounds: int) -> None:
+async def measure(remote, row_bytes, count, rounds):
     os.environ[KEYS] = "ab" * 32
     lender, keys = Lender(row_bytes), keys_of(count)
     writes, reads = lender.writes(keys), lender.reads(keys)
@@ -240,11 +239,11 @@ async def measure(remote: str, row_bytes: int, count: int, rounds: int) -> None:
             await tier.aclose(10)
 
 
-def calls_of(tier: RemoteBackend[Any], writes: Sequence[Write], reads: Sequence[Read]) -> Side:
+def calls_of(tier, writes, reads):
     return lambda: tier.store(writes), lambda: tier.load(reads)
 
 
-async def probed(tier: RemoteBackend[Any], rounds: int) -> None:
+async def probed(tier, rounds):
     keys, taken = keys_of(1_000, start=10_000), []
     for _ in range(rounds):
         began = time.perf_counter()
@@ -253,7 +252,7 @@ async def probed(tier: RemoteBackend[Any], rounds: int) -> None:
     print(f"probe of 1,000 keys {statistics.median(taken) * 1e3:.2f} ms")
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("remote", choices=("redis", "object", "mooncake", "sockets", "requests"))
     parser.add_argument("total_bytes", type=int, nargs="?", help=argparse.SUPPRESS)

@@ -8,16 +8,14 @@ byte and puts the rest, over a primary and a tier that together hold a twentieth
 import asyncio
 import gc
 import tracemalloc
-from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvtier.backend.namespace import OffloadKey, make_offload_key
+from kvtier.backend.namespace import make_offload_key
 from kvtier.config import EngineConfig
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.policies import LRU
 from kvtier.testing import virtual_time
 from kvtier.tools.replay.study import measure, policy_hits
-from kvtier.tools.replay.traces import TraceRequest
 from kvtier.tools.replay.workload import Workload, generate
 from tests.simulation.audit import audit, audit_quiet
 from tests.simulation.witness import chunk_of
@@ -47,13 +45,13 @@ class Soak(NamedTuple):
     samples: list[Sample]
 
     @property
-    def memory_growth(self) -> float:
+    def memory_growth(self):
         """By which part memory grew from when the tier was full to the end."""
         settled = [sample.memory_bytes for sample in self.samples[SETTLED:]]
         return settled[-1] / settled[0] - 1
 
 
-def soak(requests: int, seed: int = 0, block_tokens: int = 512) -> Soak:
+def soak(requests, seed=0, block_tokens=512):
     """Run the workload to its end in virtual time. AssertionError for a wrong byte or anything left behind."""
     workload = list(generate(Workload(requests=requests, seed=seed, block_tokens=block_tokens)))
     extent = measure(workload)
@@ -66,7 +64,7 @@ def soak(requests: int, seed: int = 0, block_tokens: int = 512) -> Soak:
         tracemalloc.stop()
 
 
-async def _run(workload: Sequence[TraceRequest], rows: int, capacity: int, predicted: float) -> Soak:
+async def _run(workload, rows, capacity, predicted):
     config = {
         "cpu_bytes_to_use": rows * CHUNK_BYTES,
         "chunk_bytes": CHUNK_BYTES,
@@ -85,7 +83,7 @@ async def _run(workload: Sequence[TraceRequest], rows: int, capacity: int, predi
     samples: list[Sample] = []
     async with TieringOffloadingManager.open(EngineConfig.from_dict(config, where="soak")) as engine:
 
-        async def serve(request: TraceRequest) -> None:
+        async def serve(request):
             nonlocal hits, references
             keys = [_key(block) for block in request.hash_ids]
             async with engine.fetch(keys) as views:
@@ -108,7 +106,7 @@ async def _run(workload: Sequence[TraceRequest], rows: int, capacity: int, predi
     return Soak(hits / references, predicted, capacity * CHUNK_BYTES, rows, samples)
 
 
-def _sample(engine: TieringOffloadingManager) -> Sample:
+def _sample(engine):
     audit(engine.steps.ledger)
     gc.collect()
     (tier,) = engine.steps.ledger.tiers
@@ -120,5 +118,5 @@ def _sample(engine: TieringOffloadingManager) -> Sample:
     )
 
 
-def _key(block: int) -> OffloadKey:
+def _key(block):
     return make_offload_key(block.to_bytes(8, "big") * 4)

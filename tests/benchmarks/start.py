@@ -21,7 +21,7 @@ COMMANDS = {
 ROUNDS = 15
 
 
-def measure(arguments: list[str]) -> float:
+def measure(arguments):
     with subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL) as process:
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
@@ -29,7 +29,7 @@ def measure(arguments: list[str]) -> float:
     return 1e3 * (usage.ru_utime + usage.ru_stime)
 
 
-def main(rounds: int = ROUNDS) -> None:
+def main(rounds=ROUNDS):
     before = os.getloadavg()
     measured = interleaved(
         [Side(name, lambda arguments=arguments: measure(arguments)) for name, arguments in COMMANDS.items()], rounds

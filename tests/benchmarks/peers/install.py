@@ -26,15 +26,15 @@ LMCACHE_NEEDS = [
 ]  # fmt: skip
 
 
-def python_of(folder: Path) -> str:
+def python_of(folder):
     return str(folder / "bin" / "python")
 
 
-def pip(folder: Path, *arguments: str) -> None:
+def pip(folder, *arguments):
     subprocess.run([python_of(folder), "-m", "pip", *arguments], check=True)
 
 
-def install(name: str, folder: Path) -> None:
+def install(name, folder):
     done = folder / ".installed"
     if done.exists():
         return
@@ -48,7 +48,7 @@ def install(name: str, folder: Path) -> None:
     done.touch()
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--peers", nargs="+", choices=["vllm", "lmcache"], default=["vllm", "lmcache"])

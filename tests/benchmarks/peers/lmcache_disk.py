@@ -21,12 +21,11 @@ from lmcache.lmcache_fs import LMCacheFSClient
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.memory_allocators.mixed_memory_allocator import MixedMemoryAllocator
-from lmcache.v1.memory_management import MemoryFormat, MemoryObj
+from lmcache.v1.memory_management import MemoryFormat
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 
 from kvtier.backend.namespace import OffloadKey
-from kvtier.memory.region import Region
 from tests.benchmarks.peers.side_by_side import arguments, compare_disks, give_out
 
 WORKERS = 4
@@ -37,17 +36,17 @@ END_S = 60.0
 class NativeFiles:
     """LMCache's native client: batches to C++ threads, an eventfd when one has ended."""
 
-    def __init__(self, root: str, region: Region, call_chunks: int) -> None:
+    def __init__(self, root, region, call_chunks):
         self._client = LMCacheFSClient(root, WORKERS, "", True, 0)
         self._call_chunks = call_chunks
 
-    def store(self, keys: Sequence[OffloadKey], rows: Sequence[memoryview]) -> None:
+    def store(self, keys, rows):
         self._run(self._client.submit_batch_set, keys, rows)
 
-    def load(self, keys: Sequence[OffloadKey], rows: Sequence[memoryview]) -> None:
+    def load(self, keys, rows):
         self._run(self._client.submit_batch_get, keys, rows)
 
-    def close(self) -> None:
+    def close(self):
         self._client.close()
 
     def _run(self, submit, keys: Sequence[OffloadKey], rows: Sequence[memoryview]) -> None:  # type: ignore[no-untyped-def]
@@ -59,7 +58,7 @@ class NativeFiles:
             }
         )
 
-    def _end(self, under_way: set[int]) -> None:
+    def _end(self, under_way):
         while under_way:
             with selectors.DefaultSelector() as waiting:
                 waiting.register(self._client.event_fd(), selectors.EVENT_READ)
@@ -69,7 +68,7 @@ class NativeFiles:
                 under_way.discard(id_)
 
 
-def _named(keys: Sequence[OffloadKey]) -> list[str]:
+def _named(keys):
     """Write keys as LMCache's own adapter does: model, rank, group and hash."""
     return [f"bench@00000000@0@{key.hex()}" for key in keys]
 
@@ -77,7 +76,7 @@ def _named(keys: Sequence[OffloadKey]) -> list[str]:
 class LocalDisk:
     """LMCache's `LocalDiskBackend` over memory of its own."""
 
-    def __init__(self, root: str, region: Region, call_chunks: int) -> None:
+    def __init__(self, root, region, call_chunks):
         self._row_bytes, self._call_chunks = region.row_bytes, call_chunks
         config = LMCacheEngineConfig.from_defaults(
             local_cpu=False, local_disk=root, max_local_disk_size=64.0, extra_config={"use_odirect": True}
@@ -91,7 +90,7 @@ class LocalDisk:
         assert self._disk.use_odirect
         self._objects = [self._copy_of(region.row(index)) for index in range(region.rows)]
 
-    def store(self, keys: Sequence[OffloadKey], rows: Sequence[memoryview]) -> None:
+    def store(self, keys, rows):
         named = [self._key(key) for key in keys]
         for start in range(0, len(named), self._call_chunks):
             part = slice(start, start + self._call_chunks)
@@ -101,32 +100,32 @@ class LocalDisk:
             assert time.monotonic() < until, "a chunk was not stored"
             time.sleep(WAIT_S)
 
-    def load(self, keys: Sequence[OffloadKey], rows: Sequence[memoryview]) -> None:
+    def load(self, keys, rows):
         for start in range(0, len(keys), self._call_chunks):
             part = slice(start, start + self._call_chunks)
             for found in self._disk.batched_get_blocking([self._key(key) for key in keys[part]]):
                 assert found is not None, "a chunk was not there"
                 found.ref_count_down()
 
-    def close(self) -> None:
+    def close(self):
         for each in self._objects:
             each.ref_count_down()
         self._disk.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
-    def _copy_of(self, row: memoryview) -> MemoryObj:
+    def _copy_of(self, row):
         made = self._allocator.allocate(torch.Size([self._row_bytes]), torch.uint8, MemoryFormat.KV_2LTD)
         assert made is not None
         made.tensor.view(torch.uint8).copy_(torch.frombuffer(row, dtype=torch.uint8))
         return made
 
     @staticmethod
-    def _key(key: OffloadKey) -> CacheEngineKey:
+    def _key(key):
         return CacheEngineKey("bench", 1, 0, int.from_bytes(key[:8], "big"), torch.uint8)
 
 
-def main() -> None:
+def main():
     given = arguments(__doc__)
     peers = {"LMCache's native file client": NativeFiles, "LMCache's LocalDiskBackend": LocalDisk}
     give_out("peers lmcache_disk", given, lambda folder: compare_disks(folder, given, peers))

@@ -3,10 +3,6 @@
 python -m tests.benchmarks.peers.raw [DIR] --lanes 4
 """
 
-from collections.abc import Sequence
-
-from kvtier.backend import OffloadKey
-from kvtier.memory import Region
 from kvtier.tools.bench import RawFile
 from tests.benchmarks.peers.side_by_side import arguments, compare_disks, give_out
 
@@ -16,14 +12,14 @@ THREADS = 4
 class RawThreads:
     """Threads that read and write the rows of a region, without names or checksums."""
 
-    def __init__(self, folder: str, region: Region, _: int) -> None:
+    def __init__(self, folder, region, _):
         self._file = RawFile(f"{folder}/raw", [region.row(index) for index in range(region.rows)], direct=True)
         self.close = self._file.close
 
-    def store(self, keys: Sequence[OffloadKey], rows: Sequence[memoryview]) -> None:
+    def store(self, keys, rows):
         self._file.write(THREADS, sync=False)
 
-    def load(self, keys: Sequence[OffloadKey], rows: Sequence[memoryview]) -> None:
+    def load(self, keys, rows):
         self._file.read(THREADS)
 
 

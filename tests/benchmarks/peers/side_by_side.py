@@ -4,9 +4,9 @@ import argparse
 import asyncio
 import os
 import tempfile
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 import uvloop
 
@@ -15,7 +15,6 @@ from kvtier.backend import (
     FileMapper,
     Namespace,
     OffloadKey,
-    Outcome,
     Read,
     TierContext,
     Write,
@@ -24,7 +23,7 @@ from kvtier.backend import (
 )
 from kvtier.memory import Region
 from kvtier.settings import decode
-from kvtier.tools.figures import ROUNDS, Row, Side, interleaved, rate_of, row_of, run_bench
+from kvtier.tools.figures import ROUNDS, Side, interleaved, rate_of, row_of, run_bench
 
 CALLS = 16  # Requests at once; the chunks of each are one call.
 LAYOUTS = ("files", "segments")
@@ -36,12 +35,12 @@ CLOSE_S = 60.0
 class DiskTier(Protocol):
     """A disk path. Keys and rows are the same for all."""
 
-    def store(self, keys: Sequence[OffloadKey], rows: Sequence[memoryview]) -> None: ...
+    def store(self, keys, rows): ...
 
-    def load(self, keys: Sequence[OffloadKey], rows: Sequence[memoryview]) -> None:
+    def load(self, keys, rows):
         """Load the chunks, into these rows if the peer can."""
 
-    def close(self) -> None: ...
+    def close(self): ...
 
 
 Opened = Callable[[str, Region, int], DiskTier]
@@ -51,32 +50,32 @@ Opened = Callable[[str, Region, int], DiskTier]
 class FsTier:
     """kvtier's fs tier, called from a loop that runs during a call."""
 
-    def __init__(self, runner: asyncio.Runner, options: dict[str, Any], chunk_bytes: int, call_chunks: int) -> None:
+    def __init__(self, runner, options, chunk_bytes, call_chunks):
         self._runner, self._call_chunks = runner, call_chunks
         kind = backend_class("fs")
         context = TierContext("bench", FileMapper(Namespace(model_name="bench")), chunk_bytes)
         self._tier: Backend = runner.run(kind.open(decode(kind.options_type, options), context))
 
-    def store(self, keys: Sequence[OffloadKey], rows: Sequence[memoryview]) -> None:
+    def store(self, keys, rows):
         writes = [Write(key, row) for key, row in zip(keys, rows, strict=True)]
         self._runner.run(self._all([self._tier.store(writes[part]) for part in self._parts(len(writes))]))
 
-    def load(self, keys: Sequence[OffloadKey], rows: Sequence[memoryview]) -> None:
+    def load(self, keys, rows):
         reads = [Read(key, row) for key, row in zip(keys, rows, strict=True)]
         self._runner.run(self._all([self._tier.load(reads[part]) for part in self._parts(len(reads))]))
 
-    def close(self) -> None:
+    def close(self):
         self._runner.run(self._tier.aclose(CLOSE_S))
 
-    def _parts(self, count: int) -> list[slice]:
+    def _parts(self, count):
         return [slice(start, start + self._call_chunks) for start in range(0, count, self._call_chunks)]
 
-    async def _all(self, calls: list[Coroutine[Any, Any, Sequence[Outcome]]]) -> None:
+    async def _all(self, calls):
         for outcomes in await asyncio.gather(*calls):
             assert set(outcomes) == {None}, outcomes
 
 
-def arguments(description: str | None) -> argparse.Namespace:
+def arguments(description):
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", nargs="?", default=tempfile.gettempdir(), help="On the disk to measure.")
     parser.add_argument("--chunk-sizes-kib", default="128,512,2048,8192")
@@ -87,13 +86,13 @@ def arguments(description: str | None) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def give_out(command: str, given: argparse.Namespace, measure: Callable[[str], Iterator[Row]]) -> None:
+def give_out(command, given, measure):
     """Measure in a temporary directory, and print the figures."""
     with tempfile.TemporaryDirectory(dir=given.directory, prefix="kvtier-peers-") as folder:
         run_bench(command, lambda: measure(folder), given.json)
 
 
-def compare_disks(folder: str, given: argparse.Namespace, peers: dict[str, Opened]) -> Iterator[Row]:
+def compare_disks(folder, given, peers):
     """Yield rows of kvtier's rates with each peer's as the limit, for each layout and chunk size."""
     for kib in map(int, given.chunk_sizes_kib.split(",")):
         chunk_bytes = kib << 10
@@ -104,7 +103,7 @@ def compare_disks(folder: str, given: argparse.Namespace, peers: dict[str, Opene
             region = stack.enter_context(Region.private(chunks, chunk_bytes))
             runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
 
-            def opened(layout: str, lanes: int, capacity_bytes: int) -> FsTier:
+            def opened(layout, lanes, capacity_bytes):
                 options = {
                     "root": new_folder(folder),
                     "layout": layout,
@@ -131,7 +130,7 @@ def compare_disks(folder: str, given: argparse.Namespace, peers: dict[str, Opene
                     yield row_of(way, ours, theirs, name, settings, chunk_bytes=chunk_bytes)
 
 
-def disk_sides(name: str, tier: DiskTier, region: Region, stack: ExitStack) -> list[Side]:
+def disk_sides(name, tier, region, stack):
     """Return loads of stored chunks, and stores of new ones; all of them stay until the end."""
     stack.callback(tier.close)
     rows = [region.row(index) for index in range(region.rows)]
@@ -143,7 +142,7 @@ def disk_sides(name: str, tier: DiskTier, region: Region, stack: ExitStack) -> l
     for number, row in enumerate(rows):
         assert row == number.to_bytes(4, "big") * (region.row_bytes // 4), f"{name}: other bytes came back"
 
-    def prepare() -> None:
+    def prepare():
         new[:] = new_keys(region.rows)
 
     moved_bytes = region.rows * region.row_bytes
@@ -154,13 +153,13 @@ def disk_sides(name: str, tier: DiskTier, region: Region, stack: ExitStack) -> l
     ]
 
 
-def full_side(name: str, tier: DiskTier, region: Region, stack: ExitStack) -> Side:
+def full_side(name, tier, region, stack):
     """Return stores into a full tier, which evicts as much as it stores."""
     stack.callback(tier.close)
     rows = [region.row(index) for index in range(region.rows)]
     new = list[OffloadKey]()
 
-    def prepare() -> None:
+    def prepare():
         new[:] = new_keys(region.rows)
 
     for _ in range(FULL_SETS + 1):
@@ -169,16 +168,16 @@ def full_side(name: str, tier: DiskTier, region: Region, stack: ExitStack) -> Si
     return Side(f"store, full {name}", rate_of(lambda: tier.store(new, rows), region.rows * region.row_bytes), prepare)
 
 
-def new_keys(count: int) -> list[OffloadKey]:
+def new_keys(count):
     return [make_offload_key(os.urandom(32)) for _ in range(count)]
 
 
-def new_folder(parent: str) -> str:
+def new_folder(parent):
     return tempfile.mkdtemp(dir=parent)
 
 
 @contextmanager
-def changed(module: object, **values: object) -> Iterator[None]:
+def changed(module, **values):
     """Replace a module's globals until the block ends."""
     before = {name: getattr(module, name) for name in values}
     for name, value in values.items():

@@ -8,7 +8,6 @@ many as `--lanes` says. The figure is kvtier's, the limit vLLM's: above 1, kvtie
 """
 
 import time
-from collections.abc import Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,14 +23,12 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.fs import io
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
-from kvtier.backend.namespace import OffloadKey
-from kvtier.memory.region import Region
-from tests.benchmarks.peers.side_by_side import Opened, arguments, changed, compare_disks, give_out
+from tests.benchmarks.peers.side_by_side import arguments, changed, compare_disks, give_out
 
 WAIT_S = 0.0002  # Between two looks at what has ended: a step of an engine is longer.
 
 
-def offloading_config(chunk_bytes: int) -> OffloadingConfig:
+def offloading_config(chunk_bytes):
     return OffloadingConfig(
         groups=(OffloadingGroupConfig(tokens_per_block=16, layer_names=("layer",), group_id=0),),
         worker_kv_bytes_per_block=chunk_bytes,
@@ -55,7 +52,7 @@ def offloading_config(chunk_bytes: int) -> OffloadingConfig:
     )
 
 
-def spec_of(chunk_bytes: int) -> SimpleNamespace:
+def spec_of(chunk_bytes):
     """Return what a tier reads of its spec."""
     events = OffloadingKVEventsConfig(enable_kv_cache_events=False, self_describing_kv_events=False)
     return SimpleNamespace(config=offloading_config(chunk_bytes), blocks_per_chunk=1, kv_events_config=events)
@@ -64,7 +61,7 @@ def spec_of(chunk_bytes: int) -> SimpleNamespace:
 class VllmFs:
     """vLLM's tier, driven as its manager does: a job a request, polled."""
 
-    def __init__(self, root: str, region: Region, call_chunks: int, *, native: bool) -> None:
+    def __init__(self, root, region, call_chunks, *, native):
         view = region.view.cast("B", (region.rows, region.row_bytes))
         self._native = native
         self._call_chunks = call_chunks
@@ -72,16 +69,16 @@ class VllmFs:
         assert self._tier._use_o_direct
         self._jobs = 0
 
-    def store(self, keys: Sequence[OffloadKey], rows: Sequence[memoryview]) -> None:
+    def store(self, keys, rows):
         self._run(keys, promotion=False)
 
-    def load(self, keys: Sequence[OffloadKey], rows: Sequence[memoryview]) -> None:
+    def load(self, keys, rows):
         self._run(keys, promotion=True)
 
-    def close(self) -> None:
+    def close(self):
         self._tier.shutdown()
 
-    def _run(self, keys: Sequence[OffloadKey], *, promotion: bool) -> None:
+    def _run(self, keys, *, promotion):
         with changed(io, _HAS_FSIO_C=self._native):
             open_jobs = set()
             for start in range(0, len(keys), self._call_chunks):
@@ -98,11 +95,11 @@ class VllmFs:
                 time.sleep(WAIT_S)
 
 
-def opened(*, native: bool) -> Opened:
+def opened(*, native):
     return lambda root, region, call_chunks: VllmFs(root, region, call_chunks, native=native)
 
 
-def main() -> None:
+def main():
     assert io._HAS_FSIO_C, "vLLM's C path is not installed"
     given = arguments(__doc__)
     peers = {"vLLM's fs tier in C": opened(native=True), "vLLM's fs tier in Python": opened(native=False)}

@@ -12,14 +12,13 @@ import gc
 import random
 import time
 import uuid
-from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from vllm.v1.kv_offload.base import LookupResult, OffloadingManager, ReqContext, ScheduleEndContext
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
-from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from vllm.v1.kv_offload.tiering.manager import (
     CPUPrimaryTierOffloadingManager,
     RequestOffloadingContext,
@@ -28,7 +27,7 @@ from vllm.v1.kv_offload.tiering.manager import (
 
 from kvtier.integrations.vllm.manager import VllmManager
 from kvtier.integrations.vllm.stats import TransferTimes
-from kvtier.tools.figures import Row, Side, interleaved, rate_of, row_of
+from kvtier.tools.figures import Side, interleaved, rate_of, row_of
 from tests.benchmarks.peers.side_by_side import arguments, give_out
 from tests.benchmarks.protocol import CHUNK_BYTES, KEYS_A_REQUEST, REQUESTS_A_STEP, ROWS, Steps
 
@@ -41,59 +40,59 @@ Batches = list[list[Any]]
 class InstantTier(SecondaryTierManager):
     """A tier of vLLM's that has done everything by the time it is asked, and holds nothing."""
 
-    def __init__(self, view: memoryview) -> None:
+    def __init__(self, view):
         super().__init__(None, view, "instant")
         self._done: list[JobResult] = []
 
-    def lookup(self, key: Any, req_context: ReqContext) -> LookupResult:
+    def lookup(self, key, req_context):
         return LookupResult.MISS
 
-    def submit_store(self, job_metadata: TransferJob) -> None:
+    def submit_store(self, job_metadata):
         self._done.append(JobResult(job_metadata.job_id, success=True))
 
-    def submit_load(self, job_metadata: TransferJob) -> None:
+    def submit_load(self, job_metadata):
         raise AssertionError(job_metadata)
 
-    def get_finished_jobs(self) -> list[JobResult]:
+    def get_finished_jobs(self):
         done, self._done = self._done, []
         return done
 
-    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+    def on_new_request(self, req_context):
         return RequestOffloadingContext()
 
-    def drain_jobs(self) -> None:
+    def drain_jobs(self):
         pass
 
 
 class Caller:
     """What vLLM's scheduler does with a manager."""
 
-    def __init__(self, manager: OffloadingManager) -> None:
+    def __init__(self, manager):
         self.manager = manager
         self._requests = 0
 
-    def each(self, batches: Batches, call: Callable[[list[Any], ReqContext], None]) -> None:
+    def each(self, batches, call):
         for keys in batches:
             context = self._begin()
             call(keys, context)
             self.manager.on_request_finished(context)
             self.manager.on_schedule_end(ScheduleEndContext((), ()))
 
-    def look_up(self, keys: list[Any], context: ReqContext) -> None:
+    def look_up(self, keys, context):
         for key in keys:
             self.manager.lookup(key, context)
 
-    def store(self, keys: list[Any], context: ReqContext) -> None:
+    def store(self, keys, context):
         plan = self.manager.prepare_store(keys, context)
         assert plan is not None
         self.manager.complete_store(plan.keys_to_store, context)
 
-    def load(self, keys: list[Any], context: ReqContext) -> None:
+    def load(self, keys, context):
         self.manager.touch(keys, context)
         self.manager.prepare_load(keys, context)
         self.manager.complete_load(keys, context)
 
-    def step(self, batches: Batches) -> None:
+    def step(self, batches):
         contexts = [self._begin() for _ in batches]
         for keys, context in zip(batches, contexts, strict=True):
             self.look_up(keys, context)
@@ -102,20 +101,20 @@ class Caller:
         for context in contexts:
             self.manager.on_request_finished(context)
 
-    def _begin(self) -> ReqContext:
+    def _begin(self):
         self._requests += 1
         context = ReqContext(req_id=str(self._requests))
         self.manager.on_new_request(context)
         return context
 
 
-def kvtier_caller(tiers: int) -> Caller:
+def kvtier_caller(tiers):
     steps = Steps(tiers=tiers)
     steps.hold(0)
     return Caller(VllmManager(steps.manager, TransferTimes()))
 
 
-def vllm_tiering() -> Caller:
+def vllm_tiering():
     region = SharedOffloadRegion(
         engine_id=f"bench-{uuid.uuid4()}",
         num_chunks=ROWS,
@@ -127,7 +126,7 @@ def vllm_tiering() -> Caller:
     return Caller(TieringOffloadingManager(primary, [InstantTier(primary.get_kv_memoryview())]))
 
 
-def measure(rounds: int) -> Iterator[Row]:
+def measure(rounds):
     """Yield rows of keys a second. The garbage collector runs between measurements only."""
     gc.disable()
     yield from _operations(rounds)
@@ -141,11 +140,11 @@ def measure(rounds: int) -> Iterator[Row]:
     yield row_of("one step, one tier", measured["kvtier"], measured["vllm"], VLLM, settings, unit=UNIT)
 
 
-def _steps_of(name: str, caller: Caller, dice: random.Random) -> Side:
+def _steps_of(name, caller, dice):
     new: list[Batches] = []
     keys = REQUESTS_A_STEP * KEYS_A_REQUEST
 
-    def work() -> None:
+    def work():
         for batches in new:
             caller.step(batches)
 
@@ -156,7 +155,7 @@ def _steps_of(name: str, caller: Caller, dice: random.Random) -> Side:
     )
 
 
-def _operations(rounds: int) -> Iterator[Row]:
+def _operations(rounds):
     dice = random.Random(7)
     sides = []
     for name, make in (("kvtier", lambda: kvtier_caller(0)), ("vllm", lambda: Caller(CPUOffloadingManager(ROWS)))):
@@ -182,16 +181,16 @@ def _operations(rounds: int) -> Iterator[Row]:
         yield row_of(operation, measured[f"{name} kvtier"], measured[f"{name} vllm"], VLLM, {"keys": ROWS}, unit=UNIT)
 
 
-def gc_collect() -> None:
+def gc_collect():
     gc.collect()
 
 
-def _renew(kept: list[Any], new: list[Any]) -> None:
+def _renew(kept, new):
     kept[:] = new
     gc.collect()
 
 
-def main() -> None:
+def main():
     given = arguments(__doc__)
     give_out("peers vllm_protocol", given, lambda folder: measure(given.rounds))
 
