@@ -364,10 +364,7 @@ def test_the_gate_opens_exactly_where_rows_are_the_same_at_every_size(layout, bl
 
 
 DIFFERENCES: list[dict[str, Any]] = [
-    *(
-        {name: "another"}
-        for name in ["model_name", "dtype", "inference_engine", "canonical_format", "weights_revision"]
-    ),
+    *({name: "other"} for name in ["model_name", "dtype", "inference_engine", "canonical_format", "weights_revision"]),
     *({name: 2} for name in ["tokens_per_hash", "blocks_per_chunk", "pp_size", "pcp_size", "dcp_size"]),
     *({"adapter": "lora"}, {"weights_revision": "main"}, {"replicated_layout": True}),
     *({"tp_size": 4}, {"rank": 0}, {"kv_cache_groups": ()}),
@@ -397,17 +394,10 @@ def test_a_fingerprint_is_the_same_in_every_release():
 VLLMS_NAMES = {"parallel_agnostic": True, "is_parallelism_agnostic": True, "layout": "LBHNC", "interop": "vllm"}
 
 
-@pytest.mark.parametrize(
-    "fact",
-    [
-        {},
-        {"interop": None},
-        {"tp_size": 2},
-        {"pp_size": 2},
-        {"is_parallelism_agnostic": False},
-        {"parallel_agnostic": False},
-    ],
-)
+FACTS = {"interop": None, "tp_size": 2, "pp_size": 2, "is_parallelism_agnostic": False, "parallel_agnostic": False}
+
+
+@pytest.mark.parametrize("fact", [{}, *({name: value} for name, value in FACTS.items())])
 def test_only_one_workers_rows_go_by_vllms_names_where_that_is_asked_for(fact):
     mapper = FileMapper(Namespace(model_name="m", kv_cache_groups=(Group(),), **VLLMS_NAMES | fact))
     assert mapper.parallel_agnostic == (not fact)

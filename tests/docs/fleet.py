@@ -176,8 +176,6 @@ def here(engine, made, folder, **remote):
     return describe(32, local, given | files | remote, runner="process")
 
 
-ENGINES = [
-    *(one for path in COMPOSE for one in in_compose(path)),
-    *(one for path in MANIFESTS for one in in_kubernetes(path)),
-]
+ENGINES = [engine for path in COMPOSE for engine in in_compose(path)]
+ENGINES += [engine for path in MANIFESTS for engine in in_kubernetes(path)]
 (NODES_ENGINE,) = in_kubernetes(NODE)

@@ -186,18 +186,16 @@ def test_a_page_only_names_commands_that_the_checkout_has():
 
 def test_the_page_on_contributing_lists_what_ci_runs():
     phases = re.findall(r"^phase (\S.*)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
-    (listed,) = [
-        block.text for block in blocks(DOCS / "how-to" / "contribute.md") if block.text.startswith("make setup\n")
-    ]
+    texts = [block.text for block in blocks(DOCS / "how-to" / "contribute.md")]
+    (listed,) = [text for text in texts if text.startswith("make setup\n")]
     assert listed.splitlines() == phases
 
 
 @pytest.mark.usefixtures("outside")
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_make_reads_its_rules_and_lists_them():
-    done = subprocess.run(
-        ["make", "--no-print-directory", "help"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    command = ["make", "--no-print-directory", "help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rules = re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert [line.split()[0] for line in done.stdout.splitlines()] == rules

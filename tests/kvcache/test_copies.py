@@ -41,9 +41,8 @@ def by_index(sides):
 
 def by_address(sides):
     def move(direction, groups):
-        for source, target, size in zip(
-            *(each.tolist() for each in descriptors(sides, direction, groups)), strict=True
-        ):
+        columns = (each.tolist() for each in descriptors(sides, direction, groups))
+        for source, target, size in zip(*columns, strict=True):
             ctypes.memmove(target, source, size)
 
     return move
@@ -74,9 +73,9 @@ def test_each_strategy_moves_what_copies_by_index_move(model, data, canonical_ro
     )
     sides = Sides(pieces_of(caches, layout), slots, model.blocks_per_chunk, caches.num_blocks)
     for direction in (Direction.STORE, Direction.LOAD):
-        assert moved(by_index(sides), direction, pages, slots, layers) == moved(
-            strategy(sides), direction, pages, slots, layers
-        )
+        ways = (by_index(sides), strategy(sides))
+        one, other = (moved(way, direction, pages, slots, layers) for way in ways)
+        assert one == other
 
 
 def in_a_group_of_four(caches, rank):

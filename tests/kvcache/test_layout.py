@@ -32,7 +32,7 @@ from kvtier.kvcache.layout.axes import (
 )
 
 BLOCKS = 5
-BF16, FLOAT = torch.bfloat16, torch.float32
+BF16, FLOAT, BYTES = torch.bfloat16, torch.float32, {"dtype": torch.uint8}
 
 
 def attention(heads=2, **fields):
@@ -67,11 +67,7 @@ def config_of(*groups, num_blocks=BLOCKS, kernel_block_size=None):
         (attention(align_bytes=200), 256, 400),
         (attention(dtype=torch.uint8, state_bytes=19), 152, 152),  # Values and their scales.
         (latent(12), 96, 96),
-        (
-            latent(512, block_size=256, dtype=torch.uint8, state_bytes=584, tokens_per_state=128, align_bytes=576),
-            1_168,
-            1_728,
-        ),
+        (latent(512, **BYTES, block_size=256, state_bytes=584, tokens_per_state=128, align_bytes=576), 1_168, 1_728),
         (states((3, 10), (5,), dtypes=(BF16, FLOAT)), 80, 80),
     ],
 )

@@ -73,9 +73,8 @@ def shared_clients():
             """Stay open for the next test."""
 
     def shared(options, tier_name):
-        found = MooncakeOptions(
-            master=options.master, tenant=options.tenant, replicas=options.replicas, timeout_s=TIMEOUT_S
-        )
+        about = {name: getattr(options, name) for name in ("master", "tenant", "replicas")}
+        found = MooncakeOptions(timeout_s=TIMEOUT_S, **about)
         if found not in clients:
             made = connect(found, tier_name)
             clients[found] = Shared(made._store, made._kept)

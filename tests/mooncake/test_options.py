@@ -80,9 +80,7 @@ async def test_a_missing_package_is_reported_by_name():
 @pytest.mark.skipif(importlib.util.find_spec("mooncake") is None, reason="it is not installed here")
 def test_a_missing_system_library_is_reported_with_its_package(outside):
     without = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
-    told = subprocess.run([sys.executable, "-c", OPENS], env=without, capture_output=True, text=True, check=True).stdout
-    if told.startswith("BackendUnavailable"):
+    out = subprocess.run([sys.executable, "-c", OPENS], env=without, capture_output=True, text=True, check=True).stdout
+    if out.startswith("BackendUnavailable"):
         pytest.skip("the system has them all")
-    assert re.match(
-        r"ConfigError type: 'mooncake': .* lib\S+: cannot open shared object .* libibverbs1, libnuma1", told
-    )
+    assert re.match(r"ConfigError type: 'mooncake': .* lib\S+: cannot open shared object .* libibverbs1, libnuma1", out)

@@ -22,10 +22,7 @@ from kvtier_backends.redis.options import Address, Servers
             Servers((Address("::1", 7_000), Address("::1", 6_379), Address("fe80::1%eth0", 6_379))),
         ),
         ("rediss://a", Servers((Address("a", 6_379),), tls=True)),
-        (
-            "redis+sentinel://a,b:1/cache/2",
-            Servers((Address("a", 26_379), Address("b", 1)), "sentinel", db=2, primary="cache"),
-        ),
+        ("redis+sentinel://a,b:1/c/2", Servers((Address("a", 26_379), Address("b", 1)), "sentinel", db=2, primary="c")),
         ("rediss+cluster://a,b", Servers((Address("a", 6_379), Address("b", 6_379)), "cluster", tls=True)),
     ],
 )

@@ -225,12 +225,7 @@ lie(
     writes=lambda _, writes: writes[:256],
     stored=lambda _, writes, outcomes: outcomes + [None] * len(writes[256:]),
 )
-lie(
-    "SaysItTookAnyKey",
-    UNFIT,
-    writes=lambda _, writes: [write for write in writes if 4 <= len(write.key) <= 255],
-    stored=all_well,
-)
+lie("TakesAnyKey", UNFIT, writes=lambda _, given: [one for one in given if 4 <= len(one.key) < 256], stored=all_well)
 lie("WantsLists", "test_a_batch_is_any_sequence", reads=lambda _, reads: reads[:1] + reads[1:] + [])
 lie("RefusesEmptyBatches", "test_an_empty_batch_is_answered_with_nothing", reads=refuse(lambda _, reads: not reads))
 lie("RefusesTheBatchForAKey", UNFIT, writes=refuse(lambda _, writes: any(len(write.key) > 255 for write in writes)))
@@ -247,9 +242,9 @@ lie("WritesAnyLength", LENGTH, writes=lambda tier, writes: [Write(key, fitting(t
 
 lie("DeletesNothing", DELETED, deleted=lambda _, keys: [])
 lie(
-    "DeletesTheWholeHash",
+    "DeletesTheHash",
     NOTHING_ELSE,
-    deleted=lambda _, keys: [key[:-1] + bytes([group]) for key in keys for group in range(4)],
+    deleted=lambda _, keys: [key[:-1] + bytes([last]) for key in keys for last in range(4)],
 )
 
 
@@ -260,12 +255,7 @@ class RefusesUnknownKeys(Tier, breaks=NOTHING_ELSE):
         await super().delete(keys)
 
 
-lie(
-    "RemembersTheDead",
-    DELETED,
-    writes=lambda tier, writes: [write for write in writes if write.key not in tier.dead],
-    stored=all_well,
-)
+lie("Mourns", DELETED, writes=lambda tier, given: [one for one in given if one.key not in tier.dead], stored=all_well)
 
 
 class Watched(Tier, under_way=list):
@@ -620,11 +610,7 @@ lie(
     SESSION,
     advised=lambda _, advice: [advice, *([Advice("demote", advice.keys)] if advice.hint is not None else ())],
 )
-lie(
-    "TakesRenewalsForEnds",
-    SESSION,
-    advised=lambda _, advice: [advice if advice.is_hint else Advice("rank", advice.keys, Hint())],
-)
+lie("RenewalsAreEnds", SESSION, advised=lambda _, told: [told if told.is_hint else Advice("rank", told.keys, Hint())])
 lie("RetainsNothing", RETAINED, PRIORITY, advised=lambda _, advice: [] if advice.kind == "retain" else [advice])
 lie("RetainsForEver", TIME, advised=lambda _, advice: [replace(advice, seconds=1e9)])
 lie("IgnoresPriorities", PRIORITY, advised=lambda _, advice: [replace(advice, priority=0)])
@@ -681,7 +667,9 @@ lie("WrapsAndSaysItIsEmpty", PASSES_ON, wrap=around(say_it_is_empty))
 lie("WrapsAndReportsAnotherScan", PASSES_ON, wrap=around(lambda wrapper, _: setattr(wrapper, "watch", another_scan)))
 lie("WrapsAndKeepsAdvice", PASSES_ON, wrap=around(lambda wrapper, _: setattr(wrapper, "advise", repr)))
 lie(
-    "WrapsAndPromisesMore", DURABILITY, wrap=around(lambda wrapper, _: setattr(wrapper, "durability", Durability.POWER))
+    "WrapsAndPromisesMore",
+    DURABILITY,
+    wrap=around(lambda wrapper, _: vars(wrapper).update(durability=Durability.POWER)),
 )
 
 

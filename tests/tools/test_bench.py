@@ -88,9 +88,8 @@ def test_a_directory_is_measured_as_a_tier_of_each_layout_and_left_as_it_was(tmp
 def test_each_tier_of_a_configuration_is_measured_next_to_its_limit(tmp_path, configured, measured):
     root = tmp_path / "root"
     root.mkdir()
-    told = measured(
-        configured(f'[[secondary_tiers]]\ntype = "fs"\nroot = "{root}"\n[[secondary_tiers]]\ntype = "dummy"\n'), *SHORT
-    )
+    tier = "[[secondary_tiers]]\ntype ="
+    told = measured(configured(f'{tier} "fs"\nroot = "{root}"\n{tier} "dummy"\n'), *SHORT)
     for tier, limit in (("0:fs", "preadv and pwritev of one file"), ("1:dummy", "memcpy")):
         rows = {row["operation"]: row for row in told["rows"] if row["settings"]["tier"] == tier}
         assert (rows.keys(), rows["load"]["limit_is"]) == (OPERATIONS, limit)

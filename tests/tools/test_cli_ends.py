@@ -27,6 +27,7 @@ LISTS = ("", "x", "-1", "1,,2", LONG, NOT_TEXT, "1\n2x")
 OUTPUTS = ("", ".", "absent/out.png", "/proc/absent/out.png", "n" * 300, "trace.jsonl/out.png")
 NAMES = ("", "x", "[bold]", "a\nb", NOT_TEXT)
 PLACES = ("", "absent", "trace.jsonl", "photos", "n" * 300, "n" * 5_000, NOT_TEXT, "a\nb", "/proc/self/mem")
+SIZES = 'cpu_bytes_to_use = "1MiB"\nchunk_bytes = "4KiB"\n'
 CONFIGS = {
     "broken.toml": "= 1",
     "empty.toml": "",
@@ -143,14 +144,10 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("place")
     (folder / "root").mkdir()
     (folder / "photos" / "summer").mkdir(parents=True)
-    (folder / "good.toml").write_text(
-        'cpu_bytes_to_use = "1MiB"\nchunk_bytes = "4KiB"\n[[secondary_tiers]]\ntype = "dummy"'
-    )
+    (folder / "good.toml").write_text(SIZES + '[[secondary_tiers]]\ntype = "dummy"')
     for name, text in CONFIGS.items():
         (folder / name).write_text(text, encoding="latin-1")
-    write_trace(
-        folder / "trace.jsonl", [TraceRequest(1_000 * turn, 512 * turn, 1, tuple(range(turn))) for turn in range(1, 6)]
-    )
+    write_trace(folder / "trace.jsonl", [TraceRequest(1_000 * at, 512 * at, 1, tuple(range(at))) for at in range(1, 6)])
     return folder
 
 
@@ -240,6 +237,14 @@ def test_a_file_whose_name_is_not_utf_8_is_named(place, tmp_path):
     assert "trace\\udcff.jsonl" in out
 
 
+AT = (
+    "kvtier.tools.commands",
+    "typing",
+    "typer",
+    "kvtier.tools.directory",
+    "rich.table",
+    "kvtier_backends.fs.directory",
+)
 INTERRUPTED_AT = """
 import signal, sys
 class Interrupting:
@@ -253,17 +258,7 @@ main()
 
 
 @pytest.mark.usefixtures("outside")
-@pytest.mark.parametrize(
-    "name",
-    [
-        "kvtier.tools.commands",
-        "typing",
-        "typer",
-        "kvtier.tools.directory",
-        "rich.table",
-        "kvtier_backends.fs.directory",
-    ],
-)
+@pytest.mark.parametrize("name", AT)
 def test_ctrl_c_during_any_import_ends_with_130_and_no_message(place, name):
     status, out, err = ended("du", str(place / "root"), program=INTERRUPTED_AT.format(name=name))
     assert (status, out, err) == (130, "", "")

@@ -92,9 +92,7 @@ def test_a_workload_is_generated_from_a_seed_without_a_trace(tmp_path):
     assert figures[0] == figures[1] != figures[2]
 
 
-BOTH = pytest.mark.parametrize(
-    "way", [("replay",), ("simulate", "--gpu-cache-tokens", "0")], ids=["replay", "simulate"]
-)
+BOTH = pytest.mark.parametrize("way", [("replay",), ("simulate", "--gpu-cache-tokens", "0")], ids=lambda way: way[0])
 
 
 @pytest.mark.usefixtures("outside")

@@ -138,13 +138,8 @@ def test_a_wrong_call_is_rejected_by_name(trace, options, message, capsys):
     assert message in capsys.readouterr().err
 
 
-LLAMA = {
-    "model_type": "llama",
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_size": 4096,
-}
+HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8}
+LLAMA = {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, **HEADS}
 
 
 def model_file(folder, config):

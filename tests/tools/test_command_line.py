@@ -41,8 +41,7 @@ def place(root, store, monkeypatch):
     monkeypatch.chdir(root.parent)
     (root.parent / "kvtier.toml").write_text(CONFIG)
     write_trace(
-        root.parent / "trace.jsonl",
-        [TraceRequest(1_000 * turn, 512 * turn, 1, tuple(range(turn))) for turn in range(1, 6)],
+        root.parent / "trace.jsonl", [TraceRequest(1_000 * at, 512 * at, 1, tuple(range(at))) for at in range(1, 6)]
     )
     return root.parent
 

@@ -36,10 +36,8 @@ def test_without_yes_it_only_says_what_would_go_and_with_it_just_that_goes(store
     age(files[0], 10)
     report = run_json("prune", root, "--older-than", "7d")
     assert report == {"files": 1, "bytes": CHUNK_BYTES, "namespaces": 0, "removed": False, "left_out": 0}
-    assert run("prune", root, "--older-than", "7d") == (
-        0,
-        "1 file of 12.0 KiB would be removed; add --yes to remove them\n",
-    )
+    told = "1 file of 12.0 KiB would be removed; add --yes to remove them\n"
+    assert run("prune", root, "--older-than", "7d") == (0, told)
     assert left(files) == [True] * 3
     theirs = store(keys_of(1), model="other")
     age(theirs[0], 10)
@@ -85,16 +83,7 @@ def test_somebody_elses_files_stay_however_old_and_whatever_is_pruned(store, run
     (path,) = store([key_of(0)], layout=layout)
     beside = next(root.glob("*/config.json")).parent
     folders = {beside, *(folder for folder in path.parents if root in folder.parents)}
-    names = (
-        "notes.txt",
-        "cafe.bin",
-        "feed.bin",
-        "notes.tmp",
-        ".notes.tmp",
-        "notes.bin_1.tmp",
-        "backup.tar",
-        "00000001.seg.tmp",
-    )
+    names = ("a.txt", "cafe.bin", "feed.bin", "notes.tmp", ".notes.tmp", "notes.bin_1.tmp", "a.tar", "00000001.seg.tmp")
     theirs = [folder / name for folder in folders for name in names]
     for each in theirs:
         each.write_bytes(b"not yours")
@@ -150,9 +139,7 @@ def test_a_list_names_each_file_that_goes_and_why(store, run, run_json, root, tm
     assert {row["file"]: row["bytes"] for row in report["list"]}[names[0]] == CHUNK_BYTES
     _, out = run(*call, "--json", tmp_path / "out.json")
     *lines, last = out.splitlines()
-    assert sorted((line.split()[-2], line.split()[-1]) for line in lines) == sorted(
-        [("unused", names[0]), ("corrupt", names[1])]
-    )
+    assert sorted(line.split()[-2:] for line in lines) == sorted([["unused", names[0]], ["corrupt", names[1]]])
     assert last.startswith("2 files of ")
     assert (len(json.loads((tmp_path / "out.json").read_text())["list"]), left(files)) == (2, [True] * 3)
 

@@ -26,7 +26,7 @@ def test_limits_of_the_tier_and_of_its_runner_stand_in_one_table():
 
 
 @pytest.mark.parametrize(
-    ("root", "placed"), [("here", "here"), ("kv-{dp_rank}", "kv-1"), ("{engine_id}/{dp_rank}", "blue/1")]
+    ("root", "placed"), [("a", "a"), ("kv-{dp_rank}", "kv-1"), ("{engine_id}/{dp_rank}", "blue/1")]
 )
 def test_a_root_is_that_of_the_start_and_of_each_engine(tmp_path, monkeypatch, root, placed):
     monkeypatch.chdir(tmp_path)

@@ -147,10 +147,8 @@ def disk_sides(name, tier, region, stack):
 
     moved_bytes = region.rows * region.row_bytes
     store = rate_of(lambda: tier.store(new, rows), moved_bytes)
-    return [
-        Side(f"load {name}", rate_of(lambda: tier.load(kept, rows), moved_bytes)),
-        Side(f"store {name}", store, prepare),
-    ]
+    load = rate_of(lambda: tier.load(kept, rows), moved_bytes)
+    return [Side(f"load {name}", load), Side(f"store {name}", store, prepare)]
 
 
 def full_side(name, tier, region, stack):

@@ -56,8 +56,7 @@ def test_the_conversations_configuration_is_what_it_says():
 
 @pytest.mark.usefixtures("thorough")
 def test_the_example_tells_policies_apart():
-    ratios = {
-        name: float(ratio) for name, ratio in re.findall(r"(\w+)  hit ratio (0\.\d+)", run("compare_policies.py"))
-    }
+    found = re.findall(r"(\w+)  hit ratio (0\.\d+)", run("compare_policies.py"))
+    ratios = {name: float(ratio) for name, ratio in found}
     assert ratios["AnyOfThem"] < ratios["FIFO"] < ratios["LRU"] < ratios["everything"]
     assert {"S3FIFO", "ARC"} <= ratios.keys()

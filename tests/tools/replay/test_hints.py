@@ -74,9 +74,7 @@ class Classed(NamedTuple):
 
     def gains(self, said):
         """Return how much more is found with hints, by a thousand requests."""
-        return [
-            with_hints - without for with_hints, without in zip(found(self.requests, said), self.unsaid, strict=True)
-        ]
+        return [told - untold for told, untold in zip(found(self.requests, said), self.unsaid, strict=True)]
 
 
 def found(requests, said):
@@ -120,11 +118,9 @@ def test_hints_that_sessions_are_over_are_worth_more_than_a_policy(told_chats, s
 
 
 @pytest.mark.usefixtures("thorough")
-@pytest.mark.parametrize(
-    "saying", [Saying(over=0.5, lies=0.5), Saying(over=0.9, lies=0.5), Saying(returns=1, lies=0.5)]
-)
+@pytest.mark.parametrize("saying", [Saying(over=0.5), Saying(over=0.9), Saying(returns=1)])
 def test_hints_of_which_half_are_lies_do_no_harm(told_chats, saying):
-    assert told_chats(saying._replace(error=0.5, seed=1)) >= told_chats(Saying()) - 0.005
+    assert told_chats(saying._replace(lies=0.5, error=0.5, seed=1)) >= told_chats(Saying()) - 0.005
 
 
 @pytest.fixture(scope="module")

@@ -37,9 +37,8 @@ def replay_of(requests, *tiers, rows, concurrency=8, runner="inline", policy="lr
             "limits": limits,
         },
     )
-    return Replay(
-        requests, config, ChunkSource(CHUNK_BYTES), ReplayTally(len(requests), CHUNK_BYTES), concurrency=concurrency
-    )
+    tally = ReplayTally(len(requests), CHUNK_BYTES)
+    return Replay(requests, config, ChunkSource(CHUNK_BYTES), tally, concurrency=concurrency)
 
 
 def tiers_of(tally):

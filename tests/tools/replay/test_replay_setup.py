@@ -32,9 +32,7 @@ def roots(config):
 
 def test_the_default_primary_holds_the_longest_request_for_each_concurrent_one_but_no_more_than_the_trace_twice():
     assert default_config(HOUR, 8).rows == 9_140
-    agents = Extent(
-        requests=402, block_references=196_744, unique_blocks=12_626, best_hits=0, lengths={311: 401, 3_570: 1}
-    )
+    agents = Extent(402, block_references=196_744, unique_blocks=12_626, best_hits=0, lengths={311: 401, 3_570: 1})
     assert [primary_rows(agents, concurrency) for concurrency in (1, 2, 3, 8)] == [7_140, 7_140, 10_710, 25_252]
 
 

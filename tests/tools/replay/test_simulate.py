@@ -41,9 +41,8 @@ EXTENT = measure(WORKLOAD)
 
 
 def engine(*tiers, rows=ROWS, chunk_bytes=MIB):
-    return decode(
-        EngineConfig, {"cpu_bytes_to_use": rows * chunk_bytes, "chunk_bytes": chunk_bytes, "secondary_tiers": tiers}
-    )
+    sizes = {"cpu_bytes_to_use": rows * chunk_bytes, "chunk_bytes": chunk_bytes}
+    return decode(EngineConfig, sizes | {"secondary_tiers": tiers})
 
 
 def fs_tier(chunks, **more):
@@ -53,15 +52,9 @@ def fs_tier(chunks, **more):
 
 def replay_of(config, requests=WORKLOAD, servers=None):
     model = scale_model(config)
-    return VirtualReplay(
-        requests,
-        model,
-        ChunkSource(model.chunk_bytes),
-        ReplayTally(len(requests), config.row_bytes),
-        chunk_bytes=config.chunk_bytes,
-        block_tokens=BLOCK_TOKENS,
-        servers=servers or Servers(cache_tokens=0),
-    )
+    given = {"chunk_bytes": config.chunk_bytes, "servers": servers or Servers(cache_tokens=0)}
+    source, tally = ChunkSource(model.chunk_bytes), ReplayTally(len(requests), config.row_bytes)
+    return VirtualReplay(requests, model, source, tally, block_tokens=BLOCK_TOKENS, **given)
 
 
 def totals(config, requests=WORKLOAD):
@@ -149,10 +142,8 @@ def test_an_engine_that_adds_nothing_is_as_fast_as_none_behind_the_same_cache_on
 
     The primary has one row, whose block the GPU has, too.
     """
-    requests = [
-        TraceRequest(number * 100, each.input_length, 1, each.hash_ids)
-        for number, each in enumerate(GeneratedTrace(limit=200))
-    ]
+    trace = enumerate(GeneratedTrace(limit=200))
+    requests = [TraceRequest(number * 100, each.input_length, 1, each.hash_ids) for number, each in trace]
     replay, without = both_sides(engine(rows=1), requests, Servers(slots=3, cache_tokens=blocks * BLOCK_TOKENS))
     assert replay.tally.gpu_hits == replay.tally.hits > 0
     assert sorted(replay.times_to_first_token_s) == pytest.approx(sorted(without))

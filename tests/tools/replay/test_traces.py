@@ -18,15 +18,14 @@ LINES = (
 )
 
 REQUESTS = [TraceRequest(0, 1030, 5, (0, 1, 2)), TraceRequest(2.5, 512, 0, (0,), "a")]
+ZSTD = zstandard.ZstdCompressor()
 META = b'{"meta": {"block_size": 16, "source": "here"}}\n'
 
 COMPRESSIONS: dict[str, Callable[[bytes], bytes]] = {
     "plain": bytes,
     "gzip": gzip.compress,
-    "zstd": zstandard.ZstdCompressor().compress,
-    "zstd_stream": lambda content: (
-        (stream := zstandard.ZstdCompressor().compressobj()).compress(content) + stream.flush()
-    ),
+    "zstd": ZSTD.compress,
+    "zstd_stream": lambda content: (stream := ZSTD.compressobj()).compress(content) + stream.flush(),
 }
 compressed = pytest.mark.parametrize("compress", COMPRESSIONS.values(), ids=COMPRESSIONS.keys())
 

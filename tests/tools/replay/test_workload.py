@@ -62,10 +62,8 @@ def test_chats_resemble_the_trace_that_they_are_modelled_on(traces):
     for length in ("input_length", "output_length"):
         means = [fmean(getattr(request, length) for request in requests) for requests in (made, real)]
         assert means[0] == pytest.approx(means[1], rel=0.15)
-    made_extent, real_extent = measure(made), measure(real)
-    assert made_extent.hit_ratio(made_extent.best_hits) == pytest.approx(
-        real_extent.hit_ratio(real_extent.best_hits), abs=0.06
-    )
+    ratios = [extent.hit_ratio(extent.best_hits) for extent in (measure(made), measure(real))]
+    assert ratios[0] == pytest.approx(ratios[1], abs=0.06)
     assert made[-1].timestamp_ms == pytest.approx(real[-1].timestamp_ms, rel=0.1)
 
 
