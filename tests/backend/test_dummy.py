@@ -8,21 +8,8 @@ from hypothesis import strategies as st
 
 from kvtier.backend.contract import Occupancy
 from kvtier.errors import ConfigError
-from kvtier.testing.conformance import (
-    AdvisedConformance,
-    BackendConformance,
-    BoundedConformance,
-    DurableBackendConformance,
-    Follower,
-    InventoryConformance,
-    Lender,
-    MeasuredConformance,
-    NamespacedConformance,
-    key_of,
-    keys_of,
-    label,
-    tier_context,
-)
+from kvtier.testing import conformance
+from kvtier.testing.conformance import Follower, Lender, key_of, keys_of, label, tier_context
 from kvtier_backends.dummy import DummyBackend, DummyDevice, DummyOptions, forget_store
 from tests.testing.suites import Reopened
 
@@ -31,13 +18,13 @@ DEVICE = DummyOptions(latency_s=0.001, bandwidth_bytes_per_s=200_000_000, concur
 
 class Suites(
     Reopened,
-    BackendConformance,
-    DurableBackendConformance,
-    NamespacedConformance,
-    InventoryConformance,
-    MeasuredConformance,
-    BoundedConformance,
-    AdvisedConformance,
+    conformance.BackendConformance,
+    conformance.DurableBackendConformance,
+    conformance.NamespacedConformance,
+    conformance.InventoryConformance,
+    conformance.MeasuredConformance,
+    conformance.BoundedConformance,
+    conformance.AdvisedConformance,
 ):
     """Every suite there is, over one named store; a subclass says how fast the device is."""
 

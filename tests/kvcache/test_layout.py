@@ -309,9 +309,7 @@ REFUSED: dict[str, tuple[LayerSpec, CacheAxes | None, LayerCache, str]] = {
 
 
 @pytest.mark.parametrize(("spec", "axes", "cache", "message"), REFUSED.values(), ids=REFUSED)
-def test_a_cache_that_is_not_its_specs_or_that_only_a_copy_could_bring_into_pages_is_refused(
-    spec: LayerSpec, axes: CacheAxes | None, cache: LayerCache, message: str
-) -> None:
+def test_a_cache_that_is_not_its_specs_or_whose_pages_need_a_copy_is_refused(spec, axes, cache, message):
     with pytest.raises(ConfigError, match=f"^a: {re.escape(message)}"):
         pages_in(cache, spec, axes)
 
@@ -385,9 +383,7 @@ def test_a_smaller_group_refers_to_its_part_of_the_rows_and_kernel_blocks_keep_o
         (258, states((4,), (2,), dtypes=(BF16, FLOAT)), None, 260),
     ],
 )
-def test_rows_are_as_long_as_the_longest_group_and_whole_elements_of_all_others(
-    longest: int, spec: LayerSpec, kernel_block_size: int | None, row_bytes: int
-) -> None:
+def test_rows_are_as_long_as_the_longest_group_and_whole_elements_of_all(longest, spec, kernel_block_size, row_bytes):
     groups = (
         KVCacheGroup(layers={"long": latent(longest, block_size=1, dtype=torch.uint8)}),
         KVCacheGroup(layers={"short": spec}, kernel_block_size=kernel_block_size),

@@ -23,9 +23,7 @@ VERSION_AT, SUM_BYTES = 24, 8  # In a seal; the sum is at its end.
 
 
 @pytest.mark.parametrize("seal", ["no base64!", "AAAA", base64.b64encode(bytes(SEAL_BYTES)).decode()])
-async def test_an_object_with_an_unreadable_seal_is_corrupt_and_is_replaced(
-    opened, server, bucket, stored, lender, seal
-) -> None:
+async def test_an_object_with_an_unreadable_seal_is_corrupt_and_replaced(opened, server, bucket, stored, lender, seal):
     tier, (key,) = await kept(lender, opened(), 1)
     name = stored.name(key)
     server.put(bucket, name, bytes(CHUNK_BYTES), {SEAL_NAME: seal})
@@ -36,9 +34,7 @@ async def test_an_object_with_an_unreadable_seal_is_corrupt_and_is_replaced(
 
 
 @pytest.mark.parametrize(("body_bytes", "more"), [(CHUNK_BYTES, b""), (CHUNK_BYTES, b"more"), (CHUNK_BYTES // 2, b"")])
-async def test_an_object_of_a_later_version_of_any_length_is_left_alone(
-    opened, server, bucket, stored, lender, body_bytes, more
-) -> None:
+async def test_an_object_of_a_later_version_is_left_alone(opened, server, bucket, stored, lender, body_bytes, more):
     tier, (key,) = await kept(lender, opened(), 1)
     name = stored.name(key)
     seal = bytearray(base64.b64decode(server.get(bucket, name)[1][SEAL_NAME]))
@@ -138,9 +134,7 @@ async def test_a_missing_chunk_is_not_asked_for_again_for_absent_ttl_s(opened, p
         await tier.probe(keys_of(1, start=10))
 
 
-async def test_a_foreign_name_that_cannot_be_listed_costs_the_list_and_nothing_else(
-    opened, server, bucket, stored, lender
-) -> None:
+async def test_a_name_that_cannot_be_listed_costs_the_list_and_nothing_else(opened, server, bucket, stored, lender):
     keys = keys_of(3)
     await lender.keep(await opened(), keys)
     folder = stored.name(keys[0]).rsplit("/", 3)[0]
@@ -175,9 +169,9 @@ def deny(server, after):
     urllib.request.urlopen(asked, timeout=PATIENCE_S).close()
 
 
-async def test_refused_credentials_are_a_config_error_at_the_start_and_unavailable_later(
+async def test_refused_credentials_are_a_config_error_at_first_and_unavailable_later(
     opened, own_server, bucket, lender
-) -> None:
+):
     server, keys = own_server(), keys_of(3)
     server.client.create_bucket(Bucket=bucket)
     tier = await opened(endpoint=server.endpoint)

@@ -17,8 +17,8 @@ from kvtier.testing.conformance import (
     keys_of,
     label,
 )
-from tests.remote.remotes import Held, Stored
-from tests.remote.servers import PATIENCE_S, Proxy
+from tests.remote.remotes import Held
+from tests.remote.servers import PATIENCE_S
 from tests.remote.tiers import CHUNK_BYTES, kept, recovers, used_again
 
 KEYS = "KVTIER_TEST_KEYS"
@@ -94,9 +94,7 @@ class DamagedValues(CountedConformance):
         assert sum(total for name, total in backend.counts().items() if name.startswith("corrupt_")) == 1
 
     @pytest.mark.parametrize("length", [0, CHUNK_BYTES - 1, CHUNK_BYTES + 1, 20 << 20])
-    async def test_a_value_of_another_length_is_corrupt_and_costs_its_siblings_nothing(
-        self, backend, stored: Stored, lender, length
-    ) -> None:
+    async def test_a_value_of_another_length_is_corrupt_and_costs_no_sibling(self, backend, stored, lender, length):
         keys = keys_of(40)
         await lender.keep(backend, keys)
         for key in keys[1:3]:
@@ -144,9 +142,9 @@ class DisturbedNetwork:
     @pytest.mark.parametrize(
         ("begin", "end", "cause"), [("refuse", "listen", "ECONNREFUSED"), ("hold", "pass_on", "ETIMEDOUT")]
     )
-    async def test_a_server_that_refuses_or_hangs_fails_calls_in_time_and_no_byte_comes_late(
-        self, open_by_proxy: Open, proxy: Proxy, lender, begin, end, cause
-    ) -> None:
+    async def test_a_server_that_refuses_or_hangs_fails_calls_in_time(
+        self, open_by_proxy, proxy, lender, begin, end, cause
+    ):
         tier, keys = await kept(lender, open_by_proxy(), 64)
         getattr(proxy, begin)()
         reads, writes = lender.reads(keys), lender.writes(keys, version=1)

@@ -5,12 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing.conformance import (
-    BackendConformance,
-    DurableBackendConformance,
-    NamespacedConformance,
-    tier_context,
-)
+from kvtier.testing import conformance
+from kvtier.testing.conformance import tier_context
 from tests.testing.suites import Reopened
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "write_a_backend.py"
@@ -20,7 +16,10 @@ write_a_backend = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(write_a_backend)
 
 
-class TestTheExampleBackend(Reopened, BackendConformance, DurableBackendConformance, NamespacedConformance):
+SUITES = (conformance.BackendConformance, conformance.DurableBackendConformance, conformance.NamespacedConformance)
+
+
+class TestTheExampleBackend(Reopened, *SUITES):
     @pytest.fixture
     async def open_tier(self, tmp_path):
         options = write_a_backend.SqliteOptions(path=str(tmp_path / "chunks.db"))

@@ -5,19 +5,8 @@ import pytest
 from kvtier.backend.contract import Abandoned, backend_class
 from kvtier.errors import BackendClosed, BackendUnavailable, ConfigError
 from kvtier.settings import decode
-from kvtier.testing import virtual_time
-from kvtier.testing.conformance import (
-    BackendConformance,
-    BoundedConformance,
-    InventoryConformance,
-    Lender,
-    MeasuredConformance,
-    WrapperConformance,
-    key_of,
-    keys_of,
-    label,
-    tier_context,
-)
+from kvtier.testing import conformance, virtual_time
+from kvtier.testing.conformance import Lender, key_of, keys_of, label, tier_context
 from kvtier.testing.faults import Fault, Faults, FaultyBackend
 from kvtier_backends.dummy import DummyBackend, DummyOptions
 
@@ -27,7 +16,12 @@ ROW_BYTES = 4_096
 TYPE = "kvtier.testing.faults:FaultyBackend"
 
 
-class WithoutFaults(BackendConformance, InventoryConformance, MeasuredConformance, BoundedConformance):
+class WithoutFaults(
+    conformance.BackendConformance,
+    conformance.InventoryConformance,
+    conformance.MeasuredConformance,
+    conformance.BoundedConformance,
+):
     chunk_bytes = ROW_BYTES
     device = DummyOptions()
     faults = Faults()
@@ -44,7 +38,7 @@ class WithoutFaults(BackendConformance, InventoryConformance, MeasuredConformanc
         return FaultyBackend(DummyBackend(options, tier_context(ROW_BYTES)), self.faults)
 
 
-class TestOffers(WrapperConformance):
+class TestOffers(conformance.WrapperConformance):
     @pytest.fixture
     def wrap(self):
         return FaultyBackend
@@ -83,9 +77,7 @@ def now():
 @pytest.mark.parametrize(
     ("kind", "error"), [("failed", "TransferFailed"), ("missing", "ChunkMissing"), ("corrupt", "ChunkCorrupt")]
 )
-async def test_a_load_that_is_made_to_fail_writes_over_its_buffer_and_costs_its_neighbours_nothing(
-    faulty, lender, kind, error
-):
+async def test_a_load_made_to_fail_writes_over_its_buffer_and_costs_its_neighbours_nothing(faulty, lender, kind, error):
     keys = keys_of(4)
     await lender.keep(faulty, keys)
     faulty.script("load", Fault(kind, keys=frozenset(keys[1:3])))

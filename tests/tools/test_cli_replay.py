@@ -51,9 +51,7 @@ def simulated(folder, trace, *options):
 
 
 @pytest.mark.usefixtures("outside")
-def test_without_a_configuration_a_trace_goes_through_memory_and_files_and_leaves_none(
-    trace: str, tmp_path: Path, temporary: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_by_default_a_trace_goes_through_memory_and_files_and_leaves_none(trace, tmp_path, temporary, capsys):
     picture = tmp_path / "out.png"
     told = reported(tmp_path, "replay", trace, "--plot", picture)
     shown = capsys.readouterr()
@@ -197,9 +195,7 @@ def test_without_matplotlib_a_picture_is_rejected_with_the_remedy(trace, tmp_pat
         (lambda _: [], "no requests in it"),
     ],
 )
-def test_a_bad_trace_is_rejected_with_the_lines_number_before_anything_is_made(
-    trace: str, tmp_path: Path, temporary: Path, capsys: pytest.CaptureFixture[str], damage: Any, complaint: str
-) -> None:
+def test_a_bad_trace_is_rejected_by_its_line_and_makes_nothing(trace, tmp_path, temporary, capsys, damage, complaint):
     good = tmp_path / "trace.jsonl"
     write_trace(good, Trace(trace))
     good.write_bytes(b"\n".join(damage(good.read_bytes().splitlines())))
@@ -214,9 +210,7 @@ def test_a_bad_trace_is_rejected_with_the_lines_number_before_anything_is_made(
     ("command", "told_to_end"),
     [("replay", signal.SIGINT), ("replay", signal.SIGTERM), ("replay", signal.SIGHUP), ("simulate", signal.SIGINT)],
 )
-def test_an_interrupt_ends_a_replay_with_130_and_a_report_of_the_finished_requests(
-    tmp_path: Path, temporary: Path, command: str, told_to_end: signal.Signals
-) -> None:
+def test_an_interrupt_ends_a_replay_with_130_and_a_report_of_what_finished(tmp_path, temporary, command, told_to_end):
     long, out, picture = tmp_path / "long.jsonl", tmp_path / "out.json", tmp_path / "out.png"
     prompts = [range(user * 1_000, user * 1_000 + 100 + turn) for turn in range(80) for user in range(50)]
     write_trace(long, [TraceRequest(number, 512 * len(ids), 9, tuple(ids)) for number, ids in enumerate(prompts)])

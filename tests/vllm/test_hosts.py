@@ -85,9 +85,7 @@ def test_a_service_is_shared_behind_vllms_own_manager_too(llama, services):
 
 
 @pytest.mark.parametrize(("name", "fault"), FAULTS)
-def test_a_service_that_goes_while_requests_load_from_it_costs_hits_and_they_come_back_with_it(
-    llama, services, name, fault
-):
+def test_a_service_that_goes_amid_loads_costs_hits_and_they_come_back_with_it(llama, services, name, fault):
     asked = prompts(4)
     expected, remote = right(llama, asked), services(name)
     strike, mend = FAULTS[name, fault]

@@ -1,8 +1,6 @@
 """A trace through a whole engine: loaded bytes are right, and the counts are true."""
 
 import asyncio
-from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
@@ -55,9 +53,7 @@ def check(tally, requests):
 
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("concurrency", [1, 32])
-async def test_over_a_tier_of_everything_the_hits_are_the_best_possible_however_many_requests_are_open(
-    requests: Sequence[TraceRequest], concurrency: int
-) -> None:
+async def test_over_a_tier_of_everything_the_hits_are_the_best_possible_at_any_concurrency(requests, concurrency):
     tally = await replay_of(requests, SLOW, rows=300, concurrency=concurrency).run()
     check(tally, requests)
     extent = measure(requests)
@@ -121,9 +117,7 @@ async def test_wrong_bytes_are_counted_and_named(requests, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("runner", ["inline", "process"])
-async def test_through_files_all_chunks_come_back_right_and_a_second_replay_finds_them_there(
-    requests: Sequence[TraceRequest], tmp_path: Path, runner: str
-) -> None:
+async def test_through_files_all_chunks_come_back_and_a_second_replay_finds_them_there(requests, tmp_path, runner):
     some, tier = requests[:25], {"type": "fs", "root": str(tmp_path)}
     extent = measure(some)
     first = await replay_of(some, tier, rows=300, runner=runner).run()
