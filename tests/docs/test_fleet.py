@@ -17,30 +17,8 @@ from click.testing import CliRunner
 
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.settings.fields import struct_fields
-from tests.docs.fleet import (
-    COMPOSE,
-    ENGINES,
-    FLEET,
-    MANIFESTS,
-    NODE,
-    NODES_ENGINE,
-    PAGE,
-    ROOT,
-    addresses,
-    command_of,
-    compose,
-    here,
-    in_compose,
-    in_kubernetes,
-    make_secrets,
-    nodes_pod,
-    objects,
-    of_kind,
-    of_service,
-    secrets_of_the_page,
-    size,
-    workloads,
-)
+from tests.docs import fleet
+from tests.docs.fleet import COMPOSE, ENGINES, FLEET, MANIFESTS, NODE, NODES_ENGINE, PAGE, ROOT
 from tests.docs.test_compatibility import known_to_vllms_door
 from tests.engine.kit import at_rest, found, put
 from tests.redis.servers import RedisServer
@@ -70,7 +48,7 @@ def test_a_compose_file_is_one_by_the_compose_specification(path):
 @pytest.mark.parametrize("version", KUBERNETES)
 @pytest.mark.parametrize("path", [*MANIFESTS, NODE], ids=lambda path: path.name)
 def test_a_manifest_is_one_by_the_schemas_of_kubernetes(path, version):
-    for one in objects(path):
+    for one in fleet.objects(path):
         kubernetes_validate.validate(one, version, strict=True)
     assert path is not NODE or version.rpartition(".")[0] in (ROOT / "docs/how-to/kubernetes.md").read_text()
 
@@ -102,10 +80,12 @@ def test_an_engine_has_the_memory_and_the_time_that_it_needs(engine):
 
 
 def test_a_server_has_memory_for_more_than_it_keeps():
-    services = [one for path in COMPOSE for one in compose(path)["services"].values()]
-    given = [(one["command"], size(one["mem_limit"])) for one in services]
+    services = [one for path in COMPOSE for one in fleet.compose(path)["services"].values()]
+    given = [(one["command"], fleet.size(one["mem_limit"])) for one in services]
     for path in MANIFESTS:
-        given += [(one["args"], size(one["resources"]["limits"]["memory"])) for _, _, one in workloads(path)]
+        given += [
+            (one["args"], fleet.size(one["resources"]["limits"]["memory"])) for _, _, one in fleet.workloads(path)
+        ]
     servers = [(kept_bytes(command), limit) for command, limit in given if kept_bytes(command)]
     assert servers
     assert all(limit >= kept * SERVER_SHARE for kept, limit in servers)
@@ -114,14 +94,14 @@ def test_a_server_has_memory_for_more_than_it_keeps():
 def kept_bytes(command):
     """Return the limit of what a server keeps; 0 for an engine."""
     if "--maxmemory" in command:
-        return size(command[command.index("--maxmemory") + 1])
+        return fleet.size(command[command.index("--maxmemory") + 1])
     segments = [one.partition("=")[2] for one in command if one.startswith("--global_segment_size=")]
-    return size(segments[0]) if segments else 0
+    return fleet.size(segments[0]) if segments else 0
 
 
 @every_compose_file
 def test_a_compose_file_refers_to_what_it_has(path, made):
-    whole = compose(path)
+    whole = fleet.compose(path)
     for name, service in whole["services"].items():
         assert set(service.get("depends_on", ())) <= whole["services"].keys(), name
         assert set(service.get("secrets", ())) <= whole["secrets"].keys(), name
@@ -136,8 +116,8 @@ def test_a_compose_file_refers_to_what_it_has(path, made):
 
 @every_compose_file
 def test_two_engines_of_a_compose_file_differ_in_their_places_and_share_the_remote_tier_alone(path):
-    services = compose(path)["services"]
-    engines = list(in_compose(path))
+    services = fleet.compose(path)["services"]
+    engines = list(fleet.in_compose(path))
     one, other = (engine.connector for engine in engines)
     for each, name in ((one, "engine-a"), (other, "engine-b")):
         assert each["kv_connector_extra_config"]["secondary_tiers"][1].pop("local_host", name) == name
@@ -146,15 +126,15 @@ def test_two_engines_of_a_compose_file_differ_in_their_places_and_share_the_remo
     assert len({each["volumes"][0] for each in own}) == len({str(each["deploy"]) for each in own}) == 2
     for engine, service in zip(engines, own, strict=True):
         networks = service.get("networks")
-        assert all(services[host].get("networks") == networks or networks for host, _ in addresses(engine))
+        assert all(services[host].get("networks") == networks or networks for host, _ in fleet.addresses(engine))
 
 
 @every_manifest
 def test_a_manifest_refers_to_what_it_has(path, made):
-    names = {(one["kind"], one["metadata"]["name"]) for one in objects(path)}
-    assert len(names) == len(objects(path))
-    assert {one["metadata"].get("namespace", "kvtier") for one in objects(path)} == {"kvtier"}
-    for workload, pod, container in workloads(path):
+    names = {(one["kind"], one["metadata"]["name"]) for one in fleet.objects(path)}
+    assert len(names) == len(fleet.objects(path))
+    assert {one["metadata"].get("namespace", "kvtier") for one in fleet.objects(path)} == {"kvtier"}
+    for workload, pod, container in fleet.workloads(path):
         claims = {one["metadata"]["name"]: one["spec"] for one in workload["spec"].get("volumeClaimTemplates", ())}
         volumes = {volume["name"]: volume for volume in pod.get("volumes", ())}
         assert {mount["name"] for mount in container.get("volumeMounts", ())} == volumes.keys() | claims.keys()
@@ -163,7 +143,7 @@ def test_a_manifest_refers_to_what_it_has(path, made):
         for spec in claims.values():
             assert ("StorageClass", spec.get("storageClassName")) in names or "storageClassName" not in spec
         for secret in [volume["secret"]["secretName"] for volume in volumes.values() if "secret" in volume]:
-            assert all((made / Path(file).name).is_file() for file in secrets_of_the_page()[secret].values())
+            assert all((made / Path(file).name).is_file() for file in fleet.secrets_of_the_page()[secret].values())
         assert all(port in ports_of(container) for port in probed(container))
         known = {variable["name"] for variable in container.get("env", ())}
         assert set(re.findall(r"\$\((\w+)\)", json.dumps(container))) <= known
@@ -171,14 +151,14 @@ def test_a_manifest_refers_to_what_it_has(path, made):
 
 @every_manifest
 def test_services_budgets_and_policies_choose_pods_that_there_are(path):
-    pods = [(labels_of(workload), ports_of(container)) for workload, _, container in workloads(path)]
-    for one in of_kind(path, "Service", "PodDisruptionBudget"):
+    pods = [(labels_of(workload), ports_of(container)) for workload, _, container in fleet.workloads(path)]
+    for one in fleet.of_kind(path, "Service", "PodDisruptionBudget"):
         selector = one["spec"]["selector"]
         chosen = [ports for labels, ports in pods if selector.get("matchLabels", selector).items() <= labels.items()]
         assert len(chosen) == 1, one
         assert {port["targetPort"] for port in one["spec"].get("ports", ())} <= chosen[0], one
     apps = {labels["app.kubernetes.io/name"] for labels, _ in pods}
-    for one in of_kind(path, "NetworkPolicy"):
+    for one in fleet.of_kind(path, "NetworkPolicy"):
         text = json.dumps(one["spec"])
         named = set(re.findall(r'"app.kubernetes.io/name": "([\w-]+)"', text))
         named |= {
@@ -191,10 +171,10 @@ def test_services_budgets_and_policies_choose_pods_that_there_are(path):
 
 @every_manifest
 def test_remote_services_are_asked_by_names_that_there_are(path):
-    services = {one["metadata"]["name"]: one["spec"] for one in of_kind(path, "Service")}
-    sets = {one["spec"]["serviceName"]: one for one in of_kind(path, "StatefulSet")}
-    for engine in in_kubernetes(path):
-        for host, port in addresses(engine):
+    services = {one["metadata"]["name"]: one["spec"] for one in fleet.of_kind(path, "Service")}
+    sets = {one["spec"]["serviceName"]: one for one in fleet.of_kind(path, "StatefulSet")}
+    for engine in fleet.in_kubernetes(path):
+        for host, port in fleet.addresses(engine):
             *pod, service = host.split(".")
             assert port in {one["port"] for one in services[service]["ports"]}
             if pod:
@@ -218,7 +198,7 @@ def probed(container):
 
 def test_nothing_secret_stands_in_the_examples():
     for path in MANIFESTS:
-        assert not of_kind(path, "Secret")
+        assert not fleet.of_kind(path, "Secret")
     for path in (*COMPOSE, *MANIFESTS):
         assert not re.search(r"(?i)(password|key)(_env)?[\"']?\s*[:=]\s*[\"']?\$?\{?[\w-]{16,}", path.read_text())
 
@@ -242,7 +222,7 @@ def test_engines_of_a_node_share_its_directory_as_kvtier_accepts():
     assert (kind, options.layout, options.shared) == ("fs", "files", True)
     assert options.capacity_bytes
     assert NODES_ENGINE.connector["kv_connector_extra_config"]["revision"] == NODES_ENGINE.flag("revision")
-    (container,) = nodes_pod("Deployment")["containers"]
+    (container,) = fleet.nodes_pod("Deployment")["containers"]
     assert all(port in ports_of(container) for port in probed(container))
 
 
@@ -250,7 +230,7 @@ def test_every_pod_of_a_node_means_the_same_directory_and_only_engines_write_to_
     ((_, options),) = NODES_ENGINE.tiers
     paths, images = set[str](), set[str]()
     for kind in ("Deployment", "DaemonSet"):
-        found = nodes_pod(kind)
+        found = fleet.nodes_pod(kind)
         paths |= {volume["hostPath"]["path"] for volume in found["volumes"] if volume["name"] == "nvme"}
         for container in (*found.get("initContainers", ()), *found["containers"]):
             (mount,) = (mount for mount in container["volumeMounts"] if mount["name"] == "nvme")
@@ -259,9 +239,9 @@ def test_every_pod_of_a_node_means_the_same_directory_and_only_engines_write_to_
             images.add(container["image"].rpartition(":")[0])
     assert len(paths) == 1
     assert images <= {re.search(r"-t (\S+):\S+ \.$", path.read_text(), re.MULTILINE)[1] for path in DOCKERFILES}
-    (make,) = nodes_pod("DaemonSet")["initContainers"]
+    (make,) = fleet.nodes_pod("DaemonSet")["initContainers"]
     assert make["command"][-1] == options.root
-    assert f"kvtier verify {options.root} --sample 1%" in nodes_pod("DaemonSet")["containers"][0]["args"][0]
+    assert f"kvtier verify {options.root} --sample 1%" in fleet.nodes_pod("DaemonSet")["containers"][0]["args"][0]
     assert "runAsUser" not in NODE.read_text(), "all run as the same user: the image's"
 
 
@@ -274,7 +254,7 @@ def test_a_page_names_metrics_that_there_are(name):
 @pytest.fixture(scope="module")
 def made(outside, tmp_path_factory):
     """Return a folder with the secrets that the script makes."""
-    return make_secrets(tmp_path_factory.mktemp("fleet") / "secrets")
+    return fleet.make_secrets(tmp_path_factory.mktemp("fleet") / "secrets")
 
 
 def test_secrets_that_are_there_are_not_replaced(made):
@@ -289,13 +269,13 @@ def test_secrets_that_are_there_are_not_replaced(made):
     }
 
 
-@pytest.mark.parametrize("path", of_service("valkey"), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", fleet.of_service("valkey"), ids=lambda path: path.name)
 async def test_valkey_as_it_is_started_serves_engines_as_they_are_configured(path, made, tmp_path):
     (engine, *_) = [engine for engine in ENGINES if engine.where.startswith(f"{path.name} ")]
-    servers = [start(command_of(path, "valkey"), made, tmp_path) for _ in addresses(engine)]
+    servers = [start(fleet.command_of(path, "valkey"), made, tmp_path) for _ in fleet.addresses(engine)]
     url = f"redis://kvtier@{','.join(server.address for server in servers)}"
     try:
-        first, second = (here(engine, made, tmp_path / one, url=url) for one in "ab")
+        first, second = (fleet.here(engine, made, tmp_path / one, url=url) for one in "ab")
         async with TieringOffloadingManager.open(first) as one:
             assert await put(one, range(32)) == 32
             assert await at_rest(one)

@@ -15,27 +15,9 @@ from kvtier.backend.namespace import OffloadKey
 from kvtier.integrations.vllm import KVTierSecondaryTier, secondary
 from kvtier.integrations.vllm.stats import tier_metric_definitions
 from kvtier.memory.region import Region
+from kvtier.runner import messages
 from kvtier.runner.bridge import Bridge, ThreadBridge
-from kvtier.runner.messages import (
-    Action,
-    Advise,
-    Answered,
-    Code,
-    Finished,
-    Found,
-    Gone,
-    Probe,
-    Promote,
-    Returned,
-    RunnerBack,
-    RunnerGone,
-    RunnerLost,
-    Scanned,
-    TierUsage,
-    pack_keys,
-    pack_rows,
-    unpack_keys,
-)
+from kvtier.runner.messages import Code, Gone
 from kvtier.runner.process import ProcessBridge
 from kvtier.settings.hints import Advice, Hint
 from tests.vllm.test_one_host import config
@@ -53,7 +35,7 @@ class Played(Bridge):
 
     def __init__(self):
         super().__init__()
-        self.sent: list[Action] = []
+        self.sent: list[messages.Action] = []
         self.admitted: list[int] = []
         self.replaced = 0
         self.full = False
@@ -127,8 +109,8 @@ class Scene:
 
     def answer(self, *present):
         (probe,) = self.sent()
-        assert isinstance(probe, Probe)
-        self.hear(Answered(probe.id, bytes(present), 0.1))
+        assert isinstance(probe, messages.Probe)
+        self.hear(messages.Answered(probe.id, bytes(present), 0.1))
 
     def _job(self, job, keys, rows, name):
         context = self.requests.get(name) or self.begin(name)
@@ -143,7 +125,7 @@ def play(monkeypatch):
         scene = Scene(lambda config, region: Played(), Region.private(ROWS, ROW_BYTES), monkeypatch)
         scene.tier.tier.spec = scene.tier.tier.spec._replace(**spec)
         if scanned:
-            scene.hear(Scanned(0, complete=True), Found(0, pack_keys(found)))
+            scene.hear(messages.Scanned(0, complete=True), messages.Found(0, messages.pack_keys(found)))
             scene.sent()
         return scene
 
@@ -151,7 +133,7 @@ def play(monkeypatch):
 
 
 def finished(action, failed=(), code=Code.FAILED, *, lent=False):
-    return Finished(action.id, pack_rows(failed), bytes([code] * len(failed)), 0.25, lent)
+    return messages.Finished(action.id, messages.pack_rows(failed), bytes([code] * len(failed)), 0.25, lent)
 
 
 def test_a_request_gets_an_answer_even_if_answers_are_older_than_a_step(play):
@@ -212,7 +194,7 @@ def test_of_a_job_beyond_the_budget_the_beginning_is_stored(play):
     scene = play(store_chunks_max=2)
     scene.store(1, [A, B, C], [0, 1, 2])
     (store,) = scene.sent()
-    assert unpack_keys(store.keys) == [A, B]
+    assert messages.unpack_keys(store.keys) == [A, B]
     scene.hear(finished(store))
     assert (scene.finished(), scene.tier.tier.counters.dropped) == ([(1, False, 2)], {"budget": 1})
 
@@ -241,7 +223,7 @@ def test_a_job_is_over_when_its_rows_are_and_late_ones_count_against_the_share(p
     assert (scene.bridge.replaced, scene.finished(), scene.tier.has_pending_work()) == (1, [], True)
     scene.store(2, [C], [2])
     assert scene.tier.tier.counters.dropped == {"overdue": 1}
-    scene.hear(Returned(store.id, pack_rows([1])))  # The other row's chunk has been stored.
+    scene.hear(messages.Returned(store.id, messages.pack_rows([1])))  # The other row's chunk has been stored.
     assert (scene.finished(), scene.tier.tier.overdue_rows) == ([(2, False, 0), (1, False, 0)], 0)
     assert (scene.has(A), scene.has(B)) == (False, None)  # It is asked for.
 
@@ -250,9 +232,9 @@ def test_what_a_lost_runner_had_is_over_when_its_process_is(play):
     scene = play()
     scene.store(1, [A, B, C], [0, 1, 2])
     late, _ = scene.sent()
-    scene.hear(finished(late, [0, 1], Code.DEADLINE, lent=True), RunnerLost(0, "killed"))
+    scene.hear(finished(late, [0, 1], Code.DEADLINE, lent=True), messages.RunnerLost(0, "killed"))
     assert (scene.finished(), scene.has(D)) == ([], False)
-    scene.hear(RunnerBack(1), RunnerGone(0))
+    scene.hear(messages.RunnerBack(1), messages.RunnerGone(0))
     assert (scene.bridge.admitted, scene.finished()) == ([1], [(1, False, 0)])
     assert (scene.tier.tier.counters.failed, scene.tier.tier.storing) == ({"deadline": 2, "lost": 1}, set())
     assert scene.has(D) is None
@@ -262,10 +244,10 @@ def test_what_was_not_sent_when_its_runner_was_lost_is_over_and_never_sent(play)
     scene = play()
     scene.load(1, [A], [0])
     scene.store(2, [B], [1])
-    scene.hear(RunnerLost(0, "killed"))
+    scene.hear(messages.RunnerLost(0, "killed"))
     assert scene.finished() == [(1, False, 0), (2, False, 0)]
     scene.load(3, [C], [2])  # Begun while there is no runner.
-    scene.hear(RunnerGone(0), RunnerBack(1))
+    scene.hear(messages.RunnerGone(0), messages.RunnerBack(1))
     assert (scene.sent(), scene.finished()) == ([], [(3, False, 0)])
     assert not scene.tier.has_pending_work()
 
@@ -287,31 +269,31 @@ def test_a_tier_hears_of_a_requests_order_and_hint_when_it_and_its_stores_are_ov
     scene.load(1, [A], [0])
     scene.store(2, [C, B], [2, 1])
     load, store = scene.sent()
-    assert isinstance(load, Promote)
+    assert isinstance(load, messages.Promote)
     scene.finish("one")
     assert scene.sent() == []
     scene.hear(finished(load), finished(store))
     hint = Hint(over=True, retain_s=60.0, priority=7, tokens=16)
     retain = Advice("retain", [A], seconds=60.0, priority=7)
-    assert scene.sent() == [Advise.of(0, Advice("rank", [A, B, C], hint=hint)), Advise.of(0, retain)]
+    assert scene.sent() == [messages.Advise.of(0, Advice("rank", [A, B, C], hint=hint)), messages.Advise.of(0, retain)]
 
 
 def test_what_goes_while_it_is_stored_is_asked_for_later(play):
     scene = play()
     scene.store(1, [A], [0])
-    scene.hear(Gone(0, pack_keys([A])), finished(*scene.sent()))
+    scene.hear(Gone(0, messages.pack_keys([A])), finished(*scene.sent()))
     assert scene.has(A) is None
 
 
 def test_everything_declared_is_counted_and_nothing_else(play):
     scene = play(A)
-    scene.hear(TierUsage(0, 1, 10, 100, 20, {"evicted": 3}))
+    scene.hear(messages.TierUsage(0, 1, 10, 100, 20, {"evicted": 3}))
     assert (scene.has(A), scene.has(D)) == (True, False)
     scene.load(1, [A], [0])
     scene.store(2, [B, C], [1, 2])
     load, store = scene.sent()
     scene.hear(finished(load), finished(store, [0]))
-    scene.hear(RunnerLost(0, "killed"), RunnerBack(1))
+    scene.hear(messages.RunnerLost(0, "killed"), messages.RunnerBack(1))
     scene.has(B)
     scene.answer()
     scene.store(3, [B], [1])
