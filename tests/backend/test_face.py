@@ -30,11 +30,8 @@ def test_every_public_name_of_the_contract_is_there():
 
 
 def test_every_error_that_a_tier_may_raise_or_answer_is_there():
-    of_tiers = {
-        name
-        for name, kind in vars(errors).items()
-        if isinstance(kind, type) and issubclass(kind, errors.BackendError | errors.ChunkError | ConfigError)
-    }
+    raised = (errors.BackendError, errors.ChunkError, ConfigError)
+    of_tiers = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, raised)}
     assert of_tiers <= vars(kvtier.backend).keys()
 
 

@@ -60,13 +60,10 @@ GEMMA = Namespace(
 )
 SPREAD_OUT = Namespace(
     model_name="google/gemma-3-27b-it",
-    tp_size=2,
-    pp_size=2,
-    pcp_size=2,
-    dcp_size=2,
     rank=7,
     parallel_agnostic=True,
     canonical_format="v1-nhd",
+    **dict.fromkeys(("tp_size", "pp_size", "pcp_size", "dcp_size"), 2),
 )
 ODD = Namespace(
     model_name='модель/名前 "x"\n\\', kv_cache_groups=(Group(layer_names=("слой.0",)),), inference_engine="kvtier"

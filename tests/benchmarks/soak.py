@@ -65,17 +65,13 @@ def soak(requests, seed=0, block_tokens=512):
 
 
 async def _run(workload, rows, capacity, predicted):
+    room = {"capacity_bytes": capacity * CHUNK_BYTES}
     config = {
         "cpu_bytes_to_use": rows * CHUNK_BYTES,
         "chunk_bytes": CHUNK_BYTES,
         "runner": "inline",
         "secondary_tiers": [
-            {
-                "type": "dummy",
-                "latency_s": 0.0005,
-                "bandwidth_bytes_per_s": 20_000 * CHUNK_BYTES,
-                "capacity_bytes": capacity * CHUNK_BYTES,
-            }
+            {"type": "dummy", "latency_s": 0.0005, "bandwidth_bytes_per_s": 20_000 * CHUNK_BYTES, **room}
         ],
     }
     loop = asyncio.get_running_loop()
@@ -109,13 +105,9 @@ async def _run(workload, rows, capacity, predicted):
 def _sample(engine):
     audit(engine.steps.ledger)
     gc.collect()
-    (tier,) = engine.steps.ledger.tiers
-    return Sample(
-        tier.used_bytes,
-        len(engine.steps.ledger.primary.ready),
-        len(engine.steps.ledger.locations.mask),
-        tracemalloc.get_traced_memory()[0],
-    )
+    ledger = engine.steps.ledger
+    ready, known = len(ledger.primary.ready), len(ledger.locations.mask)
+    return Sample(ledger.tiers[0].used_bytes, ready, known, tracemalloc.get_traced_memory()[0])
 
 
 def _key(block):

@@ -262,11 +262,8 @@ def test_secrets_that_are_there_are_not_replaced(made):
     again = subprocess.run(["bash", str(FLEET / "make_secrets.sh"), str(made)], capture_output=True, text=True)
     assert (again.returncode, "are kept" in again.stderr) == (1, True)
     assert {path.name: path.read_bytes() for path in made.iterdir()} == before
-    assert {path.name: path.stat().st_mode & 0o777 for path in made.iterdir()} == {
-        "seal-keys": 0o600,
-        "valkey-password": 0o600,
-        "valkey-users": 0o644,
-    }
+    modes = {path.name: path.stat().st_mode & 0o777 for path in made.iterdir()}
+    assert modes == {"seal-keys": 0o600, "valkey-password": 0o600, "valkey-users": 0o644}
 
 
 @pytest.mark.parametrize("path", fleet.of_service("valkey"), ids=lambda path: path.name)

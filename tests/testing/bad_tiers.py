@@ -60,6 +60,8 @@ RANKED = "test_what_was_ranked_goes_after_what_was_not"
 DEMOTED = "test_what_was_demoted_goes_first"
 RETAINED = "test_what_is_retained_stays_while_others_come"
 TIME = "test_what_was_retained_goes_when_its_time_is_over"
+ROOM = "test_deleting_makes_room"
+HARMLESS = "test_advice_changes_nothing_that_is_there"
 DURABILITY = "test_a_wrapper_promises_no_more_than_what_it_wraps"
 
 
@@ -242,9 +244,7 @@ lie("WritesAnyLength", LENGTH, writes=lambda tier, writes: [Write(key, fitting(t
 
 lie("DeletesNothing", DELETED, deleted=lambda _, keys: [])
 lie(
-    "DeletesTheHash",
-    NOTHING_ELSE,
-    deleted=lambda _, keys: [key[:-1] + bytes([last]) for key in keys for last in range(4)],
+    "Overreaches", NOTHING_ELSE, deleted=lambda _, keys: [key[:-1] + bytes([last]) for key in keys for last in range(4)]
 )
 
 
@@ -587,11 +587,7 @@ class RefusesWhenFull(Tier, breaks="test_the_newest_chunks_are_there"):
         return await super().store(writes)
 
 
-lie(
-    "LeaksRoom",
-    "test_deleting_makes_room",
-    measured=lambda tier, now: now._replace(used_bytes=now.used_bytes + 64 * bool(tier.dead)),
-)
+lie("LeaksRoom", ROOM, measured=lambda tier, now: now._replace(used_bytes=now.used_bytes + 64 * bool(tier.dead)))
 
 
 class TakesASecondPlace(Tier, breaks="test_storing_again_takes_no_second_place"):
@@ -624,11 +620,7 @@ class DemotesForEver(Tier, breaks="test_what_was_demoted_and_is_used_again_is_as
         return [advice, Advice("demote", [key for key in advice.keys if key in self.demoted])]
 
 
-lie(
-    "CountsWhatIsRanked",
-    "test_advice_changes_nothing_that_is_there",
-    measured=lambda tier, now: now._replace(chunks=now.chunks + tier.heard["rank"]),
-)
+lie("CountsRanks", HARMLESS, measured=lambda tier, now: now._replace(chunks=now.chunks + tier.heard["rank"]))
 lie(
     "KeepsRoomForWhatIsRetained",
     "test_a_store_finds_as_much_room_whatever_is_retained",
@@ -666,11 +658,7 @@ lie("WrapsWithCountsOfItsOwn", OFFERS, wrap=around(lambda wrapper, _: setattr(wr
 lie("WrapsAndSaysItIsEmpty", PASSES_ON, wrap=around(say_it_is_empty))
 lie("WrapsAndReportsAnotherScan", PASSES_ON, wrap=around(lambda wrapper, _: setattr(wrapper, "watch", another_scan)))
 lie("WrapsAndKeepsAdvice", PASSES_ON, wrap=around(lambda wrapper, _: setattr(wrapper, "advise", repr)))
-lie(
-    "WrapsAndPromisesMore",
-    DURABILITY,
-    wrap=around(lambda wrapper, _: vars(wrapper).update(durability=Durability.POWER)),
-)
+lie("PromisesMore", DURABILITY, wrap=around(lambda wrapper, _: vars(wrapper).update(durability=Durability.POWER)))
 
 
 class Everything(

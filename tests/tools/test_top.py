@@ -110,14 +110,8 @@ def test_rates_are_changes_between_two_readings_summed_over_the_engines_of_an_ad
     found = engine_now("here", reading(10.0, **BEFORE), reading(12.0, **AFTER))
     disk = found.tiers["disk"]
     assert (found.hit_ratio, found.hit_ratio_now) == (round(60 / 100, 4), round(30 / 60, 4))
-    assert found.primary == {
-        "rows": 40,
-        "evictable_rows": 25,
-        "hits_per_s": 5.0,
-        "misses_per_s": 15.0,
-        "stores_per_s": 0.0,
-        "evictions_per_s": 0.0,
-    }
+    rates = {"hits_per_s": 5.0, "misses_per_s": 15.0, "stores_per_s": 0.0, "evictions_per_s": 0.0}
+    assert found.primary == {"rows": 40, "evictable_rows": 25, **rates}
     assert (disk["hits_per_s"], disk["loaded_bytes_per_s"], disk["dropped_per_s"]) == (10.0, 4_096.0, 3.0)
     assert (found.breakers, found.runner_up) == ({"disk": "open"}, False)
 

@@ -78,12 +78,8 @@ def prompts(count, *, tokens=PROMPT_TOKENS, seed=0):
 def kvtier(disk=None, **changes):
     """Return `kv_connector_extra_config` for kvtier, with an fs tier as it comes if a directory is given."""
     tiers = [] if disk is None else [{"type": "fs", "root": str(disk)}]
-    return {
-        "spec_name": "KVTierOffloadingSpec",
-        "spec_module_path": "kvtier.integrations.vllm",
-        "cpu_bytes_to_use": "64MiB",
-        "secondary_tiers": tiers,
-    } | changes
+    spec = {"spec_name": "KVTierOffloadingSpec", "spec_module_path": "kvtier.integrations.vllm"}
+    return spec | {"cpu_bytes_to_use": "64MiB", "secondary_tiers": tiers} | changes
 
 
 def kvtier_files(disk, *, shared=False, **changes):

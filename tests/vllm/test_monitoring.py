@@ -18,20 +18,10 @@ ROWS = 48  # One prompt of 31 chunks and half of another.
 @pytest.fixture(scope="module")
 def page(llama, tmp_path_factory):
     """What vLLM serves when requests have found, missed and waited, one tier evicts, and one fails."""
-    disk = {
-        "type": "fs",
-        "name": "disk",
-        "root": str(tmp_path_factory.mktemp("disk")),
-        "layout": "files",
-        "capacity_bytes": 100 * BLOCK_BYTES,
-    }
-    peer = {
-        "type": FAULTY,
-        "name": "peer",
-        "inner": {"type": "dummy", "capacity_bytes": "1GiB"},
-        "faults": {"failed": 1.0},
-        "limits": {"store_chunks_in_flight": 8},
-    }
+    place = {"root": str(tmp_path_factory.mktemp("disk")), "layout": "files"}
+    disk = {"type": "fs", "name": "disk", "capacity_bytes": 100 * BLOCK_BYTES, **place}
+    inner, limits = {"type": "dummy", "capacity_bytes": "1GiB"}, {"store_chunks_in_flight": 8}
+    peer = {"type": FAULTY, "name": "peer", "inner": inner, "faults": {"failed": 1.0}, "limits": limits}
     extra = kvtier(None, secondary_tiers=[disk, peer], cpu_bytes_to_use=ROWS * BLOCK_BYTES, prefill_tokens_per_s=1.0)
     with Engine(llama, extra, disable_log_stats=False) as engine:
         for seed in range(4):

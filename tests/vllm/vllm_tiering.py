@@ -33,9 +33,5 @@ class TieringOnCpu(TieringOffloadingSpec):
 def vllm_tiering(disk, **changes):
     """Return `kv_connector_extra_config` for vLLM's own tiering, with its file tier if a directory is given."""
     tiers = [] if disk is None else [{"type": "fs", "root_dir": str(disk)}]
-    return {
-        "spec_name": "TieringOnCpu",
-        "spec_module_path": "tests.vllm.vllm_tiering",
-        "cpu_bytes_to_use": 64 << 20,
-        "secondary_tiers": tiers,
-    } | changes
+    spec = {"spec_name": "TieringOnCpu", "spec_module_path": "tests.vllm.vllm_tiering"}
+    return spec | {"cpu_bytes_to_use": 64 << 20, "secondary_tiers": tiers} | changes

@@ -83,12 +83,8 @@ async def test_three_tiers_of_different_speeds_all_get_everything_and_the_first_
 @pytest.mark.virtual_time
 @pytest.mark.filterwarnings("default")
 async def test_a_tier_that_fails_every_call_costs_its_hits_and_is_reported(requests):
-    failing = {
-        "type": "kvtier.testing.faults:FaultyBackend",
-        "inner": {"type": "dummy"},
-        "faults": {"unavailable": 1.0},
-        "name": "bad",
-    }
+    faulty = {"type": "kvtier.testing.faults:FaultyBackend", "name": "bad"}
+    failing = faulty | {"inner": {"type": "dummy"}, "faults": {"unavailable": 1.0}}
     tally = await replay_of(requests, failing, rows=300, concurrency=1).run()
     check(tally, requests)
     tiers = tiers_of(tally)
