@@ -289,9 +289,8 @@ def test_lanes_are_an_executor_without_a_loop():
         lanes.submit(int)
 
 
-@pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize("ending", ["", "import asyncio; asyncio.run(lanes.aclose(0))"])
-def test_a_hung_lane_does_not_hold_up_the_interpreters_exit(ending):
+def test_a_hung_lane_does_not_hold_up_the_interpreters_exit(outside, ending):
     script = f"""
 import threading
 from kvtier.backend.lending import Lanes

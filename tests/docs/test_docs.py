@@ -140,9 +140,8 @@ def decode_configuration(block, table):
             tier_options(tier, f"{block.where} secondary_tiers[{index}]")
 
 
-@pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
+def test_the_code_of_a_page_runs(outside, page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, Any] = {"__name__": "__page__"}
     printed = ""
@@ -191,9 +190,8 @@ def test_the_page_on_contributing_lists_what_ci_runs():
     assert listed.splitlines() == phases
 
 
-@pytest.mark.usefixtures("outside")
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-def test_make_reads_its_rules_and_lists_them():
+def test_make_reads_its_rules_and_lists_them(outside):
     command = ["make", "--no-print-directory", "help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

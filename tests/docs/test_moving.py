@@ -1,7 +1,4 @@
-"""The pages on moving from other tiering: every option of kvtier's that they name is one, and tables are whole.
-
-What they name of vLLM's is checked where vLLM is: `tests/vllm/test_moving.py`.
-"""
+"""The pages on moving from other tiering: every option of kvtier's that they name is one, and tables are whole."""
 
 import ast
 import json

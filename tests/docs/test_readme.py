@@ -6,7 +6,6 @@ import tomllib
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
-import pytest
 from markdown_it import MarkdownIt
 
 from tests.docs import fleet, readme
@@ -103,8 +102,7 @@ def test_the_lines_that_start_vllm_name_a_connector_and_a_configuration_of_ours(
     assert (kind, options.root, options.capacity_bytes) == ("fs", readme.DIRECTORY, 100 << 30)
 
 
-@pytest.mark.usefixtures("outside")
-def test_the_sample_prints_what_stands_below_it(capsys):
+def test_the_sample_prints_what_stands_below_it(outside, capsys):
     (sample,) = readme.blocks("python")
     exec(compile(sample, "README.md", "exec"), {"__name__": "__page__"})
     printed = capsys.readouterr().out

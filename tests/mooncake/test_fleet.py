@@ -17,9 +17,8 @@ def programs():
         yield programs
 
 
-@pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize("path", of_service("mooncake"), ids=lambda path: path.name)
-async def test_a_pool_as_it_is_started_serves_engines_as_they_are_configured(path, programs, tmp_path):
+async def test_a_pool_as_it_is_started_serves_engines_as_they_are_configured(outside, path, programs, tmp_path):
     master, metrics = free_port(), free_port()
     names = ("master", "owner-a", "owner-b") if path in COMPOSE else ("mooncake-master", *["mooncake-owner"] * 3)
     start(command_of(path, names[0]), programs, tmp_path / "master", rpc_port=master, metrics_port=metrics)

@@ -1,7 +1,4 @@
-"""The outcome table of remote tiers: the outcomes of each fault on each of them.
-
-`docs/explanation/remote-tiers.md` shows it; a test holds the page to it, and the suite of faults holds the tiers to it.
-"""
+"""The outcome of each fault on each remote tier: a test holds the page on remote tiers to it, a suite the tiers."""
 
 from enum import StrEnum
 from typing import NamedTuple

@@ -8,15 +8,8 @@ import pytest
 
 from kvtier.backend import SEAL_BYTES, Abandoned, BackendUnavailable
 from kvtier.errors import cause_of
-from kvtier.testing.conformance import (
-    BackendConformance,
-    CountedConformance,
-    DescribedConformance,
-    DurableBackendConformance,
-    NamespacedConformance,
-    keys_of,
-    label,
-)
+from kvtier.testing import conformance
+from kvtier.testing.conformance import BackendConformance, keys_of, label
 from tests.remote.remotes import Held
 from tests.remote.servers import PATIENCE_S
 from tests.remote.tiers import CHUNK_BYTES, kept, recovers, used_again
@@ -25,7 +18,10 @@ KEYS = "KVTIER_TEST_KEYS"
 Open = Callable[..., Awaitable[Any]]
 
 
-class RemoteSuites(BackendConformance, DurableBackendConformance, NamespacedConformance, DescribedConformance):
+CONTRACT = (conformance.DurableBackendConformance, conformance.NamespacedConformance, conformance.DescribedConformance)
+
+
+class RemoteSuites(BackendConformance, *CONTRACT):
     """The contract. Needs the fixture `open_tier`, which takes the chunks' length and `fields`."""
 
     chunk_bytes = 8_192
@@ -60,7 +56,7 @@ def flipped(data, at):
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
-class DamagedValues(CountedConformance):
+class DamagedValues(conformance.CountedConformance):
     """Values that are not the chunk. Needs the fixtures `open_tier` and `stored`."""
 
     chunk_bytes = CHUNK_BYTES

@@ -1,8 +1,7 @@
 """Tiers that each break a promise: the conformance suite must reject them.
 
-This is a catalogue. Each liar is the honest `Tier` with one seam changed, and names the promises that it breaks: a row
-of a table where an expression says it, else a class. `test_conformance_rejects.py` runs these promises, and no others,
-against it.
+Each liar is the honest `Tier` with one seam changed, and names the promises that it breaks.
+`test_conformance_rejects.py` runs these, and no others, against it.
 """
 
 import asyncio

@@ -35,7 +35,6 @@ class TestTheExampleBackend(Reopened, *SUITES):
             await tier.aclose(10)
 
 
-@pytest.mark.usefixtures("outside")
-def test_the_example_runs():
+def test_the_example_runs(outside):
     ended = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True, check=True)
     assert "stored: [None, None]\nprobed: [True, True, False]\nloaded: [None, None, ChunkMissing(" in ended.stdout

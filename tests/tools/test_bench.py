@@ -73,8 +73,7 @@ def configured(tmp_path):
     return configured
 
 
-@pytest.mark.usefixtures("outside")
-def test_a_directory_is_measured_as_a_tier_of_each_layout_and_left_as_it_was(tmp_path, measured):
+def test_a_directory_is_measured_as_a_tier_of_each_layout_and_left_as_it_was(outside, tmp_path, measured):
     (tmp_path / "mine").write_text("stays")
     told = measured(tmp_path, "--chunk-sizes", "8KiB,16KiB", *SHORT)
     moves = told["rows"]
@@ -84,8 +83,7 @@ def test_a_directory_is_measured_as_a_tier_of_each_layout_and_left_as_it_was(tmp
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-@pytest.mark.usefixtures("outside")
-def test_each_tier_of_a_configuration_is_measured_next_to_its_limit(tmp_path, configured, measured):
+def test_each_tier_of_a_configuration_is_measured_next_to_its_limit(outside, tmp_path, configured, measured):
     root = tmp_path / "root"
     root.mkdir()
     tier = "[[secondary_tiers]]\ntype ="
@@ -96,14 +94,12 @@ def test_each_tier_of_a_configuration_is_measured_next_to_its_limit(tmp_path, co
     assert not list(root.iterdir())
 
 
-@pytest.mark.usefixtures("outside")
-def test_a_tier_whose_answers_have_expired_is_asked_again(configured, measured):
+def test_a_tier_whose_answers_have_expired_is_asked_again(outside, configured, measured):
     slow = '[[secondary_tiers]]\ntype = "dummy"\nshared = true\nlatency_s = "10ms"\nlimits = { answer_ttl_s = "5ms" }\n'
     assert {row["operation"] for row in measured(configured(slow), *SHORT)["rows"]} == OPERATIONS
 
 
-@pytest.mark.usefixtures("outside")
-def test_chunks_are_deleted_a_few_calls_at_a_time(tmp_path, measured, monkeypatch):
+def test_chunks_are_deleted_a_few_calls_at_a_time(outside, tmp_path, measured, monkeypatch):
     """A slow tier cannot answer thousands of deletions within its deadline."""
     (tmp_path / "counting_tier.py").write_text(COUNTING)
     monkeypatch.syspath_prepend(tmp_path)
@@ -165,8 +161,7 @@ def test_an_engine_with_nothing_to_measure_is_refused(configured, capsys):
     check_refusal(capsys, "cpu_bytes_to_use: 64.0 KiB given, at least 512.0 KiB accepted")
 
 
-@pytest.mark.usefixtures("outside")
-def test_ctrl_c_ends_it_and_leaves_nothing(tmp_path):
+def test_ctrl_c_ends_it_and_leaves_nothing(outside, tmp_path):
     command = [*KVTIER, "bench", str(tmp_path), "--chunk-sizes", "64KiB", "--size", "1MiB", "--rounds", "2000"]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'backends'}"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as running:

@@ -190,17 +190,15 @@ WRITES = {
 }
 
 
-@pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize("name", WRITES)
-def test_output_that_does_not_fit_on_the_disk_ends_with_3(place, name):
+def test_output_that_does_not_fit_on_the_disk_ends_with_3(outside, place, name):
     with open("/dev/full", "wb") as full:
         status, _, err = ended(*(arg.format(place=place) for arg in WRITES[name]), stdout=full.fileno())
     assert (status, err) == (3, "kvtier: stdout: No space left on device\n")
 
 
-@pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize("name", WRITES)
-def test_output_that_is_not_read_ends_with_141_and_no_message(place, name):
+def test_output_that_is_not_read_ends_with_141_and_no_message(outside, place, name):
     ours, theirs = os.pipe()
     os.close(ours)
     status, _, err = ended(*(arg.format(place=place) for arg in WRITES[name]), stdout=theirs)
@@ -208,14 +206,12 @@ def test_output_that_is_not_read_ends_with_141_and_no_message(place, name):
     assert (status, err) == (141, "")
 
 
-@pytest.mark.usefixtures("outside")
-def test_a_report_that_does_not_fit_on_the_disk_ends_with_3_and_its_name(place):
+def test_a_report_that_does_not_fit_on_the_disk_ends_with_3_and_its_name(outside, place):
     status, _, err = ended("policies", f"{place}/trace.jsonl", "--json", "/dev/full")
     assert (status, err) == (3, "kvtier: /dev/full: No space left on device\n")
 
 
-@pytest.mark.usefixtures("outside")
-def test_characters_that_the_terminal_cannot_show_are_escaped(place, tmp_path):
+def test_characters_that_the_terminal_cannot_show_are_escaped(outside, place, tmp_path):
     odd = tmp_path / "日本.jsonl"
     odd.write_bytes((place / "trace.jsonl").read_bytes())
     status, out, err = ended("policies", str(odd), "--policies", "lru", PYTHONIOENCODING="ascii")
@@ -227,8 +223,7 @@ def test_characters_that_the_terminal_cannot_show_are_escaped(place, tmp_path):
     assert err.count("\n") == 1
 
 
-@pytest.mark.usefixtures("outside")
-def test_a_file_whose_name_is_not_utf_8_is_named(place, tmp_path):
+def test_a_file_whose_name_is_not_utf_8_is_named(outside, place, tmp_path):
     trace = os.fsencode(tmp_path / "trace") + b"\xff.jsonl"
     with open(trace, "wb") as file:
         file.write((place / "trace.jsonl").read_bytes())
@@ -250,15 +245,13 @@ main()
 """
 
 
-@pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize("name", AT.split())
-def test_ctrl_c_during_any_import_ends_with_130_and_no_message(place, name):
+def test_ctrl_c_during_any_import_ends_with_130_and_no_message(outside, place, name):
     status, out, err = ended("du", str(place / "root"), program=INTERRUPTED_AT.format(name=name))
     assert (status, out, err) == (130, "", "")
 
 
-@pytest.mark.usefixtures("outside")
-def test_an_interrupt_ends_the_command_with_130_and_nothing_half_written(tmp_path):
+def test_an_interrupt_ends_the_command_with_130_and_nothing_half_written(outside, tmp_path):
     long = tmp_path / "long.jsonl"
     write_trace(long, (TraceRequest(number, 1, 1, tuple(range(number, number + 300))) for number in range(20_000)))
     command = [sys.executable, "-c", PROGRAM, "policies", str(long), "--json", str(tmp_path / "out.json")]
@@ -281,8 +274,7 @@ def wait_until_open(pid, path):
             continue
 
 
-@pytest.mark.usefixtures("outside")
-def test_a_command_runs_with_closed_outputs(place):
+def test_a_command_runs_with_closed_outputs(outside, place):
     closed = "import os, sys; os.close(1); os.close(2); os.execv(sys.executable, [sys.executable, '-c', *sys.argv[1:]])"
     assert ended(PROGRAM, "du", str(place / "root"), program=closed) == (0, "", "")
 

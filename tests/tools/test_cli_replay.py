@@ -50,8 +50,7 @@ def simulated(folder, trace, *options):
     return told
 
 
-@pytest.mark.usefixtures("outside")
-def test_by_default_a_trace_goes_through_memory_and_files_and_leaves_none(trace, tmp_path, temporary, capsys):
+def test_by_default_a_trace_goes_through_memory_and_files_and_leaves_none(outside, trace, tmp_path, temporary, capsys):
     picture = tmp_path / "out.png"
     told = reported(tmp_path, "replay", trace, "--plot", picture)
     shown = capsys.readouterr()
@@ -71,8 +70,7 @@ def test_by_default_a_trace_goes_through_memory_and_files_and_leaves_none(trace,
     assert os.listdir(temporary) == []
 
 
-@pytest.mark.usefixtures("outside")
-def test_in_the_users_directory_chunks_stay_and_only_the_same_trace_finds_them(trace, tmp_path):
+def test_in_the_users_directory_chunks_stay_and_only_the_same_trace_finds_them(outside, trace, tmp_path):
     tier, other = tmp_path / "tier", tmp_path / "other.jsonl"
     write_trace(other, [TraceRequest(5, 1_024, 1, (0, 1)), TraceRequest(6, 1_024, 1, (2, 3))])
     first, again = (reported(tmp_path, "replay", trace, "--fs", tier, "--limit", "30") for _ in range(2))
@@ -93,9 +91,8 @@ def test_a_workload_is_generated_from_a_seed_without_a_trace(tmp_path):
 BOTH = pytest.mark.parametrize("way", [("replay",), ("simulate", "--gpu-cache-tokens", "0")], ids=lambda way: way[0])
 
 
-@pytest.mark.usefixtures("outside")
 @BOTH
-def test_the_default_primary_holds_long_requests_so_that_nothing_is_lost(tmp_path, way):
+def test_the_default_primary_holds_long_requests_so_that_nothing_is_lost(outside, tmp_path, way):
     """Agents' prompts have thousands of blocks, most of them in every prompt: a share of these is less than one."""
     sessions = [(*range(600), *range(1_000 * each, 1_000 * each + 100)) for each in (1, 2, 3, 4)]
     trace = str(tmp_path / "agents.jsonl")
@@ -148,8 +145,7 @@ def test_the_hints_of_a_trace_reach_the_engine(tmp_path, way):
     assert sum(simulation("lru")([structs.replace(each, hint=None) for each in requests], 6)) == 0
 
 
-@pytest.mark.usefixtures("outside")
-def test_a_simulation_reports_first_tokens_and_the_same_seed_gives_the_same_bytes(trace, tmp_path, temporary):
+def test_a_simulation_reports_first_tokens_and_the_same_seed_gives_the_same_bytes(outside, trace, tmp_path, temporary):
     out = [tmp_path / "0.json", tmp_path / "1.json"]
     for hash_seed, path in enumerate(out):
         command = [*KVTIER, "simulate", trace, "--gpu-cache-tokens", "2048", "--json", str(path)]

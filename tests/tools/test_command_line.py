@@ -56,8 +56,7 @@ def test_every_help_shows_the_usage_and_examples_and_h_is_short_for_it(run, name
     assert run(*name.split(), "-h") == (0, out)
 
 
-@pytest.mark.usefixtures("outside")
-def test_the_help_lists_the_commands_and_imports_none_of_them():
+def test_the_help_lists_the_commands_and_imports_none_of_them(outside):
     script = (
         "import sys; from kvtier.tools.cli import main\n"
         "try: main(['--help'])\n"
@@ -69,8 +68,7 @@ def test_the_help_lists_the_commands_and_imports_none_of_them():
     assert all(summary in answer.stdout for summary in (*summaries, *GROUPS.values()))
 
 
-@pytest.mark.usefixtures("outside")
-def test_the_version_is_one_line_and_python_runs_the_package_as_the_command():
+def test_the_version_is_one_line_and_python_runs_the_package_as_the_command(outside):
     command = [sys.executable, "-m", "kvtier", "--version"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -158,12 +156,11 @@ def test_a_terminal_shows_a_bar_and_a_pipe_none(store, root, monkeypatch, capsys
     assert TITLES[command] in shown if terminal else shown == ""
 
 
-@pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize(
     ("words", "completed"),
     [("kvtier ver", {"verify"}), ("kvtier config ", {"check"}), ("kvtier prune tier --le", {"--leftovers"})],
 )
-def test_a_shell_completes_commands_and_options(words, completed):
+def test_a_shell_completes_commands_and_options(outside, words, completed):
     asked = {"_KVTIER_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
     surroundings = {**os.environ, **asked, "PYTHONPATH": os.pathsep.join(sys.path)}
     ran = subprocess.run(KVTIER, env=surroundings, capture_output=True, text=True, check=True)

@@ -143,8 +143,7 @@ def test_a_wrong_field_of_a_line_is_refused_by_its_path(run, given, told):
     assert told in err
 
 
-@pytest.mark.usefixtures("outside")
-def test_a_class_of_a_module_beside_the_file_is_found_from_anywhere(tmp_path):
+def test_a_class_of_a_module_beside_the_file_is_found_from_anywhere(outside, tmp_path):
     (tmp_path / "own_tier_beside.py").write_text("from kvtier_backends.dummy import DummyBackend as Own\n")
     path = tmp_path / "kvtier.toml"
     path.write_text(

@@ -12,7 +12,6 @@ import threading
 from contextlib import contextmanager, suppress
 
 import jsonschema
-import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from kvtier import EngineConfig, TieringOffloadingManager, make_offload_key
@@ -156,8 +155,7 @@ def test_an_address_where_nobody_answers_ends_with_3(capsys):
     assert top(capsys, port, "--once") == (3, "", f"kvtier: {port}: Connection refused\n")
 
 
-@pytest.mark.usefixtures("outside")
-def test_a_terminal_shows_an_engine_that_changes_and_goes_away_until_ctrl_c():
+def test_a_terminal_shows_an_engine_that_changes_and_goes_away_until_ctrl_c(outside):
     """The breaker half opens while it is watched. The last figures stay, with the reason."""
     registry = CollectorRegistry()
     breaker = Gauge("kvtier_tier_breaker", "State.", ("tier", "state"), registry=registry)

@@ -1,7 +1,4 @@
-"""Hints in `kv_transfer_params` reach kvtier through both doors; no request fails for its hint, whatever is in it.
-
-Those in a request's body are in `test_readme`, which has a server.
-"""
+"""Hints in `kv_transfer_params` reach kvtier through both doors; no request fails for its hint, whatever is in it."""
 
 import math
 

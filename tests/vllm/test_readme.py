@@ -96,10 +96,7 @@ def healthy(address):
 
 
 def asked(address, model, prompt=PROMPT, params=None):
-    """Return the answer to a prompt, and how many of its tokens were cached.
-
-    `params` are the `kv_transfer_params`: JSON as it stands in the body.
-    """
+    """Return the answer to a prompt with these `kv_transfer_params`, and how many of its tokens were cached."""
     body = json.dumps({"model": str(model), "prompt": prompt, "max_tokens": 8, "temperature": 0})
     if params is not None:
         body = f'{body[:-1]}, "kv_transfer_params": {params}}}'

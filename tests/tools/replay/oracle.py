@@ -79,10 +79,7 @@ def _overs(known, saying):
 
 
 def _returns(known, saying):
-    """Say of a share when they return: a lie has the time of any other, and one that never returns gets a lie, too.
-
-    So what is said of those is wrong, and lies are rarer than their share: all of them together have that.
-    """
+    """Say of a share when they return. A lie has any other's time; one that never returns gets a lie, too."""
     dice = random.Random(f"{saying.seed} returns")
     times = [after_s for after_s in known.returns_s if after_s is not None]
     others = len(known.returns_s) - len(times)

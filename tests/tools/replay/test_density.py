@@ -29,9 +29,8 @@ def hit_ratio(traces, name, size):
     return extent.hit_ratio(sum(policy_hits(Trace(traces / name, checked=True), Density(capacity), capacity)))
 
 
-@pytest.mark.usefixtures("thorough")
 @pytest.mark.parametrize(("size", "least"), [("0.01", 0.091), ("0.05", 0.218), ("0.10", 0.290)])
-def test_a_small_cache_of_real_chats_has_more_hits_than_with_any_other_policy(traces, size, least):
+def test_a_small_cache_of_real_chats_has_more_hits_than_with_any_other_policy(thorough, traces, size, least):
     """Of the other policies, the best have 0.075 (S3-FIFO), 0.210 and 0.284 (ARC), as the policy study says."""
     assert hit_ratio(traces, CONVERSATION, size) >= least
 
@@ -42,10 +41,9 @@ def test_a_very_small_cache_of_agents_has_more_hits_than_with_any_other_policy(t
     assert hit_ratio(traces, AGENTIC, "0.01") >= 0.545
 
 
-@pytest.mark.usefixtures("thorough")
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", [CONVERSATION, MINI_SWE])
-def test_at_no_size_are_there_many_fewer_hits_than_with_lru(traces, name, size):
+def test_at_no_size_are_there_many_fewer_hits_than_with_lru(thorough, traces, name, size):
     assert_near_lru(traces, name, size)
 
 

@@ -17,10 +17,7 @@ CHUNK_BYTES = 4_096
 
 
 def engine_hits(requests, policy, capacity):
-    """Look up, offer the first `capacity` keys, finish: each request's hits by the step protocol, at the trace's times.
-
-    A request says its hint when it begins or when it ends, by turns.
-    """
+    """Yield each request's hits by the step protocol; hints are said at a request's begin or end, by turns."""
     config = {
         "cpu_bytes_to_use": capacity * CHUNK_BYTES,
         "chunk_bytes": CHUNK_BYTES,
@@ -76,9 +73,8 @@ def test_with_hints_of_all_kinds_under_every_policy(policy, share):
         assert hits != list(simulation(policy)(trace, capacity))
 
 
-@pytest.mark.usefixtures("thorough")
 @pytest.mark.parametrize("policy", known_policies())
-def test_with_hints_on_real_chats_under_every_policy(traces, policy):
+def test_with_hints_on_real_chats_under_every_policy(thorough, traces, policy):
     trace = Trace(traces / "mooncake_conversation.jsonl.gz", limit=3_000)
     capacity = measure(trace).capacity(0.05)
     requests = told(trace)

@@ -54,8 +54,7 @@ def test_the_conversations_configuration_is_what_it_says():
     assert "root" not in config.secondary_tiers[0].options
 
 
-@pytest.mark.usefixtures("thorough")
-def test_the_example_tells_policies_apart():
+def test_the_example_tells_policies_apart(thorough):
     found = re.findall(r"(\w+)  hit ratio (0\.\d+)", run("compare_policies.py"))
     ratios = {name: float(ratio) for name, ratio in found}
     assert ratios["AnyOfThem"] < ratios["FIFO"] < ratios["LRU"] < ratios["everything"]

@@ -111,15 +111,13 @@ def test_a_class_that_begins_to_lie_is_unlearned(classed, lie):
     assert mean(gains[6:]) > -0.01  # and is not any more.
 
 
-@pytest.mark.usefixtures("thorough")
 @pytest.mark.parametrize(("share", "least"), [(0.5, 0.25), (0.9, 0.32)])
-def test_hints_that_sessions_are_over_are_worth_more_than_a_policy(told_chats, share, least):
+def test_hints_that_sessions_are_over_are_worth_more_than_a_policy(thorough, told_chats, share, least):
     assert mean(told_chats(Saying(over=share, seed=seed)) for seed in SEEDS) >= least
 
 
-@pytest.mark.usefixtures("thorough")
 @pytest.mark.parametrize("saying", [Saying(over=0.5), Saying(over=0.9), Saying(returns=1)])
-def test_hints_of_which_half_are_lies_do_no_harm(told_chats, saying):
+def test_hints_of_which_half_are_lies_do_no_harm(thorough, told_chats, saying):
     assert told_chats(saying._replace(lies=0.5, error=0.5, seed=1)) >= told_chats(Saying()) - 0.005
 
 

@@ -13,9 +13,8 @@ CHUNK_BYTES = 512 * 8  # Of a model with eight bytes a token.
 APART_MS = 60_000  # Each request is served before the next one arrives.
 
 
-@pytest.mark.usefixtures("thorough")
 @pytest.mark.parametrize("overlap", [True, False])
-def test_sizes_policies_and_simulate_report_the_same_hit_ratio(traces, tmp_path, overlap):
+def test_sizes_policies_and_simulate_report_the_same_hit_ratio(thorough, traces, tmp_path, overlap):
     """The study knows no time: if requests overlap, an engine's ratio differs a little."""
     path = traces / CONVERSATION
     memory_bytes = traces.extent(CONVERSATION).capacity(SHARE) * CHUNK_BYTES

@@ -120,11 +120,10 @@ def test_the_tables_have_the_figures_and_warn_of_a_limit_that_kept_chunks_from_a
         assert part in shown
 
 
-@pytest.mark.usefixtures("thorough")
 @pytest.mark.parametrize(
     ("samples", "suffix", "begin"), [(0, "svg", b"<?xml"), (1, "png", b"\x89PNG"), (400, "pdf", b"%PDF")]
 )
-def test_any_replay_is_drawn_in_the_format_of_the_name(tmp_path, samples, suffix, begin):
+def test_any_replay_is_drawn_in_the_format_of_the_name(thorough, tmp_path, samples, suffix, begin):
     """The trace's name has letters that the font lacks, and dollar signs."""
     tally, path = tally_of(samples), tmp_path / f"course.{suffix}"
     write_replay_picture(str(path), report_of(tally, trace="跟踪 $trace$.jsonl"), tally)

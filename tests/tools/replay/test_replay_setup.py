@@ -73,8 +73,7 @@ def test_a_trace_that_would_fill_the_disk_of_a_temporary_directory_is_refused(tm
         check_room(engine({"type": "fs"}), Extent(1, 1 << 40, 1 << 40, 0, {1: 1}), str(tmp_path))
 
 
-@pytest.mark.usefixtures("outside")
-def test_a_directory_for_chunks_is_made_for_its_user_alone_where_its_parent_is(tmp_path, capsys):
+def test_a_directory_for_chunks_is_made_for_its_user_alone_where_its_parent_is(outside, tmp_path, capsys):
     for _ in range(2):
         assert run("replay", "generated", "--limit", "1", "--fs", tmp_path / "chunks") == 0
         assert (tmp_path / "chunks").stat().st_mode & 0o777 == 0o700

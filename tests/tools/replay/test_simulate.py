@@ -138,10 +138,7 @@ def test_hits_on_the_gpu_never_reach_kvtier_and_cost_nothing():
 
 @pytest.mark.parametrize("blocks", [34, 667])
 def test_an_engine_that_adds_nothing_is_as_fast_as_none_behind_the_same_cache_on_the_gpu(blocks):
-    """Requests a tenth of a second apart queue, and enter the cache in the same order on both sides.
-
-    The primary has one row, whose block the GPU has, too.
-    """
+    """Requests queue and enter the cache in one order on both sides; the GPU has the one row's block, too."""
     trace = enumerate(GeneratedTrace(limit=200))
     requests = [TraceRequest(number * 100, each.input_length, 1, each.hash_ids) for number, each in trace]
     replay, without = both_sides(engine(rows=1), requests, Servers(slots=3, cache_tokens=blocks * BLOCK_TOKENS))
@@ -258,9 +255,8 @@ def test_an_interrupted_replay_has_the_times_of_the_requests_that_were_served():
 WEIGHED_REQUESTS = 900  # Of the conversation: four minutes of it, and with them the slow one.
 
 
-@pytest.mark.usefixtures("thorough")
 @pytest.mark.parametrize(("gb_per_s", "slow"), [(0.2, False), (1.0, False), (7.0, False), (7.0, True)])
-def test_no_disk_makes_a_conversation_wait_longer_than_none(traces, gb_per_s, slow):
+def test_no_disk_makes_a_conversation_wait_longer_than_none(thorough, traces, gb_per_s, slow):
     trace = str(traces / CONVERSATION)
     case = Case(trace, WEIGHED_REQUESTS, 64 << 30, gb_per_s, slow, weighed=True)
     found = replayed(case)

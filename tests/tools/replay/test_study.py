@@ -96,10 +96,9 @@ def assert_reference_ratios(traces, name, policy, sizes):
         assert ratio == pytest.approx(reference["hit_ratio"][policy][size], abs=TOLERANCE), (policy, size)
 
 
-@pytest.mark.usefixtures("thorough")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", [CONVERSATION, MINI_SWE])
-def test_the_real_traces_have_the_hit_ratios_that_others_found(traces, name, policy):
+def test_the_real_traces_have_the_hit_ratios_that_others_found(thorough, traces, name, policy):
     assert_reference_ratios(traces, name, policy, SIZES)
 
 

@@ -39,9 +39,8 @@ def prompts(*prompts):
     return [TraceRequest(number * 1_000, 512 * len(ids), 1, ids) for number, ids in enumerate(prompts)]
 
 
-@pytest.mark.usefixtures("thorough")
 @pytest.mark.parametrize("name", [CONVERSATION, MINI_SWE, AGENTIC])
-def test_a_real_trace_gives_no_warning(traces, caplog, name):
+def test_a_real_trace_gives_no_warning(thorough, traces, caplog, name):
     assert measure(Trace(traces / name)).requests > 0
     assert caplog.records == []
 

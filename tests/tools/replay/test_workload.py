@@ -55,8 +55,7 @@ def test_a_later_turn_begins_with_the_prompt_before_it():
     assert later_turns > 200
 
 
-@pytest.mark.usefixtures("thorough")
-def test_chats_resemble_the_trace_that_they_are_modelled_on(traces):
+def test_chats_resemble_the_trace_that_they_are_modelled_on(thorough, traces):
     real = list(Trace(traces / "mooncake_conversation.jsonl.gz"))
     made = list(generate(Workload(requests=len(real), agent_share=0.0)))
     for length in ("input_length", "output_length"):
