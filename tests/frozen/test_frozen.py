@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvtier import TieringOffloadingManager, make_offload_key
+from tests.benchmarks.compare import stored
+from tests.benchmarks.hot import CALIBRATION, CASES
 from tests.frozen import golden
 from tests.frozen.freeze import FROZEN, GENERATED, REAL, names, promises
 from tests.tools.replay.real import Traces
@@ -20,6 +22,13 @@ def test_public_names_are_those_that_were_frozen() -> None:
 
 def test_the_conformance_suite_keeps_every_frozen_promise() -> None:
     assert promises() == frozen["promises"]
+
+
+def test_every_hot_function_runs_twice_and_has_a_stored_cost() -> None:
+    for case in CASES.values():
+        work = case.make()
+        assert work() == work()
+    assert set(stored("3.11")) == set(CASES) - {CALIBRATION}
 
 
 @pytest.mark.parametrize("name", GENERATED)
