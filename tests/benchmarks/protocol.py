@@ -42,7 +42,7 @@ class Echo(Bridge):
     def replace(self):
         return False
 
-    def close(self, deadline_s: float) -> int:  # Nothing is under way.
+    def close(self, deadline_s):  # Nothing is under way.
         return 0
 
 

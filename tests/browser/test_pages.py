@@ -1,12 +1,11 @@
 """The pages in a real browser, opened as files: `tests/browser/run` builds them and finds the browser."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import sync_playwright
 
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "site"
@@ -31,7 +30,7 @@ DRAWN = 'document.querySelectorAll("pre.mermaid").length === 0'
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def browser():
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
         yield browser
@@ -39,12 +38,12 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
+def page(browser):
     with browser.new_page(viewport={"width": LAPTOP, "height": HEIGHT}) as page:
         yield page
 
 
-def told(page: Page) -> list[str]:
+def told(page):
     """Return a list to which the page adds its errors, and whatever it asks of a network."""
     errors: list[str] = []
     page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
@@ -55,7 +54,7 @@ def told(page: Page) -> list[str]:
 
 
 @pytest.mark.parametrize("name", PAGES, ids=str)
-def test_a_page_fits_its_window_with_its_code_and_diagrams_and_asks_no_network(page: Page, name: Path) -> None:
+def test_a_page_fits_its_window_with_its_code_and_diagrams_and_asks_no_network(page, name):
     errors = told(page)
     page.goto((SITE / name).as_uri(), wait_until="load")
     page.wait_for_function(DRAWN)
@@ -65,7 +64,7 @@ def test_a_page_fits_its_window_with_its_code_and_diagrams_and_asks_no_network(p
 
 
 @pytest.mark.parametrize("width", [LAPTOP, TELEPHONE])
-def test_search_finds_an_option(page: Page, width: int) -> None:
+def test_search_finds_an_option(page, width):
     errors = told(page)
     page.set_viewport_size({"width": width, "height": HEIGHT})
     page.goto((SITE / "index.html").as_uri(), wait_until="load")
@@ -76,7 +75,7 @@ def test_search_finds_an_option(page: Page, width: int) -> None:
     assert errors == []
 
 
-def test_a_page_leads_to_the_next_one_and_back(page: Page) -> None:
+def test_a_page_leads_to_the_next_one_and_back(page):
     page.goto((SITE / "index.html").as_uri(), wait_until="load")
     page.locator(".md-footer__link--next").click()
     page.wait_for_url("**/tutorial/first-steps.html")

@@ -27,34 +27,34 @@ REPLAYED = ("requests", "chunk_references", "hits", "wrong_chunks", "tiers")
 Figures = dict[str, Any]
 
 
-def names() -> Figures:
+def names():
     """Return the public names of the two packages that users import from."""
     return {"kvtier": sorted(kvtier.__all__), "kvtier.backend": sorted(public(kvtier.backend))}
 
 
-def public(module: ModuleType) -> set[str]:
+def public(module):
     """Return the public names of a package that re-exports them, without its modules."""
     return {name for name, value in vars(module).items() if name[0] != "_" and not isinstance(value, ModuleType)}
 
 
-def promises() -> list[str]:
+def promises():
     """Return every promise of the conformance suite, by its class and name."""
     suites = [value for name, value in vars(conformance).items() if name.endswith("Conformance")]
     return sorted({f"{suite.__name__}.{name}" for suite in suites for name in dir(suite) if name.startswith("test_")})
 
 
-def policies(trace: str, *options: str) -> Figures:
+def policies(trace, *options):
     """Return hit ratios of policies over a trace."""
     return told("policies", trace, *options)
 
 
-def replayed(trace: str, *options: str) -> Figures:
+def replayed(trace, *options):
     """Return the counts of a simulation with seed 0."""
     report = told("simulate", trace, "--seed", "0", *options)
     return {name: report[name] for name in REPLAYED}
 
 
-def told(*command: str) -> Figures:
+def told(*command):
     """Return the JSON that a command of this checkout prints."""
     line = [sys.executable, "-m", "kvtier", *command, "--quiet", "--json", "-"]
     return json.loads(subprocess.run(line, cwd=ROOT, check=True, capture_output=True).stdout)
@@ -75,7 +75,7 @@ REAL: dict[str, tuple[str, Callable[[str], Figures]]] = {
 """Figures on real traces, with the file that each needs."""
 
 
-def main(folder: Path) -> None:
+def main(folder):
     """Write the file again."""
     frozen = {
         "names": names(),

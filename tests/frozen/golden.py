@@ -29,7 +29,7 @@ CHUNK_BYTES = 4_000  # Rows are padded to 4,096.
 CHUNKS = {make_offload_key(bytes([number]) * 32): bytes([number, 255 - number]) * 2_000 for number in range(6)}
 
 
-def config_of(layout: str, root: Path) -> EngineConfig:
+def config_of(layout, root):
     """Describe an engine over one tier in this directory."""
     tier = {"type": "fs", "root": str(root), "capacity_bytes": "1MiB", **LAYOUTS[layout]}
     namespace = {"model_name": "org/model"}
@@ -37,14 +37,14 @@ def config_of(layout: str, root: Path) -> EngineConfig:
     return EngineConfig.from_dict({**sizes, "namespace": namespace, "secondary_tiers": [tier], "runner": "inline"})
 
 
-async def write(layout: str, root: Path) -> None:
+async def write(layout, root):
     """Store every chunk in the tier, and delete none."""
     async with TieringOffloadingManager.open(config_of(layout, root)) as engine:
         await engine.put(list(CHUNKS), list(CHUNKS.values()))
         assert await engine.drain(10)
 
 
-def main() -> None:
+def main():
     """Write every archive again."""
     shutil.rmtree(GOLDEN, ignore_errors=True)
     GOLDEN.mkdir()

@@ -2,7 +2,6 @@
 
 import json
 import tarfile
-from pathlib import Path
 
 import pytest
 
@@ -11,20 +10,19 @@ from tests.benchmarks.compare import stored
 from tests.benchmarks.hot import CALIBRATION, CASES
 from tests.frozen import golden
 from tests.frozen.freeze import FROZEN, GENERATED, REAL, names, promises
-from tests.tools.replay.real import Traces
 
 frozen = json.loads(FROZEN.read_text())
 
 
-def test_public_names_are_those_that_were_frozen() -> None:
+def test_public_names_are_those_that_were_frozen():
     assert names() == frozen["names"]
 
 
-def test_the_conformance_suite_keeps_every_frozen_promise() -> None:
+def test_the_conformance_suite_keeps_every_frozen_promise():
     assert promises() == frozen["promises"]
 
 
-def test_every_hot_function_runs_twice_and_has_a_stored_cost() -> None:
+def test_every_hot_function_runs_twice_and_has_a_stored_cost():
     for case in CASES.values():
         work = case.make()
         assert work() == work()
@@ -32,21 +30,19 @@ def test_every_hot_function_runs_twice_and_has_a_stored_cost() -> None:
 
 
 @pytest.mark.parametrize("name", GENERATED)
-def test_the_generated_workload_gives_the_frozen_figures(name: str, outside: None) -> None:
+def test_the_generated_workload_gives_the_frozen_figures(name, outside):
     assert GENERATED[name]() == frozen["generated"][name]
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_a_real_trace_gives_the_frozen_figures(name: str, traces: Traces, outside: None) -> None:
+def test_a_real_trace_gives_the_frozen_figures(name, traces, outside):
     file, figures = REAL[name]
     assert figures(str(traces / file)) == frozen["real"][name]
 
 
 @pytest.mark.parametrize("checkpoint", [True, False], ids=["as it was left", "without its checkpoint"])
 @pytest.mark.parametrize("layout", golden.LAYOUTS)
-async def test_a_golden_directory_loads_chunk_by_chunk_and_is_written_on(
-    layout: str, checkpoint: bool, tmp_path: Path
-) -> None:
+async def test_a_golden_directory_loads_chunk_by_chunk_and_is_written_on(layout, checkpoint, tmp_path):
     with tarfile.open(golden.GOLDEN / f"{layout}.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
     root = tmp_path / "root"

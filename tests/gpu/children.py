@@ -1,9 +1,7 @@
 """Child processes of tests: for memory that several register, and for errors that end a CUDA context."""
 
-from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from multiprocessing import get_context
-from typing import Any
 
 ANSWER_S = 120.0  # torch takes seconds to be imported, and a context as long to be made.
 SPAWN = get_context("spawn")  # A fork would inherit a CUDA context that it may not use.
@@ -12,28 +10,28 @@ SPAWN = get_context("spawn")  # A fork would inherit a CUDA context that it may 
 class Child:
     """A process that runs `work(connection, …)`, seen from its parent."""
 
-    def __init__(self, work: Callable[..., None], *arguments: object) -> None:
+    def __init__(self, work, *arguments):
         self._connection, theirs = SPAWN.Pipe()
         self.process = SPAWN.Process(target=work, args=(theirs, *arguments), daemon=True)
         self.process.start()
         theirs.close()
 
-    def tell(self, word: object) -> None:
+    def tell(self, word):
         self._connection.send(word)
 
-    def answer(self) -> Any:
+    def answer(self):
         """Return what the child sends next. Raises `EOFError` if it has ended."""
         assert self._connection.poll(ANSWER_S), "the child hangs"
         return self._connection.recv()
 
-    def end(self) -> None:
+    def end(self):
         self.process.kill()
         self.process.join()
         self._connection.close()
 
 
 @contextmanager
-def child(work: Callable[..., None], *arguments: object) -> Generator[Child]:
+def child(work, *arguments):
     """Give a running child, which is killed at the end."""
     made = Child(work, *arguments)
     try:

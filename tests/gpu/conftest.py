@@ -12,12 +12,12 @@ from tests.gpu.modelled import Modelled, model
 
 
 @pytest.fixture(scope="session")
-def device() -> TorchDevice:
+def device():
     return TorchDevice(os.environ.get("KVTIER_DEVICE", "cpu"))
 
 
 @pytest.fixture(params=["as transfers choose", "one by one", "modelled"])
-def each_device(request: pytest.FixtureRequest, device: TorchDevice, monkeypatch: pytest.MonkeyPatch) -> TorchDevice:
+def each_device(request, device, monkeypatch):
     """The device by both ways to copy, and a modelled one."""
     if request.param == "modelled":
         model(monkeypatch)
@@ -32,6 +32,6 @@ def each_device(request: pytest.FixtureRequest, device: TorchDevice, monkeypatch
 
 
 @pytest.fixture
-def modelled(monkeypatch: pytest.MonkeyPatch) -> Modelled:
+def modelled(monkeypatch):
     model(monkeypatch)
     return Modelled()

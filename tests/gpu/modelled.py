@@ -9,13 +9,12 @@ import ctypes
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from functools import partial
 
-import pytest
 import torch
 
-from kvtier.kvcache.transfer.cuda import Descriptors, copiers_with
+from kvtier.kvcache.transfer.cuda import copiers_with
 from kvtier.tools.selftest_checks import TorchDevice
 
 SPIN_S = 0.2  # Longer than a thread waits for its turn, unless the machine is very busy: then a check tries again.
@@ -26,24 +25,24 @@ class Stream:
 
     of_handle: dict[int, "Stream"] = {}  # noqa: RUF012  # As a driver knows them.
 
-    def __init__(self, device: object = None, priority: int = 0) -> None:
+    def __init__(self, device=None, priority=0):
         self.cuda_stream = id(self)
         self.of_handle[self.cuda_stream] = self
         self._told = queue.SimpleQueue[Callable[[], object]]()
         threading.Thread(target=self._serve, daemon=True).start()
 
-    def tell(self, work: Callable[[], object]) -> None:
+    def tell(self, work):
         self._told.put(work)
 
-    def wait_event(self, event: "Event") -> None:
+    def wait_event(self, event):
         self.tell(event.synchronize)
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         event = Event()
         event.record(self)
         event.synchronize()
 
-    def _serve(self) -> None:
+    def _serve(self):
         while True:
             self._told.get()()
 
@@ -51,16 +50,16 @@ class Stream:
 class Event:
     """A place in what a stream was told."""
 
-    def __init__(self, blocking: bool = False) -> None:
+    def __init__(self, blocking=False):
         self._reached = threading.Event()
 
-    def record(self, stream: Stream | None = None) -> None:
+    def record(self, stream=None):
         (stream or current()).tell(self._reached.set)
 
-    def query(self) -> bool:
+    def query(self):
         return self._reached.is_set()
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         self._reached.wait()
 
 
@@ -68,13 +67,13 @@ ENGINES = Stream()
 HERE = threading.local()
 
 
-def current(device: object = None) -> Stream:
+def current(device=None):
     found: Stream = getattr(HERE, "stream", ENGINES)
     return found
 
 
 @contextlib.contextmanager
-def on(stream: Stream) -> Generator[None]:
+def on(stream):
     before, HERE.stream = current(), stream
     try:
         yield
@@ -82,12 +81,12 @@ def on(stream: Stream) -> Generator[None]:
         HERE.stream = before
 
 
-def batches(copies: Descriptors, handle: int, stable: bool) -> None:
+def batches(copies, handle, stable):
     """Copy on the stream, when its turn comes; what is stable may be read at once, and is."""
     each = list(zip(*(column.tolist() for column in copies), strict=True))
     read = [ctypes.string_at(source, size) for source, _, size in each] if stable else []
 
-    def move() -> None:
+    def move():
         for number, (source, target, size) in enumerate(each):
             ctypes.memmove(target, read[number] if stable else source, size)
 
@@ -97,25 +96,25 @@ def batches(copies: Descriptors, handle: int, stable: bool) -> None:
 class Modelled(TorchDevice):
     """The device, with batched copies that are right unless a test gives others."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__("cpu")
         self.has_streams = True
         self.copiers = partial(copiers_with, device=self.place, copy=batches)
         self.spin_s = SPIN_S
 
-    def launch_late(self, work: Callable[[], object]) -> Callable[[], bool]:
+    def launch_late(self, work):
         current().tell(lambda: time.sleep(self.spin_s))  # The kernel that spins: it is what takes the time.
         current().tell(work)
         done = Event()
         done.record()
         return lambda: not done.query()
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         for stream in list(Stream.of_handle.values()):
             stream.synchronize()
 
 
-def model(patch: pytest.MonkeyPatch) -> None:
+def model(patch):
     """Put the model in the place of `torch.cuda`."""
     patch.setattr(torch.cuda, "Stream", Stream)
     patch.setattr(torch.cuda, "Event", Event)

@@ -1,6 +1,6 @@
 """The self-test's checks hold on the device and on a modelled one, and find copies that are wrong."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -8,24 +8,22 @@ import pytest
 
 from kvtier.kvcache.transfer import CopiersOf, Direction
 from kvtier.kvcache.transfer.cuda import CudaCopier, Descriptors, batched, copiers_with
-from kvtier.kvcache.transfer.jobs import Copier, CopyJob, Finish
-from kvtier.kvcache.transfer.pages import Sides
 from kvtier.tools.selftest_checks import NotHere, TorchDevice, Wrong, checks, come_back, families, transfers_wait
 from tests.gpu.modelled import Modelled, batches
 
 
 @pytest.mark.parametrize(("promise", "check"), checks(), ids=[promise for promise, _ in checks()])
-def test_a_promise_is_kept(promise: str, check: Callable[[TorchDevice], str], each_device: TorchDevice) -> None:
+def test_a_promise_is_kept(promise, check, each_device):
     try:
         assert check(each_device)
     except NotHere as reason:
         pytest.skip(str(reason))
 
 
-def altered(change: Callable[[Descriptors], Descriptors]) -> CopiersOf:
+def altered(change):
     """Return copiers whose batches are changed before they reach the device."""
 
-    def copy(copies: Descriptors, stream: int, stable: bool) -> None:
+    def copy(copies, stream, stable):
         batches(change(copies) if len(copies.sizes) else copies, stream, stable)
 
     return lambda sides: copiers_with(sides, Modelled().place, copy)
@@ -34,9 +32,9 @@ def altered(change: Callable[[Descriptors], Descriptors]) -> CopiersOf:
 class Impatient(CudaCopier):
     """Begins before the device has finished the work that was launched before the submission."""
 
-    def mark(self) -> object:
+    def mark(self):
         class Reached:
-            def synchronize(self) -> None: ...
+            def synchronize(self): ...
 
         return Reached()
 
@@ -44,18 +42,18 @@ class Impatient(CudaCopier):
 class Hasty(CudaCopier):
     """Reports the end of a copy when it begins."""
 
-    def begin(self, job: CopyJob) -> Finish:
+    def begin(self, job):
         super().begin(job)
         return lambda: None
 
 
-def copiers_of(kind: type[CudaCopier], *, at_once: bool = True) -> CopiersOf:
+def copiers_of(kind, *, at_once=True):
     """Return copiers of this kind; without `at_once`, sources are read when the stream comes to it."""
 
-    def copy(copies: Descriptors, stream: int, stable: bool) -> None:
+    def copy(copies, stream, stable):
         batches(copies, stream, stable and at_once)
 
-    def made(sides: Sides) -> Sequence[Copier]:
+    def made(sides):
         return [kind(direction, Modelled().place, batched(sides, copy)) for direction in Direction]
 
     return made
@@ -74,20 +72,18 @@ FAULTS: dict[str, tuple[CopiersOf, Callable[[TorchDevice], str]]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_wrong_copy_breaks_a_promise(fault: str, modelled: Modelled) -> None:
+def test_a_wrong_copy_breaks_a_promise(fault, modelled):
     modelled.copiers, check = FAULTS[fault]
     with pytest.raises(Wrong, match="bytes are wrong, the first at") as _wrong:  # Its frames keep the memory.
         check(modelled)
     modelled.synchronize()  # Before the memory goes.
 
 
-def test_a_check_of_order_proves_nothing_if_the_kernel_had_finished(
-    modelled: Modelled, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_check_of_order_proves_nothing_if_the_kernel_had_finished(modelled, monkeypatch):
     modelled.spin_s = 0.0
     launch_late = modelled.launch_late
 
-    def launched(work: Callable[[], object]) -> Callable[[], bool]:
+    def launched(work):
         pending = launch_late(work)
         modelled.synchronize()
         return pending

@@ -5,17 +5,15 @@ A transfer that is reported as made, or hangs, is a fault. So is the end of a pr
 
 import ctypes
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from multiprocessing.connection import Connection
 from typing import Any, cast
 
 import pytest
 import torch
 
 from kvtier.kvcache.transfer import Direction, GroupBlocks, TransferWorker
-from kvtier.kvcache.transfer.cuda import BatchedCopy, Descriptors, batched_copy, copiers_with
+from kvtier.kvcache.transfer.cuda import BatchedCopy, batched_copy, copiers_with
 from kvtier.memory import Region
 from kvtier.tools.selftest_checks import (
     NotHere,
@@ -41,7 +39,7 @@ pytestmark = [
 ]
 
 
-def in_a_child(parent: Connection, work: Callable[[TorchDevice], str]) -> None:
+def in_a_child(parent, work):
     """Do the work, send its result, and end at once: a context that has ended cannot be taken down in order."""
     try:
         parent.send(work(TorchDevice("cuda")))
@@ -52,7 +50,7 @@ def in_a_child(parent: Connection, work: Callable[[TorchDevice], str]) -> None:
     os._exit(0)
 
 
-def failure(spoil: Callable[[TorchDevice], object], device: TorchDevice) -> str:
+def failure(spoil, device):
     """Spoil the context or the copies, and store; return how that failed."""
     caches = plain_caches(1, PAGES, PAGE_BYTES, device.place)
     with Region.private(PAGES, PAGE_BYTES) as region, host.CpuMemory(region, pin_with=device.pin_with) as memory:
@@ -68,12 +66,12 @@ def failure(spoil: Callable[[TorchDevice], object], device: TorchDevice) -> str:
         return f"failed: {result.error}"
 
 
-def fail_in_a_kernel(device: TorchDevice) -> None:
+def fail_in_a_kernel(device):
     private: Any = torch
     private._assert_async(torch.zeros(1, device=device.place))  # As compiled models call it.
 
 
-def reset(device: TorchDevice) -> None:
+def reset(device):
     """End this process's context; the contexts of other processes go on."""
     major = str(torch.version.cuda).split(".", maxsplit=1)[0]
     try:
@@ -83,18 +81,18 @@ def reset(device: TorchDevice) -> None:
     runtime.cudaDeviceReset()
 
 
-def copy_astray(device: TorchDevice) -> str:
+def copy_astray(device):
     batches = batched_copy(device.place)
     assert batches is not None
 
-    def astray(copies: Descriptors, stream: int, stable: bool) -> None:
+    def astray(copies, stream, stable):
         batches(copies._replace(targets=copies.targets + FAR), stream, stable)
 
     device.copiers = partial(copiers_with, device=device.place, copy=cast("BatchedCopy", astray))
     return failure(lambda device: None, device)
 
 
-def without_memory(device: TorchDevice) -> str:
+def without_memory(device):
     """Take all memory that torch may have of the device, store, give it back, and store again."""
     cuda: Any = torch.cuda
     total: int = cuda.get_device_properties(device.place).total_memory
@@ -127,9 +125,7 @@ def without_memory(device: TorchDevice) -> str:
     [copy_astray, partial(failure, fail_in_a_kernel), partial(failure, reset), without_memory],
     ids=["a bad address", "a kernel that fails", "a reset", "no memory"],
 )
-def test_a_transfer_after_an_error_is_never_reported_as_made_and_does_not_hang(
-    work: Callable[[TorchDevice], str], device: TorchDevice, request: pytest.FixtureRequest
-) -> None:
+def test_a_transfer_after_an_error_is_never_reported_as_made_and_does_not_hang(work, device, request):
     may_be_ended = request.node.callspec.id in ("a bad address", "a reset")  # The driver may touch what is gone.
     may_be_made = work is without_memory
     if work is copy_astray and device.way != "batched":

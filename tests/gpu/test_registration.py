@@ -2,10 +2,8 @@
 
 import os
 from contextlib import ExitStack
-from multiprocessing.connection import Connection
 
 import pytest
-import torch
 
 from kvtier.kvcache.transfer import Direction, GroupBlocks, TransferWorker
 from kvtier.memory import Region
@@ -23,11 +21,11 @@ HUGE_SHARE = 0.4  # Of the memory that is free now: the rest is the machine's.
 OUT_OF_MEMORY = 2  # As cudaHostRegister answers.
 
 
-def slots_of(memory: host.CpuMemory, rank: int) -> torch.Tensor:
+def slots_of(memory, rank):
     return memory.rows[:, rank * PAGE_BYTES : (rank + 1) * PAGE_BYTES]
 
 
-def there_and_back(device: TorchDevice, slots: torch.Tensor, right: torch.Tensor, groups: list[GroupBlocks]) -> None:
+def there_and_back(device, slots, right, groups):
     """Store known blocks, compare their rows, load them again and compare the blocks."""
     caches = plain_caches(1, len(right), right.shape[1], device.place)
     (cache,) = caches.tensors
@@ -41,7 +39,7 @@ def there_and_back(device: TorchDevice, slots: torch.Tensor, right: torch.Tensor
         require_same("blocks", cache, right)
 
 
-def share(parent: Connection, memory_file: str, rank: int, device_name: str) -> None:
+def share(parent, memory_file, rank, device_name):
     """Use one slot of every row, in a process of its own, before and after another process is killed."""
     device = TorchDevice(device_name)
     with (
@@ -56,9 +54,7 @@ def share(parent: Connection, memory_file: str, rank: int, device_name: str) -> 
 
 
 @pytest.mark.usefixtures("outside")
-def test_several_processes_register_one_region_and_one_that_is_killed_costs_the_others_nothing(
-    device: TorchDevice,
-) -> None:
+def test_several_processes_register_one_region_and_one_that_is_killed_costs_the_others_nothing(device):
     with Region.memfd(PAGES, ROW_BYTES) as region, ExitStack() as stack:
         memory_file = f"/proc/{os.getpid()}/fd/{region.fd}"
         made = [stack.enter_context(child(share, memory_file, rank, device.name)) for rank in range(PROCESSES)]
@@ -74,13 +70,13 @@ def test_several_processes_register_one_region_and_one_that_is_killed_costs_the_
         assert [each.answer() for each in made[:-1]] == [device.has_streams] * (PROCESSES - 1)
 
 
-def free_bytes() -> int:
+def free_bytes():
     with open("/proc/meminfo") as lines:
         fields = dict(line.split(":") for line in lines)
     return int(fields["MemAvailable"].split()[0]) * 1_024
 
 
-def test_a_huge_region_is_registered_in_slices_and_rows_at_their_edges_come_back(device: TorchDevice) -> None:
+def test_a_huge_region_is_registered_in_slices_and_rows_at_their_edges_come_back(device):
     size_bytes = int(min(HUGE_BYTES[device.name], HUGE_SHARE * free_bytes()))
     rows, slice_bytes = size_bytes // HUGE_ROW_BYTES, min(4 << 30, size_bytes // 4)
     slice_rows = slice_bytes // HUGE_ROW_BYTES

@@ -1,8 +1,6 @@
 """`kvtier selftest` as people run it: its report, its end, and the calls that it refuses."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -11,14 +9,14 @@ import torch
 from kvtier.tools import selftest_checks as checks
 from kvtier.tools.commands import run
 from kvtier.tools.selftest import SelftestReport
-from kvtier.tools.selftest_checks import NotHere, TorchDevice, Wrong
+from kvtier.tools.selftest_checks import NotHere, Wrong
 
 
 @pytest.fixture
-def tested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, SelftestReport]]:
+def tested(tmp_path, monkeypatch):
     """Make these checks in a dry run, and rates of few bytes; return the exit status and the report."""
 
-    def tested(*given: Callable[[TorchDevice], str]) -> tuple[int, SelftestReport]:
+    def tested(*given):
         monkeypatch.setattr(checks, "checks", lambda: [(check.__name__, check) for check in given])
         monkeypatch.setitem(checks.RATE_BYTES, "cpu", 1 << 20)
         status = run(["selftest", "--device", "cpu", "--json", str(tmp_path / "report.json")])
@@ -27,8 +25,8 @@ def tested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
     return tested
 
 
-def check(name: str, error: Exception | None = None) -> Callable[[TorchDevice], str]:
-    def made(device: TorchDevice) -> str:
+def check(name, error=None):
+    def made(device):
         if error is not None:
             raise error
         return "all bytes"
@@ -41,9 +39,7 @@ RIGHT, NOT_HERE = check("right"), check("not_here", NotHere("no streams"))
 WRONG, BROKEN = check("wrong", Wrong("a byte [is] wrong")), check("broken", RuntimeError("an illegal address"))
 
 
-def test_a_dry_run_says_that_it_is_one_and_has_a_rate_each_way_beside_a_plain_copy(
-    tested: Callable[..., tuple[int, SelftestReport]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_says_that_it_is_one_and_has_a_rate_each_way_beside_a_plain_copy(tested, capsys):
     status, report = tested(RIGHT, NOT_HERE)
     assert (status, report.dry_run) == (0, True)
     assert [check.outcome for check in report.checks] == ["kept", "skipped", "kept"]
@@ -56,9 +52,7 @@ def test_a_dry_run_says_that_it_is_one_and_has_a_rate_each_way_beside_a_plain_co
     assert "A dry run on the CPU" in capsys.readouterr().out
 
 
-def test_a_wrong_byte_is_reported_the_others_are_checked_all_the_same_and_the_status_is_1(
-    tested: Callable[..., tuple[int, SelftestReport]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_byte_is_reported_the_others_are_checked_all_the_same_and_the_status_is_1(tested, capsys):
     status, report = tested(WRONG, BROKEN, NOT_HERE, RIGHT)
     assert status == 1
     assert [(check.promise, check.outcome, check.detail) for check in report.checks[:4]] == [
@@ -70,9 +64,7 @@ def test_a_wrong_byte_is_reported_the_others_are_checked_all_the_same_and_the_st
     assert "a byte [is] wrong" in capsys.readouterr().out
 
 
-def test_json_for_standard_output_goes_there_alone(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_for_standard_output_goes_there_alone(monkeypatch, capsys):
     monkeypatch.setattr(checks, "checks", list)
     assert run(["selftest", "--device", "cpu", "--json", "-"]) == 0
     shown = capsys.readouterr()
@@ -80,7 +72,7 @@ def test_json_for_standard_output_goes_there_alone(
     assert shown.err == ""
 
 
-def test_an_absent_or_unknown_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_absent_or_unknown_device_is_refused(capsys):
     assert run(["selftest", "--device", "tpu"]) == 2
     assert "'tpu' is not one of 'cuda', 'cpu'" in capsys.readouterr().err
     if not torch.cuda.is_available():

@@ -1,7 +1,6 @@
 """Transfers on the device, by each way to copy: many at once, and rows after their release."""
 
 import random
-from collections.abc import Generator
 from contextlib import contextmanager
 
 import pytest
@@ -12,7 +11,6 @@ from kvtier.tools.selftest_checks import (
     CANARY,
     ROWS,
     TRIES,
-    TorchDevice,
     Wrong,
     caches_of,
     families,
@@ -25,7 +23,6 @@ from kvtier.tools.selftest_checks import (
     submit,
     worker_and_rows,
 )
-from tests.gpu.modelled import Modelled
 from tests.gpu.test_checks import Hasty, copiers_of
 
 MANY = 200  # Transfers in flight at once.
@@ -36,14 +33,14 @@ Place = tuple[torch.Tensor, torch.Tensor, TransferWorker]
 
 
 @contextmanager
-def cache_and_slots(device: TorchDevice) -> Generator[Place]:
+def cache_and_slots(device):
     """Give one layer's cache, as many slots as it has pages, and a worker between them."""
     layer = plain_caches(1, PAGES, PAGE_BYTES, device.place)
     with worker_and_rows(device, layer, PAGES) as (worker, rows):
         yield layer.tensors[0], rows[:, :PAGE_BYTES], worker
 
 
-def test_of_many_transfers_at_once_the_later_one_wins(each_device: TorchDevice) -> None:
+def test_of_many_transfers_at_once_the_later_one_wins(each_device):
     family = families()[0]
     here, twin = caches_of(family, each_device.place), caches_of(family, torch.device("cpu"))
     here.fill(1)
@@ -64,7 +61,7 @@ def test_of_many_transfers_at_once_the_later_one_wins(each_device: TorchDevice) 
             require_same("caches", memory, expected)
 
 
-def rows_are_let_go(direction: Direction, device: TorchDevice) -> None:
+def rows_are_let_go(direction, device):
     """Write canaries over rows when their transfer's result is reported, the last row first: it is late at the first.
 
     Of a store, all canaries must live; of a load, the blocks must have the bytes from before.
@@ -90,12 +87,12 @@ def rows_are_let_go(direction: Direction, device: TorchDevice) -> None:
 
 
 @pytest.mark.parametrize("direction", Direction)
-def test_rows_are_the_callers_when_their_transfer_is_reported(direction: Direction, each_device: TorchDevice) -> None:
+def test_rows_are_the_callers_when_their_transfer_is_reported(direction, each_device):
     rows_are_let_go(direction, each_device)
 
 
 @pytest.mark.parametrize("direction", Direction)
-def test_a_result_that_comes_early_is_found(direction: Direction, modelled: Modelled) -> None:
+def test_a_result_that_comes_early_is_found(direction, modelled):
     modelled.copiers = copiers_of(Hasty, at_once=False)
     with pytest.raises(Wrong) as _wrong:  # Its frames keep the memory.
         rows_are_let_go(direction, modelled)

@@ -23,7 +23,7 @@ class HostRegistry:
         self.limit_bytes = limit_bytes
         self.ranges: dict[int, int] = {}
 
-    def cudaHostRegister(self, address: int, size_bytes: int, flags: int, /) -> int:  # noqa: N802
+    def cudaHostRegister(self, address, size_bytes, flags, /):  # noqa: N802
         assert not any(start < address + size_bytes and address < start + size for start, size in self.ranges.items())
         assert flags == 1  # Portable.
         if sum(self.ranges.values()) + size_bytes > self.limit_bytes:
@@ -31,7 +31,7 @@ class HostRegistry:
         self.ranges[address] = size_bytes
         return SUCCESS
 
-    def cudaHostUnregister(self, address: int, /) -> int:  # noqa: N802
+    def cudaHostUnregister(self, address, /):  # noqa: N802
         return NOT_REGISTERED if self.ranges.pop(address, None) is None else SUCCESS
 
 

@@ -60,21 +60,13 @@ class FakeRuntime:
         self.answer, self.copies, self.able = answer, copies, able
         self.calls: list[tuple[int, int, int]] = []
 
-    def cudaDeviceGetAttribute(self, attribute: int, device: int) -> tuple[int, int | None]:  # noqa: N802
+    def cudaDeviceGetAttribute(self, attribute, device):  # noqa: N802
         assert (attribute, device) == (91, 0)
         return self.able
 
     def cudaMemcpyBatchAsync(  # noqa: N802
-        self,
-        targets: list,
-        sources: list,
-        sizes: list,
-        count: int,
-        attributes: list,
-        starts: list,
-        kinds: int,
-        stream: int,
-    ) -> tuple[int]:
+        self, targets, sources, sizes, count, attributes, starts, kinds, stream
+    ):
         assert (starts, kinds, len(attributes)) == ([0], 1, 1)
         self.calls.append((count, attributes[0].srcAccessOrder, stream))
         for target, source, size in zip(targets, sources, sizes, strict=True):

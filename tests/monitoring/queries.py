@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,17 +40,17 @@ class Query(NamedTuple):
     legend: str = ""
 
     @property
-    def asked(self) -> str:
+    def asked(self):
         """The query as Grafana asks it, with a value for each variable."""
         return re.sub(r"\$(\w+)", lambda found: VARIABLES[found[1]], self.expr)
 
-    def selectors(self) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
+    def selectors(self):
         """Yield every metric with its matchers: a label, an operator and a value."""
         for name, matchers in re.findall(r"\b(kvtier_\w+)(?:\{([^}]*)\})?", self.expr):
             yield name, re.findall(r'(\w+)\s*(=~|!~|!=|=)\s*"([^"]*)"', matchers)
 
     @property
-    def labels(self) -> set[str]:
+    def labels(self):
         """The labels by which the query groups, and those that its legend shows."""
         grouped = re.findall(r"\b(?:by|on|without|ignoring)\s*\(([^)]*)\)", self.expr)
         return {label.strip() for group in grouped for label in group.split(",")} | set(
@@ -59,7 +58,7 @@ class Query(NamedTuple):
         )
 
 
-def of_the_board() -> list[Query]:
+def of_the_board():
     return [
         Query(f"{panel['title']} {target['refId']}", target["expr"], target["legendFormat"])
         for panel in PANELS
@@ -67,11 +66,11 @@ def of_the_board() -> list[Query]:
     ]
 
 
-def of_the_alerts() -> list[Query]:
+def of_the_alerts():
     return [Query(rule["alert"], rule["expr"], " ".join(rule["annotations"].values())) for rule in RULES]
 
 
-def of_the_page() -> list[Query]:
+def of_the_page():
     blocks = re.findall(r"^``` ?\{? ?\.?promql[^\n]*\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     return [Query(f"{PAGE.name} {index}", block) for index, block in enumerate(blocks)]
 
@@ -79,7 +78,7 @@ def of_the_page() -> list[Query]:
 EVERY = [*of_the_board(), *of_the_alerts(), *of_the_page()]
 
 
-def samples_of(page: str) -> Samples:
+def samples_of(page):
     """Return what a page of metrics has."""
     found: Samples = {}
     for family in text_string_to_metric_families(page):
@@ -88,12 +87,12 @@ def samples_of(page: str) -> Samples:
     return found
 
 
-def unknown(queries: Iterable[Query], samples: Samples) -> list[str]:
+def unknown(queries, samples):
     """Say what the queries name that a page of metrics does not have."""
     return [complaint for query in queries for complaint in _unknown(query, samples)]
 
 
-def _unknown(query: Query, samples: Samples) -> Iterator[str]:
+def _unknown(query, samples):
     known = set(OF_PROMETHEUS)
     for name, matchers in query.selectors():
         if name not in samples:

@@ -3,9 +3,7 @@
 import json
 import re
 import subprocess
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import yaml
@@ -29,19 +27,19 @@ class Story(NamedTuple):
     series: dict[str, str]
 
 
-def tier(name: str, *labels: str) -> str:
+def tier(name, *labels):
     return f"kvtier_tier_{name}{{{','.join((TARGET, DISK, *labels))}}}"
 
 
-def breaker(states: dict[str, str]) -> dict[str, str]:
+def breaker(states):
     return {tier("breaker", f'state="{state.value}"'): states.get(state.value, "0x120") for state in BreakerState}
 
 
-def primary(name: str, *labels: str) -> str:
+def primary(name, *labels):
     return f"kvtier_primary_{name}{{{','.join((TARGET, *labels))}}}"
 
 
-def rows(quarantined: int) -> dict[str, str]:
+def rows(quarantined):
     counts = {"ready": 90 - quarantined, "filling": 0, "free": 10, "quarantined": quarantined}
     return {primary("rows", f'state="{state}"'): f"{count}x{MINUTES}" for state, count in counts.items()}
 
@@ -87,7 +85,7 @@ QUIET = [
 ]  # fmt: skip
 
 
-def at_once(stories: Sequence[Story]) -> dict[str, Any]:
+def at_once(stories):
     """Have all stories happen at once, each to an instance of its own; say who is to be told of what."""
     return {
         "interval": "1m",
@@ -110,26 +108,26 @@ def at_once(stories: Sequence[Story]) -> dict[str, Any]:
     }
 
 
-def run(*command: object) -> None:
+def run(*command):
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_there_is_a_story_of_every_alert_that_goes_off_and_one_of_every_that_does_not() -> None:
+def test_there_is_a_story_of_every_alert_that_goes_off_and_one_of_every_that_does_not():
     alerts = [rule["alert"] for rule in RULES]
     assert list(dict.fromkeys(story.alert for story in FIRES)) == alerts
     assert list(dict.fromkeys(story.alert for story in QUIET)) == alerts
 
 
 @pytest.mark.parametrize("rule", RULES, ids=[rule["alert"] for rule in RULES])
-def test_an_alert_leads_to_what_to_do(rule: dict[str, Any]) -> None:
+def test_an_alert_leads_to_what_to_do(rule):
     assert rule["labels"]["severity"] in {"critical", "warning", "info"}
     page, _, anchor = rule["annotations"]["runbook_url"].removeprefix(HOME).partition("#")
     assert (page, anchor) == (str(PAGE.relative_to(EXAMPLES.parents[1])), rule["alert"].lower())
     assert rule["alert"] in re.findall(r"^#+ `?(\w+)`?$", PAGE.read_text(), re.MULTILINE)
 
 
-def test_the_compose_file_is_one_and_mounts_what_there_is() -> None:
+def test_the_compose_file_is_one_and_mounts_what_there_is():
     path = EXAMPLES / "compose.yaml"
     checked = CliRunner().invoke(check_jsonschema, ["--builtin-schema", "vendor.compose-spec", str(path)])
     assert checked.exit_code == 0, checked.output
@@ -138,13 +136,13 @@ def test_the_compose_file_is_one_and_mounts_what_there_is() -> None:
     assert all((EXAMPLES / name).is_file() for name in mounted if name.startswith("./"))
 
 
-def test_prometheus_accepts_the_alerts_and_the_configuration(programs: tuple[str, str]) -> None:
+def test_prometheus_accepts_the_alerts_and_the_configuration(programs):
     _, promtool = programs
     run(promtool, "check", "rules", EXAMPLES / "alerts.yaml")
     run(promtool, "check", "config", EXAMPLES / "prometheus.yaml")
 
 
-def test_each_alert_goes_off_for_its_reason_and_no_other_does(programs: tuple[str, str], tmp_path: Path) -> None:
+def test_each_alert_goes_off_for_its_reason_and_no_other_does(programs, tmp_path):
     _, promtool = programs
     tests = [at_once([*FIRES, *QUIET])]
     told = {"rule_files": [str(EXAMPLES / "alerts.yaml")], "evaluation_interval": "1m", "tests": tests}

@@ -4,18 +4,15 @@ import asyncio
 import json
 import math
 import re
-from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
-from pathlib import Path
 from urllib.error import URLError
 from urllib.parse import urlencode
 from urllib.request import urlopen
 
-from kvtier.config import EngineConfig
 from kvtier.engine.manager import TieringOffloadingManager
 from tests.engine.kit import FAULTY, PATIENCE_S, chunk, describe, key, store
-from tests.monitoring.queries import EXAMPLES, Query, of_the_alerts, of_the_board, of_the_page
+from tests.monitoring.queries import EXAMPLES, of_the_alerts, of_the_board, of_the_page
 from tests.remote.servers import ServerProcess, free_port, until
 from tests.serving import served
 
@@ -25,7 +22,7 @@ OFFERED, NEVER_PUT = 1 << 30, 1 << 40  # Numbers of chunks, apart from those of 
 
 
 @contextmanager
-def scraping(program: str, port: int, folder: Path) -> Iterator[str]:
+def scraping(program, port, folder):
     """Run a Prometheus that scrapes this port ten times a second; give its address."""
     config = {
         "global": {"scrape_interval": "100ms", "scrape_timeout": "100ms", "evaluation_interval": "1s"},
@@ -48,7 +45,7 @@ def scraping(program: str, port: int, folder: Path) -> Iterator[str]:
         process.kill()
 
 
-def is_ready(port: int, process: ServerProcess) -> bool:
+def is_ready(port, process):
     process.check()
     try:
         with urlopen(f"http://127.0.0.1:{port}/-/ready", timeout=PATIENCE_S):
@@ -57,7 +54,7 @@ def is_ready(port: int, process: ServerProcess) -> bool:
         return False
 
 
-def engine_of(folder: Path) -> EngineConfig:
+def engine_of(folder):
     """Describe an engine whose first tier evicts, and whose second one fails, is asked and is behind."""
     disk = {"type": "fs", "name": "disk", "root": str(folder), "layout": "files", "capacity_bytes": "1MiB"}
     peer = {
@@ -70,7 +67,7 @@ def engine_of(folder: Path) -> EngineConfig:
     return describe(ROWS, disk, peer, prefill_tokens_per_s=20.0)
 
 
-async def work(engine: TieringOffloadingManager) -> None:
+async def work(engine):
     """Put prompts, and get them again when the primary has forgotten them, until cancelled."""
     for number in count():
         numbers = range(number * CHUNKS, (number + 1) * CHUNKS)
@@ -84,7 +81,7 @@ async def work(engine: TieringOffloadingManager) -> None:
         await asyncio.sleep(0.01)  # As an LLM engine, it has other things to do.
 
 
-def answered(address: str, query: Query) -> list[float]:
+def answered(address, query):
     """Ask Prometheus; return the values that are numbers. A wrong query fails."""
     with urlopen(f"{address}/api/v1/query?{urlencode({'query': query.asked})}", timeout=PATIENCE_S) as reply:
         answer = json.load(reply)
@@ -93,12 +90,12 @@ def answered(address: str, query: Query) -> list[float]:
     return [value for value in values if not math.isnan(value)]
 
 
-def without_threshold(alert: Query) -> Query:
+def without_threshold(alert):
     """Return what an alert compares: where all is well its query has no series."""
     return alert._replace(expr=re.sub(r"\s*(==|>) [\d.]+\s*$", "", alert.expr))
 
 
-async def test_every_query_of_board_alerts_and_page_has_an_answer(programs: tuple[str, str], tmp_path: Path) -> None:
+async def test_every_query_of_board_alerts_and_page_has_an_answer(programs, tmp_path):
     prometheus, _ = programs
     config = engine_of(tmp_path / "disk")
     open_queries = [*of_the_board(), *map(without_threshold, of_the_alerts()), *of_the_page()]
@@ -117,5 +114,5 @@ async def test_every_query_of_board_alerts_and_page_has_an_answer(programs: tupl
                 await asyncio.gather(worker, return_exceptions=True)
 
 
-async def has_answer(address: str, query: Query) -> bool:
+async def has_answer(address, query):
     return bool(await asyncio.to_thread(answered, address, query))

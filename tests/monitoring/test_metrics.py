@@ -1,7 +1,5 @@
 """What the board, the alerts and their page name is there, in an engine with two tiers."""
 
-from pathlib import Path
-
 from prometheus_client import generate_latest
 
 from kvtier.engine.manager import TieringOffloadingManager
@@ -9,7 +7,7 @@ from tests.engine.kit import FAULTY, describe, found, put
 from tests.monitoring.queries import EVERY, samples_of, unknown
 
 
-async def page_of(folder: Path) -> str:
+async def page_of(folder):
     """Return the metrics of an engine to whose tiers something of everything happened."""
     disk = {"type": "fs", "name": "disk", "root": str(folder), "layout": "files", "capacity_bytes": "1MiB"}
     peer = {
@@ -30,7 +28,7 @@ async def page_of(folder: Path) -> str:
         return generate_latest(engine.metrics).decode()
 
 
-async def test_every_metric_and_label_that_is_named_is_there(tmp_path: Path) -> None:
+async def test_every_metric_and_label_that_is_named_is_there(tmp_path):
     samples = samples_of(await page_of(tmp_path))
     assert len(EVERY) > 40
     assert unknown(EVERY, samples) == []

@@ -3,10 +3,7 @@
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,14 +11,14 @@ from tests.nfs.machines import NFS_PORT, PATIENCE_S, SERVER, FileServer, Guest, 
 
 
 @pytest.fixture(scope="session")
-def network(outside: None) -> Network:
+def network(outside):
     if "KVTIER_NFS_PROGRAMS" not in os.environ:
         pytest.skip("its guests and their network are made by `tests/nfs/run`")
     return Network()
 
 
 @pytest.fixture(scope="session")
-def file_server(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FileServer]:
+def file_server(network, tmp_path_factory):
     server = FileServer(tmp_path_factory.mktemp("server"))
     server.start()
     yield server
@@ -29,7 +26,7 @@ def file_server(network: Network, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 @pytest.fixture(scope="session")
-def guests(network: Network, file_server: FileServer, tmp_path_factory) -> Iterator[list[Guest]]:
+def guests(network, file_server, tmp_path_factory):
     folder = tmp_path_factory.mktemp("guests")
     guests = [Guest(number, network, folder) for number in (1, 2)]
     try:
@@ -42,30 +39,30 @@ def guests(network: Network, file_server: FileServer, tmp_path_factory) -> Itera
 
 
 @pytest.fixture
-def server(file_server: FileServer) -> Iterator[FileServer]:
+def server(file_server):
     """Lend the server to a test that stops it, or kills it: it goes on afterwards."""
     yield file_server
     file_server.go_on()
 
 
 @pytest.fixture
-def folder() -> str:
+def folder():
     """Name a folder of the export that is not there yet."""
     return f"kv-{uuid.uuid4().hex[:8]}"
 
 
 @pytest.fixture
-def on_server(file_server: FileServer, folder: str) -> Path:
+def on_server(file_server, folder):
     """Where that is for the server."""
     return file_server.export / folder
 
 
 @pytest.fixture
-def mount(guests: list[Guest]) -> Iterator[Callable[..., str]]:
+def mount(guests):
     """Have guests mount the export, until the test ends; return the mount's name."""
     mounted: list[tuple[Guest, str]] = []
 
-    def mount(guest: Guest, options: str = "soft,timeo=50,retrans=2", actimeo: int = 3) -> str:
+    def mount(guest, options="soft,timeo=50,retrans=2", actimeo=3):
         name = f"mnt-{uuid.uuid4().hex[:8]}"
         guest.call("mount", name, f"{SERVER}:/kv", f"port={NFS_PORT},vers=4.2,proto=tcp,actimeo={actimeo},{options}")
         mounted.append((guest, name))
@@ -77,10 +74,10 @@ def mount(guests: list[Guest]) -> Iterator[Callable[..., str]]:
 
 
 @pytest.fixture
-def open_tier(mount, folder) -> Callable[..., str]:
+def open_tier(mount, folder):
     """Have a guest mount the export and open a tier in the folder; return the tier's name."""
 
-    def open_tier(guest: Guest, row_bytes: int, *, how: dict[str, Any] | None = None, **options: Any) -> str:
+    def open_tier(guest, row_bytes, *, how=None, **options):
         name = f"tier-{uuid.uuid4().hex[:8]}"
         guest.call("open", name, mount(guest, **(how or {})), folder, row_bytes, **options)
         return name
@@ -89,10 +86,10 @@ def open_tier(mount, folder) -> Callable[..., str]:
 
 
 @pytest.fixture(scope="session")
-def until() -> Callable[[Callable[[], object]], None]:
+def until():
     """Wait until a condition holds."""
 
-    def until(condition: Callable[[], object]) -> None:
+    def until(condition):
         ends_at = time.monotonic() + PATIENCE_S
         while not condition():
             assert time.monotonic() < ends_at, condition

@@ -17,7 +17,6 @@ import time
 import traceback
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.errors import BackendUnavailable
@@ -35,81 +34,81 @@ PAGE_LOCK = 4_096  # The byte of the shared page's file that is locked for a cha
 PAUSE_S = 0.2  # After a call that found nobody to answer.
 
 
-def mounted_at(name: str) -> str:
+def mounted_at(name):
     return f"{FOLDER}/{name}"
 
 
-def kind(outcome: object) -> str:
+def kind(outcome):
     return "whole" if outcome is None else type(outcome).__name__
 
 
 class Host:
     """What a guest can be told to do."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._tiers: dict[str, FsBackend] = {}
         self._lenders: dict[str, Lender] = {}
         self._engines: dict[str, TieringOffloadingManager] = {}
         self._held: list[int] = []
 
-    async def mount(self, name: str, source: str, options: str) -> None:
+    async def mount(self, name, source, options):
         Path(mounted_at(name)).mkdir(exist_ok=True)
         command = ["mount.nfs4", source, mounted_at(name), "-o", options]
         done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
 
-    async def unmount(self, name: str) -> None:
+    async def unmount(self, name):
         await asyncio.to_thread(subprocess.run, ["umount", "-f", "-l", mounted_at(name)], check=False)
 
-    async def cut_off(self, address: str, *, cut: bool) -> None:
+    async def cut_off(self, address, *, cut):
         """Have what is sent to an address go nowhere, or go there again."""
         away = ["replace", address, "lladdr", NOBODY, "nud", "permanent"] if cut else ["del", address]
         await asyncio.to_thread(subprocess.run, ["ip", "neigh", *away, "dev", "vec0"], check=True)
 
-    async def open(self, name: str, mount: str, folder: str, row_bytes: int, **options: Any) -> None:
+    async def open(self, name, mount, folder, row_bytes, **options):
         root = f"{mounted_at(mount)}/{folder}"
         self._tiers[name] = await FsBackend.open(FsOptions(root=root, **options), tier_context(row_bytes))
         self._lenders[name] = Lender(row_bytes)
 
-    async def close(self, name: str, deadline_s: float = 20.0) -> int:
+    async def close(self, name, deadline_s=20.0):
         """Close a tier; return how many transfers it has left."""
         self._lenders.pop(name)
         return (await self._tiers.pop(name).aclose(deadline_s)).transfers
 
-    async def store(self, name: str, first: int, count: int) -> dict[str, int]:
+    async def store(self, name, first, count):
         """Store chunks by their numbers; count the outcomes."""
         writes = self._lender(name).writes(keys_of(count, first))
         return Counter(map(kind, await self._tiers[name].store(writes)))
 
-    async def load(self, name: str, first: int, count: int) -> dict[str, int]:
+    async def load(self, name, first, count):
         """Load chunks by their numbers; count the outcomes: `whole`, `wrong`, or what the error is."""
         lender, keys = self._lender(name), keys_of(count, first)
         return await self._load(self._tiers[name], lender, keys)
 
-    async def probe(self, name: str, first: int, count: int) -> int:
+    async def probe(self, name, first, count):
         """Say how many of the chunks are there."""
         return sum(await self._tiers[name].probe(keys_of(count, first)))
 
-    async def counters(self, name: str) -> dict[str, int]:
+    async def counters(self, name):
         return self._tiers[name].counts()
 
-    async def page(self, name: str) -> tuple[int, int] | None:
+    async def page(self, name):
         """Say what the shared page has as used and as promised; None: nobody knows."""
         page = self._tiers[name]._lives.now.tier.root.shared_page
         assert page is not None
         return await asyncio.to_thread(page.taken)
 
-    async def write_uses(self, name: str) -> None:
+    async def write_uses(self, name):
         """Have the times of chunks that were used be written down, as is done every ten seconds."""
         await self._tiers[name]._layout._eviction.stamps.write()  # type: ignore[attr-defined]
 
-    async def hold_page(self, mount: str, path: str) -> None:
+    async def hold_page(self, mount, path):
         """Take the lock of a shared page, and keep it."""
         self._held.append(os.open(f"{mounted_at(mount)}/{path}", os.O_RDWR))
         wanted = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, PAGE_LOCK, 1, 0)
         await asyncio.to_thread(fcntl.fcntl, self._held[-1], fcntl.F_OFD_SETLKW, wanted)
 
-    async def work(self, name: str, seconds: float, keys: int, seed: str) -> dict[str, int]:
+    async def work(self, name, seconds, keys, seed):
         """Store, load and delete chunks of so many keys for so long; count what came, and time the slowest calls."""
         done = Counter[str]()
         async with asyncio.TaskGroup() as group:
@@ -117,7 +116,7 @@ class Host:
                 group.create_task(self._work(name, seconds, keys, random.Random(f"{seed}/{worker}"), done))
         return done
 
-    async def _work(self, name: str, seconds: float, keys: int, dice: random.Random, done: Counter[str]) -> None:
+    async def _work(self, name, seconds, keys, dice, done):
         tier, ends_at, stored = self._tiers[name], time.monotonic() + seconds, list[int]()
         while (begun := time.monotonic()) < ends_at:
             first, action = dice.randrange(keys), dice.random()
@@ -143,7 +142,7 @@ class Host:
             done.update({f"{what}_{each}": times for each, times in counted.items()})
             done[f"{what}_ms"] = max(done[f"{what}_ms"], int((time.monotonic() - begun) * 1_000))
 
-    async def _load(self, tier: FsBackend, lender: Lender, keys: list[Any]) -> Counter[str]:
+    async def _load(self, tier, lender, keys):
         for key in keys:
             lender.chunk(key)
         reads = lender.reads(keys)
@@ -153,27 +152,27 @@ class Host:
             for key, one in zip(keys, told, strict=True)
         )
 
-    async def open_engine(self, name: str, mount: str, folder: str, rows: int, *, runner: str, **fields: Any) -> None:
+    async def open_engine(self, name, mount, folder, rows, *, runner, **fields):
         """Open an engine with one tier: `tier` has what is said of it, the other fields are the engine's."""
         tier = {"type": "fs", "root": f"{mounted_at(mount)}/{folder}", **fields.pop("tier")}
         self._engines[name] = await TieringOffloadingManager.open(describe(rows, tier, runner=runner, **fields))
 
-    async def put(self, name: str, first: int, count: int) -> int:
+    async def put(self, name, first, count):
         return await put(self._engines[name], range(first, first + count))
 
-    async def found(self, name: str, first: int, count: int) -> int:
+    async def found(self, name, first, count):
         """Fetch, hold every byte against what was put, and return how many leading chunks came."""
         return await found(self._engines[name], range(first, first + count))
 
-    async def is_at_rest(self, name: str) -> bool:
+    async def is_at_rest(self, name):
         """Wait for what is under way, and say whether nothing was left, nor any row lent."""
         return await at_rest(self._engines[name])
 
-    async def reset(self, name: str) -> bool:
+    async def reset(self, name):
         """Empty the primary."""
         return await self._engines[name].reset()
 
-    async def state(self, name: str) -> dict[str, Any]:
+    async def state(self, name):
         """Say how many rows are quarantined, how the breaker is, and how often the runner was replaced."""
         engine = self._engines[name]
         engine.steps.end_step()
@@ -184,18 +183,18 @@ class Host:
             "runners_lost": engine.steps.stats().runners_lost,
         }
 
-    async def close_engine(self, name: str, deadline_s: float = 20.0) -> int:
+    async def close_engine(self, name, deadline_s=20.0):
         """Close an engine; return how many transfers it has left."""
         return await self._engines.pop(name).aclose(deadline_s)
 
-    def _lender(self, name: str) -> Lender:
+    def _lender(self, name):
         """Have rows of earlier calls go, as far as nobody has them."""
         gc.collect()
         self._lenders[name].take_back()
         return self._lenders[name]
 
 
-async def answer(host: Host, line: bytes, writer: asyncio.StreamWriter) -> None:
+async def answer(host, line, writer):
     number, method, arguments, more = json.loads(line)
     try:
         told = number, await getattr(host, method)(*arguments, **more), None
@@ -204,7 +203,7 @@ async def answer(host: Host, line: bytes, writer: asyncio.StreamWriter) -> None:
     writer.write(json.dumps(told).encode() + b"\n")
 
 
-async def main(address: str, port: str) -> None:
+async def main(address, port):
     reader, writer = await asyncio.open_connection(address, int(port))
     host, tasks = Host(), set[asyncio.Task[None]]()
     while line := await reader.readline():

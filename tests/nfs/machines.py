@@ -42,20 +42,20 @@ LOG {{ Default_Log_Level = EVENT; }}
 """
 
 
-def run(*command: str) -> None:
+def run(*command):
     subprocess.run(command, check=True, capture_output=True)
 
 
 class Network:
     """A bridge with the server's address and ours; it goes with the namespace."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         run("ip", "link", "add", BRIDGE, "type", "bridge")
         for address in (SERVER, TALK):
             run("ip", "addr", "add", f"{address}/29", "dev", BRIDGE)
         run("ip", "link", "set", BRIDGE, "up")
 
-    def tap(self, name: str) -> None:
+    def tap(self, name):
         """Add a plug for one guest."""
         run("ip", "tuntap", "add", "dev", name, "mode", "tap")
         run("ip", "link", "set", name, "master", BRIDGE, "up")
@@ -64,13 +64,13 @@ class Network:
 class FileServer:
     """An NFS server over a folder; its clients' locks are reclaimed after a restart, unless it is `graceless`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.export = folder / "export"
         self.export.mkdir()
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self, *, graceless: bool = False) -> None:
+    def start(self, *, graceless=False):
         """Start, and return when clients are answered."""
         program = shutil.which("ganesha.nfsd")
         assert program, "ganesha.nfsd is not on the path"
@@ -99,20 +99,20 @@ class FileServer:
                 threading.Event().wait(0.05)
         raise TimeoutError("the file server does not answer")
 
-    def signal(self, number: int) -> None:
+    def signal(self, number):
         assert self._process is not None
         self._process.send_signal(number)
         if number == signal.SIGSTOP:
             wait_until_stopped(self._process.pid)
 
-    def go_on(self) -> None:
+    def go_on(self):
         """Have it run, whatever has become of it."""
         if self._process is None:
             self.start()
         else:
             self.signal(signal.SIGCONT)
 
-    def kill(self) -> None:
+    def kill(self):
         """Kill it, stopped or not. Idempotent."""
         if self._process is not None:
             self._process.kill()
@@ -127,7 +127,7 @@ class GuestError(Exception):
 class Guest:
     """A machine that runs `host.py`. Calls are answered in any order; a call that hangs holds up no other."""
 
-    def __init__(self, number: int, network: Network, folder: Path) -> None:
+    def __init__(self, number, network, folder):
         """Give it a plug, and the address `number` places after the server's."""
         self.name = f"host{number}"
         self._tap = f"kvt{number}"
@@ -138,7 +138,7 @@ class Guest:
         self._listening.settimeout(PATIENCE_S)
         self._process: subprocess.Popen[bytes] | None = None
 
-    def boot(self) -> None:
+    def boot(self):
         """Start it, and wait until it takes calls."""
         self._calls: dict[int, Future[Any]] = {}
         self._numbers = count()
@@ -178,31 +178,31 @@ class Guest:
         self._connection = connection
         threading.Thread(target=self._hear, args=(connection, self._calls), daemon=True).start()
 
-    def log(self) -> str:
+    def log(self):
         return self._log.read_text(errors="replace")
 
-    def begin(self, method: str, *arguments: Any, **more: Any) -> Future[Any]:
+    def begin(self, method, *arguments, **more):
         """Start a call of a method of `Host`."""
         number, answer = next(self._numbers), Future[Any]()
         self._calls[number] = answer
         self._connection.sendall(json.dumps([number, method, arguments, more]).encode() + b"\n")
         return answer
 
-    def call(self, method: str, *arguments: Any, **more: Any) -> Any:
+    def call(self, method, *arguments, **more):
         """Call a method of `Host`, and wait for the answer."""
         try:
             return self.begin(method, *arguments, **more).result(PATIENCE_S)
         except TimeoutError:
             raise AssertionError(f"{self.name} does not answer {method}: {self.log()}") from None
 
-    def kill(self) -> None:
+    def kill(self):
         """Kill it as a power cut does: nobody hears of it. Idempotent."""
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             self._process = None
 
-    def _hear(self, connection: socket.socket, calls: dict[int, Future[Any]]) -> None:
+    def _hear(self, connection, calls):
         try:
             with connection, connection.makefile("rb") as answers:
                 for line in answers:

@@ -5,15 +5,13 @@ import time
 
 import pytest
 
-from tests.nfs.machines import Guest
-
 ROW_BYTES = 65_536
 CAPACITY_BYTES = 8 << 20
 AGO_S = 7_200  # Long enough for a use to be written down again.
 OPTIONS = {"naming": "flat", "shared": True, "capacity_bytes": CAPACITY_BYTES}
 
 
-def make_old(root, chunks: int) -> None:
+def make_old(root, chunks):
     """Have chunks have been used last some hours ago."""
     then = time.time() - AGO_S
     found = 0
@@ -26,7 +24,7 @@ def make_old(root, chunks: int) -> None:
 
 
 @pytest.mark.parametrize("actimeo", [0, 3, 60])
-def test_what_another_host_has_used_is_spared(guests: list[Guest], open_tier, on_server, actimeo) -> None:
+def test_what_another_host_has_used_is_spared(guests, open_tier, on_server, actimeo):
     one, other = guests
     how = {"actimeo": actimeo}
     first = open_tier(one, ROW_BYTES, how=how, **OPTIONS)
@@ -53,8 +51,8 @@ def test_what_another_host_has_used_is_spared(guests: list[Guest], open_tier, on
     ids=["actimeo=0", "actimeo=60,lookupcache=positive", "actimeo=60"],
 )
 def test_a_chunk_that_was_absent_is_found_if_the_client_does_not_remember_absences(
-    guests: list[Guest], open_tier, actimeo, options, found
-) -> None:
+    guests, open_tier, actimeo, options, found
+):
     how = {"actimeo": actimeo, "options": options}
     one, other = guests
     names = [open_tier(guest, ROW_BYTES, how=how, **OPTIONS) for guest in guests]

@@ -2,11 +2,10 @@
 
 import signal
 import threading
-from typing import Any
 
 import pytest
 
-from tests.nfs.machines import LEASE_S, SERVER, FileServer, Guest
+from tests.nfs.machines import LEASE_S, SERVER
 
 ROWS = 16
 ROW_BYTES = 65_536
@@ -22,7 +21,7 @@ LIMITS = {"deadline_s": "3s", "breaker_failures": 2, "breaker_cooldown_s": "200m
 def open_engine(mount, folder, until):
     """Open an engine on a guest whose tier holds chunks 0 to 7 and whose primary holds none; return its name."""
 
-    def open_engine(guest: Guest, mounted: str, runner: str, tier: dict[str, Any]) -> str:
+    def open_engine(guest, mounted, runner, tier):
         tier = {**tier, "limits": LIMITS}
         guest.call(*("open_engine", "engine", mount(guest, MOUNTS[mounted]), folder, ROWS), runner=runner, tier=tier)
         assert guest.call("put", "engine", 0, 8) == 8
@@ -40,8 +39,8 @@ def open_engine(mount, folder, until):
     ids=["soft-inline-segments", "soft-process-shared", "hard-inline-shared", "hard-process-own"],
 )
 def test_a_server_that_stops_costs_hits_and_they_come_back_with_it(
-    guests, server: FileServer, open_engine, until, mounted, runner, tier
-) -> None:
+    guests, server, open_engine, until, mounted, runner, tier
+):
     """Its machine still answers for its connections, and so a client of version 4 waits for ever, with `soft`, too.
 
     An inline runner keeps its rows for as long. A runner's process is replaced; it ends at once if it has no locks
@@ -72,7 +71,7 @@ def test_a_server_that_stops_costs_hits_and_they_come_back_with_it(
 )
 def test_a_server_out_of_reach_keeps_rows_until_the_clients_time_out_if_there_is_one(
     guests, open_engine, until, mounted, tier
-) -> None:
+):
     guest = guests[0]
     engine = open_engine(guest, mounted, "inline", tier)
     guest.call("cut_off", SERVER, cut=True)
@@ -87,7 +86,7 @@ def test_a_server_out_of_reach_keeps_rows_until_the_clients_time_out_if_there_is
     assert guest.call("close_engine", engine) == 0
 
 
-def test_an_engine_is_closed_though_its_server_hangs(guests, server: FileServer, open_engine) -> None:
+def test_an_engine_is_closed_though_its_server_hangs(guests, server, open_engine):
     guest = guests[0]
     engine = open_engine(guest, "hard", "inline", SHARED)
     server.signal(signal.SIGSTOP)
@@ -101,8 +100,8 @@ def test_an_engine_is_closed_though_its_server_hangs(guests, server: FileServer,
     ids=["soft-shared", "soft-shared, locks are lost", "hard-segments"],
 )
 def test_a_server_that_is_killed_costs_hits_and_they_come_back_with_the_next_one(
-    guests, server: FileServer, open_engine, until, mounted, tier, graceless
-) -> None:
+    guests, server, open_engine, until, mounted, tier, graceless
+):
     guest = guests[0]
     engine = open_engine(guest, mounted, "inline", tier)
     server.kill()
@@ -113,7 +112,7 @@ def test_a_server_that_is_killed_costs_hits_and_they_come_back_with_the_next_one
     until(lambda: guest.call("found", engine, 0, 8) == 8)
     until(lambda: not guest.call("state", engine)["quarantined"])
 
-    def stored() -> bool:
+    def stored():
         guest.call("put", engine, 200, 4)
         return (
             guest.call("is_at_rest", engine)
@@ -126,9 +125,7 @@ def test_a_server_that_is_killed_costs_hits_and_they_come_back_with_the_next_one
     assert guest.call("close_engine", engine) == 0
 
 
-def test_a_host_that_is_cut_off_for_longer_than_its_lease_goes_on_afterwards(
-    guests: list[Guest], open_tier, until
-) -> None:
+def test_a_host_that_is_cut_off_for_longer_than_its_lease_goes_on_afterwards(guests, open_tier, until):
     one, other = guests
     how = {"options": MOUNTS["soft"]}
     names = [open_tier(guest, ROW_BYTES, how=how, **SHARED) for guest in guests]
@@ -140,7 +137,7 @@ def test_a_host_that_is_cut_off_for_longer_than_its_lease_goes_on_afterwards(
     until(lambda: other.call("store", names[1], 200, 8) == {"whole": 8})
     one.call("cut_off", SERVER, cut=False)
 
-    def stores() -> bool:
+    def stores():
         told = one.begin("store", names[0], 300, 8)
         return not told.exception(20 * LEASE_S) and told.result() == {"whole": 8}
 

@@ -3,11 +3,10 @@
 import os
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
-from tests.nfs.machines import LEASE_S, Guest
+from tests.nfs.machines import LEASE_S
 
 ROW_BYTES = 65_536
 CAPACITY_BYTES = 16 << 20
@@ -15,7 +14,7 @@ SOAK_S = float(os.environ.get("KVTIER_NFS_SOAK_S", "30"))
 KEYS = 2_000  # Several times what there is room for.
 
 
-def taken_bytes(root: Path) -> int:
+def taken_bytes(root):
     """Return what a tier's folders take on the server, directories and all."""
     total = -os.lstat(root).st_blocks
     for folder, _, files in os.walk(root):
@@ -26,7 +25,7 @@ def taken_bytes(root: Path) -> int:
 
 
 @pytest.mark.parametrize("naming", ["vllm", "flat"])
-def test_each_host_reads_what_the_other_has_stored(guests: list[Guest], open_tier, on_server, naming) -> None:
+def test_each_host_reads_what_the_other_has_stored(guests, open_tier, on_server, naming):
     names = [open_tier(guest, ROW_BYTES, naming=naming, shared=True, capacity_bytes=CAPACITY_BYTES) for guest in guests]
     for place, (guest, name) in enumerate(zip(guests, names, strict=True)):
         assert guest.call("store", name, 100 * place, 40) == {"whole": 40}  # At once after the opening.
@@ -41,8 +40,8 @@ def test_each_host_reads_what_the_other_has_stored(guests: list[Guest], open_tie
 
 @pytest.mark.parametrize("options", [{"layout": "segments"}, {"naming": "flat"}], ids=str)
 def test_a_directory_is_filled_to_its_capacity_and_goes_on_on_another_host(
-    guests: list[Guest], open_tier, on_server, until, options
-) -> None:
+    guests, open_tier, on_server, until, options
+):
     row_bytes, batch = 4 * ROW_BYTES, 16
     one, other = guests
     name = open_tier(one, row_bytes, capacity_bytes=CAPACITY_BYTES, **options)
@@ -59,7 +58,7 @@ def test_a_directory_is_filled_to_its_capacity_and_goes_on_on_another_host(
 
 
 @pytest.mark.parametrize("naming", ["vllm", "flat"])
-def test_two_hosts_keep_one_capacity(guests: list[Guest], open_tier, on_server, naming) -> None:
+def test_two_hosts_keep_one_capacity(guests, open_tier, on_server, naming):
     """`KVTIER_NFS_SOAK_S` says for how many seconds."""
     names = [open_tier(guest, ROW_BYTES, naming=naming, shared=True, capacity_bytes=CAPACITY_BYTES) for guest in guests]
     working = [guest.begin("work", name, SOAK_S, KEYS, guest.name) for guest, name in zip(guests, names, strict=True)]
@@ -79,8 +78,8 @@ def test_two_hosts_keep_one_capacity(guests: list[Guest], open_tier, on_server, 
 
 
 def test_a_host_that_is_killed_with_the_pages_lock_holds_others_up_for_its_lease(
-    guests: list[Guest], mount, folder, open_tier, on_server
-) -> None:
+    guests, mount, folder, open_tier, on_server
+):
     one, other = guests
     options = {"naming": "flat", "shared": True, "capacity_bytes": CAPACITY_BYTES}
     name = open_tier(one, ROW_BYTES, **options)
@@ -106,7 +105,7 @@ def test_a_host_that_is_killed_with_the_pages_lock_holds_others_up_for_its_lease
         assert guest.call("close", its) == 0
 
 
-def test_hosts_that_are_killed_at_any_moment_keep_the_capacity(guests: list[Guest], open_tier, on_server) -> None:
+def test_hosts_that_are_killed_at_any_moment_keep_the_capacity(guests, open_tier, on_server):
     one, other = guests
     options = {"naming": "flat", "shared": True, "capacity_bytes": CAPACITY_BYTES}
     name = open_tier(one, ROW_BYTES, **options)

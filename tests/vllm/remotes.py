@@ -29,7 +29,7 @@ class Remote(ABC):
     def options(self, timeout_s):
         """Return the tier's own options, with its type."""
 
-    def end(self) -> None:  # noqa: B027  # A folder needs none.
+    def end(self):  # noqa: B027  # A folder needs none.
         """Stop the service."""
 
     def empty(self):

@@ -142,7 +142,7 @@ def test_nothing_that_kvtier_does_on_the_schedulers_thread_blocks_while_a_servic
     asked, remote = prompts(2), services("redis")
     expected, (strike, mend) = right(llama, asked), FAULTS["redis", "hangs"]
 
-    async def serve(engine: Engine) -> list[Answer]:  # What blocks is looked for where a loop runs.
+    async def serve(engine):  # What blocks is looked for where a loop runs.
         answers = engine.answer(asked)
         engine.settle()
         return answers

@@ -12,7 +12,6 @@ import os
 import selectors
 import threading
 import time
-from collections.abc import Sequence
 
 os.environ.update(LMCACHE_TRACK_USAGE="false", LMCACHE_LOG_LEVEL="ERROR")
 
@@ -25,7 +24,6 @@ from lmcache.v1.memory_management import MemoryFormat
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 
-from kvtier.backend.namespace import OffloadKey
 from tests.benchmarks.peers.side_by_side import arguments, compare_disks, give_out
 
 WORKERS = 4
@@ -49,7 +47,7 @@ class NativeFiles:
     def close(self):
         self._client.close()
 
-    def _run(self, submit, keys: Sequence[OffloadKey], rows: Sequence[memoryview]) -> None:  # type: ignore[no-untyped-def]
+    def _run(self, submit, keys, rows):
         size = self._call_chunks
         self._end(
             {
