@@ -1,7 +1,7 @@
 """The dummy tier: real bytes in memory, moved in the time of a device. A model of any device.
 
-All bytes of a call move when its last transfer ends, for stores and for loads. So wrong bytes reveal an engine that
-reuses a lent row too early. Without latency and bandwidth limit a call never sleeps, and costs a copy.
+A call's bytes all move when its last transfer ends: wrong bytes reveal an engine that reuses a lent row too early.
+Without latency and bandwidth limit a call never sleeps, and costs a copy.
 """
 
 import asyncio
@@ -9,41 +9,18 @@ import heapq
 from collections.abc import AsyncIterator, Callable, Container, Iterable, Sequence
 from typing import Self
 
-from kvtier.backend import (
-    Abandoned,
-    Advice,
-    Backend,
-    Calls,
-    ChunkMissing,
-    ConfigError,
-    Count,
-    Durability,
-    Duration,
-    Fit,
-    InventoryEvent,
-    InventoryQueue,
-    NoSpace,
-    Occupancy,
-    OffloadKey,
-    Options,
-    Outcome,
-    PositiveSize,
-    Read,
-    Size,
-    TierContext,
-    Write,
-)
+from kvtier import backend as api
 from kvtier.policies import LRU, HintedOrder
 
 
-class DummyOptions(Options, frozen=True, kw_only=True):
+class DummyOptions(api.Options, frozen=True, kw_only=True):
     """A device's figures. The defaults are those of memory: no waiting and no limit."""
 
-    latency_s: Duration = 0.0  # From a transfer's start to its first byte; also what probing or deleting a batch takes.
-    bandwidth_bytes_per_s: PositiveSize | None = None  # Of the whole device, loads and stores together; None: no limit.
-    store_bandwidth_bytes_per_s: PositiveSize | None = None  # Of stores; None: that of loads.
-    concurrency: Count = 64  # Concurrent transfers, as deep as an SSD's queue; more wait for a slot.
-    capacity_bytes: Size | None = None  # Least recently used chunks make room; None: no limit.
+    latency_s: api.Duration = 0.0  # From a transfer's start to its first byte; also of a batch's probe or delete.
+    bandwidth_bytes_per_s: api.PositiveSize | None = None  # Of all loads and stores together; None: no limit.
+    store_bandwidth_bytes_per_s: api.PositiveSize | None = None  # Of stores; None: that of loads.
+    concurrency: api.Count = 64  # Concurrent transfers, as deep as an SSD's queue; more wait for a slot.
+    capacity_bytes: api.Size | None = None  # Least recently used chunks make room; None: no limit.
     store: str | None = None  # Name of a store that outlives the tier, within the process; None: a private one.
     shared: bool = False  # Other tiers use the store, so the inventory is not complete.
 
@@ -94,33 +71,27 @@ class DummyDevice:
         )
         return ends_at
 
-    def _book(
-        self, now: float, slots: list[float], link_free_at: float, on_link_s: Sequence[float]
-    ) -> tuple[float, float]:
+    def _book(self, now: float, slots: list[float], link_free: float, sent_s: Sequence[float]) -> tuple[float, float]:
         ends_at = now
-        for link_s in on_link_s:
+        for link_s in sent_s:
             ended_at = max(now, slots[0]) + self.latency_s
             if link_s:
-                ended_at = link_free_at = max(ended_at, link_free_at) + link_s
+                ended_at = link_free = max(ended_at, link_free) + link_s
             heapq.heapreplace(slots, ended_at)
             ends_at = max(ends_at, ended_at)
-        return ends_at, link_free_at
+        return ends_at, link_free
 
 
 class Store:
-    """Chunks of one namespace within a capacity: the least recently used ones make room.
-
-    A named store outlives the tiers that were opened over it, as a disk outlives processes. Closing one tier and
-    opening the next is a restart. Two open tiers are two engines on one device.
-    """
+    """One namespace's chunks within a capacity, LRU. A named store outlives its tiers, as a disk outlives processes."""
 
     def __init__(self, chunks_max: int | None) -> None:
-        self.chunks: dict[OffloadKey, bytes] = {}
-        self.users: list[InventoryQueue] = []
+        self.chunks: dict[api.OffloadKey, bytes] = {}
+        self.users: list[api.InventoryQueue] = []
         self.chunks_max = chunks_max
-        self._order: LRU[OffloadKey] | HintedOrder[OffloadKey] = LRU(chunks_max or 1)
+        self._order: LRU[api.OffloadKey] | HintedOrder[api.OffloadKey] = LRU(chunks_max or 1)
 
-    def put(self, key: OffloadKey, chunk: bytes, keep: Container[OffloadKey]) -> bool:
+    def put(self, key: api.OffloadKey, chunk: bytes, keep: Container[api.OffloadKey]) -> bool:
         """Replace the chunk of a key; return False, and change nothing, if there is no room without those to keep."""
         if key not in self.chunks:
             if self.chunks_max is not None and len(self.chunks) >= self.chunks_max:
@@ -135,22 +106,22 @@ class Store:
         self.chunks[key] = chunk
         return True
 
-    def touch(self, keys: Iterable[OffloadKey]) -> None:
+    def touch(self, keys: Iterable[api.OffloadKey]) -> None:
         """Make the chunks the most recently used; the head of a prefix is evicted last."""
         self._order.touch(self._held(keys))
 
-    def advise(self, advice: Advice[OffloadKey], retained_max: int, clock: Callable[[], float]) -> None:
+    def advise(self, advice: api.Advice[api.OffloadKey], retained_max: int, clock: Callable[[], float]) -> None:
         if isinstance(self._order, LRU):
             if not advice.is_hint:
                 return self._order.rank(self._held(advice.keys))
             self._order = HintedOrder(self._order, retained_max, clock)
         return self._order.advise(advice.of(self._held(advice.keys)), clock())
 
-    def delete(self, key: OffloadKey) -> None:
+    def delete(self, key: api.OffloadKey) -> None:
         if self.chunks.pop(key, None) is not None:
             self._order.remove([key])
 
-    def _held(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+    def _held(self, keys: Iterable[api.OffloadKey]) -> list[api.OffloadKey]:
         return [key for key in dict.fromkeys(keys) if key in self.chunks]
 
 
@@ -162,95 +133,95 @@ def forget_store(name: str) -> None:
     _named.pop(name, None)
 
 
-class DummyBackend(Backend[DummyOptions]):
+class DummyBackend(api.Backend[DummyOptions]):
     """A tier in memory with a device's speed. Offers `Inventory`, `Measured` and `Advised`."""
 
-    durability = Durability.PROCESS
+    durability = api.Durability.PROCESS
     options_type = DummyOptions
 
-    def __init__(self, options: DummyOptions, context: TierContext) -> None:
+    def __init__(self, options: DummyOptions, context: api.TierContext) -> None:
         self._context = context
         self._row_bytes = context.row_bytes
         self._capacity_bytes = options.capacity_bytes
         self._device = DummyDevice(options)
-        self._calls = Calls(context.name)
-        self._fit = Fit(context.row_bytes)
+        self._calls = api.Calls(context.name)
+        self._fit = api.Fit(context.row_bytes)
         chunks_max = None if options.capacity_bytes is None else options.capacity_bytes // context.row_bytes
         self._store = Store(chunks_max)
         if options.store is not None:
             namespaces = _named.setdefault(options.store, {})
             self._store = namespaces.setdefault((context.mapper.chunks_folder, context.row_bytes), self._store)
             if self._store.chunks_max != chunks_max:
-                raise ConfigError("capacity_bytes: another given than at the store's first opening, the same accepted")
-        self._inventory = InventoryQueue(self._store.chunks)
+                raise api.ConfigError("capacity_bytes: another given than at the store's opening, the same accepted")
+        self._inventory = api.InventoryQueue(self._store.chunks)
         self._inventory.scan_ended(complete=not options.shared)
         self._store.users.append(self._inventory)
 
     @classmethod
-    async def open(cls, options: DummyOptions, context: TierContext) -> Self:
+    async def open(cls, options: DummyOptions, context: api.TierContext) -> Self:
         return cls(options, context)
 
-    async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+    async def probe(self, keys: Sequence[api.OffloadKey]) -> Sequence[bool]:
         with self._calls.one():
             await self._load_time([0])
             return [key in self._store.chunks for key in keys]
 
-    async def load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
+    async def load(self, reads: Sequence[api.Read]) -> Sequence[api.Outcome]:
         with self._calls.one():
             return await self._fit.load(reads, self._load_all)
 
-    async def _load_all(self, reads: Sequence[Read]) -> Sequence[Outcome]:
+    async def _load_all(self, reads: Sequence[api.Read]) -> Sequence[api.Outcome]:
         chunks = self._store.chunks
         await self._load_time(self._row_bytes * (read.key in chunks) for read in reads)
         self._store.touch(read.key for read in reads)
         return [self._load(*read) for read in reads]
 
-    def _load(self, key: OffloadKey, into: memoryview) -> Outcome:
+    def _load(self, key: api.OffloadKey, into: memoryview) -> api.Outcome:
         chunk = self._store.chunks.get(key)
         if chunk is None:
-            return ChunkMissing(f"{key.hex()}: not in tier {self._context.name}")
+            return api.ChunkMissing(f"{key.hex()}: not in tier {self._context.name}")
         into[:] = chunk
         return None
 
-    async def store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
+    async def store(self, writes: Sequence[api.Write]) -> Sequence[api.Outcome]:
         with self._calls.one():
             return await self._fit.store(writes, self._store_all)
 
-    async def _store_all(self, writes: Sequence[Write]) -> Sequence[Outcome]:
+    async def _store_all(self, writes: Sequence[api.Write]) -> Sequence[api.Outcome]:
         await self._store_time(len(write.row) for write in writes)
         keep = {write.key for write in writes}
         outcomes = [self._keep(*write, keep) for write in writes]
         self._store.touch(write.key for write in writes)
         return outcomes
 
-    def _keep(self, key: OffloadKey, row: memoryview, keep: Container[OffloadKey]) -> Outcome:
+    def _keep(self, key: api.OffloadKey, row: memoryview, keep: Container[api.OffloadKey]) -> api.Outcome:
         if self._store.put(key, bytes(row), keep):
             return None
         room = f"{self.occupancy().used_bytes:,} of {self._capacity_bytes:,} bytes used"
-        return NoSpace(f"{key.hex()}: {len(row):,} bytes into tier {self._context.name}, {room}")
+        return api.NoSpace(f"{key.hex()}: {len(row):,} bytes into tier {self._context.name}, {room}")
 
-    async def delete(self, keys: Sequence[OffloadKey]) -> None:
+    async def delete(self, keys: Sequence[api.OffloadKey]) -> None:
         with self._calls.one():
             await self._load_time([0])
             for key in keys:
                 self._store.delete(key)
 
-    async def aclose(self, deadline_s: float) -> Abandoned:
+    async def aclose(self, deadline_s: float) -> api.Abandoned:
         self._inventory.close()
         abandoned = await self._calls.close(deadline_s)
         self._store.users = [user for user in self._store.users if user is not self._inventory]
         return abandoned
 
-    def watch(self) -> AsyncIterator[InventoryEvent]:
+    def watch(self) -> AsyncIterator[api.InventoryEvent]:
         return self._inventory.watch()
 
-    def advise(self, advice: Advice[OffloadKey]) -> None:
+    def advise(self, advice: api.Advice[api.OffloadKey]) -> None:
         retained_max = int(self._context.retained_share * (self._store.chunks_max or 0))
         self._store.advise(advice, retained_max, asyncio.get_running_loop().time)
 
-    def occupancy(self) -> Occupancy:
+    def occupancy(self) -> api.Occupancy:
         chunks = len(self._store.chunks)
-        return Occupancy(chunks, chunks * self._row_bytes, self._capacity_bytes)
+        return api.Occupancy(chunks, chunks * self._row_bytes, self._capacity_bytes)
 
     # A cancelled call has still used the device's time.
 

@@ -1,7 +1,6 @@
 """The runner's own process: `python -m kvtier.runner.child SOCKET_FD REGION_FD LOG_LEVEL PID NUMBER [OWNER_PIDFD]`.
 
-It imports no torch and never forks. So it starts in well under a second and holds nothing of the engine. It ends when
-its socket does, or its owner. An owner that is killed leaves no process behind, even if a fork of it lives on. It
+It imports no torch and never forks. It ends when its socket does, or its owner, even if a fork of that lives on. It
 ignores signals to the whole process group, such as Ctrl-C: the owner may still have chunks to store.
 """
 
@@ -21,19 +20,7 @@ from kvtier.backend import EngineId
 from kvtier.config import EngineConfig
 from kvtier.errors import ConfigError, KVTierError, Remedy
 from kvtier.memory import GROUP_SIGNALS, Region, fill_standard_streams
-from kvtier.runner.messages import (
-    Action,
-    Beat,
-    Close,
-    Closed,
-    Message,
-    Opened,
-    OpenFailed,
-    ToOwner,
-    actions_of,
-    frame,
-    read_frame,
-)
+from kvtier.runner import messages
 from kvtier.runner.runner import Runner, RunnerTier, open_tiers
 
 logger = logging.getLogger(__name__)
@@ -46,16 +33,16 @@ class OwnerSocket:
 
     def __init__(self, writer: StreamWriter) -> None:
         self._writer = writer
-        self._waiting: list[Message] = []
+        self._waiting: list[messages.Message] = []
 
-    def post(self, message: Message) -> None:
+    def post(self, message: messages.Message) -> None:
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self.flush)
         self._waiting.append(message)
 
     def flush(self) -> None:
         if self._waiting and not self._writer.is_closing():
-            self._writer.write(frame(self._waiting))
+            self._writer.write(messages.frame(self._waiting))
         self._waiting = []
 
     async def drain(self) -> None:
@@ -72,15 +59,16 @@ async def serve(owner_socket: socket.socket, region_fd: int, engine: EngineId, o
     """Open the tiers, run the owner's actions, and close the tiers when it says so, or is gone."""
     reader, writer = await asyncio.open_unix_connection(sock=owner_socket, limit=1 << 20)
     owner = OwnerSocket(writer)
-    logging.getLogger().handlers = [ToOwner(asyncio.get_running_loop(), owner.post)]
+    logging.getLogger().handlers = [messages.ToOwner(asyncio.get_running_loop(), owner.post)]
     for fd in owner_fds:
         asyncio.get_running_loop().add_reader(fd, _end, reader, fd)
-    first = await read_frame(reader)
+    first = await messages.read_frame(reader)
     if first is None:
         return
     config = msgspec.msgpack.decode(first, type=EngineConfig)
     opening = asyncio.ensure_future(_opened(config, region_fd, engine))
-    coming = asyncio.ensure_future(read_frame(reader))  # The owner's end shows here while a tier hangs in opening.
+    # The owner's end shows here while a tier hangs in opening.
+    coming = asyncio.ensure_future(messages.read_frame(reader))
     await asyncio.wait({opening, coming}, return_when=asyncio.FIRST_COMPLETED)
     if not opening.done():
         return
@@ -89,17 +77,17 @@ async def serve(owner_socket: socket.socket, region_fd: int, engine: EngineId, o
     except Exception as error:  # Sent to the owner, which raises it; bugs are logged, too.
         if not isinstance(error, KVTierError):
             logger.exception("a tier broke as it was opened; see %s", Remedy.OPENING)
-        owner.post(OpenFailed(str(error) or repr(error), config=isinstance(error, ConfigError)))
+        owner.post(messages.OpenFailed(str(error) or repr(error), config=isinstance(error, ConfigError)))
         await owner.drain()
         return
     runner = Runner(tiers, region, owner.post)
-    owner.post(Opened())
+    owner.post(messages.Opened())
     runner.start()
     beating = asyncio.ensure_future(_beat(owner, config.limits.heartbeat_s / 2))
     deadline_s = await _take(coming, reader, runner)
     abandoned = await runner.aclose(deadline_s)
     beating.cancel()
-    owner.post(Closed(abandoned))
+    owner.post(messages.Closed(abandoned))
     await owner.drain()
 
 
@@ -117,19 +105,19 @@ async def _take(coming: Awaitable[bytes | None], reader: StreamReader, runner: R
     """Submit actions until the owner closes; return the deadline for that."""
     body = await coming
     while body is not None:
-        actions: list[Action] = []
-        for action in actions_of(body):
-            if isinstance(action, Close):
+        actions: list[messages.Action] = []
+        for action in messages.actions_of(body):
+            if isinstance(action, messages.Close):
                 return action.deadline_s
             actions.append(action)
         runner.submit(actions)
-        body = await read_frame(reader)
+        body = await messages.read_frame(reader)
     return ORPHAN_S
 
 
 async def _beat(owner: OwnerSocket, every_s: float) -> None:
     while True:
-        owner.post(Beat())
+        owner.post(messages.Beat())
         await asyncio.sleep(every_s)
 
 

@@ -25,26 +25,8 @@ from kvtier.backend import EngineId
 from kvtier.config import QUEUED_ACTIONS_MAX, EngineConfig
 from kvtier.errors import BackendUnavailable, ConfigError, Remedy
 from kvtier.memory import GROUP_SIGNALS, Region, fill_standard_streams, reason, start_thread
+from kvtier.runner import messages
 from kvtier.runner.bridge import Bridge, opening_s
-from kvtier.runner.messages import (
-    Action,
-    Beat,
-    Close,
-    Closed,
-    FrameBuffer,
-    Logged,
-    Message,
-    Opened,
-    OpenFailed,
-    RunnerBack,
-    RunnerGone,
-    RunnerLost,
-    frame,
-    framed,
-    log_again,
-    messages_of,
-    wanted_level,
-)
 
 RECEIVE_BYTES = 1 << 20
 BEATS_MISSED = 3  # More of them in a row are a hung loop.
@@ -77,7 +59,7 @@ class RunnerProcess:
                 owner_fds.append(os.pidfd_open(os.getpid()))  # By which the child sees this process end.
                 at_end.callback(os.close, owner_fds[0])
             fds = (theirs.fileno(), region_fd, *owner_fds)
-            given = map(str, (theirs.fileno(), region_fd, wanted_level(), *engine, *owner_fds))
+            given = map(str, (theirs.fileno(), region_fd, messages.wanted_level(), *engine, *owner_fds))
             process = subprocess.Popen(  # noqa: S603  # Our own module, with numbers for arguments.
                 [sys.executable, "-P", "-m", "kvtier.runner.child", *given],
                 pass_fds=fds,
@@ -86,12 +68,11 @@ class RunnerProcess:
             )
             unless_started.pop_all()
         with suppress(OSError):  # It has ended already, which its socket shows.
-            ours.sendall(framed(msgspec.msgpack.encode(config)))
+            ours.sendall(messages.framed(msgspec.msgpack.encode(config)))
         return cls(epoch, process, ours)
 
-    def queue(self, items: Sequence[Action | Close]) -> None:
-        """Queue one frame."""
-        self.unsent.append((memoryview(frame(items)), len(items)))
+    def queue(self, items: Sequence[messages.Action | messages.Close]) -> None:
+        self.unsent.append((memoryview(messages.frame(items)), len(items)))
         self.actions_unsent += len(items)
 
     def flush(self) -> bool:
@@ -130,12 +111,7 @@ class ProcessBridge(Bridge):
     returns = True
 
     def __init__(self, config: EngineConfig, region: Region) -> None:
-        """Start the runner and wait until its tiers are open.
-
-        Raises:
-            ConfigError: the tiers' configuration cannot be used.
-            BackendUnavailable: a tier cannot be opened now, or the process ended before it said anything.
-        """
+        """Start the runner and wait for its tiers. `ConfigError`, or `BackendUnavailable` if one fails to open."""
         super().__init__()
         assert region.fd is not None, "a process needs a region that can be shared"
         self._config = config
@@ -156,7 +132,7 @@ class ProcessBridge(Bridge):
         self._dropped = False
         self._abandoned = 0
         self._started = threading.Event()
-        self._failure: OpenFailed | None = None
+        self._failure: messages.OpenFailed | None = None
         self._supervisor = threading.Thread(target=self._supervise, name="kvtier-supervisor", daemon=True)
         try:
             start_thread(self._supervisor)
@@ -177,7 +153,7 @@ class ProcessBridge(Bridge):
         child = self._child  # Once: the supervisor may lose it meanwhile.
         return None if child is None else child.process.pid
 
-    def send(self, actions: Sequence[Action]) -> Sequence[Action]:
+    def send(self, actions: Sequence[messages.Action]) -> Sequence[messages.Action]:
         with self._lock:
             child = self._child
             if child is None or self._closing:
@@ -220,7 +196,7 @@ class ProcessBridge(Bridge):
             if not self._closing:
                 self._closing = True
                 if self._child is not None:
-                    self._child.queue([Close(deadline_s)])
+                    self._child.queue([messages.Close(deadline_s)])
                     self._flush(self._child)
                 if self._supervisor.is_alive():
                     os.eventfd_write(self._wake, 1)
@@ -253,7 +229,7 @@ class ProcessBridge(Bridge):
             opened = self._run_child(epoch)
             if not self._started.is_set():
                 ended = MemoryError("the runner's process ended before it was open")  # The usual cause.
-                self._failure = self._failure or OpenFailed(reason(ended), config=False)
+                self._failure = self._failure or messages.OpenFailed(reason(ended), config=False)
                 self._started.set()
                 return
             failures = 0 if opened else failures + 1
@@ -269,7 +245,7 @@ class ProcessBridge(Bridge):
         try:
             child = RunnerProcess.start(epoch, self._config, self._region_fd, self._engine, self._environment)
         except Exception as error:  # noqa: BLE001  # Reported to the caller of the start; a later start is tried again.
-            self._fail(OpenFailed(f"the runner's process cannot be started: {reason(error)}", config=False))
+            self._fail(messages.OpenFailed(f"the runner's process cannot be started: {reason(error)}", config=False))
             return False
         self._newest = child
         try:
@@ -283,7 +259,7 @@ class ProcessBridge(Bridge):
     def _listen(self, child: RunnerProcess) -> bool:
         """Deliver a runner's messages until it ends; return True if it opened its tiers."""
         opened = False
-        buffer = FrameBuffer()
+        buffer = messages.FrameBuffer()
         silence_s, start_s = self._config.limits.heartbeat_s * BEATS_MISSED, opening_s(self._config)
         heard = time.monotonic()
         poller = select.poll()
@@ -307,7 +283,7 @@ class ProcessBridge(Bridge):
                     return opened
                 heard = time.monotonic()
                 for body in buffer.feed(received):
-                    opened = self._hear(child, messages_of(body)) or opened
+                    opened = self._hear(child, messages.messages_of(body)) or opened
             elif opened and time.monotonic() - heard > silence_s:
                 logger.error(
                     "runner %d: no heartbeat for %.1f s: killed; see %s", child.process.pid, silence_s, Remedy.RUNNER
@@ -321,34 +297,34 @@ class ProcessBridge(Bridge):
             if self._closing and self._child is not child:  # It was not admitted, so it gets no `Close`.
                 child.process.kill()
 
-    def _hear(self, child: RunnerProcess, messages: Sequence[Message]) -> bool:
+    def _hear(self, child: RunnerProcess, received: Sequence[messages.Message]) -> bool:
         """Handle the bridge's own messages and deliver the others; return True if one says that the tiers are open."""
         opened = False
-        rest: list[Message] = []
-        for message in messages:
+        rest: list[messages.Message] = []
+        for message in received:
             match message:
-                case Opened():
+                case messages.Opened():
                     opened = True
                     self._ready = child
                     if self._started.is_set():
                         logger.info("runner %d takes its place", child.process.pid)
-                        self._deliver((RunnerBack(child.epoch),))
+                        self._deliver((messages.RunnerBack(child.epoch),))
                     self._started.set()
-                case OpenFailed():
+                case messages.OpenFailed():
                     self._fail(message)
-                case Closed():
+                case messages.Closed():
                     self._abandoned = message.abandoned
-                case Beat():
+                case messages.Beat():
                     pass
-                case Logged():
-                    log_again(message)
+                case messages.Logged():
+                    messages.log_again(message)
                 case _:
                     rest.append(message)
         if rest:
             self._deliver(rest)
         return opened
 
-    def _fail(self, failure: OpenFailed) -> None:
+    def _fail(self, failure: messages.OpenFailed) -> None:
         """Keep the reason for the caller of the start; after the start, log it."""
         self._failure = failure
         if self._started.is_set():
@@ -364,7 +340,7 @@ class ProcessBridge(Bridge):
         child.socket.close()
         if announced and not self._closing:
             logger.error("runner %d is lost; starting another; see %s", child.process.pid, Remedy.RUNNER)
-            self._deliver((RunnerLost(child.epoch, "the runner's process ended or hung"),))
+            self._deliver((messages.RunnerLost(child.epoch, "the runner's process ended or hung"),))
         try:
             start_thread(threading.Thread(target=self._reap, args=(child,), name="kvtier-reaper", daemon=True))
         except RuntimeError:  # No more threads: the next runner waits for this process to end.
@@ -373,7 +349,7 @@ class ProcessBridge(Bridge):
     def _reap(self, child: RunnerProcess) -> None:
         child.process.kill()
         child.process.wait()  # Without a limit: a process in uninterruptible I/O still uses its rows.
-        self._deliver((RunnerGone(child.epoch),))
+        self._deliver((messages.RunnerGone(child.epoch),))
 
     def _pause(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -383,5 +359,5 @@ class ProcessBridge(Bridge):
             poller.poll(left * 1_000)
 
 
-def _never_open(seconds: float) -> OpenFailed:
-    return OpenFailed(f"the runner does not open within {seconds:g} s: a tier blocks", config=False)
+def _never_open(seconds: float) -> messages.OpenFailed:
+    return messages.OpenFailed(f"the runner does not open within {seconds:g} s: a tier blocks", config=False)

@@ -1,8 +1,7 @@
 """The runner: one kvtier engine's actions, run on its tiers within their limits, each as a task of the event loop.
 
-The runner decides nothing. It opens all tiers or none. It finds rows in its own mapping of the region, lends them to a
-backend for one call, and posts the outcome. **A deadline never cancels.** A call that misses its deadline is reported
-as such. Its rows are reported as returned when the call has really ended.
+It decides nothing. It opens all tiers or none, lends rows of its own mapping to a backend for one call, and posts the
+outcome. **A deadline never cancels.** A late call is reported, and its rows as returned when it has really ended.
 """
 
 import asyncio
@@ -13,18 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from kvtier.backend import (
-    Advised,
-    Backend,
-    EngineId,
-    FileMapper,
-    OffloadKey,
-    Outcome,
-    Read,
-    TierContext,
-    Write,
-    backend_class,
-)
+from kvtier import backend as api
 from kvtier.config import LOADS_IN_FLIGHT_MAX, OPEN_S, EngineConfig, TierConfig, tier_options
 from kvtier.errors import BackendClosed, BackendError, BackendUnavailable, LineLimit, Remedy, cause_of
 from kvtier.memory import Region, is_of_a_limit, reason
@@ -56,16 +44,13 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
 
-Call = Callable[[], Awaitable[Sequence[Outcome]]]
+Call = Callable[[], Awaitable[Sequence[api.Outcome]]]
 
 _Answerable = Promote | Cascade | Probe | Delete
 
 
 class Budget:
-    """The bytes and chunks that may be in flight at once in one direction of a tier, given out in order of asking.
-
-    A transfer above the budget passes when nothing else is in flight, so that none waits for ever.
-    """
+    """The bytes and chunks in flight of a tier in one direction, first come first served; alone, any size passes."""
 
     def __init__(self, bytes_max: int, chunks_max: int) -> None:
         self._bytes_max = bytes_max
@@ -120,22 +105,20 @@ class Budget:
 
 
 class RunnerTier(NamedTuple):
-    """One open tier with its limits."""
-
     name: str
-    backend: Backend
+    backend: api.Backend
     deadline_s: float
     loads: Budget
     stores: Budget
 
 
-async def open_tiers(config: EngineConfig, engine: EngineId | None = None) -> list[RunnerTier]:
+async def open_tiers(config: EngineConfig, engine: api.EngineId | None = None) -> list[RunnerTier]:
     """Open every tier on the running loop. If one fails, close those before it and raise its error."""
-    mapper, engine = FileMapper(config.namespace), engine or EngineId.new()
+    mapper, engine = api.FileMapper(config.namespace), engine or api.EngineId.new()
     opened: list[RunnerTier] = []
     try:
         for index, tier in enumerate(config.secondary_tiers):
-            context = TierContext(tier.name, mapper, config.row_bytes, config.limits.retained_share, engine)
+            context = api.TierContext(tier.name, mapper, config.row_bytes, config.limits.retained_share, engine)
             opening = _open_tier(index, tier, context)
             opened.append(await _opened_in_time(opening, tier))
     except BaseException:
@@ -163,10 +146,10 @@ async def _opened_in_time(opening: Coroutine[None, None, RunnerTier], tier: Tier
     return task.result()
 
 
-async def _open_tier(index: int, tier: TierConfig, context: TierContext) -> RunnerTier:
+async def _open_tier(index: int, tier: TierConfig, context: api.TierContext) -> RunnerTier:
     options = tier_options(tier, f"secondary_tiers[{index}]")
     try:
-        backend = await backend_class(tier.type).open(options, context)
+        backend = await api.backend_class(tier.type).open(options, context)
     except Exception as error:
         if is_of_a_limit(error):
             raise BackendUnavailable(f"{tier.name}: cannot be opened: {reason(error)}") from error
@@ -269,7 +252,7 @@ class Runner:
 
     async def _promote(self, action: Promote) -> None:
         tier, meter = self._tiers[action.tier], self._meters[action.tier]
-        reads = [Read(key, row) for key, row in self._lent(action)]
+        reads = [api.Read(key, row) for key, row in self._lent(action)]
         begun = meter.begin_load(self._clock())
         size_bytes = len(reads) * self._region.row_bytes
 
@@ -281,14 +264,14 @@ class Runner:
 
     async def _cascade(self, action: Cascade) -> None:
         tier = self._tiers[action.tier]
-        writes = [Write(key, row) for key, row in self._lent(action)]
+        writes = [api.Write(key, row) for key, row in self._lent(action)]
         self._changing[action.tier] += 1
         try:
             await self._transfer(action, len(writes), partial(tier.backend.store, writes))
         finally:
             self._changing[action.tier] -= 1
 
-    def _lent(self, action: Promote | Cascade) -> Iterable[tuple[OffloadKey, memoryview]]:
+    def _lent(self, action: Promote | Cascade) -> Iterable[tuple[api.OffloadKey, memoryview]]:
         """Return the keys and rows of a transfer; IndexError for an unknown row."""
         return zip(unpack_keys(action.keys), map(self._region.row, unpack_rows(action.rows)), strict=True)
 
@@ -307,7 +290,7 @@ class Runner:
             self._post(Finished.of(action.id, _all(Code.DEADLINE, chunks), self._clock() - begun))
             ended(True)
             return
-        task, in_time = await self._begun(tier, _awaited(call, list[Outcome]), f"{chunks} chunks")
+        task, in_time = await self._begun(tier, _awaited(call, list[api.Outcome]), f"{chunks} chunks")
         budget.release(size_bytes, chunks)
         if in_time:
             failed, cause = _outcome(task, chunks, self._logs[tier.name])
@@ -352,10 +335,9 @@ class Runner:
         self._reports[action.tier].usage()
 
     async def _begun(self, tier: RunnerTier, call: Coroutine[Any, Any, T], what: str) -> "tuple[asyncio.Task[T], bool]":
-        """Begin a call of a tier and wait for it at most the tier's deadline; return whether it has ended by then.
+        """Begin a call of a tier and wait for its deadline, which never cancels; return whether it has ended by then.
 
-        **A deadline never cancels.** A caller that gets False posts that, and then waits for the task. The call's rows
-        are lent until then, and a task without a reference may be lost.
+        A caller that gets False posts that, then waits for the task: the call's rows are lent until then.
         """
         task = asyncio.ensure_future(call)
         in_time, _ = await asyncio.wait({task}, timeout=tier.deadline_s)
@@ -375,7 +357,7 @@ class Runner:
         try:
             if isinstance(action, Acknowledge):
                 self._reports[action.tier].acknowledge()
-            elif isinstance(backend := self._tiers[action.tier].backend, Advised):
+            elif isinstance(backend := self._tiers[action.tier].backend, api.Advised):
                 backend.advise(action.advice())
         except (Exception, SystemExit):  # The supervisor's edge: a bug costs the tier's order, nothing else.
             logger.exception(
@@ -423,7 +405,7 @@ def _result(task: "asyncio.Task[T]", log: CallLog) -> tuple[T | None, str]:
     return None, cause_of(error)
 
 
-def _outcome(task: "asyncio.Task[list[Outcome]]", chunks: int, log: CallLog) -> tuple[dict[int, Code], str]:
+def _outcome(task: "asyncio.Task[list[api.Outcome]]", chunks: int, log: CallLog) -> tuple[dict[int, Code], str]:
     """Return index → code of the chunks that did not move, and the cause of the worst failure."""
     outcomes, cause = _result(task, log)
     if outcomes is None:

@@ -19,18 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 import msgspec
 
-from kvtier.backend import (
-    Abandoned,
-    Backend,
-    Calls,
-    OffloadKey,
-    Outcome,
-    Read,
-    TierContext,
-    Wrapper,
-    Write,
-    backend_class,
-)
+from kvtier import backend as api
 from kvtier.config import TierConfig, tier_options
 from kvtier.errors import (
     BackendUnavailable,
@@ -98,7 +87,7 @@ class Fault(NamedTuple):
     """One fault of a script: of the whole call, of all its chunks, or of the chunks of these keys."""
 
     kind: FaultKind
-    keys: frozenset[OffloadKey] | None = None
+    keys: frozenset[api.OffloadKey] | None = None
 
 
 class Throw(NamedTuple):
@@ -124,14 +113,14 @@ class Dice:
                 raise ValueError(f"{operation}: {fault.kind!r} is no fault of a {operation}")
         self._scripts[operation].extend(faults)
 
-    def throw(self, operation: Operation, keys: Sequence[OffloadKey]) -> Throw:
+    def throw(self, operation: Operation, keys: Sequence[api.OffloadKey]) -> Throw:
         if self._scripts[operation]:
             return self._scripted(self._scripts[operation].popleft(), keys)
         of_call: frozenset[FaultKind] = frozenset(kind for kind in OF_CALLS if self._happens(kind))
         delay_s = self._random.uniform(0, self.faults.delay_s) if "delay" in of_call else 0.0
         return Throw(of_call, delay_s, [self._first(OF_CHUNKS[operation]) for _ in keys])
 
-    def _scripted(self, fault: Fault | None, keys: Sequence[OffloadKey]) -> Throw:
+    def _scripted(self, fault: Fault | None, keys: Sequence[api.OffloadKey]) -> Throw:
         kind = None if fault is None else fault.kind
         if kind is None or kind in OF_CALLS:
             of_call: frozenset[FaultKind] = frozenset() if kind is None else frozenset((kind,))
@@ -157,8 +146,6 @@ class Script(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class FaultyOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """An inner tier and its faults."""
-
     inner: dict[str, Any]  # Its type and its own options in one table.
     faults: Faults = FAULTLESS
     script: Script = Script()
@@ -172,13 +159,13 @@ class FaultyOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         except ValueError as error:
             raise ConfigError(f"script.{error}") from error
 
-    def inner_tier(self) -> tuple[type[Backend], msgspec.Struct]:
+    def inner_tier(self) -> tuple[type[api.Backend], msgspec.Struct]:
         """Return the inner tier's class and its options. Raises `ConfigError`."""
         tier = decode(TierConfig, self.inner, "inner")
         for name in sorted(option_fields(TierConfig).keys() & self.inner.keys() - {"type"}):
             raise ConfigError(f"inner.{name}: given, only options of {tier.type!r} accepted: move it beside inner")
         options = tier_options(tier, "inner")
-        return backend_class(tier.type), options
+        return api.backend_class(tier.type), options
 
     def dice(self) -> Dice:
         """Return dice with the script. Raises `ValueError` for an impossible fault."""
@@ -189,23 +176,23 @@ class FaultyOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return dice
 
 
-class FaultyBackend(Wrapper[FaultyOptions]):
-    """A tier with faults."""
-
+class FaultyBackend(api.Wrapper[FaultyOptions]):
     options_type = FaultyOptions
 
-    def __init__(self, inner: Backend, faults: Faults = FAULTLESS, seed: int = 0, *, dice: Dice | None = None) -> None:
+    def __init__(
+        self, inner: api.Backend, faults: Faults = FAULTLESS, seed: int = 0, *, dice: Dice | None = None
+    ) -> None:
         """Wrap an open tier, which is closed with this one."""
         super().__init__(inner)
         self.met: Counter[FaultKind] = Counter()  # Calls or chunks with each fault.
         self.hanging = 0  # Calls that hang now.
         self._dice = Dice(faults, seed) if dice is None else dice
-        self._calls = Calls(f"faulty {type(inner).__name__}")
+        self._calls = api.Calls(f"faulty {type(inner).__name__}")
         self._gate = asyncio.Event()
         self._hanging_changed = asyncio.Event()
 
     @classmethod
-    async def open(cls, options: FaultyOptions, context: TierContext) -> Self:
+    async def open(cls, options: FaultyOptions, context: api.TierContext) -> Self:
         inner_class, inner_options = options.inner_tier()
         return cls(await inner_class.open(inner_options, context), dice=options.dice())
 
@@ -217,7 +204,6 @@ class FaultyBackend(Wrapper[FaultyOptions]):
         self._dice.script(operation, [Fault(fault) if isinstance(fault, str) else fault for fault in faults])
 
     def release(self) -> None:
-        """Release all calls that hang now."""
         self._gate.set()
         self._gate = asyncio.Event()
 
@@ -227,11 +213,11 @@ class FaultyBackend(Wrapper[FaultyOptions]):
             self._hanging_changed.clear()
             await self._hanging_changed.wait()
 
-    async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+    async def probe(self, keys: Sequence[api.OffloadKey]) -> Sequence[bool]:
         with self._calls.one():
             return await self._meet(self._throw("probe", keys), lambda: self._inner.probe(keys))
 
-    async def load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
+    async def load(self, reads: Sequence[api.Read]) -> Sequence[api.Outcome]:
         with self._calls.one():
             throw = self._throw("load", [read.key for read in reads])
             sound = [read for read, kind in zip(reads, throw.of_chunks, strict=True) if kind is None]
@@ -241,25 +227,25 @@ class FaultyBackend(Wrapper[FaultyOptions]):
                     read.into[:] = UNDEFINED * len(read.into)
             return [_outcome(read.key, kind, outcomes) for read, kind in zip(reads, throw.of_chunks, strict=True)]
 
-    async def store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
+    async def store(self, writes: Sequence[api.Write]) -> Sequence[api.Outcome]:
         with self._calls.one():
             throw = self._throw("store", [write.key for write in writes])
             sound = [write for write, kind in zip(writes, throw.of_chunks, strict=True) if kind is None]
             outcomes = iter(await self._meet(throw, lambda: self._inner.store(sound)))
             return [_outcome(write.key, kind, outcomes) for write, kind in zip(writes, throw.of_chunks, strict=True)]
 
-    async def delete(self, keys: Sequence[OffloadKey]) -> None:
+    async def delete(self, keys: Sequence[api.OffloadKey]) -> None:
         with self._calls.one():
             await self._meet(self._throw("delete", keys), lambda: self._inner.delete(keys))
 
-    async def aclose(self, deadline_s: float) -> Abandoned:
+    async def aclose(self, deadline_s: float) -> api.Abandoned:
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + deadline_s
         ours = await self._calls.close(deadline_s)
         inner = await self._inner.aclose(max(0.0, ends_at - loop.time()))
         return max(ours, inner)  # A call in the inner tier is one of ours, too.
 
-    def _throw(self, operation: Operation, keys: Sequence[OffloadKey]) -> Throw:
+    def _throw(self, operation: Operation, keys: Sequence[api.OffloadKey]) -> Throw:
         throw = self._dice.throw(operation, keys)
         self.met.update(throw.of_call)
         self.met.update(kind for kind in throw.of_chunks if kind is not None)
@@ -289,6 +275,6 @@ class FaultyBackend(Wrapper[FaultyOptions]):
             self.hanging -= 1
 
 
-def _outcome(key: OffloadKey, kind: FaultKind | None, outcomes: Iterator[Outcome]) -> Outcome:
+def _outcome(key: api.OffloadKey, kind: FaultKind | None, outcomes: Iterator[api.Outcome]) -> api.Outcome:
     """Return a chunk's fault, or the inner tier's next outcome."""
     return next(outcomes) if kind is None else ERRORS[kind](f"{key.hex()}: {kind} (a fault)")

@@ -19,20 +19,8 @@ from kvtier.backend import Directory, Finding, Kind, Place, State, StoredFile, c
 from kvtier.config import read_config, tier_options
 from kvtier.errors import ConfigError, one_line
 from kvtier.settings import shown_age, shown_bytes
-from kvtier.tools import statuses
+from kvtier.tools import outputs, statuses
 from kvtier.tools.options import JsonOption
-from kvtier.tools.outputs import (
-    STDOUT,
-    bar,
-    check_outputs,
-    console,
-    counted,
-    json_output,
-    plain_table,
-    printed,
-    write_json,
-    write_rows,
-)
 
 _PROGRESS_FILES = 256  # Between two updates of the bar.
 LISTED_MAX = 1_000_000_000_000  # Chunks; no directory holds more.
@@ -108,7 +96,7 @@ def chosen(directory: Directory, namespace: str | None) -> list[Place]:
 
 def walked(directory: Directory, places: Sequence[Place], title: str) -> Iterator[tuple[Place, StoredFile]]:
     """Yield all files of these namespaces; show a bar on a terminal."""
-    with bar(TimeRemainingColumn()) as progress:
+    with outputs.bar(TimeRemainingColumn()) as progress:
         task = progress.add_task(title, total=None)
         parts = [(place, part) for place in places for part in directory.parts(place)]
         progress.update(task, total=len(parts))
@@ -173,7 +161,7 @@ def du(directory: DirectoryArgument, namespace: NamespaceOption = None, json_pat
     Allocated space has chunks, free space in segments, folders and the tier's own files. Leftovers are unfinished
     stores of killed processes, and segments whose first page is damaged. `kvtier prune --leftovers` removes them.
     """
-    check_outputs(json_path)
+    outputs.check_outputs(json_path)
     left_out = LeftOut()
     with opened(directory) as tier:
         places = chosen(tier, namespace)
@@ -185,8 +173,8 @@ def du(directory: DirectoryArgument, namespace: NamespaceOption = None, json_pat
     rows = {place.name: NamespaceUsage(model=place.model, **_usage(counted[place.name])) for place in places}
     total = _usage(sum(counted.values(), Counter[str]()))
     found = DirectoryUsage(namespaces=rows, left_out=left_out.count, **total)
-    screen = write_json(json_path, found)
-    table = plain_table(
+    screen = outputs.write_json(json_path, found)
+    table = outputs.plain_table(
         "namespace", "model", ">chunks", ">size", ">allocated", ">temporaries", ">leftovers", ">of which size"
     )
     for name, row in rows.items():
@@ -232,16 +220,16 @@ def ls(
     calls them corrupt. A tier sets a file's time to the chunk's last use at most once an hour. A chunk in a segment
     has only the time of its store.
     """
-    check_outputs(json_path)
+    outputs.check_outputs(json_path)
     now_s, left_out = time.time(), LeftOut()
-    with opened(directory) as tier, json_output(json_path) as file:
+    with opened(directory) as tier, outputs.json_output(json_path) as file:
         found = readable(tier, chosen(tier, namespace), "listing", left_out)
         rows: Iterator[ListedChunk] = islice(
             (_listed(place, each, now_s) for place, each in found if each.kind is Kind.CHUNK), limit
         )
-        if json_path != STDOUT:
-            rows = printed(rows, _line)
-        write_rows(file, rows)
+        if json_path != outputs.STDOUT:
+            rows = outputs.printed(rows, _line)
+        outputs.write_rows(file, rows)
     left_out.report()
 
 
@@ -358,21 +346,21 @@ def verify(
     and are counted. Damage to encrypted chunks is found; only a tier with the key can tell who wrote them. Nothing is
     changed: `kvtier prune --corrupt` removes corrupt chunks.
     """
-    check_outputs(json_path)
+    outputs.check_outputs(json_path)
     share = 1.0 if sample is None else share_of("--sample", sample)
-    with opened(directory) as tier, json_output(json_path) as file:
+    with opened(directory) as tier, outputs.json_output(json_path) as file:
         verification = Verification(tier, share, random.Random())
-        write_rows(file, verification.run(chosen(tier, namespace)), "files", verification.summed)
+        outputs.write_rows(file, verification.run(chosen(tier, namespace)), "files", verification.summed)
     found = verification.summed()
-    if json_path != STDOUT:
+    if json_path != outputs.STDOUT:
         _print_findings(verification.bad, found)
     if found.corrupt or found.unreadable:
         raise typer.Exit(statuses.DATA_WRONG)
 
 
 def _print_findings(bad: list[BadFile], found: Verified) -> None:
-    screen = console()
-    table = plain_table("fault", "file")
+    screen = outputs.console()
+    table = outputs.plain_table("fault", "file")
     for each in bad:
         table.add_row(Text(each.fault), Text(each.file))
     if bad:
@@ -383,7 +371,7 @@ def _print_findings(bad: list[BadFile], found: Verified) -> None:
     kinds = ", ".join(f"{fault} {count:,}" for fault, count in found.corrupt.items())
     seen = f"{found.checked:,} of " if found.skipped else ""
     parts = [
-        f"{seen}{counted(found.checked + found.skipped, 'chunk')} checked",
+        f"{seen}{outputs.counted(found.checked + found.skipped, 'chunk')} checked",
         f"{corrupt:,} corrupt{f' ({kinds})' if kinds else ''}",
         f"{found.unverified:,} without anything to verify them by",
     ]

@@ -1,8 +1,7 @@
 """A tier in a Mooncake Store, the asynchronous shell: it divides calls, waits for their parts, and gives them up.
 
-A call moves in parts of at most 16 chunks, some of them at once. Each part has slots of staging and its own thread. If
-the thread is late, its rows are taken back, its slots are retired, and the rest of the call fails at once. Calls that
-wait in the same queue fail, too. If the master is away, the calls in every queue fail.
+A call moves in parts of at most 16 chunks, each with slots of staging and its own thread. If that is late, its rows are
+taken back, its slots retired, and the rest of the call and of its queue fails; all queues, if the master is away.
 """
 
 import asyncio
@@ -16,21 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, NamedTuple, Self
 
-from kvtier.backend import (
-    Abandoned,
-    BackendUnavailable,
-    ConfigError,
-    Durability,
-    OffloadKey,
-    Outcome,
-    Read,
-    Seal,
-    Staging,
-    TierContext,
-    TransferFailed,
-    Write,
-    in_task,
-)
+from kvtier import backend as api
 from kvtier.backend.remote import RemoteBackend, caused, name_prefix
 from kvtier_backends.mooncake.client import (
     Meaning,
@@ -61,8 +46,8 @@ class _Lost(NamedTuple):
     number: int  # The system's number for the cause.
     away: bool = False
 
-    def unavailable(self) -> BackendUnavailable:
-        return caused(BackendUnavailable(self.why), self.number)
+    def unavailable(self) -> api.BackendUnavailable:
+        return caused(api.BackendUnavailable(self.why), self.number)
 
 
 class Queue:
@@ -83,7 +68,7 @@ class Way(NamedTuple, Generic[Chunk]):
 
     part_type: type[Part[Chunk]]
     means: Means
-    staging: Staging
+    staging: api.Staging
     queue: Queue
     at_once: int  # Parts in flight: one inside Mooncake, and one that is copied meanwhile.
     part_chunks: int
@@ -92,13 +77,13 @@ class Way(NamedTuple, Generic[Chunk]):
 class MooncakeBackend(RemoteBackend[MooncakeOptions]):
     """Chunks as objects of a pool, sealed."""
 
-    durability = Durability.HOST  # Other processes own the memory. The end of one costs the chunks in its memory.
+    durability = api.Durability.HOST  # Other processes own the memory. The end of one costs the chunks in its memory.
     runner = "process"
     options_type = MooncakeOptions
     described = ("master", "protocol", "tenant", "replicas")
 
     @classmethod
-    async def open(cls, options: MooncakeOptions, context: TierContext) -> Self:
+    async def open(cls, options: MooncakeOptions, context: api.TierContext) -> Self:
         """Connect to the master. This process lends no memory to the pool."""
         threads = Threads(context.name)
         try:
@@ -107,12 +92,12 @@ class MooncakeBackend(RemoteBackend[MooncakeOptions]):
             )
             return cls(options, context, client, seal, threads)
         except Late:
-            raise BackendUnavailable(f"{context.name}: the master {options.master} does not answer") from None
+            raise api.BackendUnavailable(f"{context.name}: the master {options.master} does not answer") from None
         finally:
             threads.shutdown()
 
     def __init__(
-        self, options: MooncakeOptions, context: TierContext, client: PoolClient, seal: Seal, threads: Threads
+        self, options: MooncakeOptions, context: api.TierContext, client: PoolClient, seal: api.Seal, threads: Threads
     ) -> None:
         super().__init__(options, context)
         self._mapper = context.mapper
@@ -121,32 +106,29 @@ class MooncakeBackend(RemoteBackend[MooncakeOptions]):
         self._open = True
         self._seal = seal
         self._threads = threads
-        self._loads: Way[Read] = self._way(Load)
-        self._stores: Way[Write] = self._way(Store)
+        self._loads: Way[api.Read] = self._way(Load)
+        self._stores: Way[api.Write] = self._way(Store)
         self._asking = Queue(ASKERS)
         self._queues = (self._loads.queue, self._stores.queue, self._asking)
 
-    async def _load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
+    async def _load(self, reads: Sequence[api.Read]) -> Sequence[api.Outcome]:
         return await self._move(self._loads, reads)
 
-    async def _store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
+    async def _store(self, writes: Sequence[api.Write]) -> Sequence[api.Outcome]:
         return await self._move(self._stores, writes)
 
-    async def _probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+    async def _probe(self, keys: Sequence[api.OffloadKey]) -> Sequence[bool]:
         return [code == 1 for code in await self._ask(self._client.exist, keys)]
 
-    async def _delete(self, keys: Sequence[OffloadKey]) -> None:
+    async def _delete(self, keys: Sequence[api.OffloadKey]) -> None:
         codes = await self._ask(self._client.remove, keys)
         kept = [code for code in codes if meaning_of(code) not in (None, Meaning.MISSING)]
         if kept:
             why = f"{len(kept)} of {len(codes)} chunks are not deleted: {answer_of(kept[0])}"
-            raise caused(BackendUnavailable(f"{self._name}: {why}"), number_of(kept[0]))
+            raise caused(api.BackendUnavailable(f"{self._name}: {why}"), number_of(kept[0]))
 
-    async def aclose(self, deadline_s: float) -> Abandoned:
-        """Close, as the contract says. Calls that miss the deadline fail at once.
-
-        A client with a call that hangs stays open until the process ends.
-        """
+    async def aclose(self, deadline_s: float) -> api.Abandoned:
+        """Close; late calls fail at once. A client with a call that hangs stays open until the process ends."""
         ends_at = time.monotonic() + deadline_s
         left = await self._calls.close(deadline_s)
         if left.transfers:
@@ -168,16 +150,16 @@ class MooncakeBackend(RemoteBackend[MooncakeOptions]):
         chunks = min(PART_CHUNKS_MAX, max(PART_CHUNKS_MIN, PART_BYTES_MAX // self._seal.row_bytes))
         slots = min(self._options.staging_bytes // 2 // slot_bytes, PARTS_AT_ONCE * chunks)
         at_once = min(PARTS_AT_ONCE, slots)
-        staging = Staging(self._name, slot_bytes, slots, RETIRED_BYTES_MAX // slot_bytes)
+        staging = api.Staging(self._name, slot_bytes, slots, RETIRED_BYTES_MAX // slot_bytes)
         queue = Queue(at_once)
         means = Means(self._client, self._seal, threading.Lock(), partial(self._answered, queue))
         return Way(part_type, means, staging, queue, at_once, slots // at_once)
 
-    def _names(self, keys: Sequence[OffloadKey]) -> list[str]:
+    def _names(self, keys: Sequence[api.OffloadKey]) -> list[str]:
         name, prefix = self._mapper.name, self._prefix
         return [prefix + name(key) for key in keys]
 
-    async def _ask(self, call: Callable[[Sequence[str]], list[int]], keys: Sequence[OffloadKey]) -> list[int]:
+    async def _ask(self, call: Callable[[Sequence[str]], list[int]], keys: Sequence[api.OffloadKey]) -> list[int]:
         """Make a call that moves no bytes. Raises `BackendUnavailable` if the master does not answer in time."""
         names, found = self._names(keys), self._asking.since_now()
         async with self._asking.turns:
@@ -201,7 +183,7 @@ class MooncakeBackend(RemoteBackend[MooncakeOptions]):
             queue.found = away
         return away
 
-    async def _move(self, way: Way[Chunk], chunks: Sequence[Chunk]) -> Sequence[Outcome]:
+    async def _move(self, way: Way[Chunk], chunks: Sequence[Chunk]) -> Sequence[api.Outcome]:
         ends_at = time.monotonic() + self._options.timeout_s
         names = self._names([chunk.key for chunk in chunks])
         whole: _Whole[Chunk] = _Whole(names, chunks, way.queue.since_now(), ends_at)
@@ -215,7 +197,7 @@ class MooncakeBackend(RemoteBackend[MooncakeOptions]):
         for part in parts:
             async with way.queue.turns:
                 if whole.lost() is None:
-                    await in_task(self._move_part(way, whole, part))
+                    await api.in_task(self._move_part(way, whole, part))
 
     async def _move_part(self, way: Way[Chunk], whole: "_Whole[Chunk]", part: range) -> None:
         if time.monotonic() >= whole.ends_at:  # It has used up its time in the queue.
@@ -226,7 +208,7 @@ class MooncakeBackend(RemoteBackend[MooncakeOptions]):
             async with way.staging.lend(len(part)) as slots:
                 names, chunks = whole.names[part.start : part.stop], whole.chunks[part.start : part.stop]
                 done = await self._moved(way, whole, way.part_type(way.means, names, chunks, slots, whole.found))
-        except BackendUnavailable as error:
+        except api.BackendUnavailable as error:
             whole.own = _Lost(str(error), getattr(error.__cause__, "errno", None) or errno.EIO, away=True)
             return
         if done is not None:
@@ -277,7 +259,7 @@ class _Whole(Generic[Chunk]):
     found: Callable[[], _Lost | None]  # Returns the queue's failure since the call began; holds no row.
     ends_at: float  # No part enters Mooncake later.
     own: _Lost | None = None
-    _outcomes: dict[int, Outcome] = field(default_factory=dict[int, Outcome])
+    _outcomes: dict[int, api.Outcome] = field(default_factory=dict[int, api.Outcome])
     _away: int = 0
 
     def lost(self) -> _Lost | None:
@@ -292,22 +274,22 @@ class _Whole(Generic[Chunk]):
         elif moved.wholly(Meaning.FAILED, Meaning.AWAY):
             self.own = _Lost("transfers fail", errno.EIO)
 
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[api.Outcome]:
         """Return all outcomes. Raises `BackendUnavailable` if no chunk has an answer."""
         if (lost := self.lost()) is not None:
             if lost.away and self._away == len(self._outcomes):
                 raise lost.unavailable()
             for at, chunk in enumerate(self.chunks):
                 if at not in self._outcomes:
-                    self._outcomes[at] = caused(TransferFailed(f"{chunk.key.hex()}: {lost.why}"), lost.number)
+                    self._outcomes[at] = caused(api.TransferFailed(f"{chunk.key.hex()}: {lost.why}"), lost.number)
         return [self._outcomes[at] for at in range(len(self.chunks))]
 
 
-def _prepared(options: MooncakeOptions, context: TierContext) -> tuple[PoolClient, Seal]:
+def _prepared(options: MooncakeOptions, context: api.TierContext) -> tuple[PoolClient, api.Seal]:
     """Blocks. Raises `ConfigError`, and `BackendUnavailable` if the master does not answer."""
     seal = options.make_seal(context.mapper.fingerprint, context.row_bytes)
     if options.staging_bytes < 2 * seal.sealed_bytes:
-        raise ConfigError(
+        raise api.ConfigError(
             f"staging_bytes: {options.staging_bytes:,} bytes given, at least {2 * seal.sealed_bytes:,} accepted: "
             "a chunk and its seal each way"
         )

@@ -1,7 +1,6 @@
 """Parts of calls, in threads that may hang: rows through staging, each checked on its way back.
 
-Mooncake may hang and cannot be stopped. So its thread touches a row only while a call waits for it, under a lock, one
-row at a time. A call that gives up the thread gets its rows back at once.
+A thread touches a row only while a call waits for it, under a lock: a call that gives it up gets rows back at once.
 """
 
 import asyncio
@@ -20,26 +19,13 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from xxhash import xxh3_128_digest
 
-from kvtier.backend import (
-    BackendUnavailable,
-    ChunkMissing,
-    Lanes,
-    NoSpace,
-    OffloadKey,
-    Outcome,
-    Read,
-    Seal,
-    SealFault,
-    Slots,
-    TransferFailed,
-    Write,
-)
+from kvtier import backend as api
 from kvtier.backend.remote import caused
 from kvtier_backends.mooncake.client import Meaning, Move, PoolClient, answer_of, has_ended, meaning_of, number_of
 
 LATE_MAX = 64  # Abandoned calls that still run: with more, the client counts as lost.
 
-Chunk = TypeVar("Chunk", Read, Write)
+Chunk = TypeVar("Chunk", api.Read, api.Write)
 T = TypeVar("T")
 
 
@@ -48,7 +34,7 @@ class GivenUp(Exception):
 
 
 class Moved(NamedTuple):
-    outcomes: list[Outcome]
+    outcomes: list[api.Outcome]
     codes: Sequence[int]
     counts: Counter[str]
 
@@ -62,7 +48,7 @@ class Moved(NamedTuple):
 
 class Means(NamedTuple):
     client: PoolClient
-    seal: Seal
+    seal: api.Seal
     gate: threading.Lock
     """Lets one part at a time into Mooncake: the next one is copied and checked meanwhile."""
 
@@ -74,7 +60,7 @@ class Part(ABC, Generic[Chunk]):
     """The work of one thread: names, slots of staging, and rows that are lent to it until they are taken back."""
 
     def __init__(
-        self, means: Means, names: Sequence[str], chunks: Sequence[Chunk], slots: Slots, found: Callable[[], object]
+        self, means: Means, names: Sequence[str], chunks: Sequence[Chunk], slots: api.Slots, found: Callable[[], object]
     ) -> None:
         """`found` returns a reason once trying is useless; it holds no row."""
         self.names = names
@@ -86,9 +72,9 @@ class Part(ABC, Generic[Chunk]):
         self._inside_lock = threading.Lock()
         self._chunks: Sequence[Chunk] | None = chunks
         self._rows_lock = threading.Lock()
-        self._keys: list[OffloadKey] = [chunk.key for chunk in chunks]
+        self._keys: list[api.OffloadKey] = [chunk.key for chunk in chunks]
         self._addresses = [ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in slots.views]
-        self._outcomes: dict[int, Outcome] = {}
+        self._outcomes: dict[int, api.Outcome] = {}
         self._counts = Counter[str]()
 
     @abstractmethod
@@ -112,7 +98,7 @@ class Part(ABC, Generic[Chunk]):
             self._chunks = None
         self._leave()
 
-    def _use(self, index: int, use: Callable[[int, OffloadKey, memoryview], T]) -> T:
+    def _use(self, index: int, use: Callable[[int, api.OffloadKey, memoryview], T]) -> T:
         """Call `use` with a place, its key and its row. Raises `GivenUp`."""
         with self._rows_lock:
             if self._chunks is None:
@@ -157,12 +143,12 @@ class Part(ABC, Generic[Chunk]):
             at += piece.nbytes
         return found
 
-    def _failed(self, index: int, code: int) -> Outcome:
+    def _failed(self, index: int, code: int) -> api.Outcome:
         self._counts["unreachable" if meaning_of(code) is Meaning.AWAY else "transfers_failed"] += 1
-        return caused(TransferFailed(f"{self._keys[index].hex()}: {answer_of(code)}"), number_of(code))
+        return caused(api.TransferFailed(f"{self._keys[index].hex()}: {answer_of(code)}"), number_of(code))
 
 
-class Store(Part[Write]):
+class Store(Part[api.Write]):
     def _run(self) -> list[int]:
         for index in range(len(self.names)):
             self._use(index, self._close)
@@ -170,27 +156,27 @@ class Store(Part[Write]):
         self._outcomes = {index: self._stored(index, code) for index, code in enumerate(codes)}
         return codes
 
-    def _close(self, index: int, key: OffloadKey, row: memoryview) -> None:
+    def _close(self, index: int, key: api.OffloadKey, row: memoryview) -> None:
         for piece, place in self._outside(index, self._seal.close(key, row, self._beside(index))):
             copy(piece, place)
 
-    def _stored(self, index: int, code: int) -> Outcome:
+    def _stored(self, index: int, code: int) -> api.Outcome:
         if code >= 0:
             return None
         if meaning_of(code) is Meaning.FULL:
             self._counts["no_room"] += 1
-            return NoSpace(f"{self._keys[index].hex()}: the pool has no room")
+            return api.NoSpace(f"{self._keys[index].hex()}: the pool has no room")
         return self._failed(index, code)
 
 
 class _Doubt(NamedTuple):
     """Loaded bytes that are not the chunk: damaged, or a mixture while another engine stores the chunk."""
 
-    fault: SealFault
+    fault: api.SealFault
     came: bytes
 
 
-class Load(Part[Read]):
+class Load(Part[api.Read]):
     """A load. A wrong value is read a second time. If the same bytes come again, it is corrupt and is removed."""
 
     def _run(self) -> list[int]:
@@ -209,9 +195,9 @@ class Load(Part[Read]):
     def _taken(self, index: int, code: int) -> _Doubt | None:
         meaning, key, fault = meaning_of(code), self._keys[index], None
         if meaning is Meaning.TOO_LONG or (meaning is None and code != self._seal.sealed_bytes):
-            return _Doubt(SealFault.LENGTH, b"%d" % code)
+            return _Doubt(api.SealFault.LENGTH, b"%d" % code)
         if meaning is Meaning.MISSING:
-            self._outcomes[index] = ChunkMissing(f"{key.hex()}: Mooncake answers {code}")
+            self._outcomes[index] = api.ChunkMissing(f"{key.hex()}: Mooncake answers {code}")
         elif meaning is not None:
             self._outcomes[index] = self._failed(index, code)
         elif (fault := self._use(index, self._open)) is None:
@@ -223,11 +209,10 @@ class Load(Part[Read]):
             self._outcomes[index] = fault.outcome(key)
         return None
 
-    def _open(self, index: int, key: OffloadKey, row: memoryview) -> SealFault | None:
+    def _open(self, index: int, key: api.OffloadKey, row: memoryview) -> api.SealFault | None:
         """Copy, then check the copy: bytes that reach the slot later are not in the row.
 
-        A cipher decrypts out of the slot. That is safe: Mooncake has reported these bytes as complete, and a slot whose
-        transfer may go on is never used again.
+        A cipher decrypts out of the slot: Mooncake has reported it as complete, and never reuses one that is late.
         """
         beside = self._beside(index)
         for place, piece in self._outside(index, self._seal.places(row, beside)):
@@ -239,7 +224,7 @@ class Load(Part[Read]):
         corrupt = [index for index, doubt in second.items() if doubt == first[index]]
         for index, doubt in second.items():
             key = self._keys[index]
-            mixture = ChunkMissing(f"{key.hex()}: it is being stored")
+            mixture = api.ChunkMissing(f"{key.hex()}: it is being stored")
             self._outcomes[index] = doubt.fault.outcome(key) if index in corrupt else mixture
         self._counts.update(f"corrupt_{first[index].fault}" for index in corrupt)
         if torn := len(first) - len(corrupt):
@@ -258,14 +243,11 @@ class Late(Exception):
 
 
 class Threads:
-    """One daemon thread for each call in flight, which may never end. Belongs to one event loop.
-
-    A late thread is abandoned to its call, and another takes its place.
-    """
+    """A daemon thread for each call in flight; a late one is abandoned and replaced. Belongs to one event loop."""
 
     def __init__(self, tier_name: str) -> None:
         self._tier_name = tier_name
-        self._idle: list[Lanes] = []
+        self._idle: list[api.Lanes] = []
         self._waiting: set[asyncio.Future[Any]] = set()
         self._under_way: set[Future[Any]] = set()
         self._given_up = False
@@ -273,11 +255,10 @@ class Threads:
     async def run(
         self, call: Callable[[], T], ends_at: Callable[[], float], *, unwanted: Callable[[T], object] | None = None
     ) -> T:
-        """Return the call's result, or raise its error.
+        """Return the call's result, or raise its error, or `Late` at `ends_at` (monotonic, movable) or `give_up`.
 
-        Raises `Late` at `ends_at`, by `time.monotonic`, which may move meanwhile, or at `give_up`. Then, and if the
-        waiting task is cancelled, the call goes on in its thread, and `unwanted` gets its result. Raises
-        `BackendUnavailable` at once while too many calls are late.
+        The call goes on then, and when cancelled; `unwanted` gets its result. `BackendUnavailable` if too many are
+        late.
         """
         self.check()
         if self._given_up:
@@ -313,7 +294,7 @@ class Threads:
         """Raise `BackendUnavailable` if too many calls are late."""
         if len(self._under_way) - len(self._waiting) >= LATE_MAX:
             why = f"{self._tier_name}: {LATE_MAX} calls of its client are late and still running"
-            raise caused(BackendUnavailable(why), errno.ETIMEDOUT)
+            raise caused(api.BackendUnavailable(why), errno.ETIMEDOUT)
 
     def give_up(self) -> None:
         """Raise `Late` in every waiting and later call."""
@@ -334,13 +315,13 @@ class Threads:
         while self._idle:
             self._idle.pop().shutdown(wait=False)
 
-    def _one(self) -> Lanes:
+    def _one(self) -> api.Lanes:
         if self._idle:
             return self._idle.pop()
         try:
-            return Lanes(1, f"kvtier-{self._tier_name}")
+            return api.Lanes(1, f"kvtier-{self._tier_name}")
         except RuntimeError as error:
-            raise BackendUnavailable(f"{self._tier_name}: no thread for a call of its client: {error}") from error
+            raise api.BackendUnavailable(f"{self._tier_name}: no thread for a call of its client: {error}") from error
 
 
 def _hand_over(unwanted: Callable[[T], object], job: "Future[T]") -> None:

@@ -9,17 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvtier.backend import (
-    Backend,
-    FileMapper,
-    Namespace,
-    OffloadKey,
-    Outcome,
-    Read,
-    TierContext,
-    Write,
-    make_offload_key,
-)
+from kvtier import backend as api
 
 PART_BYTES = 32  # Of a chunk: 24 unique to its key and version, and 8 with the index of the part.
 GUARD = b"\x5a"
@@ -27,28 +17,28 @@ FRESH = b"\xa5"  # Fills a row before a load.
 PATIENCE_S = 30.0  # Real seconds until a call counts as hung; an honest one needs a thousandth.
 
 
-def tier_context(chunk_bytes: int, *, name: str = "0:tested", model_name: str = "conformance") -> TierContext:
+def tier_context(chunk_bytes: int, *, name: str = "0:tested", model_name: str = "conformance") -> api.TierContext:
     """Return the context of a tier under test."""
-    return TierContext(name, FileMapper(Namespace(model_name=model_name)), chunk_bytes)
+    return api.TierContext(name, api.FileMapper(api.Namespace(model_name=model_name)), chunk_bytes)
 
 
-def key_of(number: int, group: int = 0) -> OffloadKey:
+def key_of(number: int, group: int = 0) -> api.OffloadKey:
     """Return a key as engines make it: 32 bytes of hash, and a group."""
-    return make_offload_key(blake2b(number.to_bytes(8, "big"), digest_size=32).digest(), group)
+    return api.make_offload_key(blake2b(number.to_bytes(8, "big"), digest_size=32).digest(), group)
 
 
-def keys_of(count: int, start: int = 0) -> list[OffloadKey]:
+def keys_of(count: int, start: int = 0) -> list[api.OffloadKey]:
     return [key_of(number) for number in range(start, start + count)]
 
 
-def label(key: OffloadKey, version: int = 0) -> str:
+def label(key: api.OffloadKey, version: int = 0) -> str:
     """Return a short, unique name of a chunk."""
     digits = key.hex()
     return f"{digits if len(digits) <= 24 else f'{digits[:12]}…{digits[-8:]} ({len(key)} bytes)'} v{version}"
 
 
 @lru_cache(maxsize=512)
-def chunk(key: OffloadKey, version: int, size_bytes: int) -> bytes:
+def chunk(key: api.OffloadKey, version: int, size_bytes: int) -> bytes:
     """Return a chunk of which every part is unique among all chunks."""
     tag = _tag(key, version)
     return (tag + tag.join(_indexes(-(-size_bytes // PART_BYTES))))[:size_bytes]
@@ -59,7 +49,7 @@ def _indexes(parts: int) -> list[bytes]:
     return [index.to_bytes(8, "big") for index in range(parts)]
 
 
-def _tag(key: OffloadKey, version: int) -> bytes:
+def _tag(key: api.OffloadKey, version: int) -> bytes:
     return blake2b(version.to_bytes(8, "big") + key, digest_size=PART_BYTES - 8).digest()
 
 
@@ -86,18 +76,18 @@ class Lender:
             whole[place] = FRESH * length
         return [whole[place] for place in places]
 
-    def writes(self, keys: Sequence[OffloadKey], version: int = 0) -> list[Write]:
+    def writes(self, keys: Sequence[api.OffloadKey], version: int = 0) -> list[api.Write]:
         """Lend rows that hold these keys' chunks."""
-        writes = [Write(key, row) for key, row in zip(keys, self.rows(len(keys)), strict=True)]
+        writes = [api.Write(key, row) for key, row in zip(keys, self.rows(len(keys)), strict=True)]
         for key, block in writes:
             block[:] = self.chunk(key, version)
         return writes
 
-    def reads(self, keys: Sequence[OffloadKey]) -> list[Read]:
+    def reads(self, keys: Sequence[api.OffloadKey]) -> list[api.Read]:
         """Lend rows to load these keys' chunks into."""
-        return [Read(key, row) for key, row in zip(keys, self.rows(len(keys)), strict=True)]
+        return [api.Read(key, row) for key, row in zip(keys, self.rows(len(keys)), strict=True)]
 
-    def chunk(self, key: OffloadKey, version: int = 0) -> bytes:
+    def chunk(self, key: api.OffloadKey, version: int = 0) -> bytes:
         """Return a chunk that `identify` will recognise."""
         block = chunk(key, version, self.chunk_bytes)
         self._labels_of_tags[_tag(key, version)] = self._labels_of_chunks[block] = label(key, version)
@@ -121,7 +111,7 @@ class Lender:
             return "untouched"
         return f"{name}, but another part" if name is not None else f"unknown bytes {part[:4].hex()}…"
 
-    def told(self, reads: Sequence[Read], outcomes: Sequence[Outcome]) -> list[str]:
+    def told(self, reads: Sequence[api.Read], outcomes: Sequence[api.Outcome]) -> list[str]:
         """Return for each read the name of its chunk, or of its error."""
         assert len(outcomes) == len(reads), "one outcome for each place of the batch"
         return [
@@ -129,12 +119,12 @@ class Lender:
             for read, outcome in zip(reads, outcomes, strict=True)
         ]
 
-    async def keep(self, backend: Backend, keys: Sequence[OffloadKey], version: int = 0) -> None:
+    async def keep(self, backend: api.Backend, keys: Sequence[api.OffloadKey], version: int = 0) -> None:
         """Store these keys' chunks; fail unless all were stored."""
         outcomes = await backend.store(self.writes(keys, version))
         assert list(outcomes) == [None] * len(keys)
 
-    async def recall(self, backend: Backend, keys: Sequence[OffloadKey]) -> list[str]:
+    async def recall(self, backend: api.Backend, keys: Sequence[api.OffloadKey]) -> list[str]:
         """Load these keys, and return what `told` returns."""
         reads = self.reads(keys)
         return self.told(reads, await backend.load(reads))

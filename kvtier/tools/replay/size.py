@@ -12,35 +12,11 @@ from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 from kvtier.errors import ConfigError
 from kvtier.settings import SIZE_BYTES_MAX, foreign, parse_size, shown_bytes
 from kvtier.testing.virtual_time import run
-from kvtier.tools.options import (
-    DiskSpeedOption,
-    GpuCacheOption,
-    JsonOption,
-    LimitOption,
-    LoadAlwaysOption,
-    PrefillOption,
-    SlotsOption,
-    TraceArgument,
-    listed,
-)
+from kvtier.tools import options
 from kvtier.tools.outputs import bar, check_outputs, counted, plain_table, write_json
+from kvtier.tools.replay import simulate
 from kvtier.tools.replay.replay_command import measured
 from kvtier.tools.replay.report import Quantiles, quantiles
-from kvtier.tools.replay.simulate import (
-    DISK_NAME,
-    GPU_CACHE_TOKENS,
-    PREFILL_TOKENS_PER_S,
-    SLOTS,
-    SSDS_RATES,
-    CascadeName,
-    Servers,
-    VirtualReplay,
-    arrivals_s,
-    disk_speed,
-    model_engine,
-    modelled,
-    without_tiering_s,
-)
 from kvtier.tools.replay.study import Extent, too_long
 from kvtier.tools.replay.workload import open_trace
 
@@ -81,7 +57,7 @@ class SizeReport(msgspec.Struct, frozen=True):
 
 
 def size(
-    trace: TraceArgument,
+    trace: options.TraceArgument,
     kv_bytes: Annotated[
         int | None,
         typer.Option("--kv-bytes-per-token", min=1, max=KV_BYTES_MAX, help="Bytes of KV cache for each token."),
@@ -92,26 +68,26 @@ def size(
     ] = None,
     memory: Annotated[str, typer.Option(help="Sizes of the primary, in host memory.")] = "64GiB,256GiB",
     disk: Annotated[str, typer.Option(help="Capacities of a disk tier under it; 0 for none.")] = "1TiB,4TiB",
-    cascade: Annotated[CascadeName, typer.Option(help="When chunks are written to the disk.")] = "store",
-    prefill_tokens_per_s: PrefillOption = PREFILL_TOKENS_PER_S,
-    slots: SlotsOption = SLOTS,
-    gpu_cache_tokens: GpuCacheOption = GPU_CACHE_TOKENS,
-    disk_rates: DiskSpeedOption = SSDS_RATES,
-    load_always: LoadAlwaysOption = False,
-    limit: LimitOption = None,
-    json_path: JsonOption = None,
+    cascade: Annotated[simulate.CascadeName, typer.Option(help="When chunks are written to the disk.")] = "store",
+    prefill_tokens_per_s: options.PrefillOption = simulate.PREFILL_TOKENS_PER_S,
+    slots: options.SlotsOption = simulate.SLOTS,
+    gpu_cache_tokens: options.GpuCacheOption = simulate.GPU_CACHE_TOKENS,
+    disk_rates: options.DiskSpeedOption = simulate.SSDS_RATES,
+    load_always: options.LoadAlwaysOption = False,
+    limit: options.LimitOption = None,
+    json_path: options.JsonOption = None,
 ) -> None:
     """Compare sizes of memory and disk over a trace: hits, times to first token, GPU time, writes.
 
     Each combination of sizes is simulated, as `kvtier simulate` does.
     """
     check_outputs(json_path)
-    memories = listed("--memory", memory, _size, SIZES)
-    disks = listed("--disk", disk, lambda text: 0 if text == "0" else _size(text), f"{SIZES}; 0 for none")
+    memories = options.listed("--memory", memory, _size, SIZES)
+    disks = options.listed("--disk", disk, lambda text: 0 if text == "0" else _size(text), f"{SIZES}; 0 for none")
     if (kv_bytes is None) == (model is None):
         raise ConfigError("--kv-bytes-per-token or --model: one of both accepted, and one is needed")
     per_token = kv_bytes or kv_bytes_per_token(model or "")
-    speed = disk_speed("--disk-speed", disk_rates)
+    speed = simulate.disk_speed("--disk-speed", disk_rates)
     opened = open_trace(trace, limit=limit)
     chunk_bytes = opened.block_tokens * per_token
     extent = measured(opened)
@@ -121,14 +97,14 @@ def size(
                 f"{option} {shown_bytes(given)}: a chunk of this trace has {shown_bytes(chunk_bytes)}; "
                 "room for at least one accepted"
             )
-    servers = Servers(prefill_tokens_per_s, slots, gpu_cache_tokens)
-    without = quantiles(without_tiering_s(opened, arrivals_s(opened), servers, opened.block_tokens))
+    servers = simulate.Servers(prefill_tokens_per_s, slots, gpu_cache_tokens)
+    without = quantiles(simulate.without_tiering_s(opened, simulate.arrivals_s(opened), servers, opened.block_tokens))
     cells = list[SizeCell]()
     with bar(MofNCompleteColumn(), TimeElapsedColumn()) as progress:
         for sizes in progress.track(list(product(memories, disks)), description="simulating"):
             rows = min(sizes[0] // chunk_bytes, 2 * extent.unique_blocks + ROWS_SPARE)  # More would only cost time.
-            config = model_engine(chunk_bytes, rows * chunk_bytes, sizes[1], speed, cascade)
-            replay = modelled(opened, config, servers, speed, extent.requests, load_always=load_always)
+            config = simulate.model_engine(chunk_bytes, rows * chunk_bytes, sizes[1], speed, cascade)
+            replay = simulate.modelled(opened, config, servers, speed, extent.requests, load_always=load_always)
             cells.append(size_cell(replay, extent, sizes))
     least = min(memories)
     report = SizeReport(
@@ -190,11 +166,10 @@ def _short(number: float) -> str:
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
-def size_cell(replay: VirtualReplay, extent: Extent, sizes: tuple[int, int]) -> SizeCell:
-    """Simulate one combination of sizes."""
+def size_cell(replay: simulate.VirtualReplay, extent: Extent, sizes: tuple[int, int]) -> SizeCell:
     tally = run(replay.run())
     tiers = tally.samples[-1].tiers
-    disk = tiers.get(DISK_NAME)
+    disk = tiers.get(simulate.DISK_NAME)
     return SizeCell(
         memory_bytes=sizes[0],
         disk_bytes=sizes[1],
@@ -219,10 +194,7 @@ class ModelConfig(msgspec.Struct):
 
 
 def kv_bytes_per_token(model: str) -> int:
-    """Return the bytes for a model's `config.json`, or for the folder that has it.
-
-    Raises `ConfigError` for a file that cannot be read, and for a model that is not plain.
-    """
+    """Return the bytes for a model's `config.json` or folder. `ConfigError` if it is unreadable or not plain."""
     path = os.path.join(model, "config.json") if os.path.isdir(model) else model
     try:
         with open(path, "rb") as file:
