@@ -1,7 +1,4 @@
-"""kvtier's configuration: every number with its unit and reason, all of it checked before anything is allocated.
-
-It is plain data: what was read from a file is sent to the runner's process as it is, and decoded there again.
-"""
+"""kvtier's configuration: plain data, with each number's unit and reason, checked before anything is allocated."""
 
 import json
 import os
@@ -192,7 +189,6 @@ class EngineConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     @property
     def rows(self) -> int:
-        """The number of rows that fit into the primary."""
         return self.cpu_bytes_to_use // self.row_bytes
 
 
@@ -243,10 +239,9 @@ def _paths(options: type[msgspec.Struct]) -> set[str]:
 
 
 def settled(config: EngineConfig, where: str = "") -> EngineConfig:
-    """Return the configuration with the tiers' defaults filled in, for runners that start later.
+    """Fill in the tiers' defaults, for runners that start later: absolute paths, the backends' own localities.
 
-    `Path` options become absolute, and a missing `locality` the backend's own. Raises `ConfigError` as `tier_options`
-    does, and for a runner in which a tier's client must not run.
+    Raises `ConfigError` as `tier_options` does, and for a runner in which a tier's client must not run.
     """
     top = f"{where}." if where else ""
     tiers = enumerate(config.secondary_tiers)

@@ -1,10 +1,7 @@
 """The errors that kvtier raises or returns, named by what the caller can do next.
 
-A `ChunkError` is a value in a batch's outcomes, so that one bad chunk does not cost its siblings. It is raised where a
-single chunk was asked for.
-
-Each kind has a remedy, the section of the page on troubleshooting that says what to do. A traceback ends with its
-address, as a note; `str(error)` does not have it.
+A `ChunkError` is a value in a batch's outcomes, and raised where a single chunk was asked for. Each kind has a remedy,
+a section of the page on troubleshooting; a traceback ends with its address, `str(error)` lacks it.
 """
 
 from collections.abc import Callable
@@ -187,10 +184,7 @@ def escaped(text: str) -> str:
 
 
 def cause_of(error: BaseException) -> str:
-    """Return the cause of an error in one word: an errno's name, or the class of an error that is not kvtier's.
-
-    Empty for kvtier's own errors: their kind travels without it.
-    """
+    """Return a foreign error's cause in one word, an errno's name or a class; empty for kvtier's own errors."""
     word, link = "", error
     for _ in range(CAUSES_MAX):
         if isinstance(link, OSError) and (name := errorcode.get(link.errno or 0)):

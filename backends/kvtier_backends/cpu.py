@@ -1,8 +1,4 @@
-"""The primary's host memory for a worker: torch views of a region's rows, pinned for the GPU's copy engines.
-
-Only workers, which copy to and from a GPU, create and pin it. An engine's owner and its runner see the same rows as
-bytes, and never touch CUDA.
-"""
+"""The primary's host memory for a worker: torch views of a region's rows, pinned for the GPU. Only workers use CUDA."""
 
 import ctypes
 import logging
@@ -42,8 +38,7 @@ def cuda_runtime() -> HostRegister | None:
 class CpuMemory(AbstractContextManager["CpuMemory", None]):
     """Views of a region's rows as torch.int8 tensors, zero-copy; each keeps the memory mapped.
 
-    With `pin_with` (a worker passes `cuda_runtime()`) the rows are pinned. If that fails, they stay unpinned, with a
-    warning in the log. Copies are then slower.
+    With `pin_with` (a worker passes `cuda_runtime()`) the rows are pinned, or a warning is logged: copies are slower.
     """
 
     def __init__(
@@ -102,10 +97,7 @@ class CpuMemory(AbstractContextManager["CpuMemory", None]):
 
 
 def _forget_last_error() -> None:
-    """Clear the CUDA runtime's last error, which torch's next kernel launch would raise as its own.
-
-    torch has no such call, so it is made in the library that torch has loaded.
-    """
+    """Clear the CUDA runtime's last error, else torch's next kernel launch raises it; torch has no such call."""
     if torch.version.cuda is None:
         return
     try:

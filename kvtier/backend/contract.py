@@ -1,10 +1,9 @@
 """The contract of a secondary tier: five asynchronous methods, batches only.
 
 A tier sees rows of the primary, lent for the length of one call, and answers for each chunk by itself. Everything is
-abstract: a wrapper that forgets to pass on a default is a silent bug. Optional abilities, such as an inventory, are
-small protocols. `kvtier.testing.conformance` proves this page.
-
-A tier's class is found by the name of its type, and imported at its first use: its requirements may not be installed.
+abstract: a wrapper that forgets to pass on a default is a silent bug. Optional abilities are small protocols.
+`kvtier.testing.conformance` proves this page. A tier's class is imported at its first use: its requirements may not be
+installed.
 """
 
 import inspect
@@ -107,8 +106,6 @@ class EngineId(NamedTuple):
 
 
 class TierContext(NamedTuple):
-    """The context in which kvtier opens a tier."""
-
     name: str  # As in metrics and messages, e.g. "0:fs".
     mapper: FileMapper  # Names every chunk; two namespaces never share a name.
     row_bytes: int  # Length of every buffer that will be lent: a multiple of 4,096.
@@ -284,10 +281,7 @@ class Described(Protocol):
     """A tier that describes where and how it keeps chunks, for the log."""
 
     def description(self) -> Mapping[str, str]:
-        """Return words by name, such as a directory, in the order to be shown; from memory.
-
-        They stay the same while the tier is open, and each fits on one line.
-        """
+        """Return one-line words by name, such as a directory, in the order to be shown; constant, from memory."""
         ...
 
 
@@ -348,11 +342,10 @@ def known_types() -> tuple[str, ...]:
 
 
 def backend_class(type_name: str) -> type[Backend]:
-    """Return the class of a tier type: a built-in name, an entry point's, or `module:Class`.
+    """Return the class of a tier type: a built-in name (always the built-in tier), an entry point's, or `module:Class`.
 
-    A built-in name always means the built-in tier. Raises `ConfigError` if there is no such type, if its module or a
-    requirement is not installed, or if the class is no complete `Backend`. Any other error of the module is a bug
-    there, and is raised unchanged.
+    Raises `ConfigError` if there is no such type, if its module or a requirement is not installed, or if the class is
+    no complete `Backend`. Any other error of the module is a bug there, and is raised unchanged.
     """
     return _checked(type_name, find_class("tier type", type_name, _BUILT_IN, ENTRY_POINT_GROUP, _MEANT))
 

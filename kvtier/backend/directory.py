@@ -1,7 +1,6 @@
 """The directory of an fs tier as commands see it: without a kvtier engine, and next to one that uses it.
 
-The fs tier has a class with the methods of `Directory`. It reads file names and the footers stored with the chunks, and
-needs no configuration.
+The fs tier's class reads file names and the footers stored with the chunks, and needs no configuration.
 """
 
 from collections.abc import Iterator
@@ -12,8 +11,6 @@ from kvtier.backend.namespace import OffloadKey
 
 
 class Place(NamedTuple):
-    """One namespace's chunks in the directory."""
-
     name: str  # The folder's name.
     model: str  # From the namespace's config.json; empty if it cannot be read.
 
@@ -22,8 +19,6 @@ MISPLACED = "misplaced"  # The fault of a chunk's file in a wrong folder, where 
 
 
 class Kind(Enum):
-    """The kind of a file, by its name."""
-
     CHUNK = "chunk"
     TEMPORARY = "temporary"  # A store in progress.
     LEFTOVER = "leftover"  # An unfinished store of a killed process, or a segment whose first page is damaged.
@@ -33,8 +28,6 @@ class Kind(Enum):
 
 
 class StoredFile(NamedTuple):
-    """One file at the time of its listing."""
-
     kind: Kind
     name: str  # Relative to the directory.
     key: OffloadKey | None  # Of a chunk; None if its footer is damaged or its file misplaced.
@@ -57,8 +50,6 @@ class State(Enum):
 
 
 class Finding(NamedTuple):
-    """The result of checking one chunk."""
-
     state: State
     fault: str = ""  # The kind of corruption by the tier's metric, or the reason for which it cannot be read.
 

@@ -80,7 +80,6 @@ class InventoryQueue:
                 self._lost.clear()
 
     def _next_event(self) -> InventoryEvent | None:
-        """Return the consumer's next event; None if there is none yet."""
         while self._added:
             if keys := [key for key in _take(self._added) if key in self._held]:
                 return Added(keys)

@@ -97,10 +97,9 @@ async def in_task(call: Coroutine[Any, Any, T]) -> T:
 
 
 class Lanes(Executor):
-    """A fixed number of daemon threads that take calls in order of arrival.
+    """Daemon threads that take calls in order of arrival; an `Executor`, for `loop.run_in_executor` and aiofiles.
 
-    An `Executor`, so that `loop.run_in_executor` and aiofiles run on it. The queue is unlimited: the runner's budgets
-    bound its callers, and waiting calls hold only their arguments.
+    The queue is unlimited: the runner's budgets bound its callers, and waiting calls hold only their arguments.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -140,10 +139,9 @@ class Lanes(Executor):
         return await aiofiles.os.wrap(fn)(*args, executor=self, **kwargs)
 
     async def aclose(self, deadline_s: float) -> int:
-        """Refuse new calls, wait for running ones, and drop those that have not begun by the deadline.
+        """Refuse new calls, wait for running ones, drop those not begun by the deadline; return how many still run.
 
-        Returns how many calls are still in their threads. Such a thread ends with its call. Not even the interpreter's
-        exit waits for it. May be called again.
+        A thread ends with its call; not even the interpreter's exit waits for it. May be called again.
         """
         with self._lock:
             self._closed = True
@@ -194,8 +192,6 @@ class Lanes(Executor):
 
 
 class _Job(Future[T]):
-    """One call in a lane, and the whole that it is a part of."""
-
     def __init__(self, call: Callable[[], T], whole: object) -> None:
         super().__init__()
         self.whole = whole
@@ -348,11 +344,7 @@ class Fit:
 
 
 async def load_each_once(reads: Sequence[Read], call: Move[Read]) -> Sequence[Outcome]:
-    """Load each key of a batch once, and copy its chunk to the other places of the key.
-
-    For services that fill only one buffer of a repeated key. A failed key fails in all its places. A batch without
-    repeated keys is passed on unchanged.
-    """
+    """Load each key of a batch once, for services that fill one buffer a key; copy its outcome to its other places."""
     first = {read.key: index for index, read in reversed(list(enumerate(reads)))}
     if len(first) == len(reads):
         return await call(reads)
@@ -388,10 +380,7 @@ class Slots:
         self.retired.update(range(len(self.views)) if indices is None else indices)
 
     def empty(self, indices: Iterable[int] | None = None) -> None:
-        """Return the memory of these slots, or of all, to the system; their address range stays mapped.
-
-        For retired slots whose bytes are not needed any more. Late bytes take memory again. For any thread.
-        """
+        """Return the memory of retired slots, or of all, to the system; the addresses stay mapped. For any thread."""
         for index in range(len(self.views)) if indices is None else indices:
             view = self.views[index]
             assert isinstance(view.obj, mmap.mmap)
@@ -418,10 +407,9 @@ class Staging:
     async def lend(self, count: int) -> AsyncGenerator[Slots]:
         """Lend `count` slots for the length of the block. Waits until they are free.
 
-        An exception or a cancellation retires the slots, because their transfer may go on.
-        Raises `BackendUnavailable` when more slots were retired than the limit allows: then the client's process has to
-        be replaced. Raises it, too, when the system has no memory for the slots. ValueError for more slots than there
-        are.
+        An exception or a cancellation retires the slots, because their transfer may go on. Raises `BackendUnavailable`
+        when more were retired than the limit allows (the client's process has to be replaced), or the system has no
+        memory for them. ValueError for more slots than there are.
         """
         if not 1 <= count <= self.slots:
             raise ValueError(f"{count} slots wanted, 1 to {self.slots} are there")

@@ -91,8 +91,6 @@ class Naming(NamedTuple):
 
 
 class ChunkFolder(NamedTuple):
-    """A folder of chunks, parsed from its name."""
-
     folder: str  # `<model>_<12 hex of sha256>`
     rank: int
     kind: FolderKind
@@ -179,9 +177,8 @@ class Group(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class Namespace(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The facts that decide what a chunk's bytes mean.
 
-    The first ones are vLLM's and make up the names. `None` means that a fact is not known. Then sharing between
-    parallel sizes is refused, unless the LLM engine has vouched for it (`is_parallelism_agnostic`). A file names the
-    model, what a chunk covers and its data type. The rest is the embedding program's to know.
+    The first ones are vLLM's and make up the names. `None`: not known; then sharing between parallel sizes is refused,
+    unless `is_parallelism_agnostic`. A file names the model, what a chunk covers and its data type.
     """
 
     facts: ClassVar[frozenset[str]] = frozenset(_FACTS.split())

@@ -1,7 +1,4 @@
-"""The ledger's answers to look-ups and stores, the sources that a look-up chooses from, and the ledger's events.
-
-Events report what happened to chunks, for consumers with their own index (a router, an LLM engine's event stream).
-"""
+"""The ledger's answers to look-ups and stores, the sources of a look-up, and events for consumers with an index."""
 
 from collections import deque
 from collections.abc import Callable, Sequence

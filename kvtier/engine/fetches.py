@@ -1,12 +1,9 @@
 """How calls of the asyncio face wait: for rows, for loads, and for a turn of the loop.
 
-`Progress` steps the engine and wakes all waiters whenever a message came or something was released. `Fetches` wait
-until the leading run of their keys is in the primary.
-
 Waiting requests lease at most a share of the rows. So chunks that have come are pinned and leased no more, and leave
-their share to later ones. Calls without a row stand in a line. Only the first in the line takes rows, and only it holds
-rows while it waits for more. So no fetch waits for rows of another waiting fetch. Calls that find all their chunks in
-the primary pass the line.
+their share to later ones. Calls without a row stand in a line. Only the first in the line takes rows, and holds rows
+while it waits for more. So no fetch waits for rows of another waiting fetch. Calls that find all their chunks in the
+primary pass the line.
 
 Rows come back when the blocks of other fetches end. A task that holds rows and awaits a further fetch may wait for
 itself: then no row comes back, and all calls in the line give up `lease_s` after the last one was served.
@@ -78,9 +75,8 @@ class Progress:
     async def made(self, *, for_rows: bool = False, loads_of: Request | None = None, until: float = NEVER) -> None:
         """End the step, and wait until a message came or something was released; the loop turns in any case.
 
-        A waiter `for_rows` also looks again when leases expire. One for the loads of a request looks again when they,
-        or its probes, are late. If the step itself released something, all waiters look again at once. `until` ends
-        the wait. Raises `EngineClosed`.
+        A waiter `for_rows` also looks again when leases expire, one for a request's loads when they, or its probes, are
+        late; all do if the step itself released something. `until` ends the wait. Raises `EngineClosed`.
         """
         steps, ledger = self._steps, self._steps.ledger
         leased, looked_up_at = ledger.leases.rows, ledger._now

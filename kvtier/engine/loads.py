@@ -1,13 +1,12 @@
 """Loads: what look-ups want from the tiers, which of it is worth loading, and the batches that are sent.
 
-A look-up reserves the row. At the step's end, when all that a request wants is known, its loads are weighed. A load's
-time is predicted by its tier's speed, for its own bytes and those queued ahead of it. Tiers load side by side, so the
-slowest one decides when the leading part is there. The rest is declined: it gives its rows back, and the request
-computes it.
+A look-up reserves the row. At the step's end a request's loads are weighed, each predicted by its tier's speed, for its
+own bytes and those queued ahead of it. Tiers load side by side, so the slowest one decides when the leading part is
+there. The rest is declined: it gives its rows back, and the request computes it.
 
 A tier whose loads are declined shows nothing. So once a second a few declined chunks are loaded for no request, to see
-whether the tier has become faster. A tier that is passed over, while another one loads, is tried with a prompt's last
-chunks; the request computes these.
+whether it has become faster. A tier that another one is preferred to is tried with a prompt's last chunks; the request
+computes these.
 """
 
 import math

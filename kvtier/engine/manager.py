@@ -1,8 +1,7 @@
 """The asyncio face of a kvtier engine: `TieringOffloadingManager`.
 
-`put` waits for room and for the tiers' budgets, `fetch` for room and for chunks in flight, and both for a reset. A call
-that waits for rows waits for the calls that have them. Every call lets the event loop turn, unless the loop has turned
-since the last call, and so does every loop within a call.
+`put` waits for room and for the tiers' budgets, `fetch` for room and for chunks in flight, and both for a reset. Every
+call lets the event loop turn, unless it has turned since the last call, and so does every loop within a call.
 """
 
 # ruff: noqa: SLF001  A face and its steps are one engine.
@@ -107,14 +106,13 @@ class TieringOffloadingManager:
     ) -> int:
         """Store `chunks[i]` under `keys[i]`, in prefix order; return how many leading keys are in the primary now.
 
-        The call waits for room in the primary and for budget of the tiers, so no chunk is dropped for the lack of
-        either, unless transfers hang. Fewer than all keys are stored only if the primary cannot hold more. Keys that
-        are present keep their chunk. Without a `request_id` the call is a request of its own. `hint` is as in
-        `StepManager.on_new_request`.
+        The call waits for room and for the tiers' budgets: no chunk is dropped for the lack of either, unless transfers
+        hang. Fewer than all keys are stored only if the primary cannot hold more. Keys that are present keep their
+        chunk. Without a `request_id` the call is its own request. `hint` is as in `StepManager.on_new_request`.
 
-        A cancelled call has stored some leading part. ValueError for a chunk of the wrong length, and for a key that is
-        given twice with different bytes; TypeError for an invalid chunk or key: nothing was stored. A task that holds
-        rows of `fetch` must not await this call, which may wait for these rows.
+        A cancelled call has stored some leading part. ValueError for a chunk of the wrong length, and for a key given
+        twice with different bytes; TypeError for an invalid chunk or key: nothing was stored. A task that holds rows of
+        `fetch` must not await this call, which may wait for these rows.
         """
         await self._progress.turn()
         keys = checked_keys(keys)

@@ -1,9 +1,7 @@
 """Metrics for Prometheus, statistics for programs, and the log of tiers.
 
-The metrics are the tables below, one line each. They are read from the ledger on request, so counting costs a step
-nothing. Only durations are observed as they happen: once a transfer, and once a wait. The log compares the same
-counters with those of its last line: breakers that open and close, with the cause, and once a minute dropped and failed
-chunks.
+The metrics are the tables below, read from the ledger on request, so counting costs a step nothing. Only durations are
+observed as they happen: once a transfer, and once a wait. The log compares the counters with those of its last line.
 """
 
 import errno
@@ -328,9 +326,7 @@ def ledger_series(ledger: Ledger) -> list[Series]:
 
 
 def series(table: MetricTable, subject: object, *labels: str) -> list[Series]:
-    return [
-        Series(table.prefix + metric.name, metric, labels, partial(metric.read, subject)) for metric in table.metrics
-    ]
+    return [Series(table.prefix + each.name, each, labels, partial(each.read, subject)) for each in table.metrics]
 
 
 def samples(reading: Reading) -> Iterator[tuple[Labels, float]]:
@@ -431,7 +427,6 @@ class _Told:
 
 
 def _lost(tier: Tier) -> Counter[tuple[str, str]]:
-    """Count what a tier did not do, by kind and reason."""
     counters = tier.counters
     lost = Counter({("were dropped", name): count for name, count in counters.dropped.items()})
     lost.update({("failed", name): count for name, count in counters.failed.items()})
@@ -441,6 +436,5 @@ def _lost(tier: Tier) -> Counter[tuple[str, str]]:
 
 
 def _in_words(cause: str) -> str:
-    """Return a cause, with the system's message if it is an errno."""
     number = getattr(errno, cause, None)
     return f"{cause} ({os.strerror(number)})" if isinstance(number, int) else cause or "unknown"

@@ -1,8 +1,7 @@
 """Prefetches: chunks that are brought into the primary before a request looks them up.
 
-A prefetch is a request that looks up its keys itself, with a window of keys in flight. It ends when the longest leading
-run that any tier has is in the primary. It leases its chunks, like any request that waits, so it never holds more than
-the share of leases. A prefetch undoes earlier hints on its keys that they are evicted first.
+A prefetch is a request that looks up its own keys, a window at a time, until the longest leading run that any tier has
+is in the primary. It leases within the share of leases, and undoes earlier demotions of its keys.
 """
 
 from collections import deque

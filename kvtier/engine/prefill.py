@@ -1,10 +1,8 @@
 """The prefill speed: how many tokens of prompts the LLM engine computes in a second, configured or learned.
 
-Steps that mostly decode compute few tokens of prompts. So only full steps count: those with at least a quarter of the
-tokens of an average token's step.
-
-While everything is loaded, a faster machine does not show. So now and then a request computes chunks that could be
-loaded: when no step has counted for a hundred times as long as that costs.
+Only full steps count, with at least a quarter of the tokens of an average token's step: others mostly decode. While
+everything is loaded, a faster machine does not show. So now and then a request computes chunks that could be loaded:
+when no step has counted for a hundred times as long as that costs.
 """
 
 import math

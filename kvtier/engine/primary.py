@@ -1,12 +1,8 @@
 """The primary: the rows, the keys in them, and the pins that keep them. Synchronous, no I/O.
 
-A row is free, filling, ready, or quarantined. A store or a promotion writes a row that is filling. An overdue transfer,
-or a caller, may still use a row that is quarantined, so no other may. Each reason to keep a row is a pin, and being
-filled is one. A chunk that was answered HIT is held until the step ends. That pin is made at the next eviction, because
-a look-up has no time for it.
-
-If a tier is written when chunks leave, rows are chosen for eviction ahead of demand: see `EvictionQueue`. Until they
-are evicted, they are ready like all others.
+A row is free, filling (a store or a promotion writes it), ready, or quarantined (an overdue transfer, or a caller, may
+still use it). Each reason to keep a row is a pin, and being filled is one. A chunk that was answered HIT is held until
+the step ends; that pin is made at the next eviction, because a look-up has no time for it.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -226,7 +222,6 @@ class Primary:
 
     @property
     def retentions_cut(self) -> int:
-        """The number of rows that were not retained for their whole time."""
         return 0 if self._hinted is None else self._hinted.retained.cut
 
     @property

@@ -329,8 +329,7 @@ class StepHits:
     """The hits of a step, by request.
 
     Invariant: at every eviction, the row of each hit of this step is held, as long as it is ready. So a request is in
-    `_fresh` while its `hits` are not empty, and in `_held` if its `held` are not. A request that waited and has missed
-    is in `_held`, too: a wait may end in a step that finds nothing.
+    `_fresh` while its `hits` are not empty, and in `_held` if its `held` are not, or if it waited and has missed.
 
     **A caller may skip `add` if the request has a hit already.** While `request.hits` is not empty, a ready key may be
     appended to it instead. `hold`, `end` and `clear` empty the list. It stays the same list.
@@ -372,10 +371,7 @@ class StepHits:
         request.leased_hits = len(request.held) + len(request.hits)
 
     def end(self, now: float, wait_max_s: float | None = None) -> None:
-        """Lease waiting requests their hits, and release all others.
-
-        `wait_max_s`: how long a request waits for each chunk before it gives up; None: for ever.
-        """
+        """Lease waiting requests their hits, for `wait_max_s` a chunk (None: for ever), and release all others."""
         found: Iterable[Request] = self._fresh
         if self._held:  # Rows may be held for these. Each request counts once: its hits are forgotten below.
             found = dict.fromkeys(chain(self._held, self._fresh))

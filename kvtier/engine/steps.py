@@ -91,15 +91,12 @@ class StepManager:
     ) -> Self:
         """Start a kvtier engine with its runner in a process; blocks until its tiers are open.
 
-        The rows are those of `region`, which other processes may have mapped, too. The region belongs to the engine
-        from now on. It is closed with the engine, or with a start that fails. None: the engine makes its own region.
-        `observer` is called with (tier, operation, seconds) after every transfer. `waited` is called with the seconds
-        for which a request waited for loads.
+        The rows are those of `region`, which other processes may have mapped, too, or a new one. From now on it belongs
+        to the engine, and is closed with it or with a start that fails. `observer` is called with (tier, operation,
+        seconds) after every transfer, `waited` with the seconds for which a request waited for loads.
 
-        Raises:
-            ConfigError: the configuration cannot be used, or not all participants have mapped the region; nothing was
-                left behind.
-            BackendUnavailable: a tier cannot be opened now.
+        Raises `ConfigError`, leaving nothing behind, if the configuration cannot be used or not all participants have
+        mapped the region, and `BackendUnavailable` if a tier cannot be opened now.
         """
         if config.runner == "inline":
             raise ValueError("an inline runner needs a running event loop: use TieringOffloadingManager.open(config)")
@@ -182,8 +179,7 @@ class StepManager:
     def on_request_finished(self, request_id: str, hint: object = None) -> None:
         """Rank the request's keys and end its leases. Completions, and a load decided before, may still follow.
 
-        `hint` replaces the hint that was given when the request began, if there is one. Nothing happens if the request
-        is not known.
+        A `hint` replaces that given at the begin. Nothing happens if the request is not known.
         """
         if self._forked:
             self._check_owner()
@@ -196,9 +192,7 @@ class StepManager:
     # Looking up, loading, storing.
 
     def lookup(self, key: OffloadKey, request_id: str) -> LookupResult:
-        """Find a key, and promote it if a tier has it.
-
-        A HIT holds until `end_step`: nothing evicts its row before. Only `delete` and `reset` forget it earlier.
+        """Find a key, and promote it if a tier has it. A HIT holds until `end_step`, unless deleted or reset.
 
         Raises LookupError for a request that is not known, and `EngineClosed` after closing.
         """
@@ -217,9 +211,8 @@ class StepManager:
     def hits(self, request_id: str) -> list[OffloadKey]:
         """Return a request's hits, for a caller that cannot afford a call of `lookup`.
 
-        While the list is not empty, a key that is in `ledger.primary.ready` may be appended to it, in place of a
-        look-up. The end of the step and a reset empty it. So does any store or look-up that evicts, or tries to. It is
-        the same list for as long as the request is known.
+        While the list is not empty, a key in `ledger.primary.ready` may be appended to it, in place of a look-up. The
+        end of the step, a reset, and any store or look-up that evicts, or tries to, empty it. It stays the same list.
         """
         return self._known(request_id).hits
 
@@ -298,15 +291,12 @@ class StepManager:
         self.ledger.prefetches.begin(checked_keys(keys))
 
     def demote(self, keys: Sequence[OffloadKey]) -> int:
-        """Evict keys before all others, here and in tiers; return how many are here.
-
-        The next use of a key undoes it. Tiers get the advice at the step's end.
-        """
+        """Evict keys before all others, here and in tiers from the step's end, until used; return how many are here."""
         self._check_open()
         return self.ledger.advise(Advice("demote", checked_keys(keys)))
 
     def forget(self, keys: Sequence[OffloadKey]) -> int:
-        """Forget keys here and in every tier; return how many are gone here.
+        """Forget keys here and in every tier; return how many are gone here. Tiers delete at the step's end.
 
         No reader loses a chunk. A chunk that is in use, or in flight, is forgotten at the end of the first step in
         which it is not. So is a key that is stored again before that. Tiers delete at the step's end.
@@ -319,8 +309,7 @@ class StepManager:
 
         At most `limits.retained_share` of the rows is: the leading part of more keys, unless others have a lower
         `priority` (0 to 99). It is no pin: if there is nothing else to evict, they are evicted. A day is the longest
-        time. ValueError for a time that is not positive and finite, and for any other priority; TypeError for a value
-        that is no number.
+        time. ValueError for a time that is not positive and finite, and for another priority; TypeError for no number.
         """
         self._check_open()
         _check("seconds", seconds, Real, lambda given: 0 < given < math.inf, "a positive, finite number")

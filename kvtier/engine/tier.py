@@ -1,7 +1,6 @@
 """A secondary tier as the ledger knows it: its health, its answers, its transfers in flight, and its counters.
 
-`LocationMap` has one bit mask a key for all tiers. A dictionary for each tier would cost each chunk another hundred
-bytes.
+`LocationMap` has one bit mask a key for all tiers: a dictionary a tier would cost each chunk another hundred bytes.
 """
 
 from collections import Counter
@@ -121,10 +120,9 @@ CLOSED, OPEN, HALF_OPEN = BreakerState.CLOSED, BreakerState.OPEN, BreakerState.H
 class Breaker:
     """A circuit breaker for a tier that only fails; pure, with the time as an argument.
 
-    It opens after `failures_max` failed transfers in a row. It is half open `cooldown_s` seconds later. Then
-    `trial_chunks` chunks may pass, and the first outcome closes or opens it again. A trial without any outcome within
-    another `cooldown_s` is renewed, because its chunks may never have been sent. As many keys may be probed in a trial.
-    An answer does not close the breaker: a disk that cannot be read may still be listed.
+    It opens after `failures_max` failed transfers in a row, and is half open `cooldown_s` later: up to `trial_chunks`
+    chunks and keys may pass, and the first outcome decides. After another `cooldown_s` without one, the trial is
+    renewed. An answer does not close the breaker: a disk that cannot be read may still be listed.
     """
 
     failures_max: int
@@ -235,10 +233,7 @@ class Tier:
         self._undeleted: dict[OffloadKey, None] = {}  # Deletes that no runner has done.
 
     def admits(self, now: float) -> int:
-        """Return how many chunks may be sent to the tier, or from it, now.
-
-        A breaker lets a few through with every trial, and hung transfers keep their rows: so these have a limit, too.
-        """
+        """Return how many chunks may go to or from the tier now: few in a trial, and hung transfers keep their rows."""
         if self.overdue_rows >= self.spec.overdue_rows_max:
             return 0
         return ALL if self.breaker.state is CLOSED else self.breaker.admits(now)  # Inlined: runs for every look-up.
@@ -250,9 +245,8 @@ class Tier:
     def slowdown(self, size_bytes: int, now: float) -> float:
         """Return how many times slower than its speed the tier is now for a load of this size.
 
-        The oldest load in flight shows it: nothing has come for longer than that load should have taken. After a load
-        that was slower than computing, the tier counts as slow as that one was, until others show that it is not: for
-        loads of up to their size.
+        The oldest load in flight shows it. After one slower than computing, the tier counts as that slow for loads of
+        up to its size, until others show that it is not.
         """
         first, late, lag = next(iter(self.loads.values()), None), self.late, 1.0
         if late is not None and self.speed is not None and size_bytes > late.worth_bytes:
@@ -269,9 +263,8 @@ class Tier:
     def compare(self, load: Expected, seconds: float) -> None:
         """Compare a load's duration with computing its chunks.
 
-        One surprise changes the speed little, but a load slower than computing has cost its request time. So it is
-        remembered, until one of its kind is faster than computing. Few chunks say nothing of many: a call may cost
-        what it did, and only its bytes take longer. They show that loads of up to their size are worth it.
+        One surprise changes the speed little. But a load slower than computing is remembered until one of its kind is
+        faster. Few chunks show only that loads of up to their size are worth it.
         """
         size_bytes, late = load.size_bytes, self.late
         if load.given_up or (load.request is not None and seconds > load.computing_s):

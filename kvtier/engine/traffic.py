@@ -1,11 +1,8 @@
 """The traffic with the tiers: the actions that are queued and sent, the rows that they use, and what comes back.
 
-A transfer is in flight until its outcome is known. If it missed its deadline, or its runner died, its rows may still be
-lent then: it is overdue. No LLM engine waits for it, and no other transfer gets its rows until they are returned.
-
-Stores, deletes, probes and advice of one step leave in batches at its end. Rows are pinned when a store is queued, not
-when it is sent, so that none is evicted in between. A store that exceeds a limit is dropped and counted, with the
-reason. Loads have a queue of their own: see `loads`.
+A transfer in flight that missed its deadline, or lost its runner, is overdue: no LLM engine waits for it, and no other
+transfer gets its rows until they are returned. A step's stores, deletes, probes and advice leave in batches at its end,
+with the rows pinned from the queue on. A store that exceeds a limit is dropped and counted. `loads` queues loads.
 """
 
 from collections import Counter, deque

@@ -1,13 +1,11 @@
 """Tiers that a chunk is written to later than when it is stored: when it leaves the primary, or on its second use.
 
 *Write-back* (`cascade = "evict"`): a row is *dirty* for a tier until its chunk was sent there. Rows that are evicted
-next are *cleaned* ahead of demand: their chunks are sent, as far as the tier's limits allow, and are pinned until that
-is done. So a store finds rows that are clean. It never waits: a row that is needed while it is dirty is evicted, and
-its chunk goes unwritten. Rows of a session that is over are not cleaned, unless they are used again: written last,
-they would be the newest in the tier.
+next are *cleaned* ahead of demand: their chunks are sent, within the tier's limits, and are pinned until that is done.
+A store never waits: a row that is needed while it is dirty is evicted, and its chunk goes unwritten. Rows of a session
+that is over are not cleaned, unless they are used again: written last, they would be the newest in the tier.
 
-*Second use* (`cascade = "second_use"`): a key that is stored is only remembered. When it is stored again, or used while
-it is in the primary, it is sent.
+*Second use* (`cascade = "second_use"`): a key is only remembered until it is stored again, or used in the primary.
 """
 
 from collections import OrderedDict, deque
@@ -118,19 +116,13 @@ class WriteBack:
                     self._dirty[row] |= tier.bit
 
     def interrupted(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
-        """At the end, clean rows again whose stores a runner was lost with.
-
-        Not before: a chunk that kills its writer would kill one runner after the other.
-        """
+        """At the end, clean lost stores' rows again; not before: a chunk may kill one runner after the other."""
         if self._ending and tier in self._writers:
             self.lost(tier, keys)
             self._enqueue(self._dirty_for(tier, self._primary.rows_of(keys)), tier)
 
     def evicting(self, evicted: Sequence[OffloadKey]) -> None:
-        """Record that rows have other keys now; chunks that were dirty are not written any more.
-
-        Every store comes here. Where tiers keep up, its rows are clean; the step's end counts the others.
-        """
+        """Record that rows have other keys now; chunks that were dirty are not written any more, and counted later."""
         dirty, rows = self._dirty, self._primary.reserved_rows
         bits = list(map(dirty.__getitem__, rows))
         if any(bits):

@@ -1,10 +1,7 @@
 """The region: the primary's memory as rows of bytes, in one page-aligned mapping, private or shared. No torch.
 
-Memory is never taken away from under a view. Closing a region gives up only the region's own hold on it. The memory
-goes with the last view: a row that is lent to a hung thread, or a torch tensor.
-
-All pages are allocated before the first chunk comes. The kernel grants a region that is larger than its memory. When
-the last pages are touched, the process is killed (private memory) or gets SIGBUS (shared memory).
+Memory is never taken away from under a view: it goes with the last one, a row lent to a hung thread or a torch tensor.
+All pages are allocated first: the kernel grants more than it has, and kills (SIGBUS if shared) at the touch.
 """
 
 import ctypes
@@ -42,9 +39,8 @@ logger = logging.getLogger(__name__)
 class Region:
     """Rows of `row_bytes` (a multiple of 4,096), zero at first, in one mapping that this process holds.
 
-    Every constructor raises `ConfigError` for impossible sizes, and for sizes that are not free now. It does so before
-    it touches any memory, and leaves no mapping, descriptor or file. All memory is there when it returns. Constructors
-    block (seconds for many GiB) without holding the GIL, so an event loop runs them in a thread.
+    Every constructor allocates all memory; it blocks (seconds for many GiB) without the GIL. It raises `ConfigError`
+    for sizes that are impossible or not free now, before it touches memory, and leaves nothing.
     """
 
     __slots__ = ("_file", "_resources", "_view", "fd", "row_bytes", "rows")
@@ -68,7 +64,6 @@ class Region:
 
     @classmethod
     def private(cls, rows: int, row_bytes: int) -> Self:
-        """Make a region that only this process sees."""
         rows_bytes = _rows_bytes(rows, row_bytes)
         require_free(rows_bytes)
         with _undone_on_failure() as resources:
@@ -118,15 +113,14 @@ class Region:
     ) -> Self:
         """Make or join the region that `participants` processes find by `path`, in a tmpfs such as /dev/shm.
 
-        The first participant makes it. The path is removed when every participant (0 to `participants` - 1) has mapped
-        it, or the last one has closed it. If all of them are killed before, the next region made in the directory
-        removes it. Each start of an engine needs its own path. If a participant is there already, the call waits
-        `timeout_s` for the processes of the earlier start to end, and then raises `ConfigError`. If the others' sizes
-        differ, it raises at once. A runner's process attaches, and is no participant.
+        The path is removed when every participant (0 to `participants` - 1) has mapped it, or the last one has closed
+        it; if all are killed before, by the next region made in the directory. Each start of an engine needs its own
+        path. If a participant is there already, the call waits `timeout_s` for the processes of the earlier start, then
+        raises `ConfigError`; at once, if sizes differ. A runner's process attaches, and is no participant.
 
-        With `met_s`, the call waits that long for all others to map it, and then raises `Apart`, before it takes
-        memory. The process that decides what rows hold comes last, and waits. Otherwise it would store rows of zeros
-        for participants on another host, which do not share the memory.
+        With `met_s`, the call waits that long for all others, and then raises `Apart`, before it takes memory. The
+        process that decides what rows hold waits: otherwise it would store rows of zeros for participants on another
+        host.
         """
         rows_bytes = _rows_bytes(rows, row_bytes)
         if not 0 <= participant < participants <= PARTICIPANTS_MAX:
@@ -234,7 +228,6 @@ def _undone_on_failure() -> Generator[ExitStack]:
 
 
 def _mapped(resources: ExitStack, fd: int | None, size_bytes: int) -> mmap.mmap:
-    """Map a file, or private memory."""
     mapping = mmap.mmap(-1 if fd is None else fd, size_bytes, mmap.MAP_PRIVATE if fd is None else mmap.MAP_SHARED)
     resources.callback(_unmap, mapping)
     give_advice(mapping)

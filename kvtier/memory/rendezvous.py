@@ -1,10 +1,9 @@
 """The rendezvous: a file in shared memory in which one engine's processes meet, and whose name they remove.
 
-The file is made without a name, and linked to its path when it is complete. So no process sees a half-made file, and a
-process that is killed before leaves none. In the last page each participant locks its own byte while it lives, and sets
-the byte once it has mapped the file. The participant that sees all bytes set removes the name. A participant on another
-host makes a file there under the same name, and its byte is never set here. Locks end with their process. So a file
-without locks was left by dead processes, and the next process that uses its directory removes it.
+The file is linked to its path when it is complete, so nobody sees a half-made file. In the last page each participant
+locks its own byte while it lives, and sets it once it has mapped the file; who sees all bytes set removes the name. A
+participant on another host makes another file, and its byte is never set here. A file without locks was left by dead
+processes, and the next process that uses its directory removes it.
 """
 
 import errno
@@ -111,10 +110,7 @@ class SharedFile:
             time.sleep(_POLL_S)
 
     def leave(self) -> None:
-        """Close the file. The last one to leave before all have arrived removes its name.
-
-        A fork of the participant only closes its descriptor, because the locks are the participant's.
-        """
+        """Close the file. The last to leave, before all have arrived, removes its name; a fork only closes."""
         try:
             if os.getpid() != self._pid:
                 return
@@ -224,11 +220,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def _sweep(directory: str) -> None:
-    """Remove regions of dead processes from a directory, before the free memory is counted.
-
-    A process that is killed before all have met leaves a file. No later start opens that file, because each has its own
-    path.
-    """
+    """Remove regions that killed processes left, before the free memory is counted: no later start opens them."""
     with os.scandir(directory) as entries:
         for path in [entry.path for entry in entries if entry.is_file(follow_symlinks=False)]:
             with suppress(OSError, ConfigError):  # Removed meanwhile, or no region of this user's.

@@ -23,11 +23,7 @@ _NO_THREAD = "can't start new thread"  # Python's RuntimeError.
 
 
 def fill_standard_streams() -> None:
-    """Open /dev/null for each closed standard stream, such as a daemon's.
-
-    Otherwise the next file, socket or memory that is opened gets its number. Then printed lines, or redirected ones of
-    a child, are written there. And libuv aborts a process that closes such a descriptor.
-    """
+    """Open /dev/null for closed standard streams: else the next file gets their number, and what is printed."""
     if all(map(_is_open, STANDARD_STREAMS)):
         return
     while (fd := os.open(os.devnull, os.O_RDWR)) in STANDARD_STREAMS:
@@ -68,10 +64,7 @@ def require_file_bytes(size_bytes: int) -> None:
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """Start a thread. RuntimeError if the process is at its limit of threads, or has no memory for one.
-
-    Python waits forever for a thread that finds no memory before its first line. So this call checks the memory.
-    """
+    """Start a thread, checking memory: Python waits forever for one that has none. RuntimeError if there is none."""
     stack_bytes, _ = resource.getrlimit(resource.RLIMIT_STACK)
     if not 0 < stack_bytes < STACK_BYTES_MOST:
         stack_bytes = STACK_BYTES_MOST
@@ -152,11 +145,7 @@ class FreeMemory(NamedTuple):
 
 
 def require_free(size_bytes: int, directory: str | None = None, root: str = "/") -> None:
-    """Raise `ConfigError` unless `size_bytes` of memory are free now, and on `directory`'s file system if given.
-
-    A size is compared with the free memory before a page is touched: the kernel grants more than it has. `root` is the
-    directory of /proc and /sys/fs/cgroup.
-    """
+    """Raise `ConfigError` unless `size_bytes` are free now, and in `directory`: the kernel grants more than it has."""
     limits = [_available(root), *_cgroup_limits(root)]
     if directory is not None:
         limits.append(_file_system(directory))

@@ -106,11 +106,7 @@ class Density(Policy[K]):
 
 
 class _KeyRun:
-    """Keys that one request used last, head first. It is open until that request ends; then it has a label.
-
-    It ends, without a label, when other runs have all its keys. If its last key is evicted it becomes a ghost, which
-    ages on.
-    """
+    """Keys that one request used last, head first; labelled when it ends. A ghost once its last key is evicted."""
 
     __slots__ = ("born", "keys", "label", "live", "number", "pause", "shared", "size", "step", "turn")
 
@@ -293,10 +289,7 @@ class DensityOrder:
     # The end of a request, and age.
 
     def _end(self, keys: Sequence[int], hints: Sequence[Branch], *, has_future: bool = False) -> None:
-        """Make two runs of a request's keys: those that it shares with others, and the rest.
-
-        `has_future`: the hints tell of the future. Pause and length would only split such a label.
-        """
+        """Make two runs of a request's keys: shared ones and the rest. `has_future`: the hints suffice as a label."""
         if not keys:
             return
         runs = list(map(self._runs.__getitem__, self._owners(keys)))

@@ -44,7 +44,6 @@ class Sessions(Generic[K]):
             self._shared.discard(key)
 
     def moved(self, old: K, new: K) -> None:
-        """Track a key under its new name."""
         if old in self._session:
             self._session[new] = self._session.pop(old)
         if old in self._shared:
@@ -122,7 +121,6 @@ class Retained(Generic[K]):
             self._ends.sort()
 
     def expire(self, now: float) -> None:
-        """Let go of keys whose time has passed."""
         while self._ends and self._ends[0][0] <= now:
             until, _, key = heappop(self._ends)
             if key in self._terms and self._terms[key][0] <= until:
@@ -139,7 +137,6 @@ class Retained(Generic[K]):
                 self._leave(key, self._terms.pop(key)[1])
 
     def moved(self, old: K, new: K) -> None:
-        """Retain a key under its new name."""
         if old in self._terms:
             until, priority = self._terms[old]
             self.discard((old,))
@@ -321,8 +318,7 @@ class HintedOrder(Generic[K]):
 class EvictionQueue(Generic[K]):
     """An order of numbers or of keys, behind a queue of the victims that it has chosen already.
 
-    The victim that was chosen first is evicted first. A key that is used meanwhile returns to the order, as if it were
-    new. So over an LRU, both together are an LRU. A key that must stay when its turn comes is put aside.
+    A key used meanwhile returns to the order as new: over an LRU, both are an LRU. One that must stay is put aside.
     """
 
     def __init__(self, order: "NumberOrder | Policy[K]", ahead: int) -> None:
@@ -415,10 +411,7 @@ class EvictionQueue(Generic[K]):
         self._order.remove(keys)
 
     def evict(self, count: int, keep: Callable[[K], int], incoming: Sequence[Any] = ()) -> list[K] | None:
-        """Take `count` victims from the queue, and from the order if it is too short.
-
-        As many are chosen for the queue: now, or with the next `choose` if the order does not learn from `incoming`.
-        """
+        """Take `count` victims from the queue, then from the order; as many are chosen for it, now or by `choose`."""
         victims = self._take(count, keep)
         others = self._others(count - len(victims), len(victims), keep, incoming)
         if others is None:

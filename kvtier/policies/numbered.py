@@ -1,8 +1,4 @@
-"""Orders of small numbers, such as rows and slots: a linked LRU, and an adapter for any policy of their keys.
-
-Policies order keys, because some remember evicted keys. An LRU remembers none. Numbers need no hashing and no entries:
-8 bytes each, where an ordered dictionary takes 90 to 140.
-"""
+"""Orders of small numbers, such as rows and slots: a linked LRU (8 bytes each), and any policy of their keys."""
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence

@@ -97,10 +97,9 @@ def known_policies() -> tuple[str, ...]:
 
 
 def policy_class(name: str) -> type[Policy[Any]]:
-    """Return the class of a policy: a built-in name, an entry point's, or `module:Class`.
+    """Return the class of a policy: a built-in name (always the built-in policy), an entry point's, or `module:Class`.
 
-    A built-in name always means the built-in policy. Raises `ConfigError` if there is no such policy, if its module or
-    a required package is not installed, or if it is no complete `Policy`.
+    Raises `ConfigError` if it does not exist, is not installed, or is no complete `Policy`.
     """
     found = find_class("policy", name, _BUILT_IN, ENTRY_POINT_GROUP)
     if not _is_policy(found):

@@ -1,11 +1,8 @@
 """Returns: the chance that keys are used again, by label and age, learned from returns; and what waiting is worth.
 
-Ages are counted in requests and grouped in steps: 0, 1, 2 to 3, 4 to 7 and so on. Labels are the leaves of a tree. The
-figures of a label are completed by those of its parent, so a rare label is no guess.
-
-Hints are labels, too: the parts of a hint that tell runs apart. What they are worth is learned, so none need be true.
-Clients make up class names. A name must come several times among the last few before it is a class. The number of
-classes is limited; one that has been unused for long is replaced. Their time is the count of hints that name a class.
+Ages are counted in requests and grouped in steps: 0, 1, 2 to 3, 4 to 7 and so on. Labels are the leaves of a tree; the
+figures of a label are completed by those of its parent. Parts of hints are labels, too: none need be true. A class name
+must come several times among the last few; their number is limited, and an unused one is replaced.
 """
 
 import math

@@ -1,7 +1,6 @@
 """The bridge to a runner, as its owner sees it: actions go out, messages come in, and neither ever waits.
 
-A runner lives on its owner's event loop, or in a process (`process`). Where no other process can map the rows, which
-are vLLM's own behind its manager, it lives in a thread.
+A runner lives on its owner's loop, in a process, or, where no other can map the rows (vLLM's own), in a thread.
 """
 
 import asyncio

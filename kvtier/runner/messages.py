@@ -1,11 +1,8 @@
 """The messages that cross the bridge: actions to a runner, its answers and reports; and their frames on a socket.
 
-Answers name an action by its id and its chunks by their index, never by key. Keys travel as one bytes object and rows
-as packed u32: a list of bytes objects takes fifteen times as long to decode.
-
-A frame is a length, then a MessagePack list: the messages of one step, or of one turn of the runner's loop. The owner's
-loggers handle the process's log, under the same names. So the owner's program alone decides where it is shown; a
-runner's stderr is for errors that end the process.
+Answers name an action by its id and its chunks by their index. Keys travel as one bytes object and rows as packed u32:
+a list takes fifteen times as long to decode. A frame is a length, then a MessagePack list of one step's messages, or of
+one turn of the runner's loop. The owner's loggers handle the process's log.
 """
 
 import logging

@@ -57,9 +57,8 @@ class Speed(NamedTuple):
 class SpeedMeter:
     """One tier's speed, measured where its transfers run; pure, with the time as an argument.
 
-    A load's size is the bytes that the tier's loads moved while it was in flight. If loads come one after the other,
-    these are the bytes of the loads before it, and its own. If loads share the tier, these are the bytes that the tier
-    can move meanwhile.
+    A load's size is the bytes that the tier's loads moved while it was in flight: those of loads before it, and its
+    own.
     """
 
     def __init__(self) -> None:
@@ -130,7 +129,6 @@ class Reports:
         self._begun_at = 0.0
 
     def start(self) -> None:
-        """Begin to report the tier's inventory."""
         self._begun_at = asyncio.get_running_loop().time()
         self._watcher = asyncio.ensure_future(self._watch())
 

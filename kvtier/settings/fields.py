@@ -1,8 +1,7 @@
 """The decoder of configurations: structs from untyped input, strict, every mistake named by the path of its field.
 
-Input is walked field by field beside the struct's annotations, and msgspec converts the leaves. msgspec could convert
-the whole at once. But its messages show what was given, which may be a secret. They do not say which values are
-accepted, and leave out the keys of dictionaries on the way.
+Input is walked beside the struct's annotations, and msgspec converts the leaves: its messages would show secrets, lack
+accepted values, and leave out the keys of dictionaries on the way.
 """
 
 import difflib
@@ -45,8 +44,7 @@ T = TypeVar("T")
 class Checked(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A struct whose fields are checked however it is made: a constructor is as strict as a file.
 
-    A subclass that adds rules between fields defines `__post_init__`, and calls this one first. It raises a
-    `ConfigError` whose message begins with the field to mend: `raise ConfigError("rows: …")`.
+    Rules between fields stand in `__post_init__`, after `super()`'s, and raise `ConfigError("<field>: …")`.
     """
 
     rest: ClassVar[str | None] = None
@@ -214,9 +212,7 @@ def _struct(cls: type[S], given: object, path: str, siblings: tuple[str, ...] = 
         if field.required and name not in table:
             raise ConfigError(_missing(cls, field, path, loose))
     values = {
-        field.name: _value(field.type, table[name], _join(path, name))
-        for name, field in fields.items()
-        if name in table
+        own.name: _value(own.type, table[name], _join(path, name)) for name, own in fields.items() if name in table
     }
     if loose and rest is not None:  # Written beside the fields, so that is where a message places them.
         values[rest] = _value(struct_fields(cls)[rest].type, loose, path)
@@ -341,7 +337,6 @@ def _levels_shared(place: str, path: str) -> int:
 
 
 def _accepted(kind: Any) -> str:
-    """Return the words for what an annotation accepts."""
     bare, unit = _bare(kind), _unit(kind)
     origin, arguments = get_origin(bare), get_args(bare)
     if unit is not None:
@@ -360,7 +355,6 @@ def _accepted(kind: Any) -> str:
 
 
 def _bounds(kind: Any) -> str:
-    """Return the bounds of an annotated number, text or list in words."""
     found = [
         f"{word} {limit:,}" if isinstance(limit, int | float) else f"{word} {limit}"
         for meta in _metas(kind)

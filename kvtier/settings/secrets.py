@@ -1,7 +1,6 @@
 """Secrets: files and environment variables that options name. No message shows the name: it may be the secret itself.
 
-A file with a secret is for its reader alone, as for PostgreSQL and SSH. A file that root owns may also be read by its
-group: so does Kubernetes mount a Secret where a pod has an `fsGroup`, whatever `defaultMode` says.
+A file is for its reader alone, as for PostgreSQL and SSH. Its group may read a file of root's: so Kubernetes mounts it.
 """
 
 import os

@@ -1,7 +1,6 @@
 """Units of a configuration: quantities are plain numbers in the program, text with a unit in a file.
 
-`Size` and `Duration` are annotations, not classes. So a field is an int or a float to all code that reads it, and
-travels to another process as one. `kvtier.settings.fields` sees the annotation and reads the text.
+`Size` and `Duration` are annotations: a field is an int or a float to code, and `kvtier.settings.fields` reads text.
 """
 
 import os
@@ -50,10 +49,7 @@ _DURATION_WORDS = {
 
 
 def parse_size(text: str) -> int:
-    """Read `"10GiB"`, `"512 KiB"`, `"10G"` or `"1.5GB"` as bytes, rounded down; ValueError for anything else.
-
-    A letter alone is a power of 1,024, as for coreutils, fio and systemd; so is `Gi`, as for Kubernetes.
-    """
+    """Read `"10GiB"`, `"1.5GB"`, or `"10G"` and `"10Gi"` (powers of 1,024) as bytes, rounded down, or ValueError."""
     return int(_quantity(text, SIZE_UNITS))
 
 
@@ -152,7 +148,6 @@ def unit_of(meta: msgspec.Meta) -> Unit | None:
 
 
 def shown_bytes(size_bytes: int) -> str:
-    """Write a size for people, in binary units."""
     size = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if size < 1_024:
@@ -162,7 +157,6 @@ def shown_bytes(size_bytes: int) -> str:
 
 
 def shown_age(age_s: float) -> str:
-    """Write a time for people, in the largest unit that fits."""
     for unit, seconds in (("y", 365 * 86_400), ("d", 86_400), ("h", 3_600), ("min", 60)):
         if age_s >= seconds:
             return f"{age_s / seconds:.1f} {unit}"

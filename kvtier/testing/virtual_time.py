@@ -1,15 +1,12 @@
 """Virtual time: an event loop whose clock jumps to the next timer. An hour of sleeps takes no time, deadlocks raise.
 
-Nothing here waits. No selector, no thread and no signal wakes this loop. So a call that reaches for the real world is
-refused. Callbacks run in the order in which they became due, and timers of one moment in the order in which they were
-set. Tasks hash by their number, not by their address. So a set of tasks (`asyncio.wait` returns them,
-`asyncio.TaskGroup` keeps one) is walked in the same order in every run. The same seed tells the same story.
+It is asyncio's own loop with another selector, which moves the clock instead of waiting. A call that reaches for the
+real world is refused. Callbacks run in the order in which they became due, timers of one moment in the order of
+setting, and sets of tasks are walked by number: the same seed tells the same story.
 
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         runner.run(asyncio.sleep(3_600))
         assert runner.get_loop().time() == 3_600
-
-It is asyncio's own loop with another selector: instead of waiting, it moves the clock.
 """
 
 import asyncio

@@ -1,7 +1,4 @@
-"""`kvtier bench`: tiers through a whole engine, each figure next to its limit, measured in turn in one run.
-
-The limit is plain threads on one file in the same directory (fs), or a memcpy.
-"""
+"""`kvtier bench`: tiers through a whole engine, each next to plain threads on a file (fs), or a memcpy, in one run."""
 
 import errno
 import mmap
@@ -171,10 +168,7 @@ def _limits(
 
 
 class RawFile:
-    """The limit of a disk: plain threads that call preadv and pwritev on one file that was written before.
-
-    No names, no metadata, no new blocks, no checksums: no tier moves a chunk with less work.
-    """
+    """The limit of a disk: threads with preadv and pwritev on one file: no names, metadata, new blocks or checksums."""
 
     def __init__(self, path: str, buffers: Sequence[memoryview], *, direct: bool) -> None:
         """Write a chunk for each buffer. O_DIRECT only if the file system takes it. On `OSError` no file is left."""

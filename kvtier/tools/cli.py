@@ -1,7 +1,4 @@
-"""The entry point of the `kvtier` command: its exit status and its last line on stderr, whatever happens.
-
-Ctrl-C is handled before typer and the command's modules are imported, which takes a third of a second.
-"""
+"""The entry point of the `kvtier` command, its exit status and last line; Ctrl-C is handled before slow imports."""
 
 import io
 import os

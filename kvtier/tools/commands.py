@@ -1,7 +1,4 @@
-"""The table of kvtier's commands, and the run of one of them.
-
-Each command is a function in its own module, imported when it is called: `kvtier --help` imports none of them.
-"""
+"""The table of kvtier's commands, each imported when it is called (`--help` imports none), and the run of one."""
 
 import inspect
 import os
@@ -174,9 +171,7 @@ def _app(summary: str, examples: Sequence[str]) -> typer.Typer:
 
 def _epilog(examples: Sequence[str]) -> str:
     as_written = "\b"  # In the first line of a paragraph: click does not rewrap it.
-    return "\n".join(
-        (as_written, "Examples:", *(f"  {example}" for example in examples), "", HINT, "", as_written, REMEDIES)
-    )
+    return "\n".join((as_written, "Examples:", *(f"  {line}" for line in examples), "", HINT, "", as_written, REMEDIES))
 
 
 def _with_common(function: Callable[..., None]) -> Callable[..., None]:

@@ -1,8 +1,7 @@
 """Figures of a benchmark: each with the limit next to it and their ratio, and the table that shows them.
 
-Figures are rates. A ratio of 1 is at the limit, 0.5 is half as good. It is the median of each round's own ratio: a
-disturbance of a few seconds slows both sides of a round. So sides are measured in turn, round after round, in a random
-order.
+A ratio of rates is at the limit at 1. It is the median of the rounds' own ratios, as a disturbance slows both sides of
+a round; sides are measured in turn, in a random order.
 """
 
 import os
@@ -70,10 +69,7 @@ class Side(NamedTuple):
 
 
 def interleaved(sides: Sequence[Side], rounds: int) -> dict[str, list[float]]:
-    """Measure each side once a round and return its figures in the order of rounds.
-
-    The first round does not count: it touches memory, starts threads and fills caches.
-    """
+    """Measure each side once a round; return figures by round, without the first: it starts threads, fills caches."""
     dice = random.Random(0)
     measured: dict[str, list[float]] = {side.name: [] for side in sides}
     for _ in range(rounds + 1):

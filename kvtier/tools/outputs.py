@@ -1,8 +1,4 @@
-"""Outputs of commands: the screen, files, the log and temporary directories.
-
-Files are refused before the work begins, and appear when they are whole. On a terminal lines have its width, or
-`COLUMNS`. In a pipe no line is broken, because a program reads it.
-"""
+"""Outputs of commands: the screen (lines break only on terminals), files (refused early, written whole), the log."""
 
 import json
 import logging
@@ -242,10 +238,7 @@ def _escaped_in_json(letter: str) -> str:
 
 @contextmanager
 def replacing(path: str) -> Generator[BinaryIO, None, None]:
-    """Yield a file that replaces `path` when the block ends. If the block raises, `path` stays as it was.
-
-    The target of a link is replaced, not the link. Special files such as pipes are written directly.
-    """
+    """Yield a file that replaces `path`, or a link's target, when the block ends well. Pipes are written directly."""
     special = _is_special(path)
     written = path if special else _aside(path)
     try:
@@ -281,10 +274,7 @@ def check_directory(what: str, path: str) -> None:
 
 @contextmanager
 def temporary_directory(prefix: str, parent: str | None = None) -> Generator[str]:
-    """Yield a temporary directory in `parent`, by default in the system's one. It is removed at the end.
-
-    SIGTERM and SIGHUP end the block as Ctrl-C does, unless they are ignored or handled elsewhere.
-    """
+    """Yield a temporary directory, removed at the end. SIGTERM and SIGHUP end the block as Ctrl-C does."""
     path = tempfile.mkdtemp(prefix=prefix, dir=parent)
     ending = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
     try:

@@ -30,9 +30,7 @@ class PrunedFile(msgspec.Struct, frozen=True, kw_only=True):
 class PruneReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
     """The JSON of `kvtier prune`."""
 
-    listed: list[PrunedFile] | msgspec.UnsetType = msgspec.field(
-        name="list", default=msgspec.UNSET
-    )  # Only with `--list`.
+    listed: list[PrunedFile] | msgspec.UnsetType = msgspec.field(name="list", default=msgspec.UNSET)  # With `--list`.
     files: int
     bytes: int
     namespaces: int  # Empty afterwards, and removed with their folders.

@@ -1,9 +1,8 @@
 """The checks of `kvtier selftest`: every byte in its place, transfers in order with the device's work, and the rates.
 
-A transfer is repeated on a twin of the caches in host memory, page by page, with slices alone. Rows and caches are
-compared whole, so a byte that should not have changed is found, too. A check raises `Wrong` for a broken promise. A
-check of order proves something only if the kernel still ran when the transfer was submitted. The check verifies that,
-and is repeated otherwise. The CPU does work at once; a CUDA device does it later, on its stream.
+A transfer is repeated on a twin of the caches in host memory, and all is compared, so a byte that should not have
+changed is found, too. A check raises `Wrong`. A check of order is repeated until the kernel still ran at the
+submission.
 """
 
 import random

@@ -1,7 +1,4 @@
-"""`kvtier top`: a live engine by the metrics that it serves: hit ratio, rates, tiers, breakers.
-
-Rates are the changes between two readings of the page. Samples of all engines behind one address are added up.
-"""
+"""`kvtier top`: a live engine by its metrics; rates are changes between two readings, engines of a page are summed."""
 
 import http.client
 import time
@@ -170,9 +167,7 @@ def engine_now(address: str, before: Reading, now: Reading) -> EngineNow:
         lookups = hits + count("kvtier_primary_misses_total")
         ratios.append(round(hits / lookups, 4) if knows_hits and lookups else None)
     tiers = list(dict.fromkeys(labels["tier"] for _, labels, _ in now.samples if "tier" in labels))
-    states = {
-        tier: [each for each in BREAKERS if present("kvtier_tier_breaker", state=each, tier=tier)] for tier in tiers
-    }
+    states = {tier: [one for one in BREAKERS if present("kvtier_tier_breaker", state=one, tier=tier)] for tier in tiers}
     return EngineNow(
         address=address,
         seconds=round(seconds, 3),

@@ -1,7 +1,7 @@
 """The directory of a tier as commands see it: every namespace in it, known only by its files.
 
-An engine may be using the directory. A chunk is published by a rename. So a fault of an open file counts only if the
-file still has its name. Only then is the file removed.
+An engine may be using it, and publishes chunks by renames: a fault of an open file counts, and the file is removed,
+only if it still has its name.
 """
 
 import errno
@@ -66,8 +66,6 @@ ROW_SEARCH_FILES_MAX = 1_000  # Files to search for the first good footer; then 
 
 
 class FilesDirectory:
-    """A root and the namespaces in it."""
-
     @classmethod
     def open(cls, root: str) -> Self:
         return cls(root)
@@ -449,10 +447,7 @@ class SegmentsDirectory:
         return finding
 
     def remove(self, file: StoredFile) -> int | None:
-        """Wipe a slot and give its room back; remove an empty segment, and what is no segment. Returns the freed bytes.
-
-        Raises `BlockingIOError` if an engine is writing to it.
-        """
+        """Wipe a slot, or remove an empty or foreign segment; return the freed bytes. `BlockingIOError` if in use."""
         try:
             return self._wipe(file, *_split(file.name)) if _SLOT.fullmatch(file.name) else self._remove_whole(file)
         except FileNotFoundError:

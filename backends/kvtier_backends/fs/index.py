@@ -1,8 +1,7 @@
 """The index: a tier's chunks by number, their last uses, and the order in which they go. Owned by the loop's thread.
 
-A number is a slot of a segment, or stands for a file. Facts about each number are in arrays: ten million chunks must
-not take gigabytes. Chunks from before the start that were not used since are idle. They go first, by their last use:
-the policy has seen nothing of them. With LRU this is one order by last use, through any number of restarts.
+A number is a slot of a segment, or stands for a file; facts are in arrays: ten million chunks must not take gigabytes.
+Chunks unused since the start are idle, and go first, by their last use. With LRU this is one order by last use.
 """
 
 import time
@@ -49,8 +48,6 @@ class InUse:
 
 
 class ChunkIndex:
-    """The chunks of one tier."""
-
     def __init__(self, policy: Policy[OffloadKey] | None, clock: Callable[[], float] = time.monotonic) -> None:
         """Start empty. `policy`: orders the chunks that were used since the start; None for LRU."""
         self.of: dict[OffloadKey, int] = {}  # The number of each key's chunk.
@@ -184,10 +181,7 @@ class ChunkIndex:
     def evict(
         self, count: int, keep: Callable[[int], bool], kept: Iterable[OffloadKey], incoming: Sequence[OffloadKey] = ()
     ) -> list[int]:
-        """Choose up to `count` numbers that `keep` does not hold back; the caller calls `forget` for each.
-
-        `kept`: the keys that it holds back. `incoming`: the keys that the room is for.
-        """
+        """Choose up to `count` numbers for `incoming` keys, none that `keep` holds back; the caller forgets them."""
         victims = self._take_idle(count, keep)
         wanted = min(count - len(victims), self._live)
         found = self._order.evict(wanted, keep, incoming) if wanted else []

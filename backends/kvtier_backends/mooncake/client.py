@@ -1,8 +1,7 @@
 """Mooncake's client: its options and creation, the meaning of its codes, and the rules for its use.
 
-It is C++ in this process. It may write into a buffer minutes after it has reported the call as failed. `close` during a
-call is a segmentation fault. So it sees only staging, and in doubt it stays open. It reads its environment once in a
-process, so variables are set before it is imported.
+It may write into a buffer minutes after it has reported the call as failed, and `close` during a call is a segmentation
+fault. So it sees only staging, and in doubt stays open. It reads its environment once, at its import.
 """
 
 import ctypes

@@ -1,8 +1,4 @@
-"""KV-cache layouts: what layers keep, where it lies, and the canonical pages that everything else moves.
-
-`model` describes layers and groups. `axes` has the places of their bytes in a tensor, by names or by strides alone.
-`canonical` allocates caches, and finds the pages in them.
-"""
+"""KV-cache layouts: layers and groups (`model`), places of their bytes (`axes`), pages that move (`canonical`)."""
 
 from kvtier.kvcache.layout.axes import AxesOf, CacheAxes, cache_view, state_views
 from kvtier.kvcache.layout.canonical import (

@@ -1,8 +1,7 @@
 """Copies between a CUDA device and pinned host memory: streams of our own, one each way.
 
-Many pages are copied in one call or, by drivers that have no such call, one by one. There is no kernel, because the
-copy engines move bytes while the device computes. Work that was launched before a transfer was submitted may write the
-blocks that are stored, or clear those that are loaded. The device waits for it, by an event, and never the host.
+Many pages are copied in one call, or one by one by older drivers. There is no kernel: copy engines move bytes while the
+device computes. The device, never the host, waits by an event for work that was launched before the submission.
 """
 
 import importlib
@@ -46,10 +45,7 @@ DeviceCopy = Callable[[CopyJob], None]
 
 
 class CudaCopier:
-    """The copier of one direction between a device and the host, on a stream of its own.
-
-    Loads' stream goes before stores' and before kernels.
-    """
+    """The copier of one direction between a device and the host; loads' stream goes before stores' and kernels."""
 
     ahead = AHEAD
 

@@ -1,8 +1,7 @@
 """The queue of one worker's transfers: which may start next, and the results of those that ended.
 
-All state is behind one lock. Threads that copy take jobs from it and give results back to it. Loads start in the order
-of their submission, and so do stores. Loads go before stores, because a request waits for a load, and none waits for a
-store. Only if a load and a store touch the same block or row does the later wait for the earlier.
+All state is behind one lock. Loads start in the order of their submission, and so do stores. Loads go before stores,
+for which no request waits, unless both touch the same block or row: then the later waits for the earlier.
 """
 
 import threading
@@ -98,10 +97,7 @@ class CopyJobs:
             self._changed.notify_all()
 
     def take(self, directions: Collection[Direction], *, wait: bool) -> CopyJob | None:
-        """Return the next transfer in one of these directions.
-
-        None once closed and empty or, without `wait`, if none may start.
-        """
+        """Return the next transfer in `directions`; None if closed and empty or, without `wait`, if none may start."""
         with self._changed:
             while True:
                 for queue in (self._waiting[direction] for direction in directions):

@@ -1,12 +1,10 @@
 """Pages to copy: which of the LLM engine's blocks belongs to which row, and the pieces that a page is made of.
 
 A piece is one copy for many blocks: equal fragments of a worker's pages, and where they go in a chunk's bytes, as
-strides. Pieces at equal distances from each other on both sides, such as layers of one allocation, become one piece. So
-the number of copies follows the layout's variety, not the number of layers.
+strides. Pieces at equal distances on both sides, such as layers of one allocation, become one.
 
-A chunk has each tensor's pages one after the other, tensor after tensor. It is the order of vLLM's own rows, so that a
-tier written by either can be read by the other. Workers' own pages fill a worker's slot of a row; canonical pages fill
-the row, and every worker writes its parts of them.
+A chunk has each tensor's pages one after the other, in the order of vLLM's own rows: either can read the other's tier.
+Workers' own pages fill a worker's slot of a row; canonical pages fill the row, and every worker writes its parts.
 """
 
 from collections.abc import Iterable, Sequence
@@ -56,11 +54,7 @@ class BlockPages(NamedTuple):
 
 
 def pages_of(group: GroupBlocks, blocks_per_chunk: int, *, num_blocks: int, num_rows: int) -> BlockPages:
-    """Return a group's pages.
-
-    Raises `ValueError`, before anything moves, for blocks or rows that do not exist, and for more or fewer rows than
-    the blocks need.
-    """
+    """Return a group's pages. ValueError, before anything moves, for wrong blocks, rows or numbers of rows."""
     blocks, rows = np.asarray(group.blocks, dtype=np.int64), np.asarray(group.rows, dtype=np.int64)
     skipped = group.first_block % blocks_per_chunk
     needed = -(-(skipped + len(blocks)) // blocks_per_chunk) if len(blocks) else 0

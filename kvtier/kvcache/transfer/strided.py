@@ -81,10 +81,7 @@ class Runs(NamedTuple):
 
 
 def runs_of(indices: Indices, period: int | None = None) -> Runs:
-    """Return the order with the fewest runs: ascending, or by the remainders of `period`.
-
-    Chunks of several pages are best taken position by position where their rows are neighbours.
-    """
+    """Return the order with the fewest runs: ascending, or, for chunks of several pages, by remainders of `period`."""
     ascending = _runs_in(indices, np.argsort(indices, kind="stable"))
     if period in (None, 1) or len(ascending.starts) == 1:
         return ascending

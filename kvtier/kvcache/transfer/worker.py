@@ -1,13 +1,8 @@
-"""The transfer worker: copies between one worker's caches and its part of the primary's rows.
-
-Submitting copies nothing and waits for nothing: threads of the worker's own do, one for host memory, one each way for a
-CUDA device. Results are polled.
-"""
+"""The transfer worker: submitting never waits, its threads copy between caches and rows, results are polled."""
 
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -43,10 +38,7 @@ class TransferWorker:
         canonical: bool = False,
         copiers: CopiersOf | None = None,
     ) -> None:
-        """`copiers` makes the copiers; None: those for the device that the caches are on.
-
-        Raises `ConfigError` if chunks do not fit into the slots.
-        """
+        """Make `copiers`, by default those of the caches' device. `ConfigError` if chunks do not fit into slots."""
         self.layout = slot_layout(caches, blocks_per_chunk, canonical=canonical)
         in_host_memory = slots.device.type == "cpu" and slots.dtype == torch.int8
         if not in_host_memory or slots.ndim != 2 or slots.shape[1] < self.layout.slot_bytes or slots.stride(1) != 1:
@@ -57,9 +49,7 @@ class TransferWorker:
         self._sides = Sides(pieces_of(caches, self.layout), slots, blocks_per_chunk, caches.num_blocks)
         self._jobs = CopyJobs()
         made = (copiers or _copiers)(self._sides)
-        self._copiers: dict[Direction, Copier] = {
-            direction: copier for copier in made for direction in copier.directions
-        }
+        self._copiers: dict[Direction, Copier] = {way: copier for copier in made for way in copier.directions}
         for copier in made:
             names = "+".join(direction.value for direction in copier.directions)
             start_thread(
@@ -95,9 +85,7 @@ class TransferWorker:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _submit(self, job_id: int, direction: Direction, groups: Sequence[GroupBlocks]) -> None:

@@ -1,7 +1,6 @@
 """Promises of calls: concurrency, cancellation, use of buffers, and closing.
 
-A test cannot see the state of a tier that it cancels. So a call is cancelled after 0, 1, 2 and 5 steps of the loop. The
-owner of the buffers then reuses them at once, as an engine does, and checks them twice.
+A call is cancelled after 0, 1, 2 and 5 steps of the loop. The owner reuses the buffers at once, and checks them twice.
 """
 
 import asyncio

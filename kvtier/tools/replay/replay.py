@@ -36,8 +36,7 @@ COMPARED_BYTES = 4 << 20  # Generated at once for a comparison: fits the process
 class ChunkSource:
     """The keys and the bytes of a trace's chunks, by block id; the same for the same arguments.
 
-    Each 8-byte word is a random word of its place, XOR a random word of the chunk's key. Mixed chunks, exchanged chunks
-    and shifted bytes all show, and generating a chunk takes one pass over its memory: 2 µs for 16 KiB.
+    Each 8-byte word is a random word of its place, XOR one of the chunk's key: mixed, exchanged and shifted bytes show.
     """
 
     def __init__(self, chunk_bytes: int, *, seed: int = 0, trace: bytes = b"") -> None:
@@ -61,10 +60,7 @@ class ChunkSource:
         return [row.data for row in self._rows(keys)]
 
     def wrong(self, keys: Sequence[OffloadKey], chunks: Sequence[memoryview]) -> list[OffloadKey]:
-        """Return the keys whose chunk differs from the generated one. Only leading keys have chunks.
-
-        Keeps no reference to the chunks.
-        """
+        """Return the keys whose chunk differs from the generated one; only leading keys have chunks. Keeps no view."""
         size = max(1, COMPARED_BYTES // self.chunk_bytes)
         return [
             key
@@ -194,8 +190,7 @@ class ClaimTurn(NamedTuple):
 class BlockClaims:
     """The blocks that open requests compute: concurrent requests have the hits that they would have one by one.
 
-    A request waits for an earlier open one that is about to compute a part of its prefix. Otherwise the hits of a
-    replay would depend on the concurrency. Two requests may both compute a block that a tier has lost.
+    A request waits for an earlier open one that is about to compute its prefix, or hits would depend on concurrency.
     """
 
     def __init__(self) -> None:

@@ -86,11 +86,9 @@ def replay(
         deliver(report, json_path)
 
 
-def _engine(
-    config_path: str | None, fs: str | None, extent: Extent, concurrency: int, stack: ExitStack
-) -> EngineConfig:
+def _engine(path: str | None, fs: str | None, extent: Extent, concurrency: int, stack: ExitStack) -> EngineConfig:
     """Return the engine with a root for every fs tier. The stack removes a temporary directory."""
-    config = default_config(extent, concurrency) if config_path is None else read_config(config_path)
+    config = default_config(extent, concurrency) if path is None else read_config(path)
     if fs is not None:
         _make_directory(fs)
         return rooted(config, fs, override=True)
@@ -145,10 +143,7 @@ def without_root(config: EngineConfig) -> bool:
 
 
 def rooted(config: EngineConfig, directory: str, *, override: bool) -> EngineConfig:
-    """Set the root of fs tiers: of all of them, or only of those that have none.
-
-    An only fs tier gets the directory itself; each of several gets a folder in it, named by the tier's index.
-    """
+    """Set the root of fs tiers, or only of those without: the directory, or a folder in it for each of several."""
     tiers = list(config.secondary_tiers)
     of_fs = [index for index, tier in enumerate(tiers) if tier.type == "fs"]
     if override and not of_fs:

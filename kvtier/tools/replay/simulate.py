@@ -1,8 +1,7 @@
 """`kvtier simulate`: a trace at its own pace, in virtual time, against models of the tiers; times to first token.
 
-The reference of the command line has the model of servers and of their prefix cache. In the scale model of an engine a
-page stands for a chunk, and a dummy tier for a disk: the chunks of a real engine, of tens of MiB each, would not fit
-into memory. Every size and bandwidth is divided by the number of pages in a row, so transfers take their real time.
+In the scale model of an engine a page stands for a chunk, and a dummy tier for a disk. Every size and bandwidth is
+divided by the number of pages in a row, so transfers take their real time.
 """
 
 import asyncio
@@ -145,10 +144,9 @@ def model_engine(
 
 
 def scale_model(config: EngineConfig, disk: DiskSpeed = SSDS) -> EngineConfig:
-    """Scale an engine down to rows of one page, with its runner on the caller's loop.
+    """Scale an engine down to rows of one page, on the caller's loop; real files take real time: fs becomes dummy.
 
-    Real files take real time, so tiers of type `fs` become dummy ones: with their capacity and limits, and the
-    speed of `disk`. Tiers of other types run as they are. Raises `ConfigError` for options that a type does not have.
+    Dummies have the tier's capacity and limits, and the speed of `disk`. `ConfigError` for options that a type lacks.
     """
     tiers = list[TierConfig]()
     for index, tier in enumerate(config.secondary_tiers):
@@ -285,10 +283,9 @@ class VirtualReplay:
 
 
 def arrivals_s(requests: Iterable[TraceRequest]) -> "array[float]":
-    """Return the arrivals in seconds from the first; those of one timestamp are spread over the time it covers.
+    """Return the arrivals in seconds from the first; those of one timestamp are spread over the shortest gap.
 
-    This time is the shortest between two timestamps of the trace: Mooncake's come in batches of three seconds, whose
-    requests would otherwise all queue at once. Raises `TraceError` for a timestamp that is earlier than the one before.
+    Mooncake's come in batches of three seconds. Raises `TraceError` for a timestamp earlier than the one before.
     """
     stamps = array("d", (request.timestamp_ms for request in requests))
     for number, (before, after) in enumerate(pairwise(stamps), 2):

@@ -74,10 +74,7 @@ def too_long(extent: Extent, capacity: int, of: str) -> list[str]:
 
 
 def simulation(name: str, block_tokens: int = BLOCK_TOKENS) -> Simulation:
-    """Return the simulation of a policy: `opt`, or one that `policy_class` knows. Raises `ConfigError` for another.
-
-    Hints count in tokens, so the trace's `block_tokens` matter.
-    """
+    """Return the simulation of `opt` or a `policy_class`, or raise `ConfigError`. Hints count in `block_tokens`."""
     if name == OPT:
         return opt_hits
     try:
@@ -154,10 +151,7 @@ def policy_hits(
     *,
     block_tokens: int = BLOCK_TOKENS,
 ) -> Iterator[int]:
-    """Yield the hits of each request under an empty policy for `capacity` blocks.
-
-    `hints`, one for each request, replace those of the trace.
-    """
+    """Yield the hits of each request for an empty policy of `capacity`; `hints` replace those of the trace."""
     cache = Cache(policy, capacity, block_tokens)
     given = repeat(None) if hints is None else hints
     for request, hint in zip(requests, given, strict=False):
@@ -168,11 +162,9 @@ def policy_hits(
 def opt_hits(requests: Iterable[TraceRequest], capacity: int) -> Iterator[int]:
     """Yield the hits of each request in a cache of `capacity` blocks that knows the future: Belady's OPT with bypass.
 
-    After each request it keeps the blocks with the nearest next use, among the resident ones and the request's own; a
-    block need not be kept at all (bypass). A next use is an index among all references of the trace: of two blocks that
-    the same request uses next, the head is kept. Takes 8 bytes of memory a reference, and time that grows with the
-    logarithm of the capacity. It needs the future, so it is not a `Policy`. Belady, "A study of replacement algorithms
-    for a virtual-storage computer", IBM Systems Journal 5(2), 1966.
+    After each request it keeps the blocks with the nearest next use, among the resident ones and the request's own; of
+    two that the same request uses next, the head. It takes 8 bytes of memory a reference. Belady, "A study of
+    replacement algorithms for a virtual-storage computer", IBM Systems Journal 5(2), 1966.
     """
     references, lengths = _flattened(requests)
     next_uses = _next_uses(references)

@@ -1,13 +1,10 @@
 """Traces of LLM requests in Mooncake's format: one JSON object a line, plain or in gzip or zstd.
 
-A file is read as a stream, once for each pass: parsing 11 million block references takes a third of a second, keeping
-them as objects takes half a gigabyte. The compression is recognised by the first bytes, not by the file's name.
+A file is read as a stream, once for each pass; compression is recognised by the first bytes. The format is that of the
+traces in https://github.com/kvcache-ai/Mooncake, "FAST25-release", optionally after one line `{"meta": {...}}`.
 
-The format is that of the traces in https://github.com/kvcache-ai/Mooncake, "FAST25-release", optionally preceded by one
-line `{"meta": {...}}`.
-
-A wrong file parses as well and gives figures, so each reader checks for three faults: ids that are not chained promise
-hits that no engine can have; lengths must fit the number of ids; times must not be seconds.
+A wrong file parses as well, so each reader checks for three faults: ids that are not chained promise hits that no
+engine can have; lengths must fit the number of ids; times must not be seconds.
 """
 
 import codecs
@@ -78,9 +75,8 @@ class _MetaLine(msgspec.Struct, forbid_unknown_fields=True):
 class Trace:
     """The requests of one file. Each iteration reads the file again: a pass costs time, not memory.
 
-    A file that cannot be read, or that holds no requests, is a `TraceError` at once; a bad line when it is reached,
-    with its number, its fault and what was expected. The first pass that reaches the end also warns of a trace that
-    cannot be true; it remembers about 100 bytes for each distinct id, and at most `IDS_MAX` ids.
+    An unreadable or empty file is a `TraceError` at once, a bad line when it is reached. The first whole pass also
+    warns of a trace that cannot be true; it remembers about 100 bytes for each of at most `IDS_MAX` ids.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, limit: int | None = None, checked: bool = False) -> None:

@@ -1,8 +1,7 @@
 """Files and folders below the root: the tier's own, no link that leads elsewhere, no pipe without a writer.
 
-The root itself may be a link, which is followed once. Names below it are known to everybody. So only this module passes
-a name with a folder's descriptor to the system, and no part of the name is followed if it is a link. Names are opened
-in one call. For other calls the folder is opened, and the last part of the name is used on its descriptor.
+The root may be a link, which is followed once. Only this module passes a name below it to the system, with a folder's
+descriptor, and no part of the name is followed if it is a link.
 """
 
 import ctypes
@@ -69,10 +68,7 @@ class Reached:
 
 
 def open_below(root_fd: int, name: str, flags: int, kind: int | None = stat.S_IFREG) -> int:
-    """Open a name that has no link in any part; `kind`: the kind that is expected, None: any.
-
-    Raises `ForeignError` instead of `os.open`'s `OSError` if the reason is another kind, there or on the way.
-    """
+    """Open a name without a link in any part. Raises `ForeignError` for another `kind` (None: any) or a link."""
     flags |= os.O_NOFOLLOW
     try:
         return _opened(root_fd, name, flags)
@@ -124,10 +120,7 @@ def _how(flags: int) -> bytes:
 
 
 def open_file(root_fd: int, name: str, flags: int = os.O_RDONLY) -> int:
-    """Open a regular file: to write, one without a second name, which might be another program's.
-
-    Raises `ForeignError` for anything else, and what `os.open` does.
-    """
+    """Open a regular file; to write, only one without a second name, maybe another program's. Raises `ForeignError`."""
     fd = open_below(root_fd, name, flags | NO_LINK)
     try:
         status = os.fstat(fd)

@@ -82,8 +82,6 @@ def frameless(error: OSError) -> OSError:
 
 
 class Footer(NamedTuple):
-    """The content of a footer: facts about the bytes before it."""
-
     key: OffloadKey
     payload_bytes: int
     payload_checksum: int

@@ -1,9 +1,7 @@
 """A tier's lanes: threads that read, threads that write, their shares of a batch, and their order.
 
-Loads come first: while there are any, stores go on in one lane only, and a slice at a time.
-
-With lanes of their own, loads do not queue behind stores here. But the device has one queue, and the interpreter one
-lock. One lane of stores costs a load little. It keeps stores from starving, however long loads last.
+While there are loads, stores go on in one lane only, a slice at a time. The device has one queue, and the interpreter
+one lock: this lane costs a load little, and keeps stores from starving.
 """
 
 import mmap

@@ -1,7 +1,6 @@
 """A lane's reads: several in flight at once if the kernel can do that, otherwise one after the other.
 
-A lane verifies one chunk while the next ones come. That keeps the disk's queue full. For many chunks it calls the
-kernel twice, and waits for the interpreter's lock after each call, instead of once for each chunk.
+A lane verifies one chunk while the next come: the disk's queue stays full, two kernel calls serve many chunks.
 """
 
 import ctypes
@@ -39,10 +38,9 @@ _AT_ONCE = (ctypes.c_long * 2)(0, 0)  # A time to wait: struct timespec.
 
 
 class Context:
-    """Linux AIO: direct reads of one thread, in flight at once, each in a place of its own. It ends with the process.
+    """Linux AIO by system calls (libaio is not everywhere, containers refuse io_uring): one thread's direct reads.
 
-    System calls by number, since libaio is not everywhere; containers refuse io_uring. The kernel writes to a read's
-    buffers until `wait` has returned its place, whatever else happens.
+    Each has its place; the kernel writes to its buffers until `wait` has returned that, whatever else happens.
     """
 
     def __init__(self, places: int) -> None:
@@ -118,8 +116,6 @@ os.register_at_fork(after_in_child=_idle.clear)  # They stay the parent's.
 
 
 class Wanted(NamedTuple):
-    """One read: its file, its buffer, and the callback."""
-
     fd: int
     buffers: Sequence[memoryview]
     offset: int
@@ -189,8 +185,6 @@ ONE_BY_ONE = Reads(0)
 
 
 class _Queue:
-    """The reads of one call."""
-
     def __init__(self, context: Context, queue_bytes: int) -> None:
         self._context = context
         self._queue_bytes = queue_bytes
@@ -243,7 +237,6 @@ class _Queue:
 
 
 def has_queue() -> bool:
-    """Return True if this process can queue reads."""
     if (context := _borrow()) is not None:
         _idle.append(context)
     return context is not None

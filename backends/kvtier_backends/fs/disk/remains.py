@@ -118,8 +118,6 @@ def listed(error: OSError) -> OSError:
 
 
 class Remain(NamedTuple):
-    """A name that should be gone."""
-
     taken_bytes: int  # At most.
     remove: Callable[[], object]  # Raises OSError if it may be there still.
 

@@ -28,8 +28,6 @@ _numbers = itertools.count()  # The process's own, not a tier's: two tiers may h
 
 
 class Writer(NamedTuple):
-    """One process, among all that ever were."""
-
     boot: str  # Of a machine, and of a container on it: process ids mean something within one only.
     pid: int
     started: int  # In clock ticks since boot: process ids come round again.
@@ -69,7 +67,6 @@ def next_number() -> int:
 
 
 def writer_of(name: str) -> Writer | None:
-    """Return who writes a temporary of this name; None for any other file."""
     match = _NAME.fullmatch(name)
     return match and Writer(match[1], int(match[2]), int(match[3]))
 

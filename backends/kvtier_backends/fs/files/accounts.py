@@ -1,9 +1,8 @@
 """A directory's accounts: its used and its promised bytes, kept by one tier or on a page that several share.
 
-One directory, several processes, one budget: each process evicts for all, when the page says that there is too much. A
-process knows the chunks that it has stored, used and seen. Chunks that others have stored since its last scan are newer
-than that scan. So if a victim was used before the scan, no unknown chunk is older. Otherwise the process scans again. A
-file's time says whether others have used it. It is read right before the file is removed.
+Several processes have one budget, and each evicts for all. Chunks that others stored since its last scan are newer than
+it: if a victim was used before, no unknown chunk is older; otherwise the process scans again. A file's time, read right
+before its removal, shows whether others have used it.
 """
 
 import asyncio

@@ -1,8 +1,4 @@
-"""Chunks' files: one each, written aside and renamed into place, read back, and taken out of the way.
-
-Only this module knows where in the file system a chunk is. It does not know what its bytes must be. Everything blocks,
-and any thread may call. A failure raises the `OSError` of the system call.
-"""
+"""Chunks' files: written aside and renamed into place, read, removed. For any thread; blocks; raises `OSError`."""
 
 import errno
 import logging
@@ -44,8 +40,6 @@ def take_aside(root_fd: int, name: str, file: os.stat_result, aside: str) -> boo
 
 
 class FoundFile(NamedTuple):
-    """A file as it is seen without being opened."""
-
     allocated_bytes: int
     used_at_ns: int
     file_bytes: int
@@ -68,8 +62,6 @@ class Temporary(NamedTuple):
 
 
 class ChunkFiles:
-    """The files of one namespace, by key."""
-
     def __init__(self, folder: Folder, mapper: FileMapper, loads_first: LoadsFirst, *, fsync: bool) -> None:
         """Use an opened folder. With `fsync`, a chunk is on the device when `write` returns."""
         self._loads_first = loads_first
@@ -216,10 +208,7 @@ class ChunkFiles:
         return status and status.st_size
 
     def look(self, key: OffloadKey) -> "FoundFile | None":
-        """Return a chunk's file's room and last use; None without a file.
-
-        Opening asks a file server, whatever this machine remembers of the file; looking by name need not.
-        """
+        """Return a file's room and last use; None without one. It opens: a server is asked, whatever is cached here."""
         try:
             fd = open_below(self._root, self._mapper.name(key), os.O_RDONLY | NO_LINK)
         except OSError:

@@ -1,7 +1,6 @@
 """The index of files: the chunks in the directory, as far as the tier knows, and the room that each takes.
 
-It answers probes without a system call, and reports changes to an inventory's consumer. In doubt it says that a chunk
-is there: a load corrects that. A chunk that is wrongly taken for absent would be lost until the next start.
+It answers probes without a system call. In doubt it says that a chunk is there: a load corrects that.
 """
 
 import asyncio
@@ -24,8 +23,6 @@ NUMBERS_LEAST = 1_024  # The least to add at once; above it, an eighth of all.
 
 
 class FileEntry(NamedTuple):
-    """A chunk that is on the disk, and the room that it takes."""
-
     key: OffloadKey
     allocated_bytes: int
     used_at_ns: int = 0  # By the file's mtime, which is set to the chunk's last use.
@@ -44,8 +41,7 @@ def is_later(time_ns: int, known_ns: int) -> bool:
 class Claims:
     """Keys that are busy: calls use their files, or these are on their way out. Belongs to the loop's thread.
 
-    A chunk in use is never chosen to go. A store waits until its key's old file is gone: the removal would meet the new
-    one. For a load, a leaving chunk is a miss.
+    A chunk in use never goes. A store waits for its key's old file to go; for a load, a leaving chunk is a miss.
     """
 
     def __init__(self) -> None:

@@ -24,10 +24,7 @@ SMALL_PATIENCE_S = 5.0  # and for a small directory's longer, from each call: on
 
 
 class FilesLayout:
-    """One tier's chunks in files. Belongs to the loop's thread.
-
-    Loads and stores return the outcomes, and how many say that the file system is away.
-    """
+    """One tier's chunks in files. Loads and stores also return how many outcomes say: the file system is away."""
 
     def __init__(self, tier: OpenTier) -> None:
         root = tier.root
@@ -103,10 +100,7 @@ class FilesLayout:
             self._eviction.doubt([key])
 
     async def store(self, writes: Sequence[Write]) -> tuple[list[Outcome], int]:
-        """Promise room for the worst case before a byte is written, to the leading chunks first: a tail needs its head.
-
-        If the disk is still full, other chunks are removed, and failed stores are tried once more.
-        """
+        """Promise the worst case's room before a byte is written, head first; on a full disk, evict and try again."""
         if not self._start.done.is_set():
             if self._tier.options.shared or self._tier.capacity.free_bytes() is not None:
                 await until(self._start.gauged.wait(), SMALL_PATIENCE_S)

@@ -1,7 +1,4 @@
-"""The start-up scan of files: once at the start, and where the directory is shared, again.
-
-A tier answers meanwhile. All of it runs in a lane of its own, and none of it is waited for by a tier that closes.
-"""
+"""The start-up scan of files, repeated in shared directories: in its own lane, which a closing tier does not await."""
 
 import asyncio
 import errno
@@ -30,10 +27,7 @@ DEPTH_MAX = 8  # Folders within folders. Names have three; a loop of bind mounts
 
 
 class Scan:
-    """One walk over a namespace's files. Blocks; one thread at a time.
-
-    The next batch is asked for when the last one is indexed: a million files never lie in a queue.
-    """
+    """One walk over a namespace's files; the next batch waits until the last is indexed. Blocks; for one thread."""
 
     def __init__(self, tier: OpenTier, takes: Callable[[int], bool]) -> None:
         self.seen_bytes = 0  # What is taken by all that it has seen, but for strangers' files.
