@@ -81,6 +81,16 @@ def store(engine: Engine, numbers: Iterable[int]) -> None:
     steps.on_request_finished(f"store {numbers}")
 
 
+async def emptied(open_engine, chunks, rows, *tiers, **fields):
+    """Open an engine whose tiers hold some chunks, and whose primary holds none."""
+    engine = await open_engine(rows, *tiers, **fields)
+    for first in range(0, chunks, rows):
+        assert await put(engine, range(first, min(first + rows, chunks))) == min(rows, chunks - first)
+    assert await engine.drain(1_000)
+    assert await engine.reset()
+    return engine
+
+
 async def found(engine: TieringOffloadingManager, numbers: Iterable[int], *, request_id: str | None = None) -> int:
     """Fetch, hold every byte against what was put, and return how many leading chunks came."""
     numbers = list(numbers)
@@ -104,6 +114,13 @@ async def kill_runner(engine: Engine, how: int = signal.SIGKILL) -> None:
     lost = engine.stats().runners_lost
     os.kill(runner, how)
     await until(lambda: engine.stats().runners_lost > lost, engine)
+
+
+async def under_way(call, seconds):
+    """Start a call, and let it go on for a while."""
+    task = asyncio.ensure_future(call)
+    await asyncio.sleep(seconds)
+    return task
 
 
 def settled(engine: Engine) -> bool:

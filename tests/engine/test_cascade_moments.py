@@ -72,16 +72,14 @@ async def test_a_clean_end_keeps_more_than_the_runner_takes_at_once(open_engine,
     for place in ("kvtier.runner.process", "kvtier.engine.ledger"):
         monkeypatch.setattr(f"{place}.QUEUED_ACTIONS_MAX", 8)
     limits = {"action_chunks": 1, "close_s": PATIENCE_S}
-    engine = await open_engine(128, disk | {"cascade": "evict"}, runner="process", limits=limits)
-    await put(engine, range(100))
+    engine = await open_engine(128, disk | {"cascade": "evict"}, runner="process", limits=limits, holds=range(100))
     assert await engine.aclose() == 0
     assert (engine.stats().tiers[0].skipped, engine.stats().tiers[0].dropped) == ({}, {})
     assert await kept(disk, range(100)) == [*range(100)]
 
 
 async def test_an_end_without_time_counts_what_it_did_not_keep(open_engine, disk, caplog):
-    engine = await open_engine(8, disk | {"cascade": "evict", "limits": {"store_chunks_in_flight": 1}})
-    await put(engine, range(4))
+    engine = await open_engine(8, disk | {"cascade": "evict", "limits": {"store_chunks_in_flight": 1}}, holds=range(4))
     await engine.aclose(0.0)
     assert engine.stats().tiers[0].skipped == {"closed": 3}
     assert "3 chunks were not written to tiers with cascade = 'evict' by the end's deadline" in caplog.text

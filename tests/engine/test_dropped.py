@@ -64,8 +64,7 @@ def test_an_engine_that_its_loop_drops_is_named_and_leaves_nothing(nothing_left,
 
 
 async def test_repr_shows_rows_and_tiers(open_engine, disk):
-    engine = await open_engine(8, disk, {"type": "dummy", "name": "far"})
-    await put(engine, range(2))
+    engine = await open_engine(8, disk, {"type": "dummy", "name": "far"}, holds=range(2))
     tiers = "2 of 8 rows ready; tiers: 0:fs (fs, breaker closed), far (dummy, breaker closed)"
     assert repr(engine) == f"<TieringOffloadingManager: {tiers}>"
     assert repr(engine.steps) == f"<StepManager: {tiers}>"

@@ -16,7 +16,7 @@ ROWS = 4
 CONFIG = describe(ROWS, {"type": "dummy"})
 
 
-def loaded(engine: StepManager, number: int, request_id: str) -> bytes:
+def loaded(engine, number, request_id):
     """Forget the primary's chunk, and load it for a request."""
     assert engine.drain()
     assert engine.reset()

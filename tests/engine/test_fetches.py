@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from kvtier.errors import EngineClosed, RowsStillRead
-from tests.engine.kit import at_rest, chunk, found, key, keys, ledger_in, now, put
+from tests.engine.kit import at_rest, chunk, emptied, found, key, keys, ledger_in, now, under_way
 from tests.simulation.audit import audit_quiet
 
 pytestmark = pytest.mark.virtual_time
@@ -16,12 +16,7 @@ HOLD_S = 2.0
 
 
 async def filled(open_engine, rows, chunks, **fields):
-    """Open an engine whose tier holds more chunks than the primary, which holds none."""
-    engine = await open_engine(rows, SLOW, **fields)
-    for first in range(0, chunks, rows):
-        assert await put(engine, range(first, min(first + rows, chunks))) == min(rows, chunks - first)
-    assert await engine.reset()
-    return engine
+    return await emptied(open_engine, chunks, rows, SLOW, **fields)
 
 
 async def held(engine, numbers, seconds=HOLD_S):
@@ -77,8 +72,7 @@ async def test_only_what_needs_rows_waits_in_the_line_and_who_leaves_it_lets_the
         await asyncio.wait({first})
     assert await second == 8
     async with engine.fetch(keys(range(16, 24))):
-        third = asyncio.ensure_future(held(engine, range(24, 32)))
-        await asyncio.sleep(1)
+        third = await under_way(held(engine, range(24, 32)), 1)
         await engine.aclose()
         with pytest.raises(EngineClosed):
             await third
@@ -145,9 +139,6 @@ async def test_a_run_longer_than_the_primary_is_cut_at_once_and_counted(open_eng
     assert await found(engine, range(24)) == 8
     assert now() == begun + 2  # Two shares of leases.
     assert refused(engine) == 16
-
-
-# Streams.
 
 
 async def read(engine, numbers):

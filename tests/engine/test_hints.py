@@ -2,11 +2,9 @@
 
 import asyncio
 import re
-from collections.abc import Iterable
 from datetime import timedelta
 from fractions import Fraction
 from http import HTTPStatus
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,41 +12,30 @@ import numpy as np
 import pytest
 
 from kvtier import EventKind, Hint
-from kvtier.engine.manager import TieringOffloadingManager
-from tests.engine.kit import CHUNK_BYTES, at_rest, chunk, found, key, keys, ledger_in, put, until
+from tests.engine.kit import CHUNK_BYTES, at_rest, chunk, emptied, found, key, keys, ledger_in, put, until
 
 OVER = Hint(over=True)
 SLOT_BYTES = CHUNK_BYTES + 4_096
 
 
-def fs(tmp_path: Path, layout: str = "segments", **options: Any) -> dict[str, Any]:
+def fs(tmp_path, layout="segments", **options):
     return {"type": "fs", "name": "disk", "root": str(tmp_path / "tier"), "layout": layout, **options}
 
 
-def here(engine: TieringOffloadingManager, numbers: Iterable[int]) -> list[int]:
+def here(engine, numbers):
     """Return the numbers whose chunks are in the primary."""
     ready = ledger_in(engine).primary.ready
     return [number for number in numbers if key(number) in ready]
 
 
-async def put_hinted(engine: TieringOffloadingManager, numbers: Iterable[int], hint: object) -> None:
+async def put_hinted(engine, numbers, hint):
     numbers = list(numbers)
     await engine.put(keys(numbers), [chunk(number) for number in numbers], hint=hint)
 
 
-async def emptied(open_engine, chunks: int, rows: int = 8, tier: dict[str, Any] | None = None, **fields: Any):
-    """Open an engine whose tier holds some chunks, and whose primary holds none."""
-    engine = await open_engine(rows, tier or {"type": "dummy"}, **fields)
-    await put(engine, range(chunks))
-    assert await engine.drain(60.0)
-    assert await engine.reset()
-    return engine
-
-
 async def test_chunks_of_a_finished_session_and_demoted_ones_are_evicted_first(open_engine, tmp_path):
     """The session that is over is the newest: by recency it would go last."""
-    engine = await open_engine(8, fs(tmp_path))
-    await put(engine, range(4))
+    engine = await open_engine(8, fs(tmp_path), holds=range(4))
     await put_hinted(engine, range(10, 14), {"over": True})
     assert await at_rest(engine)
     await put(engine, range(20, 23))
@@ -156,12 +143,9 @@ async def test_no_hint_ends_an_engine_wherever_its_runner_lives(open_engine, tmp
     assert engine.steps.stats().runners_lost == 0
 
 
-# Calls about keys.
-
-
 async def test_more_is_prefetched_than_a_window_and_no_more_than_the_share_of_leases(open_engine):
     """Keys above the share are not loaded: a prefetch takes no rows from others."""
-    engine = await emptied(open_engine, 1_500, rows=2_000, limits={"lease_share": 0.5})
+    engine = await emptied(open_engine, 1_500, 2_000, {"type": "dummy"}, limits={"lease_share": 0.5})
     assert await engine.prefetch(keys(range(1_500))) == 1_000
     assert await at_rest(engine)
     assert await engine.prefetch(keys(range(1_000))) == 1_000
@@ -191,21 +175,10 @@ async def test_a_prefetch_waits_for_loads_of_another_prefetch(open_engine):
     assert await at_rest(engine)
 
 
-async def test_a_prefetch_loads_chunks_that_a_request_would_compute(open_engine):
-    """No request waits for a prefetch, so a load that takes longer than computing is worth its time."""
-    tier = {"type": "dummy", "latency_s": 0.05}
-    engine = await emptied(open_engine, 3, 8, tier, prefill_tokens_per_s=1e9, chunk_tokens=1)
-    for _ in range(2):  # The first load is how the tier's speed is learned.
-        assert await engine.prefetch(keys(range(3))) == 3
-        assert await at_rest(engine)
-        assert await engine.reset()
-    assert await found(engine, range(3)) == 0
-
-
 @pytest.mark.parametrize("cancelled", [True, False], ids=["cancelled", "reset"])
 async def test_a_prefetch_that_is_cancelled_leaves_nothing_held(open_engine, cancelled):
     """And so does a reset."""
-    engine = await emptied(open_engine, 3, tier={"type": "dummy", "latency_s": 0.05})
+    engine = await emptied(open_engine, 3, 8, {"type": "dummy", "latency_s": 0.05})
     given = keys(range(3))
     call = asyncio.ensure_future(engine.prefetch(given))
     await until(lambda: ledger_in(engine).traffic.in_flight)
@@ -221,8 +194,7 @@ async def test_a_prefetch_that_is_cancelled_leaves_nothing_held(open_engine, can
 
 
 async def test_a_forgotten_chunk_is_removed_everywhere_with_an_event_each(open_engine, tmp_path):
-    engine = await open_engine(8, fs(tmp_path), events=True)
-    await put(engine, range(4))
+    engine = await open_engine(8, fs(tmp_path), events=True, holds=range(4))
     assert await at_rest(engine)
     engine.take_events()
     assert engine.forget(keys([2, 3, 99])) == 3
@@ -237,8 +209,7 @@ async def test_a_forgotten_chunk_is_removed_everywhere_with_an_event_each(open_e
 
 async def test_a_chunk_is_not_forgotten_while_it_is_read(open_engine, tmp_path):
     """The rows stay with the reader until it lets go. Then the chunks go, from the primary and from the tier."""
-    engine = await open_engine(4, fs(tmp_path))
-    await put(engine, range(3))
+    engine = await open_engine(4, fs(tmp_path), holds=range(3))
     assert await at_rest(engine)
     async with engine.fetch(keys(range(3))) as rows:
         assert engine.forget(keys(range(3))) == 0
@@ -251,8 +222,7 @@ async def test_a_chunk_is_not_forgotten_while_it_is_read(open_engine, tmp_path):
 
 
 async def test_a_chunk_forgotten_during_its_store_does_not_stay_in_the_tier(open_engine):
-    engine = await open_engine(8, {"type": "dummy", "latency_s": 0.1})
-    await put(engine, range(3))
+    engine = await open_engine(8, {"type": "dummy", "latency_s": 0.1}, holds=range(3))
     assert engine.forget(keys(range(3))) == 0
     assert await at_rest(engine)
     assert await engine.reset()
@@ -267,8 +237,7 @@ async def test_a_chunk_forgotten_during_its_store_does_not_stay_in_the_tier(open
 )
 async def test_a_retention_may_be_said_in_numbers_of_any_kind(open_engine, runner, seconds, priority):
     """A runner in a process reads two kinds only."""
-    engine = await open_engine(8, {"type": "dummy", "capacity_bytes": "64KiB"}, runner=runner)
-    await put(engine, range(4))
+    engine = await open_engine(8, {"type": "dummy", "capacity_bytes": "64KiB"}, runner=runner, holds=range(4))
     assert await at_rest(engine)
     assert engine.retain(keys(range(2)), seconds, priority=priority) == 2
     assert await at_rest(engine)
@@ -333,13 +302,12 @@ def test_a_valid_hint_takes_numbers_and_strings_of_any_class():
     said = Hint(over=True, returns_in_s=3, retain_s=2.5, priority=99, tokens=0, class_="x", no_store=("disk", "s3"))
     assert msgspec.json.decode(msgspec.json.encode(said), type=Hint) == said
     assert Hint(no_store=False, retain_s=None, tokens=None, class_=None) == Hint()
-    as_others = Hint(retain_s=np.float64(2.5), priority=HTTPStatus.OK, class_=Name("agent"), no_store=["disk"])  # type: ignore[arg-type]
+    as_others = Hint(retain_s=np.float64(2.5), priority=HTTPStatus.OK, class_=Name("agent"), no_store=["disk"])
     assert msgspec.json.encode(as_others) == b'{"retain_s":2.5,"priority":200,"class":"agent","no_store":["disk"]}'
 
 
 async def test_retain_keeps_chunks_in_a_tier_too(open_engine, tmp_path):
-    engine = await open_engine(64, fs(tmp_path, capacity_bytes=64 * SLOT_BYTES + 40_000))
-    await put(engine, range(4))
+    engine = await open_engine(64, fs(tmp_path, capacity_bytes=64 * SLOT_BYTES + 40_000), holds=range(4))
     assert await at_rest(engine)
     assert engine.retain(keys([*range(4), 99]), 600.0, priority=3) == 4
     for first in range(1_000, 1_160, 8):

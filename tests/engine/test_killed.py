@@ -68,8 +68,7 @@ async def test_a_runner_killed_in_mid_transfer_costs_hits_and_no_byte(open_engin
 
 @pytest.mark.parametrize("moment", ["before it is noticed", "afterwards"])
 async def test_the_next_runner_makes_a_killed_ones_deletions(open_engine, disk, moment):
-    engine = await open_engine(8, disk, runner="process")
-    await put(engine, range(6))
+    engine = await open_engine(8, disk, runner="process", holds=range(6))
     assert await at_rest(engine)
     (runner,) = children()
     os.kill(runner, signal.SIGKILL)
@@ -85,8 +84,7 @@ async def test_the_next_runner_makes_a_killed_ones_deletions(open_engine, disk, 
 
 
 async def test_a_runner_that_hangs_is_replaced_for_its_silence(open_engine, disk):
-    engine = await open_engine(4, disk, runner="process", limits={"heartbeat_s": 0.5})
-    await put(engine, [1])
+    engine = await open_engine(4, disk, runner="process", limits={"heartbeat_s": 0.5}, holds=[1])
     await put(engine, [2, 3, 4, 5])
     assert await engine.drain()
     await kill_runner(engine, signal.SIGSTOP)
@@ -111,8 +109,7 @@ async def test_a_runner_that_holds_too_many_rows_is_replaced_and_its_rows_come_b
 async def test_while_no_runner_can_be_started_the_primary_serves_and_the_tier_comes_back(open_engine, tmp_path):
     mount = tmp_path / "mount"
     mount.mkdir()
-    engine = await open_engine(4, {"type": "fs", "root": str(mount / "tier")}, runner="process")
-    await put(engine, [1])
+    engine = await open_engine(4, {"type": "fs", "root": str(mount / "tier")}, runner="process", holds=[1])
     await put(engine, [2, 3, 4, 5])
     assert await engine.drain()
     mount.rename(tmp_path / "away")

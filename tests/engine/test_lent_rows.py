@@ -42,8 +42,7 @@ async def keep(engine, numbers, make):
 
 
 async def test_a_kept_view_reads_its_chunk_and_never_the_next(open_engine, make):
-    engine = await open_engine(2)
-    await put(engine, [1, 2])
+    engine = await open_engine(2, holds=[1, 2])
     made = await keep(engine, [1], make)
     for number in range(3, 9):
         assert await put(engine, [number]) == 1
@@ -52,8 +51,7 @@ async def test_a_kept_view_reads_its_chunk_and_never_the_next(open_engine, make)
 
 
 async def test_a_kept_row_delays_no_put_or_reset_and_is_reused_when_released(open_engine, make):
-    engine = await open_engine(2)
-    await put(engine, [1, 2])
+    engine = await open_engine(2, holds=[1, 2])
     made = await keep(engine, [1, 2], make)
     async with asyncio.timeout(60):
         assert await put(engine, [3, 4]) == 0
@@ -68,8 +66,7 @@ async def test_a_kept_row_delays_no_put_or_reset_and_is_reused_when_released(ope
 
 
 async def test_the_error_the_log_and_the_metric_name_the_rows_still_read(open_engine, caplog):
-    engine = await open_engine(8)
-    await put(engine, range(5))
+    engine = await open_engine(8, holds=range(5))
     with caplog.at_level(logging.WARNING), pytest.raises(RowsStillRead) as raised:
         async with engine.fetch(keys(range(5))) as rows:
             kept = [row[:1] for row in rows[1:]]
@@ -88,8 +85,7 @@ async def test_the_error_the_log_and_the_metric_name_the_rows_still_read(open_en
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, asyncio.CancelledError])
 async def test_an_exception_of_the_block_is_raised_with_a_note_also_if_rows_are_kept(open_engine, error):
-    engine = await open_engine(2)
-    await put(engine, [1])
+    engine = await open_engine(2, holds=[1])
     kept = []
 
     async def fetch_and_fail():
@@ -107,8 +103,7 @@ async def test_an_exception_of_the_block_is_raised_with_a_note_also_if_rows_are_
 
 
 async def test_a_row_that_two_fetches_left_behind_is_free_when_both_are_through(open_engine, make):
-    engine = await open_engine(1)
-    await put(engine, [1])
+    engine = await open_engine(1, holds=[1])
     first, second = await keep(engine, [1], make), await keep(engine, [1], make)
     first.clear()
     assert await put(engine, [2]) == 0
@@ -118,8 +113,7 @@ async def test_a_row_that_two_fetches_left_behind_is_free_when_both_are_through(
 
 
 async def test_a_delete_waits_for_a_fetch_and_not_for_kept_views(open_engine):
-    engine = await open_engine(1)
-    await put(engine, [1])
+    engine = await open_engine(1, holds=[1])
     made = await keep(engine, [1], WAYS["numpy"])
     async with engine.fetch([key(1)]):
         assert not await engine.delete([key(1)], deadline_s=5)

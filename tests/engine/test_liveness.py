@@ -8,7 +8,7 @@ import asyncio
 import pytest
 
 from kvtier.engine.tier import BreakerState
-from tests.engine.kit import CHUNK_BYTES, FAULTY, found, key, ledger_in, now, put, store
+from tests.engine.kit import CHUNK_BYTES, FAULTY, found, key, ledger_in, now, put, under_way
 
 pytestmark = pytest.mark.virtual_time
 
@@ -32,45 +32,19 @@ async def test_each_kind_of_failing_call_is_logged_once_a_minute(open_engine, ca
 
 async def test_waiting_for_a_budget_that_hung_loads_hold_ends_at_the_deadline(open_engine):
     limits = {"deadline_s": 5, "load_bytes_in_flight": CHUNK_BYTES, "breaker_failures": 100}
-    engine = await open_engine(8, faulty(limits, script={"load": ["hang", "hang"]}))
-    await put(engine, range(4))
+    engine = await open_engine(8, faulty(limits, script={"load": ["hang", "hang"]}), holds=range(4))
     await engine.reset()
     counts = await asyncio.gather(*(found(engine, [number]) for number in range(4)))
     assert now() <= 10.0
     assert sum(counts) <= 2
 
 
-async def test_a_tier_slower_than_the_stores_drops_cascades_and_counts_them(open_engine):
-    limits = {"store_chunks_in_flight": 2, "deadline_s": 100}
-    engine = await open_engine(16, {"type": "dummy", "bandwidth_bytes_per_s": 4_096, "limits": limits})
-    for first in range(0, 100, 4):
-        store(engine, range(first, first + 4))
-        await asyncio.sleep(1.0)
-    await engine.drain(1_000)
-    (tier,) = ledger_in(engine).tiers
-    assert tier.counters.stored >= 12
-    assert tier.counters.stored + tier.counters.dropped["budget"] == 100
-    assert ledger_in(engine).counters.stores_refused == 0
-
-
-async def test_hung_stores_pin_no_more_than_their_share_and_the_rest_is_dropped(open_engine):
-    tier = faulty({"breaker_failures": 1_000}, faults={"hang": 1.0})
-    engine = await open_engine(16, tier, limits={"cascade_share": 0.25})
-    for first in range(0, 64, 4):
-        store(engine, range(first, first + 4))
-        await asyncio.sleep(100)
-    assert ledger_in(engine).tiers[0].counters.dropped == {"pinned": 60}
-    assert await found(engine, [63]) == 1
-
-
 async def test_loads_do_not_wait_for_the_budget_of_stores(open_engine):
     budget = {"store_chunks_in_flight": 1, "load_bytes_in_flight": CHUNK_BYTES}
-    engine = await open_engine(64, {"type": "dummy", "latency_s": 1.0, "limits": budget})
-    await put(engine, [0])
+    engine = await open_engine(64, {"type": "dummy", "latency_s": 1.0, "limits": budget}, holds=[0])
     assert await engine.reset()
     assert now() == 1.0
-    storing = asyncio.ensure_future(put(engine, range(1, 21)))
-    await asyncio.sleep(0.5)
+    storing = await under_way(put(engine, range(1, 21)), 0.5)
     assert await found(engine, [0]) == 1
     assert now() == 2.5
     await storing

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.engine.kit import CHUNK_BYTES, at_rest, found, now, put, settled
+from tests.engine.kit import CHUNK_BYTES, at_rest, emptied, found, now, put, settled
 from tests.slow_tier import SLOWING, slow
 
 pytestmark = pytest.mark.virtual_time
@@ -12,18 +12,13 @@ pytestmark = pytest.mark.virtual_time
 WEIGHED = {"prefill_tokens_per_s": 100.0, "chunk_tokens": 100}  # A second a chunk.
 
 
-def dummy(chunk_s: float, **options: object) -> dict[str, object]:
+def dummy(chunk_s, **options):
     """Describe a device that takes so long for a chunk, one after the other."""
     return {"type": "dummy", "bandwidth_bytes_per_s": int(CHUNK_BYTES / chunk_s), **options}
 
 
 async def prepared(open_engine, *tiers, rows=16, chunks=8, **fields):
-    """Open an engine whose tiers hold some chunks, and whose primary holds none."""
-    engine = await open_engine(rows, *tiers, **WEIGHED, **fields)
-    await put(engine, range(chunks))
-    assert await engine.drain(deadline_s=1_000)
-    assert await engine.reset()
-    return engine
+    return await emptied(open_engine, chunks, rows, *tiers, **WEIGHED, **fields)
 
 
 async def test_a_fetch_of_a_late_load_goes_on_after_the_margin(open_engine):
@@ -65,8 +60,7 @@ async def test_a_probe_is_waited_for_no_longer_than_a_load(open_engine):
 
 async def test_a_tier_that_answered_late_for_a_while_is_waited_for_again(open_engine):
     tier = dummy(0.01, latency_s=0.1, shared=True, slow_at_s=100.0, slow_for_s=100.0, slow_factor=100.0) | SLOWING
-    engine = await open_engine(16, tier, **WEIGHED)
-    await put(engine, range(8))
+    engine = await open_engine(16, tier, **WEIGHED, holds=range(8))
     assert await at_rest(engine)
     waited: list[float] = []
     while now() < 300.0:
@@ -83,8 +77,7 @@ async def test_a_tier_that_answered_late_for_a_while_is_waited_for_again(open_en
 @pytest.mark.parametrize("asked", [[0, 1], [1, 0]], ids=["first", "behind"])
 async def test_seed_70054_a_request_that_waits_for_a_probe_does_not_poll(open_engine, asked):
     slow = {"type": "dummy", "latency_s": 5.0, "shared": True, "limits": {"answer_ttl_s": 0.001}}
-    engine = await open_engine(16, slow, **WEIGHED, late_margin=1.0)
-    await put(engine, range(2))
+    engine = await open_engine(16, slow, **WEIGHED, late_margin=1.0, holds=range(2))
     assert await at_rest(engine)
     engine.steps.on_new_request("r")
     assert await engine.reset()
@@ -109,11 +102,10 @@ async def test_a_line_that_has_become_thin_costs_one_request_its_time_and_is_use
     chunks, computing_s, speed = 62, 0.075, tmp_path / "speed"
     line = slow({"type": "dummy", "latency_s": latency_s, "concurrency": 64}, speed)
     weighed = {"prefill_tokens_per_s": 100 * chunks / computing_s, "chunk_tokens": 100}
-    engine = await open_engine(2 * chunks, line, **weighed)
-    await put(engine, range(chunks))
+    engine = await open_engine(2 * chunks, line, **weighed, holds=range(chunks))
     assert await engine.drain()
 
-    async def asked(times: int) -> tuple[list[int], list[float]]:
+    async def asked(times):
         """Ask for all, five times a second; say how much was loaded each time, and what that took beyond computing."""
         loaded, beyond = list[int](), list[float]()
         for _ in range(times):
@@ -142,11 +134,11 @@ BUSY_S, IDLE_S, LOAD_S = 0.168, 0.089, 0.133  # For a prompt; that of a load lie
 LAST_TOKENS, LAST_S = 8, 0.003  # Are computed of every prompt, whatever was loaded.
 
 
-def chunk_of(prompt_s: float) -> float:
+def chunk_of(prompt_s):
     return prompt_s / len(PROMPT)
 
 
-async def answered(engine, prompt_s: float) -> float:
+async def answered(engine, prompt_s):
     """Answer the prompt on a machine that computes all of it in so many seconds; return how long it takes."""
     begun = now()
     computed = (len(PROMPT) - await found(engine, PROMPT)) * 100 or LAST_TOKENS
@@ -159,7 +151,7 @@ async def answered(engine, prompt_s: float) -> float:
     return ended - begun
 
 
-async def mean_s(engine, until_s: float, prompt_s: float) -> float:
+async def mean_s(engine, until_s, prompt_s):
     """Answer the prompt over and over until then; return what one took in the mean."""
     times: list[float] = []
     while now() < until_s:
@@ -195,8 +187,7 @@ async def test_measuring_the_prefill_speed_costs_a_hundredth(open_engine, load_s
 
 async def test_an_engine_that_began_with_hits_learns_how_fast_whole_prompts_are_computed(open_engine):
     """Only the last tokens of a loaded prompt are computed, and each of these looks slow."""
-    engine = await open_engine(16, dummy(chunk_of(LOAD_S)), chunk_tokens=100)
-    await put(engine, PROMPT)
+    engine = await open_engine(16, dummy(chunk_of(LOAD_S)), chunk_tokens=100, holds=PROMPT)
     assert await engine.drain()
     assert await engine.reset()
     assert await mean_s(engine, 20, IDLE_S) < 1.3 * IDLE_S

@@ -9,16 +9,16 @@ import pytest
 
 from kvtier import __version__
 from kvtier.errors import Remedy
-from tests.engine.kit import FAULTY, at_rest, ledger_in, put, until
+from tests.engine.kit import FAULTY, at_rest, ledger_in, until
 
 
 @pytest.fixture(autouse=True)
-def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+def log(caplog):
     caplog.set_level(logging.INFO, "kvtier")
     return caplog
 
 
-def lines(log: pytest.LogCaptureFixture, start: str) -> list[str]:
+def lines(log, start):
     return [line for line in log.messages if line.startswith(start)]
 
 
@@ -41,8 +41,7 @@ async def test_an_fs_tier_logs_its_configuration_and_the_chunks_that_it_found(
     open_engine, log, runner, layout, tmp_path
 ):
     tier = {"type": "fs", "name": "disk", "root": str(tmp_path / "tier"), "layout": layout, "capacity_bytes": "64MiB"}
-    first = await open_engine(8, tier, runner=runner)
-    await put(first, range(3))
+    first = await open_engine(8, tier, runner=runner, holds=range(3))
     assert await at_rest(first)
     await first.aclose()
     log.clear()
@@ -59,8 +58,7 @@ async def test_an_fs_tier_logs_its_configuration_and_the_chunks_that_it_found(
 async def test_log_records_of_a_runners_process_appear_in_the_owners_log_by_its_level(open_engine, log, level):
     log.set_level(level, "kvtier")
     failing = {"type": FAULTY, "name": "ill", "inner": {"type": "dummy"}, "script": {"store": ["unavailable"]}}
-    engine = await open_engine(8, failing, runner="process")
-    await put(engine, [1])
+    engine = await open_engine(8, failing, runner="process", holds=[1])
     assert await at_rest(engine)
     if level == logging.ERROR:
         await engine.aclose()

@@ -13,7 +13,7 @@ ROW_BYTES = 4_096
 
 
 @pytest.fixture
-def engine() -> Bench:
+def engine():
     """An engine of four rows with two tiers: something of everything that is counted has happened."""
     disk, peer = Bench.spec("disk", store_chunks_max=2), Bench.spec("peer", breaker_failures=1)
     engine = Bench(rows=4, tiers=[tier._replace(row_bytes=ROW_BYTES) for tier in (disk, peer)], row_bytes=ROW_BYTES)
@@ -33,7 +33,7 @@ def engine() -> Bench:
     return engine
 
 
-def samples(engine: Bench) -> dict[tuple[str, ...], float]:
+def samples(engine):
     """Return every sample by name and labels' values."""
     metrics = Metrics(engine.ledger)
     metrics.observe("disk", "load", 0.2)
@@ -44,13 +44,13 @@ def samples(engine: Bench) -> dict[tuple[str, ...], float]:
     }
 
 
-def labelled(seen: dict[tuple[str, ...], float], name: str) -> dict[tuple[str, ...] | str, float]:
+def labelled(seen, name):
     """Return the samples of a metric by its labels' values."""
     found = {labels: value for (each, *labels), value in seen.items() if each == name for labels in [tuple(labels)]}
     return {labels[0] if len(labels) == 1 else labels: value for labels, value in found.items()}
 
 
-def test_the_primarys_metrics_show_its_work_and_its_rows(engine: Bench) -> None:
+def test_the_primarys_metrics_show_its_work_and_its_rows(engine):
     seen = samples(engine)
     one = {name[0]: value for name, value in seen.items() if len(name) == 1 and name[0].startswith("primary_")}
     assert {name.removeprefix("primary_"): value for name, value in one.items()} == {
@@ -73,7 +73,7 @@ def test_the_primarys_metrics_show_its_work_and_its_rows(engine: Bench) -> None:
     assert [seen["transfer_seconds_bucket", "disk", "load", most] for most in ("0.1", "0.25")] == [0, 1]
 
 
-def test_an_engines_metrics_show_its_version_its_runner_and_lost_events(engine: Bench) -> None:
+def test_an_engines_metrics_show_its_version_its_runner_and_lost_events(engine):
     events = engine.ledger.events = EventLog(2)
     for _ in range(5):
         events.add(EventKind.STORED, "cpu", engine.keys("a"))
@@ -84,7 +84,7 @@ def test_an_engines_metrics_show_its_version_its_runner_and_lost_events(engine: 
     assert samples(engine)["runner_up",] == 0
 
 
-def test_a_row_that_a_hung_store_keeps_after_its_key_was_forgotten_is_quarantined() -> None:
+def test_a_row_that_a_hung_store_keeps_after_its_key_was_forgotten_is_quarantined():
     engine = Bench(rows=4, tiers=[Bench.spec("disk")], row_bytes=ROW_BYTES)
     engine.store("ab")
     (late,) = engine.step()
@@ -98,7 +98,7 @@ def test_a_row_that_a_hung_store_keeps_after_its_key_was_forgotten_is_quarantine
 
 
 @pytest.mark.parametrize("computing_s", [0.5, None])
-def test_the_saved_time_of_the_tokens_is_shown_once_if_the_prefill_speed_is_known(computing_s: float | None) -> None:
+def test_the_saved_time_of_the_tokens_is_shown_once_if_the_prefill_speed_is_known(computing_s):
     engine = Bench(rows=8, tiers=[Bench.spec("disk")], computing_s=computing_s)
     request = engine.request(position=ending_at(engine.keys("abcdxy"), [1, 2, 3, 4, 3, 4]))  # x and y: another group's.
     engine.stored_alone("abcdxy")
@@ -109,7 +109,7 @@ def test_the_saved_time_of_the_tokens_is_shown_once_if_the_prefill_speed_is_know
     assert seen.get(("prefill_tokens_per_second",)) == (2 if computing_s else None)
 
 
-def test_each_tiers_metrics_show_its_work(engine: Bench) -> None:
+def test_each_tiers_metrics_show_its_work(engine):
     seen = samples(engine)
     expected = {"hits_total": (1, 0), "misses_total": (1, 0), "promoted_total": (1, 0), "loaded_total": (1, 0)}
     expected |= {"stored_total": (1, 0), "transfers_failed_total": (0, 1), "probes_failed_total": (0, 0)}
@@ -128,7 +128,7 @@ def test_each_tiers_metrics_show_its_work(engine: Bench) -> None:
     assert seen["tier_reserved_bytes", "disk"] == 8_192
 
 
-def test_a_registry_is_an_engines_own_and_every_sample_has_the_labels_that_its_metric_declares(engine: Bench) -> None:
+def test_a_registry_is_an_engines_own_and_every_sample_has_the_labels_that_its_metric_declares(engine):
     declared = {name: set(labels) for name, _, labels in described()}
     for registry in (Metrics(engine.ledger).registry, Metrics(engine.ledger).registry):
         assert b'kvtier_tier_hits_total{tier="disk"} 1.0' in generate_latest(registry)

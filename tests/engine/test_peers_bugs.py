@@ -6,7 +6,7 @@ import pytest
 
 from kvtier.engine.ledger import LookupResult
 from kvtier.policies import LRU
-from tests.engine.kit import FAULTY, at_rest, found, key, ledger_in, now, put
+from tests.engine.kit import FAULTY, at_rest, found, key, ledger_in, now, put, under_way
 
 pytestmark = pytest.mark.virtual_time
 
@@ -24,8 +24,7 @@ class Miser(LRU):
 @pytest.mark.parametrize("policy", BUILT_IN)
 async def test_a_promoted_chunk_is_not_the_next_victim(open_engine, policy):
     """Insertion with recency zero: what just came is the first to go, and is evicted before it is used."""
-    engine = await open_engine(4, SLOW, eviction_policy=policy)
-    await put(engine, [1])
+    engine = await open_engine(4, SLOW, eviction_policy=policy, holds=[1])
     await put(engine, range(10, 14))
     await engine.drain()
     engine.steps.on_new_request("waiting")
@@ -56,12 +55,10 @@ async def test_a_policy_that_never_evicts_stops_no_request(open_engine):
 
 
 async def test_seed_22829_a_delete_waits_for_a_forgotten_request_no_longer_than_its_lease(open_engine):
-    engine = await open_engine(2, SLOW, limits={"lease_s": 10})
-    await put(engine, [1])
+    engine = await open_engine(2, SLOW, limits={"lease_s": 10}, holds=[1])
     await engine.reset()
     engine.steps.on_new_request("forgotten")
-    fetching = asyncio.ensure_future(engine.fetch([key(1)], request_id="forgotten").__aenter__())
-    await asyncio.sleep(0.5)
+    fetching = await under_way(engine.fetch([key(1)], request_id="forgotten").__aenter__(), 0.5)
     fetching.cancel()
     begun = now()
     async with asyncio.timeout(60):

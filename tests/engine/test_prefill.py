@@ -9,18 +9,18 @@ from kvtier.engine.prefill import TOKENS_MIN, PrefillSpeed
 FULL, DECODE_S = 2_048, 0.02  # Tokens of a full step, and what a step that only decodes takes.
 
 
-def step_s(tokens: int) -> float:
+def step_s(tokens):
     return DECODE_S + tokens / 20_000.0
 
 
-def known(tokens_per_s: float = 20_000.0) -> PrefillSpeed:
+def known(tokens_per_s=20_000.0):
     speed = PrefillSpeed()
     for _ in range(100):
         speed.note(FULL, FULL / tokens_per_s, 0.0)
     return speed
 
 
-def test_the_speed_is_not_known_before_some_thousand_tokens_were_noted() -> None:
+def test_the_speed_is_not_known_before_some_thousand_tokens_were_noted():
     speed = PrefillSpeed()
     speed.note(TOKENS_MIN - 1, 1.0, 0.0)
     assert speed.tokens_per_s is None
@@ -28,7 +28,7 @@ def test_the_speed_is_not_known_before_some_thousand_tokens_were_noted() -> None
     assert speed.tokens_per_s is not None
 
 
-def test_a_configured_speed_is_not_changed_by_measurements_and_needs_none() -> None:
+def test_a_configured_speed_is_not_changed_by_measurements_and_needs_none():
     speed = PrefillSpeed(20_000.0)
     for _ in range(100):
         speed.note(FULL, 1.0, 0.0)
@@ -37,7 +37,7 @@ def test_a_configured_speed_is_not_changed_by_measurements_and_needs_none() -> N
 
 
 @pytest.mark.parametrize(("full", "short"), [(FULL, 16), (64, 64)], ids=["mostly decoding", "all prompts are short"])
-def test_the_steps_with_most_prompt_tokens_say_how_fast_prefill_is(full: int, short: int) -> None:
+def test_the_steps_with_most_prompt_tokens_say_how_fast_prefill_is(full, short):
     speed = PrefillSpeed()
     for number in range(20_000):
         tokens = full if number % 20 == 0 else short
@@ -45,7 +45,7 @@ def test_the_steps_with_most_prompt_tokens_say_how_fast_prefill_is(full: int, sh
     assert speed.tokens_per_s == pytest.approx(full / step_s(full), rel=0.02)
 
 
-def test_another_speed_is_learned_within_some_half_lives_or_by_one_step_after_a_pause() -> None:
+def test_another_speed_is_learned_within_some_half_lives_or_by_one_step_after_a_pause():
     speed = known()
     for _ in range(3_000_000 // FULL):
         speed.note(FULL, FULL / 5_000.0, 0.0)
@@ -54,7 +54,7 @@ def test_another_speed_is_learned_within_some_half_lives_or_by_one_step_after_a_
     assert speed.tokens_per_s == pytest.approx(10_000.0, rel=0.05)
 
 
-def test_no_step_is_so_fast_that_computing_takes_no_time() -> None:
+def test_no_step_is_so_fast_that_computing_takes_no_time():
     """A clock may stand nearly still. Later steps say how fast computing really is."""
     speed = PrefillSpeed()
     for _ in range(4):
@@ -66,7 +66,7 @@ def test_no_step_is_so_fast_that_computing_takes_no_time() -> None:
 
 
 @pytest.mark.parametrize("ignored", [(0, 1.0), *((100_000, seconds) for seconds in (0.0, -1.0, math.inf, math.nan))])
-def test_a_step_without_prompt_tokens_or_a_valid_duration_is_ignored(ignored: tuple[int, float]) -> None:
+def test_a_step_without_prompt_tokens_or_a_valid_duration_is_ignored(ignored):
     speed = PrefillSpeed()
     for _ in range(4):
         speed.note(*ignored, 0.0)
@@ -74,7 +74,7 @@ def test_a_step_without_prompt_tokens_or_a_valid_duration_is_ignored(ignored: tu
     assert speed.tokens_per_s == pytest.approx(FULL / 0.1)
 
 
-def test_a_step_that_hung_counts_as_one_that_was_slow() -> None:
+def test_a_step_that_hung_counts_as_one_that_was_slow():
     speed = known()
     speed.note(FULL, 60.0, 0.0)
     assert speed.tokens_per_s is not None
@@ -82,7 +82,7 @@ def test_a_step_that_hung_counts_as_one_that_was_slow() -> None:
 
 
 @pytest.mark.parametrize("tokens", [FULL, 16_384])
-def test_a_first_step_that_compiled_is_ignored(tokens: int) -> None:
+def test_a_first_step_that_compiled_is_ignored(tokens):
     speed = PrefillSpeed()
     speed.note(tokens, 60.0, 0.0)
     assert speed.tokens_per_s is None
@@ -91,7 +91,7 @@ def test_a_first_step_that_compiled_is_ignored(tokens: int) -> None:
     assert speed.tokens_per_s == pytest.approx(20_000.0)
 
 
-def explored(speed: PrefillSpeed, tokens: int, lost_s: float, until_s: int) -> list[int]:
+def explored(speed, tokens, lost_s, until_s):
     """Ask each second whether to compute so many tokens, and return when it was so."""
     return [second for second in range(1, until_s) if speed.explores(tokens, lost_s, float(second))]
 
@@ -106,11 +106,11 @@ def explored(speed: PrefillSpeed, tokens: int, lost_s: float, until_s: int) -> l
         (10 * FULL, 100.0, 1_000, [1, 3, 7, 15, 31, 63, 127, 255, 511]),
     ],
 )
-def test_a_loadable_prompt_is_computed_for_a_measurement(tokens, lost_s, until_s, when) -> None:
+def test_a_loadable_prompt_is_computed_for_a_measurement(tokens, lost_s, until_s, when):
     assert explored(known(), tokens, lost_s, until_s) == when
 
 
-def test_while_prompts_are_computed_none_is_computed_for_a_measurement() -> None:
+def test_while_prompts_are_computed_none_is_computed_for_a_measurement():
     speed = known()
     for second in range(1_000):
         speed.note(FULL, 0.1, float(second))

@@ -8,7 +8,7 @@ A, B = make_offload_key(b"a"), make_offload_key(b"b")
 
 
 @pytest.fixture
-def primary() -> Primary:
+def primary():
     """Three rows, of which one holds A."""
     primary = Primary(3, LRU(3))
     assert primary.reserve([A]) is not None
@@ -17,7 +17,7 @@ def primary() -> Primary:
 
 
 @pytest.mark.parametrize("ends", [("release", "unpin", "unpin"), ("unpin", "release", "unpin"), ("unpin", "unpin")])
-def test_an_abandoned_row_is_free_when_it_is_neither_pinned_nor_lent(primary: Primary, ends: tuple[str, ...]) -> None:
+def test_an_abandoned_row_is_free_when_it_is_neither_pinned_nor_lent(primary, ends):
     primary.reserve([B])
     row = primary.row(B)
     primary.pin([row, row])
@@ -28,7 +28,7 @@ def test_an_abandoned_row_is_free_when_it_is_neither_pinned_nor_lent(primary: Pr
     assert (primary.rows_free, primary.pinned(row)) == (2, False)
 
 
-def test_keys_that_come_from_elsewhere_are_known_by_the_objects_that_are_kept(primary: Primary) -> None:
+def test_keys_that_come_from_elsewhere_are_known_by_the_objects_that_are_kept(primary):
     copies = [OffloadKey(bytes(bytearray(key))) for key in (A, B)]
     assert copies[0] is not A
     own = primary.own(copies)

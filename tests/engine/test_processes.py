@@ -48,9 +48,6 @@ def ended(pid):
     return True
 
 
-# Descriptors.
-
-
 def test_a_runner_is_replaced_however_many_descriptors_its_owner_has(run, tmp_path):
     """Its first successors fail: their supervisor waits before it starts another."""
     replaced = run("""
@@ -124,9 +121,6 @@ except BaseException:
     assert daemon.returncode == 0
 
 
-# Paths.
-
-
 def test_a_path_in_sys_path_is_no_reason_not_to_start(run):
     started = run("""
 sys.path.insert(0, Path("/nowhere"))
@@ -163,8 +157,7 @@ asyncio.run(main())
 async def test_a_relative_root_is_the_same_directory_for_every_runner(open_engine, tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
-    engine = await open_engine(4, {"type": "fs", "root": "tier"}, runner="process")
-    await put(engine, [1])
+    engine = await open_engine(4, {"type": "fs", "root": "tier"}, runner="process", holds=[1])
     await put(engine, [2, 3, 4, 5])
     assert await engine.drain()
     monkeypatch.chdir(tmp_path / "elsewhere")

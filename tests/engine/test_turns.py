@@ -64,8 +64,7 @@ def test_a_loop_of_calls_lets_other_tasks_turn_between_each_two_of_them(call, lo
 
 @pytest.mark.virtual_time
 async def test_a_call_alone_in_its_turn_costs_no_turn(open_engine):
-    engine = await open_engine(4)
-    await put(engine, [1])
+    engine = await open_engine(4, holds=[1])
     await asyncio.sleep(0)
     turned = []
     asyncio.get_running_loop().call_soon(turned.append, True)
@@ -80,8 +79,7 @@ HUNG_STORES = HUNG_LOADS | {"script": {"store": ["hang", "hang"]}}
 @pytest.mark.virtual_time
 async def test_puts_that_hung_stores_keep_from_their_tier_let_timers_fire(open_engine):
     """Virtual time does not move for polling."""
-    engine = await open_engine(4, HUNG_STORES | {"faults": {"hang_s": 100.0}})
-    await put(engine, [1, 2])
+    engine = await open_engine(4, HUNG_STORES | {"faults": {"hang_s": 100.0}}, holds=[1, 2])
     await engine.drain()
     assert not ledger_in(engine).pending
     assert len(ledger_in(engine).traffic.cascade_rows) == 2

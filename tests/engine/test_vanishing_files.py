@@ -7,14 +7,12 @@ import asyncio
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvtier.engine.manager import TieringOffloadingManager as Engine
 from tests.engine.kit import PATIENCE_S, at_rest, children, found, keys, put, until
 
 CLIENTS = 4
@@ -32,22 +30,22 @@ TIERS: list[Any] = [
 ]
 
 
-def tier(root: Path, options: dict[str, Any]) -> dict[str, Any]:
+def tier(root, options):
     limits = {"breaker_failures": 1_000_000}  # A store that meets a removed segment fails by the tier's fault.
     return {"type": "fs", "name": "disk", "root": str(root), "limits": limits, **options}
 
 
-def files(root: Path, options: dict[str, Any]) -> list[Path]:
+def files(root, options):
     suffix = SUFFIX[options["layout"]]
     return [Path(folder, name) for folder, _, names in os.walk(root) for name in names if name.endswith(suffix)]
 
 
 @contextmanager
-def tidied(root: Path, options: dict[str, Any]) -> Iterator[list[Path]]:
+def tidied(root, options):
     """Remove files at random during the block, in a thread; return those that were removed so far."""
     removed, over, dice = list[Path](), threading.Event(), random.Random(8)
 
-    def tidy() -> None:
+    def tidy():
         while not over.wait(dice.choice([0.0, 0.001, 0.01])):
             there = files(root, options)
             for path in dice.sample(there, min(len(there), dice.choice([1, 1, 3, 100]))):
@@ -64,7 +62,7 @@ def tidied(root: Path, options: dict[str, Any]) -> Iterator[list[Path]]:
         thread.join()
 
 
-async def serve(engine: Engine, dice: random.Random) -> None:
+async def serve(engine, dice):
     """Serve one request as a client does, or ask for what may come soon; hold every byte against what was put."""
     first = dice.randrange(PREFIXES) * 100
     numbers = range(first, first + dice.randrange(1, LONGEST + 1))
@@ -76,14 +74,14 @@ async def serve(engine: Engine, dice: random.Random) -> None:
         await engine.delete(keys(numbers[run:]))
 
 
-async def client(engine: Engine, dice: random.Random, enough: Callable[[], bool]) -> None:
+async def client(engine, dice, enough):
     served = 0
     while served < REQUESTS or not enough():
         await serve(engine, dice)
         served += 1
 
 
-def open_without_a_name(root: Path) -> int:
+def open_without_a_name(root):
     """Count the removed files of the tier that this process, or a runner of its, still has open."""
     deleted = 0
     for pid in {os.getpid(), *children()}:
@@ -95,9 +93,7 @@ def open_without_a_name(root: Path) -> int:
 
 
 @pytest.mark.parametrize("options", TIERS)
-async def test_files_that_vanish_under_a_busy_engine_are_misses_that_are_stored_again(
-    open_engine: str, tmp_path: Path, options: dict[str, Any]
-) -> None:
+async def test_files_that_vanish_under_a_busy_engine_are_misses_that_are_stored_again(open_engine, tmp_path, options):
     """No wrong byte comes, no call raises, nothing is left open, and the tier's figures are those of the disk again."""
     root, dice = tmp_path / "tier", random.Random(7)
     engine = await open_engine(ROWS, tier(root, options))
@@ -121,7 +117,7 @@ async def test_files_that_vanish_under_a_busy_engine_are_misses_that_are_stored_
     assert loaded == len(files(root, options)) or options["layout"] == "segments"
 
 
-async def stored_again(engine: Engine) -> bool:
+async def stored_again(engine):
     """Offer chunks to the tier; say whether they come back from there."""
     numbers = range(LONGEST)
     await found(engine, numbers)

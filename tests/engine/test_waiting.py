@@ -9,7 +9,7 @@ from kvtier.engine.answers import LookupResult
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.errors import EngineClosed
 from kvtier_backends.dummy import forget_store
-from tests.engine.kit import FAULTY, at_rest, chunk, describe, found, key, ledger_in, now, put, settled
+from tests.engine.kit import FAULTY, at_rest, chunk, describe, found, key, ledger_in, now, put, settled, under_way
 
 pytestmark = pytest.mark.virtual_time
 
@@ -48,20 +48,17 @@ async def test_a_long_put_has_its_turn_among_many_short_ones(open_engine):
 
 @pytest.mark.parametrize("by", ["a fetch", "a load of the step protocol"])
 async def test_put_waits_for_rows_that_are_read_and_not_for_those_that_an_unfinished_step_found(open_engine, by):
-    engine = await open_engine(2)
-    await put(engine, [1, 2])
+    engine = await open_engine(2, holds=[1, 2])
     steps = engine.steps
     steps.on_new_request("stepping")
     if by == "a fetch":
         async with engine.fetch([key(1), key(2)]):
-            putting = asyncio.ensure_future(put(engine, [3, 4]))
-            await asyncio.sleep(100)
+            putting = await under_way(put(engine, [3, 4]), 100)
             assert not putting.done()
     else:
         assert [steps.lookup(key(number), "stepping") for number in (1, 2)] == [LookupResult.HIT] * 2
         steps.prepare_load([key(1)], "stepping")
-        putting = asyncio.ensure_future(put(engine, [3, 4]))
-        await asyncio.sleep(1)
+        putting = await under_way(put(engine, [3, 4]), 1)
         assert not putting.done()
         steps.complete_load([key(1)], "stepping")
     async with asyncio.timeout(60):
@@ -70,12 +67,10 @@ async def test_put_waits_for_rows_that_are_read_and_not_for_those_that_an_unfini
 
 @pytest.mark.parametrize(("success", "chunks"), [(True, 2), (False, 1)])
 async def test_fetch_waits_for_a_store_of_the_step_protocol_and_ends_where_it_fails(open_engine, success, chunks):
-    engine = await open_engine(4)
-    await put(engine, [1])
+    engine = await open_engine(4, holds=[1])
     engine.steps.on_new_request("stepping")
     plan = engine.steps.prepare_store([key(2)], "stepping")
-    fetching = asyncio.ensure_future(found(engine, [1, 2]))
-    await asyncio.sleep(1)
+    fetching = await under_way(found(engine, [1, 2]), 1)
     engine.steps.region.row(plan.rows[0])[:] = chunk(2)
     engine.steps.complete_store(plan.keys, "stepping", success=success)
     engine.steps.end_step()
@@ -83,11 +78,9 @@ async def test_fetch_waits_for_a_store_of_the_step_protocol_and_ends_where_it_fa
 
 
 async def test_a_reset_waits_for_rows_in_use_and_calls_during_a_reset_wait_for_it(open_engine):
-    engine = await open_engine(4, faulty(deadline_s=100, hang_s=50, store=["hang"]))
-    await put(engine, [1])
+    engine = await open_engine(4, faulty(deadline_s=100, hang_s=50, store=["hang"]), holds=[1])
     async with engine.fetch([key(1)]) as rows:
-        resetting = asyncio.ensure_future(engine.reset(deadline_s=5))
-        await asyncio.sleep(1)
+        resetting = await under_way(engine.reset(deadline_s=5), 1)
         async with engine.fetch([key(1)]) as more:
             await asyncio.sleep(10)
             assert not resetting.done()
@@ -102,8 +95,7 @@ async def test_a_reset_waits_for_rows_in_use_and_calls_during_a_reset_wait_for_i
 
 
 async def test_a_cancelled_reset_leaves_an_engine_that_promotes(open_engine):
-    engine = await open_engine(2, faulty(hang_s=5, store=["hang"]))
-    await put(engine, [1])
+    engine = await open_engine(2, faulty(hang_s=5, store=["hang"]), holds=[1])
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(engine.reset(), 1)
     await put(engine, [2, 3])
@@ -116,20 +108,16 @@ async def test_waiting_calls_fail_when_the_engine_closes():
     await put(engine, [1])
     await engine.drain()
     await engine.reset()
-    fetching = asyncio.ensure_future(found(engine, [1]))
-    await asyncio.sleep(1)
-    stuck = asyncio.ensure_future(put(engine, [2, 3]))
-    await asyncio.sleep(1)
-    waiting = asyncio.ensure_future(put(engine, [4, 5]))
-    await asyncio.sleep(1)
+    fetching = await under_way(found(engine, [1]), 1)
+    stuck = await under_way(put(engine, [2, 3]), 1)
+    waiting = await under_way(put(engine, [4, 5]), 1)
     assert await engine.aclose(deadline_s=5) == 2
     results = await asyncio.gather(fetching, stuck, waiting, return_exceptions=True)
     assert [type(result) for result in results] == [EngineClosed, int, EngineClosed]
 
 
 async def test_put_waits_for_rows_that_waiting_requests_lease(open_engine):
-    engine = await open_engine(2, SLOW, limits={"lease_share": 1.0, "lease_s": 10})
-    await put(engine, [1, 2])
+    engine = await open_engine(2, SLOW, limits={"lease_share": 1.0, "lease_s": 10}, holds=[1, 2])
     assert await engine.reset()
     engine.steps.on_new_request("waiting")
     begun = now()
@@ -157,8 +145,7 @@ async def test_a_closing_that_is_cancelled_goes_on(cancelled):
 
 
 async def test_a_delete_waits_no_longer_than_its_deadline(open_engine):
-    engine = await open_engine(4, faulty(deadline_s=100, store=["hang"]))
-    await put(engine, [1, 2])
+    engine = await open_engine(4, faulty(deadline_s=100, store=["hang"]), holds=[1, 2])
     begun = now()
     assert not await engine.delete([key(1)], deadline_s=5)
     assert now() == begun + 5
@@ -233,8 +220,7 @@ async def test_any_buffer_of_bytes_is_a_chunk_and_a_key_may_be_given_twice_with_
 
 @pytest.mark.parametrize("after", range(12))
 async def test_calls_cancelled_at_any_moment_leave_nothing_pinned(open_engine, after):
-    engine = await open_engine(6, SLOW)
-    await put(engine, range(20, 23))
+    engine = await open_engine(6, SLOW, holds=range(20, 23))
     numbers = [range(first, first + 4) for first in (0, 2, 20)]
     calls = [asyncio.ensure_future(call(engine, each)) for each in numbers for call in (put, found)]
     for _ in range(after):
@@ -249,8 +235,7 @@ async def test_calls_cancelled_at_any_moment_leave_nothing_pinned(open_engine, a
 
 async def test_a_scan_goes_on_without_calls(open_engine):
     disk = {"type": "dummy", "store": "scanned"}
-    first = await open_engine(5_000, disk)
-    await put(first, range(5_000))
+    first = await open_engine(5_000, disk, holds=range(5_000))
     await first.aclose()
     again = await open_engine(2, disk)
     await asyncio.sleep(1)
@@ -263,8 +248,7 @@ async def test_a_scan_goes_on_without_calls(open_engine):
 async def test_a_request_that_finishes_during_its_own_put_is_forgotten_when_that_is_over(open_engine, cancelled):
     engine = await open_engine(8, SLOW)
     engine.steps.on_new_request("r")
-    putting = asyncio.ensure_future(put(engine, range(8), request_id="r"))
-    await asyncio.sleep(0.5)
+    putting = await under_way(put(engine, range(8), request_id="r"), 0.5)
     engine.steps.on_request_finished("r")
     with pytest.raises(ValueError, match="'r' has finished, but a store or a fetch of it has not"):
         engine.steps.on_new_request("r")
@@ -283,8 +267,7 @@ async def test_a_put_that_outlives_its_request_keeps_to_the_request_s_tiers(open
     engine.steps.on_new_request("r", [])
     await put(engine, [1, 2], request_id="r")
     async with engine.fetch([key(1), key(2)]):
-        putting = asyncio.ensure_future(put(engine, [3, 4], request_id="r"))
-        await asyncio.sleep(1)
+        putting = await under_way(put(engine, [3, 4], request_id="r"), 1)
         engine.steps.on_request_finished("r")
     assert await putting == 2
     assert await at_rest(engine)
@@ -293,12 +276,10 @@ async def test_a_put_that_outlives_its_request_keeps_to_the_request_s_tiers(open
 
 @pytest.mark.parametrize("cancelled", [False, True])
 async def test_a_request_that_finishes_during_its_own_fetch_keeps_nothing(open_engine, cancelled):
-    engine = await open_engine(8, SLOW, limits={"lease_s": 1_000})
-    await put(engine, range(8))
+    engine = await open_engine(8, SLOW, limits={"lease_s": 1_000}, holds=range(8))
     assert await engine.reset()
     engine.steps.on_new_request("r")
-    fetching = asyncio.ensure_future(found(engine, range(8), request_id="r"))
-    await asyncio.sleep(0.5)
+    fetching = await under_way(found(engine, range(8), request_id="r"), 0.5)
     engine.steps.on_request_finished("r")
     await asyncio.sleep(1)  # What it looked for since is leased to it, too.
     if cancelled:
@@ -310,8 +291,7 @@ async def test_a_request_that_finishes_during_its_own_fetch_keeps_nothing(open_e
 
 async def test_a_synchronous_reset_during_a_put_or_fetch_names_the_one_that_can_wait():
     engine = await TieringOffloadingManager.open(describe(8, SLOW))
-    putting = asyncio.ensure_future(put(engine, range(8)))
-    await asyncio.sleep(0.5)
+    putting = await under_way(put(engine, range(8)), 0.5)
     with pytest.raises(RuntimeError, match=r"1 put or fetch under way.*: await .*Manager\.reset\(\)"):
         engine.steps.reset()
     assert await putting == 8

@@ -24,7 +24,7 @@ NO_KEYS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.fixture(params=[False, True], ids=["a tier that knows", "a tier that is asked"])
-async def engine(request, open_engine) -> Any:
+async def engine(request, open_engine):
     return await open_engine(8, {"type": "dummy", "shared": request.param})
 
 
@@ -41,7 +41,7 @@ async def test_a_call_of_the_asyncio_face_refuses_an_invalid_key(engine):
     await goes_on(engine)
 
 
-async def goes_on(engine) -> None:
+async def goes_on(engine):
     assert await engine.drain()
     assert await found(engine, [1, 2, 3]) == 3
     assert await put(engine, range(10, 18)) == 8  # Pushes the others out.
@@ -75,7 +75,7 @@ async def test_an_invalid_key_in_a_step_changes_nothing(engine):
     await goes_on(engine)
 
 
-def meet(steps, bad) -> None:
+def meet(steps, bad):
     steps.on_new_request("bad")
     for call in (
         lambda: steps.lookup(bad, "bad"),

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,28 +31,25 @@ SLOT_BYTES = ROW_BYTES + FOOTER_BYTES  # A file's, too.
 SECRETS = "KVTIER_TEST_FS_SECRETS"
 DEADLINE_S = 20.0
 
-OpenTier = Callable[..., Awaitable[FsBackend]]
-Mount = Callable[..., Path]
 
-
-def whole(keys: Sequence[OffloadKey], version: int = 0) -> list[str]:
+def whole(keys, version=0):
     """Return what a load of stored chunks tells."""
     return [label(key, version) for key in keys]
 
 
-def kinds(outcomes: Sequence[object]) -> list[str]:
+def kinds(outcomes):
     return [type(outcome).__name__ for outcome in outcomes]
 
 
-def segments(root: Path) -> list[Path]:
+def segments(root):
     return sorted(root.glob("*_segments/*.seg"))
 
 
-def temporaries(root: Path) -> list[str]:
+def temporaries(root):
     return [name for _, _, names in os.walk(root) for name in names if name.endswith(".tmp")]
 
 
-def taken_bytes(root: Path) -> int:
+def taken_bytes(root):
     """Return what a tier's folders take, directories and all, as the file system counts it."""
     total = -os.lstat(root).st_blocks
     for folder, _, files in os.walk(root):
@@ -63,28 +59,28 @@ def taken_bytes(root: Path) -> int:
     return total * 512
 
 
-async def until(true: Callable[[], bool]) -> None:
+async def until(true):
     """Wait for something of which a disk tells nobody."""
     async with asyncio.timeout(DEADLINE_S):
         while not true():
             await asyncio.sleep(0.001)
 
 
-async def until_stored(tier: FsBackend, lender: Lender, keys: Sequence[OffloadKey]) -> None:
+async def until_stored(tier, lender, keys):
     """Offer chunks until all are stored."""
     async with asyncio.timeout(DEADLINE_S):
         while any(await tier.store(lender.writes(keys))):
             await asyncio.sleep(0.001)
 
 
-async def until_probed(tier: FsBackend, keys: Sequence[OffloadKey], *, there: bool) -> None:
+async def until_probed(tier, keys, *, there):
     """Wait until all of the keys are there, or none."""
     async with asyncio.timeout(DEADLINE_S):
         while list(await tier.probe(keys)) != [there] * len(keys):
             await asyncio.sleep(0.001)
 
 
-async def scanned(tier: FsBackend, *, complete: bool | None = None) -> set[OffloadKey]:
+async def scanned(tier, *, complete=None):
     """Wait for the end of a tier's start-up scan, and return the keys that it has reported."""
     keys = set[OffloadKey]()
     async with asyncio.timeout(DEADLINE_S):
@@ -96,18 +92,21 @@ async def scanned(tier: FsBackend, *, complete: bool | None = None) -> set[Offlo
     raise AssertionError("the report ended")
 
 
+end_of_scan = scanned
+
+
 @pytest.fixture(params=["files", "segments"])
-def layout(request) -> str:
+def layout(request):
     return str(request.param)
 
 
 @pytest.fixture
-def mapper() -> FileMapper:
+def mapper():
     return FileMapper(Namespace(model_name="org/model"))
 
 
 @pytest.fixture
-def lender() -> Iterator[Lender]:
+def lender():
     lender = Lender(ROW_BYTES)
     yield lender
     gc.collect()  # A test that caught an error is in a circle with its traceback, and so are the buffers in there.
@@ -115,7 +114,7 @@ def lender() -> Iterator[Lender]:
 
 
 @pytest.fixture
-def root(tmp_path) -> Path:
+def root(tmp_path):
     """A directory that is not there yet."""
     return tmp_path / "tier"
 
@@ -128,15 +127,15 @@ CONSTANTS: dict[str, Any] = {
 
 
 @pytest.fixture
-async def open_tier(root, mapper, monkeypatch) -> AsyncIterator[OpenTier]:
+async def open_tier(root, mapper, lender, monkeypatch):
     """Open tiers over `root`, of files or of one small segment if not told otherwise; each is closed in the end.
 
     The names of `CONSTANTS` are taken, too, from then on. With `checkpoint_s=0` there is no checkpoint at the start.
-    So are `engine`, `namespace` and `row_bytes` of its context.
+    So are `engine`, `namespace` and `row_bytes` of its context. `holds`: keys to store; `scanned`: wait for the scan.
     """
     opened: list[FsBackend] = []
 
-    async def open_tier(**options: Any) -> FsBackend:
+    async def open_tier(holds=(), scanned=False, **options):
         given = {"root": str(root), "layout": "files", **options}
         if given.get("checkpoint_s") == 0:
             given["checkpoint_s"] = 3_600.0
@@ -148,8 +147,13 @@ async def open_tier(root, mapper, monkeypatch) -> AsyncIterator[OpenTier]:
             given.setdefault("capacity_bytes", "1MiB")
         named = FileMapper(given.pop("namespace", mapper.namespace))
         context = TierContext("0:fs", named, given.pop("row_bytes", ROW_BYTES), engine=given.pop("engine", None))
-        opened.append(await FsBackend.open(FsOptions(**given), context))
-        return opened[-1]
+        tier = await FsBackend.open(FsOptions(**given), context)
+        opened.append(tier)
+        if holds:
+            await lender.keep(tier, holds)
+        if scanned:
+            await end_of_scan(tier)
+        return tier
 
     yield open_tier
     for tier in opened:
@@ -157,12 +161,11 @@ async def open_tier(root, mapper, monkeypatch) -> AsyncIterator[OpenTier]:
 
 
 @pytest.fixture
-def stored(open_tier, lender) -> Callable[..., Awaitable[None]]:
+def stored(open_tier, lender):
     """Store chunks in a tier that is closed again."""
 
-    async def stored(keys: Sequence[OffloadKey], **options: object) -> None:
-        tier = await open_tier(**options)
-        await lender.keep(tier, keys)
+    async def stored(keys, **options):
+        tier = await open_tier(**options, holds=keys)
         assert await tier.aclose(DEADLINE_S) == (0,)
 
     return stored
@@ -174,16 +177,16 @@ class Place(NamedTuple):
     path: Path
     begins: int
 
-    def read(self) -> bytes:
+    def read(self):
         return self.path.read_bytes()[self.begins : self.begins + SLOT_BYTES]
 
-    def overwrite(self, at: int, content: bytes) -> None:
+    def overwrite(self, at, content):
         with self.path.open("r+b") as file:
             file.seek(self.begins + at)
             file.write(content)
 
 
-def places_in(root: Path, row_bytes: int = ROW_BYTES) -> dict[OffloadKey, Place]:
+def places_in(root, row_bytes=ROW_BYTES):
     """Return where each key's newest chunk lies on the disk, whatever its layout; older ones wait to be wiped."""
     found, chunk_bytes = dict[OffloadKey, tuple[int, Place]](), row_bytes + FOOTER_BYTES
     for path in (*root.rglob("*.bin"), *root.rglob("*.seg")):
@@ -196,23 +199,23 @@ def places_in(root: Path, row_bytes: int = ROW_BYTES) -> dict[OffloadKey, Place]
 
 
 @pytest.fixture
-def place_of(root) -> Callable[[OffloadKey], Place]:
+def place_of(root):
     return lambda key: places_in(root)[key]
 
 
 @pytest.fixture
-def path_of(root, mapper) -> Callable[[OffloadKey], Path]:
+def path_of(root, mapper):
     """Return where a key's file is, by either naming."""
     flat = FileMapper(mapper.namespace, "flat")
 
-    def path_of(key: OffloadKey) -> Path:
+    def path_of(key):
         return root / flat.name(key) if (root / flat.name(key)).exists() else root / mapper.name(key)
 
     return path_of
 
 
 @pytest.fixture(params=["xxh3", "aes-256-gcm"])
-def seal(request, monkeypatch) -> dict[str, str]:
+def seal(request, monkeypatch):
     """Seal in every way: return the options that say so."""
     monkeypatch.setenv(SECRETS, "ab" * 32)
     return {} if request.param == "xxh3" else {"seal": request.param, "seal_key_env": SECRETS}
@@ -224,15 +227,7 @@ class SystemCall:
     `open` is also that of names of several parts.
     """
 
-    def __init__(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        name: str,
-        *,
-        sticks: bool = False,
-        error: int = 0,
-        only: Callable[..., bool] = lambda *args, **kwargs: True,
-    ) -> None:
+    def __init__(self, monkeypatch, name, *, sticks=False, error=0, only=lambda *args, **kwargs: True):
         self.times = 0
         self._entered = threading.Semaphore(0)
         self._opened = threading.Event()
@@ -245,47 +240,50 @@ class SystemCall:
         if name == "open":
             open_beneath = below.open_beneath
 
-            def opened(root_fd: int, name: str, flags: int) -> int:
+            def opened(root_fd, name, flags):
                 self._come(name, flags)
                 return open_beneath(root_fd, name, flags)
 
             monkeypatch.setattr(below, "open_beneath", opened)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args, **kwargs):
         self._come(*args, **kwargs)
         return self._call(*args, **kwargs)
 
-    def _come(self, *args: Any, **kwargs: Any) -> None:
+    def _come(self, *args, **kwargs):
         self.times += 1
         if self._only(*args, **kwargs):
             self._meet(self._error)
 
-    def _meet(self, error: int) -> None:
+    def _meet(self, error):
         self._entered.release()
         assert self._opened.wait(DEADLINE_S)
         if error:
             raise OSError(error, os.strerror(error))
 
-    async def wait_entered(self, times: int = 1) -> None:
+    async def wait_entered(self, times=1):
         """Wait until so many threads have come to it, or have passed it."""
         for _ in range(times):
             assert await asyncio.to_thread(self._entered.acquire, timeout=DEADLINE_S)
 
-    def let_go(self) -> None:
+    async def met_by(self, call):
+        """Start a call, and wait until it has come here."""
+        task = asyncio.create_task(call)
+        await self.wait_entered()
+        return task
+
+    def let_go(self):
         """Let who sticks go on, to fail if that was asked for; whoever comes later gets what the system gives."""
         self._error = 0
         self._opened.set()
 
 
-MakeSystemCall = Callable[..., SystemCall]
-
-
 @pytest.fixture
-def system_call(monkeypatch) -> Iterator[MakeSystemCall]:
+def system_call(monkeypatch):
     """Put a `SystemCall` in place of a function of `os`; nobody sticks beyond the end of the test."""
     made: list[SystemCall] = []
 
-    def system_call(name: str, **how: Any) -> SystemCall:
+    def system_call(name, **how):
         made.append(SystemCall(monkeypatch, name, **how))
         return made[-1]
 
@@ -295,11 +293,11 @@ def system_call(monkeypatch) -> Iterator[MakeSystemCall]:
 
 
 @pytest.fixture
-def open_folder(root, mapper) -> Iterator[Callable[..., Folder]]:
+def open_folder(root, mapper):
     opened: list[Folder] = []
 
-    def open_folder(**options: object) -> Folder:
-        given = FsOptions(**{"root": str(root), "layout": "files", **options})  # type: ignore[arg-type]
+    def open_folder(**options):
+        given = FsOptions(**{"root": str(root), "layout": "files", **options})
         folder = Folder(given, TierContext("0:fs", mapper, ROW_BYTES))
         folder.open()
         opened.append(folder)
@@ -311,11 +309,11 @@ def open_folder(root, mapper) -> Iterator[Callable[..., Folder]]:
 
 
 @pytest.fixture
-def mount(outside, tmp_path) -> Iterator[Mount]:
+def mount(outside, tmp_path):
     """Mount a small file system of a kind, in memory or in a file; skips where that is not allowed."""
     mounted: list[Path] = []
 
-    def mount(kind: str, options: str = "", *, image_bytes: int = 0) -> Path:
+    def mount(kind, options="", *, image_bytes=0):
         if os.geteuid() != 0:
             pytest.skip("mounting a file system needs root")
         path = tmp_path / f"{kind}-{len(mounted)}"
@@ -344,28 +342,28 @@ def mount(outside, tmp_path) -> Iterator[Mount]:
 class FaultyDisk:
     """A mounted folder, and the process behind it."""
 
-    def __init__(self, folder: Path, mountpoint: Path) -> None:
+    def __init__(self, folder, mountpoint):
         self.path = mountpoint
         command = [sys.executable, str(Path(__file__).with_name("faulty_disk.py")), str(folder), str(mountpoint)]
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         self._server = subprocess.Popen(command, text=True, **pipes)
         self.ready = self._server.stdout.readline().strip() == "ready"
 
-    def why_not(self) -> str:
+    def why_not(self):
         return self._server.communicate()[1].strip()
 
-    def tell(self, fault: str) -> None:
+    def tell(self, fault):
         print(fault, file=self._server.stdin, flush=True)
         assert self._server.stdout.readline().strip() == fault
 
-    def end(self) -> None:
+    def end(self):
         """As when its server dies."""
         self._server.kill()
         self._server.communicate()
 
 
 @pytest.fixture
-def disk(outside, tmp_path) -> Iterator[FaultyDisk]:
+def disk(outside, tmp_path):
     if os.geteuid() != 0 or not os.path.exists("/dev/fuse"):
         pytest.skip("mounting a file system of one's own needs root and FUSE")
     folder, mountpoint = tmp_path / "behind", tmp_path / "disk"
@@ -382,7 +380,7 @@ def disk(outside, tmp_path) -> Iterator[FaultyDisk]:
 class Child:
     """A process that works on a tier until it is killed, and then another: see `child.py`."""
 
-    def __init__(self, work: str, *, quiet: bool = False, **asked: object) -> None:
+    def __init__(self, work, *, quiet=False, **asked):
         command = [sys.executable, str(Path(__file__).with_name("child.py")), work, json.dumps(asked)]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
@@ -390,15 +388,15 @@ class Child:
         self._process = subprocess.Popen(command, text=True, env=env, stderr=errors, **pipes)
         self._quiet, self.pid = quiet, 0
 
-    def tell(self, word: object) -> None:
+    def tell(self, word):
         print(word, file=self._process.stdin, flush=True)
 
-    def line(self) -> str:
+    def line(self):
         line = self._process.stdout.readline().strip()
         assert line, "the child's parent has ended"
         return line
 
-    def until(self, *words: str) -> list[str]:
+    def until(self, *words):
         """Return the lines until one that begins with one of these words, which is the last."""
         lines = [self.line()]
         while lines[-1].split()[0] not in words:
@@ -406,36 +404,36 @@ class Child:
             lines.append(self.line())
         return lines
 
-    def ask(self, words: str) -> int:
+    def ask(self, words):
         """Tell it to do something, and return its answer."""
         self.tell(words)
         return int(self.until(words.split()[0])[-1].split()[1])
 
-    def begin(self, seed: int = 0) -> None:
+    def begin(self, seed=0):
         self.tell(seed)
         self.pid = int(self.until("child")[-1].split()[1])
 
-    def works(self) -> None:
+    def works(self):
         """Wait until it has stored something since it said so last."""
         stored = int(self.until("done")[-1].split()[1])
         while int(self.until("done")[-1].split()[1]) <= stored:
             pass
 
-    def stop(self) -> None:
+    def stop(self):
         os.kill(self.pid, signal.SIGSTOP)
         self.until("stopped")
 
-    def go_on(self) -> None:
+    def go_on(self):
         os.kill(self.pid, signal.SIGCONT)
 
-    def kill(self) -> list[str]:
+    def kill(self):
         """Kill the child, and return what it has said until then."""
         with suppress(ProcessLookupError) if self._quiet else nullcontext():  # It may have died of its disk.
             os.kill(self.pid, signal.SIGKILL)
         self.pid = 0
         return self.until("dead")[:-1]
 
-    def end(self) -> None:
+    def end(self):
         if self.pid:
             os.kill(self.pid, signal.SIGKILL)
         self._process.kill()
@@ -443,11 +441,11 @@ class Child:
 
 
 @pytest.fixture
-def launch(outside, root) -> Iterator[Callable[..., Child]]:
+def launch(outside, root):
     """Start processes that work on tiers over `root`; they end with the test."""
     launched: list[Child] = []
 
-    def launch(work: str, **asked: Any) -> Child:
+    def launch(work, **asked):
         launched.append(Child(work, **{"root": str(root), "row_bytes": ROW_BYTES, "options": {}, **asked}))
         return launched[-1]
 

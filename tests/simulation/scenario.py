@@ -154,9 +154,7 @@ def _faults(dice: random.Random, deadline_s: float) -> dict[str, Any]:
     return faults
 
 
-def _life(
-    dice: random.Random, documents: Sequence[Sequence[OffloadKey]], ending: Ending, number: int, seed: int
-) -> Life:
+def _life(dice, documents, ending, number, seed):
     programs = [(_habits(dice), _matchers(dice)) for _ in range(dice.choice((0, 1, 2, 3)))]
     scheduled = dice.choice((0, 2, 8)) if programs else 8
     if scheduled:  # Whoever steps an engine resets it, and nobody beside it.

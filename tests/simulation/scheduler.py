@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from kvtier.backend import OffloadKey
 from kvtier.engine.answers import LookupResult
-from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.engine.tier import TierMatcher
 from tests.simulation.witness import chunk_of
 
@@ -49,15 +48,7 @@ class Served(NamedTuple):
 class Scheduler:
     """Serves prompts over one engine, on the running loop."""
 
-    def __init__(
-        self,
-        engine: TieringOffloadingManager,
-        prompts: Sequence[Prompt],
-        pace: Pace,
-        *,
-        resets_s: Sequence[float] = (),
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, engine, prompts, pace, *, resets_s=(), seed=0):
         self.served: list[Served] = []
         self._manager, self._steps, self._pace = engine, engine.steps, pace
         self._arriving = deque(sorted(prompts, key=lambda prompt: prompt.arrives_s))

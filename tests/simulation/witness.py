@@ -6,27 +6,13 @@ lent twice, a chunk that is not its key's, a row that changes while it is stored
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Generator, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import contextmanager
 from enum import Enum
-from typing import Self
 
 import numpy as np
 
-from kvtier.backend import (
-    Added,
-    Backend,
-    Inventory,
-    InventoryEvent,
-    Measured,
-    OffloadKey,
-    Outcome,
-    Read,
-    Removed,
-    TierContext,
-    Wrapper,
-    Write,
-)
+from kvtier.backend import Added, Inventory, Measured, OffloadKey, Outcome, Removed, Wrapper
 from kvtier.errors import BackendError, ChunkCorrupt, ChunkMissing
 from kvtier.testing.faults import FAULTLESS, FaultyBackend, FaultyOptions
 
@@ -46,7 +32,7 @@ class Book:
     Violations are written down, not raised: a runner takes what a tier raises for the tier's fault.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.witness: Witness | None = None  # The one of the life under way.
         self.truth: dict[OffloadKey, Truth] = {}
         self.counts: Counter[str] = Counter()
@@ -55,7 +41,7 @@ class Book:
         self._raced: set[OffloadKey] = set()
         self._given_up: set[OffloadKey] = set()
 
-    def begin(self, keys: Iterable[OffloadKey]) -> None:
+    def begin(self, keys):
         """Record a call over these keys. Two concurrent calls leave both unsure."""
         for key in keys:
             if self._under_way[key] or key in self._given_up:
@@ -63,7 +49,7 @@ class Book:
                 self._given_up.discard(key)
             self._under_way[key] += 1
 
-    def end(self, key: OffloadKey, truth: Truth | None) -> None:
+    def end(self, key, truth):
         """Record the result of a finished call for one of its keys; None: nothing new."""
         self._under_way[key] -= 1
         if key in self._raced:
@@ -74,19 +60,19 @@ class Book:
         if truth is not None:
             self.truth[key] = truth
 
-    def give_up(self, keys: Iterable[OffloadKey]) -> None:
+    def give_up(self, keys):
         """Record that the engine no longer waits for these keys."""
         self._raced.update(self._under_way)
         self._given_up.update(key for key in keys if key not in self._under_way)
 
-    def report(self, keys: Iterable[OffloadKey], truth: Truth) -> None:
+    def report(self, keys, truth):
         for key in keys:
             self.truth[key] = Truth.UNSURE if self._under_way[key] else truth
 
-    def keys(self, truth: Truth) -> list[OffloadKey]:
+    def keys(self, truth):
         return [key for key, said in self.truth.items() if said is truth]
 
-    def wrong(self, what: str) -> None:
+    def wrong(self, what):
         self.violations.append(what)
 
 
@@ -106,7 +92,7 @@ class Witness(Wrapper[WitnessOptions]):
 
     options_type = WitnessOptions
 
-    def __init__(self, inner: Backend, options: WitnessOptions) -> None:
+    def __init__(self, inner, options):
         self.book = _open_books[options.book]
         self._dice = options.dice()
         self._faulty = FaultyBackend(inner, dice=self._dice)
@@ -119,24 +105,24 @@ class Witness(Wrapper[WitnessOptions]):
         self.book.witness = self
 
     @classmethod
-    async def open(cls, options: WitnessOptions, context: TierContext) -> Self:
+    async def open(cls, options, context):
         inner_class, inner_options = options.inner_tier()
         return cls(await inner_class.open(inner_options, context), options)
 
-    def calm(self) -> None:
+    def calm(self):
         """Let nothing fail from now on, and what hangs go on."""
         self._dice.faults = FAULTLESS
         self._faulty.release()
 
-    def count_faults(self) -> None:
+    def count_faults(self):
         self.book.counts.update({f"fault:{kind}": count for kind, count in self._faulty.met.items()})
 
-    async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+    async def probe(self, keys):
         self.book.counts["probes"] += 1
         with self._honest("probe"):
             return await self._faulty.probe(keys)
 
-    async def load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
+    async def load(self, reads):
         keys = [read.key for read in reads]
         outcomes: Sequence[Outcome] = ()
         addresses = [_address(read.into) for read in reads]
@@ -151,7 +137,7 @@ class Witness(Wrapper[WitnessOptions]):
         finally:
             self._end(begun, keys, [_loaded(outcome) for outcome in outcomes])
 
-    async def store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
+    async def store(self, writes):
         keys = [write.key for write in writes]
         outcomes: Sequence[Outcome] = ()
         addresses = [_address(write.row) for write in writes]
@@ -168,7 +154,7 @@ class Witness(Wrapper[WitnessOptions]):
         finally:
             self._end(begun, keys, [Truth.PRESENT if outcome is None else None for outcome in outcomes])
 
-    async def delete(self, keys: Sequence[OffloadKey]) -> None:
+    async def delete(self, keys):
         truths: list[Truth] = []
         begun = self._begin("deletes", keys)
         try:
@@ -178,7 +164,7 @@ class Witness(Wrapper[WitnessOptions]):
         finally:
             self._end(begun, keys, truths)
 
-    async def _watch(self) -> AsyncIterator[InventoryEvent]:
+    async def _watch(self):
         async for event in self._faulty.watch():
             if isinstance(event, Added):
                 self.book.report(event.keys, Truth.PRESENT)
@@ -188,13 +174,13 @@ class Witness(Wrapper[WitnessOptions]):
 
     # What is held to account.
 
-    def _begin(self, what: str, keys: Sequence[OffloadKey]) -> float:
+    def _begin(self, what, keys):
         self.book.counts[what] += 1
         self.book.counts[f"chunks in {what}"] += len(keys)
         self.book.begin(keys)
         return asyncio.get_running_loop().time()
 
-    def _end(self, begun: float, keys: Sequence[OffloadKey], truths: Sequence[Truth | None]) -> None:
+    def _end(self, begun, keys, truths):
         """Enter what a call said of its keys; nothing (it raised, or was cancelled) or too late leaves it unsure."""
         late = asyncio.get_running_loop().time() - begun >= self._options.deadline_s
         known = truths if len(truths) == len(keys) and not late else [Truth.UNSURE] * len(keys)
@@ -202,7 +188,7 @@ class Witness(Wrapper[WitnessOptions]):
             self.book.end(key, truth)
 
     @contextmanager
-    def _lent(self, kind: Counter[int], addresses: Sequence[int], keys: Sequence[OffloadKey]) -> Generator[None]:
+    def _lent(self, kind, addresses, keys):
         """Keep account of who uses which row: one writer alone, or any number of readers."""
         for address, key in zip(addresses, keys, strict=True):
             kind[address] += 1
@@ -215,7 +201,7 @@ class Witness(Wrapper[WitnessOptions]):
                 kind[address] -= 1
 
     @contextmanager
-    def _honest(self, operation: str) -> Generator[None]:
+    def _honest(self, operation):
         """Write down what no tier may raise; else a runner would count it as the tier's fault, and go on."""
         try:
             yield
@@ -225,20 +211,20 @@ class Witness(Wrapper[WitnessOptions]):
             self.book.wrong(f"{operation} raised {error!r}")
             raise
 
-    def _check(self, key: OffloadKey, row: memoryview, what: str) -> None:
+    def _check(self, key, row, what):
         size_bytes = self._options.chunk_bytes
         self.book.counts[f"bytes {what}"] += size_bytes
         if bytes(row[:size_bytes]) != chunk_of(key, size_bytes):
             self.book.wrong(f"{key.hex()}: what was {what} is not its chunk")
 
-    def _check_capacity(self) -> None:
+    def _check_capacity(self):
         occupancy = self._inner.occupancy() if isinstance(self._inner, Measured) else None
         if occupancy and occupancy.capacity_bytes is not None and occupancy.used_bytes > occupancy.capacity_bytes:
             self.book.wrong(f"{occupancy.used_bytes:,} bytes in a tier of {occupancy.capacity_bytes:,}")
 
 
 @contextmanager
-def open_book(name: str) -> Generator[Book]:
+def open_book(name):
     book = _open_books[name] = Book()
     try:
         yield book
@@ -246,18 +232,18 @@ def open_book(name: str) -> Generator[Book]:
         del _open_books[name]
 
 
-def chunk_of(key: OffloadKey, size_bytes: int) -> bytes:
+def chunk_of(key, size_bytes):
     """Make the chunk that belongs to a key: it says in each of its parts whose it is."""
     unit = key[:CHUNK_UNIT_BYTES].ljust(CHUNK_UNIT_BYTES, b"\0")
     return (unit * (size_bytes // CHUNK_UNIT_BYTES + 1))[:size_bytes]
 
 
-def _address(buffer: memoryview) -> int:
+def _address(buffer):
     address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
     return address
 
 
-def _loaded(outcome: Outcome) -> Truth | None:
+def _loaded(outcome):
     if outcome is None:
         return Truth.PRESENT
     return Truth.GONE if isinstance(outcome, ChunkMissing | ChunkCorrupt) else None

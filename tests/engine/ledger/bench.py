@@ -1,7 +1,7 @@
 """A ledger with tiers that the test itself plays: it sees what is sent and says what became of it."""
 
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from kvtier.backend.namespace import OffloadKey, chunk_hash, make_offload_key
 from kvtier.engine.answers import EventLog, LookupResult
@@ -117,9 +117,7 @@ class Bench:
 
     keys = staticmethod(keys_of)
 
-    def request(
-        self, name: str = "r", matchers: Sequence[TierMatcher] | None = None, *, position: Position | None = None
-    ) -> Request:
+    def request(self, name="r", matchers=None, *, position=None):
         return Request(name, matchers, position=position)
 
     def lookup(self, names: str, request: Request | None = None) -> list[LookupResult]:
@@ -180,9 +178,7 @@ class Bench:
     def knows_all(self, tier: int = 0, *, complete: bool = True) -> None:
         self.ledger.apply(Scanned(tier, complete))
 
-    def finish(
-        self, action: Action, failed: Mapping[int, Code] | None = None, *, lent: bool = False, seconds: float = SECONDS
-    ) -> None:
+    def finish(self, action, failed=None, *, lent=False, seconds=SECONDS):
         failed = failed or {}
         self.ledger.apply(Finished(action.id, pack_rows(list(failed)), bytes(failed.values()), seconds, lent))
 

@@ -4,6 +4,6 @@ from tests.engine.ledger.bench import Bench
 
 
 @pytest.fixture
-def bench() -> type[Bench]:
+def bench():
     """A ledger with tiers that the test itself plays; see `Bench`."""
     return Bench

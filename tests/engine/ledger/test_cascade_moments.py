@@ -53,9 +53,6 @@ def evicting(bench):
     return make
 
 
-# When it leaves.
-
-
 def test_a_chunk_is_written_when_it_leaves_and_not_before(evicting):
     engine = evicting()
     engine.store("abc")
@@ -163,7 +160,7 @@ def instructions_of_stores(engine, end_writes):
     for tier in engine.ledger.tiers:
         engine.knows_all(tier.index)
     gc.disable()  # It may run the finalizers of what other tests have left.
-    for step in range(100):
+    for step in range(40):
         request, keys = engine.request(), [make_offload_key(f"{step}-{number}".encode()) for number in range(16)]
         counted.append(0)
         sys.settrace(trace)
@@ -172,7 +169,7 @@ def instructions_of_stores(engine, end_writes):
         engine.ledger.complete_store(plan.keys, request)
         end_writes(engine, engine.step())
     gc.enable()
-    return counted[50:]
+    return counted[20:]
 
 
 def test_writing_waits_for_the_tiers_places_and_drops_nothing(evicting):
@@ -270,9 +267,6 @@ def test_at_the_end_dirty_rows_are_cleaned_in_the_order_of_storing_or_counted(ev
     assert skipped(engine) == ({} if in_time else {"closed": 2})
 
 
-# On the second use.
-
-
 @pytest.fixture
 def careful(bench):
     engine = bench(4, [bench.spec(cascade="second_use")])
@@ -323,9 +317,6 @@ def test_a_chunk_that_was_kept_out_or_forgotten_counts_as_never_seen(careful, wh
     assert sent(careful.step()) == []
     careful.load("a", careful.request("third"))
     assert sent(careful.step()) == [(0, "a")]
-
-
-# With hints.
 
 
 def test_what_is_demoted_leaves_first_here_and_in_the_tier_and_what_is_retained_last(evicting):
@@ -381,9 +372,6 @@ def test_the_leading_part_that_is_retained_is_written_though_its_session_is_over
     assert written_at_the_end(engine) == "ab"
     assert engine.ledger.writeback.give_up("closed") == 0
     assert skipped(engine) == {"over": 2}
-
-
-# Kept out, and lost by the tier.
 
 
 @pytest.mark.parametrize(

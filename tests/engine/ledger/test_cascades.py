@@ -3,7 +3,6 @@
 import pytest
 
 from kvtier.engine.answers import Event, EventKind
-from kvtier.engine.tier import TierMatcher
 from kvtier.runner.messages import Cascade, Code, Delete, Probe, Promote, unpack_rows
 from tests.engine.ledger.bench import MISS, PENDING, RETRY, cascades
 
@@ -17,22 +16,6 @@ def test_a_store_that_is_complete_cascades_to_every_tier_in_batches_that_an_acti
     sent = engine.step()
     assert cascades(sent) == [(0, "ab"), (0, "c"), (1, "ab"), (1, "c")]
     assert [row for action in sent[:2] for row in unpack_rows(action.rows)] == [engine.row(name) for name in "abc"]
-
-
-def test_a_row_may_go_when_its_last_cascade_is_done(bench):
-    engine = bench(rows=1, tiers=2)
-    engine.store("a")
-    first, second = engine.step()
-    engine.finish(first)
-    assert engine.store("x") is None
-    engine.fail(second, Code.UNAVAILABLE)
-    assert engine.store("x").evicted == engine.keys("a")
-
-
-def test_a_chunk_cascades_to_the_tiers_that_its_request_allows(bench):
-    engine = bench(tiers=[bench.spec("disk"), bench.spec("peer", locality="REMOTE")])
-    engine.store("a", engine.request("r", [TierMatcher(locality="LOCAL")]))
-    assert cascades(engine.step()) == [(0, "a")]
 
 
 def test_a_chunk_is_not_sent_twice_to_a_tier(bench):

@@ -7,15 +7,6 @@ from kvtier.runner.messages import Code, Probe, Promote, unpack_keys
 from tests.engine.ledger.bench import HIT, MISS, PENDING, RETRY
 
 
-def test_a_hit_is_not_evicted_before_the_step_ends(bench):
-    engine = bench(rows=1)
-    engine.stored_alone("a")
-    assert engine.lookup("a") == [HIT]
-    assert engine.store("b") is None
-    engine.step()
-    assert engine.store("b").evicted == engine.keys("a")
-
-
 @pytest.mark.parametrize("forget", ["delete", "reset"])
 def test_a_hit_is_forgotten_before_the_step_ends_by_a_deletion_or_a_reset(bench, forget):
     engine = bench(rows=1)

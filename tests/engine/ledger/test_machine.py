@@ -89,7 +89,7 @@ class Lent(NamedTuple):
 
 class Engine(RuleBasedStateMachine):
     @initialize(kind=st.sampled_from(KINDS), scanned=st.booleans())
-    def begin(self, kind: tuple[tuple[str, str], float | None], scanned: bool) -> None:
+    def begin(self, kind, scanned):
         self.cascades, self.computing_s = kind
         peer = {"locality": "REMOTE", "cascade": self.cascades[1], "breaker_failures": 1}
         self.bench = Bench(
@@ -125,12 +125,12 @@ class Engine(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.requests) < 4)
     @rule(matchers=st.sampled_from([None, None, (), (TierMatcher(locality="REMOTE"),)]), hint=hints)
-    def new_request(self, matchers: tuple[TierMatcher, ...] | None, hint: Hint | None) -> None:
+    def new_request(self, matchers, hint):
         self.requests.append(self.bench.request("r", matchers))
         self.ledger.hint(self.requests[-1], hint)
 
     @rule(names=names, which=pick)
-    def look_up(self, names: str, which: int) -> None:
+    def look_up(self, names, which):
         self.between_steps = False
         request = self._request(which)
         for key in keys_of(names):
@@ -144,7 +144,7 @@ class Engine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.hits)
     @rule(which=pick, count=st.integers(1, 3))
-    def begin_load(self, which: int, count: int) -> None:
+    def begin_load(self, which, count):
         self._used()
         keys = list(self.hits)[:count]
         self.loads.append((keys, self.ledger.prepare_load(keys, self._request(which))))
@@ -152,13 +152,13 @@ class Engine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.loads)
     @rule(which=pick)
-    def end_load(self, which: int) -> None:
+    def end_load(self, which):
         keys, rows = self.loads.pop(which % len(self.loads))
         assert [self.content[row] for row in rows] == keys
         self.ledger.complete_load(keys)
 
     @rule(names=names, which=pick)
-    def begin_store(self, names: str, which: int) -> None:
+    def begin_store(self, names, which):
         self.between_steps = False
         request = self._request(which)
         plan = self.ledger.prepare_store(keys_of(names), request)
@@ -172,7 +172,7 @@ class Engine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.stores)
     @rule(which=pick, part=st.integers(1, 6), success=st.booleans())
-    def end_store(self, which: int, part: int, success: bool) -> None:
+    def end_store(self, which, part, success):
         self.between_steps = False
         request, keys, rows = self.stores.pop(which % len(self.stores))
         for key, row in zip(keys[:part], rows, strict=False):
@@ -184,14 +184,14 @@ class Engine(RuleBasedStateMachine):
             self.stores.append((request, keys[part:], rows[part:]))
 
     @rule(names=names, which=pick)
-    def touch(self, names: str, which: int) -> None:
+    def touch(self, names, which):
         self._used()
         self.ledger.touch(keys_of(names), self._request(which))
         self._want(keys_of(names), self._request(which))
 
     @precondition(lambda self: len(self.requests) > 1)
     @rule(which=pick, hint=hints)
-    def finish_request(self, which: int, hint: Hint | None) -> None:
+    def finish_request(self, which, hint):
         request = self.requests.pop(which % len(self.requests))
         self.ledger.hint(request, hint)
         self.ledger.finish(request)
@@ -200,27 +200,27 @@ class Engine(RuleBasedStateMachine):
             self._are_as_any_other(request.leading(request.hint.tokens, 1))
 
     @rule(names=names)
-    def demote(self, names: str) -> None:
+    def demote(self, names):
         self.ledger.advise(Advice("demote", keys_of(names)))
 
     @rule(names=names, seconds=st.sampled_from([1.0, 1e9]), priority=st.integers(0, 3))
-    def retain(self, names: str, seconds: float, priority: int) -> None:
+    def retain(self, names, seconds, priority):
         self.ledger.advise(Advice("retain", keys_of(names), seconds=seconds, priority=priority))
         self._are_as_any_other(keys_of(names))
 
     @rule(names=names)
-    def prefetch(self, names: str) -> None:
+    def prefetch(self, names):
         self.ledger.prefetches.begin(keys_of(names))
         self._are_as_any_other(keys_of(names))
 
     @precondition(lambda self: self.ledger.prefetches.waiting)
     @rule(which=pick)
-    def give_up_prefetch(self, which: int) -> None:
+    def give_up_prefetch(self, which):
         waiting = self.ledger.prefetches.waiting
         self.ledger.prefetches.give_up(waiting[which % len(waiting)])
 
     @rule(names=names, how=st.sampled_from(["forget", "delete", *[""] * 6]))
-    def forget(self, names: str, how: str) -> None:
+    def forget(self, names, how):
         if not how:
             return
         self.between_steps = False
@@ -235,7 +235,7 @@ class Engine(RuleBasedStateMachine):
                 self.hits.pop(key, None)
 
     @rule(refused=seldom, seconds=st.sampled_from([0.0, 0.0, 1.0, 6.0]))
-    def end_step(self, refused: bool, seconds: float) -> None:
+    def end_step(self, refused, seconds):
         prefetched = [prefetch.request for prefetch in self.ledger.prefetches.waiting]
         actions = self.ledger.end_step()
         for request in prefetched:
@@ -253,7 +253,7 @@ class Engine(RuleBasedStateMachine):
         self.between_steps = not refused
 
     @rule(flushed=st.booleans(), sure=seldom)
-    def reset(self, flushed: bool, sure: bool) -> None:
+    def reset(self, flushed, sure):
         if not sure:
             return
         self.ledger.prefetches.clear()
@@ -270,14 +270,14 @@ class Engine(RuleBasedStateMachine):
 
     @precondition(lambda self: not self.ledger.promoting)
     @rule()
-    def flushed(self) -> None:
+    def flushed(self):
         self.ledger.promoting = True
 
     # The runner.
 
     @precondition(lambda self: self.in_flight)
     @rule(which=pick, failed=st.lists(st.none() | codes, max_size=2), present=st.none() | st.booleans())
-    def outcome(self, which: int, failed: list[Code | None], present: bool | None) -> None:
+    def outcome(self, which, failed, present):
         lent = self.in_flight.pop(list(self.in_flight)[which % len(self.in_flight)])
         codes = {index: code for index, code in enumerate(failed[: len(lent.keys)]) if code}
         self._work(lent, codes)
@@ -288,7 +288,7 @@ class Engine(RuleBasedStateMachine):
 
     @precondition(lambda self: any(lent.rows for lent in self.in_flight.values()))
     @rule(which=pick)
-    def deadline(self, which: int) -> None:
+    def deadline(self, which):
         with_rows = [id_ for id_, lent in self.in_flight.items() if lent.rows]
         id_ = with_rows[which % len(with_rows)]
         self.late[id_] = lent = self.in_flight.pop(id_)
@@ -296,7 +296,7 @@ class Engine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.late)
     @rule(which=pick, finished=st.booleans())
-    def rows_come_back(self, which: int, finished: bool) -> None:
+    def rows_come_back(self, which, finished):
         lent = self.late.pop(list(self.late)[which % len(self.late)])
         self._end_late(lent)
         if finished:
@@ -306,14 +306,14 @@ class Engine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.late)
     @rule()
-    def late_twice(self) -> None:
+    def late_twice(self):
         """A deadline that passes after a reset gave the transfer up."""
         for lent in self.late.values():
             self.bench.fail(lent.action, Code.DEADLINE, lent=True)
 
     @precondition(lambda self: self.runner_up)
     @rule(sure=seldom)
-    def lose_runner(self, sure: bool) -> None:
+    def lose_runner(self, sure):
         if not sure:
             return
         self.ledger.apply(RunnerLost(self.epoch, "killed by the machine"))
@@ -323,7 +323,7 @@ class Engine(RuleBasedStateMachine):
 
     @precondition(lambda self: not self.runner_up)
     @rule()
-    def new_runner(self) -> None:
+    def new_runner(self):
         self.between_steps = False  # What the lost one was to delete is due.
         self.epoch += 1
         self.ledger.apply(RunnerBack(self.epoch))
@@ -331,7 +331,7 @@ class Engine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.epoch or not self.runner_up)
     @rule(which=pick)
-    def old_process_ends(self, which: int) -> None:
+    def old_process_ends(self, which):
         epoch = which % (self.epoch + (not self.runner_up))
         for id_, lent in list(self.late.items()):
             if lent.epoch == epoch:
@@ -339,33 +339,33 @@ class Engine(RuleBasedStateMachine):
         self.ledger.apply(RunnerGone(epoch))
 
     @rule(names=names, tier=tiers)
-    def found(self, names: str, tier: int) -> None:
+    def found(self, names, tier):
         self.bench.holds(names, tier)
         self.forgotten.difference_update(keys_of(names))
 
     @rule(names=names, tier=tiers)
-    def gone(self, names: str, tier: int) -> None:
+    def gone(self, names, tier):
         self.bench.loses(names, tier)
 
     @precondition(lambda self: self.computing_s is not None)
     @rule(tier=tiers, chunk_s=st.sampled_from([0.01, 0.9, 30.0]))
-    def speed(self, tier: int, chunk_s: float) -> None:
+    def speed(self, tier, chunk_s):
         self.bench.takes(0.1, chunk_s, tier)
 
     # What must be true after each of them.
 
     @invariant()
-    def rows_pins_and_transfers_add_up(self) -> None:
+    def rows_pins_and_transfers_add_up(self):
         audit(self.ledger)
 
     @invariant()
-    def every_ready_row_holds_its_chunk(self) -> None:
+    def every_ready_row_holds_its_chunk(self):
         assert {row: self.content[row] for row in self.ledger.primary.ready.values()} == {
             row: key for key, row in self.ledger.primary.ready.items()
         }
 
     @invariant()
-    def every_pin_has_a_reason(self) -> None:
+    def every_pin_has_a_reason(self):
         primary = self.ledger.primary
         loaded = {row for _, rows in self.loads for row in rows}
         filling, cascading = set(primary.filling.values()), set(self.ledger.traffic.cascade_rows)
@@ -374,7 +374,7 @@ class Engine(RuleBasedStateMachine):
         assert self.ledger.rows_in_use == sum(len(rows) for _, rows in self.loads) + len(stored)
 
     @invariant()
-    def every_transfer_is_accounted_for(self) -> None:
+    def every_transfer_is_accounted_for(self):
         transfers = self.ledger.traffic
         assert set(transfers.in_flight) == set(self.in_flight)
         assert set(transfers.overdue) == set(self.late)
@@ -383,7 +383,7 @@ class Engine(RuleBasedStateMachine):
             assert self.ledger.traffic.nothing_queued
 
     @invariant()
-    def what_is_lent_stays_where_it_is(self) -> None:
+    def what_is_lent_stays_where_it_is(self):
         primary = self.ledger.primary
         for lent in self.in_flight.values():
             for key, row in zip(lent.keys, lent.rows, strict=False):
@@ -393,10 +393,10 @@ class Engine(RuleBasedStateMachine):
         assert not writing or max(writing.values()) == 1
 
     @invariant()
-    def a_hit_stays_until_the_step_ends(self) -> None:
+    def a_hit_stays_until_the_step_ends(self):
         assert self.hits.items() <= self.ledger.primary.ready.items()
 
-    def teardown(self) -> None:
+    def teardown(self):
         """Finish everything: afterwards no row is pinned, leased or lent, and no transfer is in flight."""
         for lent in [*self.in_flight.values()]:
             self._work(lent, {})
@@ -418,26 +418,26 @@ class Engine(RuleBasedStateMachine):
 
     # How the machine plays.
 
-    def _used(self) -> None:
+    def _used(self):
         """Record that chunks are used: a second use may be queued, and sent at the step's end."""
         self.between_steps = self.between_steps and "second_use" not in self.cascades
 
-    def _want(self, keys: list[OffloadKey], request: Request) -> None:
+    def _want(self, keys, request):
         self.wanted |= {(tier.index, key) for tier in self.ledger.tiers if request.stores_in(tier.spec) for key in keys}
 
-    def _are_as_any_other(self, keys: list[OffloadKey]) -> None:
+    def _are_as_any_other(self, keys):
         writeback, rows = self.ledger.writeback, set(self.ledger.primary.rows_of(keys))
         assert not rows & writeback.over
         assert not rows & writeback.demoted
 
-    def _check_writes(self, actions: list[Action]) -> None:
+    def _check_writes(self, actions):
         """What is written was wanted there by somebody."""
         for action in actions:
             if isinstance(action, Cascade):
                 keys = unpack_keys(action.keys)
                 assert {(action.tier, key) for key in keys} <= self.wanted
 
-    def _check_forgotten(self) -> None:
+    def _check_forgotten(self):
         """What was forgotten has gone, or is held, and goes with the first step's end at which it is not."""
         for key in self.forgotten:
             row = self.ledger.primary.row(key)
@@ -446,31 +446,31 @@ class Engine(RuleBasedStateMachine):
             else:
                 assert self.ledger.primary.pinned(row)
 
-    def _request(self, which: int) -> Request:
+    def _request(self, which):
         return self.requests[which % len(self.requests)]
 
-    def _leased(self) -> set[int]:
+    def _leased(self):
         prefetches = [prefetch.request for prefetch in self.ledger.prefetches.waiting]
         return set().union(*(request.leased for request in [*self.requests, *prefetches]))
 
-    def _cascading(self) -> Counter[int]:
+    def _cascading(self):
         everything = self.in_flight | {id_: lent for id_, lent in self.late.items() if id_ > self.last_before_reset}
         return Counter(row for lent in everything.values() if isinstance(lent.action, Cascade) for row in lent.rows)
 
-    def _lend(self, action: Action) -> None:
+    def _lend(self, action):
         if isinstance(action, Acknowledge | Advise):
             return
         rows = list(unpack_rows(action.rows)) if isinstance(action, Promote | Cascade) else []
         self.in_flight[action.id] = Lent(action, unpack_keys(action.keys), rows, self.epoch)
 
-    def _work(self, lent: Lent, failed: dict[int, Code]) -> None:
+    def _work(self, lent, failed):
         for index, (key, row) in enumerate(zip(lent.keys, lent.rows, strict=False)):
             if isinstance(lent.action, Promote):
                 self.content[row] = RUBBISH if index in failed else key
             else:
                 assert self.content[row] == key
 
-    def _end_late(self, lent: Lent) -> None:
+    def _end_late(self, lent):
         for key, row in zip(lent.keys, lent.rows, strict=True):
             if isinstance(lent.action, Promote):
                 self.content[row] = RUBBISH
@@ -478,7 +478,7 @@ class Engine(RuleBasedStateMachine):
                 assert self.content[row] == key
 
 
-def test_whatever_happens_no_row_is_lost_shared_or_overwritten() -> None:
+def test_whatever_happens_no_row_is_lost_shared_or_overwritten():
     """Of each kind of engine some examples, however Hypothesis draws them."""
     most = settings(max_examples=2 * settings.default.max_examples, stateful_step_count=60)
     run_state_machine_as_test(Engine, settings=most)

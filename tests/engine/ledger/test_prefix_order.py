@@ -2,11 +2,10 @@
 
 import pytest
 
-from kvtier.backend.namespace import OffloadKey, make_offload_key
-from kvtier.engine.requests import Position
+from kvtier.backend.namespace import make_offload_key
 
 
-def positions(*groups: str) -> Position:
+def positions(*groups):
     """Return where each letter's chunk ends: by its place among its group's."""
     return {
         make_offload_key(name.encode(), group): 16 * place
@@ -15,7 +14,7 @@ def positions(*groups: str) -> Position:
     }.get
 
 
-def leave(engine, count: int) -> list[OffloadKey]:
+def leave(engine, count):
     """Let another request take rows; return the evicted names."""
     return engine.store("XYZ"[:count]).evicted
 

@@ -4,16 +4,16 @@ import pytest
 
 from kvtier.engine.answers import EventKind
 from kvtier.runner.messages import Code
-from tests.engine.ledger.bench import Bench, names_of
+from tests.engine.ledger.bench import names_of
 
 
-def removals(engine: Bench) -> list[str]:
+def removals(engine):
     """Take the events; name the keys that the tier was said to have lost."""
     removed = (EventKind.REMOVED, "tier0")
     return [names_of(event.keys) for event in engine.events.take() if (event.kind, event.tier) == removed]
 
 
-def asked(engine: Bench, names: str, present: bool | list[bool] | None) -> list[str]:
+def asked(engine, names, present):
     """Let every answer expire, ask for keys anew, and return what is said to have gone."""
     engine.step(11.0)
     for name in names:

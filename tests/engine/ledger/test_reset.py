@@ -78,9 +78,6 @@ def test_a_tier_that_did_not_end_in_time_is_out_of_use_until_it_has_proved_itsel
     assert sorted(action.tier for action in engine.step()) == [0, 1]
 
 
-# Keys that are forgotten while they are held.
-
-
 def deleted(actions):
     return [unpack_keys(action.keys) for action in actions if isinstance(action, Delete)]
 

@@ -11,22 +11,22 @@ from tests.engine.ledger.bench import SECONDS, Bench
 
 
 @pytest.fixture
-def engine() -> Bench:
+def engine():
     return Bench(rows=64, tiers=[Bench.spec("disk", breaker_failures=2, store_chunks_max=8)])
 
 
 @pytest.fixture
-def log(engine: Bench) -> TierLog:
+def log(engine):
     return TierLog(engine.ledger.tiers)
 
 
 @pytest.fixture(autouse=True)
-def heard(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+def heard(caplog):
     caplog.set_level(logging.INFO, "kvtier.engine.metrics")
     return caplog
 
 
-def fail(engine: Bench, names: str, cause: str = "EROFS", code: Code = Code.FAILED) -> None:
+def fail(engine, names, cause="EROFS", code=Code.FAILED):
     """Store chunks, of which none moves."""
     engine.store(names)
     (store,) = engine.step()

@@ -6,7 +6,7 @@ from kvtier.runner.messages import Code
 from tests.engine.ledger.bench import HIT, MISS, PENDING, RETRY, Bench
 
 
-def holding(names: str = "abc", **options: object) -> Bench:
+def holding(names="abc", **options):
     """Make a ledger of which a tier holds these keys."""
     engine = Bench(8, 1, **options)
     engine.knows_all()
@@ -15,7 +15,7 @@ def holding(names: str = "abc", **options: object) -> Bench:
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_a_wait_lasts_from_the_step_that_sent_for_chunks_to_the_one_in_which_all_are_there(full: bool) -> None:
+def test_a_wait_lasts_from_the_step_that_sent_for_chunks_to_the_one_in_which_all_are_there(full):
     """Where room is made between a step's look-ups, too: the request is noted before it and after it."""
     engine = holding()
     engine.stored_alone("stuvwxyz" if full else "")
@@ -34,7 +34,7 @@ def test_a_wait_lasts_from_the_step_that_sent_for_chunks_to_the_one_in_which_all
     assert len(engine.waited) == 2
 
 
-def test_neither_hits_nor_misses_nor_a_prefetch_are_waits() -> None:
+def test_neither_hits_nor_misses_nor_a_prefetch_are_waits():
     engine = holding()
     engine.stored_alone("x")
     request = engine.request()
@@ -49,7 +49,7 @@ def test_neither_hits_nor_misses_nor_a_prefetch_are_waits() -> None:
 
 
 @pytest.mark.parametrize("why", ["failed", "was late", "reset", "finished"])
-def test_a_wait_that_is_in_vain_ends_with_the_next_look_up_or_the_requests_end(why: str) -> None:
+def test_a_wait_that_is_in_vain_ends_with_the_next_look_up_or_the_requests_end(why):
     engine = holding(computing_s=1.0 if why == "was late" else None, late_margin=1.5)
     engine.takes(0.1, 0.01)
     request = engine.request()
@@ -72,7 +72,7 @@ def test_a_wait_that_is_in_vain_ends_with_the_next_look_up_or_the_requests_end(w
     assert engine.waited == [2.0]
 
 
-def test_a_request_looks_up_again_at_once_for_a_late_word_only_once() -> None:
+def test_a_request_looks_up_again_at_once_for_a_late_word_only_once():
     """Found by a storm: the tier's breaker opened meanwhile, so no look-up waited for its answer any more."""
     engine = Bench(8, [Bench.spec("has"), Bench.spec("silent", breaker_failures=1)], computing_s=0.1)
     engine.knows_all(0)

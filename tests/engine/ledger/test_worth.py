@@ -4,12 +4,11 @@ import pytest
 
 from kvtier.backend.namespace import make_offload_key
 from kvtier.engine.loads import TRIAL_CHUNKS, TRIAL_EVERY_S
-from kvtier.engine.requests import Request
 from kvtier.runner.messages import Code, Found, Probe, Promote, pack_keys, unpack_keys
 from tests.engine.ledger.bench import HIT, MISS, PENDING, RETRY, SECONDS, Bench, ending_at, loads, names_of
 
 
-def tier(*, rows=16, tiers=1, holds="abcdef", takes=None, **options) -> Bench:
+def tier(*, rows=16, tiers=1, holds="abcdef", takes=None, **options):
     """Make a ledger whose first tier holds a to f; computing a chunk takes a second."""
     made = Bench(rows, tiers, **{"computing_s": 1.0, **options})
     for index in range(tiers):
@@ -20,7 +19,7 @@ def tier(*, rows=16, tiers=1, holds="abcdef", takes=None, **options) -> Bench:
     return made
 
 
-def both(*speeds, **options) -> Bench:
+def both(*speeds, **options):
     """Make a ledger whose two tiers both hold a to f; speeds are of the first, and of the second."""
     made = tier(tiers=2, **options)
     made.holds("abcdef", tier=1)
@@ -29,7 +28,7 @@ def both(*speeds, **options) -> Bench:
     return made
 
 
-def wanted(bench: Bench, names: str, request: Request | None = None, *, seconds: float = 0.0) -> dict[int, str]:
+def wanted(bench, names, request=None, *, seconds=0.0):
     """Look keys up, end the step, and return what is loaded for them."""
     bench.lookup(names, request or bench.request())
     return loads(bench.step(seconds))
@@ -163,9 +162,6 @@ def test_a_model_of_several_groups_needs_all_or_nothing(fixed_s):
     assert sent == (looked_up if fixed_s < 6.0 else [])
 
 
-# What is late.
-
-
 @pytest.mark.parametrize("full", [False, True])
 def test_a_load_that_is_late_is_given_up_and_a_hit_for_the_next_request(full):
     """In a full primary, too: the request is noted before room is made, and after it. What came in time is a hit."""
@@ -256,9 +252,6 @@ def test_a_request_that_waits_behind_a_miss_gives_up_in_time():
     assert bench.waited == [pytest.approx(3.1)]
 
 
-# What is tried again.
-
-
 @pytest.mark.parametrize("takes", [SLOW_CALLS, (0.0, 100.0)], ids=["at the end", "at once"])
 def test_a_declined_tier_is_tried_with_few_chunks_that_no_request_waits_for(takes):
     bench = tier(takes=takes)
@@ -281,7 +274,7 @@ def test_a_declined_tier_is_tried_with_few_chunks_that_no_request_waits_for(take
     assert wanted(bench, "cdef") == {0: "cdef"}
 
 
-def tried(bench: Bench, names: str, expected: str, *, seconds: float, pause_s: float = 0.0) -> None:
+def tried(bench, names, expected, *, seconds, pause_s=0.0):
     """Look keys up, and let what is loaded take so long."""
     bench.step(pause_s)
     bench.lookup(names)
@@ -290,7 +283,7 @@ def tried(bench: Bench, names: str, expected: str, *, seconds: float, pause_s: f
     bench.finish_all(sent, seconds=seconds)
 
 
-def late_for_large_loads() -> Bench:
+def late_for_large_loads():
     """Make a ledger whose tier holds a to z; it was late with twelve chunks and is fast again with two."""
     bench = tier(rows=32, holds="abcdefghijklmnopqrstuvwxyz", takes=FAST)
     bench.lookup("abcdefghijkl")
@@ -339,10 +332,7 @@ def test_a_load_declined_for_a_request_still_serves_a_prefetch():
     assert bench.settled()
 
 
-# Of several tiers that have the same.
-
-
-def chosen(bench: Bench, names: str, request: Request | None = None):
+def chosen(bench, names, request=None):
     """Return what is sent for a request: at once, or when it has passed over a tier that is too slow."""
     request = request or bench.request()
     bench.lookup(names, request)
@@ -387,7 +377,7 @@ def test_a_tier_that_hangs_sends_the_next_request_to_the_other():
     assert loads(chosen(bench, "def")) == {1: "def"}
 
 
-def unknown(takes) -> Bench:
+def unknown(takes):
     """Make a ledger whose first tier holds a to f, and whose second must be asked."""
     made = Bench(16, 2, computing_s=1.0)
     made.knows_all()
@@ -397,7 +387,7 @@ def unknown(takes) -> Bench:
     return made
 
 
-def asked(bench: Bench, request: Request, names: str = "abcdef") -> Probe:
+def asked(bench, request, names="abcdef"):
     """Look up what the first tier is too slow for, and return the probe of the second."""
     answers = bench.lookup(names, request)
     actions = bench.step()

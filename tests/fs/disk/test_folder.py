@@ -11,19 +11,19 @@ from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier_backends.fs.disk.owner import OWNER
 
 
-def entries(root) -> list[str]:
+def entries(root):
     return sorted(str(path.relative_to(root)) for path in root.rglob("*"))
 
 
 @pytest.fixture
-def config(root, mapper) -> Path:
+def config(root, mapper):
     """Where a directory's configuration is, in a folder that is there."""
     path = root / mapper.config_name
     path.parent.mkdir(parents=True)
     return path
 
 
-def test_a_missing_root_is_made_with_its_config_and_opening_again_changes_nothing(open_folder, mapper, root) -> None:
+def test_a_missing_root_is_made_with_its_config_and_opening_again_changes_nothing(open_folder, mapper, root):
     folder = open_folder()
     assert (root / mapper.config_name).read_bytes() == mapper.config_bytes
     assert entries(root) == sorted([OWNER, mapper.folder, mapper.config_name, folder.chunks])
@@ -35,14 +35,14 @@ def test_a_missing_root_is_made_with_its_config_and_opening_again_changes_nothin
     assert (root / "notes.txt").read_text() == "mine"
 
 
-def test_direct_io_is_found_where_it_works(open_folder) -> None:
+def test_direct_io_is_found_where_it_works(open_folder):
     for io, direct in {"auto": True, "direct": True, "buffered": False}.items():
         folder = open_folder(io=io)
         assert folder.direct is direct
         folder.close()
 
 
-def test_another_style_of_config_is_the_same_and_another_namespace_refused(open_folder, mapper, root, config) -> None:
+def test_another_style_of_config_is_the_same_and_another_namespace_refused(open_folder, mapper, root, config):
     config.write_text('{"model_name": "another"}')
     with pytest.raises(ConfigError, match=r"^root: .*config\.json"):
         open_folder()
@@ -52,14 +52,14 @@ def test_another_style_of_config_is_the_same_and_another_namespace_refused(open_
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"model_na', b"\xff\xfe"])
-def test_a_config_that_a_killed_writer_left_is_written_again(open_folder, mapper, config, torn, caplog) -> None:
+def test_a_config_that_a_killed_writer_left_is_written_again(open_folder, mapper, config, torn, caplog):
     config.write_bytes(torn)
     open_folder()
     assert config.read_bytes() == mapper.config_bytes
     assert "not JSON" in caplog.text
 
 
-def test_a_root_that_cannot_be_made_is_refused(open_folder, tmp_path, root) -> None:
+def test_a_root_that_cannot_be_made_is_refused(open_folder, tmp_path, root):
     with pytest.raises(ConfigError, match=r"^root: .*missing/tier.*No such file"):
         open_folder(root=str(tmp_path / "missing" / "tier"))
     assert entries(tmp_path) == []
@@ -73,7 +73,7 @@ def test_a_root_that_cannot_be_made_is_refused(open_folder, tmp_path, root) -> N
 
 
 @pytest.mark.parametrize("error", [errno.EACCES, errno.EROFS])
-def test_a_directory_that_must_not_be_written_is_refused(open_folder, root, system_call, error) -> None:
+def test_a_directory_that_must_not_be_written_is_refused(open_folder, root, system_call, error):
     root.mkdir()
     system_call("mkdir", error=error)
     with pytest.raises(ConfigError, match=rf"^root: .*{os.strerror(error)}"):
@@ -81,7 +81,7 @@ def test_a_directory_that_must_not_be_written_is_refused(open_folder, root, syst
     assert [name for name in entries(root) if name != OWNER] == []
 
 
-def test_nothing_is_left_of_a_root_that_was_made_in_vain(open_folder, root, system_call) -> None:
+def test_nothing_is_left_of_a_root_that_was_made_in_vain(open_folder, root, system_call):
     fds = os.listdir("/proc/self/fd")
     system_call("preadv", error=5)
     with pytest.raises(BackendUnavailable, match="Input/output error"):
@@ -90,10 +90,10 @@ def test_nothing_is_left_of_a_root_that_was_made_in_vain(open_folder, root, syst
     assert len(os.listdir("/proc/self/fd")) == len(fds)
 
 
-def test_what_does_not_come_back_is_refused(open_folder, root, monkeypatch) -> None:
+def test_what_does_not_come_back_is_refused(open_folder, root, monkeypatch):
     read = os.preadv
 
-    def damage(fd: int, buffers: list[memoryview], at: int) -> int:
+    def damage(fd, buffers, at):
         done = read(fd, buffers, at)
         buffers[1][17] ^= 1
         return done
@@ -105,10 +105,10 @@ def test_what_does_not_come_back_is_refused(open_folder, root, monkeypatch) -> N
 
 
 @pytest.mark.parametrize("flag", ["open", "pwritev"])
-def test_direct_io_that_is_refused_at_any_call_is_refused(open_folder, flag, monkeypatch) -> None:
+def test_direct_io_that_is_refused_at_any_call_is_refused(open_folder, flag, monkeypatch):
     call = getattr(os, flag)
 
-    def refuse_direct(what: str | int, *args: object, **kwargs: object) -> object:
+    def refuse_direct(what, *args, **kwargs):
         if (args[0] if flag == "open" else os.O_RDWR | _flags(int(what))) & os.O_DIRECT:
             raise OSError(22, "Invalid argument")
         return call(what, *args, **kwargs)
@@ -119,12 +119,12 @@ def test_direct_io_that_is_refused_at_any_call_is_refused(open_folder, flag, mon
     assert not open_folder().direct
 
 
-def _flags(fd: int) -> int:
+def _flags(fd):
     lines = Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith("flags:")), 8)
 
 
-def test_a_full_disk_can_be_opened_again(open_folder, mount, mapper) -> None:
+def test_a_full_disk_can_be_opened_again(open_folder, mount, mapper):
     root = mount("tmpfs", "size=64k")
     open_folder(root=str(root), io="buffered").close()
     with (root / "ballast").open("wb", buffering=0) as file:

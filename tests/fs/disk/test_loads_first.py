@@ -13,12 +13,12 @@ from tests.fs.conftest import DEADLINE_S
 class Lane:
     """A thread that stores one chunk in two slices, and stays at each until it is told to go on."""
 
-    def __init__(self, loads_first: LoadsFirst) -> None:
+    def __init__(self, loads_first):
         self.began, self.slice, self.second, self.end, self.ended = (threading.Event() for _ in range(5))
         self._loads_first = loads_first
         threading.Thread(target=self._store, daemon=True).start()
 
-    def _store(self) -> None:
+    def _store(self):
         with self._loads_first.storing():
             self.began.set()
             self.slice.wait(DEADLINE_S)
@@ -27,18 +27,18 @@ class Lane:
             self.end.wait(DEADLINE_S)
         self.ended.set()
 
-    def finish(self) -> None:
+    def finish(self):
         self.slice.set()
         self.end.set()
 
 
 @pytest.fixture
-def patient(monkeypatch) -> None:
+def patient(monkeypatch):
     """Let no lane lose its patience in a test that counts who waits."""
     monkeypatch.setattr(module, "PATIENCE_S", DEADLINE_S)
 
 
-def wait_for_one(lanes: list[Lane]) -> Lane:
+def wait_for_one(lanes):
     """Wait for a lane that has begun and was not told to end."""
     pause = threading.Event()
     for _ in range(2_000):
@@ -49,7 +49,7 @@ def wait_for_one(lanes: list[Lane]) -> Lane:
     raise AssertionError("no lane stores")
 
 
-def test_beside_a_load_one_lane_stores_after_the_other_and_waits_for_nobody(patient) -> None:
+def test_beside_a_load_one_lane_stores_after_the_other_and_waits_for_nobody(patient):
     loads_first = LoadsFirst()
     with loads_first.loading():
         lanes = [Lane(loads_first) for _ in range(4)]
@@ -60,7 +60,7 @@ def test_beside_a_load_one_lane_stores_after_the_other_and_waits_for_nobody(pati
             assert going.ended.wait(DEADLINE_S)
 
 
-def test_a_lane_that_was_at_a_chunk_before_the_load_came_waits_at_its_next_slice(patient) -> None:
+def test_a_lane_that_was_at_a_chunk_before_the_load_came_waits_at_its_next_slice(patient):
     loads_first = LoadsFirst()
     early = Lane(loads_first)
     assert early.began.wait(DEADLINE_S)
@@ -74,7 +74,7 @@ def test_a_lane_that_was_at_a_chunk_before_the_load_came_waits_at_its_next_slice
     early.finish()
 
 
-def test_all_lanes_store_a_little_after_the_last_load(patient) -> None:
+def test_all_lanes_store_a_little_after_the_last_load(patient):
     clock = SimpleNamespace(now=100.0)
     loads_first = LoadsFirst(lambda: clock.now)
     with loads_first.loading():
@@ -91,7 +91,7 @@ def test_all_lanes_store_a_little_after_the_last_load(patient) -> None:
         lane.finish()
 
 
-def test_a_lane_that_hangs_beside_a_load_that_hangs_does_not_stop_the_others(monkeypatch) -> None:
+def test_a_lane_that_hangs_beside_a_load_that_hangs_does_not_stop_the_others(monkeypatch):
     monkeypatch.setattr(module, "PATIENCE_S", 0.01)
     loads_first = LoadsFirst()
     with loads_first.loading():

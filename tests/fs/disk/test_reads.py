@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -23,11 +22,11 @@ PAGE = mmap.PAGESIZE
 PAGES = 200
 
 
-def refuse(*args: object) -> None:
+def refuse(*args):
     raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
 
-def is_queued() -> bool:
+def is_queued():
     try:
         Context(1)
     except OSError:
@@ -41,7 +40,7 @@ pytestmark = pytest.mark.skipif(not is_queued(), reason="this kernel does not qu
 class Watched(Context):
     """One that sees what is under way, and may take less than it is given."""
 
-    def __init__(self, places: int = PLACES) -> None:
+    def __init__(self, places=PLACES):
         super().__init__(places)
         self.under_way = 0
         self.most = 0
@@ -63,7 +62,7 @@ class Watched(Context):
 
 
 @pytest.fixture
-def watched(monkeypatch) -> Watched:
+def watched(monkeypatch):
     """The one context that there is."""
     context = Watched()
     monkeypatch.setattr(reads_module, "_idle", reads_module.deque([context]))
@@ -71,7 +70,7 @@ def watched(monkeypatch) -> Watched:
 
 
 @pytest.fixture
-def file(tmp_path) -> Iterator[tuple[int, bytes]]:
+def file(tmp_path):
     content = random.Random(0).randbytes(PAGES * PAGE)
     path = tmp_path / "file"
     path.write_bytes(content)
@@ -83,7 +82,7 @@ def file(tmp_path) -> Iterator[tuple[int, bytes]]:
 class Asked:
     """Reads of a file's pages, and what was told of each."""
 
-    def __init__(self, fd: int, pages: list[int], page_bytes: int = PAGE) -> None:
+    def __init__(self, fd, pages, page_bytes=PAGE):
         memory = memoryview(mmap.mmap(-1, max(1, len(pages)) * page_bytes))[: len(pages) * page_bytes]
         self.rows = [memory[at : at + page_bytes] for at in range(0, len(memory), page_bytes)]
         self.told: list[list[int | OSError]] = [[] for _ in pages]
@@ -96,7 +95,7 @@ class Asked:
 
 @pytest.mark.parametrize(("queue_bytes", "most"), [(PAGE, 0), (PAGE + 1, 2), (3 * PAGE, 6), (1 << 30, PLACES)])
 @pytest.mark.parametrize("count", [0, 1, 2, 3, PAGES])
-def test_each_read_brings_its_bytes_and_is_told_once(file, watched, queue_bytes, most, count) -> None:
+def test_each_read_brings_its_bytes_and_is_told_once(file, watched, queue_bytes, most, count):
     fd, content = file
     pages = random.Random(count).sample(range(PAGES), count)
     asked = Asked(fd, pages)
@@ -108,14 +107,14 @@ def test_each_read_brings_its_bytes_and_is_told_once(file, watched, queue_bytes,
     assert watched.most >= min(2, most) or count < PAGES
 
 
-def test_a_read_beyond_the_end_brings_what_there_is(file) -> None:
+def test_a_read_beyond_the_end_brings_what_there_is(file):
     asked = Asked(file[0], [PAGES - 1, PAGES, PAGES + 1], 2 * PAGE)
     Reads(1 << 20)(asked.wanted)
     assert asked.told == [[PAGE], [0], [0]]
 
 
 @pytest.mark.parametrize("takes", [0, 1, 3])
-def test_what_the_kernel_does_not_take_is_read_all_the_same(file, watched, takes) -> None:
+def test_what_the_kernel_does_not_take_is_read_all_the_same(file, watched, takes):
     watched.takes, watched.error = takes, errno.EAGAIN
     asked = Asked(file[0], list(range(PAGES)))
     Reads(1 << 20)(asked.wanted)
@@ -123,7 +122,7 @@ def test_what_the_kernel_does_not_take_is_read_all_the_same(file, watched, takes
     assert b"".join(asked.rows) == file[1]
 
 
-def test_a_read_that_cannot_be_says_why_and_costs_no_other(file) -> None:
+def test_a_read_that_cannot_be_says_why_and_costs_no_other(file):
     asked = Asked(file[0], list(range(8)))
     asked.wanted[3] = asked.wanted[3]._replace(fd=-1)
     Reads(1 << 20)(asked.wanted)
@@ -133,7 +132,7 @@ def test_a_read_that_cannot_be_says_why_and_costs_no_other(file) -> None:
     assert asked.told == [[PAGE]] * 7
 
 
-def test_without_a_context_reads_are_done_one_by_one(file, monkeypatch) -> None:
+def test_without_a_context_reads_are_done_one_by_one(file, monkeypatch):
     monkeypatch.setattr(reads_module, "_idle", reads_module.deque())
     monkeypatch.setattr(reads_module, "Context", refuse)
     asked = Asked(file[0], list(range(PAGES)))
@@ -143,14 +142,14 @@ def test_without_a_context_reads_are_done_one_by_one(file, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("fails", [2, 7, 40, "telling"])
-def test_nothing_is_under_way_when_asking_or_telling_fails(file, watched, fails) -> None:
+def test_nothing_is_under_way_when_asking_or_telling_fails(file, watched, fails):
     wanted = Asked(file[0], list(range(PAGES))).wanted
 
-    def fail(result: int | OSError) -> None:
+    def fail(result):
         assert watched.under_way
         raise LookupError
 
-    def asking() -> Iterator[Wanted]:
+    def asking():
         yield from wanted[:fails]
         raise LookupError
 
@@ -163,7 +162,7 @@ def test_nothing_is_under_way_when_asking_or_telling_fails(file, watched, fails)
 
 @pytest.mark.usefixtures("outside")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_fork_has_contexts_of_its_own(file, monkeypatch) -> None:
+def test_a_fork_has_contexts_of_its_own(file, monkeypatch):
     results = spoiled(monkeypatch, lambda result: result)
     asked = Asked(file[0], list(range(PAGES)))
     Reads(1 << 20)(asked.wanted)
@@ -173,7 +172,7 @@ def test_a_fork_has_contexts_of_its_own(file, monkeypatch) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_a_signal_does_not_end_the_waiting(file) -> None:
+def test_a_signal_does_not_end_the_waiting(file):
     context, row = Context(1), memoryview(mmap.mmap(-1, PAGE))
     context.prepare(0, file[0], [row], PAGE)
     before = signal.signal(signal.SIGALRM, lambda *_: context.start([0]))  # Until then there is nothing to wait for.
@@ -185,11 +184,11 @@ def test_a_signal_does_not_end_the_waiting(file) -> None:
     assert row == file[1][PAGE : 2 * PAGE]
 
 
-def test_reads_are_queued_only_with_direct_io(open_folder) -> None:
+def test_reads_are_queued_only_with_direct_io(open_folder):
     assert open_folder(io="buffered").reads is ONE_BY_ONE
 
 
-def test_reads_are_queued_on_a_disk_unless_the_kernel_refuses(open_folder, monkeypatch) -> None:
+def test_reads_are_queued_on_a_disk_unless_the_kernel_refuses(open_folder, monkeypatch):
     folder = open_folder()
     if not folder.direct or not os.major(os.fstat(folder.root_fd).st_dev):
         pytest.skip("chunks are not on a disk with direct I/O here")
@@ -200,16 +199,16 @@ def test_reads_are_queued_on_a_disk_unless_the_kernel_refuses(open_folder, monke
     assert open_folder().reads is ONE_BY_ONE
 
 
-def test_reads_of_what_is_no_disk_are_not_queued(open_folder, mount) -> None:
+def test_reads_of_what_is_no_disk_are_not_queued(open_folder, mount):
     assert open_folder(root=str(mount("tmpfs", "size=1m") / "tier")).reads is ONE_BY_ONE
 
 
-def spoiled(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[int], int]) -> list[int]:
+def spoiled(monkeypatch, spoil):
     """Change results of queued reads; return the original ones."""
     results: list[int] = []
     wait = Context.wait
 
-    def changed(self: Context, under_way: int) -> list[tuple[int, int]]:
+    def changed(self, under_way):
         ended = wait(self, under_way)
         results.extend(result for _, result in ended)
         return [(place, spoil(result)) for place, result in ended]
@@ -218,12 +217,12 @@ def spoiled(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[int], int]) -> lis
     return results
 
 
-def needs_queue(results: list[int]) -> None:
+def needs_queue(results):
     if not results:
         pytest.skip("chunks are not on a disk with direct I/O here")
 
 
-async def scattered(open_tier, lender, layout: str, **options: object):
+async def scattered(open_tier, lender, layout, **options):
     """Open a tier whose chunks are read in more than one call."""
     tier = await open_tier(layout=layout, load_lanes=1, **options)
     for start in range(40):
@@ -231,7 +230,7 @@ async def scattered(open_tier, lender, layout: str, **options: object):
     return tier, keys_of(40)[::2]
 
 
-async def test_an_error_of_a_queued_read_is_its_chunks_alone(open_tier, lender, layout, monkeypatch) -> None:
+async def test_an_error_of_a_queued_read_is_its_chunks_alone(open_tier, lender, layout, monkeypatch):
     tier, keys = await scattered(open_tier, lender, layout)
     with monkeypatch.context() as patch:
         ended = itertools.count()
@@ -244,11 +243,11 @@ async def test_an_error_of_a_queued_read_is_its_chunks_alone(open_tier, lender, 
     assert await lender.recall(tier, keys) == whole(keys)
 
 
-async def test_a_queued_read_that_comes_short_is_gone_on_with(open_tier, lender, layout, monkeypatch) -> None:
+async def test_a_queued_read_that_comes_short_is_gone_on_with(open_tier, lender, layout, monkeypatch):
     tier, keys = await scattered(open_tier, lender, layout)
     prepare = Context.prepare
 
-    def shortened(self: Context, place: int, fd: int, buffers: list[memoryview], offset: int) -> None:
+    def shortened(self, place, fd, buffers, offset):
         prepare(self, place, fd, [buffers[0][:PAGE]], offset)
 
     monkeypatch.setattr(Context, "prepare", shortened)
@@ -258,11 +257,11 @@ async def test_a_queued_read_that_comes_short_is_gone_on_with(open_tier, lender,
     assert set(results) == {PAGE}
 
 
-async def test_a_hung_queued_read_is_left_and_its_buffer_stays_lent(open_tier, lender, layout, monkeypatch) -> None:
+async def test_a_hung_queued_read_is_left_and_its_buffer_stays_lent(open_tier, lender, layout, monkeypatch):
     tier, keys = await scattered(open_tier, lender, layout)
     waiting, go_on, wait = threading.Event(), threading.Event(), Context.wait
 
-    def stuck(self: Context, under_way: int) -> list[tuple[int, int]]:
+    def stuck(self, under_way):
         waiting.set()
         assert go_on.wait(DEADLINE_S)
         return wait(self, under_way)
@@ -282,7 +281,7 @@ async def test_a_hung_queued_read_is_left_and_its_buffer_stays_lent(open_tier, l
     assert await tier.aclose(DEADLINE_S) == (0,)
 
 
-async def test_files_are_closed_whatever_becomes_of_their_reads(open_tier, lender, monkeypatch) -> None:
+async def test_files_are_closed_whatever_becomes_of_their_reads(open_tier, lender, monkeypatch):
     tier, keys = await scattered(open_tier, lender, "files")
     before = len(os.listdir("/proc/self/fd"))
     with monkeypatch.context() as patch:
@@ -296,5 +295,5 @@ async def test_files_are_closed_whatever_becomes_of_their_reads(open_tier, lende
     assert await lender.recall(tier, keys) == whole(keys)
 
 
-def _no_memory(*args: object) -> None:
+def _no_memory(*args):
     raise MemoryError

@@ -15,11 +15,11 @@ WAYS = [{}, {"naming": "flat"}, {"layout": "segments"}, {"shared": True}]
 
 
 @pytest.fixture
-def nfs(monkeypatch) -> None:
+def nfs(monkeypatch):
     """Describe the file system as NFS does it: in fragments of 1 MiB, which Linux takes from `wtpref`."""
     real = os.fstatvfs
 
-    def described(fd: int) -> os.statvfs_result:
+    def described(fd):
         found = list(real(fd))
         scale = MIB // found[1]
         return os.statvfs_result([MIB, MIB, *(count // scale for count in found[2:5]), *found[5:]])
@@ -29,7 +29,7 @@ def nfs(monkeypatch) -> None:
 
 @pytest.mark.usefixtures("nfs", "thorough")
 @pytest.mark.parametrize("options", WAYS, ids=str)
-async def test_a_directory_on_nfs_is_filled_to_its_capacity(open_tier, lender, root, options) -> None:
+async def test_a_directory_on_nfs_is_filled_to_its_capacity(open_tier, lender, root, options):
     tier = await open_tier(capacity_bytes=CAPACITY_BYTES, **options)
     stored = 0
     while not tier.counters().evicted:
@@ -41,7 +41,7 @@ async def test_a_directory_on_nfs_is_filled_to_its_capacity(open_tier, lender, r
 
 @pytest.mark.parametrize("options", [{"capacity_bytes": CAPACITY_BYTES}, {"min_free_bytes": MIB}], ids=str)
 @pytest.mark.parametrize("shared", [False, True])
-async def test_a_small_directory_has_room_before_its_count(open_tier, lender, monkeypatch, options, shared) -> None:
+async def test_a_small_directory_has_room_before_its_count(open_tier, lender, monkeypatch, options, shared):
     monkeypatch.setattr(files_layout, "SCAN_PATIENCE_S", 0.0)
     for version in range(3):
         tier = await open_tier(shared=shared, **options)

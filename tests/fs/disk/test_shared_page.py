@@ -5,7 +5,6 @@ import fcntl
 import os
 import struct
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,12 +21,12 @@ BOOT = b"8 bytes."
 
 
 @pytest.fixture
-def open_page(tmp_path) -> Iterator[Callable[..., SharedPage]]:
+def open_page(tmp_path):
     """Open the page of one directory as several processes do."""
     fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
     opened: list[SharedPage] = []
 
-    def open_page(boot: bytes = BOOT) -> SharedPage:
+    def open_page(boot=BOOT):
         opened.append(SharedPage(fd, "ledger", boot))
         return opened[-1]
 
@@ -38,21 +37,21 @@ def open_page(tmp_path) -> Iterator[Callable[..., SharedPage]]:
 
 
 @pytest.fixture
-def one_and_other(open_page) -> tuple[SharedPage, SharedPage]:
+def one_and_other(open_page):
     return counted(open_page(), 0), open_page()
 
 
 @pytest.fixture
-def ledger(tmp_path) -> Path:
+def ledger(tmp_path):
     return tmp_path / "ledger"
 
 
-def counted(page: SharedPage, seen_bytes: int) -> SharedPage:
+def counted(page, seen_bytes):
     page.end_count(page.begin_count(), seen_bytes)
     return page
 
 
-def test_nothing_is_promised_before_the_directory_was_counted(open_page) -> None:
+def test_nothing_is_promised_before_the_directory_was_counted(open_page):
     page = open_page()
     assert page.reserve(10, 100) is None
     counted(page, 40)
@@ -60,7 +59,7 @@ def test_nothing_is_promised_before_the_directory_was_counted(open_page) -> None
     assert page.taken() == (40, 60)
 
 
-def test_what_one_promises_the_other_cannot(one_and_other) -> None:
+def test_what_one_promises_the_other_cannot(one_and_other):
     one, two = one_and_other
     assert (one.reserve(70, 100), two.reserve(70, 100)) == (70, 30)
     one.settle(70, 50)
@@ -69,7 +68,7 @@ def test_what_one_promises_the_other_cannot(one_and_other) -> None:
     assert two.taken() == (30, 45)
 
 
-def test_what_the_dead_had_promised_counts_as_written_until_it_is_counted(one_and_other) -> None:
+def test_what_the_dead_had_promised_counts_as_written_until_it_is_counted(one_and_other):
     dead, alive = one_and_other
     assert dead.reserve(60, 100) == 60
     dead.close()  # As the kernel does.
@@ -80,7 +79,7 @@ def test_what_the_dead_had_promised_counts_as_written_until_it_is_counted(one_an
     assert alive.taken() == (60, 0)
 
 
-def test_a_count_beside_stores_is_at_least_what_is_there(one_and_other) -> None:
+def test_a_count_beside_stores_is_at_least_what_is_there(one_and_other):
     one, two = one_and_other
     began = one.begin_count()
     two.settle(two.reserve(50, 1_000), 50)  # May have been seen, or not.
@@ -90,7 +89,7 @@ def test_a_count_beside_stores_is_at_least_what_is_there(one_and_other) -> None:
     assert one.taken()[0] == 50
 
 
-def test_a_damaged_page_says_that_nothing_is_known(open_page, ledger) -> None:
+def test_a_damaged_page_says_that_nothing_is_known(open_page, ledger):
     page = counted(open_page(), 10)
     whole = ledger.read_bytes()
     for damage in (b"", b"?" * PAGE_BYTES, whole[:-1] + b"!", whole[:-1], whole[:8] + b"\2" + whole[9:]):
@@ -101,7 +100,7 @@ def test_a_damaged_page_says_that_nothing_is_known(open_page, ledger) -> None:
         assert page.taken() == (40, 0)
 
 
-def test_every_flipped_bit_is_seen(open_page, ledger) -> None:
+def test_every_flipped_bit_is_seen(open_page, ledger):
     page = counted(open_page(), 10)
     old = ledger.read_bytes()
     page.settle(page.reserve(77, 100) or 0, 33)
@@ -116,7 +115,7 @@ def test_every_flipped_bit_is_seen(open_page, ledger) -> None:
 
 @given(bits=st.lists(st.integers(0, 8 * PAGE_BYTES - 1), min_size=1, max_size=8, unique=True))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_what_was_promised_is_promised_still_on_a_page_that_is_begun_anew(bits, open_page, ledger) -> None:
+def test_what_was_promised_is_promised_still_on_a_page_that_is_begun_anew(bits, open_page, ledger):
     one, two = counted(open_page(), 10), open_page()
     assert one.reserve(60, 100) == 60
     assert two.reserve(5, 100) == 5
@@ -136,7 +135,7 @@ def test_what_was_promised_is_promised_still_on_a_page_that_is_begun_anew(bits, 
     two.close()
 
 
-def test_whoever_dies_before_it_says_what_it_has_promised_is_not_waited_for(open_page, ledger) -> None:
+def test_whoever_dies_before_it_says_what_it_has_promised_is_not_waited_for(open_page, ledger):
     dead, alive = counted(open_page(), 10), open_page()
     assert dead.reserve(60, 100) == 60
     ledger.write_bytes(b"")
@@ -146,7 +145,7 @@ def test_whoever_dies_before_it_says_what_it_has_promised_is_not_waited_for(open
     assert alive.reserve(100, 100) == 60
 
 
-def test_a_count_that_began_before_the_page_was_lost_is_not_taken(one_and_other, ledger) -> None:
+def test_a_count_that_began_before_the_page_was_lost_is_not_taken(one_and_other, ledger):
     one, two = one_and_other
     one.settle(0, 80)
     began = one.begin_count()
@@ -158,7 +157,7 @@ def test_a_count_that_began_before_the_page_was_lost_is_not_taken(one_and_other,
     assert one.taken() == (80, 0)
 
 
-def test_a_page_that_is_older_than_one_that_was_seen_is_not_taken(open_page, ledger) -> None:
+def test_a_page_that_is_older_than_one_that_was_seen_is_not_taken(open_page, ledger):
     page = counted(open_page(), 10)
     old = ledger.read_bytes()
     page.settle(0, 80)
@@ -168,7 +167,7 @@ def test_a_page_that_is_older_than_one_that_was_seen_is_not_taken(open_page, led
     assert page.reserve(90, 100) == 10
 
 
-def test_a_page_is_what_was_published(open_page, ledger) -> None:
+def test_a_page_is_what_was_published(open_page, ledger):
     """Zeros where it says when it was begun are taken, too; processes that write them may still be at it."""
     head = struct.pack("<8sII8sQQQ64Q", b"\x89kvledg\n", 1, 1, BOOT, 30, 70, 40, *bytes(64))
     body = head.ljust(PAGE_BYTES - 8, b"\0")
@@ -182,14 +181,14 @@ def test_a_page_is_what_was_published(open_page, ledger) -> None:
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_after_another_boot_the_directory_is_counted_again_unless_somebody_was_there(open_page, alone) -> None:
+def test_after_another_boot_the_directory_is_counted_again_unless_somebody_was_there(open_page, alone):
     first = counted(open_page(), 10)
     if alone:
         first.close()
     assert open_page(b"another.").reserve(1, 100) == (None if alone else 1)
 
 
-def test_there_are_only_so_many_slots(open_page) -> None:
+def test_there_are_only_so_many_slots(open_page):
     for _ in range(SLOTS):
         open_page()
     with pytest.raises(BackendUnavailable, match="64 processes"):
@@ -199,17 +198,17 @@ def test_there_are_only_so_many_slots(open_page) -> None:
 # On a file server, which forgets the locks of a machine that was cut off for longer than its lease.
 
 
-def forget_locks(page: SharedPage, ledger: Path) -> None:
+def forget_locks(page, ledger):
     fd = os.open(ledger, os.O_RDWR)
     os.dup2(fd, page._fd, inheritable=False)
     os.close(fd)
 
 
-def test_a_lock_that_is_free_again_is_had_though_nobody_is_woken(one_and_other, monkeypatch) -> None:
+def test_a_lock_that_is_free_again_is_had_though_nobody_is_woken(one_and_other, monkeypatch):
     """A kernel that waits for a lock of a file server's sleeps for a second, then for two, up to thirty."""
     real = fcntl.fcntl
 
-    def wakes_nobody(fd: int, command: int, lock: bytes = b"") -> object:
+    def wakes_nobody(fd, command, lock=b""):
         assert command != fcntl.F_OFD_SETLKW, "this would sleep"
         return real(fd, command, lock)
 
@@ -217,7 +216,7 @@ def test_a_lock_that_is_free_again_is_had_though_nobody_is_woken(one_and_other, 
     one, other = one_and_other
     had = threading.Event()
 
-    def evict() -> None:
+    def evict():
         with other.evicting():
             had.set()
 
@@ -230,7 +229,7 @@ def test_a_lock_that_is_free_again_is_had_though_nobody_is_woken(one_and_other, 
     waiting.join()
 
 
-def test_who_has_lost_its_locks_takes_a_slot_anew_and_keeps_its_promise(one_and_other, ledger, system_call) -> None:
+def test_who_has_lost_its_locks_takes_a_slot_anew_and_keeps_its_promise(one_and_other, ledger, system_call):
     one, other = one_and_other
     assert one.reserve(60, 100) == 60
     forget_locks(one, ledger)
@@ -246,7 +245,7 @@ def test_who_has_lost_its_locks_takes_a_slot_anew_and_keeps_its_promise(one_and_
     assert other.taken() == (50, 10)
 
 
-def test_a_slot_that_another_process_has_had_meanwhile_stays_its(one_and_other, open_page, ledger, system_call) -> None:
+def test_a_slot_that_another_process_has_had_meanwhile_stays_its(one_and_other, open_page, ledger, system_call):
     one, other = one_and_other
     assert one.reserve(30, 100) == 30
     forget_locks(one, ledger)
@@ -262,12 +261,12 @@ def test_a_slot_that_another_process_has_had_meanwhile_stays_its(one_and_other, 
     assert other.taken() == (80, 0)
 
 
-def test_who_waits_behind_a_call_that_fails_fails_with_it(one_and_other, system_call) -> None:
+def test_who_waits_behind_a_call_that_fails_fails_with_it(one_and_other, system_call):
     page, _ = one_and_other
     hanging = system_call("pread", error=errno.EIO, sticks=True)
     told: list[Exception] = []
 
-    def ask() -> None:
+    def ask():
         try:
             page.taken()
         except BackendUnavailable as error:

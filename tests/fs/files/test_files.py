@@ -19,21 +19,21 @@ KEYS = keys_of(1)
 class Looks(LoadsFirst):
     """Gives way to nobody, and counts how often it was asked to."""
 
-    def __init__(self, slice_bytes: int) -> None:
+    def __init__(self, slice_bytes):
         super().__init__()
         self._slice_bytes = slice_bytes
         self.taken = 0
 
     @property
-    def slice_bytes(self) -> int:
+    def slice_bytes(self):
         return self._slice_bytes
 
-    def give_way(self) -> None:
+    def give_way(self):
         self.taken += 1
 
 
 @pytest.mark.parametrize(("slice_bytes", "pauses"), [(4_096, 4), (8_192, 1), (16_384, 0)])
-def test_a_chunk_is_written_in_slices_and_others_go_first(open_folder, mapper, path_of, slice_bytes, pauses) -> None:
+def test_a_chunk_is_written_in_slices_and_others_go_first(open_folder, mapper, path_of, slice_bytes, pauses):
     looks, (row, page) = Looks(slice_bytes), (memoryview(mmap.mmap(-1, size)) for size in (16_384, 4_096))
     row[:] = bytes(range(256)) * 64
     ChunkFiles(open_folder(), mapper, looks, fsync=False).write(key_of(0), [row, page], 0)
@@ -43,7 +43,7 @@ def test_a_chunk_is_written_in_slices_and_others_go_first(open_folder, mapper, p
 
 @pytest.mark.parametrize("step", [512, 4_096, 8_192])
 @pytest.mark.parametrize("call", ["pwritev", "preadv"])
-async def test_short_reads_and_writes_are_gone_on_with(open_tier, lender, monkeypatch, layout, call, step) -> None:
+async def test_short_reads_and_writes_are_gone_on_with(open_tier, lender, monkeypatch, layout, call, step):
     tier, move = await open_tier(layout=layout, io="buffered"), getattr(os, call)
     if call == "preadv":
         await lender.keep(tier, keys_of(2))
@@ -54,9 +54,8 @@ async def test_short_reads_and_writes_are_gone_on_with(open_tier, lender, monkey
 
 
 @pytest.mark.parametrize("call", ["pwritev", "rename", "a device that takes no more"])
-async def test_a_failed_write_leaves_what_was_there(open_tier, lender, root, system_call, monkeypatch, call) -> None:
-    tier = await open_tier()
-    await lender.keep(tier, KEYS)
+async def test_a_failed_write_leaves_what_was_there(open_tier, lender, root, system_call, monkeypatch, call):
+    tier = await open_tier(holds=KEYS)
     files = {path for path in root.rglob("*") if path.is_file()}
     with monkeypatch.context() as patch:
         if call in ("pwritev", "rename"):
@@ -69,12 +68,12 @@ async def test_a_failed_write_leaves_what_was_there(open_tier, lender, root, sys
     assert await lender.recall(tier, keys_of(2)) == [*whole(KEYS), "ChunkMissing"]
 
 
-async def test_readers_see_the_old_file_until_the_new_one_is_whole(open_tier, lender, path_of, monkeypatch) -> None:
+async def test_readers_see_the_old_file_until_the_new_one_is_whole(open_tier, lender, path_of, monkeypatch):
     tier, rename, seen = await open_tier(), os.rename, list[bytes]()
     await lender.keep(tier, KEYS)
     before = path_of(key_of(0)).read_bytes()
 
-    def look_and_rename(*args: str, **kwargs: int) -> None:
+    def look_and_rename(*args, **kwargs):
         seen.append(path_of(key_of(0)).read_bytes())
         rename(*args, **kwargs)
 
@@ -84,7 +83,7 @@ async def test_readers_see_the_old_file_until_the_new_one_is_whole(open_tier, le
     assert path_of(key_of(0)).read_bytes() != before
 
 
-async def test_a_temporary_name_that_is_taken_is_left_to_its_owner(open_tier, lender, path_of, monkeypatch) -> None:
+async def test_a_temporary_name_that_is_taken_is_left_to_its_owner(open_tier, lender, path_of, monkeypatch):
     tier, path, names = await open_tier(), path_of(key_of(0)), iter([".1.tmp", ".1.tmp", ".2.tmp"])
     monkeypatch.setattr("kvtier_backends.fs.files.chunk_files.temporary_name", lambda writer: next(names))
     path.parent.mkdir(parents=True)
@@ -94,10 +93,10 @@ async def test_a_temporary_name_that_is_taken_is_left_to_its_owner(open_tier, le
     assert path.with_name(".1.tmp").read_bytes() == b"another's"
 
 
-async def test_with_fsync_a_file_its_folder_and_new_parents_are_synced(open_tier, lender, mapper, monkeypatch) -> None:
+async def test_with_fsync_a_file_its_folder_and_new_parents_are_synced(open_tier, lender, mapper, monkeypatch):
     tier, synced, fsync = await open_tier(fsync=True), list[str](), os.fsync
 
-    def note(fd: int) -> None:
+    def note(fd):
         synced.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
         fsync(fd)
 

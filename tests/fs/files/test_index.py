@@ -3,7 +3,6 @@
 import asyncio
 import random
 import tracemalloc
-from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
@@ -19,23 +18,20 @@ A, B, C, D = keys_of(4)
 
 
 @pytest.fixture
-def index() -> FileIndex:
+def index():
     return FileIndex()
 
 
-Told = Callable[[], Awaitable[list[InventoryEvent]]]
-
-
 @pytest.fixture
-async def told(index) -> AsyncIterator[Told]:
+async def told(index):
     """Return what the index's report has told since the last call; the first one begins it."""
     heard, listening = list[InventoryEvent](), list[asyncio.Task[None]]()
 
-    async def listen() -> None:
+    async def listen():
         async for event in index.inventory.watch():
             heard.append(event)
 
-    async def told() -> list[InventoryEvent]:
+    async def told():
         if not listening:
             listening.append(asyncio.create_task(listen()))
         for _ in range(5):
@@ -48,26 +44,26 @@ async def told(index) -> AsyncIterator[Told]:
     await asyncio.gather(*listening)
 
 
-def gone_from(index: FileIndex) -> list[OffloadKey]:
+def gone_from(index):
     """Evict all chunks; return their keys in that order."""
     return [victim.key for victim in index.victims(len(index))]
 
 
 @pytest.fixture
-async def followed(index, told) -> FileIndex:
+async def followed(index, told):
     index.scan_ended(complete=True)
     assert await told() == [ScanDone(complete=True)]
     return index
 
 
-def test_what_the_scan_finds_is_older_than_what_was_used_since_the_start(index) -> None:
+def test_what_the_scan_finds_is_older_than_what_was_used_since_the_start(index):
     index.stored(FileEntry(A, 512))
     index.found(FileEntry(B, 512))
     index.scanned([FileEntry(B, 512), FileEntry(C, 512, 2), FileEntry(D, 512, 1)])
     assert gone_from(index) == [D, C, A, B]
 
 
-def test_a_later_scan_renews_the_chunks_that_other_processes_used(index) -> None:
+def test_a_later_scan_renews_the_chunks_that_other_processes_used(index):
     index.scanned([FileEntry(A, 512, 1_000), FileEntry(B, 512, 1_010)])
     index.scanned([FileEntry(A, 512, 1_100)])
     index.scan_ended(complete=True)
@@ -75,7 +71,7 @@ def test_a_later_scan_renews_the_chunks_that_other_processes_used(index) -> None
     assert gone_from(index) == [A]
 
 
-def test_a_removal_does_not_reach_what_was_stored_after_it_began(index) -> None:
+def test_a_removal_does_not_reach_what_was_stored_after_it_began(index):
     index.stored(FileEntry(A, 512))
     index.stored(FileEntry(B, 512))
     with index.call([A, B]) as early, index.call([A]) as other:
@@ -88,7 +84,7 @@ def test_a_removal_does_not_reach_what_was_stored_after_it_began(index) -> None:
     assert early == {B}  # It is over.
 
 
-async def test_a_report_begins_with_what_is_there_and_not_with_what_was_removed(index, told) -> None:
+async def test_a_report_begins_with_what_is_there_and_not_with_what_was_removed(index, told):
     index.removed(A)
     index.removed(B)
     index.stored(FileEntry(B, 512))
@@ -98,7 +94,7 @@ async def test_a_report_begins_with_what_is_there_and_not_with_what_was_removed(
     assert await told() == [Added([C]), ScanDone(complete=True)]
 
 
-async def test_only_what_no_call_explains_is_reported(followed, told) -> None:
+async def test_only_what_no_call_explains_is_reported(followed, told):
     followed.stored(FileEntry(A, 512))
     followed.stored(FileEntry(B, 512))
     followed.removed(A)
@@ -109,7 +105,7 @@ async def test_only_what_no_call_explains_is_reported(followed, told) -> None:
     assert await told() == [Added([C]), Removed([B])]
 
 
-async def test_an_event_is_true_when_it_is_told(followed, told) -> None:
+async def test_an_event_is_true_when_it_is_told(followed, told):
     for key in (A, B):
         followed.found(FileEntry(key, 512))
     followed.lost(A)
@@ -120,7 +116,7 @@ async def test_an_event_is_true_when_it_is_told(followed, told) -> None:
 
 @pytest.mark.usefixtures("thorough")
 @pytest.mark.parametrize("how", ["stored", "scanned", "found in slots"])
-def test_a_chunk_takes_two_hundred_bytes_at_most(how) -> None:
+def test_a_chunk_takes_two_hundred_bytes_at_most(how):
     count, now_ns = 90_000, 1_700_000_000_000_000_000
     tracemalloc.start()
     try:
@@ -145,7 +141,7 @@ def test_a_chunk_takes_two_hundred_bytes_at_most(how) -> None:
     assert (used_bytes - before_bytes) / count <= 200
 
 
-def test_without_a_policy_it_evicts_as_lru_does() -> None:
+def test_without_a_policy_it_evicts_as_lru_does():
     dice, ours, theirs = random.Random(5), FileIndex(), FileIndex(LRU(1 << 20))
     keys = keys_of(1_005)
     for _ in range(8_000):
@@ -167,7 +163,7 @@ def test_without_a_policy_it_evicts_as_lru_does() -> None:
     assert left[0] == left[1]
 
 
-def test_chunks_in_use_at_the_cold_end_are_renewed_and_idle_ones_go_later_in_their_turn(index) -> None:
+def test_chunks_in_use_at_the_cold_end_are_renewed_and_idle_ones_go_later_in_their_turn(index):
     keys = keys_of(6)
     for key in keys:
         index.stored(FileEntry(key, 512))
@@ -183,7 +179,7 @@ def test_chunks_in_use_at_the_cold_end_are_renewed_and_idle_ones_go_later_in_the
     assert gone_from(index) == [keys[0], keys[1], keys[3]]
 
 
-def test_chunks_from_before_the_start_go_by_their_last_use_whatever_batch_they_came_in(index) -> None:
+def test_chunks_from_before_the_start_go_by_their_last_use_whatever_batch_they_came_in(index):
     uses = [(time_ns, key_of(number)) for number, time_ns in enumerate(random.Random(7).sample(range(10_000), 2_000))]
     for start in range(0, len(uses), 300):
         index.scanned([FileEntry(key, 512, time_ns) for time_ns, key in uses[start : start + 300]])

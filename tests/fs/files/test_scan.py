@@ -4,7 +4,6 @@ import errno
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from itertools import count
 
 import pytest
@@ -24,7 +23,7 @@ from tests.fs.conftest import ROW_BYTES, scanned, temporaries, whole
 NOW_S = 1_700_000_000.0
 
 
-async def test_strangers_temporaries_and_links_are_no_chunks(open_tier, stored, lender, path_of) -> None:
+async def test_strangers_temporaries_and_links_are_no_chunks(open_tier, stored, lender, path_of):
     await stored(keys_of(1))
     path = path_of(key_of(0))
     content = path.read_bytes()
@@ -38,7 +37,7 @@ async def test_strangers_temporaries_and_links_are_no_chunks(open_tier, stored, 
 
 
 @pytest.mark.parametrize(("unverified", "found"), [("accept", {1}), ("refuse", set())])
-async def test_files_that_no_load_would_take_are_skipped_and_counted(open_tier, path_of, unverified, found) -> None:
+async def test_files_that_no_load_would_take_are_skipped_and_counted(open_tier, path_of, unverified, found):
     lengths = {0: 0, 1: ROW_BYTES, 2: ROW_BYTES - 1, 3: ROW_BYTES + 1, 4: ROW_BYTES + 4_097}
     for number, length in lengths.items():
         path_of(key_of(number)).parent.mkdir(parents=True)
@@ -49,7 +48,7 @@ async def test_files_that_no_load_would_take_are_skipped_and_counted(open_tier, 
     assert all(path_of(key_of(number)).exists() for number in lengths)
 
 
-async def test_the_tier_answers_while_it_is_scanned(open_tier, stored, lender, hurry, system_call) -> None:
+async def test_the_tier_answers_while_it_is_scanned(open_tier, stored, lender, hurry, system_call):
     await stored(keys_of(3))
     hurry()
     listing = system_call("scandir", sticks=True)
@@ -63,7 +62,7 @@ async def test_the_tier_answers_while_it_is_scanned(open_tier, stored, lender, h
     assert await scanned(tier, complete=True) == {*keys_of(3), key_of(9)}
 
 
-async def test_what_is_deleted_beside_the_scan_stays_deleted(open_tier, stored, lender, hurry, system_call) -> None:
+async def test_what_is_deleted_beside_the_scan_stays_deleted(open_tier, stored, lender, hurry, system_call):
     await stored(keys_of(2))
     folders = count(1)  # The namespace, then one folder of the last key's two: the first key's have been seen.
     hurry()
@@ -77,16 +76,14 @@ async def test_what_is_deleted_beside_the_scan_stays_deleted(open_tier, stored, 
     assert list(await tier.probe(keys_of(2))) == [False, True]
 
 
-async def test_an_index_that_is_whole_answers_without_a_system_call(open_tier, lender, system_call) -> None:
-    tier = await open_tier()
-    await lender.keep(tier, keys_of(2))
-    await scanned(tier)
+async def test_an_index_that_is_whole_answers_without_a_system_call(open_tier, system_call):
+    tier = await open_tier(holds=keys_of(2), scanned=True)
     asked = system_call("stat")
     assert list(await tier.probe(keys_of(3))) == [True, True, False]
     assert asked.times == 0
 
 
-async def test_an_unreadable_folder_leaves_the_tier_asking(open_tier, stored, lender, path_of, system_call) -> None:
+async def test_an_unreadable_folder_leaves_the_tier_asking(open_tier, stored, lender, path_of, system_call):
     await stored(keys_of(2))
     hidden = path_of(key_of(0)).parent.name
     lists_it = lambda name, flags, *_, **__: flags & os.O_DIRECTORY and name.endswith(hidden)  # noqa: E731
@@ -102,7 +99,7 @@ async def test_an_unreadable_folder_leaves_the_tier_asking(open_tier, stored, le
 
 
 @pytest.fixture
-def sleeper(outside) -> Iterator["subprocess.Popen[bytes]"]:
+def sleeper(outside):
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     yield process
     process.kill()
@@ -110,12 +107,12 @@ def sleeper(outside) -> Iterator["subprocess.Popen[bytes]"]:
 
 
 @pytest.fixture
-def sweep(tmp_path) -> Iterator[Callable[..., bool]]:
+def sweep(tmp_path):
     """Put a file there, 1 hour old, sweep over it, and say whether it is gone."""
     root_fd = os.open(tmp_path, os.O_RDONLY)
     sweep = TemporarySweep(root_fd, Writer.this_process(), NOW_S, Remains(root_fd))
 
-    def swept(name: str, age_s: float = 3_600.0) -> bool:
+    def swept(name, age_s=3_600.0):
         path = tmp_path / name
         path.write_bytes(b"half")
         os.utime(path, (NOW_S - age_s, NOW_S - age_s))
@@ -126,7 +123,7 @@ def sweep(tmp_path) -> Iterator[Callable[..., bool]]:
     os.close(root_fd)
 
 
-def test_temporaries_have_names_of_their_own_that_say_whose_they_are() -> None:
+def test_temporaries_have_names_of_their_own_that_say_whose_they_are():
     writer = Writer.this_process()
     assert (writer.pid, writer) == (os.getpid(), Writer.this_process())
     names = {temporary_name(writer) for _ in range(100)}
@@ -134,27 +131,24 @@ def test_temporaries_have_names_of_their_own_that_say_whose_they_are() -> None:
     assert {writer_of(name) for name in names} == {writer}
 
 
-def test_a_live_processs_temporary_is_left_alone(sweep, sleeper) -> None:
+def test_a_processs_temporary_is_left_alone_while_it_lives_and_swept_when_it_is_dead(sweep, sleeper):
     here = Writer.this_process()
+    theirs = temporary_name(Writer(here.boot, sleeper.pid, started_at(sleeper.pid) or 0))
     assert not sweep(temporary_name(here))
-    assert not sweep(temporary_name(Writer(here.boot, sleeper.pid, started_at(sleeper.pid) or 0)))
-
-
-def test_a_dead_processs_temporary_is_swept(sweep, sleeper) -> None:
-    name = temporary_name(Writer(Writer.this_process().boot, sleeper.pid, started_at(sleeper.pid) or 0))
+    assert not sweep(theirs)
     sleeper.kill()
     os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)  # Nobody has collected it: dead all the same.
-    assert sweep(name, age_s=0.0)
+    assert sweep(theirs, age_s=0.0)
     sleeper.wait()
-    assert sweep(name, age_s=0.0)
+    assert sweep(theirs, age_s=0.0)
 
 
-def test_a_process_of_the_same_id_is_not_the_one_that_wrote(sweep) -> None:
+def test_a_process_of_the_same_id_is_not_the_one_that_wrote(sweep):
     here = Writer.this_process()
     assert sweep(temporary_name(here._replace(started=here.started - 1)), age_s=0.0)
 
 
-def test_of_another_machine_or_container_only_the_old_is_swept(sweep) -> None:
+def test_of_another_machine_or_container_only_the_old_is_swept(sweep):
     """Nobody of that id lives here, and yet the writer may. A temporary from the future is old."""
     elsewhere = temporary_name(Writer("00000000", os.getpid(), 1))
     ages_s = [0.0, ABANDONED_S - 1, ABANDONED_S + 1, -ABANDONED_S / 2, -2 * ABANDONED_S]
@@ -165,12 +159,12 @@ def test_of_another_machine_or_container_only_the_old_is_swept(sweep) -> None:
     "name",
     ["chunk.bin", "config.json", "chunk.bin_123.tmp", ".hidden", ".tmp", ".0-1-2-3.tmp", ".01234567-1-2-3.tmp.bin"],
 )
-def test_what_is_no_temporary_of_ours_is_left_alone(sweep, name) -> None:
+def test_what_is_no_temporary_of_ours_is_left_alone(sweep, name):
     assert writer_of(name) is None
     assert not sweep(name)
 
 
-async def test_the_tier_sweeps_what_it_finds_at_its_start(open_tier, stored, lender, root, mapper, path_of) -> None:
+async def test_the_tier_sweeps_what_it_finds_at_its_start(open_tier, stored, lender, root, mapper, path_of):
     await stored(keys_of(2))
     here = Writer.this_process()
     dead = here._replace(started=here.started - 1)
@@ -178,8 +172,7 @@ async def test_the_tier_sweeps_what_it_finds_at_its_start(open_tier, stored, len
         for writer in (dead, here):
             (folder / temporary_name(writer)).write_bytes(b"half")
     (root / mapper.folder / temporary_name(dead)).mkdir()
-    tier = await open_tier()
-    await scanned(tier)
+    tier = await open_tier(scanned=True)
     assert tier.counters().scan_swept == 3
     assert len(temporaries(root)) == 3
     assert await lender.recall(tier, keys_of(2)) == whole(keys_of(2))

@@ -18,7 +18,7 @@ from kvtier.errors import BackendUnavailable, ConfigError, NoSpace
 from kvtier.memory import PAGE_BYTES
 from kvtier.testing.conformance.lender import keys_of, label
 from kvtier_backends.fs import FsOptions
-from kvtier_backends.fs.disk.shared_page import SharedPage, read_page
+from kvtier_backends.fs.disk.shared_page import read_page
 from kvtier_backends.fs.files import accounts, eviction
 from tests.fs.conftest import DEADLINE_S, SLOT_BYTES, taken_bytes, until, until_stored, whole
 
@@ -27,21 +27,21 @@ SHARED = {"shared": True, "capacity_bytes": CAPACITY_BYTES}
 
 
 @pytest.fixture
-def hasty(monkeypatch) -> None:
+def hasty(monkeypatch):
     """Count again soon, and do soon what is done beside the calls."""
     monkeypatch.setattr(accounts, "AGAIN_S_LEAST", 0.01)
     monkeypatch.setattr(eviction, "STAMP_EVERY_S", 0.01)
 
 
-def is_page(fd: int, *_: object) -> bool:
+def is_page(fd, *_):
     return os.path.basename(os.readlink(f"/proc/self/fd/{fd}")).startswith("ledger")
 
 
-def page_of(tier) -> SharedPage:
+def page_of(tier):
     return tier._lives.now.tier.root.shared_page
 
 
-async def back(page: SharedPage) -> tuple[int, int] | None:
+async def back(page):
     """Wait until the page is there again, and return what it says is used and promised.
 
     Until then a call may still fail: with the one that it waits behind.
@@ -53,7 +53,7 @@ async def back(page: SharedPage) -> tuple[int, int] | None:
             await asyncio.sleep(0.01)
 
 
-def used_bytes(root, mapper) -> int:
+def used_bytes(root, mapper):
     """Return what the page says is used."""
     (path,) = (root / mapper.folder).glob("ledger*")
     page = read_page(path.read_bytes())
@@ -61,7 +61,7 @@ def used_bytes(root, mapper) -> int:
     return page.used_bytes
 
 
-async def test_each_sees_what_the_others_store_and_delete(open_tier, lender) -> None:
+async def test_each_sees_what_the_others_store_and_delete(open_tier, lender):
     one, two = [await open_tier(**SHARED) for _ in range(2)]
     report = two.watch()
     async with asyncio.timeout(DEADLINE_S):
@@ -75,12 +75,11 @@ async def test_each_sees_what_the_others_store_and_delete(open_tier, lender) -> 
 
 
 @pytest.mark.parametrize("remembers", [False, True])
-async def test_what_another_has_used_is_spared(open_tier, lender, path_of, monkeypatch, remembers) -> None:
+async def test_what_another_has_used_is_spared(open_tier, lender, path_of, monkeypatch, remembers):
     capacity_bytes, asked, known = 24 * (SLOT_BYTES + 16_384), os.stat, dict[str, os.stat_result]()
     if remembers:
         monkeypatch.setattr(os, "stat", lambda path, **how: known.setdefault(str(path), asked(path, **how)))
-    tier = await open_tier(shared=True, capacity_bytes=capacity_bytes)
-    await lender.keep(tier, keys_of(4))
+    tier = await open_tier(shared=True, capacity_bytes=capacity_bytes, holds=keys_of(4))
     assert all(await tier.probe(keys_of(4)))
     later_s = time.time() + 120
     os.utime(path_of(keys_of(1)[0]), (later_s, later_s))  # As another does that has used it.
@@ -95,7 +94,7 @@ async def test_what_another_has_used_is_spared(open_tier, lender, path_of, monke
             await asyncio.sleep(0)
 
 
-async def test_the_first_use_of_what_another_has_stored_is_written_down(open_tier, lender, path_of) -> None:
+async def test_the_first_use_of_what_another_has_stored_is_written_down(open_tier, lender, path_of):
     one, other = [await open_tier(**SHARED) for _ in range(2)]
     await lender.keep(other, keys_of(1, 100))  # The start-up scan is over.
     await lender.keep(one, keys_of(1))
@@ -105,11 +104,11 @@ async def test_the_first_use_of_what_another_has_stored_is_written_down(open_tie
     assert path_of(keys_of(1)[0]).stat().st_mtime > 1_000
 
 
-async def test_only_lru_with_locks_is_shared(open_tier, monkeypatch) -> None:
+async def test_only_lru_with_locks_is_shared(open_tier, monkeypatch):
     with pytest.raises(ConfigError, match=r"^eviction_policy: 'arc' given, 'lru' accepted with shared"):
         FsOptions(root="/x", shared=True, eviction_policy="arc")
 
-    def refuse(*args: object) -> bytes:
+    def refuse(*args):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "fcntl", refuse)
@@ -117,7 +116,7 @@ async def test_only_lru_with_locks_is_shared(open_tier, monkeypatch) -> None:
         await open_tier(shared=True)
 
 
-async def test_a_damaged_page_costs_no_chunk_and_is_counted_again(open_tier, lender, root, mapper) -> None:
+async def test_a_damaged_page_costs_no_chunk_and_is_counted_again(open_tier, lender, root, mapper):
     one, two = [await open_tier(shared=True, capacity_bytes="64MiB") for _ in range(2)]
     await until_stored(one, lender, keys_of(8))
     await until_stored(two, lender, keys_of(8, 8))
@@ -128,17 +127,16 @@ async def test_a_damaged_page_costs_no_chunk_and_is_counted_again(open_tier, len
     assert await lender.recall(one, keys_of(32)) == whole(keys_of(32))
 
 
-async def test_a_store_cancelled_as_it_evicts_reports_what_went(open_tier, lender, root, mapper, system_call) -> None:
+async def test_a_store_cancelled_as_it_evicts_reports_what_went(open_tier, lender, root, mapper, system_call):
     tier = await open_tier(**SHARED, low_water=1.0)
     await until_stored(tier, lender, keys_of(8))
 
-    async def store_on() -> None:
+    async def store_on():
         for start in itertools.count(8, 8):
             await tier.store(lender.writes(keys_of(8, start)))
 
     removal = system_call("unlink", sticks=True, only=lambda name, **kwargs: name.endswith(".bin"))
-    storing = asyncio.create_task(store_on())
-    await removal.wait_entered()
+    storing = await removal.met_by(store_on())
     storing.cancel()
     removal.let_go()
     with pytest.raises(asyncio.CancelledError):
@@ -147,7 +145,7 @@ async def test_a_store_cancelled_as_it_evicts_reports_what_went(open_tier, lende
     assert used_bytes(root, mapper) == taken_bytes(root)
 
 
-async def test_a_tier_closed_as_it_evicts_reports_what_went(open_tier, lender, root, mapper, system_call) -> None:
+async def test_a_tier_closed_as_it_evicts_reports_what_went(open_tier, lender, root, mapper, system_call):
     tier = await open_tier(shared=True, capacity_bytes=4 * CAPACITY_BYTES, low_water=0.1)
     removal = system_call("unlink", sticks=True, only=lambda name, **kwargs: name.endswith(".bin"))
     start = 0
@@ -160,7 +158,7 @@ async def test_a_tier_closed_as_it_evicts_reports_what_went(open_tier, lender, r
     assert used_bytes(root, mapper) == taken_bytes(root)
 
 
-async def test_room_of_removed_files_is_given_out_after_a_count(open_tier, lender, root, monkeypatch, hasty) -> None:
+async def test_room_of_removed_files_is_given_out_after_a_count(open_tier, lender, root, monkeypatch, hasty):
     """Nobody says on the page what went without it: a store that is refused has the directory counted."""
     monkeypatch.setattr(accounts, "AGAIN_TIMES", 0)  # The first scan may take long on a busy machine.
     tier = await open_tier(**SHARED)
@@ -178,9 +176,8 @@ async def test_room_of_removed_files_is_given_out_after_a_count(open_tier, lende
 # A page that is away for a while, as on a file server.
 
 
-async def test_a_page_that_is_away_costs_stores_and_nothing_else(open_tier, lender, root, system_call, hasty) -> None:
-    tier = await open_tier(**SHARED)
-    await lender.keep(tier, keys_of(16))
+async def test_a_page_that_is_away_costs_stores_and_nothing_else(open_tier, lender, root, system_call, hasty):
+    tier = await open_tier(**SHARED, holds=keys_of(16))
     failing = system_call("pread", error=errno.EIO, only=is_page)
     with pytest.raises(BackendUnavailable, match="the shared page is away"):
         await tier.store(lender.writes(keys_of(16, 16)))
@@ -198,7 +195,7 @@ async def test_a_page_that_is_away_costs_stores_and_nothing_else(open_tier, lend
     assert taken_bytes(root) <= CAPACITY_BYTES
 
 
-async def test_a_tier_whose_page_was_away_from_the_start_is_filled_later(open_tier, lender, system_call, hasty) -> None:
+async def test_a_tier_whose_page_was_away_from_the_start_is_filled_later(open_tier, lender, system_call, hasty):
     failing = system_call("pread", error=errno.EIO, only=lambda fd, *_: is_page(fd) and failing.times > 1)
     tier = await open_tier(**SHARED)
     with pytest.raises(BackendUnavailable):
@@ -208,9 +205,8 @@ async def test_a_tier_whose_page_was_away_from_the_start_is_filled_later(open_ti
     await until_stored(tier, lender, keys_of(16))
 
 
-async def test_the_page_is_told_the_rest_when_it_is_back(open_tier, lender, root, system_call, hasty) -> None:
-    tier = await open_tier(**SHARED)
-    await lender.keep(tier, keys_of(4))
+async def test_the_page_is_told_the_rest_when_it_is_back(open_tier, lender, root, system_call, hasty):
+    tier = await open_tier(**SHARED, holds=keys_of(4))
     stored = threading.Event()
     renamed = system_call("rename", only=lambda *_, **__: stored.set() is not None)
     failing = system_call("pwrite", error=errno.EIO, only=lambda fd, *_: is_page(fd) and stored.is_set())
@@ -227,9 +223,8 @@ async def test_the_page_is_told_the_rest_when_it_is_back(open_tier, lender, root
 
 
 @pytest.mark.parametrize("page", ["there", "gone"])
-async def test_an_unreadable_folder_does_not_count_as_empty(open_tier, lender, root, system_call, hasty, page) -> None:
-    one = await open_tier(**SHARED)
-    await lender.keep(one, keys_of(16))
+async def test_an_unreadable_folder_does_not_count_as_empty(open_tier, lender, root, system_call, hasty, page):
+    one = await open_tier(**SHARED, holds=keys_of(16))
     before, _ = await asyncio.to_thread(page_of(one).taken)
     if page == "gone":
         await one.aclose(DEADLINE_S)
@@ -246,10 +241,9 @@ async def test_an_unreadable_folder_does_not_count_as_empty(open_tier, lender, r
     await until_stored(tier, lender, keys_of(16, 16))
 
 
-async def test_a_chunk_that_another_host_removes_as_it_is_read_is_missing(open_tier, lender, system_call) -> None:
+async def test_a_chunk_that_another_host_removes_as_it_is_read_is_missing(open_tier, lender, system_call):
     """A file server keeps no file for those who have it open; its file system is not away."""
-    tier = await open_tier(io="buffered")
-    await lender.keep(tier, keys_of(2))
+    tier = await open_tier(io="buffered", holds=keys_of(2))
     failing = system_call("preadv", error=errno.ESTALE)
     assert await lender.recall(tier, keys_of(2)) == ["ChunkMissing"] * 2
     failing.let_go()

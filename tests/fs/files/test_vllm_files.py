@@ -7,7 +7,6 @@ shorter file for damage. Its writer writes the row and nothing else.
 import json
 import mmap
 import os
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +16,7 @@ from tests.fs.conftest import ROW_BYTES, taken_bytes, whole
 KEYS = keys_of(3)
 
 
-def read_as_vllm(path: Path, flags: int = 0) -> bytes:
+def read_as_vllm(path, flags=0):
     row, fd = mmap.mmap(-1, ROW_BYTES), os.open(path, os.O_RDONLY | flags)
     try:
         assert os.readv(fd, [row]) == ROW_BYTES
@@ -26,7 +25,7 @@ def read_as_vllm(path: Path, flags: int = 0) -> bytes:
     return row[:]
 
 
-def write_as_vllm(path: Path, block: bytes, flags: int = 0) -> None:
+def write_as_vllm(path, block, flags=0):
     path.parent.mkdir(parents=True, exist_ok=True)
     row = mmap.mmap(-1, len(block))
     row[:] = block
@@ -41,13 +40,13 @@ def write_as_vllm(path: Path, block: bytes, flags: int = 0) -> None:
 
 @pytest.mark.parametrize("io", ["direct", "buffered"])
 @pytest.mark.parametrize("flags", [os.O_DIRECT, 0])
-async def test_vllm_reads_our_chunks(open_tier, lender, path_of, io, flags) -> None:
+async def test_vllm_reads_our_chunks(open_tier, lender, path_of, io, flags):
     await lender.keep(await open_tier(io=io), KEYS)
     for key in KEYS:
         assert read_as_vllm(path_of(key), flags) == chunk(key, 0, ROW_BYTES)
 
 
-async def test_vllm_finds_its_config(open_tier, root, mapper) -> None:
+async def test_vllm_finds_its_config(open_tier, root, mapper):
     await open_tier()
     config = json.loads((root / mapper.config_name).read_bytes())
     assert (config["model_name"], config["inference_engine"]) == ("org/model", "vllm")
@@ -55,7 +54,7 @@ async def test_vllm_finds_its_config(open_tier, root, mapper) -> None:
 
 @pytest.mark.parametrize("io", ["direct", "buffered"])
 @pytest.mark.parametrize("flags", [os.O_DIRECT, 0])
-async def test_vllms_chunks_are_read_if_they_are_accepted(open_tier, lender, path_of, io, flags) -> None:
+async def test_vllms_chunks_are_read_if_they_are_accepted(open_tier, lender, path_of, io, flags):
     for key in KEYS:
         write_as_vllm(path_of(key), chunk(key, 0, ROW_BYTES), flags)
         lender.chunk(key)
@@ -66,7 +65,7 @@ async def test_vllms_chunks_are_read_if_they_are_accepted(open_tier, lender, pat
     assert tier.occupancy().used_bytes >= 3 * ROW_BYTES
 
 
-async def test_vllms_chunks_are_refused_by_default_and_left_alone(open_tier, lender, path_of) -> None:
+async def test_vllms_chunks_are_refused_by_default_and_left_alone(open_tier, lender, path_of):
     for key in KEYS:
         write_as_vllm(path_of(key), chunk(key, 0, ROW_BYTES))
     tier = await open_tier()
@@ -76,7 +75,7 @@ async def test_vllms_chunks_are_refused_by_default_and_left_alone(open_tier, len
     assert read_as_vllm(path_of(KEYS[0])) == chunk(KEYS[0], 0, ROW_BYTES)
 
 
-async def test_a_chunk_of_vllms_in_place_of_ours_takes_its_room_until_it_goes(open_tier, lender, path_of, root) -> None:
+async def test_a_chunk_of_vllms_in_place_of_ours_takes_its_room_until_it_goes(open_tier, lender, path_of, root):
     tier, keys = await open_tier(capacity_bytes=1 << 20), keys_of(16)
     await lender.keep(tier, keys)
     for key in keys:
@@ -89,15 +88,14 @@ async def test_a_chunk_of_vllms_in_place_of_ours_takes_its_room_until_it_goes(op
 
 
 @pytest.mark.parametrize("unverified", ["accept", "refuse"])
-async def test_a_store_of_ours_makes_vllms_chunk_a_verified_one(open_tier, lender, path_of, unverified) -> None:
+async def test_a_store_of_ours_makes_vllms_chunk_a_verified_one(open_tier, lender, path_of, unverified):
     write_as_vllm(path_of(key_of(0)), b"\x01" * ROW_BYTES)
-    tier = await open_tier(unverified=unverified)
-    await lender.keep(tier, keys_of(1))
+    tier = await open_tier(unverified=unverified, holds=keys_of(1))
     assert await lender.recall(tier, keys_of(1)) == whole(keys_of(1))
     assert tier.counters().unverified_accepted == tier.counters().unverified_refused == 0
 
 
-async def test_a_torn_chunk_of_vllms_is_a_miss_and_its_temporaries_are_no_chunks(open_tier, lender, path_of) -> None:
+async def test_a_torn_chunk_of_vllms_is_a_miss_and_its_temporaries_are_no_chunks(open_tier, lender, path_of):
     path = path_of(key_of(0))
     path.parent.mkdir(parents=True)
     path.with_name(f"{path.name}_1234567890.tmp").write_bytes(bytes(ROW_BYTES))

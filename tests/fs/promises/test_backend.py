@@ -6,7 +6,6 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import partial
 
@@ -22,14 +21,14 @@ from kvtier_backends.fs.disk.lanes import share_chunks, share_least, share_out
 from tests.fs.conftest import DEADLINE_S, ROW_BYTES, SECRETS, kinds, scanned, whole
 
 
-def held_below(root) -> list[str]:
+def held_below(root):
     """Return what this process has open of the directory, itself and what is in it."""
     held = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
     paths = [os.readlink(fd) for fd in held if os.path.lexists(fd)]
     return [path for path in paths if path == str(root) or path.startswith(f"{root}/")]
 
 
-def ended(threads: Iterable[threading.Thread]) -> None:
+def ended(threads):
     """Wait for threads of the tier's; the loop's own threads for blocking calls go on."""
     for thread in threads:
         if thread.name.startswith("kvtier-"):
@@ -37,20 +36,20 @@ def ended(threads: Iterable[threading.Thread]) -> None:
             assert not thread.is_alive(), thread.name
 
 
-async def test_chunks_survive_a_process_and_with_fsync_a_power_cut(open_tier, tmp_path, layout) -> None:
+async def test_chunks_survive_a_process_and_with_fsync_a_power_cut(open_tier, tmp_path, layout):
     assert backend_class("fs") is FsBackend
     tiers = [await open_tier(root=str(tmp_path / f"{fsync}"), fsync=fsync, layout=layout) for fsync in (False, True)]
     assert [tier.durability for tier in tiers] == [Durability.HOST, Durability.POWER]
 
 
-async def test_opening_and_closing_do_not_block_the_loop(open_tier, layout) -> None:
+async def test_opening_and_closing_do_not_block_the_loop(open_tier, layout):
     with blockbuster_ctx():
         tier = await open_tier(layout=layout)
         await tier.aclose(DEADLINE_S)
 
 
 @pytest.mark.parametrize("call", ["pwritev", "fpathconf"])
-async def test_opening_on_a_mount_that_hangs_can_be_given_up(mapper, root, system_call, call) -> None:
+async def test_opening_on_a_mount_that_hangs_can_be_given_up(mapper, root, system_call, call):
     """No buffer is lent yet, so nobody need wait for the thread; it cleans up after itself."""
     others, stuck = set(threading.enumerate()), system_call(call, sticks=True)
     opening = asyncio.create_task(
@@ -82,7 +81,7 @@ async def test_opening_on_a_mount_that_hangs_can_be_given_up(mapper, root, syste
         (64, 4, 32, 8, [16, 16, 16, 16]),
     ],
 )
-def test_a_batch_is_shared_out_over_the_lanes_that_have_enough_to_do(chunks, lanes, most, least, shares) -> None:
+def test_a_batch_is_shared_out_over_the_lanes_that_have_enough_to_do(chunks, lanes, most, least, shares):
     parts = share_out(range(chunks), lanes, most, least)
     assert [len(part) for part in parts] == shares
     assert [number for part in parts for number in part] == list(range(chunks))
@@ -99,14 +98,13 @@ def test_a_batch_is_shared_out_over_the_lanes_that_have_enough_to_do(chunks, lan
         (4_096, 0, 1, 32),
     ],
 )
-def test_a_lane_is_sent_half_its_queue_at_least_and_so_much_at_most(row_bytes, queue_bytes, least, most) -> None:
+def test_a_lane_is_sent_half_its_queue_at_least_and_so_much_at_most(row_bytes, queue_bytes, least, most):
     assert (share_least(row_bytes, queue_bytes), share_chunks(row_bytes)) == (least, most)
 
 
-async def test_loads_and_stores_have_lanes_of_their_own(open_tier, lender, system_call) -> None:
+async def test_loads_and_stores_have_lanes_of_their_own(open_tier, lender, system_call):
     """A load never queues behind stores, even if all of these hang; a store goes on beside a load that hangs."""
-    tier = await open_tier(load_lanes=1, store_lanes=2)
-    await lender.keep(tier, keys_of(1))
+    tier = await open_tier(load_lanes=1, store_lanes=2, holds=keys_of(1))
     stuck = system_call("pwritev", sticks=True)
     stores = [asyncio.create_task(tier.store(lender.writes(keys_of(9, start=10 * number)))) for number in range(1, 4)]
     await stuck.wait_entered(2)
@@ -122,9 +120,8 @@ async def test_loads_and_stores_have_lanes_of_their_own(open_tier, lender, syste
     assert await load == whole(keys_of(1))
 
 
-async def test_a_chunk_that_is_gone_or_corrupt_is_a_miss_and_reported_as_removed(open_tier, lender, path_of) -> None:
-    tier = await open_tier()
-    await lender.keep(tier, keys_of(3))
+async def test_a_chunk_that_is_gone_or_corrupt_is_a_miss_and_reported_as_removed(open_tier, lender, path_of):
+    tier = await open_tier(holds=keys_of(3))
     report = tier.watch()
     async with asyncio.timeout(DEADLINE_S):
         assert [await anext(report), await anext(report)] == [Added(keys_of(3)[::-1]), ScanDone(complete=True)]
@@ -138,7 +135,7 @@ async def test_a_chunk_that_is_gone_or_corrupt_is_a_miss_and_reported_as_removed
     await report.aclose()
 
 
-async def test_a_chunk_that_somebody_else_has_put_there_is_found_and_reported(open_tier, lender, root) -> None:
+async def test_a_chunk_that_somebody_else_has_put_there_is_found_and_reported(open_tier, lender, root):
     tier, other = await open_tier(), await open_tier(root=str(root.with_name("other")))
     report = tier.watch()
     async with asyncio.timeout(DEADLINE_S):
@@ -151,15 +148,14 @@ async def test_a_chunk_that_somebody_else_has_put_there_is_found_and_reported(op
     await report.aclose()
 
 
-async def test_what_a_cancelled_store_has_stored_is_reported(open_tier, lender, system_call, layout) -> None:
+async def test_what_a_cancelled_store_has_stored_is_reported(open_tier, lender, system_call, layout):
     tier = await open_tier(store_lanes=1, layout=layout)
     report = tier.watch()
     async with asyncio.timeout(DEADLINE_S):
         assert await anext(report) == ScanDone(complete=True)
         await lender.keep(tier, [key_of(50)])  # The segment is there.
         stuck = system_call("pwritev", sticks=True)
-        store = asyncio.create_task(tier.store(lender.writes(keys_of(2))))
-        await stuck.wait_entered()
+        store = await stuck.met_by(tier.store(lender.writes(keys_of(2))))
         store.cancel()
         stuck.let_go()
         with pytest.raises(asyncio.CancelledError):
@@ -171,13 +167,11 @@ async def test_what_a_cancelled_store_has_stored_is_reported(open_tier, lender, 
     await report.aclose()
 
 
-async def test_closing_fails_what_waits_behind_a_hung_transfer(open_tier, lender, system_call, layout) -> None:
-    tier = await open_tier(store_lanes=1, layout=layout)
-    await scanned(tier)
+async def test_closing_fails_what_waits_behind_a_hung_transfer(open_tier, lender, system_call, layout):
+    tier = await open_tier(store_lanes=1, layout=layout, scanned=True)
     await lender.keep(tier, keys_of(1))
     stuck = system_call("pwritev", sticks=True)
-    hung = asyncio.create_task(tier.store(lender.writes([key_of(0)])))
-    await stuck.wait_entered()
+    hung = await stuck.met_by(tier.store(lender.writes([key_of(0)])))
     waiting = asyncio.create_task(tier.store(lender.writes([key_of(1)])))
     await asyncio.sleep(0)
     assert await tier.aclose(0) == (1,)
@@ -198,13 +192,12 @@ async def test_closing_fails_what_waits_behind_a_hung_transfer(open_tier, lender
 )
 async def test_a_descriptor_is_given_up_when_the_thread_that_uses_it_has_ended_and_not_before(
     open_tier, lender, system_call, root, tmp_path, options, call
-) -> None:
+):
     """Its number would be another file's, and the thread would go on there. Nor does a second end touch that file."""
     others = set(threading.enumerate())
     tier = await open_tier(**options)
     stuck = system_call(call, sticks=True)
-    store = asyncio.create_task(tier.store(lender.writes([key_of(0)])))
-    await stuck.wait_entered()
+    store = await stuck.met_by(tier.store(lender.writes([key_of(0)])))
     await tier.aclose(0)
     assert str(root) in held_below(root)
     stuck.let_go()
@@ -218,9 +211,8 @@ async def test_a_descriptor_is_given_up_when_the_thread_that_uses_it_has_ended_a
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.EMFILE, errno.EACCES])
-async def test_an_error_of_the_disk_leaves_its_chunk_alone(open_tier, lender, system_call, layout, error) -> None:
-    tier = await open_tier(queue_bytes=0, layout=layout)
-    await lender.keep(tier, keys_of(2))
+async def test_an_error_of_the_disk_leaves_its_chunk_alone(open_tier, lender, system_call, layout, error):
+    tier = await open_tier(queue_bytes=0, layout=layout, holds=keys_of(2))
     failing = system_call("preadv", error=error)
     outcomes = await tier.load(lender.reads(keys_of(2)))
     assert kinds(outcomes) == ["TransferFailed"] * 2
@@ -233,9 +225,8 @@ async def test_an_error_of_the_disk_leaves_its_chunk_alone(open_tier, lender, sy
 
 
 @pytest.mark.parametrize("call", ["load", "store"])
-async def test_a_file_system_that_is_away_is_the_whole_calls(open_tier, lender, call, system_call) -> None:
-    tier = await open_tier()
-    await lender.keep(tier, keys_of(2))
+async def test_a_file_system_that_is_away_is_the_whole_calls(open_tier, lender, call, system_call):
+    tier = await open_tier(holds=keys_of(2))
     reads, writes = lender.reads(keys_of(2)), lender.writes(keys_of(2))
     move = partial(tier.load, reads) if call == "load" else partial(tier.store, writes)
     failing = system_call("open", error=errno.ESTALE)
@@ -245,9 +236,8 @@ async def test_a_file_system_that_is_away_is_the_whole_calls(open_tier, lender, 
     assert await lender.recall(tier, keys_of(2)) == whole(keys_of(2))
 
 
-async def test_a_delete_that_fails_says_how_much_of_it(open_tier, lender, path_of, system_call) -> None:
-    tier = await open_tier()
-    await lender.keep(tier, keys_of(3))
+async def test_a_delete_that_fails_says_how_much_of_it(open_tier, lender, path_of, system_call):
+    tier = await open_tier(holds=keys_of(3))
     kept = path_of(key_of(1)).name
     refused = system_call("unlink", error=errno.EPERM, only=lambda name, **kwargs: name.endswith(kept))
     with pytest.raises(BackendUnavailable, match="1 of 3"):
@@ -257,10 +247,9 @@ async def test_a_delete_that_fails_says_how_much_of_it(open_tier, lender, path_o
     assert list(await tier.probe(keys_of(3))) == [False, True, False]
 
 
-async def test_without_direct_io_and_counted_blocks_the_tier_works(open_tier, lender, mount, caplog) -> None:
+async def test_without_direct_io_and_counted_blocks_the_tier_works(open_tier, lender, mount, caplog):
     root = str(mount("ramfs", "size=1m"))
-    tier = await open_tier(root=root)
-    await lender.keep(tier, keys_of(5))
+    tier = await open_tier(root=root, holds=keys_of(5))
     assert list(await tier.probe(keys_of(6))) == [True] * 5 + [False]
     assert await lender.recall(tier, keys_of(5)) == whole(keys_of(5))
     assert tier.counters().buffered_fallback == 1
@@ -278,7 +267,7 @@ async def test_without_direct_io_and_counted_blocks_the_tier_works(open_tier, le
         ({"layout": "segments", "seal": "aes-256-gcm", "seal_key_env": SECRETS}, 3_884),
     ],
 )
-async def test_the_longest_key_fits_and_longer_ones_cost_none(open_tier, lender, monkeypatch, options, longest) -> None:
+async def test_the_longest_key_fits_and_longer_ones_cost_none(open_tier, lender, monkeypatch, options, longest):
     monkeypatch.setenv(SECRETS, "ab" * 32)
     tier = await open_tier(**options)
     fits, long, short = (make_offload_key(b"l" * length, 0xFFFF_FFFF) for length in (longest, longest + 1, 0))

@@ -6,7 +6,6 @@
 import asyncio
 import os
 import random
-from typing import Any
 
 import pytest
 
@@ -30,8 +29,8 @@ ENGINES = {
 
 @pytest.mark.parametrize(("options", "engines"), ENGINES.values(), ids=ENGINES)
 async def test_stores_loads_and_deletes_at_once_never_exceed_it_whoever_is_killed(
-    launch, open_tier, lender, root, options: dict[str, Any], engines: int
-) -> None:
+    launch, open_tier, lender, root, options, engines
+):
     dice, options = random.Random(SEED), {"capacity_bytes": CAPACITY_BYTES, **options}
     children = [launch("hammer", keys=CHUNKS, options=options) for _ in range(engines)]
     for number, child in enumerate(children):
@@ -56,13 +55,12 @@ async def test_stores_loads_and_deletes_at_once_never_exceed_it_whoever_is_kille
     for child in children:
         child.works()
         child.kill()
-    tier = await open_tier(**options)
-    await lender.keep(tier, keys_of(4, start=5_000))
+    tier = await open_tier(**options, holds=keys_of(4, start=5_000))
     assert await lender.recall(tier, keys_of(4, start=5_000)) == whole(keys_of(4, start=5_000))
     assert taken_bytes(root) <= CAPACITY_BYTES
 
 
-async def test_too_much_at_the_start_goes_at_once(open_tier, stored, lender, root, layout) -> None:
+async def test_too_much_at_the_start_goes_at_once(open_tier, stored, lender, root, layout):
     keys = keys_of(4 * ROOM)
     await stored(keys, layout=layout, capacity_bytes=5 * CAPACITY_BYTES)
     assert taken_bytes(root) > CAPACITY_BYTES
@@ -73,26 +71,25 @@ async def test_too_much_at_the_start_goes_at_once(open_tier, stored, lender, roo
     assert (await lender.recall(tier, keys[:4])) == whole(keys[:4])
 
 
-async def test_a_chunk_that_does_not_fit_with_its_folder_costs_nothing(open_tier, stored, lender, layout) -> None:
+async def test_a_chunk_that_does_not_fit_with_its_folder_costs_nothing(open_tier, stored, lender, layout):
     await stored(keys_of(3), capacity_bytes=CAPACITY_BYTES, layout=layout)
     small = await open_tier(capacity_bytes=SLOT_BYTES, layout=layout)  # And its folder.
     assert kinds(await small.store(lender.writes(keys_of(2, 90)))) == ["NoSpace"] * 2
     assert small.counters().refused == {"capacity": 2}
 
 
-async def test_files_that_vllm_wrote_count_and_go_as_others_do(open_tier, lender, root, mapper) -> None:
+async def test_files_that_vllm_wrote_count_and_go_as_others_do(open_tier, lender, root, mapper):
     for key in keys_of(4 * ROOM, start=1_000):
         path = root / mapper.name(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(bytes(ROW_BYTES))
         os.utime(path, (1, 1))
-    tier = await open_tier(capacity_bytes=CAPACITY_BYTES)
-    await lender.keep(tier, keys_of(8))
+    tier = await open_tier(capacity_bytes=CAPACITY_BYTES, holds=keys_of(8))
     await until(lambda: taken_bytes(root) <= CAPACITY_BYTES)
     assert await lender.recall(tier, keys_of(8)) == whole(keys_of(8))
 
 
-async def test_room_is_kept_for_others(open_tier, lender, mount, layout) -> None:
+async def test_room_is_kept_for_others(open_tier, lender, mount, layout):
     root = mount("tmpfs", "size=1m")
     tier = await open_tier(root=str(root), min_free_bytes=512 << 10, layout=layout, capacity_bytes=None)
     for start in range(0, 120, 8):

@@ -2,7 +2,6 @@
 
 import os
 import tempfile
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -34,14 +33,14 @@ class Opening:
     chunk_bytes = 8_192
 
     @pytest.fixture
-    def root(self, tmp_path) -> str:
+    def root(self, tmp_path):
         return str(tmp_path)
 
     @pytest.fixture
     async def open_one(self, root):
         opened: list[FsBackend] = []
 
-        async def open_one(*, named: dict[str, str] | None = None, **options: Any) -> FsBackend:
+        async def open_one(*, named=None, **options):
             given = FsOptions(root=root, **options)
             opened.append(await FsBackend.open(given, tier_context(self.chunk_bytes, **named or {})))
             return opened[-1]
@@ -67,7 +66,7 @@ class Suites(
     async def reopen(self, open_one):
         opened: list[FsBackend] = []
 
-        async def reopen() -> FsBackend:
+        async def reopen():
             for tier in opened[-1:]:
                 await tier.aclose(10)
             opened.append(await open_one(**self.options))
@@ -86,7 +85,7 @@ class TestFs(Suites):
     options = {"layout": "files"}  # noqa: RUF012
 
     @pytest.mark.usefixtures("thorough")  # It makes four thousand files.
-    async def test_reports_come_in_batches(self, backend, lender) -> None:
+    async def test_reports_come_in_batches(self, backend, lender):
         await super().test_reports_come_in_batches(backend, lender)
 
 
@@ -103,10 +102,11 @@ class TestEncryptedSegments(Suites):
     options = {"seal": "aes-256-gcm", "seal_key_env": SECRETS}  # noqa: RUF012
 
     @pytest.fixture(autouse=True)
-    def secrets(self, monkeypatch) -> None:
+    def secrets(self, monkeypatch):
         monkeypatch.setenv(SECRETS, "ab" * 32)
 
 
+@pytest.mark.usefixtures("thorough")  # The seal does not depend on the layout; `test_sealed.py` tries both.
 class TestEncryptedFiles(TestEncryptedSegments):
     """One encrypted file a chunk."""
 
@@ -119,7 +119,7 @@ class InMemory(Suites):
     """In memory, because thousands of fsyncs take a disk minutes, and a segment's first bytes are all written."""
 
     @pytest.fixture
-    def root(self) -> Iterator[str]:
+    def root(self):
         with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
             yield root
 
@@ -165,7 +165,7 @@ class TestFsCounts(Opening, CountedConformance):
     def provoke(self, tmp_path, backend):
         lender, key = Lender(self.chunk_bytes), key_of(1_000)
 
-        async def provoke() -> None:
+        async def provoke():
             """Flip a bit in the middle of a chunk, in the one file where it is stored."""
             await lender.keep(backend, [key])
             chunk, found = lender.chunk(key), 0
@@ -188,7 +188,7 @@ class Small(Opening):
     chunk_bytes = 65_536
 
     @pytest.fixture
-    def policy(self) -> str:
+    def policy(self):
         return "lru"
 
     @pytest.fixture

@@ -16,24 +16,24 @@ from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs import ChunkFault, FsBackend
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.segments.segment import HEADER_BYTES
-from tests.fs.conftest import ROW_BYTES, SLOT_BYTES, Place, scanned, segments, taken_bytes, whole
+from tests.fs.conftest import ROW_BYTES, SLOT_BYTES, Place, segments, taken_bytes, whole
 
 KEY = key_of(1)
 Damage = Callable[[Place], object]
 
 
-def overwritten(at: int, content: bytes) -> Damage:
+def overwritten(at, content):
     return lambda place: place.overwrite(at, content)
 
 
-def cut_to(length: int) -> Damage:
+def cut_to(length):
     return lambda place: os.truncate(place.path, length)
 
 
-def flipped(at: int) -> Damage:
+def flipped(at):
     """Damage a byte whatever it is: ciphertext and times may have any."""
 
-    def damage(place: Place) -> None:
+    def damage(place):
         place.overwrite(at, bytes([place.read()[at] ^ 0xFF]))
 
     return damage
@@ -58,12 +58,11 @@ OF_FILES: dict[str, tuple[Damage, ChunkFault]] = {  # A slot has one length.
 
 
 @pytest.mark.parametrize("io", ["direct", "buffered"])
-async def test_damaged_chunks_are_misses_and_can_be_stored_again(open_tier, lender, place_of, seal, layout, io) -> None:
+async def test_damaged_chunks_are_misses_and_can_be_stored_again(open_tier, lender, place_of, seal, layout, io):
     damages = DAMAGES | (OF_FILES if layout == "files" else {})
     keys = keys_of(2 * len(damages))
     damaged = dict(zip(keys[::2], damages, strict=True))  # Every second one.
-    tier = await open_tier(layout=layout, io=io, **seal)
-    await lender.keep(tier, keys)
+    tier = await open_tier(layout=layout, io=io, **seal, holds=keys)
     for key, kind in damaged.items():
         damages[kind][0](place_of(key))
     told = dict(zip(keys, await lender.recall(tier, keys), strict=True))
@@ -83,7 +82,7 @@ def opened_once(open_tier):
     """Open one tier for all examples of a test."""
     opened: list[FsBackend] = []
 
-    async def opened_once(**options: object) -> FsBackend:
+    async def opened_once(**options):
         if not opened:
             opened.append(await open_tier(**options))
         return opened[0]
@@ -93,7 +92,7 @@ def opened_once(open_tier):
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(bit=st.integers(0, 8 * SLOT_BYTES - 1))
-async def test_a_flipped_bit_anywhere_is_a_miss(opened_once, lender, place_of, seal, layout, bit) -> None:
+async def test_a_flipped_bit_anywhere_is_a_miss(opened_once, lender, place_of, seal, layout, bit):
     tier = await opened_once(layout=layout, **seal)
     await lender.keep(tier, [KEY])
     place = place_of(KEY)
@@ -103,7 +102,7 @@ async def test_a_flipped_bit_anywhere_is_a_miss(opened_once, lender, place_of, s
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(length=st.integers(0, SLOT_BYTES - 1))
-async def test_a_file_cut_off_anywhere_is_a_miss(opened_once, lender, path_of, seal, length) -> None:
+async def test_a_file_cut_off_anywhere_is_a_miss(opened_once, lender, path_of, seal, length):
     tier = await opened_once(**seal)
     await lender.keep(tier, [KEY])
     os.truncate(path_of(KEY), length)
@@ -118,11 +117,10 @@ async def test_a_file_cut_off_anywhere_is_a_miss(opened_once, lender, path_of, s
         (overwritten(ROW_BYTES + 70, b"\xff"), "ChunkMissing", {"footer": 1}),  # The start has seen that.
     ],
 )
-async def test_a_slot_torn_before_a_start_is_a_miss(open_tier, stored, lender, place_of, damage, told, faults) -> None:
+async def test_a_slot_torn_before_a_start_is_a_miss(open_tier, stored, lender, place_of, damage, told, faults):
     await stored(keys_of(3), layout="segments", checkpoint_s=0)
     damage(place_of(KEY))
-    tier = await open_tier(layout="segments", checkpoint_s=0)
-    await scanned(tier)
+    tier = await open_tier(layout="segments", checkpoint_s=0, scanned=True)
     assert list(await tier.probe(keys_of(3))) == [True, told == "ChunkCorrupt", True]
     assert await lender.recall(tier, keys_of(3)) == [label(key_of(0)), told, label(key_of(2))]
     assert tier.counters().corrupt == faults
@@ -137,7 +135,7 @@ async def test_a_slot_torn_before_a_start_is_a_miss(open_tier, stored, lender, p
     ],
     ids=["a flipped bit", "zeros", "another version"],
 )
-async def test_a_segment_with_a_damaged_header_goes_first(open_tier, stored, lender, root, damage, caplog) -> None:
+async def test_a_segment_with_a_damaged_header_goes_first(open_tier, stored, lender, root, damage, caplog):
     await stored(keys_of(4), layout="segments")
     (old,) = segments(root)
     content = old.read_bytes()
@@ -153,9 +151,8 @@ async def test_a_segment_with_a_damaged_header_goes_first(open_tier, stored, len
     assert taken_bytes(root) <= 1 << 20
 
 
-async def test_a_file_of_a_later_format_is_a_miss_and_left_alone(open_tier, lender, path_of) -> None:
-    tier = await open_tier()
-    await lender.keep(tier, keys_of(2))
+async def test_a_file_of_a_later_format_is_a_miss_and_left_alone(open_tier, lender, path_of):
+    tier = await open_tier(holds=keys_of(2))
     page = bytearray(path_of(KEY).read_bytes()[ROW_BYTES:])
     struct.pack_into("<I", page, 8, 3)
     struct.pack_into("<Q", page, FOOTER_BYTES - 8, xxh3_64_intdigest(page[:-8]))
@@ -168,9 +165,8 @@ async def test_a_file_of_a_later_format_is_a_miss_and_left_alone(open_tier, lend
     assert await lender.recall(tier, [KEY]) == [label(KEY)]
 
 
-async def test_swapped_chunks_are_misses(open_tier, lender, place_of, seal, layout) -> None:
-    tier = await open_tier(layout=layout, **seal)
-    await lender.keep(tier, keys_of(3))
+async def test_swapped_chunks_are_misses(open_tier, lender, place_of, seal, layout):
+    tier = await open_tier(layout=layout, **seal, holds=keys_of(3))
     first, second = map(place_of, keys_of(2))
     was_first, was_second = first.read(), second.read()
     first.overwrite(0, was_second)
@@ -180,17 +176,16 @@ async def test_swapped_chunks_are_misses(open_tier, lender, place_of, seal, layo
 
 
 @pytest.mark.parametrize("other", [{"layout": "LBHNC"}, {"row_bytes": 4_096}])
-async def test_a_file_of_a_namespace_with_the_same_names_is_a_miss(open_tier, lender, other) -> None:
+async def test_a_file_of_a_namespace_with_the_same_names_is_a_miss(open_tier, lender, other):
     """What vLLM leaves out of its names is in the footer's fingerprint."""
-    theirs = await open_tier(namespace=Namespace(model_name="org/model", **other))
-    await lender.keep(theirs, [KEY])
+    theirs = await open_tier(namespace=Namespace(model_name="org/model", **other), holds=[KEY])
     await theirs.aclose(10)
     ours = await open_tier()
     assert await lender.recall(ours, [KEY]) == ["ChunkCorrupt"]
     assert ours.counters().corrupt == {"namespace": 1}
 
 
-async def test_rows_of_another_length_are_misses(open_tier, stored, lender, root, layout) -> None:
+async def test_rows_of_another_length_are_misses(open_tier, stored, lender, root, layout):
     await stored([key_of(2)], layout=layout)
     theirs = await open_tier(layout=layout, capacity_bytes="1MiB", row_bytes=4 * ROW_BYTES)
     longer = Lender(4 * ROW_BYTES)
@@ -205,12 +200,11 @@ async def test_rows_of_another_length_are_misses(open_tier, stored, lender, root
     assert taken_bytes(root) <= 1 << 20
 
 
-async def test_a_corrupt_file_that_cannot_be_removed_is_still_a_miss(open_tier, lender, path_of, monkeypatch) -> None:
-    tier = await open_tier()
-    await lender.keep(tier, [KEY])
+async def test_a_corrupt_file_that_cannot_be_removed_is_still_a_miss(open_tier, lender, path_of, monkeypatch):
+    tier = await open_tier(holds=[KEY])
     Place(path_of(KEY), 0).overwrite(5, b"?")
 
-    def refuse(*args: object, **kwargs: object) -> None:
+    def refuse(*args, **kwargs):
         raise PermissionError(1, "Operation not permitted")
 
     with monkeypatch.context() as patch:
@@ -227,24 +221,24 @@ async def test_a_corrupt_file_that_cannot_be_removed_is_still_a_miss(open_tier, 
 
 
 @pytest.mark.parametrize("replaced", ["as it is judged", "as it goes", "as it goes, and once more", "removed"])
-async def test_a_good_file_in_a_corrupt_ones_place_stays(open_tier, lender, path_of, monkeypatch, replaced) -> None:
+async def test_a_good_file_in_a_corrupt_ones_place_stays(open_tier, lender, path_of, monkeypatch, replaced):
     tier, path = await open_tier(queue_bytes=0), path_of(KEY)
     await lender.keep(tier, [KEY])
     path = path_of(KEY)
     Place(path, 0).overwrite(5, b"?")
 
-    def put(content: bytes) -> None:
+    def put(content):
         path.with_suffix(".new").write_bytes(content)
         path.with_suffix(".new").replace(path)
 
     preadv, rename = os.preadv, os.rename
 
-    def read_and_replace(*args: object) -> int:
+    def read_and_replace(*args):
         done = preadv(*args)
         path.unlink() if replaced == "removed" else put(b"good")
         return done
 
-    def replace_around(*args: str, **kwargs: int) -> None:
+    def replace_around(*args, **kwargs):
         monkeypatch.undo()
         put(b"good")
         rename(*args, **kwargs)
@@ -261,9 +255,8 @@ async def test_a_good_file_in_a_corrupt_ones_place_stays(open_tier, lender, path
     assert left == ([] if replaced == "removed" else [b"better" if replaced.endswith("more") else b"good"])
 
 
-async def test_each_kind_of_fault_is_warned_of_once(open_tier, lender, path_of, caplog) -> None:
-    tier = await open_tier()
-    await lender.keep(tier, keys_of(5))
+async def test_each_kind_of_fault_is_warned_of_once(open_tier, lender, path_of, caplog):
+    tier = await open_tier(holds=keys_of(5))
     for number, length in enumerate((5, 5, SLOT_BYTES + 1, 5)):
         os.truncate(path_of(key_of(number)), length)
         await lender.recall(tier, [key_of(number)])

@@ -16,7 +16,6 @@ import struct
 import subprocess
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ import pytest
 
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import keys_of, label
-from tests.fs.conftest import DEADLINE_S, ROW_BYTES, SLOT_BYTES, Child, OpenTier, scanned, taken_bytes, temporaries
+from tests.fs.conftest import DEADLINE_S, ROW_BYTES, SLOT_BYTES, taken_bytes, temporaries
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +46,7 @@ WITHOUT_LOG_FLUSH = 2
 class Expected:
     """For each key, the versions that may be found: one that was confirmed, or those of a call that was cut short."""
 
-    def __init__(self, *, evicts: bool = False) -> None:
+    def __init__(self, *, evicts=False):
         """`evicts`: anything may be gone but what was stored last."""
         self.versions: dict[int, set[int]] = defaultdict(lambda: {DELETED})
         self.confirmed = 0  # Chunks of which a writer was told that they are stored.
@@ -55,7 +54,7 @@ class Expected:
         self._last: list[int] = []  # Of the last call that has ended.
         self._begun: dict[str, tuple[int, list[int]]] = {}
 
-    def hear(self, line: str) -> None:
+    def hear(self, line):
         match line.split():
             case ["begin", worker, version, *numbers]:
                 self._begun[worker] = int(version), [int(number) for number in numbers]
@@ -69,7 +68,7 @@ class Expected:
             case _:
                 raise AssertionError(line)
 
-    def found(self, number: int, version: int) -> None:
+    def found(self, number, version):
         evicted = self._evicts and version == DELETED and number not in self._last
         assert evicted or version in self.versions[number], (
             f"key {number}: {version} found, {self.versions[number]} expected"
@@ -77,9 +76,7 @@ class Expected:
         self.versions[number] = {version}
 
 
-def lives(
-    child: Child, rounds: int, patience: tuple[int, int], expected: Expected, before: Callable[[], None] = lambda: None
-) -> Iterator[None]:
+def lives(child, rounds, patience, expected, before=lambda: None):
     """Kill a child at some moment of each of its lives, and yield after each; `before`: what happens first.
 
     `patience`: how much it says until then, at least and at most.
@@ -97,14 +94,13 @@ def lives(
     logger.info("%d times stopped, %d chunks confirmed, none lost", rounds, expected.confirmed)
 
 
-async def look(open_tier: OpenTier, expected: Expected, **options: object) -> dict[str, int]:
+async def look(open_tier, expected, **options):
     """Open the tier as after a restart, and compare all that it has with what may be there; return what is corrupt."""
     lender, keys = Lender(ROW_BYTES), keys_of(max(KEYS, *expected.versions) + 1)
     for number, versions in expected.versions.items():
         for version in versions - {DELETED}:
             lender.chunk(keys[number], version)  # To know it again.
-    tier = await open_tier(**options)
-    await scanned(tier)
+    tier = await open_tier(**options, scanned=True)
     there = await tier.probe(keys)
     for number, told in enumerate(await lender.recall(tier, keys)):
         found = {label(keys[number], version): version for version in expected.versions[number] - {DELETED}}
@@ -116,7 +112,7 @@ async def look(open_tier: OpenTier, expected: Expected, **options: object) -> di
 
 
 @WAYS
-async def test_a_killed_writer_loses_nothing_it_was_told_was_stored(launch, open_tier, root, seal, way) -> None:
+async def test_a_killed_writer_loses_nothing_it_was_told_was_stored(launch, open_tier, root, seal, way):
     """A deleted chunk does not come back, nor does an older one. A full tier has what was stored last."""
     expected, options, full = Expected(evicts=way is FULL), {**way, **seal}, way is FULL
     child = launch("journal", options=options, keys=FULL_KEYS if full else KEYS, deletes=0.1)
@@ -129,7 +125,7 @@ async def test_a_killed_writer_loses_nothing_it_was_told_was_stored(launch, open
 class Disk:
     """A file system on a disk that forgets, when it is cut off, whatever it was not told to keep."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self._image = folder / "outer.img"
         self._outer, self.mounted = folder / "outer", folder / "inner"
         self._up: list[Path] = []
@@ -141,7 +137,7 @@ class Disk:
         os.sync()
         self._mount(self._outer / "inner.img", self.mounted)
 
-    def cut_off(self) -> None:
+    def cut_off(self):
         """From now on, nothing that is written reaches the disk; nor does what was, and was not flushed."""
         fd = os.open(self._outer, os.O_RDONLY)
         try:
@@ -149,35 +145,35 @@ class Disk:
         finally:
             os.close(fd)
 
-    def restart(self) -> None:
+    def restart(self):
         """Mount what the disk has kept."""
         self.close()
         self._mount(self._image, self._outer)
         self._mount(self._outer / "inner.img", self.mounted)
 
-    def close(self) -> None:
+    def close(self):
         while self._up:
             _run("umount", self._up.pop())
 
-    def _mount(self, image: Path, at: Path) -> None:
+    def _mount(self, image, at):
         _run("mount", "-o", "loop", image, at)
         self._up.append(at)
 
 
-def _make_file_system(image: Path, size_bytes: int) -> None:
+def _make_file_system(image, size_bytes):
     with image.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, size_bytes)
     _run("mkfs.ext4", "-q", "-F", image)
 
 
-def _run(*command: object) -> None:
+def _run(*command):
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
     if done.returncode:
         raise OSError(f"{command}: {done.stderr.strip()}")
 
 
 @pytest.fixture
-def disk(outside, tmp_path) -> Iterator[Disk]:
+def disk(outside, tmp_path):
     if os.geteuid() != 0:
         pytest.skip("loop devices need root")
     try:
@@ -189,7 +185,7 @@ def disk(outside, tmp_path) -> Iterator[Disk]:
 
 
 @WAYS
-async def test_what_was_synced_survives_a_machine_that_stops(disk, launch, open_tier, way) -> None:
+async def test_what_was_synced_survives_a_machine_that_stops(disk, launch, open_tier, way):
     """Deletions are synced in segments: a deleted chunk does not come back then, either.
 
     A chunk that went from a full tier may come back: that is room to make again, and no wrong byte.
@@ -204,16 +200,14 @@ async def test_what_was_synced_survives_a_machine_that_stops(disk, launch, open_
         assert corrupt == {} or way is not FILES  # A slot may be torn in which nothing was promised to be.
 
 
-async def test_a_disk_that_is_cut_off_forgets_what_was_not_synced(disk, open_tier, layout) -> None:
+async def test_a_disk_that_is_cut_off_forgets_what_was_not_synced(disk, open_tier, layout):
     """Or the test above would prove nothing. What is left is what was stored, or a miss."""
     options, lender, keys = {"root": str(disk.mounted / "tier"), "layout": layout}, Lender(ROW_BYTES), keys_of(60)
-    tier = await open_tier(**options)
-    await lender.keep(tier, keys)
+    tier = await open_tier(**options, holds=keys)
     assert await tier.aclose(DEADLINE_S) == (0,)
     disk.cut_off()
     disk.restart()
-    tier = await open_tier(**options)
-    await scanned(tier)
+    tier = await open_tier(**options, scanned=True)
     told = await lender.recall(tier, keys)
     assert await tier.aclose(DEADLINE_S) == (0,)
     assert all(one in (label(key), "ChunkMissing", "ChunkCorrupt") for key, one in zip(keys, told, strict=True))

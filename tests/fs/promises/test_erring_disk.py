@@ -7,11 +7,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 
-from tests.fs.conftest import Child, taken_bytes, temporaries
+from tests.fs.conftest import taken_bytes, temporaries
 
 logger = logging.getLogger(__name__)
 
@@ -30,14 +29,14 @@ ENGINES = {
 }
 
 
-def all_do(engines: list[Child], words: str) -> list[int]:
+def all_do(engines, words):
     """Tell all of them at once, and return their answers."""
     for engine in engines:
         engine.tell(words)
     return [int(engine.until(words.split()[0])[-1].split()[1]) for engine in engines]
 
 
-def until(true: Callable[[], bool]) -> None:
+def until(true):
     ends_at = time.monotonic() + DEADLINE_S
     while not true():  # A disk tells nobody that a file is gone.
         assert time.monotonic() < ends_at
@@ -50,14 +49,14 @@ def until(true: Callable[[], bool]) -> None:
 @pytest.mark.parametrize(("options", "count"), ENGINES.values(), ids=ENGINES)
 def test_a_disk_that_errs_holds_no_more_than_the_capacity_and_is_as_before_when_it_is_well(
     disk, launch, tmp_path, options, count, error, percent
-) -> None:
+):
     behind, ended, looks = tmp_path / "behind" / "tier", threading.Event(), list[int]()
 
-    def look_all_the_time() -> None:
+    def look_all_the_time():
         while not ended.wait(0.01):
             looks.append(taken_bytes(behind))
 
-    def all_is_counted() -> bool:
+    def all_is_counted():
         taken = taken_bytes(behind)
         return all(taken <= used <= taken + SLACK_BYTES for used in all_do(engines, "used"))
 

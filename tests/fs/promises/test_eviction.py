@@ -3,10 +3,8 @@
 import asyncio
 import fnmatch
 import os
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +13,7 @@ from kvtier.errors import BackendClosed
 from kvtier.policies import LRU
 from kvtier.testing.conformance.lender import key_of, keys_of
 from kvtier_backends.fs.disk.capacity import chunk_bytes_worst
-from tests.fs.conftest import DEADLINE_S, SLOT_BYTES, scanned, taken_bytes, until, until_probed, whole
+from tests.fs.conftest import DEADLINE_S, SLOT_BYTES, taken_bytes, until, until_probed, whole
 
 ROOM = 12
 CAPACITY_BYTES = {"files": ROOM * (SLOT_BYTES + 8_192) + 65_536, "segments": ROOM * SLOT_BYTES + 65_536}
@@ -24,9 +22,7 @@ CAPACITY_BYTES = {"files": ROOM * (SLOT_BYTES + 8_192) + 65_536, "segments": ROO
 class NeverEvicts(LRU[OffloadKey]):
     """A policy with a bug."""
 
-    def evict(
-        self, count: int, keep: Callable[[OffloadKey], bool], incoming: Sequence[OffloadKey] = ()
-    ) -> list[OffloadKey] | None:
+    def evict(self, count, keep, incoming=()):
         return None
 
 
@@ -34,13 +30,13 @@ class NeverEvicts(LRU[OffloadKey]):
 def open_small(open_tier):
     """Open a tier with room for about `ROOM` chunks."""
 
-    async def open_small(layout: str = "files", **options: object):
+    async def open_small(layout="files", **options):
         return await open_tier(**{"layout": layout, "capacity_bytes": CAPACITY_BYTES[layout], **options})
 
     return open_small
 
 
-async def fill(tier, lender) -> None:
+async def fill(tier, lender):
     for number in range(1_000, 1_000 + 2 * ROOM, 2):
         await lender.keep(tier, keys_of(2, number))
 
@@ -48,19 +44,17 @@ async def fill(tier, lender) -> None:
 @pytest.mark.parametrize(
     ("layout", "given"), [("files", {}), ("segments", {"checkpoint_s": 0}), ("segments", {"checkpoint_s": 1_800})]
 )
-async def test_a_restart_keeps_the_order_of_last_use(open_small, lender, layout, given) -> None:
+async def test_a_restart_keeps_the_order_of_last_use(open_small, lender, layout, given):
     """Without a checkpoint, of the order of stores: that is what footers and files' times say.
 
     The tail of a batch goes before its head.
     """
-    first = await open_small(layout, **given)
-    await lender.keep(first, keys_of(4))
+    first = await open_small(layout, **given, holds=keys_of(4))
     await lender.keep(first, keys_of(2, start=4))
     await lender.recall(first, keys_of(2))
     assert first.occupancy().chunks == 6
     await first.aclose(DEADLINE_S)
-    tier = await open_small(layout, **given)
-    await scanned(tier)
+    tier = await open_small(layout, **given, scanned=True)
     order = [3, 2, 5, 4, 1, 0] if given.get("checkpoint_s") else [3, 2, 1, 0, 5, 4]
     new, gone = 100, set[int]()
     while len(gone) < 3:
@@ -70,38 +64,33 @@ async def test_a_restart_keeps_the_order_of_last_use(open_small, lender, layout,
         assert gone == set(order[: len(gone)]), "more than one may go at a time"
 
 
-async def test_a_use_is_written_to_the_file_at_most_once_an_hour(open_small, stored, lender, path_of) -> None:
+async def test_a_use_is_written_to_the_file_at_most_once_an_hour(open_small, stored, lender, path_of):
     await stored(keys_of(8))
     for key in keys_of(7):  # These were stored more than an hour ago.
         found = path_of(key).stat()
         os.utime(path_of(key), ns=(found.st_atime_ns, found.st_mtime_ns - 4 * 3_600 * 10**9))
     recent_ns = path_of(key_of(7)).stat().st_mtime_ns
-    used = await open_small()
-    await scanned(used)
+    used = await open_small(scanned=True)
     await lender.recall(used, [*keys_of(3), key_of(7)])
     await used.aclose(DEADLINE_S)
     assert path_of(key_of(7)).stat().st_mtime_ns == recent_ns
-    tier = await open_small()
-    await scanned(tier)
+    tier = await open_small(scanned=True)
     start = 1_000
     while sum(there := list(await tier.probe(keys_of(8)))) > 4:
         await lender.keep(tier, [key_of(start := start + 1)])
     assert there == [True] * 3 + [False] * 4 + [True]
 
 
-async def test_a_use_until_the_end_is_written_to_the_file(open_tier, stored, lender, path_of, system_call) -> None:
+async def test_a_use_until_the_end_is_written_to_the_file(open_tier, stored, lender, path_of, system_call):
     await stored(keys_of(3))
     hours_ago_ns = path_of(key_of(0)).stat().st_mtime_ns - 4 * 3_600 * 10**9
     for key in keys_of(3):
         os.utime(path_of(key), ns=(hours_ago_ns, hours_ago_ns))
-    tier = await open_tier()
-    await scanned(tier)
+    tier = await open_tier(scanned=True)
     await lender.recall(tier, keys_of(2))
     read, write = system_call("preadv", sticks=True), system_call("utime", sticks=True)
-    last = asyncio.create_task(lender.recall(tier, [key_of(2)]))
-    await read.wait_entered()
-    closing = asyncio.create_task(tier.aclose(DEADLINE_S))
-    await write.wait_entered()
+    last = await read.met_by(lender.recall(tier, [key_of(2)]))
+    closing = await write.met_by(tier.aclose(DEADLINE_S))
     read.let_go()
     await last
     write.let_go()
@@ -109,13 +98,11 @@ async def test_a_use_until_the_end_is_written_to_the_file(open_tier, stored, len
     assert all(path_of(key).stat().st_mtime_ns > hours_ago_ns for key in keys_of(3))
 
 
-async def test_a_chunk_that_is_being_read_does_not_go(open_small, lender, system_call, layout) -> None:
-    tier = await open_small(layout, load_lanes=1, queue_bytes=0)
-    await scanned(tier)
+async def test_a_chunk_that_is_being_read_does_not_go(open_small, lender, system_call, layout):
+    tier = await open_small(layout, load_lanes=1, queue_bytes=0, scanned=True)
     await lender.keep(tier, keys_of(1))
     stuck = system_call("preadv", sticks=True)
-    loading = asyncio.create_task(lender.recall(tier, keys_of(1)))
-    await stuck.wait_entered()
+    loading = await stuck.met_by(lender.recall(tier, keys_of(1)))
     await fill(tier, lender)
     assert list(await tier.probe(keys_of(1))) == [True]
     stuck.let_go()
@@ -123,13 +110,11 @@ async def test_a_chunk_that_is_being_read_does_not_go(open_small, lender, system
     assert tier.counters().evicted > 0
 
 
-async def test_a_chunk_stored_while_its_old_file_goes_is_not_removed_with_it(open_small, lender, system_call) -> None:
-    tier = await open_small()
-    await lender.keep(tier, keys_of(1))
+async def test_a_chunk_stored_while_its_old_file_goes_is_not_removed_with_it(open_small, lender, system_call):
+    tier = await open_small(holds=keys_of(1))
     name = key_of(0)[:-4].hex()
     stuck = system_call("unlink", sticks=True, only=lambda path, **_: name in path)
-    filling = asyncio.create_task(fill(tier, lender))
-    await stuck.wait_entered()
+    filling = await stuck.met_by(fill(tier, lender))
     storing = asyncio.create_task(tier.store(lender.writes(keys_of(1), version=1)))
     for _ in range(5):
         await asyncio.sleep(0)
@@ -140,7 +125,7 @@ async def test_a_chunk_stored_while_its_old_file_goes_is_not_removed_with_it(ope
     await filling
 
 
-async def test_a_policy_that_never_evicts_costs_stores_and_nothing_else(open_small, lender, root) -> None:
+async def test_a_policy_that_never_evicts_costs_stores_and_nothing_else(open_small, lender, root):
     tier, kept = await open_small(eviction_policy=f"{__name__}:NeverEvicts"), list[OffloadKey]()
     for start in range(0, 3 * ROOM, 4):
         outcomes = await tier.store(lender.writes(keys_of(4, start)))
@@ -150,32 +135,35 @@ async def test_a_policy_that_never_evicts_costs_stores_and_nothing_else(open_sma
     assert tier.counters().refused["capacity"] > 0
 
 
-async def test_unused_chunks_expire(open_tier, lender, layout) -> None:
-    tier = await open_tier(layout=layout, ttl_s=0.05)
-    await lender.keep(tier, keys_of(3))
+async def test_unused_chunks_expire(open_tier, lender, layout):
+    tier = await open_tier(layout=layout, ttl_s=0.05, holds=keys_of(3))
     await until_probed(tier, keys_of(3), there=False)
     assert tier.counters().expired == 3
     await lender.keep(tier, keys_of(3), version=1)
 
 
-async def test_what_was_not_used_for_long_before_a_start_expires(open_tier, stored, lender, path_of) -> None:
+async def test_what_was_not_used_for_long_before_a_start_expires(open_tier, stored, lender, path_of):
     await stored(keys_of(3))
     os.utime(path_of(key_of(0)), (1, 1))
-    tier = await open_tier(ttl_s=3_600)
-    await scanned(tier)
+    tier = await open_tier(ttl_s=3_600, scanned=True)
     await lender.keep(tier, [key_of(5)])
     await until(lambda: not path_of(key_of(0)).exists())
     assert list(await tier.probe([key_of(0), key_of(1), key_of(5)])) == [False, True, True]
 
 
-async def test_a_store_that_waits_for_a_removal_ends_with_it(open_tier, stored, lender, path_of, system_call) -> None:
-    keys = keys_of(100)  # More than go in one hop.
-    await stored(keys)
-    for key in keys:
-        os.utime(path_of(key), (1, 1))
-    stuck = system_call("unlink", sticks=True, only=lambda name, **kwargs: name.endswith(".bin"))
-    tier = await open_tier(ttl_s=3_600)
-    await scanned(tier)
+@pytest.mark.parametrize("call", ["unlink", "scandir", "listdir"])
+async def test_a_store_that_waits_for_a_hung_disk_ends_with_its_tier(
+    open_tier, stored, lender, path_of, system_call, call
+):
+    keys, scans = keys_of(100), call != "unlink"  # More than go in one hop.
+    if not scans:
+        await stored(keys)
+        for key in keys:
+            os.utime(path_of(key), (1, 1))
+        stuck = system_call(call, sticks=True, only=lambda name, **kwargs: name.endswith(".bin"))
+    tier = await open_tier(layout="segments" if call == "listdir" else "files", ttl_s=3_600, scanned=not scans)
+    if scans:
+        stuck = system_call(call, sticks=True)  # Its scan has not begun.
     await stuck.wait_entered()
     storing = asyncio.create_task(tier.store(lender.writes(keys)))
     await asyncio.sleep(0)
@@ -185,20 +173,8 @@ async def test_a_store_that_waits_for_a_removal_ends_with_it(open_tier, stored, 
             await storing
 
 
-async def test_a_store_that_waits_for_a_hung_scan_ends_with_the_tier(open_tier, lender, system_call, layout) -> None:
-    tier = await open_tier(layout=layout)
-    stuck = system_call("scandir" if layout == "files" else "listdir", sticks=True)  # Its scan has not begun.
-    await stuck.wait_entered()
-    storing = asyncio.create_task(tier.store(lender.writes(keys_of(1))))
-    await asyncio.sleep(0)
-    assert await tier.aclose(0) == (0,)
-    async with asyncio.timeout(DEADLINE_S):
-        with pytest.raises(BackendClosed):
-            await storing
-
-
 @pytest.mark.parametrize("options", [{"naming": "vllm"}, {"shared": True}], ids=["vllm", "shared"])
-async def test_a_file_that_somebody_has_open_never_changes(open_small, lender, root, options) -> None:
+async def test_a_file_that_somebody_has_open_never_changes(open_small, lender, root, options):
     tier = await open_small(**options, capacity_bytes=2 * CAPACITY_BYTES["files"])
     await fill(tier, lender)
     paths = [Path(folder, name) for folder, _, names in os.walk(root) for name in fnmatch.filter(names, "*.bin")]
@@ -217,12 +193,11 @@ async def test_a_file_that_somebody_has_open_never_changes(open_small, lender, r
     assert tier.counters().evicted > 0
 
 
-async def test_a_cancelled_store_to_a_full_tier_leaves_whole_chunks(open_small, lender, system_call, layout) -> None:
+async def test_a_cancelled_store_to_a_full_tier_leaves_whole_chunks(open_small, lender, system_call, layout):
     tier = await open_small(layout, store_lanes=1)
     await fill(tier, lender)
     stuck = system_call("pwritev", sticks=True)
-    storing = asyncio.create_task(tier.store(lender.writes(keys_of(4))))
-    await stuck.wait_entered()
+    storing = await stuck.met_by(tier.store(lender.writes(keys_of(4))))
     storing.cancel()
     stuck.let_go()
     with pytest.raises(asyncio.CancelledError):
@@ -236,7 +211,7 @@ async def test_a_cancelled_store_to_a_full_tier_leaves_whole_chunks(open_small, 
 
 async def test_a_file_that_takes_more_than_is_wanted_is_counted_until_it_is_gone(
     open_tier, stored, lender, path_of, root, system_call, monkeypatch
-) -> None:
+):
     await stored(keys_of(10), naming="flat")
     large = path_of(key_of(5))
     large.write_bytes(bytes(64 << 10))
@@ -245,7 +220,7 @@ async def test_a_file_that_takes_more_than_is_wanted_is_counted_until_it_is_gone
     tier = await open_tier(naming="flat", capacity_bytes=taken_bytes(root) + 8_192)
     unlink, seen = os.unlink, list[tuple[int, int]]()
 
-    def look(name: str, **kwargs: int) -> None:
+    def look(name, **kwargs):
         if name.endswith(large.name):
             told, there = tier.occupancy(), 0
             for folder, _, names in os.walk(root):
@@ -267,7 +242,7 @@ async def test_a_file_that_takes_more_than_is_wanted_is_counted_until_it_is_gone
 # Folders of files, each of which takes a block or more: kept for ever, they would take the room of chunks.
 
 
-async def test_folders_of_what_goes_go_with_it(open_small, lender, root) -> None:
+async def test_folders_of_what_goes_go_with_it(open_small, lender, root):
     tier = await open_small()
     for _ in range(3):
         await fill(tier, lender)
@@ -278,9 +253,8 @@ async def test_folders_of_what_goes_go_with_it(open_small, lender, root) -> None
 
 @pytest.mark.parametrize("shared", [False, True], ids=["its own", "shared"])
 @pytest.mark.parametrize("noticed", ["as it is loaded", pytest.param("as it is evicted", marks=pytest.mark.outside)])
-async def test_emptied_folders_go_when_their_chunks_are_found_missing(open_tier, lender, root, shared, noticed) -> None:
-    tier = await open_tier(capacity_bytes=2 << 20, shared=shared)
-    await lender.keep(tier, keys_of(40))
+async def test_emptied_folders_go_when_their_chunks_are_found_missing(open_tier, lender, root, shared, noticed):
+    tier = await open_tier(capacity_bytes=2 << 20, shared=shared, holds=keys_of(40))
     emptied = list(root.rglob("*.bin"))
     for path in emptied:
         path.unlink()
@@ -293,11 +267,11 @@ async def test_emptied_folders_go_when_their_chunks_are_found_missing(open_tier,
 
 
 @pytest.mark.parametrize("times", [3, 1_000])
-async def test_a_store_makes_folders_again_that_vanish_meanwhile(open_tier, lender, monkeypatch, times) -> None:
+async def test_a_store_makes_folders_again_that_vanish_meanwhile(open_tier, lender, monkeypatch, times):
     tier = await open_tier()
     mkdir, vanished = os.mkdir, []
 
-    def contended(path: str, *arguments: Any, dir_fd: int | None = None) -> None:
+    def contended(path, *arguments, dir_fd=None):
         """Make a folder, but for the first times have somebody remove the one above it before."""
         if len(vanished) < times:
             with suppress(OSError):
@@ -314,7 +288,7 @@ async def test_a_store_makes_folders_again_that_vanish_meanwhile(open_tier, lend
         assert "vanish" in str(outcome)
 
 
-def test_the_worst_case_is_worse_than_what_ext4_does() -> None:
+def test_the_worst_case_is_worse_than_what_ext4_does():
     assert chunk_bytes_worst(12_288, 4_096, 0) == 12_288 + 8_192  # New folders take nothing on XFS, and grow.
     assert chunk_bytes_worst(12_289, 4_096, 4_096) == 16_384 + 16_384
     assert chunk_bytes_worst((2 << 20) + 4_096, 4_096, 0) == (2 << 20) + 4_096 + 2 * 4_096 + 8_192

@@ -12,12 +12,10 @@ import pytest
 
 from kvtier.backend import BackendUnavailable, FileMapper, Removed
 from kvtier.errors import ConfigError
-from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import keys_of
-from kvtier_backends.fs import FsBackend, backend
+from kvtier_backends.fs import backend
 from kvtier_backends.fs.disk import owner
 from kvtier_backends.fs.disk.owner import OWNER
-from kvtier_backends.fs.layout import Left
 from tests.fs.conftest import DEADLINE_S, scanned, taken_bytes, whole
 
 LAYOUTS = [{"layout": "segments"}, {"layout": "files"}, {"layout": "files", "shared": True}]
@@ -27,25 +25,23 @@ pytestmark = pytest.mark.parametrize("options", LAYOUTS, ids=lambda options: "-"
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch) -> None:
+def impatient(monkeypatch):
     """Let a tier wait only a moment for the former owner of its root."""
     monkeypatch.setattr(owner, "PATIENCE_S", 0.1)
 
 
 @pytest.fixture
-def looking(monkeypatch) -> None:
+def looking(monkeypatch):
     """Let every call look whether the directory is there."""
     monkeypatch.setattr(backend, "LOOK_EVERY_S", 0.0)
 
 
 @pytest.fixture
-async def tier(open_tier, lender, options) -> FsBackend:
-    tier = await open_tier(capacity_bytes="4MiB", **options)
-    await lender.keep(tier, OLD)
-    return tier
+async def tier(open_tier, lender, options):
+    return await open_tier(capacity_bytes="4MiB", **options, holds=OLD)
 
 
-async def trial(tier: FsBackend, lender: Lender) -> bool:
+async def trial(tier, lender):
     """Store as a breaker's trial does: whatever fails, another one comes later."""
     try:
         return list(await tier.store(lender.writes(NEW))) == [None] * len(NEW)
@@ -53,20 +49,20 @@ async def trial(tier: FsBackend, lender: Lender) -> bool:
         return False
 
 
-async def works_again(tier: FsBackend, lender: Lender) -> bool:
+async def works_again(tier, lender):
     """The first trial may find that the directory is gone, and the next one opens it."""
     stored = await trial(tier, lender) or await trial(tier, lender)
     return stored and await lender.recall(tier, NEW) == whole(NEW)
 
 
-def rmtree(path: Path) -> None:
+def rmtree(path):
     """Remove a tree, also one in which the tier makes a file meanwhile."""
     while path.exists():
         with suppress(OSError):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def remove_chunks(root: Path, mapper: FileMapper) -> None:
+def remove_chunks(root, mapper):
     for path in root.glob(f"{mapper.chunks_folder}*"):
         rmtree(path)
 
@@ -81,11 +77,11 @@ REMOVALS: dict[str, Callable[[Path, FileMapper], object]] = {
 
 
 @pytest.mark.parametrize("removed", REMOVALS)
-async def test_what_is_removed_is_made_again(tier, lender, root, mapper, removed, open_tier, options, looking) -> None:
+async def test_what_is_removed_is_made_again(tier, lender, root, mapper, removed, open_tier, options, looking):
     await scanned(tier)
     gone = set[bytes]()
 
-    async def listen() -> None:
+    async def listen():
         async for event in tier.watch():
             if isinstance(event, Removed):
                 gone.update(event.keys)
@@ -107,7 +103,7 @@ async def test_what_is_removed_is_made_again(tier, lender, root, mapper, removed
     await asyncio.wait([listening])
 
 
-async def test_a_directory_that_comes_back_full_has_its_chunks(tier, lender, root) -> None:
+async def test_a_directory_that_comes_back_full_has_its_chunks(tier, lender, root):
     kept = root.with_name("kept")
     shutil.copytree(root, kept)
     rmtree(root)
@@ -120,7 +116,7 @@ async def test_a_directory_that_comes_back_full_has_its_chunks(tier, lender, roo
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-async def test_a_renamed_root_goes_on_being_used(tier, lender, root, replaced) -> None:
+async def test_a_renamed_root_goes_on_being_used(tier, lender, root, replaced):
     """Nothing is written to a directory in its place: when a mount goes away, the path leads to another disk."""
     away = root.with_name("away")
     root.rename(away)
@@ -134,7 +130,7 @@ async def test_a_renamed_root_goes_on_being_used(tier, lender, root, replaced) -
     assert await lender.recall(tier, OLD + NEW) == whole(OLD + NEW)
 
 
-async def test_a_new_directory_that_another_tier_took_is_left_to_it(tier, lender, root, open_tier, options) -> None:
+async def test_a_new_directory_that_another_tier_took_is_left_to_it(tier, lender, root, open_tier, options):
     rmtree(root)
     other = await open_tier(shared=not options.get("shared", False))
     for _ in range(2):
@@ -145,11 +141,10 @@ async def test_a_new_directory_that_another_tier_took_is_left_to_it(tier, lender
     assert await works_again(tier, lender)
 
 
-async def test_an_unmounted_mount_point_is_never_filled(open_tier, lender, mount, options) -> None:
+async def test_an_unmounted_mount_point_is_never_filled(open_tier, lender, mount, options):
     place = mount("tmpfs", "size=32m")
     root = place / "tier"
-    tier = await open_tier(root=str(root), capacity_bytes="4MiB", **options)
-    await lender.keep(tier, OLD)
+    tier = await open_tier(root=str(root), capacity_bytes="4MiB", **options, holds=OLD)
     rmtree(root)
     await asyncio.to_thread(subprocess.run, ["umount", "-l", place], check=True)
     for _ in range(3):
@@ -160,7 +155,7 @@ async def test_an_unmounted_mount_point_is_never_filled(open_tier, lender, mount
     assert OWNER in os.listdir(root)
 
 
-async def test_no_call_reaches_a_lost_directory_and_its_tier_closes(tier, lender, root, options, looking) -> None:
+async def test_no_call_reaches_a_lost_directory_and_its_tier_closes(tier, lender, root, options, looking):
     rmtree(root)
     root.write_bytes(b"a file in its place")
     assert not await trial(tier, lender)  # It was due to look, and no call had failed before.
@@ -171,11 +166,11 @@ async def test_no_call_reaches_a_lost_directory_and_its_tier_closes(tier, lender
     assert await tier.aclose(DEADLINE_S) == (0,)
 
 
-async def test_a_cancelled_call_keeps_no_root(tier, lender, root, mapper, options, monkeypatch, looking) -> None:
+async def test_a_cancelled_call_keeps_no_root(tier, lender, root, mapper, options, monkeypatch, looking):
     """The folder of chunks alone is gone: the owner's file stays, locked until the life has ended."""
     ending, may_end, end = asyncio.Event(), asyncio.Event(), backend.Life.aclose
 
-    async def slow_end(life: backend.Life, ends_at: float, close_files: Callable[[], None]) -> Left:
+    async def slow_end(life, ends_at, close_files):
         ending.set()
         await may_end.wait()
         return await end(life, ends_at, close_files)

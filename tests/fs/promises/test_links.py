@@ -37,7 +37,7 @@ WAYS = {
 
 
 @pytest.fixture
-def treasure(tmp_path) -> Path:
+def treasure(tmp_path):
     """Somebody's file outside of the tier's directory."""
     path = tmp_path / "treasures" / "treasure"
     path.parent.mkdir()
@@ -45,7 +45,7 @@ def treasure(tmp_path) -> Path:
     return path
 
 
-async def refused(open_tier, **options: object) -> str:
+async def refused(open_tier, **options):
     """Open a tier that must be refused before its deadline, and return what it says."""
     async with asyncio.timeout(DEADLINE_S):
         with pytest.raises(ConfigError, match=r"^root: .* accepted: ") as said:
@@ -53,7 +53,7 @@ async def refused(open_tier, **options: object) -> str:
     return str(said.value)
 
 
-def put(kind: str, path: Path, treasure: Path) -> None:
+def put(kind, path, treasure):
     """Put something else in the place of a tier's file."""
     path.unlink(missing_ok=True)
     match kind:
@@ -73,7 +73,7 @@ def put(kind: str, path: Path, treasure: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["a symbolic link", "a named pipe", "a directory", "a device"])
 @pytest.mark.parametrize("name", BESIDE)
-async def test_others_in_a_books_place_are_refused(open_tier, stored, root, mapper, treasure, name, kind) -> None:
+async def test_others_in_a_books_place_are_refused(open_tier, stored, root, mapper, treasure, name, kind):
     await stored([], **BESIDE[name])
     path = root / mapper.folder / name
     put(kind, path, treasure)
@@ -84,7 +84,7 @@ async def test_others_in_a_books_place_are_refused(open_tier, stored, root, mapp
 
 
 @pytest.mark.parametrize("name", ["ledger_r0", "write-budget_r0"])
-async def test_a_second_name_of_a_file_is_not_written_to(open_tier, stored, root, mapper, treasure, name) -> None:
+async def test_a_second_name_of_a_file_is_not_written_to(open_tier, stored, root, mapper, treasure, name):
     await stored([])
     (root / mapper.folder / name).hardlink_to(treasure)
     assert f"{name} has another name, too; remove this one" in await refused(open_tier, **BESIDE[name])
@@ -92,7 +92,7 @@ async def test_a_second_name_of_a_file_is_not_written_to(open_tier, stored, root
 
 
 @pytest.mark.parametrize("place", ["namespace", "chunks", "first"])
-async def test_a_link_in_a_folders_place_is_refused(open_tier, stored, root, mapper, treasure, place, layout) -> None:
+async def test_a_link_in_a_folders_place_is_refused(open_tier, stored, root, mapper, treasure, place, layout):
     await stored(keys_of(1), layout=layout)
     chunks = root / (mapper.chunks_folder + ("_segments" if layout == "segments" else ""))
     path = {"namespace": root / mapper.folder, "chunks": chunks, "first": next(chunks.iterdir())}[place]
@@ -103,7 +103,7 @@ async def test_a_link_in_a_folders_place_is_refused(open_tier, stored, root, map
 
 
 @pytest.mark.parametrize("kind", ["a symbolic link", "a named pipe"])
-async def test_what_is_no_checkpoint_is_replaced(open_tier, stored, lender, root, mapper, treasure, kind) -> None:
+async def test_what_is_no_checkpoint_is_replaced(open_tier, stored, lender, root, mapper, treasure, kind):
     await stored(keys_of(2), layout="segments")
     (index,) = (root / mapper.folder).glob("index*")
     put(kind, index, treasure)
@@ -117,9 +117,8 @@ async def test_what_is_no_checkpoint_is_replaced(open_tier, stored, lender, root
 
 
 @pytest.mark.parametrize("kind", ["a symbolic link", "a named pipe", "a socket"])
-async def test_what_is_no_file_at_a_chunks_name_is_no_chunk(open_tier, lender, path_of, treasure, kind) -> None:
-    tier = await open_tier()
-    await lender.keep(tier, keys_of(4))
+async def test_what_is_no_file_at_a_chunks_name_is_no_chunk(open_tier, lender, path_of, treasure, kind):
+    tier = await open_tier(holds=keys_of(4))
     path, chunk = path_of(key_of(0)), treasure.parent / "chunk"
     path.rename(chunk)
     put(kind, path, chunk)
@@ -136,7 +135,7 @@ async def test_what_is_no_file_at_a_chunks_name_is_no_chunk(open_tier, lender, p
 
 
 @pytest.mark.parametrize("naming", ["vllm", "flat"])
-async def test_nothing_is_stored_through_a_link_to_a_folder(open_tier, lender, root, mapper, treasure, naming) -> None:
+async def test_nothing_is_stored_through_a_link_to_a_folder(open_tier, lender, root, mapper, treasure, naming):
     tier = await open_tier(naming=naming)
     folder = (root / FileMapper(mapper.namespace, naming).name(key_of(0))).parent
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -149,7 +148,7 @@ async def test_nothing_is_stored_through_a_link_to_a_folder(open_tier, lender, r
 
 
 @pytest.mark.parametrize("kind", ["a symbolic link", "a named pipe", "a second name"])
-async def test_others_in_a_segments_place_are_left_alone(open_tier, stored, lender, root, treasure, kind) -> None:
+async def test_others_in_a_segments_place_are_left_alone(open_tier, stored, root, treasure, kind):
     await stored(keys_of(2), layout="segments")
     (segment,) = root.rglob("*.seg")
     copy, content = treasure.parent / "copy", segment.read_bytes()
@@ -162,15 +161,14 @@ async def test_others_in_a_segments_place_are_left_alone(open_tier, stored, lend
         if kind == "a symbolic link":
             assert f"{segment.relative_to(root)} is a symbolic link" in await refused(open_tier, layout="segments")
         else:
-            tier = await open_tier(layout="segments", checkpoint_s=0, capacity_bytes="8MiB")
-            await lender.keep(tier, keys_of(2, 2))
+            tier = await open_tier(layout="segments", checkpoint_s=0, capacity_bytes="8MiB", holds=keys_of(2, 2))
             assert tier.counters().scan_failed == 1
             await tier.delete(keys_of(4))
             await tier.aclose(DEADLINE_S)
     assert copy.read_bytes() == content
 
 
-def everything_in(folder: Path) -> dict[str, tuple[object, ...]]:
+def everything_in(folder):
     """Return all that is in a folder of somebody else's, as it was found."""
     found = dict[str, tuple[object, ...]]()
     for path in [folder, *folder.rglob("*")]:
@@ -179,7 +177,7 @@ def everything_in(folder: Path) -> dict[str, tuple[object, ...]]:
     return found
 
 
-def folders_of(root: Path, level: str, mapper: FileMapper) -> list[Path]:
+def folders_of(root, level, mapper):
     """Return the folders of a tier at one level: its books', its chunks', or those within them."""
     if level == "books":
         return [root / mapper.folder]
@@ -196,7 +194,7 @@ LEVELS = [
 
 
 @pytest.mark.parametrize(("way", "level"), LEVELS)
-async def test_nothing_behind_a_folders_link_is_touched(open_tier, lender, root, mapper, tmp_path, way, level) -> None:
+async def test_nothing_behind_a_folders_link_is_touched(open_tier, lender, root, mapper, tmp_path, way, level):
     tier = await open_tier(capacity_bytes=CAPACITY_BYTES, write_budget_bytes_per_day="10GiB", **WAYS[way])
     await lender.keep(tier, keys_of(CHUNKS))
     await scanned(tier)
@@ -220,7 +218,7 @@ async def test_nothing_behind_a_folders_link_is_touched(open_tier, lender, root,
     assert everything_in(victims) == before
 
 
-def for_all_that_a_command_sees(root: Path) -> None:
+def for_all_that_a_command_sees(root):
     """Look at every file, remove all that may go, and then clear their namespaces."""
     contents = FilesDirectory.open(str(root))
     try:
@@ -237,7 +235,7 @@ def for_all_that_a_command_sees(root: Path) -> None:
 
 
 @pytest.mark.parametrize("opened", [open_beneath, open_by_parts])
-def test_a_name_is_opened_in_one_call_without_a_link(tmp_path, opened) -> None:
+def test_a_name_is_opened_in_one_call_without_a_link(tmp_path, opened):
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "b" / "file").touch()
     (tmp_path / "link").symlink_to("a")
@@ -256,9 +254,7 @@ def test_a_name_is_opened_in_one_call_without_a_link(tmp_path, opened) -> None:
         os.close(root_fd)
 
 
-async def test_a_kernel_without_the_call_refuses_a_link_by_name_too(
-    open_tier, lender, system_call, root, tmp_path
-) -> None:
+async def test_a_kernel_without_the_call_refuses_a_link_by_name_too(open_tier, lender, system_call, root, tmp_path):
     several = system_call(
         "open", error=errno.ENOSYS, only=lambda name, *_, **how: not how and "/" in name[1:-1] and name[0] != "/"
     )
@@ -272,7 +268,7 @@ async def test_a_kernel_without_the_call_refuses_a_link_by_name_too(
     assert all("is a symbolic link" in str(outcome) for outcome in await tier.store(lender.writes(keys_of(2))))
 
 
-def test_one_module_alone_gives_names_to_the_system() -> None:
+def test_one_module_alone_gives_names_to_the_system():
     """The promise holds for calls that are yet to be written: only `below` may pass a name with a descriptor."""
     folder = Path(kvtier_backends.fs.__file__).parent
     named = {

@@ -17,7 +17,7 @@ from kvtier.backend.namespace import FileMapper, Namespace
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, label
 from kvtier_backends.fs import FsBackend, FsOptions
-from tests.fs.conftest import DEADLINE_S, Place, places_in, taken_bytes
+from tests.fs.conftest import DEADLINE_S, places_in, taken_bytes
 
 ROW_BYTES = 4_096
 CAPACITY_BYTES = 256 << 10
@@ -35,7 +35,7 @@ class Tier(RuleBasedStateMachine):
     laid_out: ClassVar[dict[str, str]]
 
     @initialize(bounded=st.booleans())
-    def begin(self, bounded: bool) -> None:
+    def begin(self, bounded):
         in_memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
         self.root = Path(tempfile.mkdtemp(dir=in_memory))
         self.bounded = bounded
@@ -48,7 +48,7 @@ class Tier(RuleBasedStateMachine):
         self.damaged: set[int] = set()
         self.open()
 
-    def teardown(self) -> None:
+    def teardown(self):
         if hasattr(self, "tier"):
             self.load(list(range(16)))  # Everything is looked at in the end.
             assert self.runner.run(self.tier.aclose(DEADLINE_S)) == (0,)
@@ -56,12 +56,12 @@ class Tier(RuleBasedStateMachine):
             self.runner.close()
             shutil.rmtree(self.root)
 
-    def open(self) -> None:
+    def open(self):
         context = TierContext("0:fs", self.mapper, ROW_BYTES)
         self.tier = self.runner.run(FsBackend.open(self.options, context))
 
     @rule(which=several, version=st.integers(0, 9))
-    def store(self, which: list[int], version: int) -> None:
+    def store(self, which, version):
         outcomes = self.runner.run(self.tier.store(self.lender.writes([key_of(number) for number in which], version)))
         for number, outcome in zip(which, outcomes, strict=True):
             if outcome is None:
@@ -71,7 +71,7 @@ class Tier(RuleBasedStateMachine):
                 assert self.bounded, outcome
 
     @rule(which=several)
-    def load(self, which: list[int]) -> None:
+    def load(self, which):
         told = self.runner.run(self.lender.recall(self.tier, [key_of(number) for number in which]))
         for number, chunk in zip(which, told, strict=True):
             if number in self.damaged:
@@ -87,14 +87,14 @@ class Tier(RuleBasedStateMachine):
                 self.damaged.discard(number)
 
     @rule(which=several)
-    def delete(self, which: list[int]) -> None:
+    def delete(self, which):
         self.runner.run(self.tier.delete([key_of(number) for number in which]))
         for number in which:
             self.stored.pop(number, None)
             self.damaged.discard(number)
 
     @rule(pick=st.integers(0, 15), at=st.integers(0, ROW_BYTES - 1))
-    def damage(self, pick: int, at: int) -> None:
+    def damage(self, pick, at):
         """Flip a bit; a chunk that is damaged is left, for two flips make a whole."""
         sound = sorted(self.places().keys() & (self.stored.keys() - self.damaged))
         if sound:
@@ -107,21 +107,21 @@ class Tier(RuleBasedStateMachine):
                 file.write(bytes([byte ^ 1]))
             self.damaged.add(number)
 
-    def places(self) -> dict[int, Place]:
+    def places(self):
         places = places_in(self.root, ROW_BYTES)
         return {number: places[key_of(number)] for number in range(16) if key_of(number) in places}
 
     @rule(which=several)
-    def rank(self, which: list[int]) -> None:
+    def rank(self, which):
         self.tier.advise(Advice("rank", [key_of(number) for number in which]))
 
     @rule()
-    def reopen(self) -> None:
+    def reopen(self):
         assert self.runner.run(self.tier.aclose(DEADLINE_S)) == (0,)
         self.open()
 
     @invariant()
-    def never_too_much(self) -> None:
+    def never_too_much(self):
         if hasattr(self, "tier") and self.bounded:
             assert taken_bytes(self.root) <= CAPACITY_BYTES
 
@@ -130,7 +130,7 @@ class Files(Tier):
     laid_out: ClassVar = {"naming": "vllm"}
 
     @rule(pick=st.integers(0, 15), length=st.none() | st.integers(0, ROW_BYTES - 1))
-    def cut(self, pick: int, length: int | None) -> None:
+    def cut(self, pick, length):
         """Take a file away underfoot, or cut it off."""
         sound = sorted(self.places().keys() & (self.stored.keys() - self.damaged))
         if sound:

@@ -1,9 +1,7 @@
 """A full disk is an answer for each chunk that does not fit, on a disk that is really full."""
 
-import asyncio
 import os
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +13,7 @@ CHUNKS = 48  # More than fit.
 
 @pytest.mark.parametrize("limit", ["size=256k", "nr_inodes=48"])
 @pytest.mark.parametrize("io", ["direct", "buffered"])
-async def test_a_full_disk_rejects_what_does_not_fit_and_keeps_the_rest(open_tier, lender, mount, limit, io) -> None:
+async def test_a_full_disk_rejects_what_does_not_fit_and_keeps_the_rest(open_tier, lender, mount, limit, io):
     root = mount("tmpfs", limit)
     tier, keys = await open_tier(root=str(root), io=io), keys_of(CHUNKS)
     outcomes = list(await tier.store(lender.writes(keys)))
@@ -39,7 +37,7 @@ async def test_a_full_disk_rejects_what_does_not_fit_and_keeps_the_rest(open_tie
 @pytest.mark.parametrize(
     ("options", "scarce"), [({"capacity_bytes": "128KiB"}, "capacity"), ({"min_free_bytes": "900TiB"}, "disk")]
 )
-async def test_a_refused_chunk_says_what_is_scarce(open_tier, lender, layout, options, scarce) -> None:
+async def test_a_refused_chunk_says_what_is_scarce(open_tier, lender, layout, options, scarce):
     tier = await open_tier(layout=layout, **options)
     refused = [outcome for outcome in await tier.store(lender.writes(keys_of(CHUNKS))) if outcome]
     assert refused
@@ -48,12 +46,11 @@ async def test_a_refused_chunk_says_what_is_scarce(open_tier, lender, layout, op
     assert tier.counters().refused == {scarce: len(refused)}
 
 
-async def test_room_promised_to_others_is_told_apart_from_a_full_directory(open_tier, lender, system_call) -> None:
+async def test_room_promised_to_others_is_told_apart_from_a_full_directory(open_tier, lender, system_call):
     options = {"shared": True, "capacity_bytes": "256KiB", "naming": "flat"}
     first, second = await open_tier(**options), await open_tier(**options)
     stuck = system_call("pwritev", sticks=True)
-    storing = asyncio.create_task(first.store(lender.writes(keys_of(CHUNKS))))
-    await stuck.wait_entered()
+    storing = await stuck.met_by(first.store(lender.writes(keys_of(CHUNKS))))
     (outcome,) = await second.store(lender.writes(keys_of(1, start=100)))
     assert ": others: " in str(outcome)
     assert second.counters().refused == {"others": 1}
@@ -61,14 +58,14 @@ async def test_room_promised_to_others_is_told_apart_from_a_full_directory(open_
     await storing
 
 
-def fill(path: Path) -> None:
+def fill(path):
     with path.open("wb", buffering=0) as file, suppress(OSError):
         while True:
             file.write(bytes(4_096))
     assert os.statvfs(path).f_bavail == 0
 
 
-async def test_a_full_disk_still_serves_what_is_on_it(open_tier, lender, mount, layout) -> None:
+async def test_a_full_disk_still_serves_what_is_on_it(open_tier, lender, mount, layout):
     root, keys = mount("tmpfs", "size=128k"), keys_of(CHUNKS)
     first = await open_tier(layout=layout, root=str(root))
     outcomes = await first.store(lender.writes(keys))
@@ -87,7 +84,7 @@ async def test_a_full_disk_still_serves_what_is_on_it(open_tier, lender, mount, 
 @pytest.mark.parametrize("capacity_bytes", [None, "1GiB"])  # The latter is larger than the disk.
 async def test_a_small_ext4_full_of_others_files_goes_on_without_the_oldest(
     open_tier, lender, mount, layout, capacity_bytes
-) -> None:
+):
     root = mount("ext4", image_bytes=4 << 20)
     tier = await open_tier(layout=layout, root=str(root / "tier"), capacity_bytes=capacity_bytes)
     for start in range(0, 600, 6):

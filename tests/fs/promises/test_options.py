@@ -18,13 +18,13 @@ LACKS = {
 }
 
 
-def test_a_tier_has_segments_if_nothing_says_otherwise() -> None:
-    options = FsOptions(root="/x", fsync=True, capacity_bytes="1GiB")  # type: ignore[arg-type]
+def test_a_tier_has_segments_if_nothing_says_otherwise():
+    options = FsOptions(root="/x", fsync=True, capacity_bytes="1GiB")
     assert options.layout == "segments"
 
 
 @pytest.mark.parametrize("name", FILES_ALONE)
-def test_an_option_that_only_files_have_chooses_files_and_is_refused_with_segments(name) -> None:
+def test_an_option_that_only_files_have_chooses_files_and_is_refused_with_segments(name):
     options = FsOptions(root="/x", **{name: FILES_ALONE[name]})
     assert options.layout == "files"
     assert getattr(options, name) == FILES_ALONE[name]
@@ -45,26 +45,26 @@ def test_an_option_that_only_files_have_chooses_files_and_is_refused_with_segmen
         *(({"ttl_s": each}, r"^ttl_s: .+ given, seconds as a number") for each in ("1us", "3651d")),
     ],
 )
-def test_a_bad_option_is_refused_by_name(options, message) -> None:
+def test_a_bad_option_is_refused_by_name(options, message):
     with pytest.raises(ConfigError, match=message):
         FsOptions(**{"root": "/x", **options})
 
 
 @pytest.mark.parametrize("name", ["capacity_bytes", "write_budget_bytes_per_day"])
-async def test_a_bound_that_no_chunk_fits_is_refused_before_anything_is_made(open_tier, root, layout, name) -> None:
+async def test_a_bound_that_no_chunk_fits_is_refused_before_anything_is_made(open_tier, root, layout, name):
     message = rf"^{name}: {SLOT_BYTES - 1:,} bytes given, .* {SLOT_BYTES:,} .*accepted"
     with pytest.raises(ConfigError, match=message):
         await open_tier(layout=layout, **{name: SLOT_BYTES - 1})
     assert not list(root.glob("*"))
 
 
-async def test_a_chunk_that_is_longer_than_any_segment_is_refused(root) -> None:
+async def test_a_chunk_that_is_longer_than_any_segment_is_refused(root):
     context = TierContext("0:fs", FileMapper(Namespace(model_name="org/model")), 8 << 30)
     with pytest.raises(ConfigError, match=r"^chunk_bytes: .* at most 8,589,934,592 accepted with layout"):
         await FsBackend.open(FsOptions(root=str(root), layout="segments"), context)
 
 
-async def test_a_capacity_above_the_disks_size_is_said_and_the_tier_opens(open_tier, caplog) -> None:
+async def test_a_capacity_above_the_disks_size_is_said_and_the_tier_opens(open_tier, caplog):
     for capacity_bytes, said in ((1 << 60, True), (1 << 20, False)):
         caplog.clear()
         await (await open_tier(layout="segments", capacity_bytes=capacity_bytes)).aclose(10)

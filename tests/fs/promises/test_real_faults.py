@@ -9,7 +9,6 @@ import errno
 import logging
 import os
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -25,7 +24,7 @@ async def tier(disk, open_tier, layout):
     return await open_tier(layout=layout, root=str(disk.path / "tier"), queue_bytes=0)
 
 
-async def test_a_tier_without_a_segment_that_cannot_make_one_says_why(disk, open_tier, lender) -> None:
+async def test_a_tier_without_a_segment_that_cannot_make_one_says_why(disk, open_tier, lender):
     tier = await open_tier(root=str(disk.path / "tier"), layout="segments")
     assert list(await tier.probe(keys_of(1))) == [False]
     disk.tell("eio")
@@ -35,7 +34,7 @@ async def test_a_tier_without_a_segment_that_cannot_make_one_says_why(disk, open
     assert await lender.recall(tier, keys_of(3)) == whole(keys_of(3))
 
 
-async def test_reads_and_writes_that_fail_leave_what_was_there_and_nothing_else(disk, tier, lender) -> None:
+async def test_reads_and_writes_that_fail_leave_what_was_there_and_nothing_else(disk, tier, lender):
     await lender.keep(tier, keys_of(3))
     disk.tell("eio")
     assert await lender.recall(tier, keys_of(3)) == ["TransferFailed"] * 3
@@ -46,7 +45,7 @@ async def test_reads_and_writes_that_fail_leave_what_was_there_and_nothing_else(
     assert temporaries(disk.path / "tier") == []
 
 
-async def test_a_mount_that_hangs_holds_its_calls_and_nothing_else(disk, tier, lender, layout, system_call) -> None:
+async def test_a_mount_that_hangs_holds_its_calls_and_nothing_else(disk, tier, lender, layout, system_call):
     await lender.keep(tier, keys_of(3))
     await scanned(tier)
     if layout == "segments":  # The system calls with which a load and a store come to the disk.
@@ -69,7 +68,7 @@ async def test_a_mount_that_hangs_holds_its_calls_and_nothing_else(disk, tier, l
         assert list(await store) == [None] * 3
 
 
-async def test_a_mount_whose_server_has_died_is_unavailable(disk, tier, lender) -> None:
+async def test_a_mount_whose_server_has_died_is_unavailable(disk, tier, lender):
     await lender.keep(tier, keys_of(3))
     disk.end()
     with pytest.raises(BackendUnavailable, match=os.strerror(errno.ENOTCONN)):
@@ -78,14 +77,13 @@ async def test_a_mount_whose_server_has_died_is_unavailable(disk, tier, lender) 
         await tier.store(lender.writes(keys_of(3)))
 
 
-def remount(disk: Path, how: str) -> None:
+def remount(disk, how):
     subprocess.run(["mount", "-o", f"remount,{how}", str(disk)], check=True)
 
 
-async def test_a_disk_that_was_remounted_read_only_serves_what_it_has(mount, open_tier, lender) -> None:
+async def test_a_disk_that_was_remounted_read_only_serves_what_it_has(mount, open_tier, lender):
     disk = mount("ext4", image_bytes=32 << 20)
-    tier = await open_tier(root=str(disk / "tier"), capacity_bytes="4MiB")
-    await lender.keep(tier, keys_of(3))
+    tier = await open_tier(root=str(disk / "tier"), capacity_bytes="4MiB", holds=keys_of(3))
     remount(disk, "ro")
     assert kinds(await tier.store(lender.writes(keys_of(3, start=10)))) == ["TransferFailed"] * 3
     assert await lender.recall(tier, keys_of(3)) == whole(keys_of(3))
@@ -95,7 +93,7 @@ async def test_a_disk_that_was_remounted_read_only_serves_what_it_has(mount, ope
 
 
 @pytest.mark.parametrize("runner", ["inline", "process"])
-async def test_an_engine_whose_disk_is_remounted_read_only_says_the_cause(mount, runner, layout, caplog) -> None:
+async def test_an_engine_whose_disk_is_remounted_read_only_says_the_cause(mount, runner, layout, caplog):
     disk = mount("ext4", image_bytes=32 << 20)
     options = {"root": str(disk / "tier"), "layout": layout, "capacity_bytes": "4MiB"}
     tier = {"type": "fs", "name": "disk", "limits": {"breaker_failures": 3}, **options}

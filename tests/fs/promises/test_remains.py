@@ -3,14 +3,12 @@
 import asyncio
 import errno
 import os
-from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
 
 from kvtier.errors import BackendUnavailable
 from kvtier.testing.conformance.lender import keys_of
-from kvtier_backends.fs import FsBackend
 from kvtier_backends.fs import layout as fs_layout
 from kvtier_backends.fs.disk import below, remains
 from tests.fs.conftest import DEADLINE_S, kinds, taken_bytes, temporaries, until, until_stored, whole
@@ -19,25 +17,24 @@ CAPACITY_BYTES = 1 << 20
 
 
 @pytest.fixture(autouse=True)
-def hurry(monkeypatch) -> None:
+def hurry(monkeypatch):
     """Look often at what is in doubt."""
     for name in ("LOOK_S", "PAUSE_S_LEAST", "PAUSE_S_MOST"):
         monkeypatch.setattr(fs_layout, name, 0.01)
 
 
-def counted_bytes(tier: FsBackend) -> int:
+def counted_bytes(tier):
     """Return what counts as used of the capacity."""
     return tier._lives.now.tier.capacity.used_bytes
 
 
-def of_kind(end: str) -> Callable[..., bool]:
+def of_kind(end):
     return lambda path, *_, **__: str(path).endswith(end)
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.EBUSY, errno.ENOENT])
-async def test_an_unfinished_file_counts_until_it_can_be_removed(open_tier, lender, root, system_call, error) -> None:
-    tier = await open_tier()
-    await lender.keep(tier, keys_of(2))
+async def test_an_unfinished_file_counts_until_it_can_be_removed(open_tier, lender, root, system_call, error):
+    tier = await open_tier(holds=keys_of(2))
     before_bytes = tier.occupancy().used_bytes
     rename = system_call("rename", error=errno.EIO, only=of_kind(".tmp"))
     unlink = system_call("unlink", error=error, only=of_kind(".tmp"))
@@ -53,7 +50,7 @@ async def test_an_unfinished_file_counts_until_it_can_be_removed(open_tier, lend
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.EPERM, errno.ENOENT])
-async def test_a_file_reported_as_missing_counts_until_it_is_gone(open_tier, lender, root, system_call, error) -> None:
+async def test_a_file_reported_as_missing_counts_until_it_is_gone(open_tier, lender, root, system_call, error):
     tier, kept = await open_tier(capacity_bytes=CAPACITY_BYTES), []
     unlink = system_call("unlink", error=error, only=of_kind(".bin"))
     for start in range(0, 80, 10):
@@ -71,28 +68,26 @@ async def test_a_file_reported_as_missing_counts_until_it_is_gone(open_tier, len
     assert taken_bytes(root) <= CAPACITY_BYTES
 
 
-async def test_a_load_of_a_file_reported_as_missing_fails_and_forgets_nothing(open_tier, lender, system_call) -> None:
-    tier = await open_tier()
-    await lender.keep(tier, keys_of(1))
+async def test_a_load_of_a_file_reported_as_missing_fails_and_forgets_nothing(open_tier, lender, system_call):
+    tier = await open_tier(holds=keys_of(1))
     missing = system_call("open", error=errno.ENOENT, only=of_kind(".bin"))
     assert await lender.recall(tier, keys_of(1)) == ["TransferFailed"]
     missing.let_go()
     assert await lender.recall(tier, keys_of(1)) == whole(keys_of(1))
 
 
-async def test_a_chunk_that_a_failed_store_has_put_in_place_counts(open_tier, lender, root, system_call) -> None:
-    tier = await open_tier(fsync=True)
-    await lender.keep(tier, keys_of(1))
+async def test_a_chunk_that_a_failed_store_has_put_in_place_counts(open_tier, lender, root, system_call):
+    tier = await open_tier(fsync=True, holds=keys_of(1))
     system_call("fsync", error=errno.EIO, only=lambda fd: os.path.isdir(f"/proc/self/fd/{fd}"))
     assert kinds(await tier.store(lender.writes(keys_of(1), version=1))) == ["TransferFailed"]
     assert await lender.recall(tier, keys_of(1)) == whole(keys_of(1), 1)
     assert counted_bytes(tier) == taken_bytes(root)
 
 
-async def test_a_segment_made_though_the_disk_is_full_counts(open_tier, lender, root, system_call, monkeypatch) -> None:
+async def test_a_segment_made_though_the_disk_is_full_counts(open_tier, lender, root, system_call, monkeypatch):
     tier, allocate = await open_tier(layout="segments", capacity_bytes=CAPACITY_BYTES), os.posix_fallocate
 
-    def allocate_and_fail(fd: int, offset: int, length: int) -> None:
+    def allocate_and_fail(fd, offset, length):
         allocate(fd, offset, length)
         if length > CAPACITY_BYTES // 2:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -107,7 +102,7 @@ async def test_a_segment_made_though_the_disk_is_full_counts(open_tier, lender, 
     assert taken_bytes(root) <= CAPACITY_BYTES
 
 
-async def test_a_file_system_that_goes_as_a_segment_is_made_is_unavailable(open_tier, lender, system_call) -> None:
+async def test_a_file_system_that_goes_as_a_segment_is_made_is_unavailable(open_tier, lender, system_call):
     tier = await open_tier(layout="segments", capacity_bytes=CAPACITY_BYTES)
     system_call("posix_fallocate", error=errno.ENOTCONN)
     system_call("unlink", error=errno.ENOTCONN, only=of_kind(".tmp"))
@@ -115,7 +110,7 @@ async def test_a_file_system_that_goes_as_a_segment_is_made_is_unavailable(open_
         await tier.store(lender.writes(keys_of(2)))
 
 
-async def test_chunks_go_for_a_large_file_in_place_of_the_tiers_own(open_tier, lender, root, mapper, layout) -> None:
+async def test_chunks_go_for_a_large_file_in_place_of_the_tiers_own(open_tier, lender, root, mapper, layout):
     tier = await open_tier(layout=layout, capacity_bytes=CAPACITY_BYTES)
     for start in range(0, 60, 10):
         await tier.store(lender.writes(keys_of(10, start)))
@@ -124,7 +119,7 @@ async def test_chunks_go_for_a_large_file_in_place_of_the_tiers_own(open_tier, l
     assert counted_bytes(tier) >= taken_bytes(root)
 
 
-async def test_unseen_room_counts_as_all_that_may_be_there(open_tier, lender, root, system_call, monkeypatch) -> None:
+async def test_unseen_room_counts_as_all_that_may_be_there(open_tier, lender, root, system_call, monkeypatch):
     monkeypatch.setattr("kvtier_backends.fs.files.accounts.AGAIN_S_LEAST", 0.01)
     monkeypatch.setattr("kvtier_backends.fs.files.accounts.AGAIN_TIMES", 0)
     before = await open_tier(capacity_bytes=CAPACITY_BYTES)
@@ -142,9 +137,8 @@ async def test_unseen_room_counts_as_all_that_may_be_there(open_tier, lender, ro
 
 
 @pytest.mark.parametrize("error", [errno.EBUSY, errno.EIO, errno.ENOENT])
-async def test_a_disk_that_errs_is_not_taken_for_a_lost_one(open_tier, lender, system_call, layout, error) -> None:
-    tier = await open_tier(layout=layout)
-    await lender.keep(tier, keys_of(2))
+async def test_a_disk_that_errs_is_not_taken_for_a_lost_one(open_tier, lender, system_call, layout, error):
+    tier = await open_tier(layout=layout, holds=keys_of(2))
     before, by_name = tier._lives.now, lambda name, *_, **__: not isinstance(name, int)
     calls = [system_call(name, error=error, only=by_name) for name in ("stat", "open")]
     for _ in range(3):
@@ -157,9 +151,8 @@ async def test_a_disk_that_errs_is_not_taken_for_a_lost_one(open_tier, lender, s
     assert tier._lives.now is before
 
 
-async def test_a_failed_deletion_of_what_is_not_there_takes_nothing_off(open_tier, lender, root, system_call) -> None:
-    tier = await open_tier()
-    await lender.keep(tier, keys_of(1))
+async def test_a_failed_deletion_of_what_is_not_there_takes_nothing_off(open_tier, root, system_call):
+    tier = await open_tier(holds=keys_of(1))
     unlink = system_call(
         "open", error=errno.EBUSY, only=lambda name, flags, *_, **__: "/" in str(name) and flags & os.O_PATH
     )
@@ -169,9 +162,8 @@ async def test_a_failed_deletion_of_what_is_not_there_takes_nothing_off(open_tie
     assert counted_bytes(tier) == taken_bytes(root)
 
 
-async def test_folders_that_a_failed_store_has_made_go(open_tier, lender, root, system_call) -> None:
-    tier = await open_tier()
-    await lender.keep(tier, keys_of(1))
+async def test_folders_that_a_failed_store_has_made_go(open_tier, lender, root, system_call):
+    tier = await open_tier(holds=keys_of(1))
     before = taken_bytes(root)
     mkdir = system_call("mkdir", error=errno.EBUSY, only=of_kind("_g0"))
     assert None not in await tier.store(lender.writes(keys_of(4, start=10)))
@@ -179,10 +171,10 @@ async def test_folders_that_a_failed_store_has_made_go(open_tier, lender, root, 
     await until(lambda: counted_bytes(tier) == taken_bytes(root) == before)
 
 
-def test_a_file_is_proved_absent_though_its_folder_is_made_between_two_calls(tmp_path, monkeypatch) -> None:
+def test_a_file_is_proved_absent_though_its_folder_is_made_between_two_calls(tmp_path, monkeypatch):
     opened = below.open_folder
 
-    def open_folder(root_fd: int, name: str) -> int:
+    def open_folder(root_fd, name):
         try:
             return opened(root_fd, name)
         finally:

@@ -23,7 +23,7 @@ PIECE_BYTES = 32
 def open_with(open_tier, monkeypatch, layout):
     """Open a tier that reads these secrets; without one, it seals by checksums."""
 
-    async def open_with(*secrets: str):
+    async def open_with(*secrets):
         monkeypatch.setenv(SECRETS, "\n".join(secrets))
         naming = {"naming": "flat"} if layout == "files" else {}
         return await open_tier(layout=layout, capacity_bytes="1MiB", **naming, **SEALED if secrets else {})
@@ -35,7 +35,7 @@ def open_with(open_tier, monkeypatch, layout):
 def stored_with(open_with, lender):
     """Store chunks in a tier that is closed again."""
 
-    async def stored_with(*secrets: str, keys=KEYS) -> None:
+    async def stored_with(*secrets, keys=KEYS):
         tier = await open_with(*secrets)
         await lender.keep(tier, keys)
         assert await lender.recall(tier, keys) == whole(keys)
@@ -44,12 +44,12 @@ def stored_with(open_with, lender):
     return stored_with
 
 
-def contents(root) -> dict[str, bytes]:
+def contents(root):
     """Return the files of chunks."""
     return {str(path): path.read_bytes() for path in (*root.rglob("*.bin"), *root.rglob("*.seg"))}
 
 
-async def test_nothing_of_a_row_is_on_the_disk(stored_with, lender, root) -> None:
+async def test_nothing_of_a_row_is_on_the_disk(stored_with, lender, root):
     await stored_with(NEW)
     await stored_with(NEW)
     rows, files = [[*map(lender.chunk, KEYS)], contents(root).values()]
@@ -60,7 +60,7 @@ async def test_nothing_of_a_row_is_on_the_disk(stored_with, lender, root) -> Non
     assert not in_rows & on_disk
 
 
-async def test_without_the_key_chunks_are_misses_and_with_it_hits_again(stored_with, open_with, lender, root) -> None:
+async def test_without_the_key_chunks_are_misses_and_with_it_hits_again(stored_with, open_with, lender, root):
     await stored_with(OLD)
     before = contents(root)
     other = await open_with(NEW)
@@ -71,7 +71,7 @@ async def test_without_the_key_chunks_are_misses_and_with_it_hits_again(stored_w
     assert await lender.recall(await open_with(OLD), KEYS) == whole(KEYS)
 
 
-async def test_keys_are_rotated_without_losing_a_chunk(stored_with, open_with, lender) -> None:
+async def test_keys_are_rotated_without_losing_a_chunk(stored_with, open_with, lender):
     await stored_with(OLD)
     both = await open_with(NEW, OLD)
     assert await lender.recall(both, KEYS) == whole(KEYS)
@@ -83,7 +83,7 @@ async def test_keys_are_rotated_without_losing_a_chunk(stored_with, open_with, l
 
 
 @pytest.mark.parametrize(("first", "second"), [((), (NEW,)), ((NEW,), ())], ids=["plain first", "sealed first"])
-async def test_a_chunk_of_another_seal_is_a_miss(stored_with, open_with, lender, root, first, second) -> None:
+async def test_a_chunk_of_another_seal_is_a_miss(stored_with, open_with, lender, root, first, second):
     await stored_with(*first)
     before = contents(root)
     tier = await open_with(*second)
@@ -94,7 +94,7 @@ async def test_a_chunk_of_another_seal_is_a_miss(stored_with, open_with, lender,
     assert await lender.recall(tier, KEYS) == whole(KEYS, 1)
 
 
-async def test_what_is_left_alone_takes_room_until_that_is_wanted(stored_with, open_with, lender, root) -> None:
+async def test_what_is_left_alone_takes_room_until_that_is_wanted(stored_with, open_with, lender, root):
     await stored_with(OLD, keys=keys_of(30))
     tier = await open_with(NEW)
     await scanned(tier)
@@ -105,7 +105,7 @@ async def test_what_is_left_alone_takes_room_until_that_is_wanted(stored_with, o
     assert await lender.recall(tier, keys_of(10, start=170)) == whole(keys_of(10, start=170))
 
 
-async def test_what_somebody_without_the_key_has_made_is_not_believed(open_with, lender, place_of) -> None:
+async def test_what_somebody_without_the_key_has_made_is_not_believed(open_with, lender, place_of):
     """Checksums are right in each: a changed row, another key's chunk, an older seal on a newer row."""
     tier = await open_with(NEW)
     await lender.keep(tier, KEYS)
@@ -124,7 +124,7 @@ async def test_what_somebody_without_the_key_has_made_is_not_believed(open_with,
     assert tier.counters().corrupt == {"payload": 2, "swapped": 1}
 
 
-async def test_a_seal_of_a_later_version_is_a_miss_and_left_alone(open_with, lender, root, place_of) -> None:
+async def test_a_seal_of_a_later_version_is_a_miss_and_left_alone(open_with, lender, root, place_of):
     tier = await open_with(NEW)
     await lender.keep(tier, KEYS)
     place = place_of(KEYS[0])
@@ -141,7 +141,7 @@ async def test_a_seal_of_a_later_version_is_a_miss_and_left_alone(open_with, len
     assert contents(root) == before
 
 
-async def test_what_vllm_looks_for_is_never_encrypted(stored_with, root, mapper) -> None:
+async def test_what_vllm_looks_for_is_never_encrypted(stored_with, root, mapper):
     await stored_with(NEW)
     assert not (root / mapper.chunks_folder).exists()
     with pytest.raises(ConfigError, match=r"^naming: 'vllm' given, 'flat' accepted with seal = 'aes-256-gcm'"):
@@ -149,7 +149,7 @@ async def test_what_vllm_looks_for_is_never_encrypted(stored_with, root, mapper)
 
 
 @pytest.mark.parametrize("layout", ["files"])
-async def test_a_row_without_a_footer_is_never_accepted_by_who_has_keys(open_with, lender, root, mapper) -> None:
+async def test_a_row_without_a_footer_is_never_accepted_by_who_has_keys(open_with, lender, root, mapper):
     with pytest.raises(ConfigError, match=r"^unverified: 'accept' given, 'refuse' accepted with seal = 'aes-256-gcm'"):
         FsOptions(root=str(root), unverified="accept", **SEALED)
     path = root / FileMapper(mapper.namespace, "flat").name(KEYS[0])
@@ -160,7 +160,7 @@ async def test_a_row_without_a_footer_is_never_accepted_by_who_has_keys(open_wit
     assert tier.counters().unverified_refused == 1
 
 
-async def test_missing_keys_are_refused_and_leave_nothing(open_tier, root, monkeypatch, layout) -> None:
+async def test_missing_keys_are_refused_and_leave_nothing(open_tier, root, monkeypatch, layout):
     monkeypatch.delenv(SECRETS, raising=False)
     with pytest.raises(ConfigError, match=r"^seal_key_env: the environment has no variable"):
         await open_tier(layout=layout, **SEALED)

@@ -10,7 +10,6 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
 from itertools import count, islice, takewhile
 from pathlib import Path
 
@@ -24,7 +23,6 @@ from kvtier.errors import ChunkMissing
 from kvtier.memory.region import Region
 from kvtier.policies import LRU
 from kvtier.tools.replay.study import policy_hits
-from kvtier.tools.replay.traces import TraceRequest
 from kvtier.tools.replay.workload import Workload, generate
 from kvtier_backends.fs import FsBackend, FsOptions
 from tests.fs.conftest import taken_bytes
@@ -40,7 +38,7 @@ LOOK_EVERY = 50  # Requests.
 MEMORY_BYTES_MAX = 16 << 20  # How much more a process may have at the end than when the cache was first full.
 
 
-def requests() -> Iterator[TraceRequest]:
+def requests():
     """Give one workload after the other; no two share a block."""
     for seed in count():
         for request in generate(Workload(requests=REQUESTS, seed=seed)):
@@ -48,11 +46,11 @@ def requests() -> Iterator[TraceRequest]:
             yield msgspec.structs.replace(request, hash_ids=blocks)
 
 
-def memory_bytes() -> int:
+def memory_bytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-async def ask(tier: FsBackend, rows: list[memoryview], request: TraceRequest, seen: Counter[str]) -> None:
+async def ask(tier, rows, request, seen):
     """Use a tier as an engine without a primary: load the leading run of what is there, store the rest."""
     keys = [make_offload_key(block.to_bytes(8, "big") * 4) for block in dict.fromkeys(request.hash_ids)]
     there = list(await tier.probe(keys))
@@ -80,7 +78,7 @@ async def ask(tier: FsBackend, rows: list[memoryview], request: TraceRequest, se
 
 @pytest.mark.usefixtures("thorough")
 @pytest.mark.parametrize("laid_out", [{"naming": "flat"}, {"layout": "segments"}], ids=["files", "segments"])
-async def test_room_and_memory_stay_flat_and_hits_are_as_predicted(root, mapper, laid_out) -> None:
+async def test_room_and_memory_stay_flat_and_hits_are_as_predicted(root, mapper, laid_out):
     unique = len({block for request in generate(Workload(requests=REQUESTS)) for block in request.hash_ids})
     capacity_bytes = unique * FILE_BYTES // 20
     options = FsOptions(root=str(root), capacity_bytes=capacity_bytes, **laid_out)

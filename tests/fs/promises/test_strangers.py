@@ -27,7 +27,7 @@ CHUNK_NAMES = {
 
 @pytest.mark.parametrize("holes", [True, False], ids=["of holes", "of bytes"])
 @pytest.mark.parametrize("way", WAYS)
-async def test_strangers_files_cost_no_chunk(open_tier, stored, lender, root, mapper, way, holes) -> None:
+async def test_strangers_files_cost_no_chunk(open_tier, stored, lender, root, mapper, way, holes):
     options = {"capacity_bytes": CAPACITY_BYTES, **WAYS[way]}
     await stored(keys_of(8), **options)
     chunks = mapper.chunks_folder + {"flat": "_flat", "segments": "_segments"}.get(way, "")
@@ -37,14 +37,13 @@ async def test_strangers_files_cost_no_chunk(open_tier, stored, lender, root, ma
         path.write_bytes(b"" if holes else os.urandom(2 * CAPACITY_BYTES))
         if holes:
             os.truncate(path, 1 << 40)
-    tier = await open_tier(**options)
-    await scanned(tier)
+    tier = await open_tier(**options, scanned=True)
     await lender.keep(tier, keys_of(8, start=8))
     assert await lender.recall(tier, keys_of(16)) == whole(keys_of(16))
     assert tier.counters().evicted == 0
 
 
-async def test_neighbours_are_left_alone(open_tier, stored, lender, root) -> None:
+async def test_neighbours_are_left_alone(open_tier, stored, lender, root):
     await stored([key_of(0)])
     neighbours = [
         (Namespace(model_name="other"), "vllm"),

@@ -6,7 +6,6 @@ On memory's file system, which keeps any time; on a disk, the kernel brings most
 import os
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,17 +21,17 @@ ODD_TIMES_S = [-1, -(1 << 33), 0, FAR_S, 1 << 40]  # The last takes more than 64
 
 
 @pytest.fixture
-def root(tmp_path) -> Iterator[Path]:
+def root(tmp_path):
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else tmp_path) as folder:
         yield Path(folder) / "tier"
 
 
-def date(path: Path, time_s: int) -> None:
+def date(path, time_s):
     os.utime(path, ns=(time_s * 10**9, time_s * 10**9))
 
 
 @pytest.mark.parametrize("time_s", ODD_TIMES_S)
-async def test_a_file_of_any_date_is_a_chunk_like_others(open_tier, stored, lender, place_of, layout, time_s) -> None:
+async def test_a_file_of_any_date_is_a_chunk_like_others(open_tier, stored, lender, place_of, layout, time_s):
     await stored(keys_of(3), layout=layout)
     for _ in range(2):
         date(place_of(key_of(1)).path, time_s)
@@ -45,7 +44,7 @@ async def test_a_file_of_any_date_is_a_chunk_like_others(open_tier, stored, lend
         assert tier.counters().checkpoints_written == (1 if layout == "segments" else 0)
 
 
-async def test_a_file_from_before_1970_goes_first(open_tier, stored, lender, path_of) -> None:
+async def test_a_file_from_before_1970_goes_first(open_tier, stored, lender, path_of):
     await stored(keys_of(4))
     date(path_of(key_of(0)), -3_600)
     tier, number = await open_tier(capacity_bytes=16 * SLOT_BYTES), 100
@@ -55,16 +54,15 @@ async def test_a_file_from_before_1970_goes_first(open_tier, stored, lender, pat
     assert await lender.recall(tier, keys_of(4)) == ["ChunkMissing", *whole(keys_of(3, start=1))]
 
 
-async def test_a_file_from_the_future_was_used_when_it_was_first_seen(open_tier, stored, lender, path_of) -> None:
+async def test_a_file_from_the_future_was_used_when_it_was_first_seen(open_tier, stored, lender, path_of):
     await stored(keys_of(2))
     date(path_of(key_of(0)), FAR_S)
-    tier = await open_tier()
-    await scanned(tier)
+    tier = await open_tier(scanned=True)
     assert path_of(key_of(0)).stat().st_mtime <= time.time()
     assert await lender.recall(tier, keys_of(2)) == whole(keys_of(2))
 
 
-async def test_a_file_from_the_future_expires(open_tier, stored, path_of) -> None:
+async def test_a_file_from_the_future_expires(open_tier, stored, path_of):
     await stored(keys_of(1))
     date(path_of(key_of(0)), FAR_S)
     tier = await open_tier(ttl_s=0.05)
@@ -73,7 +71,7 @@ async def test_a_file_from_the_future_expires(open_tier, stored, path_of) -> Non
 
 
 @pytest.mark.parametrize("year", [1969, 1997, 2011, 2200])
-def test_a_use_is_written_down_whatever_the_file_said_before(year) -> None:
+def test_a_use_is_written_down_whatever_the_file_said_before(year):
     """Minutes are kept modulo 31 years: an hour's difference counts round the corner, too."""
     index, now_ns = FileIndex(), 1_795_000_000 * 10**9
     index.scanned([FileEntry(key_of(0), 4_096, (year - 1970) * 31_556_952 * 10**9)])
@@ -85,7 +83,7 @@ def test_a_use_is_written_down_whatever_the_file_said_before(year) -> None:
 def renumber(place_of):
     """Date a slot's footer to another time."""
 
-    def renumber(key: bytes, sequence: int) -> None:
+    def renumber(key, sequence):
         place, page = place_of(key), memoryview(bytearray(FOOTER_BYTES))
         write_footer(page, read_footer(memoryview(place.read()[ROW_BYTES:]))._replace(sequence=sequence))
         place.overwrite(ROW_BYTES, bytes(page))
@@ -94,17 +92,16 @@ def renumber(place_of):
 
 
 @pytest.mark.parametrize("sequence", [(1 << 64) - 1, 1 << 63, 7_258_118_400 * 10**9])
-async def test_a_slot_numbered_in_the_future_costs_only_itself(open_tier, stored, lender, renumber, sequence) -> None:
+async def test_a_slot_numbered_in_the_future_costs_only_itself(open_tier, stored, lender, renumber, sequence):
     """What is stored later is used now, and expires: a number that orders chunks is no time."""
     await stored(keys_of(3), layout="segments", checkpoint_s=0)
     renumber(key_of(1), sequence)
-    tier = await open_tier(layout="segments", checkpoint_s=0, ttl_s=0.1)
-    await scanned(tier)
+    tier = await open_tier(layout="segments", checkpoint_s=0, ttl_s=0.1, scanned=True)
     await lender.keep(tier, keys_of(2, start=5))
     await until_probed(tier, keys_of(8), there=False)
 
 
-async def test_commands_see_a_file_from_the_future_no_later_than_now(stored, path_of, renumber, root, layout) -> None:
+async def test_commands_see_a_file_from_the_future_no_later_than_now(stored, path_of, renumber, root, layout):
     await stored(keys_of(1), layout=layout)
     if segments(root):
         renumber(key_of(0), (1 << 64) - 1)

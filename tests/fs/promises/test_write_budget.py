@@ -19,7 +19,7 @@ DAY_BYTES = 3_200_000
 
 
 @pytest.fixture
-def clock() -> SimpleNamespace:
+def clock():
     return SimpleNamespace(now_ns=1_800_000_000 * 10**9)
 
 
@@ -29,7 +29,7 @@ async def open_budget(tmp_path, clock):
     lanes = Lanes(1, "budget")
     opened: list[DiskWriteBudget] = []
 
-    def open_budget(bytes_per_day: int = DAY_BYTES) -> DiskWriteBudget:
+    def open_budget(bytes_per_day=DAY_BYTES):
         opened.append(DiskWriteBudget(fd, "budget", bytes_per_day, UNIT_BYTES, lambda: clock.now_ns, lanes))
         return opened[-1]
 
@@ -40,7 +40,7 @@ async def open_budget(tmp_path, clock):
     os.close(fd)
 
 
-async def spend(budget: DiskWriteBudget) -> int:
+async def spend(budget):
     """Write as much as there is."""
     total = 0
     while taken := await budget.take(8):
@@ -48,17 +48,17 @@ async def spend(budget: DiskWriteBudget) -> int:
     return total
 
 
-async def test_a_full_bucket_is_an_eighth_of_a_day_for_all_engines_together(open_budget) -> None:
+async def test_a_full_bucket_is_an_eighth_of_a_day_for_all_engines_together(open_budget):
     one, two = open_budget(), open_budget()
     assert sum(await asyncio.gather(spend(one), spend(two))) == DAY_BYTES // 8
     assert await one.take(1) == 0
 
 
-async def test_only_whole_chunks_are_allowed(open_budget) -> None:
+async def test_only_whole_chunks_are_allowed(open_budget):
     assert await open_budget(8 * 2_500).take(5) == 2
 
 
-async def test_no_day_sees_more_than_its_bytes(open_budget, clock) -> None:
+async def test_no_day_sees_more_than_its_bytes(open_budget, clock):
     dice = random.Random(7)
     written: list[tuple[int, int]] = []
     passed_ns = 0
@@ -82,7 +82,7 @@ async def test_no_day_sees_more_than_its_bytes(open_budget, clock) -> None:
     assert sum(size for _, size in written) > DAY_BYTES
 
 
-async def test_a_restart_gives_back_what_was_not_written(open_budget) -> None:
+async def test_a_restart_gives_back_what_was_not_written(open_budget):
     first = open_budget()
     assert await first.take(1) == 1
     first.put_back()
@@ -90,7 +90,7 @@ async def test_a_restart_gives_back_what_was_not_written(open_budget) -> None:
     assert await spend(open_budget()) == DAY_BYTES // 8 - UNIT_BYTES
 
 
-async def test_a_damaged_file_is_an_empty_bucket(open_budget, tmp_path, clock) -> None:
+async def test_a_damaged_file_is_an_empty_bucket(open_budget, tmp_path, clock):
     (tmp_path / "budget").write_bytes(b"?" * 24)
     budget = open_budget()
     assert await spend(budget) == 0
@@ -98,7 +98,7 @@ async def test_a_damaged_file_is_an_empty_bucket(open_budget, tmp_path, clock) -
     assert await spend(budget) == DAY_BYTES // 8
 
 
-async def test_a_budget_that_cannot_be_opened_leaves_no_file_open(open_budget, system_call, tmp_path) -> None:
+async def test_a_budget_that_cannot_be_opened_leaves_no_file_open(open_budget, system_call, tmp_path):
     system_call("pwrite", error=errno.EIO)
     with pytest.raises(OSError, match="Input/output error"):
         open_budget()
@@ -106,7 +106,7 @@ async def test_a_budget_that_cannot_be_opened_leaves_no_file_open(open_budget, s
     assert tmp_path / "budget" not in [link.readlink() for link in links if link.is_symlink()]
 
 
-async def test_beyond_a_days_write_budget_nothing_is_stored_and_everything_loads(open_tier, lender, layout) -> None:
+async def test_beyond_a_days_write_budget_nothing_is_stored_and_everything_loads(open_tier, lender, layout):
     options = {"layout": layout, "write_budget_bytes_per_day": 8 * 10 * SLOT_BYTES}
     tier = await open_tier(**options)
     outcomes = list(await tier.store(lender.writes(keys_of(16))))
@@ -119,11 +119,9 @@ async def test_beyond_a_days_write_budget_nothing_is_stored_and_everything_loads
 
 
 @pytest.mark.parametrize("disk", ["fails", "hangs"])
-async def test_giving_a_budget_back_keeps_no_tier_from_closing(open_tier, lender, system_call, layout, disk) -> None:
-    tier = await open_tier(layout=layout, write_budget_bytes_per_day="1MiB")
-    await lender.keep(tier, keys_of(1))
+async def test_giving_a_budget_back_keeps_no_tier_from_closing(open_tier, system_call, layout, disk):
+    tier = await open_tier(layout=layout, write_budget_bytes_per_day="1MiB", holds=keys_of(1))
     giving_back = system_call("pwrite", **({"error": errno.EIO} if disk == "fails" else {"sticks": True}))
-    closing = asyncio.create_task(tier.aclose(DEADLINE_S))
-    await giving_back.wait_entered()
+    closing = await giving_back.met_by(tier.aclose(DEADLINE_S))
     giving_back.let_go()
     assert await closing == (0,)

@@ -22,10 +22,10 @@ Footer = tuple[OffloadKey, int]
 class Disk:
     """Footers by slot, as they outlive a process."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.footers: dict[int, Footer | None] = {}
 
-    def newest(self) -> dict[OffloadKey, int]:
+    def newest(self):
         newest: dict[OffloadKey, int] = {}
         for footer in self.footers.values():
             if footer is not None:
@@ -36,7 +36,7 @@ class Disk:
 class CatalogMachine(RuleBasedStateMachine):
     """A tier's life: what the catalog is told is done to the disk in steps of its own, and a kill may come between."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.disk = Disk()
         self.clock = 1_000
@@ -48,7 +48,7 @@ class CatalogMachine(RuleBasedStateMachine):
         self.in_use: dict[int, AbstractContextManager[None]] = {}  # By the slot that is stored to.
         self.catalog = self.started()
 
-    def started(self) -> Catalog:
+    def started(self):
         """Recall a checkpoint and read the footers of a disk, as a start does."""
         catalog = Catalog(LRU(100) if self.policy else None)
         catalog.add(len(self.disk.footers))
@@ -65,13 +65,13 @@ class CatalogMachine(RuleBasedStateMachine):
         return catalog
 
     @initialize(slots=st.integers(2, 5), policy=st.booleans())
-    def make(self, slots: int, policy: bool) -> None:
+    def make(self, slots, policy):
         self.policy = policy
         self.disk.footers = dict.fromkeys(range(slots))
         self.catalog = self.started()
 
     @rule(numbers=st.lists(st.integers(0, KEYS - 1), min_size=1, max_size=4))
-    def begin_store(self, numbers: list[int]) -> None:
+    def begin_store(self, numbers):
         keys = [key_of(number) for number in numbers]
         in_use = [self.catalog.in_use([key]) for key in keys]
         for one in in_use:
@@ -87,7 +87,7 @@ class CatalogMachine(RuleBasedStateMachine):
             self.stores.append((key, slot, sequence, False))
 
     @rule(number=st.integers(0, KEYS - 1))
-    def store(self, number: int) -> None:
+    def store(self, number):
         """From its beginning to its end."""
         earlier = len(self.stores)
         self.begin_store([number])
@@ -100,20 +100,20 @@ class CatalogMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.stores)
     @rule(data=st.data())
-    def write(self, data: st.DataObject) -> None:
+    def write(self, data):
         index = data.draw(st.integers(0, len(self.stores) - 1))
         key, slot, sequence, _ = self.stores[index]
         assert self.catalog.slot(self.key_at(slot)) != slot, "a held slot was given out"
         self.disk.footers[slot] = key, sequence
         self.stores[index] = key, slot, sequence, True
 
-    def key_at(self, slot: int) -> OffloadKey:
+    def key_at(self, slot):
         footer = self.disk.footers[slot]
         return footer[0] if footer is not None else OffloadKey(b"nobody's")
 
     @precondition(lambda self: self.stores)
     @rule(data=st.data())
-    def end_store(self, data: st.DataObject) -> None:
+    def end_store(self, data):
         """It may also fail when everything is written, as where a sync fails or the call is cancelled."""
         key, slot, sequence, written = self.stores.pop(data.draw(st.integers(0, len(self.stores) - 1)))
         if written and data.draw(st.booleans()):
@@ -126,22 +126,22 @@ class CatalogMachine(RuleBasedStateMachine):
         self.in_use.pop(slot).__exit__(None, None, None)
 
     @rule(number=st.integers(0, KEYS - 1))
-    def use(self, number: int) -> None:
+    def use(self, number):
         self.clock += 1
         self.catalog.index.use([key_of(number)], self.clock)
 
     @rule(numbers=st.lists(st.integers(0, KEYS - 1), max_size=4))
-    def rank(self, numbers: list[int]) -> None:
+    def rank(self, numbers):
         self.catalog.index.advise(Advice("rank", [key_of(number) for number in numbers]), self.clock, 0)
 
     @rule(number=st.integers(0, KEYS - 1))
-    def delete(self, number: int) -> None:
+    def delete(self, number):
         self.catalog.remove([key_of(number)])
         self.least.pop(key_of(number), None)
         self.deleting.add(key_of(number))
 
     @rule(data=st.data())
-    def wipe(self, data: st.DataObject) -> None:
+    def wipe(self, data):
         due = self.catalog.outdated.take_due()
         failed = data.draw(st.sets(st.sampled_from(due))) if due else set[int]()
         for slot in set(due) - failed:
@@ -151,7 +151,7 @@ class CatalogMachine(RuleBasedStateMachine):
         self.catalog.outdated.still_due(failed)
 
     @rule()
-    def deletes_return(self) -> None:
+    def deletes_return(self):
         """A delete has returned when nothing outdated of its key is left: then the key may not come back."""
         under_way = {key for key, *_ in self.stores}
         for key in list(self.deleting):
@@ -161,11 +161,11 @@ class CatalogMachine(RuleBasedStateMachine):
                     assert key not in self.disk.newest(), "a deleted key would come back"
 
     @rule()
-    def remember(self) -> None:
+    def remember(self):
         self.checkpoint = list(self.catalog.snapshot().entries())
 
     @rule()
-    def kill(self) -> None:
+    def kill(self):
         """Whatever was under way is cut short; a start finds footers and nothing else."""
         newest = self.disk.newest()
         before = {
@@ -181,7 +181,7 @@ class CatalogMachine(RuleBasedStateMachine):
                 assert newest[key] >= self.least[key], "what was stored later was lost to what was before"
 
     @invariant()
-    def every_slot_is_one_thing(self) -> None:
+    def every_slot_is_one_thing(self):
         held = {slot for key in keys_of(KEYS) if (slot := self.catalog.slot(key)) is not None}
         under_way = {slot for _, slot, _, _ in self.stores}
         due = {slot for slot in self.catalog.outdated.slots() if slot not in under_way}
@@ -190,7 +190,7 @@ class CatalogMachine(RuleBasedStateMachine):
         assert self.catalog.free.count == len(self.disk.footers) - len(held) - len(under_way) - len(due)
 
     @invariant()
-    def what_is_held_is_on_the_disk(self) -> None:
+    def what_is_held_is_on_the_disk(self):
         for key in keys_of(KEYS):
             slot = self.catalog.slot(key)
             if slot is not None:
@@ -202,7 +202,7 @@ TestCatalog = CatalogMachine.TestCase
 
 
 @given(st.lists(st.tuples(st.sampled_from(["add", "take", "drop"]), st.integers(0, 39), st.integers(1, 12))))
-def test_free_slots_are_a_set_that_is_given_out_in_runs(steps) -> None:
+def test_free_slots_are_a_set_that_is_given_out_in_runs(steps):
     """Five files of eight slots; what belongs to a dropped one is never given out again."""
     free, model, taken, dropped = FreeSlots(), set[int](), set(range(40)), set[int]()
     for step, at, count in steps:
@@ -229,7 +229,7 @@ def test_free_slots_are_a_set_that_is_given_out_in_runs(steps) -> None:
         assert free.count == len(model)
 
 
-def held(catalog: Catalog, count: int) -> list[OffloadKey]:
+def held(catalog, count):
     """Store that many chunks, the first of them longest ago."""
     first = catalog.add(count)
     catalog.free.add(first, count)
@@ -240,7 +240,7 @@ def held(catalog: Catalog, count: int) -> list[OffloadKey]:
     return keys_of(count)
 
 
-def test_what_a_call_is_at_does_not_go() -> None:
+def test_what_a_call_is_at_does_not_go():
     catalog = Catalog(None)
     keys = held(catalog, 3)
     with catalog.in_use([keys[0], keys[0], keys[1]]):
@@ -257,7 +257,7 @@ def test_what_a_call_is_at_does_not_go() -> None:
     assert [key in catalog for key in keys] == [True, False, False]
 
 
-def test_nothing_goes_before_every_footer_was_seen() -> None:
+def test_nothing_goes_before_every_footer_was_seen():
     catalog = Catalog(None)
     catalog.add(2)
     catalog.found(SlotEntry(key_of(0), 0, 5, 5))
@@ -266,7 +266,7 @@ def test_nothing_goes_before_every_footer_was_seen() -> None:
     assert catalog.evict(1, ()) == [0]
 
 
-def test_sequence_numbers_rise_whatever_the_clock_does() -> None:
+def test_sequence_numbers_rise_whatever_the_clock_does():
     catalog = Catalog(None)
     catalog.add(1)
     catalog.found(SlotEntry(key_of(0), 0, 10_000, 0))
@@ -275,7 +275,7 @@ def test_sequence_numbers_rise_whatever_the_clock_does() -> None:
     assert catalog.next_sequences(1, 50) == first + 4
 
 
-def test_slots_that_are_being_wiped_are_unsettled() -> None:
+def test_slots_that_are_being_wiped_are_unsettled():
     catalog = Catalog(None)
     catalog.add(3)
     catalog.outdated.retire(1, None)
@@ -291,7 +291,7 @@ def test_slots_that_are_being_wiped_are_unsettled() -> None:
     assert catalog.clear_range(0, 3) == 0
 
 
-def test_what_a_failed_store_may_have_left_is_waited_for() -> None:
+def test_what_a_failed_store_may_have_left_is_waited_for():
     catalog = Catalog(None)
     (old,) = held(catalog, 1)
     (slot,) = catalog.evict(1, ())

@@ -8,7 +8,6 @@ import shutil
 import struct
 import threading
 from array import array
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -44,41 +43,41 @@ PUBLISHED = (
 
 
 @pytest.fixture
-def counters() -> Counters:
+def counters():
     return Counters()
 
 
 @pytest.fixture
-def folder(open_folder) -> Folder:
+def folder(open_folder):
     return open_folder(layout="segments")
 
 
 @pytest.fixture
-def checkpoint(folder, mapper, counters) -> SlotCheckpoint:
+def checkpoint(folder, mapper, counters):
     return SlotCheckpoint(folder, mapper, counters, ROW_BYTES)
 
 
 @pytest.fixture
-def path(root, mapper) -> Path:
+def path(root, mapper):
     return root / mapper.folder / "index_r0_segments"
 
 
-def snapshot(keys: Iterable[OffloadKey]) -> Snapshot:
+def snapshot(keys):
     named = list(keys)
     numbers = range(1, len(named) + 1)
     return Snapshot([*named], array("Q", numbers), array("q", numbers), frozenset())
 
 
-def keys_in(checkpoint: SlotCheckpoint) -> list[OffloadKey] | None:
+def keys_in(checkpoint):
     memory = checkpoint.read()
     return memory and checkpoint_module.keys_of(memory.chunks)
 
 
-def with_checksum(content: bytes) -> bytes:
+def with_checksum(content):
     return content + xxh3_64_intdigest(content).to_bytes(8, "little")
 
 
-def test_a_checkpoint_is_what_was_published(checkpoint, path) -> None:
+def test_a_checkpoint_is_what_was_published(checkpoint, path):
     path.write_bytes(with_checksum(PUBLISHED))
     memory = checkpoint.read()
     assert memory is not None
@@ -93,7 +92,7 @@ def test_a_checkpoint_is_what_was_published(checkpoint, path) -> None:
     assert path.read_bytes() == with_checksum(PUBLISHED)
 
 
-def test_a_chunk_with_a_long_key_is_left_to_the_scan_and_no_segment_is_trusted(checkpoint) -> None:
+def test_a_chunk_with_a_long_key_is_left_to_the_scan_and_no_segment_is_trusted(checkpoint):
     keys = [OffloadKey(bytes(length)) for length in (KEY_BYTES_MAX + 1, KEY_BYTES_MAX)]
     checkpoint.write([checkpoint_module.Remembered("x/00000001.seg", 0, 2, 5)], snapshot(keys))
     memory = checkpoint.read()
@@ -104,7 +103,7 @@ def test_a_chunk_with_a_long_key_is_left_to_the_scan_and_no_segment_is_trusted(c
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_a_damaged_checkpoint_is_ignored(checkpoint, path, data) -> None:
+def test_a_damaged_checkpoint_is_ignored(checkpoint, path, data):
     checkpoint.write([], snapshot(keys_of(3)))
     content = bytearray(path.read_bytes())
     match data.draw(st.sampled_from(["flip", "cut", "extend", "zero"])):
@@ -122,7 +121,7 @@ def test_a_damaged_checkpoint_is_ignored(checkpoint, path, data) -> None:
     assert checkpoint.read() is None
 
 
-def test_a_checkpoint_of_another_version_or_namespace_is_ignored(folder, checkpoint, mapper, path, counters) -> None:
+def test_a_checkpoint_of_another_version_or_namespace_is_ignored(folder, checkpoint, mapper, path, counters):
     checkpoint.write([], snapshot(keys_of(1)))
     other = FileMapper(Namespace(model_name="org/model", layout="LBHNC"))
     assert SlotCheckpoint(folder, other, counters, ROW_BYTES).read() is None
@@ -136,7 +135,7 @@ def test_a_checkpoint_of_another_version_or_namespace_is_ignored(folder, checkpo
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS, errno.EIO])
-def test_a_checkpoint_that_cannot_be_written_leaves_the_last(checkpoint, counters, system_call, error) -> None:
+def test_a_checkpoint_that_cannot_be_written_leaves_the_last(checkpoint, counters, system_call, error):
     checkpoint.write([], snapshot(keys_of(1)))
     system_call("rename", error=error)
     checkpoint.write([], snapshot([]))
@@ -144,51 +143,46 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_last(checkpoint, counter
     assert (counters.totals().checkpoints_written, counters.totals().checkpoints_failed) == (1, 1)
 
 
-async def test_chunks_beyond_a_checkpoints_limit_are_scanned(open_tier, stored, lender, path, monkeypatch) -> None:
+async def test_chunks_beyond_a_checkpoints_limit_are_scanned(open_tier, stored, lender, path, monkeypatch):
     monkeypatch.setattr(checkpoint_module, "BYTES_MAX", 2_000)
     await stored(keys_of(40), **SEGMENTS)
     assert 1_000 < path.stat().st_size <= 2_000
-    tier = await open_tier(**SEGMENTS)
-    await scanned(tier)
+    tier = await open_tier(**SEGMENTS, scanned=True)
     assert 10 < tier.counters().checkpoint_chunks < 40
     assert await lender.recall(tier, keys_of(40)) == whole(keys_of(40))
 
 
-async def test_a_checkpoint_is_written_every_so_often(open_tier, lender, root, monkeypatch) -> None:
+async def test_a_checkpoint_is_written_every_so_often(open_tier, lender, root, monkeypatch):
     publish, published = Folder.publish, threading.Semaphore(0)
 
-    def publish_and_say(folder: Folder, name: str, pieces: Iterable[bytes]) -> None:
+    def publish_and_say(folder, name, pieces):
         publish(folder, name, pieces)
         published.release()
 
-    tier = await open_tier(**SEGMENTS, checkpoint_s=0.01)
-    await scanned(tier)
+    tier = await open_tier(**SEGMENTS, checkpoint_s=0.01, scanned=True)
     await lender.keep(tier, keys_of(3))
     monkeypatch.setattr(Folder, "publish", publish_and_say)
     for _ in range(2):  # The first may have begun before the chunks were stored.
         assert await asyncio.to_thread(published.acquire, timeout=DEADLINE_S)
     copy = shutil.copytree(root, root.with_name("copy"))  # As after a kill: the first has not closed.
-    another = await open_tier(**SEGMENTS | {"root": str(copy)})
-    await scanned(another)
+    another = await open_tier(**SEGMENTS | {"root": str(copy)}, scanned=True)
     assert another.counters().checkpoint_chunks == 3
 
 
-async def test_closing_in_no_time_leaves_the_last_checkpoint(open_tier, stored, path) -> None:
+async def test_closing_in_no_time_leaves_the_last_checkpoint(open_tier, stored, path):
     await stored(keys_of(2), **SEGMENTS)
     content = path.read_bytes()
-    tier = await open_tier(**SEGMENTS)
-    await scanned(tier)
+    tier = await open_tier(**SEGMENTS, scanned=True)
     await tier.delete(keys_of(2))
     await tier.aclose(0)
     assert await tier.aclose(DEADLINE_S) == (0,)
     assert path.read_bytes() == content
 
 
-async def test_two_ranks_have_checkpoints_of_their_own(open_tier, root, lender) -> None:
+async def test_two_ranks_have_checkpoints_of_their_own(open_tier, root, lender):
     for rank in (0, 1):
         for _ in range(2):
-            tier = await open_tier(**SEGMENTS, namespace=Namespace(model_name="org/model", rank=rank))
-            await scanned(tier)
+            tier = await open_tier(**SEGMENTS, namespace=Namespace(model_name="org/model", rank=rank), scanned=True)
             await lender.keep(tier, [key_of(rank)])
             await tier.aclose(DEADLINE_S)
         assert tier.counters().checkpoint_chunks == 1
@@ -202,7 +196,7 @@ async def test_two_ranks_have_checkpoints_of_their_own(open_tier, root, lender) 
 def stop_the_walk(hurry, system_call):
     """Hold the next scan before the first footer; nobody waits for it."""
 
-    def stop_the_walk(error: int = 0):
+    def stop_the_walk(error=0):
         hurry()
         return system_call("posix_fadvise", sticks=True, error=error)
 
@@ -213,7 +207,7 @@ def stop_the_walk(hurry, system_call):
 def untrusted(stored, root, path):
     """Store chunks; return the checkpoint that names them, of which the next start trusts no segment."""
 
-    async def untrusted(chunks: int) -> bytes:
+    async def untrusted(chunks):
         await stored(keys_of(chunks), **SEGMENTS)
         touch(root)
         return path.read_bytes()
@@ -221,13 +215,13 @@ def untrusted(stored, root, path):
     return untrusted
 
 
-def touch(root: Path) -> None:
+def touch(root):
     for segment in segments(root):
         os.utime(segment, ns=(1, 1))
 
 
 @pytest.mark.parametrize("checkpoint_s", [0, 1_800])
-async def test_a_restart_knows_every_chunk_and_no_other(open_tier, lender, path, checkpoint_s) -> None:
+async def test_a_restart_knows_every_chunk_and_no_other(open_tier, lender, path, checkpoint_s):
     first, keys = await open_tier(**SEGMENTS), keys_of(40)
     await lender.keep(first, keys)
     await first.aclose(DEADLINE_S)
@@ -246,9 +240,7 @@ async def test_a_restart_knows_every_chunk_and_no_other(open_tier, lender, path,
     assert tier.counters().checkpoint_chunks == (40 if checkpoint_s else 0)
 
 
-async def test_a_checkpoints_chunks_are_hits_before_footers_are_read(
-    open_tier, untrusted, lender, stop_the_walk
-) -> None:
+async def test_a_checkpoints_chunks_are_hits_before_footers_are_read(open_tier, untrusted, lender, stop_the_walk):
     await untrusted(40)
     walk = stop_the_walk()
     tier = await open_tier(**SEGMENTS)
@@ -271,7 +263,7 @@ async def test_a_checkpoints_chunks_are_hits_before_footers_are_read(
 )
 async def test_a_candidate_that_is_not_there_is_a_miss_and_no_fault(
     open_tier, untrusted, lender, root, place_of, stop_the_walk, at, damage, afterwards
-) -> None:
+):
     await untrusted(3)
     place_of(key_of(1)).overwrite(at, damage)
     touch(root)
@@ -285,7 +277,7 @@ async def test_a_candidate_that_is_not_there_is_a_miss_and_no_fault(
     assert await lender.recall(tier, keys_of(3)) == [label(key_of(0)), afterwards, label(key_of(2))]
 
 
-async def test_what_was_written_over_a_candidate_is_kept(open_tier, untrusted, lender, path, stop_the_walk) -> None:
+async def test_what_was_written_over_a_candidate_is_kept(open_tier, untrusted, lender, path, stop_the_walk):
     """Neither a store of the candidate's key nor a failed load of it touches a slot that nobody has looked at."""
     old, new = await untrusted(4), keys_of(4, start=10)
     second = await open_tier(**SEGMENTS)
@@ -303,7 +295,7 @@ async def test_what_was_written_over_a_candidate_is_kept(open_tier, untrusted, l
     assert await lender.recall(tier, [*keys_of(4), *new]) == [*whole(keys_of(3), 1), "ChunkMissing", *whole(new)]
 
 
-async def test_a_segment_that_went_after_the_checkpoint_has_no_candidates(open_tier, untrusted, lender, root) -> None:
+async def test_a_segment_that_went_after_the_checkpoint_has_no_candidates(open_tier, untrusted, lender, root):
     await untrusted(4)
     (segment,) = segments(root)
     segment.write_bytes(b"\x89kvtseg\n" + bytes(segment.stat().st_size - 8))
@@ -314,7 +306,7 @@ async def test_a_segment_that_went_after_the_checkpoint_has_no_candidates(open_t
     assert not any(await (await open_tier(**SEGMENTS)).probe(keys_of(4)))
 
 
-async def test_candidates_of_a_segment_that_cannot_be_read_are_taken_back(open_tier, untrusted, stop_the_walk) -> None:
+async def test_candidates_of_a_segment_that_cannot_be_read_are_taken_back(open_tier, untrusted, stop_the_walk):
     await untrusted(4)
     walk = stop_the_walk(errno.EIO)
     tier = await open_tier(**SEGMENTS)

@@ -41,7 +41,7 @@ async def tier(open_tier):
 def three_segments(stored, root):
     """Leave three segments of 60 chunks each."""
 
-    async def three_segments() -> None:
+    async def three_segments():
         for number in range(3):
             await stored(keys_of(60, start=100 * number), **SEGMENTS, capacity_bytes=(number + 1) << 20)
         assert len(segments(root)) == 3
@@ -50,7 +50,7 @@ def three_segments(stored, root):
 
 
 @given(st.integers(1, 1_000), st.integers(1, 2_000), st.binary(min_size=32, max_size=32))
-def test_a_header_is_read_as_it_was_written(pages, slots, fingerprint) -> None:
+def test_a_header_is_read_as_it_was_written(pages, slots, fingerprint):
     header = Header(4_096 * pages, slots, fingerprint)
     page = header.written()
     assert read_header(page) == header
@@ -58,20 +58,19 @@ def test_a_header_is_read_as_it_was_written(pages, slots, fingerprint) -> None:
     assert read_header(bytes([page[0] ^ 1]) + page[1:]) is None
 
 
-def test_a_segments_first_page_is_what_was_published() -> None:
+def test_a_segments_first_page_is_what_was_published():
     page = Header(8_192, 3, bytes(range(32))).written()
     numbers = (1).to_bytes(8, "little") + (8_192).to_bytes(8, "little") + (3).to_bytes(8, "little")
     assert page[:40] == b"\x89kvtseg\n" + numbers + bytes(range(8))
     assert Header(8_192, 3, bytes(32)).offset(2) == 4_096 + 2 * 12_288
 
 
-async def test_two_tiers_on_one_directory_write_to_segments_of_their_own(open_tier, lender, root) -> None:
+async def test_two_tiers_on_one_directory_write_to_segments_of_their_own(open_tier, lender, root):
     """Each reads what the other had stored when it started, and takes none of the other's slots.
 
     So does a runner that is started in the place of one that hangs. Here the owner's file is removed: nobody guards.
     """
-    first = await open_tier(**SEGMENTS)
-    await lender.keep(first, keys_of(4))
+    first = await open_tier(**SEGMENTS, holds=keys_of(4))
     (root / OWNER).unlink()
     second = await open_tier(**SEGMENTS, capacity_bytes="4MiB")
     assert await scanned(second) == set(keys_of(4))
@@ -88,9 +87,8 @@ async def test_two_tiers_on_one_directory_write_to_segments_of_their_own(open_ti
     assert second.counters().corrupt == {}
 
 
-async def test_a_batch_lies_together_and_is_one_call_a_lane(open_tier, lender, system_call) -> None:
-    tier = await open_tier(**SEGMENTS, load_lanes=1, store_lanes=1, capacity_bytes="4MiB")
-    await lender.keep(tier, keys_of(2, start=50))
+async def test_a_batch_lies_together_and_is_one_call_a_lane(open_tier, lender, system_call):
+    tier = await open_tier(**SEGMENTS, load_lanes=1, store_lanes=1, capacity_bytes="4MiB", holds=keys_of(2, start=50))
     moved: list[tuple[str, int]] = []
     for name in ("pwritev", "preadv"):
         system_call(name, only=lambda fd, buffers, at, name=name: moved.append((name, len(buffers))))
@@ -100,10 +98,7 @@ async def test_a_batch_lies_together_and_is_one_call_a_lane(open_tier, lender, s
     assert os.sysconf("SC_IOV_MAX") >= RUN_SLOTS_MAX * 2
 
 
-# Writes, reads and wipes that fail or hang.
-
-
-async def test_one_place_that_cannot_be_written_costs_its_own_chunk_only(tier, lender, system_call) -> None:
+async def test_one_place_that_cannot_be_written_costs_its_own_chunk_only(tier, lender, system_call):
     await lender.keep(tier, keys_of(6))
     bad = HEADER_BYTES + 8 * SLOT_BYTES
     system_call("pwritev", error=errno.EIO, only=lambda fd, buffers, at: at <= bad < at + sum(map(len, buffers)))
@@ -113,9 +108,8 @@ async def test_one_place_that_cannot_be_written_costs_its_own_chunk_only(tier, l
     assert await lender.recall(tier, keys_of(6)) == expected, "what was there before has stayed"
 
 
-async def test_one_place_that_cannot_be_read_costs_its_own_chunk_only(open_tier, lender, system_call) -> None:
-    tier = await open_tier(**SEGMENTS, load_lanes=1)
-    await lender.keep(tier, keys_of(6))
+async def test_one_place_that_cannot_be_read_costs_its_own_chunk_only(open_tier, lender, system_call):
+    tier = await open_tier(**SEGMENTS, load_lanes=1, holds=keys_of(6))
     bad = HEADER_BYTES + 2 * SLOT_BYTES
     failing = system_call(
         "preadv", error=errno.EIO, only=lambda fd, buffers, at: at <= bad < at + sum(map(len, buffers))
@@ -128,17 +122,16 @@ async def test_one_place_that_cannot_be_read_costs_its_own_chunk_only(open_tier,
     assert tier.counters().corrupt == {}
 
 
-async def test_a_chunk_that_moved_while_it_could_not_be_read_is_read_where_it_is(tier, lender, system_call) -> None:
+async def test_a_chunk_that_moved_while_it_could_not_be_read_is_read_where_it_is(tier, lender, system_call):
     await lender.keep(tier, [KEY])
     stuck = system_call("preadv", sticks=True, error=errno.EBADF)
-    recall = asyncio.create_task(lender.recall(tier, [KEY]))
-    await stuck.wait_entered()
+    recall = await stuck.met_by(lender.recall(tier, [KEY]))
     await lender.keep(tier, [KEY], version=1)
     stuck.let_go()
     assert await recall == [label(KEY, 1)]
 
 
-async def test_a_delete_whose_footer_cannot_be_wiped_says_so(tier, lender, system_call) -> None:
+async def test_a_delete_whose_footer_cannot_be_wiped_says_so(tier, lender, system_call):
     await lender.keep(tier, keys_of(2))
     refused = system_call("pwritev", error=errno.EIO)
     with pytest.raises(BackendUnavailable, match="could not be wiped") as failed:
@@ -149,9 +142,8 @@ async def test_a_delete_whose_footer_cannot_be_wiped_says_so(tier, lender, syste
     assert await lender.recall(tier, keys_of(2)) == [label(key_of(0)), "ChunkMissing"]
 
 
-async def test_a_delete_says_so_when_a_failed_store_has_left_its_chunk(open_tier, lender, system_call) -> None:
-    tier = await open_tier(**SEGMENTS, fsync=True)
-    await lender.keep(tier, [key_of(0)])
+async def test_a_delete_says_so_when_a_failed_store_has_left_its_chunk(open_tier, lender, system_call):
+    tier = await open_tier(**SEGMENTS, fsync=True, holds=[key_of(0)])
     refused = system_call("fdatasync", error=errno.EIO)
     assert kinds(await tier.store(lender.writes([KEY]))) == ["TransferFailed"]
     with pytest.raises(BackendUnavailable, match="could not be wiped"):
@@ -161,11 +153,10 @@ async def test_a_delete_says_so_when_a_failed_store_has_left_its_chunk(open_tier
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-async def test_a_delete_is_done_when_its_tier_has_closed_or_fails(tier, open_tier, lender, system_call, hangs) -> None:
+async def test_a_delete_is_done_when_its_tier_has_closed_or_fails(tier, open_tier, lender, system_call, hangs):
     await lender.keep(tier, keys_of(2))
     stuck = system_call("pwritev", sticks=True)
-    delete = asyncio.create_task(tier.delete([KEY]))
-    await stuck.wait_entered()
+    delete = await stuck.met_by(tier.delete([KEY]))
     closing = asyncio.create_task(tier.aclose(0.1 if hangs else DEADLINE_S))
     for _ in range(100):  # Until it waits for the wipe.
         await asyncio.sleep(0)
@@ -182,15 +173,14 @@ async def test_a_delete_is_done_when_its_tier_has_closed_or_fails(tier, open_tie
     assert await tier.aclose(DEADLINE_S) == (0,)
 
 
-async def test_a_delete_ends_with_the_cancelled_store_that_has_its_chunks_slot(open_tier, lender, system_call) -> None:
+async def test_a_delete_ends_with_the_cancelled_store_that_has_its_chunks_slot(open_tier, lender, system_call):
     """The chunk has gone for room, and what is stored in its place is written though nobody waits for it any more."""
     tier, number = await open_tier(**SEGMENTS, capacity_bytes=2 * SLOT_BYTES + 65_536, store_lanes=1), 0
     while not tier.counters().evicted:
         await lender.keep(tier, [key_of(number)])
         number += 1
     stuck = system_call("pwritev", sticks=True, only=lambda fd, buffers, at: len(buffers) == 2)
-    store = asyncio.create_task(tier.store(lender.writes([key_of(number)])))
-    await stuck.wait_entered()
+    store = await stuck.met_by(tier.store(lender.writes([key_of(number)])))
     assert list(await tier.probe([KEY])) == [False]
     delete = asyncio.create_task(tier.delete([KEY]))
     for _ in range(5):
@@ -203,16 +193,13 @@ async def test_a_delete_ends_with_the_cancelled_store_that_has_its_chunks_slot(o
         await delete
 
 
-# Segments that others have, remove, replace or prune, and that go for room.
-
-
-async def test_a_segment_removed_before_it_was_locked_is_gone(open_tier, stored, lender, root, monkeypatch) -> None:
+async def test_a_segment_removed_before_it_was_locked_is_gone(open_tier, stored, lender, root, monkeypatch):
     """Chunks that are stored in a file without a name are lost, though they were said to be stored."""
     await stored([KEY], **SEGMENTS)
     (old,) = segments(root)
     lock = fcntl.flock
 
-    def too_late(fd: int, how: int) -> None:
+    def too_late(fd, how):
         old.unlink(missing_ok=True)
         lock(fd, how)
 
@@ -225,12 +212,12 @@ async def test_a_segment_removed_before_it_was_locked_is_gone(open_tier, stored,
     assert await lender.recall(await open_tier(**SEGMENTS), [key_of(2)]) == [label(key_of(2))]
 
 
-async def test_no_more_segments_go_for_others_than_are_needed(open_tier, three_segments, root, monkeypatch) -> None:
+async def test_no_more_segments_go_for_others_than_are_needed(open_tier, three_segments, root, monkeypatch):
     await three_segments()
     taken = sum(path.stat().st_blocks for path in segments(root)) * 512
     look = os.fstatvfs
 
-    def nearly_full(fd: int) -> SimpleNamespace:
+    def nearly_full(fd):
         found = look(fd)
         free_bytes = taken + (2 << 20) - sum(path.stat().st_blocks for path in segments(root)) * 512
         names = "f_frsize", "f_blocks", "f_bfree"
@@ -242,7 +229,7 @@ async def test_no_more_segments_go_for_others_than_are_needed(open_tier, three_s
     assert len(segments(root)) == 2
 
 
-async def test_where_no_segment_can_be_removed_no_more_are_given_up(open_tier, three_segments, system_call) -> None:
+async def test_where_no_segment_can_be_removed_no_more_are_given_up(open_tier, three_segments, system_call):
     await three_segments()
     system_call("unlink", error=errno.EROFS, only=lambda name, **_: name.endswith(".seg"))
     tier = await open_tier(**SEGMENTS)
@@ -253,7 +240,7 @@ async def test_where_no_segment_can_be_removed_no_more_are_given_up(open_tier, t
 
 
 @pytest.mark.parametrize("checkpoint_s", [0, 1_800])
-async def test_an_unreadable_segment_takes_its_room(open_tier, stored, lender, root, system_call, checkpoint_s) -> None:
+async def test_an_unreadable_segment_takes_its_room(open_tier, stored, lender, root, system_call, checkpoint_s):
     await stored([KEY], **SEGMENTS)
     refused = system_call("open", error=errno.EMFILE, only=lambda path, *_, **__: str(path).endswith(".seg"))
     tier = await open_tier(**SEGMENTS, checkpoint_s=checkpoint_s)
@@ -264,7 +251,7 @@ async def test_an_unreadable_segment_takes_its_room(open_tier, stored, lender, r
     assert taken_bytes(root) <= 1 << 20
 
 
-async def test_chunks_in_a_segment_taken_for_unusable_do_not_go_for_room(open_tier, stored, lender, root) -> None:
+async def test_chunks_in_a_segment_taken_for_unusable_do_not_go_for_room(open_tier, stored, lender, root):
     """It was looked at as its maker was giving it its name; by the time that room is wanted, its maker has gone."""
     await stored(keys_of(4), **SEGMENTS)
     (segment,) = segments(root)
@@ -280,7 +267,7 @@ async def test_chunks_in_a_segment_taken_for_unusable_do_not_go_for_room(open_ti
     assert await lender.recall(third, keys_of(4)) == whole(keys_of(4))
 
 
-async def test_a_closed_tiers_segments_are_free_though_a_fork_has_them(open_tier, tier, lender, root) -> None:
+async def test_a_closed_tiers_segments_are_free_though_a_fork_has_them(open_tier, tier, lender, root):
     await lender.keep(tier, [KEY])
     copies = []
     for fd in os.listdir("/proc/self/fd"):
@@ -295,12 +282,12 @@ async def test_a_closed_tiers_segments_are_free_though_a_fork_has_them(open_tier
         os.close(copy)
 
 
-async def test_a_pruned_slots_segment_may_be_another_one_by_then(stored, root, monkeypatch) -> None:
+async def test_a_pruned_slots_segment_may_be_another_one_by_then(stored, root, monkeypatch):
     await stored([KEY], **SEGMENTS)
     (segment,) = segments(root)
     content, lock = segment.read_bytes(), fcntl.flock
 
-    def too_late(fd: int, how: int) -> None:
+    def too_late(fd, how):
         segment.unlink()
         segment.write_bytes(content)
         lock(fd, how)
@@ -319,7 +306,7 @@ async def test_a_pruned_slots_segment_may_be_another_one_by_then(stored, root, m
     os.close(root_fd)
 
 
-async def test_pruned_slots_are_stored_to_again_and_refused_on_a_full_disk(open_tier, stored, lender, mount) -> None:
+async def test_pruned_slots_are_stored_to_again_and_refused_on_a_full_disk(open_tier, stored, lender, mount):
     root = mount("tmpfs", "size=32m")
     options = {**SEGMENTS, "root": str(root / "tier"), "capacity_bytes": 17 << 20}
     await stored(keys_of(40), **options)
@@ -348,18 +335,18 @@ async def test_pruned_slots_are_stored_to_again_and_refused_on_a_full_disk(open_
 
 
 @pytest.fixture(autouse=True)
-def closing(monkeypatch) -> None:
+def closing(monkeypatch):
     """Close at once what was removed."""
     monkeypatch.setattr(room, "CLOSE_S", 0.01)
 
 
 @pytest.fixture
-def looking(monkeypatch) -> None:
+def looking(monkeypatch):
     """Look all the time what was removed."""
     monkeypatch.setattr(room, "LOOK_S", 0.01)
 
 
-def open_without_a_name(root: Path) -> int:
+def open_without_a_name(root):
     """Return how many files of a directory this process has open that are not there any more."""
     found = 0
     for fd in os.listdir("/proc/self/fd"):
@@ -369,7 +356,7 @@ def open_without_a_name(root: Path) -> int:
     return found
 
 
-def put_another_in_its_place(segment: Path) -> None:
+def put_another_in_its_place(segment):
     content = segment.read_bytes()
     segment.unlink()
     segment.write_bytes(content)
@@ -383,7 +370,7 @@ REMOVALS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("removed", REMOVALS)
-async def test_a_removed_segment_gives_way_to_a_new_one(tier, open_tier, lender, root, removed) -> None:
+async def test_a_removed_segment_gives_way_to_a_new_one(tier, open_tier, lender, root, removed):
     await lender.keep(tier, keys_of(4))
     (segment,) = segments(root)
     REMOVALS[removed](segment)
@@ -404,10 +391,9 @@ async def test_a_removed_segment_gives_way_to_a_new_one(tier, open_tier, lender,
         assert segment.read_bytes() == another, "nothing was written to it"
 
 
-async def test_only_what_lies_in_the_removed_segment_is_lost(open_tier, stored, lender, root) -> None:
+async def test_only_what_lies_in_the_removed_segment_is_lost(open_tier, stored, lender, root):
     await stored(keys_of(60), **SEGMENTS)
-    tier = await open_tier(**SEGMENTS, capacity_bytes="2MiB")
-    await lender.keep(tier, keys_of(60, start=100))
+    tier = await open_tier(**SEGMENTS, capacity_bytes="2MiB", holds=keys_of(60, start=100))
     assert len(segments(root)) == 2
     segments(root)[0].unlink()
     outcomes = await tier.store(lender.writes(keys_of(100, start=200)))  # There is not so much room in one of them.
@@ -419,7 +405,7 @@ async def test_only_what_lies_in_the_removed_segment_is_lost(open_tier, stored, 
     assert await lender.recall(await open_tier(**SEGMENTS, capacity_bytes="2MiB"), kept) == whole(kept)
 
 
-async def test_a_removed_segment_is_noticed_though_nobody_stores(looking, tier, lender, root) -> None:
+async def test_a_removed_segment_is_noticed_though_nobody_stores(looking, tier, lender, root):
     await lender.keep(tier, keys_of(4))
     told = tier.watch()
     async with asyncio.timeout(DEADLINE_S):
@@ -435,11 +421,10 @@ async def test_a_removed_segment_is_noticed_though_nobody_stores(looking, tier, 
     await lender.keep(tier, [KEY])
 
 
-async def test_a_hung_load_keeps_a_removed_segment_open(looking, tier, lender, root, system_call) -> None:
+async def test_a_hung_load_keeps_a_removed_segment_open(looking, tier, lender, root, system_call):
     await lender.keep(tier, keys_of(4))
     stuck = system_call("preadv", sticks=True)
-    load = asyncio.create_task(lender.recall(tier, keys_of(1)))
-    await stuck.wait_entered()
+    load = await stuck.met_by(lender.recall(tier, keys_of(1)))
     segments(root)[0].unlink()
     await until(lambda: tier.occupancy().chunks <= 1)
     assert open_without_a_name(root) == 1
@@ -450,7 +435,7 @@ async def test_a_hung_load_keeps_a_removed_segment_open(looking, tier, lender, r
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOENT])
-async def test_a_segment_reported_missing_fails_the_store_and_stays(tier, lender, root, system_call, error) -> None:
+async def test_a_segment_reported_missing_fails_the_store_and_stays(tier, lender, root, system_call, error):
     await lender.keep(tier, keys_of(4))
     missing = system_call("open", error=error, only=lambda name, *_, **__: str(name).endswith(".seg"))
     assert kinds(await tier.store(lender.writes(keys_of(2), version=1))) == ["TransferFailed"] * 2

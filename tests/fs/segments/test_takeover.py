@@ -30,11 +30,11 @@ NEW = keys_of(200, start=1_000)  # More than the capacity holds.
 
 
 @pytest.fixture(autouse=True)
-def hasty(monkeypatch) -> None:
+def hasty(monkeypatch):
     monkeypatch.setattr(recovery, "AGAIN_S", 0.02)
 
 
-async def test_a_replaced_runner_stores_again_once_its_predecessor_is_dead(launch, open_tier, lender, root) -> None:
+async def test_a_replaced_runner_stores_again_once_its_predecessor_is_dead(launch, open_tier, lender, root):
     predecessor = launch("obey", engine=ENGINE, options={"capacity_bytes": CAPACITY_BYTES})
     predecessor.begin()
     assert predecessor.ask(f"store {len(OLD)} 0") == len(OLD)
@@ -54,7 +54,7 @@ async def test_a_replaced_runner_stores_again_once_its_predecessor_is_dead(launc
     assert await lender.recall(await open_tier(**OURS), NEW[:60]) == whole(NEW[:60])
 
 
-async def test_a_segment_is_taken_over_as_its_footers_say(open_tier, stored, lender, root, place_of) -> None:
+async def test_a_segment_is_taken_over_as_its_footers_say(open_tier, stored, lender, root, place_of):
     kept, deleted, again, wiped = keys = keys_of(4)
     await stored(keys, layout="segments")
     (segment,) = segments(root)
@@ -74,11 +74,11 @@ async def test_a_segment_is_taken_over_as_its_footers_say(open_tier, stored, len
     assert third.counters().corrupt == {}
 
 
-async def test_a_segment_that_cannot_be_opened_is_read_once_it_can(open_tier, stored, lender, monkeypatch) -> None:
+async def test_a_segment_that_cannot_be_opened_is_read_once_it_can(open_tier, stored, lender, monkeypatch):
     keys = keys_of(20)
     await stored(keys, layout="segments")
 
-    def fails(*_: object) -> None:
+    def fails(*_):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as erring:
