@@ -131,16 +131,19 @@ def test_temporaries_have_names_of_their_own_that_say_whose_they_are():
     assert {writer_of(name) for name in names} == {writer}
 
 
-def test_a_processs_temporary_is_left_alone_while_it_lives_and_swept_when_it_is_dead(sweep, sleeper):
+def test_a_live_processs_temporary_is_left_alone(sweep, sleeper):
     here = Writer.this_process()
-    theirs = temporary_name(Writer(here.boot, sleeper.pid, started_at(sleeper.pid) or 0))
     assert not sweep(temporary_name(here))
-    assert not sweep(theirs)
+    assert not sweep(temporary_name(Writer(here.boot, sleeper.pid, started_at(sleeper.pid) or 0)))
+
+
+def test_a_dead_processs_temporary_is_swept(sweep, sleeper):
+    name = temporary_name(Writer(Writer.this_process().boot, sleeper.pid, started_at(sleeper.pid) or 0))
     sleeper.kill()
     os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)  # Nobody has collected it: dead all the same.
-    assert sweep(theirs, age_s=0.0)
+    assert sweep(name, age_s=0.0)
     sleeper.wait()
-    assert sweep(theirs, age_s=0.0)
+    assert sweep(name, age_s=0.0)
 
 
 def test_a_process_of_the_same_id_is_not_the_one_that_wrote(sweep):
