@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -13,15 +12,13 @@ import pytest
 import kvtier
 from tests.own import new_shared_memory
 
-Spawn = Callable[..., "subprocess.Popen[str]"]
-
 
 @pytest.fixture
-def spawn(outside: None) -> Iterator[Spawn]:
+def spawn(outside):
     """Start `python -c script *args` with pipes, `pass_fds` kept open; whatever still runs at the end is killed."""
     environment = os.environ | {"PYTHONPATH": str(Path(kvtier.__file__).parents[1])}
 
-    def start(script: str, *args: object, pass_fds: tuple[int, ...] = ()) -> "subprocess.Popen[str]":
+    def start(script, *args, pass_fds=()):
         command = [sys.executable, "-c", script, *map(str, args)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         process = subprocess.Popen(command, env=environment, pass_fds=pass_fds, **pipes)
@@ -32,14 +29,14 @@ def spawn(outside: None) -> Iterator[Spawn]:
         yield start
 
 
-def _end(process: "subprocess.Popen[str]") -> None:
+def _end(process):
     with closing(process.stdin), closing(process.stdout):
         process.kill()
         process.wait()
 
 
 @pytest.fixture
-def shm_path() -> Iterator[str]:
+def shm_path():
     """A path in a directory of the test's own in /dev/shm. What a test leaves there is removed, and fails the test."""
     if not os.path.isdir("/dev/shm"):
         pytest.skip("there is no /dev/shm")
@@ -52,7 +49,7 @@ def shm_path() -> Iterator[str]:
 
 
 @pytest.fixture
-def small_tmpfs(outside: None, tmp_path: Path) -> Iterator[Path]:
+def small_tmpfs(outside, tmp_path):
     """A real file system of 1 MiB of memory."""
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(tmp_path)]
     if os.geteuid() or subprocess.run(mount, check=False, capture_output=True).returncode:
@@ -62,7 +59,7 @@ def small_tmpfs(outside: None, tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def no_descriptor_left() -> Iterator[None]:
+def no_descriptor_left():
     """Fail the test if it ends with a file descriptor more or less than it began with."""
     before = set(os.listdir("/proc/self/fd"))
     yield

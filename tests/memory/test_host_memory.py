@@ -2,7 +2,6 @@
 
 import mmap
 import os
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,7 @@ from kvtier.memory.this_process import require_free
 MIB = 1 << 20
 
 
-def machine(root: Path, *, groups: str = "0::/\n", available_bytes: int = 1_000 * MIB, **files: str) -> str:
+def machine(root, *, groups="0::/\n", available_bytes=1_000 * MIB, **files):
     """Write the kernel's files of a machine: /proc, and control-group files by path (`__` stands for `/`)."""
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/meminfo").write_text(f"MemTotal: 99999999 kB\nMemAvailable:  {available_bytes // 1024} kB\n")
@@ -26,7 +25,7 @@ def machine(root: Path, *, groups: str = "0::/\n", available_bytes: int = 1_000 
     return str(root)
 
 
-def limited(group: str, limit_mib: int, used_mib: int, cache_mib: int = 0) -> dict[str, str]:
+def limited(group, limit_mib, used_mib, cache_mib=0):
     """Return the files of a version-2 group."""
     half = cache_mib * MIB // 2
     return {
@@ -43,7 +42,7 @@ VERSION_1 = {
 }
 
 
-def free_bytes(root: str) -> int:
+def free_bytes(root):
     """Return the largest size that is accepted."""
     low, high = 0, 1 << 62
     while low < high:
@@ -56,7 +55,7 @@ def free_bytes(root: str) -> int:
     return low
 
 
-def test_a_size_above_the_available_memory_is_refused(tmp_path: Path) -> None:
+def test_a_size_above_the_available_memory_is_refused(tmp_path):
     root = machine(tmp_path, available_bytes=100 * MIB)
     require_free(100 * MIB, root=root)
     message = (
@@ -67,7 +66,7 @@ def test_a_size_above_the_available_memory_is_refused(tmp_path: Path) -> None:
         require_free(100 * MIB + 1, root=root)
 
 
-def test_a_control_group_leaves_its_limit_less_used_memory_except_page_cache(tmp_path: Path) -> None:
+def test_a_control_group_leaves_its_limit_less_used_memory_except_page_cache(tmp_path):
     root = machine(tmp_path, groups="0::/pod\n", **limited("pod__", 500, 300, 40))
     assert free_bytes(root) == 240 * MIB
     with pytest.raises(ConfigError, match=r"control group .*/sys/fs/cgroup/pod: .* raise its memory.max"):
@@ -83,29 +82,29 @@ def test_a_control_group_leaves_its_limit_less_used_memory_except_page_cache(tmp
         ("12:cpu,cpuacct:/pod\n4:memory:/pod\n1:name=systemd:/\n0::/\n", VERSION_1, 430),
     ],
 )
-def test_every_limited_control_group_counts(tmp_path: Path, groups: str, files: dict[str, str], free: int) -> None:
+def test_every_limited_control_group_counts(tmp_path, groups, files, free):
     assert free_bytes(machine(tmp_path, groups=groups, **files)) == free * MIB
 
 
-def test_a_group_above_its_limit_has_nothing_free(tmp_path: Path) -> None:
+def test_a_group_above_its_limit_has_nothing_free(tmp_path):
     root = machine(tmp_path, groups="0::/pod\n", **limited("pod__", 100, 110))
     with pytest.raises(ConfigError, match="and 0 are free in control group"):
         require_free(1, root=root)
 
 
-def test_a_kernel_without_control_groups_has_only_its_memory(tmp_path: Path) -> None:
+def test_a_kernel_without_control_groups_has_only_its_memory(tmp_path):
     root = machine(tmp_path)
     os.unlink(tmp_path / "proc/self/cgroup")
     assert free_bytes(root) == 1_000 * MIB
 
 
-def test_this_machine_can_be_read() -> None:
+def test_this_machine_can_be_read():
     require_free(1)
     with pytest.raises(ConfigError):
         require_free(1 << 60)
 
 
-def test_a_size_above_the_free_file_system_is_refused(small_tmpfs: Path) -> None:
+def test_a_size_above_the_free_file_system_is_refused(small_tmpfs):
     path = str(small_tmpfs / "region")
     with pytest.raises(ConfigError, match=rf"free in {small_tmpfs}: .*--shm-size"):
         Region.shared(path, 512, 4_096, participant=0, participants=2)
@@ -114,7 +113,7 @@ def test_a_size_above_the_free_file_system_is_refused(small_tmpfs: Path) -> None
     assert os.listdir(small_tmpfs) == []
 
 
-def test_a_file_system_that_fills_up_during_the_start_is_an_error(small_tmpfs: Path) -> None:
+def test_a_file_system_that_fills_up_during_the_start_is_an_error(small_tmpfs):
     path = str(small_tmpfs / "region")
     file = SharedFile.meet(Meeting(path, 128, 4_096, 2, 0), timeout_s=1.0)  # It allocates no rows.
     (small_tmpfs / "other").write_bytes(bytes(800 * 1024))
@@ -123,7 +122,7 @@ def test_a_file_system_that_fills_up_during_the_start_is_an_error(small_tmpfs: P
     file.leave()
 
 
-def test_prefaulting_changes_no_byte_wherever_it_begins() -> None:
+def test_prefaulting_changes_no_byte_wherever_it_begins():
     with mmap.mmap(-1, 130 * MIB) as mapping:
         for first in (0, 65 * MIB, 129 * MIB):
             mapping[first : first + 5] = b"bytes"

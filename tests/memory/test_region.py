@@ -3,8 +3,6 @@
 import ctypes
 import os
 import signal
-import subprocess
-from collections.abc import Callable
 
 import pytest
 
@@ -72,23 +70,20 @@ with Region.attach(int(sys.argv[1]), 4, 8192) as peer:
     print("bytes there:", there, "all zero:", bytes(own.view) == bytes(4 * 8192))
 """
 
-Make = Callable[[int, int], Region]
-Spawn = Callable[..., subprocess.Popen[str]]
-
 
 @pytest.fixture(params=["private", "memfd", "shared"])
-def make(request: pytest.FixtureRequest, shm_path: str) -> Make:
+def make(request, shm_path):
     """Each way to make a region, with one signature."""
     if request.param == "shared":
         return lambda rows, row_bytes: Region.shared(shm_path, rows, row_bytes, participant=0, participants=1)
     return getattr(Region, request.param)
 
 
-def address(view: memoryview) -> int:
+def address(view):
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
-def resident(region: Region) -> list[int]:
+def resident(region):
     """Return 1 for each page in memory, else 0."""
     pages = (ctypes.c_ubyte * (region.rows * region.row_bytes // 4096))()
     start = ctypes.c_void_p(address(region.view))
@@ -96,13 +91,13 @@ def resident(region: Region) -> list[int]:
     return [page & 1 for page in pages]
 
 
-def mapped(start: int) -> bool:
+def mapped(start):
     with open("/proc/self/maps") as maps:
         spans = [tuple(int(end, 16) for end in line.split()[0].split("-")) for line in maps]
     return any(low <= start < high for low, high in spans)
 
 
-def test_rows_are_zero_writable_aligned_and_separate(make: Make) -> None:
+def test_rows_are_zero_writable_aligned_and_separate(make):
     with make(4, ROW_BYTES) as region:
         assert bytes(region.view) == bytes(4 * ROW_BYTES)
         for index in range(4):
@@ -114,19 +109,19 @@ def test_rows_are_zero_writable_aligned_and_separate(make: Make) -> None:
 
 
 @pytest.mark.parametrize("index", [-1, 4, 1 << 70])
-def test_an_index_outside_the_region_is_an_error(index: int) -> None:
+def test_an_index_outside_the_region_is_an_error(index):
     with Region.private(4, ROW_BYTES) as region, pytest.raises(IndexError, match=f"row {index} of 4"):
         region.row(index)
 
 
-def test_all_memory_is_allocated_at_the_start(make: Make) -> None:
+def test_all_memory_is_allocated_at_the_start(make):
     with make(64, ROW_BYTES) as region:
         assert resident(region) == [1] * 128
 
 
 @pytest.mark.parametrize("kind", ["private", "memfd"])
 @pytest.mark.skipif(os.uname().machine not in {"x86_64", "aarch64"}, reason="the number of madvise is not known here")
-def test_a_kernel_that_refuses_every_advice_still_prefaults(kind: str, spawn: Spawn) -> None:
+def test_a_kernel_that_refuses_every_advice_still_prefaults(kind, spawn):
     with Region.memfd(4, ROW_BYTES) as region:
         said = spawn(CHILD_WITHOUT_ADVICE, region.fd, kind, pass_fds=(region.fd,)).communicate()[0]
         if said == "no seccomp\n":
@@ -135,7 +130,7 @@ def test_a_kernel_that_refuses_every_advice_still_prefaults(kind: str, spawn: Sp
         assert bytes(region.row(1)) == b"\x05" * ROW_BYTES
 
 
-def test_two_mappings_see_each_others_bytes(shm_path: str) -> None:
+def test_two_mappings_see_each_others_bytes(shm_path):
     for first in (Region.memfd(4, ROW_BYTES), Region.shared(shm_path, 4, ROW_BYTES, participant=0, participants=1)):
         with first, Region.attach(first.fd, 4, ROW_BYTES) as second:
             first.row(0)[:] = b"\x01" * ROW_BYTES
@@ -144,7 +139,7 @@ def test_two_mappings_see_each_others_bytes(shm_path: str) -> None:
             assert bytes(first.view) == bytes(second.view) == written + bytes(2 * ROW_BYTES)
 
 
-def test_an_attached_region_outlives_the_one_it_was_attached_to() -> None:
+def test_an_attached_region_outlives_the_one_it_was_attached_to():
     first = Region.memfd(4, ROW_BYTES)
     second = Region.attach(first.fd, 4, ROW_BYTES)
     first.row(1)[:] = b"\x03" * ROW_BYTES
@@ -153,7 +148,7 @@ def test_an_attached_region_outlives_the_one_it_was_attached_to() -> None:
         assert bytes(third.row(1)) == b"\x03" * ROW_BYTES
 
 
-def test_the_bytes_of_a_killed_process_stay_for_the_others(spawn: Spawn) -> None:
+def test_the_bytes_of_a_killed_process_stay_for_the_others(spawn):
     with Region.memfd(4, ROW_BYTES) as region:
         child = spawn(CHILD_WRITES, region.fd, pass_fds=(region.fd,))
         assert child.stdout.readline() == "written\n"
@@ -162,7 +157,7 @@ def test_the_bytes_of_a_killed_process_stay_for_the_others(spawn: Spawn) -> None
         assert bytes(region.view) == bytes(2 * ROW_BYTES) + b"\x07" * ROW_BYTES + bytes(ROW_BYTES)
 
 
-def test_a_region_of_another_size_is_not_attached() -> None:
+def test_a_region_of_another_size_is_not_attached():
     with Region.memfd(4, ROW_BYTES) as region:
         for rows, row_bytes in ((5, ROW_BYTES), (3, ROW_BYTES), (4, 4_096)):
             with pytest.raises(ConfigError, match="expected behind a file of 32,768 bytes"):
@@ -171,14 +166,14 @@ def test_a_region_of_another_size_is_not_attached() -> None:
             Region.attach(1_000_000, 4, ROW_BYTES)
 
 
-def test_a_region_cannot_be_truncated_under_its_mappings() -> None:
+def test_a_region_cannot_be_truncated_under_its_mappings():
     with Region.memfd(4, ROW_BYTES) as region:
         for size_bytes in (0, 5 * ROW_BYTES):
             with pytest.raises(PermissionError):
                 os.ftruncate(region.fd, size_bytes)
 
 
-def test_a_closed_region_gives_its_memory_back_and_has_no_rows(make: Make) -> None:
+def test_a_closed_region_gives_its_memory_back_and_has_no_rows(make):
     region = make(4, ROW_BYTES)
     start = address(region.view)
     assert mapped(start)
@@ -192,7 +187,7 @@ def test_a_closed_region_gives_its_memory_back_and_has_no_rows(make: Make) -> No
         _ = region.view
 
 
-def test_memory_stays_under_a_lent_row_until_it_comes_back(make: Make) -> None:
+def test_memory_stays_under_a_lent_row_until_it_comes_back(make):
     region = make(4, ROW_BYTES)
     lent = region.row(1)
     start = address(lent)
@@ -207,13 +202,13 @@ def test_memory_stays_under_a_lent_row_until_it_comes_back(make: Make) -> None:
 @pytest.mark.parametrize(
     ("rows", "row_bytes"), [(0, 4_096), (-1, 4_096), (1, 0), (1, -4_096), (1, 4_095), (1, 4_097), (-2, -4_096)]
 )
-def test_impossible_sizes_are_refused(make: Make, rows: int, row_bytes: int) -> None:
+def test_impossible_sizes_are_refused(make, rows, row_bytes):
     with pytest.raises(ConfigError, match=r"at least one is needed|a positive multiple of 4,096 is needed"):
         make(rows, row_bytes)
 
 
 @pytest.mark.parametrize("rows", [1 << 40, 1 << 52, 1 << 90])
-def test_a_size_above_the_free_memory_is_refused_before_it_is_touched(make: Make, rows: int) -> None:
+def test_a_size_above_the_free_memory_is_refused_before_it_is_touched(make, rows):
     with pytest.raises(
         ConfigError, match=r"^[\d,]+ bytes of host memory were asked for and [\d,]+ are free in .+: ask"
     ):
@@ -236,7 +231,7 @@ def test_a_region_that_the_kernel_refuses_leaves_no_descriptor_or_file(kind, lim
     assert child.returncode == 0
 
 
-def test_a_region_over_the_callers_memory() -> None:
+def test_a_region_over_the_callers_memory():
     memory = memoryview(bytearray(3 * 4_096)).cast("b", (3, 4_096))
     with Region.over(memory, 3, 4_096) as region:
         region.row(1)[:] = b"\x07" * 4_096

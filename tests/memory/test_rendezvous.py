@@ -8,11 +8,9 @@ import random
 import re
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,8 +24,6 @@ pytestmark = pytest.mark.usefixtures("no_descriptor_left")
 
 ROW_BYTES = 4_096
 
-Process = subprocess.Popen[str]
-Spawn = Callable[..., Process]
 
 # Joins as one participant, writes its number into its row, reports it, and waits to be killed.
 PARTICIPANT = """
@@ -62,27 +58,27 @@ while True:
 """
 
 
-def kill(process: Process) -> None:
+def kill(process):
     process.send_signal(signal.SIGKILL)
     process.wait()
 
 
-def joined(spawn: Spawn, path: str, participant: int, participants: int) -> Process:
+def joined(spawn, path, participant, participants):
     process = spawn(PARTICIPANT, path, participant, participants)
     assert process.stdout.readline() == "written\n"
     return process
 
 
-def shared(path: str, participant: int, participants: int, *, rows: int = 4, timeout_s: float = 10.0) -> Region:
+def shared(path, participant, participants, *, rows=4, timeout_s=10.0):
     return Region.shared(path, rows, ROW_BYTES, participant=participant, participants=participants, timeout_s=timeout_s)
 
 
-def test_many_races_make_one_memory_each_and_leave_no_name(shm_path: str) -> None:
+def test_many_races_make_one_memory_each_and_leave_no_name(shm_path):
     with ThreadPoolExecutor(8) as threads:
         for number in range(40):
             path, barrier = f"{shm_path}-{number}", threading.Barrier(8)
 
-            def meet(participant: int, path: str = path, barrier: threading.Barrier = barrier) -> bytes:
+            def meet(participant, path=path, barrier=barrier):
                 barrier.wait()
                 with shared(path, participant, 8, rows=8) as region:
                     region.row(participant)[:] = bytes([participant]) * ROW_BYTES
@@ -93,12 +89,12 @@ def test_many_races_make_one_memory_each_and_leave_no_name(shm_path: str) -> Non
             assert not os.path.exists(path)
 
 
-def test_memory_that_a_peer_has_taken_for_all_counts_once(small_tmpfs: Path) -> None:
+def test_memory_that_a_peer_has_taken_for_all_counts_once(small_tmpfs):
     with ThreadPoolExecutor(4) as threads:
         for _ in range(20):
             barrier = threading.Barrier(4)
 
-            def meet(participant: int, barrier: threading.Barrier = barrier) -> Region:
+            def meet(participant, barrier=barrier):
                 barrier.wait()
                 return shared(str(small_tmpfs / "region"), participant, 4, rows=200)
 
@@ -106,7 +102,7 @@ def test_memory_that_a_peer_has_taken_for_all_counts_once(small_tmpfs: Path) -> 
                 region.close()
 
 
-def test_of_participants_that_leave_at_once_one_removes_the_name(shm_path: str, request: pytest.FixtureRequest) -> None:
+def test_of_participants_that_leave_at_once_one_removes_the_name(shm_path, request):
     request.addfinalizer(functools.partial(sys.setswitchinterval, sys.getswitchinterval()))
     sys.setswitchinterval(1e-6)
     with ThreadPoolExecutor(4) as threads:
@@ -114,7 +110,7 @@ def test_of_participants_that_leave_at_once_one_removes_the_name(shm_path: str, 
             meetings = [Meeting(shm_path, 1, ROW_BYTES, 5, number) for number in range(4)]
             files, barrier = [SharedFile.meet(meeting, timeout_s=1.0) for meeting in meetings], threading.Barrier(4)
 
-            def leave(file: SharedFile, barrier: threading.Barrier = barrier) -> None:
+            def leave(file, barrier=barrier):
                 barrier.wait()
                 file.leave()
 
@@ -122,7 +118,7 @@ def test_of_participants_that_leave_at_once_one_removes_the_name(shm_path: str, 
             assert not os.path.exists(shm_path)
 
 
-def test_the_last_participant_to_map_or_to_leave_early_removes_the_name(shm_path: str) -> None:
+def test_the_last_participant_to_map_or_to_leave_early_removes_the_name(shm_path):
     first, second = shared(shm_path, 0, 3), shared(shm_path, 2, 3)
     first.close()
     assert os.path.exists(shm_path)
@@ -134,7 +130,7 @@ def test_the_last_participant_to_map_or_to_leave_early_removes_the_name(shm_path
             assert not os.path.exists(shm_path)
 
 
-def test_participants_that_find_a_dead_ones_file_at_once_meet_in_a_new_one(spawn: Spawn, shm_path: str) -> None:
+def test_participants_that_find_a_dead_ones_file_at_once_meet_in_a_new_one(spawn, shm_path):
     for dead in ([1], [0, 2], [0, 1, 3]):  # Of the others, the place in the old file is free.
         for process in [joined(spawn, shm_path, number, 4) for number in dead]:
             kill(process)
@@ -148,7 +144,7 @@ def test_participants_that_find_a_dead_ones_file_at_once_meet_in_a_new_one(spawn
             region.close()
 
 
-def test_the_next_region_in_a_directory_removes_a_dead_ones(spawn: Spawn, shm_path: str) -> None:
+def test_the_next_region_in_a_directory_removes_a_dead_ones(spawn, shm_path):
     kill(joined(spawn, f"{shm_path}-dead", 0, 2))
     other = Path(f"{shm_path}-other")
     other.write_bytes(bytes(2 * 4_096))
@@ -159,7 +155,7 @@ def test_the_next_region_in_a_directory_removes_a_dead_ones(spawn: Spawn, shm_pa
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_participant_killed_at_any_moment_blocks_no_other(seed: int, spawn: Spawn, shm_path: str) -> None:
+def test_a_participant_killed_at_any_moment_blocks_no_other(seed, spawn, shm_path):
     process = spawn(RESTLESS, shm_path)
     for _ in range(random.Random(seed).randrange(1, 300)):
         assert process.stdout.readline() == "met\n"
@@ -169,7 +165,7 @@ def test_a_participant_killed_at_any_moment_blocks_no_other(seed: int, spawn: Sp
     assert not os.path.exists(shm_path)
 
 
-def test_the_others_stay_together_when_one_is_killed(spawn: Spawn, shm_path: str) -> None:
+def test_the_others_stay_together_when_one_is_killed(spawn, shm_path):
     with shared(shm_path, 0, 3, rows=3) as first:
         kill(joined(spawn, shm_path, 1, 3))
         with pytest.raises(ConfigError, match=r"participant 1 has mapped it already .* a path of its own"):
@@ -179,7 +175,7 @@ def test_the_others_stay_together_when_one_is_killed(spawn: Spawn, shm_path: str
             assert bytes(first.view) == bytes(ROW_BYTES) + b"\x02" * ROW_BYTES + b"\x03" * ROW_BYTES
 
 
-def test_a_successor_waits_for_its_predecessors_end(spawn: Spawn, shm_path: str) -> None:
+def test_a_successor_waits_for_its_predecessors_end(spawn, shm_path):
     predecessor = joined(spawn, shm_path, 0, 2)  # With two rows: of another size, even.
     with ThreadPoolExecutor(1) as threads:
         successor = threads.submit(shared, shm_path, 0, 2)
@@ -203,7 +199,7 @@ def test_participants_with_different_sizes_get_an_error_with_both(rows, row_byte
 
 
 @pytest.mark.parametrize(("participant", "participants"), [(-1, 2), (2, 2), (0, 0), (0, 5_000)])
-def test_an_impossible_participant_is_refused(participant: int, participants: int, shm_path: str) -> None:
+def test_an_impossible_participant_is_refused(participant, participants, shm_path):
     with pytest.raises(ConfigError, match=f"participant {participant} of {participants}"):
         shared(shm_path, participant, participants)
 
@@ -211,12 +207,12 @@ def test_an_impossible_participant_is_refused(participant: int, participants: in
 # The owner starts when all participants have met, and not at all if some see other memory.
 
 
-def owned(path: str, participants: int, **fields: float) -> Region:
+def owned(path, participants, **fields):
     """Join as the last participant, which starts only with all others."""
     return Region.shared(path, 8, ROW_BYTES, participant=participants - 1, participants=participants, **fields)
 
 
-def test_an_owner_starts_when_the_last_of_the_others_has_mapped(shm_path: str) -> None:
+def test_an_owner_starts_when_the_last_of_the_others_has_mapped(shm_path):
     with ThreadPoolExecutor(1) as threads, shared(shm_path, 0, 3, rows=8) as first:
         with pytest.raises(Apart, match="participants 1 to 2 of 3"):
             first.require_met()
@@ -226,7 +222,7 @@ def test_an_owner_starts_when_the_last_of_the_others_has_mapped(shm_path: str) -
                 each.require_met()
 
 
-def test_an_owner_learns_which_participants_are_on_another_host(spawn: Spawn, shm_path: str) -> None:
+def test_an_owner_learns_which_participants_are_on_another_host(spawn, shm_path):
     """Another directory stands for another host's shared memory: the same name, other memory."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as elsewhere:
         far = [joined(spawn, f"{elsewhere}/region", number, 8) for number in (2, 3, 4, 6)]
@@ -244,7 +240,7 @@ def test_an_owner_learns_which_participants_are_on_another_host(spawn: Spawn, sh
         os.unlink(f"{elsewhere}/region")
 
 
-def test_memory_without_other_participants_has_met(shm_path: str) -> None:
+def test_memory_without_other_participants_has_met(shm_path):
     with Region.private(1, ROW_BYTES) as private, shared(shm_path, 0, 1) as alone:
         private.require_met()
         alone.require_met()
@@ -253,7 +249,7 @@ def test_memory_without_other_participants_has_met(shm_path: str) -> None:
 # Rows that other programs have mapped without participants: vLLM's.
 
 
-def test_mappings_of_a_file_are_counted_in_every_process(spawn: Spawn, shm_path: str) -> None:
+def test_mappings_of_a_file_are_counted_in_every_process(spawn, shm_path):
     Path(shm_path).write_bytes(bytes(2 * 4_096))
     with open(shm_path, "r+b") as file:
         assert mappings(file.fileno(), 3) == 0
@@ -268,7 +264,7 @@ def test_mappings_of_a_file_are_counted_in_every_process(spawn: Spawn, shm_path:
 
 
 @pytest.mark.parametrize("content", [b"", b"other data", bytes(5 * 4_096)])
-def test_any_other_file_is_left_unchanged(content: bytes, shm_path: str) -> None:
+def test_any_other_file_is_left_unchanged(content, shm_path):
     Path(shm_path).write_bytes(content)
     with pytest.raises(ConfigError, match="is no region of this user's"):
         shared(shm_path, 0, 2)
@@ -277,14 +273,14 @@ def test_any_other_file_is_left_unchanged(content: bytes, shm_path: str) -> None
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
-def test_a_region_of_another_user_is_not_joined(shm_path: str) -> None:
+def test_a_region_of_another_user_is_not_joined(shm_path):
     with shared(shm_path, 0, 2):
         os.chown(shm_path, 65_534, 65_534)
         with pytest.raises(ConfigError, match="is no region of this user's"):
             shared(shm_path, 1, 2)
 
 
-def test_a_path_that_cannot_hold_shared_memory_is_refused(tmp_path: Path) -> None:
+def test_a_path_that_cannot_hold_shared_memory_is_refused(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     os.symlink("nowhere", tmp_path / "link")
     for path, reason in (
@@ -299,13 +295,13 @@ def test_a_path_that_cannot_hold_shared_memory_is_refused(tmp_path: Path) -> Non
     assert sorted(os.listdir(tmp_path)) == ["fifo", "link"]
 
 
-def test_the_file_is_private_to_its_user_and_not_inherited(shm_path: str) -> None:
+def test_the_file_is_private_to_its_user_and_not_inherited(shm_path):
     with shared(shm_path, 0, 2) as region:
         assert os.stat(shm_path).st_mode & 0o777 == 0o600
         assert fcntl.fcntl(region.fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
 
 
-def test_a_participant_that_dies_before_it_has_mapped_blocks_no_other(shm_path: str) -> None:
+def test_a_participant_that_dies_before_it_has_mapped_blocks_no_other(shm_path):
     file = SharedFile.meet(Meeting(shm_path, 4, ROW_BYTES, 2, 0), timeout_s=1.0)
     os.close(file.fd)  # What the kernel does for a process that is killed here.
     assert os.path.exists(shm_path)

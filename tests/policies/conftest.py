@@ -1,12 +1,10 @@
 """Every built-in policy, one after the other."""
 
-from typing import Any
-
 import pytest
 
-from kvtier.policies import Policy, policy_class
+from kvtier.policies import policy_class
 
 
 @pytest.fixture(params=["arc", "density", "fifo", "lru", "s3fifo"])
-def policy_type(request: pytest.FixtureRequest) -> type[Policy[Any]]:
+def policy_type(request):
     return policy_class(request.param)

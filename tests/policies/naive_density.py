@@ -1,10 +1,10 @@
 """The specification of hit density, without regard to cost: the reference that the policy must equal."""
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any
 
-from kvtier.policies import Hint, Policy
+from kvtier.policies import Policy
 from kvtier.policies.returns import Classes
 
 STEPS = 17
@@ -17,7 +17,7 @@ Path = tuple[tuple[str, Hashable], ...]
 class NaiveRun:
     """Keys, head first, of which it owns those that name it as their owner."""
 
-    def __init__(self, keys: Sequence[Any], opened_at: int) -> None:
+    def __init__(self, keys, opened_at):
         self.keys = list(keys)
         self.size = len(keys)
         self.opened_at = opened_at
@@ -30,7 +30,7 @@ class NaiveRun:
 class NaiveStatistics:
     """Counts by label and step; a label's include those of all labels that begin with it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 0
         self.runs = self.keys = 0.0
         self.known: list[Path] = [()]
@@ -39,12 +39,12 @@ class NaiveStatistics:
         self.chances: dict[Path, tuple[int, list[float]]] = {}
         self.worth: dict[Path, tuple[int, list[float]]] = {}
 
-    def count(self, path: Path, step: int, keys: int, *, hit: bool) -> None:
+    def count(self, path, step, keys, *, hit):
         for length in range(len(path) + 1):
             self.risks[path[:length]][step] += keys
             self.hits[path[:length]][step] += keys * hit
 
-    def began(self, path: Path, keys: int) -> None:
+    def began(self, path, keys):
         for length in range(1, len(path) + 1):
             if path[:length] not in self.known:
                 self.known.append(path[:length])
@@ -56,7 +56,7 @@ class NaiveStatistics:
             chances = self.chances_of(path)
             self.worth[path] = self.now, [round(self.best_ratio(chances, step), 12) for step in range(STEPS)]
 
-    def chances_of(self, path: Path) -> list[float]:
+    def chances_of(self, path):
         if path not in self.chances or self.now - self.chances[path][0] >= 128:
             if not path:
                 above, trust = [0.05] * STEPS, 500
@@ -71,11 +71,11 @@ class NaiveStatistics:
             self.chances[path] = self.now, chances
         return self.chances[path][1]
 
-    def smoothed(self, counts: list[float]) -> list[float]:
+    def smoothed(self, counts):
         last = len(counts) - 1
         return [(counts[max(0, at - 1)] + 2 * counts[at] + counts[min(last, at + 1)]) / 4 for at in range(len(counts))]
 
-    def best_ratio(self, chances: list[float], begin: int) -> float:
+    def best_ratio(self, chances, begin):
         """Try every horizon."""
         best = hits = wait = 0.0
         survival = 1.0
@@ -86,7 +86,7 @@ class NaiveStatistics:
             best = max(best, hits / wait)
         return best
 
-    def tick(self) -> None:
+    def tick(self):
         self.now += 1
         if self.now % 4_096 == 0:
             self.runs /= 2
@@ -98,7 +98,7 @@ class NaiveStatistics:
 class NaiveDensity(Policy[Any]):
     """One list of runs, searched from end to end by every call."""
 
-    def __init__(self, capacity: int, *, warm_up_requests: int = 512) -> None:
+    def __init__(self, capacity, *, warm_up_requests=512):
         self.capacity = capacity
         self.warm_up_requests = warm_up_requests
         self.owner: dict[Any, NaiveRun] = {}
@@ -110,14 +110,14 @@ class NaiveDensity(Policy[Any]):
         self.entries = 0
         self.classes = Classes()
 
-    def owned(self, run: NaiveRun) -> list[Any]:
+    def owned(self, run):
         return [key for key in run.keys if self.owner.get(key) is run]
 
-    def give(self, keys: Sequence[Any], run: NaiveRun) -> None:
+    def give(self, keys, run):
         for key in keys:
             self.owner[key] = run
 
-    def opened(self, run: NaiveRun) -> None:
+    def opened(self, run):
         self.give(run.keys, run)
         self.open.append(run)
         if len(self.open) > 4_096:
@@ -126,7 +126,7 @@ class NaiveDensity(Policy[Any]):
                 self.warm_up_requests += 1
                 self.tick()
 
-    def insert(self, keys: Sequence[Any]) -> None:
+    def insert(self, keys):
         if not keys:
             return
         run = NaiveRun(keys, self.statistics.now)
@@ -138,7 +138,7 @@ class NaiveDensity(Policy[Any]):
                     self.ghosts.remove((head, ghost))
         self.opened(run)
 
-    def touch(self, keys: Sequence[Any]) -> None:
+    def touch(self, keys):
         if not keys:
             return
         run = NaiveRun(keys, self.statistics.now)
@@ -156,7 +156,7 @@ class NaiveDensity(Policy[Any]):
             self.enter(deepest)
         self.opened(run)
 
-    def take(self, keys: Sequence[Any], *, used: bool) -> None:
+    def take(self, keys, *, used):
         for run in list({id(self.owner[key]): self.owner[key] for key in keys}.values()):
             taken = sum(self.owner[key] is run for key in keys)
             left = len(self.owned(run)) - taken
@@ -168,7 +168,7 @@ class NaiveDensity(Policy[Any]):
         for key in keys:
             del self.owner[key]
 
-    def rank(self, keys: Sequence[Any], hint: Hint | None = None) -> None:
+    def rank(self, keys, hint=None):
         if hint is None:
             self.end(keys, ())
             return
@@ -183,7 +183,7 @@ class NaiveDensity(Policy[Any]):
             said.append(("future", round(2 * math.log(min(max(1.0, hint.returns_in_s), 1e6)))))
         self.end(keys, tuple(said))
 
-    def end(self, keys: Sequence[Any], hints: Path) -> None:
+    def end(self, keys, hints):
         if not keys:
             return
         runs = list({id(self.owner[key]): self.owner[key] for key in keys}.values())
@@ -207,23 +207,23 @@ class NaiveDensity(Policy[Any]):
                 self.give(part, run)
                 self.settle(run, (*hints, ("kind", which), *past))
 
-    def settle(self, run: NaiveRun, path: Path) -> None:
+    def settle(self, run, path):
         run.path, run.born = path, self.statistics.now
         self.statistics.began(path, run.size)
         self.settled.append(run)
         self.enter(run)
 
-    def enter(self, run: NaiveRun) -> None:
+    def enter(self, run):
         self.entries += 1
         run.entered = self.entries
 
-    def give_up(self, run: NaiveRun) -> None:
+    def give_up(self, run):
         self.open.remove(run)
         self.given_up += 1
         run.shared = 0
         self.settle(run, (("kind", 0), ("pause", 0), ("length", 0)))
 
-    def tick(self) -> None:
+    def tick(self):
         self.statistics.tick()
         now = self.statistics.now
         self.given_up = 0
@@ -238,17 +238,17 @@ class NaiveDensity(Policy[Any]):
                         run.step = step + 1
                         self.enter(run)
 
-    def coldest_first(self) -> list[NaiveRun]:
+    def coldest_first(self):
         order = list(self.settled)
         if self.statistics.now >= self.warm_up_requests:
             order.sort(key=lambda run: (self.place(run.path, run.step), run.entered))
         return order
 
-    def place(self, path: Path | None, step: int) -> tuple[float, int, int]:
+    def place(self, path, step):
         assert path is not None
         return self.statistics.worth[path][1][step], self.statistics.known.index(path), step
 
-    def evict(self, count: int, keep: Callable[[Any], bool], incoming: Sequence[Any] = ()) -> list[Any] | None:
+    def evict(self, count, keep, incoming=()):
         order = [self.owned(run)[::-1] for run in self.coldest_first()]
         victims: list[Any] = []
         for keys in order:
@@ -270,5 +270,5 @@ class NaiveDensity(Policy[Any]):
             del self.ghosts[0]
         return victims[:count]
 
-    def remove(self, keys: Sequence[Any]) -> None:
+    def remove(self, keys):
         self.take(keys, used=False)

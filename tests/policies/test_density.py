@@ -2,8 +2,6 @@
 
 import random
 
-import pytest
-
 from kvtier.policies.density import DensityOrder
 from kvtier.policies.returns import CLASSES_MAX, IDLE_HINTS, OFTEN, Classes
 from kvtier.settings.hints import Hint
@@ -12,13 +10,13 @@ ROWS = 64
 RESIDENT = 300
 
 
-def test_a_frequent_name_becomes_a_class_and_keeps_its_number() -> None:
+def test_a_frequent_name_becomes_a_class_and_keeps_its_number():
     classes = Classes()
     answers = [classes.number("agent")[0] for _ in range(OFTEN + 2)]
     assert answers == [None] * (OFTEN - 1) + [0, 0, 0]
 
 
-def test_made_up_names_become_no_classes() -> None:
+def test_made_up_names_become_no_classes():
     classes = Classes()
     assert {classes.number(f"request {number}") for number in range(10_000)} == {(None, False)}
     for _ in range(OFTEN):
@@ -26,7 +24,7 @@ def test_made_up_names_become_no_classes() -> None:
     assert answer == (0, False)
 
 
-def test_a_class_unused_for_long_is_replaced() -> None:
+def test_a_class_unused_for_long_is_replaced():
     classes = Classes()
     for name in range(CLASSES_MAX):
         for _ in range(OFTEN):
@@ -41,7 +39,7 @@ def test_a_class_unused_for_long_is_replaced() -> None:
     assert answer == (0, True)
 
 
-def test_the_number_of_labels_is_bounded_whatever_clients_send(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_labels_is_bounded_whatever_clients_send(monkeypatch):
     """Every class and every expected time could be told apart from every other, by every turn and pause."""
     monkeypatch.setattr("kvtier.policies.returns.LABELS_MAX", 128)
     dice = random.Random(1)
@@ -57,12 +55,12 @@ def test_the_number_of_labels_is_bounded_whatever_clients_send(monkeypatch: pyte
     assert order.evict(ROWS, lambda key: 0) is not None
 
 
-def test_an_expected_time_is_only_a_label() -> None:
+def test_an_expected_time_is_only_a_label():
     """It is a label like any other: whether it says a second or a day, the same story has the same victims."""
     assert victims_of(1.0) == victims_of(4.5) == victims_of(86_400.0)
 
 
-def victims_of(returns_in_s: float) -> list[int]:
+def victims_of(returns_in_s):
     """Tell a story in which what has the hint comes back, and what has none does not."""
     dice, victims = random.Random(7), list[int]()
     order = DensityOrder(ROWS, list(range(ROWS)), numbers=ROWS, warm_up_requests=10)
@@ -86,7 +84,7 @@ def victims_of(returns_in_s: float) -> list[int]:
     return victims
 
 
-def test_an_order_that_is_never_ranked_forgets_evicted_runs_and_stays_an_lru(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_order_that_is_never_ranked_forgets_evicted_runs_and_stays_an_lru(monkeypatch):
     """A tier that is only written to learns of no request's end. It would remember each store forever."""
     monkeypatch.setattr("kvtier.policies.density._OPEN_RUNS", RESIDENT * 4 // 5)
     order = DensityOrder(16, list(range(RESIDENT)), numbers=RESIDENT, warm_up_requests=1)

@@ -1,7 +1,6 @@
 """An order whose keys leave before they go: with hints, what leaves and comes back is who it was."""
 
 import random
-from collections.abc import Iterable
 
 import pytest
 
@@ -14,22 +13,22 @@ OVER = Hint(over=True)
 class Order:
     """An order of numbers with hints."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.order = EvictionQueue[int](LinkedLRU(100), 4)
         self.hints: HintedOrder[int] | None = None
 
-    def end(self, keys: list[int], hint: Hint | None = None) -> None:
+    def end(self, keys, hint=None):
         self.order.come_back(keys)
         if self.hints is None:
             self.hints = self.order.take_hints(0)
         self.hints.end(keys, hint)
 
-    def choose(self, count: int) -> None:
+    def choose(self, count):
         assert self.order.choose(count, none_kept)
 
 
 @pytest.fixture
-def order() -> Order:
+def order():
     """Make an order in which two sessions have used 0, and each others."""
     order = Order()
     order.end([])
@@ -41,7 +40,7 @@ def order() -> Order:
     return order
 
 
-def test_what_came_back_is_still_what_another_session_used(order: Order) -> None:
+def test_what_came_back_is_still_what_another_session_used(order):
     order.choose(4)
     order.order.insert([9])
     order.order.touch([0])
@@ -51,7 +50,7 @@ def test_what_came_back_is_still_what_another_session_used(order: Order) -> None
     assert [order.order.evict(1, none_kept) for _ in range(3)] == [[3], [9], [0]]
 
 
-def test_a_session_whose_chunks_came_back_is_the_same_session(order: Order) -> None:
+def test_a_session_whose_chunks_came_back_is_the_same_session(order):
     order.choose(4)
     order.order.insert([9])
     order.order.touch([0, 2])
@@ -60,7 +59,7 @@ def test_a_session_whose_chunks_came_back_is_the_same_session(order: Order) -> N
     assert [order.order.evict(1, none_kept) for _ in range(6)] == [[7], [1], [4], [2], [9], [0]]
 
 
-def test_what_has_gone_and_is_stored_again_is_new(order: Order) -> None:
+def test_what_has_gone_and_is_stored_again_is_new(order):
     order.choose(4)
     assert order.order.evict(4, none_kept) == [7, 1, 2, 0]
     order.order.insert([9])
@@ -69,7 +68,7 @@ def test_what_has_gone_and_is_stored_again_is_new(order: Order) -> None:
     assert order.order.evict(2, none_kept) == [5, 0]
 
 
-def test_what_was_removed_while_it_was_leaving_is_new_when_it_is_stored_again(order: Order) -> None:
+def test_what_was_removed_while_it_was_leaving_is_new_when_it_is_stored_again(order):
     order.choose(4)
     order.order.remove([0, 1, 7])
     order.order.insert([9])
@@ -78,7 +77,7 @@ def test_what_was_removed_while_it_was_leaving_is_new_when_it_is_stored_again(or
     assert order.order.evict(3, none_kept) == [2, 5, 0]
 
 
-def test_what_had_left_before_the_first_hint_counts_as_used_by_others() -> None:
+def test_what_had_left_before_the_first_hint_counts_as_used_by_others():
     order = Order()
     order.order.insert([0, 1])
     order.choose(2)
@@ -93,7 +92,7 @@ def test_what_had_left_before_the_first_hint_counts_as_used_by_others() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_over_an_lru_both_together_are_an_lru(seed: int) -> None:
+def test_over_an_lru_both_together_are_an_lru(seed):
     """What leaves, comes back and goes out of its turn is forgotten in time: there are many more turns than keys."""
     dice, plain, leaving = random.Random(seed), LinkedLRU(60), EvictionQueue[int](LinkedLRU(60), 20)
     here: list[int] = []
@@ -126,17 +125,17 @@ def test_over_an_lru_both_together_are_an_lru(seed: int) -> None:
 class Kept:
     """Keys that must stay, and how often somebody asked about one."""
 
-    def __init__(self, keys: Iterable[int]) -> None:
+    def __init__(self, keys):
         self.keys = set(keys)
         self.asked = 0
 
-    def __call__(self, key: int) -> bool:
+    def __call__(self, key):
         self.asked += 1
         return key in self.keys
 
 
 @pytest.fixture
-def gone_ahead() -> EvictionQueue[int]:
+def gone_ahead():
     """Make an order of 1,000 numbers, of which 500 to 999 have left: 500 first."""
     order = EvictionQueue[int](LinkedLRU(1_000), 500)
     order.insert(range(999, -1, -1))
@@ -145,14 +144,14 @@ def gone_ahead() -> EvictionQueue[int]:
     return order
 
 
-def test_who_may_not_go_for_long_is_not_asked_about_in_every_call(gone_ahead: EvictionQueue[int]) -> None:
+def test_who_may_not_go_for_long_is_not_asked_about_in_every_call(gone_ahead):
     """As where a tier has hundreds of writes under way, which it ends slowly."""
     kept = Kept(range(500, 900))
     assert [gone_ahead.evict(1, kept) for _ in range(50)] == [[number] for number in range(900, 950)]
     assert kept.asked < 1_000
 
 
-def test_who_could_not_go_is_considered_again_and_goes_first_once_it_may(gone_ahead: EvictionQueue[int]) -> None:
+def test_who_could_not_go_is_considered_again_and_goes_first_once_it_may(gone_ahead):
     assert gone_ahead.evict(2, Kept(range(500, 510))) == [510, 511]
     gone_ahead.reconsider(Kept([500]))
     assert gone_ahead.evict(10, none_kept) == [*range(501, 510), 512]
@@ -160,7 +159,7 @@ def test_who_could_not_go_is_considered_again_and_goes_first_once_it_may(gone_ah
     assert gone_ahead.evict(2, none_kept) == [500, 513]
 
 
-def test_who_is_used_while_it_is_aside_is_as_any_other(gone_ahead: EvictionQueue[int]) -> None:
+def test_who_is_used_while_it_is_aside_is_as_any_other(gone_ahead):
     assert gone_ahead.evict(1, Kept([500, 501])) == [502]
     gone_ahead.touch([500])
     assert gone_ahead.choose(500, none_kept)
@@ -169,7 +168,7 @@ def test_who_is_used_while_it_is_aside_is_as_any_other(gone_ahead: EvictionQueue
     assert gone_ahead.evict(2, none_kept) == [499, 500]
 
 
-def test_a_call_for_too_many_changes_nothing(gone_ahead: EvictionQueue[int]) -> None:
+def test_a_call_for_too_many_changes_nothing(gone_ahead):
     kept = Kept([*range(500), 500, 700])
     assert gone_ahead.evict(499, kept) is None
     assert len(gone_ahead) == 500
@@ -177,7 +176,7 @@ def test_a_call_for_too_many_changes_nothing(gone_ahead: EvictionQueue[int]) -> 
     assert sorted(set(gone_ahead)) == [500, 700]
 
 
-def test_whoever_is_aside_and_may_go_counts_for_a_call_that_needs_all(gone_ahead: EvictionQueue[int]) -> None:
+def test_whoever_is_aside_and_may_go_counts_for_a_call_that_needs_all(gone_ahead):
     assert gone_ahead.evict(1, Kept(range(500, 999))) == [999]
     victims = gone_ahead.evict(3, Kept([*range(500), *range(500, 996)]))
     assert victims == [996, 997, 998]

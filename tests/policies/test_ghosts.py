@@ -4,7 +4,7 @@ from kvtier.policies import ARC, S3FIFO
 from tests.policies.test_base import none_kept
 
 
-def test_a_scan_does_not_evict_from_arc_keys_that_were_used_again() -> None:
+def test_a_scan_does_not_evict_from_arc_keys_that_were_used_again():
     policy = ARC[int](10)
     policy.insert([1, 2, 3])
     policy.touch([1, 2, 3])
@@ -14,7 +14,7 @@ def test_a_scan_does_not_evict_from_arc_keys_that_were_used_again() -> None:
         policy.insert([scanned])
 
 
-def test_arc_counts_a_key_that_returns_from_the_ghosts_as_used_again() -> None:
+def test_arc_counts_a_key_that_returns_from_the_ghosts_as_used_again():
     policy = ARC[int](4)
     policy.insert([9])
     policy.touch([9])
@@ -26,7 +26,7 @@ def test_arc_counts_a_key_that_returns_from_the_ghosts_as_used_again() -> None:
     assert policy.evict(4, none_kept) == [3, 4, 9, 1]
 
 
-def test_in_arc_keys_used_again_make_room_when_keys_used_once_are_missed() -> None:
+def test_in_arc_keys_used_again_make_room_when_keys_used_once_are_missed():
     policy = ARC[int](8)
     policy.insert(range(8))
     policy.touch(range(4))
@@ -35,7 +35,7 @@ def test_in_arc_keys_used_again_make_room_when_keys_used_once_are_missed() -> No
     assert policy.evict(4, none_kept, range(4, 8)) == [3, 2, 1, 0]
 
 
-def test_in_arc_keys_used_again_make_up_for_pinned_keys_used_once() -> None:
+def test_in_arc_keys_used_again_make_up_for_pinned_keys_used_once():
     policy = ARC[int](4)
     policy.insert([4, 3, 2, 1])
     policy.touch([3, 4])
@@ -44,26 +44,26 @@ def test_in_arc_keys_used_again_make_up_for_pinned_keys_used_once() -> None:
     assert policy.evict(2, none_kept) == [1, 2]
 
 
-def full(policy: S3FIFO[int], *, used_twice: range) -> S3FIFO[int]:
+def full(policy, *, used_twice):
     policy.insert(range(19, -1, -1))  # Key 0 came first.
     for _ in range(2):
         policy.touch(used_twice)
     return policy
 
 
-def test_s3fifo_evicts_one_hit_wonders_before_keys_used_twice() -> None:
+def test_s3fifo_evicts_one_hit_wonders_before_keys_used_twice():
     policy = full(S3FIFO(20), used_twice=range(5))
     assert policy.evict(3, none_kept) == [5, 6, 7]
 
 
-def test_one_further_use_is_not_enough_for_main() -> None:
+def test_one_further_use_is_not_enough_for_main():
     policy = S3FIFO[int](20)
     policy.insert(range(19, -1, -1))
     policy.touch([0])
     assert policy.evict(1, none_kept) == [0]
 
 
-def test_in_s3fifo_a_key_that_returns_from_the_ghosts_skips_probation() -> None:
+def test_in_s3fifo_a_key_that_returns_from_the_ghosts_skips_probation():
     policy = full(S3FIFO(20), used_twice=range(0))
     assert policy.evict(1, none_kept) == [0]
     policy.insert([0])
@@ -71,7 +71,7 @@ def test_in_s3fifo_a_key_that_returns_from_the_ghosts_skips_probation() -> None:
     assert policy.evict(1, none_kept) == [0]
 
 
-def test_main_gives_a_second_chance_for_each_use() -> None:
+def test_main_gives_a_second_chance_for_each_use():
     policy = full(S3FIFO(20), used_twice=range(20))
     assert policy.evict(1, none_kept) == [0]  # All went to main; there the first is the first.
     policy.touch([1])
@@ -79,7 +79,7 @@ def test_main_gives_a_second_chance_for_each_use() -> None:
     assert policy.evict(1, none_kept) == [1]
 
 
-def test_ghosts_are_forgotten_in_turn() -> None:
+def test_ghosts_are_forgotten_in_turn():
     """Nine ghosts fit beside one key on probation: the tenth eviction makes the first a stranger again."""
     policy = S3FIFO[int](10)
     policy.insert(range(9, -1, -1))
@@ -89,13 +89,13 @@ def test_ghosts_are_forgotten_in_turn() -> None:
     assert policy.evict(2, none_kept) == [0, 1]
 
 
-def test_when_all_of_probation_is_kept_main_makes_room() -> None:
+def test_when_all_of_probation_is_kept_main_makes_room():
     policy = full(S3FIFO(20), used_twice=range(5))
     assert policy.evict(1, none_kept) == [5]  # 0 to 4 are in main now.
     assert policy.evict(2, set(range(6, 20)).__contains__) == [0, 1]
 
 
-def test_when_all_of_main_is_kept_probation_makes_room() -> None:
+def test_when_all_of_main_is_kept_probation_makes_room():
     policy = full(S3FIFO(20), used_twice=range(18))
     assert policy.evict(1, none_kept) == [18]  # 0 to 17 are in main; 19 alone is on probation, below its share.
     assert policy.evict(1, set(range(18)).__contains__) == [19]

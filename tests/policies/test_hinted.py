@@ -1,7 +1,6 @@
 """Orders with hints: demoted keys, retained keys and their times, and the keys of one session."""
 
 import tracemalloc
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -32,7 +31,7 @@ some_keys = st.lists(st.integers(0, KEYS - 1), unique=True, max_size=CAPACITY)
 class NaiveHinted:
     """The specification of `HintedOrder` over an LRU, with lists that are searched from end to end."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.order = NaiveLRU(CAPACITY)
         self.demoted: list[int] = []
         self.terms: list[tuple[int, float, int]] = []  # Key, until and priority, in order of retaining.
@@ -42,18 +41,18 @@ class NaiveHinted:
         self.cut = 0
 
     @property
-    def retained(self) -> set[int]:
+    def retained(self):
         return {key for key, _, _ in self.terms}
 
-    def insert(self, keys: Sequence[int]) -> None:
+    def insert(self, keys):
         self.order.insert(keys)
         self.users.update(dict.fromkeys(keys, 0))
 
-    def touch(self, keys: Sequence[int]) -> None:
+    def touch(self, keys):
         self.demoted = [key for key in self.demoted if key not in keys]
         self.order.touch(keys)
 
-    def end(self, keys: Sequence[int], hint: Hint | None) -> None:
+    def end(self, keys, hint):
         self.touch(keys)
         last_used = [key for key in keys if self.users.get(key) != 0]
         if last_used:
@@ -66,11 +65,11 @@ class NaiveHinted:
         if hint is not None and hint.over:
             self.demote([key for key in keys if key not in self.shared])
 
-    def demote(self, keys: Sequence[int]) -> None:
+    def demote(self, keys):
         self.terms = [term for term in self.terms if term[0] not in keys]
         self.demoted = [key for key in self.demoted if key not in keys] + list(reversed(keys))
 
-    def retain(self, keys: Sequence[int], until: float, priority: int) -> None:
+    def retain(self, keys, until, priority):
         self.demoted = [key for key in self.demoted if key not in keys]
         room, fresh = RETAINED_MAX - len(self.terms), list[int]()
         for key in keys:
@@ -90,15 +89,15 @@ class NaiveHinted:
                 self.cut += 1
         self.terms += [(key, until, priority) for key in reversed(fresh)]
 
-    def let_go(self) -> None:
+    def let_go(self):
         lowest = min(term[2] for term in self.terms)
         self.terms.remove(next(term for term in self.terms if term[2] == lowest))
         self.cut += 1
 
-    def expire(self, now: float) -> None:
+    def expire(self, now):
         self.terms = [term for term in self.terms if term[1] > now]
 
-    def evict(self, count: int, kept: frozenset[int]) -> list[int] | None:
+    def evict(self, count, kept):
         let_go = 1
         while (victims := self.chosen(count, kept | self.retained)) is None and self.terms:
             for _ in range(min(let_go, len(self.terms))):
@@ -108,7 +107,7 @@ class NaiveHinted:
             self.forget(victims)
         return victims
 
-    def chosen(self, count: int, kept: frozenset[int]) -> list[int] | None:
+    def chosen(self, count, kept):
         first = [key for key in self.demoted if key not in kept][:count]
         rest: list[int] | None = []
         if not first or len(first) < count:  # Else the order is not asked, and renews no kept key.
@@ -118,11 +117,11 @@ class NaiveHinted:
         self.order.remove(first)
         return first + rest
 
-    def remove(self, keys: Sequence[int]) -> None:
+    def remove(self, keys):
         self.order.remove(keys)
         self.forget(keys)
 
-    def forget(self, keys: Sequence[int]) -> None:
+    def forget(self, keys):
         self.demoted = [key for key in self.demoted if key not in keys]
         self.terms = [term for term in self.terms if term[0] not in keys]
         self.users = {key: user for key, user in self.users.items() if key not in keys}
@@ -132,7 +131,7 @@ class NaiveHinted:
 class HintedMachine(RuleBasedStateMachine):
     """Any calls that an owner may make. Orders of keys and of numbers must give the naive order's victims."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.naive = NaiveHinted()
         self.now = 0.0
@@ -140,11 +139,11 @@ class HintedMachine(RuleBasedStateMachine):
         self.orders = [HintedOrder[int](order, RETAINED_MAX) for order in orders]
         self.resident: set[int] = set()
 
-    def present(self, keys: Sequence[int]) -> list[int]:
+    def present(self, keys):
         return [key for key in keys if key in self.resident]
 
     @rule(keys=some_keys, start=st.integers(0, KEYS - 1), length=st.integers(0, 6), chain=st.booleans())
-    def insert(self, keys: list[int], start: int, length: int, chain: bool) -> None:
+    def insert(self, keys, start, length, chain):
         keys = list(range(start, min(KEYS, start + length))) if chain else keys
         keys = [key for key in keys if key not in self.resident][: CAPACITY - len(self.resident)]
         for order in (self.naive, *self.orders):
@@ -152,42 +151,42 @@ class HintedMachine(RuleBasedStateMachine):
         self.resident.update(keys)
 
     @rule(keys=some_keys)
-    def touch(self, keys: list[int]) -> None:
+    def touch(self, keys):
         for order in (self.naive, *self.orders):
             order.touch(self.present(keys))
 
     @rule(keys=some_keys, over=st.sampled_from([None, Hint(), OVER]))
-    def end(self, keys: list[int], over: Hint | None) -> None:
+    def end(self, keys, over):
         for order in (self.naive, *self.orders):
             order.end(self.present(keys), over)
 
     @rule(start=st.integers(0, KEYS - 1), length=st.integers(1, 8), over=st.sampled_from([None, None, OVER]))
-    def end_a_chain(self, start: int, length: int, over: Hint | None) -> None:
+    def end_a_chain(self, start, length, over):
         for order in (self.naive, *self.orders):
             order.end(self.present(range(start, start + length)), over)
 
     @rule(keys=some_keys)
-    def demote(self, keys: list[int]) -> None:
+    def demote(self, keys):
         self.naive.demote(self.present(keys))
         for order in self.orders:
             order.advise(Advice("demote", self.present(keys)), self.now)
 
     @rule(keys=some_keys, seconds=st.integers(0, 9), priority=st.integers(0, 2))
-    def retain(self, keys: list[int], seconds: int, priority: int) -> None:
+    def retain(self, keys, seconds, priority):
         self.naive.expire(self.now)
         self.naive.retain(self.present(keys), self.now + seconds, priority)
         for order in self.orders:
             order.advise(Advice("retain", self.present(keys), seconds=seconds, priority=priority), self.now)
 
     @rule(seconds=st.integers(0, 9))
-    def wait(self, seconds: int) -> None:
+    def wait(self, seconds):
         self.now += seconds
         self.naive.expire(self.now)
         for order in self.orders:
             order.retained.expire(self.now)
 
     @rule(count=st.integers(1, CAPACITY + 1), kept=st.frozensets(st.integers(0, KEYS - 1)))
-    def evict(self, count: int, kept: frozenset[int]) -> None:
+    def evict(self, count, kept):
         expected = self.naive.evict(count, kept)
         assert (expected is None) == (len(self.resident - kept) < count)
         for order in self.orders:
@@ -195,14 +194,14 @@ class HintedMachine(RuleBasedStateMachine):
         self.resident.difference_update(expected or ())
 
     @rule(keys=some_keys)
-    def remove(self, keys: list[int]) -> None:
+    def remove(self, keys):
         present = self.present(keys)
         for order in (self.naive, *self.orders):
             order.remove(present)
         self.resident.difference_update(present)
 
     @invariant()
-    def the_same_is_retained_and_no_more_than_the_share(self) -> None:
+    def the_same_is_retained_and_no_more_than_the_share(self):
         for order in self.orders:
             assert {key for key in self.resident if key in order.retained} == self.naive.retained
             assert len(order.retained) == len(self.naive.retained) <= RETAINED_MAX
@@ -212,9 +211,7 @@ class HintedMachine(RuleBasedStateMachine):
 TestHinted = HintedMachine.TestCase
 
 
-def hinted(
-    policy: str, keys: Sequence[int] = (), *, retained_max: int = 8, names: Sequence[int | None] = range(100)
-) -> HintedOrder[int]:
+def hinted(policy, keys=(), *, retained_max=8, names=range(100)):
     """Make an order of numbers under a policy, as the primary does."""
     order: Any = number_order(policy_class(policy)(100), 100, names, names.index)
     hinted = HintedOrder[int](order, retained_max)
@@ -227,7 +224,7 @@ each_policy = pytest.mark.parametrize("policy", known_policies())
 
 
 @each_policy
-def test_under_every_policy_demoted_keys_go_first_unless_they_are_used_again(policy: str) -> None:
+def test_under_every_policy_demoted_keys_go_first_unless_they_are_used_again(policy):
     order = hinted(policy, range(20))
     for key in range(20):
         order.end([key])
@@ -239,7 +236,7 @@ def test_under_every_policy_demoted_keys_go_first_unless_they_are_used_again(pol
 
 
 @each_policy
-def test_under_every_policy_retained_keys_go_last_also_when_they_have_moved(policy: str) -> None:
+def test_under_every_policy_retained_keys_go_last_also_when_they_have_moved(policy):
     names: list[int | None] = list(range(100))
     order = hinted(policy, range(20), names=names)
     order.retain([0, 1, 2], 100.0, 5)
@@ -249,7 +246,7 @@ def test_under_every_policy_retained_keys_go_last_also_when_they_have_moved(poli
     assert set(order.evict(3, none_kept) or ()) == {0, 1, 50}
 
 
-def test_requests_without_resident_keys_at_their_end_take_no_memory() -> None:
+def test_requests_without_resident_keys_at_their_end_take_no_memory():
     order = hinted("lru", range(4))
     order.end(range(4), OVER)
     tracemalloc.start()
@@ -261,7 +258,7 @@ def test_requests_without_resident_keys_at_their_end_take_no_memory() -> None:
         tracemalloc.stop()
 
 
-def test_keys_from_before_the_first_hint_count_as_shared() -> None:
+def test_keys_from_before_the_first_hint_count_as_shared():
     plain = LinkedLRU(100)
     plain.insert([0, 1, 2])
     order = HintedOrder[int](plain, 0)
@@ -274,7 +271,7 @@ def test_keys_from_before_the_first_hint_count_as_shared() -> None:
     assert order.evict(1, none_kept) == [9]
 
 
-def test_density_does_not_demote_a_session_that_is_over_before_it_has_learned() -> None:
+def test_density_does_not_demote_a_session_that_is_over_before_it_has_learned():
     order = HintedOrder[int](Density[int](100), 8)
     order.insert(range(5))
     order.end(range(5))
@@ -283,14 +280,14 @@ def test_density_does_not_demote_a_session_that_is_over_before_it_has_learned() 
     assert order.evict(1, none_kept) == [4]  # As an LRU, which it is at first.
 
 
-def test_retaining_the_same_keys_again_takes_no_more_memory() -> None:
+def test_retaining_the_same_keys_again_takes_no_more_memory():
     retained = Retained[int](10)
     for now in range(10_000):
         retained.retain(range(10), float(now + 1_000), 0)
     assert len(retained._ends) < 2_000
 
 
-def test_a_share_of_nothing_retains_nothing() -> None:
+def test_a_share_of_nothing_retains_nothing():
     order = hinted("lru", range(10), retained_max=0)
     order.retain([0, 1], 100.0, 99)
     assert order.evict(1, none_kept) == [0]

@@ -1,6 +1,5 @@
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -23,7 +22,7 @@ def not_a_class():
 
 
 @pytest.fixture
-def own_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def own_policies(tmp_path, monkeypatch):
     """Install a distribution with policies; return the name of its module."""
     (tmp_path / "own_policies.py").write_text(OWN_POLICY)
     dist_info = tmp_path / "own-1.0.dist-info"
@@ -37,12 +36,12 @@ def own_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "own_policies"
 
 
-def test_the_built_in_policies_are_found_by_name() -> None:
+def test_the_built_in_policies_are_found_by_name():
     found = {name: policy_class(name) for name in known_policies()}
     assert found == {"arc": ARC, "density": Density, "fifo": FIFO, "lru": LRU, "s3fifo": S3FIFO}
 
 
-def test_a_distribution_brings_policies_and_replaces_no_built_in_one(own_policies: str) -> None:
+def test_a_distribution_brings_policies_and_replaces_no_built_in_one(own_policies):
     assert policy_class("own") is policy_class(f"{own_policies}:Own")
     assert policy_class("lru") is LRU
     assert {"own", "lru"} <= set(known_policies())
@@ -59,6 +58,6 @@ def test_a_distribution_brings_policies_and_replaces_no_built_in_one(own_policie
         ("own_policies:Half", "Half does not implement __init__, evict, rank, remove, touch"),
     ],
 )
-def test_an_unknown_or_invalid_policy_raises_a_config_error(own_policies: str, name: str, message: str) -> None:
+def test_an_unknown_or_invalid_policy_raises_a_config_error(own_policies, name, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         policy_class(name)

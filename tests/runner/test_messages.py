@@ -12,31 +12,31 @@ keys = st.binary(max_size=40).map(OffloadKey)
 
 
 @given(st.lists(keys, max_size=100))
-def test_keys_are_unpacked_as_they_were_packed(keys: list[OffloadKey]) -> None:
+def test_keys_are_unpacked_as_they_were_packed(keys):
     assert unpack_keys(pack_keys(keys)) == keys
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=100))
-def test_rows_are_unpacked_as_they_were_packed(rows: list[int]) -> None:
+def test_rows_are_unpacked_as_they_were_packed(rows):
     assert list(unpack_rows(pack_rows(rows))) == rows
 
 
-def test_keys_of_one_length_need_no_table_of_lengths_though_all_are_empty() -> None:
+def test_keys_of_one_length_need_no_table_of_lengths_though_all_are_empty():
     assert pack_keys([OffloadKey(b"ab"), OffloadKey(b"cd")]) == PackedKeys(b"abcd", 2)
     assert unpack_keys(pack_keys([OffloadKey(b"")] * 3)) == [b"", b"", b""]
 
 
-def test_each_error_has_its_code() -> None:
+def test_each_error_has_its_code():
     errors = (ChunkMissing(""), ChunkCorrupt(""), NoSpace(""), TransferFailed(""), ChunkError("of an unknown kind"))
     assert list(map(code_of, errors)) == [Code.MISSING, Code.CORRUPT, Code.NO_SPACE, Code.FAILED, Code.FAILED]
 
 
-def caused(error: Exception, cause: BaseException) -> Exception:
+def caused(error, cause):
     error.__cause__ = cause
     return error
 
 
-def handled(error: Exception, cause: BaseException) -> Exception:
+def handled(error, cause):
     """Return an error that was raised while another one was handled, without naming it."""
     error.__context__ = cause
     return error
@@ -60,11 +60,11 @@ READ_ONLY = OSError(errno.EROFS, "Read-only file system")
         (OSError(99_999, "of no name"), "OSError"),
     ],
 )
-def test_the_cause_of_an_error_is_one_word(error: Exception, cause: str) -> None:
+def test_the_cause_of_an_error_is_one_word(error, cause):
     assert cause_of(error) == cause
 
 
-def test_errors_that_cause_each_other_end() -> None:
+def test_errors_that_cause_each_other_end():
     one, other = TransferFailed("one"), TransferFailed("other")
     one.__cause__, other.__cause__ = other, one
     assert cause_of(one) == ""

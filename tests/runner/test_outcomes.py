@@ -1,7 +1,6 @@
 """An exception during a transfer is its outcome: no caller waits for ever."""
 
 import asyncio
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
@@ -11,19 +10,7 @@ from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.errors import BackendUnavailable
 from kvtier.memory.region import Region
 from kvtier.runner.bridge import Bridge, ThreadBridge
-from kvtier.runner.messages import (
-    Acknowledge,
-    Advise,
-    Answered,
-    Cascade,
-    Code,
-    Delete,
-    Finished,
-    Probe,
-    Promote,
-    pack_keys,
-    pack_rows,
-)
+from kvtier.runner.messages import Acknowledge, Advise, Cascade, Code, Delete, Probe, Promote, pack_keys, pack_rows
 from kvtier.runner.process import ProcessBridge
 from kvtier_backends.dummy import DummyBackend
 from tests.engine.kit import CHUNK_BYTES, PATIENCE_S, at_rest, describe, found, key, put
@@ -38,7 +25,7 @@ WHERE = pytest.mark.parametrize("where", ["thread", pytest.param("process", mark
 
 
 @contextmanager
-def bridge(where: str, *tiers: dict[str, object]) -> Iterator[Bridge]:
+def bridge(where, *tiers):
     """Start a runner; closed at the end."""
     with ExitStack() as at_end:
         config = describe(ROWS, *(tiers or ({"type": "dummy"},)))
@@ -49,7 +36,7 @@ def bridge(where: str, *tiers: dict[str, object]) -> Iterator[Bridge]:
         yield started
 
 
-def outcome(bridge: Bridge, id_: int) -> Finished | Answered:
+def outcome(bridge, id_):
     """Wait for an action's outcome."""
     told = [message for message in bridge.mailbox if getattr(message, "id", None) == id_]
     while not told:
@@ -93,7 +80,7 @@ def test_a_runner_whose_tier_stopped_its_loop_can_be_closed(nothing_left, tier, 
 def test_a_start_that_is_given_up_closes_the_tiers_that_it_has_opened(nothing_left, monkeypatch):
     closed: list[str] = []
 
-    async def aclose(tier: DummyBackend, deadline_s: float) -> Abandoned:
+    async def aclose(tier, deadline_s):
         await asyncio.sleep(0.05)
         closed.append("closed")
         return Abandoned(0)
@@ -109,7 +96,7 @@ def test_a_start_that_is_given_up_closes_the_tiers_that_it_has_opened(nothing_le
 
 
 async def test_an_observer_that_raises_is_logged_and_costs_no_outcome(nothing_left, caplog):
-    def observe(tier: str, operation: str, seconds: float) -> None:
+    def observe(tier, operation, seconds):
         raise ZeroDivisionError
 
     async with (

@@ -2,12 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
-from typing import Any
 
 import pytest
 
-from kvtier.backend import Added, Advice, FileMapper, Namespace, Occupancy, ScanDone, TierContext
+from kvtier.backend import Added, Advice, FileMapper, Namespace, ScanDone, TierContext
 from kvtier.memory import Region
 from kvtier.runner.messages import Advise, Found, Message, Scanned, TierUsage, pack_keys
 from kvtier.runner.reports import Reports, SpeedMeter
@@ -24,27 +22,27 @@ CONTEXT = TierContext("tier", FileMapper(Namespace(model_name="test")), CHUNK_BY
 class HoldsOne(DummyBackend):
     """A tier that holds one chunk, and says so."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(DummyOptions(), CONTEXT)
 
-    async def watch(self) -> AsyncIterator[Any]:
+    async def watch(self):
         yield Added([key(1)])
         yield ScanDone(complete=True)
         await asyncio.Event().wait()
 
 
-def raises(bug: type[BaseException]) -> Callable[..., Any]:
-    def method(*_: Any) -> Any:
+def raises(bug):
+    def method(*_):
         raise bug
 
     return method
 
 
-def contents(said: list[Message]) -> list[Message]:
+def contents(said):
     return [each for each in said if not isinstance(each, TierUsage)]
 
 
-async def reported(backend: DummyBackend, last: Message) -> list[Message]:
+async def reported(backend, last):
     """Return what is said of a tier until `last` was."""
     posted: list[Message] = []
     reports = Reports(0, "tier", backend, SpeedMeter(), posted.append)
@@ -71,7 +69,7 @@ async def test_a_tier_whose_description_fails_still_reports_its_chunks(method, b
 
 
 @pytest.mark.parametrize("figures", [(1.5, 0, None), ("many", 0, None), (1, 2), None, (1, 0, None, 0, 0)], ids=repr)
-async def test_figures_that_are_none_are_not_sent(figures: Any, caplog: pytest.LogCaptureFixture) -> None:
+async def test_figures_that_are_none_are_not_sent(figures, caplog):
     """They could not be read at the other end of a process's socket, which would cost the runner."""
     tier = HoldsOne()
     tier.occupancy = lambda: figures
@@ -83,7 +81,7 @@ async def test_a_tiers_bug_is_logged_once_and_not_every_second(caplog, monkeypat
     monkeypatch.setattr("kvtier.runner.reports.USAGE_EVERY_S", 0.0)
     asked: list[int] = []
 
-    def occupancy() -> Occupancy:
+    def occupancy():
         asked.append(1)
         raise ZeroDivisionError
 
@@ -100,7 +98,7 @@ async def test_a_tiers_bug_is_logged_once_and_not_every_second(caplog, monkeypat
 
 @pytest.mark.parametrize("bug", [*BUGS, None])
 async def test_a_tier_whose_inventory_ends_before_the_tier_does_is_asked_from_then_on(bug):
-    async def watch() -> AsyncIterator[Any]:
+    async def watch():
         yield Added([key(1)])
         yield ScanDone(complete=True)
         if bug is not None:
@@ -111,7 +109,7 @@ async def test_a_tier_whose_inventory_ends_before_the_tier_does_is_asked_from_th
     assert contents(await reported(tier, ASK_IT)) == [FOUND, ALL_IS_KNOWN, ASK_IT]
 
 
-async def test_a_tier_that_exits_on_advice_loses_the_advice_only(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_tier_that_exits_on_advice_loses_the_advice_only(caplog):
     tier = HoldsOne()
     tier.advise = raises(SystemExit)
     with Region.private(1, CHUNK_BYTES) as region:

@@ -2,7 +2,6 @@
 
 import random
 import statistics
-from collections.abc import Iterable, Iterator
 
 import pytest
 from hypothesis import given
@@ -17,13 +16,13 @@ MEDIAN_ERROR_MAX = 0.25
 class Device:
     """A tier that does one load after the other, with noise: what a meter sees of it, and what it had predicted."""
 
-    def __init__(self, *, fixed_s: float, bytes_per_s: float, noise: float, seed: int = 0) -> None:
+    def __init__(self, *, fixed_s, bytes_per_s, noise, seed=0):
         self.fixed_s, self.bytes_per_s, self.noise = fixed_s, bytes_per_s, noise
         self.meter = SpeedMeter()
         self.now = 0.0
         self._random = random.Random(seed)
 
-    def loads(self, sizes: Iterable[int], *, pause_s: float = 0.05) -> Iterator[float]:
+    def loads(self, sizes, *, pause_s=0.05):
         """Load batches of these sizes; give each one's relative error, where anything was predicted."""
         for size in sizes:
             self.now += pause_s
@@ -36,7 +35,7 @@ class Device:
                 yield abs(speed.seconds(size) - seconds) / seconds
 
 
-def sizes(count: int, seed: int = 1) -> list[int]:
+def sizes(count, seed=1):
     chosen = random.Random(seed)
     return [chosen.choice((1, 2, 8, 32, 64)) * MIB for _ in range(count)]
 
@@ -54,7 +53,7 @@ def test_half_of_the_predictions_are_within_a_quarter(fixed_s, bytes_per_s, nois
 
 
 @pytest.mark.parametrize("factor", [20.0, 1 / 20])
-def test_a_tier_that_changes_twentyfold_is_known_after_a_dozen_loads(factor: float) -> None:
+def test_a_tier_that_changes_twentyfold_is_known_after_a_dozen_loads(factor):
     device = Device(fixed_s=1e-3, bytes_per_s=1e9, noise=0.1)
     list(device.loads(sizes(200)))
     device.fixed_s, device.bytes_per_s = device.fixed_s * factor, device.bytes_per_s / factor
@@ -62,7 +61,7 @@ def test_a_tier_that_changes_twentyfold_is_known_after_a_dozen_loads(factor: flo
     assert statistics.median(device.loads(sizes(50, 2))) <= MEDIAN_ERROR_MAX
 
 
-def test_one_load_that_hung_does_not_make_a_tier_look_slow() -> None:
+def test_one_load_that_hung_does_not_make_a_tier_look_slow():
     device = Device(fixed_s=1e-3, bytes_per_s=1e9, noise=0.05)
     list(device.loads(sizes(200)))
     hung = device.meter.begin_load(device.now)
@@ -72,7 +71,7 @@ def test_one_load_that_hung_does_not_make_a_tier_look_slow() -> None:
     assert statistics.median(device.loads(sizes(50, 2))) <= MEDIAN_ERROR_MAX
 
 
-def test_concurrent_loads_measure_the_tiers_whole_rate() -> None:
+def test_concurrent_loads_measure_the_tiers_whole_rate():
     meter = SpeedMeter()
     for number in range(50):
         begun = [meter.begin_load(float(number)) for _ in range(4)]
@@ -82,7 +81,7 @@ def test_concurrent_loads_measure_the_tiers_whole_rate() -> None:
     assert meter.speed.seconds(100 * MIB) == pytest.approx(0.96, rel=0.1)
 
 
-def test_a_load_that_did_not_move_all_is_ignored_and_one_of_no_bytes_counts_as_one_of_a_byte() -> None:
+def test_a_load_that_did_not_move_all_is_ignored_and_one_of_no_bytes_counts_as_one_of_a_byte():
     meter = SpeedMeter()
     meter.end_load(meter.begin_load(0.0), MIB, 1.0, moved=False)
     assert meter.speed is None
@@ -93,7 +92,7 @@ def test_a_load_that_did_not_move_all_is_ignored_and_one_of_no_bytes_counts_as_o
 
 
 @given(st.lists(st.tuples(st.integers(0, 1 << 40), st.floats(0.0, 1e4)), max_size=40))
-def test_whatever_is_seen_no_factor_is_below_zero_and_every_prediction_is_a_time(seen: list[tuple[int, float]]) -> None:
+def test_whatever_is_seen_no_factor_is_below_zero_and_every_prediction_is_a_time(seen):
     meter, now = SpeedMeter(), 0.0
     for size, seconds in seen:
         begun = meter.begin_load(now)

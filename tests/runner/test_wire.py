@@ -68,7 +68,7 @@ MESSAGES = [
 ]
 
 
-async def stream_of(received: bytes) -> asyncio.StreamReader:
+async def stream_of(received):
     reader = asyncio.StreamReader(limit=16)
     reader.feed_data(received)
     reader.feed_eof()
@@ -76,16 +76,16 @@ async def stream_of(received: bytes) -> asyncio.StreamReader:
 
 
 @pytest.mark.parametrize("action", ACTIONS, ids=lambda action: type(action).__name__)
-def test_every_action_arrives_as_it_was_sent(action: object) -> None:
+def test_every_action_arrives_as_it_was_sent(action):
     assert actions_of(frame([action])[4:]) == [action]
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_every_message_arrives_as_it_was_sent(message: object) -> None:
+def test_every_message_arrives_as_it_was_sent(message):
     assert messages_of(frame([message])[4:]) == [message]
 
 
-async def test_frames_are_read_one_by_one_whatever_their_length() -> None:
+async def test_frames_are_read_one_by_one_whatever_their_length():
     reader = await stream_of(frame(ACTIONS) + framed(b"") + framed(b"x" * 100_000))
     assert actions_of(await read_frame(reader)) == ACTIONS
     assert await read_frame(reader) == b""
@@ -95,7 +95,7 @@ async def test_frames_are_read_one_by_one_whatever_their_length() -> None:
 
 
 @given(bodies=st.lists(st.binary(max_size=300)), pieces=st.lists(st.integers(1, 50), min_size=1))
-def test_frames_are_cut_out_of_a_stream_however_it_is_torn(bodies: list[bytes], pieces: list[int]) -> None:
+def test_frames_are_cut_out_of_a_stream_however_it_is_torn(bodies, pieces):
     sent = b"".join(map(framed, bodies))
     buffer = FrameBuffer()
     received: list[bytes] = []

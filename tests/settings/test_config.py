@@ -55,7 +55,7 @@ SHELF = f"{__name__}:Shelf"
 GREEDY = f"{__name__}:Greedy"
 
 
-def refused(given: dict[str, Any]) -> str:
+def refused(given):
     with pytest.raises(ConfigError) as caught:
         EngineConfig.from_dict(given)
     return str(caught.value)
@@ -64,7 +64,7 @@ def refused(given: dict[str, Any]) -> str:
 # --- The engine -------------------------------------------------------------------------------------------------------
 
 
-def test_a_small_configuration_is_enough() -> None:
+def test_a_small_configuration_is_enough():
     config = EngineConfig.from_dict(SMALL)
     assert config == EngineConfig(cpu_bytes_to_use=1 << 20, chunk_bytes=16 << 10)
     assert (config.rows, config.row_bytes, config.eviction_policy, config.runner) == (64, 16_384, "lru", None)
@@ -75,12 +75,12 @@ def test_a_small_configuration_is_enough() -> None:
 @pytest.mark.parametrize(
     ("chunk_bytes", "row_bytes"), [(1, 4_096), (4_095, 4_096), (4_096, 4_096), (4_097, 8_192), (1 << 40, 1 << 40)]
 )
-def test_a_row_is_a_chunk_padded_to_the_page(chunk_bytes: int, row_bytes: int) -> None:
+def test_a_row_is_a_chunk_padded_to_the_page(chunk_bytes, row_bytes):
     config = EngineConfig(cpu_bytes_to_use=3 * row_bytes + 1, chunk_bytes=chunk_bytes)
     assert (config.row_bytes, config.rows) == (row_bytes, 3)
 
 
-def test_a_primary_of_no_row_or_of_too_many_is_refused_with_both_numbers() -> None:
+def test_a_primary_of_no_row_or_of_too_many_is_refused_with_both_numbers():
     assert "hold 4,294,967,296 rows of 4,096" in refused({"cpu_bytes_to_use": 1 << 44, "chunk_bytes": 1})
     assert refused({"cpu_bytes_to_use": 8_191, "chunk_bytes": 4_097}) == (
         "cpu_bytes_to_use: 8,191 bytes given, which hold 0 rows of 8,192; "
@@ -88,7 +88,7 @@ def test_a_primary_of_no_row_or_of_too_many_is_refused_with_both_numbers() -> No
     )
 
 
-def test_the_namespace_learns_how_long_a_row_is() -> None:
+def test_the_namespace_learns_how_long_a_row_is():
     short = EngineConfig.from_dict(SMALL | {"namespace": {"model_name": "m"}})
     long = EngineConfig.from_dict(SMALL | {"chunk_bytes": "20KiB", "namespace": {"model_name": "m"}})
     assert short.namespace == Namespace(model_name="m", row_bytes=16_384)
@@ -96,7 +96,7 @@ def test_the_namespace_learns_how_long_a_row_is() -> None:
     assert FileMapper(short.namespace).fingerprint != FileMapper(long.namespace).fingerprint
 
 
-def test_a_changed_copy_is_checked_like_a_new_one() -> None:
+def test_a_changed_copy_is_checked_like_a_new_one():
     config = EngineConfig.from_dict(SMALL)
     assert msgspec.structs.replace(config, cpu_bytes_to_use=1 << 21).rows == 128
     with pytest.raises(ConfigError, match="cpu_bytes_to_use: 1 bytes given"):
@@ -142,31 +142,31 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("change", "message"), MISTAKES)
-def test_a_mistake_is_named_by_its_path(change: dict[str, Any], message: str) -> None:
+def test_a_mistake_is_named_by_its_path(change, message):
     assert refused(SMALL | change).startswith(message)
 
 
 # --- Tiers ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_tier_is_written_flat() -> None:
+def test_a_tier_is_written_flat():
     tier = decode(TierConfig, {"type": "fs", "root": "/x", "lanes": [1, {"deep": 2}], "medium": "STORAGE"})
     assert tier == TierConfig(type="fs", medium="STORAGE", options={"root": "/x", "lanes": [1, {"deep": 2}]})
     assert tier.limits == TierLimits()
 
 
-def test_tiers_are_named_by_place_and_type_unless_they_have_names() -> None:
+def test_tiers_are_named_by_place_and_type_unless_they_have_names():
     tiers = [TIER, TIER | {"name": "slow"}, {"type": "dummy"}]
     config = EngineConfig.from_dict(SMALL | {"secondary_tiers": tiers})
     assert [tier.name for tier in config.secondary_tiers] == ["0:fs", "slow", "2:dummy"]
 
 
-def test_a_tiers_own_options_are_decoded_by_its_backend() -> None:
+def test_a_tiers_own_options_are_decoded_by_its_backend():
     tier = decode(TierConfig, {"type": SHELF, "root": "/x", "capacity_bytes": "1.5GB"})
     assert tier_options(tier, "secondary_tiers[0]") == ShelfOptions(root="/x", capacity_bytes=1_500_000_000)
 
 
-def test_places_in_a_path_are_filled_in_inside_vllm_and_refused_elsewhere() -> None:
+def test_places_in_a_path_are_filled_in_inside_vllm_and_refused_elsewhere():
     tier = TierConfig(type="fs", options={"root": "/var/kv-{dp_rank}", "layout": "files"})
     message = (
         r"^secondary_tiers\[0\]\.root: '\{dp_rank\}' given in a path, \{dp_rank\} and \{engine_id\} accepted, inside"
@@ -190,7 +190,7 @@ OPTION_MISTAKES: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("given", "message"), OPTION_MISTAKES)
-def test_a_mistake_in_a_tiers_own_options_is_named_by_its_path(given: dict[str, Any], message: str) -> None:
+def test_a_mistake_in_a_tiers_own_options_is_named_by_its_path(given, message):
     with pytest.raises(ConfigError) as caught:
         tier_options(decode(TierConfig, given), "secondary_tiers[1]")
     assert str(caught.value).startswith(message)
@@ -213,7 +213,7 @@ OPTIONS = st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), max_
 
 
 @given(options=OPTIONS)
-def test_a_configuration_survives_the_way_to_another_process(options: dict[str, Any]) -> None:
+def test_a_configuration_survives_the_way_to_another_process(options):
     limits = EngineLimits(cascade_share=0.123, action_chunks=3)
     tiers = (TierConfig(type="dummy", limits=TierLimits(deadline_s=0.001), medium="CPU", options=options),)
     config = EngineConfig(cpu_bytes_to_use=1 << 40, chunk_bytes=1, secondary_tiers=tiers, limits=limits, events=True)
@@ -221,7 +221,7 @@ def test_a_configuration_survives_the_way_to_another_process(options: dict[str, 
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=EngineConfig) == config
 
 
-def test_options_are_sent_as_they_were_given_and_decoded_there() -> None:
+def test_options_are_sent_as_they_were_given_and_decoded_there():
     given = SMALL | {"secondary_tiers": [{"type": SHELF, "root": "/x", "capacity_bytes": "1GiB"}]}
     sent = msgspec.msgpack.encode(EngineConfig.from_dict(given))
     (tier,) = msgspec.msgpack.decode(sent, type=EngineConfig).secondary_tiers
@@ -254,13 +254,13 @@ name = "model of a disk"
 """
 
 
-def write(folder: Path, name: str, text: str | bytes) -> str:
+def write(folder, name, text):
     path = folder / name
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return str(path)
 
 
-def unreadable(path: str | Path) -> str:
+def unreadable(path):
     with pytest.raises(ConfigError) as caught:
         EngineConfig.load(path)
     message = str(caught.value)
@@ -268,7 +268,7 @@ def unreadable(path: str | Path) -> str:
     return message.removeprefix(f"{os.fspath(path)}: ")
 
 
-def test_toml_and_json_say_the_same(tmp_path: Path) -> None:
+def test_toml_and_json_say_the_same(tmp_path):
     from_toml = EngineConfig.load(write(tmp_path, "engine.toml", TOML))
     from_json = EngineConfig.load(Path(write(tmp_path, "engine.json", json.dumps(tomllib.loads(TOML)))))
     assert from_toml == from_json
@@ -278,7 +278,7 @@ def test_toml_and_json_say_the_same(tmp_path: Path) -> None:
     assert [tier.name for tier in from_toml.secondary_tiers] == ["0:fs", "model of a disk"]
 
 
-def test_a_mistake_in_a_file_is_named_by_file_and_path(tmp_path: Path) -> None:
+def test_a_mistake_in_a_file_is_named_by_file_and_path(tmp_path):
     path = write(tmp_path, "engine.toml", TOML.replace('"10s"', '"ten"'))
     assert unreadable(path).startswith("secondary_tiers[0].limits.deadline_s: 'ten' given, seconds as a number")
     path = write(tmp_path, "engine.toml", TOML + "since = 2026-01-01\n")
@@ -308,18 +308,18 @@ def test_a_mistake_in_a_file_is_named_by_file_and_path(tmp_path: Path) -> None:
         ("a.yaml", "a: 1", r"the file's name ends neither in \.toml nor in \.json"),
     ],
 )
-def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, name: str, text: str | bytes, message: str) -> None:
+def test_a_file_that_is_no_configuration_is_refused(tmp_path, name, text, message):
     assert re.match(message, unreadable(write(tmp_path, name, text)))
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_there_is_refused(tmp_path):
     assert unreadable(tmp_path / "a.toml") == "cannot be read: No such file or directory"
     (tmp_path / "a.toml").mkdir()
     assert unreadable(tmp_path / "a.toml") == "cannot be read: Is a directory"
 
 
 @pytest.mark.usefixtures("outside")
-def test_reading_a_configuration_imports_the_named_tiers_and_neither_torch_nor_a_client(tmp_path: Path) -> None:
+def test_reading_a_configuration_imports_the_named_tiers_and_neither_torch_nor_a_client(tmp_path):
     path = write(tmp_path, "engine.toml", TOML)
     program = (
         "import sys, kvtier.config; kvtier.config.EngineConfig.load(sys.argv[1]);"

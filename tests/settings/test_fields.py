@@ -49,12 +49,12 @@ class Foreign(msgspec.Struct, frozen=True, rename="kebab"):
     low_bytes: Size = 0
     high_bytes: Size = 10
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         if self.low_bytes > self.high_bytes:
             raise ValueError(f"low-bytes {self.low_bytes} is above high-bytes {self.high_bytes}")
 
 
-def test_what_is_given_arrives_with_units_read_and_lists_frozen() -> None:
+def test_what_is_given_arrives_with_units_read_and_lists_frozen():
     tree = decode(
         Tree,
         {
@@ -78,7 +78,7 @@ def test_what_is_given_arrives_with_units_read_and_lists_frozen() -> None:
     assert type(tree.share) is float
 
 
-def test_a_constructor_reads_and_checks_what_a_file_would() -> None:
+def test_a_constructor_reads_and_checks_what_a_file_would():
     assert Leaf(root="/a", size_bytes="1KiB", wait_s="5min") == Leaf(root="/a", size_bytes=1024, wait_s=300)
     assert Tree(leaves=[{"root": "/a"}]).leaves == (Leaf(root="/a"),)
     with pytest.raises(ConfigError, match=r"^leaves\[0\]\.size_bytes: -1 given"):
@@ -130,7 +130,7 @@ MISTAKES: list[tuple[object, str]] = [
 
 
 @pytest.mark.parametrize(("given", "message"), MISTAKES)
-def test_a_mistake_is_named_by_its_path_what_was_given_and_what_would_do(given: object, message: str) -> None:
+def test_a_mistake_is_named_by_its_path_what_was_given_and_what_would_do(given, message):
     with pytest.raises(ConfigError) as plain:
         decode(Tree, given)
     assert str(plain.value).startswith(message)
@@ -140,14 +140,14 @@ def test_a_mistake_is_named_by_its_path_what_was_given_and_what_would_do(given: 
     assert str(placed.value).removeprefix("engine.tree")[1:].strip().startswith(message)
 
 
-def test_a_missing_field_is_looked_for_among_the_misspelt_ones() -> None:
+def test_a_missing_field_is_looked_for_among_the_misspelt_ones():
     with pytest.raises(
         ConfigError, match=r"(?m)^open\[0\]\.kind: missing, text required \(did you mean it by 'kin'\?\)$"
     ):
         decode(Forest, {"open": [{"kin": "a"}]})
 
 
-def test_unknown_keys_go_into_the_field_for_the_rest() -> None:
+def test_unknown_keys_go_into_the_field_for_the_rest():
     flat = decode(Open, {"kind": "a", "x": 1, "y": {"z": [1, (2,)]}})
     assert flat == Open(kind="a", more={"x": 1, "y": {"z": [1, [2]]}})
 
@@ -161,13 +161,13 @@ REST_MISTAKES: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("given", "message"), REST_MISTAKES)
-def test_the_rest_must_be_plain_data(given: dict[str, Any], message: str) -> None:
+def test_the_rest_must_be_plain_data(given, message):
     with pytest.raises(ConfigError) as caught:
         decode(Forest, {"open": [{"kind": "a", **given}]})
     assert str(caught.value).startswith(message)
 
 
-def test_a_struct_that_is_not_ours_is_decoded_as_strictly() -> None:
+def test_a_struct_that_is_not_ours_is_decoded_as_strictly():
     assert decode(Foreign, {"low-bytes": "1kB", "high-bytes": "1KiB"}) == Foreign(low_bytes=1000, high_bytes=1024)
     with pytest.raises(ConfigError, match=r"(?m)^tiers\[0\]: low-bytes 11 is above high-bytes 10$"):
         decode(Foreign, {"low-bytes": 11}, where="tiers[0]")
@@ -177,7 +177,7 @@ def test_a_struct_that_is_not_ours_is_decoded_as_strictly() -> None:
         decode(Foreign, {"low_bytes": 11})
 
 
-def test_siblings_are_named_beside_the_fields() -> None:
+def test_siblings_are_named_beside_the_fields():
     with pytest.raises(ConfigError, match=r"(?m)did you mean 'limits'\? Known here: limits, root, size_bytes, wait_s$"):
         decode(Leaf, {"root": "/a", "limts": {}}, siblings=["limits"])
 
@@ -191,7 +191,7 @@ FIELDS = st.sampled_from([*Tree.__struct_fields__, *Leaf.__struct_fields__])
 
 
 @given(given_=st.dictionaries(FIELDS, ANYTHING | st.dictionaries(FIELDS, ANYTHING), max_size=4))
-def test_whatever_is_given_is_a_struct_or_a_config_error(given_: dict[str, Any]) -> None:
+def test_whatever_is_given_is_a_struct_or_a_config_error(given_):
     try:
         tree = decode(Tree, given_)
     except ConfigError:

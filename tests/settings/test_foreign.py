@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,13 +28,13 @@ READERS: dict[str, Callable[[str], Any]] = {
 }
 
 
-def is_short_and_harmless(error: KVTierError) -> bool:
+def is_short_and_harmless(error):
     return str(error).isprintable() and len(str(error)) <= 10 * (MESSAGE_HEAD_MAX + MESSAGE_TAIL_MAX)
 
 
 @pytest.mark.parametrize("text", [DEEP, LONG], ids=["deep", "long"])
 @pytest.mark.parametrize("name", READERS)
-def test_a_file_of_anybodys_is_refused_in_a_short_line(tmp_path: Path, name: str, text: bytes) -> None:
+def test_a_file_of_anybodys_is_refused_in_a_short_line(tmp_path, name, text):
     path = tmp_path / name
     path.write_bytes(text + b"\n")
     with pytest.raises(KVTierError) as refused:
@@ -43,7 +42,7 @@ def test_a_file_of_anybodys_is_refused_in_a_short_line(tmp_path: Path, name: str
     assert is_short_and_harmless(refused.value)
 
 
-def nested(depth: int) -> list[Any]:
+def nested(depth):
     value: list[Any] = []
     for _ in range(depth):
         value = [value]
@@ -71,7 +70,7 @@ def nested(depth: int) -> list[Any]:
     ],
     ids=range(15),
 )
-def test_what_a_message_quotes_of_a_mapping_is_escaped_and_short(given: dict[str, Any]) -> None:
+def test_what_a_message_quotes_of_a_mapping_is_escaped_and_short(given):
     with pytest.raises(ConfigError) as refused:
         EngineConfig.from_dict(SMALL | given)
     assert is_short_and_harmless(refused.value)

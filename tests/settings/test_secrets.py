@@ -2,8 +2,6 @@
 
 import os
 import traceback
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -28,19 +26,19 @@ WITH: dict[str, dict[str, Any]] = {
 }
 
 
-def options_with_secrets() -> Iterator[tuple[str, str]]:
+def options_with_secrets():
     for type_name in BUILT_IN_TYPES:
         for name, field in struct_fields(backend_class(type_name).options_type).items():
             if is_secret(field.type):
                 yield type_name, name
 
 
-def shown(raised: BaseException) -> str:
+def shown(raised):
     """Return all that a log shows of an error: with its causes."""
     return "".join(traceback.format_exception(raised))
 
 
-def use(given: dict[str, Any]) -> None:
+def use(given):
     """Load a configuration and read every secret that it names, as an engine's start does."""
     tiers = [given]
     config = EngineConfig.from_dict(
@@ -66,14 +64,14 @@ SLIPS = [
 
 @pytest.mark.parametrize(("type_name", "name"), list(options_with_secrets()))
 @pytest.mark.parametrize("given", SLIPS, ids=range(len(SLIPS)))
-def test_a_secret_in_the_place_of_its_name_is_refused_and_never_shown(type_name: str, name: str, given: Any) -> None:
+def test_a_secret_in_the_place_of_its_name_is_refused_and_never_shown(type_name, name, given):
     with pytest.raises(ConfigError, match=name) as refused:
         use({"type": type_name, **NEEDED.get(type_name, {}), **WITH.get(name, {}), name: given})
     assert "hunter2" not in shown(refused.value)
     assert not isinstance(given, int) or str(given) not in shown(refused.value)
 
 
-def test_every_option_whose_name_speaks_of_a_secret_hides_its_value() -> None:
+def test_every_option_whose_name_speaks_of_a_secret_hides_its_value():
     for type_name in BUILT_IN_TYPES:
         for name, field in struct_fields(backend_class(type_name).options_type).items():
             speaks = name.endswith("_env") or any(word in name for word in ("key_", "password", "credential", "secret"))
@@ -93,14 +91,14 @@ def test_every_option_whose_name_speaks_of_a_secret_hides_its_value() -> None:
         ("object", {"url": "s3://bucket", "secret_access_key": SECRET}),
     ],
 )
-def test_a_password_in_an_address_or_in_a_made_up_option_is_not_shown(type_name: str, options: dict[str, Any]) -> None:
+def test_a_password_in_an_address_or_in_a_made_up_option_is_not_shown(type_name, options):
     with pytest.raises(ConfigError) as refused:
         tier_options(TierConfig(type=type_name, options=options), "secondary_tiers[0]")
     assert "hunter2" not in str(refused.value)
     assert "hunter2" not in repr(TierConfig(type=type_name, options=options))
 
 
-def test_a_repr_shows_what_is_no_secret() -> None:
+def test_a_repr_shows_what_is_no_secret():
     options = tier_options(TierConfig(type="redis", options={"password_env": "NAME", "lanes": 3}), "tier")
     assert "lanes=3" in repr(options)
     assert "NAME" not in repr(options)
@@ -115,7 +113,7 @@ class Choosy(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
     token: SecretName | int | bool = False
 
 
-def test_a_secret_among_other_kinds_of_values_is_not_shown_either() -> None:
+def test_a_secret_among_other_kinds_of_values_is_not_shown_either():
     with pytest.raises(ConfigError, match=r"^token: a number given, the name of an") as refused:
         decode(Choosy, {"token": 271_828.5})
     assert "271" not in str(refused.value)
@@ -136,7 +134,7 @@ def test_a_file_that_others_can_read_or_write_is_refused_with_the_command_that_m
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files of root's")
 @pytest.mark.parametrize("mode", [0o400, 0o440, 0o600, 0o640])
-def test_a_secret_that_kubernetes_mounts_for_a_group_is_read_through_its_links(tmp_path: Path, mode: int) -> None:
+def test_a_secret_that_kubernetes_mounts_for_a_group_is_read_through_its_links(tmp_path, mode):
     """With an `fsGroup`, the kubelet lets the group read what root owns, whatever `defaultMode` says."""
     folder = tmp_path / "..2026_01_01"
     folder.mkdir()
@@ -150,7 +148,7 @@ def test_a_secret_that_kubernetes_mounts_for_a_group_is_read_through_its_links(t
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files of root's")
 @pytest.mark.parametrize("mode", [0o644, 0o444, 0o660])
-def test_a_secret_of_roots_that_everybody_can_read_or_a_group_can_write_is_refused(tmp_path: Path, mode: int) -> None:
+def test_a_secret_of_roots_that_everybody_can_read_or_a_group_can_write_is_refused(tmp_path, mode):
     (tmp_path / "keys").write_text("ab" * 32)
     (tmp_path / "keys").chmod(mode)
     with pytest.raises(ConfigError, match="others can read or change the file"):

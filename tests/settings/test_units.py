@@ -25,7 +25,7 @@ from kvtier.settings.units import parse_duration, parse_path, parse_size, shown_
         ("0.1GiB", 107_374_182),  # 107,374,182.4, rounded down.
     ],
 )
-def test_a_size_is_read_as_bytes(text: str, size_bytes: int) -> None:
+def test_a_size_is_read_as_bytes(text, size_bytes):
     assert parse_size(text) == size_bytes
 
 
@@ -35,7 +35,7 @@ SPACED_OUT = ["1GiB2", "1 GiB 1", "1\nGiB", "1  GiB"]
 
 
 @pytest.mark.parametrize("text", [*UNITLESS, *NUMBERLESS, *SPACED_OUT])
-def test_a_size_without_a_number_and_a_known_unit_is_refused(text: str) -> None:
+def test_a_size_without_a_number_and_a_known_unit_is_refused(text):
     with pytest.raises(ValueError, match="not a number and one of B, kB, "):
         parse_size(text)
 
@@ -43,7 +43,7 @@ def test_a_size_without_a_number_and_a_known_unit_is_refused(text: str) -> None:
 @given(
     count=st.integers(0, 1 << 30), unit=st.sampled_from([("B", 1), ("KiB", 1 << 10), ("GiB", 1 << 30), ("TB", 10**12)])
 )
-def test_a_whole_number_of_units_is_read_exactly(count: int, unit: tuple[str, int]) -> None:
+def test_a_whole_number_of_units_is_read_exactly(count, unit):
     assert parse_size(f"{count}{unit[0]}") == parse_size(f"{count:_} {unit[0]}") == count * unit[1]
 
 
@@ -51,12 +51,12 @@ def test_a_whole_number_of_units_is_read_exactly(count: int, unit: tuple[str, in
     ("text", "duration_s"),
     [("30s", 30.0), ("500ms", 0.5), ("250 us", 0.00025), ("1.5h", 5_400.0), ("5min", 300.0), ("2 d", 172_800.0)],
 )
-def test_a_duration_is_read_as_seconds(text: str, duration_s: float) -> None:
+def test_a_duration_is_read_as_seconds(text, duration_s):
     assert parse_duration(text) == duration_s
 
 
 @pytest.mark.parametrize("text", ["", "30", "s", "30 seconds", "-1s", "1m", "1GiB", "1h30min", "inf s"])
-def test_a_duration_without_a_number_and_a_known_unit_is_refused(text: str) -> None:
+def test_a_duration_without_a_number_and_a_known_unit_is_refused(text):
     with pytest.raises(ValueError, match=re.escape("not a number and one of us, ms, s, min, h, d")):
         parse_duration(text)
 
@@ -80,10 +80,10 @@ SHOWN = {0: "0 B", 1_023: "1023 B", 4_096: "4.0 KiB", 1 << 27: "128.0 MiB", 3 <<
 
 
 @pytest.mark.parametrize(("size_bytes", "shown"), SHOWN.items())
-def test_a_size_is_written_in_its_largest_unit(size_bytes: int, shown: str) -> None:
+def test_a_size_is_written_in_its_largest_unit(size_bytes, shown):
     assert shown_bytes(size_bytes) == shown
 
 
 @pytest.mark.parametrize(("seconds", "shown"), [(9.0, "9 s"), (600_000.0, "6.9 d"), (7.4 * 365 * 86_400, "7.4 y")])
-def test_a_time_is_written_in_its_largest_unit(seconds: float, shown: str) -> None:
+def test_a_time_is_written_in_its_largest_unit(seconds, shown):
     assert shown_age(seconds) == shown

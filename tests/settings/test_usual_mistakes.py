@@ -12,15 +12,15 @@ FS: dict[str, Any] = {"type": "fs", "root": "/mnt/kvtier"}
 TIER = "secondary_tiers[0]"
 
 
-def engine(**changes: Any) -> dict[str, Any]:
+def engine(**changes):
     return {"cpu_bytes_to_use": "1MiB", "chunk_bytes": "16KiB", **changes}
 
 
-def tier(**changes: Any) -> dict[str, Any]:
+def tier(**changes):
     return engine(secondary_tiers=[{**FS, **changes}])
 
 
-def of_type(name: str, **options: Any) -> dict[str, Any]:
+def of_type(name, **options):
     return engine(secondary_tiers=[{"type": name, **options}])
 
 
@@ -87,12 +87,12 @@ def test_a_usual_mistake_is_refused_with_its_field_its_value_and_a_remedy(given,
 
 
 @pytest.mark.parametrize("where", ["", "kv_connector_extra_config"])
-def test_a_remedys_path_begins_where_the_mistakes_path_does(where: str) -> None:
+def test_a_remedys_path_begins_where_the_mistakes_path_does(where):
     with pytest.raises(ConfigError) as refused:
         EngineConfig.from_dict(engine(secondary_tiers=[FS, {**FS, "deadline_s": 1}]), where)
     top = f"{where}." if where else ""
     assert f"did you mean '{top}secondary_tiers[1].limits.deadline_s'?" in str(refused.value)
 
 
-def test_units_of_kubernetes_are_understood() -> None:
+def test_units_of_kubernetes_are_understood():
     assert EngineConfig.from_dict(engine(cpu_bytes_to_use="10Gi")).cpu_bytes_to_use == 10 << 30

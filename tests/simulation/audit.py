@@ -6,17 +6,16 @@ one moment between two calls, so `AuditedSteps` makes them whenever a step ends.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
-from kvtier.engine.ledger import Ledger
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.engine.steps import StepManager
-from kvtier.engine.tier import WHEN_EVICTED, Tier
+from kvtier.engine.tier import WHEN_EVICTED
 from kvtier.engine.traffic import Operation, Transfer
 from tests.simulation.turns import check_turn
 
 
-def _unheard(transfers: list[Transfer]) -> None:
+def _unheard(transfers):
     """Ignore them."""
 
 
@@ -27,14 +26,14 @@ class AuditedSteps(StepManager):
     on_give_up: Callable[[list[Transfer]], None] = staticmethod(_unheard)
     """Called with what was under way when a reset waits no longer."""
 
-    def end_step(self) -> None:
+    def end_step(self):
         super().end_step()
         check_turn()
         if not self._closed:
             self.audits += 1
             audit(self.ledger)
 
-    def _reset(self) -> bool:
+    def _reset(self):
         in_flight = list(self.ledger.traffic.in_flight.values())
         clean = super()._reset()
         if not clean:
@@ -49,7 +48,7 @@ class AuditedManager(TieringOffloadingManager):
     steps: AuditedSteps
 
 
-def audit(ledger: Ledger) -> None:
+def audit(ledger):
     """Raise AssertionError for whatever cannot be true of an engine between two calls."""
     _audit_rows(ledger)
     _audit_transfers(ledger)
@@ -59,7 +58,7 @@ def audit(ledger: Ledger) -> None:
         _audit_tier(ledger, tier)
 
 
-def audit_quiet(engine: TieringOffloadingManager) -> None:
+def audit_quiet(engine):
     """Raise AssertionError for whatever an engine keeps though nothing is under way and nobody uses it."""
     ledger = engine.steps.ledger
     audit(ledger)
@@ -75,7 +74,7 @@ def audit_quiet(engine: TieringOffloadingManager) -> None:
     assert primary.rows_free + len(primary.ready) == primary.rows, "rows leaked"
 
 
-def _audit_rows(ledger: Ledger) -> None:
+def _audit_rows(ledger):
     primary = ledger.primary
     owner: dict[int, str] = {}
     for state, rows in (
@@ -103,7 +102,7 @@ def _audit_rows(ledger: Ledger) -> None:
     )
 
 
-def _audit_transfers(ledger: Ledger) -> None:
+def _audit_transfers(ledger):
     primary, transfers = ledger.primary, ledger.traffic
     borrowers: Counter[int] = Counter()
     for transfer in transfers.overdue.values():
@@ -127,7 +126,7 @@ def _audit_transfers(ledger: Ledger) -> None:
     assert len(transfers.cascade_rows) <= ledger.traffic._cascade_rows_max, "cascades pin more than their share"
 
 
-def _audit_pins(ledger: Ledger) -> None:
+def _audit_pins(ledger):
     primary, leases = ledger.primary, ledger.leases
     assert leases.rows <= leases.rows_max, f"{leases.rows} rows leased, {leases.rows_max} may be"
     explained = ledger.traffic.cascade_rows + ledger.kept
@@ -145,7 +144,7 @@ def _audit_pins(ledger: Ledger) -> None:
     assert used == ledger.rows_in_use, f"{used} rows are in use, {ledger.rows_in_use} noted"
 
 
-def _audit_ahead(ledger: Ledger) -> None:
+def _audit_ahead(ledger):
     primary, ahead = ledger.primary, ledger.primary.ahead
     assert (ahead is not None) == ledger.writeback.active
     if ahead is None:
@@ -157,7 +156,7 @@ def _audit_ahead(ledger: Ledger) -> None:
         assert not ledger.writeback._dirty[row] & ~evicting, f"row {row} is dirty for a tier that wants nothing later"
 
 
-def _audit_tier(ledger: Ledger, tier: Tier) -> None:
+def _audit_tier(ledger, tier):
     name = tier.spec.name
     loading = sum(len(transfer.keys) for transfer in _in_flight(ledger, Operation.PROMOTION) if transfer.tier is tier)
     assert loading == tier.loading, f"tier {name}: {loading} chunks loading, {tier.loading} noted"
@@ -172,11 +171,11 @@ def _audit_tier(ledger: Ledger, tier: Tier) -> None:
     assert tier.asking <= asked.union(tier.to_ask), f"tier {name}: waits for answers to questions that nobody asked"
 
 
-def _in_flight(ledger: Ledger, operation: Operation) -> Iterable[Transfer]:
+def _in_flight(ledger, operation):
     return [transfer for transfer in ledger.traffic.in_flight.values() if transfer.operation is operation]
 
 
-def _cascades(ledger: Ledger) -> Iterable[Transfer]:
+def _cascades(ledger):
     """Yield every cascade that still has pins."""
     transfers = ledger.traffic
     for transfer in (*transfers.in_flight.values(), *transfers.overdue.values()):

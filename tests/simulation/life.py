@@ -5,12 +5,10 @@ At rest it must owe nothing and believe of each tier what the tier says; a closi
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from kvtier.backend import OffloadKey
-from kvtier.engine.traffic import Transfer
 from kvtier.testing.virtual_time import place
 from tests.simulation.audit import AuditedManager, audit_quiet
 from tests.simulation.programs import Program
@@ -30,7 +28,7 @@ class LifeUnderWay:
     number: int
     counts: Counter[str]  # What was met is added to it.
 
-    async def run(self) -> None:
+    async def run(self):
         """Open an engine, have it used until this life ends, and stop everything."""
         life = self.life
         engine = await AuditedManager.open(self.scenario.config)
@@ -50,7 +48,7 @@ class LifeUnderWay:
             await self._stop()
             engine.steps.forked()  # As good as gone: a crash closes nothing.
 
-    def _users(self, engine: AuditedManager) -> list["asyncio.Task[Any]"]:
+    def _users(self, engine):
         life = self.life
         scheduler = Scheduler(engine, life.prompts, life.pace, resets_s=life.resets_s, seed=self.scenario.seed)
         programs = [
@@ -66,7 +64,7 @@ class LifeUnderWay:
         ]
         return [asyncio.create_task(scheduler.run()), *(asyncio.create_task(program.run()) for program in programs)]
 
-    async def _calm_down(self, engine: AuditedManager) -> None:
+    async def _calm_down(self, engine):
         for _ in range(int(SETTLING_S)):
             for book in self.books:
                 assert book.witness is not None
@@ -79,7 +77,7 @@ class LifeUnderWay:
         self._check_beliefs(engine)
         assert await engine.aclose(PATIENCE_S) == 0, "something was left behind at rest"  # All that was owed goes now.
 
-    async def _rest(self, engine: AuditedManager) -> None:
+    async def _rest(self, engine):
         ledger = engine.steps.ledger
         for _ in range(int(PATIENCE_S)):
             engine.steps.end_step()
@@ -89,7 +87,7 @@ class LifeUnderWay:
             await asyncio.sleep(1.0)
         raise AssertionError("what is owed is written for ever")
 
-    def _check_beliefs(self, engine: AuditedManager) -> None:
+    def _check_beliefs(self, engine):
         ledger, now = engine.steps.ledger, asyncio.get_running_loop().time()
         for tier, book in zip(ledger.tiers, self.books, strict=True):
             for key, truth in book.truth.items():
@@ -99,7 +97,7 @@ class LifeUnderWay:
                     f"{key.hex()} in {tier.spec.name} is {truth.value}, and the engine believes {believed}"
                 )
 
-    async def _close(self, engine: AuditedManager, users: Sequence["asyncio.Task[Any]"]) -> None:
+    async def _close(self, engine, users):
         loop = asyncio.get_running_loop()
         begun, close_s = loop.time(), self.scenario.config.limits.close_s
         users[0].cancel()  # The scheduler: whoever steps an engine does not step on beside its shutdown.
@@ -111,7 +109,7 @@ class LifeUnderWay:
             _raise_first(done)
             assert not left, f"not told that the engine closed: {len(left)}"
 
-    def _count(self, engine: AuditedManager) -> None:
+    def _count(self, engine):
         self.counts["audits"] += engine.steps.audits
         ledger = engine.steps.ledger
         self.counts["primary hits"] += ledger.counters.hits
@@ -122,7 +120,7 @@ class LifeUnderWay:
             self.counts["cascades dropped"] += sum(tier.counters.dropped.values())
             self.counts.update({f"failed:{code}": chunks for code, chunks in tier.counters.failed.items()})
 
-    async def _stop(self) -> None:
+    async def _stop(self):
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
@@ -133,7 +131,7 @@ class LifeUnderWay:
                 await book.witness.aclose(0)
                 book.witness.count_faults()
 
-    def _give_up(self, in_flight: Iterable[Transfer]) -> None:
+    def _give_up(self, in_flight):
         keys: list[list[OffloadKey]] = [[] for _ in self.books]
         for transfer in in_flight:
             keys[transfer.tier.index] += transfer.keys
@@ -141,7 +139,7 @@ class LifeUnderWay:
             book.give_up(given_up)
 
 
-def _raise_first(tasks: Iterable["asyncio.Task[Any]"]) -> None:
+def _raise_first(tasks):
     for task in tasks:
         error = task.exception()
         if error is not None:

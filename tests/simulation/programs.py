@@ -18,7 +18,7 @@ from tests.simulation.turns import TurningLoop
 from tests.simulation.witness import chunk_of
 
 
-def some_hint(dice: random.Random) -> object:
+def some_hint(dice):
     """Return a hint as a client may send it, even an invalid one."""
     return dice.choice(
         (
@@ -54,12 +54,12 @@ class Program:
     counts: Counter[str]
     number: int = 0
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self._random = random.Random(self.name)
         self._hints = random.Random(f"{self.name}, hints")  # Apart: a seed is the same story but for its hints.
         self._reads = random.Random(f"{self.name}, reads")
 
-    async def run(self) -> None:
+    async def run(self):
         """Do everything, or as much as can be done before the engine is closed."""
         operations: list[Callable[[], Coroutine[Any, Any, None]]] = [self._put, self._fetch, self._delete, self._reset]
         for _ in range(self.habits.operations):
@@ -78,7 +78,7 @@ class Program:
             self.counts["operations"] += 1
         self._finish()
 
-    async def _do(self, work: Coroutine[Any, Any, None], cancelled_after_s: float | None) -> None:
+    async def _do(self, work, cancelled_after_s):
         if cancelled_after_s is None:
             await work
             return
@@ -91,7 +91,7 @@ class Program:
         if not task.cancelled():
             task.result()
 
-    async def _put(self) -> None:
+    async def _put(self):
         keys, size_bytes = self._some_keys(), self.engine.config.chunk_bytes
         put = await self.engine.put(
             keys, [chunk_of(key, size_bytes) for key in keys], request_id=self._begin(), hint=self._hint()
@@ -100,7 +100,7 @@ class Program:
         assert 0 <= put <= len(keys)
         self.counts["chunks put"] += put
 
-    async def _fetch(self) -> None:
+    async def _fetch(self):
         keys = self._some_keys()
         read = self._reads.choices((self._stream, self._insist, None), (2, 1, 7))[0]
         if read is not None:
@@ -116,7 +116,7 @@ class Program:
             self.counts["chunks fetched"] += len(rows)
         self._finish()
 
-    async def _stream(self, keys: Sequence[OffloadKey]) -> None:
+    async def _stream(self, keys):
         done, leaves = 0, self._reads.random() < 0.2
         async for rows in self.engine.stream(keys):
             self._compare(keys[done:], rows)
@@ -127,7 +127,7 @@ class Program:
             await asyncio.sleep(self._reads.uniform(0, self.habits.hold_s))
             self._compare(keys[done - len(rows) :], rows)
 
-    async def _insist(self, keys: Sequence[OffloadKey]) -> None:
+    async def _insist(self, keys):
         loop = asyncio.get_running_loop()
         assert isinstance(loop, TurningLoop)
         calls, begun = self._reads.choice((2, 20)), loop.turns
@@ -135,7 +135,7 @@ class Program:
             self.counts["chunks found by insisting"] += len(await self.engine.get(keys))
         assert loop.turns - begun >= calls - 1, f"{calls} calls in {loop.turns - begun} turns of the loop"
 
-    async def _tell(self) -> None:
+    async def _tell(self):
         document = self._hints.choice(self.documents)
         keys = document[: self._hints.randint(0, len(document))]
         match self._hints.choice(("prefetch", "demote", "forget", "retain")):
@@ -149,17 +149,17 @@ class Program:
                 seconds, priority = self._hints.uniform(0.1, 10.0), self._hints.randint(0, 99)
                 self.counts["chunks retained"] += self.engine.retain(keys, seconds, priority=priority)
 
-    def _hint(self) -> object:
+    def _hint(self):
         return some_hint(self._hints) if self._hints.random() < self.habits.hints else None
 
-    async def _delete(self) -> None:
+    async def _delete(self):
         await self.engine.delete(self._some_keys()[-2:])
 
-    async def _reset(self) -> None:
+    async def _reset(self):
         await self.engine.reset()
         self.counts["resets"] += 1
 
-    def _begin(self) -> str | None:
+    def _begin(self):
         self._finish()  # What a cancelled operation left.
         if self.matchers is None:
             return None
@@ -167,18 +167,18 @@ class Program:
         self.engine.steps.on_new_request(self._request_id, self.matchers)
         return self._request_id
 
-    def _finish(self) -> None:
+    def _finish(self):
         self.engine.steps.on_request_finished(self._request_id)
 
     @property
-    def _request_id(self) -> str:
+    def _request_id(self):
         return f"{self.name} {self.number}"
 
-    def _some_keys(self) -> Sequence[OffloadKey]:
+    def _some_keys(self):
         document = self._random.choice(self.documents)
         return document[: self._random.randint(1, len(document))]
 
-    def _compare(self, keys: Sequence[OffloadKey], rows: Sequence[memoryview]) -> None:
+    def _compare(self, keys, rows):
         for key, row in zip(keys, rows, strict=False):
             self.counts["bytes fetched"] += len(row)
             assert row == chunk_of(key, self.engine.config.chunk_bytes), f"wrong bytes: {key.hex()}"

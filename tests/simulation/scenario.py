@@ -39,7 +39,7 @@ class Scenario(NamedTuple):
     lives: Sequence[Life]
 
 
-def draw(seed: int) -> Scenario:
+def draw(seed):
     """Decide everything from the seed."""
     dice = random.Random(seed)
     documents = _documents(dice)
@@ -76,7 +76,7 @@ def draw(seed: int) -> Scenario:
     )
 
 
-def _weighing(seed: int) -> dict[str, Any]:
+def _weighing(seed):
     dice = random.Random(f"weighing {seed}")
     if dice.random() < 0.5:
         return {}
@@ -88,7 +88,7 @@ def _weighing(seed: int) -> dict[str, Any]:
     }
 
 
-def _documents(dice: random.Random) -> list[list[OffloadKey]]:
+def _documents(dice):
     shared = dice.randint(0, 3)
     return [
         [_key(0 if index < shared else document, index) for index in range(dice.randint(1, DOCUMENT_CHUNKS_MAX))]
@@ -96,11 +96,11 @@ def _documents(dice: random.Random) -> list[list[OffloadKey]]:
     ]
 
 
-def _key(document: int, index: int) -> OffloadKey:
+def _key(document, index):
     return make_offload_key(document.to_bytes(4, "big") + index.to_bytes(4, "big") + bytes(24))
 
 
-def _tier(dice: random.Random, seed: int, index: int) -> dict[str, Any]:
+def _tier(dice, seed, index):
     deadline_s = dice.choice((0.5, 2.0, 10.0))
     limits = {
         "deadline_s": deadline_s,
@@ -127,11 +127,11 @@ def _tier(dice: random.Random, seed: int, index: int) -> dict[str, Any]:
     }
 
 
-def book_name(seed: int, index: int) -> str:
+def book_name(seed, index):
     return f"seed {seed}, tier {index}"
 
 
-def _device(dice: random.Random, seed: int, index: int) -> dict[str, Any]:
+def _device(dice, seed, index):
     return {
         "type": "dummy",
         "store": f"simulation: seed {seed}, tier {index}",
@@ -143,7 +143,7 @@ def _device(dice: random.Random, seed: int, index: int) -> dict[str, Any]:
     }
 
 
-def _faults(dice: random.Random, deadline_s: float) -> dict[str, Any]:
+def _faults(dice, deadline_s):
     if dice.random() < 0.25:
         return {}
     often = dice.choice((0.02, 0.1, 0.4))
@@ -182,7 +182,7 @@ def _life(dice, documents, ending, number, seed):
     return Life(programs, prompts, pace, resets_s, ending, ends_s)
 
 
-def _habits(dice: random.Random) -> Habits:
+def _habits(dice):
     return Habits(
         operations=dice.randint(3, 16),
         weights=(10, 20, dice.choice((0, 2)), dice.choice((0, 0, 1))),
@@ -192,12 +192,12 @@ def _habits(dice: random.Random) -> Habits:
     )
 
 
-def _matchers(dice: random.Random) -> Sequence[TierMatcher] | None:
+def _matchers(dice):
     if dice.random() < 0.7:
         return None
     return [TierMatcher(dice.choice((None, "CPU", "STORAGE")), dice.choice((None, "LOCAL", "REMOTE")))]
 
 
-def _leading_part(dice: random.Random, documents: Sequence[Sequence[OffloadKey]]) -> Sequence[OffloadKey]:
+def _leading_part(dice, documents):
     document = dice.choice(documents)
     return document[: dice.randint(1, len(document))]

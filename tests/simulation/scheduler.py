@@ -57,7 +57,7 @@ class Scheduler:
         self._waiting, self._running = list[_Run](), list[_Run]()
         self._now = 0.0
 
-    async def run(self) -> list[Served]:
+    async def run(self):
         """Step until every prompt has been served."""
         loop = asyncio.get_running_loop()
         begun = loop.time()
@@ -74,20 +74,20 @@ class Scheduler:
             await asyncio.sleep(self._pace.step_s)
         return self.served
 
-    def _arrive(self) -> None:
+    def _arrive(self):
         while self._arriving and self._arriving[0].arrives_s <= self._now:
             prompt = self._arriving.popleft()
             self._steps.on_new_request(prompt.id, prompt.matchers, hint=prompt.hint)
             self._waiting.append(_Run(prompt))
 
-    def _schedule(self) -> None:
+    def _schedule(self):
         self._waiting = [run for run in self._waiting if self._full or not self._look(run)]
 
     @property
-    def _full(self) -> bool:
+    def _full(self):
         return len(self._running) >= self._pace.running_max
 
-    def _look(self, run: "_Run") -> bool:
+    def _look(self, run):
         hits, waits = 0, False
         for key in run.prompt.keys:
             result = self._steps.lookup(key, run.prompt.id)
@@ -108,7 +108,7 @@ class Scheduler:
         self._running.append(run)
         return True
 
-    def _advance(self) -> None:
+    def _advance(self):
         budget = self._pace.prefill_chunks
         for run in tuple(self._running):
             if run.loading:
@@ -127,14 +127,14 @@ class Scheduler:
                 self._steps.on_request_finished(run.prompt.id)
                 self._running.remove(run)
 
-    def _complete_load(self, run: "_Run") -> None:
+    def _complete_load(self, run):
         for key, row in zip(run.loading, run.rows, strict=True):
             size_bytes = self._steps.config.chunk_bytes
             assert self._steps.region.row(row)[:size_bytes] == chunk_of(key, size_bytes), f"wrong bytes: {key.hex()}"
         self._steps.complete_load(run.loading, run.prompt.id)
         run.loading = ()
 
-    def _compute(self, run: "_Run", chunks: int) -> None:
+    def _compute(self, run, chunks):
         first = run.done
         run.done += chunks
         plan = self._steps.prepare_store(run.prompt.keys[first : run.done], run.prompt.id) if chunks else None
@@ -144,13 +144,13 @@ class Scheduler:
                 self._steps.region.row(row)[:size_bytes] = chunk_of(key, size_bytes)
             run.storing = plan.keys
 
-    def _complete_store(self, run: "_Run") -> None:
+    def _complete_store(self, run):
         if run.storing:
             success = self._random.random() >= self._pace.failed_stores
             self._steps.complete_store(run.storing, run.prompt.id, success=success)
             run.storing = ()
 
-    def _preempt(self) -> None:
+    def _preempt(self):
         for run in tuple(self._running):
             if run.loading:
                 self._complete_load(run)

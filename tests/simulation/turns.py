@@ -10,8 +10,6 @@ import asyncio
 import gc
 import math
 import time
-from collections.abc import Sequence
-from typing import Any
 
 from kvtier.testing.virtual_time import VirtualTimeLoop
 
@@ -22,14 +20,14 @@ TURNS_AT_ONE_MOMENT_MAX = 5_000  # Seeds take up to some hundred; tasks that wak
 class TurningLoop(VirtualTimeLoop):
     """A loop in virtual time that knows if one of its turns took too long."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(iterations_at_one_moment_max=TURNS_AT_ONE_MOMENT_MAX)
         self.turns = 0
         self.complaint = ""
         """What the first turn that took too long has to say; empty if none did."""
         self._begun_s = math.inf
 
-    def run_forever(self) -> None:
+    def run_forever(self):
         """Run as any loop does, without the garbage collector."""
         self._begun_s = math.inf
         collects = gc.isenabled()
@@ -40,7 +38,7 @@ class TurningLoop(VirtualTimeLoop):
             if collects:
                 gc.enable()
 
-    def select(self, timeout: float | None) -> Sequence[Any]:
+    def select(self, timeout):
         """End a turn and begin the next."""
         self.complain()
         self.turns += 1
@@ -48,7 +46,7 @@ class TurningLoop(VirtualTimeLoop):
         self._begun_s = time.thread_time()
         return events
 
-    def complain(self) -> str:
+    def complain(self):
         """Return a complaint if this turn has taken too long since the last one; it is kept."""
         took_s = time.thread_time() - self._begun_s
         if took_s <= TURN_S_MAX:
@@ -59,7 +57,7 @@ class TurningLoop(VirtualTimeLoop):
         return complaint
 
 
-def check_turn() -> None:
+def check_turn():
     """Raise AssertionError if a turn of this loop has taken too long already: what spins ends none."""
     loop = asyncio.get_running_loop()
     if isinstance(loop, TurningLoop):

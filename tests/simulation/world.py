@@ -9,22 +9,20 @@ import hashlib
 import logging
 import signal
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from kvtier.backend import OffloadKey
-from kvtier.config import EngineConfig, TierLimits
+from kvtier.config import TierLimits
 from kvtier.errors import BackendError, KVTierError
 from kvtier_backends.dummy import forget_store
 from tests.simulation.audit import AuditedManager
 from tests.simulation.life import PATIENCE_S, LifeUnderWay
-from tests.simulation.scenario import Scenario, book_name, draw
+from tests.simulation.scenario import book_name, draw
 from tests.simulation.turns import TurningLoop
-from tests.simulation.witness import Book, Truth, chunk_of, open_book
+from tests.simulation.witness import Truth, chunk_of, open_book
 
 PATIENT = TierLimits(deadline_s=PATIENCE_S)  # A device as slow as it likes may show what it has.
 
@@ -40,7 +38,7 @@ class Verdict(NamedTuple):
     virtual_s: float
 
 
-def simulate(seed: int) -> Verdict:
+def simulate(seed):
     """Run one seed. Raises `SimulationFailed` if any promise was broken."""
     scenario = draw(seed)
     with ExitStack() as open_books:
@@ -65,14 +63,14 @@ class Summary:
     virtual_s: float = 0.0
     failures: list[str] = field(default_factory=list)
 
-    def add(self, other: "Summary") -> None:
+    def add(self, other):
         self.seeds += other.seeds
         self.counts.update(other.counts)
         self.virtual_s += other.virtual_s
         self.failures += other.failures
 
 
-def run_seeds(seeds: range) -> Summary:
+def run_seeds(seeds):
     summary = Summary()
     for seed in seeds:
         summary.seeds += 1
@@ -86,18 +84,18 @@ def run_seeds(seeds: range) -> Summary:
     return summary
 
 
-def quiet() -> None:
+def quiet():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.disable(logging.CRITICAL)
 
 
 class _World:
-    def __init__(self, scenario: Scenario, books: Sequence[Book]) -> None:
+    def __init__(self, scenario, books):
         self._scenario, self._books = scenario, books
         self._counts: Counter[str] = Counter()
         self._times: list[float] = []
 
-    def live(self) -> None:
+    def live(self):
         for number, life in enumerate(self._scenario.lives):
             for book, strict in zip(self._books, self._scenario.strict, strict=True):
                 if not strict:  # The tier may have evicted anything by its own rules, with nobody watching.
@@ -107,22 +105,22 @@ class _World:
                 assert not book.violations, "; ".join(book.violations)
             self._counts[f"ended by {life.ending}"] += 1
 
-    def check_promises(self) -> None:
+    def check_promises(self):
         """Open each tier once more, without faults, load what it said is there, and have it forget everything."""
         for index, book in enumerate(self._books):
             self._run(self._after(index, book))
 
-    def clear(self) -> None:
+    def clear(self):
         for tier in self._scenario.config.secondary_tiers:
             forget_store(tier.options["inner"]["store"])
 
-    def verdict(self) -> Verdict:
+    def verdict(self):
         for book in self._books:
             self._counts.update(book.counts)
         story = repr((sorted(self._counts.items()), self._times)).encode()
         return Verdict(self._scenario.seed, hashlib.sha256(story).hexdigest()[:16], self._counts, sum(self._times))
 
-    def _run(self, work: Any) -> None:
+    def _run(self, work):
         errors: list[BaseException] = []
         with asyncio.Runner(loop_factory=TurningLoop) as runner:
             loop = runner.get_loop()
@@ -136,7 +134,7 @@ class _World:
             raise errors[0]
         assert not loop.complaint, loop.complaint
 
-    async def _after(self, index: int, book: Book) -> None:
+    async def _after(self, index, book):
         async with await AuditedManager.open(self._sound_config(index)) as engine:
             promised = sorted(book.keys(Truth.PRESENT))
             came = sum([await self._came(engine, key) for key in promised])
@@ -144,13 +142,13 @@ class _World:
             if self._scenario.strict[index]:
                 assert came == len(promised), f"{len(promised) - came} of {len(promised)} promised chunks are lost"
 
-    async def _came(self, engine: AuditedManager, key: OffloadKey) -> bool:
+    async def _came(self, engine, key):
         async with engine.fetch([key]) as rows:
             size_bytes = self._scenario.config.chunk_bytes
             assert all(row == chunk_of(key, size_bytes) for row in rows), f"wrong bytes at the end: {key.hex()}"
             return len(rows) == 1
 
-    def _sound_config(self, index: int) -> EngineConfig:
+    def _sound_config(self, index):
         tier = self._scenario.config.secondary_tiers[index]
         inner = tier.options["inner"]
         options = {key: value for key, value in inner.items() if key != "type"}
@@ -162,7 +160,7 @@ class _World:
         )
 
 
-def _errors_of(context: dict[str, Any]) -> list[BaseException]:
+def _errors_of(context):
     error = context.get("exception")
     if isinstance(error, BackendError):
         return []

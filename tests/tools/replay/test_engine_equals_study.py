@@ -1,5 +1,7 @@
 """The engine with a primary alone has exactly the hits that the policy study says, request by request."""
 
+import functools
+
 import pytest
 
 from kvtier.backend.namespace import make_offload_key
@@ -53,20 +55,26 @@ def key_of(block):
     return make_offload_key(block.to_bytes(8, "big"))
 
 
+@functools.cache
+def generated(limit):
+    """Return requests without hints, the same with hints of all kinds, and their extent."""
+    trace = GeneratedTrace(limit=limit)
+    return list(trace), told(trace), measure(trace)
+
+
 @pytest.mark.parametrize("policy", known_policies())
 @pytest.mark.parametrize("share", [0.0001, 0.2])
 def test_on_the_generated_trace_under_every_policy(policy, share):
-    trace = GeneratedTrace(limit=200)
-    capacity = measure(trace).capacity(share)
+    trace, _, extent = generated(200)
+    capacity = extent.capacity(share)
     assert list(engine_hits(trace, policy, capacity)) == list(simulation(policy)(trace, capacity))
 
 
 @pytest.mark.parametrize("policy", known_policies())
 @pytest.mark.parametrize("share", [0.0001, 0.01, 0.2])
 def test_with_hints_of_all_kinds_under_every_policy(policy, share):
-    trace = GeneratedTrace(limit=400)
-    capacity = measure(trace).capacity(share)
-    requests = told(trace)
+    trace, requests, extent = generated(400)
+    capacity = extent.capacity(share)
     hits = list(simulation(policy)(requests, capacity))
     assert list(engine_hits(requests, policy, capacity)) == hits
     if share > 0.1:

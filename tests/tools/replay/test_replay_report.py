@@ -9,7 +9,6 @@ from rich.console import Console
 from kvtier.backend.namespace import OffloadKey
 from kvtier.config import EngineConfig
 from kvtier.tools.outputs import encoded
-from kvtier.tools.pictures import write_replay_picture
 from kvtier.tools.replay.replay import WRONG_KEYS_MAX, ReplayTally, Sample, tier_report
 from kvtier.tools.replay.report import make_report, print_report
 from kvtier.tools.replay.study import Extent
@@ -125,6 +124,8 @@ def test_the_tables_have_the_figures_and_warn_of_a_limit_that_kept_chunks_from_a
 )
 def test_any_replay_is_drawn_in_the_format_of_the_name(thorough, tmp_path, samples, suffix, begin):
     """The trace's name has letters that the font lacks, and dollar signs."""
+    from kvtier.tools.pictures import write_replay_picture  # Here, because matplotlib takes half a second.
+
     tally, path = tally_of(samples), tmp_path / f"course.{suffix}"
     write_replay_picture(str(path), report_of(tally, trace="跟踪 $trace$.jsonl"), tally)
     assert path.read_bytes().startswith(begin)
