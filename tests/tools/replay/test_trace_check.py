@@ -2,7 +2,6 @@
 
 import logging
 import tracemalloc
-from collections.abc import Callable, Iterable
 
 import pytest
 
@@ -16,8 +15,6 @@ from tests.tools.replay.real import AGENTIC, CONVERSATION, MINI_SWE
 from tests.tools.replay.written import write_trace
 
 CHAINED, LENGTHS, TIMES = "hash_ids must be chained", "hash_ids and input_length must fit", "milliseconds"
-
-Told = Callable[[Iterable[TraceRequest]], list[str]]
 
 
 @pytest.fixture

@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 from kvtier.errors import TraceError
 from kvtier.tools.replay.traces import Trace, TraceRequest
 
-TraceFile = Callable[..., str]
-
 LINES = (
     b'{"timestamp": 0, "input_length": 1030, "output_length": 5, "hash_ids": [0, 1, 2]}\n'
     b'{"timestamp": 2.5, "input_length": 512, "output_length": 0, "hash_ids": [0], "session_id": "a"}\n'
