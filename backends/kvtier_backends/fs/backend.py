@@ -9,22 +9,7 @@ from contextlib import aclosing, suppress
 from functools import partial
 from typing import NamedTuple, Self, TypeVar
 
-from kvtier.backend import (
-    Abandoned,
-    Advice,
-    Backend,
-    Calls,
-    Durability,
-    FileMapper,
-    Fit,
-    InventoryEvent,
-    Occupancy,
-    OffloadKey,
-    Outcome,
-    Read,
-    TierContext,
-    Write,
-)
+from kvtier import backend as api
 from kvtier.errors import BackendClosed, BackendUnavailable, ConfigError, Remedy, TransferFailed
 from kvtier.memory import require_file_bytes
 from kvtier.settings import shown_bytes
@@ -38,7 +23,7 @@ from kvtier_backends.fs.segments.segment import HEADER_BYTES, SEGMENT_BYTES_MOST
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-ItemT = TypeVar("ItemT", Read, Write)
+ItemT = TypeVar("ItemT", api.Read, api.Write)
 
 LOOK_EVERY_S = 10.0
 END_S = 1.0  # Calls on a directory that is gone fail at once, or hang in its file system for ever.
@@ -46,17 +31,17 @@ END_S = 1.0  # Calls on a directory that is gone fail at once, or hang in its fi
 Layout = FilesLayout | SegmentsLayout
 
 
-class FsBackend(Backend[FsOptions]):
+class FsBackend(api.Backend[FsOptions]):
     """Chunks in a directory of the engine's own: a file each, or in slots of segments."""
 
-    durability = Durability.HOST  # With `fsync` an open tier promises `POWER`.
+    durability = api.Durability.HOST  # With `fsync` an open tier promises `POWER`.
     options_type = FsOptions
 
     @classmethod
-    async def open(cls, options: FsOptions, context: TierContext) -> Self:
+    async def open(cls, options: FsOptions, context: api.TierContext) -> Self:
         """Open the tier; calls are answered while the directory is scanned. A root is made if its parent is there."""
         _require_room_for_a_chunk(options, context.row_bytes)
-        mapper = FileMapper(context.mapper.namespace, options.naming or "vllm")
+        mapper = api.FileMapper(context.mapper.namespace, options.naming or "vllm")
         tier = await open_tier(options, context._replace(mapper=mapper))
         try:
             return cls(tier)
@@ -66,49 +51,49 @@ class FsBackend(Backend[FsOptions]):
 
     def __init__(self, tier: OpenTier) -> None:
         if tier.options.fsync:
-            self.durability = Durability.POWER
+            self.durability = api.Durability.POWER
         if tier.options.io == "auto" and not tier.root.direct:
             tier.counters.count("buffered_fallback")
         self._name = tier.context.name
-        self._stores = Calls(self._name)
+        self._stores = api.Calls(self._name)
         self._lives = Lives(tier)
         self._closed = False
 
-    async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+    async def probe(self, keys: Sequence[api.OffloadKey]) -> Sequence[bool]:
         self._check_open()
         return await self._lives.call(lambda life: life.fit.probe(keys, life.layout.probe))
 
-    async def load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
+    async def load(self, reads: Sequence[api.Read]) -> Sequence[api.Outcome]:
         self._check_open()
         return await self._lives.call(lambda life: life.fit.load(reads, partial(self._answer, life.layout.load)))
 
-    async def store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
+    async def store(self, writes: Sequence[api.Write]) -> Sequence[api.Outcome]:
         with self._stores.one():
             return await self._lives.call(
                 lambda life: life.fit.store(writes, partial(self._answer, life.layout.store)), stores=True
             )
 
-    async def delete(self, keys: Sequence[OffloadKey]) -> None:
+    async def delete(self, keys: Sequence[api.OffloadKey]) -> None:
         self._check_open()
         await self._lives.call(lambda life: life.layout.delete(life.fit.keys(keys)))
 
-    async def aclose(self, deadline_s: float) -> Abandoned:
+    async def aclose(self, deadline_s: float) -> api.Abandoned:
         self._closed = True
         self._lives.close()
         ends_at = time.monotonic() + deadline_s
         await self._stores.close(deadline_s)  # A store may need several hops, and the first look to be over.
         left = await self._lives.aclose(ends_at)
-        return Abandoned(left.transfers)
+        return api.Abandoned(left.transfers)
 
-    def watch(self) -> AsyncIterator[InventoryEvent]:
+    def watch(self) -> AsyncIterator[api.InventoryEvent]:
         """See `Inventory`. A chunk that a cancelled call has stored or deleted is reported, too."""
         return self._lives.watch()
 
-    def occupancy(self) -> Occupancy:
+    def occupancy(self) -> api.Occupancy:
         """See `Measured`. While the directory is being scanned, it covers what was found so far."""
         return self._layout.occupancy()
 
-    def advise(self, advice: Advice[OffloadKey]) -> None:
+    def advise(self, advice: api.Advice[api.OffloadKey]) -> None:
         self._layout.advise(advice)
 
     def counts(self) -> dict[str, int]:
@@ -138,8 +123,8 @@ class FsBackend(Backend[FsOptions]):
             raise BackendClosed(f"{self._name}: closed")
 
     async def _answer(
-        self, call: Callable[[Sequence[ItemT]], Awaitable[tuple[list[Outcome], int]]], items: Sequence[ItemT]
-    ) -> Sequence[Outcome]:
+        self, call: Callable[[Sequence[ItemT]], Awaitable[tuple[list[api.Outcome], int]]], items: Sequence[ItemT]
+    ) -> Sequence[api.Outcome]:
         outcomes, gone = await call(items)
         if outcomes and gone == len(outcomes):
             raise BackendUnavailable(f"{self._name}: the file system is away: {outcomes[-1]}") from outcomes[-1]
@@ -169,7 +154,7 @@ class Life(NamedTuple):
 
     tier: OpenTier
     layout: Layout
-    fit: Fit
+    fit: api.Fit
 
     def close_files(self) -> None:
         self.layout.close_files()
@@ -206,7 +191,7 @@ class Lives:
         self._calls = 0
         self._idle = asyncio.Event()
         self._changed = asyncio.Event()  # There is another life, or the end.
-        self._believed: list[OffloadKey] = []  # Keys of lives that are over, as the inventory's consumer knows them.
+        self._believed: list[api.OffloadKey] = []  # Keys of past lives, as the inventory's consumer knows them.
         self.now.layout.begin()
 
     async def call(self, call: Callable[[Life], Awaitable[T]], *, stores: bool = False) -> T:
@@ -235,12 +220,12 @@ class Lives:
             await self.now.layout.background.ended()
         return left
 
-    def note(self, outcomes: Sequence[Outcome]) -> None:
+    def note(self, outcomes: Sequence[api.Outcome]) -> None:
         """Record a call's outcomes: a failure of the file system may mean that the directory is gone."""
         if any(isinstance(outcome, TransferFailed) for outcome in outcomes):
             self._doubted = True
 
-    async def watch(self) -> AsyncIterator[InventoryEvent]:
+    async def watch(self) -> AsyncIterator[api.InventoryEvent]:
         """Yield what the directory holds. After a new life's scan, keys that did not come back are reported removed."""
         while not self._closed:
             life, believed = self.now, self._believed
@@ -327,4 +312,4 @@ class Lives:
 
 def _life(tier: OpenTier) -> Life:
     layout: Layout = FilesLayout(tier) if tier.options.layout == "files" else SegmentsLayout(tier)
-    return Life(tier, layout, Fit(tier.context.row_bytes, layout.key_bytes_max))
+    return Life(tier, layout, api.Fit(tier.context.row_bytes, layout.key_bytes_max))

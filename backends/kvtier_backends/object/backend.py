@@ -10,28 +10,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 import obstore
 from obstore.store import ObjectStore
 
-from kvtier.backend import (
-    SEAL_BYTES,
-    Abandoned,
-    BackendUnavailable,
-    ChunkCorrupt,
-    ChunkMissing,
-    ConfigError,
-    Durability,
-    InventoryEvent,
-    InventoryQueue,
-    Lanes,
-    NoSpace,
-    OffloadKey,
-    Outcome,
-    Read,
-    Seal,
-    SealFault,
-    TierContext,
-    TransferFailed,
-    Write,
-    in_thread,
-)
+from kvtier import backend as api
 from kvtier.backend.remote import RemoteBackend, caused
 from kvtier.errors import Remedy
 from kvtier_backends.object.bucket import (
@@ -68,22 +47,22 @@ T = TypeVar("T")
 class ObjectBackend(RemoteBackend[ObjectOptions]):
     """Chunks as objects, each with its seal in its metadata."""
 
-    durability = Durability.POWER  # The object store's own promise.
+    durability = api.Durability.POWER  # The object store's own promise.
     options_type = ObjectOptions
     described = ("url", "endpoint")
 
     @classmethod
-    async def open(cls, options: ObjectOptions, context: TierContext) -> Self:
+    async def open(cls, options: ObjectOptions, context: api.TierContext) -> Self:
         """List the first page of names, which finds a wrong configuration. The others are listed meanwhile."""
         if context.row_bytes > OBJECT_BYTES_MAX:
-            raise ConfigError(
+            raise api.ConfigError(
                 f"chunk_bytes: rows of {context.row_bytes:,} bytes, at most {OBJECT_BYTES_MAX:,} accepted: "
                 "no store takes more in one request"
             )
-        lanes, made = Lanes(LANES, f"kvtier-{context.name}"), ExitStack()
+        lanes, made = api.Lanes(LANES, f"kvtier-{context.name}"), ExitStack()
         made.callback(lanes.shutdown, wait=False)
         try:
-            store, seal = await in_thread(lanes, _prepared, options, context)
+            store, seal = await api.in_thread(lanes, _prepared, options, context)
             tier = cls(options, context, store, seal, lanes)
             await tier._begin()
         except BaseException:
@@ -92,7 +71,7 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
         return tier
 
     def __init__(
-        self, options: ObjectOptions, context: TierContext, store: ObjectStore, seal: Seal, lanes: Lanes
+        self, options: ObjectOptions, context: api.TierContext, store: ObjectStore, seal: api.Seal, lanes: api.Lanes
     ) -> None:
         self._names = ObjectNames(options.target().prefix, context.mapper)
         super().__init__(options, context, self._names.key_bytes_max)
@@ -110,7 +89,7 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
         self._store_turns = Turns(min(options.requests, at_once), options.timeout_s)
         self._ask_turns = Turns(2 * options.requests, options.timeout_s)
 
-    async def aclose(self, deadline_s: float) -> Abandoned:
+    async def aclose(self, deadline_s: float) -> api.Abandoned:
         """Close, as the contract says. Calls that miss the deadline fail at once: their requests are cancelled."""
         self._index.queue.close()
         if self._scan is not None:
@@ -127,7 +106,7 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
             self._lanes.shutdown(wait=False, cancel_futures=True)
         return left
 
-    def watch(self) -> AsyncIterator[InventoryEvent]:
+    def watch(self) -> AsyncIterator[api.InventoryEvent]:
         return self._index.queue.watch()
 
     # The index of known keys.
@@ -139,9 +118,9 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
         if not isinstance(first, Trouble):
             page = first
         elif first.kind in MISTAKES:
-            raise ConfigError(f"url: {self._options.url!r} cannot be used: {first.why}")
+            raise api.ConfigError(f"url: {self._options.url!r} cannot be used: {first.why}")
         elif first.kind is not TroubleKind.LISTED:
-            raise BackendUnavailable(f"{self._name}: {self._options.url}: {first.why}")
+            raise api.BackendUnavailable(f"{self._name}: {self._options.url}: {first.why}")
         else:  # Another program's name: no obstacle.
             self._listing_failed(first)
         self._listed(page)
@@ -195,7 +174,7 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
             if about["size"] == self._row_bytes and (key := self._names.key(about["path"])) is not None:
                 self._index.listed(key)
 
-    async def _probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+    async def _probe(self, keys: Sequence[api.OffloadKey]) -> Sequence[bool]:
         known = self._index.knows(keys)
         if None not in known:
             return [bool(answer) for answer in known]
@@ -208,32 +187,32 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
                 self._index.gone(key)
         return [told[key] is True if answer is None else answer for key, answer in zip(keys, known, strict=True)]
 
-    async def _head(self, key: OffloadKey) -> bool:
+    async def _head(self, key: api.OffloadKey) -> bool:
         about = await obstore.head_async(self._bucket, self._names.name(key))
         return about["size"] == self._row_bytes
 
     # Chunks, one request each.
 
-    async def _load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
+    async def _load(self, reads: Sequence[api.Read]) -> Sequence[api.Outcome]:
         answers = self._checked(await self._load_turns.each(reads, self._get))
         outcomes = [self._loaded(read.key, answer) for read, answer in zip(reads, answers, strict=True)]
-        corrupt = [read.key for read, got in zip(reads, outcomes, strict=True) if isinstance(got, ChunkCorrupt)]
+        corrupt = [read.key for read, got in zip(reads, outcomes, strict=True) if isinstance(got, api.ChunkCorrupt)]
         if corrupt:
             await self._ask_turns.each(corrupt, self._remove)
         return outcomes
 
-    async def _get(self, read: Read) -> Outcome:
+    async def _get(self, read: api.Read) -> api.Outcome:
         result = await obstore.get_async(self._bucket, self._names.name(read.key))
         footer, whole = footer_of(result.attributes), result.meta["size"] == self._row_bytes
         if footer is None:
             if not (whole and self._accept_bare):
                 self._counts.count("unverified_refused")
-                return ChunkMissing(f"{read.key.hex()}: an object without a seal")
+                return api.ChunkMissing(f"{read.key.hex()}: an object without a seal")
             read.into[:] = memoryview(await result.bytes_async())
             self._counts.count("unverified_accepted")
             return None
-        fault: SealFault | None = SealFault.LENGTH
-        if isinstance(footer, SealFault):
+        fault: api.SealFault | None = api.SealFault.LENGTH
+        if isinstance(footer, api.SealFault):
             fault = footer
         elif whole:
             body = memoryview(await result.bytes_async())
@@ -243,36 +222,36 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
         self._counts.count(f"{'corrupt' if fault.corrupt else 'sealed'}_{fault}")
         return fault.outcome(read.key)
 
-    def _opened(self, read: Read, body: memoryview, footer: bytes) -> SealFault | None:
+    def _opened(self, read: api.Read, body: memoryview, footer: bytes) -> api.SealFault | None:
         memory = self._beside()
         beside = memoryview(memory)
         self._seal.places(read.into, beside)[0][: self._row_bytes] = body
-        beside[-SEAL_BYTES:] = footer
+        beside[-api.SEAL_BYTES :] = footer
         fault = self._seal.open(read.key, read.into, beside)
         self._besides.append(memory)
         return fault
 
-    def _loaded(self, key: OffloadKey, got: Outcome | Trouble) -> Outcome:
+    def _loaded(self, key: api.OffloadKey, got: api.Outcome | Trouble) -> api.Outcome:
         if isinstance(got, Trouble):
             if got.kind is not TroubleKind.MISSING:
-                return caused(TransferFailed(f"{key.hex()}: {got.why}"), got.number)
-            got = ChunkMissing(key.hex())
+                return caused(api.TransferFailed(f"{key.hex()}: {got.why}"), got.number)
+            got = api.ChunkMissing(key.hex())
         if got is None:
             self._index.there(key)
         else:
             self._index.gone(key)
         return got
 
-    async def _store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
+    async def _store(self, writes: Sequence[api.Write]) -> Sequence[api.Outcome]:
         try:
             answers = self._checked(await self._store_turns.each(writes, self._put))
-        except BackendUnavailable:
+        except api.BackendUnavailable:
             for write in writes:
                 self._index.unknown(write.key)
             raise
         return [self._stored(write.key, answer) for write, answer in zip(writes, answers, strict=True)]
 
-    async def _put(self, write: Write) -> None:
+    async def _put(self, write: api.Write) -> None:
         memory = self._beside()
         body, footer = await self._beside_loop(self._closed, write, memoryview(memory))
         try:
@@ -283,34 +262,34 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
             await released(body)
             self._besides.append(memory)
 
-    def _closed(self, write: Write, beside: memoryview) -> tuple[memoryview, bytes]:
+    def _closed(self, write: api.Write, beside: memoryview) -> tuple[memoryview, bytes]:
         first = self._seal.close(write.key, write.row, beside)[0]
-        return first[: self._row_bytes], bytes(beside[-SEAL_BYTES:])
+        return first[: self._row_bytes], bytes(beside[-api.SEAL_BYTES :])
 
-    def _stored(self, key: OffloadKey, answer: Trouble | None) -> Outcome:
+    def _stored(self, key: api.OffloadKey, answer: Trouble | None) -> api.Outcome:
         if answer is None:
             self._index.there(key)
             return None
         self._index.unknown(key)
-        error = (NoSpace if answer.kind is TroubleKind.FULL else TransferFailed)(f"{key.hex()}: {answer.why}")
+        error = (api.NoSpace if answer.kind is TroubleKind.FULL else api.TransferFailed)(f"{key.hex()}: {answer.why}")
         return caused(error, answer.number)
 
-    async def _delete(self, keys: Sequence[OffloadKey]) -> None:
+    async def _delete(self, keys: Sequence[api.OffloadKey]) -> None:
         for key in keys:
             self._index.deleted(key)
         answers = self._checked(await self._ask_turns.each(keys, self._remove))
         failed = [answer for answer in answers if answer is not None and answer.kind is not TroubleKind.MISSING]
         if failed:
-            raise caused(BackendUnavailable(f"{self._name}: {failed[0].why}"), failed[0].number)
+            raise caused(api.BackendUnavailable(f"{self._name}: {failed[0].why}"), failed[0].number)
 
-    async def _remove(self, key: OffloadKey) -> None:
+    async def _remove(self, key: api.OffloadKey) -> None:
         await obstore.delete_async(self._bucket, self._names.name(key))
 
     # Common to all calls.
 
     async def _beside_loop(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a call that reads a whole row: in a thread, unless rows are short."""
-        return fn(*args, **kwargs) if self._inline else await in_thread(self._lanes, fn, *args, **kwargs)
+        return fn(*args, **kwargs) if self._inline else await api.in_thread(self._lanes, fn, *args, **kwargs)
 
     def _beside(self) -> bytearray:
         with suppress(IndexError):
@@ -324,11 +303,11 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
                 self._counts.count(answer.kind.value)
         away = [answer for answer in answers if isinstance(answer, Trouble) and answer.kind not in OF_ONE_CHUNK]
         if away and len(away) == len(answers):
-            raise caused(BackendUnavailable(f"{self._name}: {away[0].why}"), away[0].number)
+            raise caused(api.BackendUnavailable(f"{self._name}: {away[0].why}"), away[0].number)
         return answers
 
 
-def _prepared(options: ObjectOptions, context: TierContext) -> tuple[ObjectStore, Seal]:
+def _prepared(options: ObjectOptions, context: api.TierContext) -> tuple[ObjectStore, api.Seal]:
     return make_store(options), options.make_seal(context.mapper.fingerprint, context.row_bytes)
 
 
@@ -337,24 +316,24 @@ class BucketIndex:
 
     def __init__(self, held_max: int, absent_ttl_s: float, clock: Callable[[], float]) -> None:
         # In order of arrival. A plain dictionary scans past all removed keys to find its first one.
-        self.held: OrderedDict[OffloadKey, None] = OrderedDict()
-        self.queue = InventoryQueue(self.held)
+        self.held: OrderedDict[api.OffloadKey, None] = OrderedDict()
+        self.queue = api.InventoryQueue(self.held)
         self._held_max = held_max
-        self._absent: OrderedDict[OffloadKey, float] = OrderedDict()  # By time of expiry.
+        self._absent: OrderedDict[api.OffloadKey, float] = OrderedDict()  # By time of expiry.
         self._absent_ttl_s = absent_ttl_s
         self._clock = clock
-        self._deleted: set[OffloadKey] = set()  # Since the scan began, which may still list them.
+        self._deleted: set[api.OffloadKey] = set()  # Since the scan began, which may still list them.
 
     @property
     def full(self) -> bool:
         return len(self.held) >= self._held_max
 
-    def knows(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
+    def knows(self, keys: Sequence[api.OffloadKey]) -> list[bool | None]:
         self._forget_absent()
         held, absent = self.held, self._absent
         return [True if key in held else False if key in absent else None for key in keys]
 
-    def listed(self, key: OffloadKey) -> None:
+    def listed(self, key: api.OffloadKey) -> None:
         if key not in self.held and not self.full and key not in self._deleted:
             self.held[key] = None
             self._absent.pop(key, None)
@@ -365,7 +344,7 @@ class BucketIndex:
         self._deleted.clear()
         self.queue.scan_ended(complete=False)
 
-    def there(self, key: OffloadKey) -> None:
+    def there(self, key: api.OffloadKey) -> None:
         self._absent.pop(key, None)
         if key in self.held or not self._held_max:
             return
@@ -373,12 +352,12 @@ class BucketIndex:
             self.held.popitem(last=False)
         self.held[key] = None
 
-    def deleted(self, key: OffloadKey) -> None:
+    def deleted(self, key: api.OffloadKey) -> None:
         if self.queue.complete is None:
             self._deleted.add(key)
         self.gone(key)
 
-    def gone(self, key: OffloadKey) -> None:
+    def gone(self, key: api.OffloadKey) -> None:
         if key in self.held:
             del self.held[key]
             self.queue.lost(key)
@@ -386,7 +365,7 @@ class BucketIndex:
             self._absent.pop(key, None)
             self._absent[key] = self._clock() + self._absent_ttl_s
 
-    def unknown(self, key: OffloadKey) -> None:
+    def unknown(self, key: api.OffloadKey) -> None:
         self.held.pop(key, None)
         self._absent.pop(key, None)
 

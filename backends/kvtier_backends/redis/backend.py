@@ -15,27 +15,7 @@ from functools import partial
 from itertools import chain, zip_longest
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
-from kvtier.backend import (
-    NAMINGS,
-    SEAL_BYTES,
-    Abandoned,
-    BackendUnavailable,
-    ChunkMissing,
-    ConfigError,
-    Durability,
-    Lanes,
-    NoSpace,
-    OffloadKey,
-    Outcome,
-    Read,
-    Seal,
-    SealFault,
-    TierContext,
-    TransferFailed,
-    Write,
-    in_thread,
-    in_threads,
-)
+from kvtier import backend as api
 from kvtier.backend.remote import RemoteBackend, Totals, caused, name_prefix
 from kvtier_backends.redis.link import END, Buffer, Link, Lost, Refused, number_in, refusal_of, request
 from kvtier_backends.redis.options import Address, RedisOptions, told_address
@@ -59,22 +39,22 @@ A = TypeVar("A")
 class RedisBackend(RemoteBackend[RedisOptions]):
     """Chunks as values of a server's, sealed."""
 
-    durability = Durability.HOST  # Our process may end. What a server's end costs is the server's configuration.
+    durability = api.Durability.HOST  # Our process may end. What a server's end costs is the server's configuration.
     options_type = RedisOptions
     described = ("url",)
 
     @classmethod
-    async def open(cls, options: RedisOptions, context: TierContext) -> Self:
+    async def open(cls, options: RedisOptions, context: api.TierContext) -> Self:
         """Find the servers, and try on each what the tier will ask of it. One that answers is enough."""
-        if context.row_bytes + SEAL_BYTES > VALUE_BYTES_MAX:
-            raise ConfigError(
-                f"chunk_bytes: rows of {context.row_bytes:,} bytes, at most {VALUE_BYTES_MAX - SEAL_BYTES:,} "
+        if context.row_bytes + api.SEAL_BYTES > VALUE_BYTES_MAX:
+            raise api.ConfigError(
+                f"chunk_bytes: rows of {context.row_bytes:,} bytes, at most {VALUE_BYTES_MAX - api.SEAL_BYTES:,} "
                 "accepted: no value may be longer"
             )
         made = ExitStack()
         try:
             lanes = RedisLanes.start(options, context.name, made)
-            topology, seal = await in_thread(lanes.ask, _prepared, options, context, made)
+            topology, seal = await api.in_thread(lanes.ask, _prepared, options, context, made)
             tier = cls(options, context, topology, seal, lanes)
         except BaseException:  # A cancelled thread's result is lost, and its connections would be with it.
             made.close()
@@ -82,19 +62,19 @@ class RedisBackend(RemoteBackend[RedisOptions]):
         return tier
 
     def __init__(
-        self, options: RedisOptions, context: TierContext, topology: Topology, seal: Seal, lanes: "RedisLanes"
+        self, options: RedisOptions, context: api.TierContext, topology: Topology, seal: api.Seal, lanes: "RedisLanes"
     ) -> None:
         super().__init__(options, context)
         # A cluster hashes only what is between braces: with them, every chunk would be on one node.
         folder = context.mapper.chunks_folder.replace("{", "%7B")
         self._prefix = f"{name_prefix(options.prefix, context.mapper)}{folder}/"
-        self._name_of = NAMINGS[context.mapper.naming].name
+        self._name_of = api.NAMINGS[context.mapper.naming].name
         self._topology = topology
         self._lanes = lanes
         window = max(1, options.window_bytes // context.row_bytes)
         self._means = Means(self._counts, seal, window, options.ttl_s)
 
-    async def aclose(self, deadline_s: float) -> Abandoned:
+    async def aclose(self, deadline_s: float) -> api.Abandoned:
         """Close, as the contract says. Calls that miss the deadline fail at once: their connections are closed."""
         ends_at = time.monotonic() + deadline_s
         try:
@@ -106,33 +86,33 @@ class RedisBackend(RemoteBackend[RedisOptions]):
             for lanes in self._lanes:
                 lanes.shutdown(wait=False, cancel_futures=True)
             self._topology.close()
-        return Abandoned(left)
+        return api.Abandoned(left)
 
-    def _names(self, keys: Sequence[OffloadKey]) -> list[bytes]:
+    def _names(self, keys: Sequence[api.OffloadKey]) -> list[bytes]:
         name_of, prefix = self._name_of, self._prefix
         return [(prefix + name_of(key)).encode() for key in keys]
 
-    async def _probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+    async def _probe(self, keys: Sequence[api.OffloadKey]) -> Sequence[bool]:
         work = await self._ask(b"EXISTS", self._names(keys))
         self._refuse_if_away(work)
         return [work.answers.get(index, False) for index in range(len(keys))]
 
-    async def _load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
+    async def _load(self, reads: Sequence[api.Read]) -> Sequence[api.Outcome]:
         work = LoadWork(self._names([read.key for read in reads]), reads, self._means)
         await self._move(work, self._lanes.load)
         if work.corrupt:
             await self._ask(b"UNLINK", [work.names[index] for index in work.corrupt], work.ends_at)
         return self._outcomes(work, reads)
 
-    async def _store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
+    async def _store(self, writes: Sequence[api.Write]) -> Sequence[api.Outcome]:
         work = StoreWork(self._names([write.key for write in writes]), writes, self._means)
         await self._move(work, self._lanes.store)
         return self._outcomes(work, writes)
 
-    async def _delete(self, keys: Sequence[OffloadKey]) -> None:
+    async def _delete(self, keys: Sequence[api.OffloadKey]) -> None:
         work = await self._ask(b"UNLINK", self._names(keys))
         if work.unreachable:
-            raise caused(BackendUnavailable(f"{self._name}: {next(iter(work.unreachable.values()))}"), work.number)
+            raise caused(api.BackendUnavailable(f"{self._name}: {next(iter(work.unreachable.values()))}"), work.number)
 
     async def _ask(self, command: bytes, names: Sequence[bytes], ends_at: float | None = None) -> "AskWork":
         work = AskWork(command, names, self._counts)
@@ -140,17 +120,19 @@ class RedisBackend(RemoteBackend[RedisOptions]):
         await self._move(work, self._lanes.ask)
         return work
 
-    def _outcomes(self, work: "Work[Outcome]", chunks: Sequence[Read] | Sequence[Write]) -> list[Outcome]:
+    def _outcomes(
+        self, work: "Work[api.Outcome]", chunks: Sequence[api.Read] | Sequence[api.Write]
+    ) -> list[api.Outcome]:
         self._refuse_if_away(work)
         for index, why in work.unreachable.items():
-            work.answers[index] = caused(TransferFailed(f"{chunks[index].key.hex()}: {why}"), work.number)
+            work.answers[index] = caused(api.TransferFailed(f"{chunks[index].key.hex()}: {why}"), work.number)
         return [work.answers[index] for index in range(len(chunks))]
 
     def _refuse_if_away(self, work: "Work[Any]") -> None:
         if work.unreachable and len(work.unreachable) == len(work.names):
-            raise caused(BackendUnavailable(f"{self._name}: {work.unreachable[0]}"), work.number)
+            raise caused(api.BackendUnavailable(f"{self._name}: {work.unreachable[0]}"), work.number)
 
-    async def _move(self, work: "Work[Any]", lanes: Lanes) -> None:
+    async def _move(self, work: "Work[Any]", lanes: api.Lanes) -> None:
         """Get an answer for every name, from its server or from another that it redirects to."""
         topology = self._topology
         if topology.stale:
@@ -172,7 +154,7 @@ class RedisBackend(RemoteBackend[RedisOptions]):
             work.unreachable[index] = f"its slot has moved to {address}{remedy}"
         topology.stale = topology.stale or work.stale or bool(work.unreachable)
 
-    async def _exchange(self, work: "Work[Any]", lanes: Lanes, places: dict[Server, list[int]]) -> None:
+    async def _exchange(self, work: "Work[Any]", lanes: api.Lanes, places: dict[Server, list[int]]) -> None:
         by_server: list[list[Callable[[], None]]] = [
             [
                 partial(exchange, server, work, part, self._options.timeout_s)
@@ -181,27 +163,27 @@ class RedisBackend(RemoteBackend[RedisOptions]):
             for server, some in places.items()
         ]
         in_turn = chain.from_iterable(zip_longest(*by_server))  # A server that hangs must not take every lane.
-        await in_threads(lanes, [call for call in in_turn if call is not None])
+        await api.in_threads(lanes, [call for call in in_turn if call is not None])
 
 
 class RedisLanes(NamedTuple):
     """A tier's threads, by what can delay them."""
 
-    ask: Lanes
-    load: Lanes
-    store: Lanes
+    ask: api.Lanes
+    load: api.Lanes
+    store: api.Lanes
 
     @classmethod
     def start(cls, options: RedisOptions, name: str, made: ExitStack) -> Self:
         """Start the threads. Clean-up calls go into `made`. RuntimeError: the process may have no more of them."""
-        lanes: list[Lanes] = []
+        lanes: list[api.Lanes] = []
         for what, count in (("ask", ASK_LANES), ("load", options.lanes), ("store", options.lanes)):
-            lanes.append(Lanes(count, f"kvtier-{name}-{what}"))
+            lanes.append(api.Lanes(count, f"kvtier-{name}-{what}"))
             made.callback(lanes[-1].shutdown, wait=False)
         return cls(*lanes)
 
 
-def _prepared(options: RedisOptions, context: TierContext, made: ExitStack) -> tuple[Topology, Seal]:
+def _prepared(options: RedisOptions, context: api.TierContext, made: ExitStack) -> tuple[Topology, api.Seal]:
     """Read secrets and find the servers. Blocks. Clean-up calls, for a tier that does not open, go into `made`.
 
     Raises `ConfigError`, and `BackendUnavailable` if no server answers.
@@ -213,7 +195,7 @@ def _prepared(options: RedisOptions, context: TierContext, made: ExitStack) -> t
         topology.refresh()
         _check_servers(topology, options)
     except Away as error:
-        raise BackendUnavailable(f"{context.name}: {error}") from error
+        raise api.BackendUnavailable(f"{context.name}: {error}") from error
     return topology, seal
 
 
@@ -236,7 +218,7 @@ def _parts(indices: list[int], count: int, least: int) -> list[list[int]]:
 
 class Means(NamedTuple):
     counters: Totals
-    seal: Seal
+    seal: api.Seal
     window: int  # Requests in flight on one connection.
     ttl_s: float | None
 
@@ -312,8 +294,8 @@ class Work(ABC, Generic[A]):
             self.unreachable[index] = f"{link.address}: {refusal}"
 
 
-class LoadWork(Work[Outcome]):
-    def __init__(self, names: Sequence[bytes], reads: Sequence[Read], means: Means) -> None:
+class LoadWork(Work[api.Outcome]):
+    def __init__(self, names: Sequence[bytes], reads: Sequence[api.Read], means: Means) -> None:
         super().__init__(names, means.counters, means.window, means.seal.sealed_bytes)
         self.corrupt: list[int] = []  # Places whose values are to be deleted.
         self._reads = reads
@@ -322,36 +304,36 @@ class LoadWork(Work[Outcome]):
     def ask(self, link: Link, index: int, turn: int) -> list[Buffer]:  # noqa: ARG002
         return [request(b"GET", self.names[index])]
 
-    def read(self, link: Link, index: int) -> Outcome:
+    def read(self, link: Link, index: int) -> api.Outcome:
         key, row = self._reads[index]
         head = link.head()
         if head == b"$-1":
-            return ChunkMissing(key.hex())
+            return api.ChunkMissing(key.hex())
         if (length := number_in(head, b"$")) != self._seal.sealed_bytes:
-            self.answers[index] = self._faulty(index, key, SealFault.LENGTH)
+            self.answers[index] = self._faulty(index, key, api.SealFault.LENGTH)
             raise Lost(f"a value of {length:,} bytes")  # Left behind with its connection, however long it is.
         beside = beside_of(link, self._seal, 1, 0)
         link.fill(self._seal.places(row, beside))
         fault = self._seal.open(key, row, beside)
         return None if fault is None else self._faulty(index, key, fault)
 
-    def refused(self, index: int, refusal: Refused) -> Outcome:
+    def refused(self, index: int, refusal: Refused) -> api.Outcome:
         key = self._reads[index].key
         if refusal.kind == "WRONGTYPE":
-            return self._faulty(index, key, SealFault.FOREIGN)
-        return TransferFailed(f"{key.hex()}: {refusal}")
+            return self._faulty(index, key, api.SealFault.FOREIGN)
+        return api.TransferFailed(f"{key.hex()}: {refusal}")
 
-    def _faulty(self, index: int, key: OffloadKey, fault: SealFault) -> Outcome:
+    def _faulty(self, index: int, key: api.OffloadKey, fault: api.SealFault) -> api.Outcome:
         self.counters.count(f"{'corrupt' if fault.corrupt else 'sealed'}_{fault}")
         if fault.corrupt:
             self.corrupt.append(index)
         return fault.outcome(key)
 
 
-class StoreWork(Work[Outcome]):
+class StoreWork(Work[api.Outcome]):
     has_rows = True
 
-    def __init__(self, names: Sequence[bytes], writes: Sequence[Write], means: Means) -> None:
+    def __init__(self, names: Sequence[bytes], writes: Sequence[api.Write], means: Means) -> None:
         super().__init__(names, means.counters, means.window, means.seal.sealed_bytes)
         self._writes = writes
         self._seal = means.seal
@@ -367,17 +349,17 @@ class StoreWork(Work[Outcome]):
         beside = beside_of(link, self._seal, self.gulp, turn)
         return [head, *self._seal.close(key, row, beside), self._tail]
 
-    def read(self, link: Link, index: int) -> Outcome:  # noqa: ARG002
+    def read(self, link: Link, index: int) -> api.Outcome:  # noqa: ARG002
         if (head := link.head()) != OK:
             raise Lost(f"the server answers {head[:32]!r} to SET")
         return None
 
-    def refused(self, index: int, refusal: Refused) -> Outcome:
+    def refused(self, index: int, refusal: Refused) -> api.Outcome:
         key = self._writes[index].key
         if refusal.kind == "OOM":
             self.counters.count("no_room")
-            return NoSpace(f"{key.hex()}: {refusal}")
-        return TransferFailed(f"{key.hex()}: {refusal}")
+            return api.NoSpace(f"{key.hex()}: {refusal}")
+        return api.TransferFailed(f"{key.hex()}: {refusal}")
 
 
 class AskWork(Work[bool]):
@@ -481,7 +463,7 @@ def _read_asking(link: Link) -> Refused | None:
     return None
 
 
-def beside_of(link: Link, seal: Seal, count: int, turn: int) -> memoryview:
+def beside_of(link: Link, seal: api.Seal, count: int, turn: int) -> memoryview:
     """Return one of `count` buffers for a seal's calls. The link keeps them for later calls."""
     if len(link.memory) < seal.beside_bytes * count:
         link.memory = bytearray(seal.beside_bytes * count)

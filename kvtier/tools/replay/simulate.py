@@ -25,17 +25,7 @@ from kvtier.memory import PAGE_BYTES
 from kvtier.policies import LRU
 from kvtier.settings import parse_size
 from kvtier.testing.virtual_time import VirtualTimeLoop
-from kvtier.tools.options import (
-    DiskSpeedOption,
-    GpuCacheOption,
-    JsonOption,
-    LimitOption,
-    LoadAlwaysOption,
-    PrefillOption,
-    SeedOption,
-    SlotsOption,
-    TraceArgument,
-)
+from kvtier.tools import options
 from kvtier.tools.outputs import check_outputs, log_levels
 from kvtier.tools.replay.replay import GPU_NAME, ChunkSource, ReplayClient, ReplayTally, task_group
 from kvtier.tools.replay.replay_command import chunk_bytes_on_disk, fs_options, measured, primary_rows, run_with_bar
@@ -58,7 +48,7 @@ WITH_TIERING, WITHOUT_TIERING = "with_tiering", "without_tiering"
 
 
 def simulate(
-    trace: TraceArgument = GENERATED,
+    trace: options.TraceArgument = GENERATED,
     config: Annotated[
         str | None,
         typer.Option(
@@ -67,14 +57,14 @@ def simulate(
             "blocks, or more for long requests, over a disk without a limit.",
         ),
     ] = None,
-    prefill_tokens_per_s: PrefillOption = PREFILL_TOKENS_PER_S,
-    slots: SlotsOption = SLOTS,
-    gpu_cache_tokens: GpuCacheOption = GPU_CACHE_TOKENS,
-    disk_rates: DiskSpeedOption = SSDS_RATES,
-    load_always: LoadAlwaysOption = False,
-    limit: LimitOption = None,
-    json_path: JsonOption = None,
-    seed: SeedOption = 0,
+    prefill_tokens_per_s: options.PrefillOption = PREFILL_TOKENS_PER_S,
+    slots: options.SlotsOption = SLOTS,
+    gpu_cache_tokens: options.GpuCacheOption = GPU_CACHE_TOKENS,
+    disk_rates: options.DiskSpeedOption = SSDS_RATES,
+    load_always: options.LoadAlwaysOption = False,
+    limit: options.LimitOption = None,
+    json_path: options.JsonOption = None,
+    seed: options.SeedOption = 0,
 ) -> None:
     """Replay a trace at its own times in virtual time, against models of the tiers, and report first tokens.
 
@@ -136,8 +126,8 @@ def model_engine(
     """Return an engine with a primary over one disk with a capacity; None: without a limit, 0: no disk."""
     in_flight = DISK_QUEUE_CHUNKS * chunk_bytes
     limits = TierLimits(load_bytes_in_flight=in_flight, store_bytes_in_flight=in_flight)
-    options = _disk_options(disk) | {"capacity_bytes": disk_bytes}
-    tier = TierConfig(type="dummy", name=DISK_NAME, limits=limits, cascade=cascade, options=options)
+    own = _disk_options(disk) | {"capacity_bytes": disk_bytes}
+    tier = TierConfig(type="dummy", name=DISK_NAME, limits=limits, cascade=cascade, options=own)
     return EngineConfig(
         cpu_bytes_to_use=memory_bytes, chunk_bytes=chunk_bytes, secondary_tiers=() if disk_bytes == 0 else (tier,)
     )
@@ -153,14 +143,14 @@ def scale_model(config: EngineConfig, disk: DiskSpeed = SSDS) -> EngineConfig:
         where = f"secondary_tiers[{index}]"
         if tier.name == GPU_NAME:
             raise ConfigError(f"{where}.name: {tier.name!r} given, another accepted: the LLM engine's cache has it")
-        options = None  # A tier that runs as it is.
+        own = None  # A tier that runs as it is.
         if tier.type == "fs":
             given, row_bytes = fs_options(tier, where), config.row_bytes
             room = given.capacity_bytes and given.capacity_bytes // chunk_bytes_on_disk(given, row_bytes) * row_bytes
-            options = _disk_options(disk) | {"capacity_bytes": room}
+            own = _disk_options(disk) | {"capacity_bytes": room}
         elif tier.type == "dummy":
-            options = asdict(tier_options(tier, where))
-        tiers.append(_scaled(tier, options, config.row_bytes // PAGE_BYTES))
+            own = asdict(tier_options(tier, where))
+        tiers.append(_scaled(tier, own, config.row_bytes // PAGE_BYTES))
     return replace(
         config,
         cpu_bytes_to_use=config.rows * PAGE_BYTES,
@@ -180,19 +170,19 @@ def _disk_options(disk: DiskSpeed) -> dict[str, Any]:
     }
 
 
-def _scaled(tier: TierConfig, options: dict[str, Any] | None, pages: int) -> TierConfig:
+def _scaled(tier: TierConfig, own: dict[str, Any] | None, pages: int) -> TierConfig:
     limits = replace(
         tier.limits,
         load_bytes_in_flight=max(PAGE_BYTES, tier.limits.load_bytes_in_flight // pages),
         store_bytes_in_flight=max(PAGE_BYTES, tier.limits.store_bytes_in_flight // pages),
     )
-    if options is None:
+    if own is None:
         return replace(tier, limits=limits)
     sizes = ("bandwidth_bytes_per_s", "store_bandwidth_bytes_per_s")
-    scaled = {size: max(1, options[size] // pages) for size in sizes if options.get(size) is not None}
-    if options["capacity_bytes"] is not None:
-        scaled["capacity_bytes"] = options["capacity_bytes"] // pages
-    return replace(tier, type="dummy", limits=limits, options=options | scaled)
+    scaled = {size: max(1, own[size] // pages) for size in sizes if own.get(size) is not None}
+    if own["capacity_bytes"] is not None:
+        scaled["capacity_bytes"] = own["capacity_bytes"] // pages
+    return replace(tier, type="dummy", limits=limits, options=own | scaled)
 
 
 class Servers(NamedTuple):
