@@ -21,15 +21,6 @@ import msgspec
 
 from kvtier import backend as api
 from kvtier.config import TierConfig, tier_options
-from kvtier.errors import (
-    BackendUnavailable,
-    ChunkCorrupt,
-    ChunkError,
-    ChunkMissing,
-    ConfigError,
-    NoSpace,
-    TransferFailed,
-)
 from kvtier.settings import Checked, Duration, decode, option_fields
 
 __all__ = ["Fault", "Faults", "FaultyBackend", "FaultyOptions"]
@@ -46,11 +37,11 @@ OF_CHUNKS: Mapping[Operation, tuple[FaultKind, ...]] = {
     "delete": (),
 }
 
-ERRORS: dict[FaultKind, type[ChunkError]] = {
-    "failed": TransferFailed,
-    "missing": ChunkMissing,
-    "corrupt": ChunkCorrupt,
-    "no_space": NoSpace,
+ERRORS: dict[FaultKind, type[api.ChunkError]] = {
+    "failed": api.TransferFailed,
+    "missing": api.ChunkMissing,
+    "corrupt": api.ChunkCorrupt,
+    "no_space": api.NoSpace,
 }
 UNDEFINED = b"\xdb"  # Fills the buffer of a failed chunk.
 
@@ -157,13 +148,13 @@ class FaultyOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         try:
             self.dice()
         except ValueError as error:
-            raise ConfigError(f"script.{error}") from error
+            raise api.ConfigError(f"script.{error}") from error
 
     def inner_tier(self) -> tuple[type[api.Backend], msgspec.Struct]:
         """Return the inner tier's class and its options. Raises `ConfigError`."""
         tier = decode(TierConfig, self.inner, "inner")
         for name in sorted(option_fields(TierConfig).keys() & self.inner.keys() - {"type"}):
-            raise ConfigError(f"inner.{name}: given, only options of {tier.type!r} accepted: move it beside inner")
+            raise api.ConfigError(f"inner.{name}: given, only options of {tier.type!r} accepted: move it beside inner")
         options = tier_options(tier, "inner")
         return api.backend_class(tier.type), options
 
@@ -258,10 +249,10 @@ class FaultyBackend(api.Wrapper[FaultyOptions]):
         if "hang" in throw.of_call:
             await self._hang()
         if "unavailable" in throw.of_call:
-            raise BackendUnavailable("the tier cannot be reached (a fault)")
+            raise api.BackendUnavailable("the tier cannot be reached (a fault)")
         result = await call()
         if "late_unavailable" in throw.of_call:
-            raise BackendUnavailable("the tier was lost before it answered (a fault)")
+            raise api.BackendUnavailable("the tier was lost before it answered (a fault)")
         return result
 
     async def _hang(self) -> None:

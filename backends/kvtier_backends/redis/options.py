@@ -9,20 +9,10 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import msgspec
 
+from kvtier import settings
 from kvtier.backend import SealOptions
 from kvtier.backend.remote import PORT_MAX, Prefix, Text
 from kvtier.errors import ConfigError
-from kvtier.settings import (
-    Age,
-    Path,
-    PositiveDuration,
-    PositiveSize,
-    SecretName,
-    SecretPath,
-    check_secret,
-    open_secret,
-    secret_variable,
-)
 
 PORT, SENTINEL_PORT = 6_379, 26_379
 LANES_MAX = 64  # A server is one core: more threads only queue there.
@@ -85,38 +75,38 @@ class RedisOptions(SealOptions, frozen=True, kw_only=True):
     sentinel_login: bool = False
     """Whether sentinels want the same user and password."""
 
-    password_file: SecretPath | None = None
+    password_file: settings.SecretPath | None = None
     """File whose first line is the password. No other user may read it."""
 
-    password_env: SecretName | None = None
+    password_env: settings.SecretName | None = None
     """Name of an environment variable that holds the password, instead of a file."""
 
-    tls_ca_file: Path | None = None
+    tls_ca_file: settings.Path | None = None
     """Certificates of the authorities that may sign the servers'; nothing: the system's."""
 
-    tls_cert_file: SecretPath | None = None
+    tls_cert_file: settings.SecretPath | None = None
     """Client certificate, where servers ask for one."""
 
-    tls_key_file: SecretPath | None = None
+    tls_key_file: settings.SecretPath | None = None
     """Key of the client certificate; nothing: it is in the certificate's file."""
 
     prefix: Prefix = "kvtier/"
     """Beginning of every name, so that other programs can use the servers, too."""
 
-    ttl_s: Age | None = None
+    ttl_s: settings.Age | None = None
     """Age at which chunks expire; nothing: they go when the servers need room."""
 
     lanes: Lanes = 4
     """Threads that load, and as many that store, each with its own connection. A load never queues behind stores."""
 
-    window_bytes: PositiveSize = 1 << 20
+    window_bytes: settings.PositiveSize = 1 << 20
     """Most bytes of rows in flight on a connection, and at least one row.
 
     A server copies what waits in it, and that costs more the less of it fits its caches. A network wants lanes times
     this as bandwidth times delay: 4 MiB are 10 Gbit/s at 3 ms.
     """
 
-    timeout_s: PositiveDuration = 5.0
+    timeout_s: settings.PositiveDuration = 5.0
     """Limit of one call on all servers. A later answer is a failure, and rows are free again."""
 
     def __post_init__(self) -> None:
@@ -166,10 +156,10 @@ class RedisOptions(SealOptions, frozen=True, kw_only=True):
     def password(self) -> str | None:
         """Read the password: not for the loop. Raises `ConfigError`."""
         if self.password_env is not None:
-            return _password(secret_variable("password_env", self.password_env), "password_env: the variable")
+            return _password(settings.secret_variable("password_env", self.password_env), "password_env: the variable")
         if self.password_file is None:
             return None
-        with open_secret("password_file", self.password_file) as file:
+        with settings.open_secret("password_file", self.password_file) as file:
             line = file.readline(PASSWORD_BYTES_MAX + 2)
         return _password(line.rstrip(b"\r\n"), "password_file: the file")
 
@@ -187,7 +177,7 @@ class RedisOptions(SealOptions, frozen=True, kw_only=True):
 
     def _load_certificate(self, context: ssl.SSLContext, path: str) -> None:
         key = "tls_cert_file" if self.tls_key_file is None else "tls_key_file"
-        check_secret(key, self.tls_key_file or path)
+        settings.check_secret(key, self.tls_key_file or path)
         try:  # An empty passphrase, or OpenSSL would ask the terminal for one.
             context.load_cert_chain(path, self.tls_key_file, password="")
         except OSError as error:

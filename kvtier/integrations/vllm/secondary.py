@@ -54,23 +54,8 @@ from kvtier.integrations.vllm.stats import (
 )
 from kvtier.integrations.vllm_options import SecondaryOptions, read_secondary_options, secondary_config
 from kvtier.memory import Region, let_go_in_forks
+from kvtier.runner import messages
 from kvtier.runner.bridge import Bridge, ThreadBridge
-from kvtier.runner.messages import (
-    Acknowledge,
-    Action,
-    Advise,
-    Cascade,
-    Finished,
-    LocalMessage,
-    Message,
-    Promote,
-    Returned,
-    RunnerBack,
-    RunnerGone,
-    RunnerLost,
-    pack_keys,
-    pack_rows,
-)
 from kvtier.runner.process import ProcessBridge
 from kvtier.settings.hints import RETAIN_S_MAX, Advice, IgnoredHints, hint_of
 
@@ -124,7 +109,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self._tier_log = TierLog([tier])
         self._requests: dict[str, Request] = {}
         self._jobs: dict[int, _Job] = {}  # By the ids of parts whose rows are in use.
-        self._begun: list[Action] = []  # Parts to be sent at the step's end.
+        self._begun: list[messages.Action] = []  # Parts to be sent at the step's end.
         self._over: list[JobResult] = []  # Not yet reported to vLLM.
         self._media = Media([tier])
         # vLLM's own tiers set both once a class, and vLLM reads them from instances.
@@ -296,7 +281,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
 
     def _begin(self, job: _Job, chunks: Sequence[Chunk]) -> None:
         """Queue a job's parts; a job without any ends at once."""
-        action = Promote if job.operation is Operation.PROMOTION else Cascade
+        action = messages.Promote if job.operation is Operation.PROMOTION else messages.Cascade
         action_chunks = self._config.limits.action_chunks
         for start in range(0, len(chunks), action_chunks):
             keys, rows = zip(*chunks[start : start + action_chunks], strict=True)
@@ -305,7 +290,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
                 self._traffic.pin_cascade(rows)
             self._jobs[id_] = job
             job.parts += 1
-            self._begun.append(action(id_, self.tier.index, pack_keys(keys), pack_rows(rows)))
+            self._begun.append(action(id_, self.tier.index, messages.pack_keys(keys), messages.pack_rows(rows)))
         if not chunks:
             self._end(job)
 
@@ -332,25 +317,25 @@ class KVTierSecondaryTier(SecondaryTierManager):
             self._tier_log.look(now)
         return now
 
-    def _apply(self, message: Message | LocalMessage, now: float) -> None:
+    def _apply(self, message: messages.Message | messages.LocalMessage, now: float) -> None:
         match message:
-            case Finished():
+            case messages.Finished():
                 self._credit(message)
                 self._traffic.apply(message, now)
                 if message.id in self._traffic.overdue:
                     self._bridge.replace()  # The runner serves this tier alone.
                 self._let_go((message.id,))
-            case Returned():
+            case messages.Returned():
                 self._traffic.apply(message, now)
                 self._let_go((message.id,))
-            case RunnerLost():
+            case messages.RunnerLost():
                 self.runner_up = False
                 self.runners_lost += 1
                 self._refuse_begun(now)
                 self._traffic.lose(now)
-            case RunnerGone():
+            case messages.RunnerGone():
                 self._let_go(self._traffic.gone(message.epoch))
-            case RunnerBack():
+            case messages.RunnerBack():
                 self._refuse_begun(now)
                 self.runner_up, self._traffic.epoch = True, message.epoch
                 self._bridge.admit(message.epoch)
@@ -365,12 +350,12 @@ class KVTierSecondaryTier(SecondaryTierManager):
         begun, self._begun = self._begun, []
         self._refuse(begun, now)
 
-    def _refuse(self, actions: Sequence[Action], now: float) -> None:
+    def _refuse(self, actions: Sequence[messages.Action], now: float) -> None:
         """Settle actions that the bridge did not take."""
         self._traffic.refuse(actions, now)
-        self._let_go(action.id for action in actions if not isinstance(action, Acknowledge | Advise))
+        self._let_go(action.id for action in actions if not isinstance(action, messages.Acknowledge | messages.Advise))
 
-    def _credit(self, message: Finished) -> None:
+    def _credit(self, message: messages.Finished) -> None:
         """Add the keys that moved to the part's job."""
         job, transfer = self._jobs.get(message.id), self._traffic.in_flight.get(message.id)
         if job is not None and transfer is not None:

@@ -24,23 +24,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.backend import FileMapper, OffloadKey
 from kvtier.config import PRIMARY_NAME, EngineConfig, __version__
+from kvtier.engine import metrics
 from kvtier.engine.answers import Event, EventKind
-from kvtier.engine.metrics import (
-    DECISION_METRICS,
-    LEDGER_METRICS,
-    PRIMARY_METRICS,
-    RUNNER_METRICS,
-    SECONDS,
-    TIER_METRICS,
-    TRANSFER_SECONDS,
-    WAIT_SECONDS,
-    Durations,
-    Labels,
-    MetricTable,
-    Reading,
-    Series,
-    samples,
-)
 from kvtier.engine.tier import Tier, TierSpec
 from kvtier.runner.messages import LOGGERS
 
@@ -50,21 +35,21 @@ _SOURCES = {Medium.CPU: CacheHitSource.HOST, Medium.STORAGE: CacheHitSource.DISK
 INFO_KEYS = ("tier", "type", "kvtier_version", "eviction_policy", "rows", "row_bytes", "namespace", "sharing")
 """The labels of vLLM's info metric (`vllm:kv_offload_config_info`)."""
 
-_CLIENT_TABLES: tuple[MetricTable, ...] = (RUNNER_METRICS, TIER_METRICS)
+_CLIENT_TABLES: tuple[metrics.MetricTable, ...] = (metrics.RUNNER_METRICS, metrics.TIER_METRICS)
 """The metrics of a tier behind vLLM's own manager, which makes all decisions."""
 
-_ENGINE_TABLES = (*_CLIENT_TABLES, LEDGER_METRICS, PRIMARY_METRICS, DECISION_METRICS)
+_ENGINE_TABLES = (*_CLIENT_TABLES, metrics.LEDGER_METRICS, metrics.PRIMARY_METRICS, metrics.DECISION_METRICS)
 _METADATA = {"counter": OffloadingCounterMetadata, "gauge": OffloadingGaugeMetadata}
 
 
 def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
     """Declare every metric that `Stats` may report; needs no engine."""
-    return _definitions(_ENGINE_TABLES, (TRANSFER_SECONDS, WAIT_SECONDS))
+    return _definitions(_ENGINE_TABLES, (metrics.TRANSFER_SECONDS, metrics.WAIT_SECONDS))
 
 
 def tier_metric_definitions() -> dict[str, OffloadingMetricMetadata]:
     """Declare what one tier behind vLLM's own manager reports."""
-    return _definitions(_CLIENT_TABLES, (TRANSFER_SECONDS,))
+    return _definitions(_CLIENT_TABLES, (metrics.TRANSFER_SECONDS,))
 
 
 def unregister_earlier() -> None:
@@ -82,19 +67,19 @@ class Stats:
     """The statistics for vLLM: what has changed since the last `take`. An engine's observers are its methods."""
 
     def __init__(self) -> None:
-        self._series: Sequence[Series] = ()
-        self._last: list[Reading] = []
-        self._seconds: list[tuple[Durations, Labels, float]] = []
+        self._series: Sequence[metrics.Series] = ()
+        self._last: list[metrics.Reading] = []
+        self._seconds: list[tuple[metrics.Durations, metrics.Labels, float]] = []
 
-    def watch(self, series: Sequence[Series]) -> None:
+    def watch(self, series: Sequence[metrics.Series]) -> None:
         """Report these series from now on."""
         self._series, self._last = series, [None] * len(series)
 
     def observe(self, tier: str, operation: str, seconds: float) -> None:
-        self._seconds.append((TRANSFER_SECONDS, (tier, operation), seconds))
+        self._seconds.append((metrics.TRANSFER_SECONDS, (tier, operation), seconds))
 
     def observe_wait(self, seconds: float) -> None:
-        self._seconds.append((WAIT_SECONDS, (), seconds))
+        self._seconds.append((metrics.WAIT_SECONDS, (), seconds))
 
     def take(self) -> OffloadingConnectorStats | None:
         """Return what has changed; None if nothing has."""
@@ -135,7 +120,9 @@ def log_as_vllm() -> None:
                 own.setLevel(vllm.getEffectiveLevel())
 
 
-def _definitions(tables: Sequence[MetricTable], histograms: Sequence[Durations]) -> dict[str, OffloadingMetricMetadata]:
+def _definitions(
+    tables: Sequence[metrics.MetricTable], histograms: Sequence[metrics.Durations]
+) -> dict[str, OffloadingMetricMetadata]:
     definitions: dict[str, OffloadingMetricMetadata] = {
         table.prefix + metric.name: _METADATA[metric.kind](
             documentation=metric.help, labelnames=(*table.labels, *metric.labels)
@@ -145,15 +132,17 @@ def _definitions(tables: Sequence[MetricTable], histograms: Sequence[Durations])
     }
     for each in histograms:
         definitions[each.name] = OffloadingHistogramMetadata(
-            documentation=each.help, labelnames=each.labels, buckets=SECONDS
+            documentation=each.help, labelnames=each.labels, buckets=metrics.SECONDS
         )
     return definitions
 
 
-def _report(stats: OffloadingConnectorStats, series: Series, reading: Reading, last: Reading) -> None:
+def _report(
+    stats: OffloadingConnectorStats, series: metrics.Series, reading: metrics.Reading, last: metrics.Reading
+) -> None:
     """Add what has changed of one metric."""
-    before = dict(samples(last))
-    for further, number in samples(reading):
+    before = dict(metrics.samples(last))
+    for further, number in metrics.samples(reading):
         if number == before.get(further):
             continue
         labels = (*series.labels, *further)
