@@ -369,8 +369,6 @@ async def store_each_once(writes: Sequence[Write], call: Move[Write]) -> Sequenc
 
 
 class Slots:
-    """Slots that are lent for one transfer."""
-
     def __init__(self, views: list[memoryview]) -> None:
         self.views = views
         self.retired: set[int] = set()

@@ -180,10 +180,7 @@ class Fetches:
         return False
 
     def _look(self, fetch: "_Fetch") -> tuple[int, bool, bool]:
-        """Return how many leading keys are ready, whether others are in flight, and whether there were too few rows.
-
-        A fetch that is short has its place in the line from now on.
-        """
+        """Return how many leading keys are ready, if others are in flight, and if rows lack: it is then in the line."""
         turn = fetch.request.turn = Turn(mine=fetch.late or self._first(fetch))
         hits, waits = 0, False
         try:

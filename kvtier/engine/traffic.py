@@ -502,8 +502,7 @@ class Traffic:
     def _doubt(self, tier: Tier, key: OffloadKey, now: float) -> None:
         """Count a key that a tier failed to load as absent for a while.
 
-        If the tier does not report removals, a record counts no more than an answer. Else it would prevent the next
-        store of the key.
+        Without reports of removals, a record counts no more than an answer, or it would prevent the key's next store.
         """
         if not tier.reports and self.locations.mask.get(key, 0) & tier.bit:
             self.locations.remove(tier, [key])

@@ -215,10 +215,7 @@ def secondary_config(
 
 
 def _with_medium(tier: TierConfig, places: Mapping[str, str], where: str) -> TierConfig:
-    """Check a tier's own options, with its paths filled in, and name its medium.
-
-    vLLM's requests choose by the medium, and its events carry it.
-    """
+    """Check a tier's own options, with paths filled in, and name its medium, by which vLLM's requests choose."""
     tier = placed(tier, places)
     tier_options(tier, where)
     if tier.medium is not None:

@@ -57,8 +57,7 @@ class Speed(NamedTuple):
 class SpeedMeter:
     """One tier's speed, measured where its transfers run; pure, with the time as an argument.
 
-    A load's size is the bytes that the tier's loads moved while it was in flight: those of loads before it, and its
-    own.
+    A load's size is the bytes that the tier's loads moved while it was in flight: its own and those of earlier ones.
     """
 
     def __init__(self) -> None:

@@ -252,8 +252,6 @@ def _line(row: ListedChunk) -> str:
 
 
 class BadFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A file that is corrupt or cannot be read."""
-
     file: str  # Relative to the directory; in a segment with its slot.
     key: str | None  # In hexadecimal.
     state: State  # `corrupt` or `unreadable`.

@@ -312,10 +312,7 @@ def transfers_wait(direction: Direction, device: TorchDevice) -> str:
 
 
 def rates(device: TorchDevice) -> list[Row]:
-    """Return MB/s of stores and of loads of chunks at random places, each beside one plain copy of the same bytes.
-
-    Each layer has its own allocation, which is the hardest case.
-    """
+    """Return MB/s of stores and loads at random places beside a plain copy; an allocation a layer: the hardest case."""
     moved_bytes, chunk_bytes = RATE_BYTES[device.name], RATE_LAYERS * RATE_PAGE_BYTES
     chunks = moved_bytes // chunk_bytes
     there = torch.ones(moved_bytes, dtype=torch.int8, device=device.place)

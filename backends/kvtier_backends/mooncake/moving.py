@@ -257,8 +257,7 @@ class Threads:
     ) -> T:
         """Return the call's result, or raise its error, or `Late` at `ends_at` (monotonic, movable) or `give_up`.
 
-        The call goes on then, and when cancelled; `unwanted` gets its result. `BackendUnavailable` if too many are
-        late.
+        A late or cancelled call goes on; `unwanted` gets its result. `BackendUnavailable` if too many are late.
         """
         self.check()
         if self._given_up:

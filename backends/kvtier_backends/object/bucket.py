@@ -264,10 +264,7 @@ class Turns:
                 deadline.reschedule(0.0)
 
     async def each(self, chunks: Sequence[C], ask: Callable[[C], Awaitable[A]]) -> list[A | Trouble]:
-        """Ask for each chunk, and return all answers at the last one, at the deadline, or at `end`.
-
-        No request is in flight afterwards, cancelled or not.
-        """
+        """Ask for each chunk; return all answers at the last one, the deadline or `end`. No request stays in flight."""
         late = Trouble(TroubleKind.AWAY, f"not answered within {self._timeout_s:g} s", errno.ETIMEDOUT)
         answers: list[A | Trouble] = [late] * len(chunks)
         left = iter(range(len(chunks)))

@@ -184,10 +184,7 @@ class RedisLanes(NamedTuple):
 
 
 def _prepared(options: RedisOptions, context: api.TierContext, made: ExitStack) -> tuple[Topology, api.Seal]:
-    """Read secrets and find the servers. Blocks. Clean-up calls, for a tier that does not open, go into `made`.
-
-    Raises `ConfigError`, and `BackendUnavailable` if no server answers.
-    """
+    """Read secrets and find the servers; blocks. `made` gets clean-up calls. `ConfigError`, or `BackendUnavailable`."""
     seal = options.make_seal(context.mapper.fingerprint, context.row_bytes)
     topology = make_topology(options, Login(options))
     made.callback(topology.close)
@@ -414,8 +411,7 @@ class AskWork(Work[bool]):
 def exchange(server: Server, work: Work[A], indices: Sequence[int], timeout_s: float) -> None:
     """Ask one server for these places, in a lane, until the work's deadline.
 
-    A lost connection is replaced once, and again as long as each new one gets an answer: an idle connection may have
-    been closed long ago.
+    A lost connection is replaced once (an idle one may be dead), and again while each new one gets an answer.
     """
     now, left = time.monotonic(), list(indices)
     work.ends_at = ends_at = now + timeout_s if work.ends_at is None else work.ends_at

@@ -138,10 +138,7 @@ class RedisOptions(SealOptions, frozen=True, kw_only=True):
                 yield str(error)
 
     def target(self) -> Servers:
-        """Return the servers that the URL names. Raises `ConfigError`, which never shows the URL: it may hold a secret.
-
-        Users paste connection strings of other programs, such as `host:6379,password=…`.
-        """
+        """Return the URL's servers. `ConfigError` never shows the URL: users paste other programs', with passwords."""
         if (match := _URL.fullmatch(self.url)) is None:
             raise ConfigError(f"url: no URL of servers given, {ACCEPTED}")
         scheme, kind, _, hosts, path = match.groups("")

@@ -81,10 +81,7 @@ class Login:
 
 
 class Server:
-    """Connections to one address. For any thread.
-
-    A server that does not answer is away for `RETRY_S`: calls fail at once, and afterwards one thread tries again.
-    """
+    """Connections to one address, for any thread. A silent server is away for `RETRY_S`; then one thread retries."""
 
     def __init__(self, address: Address, login: Login) -> None:
         self.address = address

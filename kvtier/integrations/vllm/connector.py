@@ -50,10 +50,7 @@ class KVTierConnector(OffloadingConnector):
 
 
 def step_tokens(output: SchedulerOutput) -> tuple[int, int]:
-    """Return the tokens that a step computes of prompts and of answers: (0, 0) if its time also goes to other work.
-
-    What a preempted request computes again is prompt, too.
-    """
+    """Return a step's tokens of prompts (preempted ones again) and answers; (0, 0) if its time also goes elsewhere."""
     counts, total = output.num_scheduled_tokens, output.total_num_scheduled_tokens
     if output.scheduled_encoder_inputs or output.has_sync_kv_loads:
         return 0, 0

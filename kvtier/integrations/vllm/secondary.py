@@ -224,7 +224,6 @@ class KVTierSecondaryTier(SecondaryTierManager):
         return request, [(key, rows[key]) for key in keys]
 
     def _flush(self) -> None:
-        """Send the probes and parts since the last call."""
         begun, self._begun = self._begun, []
         if actions := [*self._traffic.flush(), *begun]:
             self._refuse(self._bridge.send(actions), time.monotonic())
@@ -343,20 +342,15 @@ class KVTierSecondaryTier(SecondaryTierManager):
                 self._traffic.apply(message, now)
 
     def _refuse_begun(self, now: float) -> None:
-        """Settle parts that were never sent to the runner they were begun for.
-
-        vLLM reuses the rows of a job that has ended, so the next runner must not get them.
-        """
+        """Settle unsent parts: vLLM reuses the rows of ended jobs, so the next runner must not get them."""
         begun, self._begun = self._begun, []
         self._refuse(begun, now)
 
     def _refuse(self, actions: Sequence[messages.Action], now: float) -> None:
-        """Settle actions that the bridge did not take."""
         self._traffic.refuse(actions, now)
         self._let_go(action.id for action in actions if not isinstance(action, messages.Acknowledge | messages.Advise))
 
     def _credit(self, message: messages.Finished) -> None:
-        """Add the keys that moved to the part's job."""
         job, transfer = self._jobs.get(message.id), self._traffic.in_flight.get(message.id)
         if job is not None and transfer is not None:
             failed = message.failures()
@@ -409,7 +403,6 @@ class _VllmsRows:
 
 
 def _engine_config(spec: OffloadingSpec, rows: memoryview, options: SecondaryOptions) -> EngineConfig:
-    """Return the configuration of a runner with this one tier over vLLM's rows."""
     interop = options.interop is not None
     plan = plan_rows(spec.config, spec.config.canonical_layout, interop=interop)
     namespace = namespace_of(spec.config, plan, revision=options.revision, interop=interop)
@@ -418,10 +411,7 @@ def _engine_config(spec: OffloadingSpec, rows: memoryview, options: SecondaryOpt
 
 
 def _start(spec: OffloadingSpec, rows: memoryview, config: EngineConfig) -> tuple[Bridge, Region]:
-    """Start the runner: in a process if it can map vLLM's rows, else in a thread of this one.
-
-    Raises `ConfigError` if the thread will not do for the tier.
-    """
+    """Start the runner: in a process if it can map vLLM's rows, else in a thread; `ConfigError` if that will not do."""
     fd = rows_fd(spec)
     mapped = fd is not None and os.fstat(fd).st_size == rows.nbytes  # vLLM 0.33 has several files from 1 GiB on.
     if fd is not None and mapped:

@@ -140,7 +140,6 @@ def _definitions(
 def _report(
     stats: OffloadingConnectorStats, series: metrics.Series, reading: metrics.Reading, last: metrics.Reading
 ) -> None:
-    """Add what has changed of one metric."""
     before = dict(metrics.samples(last))
     for further, number in metrics.samples(reading):
         if number == before.get(further):

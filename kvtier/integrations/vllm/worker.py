@@ -118,10 +118,7 @@ class VllmWorker(OffloadingWorker):
 
 
 def canonical_caches(given: VllmKVCaches) -> CanonicalKVCaches:
-    """Translate vLLM's pages; layers that share bytes are moved once.
-
-    A page without a mapping is not certified, and never moves as a canonical one.
-    """
+    """Translate vLLM's pages: layers that share bytes move once, a page without a mapping never as a canonical one."""
     groups = [
         dict.fromkeys(DataRef(ref.tensor_idx, ref.page_size_bytes, mapping=ref.mapping) for ref in refs)
         for refs in given.group_data_refs

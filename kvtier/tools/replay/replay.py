@@ -179,8 +179,6 @@ def totals(stats: EngineStats, row_bytes: int) -> dict[str, TierReport]:
 
 
 class ClaimTurn(NamedTuple):
-    """The place of one open request among the claims."""
-
     number: int
     block_ids: Sequence[int]
     claimed: set[int]  # Blocks that this request alone computes.
@@ -188,10 +186,7 @@ class ClaimTurn(NamedTuple):
 
 
 class BlockClaims:
-    """The blocks that open requests compute: concurrent requests have the hits that they would have one by one.
-
-    A request waits for an earlier open one that is about to compute its prefix, or hits would depend on concurrency.
-    """
+    """The blocks that open requests compute: later requests wait for them, so hits do not depend on concurrency."""
 
     def __init__(self) -> None:
         self._holders: dict[int, ClaimTurn] = {}  # Block -> the request that computes it.

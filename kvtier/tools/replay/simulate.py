@@ -204,8 +204,7 @@ class Servers(NamedTuple):
 class VirtualReplay:
     """One pass of requests through a scale model of an engine, on a `VirtualTimeLoop`.
 
-    Each chunk of `config` stands for `chunk_bytes`. `tally` and `times_to_first_token_s` may be read after a cancelled
-    run, too.
+    Each chunk of `config` stands for `chunk_bytes`. A cancelled run leaves `tally` and `times_to_first_token_s`.
     """
 
     requests: Iterable[TraceRequest]

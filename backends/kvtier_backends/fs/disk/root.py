@@ -142,10 +142,7 @@ class Folder:
             raise BackendUnavailable(f"{root}: {reason(error)}") from error
 
     def open_beside(self, lanes: Lanes) -> None:
-        """Open the shared page and the write budget. Blocks.
-
-        Raises `ConfigError` for what the user can mend, and `BackendUnavailable` if too many share the directory.
-        """
+        """Open the shared page and the write budget; blocks. `ConfigError`; `BackendUnavailable` if too many share."""
         options, unit_bytes = self._options, self._context.row_bytes + FOOTER_BYTES
         try:
             if options.shared:
@@ -327,10 +324,7 @@ class Folder:
         return False
 
     def _try_reads(self) -> Reads:
-        """Return how lanes read: several reads at once only directly from a local disk.
-
-        Reads that wait in the kernel for a silent file server would keep this process from being killed.
-        """
+        """Return how lanes read: several reads at once only from a local disk: a silent server's cannot be killed."""
         is_disk = os.major(self._status.st_dev) != 0  # Only block devices have a nonzero major number.
         if is_disk and has_queue():
             return Reads(QUEUE_BYTES)

@@ -27,8 +27,6 @@ HEAP_SLACK = 64  # Outdated entries are left in the heap until there are more of
 
 
 class SlotEntry(NamedTuple):
-    """A chunk in its slot."""
-
     key: OffloadKey
     slot: int
     sequence: int
@@ -137,8 +135,7 @@ class FreeSlots:
 class Outdated:
     """Slots whose footers are no longer true, until they are overwritten or wiped.
 
-    A chunk is neither evicted nor deleted while an older one of its key is on the disk: after a restart, that one would
-    come back.
+    A chunk is not evicted or deleted while an older one of its key is on the disk: a restart would bring that back.
     """
 
     def __init__(self) -> None:
@@ -413,10 +410,7 @@ class Catalog:
         self.inventory.added(key)
 
     def take_over(self, first: int, count: int, chunks: Sequence[SlotEntry]) -> None:
-        """Own a range of slots that another process wrote until now, by all chunks that their footers name.
-
-        A chunk that was known and has been deleted or replaced since does not come back.
-        """
+        """Own another process's slots by their footers; a chunk deleted or replaced since does not come back."""
         named = {chunk.slot: chunk for chunk in chunks}
         for slot in range(first, first + count):
             key, chunk = self._keys[slot], named.get(slot)

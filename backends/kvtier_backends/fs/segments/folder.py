@@ -35,8 +35,6 @@ class Unusable:
 
 
 class SegmentFolder:
-    """The folder of one namespace's segments."""
-
     def __init__(self, folder: Folder, *, row_bytes: int, fingerprint: bytes, fsync: bool) -> None:
         """Use an opened folder; with `fsync`, a new segment is on the device, written all over, when it is used."""
         self._folder = folder

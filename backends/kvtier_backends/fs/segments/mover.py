@@ -29,8 +29,6 @@ RUN_SLOTS_MAX = 512  # Two buffers a slot; Linux takes 1,024 in one call (IOV_MA
 
 
 class SlotPart(NamedTuple):
-    """A chunk and the slot that it is read from or written to."""
-
     slot: int
     position: int  # In the batch.
     key: OffloadKey
