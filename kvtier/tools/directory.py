@@ -20,7 +20,7 @@ from kvtier.config import read_config, tier_options
 from kvtier.errors import ConfigError, one_line
 from kvtier.settings import shown_age, shown_bytes
 from kvtier.tools import outputs, statuses
-from kvtier.tools.options import JsonOption
+from kvtier.tools.options import JsonOption, parse_share, parsed
 
 _PROGRESS_FILES = 256  # Between two updates of the bar.
 LISTED_MAX = 1_000_000_000_000  # Chunks; no directory holds more.
@@ -119,16 +119,6 @@ def readable(
             left_out.add(file.name, file.fault)
         else:
             yield place, file
-
-
-def share_of(option: str, text: str) -> float:
-    try:
-        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        share = 0.0
-    if not 0.0 < share <= 1.0:
-        raise ConfigError(f"{option} {text!r}: expected {SHARE}")
-    return share
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -345,7 +335,7 @@ def verify(
     changed: `kvtier prune --corrupt` removes corrupt chunks.
     """
     outputs.check_outputs(json_path)
-    share = 1.0 if sample is None else share_of("--sample", sample)
+    share = 1.0 if sample is None else parsed("--sample", sample, parse_share, SHARE)
     with opened(directory) as tier, outputs.json_output(json_path) as file:
         verification = Verification(tier, share, random.Random())
         outputs.write_rows(file, verification.run(chosen(tier, namespace)), "files", verification.summed)

@@ -69,12 +69,25 @@ COMMON: dict[str, tuple[Any, object]] = {
 T = TypeVar("T")
 
 
-def listed(option: str, text: str, parse: Callable[[str], T], accepted: str) -> list[T]:
-    """Parse values separated by commas, without duplicates; a `ValueError` of `parse` becomes a `ConfigError`."""
-    parts = [part.strip() for part in text.split(",")]
+def parsed(option: str, text: str, parse: Callable[[str], T], accepted: str) -> T:
+    """Return an option's value; a `ValueError` of `parse` becomes a `ConfigError`."""
     try:
-        if all(parts):
-            return list(dict.fromkeys(map(parse, parts)))
+        return parse(text)
     except ValueError as error:
         raise ConfigError(f"{option} {text!r}: expected {accepted}") from error
-    raise ConfigError(f"{option} {text!r}: expected {accepted}, and none of them empty")
+
+
+def listed(option: str, text: str, parse: Callable[[str], T], accepted: str) -> list[T]:
+    """Parse values separated by commas, without duplicates, as `parsed` does."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise ConfigError(f"{option} {text!r}: expected {accepted}, and none of them empty")
+    return parsed(option, text, lambda _: list(dict.fromkeys(map(parse, parts))), accepted)
+
+
+def parse_share(text: str) -> float:
+    """Parse a share such as 1% or 0.01; ValueError unless it is above 0 and at most 1."""
+    value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    if not 0.0 < value <= 1.0:
+        raise ValueError(text)
+    return value

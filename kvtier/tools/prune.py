@@ -11,8 +11,8 @@ import typer
 from kvtier.backend import Directory, Kind, Place, State, StoredFile
 from kvtier.errors import ConfigError
 from kvtier.settings import AGE_S_MAX, SIZE_BYTES_MAX, parse_duration, parse_size, shown_age, shown_bytes
-from kvtier.tools.directory import DirectoryArgument, LeftOut, NamespaceOption, chosen, opened, readable, share_of
-from kvtier.tools.options import JsonOption
+from kvtier.tools.directory import SHARE, DirectoryArgument, LeftOut, NamespaceOption, chosen, opened, readable
+from kvtier.tools.options import JsonOption, parse_share, parsed
 from kvtier.tools.outputs import STDOUT, check_outputs, counted, encoded, json_output, printed, write_rows
 
 T = TypeVar("T", int, float)
@@ -120,17 +120,14 @@ def prune(
 def _limit(text: str | None) -> int | float | None:
     """Parse the limit of `--to-size`: bytes as an int, or a share of the current size as a float."""
     if text is not None and text.endswith("%"):
-        return share_of("--to-size", text)
+        return parsed("--to-size", text, parse_share, SHARE)
     return _parsed("--to-size", text, parse_size, SIZE_BYTES_MAX, "a size such as 100GiB, or a share such as 50%")
 
 
 def _parsed(option: str, text: str | None, parse: Callable[[str], T], most: float, accepted: str) -> T | None:
     if text is None:
         return None
-    try:
-        value = parse(text)
-    except ValueError as error:
-        raise ConfigError(f"{option} {text!r}: expected {accepted}") from error
+    value = parsed(option, text, parse, accepted)
     if value > most:
         raise ConfigError(f"{option} {text!r}: expected {accepted}, at most {most:,.0f} of its units")
     return value

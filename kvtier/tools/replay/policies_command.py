@@ -9,13 +9,13 @@ from rich.markup import escape
 from rich.progress import TimeRemainingColumn
 from rich.text import Text
 
-from kvtier.errors import ConfigError
-from kvtier.tools.options import JsonOption, LimitOption, TraceArgument, listed
+from kvtier.tools.options import JsonOption, LimitOption, TraceArgument, listed, parse_share, parsed
 from kvtier.tools.outputs import bar, check_outputs, counted, plain_table, write_json
 from kvtier.tools.replay.study import measure, simulation, too_long
 from kvtier.tools.replay.workload import open_trace
 
 LISTED = "names or numbers with commas between them"
+SHARES = "shares of the unique blocks, above 0 and at most 1: 0.01,0.5"
 POLICIES = "fifo,lru,arc,s3fifo,density,opt"
 
 
@@ -37,7 +37,7 @@ def policies(
     names = listed("--policies", policies, str, LISTED)
     for name in names:
         simulation(name)  # An unknown policy is rejected before the trace is read.
-    shares = {size: _share(size) for size in listed("--sizes", sizes, str, LISTED)}
+    shares = {size: parsed("--sizes", size, parse_share, SHARES) for size in listed("--sizes", sizes, str, LISTED)}
     check_outputs(json_path)
     opened = open_trace(trace, limit=limit)
     ratios: dict[str, dict[str, float]] = {name: {} for name in names}  # By policy and by size, as they were given.
@@ -68,13 +68,3 @@ def policies(
     size, share = min(shares.items(), key=itemgetter(1))
     for warning in too_long(extent, extent.capacity(share), f"--sizes {size}: a cache"):
         console.print(f"[yellow]{escape(warning)}[/]", highlight=False)
-
-
-def _share(size: str) -> float:
-    try:
-        share = float(size)
-    except ValueError:
-        share = 0.0
-    if not 0.0 < share <= 1.0:
-        raise ConfigError(f"--sizes {size!r}: expected shares of the unique blocks, above 0 and at most 1: 0.01,0.5")
-    return share
