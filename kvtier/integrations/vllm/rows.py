@@ -144,10 +144,7 @@ def rows_fd(spec: OffloadingSpec) -> int | None:
 
 
 def require_rows_of_all(spec: OffloadingSpec) -> None:
-    """Raise `ConfigError` if fewer processes than vLLM has workers have mapped vLLM's own rows on this host.
-
-    vLLM starts all the same and keeps no record. Each worker maps the file once, and so does the scheduler.
-    """
+    """Raise `ConfigError` if fewer processes than workers have mapped vLLM's rows on this host: vLLM starts anyway."""
     fd, workers = rows_fd(spec), spec.config.parallel.world_size
     found = 0 if fd is None else mappings(fd, workers + 1)
     if fd is not None and 0 < found <= workers:

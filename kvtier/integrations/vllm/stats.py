@@ -104,10 +104,7 @@ class ToVllm(logging.Handler):
 
 
 def log_as_vllm() -> None:
-    """Make kvtier's loggers log as vLLM's does. A logger that is configured already is left, and all if vLLM's is not.
-
-    vLLM's logger passes nothing on to the root, so kvtier's records would appear bare, or not at all.
-    """
+    """Make unconfigured kvtier loggers log as vLLM's, if that is configured: it passes nothing on to the root."""
     vllm = logging.getLogger("vllm")
     if not vllm.handlers:
         return

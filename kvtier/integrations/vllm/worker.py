@@ -28,10 +28,7 @@ if TYPE_CHECKING:
 def make_worker(
     kv_caches: VllmKVCaches, region: Region, plan: RowPlan, blocks_per_chunk: int, require_met: Callable[[], None]
 ) -> OffloadingWorker:
-    """Make the worker for the device that the KV cache is on; it owns the region from now on.
-
-    The rows are pinned where that device is a CUDA one. `require_met` is called before the first transfer.
-    """
+    """Make the worker for the cache's device; it owns the region, and calls `require_met` before its first transfer."""
     memory = CpuMemory(region, pin_with=cuda_runtime() if kv_caches.tensors[0].tensor.is_cuda else None)
 
     def release() -> None:
