@@ -226,84 +226,57 @@ def strided(shape, strides, offset=0):
     return memory(4 * PAGE_BYTES * BLOCKS).view(BF16).as_strided(shape, strides, offset)
 
 
-REACHING = (BLOCKS - 1) * 64 + 8  # Values begin within the last block's keys.
-BEHIND = "states with strides {} in 1 allocations do not share one page a block"
+FAR = (BLOCKS - 1) * 64 + 8  # Values begin within the last block's keys.
+
+
+def zeros(*shape, dtype=BF16):
+    return torch.zeros(shape, dtype=dtype)
+
+
+def parted(spec, axes, shape, strides, message):
+    return spec, axes, strided(shape, strides), message
+
+
+def behind(spec, found, caches, allocations=1):
+    message = f"states with strides {found} in {allocations} allocations do not share one page a block"
+    return spec, None, caches, message
+
+
+TWO = states((6,), (6,))
 ONE_STATE = memory(1_000)
-
-
+HALVES, BLOCKS_OF_12 = ONE_STATE.view(BF16), ONE_STATE[: 24 * BLOCKS].view(BF16)
+IN_TWO_PAGES = [ONE_STATE[:60].view(BF16).view(BLOCKS, 2, 3), ONE_STATE[64:204].view(FLOAT).view(BLOCKS, 7)]
+INNERMOST = "stride 1 of axis 0, its blocks, parts them into 128 pieces of 2 bytes (strides (1, 320, 80, 5))"
+IN_ANOTHER = "a block reaches over 256 bytes, the next begins after 128 (stride 64 of axis 0, of (64, 64, 16, 1))"
+INTO_VALUES = f"stride {FAR} of axis 0 lies within all blocks' 640 bytes (strides ({FAR}, 64, 16, 8, 1))"
+JOIN, PART = (f": only a copy could {mend} them" for mend in ("join", "part"))
+OTHER_BLOCKS = "shape (4, 2, 4, 16) and strides (128, 64, 16, 1) given, 5 blocks as axis 0 of BHNC accepted"
+OTHER_PAGES = "1 x 128 bytes in a block (strides (64, 32, 8, 1)), 256 in its spec's page"
+GAPS = "stride 2 of axis 3 leaves 2 bytes free inside of each block"
+NARROW = attention(head_size=4, padded_page_bytes=256)
 REFUSED: dict[str, tuple[LayerSpec, CacheAxes | None, LayerCache, str]] = {
-    "blocks innermost": (
-        ATTENTION,
-        KV_JOINED_HND,
-        strided((BLOCKS, 2, 4, 16), (1, 320, 80, 5)),
-        "stride 1 of axis 0, its blocks, parts them into 128 pieces of 2 bytes (strides (1, 320, 80, 5)): "
-        "only a copy could join them",
+    "blocks innermost": parted(ATTENTION, KV_JOINED_HND, (BLOCKS, 2, 4, 16), (1, 320, 80, 5), INNERMOST + JOIN),
+    "a block in another": parted(ATTENTION, KV_JOINED_HND, (BLOCKS, 2, 4, 16), (64, 64, 16, 1), IN_ANOTHER + PART),
+    "keys in values": parted(ATTENTION, KV_FRONT_NHD, (2, BLOCKS, 4, 2, 8), (FAR, 64, 16, 8, 1), INTO_VALUES + PART),
+    "elements overlap": parted(ATTENTION, KV_JOINED_HND, (BLOCKS, 2, 4, 16), (16, 0, 0, 1), "stride 0 of axis"),
+    "gaps": parted(NARROW, KV_JOINED_HND, (BLOCKS, 2, 4, 8), (128, 64, 16, 2), GAPS),
+    "no axes": (ATTENTION, None, zeros(BLOCKS, 2, 4, 16), "an attention layer without axes"),
+    "other blocks": (ATTENTION, KV_JOINED_NHD, zeros(4, 2, 4, 16), OTHER_BLOCKS),
+    "other axes": (ATTENTION, KV_JOINED_NHD, zeros(5, 2, 4), "shape (5, 2, 4) and strides"),
+    "other pages": (ATTENTION, KV_JOINED_HND, zeros(5, 2, 4, 8), OTHER_PAGES),
+    "no blocks first": (STATE, None, [zeros(3, 4)], "state of shape (3, 4) and strides (4, 1), not 5 blocks"),
+    "states in two allocations": behind(
+        STATE, [(6, 3, 1), (7, 1)], [zeros(BLOCKS, 2, 3), zeros(BLOCKS, 7, dtype=FLOAT)], allocations=2
     ),
-    "a block in another": (
-        ATTENTION,
-        KV_JOINED_HND,
-        strided((BLOCKS, 2, 4, 16), (64, 64, 16, 1)),
-        "a block reaches over 256 bytes, the next begins after 128 (stride 64 of axis 0, of (64, 64, 16, 1)): "
-        "only a copy could part them",
+    "states in two pages": behind(STATE, [(6, 3, 1), (7, 1)], IN_TWO_PAGES),
+    "all blocks of the one, then all of the other": behind(  # At one distance in one allocation: no page has both.
+        TWO, [(6, 1), (6, 1)], [part.view(BLOCKS, 6) for part in BLOCKS_OF_12.chunk(2)]
     ),
-    "keys reach into values": (
-        ATTENTION,
-        KV_FRONT_NHD,
-        strided((2, BLOCKS, 4, 2, 8), (REACHING, 64, 16, 8, 1)),
-        f"stride {REACHING} of axis 0 lies within all blocks' 640 bytes (strides ({REACHING}, 64, 16, 8, 1)): "
-        "only a copy could part them",
+    "states at two distances": behind(
+        TWO, [(32, 1), (16, 1)], [HALVES.as_strided((BLOCKS, 6), (step, 1), at) for step, at in ((32, 0), (16, 8))]
     ),
-    "elements overlap": (ATTENTION, KV_JOINED_HND, strided((BLOCKS, 2, 4, 16), (16, 0, 0, 1)), "stride 0 of axis"),
-    "gaps": (
-        attention(head_size=4, padded_page_bytes=256),
-        KV_JOINED_HND,
-        strided((BLOCKS, 2, 4, 8), (2 * 64, 2 * 32, 16, 2)),
-        "stride 2 of axis 3 leaves 2 bytes free inside of each block",
-    ),
-    "no axes": (ATTENTION, None, torch.zeros((BLOCKS, 2, 4, 16), dtype=BF16), "an attention layer without axes"),
-    "other blocks": (
-        ATTENTION,
-        KV_JOINED_NHD,
-        torch.zeros((4, 2, 4, 16), dtype=BF16),
-        "shape (4, 2, 4, 16) and strides (128, 64, 16, 1) given, 5 blocks as axis 0 of BHNC accepted",
-    ),
-    "other axes": (ATTENTION, KV_JOINED_NHD, torch.zeros((5, 2, 4), dtype=BF16), "shape (5, 2, 4) and strides"),
-    "other pages": (
-        ATTENTION,
-        KV_JOINED_HND,
-        torch.zeros((5, 2, 4, 8), dtype=BF16),
-        "1 x 128 bytes in a block (strides (64, 32, 8, 1)), 256 in its spec's page",
-    ),
-    "states in two allocations": (
-        STATE,
-        None,
-        [torch.zeros((BLOCKS, 2, 3), dtype=BF16), torch.zeros((BLOCKS, 7))],
-        "states with strides [(6, 3, 1), (7, 1)] in 2 allocations do not share one page a block",
-    ),
-    "states in two pages": (
-        STATE,
-        None,
-        [ONE_STATE[:60].view(BF16).view(BLOCKS, 2, 3), ONE_STATE[64:204].view(FLOAT).view(BLOCKS, 7)],
-        BEHIND.format([(6, 3, 1), (7, 1)]),
-    ),
-    "no blocks first": (STATE, None, [torch.zeros(3, 4)], "state of shape (3, 4) and strides (4, 1), not 5 blocks"),
-    "all blocks of the one, then all of the other": (  # At one distance in one allocation, and yet no page has both.
-        states((6,), (6,)),
-        None,
-        [part.view(BLOCKS, 6) for part in ONE_STATE[: 24 * BLOCKS].view(BF16).chunk(2)],
-        BEHIND.format([(6, 1), (6, 1)]),
-    ),
-    "states at two distances": (
-        states((6,), (6,)),
-        None,
-        [ONE_STATE.view(BF16).as_strided((BLOCKS, 6), (stride, 1), start) for stride, start in ((32, 0), (16, 8))],
-        BEHIND.format([(32, 1), (16, 1)]),
-    ),
-    "a state in two runs of blocks": (
-        states((2, 6)),
-        None,
-        [ONE_STATE[: 24 * BLOCKS].view(BF16).view(2, BLOCKS, 6).transpose(0, 1)],
-        BEHIND.format([(6, 30, 1)]),
+    "a state in two runs of blocks": behind(
+        states((2, 6)), [(6, 30, 1)], [BLOCKS_OF_12.view(2, BLOCKS, 6).transpose(0, 1)]
     ),
 }
 
@@ -392,7 +365,7 @@ def test_rows_are_as_long_as_the_longest_group_and_whole_elements_of_all(longest
     assert made.rows.shape == (3, row_bytes)
 
 
-WIDE = attention(padded_page_bytes=512)
+WIDE, PAIRS, ODD = attention(padded_page_bytes=512), attention(tokens_per_state=2), attention(state_bytes=6)
 
 
 @pytest.mark.parametrize(
@@ -405,20 +378,8 @@ WIDE = attention(padded_page_bytes=512)
         (allocate_tensors, WIDE, None, KV_FRONT_NHD, "pages with axes K around blocks cannot be padded"),
         (allocate_tensors, ATTENTION, None, LATENT, "axes 'BNC' have no place for 2 heads"),
         (allocate_tensors, ATTENTION, None, None, "an attention layer without axes"),
-        (
-            allocate_tensors,
-            attention(tokens_per_state=2),
-            1,
-            KV_JOINED_NHD,
-            "2 states of a block cannot be split into 4",
-        ),
-        (
-            allocate_tensors,
-            attention(state_bytes=6),
-            None,
-            KV_FRONT_NHD,
-            "content of 6 bytes cannot be split into keys",
-        ),
+        (allocate_tensors, PAIRS, 1, KV_JOINED_NHD, "2 states of a block cannot be split into 4"),
+        (allocate_tensors, ODD, None, KV_FRONT_NHD, "content of 6 bytes cannot be split into keys"),
         (allocate_tensors, attention(padded_page_bytes=259), None, KV_JOINED_NHD, "blocks of 256 bytes cannot lie 259"),
     ],
 )

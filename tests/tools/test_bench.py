@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from kvtier.tools.bench import RawFile
-from kvtier.tools.figures import Row, run_bench
+from kvtier.tools.figures import row_of, run_bench
 from tests.tools.command import KVTIER, check_refusal
 from tests.tools.command import run as run_command
 
@@ -112,18 +112,8 @@ def test_chunks_are_deleted_a_few_calls_at_a_time(outside, tmp_path, measured, m
 
 
 def test_the_table_names_the_limit_and_json_is_written_to_a_file_or_alone_to_stdout(tmp_path, capsys):
-    row = Row(
-        operation="store",
-        chunk_bytes=128 << 10,
-        settings={"layout": "files", "depth": 4},
-        unit="MB/s",
-        figure=100.0,
-        limit=250.0,
-        limit_is="pwritev of <one> file",
-        ratio=0.4,
-        spread=(0.3, 0.5),
-        rounds=3,
-    )
+    settings = {"layout": "files", "depth": 4}
+    row = row_of("store", [100.0] * 3, [250.0] * 3, "pwritev of <one> file", settings, chunk_bytes=128 << 10)
     run_bench("bench", lambda: [row], str(tmp_path / "out.json"))
     shown = capsys.readouterr().out
     for words in ("store", "128.0 KiB", "pwritev of <one> file", "layout files, depth 4", "Medians of 3 rounds"):

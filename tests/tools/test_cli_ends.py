@@ -53,33 +53,21 @@ TRACES = ("", "absent", ".", "photos", "broken.toml", "empty.toml", "binary.toml
 WRONG_CONFIGS = [name for name in CONFIGS if name != "root.toml"]  # Where nobody looks at a root.
 DIRECTORIES = [place for place in PLACES if place not in ("photos", "absent", "a\nb", NOT_TEXT)]  # Not to be made.
 SHARES = ("0", "0%", "101%", "1.5", "nan", "inf", "-1%", "150%")
+TAKE_LISTS = "--chunk-sizes --disk --disk-speed --memory --older-than --policies --size --sizes"
+TAKE_NUMBERS = "--concurrency --kv-bytes-per-token --limit --rounds --slots"
 BAD: dict[str, Sequence[str]] = {
-    "--cascade": NAMES,
-    "--chunk-sizes": LISTS,
-    "--concurrency": NUMBERS,
+    **dict.fromkeys(("--cascade", "--device", "--namespace"), NAMES),
+    **dict.fromkeys(TAKE_LISTS.split(), LISTS),
+    **dict.fromkeys(TAKE_NUMBERS.split(), NUMBERS),
+    **dict.fromkeys((JSON, "--plot"), OUTPUTS),
     "--config": (*WRONG_CONFIGS, "absent.toml", ".", "", "trace.jsonl", NOT_TEXT),
-    "--device": NAMES,
-    "--disk": LISTS,
-    "--disk-speed": LISTS,
     "--fs": (*DIRECTORIES, "absent/deeper"),
     "--gpu-cache-tokens": ("x", "-1"),
     "--interval": (*NUMBERS, "10ms", "2h", "2d", "1m"),
-    "--json": OUTPUTS,
-    "--kv-bytes-per-token": NUMBERS,
-    "--limit": NUMBERS,
-    "--memory": LISTS,
     "--model": ("absent/model", *PLACES),
-    "--namespace": NAMES,
-    "--older-than": LISTS,
-    "--plot": OUTPUTS,
-    "--policies": LISTS,
     "--prefill-tokens-per-s": ("x", "0", "nan"),
-    "--rounds": NUMBERS,
     "--sample": (*LISTS, *SHARES),
     "--seed": ("x", "-1"),
-    "--size": LISTS,
-    "--sizes": LISTS,
-    "--slots": NUMBERS,
     "--to-size": (*LISTS, "0%", "101%", "-5%", "%", "nan%", "10", "10g"),
 }
 """Values that each option rejects, whichever command has it."""
@@ -96,16 +84,8 @@ FIRST: dict[str, Sequence[str]] = {
 
 def whole(name, *first):
     """Return a valid call of a command, to which a wrong option is added, or a wrong argument is given."""
-    argument = {
-        "bench": ["."],
-        "config check": ["good.toml"],
-        "policies": ["trace.jsonl"],
-        "replay": ["trace.jsonl"],
-        "simulate": ["trace.jsonl"],
-        "selftest": [],
-        "size": ["trace.jsonl"],
-        "top": ["1"],
-    }.get(name, ["root"])
+    own = {"bench": ["."], "config check": ["good.toml"], "selftest": [], "top": ["1"]}
+    argument = own.get(name, ["root" if name in DIRECTORY_COMMANDS else "trace.jsonl"])
     more = {"prune": ["--leftovers"], "selftest": ["--device", "cpu"], "top": ["--once"]}.get(name, [])
     return [*name.split(), *(first or argument), *more]
 

@@ -8,7 +8,6 @@ from msgspec.structs import replace
 from kvtier.errors import ConfigError
 from kvtier.settings.hints import Hint
 from kvtier.tools.replay.size import kv_bytes_per_token
-from kvtier.tools.replay.study import measure, simulation
 from kvtier.tools.replay.traces import Trace, TraceRequest
 from tests.tools.command import reported, run
 from tests.tools.replay.written import write_trace
@@ -28,14 +27,6 @@ def trace(tmp_path):
 
 def sized(trace, tmp_path, *options):
     return reported(tmp_path, "size", trace, "--kv-bytes-per-token", "8", "--gpu-cache-tokens", "0", *options)
-
-
-def test_a_memory_without_a_disk_has_the_hits_of_the_study(trace, tmp_path):
-    (cell,) = sized(trace, tmp_path, "--memory", "1600KiB", "--disk", "0")["sizes"]
-    extent = measure(Trace(trace))
-    assert cell["hit_ratio"] == extent.hit_ratio(sum(simulation("lru")(Trace(trace), 400)))
-    assert (cell["hits"], cell["written_bytes_per_day"]) == ({"cpu": cell["hit_ratio"]}, 0.0)
-    assert cell["gpu_seconds_saved"] == pytest.approx(800 * 512 / 20_000)
 
 
 def test_each_combination_of_sizes_is_a_row_and_the_disk_has_what_memory_evicted(trace, tmp_path, capsys):

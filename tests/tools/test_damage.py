@@ -186,17 +186,6 @@ def test_vllms_files_and_later_formats_are_corrupt_only_if_they_are_cut_off(stor
     assert (status, verified(out)) == (1, {"checked": 7, "corrupt": {"truncated": 2}, "unverified": 3})
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("missing", "No such file or directory"), ("file", "Not a directory"), ("photos", "holds no chunks")],
-)
-def test_a_directory_without_chunks_is_rejected(root, capsys, name, message):
-    (root / "file").touch()
-    (root / "photos" / "summer").mkdir(parents=True)
-    assert run_command("verify", root / name) == 2
-    check_refusal(capsys, message)
-
-
 def test_an_unknown_namespace_is_rejected(store, capsys, root):
     name = store([key_of(0)])[0].relative_to(root).parts[0]
     assert run_command("verify", root, "--namespace", "nonsense") == 2
