@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Awaitable, Callable
 
 import aiofiles
 import aiofiles.os
@@ -55,9 +54,6 @@ def gate():
 async def turns(count=5):
     for _ in range(count):
         await asyncio.sleep(0)
-
-
-Lend = Callable[[Callable[[], object]], Awaitable[object]]
 
 
 @pytest.fixture(params=["thread", "task"])

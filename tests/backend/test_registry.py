@@ -1,5 +1,4 @@
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -28,7 +27,6 @@ class Shelf:
 
 
 HERE = __name__
-Install = Callable[..., str]
 numbers = itertools.count()
 
 

@@ -17,7 +17,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -118,9 +117,6 @@ def all_at_once(call, calls):
         thread.start()
     for thread in threads:
         thread.join()
-
-
-Side = tuple[Callable[[], Awaitable[Any]], Callable[[], Awaitable[Any]]]  # Puts and gets a batch.
 
 
 def sockets(made, rows):

@@ -11,7 +11,6 @@ ROOT = Path(__file__).parents[2]
 SITE = ROOT / "site"
 PAGES = sorted(path.relative_to(ROOT / "docs").with_suffix(".html") for path in (ROOT / "docs").rglob("*.md"))
 LAPTOP, TELEPHONE, HEIGHT = 1280, 390, 900
-PAPER = 718  # Of A4 without its margins.
 BROWSER = Path(os.environ.get("KVTIER_BROWSER", "/nonexistent"))
 
 pytestmark = [

@@ -18,7 +18,6 @@ BACKWARDS = [GroupBlocks(range(PAGES), list(reversed(range(PAGES))))]
 HUGE_BYTES = {"cpu": 256 << 20, "cuda": 32 << 30}
 HUGE_ROW_BYTES = 2 << 20
 HUGE_SHARE = 0.4  # Of the memory that is free now: the rest is the machine's.
-OUT_OF_MEMORY = 2  # As cudaHostRegister answers.
 
 
 def slots_of(memory, rank):

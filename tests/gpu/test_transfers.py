@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from kvtier.kvcache.transfer import Direction, GroupBlocks, TransferWorker, slot_layout
+from kvtier.kvcache.transfer import Direction, GroupBlocks, slot_layout
 from kvtier.tools.selftest_checks import (
     CANARY,
     ROWS,
@@ -28,8 +28,6 @@ from tests.gpu.test_checks import Hasty, copiers_of
 MANY = 200  # Transfers in flight at once.
 PAGES, PAGE_BYTES = 64, 256 << 10  # 16 MiB: a third of a millisecond of a fast link.
 EVERYTHING = [GroupBlocks(range(PAGES), range(PAGES))]
-
-Place = tuple[torch.Tensor, torch.Tensor, TransferWorker]
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """Every way to copy moves the same bytes: by index, and by addresses as a copy engine gets them, or one by one."""
 
 import ctypes
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from kvtier.kvcache.transfer import cuda, strided
 from kvtier.kvcache.transfer.cuda import descriptors, joined
 from kvtier.kvcache.transfer.jobs import CopyJob
 from kvtier.kvcache.transfer.pages import (
-    BlockPages,
     Direction,
     GroupBlocks,
     Piece,
@@ -29,9 +27,6 @@ from kvtier.kvcache.transfer.strided import HostCopier
 from tests.kvcache.models import fill, models, requests, storages
 
 NUM_ROWS = 7
-
-Move = Callable[[Direction, tuple[BlockPages, ...]], None]
-Strategy = Callable[[Sides], Move]
 
 
 def by_index(sides):

@@ -15,12 +15,8 @@ class TestMooncakeWithEveryOptionChanged(RemoteSuites):
     @pytest.fixture
     def fields(self, monkeypatch):
         monkeypatch.setenv(KEYS, "ab" * 32)
-        return {
-            "seal": "aes-256-gcm",
-            "seal_key_env": KEYS,
-            "staging_bytes": 2 * (self.chunk_bytes + 128),
-            "tenant": "other",
-        }
+        sealed = {"seal": "aes-256-gcm", "seal_key_env": KEYS}
+        return sealed | {"staging_bytes": 2 * (self.chunk_bytes + 128), "tenant": "other"}
 
 
 class TestDamagedValues(DamagedValues):

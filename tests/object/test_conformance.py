@@ -23,17 +23,9 @@ class TestObjectWithEveryOptionChanged(RemoteSuites):
         credentials.chmod(0o600)
         monkeypatch.delenv("AWS_ACCESS_KEY_ID")
         monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-        return {
-            "prefix": "",
-            "seal": "aes-256-gcm",
-            "seal_key_env": KEYS,
-            "window_bytes": 1,
-            "requests": 1,
-            "index_chunks": 0,
-            "absent_ttl_s": 0,
-            "region": "us-east-1",
-            "credentials_file": str(credentials),
-        }
+        sealed = {"seal": "aes-256-gcm", "seal_key_env": KEYS, "credentials_file": str(credentials)}
+        sparing = {"window_bytes": 1, "requests": 1, "index_chunks": 0, "absent_ttl_s": 0}
+        return sealed | sparing | {"prefix": "", "region": "us-east-1"}
 
 
 class TestDamagedValues(DamagedValues):

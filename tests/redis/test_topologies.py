@@ -172,9 +172,11 @@ async def test_chunks_travel_over_tls_and_closing_ends_calls_that_hang(opened, o
     front.end()
 
 
-async def test_a_server_with_an_untrusted_certificate_is_refused(opened, front):
+async def test_an_untrusted_certificate_is_refused_and_a_server_without_any_unavailable(opened, front, server):
     with pytest.raises(ConfigError, match=r"^tls_ca_file: .*certificate is refused"):
         await opened(front.address, scheme="rediss")
+    with pytest.raises(BackendUnavailable):
+        await opened(server.address, scheme="rediss", **QUICK)
 
 
 async def test_nodes_that_report_the_topology_need_trusted_certificates(opened, certified, cluster, tmp_path):
@@ -203,11 +205,6 @@ def test_a_failure_of_tls_is_not_taken_for_an_error_of_the_systems():
             Server(options.target().addresses[0], Login(options)).borrow(time.monotonic() + PATIENCE_S)
         answering.join()
     assert failed.value.number == 0
-
-
-async def test_a_server_without_tls_is_unavailable_with_it(opened, server):
-    with pytest.raises(BackendUnavailable):
-        await opened(server.address, scheme="rediss", **QUICK)
 
 
 @pytest.fixture

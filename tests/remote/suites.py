@@ -1,8 +1,6 @@
 """Suites of remote tiers: the contract, damaged values, and a disturbed network."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any
 
 import pytest
 
@@ -15,7 +13,6 @@ from tests.remote.servers import PATIENCE_S
 from tests.remote.tiers import CHUNK_BYTES, kept, recovers, used_again
 
 KEYS = "KVTIER_TEST_KEYS"
-Open = Callable[..., Awaitable[Any]]
 
 
 CONTRACT = (conformance.DurableBackendConformance, conformance.NamespacedConformance, conformance.DescribedConformance)

@@ -4,7 +4,6 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 
@@ -30,7 +29,6 @@ root = "/tier"
 {}
 """
 PACKAGE = "kvtier.integrations.vllm"
-Run = Callable[..., tuple[int, str, str]]
 
 
 def line(tier, **extra):

@@ -41,8 +41,6 @@ _bind_kernels = CpuPlatform.register_triton_kernel_overrides
 _bind_kernels_of = cache(lambda modules: _bind_kernels())
 CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: _bind_kernels_of(len(sys.modules)))
 
-Prompt = list[int]
-
 
 class Answer(NamedTuple):
     """What came of one prompt."""

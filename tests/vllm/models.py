@@ -1,13 +1,9 @@
 """Tiny models with random weights, saved once, so that engines of different sizes have the same ones."""
 
-from collections.abc import Callable
-
 import torch
 import transformers
 
 VOCABULARY = 1_024
-
-Maker = Callable[[], transformers.PretrainedConfig]
 
 
 def llama(folder):

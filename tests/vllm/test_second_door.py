@@ -2,7 +2,6 @@
 
 import os
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +24,6 @@ from tests.vllm.test_one_host import config
 A, B, C, D = (OffloadKey(bytes([each]) * 36) for each in range(4))
 NAME, ROWS, ROW_BYTES = "kvtier:dummy", 8, 16_384
 ANSWERS = {LookupResult.HIT: True, LookupResult.MISS: False, LookupResult.RETRY: None}
-BridgeOf = Callable[[Any, Region], Bridge]
 
 
 class Played(Bridge):

@@ -4,7 +4,6 @@ import argparse
 import asyncio
 import os
 import tempfile
-from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
@@ -43,7 +42,6 @@ class DiskTier(Protocol):
     def close(self): ...
 
 
-Opened = Callable[[str, Region, int], DiskTier]
 """Opens a disk path in a directory, for the rows of a region and a number of chunks a call."""
 
 
