@@ -8,24 +8,14 @@ from hypothesis import strategies as st
 
 from kvtier.backend.contract import Occupancy
 from kvtier.errors import ConfigError
-from kvtier.testing import conformance
 from kvtier.testing.conformance import Follower, Lender, key_of, keys_of, label, tier_context
 from kvtier_backends.dummy import DummyBackend, DummyDevice, DummyOptions, forget_store
-from tests.testing.suites import Reopened
+from tests.testing.suites import Promises
 
 DEVICE = DummyOptions(latency_s=0.001, bandwidth_bytes_per_s=200_000_000, concurrency=4)
 
 
-class Suites(
-    Reopened,
-    conformance.BackendConformance,
-    conformance.DurableBackendConformance,
-    conformance.NamespacedConformance,
-    conformance.InventoryConformance,
-    conformance.MeasuredConformance,
-    conformance.BoundedConformance,
-    conformance.AdvisedConformance,
-):
+class Suites(Promises):
     """Every suite there is, over one named store; a subclass says how fast the device is."""
 
     chunk_bytes = 8_192

@@ -22,7 +22,7 @@ from kvtier.settings.hints import Advice, Hint
 from kvtier.testing import conformance
 from kvtier.testing.conformance import Lender, keys_of, tier_context
 from kvtier_backends.dummy import DummyBackend, DummyOptions, forget_store
-from tests.testing.suites import Reopened
+from tests.testing.suites import Promises
 
 ROUND_TRIP = "test_what_was_stored_is_loaded_bit_for_bit_again_and_again"
 MISSING = "test_what_was_never_stored_is_missing"
@@ -661,17 +661,7 @@ lie("PromisesMore", DURABILITY, wrap=around(lambda wrapper, _: vars(wrapper).upd
 
 
 class Everything(
-    Reopened,
-    conformance.BackendConformance,
-    conformance.DurableBackendConformance,
-    conformance.NamespacedConformance,
-    conformance.InventoryConformance,
-    conformance.MeasuredConformance,
-    conformance.BoundedConformance,
-    conformance.AdvisedConformance,
-    conformance.CountedConformance,
-    conformance.DescribedConformance,
-    conformance.WrapperConformance,
+    Promises, conformance.CountedConformance, conformance.DescribedConformance, conformance.WrapperConformance
 ):
     """All promises, made by a device in a named store that is slow enough for calls to meet."""
 

@@ -2,6 +2,8 @@
 
 import pytest
 
+from kvtier.testing import conformance
+
 
 class Reopened:
     """Needs the fixture `open_tier`: an async function that opens a tier, of `model_name="other"` if it is told so."""
@@ -25,3 +27,16 @@ class Reopened:
     @pytest.fixture
     async def neighbour(self, backend, open_tier):
         return await open_tier(model_name="other")
+
+
+class Promises(
+    Reopened,
+    conformance.BackendConformance,
+    conformance.DurableBackendConformance,
+    conformance.NamespacedConformance,
+    conformance.InventoryConformance,
+    conformance.MeasuredConformance,
+    conformance.BoundedConformance,
+    conformance.AdvisedConformance,
+):
+    """All suites of a tier in a named store."""
