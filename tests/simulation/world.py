@@ -50,7 +50,7 @@ def simulate(seed):
             world.check_promises()
         except Exception as error:
             again = f"python -m tests.simulation --first {seed} --seeds 1"
-            raise SimulationFailed(f"seed {seed}: {error}\n  again: {again}") from error
+            raise SimulationFailed(f"seed {seed}: {type(error).__name__}: {error}\n  again: {again}") from error
         finally:
             world.clear()
         return world.verdict()
