@@ -179,7 +179,7 @@ class StepManager:
     def on_request_finished(self, request_id: str, hint: object = None) -> None:
         """Rank the request's keys and end its leases. Completions, and a load decided before, may still follow.
 
-        A `hint` replaces that given at the begin. Nothing happens if the request is not known.
+        A `hint` replaces the one of the request's beginning. Nothing happens if the request is not known.
         """
         if self._forked:
             self._check_owner()
@@ -299,7 +299,7 @@ class StepManager:
         """Forget keys here and in every tier; return how many are gone here. Tiers delete at the step's end.
 
         No reader loses a chunk. A chunk that is in use, or in flight, is forgotten at the end of the first step in
-        which it is not. So is a key that is stored again before that. Tiers delete at the step's end.
+        which it is not. So is a key that is stored again before that.
         """
         self._check_open()
         return self.ledger.forget(checked_keys(keys))

@@ -115,7 +115,7 @@ def test_every_flipped_bit_is_seen(open_page, ledger):
 
 @given(bits=st.lists(st.integers(0, 8 * PAGE_BYTES - 1), min_size=1, max_size=8, unique=True))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_what_was_promised_is_promised_still_on_a_page_that_is_begun_anew(bits, open_page, ledger):
+def test_room_that_was_promised_stays_promised_on_a_new_page(bits, open_page, ledger):
     one, two = counted(open_page(), 10), open_page()
     assert one.reserve(60, 100) == 60
     assert two.reserve(5, 100) == 5
@@ -229,7 +229,7 @@ def test_a_lock_that_is_free_again_is_had_though_nobody_is_woken(one_and_other, 
     waiting.join()
 
 
-def test_who_has_lost_its_locks_takes_a_slot_anew_and_keeps_its_promise(one_and_other, ledger, system_call):
+def test_a_process_that_lost_its_locks_takes_a_new_slot_and_keeps_its_promise(one_and_other, ledger, system_call):
     one, other = one_and_other
     assert one.reserve(60, 100) == 60
     forget_locks(one, ledger)

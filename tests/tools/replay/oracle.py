@@ -69,7 +69,7 @@ def hints(known, saying):
 
 
 def _overs(known, saying):
-    """Say of a share of the last requests that they are, and of so many others that lies have their share."""
+    """Yield, for each request, whether it is said to be the last: true for a share, and lies for as many as asked."""
     dice = random.Random(f"{saying.seed} over")
     ends = sum(known.last)
     others = max(1, len(known.last) - ends)
@@ -79,7 +79,7 @@ def _overs(known, saying):
 
 
 def _returns(known, saying):
-    """Say of a share when they return. A lie has any other's time; one that never returns gets a lie, too."""
+    """Yield when a share of the requests is said to return. A lie has any time; one without a time gets lies, too."""
     dice = random.Random(f"{saying.seed} returns")
     times = [after_s for after_s in known.returns_s if after_s is not None]
     others = len(known.returns_s) - len(times)
