@@ -103,7 +103,7 @@ def test_the_diagram_of_a_rows_states_is_what_becomes_of_a_row():
             before = row.state
             getattr(row, call)()
             found.add((before, row.state))
-    drawn = changes_drawn("lent-buffers.md")
+    drawn = changes_drawn("architecture.md")
     assert drawn == {(before, after) for before, after in found if before != after}
     assert states_of(drawn) == set(row_states(OneRow().primary))
 
