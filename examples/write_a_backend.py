@@ -1,17 +1,10 @@
-"""Write a backend in 60 lines: chunks as rows of an SQLite database.
+"""A tier in 60 lines: chunks as rows of an SQLite database.
 
-All that a tier has to do is here. It names chunks through the namespace, and answers for each
-chunk by itself. It verifies what it gives back. It does blocking work on a lane of its own: a
-cancelled call comes back when the lane is done with its buffers. And it ends in time.
-
-`tests/testing/test_example_backend.py` holds it to the contract. In a configuration it is
-`type = "write_a_backend:SqliteBackend"`, with this folder on the Python path.
+`docs/how-to/write-a-backend.md` explains it. In a configuration it is `type = "write_a_backend:SqliteBackend"`, with
+this folder on the Python path.
 """
 
-import asyncio
-import os
 import sqlite3
-import tempfile
 from contextlib import closing
 from functools import partial
 
@@ -24,17 +17,13 @@ from kvtier.backend import (
     ChunkCorrupt,
     ChunkMissing,
     Durability,
-    FileMapper,
     Fit,
     Lanes,
-    Namespace,
     Options,
     Path,
     Read,
     TierContext,
-    Write,
     in_thread,
-    make_offload_key,
 )
 
 COLUMNS = "name TEXT PRIMARY KEY, block BLOB, checksum BLOB"
@@ -42,17 +31,17 @@ TABLE = f"CREATE TABLE IF NOT EXISTS chunks ({COLUMNS}) WITHOUT ROWID"
 
 
 class SqliteOptions(Options, frozen=True, kw_only=True):
-    path: Path  # Of the database, which is made if it is not there.
+    path: Path  # The database; created if it is absent.
 
 
 class SqliteBackend(Backend[SqliteOptions]):
-    durability = Durability.HOST  # The journal outlives a killed process, and no power cut.
+    durability = Durability.HOST  # Survives a killed process, not a power cut.
     options_type = SqliteOptions
 
     def __init__(self, path: str, context: TierContext) -> None:
         self.path, self.context = path, context
         self.fit = Fit(context.row_bytes)  # A chunk that does not fit fails alone.
-        self.lanes = Lanes(1, context.name)  # One: SQLite lets one call write at a time.
+        self.lanes = Lanes(1, context.name)  # SQLite has one writer at a time.
 
     @classmethod
     async def open(cls, options, context):
@@ -112,25 +101,3 @@ class SqliteBackend(Backend[SqliteOptions]):
 
     async def aclose(self, deadline_s):
         return Abandoned(await self.lanes.aclose(deadline_s))
-
-
-async def main() -> None:
-    """Store two chunks, close the tier, open it again, and ask for three."""
-    keys = [make_offload_key(name) for name in (b"one", b"two", b"three")]
-    mapper = FileMapper(Namespace(model_name="example"))
-    context = TierContext("0:sqlite", mapper, row_bytes=4_096)
-    with tempfile.TemporaryDirectory() as folder:
-        options = SqliteOptions(path=os.path.join(folder, "chunks.db"))
-        tier = await SqliteBackend.open(options, context)
-        writes = [Write(key, memoryview(os.urandom(4_096))) for key in keys[:2]]
-        print("stored:", await tier.store(writes))
-        await tier.aclose(deadline_s=10)
-        tier = await SqliteBackend.open(options, context)
-        print("probed:", await tier.probe(keys))
-        reads = [Read(key, memoryview(bytearray(4_096))) for key in keys]
-        print("loaded:", await tier.load(reads))
-        await tier.aclose(deadline_s=10)
-
-
-if __name__ == "__main__":
-    asyncio.run(main())

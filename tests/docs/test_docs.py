@@ -86,13 +86,8 @@ def blocks(page):
         if token.type == "fence" and token.map is not None:
             language, _, rest = token.info.strip("{. }").partition(" ")
             title = re.search(r'title="([^"]+)"', rest)
-            text = re.sub(r'^--8<-- "([^"]+)"$', included, token.content, flags=re.MULTILINE)
             is_output = ".output" in rest.split()
-            yield Block(page, token.map[0] + 2, language, title[1] if title else "", text, is_output)
-
-
-def included(snippet):
-    return (ROOT / snippet[1]).read_text()
+            yield Block(page, token.map[0] + 2, language, title[1] if title else "", token.content, is_output)
 
 
 def run_python(block, namespace):
@@ -172,6 +167,11 @@ def test_the_code_of_a_page_runs(outside, page, tmp_path, monkeypatch):
                 assert block.text.split(maxsplit=1)[0] in DIAGRAMS, f"{block.where}: no diagram that mermaid knows"
             case other:
                 assert other == "text", f"{block.where}: a block of {other!r} is not checked by anything"
+
+
+def test_the_page_on_backends_shows_the_example_as_it_is():
+    (shown, *_) = [block.text for block in blocks(DOCS / "how-to" / "write-a-backend.md") if block.title]
+    assert (ROOT / "examples" / "write_a_backend.py").read_text().partition('"""\n\n')[2] == shown
 
 
 def test_a_page_only_names_commands_that_the_checkout_has():

@@ -1,6 +1,4 @@
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -33,8 +31,3 @@ class TestTheExampleBackend(Reopened, *SUITES):
         yield open_tier
         for tier in opened:
             await tier.aclose(10)
-
-
-def test_the_example_runs(outside):
-    ended = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True, check=True)
-    assert "stored: [None, None]\nprobed: [True, True, False]\nloaded: [None, None, ChunkMissing(" in ended.stdout
