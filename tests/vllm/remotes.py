@@ -18,7 +18,7 @@ from tests.mooncake.pools import Pool
 from tests.object.servers import MotoServer
 from tests.redis.servers import RedisServer
 
-QUICK_S, PATIENT_S = 1.0, 60.0  # Time-outs.
+QUICK_S, PATIENT_S = 2.0, 60.0  # Time-outs.
 LIMITS = {"breaker_failures": 2, "breaker_cooldown_s": 0.2, "answer_ttl_s": 0.2}
 
 

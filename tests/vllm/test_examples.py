@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from tempfile import gettempdir
 
 import msgspec
 import pytest
@@ -32,6 +33,7 @@ def environment_in(folder):
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "TMPDIR": str(folder),
+        "VLLM_RPC_BASE_PATH": gettempdir(),  # A socket's path has 107 characters at most.
     }
 
 
