@@ -2,8 +2,8 @@
 
     .venv/bin/python -m tests.docs.test_figures
 
-prints them. Ratios are those of `kvtier bench` and of the benchmarks: the median of the rounds, the lowest and the
-highest.
+prints them. A file's `only` names the rows that the page shows. Ratios are those of `kvtier bench` and of the
+benchmarks: the median of the rounds, the lowest and the highest.
 """
 
 import json
@@ -19,17 +19,19 @@ PAGE = (ROOT / "docs" / "explanation" / "performance.md").read_text()
 
 
 def table(figures):
-    """Yield the lines of a table of Markdown: of two sides' figures, or of ratios by a chunk's length."""
+    """Yield the lines of a table of Markdown: of two sides' figures, or of medians by a chunk's length."""
+    only = figures.get("only", {})
+    rows = [row for row in figures["rows"] if all(row[name] in kept for name, kept in only.items())]
     if "sides" in figures:
         head = ["mix", "what", *figures["sides"].values(), "better by"]
-        rows = [
-            [row["mix"], row["what"], f"{row['kvtier']:,}", f"{row['vllm']:,}", shown(row["better_by"])]
-            for row in figures["rows"]
+        cells = [
+            [row["mix"], row["what"], f"{row['kvtier']:,}", f"{row['vllm']:,}", shown(row["better_by"])] for row in rows
         ]
     else:
-        head = [*figures["heads"].values(), *figures["columns"]]
-        rows = [[row[name] for name in figures["heads"]] + [*map(shown, row["ratios"])] for row in figures["rows"]]
-    yield from (f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
+        names = [name for name in figures["heads"] if len({row[name] for row in rows}) > 1]
+        head = [*(figures["heads"][name] for name in names), *figures["columns"]]
+        cells = [[row[name] for name in names] + [f"{median:.2f}" for median, _, _ in row["ratios"]] for row in rows]
+    yield from (f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *cells))
 
 
 def shown(spread):
