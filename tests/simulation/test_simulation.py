@@ -16,7 +16,8 @@ from kvtier.engine.primary import Primary
 from kvtier.engine.tier import Tier
 from kvtier.engine.traffic import Traffic
 from kvtier_backends.dummy import DummyBackend
-from tests.simulation.world import run_seeds
+from tests.simulation.turns import LongTurn
+from tests.simulation.world import _World, run_seeds
 
 FORKED_WITH_A_STEP_DUE = range(10_000_266, 10_000_267)
 BATCHES = [
@@ -144,6 +145,18 @@ def test_a_broken_engine_or_tier_is_found_and_the_seed_named(monkeypatch, fault)
     failure = next(failure for seed in seeds for failure in run_seeds(range(seed, seed + 1)).failures)
     assert complaint in failure
     assert re.match(r"seed (\d+): (?s:.*)python -m tests.simulation --first \1 --seeds 1", failure)
+
+
+def test_a_turn_that_was_long_once_is_the_machines_and_fails_no_seed(monkeypatch):
+    check, stops = _World.check_promises, iter([LongTurn("the machine stood still")])
+
+    def check_promises(self):
+        for stop in stops:
+            raise stop
+        check(self)
+
+    monkeypatch.setattr(_World, "check_promises", check_promises)
+    assert run_seeds(range(1)).failures == list(stops) == []
 
 
 @pytest.mark.usefixtures("outside")
