@@ -74,6 +74,13 @@ def test_search_finds_an_option(page, width):
     assert errors == []
 
 
+@pytest.mark.parametrize("words", ["upgrade", "data parallel", "rolling", "forget a model"])
+def test_search_leads_an_operator_to_the_page_that_answers(page, words):
+    page.goto((SITE / "index.html").as_uri(), wait_until="load")
+    page.get_by_placeholder("Search").press_sequentially(words)
+    page.locator(".md-search-result__link[href*='how-to/operate.html']").first.wait_for()
+
+
 def test_a_page_leads_to_the_next_one_and_back(page):
     page.goto((SITE / "index.html").as_uri(), wait_until="load")
     page.locator(".md-footer__link--next").click()
