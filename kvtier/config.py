@@ -63,27 +63,27 @@ Text = Annotated[str, msgspec.Meta(min_length=1)]
 class TierLimits(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The limits of one tier: time, memory and failures."""
 
-    deadline_s: PositiveDuration = 30.0  # For a whole batch: 16 MiB at 1 MB/s take half of it. Later is a failure.
-    load_bytes_in_flight: PositiveSize = 256 << 20  # A tenth of a second at 2.5 GB/s; more only adds latency.
-    store_bytes_in_flight: PositiveSize = 256 << 20  # Apart from loads, so that a flood of stores delays none.
-    store_chunks_in_flight: ChunksInFlight = 4_096  # Bounds bookkeeping where chunks are small: a megabyte of it.
-    breaker_failures: Count = 5  # In a row. Fewer would open on a hiccup, more would wait for as many deadlines.
-    breaker_cooldown_s: Duration = 5.0  # Until one call is let through to try: a restarted server takes seconds.
-    answer_ttl_s: PositiveDuration = 10.0  # Of a probe: others store and delete. Not 0: probing would never end.
+    deadline_s: PositiveDuration = 30.0  # Longest wait of a batch for its budget, and longest duration of its call.
+    load_bytes_in_flight: PositiveSize = 256 << 20  # Bytes being loaded at once, at least one row; more adds latency.
+    store_bytes_in_flight: PositiveSize = 256 << 20  # Bytes queued or being stored at once, at least one row.
+    store_chunks_in_flight: ChunksInFlight = 4_096  # Chunks queued or being stored at once.
+    breaker_failures: Count = 5  # Failed transfers in a row that open the breaker: no request uses the tier then.
+    breaker_cooldown_s: Duration = 5.0  # Time until one batch tries the tier again.
+    answer_ttl_s: PositiveDuration = 10.0  # Age up to which a look-up's answer counts, if the tier reports no contents.
 
 
 class EngineLimits(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The limits of a kvtier engine: shares of the primary, and how long it waits."""
 
-    cascade_share: Share = 0.5  # Rows pinned by cascades; further ones are dropped, so slow tiers stop no store.
-    leaving_share: Share = 0.05  # Rows kept free, or written for `cascade = "evict"`, ahead of demand.
-    lease_share: Share = 0.5  # Rows leased to waiting requests; the rest can always be evicted for running ones.
-    retained_share: Part = 0.25  # Chunks of the primary, and of each tier, retained for hints; 0: none.
-    lease_s: Duration = 10.0  # A request that waits longer than this is not about to run.
-    action_chunks: ActionChunks = 64  # In one call to a tier: enough to fill its lanes, few enough to free rows early.
-    quarantine_share: Share = 0.1  # Rows stuck in hung transfers; beyond it the runner's process is replaced.
-    heartbeat_s: SlowDuration = 2.0  # The runner's loop answers in milliseconds; silence this long is a hang.
-    close_s: Duration = 10.0  # For closing and resetting; later transfers are left behind, and logged.
+    cascade_share: Share = 0.5  # Share of the rows that cascades may pin; further cascades are dropped.
+    leaving_share: Share = 0.05  # Share of the rows kept free, or written, ahead of demand; for `cascade = "evict"`.
+    lease_share: Share = 0.5  # Share of the rows leased to waiting requests: at most this much is promoted for one.
+    retained_share: Part = 0.25  # Share of the primary, and of each tier, that hints may retain; 0: none.
+    lease_s: Duration = 10.0  # Duration of a lease if its request neither loads nor ends.
+    action_chunks: ActionChunks = 64  # Chunks in one call to a tier. More would free rows later.
+    quarantine_share: Share = 0.1  # Share of the rows stuck in hung calls beyond which the runner is replaced.
+    heartbeat_s: SlowDuration = 2.0  # Interval of the runner's sign of life; after three without one it is replaced.
+    close_s: Duration = 10.0  # Deadline of calls that close, drain or reset, unless the call names one.
 
 
 class TierConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -99,12 +99,18 @@ class TierConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True)
             with suppress(ConfigError):  # A dependency is not installed.
                 yield from struct_fields(backend_class(type_name).options_type)
 
-    type: Text  # As `kvtier.backend.backend_class` knows it.
-    name: str = ""  # In metrics and messages; empty becomes "<index>:<type>".
-    limits: TierLimits = TierLimits()
-    cascade: Literal["store", "evict", "second_use"] = "store"  # When a chunk is written to it.
-    medium: Literal["CPU", "STORAGE"] | None = None  # For requests that choose tiers; None matches any choice.
-    locality: Literal["LOCAL", "REMOTE"] | None = None
+    type: Text
+    """`"fs"`, `"redis"`, `"object"`, `"mooncake"`, `"dummy"`, an entry point in the group `kvtier.backends`, or
+    `"module:Class"`; the module may be next to the configuration file."""
+
+    name: str = ""  # Name in metrics, events and messages; empty: `"<index>:<type>"`.
+    limits: TierLimits = TierLimits()  # The tier's limits.
+    cascade: Literal["store", "evict", "second_use"] = "store"
+    """When a chunk is written to the tier: `store`: when it is stored; `evict`: when it leaves the primary;
+    `second_use`: when it is used for the second time."""
+
+    medium: Literal["CPU", "STORAGE"] | None = None  # For requests that choose tiers; unset matches any choice.
+    locality: Literal["LOCAL", "REMOTE"] | None = None  # For the same requests; unset: as the tier's type declares.
     options: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
     """Of builtin types, as they were given; `tier_options` decodes them."""
 
@@ -121,17 +127,24 @@ class EngineConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         "kv_connector_extra_config": "the fields in it, at the top level",
     }
 
-    cpu_bytes_to_use: PositiveSize  # Memory of the primary, for all workers together.
-    chunk_bytes: PositiveSize  # Stored under one key, of all workers together.
-    eviction_policy: Text = "lru"
-    secondary_tiers: tuple[TierConfig, ...] = ()
-    runner: Literal["inline", "process"] | None = None  # None: inline where asyncio opens it, else a process.
-    namespace: Namespace = Namespace(model_name="default")
-    limits: EngineLimits = EngineLimits()
-    events: bool = False  # Whether stored, removed and failed chunks are reported.
-    prefill_tokens_per_s: TokensPerSecond | None = None  # None: as noted; until then all is loaded that tiers have.
+    cpu_bytes_to_use: PositiveSize  # Memory of the primary, for all workers together; it holds as many rows as fit.
+    chunk_bytes: PositiveSize  # Size of a chunk, of all workers together; a row is padded to 4,096 bytes.
+    eviction_policy: Text = "lru"  # Which chunk leaves a full primary; a policy by name, or `"module:Class"`.
+    secondary_tiers: tuple[TierConfig, ...] = ()  # The tiers, in the order in which they are asked.
+    runner: Literal["inline", "process"] | None = None
+    """Where transfers run: on the caller's event loop, or in a separate process, which a `mooncake` tier needs. Unset:
+    inline for an asyncio program, a process for an engine that steps."""
+
+    namespace: Namespace = Namespace(model_name="default")  # The meaning of a chunk's bytes.
+    limits: EngineLimits = EngineLimits()  # The engine's limits.
+    events: bool = False  # Report stored, removed and failed chunks.
+    prefill_tokens_per_s: TokensPerSecond | None = None
+    """Prompt tokens that the LLM engine computes in a second. Unset: learned from `note_prefill`; every hit is loaded
+    until then."""
+
     chunk_tokens: Count | None = None  # Tokens whose KV a chunk holds; None: as the namespace says.
-    late_margin: LateMargin = 1.5  # Times what computing takes, a load may take; then the request computes after all.
+    late_margin: LateMargin = 1.5
+    """How long a load may take, as a multiple of the time to compute the same tokens; then the request computes."""
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any], where: str = "") -> Self:

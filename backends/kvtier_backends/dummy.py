@@ -16,13 +16,13 @@ from kvtier.policies import LRU, HintedOrder
 class DummyOptions(api.Options, frozen=True, kw_only=True):
     """A device's figures. The defaults are those of memory: no waiting and no limit."""
 
-    latency_s: api.Duration = 0.0  # From a transfer's start to its first byte; also of a batch's probe or delete.
-    bandwidth_bytes_per_s: api.PositiveSize | None = None  # Of all loads and stores together; None: no limit.
-    store_bandwidth_bytes_per_s: api.PositiveSize | None = None  # Of stores; None: that of loads.
+    latency_s: api.Duration = 0.0  # Time to a transfer's first byte, and of a batch's probe or delete.
+    bandwidth_bytes_per_s: api.PositiveSize | None = None  # Bandwidth of loads and stores; unset: no limit.
+    store_bandwidth_bytes_per_s: api.PositiveSize | None = None  # Bandwidth of stores; unset: that of loads.
     concurrency: api.Count = 64  # Concurrent transfers, as deep as an SSD's queue; more wait for a slot.
-    capacity_bytes: api.Size | None = None  # Least recently used chunks make room; None: no limit.
-    store: str | None = None  # Name of a store that outlives the tier, within the process; None: a private one.
-    shared: bool = False  # Other tiers use the store, so the inventory is not complete.
+    capacity_bytes: api.Size | None = None  # Least recently used chunks make room; unset: no limit.
+    store: str | None = None  # Name of a store that outlives the tier, within the process; unset: private.
+    shared: bool = False  # Other tiers use the store, too: the inventory is not complete.
 
 
 class DummyDevice:

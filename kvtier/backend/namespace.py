@@ -169,8 +169,8 @@ class Group(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     facts: ClassVar[frozenset[str]] = frozenset({"attention"})
 
-    tokens_per_block: Count = 16
-    layer_names: tuple[str, ...] = ()
+    tokens_per_block: Count = 16  # Tokens in a block.
+    layer_names: tuple[str, ...] = ()  # The layers, by the LLM engine's names.
     attention: Attention | None = None  # None: not known. Not part of any name.
 
 
@@ -183,23 +183,23 @@ class Namespace(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     facts: ClassVar[frozenset[str]] = frozenset(_FACTS.split())
 
-    model_name: str
-    tokens_per_hash: Count = 16
-    blocks_per_chunk: Count = 1
+    model_name: str  # Name of the model; `"default"` without a namespace.
+    tokens_per_hash: Count = 16  # Tokens that one hash covers.
+    blocks_per_chunk: Count = 1  # Blocks in a chunk: KV of this many times `tokens_per_hash` tokens.
     tp_size: Count = 1
     pp_size: Count = 1
     pcp_size: Count = 1
     dcp_size: Count = 1
     rank: Index = 0
-    dtype: str = "bfloat16"  # Of the KV cache, which need not be the model's.
-    kv_cache_groups: tuple[Group, ...] = ()
+    dtype: str = "bfloat16"  # Data type of the KV cache, which need not be the model's.
+    kv_cache_groups: tuple[Group, ...] = ()  # KV-cache groups: layers that share blocks.
     inference_engine: str = "vllm"
     replicated_layout: bool = False  # Every worker's bytes are the same, and a row holds them once.
     canonical_format: str | None = None  # Name of the topology-free page format, e.g. "v1-nhd"; None: workers' own.
 
     # In names only when given, so that names stay vLLM's own otherwise.
-    weights_revision: str | None = None
-    adapter: str | None = None
+    weights_revision: str | None = None  # Revision of the weights, in names only if given.
+    adapter: str | None = None  # Adapter (LoRA), in names only if given.
 
     # In the fingerprint only.
     layout: str | None = None  # Order of a row's axes in vLLM's words, e.g. "LBHNC".

@@ -18,10 +18,11 @@ class SealOptions(Options, frozen=True, kw_only=True):
     """The seal of rows that leave the host. A configuration holds no key: it is logged and sent to processes."""
 
     seal: Literal["xxh3", "aes-256-gcm"] = "xxh3"
-    """`xxh3` finds damage. `aes-256-gcm` also hides rows, and rejects forgeries."""
+    """`"xxh3"` finds damage. `"aes-256-gcm"` also encrypts, and refuses chunks written without the key; it needs
+    `kvtier[seal]`."""
 
     seal_key_file: SecretPath | None = None
-    """Keys for `aes-256-gcm`, one a line, each 32 bytes in hex or base64: the first seals, all of them open.
+    """Keys for `"aes-256-gcm"`, one a line, each 32 bytes in hex or base64: the first seals, all of them open.
     No other user may read the file."""
 
     seal_key_env: SecretName | None = None

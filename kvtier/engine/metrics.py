@@ -112,19 +112,19 @@ def _build(_: object) -> dict[Labels, float]:
 
 
 TRANSFER_SECONDS = Durations(
-    "kvtier_transfer_seconds", "From an action's arrival at the runner to its outcome.", ("tier", "operation")
+    "kvtier_transfer_seconds", "Time of a `load`, `store`, `probe` or `delete` at the runner.", ("tier", "operation")
 )
 WAIT_SECONDS = Durations(
-    "kvtier_load_wait_seconds", "Time a request waited for loads, from the first step that found one in flight.", ()
+    "kvtier_load_wait_seconds", "Time a request waited for loads, once for each wait; prefetches do not count.", ()
 )
 RUNNER_METRICS = MetricTable(
     "kvtier_",
     (),
     (
-        _gauge("build_info", "1; the labels tell the versions.", _build, "version", "python", "vllm"),
-        _gauge("runner_up", "1 while there is a runner that takes work, else 0.", "runner_up"),
+        _gauge("build_info", "Always 1; the labels are the versions.", _build, "version", "python", "vllm"),
+        _gauge("runner_up", "1 while a runner takes work. Without one nothing is loaded or stored.", "runner_up"),
         _counter("runners_lost", "Runners that ended too early.", "runners_lost"),
-        _counter("events_dropped", "Events that were not taken in time.", "events.dropped"),
+        _counter("events_dropped", "Events dropped before they were taken: 65,536 are kept.", "events.dropped"),
         _counter("hints_ignored", "Hints, or parts of them, ignored.", "hints_ignored.counts", "reason"),
     ),
 )
@@ -132,8 +132,8 @@ LEDGER_METRICS = MetricTable(
     "kvtier_",
     (),
     (
-        _gauge("prefill_tokens_per_second", "Speed of computing prompts, once known.", "prefill.tokens_per_s"),
-        _counter("computing_saved_seconds", "Computing time that loads have saved.", "counters.saved_s"),
+        _gauge("prefill_tokens_per_second", "Speed of computing prompts; absent if unknown.", "prefill.tokens_per_s"),
+        _counter("computing_saved_seconds", "Computing time of the loaded chunks; waits stay in.", "counters.saved_s"),
     ),
 )
 PRIMARY_METRICS = MetricTable(
@@ -145,12 +145,12 @@ PRIMARY_METRICS = MetricTable(
         _counted("stores", "Chunks stored by the LLM engine."),
         _counted("stores_refused", "Chunks offered when there was no room."),
         _counted("promotions_refused", "Chunks in a tier for which there was no row."),
-        _counted("rows_kept", "Rows that were still read when their fetch ended."),
+        _counted("rows_kept", "Rows still read when their `fetch` ended (`RowsStillRead`)."),
         _counter("evictions", "Chunks evicted for room.", "primary.evictions"),
-        _counter("retentions_cut", "Chunks retained too short or not.", "primary.retentions_cut"),
-        _gauge("rows", "Rows by state; each is in exactly one.", lambda ledger: row_states(ledger.primary), "state"),
-        _gauge("rows_held", "Rows that stay when room is made; a row may have several reasons.", _rows_held, "reason"),
-        _gauge("rows_evictable", "Ready rows that nothing holds.", "primary.rows_evictable"),
+        _counter("retentions_cut", "Chunks retained too short, or not, for hints.", "primary.retentions_cut"),
+        _gauge("rows", "Rows by state.", lambda ledger: row_states(ledger.primary), "state"),
+        _gauge("rows_held", "Rows that are not evicted, by reason; a row may have several.", _rows_held, "reason"),
+        _gauge("rows_evictable", "Rows that can be evicted now.", "primary.rows_evictable"),
         _gauge("row_bytes", "Length of a row.", "row_bytes"),
         _gauge("capacity_bytes", "Bytes of all rows.", lambda ledger: ledger.primary.rows * ledger.row_bytes),
         _gauge("used_bytes", "Bytes of the rows that are not free.", _used_bytes),
@@ -165,7 +165,7 @@ DECISION_METRICS = MetricTable(
         _counted("declined_requests", "Requests with declined chunks."),
         _counted("declined_seconds", "Expected duration of the declined loads."),
         _counted("explored", "Chunks loaded for no request, to measure the tier's speed."),
-        _counted("given_up", "Requests that computed because a load was late."),
+        _counted("given_up", "Requests that computed because a load was late (`late_margin`)."),
         _counted("expected_seconds", "Expected duration of the loads that finished."),
         _counted("loaded_seconds", "Duration of the same loads."),
     ),
@@ -176,26 +176,26 @@ TIER_METRICS = MetricTable(
     "kvtier_tier_",
     ("tier",),
     (
-        _counted("misses", "Chunks looked up in this tier and not found, once a request and chunk."),
+        _counted("misses", "Chunks looked up in the tier and not found, once a request and chunk."),
         _counted("promoted", "Chunks whose load was begun."),
         _counted("loaded", "Chunks that were loaded."),
         _counted("stored", "Chunks that the tier reported as stored."),
         _counted("transfers_failed", "Transfers that failed by the tier's fault."),
-        _counted("probes_failed", "Probes that the tier did not answer."),
+        _counted("probes_failed", "Probes without an answer; their chunks count as absent for `answer_ttl_s`."),
         _gauge("loading", "Chunks being loaded.", "loading"),
         _gauge("storing", "Chunks queued or being stored.", lambda tier: len(tier.storing)),
-        _gauge("chunks", "Chunks held.", "chunks"),
-        _gauge("used_bytes", "Bytes held.", "used_bytes"),
-        _gauge("reserved_bytes", "Bytes promised to stores in flight.", "reserved_bytes"),
-        _gauge("capacity_bytes", "Limit of the bytes held.", "capacity_bytes"),
-        _gauge("breaker", "1 for the circuit breaker's state.", _breaker_states, "state"),
+        _gauge("chunks", "Chunks held, if the tier reports it.", "chunks"),
+        _gauge("used_bytes", "Bytes held, if the tier reports it.", "used_bytes"),
+        _gauge("reserved_bytes", "Bytes promised to stores in flight, by all processes.", "reserved_bytes"),
+        _gauge("capacity_bytes", "Limit of the bytes held, if there is one.", "capacity_bytes"),
+        _gauge("breaker", "1 for the breaker's state: `closed`, `open` or `half_open`.", _breaker_states, "state"),
         _counter("breaker_opened", "Times that the breaker opened.", "breaker.opened"),
-        _counter("bytes", "Bytes moved.", _bytes_moved, "operation"),
-        _counted("dropped", "Chunks that were never sent to the tier.", "reason"),
-        _counted("skipped", "Chunks that were not to be written to the tier, or no longer.", "reason"),
-        _counted("failed", "Chunks that did not move.", "reason"),
-        _counted("causes", "Calls with a failure, by its cause.", "cause"),
-        _counted("reported", "Counts of the tier itself.", "what"),
+        _counter("bytes", "Bytes moved, by `load` and `store`.", _bytes_moved, "operation"),
+        _counted("dropped", "Chunks never sent to the tier, by reason.", "reason"),
+        _counted("skipped", "Chunks not to be written to the tier, or no longer, by reason.", "reason"),
+        _counted("failed", "Chunks that did not move, by reason.", "reason"),
+        _counted("causes", "Calls with a failure, by the cause of the worst one.", "cause"),
+        _counted("reported", "Counts of the tier itself, about once a second.", "what"),
     ),
 )
 

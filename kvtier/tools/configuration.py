@@ -25,8 +25,8 @@ SECRET_NAME = re.compile(r"(?i)pass|secret|token|credential|(?:^|_)key(?:$|_)") 
 
 
 class CheckedConfig(msgspec.Struct, frozen=True):
-    configuration: dict[str, Any]
-    doubts: list[str]  # What would fail on this machine.
+    configuration: dict[str, Any]  # Every field, with defaults filled in, and without secrets.
+    doubts: list[str]  # Reasons why it would fail on this machine.
 
 
 def check(

@@ -124,24 +124,24 @@ def readable(
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """The space used by one namespace, or by all. Bytes are those that the file system has allocated."""
 
-    chunks: int
-    bytes: int  # Of the chunks.
-    temporaries: int  # Stores in progress.
-    temporary_bytes: int
+    chunks: int  # Chunks.
+    bytes: int  # Bytes of the chunks.
+    temporaries: int  # Files of stores in progress.
+    temporary_bytes: int  # Their bytes.
     leftovers: int  # Unfinished stores of killed processes, and damaged segments.
-    leftover_bytes: int
-    beside_bytes: int  # Folders, the tier's own files, and free space in segments.
-    allocated_bytes: int  # The sum.
+    leftover_bytes: int  # Their bytes.
+    beside_bytes: int  # Bytes of folders, the tier's own files, and free space in segments.
+    allocated_bytes: int  # The sum of all bytes: that of `du -s DIR`, without `DIR` itself.
 
 
 class NamespaceUsage(Usage, frozen=True, kw_only=True):
-    model: str  # Empty if the namespace has no config.json.
+    model: str  # Name of the model; empty if the namespace has no `config.json`.
 
 
 class DirectoryUsage(Usage, frozen=True, kw_only=True):
     """The JSON of `kvtier du`."""
 
-    namespaces: dict[str, NamespaceUsage]  # By the names of their folders.
+    namespaces: dict[str, NamespaceUsage]  # The same of each namespace, by the name of its folder.
     left_out: int  # Files and folders that could not be read.
 
 
@@ -189,13 +189,13 @@ def _cells(row: Usage) -> list[str]:
 class ListedChunk(msgspec.Struct, frozen=True, kw_only=True):
     """One chunk of the list that `kvtier ls` writes as JSON."""
 
-    hash: str | None  # In hexadecimal; null if the chunk's footer is damaged or its file is in the wrong place.
+    hash: str | None  # Chunk's hash in hexadecimal; null if its footer is damaged or its place is wrong.
     group: int | None  # KV-cache group; null if `hash` is.
-    bytes: int  # Allocated on the disk.
-    age_s: float  # Since the last use, or the store.
-    namespace: str
+    bytes: int  # Bytes on the disk.
+    age_s: float  # Seconds since the last use, to the hour; in a segment, since the store.
+    namespace: str  # Name of the folder.
     file: str  # Relative to the directory; in a segment with its slot.
-    fault: str  # Why no load takes it, judged without reading it; empty for a good chunk.
+    fault: str  # Why no load takes it, without reading it: `foreign`, `misplaced` or `namespace`; or empty.
 
 
 def ls(
@@ -243,7 +243,7 @@ def _line(row: ListedChunk) -> str:
 
 class BadFile(msgspec.Struct, frozen=True, kw_only=True):
     file: str  # Relative to the directory; in a segment with its slot.
-    key: str | None  # In hexadecimal.
+    key: str | None  # The chunk's key in hexadecimal; null if unknown.
     state: State  # `corrupt` or `unreadable`.
     fault: str  # The kind of corruption, or the system's reason.
 
@@ -251,20 +251,20 @@ class BadFile(msgspec.Struct, frozen=True, kw_only=True):
 class Verified(msgspec.Struct, frozen=True, kw_only=True):
     """The counts of `kvtier verify`."""
 
-    checked: int
-    corrupt: dict[str, int]  # By kind.
-    unverified: int  # Stored without a checksum.
-    unreadable: int
-    sealed: int  # Encrypted, and undamaged.
-    skipped: int  # Not in the sample.
-    read_bytes: int
-    seconds: float
+    checked: int  # Chunks compared with their footer.
+    corrupt: dict[str, int]  # Corrupt chunks by kind.
+    unverified: int  # Files without a footer, or of a later format.
+    unreadable: int  # Files and folders that could not be read.
+    sealed: int  # Chunks encrypted and undamaged: only the key tells who wrote them.
+    skipped: int  # Chunks left out by `--sample`.
+    read_bytes: int  # Bytes read.
+    seconds: float  # Duration.
 
 
 class VerifyReport(Verified, frozen=True, kw_only=True):
     """The JSON of `kvtier verify`."""
 
-    files: list[BadFile]  # All corrupt and unreadable files.
+    files: list[BadFile]  # Every corrupt or unreadable file.
 
 
 class Verification:

@@ -33,14 +33,14 @@ Measure = Callable[[], float]
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """The machine that was measured. Loads are the kernel's averages over 1, 5 and 15 minutes."""
 
-    processor: str
-    processors: int  # Available to this process.
-    memory_bytes: int
-    kernel: str
-    python: str
-    kvtier: str
-    load_before: Load
-    load_after: Load
+    processor: str  # Model.
+    processors: int  # Processors available to this process.
+    memory_bytes: int  # Memory of the machine.
+    kernel: str  # Version.
+    python: str  # Version.
+    kvtier: str  # Version.
+    load_before: Load  # Load before the measurement.
+    load_after: Load  # Load after it.
 
 
 def this_machine(load_before: Load) -> Machine:
@@ -96,16 +96,16 @@ def rate_of(work: Callable[[], object], amount: int, clock: Callable[[], float] 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One operation: medians over the rounds, in the row's unit."""
 
-    operation: str
-    chunk_bytes: int | None
-    settings: Mapping[str, Setting]
-    unit: str
-    figure: float
-    limit: float
-    limit_is: str  # The limit in words.
-    ratio: float
+    operation: str  # What was measured.
+    chunk_bytes: int | None  # Size of a chunk; null if it has none.
+    settings: Mapping[str, Setting]  # The tier's settings.
+    unit: str  # Unit of `figure` and `limit`.
+    figure: float  # kvtier's rate.
+    limit: float  # Rate of the plain operation.
+    limit_is: str  # The plain operation in words.
+    ratio: float  # `figure` as a share of `limit`.
     spread: tuple[float, float]  # The lowest and the highest ratio of a round.
-    rounds: int
+    rounds: int  # Rounds measured.
 
 
 def row_of(
@@ -135,11 +135,11 @@ def row_of(
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    command: str
-    format: int = FORMAT
-    machine: Machine
-    seconds: float
-    rows: list[Row]
+    command: str  # `kvtier bench` or `kvtier selftest`.
+    format: int = FORMAT  # Number of the format. It changes with the meaning of a field.
+    machine: Machine  # The machine.
+    seconds: float  # Duration.
+    rows: list[Row]  # The measurements.
 
 
 def run_bench(command: str, work: Callable[[], Iterable[Row]], json_path: str | None) -> None:

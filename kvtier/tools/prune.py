@@ -22,8 +22,8 @@ class PrunedFile(msgspec.Struct, frozen=True, kw_only=True):
     """One file to be removed, as `--list` shows it."""
 
     file: str  # Relative to the directory; in a segment with its slot.
-    bytes: int
-    age_s: float  # Since the last use, or the store.
+    bytes: int  # Bytes that it takes.
+    age_s: float  # Seconds since the last use, or the store.
     why: str  # `unused`, `corrupt`, `leftover` or `namespace`.
 
 
@@ -31,9 +31,9 @@ class PruneReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False
     """The JSON of `kvtier prune`."""
 
     listed: list[PrunedFile] | msgspec.UnsetType = msgspec.field(name="list", default=msgspec.UNSET)  # With `--list`.
-    files: int
-    bytes: int
-    namespaces: int  # Empty afterwards, and removed with their folders.
+    files: int  # Files, or slots of segments.
+    bytes: int  # Bytes that they take; with `--yes`, bytes that the file system got back.
+    namespaces: int  # Namespaces that are empty afterwards, and removed with their folders.
     removed: bool  # False without `--yes`.
     left_out: int  # Files that could not be read or removed.
 

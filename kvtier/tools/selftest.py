@@ -18,18 +18,18 @@ Outcome = Literal["kept", "broken", "skipped"]
 
 
 class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
-    promise: str
-    outcome: Outcome
-    detail: str
-    seconds: float
+    promise: str  # The promise that was checked.
+    outcome: Outcome  # `kept`, `broken` or `skipped`.
+    detail: str  # What was found.
+    seconds: float  # Duration.
 
 
 class SelftestReport(Figures, frozen=True, kw_only=True):
     """The results of a self-test; the rows are its rates."""
 
-    device: dict[str, str]
-    dry_run: bool  # On the CPU: the rates say nothing about a device.
-    checks: list[CheckResult]
+    device: dict[str, str]  # The device, its driver and libraries.
+    dry_run: bool  # It ran on the CPU: the rates say nothing about a device.
+    checks: list[CheckResult]  # One for each promise.
 
 
 def selftest(

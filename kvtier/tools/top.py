@@ -53,14 +53,14 @@ TIER: Metrics = {
 class EngineNow(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of `kvtier top --once`."""
 
-    address: str
-    seconds: float  # Between the two readings.
-    hit_ratio: float | None  # Since the start; null before the first look-up, and if only vLLM knows it.
-    hit_ratio_now: float | None  # Between the readings.
-    runner_up: bool  # True if every engine has a runner.
-    primary: Figures | None  # Null if the primary is vLLM's.
+    address: str  # Address of the metrics.
+    seconds: float  # Time between the two readings.
+    hit_ratio: float | None  # Share found since the start; null without look-ups, or if only vLLM knows it.
+    hit_ratio_now: float | None  # The same between the readings.
+    runner_up: bool  # Every engine has a runner.
+    primary: Figures | None  # Rows, evictable rows and chunks a second; null if the primary is vLLM's.
     breakers: dict[str, str]  # The worst state of each tier's breakers.
-    tiers: dict[str, Figures]
+    tiers: dict[str, Figures]  # Each tier's chunks, bytes, capacity (0: none), and rates a second.
 
 
 def top(

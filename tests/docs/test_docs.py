@@ -17,31 +17,25 @@ import sys
 import tomllib
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_args, get_origin
+from typing import Any, NamedTuple
 
-import msgspec
 import pytest
-import typer
 from markdown_it import MarkdownIt
 
 import kvtier.errors
-from kvtier.backend.contract import backend_class, known_types
-from kvtier.backend.namespace import Group, Namespace
-from kvtier.config import EngineConfig, EngineLimits, TierConfig, TierLimits, tier_options
+from kvtier.config import EngineConfig, tier_options
 from kvtier.engine.answers import EventKind
 from kvtier.engine.metrics import TRANSFER_SECONDS, WAIT_SECONDS, described
 from kvtier.policies import known_policies
 from kvtier.runner.messages import Code
 from kvtier.settings import decode
-from kvtier.settings.fields import option_fields, struct_fields
-from kvtier.settings.units import parse_duration, unit_of
+from kvtier.settings.fields import option_fields
 from kvtier.testing import conformance
 from kvtier.tools import statuses
-from kvtier.tools.commands import COMMANDS, command_line
+from kvtier.tools.commands import COMMANDS
 from kvtier.tools.options import COMMON, JSON
 from kvtier.tools.replay.replay_command import rooted
-from kvtier.tools.replay.report import Report
-from tests.docs import schemas
+from tests.docs.tables import built, hooks
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -219,69 +213,15 @@ def is_there(path, name):
     return module.exists() and (not name or f"def {name}(" in module.read_text())
 
 
-def rows_of(page, heading):
-    """Return a table's rows by their first cell, from the section under a heading."""
-    text = (DOCS / "reference" / page).read_text()
-    section = re.search(rf"^## {re.escape(heading)}$(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
-    assert section, f"{page} has no section {heading!r}"
-    lines = [line for line in section[1].splitlines() if line.startswith("| `")]
-    cells = [[cell.strip().replace(r"\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
-    return {row[0].strip("`"): row[1:] for row in cells}
+def section_of(text, heading):
+    found = re.search(rf"^## {re.escape(heading)}$(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    assert found, f"no section {heading!r}"
+    return found[1]
 
 
-STRUCTS: dict[str, type[msgspec.Struct]] = {
-    "The engine": EngineConfig,
-    "Limits of the engine": EngineLimits,
-    "A tier": TierConfig,
-    "Limits of a tier": TierLimits,
-    "The namespace": Namespace,
-    "A KV-cache group": Group,
-    **{f"Options of {name}": backend_class(name).options_type for name in known_types()},
-}
-
-
-@pytest.mark.parametrize("heading", STRUCTS)
-def test_the_configuration_page_names_every_field_with_its_default(heading):
-    written = {name: cells[0] for name, cells in rows_of("configuration.md", heading).items()}
-    assert written == {name: as_written(field) for name, field in option_fields(STRUCTS[heading]).items()}
-
-
-def test_the_configuration_page_tells_between_which_bounds_each_duration_and_size_lies():
-    found: dict[str, set[str]] = {}
-    for struct in STRUCTS.values():
-        for name, field in option_fields(struct).items():
-            if bounds := bounds_of(field.type):
-                found.setdefault(bounds, set()).add(name)
-    written = rows_of("configuration.md", "Bounds of durations and sizes")
-    assert {bounds: set(re.findall(r"`(\w+)`", cells[0])) for bounds, cells in written.items()} == found
-
-
-def bounds_of(kind):
-    """Write between which bounds an annotated duration or size must lie; empty for anything else."""
-    plain = [kind] if get_origin(kind) is Annotated else get_args(kind)
-    for one in plain:
-        meta = get_args(one)[1] if get_origin(one) is Annotated else None
-        unit = None if meta is None else unit_of(meta)
-        if unit is not None and meta.le is not None:
-            least, most = meta.ge, meta.le
-            return f"{least:g} s to {most:,.0f} s" if unit.parse is parse_duration else f"{least} to {most >> 60} EiB"
-    return ""
-
-
-def as_written(field):
-    """Write a field's default as a table does, in TOML's words and with the largest unit that fits."""
-    if field.required:
-        return "required"
-    default = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
-    if default is None:
-        return "none"
-    if isinstance(default, msgspec.Struct | dict):
-        return "see below"
-    if field.name.endswith("_s"):
-        return f"`{default:g}`"
-    if "bytes" in field.name and isinstance(default, int):
-        return f'`"{default >> 20}MiB"`'
-    return f"`{json.dumps(default)}`"
+def first_cells(text):
+    """Return the names that begin the rows of tables."""
+    return {name for cell in re.findall(r"^\| `([^|]+)` \|", text, re.MULTILINE) for name in cell.split("`, `")}
 
 
 def kinds_of_errors():
@@ -292,69 +232,65 @@ def kinds_of_errors():
 @pytest.mark.parametrize(
     ("page", "heading", "there"),
     [
-        ("configuration.md", "Eviction policies", set(known_policies())),
-        ("../how-to/troubleshooting.md", "Errors in code", kinds_of_errors()),
-        ("../how-to/troubleshooting.md", "Reasons", {code.name.lower() for code in Code}),
-        ("events.md", "Kinds", {kind.value for kind in EventKind}),
+        ("reference/configuration.md", "Eviction policies", set(known_policies())),
+        ("how-to/troubleshooting.md", "Errors in code", kinds_of_errors()),
+        ("how-to/troubleshooting.md", "Reasons", {code.name.lower() for code in Code}),
+        ("reference/events.md", "Kinds", {kind.value for kind in EventKind}),
     ],
 )
 def test_a_page_names_everything_that_there_is(page, heading, there):
-    assert {name for cell in rows_of(page, heading) for name in cell.split("`, `")} == there
+    assert first_cells(section_of((DOCS / page).read_text(), heading)) == there
 
 
-def test_the_metrics_page_names_every_metric_with_its_kind_and_labels():
-    found = {
-        name + ("_total" if metric.kind == "counter" else ""): (metric.kind, set(labels))
-        for name, metric, labels in described()
-    } | {each.name: ("histogram", set(each.labels)) for each in (TRANSFER_SECONDS, WAIT_SECONDS)}
-    headings = ("Of the engine", "Of the primary", "Of each tier")
-    written = {name: row for heading in headings for name, row in rows_of("metrics.md", heading).items()}
-    assert {name: (cells[0], set(re.findall(r"`(\w+)`", cells[1]))) for name, cells in written.items()} == found
+def test_the_built_page_on_configuration_has_every_option_of_every_tier():
+    options = {name for struct in hooks.STRUCTS.values() for name in option_fields(struct)}
+    page = built("configuration.md")
+    assert options - first_cells(page) == set()
+    assert [name for name, struct in hooks.STRUCTS.items() if hooks.options_of(struct) not in page] == []
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_command_line_page_names_every_option_with_its_default(name):
-    command = command_named(name)
-    common = {option for option in command.params if option.name in COMMON}
-    assert defaults(common) == written_options("Options of every command")
-    assert defaults(set(command.params) - common) == written_options(f"kvtier {name}")
+def test_the_built_pages_have_every_command_with_its_options_and_its_json(name):
+    options = {param.opts[0] for param in hooks.command_named(name).params if param.opts[0].startswith("--")}
+    common = {f"--{option}" for option in COMMON}
+    section = section_of(built("cli.md"), f"kvtier {name}")
+    assert options - common == {one for one in first_cells(section) if one.startswith("--")}
+    assert first_cells(section_of(built("cli.md"), "Options of every command")) >= common
+    if name != "simulate":  # Its JSON is that of `replay`.
+        assert (f"[JSON Schema]({hooks.schema_name(name)})" in built("json.md")) == (JSON in options)
 
 
-def command_named(name):
-    command: Any = typer.main.get_command(command_line(name.split()))
-    for word in name.split():
-        command = command.commands[word]
-    return command
+def test_the_built_page_on_metrics_has_every_metric():
+    found = {name + ("_total" if metric.kind == "counter" else "") for name, metric, _ in described()}
+    found |= {TRANSFER_SECONDS.name, WAIT_SECONDS.name}
+    assert {name for name in first_cells(built("metrics.md")) if name.startswith("kvtier_")} == found
 
 
-def defaults(params):
-    options = {option.opts[0]: option.default for option in params if option.opts[0].startswith("--")}
-    return {option: "none" if default is None else str(default) for option, default in options.items()}
+@pytest.mark.parametrize("page", ["cli.md", "configuration.md", "json.md", "metrics.md"])
+def test_every_row_of_a_built_table_has_a_meaning(page):
+    assert re.findall(r"^.*\|\s*\|$", built(page), re.MULTILINE) == []
 
 
-def written_options(heading):
-    written = {option: cells[0].strip("`") for option, cells in rows_of("cli.md", heading).items()}
-    return {option: default for option, default in written.items() if option.startswith("--")}
+def test_a_schema_has_the_meaning_of_every_field():
+    schema = hooks.schema(hooks.REPORTS["du"])
+    described_fields = schema["$defs"]["DirectoryUsage"]["properties"]
+    assert described_fields["left_out"]["description"] == "Files and folders that could not be read."
 
 
-def test_the_json_page_has_the_schema_of_every_command_that_writes_json():
-    """`PYTHONPATH=. python tests/docs/schemas.py` writes it again."""
-    writes = {name for name in COMMANDS if JSON in defaults(set(command_named(name).params))}
-    assert (set(schemas.REPORTS), schemas.PAGE.read_text()) == (writes, schemas.page())
+def test_a_table_that_no_code_has_fails_the_build():
+    with pytest.raises(ValueError, match="no table has this name"):
+        hooks.on_page_markdown("[Options of nothing](../../kvtier/config.py)")
+    with pytest.raises(ValueError, match="it is in"):
+        hooks.on_page_markdown("[Limits of a tier](../../kvtier/errors.py)")
 
 
 def test_the_command_line_page_names_every_exit_status():
     known = {str(value) for name, value in vars(statuses).items() if name.isupper()}
-    assert {status for status in rows_of("cli.md", "Exit status") if status.isdecimal()} == known
-
-
-def test_the_command_line_page_names_every_field_of_a_report():
-    written = rows_of("cli.md", "kvtier replay")
-    assert [name for name in written if not name.startswith("-")] == list(struct_fields(Report))
+    assert {status for status in first_cells(section_of(built("cli.md"), "Exit status")) if status.isdecimal()} == known
 
 
 def test_the_api_page_leads_to_things_that_there_are():
-    for name in re.findall(r"^::: ([\w.]+)$", (DOCS / "reference" / "api.md").read_text(), re.MULTILINE):
+    for name in re.findall(r"^ *::: ([\w.]+)$", (DOCS / "reference" / "api.md").read_text(), re.MULTILINE):
         assert resolved(name) is not None, name
 
 
@@ -373,5 +309,5 @@ def resolved(name):
 
 def test_the_api_page_leads_to_every_public_name():
     text = (DOCS / "reference" / "api.md").read_text()
-    named = set(re.findall(r"`(\w+)`", text)) | set(re.findall(r"^::: [\w.]+\.(\w+)$", text, re.MULTILINE))
+    named = set(re.findall(r"`(\w+)`", text)) | set(re.findall(r"^ *::: [\w.]+\.(\w+)$", text, re.MULTILINE))
     assert set(kvtier.__all__) - {"__version__"} <= named

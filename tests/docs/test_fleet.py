@@ -19,6 +19,7 @@ from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.settings.fields import struct_fields
 from tests.docs import fleet
 from tests.docs.fleet import COMPOSE, ENGINES, FLEET, MANIFESTS, NODE, NODES_ENGINE, PAGE, ROOT
+from tests.docs.tables import built
 from tests.docs.test_compatibility import known_to_vllms_door
 from tests.engine.kit import at_rest, found, put
 from tests.redis.servers import RedisServer
@@ -247,7 +248,7 @@ def test_every_pod_of_a_node_means_the_same_directory_and_only_engines_write_to_
 
 @pytest.mark.parametrize("page", ["kubernetes", "troubleshooting", "monitor", "operate"])
 def test_a_page_names_metrics_that_there_are(page):
-    known = set(re.findall(r"`(kvtier_\w+)", (ROOT / "docs" / "reference" / "metrics.md").read_text()))
+    known = set(re.findall(r"`(kvtier_\w+)", built("metrics.md")))
     named = set(re.findall(r"`(kvtier_\w+)", (ROOT / "docs" / "how-to" / f"{page}.md").read_text()))
     assert named - {"kvtier_", "kvtier_backends"} <= known
 

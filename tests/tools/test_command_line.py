@@ -18,7 +18,7 @@ from kvtier.tools.cli import main
 from kvtier.tools.commands import COMMANDS, GROUPS
 from kvtier.tools.options import JSON
 from kvtier.tools.replay.traces import TraceRequest
-from tests.docs.schemas import REPORTS, written
+from tests.docs.tables import hooks
 from tests.tools.command import KVTIER
 from tests.tools.replay.written import write_trace
 
@@ -82,7 +82,7 @@ def test_the_examples_of_the_help_run(run, name, example):
 
 
 @pytest.mark.usefixtures("outside", "place")
-@pytest.mark.parametrize("name", [name for name in REPORTS if name not in LONE])
+@pytest.mark.parametrize("name", [name for name in hooks.REPORTS if name not in LONE])
 def test_the_json_of_a_command_fits_its_schema(capfd, monkeypatch, name):
     """Stdout has the JSON and nothing else, and no field that the schema lacks."""
     first = next(example for other, example in EXAMPLES if other == name)
@@ -92,8 +92,8 @@ def test_the_json_of_a_command_fits_its_schema(capfd, monkeypatch, name):
     out, err = capfd.readouterr()
     assert (end.value.code, err) == (0, "")
     told = json.loads(out)
-    jsonschema.validate(told, json.loads(written(REPORTS[name])))
-    assert json.loads(msgspec.json.encode(msgspec.json.decode(out, type=REPORTS[name]))) == told
+    jsonschema.validate(told, hooks.schema(hooks.REPORTS[name]))
+    assert json.loads(msgspec.json.encode(msgspec.json.decode(out, type=hooks.REPORTS[name]))) == told
 
 
 @pytest.mark.usefixtures("place")

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from kvtier import EngineConfig, TieringOffloadingManager, make_offload_key
 from kvtier.tools.top import EngineNow, Reading, engine_now
-from tests.docs.schemas import written
+from tests.docs.tables import hooks
 from tests.serving import served
 from tests.tools.command import KVTIER, run
 
@@ -65,7 +65,7 @@ def test_once_tells_of_a_live_engine_by_its_address(capsys):
                 status, out, err = top(capsys, address, "--once", "--json", "--interval", "100ms")
                 assert (status, err) == (0, "")
                 told = json.loads(out)
-                jsonschema.validate(told, json.loads(written(EngineNow)))
+                jsonschema.validate(told, hooks.schema(EngineNow))
                 assert told["address"] == str(address)
                 assert told["hit_ratio"] == round(stats.hits / (stats.hits + stats.misses), 4) > 0
                 assert told["hit_ratio_now"] is None

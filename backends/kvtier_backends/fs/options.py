@@ -33,50 +33,49 @@ class FsOptions(SealOptions, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     }
 
     root: Path
-    """Its parent must exist. A directory is one engine's own; others may read it."""
+    """The directory. Its parent must exist. One engine writes to it, unless it is `shared`; others may read it."""
 
     capacity_bytes: PositiveSize | None = None
-    """What a tier writes may take of the disk, folders and all, at every moment; nothing: as much as there is."""
+    """Most bytes of disk that the tier takes at any moment, with folders and its own files; unset: no limit."""
 
     eviction_policy: str = "lru"
-    """Which chunks go for room: as for the primary. `shared` takes `lru` only."""
+    """Which chunks are evicted, as for the primary; `"lru"` if the directory is `shared`."""
 
     min_free_bytes: Size = 0
-    """What is left of the file system for others; chunks go when it is less."""
+    """Free bytes of the file system left to others; chunks are evicted below it."""
 
     ttl_s: Age | None = None
-    """Chunks that were not used for so long are removed."""
+    """Chunks unused for this long are removed."""
 
     write_budget_bytes_per_day: PositiveSize | None = None
-    """What may be written in any 24 hours, for the sake of flash; beyond it nothing is stored."""
+    """Bytes written in any 24 hours, to spare flash; above it, stores are refused."""
 
     io: Literal["auto", "direct", "buffered"] = "auto"
-    """`direct` keeps chunks out of the page cache; `auto` uses it where the file system allows."""
+    """`"direct"` keeps chunks out of the page cache; `"auto"` is direct where the file system allows it."""
 
     load_lanes: Lanes = 4
     """Threads that read. Four reach the limit of most disks; a network file system may want more."""
 
     store_lanes: Lanes = 4
-    """Threads that write: others than those that read, so that a load never queues behind stores."""
+    """Threads that write. They are separate, so that a load never queues behind stores."""
 
     fsync: bool = False
-    """Whether a store waits until what it wrote is on the device."""
+    """A store waits until its chunks are on the device: once a batch with segments, once a file with files."""
 
     layout: Literal["files", "segments"] | None = None
-    """Slots of large files, or one file a chunk; None: segments, unless an option is given that only files have."""
+    """Slots in large files, for speed, or one file for each chunk, which vLLM can read. Unset: segments, unless an
+    option that only files have is given. Each layout has its own folder: after a change the tier starts empty."""
 
     naming: NamingKind | None = None
-    """How files are named: as vLLM does, which makes almost a directory a file, or `flat`, in 256 directories.
-
-    Only kvtier reads the latter. A scan of a million files is done in an eighth of the time. What is encrypted is
-    `flat`: vLLM would take it for KV.
-    """
+    """Files only. `"vllm"`: as vLLM names them, almost one folder for each file. `"flat"`: 256 folders, which only
+    kvtier reads and scans in an eighth of the time. Unset: `"vllm"`, or `"flat"` for encrypted files. Each has its
+    folder."""
 
     shared: bool | None = None
-    """Whether other processes use the directory, too; all of them say so, with one `capacity_bytes` between them."""
+    """Files only. Other processes use the directory, too; all of them set it, with one common `capacity_bytes`."""
 
     unverified: Literal["accept", "refuse"] | None = None
-    """What becomes of files without a footer, which vLLM writes: there is no telling whether their bytes are right."""
+    """Files only. Accept or refuse files without a footer, as vLLM writes them, unverified. Unset: refuse."""
 
     def __post_init__(self) -> None:
         """Choose the layout, fill in what it has, and refuse what it lacks, and options that exclude each other."""

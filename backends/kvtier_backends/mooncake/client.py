@@ -39,13 +39,13 @@ class MooncakeOptions(SealOptions, frozen=True, kw_only=True):
     """This host's address on the network of the pool."""
 
     protocol: Literal["tcp", "rdma"] = "tcp"
-    """Transport between this host and the owners of the pool's memory."""
+    """Transport between this host and the pool. RDMA has not been tried."""
 
     devices: tuple[Text, ...] = ()
-    """RDMA devices, such as `mlx5_0`; nothing: Mooncake chooses."""
+    """RDMA devices, such as `["mlx5_0"]`; none: Mooncake chooses."""
 
     tenant: Text = "default"
-    """Name under which the master counts what is stored, where it has several tenants."""
+    """Name under which the master counts what is stored, if it has several tenants."""
 
     replicas: Replicas = 1
     """Number of owners that keep each chunk."""
@@ -57,7 +57,7 @@ class MooncakeOptions(SealOptions, frozen=True, kw_only=True):
     """Most memory between Mooncake and rows, half of it for loads and half for stores."""
 
     timeout_s: PositiveDuration = 5.0
-    """Limit of a call's wait for a turn, and again of its wait for the client. After it, rows are free again."""
+    """Limit of a call's wait for its turn, and again for the client. A chunk that misses it fails; its row is free."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

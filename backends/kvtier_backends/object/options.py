@@ -42,24 +42,25 @@ class ObjectOptions(SealOptions, frozen=True, kw_only=True):
     """`s3://bucket/prefix`, `gs://bucket/prefix` or `az://container/prefix`; the prefix may be missing."""
 
     endpoint: Text | None = None
-    """Address of a server that speaks S3, such as `https://minio.example.org:9000`; nothing: the cloud's own."""
+    """Address of a server that speaks S3, such as `https://minio.example.org:9000`; unset: as
+    `AWS_ENDPOINT_URL` says, or AWS."""
 
     region: Text | None = None
-    """Region of an S3 bucket; nothing: as `AWS_REGION` says, or us-east-1."""
+    """Region of an S3 bucket; unset: as `AWS_REGION` says, or `us-east-1`."""
 
     credentials_file: SecretPath | None = None
     """S3: a shared credentials file, whose part `default` is read again every five minutes. Google: the JSON file of a
-    service account. No other user may read it. Nothing: the environment's, or the machine's own."""
+    service account. No other user may read it. Unset: the environment's, or the machine's own."""
 
     unverified: Literal["accept", "refuse"] = "refuse"
-    """Whether objects without a seal, which vLLM writes, are loaded: their bytes cannot be verified."""
+    """Accept or refuse objects without a seal, as vLLM writes them: their bytes cannot be verified."""
 
     index_chunks: Index = 1_000_000
     """Most chunks in the index, some 200 bytes of memory each. They are listed at the start. 0: none; then every
     look-up is a request."""
 
     absent_ttl_s: Duration = 10.0
-    """Time for which a missing chunk is not asked for again, although another engine may have stored it since."""
+    """Time for which a missing chunk is not asked for again, even if another engine stores it."""
 
     requests: Requests = 16
     """Chunks loaded at once, and as many stored; twice as many look-ups and deletions. Each request is a connection."""
@@ -67,11 +68,11 @@ class ObjectOptions(SealOptions, frozen=True, kw_only=True):
     window_bytes: PositiveSize = 64 << 20
     """Most bytes of chunks loaded at once, and as many stored: each is in memory twice for a moment.
 
-    With large chunks it reduces the number of requests.
+    With large chunks it lowers the number of requests.
     """
 
     timeout_s: PositiveDuration = 10.0
-    """Limit of one call, with its retries. A later answer is a failure, and rows are free again."""
+    """Limit of one call, with its retries. A chunk that misses it fails, and its row is free."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

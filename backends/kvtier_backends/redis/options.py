@@ -68,12 +68,12 @@ class RedisOptions(SealOptions, frozen=True, kw_only=True):
 
     url: Text = "redis://127.0.0.1:6379"
     """`redis://[user@]host[:port][,host…][/db]`, or `rediss://` with TLS. With several servers, each chunk's name
-    decides which one has it: all engines give the same list.
+    decides which one has it: all engines need the same list.
     `redis+sentinel://host[,host…]/primary[/db]`: sentinels say where the primary is. `redis+cluster://host[,host…]`:
     some nodes of a cluster. `rediss+sentinel://` and `rediss+cluster://`: with TLS."""
 
     sentinel_login: bool = False
-    """Whether sentinels want the same user and password."""
+    """The sentinels need the same user and password."""
 
     password_file: settings.SecretPath | None = None
     """File whose first line is the password. No other user may read it."""
@@ -82,32 +82,29 @@ class RedisOptions(SealOptions, frozen=True, kw_only=True):
     """Name of an environment variable that holds the password, instead of a file."""
 
     tls_ca_file: settings.Path | None = None
-    """Certificates of the authorities that may sign the servers'; nothing: the system's."""
+    """Certificates of the authorities that sign the servers'; unset: the system's."""
 
     tls_cert_file: settings.SecretPath | None = None
     """Client certificate, where servers ask for one."""
 
     tls_key_file: settings.SecretPath | None = None
-    """Key of the client certificate; nothing: it is in the certificate's file."""
+    """Key of the client certificate; unset: it is in the certificate's file."""
 
     prefix: Prefix = "kvtier/"
     """Beginning of every name, so that other programs can use the servers, too."""
 
     ttl_s: settings.Age | None = None
-    """Age at which chunks expire; nothing: they go when the servers need room."""
+    """Age at which chunks expire; unset: when the servers need room."""
 
     lanes: Lanes = 4
     """Threads that load, and as many that store, each with its own connection. A load never queues behind stores."""
 
     window_bytes: settings.PositiveSize = 1 << 20
-    """Most bytes of rows in flight on a connection, and at least one row.
-
-    A server copies what waits in it, and that costs more the less of it fits its caches. A network wants lanes times
-    this as bandwidth times delay: 4 MiB are 10 Gbit/s at 3 ms.
-    """
+    """Most bytes of rows in flight on a connection, and at least one row. `lanes` times this should be the network's
+    bandwidth times its delay: 4 MiB for 10 Gbit/s at 3 ms."""
 
     timeout_s: settings.PositiveDuration = 5.0
-    """Limit of one call on all servers. A later answer is a failure, and rows are free again."""
+    """Limit of one call on all servers. A chunk that misses it fails, and its row is free."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

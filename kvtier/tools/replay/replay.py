@@ -82,14 +82,14 @@ class ChunkSource:
 class TierReport(msgspec.Struct, frozen=True, kw_only=True):
     """One tier's part. Of the primary, chunks that were read and that were put."""
 
-    hits: int
-    chunks_loaded: int
-    chunks_stored: int
-    bytes_loaded: int
-    bytes_stored: int
+    hits: int  # Chunks found in this tier.
+    chunks_loaded: int  # Chunks loaded, or read from the primary.
+    chunks_stored: int  # Chunks stored.
+    bytes_loaded: int  # Bytes of the chunks loaded.
+    bytes_stored: int  # Bytes of the chunks stored.
     dropped: Mapping[str, int]  # Cascades that were never sent, by reason.
     failed: Mapping[str, int]  # Failed transfers, by reason.
-    skipped: Mapping[str, int]  # Cascades that were not wanted, or not any more, by reason.
+    skipped: Mapping[str, int]  # Cascades that were not to be written, or no longer, by reason.
     refused: Mapping[str, int]  # Chunks without a row in the primary: `stores` and `promotions`.
 
 

@@ -24,35 +24,35 @@ FORMAT = 2  # Of the JSON; changes with the meaning of a field.
 class Quantiles(msgspec.Struct, frozen=True):
     """Quantiles of durations, in seconds; all 0 without samples."""
 
-    p50: float
-    p99: float
-    mean: float
-    samples: int
+    p50: float  # Median.
+    p99: float  # 99th percentile.
+    mean: float  # Mean.
+    samples: int  # Number of samples.
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """A replay's figures. Tiers are by name; the primary is `cpu`, the LLM engine's own prefix cache is `gpu`."""
 
-    command: str
-    format: int = FORMAT
-    kvtier: str = __version__
-    trace: str
-    seed: int
+    command: str  # `kvtier replay` or `kvtier simulate`.
+    format: int = FORMAT  # Number of the report's format. It changes with the meaning of a field.
+    kvtier: str = __version__  # Version that wrote it.
+    trace: str  # Name of the trace's file.
+    seed: int  # The given seed.
     interrupted: bool  # The figures are those of the requests that had finished.
-    requests: int
-    chunk_references: int
-    hit_ratio: float
-    best_hit_ratio: float  # Of a cache that keeps everything, over the whole trace.
-    hits: Mapping[str, int]  # Chunks of the leading runs, by the tier that held them.
-    wrong_chunks: int
+    requests: int  # Requests replayed.
+    chunk_references: int  # Chunks that the requests asked for.
+    hit_ratio: float  # Share of these chunks found in a leading run.
+    best_hit_ratio: float  # The same for a cache that keeps everything, over the whole trace.
+    hits: Mapping[str, int]  # Chunks found, by the tier that held them at the look-up.
+    wrong_chunks: int  # Chunks that came back with other bytes than were stored.
     wrong_keys: list[str]  # Some of them, in hexadecimal.
     drained: bool  # All cascades had reached their tiers at the end.
-    seconds: float
-    requests_per_s: float
-    latency_s: Mapping[str, Quantiles]
-    tiers: Mapping[str, TierReport]
-    engine: Mapping[str, int | str]
-    ttft_s: Mapping[str, Quantiles] | None  # Times to first token, in virtual time only.
+    seconds: float  # Duration of the replay.
+    requests_per_s: float  # Requests in a second.
+    latency_s: Mapping[str, Quantiles]  # By operation: `fetch` and `put`, and each tier's load, store and probe.
+    tiers: Mapping[str, TierReport]  # By tier.
+    engine: Mapping[str, int | str]  # Rows, chunk size, eviction policy and runner.
+    ttft_s: Mapping[str, Quantiles] | None  # Times to first token with and without tiers; null for real bytes.
     warnings: list[str]  # Limits of the configuration that cost hits, with the remedy.
 
 

@@ -31,13 +31,13 @@ PLAIN = ("granite", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qw
 class SizeCell(msgspec.Struct, frozen=True):
     """One combination of sizes. Bytes are those of chunks; ratios are shares of the block references."""
 
-    memory_bytes: int
-    disk_bytes: int
-    hit_ratio: float
-    hits: dict[str, float]  # By the tier that held them: `gpu`, `cpu`, `disk`.
-    ttft_s: Quantiles
-    gpu_seconds_saved: float  # For computing the tiers' hits, over the whole trace.
-    written_bytes_per_day: float
+    memory_bytes: int  # Size of the primary.
+    disk_bytes: int  # Capacity of the disk.
+    hit_ratio: float  # Share of the block references found, on the GPUs, too.
+    hits: dict[str, float]  # The same by the tier that held them: `gpu`, `cpu`, `disk`.
+    ttft_s: Quantiles  # Times to first token with kvtier.
+    gpu_seconds_saved: float  # Time to compute the tiers' hits, over the whole trace.
+    written_bytes_per_day: float  # Bytes written to the disk, at the trace's own pace.
     dropped_chunks: int  # Never sent: the disk was too slow.
     failed_chunks: int  # Sent, and not stored or loaded in time.
 
@@ -45,14 +45,14 @@ class SizeCell(msgspec.Struct, frozen=True):
 class SizeReport(msgspec.Struct, frozen=True):
     """The JSON of `kvtier size`."""
 
-    trace: str
-    kv_bytes_per_token: int
-    chunk_bytes: int
-    trace_bytes: int  # Of all unique blocks.
-    best_hit_ratio: float
-    without_tiering_ttft_s: Quantiles
+    trace: str  # Name of the trace's file.
+    kv_bytes_per_token: int  # The given bytes, or those of the model.
+    chunk_bytes: int  # Bytes of one block of the trace.
+    trace_bytes: int  # Bytes of all unique blocks.
+    best_hit_ratio: float  # Hit ratio of a cache that keeps every block.
+    without_tiering_ttft_s: Quantiles  # Times to first token without kvtier, with the same cache on the GPUs.
     load_always: bool  # Every chunk that a tier had was loaded, even if computing was faster.
-    sizes: list[SizeCell]
+    sizes: list[SizeCell]  # One for each row of the table.
     warnings: list[str]  # Requests that are longer than the smallest primary.
 
 
