@@ -32,8 +32,10 @@ setup: $(INSTALLED)  ## make .venv with kvtier and all its tools; PYTHON=/path/t
 $(INSTALLED): pyproject.toml .constraints.txt
 	tests/venv $(VENV) --editable '.[dev,docs]'
 
-demo: $(INSTALLED)  ## replay a generated workload with real bytes; figures and a picture land in demo/
+demo: $(INSTALLED)  ## show times to first token, then replay a workload with real bytes; figures land in demo/
 	mkdir -p $(DEMO)
+	$(BIN)/kvtier simulate generated --quiet --json $(DEMO)/simulate.json
+	@echo
 	$(BIN)/kvtier replay generated --json $(DEMO)/replay.json --plot $(DEMO)/replay.png
 	@echo "The figures are in $(DEMO)/replay.json, the picture in $(DEMO)/replay.png."
 

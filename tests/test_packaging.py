@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import kvtier
+from tests.docs.test_readme import FILES, PICTURE, RAW, links
 
 ROOT = Path(__file__).parent.parent
 
@@ -62,6 +63,7 @@ def test_the_wheel_holds_the_engine_and_its_tiers_typed_and_with_their_licence_a
 def test_the_source_distribution_brings_no_tests_and_no_workspace(sdist: Path) -> None:
     assert {path.name for path in sdist.iterdir()} == {
         ".gitignore",  # hatchling adds it, so that an sdist builds the same wheel as a checkout.
+        ".hatch.py",
         "CHANGELOG.md",
         "LICENSE",
         "PKG-INFO",
@@ -88,4 +90,8 @@ def test_the_metadata_says_whose_it_is_and_where_it_lives(wheel: Path) -> None:
     for line in ("License-Expression: Apache-2.0", "Author: The kvtier authors", "Requires-Python: >=3.11"):
         assert line in head.splitlines()
     assert "Description-Content-Type: text/markdown" in head
-    assert description.strip() == (ROOT / "README.md").read_text().strip()
+    given, whole = links((ROOT / "README.md").read_text()), links(description)
+    assert [FILES + link if "//" not in link else link for link in given] == [
+        link.replace(RAW, FILES) for link in whole
+    ]
+    assert f"({RAW}{PICTURE})" in description

@@ -145,7 +145,7 @@ def print_report(report: Report, console: Console) -> None:
         console.print("[yellow]some cascades had not reached their tiers when the deadline passed[/]")
     tables = [_tier_table(report), _time_table("latency", report.latency_s, 1_000, "ms")]
     if report.ttft_s is not None:
-        tables.append(_time_table("time to first token", report.ttft_s, 1, "s"))
+        tables.insert(0, _time_table("time to first token", report.ttft_s, 1, "s"))
     for table in tables:
         console.print()
         console.print(table)
