@@ -1,7 +1,7 @@
 """The errors that kvtier raises or returns, named by what the caller can do next.
 
 A `ChunkError` is a value in a batch's outcomes, and raised where a single chunk was asked for. Each kind has a remedy,
-a section of the page on troubleshooting; a traceback ends with its address, `str(error)` lacks it.
+a section of the page on troubleshooting; a traceback ends with its code, `str(error)` lacks it.
 """
 
 from collections.abc import Callable
@@ -12,12 +12,11 @@ from typing import ClassVar
 
 CAUSES_MAX = 16  # Chained errors; a ring of them has no end.
 MESSAGE_HEAD_MAX, MESSAGE_TAIL_MAX = 1_200, 600  # Characters: the path stands in front, the remedy at the end.
-PAGE = "https://github.com/kvtier/kvtier/blob/main/docs/how-to/troubleshooting.md"
 LINES_EVERY_S = 60.0  # Between two lines of one kind: more would fill the log.
 
 
 class Remedy(Enum):
-    """One section of the troubleshooting page, which warnings and errors link to; as text, its address."""
+    """One section of the troubleshooting page, by the code that warnings and errors end with."""
 
     # The engine does not start, or not as configured.
     CONFIGURATION = "configuration-refused"
@@ -71,7 +70,7 @@ class Remedy(Enum):
     ELSE = "anything-else"
 
     def __str__(self) -> str:
-        return f"{PAGE}#{self.value}"
+        return f"kvtier help {self.value}"
 
 
 class KVTierError(Exception):

@@ -56,6 +56,8 @@ def test_the_wheel_holds_the_engine_and_its_tiers_typed_and_with_their_licence_a
     assert modules_below(wheel / "kvtier_backends") == modules_below(ROOT / "backends" / "kvtier_backends")
     assert (wheel / "kvtier" / "py.typed").is_file()
     assert (wheel / "kvtier_backends" / "py.typed").is_file()
+    page = ROOT / "docs" / "how-to" / "troubleshooting.md"
+    assert (wheel / "kvtier" / "tools" / page.name).read_text() == page.read_text()
     (licence,) = wheel.glob("*.dist-info/licenses/LICENSE")
     assert "Apache License" in licence.read_text()
 
@@ -69,6 +71,7 @@ def test_the_source_distribution_brings_no_tests_and_no_workspace(sdist: Path) -
         "PKG-INFO",
         "README.md",
         "backends",
+        "docs",
         "kvtier",
         "pyproject.toml",
     }

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple, cast
 import typer
 
 from kvtier import __version__
-from kvtier.errors import PAGE, ConfigError, KVTierError, TraceError, one_line
+from kvtier.errors import ConfigError, KVTierError, TraceError, one_line
 from kvtier.tools import statuses
 from kvtier.tools.options import COMMON, JSON
 
@@ -83,10 +83,13 @@ COMMANDS = {
         "Prove on this machine's GPU that every byte comes back.",
         ("kvtier selftest --device cpu --json report.json",),
     ),
+    "help": Command(
+        "remedies:explain", "Explain a message by the code at its end.", ("kvtier help breaker-open", "kvtier help")
+    ),
 }
 GROUPS = {"config": "Check configurations, kvtier's own and what vLLM is given."}
 HINT = "Exit status: 0 success, 1 bad data found, 2 usage error, 3 I/O or system error; the reference has all."
-REMEDIES = f"Remedies for each message: {PAGE}"
+REMEDIES = "Remedies for each message: kvtier help CODE"
 
 
 def run(args: Sequence[str]) -> int:

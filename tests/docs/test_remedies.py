@@ -14,7 +14,7 @@ from markdown.extensions.toc import slugify
 from markdown_it import MarkdownIt
 
 import kvtier.errors
-from kvtier.errors import PAGE, ChunkError, ChunkMissing, KVTierError, Remedy
+from kvtier.errors import ChunkError, ChunkMissing, KVTierError, Remedy
 from kvtier.tools.commands import COMMANDS, run
 
 ROOT = Path(__file__).parents[2]
@@ -116,12 +116,22 @@ def test_every_remedy_is_one_of_something_that_is_said():
     assert {f"Remedy.{remedy.name}" for remedy in Remedy} == used
 
 
-def test_the_address_is_that_of_the_page():
-    assert PAGE.endswith(f"/blob/main/{FILE.relative_to(ROOT)}")
-    assert str(Remedy.BREAKER) == f"{Remedy.BREAKER}" == f"{PAGE}#breaker-open"
+@pytest.mark.parametrize("remedy", Remedy)
+def test_help_shows_a_remedys_section_without_addresses(remedy, capsys):
+    assert f"{remedy}" == f"kvtier help {remedy.value}"
+    assert run(["help", remedy.value]) == 0
+    heading, _, text = capsys.readouterr().out.partition("\n")
+    assert (githubs_anchor(heading), "](" in text, bool(text.strip())) == (remedy.value, False, True)
+
+
+def test_help_lists_all_codes_and_refuses_others(capsys):
+    assert run(["help"]) == 0
+    assert set(capsys.readouterr().out.split()) == {remedy.value for remedy in Remedy}
+    assert run(["help", "nothing"]) == 2
+    assert capsys.readouterr().err == "kvtier: 'nothing': no such code; `kvtier help` lists all\n"
 
 
 @pytest.mark.parametrize("name", ["", *COMMANDS])
-def test_the_help_of_every_command_ends_with_the_pages_address(name, capsys):
+def test_the_help_of_every_command_ends_with_how_to_read_on(name, capsys):
     assert run([*name.split(), "--help"]) == 0
-    assert capsys.readouterr().out.rstrip().endswith(PAGE)
+    assert capsys.readouterr().out.rstrip().endswith("Remedies for each message: kvtier help CODE")
