@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 SITE = ROOT / "site"
 PAGES = sorted(path.relative_to(ROOT / "docs").with_suffix(".html") for path in (ROOT / "docs").rglob("*.md"))
 LAPTOP, TELEPHONE, HEIGHT = 1280, 390, 900
+TALLEST = 20_000  # Pixels of a page on a telephone: twenty screens.
 BROWSER = Path(os.environ.get("KVTIER_BROWSER", "/nonexistent"))
 
 pytestmark = [
@@ -60,25 +61,37 @@ def test_a_page_fits_its_window_with_its_code_and_diagrams_and_asks_no_network(p
     assert (page.evaluate(BEYOND_THE_WINDOW), page.evaluate(CUT_CODE)) == (0, [])
     page.set_viewport_size({"width": TELEPHONE, "height": HEIGHT})
     assert (page.evaluate(BEYOND_THE_WINDOW), errors) == (0, [])
+    assert page.evaluate("document.documentElement.scrollHeight") <= TALLEST
 
 
-@pytest.mark.parametrize("width", [LAPTOP, TELEPHONE])
-def test_search_finds_an_option(page, width):
+@pytest.mark.parametrize(
+    ("words", "width", "found"),
+    [
+        ("capacity_bytes", LAPTOP, "reference/configuration.html"),
+        ("capacity_bytes", TELEPHONE, "reference/configuration.html"),
+        ("upgrade", LAPTOP, "how-to/operate.html"),
+        ("rolling", LAPTOP, "how-to/operate.html"),
+        ("data parallel", LAPTOP, "how-to/operate.html"),
+        ("kvtier prune", LAPTOP, "reference/cli.html"),
+    ],
+)
+def test_search_finds_an_option_a_command_and_a_question(page, words, width, found):
     errors = told(page)
     page.set_viewport_size({"width": width, "height": HEIGHT})
     page.goto((SITE / "index.html").as_uri(), wait_until="load")
     if width == TELEPHONE:
         page.locator("label[for=__search]").first.click()
-    page.get_by_placeholder("Search").press_sequentially("capacity_bytes")
-    page.locator(".md-search-result__link[href*='reference/configuration.html']").first.wait_for()
+    page.get_by_placeholder("Search").press_sequentially(words)
+    page.locator(f".md-search-result__link[href*='{found}']").first.wait_for()
     assert errors == []
 
 
-@pytest.mark.parametrize("words", ["upgrade", "data parallel", "rolling", "forget a model"])
-def test_search_leads_an_operator_to_the_page_that_answers(page, words):
-    page.goto((SITE / "index.html").as_uri(), wait_until="load")
-    page.get_by_placeholder("Search").press_sequentially(words)
-    page.locator(".md-search-result__link[href*='how-to/operate.html']").first.wait_for()
+def test_on_a_telephone_a_table_of_options_is_cards(page):
+    page.set_viewport_size({"width": TELEPHONE, "height": HEIGHT})
+    page.goto((SITE / "reference" / "configuration.html").as_uri(), wait_until="load")
+    row = page.locator("tr", has=page.locator("td:first-child code", has_text="cpu_bytes_to_use")).last
+    assert row.evaluate("row => getComputedStyle(row).display") == "block"
+    assert row.locator("td").nth(1).evaluate("cell => getComputedStyle(cell, '::before').content") == '"default: "'
 
 
 def test_a_page_leads_to_the_next_one_and_back(page):
