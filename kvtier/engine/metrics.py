@@ -236,6 +236,7 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True):
     transfers_failed: int
     probes_failed: int
     causes: dict[str, int]
+    reported: dict[str, int]
     declined: int
     declined_requests: int
     declined_seconds: float

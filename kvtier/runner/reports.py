@@ -28,6 +28,7 @@ from kvtier.settings import shown_bytes
 
 SPEED_EVERY_S = 0.01  # Decisions are made by it: a change must be known before the next request is weighed.
 USAGE_EVERY_S = 1.0  # A gauge for people; more often only costs messages.
+UNMEASURED = Occupancy(0, 0, None)
 BUGS = (Exception, SystemExit, asyncio.CancelledError)  # A tier may raise the last two, which do not concern us.
 
 KEPT = 0.9  # Weight of the earlier loads after each further one: the last ten count most.
@@ -136,17 +137,17 @@ class Reports:
         self._acknowledged.set()
 
     def usage(self, *, now: bool = False) -> None:
-        """Report the tier's occupancy: `now`, or at most once in `USAGE_EVERY_S`."""
-        if self._closed or not isinstance(self._backend, Measured):
+        """Report the tier's occupancy and its counts: `now`, or at most once in `USAGE_EVERY_S`."""
+        if self._closed or not isinstance(self._backend, Measured | Counted):
             return
         if now:
             if self._usage_due is not None:
                 self._usage_due.cancel()
-            self._post_usage(self._backend)
+            self._post_usage()
         elif self._usage_due is None:
             loop = asyncio.get_running_loop()
             due_at = max(loop.time(), self._usage_at + USAGE_EVERY_S)
-            self._usage_due = loop.call_at(due_at, self._post_usage, self._backend)
+            self._usage_due = loop.call_at(due_at, self._post_usage)
 
     def speed(self) -> None:
         """Report the measured speed: now, or `SPEED_EVERY_S` after the last time."""
@@ -229,10 +230,11 @@ class Reports:
         words = ", ".join(f"{name} {value}" for name, value in (about or {}).items())
         logger.info("tier %s: %s", self._name, f"{words}; {finding}" if words else finding)
 
-    def _post_usage(self, backend: Measured) -> None:
+    def _post_usage(self) -> None:
         self._usage_due = None
         self._usage_at = asyncio.get_running_loop().time()
-        holds = self._told("occupancy", backend.occupancy, Occupancy)
+        tier = self._backend
+        holds = self._told("occupancy", tier.occupancy, Occupancy) if isinstance(tier, Measured) else UNMEASURED
         if holds is not None:
             self._post(TierUsage(self._index, *holds, self._counted()))
 

@@ -96,6 +96,23 @@ async def test_a_tiers_bug_is_logged_once_and_not_every_second(caplog, monkeypat
     assert caplog.text.count("occupancy() raised") == 1
 
 
+async def test_counts_of_a_tier_without_an_occupancy_are_reported():
+    """As the tiers on services have none: their chunks are the service's."""
+    posted, counts = list[Message](), [{"coded": 5}, {"coded": 2}]
+
+    class CountsOnly(HoldsOne):
+        occupancy = None
+
+        def counts(self):
+            return counts.pop()
+
+    reports = Reports(0, "tier", CountsOnly(), SpeedMeter(), posted.append)
+    while counts:
+        reports.usage(now=True)
+    assert posted == [TierUsage(0, 0, 0, None, 0, {"coded": 2}), TierUsage(0, 0, 0, None, 0, {"coded": 3})]
+    await reports.aclose(PATIENCE_S)
+
+
 @pytest.mark.parametrize("bug", [*BUGS, None])
 async def test_a_tier_whose_inventory_ends_before_the_tier_does_is_asked_from_then_on(bug):
     async def watch():
