@@ -49,27 +49,27 @@ class AESSeal(Seal):
         self._cipher = lru_cache(CIPHERS_MAX)(self._make_cipher)
 
     def close(self, key: OffloadKey, row: memoryview, beside: memoryview) -> list[memoryview]:
-        seal = beside[self.row_bytes :]
+        seal = beside[row.nbytes : row.nbytes + SEAL_BYTES]
         if (writer := self._writer).process is not _process[0]:
             writer = self._writer = _SealingKey()
         nonce = next(writer.numbers).to_bytes(NONCE_BYTES, "little")
-        self.write(key, seal, Given(b"", self._key_id, writer.salt, nonce))
+        self.write(key, seal, Given(b"", self._key_id, writer.salt, nonce), row.nbytes)
         cipher = self._cipher(self._key_id, writer.salt)
-        cipher.encrypt_into(nonce, row, _authenticated(seal, key), beside[: self.row_bytes + PROOF_BYTES])
+        cipher.encrypt_into(nonce, row, _authenticated(seal, key), beside[: row.nbytes + PROOF_BYTES])
         self.sum_up(seal)
-        return [beside]
+        return self.places(row, beside)
 
-    def places(self, row: memoryview, beside: memoryview) -> list[memoryview]:  # noqa: ARG002
-        return [beside]
+    def places(self, row: memoryview, beside: memoryview) -> list[memoryview]:
+        return [beside[: row.nbytes + SEAL_BYTES]]
 
     def open(self, key: OffloadKey, row: memoryview, beside: memoryview) -> SealFault | None:
-        seal = beside[self.row_bytes :]
-        given = self.read(key, seal)
+        seal = beside[row.nbytes : row.nbytes + SEAL_BYTES]
+        given = self.read(key, seal, row.nbytes)
         if isinstance(given, SealFault):
             return given
         if given.key_id not in self._secrets:
             return SealFault.KEY
-        ciphertext = beside[: self.row_bytes + PROOF_BYTES]
+        ciphertext = beside[: row.nbytes + PROOF_BYTES]
         try:
             self._cipher(given.key_id, given.salt).decrypt_into(given.nonce, ciphertext, _authenticated(seal, key), row)
         except InvalidTag:

@@ -37,13 +37,13 @@ assert _LAYOUT.size + SUM_BYTES == SEAL_BYTES
 class SealFault(StrEnum):
     """The reasons why a stored value is not the chunk, as they are counted and shown."""
 
-    LENGTH = "length"  # Not a row and a seal long.
+    LENGTH = "length"  # Not as long as its seal says, or longer than a row and a seal.
     FOREIGN = "foreign"  # No seal of ours.
     SEAL = "seal"  # A seal of ours, damaged.
     SWAPPED = "swapped"  # Another key's chunk.
     NAMESPACE = "namespace"  # The key's chunk of another model, layout or row length.
     PAYLOAD = "payload"  # The bytes are not those that were stored.
-    VERSION = "version"  # A seal that this version does not know: not corrupt, and left alone.
+    VERSION = "version"  # A seal or codec that this version does not know: not corrupt, and left alone.
     KIND = "kind"  # Another kind of seal than this tier's: left alone.
     KEY = "key"  # Sealed with a key that this tier does not have: left alone.
 
@@ -57,7 +57,7 @@ class SealFault(StrEnum):
 
 
 _WORDS = {
-    SealFault.LENGTH: "the stored value is not as long as a row and its seal",
+    SealFault.LENGTH: "the stored value does not have the length of a row and its seal",
     SealFault.FOREIGN: "the stored value has no seal of kvtier's",
     SealFault.SEAL: "the seal is damaged",
     SealFault.SWAPPED: "the stored value is another key's chunk",
@@ -70,9 +70,10 @@ _WORDS = {
 
 
 class Seal(ABC):
-    """Seals rows of one length in one namespace, and verifies them. For any thread.
+    """Seals rows in one namespace, and verifies them. For any thread.
 
-    Each call gets a row and a private buffer of `beside_bytes`: for the seal, or for all that is sent.
+    Each call gets a row and a private buffer of `beside_bytes`: for the seal, or for all that is sent. A row may be
+    shorter than `row_bytes`; the seal then has its length.
     """
 
     kind_number: int  # As it is written in the seal.
@@ -95,9 +96,9 @@ class Seal(ABC):
     def open(self, key: OffloadKey, row: memoryview, beside: memoryview) -> SealFault | None:
         """Verify received bytes in their places. None: the row is the chunk, bit for bit; else it is undefined."""
 
-    def write(self, key: OffloadKey, into: memoryview, given: "Given") -> None:
+    def write(self, key: OffloadKey, into: memoryview, given: "Given", row_bytes: int) -> None:
         _LAYOUT.pack_into(
-            *(into, 0, given.proof, MAGIC, VERSION, self.kind_number, self.row_bytes, self._fingerprint),
+            *(into, 0, given.proof, MAGIC, VERSION, self.kind_number, row_bytes, self._fingerprint),
             *(xxh3_128_digest(key), given.key_id, given.salt, given.nonce),
         )
         self.sum_up(into)
@@ -105,9 +106,9 @@ class Seal(ABC):
     def sum_up(self, seal: memoryview) -> None:
         _SUM.pack_into(seal, _LAYOUT.size, xxh3_64_intdigest(seal[: _LAYOUT.size]))
 
-    def read(self, key: OffloadKey, seal: memoryview) -> "Given | SealFault":
-        """Parse a seal, and verify what does not depend on the row."""
-        proof, magic, version, kind, row_bytes, fingerprint, key_sum, *rest = _LAYOUT.unpack_from(seal)
+    def read(self, key: OffloadKey, seal: memoryview, row_bytes: int) -> "Given | SealFault":
+        """Parse the seal of a row that has this length, and verify what does not depend on the row's bytes."""
+        proof, magic, version, kind, sealed_row_bytes, fingerprint, key_sum, *rest = _LAYOUT.unpack_from(seal)
         if magic != MAGIC:
             return SealFault.FOREIGN
         if _SUM.unpack_from(seal, _LAYOUT.size)[0] != xxh3_64_intdigest(seal[: _LAYOUT.size]):
@@ -116,8 +117,10 @@ class Seal(ABC):
             return SealFault.VERSION
         if key_sum != xxh3_128_digest(key):
             return SealFault.SWAPPED
-        if fingerprint != self._fingerprint or row_bytes != self.row_bytes:
+        if fingerprint != self._fingerprint:
             return SealFault.NAMESPACE
+        if sealed_row_bytes != row_bytes:
+            return SealFault.LENGTH
         return Given(proof, *rest) if kind == self.kind_number else SealFault.KIND
 
 
@@ -139,14 +142,14 @@ class XXH3Seal(Seal):
         super().__init__(fingerprint, row_bytes, SEAL_BYTES)
 
     def close(self, key: OffloadKey, row: memoryview, beside: memoryview) -> list[memoryview]:
-        self.write(key, beside, Given(xxh3_128_digest(row)))
+        self.write(key, beside, Given(xxh3_128_digest(row)), row.nbytes)
         return [row, beside]
 
     def places(self, row: memoryview, beside: memoryview) -> list[memoryview]:
         return [row, beside]
 
     def open(self, key: OffloadKey, row: memoryview, beside: memoryview) -> SealFault | None:
-        given = self.read(key, beside)
+        given = self.read(key, beside, row.nbytes)
         if isinstance(given, SealFault):
             return given
         return None if given.proof == xxh3_128_digest(row) else SealFault.PAYLOAD

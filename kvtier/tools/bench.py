@@ -11,10 +11,12 @@ from functools import partial
 from itertools import chain, count
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 from msgspec.structs import replace
 
 from kvtier.backend import OffloadKey, make_offload_key
+from kvtier.backend.codec import CodecOptions
 from kvtier.config import EngineConfig, TierConfig, read_config, tier_options
 from kvtier.engine.answers import LookupResult
 from kvtier.engine.steps import StepManager
@@ -35,6 +37,7 @@ PART_BYTES = 8 << 20  # Of one call, or of one thread's turn: any disk reaches i
 KEYS_A_REQUEST = 64
 DELETED_AT_ONCE = 256  # Four calls: a slow tier cannot answer thousands within its deadline.
 CHUNKS_MIN = 16  # Fewer are no load to measure.
+CHANNELS = 128  # Of synthetic KV.
 STEP_S = 0.002  # Waited between two steps, unless a transfer ends first.
 DRAIN_S = 60.0
 
@@ -125,7 +128,8 @@ def measure_tier(config: EngineConfig, size_bytes: int, rounds: int) -> Iterator
     (tier,) = config.secondary_tiers
     options: Any = tier_options(tier, "secondary_tiers[]")
     with ExitStack() as stack:
-        drive = Drive(config, size_bytes)
+        width = options.number_bytes(config.namespace.dtype) if isinstance(options, CodecOptions) else 0
+        drive = Drive(config, size_bytes, synthetic_kv(config.row_bytes, width) if width else None)
         stack.callback(drive.close)
         read, write, limit_is, settings = _limits(tier, options, drive, stack)
         sides = [
@@ -135,6 +139,8 @@ def measure_tier(config: EngineConfig, size_bytes: int, rounds: int) -> Iterator
             Side("write limit", write),
         ]
         found = interleaved(sides, rounds)
+        if width:
+            settings |= {"codec": options.codec, **drive.stored()}
     named: dict[str, Setting] = {"tier": tier.name, **settings}
     for operation, limit in (("store", "write limit"), ("load", "read limit")):
         yield row_of(operation, found[operation], found[limit], limit_is, named, chunk_bytes=config.row_bytes)
@@ -165,6 +171,16 @@ def _limits(
             target[:] = source
 
     return rate(copy), rate(copy), "memcpy", {}
+
+
+def synthetic_kv(row_bytes: int, width: int, seed: int = 0) -> memoryview:
+    """Return a row of normal numbers with a scale for each channel; `width`: 2 for bfloat16, 1 for fp8 (e4m3)."""
+    dice = np.random.default_rng(seed)
+    numbers = dice.normal(size=(row_bytes // CHANNELS + 1, CHANNELS)) * np.exp(dice.normal(0, 0.6, CHANNELS))
+    if width == 2:
+        return memoryview(numbers.astype("<f4").view("<u2")[:, 1::2].tobytes())[:row_bytes]
+    halves = (numbers / 256).astype("<f2").view("<u2")  # A 256th of e4m3's number: half precision has its exponent.
+    return memoryview((halves >> 8 & 0x80 | halves >> 7 & 0x7F).astype(np.uint8).tobytes())[:row_bytes]
 
 
 class RawFile:
@@ -230,8 +246,8 @@ class RawFile:
 class Drive:
     """One engine with one tier, and the chunks that stay in the tier to be loaded."""
 
-    def __init__(self, config: EngineConfig, size_bytes: int) -> None:
-        """Start the engine and store the chunks to be loaded. Raises `ConfigError` if it is too small."""
+    def __init__(self, config: EngineConfig, size_bytes: int, filling: memoryview | None = None) -> None:
+        """Start the engine and store chunks, filled so or with zeros. Raises `ConfigError` if it is too small."""
         (tier,) = config.secondary_tiers
         limits = config.limits
         self.chunks = min(
@@ -247,6 +263,9 @@ class Drive:
             )
         self.row_bytes, self.moved_bytes = config.row_bytes, self.chunks * config.row_bytes
         self.manager = StepManager.start(config)
+        if filling is not None:
+            for row in range(config.rows):
+                self.manager.region.row(row)[:] = filling
         self._requests = count()
         self._extra: list[OffloadKey] = []  # Stored by measurements, to be removed.
         self.kept = _new_keys(self.chunks)
@@ -303,6 +322,12 @@ class Drive:
         for _, request in asked:
             manager.on_request_finished(request)
         manager.end_step()
+
+    def stored(self) -> dict[str, int]:
+        """Return the bytes of all rows that were stored, and those that they have in the tier."""
+        (tier,) = self.manager.stats().tiers
+        raw_bytes = tier.stored * self.row_bytes
+        return {"raw_bytes": raw_bytes, "stored_bytes": raw_bytes - tier.reported.get("coded_saved_bytes", 0)}
 
     def close(self) -> None:
         try:

@@ -4,6 +4,9 @@ Sides take turns in one run, on one machine, over its loopback. The figures are 
 nothing: plain sockets, as many as the redis tier has lanes, to a process that keeps nothing; obstore's own requests, as
 many at once; Mooncake's own zero-copy calls. The object tier's server keeps objects in memory and checks nothing: the
 client is measured. Redis is PyPI's, or the server that `KVTIER_REDIS_SERVER` names.
+
+With `--codec`, coded rows of synthetic KV stand beside unchanged ones, and `auto` first learns. `--rate` is the rate of
+the object tier's server: all connections share it, each way, as those of a link do.
 """
 
 import argparse
@@ -24,8 +27,11 @@ from typing import Any
 import obstore
 import uvloop
 
+from kvtier.backend import FileMapper, Namespace, TierContext
+from kvtier.backend.codec import WIDTHS
 from kvtier.backend.remote import RemoteBackend
-from kvtier.testing.conformance import Lender, keys_of, tier_context
+from kvtier.testing.conformance import Lender, keys_of
+from kvtier.tools.bench import synthetic_kv
 from kvtier_backends.mooncake import MooncakeBackend, MooncakeOptions
 from kvtier_backends.mooncake.client import connect
 from kvtier_backends.object import ObjectBackend, ObjectOptions
@@ -33,6 +39,9 @@ from kvtier_backends.object.bucket import make_store
 from kvtier_backends.redis import RedisBackend, RedisOptions
 
 LANES, AT_ONCE = 4, 16
+PIECE_BYTES = 256 << 10  # Sent at once on a slow link.
+LATE_S = 0.01  # Time that a link catches up if a thread comes late.
+LEARNING_ROUNDS = 40  # Of `auto`.
 ZERO_COPY_CHUNKS = 32  # In a call; Mooncake refuses more than some hundreds.
 KEYS = "KVTIER_BENCH_SEAL_KEYS"
 OK = b'HTTP/1.1 200 OK\r\nETag: "x"\r\nLast-Modified: Mon, 12 Oct 2009 17:50:00 GMT\r\n'
@@ -61,6 +70,33 @@ def receive(connection, into):
         into = into[connection.recv_into(into) :]
 
 
+class SlowSocket:
+    """A socket on a link that all sockets of this process share, of `rate` bytes a second each way."""
+
+    _lock, _free_at = threading.Lock(), {"in": 0.0, "out": 0.0}
+
+    def __init__(self, connection, rate):
+        self._connection, self._rate = connection, rate
+        self.setsockopt, self.recv = connection.setsockopt, connection.recv
+
+    def recv_into(self, into):
+        count = self._connection.recv_into(into[:PIECE_BYTES])
+        self._wait("in", count)
+        return count
+
+    def sendall(self, data):
+        for start in range(0, len(data), PIECE_BYTES):
+            piece = memoryview(data)[start : start + PIECE_BYTES]
+            self._wait("out", len(piece))
+            self._connection.sendall(piece)
+
+    def _wait(self, way, count):
+        now = time.monotonic()
+        with self._lock:
+            self._free_at[way] = ends_at = max(self._free_at[way], now - LATE_S) + count / self._rate
+        time.sleep(max(0.0, ends_at - now))
+
+
 def answer_bytes(total_bytes):
     """Return a server of plain bytes: for a `g` it sends them, for anything else it receives them."""
     memory = memoryview(bytearray(total_bytes))
@@ -76,11 +112,12 @@ def answer_bytes(total_bytes):
     return answer
 
 
-def answer_requests():
-    """Return a server of PUT, GET, HEAD and LIST; every list is empty."""
+def answer_requests(rate):
+    """Return a server of PUT, GET, HEAD and LIST; every list is empty. `rate`: GB/s of its network."""
     objects: dict[bytes, tuple[bytearray, bytes]] = {}
 
-    def answer(connection):
+    def answer(plain):
+        connection = plain if rate is None else SlowSocket(plain, rate * 1e9)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         left = b""
         while True:
@@ -183,7 +220,7 @@ def zero_copy(made, options, rows):
     return lambda: move(client.put), lambda: move(client.get)
 
 
-def prepared(remote, made, rows):
+def prepared(remote, made, rows, rate):
     """Start a server. Return the tier's class and options, and its limit."""
     folder = Path(made.enter_context(tempfile.TemporaryDirectory()))
     if remote == "redis":
@@ -194,7 +231,8 @@ def prepared(remote, made, rows):
         return RedisBackend, RedisOptions, {"url": f"redis://{server.address}"}, sockets(made, rows)
     if remote == "object":
         os.environ.update(AWS_ACCESS_KEY_ID="bench", AWS_SECRET_ACCESS_KEY="bench")
-        where = {"url": "s3://bucket/bench", "endpoint": f"http://127.0.0.1:{served(made, 'requests')}"}
+        port = served(made, "requests", *(() if rate is None else ("--rate", rate)))
+        where = {"url": "s3://bucket/bench", "endpoint": f"http://127.0.0.1:{port}"}
         return ObjectBackend, ObjectOptions, where, bare_obstore(ObjectOptions(**where), rows)
     from tests.mooncake.pools import Pool
 
@@ -205,34 +243,52 @@ def prepared(remote, made, rows):
     return MooncakeBackend, MooncakeOptions, where, zero_copy(made, MooncakeOptions(**where), rows)
 
 
-async def measure(remote, row_bytes, count, rounds):
+async def measure(remote, row_bytes, count, rounds, rate, codec):
     os.environ[KEYS] = "ab" * 32
     lender, keys = Lender(row_bytes), keys_of(count)
     writes, reads = lender.writes(keys), lender.reads(keys)
+    dtype = "fp8_e4m3" if codec == "fp8" else "bfloat16"
+    context = TierContext("bench", FileMapper(Namespace(model_name="bench", dtype=dtype)), row_bytes)
     with ExitStack() as made:
-        backend, options, where, limit = prepared(remote, made, lender.rows(count))
-        sealed = {remote: {}, f"{remote}, aes-256-gcm": {"seal": "aes-256-gcm", "seal_key_env": KEYS}}
-        sides, tiers = {"limit": limit}, list[RemoteBackend[Any]]()
-        for side, seal in sealed.items():
-            tiers.append(await backend.open(options(**where, **seal), tier_context(row_bytes)))
-            sides[side] = calls_of(tiers[-1], writes, reads)
+        backend, options, where, limit = prepared(remote, made, lender.rows(count), rate)
+        fields = {remote: {}, f"{remote}, aes-256-gcm": {"seal": "aes-256-gcm", "seal_key_env": KEYS}}
+        if codec is not None:
+            fields = {each: {"codec": each} for each in ("none", codec, "auto")}
+            for seed, write in enumerate(writes):
+                write.row[:] = synthetic_kv(row_bytes, WIDTHS[codec], seed)
+        sides, tiers = {"limit": limit}, dict[str, RemoteBackend[Any]]()
+        for side, further in fields.items():
+            tiers[side] = await backend.open(options(**where, **further), context)
+            sides[side] = calls_of(tiers[side], writes, reads)
         taken: dict[tuple[str, str], list[tuple[float, float]]] = {}
-        for turn in range(rounds + 1):  # The first is not counted.
-            for side, calls in sides.items():
+        warm = 1 if codec is None else LEARNING_ROUNDS  # Not counted.
+        for turn in range(-warm, rounds):
+            for side, calls in list(sides.items())[0 if turn >= -1 else -1 :]:  # Before, `auto` learns alone.
                 for what, call in zip(("put", "get"), calls, strict=True):
                     began, began_cpu = time.perf_counter(), time.process_time()
                     assert not any(await call() or ())
-                    if turn:
+                    if turn >= 0:
                         spent = time.perf_counter() - began, time.process_time() - began_cpu
                         taken.setdefault((what, side), []).append(spent)
+                assert side == "limit" or all(read.into == write.row for read, write in zip(reads, writes, strict=True))
         for (what, side), spent in sorted(taken.items()):
-            seconds, cpu_s = (statistics.median(each) for each in zip(*spent, strict=True))
-            ratio = statistics.median(one[0] for one in taken[what, "limit"]) / seconds
-            rate, cpu_ms = row_bytes * count / seconds / 1e9, cpu_s / count * 1e3
-            print(f"{what} {side:22} {rate:5.2f} GB/s, {ratio:4.2f} of the limit; {cpu_ms:6.3f} ms of CPU a chunk")
-        await probed(tiers[0], rounds)
-        for tier in tiers:
+            seconds, cpu_s = zip(*spent, strict=True)
+            slow, middle, fast = (row_bytes * count / each / 1e9 for each in statistics.quantiles(seconds, n=4)[::-1])
+            ratio = ratio_of(taken[what, "limit"], spent)
+            rates, cpu_ms = f"{middle:5.2f} GB/s ({slow:.2f} to {fast:.2f})", statistics.median(cpu_s) / count * 1e3
+            print(f"{what} {side:22} {rates}, {ratio:4.2f} of the limit; {cpu_ms:6.3f} ms of CPU a chunk")
+        for what in ("put", "get") if codec is not None else ():
+            of_others = (ratio_of(taken[what, side], taken[what, "auto"]) for side in ("none", codec))
+            print(f"{what} auto: {min(of_others):.3f} of the better one")
+        await probed(next(iter(tiers.values())), rounds)
+        for side, tier in tiers.items():
+            print(side, tier.counts())
             await tier.aclose(10)
+
+
+def ratio_of(limit, spent):
+    """Return the median of each round's own ratio to the limit."""
+    return statistics.median(best[0] / one[0] for best, one in zip(limit, spent, strict=True))
 
 
 def calls_of(tier, writes, reads):
@@ -252,6 +308,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("remote", choices=("redis", "object", "mooncake", "sockets", "requests"))
     parser.add_argument("total_bytes", type=int, nargs="?", help=argparse.SUPPRESS)
+    parser.add_argument("--rate", type=float, help="GB/s of the object tier's server")
+    parser.add_argument("--codec", choices=WIDTHS)
     parser.add_argument("--row-bytes", type=int, default=2 << 20)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=15)
@@ -259,9 +317,9 @@ def main():
     if given.remote == "sockets":
         serve(answer_bytes(given.total_bytes))
     elif given.remote == "requests":
-        serve(answer_requests())
+        serve(answer_requests(given.rate))
     else:
-        uvloop.run(measure(given.remote, given.row_bytes, given.batch, given.rounds))
+        uvloop.run(measure(given.remote, given.row_bytes, given.batch, given.rounds, given.rate, given.codec))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import pytest
 
 from kvtier.testing.conformance import InventoryConformance
-from tests.remote.suites import KEYS, DamagedValues, DisturbedNetwork, RemoteSuites
+from tests.remote.suites import KEYS, CodedSuites, CodedValues, DamagedValues, DisturbedNetwork, RemoteSuites
 
 
 class TestObject(RemoteSuites, InventoryConformance):
@@ -26,6 +26,14 @@ class TestObjectWithEveryOptionChanged(RemoteSuites):
         sealed = {"seal": "aes-256-gcm", "seal_key_env": KEYS, "credentials_file": str(credentials)}
         sparing = {"window_bytes": 1, "requests": 1, "index_chunks": 0, "absent_ttl_s": 0}
         return sealed | sparing | {"prefix": "", "region": "us-east-1"}
+
+
+class TestObjectCoded(CodedSuites, InventoryConformance):
+    pass
+
+
+class TestCodedValues(CodedValues):
+    pass
 
 
 class TestDamagedValues(DamagedValues):

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from tests.remote.suites import KEYS, DamagedValues, DisturbedNetwork, RemoteSuites
+from tests.remote.suites import KEYS, CodedSuites, CodedValues, DamagedValues, DisturbedNetwork, RemoteSuites
 
 
 class TestRedis(RemoteSuites):
@@ -22,6 +22,14 @@ class TestRedisWithEveryOptionChanged(RemoteSuites):
     def fields(self, monkeypatch):
         monkeypatch.setenv(KEYS, "ab" * 32)
         return {"seal": "aes-256-gcm", "seal_key_env": KEYS, "window_bytes": 1, "lanes": 1, "ttl_s": "1h"}
+
+
+class TestRedisCoded(CodedSuites):
+    pass
+
+
+class TestCodedValues(CodedValues):
+    pass
 
 
 class TestDamagedValues(DamagedValues):

@@ -63,7 +63,8 @@ class ObjectRemote(ServerRemote):
     def tier(self, *, by_proxy=False, quick=True):
         endpoint = f"http://{self.proxy.address}" if by_proxy else self.server.endpoint
         times = {"timeout_s": TIMEOUT_S} if quick else {}
-        return {"type": "object", "url": f"s3://{self._bucket}/suite", "endpoint": endpoint, **times}
+        where = {"url": f"s3://{self._bucket}/suite", "endpoint": endpoint}
+        return {"type": "object", "codec": self.codec, **where, **times}
 
     def start(self):
         """Start it again; whoever comes by the proxy finds it with its bucket, or not at all."""

@@ -40,7 +40,8 @@ class RedisRemote(ServerRemote):
 
     def tier(self, *, by_proxy=False, quick=True):
         address = self.proxy.address if by_proxy else self.server.address
-        return {"type": "redis", "url": f"redis://{address}", "timeout_s": 0.5 if quick else PATIENCE_S}
+        where = {"type": "redis", "url": f"redis://{address}", "codec": self.codec}
+        return where | {"timeout_s": 0.5 if quick else PATIENCE_S}
 
     def fill(self):
         self.server.ask("CONFIG", "SET", "maxmemory", "1")

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from kvtier.backend import SEAL_BYTES
-from tests.remote.kit import CHUNK_BYTES, chunk, key
+from tests.remote.kit import chunk, key
 from tests.remote.outcomes import IN_THE_STORE, Fault
 from tests.remote.servers import Proxy
 
-DRIP_BYTES, DRIP_S = 512, 0.02  # A chunk takes seconds.
+DRIP_BYTES, DRIP_S = 256, 0.02  # A chunk takes seconds, coded or not.
 DISTURBANCES = (Fault.HUNG, Fault.KILLED, Fault.RESTARTED, Fault.REFUSED, Fault.RESET)
 DISTURBED_S_MAX = 1.0  # Of a server that hangs or is away: about what tiers wait for it.
 
@@ -47,6 +47,9 @@ class Remote(ABC):
     stored: Stored
     lacks: Mapping[Fault, str] = {}
     """Faults that this remote cannot have, with reasons."""
+
+    codec = "none"
+    """Of tiers that have one."""
 
     forgets_absences: Mapping[str, str] = {}
     """Options with which a tier soon asks again for a chunk that was absent."""
@@ -144,13 +147,13 @@ class ServerRemote(Remote):
 
 def changed(fault, held, number):
     """Return a stored value after a fault."""
-    half = CHUNK_BYTES // 2
+    half = len(held.row) // 2  # A coded row is shorter than a chunk.
     match fault:
         case Fault.LENGTH:
             return held._replace(row=held.row[:half])
         case Fault.FLIPPED:
             return held._replace(row=held.row[:half] + bytes([held.row[half] ^ 1]) + held.row[half + 1 :])
         case Fault.TORN:
-            return held._replace(row=held.row[:half] + chunk(number + 1)[half:])
+            return held._replace(row=held.row[:half] + chunk(number + 1)[half : len(held.row)])
         case _:
             return Held(chunk(number + 1), bytes(len(held.seal)))

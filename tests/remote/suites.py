@@ -1,6 +1,7 @@
 """Suites of remote tiers: the contract, damaged values, and a disturbed network."""
 
 import asyncio
+from itertools import product
 
 import pytest
 
@@ -13,6 +14,7 @@ from tests.remote.servers import PATIENCE_S
 from tests.remote.tiers import CHUNK_BYTES, kept, recovers, used_again
 
 KEYS = "KVTIER_TEST_KEYS"
+DAMAGE = [*product(["row", "seal"], [0, 5, 10, 40, -1]), ("row", slice(-1)), ("row", slice(-200))]  # Flipped or cut.
 
 
 CONTRACT = (conformance.DurableBackendConformance, conformance.NamespacedConformance, conformance.DescribedConformance)
@@ -46,6 +48,20 @@ class RemoteSuites(BackendConformance, *CONTRACT):
     @pytest.fixture
     async def neighbour(self, backend, open_tier, fields):
         return await open_tier(model_name="other", chunk_bytes=self.chunk_bytes, **fields)
+
+
+class CodedSuites(RemoteSuites):
+    """The contract with rows that are coded, and encrypted or not."""
+
+    @pytest.fixture(params=[("bf16", "xxh3"), ("fp8", "aes-256-gcm"), ("auto", "xxh3")], ids="-".join)
+    def fields(self, request, monkeypatch):
+        codec, seal = request.param
+        return {"codec": codec, **sealed_by(seal, monkeypatch)}
+
+
+def sealed_by(seal, monkeypatch):
+    monkeypatch.setenv(KEYS, "ab" * 32)
+    return {} if seal == "xxh3" else {"seal": seal, "seal_key_env": KEYS}
 
 
 def flipped(data, at):
@@ -127,6 +143,40 @@ class DamagedValues(conformance.CountedConformance):
         assert await lender.recall(new, keys) == await lender.recall(plain, keys) == ["ChunkMissing"] * 2
         assert (new.counts(), plain.counts()) == ({"sealed_key": 2}, {"sealed_kind": 2})
         assert await lender.recall(both, keys) == await lender.recall(old, keys) == [label(key) for key in keys]
+
+
+class CodedValues:
+    """Values that are coded. Needs the fixtures `open_tier` and `stored`."""
+
+    @pytest.fixture(autouse=True)
+    def patience(self, monkeypatch):
+        """Let rows wait to be coded: on a busy machine each would be stored unchanged."""
+        monkeypatch.setattr("kvtier.backend.codec.TURN_S", PATIENCE_S)
+
+    @pytest.mark.parametrize("seal", ["xxh3", "aes-256-gcm"])
+    @pytest.mark.parametrize("codec", ["bf16", "fp8", "auto"])
+    async def test_rows_of_any_codec_are_read_with_others(self, open_tier, stored, lender, codec, seal, monkeypatch):
+        sealed = sealed_by(seal, monkeypatch)
+        coding, plain, keys = await open_tier(codec=codec, **sealed), await open_tier(**sealed), keys_of(8)
+        for writer, reader, version, shorter in ((coding, plain, 0, 8), (plain, coding, 1, 0)):
+            await lender.keep(writer, keys, version)
+            assert sum(len(stored.held(key).row) < CHUNK_BYTES for key in keys) == shorter
+            assert await reader.probe(keys) == [True] * len(keys)
+            assert await lender.recall(reader, keys) == [label(key, version) for key in keys]
+        assert coding.counts()["coded"] == 8
+        assert "codec" not in plain.description()
+        assert coding.description()["codec"] == codec
+
+    @pytest.mark.parametrize(("part", "at"), DAMAGE)
+    async def test_damage_to_a_coded_value_is_corrupt_and_is_deleted(self, open_tier, stored, lender, part, at):
+        tier, keys = await open_tier(codec="bf16"), keys_of(3)
+        await lender.keep(tier, keys)
+        held = stored.held(keys[1])
+        was = getattr(held, part)
+        stored.plant(keys[1], held._replace(**{part: was[at] if isinstance(at, slice) else flipped(was, at)}))
+        assert await lender.recall(tier, keys) == [label(keys[0]), "ChunkCorrupt", label(keys[2])]
+        assert stored.held(keys[1]) is None
+        assert tier.counts().get("corrupt_length", 0) == isinstance(at, slice)
 
 
 class DisturbedNetwork:

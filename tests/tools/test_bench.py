@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 
 from kvtier.tools.bench import RawFile
 from kvtier.tools.figures import row_of, run_bench
+from tests.benchmarks.remote_rate import served
 from tests.tools.command import KVTIER, check_refusal
 from tests.tools.command import run as run_command
 
@@ -92,6 +93,21 @@ def test_each_tier_of_a_configuration_is_measured_next_to_its_limit(outside, tmp
         rows = {row["operation"]: row for row in told["rows"] if row["settings"]["tier"] == tier}
         assert (rows.keys(), rows["load"]["limit_is"]) == (OPERATIONS, limit)
     assert not list(root.iterdir())
+
+
+def test_a_tier_with_a_codec_shows_raw_and_stored_bytes(outside, configured, measured, monkeypatch):
+    monkeypatch.setattr("kvtier.backend.codec.TURN_S", 60)  # On a busy machine rows would be stored unchanged.
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "bench")
+    with ExitStack() as made:
+        endpoint = f"http://127.0.0.1:{served(made, 'requests')}"
+        tier = f'[[secondary_tiers]]\ntype = "object"\nurl = "s3://bucket/kv"\nendpoint = "{endpoint}"\n'
+        for settings in (row["settings"] for row in measured(configured(f'{tier}codec = "bf16"'), *SHORT)["rows"]):
+            assert settings["codec"] == "bf16"
+            assert settings["raw_bytes"] >= 256 << 10
+            assert 0.6 < settings["stored_bytes"] / settings["raw_bytes"] < 0.8
+        unchanged = measured(configured(tier), *SHORT)["rows"][0]["settings"]
+        assert not unchanged.keys() & {"codec", "raw_bytes", "stored_bytes"}
 
 
 def test_a_tier_whose_answers_have_expired_is_asked_again(outside, configured, measured):

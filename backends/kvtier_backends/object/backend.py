@@ -2,15 +2,18 @@
 
 import asyncio
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any, ParamSpec, Self, TypeVar
 
 import obstore
 from obstore.store import ObjectStore
 
 from kvtier import backend as api
+from kvtier.backend.codec import CodedSeal
 from kvtier.backend.remote import RemoteBackend, caused
 from kvtier.errors import Remedy
 from kvtier_backends.object.bucket import (
@@ -49,7 +52,7 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
 
     durability = api.Durability.POWER  # The object store's own promise.
     options_type = ObjectOptions
-    described = ("url", "endpoint")
+    described = ("url", "endpoint", "codec")
 
     @classmethod
     async def open(cls, options: ObjectOptions, context: api.TierContext) -> Self:
@@ -59,11 +62,15 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
                 f"chunk_bytes: rows of {context.row_bytes:,} bytes, at most {OBJECT_BYTES_MAX:,} accepted: "
                 "no store takes more in one request"
             )
-        lanes, made = api.Lanes(LANES, f"kvtier-{context.name}"), ExitStack()
-        made.callback(lanes.shutdown, wait=False)
+        made = ExitStack()
         try:
+            lanes = coders = api.Lanes(LANES, f"kvtier-{context.name}")
+            made.callback(lanes.shutdown, wait=False)
+            if options.codec != "none":  # Loads do not wait for rows that are encoded.
+                coders = api.Lanes(options.codec_threads, f"kvtier-{context.name}-codec")
+                made.callback(coders.shutdown, wait=False)
             store, seal = await api.in_thread(lanes, _prepared, options, context)
-            tier = cls(options, context, store, seal, lanes)
+            tier = cls(options, context, store, seal, (lanes, coders))
             await tier._begin()
         except BaseException:
             made.close()
@@ -71,15 +78,20 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
         return tier
 
     def __init__(
-        self, options: ObjectOptions, context: api.TierContext, store: ObjectStore, seal: api.Seal, lanes: api.Lanes
+        self,
+        options: ObjectOptions,
+        context: api.TierContext,
+        store: ObjectStore,
+        seal: api.Seal,
+        lanes: tuple[api.Lanes, api.Lanes],
     ) -> None:
         self._names = ObjectNames(options.target().prefix, context.mapper)
         super().__init__(options, context, self._names.key_bytes_max)
         self._row_bytes = context.row_bytes
-        self._inline = context.row_bytes <= INLINE_BYTES_MAX
         self._bucket = store
-        self._seal = seal
-        self._lanes = lanes
+        self._seal: CodedSeal = options.make_coded(seal, context.mapper, self._counts)
+        self._lanes, self._coders = lanes
+        self._sealing = None if context.row_bytes <= INLINE_BYTES_MAX else self._lanes
         self._accept_bare = options.unverified == "accept"
         self._besides: list[bytearray] = []
         self._index = BucketIndex(options.index_chunks, options.absent_ttl_s, asyncio.get_running_loop().time)
@@ -103,7 +115,8 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
             if self._scan is not None:
                 await asyncio.wait((self._scan,), timeout=CLOSE_GRACE_S)
         finally:
-            self._lanes.shutdown(wait=False, cancel_futures=True)
+            for lanes in (self._lanes, self._coders):
+                lanes.shutdown(wait=False, cancel_futures=True)
         return left
 
     def watch(self) -> AsyncIterator[api.InventoryEvent]:
@@ -171,7 +184,7 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
 
     def _listed(self, page: Sequence[Any]) -> None:
         for about in page:
-            if about["size"] == self._row_bytes and (key := self._names.key(about["path"])) is not None:
+            if self._seal.fits(about["size"] + api.SEAL_BYTES) and (key := self._names.key(about["path"])) is not None:
                 self._index.listed(key)
 
     async def _probe(self, keys: Sequence[api.OffloadKey]) -> Sequence[bool]:
@@ -189,23 +202,25 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
 
     async def _head(self, key: api.OffloadKey) -> bool:
         about = await obstore.head_async(self._bucket, self._names.name(key))
-        return about["size"] == self._row_bytes
+        return self._seal.fits(about["size"] + api.SEAL_BYTES)
 
     # Chunks, one request each.
 
     async def _load(self, reads: Sequence[api.Read]) -> Sequence[api.Outcome]:
-        answers = self._checked(await self._load_turns.each(reads, self._get))
+        began, coded = time.monotonic(), list[bool]()
+        answers = self._checked(await self._load_turns.each(reads, partial(self._get, coded)))
+        self._seal.pace.loaded(time.monotonic() - began, coded)
         outcomes = [self._loaded(read.key, answer) for read, answer in zip(reads, answers, strict=True)]
         corrupt = [read.key for read, got in zip(reads, outcomes, strict=True) if isinstance(got, api.ChunkCorrupt)]
         if corrupt:
             await self._ask_turns.each(corrupt, self._remove)
         return outcomes
 
-    async def _get(self, read: api.Read) -> api.Outcome:
+    async def _get(self, coded: list[bool], read: api.Read) -> api.Outcome:
         result = await obstore.get_async(self._bucket, self._names.name(read.key))
-        footer, whole = footer_of(result.attributes), result.meta["size"] == self._row_bytes
+        footer, size = footer_of(result.attributes), result.meta["size"]
         if footer is None:
-            if not (whole and self._accept_bare):
+            if not (size == self._row_bytes and self._accept_bare):
                 self._counts.count("unverified_refused")
                 return api.ChunkMissing(f"{read.key.hex()}: an object without a seal")
             read.into[:] = memoryview(await result.bytes_async())
@@ -214,20 +229,26 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
         fault: api.SealFault | None = api.SealFault.LENGTH
         if isinstance(footer, api.SealFault):
             fault = footer
-        elif whole:
-            body = memoryview(await result.bytes_async())
-            fault = await self._beside_loop(self._opened, read, body, footer)
+        elif self._seal.fits(size + api.SEAL_BYTES):
+            body, lanes = (
+                memoryview(await result.bytes_async()),
+                self._lanes if size < self._row_bytes else self._sealing,
+            )
+            fault = await _beside_loop(lanes, self._opened, read, body, footer)
         if fault is None:
+            coded.append(size < self._row_bytes)
             return None
         self._counts.count(f"{'corrupt' if fault.corrupt else 'sealed'}_{fault}")
         return fault.outcome(read.key)
 
     def _opened(self, read: api.Read, body: memoryview, footer: bytes) -> api.SealFault | None:
-        memory = self._beside()
-        beside = memoryview(memory)
-        self._seal.places(read.into, beside)[0][: self._row_bytes] = body
-        beside[-api.SEAL_BYTES :] = footer
-        fault = self._seal.open(read.key, read.into, beside)
+        stored_bytes = body.nbytes + api.SEAL_BYTES
+        beside_bytes = self._seal.opening_bytes(stored_bytes)
+        memory = self._beside(beside_bytes)
+        beside = memoryview(memory)[:beside_bytes]
+        places = self._seal.places(read.into, beside, stored_bytes)
+        places[0][: body.nbytes], places[-1][-api.SEAL_BYTES :] = body, footer
+        fault = self._seal.open(read.key, read.into, beside, stored_bytes)
         self._besides.append(memory)
         return fault
 
@@ -252,8 +273,11 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
         return [self._stored(write.key, answer) for write, answer in zip(writes, answers, strict=True)]
 
     async def _put(self, write: api.Write) -> None:
-        memory = self._beside()
-        body, footer = await self._beside_loop(self._closed, write, memoryview(memory))
+        beside_bytes = self._seal.closing_bytes
+        memory = self._beside(beside_bytes)
+        beside, code_until = memoryview(memory)[:beside_bytes], self._seal.code_until()
+        lanes = self._sealing if code_until is None else self._coders
+        body, footer = await _beside_loop(lanes, self._closed, write, beside, code_until)
         try:
             await obstore.put_async(
                 self._bucket, self._names.name(write.key), body, use_multipart=False, attributes=attributes_of(footer)
@@ -262,9 +286,10 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
             await released(body)
             self._besides.append(memory)
 
-    def _closed(self, write: api.Write, beside: memoryview) -> tuple[memoryview, bytes]:
-        first = self._seal.close(write.key, write.row, beside)[0]
-        return first[: self._row_bytes], bytes(beside[-api.SEAL_BYTES :])
+    def _closed(self, write: api.Write, beside: memoryview, code_until: float | None) -> tuple[memoryview, bytes]:
+        parts = self._seal.close(write.key, write.row, beside, code_until)
+        body_bytes = sum(part.nbytes for part in parts) - api.SEAL_BYTES
+        return parts[0][:body_bytes], bytes(parts[-1][-api.SEAL_BYTES :])
 
     def _stored(self, key: api.OffloadKey, answer: Trouble | None) -> api.Outcome:
         if answer is None:
@@ -287,14 +312,12 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
 
     # Common to all calls.
 
-    async def _beside_loop(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a call that reads a whole row: in a thread, unless rows are short."""
-        return fn(*args, **kwargs) if self._inline else await api.in_thread(self._lanes, fn, *args, **kwargs)
-
-    def _beside(self) -> bytearray:
+    def _beside(self, size: int) -> bytearray:
+        """Return private memory of at least this length."""
         with suppress(IndexError):
-            return self._besides.pop()
-        return bytearray(self._seal.beside_bytes)
+            if len(memory := self._besides.pop()) >= size:
+                return memory
+        return bytearray(size)
 
     def _checked(self, answers: "list[T | Trouble]") -> "list[T | Trouble]":
         """Count the failures. Raises `BackendUnavailable` if the whole bucket is unusable."""
@@ -305,6 +328,11 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
         if away and len(away) == len(answers):
             raise caused(api.BackendUnavailable(f"{self._name}: {away[0].why}"), away[0].number)
         return answers
+
+
+async def _beside_loop(lanes: api.Lanes | None, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run a call that reads a whole row: in a thread, or at once if the row is short."""
+    return fn(*args, **kwargs) if lanes is None else await api.in_thread(lanes, fn, *args, **kwargs)
 
 
 def _prepared(options: ObjectOptions, context: api.TierContext) -> tuple[ObjectStore, api.Seal]:

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvtier.backend import SealOptions
+from kvtier.backend.codec import CodecOptions
 from kvtier.backend.remote import Text
 from kvtier.errors import ConfigError
 from kvtier.settings import Duration, Index, PositiveDuration, PositiveSize, SecretPath, check_secret
@@ -30,7 +30,7 @@ class Bucket(NamedTuple):
     prefix: str  # Empty, or with a slash at its end.
 
 
-class ObjectOptions(SealOptions, frozen=True, kw_only=True):
+class ObjectOptions(CodecOptions, frozen=True, kw_only=True):
     """A bucket and how it is used. The bucket's own configuration decides its cost, and when objects expire."""
 
     meant: ClassVar[Mapping[str, str]] = {

@@ -16,6 +16,7 @@ from itertools import chain, zip_longest
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from kvtier import backend as api
+from kvtier.backend.codec import CodedSeal
 from kvtier.backend.remote import RemoteBackend, Totals, caused, name_prefix
 from kvtier_backends.redis.link import END, Buffer, Link, Lost, Refused, number_in, refusal_of, request
 from kvtier_backends.redis.options import Address, RedisOptions, told_address
@@ -41,7 +42,7 @@ class RedisBackend(RemoteBackend[RedisOptions]):
 
     durability = api.Durability.HOST  # Our process may end. What a server's end costs is the server's configuration.
     options_type = RedisOptions
-    described = ("url",)
+    described = ("url", "codec")
 
     @classmethod
     async def open(cls, options: RedisOptions, context: api.TierContext) -> Self:
@@ -72,7 +73,8 @@ class RedisBackend(RemoteBackend[RedisOptions]):
         self._topology = topology
         self._lanes = lanes
         window = max(1, options.window_bytes // context.row_bytes)
-        self._means = Means(self._counts, seal, window, options.ttl_s)
+        coded_seal = options.make_coded(seal, context.mapper, self._counts)
+        self._means = Means(self._counts, coded_seal, window, options.ttl_s)
 
     async def aclose(self, deadline_s: float) -> api.Abandoned:
         """Close, as the contract says. Calls that miss the deadline fail at once: their connections are closed."""
@@ -99,7 +101,9 @@ class RedisBackend(RemoteBackend[RedisOptions]):
 
     async def _load(self, reads: Sequence[api.Read]) -> Sequence[api.Outcome]:
         work = LoadWork(self._names([read.key for read in reads]), reads, self._means)
+        began = time.monotonic()
         await self._move(work, self._lanes.load)
+        self._means.seal.pace.loaded(time.monotonic() - began, work.coded)
         if work.corrupt:
             await self._ask(b"UNLINK", [work.names[index] for index in work.corrupt], work.ends_at)
         return self._outcomes(work, reads)
@@ -215,7 +219,7 @@ def _parts(indices: list[int], count: int, least: int) -> list[list[int]]:
 
 class Means(NamedTuple):
     counters: Totals
-    seal: api.Seal
+    seal: CodedSeal
     window: int  # Requests in flight on one connection.
     ttl_s: float | None
 
@@ -295,6 +299,7 @@ class LoadWork(Work[api.Outcome]):
     def __init__(self, names: Sequence[bytes], reads: Sequence[api.Read], means: Means) -> None:
         super().__init__(names, means.counters, means.window, means.seal.sealed_bytes)
         self.corrupt: list[int] = []  # Places whose values are to be deleted.
+        self.coded: list[bool] = []  # True for each loaded row that was coded.
         self._reads = reads
         self._seal = means.seal
 
@@ -306,13 +311,16 @@ class LoadWork(Work[api.Outcome]):
         head = link.head()
         if head == b"$-1":
             return api.ChunkMissing(key.hex())
-        if (length := number_in(head, b"$")) != self._seal.sealed_bytes:
+        if not self._seal.fits(length := number_in(head, b"$")):
             self.answers[index] = self._faulty(index, key, api.SealFault.LENGTH)
             raise Lost(f"a value of {length:,} bytes")  # Left behind with its connection, however long it is.
-        beside = beside_of(link, self._seal, 1, 0)
-        link.fill(self._seal.places(row, beside))
-        fault = self._seal.open(key, row, beside)
-        return None if fault is None else self._faulty(index, key, fault)
+        beside = beside_of(link, self._seal.opening_bytes(length))
+        link.fill(self._seal.places(row, beside, length))
+        fault = self._seal.open(key, row, beside, length)
+        if fault is not None:
+            return self._faulty(index, key, fault)
+        self.coded.append(length < self._seal.sealed_bytes)
+        return None
 
     def refused(self, index: int, refusal: Refused) -> api.Outcome:
         key = self._reads[index].key
@@ -342,9 +350,10 @@ class StoreWork(Work[api.Outcome]):
     def ask(self, link: Link, index: int, turn: int) -> list[Buffer]:
         key, row = self._writes[index]
         name = self.names[index]
-        head = b"%b$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (self._head, len(name), name, self._seal.sealed_bytes)
-        beside = beside_of(link, self._seal, self.gulp, turn)
-        return [head, *self._seal.close(key, row, beside), self._tail]
+        beside = beside_of(link, self._seal.closing_bytes, self.gulp, turn)
+        value = self._seal.close(key, row, beside, self._seal.code_until())
+        length = sum(part.nbytes for part in value)
+        return [b"%b$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (self._head, len(name), name, length), *value, self._tail]
 
     def read(self, link: Link, index: int) -> api.Outcome:  # noqa: ARG002
         if (head := link.head()) != OK:
@@ -459,11 +468,11 @@ def _read_asking(link: Link) -> Refused | None:
     return None
 
 
-def beside_of(link: Link, seal: api.Seal, count: int, turn: int) -> memoryview:
-    """Return one of `count` buffers for a seal's calls. The link keeps them for later calls."""
-    if len(link.memory) < seal.beside_bytes * count:
-        link.memory = bytearray(seal.beside_bytes * count)
-    return memoryview(link.memory)[seal.beside_bytes * turn : seal.beside_bytes * (turn + 1)]
+def beside_of(link: Link, size: int, count: int = 1, turn: int = 0) -> memoryview:
+    """Return one of `count` buffers of this size for a seal's calls. The link keeps them for later calls."""
+    if len(link.memory) < size * count:
+        link.memory = bytearray(size * count)
+    return memoryview(link.memory)[size * turn : size * (turn + 1)]
 
 
 def target_of(refusal: Refused, asked: Address) -> Address:

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 import msgspec
 
 from kvtier import settings
-from kvtier.backend import SealOptions
+from kvtier.backend.codec import CodecOptions
 from kvtier.backend.remote import PORT_MAX, Prefix, Text
 from kvtier.errors import ConfigError
 
@@ -53,7 +53,7 @@ def told_address(host: str, port: str) -> Address | None:
     return Address(host, int(port)) if is_port and host != "?" and _is_host(host) else None
 
 
-class RedisOptions(SealOptions, frozen=True, kw_only=True):
+class RedisOptions(CodecOptions, frozen=True, kw_only=True):
     """Servers and how they are used. The servers' own configuration decides their capacity and their eviction."""
 
     meant: ClassVar[Mapping[str, str]] = {
