@@ -29,7 +29,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 HERE = Path(__file__).parent
 OUTSIDE = frozenset(
-    {"browser", "docs", "frozen", "gpu", "kvcache", "monitoring", "vllm"}
+    {"browser", "docs", "frozen", "gpu", "kvcache", "monitoring", "sglang", "vllm"}
 )  # Folders that `make test` does not read.
 NOT_OUTSIDE = "not outside"  # The marks that `make test` asks for.
 SCAN_S = 60.0  # For a start-up scan that must end: a machine under load may take its time.
