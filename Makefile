@@ -6,7 +6,7 @@ SHELL := bash
 MAKEFLAGS += --no-builtin-rules
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-vllm check docs dist bench simulate crash clean
+.PHONY: help setup demo test test-all test-sglang test-vllm check docs dist bench simulate crash clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -52,6 +52,9 @@ test-all: test  ## run `test`, then the tests with processes, kills, mounts, pac
 
 test-vllm:  ## run the tests inside vLLM, in .venv-vllm
 	tests/vllm/run
+
+test-sglang:  ## run the tests with SGLang's host pools and controller, in .venv-sglang
+	KVTIER_SGLANG_PAGES=30000 tests/sglang/run
 
 check: $(INSTALLED)  ## check style, formatting, the direction of imports, and types
 	$(BIN)/ruff check
