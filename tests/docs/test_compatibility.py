@@ -5,6 +5,8 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "reference" / "compatibility.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -17,9 +19,9 @@ def rows(heading):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if not line.endswith("shows it |")]
 
 
-def known_to_vllms_door():
-    """Return the versions of vLLM that kvtier knows, without vLLM."""
-    module = ast.parse((ROOT / "kvtier" / "integrations" / "vllm" / "__init__.py").read_text())
+def known_to_the_door_of(engine):
+    """Return the versions of an LLM engine that kvtier knows, without that engine."""
+    module = ast.parse((ROOT / "kvtier" / "integrations" / engine.lower() / "__init__.py").read_text())
     (known,) = (
         node.value
         for node in module.body
@@ -28,9 +30,11 @@ def known_to_vllms_door():
     return ast.literal_eval(known)
 
 
-def test_the_versions_of_vllm_are_those_that_kvtier_knows():
-    assert [version for version, word, _ in rows("vLLM") if re.match(r"\d", version)] == list(known_to_vllms_door())
-    assert ["any other", "refused"] in [row[:2] for row in rows("vLLM")]
+@pytest.mark.parametrize("engine", ["vLLM", "SGLang"])
+def test_the_versions_of_an_llm_engine_are_those_that_kvtier_knows(engine):
+    known = known_to_the_door_of(engine)
+    assert [version for version, word, _ in rows(engine) if re.match(r"\d", version)] == list(known)
+    assert ["any other", "refused"] in [row[:2] for row in rows(engine)]
 
 
 def test_the_oldest_python_is_that_of_the_package():
@@ -47,7 +51,7 @@ def test_the_oldest_torch_is_that_of_the_extra():
 def test_each_row_says_how_much_is_known_and_what_shows_it():
     tables = re.findall(r"^\|(?!-)(.*)\|$", PAGE, re.MULTILINE)
     assert all(len(row.split("|")) in (2, 3, 4) for row in tables)
-    for heading in ("Operating system and processor", "Python", "vLLM", "torch and CUDA", "File systems"):
+    for heading in ("Operating system and processor", "Python", "vLLM", "SGLang", "torch and CUDA", "File systems"):
         for row in rows(heading):
             assert row[1].startswith(WORDS), row
             assert row[1] != "tried" or row[2], row

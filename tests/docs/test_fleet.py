@@ -20,7 +20,7 @@ from kvtier.settings.fields import struct_fields
 from tests.docs import fleet
 from tests.docs.fleet import COMPOSE, ENGINES, FLEET, MANIFESTS, NODE, NODES_ENGINE, PAGE, ROOT
 from tests.docs.tables import built
-from tests.docs.test_compatibility import known_to_vllms_door
+from tests.docs.test_compatibility import known_to_the_door_of
 from tests.engine.kit import at_rest, found, put
 from tests.redis.servers import RedisServer
 
@@ -206,7 +206,7 @@ def test_nothing_secret_stands_in_the_examples():
 
 def test_images_are_made_of_a_version_that_kvtier_knows_and_of_files_that_are_there():
     (given,) = re.findall(r"^FROM vllm/vllm-openai:v([\d.]+)$", (FLEET / "engine.Dockerfile").read_text(), re.MULTILINE)
-    assert given.rpartition(".")[0] in known_to_vllms_door()
+    assert given.rpartition(".")[0] in known_to_the_door_of("vLLM")
     examples = "".join(one.read_text() for one in (*COMPOSE, *MANIFESTS))
     for path in DOCKERFILES:
         text = path.read_text()
