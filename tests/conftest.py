@@ -10,9 +10,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -41,7 +39,7 @@ class Fence:
 
     closed = False
 
-    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
+    def __call__(self, event, arguments):
         if event in STARTS and self.closed:
             pytest.fail(f"This test starts a process ({event}): ask for the fixture `outside`.")
 
@@ -49,7 +47,7 @@ class Fence:
 FENCE = Fence()
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     config.addinivalue_line("markers", "virtual_time: run the test on a VirtualTimeLoop, where sleeping takes no time.")
     config.addinivalue_line("markers", "outside: left to `make test-all`; follows from a test's fixtures and folder.")
     config.addinivalue_line("markers", "traces: left to `tests/traces/run`; follows from a test's fixtures.")
@@ -58,14 +56,14 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+def pytest_ignore_collect(collection_path, config):
     """Skip folders whose tests are all outside, where none of them is asked for: their imports take seconds."""
     inner = config.getoption("markexpr") == NOT_OUTSIDE
     return True if inner and collection_path.parent == HERE and collection_path.name in OUTSIDE else None
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[None]:
+def pytest_collection():
     """Collect tests without the garbage collector, and exempt modules and tests from it.
 
     Many tests collect garbage to see what is left. With modules and tests, each collection would take 0.3 s.
@@ -79,7 +77,7 @@ def pytest_collection() -> Iterator[None]:
         gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     for item in items:
         if isinstance(item, pytest.Function) and _is_outside(item):
             item.add_marker("outside")
@@ -87,7 +85,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker("traces")
 
 
-def _is_outside(item: pytest.Function) -> bool:
+def _is_outside(item):
     if item.path.relative_to(HERE).parts[0] in OUTSIDE:
         return True
     runs_elsewhere = hasattr(item, "callspec") and item.callspec.params.get("runner") == "process"
@@ -95,7 +93,7 @@ def _is_outside(item: pytest.Function) -> bool:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_protocol(item):
     FENCE.closed = item.get_closest_marker("outside") is None
     try:
         return (yield)
@@ -104,7 +102,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def patient() -> Iterator[None]:
+def patient():
     """Let calls of a file tier wait for its start-up scan to end, instead of half a second.
 
     The answer of a call that stops waiting would be chance. A test whose scan hangs calls `hurry`.
@@ -117,10 +115,10 @@ def patient() -> Iterator[None]:
 
 
 @pytest.fixture
-def hurry(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+def hurry(monkeypatch):
     """Return a function after which no call waits for a file tier's start-up scan."""
 
-    def hurry() -> None:
+    def hurry():
         for layout in ("files", "segments"):
             monkeypatch.setattr(f"kvtier_backends.fs.{layout}.layout.SCAN_PATIENCE_S", 0.0)
         monkeypatch.setattr("kvtier_backends.fs.files.layout.SMALL_PATIENCE_S", 0.0)
@@ -129,16 +127,31 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 @pytest.fixture(scope="session")
-def outside() -> None:
+def outside():
     """Let a test start processes or mount a file system; `make test-all` runs it."""
 
 
 @pytest.fixture(scope="session")
-def thorough() -> None:
+def thorough():
     """Let a test take seconds, because its promise needs many turns; `make test-all` runs it."""
 
 
-def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+def pytest_asyncio_loop_factories(item):
     if item.get_closest_marker("virtual_time"):
         return {"virtual": VirtualTimeLoop}
     return {"real": asyncio.new_event_loop}
+
+
+@pytest.fixture
+def distribution(tmp_path, monkeypatch):
+    """Return a function that installs a distribution with entry points of a group of kvtier's."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def install(name, points, group="backends"):
+        folder = tmp_path / f"{name.replace('-', '_')}-1.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        lines = "\n".join(f"{point} = {value}" for point, value in points.items())
+        (folder / "entry_points.txt").write_text(f"[kvtier.{group}]\n{lines}\n")
+
+    return install

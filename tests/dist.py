@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -38,7 +37,7 @@ class Trial(NamedTuple):
     python: str
     archive: Path
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"Python {self.version}, {self.archive.name}"
 
 
@@ -46,7 +45,7 @@ class Failed(Exception):
     """A command of a trial has failed."""
 
 
-def main(dist: Path) -> int:
+def main(dist):
     archives = [*dist.glob("*.tar.gz"), *dist.glob("*.whl")]
     wanted = supported()
     found = pythons(wanted)
@@ -63,14 +62,13 @@ def main(dist: Path) -> int:
         return max(pool.map(reported, trials))
 
 
-def supported() -> list[str]:
-    """Return the versions of Python that the package supports."""
+def supported():
     return [found[1] for one in PROJECT["classifiers"] if (found := re.search(r":: (3\.\d+)$", one))]
 
 
-def pythons(wanted: Sequence[str]) -> dict[str, str]:
+def pythons(wanted):
     """Return a Python that runs for each of these versions."""
-    found: dict[str, str] = {}
+    found = {}
     for version in wanted:
         for name in candidates(version):
             if runs(name) == version:
@@ -79,8 +77,7 @@ def pythons(wanted: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def candidates(version: str) -> Iterator[str]:
-    """Yield Pythons of a version: on the path, of pyenv, of uv."""
+def candidates(version):
     for folder in os.get_exec_path():
         if (named := shutil.which(f"python{version}", path=folder)) is not None:
             yield named
@@ -89,7 +86,7 @@ def candidates(version: str) -> Iterator[str]:
         yield from (f"{one}/bin/python3" for one in sorted(Path(folder).glob(pattern.format(version)), reverse=True))
 
 
-def runs(python: str) -> str:
+def runs(python):
     """Return a Python's version if it runs and makes environments: version managers leave names that do not."""
     try:
         done = subprocess.run([python, "-I", "-c", RUNS], capture_output=True, text=True, check=False)
@@ -98,7 +95,7 @@ def runs(python: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def reported(trial: Trial) -> int:
+def reported(trial):
     with tempfile.TemporaryDirectory(prefix="kvtier-dist-") as folder:
         try:
             tried(trial, Path(folder))
@@ -109,7 +106,7 @@ def reported(trial: Trial) -> int:
     return 0
 
 
-def tried(trial: Trial, folder: Path) -> None:
+def tried(trial, folder):
     """Install an archive in an empty environment, and follow the README there."""
     environment, elsewhere = folder / "environment", folder / "elsewhere"
     elsewhere.mkdir()
@@ -136,7 +133,7 @@ def tried(trial: Trial, folder: Path) -> None:
     expect(not plot or (elsewhere / "replay.png").read_bytes().startswith(PNG), "replay.png is not a picture")
 
 
-def run(command: Sequence[str], folder: Path) -> str:
+def run(command, folder):
     """Run a command that cannot import from the checkout; return what it printed."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
     done = subprocess.run(command, cwd=folder, env=kept, capture_output=True, text=True, check=False)
@@ -144,7 +141,7 @@ def run(command: Sequence[str], folder: Path) -> str:
     return done.stdout
 
 
-def expect(true: bool, otherwise: str) -> None:
+def expect(true, otherwise):
     if not true:
         raise Failed(otherwise)
 

@@ -14,7 +14,7 @@ os.environ.update([RUN.split("=")])
 _numbers = itertools.count()
 
 
-def is_ours(pid: int) -> bool:
+def is_ours(pid):
     """Return True if the id is that of this process or of a descendant that is still running."""
     if pid == os.getpid():
         return True
@@ -25,23 +25,23 @@ def is_ours(pid: int) -> bool:
         return False
 
 
-def processes() -> list[int]:
+def processes():
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
-def new_shared_memory() -> str:
+def new_shared_memory():
     """Return the path of a new file in shared memory. It has the worker's name, so no other worker counts it."""
     return f"/dev/shm/kvtier-test-{WORKER}-{next(_numbers)}"
 
 
-def shared_memory(*words: str) -> set[str]:
+def shared_memory(*words):
     """Return the files in shared memory with one of these words in their names, except those that other runs mapped."""
     named = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if any(word in name for word in words)}
     return named - _mapped_by_others() if named else set()
 
 
-def _mapped_by_others() -> set[str]:
-    found: set[str] = set()
+def _mapped_by_others():
+    found = set()
     for pid in processes():
         try:
             with open(f"/proc/{pid}/maps") as file:

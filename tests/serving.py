@@ -1,13 +1,12 @@
 """Metrics over HTTP, for tests that read them as Prometheus does."""
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import start_http_server
 
 
 @contextmanager
-def served(registry: CollectorRegistry) -> Iterator[int]:
+def served(registry):
     """Serve a registry on a free port, as an engine's owner does."""
     server, thread = start_http_server(0, addr="127.0.0.1", registry=registry)
     try:

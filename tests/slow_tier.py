@@ -53,12 +53,10 @@ class SlowTier(Wrapper[SlowOptions]):
 
 
 def slow(inner: dict[str, Any], speed: Path) -> dict[str, Any]:
-    """Return the configuration of a tier whose speed is in a file."""
     return {"type": "tests.slow_tier:SlowTier", "inner": inner, "speed": str(speed)}
 
 
 def slow_fs(root: Path, speed: Path) -> dict[str, Any]:
-    """Return the configuration of an fs tier whose speed is in a file."""
     return slow({"type": "fs", "root": str(root)}, speed)
 
 

@@ -1,5 +1,3 @@
-"""Importing kvtier: the modules that are loaded, and those that are not."""
-
 import ast
 import importlib
 import inspect
@@ -7,7 +5,6 @@ import os
 import pkgutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +13,7 @@ import kvtier
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
-def modules_after(statements: str) -> set[str]:
+def modules_after(statements):
     """Return what an interpreter has loaded after running the statements, beyond what it had before."""
     program = f"import sys; before = set(sys.modules)\n{statements}\nprint(*set(sys.modules) - before)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((ROOT, os.path.join(ROOT, "backends")))}
@@ -24,31 +21,31 @@ def modules_after(statements: str) -> set[str]:
     return set(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.split())
 
 
-def loaded_of(packages: set[str], modules: set[str]) -> set[str]:
+def loaded_of(packages, modules):
     return packages & {module.partition(".")[0] for module in modules}
 
 
 @pytest.mark.usefixtures("outside")
-def test_importing_kvtier_loads_nothing_else() -> None:
+def test_importing_kvtier_loads_nothing_else():
     assert modules_after("import kvtier") == {"kvtier"}
 
 
 @pytest.mark.usefixtures("outside")
-def test_using_every_public_name_loads_neither_torch_nor_a_backend() -> None:
+def test_using_every_public_name_loads_neither_torch_nor_a_backend():
     modules = modules_after("import kvtier\nfor name in kvtier.__all__: getattr(kvtier, name)")
     assert "kvtier.engine.manager" in modules
     assert loaded_of({"torch", "kvtier_backends", "rich", "typer", "matplotlib", "pytest"}, modules) == set()
 
 
 @pytest.mark.usefixtures("outside")
-def test_a_runners_process_loads_neither_torch_nor_what_is_for_people() -> None:
+def test_a_runners_process_loads_neither_torch_nor_what_is_for_people():
     modules = modules_after("import kvtier.runner.child")
     assert loaded_of({"torch", "numpy", "rich", "typer", "matplotlib", "pytest", "multiprocessing"}, modules) == set()
 
 
 @pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize("backend", ["dummy", "fs"])
-def test_a_backend_loads_no_torch(backend: str) -> None:
+def test_a_backend_loads_no_torch(backend):
     assert loaded_of({"torch"}, modules_after(f"import kvtier_backends.{backend}")) == set()
 
 
@@ -61,14 +58,14 @@ COMMANDS = {
 }
 
 
-def without_torch(program: str, *args: str) -> "subprocess.CompletedProcess[str]":
+def without_torch(program, *args):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((ROOT, os.path.join(ROOT, "backends")))}
     command = [sys.executable, "-P", "-c", BLOCK_TORCH + program, *args]
     return subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
 
 
 @pytest.mark.usefixtures("outside")
-def test_every_module_that_touches_no_tensors_loads_without_torch() -> None:
+def test_every_module_that_touches_no_tensors_loads_without_torch():
     roots = (os.path.join(ROOT, "kvtier"), os.path.join(ROOT, "backends", "kvtier_backends"))
     names = [
         module.name
@@ -83,7 +80,7 @@ def test_every_module_that_touches_no_tensors_loads_without_torch() -> None:
 
 @pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize("module", ["kvtier.kvcache.layout", "kvtier.kvcache.transfer", "kvtier_backends.cpu"])
-def test_what_needs_torch_says_how_to_install_it(module: str) -> None:
+def test_what_needs_torch_says_how_to_install_it(module):
     ran = without_torch(f"import {module}")
     assert ran.returncode == 1
     assert ran.stderr.splitlines()[-1].endswith("needs torch; install it with: pip install 'kvtier[torch]'")
@@ -91,13 +88,13 @@ def test_what_needs_torch_says_how_to_install_it(module: str) -> None:
 
 @pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_runs_without_torch(name: str, tmp_path: Path) -> None:
+def test_a_command_runs_without_torch(name, tmp_path):
     args = COMMANDS[name].format(root=tmp_path).split()
     ran = without_torch("from kvtier.tools.cli import main; main()", *args)
     assert (ran.returncode, ran.stdout != "") == (0, True), ran.stderr
 
 
-def test_every_public_name_is_what_its_module_says() -> None:
+def test_every_public_name_is_what_its_module_says():
     tree = ast.parse(inspect.getsource(kvtier))
     checked = {
         (statement.module, alias.name)

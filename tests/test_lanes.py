@@ -1,10 +1,7 @@
-"""The lanes: tests that stay in one process, tests that leave it, and studies of real traces."""
-
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,24 +12,22 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("start", [lambda: subprocess.Popen(["true"]), os.fork], ids=["Popen", "fork"])
-def test_a_test_of_the_inner_lane_that_starts_a_process_fails_and_is_told_what_to_ask_for(
-    start: Callable[[], object],
-) -> None:
+def test_a_test_of_the_inner_lane_that_starts_a_process_fails_and_is_told_what_to_ask_for(start):
     with pytest.raises(pytest.fail.Exception, match=r"starts a process .* ask for the fixture `outside`"):
         start()
 
 
 @pytest.mark.parametrize("runner", ["inline", "process"])
-def test_a_runner_in_its_own_process_is_outside(request: pytest.FixtureRequest, runner: str) -> None:
+def test_a_runner_in_its_own_process_is_outside(request, runner):
     assert (request.node.get_closest_marker("outside") is not None) == (runner == "process")
 
 
-def test_the_inner_lane_imports_no_torch(outside: None) -> None:
+def test_the_inner_lane_imports_no_torch(outside):
     told = run_pytest("--collect-only", "-q", "-m", NOT_OUTSIDE, "-p", "tests.torch_watch")
     assert "torch is imported by" not in told
 
 
-def run_pytest(*options: str) -> str:
+def run_pytest(*options):
     """Run pytest in another process, which must succeed; return what it prints."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
     done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
@@ -40,8 +35,8 @@ def run_pytest(*options: str) -> str:
     return done.stdout
 
 
-def test_each_test_of_real_traces_is_in_one_lane(outside: None) -> None:
-    def chosen(marks: str) -> set[str]:
+def test_each_test_of_real_traces_is_in_one_lane(outside):
+    def chosen(marks):
         told = run_pytest("--collect-only", "-q", "-m", marks, "tests/tools/replay")
         return set(re.findall(r"^tests/.*::.*", told, re.MULTILINE))
 

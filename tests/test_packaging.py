@@ -16,8 +16,7 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
-def sdist(outside: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the source distribution, unpacked."""
+def sdist(outside, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sdist")
     build("sdist", ROOT, folder)
     (archive,) = folder.glob("*.tar.gz")
@@ -28,7 +27,7 @@ def sdist(outside: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(sdist, tmp_path_factory):
     """Return the wheel that the source distribution builds, unpacked as in site-packages."""
     folder = tmp_path_factory.mktemp("wheel")
     build("wheel", sdist, folder)
@@ -39,17 +38,17 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return site
 
 
-def build(target: str, source: Path, folder: Path) -> None:
+def build(target, source, folder):
     command = [sys.executable, "-m", "hatchling", "build", "--target", target, "--directory", str(folder)]
     built = subprocess.run(command, cwd=source, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
 
 
-def modules_below(folder: Path) -> set[str]:
+def modules_below(folder):
     return {str(path.relative_to(folder)) for path in folder.rglob("*.py")}
 
 
-def test_the_wheel_holds_the_engine_and_its_tiers_typed_and_with_their_licence_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_holds_the_engine_and_its_tiers_typed_and_with_their_licence_and_nothing_else(wheel):
     (information,) = wheel.glob("*.dist-info")
     assert {path.name for path in wheel.iterdir()} == {"kvtier", "kvtier_backends", information.name}
     assert modules_below(wheel / "kvtier") == modules_below(ROOT / "kvtier")
@@ -62,7 +61,7 @@ def test_the_wheel_holds_the_engine_and_its_tiers_typed_and_with_their_licence_a
     assert "Apache License" in licence.read_text()
 
 
-def test_the_source_distribution_brings_no_tests_and_no_workspace(sdist: Path) -> None:
+def test_the_source_distribution_brings_no_tests_and_no_workspace(sdist):
     assert {path.name for path in sdist.iterdir()} == {
         ".gitignore",  # hatchling adds it, so that an sdist builds the same wheel as a checkout.
         ".hatch.py",
@@ -77,7 +76,7 @@ def test_the_source_distribution_brings_no_tests_and_no_workspace(sdist: Path) -
     }
 
 
-def test_every_version_says_the_same(wheel: Path) -> None:
+def test_every_version_says_the_same(wheel):
     (information,) = wheel.glob("*.dist-info")
     version = information.name.removeprefix("kvtier-").removesuffix(".dist-info")
     newest = re.findall(r"^## \[([\d.]+)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
@@ -87,7 +86,7 @@ def test_every_version_says_the_same(wheel: Path) -> None:
     assert images == {version}
 
 
-def test_the_metadata_says_whose_it_is_and_where_it_lives(wheel: Path) -> None:
+def test_the_metadata_says_whose_it_is_and_where_it_lives(wheel):
     (metadata,) = wheel.glob("*.dist-info/METADATA")
     head, _, description = metadata.read_text().partition("\n\n")
     for line in ("License-Expression: Apache-2.0", "Author: The kvtier authors", "Requires-Python: >=3.11"):

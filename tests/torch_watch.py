@@ -2,16 +2,14 @@
 
 import sys
 
-import pytest
-
-_found: list[str] = []
+_found = []
 
 
-def pytest_collectreport(report: pytest.CollectReport) -> None:
+def pytest_collectreport(report):
     if "torch" in sys.modules and not _found:
         _found.append(report.nodeid)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter):
     for name in _found:
         terminalreporter.write_line(f"torch is imported by {name}")

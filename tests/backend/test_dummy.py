@@ -88,8 +88,6 @@ TIMES = {
 
 @pytest.mark.virtual_time
 class TestTime:
-    """A device's time, to the bit."""
-
     @pytest.mark.parametrize(("options", "seconds"), TIMES.values(), ids=TIMES)
     async def test_eight_chunks_take_the_time_of_the_device(self, lender, options, seconds):
         await lender.keep(dummy(**options), keys_of(8))

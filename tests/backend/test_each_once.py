@@ -1,6 +1,6 @@
 """A key that comes twice in a batch is moved once, and every place of it is answered."""
 
-from kvtier.backend import ChunkMissing, OffloadKey, Read, Write, load_each_once, store_each_once
+from kvtier.backend import ChunkMissing, Read, Write, load_each_once, store_each_once
 from kvtier.testing.conformance import key_of
 
 ONE, TWO, GONE = key_of(1), key_of(2), key_of(3)
@@ -10,8 +10,8 @@ class Service:
     """Fills one buffer of each key, as some do, and takes the first of two that are stored."""
 
     def __init__(self):
-        self.held: dict[OffloadKey, bytes] = {ONE: b"1111", TWO: b"2222"}
-        self.asked: list[OffloadKey] = []
+        self.held = {ONE: b"1111", TWO: b"2222"}
+        self.asked = []
 
     async def load(self, reads):
         self.asked += [read.key for read in reads]
@@ -46,7 +46,7 @@ async def test_a_key_that_comes_again_is_stored_once_from_its_last_place():
 
 
 async def test_a_batch_of_different_keys_is_passed_on_as_it_is():
-    seen: list[object] = []
+    seen = []
 
     async def call(batch):
         seen.append(batch)

@@ -12,8 +12,7 @@ import aiofiles
 import aiofiles.os
 import pytest
 
-from kvtier.backend.contract import Abandoned
-from kvtier.backend.lending import Calls, Lanes, in_task, in_thread, in_threads
+from kvtier.backend import Abandoned, Calls, Lanes, in_task, in_thread, in_threads
 from kvtier.errors import BackendClosed, BackendUnavailable
 
 DEADLINE_S = 20.0  # For what happens at once; only a broken promise reaches it.
@@ -150,7 +149,7 @@ async def test_a_task_cancelled_before_its_first_step_calls_nothing(gate):
 
 async def test_a_cancelled_whole_waits_for_the_part_that_runs_and_drops_the_part_that_waits(gate):
     lanes = Lanes(1, "test")
-    ran: list[int] = []
+    ran = []
     whole = asyncio.create_task(in_threads(lanes, [gate, lambda: ran.append(2)]))
     await gate.wait_entered()
     whole.cancel()
@@ -239,7 +238,7 @@ async def test_closing_drops_calls_behind_a_hung_one(gate):
     lanes = Lanes(1, "test")
     hung = asyncio.create_task(in_thread(lanes, gate))
     await gate.wait_entered()
-    ran: list[int] = []
+    ran = []
     waiting = asyncio.create_task(in_thread(lanes, ran.append, 1))
     through_aiofiles = asyncio.create_task(aiofiles.os.wrap(ran.append)(2, executor=lanes))
     await turns()

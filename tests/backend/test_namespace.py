@@ -2,7 +2,7 @@ import hashlib
 import itertools
 import json
 import os.path
-from typing import Any
+import struct
 
 import msgspec
 import numpy as np
@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier.backend import namespace as names
 from kvtier.backend.namespace import NAMINGS, FileMapper, Group, Namespace, OffloadKey, make_offload_key, read_folder
 from kvtier.errors import ConfigError
 from kvtier.settings import decode
@@ -272,7 +273,7 @@ def test_weights_and_adapters_have_names_of_their_own_and_none_without_them():
     assert (len({folder(**kind) for kind in kinds}), folder()) == (len(kinds), "default_e58d9229ebb8")
 
 
-REFUSALS: list[tuple[Namespace, dict[str, Any], str]] = [
+REFUSALS = [
     (QWEN, {"parallel_agnostic": False}, "not asked for"),
     (QWEN, {"is_parallelism_agnostic": False}, "the LLM engine reports"),
     (QWEN, {"pcp_size": 2}, "context parallelism"),
@@ -360,7 +361,7 @@ def test_the_gate_opens_exactly_where_rows_are_the_same_at_every_size(layout, bl
     assert FileMapper(namespace).parallel_agnostic == alike
 
 
-DIFFERENCES: list[dict[str, Any]] = [
+DIFFERENCES = [
     *({name: "other"} for name in ["model_name", "dtype", "inference_engine", "canonical_format", "weights_revision"]),
     *({name: 2} for name in ["tokens_per_hash", "blocks_per_chunk", "pp_size", "pcp_size", "dcp_size"]),
     *({"adapter": "lora"}, {"weights_revision": "main"}, {"replicated_layout": True}),
@@ -399,3 +400,20 @@ def test_only_one_workers_rows_go_by_vllms_names_where_that_is_asked_for(fact):
     mapper = FileMapper(Namespace(model_name="m", kv_cache_groups=(Group(),), **VLLMS_NAMES | fact))
     assert mapper.parallel_agnostic == (not fact)
     assert ("parallel_agnostic" in json.loads(mapper.config_bytes)) == bool(fact)
+
+
+@given(digest=st.binary(max_size=64), group=st.integers(0, 2**32 - 1))
+def test_a_key_is_the_hash_followed_by_four_big_endian_bytes(digest, group):
+    key = make_offload_key(digest, group)
+    assert key == digest + struct.pack(">I", group)
+    assert (names.chunk_hash(key), names.group_index(key)) == (digest, group)
+
+
+def test_a_key_without_a_group_belongs_to_the_first_one():
+    assert make_offload_key(b"hash") == b"hash\0\0\0\0"
+
+
+@pytest.mark.parametrize("group", [-1, 2**32])
+def test_a_group_that_does_not_fit_is_refused(group):
+    with pytest.raises(OverflowError):
+        make_offload_key(b"hash", group)

@@ -1,5 +1,4 @@
 import itertools
-from typing import Any
 
 import msgspec
 import pytest
@@ -38,22 +37,6 @@ def module(tmp_path, monkeypatch):
     def install(source):
         name = f"kvtier_test_module_{next(numbers)}"
         (tmp_path / f"{name}.py").write_text(source)
-        return name
-
-    return install
-
-
-@pytest.fixture
-def distribution(tmp_path, monkeypatch):
-    """Install a distribution with entry points of ours."""
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def install(name, points):
-        folder = tmp_path / f"{name.replace('-', '_')}-1.0.dist-info"
-        folder.mkdir()
-        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        lines = "\n".join(f"{point} = {value}" for point, value in points.items())
-        (folder / "entry_points.txt").write_text(f"[kvtier.backends]\n{lines}\n")
         return name
 
     return install
@@ -151,7 +134,7 @@ def test_a_bug_in_a_module_comes_out_as_it_is(module, source, kind):
         backend_class(f"{module(source)}:Tier")
 
 
-NOT_WHOLE: list[tuple[str, Any]] = [
+NOT_WHOLE = [
     ("Nothing", f"module {HERE!r} has no 'Nothing'"),
     ("Shelf.Nothing", f"module {HERE!r} has no 'Shelf.Nothing'"),
     ("Shelf", "is no subclass of kvtier.backend.Backend"),

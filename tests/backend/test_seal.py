@@ -32,7 +32,6 @@ def _with_keys(monkeypatch, *secrets, fingerprint=FINGERPRINT):
 
 
 def _closed(seal, key, version=0):
-    """Return what goes out for a key's chunk."""
     row, beside = memoryview(bytearray(chunk(key, version, ROW_BYTES))), memoryview(bytearray(seal.beside_bytes))
     closed = bytearray(b"".join(seal.close(key, row, beside)))
     assert row == chunk(key, version, ROW_BYTES), "the row is lent"
@@ -40,7 +39,6 @@ def _closed(seal, key, version=0):
 
 
 def _opened(seal, key, sealed):
-    """Return the row, or what is wrong with it."""
     row, beside = memoryview(bytearray(ROW_BYTES)), memoryview(bytearray(seal.beside_bytes))
     for place in seal.places(row, beside):
         place[:], sealed = sealed[: len(place)], sealed[len(place) :]

@@ -42,7 +42,7 @@ async def test_slots_are_page_aligned_apart_and_used_again():
 @pytest.mark.parametrize("error", [ZeroDivisionError, asyncio.CancelledError])
 async def test_a_block_that_fails_or_is_cancelled_has_retired_its_slots(error):
     staging = Staging("0:tested", 4_096, 2, retired_max=4)
-    used: set[int] = set()
+    used = set()
 
     async def transfer():
         async with staging.lend(2) as slots:
@@ -78,7 +78,7 @@ async def test_a_waiter_fails_when_no_slot_can_come():
 
 async def test_slots_are_lent_first_come_first_served():
     staging = Staging("0:tested", 4_096, 3, retired_max=0)
-    served: list[int] = []
+    served = []
 
     async def use(count):
         async with staging.lend(count):

@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from tests.benchmarks.hot import CALIBRATION, CASES
 
@@ -48,7 +47,6 @@ def run_marked(names):
 
 
 def instructions(names, valgrind):
-    """Count the instructions of one call of each case."""
     with tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/callgrind"
         command = [
@@ -82,7 +80,6 @@ def multiples(costs):
 
 
 def report(costs, baseline):
-    """Print the costs; return True if none is too far above its baseline."""
     slower = 0
     for name, cost in costs.items():
         if name == CALIBRATION:
@@ -103,12 +100,12 @@ def _total(part):
 
 
 def stored(version):
-    found: dict[str, Any] = json.loads(BASELINE.read_text())
+    found = json.loads(BASELINE.read_text())
     return found.get("instructions", {}).get(version)
 
 
 def store(version, costs):
-    whole: dict[str, Any] = json.loads(BASELINE.read_text())
+    whole = json.loads(BASELINE.read_text())
     rounded = {name: round(cost, 4) for name, cost in costs.items() if name != CALIBRATION}
     whole["instructions"][version] = dict(sorted({**(stored(version) or {}), **rounded}.items()))
     BASELINE.write_text(json.dumps(whole, indent=1, sort_keys=True) + "\n")

@@ -1,6 +1,6 @@
 """kvtier beside vLLM's own tiering, in the real engine: the same worker, the same prompts, by turns in one process.
 
-    .venv-vllm/bin/python -m tests.benchmarks.engine_beside_vllm [--rounds 5] [--json FILE]
+    .venv-vllm/bin/python -m tests.benchmarks.engine_beside_vllm [--rounds 5]
 
 Each engine serves, four requests at a time, prompts of 1,000 tokens that are all new; all in host memory; all on disk
 only; and a mixture of these. A CPU plays the GPU's part, with a tiny model, so that what is around it weighs as much as
@@ -17,7 +17,6 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 os.environ.update(
     {
@@ -32,9 +31,6 @@ os.environ.update(
     | os.environ  # Its test runs where they are set.
 )
 
-from rich.console import Console
-from rich.table import Table
-
 from tests.vllm.engines import Engine, fill, kvtier, prompts, sampling
 from tests.vllm.models import llama
 from tests.vllm.vllm_tiering import vllm_tiering
@@ -44,52 +40,19 @@ EACH = 16  # Prompts of a mix.
 GPU_BLOCKS = 160  # Room for the requests that run, and little more.
 MIXES = ("cold", "cpu", "fs", "mixed")
 TIMED = (
-    "on_new_request",
-    "on_request_finished",
-    "lookup",
-    "get_load_source",
-    "prepare_load",
-    "complete_load",
-    "touch",
-    "prepare_store",
-    "complete_store",
-    "on_schedule_end",
-    "has_pending_work",
-    "take_events",
-    "get_stats",
+    "on_new_request on_request_finished lookup get_load_source prepare_load complete_load touch prepare_store"
+    " complete_store on_schedule_end has_pending_work take_events get_stats"
 )
-FIGURES = {  # Whether more is better.
-    "requests_per_s": True,
-    "ttft_s_p50": False,
-    "ttft_s_p99": False,
-    "manager_s_per_step_p50": False,
-    "manager_s_per_step_p99": False,
-    "manager_cpu_s_per_step_p50": False,
-    "manager_cpu_s_per_step_p99": False,
-    "cached_tokens": True,
-}
-
-
-class Served(NamedTuple):
-    """What serving one mix of prompts took."""
-
-    requests_per_s: float
-    ttft_s_p50: float
-    ttft_s_p99: float
-    manager_s_per_step_p50: float
-    manager_s_per_step_p99: float
-    manager_cpu_s_per_step_p50: float  # Of the scheduler's thread: what others took of its core is not in it.
-    manager_cpu_s_per_step_p99: float
-    cached_tokens: int
+MORE_IS_BETTER = {"requests_per_s", "cached_tokens"}
 
 
 class Stopwatch:
     """Sums up, step by step, the time spent in a manager's methods, and the CPU time of it."""
 
     def __init__(self, manager):
-        self.steps: list[tuple[float, float]] = []
+        self.steps = []
         self._spent = self._cpu = 0.0
-        for name in TIMED:
+        for name in TIMED.split():
             setattr(manager, name, self._timed(getattr(manager, name)))
 
     def _timed(self, method):
@@ -111,20 +74,16 @@ class Stopwatch:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     load_before = os.getloadavg()[0]
-    rounds: dict[str, list[dict[str, Served]]] = {"kvtier": [], "vllm": []}
+    rounds = {"kvtier": [], "vllm": []}
     with tempfile.TemporaryDirectory() as folder:
         model = llama(Path(folder))
         for number in range(asked.rounds):
             sides = list(rounds)
             for side in sides if number % 2 == 0 else reversed(sides):  # Who begins has the colder machine.
                 rounds[side].append(one_round(side, model, Path(folder) / f"{side}-{number}", seed=number))
-    rows = list(compared(rounds))
-    show(rows, asked.rounds, load_before)
-    if asked.json:
-        asked.json.write_text(json.dumps({"rounds": asked.rounds, "load": load_before, "rows": rows}, indent=1))
+    print(json.dumps({"rounds": asked.rounds, "load": load_before, "rows": list(compared(rounds))}, indent=1))
 
 
 def one_round(side, model, disk, *, seed):
@@ -157,8 +116,8 @@ def serve(engine, watch, asked):
     """Answer the prompts, so many at once, and wait until nothing is under way; the wait is not counted."""
     llm_engine = engine.llm.llm_engine
     waiting = list(enumerate(asked))
-    begun: dict[str, float] = {}
-    first: dict[str, float] = {}
+    begun = {}
+    first = {}
     cached, running = 0, 0
     watch.steps.clear()
     start = time.perf_counter()
@@ -179,16 +138,12 @@ def serve(engine, watch, asked):
     spent, cpu = map(list, zip(*watch.steps, strict=True))
     engine.settle()
     waits = [first[name] - since for name, since in begun.items()]
-    return Served(
-        len(asked) / seconds,
-        statistics.median(waits),
-        quantile(waits, 0.99),
-        statistics.median(spent),
-        quantile(spent, 0.99),
-        statistics.median(cpu),
-        quantile(cpu, 0.99),
-        cached,
-    )
+    figures = {"ttft_s": waits, "manager_s_per_step": spent, "manager_cpu_s_per_step": cpu}  # CPU: of this thread.
+    return {"requests_per_s": len(asked) / seconds, "cached_tokens": cached} | {
+        f"{name}_p{percent}": quantile(values, percent / 100)
+        for name, values in figures.items()
+        for percent in (50, 99)
+    }
 
 
 def quantile(values, share):
@@ -198,33 +153,17 @@ def quantile(values, share):
 def compared(rounds):
     """Give a row for each mix and figure: both medians, and the median and extremes of the rounds' own ratios."""
     for mix in MIXES:
-        for figure, more in FIGURES.items():
-            ours, theirs = ([getattr(each[mix], figure) for each in rounds[side]] for side in ("kvtier", "vllm"))
-            ratios = [a / b if more else b / a for a, b in zip(ours, theirs, strict=True) if a and b]
+        for figure in rounds["kvtier"][0][mix]:
+            ours, theirs = ([each[mix][figure] for each in rounds[side]] for side in ("kvtier", "vllm"))
+            pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if a and b]
+            ratios = [a / b if figure in MORE_IS_BETTER else b / a for a, b in pairs]
             yield {
                 "mix": mix,
                 "figure": figure,
                 "kvtier": statistics.median(ours),
                 "vllm": statistics.median(theirs),
-                "better_by": statistics.median(ratios) if ratios else None,
-                "least": min(ratios, default=None),
-                "most": max(ratios, default=None),
+                "better_by": [of(ratios) for of in (statistics.median, min, max)] if ratios else None,
             }
-
-
-def show(rows, rounds, load):
-    table = Table(title=f"{rounds} rounds by turns, medians; load {load:.1f} at the start. Above 1: kvtier is better.")
-    for name in ("mix", "figure", "kvtier", "vllm", "better_by", "least", "most"):
-        table.add_column(name, justify="left" if name in ("mix", "figure") else "right")
-    for row in rows:
-        table.add_row(*map(cell, row.values()))
-    Console(width=120).print(table)
-
-
-def cell(value):
-    if value is None:
-        return ""
-    return value if isinstance(value, str) else f"{value:.4g}"
 
 
 if __name__ == "__main__":

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from kvtier.backend import Advice
-from kvtier.backend.namespace import FileMapper, Namespace, chunk_hash, group_index, make_offload_key
+from kvtier.backend import Advice, FileMapper, Namespace, chunk_hash, group_index, make_offload_key
 from kvtier.memory.region import Region
 from kvtier.policies import policy_class
 from kvtier.runner.messages import (
@@ -55,7 +54,7 @@ def calibration():
     names = [key.hex() for key in keys_of()]
 
     def work():
-        table: dict[str, int] = {}
+        table = {}
         for number, name in enumerate(names):
             table[name] = table.get(name[::-1], number)
         return sum(table.values())
@@ -79,8 +78,6 @@ def make_keys():
 
 
 class OwnSteps(Steps):
-    """Steps whose engine is closed with the last reference to a case."""
-
     def __del__(self):
         self.manager.close(0.0)
 
@@ -160,8 +157,11 @@ def touch(kept, keys):
 
 def evict_and_insert(kept, keys):
     gone = kept.evict(len(keys), lambda key: False)
-    assert gone is not None
     kept.insert(gone)
+
+
+def parts_of(keys):
+    return [keys[start : start + KEYS_A_REQUEST] for start in range(0, KEYS, KEYS_A_REQUEST)]
 
 
 def index_of(keys):
@@ -172,16 +172,13 @@ def index_of(keys):
 
 
 def index_stores():
-    keys = keys_of()
-    index = index_of(keys)
-    held = [FileEntry(key, 1 << 20, 1) for key in keys]
+    index = index_of(keys_of())
+    held = [FileEntry(key, 1 << 20, 1) for key in keys_of()]
     return lambda: [index.stored(chunk) for chunk in held]
 
 
 def index_uses():
-    keys = keys_of()
-    index = index_of(keys)
-    parts = [keys[start : start + KEYS_A_REQUEST] for start in range(0, KEYS, KEYS_A_REQUEST)]
+    index, parts = index_of(keys_of()), parts_of(keys_of())
     return lambda: [index.used(part) for part in parts]
 
 
@@ -200,29 +197,23 @@ def catalog_of(keys):
 
 
 def catalog_uses():
-    keys = keys_of()
-    catalog = catalog_of(keys)
-    parts = [keys[start : start + KEYS_A_REQUEST] for start in range(0, KEYS, KEYS_A_REQUEST)]
+    catalog, parts = catalog_of(keys_of()), parts_of(keys_of())
     return lambda: [catalog.index.use(part, 10_000) for part in parts]
 
 
 def catalog_ranks():
-    keys = keys_of(ROWS)
-    catalog = catalog_of(keys)
-    parts = [keys[start : start + KEYS_A_REQUEST] for start in range(0, KEYS, KEYS_A_REQUEST)]
+    catalog, parts = catalog_of(keys_of(ROWS)), parts_of(keys_of(ROWS))
     return lambda: [catalog.index.advise(Advice("rank", part), 10_000, 0) for part in parts]
 
 
 def catalog_evictions():
-    """Return stores of keys that are not there, each in place of another."""
     catalog = catalog_of(keys_of(ROWS))
     sets = [keys_of(KEYS, seed) for seed in range(2, 5 + ROWS // KEYS)]
 
     def work():
         keys = sets.pop(0)
         sets.append(keys)
-        for start in range(0, KEYS, KEYS_A_REQUEST):
-            part = keys[start : start + KEYS_A_REQUEST]
+        for part in parts_of(keys):
             first = catalog.next_sequences(len(part), 1)
             with catalog.in_use(part):
                 for place, slot in enumerate(catalog.evict(len(part), part)):
@@ -253,10 +244,10 @@ def row_views():
 
 
 def name(naming):
-    return each(FileMapper(Namespace(model_name="bench"), naming).name)  # type: ignore[arg-type]
+    return each(FileMapper(Namespace(model_name="bench"), naming).name)
 
 
-CASES: dict[str, Case] = {
+CASES = {
     CALIBRATION: Case(calibration),
     "make_offload_key": Case(make_keys),
     "group_index": Case(lambda: each(group_index)),

@@ -17,15 +17,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from kvtier.testing.virtual_time import VirtualTimeLoop
-from kvtier.tools.replay.simulate import (
-    KV_BYTES_PER_TOKEN,
-    DiskSpeed,
-    Servers,
-    arrivals_s,
-    model_engine,
-    modelled,
-    without_tiering_s,
-)
+from kvtier.tools.replay import simulate
 from kvtier.tools.replay.traces import Trace
 from tests.slow_tier import SLOWING
 
@@ -37,8 +29,6 @@ SLOW_AT_S, SLOW_FOR_S, SLOW_FACTOR = 200.0, 60.0, 20.0
 
 
 class Case(NamedTuple):
-    """One disk, and whether loads from it are weighed."""
-
     trace: str
     limit: int | None
     memory_bytes: int
@@ -48,8 +38,6 @@ class Case(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The figures of one replay."""
-
     hit_ratio: float
     p50: float  # Of the times to first token, as shares of those without tiering.
     p99: float
@@ -61,16 +49,16 @@ class Outcome(NamedTuple):
 
 
 def replay_of(case):
-    trace, servers = Trace(case.trace, limit=case.limit), Servers()
-    chunk_bytes = trace.block_tokens * KV_BYTES_PER_TOKEN
+    trace, servers = Trace(case.trace, limit=case.limit), simulate.Servers()
+    chunk_bytes = trace.block_tokens * simulate.KV_BYTES_PER_TOKEN
     load_bytes_per_s = int(case.gb_per_s * 1e9)
-    disk = DiskSpeed(load_bytes_per_s, int(load_bytes_per_s * STORE_SHARE), LATENCY_S, CONCURRENCY)
-    config = model_engine(chunk_bytes, case.memory_bytes, DISK_BYTES, disk)
+    disk = simulate.DiskSpeed(load_bytes_per_s, int(load_bytes_per_s * STORE_SHARE), LATENCY_S, CONCURRENCY)
+    config = simulate.model_engine(chunk_bytes, case.memory_bytes, DISK_BYTES, disk)
     (tier,) = config.secondary_tiers
     queue_bytes = max(chunk_bytes, int(QUEUE_S * disk.store_bytes_per_s))
     tier = replace(tier, limits=replace(tier.limits, store_bytes_in_flight=queue_bytes))
     config = replace(config, secondary_tiers=(tier,))
-    replay = modelled(trace, config, servers, disk, case.limit or 1, load_always=not case.weighed)
+    replay = simulate.modelled(trace, config, servers, disk, case.limit or 1, load_always=not case.weighed)
     if case.slow:
         (tier,) = replay.config.secondary_tiers
         slow = {"slow_at_s": SLOW_AT_S, "slow_for_s": SLOW_FOR_S, "slow_factor": SLOW_FACTOR}
@@ -80,15 +68,13 @@ def replay_of(case):
 
 
 def replayed(case):
-    """Replay the trace against one disk."""
     replay = replay_of(case)
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         tally = runner.run(replay.run())
     stats = replay.stats
-    assert stats is not None
     (tier,) = stats.tiers
     requests = replay.requests
-    without = without_tiering_s(requests, arrivals_s(requests), replay.servers, replay.block_tokens)
+    without = simulate.without_tiering_s(requests, simulate.arrivals_s(requests), replay.servers, replay.block_tokens)
     p50, p99 = np.quantile(replay.times_to_first_token_s, (0.5, 0.99)) / np.quantile(without, (0.5, 0.99))
     return Outcome(
         hit_ratio=tally.hit_ratio,

@@ -12,7 +12,6 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable
 
 from kvtier.backend import make_offload_key
 from kvtier.engine.ledger import Ledger, LedgerLimits
@@ -47,7 +46,6 @@ def into_ledger(case, chunks, policy):
         if "primary" in case:
             request = Request("r")
             plan = ledger.prepare_store(keys, request)
-            assert plan is not None
             ledger.complete_store(plan.keys, request)
             ledger.finish(request)
         if "tier" in case:
@@ -72,7 +70,7 @@ def into_index(case, chunks, policy):
     return index
 
 
-CASES: dict[str, Callable[[str, int, str], object]] = {
+CASES = {
     **dict.fromkeys(("primary", "primary, replaced", "tier", "primary and tier"), into_ledger),
     **dict.fromkeys(("files, stored", "files, scanned", "files, replaced"), into_index),
 }

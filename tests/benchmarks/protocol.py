@@ -11,9 +11,7 @@ import time
 from contextlib import ExitStack
 from typing import NamedTuple
 
-from kvtier.backend import OffloadKey, make_offload_key
-from kvtier.config import EngineConfig, EngineLimits, TierConfig, TierLimits
-from kvtier.engine.steps import StepManager
+from kvtier import EngineConfig, EngineLimits, StepManager, TierConfig, TierLimits, make_offload_key
 from kvtier.memory import Region
 from kvtier.runner.bridge import Bridge
 from kvtier.runner.messages import Cascade, Delete, Finished, Found, Promote, Scanned, pack_keys
@@ -27,8 +25,6 @@ REPORT_KEYS = 4_096  # Of one report of held keys.
 
 
 class Echo(Bridge):
-    """A runner that answers every action at once."""
-
     kind = "echo"
 
     def send(self, actions):
@@ -46,8 +42,58 @@ class Echo(Bridge):
         return 0
 
 
-class Steps:
-    """An engine whose rows are never touched, and requests of 32 keys each."""
+class Caller:
+    """Calls a manager as an LLM engine does, for requests of 32 keys each."""
+
+    def __init__(self, manager, end_step, request=str, planned="keys"):
+        self.manager, self._end_step, self._request, self._planned = manager, end_step, request, planned
+        self._requests = 0
+
+    @staticmethod
+    def random_keys(count, dice):
+        keys = [make_offload_key(dice.randbytes(32)) for _ in range(count)]
+        return [keys[start : start + KEYS_A_REQUEST] for start in range(0, count, KEYS_A_REQUEST)]
+
+    def each(self, batches, call):
+        """Make a request and a step of each batch."""
+        for keys in batches:
+            request = self._begin()
+            call(keys, request)
+            self.manager.on_request_finished(request)
+            self._end_step()
+
+    def step(self, batches):
+        """Make one step of all batches, each a request with new keys: looked up, prepared, completed, cascaded."""
+        requests = [self._begin() for _ in batches]
+        for keys, request in zip(batches, requests, strict=True):
+            self.look_up(keys, request)
+            self.store(keys, request)
+        self._end_step()
+        for request in requests:
+            self.manager.on_request_finished(request)
+
+    def look_up(self, keys, request):
+        for key in keys:
+            self.manager.lookup(key, request)
+
+    def store(self, keys, request):
+        plan = self.manager.prepare_store(keys, request)
+        self.manager.complete_store(getattr(plan, self._planned), request)
+
+    def load(self, keys, request):
+        self.manager.touch(keys, request)
+        self.manager.prepare_load(keys, request)
+        self.manager.complete_load(keys, request)
+
+    def _begin(self):
+        self._requests += 1
+        request = self._request(self._requests)
+        self.manager.on_new_request(request)
+        return request
+
+
+class Steps(Caller):
+    """An engine whose rows are never touched."""
 
     def __init__(self, rows=ROWS, tiers=0, *, seed=7):
         limits = TierLimits(store_chunks_in_flight=rows, store_bytes_in_flight=rows * CHUNK_BYTES)
@@ -58,11 +104,10 @@ class Steps:
             limits=EngineLimits(cascade_share=1.0),
         )
         self.rows = rows
-        self.region = Region.private(rows, CHUNK_BYTES)
         self.bridge = Echo()
-        self.manager = StepManager(config, self.region, self.bridge)
+        manager = StepManager(config, Region.private(rows, CHUNK_BYTES), self.bridge)
+        super().__init__(manager, manager.end_step)
         self._random = random.Random(seed)
-        self._requests = 0
 
     def hold(self, keys):
         """Report this number of keys for every tier, and complete its scan. No request uses these keys."""
@@ -78,53 +123,6 @@ class Steps:
         """Return requests of new keys: `count` keys, or enough to fill the primary."""
         return self.random_keys(count or self.rows, self._random)
 
-    @staticmethod
-    def random_keys(count, dice):
-        """Return random keys in requests of 32."""
-        keys = [make_offload_key(dice.randbytes(32)) for _ in range(count)]
-        return [keys[start : start + KEYS_A_REQUEST] for start in range(0, count, KEYS_A_REQUEST)]
-
-    def each(self, batches, call):
-        """Make a request and a step of each batch."""
-        for keys in batches:
-            request_id = self._begin()
-            call(keys, request_id)
-            self.manager.on_request_finished(request_id)
-            self.manager.end_step()
-
-    def look_up(self, keys, request_id):
-        for key in keys:
-            self.manager.lookup(key, request_id)
-
-    def store(self, keys, request_id):
-        plan = self.manager.prepare_store(keys, request_id)
-        assert plan is not None
-        self.manager.complete_store(plan.keys, request_id)
-
-    def load(self, keys, request_id):
-        self.manager.touch(keys, request_id)
-        self.manager.prepare_load(keys, request_id)
-        self.manager.complete_load(keys, request_id)
-
-    def step(self, batches):
-        """Make one step of all batches, each a request with new keys: looked up, prepared, completed, cascaded."""
-        requests = [self._begin() for _ in batches]
-        for keys, request_id in zip(batches, requests, strict=True):
-            self.look_up(keys, request_id)
-            self.store(keys, request_id)
-        self.manager.end_step()
-        for request_id in requests:
-            self.manager.on_request_finished(request_id)
-
-    def close(self):
-        self.manager.close()
-
-    def _begin(self):
-        self._requests += 1
-        request_id = str(self._requests)
-        self.manager.on_new_request(request_id)
-        return request_id
-
 
 STEPS_A_ROUND = 16
 STEP_KEYS = REQUESTS_A_STEP * KEYS_A_REQUEST
@@ -137,12 +135,11 @@ class Engine(NamedTuple):
     held: int
 
     def side(self, stack):
-        """Return the rate of keys over some steps."""
         steps = Steps(tiers=self.tiers)
-        stack.callback(steps.close)
+        stack.callback(steps.manager.close)
         steps.hold(self.held)
         steps.each(steps.new_keys(), steps.store)
-        new: list[list[list[OffloadKey]]] = []
+        new = []
 
         def prepare():
             new[:] = [steps.new_keys(STEP_KEYS) for _ in range(STEPS_A_ROUND)]

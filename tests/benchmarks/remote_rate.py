@@ -49,7 +49,6 @@ EMPTY_LIST = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketRes
 
 
 def serve(answer):
-    """Print a port, and answer each connection in a thread."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=256)
     print(listener.getsockname()[1], flush=True)
     while True:
@@ -61,7 +60,6 @@ def served(made, *arguments):
     command = [sys.executable, "-m", "tests.benchmarks.remote_rate", *map(str, arguments)]
     process = made.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
     made.callback(process.kill)
-    assert process.stdout is not None
     return int(process.stdout.readline())
 
 
@@ -204,7 +202,6 @@ def bare_obstore(options, rows):
 
 
 def zero_copy(made, options, rows):
-    """Return Mooncake's own calls on the rows themselves."""
     client = connect(options, "bench")
     names = [f"bare/{index}" for index in range(len(rows))]
     addresses = [ctypes.addressof(ctypes.c_char.from_buffer(row)) for row in rows]

@@ -45,7 +45,7 @@ def page(browser):
 
 def told(page):
     """Return a list to which the page adds its errors, and whatever it asks of a network."""
-    errors: list[str] = []
+    errors = []
     page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("request", lambda request: urlsplit(request.url).scheme in LOCAL or errors.append(request.url))

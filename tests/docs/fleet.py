@@ -1,5 +1,3 @@
-"""The examples of a fleet, parsed for their tests."""
-
 import json
 import re
 import subprocess
@@ -24,8 +22,6 @@ SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 
 class Engine(NamedTuple):
-    """One vLLM engine of an example."""
-
     where: str
     arguments: list[str]
     secrets: set[str]  # Paths of files.
@@ -60,7 +56,6 @@ class Engine(NamedTuple):
 
 
 def compose(path):
-    """Read a compose file as it is where no variable is set."""
     return yaml.safe_load(re.sub(r"\$\{\w+(?::-([^}]*))?\}", lambda found: found[1] or "", path.read_text()))
 
 
@@ -155,7 +150,6 @@ def of_service(name):
 
 
 def command_of(path, name):
-    """Return the command line of a service, or of a workload."""
     if path in COMPOSE:
         return compose(path)["services"][name]["command"]
     (container,) = (container for one, _, container in workloads(path) if one["metadata"]["name"] == name)

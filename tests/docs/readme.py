@@ -1,5 +1,3 @@
-"""Parts of the README, for its tests here and inside vLLM."""
-
 import re
 import shlex
 from pathlib import Path
@@ -11,7 +9,6 @@ DIRECTORY = "/var/tmp/kvtier"  # Likewise.
 
 
 def blocks(language):
-    """Return the code of all blocks of a language, in their order."""
     return re.findall(rf"^```{language}\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 
 
@@ -28,3 +25,8 @@ def serve_arguments():
 
 def section(heading):
     return TEXT.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+
+
+def anchor(heading):
+    """Return a heading's anchor, as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")

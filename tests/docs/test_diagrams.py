@@ -5,20 +5,16 @@ import re
 from collections import Counter
 from pathlib import Path
 
+from kvtier import LookupResult, StepManager, make_offload_key
 from kvtier.backend import Backend
-from kvtier.backend.namespace import make_offload_key
-from kvtier.engine.answers import LookupResult
 from kvtier.engine.metrics import row_states
 from kvtier.engine.primary import Primary
-from kvtier.engine.steps import StepManager
 from kvtier.engine.tier import Breaker, BreakerState
 from kvtier.policies import LRU
 from kvtier.runner import messages
 
 EXPLANATION = Path(__file__).parents[2] / "docs" / "explanation"
 CALLS_MAX = 6  # One after the other: the longest way to any change takes fewer.
-
-Change = tuple[str, str]
 
 
 def changes_drawn(page):
@@ -33,7 +29,7 @@ def states_of(changes):
 
 
 def test_the_diagram_of_a_breaker_is_what_a_breaker_does():
-    found: set[Change] = set()
+    found = set()
     for calls in itertools.product(("succeeded", "failed", "trip", "admits"), repeat=CALLS_MAX):
         breaker = Breaker(failures_max=2, cooldown_s=1.0, trial_chunks=1)
         for now, call in enumerate(calls):  # A second a call: each cool-down is over with the next one.
@@ -95,7 +91,7 @@ class OneRow:
 
 
 def test_the_diagram_of_a_rows_states_is_what_becomes_of_a_row():
-    found: set[Change] = set()
+    found = set()
     names = ("reserve", "arrive", "fail", "hang", "store", "end", "delete", "reset")
     for calls in itertools.product(names, repeat=CALLS_MAX - 1):
         row = OneRow()

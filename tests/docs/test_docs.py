@@ -36,6 +36,7 @@ from kvtier.tools.commands import COMMANDS
 from kvtier.tools.options import COMMON, JSON
 from kvtier.tools.replay.replay_command import rooted
 from tests.docs.tables import built, hooks
+from tests.docs.test_remedies import ERRORS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -82,11 +83,6 @@ def blocks(page):
             title = re.search(r'title="([^"]+)"', rest)
             is_output = ".output" in rest.split()
             yield Block(page, token.map[0] + 2, language, title[1] if title else "", token.content, is_output)
-
-
-def run_python(block, namespace):
-    code = compile("\n" * (block.line - 1) + block.text, str(block.page), "exec")
-    exec(code, namespace)
 
 
 def run_shell(block, folder):
@@ -141,7 +137,7 @@ def test_the_code_of_a_page_runs(outside, page, tmp_path, monkeypatch):
             case "python" if block.title:
                 compile(block.text, block.where, "exec")
             case "python":
-                run_python(block, namespace)
+                exec(compile("\n" * (block.line - 1) + block.text, str(block.page), "exec"), namespace)
             case "sh":
                 if following.is_output or not block.of_the_checkout:
                     if block.of_the_checkout and shutil.which("make") is None:
@@ -202,15 +198,11 @@ def test_every_test_that_a_page_names_exists():
     there = {name for module in modules for name in re.findall(r"def (test_\w+)", module.read_text())}
     text = "".join(page.read_text() for page in PAGES)
     assert set(re.findall(r"`(test_\w+)`", text)) - there == set()
-    named = {(path, name) for path, name in re.findall(r"`(tests/[\w/.]+)(?:::(\w+))?`", text)}
+    named = {(ROOT / path, name) for path, name in re.findall(r"`(tests/[\w/.]+)(?:::(\w+))?`", text)}
     assert named
-    assert [where for where in named if not is_there(*where)] == []
+    assert [path for path, _ in named if not path.exists()] == []
+    assert [(path, name) for path, name in named if name and f"def {name}(" not in path.read_text()] == []
     assert set(re.findall(r"`(\w+Conformance)`", text)) <= vars(conformance).keys()
-
-
-def is_there(path, name):
-    module = ROOT / path
-    return module.exists() and (not name or f"def {name}(" in module.read_text())
 
 
 def section_of(text, heading):
@@ -224,16 +216,11 @@ def first_cells(text):
     return {name for cell in re.findall(r"^\| `([^|]+)` \|", text, re.MULTILINE) for name in cell.split("`, `")}
 
 
-def kinds_of_errors():
-    kinds = {name: value for name, value in vars(kvtier.errors).items() if isinstance(value, type)}
-    return {name for name, kind in kinds.items() if issubclass(kind, kvtier.errors.KVTierError)}
-
-
 @pytest.mark.parametrize(
     ("page", "heading", "there"),
     [
         ("reference/configuration.md", "Eviction policies", set(known_policies())),
-        ("how-to/troubleshooting.md", "Errors in code", kinds_of_errors()),
+        ("how-to/troubleshooting.md", "Errors in code", {error.__name__ for error in ERRORS}),
         ("how-to/troubleshooting.md", "Reasons", {code.name.lower() for code in Code}),
         ("reference/events.md", "Kinds", {kind.value for kind in EventKind}),
     ],

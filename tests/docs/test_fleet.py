@@ -93,7 +93,6 @@ def test_a_server_has_memory_for_more_than_it_keeps():
 
 
 def kept_bytes(command):
-    """Return the limit of what a server keeps; 0 for an engine."""
     if "--maxmemory" in command:
         return fleet.size(command[command.index("--maxmemory") + 1])
     segments = [one.partition("=")[2] for one in command if one.startswith("--global_segment_size=")]

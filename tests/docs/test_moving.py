@@ -39,7 +39,6 @@ def options():
 
 
 def tables(page):
-    """Return the tables of options: rows of cells, without their heads."""
     found = re.findall(r"^\| \w+'s .*\|\n\|[-|]+\|\n((?:\|.*\n)+)", page.read_text(), re.MULTILINE)
     return [[[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()] for table in found]
 

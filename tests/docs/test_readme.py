@@ -23,7 +23,6 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def links(text):
-    """Return where the links and pictures of a page lead."""
     for token in MarkdownIt().enable("table").parse(text):
         for child in token.children or []:
             if child.type in ("link_open", "image"):
@@ -34,8 +33,7 @@ def headings(page):
     """Return the anchors of a page's headings, as GitHub makes them."""
     tokens = MarkdownIt().parse(page.read_text())
     titles = [tokens[at + 1].children or [] for at, token in enumerate(tokens) if token.type == "heading_open"]
-    plain = ("".join(part.content for part in title) for title in titles)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in plain}
+    return {readme.anchor("".join(part.content for part in title)) for title in titles}
 
 
 def leads_nowhere(link, base=ROOT):

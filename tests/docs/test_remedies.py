@@ -14,8 +14,9 @@ from markdown.extensions.toc import slugify
 from markdown_it import MarkdownIt
 
 import kvtier.errors
-from kvtier.errors import ChunkError, ChunkMissing, KVTierError, Remedy
+from kvtier.errors import ChunkMissing, KVTierError, Remedy
 from kvtier.tools.commands import COMMANDS, run
+from tests.docs import readme
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "docs" / "how-to" / "troubleshooting.md"
@@ -77,10 +78,6 @@ def headings(level):
     return [text.content for mark, text in pairwise(tokens) if (mark.tag, mark.nesting) == (level, 1)]
 
 
-def githubs_anchor(heading):
-    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
-
-
 def test_every_warning_and_error_that_is_logged_ends_with_where_to_read_on():
     assert len(SAID) > 40, "the code is not seen"
     wrong = [one for one in SAID if not (one.text.endswith("; see %s") and re.fullmatch(r"Remedy\.[A-Z_]+", one.last))]
@@ -100,15 +97,15 @@ def test_every_public_error_has_a_remedy_that_a_traceback_ends_with_and_its_text
 
 
 def test_an_outcome_that_nobody_shows_has_no_address():
-    outcome: ChunkError = ChunkMissing("gone")
+    outcome = ChunkMissing("gone")
     assert (str(outcome), vars(outcome)) == ("gone", {})
 
 
 def test_the_page_has_a_section_for_every_remedy_and_no_other():
     there = headings("h3")
-    assert sorted(map(githubs_anchor, there)) == sorted(remedy.value for remedy in Remedy)
-    assert [githubs_anchor(one) for one in there] == [slugify(one, "-") for one in there], "as our own pages name them"
-    assert max(Counter(map(githubs_anchor, [*there, *headings("h2"), *headings("h1")])).values()) == 1
+    assert sorted(map(readme.anchor, there)) == sorted(remedy.value for remedy in Remedy)
+    assert [readme.anchor(one) for one in there] == [slugify(one, "-") for one in there], "as our own pages name them"
+    assert max(Counter(map(readme.anchor, [*there, *headings("h2"), *headings("h1")])).values()) == 1
 
 
 def test_every_remedy_is_one_of_something_that_is_said():
@@ -121,7 +118,7 @@ def test_help_shows_a_remedys_section_without_addresses(remedy, capsys):
     assert f"{remedy}" == f"kvtier help {remedy.value}"
     assert run(["help", remedy.value]) == 0
     heading, _, text = capsys.readouterr().out.partition("\n")
-    assert (githubs_anchor(heading), "](" in text, bool(text.strip())) == (remedy.value, False, True)
+    assert (readme.anchor(heading), "](" in text, bool(text.strip())) == (remedy.value, False, True)
 
 
 def test_help_lists_all_codes_and_refuses_others(capsys):

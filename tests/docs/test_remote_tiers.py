@@ -1,5 +1,3 @@
-"""The page on remote tiers has the outcome tables that the suite of faults holds them to."""
-
 import re
 from pathlib import Path
 
@@ -17,10 +15,9 @@ def test_the_pages_table_is_the_suites(side):
         [cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("|")
     ]
     assert head == ["fault", *(f"`{name}`" for name in OUTCOMES)]
-    told = {row[0]: [frozenset(re.findall(r"`(\w+)`", cell)) for cell in row[1:]] for row in rows}
-    assert told == {fault: [_words(name, fault, side) for name in OUTCOMES] for fault in Fault}
-
-
-def _words(name, fault, side):
-    outcome = OUTCOMES[name][fault]
-    return frozenset() if isinstance(outcome, str) else getattr(outcome, side)
+    told = {row[0]: [set(re.findall(r"`(\w+)`", cell)) for cell in row[1:]] for row in rows}
+    outcomes = {fault: [OUTCOMES[name][fault] for name in OUTCOMES] for fault in Fault}  # Text: not so, and why.
+    words = {
+        fault: [set() if isinstance(one, str) else getattr(one, side) for one in outcomes[fault]] for fault in Fault
+    }
+    assert told == words

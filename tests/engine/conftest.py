@@ -12,8 +12,7 @@ from contextlib import AsyncExitStack, suppress
 import pytest
 import uvloop
 
-from kvtier.engine.manager import TieringOffloadingManager
-from kvtier.engine.steps import StepManager
+from kvtier import StepManager, TieringOffloadingManager
 from tests.engine.kit import PATIENCE_S, children, describe, put
 from tests.own import WORKER, shared_memory
 
@@ -22,7 +21,6 @@ uvloop.new_event_loop().close()
 
 
 def held():
-    """Return what an engine must give back: threads, processes, descriptors, shared memory."""
     return {
         "threads": {thread for thread in threading.enumerate() if not thread.name.startswith("asyncio")},
         "processes": children(),
@@ -41,10 +39,10 @@ def nothing_left():
     def left():
         return {what: extra for what, now in held().items() if (extra := now - before[what])}
 
-    pause, ends_at = threading.Event(), time.monotonic() + PATIENCE_S
+    ends_at = time.monotonic() + PATIENCE_S
     while left() and time.monotonic() < ends_at:
         gc.collect()
-        pause.wait(0.01)
+        time.sleep(0.01)
     assert not left()
 
 
@@ -76,7 +74,7 @@ async def open_engine(nothing_left):
 @pytest.fixture
 def start_engine(outside, nothing_left):
     """Start an engine for a synchronous owner; it is closed at the end, which must leave nothing."""
-    started: list[StepManager] = []
+    started = []
 
     def start_engine(rows=8, *tiers, **fields):
         started.append(StepManager.start(describe(rows, *tiers, runner="process", **fields)))
@@ -90,7 +88,7 @@ def start_engine(outside, nothing_left):
 @pytest.fixture
 def program(outside):
     """Start Python programs, each in a process group of its own; what is left of them at the end is killed."""
-    started: list[subprocess.Popen[str]] = []
+    started = []
 
     def start(text, *args, **options):
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}

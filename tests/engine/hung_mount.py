@@ -5,14 +5,12 @@ thread sleeps in open(2) until the other end is opened, as it would on a mount t
 """
 
 import os
-from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Annotated
 
 import msgspec
 
-from kvtier.backend.contract import Abandoned
-from kvtier.backend.lending import Lanes, in_thread
+from kvtier.backend import Abandoned, Lanes, in_thread
 from kvtier_backends.fs import FsBackend, FsOptions
 
 THREADS = 16
@@ -47,13 +45,13 @@ class HungMount(FsBackend):
         return Abandoned(max(hung, inner.transfers))
 
 
-def pass_gate(path: str) -> None:
+def pass_gate(path):
     with suppress(FileNotFoundError):
         os.close(os.open(path, os.O_RDONLY))
 
 
 @contextmanager
-def shut(gates: str, operation: str) -> Iterator[None]:
+def shut(gates, operation):
     """Let an operation hang during the block; hung calls continue at its end."""
     path = f"{gates}/{operation}"
     os.mkfifo(path)
@@ -63,7 +61,7 @@ def shut(gates: str, operation: str) -> Iterator[None]:
         release(gates, operation)
 
 
-def release(gates: str, operation: str) -> None:
+def release(gates, operation):
     """Let what hangs go on; harmless if nothing does."""
     path = f"{gates}/{operation}"
     try:

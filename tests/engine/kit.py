@@ -3,17 +3,12 @@
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Iterable
+import time
 from pathlib import Path
-from typing import Any
 
 from msgspec.structs import replace
 
-from kvtier.backend.namespace import OffloadKey, make_offload_key
-from kvtier.config import EngineConfig
-from kvtier.engine.ledger import Ledger
-from kvtier.engine.manager import TieringOffloadingManager
-from kvtier.engine.steps import StepManager
+from kvtier import EngineConfig, StepManager, make_offload_key
 from kvtier.settings import decode
 from tests.engine.ledger import bench
 
@@ -23,23 +18,23 @@ PATIENCE_S = 60.0  # For what must happen: a machine under load may take its tim
 FAULTY = "kvtier.testing.faults:FaultyBackend"
 
 
-def key(number: int) -> OffloadKey:
+def key(number):
     return make_offload_key(number.to_bytes(8, "big") * 4)
 
 
-def chunk(number: int) -> bytes:
+def chunk(number):
     return number.to_bytes(8, "big") * (CHUNK_BYTES // 8)
 
 
-def keys(numbers: Iterable[int]) -> list[OffloadKey]:
+def keys(numbers):
     return [key(number) for number in numbers]
 
 
-def now() -> float:
+def now():
     return asyncio.get_running_loop().time()
 
 
-def describe(rows: int = 8, *tiers: dict[str, Any], runner: str | None = None, **fields: Any) -> EngineConfig:
+def describe(rows=8, *tiers, runner=None, **fields):
     described = {
         "cpu_bytes_to_use": rows * CHUNK_BYTES,
         "chunk_bytes": CHUNK_BYTES,
@@ -51,29 +46,25 @@ def describe(rows: int = 8, *tiers: dict[str, Any], runner: str | None = None, *
     return replace(config, chunk_tokens=chunk_tokens)
 
 
-Engine = TieringOffloadingManager | StepManager
-
-
-def steps_of(engine: Engine) -> StepManager:
+def steps_of(engine):
     return engine if isinstance(engine, StepManager) else engine.steps
 
 
-def ledger_in(engine: Engine) -> Ledger:
+def ledger_in(engine):
     return steps_of(engine).ledger
 
 
-async def put(engine: TieringOffloadingManager, numbers: Iterable[int], *, request_id: str | None = None) -> int:
+async def put(engine, numbers, *, request_id=None):
     numbers = list(numbers)
     chunks = [chunk(number) for number in numbers]
     return await engine.put(keys(numbers), chunks, request_id=request_id)
 
 
-def store(engine: Engine, numbers: Iterable[int]) -> None:
+def store(engine, numbers):
     """Store as a synchronous engine does, in one step."""
     steps, numbers = steps_of(engine), list(numbers)
     steps.on_new_request(f"store {numbers}")
     plan = steps.prepare_store(keys(numbers), f"store {numbers}")
-    assert plan is not None
     for number, row in zip(numbers, plan.rows, strict=True):
         steps.region.row(row)[:] = chunk(number)
     steps.complete_store(plan.keys, f"store {numbers}")
@@ -86,12 +77,24 @@ async def emptied(open_engine, chunks, rows, *tiers, **fields):
     engine = await open_engine(rows, *tiers, **fields)
     for first in range(0, chunks, rows):
         assert await put(engine, range(first, min(first + rows, chunks))) == min(rows, chunks - first)
-    assert await engine.drain(1_000)
-    assert await engine.reset()
+    await forget_rows(engine)
     return engine
 
 
-async def found(engine: TieringOffloadingManager, numbers: Iterable[int], *, request_id: str | None = None) -> int:
+async def forget_rows(engine):
+    """Let the tiers get all chunks, and the primary forget them."""
+    assert await engine.drain(1_000)
+    assert await engine.reset()
+
+
+def wait_for(condition):
+    ends_at = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < ends_at
+        time.sleep(0.002)
+
+
+async def found(engine, numbers, *, request_id=None):
     """Fetch, hold every byte against what was put, and return how many leading chunks came."""
     numbers = list(numbers)
     async with engine.fetch(keys(numbers), request_id=request_id) as rows:
@@ -99,7 +102,7 @@ async def found(engine: TieringOffloadingManager, numbers: Iterable[int], *, req
         return len(rows)
 
 
-async def until(condition: Callable[[], object], engine: Engine | None = None) -> None:
+async def until(condition, engine=None):
     """Wait until a condition holds; an engine given is kept stepping."""
     async with asyncio.timeout(PATIENCE_S):
         while not condition():
@@ -108,7 +111,7 @@ async def until(condition: Callable[[], object], engine: Engine | None = None) -
             await asyncio.sleep(0.002)
 
 
-async def kill_runner(engine: Engine, how: int = signal.SIGKILL) -> None:
+async def kill_runner(engine, how=signal.SIGKILL):
     """Kill the runner that is up, and wait until the engine knows."""
     (runner,) = children()
     lost = engine.stats().runners_lost
@@ -123,16 +126,15 @@ async def under_way(call, seconds):
     return task
 
 
-def settled(engine: Engine) -> bool:
+def settled(engine):
     return bench.settled(ledger_in(engine))
 
 
-async def at_rest(engine: TieringOffloadingManager) -> bool:
-    """Drain the engine; return True if it has settled."""
+async def at_rest(engine):
     return await engine.drain() and settled(engine)
 
 
-def children() -> set[int]:
+def children():
     """Return the ids of running child processes.
 
     Servers of other tests do not count, nor does the resource tracker of `multiprocessing`.
@@ -146,14 +148,14 @@ def children() -> set[int]:
     return {pid for pid in found if _runs_python(pid) and not _is_a_tracker(pid)}
 
 
-def _is_a_tracker(pid: int) -> bool:
+def _is_a_tracker(pid):
     try:
         return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 
 
-def _runs_python(pid: int) -> bool:
+def _runs_python(pid):
     try:
         return os.readlink(f"/proc/{pid}/exe") == os.readlink("/proc/self/exe")
     except OSError:

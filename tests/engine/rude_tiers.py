@@ -4,31 +4,75 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
 
-import msgspec
-
-from kvtier.backend.contract import Abandoned
-from kvtier.backend.lending import Lanes, in_thread
+from kvtier.backend import Abandoned, Lanes, in_thread
 from kvtier.errors import BackendClosed, BackendUnavailable
 from kvtier.runner import runner
 from kvtier_backends.dummy import DummyBackend
 
 
-def raising(error: BaseException) -> type[DummyBackend]:
-    """Make a tier that raises as it opens."""
+def tier(**calls):
+    return type("Tier", (DummyBackend,), calls)
 
-    class Raising(DummyBackend):
+
+def opening(call):
+    """Make a tier that does something else first as it opens."""
+
+    class Opening(DummyBackend):
         @classmethod
-        async def open(cls, options: msgspec.Struct, context):
-            raise error
+        async def open(cls, options, context):
+            await call(options)
+            return await super().open(options, context)
 
-    return Raising
+    return Opening
 
 
-Unreachable = raising(BackendUnavailable("not today"))
-EndsItsThread = raising(GeneratorExit())
+def raising(error):
+    async def call(*_):
+        raise error
+
+    return call
+
+
+async def never(*_):
+    await asyncio.Event().wait()
+
+
+async def block_the_loop(_):
+    threading.Event().wait()
+
+
+async def block_the_loop_once(options):
+    """What its store is called after is a file, and then none."""
+    if os.path.exists(options.store):
+        os.unlink(options.store)
+        time.sleep(3_600)  # noqa: ASYNC251  # As a tier may that is not ours.
+
+
+async def hurry_others(_):
+    runner.OPEN_S = 0.2
+
+
+async def hang_in_a_thread(_):
+    await in_thread(Lanes(1, "hung"), time.sleep, 3_600)
+
+
+async def end_the_thread(*_):
+    asyncio.get_running_loop().stop()
+    await asyncio.sleep(0.1)
+
+
+Unreachable = opening(raising(BackendUnavailable("not today")))
+EndsItsThread = opening(raising(GeneratorExit()))
+Blocks = opening(block_the_loop)  # Until its process is killed.
+BlocksOnce = opening(block_the_loop_once)
+Hurries = opening(hurry_others)
+NeverOpens = opening(never)
+HangsAtOpening = opening(hang_in_a_thread)
+NeverCloses = tier(aclose=never)
+FailsToClose = tier(aclose=raising(OSError("of a kind that no tier may raise")))
+EndsItsThreadAsItCloses = tier(aclose=end_the_thread)
+Cancels = tier(load=raising(asyncio.CancelledError()), store=raising(asyncio.CancelledError()))
 
 
 class EndsItsThreadLater(DummyBackend):
@@ -37,52 +81,6 @@ class EndsItsThreadLater(DummyBackend):
     async def store(self, writes):
         asyncio.get_running_loop().stop()
         return await super().store(writes)
-
-
-class EndsItsThreadAsItCloses(DummyBackend):
-    async def aclose(self, deadline_s: float) -> None:
-        asyncio.get_running_loop().stop()
-        await asyncio.sleep(0.1)
-
-
-class Blocks(DummyBackend):
-    """Blocks its loop as it opens, until its process is killed."""
-
-    @classmethod
-    async def open(cls, options: msgspec.Struct, context):
-        threading.Event().wait()
-        raise AssertionError
-
-
-class BlocksOnce(DummyBackend):
-    """Blocks its loop for good as it opens, but only once: what its store is called after is a file, and then none."""
-
-    @classmethod
-    async def open(cls, options: msgspec.Struct, context):
-        if os.path.exists(options.store):
-            os.unlink(options.store)
-            time.sleep(3_600)  # noqa: ASYNC251  # As a tier may that is not ours.
-        return await super().open(options, context)
-
-
-class Hurries(DummyBackend):
-    """Lets the tiers after it have only 0.2 s to open."""
-
-    @classmethod
-    async def open(cls, options: msgspec.Struct, context):
-        runner.OPEN_S = 0.2
-        return await super().open(options, context)
-
-
-class NeverOpens(DummyBackend):
-    @classmethod
-    async def open(cls, options: msgspec.Struct, context):
-        await asyncio.Event().wait()
-
-
-class NeverCloses(DummyBackend):
-    async def aclose(self, deadline_s):
-        await asyncio.Event().wait()
 
 
 class GivesUpItsQueue(DummyBackend):
@@ -98,14 +96,7 @@ class GivesUpItsQueue(DummyBackend):
         return await super().aclose(deadline_s)
 
 
-class FailsToClose(DummyBackend):
-    async def aclose(self, deadline_s):
-        raise OSError("of a kind that no tier may raise")
-
-
-def answering(change: Callable[[Any], Any]) -> type[DummyBackend]:
-    """Make a tier that moves chunks, and changes its answers."""
-
+def answering(change):
     class Answering(DummyBackend):
         async def probe(self, keys):
             return change(await super().probe(keys))
@@ -130,36 +121,16 @@ AnswersANumber = answering(lambda answer: 1)
 AnswersNonsense = answering(lambda answer: [Nonsense() for _ in answer])
 
 
-def failing(error: type[BaseException]) -> type[DummyBackend]:
+def failing(error):
     """Make a tier whose calls raise what no tier may raise, some even before there is anything to wait for."""
 
-    class Failing(DummyBackend):
-        def probe(self, keys):
-            raise error
+    def at_once(*_):
+        raise error
 
-        def load(self, reads):
-            raise error
-
-        async def store(self, writes):
-            raise error
-
-        async def delete(self, keys):
-            raise error
-
-    return Failing
+    return tier(probe=at_once, load=at_once, store=raising(error), delete=raising(error))
 
 
 Raises, Exits = failing(ZeroDivisionError), failing(SystemExit)
-
-
-class Cancels(DummyBackend):
-    """Cancels itself."""
-
-    async def load(self, reads):
-        raise asyncio.CancelledError
-
-    async def store(self, writes):
-        raise asyncio.CancelledError
 
 
 class HangsInAThread(DummyBackend):
@@ -176,12 +147,6 @@ class HangsInAThread(DummyBackend):
     async def aclose(self, deadline_s):
         await super().aclose(0)
         return Abandoned(await self._lanes.aclose(deadline_s))
-
-
-class HangsAtOpening(DummyBackend):
-    @classmethod
-    async def open(cls, options: msgspec.Struct, context):
-        return await in_thread(Lanes(1, "hung"), time.sleep, 3_600)
 
 
 class GoesOnReporting(DummyBackend):

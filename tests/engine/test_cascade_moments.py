@@ -3,8 +3,6 @@
 import asyncio
 import os
 import signal
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -12,8 +10,7 @@ from kvtier.engine.manager import TieringOffloadingManager
 from tests.engine.kit import FAULTY, PATIENCE_S, at_rest, children, describe, found, ledger_in, put, until
 
 STORER = """
-import asyncio, ctypes, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # It ends with the test.
+import asyncio, sys
 from kvtier.engine.manager import TieringOffloadingManager
 from tests.engine.kit import describe, found, put
 
@@ -87,21 +84,13 @@ async def test_an_end_without_time_counts_what_it_did_not_keep(open_engine, disk
         await asyncio.wait(others)
 
 
-@pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize("cascade", ["evict", "second_use"])
-async def test_a_killed_engine_keeps_exactly_the_chunks_that_it_had_written(tmp_path, cascade):
-    root = tmp_path / "tier"
-    storer = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", STORER, str(root), cascade),
-        stdout=asyncio.subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        cwd=Path(__file__).parents[2],
-    )
-    assert storer.stdout is not None
-    written = int(await storer.stdout.readline())
+async def test_a_killed_engine_keeps_exactly_the_chunks_that_it_had_written(program, disk, cascade):
+    storer = program(STORER, disk["root"], cascade)
+    written = int(storer.stdout.readline())
     storer.kill()
-    await storer.wait()
-    left = await kept({"type": "fs", "root": str(root)}, range(40))
+    storer.wait()
+    left = await kept(disk, range(40))
     assert len(left) == written
     assert left == ([*range(33)] if cascade == "evict" else [38, 39])
 

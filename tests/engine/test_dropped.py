@@ -4,20 +4,17 @@ import asyncio
 import gc
 import logging
 import threading
-import time
 import warnings
 import weakref
 
 import pytest
 
-from kvtier.engine.manager import TieringOffloadingManager
-from kvtier.engine.steps import StepManager
-from tests.engine.kit import PATIENCE_S, describe, found, put, store
+from kvtier import StepManager, TieringOffloadingManager
+from tests.engine.kit import describe, found, put, store, wait_for
 
 
 @pytest.fixture
 def told():
-    """Collect what is said of engines that are dropped."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", ResourceWarning)
         yield said
@@ -25,10 +22,7 @@ def told():
 
 def dropped(said, gone):
     """Wait until the engine has gone, and return what was said of it."""
-    ends_at = time.monotonic() + PATIENCE_S
-    while gone() is not None and time.monotonic() < ends_at:  # A runner's thread may be about to wake it.
-        gc.collect()
-    assert gone() is None
+    wait_for(lambda: gc.collect() is None or gone() is None)  # A runner's thread may be about to wake it.
     return [str(each.message) for each in said if each.category is ResourceWarning and "kvtier" in str(each.message)]
 
 

@@ -1,13 +1,8 @@
-"""Embedding in an LLM engine: shared rows, sources of hits, choices of tiers."""
-
 import os
 
 import pytest
 
-from kvtier.engine.ledger import LookupResult
-from kvtier.engine.steps import StepManager
-from kvtier.engine.tier import TierMatcher
-from kvtier.errors import ConfigError
+from kvtier import ConfigError, LookupResult, StepManager, TierMatcher
 from kvtier.memory.region import Region
 from tests.engine.kit import CHUNK_BYTES, chunk, describe, key, store
 from tests.own import new_shared_memory

@@ -5,7 +5,6 @@ import re
 from datetime import timedelta
 from fractions import Fraction
 from http import HTTPStatus
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,7 +13,6 @@ import pytest
 from kvtier import EventKind, Hint
 from tests.engine.kit import CHUNK_BYTES, at_rest, chunk, emptied, found, key, keys, ledger_in, put, until
 
-OVER = Hint(over=True)
 SLOT_BYTES = CHUNK_BYTES + 4_096
 
 
@@ -23,7 +21,6 @@ def fs(tmp_path, layout="segments", **options):
 
 
 def here(engine, numbers):
-    """Return the numbers whose chunks are in the primary."""
     ready = ledger_in(engine).primary.ready
     return [number for number in numbers if key(number) in ready]
 
@@ -43,17 +40,6 @@ async def test_chunks_of_a_finished_session_and_demoted_ones_are_evicted_first(o
     assert engine.demote(keys([2, 3, 99])) == 2
     await put(engine, [30, 31, 32])
     assert here(engine, range(20)) == [0, 1]
-
-
-async def test_a_head_that_another_session_uses_stays_when_one_is_over(open_engine):
-    engine = await open_engine(12)
-    await put_hinted(engine, [0, 1, 2, 3], Hint(class_="chat"))
-    await put(engine, [0, 1, 4, 5])
-    await found(engine, [0, 1, 2, 3])
-    async with engine.fetch(keys([0, 1, 2, 3]), hint=OVER):
-        pass
-    await put(engine, range(20, 28))
-    assert here(engine, range(6)) == [0, 1, 4, 5]
 
 
 @pytest.mark.virtual_time
@@ -76,15 +62,6 @@ async def test_no_more_than_the_share_is_retained_and_the_rest_is_counted(open_e
     assert (primary.rows_retained, primary.retentions_cut) == (4, 2)
     assert engine.retain(keys([4, 5]), 60.0, priority=2) == 2
     assert (engine.stats().primary.rows_retained, engine.stats().primary.retentions_cut) == (4, 4)
-
-
-async def test_a_store_finds_room_though_all_that_could_go_is_retained(open_engine):
-    """Retained is no pin: what is in use stays, what is retained goes."""
-    engine = await open_engine(4, limits={"retained_share": 1.0})
-    await put_hinted(engine, range(4), Hint(retain_s=1e9, priority=99))
-    assert engine.stats().primary.rows_retained == 4
-    assert await put(engine, range(10, 14)) == 4
-    assert here(engine, range(10, 14)) == [10, 11, 12, 13]
 
 
 async def test_a_chunk_with_no_store_goes_to_no_tier(open_engine, tmp_path):
@@ -115,7 +92,7 @@ class Name(str):
     __slots__ = ()
 
 
-ODD_HINTS: list[tuple[object, str]] = [  # With the reason for which they are ignored.
+ODD_HINTS = [  # With the reason for which they are ignored.
     ({"over": True, "class": "\ud800"}, "value"),  # As JSON has it for half of a pair.
     ({"no_store": ["\udfff"]}, "value"),
     ({"tokens": 1 << 64}, "value"),
@@ -132,7 +109,7 @@ async def test_no_hint_ends_an_engine_wherever_its_runner_lives(open_engine, tmp
     """A hint that cannot be sent is ignored. Otherwise the step's transfers would be lost with it, and their rows."""
     engine = await open_engine(8, fs(tmp_path), runner=runner, eviction_policy="density")
     await put_hinted(engine, [0], Hint(class_="first"))  # From then on tiers hear of every hint.
-    ignored: dict[str, int] = {}
+    ignored = {}
     for number, (odd, reason) in enumerate(ODD_HINTS, 1):
         await put_hinted(engine, [number], odd)
         ignored[reason] = ignored.get(reason, 0) + 1
@@ -246,7 +223,7 @@ async def test_a_retention_may_be_said_in_numbers_of_any_kind(open_engine, runne
     assert engine.steps.stats().runners_lost == 0
 
 
-NO_RETENTIONS: list[tuple[Any, Any, str]] = [  # Seconds, priority, and how the error names what is wrong.
+NO_RETENTIONS = [  # Seconds, priority, and how the error names what is wrong.
     ("60", 0, r"seconds: '60' \(str\) given, a positive, finite number accepted"),
     (None, 0, r"seconds: None \(NoneType\) given, a positive, finite number accepted"),
     (timedelta(minutes=1), 0, r"seconds: datetime\.timedelta\(seconds=60\) \(timedelta\) given, .* accepted"),
@@ -267,7 +244,7 @@ async def test_an_invalid_retention_is_refused_by_name_value_and_remedy(open_eng
             retain(keys([0]), seconds, priority=priority)
 
 
-WRONG_FIELDS: list[tuple[str, Any, str]] = [  # Name, value, and how the error names it.
+WRONG_FIELDS = [  # Name, value, and how the error names it.
     ("over", 1, r"over: 1 \(int\) given, true or false accepted"),
     ("over", None, r"over: None \(NoneType\) given, true or false accepted"),
     ("returns_in_s", True, r"returns_in_s: True \(bool\) given, a finite number of seconds, at least 0, accepted"),

@@ -10,19 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.kit import (
-    FAULTY,
-    PATIENCE_S,
-    at_rest,
-    children,
-    found,
-    key,
-    kill_runner,
-    ledger_in,
-    put,
-    settled,
-    until,
-)
+from tests.engine import kit
+from tests.engine.kit import FAULTY, PATIENCE_S, at_rest, children, found, kill_runner, put, settled, until, wait_for
 
 pytestmark = pytest.mark.usefixtures("outside")
 
@@ -50,7 +39,7 @@ async def test_a_runner_killed_in_mid_transfer_costs_hits_and_no_byte(open_engin
         assert await put(engine, range(first, first + 8)) == 8
     assert await engine.drain()
     dice = random.Random(10)
-    (tier,) = ledger_in(engine).tiers
+    (tier,) = kit.ledger_in(engine).tiers
     for turn in range(5):
         calls = [asyncio.ensure_future(found(engine, range(first, first + 4))) for first in range(0, 48, 12)]
         calls += [asyncio.ensure_future(put(engine, range(100 + 4 * turn, 104 + 4 * turn)))]
@@ -74,7 +63,7 @@ async def test_the_next_runner_makes_a_killed_ones_deletions(open_engine, disk, 
     os.kill(runner, signal.SIGKILL)
     if moment == "afterwards":
         await until(lambda: engine.steps.stats().runners_lost, engine)
-    assert engine.forget([key(2), key(3)]) == 2
+    assert engine.forget(kit.keys([2, 3])) == 2
     await engine.reset()
     await until_serving(engine, 0)
     assert await at_rest(engine)
@@ -99,7 +88,7 @@ async def test_a_runner_that_holds_too_many_rows_is_replaced_and_its_rows_come_b
     hung |= {} if too_many else {"faults": {"hang_s": 0.5}}
     engine = await open_engine(8, hung, runner="process", limits={"quarantine_share": 0.2 if too_many else 0.5})
     await put(engine, [1, 2])
-    await until(lambda: ledger_in(engine).tiers[0].counters.failed, engine)
+    await until(lambda: kit.ledger_in(engine).tiers[0].counters.failed, engine)
     await until(lambda: settled(engine), engine)
     assert engine.steps.stats().runners_lost == too_many
     assert await found(engine, [1, 2]) == 2
@@ -117,12 +106,10 @@ async def test_while_no_runner_can_be_started_the_primary_serves_and_the_tier_co
     assert await found(engine, [2, 3, 4]) == 3
     assert await found(engine, [1]) == 0
     assert await put(engine, [6]) == 1
-    assert ledger_in(engine).tiers[0].counters.dropped == {"runner": 1}
+    assert kit.ledger_in(engine).tiers[0].counters.dropped == {"runner": 1}
     (tmp_path / "away").rename(mount)
     await until_serving(engine, 1)
 
-
-# Owners that are killed or interrupted.
 
 OWNER = """
 import signal, sys
@@ -163,12 +150,10 @@ if sys.argv[2] == "waits":
 
 @pytest.fixture
 def owner(program):
-    """Start an owner with a runner."""
     return lambda tier, does: program(OWNER, repr(tier), does)
 
 
 def processes(group):
-    """Return the running processes of a group."""
     living = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -190,13 +175,6 @@ def test_an_owner_that_is_killed_leaves_no_process_and_no_temporary(owner, disk,
     wait_for(lambda: not processes(killed.pid))
     files = [path for path in Path(disk["root"]).rglob("*") if path.is_file()]
     assert {path.suffix for path in files} <= {".bin", ".json", ""}  # The checkpoint has none.
-
-
-def wait_for(condition):
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(("tier", "does"), [("HangsInAThread", "stores"), ("HangsAtOpening", "opening")])

@@ -7,8 +7,7 @@ import pickle
 import numpy as np
 import pytest
 
-from kvtier.engine.manager import TieringOffloadingManager
-from kvtier.errors import RowsStillRead
+from kvtier import RowsStillRead, TieringOffloadingManager
 from tests.engine.kit import CHUNK_BYTES, at_rest, chunk, describe, found, key, keys, ledger_in, put
 
 pytestmark = pytest.mark.virtual_time
@@ -33,7 +32,6 @@ def starts_with(made, number):
 
 
 async def keep(engine, numbers, make):
-    """Fetch, and keep what was made of the rows beyond the block."""
     made = []
     with pytest.raises(RowsStillRead):
         async with engine.fetch(keys(numbers)) as rows:

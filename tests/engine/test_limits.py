@@ -63,7 +63,7 @@ async def test_a_budget_lets_pass_what_fits_and_makes_the_rest_wait(beyond):
 async def test_a_budget_is_given_out_in_order_of_asking_and_a_call_above_all_of_it_passes_alone():
     budget = Budget(bytes_max=10, chunks_max=10)
     await budget.acquire(10, 1)
-    order: list[str] = []
+    order = []
 
     async def ask(name, size_bytes):
         await budget.acquire(size_bytes, 1)

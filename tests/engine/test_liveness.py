@@ -7,7 +7,6 @@ import asyncio
 
 import pytest
 
-from kvtier.engine.tier import BreakerState
 from tests.engine.kit import CHUNK_BYTES, FAULTY, found, key, ledger_in, now, put, under_way
 
 pytestmark = pytest.mark.virtual_time
@@ -49,35 +48,6 @@ async def test_loads_do_not_wait_for_the_budget_of_stores(open_engine):
     assert now() == 2.5
     await storing
     assert now() == 1.0 + 19  # One at a time, the last of them not waited for.
-
-
-async def test_a_breaker_opens_tries_and_closes_and_the_metrics_show_it(open_engine):
-    failing = faulty({"breaker_failures": 2, "breaker_cooldown_s": 60.0}, script={"store": ["unavailable"] * 3})
-    engine = await open_engine(8, failing)
-    (tier,) = ledger_in(engine).tiers
-
-    def state():
-        shown = engine.metrics.get_sample_value
-        labels = [{"tier": tier.spec.name, "state": each.value} for each in BreakerState]
-        (found,) = [each["state"] for each in labels if shown("kvtier_tier_breaker", each)]
-        return found
-
-    assert state() == "closed"
-    for number in range(3):
-        await put(engine, [number])
-        await engine.drain()
-    assert state() == "open"
-    assert (tier.counters.failed, tier.counters.dropped) == ({"unavailable": 2}, {"breaker": 1})
-    await asyncio.sleep(60)
-    await put(engine, [3])  # The tier still fails.
-    await engine.drain()
-    assert state() == "open"
-    await asyncio.sleep(60)
-    assert tier.breaker.admits(now())
-    assert state() == "half_open"
-    await put(engine, [4])
-    await engine.drain()
-    assert (state(), tier.counters.stored, tier.breaker.opened) == ("closed", 1, 2)
 
 
 async def test_a_busy_tiers_occupancy_is_reported_once_a_second_and_after_the_last_store(open_engine):

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.engine.kit import CHUNK_BYTES, at_rest, emptied, found, now, put, settled
+from tests.engine.kit import CHUNK_BYTES, at_rest, emptied, forget_rows, found, now, put, settled
 from tests.slow_tier import SLOWING, slow
 
 pytestmark = pytest.mark.virtual_time
@@ -62,10 +62,9 @@ async def test_a_tier_that_answered_late_for_a_while_is_waited_for_again(open_en
     tier = dummy(0.01, latency_s=0.1, shared=True, slow_at_s=100.0, slow_for_s=100.0, slow_factor=100.0) | SLOWING
     engine = await open_engine(16, tier, **WEIGHED, holds=range(8))
     assert await at_rest(engine)
-    waited: list[float] = []
+    waited = []
     while now() < 300.0:
-        assert await engine.drain(deadline_s=100.0)
-        assert await engine.reset()
+        await forget_rows(engine)
         await asyncio.sleep(10.5)  # An answer is believed for ten.
         begun = now()
         assert await found(engine, range(4)) in ((4,) if not 90.0 < begun < 240.0 else (0, 4))
@@ -109,8 +108,7 @@ async def test_a_line_that_has_become_thin_costs_one_request_its_time_and_is_use
         """Ask for all, five times a second; say how much was loaded each time, and what that took beyond computing."""
         loaded, beyond = list[int](), list[float]()
         for _ in range(times):
-            assert await engine.drain()
-            assert await engine.reset()
+            await forget_rows(engine)
             await asyncio.sleep(0.2)
             begun = now()
             loaded.append(await found(engine, range(chunks)))
@@ -146,14 +144,13 @@ async def answered(engine, prompt_s):
     await asyncio.sleep(seconds)
     engine.note_prefill(computed, seconds)
     ended = now()
-    assert await engine.drain()
-    assert await engine.reset()
+    await forget_rows(engine)
     return ended - begun
 
 
 async def mean_s(engine, until_s, prompt_s):
     """Answer the prompt over and over until then; return what one took in the mean."""
-    times: list[float] = []
+    times = []
     while now() < until_s:
         times.append(await answered(engine, prompt_s))
     return sum(times) / len(times)
@@ -165,8 +162,7 @@ async def measured(open_engine, load_s=LOAD_S):
     for _ in range(8):
         engine.note_prefill(800, BUSY_S)
     await put(engine, PROMPT)
-    assert await engine.drain()
-    assert await engine.reset()
+    await forget_rows(engine)
     return engine
 
 
@@ -187,8 +183,6 @@ async def test_measuring_the_prefill_speed_costs_a_hundredth(open_engine, load_s
 
 async def test_an_engine_that_began_with_hits_learns_how_fast_whole_prompts_are_computed(open_engine):
     """Only the last tokens of a loaded prompt are computed, and each of these looks slow."""
-    engine = await open_engine(16, dummy(chunk_of(LOAD_S)), chunk_tokens=100, holds=PROMPT)
-    assert await engine.drain()
-    assert await engine.reset()
+    engine = await emptied(open_engine, len(PROMPT), 16, dummy(chunk_of(LOAD_S)), chunk_tokens=100)
     assert await mean_s(engine, 20, IDLE_S) < 1.3 * IDLE_S
     assert await mean_s(engine, 60, IDLE_S) < 1.02 * IDLE_S

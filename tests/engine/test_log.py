@@ -1,5 +1,3 @@
-"""Log lines of an engine: at its start, and from its runner's process."""
-
 import logging
 import os
 import re

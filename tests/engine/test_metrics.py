@@ -34,7 +34,6 @@ def engine():
 
 
 def samples(engine):
-    """Return every sample by name and labels' values."""
     metrics = Metrics(engine.ledger)
     metrics.observe("disk", "load", 0.2)
     return {
@@ -45,7 +44,6 @@ def samples(engine):
 
 
 def labelled(seen, name):
-    """Return the samples of a metric by its labels' values."""
     found = {labels: value for (each, *labels), value in seen.items() if each == name for labels in [tuple(labels)]}
     return {labels[0] if len(labels) == 1 else labels: value for labels, value in found.items()}
 

@@ -36,7 +36,6 @@ class Run(NamedTuple):
 
 
 async def serve(rows=ROWS, lease_share=0.5, lease_s=10.0, prompts=PROMPTS, manager=TieringOffloadingManager):
-    """Store all chunks in the tier, then serve all prompts at once."""
     device = {"type": "dummy", "latency_s": 0.001, "bandwidth_bytes_per_s": 200 * CHUNK_BYTES}
     limits = {"lease_share": lease_share, "lease_s": lease_s}
     async with await manager.open(describe(rows, device, limits=limits)) as engine:

@@ -9,7 +9,6 @@ A, B = make_offload_key(b"a"), make_offload_key(b"b")
 
 @pytest.fixture
 def primary():
-    """Three rows, of which one holds A."""
     primary = Primary(3, LRU(3))
     assert primary.reserve([A]) is not None
     primary.publish([A])

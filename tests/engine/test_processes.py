@@ -3,11 +3,10 @@
 import fcntl
 import os
 import subprocess
-import time
 
 import pytest
 
-from tests.engine.kit import PATIENCE_S, found, kill_runner, put
+from tests.engine.kit import PATIENCE_S, found, kill_runner, put, wait_for
 
 PRELUDE = """
 import asyncio, os, resource, signal, subprocess, sys, traceback
@@ -36,16 +35,12 @@ def output(process):
     return said.split()
 
 
-def ended(pid):
-    """Wait until a process has ended."""
-    ends = time.monotonic() + PATIENCE_S
-    while os.path.exists(f"/proc/{pid}"):
+def has_ended(pid):
+    try:
         with open(f"/proc/{pid}/stat") as stat:
-            if stat.read().rpartition(")")[2].split()[0] in "ZX":
-                return True
-        assert time.monotonic() < ends
-        time.sleep(0.01)
-    return True
+            return stat.read().rpartition(")")[2].split()[0] in "ZX"
+    except FileNotFoundError:
+        return True
 
 
 def test_a_runner_is_replaced_however_many_descriptors_its_owner_has(run, tmp_path):
@@ -167,8 +162,6 @@ async def test_a_relative_root_is_the_same_directory_for_every_runner(open_engin
     assert os.listdir() == []
 
 
-# Forks.
-
 FORKED = """
 engine = StepManager.start(describe(8, {"type": "fs", "root": root}, runner=runner))
 store(engine, range(4))
@@ -196,7 +189,7 @@ def test_a_runner_ends_with_its_owner_though_another_process_holds_the_socket(ru
     killed = run(f"{FORKED}\nrunners = children()\n{HOLDERS[holder]}\n{end}")
     runner = int(killed.stdout.readline())
     killed.wait()
-    assert ended(runner)
+    wait_for(lambda: has_ended(runner))
 
 
 def test_a_fork_of_the_owner_can_only_read_counters_and_the_owner_goes_on(run):
@@ -287,8 +280,6 @@ asyncio.run(main())
         forked.wait()
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
-
-# Limits.
 
 LIMITED = """
 what, most = sys.argv[3:]

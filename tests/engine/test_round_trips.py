@@ -30,7 +30,7 @@ async def test_a_tier_lets_a_long_requests_tail_go_before_its_head(open_engine, 
         assert await engine.put(prefix[start : start + 2], chunks, request_id="long") == 2
         assert await engine.drain()
     engine.steps.on_request_finished("long")
-    gone: list[bytes] = []
+    gone = []
     for newer in range(1_000, 9_000):
         await put(engine, [newer])
         assert await engine.drain()

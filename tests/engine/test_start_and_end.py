@@ -9,9 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from kvtier.engine.manager import TieringOffloadingManager
-from kvtier.engine.steps import StepManager
-from kvtier.errors import BackendUnavailable, ConfigError, EngineClosed
+from kvtier import BackendUnavailable, ConfigError, EngineClosed, StepManager, TieringOffloadingManager
 from kvtier.memory.region import Region
 from kvtier.runner.messages import Probe, RunnerBack, RunnerLost, pack_keys
 from kvtier.runner.process import ProcessBridge
@@ -109,7 +107,6 @@ async def test_a_start_ends_though_a_tier_blocks_its_runner_as_it_opens(outside,
 
 @pytest.mark.usefixtures("outside")
 def test_a_start_that_is_interrupted_leaves_nothing(nothing_left):
-    """Ctrl-C, while a tier opens."""
     interrupt = threading.Timer(0.2, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
     interrupt.start()
     with pytest.raises(KeyboardInterrupt):
@@ -135,7 +132,6 @@ async def test_an_inline_engine_needs_a_loop():
 
 
 def sent(bridge):
-    """Return True if the runner takes an action."""
     return not bridge.send([Probe(1, 0, pack_keys([key(1)]))])
 
 

@@ -2,13 +2,11 @@
 
 import signal
 import threading
-import time
 
 import pytest
 
-from kvtier.engine.ledger import LookupResult
-from kvtier.engine.tier import TierMatcher
-from tests.engine.kit import FAULTY, PATIENCE_S, key, ledger_in, settled, store
+from kvtier import LookupResult, TierMatcher
+from tests.engine.kit import FAULTY, key, ledger_in, settled, store, wait_for
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 DUMMY = {"type": "dummy"}
@@ -57,10 +55,7 @@ def test_an_interrupted_reset_is_a_reset(start_engine):
         engine.reset()
     timer.join()
     assert ledger_in(engine).primary.rows_free == 2
-    deadline = time.monotonic() + PATIENCE_S
-    while not settled(engine):
-        assert time.monotonic() < deadline
-        engine.end_step()
+    wait_for(lambda: engine.end_step() or settled(engine))
 
 
 @pytest.mark.usefixtures("outside")

@@ -5,8 +5,7 @@ import asyncio
 import pytest
 import uvloop
 
-from kvtier.engine.manager import TieringOffloadingManager
-from kvtier.errors import EngineClosed, WrongLoop
+from kvtier import EngineClosed, TieringOffloadingManager, WrongLoop
 from kvtier.testing.virtual_time import VirtualTimeLoop
 from tests.engine.kit import FAULTY, chunk, describe, found, key, keys, ledger_in, put
 

@@ -9,7 +9,6 @@ import random
 import threading
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,7 +22,7 @@ PREFIXES = 12  # Of up to `LONGEST` chunks: more than the primary holds, and mor
 LONGEST = 10
 SUFFIX = {"files": ".bin", "segments": ".seg"}
 
-TIERS: list[Any] = [
+TIERS = [
     pytest.param({"layout": "files", "capacity_bytes": "768KiB"}, id="files"),
     pytest.param({"layout": "files", "shared": True, "capacity_bytes": "1MiB"}, id="shared", marks=pytest.mark.outside),
     pytest.param({"layout": "segments", "capacity_bytes": "4MiB"}, id="segments"),

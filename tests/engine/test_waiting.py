@@ -5,9 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from kvtier.engine.answers import LookupResult
-from kvtier.engine.manager import TieringOffloadingManager
-from kvtier.errors import EngineClosed
+from kvtier import EngineClosed, LookupResult, TieringOffloadingManager
 from kvtier_backends.dummy import forget_store
 from tests.engine.kit import FAULTY, at_rest, chunk, describe, found, key, ledger_in, now, put, settled, under_way
 

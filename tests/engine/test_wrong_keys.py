@@ -1,8 +1,5 @@
-"""Invalid keys: the call that gets one refuses it by name, and the engine goes on unchanged."""
-
 from array import array
 from contextlib import suppress
-from typing import Any
 
 import pytest
 
@@ -10,7 +7,7 @@ from tests.engine.kit import chunk, found, key, ledger_in, put, store
 from tests.simulation.audit import audit, audit_quiet
 
 # What a program may give in place of a list of keys, and how the error names it.
-NO_KEYS: dict[str, tuple[Any, str]] = {
+NO_KEYS = {
     "text": ([key(1), "a key"], r"keys\[1\]: 'a key' \(str\) given, bytes accepted"),
     "a number": ([7], r"keys\[0\]: 7 \(int\) given, bytes accepted"),
     "nothing": ([key(1), None], r"keys\[1\]: None \(NoneType\) given, bytes accepted"),

@@ -1,5 +1,3 @@
-"""The real traces, as the tests of replays find them."""
-
 from tests.tools.replay.conftest import traces
 
 __all__ = ["traces"]

@@ -9,7 +9,6 @@ suite. Run it with a change that is meant to change one of them; the diff then s
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,7 +27,6 @@ Figures = dict[str, Any]
 
 
 def names():
-    """Return the public names of the two packages that users import from."""
     return {"kvtier": sorted(kvtier.__all__), "kvtier.backend": sorted(public(kvtier.backend))}
 
 
@@ -44,7 +42,6 @@ def promises():
 
 
 def policies(trace, *options):
-    """Return hit ratios of policies over a trace."""
     return told("policies", trace, *options)
 
 
@@ -55,18 +52,17 @@ def replayed(trace, *options):
 
 
 def told(*command):
-    """Return the JSON that a command of this checkout prints."""
     line = [sys.executable, "-m", "kvtier", *command, "--quiet", "--json", "-"]
     return json.loads(subprocess.run(line, cwd=ROOT, check=True, capture_output=True).stdout)
 
 
-GENERATED: dict[str, Callable[[], Figures]] = {
+GENERATED = {
     "policies": lambda: policies("generated", "--limit", "800", "--policies", POLICIES, "--sizes", "0.01,0.05,0.2"),
     "replay": lambda: replayed("generated", "--limit", "400"),
 }
 """Figures on the generated workload."""
 
-REAL: dict[str, tuple[str, Callable[[str], Figures]]] = {
+REAL = {
     "conversation": (CONVERSATION, lambda path: policies(path, "--policies", POLICIES, "--sizes", "0.05,0.25")),
     "conversation, replay": (CONVERSATION, lambda path: replayed(path, "--limit", "600")),
     "mini_swe": (MINI_SWE, lambda path: policies(path, "--policies", POLICIES, "--sizes", "0.05,0.25")),
@@ -76,7 +72,6 @@ REAL: dict[str, tuple[str, Callable[[str], Figures]]] = {
 
 
 def main(folder):
-    """Write the file again."""
     frozen = {
         "names": names(),
         "promises": promises(),

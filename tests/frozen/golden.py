@@ -11,7 +11,6 @@ import shutil
 import tarfile
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from kvtier import EngineConfig, TieringOffloadingManager, make_offload_key
 
@@ -19,7 +18,7 @@ GOLDEN = Path(__file__).parent / "golden"
 SECRETS = "KVTIER_GOLDEN_KEY"
 os.environ[SECRETS] = "5a" * 32
 SEALED = {"seal": "aes-256-gcm", "seal_key_env": SECRETS}
-LAYOUTS: dict[str, dict[str, Any]] = {
+LAYOUTS = {
     "files": {"layout": "files"},
     "files-sealed": {"layout": "files", **SEALED},
     "segments": {"layout": "segments"},
@@ -38,14 +37,12 @@ def config_of(layout, root):
 
 
 async def write(layout, root):
-    """Store every chunk in the tier, and delete none."""
     async with TieringOffloadingManager.open(config_of(layout, root)) as engine:
         await engine.put(list(CHUNKS), list(CHUNKS.values()))
         assert await engine.drain(10)
 
 
 def main():
-    """Write every archive again."""
     shutil.rmtree(GOLDEN, ignore_errors=True)
     GOLDEN.mkdir()
     for layout in LAYOUTS:

@@ -11,15 +11,12 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
-from typing import Any
 
 from kvtier.backend import EngineId, FileMapper, Namespace, TierContext
 from kvtier.errors import BackendUnavailable, ConfigError
-from kvtier.testing.conformance import Lender
-from kvtier.testing.conformance.lender import key_of, keys_of, label
+from kvtier.testing.conformance import Lender, key_of, keys_of, label
 from kvtier_backends.fs import FsBackend, FsOptions
 from kvtier_backends.fs.disk import owner
 from kvtier_backends.fs.segments import checkpoint
@@ -29,21 +26,19 @@ BATCH_CHUNKS_MAX = 12
 checkpoint.CHECKPOINT_S = 0.02  # All the time.
 VERSIONS = range(3)  # Of each chunk: a mixture of two would show.
 
-Asked = dict[str, Any]
 
-
-def say(*words: object) -> None:
+def say(*words):
     os.write(1, (" ".join(map(str, words)) + "\n").encode())  # Shorter than a pipe's buffer: wholly or not at all.
 
 
-async def opened(asked: Asked) -> FsBackend:
+async def opened(asked):
     engine = EngineId(*asked["engine"]) if asked.get("engine") else None
     mapper = FileMapper(Namespace(model_name="org/model"))
     context = TierContext("0:fs", mapper, asked["row_bytes"], engine=engine)
     return await FsBackend.open(FsOptions(root=asked["root"], **asked["options"]), context)
 
 
-async def hammer(asked: Asked, seed: int) -> None:
+async def hammer(asked, seed):
     """Store, load and delete; say `done <chunks stored>` every so often, or `refused <why>` if there is no tier."""
     owner.PATIENCE_S = 1.0
     try:
@@ -61,7 +56,7 @@ async def hammer(asked: Asked, seed: int) -> None:
             say("done", stored[0])
 
 
-async def call_on(tier: FsBackend, asked: Asked, seed: str, stored: list[int], errors: Sequence[str] = ()) -> None:
+async def call_on(tier, asked, seed, stored, errors=()):
     """Store, load and delete random chunks; `errors`: what may come of it, beside chunks, misses and a full tier."""
     dice = random.Random(seed)
     while True:
@@ -84,14 +79,14 @@ async def call_on(tier: FsBackend, asked: Asked, seed: str, stored: list[int], e
         await asyncio.sleep(0)
 
 
-async def journal(asked: Asked, seed: int) -> None:
+async def journal(asked, seed):
     """Store and delete; say `begin <worker> <version> <keys…>` before a call, and `end <worker>` after it.
 
     Version -1 is a delete. Each worker has keys of its own, so that the order of what is done to a key is known.
     """
     tier = await opened(asked)
 
-    async def work(worker: int, keys: range) -> None:
+    async def work(worker, keys):
         dice = random.Random(f"{seed}/{worker}")
         for call in range(1_000_000):
             lender, numbers = Lender(asked["row_bytes"]), dice.sample(keys, dice.randint(1, BATCH_CHUNKS_MAX))
@@ -109,16 +104,16 @@ async def journal(asked: Asked, seed: int) -> None:
             group.create_task(work(worker, range(worker, asked["keys"], WORKERS - 1)))
 
 
-async def obey(asked: Asked, seed: int) -> None:
+async def obey(asked, seed):
     """Open a tier and say `open`; then do what each line of the input says, and answer `<word> <number>`."""
     tier, working = await opened(asked), list[asyncio.Task[None]]()
     worker = partial(call_on, tier, asked, errors=("TransferFailed", "ChunkCorrupt", "NoSpace"))
 
-    async def work() -> int:
+    async def work():
         working[:] = [asyncio.create_task(worker(f"{seed}/{number}", [0])) for number in range(WORKERS)]
         return 0
 
-    async def rest() -> int:
+    async def rest():
         for task in working:
             task.cancel()
         for outcome in await asyncio.gather(*working, return_exceptions=True):
@@ -126,22 +121,20 @@ async def obey(asked: Asked, seed: int) -> None:
                 raise AssertionError(outcome) from outcome
         return 0
 
-    async def used() -> int:
-        """Return the used bytes by the tier's accounts."""
+    async def used():
         page = tier._lives.now.tier.root.shared_page
         if page is None:
             return tier._lives.now.tier.capacity.used_bytes
         taken = await asyncio.to_thread(page.taken)
         return taken[0] if taken else 0
 
-    async def store(count: str, start: str) -> int:
-        """Return how many chunks can be stored and loaded."""
+    async def store(count, start):
         keys, lender = keys_of(int(count), int(start)), Lender(asked["row_bytes"])
         if any(await tier.store(lender.writes(keys))):
             return 0
         return sum(told == label(key) for key, told in zip(keys, await lender.recall(tier, keys), strict=True))
 
-    async def close() -> int:
+    async def close():
         return (await tier.aclose(10)).transfers
 
     orders = {order.__name__: order for order in (work, rest, used, store, close)}
@@ -153,7 +146,7 @@ async def obey(asked: Asked, seed: int) -> None:
 WORKS = {work.__name__: work for work in (hammer, journal, obey)}
 
 
-def main(work: str, asked: str) -> None:
+def main(work, asked):
     while line := sys.stdin.readline():
         pid = os.fork()
         if pid == 0:

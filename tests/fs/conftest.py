@@ -10,14 +10,12 @@ import sys
 import threading
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
-from kvtier.backend.contract import ScanDone, TierContext
-from kvtier.backend.namespace import FileMapper, Namespace, OffloadKey
-from kvtier.testing.conformance import Lender
-from kvtier.testing.conformance.lender import label
+from kvtier.backend import FileMapper, Namespace, OffloadKey, ScanDone, TierContext
+from kvtier.testing.conformance import Lender, label
 from kvtier_backends.fs import FsBackend, FsOptions
 from kvtier_backends.fs.disk import below, capacity
 from kvtier_backends.fs.disk import root as disk_root
@@ -33,7 +31,6 @@ DEADLINE_S = 20.0
 
 
 def whole(keys, version=0):
-    """Return what a load of stored chunks tells."""
     return [label(key, version) for key in keys]
 
 
@@ -81,7 +78,6 @@ async def until_probed(tier, keys, *, there):
 
 
 async def scanned(tier, *, complete=None):
-    """Wait for the end of a tier's start-up scan, and return the keys that it has reported."""
     keys = set[OffloadKey]()
     async with asyncio.timeout(DEADLINE_S):
         async for event in tier.watch():
@@ -120,7 +116,7 @@ def root(tmp_path):
     return tmp_path / "tier"
 
 
-CONSTANTS: dict[str, Any] = {
+CONSTANTS = {
     "checkpoint_s": (checkpoint, "CHECKPOINT_S"),
     "queue_bytes": (disk_root, "QUEUE_BYTES"),
     "low_water": (capacity, "LOW_WATER"),
@@ -134,7 +130,7 @@ async def open_tier(root, mapper, lender, monkeypatch):
     The names of `CONSTANTS` are taken, too, from then on. With `checkpoint_s=0` there is no checkpoint at the start.
     So are `engine`, `namespace` and `row_bytes` of its context. `holds`: keys to store; `scanned`: wait for the scan.
     """
-    opened: list[FsBackend] = []
+    opened = []
 
     async def open_tier(holds=(), scanned=False, **options):
         given = {"root": str(root), "layout": "files", **options}
@@ -163,8 +159,6 @@ async def open_tier(root, mapper, lender, monkeypatch):
 
 @pytest.fixture
 def stored(open_tier, lender):
-    """Store chunks in a tier that is closed again."""
-
     async def stored(keys, **options):
         tier = await open_tier(**options, holds=keys)
         assert await tier.aclose(DEADLINE_S) == (0,)
@@ -282,7 +276,7 @@ class SystemCall:
 @pytest.fixture
 def system_call(monkeypatch):
     """Put a `SystemCall` in place of a function of `os`; nobody sticks beyond the end of the test."""
-    made: list[SystemCall] = []
+    made = []
 
     def system_call(name, **how):
         made.append(SystemCall(monkeypatch, name, **how))
@@ -295,7 +289,7 @@ def system_call(monkeypatch):
 
 @pytest.fixture
 def open_folder(root, mapper):
-    opened: list[Folder] = []
+    opened = []
 
     def open_folder(**options):
         given = FsOptions(**{"root": str(root), "layout": "files", **options})
@@ -312,7 +306,7 @@ def open_folder(root, mapper):
 @pytest.fixture
 def mount(outside, tmp_path):
     """Mount a small file system of a kind, in memory or in a file; skips where that is not allowed."""
-    mounted: list[Path] = []
+    mounted = []
 
     def mount(kind, options="", *, image_bytes=0):
         if os.geteuid() != 0:
@@ -406,7 +400,6 @@ class Child:
         return lines
 
     def ask(self, words):
-        """Tell it to do something, and return its answer."""
         self.tell(words)
         return int(self.until(words.split()[0])[-1].split()[1])
 
@@ -428,7 +421,6 @@ class Child:
         os.kill(self.pid, signal.SIGCONT)
 
     def kill(self):
-        """Kill the child, and return what it has said until then."""
         with suppress(ProcessLookupError) if self._quiet else nullcontext():  # It may have died of its disk.
             os.kill(self.pid, signal.SIGKILL)
         self.pid = 0
@@ -444,7 +436,7 @@ class Child:
 @pytest.fixture
 def launch(outside, root):
     """Start processes that work on tiers over `root`; they end with the test."""
-    launched: list[Child] = []
+    launched = []
 
     def launch(work, **asked):
         launched.append(Child(work, **{"root": str(root), "row_bytes": ROW_BYTES, "options": {}, **asked}))

@@ -13,7 +13,6 @@ import random
 import struct
 import sys
 import threading
-from collections.abc import Callable, Sequence
 
 HEADER = struct.Struct("<IIQQIII4x")
 READ, WRITE = 15, 16
@@ -27,14 +26,14 @@ ATTRIBUTES = struct.Struct("<6Q10I")
 class Disk:
     """One mounted folder. Nodes are known by their paths, for as long as it is mounted."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder):
         self.healthy = threading.Condition()
         self.fault = "well"
-        self._listed: dict[int, list[str]] = {}
+        self._listed = {}
         self._dice, self._errno, self._share = random.Random(), 0, 0.0
         self._paths = {1: folder}
         self._nodes = {folder: 1}
-        self._calls: dict[int, Callable[[int, bytes], bytes]] = {
+        self._calls = {
             1: self._lookup,
             3: lambda node, _: struct.pack("<QII", 0, 0, 0) + self._attributes(self._paths[node]),
             4: self._set_attributes,
@@ -60,11 +59,11 @@ class Disk:
             45: lambda node, body: self._rename(node, *struct.unpack_from("<Q", body), body[16:]),
         }
 
-    def err(self, name: str, percent: str, seed: str) -> None:
+    def err(self, name, percent, seed):
         """Fail so many requests from now on."""
         self._dice, self._errno, self._share = random.Random(seed), getattr(errno, name), int(percent) / 100
 
-    def answer(self, opcode: int, node: int, body: bytes) -> tuple[int, bytes]:
+    def answer(self, opcode, node, body):
         """Return the error, 0 if there is none, and what the kernel asked for."""
         with self.healthy:
             self.healthy.wait_for(lambda: self.fault != "hang")
@@ -84,24 +83,24 @@ class Disk:
             return self._errno, b""
         return 0, answer
 
-    def _never_released(self, opcode: int, answer: bytes) -> None:
+    def _never_released(self, opcode, answer):
         if opcode in (14, 35):
             os.close(*struct.unpack_from("<Q", answer, len(answer) - 16))
 
-    def _begin(self, node: int, body: bytes) -> bytes:
+    def _begin(self, node, body):
         major, _ = struct.unpack_from("<II", body)
         return struct.pack("<IIIIHHIIHHI28x", major, 31, 0, 0, 16, 12, WRITE_MAX_BYTES, 1, 0, 0, 0)
 
-    def _child(self, node: int, name: bytes) -> str:
+    def _child(self, node, name):
         return os.path.join(self._paths[node], name.split(b"\0", 1)[0].decode())
 
-    def _entry(self, path: str) -> bytes:
+    def _entry(self, path):
         attributes = self._attributes(path)
         node = self._nodes.setdefault(path, max(self._paths) + 1)
         self._paths[node] = path
         return struct.pack("<QQQQII", node, 0, 0, 0, 0, 0) + attributes
 
-    def _attributes(self, path: str) -> bytes:
+    def _attributes(self, path):
         found = os.lstat(path)
         times = [divmod(ns, 10**9) for ns in (found.st_atime_ns, found.st_mtime_ns, found.st_ctime_ns)]
         return ATTRIBUTES.pack(
@@ -111,10 +110,10 @@ class Disk:
             *(found.st_mode, found.st_nlink, found.st_uid, found.st_gid, 0, 4_096, 0),
         )
 
-    def _lookup(self, node: int, body: bytes) -> bytes:
+    def _lookup(self, node, body):
         return self._entry(self._child(node, body))
 
-    def _set_attributes(self, node: int, body: bytes) -> bytes:
+    def _set_attributes(self, node, body):
         path, (valid,) = self._paths[node], struct.unpack_from("<I", body)
         _, size, _, atime, mtime, _, atime_ns, mtime_ns = struct.unpack_from("<6Q2I", body, 8)
         if valid & 8:
@@ -123,12 +122,12 @@ class Disk:
             os.utime(path, ns=(atime * 10**9 + atime_ns, mtime * 10**9 + mtime_ns))
         return struct.pack("<QII", 0, 0, 0) + self._attributes(path)
 
-    def _make_folder(self, node: int, body: bytes) -> bytes:
+    def _make_folder(self, node, body):
         path = self._child(node, body[8:])
         os.mkdir(path)
         return self._entry(path)
 
-    def _rename(self, node: int, target: int, names: bytes) -> bytes:
+    def _rename(self, node, target, names):
         old, new = names.split(b"\0")[:2]
         source, path = self._child(node, old), self._child(target, new)
         os.rename(source, path)
@@ -136,40 +135,40 @@ class Disk:
             self._nodes[path], self._paths[moved] = moved, path
         return b""
 
-    def _opened(self, path: str, flags: int) -> bytes:
+    def _opened(self, path, flags):
         return struct.pack("<QII", os.open(path, flags & ~os.O_DIRECT & ~os.O_CREAT & ~os.O_EXCL), 1, 0)
 
-    def _create(self, node: int, body: bytes) -> bytes:
+    def _create(self, node, body):
         flags, mode = struct.unpack_from("<II", body)
         path = self._child(node, body[16:])
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode))
         return self._entry(path) + self._opened(path, flags)
 
-    def _read(self, node: int, body: bytes) -> bytes:
+    def _read(self, node, body):
         fd, offset, size = struct.unpack_from("<QQI", body)
         return os.pread(fd, size, offset)
 
-    def _write(self, node: int, body: bytes) -> bytes:
+    def _write(self, node, body):
         fd, offset, size = struct.unpack_from("<QQI", body)
         return struct.pack("<II", os.pwrite(fd, body[40 : 40 + size], offset), 0)
 
-    def _allocate(self, node: int, body: bytes) -> bytes:
+    def _allocate(self, node, body):
         fd, offset, length = struct.unpack_from("<QQQ", body)
         os.posix_fallocate(fd, offset, length)
         return b""
 
-    def _open_folder(self, node: int, body: bytes) -> bytes:
+    def _open_folder(self, node, body):
         listing = max(self._listed, default=0) + 1
         self._listed[listing] = sorted(
             os.listdir(self._paths[node])
         )  # At once: no name goes missing between two parts.
         return struct.pack("<QII", listing, 0, 0)
 
-    def _close_folder(self, node: int, body: bytes) -> bytes:
+    def _close_folder(self, node, body):
         del self._listed[struct.unpack_from("<Q", body)[0]]
         return b""
 
-    def _list(self, node: int, body: bytes) -> bytes:
+    def _list(self, node, body):
         listing, offset, size = struct.unpack_from("<QQI", body)
         listed = b""
         for place, name in enumerate(self._listed[listing][offset:], start=offset + 1):
@@ -181,13 +180,13 @@ class Disk:
             listed += entry
         return listed
 
-    def _statistics(self, node: int, body: bytes) -> bytes:
+    def _statistics(self, node, body):
         disk = os.statvfs(self._paths[1])
         counts = disk.f_blocks, disk.f_bfree, disk.f_bavail, disk.f_files, disk.f_ffree
         return struct.pack("<5Q4I24x", *counts, disk.f_bsize, disk.f_namemax, disk.f_frsize, 0)
 
 
-def listen(disk: Disk) -> None:
+def listen(disk):
     """Take orders until there are no more, and then end."""
     for line in sys.stdin:
         with disk.healthy:
@@ -199,7 +198,7 @@ def listen(disk: Disk) -> None:
     os._exit(0)
 
 
-def serve(disk: Disk, fd: int) -> None:
+def serve(disk, fd):
     while True:
         request = os.read(fd, BUFFER_BYTES)
         _, opcode, unique, node, *_ = HEADER.unpack_from(request)
@@ -212,7 +211,7 @@ def serve(disk: Disk, fd: int) -> None:
             continue  # Whoever asked was interrupted.
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(arguments):
     folder, mountpoint = arguments
     fd = os.open("/dev/fuse", os.O_RDWR)
     options = f"fd={fd},rootmode=40000,user_id={os.getuid()},group_id={os.getgid()}"

@@ -1,5 +1,3 @@
-"""Child processes of tests: for memory that several register, and for errors that end a CUDA context."""
-
 from contextlib import contextmanager
 from multiprocessing import get_context
 
@@ -32,7 +30,6 @@ class Child:
 
 @contextmanager
 def child(work, *arguments):
-    """Give a running child, which is killed at the end."""
     made = Child(work, *arguments)
     try:
         yield made

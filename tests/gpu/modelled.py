@@ -48,8 +48,6 @@ class Stream:
 
 
 class Event:
-    """A place in what a stream was told."""
-
     def __init__(self, blocking=False):
         self._reached = threading.Event()
 
@@ -68,8 +66,7 @@ HERE = threading.local()
 
 
 def current(device=None):
-    found: Stream = getattr(HERE, "stream", ENGINES)
-    return found
+    return getattr(HERE, "stream", ENGINES)
 
 
 @contextlib.contextmanager
@@ -94,8 +91,6 @@ def batches(copies, handle, stable):
 
 
 class Modelled(TorchDevice):
-    """The device, with batched copies that are right unless a test gives others."""
-
     def __init__(self):
         super().__init__("cpu")
         self.has_streams = True
@@ -115,7 +110,6 @@ class Modelled(TorchDevice):
 
 
 def model(patch):
-    """Put the model in the place of `torch.cuda`."""
     patch.setattr(torch.cuda, "Stream", Stream)
     patch.setattr(torch.cuda, "Event", Event)
     patch.setattr(torch.cuda, "stream", on)

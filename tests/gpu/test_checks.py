@@ -1,14 +1,13 @@
 """The self-test's checks hold on the device and on a modelled one, and find copies that are wrong."""
 
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 import pytest
 
-from kvtier.kvcache.transfer import CopiersOf, Direction
+from kvtier.kvcache.transfer import Direction
 from kvtier.kvcache.transfer.cuda import CudaCopier, Descriptors, batched, copiers_with
-from kvtier.tools.selftest_checks import NotHere, TorchDevice, Wrong, checks, come_back, families, transfers_wait
+from kvtier.tools.selftest_checks import NotHere, Wrong, checks, come_back, families, transfers_wait
 from tests.gpu.modelled import Modelled, batches
 
 
@@ -60,7 +59,7 @@ def copiers_of(kind, *, at_once=True):
 
 
 BYTES = partial(come_back, families()[0])
-FAULTS: dict[str, tuple[CopiersOf, Callable[[TorchDevice], str]]] = {
+FAULTS = {
     "the last byte stays behind": (altered(lambda copies: copies._replace(sizes=copies.sizes - 1)), BYTES),
     "a byte too many": (altered(lambda copies: copies._replace(sizes=copies.sizes + 1)), BYTES),
     "two pages change places": (altered(lambda copies: copies._replace(targets=np.roll(copies.targets, 1))), BYTES),

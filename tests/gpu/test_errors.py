@@ -7,13 +7,12 @@ import ctypes
 import os
 from contextlib import suppress
 from functools import partial
-from typing import Any, cast
 
 import pytest
 import torch
 
 from kvtier.kvcache.transfer import Direction, GroupBlocks, TransferWorker
-from kvtier.kvcache.transfer.cuda import BatchedCopy, batched_copy, copiers_with
+from kvtier.kvcache.transfer.cuda import batched_copy, copiers_with
 from kvtier.memory import Region
 from kvtier.tools.selftest_checks import (
     NotHere,
@@ -67,12 +66,11 @@ def failure(spoil, device):
 
 
 def fail_in_a_kernel(device):
-    private: Any = torch
+    private = torch
     private._assert_async(torch.zeros(1, device=device.place))  # As compiled models call it.
 
 
 def reset(device):
-    """End this process's context; the contexts of other processes go on."""
     major = str(torch.version.cuda).split(".", maxsplit=1)[0]
     try:
         runtime = ctypes.CDLL(f"libcudart.so.{major}")
@@ -83,19 +81,18 @@ def reset(device):
 
 def copy_astray(device):
     batches = batched_copy(device.place)
-    assert batches is not None
 
     def astray(copies, stream, stable):
         batches(copies._replace(targets=copies.targets + FAR), stream, stable)
 
-    device.copiers = partial(copiers_with, device=device.place, copy=cast("BatchedCopy", astray))
+    device.copiers = partial(copiers_with, device=device.place, copy=astray)
     return failure(lambda device: None, device)
 
 
 def without_memory(device):
     """Take all memory that torch may have of the device, store, give it back, and store again."""
-    cuda: Any = torch.cuda
-    total: int = cuda.get_device_properties(device.place).total_memory
+    cuda = torch.cuda
+    total = cuda.get_device_properties(device.place).total_memory
     cuda.set_per_process_memory_fraction(DEVICE_BYTES / total, device.place)
     caches, right = plain_caches(1, PAGES, PAGE_BYTES, device.place), random_bytes((PAGES, PAGE_BYTES), 1)
     caches.tensors[0].copy_(right)

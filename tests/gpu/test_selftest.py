@@ -1,5 +1,3 @@
-"""`kvtier selftest` as people run it: its report, its end, and the calls that it refuses."""
-
 import json
 
 import msgspec

@@ -1,5 +1,3 @@
-"""The devices that the same tests run on."""
-
 import pytest
 import torch
 

@@ -9,15 +9,13 @@ from typing import NamedTuple
 
 import torch
 
-from kvtier.kvcache.layout import AttentionSpec, CacheAxes, KVCacheConfig, KVCacheGroup, LayerSpec, MambaSpec
+from kvtier.kvcache.layout import AttentionSpec, CacheAxes, KVCacheConfig, KVCacheGroup, MambaSpec
 from kvtier.kvcache.layout.axes import KV_JOINED_NHD, LATENT
 
 BF16 = torch.bfloat16
 
 
 class Family(NamedTuple):
-    """A model's caches in one worker."""
-
     config: KVCacheConfig
     axes: dict[str, CacheAxes]
 
@@ -55,7 +53,7 @@ JAMBA_STATES = states(80, JAMBAS, (3, 8_192), (8_192, 16))
 NEMOTRON_STATES = states(528, NEMOTRONS, (3, 10_240), (128, 64, 128))
 QWEN_STATES = states(544, QWENS, (3, 8_192), (32, 128, 128))
 
-GROUPS: dict[str, list[list[LayerSpec]]] = {
+GROUPS = {
     "llama_3_8b": [[attention(8, 128)] * 32],
     # Every sixth of 62 layers full, the others with a window of 1,024: seven groups on ten tensors.
     "gemma_3_27b": [[attention(16, 128)] * layers for layers in (10, 9, 9, 9, 9, 8, 8)],

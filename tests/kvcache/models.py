@@ -12,7 +12,6 @@ from kvtier.kvcache.layout import (
     CacheAxes,
     KVCacheConfig,
     KVCacheGroup,
-    LayerSpec,
     MambaSpec,
     allocate_rows,
     allocate_tensors,
@@ -69,8 +68,8 @@ def models(draw):
     num_blocks = draw(st.integers(4, 9))
     block_size = draw(st.sampled_from([2, 4, 6]))
     kernel_blocks = draw(st.sampled_from([1, 2])) if how != "shared tensors" else 1
-    drawn: list[dict[str, LayerSpec]] = []
-    axes: dict[str, CacheAxes] = {}
+    drawn = []
+    axes = {}
     for group in range(draw(st.integers(1, 4))):
         kind = draw(st.sampled_from(["heads", "latent", "state", "differing"]))
         if kind == "state" and kernel_blocks > 1:
@@ -189,6 +188,5 @@ def touched(model, layers, canonical, groups):
 
 
 def fill(tensor, seed):
-    """Fill with random bytes, all values of every dtype included."""
     data = np.random.default_rng(seed).integers(0, 256, tensor.nbytes, dtype=np.uint8)
     tensor.view(torch.uint8).copy_(torch.from_numpy(data).view(tensor.shape))

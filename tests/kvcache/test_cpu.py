@@ -1,5 +1,3 @@
-"""Rows as torch tensors: the same bytes, kept alive, pinned where that can be done."""
-
 import logging
 
 import pytest
@@ -21,7 +19,7 @@ class HostRegistry:
 
     def __init__(self, limit_bytes=1 << 62):
         self.limit_bytes = limit_bytes
-        self.ranges: dict[int, int] = {}
+        self.ranges = {}
 
     def cudaHostRegister(self, address, size_bytes, flags, /):  # noqa: N802
         assert not any(start < address + size_bytes and address < start + size for start, size in self.ranges.items())

@@ -58,7 +58,7 @@ class FakeRuntime:
 
     def __init__(self, answer=0, *, copies=True, able=(0, 1)):
         self.answer, self.copies, self.able = answer, copies, able
-        self.calls: list[tuple[int, int, int]] = []
+        self.calls = []
 
     def cudaDeviceGetAttribute(self, attribute, device):  # noqa: N802
         assert (attribute, device) == (91, 0)

@@ -11,8 +11,6 @@ from kvtier.kvcache.layout import (
     CacheAxes,
     KVCacheConfig,
     KVCacheGroup,
-    LayerCache,
-    LayerSpec,
     MambaSpec,
     allocate_rows,
     allocate_tensors,
@@ -107,7 +105,6 @@ def memory(size_bytes):
 
 
 def places(canonical, base):
-    """Return where each tensor begins in the memory, its shape and its strides."""
     start = base.data_ptr()
     assert all(tensor.dtype == torch.int8 for tensor in canonical.tensors)
     return [(tensor.data_ptr() - start, tuple(tensor.shape), tensor.stride()) for tensor in canonical.tensors]
@@ -118,7 +115,6 @@ def page_bytes(canonical):
 
 
 def pages_in(cache, spec=ATTENTION, axes=None, num_blocks=BLOCKS):
-    """Find the pages of a model of one layer."""
     return canonical_kv_caches(config_of({"a": spec}, num_blocks=num_blocks), {"a": cache}, {"a": axes} if axes else {})
 
 
@@ -172,7 +168,7 @@ def test_a_cache_may_begin_anywhere_in_its_storage():
 def test_layers_over_the_same_bytes_share_a_tensor(num_blocks):
     other = attention(4, head_size=4)
     base = memory(PAGE_BYTES * num_blocks)
-    caches: dict[str, LayerCache] = {
+    caches = {
         "a": cache_view(base, ATTENTION, KV_JOINED_HND, num_blocks),
         "w": cache_view(base, other, KV_SPLIT_NHD, num_blocks),
         "s": state_views(base, PADDED_STATE, num_blocks),
@@ -254,7 +250,7 @@ OTHER_BLOCKS = "shape (4, 2, 4, 16) and strides (128, 64, 16, 1) given, 5 blocks
 OTHER_PAGES = "1 x 128 bytes in a block (strides (64, 32, 8, 1)), 256 in its spec's page"
 GAPS = "stride 2 of axis 3 leaves 2 bytes free inside of each block"
 NARROW = attention(head_size=4, padded_page_bytes=256)
-REFUSED: dict[str, tuple[LayerSpec, CacheAxes | None, LayerCache, str]] = {
+REFUSED = {
     "blocks innermost": parted(ATTENTION, KV_JOINED_HND, (BLOCKS, 2, 4, 16), (1, 320, 80, 5), INNERMOST + JOIN),
     "a block in another": parted(ATTENTION, KV_JOINED_HND, (BLOCKS, 2, 4, 16), (64, 64, 16, 1), IN_ANOTHER + PART),
     "keys in values": parted(ATTENTION, KV_FRONT_NHD, (2, BLOCKS, 4, 2, 8), (FAR, 64, 16, 8, 1), INTO_VALUES + PART),

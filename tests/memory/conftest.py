@@ -50,7 +50,6 @@ def shm_path():
 
 @pytest.fixture
 def small_tmpfs(outside, tmp_path):
-    """A real file system of 1 MiB of memory."""
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(tmp_path)]
     if os.geteuid() or subprocess.run(mount, check=False, capture_output=True).returncode:
         pytest.skip("mounting a tmpfs is not permitted here")

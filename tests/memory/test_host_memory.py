@@ -26,7 +26,6 @@ def machine(root, *, groups="0::/\n", available_bytes=1_000 * MIB, **files):
 
 
 def limited(group, limit_mib, used_mib, cache_mib=0):
-    """Return the files of a version-2 group."""
     half = cache_mib * MIB // 2
     return {
         f"{group}memory_max": f"{limit_mib * MIB}\n",
@@ -43,7 +42,6 @@ VERSION_1 = {
 
 
 def free_bytes(root):
-    """Return the largest size that is accepted."""
     low, high = 0, 1 << 62
     while low < high:
         middle = (low + high + 1) // 2

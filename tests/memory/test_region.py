@@ -1,5 +1,3 @@
-"""The region: rows of bytes, written, shared, closed, and refused."""
-
 import ctypes
 import os
 import signal
@@ -73,7 +71,6 @@ with Region.attach(int(sys.argv[1]), 4, 8192) as peer:
 
 @pytest.fixture(params=["private", "memfd", "shared"])
 def make(request, shm_path):
-    """Each way to make a region, with one signature."""
     if request.param == "shared":
         return lambda rows, row_bytes: Region.shared(shm_path, rows, row_bytes, participant=0, participants=1)
     return getattr(Region, request.param)

@@ -28,13 +28,8 @@ VALUES = {  # Of labels whose series come with the first count: what there may b
 }
 VARIABLES = {"job": ".+", "instance": ".+", "tier": ".+", "__rate_interval": "10s", "__range": "5m"}
 
-Samples = dict[str, list[dict[str, str]]]
-"""The labels of every series, by the series' name."""
-
 
 class Query(NamedTuple):
-    """A query, and where it stands."""
-
     where: str
     expr: str
     legend: str = ""
@@ -79,8 +74,7 @@ EVERY = [*of_the_board(), *of_the_alerts(), *of_the_page()]
 
 
 def samples_of(page):
-    """Return what a page of metrics has."""
-    found: Samples = {}
+    found = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
             found.setdefault(sample.name, []).append(sample.labels)

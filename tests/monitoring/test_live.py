@@ -68,7 +68,6 @@ def engine_of(folder):
 
 
 async def work(engine):
-    """Put prompts, and get them again when the primary has forgotten them, until cancelled."""
     for number in count():
         numbers = range(number * CHUNKS, (number + 1) * CHUNKS)
         await engine.put([key(each) for each in numbers], [chunk(each) for each in numbers])

@@ -18,7 +18,7 @@ from tests.remote.tiers import CHUNK_BYTES, lender, open_with, prefix
 __all__ = ["lender", "open_with", "prefix"]
 
 TIMEOUT_S = 2.0  # Of whatever hangs.
-WHY: str | None = "mooncake-transfer-engine-non-cuda is not installed here"
+WHY = "mooncake-transfer-engine-non-cuda is not installed here"
 if find_spec("mooncake") is not None:
     from kvtier_backends.mooncake import MooncakeBackend, MooncakeOptions, backend
     from kvtier_backends.mooncake.client import PoolClient, connect, environment
@@ -42,7 +42,6 @@ def pytest_report_header():
 
 @pytest.fixture(scope="session")
 def pool(outside, tmp_path_factory):
-    """Start the shared pool."""
     pool = Pool(tmp_path_factory.mktemp("mooncake"))
     pool.add_owner()
     yield pool
@@ -51,8 +50,7 @@ def pool(outside, tmp_path_factory):
 
 @pytest.fixture
 def own_pool(outside, tmp_path_factory):
-    """Start pools that belong to the test."""
-    pools: list[Pool] = []
+    pools = []
 
     def own_pool(**fields):
         pools.append(Pool(tmp_path_factory.mktemp("mooncake"), **fields))
@@ -65,8 +63,7 @@ def own_pool(outside, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def shared_clients():
-    """Create one client for each master."""
-    clients: dict[MooncakeOptions, PoolClient] = {}
+    clients = {}
 
     class Shared(PoolClient):
         def close(self):
@@ -87,7 +84,6 @@ def shared_clients():
 
 @pytest.fixture
 def client(shared_clients, pool):
-    """Return a client that writes to the pool beside the tier."""
     return shared_clients(MooncakeOptions(master=pool.address), "the test's")
 
 

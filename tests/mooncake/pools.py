@@ -16,28 +16,22 @@ OWNER_BYTES = 256 << 20
 def folder():
     """Return where the programs are: the commands on the path start Python first."""
     found = importlib.util.find_spec("mooncake")
-    assert found is not None
-    assert found.submodule_search_locations is not None
     return Path(found.submodule_search_locations[0])
 
 
 class Program(ServerProcess):
-    """One of Mooncake's programs."""
-
     def __init__(self, log, *command, **environment):
         super().__init__([str(word) for word in command], log, environment)
 
 
 class Pool:
-    """A master and its owners."""
-
     def __init__(self, place, *, client_ttl_s=10, lease_s=1):
         self._place = place
         self._lease_s = lease_s
         self._client_ttl_s = client_ttl_s
         self.port, self._metrics_port = free_port(), free_port()
         self.address = f"127.0.0.1:{self.port}"
-        self.owners: list[Program] = []
+        self.owners = []
         self.master = self.start_master()
 
     def start_master(self):
@@ -75,7 +69,6 @@ class Pool:
         return owner
 
     def segments(self):
-        """Return what the master knows of owners."""
         about = f"http://127.0.0.1:{self._metrics_port}/get_all_segments"
         with suppress(OSError), urllib.request.urlopen(about, timeout=PATIENCE_S) as answer:
             return [line for line in answer.read().decode().splitlines() if line.strip()]

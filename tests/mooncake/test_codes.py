@@ -17,7 +17,7 @@ class Answers(PoolClient):
     def __init__(self, code, removal=0):
         self._code = code
         self._removal = removal
-        self.removed: list[str] = []
+        self.removed = []
 
     def get(self, names, addresses, size_bytes):
         return [self._code] * len(names)

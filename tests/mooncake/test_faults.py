@@ -275,8 +275,6 @@ async def test_closing_amid_a_hang_crashes_nothing(own_pool, prefix):
     leaver = await asyncio.create_subprocess_exec(
         sys.executable, LEAVER, pool.address, prefix, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
-    assert leaver.stdin is not None
-    assert leaver.stdout is not None
     assert await leaver.stdout.readline() == b"stored\n"
     owner.signal(signal.SIGSTOP)
     leaver.stdin.write(b"go\n")

@@ -1,5 +1,3 @@
-"""Options of the mooncake tier, and what is said where its package cannot be used. Nothing here needs the package."""
-
 import importlib.util
 import os
 import re

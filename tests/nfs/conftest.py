@@ -1,5 +1,3 @@
-"""A file server for a run, and guests that mount it."""
-
 import os
 import time
 import uuid
@@ -60,7 +58,7 @@ def on_server(file_server, folder):
 @pytest.fixture
 def mount(guests):
     """Have guests mount the export, until the test ends; return the mount's name."""
-    mounted: list[tuple[Guest, str]] = []
+    mounted = []
 
     def mount(guest, options="soft,timeo=50,retrans=2", actimeo=3):
         name = f"mnt-{uuid.uuid4().hex[:8]}"
@@ -87,8 +85,6 @@ def open_tier(mount, folder):
 
 @pytest.fixture(scope="session")
 def until():
-    """Wait until a condition holds."""
-
     def until(condition):
         ends_at = time.monotonic() + PATIENCE_S
         while not condition():

@@ -18,10 +18,8 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
-from kvtier.engine.manager import TieringOffloadingManager
-from kvtier.errors import BackendUnavailable
-from kvtier.testing.conformance import Lender, tier_context
-from kvtier.testing.conformance.lender import key_of, keys_of, label
+from kvtier import BackendUnavailable, TieringOffloadingManager
+from kvtier.testing.conformance import Lender, key_of, keys_of, label, tier_context
 from kvtier_backends.fs import FsBackend, FsOptions
 from tests.engine.kit import at_rest, describe, found, ledger_in, put
 
@@ -46,10 +44,10 @@ class Host:
     """What a guest can be told to do."""
 
     def __init__(self):
-        self._tiers: dict[str, FsBackend] = {}
-        self._lenders: dict[str, Lender] = {}
-        self._engines: dict[str, TieringOffloadingManager] = {}
-        self._held: list[int] = []
+        self._tiers = {}
+        self._lenders = {}
+        self._engines = {}
+        self._held = []
 
     async def mount(self, name, source, options):
         Path(mounted_at(name)).mkdir(exist_ok=True)
@@ -71,12 +69,10 @@ class Host:
         self._lenders[name] = Lender(row_bytes)
 
     async def close(self, name, deadline_s=20.0):
-        """Close a tier; return how many transfers it has left."""
         self._lenders.pop(name)
         return (await self._tiers.pop(name).aclose(deadline_s)).transfers
 
     async def store(self, name, first, count):
-        """Store chunks by their numbers; count the outcomes."""
         writes = self._lender(name).writes(keys_of(count, first))
         return Counter(map(kind, await self._tiers[name].store(writes)))
 
@@ -86,21 +82,18 @@ class Host:
         return await self._load(self._tiers[name], lender, keys)
 
     async def probe(self, name, first, count):
-        """Say how many of the chunks are there."""
         return sum(await self._tiers[name].probe(keys_of(count, first)))
 
     async def counters(self, name):
         return self._tiers[name].counts()
 
     async def page(self, name):
-        """Say what the shared page has as used and as promised; None: nobody knows."""
         page = self._tiers[name]._lives.now.tier.root.shared_page
-        assert page is not None
         return await asyncio.to_thread(page.taken)
 
     async def write_uses(self, name):
         """Have the times of chunks that were used be written down, as is done every ten seconds."""
-        await self._tiers[name]._layout._eviction.stamps.write()  # type: ignore[attr-defined]
+        await self._tiers[name]._layout._eviction.stamps.write()
 
     async def hold_page(self, mount, path):
         """Take the lock of a shared page, and keep it."""
@@ -109,7 +102,6 @@ class Host:
         await asyncio.to_thread(fcntl.fcntl, self._held[-1], fcntl.F_OFD_SETLKW, wanted)
 
     async def work(self, name, seconds, keys, seed):
-        """Store, load and delete chunks of so many keys for so long; count what came, and time the slowest calls."""
         done = Counter[str]()
         async with asyncio.TaskGroup() as group:
             for worker in range(WORKERS):
@@ -165,11 +157,9 @@ class Host:
         return await found(self._engines[name], range(first, first + count))
 
     async def is_at_rest(self, name):
-        """Wait for what is under way, and say whether nothing was left, nor any row lent."""
         return await at_rest(self._engines[name])
 
     async def reset(self, name):
-        """Empty the primary."""
         return await self._engines[name].reset()
 
     async def state(self, name):
@@ -184,7 +174,6 @@ class Host:
         }
 
     async def close_engine(self, name, deadline_s=20.0):
-        """Close an engine; return how many transfers it has left."""
         return await self._engines.pop(name).aclose(deadline_s)
 
     def _lender(self, name):

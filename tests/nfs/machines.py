@@ -56,7 +56,6 @@ class Network:
         run("ip", "link", "set", BRIDGE, "up")
 
     def tap(self, name):
-        """Add a plug for one guest."""
         run("ip", "tuntap", "add", "dev", name, "mode", "tap")
         run("ip", "link", "set", name, "master", BRIDGE, "up")
 
@@ -68,7 +67,7 @@ class FileServer:
         self.export = folder / "export"
         self.export.mkdir()
         self._folder = folder
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process = None
 
     def start(self, *, graceless=False):
         """Start, and return when clients are answered."""
@@ -100,7 +99,6 @@ class FileServer:
         raise TimeoutError("the file server does not answer")
 
     def signal(self, number):
-        assert self._process is not None
         self._process.send_signal(number)
         if number == signal.SIGSTOP:
             wait_until_stopped(self._process.pid)
@@ -136,11 +134,10 @@ class Guest:
         network.tap(self._tap)
         self._listening = socket.create_server((TALK, 0))
         self._listening.settimeout(PATIENCE_S)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process = None
 
     def boot(self):
-        """Start it, and wait until it takes calls."""
-        self._calls: dict[int, Future[Any]] = {}
+        self._calls = {}
         self._numbers = count()
         words = {
             "NAME": self.name,
@@ -189,7 +186,6 @@ class Guest:
         return answer
 
     def call(self, method, *arguments, **more):
-        """Call a method of `Host`, and wait for the answer."""
         try:
             return self.begin(method, *arguments, **more).result(PATIENCE_S)
         except TimeoutError:

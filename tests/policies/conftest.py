@@ -1,5 +1,3 @@
-"""Every built-in policy, one after the other."""
-
 import pytest
 
 from kvtier.policies import policy_class

@@ -1,7 +1,6 @@
 """The specification of hit density, without regard to cost: the reference that the policy must equal."""
 
 import math
-from collections.abc import Hashable
 from typing import Any
 
 from kvtier.policies import Policy
@@ -11,7 +10,6 @@ STEPS = 17
 WIDTHS = [1] + [2**step for step in range(STEPS - 1)]
 TRUSTS = {"class": 50, "future": 10, "kind": 100, "pause": 50, "length": 50, "superseded": 50}
 FACTORS = {0: 1.0, 1: 2.0, 2: 2.0, 3: 2.0, 4: 2.0, 5: 4.0}
-Path = tuple[tuple[str, Hashable], ...]
 
 
 class NaiveRun:
@@ -22,7 +20,7 @@ class NaiveRun:
         self.size = len(keys)
         self.opened_at = opened_at
         self.turn = self.pause = self.shared = 0
-        self.path: Path | None = None  # None while it is open.
+        self.path = None  # None while it is open.
         self.step = self.born = 0
         self.entered = 0  # Position in the order of entering a step.
 
@@ -33,11 +31,11 @@ class NaiveStatistics:
     def __init__(self):
         self.now = 0
         self.runs = self.keys = 0.0
-        self.known: list[Path] = [()]
-        self.hits: dict[Path, list[float]] = {(): [0.0] * STEPS}
-        self.risks: dict[Path, list[float]] = {(): [0.0] * STEPS}
-        self.chances: dict[Path, tuple[int, list[float]]] = {}
-        self.worth: dict[Path, tuple[int, list[float]]] = {}
+        self.known = [()]
+        self.hits = {(): [0.0] * STEPS}
+        self.risks = {(): [0.0] * STEPS}
+        self.chances = {}
+        self.worth = {}
 
     def count(self, path, step, keys, *, hit):
         for length in range(len(path) + 1):
@@ -101,11 +99,11 @@ class NaiveDensity(Policy[Any]):
     def __init__(self, capacity, *, warm_up_requests=512):
         self.capacity = capacity
         self.warm_up_requests = warm_up_requests
-        self.owner: dict[Any, NaiveRun] = {}
-        self.open: list[NaiveRun] = []
+        self.owner = {}
+        self.open = []
         self.given_up = 0
-        self.settled: list[NaiveRun] = []  # In the order in which they began to age, as are ghosts.
-        self.ghosts: list[tuple[Any, NaiveRun]] = []
+        self.settled = []  # In the order in which they began to age, as are ghosts.
+        self.ghosts = []
         self.statistics = NaiveStatistics()
         self.entries = 0
         self.classes = Classes()
@@ -173,7 +171,7 @@ class NaiveDensity(Policy[Any]):
             self.end(keys, ())
             return
         self.warm_up_requests = min(self.warm_up_requests, 128)
-        said: list[tuple[str, Hashable]] = []
+        said = []
         number = self.classes.number(hint.class_)[0] if hint.class_ else None
         if number is not None:
             said.append(("class", number))
@@ -245,12 +243,11 @@ class NaiveDensity(Policy[Any]):
         return order
 
     def place(self, path, step):
-        assert path is not None
         return self.statistics.worth[path][1][step], self.statistics.known.index(path), step
 
     def evict(self, count, keep, incoming=()):
         order = [self.owned(run)[::-1] for run in self.coldest_first()]
-        victims: list[Any] = []
+        victims = []
         for keys in order:
             victims += keys[: next((at for at, key in enumerate(keys) if keep(key)), len(keys))]
         if len(victims) < count:

@@ -24,10 +24,8 @@ def none_kept(key):
 
 
 class NaiveFIFO(Policy[int]):
-    """The keys in eviction order."""
-
     def __init__(self, capacity):
-        self.order: list[int] = []
+        self.order = []
 
     def insert(self, keys):
         self.order += reversed(keys)
@@ -75,7 +73,7 @@ class PolicyMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.peers = [make(CAPACITY) for make in (*self.types, self.types[0])]
-        self.resident: set[int] = set()
+        self.resident = set()
         self.turns = itertools.cycle(range(len(self.peers)))
 
     @rule(keys=some_keys)
@@ -139,7 +137,6 @@ class PolicyMachine(RuleBasedStateMachine):
             assert victims is None
             assert [drained(peer) for peer in self.peers] == before
             return False
-        assert victims is not None
         assert len(victims) == len(set(victims)) == count
         assert self.resident - kept >= set(victims)
         self.resident.difference_update(victims)
@@ -149,7 +146,7 @@ class PolicyMachine(RuleBasedStateMachine):
 def drained(policy):
     """Return all keys in eviction order, and leave the policy as it is."""
     policy = copy.deepcopy(policy)
-    order: list[int] = []
+    order = []
     while victims := policy.evict(1, none_kept):
         order += victims
     return order

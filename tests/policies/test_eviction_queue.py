@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kvtier.policies import EvictionQueue, Hint, HintedOrder, LinkedLRU
+from kvtier.policies import EvictionQueue, Hint, LinkedLRU
 from tests.policies.test_base import none_kept
 
 OVER = Hint(over=True)
@@ -15,7 +15,7 @@ class Order:
 
     def __init__(self):
         self.order = EvictionQueue[int](LinkedLRU(100), 4)
-        self.hints: HintedOrder[int] | None = None
+        self.hints = None
 
     def end(self, keys, hint=None):
         self.order.come_back(keys)
@@ -29,7 +29,6 @@ class Order:
 
 @pytest.fixture
 def order():
-    """Make an order in which two sessions have used 0, and each others."""
     order = Order()
     order.end([])
     order.order.insert([0, 1, 7])
@@ -88,14 +87,11 @@ def test_what_had_left_before_the_first_hint_counts_as_used_by_others():
     assert order.order.evict(2, none_kept) == [2, 9]
 
 
-# Without hints.
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_over_an_lru_both_together_are_an_lru(seed):
     """What leaves, comes back and goes out of its turn is forgotten in time: there are many more turns than keys."""
     dice, plain, leaving = random.Random(seed), LinkedLRU(60), EvictionQueue[int](LinkedLRU(60), 20)
-    here: list[int] = []
+    here = []
     for _ in range(4_000):
         match dice.randrange(6):
             case 0 | 1 if len(here) < 50:
@@ -136,7 +132,6 @@ class Kept:
 
 @pytest.fixture
 def gone_ahead():
-    """Make an order of 1,000 numbers, of which 500 to 999 have left: 500 first."""
     order = EvictionQueue[int](LinkedLRU(1_000), 500)
     order.insert(range(999, -1, -1))
     order.touch(range(499, -1, -1))

@@ -1,5 +1,7 @@
 """ARC and S3-FIFO: what they learn from ghosts and uses, case by case."""
 
+import pytest
+
 from kvtier.policies import ARC, S3FIFO
 from tests.policies.test_base import none_kept
 
@@ -51,11 +53,6 @@ def full(policy, *, used_twice):
     return policy
 
 
-def test_s3fifo_evicts_one_hit_wonders_before_keys_used_twice():
-    policy = full(S3FIFO(20), used_twice=range(5))
-    assert policy.evict(3, none_kept) == [5, 6, 7]
-
-
 def test_one_further_use_is_not_enough_for_main():
     policy = S3FIFO[int](20)
     policy.insert(range(19, -1, -1))
@@ -89,13 +86,14 @@ def test_ghosts_are_forgotten_in_turn():
     assert policy.evict(2, none_kept) == [0, 1]
 
 
-def test_when_all_of_probation_is_kept_main_makes_room():
-    policy = full(S3FIFO(20), used_twice=range(5))
-    assert policy.evict(1, none_kept) == [5]  # 0 to 4 are in main now.
-    assert policy.evict(2, set(range(6, 20)).__contains__) == [0, 1]
-
-
-def test_when_all_of_main_is_kept_probation_makes_room():
-    policy = full(S3FIFO(20), used_twice=range(18))
-    assert policy.evict(1, none_kept) == [18]  # 0 to 17 are in main; 19 alone is on probation, below its share.
-    assert policy.evict(1, set(range(18)).__contains__) == [19]
+@pytest.mark.parametrize(
+    ("used_twice", "once", "kept", "room"),
+    [
+        (range(5), [5, 6, 7], range(8, 20), [0, 1]),  # One-hit wonders go; then all of probation is kept.
+        (range(18), [18], range(18), [19]),  # All of main is kept; 19 alone is on probation, below its share.
+    ],
+)
+def test_one_hit_wonders_go_first_and_where_one_queue_is_kept_the_other_makes_room(used_twice, once, kept, room):
+    policy = full(S3FIFO(20), used_twice=used_twice)
+    assert policy.evict(len(once), none_kept) == once  # Those used twice are in main now.
+    assert policy.evict(len(room), set(kept).__contains__) == room

@@ -1,30 +1,17 @@
-"""Orders with hints: demoted keys, retained keys and their times, and the keys of one session."""
-
 import tracemalloc
-from typing import Any
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvtier.policies import (
-    LRU,
-    Density,
-    Hint,
-    HintedOrder,
-    LinkedLRU,
-    Retained,
-    known_policies,
-    number_order,
-    policy_class,
-)
+from kvtier import policies
 from kvtier.settings.hints import Advice
 from tests.policies.test_base import NaiveLRU, none_kept
 
 CAPACITY = 12
 KEYS = 30
 RETAINED_MAX = 4
-OVER = Hint(over=True)
+OVER = policies.Hint(over=True)
 some_keys = st.lists(st.integers(0, KEYS - 1), unique=True, max_size=CAPACITY)
 
 
@@ -33,10 +20,10 @@ class NaiveHinted:
 
     def __init__(self):
         self.order = NaiveLRU(CAPACITY)
-        self.demoted: list[int] = []
-        self.terms: list[tuple[int, float, int]] = []  # Key, until and priority, in order of retaining.
-        self.users: dict[int, int] = {}  # Key -> the last request that used it and has ended; 0: none yet.
-        self.shared: set[int] = set()
+        self.demoted = []
+        self.terms = []  # Key, until and priority, in order of retaining.
+        self.users = {}  # Key -> the last request that used it and has ended; 0: none yet.
+        self.shared = set()
         self.requests = 0
         self.cut = 0
 
@@ -109,7 +96,7 @@ class NaiveHinted:
 
     def chosen(self, count, kept):
         first = [key for key in self.demoted if key not in kept][:count]
-        rest: list[int] | None = []
+        rest = []
         if not first or len(first) < count:  # Else the order is not asked, and renews no kept key.
             rest = self.order.evict(count - len(first), lambda key: key in kept or key in first)
         if rest is None:
@@ -135,9 +122,9 @@ class HintedMachine(RuleBasedStateMachine):
         super().__init__()
         self.naive = NaiveHinted()
         self.now = 0.0
-        orders: list[Any] = [LRU[int](CAPACITY), LinkedLRU(KEYS)]
-        self.orders = [HintedOrder[int](order, RETAINED_MAX) for order in orders]
-        self.resident: set[int] = set()
+        orders = [policies.LRU[int](CAPACITY), policies.LinkedLRU(KEYS)]
+        self.orders = [policies.HintedOrder[int](order, RETAINED_MAX) for order in orders]
+        self.resident = set()
 
     def present(self, keys):
         return [key for key in keys if key in self.resident]
@@ -155,7 +142,7 @@ class HintedMachine(RuleBasedStateMachine):
         for order in (self.naive, *self.orders):
             order.touch(self.present(keys))
 
-    @rule(keys=some_keys, over=st.sampled_from([None, Hint(), OVER]))
+    @rule(keys=some_keys, over=st.sampled_from([None, policies.Hint(), OVER]))
     def end(self, keys, over):
         for order in (self.naive, *self.orders):
             order.end(self.present(keys), over)
@@ -212,15 +199,14 @@ TestHinted = HintedMachine.TestCase
 
 
 def hinted(policy, keys=(), *, retained_max=8, names=range(100)):
-    """Make an order of numbers under a policy, as the primary does."""
-    order: Any = number_order(policy_class(policy)(100), 100, names, names.index)
-    hinted = HintedOrder[int](order, retained_max)
+    order = policies.number_order(policies.policy_class(policy)(100), 100, names, names.index)
+    hinted = policies.HintedOrder[int](order, retained_max)
     for key in keys:
         hinted.insert([key])
     return hinted
 
 
-each_policy = pytest.mark.parametrize("policy", known_policies())
+each_policy = pytest.mark.parametrize("policy", policies.known_policies())
 
 
 @each_policy
@@ -237,7 +223,7 @@ def test_under_every_policy_demoted_keys_go_first_unless_they_are_used_again(pol
 
 @each_policy
 def test_under_every_policy_retained_keys_go_last_also_when_they_have_moved(policy):
-    names: list[int | None] = list(range(100))
+    names = list(range(100))
     order = hinted(policy, range(20), names=names)
     order.retain([0, 1, 2], 100.0, 5)
     names[50], names[2] = 2, None
@@ -252,16 +238,16 @@ def test_requests_without_resident_keys_at_their_end_take_no_memory():
     tracemalloc.start()
     try:
         for _ in range(10_000):
-            order.end([], Hint())
+            order.end([], policies.Hint())
         assert tracemalloc.get_traced_memory()[0] < 10_000
     finally:
         tracemalloc.stop()
 
 
 def test_keys_from_before_the_first_hint_count_as_shared():
-    plain = LinkedLRU(100)
+    plain = policies.LinkedLRU(100)
     plain.insert([0, 1, 2])
-    order = HintedOrder[int](plain, 0)
+    order = policies.HintedOrder[int](plain, 0)
     order.insert([3, 4])
     order.end([0, 1, 2, 3, 4], OVER)
     order.insert([9])
@@ -272,7 +258,7 @@ def test_keys_from_before_the_first_hint_count_as_shared():
 
 
 def test_density_does_not_demote_a_session_that_is_over_before_it_has_learned():
-    order = HintedOrder[int](Density[int](100), 8)
+    order = policies.HintedOrder[int](policies.Density[int](100), 8)
     order.insert(range(5))
     order.end(range(5))
     order.insert(range(5, 10))
@@ -281,7 +267,7 @@ def test_density_does_not_demote_a_session_that_is_over_before_it_has_learned():
 
 
 def test_retaining_the_same_keys_again_takes_no_more_memory():
-    retained = Retained[int](10)
+    retained = policies.Retained[int](10)
     for now in range(10_000):
         retained.retain(range(10), float(now + 1_000), 0)
     assert len(retained._ends) < 2_000

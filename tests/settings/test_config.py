@@ -5,7 +5,6 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -28,7 +27,7 @@ from kvtier.errors import ConfigError
 from kvtier.settings import decode
 from kvtier_backends.dummy import DummyBackend
 
-SMALL: dict[str, Any] = {"cpu_bytes_to_use": "1MiB", "chunk_bytes": "16KiB"}
+SMALL = {"cpu_bytes_to_use": "1MiB", "chunk_bytes": "16KiB"}
 
 
 class ShelfOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -37,8 +36,6 @@ class ShelfOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class Shelf(DummyBackend):
-    """A backend with an option that must be given; never opened here."""
-
     options_type = ShelfOptions
 
 
@@ -59,9 +56,6 @@ def refused(given):
     with pytest.raises(ConfigError) as caught:
         EngineConfig.from_dict(given)
     return str(caught.value)
-
-
-# --- The engine -------------------------------------------------------------------------------------------------------
 
 
 def test_a_small_configuration_is_enough():
@@ -103,9 +97,9 @@ def test_a_changed_copy_is_checked_like_a_new_one():
         msgspec.structs.replace(config, cpu_bytes_to_use=1)
 
 
-TIER: dict[str, Any] = {"type": "fs", "root": "/x"}
+TIER = {"type": "fs", "root": "/x"}
 
-MISTAKES: list[tuple[dict[str, Any], str]] = [
+MISTAKES = [
     ({"cpu_bytes_to_use": "2000PiB"}, "cpu_bytes_to_use: '2000PiB' given, bytes as an integer, or text such as"),
     ({"eviction_policy": ""}, "eviction_policy: '' given, text"),
     *(
@@ -146,9 +140,6 @@ def test_a_mistake_is_named_by_its_path(change, message):
     assert refused(SMALL | change).startswith(message)
 
 
-# --- Tiers ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_tier_is_written_flat():
     tier = decode(TierConfig, {"type": "fs", "root": "/x", "lanes": [1, {"deep": 2}], "medium": "STORAGE"})
     assert tier == TierConfig(type="fs", medium="STORAGE", options={"root": "/x", "lanes": [1, {"deep": 2}]})
@@ -180,7 +171,7 @@ def test_places_in_a_path_are_filled_in_inside_vllm_and_refused_elsewhere():
         tier_options(placed(replace(tier, options={"root": "/kv/{rank}"}), {"dp_rank": "3"}), "secondary_tiers[0]")
 
 
-OPTION_MISTAKES: list[tuple[dict[str, Any], str]] = [
+OPTION_MISTAKES = [
     ({"type": SHELF, "root": "/x", "capacity_bytes": "0B"}, "secondary_tiers[1].capacity_bytes: '0B' given, bytes"),
     ({"type": SHELF, "root": "/x", "limts": {}}, "secondary_tiers[1].limts: no such field; did you mean 'limits'?"),
     ({"type": SHELF, "rot": "/x"}, "secondary_tiers[1].rot: no such field; did you mean 'root'? Known here: capacity_"),
@@ -195,8 +186,6 @@ def test_a_mistake_in_a_tiers_own_options_is_named_by_its_path(given, message):
         tier_options(decode(TierConfig, given), "secondary_tiers[1]")
     assert str(caught.value).startswith(message)
 
-
-# --- To another process -----------------------------------------------------------------------------------------------
 
 PLAIN = st.recursive(
     st.none()
@@ -228,8 +217,6 @@ def test_options_are_sent_as_they_were_given_and_decoded_there():
     assert tier.options == {"root": "/x", "capacity_bytes": "1GiB"}
     assert tier_options(tier, tier.name) == ShelfOptions(root="/x", capacity_bytes=1 << 30)
 
-
-# --- Files ------------------------------------------------------------------------------------------------------------
 
 TOML = """
 cpu_bytes_to_use = "1MiB"

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import ConfigError
-from kvtier.settings.fields import Checked, decode
-from kvtier.settings.units import Count, Duration, Share, Size
+from kvtier.settings import Checked, Count, Duration, Share, Size, decode
 
 
 class Leaf(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -31,8 +30,6 @@ class Tree(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Open(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A struct with room for more."""
-
     rest: ClassVar[str | None] = "more"
 
     kind: str
@@ -85,7 +82,7 @@ def test_a_constructor_reads_and_checks_what_a_file_would():
         Tree(leaves=[{"root": "/a", "size_bytes": -1}])
 
 
-MISTAKES: list[tuple[object, str]] = [
+MISTAKES = [
     (None, "nothing given, a table of fields accepted"),
     ([], "a list given, a table of fields accepted"),
     ("text", "'text' given, a table of fields accepted"),
@@ -152,7 +149,7 @@ def test_unknown_keys_go_into_the_field_for_the_rest():
     assert flat == Open(kind="a", more={"x": 1, "y": {"z": [1, [2]]}})
 
 
-REST_MISTAKES: list[tuple[dict[str, Any], str]] = [
+REST_MISTAKES = [
     ({"x": {"y": [b"bytes"]}}, "open[0].x.y[0]: a value of type bytes given, text, a number"),
     ({"x": float("inf")}, "open[0].x: inf given, a finite number accepted"),
     ({"x": 1 << 64}, "open[0].x: an integer of 65 bits given, an integer of at most 64 bits accepted"),

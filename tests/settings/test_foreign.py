@@ -1,13 +1,10 @@
 """Text of others: however deep, long or hostile, it is refused in one short line that a terminal does not obey."""
 
 import json
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from kvtier.backend.contract import TierContext
-from kvtier.backend.namespace import FileMapper, Namespace
+from kvtier.backend import FileMapper, Namespace, TierContext
 from kvtier.config import EngineConfig
 from kvtier.errors import MESSAGE_HEAD_MAX, MESSAGE_TAIL_MAX, ConfigError, KVTierError
 from kvtier.tools.cli import main
@@ -18,9 +15,9 @@ from kvtier_backends.fs import FsBackend, FsOptions
 DEEP = b'{"a":' + b"[" * 100_000
 LONG = b'{"' + b"\x1b[2J\xc2\x9b" * 20_000 + b'": 1}'
 HOSTILE = "\x1b[2J\x9b\u202e" * 30_000
-SMALL: dict[str, Any] = {"cpu_bytes_to_use": "1MiB", "chunk_bytes": "16KiB"}
+SMALL = {"cpu_bytes_to_use": "1MiB", "chunk_bytes": "16KiB"}
 
-READERS: dict[str, Callable[[str], Any]] = {
+READERS = {
     "configuration.json": EngineConfig.load,
     "configuration.toml": EngineConfig.load,
     "model.json": kv_bytes_per_token,
@@ -43,7 +40,7 @@ def test_a_file_of_anybodys_is_refused_in_a_short_line(tmp_path, name, text):
 
 
 def nested(depth):
-    value: list[Any] = []
+    value = []
     for _ in range(depth):
         value = [value]
     return value

@@ -2,13 +2,11 @@
 
 import os
 import traceback
-from typing import Any
 
 import msgspec
 import pytest
 
-from kvtier.backend import BUILT_IN_TYPES, backend_class
-from kvtier.backend.seal_options import SealOptions
+from kvtier.backend import BUILT_IN_TYPES, SealOptions, backend_class
 from kvtier.config import EngineConfig, TierConfig, tier_options
 from kvtier.errors import ConfigError
 from kvtier.settings import Checked, SecretName, decode, open_secret, struct_fields
@@ -17,8 +15,8 @@ from kvtier.testing.faults import FaultyOptions
 
 SECRET = "hunter2" * 10
 AES = {"seal": "aes-256-gcm"}
-NEEDED: dict[str, dict[str, Any]] = {"fs": {"root": "/tmp"}, "object": {"url": "s3://bucket"}}
-WITH: dict[str, dict[str, Any]] = {
+NEEDED = {"fs": {"root": "/tmp"}, "object": {"url": "s3://bucket"}}
+WITH = {
     "seal_key_env": AES,
     "seal_key_file": AES,
     "tls_cert_file": {"tls": True},
@@ -39,12 +37,11 @@ def shown(raised):
 
 
 def use(given):
-    """Load a configuration and read every secret that it names, as an engine's start does."""
     tiers = [given]
     config = EngineConfig.from_dict(
         {"cpu_bytes_to_use": 4_096, "chunk_bytes": 1, "runner": "process", "secondary_tiers": tiers}
     )
-    options: Any = tier_options(config.secondary_tiers[0], "secondary_tiers[0]")
+    options = tier_options(config.secondary_tiers[0], "secondary_tiers[0]")
     assert "hunter2" not in repr(config) + repr(options)
     for doubt in options.doubts():
         raise ConfigError(doubt)

@@ -1,14 +1,10 @@
-"""Usual mistakes in a configuration: each is refused by field and value, and the message has a remedy."""
-
 import re
-from typing import Any
 
 import pytest
 
-from kvtier.config import EngineConfig
-from kvtier.errors import ConfigError
+from kvtier import ConfigError, EngineConfig
 
-FS: dict[str, Any] = {"type": "fs", "root": "/mnt/kvtier"}
+FS = {"type": "fs", "root": "/mnt/kvtier"}
 TIER = "secondary_tiers[0]"
 
 
@@ -24,8 +20,7 @@ def of_type(name, **options):
     return engine(secondary_tiers=[{"type": name, **options}])
 
 
-MISTAKES: list[tuple[dict[str, Any], str, str]] = [
-    # Units.
+MISTAKES = [
     (engine(cpu_bytes_to_use="10gb"), "cpu_bytes_to_use: '10gb' given", "did you mean '10GB'?"),
     (engine(cpu_bytes_to_use="10 gigs"), "cpu_bytes_to_use: '10 gigs' given", "did you mean '10GiB'?"),
     (engine(cpu_bytes_to_use="1073741824"), "cpu_bytes_to_use: '1073741824' given", "did you mean '1073741824B'?"),
@@ -34,7 +29,6 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     (tier(ttl_s="7days"), f"{TIER}.ttl_s: '7days' given", "did you mean '7d'?"),
     (tier(capacity_bytes="2tb"), f"{TIER}.capacity_bytes: '2tb' given", "did you mean '2TB'?"),
     (tier(capacity_bytes=0), f"{TIER}.capacity_bytes: 0 given", "at least 1"),
-    # A field on another level.
     (engine(root="/x"), "root: no such field", f"did you mean '{TIER}.root'?"),
     (engine(lease_s=3), "lease_s: no such field", "did you mean 'limits.lease_s'?"),
     (engine(model_name="m"), "model_name: no such field", "did you mean 'namespace.model_name'?"),
@@ -42,7 +36,6 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     (tier(lease_s=3), f"{TIER}.lease_s: no such field", "did you mean 'limits.lease_s'?"),
     (tier(cpu_bytes_to_use=1), f"{TIER}.cpu_bytes_to_use: no such field", "did you mean 'cpu_bytes_to_use'?"),
     (tier(limits={"root": "/x"}), f"{TIER}.limits.root: no such field", f"did you mean '{TIER}.root'?"),
-    # Names.
     (engine(cpu_byte_to_use=1), "cpu_byte_to_use: no such field", "did you mean 'cpu_bytes_to_use'?"),
     (engine(tiers=[FS]), "tiers: no such field", "did you mean 'secondary_tiers'?"),
     (engine(block_size=16), "block_size: no such field", "did you mean 'chunk_bytes'?"),
@@ -58,13 +51,11 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     (of_type("redis", host="h"), f"{TIER}.host: no such field", "did you mean 'url', such as 'redis://host"),
     (of_type("redis", password="hunter2"), f"{TIER}.password: no such field", "'password_file' or 'password_env'"),
     (of_type("object", bucket="b"), f"{TIER}.bucket: no such field", "did you mean 'url', such as 's3://bucket"),
-    # Types of tiers.
     (of_type("disk", root="/x"), f"{TIER}.type: 'disk' is no tier type", "did you mean 'fs'?"),
     (of_type("s3", url="s3://b"), f"{TIER}.type: 's3' is no tier type", "did you mean 'object'?"),
     (of_type("valkey"), f"{TIER}.type: 'valkey' is no tier type", "did you mean 'redis'?"),
     (of_type("ram"), f"{TIER}.type: 'ram' is no tier type", "did you mean the primary, which cpu_bytes_to_use sizes?"),
     (engine(secondary_tiers=[{"root": "/x"}]), f"{TIER}.type: missing", "text"),
-    # What is missing, of the wrong type, or does not go together.
     (of_type("fs"), f"{TIER}.root: missing", "a path"),
     (of_type("object"), f"{TIER}.url: missing", "text"),
     (engine(secondary_tiers=FS), "secondary_tiers: a table given", "a list"),

@@ -8,22 +8,17 @@ import math
 from collections import Counter
 from collections.abc import Callable
 
-from kvtier.engine.manager import TieringOffloadingManager
-from kvtier.engine.steps import StepManager
+from kvtier import StepManager, TieringOffloadingManager
 from kvtier.engine.tier import WHEN_EVICTED
 from kvtier.engine.traffic import Operation, Transfer
 from tests.simulation.turns import check_turn
-
-
-def _unheard(transfers):
-    """Ignore them."""
 
 
 class AuditedSteps(StepManager):
     """An engine that audits itself at the end of every step."""
 
     audits = 0
-    on_give_up: Callable[[list[Transfer]], None] = staticmethod(_unheard)
+    on_give_up: Callable[[list[Transfer]], None] = staticmethod(lambda transfers: None)
     """Called with what was under way when a reset waits no longer."""
 
     def end_step(self):
@@ -76,7 +71,7 @@ def audit_quiet(engine):
 
 def _audit_rows(ledger):
     primary = ledger.primary
-    owner: dict[int, str] = {}
+    owner = {}
     for state, rows in (
         ("free", primary._free),
         ("ready", primary.ready.values()),
@@ -104,12 +99,12 @@ def _audit_rows(ledger):
 
 def _audit_transfers(ledger):
     primary, transfers = ledger.primary, ledger.traffic
-    borrowers: Counter[int] = Counter()
+    borrowers = Counter()
     for transfer in transfers.overdue.values():
         if transfer.forgotten or transfer.operation is Operation.PROMOTION:
             borrowers.update(transfer.rows)
     assert borrowers == primary.quarantined, f"borrowed {dict(borrowers)}, quarantined {primary.quarantined}"
-    writers: Counter[int] = Counter()
+    writers = Counter()
     for transfer in transfers.in_flight.values():
         if transfer.operation is Operation.PROMOTION:
             writers.update(transfer.rows)
@@ -117,7 +112,7 @@ def _audit_transfers(ledger):
         elif transfer.operation is Operation.CASCADE:
             assert [primary.ready.get(key) for key in transfer.keys] == list(transfer.rows), "a cascade lost a row"
     assert all(count == 1 for count in writers.values()), f"rows promoted into twice: {writers}"
-    cascading: Counter[int] = Counter()
+    cascading = Counter()
     for transfer in _cascades(ledger):
         cascading.update(transfer.rows)
     for queued in ledger.traffic._cascades.values():

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtier.backend import OffloadKey
 from kvtier.testing.virtual_time import place
 from tests.simulation.audit import AuditedManager, audit_quiet
 from tests.simulation.programs import Program
@@ -29,7 +28,6 @@ class LifeUnderWay:
     counts: Counter[str]  # What was met is added to it.
 
     async def run(self):
-        """Open an engine, have it used until this life ends, and stop everything."""
         life = self.life
         engine = await AuditedManager.open(self.scenario.config)
         engine.steps.on_give_up = self._give_up
@@ -67,7 +65,6 @@ class LifeUnderWay:
     async def _calm_down(self, engine):
         for _ in range(int(SETTLING_S)):
             for book in self.books:
-                assert book.witness is not None
                 book.witness.calm()  # Again: a delayed call may hang later.
             await asyncio.sleep(1.0)
         assert await engine.drain(PATIENCE_S), "what is under way never ends"
@@ -132,7 +129,7 @@ class LifeUnderWay:
                 book.witness.count_faults()
 
     def _give_up(self, in_flight):
-        keys: list[list[OffloadKey]] = [[] for _ in self.books]
+        keys = [[] for _ in self.books]
         for transfer in in_flight:
             keys[transfer.tier.index] += transfer.keys
         for book, given_up in zip(self.books, keys, strict=True):

@@ -10,11 +10,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from kvtier.backend import OffloadKey
-from kvtier.engine.manager import TieringOffloadingManager
-from kvtier.engine.tier import TierMatcher
-from kvtier.errors import EngineClosed
-from tests.simulation.turns import TurningLoop
+from kvtier import EngineClosed, OffloadKey, TieringOffloadingManager, TierMatcher
 from tests.simulation.witness import chunk_of
 
 
@@ -32,8 +28,6 @@ def some_hint(dice):
 
 
 class Habits(NamedTuple):
-    """A program's habits: what it does, how often, and how long it takes."""
-
     operations: int
     weights: tuple[int, int, int, int]  # Of put, fetch, delete, reset.
     cancels: float  # Share of operations that are cancelled half-way.
@@ -60,7 +54,6 @@ class Program:
         self._reads = random.Random(f"{self.name}, reads")
 
     async def run(self):
-        """Do everything, or as much as can be done before the engine is closed."""
         operations: list[Callable[[], Coroutine[Any, Any, None]]] = [self._put, self._fetch, self._delete, self._reset]
         for _ in range(self.habits.operations):
             await asyncio.sleep(self._random.uniform(0, self.habits.pause_s))
@@ -129,7 +122,6 @@ class Program:
 
     async def _insist(self, keys):
         loop = asyncio.get_running_loop()
-        assert isinstance(loop, TurningLoop)
         calls, begun = self._reads.choice((2, 20)), loop.turns
         for _ in range(calls):
             self.counts["chunks found by insisting"] += len(await self.engine.get(keys))

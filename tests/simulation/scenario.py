@@ -4,9 +4,7 @@ import random
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from kvtier.backend import OffloadKey, make_offload_key
-from kvtier.config import EngineConfig
-from kvtier.engine.tier import TierMatcher
+from kvtier import EngineConfig, OffloadKey, TierMatcher, make_offload_key
 from tests.simulation.programs import Habits, some_hint
 from tests.simulation.scheduler import Pace, Prompt
 from tests.simulation.witness import WITNESS

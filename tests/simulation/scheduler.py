@@ -12,9 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvtier.backend import OffloadKey
-from kvtier.engine.answers import LookupResult
-from kvtier.engine.tier import TierMatcher
+from kvtier import LookupResult, OffloadKey, TierMatcher
 from tests.simulation.witness import chunk_of
 
 
@@ -29,8 +27,6 @@ class Prompt(NamedTuple):
 
 
 class Pace(NamedTuple):
-    """The speed of the LLM engine; seconds are of its loop."""
-
     step_s: float = 0.02
     running_max: int = 16
     prefill_chunks: int = 8  # Computed in one step, by all requests together.
@@ -49,7 +45,7 @@ class Scheduler:
     """Serves prompts over one engine, on the running loop."""
 
     def __init__(self, engine, prompts, pace, *, resets_s=(), seed=0):
-        self.served: list[Served] = []
+        self.served = []
         self._manager, self._steps, self._pace = engine, engine.steps, pace
         self._arriving = deque(sorted(prompts, key=lambda prompt: prompt.arrives_s))
         self._resets = deque(sorted(resets_s))
@@ -58,7 +54,6 @@ class Scheduler:
         self._now = 0.0
 
     async def run(self):
-        """Step until every prompt has been served."""
         loop = asyncio.get_running_loop()
         begun = loop.time()
         while self._arriving or self._waiting or self._running:

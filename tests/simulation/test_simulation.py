@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -41,20 +42,11 @@ def test_every_seed_keeps_every_promise(seeds):
 @pytest.mark.usefixtures("outside")
 def test_a_seed_tells_one_story_in_every_process():
     stories = set()
+    text = "from tests.simulation import simulate; print([simulate(seed).digest for seed in range(25)])"
     for hash_seed in ("1", "2"):
-        ran = subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                "import logging; logging.disable(); from tests.simulation import simulate\n"
-                "print([simulate(seed).digest for seed in range(25)])",
-            ],
-            env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        stories.add(ran.stdout)
+        env = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, "-c", f"import logging; logging.disable(); {text}"]
+        stories.add(subprocess.run(command, env=env, stdout=subprocess.PIPE, check=True).stdout)
     assert len(stories) == 1
 
 
@@ -72,10 +64,6 @@ def test_seeds_meet_every_fault_and_every_ending():
 abandon, answer, settle = Primary.abandon, Tier.answer, Traffic._settle_cascade
 apply, made, store, load = Traffic.apply, Progress.made, DummyBackend.store, DummyBackend.load
 messages = itertools.count(1)
-
-
-async def no_turn(self):
-    pass
 
 
 async def spin(self, **waits):
@@ -130,7 +118,7 @@ BREAKS = {  # What is replaced, by what; how the simulation says it; and seeds, 
         *("", range(50)),
     ),
     "rows never come back": (Traffic, "_take_back", lambda self, id_: None, "", range(28, 200)),
-    "calls do not let the loop turn": (Progress, "turn", no_turn, "turns of the loop", range(50)),
+    "calls do not let the loop turn": (Progress, "turn", AsyncMock(), "turns of the loop", range(50)),
     "a call spins": (Progress, "made", spin, "ms for the loop to turn", range(50, 100)),
     "a call polls": (Progress, "made", poll, "something polls", range(50, 100)),
     "a tier loses what it stored": (DummyBackend, "store", forget_the_last, "", range(50)),

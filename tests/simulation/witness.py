@@ -6,13 +6,12 @@ lent twice, a chunk that is not its key's, a row that changes while it is stored
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import contextmanager
 from enum import Enum
 
 import numpy as np
 
-from kvtier.backend import Added, Inventory, Measured, OffloadKey, Outcome, Removed, Wrapper
+from kvtier.backend import Added, Inventory, Measured, Removed, Wrapper
 from kvtier.errors import BackendError, ChunkCorrupt, ChunkMissing
 from kvtier.testing.faults import FAULTLESS, FaultyBackend, FaultyOptions
 
@@ -33,13 +32,13 @@ class Book:
     """
 
     def __init__(self):
-        self.witness: Witness | None = None  # The one of the life under way.
-        self.truth: dict[OffloadKey, Truth] = {}
-        self.counts: Counter[str] = Counter()
-        self.violations: list[str] = []
-        self._under_way: Counter[OffloadKey] = Counter()
-        self._raced: set[OffloadKey] = set()
-        self._given_up: set[OffloadKey] = set()
+        self.witness = None  # The one of the life under way.
+        self.truth = {}
+        self.counts = Counter()
+        self.violations = []
+        self._under_way = Counter()
+        self._raced = set()
+        self._given_up = set()
 
     def begin(self, keys):
         """Record a call over these keys. Two concurrent calls leave both unsure."""
@@ -76,7 +75,7 @@ class Book:
         self.violations.append(what)
 
 
-_open_books: dict[str, Book] = {}
+_open_books = {}
 
 
 class WitnessOptions(FaultyOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -98,8 +97,8 @@ class Witness(Wrapper[WitnessOptions]):
         self._faulty = FaultyBackend(inner, dice=self._dice)
         super().__init__(self._faulty)
         self._options = options
-        self._writing: Counter[int] = Counter()  # Addresses of buffers that a load may fill.
-        self._reading: Counter[int] = Counter()
+        self._writing = Counter()  # Addresses of buffers that a load may fill.
+        self._reading = Counter()
         if isinstance(inner, Inventory):
             self.watch = self._watch
         self.book.witness = self
@@ -124,7 +123,7 @@ class Witness(Wrapper[WitnessOptions]):
 
     async def load(self, reads):
         keys = [read.key for read in reads]
-        outcomes: Sequence[Outcome] = ()
+        outcomes = ()
         addresses = [_address(read.into) for read in reads]
         begun = self._begin("loads", keys)
         try:
@@ -139,7 +138,7 @@ class Witness(Wrapper[WitnessOptions]):
 
     async def store(self, writes):
         keys = [write.key for write in writes]
-        outcomes: Sequence[Outcome] = ()
+        outcomes = ()
         addresses = [_address(write.row) for write in writes]
         begun = self._begin("stores", keys)
         try:
@@ -155,7 +154,7 @@ class Witness(Wrapper[WitnessOptions]):
             self._end(begun, keys, [Truth.PRESENT if outcome is None else None for outcome in outcomes])
 
     async def delete(self, keys):
-        truths: list[Truth] = []
+        truths = []
         begun = self._begin("deletes", keys)
         try:
             with self._honest("delete"):
@@ -239,8 +238,7 @@ def chunk_of(key, size_bytes):
 
 
 def _address(buffer):
-    address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
-    return address
+    return np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
 
 
 def _loaded(outcome):

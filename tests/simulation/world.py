@@ -101,8 +101,8 @@ def quiet():
 class _World:
     def __init__(self, scenario, books):
         self._scenario, self._books = scenario, books
-        self._counts: Counter[str] = Counter()
-        self._times: list[float] = []
+        self._counts = Counter()
+        self._times = []
 
     def live(self):
         for number, life in enumerate(self._scenario.lives):
@@ -130,33 +130,33 @@ class _World:
         return Verdict(self._scenario.seed, hashlib.sha256(story).hexdigest()[:16], self._counts, sum(self._times))
 
     def _run(self, work):
-        errors: list[BaseException] = []
+        errors = []
         with asyncio.Runner(loop_factory=TurningLoop) as runner:
             loop = runner.get_loop()
-            assert isinstance(loop, TurningLoop)
-            loop.set_exception_handler(lambda _, context: errors.extend(_errors_of(context)))
+            loop.set_exception_handler(
+                lambda _, context: errors.append(context.get("exception") or AssertionError(context["message"]))
+            )
             try:
                 runner.run(work)
             finally:
                 self._times.append(loop.time())
-        if errors:
-            raise errors[0]
+        for error in errors:
+            if not isinstance(error, BackendError):
+                raise error
         if loop.complaint:
             raise LongTurn(loop.complaint)
 
     async def _after(self, index, book):
         async with await AuditedManager.open(self._sound_config(index)) as engine:
             promised = sorted(book.keys(Truth.PRESENT))
-            came = sum([await self._came(engine, key) for key in promised])
+            came, size_bytes = 0, self._scenario.config.chunk_bytes
+            for key in promised:
+                async with engine.fetch([key]) as rows:
+                    assert all(row == chunk_of(key, size_bytes) for row in rows), f"wrong bytes at the end: {key.hex()}"
+                    came += len(rows)
             self._counts["chunks promised"] += len(promised)
             if self._scenario.strict[index]:
                 assert came == len(promised), f"{len(promised) - came} of {len(promised)} promised chunks are lost"
-
-    async def _came(self, engine, key):
-        async with engine.fetch([key]) as rows:
-            size_bytes = self._scenario.config.chunk_bytes
-            assert all(row == chunk_of(key, size_bytes) for row in rows), f"wrong bytes at the end: {key.hex()}"
-            return len(rows) == 1
 
     def _sound_config(self, index):
         tier = self._scenario.config.secondary_tiers[index]
@@ -168,10 +168,3 @@ class _World:
             limits=replace(self._scenario.config.limits, close_s=PATIENCE_S),
             prefill_tokens_per_s=None,  # What is not worth its load is asked for all the same.
         )
-
-
-def _errors_of(context):
-    error = context.get("exception")
-    if isinstance(error, BackendError):
-        return []
-    return [error if isinstance(error, BaseException) else AssertionError(str(context.get("message")))]

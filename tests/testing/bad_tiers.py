@@ -142,7 +142,6 @@ class Around(Wrapper):
 
 
 def lie(liar, /, *breaks, **seams):
-    """Make a liar of the seams that it changes."""
     globals()[liar] = type(liar, (Tier,), {"__module__": __name__, **seams}, breaks=breaks)
 
 
@@ -182,8 +181,6 @@ def refuse_length(tier, chunks):
 
 
 def around(change):
-    """Return a wrapper that is changed as it is made."""
-
     def wrap(inner):
         wrapper = Around(inner)
         change(wrapper, inner)

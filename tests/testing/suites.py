@@ -1,5 +1,3 @@
-"""Fixtures of conformance suites, made of one."""
-
 import pytest
 
 from kvtier.testing import conformance

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.backend import BackendUnavailable, NoSpace
-from kvtier.testing.conformance import Lender, keys_of, tier_context
-from kvtier.testing.conformance.lender import label
+from kvtier.testing.conformance import Lender, keys_of, label, tier_context
 from tests.redis.servers import RedisServer
 
 FOLDER = Path(__file__).parents[2] / "examples" / "coroutine_client"
@@ -26,7 +25,7 @@ spec.loader.exec_module(example)
 
 @pytest.fixture
 def own_server(outside, tmp_path):
-    servers: list[RedisServer] = []
+    servers = []
 
     def own_server(*arguments):
         servers.append(RedisServer(tmp_path, *arguments))

@@ -160,7 +160,6 @@ async def test_closing_leaves_hung_calls_and_counts_them(faulty, lender):
 
 
 async def throng(faulty):
-    """Do a lot at once; tell what came of it, and when."""
     lender, story = Lender(ROW_BYTES), []
 
     async def act(number):

@@ -1,5 +1,3 @@
-"""kvtier's commands, run in this process or in another one."""
-
 import json
 import sys
 
@@ -12,7 +10,6 @@ KVTIER = [sys.executable, "-c", "from kvtier.tools.cli import main; main()"]
 
 
 def run(*args):
-    """Run a command in this process; return its exit status."""
     with pytest.raises(SystemExit) as end:
         main([str(arg) for arg in args])
     assert isinstance(end.value.code, int)

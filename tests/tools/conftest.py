@@ -2,27 +2,20 @@
 
 import asyncio
 import json
-from collections.abc import Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 
-from kvtier.backend.contract import TierContext
-from kvtier.backend.namespace import FileMapper, Namespace
+from kvtier.backend import FileMapper, Namespace, TierContext
 from kvtier.testing.conformance import Lender
-from kvtier.tools.cli import main
 from kvtier_backends.fs import FsBackend, FsOptions
+from tests.tools.command import run as run_command
 
 ROW_BYTES = 8_192
-
-Store = Callable[..., list[Path]]
-Run = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
 def root(tmp_path):
-    """A tier's directory; empty."""
     path = tmp_path / "tier"
     path.mkdir()
     return path
@@ -31,7 +24,7 @@ def root(tmp_path):
 @asynccontextmanager
 async def opened(root, model="org/model", rank=0, row_bytes=ROW_BYTES, **options):
     """Open a tier in this directory, by default of files, and give it a lender."""
-    given = FsOptions(root=str(root), **{"layout": "files", **options})  # type: ignore[arg-type]
+    given = FsOptions(root=str(root), **{"layout": "files", **options})
     context = TierContext("0:fs", FileMapper(Namespace(model_name=model, rank=rank)), row_bytes)
     tier = await FsBackend.open(given, context)
     yield tier, Lender(row_bytes)
@@ -40,8 +33,6 @@ async def opened(root, model="org/model", rank=0, row_bytes=ROW_BYTES, **options
 
 @pytest.fixture
 def store(root):
-    """Store these chunks in a tier; return their files, or all segments."""
-
     async def work(keys, **options):
         async with opened(root, **options) as (tier, lender):
             await lender.keep(tier, keys)
@@ -52,7 +43,7 @@ def store(root):
         if layout == "segments":
             return sorted(root.glob("*_segments/*.seg"))
         namespace = Namespace(model_name=options.get("model", "org/model"), rank=options.get("rank", 0))
-        return [root / FileMapper(namespace, naming).name(key) for key in keys]  # type: ignore[arg-type]
+        return [root / FileMapper(namespace, naming).name(key) for key in keys]
 
     return store
 
@@ -65,22 +56,13 @@ def no_columns(monkeypatch):
 
 @pytest.fixture
 def run(capsys, monkeypatch):
-    """Run a command in this process; return its exit status and what it wrote to stdout."""
     monkeypatch.setenv("COLUMNS", "200")
 
-    def run(*args):
-        with pytest.raises(SystemExit) as end:
-            main([str(arg) for arg in args])
-        assert isinstance(end.value.code, int)
-        return end.value.code, capsys.readouterr().out
-
-    return run
+    return lambda *args: (run_command(*args), capsys.readouterr().out)
 
 
 @pytest.fixture
 def run_json(run):
-    """Run a command with --json, and return what it wrote."""
-
     def run_json(*args):
         status, out = run(*args, "--json")
         assert status == 0

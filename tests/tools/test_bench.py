@@ -10,13 +10,12 @@ import subprocess
 import time
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
 from kvtier.tools.bench import RawFile
-from kvtier.tools.figures import row_of, run_bench
+from kvtier.tools.figures import Side, interleaved, row_of, run_bench
 from tests.benchmarks.remote_rate import served
 from tests.tools.command import KVTIER, check_refusal
 from tests.tools.command import run as run_command
@@ -47,11 +46,9 @@ def run(*args):
 
 @pytest.fixture
 def measured(capsys):
-    """Run the command and return its JSON."""
-
     def measured(*args):
         assert run(*args, "--json", "-") == 0
-        told: dict[str, Any] = json.loads(capsys.readouterr().out)
+        told = json.loads(capsys.readouterr().out)
         for row in told["rows"]:
             assert row["figure"] > 0
             assert row["limit"] > 0
@@ -64,8 +61,6 @@ def measured(capsys):
 
 @pytest.fixture
 def configured(tmp_path):
-    """Write the configuration of an engine of 4 MiB with these tiers."""
-
     def configured(tiers):
         path = tmp_path / "engine.toml"
         path.write_text(f'cpu_bytes_to_use = "4MiB"\nchunk_bytes = "8KiB"\n{tiers}')
@@ -143,21 +138,6 @@ def test_the_table_names_the_limit_and_json_is_written_to_a_file_or_alone_to_std
     assert err == ""
 
 
-@pytest.mark.parametrize(
-    ("args", "complaint"),
-    [
-        (["{tmp}", "--chunk-sizes", "5000"], "--chunk-sizes '5000': expected multiples of 4,096 bytes"),
-        (["{tmp}/absent"], "PLACE '{tmp}/absent': no such directory; one that is there accepted"),
-        (["{tmp}", "--size", "lots"], "--size 'lots': expected a size such as 2MiB"),
-        (["{tmp}/absent.toml", "--chunk-sizes", "8KiB"], "--chunk-sizes: accepted with a directory only"),
-    ],
-)
-def test_a_wrong_call_is_refused_in_one_line(args, complaint, tmp_path, capsys):
-    assert run(*(arg.format(tmp=tmp_path) for arg in args)) == 2
-    check_refusal(capsys, complaint.format(tmp=tmp_path))
-    assert not list(tmp_path.iterdir())
-
-
 def test_an_engine_with_nothing_to_measure_is_refused(configured, capsys):
     assert run(configured("")) == 2
     check_refusal(capsys, "secondary_tiers: none given, at least one accepted")
@@ -216,3 +196,39 @@ def test_a_raw_file_is_buffered_if_the_file_system_takes_nothing_else(tmp_path, 
     with closing(RawFile(str(tmp_path / "raw"), chunks(2), direct=True)) as raw:
         assert not raw.direct
     assert not list(tmp_path.iterdir())
+
+
+def test_a_rows_ratio_is_the_median_of_the_rounds_ratios():
+    """A round in which the whole machine was ten times slower does not count as half of a difference."""
+    row = row_of("load", [90.0, 9.0, 80.0], [100.0, 10.0, 100.0], "preadv", {"depth": 4}, chunk_bytes=4_096)
+    assert (row.figure, row.limit) == (80.0, 100.0)
+    assert (row.ratio, row.spread, row.rounds) == (0.9, (0.8, 0.9), 3)
+
+
+def test_every_side_is_measured_once_a_round_and_the_first_round_does_not_count():
+    order = []
+
+    def side(name):
+        def measure():
+            order.append(name)
+            return float(order.count(name))
+
+        return Side(name, measure)
+
+    measured = interleaved([side("a"), side("b"), side("c")], 20)
+    assert measured == {name: [float(number) for number in range(2, 22)] for name in "abc"}
+    rounds = [tuple(order[start : start + 3]) for start in range(0, len(order), 3)]
+    assert all(sorted(each) == ["a", "b", "c"] for each in rounds)
+    assert len(set(rounds)) > 1  # No side always follows the same other one.
+
+
+def test_a_side_that_fails_is_tidied_up_after():
+    done = []
+
+    def fail():
+        raise OSError("no")
+
+    side = Side("bad", fail, prepare=lambda: done.append("prepared"), tidy=lambda: done.append("tidied"))
+    with pytest.raises(OSError, match="no"):
+        interleaved([side], 1)
+    assert done == ["prepared", "tidied"]

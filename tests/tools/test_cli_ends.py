@@ -1,11 +1,7 @@
-"""The end of a command: an exit status, one line on stderr with the reason, and no traceback."""
-
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import typer
@@ -14,10 +10,10 @@ from kvtier.errors import BackendUnavailable
 from kvtier.tools.cli import main
 from kvtier.tools.commands import COMMANDS, command_line
 from kvtier.tools.options import JSON
-from kvtier.tools.replay.traces import TraceRequest
-from tests.tools.replay.written import write_trace
+from tests.tools.command import KVTIER, run
+from tests.tools.replay.written import write_prompts
 
-PROGRAM = "from kvtier.tools.cli import main; main()"
+PROGRAM = KVTIER[2]
 DIRECTORY_COMMANDS = ("verify", "du", "ls", "prune")
 LONG = "9" * 5_000
 NOT_TEXT = "\udcff"  # As Python has a byte on the command line that is no UTF-8.
@@ -55,7 +51,7 @@ DIRECTORIES = [place for place in PLACES if place not in ("photos", "absent", "a
 SHARES = ("0", "0%", "101%", "1.5", "nan", "inf", "-1%", "150%")
 TAKE_LISTS = "--chunk-sizes --disk --disk-speed --memory --older-than --policies --size --sizes"
 TAKE_NUMBERS = "--concurrency --kv-bytes-per-token --limit --rounds --slots"
-BAD: dict[str, Sequence[str]] = {
+BAD = {
     **dict.fromkeys(("--cascade", "--device", "--namespace"), NAMES),
     **dict.fromkeys(TAKE_LISTS.split(), LISTS),
     **dict.fromkeys(TAKE_NUMBERS.split(), NUMBERS),
@@ -71,7 +67,7 @@ BAD: dict[str, Sequence[str]] = {
     "--to-size": (*LISTS, "0%", "101%", "-5%", "%", "nan%", "10", "10g"),
 }
 """Values that each option rejects, whichever command has it."""
-FIRST: dict[str, Sequence[str]] = {
+FIRST = {
     **dict.fromkeys(DIRECTORY_COMMANDS, PLACES),
     "bench": [each for each in (*PLACES, *CONFIGS, "absent.toml", "", NOT_TEXT) if each != "photos"],
     "config check": (*WRONG_CONFIGS, "absent.toml", ""),
@@ -91,8 +87,7 @@ def whole(name, *first):
 
 
 def options(name):
-    """Yield the options of a command."""
-    command: Any = typer.main.get_command(command_line(name.split()))
+    command = typer.main.get_command(command_line(name.split()))
     for word in name.split():
         command = command.commands[word]
     yield from (param for param in command.params if param.opts[0].startswith("--"))
@@ -127,7 +122,7 @@ def place(tmp_path_factory):
     (folder / "good.toml").write_text(SIZES + '[[secondary_tiers]]\ntype = "dummy"')
     for name, text in CONFIGS.items():
         (folder / name).write_text(text, encoding="latin-1")
-    write_trace(folder / "trace.jsonl", [TraceRequest(1_000 * at, 512 * at, 1, tuple(range(at))) for at in range(1, 6)])
+    write_prompts(folder / "trace.jsonl", map(range, range(1, 6)), every_ms=1_000)
     return folder
 
 
@@ -154,8 +149,39 @@ def test_a_bad_call_is_rejected_in_one_line_with_2(place, first, monkeypatch, ca
     assert {shown(call): wrong for call in calls if (wrong := refused(call, capsys))} == {}
 
 
+SIZE = ["size", "trace.jsonl", "--kv-bytes-per-token"]
+NAMED = [
+    (["bench", ".", "--chunk-sizes", "5000"], "--chunk-sizes '5000': expected multiples of 4,096 bytes"),
+    (["bench", "absent"], "PLACE 'absent': no such directory; one that is there accepted"),
+    (["bench", ".", "--size", "lots"], "--size 'lots': expected a size such as 2MiB"),
+    (["bench", "absent.toml", "--chunk-sizes", "8KiB"], "--chunk-sizes: accepted with a directory only"),
+    (
+        ["policies", "absent", "--sizes", "0"],
+        "--sizes '0': expected shares of the unique blocks, above 0 and at most 1",
+    ),
+    (["policies", "absent", "--sizes", "0.1,,0.2"], "--sizes '0.1,,0.2': expected names or numbers with commas"),
+    (["policies", "absent", "--policies", "lru,lrru"], "'lrru' is no policy; did you mean 'lru'?"),
+    (["policies", "absent", "--policies", "no_such_module:Own"], "policy 'no_such_module:Own': there is no module"),
+    (["policies", "absent", JSON, "absent/out.json"], "--json absent/out.json: No such file or directory"),
+    (["size", "trace.jsonl"], "--kv-bytes-per-token or --model: one of both"),
+    ([*SIZE, "2", "--model", "Qwen3-8B"], "--kv-bytes-per-token or --model: one of both"),
+    (["size", "trace.jsonl", "--model", "absent"], "--model absent: cannot be read"),
+    ([*SIZE, "2", "--memory", "64"], "--memory '64': expected sizes with units"),
+    ([*SIZE, "8", "--memory", "1KiB"], "--memory 1.0 KiB: a chunk of this trace has 4.0 KiB"),
+    ([*SIZE, "2", "--disk", "1025PiB"], "--disk '1025PiB': expected sizes with units"),
+    ([*SIZE, "2", "--disk", "1KiB,10B"], "--disk 10 B: a chunk of this trace has"),
+    ([*SIZE, "2", "--cascade", "never"], "'never' is not one of 'store', 'evict', 'second_use'"),
+]
+
+
+@pytest.mark.parametrize(("call", "complaint"), NAMED)
+def test_a_wrong_value_is_named_with_what_is_accepted(place, call, complaint, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    assert run(*call) == 2
+    assert complaint in capsys.readouterr().err
+
+
 def ended(*args, program=PROGRAM, stdout=subprocess.PIPE, **environment):
-    """Run a command; return its status and what it wrote to both outputs."""
     command = [sys.executable, "-c", program, *args]
     surroundings = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": "", **environment}
     ran = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, env=surroundings, check=False)
@@ -232,9 +258,8 @@ def test_ctrl_c_during_any_import_ends_with_130_and_no_message(outside, place, n
 
 
 def test_an_interrupt_ends_the_command_with_130_and_nothing_half_written(outside, tmp_path):
-    long = tmp_path / "long.jsonl"
-    write_trace(long, (TraceRequest(number, 1, 1, tuple(range(number, number + 300))) for number in range(20_000)))
-    command = [sys.executable, "-c", PROGRAM, "policies", str(long), "--json", str(tmp_path / "out.json")]
+    long = write_prompts(tmp_path / "long.jsonl", (range(number, number + 300) for number in range(20_000)))
+    command = [*KVTIER, "policies", long, "--json", str(tmp_path / "out.json")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         wait_until_open(process.pid, long)
         process.send_signal(signal.SIGINT)
@@ -245,10 +270,9 @@ def test_an_interrupt_ends_the_command_with_130_and_nothing_half_written(outside
 
 
 def wait_until_open(pid, path):
-    """Return once a process has a file open."""
     while True:
         try:
-            if any(os.path.realpath(f"/proc/{pid}/fd/{fd}") == str(path) for fd in os.listdir(f"/proc/{pid}/fd")):
+            if any(os.path.realpath(f"/proc/{pid}/fd/{fd}") == path for fd in os.listdir(f"/proc/{pid}/fd")):
                 return
         except FileNotFoundError:
             continue
@@ -266,9 +290,7 @@ def test_a_bug_of_kvtier_ends_with_70(monkeypatch, capsys):
         raise AssertionError("impossible")
 
     monkeypatch.setattr("kvtier.tools.commands.run", faulty)
-    with pytest.raises(SystemExit) as end:
-        main(["du"])
-    assert end.value.code == 70
+    assert run("du") == 70
     assert "AssertionError: impossible" in capsys.readouterr().err
 
 
@@ -285,6 +307,4 @@ def test_a_failure_of_the_machine_ends_with_3(monkeypatch, capsys, error, told):
         raise error
 
     monkeypatch.setattr("kvtier.tools.commands.command_line", refused)
-    with pytest.raises(SystemExit) as end:
-        main(["du"])
-    assert (end.value.code, capsys.readouterr().err) == (3, told)
+    assert (run("du"), capsys.readouterr().err) == (3, told)

@@ -1,5 +1,3 @@
-"""`kvtier replay` and `kvtier simulate`: the report, bad calls, and Ctrl-C."""
-
 import json
 import os
 import re
@@ -7,7 +5,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from msgspec import structs
@@ -15,8 +12,9 @@ from msgspec import structs
 from kvtier.settings.hints import Hint
 from kvtier.tools.replay.study import measure, simulation
 from kvtier.tools.replay.traces import Trace, TraceRequest
+from kvtier_backends.dummy import DummyBackend
 from tests.tools.command import KVTIER, check_refusal, reported, run
-from tests.tools.replay.written import write_trace
+from tests.tools.replay.written import write_prompts, write_trace
 
 SMALL = 'cpu_bytes_to_use = "{rows}"\nchunk_bytes = "4KiB"\nrunner = "inline"\n'
 
@@ -34,20 +32,15 @@ def temporary(tmp_path_factory, monkeypatch):
 def trace(tmp_path):
     """Return a trace's path: six users with prompts that grow, in batches of three seconds."""
     prompts = [tuple(range(user * 100, user * 100 + turn)) for turn in range(1, 11) for user in range(6)]
-    path = tmp_path / "trace.jsonl.gz"
+    path = str(tmp_path / "trace.jsonl.gz")
     write_trace(path, [TraceRequest(number // 4 * 3_000, 512 * len(ids), 9, ids) for number, ids in enumerate(prompts)])
-    return str(path)
+    return path
 
 
 def config_file(folder, *lines, rows=64):
     path = folder / "engine.toml"
     path.write_text(SMALL.format(rows=f"{4 * rows}KiB") + "\n".join(lines))
     return str(path)
-
-
-def simulated(folder, trace, *options):
-    told: dict[str, Any] = reported(folder, "simulate", trace, *options)
-    return told
 
 
 def test_by_default_a_trace_goes_through_memory_and_files_and_leaves_none(outside, trace, tmp_path, temporary, capsys):
@@ -95,8 +88,7 @@ BOTH = pytest.mark.parametrize("way", [("replay",), ("simulate", "--gpu-cache-to
 def test_the_default_primary_holds_long_requests_so_that_nothing_is_lost(outside, tmp_path, way):
     """Agents' prompts have thousands of blocks, most of them in every prompt: a share of these is less than one."""
     sessions = [(*range(600), *range(1_000 * each, 1_000 * each + 100)) for each in (1, 2, 3, 4)]
-    trace = str(tmp_path / "agents.jsonl")
-    write_trace(trace, [TraceRequest(60_000 * at, 512 * 700, 9, sessions[at % 4]) for at in range(12)])
+    trace = write_prompts(tmp_path / "agents.jsonl", sessions * 3, every_ms=60_000)
     told = reported(tmp_path, *way, trace)
     assert told["hit_ratio"] == told["best_hit_ratio"]
     assert (told["warnings"], told["tiers"]["cpu"]["refused"]) == ([], {})
@@ -104,9 +96,8 @@ def test_the_default_primary_holds_long_requests_so_that_nothing_is_lost(outside
 
 @BOTH
 def test_requests_longer_than_the_primary_are_a_warning(tmp_path, way, capsys):
-    trace = str(tmp_path / "trace.jsonl")
-    prompts = [tuple(range(8 * (at % 2), 8 * (at % 2) + 6)) for at in range(6)] + [tuple(range(20, 27))]
-    write_trace(trace, [TraceRequest(60_000 * at, 512 * len(ids), 9, ids) for at, ids in enumerate(prompts)])
+    prompts = [*[range(6), range(8, 14)] * 3, range(20, 27)]
+    trace = write_prompts(tmp_path / "trace.jsonl", prompts, every_ms=60_000)
     config = config_file(tmp_path, '[[secondary_tiers]]\ntype = "dummy"', rows=4)
     told = reported(tmp_path, *way, trace, "--config", config)
     line = "the primary of 4 chunks is shorter than 7 requests of 7, the longest of 7 chunks"
@@ -114,17 +105,15 @@ def test_requests_longer_than_the_primary_are_a_warning(tmp_path, way, capsys):
     assert line in capsys.readouterr().out
 
 
-def test_wrong_bytes_end_the_command_with_1(trace, tmp_path, monkeypatch, capsys):
-    (tmp_path / "forgetful_tier.py").write_text(
-        "from kvtier_backends.dummy import DummyBackend\n"
-        "class Forgetful(DummyBackend):\n"
-        "    async def load(self, reads):\n"
-        "        outcomes = await super().load(reads)\n"
-        "        reads[0].into[:8] = bytes(8)\n"
-        "        return outcomes\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    config = config_file(tmp_path, '[[secondary_tiers]]\ntype = "forgetful_tier:Forgetful"', rows=24)
+class Forgetful(DummyBackend):
+    async def load(self, reads):
+        outcomes = await super().load(reads)
+        reads[0].into[:8] = bytes(8)
+        return outcomes
+
+
+def test_wrong_bytes_end_the_command_with_1(trace, tmp_path, capsys):
+    config = config_file(tmp_path, f'[[secondary_tiers]]\ntype = "{__name__}:Forgetful"', rows=24)
     told = reported(tmp_path, "replay", trace, "--config", config, status=1)
     assert told["wrong_chunks"] >= len(told["wrong_keys"]) > 0
     assert f"{told['wrong_chunks']} wrong chunks" in capsys.readouterr().out
@@ -165,14 +154,12 @@ def test_a_simulation_reports_first_tokens_and_the_same_seed_gives_the_same_byte
 @pytest.mark.parametrize("written", ["", "prefill_tokens_per_s = 20000.0\n"])
 def test_chunks_have_the_length_of_the_traces_blocks_when_loads_are_weighed(tmp_path, written):
     """A chunk of 512 tokens takes 26 ms to compute, and one load 10 ms: worth it, and not at fewer tokens a chunk."""
-    blocks = [tuple(range(10 * session, 10 * session + 3)) for session in range(4)] * 3
-    requests = [TraceRequest(60_000 * number, 512 * len(ids), 9, ids) for number, ids in enumerate(blocks)]
-    trace = str(tmp_path / "returning.jsonl")
-    write_trace(trace, requests)
+    prompts = [range(10 * session, 10 * session + 3) for session in range(4)] * 3
+    trace = write_prompts(tmp_path / "returning.jsonl", prompts, every_ms=60_000)
     tier = '[[secondary_tiers]]\ntype = "dummy"\nname = "slow"\nlatency_s = "10ms"\n'
     config = Path(config_file(tmp_path, tier, rows=6))
     config.write_text(written + config.read_text())
-    told = simulated(tmp_path, trace, "--config", str(config), "--gpu-cache-tokens", "0")
+    told = reported(tmp_path, "simulate", trace, "--config", config, "--gpu-cache-tokens", "0")
     assert told["hits"] == {"cpu": 0, "slow": 24}
 
 
@@ -191,12 +178,16 @@ def test_without_matplotlib_a_picture_is_rejected_with_the_remedy(trace, tmp_pat
         (lambda _: [], "no requests in it"),
     ],
 )
-def test_a_bad_trace_is_rejected_by_its_line_and_makes_nothing(trace, tmp_path, temporary, capsys, damage, complaint):
+@pytest.mark.parametrize("command", ["replay", "policies"])
+def test_a_bad_trace_is_rejected_by_its_line_and_makes_nothing(
+    trace, tmp_path, temporary, capsys, damage, complaint, command
+):
     good = tmp_path / "trace.jsonl"
     write_trace(good, Trace(trace))
     good.write_bytes(b"\n".join(damage(good.read_bytes().splitlines())))
     os.unlink(trace)
-    assert run("replay", good, "--json", f"{tmp_path}/out.json", "--plot", f"{tmp_path}/out.png") == 2
+    plot = ("--plot", f"{tmp_path}/out.png") if command == "replay" else ()
+    assert run(command, good, "--json", f"{tmp_path}/out.json", *plot) == 2
     check_refusal(capsys, complaint)
     assert (os.listdir(tmp_path), os.listdir(temporary)) == (["trace.jsonl"], [])
 
@@ -207,10 +198,10 @@ def test_a_bad_trace_is_rejected_by_its_line_and_makes_nothing(trace, tmp_path, 
     [("replay", signal.SIGINT), ("replay", signal.SIGTERM), ("replay", signal.SIGHUP), ("simulate", signal.SIGINT)],
 )
 def test_an_interrupt_ends_a_replay_with_130_and_a_report_of_what_finished(tmp_path, temporary, command, told_to_end):
-    long, out, picture = tmp_path / "long.jsonl", tmp_path / "out.json", tmp_path / "out.png"
+    out, picture = tmp_path / "out.json", tmp_path / "out.png"
     prompts = [range(user * 1_000, user * 1_000 + 100 + turn) for turn in range(80) for user in range(50)]
-    write_trace(long, [TraceRequest(number, 512 * len(ids), 9, tuple(ids)) for number, ids in enumerate(prompts)])
-    line = [*KVTIER, command, str(long), "--json", str(out), *(["--plot", str(picture)] if command == "replay" else [])]
+    long = write_prompts(tmp_path / "long.jsonl", prompts)
+    line = [*KVTIER, command, long, "--json", str(out), *(["--plot", str(picture)] if command == "replay" else [])]
     terminal, theirs = os.openpty()
     with (
         open(terminal, "rb", buffering=0) as screen,

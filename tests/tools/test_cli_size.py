@@ -1,16 +1,13 @@
-"""`kvtier size`: the worth of caches of several sizes for a trace, and the bytes of a model's tokens."""
-
 import json
 
 import pytest
 from msgspec.structs import replace
 
-from kvtier.errors import ConfigError
-from kvtier.settings.hints import Hint
+from kvtier import ConfigError, Hint
 from kvtier.tools.replay.size import kv_bytes_per_token
 from kvtier.tools.replay.traces import Trace, TraceRequest
-from tests.tools.command import reported, run
-from tests.tools.replay.written import write_trace
+from tests.tools.command import reported
+from tests.tools.replay.written import write_prompts, write_trace
 
 CHUNK_BYTES = 512 * 8  # Of a model with eight bytes a token.
 
@@ -18,11 +15,8 @@ CHUNK_BYTES = 512 * 8  # Of a model with eight bytes a token.
 @pytest.fixture
 def trace(tmp_path):
     """Return the path of a trace with 40 prompts of ten blocks, which return by turns, a minute apart."""
-    path = str(tmp_path / "trace.jsonl")
-    prompts = [tuple(range(10 * number, 10 * number + 10)) for number in range(40)]
-    times = range(0, 60_000 * 120, 60_000)
-    write_trace(path, [TraceRequest(at, 5_120, 1, prompts[number % 40]) for number, at in enumerate(times)])
-    return path
+    prompts = [range(10 * number, 10 * number + 10) for number in range(40)]
+    return write_prompts(tmp_path / "trace.jsonl", prompts * 3, every_ms=60_000)
 
 
 def sized(trace, tmp_path, *options):
@@ -98,8 +92,7 @@ def test_a_disk_that_is_too_slow_is_one_line_with_the_remedy(trace, tmp_path, ca
 
 
 def test_a_trace_that_cannot_be_true_is_one_warning_for_all_sizes(tmp_path, capfd):
-    path = str(tmp_path / "unchained.jsonl")
-    write_trace(path, [TraceRequest(0, 1_024, 1, (1, 2)), TraceRequest(60_000, 1_024, 1, (3, 2))])
+    path = write_prompts(tmp_path / "unchained.jsonl", [(1, 2), (3, 2)], every_ms=60_000)
     sized(path, tmp_path, "--memory", "400KiB", "--disk", "0,4MiB")
     assert capfd.readouterr().err.count("must be chained") == 1
 
@@ -109,24 +102,6 @@ def test_the_hints_of_a_trace_reach_the_engine_and_the_disk_is_named_disk(trace,
     write_trace(hinted, [replace(each, hint=Hint(no_store=("disk",))) for each in Trace(trace)])
     (cell,) = sized(hinted, tmp_path, "--memory", "400KiB", "--disk", "4MiB")["sizes"]
     assert (cell["written_bytes_per_day"], cell["hits"]["disk"]) == (0, 0)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ((), "--kv-bytes-per-token or --model: one of both"),
-        (("--kv-bytes-per-token", "2", "--model", "Qwen3-8B"), "--kv-bytes-per-token or --model: one of both"),
-        (("--model", "absent"), "--model absent: cannot be read"),
-        (("--kv-bytes-per-token", "2", "--memory", "64"), "--memory '64': expected sizes with units"),
-        (("--kv-bytes-per-token", "8", "--memory", "1KiB"), "--memory 1.0 KiB: a chunk of this trace has 4.0 KiB"),
-        (("--kv-bytes-per-token", "2", "--disk", "1025PiB"), "--disk '1025PiB': expected sizes with units"),
-        (("--kv-bytes-per-token", "2", "--disk", "1KiB,10B"), "--disk 10 B: a chunk of this trace has"),
-        (("--kv-bytes-per-token", "2", "--cascade", "never"), "'never' is not one of 'store', 'evict', 'second_use'"),
-    ],
-)
-def test_a_wrong_call_is_rejected_by_name(trace, options, message, capsys):
-    assert run("size", trace, *options) == 2
-    assert message in capsys.readouterr().err
 
 
 HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8}

@@ -14,13 +14,12 @@ import pytest
 
 import kvtier
 from kvtier.testing.conformance.lender import keys_of
-from kvtier.tools.cli import main
 from kvtier.tools.commands import COMMANDS, GROUPS
 from kvtier.tools.options import JSON
-from kvtier.tools.replay.traces import TraceRequest
 from tests.docs.tables import hooks
 from tests.tools.command import KVTIER
-from tests.tools.replay.written import write_trace
+from tests.tools.command import run as run_command
+from tests.tools.replay.written import write_prompts
 
 CONFIG = """
 cpu_bytes_to_use = "1MiB"
@@ -40,9 +39,7 @@ def place(root, store, monkeypatch):
     store(keys_of(8))
     monkeypatch.chdir(root.parent)
     (root.parent / "kvtier.toml").write_text(CONFIG)
-    write_trace(
-        root.parent / "trace.jsonl", [TraceRequest(1_000 * at, 512 * at, 1, tuple(range(at))) for at in range(1, 6)]
-    )
+    write_prompts(root.parent / "trace.jsonl", map(range, range(1, 6)), every_ms=1_000)
     return root.parent
 
 
@@ -87,10 +84,9 @@ def test_the_json_of_a_command_fits_its_schema(capfd, monkeypatch, name):
     """Stdout has the JSON and nothing else, and no field that the schema lacks."""
     first = next(example for other, example in EXAMPLES if other == name)
     call = shlex.split(re.sub(f" {JSON}( [^-][^ ]*)?", "", first))[1:]
-    with pytest.raises(SystemExit) as end:
-        main([*call, "--quiet", JSON])
+    status = run_command(*call, "--quiet", JSON)
     out, err = capfd.readouterr()
-    assert (end.value.code, err) == (0, "")
+    assert (status, err) == (0, "")
     told = json.loads(out)
     jsonschema.validate(told, hooks.schema(hooks.REPORTS[name]))
     assert json.loads(msgspec.json.encode(msgspec.json.decode(out, type=hooks.REPORTS[name]))) == told
@@ -118,23 +114,19 @@ def test_a_command_restores_the_loggers(run):
 
 def impossible(place):
     """Write a trace that cannot be true, of which its readers warn."""
-    path = place / "impossible.jsonl"
-    write_trace(path, [TraceRequest(0, 512, 1, (1,)), TraceRequest(1, 1_024, 1, (2, 1))])
-    return str(path)
+    return write_prompts(place / "impossible.jsonl", [(1,), (2, 1)])
 
 
 @pytest.mark.parametrize("option", ["-v", "-vv", "--verbose"])
 def test_verbose_logs_to_stderr_with_time_and_level(place, capsys, option):
-    with pytest.raises(SystemExit):
-        main(["policies", impossible(place), "--sizes", "1", option])
+    run_command("policies", impossible(place), "--sizes", "1", option)
     assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} WARNING kvtier\.", capsys.readouterr().err)
 
 
 def test_quiet_leaves_out_warnings_and_keeps_results(place, capsys):
     shown = []
     for options in ([], ["--quiet"], ["-q"]):
-        with pytest.raises(SystemExit):
-            main(["policies", impossible(place), "--sizes", "1", *options])
+        run_command("policies", impossible(place), "--sizes", "1", *options)
         shown.append(capsys.readouterr())
     assert "id 1 follows id 2" in shown[0].err
     assert [each.err for each in shown[1:]] == ["", ""]
@@ -150,8 +142,7 @@ def test_a_terminal_shows_a_bar_and_a_pipe_none(store, root, monkeypatch, capsys
     store(keys_of(3))
     if terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")
-    with pytest.raises(SystemExit, match="0"):
-        main([command, str(root), *(["--older-than", "1d"] if command == "prune" else [])])
+    assert run_command(command, root, *(["--older-than", "1d"] if command == "prune" else [])) == 0
     shown = capsys.readouterr().err
     assert TITLES[command] in shown if terminal else shown == ""
 
@@ -170,9 +161,8 @@ def test_a_shell_completes_commands_and_options(outside, words, completed):
 def test_without_torch_the_self_test_names_the_remedy(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "kvtier.tools.selftest_checks", None)
     monkeypatch.delattr(kvtier.tools, "selftest_checks", raising=False)
-    with pytest.raises(SystemExit) as end:
-        main(["selftest"])
+    status = run_command("selftest")
     err = capsys.readouterr().err
-    assert (end.value.code, err.count("\n")) == (2, 1)
+    assert (status, err.count("\n")) == (2, 1)
     assert "torch cannot be loaded" in err
     assert "pip install 'kvtier[torch]'" in err

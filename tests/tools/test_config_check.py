@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kvtier.tools.cli import main
+from tests.tools.command import run as run_command
 
 TOML = """
 cpu_bytes_to_use = "1MiB"
@@ -48,9 +48,7 @@ def line(tier, **extra):
 def run(capsys, monkeypatch):
     def run(*args, given=""):
         monkeypatch.setattr("sys.stdin", io.StringIO(given))
-        with pytest.raises(SystemExit) as ended:
-            main(["config", "check", *map(str, args)])
-        return (int(ended.value.code or 0), *capsys.readouterr())
+        return (run_command("config", "check", *args), *capsys.readouterr())
 
     return run
 

@@ -60,8 +60,6 @@ def make_later(path):
 
 
 class Damaged(NamedTuple):
-    """One of three chunks is damaged."""
-
     damage: Damage
     fault: str
     listed: bool = False  # By `ls`, which reads no file, and of a segment footers.

@@ -1,5 +1,3 @@
-"""`kvtier du` and `kvtier ls` say what there is, by namespace and by chunk."""
-
 import os
 
 import pytest

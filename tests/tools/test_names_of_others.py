@@ -9,10 +9,10 @@ from prometheus_client import CollectorRegistry, Gauge
 from rich.text import Text
 
 from kvtier.testing.conformance.lender import keys_of
-from kvtier.tools.cli import main
 from kvtier.tools.outputs import Screen, logged, plain_table
 from kvtier.tools.replay.traces import TraceRequest
 from tests.serving import served
+from tests.tools.command import run
 from tests.tools.replay.written import write_trace
 
 TITLE = "\x1b]0;owned\x1b\\"  # Obeyed by every terminal: it is the window's title from then on.
@@ -24,11 +24,8 @@ SHOWN = r"a\x1b]0;owned\x1b\b\x9b2Jc\u202ed"
 
 @pytest.fixture
 def told(capsys):
-    """Run a command in this process; return all that it wrote, of which nothing but the ends of lines is obeyed."""
-
     def told(*args):
-        with pytest.raises(SystemExit):
-            main([str(arg) for arg in args])
+        run(*args)
         out, err = capsys.readouterr()
         assert {letter for letter in out + err if not letter.isprintable()} <= {"\n"}
         return out + err
@@ -43,12 +40,9 @@ def trace(tmp_path):
     return path
 
 
-def test_a_traces_name_is_shown_as_it_is(told, trace):
-    assert SHOWN in told("policies", trace)
-
-
-def test_a_replays_report_shows_its_traces_name_as_it_is(outside, told, trace):
-    assert SHOWN in told("replay", trace)
+@pytest.mark.parametrize("command", ["policies", pytest.param("replay", marks=pytest.mark.outside)])
+def test_a_traces_name_is_shown_as_it_is(told, trace, command):
+    assert SHOWN in told(command, trace)
 
 
 def test_a_model_and_files_of_a_directory_are_shown_as_they_are(told, root, store):

@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-from kvtier.backend.contract import ScanDone
-from kvtier.backend.directory import Kind
+from kvtier.backend import Kind, ScanDone
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs.directory import FilesDirectory
 from kvtier_backends.fs.disk.temporaries import Writer, temporary_name

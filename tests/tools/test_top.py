@@ -1,5 +1,3 @@
-"""`kvtier top` shows what a live engine does, by the metrics that it serves."""
-
 import asyncio
 import json
 import os
@@ -25,7 +23,6 @@ CHUNK_BYTES = 16_384
 
 @contextmanager
 def engine():
-    """A real engine over one dummy tier, on a loop of its own."""
     tier = {"type": "dummy", "name": "slow", "capacity_bytes": "16MiB"}
     config = EngineConfig.from_dict(
         {"cpu_bytes_to_use": "512KiB", "chunk_bytes": CHUNK_BYTES, "runner": "inline", "secondary_tiers": [tier]}
@@ -44,7 +41,6 @@ def keys(first, count):
 
 
 async def used(tiers, first):
-    """Store 40 chunks, of which 32 fit into the primary, and ask for the last 10."""
     await tiers.put(keys(first, 40), [bytes(CHUNK_BYTES)] * 40)
     await tiers.drain()
     await tiers.get(keys(first + 30, 10))
@@ -117,7 +113,6 @@ def test_rates_are_changes_between_two_readings_summed_over_the_engines_of_an_ad
 
 def test_a_restarted_engine_has_no_negative_rates():
     found = engine_now("here", reading(10.0, **AFTER), reading(12.0, **BEFORE))
-    assert found.primary is not None
     assert (found.primary["hits_per_s"], found.tiers["disk"]["loaded_bytes_per_s"]) == (5.0, 0.0)
 
 

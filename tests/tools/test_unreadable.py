@@ -5,8 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,11 +23,7 @@ for capability in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):  # Or the superuser m
 import os
 os.execv(sys.executable, [sys.executable, "-c", os.environ["PROGRAM"], "--dropped", *sys.argv[1:]])
 """
-PLACES: dict[str, Callable[[list[Path]], Path]] = {
-    "file": lambda files: files[2],
-    "folder": lambda files: files[2].parent,
-    "segment": lambda files: files[0],
-}
+PLACES = {"file": lambda files: files[2], "folder": lambda files: files[2].parent, "segment": lambda files: files[0]}
 CALLS = {"verify": ("verify",), "du": ("du",), "ls": ("ls",), "prune": ("prune", "--corrupt", "--yes")}
 READING_NO_FILE = {("file", "du"), ("file", "ls")}
 
@@ -41,7 +35,6 @@ class Ran(NamedTuple):
 
 
 def unprivileged(root, command, *options):
-    """Run a command as a user who is bound by permissions."""
     paths = {"PYTHONPATH": os.pathsep.join(sys.path), "PROGRAM": WITHOUT_PRIVILEGE}
     line = [sys.executable, "-c", WITHOUT_PRIVILEGE, command, str(root), "--json", *options]
     ran = subprocess.run(line, env={**os.environ, **paths}, capture_output=True, text=True, check=False)
@@ -50,8 +43,7 @@ def unprivileged(root, command, *options):
 
 @pytest.fixture
 def forbid(outside, root):
-    """Take permissions of a file or a folder away until the test ends."""
-    taken: list[Path] = []
+    taken = []
 
     def forbid(path, mode):
         path.chmod(mode)

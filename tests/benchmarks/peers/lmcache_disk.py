@@ -72,8 +72,6 @@ def _named(keys):
 
 
 class LocalDisk:
-    """LMCache's `LocalDiskBackend` over memory of its own."""
-
     def __init__(self, root, region, call_chunks):
         self._row_bytes, self._call_chunks = region.row_bytes, call_chunks
         config = LMCacheEngineConfig.from_defaults(
@@ -114,7 +112,6 @@ class LocalDisk:
 
     def _copy_of(self, row):
         made = self._allocator.allocate(torch.Size([self._row_bytes]), torch.uint8, MemoryFormat.KV_2LTD)
-        assert made is not None
         made.tensor.view(torch.uint8).copy_(torch.frombuffer(row, dtype=torch.uint8))
         return made
 

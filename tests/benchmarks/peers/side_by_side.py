@@ -1,27 +1,22 @@
-"""Disk tiers side by side: kvtier's fs tier and its peers behind one interface, and the output of the figures."""
+"""Disk tiers side by side: kvtier's fs tier, and peers that store and load the same keys and rows.
+
+    python -m tests.benchmarks.peers.side_by_side [DIR] --lanes 4
+
+compares the tier with the raw limit: plain threads that read and write one file, without names or checksums.
+"""
 
 import argparse
 import asyncio
 import os
 import tempfile
-from contextlib import ExitStack, contextmanager
-from typing import Protocol
+from contextlib import ExitStack
 
 import uvloop
 
-from kvtier.backend import (
-    Backend,
-    FileMapper,
-    Namespace,
-    OffloadKey,
-    Read,
-    TierContext,
-    Write,
-    backend_class,
-    make_offload_key,
-)
+from kvtier.backend import FileMapper, Namespace, OffloadKey, Read, TierContext, Write, backend_class, make_offload_key
 from kvtier.memory import Region
 from kvtier.settings import decode
+from kvtier.tools.bench import RawFile
 from kvtier.tools.figures import ROUNDS, Side, interleaved, rate_of, row_of, run_bench
 
 CALLS = 16  # Requests at once; the chunks of each are one call.
@@ -29,30 +24,15 @@ LAYOUTS = ("files", "segments")
 FULL_SETS = 4  # Capacity of a full tier, in what one measurement moves.
 OVERHEAD_BYTES = 12 << 10  # Of a chunk's file: a footer, and the folders that nearly each file has to itself.
 CLOSE_S = 60.0
-
-
-class DiskTier(Protocol):
-    """A disk path. Keys and rows are the same for all."""
-
-    def store(self, keys, rows): ...
-
-    def load(self, keys, rows):
-        """Load the chunks, into these rows if the peer can."""
-
-    def close(self): ...
-
-
-"""Opens a disk path in a directory, for the rows of a region and a number of chunks a call."""
+RAW_THREADS = 4
 
 
 class FsTier:
-    """kvtier's fs tier, called from a loop that runs during a call."""
-
     def __init__(self, runner, options, chunk_bytes, call_chunks):
         self._runner, self._call_chunks = runner, call_chunks
         kind = backend_class("fs")
         context = TierContext("bench", FileMapper(Namespace(model_name="bench")), chunk_bytes)
-        self._tier: Backend = runner.run(kind.open(decode(kind.options_type, options), context))
+        self._tier = runner.run(kind.open(decode(kind.options_type, options), context))
 
     def store(self, keys, rows):
         writes = [Write(key, row) for key, row in zip(keys, rows, strict=True)]
@@ -85,7 +65,6 @@ def arguments(description):
 
 
 def give_out(command, given, measure):
-    """Measure in a temporary directory, and print the figures."""
     with tempfile.TemporaryDirectory(dir=given.directory, prefix="kvtier-peers-") as folder:
         run_bench(command, lambda: measure(folder), given.json)
 
@@ -113,10 +92,11 @@ def compare_disks(folder, given, peers):
 
             with_room = 2 * (given.rounds + 3) * chunks * chunk_bytes + (256 << 20)
             full = FULL_SETS * chunks * (chunk_bytes + OVERHEAD_BYTES) + (64 << 20)
-            sides: list[Side] = []
+            sides = []
             for layout, lanes in cases:
                 sides += disk_sides(f"{layout} {lanes}", opened(layout, lanes, with_room), region, stack)
-                sides.append(full_side(f"{layout} {lanes}", opened(layout, lanes, full), region, stack))
+                full_tier = opened(layout, lanes, full)
+                sides.append(store_side(f"store, full {layout} {lanes}", full_tier, region, stack, sets=FULL_SETS + 1))
             for name, open_peer in peers.items():
                 sides += disk_sides(name, open_peer(new_folder(folder), region, call_chunks), region, stack)
             measured = interleaved(sides, given.rounds)
@@ -130,38 +110,29 @@ def compare_disks(folder, given, peers):
 
 def disk_sides(name, tier, region, stack):
     """Return loads of stored chunks, and stores of new ones; all of them stay until the end."""
-    stack.callback(tier.close)
-    rows = [region.row(index) for index in range(region.rows)]
+    kept, rows = new_keys(region.rows), [region.row(index) for index in range(region.rows)]
     for number, row in enumerate(rows):
         row[:] = number.to_bytes(4, "big") * (region.row_bytes // 4)
-    kept, new = new_keys(region.rows), list[OffloadKey]()
     tier.store(kept, rows)
     tier.load(kept, rows)
     for number, row in enumerate(rows):
         assert row == number.to_bytes(4, "big") * (region.row_bytes // 4), f"{name}: other bytes came back"
-
-    def prepare():
-        new[:] = new_keys(region.rows)
-
-    moved_bytes = region.rows * region.row_bytes
-    store = rate_of(lambda: tier.store(new, rows), moved_bytes)
-    load = rate_of(lambda: tier.load(kept, rows), moved_bytes)
-    return [Side(f"load {name}", load), Side(f"store {name}", store, prepare)]
+    load = rate_of(lambda: tier.load(kept, rows), region.rows * region.row_bytes)
+    return [Side(f"load {name}", load), store_side(f"store {name}", tier, region, stack)]
 
 
-def full_side(name, tier, region, stack):
-    """Return stores into a full tier, which evicts as much as it stores."""
+def store_side(name, tier, region, stack, *, sets=0):
+    """Return stores of new chunks; into a full tier, which evicts as much as it stores, after so many sets."""
     stack.callback(tier.close)
-    rows = [region.row(index) for index in range(region.rows)]
-    new = list[OffloadKey]()
+    rows, new = [region.row(index) for index in range(region.rows)], list[OffloadKey]()
 
     def prepare():
         new[:] = new_keys(region.rows)
 
-    for _ in range(FULL_SETS + 1):
+    for _ in range(sets):
         prepare()
         tier.store(new, rows)
-    return Side(f"store, full {name}", rate_of(lambda: tier.store(new, rows), region.rows * region.row_bytes), prepare)
+    return Side(name, rate_of(lambda: tier.store(new, rows), region.rows * region.row_bytes), prepare)
 
 
 def new_keys(count):
@@ -172,14 +143,18 @@ def new_folder(parent):
     return tempfile.mkdtemp(dir=parent)
 
 
-@contextmanager
-def changed(module, **values):
-    """Replace a module's globals until the block ends."""
-    before = {name: getattr(module, name) for name in values}
-    for name, value in values.items():
-        setattr(module, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(module, name, value)
+class RawThreads:
+    def __init__(self, folder, region, _):
+        self._file = RawFile(f"{folder}/raw", [region.row(index) for index in range(region.rows)], direct=True)
+        self.close = self._file.close
+
+    def store(self, keys, rows):
+        self._file.write(RAW_THREADS, sync=False)
+
+    def load(self, keys, rows):
+        self._file.read(RAW_THREADS)
+
+
+if __name__ == "__main__":
+    given = arguments(__doc__)
+    give_out("peers raw", given, lambda folder: compare_disks(folder, given, {"the raw limit": RawThreads}))

@@ -8,7 +8,9 @@ many as `--lanes` says. The figure is kvtier's, the limit vLLM's: above 1, kvtie
 """
 
 import time
+from functools import partial
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 from vllm.v1.kv_offload.base import OffloadingKVEventsConfig, ReqContext
@@ -23,13 +25,15 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.fs import io
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
-from tests.benchmarks.peers.side_by_side import arguments, changed, compare_disks, give_out
+from tests.benchmarks.peers.side_by_side import arguments, compare_disks, give_out
 
 WAIT_S = 0.0002  # Between two looks at what has ended: a step of an engine is longer.
 
 
-def offloading_config(chunk_bytes):
-    return OffloadingConfig(
+def spec_of(chunk_bytes):
+    """Return what a tier reads of its spec."""
+    sizes = dict.fromkeys(("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size", "data_parallel_size"), 1)
+    config = OffloadingConfig(
         groups=(OffloadingGroupConfig(tokens_per_block=16, layer_names=("layer",), group_id=0),),
         worker_kv_bytes_per_block=chunk_bytes,
         enable_kv_cache_events=False,
@@ -38,24 +42,11 @@ def offloading_config(chunk_bytes):
         model=OffloadingModelConfig(name="bench", dtype="bfloat16"),
         cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1),
         parallel=OffloadingParallelConfig(
-            rank=0,
-            world_size=1,
-            tp_size=1,
-            pp_size=1,
-            pcp_size=1,
-            dcp_size=1,
-            data_parallel_index=0,
-            data_parallel_size=1,
-            data_parallel_rank_local=None,
-            is_parallelism_agnostic=False,
+            rank=0, data_parallel_index=0, data_parallel_rank_local=None, is_parallelism_agnostic=False, **sizes
         ),
     )
-
-
-def spec_of(chunk_bytes):
-    """Return what a tier reads of its spec."""
     events = OffloadingKVEventsConfig(enable_kv_cache_events=False, self_describing_kv_events=False)
-    return SimpleNamespace(config=offloading_config(chunk_bytes), blocks_per_chunk=1, kv_events_config=events)
+    return SimpleNamespace(config=config, blocks_per_chunk=1, kv_events_config=events)
 
 
 class VllmFs:
@@ -79,7 +70,7 @@ class VllmFs:
         self._tier.shutdown()
 
     def _run(self, keys, *, promotion):
-        with changed(io, _HAS_FSIO_C=self._native):
+        with patch.object(io, "_HAS_FSIO_C", self._native):
             open_jobs = set()
             for start in range(0, len(keys), self._call_chunks):
                 some = list(keys[start : start + self._call_chunks])
@@ -95,14 +86,11 @@ class VllmFs:
                 time.sleep(WAIT_S)
 
 
-def opened(*, native):
-    return lambda root, region, call_chunks: VllmFs(root, region, call_chunks, native=native)
-
-
 def main():
     assert io._HAS_FSIO_C, "vLLM's C path is not installed"
     given = arguments(__doc__)
-    peers = {"vLLM's fs tier in C": opened(native=True), "vLLM's fs tier in Python": opened(native=False)}
+    paths = {"vLLM's fs tier in C": True, "vLLM's fs tier in Python": False}
+    peers = {name: partial(VllmFs, native=native) for name, native in paths.items()}
     give_out("peers vllm_fs", given, lambda folder: compare_disks(folder, given, peers))
 
 

@@ -13,7 +13,6 @@ import random
 import time
 import uuid
 from functools import partial
-from typing import Any
 
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
@@ -29,12 +28,11 @@ from kvtier.integrations.vllm.manager import VllmManager
 from kvtier.integrations.vllm.stats import TransferTimes
 from kvtier.tools.figures import Side, interleaved, rate_of, row_of
 from tests.benchmarks.peers.side_by_side import arguments, give_out
-from tests.benchmarks.protocol import CHUNK_BYTES, KEYS_A_REQUEST, REQUESTS_A_STEP, ROWS, Steps
+from tests.benchmarks.protocol import CHUNK_BYTES, KEYS_A_REQUEST, REQUESTS_A_STEP, ROWS, Caller, Steps
 
 STEPS_A_ROUND = 16
 VLLM = "vLLM's manager"
 UNIT = "million keys/s"
-Batches = list[list[Any]]
 
 
 class InstantTier(SecondaryTierManager):
@@ -42,7 +40,7 @@ class InstantTier(SecondaryTierManager):
 
     def __init__(self, view):
         super().__init__(None, view, "instant")
-        self._done: list[JobResult] = []
+        self._done = []
 
     def lookup(self, key, req_context):
         return LookupResult.MISS
@@ -64,54 +62,16 @@ class InstantTier(SecondaryTierManager):
         pass
 
 
-class Caller:
-    """What vLLM's scheduler does with a manager."""
-
-    def __init__(self, manager):
-        self.manager = manager
-        self._requests = 0
-
-    def each(self, batches, call):
-        for keys in batches:
-            context = self._begin()
-            call(keys, context)
-            self.manager.on_request_finished(context)
-            self.manager.on_schedule_end(ScheduleEndContext((), ()))
-
-    def look_up(self, keys, context):
-        for key in keys:
-            self.manager.lookup(key, context)
-
-    def store(self, keys, context):
-        plan = self.manager.prepare_store(keys, context)
-        assert plan is not None
-        self.manager.complete_store(plan.keys_to_store, context)
-
-    def load(self, keys, context):
-        self.manager.touch(keys, context)
-        self.manager.prepare_load(keys, context)
-        self.manager.complete_load(keys, context)
-
-    def step(self, batches):
-        contexts = [self._begin() for _ in batches]
-        for keys, context in zip(batches, contexts, strict=True):
-            self.look_up(keys, context)
-            self.store(keys, context)
-        self.manager.on_schedule_end(ScheduleEndContext((), ()))
-        for context in contexts:
-            self.manager.on_request_finished(context)
-
-    def _begin(self):
-        self._requests += 1
-        context = ReqContext(req_id=str(self._requests))
-        self.manager.on_new_request(context)
-        return context
+def caller_of(manager):
+    """Return what vLLM's scheduler does with a manager."""
+    end_step = partial(manager.on_schedule_end, ScheduleEndContext((), ()))
+    return Caller(manager, end_step, lambda number: ReqContext(req_id=str(number)), "keys_to_store")
 
 
 def kvtier_caller(tiers):
     steps = Steps(tiers=tiers)
     steps.hold(0)
-    return Caller(VllmManager(steps.manager, TransferTimes()))
+    return caller_of(VllmManager(steps.manager, TransferTimes()))
 
 
 def vllm_tiering():
@@ -123,7 +83,7 @@ def vllm_tiering():
         cpu_page_size=CHUNK_BYTES,
     )
     primary = CPUPrimaryTierOffloadingManager(ROWS, region)
-    return Caller(TieringOffloadingManager(primary, [InstantTier(primary.get_kv_memoryview())]))
+    return caller_of(TieringOffloadingManager(primary, [InstantTier(primary.get_kv_memoryview())]))
 
 
 def measure(rounds):
@@ -133,7 +93,7 @@ def measure(rounds):
     ours, theirs = kvtier_caller(1), vllm_tiering()
     dice = random.Random(3)
     for caller in (ours, theirs):
-        caller.each(Steps.random_keys(ROWS, dice), caller.store)
+        caller.each(Caller.random_keys(ROWS, dice), caller.store)
     measured = interleaved([_steps_of("kvtier", ours, dice), _steps_of("vllm", theirs, dice)], rounds)
     theirs.manager.shutdown()
     settings = {"requests": REQUESTS_A_STEP, "keys_a_request": KEYS_A_REQUEST}
@@ -141,7 +101,7 @@ def measure(rounds):
 
 
 def _steps_of(name, caller, dice):
-    new: list[Batches] = []
+    new = []
     keys = REQUESTS_A_STEP * KEYS_A_REQUEST
 
     def work():
@@ -151,23 +111,23 @@ def _steps_of(name, caller, dice):
     return Side(
         name,
         rate_of(work, STEPS_A_ROUND * keys, time.thread_time),
-        lambda: _renew(new, [Steps.random_keys(keys, dice) for _ in range(STEPS_A_ROUND)]),
+        lambda: _renew(new, [Caller.random_keys(keys, dice) for _ in range(STEPS_A_ROUND)]),
     )
 
 
 def _operations(rounds):
     dice = random.Random(7)
     sides = []
-    for name, make in (("kvtier", lambda: kvtier_caller(0)), ("vllm", lambda: Caller(CPUOffloadingManager(ROWS)))):
+    for name, make in (("kvtier", lambda: kvtier_caller(0)), ("vllm", lambda: caller_of(CPUOffloadingManager(ROWS)))):
         storing, loading = make(), make()
-        present = Steps.random_keys(ROWS, random.Random(11))
+        present = Caller.random_keys(ROWS, random.Random(11))
         loading.each(present, loading.store)
-        storing.each(Steps.random_keys(ROWS, dice), storing.store)
-        new: Batches = []
+        storing.each(Caller.random_keys(ROWS, dice), storing.store)
+        new = []
         for what, caller, batches, prepare in (
-            ("look up", loading, present, gc_collect),
-            ("load", loading, present, gc_collect),
-            ("store", storing, new, lambda n=new: _renew(n, Steps.random_keys(ROWS, dice))),
+            ("look up", loading, present, gc.collect),
+            ("load", loading, present, gc.collect),
+            ("store", storing, new, lambda n=new: _renew(n, Caller.random_keys(ROWS, dice))),
         ):
             call = {"look up": caller.look_up, "load": caller.load, "store": caller.store}[what]
             work = partial(caller.each, batches, call)
@@ -181,19 +141,11 @@ def _operations(rounds):
         yield row_of(operation, measured[f"{name} kvtier"], measured[f"{name} vllm"], VLLM, {"keys": ROWS}, unit=UNIT)
 
 
-def gc_collect():
-    gc.collect()
-
-
 def _renew(kept, new):
     kept[:] = new
     gc.collect()
 
 
-def main():
+if __name__ == "__main__":
     given = arguments(__doc__)
     give_out("peers vllm_protocol", given, lambda folder: measure(given.rounds))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,63 +1,46 @@
 """A ledger with tiers that the test itself plays: it sees what is sent and says what became of it."""
 
 import string
-from collections.abc import Sequence
 
-from kvtier.backend.namespace import OffloadKey, chunk_hash, make_offload_key
+from kvtier.backend.namespace import chunk_hash, make_offload_key
 from kvtier.engine.answers import EventLog, LookupResult
-from kvtier.engine.ledger import Ledger, LedgerLimits, StorePlan
+from kvtier.engine.ledger import Ledger, LedgerLimits
 from kvtier.engine.prefill import PrefillSpeed
-from kvtier.engine.requests import Position, Request
-from kvtier.engine.tier import TierCounters, TierMatcher, TierSpec
+from kvtier.engine.requests import Request
+from kvtier.engine.tier import TierMatcher, TierSpec
 from kvtier.policies import policy_class
-from kvtier.runner.messages import (
-    Acknowledge,
-    Action,
-    Advise,
-    Answered,
-    Cascade,
-    Code,
-    Finished,
-    Found,
-    Gone,
-    Probe,
-    Promote,
-    Returned,
-    Scanned,
-    TierSpeed,
-    pack_keys,
-    pack_rows,
-    unpack_keys,
-)
+from kvtier.runner import messages
 
 HIT, PENDING, MISS, RETRY = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS, LookupResult.RETRY
 SECONDS = 0.25  # What every transfer here is said to have taken.
 
 
-def keys_of(names: str) -> list[OffloadKey]:
+def keys_of(names):
     return [make_offload_key(name.encode()) for name in names]
 
 
-def names_of(keys: Sequence[OffloadKey]) -> str:
+def names_of(keys):
     return "".join(chunk_hash(key).decode() for key in keys)
 
 
-def ending_at(keys: Sequence[OffloadKey], ends: Sequence[int]) -> Position:
+def ending_at(keys, ends):
     """Return a request's position: where each of these keys ends."""
     return dict(zip(keys, ends, strict=True)).get
 
 
-def cascades(actions: Sequence[Action]) -> list[tuple[int, str]]:
+def cascades(actions):
     return sorted(
-        (action.tier, names_of(unpack_keys(action.keys))) for action in actions if isinstance(action, Cascade)
+        (action.tier, names_of(messages.unpack_keys(action.keys)))
+        for action in actions
+        if isinstance(action, messages.Cascade)
     )
 
 
-def loads(actions: Sequence[Action]) -> dict[int, str]:
-    named: dict[int, str] = {}
+def loads(actions):
+    named = {}
     for action in actions:
-        if isinstance(action, Promote):
-            named[action.tier] = named.get(action.tier, "") + names_of(unpack_keys(action.keys))
+        if isinstance(action, messages.Promote):
+            named[action.tier] = named.get(action.tier, "") + names_of(messages.unpack_keys(action.keys))
     return named
 
 
@@ -66,24 +49,24 @@ class Bench:
 
     def __init__(
         self,
-        rows: int = 8,
-        tiers: int | Sequence[TierSpec] = 1,
+        rows=8,
+        tiers=1,
         *,
-        policy: str = "lru",
-        cascade_rows_max: int | None = None,
-        lease_rows_max: int | None = None,
-        lease_s: float = 10.0,
-        action_chunks: int = 64,
-        computing_s: float | None = None,
-        **limits: float,
-    ) -> None:
+        policy="lru",
+        cascade_rows_max=None,
+        lease_rows_max=None,
+        lease_s=10.0,
+        action_chunks=64,
+        computing_s=None,
+        **limits,
+    ):
         """`computing_s`: seconds for computing a chunk of one token and one byte; None if unknown."""
         specs = [self.spec(f"tier{index}") for index in range(tiers)] if isinstance(tiers, int) else tiers
         self.events = EventLog(10_000)
-        self.observed: list[tuple[str, str, float]] = []
-        self.waited: list[float] = []
-        self.acknowledged: list[int] = []
-        self.ranked: list[tuple[int, str]] = []  # Tiers, and the keys that each heard of.
+        self.observed = []
+        self.waited = []
+        self.acknowledged = []
+        self.ranked = []  # Tiers, and the keys that each heard of.
         self.ledger = Ledger(
             rows,
             policy_class(policy)(rows),
@@ -98,7 +81,7 @@ class Bench:
         self.ledger.begin_step(self.now)
 
     @staticmethod
-    def spec(name: str = "tier", **changes: object) -> TierSpec:
+    def spec(name="tier", **changes):
         described = TierSpec(
             name,
             store_chunks_max=1_000,
@@ -110,21 +93,19 @@ class Bench:
         )
         return described._replace(**changes)
 
-    def counters(self, tier: int = 0) -> TierCounters:
+    def counters(self, tier=0):
         return self.ledger.tiers[tier].counters
-
-    # As the engine.
 
     keys = staticmethod(keys_of)
 
     def request(self, name="r", matchers=None, *, position=None):
         return Request(name, matchers, position=position)
 
-    def lookup(self, names: str, request: Request | None = None) -> list[LookupResult]:
+    def lookup(self, names, request=None):
         request = request or self.request()
         return [self.ledger.lookup(key, request) for key in keys_of(names)]
 
-    def store(self, names: str, request: Request | None = None) -> StorePlan | None:
+    def store(self, names, request=None):
         """Offer the keys and complete what was planned."""
         request = request or self.request()
         plan = self.ledger.prepare_store(keys_of(names), request)
@@ -132,79 +113,79 @@ class Bench:
             self.ledger.complete_store(plan.keys, request)
         return plan
 
-    def stored_alone(self, names: str) -> None:
+    def stored_alone(self, names):
         self.store(names, self.request("alone", [TierMatcher(medium="CPU")]))
 
-    def stored_in_tiers(self, names: str) -> None:
+    def stored_in_tiers(self, names):
         self.store(names)
         self.finish_all(self.step())
 
-    def step(self, seconds: float = 0.0) -> list[Action]:
+    def step(self, seconds=0.0):
         """End the step and begin the next one so much later; return what was sent that is answered."""
         actions = self.ledger.end_step()
-        self.acknowledged += [action.tier for action in actions if isinstance(action, Acknowledge)]
-        ranks = [action for action in actions if isinstance(action, Advise) and action.kind == "rank"]
-        self.ranked += [(action.tier, names_of(unpack_keys(action.keys))) for action in ranks]
+        self.acknowledged += [action.tier for action in actions if isinstance(action, messages.Acknowledge)]
+        ranks = [action for action in actions if isinstance(action, messages.Advise) and action.kind == "rank"]
+        self.ranked += [(action.tier, names_of(messages.unpack_keys(action.keys))) for action in ranks]
         self.now += seconds
         self.ledger.begin_step(self.now)
-        return [action for action in actions if not isinstance(action, Acknowledge) and action not in ranks]
+        return [action for action in actions if not isinstance(action, messages.Acknowledge) and action not in ranks]
 
-    def load(self, names: str, request: Request | None = None) -> list[int]:
+    def load(self, names, request=None):
         rows = self.ledger.prepare_load(keys_of(names), request or self.request())
         self.ledger.complete_load(keys_of(names))
         return rows
 
-    def reset(self) -> None:
+    def reset(self):
         self.ledger.reset()
         self.ledger.promoting = True
 
-    def row(self, name: str) -> int | None:
+    def row(self, name):
         return self.ledger.primary.row(*keys_of(name))
 
-    def ready(self) -> str:
+    def ready(self):
         return "".join(name for name in string.ascii_letters if keys_of(name)[0] in self.ledger.primary.ready)
 
-    # As the tiers.
+    def holds(self, names, tier=0):
+        self.ledger.apply(messages.Found(tier, messages.pack_keys(keys_of(names))))
 
-    def holds(self, names: str, tier: int = 0) -> None:
-        self.ledger.apply(Found(tier, pack_keys(keys_of(names))))
+    def loses(self, names, tier=0):
+        self.ledger.apply(messages.Gone(tier, messages.pack_keys(keys_of(names))))
 
-    def loses(self, names: str, tier: int = 0) -> None:
-        self.ledger.apply(Gone(tier, pack_keys(keys_of(names))))
+    def takes(self, fixed_s, chunk_s, tier=0):
+        self.ledger.apply(messages.TierSpeed(tier, fixed_s, chunk_s))
 
-    def takes(self, fixed_s: float, chunk_s: float, tier: int = 0) -> None:
-        self.ledger.apply(TierSpeed(tier, fixed_s, chunk_s))
-
-    def knows_all(self, tier: int = 0, *, complete: bool = True) -> None:
-        self.ledger.apply(Scanned(tier, complete))
+    def knows_all(self, tier=0, *, complete=True):
+        self.ledger.apply(messages.Scanned(tier, complete))
 
     def finish(self, action, failed=None, *, lent=False, seconds=SECONDS):
         failed = failed or {}
-        self.ledger.apply(Finished(action.id, pack_rows(list(failed)), bytes(failed.values()), seconds, lent))
+        self.ledger.apply(
+            messages.Finished(action.id, messages.pack_rows(list(failed)), bytes(failed.values()), seconds, lent)
+        )
 
-    def finish_all(self, actions: Sequence[Action], seconds: float = SECONDS) -> None:
+    def finish_all(self, actions, seconds=SECONDS):
         for action in actions:
-            if isinstance(action, Promote | Cascade):
+            if isinstance(action, messages.Promote | messages.Cascade):
                 self.finish(action, seconds=seconds)
 
-    def fail(self, action: Action, code: Code, *, lent: bool = False) -> None:
-        self.finish(action, dict.fromkeys(range(len(unpack_keys(action.keys))), code), lent=lent)
+    def fail(self, action, code, *, lent=False):
+        self.finish(action, dict.fromkeys(range(len(messages.unpack_keys(action.keys))), code), lent=lent)
 
-    def give_back(self, action: Action, moved: Sequence[int] = ()) -> None:
-        self.ledger.apply(Returned(action.id, pack_rows(moved)))
+    def give_back(self, action, moved=()):
+        self.ledger.apply(messages.Returned(action.id, messages.pack_rows(moved)))
 
-    def answer(self, action: Action, present: bool | Sequence[bool] | None) -> None:
+    def answer(self, action, present):
         """Answer a probe: the same for every key, one by one, or (None) not at all."""
-        assert isinstance(action, Probe)
+        assert isinstance(action, messages.Probe)
         if isinstance(present, bool):
-            present = [present] * len(unpack_keys(action.keys))
-        self.ledger.apply(Answered(action.id, bytes(map(int, present or ())), SECONDS))
+            present = [present] * len(messages.unpack_keys(action.keys))
+        self.ledger.apply(messages.Answered(action.id, bytes(map(int, present or ())), SECONDS))
 
-    def settled(self) -> bool:
+    def settled(self):
         return settled(self.ledger)
 
 
-def settled(ledger: Ledger) -> bool:
+def settled(ledger):
     """Return True if no row is pinned, leased, filling, lent or lost, and no transfer is in flight."""
     primary, transfers = ledger.primary, ledger.traffic
     return (

@@ -20,7 +20,6 @@ def skipped(engine, tier=0):
 
 
 def over(engine, request, hint):
-    """End a request with what its client says last."""
     engine.ledger.hint(request, hint)
     engine.ledger.finish(request)
 
@@ -31,7 +30,6 @@ def written_at_the_end(engine):
 
 
 def promoted(engine, name, tier=0):
-    """Load a chunk from a tier, and use it."""
     engine.holds(name, tier)
     request = engine.request()
     assert engine.lookup(name, request) == [PENDING]
@@ -51,14 +49,6 @@ def evicting(bench):
         return engine
 
     return make
-
-
-def test_a_chunk_is_written_when_it_leaves_and_not_before(evicting):
-    engine = evicting()
-    engine.store("abc")
-    assert sent(engine.step()) == []
-    engine.store("d")
-    assert sent(engine.step()) == [(0, "c")]  # The tail leaves first.
 
 
 def test_a_store_that_needs_rows_which_are_being_written_is_refused_until_they_have_been(evicting):

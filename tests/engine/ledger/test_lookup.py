@@ -115,14 +115,6 @@ def test_a_request_is_served_by_the_primary_and_the_tiers_that_it_allows(bench, 
     assert engine.lookup("ab", engine.request("r", [] if matcher is None else [matcher])) == [answer, HIT]
 
 
-def test_the_primary_full_is_a_miss_and_never_a_wait(bench):
-    engine = bench(rows=1)
-    engine.holds("b")
-    engine.ledger.prepare_store(engine.keys("a"), engine.request())
-    assert engine.lookup("b") == [MISS]
-    assert engine.ledger.counters.promotions_refused == 1
-
-
 def test_a_miss_is_counted_once_a_request_and_key_for_each_tier_that_was_asked(bench):
     engine = bench(tiers=2)
     for tier in (0, 1):

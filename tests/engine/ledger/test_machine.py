@@ -10,35 +10,13 @@ import string
 from collections import Counter
 from typing import NamedTuple
 
-from hypothesis import settings
+from hypothesis import settings, stateful
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import precondition, rule
 
-from kvtier.backend.namespace import OffloadKey
-from kvtier.engine.ledger import LookupResult
-from kvtier.engine.requests import Request
-from kvtier.engine.tier import TierMatcher
-from kvtier.runner.messages import (
-    Acknowledge,
-    Action,
-    Advise,
-    Cascade,
-    Code,
-    Probe,
-    Promote,
-    RunnerBack,
-    RunnerGone,
-    RunnerLost,
-    unpack_keys,
-    unpack_rows,
-)
+from kvtier import LookupResult, OffloadKey, TierMatcher
+from kvtier.runner import messages
+from kvtier.runner.messages import Code
 from kvtier.settings.hints import Advice, Hint
 from tests.engine.ledger.bench import Bench, keys_of
 from tests.simulation.audit import audit
@@ -79,16 +57,14 @@ KINDS = [  # When each tier is written, and what computing a chunk takes: more t
 
 
 class Lent(NamedTuple):
-    """An action that the runner has, and what it works on."""
-
-    action: Action
+    action: messages.Action
     keys: list[OffloadKey]
     rows: list[int]
     epoch: int
 
 
-class Engine(RuleBasedStateMachine):
-    @initialize(kind=st.sampled_from(KINDS), scanned=st.booleans())
+class Engine(stateful.RuleBasedStateMachine):
+    @stateful.initialize(kind=st.sampled_from(KINDS), scanned=st.booleans())
     def begin(self, kind, scanned):
         self.cascades, self.computing_s = kind
         peer = {"locality": "REMOTE", "cascade": self.cascades[1], "breaker_failures": 1}
@@ -104,15 +80,15 @@ class Engine(RuleBasedStateMachine):
             computing_s=self.computing_s,
         )
         self.ledger = self.bench.ledger
-        self.wanted: set[tuple[int, OffloadKey]] = set()  # By tier, what somebody stored or used who may write to it.
-        self.forgotten: set[OffloadKey] = set()  # And neither stored since, nor reported by a tier.
-        self.content: list[OffloadKey | None] = [None] * ROWS
+        self.wanted = set()  # By tier, what somebody stored or used who may write to it.
+        self.forgotten = set()  # And neither stored since, nor reported by a tier.
+        self.content = [None] * ROWS
         self.requests = [self.bench.request()]
-        self.loads: list[tuple[list[OffloadKey], list[int]]] = []
-        self.stores: list[tuple[Request, list[OffloadKey], list[int]]] = []
-        self.in_flight: dict[int, Lent] = {}
-        self.late: dict[int, Lent] = {}
-        self.hits: dict[OffloadKey, int] = {}
+        self.loads = []
+        self.stores = []
+        self.in_flight = {}
+        self.late = {}
+        self.hits = {}
         self.last_before_reset = 0
         self.epoch = 0
         self.runner_up = True
@@ -120,8 +96,6 @@ class Engine(RuleBasedStateMachine):
         self.bench.knows_all(0)
         if scanned:
             self.bench.knows_all(1, complete=False)
-
-    # The engine.
 
     @precondition(lambda self: len(self.requests) < 4)
     @rule(matchers=st.sampled_from([None, None, (), (TierMatcher(locality="REMOTE"),)]), hint=hints)
@@ -273,15 +247,13 @@ class Engine(RuleBasedStateMachine):
     def flushed(self):
         self.ledger.promoting = True
 
-    # The runner.
-
     @precondition(lambda self: self.in_flight)
     @rule(which=pick, failed=st.lists(st.none() | codes, max_size=2), present=st.none() | st.booleans())
     def outcome(self, which, failed, present):
         lent = self.in_flight.pop(list(self.in_flight)[which % len(self.in_flight)])
         codes = {index: code for index, code in enumerate(failed[: len(lent.keys)]) if code}
         self._work(lent, codes)
-        if isinstance(lent.action, Probe):
+        if isinstance(lent.action, messages.Probe):
             self.bench.answer(lent.action, present)
         else:
             self.bench.finish(lent.action, codes)
@@ -316,7 +288,7 @@ class Engine(RuleBasedStateMachine):
     def lose_runner(self, sure):
         if not sure:
             return
-        self.ledger.apply(RunnerLost(self.epoch, "killed by the machine"))
+        self.ledger.apply(messages.RunnerLost(self.epoch, "killed by the machine"))
         self.late |= {id_: lent for id_, lent in self.in_flight.items() if lent.rows}
         self.in_flight.clear()
         self.runner_up = False
@@ -326,7 +298,7 @@ class Engine(RuleBasedStateMachine):
     def new_runner(self):
         self.between_steps = False  # What the lost one was to delete is due.
         self.epoch += 1
-        self.ledger.apply(RunnerBack(self.epoch))
+        self.ledger.apply(messages.RunnerBack(self.epoch))
         self.runner_up = True
 
     @precondition(lambda self: self.epoch or not self.runner_up)
@@ -336,7 +308,7 @@ class Engine(RuleBasedStateMachine):
         for id_, lent in list(self.late.items()):
             if lent.epoch == epoch:
                 self._end_late(self.late.pop(id_))
-        self.ledger.apply(RunnerGone(epoch))
+        self.ledger.apply(messages.RunnerGone(epoch))
 
     @rule(names=names, tier=tiers)
     def found(self, names, tier):
@@ -352,19 +324,17 @@ class Engine(RuleBasedStateMachine):
     def speed(self, tier, chunk_s):
         self.bench.takes(0.1, chunk_s, tier)
 
-    # What must be true after each of them.
-
-    @invariant()
+    @stateful.invariant()
     def rows_pins_and_transfers_add_up(self):
         audit(self.ledger)
 
-    @invariant()
+    @stateful.invariant()
     def every_ready_row_holds_its_chunk(self):
         assert {row: self.content[row] for row in self.ledger.primary.ready.values()} == {
             row: key for key, row in self.ledger.primary.ready.items()
         }
 
-    @invariant()
+    @stateful.invariant()
     def every_pin_has_a_reason(self):
         primary = self.ledger.primary
         loaded = {row for _, rows in self.loads for row in rows}
@@ -373,7 +343,7 @@ class Engine(RuleBasedStateMachine):
         stored = [row for _, _, rows in self.stores for row in rows]
         assert self.ledger.rows_in_use == sum(len(rows) for _, rows in self.loads) + len(stored)
 
-    @invariant()
+    @stateful.invariant()
     def every_transfer_is_accounted_for(self):
         transfers = self.ledger.traffic
         assert set(transfers.in_flight) == set(self.in_flight)
@@ -382,17 +352,19 @@ class Engine(RuleBasedStateMachine):
             assert transfers.cascade_rows == self._cascading()
             assert self.ledger.traffic.nothing_queued
 
-    @invariant()
+    @stateful.invariant()
     def what_is_lent_stays_where_it_is(self):
         primary = self.ledger.primary
         for lent in self.in_flight.values():
             for key, row in zip(lent.keys, lent.rows, strict=False):
                 assert primary.row(key) == row, key
-        writing = Counter(row for lent in self.late.values() if isinstance(lent.action, Promote) for row in lent.rows)
+        writing = Counter(
+            row for lent in self.late.values() if isinstance(lent.action, messages.Promote) for row in lent.rows
+        )
         assert set(writing) <= set(primary.quarantined)
         assert not writing or max(writing.values()) == 1
 
-    @invariant()
+    @stateful.invariant()
     def a_hit_stays_until_the_step_ends(self):
         assert self.hits.items() <= self.ledger.primary.ready.items()
 
@@ -416,8 +388,6 @@ class Engine(RuleBasedStateMachine):
         self.ledger.refuse(actions)
         assert self.bench.settled()
 
-    # How the machine plays.
-
     def _used(self):
         """Record that chunks are used: a second use may be queued, and sent at the step's end."""
         self.between_steps = self.between_steps and "second_use" not in self.cascades
@@ -431,10 +401,9 @@ class Engine(RuleBasedStateMachine):
         assert not rows & writeback.demoted
 
     def _check_writes(self, actions):
-        """What is written was wanted there by somebody."""
         for action in actions:
-            if isinstance(action, Cascade):
-                keys = unpack_keys(action.keys)
+            if isinstance(action, messages.Cascade):
+                keys = messages.unpack_keys(action.keys)
                 assert {(action.tier, key) for key in keys} <= self.wanted
 
     def _check_forgotten(self):
@@ -455,24 +424,28 @@ class Engine(RuleBasedStateMachine):
 
     def _cascading(self):
         everything = self.in_flight | {id_: lent for id_, lent in self.late.items() if id_ > self.last_before_reset}
-        return Counter(row for lent in everything.values() if isinstance(lent.action, Cascade) for row in lent.rows)
+        return Counter(
+            row for lent in everything.values() if isinstance(lent.action, messages.Cascade) for row in lent.rows
+        )
 
     def _lend(self, action):
-        if isinstance(action, Acknowledge | Advise):
+        if isinstance(action, messages.Acknowledge | messages.Advise):
             return
-        rows = list(unpack_rows(action.rows)) if isinstance(action, Promote | Cascade) else []
-        self.in_flight[action.id] = Lent(action, unpack_keys(action.keys), rows, self.epoch)
+        rows = (
+            list(messages.unpack_rows(action.rows)) if isinstance(action, messages.Promote | messages.Cascade) else []
+        )
+        self.in_flight[action.id] = Lent(action, messages.unpack_keys(action.keys), rows, self.epoch)
 
     def _work(self, lent, failed):
         for index, (key, row) in enumerate(zip(lent.keys, lent.rows, strict=False)):
-            if isinstance(lent.action, Promote):
+            if isinstance(lent.action, messages.Promote):
                 self.content[row] = RUBBISH if index in failed else key
             else:
                 assert self.content[row] == key
 
     def _end_late(self, lent):
         for key, row in zip(lent.keys, lent.rows, strict=True):
-            if isinstance(lent.action, Promote):
+            if isinstance(lent.action, messages.Promote):
                 self.content[row] = RUBBISH
             else:
                 assert self.content[row] == key
@@ -481,4 +454,4 @@ class Engine(RuleBasedStateMachine):
 def test_whatever_happens_no_row_is_lost_shared_or_overwritten():
     """Of each kind of engine some examples, however Hypothesis draws them."""
     most = settings(max_examples=2 * settings.default.max_examples, stateful_step_count=60)
-    run_state_machine_as_test(Engine, settings=most)
+    stateful.run_state_machine_as_test(Engine, settings=most)

@@ -15,7 +15,6 @@ def positions(*groups):
 
 
 def leave(engine, count):
-    """Let another request take rows; return the evicted names."""
     return engine.store("XYZ"[:count]).evicted
 
 

@@ -2,14 +2,12 @@
 
 import pytest
 
+from kvtier import Hint, TierMatcher
 from kvtier.engine import traffic
-from kvtier.engine.tier import TierMatcher
 from kvtier.runner.messages import Advise, RunnerLost
-from kvtier.settings.hints import Hint
 
 
 def end(engine, names, matchers=None):
-    """Use keys, and finish the request."""
     engine.store(names, request := engine.request("r", matchers))
     engine.lookup(names, request)
     engine.ledger.finish(request)
@@ -39,7 +37,7 @@ def test_from_the_first_hint_on_every_end_is_told_as_one(bench):
     engine = bench()
     engine.holds("a")
     engine.store("a")
-    said: list[Hint | None] = []
+    said = []
     for hint in (None, Hint(over=True), None):
         request = engine.request()
         engine.ledger.hint(request, hint)

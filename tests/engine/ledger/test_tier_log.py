@@ -1,5 +1,3 @@
-"""Log lines about a tier: its breaker with the cause, and losses, once a minute."""
-
 import logging
 
 import pytest
@@ -27,7 +25,6 @@ def heard(caplog):
 
 
 def fail(engine, names, cause="EROFS", code=Code.FAILED):
-    """Store chunks, of which none moves."""
     engine.store(names)
     (store,) = engine.step()
     failed = pack_rows(range(len(names)))

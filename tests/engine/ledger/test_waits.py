@@ -7,7 +7,6 @@ from tests.engine.ledger.bench import HIT, MISS, PENDING, RETRY, Bench
 
 
 def holding(names="abc", **options):
-    """Make a ledger of which a tier holds these keys."""
     engine = Bench(8, 1, **options)
     engine.knows_all()
     engine.holds(names)

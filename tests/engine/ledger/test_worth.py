@@ -29,14 +29,11 @@ def both(*speeds, **options):
 
 
 def wanted(bench, names, request=None, *, seconds=0.0):
-    """Look keys up, end the step, and return what is loaded for them."""
     bench.lookup(names, request or bench.request())
     return loads(bench.step(seconds))
 
 
 FAST, SLOW_CALLS, SLOW_BYTES = (0.1, 0.1), (100.0, 0.0), (0.0, 2.0)
-
-# What is declined.
 
 
 @pytest.mark.parametrize(
@@ -54,29 +51,19 @@ def test_loads_that_save_time_are_sent(takes, here, names, loaded):
     assert wanted(bench, names) == ({0: loaded} if loaded else {})
 
 
-def test_a_tier_that_is_slower_than_computing_is_a_miss_in_the_same_look_up():
-    bench = tier(takes=(0.0, 1.0))
+@pytest.mark.parametrize(("takes", "names", "at_first"), [((0.0, 1.0), "a", MISS), ((3.0, 0.5), "abcdef", PENDING)])
+def test_a_load_that_is_slower_than_computing_is_a_miss_at_once_or_from_the_steps_end_on(takes, names, at_first):
+    bench = tier(takes=takes)
     request = bench.request()
-    assert bench.lookup("a", request) == [MISS]
+    assert bench.lookup(names, request) == [at_first] * len(names)
     assert loads(bench.step()) == {}
-    assert bench.lookup("a", request) == [MISS]
-    assert bench.settled()
-    counters = bench.counters()
-    assert (counters.declined, counters.declined_requests, counters.declined_seconds) == (1, 1, 1.0)
-    assert bench.ledger.counters.misses == 1
-
-
-def test_a_load_declined_at_the_steps_end_is_a_miss_from_then_on():
-    bench = tier(takes=(3.0, 0.5))
-    request = bench.request()
-    assert bench.lookup("abcdef", request) == [PENDING] * 6
-    assert loads(bench.step()) == {}
-    assert bench.lookup("abcdef", request) == [MISS] * 6
+    assert bench.lookup(names, request) == [MISS] * len(names)
     bench.step()
     assert bench.settled()
     counters = bench.counters()
-    assert (counters.declined, counters.declined_requests, counters.promoted) == (6, 1, 0)
-    assert counters.declined_seconds == pytest.approx(6.0)
+    assert (counters.declined, counters.declined_requests, counters.promoted) == (len(names), 1, 0)
+    assert counters.declined_seconds == pytest.approx(len(names))
+    assert bench.ledger.counters.misses == len(names)
 
 
 @pytest.mark.parametrize("same_step", [False, True])
@@ -214,7 +201,6 @@ DECLINED, LATE, FAILED = "was declined", "was late", "failed"
 @pytest.mark.parametrize("why", [DECLINED, LATE, FAILED])
 @pytest.mark.parametrize("missed_before", [False, True], ids=["", "missed before"])
 def test_earlier_waits_do_not_shorten_the_next_one(why, missed_before):
-    """Earlier waits do not count, however they ended."""
     bench = tier(takes=(3.0, 0.5) if why is DECLINED else FAST)
     request = bench.request()
     if missed_before:
@@ -275,7 +261,6 @@ def test_a_declined_tier_is_tried_with_few_chunks_that_no_request_waits_for(take
 
 
 def tried(bench, names, expected, *, seconds, pause_s=0.0):
-    """Look keys up, and let what is loaded take so long."""
     bench.step(pause_s)
     bench.lookup(names)
     sent = bench.step()

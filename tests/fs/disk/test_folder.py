@@ -17,7 +17,6 @@ def entries(root):
 
 @pytest.fixture
 def config(root, mapper):
-    """Where a directory's configuration is, in a folder that is there."""
     path = root / mapper.config_name
     path.parent.mkdir(parents=True)
     return path

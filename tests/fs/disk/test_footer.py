@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from kvtier.backend import SEAL_BYTES
-from kvtier.backend.namespace import OffloadKey, make_offload_key
+from kvtier.backend import SEAL_BYTES, OffloadKey, make_offload_key
 from kvtier_backends.fs.disk.footer import (
     FOOTER_BYTES,
     KEY_BYTES_MAX,

@@ -85,7 +85,7 @@ class Asked:
     def __init__(self, fd, pages, page_bytes=PAGE):
         memory = memoryview(mmap.mmap(-1, max(1, len(pages)) * page_bytes))[: len(pages) * page_bytes]
         self.rows = [memory[at : at + page_bytes] for at in range(0, len(memory), page_bytes)]
-        self.told: list[list[int | OSError]] = [[] for _ in pages]
+        self.told = [[] for _ in pages]
         half = page_bytes // 2
         self.wanted = [
             Wanted(fd, [row[:half], row[half:]], page * PAGE, page_bytes, told.append)
@@ -205,7 +205,7 @@ def test_reads_of_what_is_no_disk_are_not_queued(open_folder, mount):
 
 def spoiled(monkeypatch, spoil):
     """Change results of queued reads; return the original ones."""
-    results: list[int] = []
+    results = []
     wait = Context.wait
 
     def changed(self, under_way):

@@ -22,9 +22,8 @@ BOOT = b"8 bytes."
 
 @pytest.fixture
 def open_page(tmp_path):
-    """Open the page of one directory as several processes do."""
     fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
-    opened: list[SharedPage] = []
+    opened = []
 
     def open_page(boot=BOOT):
         opened.append(SharedPage(fd, "ledger", boot))
@@ -264,7 +263,7 @@ def test_a_slot_that_another_process_has_had_meanwhile_stays_its(one_and_other, 
 def test_who_waits_behind_a_call_that_fails_fails_with_it(one_and_other, system_call):
     page, _ = one_and_other
     hanging = system_call("pread", error=errno.EIO, sticks=True)
-    told: list[Exception] = []
+    told = []
 
     def ask():
         try:

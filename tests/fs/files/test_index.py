@@ -6,9 +6,7 @@ import tracemalloc
 
 import pytest
 
-from kvtier.backend import Advice
-from kvtier.backend.contract import Added, InventoryEvent, Removed, ScanDone
-from kvtier.backend.namespace import OffloadKey
+from kvtier.backend import Added, Advice, InventoryEvent, OffloadKey, Removed, ScanDone
 from kvtier.policies import LRU
 from kvtier.testing.conformance.lender import key_of, keys_of
 from kvtier_backends.fs.files.index import FileEntry, FileIndex
@@ -45,7 +43,6 @@ async def told(index):
 
 
 def gone_from(index):
-    """Evict all chunks; return their keys in that order."""
     return [victim.key for victim in index.victims(len(index))]
 
 

@@ -12,8 +12,7 @@ from functools import partial
 import pytest
 from blockbuster import blockbuster_ctx
 
-from kvtier.backend.contract import Added, Durability, ScanDone, TierContext, backend_class
-from kvtier.backend.namespace import OffloadKey, make_offload_key
+from kvtier.backend import Added, Durability, OffloadKey, ScanDone, TierContext, backend_class, make_offload_key
 from kvtier.errors import BackendClosed, BackendUnavailable
 from kvtier.testing.conformance.lender import key_of, keys_of
 from kvtier_backends.fs import FsBackend, FsCounters, FsOptions
@@ -22,7 +21,6 @@ from tests.fs.conftest import DEADLINE_S, ROW_BYTES, SECRETS, kinds, scanned, wh
 
 
 def held_below(root):
-    """Return what this process has open of the directory, itself and what is in it."""
     held = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
     paths = [os.readlink(fd) for fd in held if os.path.lexists(fd)]
     return [path for path in paths if path == str(root) or path.startswith(f"{root}/")]

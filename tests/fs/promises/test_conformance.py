@@ -7,29 +7,16 @@ from typing import Any
 import pytest
 
 from kvtier.policies import known_policies
-from kvtier.testing.conformance import (
-    AdvisedConformance,
-    BackendConformance,
-    BoundedConformance,
-    CountedConformance,
-    DescribedConformance,
-    DurableBackendConformance,
-    InventoryConformance,
-    Lender,
-    MeasuredConformance,
-    NamespacedConformance,
-    key_of,
-    tier_context,
-)
+from kvtier.testing import conformance
+from kvtier.testing.conformance import Lender, tier_context
 from kvtier_backends.fs import FsBackend, FsOptions
 from tests.fs.conftest import SECRETS
+from tests.testing.suites import Reopened
 
 LAID_OUT = [{"naming": "vllm"}, {"naming": "flat"}, {"layout": "segments"}]
 
 
 class Opening:
-    """Opens tiers over one directory, which are closed in the end."""
-
     chunk_bytes = 8_192
 
     @pytest.fixture
@@ -38,7 +25,7 @@ class Opening:
 
     @pytest.fixture
     async def open_one(self, root):
-        opened: list[FsBackend] = []
+        opened = []
 
         async def open_one(*, named=None, **options):
             given = FsOptions(root=root, **options)
@@ -50,38 +37,26 @@ class Opening:
             await tier.aclose(10)
 
 
-class Suites(
-    Opening,
-    BackendConformance,
-    DurableBackendConformance,
-    InventoryConformance,
-    MeasuredConformance,
-    DescribedConformance,
-):
-    """Every suite that fits; a subclass says how the directory is used."""
-
+class Reopening(Opening, Reopened):
     options: dict[str, Any]
 
     @pytest.fixture
-    async def reopen(self, open_one):
-        opened: list[FsBackend] = []
+    def open_tier(self, open_one):
+        return lambda **named: open_one(named=named, **self.options)
 
-        async def reopen():
-            for tier in opened[-1:]:
-                await tier.aclose(10)
-            opened.append(await open_one(**self.options))
-            return opened[-1]
 
-        return reopen
-
-    @pytest.fixture
-    async def backend(self, reopen):
-        return await reopen()
+class Suites(
+    Reopening,
+    conformance.BackendConformance,
+    conformance.DurableBackendConformance,
+    conformance.InventoryConformance,
+    conformance.MeasuredConformance,
+    conformance.DescribedConformance,
+):
+    """Every suite that fits; a subclass says how the directory is used."""
 
 
 class TestFs(Suites):
-    """One file a chunk."""
-
     options = {"layout": "files"}  # noqa: RUF012
 
     @pytest.mark.usefixtures("thorough")  # It makes four thousand files.
@@ -90,14 +65,10 @@ class TestFs(Suites):
 
 
 class TestSegments(Suites):
-    """The default: chunks in slots of segments."""
-
     options = {}  # noqa: RUF012
 
 
 class TestEncryptedSegments(Suites):
-    """The default with a seal."""
-
     many_chunks = 100  # Batches of reports do not depend on the seal.
     options = {"seal": "aes-256-gcm", "seal_key_env": SECRETS}  # noqa: RUF012
 
@@ -108,8 +79,6 @@ class TestEncryptedSegments(Suites):
 
 @pytest.mark.usefixtures("thorough")  # The seal does not depend on the layout; `test_sealed.py` tries both.
 class TestEncryptedFiles(TestEncryptedSegments):
-    """One encrypted file a chunk."""
-
     options = {**TestEncryptedSegments.options, "layout": "files"}  # noqa: RUF012
 
 
@@ -136,34 +105,24 @@ class TestFsInMemoryWithEveryOptionTheOtherWay(InMemory):
 
 
 class TestFsShared(InMemory):
-    """As one of several processes would be."""
-
     options = {"shared": True, "capacity_bytes": "1GiB", "naming": "flat"}  # noqa: RUF012
 
 
-class TestNamespacesOfASharedRoot(Opening, NamespacedConformance):
+class TestNamespacesOfASharedRoot(Reopening, conformance.NamespacedConformance):
     """A root that is not shared has one tier, and so one namespace at a time."""
 
-    @pytest.fixture
-    async def backend(self, open_one):
-        return await open_one(shared=True)
-
-    @pytest.fixture
-    async def neighbour(self, backend, open_one):
-        return await open_one(shared=True, named={"model_name": "other"})
+    options = {"shared": True}  # noqa: RUF012
 
 
 @pytest.mark.parametrize("laid_out", LAID_OUT, ids=lambda one: next(iter(one.values())))
-class TestFsCounts(Opening, CountedConformance):
-    """Corrupt chunks."""
-
+class TestFsCounts(Opening, conformance.CountedConformance):
     @pytest.fixture
     async def backend(self, open_one, laid_out):
         return await open_one(**laid_out)
 
     @pytest.fixture
     def provoke(self, tmp_path, backend):
-        lender, key = Lender(self.chunk_bytes), key_of(1_000)
+        lender, key = Lender(self.chunk_bytes), conformance.key_of(1_000)
 
         async def provoke():
             """Flip a bit in the middle of a chunk, in the one file where it is stored."""
@@ -205,10 +164,10 @@ class Small(Opening):
     ],
     ids=lambda one: one if isinstance(one, str) else next(iter(one.values())),
 )
-class TestFsWithinACapacity(Small, BoundedConformance):
+class TestFsWithinACapacity(Small, conformance.BoundedConformance):
     """With every policy; files tell only the one from the others that orders by time of use."""
 
 
 @pytest.mark.parametrize("laid_out", LAID_OUT, ids=lambda one: next(iter(one.values())))
-class TestFsByRecency(Small, AdvisedConformance):
+class TestFsByRecency(Small, conformance.AdvisedConformance):
     """As it comes."""

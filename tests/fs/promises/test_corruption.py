@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from kvtier.backend.namespace import Namespace
-from kvtier.testing.conformance import Lender
-from kvtier.testing.conformance.lender import key_of, keys_of, label
-from kvtier_backends.fs import ChunkFault, FsBackend
+from kvtier.testing.conformance import Lender, key_of, keys_of, label
+from kvtier_backends.fs import ChunkFault
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.segments.segment import HEADER_BYTES
 from tests.fs.conftest import ROW_BYTES, SLOT_BYTES, Place, segments, taken_bytes, whole
@@ -39,7 +38,7 @@ def flipped(at):
     return damage
 
 
-DAMAGES: dict[str, tuple[Damage, ChunkFault]] = {
+DAMAGES = {
     "a zeroed footer": (overwritten(ROW_BYTES, bytes(FOOTER_BYTES)), ChunkFault.ZEROED),
     "a stranger": (overwritten(ROW_BYTES, b"PK\3\4" * 1_024), ChunkFault.FOREIGN),
     "a damaged footer": (overwritten(ROW_BYTES + 70, b"\xff"), ChunkFault.FOOTER),
@@ -47,7 +46,7 @@ DAMAGES: dict[str, tuple[Damage, ChunkFault]] = {
     "a damaged payload": (flipped(0), ChunkFault.PAYLOAD),
     "a zeroed page": (overwritten(4_096, bytes(4_096)), ChunkFault.PAYLOAD),
 }
-OF_FILES: dict[str, tuple[Damage, ChunkFault]] = {  # A slot has one length.
+OF_FILES = {  # A slot has one length.
     "empty": (cut_to(0), ChunkFault.TRUNCATED),
     "a byte more than a row": (cut_to(ROW_BYTES + 1), ChunkFault.TRUNCATED),
     "a byte too long": (cut_to(SLOT_BYTES + 1), ChunkFault.OVERLONG),
@@ -80,7 +79,7 @@ async def test_damaged_chunks_are_misses_and_can_be_stored_again(open_tier, lend
 @pytest.fixture
 def opened_once(open_tier):
     """Open one tier for all examples of a test."""
-    opened: list[FsBackend] = []
+    opened = []
 
     async def opened_once(**options):
         if not opened:

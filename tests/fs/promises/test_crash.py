@@ -16,13 +16,10 @@ import struct
 import subprocess
 import time
 from collections import defaultdict
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from kvtier.testing.conformance import Lender
-from kvtier.testing.conformance.lender import keys_of, label
+from kvtier.testing.conformance import Lender, keys_of, label
 from tests.fs.conftest import DEADLINE_S, ROW_BYTES, SLOT_BYTES, taken_bytes, temporaries
 
 logger = logging.getLogger(__name__)
@@ -33,9 +30,9 @@ SEED = int(os.environ.get("KVTIER_CRASH_SEED", "1"))
 KEYS = 120
 DELETED = -1
 
-FILES: dict[str, Any] = {"layout": "files", "capacity_bytes": 48 << 20}
-SEGMENTS: dict[str, Any] = {"layout": "segments", "capacity_bytes": 48 << 20}
-FULL: dict[str, Any] = {"naming": "flat", "capacity_bytes": 100 * (SLOT_BYTES + 4_096) + 262_144}
+FILES = {"layout": "files", "capacity_bytes": 48 << 20}
+SEGMENTS = {"layout": "segments", "capacity_bytes": 48 << 20}
+FULL = {"naming": "flat", "capacity_bytes": 100 * (SLOT_BYTES + 4_096) + 262_144}
 FULL_KEYS = 400  # Four times what there is room for.
 WAYS = pytest.mark.parametrize("way", [FILES, SEGMENTS, FULL], ids=["files", "segments", "full"])
 
@@ -48,11 +45,11 @@ class Expected:
 
     def __init__(self, *, evicts=False):
         """`evicts`: anything may be gone but what was stored last."""
-        self.versions: dict[int, set[int]] = defaultdict(lambda: {DELETED})
+        self.versions = defaultdict(lambda: {DELETED})
         self.confirmed = 0  # Chunks of which a writer was told that they are stored.
         self._evicts = evicts
-        self._last: list[int] = []  # Of the last call that has ended.
-        self._begun: dict[str, tuple[int, list[int]]] = {}
+        self._last = []  # Of the last call that has ended.
+        self._begun = {}
 
     def hear(self, line):
         match line.split():
@@ -128,7 +125,7 @@ class Disk:
     def __init__(self, folder):
         self._image = folder / "outer.img"
         self._outer, self.mounted = folder / "outer", folder / "inner"
-        self._up: list[Path] = []
+        self._up = []
         for path in (self._outer, self.mounted):
             path.mkdir()
         _make_file_system(self._image, 160 << 20)

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from tests.engine.kit import wait_for
 from tests.fs.conftest import taken_bytes, temporaries
 
 logger = logging.getLogger(__name__)
@@ -18,7 +19,6 @@ ERRING_S = float(os.environ.get("KVTIER_ERRING_S", "2"))
 SEED = int(os.environ.get("KVTIER_ERRING_SEED", "1"))
 CAPACITY_BYTES = 2 << 20
 KEYS = 500  # Three times what there is room for.
-DEADLINE_S = 60.0
 SLACK_BYTES = 64 << 10  # Segments count as fragmented, and a checkpoint may be half written.
 
 ENGINES = {
@@ -34,13 +34,6 @@ def all_do(engines, words):
     for engine in engines:
         engine.tell(words)
     return [int(engine.until(words.split()[0])[-1].split()[1]) for engine in engines]
-
-
-def until(true):
-    ends_at = time.monotonic() + DEADLINE_S
-    while not true():  # A disk tells nobody that a file is gone.
-        assert time.monotonic() < ends_at
-        time.sleep(0.05)
 
 
 @pytest.mark.usefixtures("thorough")
@@ -69,7 +62,7 @@ def test_a_disk_that_errs_holds_no_more_than_the_capacity_and_is_as_before_when_
     looking.start()
     try:
         all_do(engines, "work")
-        until(lambda: taken_bytes(behind) > CAPACITY_BYTES * 0.4)
+        wait_for(lambda: taken_bytes(behind) > CAPACITY_BYTES * 0.4)
         disk.tell(f"{error} {percent} {SEED}")
         time.sleep(ERRING_S / 2)  # Not to wait for anything: for so long it errs.
         all_do(engines, "rest")
@@ -77,9 +70,9 @@ def test_a_disk_that_errs_holds_no_more_than_the_capacity_and_is_as_before_when_
         time.sleep(ERRING_S / 2)
         disk.tell("well")
         all_do(engines, "rest")
-        until(lambda: not temporaries(behind))
-        until(all_is_counted)
-        until(lambda: all_do(engines, "store 4 90000") == [4] * count)
+        wait_for(lambda: not temporaries(behind))
+        wait_for(all_is_counted)
+        wait_for(lambda: all_do(engines, "store 4 90000") == [4] * count)
     finally:
         ended.set()
         looking.join()

@@ -28,8 +28,6 @@ class NeverEvicts(LRU[OffloadKey]):
 
 @pytest.fixture
 def open_small(open_tier):
-    """Open a tier with room for about `ROOM` chunks."""
-
     async def open_small(layout="files", **options):
         return await open_tier(**{"layout": layout, "capacity_bytes": CAPACITY_BYTES[layout], **options})
 

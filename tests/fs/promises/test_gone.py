@@ -4,13 +4,11 @@ import asyncio
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
-from kvtier.backend import BackendUnavailable, FileMapper, Removed
+from kvtier.backend import BackendUnavailable, Removed
 from kvtier.errors import ConfigError
 from kvtier.testing.conformance.lender import keys_of
 from kvtier_backends.fs import backend
@@ -32,7 +30,6 @@ def impatient(monkeypatch):
 
 @pytest.fixture
 def looking(monkeypatch):
-    """Let every call look whether the directory is there."""
     monkeypatch.setattr(backend, "LOOK_EVERY_S", 0.0)
 
 
@@ -67,7 +64,7 @@ def remove_chunks(root, mapper):
         rmtree(path)
 
 
-REMOVALS: dict[str, Callable[[Path, FileMapper], object]] = {
+REMOVALS = {
     "the root": lambda root, mapper: rmtree(root),
     "the root, and it is made again": lambda root, mapper: (rmtree(root), root.mkdir()),
     "all in the root": lambda root, mapper: [rmtree(path) for path in root.iterdir()],

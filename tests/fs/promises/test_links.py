@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 import kvtier_backends.fs
-from kvtier.backend.directory import Kind
-from kvtier.backend.namespace import FileMapper
+from kvtier.backend import FileMapper, Kind
 from kvtier.errors import ConfigError
 from kvtier.testing.conformance.lender import key_of, keys_of
 from kvtier_backends.fs.directory import FilesDirectory
@@ -38,7 +37,6 @@ WAYS = {
 
 @pytest.fixture
 def treasure(tmp_path):
-    """Somebody's file outside of the tier's directory."""
     path = tmp_path / "treasures" / "treasure"
     path.parent.mkdir()
     path.write_bytes(TREASURE)

@@ -11,11 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvtier.backend import Advice
-from kvtier.backend.contract import TierContext
-from kvtier.backend.namespace import FileMapper, Namespace
-from kvtier.testing.conformance import Lender
-from kvtier.testing.conformance.lender import key_of, label
+from kvtier.backend import Advice, FileMapper, Namespace, TierContext
+from kvtier.testing.conformance import Lender, key_of, label
 from kvtier_backends.fs import FsBackend, FsOptions
 from tests.fs.conftest import DEADLINE_S, places_in, taken_bytes
 
@@ -44,8 +41,8 @@ class Tier(RuleBasedStateMachine):
         self.mapper = FileMapper(Namespace(model_name="machine"), self.laid_out.get("naming", "vllm"))
         self.runner = asyncio.Runner()
         self.lender = Lender(ROW_BYTES)
-        self.stored: dict[int, int] = {}
-        self.damaged: set[int] = set()
+        self.stored = {}
+        self.damaged = set()
         self.open()
 
     def teardown(self):
@@ -95,7 +92,6 @@ class Tier(RuleBasedStateMachine):
 
     @rule(pick=st.integers(0, 15), at=st.integers(0, ROW_BYTES - 1))
     def damage(self, pick, at):
-        """Flip a bit; a chunk that is damaged is left, for two flips make a whole."""
         sound = sorted(self.places().keys() & (self.stored.keys() - self.damaged))
         if sound:
             number = sound[pick % len(sound)]

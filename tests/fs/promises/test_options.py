@@ -1,16 +1,13 @@
 """Each layout has its own options, and what is given says which of the layouts is meant."""
 
-from typing import Any
-
 import pytest
 
-from kvtier.backend.contract import TierContext
-from kvtier.backend.namespace import FileMapper, Namespace
+from kvtier.backend import FileMapper, Namespace, TierContext
 from kvtier.errors import ConfigError
 from kvtier_backends.fs import FsBackend, FsOptions
 from tests.fs.conftest import SLOT_BYTES
 
-FILES_ALONE: dict[str, Any] = {"naming": "vllm", "shared": False, "unverified": "refuse"}
+FILES_ALONE = {"naming": "vllm", "shared": False, "unverified": "refuse"}
 LACKS = {
     "shared": "each segment has one writer",
     "naming": "chunks in segments have no names",

@@ -33,8 +33,6 @@ def hasty(monkeypatch):
 
 @pytest.fixture
 def hold(launch):
-    """Start a process that has the root open."""
-
     def hold(engine=None, *, hangs=False):
         child = launch("obey", engine=engine)
         child.begin()

@@ -12,8 +12,7 @@ import subprocess
 
 import pytest
 
-from kvtier.engine.manager import TieringOffloadingManager
-from kvtier.errors import BackendUnavailable
+from kvtier import BackendUnavailable, TieringOffloadingManager
 from kvtier.testing.conformance.lender import keys_of
 from tests.engine.kit import describe, put
 from tests.fs.conftest import DEADLINE_S, kinds, scanned, temporaries, whole

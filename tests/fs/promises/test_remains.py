@@ -24,7 +24,6 @@ def hurry(monkeypatch):
 
 
 def counted_bytes(tier):
-    """Return what counts as used of the capacity."""
     return tier._lives.now.tier.capacity.used_bytes
 
 

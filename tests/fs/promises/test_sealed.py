@@ -33,8 +33,6 @@ def open_with(open_tier, monkeypatch, layout):
 
 @pytest.fixture
 def stored_with(open_with, lender):
-    """Store chunks in a tier that is closed again."""
-
     async def stored_with(*secrets, keys=KEYS):
         tier = await open_with(*secrets)
         await lender.keep(tier, keys)
@@ -45,7 +43,6 @@ def stored_with(open_with, lender):
 
 
 def contents(root):
-    """Return the files of chunks."""
     return {str(path): path.read_bytes() for path in (*root.rglob("*.bin"), *root.rglob("*.seg"))}
 
 

@@ -16,9 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvtier.backend import Advice
-from kvtier.backend.contract import Read, TierContext, Write
-from kvtier.backend.namespace import make_offload_key
+from kvtier.backend import Advice, Read, TierContext, Write, make_offload_key
 from kvtier.errors import ChunkMissing
 from kvtier.memory.region import Region
 from kvtier.policies import LRU

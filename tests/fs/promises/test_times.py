@@ -81,8 +81,6 @@ def test_a_use_is_written_down_whatever_the_file_said_before(year):
 
 @pytest.fixture
 def renumber(place_of):
-    """Date a slot's footer to another time."""
-
     def renumber(key, sequence):
         place, page = place_of(key), memoryview(bytearray(FOOTER_BYTES))
         write_footer(page, read_footer(memoryview(place.read()[ROW_BYTES:]))._replace(sequence=sequence))

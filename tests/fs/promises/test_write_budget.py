@@ -27,7 +27,7 @@ def clock():
 async def open_budget(tmp_path, clock):
     fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
     lanes = Lanes(1, "budget")
-    opened: list[DiskWriteBudget] = []
+    opened = []
 
     def open_budget(bytes_per_day=DAY_BYTES):
         opened.append(DiskWriteBudget(fd, "budget", bytes_per_day, UNIT_BYTES, lambda: clock.now_ns, lanes))
@@ -41,7 +41,6 @@ async def open_budget(tmp_path, clock):
 
 
 async def spend(budget):
-    """Write as much as there is."""
     total = 0
     while taken := await budget.take(8):
         total += taken * UNIT_BYTES
@@ -60,7 +59,7 @@ async def test_only_whole_chunks_are_allowed(open_budget):
 
 async def test_no_day_sees_more_than_its_bytes(open_budget, clock):
     dice = random.Random(7)
-    written: list[tuple[int, int]] = []
+    written = []
     passed_ns = 0
     budget = open_budget()
     for _ in range(600):

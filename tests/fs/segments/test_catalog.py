@@ -1,6 +1,5 @@
 """The catalog and the disk's footers say the same, whatever is stored, deleted, evicted and cut short at any moment."""
 
-from contextlib import AbstractContextManager
 from itertools import takewhile
 
 import numpy as np
@@ -8,25 +7,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvtier.backend import Advice
-from kvtier.backend.namespace import OffloadKey
+from kvtier.backend import Advice, OffloadKey
 from kvtier.policies import LRU
 from kvtier.testing.conformance.lender import key_of, keys_of
 from kvtier_backends.fs.segments.catalog import Catalog, FreeSlots, Recalled, SlotEntry
 
 FILE_SLOTS = 8
 KEYS = 3  # Few, and hardly fewer slots: they are fought over.
-Footer = tuple[OffloadKey, int]
 
 
 class Disk:
     """Footers by slot, as they outlive a process."""
 
     def __init__(self):
-        self.footers: dict[int, Footer | None] = {}
+        self.footers = {}
 
     def newest(self):
-        newest: dict[OffloadKey, int] = {}
+        newest = {}
         for footer in self.footers.values():
             if footer is not None:
                 newest[footer[0]] = max(newest.get(footer[0], 0), footer[1])
@@ -40,12 +37,12 @@ class CatalogMachine(RuleBasedStateMachine):
         super().__init__()
         self.disk = Disk()
         self.clock = 1_000
-        self.stores: list[tuple[OffloadKey, int, int, bool]] = []  # Key, slot, sequence number, whether written.
-        self.least: dict[OffloadKey, int] = {}  # The oldest that may be found: what a store has answered None for.
-        self.deleting: set[OffloadKey] = set()
+        self.stores = []  # Key, slot, sequence number, whether written.
+        self.least = {}  # The oldest that may be found: what a store has answered None for.
+        self.deleting = set()
         self.policy = False
-        self.checkpoint: list[SlotEntry] = []  # Of any moment before.
-        self.in_use: dict[int, AbstractContextManager[None]] = {}  # By the slot that is stored to.
+        self.checkpoint = []  # Of any moment before.
+        self.in_use = {}  # By the slot that is stored to.
         self.catalog = self.started()
 
     def started(self):

@@ -80,7 +80,6 @@ def with_checksum(content):
 def test_a_checkpoint_is_what_was_published(checkpoint, path):
     path.write_bytes(with_checksum(PUBLISHED))
     memory = checkpoint.read()
-    assert memory is not None
     assert memory.same_boot
     assert memory.segments == [("x/00000001.seg", 0, 2, 1_699_999_999_000_000_000), ("x/00000002.seg", 2, 1, 0)]
     assert keys_in(checkpoint) == list(KEYS)
@@ -96,7 +95,6 @@ def test_a_chunk_with_a_long_key_is_left_to_the_scan_and_no_segment_is_trusted(c
     keys = [OffloadKey(bytes(length)) for length in (KEY_BYTES_MAX + 1, KEY_BYTES_MAX)]
     checkpoint.write([checkpoint_module.Remembered("x/00000001.seg", 0, 2, 5)], snapshot(keys))
     memory = checkpoint.read()
-    assert memory is not None
     assert keys_in(checkpoint) == keys[1:]
     assert memory.segments[0].written_at_ns == 0
 

@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.backend import Kind
-from kvtier.backend.contract import Removed, ScanDone
+from kvtier.backend import Kind, Removed, ScanDone
 from kvtier.errors import BackendClosed, BackendUnavailable, cause_of
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs.directory import FilesDirectory, SegmentsDirectory
@@ -39,8 +37,6 @@ async def tier(open_tier):
 
 @pytest.fixture
 def three_segments(stored, root):
-    """Leave three segments of 60 chunks each."""
-
     async def three_segments():
         for number in range(3):
             await stored(keys_of(60, start=100 * number), **SEGMENTS, capacity_bytes=(number + 1) << 20)
@@ -89,7 +85,7 @@ async def test_two_tiers_on_one_directory_write_to_segments_of_their_own(open_ti
 
 async def test_a_batch_lies_together_and_is_one_call_a_lane(open_tier, lender, system_call):
     tier = await open_tier(**SEGMENTS, load_lanes=1, store_lanes=1, capacity_bytes="4MiB", holds=keys_of(2, start=50))
-    moved: list[tuple[str, int]] = []
+    moved = []
     for name in ("pwritev", "preadv"):
         system_call(name, only=lambda fd, buffers, at, name=name: moved.append((name, len(buffers))))
     await lender.keep(tier, keys_of(24))
@@ -336,13 +332,11 @@ async def test_pruned_slots_are_stored_to_again_and_refused_on_a_full_disk(open_
 
 @pytest.fixture(autouse=True)
 def closing(monkeypatch):
-    """Close at once what was removed."""
     monkeypatch.setattr(room, "CLOSE_S", 0.01)
 
 
 @pytest.fixture
 def looking(monkeypatch):
-    """Look all the time what was removed."""
     monkeypatch.setattr(room, "LOOK_S", 0.01)
 
 
@@ -362,7 +356,7 @@ def put_another_in_its_place(segment):
     segment.write_bytes(content)
 
 
-REMOVALS: dict[str, Callable[[Path], object]] = {
+REMOVALS = {
     "the segment": Path.unlink,
     "its folder": lambda segment: shutil.rmtree(segment.parent),
     "the segment, for another's": put_another_in_its_place,

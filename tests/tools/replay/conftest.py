@@ -26,8 +26,6 @@ def agents(traces, thorough):
 
 @pytest.fixture
 def trace_file(tmp_path):
-    """Write bytes as a trace's file and return its path."""
-
     def write(content, name="trace.jsonl"):
         path = tmp_path / name
         path.write_bytes(content)

@@ -36,9 +36,9 @@ class Saying(NamedTuple):
 
 def future(requests, block_tokens):
     """Read a trace once. Takes some hundred bytes a distinct block."""
-    user: dict[int, int] = {}  # Block -> the request that used it last.
+    user = {}  # Block -> the request that used it last.
     times_ms, shared, ends = array("d"), array("q"), list[int | None]()
-    returns_s: list[float | None] = []
+    returns_s = []
     for number, request in enumerate(requests):
         blocks = request.hash_ids
         known = next((place for place, block in enumerate(blocks) if block not in user), len(blocks))
@@ -62,7 +62,6 @@ def hinted(requests, known, saying):
 
 
 def hints(known, saying):
-    """Give what is said of each request. The same seed gives the same, and each kind has dice of its own."""
     overs, returns = _overs(known, saying), _returns(known, saying)
     for over, returns_in_s in zip(overs, returns, strict=True):
         yield _OVER if over else None if returns_in_s is None else Hint(returns_in_s=returns_in_s)
@@ -93,3 +92,25 @@ def _returns(known, saying):
             yield None
         else:
             yield round((another_s if lied or after_s is None else after_s) * error, 3)
+
+
+ALL_KINDS = Saying(over=0.6, returns=0.5, error=0.5, lies=0.2, seed=14)
+
+
+def told(trace):
+    """Give the requests hints of all kinds, true and wrong."""
+    dice = random.Random(14)
+    known = future(trace, trace.block_tokens)
+    return [replace(each, hint=_more(each.hint, dice)) for each in hinted(trace, known, ALL_KINDS)]
+
+
+def _more(hint, dice):
+    said = Hint() if hint is None else hint
+    if dice.random() < 0.2:
+        said = replace(said, retain_s=dice.choice((5.0, 60.0, 1e9)), priority=dice.randrange(3))
+        said = replace(said, tokens=dice.choice((None, 0, 700, 5_000)))
+    if dice.random() < 0.2:
+        said = replace(said, class_=dice.choice("abc"))
+    if dice.random() < 0.3:
+        said = replace(said, no_store=dice.choice((True, True, (), ("another",))))
+    return hint if said == Hint() else said

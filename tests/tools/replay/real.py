@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtier.tools.replay.study import Extent, measure
+from kvtier.tools.replay.study import measure
 from kvtier.tools.replay.traces import Trace
 
 CONVERSATION = "mooncake_conversation.jsonl.gz"
@@ -16,10 +16,9 @@ class Traces:
 
     def __init__(self, folder):
         self._folder = folder
-        self._extents: dict[str, Extent] = {}
+        self._extents = {}
 
     def __truediv__(self, name):
-        """Return a file's path."""
         path = self._folder / name
         if not path.is_file():
             pytest.skip(
@@ -29,7 +28,6 @@ class Traces:
         return path
 
     def extent(self, name):
-        """Return what is in a trace. It is read and checked once."""
         if name not in self._extents:
             self._extents[name] = measure(Trace(self / name))
         return self._extents[name]

@@ -4,16 +4,14 @@ import functools
 
 import pytest
 
-from kvtier.backend.namespace import make_offload_key
-from kvtier.config import EngineConfig
-from kvtier.engine.ledger import LookupResult
+from kvtier import EngineConfig, LookupResult, make_offload_key
 from kvtier.engine.steps import StepManager, make_region
 from kvtier.policies import known_policies
 from kvtier.runner.bridge import ThreadBridge
 from kvtier.tools.replay.study import measure, simulation
 from kvtier.tools.replay.traces import BLOCK_TOKENS, Trace, TraceRequest
 from kvtier.tools.replay.workload import GeneratedTrace
-from tests.tools.replay.told import told
+from tests.tools.replay.oracle import told
 
 CHUNK_BYTES = 4_096
 
@@ -39,7 +37,6 @@ def engine_hits(requests, policy, capacity):
                 hits += 1
             yield hits
             plan = engine.prepare_store(keys[:capacity], str(number))
-            assert plan is not None
             engine.complete_store(plan.keys, str(number))
             engine.on_request_finished(str(number), hint=request.hint if number % 2 else None)
             engine.end_step()

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.config import read_config
-from kvtier.tools.replay.traces import TraceRequest
-from tests.tools.replay.written import write_trace
+from tests.tools.replay.written import write_prompts
 
 pytestmark = pytest.mark.usefixtures("outside")
 
@@ -17,7 +16,6 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 def run(name, *args):
-    """Run an example in a process of its own; return what it printed."""
     command = [sys.executable, str(EXAMPLES / name), *map(str, args)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert ended.stderr == ""
@@ -26,10 +24,8 @@ def run(name, *args):
 
 def test_replaying_a_trace_finds_all_that_can_be_found(tmp_path):
     """Twenty users take turns, each with a prompt that grows: with room for a twentieth, it comes from the disk."""
-    trace = tmp_path / "trace.jsonl"
-    prompts = [tuple(range(user * 1_000, user * 1_000 + turn)) for turn in range(1, 11) for user in range(20)]
-    write_trace(trace, [TraceRequest(number, 512 * len(ids), 1, ids) for number, ids in enumerate(prompts)])
-    shown = run("replay_trace.py", trace)
+    prompts = [range(user * 1_000, user * 1_000 + turn) for turn in range(1, 11) for user in range(20)]
+    shown = run("replay_trace.py", write_prompts(tmp_path / "trace.jsonl", prompts))
     assert "200 requests, 1,100 chunks, 0 of them wrong" in shown
     ratios = dict(re.findall(r"(\w+(?: best)?|\d:fs)  hit ratio (\d\.\d+)", shown))
     assert float(ratios["0:fs"]) > float(ratios["cpu"])

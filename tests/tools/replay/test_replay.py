@@ -12,6 +12,7 @@ from kvtier.tools.replay.replay import SAMPLES_MAX, ChunkSource, Replay, ReplayT
 from kvtier.tools.replay.study import measure, policy_hits
 from kvtier.tools.replay.traces import Trace, TraceRequest
 from kvtier.tools.replay.workload import GeneratedTrace, Workload
+from kvtier_backends.dummy import DummyBackend
 
 CHUNK_BYTES = 4_096
 SLOW = {"type": "dummy", "latency_s": "2ms", "concurrency": 4}
@@ -19,7 +20,6 @@ SLOW = {"type": "dummy", "latency_s": "2ms", "concurrency": 4}
 
 @pytest.fixture(scope="module")
 def requests():
-    """Return requests of a generated workload with some thousand chunks."""
     return tuple(GeneratedTrace(Workload(seed=3), limit=90))
 
 
@@ -44,7 +44,6 @@ def tiers_of(tally):
 
 
 def check(tally, requests):
-    """Check the invariants of a completed replay."""
     assert (tally.wrong_chunks, tally.requests) == (0, len(requests))
     assert tally.chunk_references == measure(requests).block_references
     assert sum(tier.hits for tier in tiers_of(tally).values()) == tally.hits
@@ -94,17 +93,15 @@ async def test_a_tier_that_fails_every_call_costs_its_hits_and_is_reported(reque
     assert tiers["bad"].dropped["breaker"] > 0
 
 
-async def test_wrong_bytes_are_counted_and_named(requests, tmp_path, monkeypatch):
-    (tmp_path / "lying_tier.py").write_text(
-        "from kvtier_backends.dummy import DummyBackend\n"
-        "class Lying(DummyBackend):\n"
-        "    async def load(self, reads):\n"
-        "        outcomes = await super().load(reads)\n"
-        "        reads[-1].into[77] ^= 1\n"
-        "        return outcomes\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    tally = await replay_of(requests, {"type": "lying_tier:Lying"}, rows=300).run()
+class Lying(DummyBackend):
+    async def load(self, reads):
+        outcomes = await super().load(reads)
+        reads[-1].into[77] ^= 1
+        return outcomes
+
+
+async def test_wrong_bytes_are_counted_and_named(requests):
+    tally = await replay_of(requests, {"type": f"{__name__}:Lying"}, rows=300).run()
     assert tally.requests == len(requests)
     assert tally.wrong_chunks > 0
     source = ChunkSource(CHUNK_BYTES)
@@ -154,7 +151,7 @@ async def test_a_trace_that_turns_out_bad_ends_the_replay_with_its_own_error(tmp
 
 
 async def test_calls_are_timed_and_totals_are_sampled(requests):
-    steps: list[int] = []
+    steps = []
     replay = replay_of(requests, {"type": "dummy"}, rows=300)
     tally = await replay.run(lambda: steps.append(replay.tally.requests))
     assert (steps, len(tally.latencies_s["fetch"])) == (list(range(1, len(requests) + 1)), len(requests))

@@ -1,5 +1,3 @@
-"""Chunks that identify themselves."""
-
 import pytest
 
 from kvtier.tools.replay.replay import ChunkSource

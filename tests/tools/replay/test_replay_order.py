@@ -1,10 +1,8 @@
-"""The order of concurrent requests that share blocks."""
-
 import asyncio
 
 import pytest
 
-from kvtier.tools.replay.replay import BlockClaims, ClaimTurn
+from kvtier.tools.replay.replay import BlockClaims
 
 
 class Watched:
@@ -12,9 +10,9 @@ class Watched:
 
     def __init__(self):
         self.order = BlockClaims()
-        self.through: list[str] = []
-        self.turns: dict[str, ClaimTurn] = {}
-        self.tasks: dict[str, asyncio.Task[None]] = {}
+        self.through = []
+        self.turns = {}
+        self.tasks = {}
 
     async def admit(self, name, blocks):
         self.turns[name] = self.order.admit(blocks)
@@ -34,15 +32,11 @@ class Watched:
         await self.settle()
 
     async def settle(self):
-        """Let every task run until it waits."""
         for _ in range(5):
             await asyncio.sleep(0)
 
 
-Script = list[tuple[str, tuple[object, ...], str]]
-"""What happens to a request, and the requests that were let through until then."""
-
-SCRIPTS: dict[str, Script] = {
+SCRIPTS = {
     "without a common prefix nobody waits": [("admit", ("a", (1, 2)), "a"), ("admit", ("b", (3, 4)), "ab")],
     "a request waits for the one that computes its prefix": [
         ("admit", ("a", (1, 2)), "a"),

@@ -1,13 +1,10 @@
-"""The report of a replay as JSON, as tables and as a picture."""
-
 import json
 from array import array
 
 import pytest
 from rich.console import Console
 
-from kvtier.backend.namespace import OffloadKey
-from kvtier.config import EngineConfig
+from kvtier import EngineConfig, OffloadKey
 from kvtier.tools.outputs import encoded
 from kvtier.tools.replay.replay import WRONG_KEYS_MAX, ReplayTally, Sample, tier_report
 from kvtier.tools.replay.report import make_report, print_report
@@ -44,7 +41,7 @@ def tally_of(samples):
 
 def report_of(tally, **given):
     fixed = {"command": "kvtier replay", "trace": "a $trace$ [bold]", "seed": 3, "config": CONFIG}
-    return make_report(tally, **{"extent": Extent(100, 4, 100, 3, {}), **fixed, **given})  # type: ignore[arg-type]
+    return make_report(tally, **{"extent": Extent(100, 4, 100, 3, {}), **fixed, **given})
 
 
 def test_the_json_has_every_figure_under_its_name():

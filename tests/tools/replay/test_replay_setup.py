@@ -1,21 +1,11 @@
-"""The default engine of a replay, and the roots of its fs tiers."""
-
 import os
 
 import pytest
 
-from kvtier.config import EngineConfig
-from kvtier.errors import ConfigError
+from kvtier import ConfigError, EngineConfig
 from kvtier.settings import decode
 from kvtier.tools.outputs import check_directory
-from kvtier.tools.replay.replay_command import (
-    check_room,
-    check_roots,
-    default_config,
-    primary_rows,
-    rooted,
-    without_root,
-)
+from kvtier.tools.replay import replay_command
 from kvtier.tools.replay.study import Extent
 from tests.tools.command import check_refusal, run
 
@@ -31,9 +21,14 @@ def roots(config):
 
 
 def test_the_default_primary_holds_the_longest_request_for_each_concurrent_one_but_no_more_than_the_trace_twice():
-    assert default_config(HOUR, 8).rows == 9_140
+    assert replay_command.default_config(HOUR, 8).rows == 9_140
     agents = Extent(402, block_references=196_744, unique_blocks=12_626, best_hits=0, lengths={311: 401, 3_570: 1})
-    assert [primary_rows(agents, concurrency) for concurrency in (1, 2, 3, 8)] == [7_140, 7_140, 10_710, 25_252]
+    assert [replay_command.primary_rows(agents, concurrency) for concurrency in (1, 2, 3, 8)] == [
+        7_140,
+        7_140,
+        10_710,
+        25_252,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -47,10 +42,10 @@ def test_the_default_primary_holds_the_longest_request_for_each_concurrent_one_b
 )
 def test_fs_tiers_get_the_directory_or_a_folder_each(tiers, override, expected):
     config = engine(*tiers)
-    assert without_root(config)
-    placed = rooted(config, "/there", override=override)
+    assert replay_command.without_root(config)
+    placed = replay_command.rooted(config, "/there", override=override)
     assert roots(placed) == expected
-    assert not without_root(placed)
+    assert not replay_command.without_root(placed)
 
 
 def test_a_directory_that_is_not_there_is_refused_and_not_made(tmp_path):
@@ -60,17 +55,17 @@ def test_a_directory_that_is_not_there_is_refused_and_not_made(tmp_path):
         with pytest.raises(ConfigError, match=f"--fs '{path}': no such directory"):
             check_directory("--fs", path)
         with pytest.raises(ConfigError, match=rf"secondary_tiers\[1\].root '{path}': no such directory"):
-            check_roots(engine({"type": "dummy"}, {"type": "fs", "root": path}))
+            replay_command.check_roots(engine({"type": "dummy"}, {"type": "fs", "root": path}))
     assert os.listdir(tmp_path) == ["file"]
-    check_roots(engine({"type": "fs", "root": str(tmp_path)}, {"type": "fs"}))
+    replay_command.check_roots(engine({"type": "fs", "root": str(tmp_path)}, {"type": "fs"}))
 
 
 def test_a_trace_that_would_fill_the_disk_of_a_temporary_directory_is_refused(tmp_path):
-    check_room(engine({"type": "fs"}), Extent(1, 1, 1, 0, {1: 1}), str(tmp_path))
+    replay_command.check_room(engine({"type": "fs"}), Extent(1, 1, 1, 0, {1: 1}), str(tmp_path))
     for tier in ({"type": "dummy"}, {"type": "fs", "root": str(tmp_path)}, {"type": "fs", "capacity_bytes": "1MiB"}):
-        check_room(engine(tier), Extent(1, 1 << 40, 1 << 40, 0, {1: 1}), str(tmp_path))
+        replay_command.check_room(engine(tier), Extent(1, 1 << 40, 1 << 40, 0, {1: 1}), str(tmp_path))
     with pytest.raises(ConfigError, match=r"the trace's chunks take about .* PiB, .* are free"):
-        check_room(engine({"type": "fs"}), Extent(1, 1 << 40, 1 << 40, 0, {1: 1}), str(tmp_path))
+        replay_command.check_room(engine({"type": "fs"}), Extent(1, 1 << 40, 1 << 40, 0, {1: 1}), str(tmp_path))
 
 
 def test_a_directory_for_chunks_is_made_for_its_user_alone_where_its_parent_is(outside, tmp_path, capsys):

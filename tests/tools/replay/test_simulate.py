@@ -12,17 +12,8 @@ from kvtier.memory import PAGE_BYTES
 from kvtier.policies import LRU
 from kvtier.settings import decode
 from kvtier.testing.virtual_time import run
+from kvtier.tools.replay import simulate
 from kvtier.tools.replay.replay import ChunkSource, ReplayClient, ReplayTally
-from kvtier.tools.replay.simulate import (
-    GPU_LOAD_BYTES_PER_S,
-    DiskSpeed,
-    Servers,
-    VirtualReplay,
-    arrivals_s,
-    disk_speed,
-    scale_model,
-    without_tiering_s,
-)
 from kvtier.tools.replay.study import measure, policy_hits
 from kvtier.tools.replay.traces import TraceRequest
 from kvtier.tools.replay.workload import GeneratedTrace
@@ -46,15 +37,14 @@ def engine(*tiers, rows=ROWS, chunk_bytes=MIB):
 
 
 def fs_tier(chunks, **more):
-    """Return an fs tier with room for `chunks` chunks of a MiB, each with its footer."""
     return {"type": "fs", "layout": "segments", "capacity_bytes": chunks * (MIB + 4_096), **more}
 
 
 def replay_of(config, requests=WORKLOAD, servers=None):
-    model = scale_model(config)
-    given = {"chunk_bytes": config.chunk_bytes, "servers": servers or Servers(cache_tokens=0)}
+    model = simulate.scale_model(config)
+    given = {"chunk_bytes": config.chunk_bytes, "servers": servers or simulate.Servers(cache_tokens=0)}
     source, tally = ChunkSource(model.chunk_bytes), ReplayTally(len(requests), config.row_bytes)
-    return VirtualReplay(requests, model, source, tally, block_tokens=BLOCK_TOKENS, **given)
+    return simulate.VirtualReplay(requests, model, source, tally, block_tokens=BLOCK_TOKENS, **given)
 
 
 def totals(config, requests=WORKLOAD):
@@ -65,7 +55,7 @@ def totals(config, requests=WORKLOAD):
 
 def test_hits_fall_with_the_capacity_and_are_those_of_the_studys_lru_at_every_size():
     """The primary holds the last of what the tier holds, so both together find what one cache of that size would."""
-    found: list[int] = []
+    found = []
     for share in (0.1, 0.4, 1.0):
         capacity = EXTENT.capacity(share)
         tiers = totals(engine(fs_tier(capacity)))
@@ -97,7 +87,6 @@ def test_a_model_has_the_hits_of_the_engine_with_real_bytes_tier_by_tier(tmp_pat
 
 
 async def one_by_one(config, requests):
-    """Replay with real bytes, each request after all that the one before stored has reached the tiers."""
     tally, source = ReplayTally(len(requests), config.row_bytes), ChunkSource(config.chunk_bytes)
     async with TieringOffloadingManager.open(config) as manager:
         client = ReplayClient(manager, source, tally, clock=time.perf_counter)
@@ -120,16 +109,15 @@ def test_the_limit_of_stores_in_flight_is_kept():
 
 
 def both_sides(config, requests, servers):
-    """Return the finished replay, and the times to first token without tiering."""
     replay = replay_of(config, requests, servers)
     run(replay.run())
-    return replay, without_tiering_s(requests, arrivals_s(requests), servers, BLOCK_TOKENS)
+    return replay, simulate.without_tiering_s(requests, simulate.arrivals_s(requests), servers, BLOCK_TOKENS)
 
 
 def test_hits_on_the_gpu_never_reach_kvtier_and_cost_nothing():
     blocks = tuple(range(4))
     requests = [TraceRequest(number * PAUSE_MS, 4 * BLOCK_TOKENS, 1, blocks) for number in range(3)]
-    replay, without = both_sides(engine(), requests, Servers(512, 1, 4 * BLOCK_TOKENS))
+    replay, without = both_sides(engine(), requests, simulate.Servers(512, 1, 4 * BLOCK_TOKENS))
     assert {name: tier.hits for name, tier in replay.tally.samples[-1].tiers.items()} == {"gpu": 8, "cpu": 0}
     assert replay.tally.hit_ratio == 8 / 12
     for times in (replay.times_to_first_token_s, without):
@@ -141,7 +129,9 @@ def test_an_engine_that_adds_nothing_is_as_fast_as_none_behind_the_same_cache_on
     """Requests queue and enter the cache in one order on both sides; the GPU has the one row's block, too."""
     trace = enumerate(GeneratedTrace(limit=200))
     requests = [TraceRequest(number * 100, each.input_length, 1, each.hash_ids) for number, each in trace]
-    replay, without = both_sides(engine(rows=1), requests, Servers(slots=3, cache_tokens=blocks * BLOCK_TOKENS))
+    replay, without = both_sides(
+        engine(rows=1), requests, simulate.Servers(slots=3, cache_tokens=blocks * BLOCK_TOKENS)
+    )
     assert replay.tally.gpu_hits == replay.tally.hits > 0
     assert sorted(replay.times_to_first_token_s) == pytest.approx(sorted(without))
 
@@ -149,7 +139,7 @@ def test_an_engine_that_adds_nothing_is_as_fast_as_none_behind_the_same_cache_on
 def test_a_tier_of_another_type_stays_as_it_is():
     tier = {"type": "kvtier.testing.faults:FaultyBackend", "inner": {"type": "dummy"}, "faults": {"missing": 0.1}}
     config = engine(tier)
-    assert scale_model(config).secondary_tiers[0].options == config.secondary_tiers[0].options
+    assert simulate.scale_model(config).secondary_tiers[0].options == config.secondary_tiers[0].options
 
 
 @pytest.mark.parametrize(
@@ -162,14 +152,14 @@ def test_a_tier_of_another_type_stays_as_it_is():
 )
 def test_wrong_options_and_names_are_rejected_though_nothing_is_opened(tier, complaint):
     with pytest.raises(ConfigError, match=complaint):
-        scale_model(engine(tier))
+        simulate.scale_model(engine(tier))
 
 
 @pytest.mark.parametrize("rates", ["", "7GB/s", "7GB,4GB/s", "fast,slow", "0B/s,1GB/s", "1GB/s,1GB/s,1GB/s"])
 def test_rates_of_a_disk_are_two_sizes_a_second(rates):
-    assert disk_speed("--disk-speed", " 7GB/s, 4MiB/s ") == DiskSpeed(7_000_000_000, 4 * MIB)
+    assert simulate.disk_speed("--disk-speed", " 7GB/s, 4MiB/s ") == simulate.DiskSpeed(7_000_000_000, 4 * MIB)
     with pytest.raises(ConfigError, match=rf"--disk-speed '{rates}': expected bytes a second .* as in 7GB/s,4GB/s"):
-        disk_speed("--disk-speed", rates)
+        simulate.disk_speed("--disk-speed", rates)
 
 
 def at(*stamps_ms):
@@ -181,11 +171,10 @@ def prompts(*prompts):
 
 
 def servers_of(tokens_per_s=512, slots=4, cache_tokens=0):
-    return Servers(tokens_per_s, slots, cache_tokens)
+    return simulate.Servers(tokens_per_s, slots, cache_tokens)
 
 
 def first_tokens_s(requests, config, servers=None):
-    """Replay, and return the times to first token in order."""
     replay = replay_of(config, requests, servers or servers_of())
     tally = run(replay.run())
     assert (tally.wrong_chunks, tally.requests) == (0, len(requests))
@@ -209,24 +198,24 @@ def test_a_primary_that_a_real_loop_prepares_in_a_thread_is_modelled_too():
     ],
 )
 def test_requests_arrive_at_the_times_of_the_trace(stamps_ms, arrivals):
-    assert list(arrivals_s(at(*stamps_ms))) == arrivals
+    assert list(simulate.arrivals_s(at(*stamps_ms))) == arrivals
 
 
 def test_decreasing_times_are_rejected_with_the_request():
     with pytest.raises(TraceError, match="request 3: timestamp 4 after 5"):
-        arrivals_s(at(0, 5, 4))
+        simulate.arrivals_s(at(0, 5, 4))
 
 
 def test_without_tiering_prompts_queue_for_the_servers_and_are_computed_whole():
     requests = prompts((0, range(2)), (0, range(2)), (0, range(4)), (5_000, range(1)))
     servers = servers_of(slots=2)
-    assert list(without_tiering_s(requests, [0.0, 0.0, 0.0, 5.0], servers)) == [2.0, 2.0, 6.0, 1.0]
+    assert list(simulate.without_tiering_s(requests, [0.0, 0.0, 0.0, 5.0], servers)) == [2.0, 2.0, 6.0, 1.0]
 
 
 def test_a_prefix_in_the_primary_takes_the_time_of_its_copy_to_the_gpu():
     """A prompt that is all there still computes a token."""
     requests = prompts((0, range(4)), (60_000, range(6)), (120_000, range(2)))
-    copied_s = MIB / GPU_LOAD_BYTES_PER_S
+    copied_s = MIB / simulate.GPU_LOAD_BYTES_PER_S
     assert first_tokens_s(requests, engine(rows=64)) == pytest.approx([4.0, 2.0 + 4 * copied_s, 2 * copied_s + 1 / 512])
 
 
@@ -235,7 +224,7 @@ def test_a_prefix_in_a_tier_takes_the_tiers_time_too():
     tier = {"type": "dummy", "latency_s": 0.5, "bandwidth_bytes_per_s": "1MiB"}
     requests = prompts((0, range(4)), (60_000, range(100, 106)), (120_000, range(200, 206)), (180_000, range(6)))
     times = first_tokens_s(requests, engine(tier, rows=12))
-    assert times == pytest.approx([4.0, 6.0, 6.0, 4.5 + 4 * MIB / GPU_LOAD_BYTES_PER_S + 2.0])
+    assert times == pytest.approx([4.0, 6.0, 6.0, 4.5 + 4 * MIB / simulate.GPU_LOAD_BYTES_PER_S + 2.0])
 
 
 def test_an_interrupted_replay_has_the_times_of_the_requests_that_were_served():

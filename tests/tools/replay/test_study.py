@@ -25,8 +25,8 @@ def requests_of(*prompts):
 
 def naive_hits(requests, capacity, *, renew):
     """Run the study's model literally, on a list with the coldest block first."""
-    order: list[int] = []
-    hits: list[int] = []
+    order = []
+    hits = []
     for request in requests:
         blocks = request.hash_ids
         hits.append(next((place for place, block in enumerate(blocks) if block not in order), len(blocks)))
@@ -113,7 +113,7 @@ def test_the_large_trace_has_the_hit_ratios_that_others_found(traces, policy, si
 def prefix_chained(draw):
     """Draw requests whose block ids stand for prefixes: the same id always comes after the same ids."""
     paths = draw(st.lists(st.lists(st.integers(0, 1), max_size=4).map(tuple), max_size=7))
-    ids: dict[tuple[int, ...], int] = {}
+    ids = {}
     prompts = [tuple(ids.setdefault(path[:end], len(ids)) for end in range(1, len(path) + 1)) for path in paths]
     return [TraceRequest(0, 0, 0, blocks) for blocks in prompts]
 

@@ -1,6 +1,5 @@
 import gzip
 import os
-from collections.abc import Callable
 
 import pytest
 import zstandard
@@ -19,7 +18,7 @@ REQUESTS = [TraceRequest(0, 1030, 5, (0, 1, 2)), TraceRequest(2.5, 512, 0, (0,),
 ZSTD = zstandard.ZstdCompressor()
 META = b'{"meta": {"block_size": 16, "source": "here"}}\n'
 
-COMPRESSIONS: dict[str, Callable[[bytes], bytes]] = {
+COMPRESSIONS = {
     "plain": bytes,
     "gzip": gzip.compress,
     "zstd": ZSTD.compress,

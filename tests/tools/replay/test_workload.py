@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.tools.replay.study import measure
-from kvtier.tools.replay.traces import Trace, TraceRequest
+from kvtier.tools.replay.traces import Trace
 from kvtier.tools.replay.workload import GeneratedTrace, Workload, generate, open_trace
 from tests.tools.replay.written import write_trace
 
@@ -28,7 +28,7 @@ def test_whatever_the_workload_its_requests_are_a_well_made_trace(workload):
     requests = list(generate(workload))
     assert (len(requests), requests[0].timestamp_ms) == (workload.requests, 0)
     assert all(earlier.timestamp_ms <= later.timestamp_ms for earlier, later in pairwise(requests))
-    before: dict[int, int | None] = {}
+    before = {}
     for request in requests:
         assert 1 <= request.input_length <= workload.context_tokens_max
         assert request.output_length >= 1
@@ -39,7 +39,7 @@ def test_whatever_the_workload_its_requests_are_a_well_made_trace(workload):
 
 def test_a_later_turn_begins_with_the_prompt_before_it():
     """All whole blocks of a prompt come again; the last one, partly filled, becomes another block."""
-    last: dict[object, TraceRequest] = {}
+    last = {}
     later_turns = 0
     for request in generate(Workload(requests=1_000)):
         previous = last.get(request.session_id)
