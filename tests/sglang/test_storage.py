@@ -1,7 +1,7 @@
 """Pages go to a tier and come back as they were, in every layout and from every kind of pool; no call raises or hangs.
 
-Many are promises that SGLang's own CPU tests check of its storage back ends. The table in docs/how-to/sglang.md has the
-names of those tests, and what differs on purpose.
+Many are promises that SGLang's own CPU tests check of its storage back ends; docs/how-to/sglang.md has what differs
+on purpose.
 """
 
 import os
