@@ -37,6 +37,7 @@ from kvtier.tools.top import EngineNow
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"^\[([^\]]+)\]\(\.\./\.\./((?:kvtier|backends)/[\w/]+\.py)\)$", re.MULTILINE)
+UNLABELLED = ("meaning", "answer", "remedy", "")  # Columns that need no name in a card.
 WIDE_CELL = 50  # Characters. A table with a longer cell is shown as cards on a phone.
 
 STRUCTS: dict[str, type[msgspec.Struct]] = {
@@ -100,8 +101,12 @@ def _labelled(found: re.Match[str]) -> str:
     if not heads or max((len(re.sub("<[^>]+>", "", cell)) for cell in cells), default=0) < WIDE_CELL:
         return found[0]
     labels = iter(heads * (len(cells) // len(heads)))
-    labelled = re.sub(r"<td\b", lambda _: f'<td data-label="{next(labels)}"', found[0])
+    labelled = re.sub(r"<td\b", lambda cell: cell[0] + _label(next(labels)), found[0])
     return labelled.replace("<table>", "<table data-cards>", 1)
+
+
+def _label(head: str) -> str:
+    return "" if head in UNLABELLED else f' data-label="{head}"'
 
 
 def table(name: str, source: str) -> str:
@@ -331,7 +336,9 @@ def _help(name: str, *, common: bool = False) -> str:
 
 
 def _given(param: Any) -> str:
-    return "none" if param.default is None or param.default is False else f"`{param.default}`"
+    if param.default is False:
+        return "off"
+    return "none" if param.default is None else f"`{param.default}`"
 
 
 def _told(param: Any) -> str:

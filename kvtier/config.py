@@ -267,7 +267,7 @@ def _settled(tier: TierConfig, index: int, runner: str | None, top: str) -> Tier
     if None not in (needed, runner) and needed != runner:
         raise ConfigError(
             f"{top}runner: {runner!r} given, {needed!r} accepted with secondary_tiers[{index}] of type {tier.type!r}: "
-            "its client may crash, or write into memory that it was lent, and must do so in a process of its own"
+            "its client may crash, or write into memory that it was lent, and needs a separate process"
         )
     fields = struct_fields(type(options))
     own = {name: getattr(options, fields[name].name) for name in _paths(type(options)).intersection(tier.options)}
@@ -336,5 +336,5 @@ def _named(tiers: tuple[TierConfig, ...]) -> tuple[TierConfig, ...]:
     names = [PRIMARY_NAME, *(tier.name for tier in named)]
     for index, tier in enumerate(named):
         if tier.name in names[: index + 1]:
-            raise ConfigError(f"secondary_tiers[{index}].name: {tier.name!r} given, a name of its own accepted")
+            raise ConfigError(f"secondary_tiers[{index}].name: {tier.name!r} given, a unique name accepted")
     return named

@@ -21,7 +21,7 @@ class Remedy(Enum):
     # The engine does not start, or not as configured.
     CONFIGURATION = "configuration-refused"
     OPENING = "tier-cannot-be-opened"
-    REWRITTEN = "configuration-of-a-namespace-written-anew"
+    REWRITTEN = "namespace-configuration-rewritten"
     BUFFERED = "no-direct-io"
 
     # A tier costs hits.
@@ -40,7 +40,7 @@ class Remedy(Enum):
     ROOT_IN_USE = "root-used-by-another-tier"
     UNREADABLE = "folder-or-segment-unreadable"
     UNUSABLE = "segments-without-chunks-of-this-tier"
-    UNDERFOOT = "segment-removed-by-somebody-else"
+    UNDERFOOT = "segment-removed"
     IRREMOVABLE = "file-cannot-be-removed"
     CHECKPOINT = "checkpoint-not-written-or-read"
     WRITE_BUDGET = "write-budget-not-put-back"

@@ -370,8 +370,8 @@ class TieringOffloadingManager:
             return ""
         named = ", ".join(key.hex() for key, _ in read[:KEYS_NAMED]) + ", …" * (len(read) > KEYS_NAMED)
         complaint = (
-            f"{len(read)} of {len(lent)} rows are still read when their fetch is over ({named}): copy the bytes (get "
-            "does), or drop what was made of the views before the block ends. Until it has gone nobody gets these rows."
+            f"{len(read)} of {len(lent)} rows are still read after their fetch ended ({named}): copy the bytes (get "
+            "does), or drop what was made of the views before the block ends. Until then these rows are not used."
         )
         logger.warning("%s; see %s", complaint, Remedy.LENT)
         return complaint

@@ -86,7 +86,7 @@ class SharedFile:
             raise ConfigError(f"{meeting.path}: cannot be shared memory: {_reason(error)}") from error
         raise ConfigError(
             f"{meeting.path}: participant {meeting.participant} has mapped it already and others of that time still"
-            f" live after {timeout_s:g} s: give each start of an engine a path of its own"
+            f" live after {timeout_s:g} s: give each start of an engine its own path"
         )
 
     def arrive(self) -> None:

@@ -154,7 +154,7 @@ class FaultyOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """Return the inner tier's class and its options. Raises `ConfigError`."""
         tier = decode(TierConfig, self.inner, "inner")
         for name in sorted(option_fields(TierConfig).keys() & self.inner.keys() - {"type"}):
-            raise api.ConfigError(f"inner.{name}: given, only options of {tier.type!r} accepted: move it beside inner")
+            raise api.ConfigError(f"inner.{name}: given, only options of {tier.type!r} accepted: move it next to inner")
         options = tier_options(tier, "inner")
         return api.backend_class(tier.type), options
 

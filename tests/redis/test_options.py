@@ -63,7 +63,7 @@ def test_no_error_repeats_a_url_that_may_hold_a_secret(url):
         ({"url": "redis+sentinel://a"}, "url: no primary named"),
         ({"sentinel_login": True}, "sentinel_login: goes with redis+sentinel://"),
         ({"url": "redis://kv@a"}, "url: a user given without a password"),
-        ({"password_env": "A", "password_file": "/a"}, "password_env: given beside password_file"),
+        ({"password_env": "A", "password_file": "/a"}, "password_env: given with password_file"),
         ({"password": "secret"}, "password"),
         ({"tls_ca_file": "/a"}, "tls_ca_file: no use without rediss://"),
         ({"url": "rediss://a", "tls_key_file": "/a"}, "tls_key_file: given without tls_cert_file"),

@@ -122,8 +122,8 @@ MISTAKES = [
     ),
     ({"namespace": {"model_name": "a\0"}}, "namespace.model_name: 'a\\x00' given"),
     ({"secondary_tiers": [TIER | {"medium": "DISK"}]}, "secondary_tiers[0].medium: 'DISK' given, 'CPU' or 'STORAGE'"),
-    ({"secondary_tiers": [TIER | {"name": "cpu"}]}, "secondary_tiers[0].name: 'cpu' given, a name of its own accepted"),
-    ({"secondary_tiers": [TIER, TIER | {"name": "0:fs"}]}, "secondary_tiers[1].name: '0:fs' given, a name of its own"),
+    ({"secondary_tiers": [TIER | {"name": "cpu"}]}, "secondary_tiers[0].name: 'cpu' given, a unique name accepted"),
+    ({"secondary_tiers": [TIER, TIER | {"name": "0:fs"}]}, "secondary_tiers[1].name: '0:fs' given, a unique name"),
     ({"secondary_tiers": [TIER | {"options": {"root": "/y"}}]}, "secondary_tiers[0].options: no such field"),
     *(
         (

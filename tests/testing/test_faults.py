@@ -219,7 +219,7 @@ INNER = {"inner": {"type": "dummy"}}
         ({"inner": {}}, "inner.type"),
         ({"inner": {"type": "dumy"}}, "inner.type"),
         ({"inner": {"type": "dummy", "latency": 1}}, "inner.latency"),
-        ({"inner": {"type": "dummy", "limits": {"deadline_s": 1}}}, "inner.limits: .*move it beside inner"),
+        ({"inner": {"type": "dummy", "limits": {"deadline_s": 1}}}, "inner.limits: .*move it next to inner"),
         (INNER | {"faults": {"hang": 2}}, "faults.hang"),
         (INNER | {"script": {"load": ["no_space"]}}, "script"),
         (INNER | {"script": {"load": ["hung"]}}, r"script\.load"),

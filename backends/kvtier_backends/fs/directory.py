@@ -454,7 +454,7 @@ class SegmentsDirectory:
             return None
         except BlockingIOError as error:
             raise BlockingIOError(
-                error.errno, "an engine is writing to it; run this again when that has ended"
+                error.errno, "an engine is writing to it; run this again after it has finished"
             ) from error
 
     def _wipe(self, file: StoredFile, name: str, place: int) -> int | None:

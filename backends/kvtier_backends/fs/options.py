@@ -18,7 +18,7 @@ Lanes = Annotated[int, msgspec.Meta(ge=1, le=LANES_MAX)]
 
 _FILES_ALONE = {
     "naming": "chunks in segments have no names",
-    "shared": "each segment has one writer: give each process a root of its own",
+    "shared": "each segment has one writer: give each process its own root",
     "unverified": "every slot has a footer",
 }
 """The options that segments lack, each with the reason."""

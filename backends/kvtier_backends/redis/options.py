@@ -110,7 +110,7 @@ class RedisOptions(CodecOptions, frozen=True, kw_only=True):
         super().__post_init__()
         target = self.target()
         if self.password_file is not None and self.password_env is not None:
-            raise ConfigError("password_env: given beside password_file, one of them accepted")
+            raise ConfigError("password_env: given with password_file, one of them accepted")
         if target.username is not None and self.password_file is None and self.password_env is None:
             raise ConfigError("url: a user given without a password, which password_file or password_env has")
         if self.sentinel_login and target.topology != "sentinel":

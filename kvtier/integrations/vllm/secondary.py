@@ -431,6 +431,6 @@ def _check_thread(config: EngineConfig) -> None:
         settled(replace(config, runner="inline"))
     except ConfigError as error:
         raise ConfigError(
-            f"secondary_tiers[].backend: {config.secondary_tiers[0].type!r} given, which needs a process of its own: "
+            f"secondary_tiers[].backend: {config.secondary_tiers[0].type!r} given, which needs a separate process: "
             "vLLM's rows are not in one file here, which another process could map; use kvtier's own connector"
         ) from error

@@ -37,7 +37,7 @@ COMMAND_LETTERS_MAX = 120
 
 _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 _WAYS_OUT = (
-    "give each engine a root of its own, inside vLLM by {dp_rank} or {engine_id} in the path, or set "
+    "give each engine its own root, inside vLLM by {dp_rank} or {engine_id} in the path, or set "
     'layout = "files" and shared = true in all of them'
 )
 

@@ -110,7 +110,7 @@ class SegmentsStart:
             self._catalog.take_over(*seen.looked, seen.held)
             self._note_rest(seen)
         segment.own = True
-        logger.info("%s: taken over from a process that has ended", segment.name)
+        logger.info("%s: taken over from a process that exited", segment.name)
 
     async def _open(self) -> None:
         """Open the segments that are not, and measure the rest. Until that succeeds, it is all that is on the disk."""
