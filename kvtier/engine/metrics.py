@@ -133,7 +133,9 @@ LEDGER_METRICS = MetricTable(
     (),
     (
         _gauge("prefill_tokens_per_second", "Speed of computing prompts; absent if unknown.", "prefill.tokens_per_s"),
-        _counter("computing_saved_seconds", "Computing time of the loaded chunks; waits stay in.", "counters.saved_s"),
+        _counter(
+            "computing_saved_seconds", "Time to compute the loaded chunks; waits not deducted.", "counters.saved_s"
+        ),
     ),
 )
 PRIMARY_METRICS = MetricTable(
