@@ -25,27 +25,23 @@ def loaded_of(packages, modules):
     return packages & {module.partition(".")[0] for module in modules}
 
 
-@pytest.mark.usefixtures("outside")
-def test_importing_kvtier_loads_nothing_else():
+def test_importing_kvtier_loads_nothing_else(outside):
     assert modules_after("import kvtier") == {"kvtier"}
 
 
-@pytest.mark.usefixtures("outside")
-def test_using_every_public_name_loads_neither_torch_nor_a_backend():
+def test_using_every_public_name_loads_neither_torch_nor_a_backend(outside):
     modules = modules_after("import kvtier\nfor name in kvtier.__all__: getattr(kvtier, name)")
     assert "kvtier.engine.manager" in modules
     assert loaded_of({"torch", "kvtier_backends", "rich", "typer", "matplotlib", "pytest"}, modules) == set()
 
 
-@pytest.mark.usefixtures("outside")
-def test_a_runners_process_loads_neither_torch_nor_what_is_for_people():
+def test_a_runners_process_loads_neither_torch_nor_what_is_for_people(outside):
     modules = modules_after("import kvtier.runner.child")
     assert loaded_of({"torch", "numpy", "rich", "typer", "matplotlib", "pytest", "multiprocessing"}, modules) == set()
 
 
-@pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize("backend", ["dummy", "fs"])
-def test_a_backend_loads_no_torch(backend):
+def test_a_backend_loads_no_torch(outside, backend):
     assert loaded_of({"torch"}, modules_after(f"import kvtier_backends.{backend}")) == set()
 
 
@@ -64,8 +60,7 @@ def without_torch(program, *args):
     return subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
 
 
-@pytest.mark.usefixtures("outside")
-def test_every_module_that_touches_no_tensors_loads_without_torch():
+def test_every_module_that_touches_no_tensors_loads_without_torch(outside):
     roots = (os.path.join(ROOT, "kvtier"), os.path.join(ROOT, "backends", "kvtier_backends"))
     names = [
         module.name
@@ -78,17 +73,15 @@ def test_every_module_that_touches_no_tensors_loads_without_torch():
     assert ran.returncode == 0, ran.stderr
 
 
-@pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize("module", ["kvtier.kvcache.layout", "kvtier.kvcache.transfer", "kvtier_backends.cpu"])
-def test_what_needs_torch_says_how_to_install_it(module):
+def test_what_needs_torch_says_how_to_install_it(outside, module):
     ran = without_torch(f"import {module}")
     assert ran.returncode == 1
     assert ran.stderr.splitlines()[-1].endswith("needs torch; install it with: pip install 'kvtier[torch]'")
 
 
-@pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_runs_without_torch(name, tmp_path):
+def test_a_command_runs_without_torch(outside, name, tmp_path):
     args = COMMANDS[name].format(root=tmp_path).split()
     ran = without_torch("from kvtier.tools.cli import main; main()", *args)
     assert (ran.returncode, ran.stdout != "") == (0, True), ran.stderr

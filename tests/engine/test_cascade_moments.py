@@ -45,9 +45,8 @@ async def test_a_clean_end_keeps_everything(open_engine, disk):
     assert engine.stats().tiers[0].skipped == {}
 
 
-@pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize("delay_s", [0.0, 0.05])
-async def test_a_clean_end_keeps_everything_though_the_runner_is_killed_in_it(open_engine, disk, delay_s):
+async def test_a_clean_end_keeps_everything_though_the_runner_is_killed_in_it(outside, open_engine, disk, delay_s):
     slow = {"type": FAULTY, "inner": disk, "faults": {"delay": 1.0, "delay_s": delay_s}, "cascade": "evict"}
     engine = await open_engine(64, slow, runner="process", limits={"action_chunks": 2, "close_s": PATIENCE_S})
     await put(engine, range(40))
@@ -64,8 +63,7 @@ async def test_a_clean_end_keeps_everything_though_the_runner_is_killed_in_it(op
     assert await kept(disk, range(40)) == [*range(40)]
 
 
-@pytest.mark.usefixtures("outside")
-async def test_a_clean_end_keeps_more_than_the_runner_takes_at_once(open_engine, disk, monkeypatch):
+async def test_a_clean_end_keeps_more_than_the_runner_takes_at_once(outside, open_engine, disk, monkeypatch):
     for place in ("kvtier.runner.process", "kvtier.engine.ledger"):
         monkeypatch.setattr(f"{place}.QUEUED_ACTIONS_MAX", 8)
     limits = {"action_chunks": 1, "close_s": PATIENCE_S}

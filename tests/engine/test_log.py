@@ -51,9 +51,8 @@ async def test_an_fs_tier_logs_its_configuration_and_the_chunks_that_it_found(
     assert re.fullmatch(re.escape(said) + r" of \d+\.\d [KM]iB in \d+\.\d\d s", line), line
 
 
-@pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize("level", [logging.INFO, logging.ERROR])
-async def test_log_records_of_a_runners_process_appear_in_the_owners_log_by_its_level(open_engine, log, level):
+async def test_log_records_of_a_runners_process_appear_in_the_owners_log_by_its_level(outside, open_engine, log, level):
     log.set_level(level, "kvtier")
     failing = {"type": FAULTY, "name": "ill", "inner": {"type": "dummy"}, "script": {"store": ["unavailable"]}}
     engine = await open_engine(8, failing, runner="process", holds=[1])
@@ -70,8 +69,7 @@ async def test_log_records_of_a_runners_process_appear_in_the_owners_log_by_its_
     assert record.getMessage().endswith(f"; see {Remedy.UNAVAILABLE}")
 
 
-@pytest.mark.usefixtures("outside")
-async def test_the_replacement_of_a_lost_runner_is_logged(open_engine, log):
+async def test_the_replacement_of_a_lost_runner_is_logged(outside, open_engine, log):
     engine = await open_engine(8, {"type": "dummy", "name": "own"}, runner="process")
     lost = engine.steps._bridge.pid
     await until(lambda: lines(log, "tier own"), engine)

@@ -148,8 +148,7 @@ asyncio.run(main())
     assert output(started) == ["served"]
 
 
-@pytest.mark.usefixtures("outside")
-async def test_a_relative_root_is_the_same_directory_for_every_runner(open_engine, tmp_path, monkeypatch):
+async def test_a_relative_root_is_the_same_directory_for_every_runner(outside, open_engine, tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     engine = await open_engine(4, {"type": "fs", "root": "tier"}, runner="process", holds=[1])

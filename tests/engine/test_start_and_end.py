@@ -66,9 +66,8 @@ async def test_a_mount_that_hangs_as_it_is_opened_costs_the_start_its_deadline(
         back.set()
 
 
-@pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize("interpreter", ["/nowhere/python", "/bin/false", None])
-def test_a_runner_that_cannot_be_started_is_said_to_be_unavailable(monkeypatch, interpreter):
+def test_a_runner_that_cannot_be_started_is_said_to_be_unavailable(outside, monkeypatch, interpreter):
     monkeypatch.setattr(sys, "executable", interpreter)
     with pytest.raises(BackendUnavailable, match="process"):
         StepManager.start(describe(4, DUMMY, runner="process"))
@@ -105,8 +104,7 @@ async def test_a_start_ends_though_a_tier_blocks_its_runner_as_it_opens(outside,
         await TieringOffloadingManager.open(blocking)
 
 
-@pytest.mark.usefixtures("outside")
-def test_a_start_that_is_interrupted_leaves_nothing(nothing_left):
+def test_a_start_that_is_interrupted_leaves_nothing(outside, nothing_left):
     interrupt = threading.Timer(0.2, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
     interrupt.start()
     with pytest.raises(KeyboardInterrupt):
@@ -114,9 +112,8 @@ def test_a_start_that_is_interrupted_leaves_nothing(nothing_left):
     interrupt.join()
 
 
-@pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize("after_s", [0, 0.001, 0.01, 0.03, 0.1, 0.2])
-async def test_an_opening_that_is_cancelled_leaves_nothing(after_s):
+async def test_an_opening_that_is_cancelled_leaves_nothing(outside, after_s):
     opening = asyncio.ensure_future(TieringOffloadingManager.open(describe(4, DUMMY, runner="process")))
     await asyncio.sleep(after_s)
     if opening.cancel():

@@ -165,8 +165,7 @@ def test_calls_on_another_loop_are_refused_by_name():
         runner.close()
 
 
-@pytest.mark.usefixtures("outside")
-def test_an_engine_whose_loop_is_closed_can_be_closed_by_its_steps():
+def test_an_engine_whose_loop_is_closed_can_be_closed_by_its_steps(outside):
     opened = asyncio.run(opening(runner="process"))
     with pytest.raises(WrongLoop, match="which is closed"):
         asyncio.run(found(opened, [1]))

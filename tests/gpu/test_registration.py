@@ -3,8 +3,6 @@
 import os
 from contextlib import ExitStack
 
-import pytest
-
 from kvtier.kvcache.transfer import Direction, GroupBlocks, TransferWorker
 from kvtier.memory import Region
 from kvtier.tools.selftest_checks import TorchDevice, host, plain_caches, random_bytes, require_same, transfer
@@ -52,8 +50,7 @@ def share(parent, memory_file, rank, device_name):
             parent.recv()
 
 
-@pytest.mark.usefixtures("outside")
-def test_several_processes_register_one_region_and_one_that_is_killed_costs_the_others_nothing(device):
+def test_several_processes_register_one_region_and_one_that_is_killed_costs_the_others_nothing(outside, device):
     with Region.memfd(PAGES, ROW_BYTES) as region, ExitStack() as stack:
         memory_file = f"/proc/{os.getpid()}/fd/{region.fd}"
         made = [stack.enter_context(child(share, memory_file, rank, device.name)) for rank in range(PROCESSES)]

@@ -2,10 +2,12 @@ import re
 
 import pytest
 
-from kvtier import ConfigError, EngineConfig
+from kvtier import ConfigError, EngineConfig, Namespace
 
 FS = {"type": "fs", "root": "/mnt/kvtier"}
 TIER = "secondary_tiers[0]"
+OF_OTHERS = Namespace(model_name="m", row_bytes=4_096)
+IN_FLIGHT, LEAST = "store_chunks_in_flight", "at least one row of 16,384"
 
 
 def engine(**changes):
@@ -63,6 +65,28 @@ MISTAKES = [
     (tier(seal="aes-256-gcm"), f"{TIER}.seal: 'aes-256-gcm' given", "seal_key_file or seal_key_env"),
     (of_type("redis", url="10.0.0.1:6379"), f"{TIER}.url: no URL of servers given", "'redis://host:6379'"),
     (of_type("mooncake") | {"runner": "inline"}, "runner: 'inline' given", "'process' accepted"),
+    (engine(cpu_bytes_to_use="2000PiB"), "cpu_bytes_to_use: '2000PiB' given", "bytes as an integer, or text such as"),
+    (engine(eviction_policy=""), "eviction_policy: '' given", "text"),
+    (engine(limits={"heartbeat_s": "99ms"}), "limits.heartbeat_s: '99ms' given", "seconds as a number"),
+    (engine(limits={"heartbeat_s": "40d"}), "limits.heartbeat_s: '40d' given", "seconds as a number"),
+    (engine(limits={"lease_s": "25h"}), "limits.lease_s: '25h' given", "seconds as a number"),
+    (engine(limits={"close_s": "25h"}), "limits.close_s: '25h' given", "seconds as a number"),
+    (engine(limits={"action_chunks": 1 << 30}), "limits.action_chunks: 1073741824 given", "at least 1 and at most"),
+    (engine(namespace={"model_name": "a\0"}), "namespace.model_name: 'a\\x00' given", "accepted"),
+    (engine(namespace=OF_OTHERS), "namespace.row_bytes: 4,096 given", "but chunk_bytes makes rows of 16,384"),
+    (
+        engine(secondary_tiers=[FS, {**FS, "name": "0:fs"}]),
+        "secondary_tiers[1].name: '0:fs' given",
+        "a name of its own",
+    ),
+    (tier(name="cpu"), f"{TIER}.name: 'cpu' given", "a unique name accepted"),
+    (tier(medium="DISK"), f"{TIER}.medium: 'DISK' given", "'CPU' or 'STORAGE'"),
+    (tier(options={"root": "/y"}), f"{TIER}.options: no such field", "Known here"),
+    (tier(limits={"answer_ttl_s": "1us"}), f"{TIER}.limits.answer_ttl_s: '1us' given", "seconds as a number"),
+    (tier(limits={"deadline_s": "25h"}), f"{TIER}.limits.deadline_s: '25h' given", "seconds as a number"),
+    (tier(limits={IN_FLIGHT: 1 << 30}), f"{TIER}.limits.{IN_FLIGHT}: 1073741824 given", "at least 1 and at most"),
+    (tier(limits={"store_bytes_in_flight": "12KiB"}), f"{TIER}.limits.store_bytes_in_flight: 12,288 bytes", LEAST),
+    (tier(limits={"load_bytes_in_flight": "12KiB"}), f"{TIER}.limits.load_bytes_in_flight: 12,288 bytes", LEAST),
 ]
 
 

@@ -39,8 +39,7 @@ def test_every_seed_keeps_every_promise(seeds):
     assert run_seeds(seeds).failures == []
 
 
-@pytest.mark.usefixtures("outside")
-def test_a_seed_tells_one_story_in_every_process():
+def test_a_seed_tells_one_story_in_every_process(outside):
     stories = set()
     text = "from tests.simulation import simulate; print([simulate(seed).digest for seed in range(25)])"
     for hash_seed in ("1", "2"):
@@ -147,8 +146,7 @@ def test_a_turn_that_was_long_once_is_the_machines_and_fails_no_seed(monkeypatch
     assert run_seeds(range(1)).failures == list(stops) == []
 
 
-@pytest.mark.usefixtures("outside")
-def test_the_command_runs_seeds_in_processes_and_says_what_they_met():
+def test_the_command_runs_seeds_in_processes_and_says_what_they_met(outside):
     command = [sys.executable, "-m", "tests.simulation", "--seeds", "10", "--first", "5"]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "10 seeds, 0 failed" in ran.stdout

@@ -32,7 +32,7 @@ def check_refusal(capsys, complaint):
     assert shown.err.count("\n") == 1
 
 
-def verified(out):
+def verified(report):
     """Return what `kvtier verify` counted that is not zero, without the list of files, and without what it took."""
     left_out = ("files", "skipped", "read_bytes", "seconds")
-    return {name: told for name, told in json.loads(out).items() if told and name not in left_out}
+    return {name: told for name, told in report.items() if told and name not in left_out}

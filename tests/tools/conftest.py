@@ -63,9 +63,9 @@ def run(capsys, monkeypatch):
 
 @pytest.fixture
 def run_json(run):
-    def run_json(*args):
-        status, out = run(*args, "--json")
-        assert status == 0
+    def run_json(*args, status=0):
+        ended, out = run(*args, "--json")
+        assert ended == status
         return json.loads(out)
 
     return run_json

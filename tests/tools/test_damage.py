@@ -94,9 +94,9 @@ def test_verify_and_ls_agree_on_a_fault_and_prune_removes_just_that_chunk(store,
     files = store(keys_of(3), **({"layout": "segments"} if naming == "segments" else {"naming": naming}))
     damage(files[0])
     before = [path.read_bytes() for path in files[1:]]
-    status, out = run("verify", root, "--json")
-    assert (status, verified(out)) == (1, {"checked": 3, "corrupt": {fault: 1}})
-    ((name, named),) = [(each["file"], each["fault"]) for each in json.loads(out)["files"]]
+    report = run_json("verify", root, status=1)
+    assert verified(report) == {"checked": 3, "corrupt": {fault: 1}}
+    ((name, named),) = [(each["file"], each["fault"]) for each in report["files"]]
     rows = run_json("ls", root)
     assert len(rows) == run_json("du", root)["chunks"] == 3
     assert {row["file"]: row["fault"] for row in rows if row["fault"]} == ({name: fault} if listed else {})
@@ -105,22 +105,21 @@ def test_verify_and_ls_agree_on_a_fault_and_prune_removes_just_that_chunk(store,
         assert [row["hash"] is None for row in rows] == [False, fault != "payload", False]
     assert ([path.read_bytes() for path in files[1:]], named) == (before, fault)
     assert run_json("prune", root, "--corrupt", "--yes")["files"] == 1
-    assert verified(run("verify", root, "--json")[1]) == {"checked": 2}
+    assert verified(run_json("verify", root)) == {"checked": 2}
     assert (root.parent / "elsewhere").exists() == (kind == "a link")
 
 
-def test_a_slot_with_a_chunk_of_another_namespace_is_corrupt(store, run, run_json, root):
+def test_a_slot_with_a_chunk_of_another_namespace_is_corrupt(store, run_json, root):
     (ours,) = store(keys_of(2), layout="segments")
     store(keys_of(2), model="other", layout="segments")
     (theirs,) = root.glob("other_*/*.seg")
     overwrite(HEADER_BYTES, theirs.read_bytes()[HEADER_BYTES : HEADER_BYTES + SLOT_BYTES])(ours)
-    status, out = run("verify", root, "--json")
-    assert (status, json.loads(out)["corrupt"]) == (1, {"namespace": 1})
+    assert run_json("verify", root, status=1)["corrupt"] == {"namespace": 1}
     faults = {row["file"]: row["fault"] for row in run_json("ls", root) if row["fault"]}
     assert faults == {f"{ours.relative_to(root)}#0": "namespace"}
 
 
-def test_all_kinds_are_counted_and_named_with_their_keys(store, run, root, monkeypatch):
+def test_all_kinds_are_counted_and_named_with_their_keys(store, run, run_json, root, monkeypatch):
     """The screen names some of them, the JSON all."""
     monkeypatch.setattr("kvtier.tools.directory.NAMED_MAX", 4)
     files = store(keys_of(6))
@@ -135,7 +134,7 @@ def test_all_kinds_are_counted_and_named_with_their_keys(store, run, root, monke
     assert "6 chunks checked, 5 corrupt (swapped 2, truncated 2, zeroed 1), 0 without anything to verify them by" in out
     assert "and 1 more" in out
     assert sum(path.name in out.replace("\n", "") for path in files) == 4
-    told = json.loads(run("verify", root, "--json")[1])["files"]
+    told = run_json("verify", root, status=1)["files"]
     names = {str(path.relative_to(root)): key.hex() for path, key in zip(files[:5], keys_of(5), strict=True)}
     assert {each["file"]: each["key"] for each in told} == names
     assert {each["state"] for each in told} == {"corrupt"}
@@ -155,7 +154,7 @@ def test_whole_directories_pass_and_one_namespace_can_be_chosen(store, run, root
 
 
 @pytest.mark.parametrize("layout", ["files", "segments"])
-def test_damage_of_encrypted_chunks_is_found_without_their_keys(store, run, root, monkeypatch, layout):
+def test_damage_of_encrypted_chunks_is_found_without_their_keys(store, run, run_json, root, monkeypatch, layout):
     """Only a tier with the key can tell who wrote them."""
     monkeypatch.setenv("KVTIER_TEST_FS_SECRETS", "ab" * 32)
     seal = {"seal": "aes-256-gcm", "seal_key_env": "KVTIER_TEST_FS_SECRETS"}
@@ -164,11 +163,10 @@ def test_damage_of_encrypted_chunks_is_found_without_their_keys(store, run, root
     status, out = run("verify", root)
     assert (status, "3 encrypted: undamaged; only a tier with the key can tell" in out) == (0, True)
     overwrite(4_096 + 5, b"damaged!")(files[0])  # Of a segment, in its first row. Ciphertext may have any one byte.
-    status, out = run("verify", root, "--json")
-    assert (status, verified(out)) == (1, {"checked": 3, "corrupt": {"payload": 1}, "sealed": 2})
+    assert verified(run_json("verify", root, status=1)) == {"checked": 3, "corrupt": {"payload": 1}, "sealed": 2}
 
 
-def test_vllms_files_and_later_formats_are_corrupt_only_if_they_are_cut_off(store, run, root):
+def test_vllms_files_and_later_formats_are_corrupt_only_if_they_are_cut_off(store, run_json, root):
     """A row and nothing else, beside chunks of kvtier's and in a directory of vLLM's own."""
     files = store(keys_of(4))
     truncate(ROW_BYTES)(files[0])
@@ -176,12 +174,10 @@ def test_vllms_files_and_later_formats_are_corrupt_only_if_they_are_cut_off(stor
     vllms = store(keys_of(3), model="vllms")
     for path in vllms:
         truncate(ROW_BYTES)(path)
-    status, out = run("verify", root, "--json")
-    assert (status, verified(out)) == (0, {"checked": 7, "unverified": 5})
+    assert verified(run_json("verify", root)) == {"checked": 7, "unverified": 5}
     for path, length in zip(vllms, (100, 0), strict=False):
         truncate(length)(path)
-    status, out = run("verify", root, "--json")
-    assert (status, verified(out)) == (1, {"checked": 7, "corrupt": {"truncated": 2}, "unverified": 3})
+    assert verified(run_json("verify", root, status=1)) == {"checked": 7, "corrupt": {"truncated": 2}, "unverified": 3}
 
 
 def test_an_unknown_namespace_is_rejected(store, capsys, root):
@@ -191,7 +187,7 @@ def test_an_unknown_namespace_is_rejected(store, capsys, root):
 
 
 @pytest.mark.parametrize("layout", ["files", "segments"])
-def test_a_chunk_that_is_replaced_while_verify_reads_it_is_not_corrupt(store, run, root, monkeypatch, layout):
+def test_a_chunk_that_is_replaced_while_verify_reads_it_is_not_corrupt(store, run_json, root, monkeypatch, layout):
     """An engine has removed the file, or is writing another chunk into the slot: its footer is to come."""
     path = store(keys_of(1), layout=layout, naming="flat")[0]
     whole, read = path.read_bytes(), os.pread
@@ -208,8 +204,7 @@ def test_a_chunk_that_is_replaced_while_verify_reads_it_is_not_corrupt(store, ru
         return content
 
     monkeypatch.setattr(os, "pread", read_meanwhile)
-    status, out = run("verify", root, "--json")
-    assert (status, json.loads(out)["corrupt"]) == (0, {})
+    assert run_json("verify", root)["corrupt"] == {}
     assert not path.exists() or path.read_bytes() != whole
 
 
@@ -246,7 +241,7 @@ def test_a_sample_checks_about_that_share_and_counts_what_it_left_out(store, run
     assert found["read_bytes"] == found["checked"] * (4_096 + FOOTER_BYTES)
 
 
-def test_a_sample_still_names_all_faults_that_need_no_reading(store, run, root):
+def test_a_sample_still_names_all_faults_that_need_no_reading(store, run_json, root):
     misplace(store(keys_of(5))[0])
-    status, out = run("verify", root, "--sample", "0.000001%", "--json")
-    assert (status, json.loads(out)["corrupt"], json.loads(out)["skipped"]) == (1, {"misplaced": 1}, 4)
+    report = run_json("verify", root, "--sample", "0.000001%", status=1)
+    assert (report["corrupt"], report["skipped"]) == ({"misplaced": 1}, 4)

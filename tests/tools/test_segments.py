@@ -39,9 +39,8 @@ def test_a_segment_that_is_cut_off_counts_what_it_lost(run, run_json, root, stor
     (segment,) = store(keys_of(5), layout="segments")
     slots = (segment.stat().st_size - HEADER_BYTES) // SLOT_BYTES
     os.truncate(segment, HEADER_BYTES + 2 * SLOT_BYTES + 100)
-    status, out = run("verify", root, "--json")
-    told = json.loads(out)
-    assert (status, told["checked"], told["corrupt"]) == (1, slots, {"truncated": slots - 2})
+    told = run_json("verify", root, status=1)
+    assert (told["checked"], told["corrupt"]) == (slots, {"truncated": slots - 2})
     names = [f"{segment.relative_to(root)}#{number}" for number in range(2, slots)]
     assert ([each["file"] for each in told["files"]], run_json("du", root)["chunks"]) == (names, 2)
     assert (run_json("prune", root, "--corrupt", "--yes")["files"], run("verify", root)[0]) == (slots - 2, 0)
@@ -106,8 +105,7 @@ def test_a_segment_with_a_damaged_first_page_goes_when_its_engine_has_gone(root,
             assert await lender.recall(tier, keys_of(3)) == [label(key) for key in keys_of(3)]
 
     asyncio.run(work())
-    status, out = run("verify", root, "--json")
-    assert (status, json.loads(out)["corrupt"]) == (1, {"header": 1})
+    assert run_json("verify", root, status=1)["corrupt"] == {"header": 1}
     assert (run_json("du", root)["leftovers"], run_json("prune", root, option, "--yes")["files"]) == (1, 1)
     assert run("verify", root)[0] == 0
     assert not list(root.glob("*_segments/*.seg"))
@@ -117,14 +115,15 @@ def test_a_segment_with_a_damaged_first_page_goes_when_its_engine_has_gone(root,
     ("row_bytes", "slots"),
     [(ROW_BYTES, 1 << 60), (ROW_BYTES, 1 << 27), (1 << 62, 1), (1 << 44, 2), (0, 1 << 30), (ROW_BYTES, 0), (100, 5)],
 )
-def test_a_first_page_that_claims_more_than_a_segment_can_hold_is_not_believed(root, store, run, row_bytes, slots):
+def test_a_first_page_that_claims_more_than_a_segment_can_hold_is_not_believed(
+    root, store, run, run_json, row_bytes, slots
+):
     """Its checksum is right: whoever may write there has made it. The file itself is empty except for some pages."""
     (segment,) = store(keys_of(2), layout="segments")
     header = read_header(segment.read_bytes()[:HEADER_BYTES])
     overwrite(0, header._replace(row_bytes=row_bytes, slots=slots).written())(segment)
     os.truncate(segment, 1 << 41)
-    status, out = run("verify", root, "--json")
-    assert (status, json.loads(out)["corrupt"]) == (1, {"header": 1})
+    assert run_json("verify", root, status=1)["corrupt"] == {"header": 1}
     assert [run(command, root)[0] for command in ("ls", "du")] == [0, 0]
     assert asyncio.run(recalled(root, 2)) == ["ChunkMissing"] * 2
 

@@ -5,5 +5,9 @@ from tests.engine.ledger.bench import Bench
 
 @pytest.fixture
 def bench():
-    """A ledger with tiers that the test itself plays; see `Bench`."""
     return Bench
+
+
+@pytest.fixture
+def engine():
+    return Bench()

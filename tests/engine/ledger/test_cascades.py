@@ -116,8 +116,7 @@ def test_a_chunk_that_did_not_reach_a_tier_is_not_looked_for_there(bench):
 
 
 @pytest.mark.parametrize("code", list(Code))
-def test_each_reason_why_a_chunk_did_not_move_is_counted_by_its_name(bench, code):
-    engine = bench()
+def test_each_reason_why_a_chunk_did_not_move_is_counted_by_its_name(engine, code):
     engine.store("a")
     engine.fail(*engine.step(), code)
     counters = engine.counters()

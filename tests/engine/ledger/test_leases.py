@@ -21,8 +21,7 @@ def test_a_request_that_waits_leases_its_hits_and_one_that_need_not_leases_nothi
     assert engine.store("xyz") is None  # Only one row is free, and none can be evicted.
 
 
-def test_a_lease_ends_when_its_request_loads_the_row(bench):
-    engine = bench()
+def test_a_lease_ends_when_its_request_loads_the_row(engine):
     engine.holds("b")
     engine.stored_alone("a")
     waiting = engine.request()

@@ -44,8 +44,7 @@ def test_all_tiers_that_do_not_know_are_asked_once_whoever_looks_and_answer_key_
         *((None, 9.9, MISS), (None, 10.0, RETRY)),
     ],
 )
-def test_an_answer_is_believed_for_its_time_and_not_longer(bench, present, seconds, answered):
-    engine = bench()
+def test_an_answer_is_believed_for_its_time_and_not_longer(engine, present, seconds, answered):
     engine.lookup("a")
     engine.answer(*engine.step(), present)
     engine.step(seconds)
@@ -55,8 +54,7 @@ def test_an_answer_is_believed_for_its_time_and_not_longer(bench, present, secon
 @pytest.mark.parametrize(
     ("end", "counted"), [(True, 0), (False, 0), (None, 1), (Code.DEADLINE, 1), (Code.LOST, 0), (Code.REFUSED, 0)]
 )
-def test_a_probe_without_an_answer_is_counted_and_no_transfer(bench, end, counted):
-    engine = bench()
+def test_a_probe_without_an_answer_is_counted_and_no_transfer(engine, end, counted):
     engine.lookup("a")
     (probe,) = engine.step()
     if isinstance(end, Code):
@@ -70,8 +68,7 @@ def test_a_probe_without_an_answer_is_counted_and_no_transfer(bench, end, counte
 @pytest.mark.parametrize(
     ("complete", "answers"), [(None, [PENDING, RETRY]), (False, [PENDING, RETRY]), (True, [PENDING, MISS])]
 )
-def test_a_tier_is_asked_for_keys_that_it_has_not_listed_unless_its_list_is_complete(bench, complete, answers):
-    engine = bench()
+def test_a_tier_is_asked_for_keys_that_it_has_not_listed_unless_its_list_is_complete(engine, complete, answers):
     engine.holds("a")
     if complete is not None:
         engine.knows_all(complete=complete)
@@ -125,8 +122,7 @@ def test_a_miss_is_counted_once_a_request_and_key_for_each_tier_that_was_asked(b
     assert [tier.counters.misses for tier in engine.ledger.tiers] == [3, 3]
 
 
-def test_a_late_outcome_of_a_probe_that_is_not_known_any_more_changes_nothing(bench):
-    engine = bench()
+def test_a_late_outcome_of_a_probe_that_is_not_known_any_more_changes_nothing(engine):
     engine.lookup("a")
     (probe,) = engine.step()
     engine.reset()
@@ -137,9 +133,8 @@ def test_a_late_outcome_of_a_probe_that_is_not_known_any_more_changes_nothing(be
 
 
 @pytest.mark.parametrize("complete", [True, False, None])
-def test_an_answer_that_is_older_than_a_store_of_ours_is_not_believed(bench, complete):
+def test_an_answer_that_is_older_than_a_store_of_ours_is_not_believed(engine, complete):
     """Or, without a complete list (None), than the tier's report."""
-    engine = bench()
     engine.lookup("a")
     (probe,) = engine.step()
     if complete is None:
@@ -162,9 +157,8 @@ def test_a_tier_is_asked_for_so_many_keys_at_once_and_no_more(bench):
     assert engine.lookup("c") == [RETRY]
 
 
-def test_a_tier_on_trial_is_asked_for_no_more_keys_than_it_is_sent_chunks(bench):
+def test_a_tier_on_trial_is_asked_for_no_more_keys_than_it_is_sent_chunks(engine):
     """And that it answers does not end the trial: what is listed may be unreadable."""
-    engine = bench()
     breaker = engine.ledger.tiers[0].breaker
     for name in "abc":
         engine.lookup(name)

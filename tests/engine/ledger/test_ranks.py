@@ -14,9 +14,8 @@ def end(engine, names, matchers=None):
 
 
 @pytest.mark.parametrize("position", [False, True])
-def test_a_tier_hears_of_a_request_that_is_over_in_prefix_order(bench, position):
+def test_a_tier_hears_of_a_request_that_is_over_in_prefix_order(engine, position):
     """Also of what came in pieces, or was found in the primary."""
-    engine = bench()
     place = {key: place for place, key in enumerate(engine.keys("abcd"))}.get if position else None
     request = engine.request(position=place)
     for piece in ("d", "ab", "c") if position else ("ab", "cd"):
@@ -32,9 +31,8 @@ def test_a_tier_hears_of_a_request_that_is_over_in_prefix_order(bench, position)
     assert engine.settled()
 
 
-def test_from_the_first_hint_on_every_end_is_told_as_one(bench):
+def test_from_the_first_hint_on_every_end_is_told_as_one(engine):
     """A tier learns from them which session goes on; a session without hints counts, too."""
-    engine = bench()
     engine.holds("a")
     engine.store("a")
     said = []
@@ -76,8 +74,7 @@ def test_a_long_request_is_told_of_in_parts_the_tail_first_and_of_too_many_the_n
 
 
 @pytest.mark.parametrize("why", ["the bridge refuses it", "the runner is lost"])
-def test_advice_that_cannot_be_given_is_dropped(bench, why):
-    engine = bench()
+def test_advice_that_cannot_be_given_is_dropped(engine, why):
     engine.holds("a")
     if why == "the runner is lost":
         engine.ledger.apply(RunnerLost(0, "killed"))

@@ -60,9 +60,8 @@ def test_a_probe_after_a_failed_load_removes_missing_chunks(silent, listed):
 
 
 @pytest.mark.parametrize("complete", [True, False])
-def test_a_tier_that_reports_is_spoken_for_only_when_it_deletes(bench, complete):
+def test_a_tier_that_reports_is_spoken_for_only_when_it_deletes(engine, complete):
     """No tier reports deletions, by the contract; so the engine does."""
-    engine = bench()
     engine.holds("abc")
     engine.knows_all(complete=complete)
     engine.lookup("a")

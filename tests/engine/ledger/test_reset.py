@@ -8,8 +8,7 @@ from kvtier.runner.messages import Cascade, Code, Delete, Promote, unpack_keys
 from tests.engine.ledger.bench import HIT, MISS, PENDING, RETRY
 
 
-def test_until_the_workers_have_flushed_nothing_is_promoted_and_stores_go_on(bench):
-    engine = bench()
+def test_until_the_workers_have_flushed_nothing_is_promoted_and_stores_go_on(engine):
     engine.stored_in_tiers("a")
     engine.ledger.reset()
     assert engine.lookup("ab") == [MISS, MISS]
@@ -20,8 +19,7 @@ def test_until_the_workers_have_flushed_nothing_is_promoted_and_stores_go_on(ben
     assert engine.lookup("abc") == [PENDING, RETRY, HIT]
 
 
-def test_a_reset_drops_all_but_queued_deletions_with_an_event_for_each_key(bench):
-    engine = bench()
+def test_a_reset_drops_all_but_queued_deletions_with_an_event_for_each_key(engine):
     engine.holds("b")
     engine.store("ad")
     engine.ledger.prepare_store(engine.keys("e"), engine.request())
@@ -82,8 +80,7 @@ def deleted(actions):
     return [unpack_keys(action.keys) for action in actions if isinstance(action, Delete)]
 
 
-def test_keys_held_until_a_reset_are_deleted_in_tiers_a_second_time(bench):
-    engine = bench()
+def test_keys_held_until_a_reset_are_deleted_in_tiers_a_second_time(engine):
     engine.store("a")
     engine.step()
     assert engine.ledger.forget(engine.keys("a")) == 0

@@ -10,8 +10,7 @@ def lose(engine, epoch=0, *, back=False):
         engine.ledger.apply(RunnerBack(epoch + 1))
 
 
-def test_transfers_of_a_lost_runner_are_lost_and_counted(bench):
-    engine = bench()
+def test_transfers_of_a_lost_runner_are_lost_and_counted(engine):
     engine.holds("a")
     engine.store("b")
     engine.lookup("a", request := engine.request())
@@ -46,8 +45,7 @@ def test_a_successor_works_while_its_predecessor_still_holds_rows_which_are_no_f
     assert engine.settled()
 
 
-def test_after_a_loss_known_keys_stay_known_and_the_rest_is_probed(bench):
-    engine = bench()
+def test_after_a_loss_known_keys_stay_known_and_the_rest_is_probed(engine):
     engine.holds("a")
     engine.knows_all()
     assert engine.lookup("b") == [MISS]
@@ -58,8 +56,7 @@ def test_after_a_loss_known_keys_stay_known_and_the_rest_is_probed(bench):
     assert engine.lookup("d") == [MISS]
 
 
-def test_while_there_is_no_runner_a_look_up_misses_at_once_and_stores_stay_in_the_primary(bench):
-    engine = bench()
+def test_while_there_is_no_runner_a_look_up_misses_at_once_and_stores_stay_in_the_primary(engine):
     engine.holds("a")
     lose(engine)
     assert engine.lookup("ab") == [MISS, MISS]

@@ -39,8 +39,7 @@ def recorded():
     return Ledger(8, policy, (), LedgerLimits(8, 8, 10.0, 64)), policy.told
 
 
-def test_a_plan_gives_each_absent_key_one_row_of_its_own(bench):
-    engine = bench()
+def test_a_plan_gives_each_absent_key_one_row_of_its_own(engine):
     engine.stored_alone("b")
     plan = engine.store("abac")
     assert plan.keys == engine.keys("ac")
@@ -68,8 +67,7 @@ def test_a_store_never_evicts_what_it_was_offered(bench):
     assert engine.ready() == "cde"
 
 
-def test_a_chunk_is_loadable_only_when_its_store_is_complete(bench):
-    engine = bench()
+def test_a_chunk_is_loadable_only_when_its_store_is_complete(engine):
     request = engine.request()
     engine.ledger.prepare_store(engine.keys("ab"), request)
     engine.ledger.complete_store(engine.keys("a"), request)
@@ -152,8 +150,7 @@ def test_a_deleted_chunk_is_gone_from_the_primary_and_from_every_tier(bench):
     assert engine.settled()
 
 
-def test_a_held_chunk_is_returned_by_delete_and_stays(bench):
-    engine = bench()
+def test_a_held_chunk_is_returned_by_delete_and_stays(engine):
     engine.store("ab")
     (store,) = engine.step()
     assert engine.ledger.delete(engine.keys("abc")) == engine.keys("ab")

@@ -160,9 +160,8 @@ def test_nothing_is_under_way_when_asking_or_telling_fails(file, watched, fails)
     assert watched.under_way == 0
 
 
-@pytest.mark.usefixtures("outside")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_fork_has_contexts_of_its_own(file, monkeypatch):
+def test_a_fork_has_contexts_of_its_own(outside, file, monkeypatch):
     results = spoiled(monkeypatch, lambda result: result)
     asked = Asked(file[0], list(range(PAGES)))
     Reads(1 << 20)(asked.wanted)
