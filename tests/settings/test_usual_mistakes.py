@@ -74,11 +74,7 @@ MISTAKES = [
     (engine(limits={"action_chunks": 1 << 30}), "limits.action_chunks: 1073741824 given", "at least 1 and at most"),
     (engine(namespace={"model_name": "a\0"}), "namespace.model_name: 'a\\x00' given", "accepted"),
     (engine(namespace=OF_OTHERS), "namespace.row_bytes: 4,096 given", "but chunk_bytes makes rows of 16,384"),
-    (
-        engine(secondary_tiers=[FS, {**FS, "name": "0:fs"}]),
-        "secondary_tiers[1].name: '0:fs' given",
-        "a name of its own",
-    ),
+    (engine(secondary_tiers=[FS, {**FS, "name": "0:fs"}]), "secondary_tiers[1].name: '0:fs' given", "a unique name"),
     (tier(name="cpu"), f"{TIER}.name: 'cpu' given", "a unique name accepted"),
     (tier(medium="DISK"), f"{TIER}.medium: 'DISK' given", "'CPU' or 'STORAGE'"),
     (tier(options={"root": "/y"}), f"{TIER}.options: no such field", "Known here"),
