@@ -33,11 +33,9 @@ def start(model: str, directory: str) -> LLM:
         enforce_eager=True,
         enable_prefix_caching=True,
         kv_transfer_config=KVTransferConfig(
-            kv_connector="OffloadingConnector",
+            kv_connector="KVTierConnector",
             kv_role="kv_both",
             kv_connector_extra_config={
-                "spec_name": "KVTierOffloadingSpec",
-                "spec_module_path": "kvtier.integrations.vllm",
                 "cpu_bytes_to_use": "64MiB",
                 "secondary_tiers": [{"type": "fs", "root": directory, "capacity_bytes": "1GiB"}],
             },

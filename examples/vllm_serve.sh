@@ -25,11 +25,9 @@ export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1} VLLM_LOGGING_LEVEL=${
 vllm serve "$model" --served-model-name demo --host 127.0.0.1 --port "$port" \
     --max-model-len 1280 --block-size 32 --num-gpu-blocks-override 48 --enforce-eager --enable-prompt-tokens-details \
     --kv-transfer-config '{
-        "kv_connector": "OffloadingConnector",
+        "kv_connector": "KVTierConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
-            "spec_name": "KVTierOffloadingSpec",
-            "spec_module_path": "kvtier.integrations.vllm",
             "cpu_bytes_to_use": "64MiB",
             "secondary_tiers": [{"type": "fs", "root": "'"$directory"'", "capacity_bytes": "1GiB"}]
         }

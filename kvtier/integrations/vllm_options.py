@@ -37,7 +37,10 @@ Text = Annotated[str, msgspec.Meta(min_length=1)]
 
 WHERE = "kv_connector_extra_config"
 PACKAGE = "kvtier.integrations.vllm"
+CONNECTOR = "KVTierConnector"
+SPEC = "KVTierOffloadingSpec"
 SECOND = "KVTierSecondaryTier"
+TIER = "kvtier"  # The type of a secondary tier, as the plug-in registers it: `SECOND` is its class.
 ANYWHERE: Mapping[str, str] = dict.fromkeys(PLACES, "0")
 """The places of no engine, to check options alone."""
 
@@ -95,23 +98,30 @@ def read_line(given: Any) -> "VllmOptions | tuple[SecondaryOptions, ...]":
     extra: Any = given.get(WHERE)
     if not is_table(extra):
         raise ConfigError(f"{WHERE}: missing, a table of fields required")
-    if extra.get("spec_name") == "KVTierOffloadingSpec":
-        if given.get("kv_connector") == "KVTierConnector":
-            _require_module(given, "kv_connector_module_path", "")
-        _require_module(extra, "spec_module_path", f"{WHERE}.")
+    extra = with_spec(extra) if given.get("kv_connector") == CONNECTOR else extra
+    if extra.get("spec_name") == SPEC:
+        _require_ours(given, "kv_connector_module_path", "")
+        _require_ours(extra, "spec_module_path", f"{WHERE}.")
         return _checked_options(read_options(extra))
     tiers: Any = extra.get("secondary_tiers")
-    ours = [one for one in tiers if is_table(one) and one.get("type") == SECOND] if is_list(tiers) else []
+    ours = [one for one in tiers if is_table(one) and one.get("type") in (SECOND, TIER)] if is_list(tiers) else []
     if not ours:
-        raise ConfigError(f"{WHERE}.spec_name: nothing of kvtier's given, 'KVTierOffloadingSpec' accepted")
+        raise ConfigError(f"{WHERE}.spec_name: nothing of kvtier's given, {SPEC!r} accepted")
     for tier in ours:
-        _require_module(tier, "module_path", "secondary_tiers[].")
+        _require_ours(tier, "module_path", "secondary_tiers[].")
     return tuple(_second(tier) for tier in ours)
 
 
-def _require_module(given: Mapping[str, Any], name: str, where: str) -> None:
-    if given.get(name) != PACKAGE:
-        raise ConfigError(f"{where}{name}: {shown(given.get(name))} given, {PACKAGE!r} accepted")
+def with_spec(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `kv_connector_extra_config` for `CONNECTOR`: kvtier's spec, by its module, unless it names another."""
+    named = {"spec_name": SPEC, **extra}
+    return {"spec_module_path": PACKAGE, **named} if named["spec_name"] == SPEC else named
+
+
+def _require_ours(given: Mapping[str, Any], name: str, where: str) -> None:
+    """Refuse another module's path; none is needed where the plug-in has registered the name."""
+    if given.get(name, PACKAGE) != PACKAGE:
+        raise ConfigError(f"{where}{name}: {shown(given.get(name))} given, {PACKAGE!r} accepted, or none")
 
 
 def _checked_options(options: VllmOptions) -> VllmOptions:

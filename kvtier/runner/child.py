@@ -1,7 +1,8 @@
 """The runner's own process: `python -m kvtier.runner.child SOCKET_FD REGION_FD LOG_LEVEL PID NUMBER [OWNER_PIDFD]`.
 
-It imports no torch and never forks. It ends when its socket does, or its owner, even if a fork of that lives on. It
-ignores signals to the whole process group, such as Ctrl-C: the owner may still have chunks to store.
+It imports no torch and never forks. It ends when its socket does, or its owner, even if a fork of that lives on: its
+tiers are closed in order, within `close_s`. It ignores signals to the whole process group, such as Ctrl-C: the owner
+may still have chunks to store.
 """
 
 import asyncio
@@ -24,8 +25,6 @@ from kvtier.runner import messages
 from kvtier.runner.runner import Runner, RunnerTier, open_tiers
 
 logger = logging.getLogger(__name__)
-
-ORPHAN_S = 0.5  # For writes in flight when the owner is gone; a process that waits longer is a leak.
 
 
 class OwnerSocket:
@@ -85,7 +84,7 @@ async def serve(owner_socket: socket.socket, region_fd: int, engine: EngineId, o
     runner.start()
     beating = asyncio.ensure_future(_beat(owner, config.limits.heartbeat_s / 2))
     deadline_s = await _take(coming, reader, runner)
-    abandoned = await runner.aclose(deadline_s)
+    abandoned = await runner.aclose(config.limits.close_s if deadline_s is None else deadline_s)
     beating.cancel()
     owner.post(messages.Closed(abandoned))
     await owner.drain()
@@ -101,8 +100,8 @@ def _end(reader: StreamReader, fd: int) -> None:
     reader.feed_eof()
 
 
-async def _take(coming: Awaitable[bytes | None], reader: StreamReader, runner: Runner) -> float:
-    """Submit actions until the owner closes; return the deadline for that."""
+async def _take(coming: Awaitable[bytes | None], reader: StreamReader, runner: Runner) -> float | None:
+    """Submit actions until the owner closes; return the deadline for that, or None if the owner is gone."""
     body = await coming
     while body is not None:
         actions: list[messages.Action] = []
@@ -112,7 +111,7 @@ async def _take(coming: Awaitable[bytes | None], reader: StreamReader, runner: R
             actions.append(action)
         runner.submit(actions)
         body = await messages.read_frame(reader)
-    return ORPHAN_S
+    return None
 
 
 async def _beat(owner: OwnerSocket, every_s: float) -> None:

@@ -5,6 +5,7 @@ not take at once. It listens for heartbeats, and starts the next runner when one
 pops and pushes.
 """
 
+import errno
 import logging
 import os
 import select
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -29,16 +31,69 @@ from kvtier.runner import messages
 from kvtier.runner.bridge import Bridge, opening_s
 
 RECEIVE_BYTES = 1 << 20
+PID_BYTES = 20  # The digits of any process id.
 BEATS_MISSED = 3  # More of them in a row are a hung loop.
 RESTART_S = (0.0, 0.1, 0.5, 1.0, 5.0)  # Before each further start in a row that did not get as far as open tiers.
 
 logger = logging.getLogger(__name__)
 
 
+class Detached:
+    """A runner that is no child of this process, by a descriptor of its process: it has no exit status."""
+
+    def __init__(self, pid: int, pidfd: int) -> None:
+        self.pid = pid
+        self._pidfd = pidfd
+        self._lock = threading.Lock()  # Without it, a closed number could be another process's when it is killed.
+        self._close = weakref.finalize(self, os.close, pidfd)  # In a fork, whose supervisor is gone, by itself.
+
+    def poll(self) -> int | None:
+        """Return 0 if it has ended."""
+        with self._lock:
+            return self._ended(0) if self._close.alive else 0
+
+    def wait(self) -> int | None:
+        """Return 0 once it has ended. One thread waits, and the descriptor is closed then."""
+        ended = self._ended(None)
+        with self._lock:
+            self._close()
+        return ended
+
+    def kill(self) -> None:
+        with self._lock, suppress(ProcessLookupError):
+            if self._close.alive:
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def _ended(self, timeout_ms: int | None) -> int | None:
+        poller = select.poll()
+        poller.register(self._pidfd, select.POLLIN)
+        return 0 if poller.poll(timeout_ms) else None
+
+
+Child = Detached | subprocess.Popen[bytes]
+
+
+def _detached(starter: subprocess.Popen[bytes], owner_socket: socket.socket, timeout_s: float) -> Child:
+    """Wait for the runner's first message and its starter's end; OSError if it does not come, or without a descriptor.
+
+    A starter that ended without one is returned: its socket shows it.
+    """
+    owner_socket.settimeout(timeout_s)
+    try:
+        pid, fds, _, _ = socket.recv_fds(owner_socket, PID_BYTES, 1)
+    finally:
+        owner_socket.settimeout(None)
+        starter.kill()
+        starter.wait()
+    if pid and not fds:  # The kernel leaves a descriptor out that exceeds the limit.
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    return Detached(int(pid), fds[0]) if pid else starter
+
+
 class RunnerProcess:
     """A child, the owner's end of its socket, and frames that are not sent yet. Threads share them under a lock."""
 
-    def __init__(self, epoch: int, process: "subprocess.Popen[bytes]", owner_socket: socket.socket) -> None:
+    def __init__(self, epoch: int, process: Child, owner_socket: socket.socket) -> None:
         self.epoch = epoch
         self.process = process
         self.socket = owner_socket
@@ -60,16 +115,16 @@ class RunnerProcess:
                 at_end.callback(os.close, owner_fds[0])
             fds = (theirs.fileno(), region_fd, *owner_fds)
             given = map(str, (theirs.fileno(), region_fd, messages.wanted_level(), *engine, *owner_fds))
+            module = "kvtier.runner.detached" if owner_fds else "kvtier.runner.child"
             process = subprocess.Popen(  # noqa: S603  # Our own module, with numbers for arguments.
-                [sys.executable, "-P", "-m", "kvtier.runner.child", *given],
-                pass_fds=fds,
-                stdin=subprocess.DEVNULL,
-                env=environment,
+                [sys.executable, "-P", "-m", module, *given], pass_fds=fds, stdin=subprocess.DEVNULL, env=environment
             )
+            theirs.close()  # A starter that ends shows at the other end.
+            child = _detached(process, ours, opening_s(config)) if owner_fds else process
             unless_started.pop_all()
         with suppress(OSError):  # It has ended already, which its socket shows.
             ours.sendall(messages.framed(msgspec.msgpack.encode(config)))
-        return cls(epoch, process, ours)
+        return cls(epoch, child, ours)
 
     def queue(self, items: Sequence[messages.Action | messages.Close]) -> None:
         self.unsent.append((memoryview(messages.frame(items)), len(items)))

@@ -41,6 +41,11 @@ COMMANDS = {
         "Check a configuration, and show what holds in the end.",
         ("kvtier config check kvtier.toml --json",),
     ),
+    "vllm-config": Command(
+        "configuration:vllm_config",
+        "Print vLLM's option for kvtier, checked on this machine.",
+        ("kvtier vllm-config --memory 8G --disk /var/tmp/kvtier:100G",),
+    ),
     "verify": Command(
         "directory:verify",
         "Check every chunk in a tier's directory.",

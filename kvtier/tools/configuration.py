@@ -1,7 +1,8 @@
-"""`kvtier config check`: the effective configuration, and what would fail on this machine."""
+"""`kvtier config check` and `kvtier vllm-config`: configurations, and what would fail on this machine."""
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
@@ -12,7 +13,15 @@ import typer
 from kvtier.backend import Options
 from kvtier.config import EngineConfig, TierConfig, placed, read_json, read_tables, tier_options
 from kvtier.errors import ConfigError, one_line
-from kvtier.integrations.vllm_options import ANYWHERE, SecondaryOptions, VllmOptions, is_line, read_line
+from kvtier.integrations.vllm_options import (
+    ANYWHERE,
+    CONNECTOR,
+    WHERE,
+    SecondaryOptions,
+    VllmOptions,
+    is_line,
+    read_line,
+)
 from kvtier.settings import option_fields, read_toml
 from kvtier.settings.fields import is_list, is_secret, is_table, without_login
 from kvtier.tools import statuses
@@ -42,8 +51,34 @@ def check(
     for name, value in _flat(told, ""):
         table.add_row(name, value)
     write_json(json_path, CheckedConfig(told, doubts)).print(table)
+    _report(doubts, path)
+
+
+def vllm_config(
+    memory: Annotated[str, typer.Option(metavar="SIZE", help="Host memory, of all workers of an engine together.")],
+    disk: Annotated[
+        list[str] | None,
+        typer.Option(metavar="DIR:SIZE", help="A directory, and the most that it takes. May be given several times."),
+    ] = None,
+) -> None:
+    """Print vLLM's option for kvtier, quoted for a shell. Status 1: it would fail on this machine."""
+    extra = {"cpu_bytes_to_use": memory, "secondary_tiers": [_disk(each) for each in disk or ()]}
+    line = {"kv_connector": CONNECTOR, "kv_role": "kv_both", WHERE: extra}
+    doubts = list(_doubts(read_line(line)))
+    typer.echo(f"--kv-transfer-config {shlex.quote(encoded(line).decode())}")
+    _report(doubts, "vllm-config")
+
+
+def _disk(given: str) -> dict[str, str]:
+    root, _, size = given.rpartition(":")
+    if not root:
+        raise ConfigError(f"--disk {given!r}: expected DIR:SIZE, such as /var/tmp/kvtier:100G")
+    return {"type": "fs", "root": os.path.abspath(root), "capacity_bytes": size}
+
+
+def _report(doubts: Sequence[str], where: str) -> None:
     for doubt in doubts:
-        typer.echo(one_line(f"kvtier: {path}: {doubt}"), err=True)
+        typer.echo(one_line(f"kvtier: {where}: {doubt}"), err=True)
     if doubts:
         raise typer.Exit(statuses.DATA_WRONG)
 

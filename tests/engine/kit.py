@@ -11,10 +11,12 @@ from msgspec.structs import replace
 from kvtier import EngineConfig, StepManager, make_offload_key
 from kvtier.settings import decode
 from tests.engine.ledger import bench
+from tests.own import processes
 
 CHUNK_BYTES = 4_096
 PATIENCE_S = 60.0  # For what must happen: a machine under load may take its time.
 
+DETACHED = b"kvtier.runner.detached"  # The module that starts a runner.
 FAULTY = "kvtier.testing.faults:FaultyBackend"
 
 
@@ -135,9 +137,9 @@ async def at_rest(engine):
 
 
 def children():
-    """Return the ids of running child processes.
+    """Return the ids of running child processes, and of this process's runners, which are detached.
 
-    Servers of other tests do not count, nor does the resource tracker of `multiprocessing`.
+    Servers of other tests do not count, nor does the resource tracker of `multiprocessing`, nor a runner's starter.
     """
     found = set[int]()
     for task in Path("/proc/self/task").iterdir():
@@ -145,14 +147,26 @@ def children():
             found |= set(map(int, (task / "children").read_text().split()))
         except OSError:
             continue  # The thread has ended.
-    return {pid for pid in found if _runs_python(pid) and not _is_a_tracker(pid)}
+    runners = {pid for pid in processes() if _owner(pid) == os.getpid()}
+    return {pid for pid in found - runners if _runs_python(pid) and not _is_a_tracker(pid)} | (runners - found)
+
+
+def _owner(pid):
+    """Return the process that started this runner; None for any other process."""
+    command = _command(pid)
+    at = command.index(DETACHED) if DETACHED in command else len(command)
+    return int(command[at + 4]) if len(command) > at + 4 else None  # After a socket, a region and a log level.
 
 
 def _is_a_tracker(pid):
+    return any(b"multiprocessing.resource_tracker" in word for word in _command(pid))
+
+
+def _command(pid):
     try:
-        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
-        return False
+        return []
 
 
 def _runs_python(pid):

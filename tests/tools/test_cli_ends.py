@@ -80,9 +80,10 @@ FIRST = {
 
 def whole(name, *first):
     """Return a valid call of a command, to which a wrong option is added, or a wrong argument is given."""
-    own = {"bench": ["."], "config check": ["good.toml"], "selftest": [], "top": ["1"]}
+    own = {"bench": ["."], "config check": ["good.toml"], "selftest": [], "top": ["1"], "vllm-config": []}
     argument = own.get(name, ["root" if name in DIRECTORY_COMMANDS else "trace.jsonl"])
-    more = {"prune": ["--leftovers"], "selftest": ["--device", "cpu"], "top": ["--once"]}.get(name, [])
+    options = {"prune": ["--leftovers"], "selftest": ["--device", "cpu"], "top": ["--once"]}
+    more = options.get(name, ["--memory", "1MiB"] if name == "vllm-config" else [])
     return [*name.split(), *(first or argument), *more]
 
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shlex
 import subprocess
 import sys
 
@@ -29,6 +30,8 @@ root = "/tier"
 {}
 """
 PACKAGE = "kvtier.integrations.vllm"
+SECOND = {"type": "KVTierSecondaryTier", "module_path": PACKAGE, "backend": "fs"}
+SHORT = {"kv_connector": "KVTierConnector", "kv_role": "kv_both"}
 
 
 def line(tier, **extra):
@@ -103,7 +106,7 @@ def test_vllms_line_is_checked_from_a_file_and_from_stdin(run, tmp_path):
     assert json.loads(out)["configuration"]["late_margin"] == 1.5
 
 
-@pytest.mark.parametrize("own", [{}, {"type": "KVTierSecondaryTier", "module_path": PACKAGE, "backend": "fs"}])
+@pytest.mark.parametrize("own", [{}, SECOND, {"type": "kvtier", "backend": "fs"}], ids=["first", "path", "type"])
 def test_a_place_in_a_path_of_vllms_line_is_accepted(run, tmp_path, own):
     tier = {"type": "fs", "root": str(tmp_path / "{dp_rank}"), **own}
     spec = "TieringOffloadingSpec" if own else "KVTierOffloadingSpec"
@@ -113,6 +116,24 @@ def test_a_place_in_a_path_of_vllms_line_is_accepted(run, tmp_path, own):
     assert "secondary_tiers[0].layout" in out
     status, _, err = run("-", given=line({**tier, "rot": 1}, spec_name=spec))
     assert (status, "rot: no such field; did you mean 'root'?" in err) == (2, True)
+
+
+def test_vllms_line_is_printed_for_memory_and_disks_and_is_right_as_it_stands(run, tmp_path, capsys):
+    disks = [f"--disk={tmp_path}/it's one:1G", f"--disk={tmp_path}/two:2G"]
+    assert run_command("vllm-config", "--memory", "8G", *disks) == 0
+    option, written = shlex.split(capsys.readouterr().out)
+    assert option == "--kv-transfer-config"
+    status, out, err = run("-", "--json", given=written)
+    assert (status, err) == (0, "")
+    configuration = json.loads(out)["configuration"]
+    assert configuration["cpu_bytes_to_use"] == 8 << 30
+    roots = [(tier["root"], tier["capacity_bytes"]) for tier in configuration["secondary_tiers"]]
+    assert roots == [(f"{tmp_path}/it's one", 1 << 30), (f"{tmp_path}/two", 2 << 30)]
+
+
+def test_a_disk_that_this_machine_lacks_is_found_before_vllm_starts(tmp_path, capsys):
+    assert run_command("vllm-config", "--memory", "8G", "--disk", f"{tmp_path}/absent/deeper:1G") == 1
+    assert "kvtier: vllm-config: secondary_tiers[0].root: cannot create" in capsys.readouterr().err
 
 
 def test_a_secret_that_looks_like_a_place_is_not_shown(run):
@@ -127,11 +148,15 @@ def test_a_secret_that_looks_like_a_place_is_not_shown(run):
         (line({"type": "fs"}), "kv_connector_extra_config.secondary_tiers[0].root: missing, a path"),
         (line({"type": "dummy"}, deadline_s=3), "did you mean 'kv_connector_extra_config.secondary_tiers[0].limits.d"),
         ('{"kv_connector": "KVTierConnector", "cpu_bytes_to_use": 1}', "did you mean 'kv_connector_extra_config.cpu"),
+        (json.dumps({**SHORT, "kv_connector_extra_config": {}}), "kv_connector_extra_config.cpu_bytes_to_use: missing"),
+        (line({"type": "dummy"}, spec_module_path="other"), "spec_module_path: 'other' given, 'kvtier.integrations.vl"),
+        (line({**SECOND, "module_path": "x"}, spec_name="Other"), "secondary_tiers[].module_path: 'x' given"),
+        (line({"type": "fs"}, spec_name="Other"), "spec_name: nothing of kvtier's given"),
         ("{", "is malformed"),
         ("cpu_bytes_to_use = 1", "chunk_bytes: missing"),
         (MISNAMED.format(""), "secondary_tiers[0].type: missing, text, of length at least 1 required (did you mean it"),
     ],
-    ids=range(6),
+    ids=range(10),
 )
 def test_a_wrong_field_of_a_line_is_refused_by_its_path(run, given, told):
     status, out, err = run("-", given=given)

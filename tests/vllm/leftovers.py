@@ -16,7 +16,7 @@ def runners():
                 command = file.read()
         except OSError:  # It ended while we looked.
             continue
-        if b"kvtier.runner.child" in command and is_ours(pid):
+        if b"kvtier.runner.detached" in command and is_ours(pid):
             found.add(pid)
     return found
 

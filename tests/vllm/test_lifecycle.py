@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.integrations.vllm import require_known_version
 from tests.vllm.engines import PROMPT_HITS, Engine, computed, hits, kvtier, kvtier_files, prompts, right, tokens
 from tests.vllm.leftovers import leftovers, runners, wait_until_gone
 from tests.vllm.peer import start
@@ -83,17 +82,6 @@ def test_a_second_engine_on_a_root_that_is_not_shared_is_refused_by_the_name_of_
         with pytest.raises(AssertionError, match=refusal), peer.engine(llama, kvtier(disk)):
             pass
         assert tokens(engine.answer(prompts(2))) == right(llama, prompts(2))
-
-
-@pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0.0rc1", "dev"])
-def test_a_known_version_is_taken_and_another_is_refused_in_one_sentence(version):
-    assert [require_known_version(f"0.{known}") for known in ("32.1+cpu", "33.0rc2")] == ["0.32", "0.33"]
-    with pytest.raises(ConfigError) as refused:
-        require_known_version(version)
-    assert str(refused.value) == (
-        f"kvtier works inside vLLM 0.32 and 0.33, and this is vLLM {version}: "
-        "install one of these, or a kvtier that knows this one"
-    )
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from collections import Counter
 
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier import __version__
@@ -17,16 +18,28 @@ from kvtier.config import EngineConfig
 from kvtier.engine.ledger import ledger_of
 from kvtier.engine.metrics import Metrics
 from kvtier.integrations.vllm import KVTierOffloadingSpec
-from kvtier.integrations.vllm.stats import Stats, log_as_vllm, metric_definitions
+from kvtier.integrations.vllm.stats import Stats, engine_series, log_as_vllm, metric_definitions
 from tests.vllm.engines import Engine, fill, kvtier, prompts
 
 BLOCK_BYTES = 64 << 10
+VLLMS = {TieringOffloadingMetrics.CHUNK_HITS, TieringOffloadingMetrics.CHUNK_QUERIES}
 
 
 def test_every_metric_of_kvtiers_is_declared_to_vllm():
     config = EngineConfig(cpu_bytes_to_use=1 << 20, chunk_bytes=BLOCK_BYTES, namespace=Namespace(model_name="m"))
     own = Metrics(ledger_of(config, None, Stats().observe)).registry
-    assert metric_definitions().keys() == {family.name for family in own.collect()}
+    assert metric_definitions().keys() == {family.name for family in own.collect()} | VLLMS
+
+
+def test_two_metrics_have_the_names_of_vllms_tiering_too():
+    tier = {"type": "dummy"}
+    config = EngineConfig.from_dict(
+        {"cpu_bytes_to_use": 1 << 20, "chunk_bytes": BLOCK_BYTES, "secondary_tiers": [tier]}
+    )
+    ledger = ledger_of(config, None, Stats().observe)
+    ledger.tiers[0].counters.hits, ledger.tiers[0].counters.misses, ledger.tiers[0].counters.declined = 5, 3, 2
+    read = {each.name: (each.labels, each.read()) for each in engine_series(ledger) if each.name in VLLMS}
+    assert read == dict(zip(sorted(VLLMS), [(("0:dummy",), 5), (("0:dummy",), 10)], strict=True))
 
 
 def test_hits_name_their_source_and_facts_are_labels_that_were_declared(llama, disk):

@@ -5,19 +5,27 @@ step before was answered, whichever was later, and ends with its answer. So idle
 waited behind another counts its own time.
 """
 
+import logging
+import math
 import time
 from collections import deque
+from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from kvtier.config import EngineConfig
+from kvtier.errors import Remedy
 from kvtier.integrations.vllm.manager import VllmManager
 from kvtier.integrations.vllm.rows import require_one_node
+from kvtier.integrations.vllm_options import with_spec
+
+logger = logging.getLogger(__name__)
 
 DECODE_NEWEST = 0.125  # The newest step's part in the mean time of a step that only decodes.
 
@@ -30,12 +38,20 @@ class KVTierConnector(OffloadingConnector):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         require_one_node(vllm_config)
+        _name_spec(vllm_config)
         super().__init__(vllm_config, role, kv_cache_config)
         manager = None if self.connector_scheduler is None else self.connector_scheduler.manager
         self._meter: PrefillMeter | None = None
-        if isinstance(manager, VllmManager) and manager.engine.config.prefill_tokens_per_s is None:
+        if isinstance(manager, VllmManager):
             self._engine = manager.engine
-            self._meter = PrefillMeter(vllm_config.max_concurrent_batches)
+            _warn_of_short_end(self._engine.config, vllm_config.shutdown_timeout)
+            if self._engine.config.prefill_tokens_per_s is None:
+                self._meter = PrefillMeter(vllm_config.max_concurrent_batches)
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: VllmConfig, *given: Any, **named: Any) -> KVConnectorPromMetrics:
+        _name_spec(vllm_config)  # In the API server's process, too.
+        return super().build_prom_metrics(vllm_config, *given, **named)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         if self._meter is not None:
@@ -47,6 +63,26 @@ class KVTierConnector(OffloadingConnector):
         if self._meter is not None and (prefill := self._meter.answered(time.monotonic())):
             self._engine.note_prefill(*prefill)
         return super().get_kv_connector_stats()
+
+
+def _name_spec(config: VllmConfig) -> None:
+    """Let vLLM's factory make kvtier's spec where the configuration names none: vLLM would take its own."""
+    transfer = config.kv_transfer_config
+    assert transfer is not None
+    transfer.kv_connector_extra_config = with_spec(transfer.kv_connector_extra_config)
+
+
+def _warn_of_short_end(config: EngineConfig, shutdown_timeout_s: int) -> None:
+    """Warn if vLLM will kill the engine before `cascade = "evict"` has written what only memory has."""
+    needed_s = math.ceil(2 * config.limits.close_s)  # To write it, and to close the tiers.
+    if shutdown_timeout_s < needed_s and any(tier.cascade == "evict" for tier in config.secondary_tiers):
+        logger.warning(
+            "--shutdown-timeout is %d: when vLLM ends, it kills its engine after so many seconds, and chunks that"
+            " cascade = 'evict' has not written are lost: set at least %d, and the time that requests take; see %s",
+            shutdown_timeout_s,
+            needed_s,
+            Remedy.UNWRITTEN,
+        )
 
 
 def step_tokens(output: SchedulerOutput) -> tuple[int, int]:

@@ -25,11 +25,10 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.engine.answers import LookupResult as Answer
-from kvtier.engine.metrics import ledger_series
 from kvtier.engine.requests import by_position
 from kvtier.engine.steps import StepManager
 from kvtier.engine.tier import TierMatcher
-from kvtier.integrations.vllm.stats import Media, Stats, config_info, offloading_events
+from kvtier.integrations.vllm.stats import Media, Stats, config_info, engine_series, offloading_events
 
 _RESULTS = {answer: LookupResult[answer.name] for answer in Answer}
 HINT = "kvtier"  # In a request's `kv_transfer_params`.
@@ -52,7 +51,7 @@ class VllmManager(OffloadingManager):
         self._hits_of: ReqContext | None = None  # The request of these hits; None while there are none.
         self._media = Media(self._ledger.tiers)
         self._stats = stats
-        stats.watch(ledger_series(self._ledger))
+        stats.watch(engine_series(self._ledger))
         self._copying = 0  # Chunks that workers are copying, by their reports since the last reset.
         self._flushing = False  # Workers may still use rows of before a reset.
         self._calls = 0  # Calls that may have changed a count.

@@ -1,6 +1,6 @@
 """The second door: any kvtier tier behind vLLM's own TieringOffloadingManager.
 
-    {"type": "KVTierSecondaryTier", "module_path": "kvtier.integrations.vllm", "backend": "fs", "root": "/var/kv"}
+    {"type": "kvtier", "backend": "fs", "root": "/var/kv"}
 
 vLLM keeps its manager and its primary; the tier's I/O runs in a process of its own, which maps vLLM's rows. The tier is
 the engine's own `Traffic`, over rows that vLLM picks and pins. vLLM has no quarantine for rows that come back late, so
@@ -42,6 +42,7 @@ from kvtier.engine.traffic import Operation, Traffic
 from kvtier.errors import ConfigError
 from kvtier.integrations.vllm.manager import hint_in
 from kvtier.integrations.vllm.rows import namespace_of, places_of, plan_rows, require_rows_of_all, rows_fd
+from kvtier.integrations.vllm.signatures import warn_if_untried
 from kvtier.integrations.vllm.stats import (
     INFO_KEYS,
     Media,
@@ -89,6 +90,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         """`given` is the tier's configuration without vLLM's own fields. Raises `ConfigError`."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         log_as_vllm()
+        warn_if_untried()
         options = read_secondary_options(given)
         self._config = config = _engine_config(offloading_spec, primary_kv_view, options)
         require_rows_of_all(offloading_spec)

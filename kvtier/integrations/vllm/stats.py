@@ -8,6 +8,7 @@ so that its series exists before it counts. vLLM asks once a step: some dozen co
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
+from operator import attrgetter
 
 from prometheus_client import REGISTRY
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -26,6 +27,7 @@ from kvtier.backend import FileMapper, OffloadKey
 from kvtier.config import PRIMARY_NAME, EngineConfig, __version__
 from kvtier.engine import metrics
 from kvtier.engine.answers import Event, EventKind
+from kvtier.engine.ledger import Ledger
 from kvtier.engine.tier import Tier, TierSpec
 from kvtier.runner.messages import LOGGERS
 
@@ -38,7 +40,28 @@ INFO_KEYS = ("tier", "type", "kvtier_version", "eviction_policy", "rows", "row_b
 _CLIENT_TABLES: tuple[metrics.MetricTable, ...] = (metrics.RUNNER_METRICS, metrics.TIER_METRICS)
 """The metrics of a tier behind vLLM's own manager, which makes all decisions."""
 
-_ENGINE_TABLES = (*_CLIENT_TABLES, metrics.LEDGER_METRICS, metrics.PRIMARY_METRICS, metrics.DECISION_METRICS)
+
+def _queries(tier: Tier) -> int:
+    return tier.counters.hits + tier.counters.misses + tier.counters.declined
+
+
+VLLMS_NAMES = metrics.MetricTable(
+    "vllm:kv_offload_tiering_",
+    ("tier",),
+    (
+        metrics.Metric("chunk_queries", "counter", "kvtier's tier_hits, tier_misses and tier_declined.", _queries),
+        metrics.Metric("chunk_hits", "counter", "kvtier's tier_hits.", attrgetter("counters.hits")),
+    ),
+)
+"""Two metrics under the names of vLLM's own tiering, by which others' boards know them."""
+
+_ENGINE_TABLES = (
+    *_CLIENT_TABLES,
+    metrics.LEDGER_METRICS,
+    metrics.PRIMARY_METRICS,
+    metrics.DECISION_METRICS,
+    VLLMS_NAMES,
+)
 _METADATA = {"counter": OffloadingCounterMetadata, "gauge": OffloadingGaugeMetadata}
 
 
@@ -50,6 +73,12 @@ def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
 def tier_metric_definitions() -> dict[str, OffloadingMetricMetadata]:
     """Declare what one tier behind vLLM's own manager reports."""
     return _definitions(_CLIENT_TABLES, (metrics.TRANSFER_SECONDS,))
+
+
+def engine_series(ledger: Ledger) -> list[metrics.Series]:
+    """Return the series of all metrics that `metric_definitions` declares and `Stats` reads."""
+    named = (each for tier in ledger.tiers for each in metrics.series(VLLMS_NAMES, tier, tier.spec.name))
+    return [*metrics.ledger_series(ledger), *named]
 
 
 def unregister_earlier() -> None:

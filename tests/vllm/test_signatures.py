@@ -1,0 +1,140 @@
+"""Any version of vLLM whose names and signatures agree with those that kvtier uses; another is refused by a name."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+from vllm.v1.kv_offload import base
+
+from kvtier.integrations import vllm_plugin
+from kvtier.integrations.vllm import OURS, signatures
+from kvtier.integrations.vllm.manager import VllmManager
+from tests.vllm.test_examples import EXAMPLES, environment_in
+from tests.vllm.test_readme import asked, served
+
+Changed = Callable[[str], Mapping[str, str]]
+
+
+@pytest.fixture
+def changed(tmp_path: Path) -> Changed:
+    """Return an environment in which each of vLLM's processes runs these lines before it reads a configuration."""
+
+    def changed(lines: str) -> Mapping[str, str]:
+        (tmp_path / "another_vllm.py").write_text(f"def register():\n    {lines}\n")
+        information = tmp_path / "another_vllm-1.dist-info"
+        information.mkdir()
+        (information / "METADATA").write_text("Metadata-Version: 2.1\nName: another-vllm\nVersion: 1\n")
+        (information / "entry_points.txt").write_text("[vllm.general_plugins]\nanother = another_vllm:register\n")
+        path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+        return environment_in(tmp_path) | {
+            "PYTHONPATH": path, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"
+        }  # fmt: skip
+
+    return changed
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    command = [sys.executable, str(EXAMPLES / "vllm_tiny_model.py"), str(tmp_path / "model")]
+    subprocess.run(command, env=environment_in(tmp_path), check=True)
+    return tmp_path / "model"
+
+
+def test_a_server_of_a_version_that_was_never_tried_warns_and_works(changed, model, tmp_path):
+    environment = changed("import vllm; vllm.__version__ = '0.99.0'")
+    with served(model, tmp_path / "tier", environment) as address:
+        assert asked(address, model)[1] == 0
+        assert asked(address, model)[1] == 992
+    log = (tmp_path / "server.log").read_text()
+    assert log.count("vLLM 0.99.0 has the names and signatures that kvtier uses, but kvtier was tried with") == 1
+
+
+def test_a_server_whose_signature_differs_does_not_start_and_names_it(changed, model, tmp_path):
+    lines = "from vllm.v1.kv_offload.base import OffloadingManager as M; M.touch = lambda self, keys, when: None"
+    with pytest.raises(AssertionError), served(model, tmp_path / "tier", changed(lines)):
+        pass
+    assert "OffloadingManager.touch(self, keys, when) differs" in (tmp_path / "server.log").read_text()
+
+
+def the_one(caplog):
+    """Return the only message. An engine that ran before may have two handlers take the same record."""
+    (record,) = set(caplog.records)
+    return record.getMessage()
+
+
+def test_this_version_fits_without_a_word(caplog):
+    assert list(signatures.differences(OURS)) == []
+    signatures.warn_if_untried.cache_clear()
+    signatures.warn_if_untried()
+    assert caplog.messages == []
+
+
+def test_an_unknown_version_that_fits_is_one_warning(caplog, monkeypatch):
+    monkeypatch.setattr(signatures, "__version__", "1.0.0rc1")
+    signatures.warn_if_untried.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        signatures.warn_if_untried()
+        signatures.warn_if_untried()
+    signatures.warn_if_untried.cache_clear()
+    assert the_one(caplog).startswith("vLLM 1.0.0rc1 has the names")
+
+
+DIFFERS = {
+    "a parameter more": (base.OffloadingManager, "lookup", lambda self, key, req_context, until: None, "lookup(self, "),
+    "a parameter less": (base.OffloadingWorker, "wait", lambda self: None, "OffloadingWorker.wait(self) differs"),
+    "another order": (base.OffloadingManager, "touch", lambda self, req_context, keys: None, "touch(self, req_context"),
+    "a class that is gone": (base, "PrepareStoreOutput", None, "PrepareStoreOutput is missing"),
+    "a method that is gone": (base.OffloadingManager, "has_pending_work", None, "has_pending_work is missing"),
+    "a method to complete": (VllmManager, "__abstractmethods__", frozenset({"seek"}), "OffloadingManager.seek is new"),
+    "a field that is gone": (base, "TierFilter", lambda kinds: None, "TierFilter(kinds) differs from the known (match"),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERS)
+def test_a_vllm_that_differs_is_known_by_the_name(monkeypatch, what):
+    owner, name, value, told = DIFFERS[what]
+    if value is None:
+        monkeypatch.delattr(owner, name)
+    else:
+        monkeypatch.setattr(owner, name, value)
+    (difference,) = signatures.differences(OURS)
+    assert told in difference
+    assert str(signatures.refusal(difference)).startswith("kvtier does not fit vLLM ")
+
+
+def test_a_plug_in_in_a_vllm_without_these_factories_registers_nothing_and_warns(monkeypatch, caplog):
+    monkeypatch.setattr(vllm_plugin, "NAMES", (*vllm_plugin.NAMES[:1], ("no_such_module", "A.b", "c", "d")))
+    vllm_plugin.register()
+    assert the_one(caplog).startswith("kvtier registers nothing with this vLLM")
+
+
+def test_the_plug_in_loads_neither_torch_nor_the_engine():
+    """In a process of its own, with factories that stand in for vLLM's."""
+    program = """
+import json, sys, types
+from kvtier.integrations import vllm_plugin
+registered = []
+for module, path, _, _ in vllm_plugin.NAMES:
+    factory, _, method = path.partition(".")
+    stand_in = type(factory, (), {method: staticmethod(lambda *given: registered.append(given))})
+    sys.modules[f"vllm.{module}"] = types.SimpleNamespace(**{factory: stand_in})
+vllm_plugin.register()
+loaded = {"torch", "vllm", "kvtier.engine", "kvtier_backends"} & set(sys.modules)
+print(json.dumps([sorted(loaded), registered]))
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    loaded, registered = json.loads(ran.stdout)
+    assert loaded == []
+    assert [name for name, *_ in registered] == [
+        "KVTierConnector",
+        "KVTierOffloadingSpec",
+        "kvtier",
+        "KVTierSecondaryTier",
+    ]
+    assert {package for _, package, _ in registered} == {"kvtier.integrations.vllm"}
