@@ -6,6 +6,8 @@ vLLM's is imported here, so `kvtier config check` reads them on any machine.
 """
 
 from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -41,6 +43,7 @@ CONNECTOR = "KVTierConnector"
 SPEC = "KVTierOffloadingSpec"
 SECOND = "KVTierSecondaryTier"
 TIER = "kvtier"  # The type of a secondary tier, as the plug-in registers it: `SECOND` is its class.
+MARK_BYTES = 8  # Two revisions of a model get the same one once in 2**64.
 ANYWHERE: Mapping[str, str] = dict.fromkeys(PLACES, "0")
 """The places of no engine, to check options alone."""
 
@@ -62,6 +65,7 @@ class VllmOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True
     interop: Literal["vllm"] | None = None
 
     revision: Text | None = None  # Of the weights: vLLM does not pass its own on.
+    revision_file: Text | None = None  # A file with the revision of weights that change; each reset reads it again.
     prefill_tokens_per_s: TokensPerSecond | None = None  # None: as KVTierConnector measures it.
     late_margin: LateMargin = 1.5  # Times what computing takes, a load may take; then the request computes after all.
     shared_memory_dir: Text = "/dev/shm"  # noqa: S108  # A tmpfs in which scheduler and workers meet.
@@ -84,6 +88,22 @@ class VllmOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True
 def read_options(extra_config: Mapping[str, Any]) -> VllmOptions:
     """Decode `kv_connector_extra_config`; `ConfigError` names the path of what is wrong in it."""
     return decode(VllmOptions, dict(extra_config), WHERE)
+
+
+def read_mark(revision_file: str | None) -> bytes:
+    """Return the mark of the revision in a file, which keys carry; empty without a file.
+
+    Raises `ConfigError` if the file cannot be read, or is empty.
+    """
+    if revision_file is None:
+        return b""
+    try:
+        revision = Path(revision_file).read_bytes().strip()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{WHERE}.revision_file: {shown(revision_file)} cannot be read: {error}") from error
+    if not revision:
+        raise ConfigError(f"{WHERE}.revision_file: {shown(revision_file)} is empty, a name of the weights accepted")
+    return sha256(revision).digest()[:MARK_BYTES]
 
 
 def is_line(given: object) -> bool:

@@ -1,14 +1,18 @@
 """The manager that vLLM calls beside the engine that it calls: whatever it finds by itself must change nothing."""
 
 import random
+from functools import partial
 
 import pytest
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 
 from kvtier.backend.namespace import OffloadKey, make_offload_key
+from kvtier.config import EngineConfig
 from kvtier.engine.steps import StepManager
+from kvtier.errors import ConfigError
 from kvtier.integrations.vllm.manager import VllmManager
 from kvtier.integrations.vllm.stats import Stats
+from kvtier.integrations.vllm_options import read_mark
 from tests.benchmarks.protocol import Steps
 
 KEYS = [make_offload_key(bytes([number]) * 32) for number in range(8)]
@@ -40,8 +44,8 @@ def engine(monkeypatch):
 class Both:
     """One engine through vLLM's interface, and its equal through the step protocol."""
 
-    def __init__(self, through, direct):
-        self.through, self.direct = VllmManager(through, Stats()), direct
+    def __init__(self, through, direct, mark):
+        self.through, self.direct = VllmManager(through, Stats(), lambda: mark), direct
         self.contexts: dict[str, ReqContext] = {}
         self.hits: dict[str, list[OffloadKey]] = {}
         self.requests = 0
@@ -156,7 +160,8 @@ def test_the_groups_of_a_model_are_stored_in_vllms_order_and_leave_tail_first(en
 
 @pytest.mark.parametrize("seed", range(100))
 def test_what_vllm_is_told_is_what_the_engine_says(engine, seed):
-    both, dice = Both(engine().manager, engine().manager), random.Random(seed)
+    """Also with the mark of a revision in the engine's keys."""
+    both, dice = Both(engine().manager, engine().manager, b"revision" * (seed % 2)), random.Random(seed)
     both.begin()
     for _ in range(200):
         both.do_something(dice)
@@ -165,3 +170,44 @@ def test_what_vllm_is_told_is_what_the_engine_says(engine, seed):
     both.end_step()
     assert not both.through.engine.ledger.leases.rows
     assert not both.through.has_pending_work()
+
+
+def test_a_reset_reads_the_weights_revision_again_and_events_tell_of_its_chunks_alone(outside, tmp_path):
+    tier, revision = {"type": "fs", "root": str(tmp_path / "tier")}, tmp_path / "revision"
+    given = {"cpu_bytes_to_use": 32 << 10, "chunk_bytes": 4_096, "secondary_tiers": [tier], "events": True}
+    revision.write_text("one\n")
+    config, context = EngineConfig.from_dict(given), ReqContext(req_id="r")
+    manager = VllmManager(StepManager.start(config), Stats(), partial(read_mark, str(revision)))
+
+    def store(key):
+        assert manager.prepare_store([key], context)
+        manager.complete_store([key], context)
+        manager.engine.drain()
+        return {(event.removed, *event.keys) for event in manager.take_events()}
+
+    def found(key):
+        while (answer := manager.lookup(key, context)) in (LookupResult.RETRY, LookupResult.HIT_PENDING):
+            manager.engine.drain()
+        manager.on_schedule_end(ScheduleEndContext((), ()))
+        return answer is LookupResult.HIT
+
+    try:
+        manager.on_new_request(context)
+        assert store(KEYS[0]) == {(False, KEYS[0])}
+        revision.write_text("two")
+        manager.reset_cache()
+        assert list(manager.take_events()) == []
+        assert not found(KEYS[0])
+        assert store(KEYS[1]) == {(False, KEYS[1])}
+        revision.write_text("one")
+        manager.reset_cache()
+        assert [found(KEYS[0]), found(KEYS[1])] == [True, False]
+        revision.write_text(" ")
+        with pytest.raises(ConfigError, match=r"revision_file: .* is empty"):
+            manager.reset_cache()
+        revision.unlink()
+        with pytest.raises(ConfigError, match=r"revision_file: .* cannot be read: .*No such file"):
+            manager.reset_cache()
+        assert found(KEYS[0])
+    finally:
+        manager.shutdown()

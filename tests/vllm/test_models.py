@@ -80,3 +80,24 @@ def test_a_revision_of_the_weights_has_names_of_its_own(checkpoints, disk, tmp_p
         assert (tokens(answers := engine.answer(asked)), hits(answers)) == (expected, [0, 0])
     with Engine(str(link), kvtier(disk, revision="one")) as engine:  # What the revision keeps apart.
         assert hits(engine.answer(asked)) == [PROMPT_HITS] * 2
+
+
+def test_weights_that_change_while_the_engine_runs_find_the_chunks_of_their_own_revision_alone(llama, disk, tmp_path):
+    asked, revision = prompts(2), tmp_path / "revision"
+
+    def found(engine, name):
+        """Change the weights, as far as caches are concerned; return how many tokens they find then, and once more."""
+        revision.write_text(name)
+        engine.settle()
+        assert engine.llm.reset_prefix_cache(reset_connector=True)
+        return [hits(engine.answer(asked)) for _ in range(2)]
+
+    revision.write_text("one")
+    nothing, all_of_it = [0, 0], [PROMPT_HITS] * 2
+    with Engine(llama, kvtier(disk, revision_file=str(revision))) as engine:
+        assert found(engine, "one") == [nothing, all_of_it]
+        assert found(engine, "two") == [nothing, all_of_it]
+        assert found(engine, "one") == [all_of_it, all_of_it]
+    with Engine(llama, kvtier(disk, revision_file=str(revision))) as engine:
+        assert hits(engine.answer(asked)) == all_of_it
+        assert found(engine, "three") == [nothing, all_of_it]

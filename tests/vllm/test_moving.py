@@ -15,7 +15,7 @@ from kvtier.integrations.vllm_options import read_options
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "move-from-vllm.md").read_text()
 LMCACHES_PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "move-from-lmcache.md").read_text()
 PARTS = ("v1/kv_offload", "distributed/kv_transfer/kv_connector/v1/offloading")
-VERSIONS = [Path(vllm.__file__).parent, *(Path(given) / "vllm" for given in (os.environ.get("VLLM_033"),) if given)]
+VERSIONS = [Path(vllm.__file__).parent, *(Path(given) / "vllm" for given in (os.environ.get("VLLM_NEWER"),) if given)]
 
 
 def vocabulary(root):

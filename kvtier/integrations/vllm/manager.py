@@ -3,9 +3,12 @@
 It translates and decides nothing, with one exception. After a reset vLLM 0.32 does not report when its workers have
 released the rows. But it drops the reports of transfers from before the reset, and makes every worker finish these
 before later ones. So they have finished if there were none, or when all workers have reported the first later transfer.
+
+Weights may change while vLLM runs, as in reinforcement learning. Each key then carries a mark of their revision, which
+a reset reads again. No request finds chunks of another revision; tiers evict them in their time.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -24,8 +27,10 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvtier.backend.namespace import GROUP_BYTES
+from kvtier.engine.answers import Event
 from kvtier.engine.answers import LookupResult as Answer
-from kvtier.engine.requests import by_position
+from kvtier.engine.requests import Position, by_position
 from kvtier.engine.steps import StepManager
 from kvtier.engine.tier import TierMatcher
 from kvtier.integrations.vllm.stats import Media, Stats, config_info, engine_series, offloading_events
@@ -42,9 +47,10 @@ class VllmManager(OffloadingManager):
     `reset_cache` and `shutdown` are the exceptions: they wait for transfers in flight, within the engine's `close_s`.
     """
 
-    def __init__(self, engine: StepManager, stats: Stats) -> None:
-        """Own an engine, which `stats` observes; `shutdown` closes it."""
+    def __init__(self, engine: StepManager, stats: Stats, read_mark: Callable[[], bytes] = bytes) -> None:
+        """Own an engine, which `stats` observes; `shutdown` closes it. `read_mark` returns the weights' mark."""
         self.engine = engine
+        self._read_mark, self._mark = read_mark, read_mark()  # Empty if weights never change.
         self._ledger = engine.ledger
         self._ready = self._ledger.primary.ready
         self._hits: list[OffloadKey] = []  # One request's hits in this step: the ledger's own list.
@@ -64,7 +70,7 @@ class VllmManager(OffloadingManager):
         self._calls += 1
         chosen = req_context.load_tier_filter
         matchers = None if chosen is TierFilter.ALL else _matchers(chosen)
-        position, hint = req_context.get_offload_key_position, hint_in(req_context)
+        position, hint = self._position(req_context), hint_in(req_context)
         self.engine.on_new_request(req_context.req_id, load_matchers=matchers, position=position, hint=hint)
         return _CHUNK_LEVEL
 
@@ -82,35 +88,35 @@ class VllmManager(OffloadingManager):
         return self._look_up(key, req_context)
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
-        return self._media.source(self.engine.source(key, req_context.req_id))
+        return self._media.source(self.engine.source(self._marked(key), req_context.req_id))
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         self._calls += 1
-        rows = self.engine.prepare_load(_keys(keys), req_context.req_id)
+        rows = self.engine.prepare_load(self._keys(keys), req_context.req_id)
         self._copying += len(rows)
         return CPULoadStoreSpec(rows)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._calls += 1
         self._completed(len(keys))
-        self.engine.complete_load(_keys(keys), req_context.req_id)
+        self.engine.complete_load(self._keys(keys), req_context.req_id)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self.engine.touch(_keys(keys), req_context.req_id)
+        self.engine.touch(self._keys(keys), req_context.req_id)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         self._calls += 1
         self._hits_of = None  # Room may be made, which empties hits.
-        plan = self.engine.prepare_store(_keys(keys), req_context.req_id)
+        plan = self.engine.prepare_store(self._keys(keys), req_context.req_id)
         if plan is None:
             return None
         self._copying += len(plan.keys)
-        return PrepareStoreOutput(plan.keys, CPULoadStoreSpec(plan.rows), plan.evicted)
+        return PrepareStoreOutput(self._bare(plan.keys), CPULoadStoreSpec(plan.rows), self._bare(plan.evicted))
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         self._calls += 1
         self._completed(len(keys))
-        stored = by_position(_keys(keys), req_context.get_offload_key_position)  # They come as a set.
+        stored = by_position(self._keys(keys), self._position(req_context))  # They come as a set.
         self.engine.complete_store(stored, req_context.req_id, success=success)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
@@ -123,8 +129,9 @@ class VllmManager(OffloadingManager):
         return self.engine.has_pending_work()
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        row = self._ledger.primary.row
-        return offloading_events(self.engine.take_events(), self._media, absent=lambda key: row(key) is None)
+        row, events = self._ledger.primary.row, iter(self.engine.take_events())
+        events = self._of_these_weights(events) if self._mark else events
+        return offloading_events(events, self._media, absent=lambda key: row(self._marked(key)) is None)
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         # Called once a step, and most steps change nothing. Changes of a step's end are reported in the next step.
@@ -140,9 +147,11 @@ class VllmManager(OffloadingManager):
         return config_info(self.engine.config)
 
     def reset_cache(self) -> None:
+        mark = self._read_mark()  # Nothing is reset if it cannot be read.
         self._calls += 1
         self._hits_of = None
         self.engine.reset()
+        self._mark = mark
         self._flushing |= self._copying > 0
         self._copying = 0
         if not self._flushing:
@@ -159,7 +168,7 @@ class VllmManager(OffloadingManager):
     def _look_up(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Ask the engine, and keep the request whose hits `lookup` may append to."""
         request_id = req_context.req_id
-        found = self.engine.lookup(key, request_id)
+        found = self.engine.lookup(self._marked(key), request_id)
         if req_context is not self._hits_of:
             self._hits = self.engine.hits(request_id)  # pyright: ignore[reportAttributeAccessIssue]  # Both are bytes.
         self._hits_of = req_context if self._hits else None  # Empty if room was made in vain.
@@ -170,15 +179,37 @@ class VllmManager(OffloadingManager):
         if self._flushing:
             self.on_reset_flushed()
 
+    # Keys with the mark of the weights: between hash and group, because tiers spread chunks by the hash's beginning.
+
+    def _marked(self, key: OffloadKey) -> OffloadKey:
+        return OffloadKey(key[:-GROUP_BYTES] + self._mark + key[-GROUP_BYTES:]) if self._mark else key
+
+    def _keys(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
+        if self._mark:
+            return list(map(self._marked, keys))
+        return keys if isinstance(keys, list) else list(keys)
+
+    def _bare(self, keys: list[OffloadKey]) -> list[OffloadKey]:
+        if not self._mark:
+            return keys
+        end = -len(self._mark) - GROUP_BYTES
+        return [OffloadKey(key[:end] + key[-GROUP_BYTES:]) for key in keys]
+
+    def _position(self, req_context: ReqContext) -> Position:
+        position = req_context.get_offload_key_position
+        return (lambda key: position(*self._bare([key]))) if self._mark else position
+
+    def _of_these_weights(self, events: Iterable[Event]) -> Iterator[Event]:
+        """Yield the events of chunks that requests can find. vLLM reports at a reset that all others are gone."""
+        for event in events:
+            if keys := [key for key in event.keys if key[:-GROUP_BYTES].endswith(self._mark)]:
+                yield event._replace(keys=self._bare(keys))
+
 
 def hint_in(req_context: ReqContext) -> object:
     """Return a request's hint as the client sent it, unread; None if there is none."""
     params: object = req_context.kv_transfer_params
     return params.get(HINT) if isinstance(params, Mapping) else None
-
-
-def _keys(keys: Collection[OffloadKey]) -> list[OffloadKey]:
-    return keys if isinstance(keys, list) else list(keys)
 
 
 def _matchers(chosen: TierFilter) -> list[TierMatcher]:

@@ -30,7 +30,7 @@ from kvtier.integrations.vllm.rows import MET_S, namespace_of, one_host, places_
 from kvtier.integrations.vllm.signatures import warn_if_untried
 from kvtier.integrations.vllm.stats import INFO_KEYS, Stats, log_as_vllm, metric_definitions, unregister_earlier
 from kvtier.integrations.vllm.worker import make_worker
-from kvtier.integrations.vllm_options import engine_config, read_options
+from kvtier.integrations.vllm_options import engine_config, read_mark, read_options
 from kvtier.memory import Region
 
 
@@ -42,6 +42,8 @@ class KVTierOffloadingSpec(OffloadingSpec):
         super().__init__(config)
         log_as_vllm()
         self._options = read_options(config.extra_config)
+        self._read_mark = partial(read_mark, self._options.revision_file)
+        self._read_mark()
         interop = self._options.interop is not None
         self._plan = plan_rows(config, self._options.canonical_layout, interop=interop)
         self.replicated_layout = config.replicated_layout  # Read by vLLM: one worker stores for all.
@@ -71,7 +73,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
             engine = StepManager.start(
                 self._engine_config, region=region, observer=stats.observe, waited=stats.observe_wait
             )
-            self._manager = VllmManager(engine, stats)
+            self._manager = VllmManager(engine, stats, self._read_mark)
         return self._manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
