@@ -51,7 +51,7 @@ def test_an_engine_that_its_loop_drops_is_named_and_leaves_nothing(nothing_left,
     del engine
     (said,) = dropped(told, gone)  # One that was closed is dropped in silence.
     assert "StepManager: 2 of 8 rows ready; tiers: 0:fs (fs, breaker closed)> was dropped" in said
-    assert "#engine-not-closed" in said
+    assert "kvtier help engine-not-closed" in said
     for closing in (thread for thread in threading.enumerate() if thread.name == "kvtier-closing"):
         closing.join()
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
