@@ -52,7 +52,7 @@ def test_a_compose_file_is_one_by_the_compose_specification(path):
 def test_a_manifest_is_one_by_the_schemas_of_kubernetes(path, version):
     for one in fleet.objects(path):
         kubernetes_validate.validate(one, version, strict=True)
-    assert path is not NODE or version.rpartition(".")[0] in (ROOT / "docs/how-to/kubernetes.md").read_text()
+    assert path is not NODE or version.rpartition(".")[0] in (ROOT / "docs/how-to/fleet.md").read_text()
 
 
 @every_engine
@@ -247,7 +247,7 @@ def test_every_pod_of_a_node_means_the_same_directory_and_only_engines_write_to_
     assert "runAsUser" not in NODE.read_text(), "all run as the same user: the image's"
 
 
-@pytest.mark.parametrize("page", ["kubernetes", "troubleshooting", "monitor", "operate"])
+@pytest.mark.parametrize("page", ["fleet", "troubleshooting", "monitor", "operate"])
 def test_a_page_names_metrics_that_there_are(page):
     known = set(re.findall(r"`(kvtier_\w+)", built("metrics.md")))
     named = set(re.findall(r"`(kvtier_\w+)", (ROOT / "docs" / "how-to" / f"{page}.md").read_text()))

@@ -33,7 +33,7 @@ def test_every_configuration_of_the_page_is_accepted():
     assert all(map(read_line, configurations()))
     *first_door, second_door = [given["kv_connector_extra_config"] for given in configurations()]
     read = [read_options(extra).cpu_bytes_to_use for extra in first_door]
-    assert read == [4 << 30, 256 << 30, 64 << 30, 128 << 30, 128 << 30, 64 << 30]
+    assert read == [256 << 30, 128 << 30]
     (tier,) = second_door["secondary_tiers"]
     options = read_secondary_options({name: tier[name] for name in tier.keys() - VLLMS_OWN})
     assert (options.backend, options.options["capacity_bytes"]) == ("fs", "1TiB")
