@@ -6,11 +6,10 @@ speed = "/run/speed"
 """
 
 import asyncio
-from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from kvtier.backend import Backend, Outcome, Read, TierContext, Wrapper, backend_class
+from kvtier.backend import Wrapper, backend_class
 from kvtier.config import TierConfig, tier_options
 from kvtier.settings import Checked, Duration, decode
 from kvtier_backends.dummy import DummyBackend, DummyDevice, DummyOptions
@@ -26,18 +25,18 @@ class SlowTier(Wrapper[SlowOptions]):
 
     options_type = SlowOptions
 
-    def __init__(self, inner: Backend, speed: Path) -> None:
+    def __init__(self, inner, speed):
         super().__init__(inner)
         self._speed = speed
         self._free_at = 0.0
 
     @classmethod
-    async def open(cls, options: SlowOptions, context: TierContext) -> Self:
+    async def open(cls, options, context):
         inner = decode(TierConfig, options.inner, "inner")
         own = tier_options(inner, "inner")
         return cls(await backend_class(inner.type).open(own, context), Path(options.speed))
 
-    async def load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
+    async def load(self, reads):
         outcomes = await self._inner.load(reads)
         if speed := self._bytes_per_s():
             now = asyncio.get_running_loop().time()
@@ -45,18 +44,18 @@ class SlowTier(Wrapper[SlowOptions]):
             await asyncio.sleep(self._free_at - now)
         return outcomes
 
-    def _bytes_per_s(self) -> float:
+    def _bytes_per_s(self):
         try:
             return float(self._speed.read_text())
         except FileNotFoundError:
             return 0.0
 
 
-def slow(inner: dict[str, Any], speed: Path) -> dict[str, Any]:
+def slow(inner, speed):
     return {"type": "tests.slow_tier:SlowTier", "inner": inner, "speed": str(speed)}
 
 
-def slow_fs(root: Path, speed: Path) -> dict[str, Any]:
+def slow_fs(root, speed):
     return slow({"type": "fs", "root": str(root)}, speed)
 
 
@@ -69,21 +68,21 @@ class SlowingOptions(DummyOptions, frozen=True, kw_only=True):
 class SlowingDevice(DummyDevice):
     """A device that needs a multiple of its times for a while."""
 
-    def __init__(self, options: SlowingOptions) -> None:
+    def __init__(self, options):
         super().__init__(options)
         self._options = options
         self._usual = (self.latency_s, self.load_s_per_byte, self.store_s_per_byte)
-        self._begun_at: float | None = None
+        self._begun_at = None
 
-    def load(self, now: float, sizes_bytes: Iterable[int]) -> float:
+    def load(self, now, sizes_bytes):
         self._slow_down(now)
         return super().load(now, sizes_bytes)
 
-    def store(self, now: float, sizes_bytes: Iterable[int]) -> float:
+    def store(self, now, sizes_bytes):
         self._slow_down(now)
         return super().store(now, sizes_bytes)
 
-    def _slow_down(self, now: float) -> None:
+    def _slow_down(self, now):
         self._begun_at = now if self._begun_at is None else self._begun_at
         passed_s, options = now - self._begun_at, self._options
         slow = options.slow_at_s <= passed_s < options.slow_at_s + options.slow_for_s
@@ -94,7 +93,7 @@ class SlowingDevice(DummyDevice):
 class SlowingDummy(DummyBackend):
     options_type = SlowingOptions
 
-    def __init__(self, options: SlowingOptions, context: TierContext) -> None:
+    def __init__(self, options, context):
         super().__init__(options, context)
         self._device = SlowingDevice(options)
 

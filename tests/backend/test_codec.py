@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import zstandard
 
+from kvtier import ConfigError
 from kvtier.backend import SEAL_BYTES, FileMapper, Namespace, SealFault
 from kvtier.backend import codec as coding
 from kvtier.backend.codec import RUN_ROWS, TRIAL_RUNS, CodecOptions, Pace, decode, encode
 from kvtier.backend.remote import Totals
-from kvtier.errors import ConfigError
 from kvtier.testing.conformance import key_of
 from kvtier.tools.bench import synthetic_kv
 

@@ -38,8 +38,6 @@ Work = Callable[[], object]
 
 
 class Case(NamedTuple):
-    """What makes the work, and how much of it one call does."""
-
     make: Callable[[], Work]
     operations: int = KEYS
 

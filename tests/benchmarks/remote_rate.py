@@ -112,7 +112,7 @@ def answer_bytes(total_bytes):
 
 def answer_requests(rate):
     """Return a server of PUT, GET, HEAD and LIST; every list is empty. `rate`: GB/s of its network."""
-    objects: dict[bytes, tuple[bytearray, bytes]] = {}
+    objects = {}
 
     def answer(plain):
         connection = plain if rate is None else SlowSocket(plain, rate * 1e9)
@@ -257,7 +257,7 @@ async def measure(remote, row_bytes, count, rounds, rate, codec):
         for side, further in fields.items():
             tiers[side] = await backend.open(options(**where, **further), context)
             sides[side] = calls_of(tiers[side], writes, reads)
-        taken: dict[tuple[str, str], list[tuple[float, float]]] = {}
+        taken = {}
         warm = 1 if codec is None else LEARNING_ROUNDS  # Not counted.
         for turn in range(-warm, rounds):
             for side, calls in list(sides.items())[0 if turn >= -1 else -1 :]:  # Before, `auto` learns alone.

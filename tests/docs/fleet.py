@@ -46,7 +46,6 @@ class Engine(NamedTuple):
 
     @property
     def tiers(self):
-        """Return each tier's type and its checked options."""
         tiers = self.config.secondary_tiers
         return [(tier.type, tier_options(tier, f"{self.where} secondary_tiers")) for tier in tiers]
 
@@ -68,7 +67,6 @@ def of_kind(path, *kinds):
 
 
 def workloads(path):
-    """Return each workload with its pod and its one container."""
     found = of_kind(path, "StatefulSet", "Deployment")
     pods = [one["spec"]["template"]["spec"] for one in found]
     return [(one, pod, *pod["containers"]) for one, pod in zip(found, pods, strict=True)]
@@ -125,7 +123,6 @@ def in_kubernetes(path):
 
 
 def nodes_pod(kind):
-    """Return a pod of the example of engines that share a node's directory."""
     (found,) = of_kind(NODE, kind)
     return found["spec"]["template"]["spec"]
 
@@ -145,7 +142,6 @@ def addresses(engine):
 
 
 def of_service(name):
-    """Return the examples whose remote tier is this."""
     return [path for path in (*COMPOSE, *MANIFESTS) if name in path.name]
 
 

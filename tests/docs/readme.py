@@ -13,13 +13,11 @@ def blocks(language):
 
 
 def serve():
-    """Return the lines that start a server, as a reader copies them."""
     (lines,) = (block for block in blocks("sh") if block.startswith("vllm serve "))
     return lines.rstrip("\n")
 
 
 def serve_arguments():
-    """Return the same as a shell reads them."""
     return shlex.split(serve())
 
 

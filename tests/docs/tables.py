@@ -10,5 +10,4 @@ SPEC.loader.exec_module(hooks)
 
 
 def built(page):
-    """Return a page of the reference with its tables."""
     return hooks.on_page_markdown((DOCS / "reference" / page).read_text())

@@ -18,7 +18,6 @@ CALLS_MAX = 6  # One after the other: the longest way to any change takes fewer.
 
 
 def changes_drawn(page):
-    """Return the changes of state that a page's diagram draws."""
     text = (EXPLANATION / page).read_text()
     (drawn,) = re.findall(r"^```mermaid\nstateDiagram-v2\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     return set(re.findall(r"^ +(\w+) --> (\w+):", drawn, re.MULTILINE))
@@ -75,7 +74,6 @@ class OneRow:
             self.pins += 1
 
     def end(self):
-        """A transfer that has the row ends."""
         if self.pins:
             self.primary.unpin([0])
             self.pins -= 1

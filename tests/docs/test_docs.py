@@ -17,7 +17,7 @@ import sys
 import tomllib
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from markdown_it import MarkdownIt
@@ -28,8 +28,7 @@ from kvtier.engine.answers import EventKind
 from kvtier.engine.metrics import TRANSFER_SECONDS, WAIT_SECONDS, described
 from kvtier.policies import known_policies
 from kvtier.runner.messages import Code
-from kvtier.settings import decode
-from kvtier.settings.fields import option_fields
+from kvtier.settings import decode, option_fields
 from kvtier.testing import conformance
 from kvtier.tools import statuses
 from kvtier.tools.commands import COMMANDS
@@ -86,7 +85,6 @@ def blocks(page):
 
 
 def run_shell(block, folder):
-    """Run the commands, and return what they print."""
     ran = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", re.sub(r"^make\b", MAKE_HERE, block.text, flags=re.MULTILINE)],
         cwd=folder,
@@ -128,7 +126,7 @@ def decode_configuration(block, table):
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_the_code_of_a_page_runs(outside, page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    namespace: dict[str, Any] = {"__name__": "__page__"}
+    namespace = {"__name__": "__page__"}
     printed = ""
     for block, following in pairwise([*blocks(page), NOTHING]):
         if block.title:
@@ -212,7 +210,6 @@ def section_of(text, heading):
 
 
 def first_cells(text):
-    """Return the names that begin the rows of tables."""
     return {name for cell in re.findall(r"^\| `([^|]+)` \|", text, re.MULTILINE) for name in cell.split("`, `")}
 
 
@@ -285,7 +282,7 @@ def resolved(name):
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         try:
-            found: object = importlib.import_module(".".join(parts[:length]))
+            found = importlib.import_module(".".join(parts[:length]))
         except ModuleNotFoundError:
             continue
         for part in parts[length:]:

@@ -256,7 +256,6 @@ def test_a_page_names_metrics_that_there_are(page):
 
 @pytest.fixture(scope="module")
 def made(outside, tmp_path_factory):
-    """Return a folder with the secrets that the script makes."""
     return fleet.make_secrets(tmp_path_factory.mktemp("fleet") / "secrets")
 
 

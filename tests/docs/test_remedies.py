@@ -56,7 +56,6 @@ def said():
 
 
 def warned():
-    """Yield the remedies in the texts of Python's own warnings."""
     for path in SHIPPED:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "warn":

@@ -122,7 +122,6 @@ async def kill_runner(engine, how=signal.SIGKILL):
 
 
 async def under_way(call, seconds):
-    """Start a call, and let it go on for a while."""
     task = asyncio.ensure_future(call)
     await asyncio.sleep(seconds)
     return task

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import kvtier
 import kvtier.backend
@@ -22,8 +21,6 @@ FROZEN = Path(__file__).parent / "frozen.json"
 ROOT = Path(__file__).parents[2]
 POLICIES = "fifo,lru,arc,s3fifo,density,opt"
 REPLAYED = ("requests", "chunk_references", "hits", "wrong_chunks", "tiers")
-
-Figures = dict[str, Any]
 
 
 def names():

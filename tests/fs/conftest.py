@@ -64,7 +64,6 @@ async def until(true):
 
 
 async def until_stored(tier, lender, keys):
-    """Offer chunks until all are stored."""
     async with asyncio.timeout(DEADLINE_S):
         while any(await tier.store(lender.writes(keys))):
             await asyncio.sleep(0.001)
@@ -200,7 +199,6 @@ def place_of(root):
 
 @pytest.fixture
 def path_of(root, mapper):
-    """Return where a key's file is, by either naming."""
     flat = FileMapper(mapper.namespace, "flat")
 
     def path_of(key):

@@ -60,7 +60,6 @@ class Disk:
         }
 
     def err(self, name, percent, seed):
-        """Fail so many requests from now on."""
         self._dice, self._errno, self._share = random.Random(seed), getattr(errno, name), int(percent) / 100
 
     def answer(self, opcode, node, body):

@@ -1,4 +1,3 @@
-from contextlib import contextmanager
 from multiprocessing import get_context
 
 ANSWER_S = 120.0  # torch takes seconds to be imported, and a context as long to be made.
@@ -22,16 +21,10 @@ class Child:
         assert self._connection.poll(ANSWER_S), "the child hangs"
         return self._connection.recv()
 
-    def end(self):
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
         self.process.kill()
         self.process.join()
         self._connection.close()
-
-
-@contextmanager
-def child(work, *arguments):
-    made = Child(work, *arguments)
-    try:
-        yield made
-    finally:
-        made.end()

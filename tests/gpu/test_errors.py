@@ -24,7 +24,7 @@ from kvtier.tools.selftest_checks import (
     submit,
     transfer,
 )
-from tests.gpu.children import child
+from tests.gpu.children import Child
 
 PAGES, PAGE_BYTES = 24, 64 << 10
 EVERYTHING = [GroupBlocks(range(PAGES), range(PAGES))]
@@ -50,7 +50,6 @@ def in_a_child(parent, work):
 
 
 def failure(spoil, device):
-    """Spoil the context or the copies, and store; return how that failed."""
     caches = plain_caches(1, PAGES, PAGE_BYTES, device.place)
     with Region.private(PAGES, PAGE_BYTES) as region, host.CpuMemory(region, pin_with=device.pin_with) as memory:
         worker = TransferWorker(caches, memory.rows, copiers=device.copiers)
@@ -66,8 +65,7 @@ def failure(spoil, device):
 
 
 def fail_in_a_kernel(device):
-    private = torch
-    private._assert_async(torch.zeros(1, device=device.place))  # As compiled models call it.
+    torch._assert_async(torch.zeros(1, device=device.place))  # As compiled models call it.
 
 
 def reset(device):
@@ -127,7 +125,7 @@ def test_a_transfer_after_an_error_is_never_reported_as_made_and_does_not_hang(w
     may_be_made = work is without_memory
     if work is copy_astray and device.way != "batched":
         pytest.skip("only batches are given addresses")
-    with child(in_a_child, work) as made:
+    with Child(in_a_child, work) as made:
         try:
             result = str(made.answer())
         except EOFError:

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from kvtier.kvcache.transfer import Direction, GroupBlocks, TransferWorker
 from kvtier.memory import Region
 from kvtier.tools.selftest_checks import TorchDevice, host, plain_caches, random_bytes, require_same, transfer
-from tests.gpu.children import child
+from tests.gpu.children import Child
 
 PROCESSES = 3
 PAGES, PAGE_BYTES = 24, 64 << 10
@@ -53,7 +53,7 @@ def share(parent, memory_file, rank, device_name):
 def test_several_processes_register_one_region_and_one_that_is_killed_costs_the_others_nothing(outside, device):
     with Region.memfd(PAGES, ROW_BYTES) as region, ExitStack() as stack:
         memory_file = f"/proc/{os.getpid()}/fd/{region.fd}"
-        made = [stack.enter_context(child(share, memory_file, rank, device.name)) for rank in range(PROCESSES)]
+        made = [stack.enter_context(Child(share, memory_file, rank, device.name)) for rank in range(PROCESSES)]
         assert [each.answer() for each in made] == [device.has_streams] * PROCESSES
         with host.CpuMemory(region, pin_with=device.pin_with, pin_slice_bytes=SLICE_BYTES) as memory:  # And a fourth.
             assert memory.pinned == device.has_streams

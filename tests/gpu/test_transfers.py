@@ -32,7 +32,6 @@ EVERYTHING = [GroupBlocks(range(PAGES), range(PAGES))]
 
 @contextmanager
 def cache_and_slots(device):
-    """Give one layer's cache, as many slots as it has pages, and a worker between them."""
     layer = plain_caches(1, PAGES, PAGE_BYTES, device.place)
     with worker_and_rows(device, layer, PAGES) as (worker, rows):
         yield layer.tensors[0], rows[:, :PAGE_BYTES], worker

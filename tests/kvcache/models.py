@@ -156,7 +156,6 @@ def block_bytes(tensor, axes, kernel_blocks, block):
 
 
 def storages(layers):
-    """Return all bytes of every allocation, by its address."""
     found = dict[int, torch.Tensor]()
     for tensor in (part for cache in layers.values() for part in tensors_of(cache)):
         storage = tensor.untyped_storage()

@@ -29,7 +29,6 @@ def job(number, direction, *, blocks=(), rows=()):
 
 
 def started(jobs):
-    """Take all that may start, finishing each before the next is taken."""
     order = list[int]()
     while (taken := jobs.take(BOTH, wait=False)) is not None:
         order.append(taken.job_id)

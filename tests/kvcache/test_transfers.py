@@ -145,7 +145,6 @@ def worker_of(tp_size, rank, device):
 
 
 def parts_of(tp_size, rank):
-    """Return the worker's pages, from tables of all heads."""
     own = HEADS // tp_size
     dice = np.random.default_rng(1)
     tables = [
@@ -156,7 +155,6 @@ def parts_of(tp_size, rank):
 
 
 def store_all(tp_size, device):
-    """Store the request from so many workers; return the rows, and the bytes that each has moved."""
     slot_bytes = slot_layout(worker_of(tp_size, 0, device), 2, canonical=True).slot_bytes
     rows, moved = torch.zeros((5, slot_bytes + 32), dtype=torch.int8), list[int]()
     for rank in range(tp_size):

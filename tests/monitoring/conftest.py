@@ -8,7 +8,6 @@ import pytest
 
 @pytest.fixture(scope="session")
 def programs(outside):
-    """Return where `prometheus` and `promtool` are; skip where they are not."""
     folder = os.environ.get("KVTIER_PROMETHEUS", "")
     found = [shutil.which(name, path=folder) or shutil.which(name) for name in ("prometheus", "promtool")]
     if None in found:

@@ -46,7 +46,6 @@ class Query(NamedTuple):
 
     @property
     def labels(self):
-        """The labels by which the query groups, and those that its legend shows."""
         grouped = re.findall(r"\b(?:by|on|without|ignoring)\s*\(([^)]*)\)", self.expr)
         return {label.strip() for group in grouped for label in group.split(",")} | set(
             re.findall(r"\{\{\s*(?:\$labels\.)?(\w+)\s*\}\}", self.legend)
@@ -82,7 +81,6 @@ def samples_of(page):
 
 
 def unknown(queries, samples):
-    """Say what the queries name that a page of metrics does not have."""
     return [complaint for query in queries for complaint in _unknown(query, samples)]
 
 

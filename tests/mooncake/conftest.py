@@ -89,7 +89,6 @@ def client(shared_clients, pool):
 
 @pytest.fixture
 def opened(prefix, pool, shared_clients, monkeypatch, open_with):
-    """Open tiers of the pool that nobody breaks."""
     monkeypatch.setattr(backend, "connect", shared_clients)
 
     async def opened(**fields):

@@ -35,7 +35,6 @@ class Pool:
         self.master = self.start_master()
 
     def start_master(self):
-        """Start the master, again after it was killed: where it was."""
         self.master = Program(
             self._place / "master.log",
             folder() / "mooncake_master",

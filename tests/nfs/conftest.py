@@ -45,7 +45,6 @@ def server(file_server):
 
 @pytest.fixture
 def folder():
-    """Name a folder of the export that is not there yet."""
     return f"kv-{uuid.uuid4().hex[:8]}"
 
 
@@ -57,7 +56,6 @@ def on_server(file_server, folder):
 
 @pytest.fixture
 def mount(guests):
-    """Have guests mount the export, until the test ends; return the mount's name."""
     mounted = []
 
     def mount(guest, options="soft,timeo=50,retrans=2", actimeo=3):
@@ -73,8 +71,6 @@ def mount(guests):
 
 @pytest.fixture
 def open_tier(mount, folder):
-    """Have a guest mount the export and open a tier in the folder; return the tier's name."""
-
     def open_tier(guest, row_bytes, *, how=None, **options):
         name = f"tier-{uuid.uuid4().hex[:8]}"
         guest.call("open", name, mount(guest, **(how or {})), folder, row_bytes, **options)

@@ -104,7 +104,6 @@ class FileServer:
             wait_until_stopped(self._process.pid)
 
     def go_on(self):
-        """Have it run, whatever has become of it."""
         if self._process is None:
             self.start()
         else:
@@ -179,7 +178,6 @@ class Guest:
         return self._log.read_text(errors="replace")
 
     def begin(self, method, *arguments, **more):
-        """Start a call of a method of `Host`."""
         number, answer = next(self._numbers), Future[Any]()
         self._calls[number] = answer
         self._connection.sendall(json.dumps([number, method, arguments, more]).encode() + b"\n")

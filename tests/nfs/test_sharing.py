@@ -2,26 +2,16 @@
 
 import os
 import time
-from contextlib import suppress
 
 import pytest
 
+from tests.fs.conftest import taken_bytes
 from tests.nfs.machines import LEASE_S
 
 ROW_BYTES = 65_536
 CAPACITY_BYTES = 16 << 20
 SOAK_S = float(os.environ.get("KVTIER_NFS_SOAK_S", "30"))
 KEYS = 2_000  # Several times what there is room for.
-
-
-def taken_bytes(root):
-    """Return what a tier's folders take on the server, directories and all."""
-    total = -os.lstat(root).st_blocks
-    for folder, _, files in os.walk(root):
-        for name in [".", *files]:
-            with suppress(FileNotFoundError):
-                total += os.lstat(os.path.join(folder, name)).st_blocks
-    return total * 512
 
 
 @pytest.mark.parametrize("naming", ["vllm", "flat"])

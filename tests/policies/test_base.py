@@ -87,7 +87,6 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @rule(start=st.integers(0, CAPACITY), length=st.integers(2, CAPACITY))
     def touch_neighbours(self, start, length):
-        """Touch neighbours in the order, as one request's keys are."""
         keys = drained(self.peers[0])[start : start + length]
         for peer in self.peers:
             peer.touch(keys[::-1])
@@ -190,7 +189,6 @@ class DensityMachine(PolicyMachine):
 
     @rule(start=st.integers(0, CAPACITY), length=st.integers(1, CAPACITY))
     def use_as_a_request(self, start, length):
-        """Touch neighbours in the order and end the request, so that conversations go on."""
         keys = drained(self.peers[0])[start : start + length][::-1]
         for peer in self.peers:
             peer.touch(keys)

@@ -32,7 +32,6 @@ def options_with_secrets():
 
 
 def shown(raised):
-    """Return all that a log shows of an error: with its causes."""
     return "".join(traceback.format_exception(raised))
 
 

@@ -37,8 +37,6 @@ class AuditedSteps(StepManager):
 
 
 class AuditedManager(TieringOffloadingManager):
-    """The asyncio face of such an engine."""
-
     step_manager = AuditedSteps
     steps: AuditedSteps
 
@@ -171,7 +169,6 @@ def _in_flight(ledger, operation):
 
 
 def _cascades(ledger):
-    """Yield every cascade that still has pins."""
     transfers = ledger.traffic
     for transfer in (*transfers.in_flight.values(), *transfers.overdue.values()):
         if transfer.operation is Operation.CASCADE and not transfer.forgotten:

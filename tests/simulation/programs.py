@@ -6,16 +6,15 @@ Now and then one calls many times in a row, without a pause, or awaits a fetch w
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvtier import EngineClosed, OffloadKey, TieringOffloadingManager, TierMatcher
 from tests.simulation.witness import chunk_of
 
 
 def some_hint(dice):
-    """Return a hint as a client may send it, even an invalid one."""
     return dice.choice(
         (
             {"over": True},
@@ -54,7 +53,7 @@ class Program:
         self._reads = random.Random(f"{self.name}, reads")
 
     async def run(self):
-        operations: list[Callable[[], Coroutine[Any, Any, None]]] = [self._put, self._fetch, self._delete, self._reset]
+        operations = [self._put, self._fetch, self._delete, self._reset]
         for _ in range(self.habits.operations):
             await asyncio.sleep(self._random.uniform(0, self.habits.pause_s))
             (operation,) = self._random.choices(operations, self.habits.weights)

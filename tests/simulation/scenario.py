@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from kvtier import EngineConfig, OffloadKey, TierMatcher, make_offload_key
 from tests.simulation.programs import Habits, some_hint
@@ -28,8 +28,6 @@ class Life(NamedTuple):
 
 
 class Scenario(NamedTuple):
-    """Everything that is decided before anything runs."""
-
     seed: int
     config: EngineConfig
     strict: Sequence[bool]  # Of each tier: what it said is stored must be there at the end.
@@ -38,7 +36,6 @@ class Scenario(NamedTuple):
 
 
 def draw(seed):
-    """Decide everything from the seed."""
     dice = random.Random(seed)
     documents = _documents(dice)
     policy = dice.choice(POLICIES)
@@ -63,8 +60,8 @@ def draw(seed):
         "events": dice.random() < 0.3,
         **_weighing(seed),
     }
-    fatal: tuple[Ending, ...] = ("crash", "crash", "crash", "close")
-    endings: list[Ending] = [*dice.choices(fatal, k=dice.choice((0, 0, 1, 2))), "calm"]
+    fatal = ("crash", "crash", "crash", "close")
+    endings = [*dice.choices(fatal, k=dice.choice((0, 0, 1, 2))), "calm"]
     return Scenario(
         seed,
         EngineConfig.from_dict(described, where=f"seed {seed}"),
@@ -146,7 +143,7 @@ def _faults(dice, deadline_s):
         return {}
     often = dice.choice((0.02, 0.1, 0.4))
     kinds = ("unavailable", "late_unavailable", "delay", "hang", "failed", "missing", "corrupt", "no_space")
-    faults: dict[str, Any] = {kind: often for kind in kinds if dice.random() < 0.4}
+    faults = {kind: often for kind in kinds if dice.random() < 0.4}
     faults["delay_s"] = dice.choice((0.01, 1.0, 2 * deadline_s))
     faults["hang_s"] = dice.choice((None, 0.5 * deadline_s, 3 * deadline_s))
     return faults

@@ -42,8 +42,6 @@ class Served(NamedTuple):
 
 
 class Scheduler:
-    """Serves prompts over one engine, on the running loop."""
-
     def __init__(self, engine, prompts, pace, *, resets_s=(), seed=0):
         self.served = []
         self._manager, self._steps, self._pace = engine, engine.steps, pace

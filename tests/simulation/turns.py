@@ -43,7 +43,6 @@ class TurningLoop(VirtualTimeLoop):
                 gc.enable()
 
     def select(self, timeout):
-        """End a turn and begin the next."""
         self.complain()
         self.turns += 1
         events = super().select(timeout)
@@ -51,7 +50,6 @@ class TurningLoop(VirtualTimeLoop):
         return events
 
     def complain(self):
-        """Return a complaint if this turn has taken too long since the last one; it is kept."""
         took_s = time.thread_time() - self._begun_s
         if took_s <= TURN_S_MAX:
             return ""

@@ -109,7 +109,6 @@ class Witness(Wrapper[WitnessOptions]):
         return cls(await inner_class.open(inner_options, context), options)
 
     def calm(self):
-        """Let nothing fail from now on, and what hangs go on."""
         self._dice.faults = FAULTLESS
         self._faulty.release()
 

@@ -166,8 +166,6 @@ def flip_a_bit(_tier, chunks, outcomes):
 
 
 def refuse(when):
-    """Return a seam that refuses a whole batch."""
-
     def seam(tier, chunks):
         if when(tier, chunks):
             raise BackendUnavailable("this batch is refused")

@@ -31,7 +31,6 @@ WAIT_S = 0.0002  # Between two looks at what has ended: a step of an engine is l
 
 
 def spec_of(chunk_bytes):
-    """Return what a tier reads of its spec."""
     sizes = dict.fromkeys(("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size", "data_parallel_size"), 1)
     config = OffloadingConfig(
         groups=(OffloadingGroupConfig(tokens_per_block=16, layer_names=("layer",), group_id=0),),

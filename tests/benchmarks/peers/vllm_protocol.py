@@ -63,7 +63,6 @@ class InstantTier(SecondaryTierManager):
 
 
 def caller_of(manager):
-    """Return what vLLM's scheduler does with a manager."""
     end_step = partial(manager.on_schedule_end, ScheduleEndContext((), ()))
     return Caller(manager, end_step, lambda number: ReqContext(req_id=str(number)), "keys_to_store")
 

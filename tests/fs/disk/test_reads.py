@@ -63,7 +63,6 @@ class Watched(Context):
 
 @pytest.fixture
 def watched(monkeypatch):
-    """The one context that there is."""
     context = Watched()
     monkeypatch.setattr(reads_module, "_idle", reads_module.deque([context]))
     return context
@@ -222,7 +221,6 @@ def needs_queue(results):
 
 
 async def scattered(open_tier, lender, layout, **options):
-    """Open a tier whose chunks are read in more than one call."""
     tier = await open_tier(layout=layout, load_lanes=1, **options)
     for start in range(40):
         await lender.keep(tier, keys_of(1, start=start))

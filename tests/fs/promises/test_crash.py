@@ -143,7 +143,6 @@ class Disk:
             os.close(fd)
 
     def restart(self):
-        """Mount what the disk has kept."""
         self.close()
         self._mount(self._image, self._outer)
         self._mount(self._outer / "inner.img", self.mounted)

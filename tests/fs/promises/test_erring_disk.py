@@ -30,7 +30,6 @@ ENGINES = {
 
 
 def all_do(engines, words):
-    """Tell all of them at once, and return their answers."""
     for engine in engines:
         engine.tell(words)
     return [int(engine.until(words.split()[0])[-1].split()[1]) for engine in engines]

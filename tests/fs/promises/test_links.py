@@ -52,7 +52,6 @@ async def refused(open_tier, **options):
 
 
 def put(kind, path, treasure):
-    """Put something else in the place of a tier's file."""
     path.unlink(missing_ok=True)
     match kind:
         case "a symbolic link":

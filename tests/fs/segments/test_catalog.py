@@ -85,7 +85,6 @@ class CatalogMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, KEYS - 1))
     def store(self, number):
-        """From its beginning to its end."""
         earlier = len(self.stores)
         self.begin_store([number])
         for key, slot, sequence, _ in self.stores[earlier:]:
@@ -227,7 +226,6 @@ def test_free_slots_are_a_set_that_is_given_out_in_runs(steps):
 
 
 def held(catalog, count):
-    """Store that many chunks, the first of them longest ago."""
     first = catalog.add(count)
     catalog.free.add(first, count)
     catalog.scan_ended(complete=True)
