@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
@@ -72,7 +73,12 @@ def start_thread(thread: threading.Thread) -> None:
         mmap.mmap(-1, stack_bytes + THREAD_BYTES).close()  # Untouched, it costs only addresses.
     except OSError as error:
         raise RuntimeError(_NO_THREAD) from error
-    thread.start()
+    try:
+        thread.start()
+    except BaseException:  # An interrupt: it starts all the same, and can only be joined from then on.
+        while not thread.is_alive() and thread in threading.enumerate():
+            time.sleep(0.001)
+        raise
 
 
 class HoldsDescriptors(Protocol):

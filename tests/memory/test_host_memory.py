@@ -2,13 +2,15 @@
 
 import mmap
 import os
+import threading
+import time
 
 import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.memory.region import Region, prefault
 from kvtier.memory.rendezvous import Meeting, SharedFile
-from kvtier.memory.this_process import require_free
+from kvtier.memory.this_process import require_free, start_thread
 
 MIB = 1 << 20
 
@@ -127,3 +129,19 @@ def test_prefaulting_changes_no_byte_wherever_it_begins():
             prefault(mapping, None, first)
             assert mapping[first : first + 5] == b"bytes"
         assert sum(mapping[start] for start in range(0, len(mapping), 4_096)) == 3 * ord("b")
+
+
+def test_a_thread_whose_start_is_interrupted_can_be_joined():
+    class Interrupted(threading.Event):
+        def wait(self, timeout=None):
+            raise KeyboardInterrupt
+
+        def set(self):
+            time.sleep(0.05)
+            super().set()
+
+    thread = threading.Thread(target=lambda: None)
+    thread._started = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        start_thread(thread)
+    thread.join()
