@@ -154,7 +154,8 @@ def _owner(pid):
     """Return the process that started this runner; None for any other process."""
     command = _command(pid)
     at = command.index(DETACHED) if DETACHED in command else len(command)
-    return int(command[at + 4]) if len(command) > at + 4 else None  # After a socket, a region and a log level.
+    numbers = command[at + 4 : at + 5]  # After a socket, a region and a log level; another program may name the module.
+    return int(numbers[0]) if numbers and numbers[0].isdigit() else None
 
 
 def _is_a_tracker(pid):
