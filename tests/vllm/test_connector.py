@@ -20,7 +20,8 @@ def test_prefill_is_measured_from_the_steps_unless_its_speed_is_configured(llama
         took_s = time.monotonic() - begun
         assert (tokens(answers), sum(count for count, _ in noted)) == (expected, len(asked) * PROMPT_TOKENS)
         assert 0.0 < sum(seconds for _, seconds in noted) < took_s
-        assert engine.ledger.prefill.tokens_per_s > len(asked) * PROMPT_TOKENS / took_s
+        speeds = [count / seconds for count, seconds in noted if count]
+        assert 0.99 * min(speeds) < engine.ledger.prefill.tokens_per_s < 1.01 * max(speeds)
 
 
 def test_behind_vllms_own_manager_the_connector_is_vllms(llama, disk):
