@@ -6,14 +6,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from vllm.v1.kv_offload import base
 
 from kvtier.integrations import vllm_plugin
-from kvtier.integrations.vllm import OURS, signatures
+from kvtier.integrations.signatures import warn_if_untried
+from kvtier.integrations.vllm import OURS
 from kvtier.integrations.vllm.manager import VllmManager
+from kvtier.integrations.vllm.signatures import VLLM
 from tests.vllm.test_examples import EXAMPLES, environment_in
 from tests.vllm.test_readme import asked, served
 
@@ -68,19 +71,16 @@ def the_one(caplog):
 
 
 def test_this_version_fits_without_a_word(caplog):
-    assert list(signatures.differences(OURS)) == []
-    signatures.warn_if_untried.cache_clear()
-    signatures.warn_if_untried()
+    assert list(VLLM.differences(OURS)) == []
+    warn_if_untried(replace(VLLM))
     assert caplog.messages == []
 
 
-def test_an_unknown_version_that_fits_is_one_warning(caplog, monkeypatch):
-    monkeypatch.setattr(signatures, "__version__", "1.0.0rc1")
-    signatures.warn_if_untried.cache_clear()
+def test_an_unknown_version_that_fits_is_one_warning(caplog):
+    other = replace(VLLM, version="1.0.0rc1")
     with caplog.at_level(logging.WARNING):
-        signatures.warn_if_untried()
-        signatures.warn_if_untried()
-    signatures.warn_if_untried.cache_clear()
+        warn_if_untried(other)
+        warn_if_untried(other)
     assert the_one(caplog).startswith("vLLM 1.0.0rc1 has the names")
 
 
@@ -102,9 +102,9 @@ def test_a_vllm_that_differs_is_known_by_the_name(monkeypatch, what):
         monkeypatch.delattr(owner, name)
     else:
         monkeypatch.setattr(owner, name, value)
-    (difference,) = signatures.differences(OURS)
+    (difference,) = VLLM.differences(OURS)
     assert told in difference
-    assert str(signatures.refusal(difference)).startswith("kvtier does not fit vLLM ")
+    assert str(VLLM.refusal(difference)).startswith("kvtier does not fit vLLM ")
 
 
 def test_a_plug_in_in_a_vllm_without_these_factories_registers_nothing_and_warns(monkeypatch, caplog):

@@ -41,7 +41,7 @@ class HostPages:
         try:
             addresses, sizes = pool.get_page_buffer_meta(first)
             self._per_page: int | None = len(addresses)
-        except (NotImplementedError, ValueError, AttributeError):
+        except (NotImplementedError, ValueError, AttributeError):  # No addresses: SGLang's pools say so in three ways.
             self._per_page, sizes = None, (pool.get_dummy_flat_data_page().nbytes,)
         except TypeError as error:  # A logical pool returns None.
             raise ConfigError(f"the host pool {type(pool).__name__} has no bytes of its own to store") from error

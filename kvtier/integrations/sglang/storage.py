@@ -29,6 +29,8 @@ from kvtier.errors import ConfigError, LineLimit, Remedy
 from kvtier.integrations.sglang.engine import PoolEngine
 from kvtier.integrations.sglang.options import durable_tiers, engine_config, read_options
 from kvtier.integrations.sglang.pages import KV, HostPages, namespace_of, page_key, process_rank
+from kvtier.integrations.sglang.signatures import SGLANG
+from kvtier.integrations.signatures import warn_if_untried
 
 CALLS_MAX = 1_024  # Calls kept for `get_stats`; the oldest are dropped.
 
@@ -73,6 +75,7 @@ class KVTierStorage(HiCacheStorage):
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: object = None) -> None:
         """Check the options; nothing is opened until a pool is registered. Raises `ConfigError`."""
+        warn_if_untried(SGLANG)
         self._config = storage_config
         self._options = read_options(storage_config.extra_config)
         self._pools: dict[str, _Pool] = {}

@@ -4,19 +4,16 @@ vLLM's offloading interface is young and changes with every release. A version t
 refused here, in one sentence. It would fail anywhere else, or worse, not fail.
 """
 
-from kvtier.integrations.vllm.signatures import TRIED_VERSIONS, differences, refusal
+from kvtier.integrations.vllm.signatures import TRIED_VERSIONS, VLLM
 
-try:
+with VLLM.imported():
     from kvtier.integrations.vllm.connector import KVTierConnector
     from kvtier.integrations.vllm.manager import VllmManager
     from kvtier.integrations.vllm.secondary import KVTierSecondaryTier
     from kvtier.integrations.vllm.spec import KVTierOffloadingSpec
     from kvtier.integrations.vllm.worker import VllmWorker
-except (ImportError, AttributeError, LookupError, TypeError) as error:  # A name of vLLM's, or one of its parameters.
-    raise refusal(error) from error
 
 OURS = (KVTierConnector, KVTierOffloadingSpec, VllmManager, VllmWorker, KVTierSecondaryTier)
-if difference := next(differences(OURS), None):
-    raise refusal(difference)
+VLLM.require(OURS)
 
 __all__ = ["TRIED_VERSIONS", "KVTierConnector", "KVTierOffloadingSpec", "KVTierSecondaryTier"]

@@ -40,9 +40,10 @@ from kvtier.engine.steps import say_start
 from kvtier.engine.tier import LedgerLimits, Tier
 from kvtier.engine.traffic import Operation, Traffic
 from kvtier.errors import ConfigError
+from kvtier.integrations.signatures import warn_if_untried
 from kvtier.integrations.vllm.manager import hint_in
 from kvtier.integrations.vllm.rows import namespace_of, places_of, plan_rows, require_rows_of_all, rows_fd
-from kvtier.integrations.vllm.signatures import warn_if_untried
+from kvtier.integrations.vllm.signatures import VLLM
 from kvtier.integrations.vllm.stats import (
     INFO_KEYS,
     Media,
@@ -90,7 +91,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         """`given` is the tier's configuration without vLLM's own fields. Raises `ConfigError`."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         log_as_vllm()
-        warn_if_untried()
+        warn_if_untried(VLLM)
         options = read_secondary_options(given)
         self._config = config = _engine_config(offloading_spec, primary_kv_view, options)
         require_rows_of_all(offloading_spec)

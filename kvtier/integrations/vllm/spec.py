@@ -25,9 +25,10 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from kvtier.config import EngineConfig
 from kvtier.engine.steps import StepManager
 from kvtier.errors import ConfigError
+from kvtier.integrations.signatures import warn_if_untried
 from kvtier.integrations.vllm.manager import VllmManager
 from kvtier.integrations.vllm.rows import MET_S, namespace_of, one_host, places_of, plan_rows, require_met
-from kvtier.integrations.vllm.signatures import warn_if_untried
+from kvtier.integrations.vllm.signatures import VLLM
 from kvtier.integrations.vllm.stats import INFO_KEYS, Stats, log_as_vllm, metric_definitions, unregister_earlier
 from kvtier.integrations.vllm.worker import make_worker
 from kvtier.integrations.vllm_options import engine_config, read_mark, read_options
@@ -65,7 +66,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
 
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
-            warn_if_untried()
+            warn_if_untried(VLLM)
             workers = self.config.parallel.world_size
             with one_host(workers):
                 region = self._region(participant=workers, met_s=MET_S)  # Workers go by their ranks, below it.
