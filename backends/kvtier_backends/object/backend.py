@@ -184,7 +184,7 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
 
     def _listed(self, page: Sequence[Any]) -> None:
         for about in page:
-            if self._seal.fits(about["size"] + api.SEAL_BYTES) and (key := self._names.key(about["path"])) is not None:
+            if self._fits(about["size"]) and (key := self._names.key(about["path"])) is not None:
                 self._index.listed(key)
 
     async def _probe(self, keys: Sequence[api.OffloadKey]) -> Sequence[bool]:
@@ -202,7 +202,7 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
 
     async def _head(self, key: api.OffloadKey) -> bool:
         about = await obstore.head_async(self._bucket, self._names.name(key))
-        return self._seal.fits(about["size"] + api.SEAL_BYTES)
+        return self._fits(about["size"])
 
     # Chunks, one request each.
 
@@ -229,11 +229,9 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
         fault: api.SealFault | None = api.SealFault.LENGTH
         if isinstance(footer, api.SealFault):
             fault = footer
-        elif self._seal.fits(size + api.SEAL_BYTES):
-            body, lanes = (
-                memoryview(await result.bytes_async()),
-                self._lanes if size < self._row_bytes else self._sealing,
-            )
+        elif self._fits(size):
+            body = memoryview(await result.bytes_async())
+            lanes = self._lanes if size < self._row_bytes else self._sealing
             fault = await _beside_loop(lanes, self._opened, read, body, footer)
         if fault is None:
             coded.append(size < self._row_bytes)
@@ -312,12 +310,15 @@ class ObjectBackend(RemoteBackend[ObjectOptions]):
 
     # Common to all calls.
 
+    def _fits(self, body_bytes: int) -> bool:
+        return self._seal.fits(body_bytes + api.SEAL_BYTES)
+
     def _beside(self, size: int) -> bytearray:
-        """Return private memory of at least this length."""
+        """Return private memory of at least this length: of one length for all calls of a tier that codes rows."""
         with suppress(IndexError):
             if len(memory := self._besides.pop()) >= size:
                 return memory
-        return bytearray(size)
+        return bytearray(max(size, self._seal.closing_bytes))
 
     def _checked(self, answers: "list[T | Trouble]") -> "list[T | Trouble]":
         """Count the failures. Raises `BackendUnavailable` if the whole bucket is unusable."""
