@@ -102,7 +102,7 @@ class CodedSeal:
         self.pace = Pace()
         self.sealed_bytes = seal.sealed_bytes  # At most.
         self._plain_beside_bytes = seal.beside_bytes
-        self.closing_bytes = seal.beside_bytes + (seal.row_bytes if self.codes else 0)  # Of `beside`, for `close`.
+        self.closing_bytes = seal.beside_bytes + (seal.row_bytes if self.codes else 0)  # `close` needs them.
         self._seal = seal
         self._auto = auto
         self._width = width

@@ -37,7 +37,7 @@ PART_BYTES = 8 << 20  # Of one call, or of one thread's turn: any disk reaches i
 KEYS_A_REQUEST = 64
 DELETED_AT_ONCE = 256  # Four calls: a slow tier cannot answer thousands within its deadline.
 CHUNKS_MIN = 16  # Fewer are no load to measure.
-CHANNELS = 128  # Of synthetic KV.
+CHANNELS = 128  # Channels of synthetic KV.
 STEP_S = 0.002  # Waited between two steps, unless a transfer ends first.
 DRAIN_S = 60.0
 

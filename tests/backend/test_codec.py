@@ -19,7 +19,7 @@ ROW_BYTES = 128 << 10
 KEYS = "KVTIER_TEST_CODEC_KEYS"
 KEY = key_of(1)
 HEADER = struct.Struct("<4sB3xQ16s")
-FRAME_AT = HEADER.size + ROW_BYTES // 2  # Of a row of bfloat16.
+FRAME_AT = HEADER.size + ROW_BYTES // 2  # Where the frame of a bfloat16 row begins.
 BF16, FP8 = (bytes(synthetic_kv(ROW_BYTES, width)) for width in (2, 1))
 NOISE = np.random.default_rng(0).bytes(ROW_BYTES)
 

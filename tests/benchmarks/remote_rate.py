@@ -41,7 +41,7 @@ from kvtier_backends.redis import RedisBackend, RedisOptions
 LANES, AT_ONCE = 4, 16
 PIECE_BYTES = 256 << 10  # Sent at once on a slow link.
 LATE_S = 0.01  # Time that a link catches up if a thread comes late.
-LEARNING_ROUNDS = 40  # Of `auto`.
+LEARNING_ROUNDS = 40  # Rounds in which `auto` learns.
 ZERO_COPY_CHUNKS = 32  # In a call; Mooncake refuses more than some hundreds.
 KEYS = "KVTIER_BENCH_SEAL_KEYS"
 OK = b'HTTP/1.1 200 OK\r\nETag: "x"\r\nLast-Modified: Mon, 12 Oct 2009 17:50:00 GMT\r\n'

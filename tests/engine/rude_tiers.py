@@ -43,7 +43,7 @@ async def block_the_loop(_):
 
 
 async def block_the_loop_once(options):
-    """What its store is called after is a file, and then none."""
+    """Block if the file that `store` names exists; it is removed, so that the next start does not block."""
     if os.path.exists(options.store):
         os.unlink(options.store)
         time.sleep(3_600)  # noqa: ASYNC251  # As a tier may that is not ours.

@@ -21,7 +21,7 @@ from tests.simulation.audit import audit, audit_quiet
 from tests.simulation.witness import chunk_of
 
 CHUNK_BYTES = 4_096
-TIER_SHARE, PRIMARY_SHARE = 1 / 20, 1 / 100  # Of the unique blocks.
+TIER_SHARE, PRIMARY_SHARE = 1 / 20, 1 / 100  # Shares of the unique blocks.
 SAMPLES = 20
 SETTLED = SAMPLES // 4  # Samples that are passed over: the tier is filling.
 

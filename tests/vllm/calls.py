@@ -1,4 +1,4 @@
-"""What vLLM is told of stores that failed, in any version."""
+"""The reports of failed stores to vLLM, in any version."""
 
 from vllm.v1.kv_offload import base
 

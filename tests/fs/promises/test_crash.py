@@ -48,7 +48,7 @@ class Expected:
         self.versions = defaultdict(lambda: {DELETED})
         self.confirmed = 0  # Chunks of which a writer was told that they are stored.
         self._evicts = evicts
-        self._last = []  # Of the last call that has ended.
+        self._last = []  # Outcomes of the last finished call.
         self._begun = {}
 
     def hear(self, line):

@@ -41,7 +41,7 @@ class CatalogMachine(RuleBasedStateMachine):
         self.least = {}  # The oldest that may be found: what a store has answered None for.
         self.deleting = set()
         self.policy = False
-        self.checkpoint = []  # Of any moment before.
+        self.checkpoint = []  # Written at an earlier moment.
         self.in_use = {}  # By the slot that is stored to.
         self.catalog = self.started()
 
