@@ -39,7 +39,7 @@ def wheel(sdist, tmp_path_factory):
 
 
 def build(target, source, folder):
-    command = [sys.executable, "-m", "hatchling", "build", "--target", target, "--directory", str(folder)]
+    command = [sys.executable, "-B", "-m", "hatchling", "build", "--target", target, "--directory", str(folder)]
     built = subprocess.run(command, cwd=source, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
 
