@@ -1,11 +1,18 @@
 """A hundred requests wait for a tier, over a primary that holds a tenth of them: the queue moves, and in order.
 
 The engine is a model (`tests.simulation.scheduler`) in virtual time: a step of 20 ms, sixteen requests at a
-time, so many chunks computed a step. Without leases, waiting requests evict each other's prefixes: what a tier loaded
+time, `prefill_chunks` computed a step. Without leases, waiting requests evict each other's prefixes: what a tier loaded
 for one goes to make room for the next.
+
+    python -m tests.engine.test_pressure
+
+prints the table of the page on look-ups.
 """
 
 import asyncio
+import sys
+from itertools import product
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -35,15 +42,23 @@ class Run(NamedTuple):
     promoted: int
 
 
-async def serve(rows=ROWS, lease_share=0.5, lease_s=10.0, prompts=PROMPTS, manager=TieringOffloadingManager):
-    device = {"type": "dummy", "latency_s": 0.001, "bandwidth_bytes_per_s": 200 * CHUNK_BYTES}
+async def serve(
+    rows=ROWS,
+    lease_share=0.5,
+    lease_s=10.0,
+    prompts=PROMPTS,
+    manager=TieringOffloadingManager,
+    chunks_per_s=200,
+    pace=PACE,
+):
+    device = {"type": "dummy", "latency_s": 0.001, "bandwidth_bytes_per_s": chunks_per_s * CHUNK_BYTES}
     limits = {"lease_share": lease_share, "lease_s": lease_s}
     async with await manager.open(describe(rows, device, limits=limits)) as engine:
         for prompt in prompts:
             await engine.put(prompt.keys, [chunk_of(key, CHUNK_BYTES) for key in prompt.keys])
         await engine.reset(10_000)
         begun = asyncio.get_running_loop().time()
-        served = await Scheduler(engine, prompts, PACE).run()
+        served = await Scheduler(engine, prompts, pace).run()
         seconds = asyncio.get_running_loop().time() - begun
         await asyncio.sleep(60)
         engine.steps.end_step()
@@ -97,3 +112,23 @@ async def test_a_primary_smaller_than_any_request_serves_them_all(rows):
 async def test_a_prefix_that_exceeds_the_share_gives_its_leading_part():
     run = await serve(rows=20, lease_share=0.5, prompts=PROMPTS[:1])
     assert [one.hits for one in run.served] == [10]
+
+
+def table():
+    """Yield the table's lines: for each pace of the accelerator and of the tier, with default leases and without."""
+    for computed, chunks_per_s in product((2, 8), (200, 1_000)):
+        pace = {"chunks_per_s": chunks_per_s, "pace": PACE._replace(prefill_chunks=computed)}
+        runs = virtual_time.run(serve(**pace)), virtual_time.run(serve(lease_s=0.0, lease_share=1.0, **pace))
+        seconds = [f"{run.seconds:.1f}" for run in runs]
+        counts = [
+            f"{count:,}" for count in (chunks_per_s, *(run.hits for run in runs), *(run.promoted for run in runs))
+        ]
+        yield f"| {' | '.join((str(computed), counts[0], *seconds, *counts[1:]))} |"
+
+
+def test_the_table_of_the_page_on_look_ups_is_this(thorough):
+    assert "\n".join(table()) in (Path(__file__).parents[2] / "docs" / "explanation" / "look-ups.md").read_text()
+
+
+if __name__ == "__main__":
+    sys.stdout.writelines(f"{line}\n" for line in table())
