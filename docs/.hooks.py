@@ -2,9 +2,11 @@
 
 A line that is only a link to source, such as `[Options of fs](../../backends/kvtier_backends/fs/options.py)`, becomes
 the table of this name. Meanings are the comment or the docstring at a field, help texts, and the help of metrics.
+A table of failures gets a column with the tests whose mark `promise` has the text of a row's first cell.
 """
 
 import ast
+import functools
 import inspect
 import json
 import re
@@ -37,6 +39,7 @@ from kvtier.tools.top import EngineNow
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"^\[([^\]]+)\]\(\.\./\.\./((?:kvtier|backends)/[\w/]+\.py)\)$", re.MULTILINE)
+FAILURES = re.compile(r"^\| failure \|.*\n\|.*\n(?:\|.*\n)+", re.MULTILINE)
 UNLABELLED = ("meaning", "answer", "remedy", "")  # Columns that need no name in a card.
 WIDE_CELL = 50  # Characters. A table with a longer cell is shown as cards on a phone.
 
@@ -86,8 +89,32 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put the tables in the place of the links to their source."""
-    return LINK.sub(lambda link: table(link[1], link[2]), markdown)
+    """Put the tables in the place of the links to their source, and tests into the rows of failures that they prove."""
+    return LINK.sub(lambda link: table(link[1], link[2]), FAILURES.sub(_proved, markdown))
+
+
+def _proved(found: re.Match[str]) -> str:
+    head, rule, *rows = found[0].splitlines()
+    tests = (" ".join(f"`{test}`" for test in promises()[failure_of(row)]) for row in rows)
+    return "\n".join((f"{head} proved by |", f"{rule}---|", *map("{} {} |".format, rows, tests), ""))
+
+
+def failure_of(row: str) -> str:
+    return row.removeprefix("| ").partition(" | ")[0]
+
+
+@functools.cache
+def promises() -> dict[str, list[str]]:
+    """Return the places of the tests that are marked with `promise`, by the failure whose row they prove."""
+    found: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        if "@pytest.mark.promise(" in (text := path.read_text()):
+            for node in ast.walk(ast.parse(text)):
+                for mark in getattr(node, "decorator_list", ()):
+                    if ast.unparse(mark).startswith("pytest.mark.promise("):
+                        place = f"{path.relative_to(ROOT / 'tests')}:{node.lineno}"  # type: ignore[attr-defined]
+                        found.setdefault(mark.args[0].value, []).append(place)
+    return found
 
 
 def on_page_content(html: str, **_: Any) -> str:

@@ -49,6 +49,9 @@ FENCE = Fence()
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "virtual_time: run the test on a VirtualTimeLoop, where sleeping takes no time.")
+    config.addinivalue_line(
+        "markers", "promise(failure): prove the row of this failure on docs/explanation/failure-modes.md."
+    )
     config.addinivalue_line("markers", "outside: left to `make test-all`; follows from a test's fixtures and folder.")
     config.addinivalue_line("markers", "traces: left to `tests/traces/run`; follows from a test's fixtures.")
     sys.addaudithook(FENCE)

@@ -76,6 +76,7 @@ async def test_a_chunk_with_no_store_goes_to_no_tier(open_engine, tmp_path):
     assert await engine.get(keys([0])) == [chunk(0)]
 
 
+@pytest.mark.promise("A client sends an invalid hint")
 async def test_a_bad_hint_costs_the_request_nothing_and_is_counted_and_said_once(open_engine, caplog):
     engine = await open_engine(8)
     for bad in ("over", {"ower": True}, {"over": "yes"}, {"retain_s": -1}, {"retain_s": float("nan")}, 7, [1]):

@@ -33,6 +33,7 @@ async def until_serving(engine, number):
             await engine.drain()
 
 
+@pytest.mark.promise("The runner's process dies")
 async def test_a_runner_killed_in_mid_transfer_costs_hits_and_no_byte(open_engine, disk):
     engine = await open_engine(16, slow(disk), runner="process", limits={"action_chunks": 2})
     for first in range(0, 48, 8):
@@ -81,6 +82,7 @@ async def test_a_runner_that_hangs_is_replaced_for_its_silence(open_engine, disk
     await until(lambda: settled(engine), engine)
 
 
+@pytest.mark.promise("Hung transfers hold too many rows")
 @pytest.mark.parametrize("too_many", [True, False])
 async def test_a_runner_that_holds_too_many_rows_is_replaced_and_its_rows_come_back(open_engine, disk, too_many):
     """One that holds few is left alone."""
@@ -165,6 +167,7 @@ def processes(group):
     return living
 
 
+@pytest.mark.promise("The engine's process is killed")
 @pytest.mark.parametrize("seed", range(3))
 def test_an_owner_that_is_killed_leaves_no_process_and_no_temporary(owner, disk, seed):
     killed = owner(disk, "stores")
@@ -210,6 +213,7 @@ def test_a_runner_that_hangs_does_not_outlive_its_owner(owner, tier, does):
     wait_for(lambda: not processes(killed.pid))
 
 
+@pytest.mark.promise("SIGINT or SIGTERM reaches the process group")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupt_is_the_owners_to_handle(owner, disk, number):
     interrupted = owner(disk, "waits")

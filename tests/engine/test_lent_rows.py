@@ -39,6 +39,7 @@ async def keep(engine, numbers, make):
     return made
 
 
+@pytest.mark.promise("A caller keeps a view of a fetched row")
 async def test_a_kept_view_reads_its_chunk_and_never_the_next(open_engine, make):
     engine = await open_engine(2, holds=[1, 2])
     made = await keep(engine, [1], make)
@@ -48,6 +49,7 @@ async def test_a_kept_view_reads_its_chunk_and_never_the_next(open_engine, make)
     assert await found(engine, [1]) == 1
 
 
+@pytest.mark.promise("A caller keeps a view of a fetched row")
 async def test_a_kept_row_delays_no_put_or_reset_and_is_reused_when_released(open_engine, make):
     engine = await open_engine(2, holds=[1, 2])
     made = await keep(engine, [1, 2], make)

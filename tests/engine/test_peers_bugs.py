@@ -44,6 +44,7 @@ async def test_a_tier_that_always_says_present_and_never_has_it_ends_no_request_
     assert ledger_in(engine).tiers[0].counters.promoted == 5
 
 
+@pytest.mark.promise("A policy never evicts")
 async def test_a_policy_that_never_evicts_stops_no_request(open_engine):
     engine = await open_engine(2, SLOW, eviction_policy=f"{__name__}:Miser")
     async with asyncio.timeout(60):

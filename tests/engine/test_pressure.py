@@ -90,6 +90,7 @@ def test_leases_keep_waiting_requests_from_evicting_each_other(leased, unleased)
     assert unleased.promoted <= 2 * REQUESTS * CHUNKS_A_REQUEST, "none looks for ever"
 
 
+@pytest.mark.promise("The primary is full of waiting requests")
 def test_a_promotion_beyond_the_share_is_computed_so_a_slow_tier_does_not_set_the_pace(leased):
     loading_all_s = REQUESTS * CHUNKS_A_REQUEST / 200
     computing_all_s = REQUESTS * CHUNKS_A_REQUEST / (PACE.prefill_chunks / PACE.step_s)
@@ -109,6 +110,7 @@ async def test_a_primary_smaller_than_any_request_serves_them_all(rows):
     assert run.hits == run.promoted
 
 
+@pytest.mark.promise("A prefix exceeds `lease_share` of the primary")
 async def test_a_prefix_that_exceeds_the_share_gives_its_leading_part():
     run = await serve(rows=20, lease_share=0.5, prompts=PROMPTS[:1])
     assert [one.hits for one in run.served] == [10]

@@ -191,6 +191,7 @@ def test_a_runner_ends_with_its_owner_though_another_process_holds_the_socket(ru
     wait_for(lambda: has_ended(runner))
 
 
+@pytest.mark.promise("The engine's process forks")
 def test_a_fork_of_the_owner_can_only_read_counters_and_the_owner_goes_on(run):
     forked = run(
         FORKED
@@ -297,6 +298,7 @@ else:
 """
 
 
+@pytest.mark.promise("A resource limit is too low")
 @pytest.mark.parametrize(
     ("limit", "most"),
     [

@@ -42,6 +42,7 @@ async def test_a_tier_lets_a_long_requests_tail_go_before_its_head(open_engine, 
     assert sorted(gone) == prefix[-len(gone) :]
 
 
+@pytest.mark.promise("The key is too long for the tier, or the row has a wrong length")
 @pytest.mark.parametrize("layout", ["files", "segments"])
 async def test_keys_that_are_too_long_cost_their_own_chunks_and_open_no_breaker(open_engine, tmp_path, layout):
     tier = {"type": "fs", "root": str(tmp_path / "tier"), "layout": layout, "limits": {"breaker_failures": 1}}

@@ -42,6 +42,7 @@ async def test_why_an_engine_cannot_be_opened_is_raised_and_not_logged_as_well(r
     assert caplog.messages == []
 
 
+@pytest.mark.promise("It hangs while it opens")
 async def test_a_tier_that_never_opens_is_an_error_at_the_deadline(runner, nothing_left, monkeypatch):
     monkeypatch.setattr("kvtier.runner.runner.OPEN_S", 0.2)  # The first tier does so in its process.
     tiers = {"type": f"{RUDE}:Hurries"}, {"type": f"{RUDE}:NeverOpens", "name": "away"}

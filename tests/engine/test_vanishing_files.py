@@ -91,6 +91,7 @@ def open_without_a_name(root):
     return deleted
 
 
+@pytest.mark.promise("Chunk files are deleted under a running engine")
 @pytest.mark.parametrize("options", TIERS)
 async def test_files_that_vanish_under_a_busy_engine_are_misses_that_are_stored_again(open_engine, tmp_path, options):
     """No wrong byte comes, no call raises, nothing is left open, and the tier's figures are those of the disk again."""

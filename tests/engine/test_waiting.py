@@ -216,6 +216,7 @@ async def test_any_buffer_of_bytes_is_a_chunk_and_a_key_may_be_given_twice_with_
         assert await engine.get([key(1)]) == [chunk(1)]
 
 
+@pytest.mark.promise("A call is cancelled")
 @pytest.mark.parametrize("after", range(12))
 async def test_calls_cancelled_at_any_moment_leave_nothing_pinned(open_engine, after):
     engine = await open_engine(6, SLOW, holds=range(20, 23))

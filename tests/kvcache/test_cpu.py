@@ -78,6 +78,7 @@ def test_every_row_is_pinned_once_in_slices_of_whole_rows():
             assert list(registry.ranges.values()) == [ROW_BYTES] * 7
 
 
+@pytest.mark.promise("Rows cannot be pinned for the GPU")
 def test_what_cannot_be_pinned_whole_is_not_pinned_at_all_and_works(caplog):
     registry = HostRegistry(limit_bytes=3 * ROW_BYTES)
     with (

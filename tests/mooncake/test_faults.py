@@ -100,6 +100,7 @@ async def test_a_killed_owner_costs_its_chunks_and_another_one_is_used(alone, le
     await recovers(tier, lender, keys)
 
 
+@pytest.mark.promise("One server or owner of several is gone")
 @pytest.mark.parametrize("replicas", [1, 2])
 async def test_a_dead_owner_of_two_costs_its_share_or_with_replicas_nothing(alone, lender, replicas):
     pool, owner, tier, keys = await alone(client_ttl_s=2, owners=2, replicas=replicas)
@@ -177,6 +178,7 @@ async def test_a_cancelled_call_to_a_hung_owner_ends_with_its_time_out(alone, le
     await recovers(tier, lender, keys)
 
 
+@pytest.mark.promise("`mooncake`: the master dies")
 @pytest.mark.parametrize("hangs", [False, True])
 async def test_a_master_that_is_away_is_unavailable_in_time_and_used_again(alone, lender, hangs):
     pool, _, tier, keys = await alone(20)

@@ -33,6 +33,7 @@ def open_engine(mount, folder, until):
     return open_engine
 
 
+@pytest.mark.promise("NFS: the server hangs or is unreachable")
 @pytest.mark.parametrize(
     ("mounted", "runner", "tier"),
     [("soft", "inline", SEGMENTS), ("soft", "process", SHARED), ("hard", "inline", SHARED), ("hard", "process", OWN)],
@@ -125,6 +126,7 @@ def test_a_server_that_is_killed_costs_hits_and_they_come_back_with_the_next_one
     assert guest.call("close_engine", engine) == 0
 
 
+@pytest.mark.promise("NFS: a host's locks are lost: it was cut off longer than its lease, or the server restarted")
 def test_a_host_that_is_cut_off_for_longer_than_its_lease_goes_on_afterwards(guests, open_tier, until):
     one, other = guests
     how = {"options": MOUNTS["soft"]}

@@ -149,6 +149,7 @@ async def test_a_name_that_cannot_be_listed_costs_the_list_and_nothing_else(open
     assert tier.counts() == {"listing_failed": 1}
 
 
+@pytest.mark.promise("`object`: the bucket is away")
 async def test_a_removed_bucket_costs_hits_until_it_is_back(opened, server, bucket, stored, lender):
     tier, keys = await kept(lender, opened(), 3)
     server.remove_bucket(bucket)
@@ -169,6 +170,8 @@ def deny(server, after):
     urllib.request.urlopen(asked, timeout=PATIENCE_S).close()
 
 
+@pytest.mark.promise("Password, bucket, certificate or topology are wrong")
+@pytest.mark.promise("`object`: credentials expire, or lose their rights")
 async def test_refused_credentials_are_a_config_error_at_first_and_unavailable_later(
     opened, own_server, bucket, lender
 ):
@@ -201,6 +204,8 @@ def says(status, code):
     return lambda passed: reply if passed.startswith(b"HTTP/") else b""
 
 
+@pytest.mark.promise("`object`: the store answers 503 or 500")
+@pytest.mark.promise("`object`: credentials expire, or lose their rights")
 @pytest.mark.parametrize(
     ("status", "code", "counted"),
     [
@@ -222,6 +227,7 @@ async def test_each_error_of_a_store_is_unavailable_until_it_ends(opened, proxy,
     await recovers(tier, lender, keys)
 
 
+@pytest.mark.promise("It is full")
 async def test_a_store_without_room_has_no_space_and_still_loads(opened, proxy, lender):
     tier, keys = await kept(lender, opened(endpoint=f"http://{proxy.address}"), 3)
     proxy.reply = says("507 Insufficient Storage", "XMinioStorageFull")
@@ -232,6 +238,7 @@ async def test_a_store_without_room_has_no_space_and_still_loads(opened, proxy, 
     assert await lender.recall(tier, keys) == [label(key) for key in keys]
 
 
+@pytest.mark.promise("`object`: the store answers 503 or 500")
 async def test_a_store_that_is_busy_for_a_moment_is_retried(opened, proxy, lender):
     tier, keys, busy = await opened(endpoint=f"http://{proxy.address}"), keys_of(3), says("503 Slow Down", "SlowDown")
     await lender.keep(tier, keys)

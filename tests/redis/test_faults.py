@@ -160,6 +160,7 @@ async def test_a_reply_cut_in_the_middle_fails_the_unanswered_chunks(opened, pro
     await recovers(tier, lender, keys)
 
 
+@pytest.mark.promise("One server or owner of several is gone")
 async def test_no_call_waits_for_a_server_that_is_known_to_hang(opened, server, own_server, lender, monkeypatch):
     """Of two servers one hangs: its chunks fail, the other's go on, and it is tried by one thread at a time."""
     monkeypatch.setattr("kvtier_backends.redis.servers.RETRY_S", 3_600.0)

@@ -58,6 +58,7 @@ async def test_a_tier_opens_if_one_of_its_servers_answers(opened, server, lender
         await opened(gone, **QUICK)
 
 
+@pytest.mark.promise("Password, bucket, certificate or topology are wrong")
 async def test_a_wrong_password_is_a_config_error(opened, own_server, monkeypatch, lender):
     server = own_server("--requirepass", "right", password="right")
     with pytest.raises(ConfigError, match=r"^password_file: .*NOAUTH"):
@@ -172,6 +173,7 @@ async def test_chunks_travel_over_tls_and_closing_ends_calls_that_hang(opened, o
     front.end()
 
 
+@pytest.mark.promise("Password, bucket, certificate or topology are wrong")
 async def test_an_untrusted_certificate_is_refused_and_a_server_without_any_unavailable(opened, front, server):
     with pytest.raises(ConfigError, match=r"^tls_ca_file: .*certificate is refused"):
         await opened(front.address, scheme="rediss")
@@ -223,6 +225,7 @@ def watched(own_server, tmp_path):
     return primary, replica, sentinel
 
 
+@pytest.mark.promise("`redis`: a primary fails under sentinels; a cluster moves slots")
 async def test_a_tier_follows_the_primary_that_sentinels_name(opened, watched, lender):
     primary, replica, sentinel = watched
     about = {"scheme": "redis+sentinel", "path": "/cache"}
@@ -318,6 +321,7 @@ def test_a_server_that_is_no_node_any_more_is_forgotten(nodes, server):
     old.drop(links[2])
 
 
+@pytest.mark.promise("`redis`: a primary fails under sentinels; a cluster moves slots")
 async def test_a_slot_that_moves_is_followed_at_every_moment_of_it(opened, cluster, prefix, lender):
     """ASK while it moves, MOVED afterwards; each chunk is found, and stored, in the same call."""
     tier, keys = await kept(lender, opened(cluster[0].address, scheme="redis+cluster"), 40)
@@ -385,6 +389,7 @@ async def test_calls_do_not_wait_for_a_new_table_of_slots(opened, cluster, names
     await recovers(tier, lender, keys)
 
 
+@pytest.mark.promise("Password, bucket, certificate or topology are wrong")
 async def test_a_url_that_does_not_fit_its_servers_is_a_mistake_of_the_configuration(opened, cluster, server):
     for address, about, told in (
         (server.address, {"path": "/1000"}, r"^url: .*DB index is out of range"),

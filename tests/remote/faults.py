@@ -19,6 +19,8 @@ PATIENT = {"breaker_failures": 1_000, "breaker_cooldown_s": "1ms", "answer_ttl_s
 class Faults:
     """Every fault on one remote, which a subclass has as the fixture `remote`."""
 
+    @pytest.mark.promise("The service is stopped, killed or unreachable")
+    @pytest.mark.promise("It is full")
     @pytest.mark.parametrize("fault", list(Fault))
     async def test_a_fault_costs_hits_and_nothing_else(self, remote, fault):
         """Its outcome is the table's. Every row is reused meanwhile. Hits come back afterwards."""

@@ -90,6 +90,7 @@ class DamagedValues(conformance.CountedConformance):
 
         return provoke
 
+    @pytest.mark.promise("Stored bytes are damaged, torn, cut off, or another chunk's")
     @pytest.mark.parametrize("at", [0, CHUNK_BYTES // 2, -1])
     @pytest.mark.parametrize("part", ["row", "seal"])
     async def test_a_flipped_byte_is_corrupt_and_is_deleted(self, backend, stored, lender, part, at):
@@ -182,6 +183,7 @@ class CodedValues:
 class DisturbedNetwork:
     """Failures between tier and service. Needs `open_by_proxy`, whose time-outs are short, and `proxy`."""
 
+    @pytest.mark.promise("It hangs, or sends a byte at a time")
     @pytest.mark.parametrize(
         ("begin", "end", "cause"), [("refuse", "listen", "ECONNREFUSED"), ("hold", "pass_on", "ETIMEDOUT")]
     )

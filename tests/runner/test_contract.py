@@ -96,6 +96,7 @@ async def test_a_prefetched_chunk_is_in_the_primary_before_its_look_up(open_engi
 # A tier that fails.
 
 
+@pytest.mark.promise("It fails again and again")
 async def test_a_tier_that_fails_every_call_costs_its_hits_and_harms_no_other(open_engine, runner):
     limits = {"breaker_failures": 2, "breaker_cooldown_s": 1_000}
     engine = await open_engine(8, faulty(unavailable=1.0, limits=limits), DUMMY, runner=runner)
@@ -129,6 +130,7 @@ async def test_a_chunk_that_fails_to_move_ends_the_run_before_it(open_engine, ru
 # A tier that hangs. Threads sleep in the kernel, in real time.
 
 
+@pytest.mark.promise("A load hangs")
 async def test_rows_of_a_hung_load_are_lent_to_nobody_until_its_thread_returns(open_engine, mount, gates, runner):
     engine = await open_engine(8, mount, runner=runner, limits={"quarantine_share": 1.0})
     await put(engine, range(4))
@@ -152,6 +154,7 @@ async def test_rows_of_a_hung_load_are_lent_to_nobody_until_its_thread_returns(o
     audit_quiet(engine)
 
 
+@pytest.mark.promise("A store hangs")
 async def test_a_hung_store_keeps_its_rows_and_delays_no_other_tier_and_no_load(
     open_engine, mount, gates, runner, tmp_path
 ):
@@ -172,6 +175,7 @@ async def test_a_hung_store_keeps_its_rows_and_delays_no_other_tier_and_no_load(
     assert await at_rest(engine)
 
 
+@pytest.mark.promise("A probe hangs or fails")
 async def test_a_hung_probe_is_a_miss_at_its_deadline(open_engine, runner, tmp_path):
     shared = {"type": FAULTY, "inner": {"type": "dummy", "store": str(tmp_path), "shared": True}}
     hung = shared | {"script": {"probe": ["hang"]}, "limits": {"deadline_s": 0.05}, "faults": {"hang_s": 0.2}}
@@ -181,6 +185,7 @@ async def test_a_hung_probe_is_a_miss_at_its_deadline(open_engine, runner, tmp_p
     assert await at_rest(engine)
 
 
+@pytest.mark.promise("Its deletion fails or hangs")
 async def test_a_hung_deletion_delays_no_caller_beyond_its_deadline(open_engine, runner):
     engine = await open_engine(4, faulty({"delete": ["hang"]}, {"deadline_s": 0.05}, hang_s=0.5), runner=runner)
     await put(engine, [1])
@@ -189,6 +194,7 @@ async def test_a_hung_deletion_delays_no_caller_beyond_its_deadline(open_engine,
     assert await found(engine, [1]) == 0
 
 
+@pytest.mark.promise("The engine is reset while it hangs")
 async def test_a_reset_with_a_hung_tier_ends_at_its_deadline(open_engine, mount, gates, runner):
     engine = await open_engine(8, mount | {"limits": {"deadline_s": 600}}, runner=runner)
     with shut(gates, "store"):
@@ -203,6 +209,7 @@ async def test_a_reset_with_a_hung_tier_ends_at_its_deadline(open_engine, mount,
     await until(lambda: not ledger_in(engine).primary.quarantined, engine)
 
 
+@pytest.mark.promise("The engine closes while it hangs")
 async def test_closing_with_a_hung_tier_ends_at_its_deadline_and_counts_what_it_left(runner):
     hung = faulty({"store": ["hang"]}, {"deadline_s": 1_000})
     engine = await TieringOffloadingManager.open(describe(4, hung, runner=runner))
@@ -216,6 +223,7 @@ async def test_closing_with_a_hung_tier_ends_at_its_deadline_and_counts_what_it_
 # A tier that breaks its contract.
 
 
+@pytest.mark.promise("It raises, returns nonsense or exits")
 @pytest.mark.parametrize(
     "tier", ["AnswersNothing", "AnswersTooLittle", "AnswersANumber", "AnswersNonsense", "Raises", "Cancels", "Exits"]
 )

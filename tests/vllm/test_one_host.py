@@ -83,6 +83,7 @@ def worker():
         yield start
 
 
+@pytest.mark.promise("vLLM: a worker does not share the scheduler's `/dev/shm`")
 def test_a_scheduler_without_its_workers_does_not_start_and_names_them(hosts, worker, monkeypatch):
     here, there = hosts
     monkeypatch.setattr(spec, "MET_S", 0.02)

@@ -42,6 +42,7 @@ def test_loads_leave_before_stores_and_probes_before_both(bench):
     assert kinds == [Probe, Probe, Promote, Cascade, Cascade, Delete, Delete]
 
 
+@pytest.mark.promise("It stores more slowly than chunks come")
 def test_beyond_a_tiers_budget_cascades_are_dropped_and_counted(bench):
     engine = bench(tiers=[bench.spec("slow", store_chunks_max=2), bench.spec("fast")], cascade_rows_max=4)
     traffic = engine.ledger.traffic
@@ -69,6 +70,7 @@ def test_beyond_the_cascades_share_of_the_primary_they_are_dropped_so_that_store
     assert engine.settled()
 
 
+@pytest.mark.promise("It fails again and again")
 def test_a_tier_behind_an_open_breaker_is_sent_nothing_and_then_a_few_to_try_it(bench):
     engine = bench(rows=20, tiers=[bench.spec(breaker_failures=1, breaker_cooldown_s=5.0, trial_chunks=2)])
     engine.store("a")
@@ -100,6 +102,7 @@ def test_actions_that_the_bridge_refuses_are_dropped_and_counted(bench):
     assert engine.settled()
 
 
+@pytest.mark.promise("A tier fails to store it")
 def test_a_chunk_that_did_not_reach_a_tier_is_not_looked_for_there(bench):
     engine = bench(rows=2)
     engine.knows_all()
@@ -124,6 +127,7 @@ def test_each_reason_why_a_chunk_did_not_move_is_counted_by_its_name(engine, cod
     assert counters.transfers_failed == (code in (Code.FAILED, Code.UNAVAILABLE, Code.DEADLINE))
 
 
+@pytest.mark.promise("A store hangs")
 def test_a_tier_whose_hung_transfers_hold_too_many_rows_is_not_used_until_some_come_back(bench):
     """Or one hung tier takes the whole share of cascades, a few rows with every trial, and starves the healthy ones."""
     engine = bench(rows=8, tiers=[bench.spec("hung", overdue_rows_max=2), bench.spec("well")], cascade_rows_max=4)

@@ -20,6 +20,7 @@ def test_seed_7_a_request_asks_a_tier_once_however_short_answers_are_believed(be
     assert engine.lookup("b", engine.request("next")) == [RETRY]
 
 
+@pytest.mark.promise("It is deleted while its store hangs")
 def test_seed_51_a_delete_forgets_what_only_a_hung_store_holds_and_leaves_what_a_load_holds_beside_it(bench):
     engine = bench(rows=1)
     engine.store("a")

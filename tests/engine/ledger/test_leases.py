@@ -50,6 +50,7 @@ def test_a_lease_ends_after_its_time_or_with_the_last_of_its_requests(bench, end
     assert engine.settled()
 
 
+@pytest.mark.promise("The primary is full of waiting requests")
 def test_leases_of_all_requests_together_take_no_more_than_their_share(bench):
     engine = bench(rows=8, lease_rows_max=3)
     engine.holds("abcdef")

@@ -58,6 +58,7 @@ def test_a_partial_promotion_keeps_the_good_chunks_and_counts_both(bench):
     assert engine.observed == [("tier0", "load", 0.25)]
 
 
+@pytest.mark.promise("A tier has lost the chunk")
 @pytest.mark.parametrize(
     ("code", "others", "later"),
     [

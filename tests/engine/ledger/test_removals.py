@@ -33,6 +33,7 @@ def silent(bench):
     return engine
 
 
+@pytest.mark.promise("A tier has lost the chunk")
 @pytest.mark.parametrize(("code", "told"), [(Code.MISSING, ["b"]), (Code.CORRUPT, ["b"]), (Code.FAILED, [])])
 def test_a_load_that_finds_a_chunk_gone_removes_it(silent, code, told):
     silent.lookup("abc")

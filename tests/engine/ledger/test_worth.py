@@ -51,6 +51,7 @@ def test_loads_that_save_time_are_sent(takes, here, names, loaded):
     assert wanted(bench, names) == ({0: loaded} if loaded else {})
 
 
+@pytest.mark.promise("Loading takes longer than computing")
 @pytest.mark.parametrize(("takes", "names", "at_first"), [((0.0, 1.0), "a", MISS), ((3.0, 0.5), "abcdef", PENDING)])
 def test_a_load_that_is_slower_than_computing_is_a_miss_at_once_or_from_the_steps_end_on(takes, names, at_first):
     bench = tier(takes=takes)
@@ -149,6 +150,7 @@ def test_a_model_of_several_groups_needs_all_or_nothing(fixed_s):
     assert sent == (looked_up if fixed_s < 6.0 else [])
 
 
+@pytest.mark.promise("Loading takes longer than computing")
 @pytest.mark.parametrize("full", [False, True])
 def test_a_load_that_is_late_is_given_up_and_a_hit_for_the_next_request(full):
     """In a full primary, too: the request is noted before room is made, and after it. What came in time is a hit."""

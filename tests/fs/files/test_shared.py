@@ -114,6 +114,7 @@ async def test_only_lru_with_locks_is_shared(open_tier, monkeypatch):
         await open_tier(shared=True)
 
 
+@pytest.mark.promise("The shared page is damaged or outdated")
 async def test_a_damaged_page_costs_no_chunk_and_is_counted_again(open_tier, lender, root, mapper):
     one, two = [await open_tier(shared=True, capacity_bytes="64MiB") for _ in range(2)]
     await until_stored(one, lender, keys_of(8))

@@ -256,6 +256,7 @@ async def test_without_direct_io_and_counted_blocks_the_tier_works(open_tier, le
     assert await scanned(await open_tier(root=root)) == set(keys_of(5))
 
 
+@pytest.mark.promise("The key is too long for the tier, or the row has a wrong length")
 @pytest.mark.parametrize(
     ("options", "longest"),
     [

@@ -56,6 +56,7 @@ OF_FILES = {  # A slot has one length.
 }
 
 
+@pytest.mark.promise("Stored bytes are damaged, torn, cut off, or another chunk's")
 @pytest.mark.parametrize("io", ["direct", "buffered"])
 async def test_damaged_chunks_are_misses_and_can_be_stored_again(open_tier, lender, place_of, seal, layout, io):
     damages = DAMAGES | (OF_FILES if layout == "files" else {})
@@ -109,6 +110,7 @@ async def test_a_file_cut_off_anywhere_is_a_miss(opened_once, lender, path_of, s
     assert await lender.recall(tier, [KEY]) == [expected]
 
 
+@pytest.mark.promise("Segments: a slot or footer is damaged")
 @pytest.mark.parametrize(
     ("damage", "told", "faults"),
     [
@@ -125,6 +127,7 @@ async def test_a_slot_torn_before_a_start_is_a_miss(open_tier, stored, lender, p
     assert tier.counters().corrupt == faults
 
 
+@pytest.mark.promise("Segments: a segment's first page is damaged, or it cannot be opened")
 @pytest.mark.parametrize(
     "damage",
     [

@@ -108,6 +108,7 @@ async def look(open_tier, expected, **options):
     return tier.counters().corrupt
 
 
+@pytest.mark.promise("The engine's process is killed")
 @WAYS
 async def test_a_killed_writer_loses_nothing_it_was_told_was_stored(launch, open_tier, root, seal, way):
     """A deleted chunk does not come back, nor does an older one. A full tier has what was stored last."""

@@ -73,6 +73,7 @@ REMOVALS = {
 }
 
 
+@pytest.mark.promise("The directory is removed, emptied or comes back on another disk")
 @pytest.mark.parametrize("removed", REMOVALS)
 async def test_what_is_removed_is_made_again(tier, lender, root, mapper, removed, open_tier, options, looking):
     await scanned(tier)
@@ -100,6 +101,7 @@ async def test_what_is_removed_is_made_again(tier, lender, root, mapper, removed
     await asyncio.wait([listening])
 
 
+@pytest.mark.promise("The directory is removed, emptied or comes back on another disk")
 async def test_a_directory_that_comes_back_full_has_its_chunks(tier, lender, root):
     kept = root.with_name("kept")
     shutil.copytree(root, kept)
@@ -138,6 +140,7 @@ async def test_a_new_directory_that_another_tier_took_is_left_to_it(tier, lender
     assert await works_again(tier, lender)
 
 
+@pytest.mark.promise("The directory is removed, emptied or comes back on another disk")
 async def test_an_unmounted_mount_point_is_never_filled(open_tier, lender, mount, options):
     place = mount("tmpfs", "size=32m")
     root = place / "tier"

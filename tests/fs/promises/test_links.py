@@ -68,6 +68,9 @@ def put(kind, path, treasure):
             os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))
 
 
+@pytest.mark.promise(
+    "A link, pipe or device stands in place of `config.json`, the shared page, the write budget or a folder"
+)
 @pytest.mark.parametrize("kind", ["a symbolic link", "a named pipe", "a directory", "a device"])
 @pytest.mark.parametrize("name", BESIDE)
 async def test_others_in_a_books_place_are_refused(open_tier, stored, root, mapper, treasure, name, kind):

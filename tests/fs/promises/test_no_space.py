@@ -65,6 +65,7 @@ def fill(path):
     assert os.statvfs(path).f_bavail == 0
 
 
+@pytest.mark.promise("The disk is full")
 async def test_a_full_disk_still_serves_what_is_on_it(open_tier, lender, mount, layout):
     root, keys = mount("tmpfs", "size=128k"), keys_of(CHUNKS)
     first = await open_tier(layout=layout, root=str(root))
@@ -81,6 +82,7 @@ async def test_a_full_disk_still_serves_what_is_on_it(open_tier, lender, mount, 
     assert again.counters().disk_full > 0
 
 
+@pytest.mark.promise("The disk is full")
 @pytest.mark.parametrize("capacity_bytes", [None, "1GiB"])  # The latter is larger than the disk.
 async def test_a_small_ext4_full_of_others_files_goes_on_without_the_oldest(
     open_tier, lender, mount, layout, capacity_bytes

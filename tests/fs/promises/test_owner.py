@@ -44,6 +44,7 @@ def hold(launch):
     return hold
 
 
+@pytest.mark.promise("A second engine or tier uses the same root")
 async def test_a_second_tier_of_one_root_is_refused_by_name(open_tier, root, layout):
     await open_tier(layout=layout)
     root.with_name("link").symlink_to(root)

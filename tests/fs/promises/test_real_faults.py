@@ -33,6 +33,7 @@ async def test_a_tier_without_a_segment_that_cannot_make_one_says_why(disk, open
     assert await lender.recall(tier, keys_of(3)) == whole(keys_of(3))
 
 
+@pytest.mark.promise("It is read-only or answers `EIO`")
 async def test_reads_and_writes_that_fail_leave_what_was_there_and_nothing_else(disk, tier, lender):
     await lender.keep(tier, keys_of(3))
     disk.tell("eio")
@@ -80,6 +81,7 @@ def remount(disk, how):
     subprocess.run(["mount", "-o", f"remount,{how}", str(disk)], check=True)
 
 
+@pytest.mark.promise("It is read-only or answers `EIO`")
 async def test_a_disk_that_was_remounted_read_only_serves_what_it_has(mount, open_tier, lender):
     disk = mount("ext4", image_bytes=32 << 20)
     tier = await open_tier(root=str(disk / "tier"), capacity_bytes="4MiB", holds=keys_of(3))

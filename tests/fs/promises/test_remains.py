@@ -31,6 +31,7 @@ def of_kind(end):
     return lambda path, *_, **__: str(path).endswith(end)
 
 
+@pytest.mark.promise("Files cannot be removed")
 @pytest.mark.parametrize("error", [errno.EIO, errno.EBUSY, errno.ENOENT])
 async def test_an_unfinished_file_counts_until_it_can_be_removed(open_tier, lender, root, system_call, error):
     tier = await open_tier(holds=keys_of(2))
@@ -48,6 +49,7 @@ async def test_an_unfinished_file_counts_until_it_can_be_removed(open_tier, lend
     await until(lambda: tier.counters().evictions_failed >= 4)
 
 
+@pytest.mark.promise("Files cannot be removed")
 @pytest.mark.parametrize("error", [errno.EIO, errno.EPERM, errno.ENOENT])
 async def test_a_file_reported_as_missing_counts_until_it_is_gone(open_tier, lender, root, system_call, error):
     tier, kept = await open_tier(capacity_bytes=CAPACITY_BYTES), []

@@ -99,6 +99,7 @@ def test_a_chunk_with_a_long_key_is_left_to_the_scan_and_no_segment_is_trusted(c
     assert memory.segments[0].written_at_ns == 0
 
 
+@pytest.mark.promise("Segments: the checkpoint is damaged")
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_damaged_checkpoint_is_ignored(checkpoint, path, data):

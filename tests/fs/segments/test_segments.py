@@ -235,6 +235,7 @@ async def test_where_no_segment_can_be_removed_no_more_are_given_up(open_tier, t
     assert tier.counters().evictions_failed == 1
 
 
+@pytest.mark.promise("Segments: a segment's first page is damaged, or it cannot be opened")
 @pytest.mark.parametrize("checkpoint_s", [0, 1_800])
 async def test_an_unreadable_segment_takes_its_room(open_tier, stored, lender, root, system_call, checkpoint_s):
     await stored([KEY], **SEGMENTS)
@@ -363,6 +364,7 @@ REMOVALS = {
 }
 
 
+@pytest.mark.promise("Segments: a segment's file is removed while it is open")
 @pytest.mark.parametrize("removed", REMOVALS)
 async def test_a_removed_segment_gives_way_to_a_new_one(tier, open_tier, lender, root, removed):
     await lender.keep(tier, keys_of(4))
@@ -399,6 +401,7 @@ async def test_only_what_lies_in_the_removed_segment_is_lost(open_tier, stored, 
     assert await lender.recall(await open_tier(**SEGMENTS, capacity_bytes="2MiB"), kept) == whole(kept)
 
 
+@pytest.mark.promise("Segments: a segment's file is removed while it is open")
 async def test_a_removed_segment_is_noticed_though_nobody_stores(looking, tier, lender, root):
     await lender.keep(tier, keys_of(4))
     told = tier.watch()
