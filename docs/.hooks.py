@@ -112,7 +112,7 @@ def promises() -> dict[str, list[str]]:
             for node in ast.walk(ast.parse(text)):
                 for mark in getattr(node, "decorator_list", ()):
                     if ast.unparse(mark).startswith("pytest.mark.promise("):
-                        place = f"{path.relative_to(ROOT / 'tests')}:{node.lineno}"  # type: ignore[attr-defined]
+                        place = f"{path.relative_to(ROOT / 'tests')}:{node.lineno}"
                         found.setdefault(mark.args[0].value, []).append(place)
     return found
 

@@ -371,7 +371,7 @@ class TieringOffloadingManager:
         named = ", ".join(key.hex() for key, _ in read[:KEYS_NAMED]) + ", …" * (len(read) > KEYS_NAMED)
         complaint = (
             f"{len(read)} of {len(lent)} rows are still read after their fetch ended ({named}): copy the bytes (get "
-            "does), or drop what was made of the views before the block ends. Until then these rows are not used."
+            "does), or drop slices and arrays of the views before the block ends. Until then these rows are not used."
         )
         logger.warning("%s; see %s", complaint, Remedy.LENT)
         return complaint

@@ -379,7 +379,7 @@ class StepManager:
         self._check_open()
         if calls := self._calls.total():
             raise RuntimeError(
-                f"{calls} put or fetch under way, which may hold rows: await TieringOffloadingManager.reset()"
+                f"{calls} put or fetch in progress, which may hold rows: await TieringOffloadingManager.reset()"
             )
         until = time.monotonic() + self._deadline(deadline_s)
         self.ledger.loads.clear()

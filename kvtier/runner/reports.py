@@ -171,7 +171,7 @@ class Reports:
             self._watcher.cancel()
             await asyncio.wait((self._watcher,), timeout=deadline_s)
             if not self._watcher.done():
-                logger.error("tier %s does not stop reporting what it holds; see %s", self._name, Remedy.CLOSING)
+                logger.error("tier %s does not stop reporting its chunks; see %s", self._name, Remedy.CLOSING)
                 return False
         return True
 
@@ -180,7 +180,7 @@ class Reports:
         if isinstance(self._backend, Inventory):
             await self._pass_on(self._backend)
         else:
-            self._say_start("open; it is asked for what it holds")
+            self._say_start("open; its chunks are found by probes")
         if not self._closed:
             self._post(Scanned(self._index, complete=False))
 

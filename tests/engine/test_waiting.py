@@ -291,7 +291,7 @@ async def test_a_request_that_finishes_during_its_own_fetch_keeps_nothing(open_e
 async def test_a_synchronous_reset_during_a_put_or_fetch_names_the_one_that_can_wait():
     engine = await TieringOffloadingManager.open(describe(8, SLOW))
     putting = await under_way(put(engine, range(8)), 0.5)
-    with pytest.raises(RuntimeError, match=r"1 put or fetch under way.*: await .*Manager\.reset\(\)"):
+    with pytest.raises(RuntimeError, match=r"1 put or fetch in progress.*: await .*Manager\.reset\(\)"):
         engine.steps.reset()
     assert await putting == 8
     async with engine.fetch([key(1)]) as rows:

@@ -44,7 +44,7 @@ class HostPages:
         except (NotImplementedError, ValueError, AttributeError):  # No addresses: SGLang's pools say so in three ways.
             self._per_page, sizes = None, (pool.get_dummy_flat_data_page().nbytes,)
         except TypeError as error:  # A logical pool returns None.
-            raise ConfigError(f"the host pool {type(pool).__name__} has no bytes of its own to store") from error
+            raise ConfigError(f"the host pool {type(pool).__name__} has no bytes to store") from error
         self.sizes = tuple(map(int, sizes))
         self.page_bytes = sum(self.sizes)
         if self.page_bytes < 1:

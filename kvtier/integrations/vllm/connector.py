@@ -77,8 +77,8 @@ def _warn_of_short_end(config: EngineConfig, shutdown_timeout_s: int) -> None:
     needed_s = math.ceil(2 * config.limits.close_s)  # To write it, and to close the tiers.
     if shutdown_timeout_s < needed_s and any(tier.cascade == "evict" for tier in config.secondary_tiers):
         logger.warning(
-            "--shutdown-timeout is %d: when vLLM ends, it kills its engine after so many seconds, and chunks that"
-            " cascade = 'evict' has not written are lost: set at least %d, and the time that requests take; see %s",
+            "--shutdown-timeout is %d: when vLLM ends, it kills its engine after this many seconds, and chunks that"
+            " cascade = 'evict' has not written are lost: set at least %d plus the time of running requests; see %s",
             shutdown_timeout_s,
             needed_s,
             Remedy.UNWRITTEN,

@@ -110,5 +110,5 @@ def _require_certified(kv_caches: CanonicalKVCaches, *, portable: bool) -> None:
     if not certified:
         raise ConfigError(
             "vLLM cannot certify this KV cache's pages as canonical (the same for every tensor-parallel size): set"
-            " canonical_layout: false in kv_connector_extra_config, and other sizes then keep chunks of their own"
+            " canonical_layout: false in kv_connector_extra_config, and each size then keeps separate chunks"
         )
