@@ -217,7 +217,7 @@ def first_cells(text):
     ("page", "heading", "there"),
     [
         ("reference/configuration.md", "Eviction policies", set(known_policies())),
-        ("how-to/troubleshooting.md", "Errors in code", {error.__name__ for error in ERRORS}),
+        ("reference/api.md", "Errors", {error.__name__ for error in ERRORS}),
         ("how-to/troubleshooting.md", "Reasons", {code.name.lower() for code in Code}),
         ("reference/events.md", "Kinds", {kind.value for kind in EventKind}),
     ],
