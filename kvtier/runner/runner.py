@@ -6,6 +6,7 @@ outcome. **A deadline never cancels.** A late call is reported, and its rows as 
 
 import asyncio
 import logging
+import re
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from kvtier import backend as api
 from kvtier.config import LOADS_IN_FLIGHT_MAX, OPEN_S, EngineConfig, TierConfig, tier_options
-from kvtier.errors import BackendClosed, BackendError, BackendUnavailable, LineLimit, Remedy, cause_of
+from kvtier.errors import BackendClosed, BackendError, BackendUnavailable, ConfigError, LineLimit, Remedy, cause_of
 from kvtier.memory import Region, is_of_a_limit, reason
 from kvtier.runner.messages import (
     Acknowledge,
@@ -147,12 +148,16 @@ async def _opened_in_time(opening: Coroutine[None, None, RunnerTier], tier: Tier
 
 
 async def _open_tier(index: int, tier: TierConfig, context: api.TierContext) -> RunnerTier:
-    options = tier_options(tier, f"secondary_tiers[{index}]")
+    where = f"secondary_tiers[{index}]"
+    options = tier_options(tier, where)
     try:
         backend = await api.backend_class(tier.type).open(options, context)
     except Exception as error:
         if is_of_a_limit(error):
             raise BackendUnavailable(f"{tier.name}: cannot be opened: {reason(error)}") from error
+        if isinstance(error, ConfigError):
+            dot = "." if re.match(r"[a-z][\w.]*: ", str(error)) else ": "  # Before the name of an option.
+            raise ConfigError(f"{where}{dot}{error}") from error
         raise
     limits = tier.limits
     return RunnerTier(

@@ -27,7 +27,10 @@ RUDE = "tests.engine.rude_tiers"
         ({"secondary_tiers": [DUMMY, {"type": "dummy", "latency": 1}]}, r"secondary_tiers\[1\].*latency"),
         ({"secondary_tiers": [{"type": "dumy"}]}, r"secondary_tiers\[0\].type.*'dumy'"),
         ({"eviction_policy": "lur"}, r"^eviction_policy: 'lur' is no policy; did you mean 'lru'\?"),
-        ({"secondary_tiers": [DUMMY, {"type": "fs", "root": "/nowhere/at/all"}]}, "/nowhere/at/all"),
+        (
+            {"secondary_tiers": [DUMMY, {"type": "fs", "root": "/nowhere/at/all"}]},
+            r"^secondary_tiers\[1\]\.root: cannot create '/nowhere/at/all': its parent directory does not exist",
+        ),
         ({"cpu_bytes_to_use": "100TiB", "chunk_bytes": "1GiB"}, "free"),  # Too large for the machine.
     ],
 )
