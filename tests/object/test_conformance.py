@@ -29,7 +29,7 @@ class TestObjectWithEveryOptionChanged(RemoteSuites):
 
 
 class TestObjectCoded(CodedSuites, InventoryConformance):
-    pass
+    many_chunks = 100  # Batches of reports do not depend on the codec.
 
 
 class TestCodedValues(CodedValues):
