@@ -43,18 +43,3 @@ async def test_a_key_that_comes_again_is_stored_once_from_its_last_place():
     assert await store_each_once(writes, service.store) == [None] * 3
     assert sorted(service.asked) == sorted([ONE, TWO])
     assert service.held == {TWO: bytes([1]) * 4, ONE: bytes([2]) * 4}
-
-
-async def test_a_batch_of_different_keys_is_passed_on_as_it_is():
-    seen = []
-
-    async def call(batch):
-        seen.append(batch)
-        return [None] * len(batch)
-
-    reads = reads_of(ONE, TWO)
-    writes = [Write(ONE, memoryview(b"1111")), Write(TWO, memoryview(b"2222"))]
-    assert await load_each_once(reads, call) == await store_each_once(writes, call) == [None, None]
-    assert seen[0] is reads
-    assert seen[1] is writes
-    assert await load_each_once([], call) == []

@@ -202,14 +202,6 @@ async def test_a_finished_call_keeps_nothing(lanes):
         gc.enable()
 
 
-async def test_closed_lanes_refuse(lanes):
-    assert await lanes.aclose(0) == 0
-    with pytest.raises(BackendClosed):
-        await in_thread(lanes, int)
-    with pytest.raises(BackendClosed):
-        lanes.submit(int)
-
-
 async def test_closing_waits_for_running_calls(lanes, gate):
     call = asyncio.create_task(in_thread(lanes, gate))
     await gate.wait_entered()
@@ -250,15 +242,6 @@ async def test_closing_drops_calls_behind_a_hung_one(gate):
     gate.opened.set()
     assert await hung == "through"
     assert ran == []
-
-
-async def test_threads_end_with_their_lanes():
-    lanes = Lanes(3, "to-be-closed")
-    await lanes.aclose(0)
-    for thread in threading.enumerate():
-        if thread.name.startswith("to-be-closed"):
-            await asyncio.to_thread(thread.join, DEADLINE_S)
-            assert not thread.is_alive()
 
 
 async def test_a_callback_runs_once_when_no_call_is_left(gate):
