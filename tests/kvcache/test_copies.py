@@ -205,13 +205,6 @@ def test_no_copy_reaches_from_one_allocation_into_the_next(strategy):
     assert memory.tobytes() == slots.numpy().tobytes()
 
 
-def test_pieces_at_uneven_distances_stay_apart():
-    memory = torch.zeros(1_000, dtype=torch.int8)
-    starts = [0, 64, 128, 300, 200]  # Three at one distance; then on, and back again.
-    pieces = [Piece(memory, start, 8, start, 8, 8, ()) for start in starts]
-    assert [(piece.local, piece.page_bytes) for piece in _merged(pieces)] == [(0, 24), (300, 8), (200, 8)]
-
-
 @pytest.mark.parametrize(
     ("indices", "period", "runs"),
     [

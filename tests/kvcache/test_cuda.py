@@ -3,15 +3,12 @@
 import ctypes
 import importlib
 import re
-from itertools import pairwise
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from kvtier.kvcache.transfer import cuda
-from kvtier.kvcache.transfer.cuda import Descriptors
 from kvtier.kvcache.transfer.jobs import CopyJob
 from kvtier.kvcache.transfer.pages import Direction, GroupBlocks, Piece, Sides, pages_of
 from tests.gpu.modelled import Stream, current, model, on
@@ -72,26 +69,6 @@ class FakeRuntime:
         for target, source, size in zip(targets, sources, sizes, strict=True):
             ctypes.memmove(target, source, size if self.copies else 0)
         return (self.answer,)
-
-
-def test_batched_copies_are_handed_over_as_cuda_python_takes_them():
-    source, target = torch.arange(64, dtype=torch.int8), torch.zeros(64, dtype=torch.int8)
-    starts = np.array([0, 16, 40])
-    copies = Descriptors(source.data_ptr() + starts, target.data_ptr() + starts, np.array([8, 8, 24]))
-    runtime = FakeRuntime()
-    copy = cuda._through(runtime)
-    copy(copies, 77, False)
-    copy(copies, 77, True)
-    assert runtime.calls == [(3, 1, 77), (3, 3, 77)]  # In stream order; at any time.
-    kept = [index for start, end in ((0, 8), (16, 24), (40, 64)) for index in range(start, end)]
-    assert target[kept].tolist() == kept
-    assert all(later > earlier for earlier, later in pairwise(kept))
-
-
-def test_a_refused_batch_is_an_error_with_cudas_answer():
-    copies = Descriptors(*(np.empty(0, dtype=np.int64) for _ in range(3)))
-    with pytest.raises(RuntimeError, match=r"cudaMemcpyBatchAsync of 0 copies: \(35,\)"):
-        cuda._through(FakeRuntime(answer=35))(copies, 0, False)
 
 
 @pytest.mark.parametrize(

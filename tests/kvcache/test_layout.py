@@ -143,25 +143,12 @@ def test_parts_around_the_blocks_come_in_the_order_of_the_shape():
         assert [start for start, _, _ in places(canonical, base)] == [quarter * part for part in starts]
 
 
-def test_padding_is_part_of_rows_but_not_of_what_is_referred_to():
-    padded = states((2, 3), (7,), dtypes=(BF16, FLOAT), padded_page_bytes=64)
-    base = memory(64 * BLOCKS)
-    canonical = pages_in(state_views(base, padded, BLOCKS), padded)
-    assert (places(canonical, base), page_bytes(canonical)) == ([(0, (BLOCKS, 64), (64, 1))], [[40]])
-
-
 def test_a_storage_that_ends_with_its_last_page_does_so_without_that_ones_padding():
     padded = attention(padded_page_bytes=PAGE_BYTES + 32)
     base = memory((PAGE_BYTES + 32) * BLOCKS - 32)
     cache = cache_view(base, padded, KV_JOINED_NHD, BLOCKS, block_stride_bytes=PAGE_BYTES + 32)
     found = places(pages_in(cache, padded, KV_JOINED_NHD), base)
     assert found == [(0, (BLOCKS, PAGE_BYTES), (PAGE_BYTES + 32, 1))]
-
-
-def test_a_cache_may_begin_anywhere_in_its_storage():
-    base = memory(PAGE_BYTES * BLOCKS + 64)
-    cache = cache_view(base[32:], ATTENTION, KV_JOINED_HND, BLOCKS)
-    assert places(pages_in(cache, axes=KV_JOINED_HND), base) == [(32, (BLOCKS, PAGE_BYTES), (PAGE_BYTES, 1))]
 
 
 @pytest.mark.parametrize("num_blocks", [BLOCKS, 1])

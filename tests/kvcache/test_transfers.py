@@ -224,20 +224,6 @@ def slots_for(rows, blocks_per_chunk=1):
     return torch.full((rows, blocks_per_chunk * PAGE_BYTES), -1, dtype=torch.int8)
 
 
-def test_a_store_and_a_load_are_polled_when_they_have_ended(device):
-    caches, slots = caches_on(device), slots_for(4)
-    with TransferWorker(caches, slots) as worker:
-        worker.submit_store(1, [GroupBlocks([5, 3], [0, 2])])
-        assert worker.wait([1])
-        assert slots[:, 0].tolist() == [5, -1, 3, -1]
-        worker.submit_load(2, [GroupBlocks([0, 1], [2, 0])])
-    assert caches.tensors[0][:, 0].tolist() == [3, 5, 2, 3, 4, 5, 6, 7]
-    assert [(result.direction, result.size_bytes, result.error) for result in worker.poll()] == [
-        (Direction.STORE, 2 * PAGE_BYTES, None),
-        (Direction.LOAD, 2 * PAGE_BYTES, None),
-    ]
-
-
 def test_a_load_of_a_block_that_is_being_stored_comes_after(device):
     caches, slots = caches_on(device), slots_for(3)
     slots[2] = 99
