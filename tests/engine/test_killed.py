@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine import kit
-from tests.engine.kit import FAULTY, PATIENCE_S, at_rest, children, found, kill_runner, put, settled, until, wait_for
+from tests.engine.kit import FAULTY, PATIENCE_S, found, kill_runner, put, settled, until, wait_for
 
 pytestmark = pytest.mark.usefixtures("outside")
 
@@ -54,23 +54,6 @@ async def test_a_runner_killed_in_mid_transfer_costs_hits_and_no_byte(open_engin
     assert tier.counters.failed["lost"] > 0
     await until(lambda: settled(engine), engine)
     assert [await found(engine, range(first, first + 8)) for first in range(0, 48, 8)] == [8] * 6
-
-
-@pytest.mark.parametrize("moment", ["before it is noticed", "afterwards"])
-async def test_the_next_runner_makes_a_killed_ones_deletions(open_engine, disk, moment):
-    engine = await open_engine(8, disk, runner="process", holds=range(6))
-    assert await at_rest(engine)
-    (runner,) = children()
-    os.kill(runner, signal.SIGKILL)
-    if moment == "afterwards":
-        await until(lambda: engine.steps.stats().runners_lost, engine)
-    assert engine.forget(kit.keys([2, 3])) == 2
-    await engine.reset()
-    await until_serving(engine, 0)
-    assert await at_rest(engine)
-    await engine.aclose()
-    after = await open_engine(8, disk)
-    assert [number for number in range(6) if await found(after, [number])] == [0, 1, 4, 5]
 
 
 async def test_a_runner_that_hangs_is_replaced_for_its_silence(open_engine, disk):

@@ -58,18 +58,6 @@ def test_an_interrupted_reset_is_a_reset(start_engine):
     wait_for(lambda: engine.end_step() or settled(engine))
 
 
-def test_a_step_that_the_bridge_cannot_take_is_dropped_and_counted(outside, start_engine, monkeypatch):
-    monkeypatch.setattr("kvtier.runner.process.QUEUED_ACTIONS_MAX", 1)
-    engine = start_engine(8, DUMMY, limits={"action_chunks": 1})
-    store(engine, [1, 2, 3])
-    (tier,) = ledger_in(engine).tiers
-    assert tier.counters.dropped == {"bridge": 3}
-    assert settled(engine)
-    store(engine, [4])
-    assert engine.drain()
-    assert tier.counters.stored == 1
-
-
 def test_more_than_the_socket_takes_at_once_arrives_in_the_end(outside, start_engine, monkeypatch):
     monkeypatch.setattr("kvtier.runner.process.QUEUED_ACTIONS_MAX", 100_000)
     engine = start_engine(

@@ -127,15 +127,6 @@ def test_a_kernel_that_refuses_every_advice_still_prefaults(kind, spawn):
         assert bytes(region.row(1)) == b"\x05" * ROW_BYTES
 
 
-def test_two_mappings_see_each_others_bytes(shm_path):
-    for first in (Region.memfd(4, ROW_BYTES), Region.shared(shm_path, 4, ROW_BYTES, participant=0, participants=1)):
-        with first, Region.attach(first.fd, 4, ROW_BYTES) as second:
-            first.row(0)[:] = b"\x01" * ROW_BYTES
-            second.row(1)[:] = b"\x02" * ROW_BYTES
-            written = b"\x01" * ROW_BYTES + b"\x02" * ROW_BYTES
-            assert bytes(first.view) == bytes(second.view) == written + bytes(2 * ROW_BYTES)
-
-
 def test_an_attached_region_outlives_the_one_it_was_attached_to():
     first = Region.memfd(4, ROW_BYTES)
     second = Region.attach(first.fd, 4, ROW_BYTES)

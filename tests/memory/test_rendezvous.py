@@ -240,12 +240,6 @@ def test_an_owner_learns_which_participants_are_on_another_host(spawn, shm_path)
         os.unlink(f"{elsewhere}/region")
 
 
-def test_memory_without_other_participants_has_met(shm_path):
-    with Region.private(1, ROW_BYTES) as private, shared(shm_path, 0, 1) as alone:
-        private.require_met()
-        alone.require_met()
-
-
 # Rows that other programs have mapped without participants: vLLM's.
 
 

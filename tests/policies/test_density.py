@@ -55,35 +55,6 @@ def test_the_number_of_labels_is_bounded_whatever_clients_send(monkeypatch):
     assert order.evict(ROWS, lambda key: 0) is not None
 
 
-def test_an_expected_time_is_only_a_label():
-    """It is a label like any other: whether it says a second or a day, the same story has the same victims."""
-    assert victims_of(1.0) == victims_of(4.5) == victims_of(86_400.0)
-
-
-def victims_of(returns_in_s):
-    """Tell a story in which what has the hint comes back, and what has none does not."""
-    dice, victims = random.Random(7), list[int]()
-    order = DensityOrder(ROWS, list(range(ROWS)), numbers=ROWS, warm_up_requests=10)
-    resident = set[int]()
-    for turn in range(1_500):
-        hinted = turn % 2
-        keys = [dice.randrange(8) if hinted else 8 + turn % (ROWS - 8)]
-        if keys[0] in resident:
-            order.touch(keys)
-        else:
-            if len(resident) >= 20:
-                gone = order.evict(1, lambda key: 0) or []
-                victims += gone
-                resident.difference_update(gone)
-            order.insert(keys)
-            resident.update(keys)
-        if hinted:
-            order.rank(keys, Hint(returns_in_s=returns_in_s))
-        else:
-            order.rank(keys)
-    return victims
-
-
 def test_an_order_that_is_never_ranked_forgets_evicted_runs_and_stays_an_lru(monkeypatch):
     """A tier that is only written to learns of no request's end. It would remember each store forever."""
     monkeypatch.setattr("kvtier.policies.density._OPEN_RUNS", RESIDENT * 4 // 5)

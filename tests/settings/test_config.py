@@ -170,14 +170,6 @@ def test_a_configuration_survives_the_way_to_another_process(options):
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=EngineConfig) == config
 
 
-def test_options_are_sent_as_they_were_given_and_decoded_there():
-    given = SMALL | {"secondary_tiers": [{"type": SHELF, "root": "/x", "capacity_bytes": "1GiB"}]}
-    sent = msgspec.msgpack.encode(EngineConfig.from_dict(given))
-    (tier,) = msgspec.msgpack.decode(sent, type=EngineConfig).secondary_tiers
-    assert tier.options == {"root": "/x", "capacity_bytes": "1GiB"}
-    assert tier_options(tier, tier.name) == ShelfOptions(root="/x", capacity_bytes=1 << 30)
-
-
 TOML = """
 cpu_bytes_to_use = "1MiB"
 chunk_bytes = "16KiB"

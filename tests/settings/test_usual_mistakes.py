@@ -103,7 +103,3 @@ def test_a_remedys_path_begins_where_the_mistakes_path_does(where):
         EngineConfig.from_dict(engine(secondary_tiers=[FS, {**FS, "deadline_s": 1}]), where)
     top = f"{where}." if where else ""
     assert f"did you mean '{top}secondary_tiers[1].limits.deadline_s'?" in str(refused.value)
-
-
-def test_units_of_kubernetes_are_understood():
-    assert EngineConfig.from_dict(engine(cpu_bytes_to_use="10Gi")).cpu_bytes_to_use == 10 << 30

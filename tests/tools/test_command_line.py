@@ -98,12 +98,6 @@ def test_json_without_a_file_is_stdout(run, given):
     assert len(json.loads(run("ls", "tier", *given)[1])) == 8
 
 
-def test_json_with_a_file_writes_it_whole_and_the_table_to_stdout(run, place):
-    status, out = run("du", "tier", "--json", "out.json")
-    assert (status, "namespace" in out) == (0, True)
-    assert json.loads((place / "out.json").read_text())["chunks"] == 8
-
-
 @pytest.mark.usefixtures("place")
 def test_a_command_restores_the_loggers(run):
     loggers = [logging.getLogger(name) for name in ("kvtier", "kvtier_backends")]

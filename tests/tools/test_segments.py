@@ -24,17 +24,6 @@ def blocks_of(path):
     return path.stat().st_blocks * 512
 
 
-def test_du_and_ls_see_slots_next_to_files(store, run_json, root):
-    store(keys_of(2))
-    (segment,) = store(keys_of(5), layout="segments")
-    report = run_json("du", root)["namespaces"][segment.parent.name]
-    assert (report["chunks"], report["bytes"], report["model"]) == (5, 5 * SLOT_BYTES, "org/model")
-    rows = run_json("ls", root, "--namespace", segment.parent.name)
-    assert {row["hash"] for row in rows} == {key[:-4].hex() for key in keys_of(5)}
-    assert {row["file"] for row in rows} == {f"{segment.parent.name}/00000001.seg#{place}" for place in range(5)}
-    assert all(0 <= row["age_s"] < 1_000 for row in rows)
-
-
 def test_a_segment_that_is_cut_off_counts_what_it_lost(run, run_json, root, store):
     (segment,) = store(keys_of(5), layout="segments")
     slots = (segment.stat().st_size - HEADER_BYTES) // SLOT_BYTES

@@ -11,7 +11,6 @@ from kvtier.backend import SEAL_BYTES, OffloadKey, make_offload_key
 from kvtier_backends.fs.disk.footer import (
     FOOTER_BYTES,
     KEY_BYTES_MAX,
-    SEALED_KEY_BYTES_MAX,
     SLICE_BYTES,
     ChunkFault,
     Footer,
@@ -77,17 +76,6 @@ def test_a_key_that_cannot_be_in_there_is_a_fault():
     struct.pack_into("<I", page, 12, KEY_BYTES_MAX + 1)
     struct.pack_into("<Q", page, FOOTER_BYTES - 8, xxh3_64_intdigest(page[:-8]))  # Its own checksum is right.
     assert read_footer(page) is ChunkFault.FOOTER
-
-
-def test_the_longest_key_fits_and_a_longer_one_is_refused():
-    longest = FOOTER._replace(key=OffloadKey(b"k" * KEY_BYTES_MAX))
-    assert read_footer(page_of(longest)) == longest
-    with pytest.raises(ValueError, match="4017"):
-        page_of(FOOTER._replace(key=OffloadKey(b"k" * (KEY_BYTES_MAX + 1))))
-    longest = FOOTER._replace(key=OffloadKey(b"k" * SEALED_KEY_BYTES_MAX), seal=b"s" * SEAL_BYTES)
-    assert read_footer(page_of(longest)) == longest
-    with pytest.raises(ValueError, match="3889"):
-        page_of(longest._replace(key=OffloadKey(b"k" * (SEALED_KEY_BYTES_MAX + 1))))
 
 
 @pytest.mark.parametrize("size", [0, 1, 4_096, SLICE_BYTES - 1, SLICE_BYTES, SLICE_BYTES + 1, 3 * SLICE_BYTES + 17])

@@ -4,7 +4,6 @@ vLLM 0.32's reader opens a chunk's file, with O_DIRECT where it can, reads one r
 shorter file for damage. Its writer writes the row and nothing else.
 """
 
-import json
 import mmap
 import os
 
@@ -44,12 +43,6 @@ async def test_vllm_reads_our_chunks(open_tier, lender, path_of, io, flags):
     await lender.keep(await open_tier(io=io), KEYS)
     for key in KEYS:
         assert read_as_vllm(path_of(key), flags) == chunk(key, 0, ROW_BYTES)
-
-
-async def test_vllm_finds_its_config(open_tier, root, mapper):
-    await open_tier()
-    config = json.loads((root / mapper.config_name).read_bytes())
-    assert (config["model_name"], config["inference_engine"]) == ("org/model", "vllm")
 
 
 @pytest.mark.parametrize("io", ["direct", "buffered"])
