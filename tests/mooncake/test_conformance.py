@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.remote.suites import KEYS, DamagedValues, RemoteSuites
+from tests.remote.suites import DamagedValues, RemoteSuites, sealed_by
 
 
 class TestMooncake(RemoteSuites):
@@ -14,10 +14,8 @@ class TestMooncakeWithEveryOptionChanged(RemoteSuites):
 
     @pytest.fixture
     def fields(self, monkeypatch):
-        monkeypatch.setenv(KEYS, "ab" * 32)
-        sealed = {"seal": "aes-256-gcm", "seal_key_env": KEYS}
+        sealed = sealed_by("aes-256-gcm", monkeypatch)
         return sealed | {"staging_bytes": 2 * (self.chunk_bytes + 128), "tenant": "other"}
 
 
-class TestDamagedValues(DamagedValues):
-    pass
+TestDamagedValues = DamagedValues

@@ -3,7 +3,7 @@
 import pytest
 
 from kvtier.testing.conformance import InventoryConformance
-from tests.remote.suites import KEYS, CodedSuites, CodedValues, DamagedValues, DisturbedNetwork, RemoteSuites
+from tests.remote.suites import CodedSuites, CodedValues, DamagedValues, DisturbedNetwork, RemoteSuites, sealed_by
 
 
 class TestObject(RemoteSuites, InventoryConformance):
@@ -15,7 +15,6 @@ class TestObjectWithEveryOptionChanged(RemoteSuites):
 
     @pytest.fixture
     def fields(self, monkeypatch, tmp_path, server):
-        monkeypatch.setenv(KEYS, "ab" * 32)
         credentials = tmp_path / "credentials"
         credentials.write_text(
             f"[default]\naws_access_key_id = {server.access_key}\naws_secret_access_key = {server.secret_key}\n"
@@ -23,7 +22,7 @@ class TestObjectWithEveryOptionChanged(RemoteSuites):
         credentials.chmod(0o600)
         monkeypatch.delenv("AWS_ACCESS_KEY_ID")
         monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-        sealed = {"seal": "aes-256-gcm", "seal_key_env": KEYS, "credentials_file": str(credentials)}
+        sealed = sealed_by("aes-256-gcm", monkeypatch) | {"credentials_file": str(credentials)}
         sparing = {"window_bytes": 1, "requests": 1, "index_chunks": 0, "absent_ttl_s": 0}
         return sealed | sparing | {"prefix": "", "region": "us-east-1"}
 
@@ -32,13 +31,6 @@ class TestObjectCoded(CodedSuites, InventoryConformance):
     many_chunks = 100  # Batches of reports do not depend on the codec.
 
 
-class TestCodedValues(CodedValues):
-    pass
-
-
-class TestDamagedValues(DamagedValues):
-    pass
-
-
-class TestDisturbedNetwork(DisturbedNetwork):
-    pass
+TestCodedValues = CodedValues
+TestDamagedValues = DamagedValues
+TestDisturbedNetwork = DisturbedNetwork

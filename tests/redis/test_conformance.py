@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from tests.remote.suites import KEYS, CodedSuites, CodedValues, DamagedValues, DisturbedNetwork, RemoteSuites
+from tests.remote.suites import CodedSuites, CodedValues, DamagedValues, DisturbedNetwork, RemoteSuites, sealed_by
 
 
 class TestRedis(RemoteSuites):
@@ -15,26 +15,15 @@ class TestRedisWithEveryOptionChanged(RemoteSuites):
     """Spread over two servers, encrypted, one request at a time, in another database, for an hour."""
 
     @pytest.fixture
-    def open_tier(self, opened, server, another_server):
-        return partial(opened, server.address, another_server.address, path="/1")
-
-    @pytest.fixture
-    def fields(self, monkeypatch):
-        monkeypatch.setenv(KEYS, "ab" * 32)
-        return {"seal": "aes-256-gcm", "seal_key_env": KEYS, "window_bytes": 1, "lanes": 1, "ttl_s": "1h"}
+    def open_tier(self, opened, server, another_server, monkeypatch):
+        options = sealed_by("aes-256-gcm", monkeypatch) | {"window_bytes": 1, "lanes": 1, "ttl_s": "1h", "path": "/1"}
+        return partial(opened, server.address, another_server.address, chunk_bytes=self.chunk_bytes, **options)
 
 
 class TestRedisCoded(CodedSuites):
     pass
 
 
-class TestCodedValues(CodedValues):
-    pass
-
-
-class TestDamagedValues(DamagedValues):
-    pass
-
-
-class TestDisturbedNetwork(DisturbedNetwork):
-    pass
+TestCodedValues = CodedValues
+TestDamagedValues = DamagedValues
+TestDisturbedNetwork = DisturbedNetwork

@@ -1,6 +1,7 @@
 """Suites of remote tiers: the contract, damaged values, and a disturbed network."""
 
 import asyncio
+from functools import partial
 from itertools import product
 
 import pytest
@@ -12,6 +13,7 @@ from kvtier.testing.conformance import BackendConformance, keys_of, label
 from tests.remote.remotes import Held
 from tests.remote.servers import PATIENCE_S
 from tests.remote.tiers import CHUNK_BYTES, kept, recovers, used_again
+from tests.testing.suites import Reopened
 
 KEYS = "KVTIER_TEST_KEYS"
 DAMAGE = [*product(["row", "seal"], [0, 5, 10, 40, -1]), ("row", slice(-1)), ("row", slice(-200))]  # Flipped or cut.
@@ -20,7 +22,7 @@ DAMAGE = [*product(["row", "seal"], [0, 5, 10, 40, -1]), ("row", slice(-1)), ("r
 CONTRACT = (conformance.DurableBackendConformance, conformance.NamespacedConformance, conformance.DescribedConformance)
 
 
-class RemoteSuites(BackendConformance, *CONTRACT):
+class RemoteSuites(Reopened, BackendConformance, *CONTRACT):
     """The contract. Needs the fixture `open_tier`, which takes the chunks' length and `fields`."""
 
     chunk_bytes = 8_192
@@ -30,24 +32,8 @@ class RemoteSuites(BackendConformance, *CONTRACT):
         return {}
 
     @pytest.fixture
-    async def reopen(self, open_tier, fields):
-        tiers = []
-
-        async def reopen():
-            if tiers:
-                await tiers[-1].aclose(10)
-            tiers.append(await open_tier(chunk_bytes=self.chunk_bytes, **fields))
-            return tiers[-1]
-
-        return reopen
-
-    @pytest.fixture
-    async def backend(self, reopen):
-        return await reopen()
-
-    @pytest.fixture
-    async def neighbour(self, backend, open_tier, fields):
-        return await open_tier(model_name="other", chunk_bytes=self.chunk_bytes, **fields)
+    def open_tier(self, open_tier, fields):
+        return partial(open_tier, chunk_bytes=self.chunk_bytes, **fields)
 
 
 class CodedSuites(RemoteSuites):
