@@ -1,18 +1,12 @@
 """The conformance suite is tested, too: each promise is broken by a tier that it then rejects."""
 
-import importlib.util
 import subprocess
 import sys
-from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
 
-BAD_TIERS = Path(__file__).with_name("bad_tiers.py")
-
-spec = importlib.util.spec_from_file_location("bad_tiers", BAD_TIERS)
-bad_tiers = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(bad_tiers)
+from tests.testing import bad_tiers
 
 PROMISES = [name for name in dir(bad_tiers.Everything) if name.startswith("test_")]
 REJECTIONS = [(tier.__name__, promise) for tier in bad_tiers.all_tiers() for promise in tier.breaks]
@@ -23,7 +17,7 @@ def failures(outside, tmp_path_factory):
     """Run all promises against the honest tier, and against each other one those that it breaks: how did they fail."""
     report = tmp_path_factory.mktemp("rejects") / "report.xml"
     wanted = [*(("Tier", promise) for promise in PROMISES), *REJECTIONS]
-    nodes = [f"{BAD_TIERS}::Test{tier}::{promise}" for tier, promise in wanted]
+    nodes = [f"{bad_tiers.__file__}::Test{tier}::{promise}" for tier, promise in wanted]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junit-xml={report}", *nodes]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 1, ended.stdout + ended.stderr
