@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from kvtier.backend import BackendUnavailable, NoSpace
-from kvtier.testing.conformance import Lender, keys_of, label, tier_context
-from tests.redis.servers import RedisServer
+from kvtier.testing.conformance import keys_of, label
+from tests.redis.conftest import own_server
+from tests.remote.tiers import lender, open_with
+
+__all__ = ["lender", "open_with", "own_server"]
 
 FOLDER = Path(__file__).parents[2] / "examples" / "coroutine_client"
-CHUNK_BYTES = 4_096
 MISSING = "ChunkMissing"
 
 spec = importlib.util.spec_from_file_location("valkey_backend", FOLDER / "valkey_backend.py")
@@ -24,37 +26,8 @@ spec.loader.exec_module(example)
 
 
 @pytest.fixture
-def own_server(outside, tmp_path):
-    servers = []
-
-    def own_server(*arguments):
-        servers.append(RedisServer(tmp_path, *arguments))
-        return servers[-1].start()
-
-    yield own_server
-    for server in servers:
-        server.kill()
-
-
-@pytest.fixture
-def lender():
-    lender = Lender(CHUNK_BYTES)
-    yield lender
-    lender.take_back()
-
-
-@pytest.fixture
-async def opened():
-    tiers = []
-
-    async def opened(server, **fields):
-        options = example.ValkeyOptions(url=f"redis://{server.address}", **fields)
-        tiers.append(await example.ValkeyBackend.open(options, tier_context(CHUNK_BYTES)))
-        return tiers[-1]
-
-    yield opened
-    for tier in tiers:
-        await tier.aclose(10)
+def opened(open_with):
+    return lambda server, **fields: open_with(example.ValkeyBackend, url=f"redis://{server.address}", **fields)
 
 
 def test_it_passes_its_own_suite_as_the_page_shows_it(own_server, tmp_path):
