@@ -6,6 +6,7 @@ The environment carries the run's name to every process that it starts, so orpha
 import itertools
 import os
 import uuid
+from contextlib import suppress
 
 WORKER = uuid.uuid4().hex  # One per process: each worker of a parallel run imports this module itself.
 RUN = f"KVTIER_TEST_RUN={WORKER}"
@@ -50,4 +51,15 @@ def _mapped_by_others():
             continue
         if mapped and not is_ours(pid):
             found |= mapped
+    return found
+
+
+def open_without_a_name(folder, *others):
+    """Count the removed files of a folder that this process, or one of the others, still has open."""
+    found = 0
+    for pid in {os.getpid(), *others}:
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(FileNotFoundError):
+                path = os.readlink(f"/proc/{pid}/fd/{fd}")
+                found += path.startswith(str(folder)) and path.endswith("(deleted)")
     return found

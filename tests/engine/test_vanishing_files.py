@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.kit import PATIENCE_S, at_rest, children, found, keys, put, until
+from tests.own import open_without_a_name
 
 CLIENTS = 4
 REQUESTS = 4  # Of each client, at least.
@@ -80,17 +81,6 @@ async def client(engine, dice, enough):
         served += 1
 
 
-def open_without_a_name(root):
-    """Count the removed files of the tier that this process, or a runner of its, still has open."""
-    deleted = 0
-    for pid in {os.getpid(), *children()}:
-        for fd in os.listdir(f"/proc/{pid}/fd"):
-            with suppress(FileNotFoundError):
-                path = os.readlink(f"/proc/{pid}/fd/{fd}")
-                deleted += path.startswith(str(root)) and path.endswith("(deleted)")
-    return deleted
-
-
 @pytest.mark.promise("Chunk files are deleted under a running engine")
 @pytest.mark.parametrize("options", TIERS)
 async def test_files_that_vanish_under_a_busy_engine_are_misses_that_are_stored_again(open_engine, tmp_path, options):
@@ -113,7 +103,7 @@ async def test_files_that_vanish_under_a_busy_engine_are_misses_that_are_stored_
         for number in range(first, first + LONGEST):
             loaded += await found(engine, [number])
     assert await at_rest(engine)
-    await until(lambda: engine.stats().tiers[0].chunks == loaded and not open_without_a_name(root), engine)
+    await until(lambda: engine.stats().tiers[0].chunks == loaded and not open_without_a_name(root, *children()), engine)
     assert loaded == len(files(root, options)) or options["layout"] == "segments"
 
 

@@ -1,11 +1,10 @@
 import os
-import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.nfs.machines import NFS_PORT, PATIENCE_S, SERVER, FileServer, Guest, Network
+from tests.nfs.machines import NFS_PORT, SERVER, FileServer, Guest, Network
 
 
 @pytest.fixture(scope="session")
@@ -77,14 +76,3 @@ def open_tier(mount, folder):
         return name
 
     return open_tier
-
-
-@pytest.fixture(scope="session")
-def until():
-    def until(condition):
-        ends_at = time.monotonic() + PATIENCE_S
-        while not condition():
-            assert time.monotonic() < ends_at, condition
-            time.sleep(0.05)
-
-    return until

@@ -9,13 +9,15 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import Future
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from tests.remote.servers import wait_until_stopped
+from tests.remote import servers
 
 PATIENCE_S = 120.0  # For what must happen: two guests share a machine with others.
+until = partial(servers.until, patience_s=PATIENCE_S)
 REPOSITORY = Path(__file__).parents[2]
 BRIDGE = "kvbr0"
 SERVER = "10.213.77.1"
@@ -101,7 +103,7 @@ class FileServer:
     def signal(self, number):
         self._process.send_signal(number)
         if number == signal.SIGSTOP:
-            wait_until_stopped(self._process.pid)
+            servers.wait_until_stopped(self._process.pid)
 
     def go_on(self):
         if self._process is None:

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from tests.nfs.machines import LEASE_S, SERVER
+from tests.nfs.machines import LEASE_S, SERVER, until
 
 ROWS = 16
 ROW_BYTES = 65_536
@@ -18,7 +18,7 @@ LIMITS = {"deadline_s": "3s", "breaker_failures": 2, "breaker_cooldown_s": "200m
 
 
 @pytest.fixture
-def open_engine(mount, folder, until):
+def open_engine(mount, folder):
     """Open an engine on a guest whose tier holds chunks 0 to 7 and whose primary holds none; return its name."""
 
     def open_engine(guest, mounted, runner, tier):
@@ -39,9 +39,7 @@ def open_engine(mount, folder, until):
     [("soft", "inline", SEGMENTS), ("soft", "process", SHARED), ("hard", "inline", SHARED), ("hard", "process", OWN)],
     ids=["soft-inline-segments", "soft-process-shared", "hard-inline-shared", "hard-process-own"],
 )
-def test_a_server_that_stops_costs_hits_and_they_come_back_with_it(
-    guests, server, open_engine, until, mounted, runner, tier
-):
+def test_a_server_that_stops_costs_hits_and_they_come_back_with_it(guests, server, open_engine, mounted, runner, tier):
     """Its machine still answers for its connections, and so a client of version 4 waits for ever, with `soft`, too.
 
     An inline runner keeps its rows for as long. A runner's process is replaced; it ends at once if it has no locks
@@ -71,7 +69,7 @@ def test_a_server_that_stops_costs_hits_and_they_come_back_with_it(
     ("mounted", "tier"), [("soft", SHARED), ("hard", SEGMENTS)], ids=["soft-shared", "hard-segments"]
 )
 def test_a_server_out_of_reach_keeps_rows_until_the_clients_time_out_if_there_is_one(
-    guests, open_engine, until, mounted, tier
+    guests, open_engine, mounted, tier
 ):
     guest = guests[0]
     engine = open_engine(guest, mounted, "inline", tier)
@@ -101,7 +99,7 @@ def test_an_engine_is_closed_though_its_server_hangs(guests, server, open_engine
     ids=["soft-shared", "soft-shared, locks are lost", "hard-segments"],
 )
 def test_a_server_that_is_killed_costs_hits_and_they_come_back_with_the_next_one(
-    guests, server, open_engine, until, mounted, tier, graceless
+    guests, server, open_engine, mounted, tier, graceless
 ):
     guest = guests[0]
     engine = open_engine(guest, mounted, "inline", tier)
@@ -127,7 +125,7 @@ def test_a_server_that_is_killed_costs_hits_and_they_come_back_with_the_next_one
 
 
 @pytest.mark.promise("NFS: a host's locks are lost: it was cut off longer than its lease, or the server restarted")
-def test_a_host_that_is_cut_off_for_longer_than_its_lease_goes_on_afterwards(guests, open_tier, until):
+def test_a_host_that_is_cut_off_for_longer_than_its_lease_goes_on_afterwards(guests, open_tier):
     one, other = guests
     how = {"options": MOUNTS["soft"]}
     names = [open_tier(guest, ROW_BYTES, how=how, **SHARED) for guest in guests]

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from tests.fs.conftest import taken_bytes
-from tests.nfs.machines import LEASE_S
+from tests.nfs.machines import LEASE_S, until
 
 ROW_BYTES = 65_536
 CAPACITY_BYTES = 16 << 20
@@ -29,9 +29,7 @@ def test_each_host_reads_what_the_other_has_stored(guests, open_tier, on_server,
 
 
 @pytest.mark.parametrize("options", [{"layout": "segments"}, {"naming": "flat"}], ids=str)
-def test_a_directory_is_filled_to_its_capacity_and_goes_on_on_another_host(
-    guests, open_tier, on_server, until, options
-):
+def test_a_directory_is_filled_to_its_capacity_and_goes_on_on_another_host(guests, open_tier, on_server, options):
     row_bytes, batch = 4 * ROW_BYTES, 16
     one, other = guests
     name = open_tier(one, row_bytes, capacity_bytes=CAPACITY_BYTES, **options)

@@ -104,9 +104,9 @@ def _is_stopped(task):
         return True  # It ended meanwhile.
 
 
-def until(condition):
+def until(condition, patience_s=PATIENCE_S):
     """Wait for a thing that has no event."""
-    ends_at = time.monotonic() + PATIENCE_S
+    ends_at = time.monotonic() + patience_s
     while not condition():
         assert time.monotonic() < ends_at, "it has not happened"
         time.sleep(0.01)

@@ -25,6 +25,7 @@ from kvtier_backends.fs.segments import room
 from kvtier_backends.fs.segments.mover import RUN_SLOTS_MAX
 from kvtier_backends.fs.segments.segment import HEADER_BYTES, Header, read_header
 from tests.fs.conftest import DEADLINE_S, SLOT_BYTES, kinds, scanned, segments, taken_bytes, until, whole
+from tests.own import open_without_a_name
 
 KEY = key_of(1)
 SEGMENTS = {"layout": "segments"}
@@ -339,16 +340,6 @@ def closing(monkeypatch):
 @pytest.fixture
 def looking(monkeypatch):
     monkeypatch.setattr(room, "LOOK_S", 0.01)
-
-
-def open_without_a_name(root):
-    """Return how many files of a directory this process has open that are not there any more."""
-    found = 0
-    for fd in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):
-            path = os.readlink(f"/proc/self/fd/{fd}")
-            found += path.startswith(str(root)) and path.endswith(".seg (deleted)")
-    return found
 
 
 def put_another_in_its_place(segment):
