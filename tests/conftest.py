@@ -111,22 +111,19 @@ def patient():
     The answer of a call that stops waiting would be chance. A test whose scan hangs calls `hurry`.
     """
     with pytest.MonkeyPatch.context() as patch:
-        for layout in ("files", "segments"):
-            patch.setattr(f"kvtier_backends.fs.{layout}.layout.SCAN_PATIENCE_S", SCAN_S)
-        patch.setattr("kvtier_backends.fs.files.layout.SMALL_PATIENCE_S", SCAN_S)
+        _wait_for_scans(patch, SCAN_S)
         yield
 
 
 @pytest.fixture
 def hurry(monkeypatch):
     """Return a function after which no call waits for a file tier's start-up scan."""
+    return lambda: _wait_for_scans(monkeypatch, 0.0)
 
-    def hurry():
-        for layout in ("files", "segments"):
-            monkeypatch.setattr(f"kvtier_backends.fs.{layout}.layout.SCAN_PATIENCE_S", 0.0)
-        monkeypatch.setattr("kvtier_backends.fs.files.layout.SMALL_PATIENCE_S", 0.0)
 
-    return hurry
+def _wait_for_scans(patch, seconds):
+    for constant in ("files.layout.SCAN", "segments.layout.SCAN", "files.layout.SMALL"):
+        patch.setattr(f"kvtier_backends.fs.{constant}_PATIENCE_S", seconds)
 
 
 @pytest.fixture(scope="session")

@@ -72,17 +72,15 @@ async def open_engine(nothing_left):
 
 
 @pytest.fixture
-def start_engine(outside, nothing_left):
+def start_engine(request, outside, nothing_left):
     """Start an engine for a synchronous owner; it is closed at the end, which must leave nothing."""
-    started = []
 
     def start_engine(rows=8, *tiers, **fields):
-        started.append(StepManager.start(describe(rows, *tiers, runner="process", **fields)))
-        return started[-1]
+        engine = StepManager.start(describe(rows, *tiers, runner="process", **fields))
+        request.addfinalizer(engine.close)
+        return engine
 
-    yield start_engine
-    for engine in started:
-        engine.close()
+    return start_engine
 
 
 @pytest.fixture

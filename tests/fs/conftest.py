@@ -272,44 +272,37 @@ class SystemCall:
 
 
 @pytest.fixture
-def system_call(monkeypatch):
+def system_call(request, monkeypatch):
     """Put a `SystemCall` in place of a function of `os`; nobody sticks beyond the end of the test."""
-    made = []
 
     def system_call(name, **how):
-        made.append(SystemCall(monkeypatch, name, **how))
-        return made[-1]
+        made = SystemCall(monkeypatch, name, **how)
+        request.addfinalizer(made.let_go)
+        return made
 
-    yield system_call
-    for call in made:
-        call.let_go()
+    return system_call
 
 
 @pytest.fixture
-def open_folder(root, mapper):
-    opened = []
-
+def open_folder(request, root, mapper):
     def open_folder(**options):
         given = FsOptions(**{"root": str(root), "layout": "files", **options})
         folder = Folder(given, TierContext("0:fs", mapper, ROW_BYTES))
         folder.open()
-        opened.append(folder)
+        request.addfinalizer(folder.close)
         return folder
 
-    yield open_folder
-    for folder in opened:
-        folder.close()
+    return open_folder
 
 
 @pytest.fixture
-def mount(outside, tmp_path):
+def mount(request, outside, tmp_path):
     """Mount a small file system of a kind, in memory or in a file; skips where that is not allowed."""
-    mounted = []
 
     def mount(kind, options="", *, image_bytes=0):
         if os.geteuid() != 0:
             pytest.skip("mounting a file system needs root")
-        path = tmp_path / f"{kind}-{len(mounted)}"
+        path = tmp_path / f"{kind}-{len(os.listdir(tmp_path))}"
         path.mkdir()
         commands = [["mount", "-t", kind, "-o", options, "none", str(path)]]
         if image_bytes:
@@ -324,12 +317,10 @@ def mount(outside, tmp_path):
                 pytest.skip(f"there is no {command[0]}")
             if done.returncode:
                 pytest.skip(f"{command[0]}: {done.stderr.strip()}")
-        mounted.append(path)
+        request.addfinalizer(lambda: subprocess.run(["umount", "-l", str(path)], check=True))
         return path
 
-    yield mount
-    for path in mounted:
-        subprocess.run(["umount", "-l", str(path)], check=True)
+    return mount
 
 
 class FaultyDisk:
@@ -432,14 +423,12 @@ class Child:
 
 
 @pytest.fixture
-def launch(outside, root):
+def launch(request, outside, root):
     """Start processes that work on tiers over `root`; they end with the test."""
-    launched = []
 
     def launch(work, **asked):
-        launched.append(Child(work, **{"root": str(root), "row_bytes": ROW_BYTES, "options": {}, **asked}))
-        return launched[-1]
+        child = Child(work, **{"root": str(root), "row_bytes": ROW_BYTES, "options": {}, **asked})
+        request.addfinalizer(child.end)
+        return child
 
-    yield launch
-    for child in launched:
-        child.end()
+    return launch

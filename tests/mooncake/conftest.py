@@ -49,16 +49,13 @@ def pool(outside, tmp_path_factory):
 
 
 @pytest.fixture
-def own_pool(outside, tmp_path_factory):
-    pools = []
-
+def own_pool(request, outside, tmp_path_factory):
     def own_pool(**fields):
-        pools.append(Pool(tmp_path_factory.mktemp("mooncake"), **fields))
-        return pools[-1]
+        pool = Pool(tmp_path_factory.mktemp("mooncake"), **fields)
+        request.addfinalizer(pool.close)
+        return pool
 
-    yield own_pool
-    for pool in pools:
-        pool.close()
+    return own_pool
 
 
 @pytest.fixture(scope="session")

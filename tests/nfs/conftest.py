@@ -54,18 +54,14 @@ def on_server(file_server, folder):
 
 
 @pytest.fixture
-def mount(guests):
-    mounted = []
-
+def mount(request, guests):
     def mount(guest, options="soft,timeo=50,retrans=2", actimeo=3):
         name = f"mnt-{uuid.uuid4().hex[:8]}"
         guest.call("mount", name, f"{SERVER}:/kv", f"port={NFS_PORT},vers=4.2,proto=tcp,actimeo={actimeo},{options}")
-        mounted.append((guest, name))
+        request.addfinalizer(lambda: guest.call("unmount", name))
         return name
 
-    yield mount
-    for guest, name in mounted:
-        guest.call("unmount", name)
+    return mount
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import os
 import uuid
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 
@@ -49,18 +49,16 @@ def environment(monkeypatch):
 
 
 @pytest.fixture
-def own_server(outside, tmp_path):
+def own_server(request, outside, tmp_path):
     """Start servers that belong to the test."""
     from tests.object.servers import MotoServer
 
-    with ExitStack() as servers:
+    def own_server(**fields):
+        server = MotoServer(tmp_path, CREDENTIALS, **fields)
+        request.addfinalizer(server.kill)
+        return server.start()
 
-        def own_server(**fields):
-            server = MotoServer(tmp_path, CREDENTIALS, **fields)
-            servers.callback(server.kill)
-            return server.start()
-
-        yield own_server
+    return own_server
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import socket
 import threading
-from contextlib import ExitStack
 from functools import partial
 
 import pytest
@@ -33,16 +32,15 @@ another_server = pytest.fixture(started, scope="session")
 
 
 @pytest.fixture
-def own_server(outside, tmp_path):
+def own_server(request, outside, tmp_path):
     """Start servers that belong to the test."""
-    with ExitStack() as servers:
 
-        def own_server(*arguments, **fields):
-            server = RedisServer(tmp_path, *arguments, **fields)
-            servers.callback(server.kill)
-            return server.start()
+    def own_server(*arguments, **fields):
+        server = RedisServer(tmp_path, *arguments, **fields)
+        request.addfinalizer(server.kill)
+        return server.start()
 
-        yield own_server
+    return own_server
 
 
 @pytest.fixture

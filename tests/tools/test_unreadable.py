@@ -42,16 +42,12 @@ def unprivileged(root, command, *options):
 
 
 @pytest.fixture
-def forbid(outside, root):
-    taken = []
-
+def forbid(request, outside, root):
     def forbid(path, mode):
         path.chmod(mode)
-        taken.append(path)
+        request.addfinalizer(lambda: path.chmod(0o755))
 
-    yield forbid
-    for path in taken:
-        path.chmod(0o755)
+    return forbid
 
 
 @pytest.mark.parametrize(

@@ -21,17 +21,15 @@ BOOT = b"8 bytes."
 
 
 @pytest.fixture
-def open_page(tmp_path):
+def open_page(request, tmp_path):
     fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
-    opened = []
 
     def open_page(boot=BOOT):
-        opened.append(SharedPage(fd, "ledger", boot))
-        return opened[-1]
+        page = SharedPage(fd, "ledger", boot)
+        request.addfinalizer(page.close)
+        return page
 
     yield open_page
-    for page in opened:
-        page.close()
     os.close(fd)
 
 

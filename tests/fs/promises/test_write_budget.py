@@ -24,18 +24,16 @@ def clock():
 
 
 @pytest.fixture
-async def open_budget(tmp_path, clock):
+async def open_budget(request, tmp_path, clock):
     fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
     lanes = Lanes(1, "budget")
-    opened = []
 
     def open_budget(bytes_per_day=DAY_BYTES):
-        opened.append(DiskWriteBudget(fd, "budget", bytes_per_day, UNIT_BYTES, lambda: clock.now_ns, lanes))
-        return opened[-1]
+        budget = DiskWriteBudget(fd, "budget", bytes_per_day, UNIT_BYTES, lambda: clock.now_ns, lanes)
+        request.addfinalizer(budget.close)
+        return budget
 
     yield open_budget
-    for budget in opened:
-        budget.close()
     await lanes.aclose(10)
     os.close(fd)
 
