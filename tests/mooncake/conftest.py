@@ -13,7 +13,8 @@ import pytest
 from kvtier.backend import SEAL_BYTES
 from kvtier.testing.conformance import tier_context
 from tests.remote.servers import PATIENCE_S
-from tests.remote.tiers import CHUNK_BYTES, lender, open_with, prefix
+from tests.remote.tiers import lender, prefix
+from tests.testing.suites import CHUNK_BYTES, open_with
 
 __all__ = ["lender", "open_with", "prefix"]
 
@@ -97,7 +98,7 @@ def opened(prefix, pool, shared_clients, monkeypatch, open_with):
 @pytest.fixture
 def opened_alone(prefix, open_with, monkeypatch):
     """Open tiers with clients of their own, on pools that belong to the test."""
-    monkeypatch.setattr("tests.remote.tiers.CLOSE_S", 0.0)
+    monkeypatch.setattr("tests.testing.suites.CLOSE_S", 0.0)
 
     async def opened_alone(pool, **fields):
         given = {"master": pool.address, "prefix": prefix, "timeout_s": TIMEOUT_S, **fields}

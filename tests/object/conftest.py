@@ -10,7 +10,8 @@ import pytest
 
 from kvtier_backends.object import ObjectBackend
 from tests.remote.servers import PATIENCE_S
-from tests.remote.tiers import lender, open_with, proxy
+from tests.remote.tiers import lender, proxy
+from tests.testing.suites import open_with
 
 __all__ = ["lender", "open_with", "proxy"]
 

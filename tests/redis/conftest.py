@@ -9,7 +9,8 @@ import pytest
 from kvtier_backends.redis import RedisBackend
 from tests.redis.servers import PATIENCE_S, RedisServer
 from tests.remote.redis import Values
-from tests.remote.tiers import lender, open_with, prefix, proxy
+from tests.remote.tiers import lender, prefix, proxy
+from tests.testing.suites import open_with
 
 __all__ = ["lender", "open_with", "prefix", "proxy"]
 

@@ -3,17 +3,14 @@
 import asyncio
 import time
 import uuid
-from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
 
 from kvtier.backend import BackendUnavailable
-from kvtier.testing.conformance import Lender, key_of, keys_of, label, tier_context
+from kvtier.testing.conformance import Lender, key_of, keys_of, label
 from tests.remote.servers import PATIENCE_S, Proxy
-
-CHUNK_BYTES = 16_384
-CLOSE_S = 10.0
+from tests.testing.suites import CHUNK_BYTES
 
 
 @pytest.fixture
@@ -26,19 +23,6 @@ def lender():
     lender = Lender(CHUNK_BYTES)
     yield lender
     lender.take_back()
-
-
-@pytest.fixture
-async def open_with():
-    """Open tiers that are closed when the test ends."""
-    async with AsyncExitStack() as tiers:
-
-        async def open_with(tier, *, model_name="conformance", chunk_bytes=CHUNK_BYTES, **fields):
-            opened = await tier.open(tier.options_type(**fields), tier_context(chunk_bytes, model_name=model_name))
-            tiers.push_async_callback(opened.aclose, CLOSE_S)
-            return opened
-
-        yield open_with
 
 
 @pytest.fixture

@@ -1,6 +1,25 @@
+from contextlib import AsyncExitStack
+
 import pytest
 
 from kvtier.testing import conformance
+from kvtier.testing.conformance import tier_context
+
+CHUNK_BYTES = 16_384
+CLOSE_S = 10.0
+
+
+@pytest.fixture
+async def open_with():
+    """Open tiers that are closed when the test ends."""
+    async with AsyncExitStack() as tiers:
+
+        async def open_with(tier, *, model_name="conformance", chunk_bytes=CHUNK_BYTES, **fields):
+            opened = await tier.open(tier.options_type(**fields), tier_context(chunk_bytes, model_name=model_name))
+            tiers.push_async_callback(opened.aclose, CLOSE_S)
+            return opened
+
+        yield open_with
 
 
 class Reopened:

@@ -1,11 +1,13 @@
 import importlib.util
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from kvtier.testing import conformance
-from kvtier.testing.conformance import tier_context
-from tests.testing.suites import Reopened
+from tests.testing.suites import Reopened, open_with
+
+__all__ = ["open_with"]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "write_a_backend.py"
 
@@ -19,15 +21,6 @@ SUITES = (conformance.BackendConformance, conformance.DurableBackendConformance,
 
 class TestTheExampleBackend(Reopened, *SUITES):
     @pytest.fixture
-    async def open_tier(self, tmp_path):
-        options = write_a_backend.SqliteOptions(path=str(tmp_path / "chunks.db"))
-        opened = []
-
-        async def open_tier(**context):
-            context = tier_context(self.chunk_bytes, **context)
-            opened.append(await write_a_backend.SqliteBackend.open(options, context))
-            return opened[-1]
-
-        yield open_tier
-        for tier in opened:
-            await tier.aclose(10)
+    def open_tier(self, open_with, tmp_path):
+        where = {"path": str(tmp_path / "chunks.db"), "chunk_bytes": self.chunk_bytes}
+        return partial(open_with, write_a_backend.SqliteBackend, **where)

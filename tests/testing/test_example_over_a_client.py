@@ -13,7 +13,8 @@ import pytest
 from kvtier.backend import BackendUnavailable, NoSpace
 from kvtier.testing.conformance import keys_of, label
 from tests.redis.conftest import own_server
-from tests.remote.tiers import lender, open_with
+from tests.remote.tiers import lender
+from tests.testing.suites import open_with
 
 __all__ = ["lender", "open_with", "own_server"]
 

@@ -2,16 +2,19 @@
 
 import os
 import tempfile
+from functools import partial
 from typing import Any
 
 import pytest
 
 from kvtier.policies import known_policies
 from kvtier.testing import conformance
-from kvtier.testing.conformance import Lender, tier_context
-from kvtier_backends.fs import FsBackend, FsOptions
+from kvtier.testing.conformance import Lender
+from kvtier_backends.fs import FsBackend
 from tests.fs.conftest import SECRETS
-from tests.testing.suites import Reopened
+from tests.testing.suites import Reopened, open_with
+
+__all__ = ["open_with"]
 
 LAID_OUT = [{"naming": "vllm"}, {"naming": "flat"}, {"layout": "segments"}]
 
@@ -24,17 +27,8 @@ class Opening:
         return str(tmp_path)
 
     @pytest.fixture
-    async def open_one(self, root):
-        opened = []
-
-        async def open_one(*, named=None, **options):
-            given = FsOptions(root=root, **options)
-            opened.append(await FsBackend.open(given, tier_context(self.chunk_bytes, **named or {})))
-            return opened[-1]
-
-        yield open_one
-        for tier in opened:
-            await tier.aclose(10)
+    def open_one(self, open_with, root):
+        return partial(open_with, FsBackend, root=root, chunk_bytes=self.chunk_bytes)
 
 
 class Reopening(Opening, Reopened):
@@ -42,7 +36,7 @@ class Reopening(Opening, Reopened):
 
     @pytest.fixture
     def open_tier(self, open_one):
-        return lambda **named: open_one(named=named, **self.options)
+        return partial(open_one, **self.options)
 
 
 class Suites(
