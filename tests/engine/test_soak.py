@@ -12,15 +12,14 @@ from typing import NamedTuple
 
 import pytest
 
-from kvtier import EngineConfig, TieringOffloadingManager, make_offload_key
+from kvtier import TieringOffloadingManager
 from kvtier.policies import LRU
 from kvtier.testing import virtual_time
 from kvtier.tools.replay.study import measure, policy_hits
 from kvtier.tools.replay.workload import Workload, generate
+from tests.engine.kit import CHUNK_BYTES, describe, found, put
 from tests.simulation.audit import audit, audit_quiet
-from tests.simulation.witness import chunk_of
 
-CHUNK_BYTES = 4_096
 TIER_SHARE, PRIMARY_SHARE = 1 / 20, 1 / 100  # Shares of the unique blocks.
 SAMPLES = 20
 SETTLED = SAMPLES // 4  # Samples that are passed over: the tier is filling.
@@ -55,28 +54,18 @@ def soak(requests, block_tokens):
 
 
 async def _run(workload, rows, capacity, predicted):
-    room = {"capacity_bytes": capacity * CHUNK_BYTES}
-    config = {
-        "cpu_bytes_to_use": rows * CHUNK_BYTES,
-        "chunk_bytes": CHUNK_BYTES,
-        "runner": "inline",
-        "secondary_tiers": [
-            {"type": "dummy", "latency_s": 0.0005, "bandwidth_bytes_per_s": 20_000 * CHUNK_BYTES, **room}
-        ],
-    }
+    device = {"type": "dummy", "latency_s": 0.0005, "bandwidth_bytes_per_s": 20_000 * CHUNK_BYTES}
+    config = describe(rows, device | {"capacity_bytes": capacity * CHUNK_BYTES}, runner="inline")
     loop = asyncio.get_running_loop()
     hits = references = 0
     samples = []
-    async with TieringOffloadingManager.open(EngineConfig.from_dict(config, where="soak")) as engine:
+    async with TieringOffloadingManager.open(config) as engine:
 
         async def serve(request):
             nonlocal hits, references
-            keys = [make_offload_key(block.to_bytes(8, "big") * 4) for block in request.hash_ids]
-            async with engine.fetch(keys) as views:
-                for key, view in zip(keys, views, strict=False):
-                    assert view == chunk_of(key, CHUNK_BYTES), f"wrong bytes: {key.hex()}"
-                hits, references = hits + len(views), references + len(keys)
-            await engine.put(keys, [chunk_of(key, CHUNK_BYTES) for key in keys])
+            hits += await found(engine, request.hash_ids)
+            references += len(request.hash_ids)
+            await put(engine, request.hash_ids)
 
         async with asyncio.TaskGroup() as tasks:
             for number, request in enumerate(workload, 1):
