@@ -59,7 +59,7 @@ def test_a_config_that_a_killed_writer_left_is_written_again(open_folder, mapper
 
 
 def test_a_root_that_cannot_be_made_is_refused(open_folder, tmp_path, root):
-    with pytest.raises(ConfigError, match=r"^root: .*missing/tier.*No such file"):
+    with pytest.raises(ConfigError, match=r"^root: .*missing/tier.*parent directory does not exist"):
         open_folder(root=str(tmp_path / "missing" / "tier"))
     assert entries(tmp_path) == []
     root.write_text("a file")
