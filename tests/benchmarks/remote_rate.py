@@ -259,8 +259,10 @@ async def measure(remote, row_bytes, count, rounds, rate, codec):
             sides[side] = calls_of(tiers[side], writes, reads)
         taken = {}
         warm = 1 if codec is None else LEARNING_ROUNDS  # Not counted.
+        order = list(sides.items())
         for turn in range(-warm, rounds):
-            for side, calls in list(sides.items())[0 if turn >= -1 else -1 :]:  # Before, `auto` learns alone.
+            # First, `auto` learns alone. Then forwards and backwards: a side overwrites what the one before stored.
+            for side, calls in order[:: 1 if turn % 2 else -1] if turn >= -1 else order[-1:]:
                 for what, call in zip(("put", "get"), calls, strict=True):
                     began, began_cpu = time.perf_counter(), time.process_time()
                     assert not any(await call() or ())
