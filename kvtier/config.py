@@ -4,7 +4,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -231,6 +231,11 @@ def tier_options(tier: TierConfig, where: str) -> msgspec.Struct:
     top = where.rpartition("secondary_tiers")[0].rstrip(".")
     places = partial(struct_paths, EngineConfig, top)
     return decode(options, tier.options, where, siblings=common, places=places)
+
+
+def tier_fields(options: msgspec.Struct) -> Collection[str]:
+    """Return the fields that a tier with these options of its own may have."""
+    return option_fields(TierConfig).keys() | struct_fields(type(options)).keys()
 
 
 def placed(tier: TierConfig, places: Mapping[str, str]) -> TierConfig:

@@ -19,7 +19,7 @@ from kvtier.errors import ConfigError, Remedy
 
 @dataclass(frozen=True, eq=False)
 class Used:
-    """What kvtier uses of an LLM engine. The tables are by place: a module of its package, a colon, and a name."""
+    """The names and parameters of an LLM engine that kvtier uses, by place: module of its package, colon, name."""
 
     engine: str
     version: str  # Installed.

@@ -6,7 +6,6 @@ outcome. **A deadline never cancels.** A late call is reported, and its rows as 
 
 import asyncio
 import logging
-import re
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
@@ -14,7 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from kvtier import backend as api
-from kvtier.config import LOADS_IN_FLIGHT_MAX, OPEN_S, EngineConfig, TierConfig, tier_options
+from kvtier.config import LOADS_IN_FLIGHT_MAX, OPEN_S, EngineConfig, TierConfig, tier_fields, tier_options
 from kvtier.errors import BackendClosed, BackendError, BackendUnavailable, ConfigError, LineLimit, Remedy, cause_of
 from kvtier.memory import Region, is_of_a_limit, reason
 from kvtier.runner.messages import (
@@ -156,8 +155,8 @@ async def _open_tier(index: int, tier: TierConfig, context: api.TierContext) -> 
         if is_of_a_limit(error):
             raise BackendUnavailable(f"{tier.name}: cannot be opened: {reason(error)}") from error
         if isinstance(error, ConfigError):
-            dot = "." if re.match(r"[a-z][\w.]*: ", str(error)) else ": "  # Before the name of an option.
-            raise ConfigError(f"{where}{dot}{error}") from error
+            of_option = str(error).partition(":")[0] in tier_fields(options)  # Not of the engine, as chunk_bytes is.
+            raise ConfigError(f"{where}{'.' if of_option else ': '}{error}") from error
         raise
     limits = tier.limits
     return RunnerTier(

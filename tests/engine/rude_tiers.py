@@ -6,7 +6,7 @@ import threading
 import time
 
 from kvtier.backend import Abandoned, Lanes, in_thread
-from kvtier.errors import BackendClosed, BackendUnavailable
+from kvtier.errors import BackendClosed, BackendUnavailable, ConfigError
 from kvtier.runner import runner
 from kvtier_backends.dummy import DummyBackend
 
@@ -63,6 +63,7 @@ async def end_the_thread(*_):
 
 
 Unreachable = opening(raising(BackendUnavailable("not today")))
+RefusesRows = opening(raising(ConfigError("chunk_bytes: rows of 1 byte accepted")))
 EndsItsThread = opening(raising(GeneratorExit()))
 Blocks = opening(block_the_loop)  # Until its process is killed.
 BlocksOnce = opening(block_the_loop_once)

@@ -31,6 +31,7 @@ RUDE = "tests.engine.rude_tiers"
             {"secondary_tiers": [DUMMY, {"type": "fs", "root": "/nowhere/at/all"}]},
             r"^secondary_tiers\[1\]\.root: cannot create '/nowhere/at/all': its parent directory does not exist",
         ),
+        ({"secondary_tiers": [{"type": f"{RUDE}:RefusesRows"}]}, r"^secondary_tiers\[0\]: chunk_bytes: rows of 1 byte"),
         ({"cpu_bytes_to_use": "100TiB", "chunk_bytes": "1GiB"}, "free"),  # Too large for the machine.
     ],
 )

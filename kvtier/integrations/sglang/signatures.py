@@ -1,4 +1,4 @@
-"""What kvtier uses of SGLang, whose storage interface changes with its releases."""
+"""The names and parameters of SGLang that kvtier uses. SGLang's releases change its storage interface."""
 
 from sglang.version import __version__
 

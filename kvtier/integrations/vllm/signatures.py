@@ -1,4 +1,4 @@
-"""What kvtier uses of vLLM, whose offloading interface changes with its releases."""
+"""The names and parameters of vLLM that kvtier uses. vLLM's releases change its offloading interface."""
 
 from vllm import __version__
 

@@ -63,8 +63,9 @@ def test_a_root_that_cannot_be_made_is_refused(open_folder, tmp_path, root):
         open_folder(root=str(tmp_path / "missing" / "tier"))
     assert entries(tmp_path) == []
     root.write_text("a file")
-    with pytest.raises(ConfigError, match=r"^root: .*Not a directory"):
-        open_folder()
+    for place in (root, root / "below"):
+        with pytest.raises(ConfigError, match=r"^root: .*Not a directory"):
+            open_folder(root=str(place))
     assert root.read_text() == "a file"
     for kernels in ("/proc", "/sys/kernel"):
         with pytest.raises(ConfigError, match=r"^root: "):

@@ -136,7 +136,7 @@ class Folder:
             raise below.refused(root, error) from error
         except OSError as error:
             if error.errno in _OURS_TO_MEND:
-                no_parent = not os.path.isdir(os.path.dirname(os.path.normpath(root)))
+                no_parent = error.errno == errno.ENOENT and not os.path.isdir(os.path.dirname(os.path.normpath(root)))
                 why = "its parent directory does not exist" if no_parent else error.strerror
                 raise ConfigError(f"root: cannot {'create' if no_parent else 'write to'} {root!r}: {why}") from error
             raise BackendUnavailable(f"{root}: {reason(error)}") from error
