@@ -9,9 +9,26 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from tests.remote.servers import PATIENCE_S, ServerProcess, free_port, until
 
+PAGE_KEYS = 50  # Of moto's lists, so that few names fill several.
+
+# Only S3, and without a log: for each request `moto.server` lists a folder, under a lock.
+SERVES = """
+import logging, sys
+from moto.moto_server.werkzeug_app import MotoRequestHandler, create_backend_app
+from werkzeug.serving import run_simple
+
+def serve(environ, start_response, s3=create_backend_app("s3"), own=create_backend_app("moto_api")):
+    return (own if environ["PATH_INFO"].startswith("/moto-api/") else s3)(environ, start_response)
+
+logging.getLogger("werkzeug").setLevel("ERROR")
+run_simple("127.0.0.1", int(sys.argv[1]), serve, threaded=True, request_handler=MotoRequestHandler)
+"""
+
 
 class S3Server:
     """A server, and a client with all rights there. `KVTIER_S3_ENDPOINT` names one that runs already."""
+
+    page_keys = 1_000
 
     def __init__(self, endpoint, credentials):
         self.endpoint = endpoint
@@ -66,14 +83,16 @@ class S3Server:
 class MotoServer(S3Server):
     """moto's server, in a process that ends with this one. It keeps nothing when it ends."""
 
+    page_keys = PAGE_KEYS
+
     def __init__(self, folder, credentials, port=None):
         super().__init__(f"http://127.0.0.1:{port or free_port()}", credentials)
         self._log = folder / f"moto-{self.port}.log"
         self._process: ServerProcess | None = None
 
     def start(self):
-        program = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
-        self._process = ServerProcess(program, self._log)
+        command = [sys.executable, "-c", SERVES, str(self.port)]
+        self._process = ServerProcess(command, self._log, {"MOTO_S3_DEFAULT_MAX_KEYS": str(PAGE_KEYS)})
         until(self._answers)
         return self
 

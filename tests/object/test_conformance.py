@@ -7,7 +7,12 @@ from tests.remote.suites import CodedSuites, CodedValues, DamagedValues, Disturb
 
 
 class TestObject(RemoteSuites, InventoryConformance):
-    pass
+    many_chunks = 100
+
+    @pytest.fixture(autouse=True)
+    def small_batches(self, monkeypatch):
+        for module in ("kvtier.backend", "kvtier.backend.inventory"):
+            monkeypatch.setattr(f"{module}.INVENTORY_BATCH_KEYS", 64)
 
 
 class TestObjectWithEveryOptionChanged(RemoteSuites):
@@ -28,6 +33,7 @@ class TestObjectWithEveryOptionChanged(RemoteSuites):
 
 
 class TestObjectCoded(CodedSuites, InventoryConformance):
+    codec, seal = "auto", "xxh3"
     many_chunks = 100  # Batches of reports do not depend on the codec.
 
 

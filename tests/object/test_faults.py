@@ -84,10 +84,11 @@ async def test_a_new_tier_answers_from_its_start_up_list(opened, server, bucket,
     assert await tier.probe(keys) == [True] * 20
 
 
-async def test_an_interrupted_list_continues_from_the_last_name(opened, proxy, monkeypatch):
+async def test_an_interrupted_list_continues_from_the_last_name(opened, server, proxy, monkeypatch):
     """More names than fit one answer; the connection ends at the second, and again."""
     monkeypatch.setattr("kvtier_backends.object.backend.LIST_RETRY_S", 0.01)
-    keys, lender = keys_of(1_200), Lender(4_096)
+    monkeypatch.setattr("kvtier_backends.object.backend.PAGE_KEYS", server.page_keys)
+    keys, lender = keys_of(server.page_keys * 6 // 5), Lender(4_096)
     await lender.keep(await opened(chunk_bytes=4_096, timeout_s="1min"), keys)
     first_page, cuts = threading.Event(), [None, None]
 

@@ -21,7 +21,7 @@ class TestRedisWithEveryOptionChanged(RemoteSuites):
 
 
 class TestRedisCoded(CodedSuites):
-    pass
+    codec, seal = "fp8", "aes-256-gcm"
 
 
 TestCodedValues = CodedValues

@@ -10,17 +10,12 @@ from tests.remote.remotes import Remote
 from tests.remote.shared import Shared
 
 
-def pytest_generate_tests(metafunc):
-    if codecs := getattr(metafunc.cls, "codecs", ()):
-        metafunc.parametrize("remote", codecs, indirect=True, scope="class")
-
-
 @pytest.fixture(scope="class")
 def remote(request, outside, tmp_path_factory):
     module, name, needs = request.cls.remote_is
     pytest.importorskip(needs, exc_type=ImportError)
     remote: Remote = getattr(import_module(f"tests.remote.{module}"), name)(tmp_path_factory.mktemp("remote"))
-    remote.codec = getattr(request, "param", "none")
+    remote.codec = getattr(request.cls, "codec", "none")
     yield remote
     remote.end()
 
@@ -30,7 +25,7 @@ class TestRedis(Faults, Mixed, Shared):
 
 
 class TestRedisCoded(Faults, Mixed):
-    remote_is, codecs = TestRedis.remote_is, ("bf16", "fp8", "auto")
+    remote_is, codec = TestRedis.remote_is, "bf16"
 
 
 class TestMooncake(Faults, Mixed, Shared):
@@ -39,10 +34,6 @@ class TestMooncake(Faults, Mixed, Shared):
 
 class TestObject(Faults, Mixed, Shared):
     remote_is = "object", "ObjectRemote", "moto"
-
-
-class TestObjectCoded(Faults, Mixed):
-    remote_is, codecs = TestObject.remote_is, TestRedisCoded.codecs
 
 
 class TestSharedFs(Faults, Mixed, Shared):

@@ -63,17 +63,14 @@ class TestSegments(Suites):
 
 
 class TestEncryptedSegments(Suites):
+    """The seal does not depend on the layout: `test_sealed.py` tries both."""
+
     many_chunks = 100  # Batches of reports do not depend on the seal.
     options = {"seal": "aes-256-gcm", "seal_key_env": SECRETS}  # noqa: RUF012
 
     @pytest.fixture(autouse=True)
     def secrets(self, monkeypatch):
         monkeypatch.setenv(SECRETS, "ab" * 32)
-
-
-@pytest.mark.usefixtures("thorough")  # The seal does not depend on the layout; `test_sealed.py` tries both.
-class TestEncryptedFiles(TestEncryptedSegments):
-    options = {**TestEncryptedSegments.options, "layout": "files"}  # noqa: RUF012
 
 
 @pytest.mark.usefixtures("thorough")

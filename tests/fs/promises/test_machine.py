@@ -141,5 +141,5 @@ class Segments(Tier):
 
 
 TestFiles, TestSegments = Files.TestCase, Segments.TestCase
-TestFiles.settings = settings(stateful_step_count=40, max_examples=max(15, settings().max_examples // 2))
+TestFiles.settings = settings(stateful_step_count=40, max_examples=max(15, settings().max_examples // 4))
 TestSegments.settings = TestFiles.settings
