@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import ctypes
 import os
+import random
 import socket
 import statistics
 import subprocess
@@ -42,6 +43,7 @@ LANES, AT_ONCE = 4, 16
 PIECE_BYTES = 256 << 10  # Sent at once on a slow link.
 LATE_S = 0.01  # Time that a link catches up if a thread comes late.
 LEARNING_ROUNDS = 40  # Rounds in which `auto` learns.
+AGAIN = "none, again"  # What the same side differs from itself.
 ZERO_COPY_CHUNKS = 32  # In a call; Mooncake refuses more than some hundreds.
 KEYS = "KVTIER_BENCH_SEAL_KEYS"
 OK = b'HTTP/1.1 200 OK\r\nETag: "x"\r\nLast-Modified: Mon, 12 Oct 2009 17:50:00 GMT\r\n'
@@ -250,7 +252,7 @@ async def measure(remote, row_bytes, count, rounds, rate, codec):
         backend, options, where, limit = prepared(remote, made, lender.rows(count), rate)
         fields = {remote: {}, f"{remote}, aes-256-gcm": {"seal": "aes-256-gcm", "seal_key_env": KEYS}}
         if codec is not None:
-            fields = {each: {"codec": each} for each in ("none", codec, "auto")}
+            fields = {each: {"codec": each} for each in ("none", codec, "auto")} | {AGAIN: {"codec": "none"}}
             for seed, write in enumerate(writes):
                 write.row[:] = synthetic_kv(row_bytes, WIDTHS[codec], seed)
         sides, tiers = {"limit": limit}, dict[str, RemoteBackend[Any]]()
@@ -259,10 +261,11 @@ async def measure(remote, row_bytes, count, rounds, rate, codec):
             sides[side] = calls_of(tiers[side], writes, reads)
         taken = {}
         warm = 1 if codec is None else LEARNING_ROUNDS  # Not counted.
-        order = list(sides.items())
+        dice = random.Random(0)
         for turn in range(-warm, rounds):
-            # First, `auto` learns alone. Then forwards and backwards: a side overwrites what the one before stored.
-            for side, calls in order[:: 1 if turn % 2 else -1] if turn >= -1 else order[-1:]:
+            # First, `auto` learns alone. Then in random order: a side overwrites what the one before stored.
+            for side in dice.sample(list(sides), len(sides)) if turn >= -1 else ["auto"]:
+                calls = sides[side]
                 for what, call in zip(("put", "get"), calls, strict=True):
                     began, began_cpu = time.perf_counter(), time.process_time()
                     assert not any(await call() or ())
@@ -279,6 +282,7 @@ async def measure(remote, row_bytes, count, rounds, rate, codec):
         for what in ("put", "get") if codec is not None else ():
             of_others = (ratio_of(taken[what, side], taken[what, "auto"]) for side in ("none", codec))
             print(f"{what} auto: {min(of_others):.3f} of the better one")
+            print(f"{what} none: {ratio_of(taken[what, 'none'], taken[what, AGAIN]):.3f} of itself")
         await probed(next(iter(tiers.values())), rounds)
         for side, tier in tiers.items():
             print(side, tier.counts())
