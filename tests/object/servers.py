@@ -59,6 +59,14 @@ class S3Server:
             return None
         return cls(endpoint, os.environ)
 
+    def write_credentials(self, path):
+        """Write its keys to a file, as AWS's own tools read them; return the path."""
+        path.write_text(
+            f"[default]\naws_access_key_id = {self.access_key}\naws_secret_access_key = {self.secret_key}\n"
+        )
+        path.chmod(0o600)
+        return str(path)
+
     def names(self, bucket, prefix=""):
         pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
         return [about["Key"] for page in pages for about in page.get("Contents", [])]

@@ -20,16 +20,12 @@ class TestObjectWithEveryOptionChanged(RemoteSuites):
 
     @pytest.fixture
     def fields(self, monkeypatch, tmp_path, server):
-        credentials = tmp_path / "credentials"
-        credentials.write_text(
-            f"[default]\naws_access_key_id = {server.access_key}\naws_secret_access_key = {server.secret_key}\n"
-        )
-        credentials.chmod(0o600)
         monkeypatch.delenv("AWS_ACCESS_KEY_ID")
         monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-        sealed = sealed_by("aes-256-gcm", monkeypatch) | {"credentials_file": str(credentials)}
+        sealed = sealed_by("aes-256-gcm", monkeypatch)
+        credentials = {"credentials_file": server.write_credentials(tmp_path / "credentials")}
         sparing = {"window_bytes": 1, "requests": 1, "index_chunks": 0, "absent_ttl_s": 0}
-        return sealed | sparing | {"prefix": "", "region": "us-east-1"}
+        return sealed | credentials | sparing | {"prefix": "", "region": "us-east-1"}
 
 
 class TestObjectCoded(CodedSuites, InventoryConformance):

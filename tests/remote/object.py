@@ -3,8 +3,6 @@
 import base64
 import uuid
 
-import pytest
-
 from kvtier.backend import OffloadKey, chunk_hash
 from kvtier_backends.object.bucket import SEAL_NAME
 from tests.object.servers import MotoServer, S3Server
@@ -48,22 +46,20 @@ class ObjectRemote(ServerRemote):
     forgets_absences = {"absent_ttl_s": "10ms"}  # noqa: RUF012
 
     def __init__(self, folder):
-        self._bucket = f"kvtier-{uuid.uuid4().hex}"
+        self.bucket = f"kvtier-{uuid.uuid4().hex}"
         outside = S3Server.outside()
         self._ours = MotoServer(folder, CREDENTIALS) if outside is None else None
         self.lacks = {} if outside is None else NOT_OURS
         self.server = self._ours or outside
         self._begin()
-        self.stored = Objects(self.server, self._bucket)
-        self._environment = pytest.MonkeyPatch()  # Runners and owners have it from here.
-        self._environment.setenv("AWS_ACCESS_KEY_ID", self.server.access_key)
-        self._environment.setenv("AWS_SECRET_ACCESS_KEY", self.server.secret_key)
+        self.stored = Objects(self.server, self.bucket)
+        self._credentials = self.server.write_credentials(folder / "credentials")
         self.proxy = Proxy(self.server.port)
 
     def tier(self, *, by_proxy=False, quick=True):
         endpoint = f"http://{self.proxy.address}" if by_proxy else self.server.endpoint
         times = {"timeout_s": TIMEOUT_S} if quick else {}
-        where = {"url": f"s3://{self._bucket}/suite", "endpoint": endpoint}
+        where = {"url": f"s3://{self.bucket}/suite", "endpoint": endpoint, "credentials_file": self._credentials}
         return {"type": "object", "codec": self.codec, **where, **times}
 
     def start(self):
@@ -74,7 +70,7 @@ class ObjectRemote(ServerRemote):
     def _begin(self):
         if self._ours is not None:
             self._ours.start()
-        self.server.client.create_bucket(Bucket=self._bucket)
+        self.server.client.create_bucket(Bucket=self.bucket)
 
     def kill(self):
         assert self._ours is not None
@@ -82,9 +78,8 @@ class ObjectRemote(ServerRemote):
         self._ours.kill()
 
     def end(self):
-        self._environment.undo()
         self.proxy.end()
         if self._ours is None:
-            self.server.remove_bucket(self._bucket)
+            self.server.remove_bucket(self.bucket)
         else:
             self._ours.kill()  # It keeps nothing.

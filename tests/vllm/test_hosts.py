@@ -3,7 +3,8 @@
 import asyncio
 import re
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from tests.vllm.engines import (
     sampling,
     tokens,
 )
-from tests.vllm.remotes import FAULTS, REMOTES, Remote
+from tests.vllm.remotes import FAULTS, HANGS, REMOTES, Remote, tier_of
 from tests.vllm.test_secondary import behind_vllm
 
 
@@ -49,7 +50,7 @@ def services(tmp_path_factory):
 
 def on(remote, own=None, *, quick=False, **changes):
     """Return the configuration of an engine on this service, behind a directory of its own if one is given."""
-    tiers = [remote.tier(quick=quick, name="pool")]
+    tiers = [tier_of(remote, quick=quick, name="pool")]
     if own is not None:
         tiers.insert(0, {"type": "fs", "name": "own", "root": str(own), "locality": "LOCAL"})
     return kvtier(secondary_tiers=tiers, **changes)
@@ -76,7 +77,7 @@ def test_what_one_engine_has_computed_is_a_hit_in_another_one_that_shares_the_se
 
 
 def test_a_service_is_shared_behind_vllms_own_manager_too(llama, services):
-    asked, tier = prompts(2, seed=1), services("redis").tier(name="pool")
+    asked, tier = prompts(2, seed=1), tier_of(services("redis"), name="pool")
     expected, extra = right(llama, asked), behind_vllm(None, backend=tier.pop("type"), **tier)
     assert fill(llama, extra, asked) == expected
     with Engine(llama, extra) as engine:
@@ -88,13 +89,13 @@ def test_a_service_is_shared_behind_vllms_own_manager_too(llama, services):
 def test_a_service_that_goes_amid_loads_costs_hits_and_they_come_back_with_it(llama, services, name, fault):
     asked = prompts(4)
     expected, remote = right(llama, asked), services(name)
-    strike, mend = FAULTS[name, fault]
     with Engine(llama, on(remote, quick=True)) as engine:
         engine.answer(asked)
         forget(engine)
         (tier,) = engine.ledger.tiers
-        answers = answer_and(engine, asked, lambda: strike(remote), when=lambda: tier.loading > 0)
-        try:
+        with ExitStack() as trouble:  # Other tests have the same service.
+            strike = partial(trouble.enter_context, FAULTS[name, fault](remote))
+            answers = answer_and(engine, asked, strike, when=lambda: tier.loading > 0)
             assert tokens(answers) == expected
             engine.settle()
             engine.llm.reset_prefix_cache(reset_connector=True)
@@ -102,8 +103,6 @@ def test_a_service_that_goes_amid_loads_costs_hits_and_they_come_back_with_it(ll
             assert (tokens(answers), hits(answers)) == (expected, [0] * len(asked))
             assert sum(tier.counters.causes.values()) > 0
             until(lambda: engine.kvtier.has_pending_work() or engine.ledger.traffic.rows_overdue == 0)
-        finally:
-            mend(remote)  # Other tests have the same service.
         until(lambda: found_again(engine, asked, expected))
 
 
@@ -140,7 +139,7 @@ def test_a_hosts_own_directory_gets_what_it_computes_and_not_what_it_loads(llama
 
 def test_nothing_that_kvtier_does_on_the_schedulers_thread_blocks_while_a_service_hangs(llama, services):
     asked, remote = prompts(2), services("redis")
-    expected, (strike, mend) = right(llama, asked), FAULTS["redis", "hangs"]
+    expected = right(llama, asked)
 
     async def serve(engine):  # What blocks is looked for where a loop runs.
         answers = engine.answer(asked)
@@ -150,21 +149,18 @@ def test_nothing_that_kvtier_does_on_the_schedulers_thread_blocks_while_a_servic
     with Engine(llama, on(remote, quick=True)) as engine:
         engine.answer(asked)
         forget(engine)
-        strike(remote)
-        try:
+        with HANGS(remote):
             with blockbuster_ctx(scanned_modules=["kvtier", "kvtier_backends"]) as watch:
                 watch.functions["socket.socket.send"].can_block_in("runner/process.py", "flush")  # It does not.
                 for _ in range(2):
                     assert tokens(asyncio.run(serve(engine))) == expected
             assert sum(engine.ledger.tiers[0].counters.causes.values()) > 0
-        finally:
-            mend(remote)
 
 
 def test_a_router_can_follow_by_vllms_events_where_every_block_is(llama, services, tmp_path):
     asked, remote, router = prompts(2), services("redis"), sample("reference/events.md", "router.py")["Router"]()
     heard: list[Any] = []
-    remote.empty()  # What others have stored is loaded, and of that vLLM describes nothing.
+    remote.server.ask("FLUSHALL")  # What others have stored is loaded, and of that vLLM describes nothing.
     with subscribed(f"ipc://{tmp_path}/events") as (socket, events):
         extra = on(remote, own=tmp_path / "own", self_describing_kv_events=True)
         with Engine(llama, extra, kv_events_config=events) as engine:
@@ -199,7 +195,7 @@ def test_a_router_can_follow_by_vllms_events_where_every_block_is(llama, service
             until(lambda: places() == [{own, primary, pool}] * 2)
             assert router.prefix("a", blocks(asked[0])) == (PROMPT_HITS // BLOCK_TOKENS,) * 2
             assert router.prefix("b", blocks(asked[0])) == (0, PROMPT_HITS // BLOCK_TOKENS)
-            remote.empty()
+            remote.server.ask("FLUSHALL")
             forget(engine)
             until(lambda: places() == [{own, pool}] * 2)
             engine.answer(asked[:1], load_tiers=[{"locality": "REMOTE"}])
