@@ -21,9 +21,13 @@ def is_ours(pid):
         return True
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
-            return RUN.encode() in file.read().split(b"\0")
+            if RUN.encode() in file.read().split(b"\0"):
+                return True
+        with open(f"/proc/{pid}/stat") as file:  # One that was forked has the environment that this process began with.
+            parent = int(file.read().rpartition(")")[2].split()[1])
     except OSError:
         return False
+    return parent > 1 and is_ours(parent)
 
 
 def processes():

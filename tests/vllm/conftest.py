@@ -21,8 +21,15 @@ else:
         OMP_NUM_THREADS="1",
         TOKENIZERS_PARALLELISM="false",
     )
-    with warnings.catch_warnings(action="ignore"):  # What vLLM imports warns of itself, and warnings are errors here.
-        import tests.vllm.engines  # noqa: F401
+
+
+def pytest_configure(config):
+    """Import vLLM, unless other processes run the tests."""
+    if not WITHOUT_VLLM and not getattr(config.option, "numprocesses", None):
+        with warnings.catch_warnings(action="ignore"):  # What vLLM imports warns of itself; warnings are errors here.
+            from tests.vllm.engines import start_fork_server
+
+            start_fork_server()
 
 
 def pytest_report_header():

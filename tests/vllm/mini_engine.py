@@ -34,6 +34,7 @@ from vllm.config import KVTransferConfig  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadPromMetrics  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
+from vllm.model_executor.models import registry  # noqa: E402
 from vllm.utils.hashing import sha256  # noqa: E402
 from vllm.v1.core import kv_cache_utils  # noqa: E402
 from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
@@ -46,6 +47,7 @@ from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 from kvtier.integrations.vllm import KVTierConnector  # noqa: E402
 from tests.vllm.calls import told_of_failed_stores  # noqa: E402
 
+registry._run_in_subprocess = lambda inspect: inspect()  # Another import.
 BLOCK_TOKENS, HEADS, HEAD_DIM, LAYERS = 32, 4, 32, 4
 
 

@@ -1,8 +1,11 @@
 """Other processes with a vLLM engine. They fork from one that has imported vLLM: an import takes longer than a test."""
 
 import multiprocessing
+import os
+import sys
 import traceback
 from contextlib import contextmanager
+from tempfile import NamedTemporaryFile
 
 from tests.remote.servers import PATIENCE_S
 from tests.vllm.engines import NEW_TOKENS, Engine
@@ -16,6 +19,23 @@ def start(target, *given):
     process.start()
     theirs.close()
     return process, ours
+
+
+def printed(target, *given):
+    """Run a function of a module in another process; return what was printed until it had ended well."""
+    with NamedTemporaryFile("r") as output:
+        process, _ = start(_print_to, output.name, target, *given)
+        process.join()
+        text = output.read()
+    assert process.exitcode == 0, text[-4_000:]
+    return text
+
+
+def _print_to(connection, name, target, *given):
+    sys.stdout = sys.stderr = open(name, "a", buffering=1)  # noqa: SIM115  # Until the process ends.
+    for standard in (1, 2):
+        os.dup2(sys.stdout.fileno(), standard)
+    target(*given)
 
 
 class Peer:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -16,14 +17,18 @@ from prometheus_client.parser import text_string_to_metric_families
 from vllm.distributed.kv_events import BlockStored, KVEventBatch
 
 from tests.remote.servers import free_port
+from tests.vllm.peer import printed
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TOPIC = "kvtier"
-
-
-@pytest.fixture
-def environment(tmp_path):
-    return environment_in(tmp_path)
+PLUG_IN = """
+import multiprocessing
+import vllm
+from vllm.v1.engine import utils
+from vllm.v1.executor import multiproc_executor
+def register():
+    multiproc_executor.get_mp_context = utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+"""
 
 
 def environment_in(folder):
@@ -37,20 +42,32 @@ def environment_in(folder):
     }
 
 
-def ran(command, given, folder):
-    done = subprocess.run(command, env=given, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4_000:]
-    return done
+def with_one_import(folder, *lines):
+    """Return variables with which a server's processes run these lines first, and fork: vLLM is imported once."""
+    (folder / "tests_plug_in.py").write_text("\n    ".join([PLUG_IN.rstrip(), *lines]))
+    information = folder / "tests_plug_in-1.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: tests-plug-in\nVersion: 1\n")
+    (information / "entry_points.txt").write_text("[vllm.general_plugins]\ntests = tests_plug_in:register\n")
+    return {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
-def test_prompts_come_back_from_memory_and_from_disk(environment, tmp_path):
-    done = ran([sys.executable, str(EXAMPLES / "vllm_offline.py")], environment, tmp_path)
-    cached = dict(re.findall(r"(new|memory|disk).*?: ([\d,]+) of 6,000 prompt tokens", done.stdout))
+def run_example(name, folder):
+    """Run an example, as a shell in this folder does. This process has imported vLLM already."""
+    os.chdir(folder)
+    sys.path.insert(0, str(EXAMPLES))
+    sys.argv = [str(EXAMPLES / name)]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def test_prompts_come_back_from_memory_and_from_disk(tmp_path):
+    output = printed(run_example, "vllm_offline.py", tmp_path)
+    cached = dict(re.findall(r"(new|memory|disk).*?: ([\d,]+) of 6,000 prompt tokens", output))
     assert cached == {"new": "0", "memory": "5,952", "disk": "5,952"}
-    assert "the same answers each time: True" in done.stdout
+    assert "the same answers each time: True" in output
 
 
-def test_a_server_counts_on_metrics_and_tells_a_subscriber(environment, tmp_path):
+def test_a_server_counts_on_metrics_and_tells_a_subscriber(tmp_path):
     if shutil.which("curl") is None:
         pytest.skip("examples/vllm_serve.sh asks its server with curl, which is not installed")
     ends = f"ipc://{tmp_path}/events"
@@ -61,8 +78,10 @@ def test_a_server_counts_on_metrics_and_tells_a_subscriber(environment, tmp_path
         subscriber.connect(ends)
         subscriber.setsockopt_string(zmq.SUBSCRIBE, TOPIC)
         command = ["bash", str(EXAMPLES / "vllm_serve.sh"), "--kv-events-config", events]
-        given = {"PORT": str(free_port()), "KVTIER": str(tmp_path / "tier")}
-        done = ran(command, environment | given, tmp_path)
+        given = {"PORT": str(free_port()), "KVTIER": str(tmp_path / "tier")} | with_one_import(tmp_path)
+        environment = environment_in(tmp_path) | given
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-4_000:]
         stored = told(subscriber)
     assert re.findall(r"prompt.*?(\d+) tokens cached", done.stdout) == ["0", "0", "0", "992"]
     metrics = scraped(done.stdout)

@@ -3,10 +3,9 @@
 import logging
 import os
 import re
-import subprocess
-import sys
 from collections import Counter
 
+from vllm import logger
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
@@ -20,6 +19,7 @@ from kvtier.engine.metrics import Metrics
 from kvtier.integrations.vllm import KVTierOffloadingSpec
 from kvtier.integrations.vllm.stats import Stats, engine_series, log_as_vllm, metric_definitions
 from tests.vllm.engines import Engine, fill, kvtier, prompts
+from tests.vllm.peer import printed
 
 BLOCK_BYTES = 64 << 10
 VLLMS = {TieringOffloadingMetrics.CHUNK_HITS, TieringOffloadingMetrics.CHUNK_QUERIES}
@@ -109,21 +109,15 @@ def watch_events(engine):
     return told
 
 
-ONE_ENGINE = """
-import sys
-from pathlib import Path
-from tests.vllm.engines import Engine, kvtier
-with Engine(sys.argv[1], kvtier(Path(sys.argv[2]))):
-    pass
-"""
+def one_engine(model, disk):
+    os.environ["VLLM_LOGGING_LEVEL"] = "INFO"
+    logger._configure_vllm_root_logger()  # As at an import.
+    with Engine(model, kvtier(disk)):
+        pass
 
 
 def test_kvtiers_log_comes_in_vllms_form(llama, disk):
-    given = os.environ | {"VLLM_LOGGING_LEVEL": "INFO", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", ONE_ENGINE, llama, str(disk)]
-    done = subprocess.run(command, env=given, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    written, info = done.stdout + done.stderr, r"INFO \d\d-\d\d \d\d:\d\d:\d\d"
+    written, info = printed(one_engine, llama, disk), r"INFO \d\d-\d\d \d\d:\d\d:\d\d"
     assert len(re.findall(rf"{info} \[steps.py:\d+\] kvtier \d", written)) == 1
     about = f"tier 0:fs: root {disk}, layout segments; found 0"
     assert len(re.findall(rf"pid=\d+\) {info} \[reports.py:\d+\] {about}", written)) == 1  # The runner's process.

@@ -1,8 +1,7 @@
-"""The README's lines that start a server, run as a reader copies them."""
+"""The README's lines that start a server, run as a reader copies them; what servers keep and say when they end."""
 
 import json
-import subprocess
-import sys
+import runpy
 import time
 import urllib.error
 import urllib.request
@@ -14,8 +13,12 @@ import pytest
 
 from tests.docs import readme
 from tests.remote.servers import ServerProcess, free_port
-from tests.vllm.test_examples import EXAMPLES, environment_in
+from tests.vllm.leftovers import leftovers, wait_until_gone
+from tests.vllm.test_examples import EXAMPLES, environment_in, with_one_import
 
+TIER = '"capacity_bytes": "100G"'
+UNTRIED = "vllm.__version__ = '0.99.0'"
+WARNED = "--shutdown-timeout is 0"
 HOST_MEMORY = '"cpu_bytes_to_use": "8G"'
 LESS_MEMORY = '"cpu_bytes_to_use": "64M"'
 # What a tiny model on a CPU wants besides, and what tells of hits. Blocks are for one prompt and a half.
@@ -24,67 +27,108 @@ BESIDES += " --enforce-eager --enable-prompt-tokens-details"
 PROMPT = " ".join(f"w{number * 7919 % 1_000}" for number in range(1_000))
 OTHER = " ".join(f"w{number * 7919 % 1_000}" for number in range(1, 1_001))
 PROMPT_HITS = 992  # Every whole block of it.
+ITS_OWN = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+JSON = {"Content-Type": "application/json"}
 IN_THIS_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"  # Set for the tests; a reader's server has its engine in another.
 
 
-class Servers(NamedTuple):
-    """Two servers, one after the other: what each answered to the prompt, and the address of the second."""
-
-    answers: list[tuple[str, int]]
+class Server(NamedTuple):
     address: str
     model: Path
+    disk: Path
+    log: Path
+    process: ServerProcess
+    before: set[str]
+    """What was on this machine when it started."""
+
+
+class Ended(NamedTuple):
+    """A server that answered the prompt and got SIGTERM. With vLLM's defaults it then kills its engine at once."""
+
+    text: str
+    cached: int
+    log: str
+    left: set[str]
+    written: set[tuple[Path, int]]
+    """Checkpoints, which the runner writes when it closes the tier: it outlives the engine."""
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory):
+def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("readme")
-    model, disk, given = folder / "model", folder / "tier", environment_in(folder)
-    subprocess.run([sys.executable, str(EXAMPLES / "vllm_tiny_model.py"), str(model)], env=given, check=True)
-    given |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-    with served(model, disk, given) as address:
-        first = asked(address, model)
-    with served(model, disk, given) as address:
-        yield Servers([first, asked(address, model)], address, model)
+    runpy.run_path(str(EXAMPLES / "vllm_tiny_model.py"))["save_tiny_model"](folder / "model")
+    with served(folder, "first", readme.serve(), environment_in(folder)) as server:
+        yield server
 
 
-def test_three_lines_start_a_server_that_finds_on_disk_what_the_one_before_computed(servers):
-    (first, none), (again, found) = servers.answers
-    assert (none, found) == (0, PROMPT_HITS)
-    assert first == again
+@pytest.fixture(scope="module")
+def ended(server):
+    """The first server's end, and that of another one over its directory, with `evict` and a vLLM of the future."""
+    first, folder = told_to_end(server), server.disk.parent
+    lines = readme.serve().replace(TIER, f'{TIER}, "cascade": "evict"')
+    with served(folder, "second", lines, environment_in(folder) | with_one_import(folder, UNTRIED)) as server:
+        return first, told_to_end(server)
 
 
-def test_a_hint_in_the_body_of_a_request_reaches_kvtier(servers):
+def test_a_hint_in_the_body_of_a_request_reaches_kvtier(server):
     """What cannot be read does not fail the request, whatever JSON it is."""
     names = ("hints_ignored", "tier_skipped", "tier_stored")
-    before = [counted(servers.address, f"kvtier_{name}_total") for name in names]
-    (text, _) = asked(servers.address, servers.model, OTHER, '{"kvtier": {"no_store": true, "class": "agent"}}')
+    before = [counted(server.address, f"kvtier_{name}_total") for name in names]
+    (text, _) = asked(server, OTHER, '{"kvtier": {"no_store": true, "class": "agent"}}')
     unread = ['"over"', "[]", "7", '{"over": "yes"}', '{"returns_in_s": NaN}', '{"returns_in_s": 1e999}', '{"a": {}}']
     for hint in unread:
-        assert asked(servers.address, servers.model, OTHER, f'{{"kvtier": {hint}}}')[0] == text, hint
-    assert asked(servers.address, servers.model, OTHER)[0] == text
-    after = [counted(servers.address, f"kvtier_{name}_total") for name in names]
+        assert asked(server, OTHER, f'{{"kvtier": {hint}}}')[0] == text, hint
+    assert asked(server, OTHER)[0] == text
+    after = [counted(server.address, f"kvtier_{name}_total") for name in names]
     assert [late - early for early, late in zip(before, after, strict=True)] == [len(unread), PROMPT_HITS // 32, 0]
 
 
+def test_three_lines_start_a_server_that_finds_on_disk_what_the_one_before_computed(ended):
+    first, second = ended
+    assert (first.cached, second.cached) == (0, PROMPT_HITS)
+    assert first.text == second.text
+
+
+def test_a_server_that_is_told_to_end_keeps_its_checkpoint_and_says_first_what_it_may_lose(ended):
+    for each, may_lose in zip(ended, (False, True), strict=True):
+        assert (each.left, bool(each.written), WARNED in each.log) == (set(), True, may_lose)
+
+
+def test_a_server_of_a_version_that_was_never_tried_warns_once_and_works(ended):
+    said = "vLLM 0.99.0 has the names and signatures that kvtier uses, but kvtier was tried with"
+    assert [each.log.count(said) for each in ended] == [0, 1]
+
+
 @contextmanager
-def served(model, disk, environment):
-    """Start a server by the README's lines, with other names and less memory; give its address once it answers."""
-    port = free_port()
-    lines = readme.serve()
+def served(folder, name, lines, environment):
+    """Start a server by the README's lines, with other names and less memory; give it once it answers."""
+    model, disk, log, port = folder / "model", folder / "tier", folder / f"{name}.log", free_port()
     for written, here in ((readme.MODEL, str(model)), (readme.DIRECTORY, str(disk)), (HOST_MEMORY, LESS_MEMORY)):
         assert lines.count(written) == 1
         lines = lines.replace(written, here)
     command = ["env", f"--unset={IN_THIS_PROCESS}", "bash", "-c", f"exec {lines} {BESIDES.format(port=port)}"]
-    server = ServerProcess(command, disk.parent / "server.log", environment)
+    before, process = leftovers(), ServerProcess(command, log, environment | ITS_OWN)
+    server = Server(f"http://127.0.0.1:{port}", model, disk, log, process, before)
     try:
-        address = f"http://127.0.0.1:{port}"
-        while not healthy(address):
-            server.check()
+        while not healthy(server.address):
+            process.check()
             time.sleep(0.1)
-        yield address
-        server.stop()
+        yield server
+        process.stop()
     finally:
-        server.kill()
+        process.kill()
+
+
+def told_to_end(server):
+    known = checkpoints(server.disk)
+    text, cached = asked(server)
+    server.process.stop()
+    left = wait_until_gone(server.before)
+    return Ended(text, cached, server.log.read_text(), left, checkpoints(server.disk) - known)
+
+
+def checkpoints(disk):
+    return {(path, path.stat().st_mtime_ns) for path in disk.rglob("index*")}
 
 
 def healthy(address):
@@ -95,12 +139,12 @@ def healthy(address):
         return False
 
 
-def asked(address, model, prompt=PROMPT, params=None):
+def asked(server, prompt=PROMPT, params=None):
     """Return the answer to a prompt with these `kv_transfer_params`, and how many of its tokens were cached."""
-    body = json.dumps({"model": str(model), "prompt": prompt, "max_tokens": 8, "temperature": 0})
+    body = json.dumps({"model": str(server.model), "prompt": prompt, "max_tokens": 8, "temperature": 0})
     if params is not None:
         body = f'{body[:-1]}, "kv_transfer_params": {params}}}'
-    request = urllib.request.Request(f"{address}/v1/completions", body.encode(), {"Content-Type": "application/json"})
+    request = urllib.request.Request(f"{server.address}/v1/completions", body.encode(), JSON)
     with urllib.request.urlopen(request) as reply:
         answer: dict[str, Any] = json.load(reply)
     details = answer["usage"]["prompt_tokens_details"]

@@ -5,63 +5,18 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from vllm.v1.kv_offload import base
 
+from kvtier.errors import ConfigError
 from kvtier.integrations import vllm_plugin
 from kvtier.integrations.signatures import warn_if_untried
 from kvtier.integrations.vllm import OURS
 from kvtier.integrations.vllm.manager import VllmManager
 from kvtier.integrations.vllm.signatures import VLLM
-from tests.vllm.test_examples import EXAMPLES, environment_in
-from tests.vllm.test_readme import asked, served
-
-Changed = Callable[[str], Mapping[str, str]]
-
-
-@pytest.fixture
-def changed(tmp_path: Path) -> Changed:
-    """Return an environment in which each of vLLM's processes runs these lines before it reads a configuration."""
-
-    def changed(lines: str) -> Mapping[str, str]:
-        (tmp_path / "another_vllm.py").write_text(f"def register():\n    {lines}\n")
-        information = tmp_path / "another_vllm-1.dist-info"
-        information.mkdir()
-        (information / "METADATA").write_text("Metadata-Version: 2.1\nName: another-vllm\nVersion: 1\n")
-        (information / "entry_points.txt").write_text("[vllm.general_plugins]\nanother = another_vllm:register\n")
-        path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-        return environment_in(tmp_path) | {
-            "PYTHONPATH": path, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"
-        }  # fmt: skip
-
-    return changed
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    command = [sys.executable, str(EXAMPLES / "vllm_tiny_model.py"), str(tmp_path / "model")]
-    subprocess.run(command, env=environment_in(tmp_path), check=True)
-    return tmp_path / "model"
-
-
-def test_a_server_of_a_version_that_was_never_tried_warns_and_works(changed, model, tmp_path):
-    environment = changed("import vllm; vllm.__version__ = '0.99.0'")
-    with served(model, tmp_path / "tier", environment) as address:
-        assert asked(address, model)[1] == 0
-        assert asked(address, model)[1] == 992
-    log = (tmp_path / "server.log").read_text()
-    assert log.count("vLLM 0.99.0 has the names and signatures that kvtier uses, but kvtier was tried with") == 1
-
-
-def test_a_server_whose_signature_differs_does_not_start_and_names_it(changed, model, tmp_path):
-    lines = "from vllm.v1.kv_offload.base import OffloadingManager as M; M.touch = lambda self, keys, when: None"
-    with pytest.raises(AssertionError), served(model, tmp_path / "tier", changed(lines)):
-        pass
-    assert "OffloadingManager.touch(self, keys, when) differs" in (tmp_path / "server.log").read_text()
+from tests.vllm.engines import Engine, kvtier
 
 
 def the_one(caplog):
@@ -107,6 +62,13 @@ def test_a_vllm_that_differs_is_known_by_the_name(monkeypatch, what):
     assert str(VLLM.refusal(difference)).startswith("kvtier does not fit vLLM ")
 
 
+def test_an_engine_in_a_vllm_that_differs_does_not_start_and_names_it(monkeypatch, llama):
+    monkeypatch.setattr(base.OffloadingManager, "touch", lambda self, keys, when: None)
+    monkeypatch.delitem(sys.modules, "kvtier.integrations.vllm")  # vLLM is to import it for the first time.
+    with pytest.raises(ConfigError, match=r"OffloadingManager\.touch\(self, keys, when\) differs"):
+        Engine(llama, kvtier())
+
+
 def test_a_plug_in_in_a_vllm_without_these_factories_registers_nothing_and_warns(monkeypatch, caplog):
     monkeypatch.setattr(vllm_plugin, "NAMES", (*vllm_plugin.NAMES[:1], ("no_such_module", "A.b", "c", "d")))
     vllm_plugin.register()
@@ -117,6 +79,7 @@ def test_the_plug_in_loads_neither_torch_nor_the_engine():
     """In a process of its own, with factories that stand in for vLLM's."""
     program = """
 import json, sys, types
+from kvtier.errors import ConfigError
 from kvtier.integrations import vllm_plugin
 registered = []
 for module, path, _, _ in vllm_plugin.NAMES:
