@@ -18,6 +18,7 @@ from tests.vllm.test_examples import EXAMPLES, environment_in, with_one_import
 
 TIER = '"capacity_bytes": "100G"'
 UNTRIED = "vllm.__version__ = '0.99.0'"
+DIFFERS = "from vllm.v1.kv_offload.base import OffloadingManager as M; M.touch = lambda self, keys, when: None"
 WARNED = "--shutdown-timeout is 0"
 HOST_MEMORY = '"cpu_bytes_to_use": "8G"'
 LESS_MEMORY = '"cpu_bytes_to_use": "64M"'
@@ -97,6 +98,13 @@ def test_a_server_that_is_told_to_end_keeps_its_checkpoint_and_says_first_what_i
 def test_a_server_of_a_version_that_was_never_tried_warns_once_and_works(ended):
     said = "vLLM 0.99.0 has the names and signatures that kvtier uses, but kvtier was tried with"
     assert [each.log.count(said) for each in ended] == [0, 1]
+
+
+def test_a_server_of_a_vllm_that_differs_does_not_start_and_names_the_signature(server, tmp_path):
+    folder, environment = server.disk.parent, environment_in(tmp_path) | with_one_import(tmp_path, DIFFERS)
+    with pytest.raises(AssertionError), served(folder, "third", readme.serve(), environment):
+        pass
+    assert "OffloadingManager.touch(self, keys, when) differs" in (folder / "third.log").read_text()
 
 
 @contextmanager

@@ -10,13 +10,11 @@ from dataclasses import replace
 import pytest
 from vllm.v1.kv_offload import base
 
-from kvtier.errors import ConfigError
 from kvtier.integrations import vllm_plugin
 from kvtier.integrations.signatures import warn_if_untried
 from kvtier.integrations.vllm import OURS
 from kvtier.integrations.vllm.manager import VllmManager
 from kvtier.integrations.vllm.signatures import VLLM
-from tests.vllm.engines import Engine, kvtier
 
 
 def the_one(caplog):
@@ -62,13 +60,6 @@ def test_a_vllm_that_differs_is_known_by_the_name(monkeypatch, what):
     assert str(VLLM.refusal(difference)).startswith("kvtier does not fit vLLM ")
 
 
-def test_an_engine_in_a_vllm_that_differs_does_not_start_and_names_it(monkeypatch, llama):
-    monkeypatch.setattr(base.OffloadingManager, "touch", lambda self, keys, when: None)
-    monkeypatch.delitem(sys.modules, "kvtier.integrations.vllm")  # vLLM is to import it for the first time.
-    with pytest.raises(ConfigError, match=r"OffloadingManager\.touch\(self, keys, when\) differs"):
-        Engine(llama, kvtier())
-
-
 def test_a_plug_in_in_a_vllm_without_these_factories_registers_nothing_and_warns(monkeypatch, caplog):
     monkeypatch.setattr(vllm_plugin, "NAMES", (*vllm_plugin.NAMES[:1], ("no_such_module", "A.b", "c", "d")))
     vllm_plugin.register()
@@ -79,7 +70,6 @@ def test_the_plug_in_loads_neither_torch_nor_the_engine():
     """In a process of its own, with factories that stand in for vLLM's."""
     program = """
 import json, sys, types
-from kvtier.errors import ConfigError
 from kvtier.integrations import vllm_plugin
 registered = []
 for module, path, _, _ in vllm_plugin.NAMES:
