@@ -23,11 +23,16 @@ def is_ours(pid):
         with open(f"/proc/{pid}/environ", "rb") as file:
             if RUN.encode() in file.read().split(b"\0"):
                 return True
-        with open(f"/proc/{pid}/stat") as file:  # One that was forked has the environment that this process began with.
-            parent = int(file.read().rpartition(")")[2].split()[1])
+        parent = int(stat_of(pid)[1])  # A forked process still has the environment that its parent was started with.
     except OSError:
         return False
     return parent > 1 and is_ours(parent)
+
+
+def stat_of(pid):
+    """Return the fields of `/proc/PID/stat` from the state on; OSError if it has ended."""
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()
 
 
 def processes():

@@ -12,6 +12,7 @@ import pytest
 
 from tests.engine import kit
 from tests.engine.kit import FAULTY, PATIENCE_S, found, kill_runner, put, settled, until, wait_for
+from tests.own import processes, stat_of
 
 pytestmark = pytest.mark.usefixtures("outside")
 
@@ -138,15 +139,15 @@ def owner(program):
     return lambda tier, does: program(OWNER, repr(tier), does)
 
 
-def processes(group):
+def processes_in(group):
     living = set()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for pid in processes():
         try:
-            state, _, process_group = stat.read_text().rpartition(")")[2].split()[:3]
+            state, _, process_group = stat_of(pid)[:3]
         except OSError:
             continue  # It has just ended.
         if int(process_group) == group and state not in "ZX":
-            living.add(int(stat.parent.name))
+            living.add(pid)
     return living
 
 
@@ -158,7 +159,7 @@ def test_an_owner_that_is_killed_leaves_no_process_and_no_temporary(owner, disk,
     time.sleep(random.Random(seed).uniform(0, 0.2))  # At some moment, not for something.
     killed.kill()
     killed.wait()
-    wait_for(lambda: not processes(killed.pid))
+    wait_for(lambda: not processes_in(killed.pid))
     files = [path for path in Path(disk["root"]).rglob("*") if path.is_file()]
     assert {path.suffix for path in files} <= {".bin", ".json", ""}  # The checkpoint has none.
 
@@ -173,7 +174,7 @@ def test_a_runner_outlives_the_kill_of_its_owner_and_all_descendants_and_closes_
     for pid in tree:
         os.kill(pid, signal.SIGKILL)
     killed.wait()
-    wait_for(lambda: not processes(killed.pid))
+    wait_for(lambda: not processes_in(killed.pid))
     assert list((tmp_path / "tier").rglob("index*"))
 
 
@@ -189,11 +190,11 @@ def descendants(pid):
 def test_a_runner_that_hangs_does_not_outlive_its_owner(owner, tier, does):
     killed = owner({"type": f"tests.engine.rude_tiers:{tier}"}, does)
     assert killed.stdout.readline().strip()
-    wait_for(lambda: len(processes(killed.pid)) == 2)
+    wait_for(lambda: len(processes_in(killed.pid)) == 2)
     time.sleep(0.3)  # So that it hangs; if it does not yet, the test is only easier.
     killed.kill()
     killed.wait()
-    wait_for(lambda: not processes(killed.pid))
+    wait_for(lambda: not processes_in(killed.pid))
 
 
 @pytest.mark.promise("SIGINT or SIGTERM reaches the process group")
@@ -204,15 +205,15 @@ def test_an_interrupt_is_the_owners_to_handle(owner, disk, number):
     os.killpg(interrupted.pid, number)
     assert interrupted.stdout.readline().split() == ["16", "0"]
     assert interrupted.wait(PATIENCE_S) == 0
-    wait_for(lambda: not processes(interrupted.pid))
+    wait_for(lambda: not processes_in(interrupted.pid))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_runner_interrupted_during_its_start_comes_up(owner, disk, number):
     started = owner(disk, "opens")
-    wait_for(lambda: len(processes(started.pid)) > 1)
+    wait_for(lambda: len(processes_in(started.pid)) > 1)
     for _ in range(100):
-        for runner in processes(started.pid) - {started.pid}:  # Its starter first, and both for a moment.
+        for runner in processes_in(started.pid) - {started.pid}:  # Its starter first, and both for a moment.
             with suppress(ProcessLookupError):  # It has come up, and its owner has closed it.
                 os.kill(runner, number)
         time.sleep(0.001)  # Some before, some after it is Python's.

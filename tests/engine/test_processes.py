@@ -7,6 +7,7 @@ import subprocess
 import pytest
 
 from tests.engine.kit import PATIENCE_S, found, kill_runner, put, wait_for
+from tests.own import stat_of
 
 PRELUDE = """
 import asyncio, os, resource, signal, subprocess, sys, traceback
@@ -37,8 +38,7 @@ def output(process):
 
 def has_ended(pid):
     try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] in "ZX"
+        return stat_of(pid)[0] in "ZX"
     except FileNotFoundError:
         return True
 

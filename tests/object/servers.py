@@ -9,8 +9,6 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from tests.remote.servers import PATIENCE_S, ServerProcess, free_port, until
 
-PAGE_KEYS = 50  # Of moto's lists, so that few names fill several.
-
 # Only S3, and without a log: for each request `moto.server` lists a folder, under a lock.
 SERVES = """
 import logging, sys
@@ -91,7 +89,7 @@ class S3Server:
 class MotoServer(S3Server):
     """moto's server, in a process that ends with this one. It keeps nothing when it ends."""
 
-    page_keys = PAGE_KEYS
+    page_keys = 50  # A list has several pages with few objects.
 
     def __init__(self, folder, credentials, port=None):
         super().__init__(f"http://127.0.0.1:{port or free_port()}", credentials)
@@ -100,7 +98,7 @@ class MotoServer(S3Server):
 
     def start(self):
         command = [sys.executable, "-c", SERVES, str(self.port)]
-        self._process = ServerProcess(command, self._log, {"MOTO_S3_DEFAULT_MAX_KEYS": str(PAGE_KEYS)})
+        self._process = ServerProcess(command, self._log, {"MOTO_S3_DEFAULT_MAX_KEYS": str(self.page_keys)})
         until(self._answers)
         return self
 

@@ -59,4 +59,4 @@ FAULTS: dict[tuple[str, str], Callable[[Any], AbstractContextManager[None]]] = {
     ("object", "hangs"): HANGS,
     ("object", "loses its bucket"): without_its_bucket,
 }
-"""What becomes of a service for the length of a block."""
+"""Faults of a service: each lasts as long as its context."""

@@ -40,7 +40,7 @@ class Server(NamedTuple):
     log: Path
     process: ServerProcess
     before: set[str]
-    """What was on this machine when it started."""
+    """Runners and shared memory that existed before it started."""
 
 
 class Ended(NamedTuple):
