@@ -122,7 +122,7 @@ def hurry(monkeypatch):
 
 
 def _wait_for_scans(patch, seconds):
-    for constant in ("files.layout.SCAN", "segments.layout.SCAN", "files.layout.SMALL"):
+    for constant in ("files.layout.SCAN", "segments.catalog.SCAN", "files.layout.SMALL"):
         patch.setattr(f"kvtier_backends.fs.{constant}_PATIENCE_S", seconds)
 
 

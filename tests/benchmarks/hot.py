@@ -27,7 +27,7 @@ from kvtier.runner.messages import (
 )
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Footer, payload_checksum, read_footer, write_footer
 from kvtier_backends.fs.files.index import FileEntry, FileIndex
-from kvtier_backends.fs.segments.catalog import Catalog
+from kvtier_backends.fs.segments.table import SlotTable
 from tests.benchmarks.protocol import KEYS_A_REQUEST, Steps
 
 KEYS = 1_024
@@ -186,7 +186,7 @@ def index_probes():
 
 
 def catalog_of(keys):
-    catalog = Catalog(None)
+    catalog = SlotTable(None)
     catalog.add(len(keys))
     for slot, key in enumerate(keys):
         catalog.stored(key, slot, slot + 1, 1)

@@ -97,7 +97,7 @@ class FsBackend(api.Backend[FsOptions]):
         self._layout.advise(advice)
 
     def counts(self) -> dict[str, int]:
-        retentions_cut = self._lives.retentions_cut_before + self._layout.index.retentions_cut
+        retentions_cut = self._lives.retentions_cut_before + self._layout.retentions_cut
         return by_name(self.counters()) | {"retentions_cut": retentions_cut}
 
     def description(self) -> dict[str, str]:
@@ -230,7 +230,7 @@ class Lives:
         while not self._closed:
             life, believed = self.now, self._believed
             self._believed = []
-            async with aclosing(life.layout.index.inventory.watch(believed)) as events:
+            async with aclosing(life.layout.inventory.watch(believed)) as events:
                 async for event in events:
                     yield event
             while life is self.now and not self._closed:
@@ -240,7 +240,7 @@ class Lives:
     def close(self) -> None:
         """End the inventory's iteration, and begin no other life."""
         self._closed = True
-        self.now.layout.index.inventory.close()
+        self.now.layout.inventory.close()
         self._changed.set()
 
     def _close_files(self, life: Life) -> None:
@@ -286,9 +286,9 @@ class Lives:
         self._idle.clear()
         if self._calls and not await until(self._idle.wait(), END_S):
             raise BackendUnavailable(f"{name}: the directory is gone, and calls hang that were begun before")
-        self._believed += life.layout.index.inventory.believed()
-        self.retentions_cut_before += life.layout.index.retentions_cut
-        life.layout.index.inventory.close()
+        self._believed += life.layout.inventory.believed()
+        self.retentions_cut_before += life.layout.retentions_cut
+        life.layout.inventory.close()
         self._ended = True
         await life.aclose(time.monotonic() + END_S, life.close_files)
         with suppress(OSError):  # Of a task that met the end.

@@ -34,17 +34,24 @@ class InUse:
     @contextmanager
     def __call__(self, keys: Sequence[OffloadKey]) -> Generator[None]:
         """Keep the keys' chunks for as long as the block lasts."""
-        calls = self._calls
-        for key in keys:
-            calls[key] = calls.get(key, 0) + 1
+        self.pin(keys)
         try:
             yield
         finally:
-            for key in keys:
-                if calls[key] == 1:
-                    del calls[key]
-                else:
-                    calls[key] -= 1
+            self.unpin(keys)
+
+    def pin(self, keys: Sequence[OffloadKey]) -> None:
+        calls = self._calls
+        for key in keys:
+            calls[key] = calls.get(key, 0) + 1
+
+    def unpin(self, keys: Sequence[OffloadKey]) -> None:
+        calls = self._calls
+        for key in keys:
+            if calls[key] == 1:
+                del calls[key]
+            else:
+                calls[key] -= 1
 
 
 class ChunkIndex:

@@ -87,6 +87,11 @@ class Counters:
             with self._lock:
                 self._refused[reason] += chunks
 
+    def refused(self, writes: Sequence[Write], reason: Scarce) -> list[Outcome]:
+        """Count chunks without room; return their outcomes."""
+        self.refuse(reason, len(writes))
+        return [NoSpace(f"{write.key.hex()}: {reason}: {_WHY[reason]}") for write in writes]
+
     def totals(self) -> FsCounters:
         with self._lock:
             return FsCounters(**self._totals, corrupt=dict(self._corrupt), refused=dict(self._refused))
@@ -123,10 +128,6 @@ class OpenTier:
         """Return how many of the chunks the day's write budget has bytes for; they count as written."""
         budget = self.root.write_budget
         return chunks if budget is None or not chunks else await budget.take(chunks)
-
-    def refused(self, writes: Sequence[Write], reason: Scarce) -> list[Outcome]:
-        self.counters.refuse(reason, len(writes))
-        return [NoSpace(f"{write.key.hex()}: {reason}: {_WHY[reason]}") for write in writes]
 
     def scarce(self, *, others: bool, disk: bool = False) -> Scarce:
         """Return what is to blame for a store without room, and without chunks that may go for it."""

@@ -10,7 +10,7 @@ from kvtier.backend import Added, Advice, InventoryEvent, OffloadKey, Removed, S
 from kvtier.policies import LRU
 from kvtier.testing.conformance.lender import key_of, keys_of
 from kvtier_backends.fs.files.index import FileEntry, FileIndex
-from kvtier_backends.fs.segments.catalog import Catalog, SlotEntry
+from kvtier_backends.fs.segments.table import SlotEntry, SlotTable
 
 A, B, C, D = keys_of(4)
 
@@ -118,7 +118,7 @@ def test_a_chunk_takes_two_hundred_bytes_at_most(how):
     tracemalloc.start()
     try:
         before_bytes, _ = tracemalloc.get_traced_memory()
-        index = Catalog(None) if how == "found in slots" else FileIndex()
+        index = SlotTable(None) if how == "found in slots" else FileIndex()
         if how == "found in slots":
             index.add(count)
         for number in range(count):

@@ -21,8 +21,8 @@ from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.layout import Counters
 from kvtier_backends.fs.segments import checkpoint as checkpoint_module
-from kvtier_backends.fs.segments.catalog import Snapshot
 from kvtier_backends.fs.segments.checkpoint import KEY_BYTES_MAX, SlotCheckpoint
+from kvtier_backends.fs.segments.table import Snapshot
 from tests.fs.conftest import DEADLINE_S, ROW_BYTES, scanned, segments, until_probed, whole
 
 KEYS = make_offload_key(b"abc", 1), make_offload_key(b"longer", 2)

@@ -32,7 +32,8 @@ class FilesLayout:
         self._tier = tier
         self._lanes = tier.lanes
         self._index = index = FileIndex(tier.policy(), tier.clock_ns)
-        self.index = index.numbers
+        self._numbers = index.numbers
+        self.inventory = index.numbers.inventory
         tier.capacity.count(index, root.sizes)
         self._chunks = chunks = FileChunks(tier)
         self._eviction = eviction = Eviction(tier, index, chunks, Accounts(tier))
@@ -121,9 +122,9 @@ class FilesLayout:
                     self._tier.counters.refuse("disk", left)
             finally:
                 self._eviction.release(reservation)
-        outcomes += self._tier.refused(fitting[len(allowed) :], "write_budget")
+        outcomes += self._tier.counters.refused(fitting[len(allowed) :], "write_budget")
         scarce = self._tier.scarce(others=self._eviction.accounts.others_have_room)
-        outcomes += self._tier.refused(writes[len(fitting) :], scarce)
+        outcomes += self._tier.counters.refused(writes[len(fitting) :], scarce)
         return outcomes, gone
 
     async def _write(self, writes: Sequence[Write]) -> tuple[list[Outcome], int]:
@@ -185,10 +186,14 @@ class FilesLayout:
                 f"{self._tier.context.name}: {left} of {len(keys)} files could not be removed"
             ) from error
 
+    @property
+    def retentions_cut(self) -> int:
+        return self._numbers.retentions_cut
+
     def advise(self, advice: Advice[OffloadKey]) -> None:
         tier, index = self._tier, self._index
         chunk_bytes = max(tier.context.row_bytes + FOOTER_BYTES, index.used_bytes // max(1, len(index)))
-        self.index.advise(advice, tier.clock_ns(), tier.retained_max(chunk_bytes))
+        self._numbers.advise(advice, tier.clock_ns(), tier.retained_max(chunk_bytes))
         if advice.kind == "rank":
             self._eviction.used(advice.keys)
 

@@ -30,8 +30,8 @@ from kvtier_backends.fs.disk.footer import SLICE_BYTES
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.disk.temporaries import boot_id
 from kvtier_backends.fs.layout import Counters
-from kvtier_backends.fs.segments.catalog import Snapshot
 from kvtier_backends.fs.segments.segment import Segment
+from kvtier_backends.fs.segments.table import Snapshot
 
 logger = logging.getLogger(__name__)
 

@@ -14,14 +14,12 @@ from typing import NamedTuple
 
 from kvtier.backend import Lanes, OffloadKey, Outcome, Read, Write, in_thread, in_threads
 from kvtier.errors import ChunkCorrupt, ChunkMissing
-from kvtier_backends.fs.disk.footer import GONE, LEFT_ALONE, ChunkFault, failure
-from kvtier_backends.fs.disk.lanes import Pages, share_chunks, share_least, share_out
-from kvtier_backends.fs.disk.reads import Wanted, read_all, write_all
-from kvtier_backends.fs.layout import OpenTier
-from kvtier_backends.fs.segments.catalog import Catalog
-from kvtier_backends.fs.segments.room import Room
+from kvtier_backends.fs.disk.footer import GONE, LEFT_ALONE, ChunkFault, Packing, failure
+from kvtier_backends.fs.disk.lanes import FsLanes, Pages, share_chunks, share_least, share_out
+from kvtier_backends.fs.disk.reads import Reads, Wanted, read_all, write_all
+from kvtier_backends.fs.layout import Counters
+from kvtier_backends.fs.segments.catalog import NO_SLOT, Catalog, Doubt, Lease, Reservation, Verdict
 from kvtier_backends.fs.segments.segment import Segment, Segments, sync
-from kvtier_backends.fs.segments.wiping import Wiping
 
 LOOKS_MAX = 4  # A chunk that has moved so often while it was read is missed.
 PIECE_BYTES = 4 << 20  # Of a run, read in one call: while one is verified, others are under way.
@@ -89,85 +87,99 @@ def runs_of(segments: Segments, ordered: Sequence[SlotPart]) -> Iterator[SlotRun
         start += count
 
 
+class SlotIo(NamedTuple):
+    """What moves the bytes of one tier."""
+
+    row_bytes: int
+    lanes: FsLanes
+    packing: Packing
+    reads: Reads
+    counters: Counters
+    fsync: bool
+
+    def pages(self, lanes: Lanes) -> Pages:
+        return Pages(lanes.count, share_chunks(self.row_bytes) * self.packing.beside_bytes)
+
+
 class SlotMover:
     """The loads and stores of one tier, a batch at a time. Belongs to the loop's thread; what blocks runs in lanes."""
 
-    def __init__(self, tier: OpenTier, catalog: Catalog, room: Room, wiping: Wiping) -> None:
-        self._tier = tier
+    def __init__(self, io: SlotIo, catalog: Catalog) -> None:
+        self._io = io
         self._catalog = catalog
-        self._room = room
-        self._wiping = wiping
-        self._packing = tier.packing
-        self._share_chunks = share_chunks(tier.context.row_bytes)
-        self._share_least = share_least(tier.context.row_bytes, tier.root.reads.queue_bytes)
-        self._load_pages, self._store_pages = (self._pages(lanes) for lanes in (tier.lanes.load, tier.lanes.store))
-
-    def _pages(self, lanes: Lanes) -> Pages:
-        return Pages(lanes.count, self._share_chunks * self._packing.beside_bytes)
+        self._packing = io.packing
+        self._share_chunks = share_chunks(io.row_bytes)
+        self._share_least = share_least(io.row_bytes, io.reads.queue_bytes)
+        self._load_pages, self._store_pages = io.pages(io.lanes.load), io.pages(io.lanes.store)
 
     # Loads.
 
     async def load(self, reads: Sequence[Read]) -> tuple[list[Outcome], int]:
         """Load the chunks; return the outcomes, and how many say that the file system is away."""
         outcomes: list[Outcome] = [None] * len(reads)
-        with self._tier.lanes.loads_first.loading(), self._catalog.in_use([read.key for read in reads]):
-            left, gone = list(enumerate(reads)), 0
-            for _ in range(LOOKS_MAX):
-                if not left:
-                    break
-                left, gone_now = await self._look(left, outcomes)
-                gone += gone_now
-        now_ns = self._tier.clock_ns()
-        self._catalog.index.use(
-            [read.key for read, outcome in zip(reads, outcomes, strict=True) if outcome is None], now_ns
-        )
+        with self._io.lanes.loads_first.loading():
+            lease = await self._catalog.lease([read.key for read in reads])
+            loaded = [False] * len(reads)
+            try:
+                gone = await self._load(reads, lease, outcomes)
+                loaded = [outcome is None for outcome in outcomes]
+            finally:
+                self._catalog.release(lease, loaded)
         return outcomes, gone
 
-    async def _look(
-        self, left: Sequence[tuple[int, Read]], outcomes: list[Outcome]
-    ) -> tuple[list[tuple[int, Read]], int]:
-        catalog, lanes, parts = self._catalog, self._tier.lanes.load, list[SlotPart]()
-        for position, (key, into) in left:
-            if (slot := catalog.slot(key)) is None:
+    async def _load(self, reads: Sequence[Read], lease: Lease, outcomes: list[Outcome]) -> int:
+        left, gone = list[SlotPart](), 0
+        for position, ((key, into), slot, sequence) in enumerate(zip(reads, lease.slots, lease.sequences, strict=True)):
+            if slot == NO_SLOT:
                 outcomes[position] = ChunkMissing(f"{key.hex()}: no slot")
             else:
-                parts.append(SlotPart(slot, position, key, into, catalog.sequence(slot)))
-        shares = shares_of(catalog.segments, parts, lanes.count, self._share_chunks, self._share_least)
+                left.append(SlotPart(slot, position, key, into, sequence))
+        for _ in range(LOOKS_MAX):
+            if not left:
+                break
+            left, gone_now = await self._look(left, outcomes)
+            gone += gone_now
+        return gone
+
+    async def _look(self, left: Sequence[SlotPart], outcomes: list[Outcome]) -> tuple[list[SlotPart], int]:
+        """Read the slots; return the chunks that are in other slots by now, and the failures that say it is away."""
+        lanes = self._io.lanes.load
+        shares = shares_of(self._catalog.segments, left, lanes.count, self._share_chunks, self._share_least)
         await in_threads(lanes, [partial(self._drain, share) for share in shares])
-        again: list[tuple[int, Read]] = []
+        doubtful: list[tuple[SlotPart, ChunkFault | None]] = []
         for share in shares:
             for part, outcome in zip(share.parts, share.outcomes, strict=True):
-                slot, position, key, into, sequence = part
-                outcomes[position] = outcome
-                fault = share.faults.get(position)
-                if outcome is None and fault is None:
-                    continue
-                now = catalog.slot(key)
-                if now != slot or catalog.sequence(slot) != sequence:
-                    outcomes[position] = ChunkMissing(f"{key.hex()}: no slot any more")
-                    if now is not None:
-                        again.append((position, Read(key, into)))
-                elif fault is not None:
-                    outcomes[position] = self._judge(key, slot, fault)
+                outcomes[part.position] = outcome
+                fault = share.faults.get(part.position)
+                if outcome is not None or fault is not None:
+                    doubtful.append((part, fault))
+        again: list[SlotPart] = []
+        if doubtful:
+            doubts = [Doubt(part.key, part.slot, part.sequence, fault) for part, fault in doubtful]
+            for (part, fault), judged in zip(doubtful, await self._catalog.judge(doubts), strict=True):
+                if judged.verdict == Verdict.MOVED:
+                    again.append(part._replace(slot=judged.slot, sequence=judged.sequence))
+                if judged.verdict != Verdict.STAYS:
+                    outcomes[part.position] = self._outcome(part, fault, judged.verdict)
         return again, sum(share.gone for share in shares)
 
-    def _judge(self, key: OffloadKey, slot: int, fault: ChunkFault) -> Outcome:
-        if self._catalog.is_candidate(slot) or self._catalog.is_foreign(slot):
-            self._catalog.lost(key)
-            return ChunkMissing(f"{key.hex()}: not there any more")
-        if left := LEFT_ALONE.get(fault):
-            counter, why = left
-            self._tier.counters.count(counter)
-            return ChunkMissing(f"{key.hex()}: {why}; left alone")
-        self._wiping.corrupt(key, slot, fault)
-        return ChunkCorrupt(f"{key.hex()}: {fault}: slot {slot}")
+    def _outcome(self, part: SlotPart, fault: ChunkFault | None, verdict: Verdict) -> Outcome:
+        name, counters = part.key.hex(), self._io.counters
+        if fault is not None and verdict == Verdict.LEFT:
+            counter, why = LEFT_ALONE[fault]
+            counters.count(counter)
+            return ChunkMissing(f"{name}: {why}; left alone")
+        if fault is not None and verdict == Verdict.CORRUPT:
+            counters.corrupt(fault)
+            return ChunkCorrupt(f"{name}: {fault}: slot {part.slot}")
+        return ChunkMissing(f"{name}: not in its slot any more")
 
     def _drain(self, share: SlotShare) -> None:
         """Fill the share's rows. A fault need not be one: the slot may have got another chunk meanwhile. Blocks."""
         pieces = [piece for run in share.runs for piece in run.pieces(PIECE_BYTES)]
         outcomes = [list[Outcome]() for _ in pieces]
         with self._load_pages.one() as pages:
-            self._tier.root.reads(self._wanted(pieces, pages, share, outcomes))
+            self._io.reads(self._wanted(pieces, pages, share, outcomes))
         share.outcomes += chain.from_iterable(outcomes)
 
     def _wanted(
@@ -211,54 +223,51 @@ class SlotMover:
 
     async def store(self, writes: Sequence[Write]) -> tuple[list[Outcome], int]:
         """Store the chunks that fit, the leading ones first; return what `load` does."""
-        keys = [write.key for write in writes]
-        with self._catalog.in_use(keys):
-            incoming = [key for key in dict.fromkeys(keys) if key not in self._catalog]
-            slots = await self._room.take(len(writes), incoming)
-            try:
-                fitting = writes[: len(slots)]
-                allowed = fitting[: await self._tier.allowed(len(fitting))]
-            except BaseException:
-                self._catalog.give_back(slots)
-                raise
-            self._catalog.give_back(slots[len(allowed) :])
-            outcomes, gone = await self._write(allowed, slots[: len(allowed)])
-        outcomes += self._tier.refused(fitting[len(allowed) :], "write_budget")
-        without = writes[len(fitting) :]
-        if (error := self._room.error) is not None and without:
-            outcomes += [failure(write.key, error) for write in without]
-            return outcomes, gone + len(without) * (error.errno in GONE)
-        others = not all(segment.own for segment in self._catalog.segments.all)
-        outcomes += self._tier.refused(without, self._tier.scarce(others=others, disk=self._room.disk_is_full))
+        outcomes: list[Outcome] = [None] * len(writes)
+        reservation = await self._catalog.reserve([write.key for write in writes])
+        gone = await self._write(writes, reservation, outcomes)
+        for positions, reason, error in reservation.refusals:
+            refused = [writes[position] for position in positions]
+            if error is not None:
+                gone += len(refused) * (error.errno in GONE)
+            why = (
+                [failure(write.key, error) for write in refused]
+                if error
+                else self._io.counters.refused(refused, reason)
+            )
+            for position, outcome in zip(positions, why, strict=True):
+                outcomes[position] = outcome
         return outcomes, gone
 
-    async def _write(self, writes: Sequence[Write], slots: Sequence[int]) -> tuple[list[Outcome], int]:
-        now_ns, lanes, fsync = self._tier.clock_ns(), self._tier.lanes.store, self._tier.options.fsync
-        last = self._catalog.next_sequences(len(writes), now_ns) + len(writes) - 1
-        # The head's number is the greatest: a prefix outlives its continuation, also after a restart.
-        parts = [
-            SlotPart(slot, position, key, row, last - position)
-            for position, ((key, row), slot) in enumerate(zip(writes, sorted(slots), strict=True))
-        ]
-        shares = shares_of(self._catalog.segments, parts, lanes.count, self._share_chunks)
+    async def _write(self, writes: Sequence[Write], reservation: Reservation, outcomes: list[Outcome]) -> int:
+        lanes, fsync, count = self._io.lanes.store, self._io.fsync, len(reservation.slots)
+        written = [False] * count
+        shares: list[SlotShare] = []
         synced: list[OSError | None] = [] if fsync else [None]
         told = False
         try:
+            parts = [
+                SlotPart(slot, index, *writes[position], reservation.sequence(index))
+                for index, (position, slot) in enumerate(zip(reservation.positions, reservation.slots, strict=True))
+            ]
+            shares = shares_of(self._catalog.segments, parts, lanes.count, self._share_chunks)
             await in_threads(lanes, [partial(self._fill, share) for share in shares])
             if fsync:
                 segments = dict.fromkeys(run.segment for share in shares for run in share.runs)
                 await in_thread(lanes, _sync, segments, synced)
             told = True
         finally:
-            outcomes = self._note(shares, synced, len(writes), now_ns, told=told)
-            self._room.note_lost()
+            results = _results(shares, synced, written)
+            self._catalog.publish(reservation, written, told=told)
+        for index, outcome in results.items():
+            outcomes[reservation.positions[index]] = outcome
         error = synced[0] if synced else None
         away = error is not None and error.errno in GONE
-        return outcomes, len(writes) if away else sum(share.gone for share in shares)
+        return count if away else sum(share.gone for share in shares)
 
     def _fill(self, share: SlotShare) -> None:
         """Write the share's chunks, and see whether that was of use. Blocks, in a lane."""
-        loads_first = self._tier.lanes.loads_first
+        loads_first = self._io.lanes.loads_first
         with self._store_pages.one() as pages:
             for run in share.runs:
                 done = 0
@@ -268,7 +277,7 @@ class SlotMover:
                         part = run.parts[done : done + count]
                         share.outcomes += self._fill_run(SlotRun(run.segment, part), pages, share)
                         done += len(part)
-        if errors := self._room.errors({run.segment for run in share.runs}):
+        if errors := self._catalog.lost_names({run.segment for run in share.runs}):
             segments = [run.segment for run in share.runs for _ in run.parts]
             for index, (segment, written) in enumerate(zip(segments, share.parts, strict=True)):
                 if segment in errors and share.outcomes[index] is None:
@@ -287,32 +296,6 @@ class SlotMover:
             return [failure(run.parts[0].key, error)]
         return [None] * len(run.parts)
 
-    def _note(
-        self, shares: Sequence[SlotShare], synced: Sequence[OSError | None], count: int, now_ns: int, *, told: bool
-    ) -> list[Outcome]:
-        """Record written chunks in the catalog, tail first, and give back the other slots.
-
-        `synced`: empty if the batch was not, as a cancelled call's lane has not come to it; otherwise its error.
-        """
-        outcomes: list[Outcome] = [None] * count
-        stored: list[SlotPart] = []
-        for share in shares:
-            for index, part in enumerate(share.parts):
-                is_written = index < len(share.outcomes)
-                outcome = share.outcomes[index] if is_written else None
-                if outcome is None and synced and synced[0] is not None:
-                    outcome = failure(part.key, synced[0])
-                if is_written and outcome is None and synced:
-                    stored.append(part)
-                else:
-                    self._catalog.failed(part.key, part.slot)
-                outcomes[part.position] = outcome
-        for part in sorted(stored, key=attrgetter("position"), reverse=True):
-            self._catalog.stored(part.key, part.slot, part.sequence, now_ns - part.position)
-            if not told:
-                self._catalog.inventory.added(part.key)
-        return outcomes
-
     def _places(self, run: SlotRun, besides: Sequence[memoryview]) -> list[memoryview]:
         pairs = zip(run.parts, besides, strict=True)
         return [place for part, beside in pairs for place in self._packing.places(part.row, beside)]
@@ -320,6 +303,21 @@ class SlotMover:
     def _split(self, pages: memoryview) -> Iterator[memoryview]:
         size = self._packing.beside_bytes
         return (pages[start : start + size] for start in range(0, len(pages), size))
+
+
+def _results(shares: Sequence[SlotShare], synced: Sequence[OSError | None], written: list[bool]) -> dict[int, Outcome]:
+    """Set which slots were written, by index, and return the outcomes.
+
+    `synced`: empty if the batch was not, as a cancelled call's lane has not come to it; otherwise its error.
+    """
+    outcomes: dict[int, Outcome] = {}
+    for share in shares:
+        for part, outcome in zip(share.parts, share.outcomes, strict=False):  # A cancelled lane has not come to some.
+            if outcome is None and synced and synced[0] is not None:
+                outcome = failure(part.key, synced[0])
+            written[part.position] = outcome is None and bool(synced)
+            outcomes[part.position] = outcome
+    return outcomes
 
 
 def _sync(segments: Iterable[Segment], synced: list[OSError | None]) -> None:

@@ -23,11 +23,11 @@ from kvtier_backends.fs.disk.remains import is_absent
 from kvtier_backends.fs.index import oldest_last
 from kvtier_backends.fs.layout import OpenTier
 from kvtier_backends.fs.segments import checkpoint
-from kvtier_backends.fs.segments.catalog import Catalog, Recalled, SlotEntry, Snapshot
 from kvtier_backends.fs.segments.checkpoint import SETTLED_NS, Remembered, SlotCheckpoint, remembered, trusted
 from kvtier_backends.fs.segments.folder import SegmentFolder, Unusable
 from kvtier_backends.fs.segments.room import Room
 from kvtier_backends.fs.segments.segment import ZEROS, Segment
+from kvtier_backends.fs.segments.table import Recalled, SlotEntry, SlotTable, Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -51,14 +51,14 @@ class Seen(NamedTuple):
 class SegmentsStart:
     """The start-up scan of one tier, and its checkpoints. Belongs to the loop's thread."""
 
-    def __init__(self, tier: OpenTier, catalog: Catalog, folder: SegmentFolder, room: Room) -> None:
+    def __init__(self, tier: OpenTier, table: SlotTable, folder: SegmentFolder, room: Room) -> None:
         self.done = asyncio.Event()  # Set once everything that was there at the start is known.
         self.recalled = asyncio.Event()  # Set once everything that the last checkpoint names is known.
         self._checkpoint = SlotCheckpoint(tier.root, tier.context.mapper, tier.counters, tier.context.row_bytes)
         self._recovery = Recovery(tier, folder, self._checkpoint)
         self._tier = tier
-        self._catalog = catalog
-        self._segments = catalog.segments
+        self._table = table
+        self._segments = table.segments
         self._room = room
         self._lane = tier.lanes.scan
         self._distrusted: set[str] = set()  # Segments that the next start has to read through.
@@ -70,21 +70,21 @@ class SegmentsStart:
         self.recalled.set()
 
     async def run(self) -> None:
-        recovery, catalog, counters = self._recovery, self._catalog, self._tier.counters
+        recovery, table, counters = self._recovery, self._table, self._tier.counters
         await self._open()
         self._failed += recovery.failed
         self._room.opened.set()
         recalled = recovery.recalled()
         while (chunks := await self._lane.run(next, recalled, None)) is not None:
-            catalog.recall(chunks)
+            table.recall(chunks)
         self.recalled.set()
         found = recovery.recovered()
         while (seen := await self._lane.run(next, found, None)) is not None:
             self._note(seen)
         counters.count("scan_skipped", len(recovery.unusable))
         counters.count("scan_failed", self._failed)
-        catalog.index.order_idle(await self._lane.run(oldest_last, *catalog.index.idle()))
-        catalog.scan_ended(complete=not self._failed)
+        table.index.order_idle(await self._lane.run(oldest_last, *table.index.idle()))
+        table.scan_ended(complete=not self._failed)
         await self._room.shrink()
         self._writes_checkpoints = True
         self.done.set()
@@ -107,7 +107,7 @@ class SegmentsStart:
         if found is None:
             return
         while (seen := await self._lane.run(next, found, None)) is not None:
-            self._catalog.take_over(*seen.looked, seen.held)
+            self._table.take_over(*seen.looked, seen.held)
             self._note_rest(seen)
         segment.own = True
         logger.info("%s: taken over from a process that exited", segment.name)
@@ -117,7 +117,7 @@ class SegmentsStart:
         opened, unusable = await self._lane.run(self._recovery.open_all)
         for segment in opened:
             segment.own &= not self.done.is_set()  # Later, it is read only when it is taken over like the others.
-            self._segments.add(segment, self._catalog.add(segment.header.slots))
+            self._segments.add(segment, self._table.add(segment.header.slots))
         self._room.unusable += unusable
         taken_bytes = await self._lane.run(self._recovery.look_around)
         if taken_bytes is not None:
@@ -132,7 +132,7 @@ class SegmentsStart:
                     before_ns = self._tier.clock_ns() - SETTLED_NS
                     segments = await self._lane.run(remembered, list(self._segments.all), before_ns)
                     segments = trusted(segments, self._unsettled())
-                    await self._lane.run(self._checkpoint.write, segments, self._catalog.snapshot())
+                    await self._lane.run(self._checkpoint.write, segments, self._table.snapshot())
                 finally:
                     self._tier.capacity.release(room_bytes)
 
@@ -141,7 +141,7 @@ class SegmentsStart:
         wanted, self._writes_checkpoints = self._writes_checkpoints, False
         if wanted and self._promised_bytes():
             with suppress(BackendClosed):
-                segments, snapshot = list(self._segments.all), self._catalog.snapshot()
+                segments, snapshot = list(self._segments.all), self._table.snapshot()
                 self._lane.submit(self._write_last, segments, self._unsettled(), snapshot)
 
     def _write_last(self, segments: Sequence[Segment], unsettled: set[str], snapshot: Snapshot) -> None:
@@ -150,7 +150,7 @@ class SegmentsStart:
 
     def _promised_bytes(self) -> int:
         """Promise room for a new checkpoint; 0 if there is not enough, and the last one stays."""
-        wanted_bytes = self._checkpoint.bytes_worst(len(self._catalog), len(self._segments.all))
+        wanted_bytes = self._checkpoint.bytes_worst(len(self._table), len(self._segments.all))
         granted_bytes = self._tier.capacity.reserve(wanted_bytes)
         if granted_bytes == wanted_bytes:
             return wanted_bytes
@@ -159,22 +159,22 @@ class SegmentsStart:
         return 0
 
     def _unsettled(self) -> set[str]:
-        return {self._segments.of(slot).name for slot in self._catalog.unsettled()} | self._distrusted
+        return {self._segments.of(slot).name for slot in self._table.unsettled()} | self._distrusted
 
     def _note(self, seen: Seen) -> None:
         if seen.foreign:
             for chunk in seen.held:
-                self._catalog.found(chunk, foreign=True)
+                self._table.found(chunk, foreign=True)
         else:
-            self._catalog.looked(*seen.looked, seen.held)
+            self._table.looked(*seen.looked, seen.held)
         self._note_rest(seen)
 
     def _note_rest(self, seen: Seen) -> None:
         for first, count in seen.free:
-            self._catalog.free.add(first, count)
+            self._table.free.add(first, count)
         for slot, fault in seen.torn:
             self._tier.counters.corrupt(fault)
-            self._catalog.outdated.retire(slot, None)
+            self._table.outdated.retire(slot, None)
         if seen.distrusted:
             self._distrusted.add(seen.distrusted)
         self._failed += seen.failed

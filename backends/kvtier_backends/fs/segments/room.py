@@ -23,10 +23,10 @@ from kvtier.errors import Remedy
 from kvtier.memory import file_bytes_max
 from kvtier_backends.fs.disk.footer import FULL
 from kvtier_backends.fs.layout import OpenTier, Settling, until
-from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.checkpoint import RECORD_BYTES_MAX
 from kvtier_backends.fs.segments.folder import SegmentFolder, Unusable
 from kvtier_backends.fs.segments.segment import HEADER_BYTES, SEGMENT_BYTES_MOST, Segment
+from kvtier_backends.fs.segments.table import SlotTable
 from kvtier_backends.fs.segments.wiping import Wiping
 
 logger = logging.getLogger(__name__)
@@ -42,14 +42,14 @@ CLOSE_S = 1.0  # Calls that used a lost segment have mostly ended by then.
 class Room:
     """The slots for stores, and the segments that come and go. Belongs to the loop's thread."""
 
-    def __init__(self, tier: OpenTier, catalog: Catalog, folder: SegmentFolder, wiping: Wiping) -> None:
+    def __init__(self, tier: OpenTier, table: SlotTable, folder: SegmentFolder, wiping: Wiping) -> None:
         self.opened = asyncio.Event()  # Set when all segments that were there are known, and at the end.
         self.changing = asyncio.Lock()  # Held while segments are made or removed.
         self.error: OSError | None = None  # Why the last segment could not be made, if that was not for want of room.
         self.unusable: list[Unusable] = []  # Files that take room and hold no chunk: they go before any chunk.
         self._tier = tier
-        self._catalog = catalog
-        self._segments = catalog.segments
+        self._table = table
+        self._segments = table.segments
         self._folder = folder
         self._wiping = wiping
         self._capacity = tier.capacity
@@ -68,21 +68,21 @@ class Room:
 
     async def take(self, count: int, incoming: Sequence[OffloadKey]) -> list[int]:
         """Give out up to `count` slots: free ones, new ones, then those of evicted chunks."""
-        catalog = self._catalog
-        slots = catalog.take_free(count)
+        table = self._table
+        slots = table.take_free(count)
         try:
             while len(slots) < count and await self._grow(count - len(slots)):
-                slots += catalog.take_free(count - len(slots))
+                slots += table.take_free(count - len(slots))
             while len(slots) < count and await self._wiping.until_some_wiped():
-                slots += catalog.take_free(count - len(slots))
+                slots += table.take_free(count - len(slots))
         except BaseException:
-            catalog.give_back(slots)
+            table.give_back(slots)
             raise
         if len(slots) < count:
             if self.disk_is_full:
                 self._tier.counters.count("disk_full", count - len(slots))
-            slots += catalog.take_free(count - len(slots))
-            victims = catalog.evict(count - len(slots), incoming)
+            slots += table.take_free(count - len(slots))
+            victims = table.evict(count - len(slots), incoming)
             self._tier.counters.count("evicted", len(victims))
             slots += victims
         return slots
@@ -94,12 +94,12 @@ class Room:
         while True:
             await self._settling()
             await self.shrink()
-            if ttl_s is not None and not self._catalog.scanning:
+            if ttl_s is not None and not self._table.scanning:
                 self._expire(self._tier.clock_ns() - int(ttl_s * 1e9))
             await asyncio.sleep(min(tick_s, self._settling.left_s()))
 
     async def shrink(self) -> None:
-        if self._catalog.scanning:
+        if self._table.scanning:
             return
         await self._look_at_disk()
         async with self.changing:
@@ -109,22 +109,22 @@ class Room:
                 await self._look_at_disk()  # Else everything would go for what the first removal has given back.
 
     def _expire(self, before_ns: int) -> None:
-        expired = self._catalog.unused_since(before_ns)
+        expired = self._table.unused_since(before_ns)
         self._tier.counters.count("expired", len(expired))
         for key in expired:
-            self._catalog.inventory.lost(key)
-        self._catalog.remove(expired)
+            self._table.inventory.lost(key)
+        self._table.remove(expired)
         self._wiping.check()
 
     # Segments that go.
 
     async def _remove_coldest(self) -> bool:
         """Remove the segment that has the chunk that was used longest ago; False if none may go."""
-        slot = self._catalog.coldest()
+        slot = self._table.coldest()
         own = [segment for segment in self._segments.all if segment.own]
         chosen = [self._segments.of(slot)] if slot is not None else own[:1]
         for segment in [*chosen, *own]:
-            chunks = self._catalog.clear_range(segment.first_slot, segment.header.slots)
+            chunks = self._table.clear_range(segment.first_slot, segment.header.slots)
             if chunks is not None:
                 self._tier.counters.count("evicted", chunks)
                 self._segments.remove(segment)
@@ -154,7 +154,7 @@ class Room:
         """Make a segment; False if there is no room for one. A slot that has become free counts."""
         await self.opened.wait()
         async with self.changing:
-            if self._catalog.free.count:
+            if self._table.free.count:
                 return True
             if self.disk_is_full:
                 return False
@@ -203,9 +203,9 @@ class Room:
         finally:
             self._capacity.release(granted_bytes)
             if (segment := making.segment) is not None:
-                first = self._catalog.add(segment.header.slots)
+                first = self._table.add(segment.header.slots)
                 self._segments.add(segment, first)
-                self._catalog.free.add(first, segment.header.slots)
+                self._table.free.add(first, segment.header.slots)
                 self._capacity.wrote(segment.allocated_bytes)
         self.error = making.error
         self._full_until_s = time.monotonic() + FULL_PAUSE_S if making.is_full else 0.0
@@ -233,7 +233,7 @@ class Room:
                 self._tier.counters.count("segments_lost")
                 self._lost.append(segment)
         for segment in self._lost:
-            self._catalog.abandon(segment.first_slot, segment.header.slots)
+            self._table.abandon(segment.first_slot, segment.header.slots)
         if self._lost:
             self._wake_losses.set()
 
@@ -245,7 +245,7 @@ class Room:
             self.note_lost()
             while self._lost:
                 for segment in list(self._lost):
-                    if self._catalog.abandon(segment.first_slot, segment.header.slots):
+                    if self._table.abandon(segment.first_slot, segment.header.slots):
                         self._lost.remove(segment)
                         self._segments.remove(segment)
                         await self._tier.lanes.evict.run(self._folder.close, segment)

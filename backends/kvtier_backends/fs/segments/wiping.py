@@ -9,8 +9,8 @@ from kvtier.backend import OffloadKey
 from kvtier.errors import BackendClosed, BackendUnavailable, Remedy
 from kvtier_backends.fs.disk.footer import ChunkFault, frameless
 from kvtier_backends.fs.layout import OpenTier
-from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.segment import Segment, sync
+from kvtier_backends.fs.segments.table import SlotTable
 
 logger = logging.getLogger(__name__)
 
@@ -27,10 +27,10 @@ class WipingRound:
 class Wiping:
     """The wiping of one tier's slots, synced with `fsync`. Belongs to the loop's thread, and wipes in a lane."""
 
-    def __init__(self, tier: OpenTier, catalog: Catalog) -> None:
+    def __init__(self, tier: OpenTier, table: SlotTable) -> None:
         self._tier = tier
-        self._catalog = catalog
-        self._outdated = catalog.outdated
+        self._table = table
+        self._outdated = table.outdated
         self._wake = asyncio.Event()
         self._round = WipingRound({})
         self._round_ended = asyncio.Event()  # Replaced each time that one has.
@@ -44,12 +44,11 @@ class Wiping:
             self._wake.set()
 
     def corrupt(self, key: OffloadKey, slot: int, fault: ChunkFault) -> None:
-        self._tier.counters.corrupt(fault)
         level = logging.DEBUG if fault in self._warned else logging.WARNING
         self._warned.add(fault)
-        name = self._catalog.segments.of(slot).name
+        name = self._table.segments.of(slot).name
         logger.log(level, "%s: slot %d is corrupt (%s); see %s", name, slot, fault, Remedy.CORRUPT)
-        self._catalog.lost(key)
+        self._table.lost(key)
         self.check()
 
     async def until_wiped(self, keys: Sequence[OffloadKey]) -> None:
@@ -102,7 +101,7 @@ class Wiping:
         self.check()
 
     def _next_round(self) -> WipingRound:
-        return WipingRound({slot: self._catalog.segments.of(slot) for slot in self._outdated.take_due()})
+        return WipingRound({slot: self._table.segments.of(slot) for slot in self._outdated.take_due()})
 
     def _wipe(self, work: WipingRound) -> None:
         for slot, segment in work.doomed.items():
@@ -123,7 +122,7 @@ class Wiping:
         done, self._round = self._round, WipingRound({})
         for slot in set(done.wiped):
             self._outdated.clear(slot)
-            self._catalog.free.add(slot)
+            self._table.free.add(slot)
         left = done.doomed.keys() - set(done.wiped)
         self._outdated.still_due(slot for slot in done.doomed if slot in left)
         if left:
