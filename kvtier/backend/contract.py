@@ -48,6 +48,7 @@ ENTRY_POINT_GROUP = "kvtier.backends"
 _BUILT_IN = {
     "dummy": "kvtier_backends.dummy:DummyBackend",
     "fs": "kvtier_backends.fs:FsBackend",
+    "memory": "kvtier_backends.fs:MemoryBackend",
     "mooncake": "kvtier_backends.mooncake:MooncakeBackend",
     "object": "kvtier_backends.object:ObjectBackend",
     "redis": "kvtier_backends.redis:RedisBackend",
@@ -58,7 +59,7 @@ _MEANT = {
     **dict.fromkeys(("directory", "disk", "file", "files", "filesystem", "local", "nfs", "nvme", "ssd"), "'fs'"),
     **dict.fromkeys(("azure", "az", "bucket", "gcs", "gs", "minio", "s3"), "'object'"),
     **dict.fromkeys(("cluster", "keydb", "sentinel", "valkey"), "'redis'"),
-    **dict.fromkeys(("cpu", "dram", "host", "memory", "ram"), "the primary, which cpu_bytes_to_use sizes"),
+    **dict.fromkeys(("cpu", "dram", "host", "ram"), "'memory', or the primary, which cpu_bytes_to_use sizes"),
 }
 """Names that users try for a tier's type, and the type that is meant."""
 

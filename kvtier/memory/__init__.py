@@ -2,6 +2,8 @@
 
 from kvtier.memory.region import LentRow as LentRow
 from kvtier.memory.region import Region as Region
+from kvtier.memory.region import give_advice as give_advice
+from kvtier.memory.region import prefault as prefault
 from kvtier.memory.rendezvous import Apart as Apart
 from kvtier.memory.rendezvous import mappings as mappings
 from kvtier.memory.rendezvous import ranges as ranges
@@ -14,4 +16,5 @@ from kvtier.memory.this_process import let_go_in_forks as let_go_in_forks
 from kvtier.memory.this_process import reason as reason
 from kvtier.memory.this_process import require_descriptors as require_descriptors
 from kvtier.memory.this_process import require_file_bytes as require_file_bytes
+from kvtier.memory.this_process import require_free as require_free
 from kvtier.memory.this_process import start_thread as start_thread

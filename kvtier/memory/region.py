@@ -256,7 +256,7 @@ def prefault(mapping: mmap.mmap, fd: int | None, first: int = 0) -> None:
     starts = range(0, size_bytes, PREFAULT_SLICE_BYTES)
     turn = first // PREFAULT_SLICE_BYTES
     size, begun = f"{size_bytes / (1 << 20):,.0f} MiB", time.monotonic()
-    logger.info("taking %s of host memory; the start waits for it", size)  # 3 to 4 s a GiB, at worst.
+    logger.info("taking %s of host memory", size)  # 3 to 4 s a GiB, at worst.
 
     def fill_slice(start: int) -> None:
         length = min(PREFAULT_SLICE_BYTES, size_bytes - start)

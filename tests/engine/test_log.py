@@ -23,7 +23,7 @@ def lines(log, start):
 async def test_an_engine_logs_its_configuration_and_how_much_memory_it_takes_when_it_starts(open_engine, log, runner):
     engine = await open_engine(512, {"type": "dummy"}, runner=runner)
     before, after, *_ = log.messages
-    assert before == "taking 2 MiB of host memory; the start waits for it"
+    assert before == "taking 2 MiB of host memory"
     assert re.fullmatch(r"took 2 MiB of host memory in \d+\.\d s", after)
     (line,) = lines(log, "kvtier ")
     what = f"kvtier {__version__}: 512 rows of 4,096 bytes (lru); tiers: 0:dummy; {runner} runner, process "

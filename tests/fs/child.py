@@ -122,9 +122,9 @@ async def obey(asked, seed):
         return 0
 
     async def used():
-        page = tier._lives.now.tier.root.shared_page
+        page = tier._lives.now.layout._tier.root.shared_page
         if page is None:
-            return tier._lives.now.tier.capacity.used_bytes
+            return tier._lives.now.layout._tier.capacity.used_bytes
         taken = await asyncio.to_thread(page.taken)
         return taken[0] if taken else 0
 

@@ -88,7 +88,7 @@ class Host:
         return self._tiers[name].counts()
 
     async def page(self, name):
-        page = self._tiers[name]._lives.now.tier.root.shared_page
+        page = self._tiers[name]._lives.now.layout._tier.root.shared_page
         return await asyncio.to_thread(page.taken)
 
     async def write_uses(self, name):

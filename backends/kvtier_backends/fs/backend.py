@@ -1,62 +1,37 @@
-"""A tier on a file system, the asynchronous shell: it checks calls, and a layout does them."""
+"""The tiers `fs` and `memory`, the asynchronous shell: it checks calls, and a layout does them."""
 
-import asyncio
-import logging
-import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing, suppress
 from functools import partial
-from typing import NamedTuple, Self, TypeVar
+from typing import Self, TypeVar
 
 from kvtier import backend as api
-from kvtier.errors import BackendClosed, BackendUnavailable, ConfigError, Remedy, TransferFailed
+from kvtier.errors import BackendClosed, BackendUnavailable, ConfigError
 from kvtier.memory import require_file_bytes
 from kvtier.settings import shown_bytes
-from kvtier_backends.fs.disk.footer import FOOTER_BYTES
+from kvtier_backends.fs.disk.capacity import Capacity
+from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Packing
+from kvtier_backends.fs.disk.lanes import start_lanes
 from kvtier_backends.fs.files.layout import FilesLayout
-from kvtier_backends.fs.layout import FsCounters, Left, OpenTier, by_name, left_s, open_tier, until
-from kvtier_backends.fs.options import FsOptions
+from kvtier_backends.fs.layout import FsCounters, FsTier, OpenTier, by_name, open_tier
+from kvtier_backends.fs.lives import Layout, Life, Lives
+from kvtier_backends.fs.options import FsOptions, MemoryOptions
 from kvtier_backends.fs.segments.layout import SegmentsLayout
+from kvtier_backends.fs.segments.pool import PoolRoot
 from kvtier_backends.fs.segments.segment import HEADER_BYTES, SEGMENT_BYTES_MOST
 
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 ItemT = TypeVar("ItemT", api.Read, api.Write)
-
-LOOK_EVERY_S = 10.0
-END_S = 1.0  # Calls on a directory that is gone fail at once, or hang in its file system for ever.
-
-Layout = FilesLayout | SegmentsLayout
+OptionsT = TypeVar("OptionsT", bound=FsOptions | MemoryOptions)
 
 
-class FsBackend(api.Backend[FsOptions]):
-    """Chunks in a directory of the engine's own: a file each, or in slots of segments."""
+class LivingBackend(api.Backend[OptionsT]):
+    """The shell of a tier with lives: a file system's, or a pool's of memory."""
 
-    durability = api.Durability.HOST  # With `fsync` an open tier promises `POWER`.
-    options_type = FsOptions
-
-    @classmethod
-    async def open(cls, options: FsOptions, context: api.TierContext) -> Self:
-        """Open the tier; calls are answered while the directory is scanned. A root is made if its parent is there."""
-        _require_room_for_a_chunk(options, context.row_bytes)
-        mapper = api.FileMapper(context.mapper.namespace, options.naming or "vllm")
-        tier = await open_tier(options, context._replace(mapper=mapper))
-        try:
-            return cls(tier)
-        except BaseException:
-            tier.let_go()
-            raise
-
-    def __init__(self, tier: OpenTier) -> None:
-        if tier.options.fsync:
-            self.durability = api.Durability.POWER
-        if tier.options.io == "auto" and not tier.root.direct:
-            tier.counters.count("buffered_fallback")
-        self._name = tier.context.name
+    def __init__(self, life: Life, description: dict[str, str]) -> None:
+        self._name = life.name
+        self._description = description
         self._stores = api.Calls(self._name)
-        self._lives = Lives(tier)
+        self._lives = Lives(life)
         self._closed = False
 
     async def probe(self, keys: Sequence[api.OffloadKey]) -> Sequence[bool]:
@@ -101,18 +76,10 @@ class FsBackend(api.Backend[FsOptions]):
         return by_name(self.counters()) | {"retentions_cut": retentions_cut}
 
     def description(self) -> dict[str, str]:
-        options = self._lives.now.tier.options
-        about = {"root": options.root, "layout": options.layout or ""}
-        if options.naming is not None:
-            about["naming"] = options.naming
-        if options.capacity_bytes is not None:
-            about["capacity"] = shown_bytes(options.capacity_bytes)
-        if options.shared:
-            about["shared"] = "with others"
-        return about
+        return self._description
 
     def counters(self) -> FsCounters:
-        return self._lives.now.tier.counters.totals()
+        return self._lives.now.counters.totals()
 
     @property
     def _layout(self) -> Layout:
@@ -132,184 +99,104 @@ class FsBackend(api.Backend[FsOptions]):
         return outcomes
 
 
-def _require_room_for_a_chunk(options: FsOptions, row_bytes: int) -> None:
+class FsBackend(LivingBackend[FsOptions]):
+    """Chunks in a directory of the engine's own: a file each, or in slots of segments."""
+
+    durability = api.Durability.HOST  # With `fsync` an open tier promises `POWER`.
+    options_type = FsOptions
+
+    @classmethod
+    async def open(cls, options: FsOptions, context: api.TierContext) -> Self:
+        """Open the tier; calls are answered while the directory is scanned. A root is made if its parent is there."""
+        _require_room_for_a_chunk(options, context.row_bytes)
+        mapper = api.FileMapper(context.mapper.namespace, options.naming or "vllm")
+        tier = await open_tier(options, context._replace(mapper=mapper))
+        try:
+            if options.io == "auto" and not tier.root.direct:
+                tier.counters.count("buffered_fallback")
+            backend = cls(_fs_life(tier), _about(options))
+        except BaseException:
+            tier.let_go()
+            raise
+        if options.fsync:
+            backend.durability = api.Durability.POWER
+        return backend
+
+
+class MemoryBackend(LivingBackend[MemoryOptions]):
+    """Chunks in host memory, which is taken as it is needed and never exceeds its capacity."""
+
+    durability = api.Durability.PROCESS
+    options_type = MemoryOptions
+
+    @classmethod
+    async def open(cls, options: MemoryOptions, context: api.TierContext) -> Self:
+        _require_room_for_a_chunk(options, context.row_bytes)
+        return cls(_memory_life(options, context), {"capacity": shown_bytes(options.capacity_bytes)})
+
+
+def _fs_life(tier: FsTier) -> Life:
+    layout: Layout = FilesLayout(tier) if tier.options.layout == "files" else SegmentsLayout.on_disk(tier)
+
+    async def again() -> Life:
+        return _fs_life(await open_tier(tier.options, tier.context, tier))
+
+    return Life(
+        tier.context.name,
+        tier.options.root,
+        tier.context.row_bytes,
+        layout,
+        tier.counters,
+        tier.lanes,
+        tier.root.close,
+        lambda failed: tier.lanes.load.run(partial(tier.root.is_gone, failed=failed)),
+        again,
+    )
+
+
+def _memory_life(options: MemoryOptions, context: api.TierContext) -> Life:
+    root = PoolRoot("memory", options.capacity_bytes)
+    capacity = Capacity(root.disk, limit_bytes=options.capacity_bytes, min_free_bytes=0)
+    packing = Packing(context.mapper.fingerprint, context.row_bytes)
+    tier = OpenTier(options, context, root, start_lanes(options, context.name), packing, capacity)
+
+    async def is_gone(_: bool) -> bool:
+        return False
+
+    async def again() -> Life:
+        return _memory_life(options, context)
+
+    layout = SegmentsLayout.in_memory(tier)
+    return Life(
+        context.name, "memory", context.row_bytes, layout, tier.counters, tier.lanes, root.close, is_gone, again
+    )
+
+
+def _about(options: FsOptions) -> dict[str, str]:
+    about = {"root": options.root, "layout": options.layout or ""}
+    if options.naming is not None:
+        about["naming"] = options.naming
+    if options.capacity_bytes is not None:
+        about["capacity"] = shown_bytes(options.capacity_bytes)
+    if options.shared:
+        about["shared"] = "with others"
+    return about
+
+
+def _require_room_for_a_chunk(options: FsOptions | MemoryOptions, row_bytes: int) -> None:
     chunk_bytes = row_bytes + FOOTER_BYTES
+    segments = isinstance(options, MemoryOptions) or options.layout == "segments"
+    least_bytes = chunk_bytes + (HEADER_BYTES if isinstance(options, MemoryOptions) else 0)
     for name in ("capacity_bytes", "write_budget_bytes_per_day"):
-        given_bytes: int | None = getattr(options, name)
-        if given_bytes is not None and given_bytes < chunk_bytes:
+        given_bytes: int | None = getattr(options, name, None)
+        if given_bytes is not None and given_bytes < least_bytes:
             raise ConfigError(
-                f"{name}: {given_bytes:,} bytes given, at least one chunk's {chunk_bytes:,} (its row and a footer)"
+                f"{name}: {given_bytes:,} bytes given, at least one chunk's {least_bytes:,} (its row and a footer)"
                 " accepted: nothing could ever be stored"
             )
-    if options.layout == "segments" and chunk_bytes > SEGMENT_BYTES_MOST:
+    if segments and chunk_bytes > SEGMENT_BYTES_MOST:
         raise ConfigError(
             f"chunk_bytes: chunks of {chunk_bytes:,} bytes with their footers given, at most {SEGMENT_BYTES_MOST:,} "
             'accepted with layout = "segments": a segment is no longer'
         )
-    require_file_bytes(chunk_bytes + (HEADER_BYTES if options.layout == "segments" else 0))
-
-
-class Life(NamedTuple):
-    """An open directory and the tier's chunks in it."""
-
-    tier: OpenTier
-    layout: Layout
-    fit: api.Fit
-
-    def close_files(self) -> None:
-        self.layout.close_files()
-        self.tier.root.close()
-
-    async def aclose(self, ends_at: float, close_files: Callable[[], None]) -> Left:
-        """End the life, at most until then; `close_files` is called once no lane is in a call."""
-        left = await self.layout.aclose(ends_at)
-        if left.transfers + left.others:
-            self.tier.lanes.when_ended(close_files)
-        else:
-            close_files()
-        return left
-
-
-class Lives:
-    """The lives of one tier, one at a time: each is its directory from the opening until the directory is gone.
-
-    A directory goes with its disk or mount, or with `rm -rf`. After a call that failed, the next one looks whether the
-    directory is still there, and opens the tier again before it begins. Stores look every so often, too: in a root that
-    was emptied, not all of them fail. Belongs to the loop's thread.
-    """
-
-    def __init__(self, tier: OpenTier) -> None:
-        self.now = _life(tier)
-        self.retentions_cut_before = 0
-        self._doubted = False  # A call has failed, and the root was not checked since.
-        self._ended = False  # The life has ended, and the next has not begun.
-        self._opening: asyncio.Task[None] | None = None  # Ends a life and begins the next, also for a cancelled caller.
-        self._closed = False
-        self._closing_files = threading.Lock()
-        self._turn = asyncio.Lock()
-        self._looked_at = asyncio.get_running_loop().time()
-        self._calls = 0
-        self._idle = asyncio.Event()
-        self._changed = asyncio.Event()  # There is another life, or the end.
-        self._believed: list[api.OffloadKey] = []  # Keys of past lives, as the inventory's consumer knows them.
-        self.now.layout.begin()
-
-    async def call(self, call: Callable[[Life], Awaitable[T]], *, stores: bool = False) -> T:
-        """Do a call on the directory as it is now. Raises `BackendUnavailable` if there is none."""
-        looks = stores and asyncio.get_running_loop().time() >= self._looked_at + LOOK_EVERY_S
-        if looks or self._doubted:
-            await self._look()
-        self._calls += 1
-        try:
-            return await call(self.now)
-        except BackendUnavailable:
-            self._doubted = True
-            raise
-        finally:
-            self._calls -= 1
-            if not self._calls:
-                self._idle.set()
-
-    async def aclose(self, ends_at: float) -> Left:
-        """End the last life; see there. Raises what was wrong with its tasks, if it was not over before."""
-        if (opening := self._opening) is not None:
-            await asyncio.wait({opening}, timeout=left_s(ends_at))
-            opening.cancel()
-        left = await self.now.aclose(ends_at, partial(self._close_files, self.now))
-        with suppress(*[OSError] if self._ended else []):
-            await self.now.layout.background.ended()
-        return left
-
-    def note(self, outcomes: Sequence[api.Outcome]) -> None:
-        """Record a call's outcomes: a failure of the file system may mean that the directory is gone."""
-        if any(isinstance(outcome, TransferFailed) for outcome in outcomes):
-            self._doubted = True
-
-    async def watch(self) -> AsyncIterator[api.InventoryEvent]:
-        """Yield what the directory holds. After a new life's scan, keys that did not come back are reported removed."""
-        while not self._closed:
-            life, believed = self.now, self._believed
-            self._believed = []
-            async with aclosing(life.layout.inventory.watch(believed)) as events:
-                async for event in events:
-                    yield event
-            while life is self.now and not self._closed:
-                self._changed.clear()
-                await self._changed.wait()
-
-    def close(self) -> None:
-        """End the inventory's iteration, and begin no other life."""
-        self._closed = True
-        self.now.layout.inventory.close()
-        self._changed.set()
-
-    def _close_files(self, life: Life) -> None:
-        """Let go of every descriptor, and of the locks; idempotent. No lane may be in a call; any thread may call."""
-        with self._closing_files:  # A second end may come while the last thread is at it.
-            life.close_files()
-
-    async def _look(self) -> None:
-        async with self._turn:
-            tier = self.now.tier
-            if self._ended or await tier.lanes.load.run(partial(tier.root.is_gone, failed=self._doubted)):
-                self._doubted = True  # Other calls wait here until there is another life.
-                await self._open_again()
-            self._doubted = False
-            self._looked_at = asyncio.get_running_loop().time()
-
-    async def _open_again(self) -> None:
-        """End the life and begin another. A cancelled call leaves both to go on: a life half ended keeps the root."""
-        if self._opening is None:
-            self._opening = asyncio.create_task(self._next(), name=f"kvtier-{self.now.tier.context.name}-open-again")
-            self._opening.add_done_callback(self._opened)
-        opening = self._opening
-        await asyncio.wait({opening})
-        if isinstance(error := opening.exception(), BackendUnavailable):
-            raise BackendUnavailable(str(error))  # Its own: the other one would gather the frames of all that wait.
-        opening.result()
-
-    def _opened(self, opening: asyncio.Task[None]) -> None:
-        self._opening = None  # Its error would hold the buffers of the calls that it was raised in.
-        if not opening.cancelled():
-            opening.exception()  # All callers may have been cancelled.
-
-    async def _next(self) -> None:
-        await self._end()
-        await self._begin()
-
-    async def _end(self) -> None:
-        if self._ended:
-            return
-        life, name = self.now, self.now.tier.context.name
-        root = life.tier.options.root
-        logger.warning("%s: %s is gone: opening it again; see %s", name, root, Remedy.UNAVAILABLE)
-        self._idle.clear()
-        if self._calls and not await until(self._idle.wait(), END_S):
-            raise BackendUnavailable(f"{name}: the directory is gone, and calls hang that were begun before")
-        self._believed += life.layout.inventory.believed()
-        self.retentions_cut_before += life.layout.retentions_cut
-        life.layout.inventory.close()
-        self._ended = True
-        await life.aclose(time.monotonic() + END_S, life.close_files)
-        with suppress(OSError):  # Of a task that met the end.
-            await life.layout.background.ended()
-
-    async def _begin(self) -> None:
-        before = self.now.tier
-        try:
-            tier = await open_tier(before.options, before.context, before)
-        except ConfigError as error:  # Of a start; by now it is a state that may pass.
-            raise BackendUnavailable(f"{before.context.name}: {error}") from error
-        if self._closed:
-            tier.let_go()
-            raise BackendUnavailable(f"{before.context.name}: closed")
-        self.now = _life(tier)
-        self._ended = False
-        self.now.layout.begin()
-        self._changed.set()
-        logger.info("%s: %s is there again", before.context.name, tier.options.root)
-
-
-def _life(tier: OpenTier) -> Life:
-    layout: Layout = FilesLayout(tier) if tier.options.layout == "files" else SegmentsLayout(tier)
-    return Life(tier, layout, api.Fit(tier.context.row_bytes, layout.key_bytes_max))
+    require_file_bytes(chunk_bytes + (HEADER_BYTES if segments else 0))

@@ -11,21 +11,24 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from kvtier.backend import OffloadKey, Outcome, TierContext, Write
 from kvtier.errors import BackendClosed, NoSpace
 from kvtier.policies import LRU, Policy, policy_class
-from kvtier_backends.fs.disk.capacity import Capacity
+from kvtier_backends.fs.disk.capacity import Capacity, Space
 from kvtier_backends.fs.disk.footer import Packing, make_packing
 from kvtier_backends.fs.disk.lanes import FsLanes, start_lanes
-from kvtier_backends.fs.disk.remains import PAUSE_S_LEAST, PAUSE_S_MOST
+from kvtier_backends.fs.disk.reads import Reads
+from kvtier_backends.fs.disk.remains import PAUSE_S_LEAST, PAUSE_S_MOST, Beside, Remains
 from kvtier_backends.fs.disk.root import Folder
-from kvtier_backends.fs.options import FsOptions
+from kvtier_backends.fs.disk.write_budget import DiskWriteBudget
+from kvtier_backends.fs.options import FsOptions, MemoryOptions
 
 LOOK_S = 10.0  # The files beside the chunks are measured so often: they are a dozen.
+Work = Callable[[], Coroutine[Any, Any, None]]
 Scarce = Literal["capacity", "disk", "write_budget", "others"]
 _WHY: dict[Scarce, str] = {
     "capacity": "all of capacity_bytes is in use, by chunks that may not go now or by what the scan has not seen yet",
@@ -97,13 +100,38 @@ class Counters:
             return FsCounters(**self._totals, corrupt=dict(self._corrupt), refused=dict(self._refused))
 
 
+class Root(Protocol):
+    """The place of a tier's chunks: a directory, or a pool of memory."""
+
+    remains: Remains
+    beside: Beside
+    write_budget: DiskWriteBudget | None
+
+    @property
+    def chunks(self) -> str: ...  # The place's name, for messages.
+
+    @property
+    def disk(self) -> Space: ...
+
+    @property
+    def reads(self) -> Reads: ...
+
+    def is_gone(self, *, failed: bool) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+OptionsT = TypeVar("OptionsT", bound=FsOptions | MemoryOptions, covariant=True)
+RootT = TypeVar("RootT", bound=Root, covariant=True)
+
+
 @dataclass(frozen=True, slots=True)
-class OpenTier:
+class OpenTier(Generic[OptionsT, RootT]):
     """An open tier: everything that its parts need. Belongs to the loop's thread, where no part says otherwise."""
 
-    options: FsOptions
+    options: OptionsT
     context: TierContext
-    root: Folder
+    root: RootT
     lanes: FsLanes
     packing: Packing
     capacity: Capacity
@@ -151,7 +179,11 @@ class OpenTier:
         self.lanes.let_go()
 
 
-async def open_tier(options: FsOptions, context: TierContext, before: OpenTier | None = None) -> OpenTier:
+FsTier = OpenTier[FsOptions, Folder]
+SlotTier = OpenTier[FsOptions | MemoryOptions, Root]
+
+
+async def open_tier(options: FsOptions, context: TierContext, before: FsTier | None = None) -> FsTier:
     """Start a tier's threads, open its root and what is beside its chunks; `before`: the same tier, gone.
 
     Raises what `Folder.open` and `make_packing` do; whatever is raised, nothing stays open.
@@ -187,7 +219,7 @@ class Left(NamedTuple):
 class Settling:
     """Remains are removed again, doubts settled, and files beside the chunks measured. Belongs to the loop's thread."""
 
-    def __init__(self, tier: OpenTier, settle: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, tier: SlotTier, settle: Callable[[], bool] = lambda: True) -> None:
         """`settle`: settles what else is in doubt, in the lane, and returns True if nothing is left."""
         self._tier = tier
         self._settle = settle
@@ -230,7 +262,7 @@ class Background:
 
     _tasks: Sequence[asyncio.Task[None]] = ()
 
-    def begin(self, name: str, works: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> None:
+    def begin(self, name: str, works: Sequence[Work]) -> None:
         self._tasks = [asyncio.create_task(work(), name=f"kvtier-{name}-{work.__name__}") for work in works]
 
     def cancel(self) -> None:

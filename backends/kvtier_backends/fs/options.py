@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 from msgspec.structs import force_setattr
 
-from kvtier.backend import NamingKind, SealOptions
+from kvtier.backend import NamingKind, Options, SealOptions
 from kvtier.errors import ConfigError
 from kvtier.policies import require_policy
 from kvtier.settings import Age, Path, PositiveSize, Size
@@ -125,3 +125,31 @@ class FsOptions(SealOptions, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 f"eviction_policy: {self.eviction_policy!r} given, 'lru' accepted with shared = true: "
                 "all that processes know of each other's use is when a file was used last"
             )
+
+
+class MemoryOptions(Options, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Host memory beside the primary's, without copies in the primary."""
+
+    meant: ClassVar[Mapping[str, str]] = dict.fromkeys(("max_size", "size", "size_bytes"), "'capacity_bytes'")
+    fsync: ClassVar[bool] = False
+    min_free_bytes: ClassVar[int] = 0
+
+    capacity_bytes: PositiveSize
+    """Most bytes of memory that the tier takes at any moment. They are taken as they are needed, and given back at its
+    end."""
+
+    eviction_policy: str = "lru"
+    """Which chunks are evicted, as for the primary."""
+
+    ttl_s: Age | None = None
+    """Chunks unused for this long are removed."""
+
+    load_lanes: Lanes = 4
+    """Threads that copy chunks out of the tier."""
+
+    store_lanes: Lanes = 4
+    """Threads that copy chunks into the tier. They are separate, so that a load never queues behind stores."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_policy(self.eviction_policy)

@@ -38,7 +38,7 @@ def is_page(fd, *_):
 
 
 def page_of(tier):
-    return tier._lives.now.tier.root.shared_page
+    return tier._lives.now.layout._tier.root.shared_page
 
 
 async def back(page):

@@ -24,7 +24,7 @@ def hurry(monkeypatch):
 
 
 def counted_bytes(tier):
-    return tier._lives.now.tier.capacity.used_bytes
+    return tier._lives.now.layout._tier.capacity.used_bytes
 
 
 def of_kind(end):
@@ -159,7 +159,7 @@ async def test_a_failed_deletion_of_what_is_not_there_takes_nothing_off(open_tie
     )
     await tier.delete(keys_of(4, start=10))
     unlink.let_go()
-    await until(lambda: tier._lives.now.tier.root.sizes.doubtful == [])
+    await until(lambda: tier._lives.now.layout._tier.root.sizes.doubtful == [])
     assert counted_bytes(tier) == taken_bytes(root)
 
 

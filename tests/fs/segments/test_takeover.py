@@ -83,7 +83,7 @@ async def test_a_segment_that_cannot_be_opened_is_read_once_it_can(open_tier, st
 
     with monkeypatch.context() as erring:
         erring.setattr(SegmentFolder, "open", fails)
-        erring.setattr(SegmentFolder, "unopened_bytes", fails)
+        erring.setattr(SegmentFolder, "strangers", fails)
         tier = await open_tier(layout="segments")
         assert list(await tier.probe(keys)) == [False] * 20
     await until_probed(tier, keys, there=True)

@@ -202,6 +202,16 @@ class Used(Protocol):
     def used_bytes(self) -> int: ...
 
 
+class Space(Protocol):
+    """All that a tier's chunks and others share."""
+
+    size_bytes: int
+    used_bytes: int
+    free_bytes: int
+
+    def look(self) -> None: ...
+
+
 def chunk_bytes_worst(file_bytes: int, block_bytes: int, folder_bytes: int) -> int:
     """Return the most that a chunk's file can take: as fragmented as can be, and the first one in its folders."""
     return file_bytes_worst(file_bytes, block_bytes) + FOLDERS_GROWN * block_bytes + FOLDERS_NEW * folder_bytes
@@ -223,7 +233,7 @@ class Reservation:
 class Capacity:
     """Used, promised and free bytes of one directory. Belongs to the loop's thread."""
 
-    def __init__(self, disk: Disk, *, limit_bytes: int | None, min_free_bytes: int) -> None:
+    def __init__(self, disk: Space, *, limit_bytes: int | None, min_free_bytes: int) -> None:
         """Count nothing yet. `min_free_bytes`: the room of the file system that is left to others."""
         self.limit_bytes = limit_bytes
         self.reserved_bytes = 0  # Bytes promised to stores in flight.

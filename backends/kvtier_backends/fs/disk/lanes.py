@@ -14,7 +14,7 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 
 from kvtier.backend import Lanes
-from kvtier_backends.fs.options import FsOptions
+from kvtier_backends.fs.options import FsOptions, MemoryOptions
 
 T = TypeVar("T")
 
@@ -119,7 +119,7 @@ class FsLanes(NamedTuple):
         call()
 
 
-def start_lanes(options: FsOptions, name: str) -> FsLanes:
+def start_lanes(options: FsOptions | MemoryOptions, name: str) -> FsLanes:
     """Start a tier's threads, all of them or none."""
     counts = {"load": options.load_lanes, "store": options.store_lanes, "scan": 1, "evict": 1}
     with ExitStack() as undo:  # A process may have no more threads.

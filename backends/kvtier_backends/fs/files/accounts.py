@@ -20,7 +20,7 @@ from kvtier_backends.fs.disk.capacity import Reservation
 from kvtier_backends.fs.disk.shared_page import Count, SharedPage
 from kvtier_backends.fs.files.index import FileEntry
 from kvtier_backends.fs.files.lane import FileChunks
-from kvtier_backends.fs.layout import OpenTier, until
+from kvtier_backends.fs.layout import FsTier, until
 
 AGAIN_S_LEAST = 5.0  # Between two scans of a shared directory,
 AGAIN_TIMES = 20  # or 20 times as long as the last one took: the disk has other work.
@@ -48,7 +48,7 @@ class FileRemoval:
 class Accounts:
     """The used and promised bytes of one directory. For the loop's thread, except where it says that a call blocks."""
 
-    def __init__(self, tier: OpenTier) -> None:
+    def __init__(self, tier: FsTier) -> None:
         self._tier = tier
         self._page = tier.root.shared_page
         self._capacity = tier.capacity

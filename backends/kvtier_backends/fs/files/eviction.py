@@ -13,7 +13,7 @@ from kvtier_backends.fs.disk.lanes import share_out
 from kvtier_backends.fs.files.accounts import Accounts, FileRemoval
 from kvtier_backends.fs.files.index import FileEntry, FileIndex
 from kvtier_backends.fs.files.lane import FileChunks
-from kvtier_backends.fs.layout import OpenTier, Settling
+from kvtier_backends.fs.layout import FsTier, Settling
 
 STAMPS_MAX = 4_096  # Uses that are collected before they are written,
 STAMP_EVERY_S = 10.0  # or for so long.
@@ -24,7 +24,7 @@ ROUNDS_MAX = 3  # A store looks for room so often: files may be gone already, or
 class Eviction:
     """The eviction of one tier. Belongs to the loop's thread, and removes in lanes."""
 
-    def __init__(self, tier: OpenTier, index: FileIndex, chunks: FileChunks, accounts: Accounts) -> None:
+    def __init__(self, tier: FsTier, index: FileIndex, chunks: FileChunks, accounts: Accounts) -> None:
         self._tier = tier
         self._index = index
         self._chunks = chunks

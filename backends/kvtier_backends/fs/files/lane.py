@@ -19,7 +19,7 @@ from kvtier_backends.fs.disk.lanes import Pages, share_chunks
 from kvtier_backends.fs.disk.reads import Wanted, read_on
 from kvtier_backends.fs.files.chunk_files import ChunkFiles, DoubtError, FoundFile
 from kvtier_backends.fs.files.index import FileEntry, is_later
-from kvtier_backends.fs.layout import OpenTier
+from kvtier_backends.fs.layout import FsTier
 
 ROOM_BYTES = FOOTER_BYTES  # Behind the footer; it stays empty unless a file is too long: no call asks for that.
 
@@ -56,7 +56,7 @@ class StoreShare:
 class FileChunks:
     """The blocking part of loads, stores and removals of files. As many threads may call at once as there are pages."""
 
-    def __init__(self, tier: OpenTier) -> None:
+    def __init__(self, tier: FsTier) -> None:
         lanes, mapper = tier.lanes, tier.context.mapper
         self._tier = tier
         self._files = ChunkFiles(tier.root, mapper, lanes.loads_first, fsync=tier.options.fsync)

@@ -16,7 +16,7 @@ from kvtier_backends.fs.files.eviction import Eviction
 from kvtier_backends.fs.files.index import FileEntry, FileIndex
 from kvtier_backends.fs.files.lane import FileChunks, LoadShare, StoreShare
 from kvtier_backends.fs.files.start import FilesStart
-from kvtier_backends.fs.layout import Background, Left, OpenTier, left_s, until
+from kvtier_backends.fs.layout import Background, FsTier, Left, left_s, until
 
 PROBES_MAX = 512  # Calls without bytes, of one lane at once: half a millisecond of a local file system's time.
 SCAN_PATIENCE_S = 0.5  # So long from the opening, stores wait for the scan, rather than be refused for its sake;
@@ -26,7 +26,7 @@ SMALL_PATIENCE_S = 5.0  # and for a small directory's longer, from each call: on
 class FilesLayout:
     """One tier's chunks in files. Loads and stores also return how many outcomes say: the file system is away."""
 
-    def __init__(self, tier: OpenTier) -> None:
+    def __init__(self, tier: FsTier) -> None:
         root = tier.root
         self.key_bytes_max = min(tier.packing.key_bytes_max, tier.context.mapper.key_bytes_max(root.name_bytes_max))
         self._tier = tier

@@ -18,7 +18,7 @@ from kvtier_backends.fs.files.eviction import Eviction
 from kvtier_backends.fs.files.index import FileEntry, FileIndex
 from kvtier_backends.fs.files.lane import FileChunks
 from kvtier_backends.fs.index import oldest_last
-from kvtier_backends.fs.layout import OpenTier
+from kvtier_backends.fs.layout import FsTier
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ DEPTH_MAX = 8  # Folders within folders. Names have three; a loop of bind mounts
 class Scan:
     """One walk over a namespace's files; the next batch waits until the last is indexed. Blocks; for one thread."""
 
-    def __init__(self, tier: OpenTier, takes: Callable[[int], bool]) -> None:
+    def __init__(self, tier: FsTier, takes: Callable[[int], bool]) -> None:
         self.seen_bytes = 0  # What is taken by all that it has seen, but for strangers' files.
         self.other_bytes = 0  # What is taken by a tier's files that are no chunks.
         self.skipped = 0  # Files of ours by name, that no load would take.
@@ -128,7 +128,7 @@ class Scan:
 class FilesStart:
     """The scans of one tier. Belongs to the loop's thread."""
 
-    def __init__(self, tier: OpenTier, index: FileIndex, chunks: FileChunks, eviction: Eviction) -> None:
+    def __init__(self, tier: FsTier, index: FileIndex, chunks: FileChunks, eviction: Eviction) -> None:
         self.done = asyncio.Event()  # Set once everything that was there at the start is known.
         self.gauged = asyncio.Event()  # Set once the scan has found a full batch, or everything.
         self._tier = tier

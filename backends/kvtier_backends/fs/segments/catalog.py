@@ -1,18 +1,18 @@
 """The catalog: it decides which slots hold chunks, and which take the next ones. It moves no byte: movers ask it."""
 
+import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from kvtier.backend import Advice, InventoryQueue, Occupancy, OffloadKey
 from kvtier.errors import BackendClosed
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, LEFT_ALONE, ChunkFault
-from kvtier_backends.fs.layout import OpenTier, Scarce, left_s, until
-from kvtier_backends.fs.segments.folder import SegmentFolder
-from kvtier_backends.fs.segments.recovery import SegmentsStart
-from kvtier_backends.fs.segments.room import Room
+from kvtier_backends.fs.layout import Scarce, SlotTier, Work, left_s, until
+from kvtier_backends.fs.segments.room import Room, SlotFiles
 from kvtier_backends.fs.segments.segment import Segment, Segments
+from kvtier_backends.fs.segments.space import Space
 from kvtier_backends.fs.segments.table import SlotTable
 from kvtier_backends.fs.segments.wiping import Wiping
 
@@ -106,24 +106,57 @@ class Catalog(Protocol):
         ...
 
 
+class Start(Protocol):
+    """What finds the chunks from before the start, and lets the next start find them."""
+
+    done: asyncio.Event  # Set once everything that was there at the start is known.
+    recalled: asyncio.Event  # Set once everything that the last checkpoint names is known.
+
+    def works(self) -> Sequence[Work]: ...
+
+    def stop(self) -> None: ...
+
+    def write_last_checkpoint(self) -> None: ...
+
+
+class PoolStart:
+    """The start of a pool of memory: nothing is there, and nothing is left."""
+
+    def __init__(self, table: SlotTable, room: Room) -> None:
+        self.done, self.recalled = asyncio.Event(), asyncio.Event()
+        for event in (room.opened, self.recalled, self.done):
+            event.set()
+        table.scan_ended(complete=True)
+
+    def works(self) -> Sequence[Work]:
+        return ()
+
+    def stop(self) -> None:
+        pass
+
+    def write_last_checkpoint(self) -> None:
+        pass
+
+
 class LocalCatalog:
     """The catalog of one namespace's slots, in this process."""
 
-    def __init__(self, tier: OpenTier, folder: SegmentFolder) -> None:
+    def __init__(
+        self, tier: SlotTier, folder: SlotFiles, space: Space, start: Callable[[SlotTable, Room], Start]
+    ) -> None:
         self.table = table = SlotTable(tier.policy())
         self.segments = table.segments
         self.inventory: InventoryQueue = table.inventory
-        tier.capacity.count(table.segments)
+        space.capacity.count(table.segments)
         self._tier = tier
         self._wiping = Wiping(tier, table)
-        self._room = Room(tier, table, folder, self._wiping)
-        self._start = SegmentsStart(tier, table, folder, self._room)
+        self._room = Room(tier, table, folder, self._wiping, space)
+        self._start = start(table, self._room)
         self._begun = time.monotonic()
 
-    def works(self) -> Sequence[Callable[[], Coroutine[Any, Any, None]]]:
+    def works(self) -> Sequence[Work]:
         """Return the tasks that go on beside calls."""
-        start = self._start
-        return start.run, start.run_checkpoints, self._wiping.run, self._room.run, self._room.run_losses
+        return *self._start.works(), self._wiping.run, self._room.run, self._room.run_losses
 
     async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         await self._are_known(keys)

@@ -8,30 +8,38 @@ import errno
 import mmap
 import os
 import re
+import stat
+from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from typing import NamedTuple
 
+from kvtier.backend import SEGMENTS_SUFFIX
+from kvtier.memory import file_bytes_max
 from kvtier_backends.fs.disk import below
 from kvtier_backends.fs.disk.below import ForeignError, lock_file, open_below, open_file, with_folder
+from kvtier_backends.fs.disk.capacity import Disk
 from kvtier_backends.fs.disk.footer import FULL
 from kvtier_backends.fs.disk.reads import write_all
 from kvtier_backends.fs.disk.remains import called, is_absent, names_in, remove_file
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.disk.temporaries import temporary_name
-from kvtier_backends.fs.segments.segment import HEADER_BYTES, Header, Segment, read_header
+from kvtier_backends.fs.segments.segment import HEADER_BYTES, SEGMENT_BYTES_MOST, Header, Segment, read_header
 
 SUFFIX = ".seg"
 NAME = re.compile(r"[0-9]{8}\.seg")
 NUMBERS_MAX = 100_000_000
+SYNCED_BYTES_MOST = 64 << 20  # With fsync they are written all over first, for which stores wait.
 PIECE_BYTES = 8 << 20  # Of zeros that are written ahead of chunks.
 
 
-@dataclass(frozen=True, slots=True)
-class Unusable:
-    """A segment that is not of this namespace and row length, or of a later format: it takes room, and no more."""
+class Stranger(NamedTuple):
+    """A segment that no tier has open: of another namespace or row length, damaged, or of a later format."""
 
-    name: str
+    name: str  # Within the root.
     allocated_bytes: int
+    written_at_ns: int
 
 
 class SegmentFolder:
@@ -47,6 +55,12 @@ class SegmentFolder:
     @property
     def root_fd(self) -> int:
         return self._folder.root_fd
+
+    @property
+    def segment_bytes_most(self) -> int:
+        """The most that one segment's slots take: less than a file of this process may have, and little with fsync."""
+        most_bytes, limit_bytes = SYNCED_BYTES_MOST if self._fsync else SEGMENT_BYTES_MOST, file_bytes_max()
+        return most_bytes if limit_bytes is None else min(most_bytes, limit_bytes - HEADER_BYTES)
 
     def worst_bytes(self, slots: int) -> int:
         block_bytes = self._folder.disk.block_bytes
@@ -64,12 +78,11 @@ class SegmentFolder:
         known = {segment.name for segment in self._opened}
         return [name for name in self.names() if name not in known and name not in self._folder.remains]
 
-    def unopened_bytes(self) -> int:
-        """Return the room of segments that are not open here; raises OSError if it cannot be known."""
-        return sum(map(self._folder.taken_bytes, self.unopened()))
+    def open(self, name: str) -> Segment | None:
+        """Open a segment; it is our own if no other process writes it. Raises `FileNotFoundError` if it is gone.
 
-    def open(self, name: str) -> Segment | Unusable:
-        """Open a segment; it is our own if no other process writes it. Raises `FileNotFoundError` if it is gone."""
+        None for one that is not of this namespace and row length, or that cannot be used.
+        """
         fd = open_file(self.root_fd, name, os.O_RDWR | self._direct)
         try:
             own = _lock(fd)
@@ -79,7 +92,7 @@ class SegmentFolder:
             header = self._usable(fd, status.st_size)
             if header is None:
                 os.close(fd)
-                return Unusable(name, self._folder.disk.taken_bytes(status))
+                return None
             return self._taken(Segment(name, fd, header, own, self.worst_bytes(header.slots)))
         except BaseException:
             with suppress(OSError):
@@ -140,20 +153,25 @@ class SegmentFolder:
         for segment in list(self._opened):
             self.close(segment)
 
-    def remove_unusable(self, unusable: Unusable) -> bool:
+    def strangers(self, opened: Collection[str]) -> list[Stranger]:
+        """Return the root's segments that are not open, the oldest first; raises OSError if they cannot be known."""
+        return strangers_in(self.root_fd, self._folder.disk, opened)
+
+    def remove_stranger(self, name: str) -> bool:
+        """Remove a segment that no process has; True if it is gone. Raises OSError if it may be there still."""
         try:
-            fd = open_file(self.root_fd, unusable.name, os.O_RDWR)
+            fd = open_file(self.root_fd, name, os.O_RDWR)
         except FileNotFoundError:
-            return is_absent(self.root_fd, unusable.name)
+            return is_absent(self.root_fd, name)
         try:
             if not _lock(fd):
                 return False
             status = os.fstat(fd)
             if not status.st_nlink:
-                return True  # Somebody else has removed it, and its name may be another one's by now.
+                return True  # Another process has removed it, and its name may be another one's by now.
             if self._usable(fd, status.st_size) is not None:
-                return False  # It was looked at before it had its content.
-            remove_file(self.root_fd, unusable.name)
+                return False  # One of ours that could not be opened, or was looked at before it had its content.
+            remove_file(self.root_fd, name)
         finally:
             os.close(fd)
         return True
@@ -213,6 +231,20 @@ class SegmentFolder:
             os.close(taken)
         if self._fsync:
             with_folder(self.root_fd, self._folder.chunks, os.fsync)
+
+
+def strangers_in(root_fd: int, disk: Disk, opened: Collection[str]) -> list[Stranger]:
+    """Return the root's segments that are not open, the oldest first; raises OSError if they cannot be known."""
+    found: list[Stranger] = []
+    for folder in names_in(root_fd):
+        if folder.endswith(SEGMENTS_SUFFIX):
+            with suppress(FileNotFoundError, NotADirectoryError, ForeignError):
+                for base in filter(NAME.fullmatch, with_folder(root_fd, folder, names_in)):
+                    if (name := f"{folder}/{base}") not in opened:
+                        status = called(partial(below.look, root_fd, name), root_fd, name)
+                        if status is not None and stat.S_ISREG(status.st_mode):
+                            found.append(Stranger(name, disk.taken_bytes(status), status.st_mtime_ns))
+    return sorted(found, key=attrgetter("written_at_ns"))
 
 
 def _write_zeros(fd: int, start: int, end: int) -> None:

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -21,10 +21,10 @@ from kvtier_backends.fs.disk.below import AHEAD_NS, believable_ns, with_folder
 from kvtier_backends.fs.disk.footer import ChunkFault, Footer, read_footer
 from kvtier_backends.fs.disk.remains import is_absent
 from kvtier_backends.fs.index import oldest_last
-from kvtier_backends.fs.layout import OpenTier
+from kvtier_backends.fs.layout import FsTier, Work
 from kvtier_backends.fs.segments import checkpoint
 from kvtier_backends.fs.segments.checkpoint import SETTLED_NS, Remembered, SlotCheckpoint, remembered, trusted
-from kvtier_backends.fs.segments.folder import SegmentFolder, Unusable
+from kvtier_backends.fs.segments.folder import SegmentFolder, Stranger
 from kvtier_backends.fs.segments.room import Room
 from kvtier_backends.fs.segments.segment import ZEROS, Segment
 from kvtier_backends.fs.segments.table import Recalled, SlotEntry, SlotTable, Snapshot
@@ -51,7 +51,9 @@ class Seen(NamedTuple):
 class SegmentsStart:
     """The start-up scan of one tier, and its checkpoints. Belongs to the loop's thread."""
 
-    def __init__(self, tier: OpenTier, table: SlotTable, folder: SegmentFolder, room: Room) -> None:
+    def __init__(self, tier: FsTier, folder: SegmentFolder, table: SlotTable, room: Room) -> None:
+        tier.capacity.count(self)
+        self.used_bytes = 0  # Of unfinished files among the chunks.
         self.done = asyncio.Event()  # Set once everything that was there at the start is known.
         self.recalled = asyncio.Event()  # Set once everything that the last checkpoint names is known.
         self._checkpoint = SlotCheckpoint(tier.root, tier.context.mapper, tier.counters, tier.context.row_bytes)
@@ -64,6 +66,9 @@ class SegmentsStart:
         self._distrusted: set[str] = set()  # Segments that the next start has to read through.
         self._failed = 0
         self._writes_checkpoints = False  # A new one is not worse than the last: the chunks of that one are known.
+
+    def works(self) -> Sequence[Work]:
+        return self.run, self.run_checkpoints
 
     def stop(self) -> None:
         self._recovery.stopped = True
@@ -114,14 +119,16 @@ class SegmentsStart:
 
     async def _open(self) -> None:
         """Open the segments that are not, and measure the rest. Until that succeeds, it is all that is on the disk."""
-        opened, unusable = await self._lane.run(self._recovery.open_all)
-        for segment in opened:
+        space = self._room.space
+        for segment in await self._lane.run(self._recovery.open_all):
             segment.own &= not self.done.is_set()  # Later, it is read only when it is taken over like the others.
             self._segments.add(segment, self._table.add(segment.header.slots))
-        self._room.unusable += unusable
-        taken_bytes = await self._lane.run(self._recovery.look_around)
-        if taken_bytes is not None:
-            self._tier.capacity.other_bytes, self._tier.capacity.unseen_bytes = taken_bytes, 0
+            space.open(segment.name)
+        seen = await self._lane.run(self._recovery.look_around, space.opened)
+        if seen is not None:
+            self.used_bytes, strangers = seen
+            space.note(strangers)
+            self._tier.capacity.unseen_bytes = 0
 
     async def run_checkpoints(self) -> None:
         while True:
@@ -183,11 +190,11 @@ class SegmentsStart:
 class Recovery:
     """The blocking part of a start, in a lane: one call at a time."""
 
-    def __init__(self, tier: OpenTier, segment_folder: SegmentFolder, checkpoint: SlotCheckpoint) -> None:
+    def __init__(self, tier: FsTier, segment_folder: SegmentFolder, checkpoint: SlotCheckpoint) -> None:
         """No chunk counts as used later than now."""
         self._now_ns = tier.clock_ns()
         self.opened: list[Segment] = []
-        self.unusable: list[Unusable] = []
+        self.unusable: list[str] = []
         self.failed = 0  # Segments that could not be opened, and folders that could not be listed.
         self.stopped = False
         self._lines = LineLimit(time.monotonic)
@@ -198,16 +205,16 @@ class Recovery:
         self._segment_folder = segment_folder
         self._checkpoint = checkpoint
 
-    def open_all(self) -> tuple[list[Segment], list[Unusable]]:
+    def open_all(self) -> list[Segment]:
         """Open every segment that is not open; return those. What is gone by then, or cannot be read, is not there."""
-        known, opened, unusable = {each.name for each in self.unusable}, list[Segment](), list[Unusable]()
+        opened, unusable = list[Segment](), list[str]()
         try:
             names = self._segment_folder.unopened()
         except OSError as error:
             self._fail(self._folder.chunks, "cannot be listed", error)
             names = []
         for name in names:
-            if name in known:
+            if name in self.unusable:
                 continue
             try:
                 found = self._segment_folder.open(name)
@@ -217,30 +224,30 @@ class Recovery:
                         continue
                 self._fail(name, "cannot be opened", error)
                 continue
-            if isinstance(found, Segment):
-                opened.append(found)
+            if found is None:
+                unusable.append(name)
             else:
-                unusable.append(found)
+                opened.append(found)
         if unusable:
             logger.warning(
                 "%s: %d segments hold nothing for this tier (a first page that is damaged, of other rows or of a later "
                 "version), and go before any chunk when their room is wanted: %s; see %s",
-                *(self._folder.chunks, len(unusable), ", ".join(each.name for each in unusable[:NAMED_MAX])),
+                *(self._folder.chunks, len(unusable), ", ".join(unusable[:NAMED_MAX])),
                 Remedy.UNUSABLE,
             )
         self.opened += opened
         self.unusable += unusable
-        return opened, unusable
+        return opened
 
-    def look_around(self) -> int | None:
-        """Sweep old files; return the room of those left and of segments that are not open, None if it is unknown."""
+    def look_around(self, opened: Collection[str]) -> tuple[int, list[Stranger]] | None:
+        """Sweep old files; return the room of those left, and the segments that are not open; None if it is unknown."""
         sweep, folders = self._folder.sweep(self._now_ns / 1e9), (self._folder.chunks, self._tier.context.mapper.folder)
         try:
             for folder in folders:
                 for name in with_folder(self._folder.root_fd, folder, os.listdir):
                     sweep(folder, name)
             self._folder.beside.look()
-            return self._folder.unfinished_bytes() + self._segment_folder.unopened_bytes()
+            return self._folder.unfinished_bytes(), self._segment_folder.strangers(opened)
         except OSError as error:
             self._fail(self._folder.chunks, "what is beside its segments cannot be listed", error)
             return None

@@ -17,36 +17,56 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from kvtier.backend import OffloadKey, in_thread
 from kvtier.errors import Remedy
-from kvtier.memory import file_bytes_max
 from kvtier_backends.fs.disk.footer import FULL
-from kvtier_backends.fs.layout import OpenTier, Settling, until
+from kvtier_backends.fs.layout import Settling, SlotTier, until
 from kvtier_backends.fs.segments.checkpoint import RECORD_BYTES_MAX
-from kvtier_backends.fs.segments.folder import SegmentFolder, Unusable
-from kvtier_backends.fs.segments.segment import HEADER_BYTES, SEGMENT_BYTES_MOST, Segment
+from kvtier_backends.fs.segments.segment import Header, Segment
+from kvtier_backends.fs.segments.space import Space
 from kvtier_backends.fs.segments.table import SlotTable
 from kvtier_backends.fs.segments.wiping import Wiping
 
 logger = logging.getLogger(__name__)
 
-SEGMENT_BYTES_LEAST = 16 << 20  # The first one's; each makes the tier twice as large, up to `SEGMENT_BYTES_MOST`.
-SYNCED_BYTES_MOST = 64 << 20  # With fsync they are written all over first, for which stores wait.
+SEGMENT_BYTES_LEAST = 16 << 20  # The first one's; each makes the tier twice as large, up to its folder's most.
 FULL_PAUSE_S = 10.0  # A full disk is asked again after so long.
 TICK_S = 10.0
 LOOK_S = 10.0  # Two microseconds a segment.
 CLOSE_S = 1.0  # Calls that used a lost segment have mostly ended by then.
 
 
+class SlotFiles(Protocol):
+    """A folder of segments on a disk or in memory. Everything blocks, and any thread may call."""
+
+    @property
+    def segment_bytes_most(self) -> int: ...
+
+    def header(self, slots: int) -> Header: ...
+
+    def worst_bytes(self, slots: int) -> int: ...
+
+    def create(self, slots: int) -> Segment: ...
+
+    def has(self, segment: Segment) -> bool: ...
+
+    def remove(self, segment: Segment) -> None: ...
+
+    def remove_stranger(self, name: str) -> bool: ...
+
+    def close(self, segment: Segment) -> None: ...
+
+
 class Room:
     """The slots for stores, and the segments that come and go. Belongs to the loop's thread."""
 
-    def __init__(self, tier: OpenTier, table: SlotTable, folder: SegmentFolder, wiping: Wiping) -> None:
+    def __init__(self, tier: SlotTier, table: SlotTable, folder: SlotFiles, wiping: Wiping, space: Space) -> None:
         self.opened = asyncio.Event()  # Set when all segments that were there are known, and at the end.
-        self.changing = asyncio.Lock()  # Held while segments are made or removed.
+        self.space = space
+        self.changing = space.changing
         self.error: OSError | None = None  # Why the last segment could not be made, if that was not for want of room.
-        self.unusable: list[Unusable] = []  # Files that take room and hold no chunk: they go before any chunk.
         self._tier = tier
         self._table = table
         self._segments = table.segments
@@ -58,8 +78,7 @@ class Room:
         self._seen_lost: list[Segment] = []  # By lanes, and not yet noted.
         self._lost: list[Segment] = []  # Noted, and open still.
         self._wake_losses = asyncio.Event()
-        most_bytes, limit_bytes = SYNCED_BYTES_MOST if tier.options.fsync else SEGMENT_BYTES_MOST, file_bytes_max()
-        self._most_bytes = most_bytes if limit_bytes is None else min(most_bytes, limit_bytes - HEADER_BYTES)
+        space.enter(self)
 
     @property
     def disk_is_full(self) -> bool:
@@ -104,9 +123,18 @@ class Room:
         await self._look_at_disk()
         async with self.changing:
             while (free_bytes := self._capacity.free_bytes()) is not None and free_bytes < 0:
-                if not (await self._remove_leftover() or await self._remove_coldest()):
+                room = self.space.coldest() or self
+                if not (await self._remove_leftover() or await room.remove_coldest()):
                     return
                 await self._look_at_disk()  # Else everything would go for what the first removal has given back.
+
+    @property
+    def segment_bytes(self) -> int:
+        return self._segments.used_bytes
+
+    def coldest_at_ns(self) -> int | None:
+        slot = None if self._table.scanning else self._table.coldest()
+        return None if slot is None else self._table.index.used_at_ns[slot]
 
     def _expire(self, before_ns: int) -> None:
         expired = self._table.unused_since(before_ns)
@@ -118,8 +146,7 @@ class Room:
 
     # Segments that go.
 
-    async def _remove_coldest(self) -> bool:
-        """Remove the segment that has the chunk that was used longest ago; False if none may go."""
+    async def remove_coldest(self) -> bool:
         slot = self._table.coldest()
         own = [segment for segment in self._segments.all if segment.own]
         chosen = [self._segments.of(slot)] if slot is not None else own[:1]
@@ -128,6 +155,7 @@ class Room:
             if chunks is not None:
                 self._tier.counters.count("evicted", chunks)
                 self._segments.remove(segment)
+                self.space.opened.discard(segment.name)
                 remove, remains = partial(self._folder.remove, segment), self._tier.root.remains
                 await in_thread(self._tier.lanes.store, remains.remove, segment.name, segment.allocated_bytes, remove)
                 self._tier.counters.count("evictions_failed", remains.take_failed())
@@ -138,15 +166,12 @@ class Room:
         remains = self._tier.root.remains
         if remains.used_bytes and await in_thread(self._tier.lanes.store, remains.again):
             return True
-        for unusable in list(self.unusable):
-            removed = False
-            with suppress(OSError):  # Then it takes its room still.
-                removed = await in_thread(self._tier.lanes.store, self._folder.remove_unusable, unusable)
-            if removed:
-                self.unusable.remove(unusable)
-                self._capacity.other_bytes -= unusable.allocated_bytes
-                return True
-        return False
+        return await self.space.remove_stranger(self._tier.lanes.store, self._folder.remove_stranger)
+
+    async def _claim(self) -> bool:
+        """Take a segment from a namespace whose chunks were not used for longer than this one's."""
+        giver = self.space.giver(self)
+        return giver is not None and await giver.remove_coldest()
 
     # New segments, each as large as all before it, while there is room.
 
@@ -161,7 +186,7 @@ class Room:
             await self._look_at_disk()
             most_slots = max(1, self._most_bytes // self._folder.header(1).slot_bytes)
             while (slots := self._affordable_slots(wanted_slots)) < min(wanted_slots, most_slots):
-                if not await self._remove_leftover():
+                if not (await self._remove_leftover() or await self._claim()):
                     break
             if not slots:
                 return False
@@ -169,6 +194,11 @@ class Room:
                 if not self.disk_is_full or not await self._remove_leftover():
                     return False
             return True
+
+    @property
+    def _most_bytes(self) -> int:
+        most_bytes, shared_bytes = self._folder.segment_bytes_most, self.space.segment_bytes_most
+        return most_bytes if shared_bytes is None else min(most_bytes, max(shared_bytes, SEGMENT_BYTES_LEAST))
 
     async def _look_at_disk(self) -> None:
         """See how much is free there, if it matters. If asking fails, the last answer stays."""
@@ -205,6 +235,7 @@ class Room:
             if (segment := making.segment) is not None:
                 first = self._table.add(segment.header.slots)
                 self._segments.add(segment, first)
+                self.space.open(segment.name)
                 self._table.free.add(first, segment.header.slots)
                 self._capacity.wrote(segment.allocated_bytes)
         self.error = making.error
@@ -248,6 +279,7 @@ class Room:
                     if self._table.abandon(segment.first_slot, segment.header.slots):
                         self._lost.remove(segment)
                         self._segments.remove(segment)
+                        self.space.opened.discard(segment.name)
                         await self._tier.lanes.evict.run(self._folder.close, segment)
                 await asyncio.sleep(CLOSE_S)
 
@@ -260,7 +292,7 @@ class SegmentMaking:
     is_full: bool = False
     error: OSError | None = None  # Any other than that.
 
-    def run(self, folder: SegmentFolder, slots: int) -> None:
+    def run(self, folder: SlotFiles, slots: int) -> None:
         """Make the largest that the disk has room for, up to `slots`. Blocks, in a lane."""
         while slots and self.segment is None:
             try:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from kvtier.backend import OffloadKey
 from kvtier.errors import BackendClosed, BackendUnavailable, Remedy
 from kvtier_backends.fs.disk.footer import ChunkFault, frameless
-from kvtier_backends.fs.layout import OpenTier
+from kvtier_backends.fs.layout import SlotTier
 from kvtier_backends.fs.segments.segment import Segment, sync
 from kvtier_backends.fs.segments.table import SlotTable
 
@@ -27,7 +27,7 @@ class WipingRound:
 class Wiping:
     """The wiping of one tier's slots, synced with `fsync`. Belongs to the loop's thread, and wipes in a lane."""
 
-    def __init__(self, tier: OpenTier, table: SlotTable) -> None:
+    def __init__(self, tier: SlotTier, table: SlotTable) -> None:
         self._tier = tier
         self._table = table
         self._outdated = table.outdated
