@@ -61,6 +61,9 @@ from kvtier.backend.namespace import make_offload_key as make_offload_key
 from kvtier.backend.namespace import of_one_group as of_one_group
 from kvtier.backend.namespace import read_folder as read_folder
 from kvtier.backend.namespace import refusal as refusal
+from kvtier.backend.packed import PackedKeys as PackedKeys
+from kvtier.backend.packed import pack_keys as pack_keys
+from kvtier.backend.packed import unpack_keys as unpack_keys
 from kvtier.backend.seal import SEAL_BYTES as SEAL_BYTES
 from kvtier.backend.seal import Seal as Seal
 from kvtier.backend.seal import SealFault as SealFault

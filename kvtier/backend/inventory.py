@@ -79,6 +79,11 @@ class InventoryQueue:
                 self._added.clear()
                 self._lost.clear()
 
+    def pending(self) -> Iterator[InventoryEvent]:
+        """Yield, without waiting, what a consumer that `watch` has begun would get next."""
+        while self._wanted and (event := self._next_event()) is not None:
+            yield event
+
     def _next_event(self) -> InventoryEvent | None:
         while self._added:
             if keys := [key for key in _take(self._added) if key in self._held]:

@@ -9,6 +9,7 @@ from kvtier.memory.rendezvous import mappings as mappings
 from kvtier.memory.rendezvous import ranges as ranges
 from kvtier.memory.this_process import GROUP_SIGNALS as GROUP_SIGNALS
 from kvtier.memory.this_process import PAGE_BYTES as PAGE_BYTES
+from kvtier.memory.this_process import child_environment as child_environment
 from kvtier.memory.this_process import file_bytes_max as file_bytes_max
 from kvtier.memory.this_process import fill_standard_streams as fill_standard_streams
 from kvtier.memory.this_process import is_of_a_limit as is_of_a_limit

@@ -26,7 +26,7 @@ import msgspec
 from kvtier.backend import EngineId
 from kvtier.config import QUEUED_ACTIONS_MAX, EngineConfig
 from kvtier.errors import BackendUnavailable, ConfigError, Remedy
-from kvtier.memory import GROUP_SIGNALS, Region, fill_standard_streams, reason, start_thread
+from kvtier.memory import GROUP_SIGNALS, Region, child_environment, fill_standard_streams, reason, start_thread
 from kvtier.runner import messages
 from kvtier.runner.bridge import Bridge, opening_s
 
@@ -148,17 +148,6 @@ class RunnerProcess:
         return False
 
 
-def environment() -> dict[str, str]:
-    """Return an environment in which a child finds this process's modules, in any working directory."""
-    places: list[str] = []
-    given: list[object] = list(sys.path)
-    for place in given:
-        if isinstance(place, str):  # Python itself does not search others, such as a `Path`.
-            with suppress(FileNotFoundError):  # It is relative to a directory that is gone.
-                places.append(os.path.abspath(place))
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
-
-
 class ProcessBridge(Bridge):
     """One runner's process at a time, counted by epoch."""
 
@@ -173,7 +162,7 @@ class ProcessBridge(Bridge):
         self._region = region
         self._region_fd = region.fd
         self._engine = EngineId.new()
-        self._environment = environment()
+        self._environment = child_environment()
         self._lock = threading.Lock()  # Around a child's frames; never held across a wait.
         fill_standard_streams()
         try:

@@ -56,7 +56,11 @@ MISTAKES = [
     (of_type("disk", root="/x"), f"{TIER}.type: 'disk' is no tier type", "did you mean 'fs'?"),
     (of_type("s3", url="s3://b"), f"{TIER}.type: 's3' is no tier type", "did you mean 'object'?"),
     (of_type("valkey"), f"{TIER}.type: 'valkey' is no tier type", "did you mean 'redis'?"),
-    (of_type("ram"), f"{TIER}.type: 'ram' is no tier type", "did you mean 'memory', or the primary, which cpu_bytes_to_use sizes?"),
+    (
+        of_type("ram"),
+        f"{TIER}.type: 'ram' is no tier type",
+        "did you mean 'memory', or the primary, which cpu_bytes_to_use sizes?",
+    ),
     (engine(secondary_tiers=[{"root": "/x"}]), f"{TIER}.type: missing", "text"),
     (of_type("fs"), f"{TIER}.root: missing", "a path"),
     (of_type("object"), f"{TIER}.url: missing", "text"),

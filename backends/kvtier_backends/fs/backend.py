@@ -13,6 +13,7 @@ from kvtier_backends.fs.disk.capacity import Capacity
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Packing
 from kvtier_backends.fs.disk.lanes import start_lanes
 from kvtier_backends.fs.files.layout import FilesLayout
+from kvtier_backends.fs.host.session import shared_life
 from kvtier_backends.fs.layout import FsCounters, FsTier, OpenTier, by_name, open_tier
 from kvtier_backends.fs.lives import Layout, Life, Lives
 from kvtier_backends.fs.options import FsOptions, MemoryOptions
@@ -27,9 +28,11 @@ OptionsT = TypeVar("OptionsT", bound=FsOptions | MemoryOptions)
 class LivingBackend(api.Backend[OptionsT]):
     """The shell of a tier with lives: a file system's, or a pool's of memory."""
 
-    def __init__(self, life: Life, description: dict[str, str]) -> None:
+    def __init__(self, life: Life, options: FsOptions | MemoryOptions) -> None:
+        if options.fsync:
+            self.durability = api.Durability.POWER
         self._name = life.name
-        self._description = description
+        self._options = options
         self._stores = api.Calls(self._name)
         self._lives = Lives(life)
         self._closed = False
@@ -76,7 +79,7 @@ class LivingBackend(api.Backend[OptionsT]):
         return by_name(self.counters()) | {"retentions_cut": retentions_cut}
 
     def description(self) -> dict[str, str]:
-        return self._description
+        return _about(self._options)
 
     def counters(self) -> FsCounters:
         return self._lives.now.counters.totals()
@@ -110,17 +113,17 @@ class FsBackend(LivingBackend[FsOptions]):
         """Open the tier; calls are answered while the directory is scanned. A root is made if its parent is there."""
         _require_room_for_a_chunk(options, context.row_bytes)
         mapper = api.FileMapper(context.mapper.namespace, options.naming or "vllm")
-        tier = await open_tier(options, context._replace(mapper=mapper))
+        context = context._replace(mapper=mapper)
+        if options.shared and options.layout == "segments":
+            return cls(await shared_life(options, context), options)
+        tier = await open_tier(options, context)
         try:
             if options.io == "auto" and not tier.root.direct:
                 tier.counters.count("buffered_fallback")
-            backend = cls(_fs_life(tier), _about(options))
+            return cls(_fs_life(tier), options)
         except BaseException:
             tier.let_go()
             raise
-        if options.fsync:
-            backend.durability = api.Durability.POWER
-        return backend
 
 
 class MemoryBackend(LivingBackend[MemoryOptions]):
@@ -132,7 +135,7 @@ class MemoryBackend(LivingBackend[MemoryOptions]):
     @classmethod
     async def open(cls, options: MemoryOptions, context: api.TierContext) -> Self:
         _require_room_for_a_chunk(options, context.row_bytes)
-        return cls(_memory_life(options, context), {"capacity": shown_bytes(options.capacity_bytes)})
+        return cls(await shared_life(options, context) if options.shared else _memory_life(options, context), options)
 
 
 def _fs_life(tier: FsTier) -> Life:
@@ -172,10 +175,14 @@ def _memory_life(options: MemoryOptions, context: api.TierContext) -> Life:
     )
 
 
-def _about(options: FsOptions) -> dict[str, str]:
-    about = {"root": options.root, "layout": options.layout or ""}
-    if options.naming is not None:
-        about["naming"] = options.naming
+def _about(options: FsOptions | MemoryOptions) -> dict[str, str]:
+    about: dict[str, str] = {}
+    if isinstance(options, FsOptions):
+        about |= {"root": options.root, "layout": options.layout or ""}
+        if options.naming is not None:
+            about["naming"] = options.naming
+    elif options.shared:
+        about["pool"] = options.pool
     if options.capacity_bytes is not None:
         about["capacity"] = shown_bytes(options.capacity_bytes)
     if options.shared:

@@ -29,11 +29,12 @@ from kvtier_backends.fs.options import FsOptions, MemoryOptions
 
 LOOK_S = 10.0  # The files beside the chunks are measured so often: they are a dozen.
 Work = Callable[[], Coroutine[Any, Any, None]]
-Scarce = Literal["capacity", "disk", "write_budget", "others"]
+Scarce = Literal["capacity", "disk", "write_budget", "others", "storing"]
 _WHY: dict[Scarce, str] = {
     "capacity": "all of capacity_bytes is in use, by chunks that may not go now or by what the scan has not seen yet",
     "disk": "the disk has no room, or no more than min_free_bytes",
     "write_budget": "the day's write budget, write_budget_bytes_per_day, is used up",
+    "storing": "another engine is storing it",
     "others": "other processes have the directory's room, or have promised it to their stores",
 }
 
@@ -183,12 +184,16 @@ FsTier = OpenTier[FsOptions, Folder]
 SlotTier = OpenTier[FsOptions | MemoryOptions, Root]
 
 
-async def open_tier(options: FsOptions, context: TierContext, before: FsTier | None = None) -> FsTier:
+async def open_tier(
+    options: FsOptions, context: TierContext, before: FsTier | None = None, beside: FsTier | None = None
+) -> FsTier:
     """Start a tier's threads, open its root and what is beside its chunks; `before`: the same tier, gone.
+
+    `beside`: another namespace's tier of this process, which owns the root; their capacity is one.
 
     Raises what `Folder.open` and `make_packing` do; whatever is raised, nothing stays open.
     """
-    root = Folder(options, context, None if before is None else before.root.mount)
+    root = Folder(options, context, before.root.mount if before else None, beside.root.owner if beside else None)
     lanes = start_lanes(options, context.name)
     try:
         packing = await lanes.scan.run(_open, root, options, context, lanes)
@@ -196,7 +201,10 @@ async def open_tier(options: FsOptions, context: TierContext, before: FsTier | N
         lanes.scan.submit(root.close)
         lanes.let_go()
         raise
-    capacity = Capacity(root.disk, limit_bytes=options.capacity_bytes, min_free_bytes=options.min_free_bytes)
+    if beside is None:
+        capacity = Capacity(root.disk, limit_bytes=options.capacity_bytes, min_free_bytes=options.min_free_bytes)
+    else:
+        capacity = beside.capacity
     capacity.count(root.beside, root.remains)
     counters = Counters() if before is None else before.counters
     return OpenTier(options, context, root, lanes, packing, capacity, counters)

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec.structs import force_setattr
@@ -16,12 +16,12 @@ LANES_MAX = 64  # A device that needs more requests at once than this needs anot
 
 Lanes = Annotated[int, msgspec.Meta(ge=1, le=LANES_MAX)]
 
-_FILES_ALONE = {
-    "naming": "chunks in segments have no names",
-    "shared": "each segment has one writer: give each process its own root",
-    "unverified": "every slot has a footer",
-}
+_FILES_ALONE = {"naming": "chunks in segments have no names", "unverified": "every slot has a footer"}
 """The options that segments lack, each with the reason."""
+
+
+_ENGINES_OWN = ("load_lanes", "store_lanes", "seal", "seal_key_file", "seal_key_env")
+"""The options that each engine chooses for itself, though it shares a tier."""
 
 
 class FsOptions(SealOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -72,7 +72,8 @@ class FsOptions(SealOptions, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     folder."""
 
     shared: bool | None = None
-    """Files only. Other processes use the directory, too; all of them set it, with one common `capacity_bytes`."""
+    """Other engines use the directory, too; all of them set it, with the same options. With segments, they are of one
+    host, and a keeper has the catalog. With files, which unset `layout` chooses, they may be of several hosts."""
 
     unverified: Literal["accept", "refuse"] | None = None
     """Files only. Accept or refuse files without a footer, as vLLM writes them, unverified. Unset: refuse."""
@@ -83,7 +84,7 @@ class FsOptions(SealOptions, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         require_policy(self.eviction_policy)
         of_files = [name for name in _FILES_ALONE if getattr(self, name) is not None]
         if self.layout is None:
-            force_setattr(self, "layout", "files" if of_files else "segments")
+            force_setattr(self, "layout", "files" if of_files or self.shared is not None else "segments")
         if self.layout == "files":
             self._complete_files()
         elif of_files:
@@ -150,6 +151,17 @@ class MemoryOptions(Options, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     store_lanes: Lanes = 4
     """Threads that copy chunks into the tier. They are separate, so that a load never queues behind stores."""
 
+    shared: bool = False
+    """Other engines of this host and user use the memory, too; all of them set it, with the same options."""
+
+    pool: Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9_-]{1,64}$")] = "default"
+    """Name of the memory that is shared. Engines that must not know of each other's chunks have pools of their own."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         require_policy(self.eviction_policy)
+
+
+def common_options(options: FsOptions | MemoryOptions) -> dict[str, Any]:
+    """Return the options that all engines that share a tier must agree on."""
+    return {name: value for name, value in msgspec.to_builtins(options).items() if name not in _ENGINES_OWN}

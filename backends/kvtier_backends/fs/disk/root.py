@@ -83,12 +83,15 @@ class Folder:
     name_bytes_max: int  # How long a file's name may be there: 255 bytes mostly, 143 where names are encrypted.
     mode: int  # Permission bits of folders that the tier makes below the root: the root's own.
 
-    def __init__(self, options: FsOptions, context: TierContext, before: Mount | None = None) -> None:
-        """Touch nothing yet. `before`: the mount that the root was on until it was gone."""
+    def __init__(
+        self, options: FsOptions, context: TierContext, before: Mount | None = None, owner: RootOwner | None = None
+    ) -> None:
+        """Touch nothing yet. `before`: the mount that the root was on until it was gone; `owner`: another tier's."""
         self.root_fd = -1
         self.mount = UNKNOWN
         self._before = before
-        self._owner: RootOwner | None = None
+        self.owner = owner
+        self._owns = owner is None
         self.shared_page: SharedPage | None = None  # As the options want it; as is the next.
         self.write_budget: DiskWriteBudget | None = None
         self._used_fd = -1
@@ -145,7 +148,7 @@ class Folder:
         """Open the shared page and the write budget; blocks. `ConfigError`; `BackendUnavailable` if too many share."""
         options, unit_bytes = self._options, self._context.row_bytes + FOOTER_BYTES
         try:
-            if options.shared:
+            if options.shared and options.layout == "files":
                 boot = hashlib.sha256(self.writer.boot.encode()).digest()[:8]
                 self.shared_page = SharedPage(self.root_fd, self._book("ledger"), boot)
             if (bytes_per_day := options.write_budget_bytes_per_day) is not None:
@@ -164,8 +167,8 @@ class Folder:
         for beside in (self.shared_page, self.write_budget):
             if beside is not None:
                 beside.close()
-        if self._owner is not None:
-            self._owner.let_go()
+        if self.owner is not None and self._owns:
+            self.owner.let_go()
         if self._used_fd >= 0:
             with suppress(OSError):
                 below.unlock_file(self._used_fd)  # A fork that has the descriptor, too, would keep the lock.
@@ -177,7 +180,7 @@ class Folder:
         `failed`: calls fail there; then it is gone, too, if its path leads to another directory, on no mount below.
         """
         try:
-            if not os.fstat(self.root_fd).st_nlink or self._owner is None or not self._owner.is_seen():
+            if not os.fstat(self.root_fd).st_nlink or self.owner is None or not self.owner.is_seen():
                 return True
             for name in (self._mapper.folder, self.chunks):
                 if called(partial(below.look, self.root_fd, name), self.root_fd, name) is None:
@@ -291,10 +294,13 @@ class Folder:
         return name
 
     def _own(self, root: str, undo: ExitStack) -> None:
-        holder = Holder.of(self._context, self.writer, shared=bool(self._options.shared))
-        self._owner = RootOwner(root, self.root_fd, holder, self.mode & 0o666)
-        self._owner.take()
-        undo.callback(self._owner.let_go, undo=True)
+        if self.owner is not None:
+            return
+        shared = bool(self._options.shared) and self._options.layout == "files"
+        holder = Holder.of(self._context, self.writer, shared=shared)
+        self.owner = RootOwner(root, self.root_fd, holder, self.mode & 0o666)
+        self.owner.take()
+        undo.callback(self.owner.let_go, undo=True)
 
     def _say_it_is_used(self) -> None:
         """Lock the folder of chunks along with all who use it: `kvtier prune` removes no empty one that is locked."""

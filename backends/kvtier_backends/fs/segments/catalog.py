@@ -28,6 +28,7 @@ class Lease(NamedTuple):
     keys: Sequence[OffloadKey]
     slots: Sequence[int]  # By key; `NO_SLOT` for a chunk that is not held.
     sequences: Sequence[int]  # By key: of the last chunk that its slot had.
+    id: int = 0  # In its session.
 
 
 class Doubt(NamedTuple):
@@ -70,6 +71,7 @@ class Reservation(NamedTuple):
     last_sequence: int
     """The head's number is the greatest: a prefix outlives its continuation, also after a restart."""
     refusals: Sequence[Refusal]
+    id: int = 0  # In its session.
 
     def sequence(self, index: int) -> int:
         return self.last_sequence - index
@@ -103,6 +105,36 @@ class Catalog(Protocol):
 
     def lost_names(self, segments: Iterable[Segment]) -> dict[Segment, OSError]:
         """Return why chunks in some segments will not be found by the next start. Blocks, in a lane."""
+        ...
+
+
+class OpenCatalog(Catalog, Protocol):
+    """A catalog with all that a tier offers of it."""
+
+    @property
+    def inventory(self) -> InventoryQueue: ...
+
+    @property
+    def retentions_cut(self) -> int: ...
+
+    def works(self) -> Sequence[Work]:
+        """Return the tasks that go on beside calls."""
+        ...
+
+    async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]: ...
+
+    async def delete(self, keys: Sequence[OffloadKey]) -> None: ...
+
+    def advise(self, advice: Advice[OffloadKey]) -> None: ...
+
+    def occupancy(self) -> Occupancy: ...
+
+    def stop(self) -> None:
+        """End what goes on beside calls, and let calls go on that wait for it."""
+        ...
+
+    async def aclose(self, ends_at: float) -> int:
+        """Close it when no mover writes; return how many of its jobs are left."""
         ...
 
 
@@ -155,7 +187,6 @@ class LocalCatalog:
         self._begun = time.monotonic()
 
     def works(self) -> Sequence[Work]:
-        """Return the tasks that go on beside calls."""
         return *self._start.works(), self._wiping.run, self._room.run, self._room.run_losses
 
     async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
@@ -172,6 +203,9 @@ class LocalCatalog:
         return Lease(keys, slots, [0 if slot < 0 else table.sequence(slot) for slot in slots])
 
     async def judge(self, doubts: Sequence[Doubt]) -> Sequence[Judged]:
+        return self.judged(doubts)
+
+    def judged(self, doubts: Sequence[Doubt]) -> list[Judged]:
         return [self._judged(doubt) for doubt in doubts]
 
     def _judged(self, doubt: Doubt) -> Judged:
@@ -265,12 +299,11 @@ class LocalCatalog:
         return Occupancy(chunks, used_bytes, self._tier.capacity.limit_bytes)
 
     def stop(self) -> None:
-        """End the scan, and let calls go on that wait for it."""
         self._start.stop()
         self._room.opened.set()
 
     async def aclose(self, ends_at: float) -> int:
-        """Wipe what is left to wipe, and write a checkpoint, when no mover writes; return how many jobs are left."""
+        """Wipe what is left to wipe, and write a checkpoint."""
         lanes = self._tier.lanes
         self._wiping.begin_last()
         wiping = await lanes.evict.aclose(left_s(ends_at))

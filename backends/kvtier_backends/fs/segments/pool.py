@@ -11,7 +11,7 @@ import os
 
 from kvtier.errors import ConfigError
 from kvtier.memory import give_advice, prefault, require_free
-from kvtier_backends.fs.disk.reads import ONE_BY_ONE
+from kvtier_backends.fs.disk.reads import ONE_BY_ONE, Reads
 from kvtier_backends.fs.disk.remains import Beside, Remains
 from kvtier_backends.fs.disk.write_budget import DiskWriteBudget
 from kvtier_backends.fs.segments.segment import Header, Segment
@@ -35,7 +35,7 @@ class Memory:
 class PoolRoot:
     """The place of chunks in memory, for a tier's parts. Nothing is left of it, and it is never gone."""
 
-    reads = ONE_BY_ONE
+    reads: Reads = ONE_BY_ONE
     write_budget: DiskWriteBudget | None = None
 
     def __init__(self, chunks: str, size_bytes: int) -> None:

@@ -1,0 +1,83 @@
+"""The keeper's gate: it deals the device's width to sessions by bytes, loads before stores.
+
+Start-time fair queueing (Goyal, Vin, Cheng 1996): a batch's tag is its session's last end or the time of the queue,
+whichever is later, and the least tag goes first. So a light session never waits behind what heavy ones have queued.
+"""
+
+import asyncio
+from heapq import heappop, heappush
+from itertools import count
+from typing import NamedTuple
+
+WIDTH_BYTES = 64 << 20  # In transfer at once: some milliseconds of a fast disk or of memory.
+HELD_S = 1.0  # A batch that takes longer belongs to a slow or stopped engine, and no other waits for it.
+
+
+class Turn(NamedTuple):
+    """The order in which a waiting batch goes."""
+
+    is_store: bool
+    tag: int
+    number: int  # Of two with one tag, the earlier one.
+
+
+class Gate:
+    """Belongs to the loop's thread."""
+
+    def __init__(self, width_bytes: int = WIDTH_BYTES) -> None:
+        self._width_bytes = width_bytes
+        self._taken_bytes = 0
+        self._now = 0  # The tag of the last batch that went through.
+        self._ends: dict[int, int] = {}  # By session: the tag at which its last batch ends.
+        self._waiting: list[tuple[Turn, int, asyncio.Future[None]]] = []
+        self._numbers = count()
+
+    async def enter(self, session: int, size_bytes: int, *, is_store: bool) -> "Pass":
+        """Wait for the batch's turn."""
+        tag = max(self._now, self._ends.get(session, 0))
+        self._ends[session] = tag + size_bytes
+        through = asyncio.get_running_loop().create_future()
+        heappush(self._waiting, (Turn(is_store, tag, next(self._numbers)), size_bytes, through))
+        self._deal()
+        try:
+            await through
+        except asyncio.CancelledError:
+            if through.done() and not through.cancelled():
+                self.leave(size_bytes)
+            raise
+        return Pass(self, size_bytes)
+
+    def leave(self, size_bytes: int) -> None:
+        self._taken_bytes -= size_bytes
+        self._deal()
+
+    def forget(self, session: int) -> None:
+        self._ends.pop(session, None)
+
+    def _deal(self) -> None:
+        while self._waiting:
+            turn, size_bytes, through = self._waiting[0]
+            if through.done():  # Cancelled.
+                heappop(self._waiting)
+            elif self._taken_bytes and self._taken_bytes + size_bytes > self._width_bytes:
+                return
+            else:
+                heappop(self._waiting)
+                self._now = max(self._now, turn.tag)
+                self._taken_bytes += size_bytes
+                through.set_result(None)
+
+
+class Pass:
+    """A batch's part of the width, until it ends or takes too long."""
+
+    def __init__(self, gate: Gate, size_bytes: int) -> None:
+        self._gate, self._left_bytes = gate, size_bytes
+        self._late = asyncio.get_running_loop().call_later(HELD_S, self.end)
+
+    def end(self) -> None:
+        """Give it back; idempotent."""
+        self._late.cancel()
+        left_bytes, self._left_bytes = self._left_bytes, 0
+        if left_bytes:
+            self._gate.leave(left_bytes)

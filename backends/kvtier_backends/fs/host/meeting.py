@@ -1,0 +1,155 @@
+"""The meeting of engines and their keeper: a socket in the root, or in a directory of this user's for pools of memory.
+
+The first engine that wants a keeper starts it, under a lock, with a socket that already listens: so nobody waits for it
+to be ready, and no second keeper takes the socket of a living one.
+"""
+
+import fcntl
+import os
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from typing import NamedTuple, Self
+
+from kvtier.errors import BackendUnavailable, ConfigError
+from kvtier.memory import child_environment, fill_standard_streams, reason
+
+NAME = "kvtier-keeper"
+LINGER_S = 300.0  # A keeper goes on for so long after its last engine.
+START_S = 10.0
+AGAIN_S = 0.1
+BACKLOG = 256
+
+# Forked twice, it is no child of an engine's: an engine may kill all of its own when it ends, as vLLM does.
+_START = (
+    "import os, sys; os.fork() and os._exit(0); os.setsid(); import kvtier_backends.fs.host.keeper as keeper; "
+    "keeper.main(sys.argv[1:])"
+)
+
+
+class Place(NamedTuple):
+    """The directory where a keeper is met, and the name that its files have there."""
+
+    directory: str
+    name: str = NAME
+
+    @classmethod
+    def of_pool(cls, pool: str) -> Self:
+        """Return the place of a pool of memory. Raises `ConfigError` if no directory for it can be made."""
+        runtime = os.environ.get("XDG_RUNTIME_DIR") or ("/run" if os.geteuid() == 0 else None)
+        directory = os.path.join(runtime, "kvtier") if runtime else f"{tempfile.gettempdir()}/kvtier-{os.geteuid()}"
+        return cls(directory, f"{NAME}-{pool}")
+
+    @classmethod
+    def named(cls, text: str) -> Self:
+        return cls(*os.path.split(text))
+
+    def __str__(self) -> str:
+        return os.path.join(self.directory, self.name)
+
+    def meet(self, linger_s: float | None = None) -> socket.socket:
+        """Return a connection to the keeper, which is started if there is none. Blocks.
+
+        Raises `ConfigError` for what the user can mend, `BackendUnavailable` if no keeper can be started.
+        """
+        ends_at = time.monotonic() + START_S
+        try:
+            self._make_directory()
+            while True:
+                with suppress(FileNotFoundError, ConnectionRefusedError, BlockingIOError):
+                    return self._connected()
+                if self.start(LINGER_S if linger_s is None else linger_s):
+                    continue
+                if time.monotonic() >= ends_at:
+                    raise BackendUnavailable(f"{self}: the keeper does not start within {START_S:g} s")
+                time.sleep(AGAIN_S)
+        except OSError as error:
+            raise ConfigError(f"shared: no keeper can be met in {self.directory}: {reason(error)}") from error
+
+    def start(self, linger_s: float) -> bool:
+        """Start a keeper unless one is there; False if another process is about to."""
+        lock = self._locked()
+        if lock is None:
+            return False
+        try:
+            with suppress(FileNotFoundError, ConnectionRefusedError):
+                self._connected().close()
+                return True
+            with self.listen() as listener:
+                fill_standard_streams()
+                subprocess.run(  # noqa: S603  # Our own module.
+                    [sys.executable, "-P", "-c", _START, str(self), str(listener.fileno()), str(linger_s)],
+                    pass_fds=(listener.fileno(),), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                    env=child_environment(), check=True, timeout=START_S,
+                )  # fmt: skip
+        finally:
+            os.close(lock)
+        return True
+
+    def listen(self) -> socket.socket:
+        """Return a new socket that listens in the place of a dead keeper's. The caller has the lock."""
+        self.remove_socket(self.inode())
+        listener = socket.socket(socket.AF_UNIX)
+        try:
+            self._at(listener.bind, f"{self.name}.sock")
+            os.chmod(f"{self}.sock", 0o600 | os.stat(self.directory).st_mode & stat.S_IRWXG & 0o060)
+            listener.listen(BACKLOG)
+        except BaseException:
+            listener.close()
+            raise
+        return listener
+
+    def lock(self) -> bool:
+        """Keep engines from starting another keeper, until this process ends; False if one is about to."""
+        try:
+            return self._locked() is not None
+        except OSError:  # The directory is gone, and no engine meets anybody there.
+            return True
+
+    def inode(self) -> int | None:
+        """Return the number of the socket that engines find here; None if there is none."""
+        try:
+            return os.stat(f"{self}.sock").st_ino
+        except OSError:
+            return None
+
+    def remove_socket(self, inode: int | None) -> None:
+        """Remove the socket, unless it is another one by now."""
+        if inode is not None and self.inode() == inode:
+            os.unlink(f"{self}.sock")
+
+    def _connected(self) -> socket.socket:
+        connected = socket.socket(socket.AF_UNIX)
+        try:
+            connected.setblocking(False)  # With a full backlog it would wait.
+            self._at(connected.connect, f"{self.name}.sock")
+        except BaseException:
+            connected.close()
+            raise
+        return connected
+
+    def _at(self, call: object, name: str) -> None:
+        """Call with an address of the directory's descriptor: a socket's path has at most 107 bytes."""
+        fd = os.open(self.directory, os.O_PATH | os.O_DIRECTORY)
+        try:
+            assert callable(call)
+            call(f"/proc/self/fd/{fd}/{name}")
+        finally:
+            os.close(fd)
+
+    def _locked(self) -> int | None:
+        fd = os.open(f"{self}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        return fd
+
+    def _make_directory(self) -> None:
+        with suppress(FileExistsError):
+            os.mkdir(self.directory, stat.S_IRWXU)

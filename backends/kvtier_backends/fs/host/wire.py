@@ -1,0 +1,256 @@
+"""The session between an engine's tier and a keeper: messages, and their frames on a Unix socket.
+
+A frame is a length, then one message in MessagePack. A descriptor travels with the first byte of its message's frame.
+Slots and sequence numbers are packed arrays. A call has a number, and its answer has the same.
+"""
+
+import asyncio
+import os
+import socket
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from kvtier.backend import Advice, Namespace, OffloadKey, PackedKeys
+from kvtier.memory import let_go_in_forks
+from kvtier_backends.fs.layout import Scarce
+
+PROTOCOL = 1
+LENGTH_BYTES = 4
+FRAME_BYTES_MAX = 64 << 20  # A batch of a million keys.
+UNSENT_BYTES_MAX = 64 << 20  # To a peer that does not read: its session ends then, and it may open another.
+RECEIVE_BYTES = 1 << 20
+DESCRIPTORS_MAX = 64  # Of one receive.
+
+_ANCILLARY_BYTES = socket.CMSG_SPACE(DESCRIPTORS_MAX * array("i").itemsize)
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, tag=True):
+    """One of the messages below."""
+
+
+class Hello(Message, frozen=True):
+    """An engine's first message."""
+
+    protocol: int
+    kind: Literal["fs", "memory"]
+    options: dict[str, Any]  # Of the tier; the keeper's own must be the same.
+    namespace: Namespace
+    row_bytes: int
+    retained_share: float
+    engine: str  # Who it is, for people.
+
+
+class Ask(Message, frozen=True):
+    """Ask for a `Report`, in place of a `Hello`."""
+
+
+class Call(Message, frozen=True):
+    id: int
+    kind: Literal["lease", "reserve", "delete"]
+    keys: PackedKeys
+
+
+class Judge(Message, frozen=True):
+    id: int
+    doubts: list[tuple[OffloadKey, int, int, str | None]]
+
+
+class End(Message, frozen=True):
+    """End the lease or the reservation of a call; a byte each says what was loaded or written. Empty: nothing was."""
+
+    id: int
+    done: bytes
+
+
+class Advise(Message, frozen=True):
+    advice: Advice[OffloadKey]
+
+
+class Bye(Message, frozen=True):
+    """The session ends, and its process touches no slot any more."""
+
+
+class Welcome(Message, frozen=True):
+    """The session is open; segments and the inventory follow."""
+
+    queue: bool  # Several direct reads may be in flight at once.
+
+
+class Refused(Message, frozen=True):
+    reason: str
+    is_config: bool
+
+
+class NewSegment(Message, frozen=True):
+    """A segment, with its descriptor."""
+
+    first_slot: int
+    row_bytes: int
+    slots: int
+
+
+class SegmentGone(Message, frozen=True):
+    first_slot: int
+
+
+class Inventory(Message, frozen=True):
+    keys: PackedKeys
+    there: bool
+
+
+class Scanned(Message, frozen=True):
+    complete: bool
+
+
+class Answer(Message, frozen=True):
+    """The result of a call: its fields depend on that."""
+
+    id: int
+    slots: bytes = b""  # i64 each.
+    numbers: bytes = (
+        b""  # Of a lease: each slot's sequence number, u64. Of a reservation: positions, then the last one.
+    )
+    own: bytes = b""  # Of a lease: 1 for each chunk that this session has stored.
+    refusals: list[tuple[list[int], Scarce, int, str]] = []  # Positions, reason, and an error's number and text, or 0.
+    verdicts: list[tuple[int, int, int]] = []
+    failure: str = ""
+
+
+class Report(Message, frozen=True):
+    figures: dict[str, float]
+    sessions: list[dict[str, int | str]]
+
+
+ToKeeper = Hello | Ask | Call | Judge | End | Advise | Bye
+ToEngine = Welcome | Refused | NewSegment | SegmentGone | Inventory | Scanned | Answer | Report
+
+
+def packed(code: Literal["q", "Q"], numbers: Sequence[int]) -> bytes:
+    return array(code, numbers).tobytes()
+
+
+def unpacked(code: Literal["q", "Q"], content: bytes) -> list[int]:
+    return array(code, content).tolist()
+
+
+class Link:
+    """One end of a session. Belongs to the loop's thread; nothing here waits."""
+
+    def __init__(
+        self,
+        connected: socket.socket,
+        accepted: Any,
+        received: Callable[[Any, Callable[[], int]], None],
+        lost: Callable[[], None],
+    ) -> None:
+        """Call `received` with each message of the type `accepted` and a function that takes its descriptor.
+
+        `lost` is called once, at the peer's end, and for a frame that is none; not after `close`.
+        """
+        connected.setblocking(False)
+        self.closed = False
+        self._socket, self._received, self._lost = connected, received, lost
+        self._decode = msgspec.msgpack.Decoder(accepted).decode
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._loop = asyncio.get_running_loop()
+        self._read = bytearray()
+        self._descriptors: deque[int] = deque()
+        self._unsent: deque[tuple[memoryview, int | None]] = deque()
+        self._unsent_bytes = 0
+        self._loop.add_reader(connected, self._receive)
+        let_go_in_forks(self)
+
+    def send(self, message: Message, descriptor: int | None = None) -> None:
+        """Send a message, now or when the peer takes it, and close its descriptor."""
+        if self.closed:
+            if descriptor is not None:
+                os.close(descriptor)
+            return
+        content = self._encode(message)
+        frame = len(content).to_bytes(LENGTH_BYTES, "little") + content
+        self._unsent_bytes += len(frame)
+        waits = bool(self._unsent)
+        self._unsent.append((memoryview(frame), descriptor))
+        if self._unsent_bytes > UNSENT_BYTES_MAX:
+            self._end()
+        elif not waits:
+            self._flush()
+
+    def close(self) -> None:
+        """Close the socket and every descriptor that nobody took; idempotent."""
+        if not self.closed:
+            self._loop.remove_reader(self._socket)
+            self._loop.remove_writer(self._socket)
+            self.forked()
+
+    def forked(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self._socket.close()
+            for fd in (*self._descriptors, *(fd for _, fd in self._unsent if fd is not None)):
+                os.close(fd)
+            self._descriptors.clear()
+            self._unsent.clear()
+
+    def _end(self) -> None:
+        if not self.closed:
+            self.close()
+            self._lost()
+
+    def _flush(self) -> None:
+        while self._unsent:
+            rest, descriptor = self._unsent[0]
+            fds = [] if descriptor is None else [descriptor]
+            try:
+                sent = socket.send_fds(self._socket, [rest], fds, socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                self._loop.add_writer(self._socket, self._flush)
+                return
+            except OSError:
+                self._end()
+                return
+            for fd in fds:  # The peer has one of its own now.
+                os.close(fd)
+            self._unsent_bytes -= sent
+            if sent < len(rest):
+                self._unsent[0] = rest[sent:], None
+            else:
+                self._unsent.popleft()
+        self._loop.remove_writer(self._socket)
+
+    def _receive(self) -> None:
+        try:
+            content, ancillary, _, _ = self._socket.recvmsg(RECEIVE_BYTES, _ANCILLARY_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            content, ancillary = b"", []
+        for _, _, descriptors in ancillary:
+            self._descriptors += array("i", descriptors[: len(descriptors) // 4 * 4])
+        if not content:
+            self._end()
+            return
+        self._read += content
+        try:
+            self._take_frames()
+        except (msgspec.MsgspecError, IndexError, ValueError, KeyError):  # Not a peer of ours.
+            self._end()
+
+    def _take_frames(self) -> None:
+        at = 0
+        while len(self._read) - at >= LENGTH_BYTES:
+            size = int.from_bytes(self._read[at : at + LENGTH_BYTES], "little")
+            if size > FRAME_BYTES_MAX:
+                raise ValueError(f"a frame of {size:,} bytes")
+            if len(self._read) - at < LENGTH_BYTES + size:
+                break
+            content = bytes(self._read[at + LENGTH_BYTES : at + LENGTH_BYTES + size])
+            at += LENGTH_BYTES + size
+            self._received(self._decode(content), self._descriptors.popleft)
+            if self.closed:
+                return
+        del self._read[:at]
