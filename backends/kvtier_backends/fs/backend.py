@@ -1,5 +1,6 @@
 """The tiers `fs` and `memory`, the asynchronous shell: it checks calls, and a layout does them."""
 
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
@@ -10,15 +11,17 @@ from kvtier.errors import BackendClosed, BackendUnavailable, ConfigError
 from kvtier.memory import require_file_bytes
 from kvtier.settings import shown_bytes
 from kvtier_backends.fs.disk.capacity import Capacity
-from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Packing
+from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Packing, make_packing
 from kvtier_backends.fs.disk.lanes import start_lanes
+from kvtier_backends.fs.disk.reads import ONE_BY_ONE, QUEUE_BYTES, Reads, has_queue
 from kvtier_backends.fs.files.layout import FilesLayout
-from kvtier_backends.fs.host.session import shared_life
-from kvtier_backends.fs.layout import FsCounters, FsTier, OpenTier, by_name, open_tier
+from kvtier_backends.fs.host.meeting import Place
+from kvtier_backends.fs.layout import Counters, FsCounters, FsTier, OpenTier, PoolRoot, by_name, open_tier
 from kvtier_backends.fs.lives import Layout, Life, Lives
-from kvtier_backends.fs.options import FsOptions, MemoryOptions
+from kvtier_backends.fs.options import FsOptions, MemoryOptions, common_options
+from kvtier_backends.fs.segments import wire
+from kvtier_backends.fs.segments.kept import KeptCatalog
 from kvtier_backends.fs.segments.layout import SegmentsLayout
-from kvtier_backends.fs.segments.pool import PoolRoot
 from kvtier_backends.fs.segments.segment import HEADER_BYTES, SEGMENT_BYTES_MOST
 
 ItemT = TypeVar("ItemT", api.Read, api.Write)
@@ -115,7 +118,7 @@ class FsBackend(LivingBackend[FsOptions]):
         mapper = api.FileMapper(context.mapper.namespace, options.naming or "vllm")
         context = context._replace(mapper=mapper)
         if options.shared and options.layout == "segments":
-            return cls(await shared_life(options, context), options)
+            return cls(await _shared_life(options, context), options)
         tier = await open_tier(options, context)
         try:
             if options.io == "auto" and not tier.root.direct:
@@ -135,7 +138,7 @@ class MemoryBackend(LivingBackend[MemoryOptions]):
     @classmethod
     async def open(cls, options: MemoryOptions, context: api.TierContext) -> Self:
         _require_room_for_a_chunk(options, context.row_bytes)
-        return cls(await shared_life(options, context) if options.shared else _memory_life(options, context), options)
+        return cls(await _shared_life(options, context) if options.shared else _memory_life(options, context), options)
 
 
 def _fs_life(tier: FsTier) -> Life:
@@ -173,6 +176,44 @@ def _memory_life(options: MemoryOptions, context: api.TierContext) -> Life:
     return Life(
         context.name, "memory", context.row_bytes, layout, tier.counters, tier.lanes, root.close, is_gone, again
     )
+
+
+async def _shared_life(
+    options: FsOptions | MemoryOptions, context: api.TierContext, counters: Counters | None = None
+) -> Life:
+    """Join the engines that share a root or a pool. `ConfigError` or `BackendUnavailable` leave nothing."""
+    on_disk = isinstance(options, FsOptions)
+    place = Place(options.root) if isinstance(options, FsOptions) else Place.of_pool(options.pool)
+    mapper, row_bytes = context.mapper, context.row_bytes
+    lanes = start_lanes(options, context.name)
+    try:
+        if isinstance(options, FsOptions):
+            packing = await lanes.scan.run(make_packing, options, context)
+        else:
+            packing = Packing(mapper.fingerprint, row_bytes)
+        pid = context.engine.pid if context.engine else os.getpid()
+        hello = wire.Hello(
+            wire.PROTOCOL, "fs" if on_disk else "memory", common_options(options), mapper.namespace, row_bytes,
+            context.retained_share, f"{context.name} of process {pid}",
+        )  # fmt: skip
+        catalog = KeptCatalog(await lanes.scan.run(place.meet), hello, options.capacity_bytes)
+        await catalog.opened()
+    except BaseException:
+        lanes.let_go()
+        raise
+    reads = Reads(QUEUE_BYTES) if catalog.queue and has_queue() else ONE_BY_ONE
+    root = PoolRoot(str(place), options.capacity_bytes or 0, reads)
+    capacity = Capacity(root.disk, limit_bytes=None, min_free_bytes=0)
+    tier = OpenTier(options, context, root, lanes, packing, capacity, counters or Counters())
+
+    async def is_gone(_: bool) -> bool:
+        return catalog.is_lost
+
+    async def again() -> Life:
+        return await _shared_life(options, context, tier.counters)
+
+    layout = SegmentsLayout(tier, catalog, catalog.close)
+    return Life(context.name, str(place), row_bytes, layout, tier.counters, lanes, root.close, is_gone, again)
 
 
 def _about(options: FsOptions | MemoryOptions) -> dict[str, str]:

@@ -11,20 +11,19 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
 from kvtier.backend import OffloadKey, Outcome, TierContext, Write
 from kvtier.errors import BackendClosed, NoSpace
 from kvtier.policies import LRU, Policy, policy_class
-from kvtier_backends.fs.disk.capacity import Capacity, Space
+from kvtier_backends.fs.disk.capacity import Capacity, MemorySpace
 from kvtier_backends.fs.disk.footer import Packing, make_packing
 from kvtier_backends.fs.disk.lanes import FsLanes, start_lanes
-from kvtier_backends.fs.disk.reads import Reads
+from kvtier_backends.fs.disk.reads import ONE_BY_ONE, Reads
 from kvtier_backends.fs.disk.remains import PAUSE_S_LEAST, PAUSE_S_MOST, Beside, Remains
 from kvtier_backends.fs.disk.root import Folder
-from kvtier_backends.fs.disk.write_budget import DiskWriteBudget
 from kvtier_backends.fs.options import FsOptions, MemoryOptions
 
 LOOK_S = 10.0  # The files beside the chunks are measured so often: they are a dozen.
@@ -101,29 +100,22 @@ class Counters:
             return FsCounters(**self._totals, corrupt=dict(self._corrupt), refused=dict(self._refused))
 
 
-class Root(Protocol):
-    """The place of a tier's chunks: a directory, or a pool of memory."""
+class PoolRoot:
+    """The root of a pool of memory: nothing is beside its chunks, nothing is left of it, and it is never gone."""
 
-    remains: Remains
-    beside: Beside
-    write_budget: DiskWriteBudget | None
+    write_budget = None
 
-    @property
-    def chunks(self) -> str: ...  # The place's name, for messages.
+    def __init__(self, chunks: str, size_bytes: int, reads: Reads = ONE_BY_ONE) -> None:
+        self.chunks, self.reads = chunks, reads
+        self.disk = MemorySpace(size_bytes)
+        self.remains, self.beside = Remains(-1), Beside(lambda: 0)
 
-    @property
-    def disk(self) -> Space: ...
-
-    @property
-    def reads(self) -> Reads: ...
-
-    def is_gone(self, *, failed: bool) -> bool: ...
-
-    def close(self) -> None: ...
+    def close(self) -> None:
+        pass
 
 
 OptionsT = TypeVar("OptionsT", bound=FsOptions | MemoryOptions, covariant=True)
-RootT = TypeVar("RootT", bound=Root, covariant=True)
+RootT = TypeVar("RootT", bound=Folder | PoolRoot, covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +173,7 @@ class OpenTier(Generic[OptionsT, RootT]):
 
 
 FsTier = OpenTier[FsOptions, Folder]
-SlotTier = OpenTier[FsOptions | MemoryOptions, Root]
+SlotTier = OpenTier[FsOptions | MemoryOptions, Folder | PoolRoot]
 
 
 async def open_tier(

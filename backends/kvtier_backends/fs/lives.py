@@ -7,12 +7,14 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvtier import backend as api
 from kvtier.errors import BackendUnavailable, ConfigError, Remedy, TransferFailed
 from kvtier_backends.fs.disk.lanes import FsLanes
-from kvtier_backends.fs.layout import Background, Counters, Left, left_s, until
+from kvtier_backends.fs.files.layout import FilesLayout
+from kvtier_backends.fs.layout import Counters, Left, left_s, until
+from kvtier_backends.fs.segments.layout import SegmentsLayout
 
 logger = logging.getLogger(__name__)
 
@@ -22,35 +24,7 @@ LOOK_EVERY_S = 10.0
 END_S = 1.0  # Calls on a directory that is gone fail at once, or hang in its file system for ever.
 
 
-class Layout(Protocol):
-    """The chunks of an open tier, and the way they lie there."""
-
-    inventory: api.InventoryQueue
-    background: Background
-    key_bytes_max: int
-
-    @property
-    def retentions_cut(self) -> int: ...
-
-    def begin(self) -> None: ...
-
-    async def probe(self, keys: Sequence[api.OffloadKey]) -> Sequence[bool]: ...
-
-    async def load(self, reads: Sequence[api.Read]) -> tuple[list[api.Outcome], int]:
-        """Load chunks; return the outcomes, and how many say that the place is away."""
-        ...
-
-    async def store(self, writes: Sequence[api.Write]) -> tuple[list[api.Outcome], int]: ...
-
-    async def delete(self, keys: Sequence[api.OffloadKey]) -> None: ...
-
-    def advise(self, advice: api.Advice[api.OffloadKey]) -> None: ...
-
-    def occupancy(self) -> api.Occupancy: ...
-
-    async def aclose(self, ends_at: float) -> Left: ...
-
-    def close_files(self) -> None: ...
+Layout = FilesLayout | SegmentsLayout
 
 
 class Life(NamedTuple):

@@ -58,6 +58,17 @@ class Disk:
         return taken_bytes(status, counts_blocks=self.counts_blocks)
 
 
+class MemorySpace(Disk):
+    """A pool of memory in a disk's place: its capacity is all there is."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = self.free_bytes = size_bytes
+        self.used_bytes = 0
+
+    def look(self) -> None:
+        pass
+
+
 def taken_bytes(status: os.stat_result, *, counts_blocks: bool) -> int:
     length = 0 if counts_blocks else -(-status.st_size // SECTOR_BYTES)
     return max(status.st_blocks, length) * SECTOR_BYTES
@@ -202,16 +213,6 @@ class Used(Protocol):
     def used_bytes(self) -> int: ...
 
 
-class Space(Protocol):
-    """All that a tier's chunks and others share."""
-
-    size_bytes: int
-    used_bytes: int
-    free_bytes: int
-
-    def look(self) -> None: ...
-
-
 def chunk_bytes_worst(file_bytes: int, block_bytes: int, folder_bytes: int) -> int:
     """Return the most that a chunk's file can take: as fragmented as can be, and the first one in its folders."""
     return file_bytes_worst(file_bytes, block_bytes) + FOLDERS_GROWN * block_bytes + FOLDERS_NEW * folder_bytes
@@ -233,7 +234,7 @@ class Reservation:
 class Capacity:
     """Used, promised and free bytes of one directory. Belongs to the loop's thread."""
 
-    def __init__(self, disk: Space, *, limit_bytes: int | None, min_free_bytes: int) -> None:
+    def __init__(self, disk: Disk, *, limit_bytes: int | None, min_free_bytes: int) -> None:
         """Count nothing yet. `min_free_bytes`: the room of the file system that is left to others."""
         self.limit_bytes = limit_bytes
         self.reserved_bytes = 0  # Bytes promised to stores in flight.

@@ -1,8 +1,7 @@
 """The keeper: one process that has the catalog of a root, or of a pool of memory, for all engines of a host.
 
-No chunk passes through it. It leases slots, and what a mover has leased or reserved is its own until it says that it is
-done, or until its process has ended: the kernel takes a process's direct reads and its memory away before its end shows
-on a descriptor of it.
+No chunk passes through it. Slots that a mover has leased or reserved are its own until it says that it is done, or
+until its process has ended: the kernel ends its memory and direct reads before a descriptor of the process shows that.
 """
 
 import asyncio
@@ -14,6 +13,7 @@ import socket
 import struct
 import sys
 from array import array
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from itertools import count
@@ -22,39 +22,27 @@ from typing import Any
 import msgspec
 import uvloop
 
-from kvtier.backend import (
-    INVENTORY_BATCH_KEYS,
-    Added,
-    FileMapper,
-    InventoryEvent,
-    Lanes,
-    OffloadKey,
-    ScanDone,
-    TierContext,
-    pack_keys,
-    unpack_keys,
-)
+from kvtier import backend as api
+from kvtier.backend import OffloadKey, pack_keys, unpack_keys
 from kvtier.errors import BackendError, ConfigError, KVTierError
 from kvtier_backends.fs.disk.capacity import Capacity
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, ChunkFault, Packing
 from kvtier_backends.fs.disk.lanes import start_lanes
-from kvtier_backends.fs.host import wire
 from kvtier_backends.fs.host.gate import Gate, Pass
 from kvtier_backends.fs.host.meeting import Place
-from kvtier_backends.fs.layout import Background, FsTier, OpenTier, SlotTier, open_tier, until
+from kvtier_backends.fs.layout import Background, FsTier, OpenTier, PoolRoot, SlotTier, open_tier, until
 from kvtier_backends.fs.options import FsOptions, MemoryOptions
+from kvtier_backends.fs.segments import wire
 from kvtier_backends.fs.segments.catalog import Doubt, Lease, LocalCatalog, Reservation
 from kvtier_backends.fs.segments.folder import SegmentFolder
 from kvtier_backends.fs.segments.layout import disk_catalog, pool_catalog
-from kvtier_backends.fs.segments.pool import PoolFolder, PoolRoot
+from kvtier_backends.fs.segments.pool import PoolFolder
+from kvtier_backends.fs.segments.room import Space
 from kvtier_backends.fs.segments.segment import Segment
-from kvtier_backends.fs.segments.space import Space
-
-logger = logging.getLogger(__name__)
 
 SESSIONS_MAX = 256
 CLOSE_S = 10.0
-LOOK_S = 10.0
+LOOK_S = 10.0  # Between two looks whether engines still meet this keeper.
 
 
 class KeptNamespace:
@@ -62,9 +50,8 @@ class KeptNamespace:
 
     def __init__(self, tier: SlotTier, catalog: LocalCatalog, folder: SegmentFolder | PoolFolder) -> None:
         self.tier, self.catalog, self._folder = tier, catalog, folder
-        self.slot_bytes = tier.context.row_bytes + FOOTER_BYTES
         self.sessions: dict[Session, None] = {}
-        self.storing: dict[OffloadKey, Session] = {}  # Whoever is storing a key. No other session stores it meanwhile.
+        self.storing: dict[OffloadKey, Session] = {}  # The session that is storing a key: no other stores it meanwhile.
         self._stored_by = array("I")  # By slot: the session that stored its chunk, 0 for an earlier one.
         self._background = Background()
         self._background.begin("keeper", (*catalog.works(), self._report))
@@ -81,11 +68,11 @@ class KeptNamespace:
 
     def introduce(self, session: "Session") -> None:
         """Tell a session every key, and from now on every change."""
-        keys = list(self.catalog.table.index.of)
-        for start in range(0, len(keys), INVENTORY_BATCH_KEYS):
-            session.link.send(wire.Inventory(pack_keys(keys[start : start + INVENTORY_BATCH_KEYS]), there=True))
+        keys, most = list(self.catalog.table.index.of), api.INVENTORY_BATCH_KEYS
+        for start in range(0, len(keys), most):
+            session.link.send(wire.Inventory(pack_keys(keys[start : start + most]), there=True))
         if (complete := self.catalog.inventory.complete) is not None:
-            session.link.send(wire.Scanned(complete))
+            session.link.send(wire.Inventory(pack_keys(()), there=True, scanned=complete))
         self.sessions[session] = None
 
     def report(self) -> None:
@@ -97,31 +84,28 @@ class KeptNamespace:
         async for event in self.catalog.inventory.watch():
             self._tell(event)
 
-    def _tell(self, event: InventoryEvent) -> None:
-        if isinstance(event, ScanDone):
-            said: wire.Message = wire.Scanned(event.complete)
+    def _tell(self, event: api.InventoryEvent) -> None:
+        if isinstance(event, api.ScanDone):
+            said = wire.Inventory(pack_keys(()), there=True, scanned=event.complete)
         else:
-            said = wire.Inventory(pack_keys(event.keys), isinstance(event, Added))
+            said = wire.Inventory(pack_keys(event.keys), isinstance(event, api.Added))
         for session in self.sessions:
             session.link.send(said)
 
     async def aclose(self, ends_at: float) -> None:
         self.catalog.stop()
         self._background.cancel()
-        left = sum(await self.tier.end_transfers(ends_at)) + await self.catalog.aclose(ends_at)
-        if not left:
+        if not sum(await self.tier.end_transfers(ends_at)) + await self.catalog.aclose(ends_at):
             self._folder.close_all()
             self.tier.root.close()
 
 
 class Session:
-    """One engine's session. What it holds of slots is in `_held`, by the number of its call."""
+    """One engine's session, with what it holds of slots by the number of its call."""
 
     def __init__(self, keeper: "Keeper", number: int, connected: socket.socket) -> None:
-        self.number = number
-        self.loaded = self.stored = 0  # Chunks.
-        self.engine = ""
-        self._keeper = keeper
+        self.figures: dict[str, int | str] = {"engine": "", "loaded": 0, "stored": 0, "held": 0}  # Chunks.
+        self._keeper, self._number = keeper, number
         self._pidfd = _peer(connected)
         self._namespace: KeptNamespace | None = None
         self._sent: set[int] = set()  # The segments that it knows, by their first slots.
@@ -130,36 +114,39 @@ class Session:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self.link = wire.Link(connected, wire.ToKeeper, self._received, self._lost)
 
-    def figures(self) -> dict[str, int | str]:
-        held = sum(len(held.keys) for held, _ in self._held.values())
-        return {"engine": self.engine, "loaded": self.loaded, "stored": self.stored, "held": held}
-
     def close(self) -> None:
+        """End the session, and free what it holds: its process writes no more."""
         self.link.close()
-        self._drop()
+        if self._pidfd >= 0:
+            asyncio.get_running_loop().remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+        for call_id in {*self._tasks, *self._held}:
+            self._end(call_id, b"")
+        if self._namespace is not None:
+            self._namespace.sessions.pop(self, None)
+        self._keeper.left(self, self._number)
+
+    def _lost(self) -> None:
+        """End a session without a word: its process may still write, unless it has ended, too."""
+        if self._held:
+            asyncio.get_running_loop().add_reader(self._pidfd, self.close)
+        else:
+            self.close()
 
     def _received(self, message: Any, _: Callable[[], int]) -> None:
         match message:
+            case wire.Call(kind="report"):
+                self.link.send(wire.Answer(message.id, **self._keeper.report()))
             case wire.Call() if self._namespace is not None:
                 self._begin(message.id, self._called(message, self._namespace))
-            case wire.End():
+            case wire.End() if message.id:
                 self._end(message.id, message.done)
-            case wire.Judge() if self._namespace is not None:
-                doubts = [
-                    Doubt(key, slot, sequence, None if fault is None else ChunkFault(fault))
-                    for key, slot, sequence, fault in message.doubts
-                ]
-                judged = self._namespace.catalog.judged(doubts)
-                self.link.send(
-                    wire.Answer(message.id, verdicts=[(int(each.verdict), each.slot, each.sequence) for each in judged])
-                )
             case wire.Advise() if self._namespace is not None:
                 self._namespace.catalog.advise(message.advice)
-            case wire.Hello() if self._namespace is None:
+            case wire.Hello() if not self._tasks and self._namespace is None:
                 self._begin(0, self._welcome(message))
-            case wire.Ask():
-                self.link.send(self._keeper.report())
-            case _:  # Bye, or out of turn.
+            case _:  # The end, or out of turn.
                 self.close()
 
     def _begin(self, call_id: int, work: Any) -> None:
@@ -168,26 +155,32 @@ class Session:
 
     async def _welcome(self, hello: wire.Hello) -> None:
         try:
-            self._namespace = await self._keeper.namespace(hello)
+            self._namespace = namespace = await self._keeper.namespace(hello)
         except KVTierError as error:
-            self.link.send(wire.Refused(str(error), isinstance(error, ConfigError)))
+            self.link.send(wire.Welcome(refusal=str(error), is_config=isinstance(error, ConfigError)))
             return
-        self.engine = hello.engine
-        self.link.send(wire.Welcome(self._namespace.tier.root.reads.queue_bytes > 0))
-        self._namespace.introduce(self)
+        self.figures["engine"] = hello.engine
+        self.link.send(wire.Welcome(namespace.tier.root.reads.queue_bytes > 0))
+        namespace.introduce(self)
 
     async def _called(self, call: wire.Call, namespace: KeptNamespace) -> None:
-        keys = unpack_keys(call.keys)
+        keys, catalog = unpack_keys(call.keys), namespace.catalog
         try:
             match call.kind:
                 case "lease":
                     answer = await self._lease(call.id, keys, namespace)
                 case "reserve":
                     answer = await self._reserve(call.id, keys, namespace)
-                case "delete":
-                    await namespace.catalog.delete(keys)
+                case "judge":
+                    doubts = [
+                        Doubt(key, slot, sequence, None if fault is None else ChunkFault(fault))
+                        for key, (slot, sequence, fault) in zip(keys, call.doubts, strict=True)
+                    ]
+                    answer = wire.Answer(call.id, verdicts=[(*judged,) for judged in map(catalog.judged, doubts)])
+                case _:
+                    await catalog.delete(keys)
                     for key in keys:
-                        namespace.catalog.inventory.lost(key)
+                        catalog.inventory.lost(key)
                     answer = wire.Answer(call.id)
             namespace.report()
             await self._send_segments(namespace)
@@ -197,14 +190,14 @@ class Session:
         self.link.send(answer)
 
     async def _lease(self, call_id: int, keys: list[OffloadKey], namespace: KeptNamespace) -> wire.Answer:
-        turn = await self._keeper.gate.enter(self.number, len(keys) * namespace.slot_bytes, is_store=False)
+        turn = await self._turn(len(keys), namespace, is_store=False)
         try:
             lease = await namespace.catalog.lease(keys)
         except BaseException:
             turn.end()
             raise
         self._held[call_id] = lease, turn
-        own = namespace.stored_by(self.number, lease.slots)
+        own = namespace.stored_by(self._number, lease.slots)
         return wire.Answer(call_id, wire.packed("q", lease.slots), wire.packed("Q", lease.sequences), own)
 
     async def _reserve(self, call_id: int, keys: list[OffloadKey], namespace: KeptNamespace) -> wire.Answer:
@@ -212,15 +205,12 @@ class Session:
         wanted = [place for place, key in enumerate(keys) if storing.get(key, self) is self]
         free, busy = [keys[place] for place in wanted], sorted({*range(len(keys))} - {*wanted})
         storing.update(dict.fromkeys(free, self))
-        turn: Pass | None = None
-        try:
-            turn = await self._keeper.gate.enter(self.number, len(free) * namespace.slot_bytes, is_store=True)
+        with ExitStack() as undo:
+            undo.callback(self._end_storing, free, namespace)
+            turn = await self._turn(len(free), namespace, is_store=True)
+            undo.callback(turn.end)
             reservation = await namespace.catalog.reserve(free)
-        except BaseException:
-            if turn is not None:
-                turn.end()
-            self._end_storing(free, namespace)
-            raise
+            undo.pop_all()
         self._held[call_id] = reservation, turn
         refusals = [
             ([wanted[place] for place in places], reason, error.errno or 0 if error else 0, str(error or ""))
@@ -231,6 +221,10 @@ class Session:
         numbers = wire.packed("q", [*(wanted[place] for place in reservation.positions), reservation.last_sequence])
         return wire.Answer(call_id, wire.packed("q", reservation.slots), numbers, refusals=refusals)
 
+    async def _turn(self, chunks: int, namespace: KeptNamespace, *, is_store: bool) -> Pass:
+        size_bytes = chunks * (namespace.tier.context.row_bytes + FOOTER_BYTES)
+        return await self._keeper.gate.enter(self._number, size_bytes, is_store=is_store)
+
     def _end(self, call_id: int, done: bytes) -> None:
         """End what a call holds; a call that goes on is cancelled, and then holds nothing."""
         if (task := self._tasks.get(call_id)) is not None and task is not asyncio.current_task():
@@ -239,17 +233,16 @@ class Session:
         if namespace is None or held is None or turn is None:
             return
         turn.end()
-        flags = [bool(flag) for flag in done]
+        count = len(held.keys if isinstance(held, Lease) else held.slots)
+        flags = [bool(flag) for flag in done] if len(done) == count else [False] * count
         if isinstance(held, Lease):
-            self.loaded += sum(flags)
-            namespace.catalog.release(held, flags if len(flags) == len(held.keys) else [False] * len(held.keys))
-            return
-        if len(flags) != len(held.slots):
-            flags = [False] * len(held.slots)
-        self.stored += sum(flags)
-        namespace.note_stored(self.number, [slot for slot, flag in zip(held.slots, flags, strict=True) if flag])
-        namespace.catalog.publish(held, flags, told=False)
-        self._end_storing(held.keys, namespace)
+            self.figures["loaded"] = int(self.figures["loaded"]) + sum(flags)
+            namespace.catalog.release(held, flags)
+        else:
+            self.figures["stored"] = int(self.figures["stored"]) + sum(flags)
+            namespace.note_stored(self._number, [slot for slot, flag in zip(held.slots, flags, strict=True) if flag])
+            namespace.catalog.publish(held, flags, told=False)
+            self._end_storing(held.keys, namespace)
 
     def _end_storing(self, keys: Sequence[OffloadKey], namespace: KeptNamespace) -> None:
         for key in keys:
@@ -264,35 +257,13 @@ class Session:
                 return  # A segment is only added at the end.
             there = {segment.first_slot for segment in segments}
             for first_slot in self._sent - there:
-                self.link.send(wire.SegmentGone(first_slot))
+                self.link.send(wire.SegmentSaid(first_slot))
             new = [segment for segment in segments if segment.first_slot not in self._sent]
-            self._sent = there
+            self._sent &= there
             for segment, fd in zip(new, await namespace.tier.lanes.scan.run(_opened_again, new), strict=True):
-                message = wire.NewSegment(segment.first_slot, segment.header.row_bytes, segment.header.slots)
-                self.link.send(message, fd)
-
-    # The end.
-
-    def _lost(self) -> None:
-        """End a session without a word: its process may still write, unless it has ended, too."""
-        if self._held:
-            asyncio.get_running_loop().add_reader(self._pidfd, self._drop)
-        else:
-            self._drop()
-
-    def _drop(self) -> None:
-        if self._pidfd >= 0:
-            asyncio.get_running_loop().remove_reader(self._pidfd)
-            os.close(self._pidfd)
-            self._pidfd = -1
-        for task in list(self._tasks.values()):
-            if task is not asyncio.current_task():
-                task.cancel()
-        for call_id in list(self._held):
-            self._end(call_id, b"")
-        if self._namespace is not None:
-            self._namespace.sessions.pop(self, None)
-        self._keeper.left(self)
+                self._sent.add(segment.first_slot)
+                said = wire.SegmentSaid(segment.first_slot, segment.header.row_bytes, segment.header.slots)
+                self.link.send(said, fd)
 
 
 class Keeper:
@@ -302,15 +273,14 @@ class Keeper:
         """`linger_s`: how long it goes on without a session; None: until it is told to end."""
         self.gate = Gate()
         self._place, self._listener, self._linger_s = place, listener, linger_s
-        self._options: FsOptions | MemoryOptions | None = None
-        self._given: dict[str, Any] = {}
+        self._given: dict[str, Any] | None = None  # The options of all engines: the first one's.
         self._space: Space | None = None
         self._fs: FsTier | None = None  # The first namespace's: it owns the root.
         self._namespaces: dict[tuple[str, bytes, int], KeptNamespace] = {}
         self._opening = asyncio.Lock()
         self._sessions: set[Session] = set()
         self._numbers = count(1)
-        self._lane = Lanes(1, "kvtier-keeper")
+        self._lane = api.Lanes(1, "kvtier-keeper")
         self._ended = asyncio.Event()
         self._lingering: asyncio.TimerHandle | None = None
 
@@ -322,9 +292,7 @@ class Keeper:
         self._linger()
         try:
             while not await until(self._ended.wait(), LOOK_S):
-                if (
-                    await self._lane.run(self._place.inode) != inode
-                ):  # The root was removed: engines begin again in another.
+                if await self._lane.run(self._place.inode) != inode:  # The root was removed, or its socket.
                     break
         finally:
             loop.remove_reader(self._listener)
@@ -340,21 +308,23 @@ class Keeper:
     def end(self) -> None:
         self._ended.set()
 
-    def report(self) -> wire.Report:
-        figures: dict[str, float] = {"sessions": len(self._sessions)}
+    def report(self) -> dict[str, Any]:
+        """Return the figures of an `Answer`."""
+        figures = Counter[str](sessions=len(self._sessions))
         if self._space is not None:
-            figures |= {
-                "used_bytes": self._space.capacity.used_bytes,
-                "capacity_bytes": self._space.capacity.limit_bytes or 0,
-            }
+            capacity = self._space.capacity
+            figures.update(used_bytes=capacity.used_bytes, capacity_bytes=capacity.limit_bytes or 0)
         for namespace in self._namespaces.values():
-            for name, total in {"chunks": len(namespace.catalog.table), **_totals(namespace)}.items():
-                figures[name] = figures.get(name, 0) + total
-        return wire.Report(figures, [session.figures() for session in self._sessions if session.engine])
+            totals = namespace.tier.counters.totals()
+            figures.update(chunks=len(namespace.catalog.table), evicted=totals.evicted, expired=totals.expired)
+        return {
+            "figures": dict(figures),
+            "sessions": [each.figures for each in self._sessions if each.figures["engine"]],
+        }
 
-    def left(self, session: Session) -> None:
+    def left(self, session: Session, number: int) -> None:
         self._sessions.discard(session)
-        self.gate.forget(session.number)
+        self.gate.forget(number)
         self._linger()
 
     async def namespace(self, hello: wire.Hello) -> KeptNamespace:
@@ -364,45 +334,34 @@ class Keeper:
                 f"shared: this engine's protocol is {hello.protocol}, its keeper's {wire.PROTOCOL}: end the other "
                 "engines, and start all of them with one version of kvtier"
             )
+        mapper = api.FileMapper(hello.namespace)
+        which = mapper.folder, mapper.fingerprint, hello.row_bytes
         async with self._opening:
-            options = self._checked(hello)
-            mapper = FileMapper(hello.namespace)
-            name = mapper.folder, mapper.fingerprint, hello.row_bytes
-            if (kept := self._namespaces.get(name)) is None:
-                context = TierContext("keeper", mapper, hello.row_bytes, hello.retained_share)
-                kept = await self._open(options, context)
-                self._namespaces[name] = kept
-            return kept
+            for name, value in (self._given or {}).items():
+                if hello.options.get(name) != value:
+                    raise ConfigError(
+                        f"{name}: {hello.options.get(name)!r} given, {value!r} accepted: other engines share this tier,"
+                        " and its keeper has their options until the last of them has ended"
+                    )
+            if (kept := self._namespaces.get(which)) is None:
+                context = api.TierContext("keeper", mapper, hello.row_bytes, hello.retained_share)
+                kept = self._namespaces[which] = await self._open(hello, context)
+                self._given = hello.options
+        return kept
 
-    def _checked(self, hello: wire.Hello) -> FsOptions | MemoryOptions:
-        """Return the options of all engines; the first engine's are. Raises `ConfigError` for others."""
-        if self._options is None:
-            kind: type[FsOptions | MemoryOptions] = FsOptions if hello.kind == "fs" else MemoryOptions
-            lanes = {"load_lanes": 1, "store_lanes": 1}  # To make and remove segments.
-            self._options, self._given = msgspec.convert(hello.options | lanes, kind), hello.options
-        for name, value in self._given.items():
-            if hello.options.get(name) != value:
-                raise ConfigError(
-                    f"{name}: {hello.options.get(name)!r} given, {value!r} accepted: other engines share this tier, "
-                    "and its keeper has their options until the last of them has ended"
-                )
-        return self._options
-
-    async def _open(self, options: FsOptions | MemoryOptions, context: TierContext) -> KeptNamespace:
-        if isinstance(options, MemoryOptions):
-            return self._open_pool(options, context)
-        tier = await open_tier(options, context, beside=self._fs)
-        self._fs = self._fs or tier
-        self._space = self._space or Space(tier.capacity)
-        return KeptNamespace(tier, *disk_catalog(tier, self._space))
-
-    def _open_pool(self, options: MemoryOptions, context: TierContext) -> KeptNamespace:
+    async def _open(self, hello: wire.Hello, context: api.TierContext) -> KeptNamespace:
+        given = hello.options | {"load_lanes": 1, "store_lanes": 1}  # To make and remove segments.
+        if hello.kind == "fs":
+            self._fs = tier = await open_tier(msgspec.convert(given, FsOptions), context, beside=self._fs)
+            self._space = self._space or Space(tier.capacity)
+            return KeptNamespace(tier, *disk_catalog(tier, self._space))
+        options = msgspec.convert(given, MemoryOptions)
         root = PoolRoot("memory", options.capacity_bytes)
         if self._space is None:
             self._space = Space(Capacity(root.disk, limit_bytes=options.capacity_bytes, min_free_bytes=0))
         packing = Packing(context.mapper.fingerprint, context.row_bytes)
-        tier = OpenTier(options, context, root, start_lanes(options, "keeper"), packing, self._space.capacity)
-        return KeptNamespace(tier, *pool_catalog(tier, self._space))
+        pool = OpenTier(options, context, root, start_lanes(options, "keeper"), packing, self._space.capacity)
+        return KeptNamespace(pool, *pool_catalog(pool, self._space))
 
     def _accept(self) -> None:
         with suppress(OSError):  # It has gone again, or this process has no descriptor for it.
@@ -441,12 +400,7 @@ def _opened_again(segments: Sequence[Segment]) -> list[int]:
             fds.append(os.open(f"/proc/self/fd/{segment.fd}", flags | os.O_CLOEXEC))
             undo.callback(os.close, fds[-1])
         undo.pop_all()
-        return fds
-
-
-def _totals(namespace: KeptNamespace) -> dict[str, int]:
-    counters = namespace.tier.counters.totals()
-    return {"evicted": counters.evicted, "expired": counters.expired}
+    return fds
 
 
 def _peer(connected: socket.socket) -> int:
@@ -458,6 +412,7 @@ def _peer(connected: socket.socket) -> int:
 def main(arguments: Sequence[str]) -> None:
     """Run a keeper: its place, the listening socket's descriptor, and how long it lingers (an empty text: for ever)."""
     place, descriptor, linger_s = arguments
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s")
     listener = socket.socket(fileno=int(descriptor))
     listener.setblocking(False)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

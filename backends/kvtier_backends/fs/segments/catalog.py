@@ -4,15 +4,17 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from kvtier.backend import Advice, InventoryQueue, Occupancy, OffloadKey
 from kvtier.errors import BackendClosed
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, LEFT_ALONE, ChunkFault
 from kvtier_backends.fs.layout import Scarce, SlotTier, Work, left_s, until
-from kvtier_backends.fs.segments.room import Room, SlotFiles
-from kvtier_backends.fs.segments.segment import Segment, Segments
-from kvtier_backends.fs.segments.space import Space
+from kvtier_backends.fs.segments.folder import SegmentFolder
+from kvtier_backends.fs.segments.pool import PoolFolder
+from kvtier_backends.fs.segments.recovery import SegmentsStart
+from kvtier_backends.fs.segments.room import Room, Space
+from kvtier_backends.fs.segments.segment import Segment
 from kvtier_backends.fs.segments.table import SlotTable
 from kvtier_backends.fs.segments.wiping import Wiping
 
@@ -77,80 +79,6 @@ class Reservation(NamedTuple):
         return self.last_sequence - index
 
 
-class Catalog(Protocol):
-    """What a mover asks. Belongs to the loop's thread, except `lost_names`."""
-
-    segments: Segments
-
-    async def lease(self, keys: Sequence[OffloadKey]) -> Lease: ...
-
-    async def judge(self, doubts: Sequence[Doubt]) -> Sequence[Judged]:
-        """Say for each chunk of a lease in force where it is; what is corrupt is dropped."""
-        ...
-
-    def release(self, lease: Lease, loaded: Sequence[bool]) -> None:
-        """End a lease; a loaded chunk counts as used. Never waits, so that a cancelled call can do it."""
-        ...
-
-    async def reserve(self, keys: Sequence[OffloadKey]) -> Reservation:
-        """Find slots for a batch, the leading chunks first. What goes for them is gone when this returns."""
-        ...
-
-    def publish(self, reservation: Reservation, written: Sequence[bool], *, told: bool) -> None:
-        """Hold the chunks whose slots were written, by index; take the other slots back. Never waits.
-
-        With `told` unset, the caller was cancelled: the inventory tells what was stored.
-        """
-        ...
-
-    def lost_names(self, segments: Iterable[Segment]) -> dict[Segment, OSError]:
-        """Return why chunks in some segments will not be found by the next start. Blocks, in a lane."""
-        ...
-
-
-class OpenCatalog(Catalog, Protocol):
-    """A catalog with all that a tier offers of it."""
-
-    @property
-    def inventory(self) -> InventoryQueue: ...
-
-    @property
-    def retentions_cut(self) -> int: ...
-
-    def works(self) -> Sequence[Work]:
-        """Return the tasks that go on beside calls."""
-        ...
-
-    async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]: ...
-
-    async def delete(self, keys: Sequence[OffloadKey]) -> None: ...
-
-    def advise(self, advice: Advice[OffloadKey]) -> None: ...
-
-    def occupancy(self) -> Occupancy: ...
-
-    def stop(self) -> None:
-        """End what goes on beside calls, and let calls go on that wait for it."""
-        ...
-
-    async def aclose(self, ends_at: float) -> int:
-        """Close it when no mover writes; return how many of its jobs are left."""
-        ...
-
-
-class Start(Protocol):
-    """What finds the chunks from before the start, and lets the next start find them."""
-
-    done: asyncio.Event  # Set once everything that was there at the start is known.
-    recalled: asyncio.Event  # Set once everything that the last checkpoint names is known.
-
-    def works(self) -> Sequence[Work]: ...
-
-    def stop(self) -> None: ...
-
-    def write_last_checkpoint(self) -> None: ...
-
-
 class PoolStart:
     """The start of a pool of memory: nothing is there, and nothing is left."""
 
@@ -171,10 +99,14 @@ class PoolStart:
 
 
 class LocalCatalog:
-    """The catalog of one namespace's slots, in this process."""
+    """The catalog of one namespace's slots, in this process. Belongs to the loop's thread, except `lost_names`."""
 
     def __init__(
-        self, tier: SlotTier, folder: SlotFiles, space: Space, start: Callable[[SlotTable, Room], Start]
+        self,
+        tier: SlotTier,
+        folder: SegmentFolder | PoolFolder,
+        space: Space,
+        start: Callable[[SlotTable, Room], SegmentsStart | PoolStart],
     ) -> None:
         self.table = table = SlotTable(tier.policy())
         self.segments = table.segments
@@ -187,6 +119,7 @@ class LocalCatalog:
         self._begun = time.monotonic()
 
     def works(self) -> Sequence[Work]:
+        """Return the tasks that go on beside calls."""
         return *self._start.works(), self._wiping.run, self._room.run, self._room.run_losses
 
     async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
@@ -194,6 +127,7 @@ class LocalCatalog:
         return [key in self.table for key in keys]
 
     async def lease(self, keys: Sequence[OffloadKey]) -> Lease:
+        """Find the slots of chunks, and keep these from eviction until the lease is released."""
         await self._are_known(keys)
         table = self.table
         if table.has_candidate(keys):  # A later chunk of the key may lie in a segment that is not read yet.
@@ -203,12 +137,10 @@ class LocalCatalog:
         return Lease(keys, slots, [0 if slot < 0 else table.sequence(slot) for slot in slots])
 
     async def judge(self, doubts: Sequence[Doubt]) -> Sequence[Judged]:
-        return self.judged(doubts)
+        """Say for each chunk of a lease in force where it is; what is corrupt is dropped."""
+        return [self.judged(doubt) for doubt in doubts]
 
-    def judged(self, doubts: Sequence[Doubt]) -> list[Judged]:
-        return [self._judged(doubt) for doubt in doubts]
-
-    def _judged(self, doubt: Doubt) -> Judged:
+    def judged(self, doubt: Doubt) -> Judged:
         table, (key, slot, sequence, fault) = self.table, doubt
         now = table.slot(key)
         if now is None:
@@ -226,12 +158,14 @@ class LocalCatalog:
         return Judged(Verdict.CORRUPT)
 
     def release(self, lease: Lease, loaded: Sequence[bool]) -> None:
+        """End a lease; a loaded chunk counts as used. Never waits, so that a cancelled call can do it."""
         used = [key for key, is_loaded in zip(lease.keys, loaded, strict=True) if is_loaded]
         self.table.index.use(used, self._tier.clock_ns())
         self.table.in_use.unpin(lease.keys)
         self._wiping.check()
 
     async def reserve(self, keys: Sequence[OffloadKey]) -> Reservation:
+        """Find slots for a batch, the leading chunks first. What goes for them is gone when this returns."""
         await self._is_scanned()
         table = self.table
         table.in_use.pin(keys)
@@ -261,6 +195,10 @@ class LocalCatalog:
         return Refusal(positions, scarce, self._room.error)
 
     def publish(self, reservation: Reservation, written: Sequence[bool], *, told: bool) -> None:
+        """Hold the chunks whose slots were written, by index; take the other slots back. Never waits.
+
+        With `told` unset, the caller was cancelled: the inventory tells what was stored.
+        """
         table, now_ns = self.table, self._tier.clock_ns()
         keys = [reservation.keys[position] for position in reservation.positions]
         for index in range(len(keys) - 1, -1, -1):  # The tail first: used last, the head is evicted last.
@@ -276,6 +214,7 @@ class LocalCatalog:
         self._wiping.written()
 
     def lost_names(self, segments: Iterable[Segment]) -> dict[Segment, OSError]:
+        """Return why chunks in some segments will not be found by the next start. Blocks, in a lane."""
         return self._room.errors(segments)
 
     async def delete(self, keys: Sequence[OffloadKey]) -> None:
@@ -299,11 +238,12 @@ class LocalCatalog:
         return Occupancy(chunks, used_bytes, self._tier.capacity.limit_bytes)
 
     def stop(self) -> None:
+        """End the scan, and let calls go on that wait for it."""
         self._start.stop()
         self._room.opened.set()
 
     async def aclose(self, ends_at: float) -> int:
-        """Wipe what is left to wipe, and write a checkpoint."""
+        """Wipe what is left to wipe, and write a checkpoint, when no mover writes; return how many jobs are left."""
         lanes = self._tier.lanes
         self._wiping.begin_last()
         wiping = await lanes.evict.aclose(left_s(ends_at))

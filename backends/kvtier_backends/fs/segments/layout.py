@@ -5,18 +5,19 @@ from functools import partial
 from typing import Self
 
 from kvtier_backends.fs.layout import Background, FsTier, Left, SlotTier
-from kvtier_backends.fs.segments.catalog import LocalCatalog, OpenCatalog, PoolStart
+from kvtier_backends.fs.segments.catalog import LocalCatalog, PoolStart
 from kvtier_backends.fs.segments.folder import SegmentFolder
+from kvtier_backends.fs.segments.kept import KeptCatalog
 from kvtier_backends.fs.segments.mover import SlotIo, SlotMover
 from kvtier_backends.fs.segments.pool import PoolFolder
 from kvtier_backends.fs.segments.recovery import SegmentsStart
-from kvtier_backends.fs.segments.space import Space
+from kvtier_backends.fs.segments.room import Space
 
 
 class SegmentsLayout:
     """One tier's chunks in slots. Offers what `FilesLayout` does."""
 
-    def __init__(self, tier: SlotTier, catalog: OpenCatalog, close_files: Callable[[], None]) -> None:
+    def __init__(self, tier: SlotTier, catalog: LocalCatalog | KeptCatalog, close_files: Callable[[], None]) -> None:
         """`close_files` lets go of the segments; idempotent, called from any thread when none is using them."""
         self.key_bytes_max = tier.packing.key_bytes_max
         self.background = Background()

@@ -18,7 +18,8 @@ from kvtier_backends.fs.disk.footer import GONE, LEFT_ALONE, ChunkFault, Packing
 from kvtier_backends.fs.disk.lanes import FsLanes, Pages, share_chunks, share_least, share_out
 from kvtier_backends.fs.disk.reads import Reads, Wanted, read_all, write_all
 from kvtier_backends.fs.layout import Counters
-from kvtier_backends.fs.segments.catalog import NO_SLOT, Catalog, Doubt, Lease, Reservation, Verdict
+from kvtier_backends.fs.segments.catalog import NO_SLOT, Doubt, Lease, LocalCatalog, Reservation, Verdict
+from kvtier_backends.fs.segments.kept import KeptCatalog
 from kvtier_backends.fs.segments.segment import Segment, Segments, sync
 
 LOOKS_MAX = 4  # A chunk that has moved so often while it was read is missed.
@@ -104,7 +105,7 @@ class SlotIo(NamedTuple):
 class SlotMover:
     """The loads and stores of one tier, a batch at a time. Belongs to the loop's thread; what blocks runs in lanes."""
 
-    def __init__(self, io: SlotIo, catalog: Catalog) -> None:
+    def __init__(self, io: SlotIo, catalog: LocalCatalog | KeptCatalog) -> None:
         self._io = io
         self._catalog = catalog
         self._packing = io.packing

@@ -11,44 +11,10 @@ import os
 
 from kvtier.errors import ConfigError
 from kvtier.memory import give_advice, prefault, require_free
-from kvtier_backends.fs.disk.reads import ONE_BY_ONE, Reads
-from kvtier_backends.fs.disk.remains import Beside, Remains
-from kvtier_backends.fs.disk.write_budget import DiskWriteBudget
 from kvtier_backends.fs.segments.segment import Header, Segment
 
 SEGMENT_BYTES_MOST = 1 << 30  # Taken within a second, for which stores wait.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-
-
-class Memory:
-    """The pool as a space: its capacity is all there is."""
-
-    used_bytes = 0
-
-    def __init__(self, size_bytes: int) -> None:
-        self.size_bytes = self.free_bytes = size_bytes
-
-    def look(self) -> None:
-        pass
-
-
-class PoolRoot:
-    """The place of chunks in memory, for a tier's parts. Nothing is left of it, and it is never gone."""
-
-    reads: Reads = ONE_BY_ONE
-    write_budget: DiskWriteBudget | None = None
-
-    def __init__(self, chunks: str, size_bytes: int) -> None:
-        self.chunks = chunks
-        self.disk = Memory(size_bytes)
-        self.remains = Remains(-1)
-        self.beside = Beside(lambda: 0)
-
-    def is_gone(self, *, failed: bool) -> bool:  # noqa: ARG002
-        return False
-
-    def close(self) -> None:
-        pass
 
 
 class PoolFolder:

@@ -17,15 +17,17 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from operator import itemgetter
 
 from kvtier.backend import OffloadKey, in_thread
 from kvtier.errors import Remedy
+from kvtier_backends.fs.disk.capacity import Capacity
 from kvtier_backends.fs.disk.footer import FULL
 from kvtier_backends.fs.layout import Settling, SlotTier, until
 from kvtier_backends.fs.segments.checkpoint import RECORD_BYTES_MAX
-from kvtier_backends.fs.segments.segment import Header, Segment
-from kvtier_backends.fs.segments.space import Space
+from kvtier_backends.fs.segments.folder import SegmentFolder, Stranger
+from kvtier_backends.fs.segments.pool import PoolFolder
+from kvtier_backends.fs.segments.segment import Segment
 from kvtier_backends.fs.segments.table import SlotTable
 from kvtier_backends.fs.segments.wiping import Wiping
 
@@ -33,43 +35,65 @@ logger = logging.getLogger(__name__)
 
 SEGMENT_BYTES_LEAST = 16 << 20  # The first one's; each makes the tier twice as large, up to its folder's most.
 FULL_PAUSE_S = 10.0  # A full disk is asked again after so long.
+CLAIM_S = 1.0  # Between two looks for colder chunks of other namespaces: some milliseconds a million chunks.
 TICK_S = 10.0
 LOOK_S = 10.0  # Two microseconds a segment.
 CLOSE_S = 1.0  # Calls that used a lost segment have mostly ended by then.
 
 
-class SlotFiles(Protocol):
-    """A folder of segments on a disk or in memory. Everything blocks, and any thread may call."""
+class Space:
+    """What all namespaces of a root, or of a pool of memory, share: one capacity. Belongs to the loop's thread."""
+
+    def __init__(self, capacity: Capacity) -> None:
+        self.capacity = capacity
+        self.changing = asyncio.Lock()  # Held while segments are made or removed.
+        self.opened: set[str] = set()  # Names of segments that a catalog has.
+        self.strangers: list[Stranger] = []
+        """Segments that no catalog has, the oldest first. They go before any chunk."""
+        self.rooms: list[Room] = []
+        self._claim_at_s = 0.0
+        capacity.count(self)
 
     @property
-    def segment_bytes_most(self) -> int: ...
+    def used_bytes(self) -> int:
+        return sum(stranger.allocated_bytes for stranger in self.strangers)
 
-    def header(self, slots: int) -> Header: ...
+    def note(self, strangers: Sequence[Stranger]) -> None:
+        self.strangers = [stranger for stranger in strangers if stranger.name not in self.opened]
 
-    def worst_bytes(self, slots: int) -> int: ...
+    def open(self, name: str) -> None:
+        self.opened.add(name)
+        self.note(self.strangers)
 
-    def create(self, slots: int) -> Segment: ...
+    def giver(self, taker: "Room") -> "Room | None":
+        """Return the room that gives up a segment for another: it has more than its part, and the coldest chunk."""
+        if len(self.rooms) < 2 or time.monotonic() < self._claim_at_s:
+            return None
+        self._claim_at_s = time.monotonic() + CLAIM_S
+        part_bytes = (self.capacity.limit_bytes or 0) // len(self.rooms)
+        coldest = coldest_of(room for room in self.rooms if room is taker or room.segments.used_bytes > part_bytes)
+        return None if coldest is taker else coldest
 
-    def has(self, segment: Segment) -> bool: ...
 
-    def remove(self, segment: Segment) -> None: ...
-
-    def remove_stranger(self, name: str) -> bool: ...
-
-    def close(self, segment: Segment) -> None: ...
+def coldest_of(rooms: "Iterable[Room]") -> "Room | None":
+    """Return the room whose coldest chunk was used longest ago."""
+    known = [(used_at_ns, room) for room in rooms if (used_at_ns := room.coldest_at_ns()) is not None]
+    return min(known, key=itemgetter(0))[1] if known else None
 
 
 class Room:
     """The slots for stores, and the segments that come and go. Belongs to the loop's thread."""
 
-    def __init__(self, tier: SlotTier, table: SlotTable, folder: SlotFiles, wiping: Wiping, space: Space) -> None:
+    def __init__(
+        self, tier: SlotTier, table: SlotTable, folder: SegmentFolder | PoolFolder, wiping: Wiping, space: Space
+    ) -> None:
         self.opened = asyncio.Event()  # Set when all segments that were there are known, and at the end.
         self.space = space
         self.changing = space.changing
         self.error: OSError | None = None  # Why the last segment could not be made, if that was not for want of room.
         self._tier = tier
         self._table = table
-        self._segments = table.segments
+        self.segments = table.segments
         self._folder = folder
         self._wiping = wiping
         self._capacity = tier.capacity
@@ -78,7 +102,7 @@ class Room:
         self._seen_lost: list[Segment] = []  # By lanes, and not yet noted.
         self._lost: list[Segment] = []  # Noted, and open still.
         self._wake_losses = asyncio.Event()
-        space.enter(self)
+        space.rooms.append(self)
 
     @property
     def disk_is_full(self) -> bool:
@@ -123,14 +147,10 @@ class Room:
         await self._look_at_disk()
         async with self.changing:
             while (free_bytes := self._capacity.free_bytes()) is not None and free_bytes < 0:
-                room = self.space.coldest() or self
+                room = coldest_of(self.space.rooms) or self
                 if not (await self._remove_leftover() or await room.remove_coldest()):
                     return
                 await self._look_at_disk()  # Else everything would go for what the first removal has given back.
-
-    @property
-    def segment_bytes(self) -> int:
-        return self._segments.used_bytes
 
     def coldest_at_ns(self) -> int | None:
         slot = None if self._table.scanning else self._table.coldest()
@@ -148,13 +168,13 @@ class Room:
 
     async def remove_coldest(self) -> bool:
         slot = self._table.coldest()
-        own = [segment for segment in self._segments.all if segment.own]
-        chosen = [self._segments.of(slot)] if slot is not None else own[:1]
+        own = [segment for segment in self.segments.all if segment.own]
+        chosen = [self.segments.of(slot)] if slot is not None else own[:1]
         for segment in [*chosen, *own]:
             chunks = self._table.clear_range(segment.first_slot, segment.header.slots)
             if chunks is not None:
                 self._tier.counters.count("evicted", chunks)
-                self._segments.remove(segment)
+                self.segments.remove(segment)
                 self.space.opened.discard(segment.name)
                 remove, remains = partial(self._folder.remove, segment), self._tier.root.remains
                 await in_thread(self._tier.lanes.store, remains.remove, segment.name, segment.allocated_bytes, remove)
@@ -166,7 +186,14 @@ class Room:
         remains = self._tier.root.remains
         if remains.used_bytes and await in_thread(self._tier.lanes.store, remains.again):
             return True
-        return await self.space.remove_stranger(self._tier.lanes.store, self._folder.remove_stranger)
+        for stranger in list(self.space.strangers):
+            removed = False
+            with suppress(OSError):  # Then it takes its room still.
+                removed = await in_thread(self._tier.lanes.store, self._folder.remove_stranger, stranger.name)
+            if removed:
+                self.space.strangers.remove(stranger)
+                return True
+        return False
 
     async def _claim(self) -> bool:
         """Take a segment from a namespace whose chunks were not used for longer than this one's."""
@@ -197,8 +224,11 @@ class Room:
 
     @property
     def _most_bytes(self) -> int:
-        most_bytes, shared_bytes = self._folder.segment_bytes_most, self.space.segment_bytes_most
-        return most_bytes if shared_bytes is None else min(most_bytes, max(shared_bytes, SEGMENT_BYTES_LEAST))
+        """The most that a segment may take: less where namespaces may have to give segments to each other."""
+        most_bytes, limit_bytes = self._folder.segment_bytes_most, self._capacity.limit_bytes
+        if limit_bytes is None or len(self.space.rooms) < 2:
+            return most_bytes
+        return min(most_bytes, max(limit_bytes // 32, SEGMENT_BYTES_LEAST))
 
     async def _look_at_disk(self) -> None:
         """See how much is free there, if it matters. If asking fails, the last answer stays."""
@@ -209,14 +239,14 @@ class Room:
     def _affordable_slots(self, wanted_slots: int) -> int:
         """Return how many slots the next segment should have; 0 if it is too few to be one."""
         slot_bytes = self._folder.header(1).slot_bytes
-        own_bytes = self._segments.used_bytes
+        own_bytes = self.segments.used_bytes
         most_bytes = min(max(own_bytes, SEGMENT_BYTES_LEAST), self._most_bytes)
         slots = max(most_bytes // slot_bytes, min(wanted_slots, self._most_bytes // slot_bytes), 1)
         free_bytes = self._capacity.free_bytes()
         if free_bytes is None:
             return slots
         # Of what is free, checkpoints of all chunks are to find room, too: the last one, and the next beside it.
-        known = sum(segment.header.slots for segment in self._segments.all)
+        known = sum(segment.header.slots for segment in self.segments.all)
         free_bytes -= 2 * RECORD_BYTES_MAX * known + self._folder.worst_bytes(0)
         slots = min(slots, max(0, free_bytes) // (slot_bytes + 2 * RECORD_BYTES_MAX))
         while slots and self._folder.worst_bytes(slots) + 2 * RECORD_BYTES_MAX * slots > free_bytes:
@@ -234,7 +264,7 @@ class Room:
             self._capacity.release(granted_bytes)
             if (segment := making.segment) is not None:
                 first = self._table.add(segment.header.slots)
-                self._segments.add(segment, first)
+                self.segments.add(segment, first)
                 self.space.open(segment.name)
                 self._table.free.add(first, segment.header.slots)
                 self._capacity.wrote(segment.allocated_bytes)
@@ -259,7 +289,7 @@ class Room:
     def note_lost(self) -> None:
         seen, self._seen_lost = self._seen_lost, []
         for segment in seen:
-            if segment in self._segments.all and segment not in self._lost:
+            if segment in self.segments.all and segment not in self._lost:
                 logger.warning("%s: removed by another program, and its chunks; see %s", segment.name, Remedy.UNDERFOOT)
                 self._tier.counters.count("segments_lost")
                 self._lost.append(segment)
@@ -272,13 +302,13 @@ class Room:
         while True:
             await until(self._wake_losses.wait(), LOOK_S)
             self._wake_losses.clear()
-            await self._tier.lanes.evict.run(self.errors, list(self._segments.all))
+            await self._tier.lanes.evict.run(self.errors, list(self.segments.all))
             self.note_lost()
             while self._lost:
                 for segment in list(self._lost):
                     if self._table.abandon(segment.first_slot, segment.header.slots):
                         self._lost.remove(segment)
-                        self._segments.remove(segment)
+                        self.segments.remove(segment)
                         self.space.opened.discard(segment.name)
                         await self._tier.lanes.evict.run(self._folder.close, segment)
                 await asyncio.sleep(CLOSE_S)
@@ -292,7 +322,7 @@ class SegmentMaking:
     is_full: bool = False
     error: OSError | None = None  # Any other than that.
 
-    def run(self, folder: SlotFiles, slots: int) -> None:
+    def run(self, folder: SegmentFolder | PoolFolder, slots: int) -> None:
         """Make the largest that the disk has room for, up to `slots`. Blocks, in a lane."""
         while slots and self.segment is None:
             try:

@@ -44,66 +44,46 @@ class Hello(Message, frozen=True):
     engine: str  # Who it is, for people.
 
 
-class Ask(Message, frozen=True):
-    """Ask for a `Report`, in place of a `Hello`."""
-
-
 class Call(Message, frozen=True):
+    """A call with a number, which an `Answer` has, too. A `report` needs no `Hello`."""
+
     id: int
-    kind: Literal["lease", "reserve", "delete"]
+    kind: Literal["lease", "reserve", "delete", "judge", "report"]
     keys: PackedKeys
-
-
-class Judge(Message, frozen=True):
-    id: int
-    doubts: list[tuple[OffloadKey, int, int, str | None]]
+    doubts: list[tuple[int, int, str | None]] = []  # Of judge, by key: slot, sequence number, fault.
 
 
 class End(Message, frozen=True):
-    """End the lease or the reservation of a call; a byte each says what was loaded or written. Empty: nothing was."""
+    """End a call, and what it holds: a byte each says what was loaded or written. Empty: nothing was."""
 
-    id: int
-    done: bytes
+    id: int  # 0: end the session. Its process touches no slot any more.
+    done: bytes = b""
 
 
 class Advise(Message, frozen=True):
     advice: Advice[OffloadKey]
 
 
-class Bye(Message, frozen=True):
-    """The session ends, and its process touches no slot any more."""
-
-
 class Welcome(Message, frozen=True):
-    """The session is open; segments and the inventory follow."""
+    """The session is open, or refused. Segments and the inventory follow."""
 
-    queue: bool  # Several direct reads may be in flight at once.
-
-
-class Refused(Message, frozen=True):
-    reason: str
-    is_config: bool
+    queue: bool = False  # Several direct reads may be in flight at once.
+    refusal: str = ""
+    is_config: bool = False  # The refusal is of a `ConfigError`.
 
 
-class NewSegment(Message, frozen=True):
-    """A segment, with its descriptor."""
+class SegmentSaid(Message, frozen=True):
+    """A segment with its descriptor; without slots, it is gone."""
 
     first_slot: int
-    row_bytes: int
-    slots: int
-
-
-class SegmentGone(Message, frozen=True):
-    first_slot: int
+    row_bytes: int = 0
+    slots: int = 0
 
 
 class Inventory(Message, frozen=True):
     keys: PackedKeys
     there: bool
-
-
-class Scanned(Message, frozen=True):
-    complete: bool
+    scanned: bool | None = None  # The end of the scan: whether it is complete.
 
 
 class Answer(Message, frozen=True):
@@ -111,22 +91,17 @@ class Answer(Message, frozen=True):
 
     id: int
     slots: bytes = b""  # i64 each.
-    numbers: bytes = (
-        b""  # Of a lease: each slot's sequence number, u64. Of a reservation: positions, then the last one.
-    )
+    numbers: bytes = b""  # Of a lease: sequence numbers, u64. Of a reservation: positions, then the last number.
     own: bytes = b""  # Of a lease: 1 for each chunk that this session has stored.
     refusals: list[tuple[list[int], Scarce, int, str]] = []  # Positions, reason, and an error's number and text, or 0.
     verdicts: list[tuple[int, int, int]] = []
+    figures: dict[str, float] = {}  # Of a report, as is the next.
+    sessions: list[dict[str, int | str]] = []
     failure: str = ""
 
 
-class Report(Message, frozen=True):
-    figures: dict[str, float]
-    sessions: list[dict[str, int | str]]
-
-
-ToKeeper = Hello | Ask | Call | Judge | End | Advise | Bye
-ToEngine = Welcome | Refused | NewSegment | SegmentGone | Inventory | Scanned | Answer | Report
+ToKeeper = Hello | Call | End | Advise
+ToEngine = Welcome | SegmentSaid | Inventory | Answer
 
 
 def packed(code: Literal["q", "Q"], numbers: Sequence[int]) -> bytes:

@@ -1,0 +1,192 @@
+"""The catalog in a keeper, for the mover of one engine: the engine's end of a session."""
+
+import asyncio
+import errno
+import itertools
+import os
+import socket
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from kvtier.backend import Advice, InventoryQueue, Occupancy, OffloadKey, pack_keys, unpack_keys
+from kvtier.errors import BackendUnavailable, ConfigError
+from kvtier_backends.fs.disk.footer import FOOTER_BYTES
+from kvtier_backends.fs.layout import Work, until
+from kvtier_backends.fs.segments import wire
+from kvtier_backends.fs.segments.catalog import SCAN_PATIENCE_S, Doubt, Judged, Lease, Refusal, Reservation, Verdict
+from kvtier_backends.fs.segments.segment import Header, Segment, Segments
+
+ANSWER_S = 10.0  # A keeper that does not answer for so long is stopped; its engines do without it.
+
+
+class KeptCatalog:
+    """Offers what `LocalCatalog` does. Belongs to the loop's thread.
+
+    Once the session is lost, every call raises `BackendUnavailable`. Messages are read in their order, so `publish` and
+    `release` need no answer.
+    """
+
+    retentions_cut = 0  # The keeper's.
+
+    def __init__(self, connected: socket.socket, hello: wire.Hello, capacity_bytes: int | None) -> None:
+        self.segments = Segments()
+        self.inventory = InventoryQueue(held := set[OffloadKey]())
+        self.queue = False  # See `wire.Welcome`.
+        self.others = 0  # Chunks loaded that other engines have stored.
+        self._held = held
+        self._scanned = asyncio.Event()
+        self._hello = hello
+        self._capacity_bytes = capacity_bytes
+        self._ids = itertools.count(1)
+        self._calls: dict[int, asyncio.Future[Any]] = {0: asyncio.get_running_loop().create_future()}
+        self._own: dict[int, bytes] = {}  # By lease.
+        self._link = wire.Link(connected, wire.ToEngine, self._received, self._lose)
+        self._link.send(hello)
+
+    async def opened(self) -> None:
+        """Wait for the keeper's welcome. Raises `ConfigError` or `BackendUnavailable`, and then leaves nothing."""
+        try:
+            welcome: wire.Welcome = await self._answer(0)
+            if welcome.refusal:
+                raise (ConfigError if welcome.is_config else BackendUnavailable)(welcome.refusal)
+        except BaseException:
+            self.close()
+            raise
+        self.queue = welcome.queue
+
+    @property
+    def is_lost(self) -> bool:
+        return self._link.closed
+
+    def close(self) -> None:
+        """Close the session and its descriptors; idempotent. No lane may be using them."""
+        self._link.send(wire.End(0))
+        self._lose()
+        for segment in self.segments.all:
+            segment.forked()
+
+    def works(self) -> Sequence[Work]:
+        return ()
+
+    def stop(self) -> None:
+        pass
+
+    async def aclose(self, ends_at: float) -> int:  # noqa: ARG002
+        return 0
+
+    async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        if not self._scanned.is_set() and not all(key in self._held for key in keys):
+            await until(self._scanned.wait(), SCAN_PATIENCE_S)
+        return [key in self._held for key in keys]
+
+    async def lease(self, keys: Sequence[OffloadKey]) -> Lease:
+        answer = await self._call("lease", keys)
+        self._own[answer.id] = answer.own
+        return Lease(keys, wire.unpacked("q", answer.slots), wire.unpacked("Q", answer.numbers), answer.id)
+
+    async def judge(self, doubts: Sequence[Doubt]) -> Sequence[Judged]:
+        said = [(slot, sequence, None if fault is None else str(fault)) for _, slot, sequence, fault in doubts]
+        answer = await self._call("judge", [doubt.key for doubt in doubts], said)
+        return [Judged(Verdict(verdict), slot, sequence) for verdict, slot, sequence in answer.verdicts]
+
+    def release(self, lease: Lease, loaded: Sequence[bool]) -> None:
+        own = self._own.pop(lease.id)
+        self.others += sum(is_loaded and not is_own for is_loaded, is_own in zip(loaded, own, strict=True))
+        self._link.send(wire.End(lease.id, bytes(loaded)))
+
+    async def reserve(self, keys: Sequence[OffloadKey]) -> Reservation:
+        answer = await self._call("reserve", keys)
+        *positions, last_sequence = wire.unpacked("q", answer.numbers)
+        refusals = [
+            Refusal(places, reason, OSError(number, text) if number else None)
+            for places, reason, number, text in answer.refusals
+        ]
+        return Reservation(keys, positions, wire.unpacked("q", answer.slots), last_sequence, refusals, answer.id)
+
+    def publish(self, reservation: Reservation, written: Sequence[bool], *, told: bool) -> None:
+        if self.is_lost and told:
+            raise BackendUnavailable("the keeper is gone")
+        self._link.send(wire.End(reservation.id, bytes(written)))
+        for position, is_written in zip(reservation.positions, written, strict=True):
+            if is_written:
+                self._held.add(reservation.keys[position])
+                if not told:
+                    self.inventory.added(reservation.keys[position])
+
+    def lost_names(self, segments: Iterable[Segment]) -> dict[Segment, OSError]:
+        if self._hello.kind == "memory":
+            return {}
+        gone = [segment for segment in segments if not os.fstat(segment.fd).st_nlink]
+        return {segment: OSError(errno.ENOENT, f"{segment.name} was removed by another program") for segment in gone}
+
+    async def delete(self, keys: Sequence[OffloadKey]) -> None:
+        await self._call("delete", keys)
+
+    def advise(self, advice: Advice[OffloadKey]) -> None:
+        self._link.send(wire.Advise(advice))
+
+    def occupancy(self) -> Occupancy:
+        """Return this namespace's part of the capacity, which is everybody's."""
+        chunks = len(self._held)
+        return Occupancy(chunks, chunks * (self._hello.row_bytes + FOOTER_BYTES), self._capacity_bytes)
+
+    async def _call(self, kind: Any, keys: Sequence[OffloadKey], doubts: Any = ()) -> wire.Answer:
+        if self.is_lost:
+            raise BackendUnavailable("the keeper is gone")
+        call = wire.Call(next(self._ids), kind, pack_keys(keys), list(doubts))
+        self._calls[call.id] = asyncio.get_running_loop().create_future()
+        self._link.send(call)
+        try:
+            answer: wire.Answer = await self._answer(call.id)
+        except asyncio.CancelledError:
+            self._link.send(wire.End(call.id))  # The keeper reads it before it answers, or afterwards.
+            raise
+        if answer.failure:
+            raise BackendUnavailable(answer.failure)
+        return answer
+
+    async def _answer(self, call_id: int) -> Any:
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await self._calls[call_id]
+        except TimeoutError as error:
+            self._lose()
+            raise BackendUnavailable(f"the keeper has not answered for {ANSWER_S:g} s: it may be stopped") from error
+        finally:
+            self._calls.pop(call_id, None)
+
+    def _lose(self) -> None:
+        """End every call: the keeper is gone, or does not answer."""
+        self._link.close()
+        for waiting in self._calls.values():
+            if not waiting.done():
+                waiting.set_exception(BackendUnavailable("the keeper is gone"))
+
+    def _received(self, message: Any, descriptor: Callable[[], int]) -> None:
+        match message:
+            case wire.Answer() | wire.Welcome():
+                waiting = self._calls.get(message.id if isinstance(message, wire.Answer) else 0)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(message)
+            case wire.Inventory(scanned=None):
+                self._note(unpack_keys(message.keys), there=message.there)
+            case wire.Inventory(scanned=bool(complete)):
+                self.inventory.scan_ended(complete=complete)
+                self._scanned.set()
+            case wire.SegmentSaid(slots=0):  # Its slots are in no call of ours.
+                segment = self.segments.of(message.first_slot)
+                self.segments.remove(segment)
+                segment.forked()
+            case wire.SegmentSaid():
+                header = Header(message.row_bytes, message.slots, bytes(32))
+                segment = Segment(f"segment {message.first_slot}", descriptor(), header, own=False, allocated_bytes=0)
+                self.segments.add(segment, message.first_slot)
+
+    def _note(self, keys: Sequence[OffloadKey], *, there: bool) -> None:
+        changed = [key for key in keys if (key in self._held) is not there]
+        if there:
+            self._held.update(changed)
+        else:
+            self._held.difference_update(changed)
+        for key in changed:
+            self.inventory.added(key) if there else self.inventory.lost(key)
