@@ -65,7 +65,6 @@ MISTAKES = [
     (of_type("fs"), f"{TIER}.root: missing", "a path"),
     (of_type("object"), f"{TIER}.url: missing", "text"),
     (engine(secondary_tiers=FS), "secondary_tiers: a table given", "a list"),
-    (tier(layout="segments", shared=True), f"{TIER}.shared: no such field with layout", "layout = 'files' has it"),
     (tier(seal="aes-256-gcm"), f"{TIER}.seal: 'aes-256-gcm' given", "seal_key_file or seal_key_env"),
     (of_type("redis", url="10.0.0.1:6379"), f"{TIER}.url: no URL of servers given", "'redis://host:6379'"),
     (of_type("mooncake") | {"runner": "inline"}, "runner: 'inline' given", "'process' accepted"),

@@ -7,12 +7,8 @@ from kvtier.errors import ConfigError
 from kvtier_backends.fs import FsBackend, FsOptions
 from tests.fs.conftest import SLOT_BYTES
 
-FILES_ALONE = {"naming": "vllm", "shared": False, "unverified": "refuse"}
-LACKS = {
-    "shared": "each segment has one writer",
-    "naming": "chunks in segments have no names",
-    "unverified": "every slot has a footer",
-}
+FILES_ALONE = {"naming": "vllm", "unverified": "refuse"}
+LACKS = {"naming": "chunks in segments have no names", "unverified": "every slot has a footer"}
 
 
 def test_a_tier_has_segments_if_nothing_says_otherwise():
