@@ -9,6 +9,7 @@ sharing is faster. The light engine loads one chunk at a time beside the others'
 import argparse
 import asyncio
 import itertools
+import mmap
 import os
 import random
 import statistics
@@ -19,8 +20,8 @@ from pathlib import Path
 
 import uvloop
 
-from kvtier.backend import FileMapper, Namespace, ScanDone, TierContext
-from kvtier.testing.conformance import Lender, keys_of
+from kvtier.backend import FileMapper, Namespace, Read, ScanDone, TierContext, Write
+from kvtier.testing.conformance import Lender, key_of, keys_of
 from kvtier_backends.fs import FsBackend, FsOptions, MemoryBackend, MemoryOptions
 from kvtier_backends.fs.host import meeting
 
@@ -29,12 +30,14 @@ SIDES = ("private", "shared")
 START_S = 120
 
 
-async def opened(kind, folder, engine, engines, row_bytes, side, room_bytes=128 << 20):
-    """Open one side's tier of an engine; without a limit below twice of what is stored, nothing is evicted."""
+async def opened(kind, folder, engine, engines, row_bytes, side, room_bytes=64 << 20):
+    """Open one side's tier of an engine; stores evict: the capacity is four batches an engine."""
     context = TierContext(f"{engine}:{kind}", FileMapper(Namespace(model_name="m")), row_bytes)
     capacity_bytes = room_bytes * (engines if side == "shared" else 1)
     if kind == "memory":
-        options = MemoryOptions(capacity_bytes=capacity_bytes, shared=side == "shared", pool=f"bench-{row_bytes}-{engines}")
+        options = MemoryOptions(
+            capacity_bytes=capacity_bytes, shared=side == "shared", pool=f"bench-{row_bytes}-{engines}"
+        )
         return await MemoryBackend.open(options, context)
     root = f"{folder}/{side}-{row_bytes}-{engines}" + ("" if side == "shared" else f"-{engine}")
     options = FsOptions(root=root, layout="segments", capacity_bytes=capacity_bytes, shared=side == "shared" or None)
@@ -45,9 +48,13 @@ async def engine_main(kind, folder, engine, engines, row_bytes, pipe, barrier):
     tiers = {side: await opened(kind, folder, engine, engines, row_bytes, side) for side in SIDES}
     count = max(2, BATCH_BYTES // row_bytes)
     keys = keys_of(count, start=engine * 1_000_000)
-    lender = Lender(row_bytes)
+    memory = memoryview(mmap.mmap(-1, count * row_bytes))
+    rows = [memory[start : start + row_bytes] for start in range(0, len(memory), row_bytes)]
+    memory[:] = os.urandom(len(memory))
+    new = itertools.count(engine * 1_000_000 + count)
     for tier in tiers.values():
-        await lender.keep(tier, keys)
+        await tier.store([Write(key, row) for key, row in zip(keys, rows, strict=True)])
+    reads = [Read(key, row) for key, row in zip(keys, rows, strict=True)]
     pipe.send("ready")
     while (asked := pipe.recv()) is not None:
         side, what, batches = asked
@@ -55,14 +62,14 @@ async def engine_main(kind, folder, engine, engines, row_bytes, pipe, barrier):
         barrier.wait(START_S)
         begun = time.perf_counter()
         for _ in range(batches):
+            writes = [Write(key_of(next(new)), row) for row in rows] if what == "stores" else []
             start = time.perf_counter()
-            if what == "stores":
-                outcomes = await tier.store(lender.writes(keys))
-            else:
-                outcomes = await tier.load(lender.reads(keys if what == "loads" else keys[:1]))
+            outcomes = await (tier.store(writes) if writes else tier.load(reads if what == "loads" else reads[:1]))
             seconds.append(time.perf_counter() - start)
             assert not any(outcomes), outcomes
         pipe.send((time.perf_counter() - begun, seconds))
+        if what == "stores":  # Fill the tier for loads again.
+            await tier.store([Write(key, row) for key, row in zip(keys, rows, strict=True)])
     for tier in tiers.values():
         await tier.aclose(10)
 

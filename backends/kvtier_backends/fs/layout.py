@@ -19,7 +19,7 @@ from kvtier.backend import OffloadKey, Outcome, TierContext, Write
 from kvtier.errors import BackendClosed, NoSpace
 from kvtier.policies import LRU, Policy, policy_class
 from kvtier_backends.fs.disk.capacity import Capacity, MemorySpace
-from kvtier_backends.fs.disk.footer import Packing, make_packing
+from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Packing, make_packing
 from kvtier_backends.fs.disk.lanes import FsLanes, start_lanes
 from kvtier_backends.fs.disk.reads import ONE_BY_ONE, Reads
 from kvtier_backends.fs.disk.remains import PAUSE_S_LEAST, PAUSE_S_MOST, Beside, Remains
@@ -148,7 +148,8 @@ class OpenTier(Generic[OptionsT, RootT]):
     async def allowed(self, chunks: int) -> int:
         """Return how many of the chunks the day's write budget has bytes for; they count as written."""
         budget = self.root.write_budget
-        return chunks if budget is None or not chunks else await budget.take(chunks)
+        chunk_bytes = self.context.row_bytes + FOOTER_BYTES
+        return chunks if budget is None or not chunks else await budget.take(chunks, chunk_bytes)
 
     def scarce(self, *, others: bool, disk: bool = False) -> Scarce:
         """Return what is to blame for a store without room, and without chunks that may go for it."""
@@ -181,7 +182,7 @@ async def open_tier(
 ) -> FsTier:
     """Start a tier's threads, open its root and what is beside its chunks; `before`: the same tier, gone.
 
-    `beside`: another namespace's tier of this process, which owns the root; their capacity is one.
+    `beside`: another namespace's tier of this process, which owns the root; capacity and write budget are both's.
 
     Raises what `Folder.open` and `make_packing` do; whatever is raised, nothing stays open.
     """
@@ -196,7 +197,7 @@ async def open_tier(
     if beside is None:
         capacity = Capacity(root.disk, limit_bytes=options.capacity_bytes, min_free_bytes=options.min_free_bytes)
     else:
-        capacity = beside.capacity
+        capacity, root.write_budget = beside.capacity, beside.root.write_budget
     capacity.count(root.beside, root.remains)
     counters = Counters() if before is None else before.counters
     return OpenTier(options, context, root, lanes, packing, capacity, counters)

@@ -40,7 +40,7 @@ async def open_budget(request, tmp_path, clock):
 
 async def spend(budget):
     total = 0
-    while taken := await budget.take(8):
+    while taken := await budget.take(8, UNIT_BYTES):
         total += taken * UNIT_BYTES
     return total
 
@@ -48,11 +48,11 @@ async def spend(budget):
 async def test_a_full_bucket_is_an_eighth_of_a_day_for_all_engines_together(open_budget):
     one, two = open_budget(), open_budget()
     assert sum(await asyncio.gather(spend(one), spend(two))) == DAY_BYTES // 8
-    assert await one.take(1) == 0
+    assert await one.take(1, UNIT_BYTES) == 0
 
 
 async def test_only_whole_chunks_are_allowed(open_budget):
-    assert await open_budget(8 * 2_500).take(5) == 2
+    assert await open_budget(8 * 2_500).take(5, UNIT_BYTES) == 2
 
 
 async def test_no_day_sees_more_than_its_bytes(open_budget, clock):
@@ -64,7 +64,7 @@ async def test_no_day_sees_more_than_its_bytes(open_budget, clock):
         step_ns = int(dice.expovariate(1.0) * 600e9)
         clock.now_ns += step_ns
         passed_ns += step_ns
-        written.append((passed_ns, await budget.take(dice.randint(1, 400)) * UNIT_BYTES))
+        written.append((passed_ns, await budget.take(dice.randint(1, 400), UNIT_BYTES) * UNIT_BYTES))
         match dice.randrange(20):
             case 0:
                 budget.put_back()
@@ -81,7 +81,7 @@ async def test_no_day_sees_more_than_its_bytes(open_budget, clock):
 
 async def test_a_restart_gives_back_what_was_not_written(open_budget):
     first = open_budget()
-    assert await first.take(1) == 1
+    assert await first.take(1, UNIT_BYTES) == 1
     first.put_back()
     first.close()
     assert await spend(open_budget()) == DAY_BYTES // 8 - UNIT_BYTES

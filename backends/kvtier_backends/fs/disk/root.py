@@ -151,7 +151,7 @@ class Folder:
             if options.shared and options.layout == "files":
                 boot = hashlib.sha256(self.writer.boot.encode()).digest()[:8]
                 self.shared_page = SharedPage(self.root_fd, self._book("ledger"), boot)
-            if (bytes_per_day := options.write_budget_bytes_per_day) is not None:
+            if self._owns and (bytes_per_day := options.write_budget_bytes_per_day) is not None:
                 name = self._book("write-budget")
                 self.write_budget = DiskWriteBudget(self.root_fd, name, bytes_per_day, unit_bytes, time.time_ns, lanes)
         except ForeignError as error:

@@ -39,7 +39,6 @@ class DiskWriteBudget:
         """Open the file, or make it with a full bucket. Blocks. `unit_bytes`: the bytes that one chunk writes."""
         self._fd = open_file(root_fd, name, os.O_RDWR | os.O_CREAT)
         self._lanes = lanes
-        self._unit_bytes = unit_bytes
         self._bytes_per_day = bytes_per_day
         self._burst_bytes = max(unit_bytes, bytes_per_day * BURST_PARTS // 32)
         self._advance_bytes = max(unit_bytes, bytes_per_day * ADVANCE_PARTS // 32)
@@ -53,16 +52,16 @@ class DiskWriteBudget:
             raise
         let_go_in_forks(self)
 
-    async def take(self, chunks: int) -> int:
+    async def take(self, chunks: int, chunk_bytes: int) -> int:
         """Return how many of the chunks there are bytes for; they count as written."""
-        wanted_bytes = chunks * self._unit_bytes
+        wanted_bytes = chunks * chunk_bytes
         if wanted_bytes > self._advance_left:
             async with self._drawing:
                 short_bytes = wanted_bytes - self._advance_left
                 if short_bytes > 0:
                     await in_thread(self._lanes, self._draw, max(short_bytes, self._advance_bytes))
-        allowed = min(wanted_bytes, self._advance_left) // self._unit_bytes
-        self._advance_left -= allowed * self._unit_bytes
+        allowed = min(wanted_bytes, self._advance_left) // chunk_bytes
+        self._advance_left -= allowed * chunk_bytes
         return allowed
 
     def put_back(self) -> None:

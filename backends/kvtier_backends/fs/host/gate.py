@@ -7,65 +7,52 @@ whichever is later, and the least tag goes first. So a light session never waits
 import asyncio
 from heapq import heappop, heappush
 from itertools import count
-from typing import NamedTuple
 
 WIDTH_BYTES = 64 << 20  # In transfer at once: some milliseconds of a fast disk or of memory.
 HELD_S = 1.0  # A batch that takes longer belongs to a slow or stopped engine, and no other waits for it.
-
-
-class Turn(NamedTuple):
-    """The order in which a waiting batch goes."""
-
-    is_store: bool
-    tag: int
-    number: int  # Of two with one tag, the earlier one.
 
 
 class Gate:
     """Belongs to the loop's thread."""
 
     def __init__(self, width_bytes: int = WIDTH_BYTES) -> None:
+        self.taken_bytes = 0
         self._width_bytes = width_bytes
-        self._taken_bytes = 0
         self._now = 0  # The tag of the last batch that went through.
         self._ends: dict[int, int] = {}  # By session: the tag at which its last batch ends.
-        self._waiting: list[tuple[Turn, int, asyncio.Future[None]]] = []
+        self._waiting: list[tuple[bool, int, int, int, asyncio.Future[None]]] = []  # Loads first, by tag and arrival.
         self._numbers = count()
 
     async def enter(self, session: int, size_bytes: int, *, is_store: bool) -> "Pass":
         """Wait for the batch's turn."""
         tag = max(self._now, self._ends.get(session, 0))
         self._ends[session] = tag + size_bytes
-        through = asyncio.get_running_loop().create_future()
-        heappush(self._waiting, (Turn(is_store, tag, next(self._numbers)), size_bytes, through))
-        self._deal()
+        through: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heappush(self._waiting, (is_store, tag, next(self._numbers), size_bytes, through))
+        self.deal()
         try:
             await through
         except asyncio.CancelledError:
             if through.done() and not through.cancelled():
-                self.leave(size_bytes)
+                self.taken_bytes -= size_bytes
+                self.deal()
             raise
         return Pass(self, size_bytes)
-
-    def leave(self, size_bytes: int) -> None:
-        self._taken_bytes -= size_bytes
-        self._deal()
 
     def forget(self, session: int) -> None:
         self._ends.pop(session, None)
 
-    def _deal(self) -> None:
+    def deal(self) -> None:
+        """Let through what has room."""
         while self._waiting:
-            turn, size_bytes, through = self._waiting[0]
-            if through.done():  # Cancelled.
-                heappop(self._waiting)
-            elif self._taken_bytes and self._taken_bytes + size_bytes > self._width_bytes:
-                return
-            else:
-                heappop(self._waiting)
-                self._now = max(self._now, turn.tag)
-                self._taken_bytes += size_bytes
+            _, tag, _, size_bytes, through = self._waiting[0]
+            if not through.done():  # Else it was cancelled.
+                if self.taken_bytes and self.taken_bytes + size_bytes > self._width_bytes:
+                    return
+                self._now = max(self._now, tag)
+                self.taken_bytes += size_bytes
                 through.set_result(None)
+            heappop(self._waiting)
 
 
 class Pass:
@@ -78,6 +65,6 @@ class Pass:
     def end(self) -> None:
         """Give it back; idempotent."""
         self._late.cancel()
-        left_bytes, self._left_bytes = self._left_bytes, 0
-        if left_bytes:
-            self._gate.leave(left_bytes)
+        self._gate.taken_bytes -= self._left_bytes
+        self._left_bytes = 0
+        self._gate.deal()
