@@ -63,6 +63,9 @@ COMMANDS = {
     "top": Command(
         "top:top", "Watch a live engine: tiers, rates, hit ratio, breakers.", ("kvtier top 9400 --once --json",)
     ),
+    "serve": Command(
+        "serve:serve", "Run the keepers of a host's shared tiers.", ("kvtier serve kvtier.toml --metrics 0.0.0.0:9401",)
+    ),
     "replay": Command(
         "replay.replay_command:replay",
         "Replay a trace through a whole engine with real bytes.",

@@ -44,7 +44,7 @@ def check(
 ) -> None:
     """Check a configuration, and show its fields with defaults, without secrets. Status 1: it would fail here."""
     check_outputs(json_path)
-    config = _read(path)
+    config = read(path)
     doubts = list(_doubts(config))
     told = _told({"secondary_tiers": config} if isinstance(config, tuple) else config)
     table = plain_table("field", "value")
@@ -83,7 +83,7 @@ def _report(doubts: Sequence[str], where: str) -> None:
         raise typer.Exit(statuses.DATA_WRONG)
 
 
-def _read(path: str) -> Config:
+def read(path: str) -> Config:
     try:
         tables = _stdin() if path == STDOUT else read_tables(path)
         if is_line(tables):
@@ -101,12 +101,13 @@ def _stdin() -> object:
     return read_json(text) if text.lstrip().startswith("{") else read_toml(text)
 
 
-def _tiers(config: Config) -> Iterator[tuple[str, Any]]:
-    tiers: Sequence[TierConfig | SecondaryOptions] = config if isinstance(config, tuple) else config.secondary_tiers
+def tiers(config: Config) -> Iterator[tuple[str, str, Any]]:
+    """Yield each tier's place in the configuration, type and options."""
+    given: Sequence[TierConfig | SecondaryOptions] = config if isinstance(config, tuple) else config.secondary_tiers
     in_vllm = not isinstance(config, EngineConfig)
-    for index, tier in enumerate(tiers):
+    for index, tier in enumerate(map(_tier, given)):
         where = f"secondary_tiers[{index}]"
-        yield where, tier_options(placed(_tier(tier), ANYWHERE) if in_vllm else _tier(tier), where)
+        yield where, tier.type, tier_options(placed(tier, ANYWHERE) if in_vllm else tier, where)
 
 
 def _tier(tier: TierConfig | SecondaryOptions) -> TierConfig:
@@ -115,7 +116,7 @@ def _tier(tier: TierConfig | SecondaryOptions) -> TierConfig:
 
 def _doubts(config: Config) -> Iterator[str]:
     roots: dict[str, tuple[str, bool]] = {}  # Each root's first tier, and whether that tier shares it.
-    for where, options in _tiers(config):
+    for where, _, options in tiers(config):
         if isinstance(options, Options):
             yield from (f"{where}.{doubt}" for doubt in options.doubts())
         if (root := getattr(options, "root", None)) is None:

@@ -49,6 +49,9 @@ TIER: Metrics = {
     "failed_per_s": ("kvtier_tier_failed_total", {}),
 }
 
+SESSION: Metrics = {f"{what}_per_s": (f"kvtier_keeper_session_{what}_total", {}) for what in ("loaded", "stored")}
+SESSION["held"] = ("kvtier_keeper_session_held", {})
+
 
 class EngineNow(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of `kvtier top --once`."""
@@ -61,6 +64,7 @@ class EngineNow(msgspec.Struct, frozen=True, kw_only=True):
     primary: Figures | None  # Rows, evictable rows and chunks a second; null if the primary is vLLM's.
     breakers: dict[str, str]  # The worst state of each tier's breakers.
     tiers: dict[str, Figures]  # Each tier's chunks, bytes, capacity (0: none), and rates a second.
+    sessions: dict[str, Figures]  # Of `kvtier serve`: chunks of each session with a keeper, held and a second.
 
 
 def top(
@@ -73,7 +77,7 @@ def top(
 ) -> None:
     """Watch a live engine by its metrics: hit ratio, rates, tiers, breakers. Ctrl-C ends it.
 
-    The engine serves its registry, or is inside vLLM, which serves the metrics.
+    The engine serves its registry, or is inside vLLM, which serves the metrics; or `kvtier serve` does.
     """
     try:
         interval_s = parse_duration(interval)
@@ -168,6 +172,7 @@ def engine_now(address: str, before: Reading, now: Reading) -> EngineNow:
         ratios.append(round(hits / lookups, 4) if knows_hits and lookups else None)
     tiers = list(dict.fromkeys(labels["tier"] for _, labels, _ in now.samples if "tier" in labels))
     states = {tier: [one for one in BREAKERS if present("kvtier_tier_breaker", state=one, tier=tier)] for tier in tiers}
+    sessions = {(own["keeper"], own["session"], own["engine"]): own for _, own, _ in now.samples if "session" in own}
     return EngineNow(
         address=address,
         seconds=round(seconds, 3),
@@ -177,6 +182,7 @@ def engine_now(address: str, before: Reading, now: Reading) -> EngineNow:
         primary=figures(PRIMARY) if knows_hits else None,
         breakers={tier: next(iter(states[tier]), "") for tier in tiers},
         tiers={tier: figures(TIER, tier=tier) for tier in tiers},
+        sessions={" ".join(names): figures(SESSION, **own) for names, own in sessions.items()},
     )
 
 
@@ -191,7 +197,10 @@ def _shown(found: EngineNow) -> RenderableType:
     for tier, figures in found.tiers.items():
         breaker = Text(found.breakers[tier], style=BREAKERS.get(found.breakers[tier], ""))
         tiers.add_row(Text(tier), breaker, *map(_figure, figures, figures.values()))
-    return Group(*parts, tiers)
+    sessions = plain_table("keeper, session, engine", *map(_heading, SESSION))
+    for name, figures in found.sessions.items():
+        sessions.add_row(Text(name), *map(_figure, figures, figures.values()))
+    return Group(*parts, sessions if found.sessions else tiers)
 
 
 def _heading(name: str) -> str:

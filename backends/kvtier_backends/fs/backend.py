@@ -40,6 +40,13 @@ class LivingBackend(api.Backend[OptionsT]):
         self._lives = Lives(life)
         self._closed = False
 
+    @staticmethod
+    def keeper(options: FsOptions | MemoryOptions) -> Place | None:
+        """Return the place of the tier's keeper; None if it has none."""
+        if not options.shared or getattr(options, "layout", None) == "files":
+            return None
+        return Place(options.root) if isinstance(options, FsOptions) else Place.of_pool(options.pool)
+
     async def probe(self, keys: Sequence[api.OffloadKey]) -> Sequence[bool]:
         self._check_open()
         return await self._lives.call(lambda life: life.fit.probe(keys, life.layout.probe))
@@ -117,8 +124,8 @@ class FsBackend(LivingBackend[FsOptions]):
         _require_room_for_a_chunk(options, context.row_bytes)
         mapper = api.FileMapper(context.mapper.namespace, options.naming or "vllm")
         context = context._replace(mapper=mapper)
-        if options.shared and options.layout == "segments":
-            return cls(await _shared_life(options, context), options)
+        if (place := cls.keeper(options)) is not None:
+            return cls(await _shared_life(place, options, context), options)
         tier = await open_tier(options, context)
         try:
             if options.io == "auto" and not tier.root.direct:
@@ -138,7 +145,8 @@ class MemoryBackend(LivingBackend[MemoryOptions]):
     @classmethod
     async def open(cls, options: MemoryOptions, context: api.TierContext) -> Self:
         _require_room_for_a_chunk(options, context.row_bytes)
-        return cls(await _shared_life(options, context) if options.shared else _memory_life(options, context), options)
+        place = cls.keeper(options)
+        return cls(await _shared_life(place, options, context) if place else _memory_life(options, context), options)
 
 
 def _fs_life(tier: FsTier) -> Life:
@@ -179,11 +187,10 @@ def _memory_life(options: MemoryOptions, context: api.TierContext) -> Life:
 
 
 async def _shared_life(
-    options: FsOptions | MemoryOptions, context: api.TierContext, counters: Counters | None = None
+    place: Place, options: FsOptions | MemoryOptions, context: api.TierContext, counters: Counters | None = None
 ) -> Life:
     """Join the engines that share a root or a pool. `ConfigError` or `BackendUnavailable` leave nothing."""
     on_disk = isinstance(options, FsOptions)
-    place = Place(options.root) if isinstance(options, FsOptions) else Place.of_pool(options.pool)
     mapper, row_bytes = context.mapper, context.row_bytes
     lanes = start_lanes(options, context.name)
     try:
@@ -210,7 +217,7 @@ async def _shared_life(
         return catalog.is_lost
 
     async def again() -> Life:
-        return await _shared_life(options, context, tier.counters)
+        return await _shared_life(place, options, context, tier.counters)
 
     layout = SegmentsLayout(tier, catalog, catalog.close)
     return Life(context.name, str(place), row_bytes, layout, tier.counters, lanes, root.close, is_gone, again)

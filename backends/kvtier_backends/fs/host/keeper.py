@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import struct
-import sys
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -42,6 +41,8 @@ from kvtier_backends.fs.segments.segment import Segment
 
 SESSIONS_MAX = 256
 CLOSE_S = 10.0
+STDIN = 0
+SO_PEERPIDFD = 77  # Python has no name for it.
 LOOK_S = 10.0  # Between two looks whether engines still meet this keeper.
 
 
@@ -104,7 +105,8 @@ class Session:
     """One engine's session, with what it holds of slots by the number of its call."""
 
     def __init__(self, keeper: "Keeper", number: int, connected: socket.socket) -> None:
-        self.figures: dict[str, int | str] = {"engine": "", "loaded": 0, "stored": 0, "held": 0}  # Chunks.
+        self.engine = ""
+        self._loaded = self._stored = 0  # Chunks.
         self._keeper, self._number = keeper, number
         self._pidfd = _peer(connected)
         self._namespace: KeptNamespace | None = None
@@ -113,6 +115,12 @@ class Session:
         self._held: dict[int, tuple[Lease | Reservation, Pass]] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self.link = wire.Link(connected, wire.ToKeeper, self._received, self._lost)
+
+    def samples(self) -> wire.Samples:
+        held = sum(len(held.keys) for held, _ in self._held.values())
+        chunks = {"session_loaded_total": self._loaded, "session_stored_total": self._stored, "session_held": held}
+        labels = {"session": str(self._number), "engine": self.engine}
+        return [(name, labels, count) for name, count in chunks.items()]
 
     def close(self) -> None:
         """End the session, and free what it holds: its process writes no more."""
@@ -137,7 +145,7 @@ class Session:
     def _received(self, message: Any, _: Callable[[], int]) -> None:
         match message:
             case wire.Call(kind="report"):
-                self.link.send(wire.Answer(message.id, **self._keeper.report()))
+                self.link.send(wire.Answer(message.id, samples=self._keeper.report()))
             case wire.Call() if self._namespace is not None:
                 self._begin(message.id, self._called(message, self._namespace))
             case wire.End() if message.id:
@@ -159,7 +167,7 @@ class Session:
         except KVTierError as error:
             self.link.send(wire.Welcome(refusal=str(error), is_config=isinstance(error, ConfigError)))
             return
-        self.figures["engine"] = hello.engine
+        self.engine = hello.engine
         self.link.send(wire.Welcome(namespace.tier.root.reads.queue_bytes > 0))
         namespace.introduce(self)
 
@@ -236,10 +244,10 @@ class Session:
         count = len(held.keys if isinstance(held, Lease) else held.slots)
         flags = [bool(flag) for flag in done] if len(done) == count else [False] * count
         if isinstance(held, Lease):
-            self.figures["loaded"] = int(self.figures["loaded"]) + sum(flags)
+            self._loaded += sum(flags)
             namespace.catalog.release(held, flags)
         else:
-            self.figures["stored"] = int(self.figures["stored"]) + sum(flags)
+            self._stored += sum(flags)
             namespace.note_stored(self._number, [slot for slot, flag in zip(held.slots, flags, strict=True) if flag])
             namespace.catalog.publish(held, flags, told=False)
             self._end_storing(held.keys, namespace)
@@ -269,11 +277,13 @@ class Session:
 class Keeper:
     """All sessions and namespaces of one root or pool. Belongs to the loop's thread."""
 
-    def __init__(self, place: Place, listener: socket.socket, linger_s: float | None) -> None:
+    def __init__(
+        self, place: Place, listener: socket.socket, linger_s: float | None, given: dict[str, Any] | None = None
+    ) -> None:
         """`linger_s`: how long it goes on without a session; None: until it is told to end."""
         self.gate = Gate()
         self._place, self._listener, self._linger_s = place, listener, linger_s
-        self._given: dict[str, Any] | None = None  # The options of all engines: the first one's.
+        self._given = given  # The options of all engines: the service's, or the first one's.
         self._space: Space | None = None
         self._fs: FsTier | None = None  # The first namespace's: it owns the root.
         self._namespaces: dict[tuple[str, bytes, int], KeptNamespace] = {}
@@ -308,19 +318,18 @@ class Keeper:
     def end(self) -> None:
         self._ended.set()
 
-    def report(self) -> dict[str, Any]:
-        """Return the figures of an `Answer`."""
-        figures = Counter[str](sessions=len(self._sessions))
+    def report(self) -> wire.Samples:
+        """Return the metrics of all that this keeper has, and of each session."""
+        sessions = [each for each in self._sessions if each.engine]
+        totals = Counter[str](sessions=len(sessions))
         if self._space is not None:
             capacity = self._space.capacity
-            figures.update(used_bytes=capacity.used_bytes, capacity_bytes=capacity.limit_bytes or 0)
+            totals.update(used_bytes=capacity.used_bytes, capacity_bytes=capacity.limit_bytes or 0)
         for namespace in self._namespaces.values():
-            totals = namespace.tier.counters.totals()
-            figures.update(chunks=len(namespace.catalog.table), evicted=totals.evicted, expired=totals.expired)
-        return {
-            "figures": dict(figures),
-            "sessions": [each.figures for each in self._sessions if each.figures["engine"]],
-        }
+            own = namespace.tier.counters.totals()
+            totals.update(chunks=len(namespace.catalog.table), evicted_total=own.evicted, expired_total=own.expired)
+        samples: wire.Samples = [(name, {}, total) for name, total in totals.items()]
+        return samples + [sample for each in sessions for sample in each.samples()]
 
     def left(self, session: Session, number: int) -> None:
         self._sessions.discard(session)
@@ -404,27 +413,33 @@ def _opened_again(segments: Sequence[Segment]) -> list[int]:
 
 
 def _peer(connected: socket.socket) -> int:
-    """Return a descriptor of the process at the other end."""
+    """Return a descriptor of the process at the other end, in whatever PID namespace it is, if the kernel is of 6.5."""
+    with suppress(OSError):
+        return connected.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
     pid, _, _ = struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return os.pidfd_open(pid)
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run a keeper: its place, the listening socket's descriptor, and how long it lingers (an empty text: for ever)."""
-    place, descriptor, linger_s = arguments
+    """Run a keeper: its place, how long it lingers or the options that a service gives, and a listening descriptor."""
+    place, how, descriptor = arguments
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s")
     listener = socket.socket(fileno=int(descriptor))
     listener.setblocking(False)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_kept(Place.named(place), listener, float(linger_s) if linger_s else None))
+        runner.run(_kept(Place(*os.path.split(place)), listener, msgspec.json.decode(how)))
 
 
-async def _kept(place: Place, listener: socket.socket, linger_s: float | None) -> None:
-    keeper = Keeper(place, listener, linger_s)
+async def _kept(place: Place, listener: socket.socket, how: float | dict[str, Any]) -> None:
+    loop = asyncio.get_running_loop()
+    keeper = Keeper(place, listener, None, how) if isinstance(how, dict) else Keeper(place, listener, how)
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, keeper.end)
+        loop.add_signal_handler(number, keeper.end)
+
+    def service_ended() -> None:
+        loop.remove_reader(STDIN)
+        keeper.end()
+
+    if isinstance(how, dict):
+        loop.add_reader(STDIN, service_ended)
     await keeper.run()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

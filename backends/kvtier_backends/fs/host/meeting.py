@@ -15,20 +15,24 @@ import time
 from contextlib import suppress
 from typing import NamedTuple, Self
 
+import msgspec
+
+from kvtier.backend import pack_keys
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.memory import child_environment, fill_standard_streams, reason
+from kvtier_backends.fs.options import FsOptions, MemoryOptions, common_options
+from kvtier_backends.fs.segments import wire
 
 NAME = "kvtier-keeper"
 LINGER_S = 300.0  # A keeper goes on for so long after its last engine.
 START_S = 10.0
 AGAIN_S = 0.1
+REPORT_S = 2.0
 BACKLOG = 256
 
 # Forked twice, it is no child of an engine's: an engine may kill all of its own when it ends, as vLLM does.
-_START = (
-    "import os, sys; os.fork() and os._exit(0); os.setsid(); import kvtier_backends.fs.host.keeper as keeper; "
-    "keeper.main(sys.argv[1:])"
-)
+_APART = "import os; os.fork() and os._exit(0); os.setsid(); "
+_RUN = "import sys, kvtier_backends.fs.host.keeper as keeper; keeper.main(sys.argv[1:])"
 
 
 class Place(NamedTuple):
@@ -44,51 +48,63 @@ class Place(NamedTuple):
         directory = os.path.join(runtime, "kvtier") if runtime else f"{tempfile.gettempdir()}/kvtier-{os.geteuid()}"
         return cls(directory, f"{NAME}-{pool}")
 
-    @classmethod
-    def named(cls, text: str) -> Self:
-        return cls(*os.path.split(text))
-
     def __str__(self) -> str:
         return os.path.join(self.directory, self.name)
 
-    def meet(self, linger_s: float | None = None) -> socket.socket:
+    def meet(self) -> socket.socket:
         """Return a connection to the keeper, which is started if there is none. Blocks.
 
         Raises `ConfigError` for what the user can mend, `BackendUnavailable` if no keeper can be started.
         """
         ends_at = time.monotonic() + START_S
         try:
-            self._make_directory()
             while True:
                 with suppress(FileNotFoundError, ConnectionRefusedError, BlockingIOError):
-                    return self._connected()
-                if self.start(LINGER_S if linger_s is None else linger_s):
-                    continue
-                if time.monotonic() >= ends_at:
+                    return self.connect()
+                if (listener := self.claim()) is not None:
+                    with listener:
+                        self.run(listener, LINGER_S)
+                elif time.monotonic() < ends_at:
+                    time.sleep(AGAIN_S)
+                else:
                     raise BackendUnavailable(f"{self}: the keeper does not start within {START_S:g} s")
-                time.sleep(AGAIN_S)
         except OSError as error:
             raise ConfigError(f"shared: no keeper can be met in {self.directory}: {reason(error)}") from error
 
-    def start(self, linger_s: float) -> bool:
-        """Start a keeper unless one is there; False if another process is about to."""
-        lock = self._locked()
-        if lock is None:
-            return False
+    def run(
+        self, listener: socket.socket, how: float | FsOptions | MemoryOptions, stdin: int = subprocess.DEVNULL
+    ) -> int:
+        """Run a keeper's process: a service's with options, until it or stdin ends; else one that lingers apart."""
+        fill_standard_streams()
+        told = msgspec.json.encode(how if isinstance(how, float) else common_options(how)).decode()
+        command = [sys.executable, "-P", "-c", (_APART if isinstance(how, float) else "") + _RUN, str(self), told]
+        return subprocess.run(  # noqa: S603  # Our own module.
+            [*command, str(listener.fileno())], pass_fds=[listener.fileno()], stdin=stdin, stdout=subprocess.DEVNULL,
+            env=child_environment(), check=isinstance(how, float),
+        ).returncode  # fmt: skip
+
+    def report(self) -> wire.Samples:
+        """Return the metrics of the keeper that is here; without one that answers, none."""
+        content = msgspec.msgpack.encode(wire.Call(1, "report", pack_keys(())))
+        with suppress(OSError, msgspec.MsgspecError), self.connect() as connected, connected.makefile("rb") as answer:
+            connected.settimeout(REPORT_S)
+            connected.sendall(len(content).to_bytes(wire.LENGTH_BYTES, "little") + content)
+            connected.shutdown(socket.SHUT_WR)
+            return msgspec.msgpack.decode(answer.read()[wire.LENGTH_BYTES :], type=wire.Answer).samples
+        return []
+
+    def claim(self) -> socket.socket | None:
+        """Return a socket that listens here; None if a keeper's does, or another process is about to start one."""
+        self._make_directory()
+        if (lock := self._locked()) is None:
+            return None
         try:
             with suppress(FileNotFoundError, ConnectionRefusedError):
-                self._connected().close()
-                return True
-            with self.listen() as listener:
-                fill_standard_streams()
-                subprocess.run(  # noqa: S603  # Our own module.
-                    [sys.executable, "-P", "-c", _START, str(self), str(listener.fileno()), str(linger_s)],
-                    pass_fds=(listener.fileno(),), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                    env=child_environment(), check=True, timeout=START_S,
-                )  # fmt: skip
+                self.connect().close()
+                return None
+            return self.listen()
         finally:
             os.close(lock)
-        return True
 
     def listen(self) -> socket.socket:
         """Return a new socket that listens in the place of a dead keeper's. The caller has the lock."""
@@ -122,7 +138,7 @@ class Place(NamedTuple):
         if inode is not None and self.inode() == inode:
             os.unlink(f"{self}.sock")
 
-    def _connected(self) -> socket.socket:
+    def connect(self) -> socket.socket:
         connected = socket.socket(socket.AF_UNIX)
         try:
             connected.setblocking(False)  # With a full backlog it would wait.

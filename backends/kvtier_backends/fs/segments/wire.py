@@ -27,6 +27,8 @@ DESCRIPTORS_MAX = 64  # Of one receive.
 
 _ANCILLARY_BYTES = socket.CMSG_SPACE(DESCRIPTORS_MAX * array("i").itemsize)
 
+Samples = list[tuple[str, dict[str, str], float]]  # Metrics: name, labels, value.
+
 
 class Message(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, tag=True):
     """One of the messages below."""
@@ -95,8 +97,7 @@ class Answer(Message, frozen=True):
     own: bytes = b""  # Of a lease: 1 for each chunk that this session has stored.
     refusals: list[tuple[list[int], Scarce, int, str]] = []  # Positions, reason, and an error's number and text, or 0.
     verdicts: list[tuple[int, int, int]] = []
-    figures: dict[str, float] = {}  # Of a report, as is the next.
-    sessions: list[dict[str, int | str]] = []
+    samples: Samples = []  # Of a report: metrics, without their prefix.
     failure: str = ""
 
 
