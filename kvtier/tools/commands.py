@@ -64,7 +64,7 @@ COMMANDS = {
         "top:top", "Watch a live engine: tiers, rates, hit ratio, breakers.", ("kvtier top 9400 --once --json",)
     ),
     "serve": Command(
-        "serve:serve", "Run the keepers of a host's shared tiers.", ("kvtier serve kvtier.toml --metrics 0.0.0.0:9401",)
+        "serve:serve", "Run the keepers of a host's shared tiers.", ("kvtier serve kvtier.toml --port 9401",)
     ),
     "replay": Command(
         "replay.replay_command:replay",

@@ -29,7 +29,7 @@ type = "fs"
 name = "disk"
 root = "tier"
 """
-LONE = ("top", "selftest")  # A live engine and a GPU have tests of their own.
+LONE = ("top", "selftest", "serve")  # A live engine, a GPU and a service have tests of their own.
 EXAMPLES = [(name, example) for name, command in COMMANDS.items() if name not in LONE for example in command.examples]
 
 
