@@ -180,8 +180,9 @@ def test_without_matplotlib_a_picture_is_rejected_with_the_remedy(trace, tmp_pat
 )
 @pytest.mark.parametrize("command", ["replay", "policies"])
 def test_a_bad_trace_is_rejected_by_its_line_and_makes_nothing(
-    trace, tmp_path, temporary, capsys, damage, complaint, command
+    outside, trace, tmp_path, temporary, capsys, damage, complaint, command
 ):
+    """Outside, because matplotlib lists a fresh machine's fonts by a process."""
     good = tmp_path / "trace.jsonl"
     write_trace(good, Trace(trace))
     good.write_bytes(b"\n".join(damage(good.read_bytes().splitlines())))
