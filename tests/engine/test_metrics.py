@@ -29,7 +29,7 @@ def engine():
     engine.finish(*engine.step())
     engine.load("ax", reader)
     engine.store("nope")
-    engine.ledger.apply(TierUsage(0, 10, 40_960, 1 << 20, 8_192))
+    engine.ledger.apply(TierUsage(0, 10, 40_960, 1 << 20, 8_192, {"evicted": 3}))
     return engine
 
 
@@ -124,6 +124,7 @@ def test_each_tiers_metrics_show_its_work(engine):
     breakers = {labels for labels, value in labelled(seen, "tier_breaker").items() if value == 1}
     assert breakers == {("disk", "closed"), ("peer", "open")}
     assert seen["tier_reserved_bytes", "disk"] == 8_192
+    assert labelled(seen, "tier_reported_total") == {("disk", "evicted"): 3}
 
 
 def test_a_registry_is_an_engines_own_and_every_sample_has_the_labels_that_its_metric_declares(engine):

@@ -9,7 +9,7 @@ from kvtier.engine.requests import Request
 from kvtier.engine.tier import Tier, TierMatcher, TierSpec
 from kvtier.policies import LRU
 
-A, B = make_offload_key(b"a"), make_offload_key(b"b")
+A, B, C, D, E, F = (make_offload_key(bytes([number])) for number in range(6))
 NOW = 10.0
 STORED, REMOVED, FAILED = (
     Event(EventKind.STORED, "cpu", [A]),
@@ -46,6 +46,23 @@ def test_an_abandoned_row_is_free_when_it_is_neither_pinned_nor_lent(primary, en
         assert primary.rows_free == 1
         primary.release(row) if end == "release" else primary.unpin([row])
     assert (primary.rows_free, primary.pinned(row)) == (2, False)
+
+
+@pytest.mark.parametrize("end", [Primary.end_step, lambda primary: primary.clear({})], ids=["step", "reset"])
+def test_hits_stay_until_the_step_ends_or_a_reset(primary, end):
+    primary.hold([A])
+    assert primary.reserve([B, C, D]) is None
+    end(primary)
+    for keys in ([B, C, D], [A, E, F]):
+        assert primary.reserve(keys) is not None
+        primary.publish(keys)
+
+
+def test_a_promotion_that_was_taken_back_is_no_source_of_a_hit():
+    search = Request("r").search
+    search.promotions[A], search.sources[A] = 1, 0
+    search.undo(A)
+    assert (search.promotions, search.sources) == ({A: 0}, {})
 
 
 def test_keys_that_come_from_elsewhere_are_known_by_the_objects_that_are_kept(primary):

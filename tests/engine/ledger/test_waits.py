@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvtier.engine.prefetches import WAITING_MAX
 from kvtier.runner.messages import Code
 from tests.engine.ledger.bench import HIT, MISS, PENDING, RETRY, Bench
 
@@ -90,3 +91,8 @@ def test_a_request_looks_up_again_at_once_for_a_late_word_only_once():
     assert request.late_after(engine.now) == engine.now
     assert engine.lookup("ab", request) == [PENDING, MISS]
     assert request.late_after(engine.now) > engine.now
+
+
+def test_a_prefetch_above_the_limit_is_over_at_once(engine):
+    begun = [engine.ledger.prefetches.begin(engine.keys("a")) for _ in range(WAITING_MAX + 1)]
+    assert [prefetch.over for prefetch in begun] == [False] * WAITING_MAX + [True]

@@ -133,7 +133,6 @@ def test_temporaries_have_names_of_their_own_that_say_whose_they_are():
 
 def test_a_live_processs_temporary_is_left_alone(sweep, sleeper):
     here = Writer.this_process()
-    assert not sweep(temporary_name(here))
     assert not sweep(temporary_name(Writer(here.boot, sleeper.pid, started_at(sleeper.pid) or 0)))
 
 
@@ -149,6 +148,7 @@ def test_a_dead_processs_temporary_is_swept(sweep, sleeper):
 def test_a_process_of_the_same_id_is_not_the_one_that_wrote(sweep):
     here = Writer.this_process()
     assert sweep(temporary_name(here._replace(started=here.started - 1)), age_s=0.0)
+    assert not sweep(temporary_name(here), age_s=2 * ABANDONED_S)
 
 
 def test_of_another_machine_or_container_only_the_old_is_swept(sweep):

@@ -250,14 +250,19 @@ async def test_folders_of_what_goes_go_with_it(open_small, lender, root):
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["its own", "shared"])
-@pytest.mark.parametrize("noticed", ["as it is loaded", pytest.param("as it is evicted", marks=pytest.mark.outside)])
-async def test_emptied_folders_go_when_their_chunks_are_found_missing(open_tier, lender, root, shared, noticed):
+@pytest.mark.parametrize(
+    "noticed", ["as it is loaded", "as corrupt", pytest.param("as it is evicted", marks=pytest.mark.outside)]
+)
+async def test_emptied_folders_go_when_their_chunks_are_found_missing_or_corrupt(
+    open_tier, lender, root, shared, noticed
+):
     tier = await open_tier(capacity_bytes=2 << 20, shared=shared, holds=keys_of(40))
     emptied = list(root.rglob("*.bin"))
     for path in emptied:
-        path.unlink()
-    if noticed == "as it is loaded":
-        assert await lender.recall(tier, keys_of(40)) == ["ChunkMissing"] * 40
+        os.truncate(path, 5) if noticed == "as corrupt" else path.unlink()
+    if noticed != "as it is evicted":
+        told = "ChunkCorrupt" if noticed == "as corrupt" else "ChunkMissing"
+        assert await lender.recall(tier, keys_of(40)) == [told] * 40
     else:
         for start in range(100, 400, 10):
             await tier.store(lender.writes(keys_of(10, start=start)))

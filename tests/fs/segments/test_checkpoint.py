@@ -22,6 +22,7 @@ from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.layout import Counters
 from kvtier_backends.fs.segments import checkpoint as checkpoint_module
 from kvtier_backends.fs.segments.checkpoint import KEY_BYTES_MAX, SlotCheckpoint
+from kvtier_backends.fs.segments.segment import Header, Segment
 from kvtier_backends.fs.segments.table import Snapshot
 from tests.fs.conftest import DEADLINE_S, ROW_BYTES, scanned, segments, until_probed, whole
 
@@ -97,6 +98,16 @@ def test_a_chunk_with_a_long_key_is_left_to_the_scan_and_no_segment_is_trusted(c
     memory = checkpoint.read()
     assert keys_in(checkpoint) == keys[1:]
     assert memory.segments[0].written_at_ns == 0
+
+
+def test_a_checkpoint_names_the_tiers_own_open_segments_alone(tmp_path):
+    with (tmp_path / "segment").open("wb") as file:
+        header = Header(ROW_BYTES, 2, bytes(32))
+        own, others, closed = (Segment(name, file.fileno(), header, name != "b", 0) for name in "abc")
+        closed.closed = True
+        named = checkpoint_module.remembered([own, others, closed], before_ns=1 << 62)
+        own.closed = others.closed = True
+    assert [segment.name for segment in named] == ["a"]
 
 
 @pytest.mark.promise("Segments: the checkpoint is damaged")
