@@ -172,10 +172,13 @@ def test_a_page_only_names_commands_that_the_checkout_has():
 
 
 def test_the_page_on_contributing_lists_what_ci_runs():
-    phases = re.findall(r"^phase (\S.*)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    script = (ROOT / ".ci" / "run").read_text()
+    phases = re.findall(r"^(?:phase|begin) ((?:make|tests/).*)$", script, re.MULTILINE)
     texts = [block.text for block in blocks(DOCS / "how-to" / "contribute.md")]
     (listed,) = [text for text in texts if text.startswith("make setup\n")]
     assert listed.splitlines() == phases
+    begun, finished = (re.findall(rf"^{word} (\S.*)$", script, re.MULTILINE) for word in ("begin", "finish"))
+    assert sorted(begun) == sorted(finished)
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
