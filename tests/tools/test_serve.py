@@ -28,6 +28,7 @@ __all__ = ["open_with"]
 CHUNK_BYTES = 8_192
 ROOM_BYTES = 64 << 20
 KEYS = keys_of(8)
+LENDER = Lender(CHUNK_BYTES)
 PATIENCE_S = 60.0
 HEAD = 'cpu_bytes_to_use = "1MiB"\nchunk_bytes = "8KiB"\n'
 
@@ -105,8 +106,8 @@ async def test_engines_meet_the_keepers_of_a_service_and_its_metrics_show_them(s
     pool, root = service.places
     with service:
         storing, loading = await open_memory(), await open_memory()
-        await Lender(CHUNK_BYTES).keep(storing, KEYS)
-        assert await Lender(CHUNK_BYTES).recall(loading, KEYS) == list(map(label, KEYS))
+        await LENDER.keep(storing, KEYS)
+        assert await LENDER.recall(loading, KEYS) == list(map(label, KEYS))
         samples = service.samples()
         assert service.value("up", pool) == service.value("up", root) == 1
         assert (service.value("sessions", pool), service.value("sessions", root)) == (2, 0)
@@ -128,7 +129,7 @@ async def test_a_killed_keeper_is_started_again_and_its_segments_are_found(servi
     given = {"root": str(service.root), "layout": "segments", "shared": True, "capacity_bytes": ROOM_BYTES}
     with service:
         first = await open_with(FsBackend, chunk_bytes=CHUNK_BYTES, **given)
-        await Lender(CHUNK_BYTES).keep(first, KEYS)
+        await LENDER.keep(first, KEYS)
         wait_until(lambda: all(service.value("up", place) for place in service.places))
         for pid in service.keepers():
             os.kill(pid, signal.SIGKILL)
@@ -137,7 +138,7 @@ async def test_a_killed_keeper_is_started_again_and_its_segments_are_found(servi
             f"{each}: the keeper has ended with status -9; it is started again\n" for each in service.places
         }
         second = await open_with(FsBackend, chunk_bytes=CHUNK_BYTES, **given)
-        assert await Lender(CHUNK_BYTES).recall(second, KEYS) == list(map(label, KEYS))
+        assert await LENDER.recall(second, KEYS) == list(map(label, KEYS))
         assert service.value("up", service.root / meeting.NAME) == 1
         assert service.value("sessions", service.root / meeting.NAME) >= 1
 
