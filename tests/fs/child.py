@@ -17,9 +17,10 @@ from functools import partial
 from kvtier.backend import EngineId, FileMapper, Namespace, TierContext
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.testing.conformance import Lender, key_of, keys_of, label
-from kvtier_backends.fs import FsBackend, FsOptions
+from kvtier_backends.fs import FsBackend, FsOptions, MemoryBackend, MemoryOptions
 from kvtier_backends.fs.disk import owner
-from kvtier_backends.fs.segments import checkpoint
+from kvtier_backends.fs.host import meeting
+from kvtier_backends.fs.segments import checkpoint, kept
 
 WORKERS = 4  # Calls at once.
 BATCH_CHUNKS_MAX = 12
@@ -143,7 +144,89 @@ async def obey(asked, seed):
         say(words[0], await orders[words[0]](*words[1:]))
 
 
-WORKS = {work.__name__: work for work in (hammer, journal, obey)}
+async def opened_shared(asked):
+    """Open a shared tier of slots at a root, and one in a pool; while there is no keeper, again."""
+    meeting.LINGER_S, kept.ANSWER_S = asked["linger_s"], asked["answer_s"]
+    context = TierContext("0:shared", FileMapper(Namespace(model_name="org/model")), asked["row_bytes"])
+    options = {"shared": True, "capacity_bytes": asked["capacity_bytes"]}
+    of_root = FsOptions(root=asked["root"], layout="segments", **options)
+    of_pool = MemoryOptions(pool=asked["pool"], **options)
+    tiers = list[FsBackend | MemoryBackend]()
+    while len(tiers) < 2:
+        with suppress(BackendUnavailable):
+            tiers.append(await (MemoryBackend.open(of_pool, context) if tiers else FsBackend.open(of_root, context)))
+    return tiers
+
+
+async def share(asked, seed):
+    """Store and load as one of several engines: keys of its own, and everybody's.
+
+    Say `begin <worker> <version> <keys…>` before a store at the root, and `end <worker> <keys stored…>` after it.
+    """
+    engine, keys, row_bytes = asked["number"], asked["keys"], asked["row_bytes"]
+
+    async def work(tier, worker, said):
+        dice, name = random.Random(f"{seed}/{engine}/{worker}"), f"{engine}/{worker}"
+        own = [number for number in range(keys) if number % (asked["engines"] * 2) == 2 * engine + worker % 2]
+        while True:
+            lender, version, stores = Lender(row_bytes), dice.choice(VERSIONS), dice.random() < 0.5
+            numbers = dice.sample(own if stores else range(keys), dice.randint(1, BATCH_CHUNKS_MAX))
+            batch, outcomes = list(map(key_of, numbers)), []
+            if stores and said:
+                say("begin", name, version, *numbers)
+            with suppress(BackendUnavailable):
+                async with asyncio.timeout(asked["hang_s"]):
+                    if stores:
+                        outcomes = await tier.store(lender.writes(batch, version))
+                    else:
+                        await recall_any(tier, lender, batch)
+            assert {type(outcome).__name__ for outcome in outcomes} <= {"NoneType", "NoSpace"}, outcomes
+            if stores and said:
+                done = [number for number, outcome in zip(numbers, outcomes, strict=False) if outcome is None]
+                say("end", name, *done)
+            await asyncio.sleep(0)
+
+    root, pool = await opened_shared(asked)
+    async with asyncio.TaskGroup() as group:
+        for worker in range(WORKERS):
+            group.create_task(work(root if worker < 2 else pool, worker, worker < 2))
+
+
+async def recall_any(tier, lender, batch):
+    """Load chunks, and see that each is whole, of its key and of some version."""
+    for key in batch:
+        for version in VERSIONS:
+            lender.chunk(key, version)
+    for key, told in zip(batch, await lender.recall(tier, batch), strict=True):
+        assert told in ("ChunkMissing", *(label(key, version) for version in VERSIONS)), told
+
+
+async def halt(asked, seed):
+    """Store a batch at the root or in the pool, stop in its middle, and say `stored <how many>` after that."""
+    tier = (await opened_shared(asked))[seed]
+    write = os.pwritev
+
+    def halted(*args):
+        os.pwritev = write
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return write(*args)
+
+    lender, keys = Lender(asked["row_bytes"]), keys_of(BATCH_CHUNKS_MAX, asked["start"])
+    os.pwritev = halted
+    say("stored", list(await tier.store(lender.writes(keys))).count(None))
+    signal.pause()
+
+
+async def fork(asked, seed):
+    """Open the tiers, and fork a process that lives on: say `forked <its pid>`."""
+    tiers = await opened_shared(asked)
+    if (pid := os.fork()) == 0:
+        signal.pause()
+    say("forked", pid, len(tiers), seed)
+    signal.pause()
+
+
+WORKS = {work.__name__: work for work in (hammer, journal, obey, share, halt, fork)}
 
 
 def main(work, asked):

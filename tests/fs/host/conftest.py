@@ -1,17 +1,160 @@
 """What tests of a host's shared tiers stand on: pools and roots of their own, and keepers in a thread or a process."""
 
 import asyncio
+import fcntl
 import os
 import secrets
+import socket
 import threading
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
+import msgspec
 import pytest
 
+from kvtier.backend import Namespace, pack_keys
+from kvtier.testing.conformance import Lender, keys_of, tier_context
+from kvtier_backends.fs import FsBackend, FsOptions, MemoryBackend, MemoryOptions
 from kvtier_backends.fs.host import meeting
 from kvtier_backends.fs.host.keeper import Keeper
 from kvtier_backends.fs.host.meeting import Place
+from kvtier_backends.fs.segments import wire
+from tests.fs.conftest import ROW_BYTES
 
 LINGER_S = 0.5
+CAPACITY_BYTES = 4 << 20  # One segment, so that its slots can be counted.
+PATIENCE_S = 20.0
+
+
+def keepers(place):
+    """Return the keeper processes of a place."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            if str(place).encode() in Path("/proc", pid, "cmdline").read_bytes().split(b"\0"):
+                found.append(int(pid))
+    return found
+
+
+def until(true):
+    """Wait for something of another process or thread, of which it tells nobody."""
+    ends_at = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < ends_at
+        time.sleep(0.005)
+
+
+def is_unlocked(place):
+    fd = os.open(f"{place}.lock", os.O_RDWR)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+async def filled(tier, start=1_000_000):
+    """Store twice what there is room for; return how many chunks are there at once."""
+    lender, keys = Lender(ROW_BYTES), keys_of(2 * CAPACITY_BYTES // ROW_BYTES, start)
+    for at in range(0, len(keys), 64):
+        await lender.keep(tier, keys[at : at + 64])
+        assert lender.take_back()
+    return sum(await tier.probe(keys))
+
+
+class Peer:
+    """The engine's end of a session by hand."""
+
+    def __init__(self, place, timeout_s=PATIENCE_S):
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.settimeout(timeout_s)
+        self.connect(place)
+        self._read = b""
+        self._decode = msgspec.msgpack.Decoder(wire.ToEngine).decode
+
+    def connect(self, place):
+        fd = os.open(place.directory, os.O_PATH)
+        try:
+            self.socket.connect(f"/proc/self/fd/{fd}/{place.name}.sock")  # A socket's path has at most 107 bytes.
+        except OSError:
+            self.close()
+            raise
+        finally:
+            os.close(fd)
+
+    def send(self, message):
+        content = msgspec.msgpack.encode(message)
+        self.socket.sendall(len(content).to_bytes(wire.LENGTH_BYTES, "little") + content)
+
+    def hello(self, kind, options, row_bytes, *, protocol=wire.PROTOCOL, model="conformance"):
+        self.send(wire.Hello(protocol, kind, options, Namespace(model_name=model), row_bytes, 0.5, "by hand"))
+        return self.until(wire.Welcome)
+
+    def call(self, number, kind, keys=()):
+        self.send(wire.Call(number, kind, pack_keys(keys)))
+        return self.until(wire.Answer)
+
+    def until(self, kind):
+        """Return the next message of a kind, and pass over others."""
+        while True:
+            size = int.from_bytes(self._read[: wire.LENGTH_BYTES], "little")
+            if len(self._read) < wire.LENGTH_BYTES + size or not self._read:
+                content, descriptors, _, _ = socket.recv_fds(self.socket, 1 << 16, 16)
+                for fd in descriptors:
+                    os.close(fd)
+                if not content:
+                    raise EOFError
+                self._read += content
+                continue
+            message = self._decode(self._read[wire.LENGTH_BYTES : wire.LENGTH_BYTES + size])
+            self._read = self._read[wire.LENGTH_BYTES + size :]
+            if isinstance(message, kind):
+                return message
+
+    def is_ended(self):
+        """Return True when the keeper has ended the session; waits for that."""
+        with suppress(EOFError, ConnectionError):
+            self.until(())
+        return True
+
+    def close(self):
+        self.socket.close()
+
+
+@pytest.fixture
+async def join(root, pool):
+    """Return a function that opens a tier of this process, at the root or in the pool; all are closed in the end."""
+    opened = []
+
+    async def join(kind="fs", row_bytes=ROW_BYTES, model_name="org/model", **options):
+        given = {"shared": True, "capacity_bytes": CAPACITY_BYTES, **options}
+        context = tier_context(row_bytes, model_name=model_name)
+        if kind == "fs":
+            opened.append(
+                await FsBackend.open(FsOptions(**{"root": str(root), "layout": "segments", **given}), context)
+            )
+        else:
+            opened.append(await MemoryBackend.open(MemoryOptions(**{"pool": pool, **given}), context))
+        return opened[-1]
+
+    yield join
+    for tier in opened:
+        assert await tier.aclose(PATIENCE_S) == (0,)
+
+
+@pytest.fixture
+def peer(request):
+    """Return a function that begins a session by hand."""
+
+    def peer(place, **how):
+        made = Peer(place, **how)
+        request.addfinalizer(made.close)
+        return made
+
+    return peer
 
 
 @pytest.fixture(autouse=True)
@@ -53,9 +196,26 @@ class KeeperThread:
         self._begun.set()
         await self.keeper.run()
 
+    @contextmanager
+    def stopped(self):
+        """Let it do nothing in the block, as when its process is stopped."""
+        entered, go_on = threading.Event(), threading.Event()
+        self._loop.call_soon_threadsafe(lambda: entered.set() or go_on.wait(PATIENCE_S))
+        assert entered.wait(PATIENCE_S)
+        try:
+            yield
+        finally:
+            go_on.set()
+
+    def ended(self):
+        """Wait until it has ended by itself."""
+        self._thread.join(PATIENCE_S)
+        return not self._thread.is_alive()
+
     def end(self) -> None:
-        self._loop.call_soon_threadsafe(self.keeper.end)
-        self._thread.join(20)
+        with suppress(RuntimeError):  # It has ended.
+            self._loop.call_soon_threadsafe(self.keeper.end)
+        self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
 
 

@@ -18,38 +18,42 @@ class Gate:
     def __init__(self, width_bytes: int = WIDTH_BYTES) -> None:
         self.taken_bytes = 0
         self._width_bytes = width_bytes
-        self._now = 0  # The tag of the last batch that went through.
-        self._ends: dict[int, int] = {}  # By session: the tag at which its last batch ends.
-        self._waiting: list[tuple[bool, int, int, int, asyncio.Future[None]]] = []  # Loads first, by tag and arrival.
+        self._now = [0, 0]  # Of loads and of stores: the tag of the last batch that went through.
+        self._ends: dict[tuple[int, bool], int] = {}  # By session, likewise: the tag at which its last batch ends.
+        self._waiting: list[tuple[bool, int, int, int, asyncio.Future[None]]] = []
+        """Loads first, by tag. Of two with one tag, the smaller goes first, and then the earlier."""
         self._numbers = count()
 
     async def enter(self, session: int, size_bytes: int, *, is_store: bool) -> "Pass":
         """Wait for the batch's turn."""
-        tag = max(self._now, self._ends.get(session, 0))
-        self._ends[session] = tag + size_bytes
+        tag = max(self._now[is_store], self._ends.get((session, is_store), 0))
+        self._ends[session, is_store] = tag + size_bytes
         through: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heappush(self._waiting, (is_store, tag, next(self._numbers), size_bytes, through))
+        heappush(self._waiting, (is_store, tag, size_bytes, next(self._numbers), through))
         self.deal()
         try:
             await through
         except asyncio.CancelledError:
-            if through.done() and not through.cancelled():
+            if not through.cancelled():
                 self.taken_bytes -= size_bytes
-                self.deal()
+            if (session, is_store) in self._ends:
+                self._ends[session, is_store] -= size_bytes
+            self.deal()  # Others may have waited behind it.
             raise
         return Pass(self, size_bytes)
 
     def forget(self, session: int) -> None:
-        self._ends.pop(session, None)
+        for is_store in (False, True):
+            self._ends.pop((session, is_store), None)
 
     def deal(self) -> None:
         """Let through what has room."""
         while self._waiting:
-            _, tag, _, size_bytes, through = self._waiting[0]
+            is_store, tag, size_bytes, _, through = self._waiting[0]
             if not through.done():  # Else it was cancelled.
                 if self.taken_bytes and self.taken_bytes + size_bytes > self._width_bytes:
                     return
-                self._now = max(self._now, tag)
+                self._now[is_store] = tag
                 self.taken_bytes += size_bytes
                 through.set_result(None)
             heappop(self._waiting)

@@ -15,6 +15,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -38,6 +39,8 @@ from kvtier_backends.fs.segments.layout import disk_catalog, pool_catalog
 from kvtier_backends.fs.segments.pool import PoolFolder
 from kvtier_backends.fs.segments.room import Space
 from kvtier_backends.fs.segments.segment import Segment
+
+logger = logging.getLogger(__name__)
 
 SESSIONS_MAX = 256
 CLOSE_S = 10.0
@@ -90,7 +93,7 @@ class KeptNamespace:
             said = wire.Inventory(pack_keys(()), there=True, scanned=event.complete)
         else:
             said = wire.Inventory(pack_keys(event.keys), isinstance(event, api.Added))
-        for session in self.sessions:
+        for session in list(self.sessions):  # A deaf one ends meanwhile.
             session.link.send(said)
 
     async def aclose(self, ends_at: float) -> None:
@@ -146,7 +149,7 @@ class Session:
         match message:
             case wire.Call(kind="report"):
                 self.link.send(wire.Answer(message.id, samples=self._keeper.report()))
-            case wire.Call() if self._namespace is not None:
+            case wire.Call() if self._namespace is not None and message.id not in {0, *self._tasks, *self._held}:
                 self._begin(message.id, self._called(message, self._namespace))
             case wire.End() if message.id:
                 self._end(message.id, message.done)
@@ -154,12 +157,21 @@ class Session:
                 self._namespace.catalog.advise(message.advice)
             case wire.Hello() if not self._tasks and self._namespace is None:
                 self._begin(0, self._welcome(message))
-            case _:  # The end, or out of turn.
+            case wire.End():
                 self.close()
+            case _:
+                raise ValueError(f"{message!r:.100}: out of turn")
 
     def _begin(self, call_id: int, work: Any) -> None:
         self._tasks[call_id] = task = asyncio.create_task(work)
-        task.add_done_callback(lambda _: self._tasks.pop(call_id, None))
+        task.add_done_callback(partial(self._done, call_id))
+
+    def _done(self, call_id: int, task: asyncio.Task[None]) -> None:
+        self._tasks.pop(call_id, None)
+        if not task.cancelled() and (error := task.exception()) is not None:  # Not a peer of ours, or a bug.
+            logger.error("%s: its session ends", self.figures["engine"], exc_info=error)
+            self.link.close()
+            self._lost()
 
     async def _welcome(self, hello: wire.Hello) -> None:
         try:
@@ -186,9 +198,11 @@ class Session:
                     ]
                     answer = wire.Answer(call.id, verdicts=[(*judged,) for judged in map(catalog.judged, doubts)])
                 case _:
-                    await catalog.delete(keys)
-                    for key in keys:
-                        catalog.inventory.lost(key)
+                    try:
+                        await catalog.delete(keys)
+                    finally:
+                        for key in keys:  # Those that are gone are reported.
+                            catalog.inventory.lost(key)
                     answer = wire.Answer(call.id)
             namespace.report()
             await self._send_segments(namespace)
@@ -268,10 +282,14 @@ class Session:
                 self.link.send(wire.SegmentSaid(first_slot))
             new = [segment for segment in segments if segment.first_slot not in self._sent]
             self._sent &= there
-            for segment, fd in zip(new, await namespace.tier.lanes.scan.run(_opened_again, new), strict=True):
-                self._sent.add(segment.first_slot)
-                said = wire.SegmentSaid(segment.first_slot, segment.header.row_bytes, segment.header.slots)
-                self.link.send(said, fd)
+            fds: list[int] = []
+            try:
+                await api.in_thread(namespace.tier.lanes.scan, _open_again, new, fds)
+            finally:  # Also what a cancelled call has opened.
+                for segment, fd in zip(new, fds, strict=False):
+                    self._sent.add(segment.first_slot)
+                    said = wire.SegmentSaid(segment.first_slot, segment.header.row_bytes, segment.header.slots)
+                    self.link.send(said, fd)
 
 
 class Keeper:
@@ -383,6 +401,8 @@ class Keeper:
                 self._lingering.cancel()
 
     def _linger(self) -> None:
+        if self._lingering is not None:
+            self._lingering.cancel()
         if self._linger_s is not None and not self._sessions:
             self._lingering = asyncio.get_running_loop().call_later(self._linger_s, self._give_up)
 
@@ -390,26 +410,23 @@ class Keeper:
         """End, unless an engine is just looking for its keeper."""
         loop = asyncio.get_running_loop()
         self._lane.submit(self._place.lock).add_done_callback(
-            lambda locked: loop.call_soon_threadsafe(self._locked, locked.result())
+            lambda lock: loop.call_soon_threadsafe(self._locked, lock.result())
         )
 
-    def _locked(self, locked: bool) -> None:
-        if self._sessions or not locked:
-            self._linger()
-        else:
-            self.end()
+    def _locked(self, lock: int | None) -> None:
+        if lock is not None and not self._sessions:
+            self.end()  # With the lock, until the process ends.
+            return
+        if lock is not None:
+            os.close(lock)
+        self._linger()
 
 
-def _opened_again(segments: Sequence[Segment]) -> list[int]:
+def _open_again(segments: Sequence[Segment], fds: list[int]) -> None:
     """Open segments once more: a session's descriptors have no part in the keeper's locks. Blocks."""
-    with ExitStack() as undo:
-        fds: list[int] = []
-        for segment in segments:
-            flags = fcntl.fcntl(segment.fd, fcntl.F_GETFL) & (os.O_ACCMODE | os.O_DIRECT)
-            fds.append(os.open(f"/proc/self/fd/{segment.fd}", flags | os.O_CLOEXEC))
-            undo.callback(os.close, fds[-1])
-        undo.pop_all()
-    return fds
+    for segment in segments:
+        flags = fcntl.fcntl(segment.fd, fcntl.F_GETFL) & (os.O_ACCMODE | os.O_DIRECT)
+        fds.append(os.open(f"/proc/self/fd/{segment.fd}", flags | os.O_CLOEXEC))
 
 
 def _peer(connected: socket.socket) -> int:

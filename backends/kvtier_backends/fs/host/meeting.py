@@ -68,6 +68,8 @@ class Place(NamedTuple):
                     time.sleep(AGAIN_S)
                 else:
                     raise BackendUnavailable(f"{self}: the keeper does not start within {START_S:g} s")
+        except subprocess.SubprocessError as error:
+            raise BackendUnavailable(f"{self}: the keeper cannot be started: {error}") from error
         except OSError as error:
             raise ConfigError(f"shared: no keeper can be met in {self.directory}: {reason(error)}") from error
 
@@ -103,7 +105,10 @@ class Place(NamedTuple):
                 self.connect().close()
                 return None
             return self.listen()
+        except BlockingIOError:  # It is there, and accepts nobody.
+            return None
         finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # A process that another thread forks meanwhile has it, too.
             os.close(lock)
 
     def listen(self) -> socket.socket:
@@ -119,21 +124,22 @@ class Place(NamedTuple):
             raise
         return listener
 
-    def lock(self) -> bool:
-        """Keep engines from starting another keeper, until this process ends; False if one is about to."""
+    def lock(self) -> int | None:
+        """Keep engines from starting another keeper while this descriptor is open; None if one is about to."""
         try:
-            return self._locked() is not None
+            return self._locked()
         except OSError:  # The directory is gone, and no engine meets anybody there.
-            return True
+            return os.open(os.devnull, os.O_RDONLY)
 
-    def inode(self) -> int | None:
-        """Return the number of the socket that engines find here; None if there is none."""
+    def inode(self) -> tuple[int, int] | None:
+        """Return the number and the age of the socket that engines find here; None if there is none."""
         try:
-            return os.stat(f"{self}.sock").st_ino
+            status = os.stat(f"{self}.sock")
         except OSError:
             return None
+        return status.st_ino, status.st_ctime_ns  # File systems give a number again at once.
 
-    def remove_socket(self, inode: int | None) -> None:
+    def remove_socket(self, inode: tuple[int, int] | None) -> None:
         """Remove the socket, unless it is another one by now."""
         if inode is not None and self.inode() == inode:
             os.unlink(f"{self}.sock")

@@ -142,6 +142,7 @@ class SegmentFolder:
         """Remove a segment without slots in use, unless its name is another file's. Repeatable after an OSError."""
         if not segment.closed and self.has(segment):
             remove_file(self.root_fd, segment.name)
+            os.ftruncate(segment.fd, 0)  # Engines that have it open do not know yet.
         self.close(segment)
 
     def close(self, segment: Segment) -> None:

@@ -5,6 +5,7 @@ import errno
 import itertools
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from kvtier_backends.fs.segments.catalog import SCAN_PATIENCE_S, Doubt, Judged, 
 from kvtier_backends.fs.segments.segment import Header, Segment, Segments
 
 ANSWER_S = 10.0  # A keeper that does not answer for so long is stopped; its engines do without it.
+GONE = "the keeper is gone"
 
 
 class KeptCatalog:
@@ -37,6 +39,9 @@ class KeptCatalog:
         self._scanned = asyncio.Event()
         self._hello = hello
         self._capacity_bytes = capacity_bytes
+        self.is_lost = False
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
+        self._heard = 0  # Messages.
         self._ids = itertools.count(1)
         self._calls: dict[int, asyncio.Future[Any]] = {0: asyncio.get_running_loop().create_future()}
         self._own: dict[int, bytes] = {}  # By lease.
@@ -54,13 +59,16 @@ class KeptCatalog:
             raise
         self.queue = welcome.queue
 
-    @property
-    def is_lost(self) -> bool:
-        return self._link.closed
-
     def close(self) -> None:
-        """Close the session and its descriptors; idempotent. No lane may be using them."""
+        """Close the session and its descriptors; idempotent. No lane may be using them; any thread may call."""
+        if threading.get_ident() == self._thread or self._loop.is_closed():
+            self._close()
+        else:
+            self._loop.call_soon_threadsafe(self._close)
+
+    def _close(self) -> None:
         self._link.send(wire.End(0))
+        self._link.close()
         self._lose()
         for segment in self.segments.all:
             segment.forked()
@@ -104,9 +112,9 @@ class KeptCatalog:
         return Reservation(keys, positions, wire.unpacked("q", answer.slots), last_sequence, refusals, answer.id)
 
     def publish(self, reservation: Reservation, written: Sequence[bool], *, told: bool) -> None:
-        if self.is_lost and told:
-            raise BackendUnavailable("the keeper is gone")
         self._link.send(wire.End(reservation.id, bytes(written)))
+        if self.is_lost and told:
+            raise BackendUnavailable(GONE)
         for position, is_written in zip(reservation.positions, written, strict=True):
             if is_written:
                 self._held.add(reservation.keys[position])
@@ -132,13 +140,13 @@ class KeptCatalog:
 
     async def _call(self, kind: Any, keys: Sequence[OffloadKey], doubts: Any = ()) -> wire.Answer:
         if self.is_lost:
-            raise BackendUnavailable("the keeper is gone")
+            raise BackendUnavailable(GONE)
         call = wire.Call(next(self._ids), kind, pack_keys(keys), list(doubts))
         self._calls[call.id] = asyncio.get_running_loop().create_future()
         self._link.send(call)
         try:
             answer: wire.Answer = await self._answer(call.id)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, BackendUnavailable):
             self._link.send(wire.End(call.id))  # The keeper reads it before it answers, or afterwards.
             raise
         if answer.failure:
@@ -146,23 +154,27 @@ class KeptCatalog:
         return answer
 
     async def _answer(self, call_id: int) -> Any:
+        """Wait for a call's answer, which may take its time, while the keeper says anything when it is asked."""
+        waiting, heard = self._calls[call_id], -1
         try:
-            async with asyncio.timeout(ANSWER_S):
-                return await self._calls[call_id]
-        except TimeoutError as error:
-            self._lose()
-            raise BackendUnavailable(f"the keeper has not answered for {ANSWER_S:g} s: it may be stopped") from error
+            while not (await asyncio.wait({waiting}, timeout=ANSWER_S / 2))[0]:
+                if heard == self._heard:
+                    self._lose(f"the keeper has not answered for {ANSWER_S:g} s: it may be stopped")
+                heard = self._heard
+                self._link.send(wire.Call(next(self._ids), "report", pack_keys(())))
+            return waiting.result()
         finally:
             self._calls.pop(call_id, None)
 
-    def _lose(self) -> None:
-        """End every call: the keeper is gone, or does not answer."""
-        self._link.close()
+    def _lose(self, why: str = GONE) -> None:
+        """End every call: the keeper is gone, or does not answer. One that goes on again reads what is sent still."""
+        self.is_lost = True
         for waiting in self._calls.values():
             if not waiting.done():
-                waiting.set_exception(BackendUnavailable("the keeper is gone"))
+                waiting.set_exception(BackendUnavailable(why))
 
     def _received(self, message: Any, descriptor: Callable[[], int]) -> None:
+        self._heard += 1
         match message:
             case wire.Answer() | wire.Welcome():
                 waiting = self._calls.get(message.id if isinstance(message, wire.Answer) else 0)

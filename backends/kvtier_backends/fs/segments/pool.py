@@ -11,7 +11,7 @@ import os
 
 from kvtier.errors import ConfigError
 from kvtier.memory import give_advice, prefault, require_free
-from kvtier_backends.fs.segments.segment import Header, Segment
+from kvtier_backends.fs.segments.segment import Header, Segment, punch_hole
 
 SEGMENT_BYTES_MOST = 1 << 30  # Taken within a second, for which stores wait.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -57,6 +57,7 @@ class PoolFolder:
         return not segment.closed
 
     def remove(self, segment: Segment) -> None:
+        punch_hole(segment.fd, 0, segment.header.file_bytes)  # Engines that have it open do not know yet.
         self.close(segment)
 
     def remove_stranger(self, name: str) -> bool:  # noqa: ARG002

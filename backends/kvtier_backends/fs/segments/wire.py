@@ -137,12 +137,13 @@ class Link:
         self._descriptors: deque[int] = deque()
         self._unsent: deque[tuple[memoryview, int | None]] = deque()
         self._unsent_bytes = 0
+        self._ending = False  # The peer takes no message any more; what it has sent is read to its end.
         self._loop.add_reader(connected, self._receive)
         let_go_in_forks(self)
 
     def send(self, message: Message, descriptor: int | None = None) -> None:
         """Send a message, now or when the peer takes it, and close its descriptor."""
-        if self.closed:
+        if self.closed or self._ending:
             if descriptor is not None:
                 os.close(descriptor)
             return
@@ -159,18 +160,25 @@ class Link:
     def close(self) -> None:
         """Close the socket and every descriptor that nobody took; idempotent."""
         if not self.closed:
-            self._loop.remove_reader(self._socket)
-            self._loop.remove_writer(self._socket)
+            if not self._loop.is_closed():
+                self._loop.remove_reader(self._socket)
+                self._loop.remove_writer(self._socket)
             self.forked()
 
     def forked(self) -> None:
         if not self.closed:
             self.closed = True
             self._socket.close()
-            for fd in (*self._descriptors, *(fd for _, fd in self._unsent if fd is not None)):
+            for fd in self._descriptors:
                 os.close(fd)
             self._descriptors.clear()
-            self._unsent.clear()
+            self._forget_unsent()
+
+    def _forget_unsent(self) -> None:
+        for _, fd in self._unsent:
+            if fd is not None:
+                os.close(fd)
+        self._unsent.clear()
 
     def _end(self) -> None:
         if not self.closed:
@@ -187,8 +195,9 @@ class Link:
                 self._loop.add_writer(self._socket, self._flush)
                 return
             except OSError:
-                self._end()
-                return
+                self._ending = True
+                self._forget_unsent()
+                break
             for fd in fds:  # The peer has one of its own now.
                 os.close(fd)
             self._unsent_bytes -= sent
@@ -200,7 +209,7 @@ class Link:
 
     def _receive(self) -> None:
         try:
-            content, ancillary, _, _ = self._socket.recvmsg(RECEIVE_BYTES, _ANCILLARY_BYTES)
+            content, ancillary, _, _ = self._socket.recvmsg(RECEIVE_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             return
         except OSError:

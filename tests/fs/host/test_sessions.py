@@ -1,0 +1,423 @@
+"""Sessions of engines with their keeper, in one process: what they see of each other, and how each of them ends."""
+
+import asyncio
+import os
+import shutil
+import socket
+import threading
+from contextlib import suppress
+
+import pytest
+
+from kvtier.backend import Namespace
+from kvtier.errors import BackendUnavailable, ConfigError
+from kvtier.testing.conformance import Follower, Lender, keys_of, label
+from kvtier_backends.fs.host import keeper, meeting
+from kvtier_backends.fs.host.meeting import Place
+from kvtier_backends.fs.options import MemoryOptions, common_options
+from kvtier_backends.fs.segments import kept, room, wire
+from tests.fs.conftest import ROW_BYTES, kinds, taken_bytes, until_probed, until_stored, whole
+from tests.fs.host.conftest import CAPACITY_BYTES, PATIENCE_S, filled
+
+HANDS = [b"\xff" * 64, b"\x03\0\0\0abc", b"\x04\0\0\0\xff\xff\xff\x7f", b"\0\0\0\0", b"GET / HTTP/1.1\r\n\r\n"]
+
+
+@pytest.fixture(params=["fs", "memory"])
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def place(kind, root, pool):
+    return Place(str(root)) if kind == "fs" else Place.of_pool(pool)
+
+
+@pytest.fixture
+def kept_by(keep, place):
+    return keep(place)
+
+
+@pytest.fixture
+def of_pool(keep, pool):
+    """A pool's keeper."""
+    return keep(Place.of_pool(pool))
+
+
+@pytest.fixture
+def by_hand(peer, pool, of_pool):
+    """Return a function that begins a session in the pool by hand."""
+
+    def by_hand(*, hello=True, **how):
+        made = peer(Place.of_pool(pool))
+        if hello:
+            options = common_options(MemoryOptions(pool=pool, shared=True, capacity_bytes=CAPACITY_BYTES))
+            assert made.hello("memory", options, ROW_BYTES, **how).refusal == ""
+        return made
+
+    return by_hand
+
+
+async def until_lost(tier):
+    """Call a tier until it has seen that its keeper is gone."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            try:
+                await tier.delete(keys_of(1))
+            except BackendUnavailable:
+                return
+
+
+# What engines see of each other.
+
+
+async def test_engines_see_what_others_store_and_delete(kept_by, kind, join, lender):
+    one, other = await join(kind), await join(kind)
+    follower, keys = Follower(other), keys_of(20)
+    await follower.until(lambda: follower.scanned)
+    await lender.keep(one, keys)
+    await follower.until(lambda: follower.held == set(keys))
+    assert list(await other.probe(keys)) == [True] * 20
+    assert await lender.recall(other, keys) == whole(keys)
+    await one.delete(keys[:5])
+    await follower.until(lambda: follower.held == set(keys[5:]))
+    assert list(await other.probe(keys)) == [False] * 5 + [True] * 15
+    assert await lender.recall(other, keys[:5]) == ["ChunkMissing"] * 5
+
+
+async def test_an_engine_that_comes_later_knows_every_chunk(kept_by, kind, join, lender):
+    keys = keys_of(50)
+    await lender.keep(await join(kind), keys)
+    later = await join(kind)
+    follower = Follower(later)
+    await follower.until(lambda: follower.scanned)
+    assert follower.held == set(keys)
+
+
+async def test_a_chunk_that_another_engine_is_storing_is_refused_as_that(by_hand, join, lender):
+    hand, tier, keys = by_hand(model="org/model"), await join("memory"), keys_of(8)
+    assert hand.call(1, "reserve", keys[:4]).failure == ""
+    assert kinds(await tier.store(lender.writes(keys))) == ["NoSpace"] * 4 + ["NoneType"] * 4
+    assert tier.counters().refused == {"storing": 4}
+    hand.send(wire.End(1))
+    await until_stored(tier, lender, keys[:4])
+    assert await lender.recall(tier, keys) == whole(keys)
+
+
+# Slots come back.
+
+
+@pytest.mark.parametrize("stores", [False, True], ids=["lease", "store"])
+async def test_a_cancelled_call_gives_its_slots_back(kept_by, kind, join, stores):
+    tier, lender, keys = await join(kind), Lender(ROW_BYTES), keys_of(40)
+    all_of_them = await filled(tier)
+    await lender.keep(tier, keys)
+    for steps in range(60):
+        call = tier.store(lender.writes(keys)) if stores else tier.load(lender.reads(keys))
+        task = asyncio.create_task(call)
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait({task})
+    async with asyncio.timeout(PATIENCE_S):
+        while await filled(tier, 2_000_000) != all_of_them:
+            await asyncio.sleep(0.01)
+    assert (await join(kind)).counters().corrupt == {}
+
+
+async def test_a_tier_that_is_closed_with_a_store_in_flight_keeps_its_slots_until_that_ends(
+    kept_by, kind, join, system_call, lender
+):
+    other = await join(kind)
+    all_of_them = await filled(other)
+    tier, write = await join(kind), system_call("pwritev", sticks=True)
+    storing = await write.met_by(tier.store(lender.writes(keys_of(8))))
+    assert await tier.aclose(0.05) == (1,)
+    write.let_go()
+    await asyncio.wait({storing})
+    async with asyncio.timeout(PATIENCE_S):
+        while await filled(other, 2_000_000) != all_of_them:
+            await asyncio.sleep(0.01)
+    assert isinstance(storing.exception(), BackendUnavailable | None)
+
+
+async def test_an_engine_that_gives_a_stopped_keeper_up_leaves_no_slot_there(
+    kept_by, kind, join, system_call, monkeypatch, lender
+):
+    """What it was writing meanwhile is its own until it has written it."""
+    other, tier = await join(kind), await join(kind)
+    all_of_them = await filled(other)
+    monkeypatch.setattr(kept, "ANSWER_S", 0.2)
+    write = system_call("pwritev", sticks=True)
+    storing = await write.met_by(tier.store(lender.writes(keys_of(8))))
+    with kept_by.stopped():
+        await until_lost(tier)
+        write.let_go()
+        await asyncio.wait({storing})
+    assert isinstance(storing.exception(), BackendUnavailable)
+    monkeypatch.setattr(kept, "ANSWER_S", PATIENCE_S)
+    await until_stored_again(tier, lender)
+    async with asyncio.timeout(PATIENCE_S):
+        while await filled(other, 2_000_000) != all_of_them:
+            await asyncio.sleep(0.01)
+
+
+async def until_stored_again(tier, lender):
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            with suppress(BackendUnavailable):
+                if not any(await tier.store(lender.writes(keys_of(8)))):
+                    return
+
+
+async def test_a_call_that_waits_for_its_turn_for_long_keeps_its_session(by_hand, join, lender, monkeypatch):
+    """Only a keeper that says nothing at all is stopped."""
+    hand, tier = by_hand(), await join("memory")
+    monkeypatch.setattr(kept, "ANSWER_S", 0.4)
+    answer = hand.call(1, "lease", keys_of((64 << 20) // ROW_BYTES))  # All of the gate's width, for a second.
+    await lender.keep(tier, keys_of(3))
+    assert answer.failure == ""
+
+
+# Greetings, and peers that are none.
+
+
+async def test_options_that_differ_are_refused_by_name_and_value(kept_by, kind, join):
+    await join(kind)
+    with pytest.raises(ConfigError, match=f"capacity_bytes: {2 * CAPACITY_BYTES} given, {CAPACITY_BYTES} accepted"):
+        await join(kind, capacity_bytes=2 * CAPACITY_BYTES)
+    await join(kind, load_lanes=1, store_lanes=1)
+
+
+async def test_options_of_an_engine_that_was_refused_bind_nobody(kept_by, kind, join):
+    with pytest.raises(ConfigError, match="model_name"):
+        await join(kind, model_name="m" * 250)
+    await join(kind)
+
+
+async def test_another_protocol_is_refused(by_hand):
+    hand = by_hand(hello=False)
+    welcome = hand.hello("memory", {}, ROW_BYTES, protocol=2)
+    assert welcome.is_config
+    assert "protocol is 2, its keeper's 1" in welcome.refusal
+
+
+def nonsense(hand, at):
+    if at < len(HANDS):
+        with suppress(OSError):
+            hand.socket.sendall(HANDS[at])
+            hand.socket.shutdown(socket.SHUT_WR)
+        return
+    keys = keeper.pack_keys(keys_of(2))
+    messages = [
+        [wire.Call(1, "lease", keys)],
+        [wire.Hello(1, "memory", {}, Namespace(model_name="m"), ROW_BYTES, 0.5, "")],
+        [wire.Call(1, "judge", keys, [(1 << 60, 0, None)])],
+        [wire.Call(1, "lease", keys)] * 2,
+        [wire.Call(1, "lease", (b"\x01", b"\xff\xff"))],
+    ][at - len(HANDS)]
+    for message in messages:
+        hand.send(message)
+
+
+@pytest.mark.parametrize("at", range(len(HANDS) + 5))
+async def test_nonsense_ends_its_own_session_only(by_hand, join, lender, at):
+    tier = await join("memory")
+    await lender.keep(tier, keys_of(4))
+    all_of_them = await filled(tier)
+    hand = by_hand(hello=at > len(HANDS), model="org/model")
+    nonsense(hand, at)
+    assert hand.is_ended()
+    assert await filled(tier, 2_000_000) == all_of_them
+
+
+async def test_options_that_are_none_end_their_session_only(by_hand, join):
+    hand = by_hand(hello=False)
+    hand.send(wire.Hello(1, "memory", {"capacity_bytes": "much"}, Namespace(model_name="m"), ROW_BYTES, 0.5, ""))
+    assert hand.is_ended()
+    await join("memory")
+
+
+async def test_more_sessions_than_the_most_are_refused_until_one_ends(of_pool, join, monkeypatch, lender):
+    monkeypatch.setattr(keeper, "SESSIONS_MAX", 2)
+    first, _ = await join("memory"), await join("memory")
+    with pytest.raises(BackendUnavailable, match="the keeper is gone"):
+        await join("memory")
+    await first.aclose(PATIENCE_S)
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            with suppress(BackendUnavailable):
+                third = await join("memory")
+                break
+    await lender.keep(third, keys_of(3))
+
+
+async def test_a_deaf_session_ends_and_the_others_are_still_told(by_hand, join, lender, monkeypatch):
+    monkeypatch.setattr(wire, "UNSENT_BYTES_MAX", 50_000)
+    hand, one, other = by_hand(model="org/model"), await join("memory"), await join("memory")
+    hand.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+    keys = keys_of(64)
+    for _ in range(150):
+        await lender.keep(one, keys)
+        assert lender.take_back()
+        await one.delete(keys)
+    assert hand.is_ended()
+    await lender.keep(one, keys)
+    await until_probed(other, keys, there=True)
+
+
+async def test_descriptors_of_segments_are_not_inherited_by_other_programs(kept_by, kind, join, lender):
+    before = set(os.listdir("/proc/self/fd"))
+    tier = await join(kind)
+    await lender.keep(tier, keys_of(3))
+    new = [int(fd) for fd in set(os.listdir("/proc/self/fd")) - before if os.path.exists(f"/proc/self/fd/{fd}")]
+    assert new
+    assert not any(map(os.get_inheritable, new))
+
+
+# A keeper that is gone.
+
+
+async def test_after_a_keeper_is_lost_the_next_calls_find_a_new_one(kept_by, keep, place, kind, join, lender):
+    """What was at the root is found again; what was in the pool is reported as removed."""
+    tier, keys = await join(kind), keys_of(10)
+    follower = Follower(tier)
+    await lender.keep(tier, keys)
+    follower.held.update(keys)
+    await follower.until(lambda: follower.scanned)
+    kept_by.end()
+    keep(place)
+    await until_lost(tier)
+    held = set(keys) if kind == "fs" else set()
+    assert await lender.recall(tier, keys) == (whole(keys) if held else ["ChunkMissing"] * 10)
+    await follower.until(lambda: follower.held == held)
+    await lender.keep(tier, keys)
+
+
+async def test_a_root_that_is_removed_under_the_keeper_is_begun_again(keep, root, join, lender, monkeypatch):
+    monkeypatch.setattr(keeper, "LOOK_S", 0.02)
+    first, tier, keys = keep(Place(str(root))), await join(), keys_of(10)
+    follower = Follower(tier)
+    await lender.keep(tier, keys)
+    follower.held.update(keys)
+    await follower.until(lambda: follower.scanned)
+    shutil.rmtree(root)
+    assert await asyncio.to_thread(first.ended)
+    keep(Place(str(root)))
+    await until_lost(tier)
+    await lender.keep(tier, keys[:5])
+    await follower.until(lambda: follower.held.isdisjoint(keys[5:]))
+    assert await lender.recall(tier, keys) == whole(keys[:5]) + ["ChunkMissing"] * 5
+
+
+async def test_a_keeper_whose_backlog_is_full_is_unavailable(pool, peer, join, monkeypatch):
+    """It is stopped, perhaps. That is no error of the configuration, and may pass."""
+    place = Place.of_pool(pool)
+    os.makedirs(place.directory)
+    monkeypatch.setattr(meeting, "START_S", 0.2)
+    with place.listen(), pytest.raises(BackendUnavailable, match="does not start"):
+        with suppress(BlockingIOError):
+            while True:
+                peer(place, timeout_s=0)
+        await join("memory")
+
+
+async def test_an_interpreter_that_cannot_start_is_unavailable(outside, join, monkeypatch):
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    with pytest.raises(BackendUnavailable, match="cannot be started"):
+        await join("memory")
+
+
+# One capacity.
+
+
+class Sampled:
+    """The most that a place was seen to take."""
+
+    def __init__(self, look):
+        self.most_bytes = 0
+        self._look, self._end = look, threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self):
+        while not self._end.wait(0.01):
+            self.most_bytes = max(self.most_bytes, self._look())
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._end.set()
+        self._thread.join()
+
+
+def memory_bytes():
+    """Return what all memory of pools takes that this process has open."""
+    taken = {}
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if "kvtier-pool" in os.readlink(f"/proc/self/fd/{fd}"):
+                status = os.stat(f"/proc/self/fd/{fd}")
+                taken[status.st_ino] = 512 * status.st_blocks
+    return sum(taken.values())
+
+
+@pytest.fixture
+def small_segments(monkeypatch):
+    monkeypatch.setattr(room, "SEGMENT_BYTES_LEAST", 128 << 10)
+    monkeypatch.setattr(room, "CLAIM_S", 0.01)
+
+
+async def test_namespaces_and_row_lengths_stay_within_one_capacity(kept_by, kind, join, root, small_segments):
+    tiers = [
+        (await join(kind, row_bytes=row_bytes, model_name=model), Lender(row_bytes))
+        for model in ("a", "b", "c")
+        for row_bytes in (ROW_BYTES, 3 * ROW_BYTES)
+    ]
+    with Sampled((lambda: taken_bytes(root)) if kind == "fs" else memory_bytes) as sampled:
+        for turn in range(60):
+            for number, (tier, lender) in enumerate(tiers[turn % 3 :] if turn % 10 else tiers):
+                keys = keys_of(16, 16 * turn)
+                assert set(kinds(await tier.store(lender.writes(keys)))) <= {"NoneType", "NoSpace"}, number
+                told = await lender.recall(tier, keys)
+                assert all(one in (label(key), "ChunkMissing") for key, one in zip(keys, told, strict=True))
+                assert lender.take_back()
+    assert CAPACITY_BYTES // 2 < sampled.most_bytes <= CAPACITY_BYTES
+
+
+async def test_a_namespace_keeps_its_fair_part(kept_by, kind, join, small_segments):
+    """Although it was not used for long, and the other one wants much more."""
+    quiet, loud, lender = await join(kind, model_name="a"), await join(kind, model_name="b"), Lender(ROW_BYTES)
+    keys = keys_of(CAPACITY_BYTES // 2 // (ROW_BYTES + 4_096) - 24)
+    for at in range(0, len(keys), 32):
+        await lender.keep(quiet, keys[at : at + 32])
+    half = await filled(loud)
+    assert half > len(keys) // 2
+    assert await lender.recall(quiet, keys) == whole(keys)
+
+
+async def test_a_namespace_beyond_its_part_gives_to_one_that_comes(kept_by, kind, join, small_segments):
+    first, second = await join(kind, model_name="a"), await join(kind, model_name="b")
+    alone, lender, keys = await filled(first), Lender(ROW_BYTES), keys_of(2 * CAPACITY_BYTES // ROW_BYTES)
+    async with asyncio.timeout(PATIENCE_S):
+        while sum(await second.probe(keys)) <= alone // 3:
+            await second.store(lender.writes(keys))
+            assert lender.take_back()
+    await filled(second)
+    assert first.occupancy().chunks > alone // 3
+
+
+async def test_segments_of_a_namespace_that_nobody_has_opened_go_before_any_chunk(
+    keep, root, join, small_segments, tmp_path
+):
+    place = Place(str(root))
+    first = keep(place)
+    old = await join(model_name="old")
+    all_of_them = await filled(old)
+    await old.aclose(PATIENCE_S)
+    first.end()
+    keep(place)
+    tier = await join(model_name="new")
+    assert await filled(tier) >= all_of_them - 8
+    assert len(list(root.glob("old*_segments/*.seg"))) == 0
+    assert tier.counters().evicted == 0
