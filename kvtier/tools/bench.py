@@ -31,7 +31,6 @@ CHUNK_SIZES = "2MiB"
 LAYOUTS = ("segments", "files")
 ROUNDS_MAX = 10_000  # All figures are kept, and a round takes at least a tenth of a second.
 CHUNK_BYTES_MAX = 1 << 30  # A hundred times the largest in use; several are in memory at once.
-MOVED_BYTES_MAX = 16 << 30  # Bytes of one measurement; they are in memory at once.
 PRIMARY_SHARES = 4  # The primary has at most this multiple of the moved bytes; more only takes time to prepare.
 PART_BYTES = 8 << 20  # Of one call, or of one thread's turn: any disk reaches its best rate.
 KEYS_A_REQUEST = 64
@@ -60,7 +59,7 @@ def bench(
     A directory is measured as an fs tier of each layout. The chunks of an fs tier lie in a temporary directory in its
     root. Other tiers get new random keys. All of them are removed at the end.
     """
-    size_bytes = _size("--size", size, most=MOVED_BYTES_MAX)
+    size_bytes = _size("--size", size, most=16 << 30)  # Bytes of one measurement; they are in memory at once.
     if place.endswith((".toml", ".json")) and not os.path.isdir(place):
         if chunk_sizes is not None:
             raise ConfigError(f"--chunk-sizes: accepted with a directory only; {place} has chunk_bytes")

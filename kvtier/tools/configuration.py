@@ -28,7 +28,6 @@ from kvtier.tools import statuses
 from kvtier.tools.options import JsonOption
 from kvtier.tools.outputs import STDOUT, check_outputs, encoded, plain_table, write_json
 
-HIDDEN = "(not shown)"
 Config = EngineConfig | VllmOptions | tuple[SecondaryOptions, ...]
 SECRET_NAME = re.compile(r"(?i)pass|secret|token|credential|(?:^|_)key(?:$|_)")  # Options of tiers that are not ours.
 
@@ -144,7 +143,7 @@ def _told(value: Any) -> Any:
 def _shown(field: msgspec.structs.FieldInfo, value: Any) -> Any:
     if not isinstance(value, str):
         return _told(value)
-    return HIDDEN if is_secret(field.type) or SECRET_NAME.search(field.name) else without_login(value)
+    return "(not shown)" if is_secret(field.type) or SECRET_NAME.search(field.name) else without_login(value)
 
 
 def _flat(value: Any, path: str) -> Iterator[tuple[str, str]]:

@@ -22,7 +22,6 @@ from kvtier.settings import shown_age, shown_bytes
 from kvtier.tools import outputs, statuses
 from kvtier.tools.options import JsonOption, parse_share, parsed
 
-_PROGRESS_FILES = 256  # Between two updates of the bar.
 LISTED_MAX = 1_000_000_000_000  # Chunks; no directory holds more.
 NAMED_MAX = 100  # Corrupt files named on the screen; the JSON names all of them.
 SHARE = "a share such as 1% or 0.01, above 0 and at most 100%"
@@ -105,7 +104,7 @@ def walked(directory: Directory, places: Sequence[Place], title: str) -> Iterato
             for file in directory.files(place, part):
                 yield place, file
                 seen += file.kind is not Kind.BESIDE
-                if seen % _PROGRESS_FILES == 0:
+                if seen % 256 == 0:  # Between two updates of the bar.
                     progress.update(task, description=f"{title} {seen:,}")
             progress.advance(task)
 
@@ -161,8 +160,7 @@ def du(directory: DirectoryArgument, namespace: NamespaceOption = None, json_pat
                 files, size = COUNTED[file.kind]
                 counted[place.name].update({files: 1, size: file.allocated_bytes})
     rows = {place.name: NamespaceUsage(model=place.model, **_usage(counted[place.name])) for place in places}
-    total = _usage(sum(counted.values(), Counter[str]()))
-    found = DirectoryUsage(namespaces=rows, left_out=left_out.count, **total)
+    found = DirectoryUsage(namespaces=rows, left_out=left_out.count, **_usage(sum(counted.values(), Counter[str]())))
     screen = outputs.write_json(json_path, found)
     table = outputs.plain_table(
         "namespace", "model", ">chunks", ">size", ">allocated", ">temporaries", ">leftovers", ">of which size"
@@ -279,8 +277,7 @@ class Verification:
 
     def run(self, places: Sequence[Place]) -> Iterator[BadFile]:
         for place, file in walked(self._directory, places, "verifying"):
-            finding = self._check(place, file)
-            if finding is None:
+            if (finding := self._check(place, file)) is None:
                 continue
             self._states[finding.state] += 1
             self._faults[finding.fault] += finding.state is State.CORRUPT

@@ -21,7 +21,6 @@ from kvtier import __version__
 from kvtier.settings import shown_bytes
 from kvtier.tools.outputs import busy, plain_table, write_json
 
-FORMAT = 1  # Of the JSON; incremented when a field changes its meaning.
 ROUNDS = 7
 
 Load = tuple[float, float, float]
@@ -136,7 +135,7 @@ def row_of(
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
     command: str  # `kvtier bench` or `kvtier selftest`.
-    format: int = FORMAT  # Number of the format. It changes with the meaning of a field.
+    format: int = 1  # Number of the format. It changes with the meaning of a field.
     machine: Machine  # The machine.
     seconds: float  # Duration.
     rows: list[Row]  # The measurements.

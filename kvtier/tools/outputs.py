@@ -25,7 +25,6 @@ from rich.text import Text
 from kvtier.errors import ConfigError, escaped, one_line
 
 STDOUT = "-"  # As a file name.
-COLUMNS_MIN = 20  # A narrower table is unreadable.
 COLUMNS_MAX = 1 << 16  # Longer than any line.
 LOGGERS = ("kvtier", "kvtier_backends")
 LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)  # By the number of times that `--verbose` is given.
@@ -122,7 +121,7 @@ def console(*, stderr: bool = False, quiet: bool = False) -> Console:
     given = os.environ.get("COLUMNS", "")
     columns = int(given) if given.isdecimal() and len(given) < len(str(COLUMNS_MAX)) else 0
     is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
-    width = max(COLUMNS_MIN, columns) if columns else None if is_terminal else COLUMNS_MAX
+    width = max(20, columns) if columns else None if is_terminal else COLUMNS_MAX  # A narrower table is unreadable.
     return Screen(stderr=stderr, quiet=quiet, width=width)
 
 

@@ -16,12 +16,10 @@ from kvtier.tools.outputs import counted, picture_format, replacing
 from kvtier.tools.replay.replay import ReplayTally, TierReport
 from kvtier.tools.replay.report import Report
 
-DOTS_PER_INCH = 150
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#888888")
 """Okabe and Ito's: distinct for people who do not see all colours, on white and on black."""
 LABEL_CHARACTERS_MAX = 24  # Of a name in a picture. The tables have the whole.
 SLICES = 60  # Of a replay's time: a picture shows no more.
-QUANTILES = 200  # Points of a latency curve.
 
 Numbers = npt.NDArray[np.float64]
 
@@ -36,7 +34,7 @@ def write_replay_picture(path: str, report: Report, tally: ReplayTally) -> None:
     hits, traffic, latencies = figure.subplots(3, 1)
     _draw_course(hits, traffic, report, tally)
     for index, (name, samples) in enumerate(tally.latencies_s.items()):
-        shares = np.linspace(0.0, 1.0, QUANTILES)
+        shares = np.linspace(0.0, 1.0, 200)  # Points of a latency curve.
         latencies.plot(
             1e3 * np.quantile(samples, shares), shares, color=COLOURS[index % len(COLOURS)], label=_short(name)
         )
@@ -50,7 +48,7 @@ def write_replay_picture(path: str, report: Report, tally: ReplayTally) -> None:
             axes.legend(frameon=False, fontsize=8, ncols=2)
     with replacing(path) as file, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font")  # Letters that the font lacks become boxes.
-        figure.savefig(file, format=picture_format(path), dpi=DOTS_PER_INCH)
+        figure.savefig(file, format=picture_format(path), dpi=150)
 
 
 def _draw_course(hits: Axes, traffic: Axes, report: Report, tally: ReplayTally) -> None:

@@ -127,8 +127,7 @@ def _limit(text: str | None) -> int | float | None:
 def _parsed(option: str, text: str | None, parse: Callable[[str], T], most: float, accepted: str) -> T | None:
     if text is None:
         return None
-    value = parsed(option, text, parse, accepted)
-    if value > most:
+    if (value := parsed(option, text, parse, accepted)) > most:
         raise ConfigError(f"{option} {text!r}: expected {accepted}, at most {most:,.0f} of its units")
     return value
 
@@ -164,8 +163,7 @@ class PruneRun:
         for place in places:
             files, left_out = self._files, self.left_out.count
             yield from self._swept(place)
-            touched = self._files > files or self._rule.everything
-            if self._remove and touched and self.left_out.count == left_out:
+            if self._remove and (self._files > files or self._rule.everything) and self.left_out.count == left_out:
                 self._cleared += self._directory.clear(place)
 
     def _swept(self, place: Place) -> Iterator[PrunedFile]:

@@ -18,8 +18,7 @@ def explain(
 ) -> None:
     """Explain a message by the code at its end: its meaning, and what to do. No network is needed."""
     sections = _sections(next(path for path in PLACES if path.exists()).read_text(encoding="utf-8"))
-    found = next((name for name in sections if name.startswith(code)), None)
-    if found is None:
+    if (found := next((name for name in sections if name.startswith(code)), None)) is None:
         raise ConfigError(f"{code!r}: no such code; `kvtier help` lists all")
     typer.echo(sections[found] if code else "\n".join(sections))
 

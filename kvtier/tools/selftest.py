@@ -14,12 +14,10 @@ from kvtier.tools.figures import Figures, Row, print_figures, this_machine
 from kvtier.tools.options import JsonOption
 from kvtier.tools.outputs import bar, check_outputs, plain_table, write_json
 
-Outcome = Literal["kept", "broken", "skipped"]
-
 
 class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     promise: str  # The promise that was checked.
-    outcome: Outcome  # `kept`, `broken` or `skipped`.
+    outcome: Literal["kept", "broken", "skipped"]  # `kept`, `broken` or `skipped`.
     detail: str  # What was found.
     seconds: float  # Duration.
 

@@ -32,7 +32,7 @@ from kvtier.kvcache.transfer import (
 )
 from kvtier.kvcache.transfer.cuda import batched_copy, copiers_with
 from kvtier.memory import PAGE_BYTES, Region
-from kvtier.tools.figures import Row, Side, interleaved, rate_of, row_of
+from kvtier.tools.figures import ROUNDS, Row, Side, interleaved, rate_of, row_of
 
 SPIN_CYCLES = 400_000_000  # A fifth of a second at 2 GHz: longer than a busy machine takes to submit a transfer.
 BLOCKS = 24
@@ -43,7 +43,6 @@ CANARY = -86  # 0xAA.
 ORDER_PAGES, ORDER_PAGE_BYTES = 64, 256 << 10  # 16 MiB: a third of a millisecond of a fast link.
 RATE_LAYERS, RATE_PAGE_BYTES = 8, 64 << 10  # Pages as long as those of an 8B model's layers.
 RATE_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
-RATE_ROUNDS = 7
 
 host: Any = import_module("kvtier_backends.cpu")  # By name: tools know no tier.
 
@@ -332,7 +331,7 @@ def rates(device: TorchDevice) -> list[Row]:
             "to host": lambda: plain_copy(here, there),
             "to device": lambda: plain_copy(there, here),
         }
-        measured = interleaved([Side(name, rate_of(copy, moved_bytes)) for name, copy in copies.items()], RATE_ROUNDS)
+        measured = interleaved([Side(name, rate_of(copy, moved_bytes)) for name, copy in copies.items()], ROUNDS)
     pages = {"page_bytes": RATE_PAGE_BYTES, "layers": RATE_LAYERS}
     return [
         row_of(way, measured[way], measured[limit], f"one plain copy {limit}", pages, chunk_bytes=chunk_bytes)

@@ -21,7 +21,6 @@ from kvtier.tools.outputs import busy, check_outputs, console, plain_table, writ
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8000/metrics"  # Of `vllm serve`.
 TIMEOUT_S = 5.0  # A busy engine answers within milliseconds.
-PAGE_BYTES_MAX = 64 << 20  # Metrics of a thousand engines.
 INTERVAL_S_MIN, INTERVAL_S_MAX = 0.1, 3_600.0
 BREAKERS = {"open": "red", "half_open": "yellow", "closed": "green"}  # The worst state first.
 ACCEPTED = f"{DEFAULT_ADDRESS}, host:port or a port accepted"
@@ -133,7 +132,7 @@ class Reading(NamedTuple):
                 raise ConfigError(f"{address!r}: {ACCEPTED}")  # A lone word is a typo, too.
             page = parts if parts.path.strip("/") else parts._replace(path="/metrics")
             with build_opener(ProxyHandler({})).open(page.geturl(), timeout=TIMEOUT_S) as answer:
-                reading = cls.parsed(answer.read(PAGE_BYTES_MAX).decode(), time.monotonic())
+                reading = cls.parsed(answer.read(64 << 20).decode(), time.monotonic())  # Metrics of a thousand engines.
         except (ValueError, KeyError, IndexError, http.client.InvalidURL) as error:  # Of an address, and of the parser.
             raise ConfigError(f"{address!r}: no metrics there ({error}); {ACCEPTED}") from error
         except (OSError, http.client.HTTPException) as error:

@@ -24,13 +24,11 @@ from kvtier.tools.replay.traces import TraceRequest
 CONCURRENCY = 8
 CONCURRENCY_MAX = 4_096  # Requests, a task each. Engines run some hundreds; the bytes have their own limit.
 OPEN_BYTES_MAX = 256 << 20  # Generated for all open requests together, next to the primary.
-INTERRUPTED_CLOSE_S = 0.1  # Once for transfers and once for tiers: Ctrl-C takes effect within a second.
 PUT_BYTES_MAX = 64 << 20  # Generated and put at once: longer prompts are put in pieces, to bound memory.
 GPU_NAME = "gpu"  # The LLM engine's own prefix cache, next to the names of tiers.
 SAMPLES_MAX = 400  # Of one replay: a picture shows no more points.
 WRONG_KEYS_MAX = 8  # Named in the report; all are counted.
 WORD_BYTES = 8
-COMPARED_BYTES = 4 << 20  # Generated at once for a comparison: fits the processor's cache.
 
 
 class ChunkSource:
@@ -61,7 +59,7 @@ class ChunkSource:
 
     def wrong(self, keys: Sequence[OffloadKey], chunks: Sequence[memoryview]) -> list[OffloadKey]:
         """Return the keys whose chunk differs from the generated one; only leading keys have chunks. Keeps no view."""
-        size = max(1, COMPARED_BYTES // self.chunk_bytes)
+        size = max(1, (4 << 20) // self.chunk_bytes)  # Generated at once for a comparison: fits the processor's cache.
         return [
             key
             for start in range(0, len(chunks), size)
@@ -75,8 +73,7 @@ class ChunkSource:
 
     def _rows(self, keys: Sequence[OffloadKey]) -> npt.NDArray[np.uint8]:
         words = np.frombuffer(b"".join(key[:WORD_BYTES] for key in keys), np.uint64)
-        made = np.bitwise_xor(words[:, np.newaxis], self._words_of_places)
-        return made.view(np.uint8)[:, : self.chunk_bytes]
+        return np.bitwise_xor(words[:, np.newaxis], self._words_of_places).view(np.uint8)[:, : self.chunk_bytes]
 
 
 class TierReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,14 +91,13 @@ class TierReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tier_report(hits: int, loaded: int, stored: int, row_bytes: int, **reasons: Mapping[str, int]) -> TierReport:
-    counts = {name: reasons.get(name, {}) for name in ("dropped", "failed", "skipped", "refused")}
     return TierReport(
         hits=hits,
         chunks_loaded=loaded,
         chunks_stored=stored,
         bytes_loaded=loaded * row_bytes,
         bytes_stored=stored * row_bytes,
-        **counts,
+        **{name: reasons.get(name, {}) for name in ("dropped", "failed", "skipped", "refused")},
     )
 
 
@@ -157,8 +153,7 @@ class ReplayTally:
     def sample(self, stats: EngineStats, seconds: float) -> None:
         self.seconds = seconds
         gpu = {} if self.gpu_hits is None else {GPU_NAME: tier_report(self.gpu_hits, 0, 0, 0)}
-        tiers = gpu | totals(stats, self.row_bytes)
-        self.samples.append(Sample(seconds, self.requests, self.chunk_references, tiers))
+        self.samples.append(Sample(seconds, self.requests, self.chunk_references, gpu | totals(stats, self.row_bytes)))
 
     @property
     def hit_ratio(self) -> float:
@@ -202,8 +197,8 @@ class BlockClaims:
 
     async def wait(self, turn: ClaimTurn) -> None:
         """Wait until no earlier open request claims a block of this one."""
-        while earlier := next(filter(None, (self._earlier(block, turn) for block in turn.block_ids)), None):
-            await earlier.ended.wait()
+        while ahead := [each for each in map(self._holders.get, turn.block_ids) if each and each.number < turn.number]:
+            await ahead[0].ended.wait()  # Only earlier ones: otherwise two requests could wait for each other.
 
     def looked_up(self, turn: ClaimTurn, hits: int) -> None:
         """Record the hits of a request: its leading blocks are available, and it claims all others."""
@@ -216,11 +211,6 @@ class BlockClaims:
         self._computed.update(turn.claimed)
         self._drop(turn, tuple(turn.claimed))
         turn.ended.set()
-
-    def _earlier(self, block: int, turn: ClaimTurn) -> ClaimTurn | None:
-        # Only earlier ones: otherwise two requests could wait for each other.
-        holder = self._holders.get(block)
-        return holder if holder is not None and holder.number < turn.number else None
 
     def _claim(self, turn: ClaimTurn, block_ids: Sequence[int]) -> None:
         for block in block_ids:
@@ -337,11 +327,13 @@ class Replay:
             client = ReplayClient(manager, self.source, self.tally, clock=time.perf_counter)  # uvloop's ticks in ms.
             try:
                 await self._replay(client, progress)
-                self.tally.drained = await manager.drain(_drain_s(self.config))
+                # Each cascade waits once for budget and once for the tier.
+                deadlines_s = (tier.limits.deadline_s for tier in self.config.secondary_tiers)
+                self.tally.drained = await manager.drain(1.0 + 2 * max(deadlines_s, default=0.0))
             finally:
                 self.tally.sample(manager.stats(), client.seconds)
         except asyncio.CancelledError:
-            close_s = INTERRUPTED_CLOSE_S
+            close_s = 0.1  # Once for transfers and once for tiers: Ctrl-C takes effect within a second.
             raise
         finally:
             await manager.aclose(close_s)
@@ -389,8 +381,3 @@ def _open_chunks_max(manager: TieringOffloadingManager) -> int:
     """Return how many rows open requests may hold: cascades and leases then never leave one without a row."""
     limits, rows = manager.config.limits, manager.config.rows
     return max(1, int(min(limits.lease_share, 1 - limits.cascade_share) * rows))
-
-
-def _drain_s(config: EngineConfig) -> float:
-    """Return a bound for all cascades: each waits once for budget and once for the tier."""
-    return 1.0 + 2 * max((tier.limits.deadline_s for tier in config.secondary_tiers), default=0.0)

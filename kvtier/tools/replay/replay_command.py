@@ -24,11 +24,9 @@ from kvtier.tools.replay.workload import GENERATED, AnyTrace, open_trace
 
 CHUNK_BYTES = 16 << 10
 PRIMARY_SHARE = 0.05  # Of the trace's unique blocks: small, so that many hits come from the tier below.
-PRIMARY_ROWS_MIN = 512  # A short trace's primary: 8 MiB.
 STORE_CHUNKS = 256  # Keeps the lanes busy. Waiting stores pin rows: more would cost hits in the primary.
 FOOTER_BYTES = 4_096  # Of each chunk of an fs tier.
 FOLDER_BYTES = 4_096
-STEPS_MAX = 1_000  # Of the bar: more could not be seen.
 
 
 def replay(
@@ -127,7 +125,7 @@ def primary_rows(extent: Extent, concurrency: int) -> int:
     At least two of them, and at most the trace twice: half of the rows may be leased, or wait for a tier.
     """
     open_rows = min(max(2, concurrency) * extent.longest, 2 * extent.unique_blocks)
-    return max(PRIMARY_ROWS_MIN, extent.capacity(PRIMARY_SHARE), open_rows)
+    return max(512, extent.capacity(PRIMARY_SHARE), open_rows)  # A short trace's primary: 8 MiB.
 
 
 def check_roots(config: EngineConfig) -> None:
@@ -206,7 +204,7 @@ def run_with_bar(
 @contextmanager
 def _bar(tally: ReplayTally, requests: int) -> Generator[Callable[[], None]]:
     ratio = TextColumn("hit ratio {task.fields[hit_ratio]:.4f}")
-    every = max(1, requests // STEPS_MAX)
+    every = max(1, requests // 1_000)  # More steps of the bar could not be seen.
     with bar(MofNCompleteColumn(), ratio, TimeElapsedColumn(), TimeRemainingColumn()) as progress:
         task = progress.add_task("replaying", total=requests, hit_ratio=0.0)
 

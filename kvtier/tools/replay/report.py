@@ -18,8 +18,6 @@ from kvtier.tools.outputs import counted, plain_table, write_json
 from kvtier.tools.replay.replay import ReplayTally, TierReport, tier_report
 from kvtier.tools.replay.study import Extent, too_long
 
-FORMAT = 2  # Of the JSON; changes with the meaning of a field.
-
 
 class Quantiles(msgspec.Struct, frozen=True):
     """Quantiles of durations, in seconds; all 0 without samples."""
@@ -34,7 +32,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """A replay's figures. Tiers are by name; the primary is `cpu`, the LLM engine's own prefix cache is `gpu`."""
 
     command: str  # `kvtier replay` or `kvtier simulate`.
-    format: int = FORMAT  # Number of the report's format. It changes with the meaning of a field.
+    format: int = 2  # Number of the report's format. It changes with the meaning of a field.
     kvtier: str = __version__  # Version that wrote it.
     trace: str  # Name of the trace's file.
     seed: int  # The given seed.

@@ -40,7 +40,6 @@ GPU_LOAD_BYTES_PER_S = 25e9  # Host to device over sixteen lanes of PCIe 4.
 GPU_CACHE_TOKENS = 262_144  # Of one server. 80 GB hold 420,000 of an 8B model next to its weights and running requests.
 LOGGERS_OF_LOSSES = ("kvtier.engine", "kvtier.runner")
 KV_BYTES_PER_TOKEN = 131_072  # Llama 3.1 8B in bf16: K and V of 32 layers, 8 heads of 128, 2 bytes each.
-DISK_QUEUE_CHUNKS = 1_024  # Four times the chunks of a long prompt; an SSD takes them in five seconds.
 SSDS_RATES = "28GB/s,16GB/s"  # Those of `SSDS`.
 DISK_NAME = "disk"  # The name of the modelled tier, for hints whose `no_store` names tiers.
 CascadeName = Literal["store", "evict", "second_use"]
@@ -124,7 +123,7 @@ def model_engine(
     chunk_bytes: int, memory_bytes: int, disk_bytes: int | None, disk: DiskSpeed, cascade: CascadeName = "store"
 ) -> EngineConfig:
     """Return an engine with a primary over one disk with a capacity; None: without a limit, 0: no disk."""
-    in_flight = DISK_QUEUE_CHUNKS * chunk_bytes
+    in_flight = 1_024 * chunk_bytes  # Four times the chunks of a long prompt; an SSD takes them in five seconds.
     limits = TierLimits(load_bytes_in_flight=in_flight, store_bytes_in_flight=in_flight)
     own = _disk_options(disk) | {"capacity_bytes": disk_bytes}
     tier = TierConfig(type="dummy", name=DISK_NAME, limits=limits, cascade=cascade, options=own)
@@ -242,8 +241,7 @@ class VirtualReplay:
         async with task_group() as group:
             for request, arrival_s in zip(self.requests, arrivals, strict=True):
                 await asyncio.sleep(arrival_s - client.seconds)
-                task = group.create_task(self._serve(request, arrival_s, client, free))
-                task.add_done_callback(lambda _: progress())
+                group.create_task(self._serve(request, arrival_s, client, free)).add_done_callback(lambda _: progress())
 
     async def _serve(
         self, request: TraceRequest, arrival_s: float, client: ReplayClient, free: asyncio.Semaphore

@@ -24,7 +24,6 @@ SIZES = "sizes with units and commas between them, as in 64GiB,1TiB, at most 102
 DAY_S = 86_400.0
 ROWS_SPARE = 1_024  # For transfers in flight.
 KV_BYTES_MAX = 1 << 30  # For a token. A thousand times the bytes of the largest models.
-VALUE_BYTES = 2  # As models are served, whatever the type of their weights.
 PLAIN = ("granite", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 
 
@@ -122,8 +121,7 @@ def size(
 
 
 def _size(text: str) -> int:
-    size_bytes = parse_size(text)
-    if size_bytes > SIZE_BYTES_MAX:
+    if (size_bytes := parse_size(text)) > SIZE_BYTES_MAX:
         raise ValueError(text)
     return size_bytes
 
@@ -213,7 +211,7 @@ def kv_bytes_per_token(model: str) -> int:
         raise ConfigError(f"--model {path}: {given}; {', '.join(PLAIN)}, or --kv-bytes-per-token, accepted")
     heads, layers = config.num_key_value_heads, config.num_hidden_layers
     head_dim = config.head_dim or config.hidden_size // max(1, config.num_attention_heads)
-    found = 2 * layers * heads * head_dim * VALUE_BYTES
+    found = 2 * layers * heads * head_dim * 2  # 2 bytes, as models are served, whatever their weights have.
     if not 0 < found <= KV_BYTES_MAX or min(layers, heads, head_dim) < 1:
         raise ConfigError(f"--model {path}: {found} bytes a token, at least 1 and at most {KV_BYTES_MAX} accepted")
     return found

@@ -64,8 +64,7 @@ def measure(requests: Iterable[TraceRequest]) -> Extent:
 
 def too_long(extent: Extent, capacity: int, of: str) -> list[str]:
     """Return a warning if requests are longer than a cache: only their leading blocks can be stored or found."""
-    longer = sum(requests for blocks, requests in extent.lengths.items() if blocks > capacity)
-    if not longer:
+    if not (longer := sum(requests for blocks, requests in extent.lengths.items() if blocks > capacity)):
         return []
     return [
         f"{of} of {capacity:,} chunks is shorter than {counted(longer, 'request')} of {extent.requests:,}, the longest "
@@ -111,8 +110,7 @@ class Cache:
             used = tuple(dict.fromkeys(used))
         missing = list(filterfalse(resident.__contains__, used))
         present = list(filter(resident.__contains__, used)) if missing else used
-        excess = len(resident) + len(missing) - self._capacity
-        if excess > 0:
+        if (excess := len(resident) + len(missing) - self._capacity) > 0:
             self._make_room(excess, offered, missing, now_s)
         resident.update(missing)
         self._order.insert(missing)
@@ -153,8 +151,7 @@ def policy_hits(
 ) -> Iterator[int]:
     """Yield the hits of each request for an empty policy of `capacity`; `hints` replace those of the trace."""
     cache = Cache(policy, capacity, block_tokens)
-    given = repeat(None) if hints is None else hints
-    for request, hint in zip(requests, given, strict=False):
+    for request, hint in zip(requests, repeat(None) if hints is None else hints, strict=False):
         yield cache.leading_run(request.hash_ids)
         cache.use(request.hash_ids, request.hint if hints is None else hint, request.timestamp_ms / 1_000)
 

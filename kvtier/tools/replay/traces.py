@@ -45,9 +45,6 @@ _LENGTHS = (
     'how many tokens an id stands for in a first line {{"meta": {{"block_size": {block_tokens}}}}}'
 )
 _HINTS = 'a hint is a table of a hint\'s fields, such as {"over": true}; without it the request counts as any other'
-_TIMES = "timestamp must be in milliseconds: multiply seconds by 1,000"
-
-
 _NAMES = {"timestamp_ms": "timestamp", "hint": HINT}
 
 logger = logging.getLogger(__name__)
@@ -227,7 +224,7 @@ class TraceCheck:
         span_s = (self._last_ms - self._first_ms) / 1_000
         if self._requests >= REQUESTS_MIN and 0 < span_s * TOKENS_PER_S_MAX < self._tokens:
             rate = f"{self._requests:,} requests with {self._tokens:,} tokens in {span_s:,.3g} s since the first"
-            self._note(self._line, rate, _TIMES)
+            self._note(self._line, rate, "timestamp must be in milliseconds: multiply seconds by 1,000")
         for remedy, first in self._first.items():
             lines = self._faults[remedy]
             such = f" ({lines:,} such lines)" if lines > 1 else ""

@@ -117,9 +117,7 @@ AnyTrace = Trace | GeneratedTrace
 
 def open_trace(name: str, *, seed: int = 0, limit: int | None = None) -> AnyTrace:
     """Return the trace of a file, or the workload of a seed for `generated`. Raises `TraceError`."""
-    if name == GENERATED:
-        return GeneratedTrace(Workload(seed=seed), limit=limit)
-    return Trace(name, limit=limit)
+    return GeneratedTrace(Workload(seed=seed), limit=limit) if name == GENERATED else Trace(name, limit=limit)
 
 
 def generate(workload: Workload) -> Iterator[TraceRequest]:
@@ -132,24 +130,18 @@ def generate(workload: Workload) -> Iterator[TraceRequest]:
     ids = count()
     kinds = [_SessionKind(dialogue, workload, source, ids) for dialogue in (workload.chat, workload.agents)]
     live: list[tuple[float, _Session]] = []  # A heap: when each session asks next.
-    start_s, sessions = 0.0, 0
+    start_s, sessions, variance = 0.0, 0, workload.arrival_cv**2
     for _ in range(workload.requests):
         while not live or start_s <= live[0][0]:
-            kind = kinds[source.random() < workload.agent_share]
-            heapq.heappush(live, (start_s, _Session(kind, sessions)))
+            heapq.heappush(live, (start_s, _Session(kinds[source.random() < workload.agent_share], sessions)))
             sessions += 1
-            start_s += _gap_s(workload, source)
+            start_s += source.gammavariate(1 / variance, variance / workload.sessions_per_s)
         now_s, session = live[0]
         yield session.ask(now_s)
         if session.ended:
             heapq.heappop(live)
         else:
             heapq.heapreplace(live, (now_s + session.kind.dialogue.pause_s.draw(source), session))
-
-
-def _gap_s(workload: Workload, source: random.Random) -> float:
-    variance = workload.arrival_cv**2
-    return source.gammavariate(1 / variance, variance / workload.sessions_per_s)
 
 
 class _SessionKind:
