@@ -1,9 +1,8 @@
 """How calls of the asyncio face wait: for rows, for loads, and for a turn of the loop.
 
-Waiting requests lease at most a share of the rows. So chunks that have come are pinned and leased no more, and leave
-their share to later ones. Calls without a row stand in a line. Only the first in the line takes rows, and holds rows
-while it waits for more. So no fetch waits for rows of another waiting fetch. Calls that find all their chunks in the
-primary pass the line.
+Waiting requests lease at most a share of the rows. So chunks that have come are pinned, no longer leased, and leave
+their share to later ones. Calls without a row stand in a line; only the first takes rows, and holds rows while it waits
+for more. So no fetch waits for rows of another waiting fetch. Calls whose chunks are all in the primary pass the line.
 
 Rows come back when the blocks of other fetches end. A task that holds rows and awaits a further fetch may wait for
 itself: then no row comes back, and all calls in the line give up `lease_s` after the last one was served.
@@ -197,8 +196,6 @@ class Fetches:
         if turn.short:
             self._line.setdefault(fetch, self._steps._clock())
         return hits, waits, turn.short
-
-    # The line.
 
     def _first(self, fetch: "_Fetch") -> bool:
         return fetch.late or next(iter(self._line), fetch) is fetch

@@ -505,8 +505,7 @@ class Ledger:
     def delete(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Forget keys in the primary and in every tier, except held ones, which are returned.
 
-        A key that only a hung store holds, or a view that should be released, is forgotten. Its row stays lent. The
-        store may still end after this call.
+        A key that only a hung store or a view holds is forgotten; its row stays lent. The store may still end later.
         """
         lost, ready = self.traffic.pins_overdue() + self.kept, self.primary.ready
         gone = [key for key in keys if key in ready and self.primary.discard(key, lost[ready[key]])]

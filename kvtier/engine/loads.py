@@ -5,8 +5,7 @@ own bytes and those queued ahead of it. Tiers load side by side, so the slowest 
 there. The rest is declined: it gives its rows back, and the request computes it.
 
 A tier whose loads are declined shows nothing. So once a second a few declined chunks are loaded for no request, to see
-whether it has become faster. A tier that another one is preferred to is tried with a prompt's last chunks; the request
-computes these.
+whether it has become faster. Where another tier is preferred, these are a prompt's last chunks, computed as well.
 """
 
 import math
@@ -104,8 +103,6 @@ class Loads:
         wanted = [run.keys for runs in self.wanted.values() for run in runs]
         return set(chain(*wanted, *self.queue.values(), *sent))
 
-    # Within a look-up.
-
     def never(self, tier: Tier) -> bool:
         """Return True if each chunk of this tier takes longer to load than to compute, however many there are."""
         speed = tier.speed
@@ -144,8 +141,7 @@ class Loads:
             request.search.decline(key)
         tier.counters.declined += len(keys)
         tier.counters.declined_requests += 1
-        expected_s = self._load_s(tier, self._ahead.get(tier, 0) + len(keys), now)
-        if expected_s < math.inf:
+        if (expected_s := self._load_s(tier, self._ahead.get(tier, 0) + len(keys), now)) < math.inf:
             tier.counters.declined_seconds += expected_s
 
     def give_up(self, key: OffloadKey, request: Request) -> None:
@@ -160,8 +156,6 @@ class Loads:
         for row in tuple(request.leased):
             if self._primary.key(row) in self._primary.filling:
                 self._leases.end(row, request)
-
-    # At the step's end.
 
     def weigh(self, now: float, step: int) -> None:
         """Queue the loads of this step that are worth their time, and take the others back.
@@ -220,8 +214,6 @@ class Loads:
         for run in runs:
             self._queue_batch(run.keys, run.tier, request)
             self._ahead[run.tier] = self._ahead.get(run.tier, 0) + len(run.keys)
-
-    # One request's loads.
 
     def _weigh(self, runs: Sequence[LoadRun], request: Request, *, waits: bool) -> Sequence[OffloadKey]:
         """Queue the loads that save a request most time; return the keys not loaded. `waits`: for a probe's answer."""
@@ -314,8 +306,7 @@ class Loads:
             if self._ahead.get(tier):
                 continue
             most = min(run.common, len(run.keys) // 2, tier.admits(self._now))
-            chunks = self._trial_chunks(tier, len(run.keys), most, costs=costs)
-            if chunks:
+            if chunks := self._trial_chunks(tier, len(run.keys), most, costs=costs):
                 keys = run.keys[-chunks:]
                 del run.keys[-chunks:]
                 for key in keys:

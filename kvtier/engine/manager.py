@@ -68,11 +68,8 @@ class TieringOffloadingManager:
     def open(cls, config: EngineConfig, *, observer: Observe | None = None) -> "Opening[Self]":
         """Open a kvtier engine on the running loop, wherever its runner lives: `async with` the answer, or await it.
 
-        `observer` is called with (tier, operation, seconds) after every transfer.
-
-        Raises:
-            ConfigError: the configuration cannot be used; nothing was left behind.
-            BackendUnavailable: a tier cannot be opened now.
+        `observer` is called with (tier, operation, seconds) after every transfer. Raises `ConfigError`, leaving nothing
+        behind, if the configuration cannot be used, and `BackendUnavailable` if a tier cannot be opened now.
         """
 
         async def begin() -> Self:
@@ -272,8 +269,6 @@ class TieringOffloadingManager:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    # How it begins and ends.
-
     @classmethod
     async def _begun_inline(cls, config: EngineConfig, observer: Observe | None) -> StepManager:
         loop = asyncio.get_running_loop()
@@ -319,8 +314,6 @@ class TieringOffloadingManager:
             abandoned = await asyncio.get_running_loop().run_in_executor(None, steps._bridge.close, seconds)
         steps._free()
         return abandoned
-
-    # How the face waits.
 
     def _said(self, answer: int) -> int:
         self.steps.end_step()
@@ -384,8 +377,7 @@ class TieringOffloadingManager:
             writeback.want(len(keys))
             self.steps.end_step()  # What a step found that nobody ends would be kept for ever.
             if not any(key in ledger.primary.filling for key in keys) and writeback.room(len(keys)):
-                plan = self.steps.prepare_store(keys, request_id)
-                if plan is not None:
+                if (plan := self.steps.prepare_store(keys, request_id)) is not None:
                     return plan
                 if len(keys) > (rows := ledger.rows_left(keys)):
                     keys = keys[:rows]  # Hung transfers, or callers, hold the other rows.

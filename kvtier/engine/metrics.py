@@ -32,9 +32,7 @@ Labels = tuple[str, ...]
 Reading = float | dict[str, int] | dict[str, float] | dict[Labels, float] | None
 """One number, one for each value of a metric's labels, or None while there is none."""
 
-_PYTHON = platform.python_version()
 LOOK_EVERY_S = 1.0  # Without messages: drops alone make none.
-LOSSES_EVERY_S = 60.0  # Between two lines of losses of one tier.
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 logger = logging.getLogger(__name__)
@@ -108,7 +106,7 @@ def _bytes_moved(tier: Tier) -> dict[str, int]:
 
 
 def _build(_: object) -> dict[Labels, float]:
-    return {(__version__, _PYTHON, getattr(sys.modules.get("vllm"), "__version__", "")): 1.0}
+    return {(__version__, platform.python_version(), getattr(sys.modules.get("vllm"), "__version__", "")): 1.0}
 
 
 TRANSFER_SECONDS = Durations(
@@ -342,8 +340,7 @@ def samples(reading: Reading) -> Iterator[tuple[Labels, float]]:
 
 
 def _family(name: str, metric: Metric, labels: Labels) -> CounterMetricFamily | GaugeMetricFamily:
-    kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-    return kind(name, metric.help, labels=labels)
+    return (CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily)(name, metric.help, labels=labels)
 
 
 def _readings(table: MetricTable, subject: object) -> dict[str, Any]:
@@ -423,7 +420,7 @@ class _Told:
         if unanswered := grown["questions", ""]:
             parts.append(f"questions not answered: {unanswered:,}")
         if parts:
-            self._losses_at = now + LOSSES_EVERY_S
+            self._losses_at = now + 60.0  # Between two lines of losses of one tier.
         if cause and counters.last_cause and any(verb in ("failed", "questions") for verb, _ in grown):
             parts.append(f"the last cause is {_in_words(counters.last_cause)}")
         return "; ".join(parts)

@@ -12,7 +12,6 @@ from kvtier.config import TOKENS_PER_S_MAX
 KEPT = 0.9  # Weight of earlier steps after each average step: the last ten count most.
 HALF_LIFE_S = 10.0  # Of that weight, by age: the machine's other work changes from one moment to the next.
 SLOW_MAX = 4.0  # Times the expected time: a hung step counts no more than that.
-TOKEN_S_MIN = 1.0 / TOKENS_PER_S_MAX
 TOKENS_MIN = 4_096  # Recorded before a speed is known,
 STEPS_MIN = 16  # or as many steps: of loaded prompts only the last tokens are computed.
 FIRST_STEPS = 1  # Full steps that count only until a later one: they compile, or warm up.
@@ -52,8 +51,7 @@ class PrefillSpeed:
         self._noted = self._noted * left + tokens
         self._squares = self._squares * left + tokens * tokens
         if tokens >= FULL_STEP_SHARE * self._average_step:
-            token_s = max(TOKEN_S_MIN, seconds / tokens)
-            self._count(tokens / average if average else 1.0, token_s, now)
+            self._count(tokens / average if average else 1.0, max(1.0 / TOKENS_PER_S_MAX, seconds / tokens), now)
         if self._counted > FIRST_STEPS and (self._noted >= TOKENS_MIN or self._steps >= STEPS_MIN):
             self.tokens_per_s = 1.0 / self._token_s
 
@@ -68,15 +66,13 @@ class PrefillSpeed:
         guessed = tokens > BATCH_GROWTH * self._average_step
         if guessed and now - self._explored_at >= EXPLORE_EVERY_S * 2.0**self._guesses:
             self._guesses = min(self._guesses + 1, DOUBLED_MAX)
-        elif now - max(self._counted_at, self._explored_at) < self._wait_s(lost_s):
-            return False
+        else:  # So long no step must have counted before `lost_s` may be lost.
+            wait_s = max(EXPLORE_EVERY_S, lost_s / EXPLORE_SHARE) * 2.0**self._unanswered
+            if now - max(self._counted_at, self._explored_at) < wait_s:
+                return False
         self._explored_at = now
         self._unanswered = min(self._unanswered + 1, DOUBLED_MAX)
         return True
-
-    def _wait_s(self, lost_s: float) -> float:
-        """Return how long no step must have counted before `lost_s` may be lost."""
-        return max(EXPLORE_EVERY_S, lost_s / EXPLORE_SHARE) * 2.0**self._unanswered
 
     @property
     def _average_step(self) -> float:

@@ -29,11 +29,7 @@ class Rows(Protocol):
 
 
 class Primary:
-    """Rows of one primary, and the keys in them.
-
-    `ready` and `filling` map a key to its row. The ledger reads them on every look-up. Only this class changes them,
-    and they stay the same objects.
-    """
+    """Rows, and the keys in them. `ready` and `filling` (key to row) are changed here only: always the same objects."""
 
     def __init__(self, rows: int, policy: Policy[OffloadKey], retained_max: int = 0, *, ahead_rows: int = 0) -> None:
         """`retained_max`: the most rows that hints may retain. `ahead_rows`: how many are chosen for eviction ahead."""
@@ -214,8 +210,6 @@ class Primary:
     def rank(self, rows: Sequence[int]) -> None:
         self._order.rank(rows)
 
-    # Hints.
-
     @property
     def retained(self) -> int:
         return 0 if self._hinted is None else len(self._hinted.retained)
@@ -261,8 +255,6 @@ class Primary:
     def end_retentions(self, now: float) -> None:
         if self._hinted is not None:
             self._hinted.retained.expire(now)
-
-    # Rows that are chosen for eviction ahead of demand.
 
     def choose_ahead(self, count: int) -> None:
         """Choose `count` more rows, or as many as are idle. Rows that were pinned when their turn came have another."""

@@ -1,7 +1,6 @@
 """Requests: the ledger's record of each, the leases of rows to waiting requests, and a step's hits.
 
-A look-up that hits is the most frequent call, so it costs one `append` to a list of its request. The rest is put off
-until an eviction, or to the step's end. Most steps evict nothing.
+A look-up that hits is the most frequent call, so it is one `append`. The rest waits for an eviction, or the step's end.
 """
 
 import math
@@ -344,8 +343,7 @@ class StepHits:
 
     def add(self, request: Request, key: OffloadKey) -> None:
         """Record a hit on a key that is ready or in flight."""
-        hits = request.hits
-        if not hits:
+        if not (hits := request.hits):
             self._fresh.append(request)
         hits.append(key)
 

@@ -398,10 +398,9 @@ class StepManager:
         self.ledger.promoting = True
 
     def close(self, deadline_s: float | None = None) -> int:
-        """Let transfers end, close the tiers and the runner; return how many transfers were left behind.
+        """Let transfers end, close the tiers and the runner; return how many transfers were left behind. Idempotent.
 
-        Dirty rows are first written to tiers with `cascade = "evict"`, within the same deadline. The closing takes at
-        most the deadline once more. Idempotent.
+        Before, rows dirty for tiers with `cascade = "evict"` are written. Closing takes at most the deadline once more.
         """
         if self._closed:
             return 0

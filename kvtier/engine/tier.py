@@ -31,8 +31,6 @@ AT_ONCE, WHEN_EVICTED, ON_SECOND_USE = "store", "evict", "second_use"
 
 PRESSURE = "pressure"  # A chunk was not written because its row was needed first.
 ALL = 1 << 32  # More chunks than there can be.
-LIKE_TIMES = 4  # Loads of a quarter of the bytes count as of the same kind.
-UNDELETED_MAX = 4_096  # Keys; their actions are far fewer than a bridge takes in a step.
 ANSWERS_MAX = 65_536  # Of each kind a tier: about 10 MB. Older ones are asked for again.
 
 
@@ -73,8 +71,7 @@ class TierMatcher(NamedTuple):
 
     def matches(self, spec: TierSpec) -> bool:
         medium = self.medium is None or spec.medium is None or self.medium == spec.medium
-        locality = self.locality is None or spec.locality is None or self.locality == spec.locality
-        return medium and locality
+        return medium and (self.locality is None or spec.locality is None or self.locality == spec.locality)
 
 
 @dataclass(slots=True)
@@ -270,7 +267,7 @@ class Tier:
         if load.given_up or (load.request is not None and seconds > load.computing_s):
             self.late = LateLoad(size_bytes, seconds)
         elif late is not None and seconds <= load.computing_s:
-            alike = size_bytes * LIKE_TIMES >= late.size_bytes
+            alike = size_bytes * 4 >= late.size_bytes  # Loads of a quarter of the bytes count as of the same kind.
             self.late = None if alike else late._replace(worth_bytes=max(size_bytes, late.worth_bytes))
 
     def hear(self, load: Expected, now: float) -> None:
@@ -330,7 +327,7 @@ class Tier:
     def keep_undeleted(self, keys: Iterable[OffloadKey]) -> None:
         """Remember keys whose delete may not have been tried, for the next runner."""
         self._undeleted.update(dict.fromkeys(keys))
-        while len(self._undeleted) > UNDELETED_MAX:
+        while len(self._undeleted) > 4_096:  # Keys; their actions are far fewer than a bridge takes in a step.
             del self._undeleted[next(iter(self._undeleted))]
 
     def take_undeleted(self) -> Collection[OffloadKey]:
@@ -422,8 +419,7 @@ class LocationMap:
     def remove(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
         mask, bit = self.mask, tier.bit
         for key in keys:
-            left = mask.get(key, 0) & ~bit
-            if left:
+            if left := mask.get(key, 0) & ~bit:
                 mask[key] = left
             else:
                 mask.pop(key, None)

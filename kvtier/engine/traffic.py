@@ -104,10 +104,7 @@ class Traffic:
         """Queue stores of those of the ready keys, each given once, that the tier neither has nor is getting."""
         mask, bit, storing = self.locations.mask, tier.bit, tier.storing
         lacking = [key for key in keys if key not in storing and not mask.get(key, 0) & bit]
-        if not lacking:
-            return
-        queued = self._within_limits(lacking, tier, now)
-        if queued:
+        if lacking and (queued := self._within_limits(lacking, tier, now)):
             self.store(queued, tier)
 
     def store(self, keys: Sequence[OffloadKey], tier: Tier) -> None:
@@ -284,8 +281,7 @@ class Traffic:
         self._primary.unpin(rows)
         cascades = self.cascade_rows
         for row in rows:
-            left = cascades[row] - 1
-            if left:
+            if left := cascades[row] - 1:
                 cascades[row] = left
             else:
                 cascades.pop(row)  # A Counter's own `del` is a call in Python.
@@ -304,8 +300,7 @@ class Traffic:
 
     def _take_out(self, id_: int, *, lent: bool) -> Transfer | None:
         """Remove a transfer whose outcome is known, or None for an unknown id; while `lent`, it is overdue."""
-        transfer = self.in_flight.pop(id_, None)
-        if transfer is None:
+        if (transfer := self.in_flight.pop(id_, None)) is None:
             return None
         tier = transfer.tier
         if tier.loads:
@@ -316,8 +311,7 @@ class Traffic:
         return transfer
 
     def _take_back(self, id_: int) -> None:
-        transfer = self.overdue.pop(id_, None)
-        if transfer is None:
+        if (transfer := self.overdue.pop(id_, None)) is None:
             return
         transfer.tier.overdue_rows -= len(transfer.rows)
         if transfer.forgotten or transfer.operation is Operation.PROMOTION:
@@ -396,8 +390,7 @@ class Traffic:
         return lent
 
     def _time(self, message: messages.Finished | messages.Answered) -> None:
-        transfer = self.in_flight.get(message.id)
-        if transfer is None:
+        if (transfer := self.in_flight.get(message.id)) is None:
             return
         if transfer.expected_s and isinstance(message, messages.Finished):
             self._compare(transfer, message)
@@ -417,8 +410,7 @@ class Traffic:
             tier.trial = Trial(len(load.keys), message.seconds)
 
     def _settle(self, id_: int, failed: Mapping[int, Code], now: float, *, lent: bool, cause: str = "") -> None:
-        transfer = self._take_out(id_, lent=lent)
-        if transfer is None:  # Settled by a reset.
+        if (transfer := self._take_out(id_, lent=lent)) is None:  # Settled by a reset.
             late = self.overdue.get(id_)
             if late is not None and not lent:
                 self._end_late(id_, [index for index in range(len(late.keys)) if index not in failed])
@@ -445,8 +437,7 @@ class Traffic:
                 self._events.add(EventKind.REMOVED, tier.spec.name, moved)
 
     def _settle_whole(self, id_: int, code: Code, now: float, *, lent: bool) -> None:
-        chunks = len(self.in_flight[id_].keys)
-        self._settle(id_, dict.fromkeys(range(chunks), code), now, lent=lent)
+        self._settle(id_, dict.fromkeys(range(len(self.in_flight[id_].keys)), code), now, lent=lent)
 
     def _settle_all(self, code: Code, now: float) -> list[Transfer]:
         sent = dict(self.in_flight)
@@ -474,8 +465,7 @@ class Traffic:
         tier.loading -= len(transfer.keys)
         tier.hear(transfer, now)
         tier.counters.loaded += len(moved)
-        published = self._primary.publish(moved)
-        self._events.add(EventKind.STORED, PRIMARY_NAME, published)
+        self._events.add(EventKind.STORED, PRIMARY_NAME, self._primary.publish(moved))
         gone: list[OffloadKey] = []
         for index, code in failed.items():
             key = transfer.keys[index]
@@ -520,8 +510,7 @@ class Traffic:
         self._take_back(id_)
 
     def _learn(self, message: messages.Answered, now: float) -> None:
-        transfer = self._take_out(message.id, lent=False)
-        if transfer is None:
+        if (transfer := self._take_out(message.id, lent=False)) is None:
             return
         transfer.tier.probe_latency_s = message.seconds
         if not message.present:

@@ -59,8 +59,6 @@ class WriteBack:
         self._queues = {tier: deque[int]() for tier in self._tiers}  # Rows to be cleaned, in order.
         self._ending = False
 
-    # What makes rows dirty and clean.
-
     def written(self, keys: Sequence[OffloadKey], tier: Tier, request: Request) -> None:
         rows = list(map(self._primary.ready.__getitem__, keys))
         dirty, writers, bit, number = self._dirty, self._writers[tier], tier.bit, request.number
@@ -130,8 +128,6 @@ class WriteBack:
             for row in rows:
                 dirty[row] = 0
         self.used(rows)
-
-    # A step, and the end.
 
     def clean_ahead(self, now: float, *, runner_up: bool) -> None:
         """Choose rows for eviction ahead of demand, and send the dirty ones."""
@@ -220,8 +216,7 @@ class WriteBack:
         primary, dirty, others = self._primary, self._dirty, ~tier.bit
         assert primary.ahead is not None
         each = dict.fromkeys(rows)  # A row that came back and was chosen again stands twice in the queue.
-        here = primary.ready_rows(each) if self._ending else primary.ahead.among(each)
-        cleaned = self._dirty_for(tier, here)
+        cleaned = self._dirty_for(tier, primary.ready_rows(each) if self._ending else primary.ahead.among(each))
         for row in cleaned:
             dirty[row] &= others
         return self._locations.lacking(primary.keys_of(cleaned), tier)
@@ -291,8 +286,7 @@ class SecondUse:
         """Forget keys that were first seen with a request that keeps its own out of tiers."""
         for tier, seen in self._seen.items():
             if request.keeps_out(tier.spec):
-                first = [key for key in keys if seen.get(key) == request.number]
-                for key in self._locations.lacking(first, tier):
+                for key in self._locations.lacking([key for key in keys if seen.get(key) == request.number], tier):
                     del seen[key]
 
     def forget(self, keys: Iterable[OffloadKey]) -> None:
