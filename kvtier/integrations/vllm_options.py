@@ -43,7 +43,6 @@ CONNECTOR = "KVTierConnector"
 SPEC = "KVTierOffloadingSpec"
 SECOND = "KVTierSecondaryTier"
 TIER = "kvtier"  # The type of a secondary tier, as the plug-in registers it: `SECOND` is its class.
-MARK_BYTES = 8  # Two revisions of a model get the same one once in 2**64.
 ANYWHERE: Mapping[str, str] = dict.fromkeys(PLACES, "0")
 """The places of no engine, to check options alone."""
 
@@ -91,10 +90,7 @@ def read_options(extra_config: Mapping[str, Any]) -> VllmOptions:
 
 
 def read_mark(revision_file: str | None) -> bytes:
-    """Return the mark of the revision in a file, which keys carry; empty without a file.
-
-    Raises `ConfigError` if the file cannot be read, or is empty.
-    """
+    """Return the mark of the revision in a file; empty without one. `ConfigError` for an unreadable or empty file."""
     if revision_file is None:
         return b""
     try:
@@ -103,7 +99,7 @@ def read_mark(revision_file: str | None) -> bytes:
         raise ConfigError(f"{WHERE}.revision_file: {shown(revision_file)} cannot be read: {error}") from error
     if not revision:
         raise ConfigError(f"{WHERE}.revision_file: {shown(revision_file)} is empty, a name of the weights accepted")
-    return sha256(revision).digest()[:MARK_BYTES]
+    return sha256(revision).digest()[:8]  # Two revisions of a model get the same one once in 2**64.
 
 
 def is_line(given: object) -> bool:

@@ -1,8 +1,7 @@
 """vLLM's plug-in: makes kvtier known by name, so that a configuration needs no module's path.
 
-vLLM calls `register` in each of its processes before it reads a configuration. The modules named here are imported
-only by an engine whose configuration names them. Without kvtier in its configuration, vLLM's start costs the import of
-its own factories, which its engine imports anyway.
+vLLM calls `register` in each of its processes before it reads a configuration. Only an engine whose configuration names
+them imports these modules; other starts cost the import of vLLM's own factories, which its engine imports anyway.
 """
 
 import logging

@@ -45,11 +45,9 @@ class PoolEngine:
     def __init__(self, config: EngineConfig, durable: Sequence[int]) -> None:
         """Start the engine and its runner; blocks until the tiers are open.
 
-        `durable`: the places of the tiers whose acknowledgement makes a store succeed, any one of them.
-
-        Raises:
-            ConfigError: the configuration cannot be used; nothing was left behind.
-            BackendUnavailable: a tier cannot be opened now.
+        `durable`: the places of the tiers whose acknowledgement makes a store succeed, any one of them. Raises
+        `ConfigError`, leaving nothing behind, if the configuration cannot be used, and `BackendUnavailable` if a tier
+        cannot be opened now.
         """
         self._steps = steps = StepManager.start(config)
         self._ledger = steps.ledger
@@ -75,10 +73,7 @@ class PoolEngine:
             return [self._found(key, request) for key in keys]
 
     def load(self, keys: Sequence[OffloadKey], pages: PagePieces, until: float) -> list[bool]:
-        """Copy the pages that a tier has, verified, to their places; return which ones came in time.
-
-        The place of any other page is not written.
-        """
+        """Copy the pages that a tier has, verified, to their places, and no others; return which ones came in time."""
         came = [False] * len(keys)
         with self._alone(self._loading, until) as alone, self._lock:
             for start in range(0, len(keys) if alone else 0, self._part):
@@ -89,15 +84,11 @@ class PoolEngine:
         return came
 
     def store(self, keys: Sequence[OffloadKey], pages: PagePieces, until: float) -> list[bool]:
-        """Store pages; return which ones a durable tier has when the call ends.
-
-        If no durable tier takes chunks now, the call copies nothing and ends at once.
-        """
+        """Store pages; return which ones a durable tier has when the call ends: at once, if none takes chunks now."""
         left = range(len(keys))
         with self._alone(self._storing, until) as alone, self._lock, self._request() as request:
             while alone and left and self._takes():
-                stored = self._store(keys, pages, left, request, until)
-                if not stored:
+                if not (stored := self._store(keys, pages, left, request, until)):
                     break
                 left = left[stored:]
             self._until(lambda: all(self._settled(key) for key in keys), until)
@@ -170,8 +161,7 @@ class PoolEngine:
             if not traffic.room(size):
                 return not self._takes()
             part = [keys[place] for place in left[:size]]
-            plan = self._steps.prepare_store([key for key in part if not self._kept(key)], request.id)
-            return plan is not None
+            return self._steps.prepare_store([key for key in part if not self._kept(key)], request.id) is not None
 
         if not self._until(reserve, until) or plan is None:
             return 0
@@ -242,17 +232,12 @@ class PoolEngine:
                 ctypes.memmove(address, at, size)
             at += size
 
-    # Threads.
-
     def _free_locks(self) -> None:
         self._lock = threading.Lock()
         self._storing, self._loading = threading.Lock(), threading.Lock()  # Each uses half of the rows.
 
     def _until(self, ready: Callable[[], bool], until: float) -> bool:
-        """Step the engine until `ready()`, called within a step; return False if the deadline came first.
-
-        Other threads get the lock while this one waits.
-        """
+        """Step the engine until `ready()`, called within a step; False at the deadline. Other threads get the lock."""
         came = threading.Event()
         self._waiting.add(came)
         try:
@@ -260,8 +245,7 @@ class PoolEngine:
                 came.clear()
                 self._steps._check_open()
                 self._steps._receive()
-                left = until - time.monotonic()
-                if left <= 0:
+                if (left := until - time.monotonic()) <= 0:
                     return False
                 if ready():
                     return True

@@ -1,7 +1,4 @@
-"""Options inside SGLang: the table `kvtier` of `--hicache-storage-backend-extra-config`, and an engine's configuration.
-
-Nothing of SGLang is imported here.
-"""
+"""Options in SGLang's `--hicache-storage-backend-extra-config`, table `kvtier`, and the engine's; imports no SGLang."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -17,7 +14,6 @@ from kvtier.settings import Checked, PositiveDuration, PositiveSize, decode
 WHERE = "kvtier"
 BATCH_PAGES = 128  # SGLang's `STORAGE_BATCH_SIZE`: the pages of one call.
 ROWS_MIN = 2 * BATCH_PAGES  # One batch is stored while another is loaded.
-SIDE_ROWS_MIN = 8  # Side pools move few pages a call, of megabytes each.
 
 Port = Annotated[int, msgspec.Meta(ge=1, le=65_535)]
 
@@ -65,7 +61,7 @@ def engine_config(options: SglangOptions, namespace: Namespace, page_bytes: int,
     row_bytes = -(-page_bytes // PAGE_BYTES) * PAGE_BYTES
     rows = ROWS_MIN if options.staging_bytes is None else options.staging_bytes // row_bytes
     if side:
-        rows = max(SIDE_ROWS_MIN, min(rows, ROWS_MIN))
+        rows = max(8, min(rows, ROWS_MIN))  # Side pools move few pages a call, of megabytes each.
     elif rows < ROWS_MIN:
         raise ConfigError(
             f"{WHERE}.staging_bytes: {options.staging_bytes:,} given, at least {ROWS_MIN * row_bytes:,} accepted: two"

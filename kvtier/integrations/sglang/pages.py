@@ -1,7 +1,6 @@
 """The pages of a host pool: the addresses of their bytes, and the namespace that tells them from all other pages.
 
-A page is a list of pieces, each an address and a length, in the pool's own order. A pool without addresses (Mamba
-states outside of page-first layouts) is copied through one flat tensor for each page.
+A page is a list of pieces (address, length) in the pool's order, or one flat tensor for a pool without addresses.
 """
 
 import re
@@ -26,8 +25,7 @@ _OPAQUE = ("torch.uint8", "torch.int8")  # Host pools report these for every 8-b
 
 def page_key(key: str) -> OffloadKey:
     """Return the key of a page: the 32 bytes of SGLang's hash, or the SHA-256 of any other text."""
-    digest = bytes.fromhex(key) if _SHA256.fullmatch(key) else sha256(key.encode()).digest()
-    return make_offload_key(digest)
+    return make_offload_key(bytes.fromhex(key) if _SHA256.fullmatch(key) else sha256(key.encode()).digest())
 
 
 class HostPages:
@@ -117,14 +115,13 @@ def namespace_of(
     sharded = name == "mamba" or isinstance(pages.pool, MHATokenToKVPoolHost)  # Such as a draft model's next to MLA.
     any_rank = config.is_mla_model and not sharded
     tp_rank, tp_size = (0, 1) if any_rank else (config.tp_rank, config.tp_size)
-    rank = (config.pp_rank * config.attn_cp_size + config.attn_cp_rank) * tp_size + tp_rank
     return Namespace(
         model_name=config.model_name,
         tokens_per_hash=pages.page_size,
         tp_size=tp_size,
         pp_size=config.pp_size,
         pcp_size=config.attn_cp_size,
-        rank=rank,
+        rank=(config.pp_rank * config.attn_cp_size + config.attn_cp_rank) * tp_size + tp_rank,
         dtype=f"{kv_cache_dtype or dtype.removeprefix('torch.')}/{dtype.removeprefix('torch.')}",
         kv_cache_groups=(Group(tokens_per_block=pages.page_size, layer_names=(name,)),),
         inference_engine="sglang",

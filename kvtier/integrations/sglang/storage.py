@@ -83,8 +83,6 @@ class KVTierStorage(HiCacheStorage):
         self._stored: deque[tuple[int, float]] = deque(maxlen=CALLS_MAX)
         self._server: Any = None
 
-    # Pools.
-
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Open the engine of the KV pool. `ConfigError` and `BackendUnavailable` fail the attach."""
         super().register_mem_pool_host(mem_pool_host)
@@ -100,8 +98,6 @@ class KVTierStorage(HiCacheStorage):
         self._end_server()
         for pool in self._pools.values():
             pool.engine.close()
-
-    # Single pools.
 
     @_answers(lambda *_, **__: 0)
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
@@ -124,8 +120,6 @@ class KVTierStorage(HiCacheStorage):
         """Store pages of the pool; True for each one that a tier has when the call ends."""
         return self._store(KV, keys, host_indices, self._deadline())
 
-    # Several pools.
-
     @_answers(lambda *_, **__: PoolTransferResult.empty())
     def batch_exists_v2(
         self,
@@ -143,8 +137,7 @@ class KVTierStorage(HiCacheStorage):
                 continue
             found = self._find(str(transfer.name), keys[:pages], until)
             window = pages if transfer.hit_policy is PoolHitPolicy.ALL_PAGES else max(1, len(transfer.keys or ()))
-            runs = _restorable(found, window)
-            if runs:
+            if runs := _restorable(found, window):
                 hits[transfer.name] = runs[-1]
             restorable = [length for length in restorable if length in set(runs)]
         return PoolTransferResult(restorable[-1] if restorable else 0, hits, restorable)
@@ -176,8 +169,6 @@ class KVTierStorage(HiCacheStorage):
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
         return False
-
-    # All pools.
 
     @_answers(lambda *_, **__: False)
     def clear(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]  # As SGLang's own storages.

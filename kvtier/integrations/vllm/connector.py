@@ -1,8 +1,7 @@
 """KVTierConnector: vLLM's offloading connector, which also measures how fast the LLM engine computes prompts.
 
 Only a connector sees a step's tokens, and when it is answered. A step's time begins when it was scheduled, or when the
-step before was answered, whichever was later, and ends with its answer. So idle time does not count, and a step that
-waited behind another counts its own time.
+step before was answered, whichever was later, and ends with its answer: neither idle time nor another step's counts.
 """
 
 import logging
@@ -113,8 +112,7 @@ class PrefillMeter:
     def answered(self, now: float) -> tuple[int, float] | None:
         """Record the answer of the oldest step in flight; return its prefill, if it has one: tokens and seconds.
 
-        The time of decoding is subtracted: that of a step which only decodes, but at most the decoded tokens' share of
-        the step.
+        The time of a step that only decodes is subtracted, but at most the decoded tokens' share of the step.
         """
         if not self._in_flight:
             return None

@@ -64,8 +64,6 @@ class VllmManager(OffloadingManager):
         self._reported = (-1, -1)  # Calls and messages at the last report.
         self._report_again = False
 
-    # Requests.
-
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self._calls += 1
         chosen = req_context.load_tier_filter
@@ -78,8 +76,6 @@ class VllmManager(OffloadingManager):
         self._calls += 1
         self._hits_of = None
         self.engine.on_request_finished(req_context.req_id)
-
-    # Looking up, loading, storing.
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         if req_context is self._hits_of and key in self._ready:  # Inlined: runs thousands of times a step.
@@ -107,8 +103,7 @@ class VllmManager(OffloadingManager):
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         self._calls += 1
         self._hits_of = None  # Room may be made, which empties hits.
-        plan = self.engine.prepare_store(self._keys(keys), req_context.req_id)
-        if plan is None:
+        if (plan := self.engine.prepare_store(self._keys(keys), req_context.req_id)) is None:
             return None
         self._copying += len(plan.keys)
         return PrepareStoreOutput(self._bare(plan.keys), CPULoadStoreSpec(plan.rows), self._bare(plan.evicted))
@@ -122,8 +117,6 @@ class VllmManager(OffloadingManager):
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._hits_of = None
         self.engine.end_step()
-
-    # The whole.
 
     def has_pending_work(self) -> bool:
         return self.engine.has_pending_work()

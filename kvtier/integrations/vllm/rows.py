@@ -60,20 +60,18 @@ class RowPlan(NamedTuple):
 
 
 def plan_rows(config: OffloadingConfig, canonical_layout: bool | None, *, interop: bool) -> RowPlan:
-    """Return the plan for vLLM's KV cache and workers.
+    """Return the plan for vLLM's KV cache and workers; `canonical_layout` is the user's choice.
 
-    `canonical_layout` is the user's choice. None: rows are canonical where vLLM vouches for them, unless they must be
-    the rows that vLLM's own file tier writes without that choice.
+    None: canonical where vLLM vouches for it, unless rows must be those of vLLM's own file tier without that choice.
     """
     parallel = config.parallel
     if config.worker_kv_bytes_per_block < 1:
         raise ConfigError("vLLM has no KV cache to offload: it reports 0 bytes a block")
     vouched = parallel.is_parallelism_agnostic and parallel.world_size == parallel.tp_size
-    canonical = config.canonical_layout or (canonical_layout is None and vouched and not interop)
     return RowPlan(
         worker_chunk_bytes=config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk,
         copies=1 if config.replicated_layout else parallel.world_size,
-        canonical=canonical,
+        canonical=config.canonical_layout or (canonical_layout is None and vouched and not interop),
         rank=parallel.rank,
     )
 
@@ -114,8 +112,7 @@ def namespace_of(config: OffloadingConfig, plan: RowPlan, *, revision: str | Non
 
 def require_one_node(config: VllmConfig) -> None:
     """Raise `ConfigError` if vLLM is told to spread one engine over several hosts."""
-    nodes = config.parallel_config.nnodes_within_dp
-    if nodes > 1:
+    if (nodes := config.parallel_config.nnodes_within_dp) > 1:
         raise ConfigError(f"--nnodes: {nodes} hosts given for one engine, 1 accepted with kvtier: {_REMEDY}")
 
 

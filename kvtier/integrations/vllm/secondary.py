@@ -4,8 +4,7 @@
 
 vLLM keeps its manager and its primary; the tier's I/O runs in a process of its own, which maps vLLM's rows. The tier is
 the engine's own `Traffic`, over rows that vLLM picks and pins. vLLM has no quarantine for rows that come back late, so
-a job ends only when nothing uses its rows any more. A runner that has not released rows in time is replaced: the end of
-its process frees them.
+a job ends only when nothing uses its rows any more: a runner that has not released rows in time is replaced.
 """
 
 import os
@@ -135,8 +134,6 @@ class KVTierSecondaryTier(SecondaryTierManager):
         _, facts = config_info(self._config)
         return {key: value for key, value in facts.items() if key != "tier"}
 
-    # Requests, and what they ask for.
-
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         if req_context.req_id not in self._requests:
             request = Request(req_context.req_id, position=req_context.get_offload_key_position)
@@ -146,16 +143,13 @@ class KVTierSecondaryTier(SecondaryTierManager):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Forget a request; the tier learns the order in which it used its chunks, once all its stores have ended."""
-        request = self._requests.pop(req_context.req_id, None)
-        if request is not None:
+        if (request := self._requests.pop(req_context.req_id, None)) is not None:
             request.finished = True
             request.order_used()
             self._rank(request)
 
     def lookup(self, key: VllmKey, req_context: ReqContext) -> LookupResult:
         return self._look_up(key, self._request(req_context).search)
-
-    # Moving.
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         request, chunks = self._unpacked(job_metadata)
@@ -187,8 +181,6 @@ class KVTierSecondaryTier(SecondaryTierManager):
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._flush()
 
-    # The whole.
-
     def has_pending_work(self) -> bool:
         return bool(self._jobs or self._over or self._traffic.in_flight or self.tier.to_ask)
 
@@ -212,8 +204,6 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self._bridge.close(self._config.limits.close_s)
         self._region.close()
 
-    # What goes out.
-
     def _request(self, req_context: ReqContext) -> Request:
         """Return the request; an unknown or finished one is treated as new."""
         return self._requests.get(req_context.req_id) or Request(req_context.req_id)
@@ -235,8 +225,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         now = self._receive()
         if not self.runner_up or not self.tier.admits(now) or search.promotions.get(key, 0) >= PROMOTIONS_MAX:
             return LookupResult.MISS
-        answer = self.tier.answer(key, bool(self._where.mask.get(key, 0)), now)
-        if answer is None:
+        if (answer := self.tier.answer(key, bool(self._where.mask.get(key, 0)), now)) is None:
             answer = self._ask(key, search)
         if answer is None:
             return LookupResult.RETRY
@@ -307,8 +296,6 @@ class KVTierSecondaryTier(SecondaryTierManager):
             retained_s = min(hint.retain_s, RETAIN_S_MAX)
             self._traffic.advise(self.tier, Advice("retain", keys, seconds=retained_s, priority=hint.priority))
 
-    # What comes back.
-
     def _receive(self) -> float:
         """Apply everything in the mailbox and return the time."""
         now = time.monotonic()
@@ -364,8 +351,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         for id_ in ids:
             if id_ in self._traffic.overdue:
                 continue
-            job = self._jobs.pop(id_, None)
-            if job is not None:
+            if (job := self._jobs.pop(id_, None)) is not None:
                 job.parts -= 1
                 if not job.parts:
                     self._end(job)

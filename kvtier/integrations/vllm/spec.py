@@ -1,11 +1,10 @@
 """KVTierOffloadingSpec: vLLM's offloading connector makes one in the scheduler and one in every worker.
 
 They share the region of rows. The first to come creates it, under a name that is removed when all have mapped it. The
-scheduler's side, which vLLM makes last, waits for that. It owns the engine and starts its runner; a worker's side
-copies between rows and KV cache.
+scheduler's side, which vLLM makes last, waits for that, and owns engine and runner; a worker's side copies blocks.
 
-A store: the scheduler calls `VllmManager.prepare_store`, which reserves rows. vLLM tells its workers the rows'
-numbers, and `VllmWorker.submit_store` copies blocks into them. When all workers have reported it, the scheduler calls
+A store: the scheduler calls `VllmManager.prepare_store`, which reserves rows. vLLM tells its workers the rows' numbers,
+and `VllmWorker.submit_store` copies blocks into them. When all workers have reported it, the scheduler calls
 `complete_store`, and at the step's end (`on_schedule_end`) the rows go on to the tiers. A load: `lookup`, which
 promotes from a tier if need be, `prepare_load`, `VllmWorker.submit_load` and `complete_load`.
 """
@@ -106,8 +105,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
 def _require_certified(kv_caches: CanonicalKVCaches, *, portable: bool) -> None:
     """Refuse canonical pages that vLLM has not certified: chunks would be named as what they are not."""
     mappings = [ref.mapping for refs in kv_caches.group_data_refs for ref in refs]
-    certified = all(mapping is not None and (mapping.parallelism_agnostic or not portable) for mapping in mappings)
-    if not certified:
+    if not all(mapping is not None and (mapping.parallelism_agnostic or not portable) for mapping in mappings):
         raise ConfigError(
             "vLLM cannot certify this KV cache's pages as canonical (the same for every tensor-parallel size): set"
             " canonical_layout: false in kv_connector_extra_config, and each size then keeps separate chunks"

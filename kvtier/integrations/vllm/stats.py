@@ -82,10 +82,9 @@ def engine_series(ledger: Ledger) -> list[metrics.Series]:
 
 
 def unregister_earlier() -> None:
-    """Remove the metrics of an earlier engine of this process from Prometheus's registry.
+    """Remove the metrics of this process's earlier engine from Prometheus's registry, or kvtier's would be duplicates.
 
-    vLLM asks for definitions right before it registers metrics. It removes its own of an earlier engine by their name;
-    kvtier's would be refused as duplicates.
+    vLLM asks for definitions right before it registers metrics. It removes its own of an earlier engine by their name.
     """
     registered = REGISTRY._names_to_collectors  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     for collector in {registered[name] for name in metric_definitions() if name in registered}:
@@ -212,10 +211,9 @@ class Media:
 def offloading_events(
     events: Iterable[Event], media: Media, *, absent: Callable[[OffloadKey], bool] | None = None
 ) -> Iterator[OffloadingEvent]:
-    """Translate events.
+    """Translate events; of failures, those of chunks that are still `absent` from the primary.
 
-    A failure is passed on for the chunks that are still `absent` from the primary: vLLM keeps a description of each
-    chunk whose load it asked for. For other chunks nothing that was announced became untrue.
+    vLLM keeps a description of each chunk whose load it asked for. For others nothing announced became untrue.
     """
     for event in events:
         if event.kind is not EventKind.FAILED:

@@ -1,7 +1,4 @@
-"""The worker: kvtier's transfers between rows and KV cache, as vLLM submits, polls and awaits them.
-
-The KV cache is the one that vLLM registers: the same tensors, with its mappings.
-"""
+"""The worker: transfers between rows and the KV cache that vLLM registers, as vLLM submits, polls and awaits them."""
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
