@@ -2,9 +2,8 @@
 
 One letter an axis: B blocks (a kernel's), K key and value, H heads, N states (tokens), C content of one head's one
 state. Names instead of positions let one rule place heads, split keys from values and find blocks for every backend.
-
-Every way to lay out a cache comes down to runs of equal blocks at one distance from each other. Axes with larger
-strides than all blocks together make several runs (keys in front, values behind); all others are inside of a block.
+Every layout comes down to runs of equal blocks at one distance from each other. Axes with larger strides than all
+blocks together make several runs (keys in front, values behind); all others are inside of a block.
 """
 
 from collections.abc import Iterator, Mapping
@@ -117,8 +116,7 @@ def state_views(
         if stride_bytes % dtype.itemsize:
             raise ConfigError(f"pages {stride_bytes:,} bytes apart do not hold whole elements of {dtype}")
         dense = torch.empty(shape, device="meta").stride()
-        strides = (stride_bytes // dtype.itemsize, *dense)
-        views.append(_view(memory, dtype, (num_blocks, *shape), strides, offset_bytes))
+        views.append(_view(memory, dtype, (num_blocks, *shape), (stride_bytes // dtype.itemsize, *dense), offset_bytes))
         offset_bytes += size_bytes
     return views
 

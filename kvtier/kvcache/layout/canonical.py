@@ -1,9 +1,8 @@
 """Canonical KV caches: any LLM engine's caches as plain tensors of pages, without copying a byte.
 
-However a model lays out its cache, what moves is pages: the i-th row of a `(num_blocks, page_bytes)` int8 tensor. Each
-group refers to the tensors that hold its layers' pages; layers that share bytes share a tensor. Where a block's pages
-of several layers lie in one row, the row is the page, and each group refers to it once. A chunk then moves as one copy
-instead of one a layer.
+What moves is pages: the i-th row of a `(num_blocks, page_bytes)` int8 tensor. Each group refers to the tensors that
+hold its layers' pages; layers that share bytes share a tensor. Where a block's pages of several layers lie in one row,
+the row is the page, referred to once: a chunk then moves as one copy instead of one a layer.
 """
 
 from collections import defaultdict
@@ -48,8 +47,7 @@ class PageRun(msgspec.Struct, frozen=True):
 class PageMapping(msgspec.Struct, frozen=True, kw_only=True):
     """One worker's part of a canonical page, which is what a block of a layer would be in one worker alone.
 
-    Loads read all runs; stores write them when it is this worker's turn. Names are vLLM's: its own mappings, and their
-    runs, are taken as they are.
+    Loads read all runs; stores write them when it is this worker's turn. Names and runs are those of vLLM's mappings.
     """
 
     canonical_page_size_bytes: int
@@ -186,8 +184,7 @@ def _layer_views(
 def canonical_kv_caches(config: KVCacheConfig, caches: Mapping[str, LayerCache], axes: AxesOf) -> CanonicalKVCaches:
     """Find the pages of a model's groups in the caches, which have the layers' names.
 
-    Raises `ConfigError`, naming layer and stride, if only a copy could bring a cache into pages, or a cache does not
-    fit its spec.
+    Raises `ConfigError`, naming layer and stride, if a cache does not fit its spec, or only a copy could make it pages.
     """
     placed = {
         layer: _placed(layer, caches[layer], group, axes.get(layer), config.num_blocks)
@@ -223,8 +220,7 @@ class _Pages(NamedTuple):
     @property
     def place(self) -> _Place:
         """The key of runs that share their bytes: equal for all of them."""
-        start = 0 if self.packed else self.blocks.offset_bytes
-        return (storage_of(self.storage), start, self.blocks.stride_bytes)
+        return (storage_of(self.storage), 0 if self.packed else self.blocks.offset_bytes, self.blocks.stride_bytes)
 
 
 def _placed(

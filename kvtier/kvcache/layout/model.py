@@ -1,10 +1,8 @@
 """A model's KV cache: the pages that each layer keeps of a block, and the groups of layers with one block table.
 
-A **block** is a run of tokens that one table entry stands for, a **page** one layer's bytes of one block. Specs are
-frozen and compare by value.
-
-Layers of several groups may share a tensor. A block belongs to one group at a time. So the same bytes serve the layers
-of all groups, one after the other.
+A **block** is a run of tokens that one table entry stands for, a **page** one layer's bytes of one block. Layers of
+several groups may share a tensor: a block belongs to one group at a time, so the same bytes serve all groups in turn.
+Specs are frozen and compare by value.
 """
 
 from math import prod

@@ -19,7 +19,6 @@ from kvtier.kvcache.transfer.jobs import Copier, CopyJob, Finish
 from kvtier.kvcache.transfer.pages import BlockPages, Direction, Indices, Sides, repeated
 
 BATCH_COPIES_MAX = 8_192  # In one call: its arguments become lists of as many addresses.
-AHEAD = 4  # Transfers begun before the first has ended: the next one's addresses are ready when the device is.
 WITHOUT_BATCHES = "No batched copies, so pages are copied one by one: %s; see %s"
 
 _SUCCESS = 0
@@ -47,7 +46,7 @@ DeviceCopy = Callable[[CopyJob], None]
 class CudaCopier:
     """The copier of one direction between a device and the host; loads' stream goes before stores' and kernels."""
 
-    ahead = AHEAD
+    ahead = 4  # Transfers begun before the first has ended: the next one's addresses are ready when the device is.
 
     def __init__(self, direction: Direction, device: torch.device, copy: DeviceCopy) -> None:
         self.directions = (direction,)

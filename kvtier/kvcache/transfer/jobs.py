@@ -45,8 +45,7 @@ class CopyJob(msgspec.Struct, eq=False, dict=True):
     @cached_property
     def _touched(self) -> tuple[frozenset[int], frozenset[int]]:
         blocks = (block for pages in self.groups for block in pages.blocks.tolist())
-        rows = (row for pages in self.groups for row in pages.rows.tolist())
-        return frozenset(blocks), frozenset(rows)
+        return frozenset(blocks), frozenset(row for pages in self.groups for row in pages.rows.tolist())
 
 
 Finish = Callable[[], None]

@@ -162,8 +162,7 @@ def _require_within(what: str, indices: Indices, count: int) -> None:
 
 
 def _mapping(ref: DataRef) -> PageMapping:
-    whole = (PageRun(0, 0, ref.page_bytes),)
-    return ref.mapping or PageMapping(canonical_page_size_bytes=ref.page_bytes, runs=whole)
+    return ref.mapping or PageMapping(canonical_page_size_bytes=ref.page_bytes, runs=(PageRun(0, 0, ref.page_bytes),))
 
 
 def _of_ref(caches: CanonicalKVCaches, layout: SlotLayout, ref: DataRef) -> list[Piece]:

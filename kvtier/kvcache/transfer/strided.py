@@ -179,8 +179,7 @@ def _element(piece: Piece, host: int, step_bytes: int) -> torch.dtype:
 def _view(
     memory: torch.Tensor, element: torch.dtype, offset: int, shape: tuple[int, ...], strides_bytes: tuple[int, ...]
 ) -> torch.Tensor:
-    strides = (*(stride // element.itemsize for stride in strides_bytes), 1)
-    return view_of(memory, element, shape, strides, offset)
+    return view_of(memory, element, shape, (*(stride // element.itemsize for stride in strides_bytes), 1), offset)
 
 
 def copy_alike(direction: Direction, pieces: Sequence[Strided], pages: BlockPages) -> None:
@@ -231,8 +230,7 @@ def _addresses(sides: list[StridedSide], indices: Indices) -> list[int]:
 
 
 def _through_tiles(source: StridedSide, target: StridedSide, moves: Moves) -> None:
-    page_elements = source.pages[0].numel()
-    tile_pages = max(1, min(TILE_BYTES // source.pages.element_size(), _TILE_ELEMENTS_MAX) // page_elements)
+    tile_pages = max(1, min(TILE_BYTES // source.pages.element_size(), _TILE_ELEMENTS_MAX) // source.pages[0].numel())
     tile = StridedSide.over(source.pages.new_empty((min(tile_pages, len(moves.from_pages)), *source.pages.shape[1:])))
     chosen = torch.as_tensor(moves.from_pages)
     for first in range(0, len(moves.from_pages), tile_pages):
